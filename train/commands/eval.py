@@ -1,13 +1,11 @@
 """``fnet eval``: evaluate a run's checkpoint on its test examples."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from train import arguments
 from train.arguments import EvalArguments
@@ -29,9 +27,9 @@ from train.data import Dataset, image_folder, segmentation_folder
 from train.data.chat import ChatTemplate
 from train.data.tokenizer import Tokenizer, load_tokenizer
 from train.data.unreadable import UnreadableFiles
-from train.errors import UserError, printable
-from train.output import plots
+from train.errors import UserError
 from train.output.progress import line_printer
+from train.output.tables import MISSING, Table, to_rich
 from train.run import examples
 from train.run.choices import load_questions, score_choices
 from train.run.class_names import check_classes, read_classes, read_label_map
@@ -50,20 +48,6 @@ _MAX_CLASSES = 40
 """Largest number of rows in the table of classes."""
 _MIN_SIDE = 8
 """Smallest side of a scaled image in pixels, from which a network computes one feature."""
-
-
-class ClassScore(NamedTuple):
-    """Score of one class.
-
-    Attributes:
-      name: Class name.
-      size: Number of its test examples, or pixels.
-      score: Accuracy, or intersection over union; None if undefined.
-    """
-
-    name: str
-    size: int
-    score: float | None
 
 
 def main(argv: list[str]) -> None:
@@ -123,18 +107,18 @@ def evaluate_run(folder: RunFolder, options: EvalArguments, console: Console) ->
     written = {"evaluation": files.json}
     try:
         files.json.parent.mkdir(parents=True, exist_ok=True)
-        as_dict = _as_dict(run, options, network.step, evaluation)
-        as_dict |= {"description": files.description, "unreadable_files": unreadable.count}
-        atomic_write(files.json, as_json(as_dict))
-        if evaluation.confusion is not None:
-            classes = run.task.dataset.classes
-            plots.confusion_matrix(evaluation.confusion, classes, title, files.confusion)
-            written["confusion matrix"] = files.confusion
-        drawn = not config.is_release_only and examples.draw(
-            run, evaluate, network, title, files.examples
-        )
-        if drawn:
-            written["examples"] = files.examples
+        content = {
+            "step": network.step,
+            "options": dataclasses.asdict(options),
+            "metrics": {f"test/{name}": value for name, value in evaluation.metrics.items()},
+            "classes": _class_scores(run, evaluation.confusion),
+            "description": files.description,
+            "unreadable_files": unreadable.count,
+        }
+        atomic_write(files.json, as_json(content))
+        pictures = {"confusion matrix": files.confusion, "examples": files.examples}
+        drawn = examples.draw_results(run, evaluate, network, evaluation, title, *pictures.values())
+        written |= {name: path for name, path in pictures.items() if path in drawn}
     except OSError as error:
         raise UserError(f"cannot write to {folder.path}: {error.strerror or error}") from error
     described = f" with {files.description}" if files.description else ""
@@ -251,28 +235,25 @@ def print_scores(run: Setup, evaluation: Evaluation, console: Console) -> None:
     for name, value in evaluation.metrics.items():
         log(f"test/{name} {value:.6g}")
     scores = _class_scores(run, evaluation.confusion)
-    score_name, unit = ("IoU", "pixels") if _is_segmentation(run) else ("accuracy", "examples")
-    shown = scores
+    if not scores:
+        return
+    _, unit, score = scores[0]
+    title = {"iou": "IoU"}.get(score, score)
     if len(scores) > _MAX_CLASSES:
-        defined = [c for c in scores if c.score is not None]
-        shown = sorted(defined, key=lambda c: c.score or 0.0)[:_MAX_CLASSES]
-        log(f"the {len(shown)} of {len(scores)} classes with the lowest {score_name}:")
-    if shown and console.is_terminal:
-        table = Table()
-        table.add_column("class", overflow="fold")
-        for name in (unit, score_name):
-            table.add_column(name, justify="right")
-        for c in shown:
-            table.add_row(
-                escape(printable(c.name)),
-                f"{c.size:,}",
-                "-" if c.score is None else f"{c.score:.2%}",
-            )
-        console.print(table)
-    else:
-        for c in shown:
-            score = "-" if c.score is None else f"{c.score:.4f}"
-            log(f"{score_name} of {c.name}: {score} ({c.size:,} {unit})")
+        defined = [c for c in scores if c[score] is not None]
+        lowest = sorted(defined, key=lambda c: c[score])[:_MAX_CLASSES]
+        log(f"the {len(lowest)} of {len(scores)} classes with the lowest {title}:")
+        scores = lowest
+    if console.is_terminal:
+        rows = [
+            (c["name"], f"{c[unit]:,}", None if c[score] is None else f"{c[score]:.2%}")
+            for c in scores
+        ]
+        console.print(to_rich(Table("", ("class", unit, title), rows)))
+        return
+    for c in scores:
+        shown = MISSING if c[score] is None else f"{c[score]:.4f}"
+        log(f"{title} of {c['name']}: {shown} ({c[unit]:,} {unit})")
 
 
 def apply_options(folder: RunFolder, config: Config, options: EvalArguments) -> Config:
@@ -333,28 +314,18 @@ def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _class_scores(run: Setup, confusion: np.ndarray | None) -> list[ClassScore]:
-    """Return the score of each class, or [] without classes."""
+def _class_scores(run: Setup, confusion: np.ndarray | None) -> list[dict[str, Any]]:
+    """Return name, number of examples or pixels, and accuracy or IoU of each class, if any."""
     if confusion is None:
         return []
-    score_of = iou_by_class if _is_segmentation(run) else accuracy_by_class
+    unit, score, score_of = "examples", "accuracy", accuracy_by_class
+    if _is_segmentation(run):
+        unit, score, score_of = "pixels", "iou", iou_by_class
     rows = zip(run.task.dataset.classes, confusion.sum(1), score_of(confusion), strict=True)
-    return [ClassScore(n, int(count), None if np.isnan(v) else float(v)) for n, count, v in rows]
-
-
-def _as_dict(
-    run: Setup, options: EvalArguments, step: int, evaluation: Evaluation
-) -> dict[str, Any]:
-    score_name, unit = ("iou", "pixels") if _is_segmentation(run) else ("accuracy", "examples")
-    return {
-        "step": step,
-        "options": dataclasses.asdict(options),
-        "metrics": {f"test/{name}": value for name, value in evaluation.metrics.items()},
-        "classes": [
-            {"name": c.name, unit: c.size, score_name: c.score}
-            for c in _class_scores(run, evaluation.confusion)
-        ],
-    }
+    return [
+        {"name": name, unit: int(count), score: None if np.isnan(value) else float(value)}
+        for name, count, value in rows
+    ]
 
 
 def _is_segmentation(run: Setup) -> bool:

@@ -6,13 +6,11 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from PIL import Image
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from train import arguments
 from train.arguments import PredictArguments
@@ -24,42 +22,10 @@ from train.data.preprocessing import PreprocessedImage, Preprocessor
 from train.errors import UserError, printable
 from train.output.palette import overlay_labels, palette
 from train.output.progress import line_printer
+from train.output.tables import Table, to_rich
 from train.predictor import Predictor, config_of_images
 from train.run.class_names import read_label_map
 from train.run.run_folder import RunFolder, as_json, atomic_write
-
-
-class Prediction(NamedTuple):
-    """Prediction for one image.
-
-    Attributes:
-      image: Path, as given or found.
-      labels: Names with probabilities, the most probable first. For a segmented image, names
-        with shares of its pixels.
-      mask: Path of the predicted mask, a palette PNG of the image's size; None without one.
-      overlay: Path of the image with the mask's colors over it; None without one.
-    """
-
-    image: str
-    labels: list[tuple[str, float]]
-    mask: str | None = None
-    overlay: str | None = None
-
-
-class Predictions(NamedTuple):
-    """Predictions for all images.
-
-    Attributes:
-      step: Step of the checkpoint.
-      predictions: Predictions for the readable images.
-      unreadable: Path and reason for each of the others.
-      path: Path of predictions.json, if it was written.
-    """
-
-    step: int
-    predictions: list[Prediction]
-    unreadable: list[tuple[str, str]]
-    path: Path | None = None
 
 
 def main(argv: list[str]) -> None:
@@ -70,20 +36,25 @@ def main(argv: list[str]) -> None:
     folder = RunFolder.of(given)
     result = predict(folder, images, options)
     if options.json:
-        print(json.dumps(as_dict(result), indent=2))
+        print(json.dumps(result, indent=2))
     else:
+        out = _out(folder, options)
         print_predictions(result, Console())
-        print(printable(f"predictions: {result.path}"))
-        if result.path and any(p.mask for p in result.predictions):
-            print(printable(f"masks: {result.path.parent / 'masks'}"))
-            print(printable(f"overlays: {result.path.parent / 'overlays'}"))
-    for path, reason in result.unreadable:
-        print(printable(f"fnet: cannot read {path}: {reason}"), file=sys.stderr)
-    if result.unreadable:
+        print(printable(f"predictions: {out / 'predictions.json'}"))
+        if any("mask" in p for p in result["predictions"]):
+            print(printable(f"masks: {out / 'masks'}"))
+            print(printable(f"overlays: {out / 'overlays'}"))
+    for item in result["unreadable"]:
+        print(printable(f"fnet: cannot read {item['image']}: {item['reason']}"), file=sys.stderr)
+    if result["unreadable"]:
         raise SystemExit(2)
 
 
-def predict(folder: RunFolder, given: Sequence[str], options: PredictArguments) -> Predictions:
+def _out(folder: RunFolder, options: PredictArguments) -> Path:
+    return Path(options.out) if options.out else folder.path / "predictions"
+
+
+def predict(folder: RunFolder, given: Sequence[str], options: PredictArguments) -> dict[str, Any]:
     """Predict labels of images, which are prepared as the run's test images are.
 
     Masks and overlays of segmented images are written, and predictions.json unless
@@ -94,6 +65,12 @@ def predict(folder: RunFolder, given: Sequence[str], options: PredictArguments) 
       given: image files and folders of images.
       options: options of the command.
 
+    Returns:
+      The content of predictions.json: ``step``, ``predictions`` of the readable images and
+      ``unreadable`` ones. A prediction has ``labels``, the most probable first, or those of the
+      largest share of pixels. That of a segmented image also has paths: ``mask``, a palette PNG of
+      the image's size, and ``overlay``, the image with the mask's colors over it.
+
     Raises:
       UserError: if there is no run, it does not label images or has no checkpoint, a path has no
         image, or the output folder cannot be written.
@@ -103,7 +80,7 @@ def predict(folder: RunFolder, given: Sequence[str], options: PredictArguments) 
     predictor = Predictor(folder.path, best=options.best)
     classes = predictor.classes
     is_segmentation = isinstance(config.model, DeepLab)
-    out = Path(options.out) if options.out else folder.path / "predictions"
+    out = _out(folder, options)
     if is_segmentation:
         colors = palette(read_label_map(folder, config))
         max_pixels = predictor.preprocessor.max_pixels
@@ -120,11 +97,14 @@ def predict(folder: RunFolder, given: Sequence[str], options: PredictArguments) 
                     raise output
                 predictions.append(to_prediction(path, output))
             except UnreadableError as error:
-                unreadable.append((path, str(error)))
-        result = Predictions(predictor.step, predictions, unreadable)
+                unreadable.append({"image": path, "reason": str(error)})
+        result = {
+            "step": predictor.step,
+            "predictions": predictions,
+            "unreadable": unreadable,
+        }
         if not options.json:
-            result = result._replace(path=out / "predictions.json")
-            atomic_write(out / "predictions.json", as_json(as_dict(result)))
+            atomic_write(out / "predictions.json", as_json(result))
     except OSError as error:
         raise UserError(
             f"cannot write to {out}: {error.strerror or error}; choose another --out"
@@ -155,40 +135,19 @@ def find_images(given: Sequence[str]) -> list[str]:
     return paths
 
 
-def print_predictions(result: Predictions, console: Console) -> None:
+def print_predictions(result: dict[str, Any], console: Console) -> None:
     """Print the predictions as a table on a terminal, as lines elsewhere."""
-    if not console.is_terminal:
-        log = line_printer(console)
-        for p in result.predictions:
-            labels = "  ".join(f"{name} {share:.2%}" for name, share in p.labels)
-            log(f"{p.image}  {labels}")
-        return
-    table = Table()
-    table.add_column("image", overflow="fold")
-    table.add_column("label")
-    table.add_column("pixels" if any(p.mask for p in result.predictions) else "probability")
-    for p in result.predictions:
-        for i, (name, share) in enumerate(p.labels):
-            table.add_row(
-                "" if i else escape(printable(p.image)), escape(printable(name)), f"{share:.1%}"
-            )
-    console.print(table)
-
-
-def as_dict(result: Predictions) -> dict[str, Any]:
-    """Return the predictions for JSON."""
-
-    def prediction_as_dict(p: Prediction) -> dict[str, Any]:
-        score = "probability" if p.mask is None else "share"
-        labels = [{"label": name, score: share} for name, share in p.labels]
-        files = {} if p.mask is None else {"mask": p.mask, "overlay": p.overlay}
-        return {"image": p.image, "labels": labels} | files
-
-    return {
-        "step": result.step,
-        "predictions": [prediction_as_dict(p) for p in result.predictions],
-        "unreadable": [{"image": path, "reason": why} for path, why in result.unreadable],
-    }
+    log, rows, score = line_printer(console), [], "probability"
+    for p in result["predictions"]:
+        score = "share" if "mask" in p else "probability"
+        if not console.is_terminal:
+            labels = "  ".join(f"{label['label']} {label[score]:.2%}" for label in p["labels"])
+            log(f"{p['image']}  {labels}")
+        for i, label in enumerate(p["labels"]):
+            rows.append(("" if i else p["image"], label["label"], f"{label[score]:.1%}"))
+    if console.is_terminal:
+        last = "pixels" if score == "share" else score
+        console.print(to_rich(Table("", ("image", "label", last), rows, texts=2)))
 
 
 def _outputs(
@@ -212,13 +171,16 @@ def _read(prepare: Preprocessor, path: str) -> PreprocessedImage | UnreadableErr
         return error
 
 
-_ToPrediction = Callable[[str, np.ndarray], Prediction]
+_ToPrediction = Callable[[str, np.ndarray], dict[str, Any]]
 
 
 def _classification(classes: Sequence[str], top_k: int) -> _ToPrediction:
-    def to_prediction(path: str, probabilities: np.ndarray) -> Prediction:
+    def to_prediction(path: str, probabilities: np.ndarray) -> dict[str, Any]:
         most_probable = np.argsort(-probabilities, kind="stable")[:top_k]
-        return Prediction(path, [(classes[i], float(probabilities[i])) for i in most_probable])
+        labels = [
+            {"label": classes[i], "probability": float(probabilities[i])} for i in most_probable
+        ]
+        return {"image": path, "labels": labels}
 
     return to_prediction
 
@@ -234,7 +196,7 @@ def _segmentation(
     """Write ``masks/NAME.png`` and ``overlays/NAME.png``, in the same subfolders as the images."""
     names = _mask_names(paths)
 
-    def to_prediction(path: str, labels: np.ndarray) -> Prediction:
+    def to_prediction(path: str, labels: np.ndarray) -> dict[str, Any]:
         mask, overlay = (out / kind / names[path] for kind in ("masks", "overlays"))
         for file in (mask, overlay):
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -245,8 +207,8 @@ def _segmentation(
         Image.fromarray(overlay_labels(image, labels, colors)).save(overlay)
         shares = np.bincount(labels.ravel(), minlength=len(classes)) / labels.size
         largest = [i for i in np.argsort(-shares, kind="stable")[:top_k] if shares[i]]
-        shown = [(classes[i], float(shares[i])) for i in largest]
-        return Prediction(path, shown, str(mask), str(overlay))
+        shown = [{"label": classes[i], "share": float(shares[i])} for i in largest]
+        return {"image": path, "labels": shown, "mask": str(mask), "overlay": str(overlay)}
 
     return to_prediction
 

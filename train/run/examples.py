@@ -10,7 +10,7 @@ from train.config import DeepLab, SegmentationFolder
 from train.data.masks import IGNORE, spread
 from train.output import plots
 from train.output.palette import palette
-from train.run.evaluation import Evaluator, Trained
+from train.run.evaluation import Evaluation, Evaluator, Trained
 from train.run.setup import Setup
 
 _MAX_CLASSIFIED = 512
@@ -23,23 +23,47 @@ _MEMORY = 2**27
 """Bytes of segmented images to choose from."""
 
 
-def draw(run: Setup, evaluate: Evaluator, trained: Trained, title: str, path: Path) -> bool:
-    """Draw test images with labels and predictions.
+def draw_results(
+    run: Setup,
+    evaluate: Evaluator,
+    trained: Trained,
+    evaluation: Evaluation,
+    title: str,
+    confusion: Path,
+    examples: Path,
+) -> list[Path]:
+    """Draw the confusion matrix, and test images with labels and predictions.
 
-    From up to 512 classified images, spread over the test set, 24 are shown: first errors, by
-    decreasing probability, then correct ones, by increasing probability. From up to 60 segmented
-    images, six are shown with both masks, from the worst to the best. The compiled program of the
-    evaluation is used.
+    A private run of which only covered results are written shows no test images.
 
     Args:
       run: setup of the run.
       evaluate: evaluator of the run.
       trained: parameters and model state.
-      title: beginning of the picture's title.
-      path: path of the PNG.
+      evaluation: their evaluation.
+      title: beginning of the pictures' titles.
+      confusion: path of a PNG.
+      examples: path of a PNG.
 
     Returns:
-      Whether the picture was written; it is not without classes.
+      The pictures that were written: none without classes.
+    """
+    if evaluation.confusion is None:
+        return []
+    plots.confusion_matrix(evaluation.confusion, run.task.dataset.classes, title, confusion)
+    if run.config.is_release_only:
+        return [confusion]
+    drawn = draw(run, evaluate, trained, title, examples)
+    return [confusion, examples] if drawn else [confusion]
+
+
+def draw(run: Setup, evaluate: Evaluator, trained: Trained, title: str, path: Path) -> bool:
+    """Draw test images with labels and predictions; return whether there are any.
+
+    From up to 512 classified images, spread over the test set, 24 are shown: first errors, by
+    decreasing probability, then correct ones, by increasing probability. From up to 60 segmented
+    images, six are shown with both masks, from the worst to the best. The compiled program of the
+    evaluation is used.
     """
     if isinstance(run.config.model, DeepLab):
         return _draw_segmentations(run, evaluate, trained, title, path)

@@ -13,7 +13,6 @@ import jax
 
 import fnet
 from fnet import TrainState
-from train.output import plots
 from train.output.logged import NOT_PRIVATE, input_wait, noise_scale, read_metrics, throughput
 from train.run import examples
 from train.run.audit import audit
@@ -55,13 +54,9 @@ def write_results(
     """
     evaluation = evaluation or programs.evaluate(state)
     written = [folder.summary, folder.curves, folder.memory_picture]
-    if evaluation.confusion is not None:
-        classes, title = run.task.dataset.classes, f"{run.config.name}, step {run.steps}"
-        plots.confusion_matrix(evaluation.confusion, classes, title, folder.confusion)
-        written.append(folder.confusion)
-        if not run.config.is_release_only:  # the picture shows test images themselves
-            examples.draw(run, programs.evaluate, state, title, folder.examples)
-            written.append(folder.examples)
+    pictures = folder.confusion, folder.examples
+    title = f"{run.config.name}, step {run.steps}"
+    written += examples.draw_results(run, programs.evaluate, state, evaluation, title, *pictures)
     audited = None
     if run.canaries:
         # Pretrained weights have other initial values.
