@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
-from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import JaxprEqn
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 
+from fnet.jaxpr.axes import IDENTITY, register
 from fnet.mesh import equally_varying
 
 SAVED = "fnet_saved"
@@ -121,32 +122,40 @@ def params_first(x: Array, params: P) -> tuple[Array, P]:
     return x, jax.tree.unflatten(structure, leaves)
 
 
-@jax.custom_jvp
 def finish_together(*args: Any) -> tuple[Any, ...]:
     """Return the arguments; in the backward pass, wait for the gradients of all of them.
 
     XLA may postpone the gradients of parameters to the end. It must then hold what they are
     computed from, of every layer.
     """
-    return args
+    return tuple(FINISH_TOGETHER.bind(*args))
 
 
-@functools.partial(finish_together.defjvp, symbolic_zeros=True)
-def _(primals: Any, tangents: Any) -> Any:
+FINISH_TOGETHER = Primitive("fnet_finish_together")
+"""The primitive behind `finish_together`: an identity that orders cotangents."""
+
+FINISH_TOGETHER.multiple_results = True
+FINISH_TOGETHER.def_impl(lambda *args: list(args))
+FINISH_TOGETHER.def_abstract_eval(lambda *avals: list(avals))
+mlir.register_lowering(FINISH_TOGETHER, lambda context, *args: args)
+batching.primitive_batchers[FINISH_TOGETHER] = lambda args, axes: (
+    FINISH_TOGETHER.bind(*args),
+    axes,
+)
+register(FINISH_TOGETHER.name, IDENTITY)
+
+
+def _order_tangents(primals: Any, tangents: Any) -> Any:
     # The transpose of a barrier on tangents is a barrier on cotangents. If only one argument is
     # differentiated, there is nothing to order.
-    nonzero = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
+    nonzero = [i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero)]
     after = list(tangents)
     if len(nonzero) > 1:
         # JAX 0.11 fails to add the output of a barrier to a reference, but can add a copy of it.
         barred = jax.lax.optimization_barrier([jnp.copy(tangents[i]) for i in nonzero])
         for i, t in zip(nonzero, barred, strict=True):
             after[i] = t
-    return tuple(primals), tuple(after)
+    return list(primals), after
 
 
-def is_finish_together(eqn: JaxprEqn) -> bool:
-    """Whether an equation is `finish_together`, which returns its inputs."""
-    if eqn.primitive.name != "custom_jvp_call":
-        return False
-    return bool(eqn.params["call_jaxpr"].jaxpr.debug_info.func_name == "finish_together")
+ad.primitive_jvps[FINISH_TOGETHER] = _order_tangents

@@ -17,7 +17,7 @@ import numpy as np
 from jax import Array
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
-from fnet.backward_pass import finish_together, is_finish_together
+from fnet.backward_pass import FINISH_TOGETHER, finish_together
 from fnet.jaxpr import (
     Scan,
     While,
@@ -229,7 +229,7 @@ def _equation(eqn: JaxprEqn, inputs: list[Any]) -> Sequence[Any]:
         with in_scopes(eqn):
             results: Sequence[Any] = call_like(eqn, functools.partial(_call, inner))(*inputs)
             return results
-    if is_finish_together(eqn):
+    if eqn.primitive is FINISH_TOGETHER:
         return _finish_together(inputs)
     rule = _RULES.get(eqn.primitive.name, _materialized)
     return rule(eqn, inputs)

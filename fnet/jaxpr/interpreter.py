@@ -20,24 +20,12 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as
 CHECKPOINT = ("checkpoint", "remat2")
 """Names of the primitive behind `jax.checkpoint`."""
 
-ELEMENTWISE = frozenset(
-    (  # noqa: SIM905
-        "abs acos acosh add and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil "
-        "clamp clz complex conj convert_element_type copy cos cosh digamma div eq erf erf_inv "
-        "erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac imag integer_pow "
-        "is_finite le lgamma log log1p logistic lt max min mul name ne neg nextafter not or "
-        "polygamma population_count pow real reduce_precision rem round "
-        "rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh "
-        "sqrt square sub tan tanh xor zeta"
-    ).split()
-)
-"""Primitives whose every output element depends on one element of each input, or on scalars."""
-
 Atom = Var | Literal
 """An input of an equation, or a result of a jaxpr."""
 
 _CALLS = ("jit", "pjit", "closed_call")
-_CUSTOM_DERIVATIVES = ("custom_jvp_call", "custom_vjp_call")
+CUSTOM_DERIVATIVES = ("custom_jvp_call", "custom_vjp_call")
+"""Primitives of functions with derivative rules of their own."""
 _TRANSFORMED = re.compile(r"(?<!\w)(?:jvp|transpose|vmap|linearize|pmap)\(([^()]*)\)")
 _NOTE = "fnet interpreted the equation "
 
@@ -173,7 +161,7 @@ def called_jaxpr(eqn: JaxprEqn, *, custom_derivatives: bool = False) -> ClosedJa
         return _closed(eqn.params["jaxpr"])
     if name in _CALLS:
         return _closed(eqn.params.get("jaxpr") or eqn.params["call_jaxpr"])
-    if custom_derivatives and name.startswith(_CUSTOM_DERIVATIVES):
+    if custom_derivatives and name.startswith(CUSTOM_DERIVATIVES):
         return _closed(eqn.params["call_jaxpr"])
     return None
 
