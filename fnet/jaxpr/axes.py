@@ -186,10 +186,10 @@ def lengthen(eqn: JaxprEqn, factor: Factor, times: int) -> JaxprEqn:
         return longer
     params = dict(eqn.params)
     for name, side in row.sizes.items():
+        sizes = list(params[name] or ())
         axis = (factor.operands if side == "operand" else factor.results)[0]
         is_indexed = side == "operand" and any(a is not None for a in factor.operands[1:])
         if axis is not None and not is_indexed:
-            sizes = list(params[name])
             sizes[axis] *= times
             params[name] = tuple(sizes)
     longer = eqn.replace(params=params)
@@ -256,7 +256,7 @@ def is_linear_in(eqn: JaxprEqn, operands: Collection[int]) -> bool:
 
 def _is_wide_float(v: Any) -> bool:
     dtype = aval(v).dtype
-    return jnp.issubdtype(dtype, jnp.inexact) and jnp.dtype(dtype).itemsize >= 2
+    return bool(jnp.issubdtype(dtype, jnp.inexact)) and jnp.dtype(dtype).itemsize >= 2
 
 
 def register(name: str, row: Row) -> None:

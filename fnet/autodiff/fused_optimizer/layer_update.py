@@ -17,13 +17,15 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from fnet.jaxpr import (
-    ELEMENTWISE,
     Atom,
     aval,
     dependencies,
     evaluate_from,
     inline,
     interpret,
+    is_elementwise,
+    moves_elements,
+    separate_factor,
 )
 
 INTEGER_CARRIERS = {
@@ -365,7 +367,7 @@ def _check_dependence(update: LayerUpdate, stacked: ClosedJaxpr) -> None:
     results = interpret(
         stacked,
         dependences,
-        _propagate,
+        _follow_layers,
         constant=lambda a: _Dependence(uniform=jnp.ndim(a) == 0),
     )
     for slot, result in zip(update.slots, results, strict=True):
@@ -385,39 +387,30 @@ def _check_dependence(update: LayerUpdate, stacked: ClosedJaxpr) -> None:
             )
 
 
-def _propagate(eqn: JaxprEqn, inputs: list[_Dependence]) -> list[_Dependence]:
-    """Return what the outputs of an equation depend on; a handler for `interpret`."""
+def _follow_layers(eqn: JaxprEqn, states: list[_Dependence]) -> list[_Dependence]:
+    """Follow whether layers stay apart: along a factor that is the first axis of the results.
+
+    Loops and branches are single equations here, as they are when a layer is updated.
+    """
     name = eqn.primitive.name
-    sources: frozenset[_Source] = frozenset().union(*(d.sources for d in inputs))
-    mixed_by: frozenset[str] = frozenset().union(*(d.mixed_by for d in inputs))
-    if not mixed_by and any(d.on_stack for d in inputs):
-        if name not in ELEMENTWISE and not _keeps_layers(eqn):
+    sources: frozenset[_Source] = frozenset().union(*(s.sources for s in states))
+    mixed_by: frozenset[str] = frozenset().union(*(s.mixed_by for s in states))
+    if not mixed_by and any(s.on_stack for s in states):
+        factor = separate_factor(eqn, [0 if s.on_stack else None for s in states])
+        if factor is None or factor.parts or set(factor.results) != {0}:
             mixed_by = frozenset([name])
-        elif not all(d.uniform or d.on_stack for d in inputs):
+        elif any(
+            axis is not None and not (s.uniform or s.on_stack)
+            for axis, s in zip(factor.operands, states, strict=True)
+        ):
             mixed_by = frozenset([f"{name} with an array of no layer"])
-    uniform = all(d.uniform for d in inputs) and name in ELEMENTWISE | {"broadcast_in_dim"}
+    # Elements of one array that are all alike stay so wherever they are put.
+    is_moved = moves_elements(eqn) and len(eqn.invars) == 1
+    uniform = all(s.uniform for s in states) and (is_moved or is_elementwise(eqn))
     return [
         _Dependence(sources, mixed_by, uniform or (not sources and aval(v).shape == ()))
         for v in eqn.outvars
     ]
-
-
-def _keeps_layers(eqn: JaxprEqn) -> bool:
-    """Whether entry i of the result's first axis depends on entry i of the operand's alone."""
-    name, shape, after = eqn.primitive.name, aval(eqn.invars[0]).shape, aval(eqn.outvars[0]).shape
-    if not shape or not after or shape[0] != after[0]:
-        return False
-    if name == "bitcast_convert_type":
-        return bool(shape == after)
-    if name in ("reshape", "squeeze"):  # row by row, so an equal first axis is the same axis
-        return True
-    if name == "broadcast_in_dim":
-        return bool(eqn.params["broadcast_dimensions"][0] == 0)
-    if name == "slice":  # all of an equal first axis
-        return True
-    if name == "pad":
-        return bool(eqn.params["padding_config"][0] == (0, 0, 0))
-    return name in ("reduce_max", "reduce_min", "reduce_sum") and 0 not in eqn.params["axes"]
 
 
 def _check_dtypes(update: LayerUpdate) -> None:

@@ -13,7 +13,15 @@ from jax.extend.core import Jaxpr, Literal, Var, get_opaque_trace_state, jaxpr_a
 from fnet.autodiff.batched.tangents import is_differentiable
 from fnet.autodiff.fused_optimizer.layer_update import INTEGER_CARRIERS, LayerUpdate, Slot
 from fnet.autodiff.update import squared_norm
-from fnet.jaxpr import ELEMENTWISE, Atom, aval, dependencies, evaluate_from, inline
+from fnet.jaxpr import (
+    Atom,
+    aval,
+    dependencies,
+    evaluate_from,
+    inline,
+    is_elementwise,
+    moves_elements,
+)
 
 Body = Callable[..., tuple[Any, Any]]
 """``body(params, inputs, x, *closed) -> (x, outputs)``: one layer of a stack.
@@ -249,9 +257,6 @@ class _LayerVjp:
         return vjp
 
 
-_LAYOUT = frozenset(["broadcast_in_dim", "reshape", "rev", "slice", "squeeze", "transpose"])
-
-
 def _is_rematerialized(
     jaxpr: Jaxpr, leaf: Atom, params: Sequence[Var], constants: Sequence[Var]
 ) -> bool:
@@ -263,7 +268,7 @@ def _is_rematerialized(
     inputs, eqns = dependencies(jaxpr, [leaf])
     return set(inputs) <= set(constants) or (
         set(inputs) <= {*constants, *params}
-        and all(eqn.primitive.name in ELEMENTWISE | _LAYOUT for eqn in eqns)
+        and all(is_elementwise(eqn) or moves_elements(eqn) for eqn in eqns)
     )
 
 

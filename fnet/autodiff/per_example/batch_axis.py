@@ -338,8 +338,9 @@ class BatchAxes(Propagation[State]):
         if factor is None:
             return [self._not_separate(eqn, states, axes)] * count
         for state, v, axis in zip(states, eqn.invars, factor.operands, strict=True):
-            is_shared = isinstance(state, Shared)
-            if axis is not None and is_shared and not state.is_uniform(axis, aval(v).shape):
+            if axis is None or not isinstance(state, Shared):
+                continue
+            if not state.is_uniform(axis, aval(v).shape):
                 return [Mixed(by_position=True)] * count
         return [Unknown() if axis is None else BatchAxis(axis) for axis in factor.results]
 

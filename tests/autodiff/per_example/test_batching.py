@@ -19,6 +19,7 @@ from fnet.autodiff.per_example.batching import (
     rows_of,
     run_for_batch,
 )
+from fnet.jaxpr.axes import ROWS
 
 allow_rank_promotion = pytest.fixture(autouse=True)(example_losses.allow_rank_promotion)
 
