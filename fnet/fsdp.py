@@ -9,15 +9,31 @@ afterwards.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
+from typing import Literal as OneOf
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from fnet.jaxpr import ELEMENTWISE, Scan, aval
+from fnet.jaxpr import (
+    BackwardPropagation,
+    Propagation,
+    Scan,
+    Site,
+    While,
+    aval,
+    factors,
+    inner_jaxprs,
+    is_elementwise,
+    is_identity,
+    is_reference,
+    moves_elements,
+    places_once,
+    splice,
+)
 from fnet.state import check_state
 
 Spec = tuple[Any, ...]
@@ -199,11 +215,14 @@ def gather_at_use(
             DATA if spec is None else Shard(spec, v.aval.size, frozenset({i}))
             for i, (v, spec) in enumerate(zip(closed.jaxpr.invars, in_specs, strict=True))
         ]
-        search = _Gather(mesh, frozenset(names), None)
-        search.visit(closed.jaxpr, states)
-        gather = _Gather(mesh, frozenset(names), search)
-        jaxpr, _ = gather.visit(closed.jaxpr, states)
-        jaxpr, _ = _shard_results(mesh, jaxpr, [None] * len(leaves), out_specs)
+        # The first search says which parameters a step gathers, the second which enter loops.
+        first = _Search()
+        first.run(closed, states)
+        search = _Search(first)
+        search.run(closed, states)
+        jaxpr = _insert_gathers(mesh, frozenset(names), closed.jaxpr, search.gathers)
+        wishes = [spec if spec and any(spec) else None for spec in out_specs]
+        jaxpr, _ = _ShardResults(mesh).run(jaxpr, [None] * len(leaves), wishes)
         results = jaxpr_as_fun(ClosedJaxpr(jaxpr, closed.consts))(*leaves)
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
@@ -264,208 +283,210 @@ State = Shard | str | None
 """None: a constant."""
 
 
-class _Gather:
-    """Insert gathers into a jaxpr.
+class _Gather(NamedTuple):
+    """Gathers in front of an equation.
 
     Attributes:
-      gathered: Parameters that were gathered.
-      stacked: Parameters that a scan has sliced.
+      specs: Sharding of the operands to gather, by their number.
+      after: Variables of data that the gathers wait for.
     """
 
-    def __init__(self, mesh: Mesh, axes: frozenset[str], search: "_Gather | None") -> None:
-        self._mesh, self._axes, self._search = mesh, axes, search
+    specs: dict[int, Spec | None]
+    after: list[Any]
+
+
+class _Search(Propagation[State]):
+    """Find where sharded parameters meet data.
+
+    Attributes:
+      gathers: By the path of the equation.
+      gathered: Parameters that are gathered somewhere.
+      stacked_params: Parameters that a scan slices.
+    """
+
+    def __init__(self, before: "_Search | None" = None) -> None:
+        self.gathers: dict[tuple[int, ...], _Gather] = {}
         self.gathered: set[int] = set()
-        self.stacked: set[int] = set()
+        self.stacked_params: set[int] = set()
+        self._before = before
+        self._latest: dict[tuple[int, ...], list[Any]] = {}
 
-    def visit(self, jaxpr: Jaxpr, states: Sequence[State]) -> tuple[Jaxpr, list[State]]:
-        """Rewrite a jaxpr, and return the states of its results."""
-        known: dict[Any, State] = dict.fromkeys(jaxpr.constvars)
-        known |= zip(jaxpr.invars, states, strict=True)
-        eqns: list[JaxprEqn] = []
+    def constant(self, value: Any) -> State:
+        """Constants need no gather."""
+        return None
 
-        def arrays_of_data(variables: Sequence[Any]) -> list[Any]:
-            return [v for v in variables if known.get(v) == DATA and _is_array(v)]
+    def join(self, states: Sequence[State]) -> State:
+        """Whatever may be sharded in different ways counts as data."""
+        different = set(states) - {None}
+        return DATA if len(different) > 1 else next(iter(different), None)
 
-        latest = arrays_of_data(jaxpr.invars)[:1]  # the last array of data so far
-        for eqn in jaxpr.eqns:
-            inputs = [None if isinstance(v, Literal) else known[v] for v in eqn.invars]
-            codes = [i for i, v in enumerate(eqn.invars) if _is_code(v) and _is_shard(inputs[i])]
-            if codes and eqn.primitive.name not in _MOVES | {*_CALLS, *_CONTROL}:
-                # Quantized weights are gathered before they are dequantized.
-                new, whole = self._with_whole(eqn, inputs, codes, latest)
-                new = [*new, whole]
-                results: Sequence[State] = [DATA] * len(eqn.outvars)
-            else:
-                new, results = self._equation(eqn, inputs)
-            eqns += new
-            known |= zip(eqn.outvars, results, strict=True)
-            latest = arrays_of_data(eqn.outvars)[-1:] or latest
-        outputs = [None if isinstance(v, Literal) else known[v] for v in jaxpr.outvars]
-        return jaxpr.replace(eqns=eqns), outputs
+    def chosen(self, predicate: State, states: Sequence[State]) -> Sequence[State]:
+        """A choice leaves shards where they are."""
+        return states
 
-    def _equation(
-        self, eqn: JaxprEqn, states: list[State]
-    ) -> tuple[list[JaxprEqn], Sequence[State]]:
-        name = eqn.primitive.name
-        if not any(isinstance(s, Shard) for s in states):
-            return [eqn], [DATA if DATA in states else None] * len(eqn.outvars)
-        if name == "shard_map":
-            return [eqn], [DATA] * len(eqn.outvars)
-        if name == "optimization_barrier":
-            return [eqn], states
-        if name == "scan":
-            return self._scan(eqn, states)
-        if name == "while":
-            return self._while(eqn, states)
-        if name == "cond":
-            return self._cond(eqn, states)
-        if (param := _called(eqn)) is not None:
-            inner, results = self._visit_closed(eqn.params[param], states)
-            return [_with_params(eqn, {param: inner})], results
-        shards = [s for s in states if isinstance(s, Shard)]
-        if DATA not in states or _is_elementwise(eqn, shards):
-            return [eqn], _after(eqn, shards)
-        positions = [i for i, s in enumerate(states) if isinstance(s, Shard)]
-        eqns, eqn = self._with_whole(eqn, states, positions)
-        return [*eqns, eqn], [DATA] * len(eqn.outvars)
+    def run(self, closed: ClosedJaxpr, inputs: Sequence[State], site: Site = Site()) -> list[State]:  # noqa: B008
+        """Visit a jaxpr, and remember the last array of data that was computed so far."""
+        self._latest[site.path] = _arrays_of_data(closed.jaxpr.invars, inputs)[:1]
+        return super().run(closed, inputs, site)
 
-    def _with_whole(
+    def visit(self, eqn: JaxprEqn, states: list[State], site: Site) -> Sequence[State]:
+        """Visit any equation."""
+        self.gathers.pop(site.path, None)  # of an earlier iteration of a fixed point
+        results = self._results(eqn, states, site)
+        latest = _arrays_of_data(eqn.outvars, results)[-1:]
+        if latest:
+            self._latest[site.path[:-1]] = latest
+        return results
+
+    def _results(self, eqn: JaxprEqn, states: list[State], site: Site) -> Sequence[State]:
+        is_plain = not any(True for _ in inner_jaxprs(eqn))
+        shards = {i for i, s in enumerate(states) if isinstance(s, Shard)}
+        codes = [i for i in shards if _is_code(eqn.invars[i])]
+        if codes and is_plain and not moves_elements(eqn):
+            # Quantized weights are gathered before they are dequantized.
+            self._gather(eqn, states, codes, site, self._latest[site.path[:-1]])
+            return [DATA] * len(eqn.outvars)
+        if not shards:
+            return [DATA if DATA in states else None] * len(eqn.outvars)
+        return super().visit(eqn, states, site)
+
+    def equation(self, eqn: JaxprEqn, states: list[State], site: Site) -> Sequence[State]:
+        """Gather the parameters of an equation that combines them with data."""
+        if is_identity(eqn):
+            return states
+        shards = {i: s for i, s in enumerate(states) if isinstance(s, Shard)}
+        if DATA not in states or _is_elementwise(eqn, list(shards.values())):
+            return _after(eqn, shards)
+        self._gather(eqn, states, list(shards), site)
+        return [DATA] * len(eqn.outvars)
+
+    def shard_map(self, eqn: JaxprEqn, states: list[State], site: Site) -> Sequence[State]:
+        """Devices get their parts as the program says."""
+        return [DATA] * len(eqn.outvars)
+
+    def _gather(
         self,
         eqn: JaxprEqn,
         states: Sequence[State],
         positions: Sequence[int],
+        site: Site,
         after: Sequence[Any] = (),
-    ) -> tuple[list[JaxprEqn], JaxprEqn]:
-        """Return the gathers of some operands, and the equation of the gathered operands.
-
-        Args:
-          eqn: An equation.
-          states: States of its operands.
-          positions: Numbers of the operands to gather.
-          after: Further variables to wait for.
-        """
-        atoms = list(eqn.invars)
-        params = frozenset().union(*(_shard(states[i]).params for i in positions))
-        self.gathered |= params
-        # Compilers merge gathers that nothing orders. One gather would then serve several layers,
-        # or both the forward and the backward pass, and its result would stay alive in between.
-        met = [v for v, s in zip(atoms, states, strict=True) if s == DATA and _is_array(v)]
-        met += after
-        waiting = list(dict.fromkeys([*(atoms[i] for i in positions), *met]))
-        eqns, results = _spliced(_barrier, waiting, eqn)
-        renamed = dict(zip(waiting, results, strict=True))
-        atoms = [v if isinstance(v, Literal) else renamed.get(v, v) for v in atoms]
+    ) -> None:
+        specs = {}
         for i in positions:
-            gather = functools.partial(self._gathered, _shard(states[i]).spec)
-            new, (atoms[i],) = _spliced(gather, [atoms[i]], eqn)
-            eqns += new
-        return eqns, eqn.replace(invars=atoms)
+            shard = states[i]
+            assert isinstance(shard, Shard)
+            self.gathered |= shard.params
+            specs[i] = shard.spec
+        self.gathers[site.path] = _Gather(specs, [*_arrays_of_data(eqn.invars, states), *after])
 
-    def _gathered(self, spec: Spec | None, a: Any) -> Any:
-        if spec is None:
-            return _constrained(self._mesh, (), a)
-        # Sharded before, so that the compiler does not gather what the array is computed from.
-        whole = tuple(_without(self._axes, entry) for entry in spec)
-        return _constrained(self._mesh, whole, _constrained(self._mesh, spec, a))
+    def sliced(self, state: State) -> State:
+        """A scan slices a stack that is not sharded along its axis."""
+        if not isinstance(state, Shard) or state.spec is None:
+            return state
+        self.stacked_params |= state.params
+        return DATA if state.spec[0] is not None else state._replace(spec=state.spec[1:])
 
-    def _visit_closed(self, inner: Any, states: Sequence[State]) -> tuple[Any, list[State]]:
-        jaxpr = inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
-        new, results = self.visit(jaxpr, states)
-        return inner.replace(jaxpr=new) if isinstance(inner, ClosedJaxpr) else new, results
+    def stacked(self, state: State) -> State:
+        """The rows of a stack are sharded, and its first axis is not."""
+        if not isinstance(state, Shard):
+            return state
+        return state._replace(spec=state.spec and (None, *state.spec))
 
-    def _scan(self, eqn: JaxprEqn, states: list[State]) -> tuple[list[JaxprEqn], Sequence[State]]:
+    def scan(self, eqn: JaxprEqn, states: list[State], site: Site) -> Sequence[State]:
+        """Decide which parameters enter a scan sharded."""
         scan, length = Scan.of(eqn), eqn.params["length"]
-        first_x = scan.num_consts + scan.num_carry
-
-        def slice_of(state: State) -> State:
-            if not isinstance(state, Shard) or state.spec is None:
-                return state
-            if state.spec[0] is not None:
-                return DATA
-            self.stacked |= state.params
-            return state._replace(spec=state.spec[1:], size=state.size // length)
-
-        carry, xs = states[scan.num_consts : first_x], states[first_x:]
-        inputs = [*self._consts(states[: scan.num_consts], states), *carry, *map(slice_of, xs)]
-        body, inputs, results = self._loop(eqn.params["jaxpr"], inputs, scan.num_consts, len(carry))
-        eqns, eqn = self._with_whole_inputs(eqn, states, inputs)
-        outputs = [
-            s._replace(spec=s.spec and (None, *s.spec), size=s.size * length)
-            if isinstance(s, Shard)
-            else s
-            for s in results[scan.num_carry :]
+        consts, carry, xs = scan.split(states)
+        slices = [
+            s._replace(size=s.size // length) if isinstance(s, Shard) else s
+            for s in map(self.sliced, xs)
         ]
-        carry = inputs[scan.num_consts : first_x]
-        return [*eqns, _with_params(eqn, {"jaxpr": body})], [*carry, *outputs]
+        consts = self._consts(consts, states)
+        carry, ys = self.fixed_point(scan.body, consts, carry, slices, site)
+        self._gather_inputs(eqn, states, [*consts, *carry, *slices], site)
+        stacked = [
+            s._replace(size=s.size * length) if isinstance(s, Shard) else s
+            for s in map(self.stacked, ys)
+        ]
+        return [*carry, *stacked]
 
-    def _while(self, eqn: JaxprEqn, states: list[State]) -> tuple[list[JaxprEqn], Sequence[State]]:
-        first, num_consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-        carry = states[first + num_consts :]
-        inputs = [*self._consts(states[first : first + num_consts], states), *carry]
-        body, inputs, _ = self._loop(eqn.params["body_jaxpr"], inputs, num_consts, len(carry))
-        in_condition = [DATA if isinstance(s, Shard) else s for s in states[:first]]
-        eqns, eqn = self._with_whole_inputs(eqn, states, [*in_condition, *inputs])
-        carry = inputs[num_consts:]
-        condition, _ = self._visit_closed(eqn.params["cond_jaxpr"], [*in_condition, *carry])
-        params = {"cond_jaxpr": condition, "body_jaxpr": body}
-        return [*eqns, _with_params(eqn, params)], carry
+    def loop(self, eqn: JaxprEqn, states: list[State], site: Site) -> Sequence[State]:
+        """Decide which parameters enter a while loop sharded."""
+        loop = While.of(eqn)
+        condition, consts, carry = loop.split(states)
+        inside = [site._replace(path=(*site.path, i)) for i in range(2)]
+        consts = self._consts(consts, states)
+        carry, _ = self.fixed_point(loop.body, consts, carry, [], inside[0])
+        condition = [DATA if isinstance(s, Shard) else s for s in condition]
+        self._gather_inputs(eqn, states, [*condition, *consts, *carry], site)
+        self.run(loop.condition, [*condition, *carry], inside[1])
+        return carry
 
     def _consts(self, consts: Sequence[State], states: Sequence[State]) -> list[State]:
         """Return the states, in a loop, of values that all its iterations share."""
-        if self._search is None:
+        before = self._before
+        if before is None:
             return list(consts)
         # A loop over time gathers its weights once. A loop over microbatches, which uses all
         # parameters, must not hold all of them, nor all layers of a stack.
         in_loop = frozenset().union(*(s.params for s in states if isinstance(s, Shard)))
-        enters = in_loop >= self._search.gathered
+        if in_loop >= before.gathered:
+            return list(consts)
         return [
-            DATA if isinstance(s, Shard) and not (enters or s.params & self._search.stacked) else s
+            DATA if isinstance(s, Shard) and not s.params & before.stacked_params else s
             for s in consts
         ]
 
-    def _loop(
-        self, jaxpr: ClosedJaxpr, inputs: list[State], first: int, count: int
-    ) -> tuple[ClosedJaxpr, list[State], list[State]]:
-        """Visit the body of a loop until the states of its carry, ``count`` from ``first``, stay.
-
-        Returns:
-          The body, and the states of its inputs and results.
-        """
-        while True:
-            body, results = self._visit_closed(jaxpr, inputs)
-            before = inputs[first : first + count]
-            carry = [b if r in (None, b) else DATA for b, r in zip(before, results, strict=False)]
-            if carry == before:
-                return body, inputs, results
-            inputs = [*inputs[:first], *carry, *inputs[first + count :]]
-
-    def _with_whole_inputs(
-        self, eqn: JaxprEqn, states: Sequence[State], inputs: Sequence[State]
-    ) -> tuple[list[JaxprEqn], JaxprEqn]:
+    def _gather_inputs(
+        self, eqn: JaxprEqn, states: Sequence[State], inside: Sequence[State], site: Site
+    ) -> None:
         """Gather the operands of a loop that are data inside of it."""
-        positions = [i for i, s in enumerate(states) if isinstance(s, Shard) and inputs[i] == DATA]
-        return self._with_whole(eqn, states, positions) if positions else ([], eqn)
-
-    def _cond(self, eqn: JaxprEqn, states: list[State]) -> tuple[list[JaxprEqn], Sequence[State]]:
-        visited = [self._visit_closed(branch, states[1:]) for branch in eqn.params["branches"]]
-        branches, results = zip(*visited, strict=True)
-        same = [s[0] if len(set(s)) == 1 else DATA for s in zip(*results, strict=True)]
-        return [_with_params(eqn, {"branches": branches})], same
+        pairs = enumerate(zip(states, inside, strict=True))
+        positions = [i for i, (s, own) in pairs if isinstance(s, Shard) and own == DATA]
+        if positions:
+            self._gather(eqn, states, positions, site)
 
 
-def _is_shard(state: State) -> bool:
-    return isinstance(state, Shard)
+def _insert_gathers(
+    mesh: Mesh, axes: frozenset[str], jaxpr: Jaxpr, gathers: Mapping[tuple[int, ...], _Gather]
+) -> Jaxpr:
+    """Gather the operands of equations right in front of them."""
+
+    def gathered(spec: Spec | None, a: Any) -> Any:
+        if spec is None:
+            return _constrained(mesh, (), a)
+        # Sharded before, so that the compiler does not gather what the array is computed from.
+        whole = tuple(_without(axes, entry) for entry in spec)
+        return _constrained(mesh, whole, _constrained(mesh, spec, a))
+
+    def replace(eqn: JaxprEqn, path: tuple[int, ...]) -> Sequence[JaxprEqn]:
+        gather = gathers.get(path)
+        if gather is None:
+            return [eqn]
+        atoms = list(eqn.invars)
+        # Compilers merge gathers that nothing orders. One gather would then serve several layers,
+        # or both the forward and the backward pass, and its result would stay alive in between.
+        waiting = list(dict.fromkeys([*(atoms[i] for i in gather.specs), *gather.after]))
+        eqns, results = _spliced(_barrier, waiting, eqn)
+        renamed = dict(zip(waiting, results, strict=True))
+        atoms = [v if isinstance(v, Literal) else renamed.get(v, v) for v in atoms]
+        for i, spec in gather.specs.items():
+            new, (atoms[i],) = _spliced(functools.partial(gathered, spec), [atoms[i]], eqn)
+            eqns += new
+        return [*eqns, eqn.replace(invars=atoms)]
+
+    return splice(jaxpr, replace)
+
+
+def _arrays_of_data(variables: Sequence[Any], states: Sequence[State]) -> list[Any]:
+    pairs = zip(variables, states, strict=True)
+    return [v for v, s in pairs if s == DATA and not isinstance(v, Literal) and _is_array(v)]
 
 
 def _is_code(atom: Any) -> bool:
     """Whether a value is an array of one-byte integers, as in `fnet.quantization`."""
     dtype = getattr(aval(atom), "dtype", jnp.float32)
     return jnp.issubdtype(dtype, jnp.integer) and jnp.dtype(dtype).itemsize == 1
-
-
-def _shard(state: State) -> Shard:
-    assert isinstance(state, Shard)
-    return state
 
 
 def _without(axes: frozenset[str], entry: Any) -> Any:
@@ -476,220 +497,125 @@ def _without(axes: frozenset[str], entry: Any) -> Any:
 
 def _is_elementwise(eqn: JaxprEqn, shards: Sequence[Shard]) -> bool:
     """Whether an equation combines shards elementwise with arrays of their shape."""
-    if eqn.primitive.name not in _ELEMENTWISE:
-        return False
     shape = aval(eqn.outvars[0]).shape
     shapes = {aval(v).shape for v in eqn.invars} - {()}
-    return shapes <= {shape} and all(s.size == math.prod(shape) for s in shards)
+    is_whole = all(s.size == math.prod(shape) for s in shards)
+    return is_elementwise(eqn) and shapes <= {shape} and is_whole
 
 
-def _after(eqn: JaxprEqn, shards: Sequence[Shard]) -> list[State]:
+def _after(eqn: JaxprEqn, shards: Mapping[int, Shard]) -> list[State]:
     """Return the states of the results of an equation that keeps its operands sharded."""
-    params = frozenset().union(*(s.params for s in shards))
-    specs = {s.spec for s in shards if s.size > 1}
-    spec = specs.pop() if len(specs) == 1 else None
-    # A bias that is broadcast to all rows of a batch still has the elements of one row.
-    size = max(s.size for s in shards) if eqn.primitive.name in _ELEMENTWISE | _REARRANGED else None
-    return [
-        Shard(spec and _spec_after(eqn, spec, v), size or aval(v).size, params) for v in eqn.outvars
-    ]
+    params = frozenset().union(*(s.params for s in shards.values()))
+    arrays = {k: s for k, s in shards.items() if s.size > 1}
+    operand = next(iter(arrays), None)
+    is_known = operand is not None and len({s.spec for s in arrays.values()}) == 1
+    states: list[State] = []
+    for number, v in enumerate(eqn.outvars):
+        spec = arrays[operand].spec if is_known else None  # type: ignore[index]
+        if spec is not None and operand is not None:
+            spec = _along_factors(eqn, spec, ("operands", operand), ("results", number))
+        size = aval(v).size
+        if is_elementwise(eqn) or moves_elements(eqn):
+            # A bias that is broadcast to all rows of a batch still has the elements of one row.
+            size = min(size, max(s.size for s in shards.values()))
+        states.append(Shard(spec, size, params))
+    return states
 
 
-_ELEMENTWISE = ELEMENTWISE | {"add_any", "stop_gradient"}
-_REARRANGED = frozenset(("broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims"))
-_MOVES = _REARRANGED | {"slice", "dynamic_slice", "optimization_barrier", "copy"}
-"""Primitives that move elements, or some of them. Codes stay sharded behind them."""
-
-_CONTROL = ("scan", "while", "cond", "shard_map")
+Place = tuple[OneOf["operands", "results"], int]
+"""An operand or a result of an equation, by its number."""
 
 
-def _spec_after(eqn: JaxprEqn, spec: Spec, out: Any) -> Spec | None:
-    """Return the spec of an equation's result, from the spec of its operand."""
-    name, shape = eqn.primitive.name, aval(out).shape
-    if name in _ELEMENTWISE:
-        return spec if len(spec) == len(shape) else None
-    if name == "transpose":
-        return tuple(spec[i] for i in eqn.params["permutation"])
-    if name == "broadcast_in_dim":
-        entries: list[Any] = [None] * len(shape)
-        for i, entry in zip(eqn.params["broadcast_dimensions"], spec, strict=True):
-            entries[i] = entry
-        return tuple(entries)
-    before = aval(eqn.invars[0]).shape
-    if name in ("reshape", "squeeze", "expand_dims"):
-        return _reshaped(before, shape, spec)
-    if name in ("slice", "dynamic_slice", "rev") and len(shape) == len(before):
-        pairs = zip(before, shape, spec, strict=True)
-        return spec if all(a == b or entry is None for a, b, entry in pairs) else None
-    return None
-
-
-def _reshaped(before: Sequence[int], after: Sequence[int], spec: Spec) -> Spec | None:
-    """Return the spec after a reshape; None if a sharded axis is not kept as it is."""
-    entries: list[Any] = [None] * len(after)
-    for i, entry in enumerate(spec):
+def _along_factors(eqn: JaxprEqn, spec: Spec, start: Place, end: Place) -> Spec | None:
+    """Follow a spec from an operand to a result, or back; None if a sharded axis is not kept."""
+    v = getattr(eqn, {"operands": "invars", "results": "outvars"}[end[0]])[end[1]]
+    entries: list[Any] = [None] * len(aval(v).shape)
+    for axis, entry in enumerate(spec):
         if entry is None:
             continue
-        left, size = math.prod(before[:i]), before[i]
-        same = [j for j, n in enumerate(after) if n == size and math.prod(after[:j]) == left]
-        if not same:
+        kept = (
+            getattr(f, end[0])[end[1]]
+            for f in factors(eqn)
+            if getattr(f, start[0])[start[1]] == axis and f.parts is None
+        )
+        own = next((a for a in kept if a is not None), None)
+        if own is None or own >= len(entries):
             return None
-        entries[same[0]] = entry
+        entries[own] = entry
     return tuple(entries)
 
 
 # Results.
 
 
-def _shard_results(
-    mesh: Mesh, jaxpr: Jaxpr, in_specs: Sequence[Spec | None], out_specs: Sequence[Spec | None]
-) -> tuple[Jaxpr, list[Spec | None]]:
-    """Shard results, and what they are computed from elementwise, where it is computed.
+class _ShardResults(BackwardPropagation[Spec]):
+    """Shard results, and what they are computed from elementwise, where it is computed."""
 
-    Args:
-      mesh: Mesh of the specs.
-      jaxpr: A jaxpr.
-      in_specs: Specs of references among its arguments.
-      out_specs: Specs of its results.
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
 
-    Returns:
-      The rewritten jaxpr, and specs for its arguments.
-    """
-    specs: dict[Any, Spec | None] = {}
+    def sliced(self, wish: Spec | None) -> Spec | None:
+        """A row of a stack is sharded as the stack is, if the stack's first axis is not."""
+        return wish[1:] if wish and wish[0] is None and any(wish[1:]) else None
 
-    def want(atoms: Sequence[Any], wanted: Sequence[Spec | None]) -> None:
-        for v, spec in zip(atoms, wanted, strict=True):
-            if spec is not None and not isinstance(v, Literal) and any(spec):
-                specs.setdefault(v, spec)
+    def stacked(self, wish: Spec | None) -> Spec | None:
+        """A stack is sharded along the axes of its rows."""
+        return wish and (None, *wish)
 
-    want(jaxpr.invars, in_specs)
-    want(jaxpr.outvars, out_specs)
-    reversed_eqns: list[JaxprEqn] = []
-    for eqn in reversed(jaxpr.eqns):
-        outs = [specs.get(v) for v in eqn.outvars]
-        refs = [specs.get(v) if _is_ref(v) else None for v in eqn.invars]
-        if not any([*outs, *refs]):
-            reversed_eqns.append(eqn)
-            continue
-        after, inputs = _equation_of_results(mesh, eqn, refs, outs)
-        want(eqn.invars, inputs)
-        reversed_eqns += after[::-1]
-    return jaxpr.replace(eqns=reversed_eqns[::-1]), [specs.get(v) for v in jaxpr.invars]
+    def equation(
+        self, eqn: JaxprEqn, refs: Sequence[Spec | None], outs: Sequence[Spec | None]
+    ) -> tuple[Sequence[JaxprEqn], Sequence[Spec | None]]:
+        """Constrain the results of an equation, or its operands if it only moves elements."""
+        nothing: list[Spec | None] = [None] * len(eqn.invars)
+        if is_identity(eqn):
+            return [eqn], outs
+        if any(map(is_reference, eqn.outvars)):  # a new reference
+            return [eqn], [*outs, *nothing[1:]]
+        ref = refs[0] if refs else None
+        if ref is not None:  # an addition to a reference, or to a part of it
+            parts = (ref[max(len(ref) - len(aval(v).shape), 0) :] for v in eqn.invars)
+            return [eqn], [
+                s if any(s) and len(s) == len(aval(v).shape) and not is_reference(v) else None
+                for s, v in zip(parts, eqn.invars, strict=True)
+            ]
+        if (
+            any(map(is_reference, eqn.invars))
+            and aval(eqn.invars[0]).shape == aval(eqn.outvars[0]).shape
+        ):  # the value of a reference
+            return [eqn], [*outs, *nothing[1:]]
+        if len(outs) == 1 and outs[0] is not None:
+            before = self._before(eqn, outs[0])
+            if before is not None:
+                return [eqn], before
+        after: list[JaxprEqn] = []
+        outvars = list(eqn.outvars)
+        for i, (v, spec) in enumerate(zip(eqn.outvars, outs, strict=True)):
+            if spec:
+                constrain = functools.partial(_constrained, self._mesh, spec)
+                new, (outvars[i],) = _spliced(constrain, [v], eqn, as_result=True)
+                after += new
+        return [eqn.replace(outvars=outvars), *after], nothing
 
-
-def _equation_of_results(
-    mesh: Mesh, eqn: JaxprEqn, refs: Sequence[Spec | None], outs: Sequence[Spec | None]
-) -> tuple[list[JaxprEqn], Sequence[Spec | None]]:
-    """Return an equation whose results are sharded, and specs for its operands."""
-    name, nothing = eqn.primitive.name, [None] * len(eqn.invars)
-
-    def visit(inner: Any, ins: Sequence[Spec | None], outs: Sequence[Spec | None]) -> Any:
-        jaxpr = inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
-        new, wanted = _shard_results(mesh, jaxpr, ins, outs)
-        return inner.replace(jaxpr=new) if isinstance(inner, ClosedJaxpr) else new, wanted
-
-    if name == "scan":
-        scan = Scan.of(eqn)
-        first_x = scan.num_consts + scan.num_carry
-        ins = [*refs[:first_x], *(s and s[1:] for s in refs[first_x:])]
-        ys = [s[1:] if s and s[0] is None else None for s in outs[scan.num_carry :]]
-        body, wanted = visit(eqn.params["jaxpr"], ins, [*outs[: scan.num_carry], *ys])
-        carry = [a or b for a, b in zip(outs, wanted[scan.num_consts : first_x], strict=False)]
-        xs = [s and (None, *s) for s in wanted[first_x:]]
-        inputs = [*wanted[: scan.num_consts], *carry, *xs]
-        return [_with_params(eqn, {"jaxpr": body})], inputs
-    if name == "while":
-        first, carry = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-        body, wanted = visit(eqn.params["body_jaxpr"], refs[first:], outs)
-        inputs = [*wanted[:carry], *(a or b for a, b in zip(outs, wanted[carry:], strict=True))]
-        return [_with_params(eqn, {"body_jaxpr": body})], [*nothing[:first], *inputs]
-    if name == "cond":
-        visited = [visit(branch, refs[1:], outs) for branch in eqn.params["branches"]]
-        wanted = [next(filter(None, s), None) for s in zip(*(w for _, w in visited), strict=True)]
-        return [_with_params(eqn, {"branches": tuple(b for b, _ in visited)})], [None, *wanted]
-    if (param := _called(eqn)) is not None:
-        inner, wanted = visit(eqn.params[param], refs, outs)
-        return [_with_params(eqn, {param: inner})], wanted
-    if name == "optimization_barrier":
-        return [eqn], outs
-    if name in ("freeze", "new_ref"):
-        return [eqn], [*outs, *nothing[1:]]
-    if any(refs):  # an addition to a reference, or to a part of it
-        values = [
-            refs[0][len(refs[0]) - len(aval(v).shape) :] if refs[0] and not _is_ref(v) else None
-            for v in eqn.invars
-        ]
-        return [eqn], [
-            s if s and len(s) == len(aval(v).shape) else None
-            for s, v in zip(values, eqn.invars, strict=True)
-        ]
-    spec = outs[0]
-    before = _specs_before(eqn, spec) if len(outs) == 1 and spec else None
-    if before is not None:
-        return [eqn], before
-    after: list[JaxprEqn] = []
-    outvars = list(eqn.outvars)
-    for i, (v, spec) in enumerate(zip(eqn.outvars, outs, strict=True)):
-        if spec and not _is_ref(v):
-            constrain = functools.partial(_constrained, mesh, spec)
-            new, (outvars[i],) = _spliced(constrain, [v], eqn, as_result=True)
-            after += new
-    return [eqn.replace(outvars=outvars), *after], nothing
-
-
-def _specs_before(eqn: JaxprEqn, spec: Spec) -> list[Spec | None] | None:
-    """Return specs of operands that give the result a spec; None if the equation is no such."""
-    name, shape = eqn.primitive.name, aval(eqn.outvars[0]).shape
-    if name in _ELEMENTWISE:
-        return [spec if aval(v).shape == shape else None for v in eqn.invars]
-    if name == "transpose":
-        entries: list[Any] = [None] * len(shape)
-        for i, axis in enumerate(eqn.params["permutation"]):
-            entries[axis] = spec[i]
-        return [tuple(entries)]
-    before = aval(eqn.invars[0]).shape if eqn.invars else ()
-    if name in ("reshape", "squeeze", "expand_dims"):
-        reshaped = _reshaped(shape, before, spec)
-        return None if reshaped is None else [reshaped]
-    if name == "broadcast_in_dim" and not math.prod(before) > 1:
-        return [None] * len(eqn.invars)
-    return None
+    def _before(self, eqn: JaxprEqn, spec: Spec) -> list[Spec | None] | None:
+        """Specs of operands that give the result this spec; None if the result needs its own."""
+        sizes = {aval(v).size for v in eqn.invars}
+        if sizes and max(sizes) <= 1:
+            return [None] * len(eqn.invars)
+        if is_elementwise(eqn):
+            shape = aval(eqn.outvars[0]).shape
+            return [spec if aval(v).shape == shape else None for v in eqn.invars]
+        if not places_once(eqn) or len(eqn.invars) != 1:
+            return None
+        before = _along_factors(eqn, spec, ("results", 0), ("operands", 0))
+        return None if before is None else [before]
 
 
 # Equations.
 
 
-def _called(eqn: JaxprEqn) -> str | None:
-    """Return the name of the parameter that holds the jaxpr of a call."""
-    if eqn.primitive.name not in _CALLS:
-        return None
-    return next((name for name in ("jaxpr", "call_jaxpr") if name in eqn.params), None)
-
-
-_CALLS = (
-    "jit",
-    "pjit",
-    "closed_call",
-    "core_call",
-    "checkpoint",
-    "remat2",
-    "custom_jvp_call",
-    "custom_vjp_call",
-)
-
-
-def _with_params(eqn: JaxprEqn, params: dict[str, Any]) -> JaxprEqn:
-    new: JaxprEqn = eqn.replace(params=eqn.params | params)
-    return new
-
-
 def _is_array(atom: Any) -> bool:
     is_key = jnp.issubdtype(aval(atom).dtype, jax.dtypes.extended)
-    return not is_key and not _is_ref(atom)
-
-
-def _is_ref(atom: Any) -> bool:
-    return hasattr(aval(atom), "inner_aval")
+    return not is_key and not is_reference(atom)
 
 
 def _barrier(*arrays: Any) -> Any:

@@ -43,20 +43,24 @@ from fnet.jaxpr.interpreter import (
     inline,
     inner_jaxprs,
     interpret,
+    is_reference,
     nbytes,
     primitive_names,
     rewrite,
     scopes,
     source_line,
+    splice,
     switch,
+    with_bodies,
 )
-from fnet.jaxpr.propagation import Dependence, Propagation, Site, depends_on
+from fnet.jaxpr.propagation import BackwardPropagation, Dependence, Propagation, Site, depends_on
 
 __all__ = [
     "CHECKPOINT",
     "CUSTOM_DERIVATIVES",
     "ELEMENTWISE",
     "Atom",
+    "BackwardPropagation",
     "Dependence",
     "Factor",
     "Propagation",
@@ -84,6 +88,7 @@ __all__ = [
     "is_elementwise",
     "is_identity",
     "is_linear_in",
+    "is_reference",
     "is_separable",
     "joined_axis",
     "lengthen",
@@ -97,5 +102,7 @@ __all__ = [
     "scopes",
     "separate_factor",
     "source_line",
+    "splice",
     "switch",
+    "with_bodies",
 ]

@@ -455,6 +455,11 @@ def aval(atom: Any) -> Any:
     return atom.aval
 
 
+def is_reference(atom: Any) -> bool:
+    """Whether an input or output of an equation is a mutable array (`jax.new_ref`)."""
+    return hasattr(atom.aval, "inner_aval")
+
+
 def nbytes(atom: Any) -> int:
     """Return the bytes of an equation's input or output; 0 for keys and tokens."""
     array = atom.aval
@@ -503,3 +508,57 @@ def argument_names(f: Callable[..., Any], args: Sequence[Any]) -> list[str]:
 
 def _closed(jaxpr: Jaxpr | ClosedJaxpr) -> ClosedJaxpr:
     return jaxpr if isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(jaxpr, [])
+
+
+def with_bodies(eqn: JaxprEqn, change: Callable[[Jaxpr, tuple[int, ...]], Jaxpr]) -> JaxprEqn:
+    """Replace the jaxprs inside of a call, loop or branch.
+
+    Args:
+      eqn: Any equation; one without inner jaxprs that run as written is returned as it is.
+      change: ``(jaxpr, index) -> jaxpr``. The index is () for the body of a call or scan, (0,) and
+        (1,) for body and condition of a while loop, and the number of a branch, as in
+        `fnet.jaxpr.Site`.
+    """
+
+    def changed(inner: Any, index: tuple[int, ...]) -> Any:
+        if isinstance(inner, ClosedJaxpr):
+            return inner.replace(jaxpr=change(inner.jaxpr, index))
+        return change(inner, index)
+
+    name, params = eqn.primitive.name, dict(eqn.params)
+    if name == "while":
+        params["body_jaxpr"] = changed(params["body_jaxpr"], (0,))
+        params["cond_jaxpr"] = changed(params["cond_jaxpr"], (1,))
+    elif name == "cond":
+        branches = enumerate(params["branches"])
+        params["branches"] = tuple(changed(branch, (i,)) for i, branch in branches)
+    elif name == "scan" or called_jaxpr(eqn, custom_derivatives=True) is not None:
+        key = "jaxpr" if "jaxpr" in params else "call_jaxpr"
+        params[key] = changed(params[key], ())
+    new: JaxprEqn = eqn.replace(params=params)
+    return new
+
+
+def splice(
+    jaxpr: Jaxpr,
+    replace: Callable[[JaxprEqn, tuple[int, ...]], Sequence[JaxprEqn]],
+    path: tuple[int, ...] = (),
+) -> Jaxpr:
+    """Replace each equation by several, inner jaxprs included.
+
+    Args:
+      jaxpr: A jaxpr.
+      replace: ``(eqn, path) -> eqns``, called after the jaxprs inside of the equation were
+        rewritten. Paths are those of `fnet.jaxpr.Site`.
+      path: Path of the jaxpr.
+    """
+    eqns: list[JaxprEqn] = []
+    for number, eqn in enumerate(jaxpr.eqns):
+        here = (*path, number)
+
+        def change(inner: Jaxpr, index: tuple[int, ...], here: tuple[int, ...] = here) -> Jaxpr:
+            return splice(inner, replace, (*here, *index))
+
+        eqns += replace(with_bodies(eqn, change), here)
+    spliced: Jaxpr = jaxpr.replace(eqns=eqns)
+    return spliced

@@ -11,10 +11,10 @@ lattice model for static analysis of programs".
 """
 
 import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from fnet.jaxpr.interpreter import (
     CUSTOM_DERIVATIVES,
@@ -23,7 +23,9 @@ from fnet.jaxpr.interpreter import (
     While,
     called_jaxpr,
     interpret,
+    is_reference,
     scopes,
+    with_bodies,
 )
 
 S = TypeVar("S")
@@ -201,6 +203,106 @@ class Propagation(abc.ABC, Generic[S]):
             carry = joined
 
 
+class BackwardPropagation(abc.ABC, Generic[S]):
+    """Follow what is wanted of results back to what it is wanted of, and rewrite on the way.
+
+    A *wish* is a state of a value that its readers agree on, or None. References (mutable arrays)
+    have wishes both ways, because equations write to operands.
+    """
+
+    @abc.abstractmethod
+    def equation(
+        self, eqn: JaxprEqn, refs: Sequence[S | None], outs: Sequence[S | None]
+    ) -> tuple[Sequence[JaxprEqn], Sequence[S | None]]:
+        """Return the equations in place of one, and the wishes for its operands.
+
+        Args:
+          eqn: An equation without inner jaxprs.
+          refs: Wishes for the operands that are references.
+          outs: Wishes for the results.
+        """
+
+    @abc.abstractmethod
+    def sliced(self, wish: S | None) -> S | None:
+        """Return the wish for one row of a scanned array."""
+
+    @abc.abstractmethod
+    def stacked(self, wish: S | None) -> S | None:
+        """Return the wish for a scanned array, given the one for its rows."""
+
+    def run(
+        self, jaxpr: Jaxpr, ins: Sequence[S | None], outs: Sequence[S | None]
+    ) -> tuple[Jaxpr, list[S | None]]:
+        """Rewrite a jaxpr, and return the wishes for its arguments.
+
+        Args:
+          jaxpr: A jaxpr.
+          ins: Wishes for references among its arguments.
+          outs: Wishes for its results.
+        """
+        wishes: dict[Any, S] = {}
+
+        def want(atoms: Sequence[Any], wanted: Sequence[S | None]) -> None:
+            for v, wish in zip(atoms, wanted, strict=True):
+                if wish is not None and not isinstance(v, Literal):
+                    wishes.setdefault(v, wish)
+
+        want(jaxpr.invars, ins)
+        want(jaxpr.outvars, outs)
+        reversed_eqns: list[JaxprEqn] = []
+        for eqn in reversed(jaxpr.eqns):
+            results = [wishes.get(v) for v in eqn.outvars]
+            refs = [wishes.get(v) if is_reference(v) else None for v in eqn.invars]
+            eqns: Sequence[JaxprEqn] = [eqn]
+            if any(wish is not None for wish in (*results, *refs)):
+                eqns, operands = self._visit(eqn, refs, results)
+                want(eqn.invars, operands)
+            reversed_eqns += eqns[::-1]
+        return jaxpr.replace(eqns=reversed_eqns[::-1]), [wishes.get(v) for v in jaxpr.invars]
+
+    def _visit(
+        self, eqn: JaxprEqn, refs: Sequence[S | None], outs: Sequence[S | None]
+    ) -> tuple[Sequence[JaxprEqn], Sequence[S | None]]:
+        name = eqn.primitive.name
+        wanted: list[list[S | None]] = []
+
+        def rewritten(ins: Sequence[S | None], outs: Sequence[S | None]) -> JaxprEqn:
+            def change(jaxpr: Jaxpr, index: tuple[int, ...]) -> Jaxpr:
+                if name == "while" and index == (1,):
+                    return jaxpr
+                new, wishes = self.run(jaxpr, ins, outs)
+                wanted.append(wishes)
+                return new
+
+            return with_bodies(eqn, change)
+
+        def first(wishes: Iterable[S | None]) -> S | None:
+            return next((wish for wish in wishes if wish is not None), None)
+
+        if name == "scan":
+            scan = Scan.of(eqn)
+            carry, xs = scan.num_consts, scan.num_consts + scan.num_carry
+            ins = [*refs[:xs], *map(self.sliced, refs[xs:])]
+            ys = map(self.sliced, outs[scan.num_carry :])
+            new = rewritten(ins, [*outs[: scan.num_carry], *ys])
+            carried = map(first, zip(outs, wanted[0][carry:xs], strict=False))
+            return [new], [*wanted[0][:carry], *carried, *map(self.stacked, wanted[0][xs:])]
+        if name == "while":
+            loop = While.of(eqn)
+            consts = loop.num_condition_consts
+            new = rewritten(refs[consts:], outs)
+            carry = loop.num_body_consts
+            carried = map(first, zip(outs, wanted[0][carry:], strict=True))
+            return [new], [*[None] * consts, *wanted[0][:carry], *carried]
+        if name == "cond":
+            new = rewritten(refs[1:], outs)
+            return [new], [None, *map(first, zip(*wanted, strict=True))]
+        if called_jaxpr(eqn, custom_derivatives=True) is not None:
+            new = rewritten(refs, outs)
+            return [new], wanted[0]
+        return self.equation(eqn, refs, outs)
+
+
 class Dependence(Propagation[bool]):
     """Whether each value may depend on the selected arguments."""
 
@@ -210,8 +312,8 @@ class Dependence(Propagation[bool]):
 
     def equation(self, eqn: JaxprEqn, states: list[bool], site: Site) -> Sequence[bool]:
         """Any result may depend on any operand, and a reference on what is written to it later."""
-        is_reference = any(hasattr(v.aval, "inner_aval") for v in eqn.outvars)
-        return [is_reference or any(states)] * len(eqn.outvars)
+        depends = any(map(is_reference, eqn.outvars)) or any(states)
+        return [depends] * len(eqn.outvars)
 
     def join(self, states: Sequence[bool]) -> bool:
         """One of several values depends on what any of them depends on."""
