@@ -5,6 +5,7 @@ says which axis of an operand is which axis of a result. `propagation` follows a
 axis, through equations, calls, loops and branches.
 """
 
+from fnet.jaxpr.arrangements import Arrangement, arrangements
 from fnet.jaxpr.axes import (
     ELEMENTWISE,
     Factor,
@@ -23,6 +24,7 @@ from fnet.jaxpr.axes import (
     register,
     row_of,
     separate_factor,
+    slope,
 )
 from fnet.jaxpr.interpreter import (
     CHECKPOINT,
@@ -59,6 +61,7 @@ __all__ = [
     "CHECKPOINT",
     "CUSTOM_DERIVATIVES",
     "ELEMENTWISE",
+    "Arrangement",
     "Atom",
     "BackwardPropagation",
     "Dependence",
@@ -70,6 +73,7 @@ __all__ = [
     "Site",
     "While",
     "argument_names",
+    "arrangements",
     "aval",
     "call_like",
     "called_jaxpr",
@@ -101,6 +105,7 @@ __all__ = [
     "row_of",
     "scopes",
     "separate_factor",
+    "slope",
     "source_line",
     "splice",
     "switch",

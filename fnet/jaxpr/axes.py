@@ -19,10 +19,13 @@ The notation of rows follows JAX's own sharding rules (``jax.experimental.custom
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
+from typing import Literal as OneOf
 
+import jax
 import jax.numpy as jnp
-from jax.extend.core import JaxprEqn, primitives
+import numpy as np
+from jax.extend.core import JaxprEqn, Literal, primitives
 from jax.lax import GatherDimensionNumbers, ScatterDimensionNumbers
 
 from fnet.jaxpr.interpreter import aval, primitive_names
@@ -56,7 +59,7 @@ class Factor(NamedTuple):
 
 
 Factors = Callable[[JaxprEqn], Iterable[Factor]]
-Linear = Literal["jointly", "each", "cases"] | tuple[int, ...]
+Linear = OneOf["jointly", "each", "cases"] | tuple[int, ...]
 """Operands in which an operation is linear: in all of them jointly, in each for itself, in all but
 the first jointly, or in these jointly."""
 
@@ -84,7 +87,7 @@ class Row(NamedTuple):
     linear: Linear = ()
     is_elementwise: bool = False
     is_identity: bool = False
-    otherwise: Literal["mixed", "unknown"] = "mixed"
+    otherwise: OneOf["mixed", "unknown"] = "mixed"
     moves: bool = False
     places_once: bool = False
     broadcasts: bool = False
@@ -252,6 +255,34 @@ def is_linear_in(eqn: JaxprEqn, operands: Collection[int]) -> bool:
     named = {"jointly": range(count), "cases": range(1, count)}
     # Jointly linear operands that are not chosen must be zero, which nobody knows.
     return chosen == set(named.get(row.linear, row.linear))  # type: ignore[arg-type]
+
+
+def slope(eqn: JaxprEqn, operand: int) -> float | None:
+    """Return ``c`` if an elementwise equation is ``c x + d`` with a number c, else None.
+
+    ``d`` may be any array that does not depend on ``x``.
+
+    Args:
+      eqn: An equation.
+      operand: Number of the operand that is ``x``.
+    """
+    others = [v for k, v in enumerate(eqn.invars) if k != operand]
+    shapes = [aval(v).shape for v in (eqn.invars[operand], *eqn.outvars)]
+    is_real = all(jnp.issubdtype(aval(v).dtype, jnp.floating) for v in eqn.outvars)
+    if not is_elementwise(eqn) or not is_real or len(set(shapes)) > 1:
+        return None
+    if is_linear_in(eqn, range(len(eqn.invars))):
+        numbers = [0.0] * len(others)
+    elif is_linear_in(eqn, [operand]) and all(
+        isinstance(v, Literal) and not aval(v).shape for v in others
+    ):
+        numbers = [float(v.val) for v in others]
+    else:
+        return None
+    numbers.insert(operand, 1.0)
+    with jax.ensure_compile_time_eval():
+        found = float(eqn.primitive.bind(*map(np.float32, numbers), **eqn.params))
+    return found if math.isfinite(found) else None
 
 
 def _is_wide_float(v: Any) -> bool:

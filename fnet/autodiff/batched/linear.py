@@ -12,7 +12,7 @@ from jax import Array
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 
 from fnet.autodiff.accumulate import convolutions, is_in_fast_layout
-from fnet.jaxpr import CHECKPOINT, interpret, nbytes, rewrite
+from fnet.jaxpr import CHECKPOINT, interpret, nbytes, places_once, rewrite
 from fnet.mesh import equally_varying
 
 Arrays = Sequence[Array]
@@ -151,7 +151,7 @@ class Linear:
 
         def handle(eqn: JaxprEqn, depends: list[bool]) -> list[bool]:
             nonlocal total
-            if any(depends) and eqn.primitive.name not in _SAME_ELEMENTS:
+            if any(depends) and not (places_once(eqn) and len(eqn.invars) == 1):
                 total += sum(map(nbytes, eqn.outvars))
             return [any(depends)] * len(eqn.outvars)
 
@@ -170,10 +170,6 @@ class Linear:
         return jax.default_backend() == "cpu" and not all(
             is_in_fast_layout(eqn) for eqn in convolutions(self.jaxpr)
         )
-
-
-# Primitives that change an array's layout or name, not its elements.
-_SAME_ELEMENTS = {"transpose", "reshape", "squeeze", "expand_dims", "optimization_barrier"}
 
 
 def _is_call(eqn: JaxprEqn) -> bool:

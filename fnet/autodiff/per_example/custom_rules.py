@@ -8,7 +8,7 @@ per-example gradients of an equation that is not linear in its parameter, such a
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +16,16 @@ import jax.numpy as jnp
 from jax import Array
 from jax.extend.core import JaxprEqn, Literal
 
-from fnet.jaxpr import aval, called_jaxpr, evaluate, find_equations, inner_jaxprs, interpret
+from fnet.jaxpr import (
+    aval,
+    called_jaxpr,
+    evaluate,
+    find_equations,
+    inner_jaxprs,
+    interpret,
+    is_linear_in,
+    slope,
+)
 from fnet.precision import upcast
 
 OWN_TRANSPOSES = ("custom_vjp_call", "linear_call", "custom_transpose_call")
@@ -57,15 +66,12 @@ def is_linear(eqn: JaxprEqn) -> bool:
     return True
 
 
-def scale_of_rule(
-    eqn: JaxprEqn, operand: int, scale_of: Callable[..., float | None]
-) -> float | None:
+def scale_of_rule(eqn: JaxprEqn, operand: int) -> float | None:
     """The number ``c`` if the backward rule of a `jax.custom_vjp` returns ``c ct``, else None.
 
     Args:
       eqn: The equation.
       operand: Number of the operand whose cotangent it is.
-      scale_of: ``(eqn, operand) -> c`` for equations ``c x``.
     """
     shape = aval(eqn.invars[operand])
     is_single = len(eqn.outvars) == 1 and aval(eqn.outvars[0]).shape == shape.shape
@@ -83,14 +89,11 @@ def scale_of_rule(
             return [None] * len(eqn.outvars)
         if (inner := called_jaxpr(eqn)) is not None:
             return interpret(inner, scales, follow, lambda constant: None)
-        (k, *others), factor = operands, None
-        if not others and eqn.primitive.name in ("convert_element_type", "copy"):
-            factor = 1.0
-        elif not others and eqn.primitive.name in ("neg", "mul", "div"):
-            factor = scale_of(eqn, k)
-        if factor is None:
+        # With a constant term, the rule would not be linear.
+        factor = slope(eqn, operands[0]) if is_linear_in(eqn, operands) else None
+        if factor is None or len(operands) > 1:
             raise _NotAMultiple
-        return [factor * (scales[k] or 0.0)]
+        return [factor * (scales[operands[0]] or 0.0)]
 
     states = [None] * len(inputs) + [1.0]
     try:

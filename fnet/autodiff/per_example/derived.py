@@ -31,22 +31,7 @@ from fnet.autodiff.per_example.parameter_gradients import (
     cancels,
 )
 from fnet.autodiff.per_example.taps import DATA, Derived, State, View, after_parameters, takes_part
-from fnet.jaxpr import aval, dependencies, interpret
-
-_PLACEMENTS = frozenset(
-    (
-        "concatenate",
-        "convert_element_type",
-        "copy",
-        "neg",
-        "reshape",
-        "squeeze",
-        "stack",
-        "transpose",
-        "unstack",
-    )
-)
-"""Primitives that put every element of their operands in exactly one place of their result."""
+from fnet.jaxpr import dependencies, interpret, is_linear_in, places_once, slope
 
 
 class Group(NamedTuple):
@@ -158,16 +143,14 @@ def _is_placement(function: Jaxpr, eqns_of_rest: bool) -> bool:
     atoms = [*(v for e in function.eqns for v in e.invars), *function.outvars]
     read = [v for v in atoms if not isinstance(v, Literal)]
     return (
-        not eqns_of_rest
-        and len(read) == len(set(read))
-        and all(e.primitive.name in _PLACEMENTS or _only_adds_axes(e) for e in function.eqns)
+        not eqns_of_rest and len(read) == len(set(read)) and all(map(_keeps_lengths, function.eqns))
     )
 
 
-def _only_adds_axes(eqn: JaxprEqn) -> bool:
-    return eqn.primitive.name == "broadcast_in_dim" and (
-        aval(eqn.invars[0]).size == aval(eqn.outvars[0]).size
-    )
+def _keeps_lengths(eqn: JaxprEqn) -> bool:
+    """Whether an equation puts each element in one place, perhaps with another sign."""
+    is_placement = places_once(eqn) and is_linear_in(eqn, range(len(eqn.invars)))
+    return is_placement or (len(eqn.invars) == 1 and slope(eqn, 0) == -1)
 
 
 def _connected(

@@ -24,7 +24,7 @@ from fnet.autodiff.per_example.derived import Group
 from fnet.autodiff.per_example.ghost_norm import Dot
 from fnet.autodiff.per_example.parameter_gradients import UseInputs, is_same_view
 from fnet.autodiff.per_example.taps import Use, View
-from fnet.jaxpr import aval, called_jaxpr, evaluate, interpret
+from fnet.jaxpr import called_jaxpr, evaluate, interpret, is_linear_in, slope
 from fnet.precision import sum_dtype
 
 
@@ -101,22 +101,24 @@ def _follow(eqn: JaxprEqn, values: list[_Value]) -> Sequence[_Value]:
     arrays = evaluate(eqn, [v.array for v in values])
     operands = [k for k, v in enumerate(values) if v.sum]
     floating = all(jnp.issubdtype(a.dtype, jnp.floating) for a in arrays)
-    name, shapes = eqn.primitive.name, [aval(v).shape for v in eqn.invars]
-    if not operands or name == "stop_gradient":
+    if not operands or eqn.primitive.name == "stop_gradient":
         return [_Value(a, ()) for a in arrays]
     if not floating:
         raise _NotASumError
-    if name == "dot_general":
+    if eqn.primitive.name == "dot_general":
         return [_Value(arrays[0], (_product(eqn, values, arrays[0].shape),))]
     if len(operands) == 1:
         (k,) = operands
         terms = [(t.source, t.view.after(eqn, k)) for t in values[k].sum]
-    elif name in ("add", "add_any", "sub") and shapes[0] == shapes[1]:
-        sign = -1.0 if name == "sub" else 1.0
-        terms = [(t.source, [t.view]) for t in values[0].sum]
-        terms += [(t.source, [t.view._replace(scale=sign * t.view.scale)]) for t in values[1].sum]
     else:
-        raise _NotASumError
+        slopes = [slope(eqn, k) for k in operands]
+        if None in slopes or not is_linear_in(eqn, operands):
+            raise _NotASumError
+        terms = [
+            (t.source, [t.view._replace(scale=(c or 0.0) * t.view.scale)])
+            for k, c in zip(operands, slopes, strict=True)
+            for t in values[k].sum
+        ]
     sums: list[list[Term]] = [[] for _ in arrays]
     for source, views in terms:
         if views is None or len(views) != len(arrays):

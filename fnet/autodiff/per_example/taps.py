@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from fnet.autodiff.per_example.custom_rules import (
     AnyEquation,
@@ -34,7 +34,9 @@ from fnet.autodiff.per_example.ghost_norm import (
 )
 from fnet.jaxpr import (
     CHECKPOINT,
+    Arrangement,
     Scan,
+    arrangements,
     aval,
     call_like,
     called_jaxpr,
@@ -42,14 +44,13 @@ from fnet.jaxpr import (
     in_scopes,
     interpret,
     is_identity,
+    is_linear_in,
+    slope,
 )
 from fnet.mesh import argument_like
 
 Path = tuple[int, ...]
 """Position of an equation: its index, preceded by the indices of the calls and scans around it."""
-
-Arrangement = Callable[[Any], Any]
-"""A rearrangement of a parameter's elements, for NumPy and JAX arrays with axes of scans first."""
 
 
 class View(NamedTuple):
@@ -94,14 +95,14 @@ class View(NamedTuple):
           eqn: An equation of this view and constants.
           operand: Number of the operand that is the view.
         """
-        for scale in (_scale_of(eqn, operand), scale_of_rule(eqn, operand, _scale_of)):
+        for scale in (slope(eqn, operand), scale_of_rule(eqn, operand)):
             if scale is not None:
                 return [self._replace(scale=self.scale * scale)]
-        read = _ARRANGEMENTS.get(eqn.primitive.name)
-        if read is None or not jnp.issubdtype(aval(eqn.outvars[0]).dtype, jnp.floating):
+        is_real = jnp.issubdtype(aval(eqn.outvars[0]).dtype, jnp.floating)
+        if not is_real or not is_linear_in(eqn, [operand]):
             return None
-        views = [self.arranged(arrange) for arrange in read(eqn, len(self.scans))]
-        return None if None in views else [view for view in views if view]
+        views = [self.arranged(arrange) for arrange in arrangements(eqn, len(self.scans)) or ()]
+        return None if None in views else [view for view in views if view] or None
 
     def arranged(self, arrange: Arrangement) -> "View | None":
         """Return the view in another arrangement; None if no strides describe it."""
@@ -131,89 +132,6 @@ class View(NamedTuple):
         argument = argument_like(param.shape, cotangent)
         (gradient,) = jax.linear_transpose(view_of, argument)(cotangent)
         return gradient
-
-
-def _scale_of(eqn: JaxprEqn, operand: int) -> float | None:
-    """The number ``c`` if the equation is ``c w + d`` with a constant d, else None."""
-    name, shape = eqn.primitive.name, aval(eqn.outvars[0]).shape
-    if name == "neg":
-        return -1.0
-    if name in ("add", "sub") and aval(eqn.invars[operand]).shape == shape:
-        return -1.0 if name == "sub" and operand == 1 else 1.0
-    other = eqn.invars[1 - operand] if len(eqn.invars) == 2 else None
-    if not isinstance(other, Literal) or aval(other).shape:
-        return None
-    if name == "mul":
-        return float(other.val)
-    return 1 / float(other.val) if name == "div" and operand == 0 and other.val else None
-
-
-def _identity(eqn: JaxprEqn, scans: int) -> list[Arrangement]:
-    return [lambda a: a]
-
-
-def _reshape(eqn: JaxprEqn, scans: int) -> list[Arrangement]:
-    shape = aval(eqn.outvars[0]).shape
-    return [lambda a: a.reshape((*a.shape[:scans], *shape))]
-
-
-def _broadcast_in_dim(eqn: JaxprEqn, scans: int) -> list[Arrangement]:
-    shape, dimensions = aval(eqn.outvars[0]).shape, eqn.params["broadcast_dimensions"]
-
-    def broadcast(a: Any) -> Any:
-        sizes = [1] * len(shape)
-        for axis, size in zip(dimensions, a.shape[scans:], strict=True):
-            sizes[axis] = size
-        a = a.reshape((*a.shape[:scans], *sizes))
-        broadcast_to: Any = np.broadcast_to if isinstance(a, np.ndarray) else jnp.broadcast_to
-        return broadcast_to(a, (*a.shape[:scans], *shape))
-
-    return [broadcast]
-
-
-def _transpose(eqn: JaxprEqn, scans: int) -> list[Arrangement]:
-    order = [*range(scans), *(scans + i for i in eqn.params["permutation"])]
-    return [lambda a: a.transpose(order)]
-
-
-def _slice(eqn: JaxprEqn, scans: int) -> list[Arrangement]:
-    p = eqn.params
-    strides = p["strides"] or (1,) * len(p["start_indices"])
-    slices = tuple(map(slice, p["start_indices"], p["limit_indices"], strides))
-    return [lambda a: a[(slice(None),) * scans + slices]]
-
-
-def _unstack(eqn: JaxprEqn, scans: int) -> list[Arrangement]:
-    before = (slice(None),) * (scans + eqn.params["axis"])
-
-    def element(index: int) -> Arrangement:
-        return lambda a: a[(*before, index)]
-
-    return [element(index) for index in range(len(eqn.outvars))]
-
-
-def _split(eqn: JaxprEqn, scans: int) -> list[Arrangement]:
-    ends = np.cumsum(eqn.params["sizes"]).tolist()
-    before = (slice(None),) * (scans + eqn.params["axis"])
-
-    def part(start: int, end: int) -> Arrangement:
-        return lambda a: a[(*before, slice(start, end))]
-
-    return [part(*bounds) for bounds in zip([0, *ends[:-1]], ends, strict=True)]
-
-
-_ARRANGEMENTS: dict[str, Callable[[JaxprEqn, int], list[Arrangement]]] = {
-    "broadcast_in_dim": _broadcast_in_dim,
-    "convert_element_type": _identity,
-    "copy": _identity,
-    "reduce_precision": _identity,
-    "reshape": _reshape,
-    "slice": _slice,
-    "split": _split,
-    "squeeze": _reshape,
-    "transpose": _transpose,
-    "unstack": _unstack,
-}
 
 
 class Data(enum.Enum):

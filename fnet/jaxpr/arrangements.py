@@ -1,0 +1,88 @@
+"""Equations that put the elements of an array into other places, as functions of arrays.
+
+NumPy carries them out by strides alone, without touching an element. So a NumPy array that is never
+read can say which element of a parameter is where, see `fnet.autodiff.per_example.taps.View`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import JaxprEqn
+
+from fnet.jaxpr.axes import is_elementwise, is_identity, places_once
+from fnet.jaxpr.interpreter import aval
+
+Arrangement = Callable[[Any], Any]
+"""A rearrangement of elements, for NumPy and JAX arrays with further axes first."""
+
+
+def arrangements(eqn: JaxprEqn, leading: int = 0) -> list[Arrangement] | None:
+    """Return the rearrangement behind each result; None if an equation does more, or less.
+
+    Args:
+      eqn: An equation of one array and constants.
+      leading: Number of axes of the array that precede those in the equation.
+    """
+    if is_identity(eqn) or (is_elementwise(eqn) and places_once(eqn) and len(eqn.invars) == 1):
+        return [lambda a: a]
+    make = _ARRANGEMENTS.get(eqn.primitive.name)
+    return None if make is None else make(eqn, leading)
+
+
+def _reshape(eqn: JaxprEqn, leading: int) -> list[Arrangement]:
+    shape = aval(eqn.outvars[0]).shape
+    return [lambda a: a.reshape((*a.shape[:leading], *shape))]
+
+
+def _broadcast_in_dim(eqn: JaxprEqn, leading: int) -> list[Arrangement]:
+    shape, dimensions = aval(eqn.outvars[0]).shape, eqn.params["broadcast_dimensions"]
+
+    def broadcast(a: Any) -> Any:
+        sizes = [1] * len(shape)
+        for axis, size in zip(dimensions, a.shape[leading:], strict=True):
+            sizes[axis] = size
+        a = a.reshape((*a.shape[:leading], *sizes))
+        broadcast_to: Any = np.broadcast_to if isinstance(a, np.ndarray) else jnp.broadcast_to
+        return broadcast_to(a, (*a.shape[:leading], *shape))
+
+    return [broadcast]
+
+
+def _transpose(eqn: JaxprEqn, leading: int) -> list[Arrangement]:
+    order = [*range(leading), *(leading + i for i in eqn.params["permutation"])]
+    return [lambda a: a.transpose(order)]
+
+
+def _indexed(index: tuple[Any, ...]) -> Arrangement:
+    return lambda a: a[index]
+
+
+def _slice(eqn: JaxprEqn, leading: int) -> list[Arrangement]:
+    p = eqn.params
+    strides = p["strides"] or (1,) * len(p["start_indices"])
+    slices = map(slice, p["start_indices"], p["limit_indices"], strides)
+    return [_indexed((*(slice(None),) * leading, *slices))]
+
+
+def _unstack(eqn: JaxprEqn, leading: int) -> list[Arrangement]:
+    before = (slice(None),) * (leading + eqn.params["axis"])
+    return [_indexed((*before, i)) for i in range(len(eqn.outvars))]
+
+
+def _split(eqn: JaxprEqn, leading: int) -> list[Arrangement]:
+    ends = np.cumsum(eqn.params["sizes"]).tolist()
+    before = (slice(None),) * (leading + eqn.params["axis"])
+    return [_indexed((*before, slice(*ab))) for ab in zip([0, *ends[:-1]], ends, strict=True)]
+
+
+_ARRANGEMENTS: dict[str, Callable[[JaxprEqn, int], list[Arrangement]]] = {
+    "broadcast_in_dim": _broadcast_in_dim,
+    "reshape": _reshape,
+    "slice": _slice,
+    "split": _split,
+    "squeeze": _reshape,
+    "transpose": _transpose,
+    "unstack": _unstack,
+}
