@@ -228,7 +228,8 @@ def places_once(eqn: JaxprEqn) -> bool:
     if row is None or not row.places_once:
         return False
     # A broadcast may only add axes.
-    return sum(aval(v).size for v in eqn.invars) == sum(aval(v).size for v in eqn.outvars)
+    sizes = [sum(int(aval(v).size) for v in atoms) for atoms in (eqn.invars, eqn.outvars)]
+    return sizes[0] == sizes[1]
 
 
 def combines_devices(eqn: JaxprEqn) -> bool:
@@ -276,7 +277,7 @@ def slope(eqn: JaxprEqn, operand: int) -> float | None:
     elif is_linear_in(eqn, [operand]) and all(
         isinstance(v, Literal) and not aval(v).shape for v in others
     ):
-        numbers = [float(v.val) for v in others]
+        numbers = [float(v.val) for v in others if isinstance(v, Literal)]
     else:
         return None
     numbers.insert(operand, 1.0)
