@@ -52,6 +52,7 @@ def language_model(
     post_norm: Norm | None = None,
     positions: int | None = None,
     embed_scale: float | None = None,
+    logit_scale: float | None = None,
     tied: bool = True,
     soft_cap: float | None = None,
     context: Passing | None = None,
@@ -76,6 +77,7 @@ def language_model(
       positions: number of learned position embeddings, the longest sequence. None: no such
         embeddings.
       embed_scale: factor of the token embeddings, sqrt(D) in Gemma. None: 1.
+      logit_scale: factor of the logits. None: 1.
       tied: whether the head shares the embedding. Otherwise its kernel is [D, V].
       soft_cap: c, > 0: logits become ``c tanh(logits / c)``. None: no cap.
       context: how blocks pass on the attention context. None: no attention context.
@@ -173,7 +175,8 @@ def language_model(
 
     def final_norm(params: Params, x: Array) -> Array:
         x, _ = apply_child(children, "norm", params, {}, x, key=None, train=False)
-        return x if residual_dtype is None else x.astype(dtype)
+        x = x if residual_dtype is None else x.astype(dtype)
+        return x if logit_scale is None else x * jnp.asarray(logit_scale, x.dtype)
 
     def head(params: Params, x: Array) -> Array:
         if tied:

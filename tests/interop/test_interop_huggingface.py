@@ -14,7 +14,7 @@ from pretrained_cases import CONFIGS, LOGITS, TOKENS, file_shapes, peer, weights
 import fnet
 from fnet.interop.huggingface import FAMILIES, build_model
 from fnet.interop.huggingface.checkpoint import Tensor
-from fnet.interop.huggingface.decoders import rotary_embedding
+from fnet.interop.huggingface.rotary import rotary_embedding
 
 
 @functools.cache
@@ -156,8 +156,8 @@ def test_each_device_reads_only_its_slices():
 def test_tensor_layouts_invert():
     a = np.arange(24.0).reshape(2, 1, 12)
     for t, shape in (
-        (Tensor("a", "p", axes=(1, 0), unit_axis=1), (12, 2)),
-        (Tensor("a", "p", unit_axis=1), (2, 12)),
+        (Tensor("a", "p", "b1a"), (12, 2)),
+        (Tensor("a", "p", "a1b"), (2, 12)),
     ):
         assert t.to_param(a).shape == shape
         assert t.file_shape(shape) == a.shape
@@ -200,7 +200,7 @@ LONGROPE = CONFIGS["phi3_longrope"]
         ({}, "model_type None is not supported"),
         (LLAMA | {"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClass"),
         (LLAMA | {"num_experts": 8}, "llama: unknown options in config.json: num_experts=8"),
-        (LLAMA | {"hidden_act": "mish"}, "hidden_act 'mish' is not supported, only 'silu' or"),
+        (LLAMA | {"hidden_act": "mish"}, "hidden_act 'mish' is not supported, only 'gelu' or"),
         (
             LLAMA | {"rope_scaling": {"rope_type": "dynamic"}},
             "rope_type 'dynamic' is not supported",
@@ -243,7 +243,7 @@ def test_rejects_tensors_that_do_not_fit():
     _, _, tensors = loaded("llama")
     load = functools.partial(fnet.interop.from_huggingface, LLAMA)
     less = {n: a for n, a in tensors.items() if "layers.1.mlp" not in n}
-    with pytest.raises(ValueError, match=r"lacks model.layers.1.mlp.gate_proj.weight, .*up_proj"):
+    with pytest.raises(ValueError, match=r"lacks model.layers.1.mlp.down_proj.weight, .*up_proj"):
         load(less)
     with pytest.raises(ValueError, match=r"the model does not: model.layers.3.mlp.up_proj.weight"):
         load(tensors | {"model.layers.3.mlp.up_proj.weight": np.zeros((2, 2))})

@@ -3,103 +3,43 @@
 Nothing is downloaded, and transformers is not needed.
 """
 
-import functools
-import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.sharding import Sharding
 from jax.typing import DTypeLike
 
-from fnet.interop.huggingface import decoders, recurrent, timm, vision
+from fnet.interop.huggingface import recurrent, timm, vision  # noqa: F401  (they register rows)
 from fnet.interop.huggingface.checkpoint import (
     PretrainedModel,
-    check_shapes,
-    leaf,
+    file_shapes,
+    match_names,
     read_params,
-    set_leaf,
     to_tensors,
-    with_found_names,
 )
+from fnet.interop.huggingface.decoders import Decoder as Decoder
+from fnet.interop.huggingface.family import FAMILIES as FAMILIES
+from fnet.interop.huggingface.family import Family as Family
+from fnet.interop.huggingface.family import register as register
 from fnet.interop.huggingface.images import Preprocessing as Preprocessing
 from fnet.interop.huggingface.images import preprocessing as preprocessing
+from fnet.interop.huggingface.options import Option as Option
 from fnet.interop.huggingface.options import Options
 from fnet.layer import Params
 
 
-class Family(NamedTuple):
-    """Models that share a ``model_type``.
+def family_of(config: Mapping[str, Any]) -> Family:
+    """Look up the family of a ``config.json``, of transformers or of timm.
 
-    Attributes:
-      build: ``(options, dtype) -> model``.
-      architectures: names of the classes with the head that is supported.
-      prefix: prefix that checkpoints without a head lack.
-      others: names of tensors of another model in the same checkpoint, such as a text tower.
+    Raises:
+      ValueError: if it is not supported.
     """
-
-    build: Callable[[Options, DTypeLike], PretrainedModel]
-    architectures: tuple[str, ...]
-    prefix: str | None = "model."
-    others: re.Pattern[str] | None = None
-
-
-_TEXT_TOWER = re.compile(r"^(text_model\.|text_projection\.|logit_scale$|logit_bias$)")
-
-FAMILIES: dict[str, Family] = {
-    "llama": Family(decoders.decoder, ("LlamaForCausalLM",)),
-    "mistral": Family(decoders.decoder, ("MistralForCausalLM",)),
-    "qwen2": Family(decoders.decoder, ("Qwen2ForCausalLM",)),
-    "qwen3": Family(decoders.decoder, ("Qwen3ForCausalLM",)),
-    "gemma": Family(decoders.decoder, ("GemmaForCausalLM",)),
-    "gemma2": Family(decoders.decoder, ("Gemma2ForCausalLM",)),
-    "gemma3_text": Family(decoders.decoder, ("Gemma3ForCausalLM",)),
-    "gpt2": Family(decoders.gpt2, ("GPT2LMHeadModel",), "transformer."),
-    "olmo2": Family(decoders.decoder, ("Olmo2ForCausalLM",)),
-    "phi3": Family(decoders.decoder, ("Phi3ForCausalLM",)),
-    "smollm3": Family(decoders.decoder, ("SmolLM3ForCausalLM",)),
-    "mamba": Family(recurrent.mamba, ("MambaForCausalLM",), "backbone."),
-    "falcon_mamba": Family(recurrent.mamba, ("FalconMambaForCausalLM",), "backbone."),
-    "mamba2": Family(recurrent.mamba2, ("Mamba2ForCausalLM",), "backbone."),
-    "recurrent_gemma": Family(recurrent.recurrent_gemma, ("RecurrentGemmaForCausalLM",)),
-    "vit": Family(vision.vit, ("ViTForImageClassification", "ViTModel"), "vit."),
-    "deit": Family(
-        vision.vit,
-        ("DeiTForImageClassification", "DeiTForImageClassificationWithTeacher", "DeiTModel"),
-        "deit.",
-    ),
-    "dinov2": Family(vision.dinov2, ("Dinov2Model", "Dinov2ForImageClassification"), "dinov2."),
-    "dinov2_with_registers": Family(
-        vision.dinov2,
-        ("Dinov2WithRegistersModel", "Dinov2WithRegistersForImageClassification"),
-        "dinov2_with_registers.",
-    ),
-    "clip_vision_model": Family(
-        vision.image_tower, ("CLIPVisionModel", "CLIPVisionModelWithProjection"), "vision_model."
-    ),
-    "clip": Family(vision.image_tower, ("CLIPModel",), None, _TEXT_TOWER),
-    "convnext": Family(
-        vision.convnext, ("ConvNextForImageClassification", "ConvNextModel"), "convnext."
-    ),
-    "convnextv2": Family(
-        vision.convnext, ("ConvNextV2ForImageClassification", "ConvNextV2Model"), "convnextv2."
-    ),
-    "siglip_vision_model": Family(vision.image_tower, ("SiglipVisionModel",), "vision_model."),
-    "siglip": Family(vision.image_tower, ("SiglipModel",), None, _TEXT_TOWER),
-}
-"""Supported models by ``model_type``."""
-
-_TIMM = Family(timm.build, (), None)
-
-
-def _family(config: Mapping[str, Any]) -> Family:
-    """Look up the family of a ``config.json``, of transformers or of timm."""
     kind = config.get("model_type")
     if kind is None and "architecture" in config:
-        return _TIMM
+        return timm.family(str(config["architecture"]))
     if kind not in FAMILIES:
         raise ValueError(
             f"huggingface: model_type {kind!r} is not supported, only {', '.join(sorted(FAMILIES))}"
@@ -144,17 +84,15 @@ def build_model(
       >>> sum(p.size for p in jax.tree.leaves(params))
       124439808
     """
-    options = Options(config, names, interpolate_positions=interpolate_positions)
-    family = _family(config)
+    family = family_of(config)
+    kind = str(config.get("model_type") or config.get("architecture"))
     for architecture in config.get("architectures") or ():
         if architecture not in family.architectures:
             raise ValueError(
-                f"{options.kind}: architecture {architecture!r} is not supported, only "
+                f"{kind}: architecture {architecture!r} is not supported, only "
                 f"{', '.join(family.architectures)}"
             )
-    model = family.build(options, dtype)
-    options.reject_unread()
-    return model
+    return family.build(Options(config, kind, names), dtype, interpolate=interpolate_positions)
 
 
 def from_huggingface(
@@ -168,11 +106,8 @@ def from_huggingface(
 ) -> tuple[PretrainedModel, Params]:
     """Load a published model, exactly.
 
-    Supported for text are Llama 2 and 3, Mistral, Qwen 2 and 3, Gemma 1 to 3, GPT-2, OLMo 2, Phi-3,
-    SmolLM, Mamba 1 and 2, Falcon Mamba and RecurrentGemma. Supported for images are ViT, DeiT,
-    DINOv2, ConvNeXt 1 and 2, and the image towers of CLIP and SigLIP, in the files of transformers
-    and of timm. Outputs equal transformers' and timm's up to rounding. An option that is not
-    supported raises an error; nothing is approximated.
+    `FAMILIES` has the supported families, and `register` adds more. Outputs equal transformers' and
+    timm's up to rounding. An option that is not supported raises an error; nothing is approximated.
 
     Parameters keep the dtypes of the tensors. Dense kernels are [in, out]. Tensors are read one at
     a time, so a lazy mapping needs host memory for one tensor. With ``sharding``, each process
@@ -182,7 +117,7 @@ def from_huggingface(
       config: ``config.json`` as a dict.
       tensors: ``{name: array}`` as in the safetensors files. In place of arrays it may hold objects
         with ``shape`` and ``dtype`` that return arrays for ``tensor[slices]``.
-      dtype: dtype of activations. None: the first tensor's dtype.
+      dtype: dtype of activations. None: the largest tensor's dtype.
       sharding: ``(path, shape) -> sharding`` of each parameter, with paths such as
         ``"blocks/0/mixer/query/kernel"``. None: the default device.
       interpolate_positions: whether an image network takes images of other sizes, with learned
@@ -223,10 +158,10 @@ def from_huggingface(
       >>> logits.shape
       (1, 3, 11)
     """
-    model, shapes = match_tensors(
+    model, _ = match_tensors(
         config, tensors, dtype=dtype, interpolate_positions=interpolate_positions
     )
-    return model, read_params(model, shapes, tensors, sharding, convert)
+    return model, read_params(model, tensors, sharding, convert)
 
 
 def match_tensors(
@@ -271,21 +206,17 @@ def match_tensors(
       >>> shapes["pos_embedding"].shape, str(shapes["pos_embedding"].dtype)
       ((16, 8), 'float16')
     """
-    build = functools.partial(
-        build_model, config, names=tensors, interpolate_positions=interpolate_positions
-    )
-    model = build()
-    family = _family(config)
-    model = with_found_names(model, list(tensors), family.prefix, family.others)
     if dtype is None:
-        dtype = np.dtype(tensors[model.tensors[0].name].dtype)
-    model = build(dtype=dtype)._replace(tensors=model.tensors)
-    shapes, _ = jax.eval_shape(model.init, jax.random.key(0))
-    check_shapes(model, shapes, tensors)
-    for t in model.tensors:
-        shape = leaf(shapes, t.path).shape
-        set_leaf(shapes, t.path, jax.ShapeDtypeStruct(shape, np.dtype(tensors[t.name].dtype)))
-    return model, shapes
+        largest = max(tensors.values(), key=lambda t: np.prod(t.shape), default=None)
+        dtype = jnp.float32 if largest is None else np.dtype(largest.dtype)
+    model = build_model(
+        config, dtype=dtype, names=tensors, interpolate_positions=interpolate_positions
+    )
+    family = family_of(config)
+    model = model._replace(
+        tensors=match_names(model.tensors, list(tensors), family.prefix, family.others)
+    )
+    return model, file_shapes(model, tensors)
 
 
 def to_huggingface(model: PretrainedModel, params: Params) -> dict[str, np.ndarray]:

@@ -1,7 +1,7 @@
 """Tensors of a checkpoint and parameters of a network: names, layouts, both directions."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,9 +14,32 @@ from fnet.layer import Decode, Params, State
 
 # Buffers that old checkpoints contain although they are computed.
 _BUFFERS = re.compile(
-    r"(^|\.)(rotary_emb\.inv_freq|attn\.bias|attn\.masked_bias|position_ids|num_batches_tracked)$"
+    r"(^|\.)(rotary_emb\.inv_freq|attention\.(bias|masked_bias)|attn\.bias|attn\.masked_bias"
+    r"|position_ids|num_batches_tracked)$"
 )
 _LISTED = 4  # names in an error
+
+_SUFFIXES = {
+    "kernel": "weight",
+    "embedding": "weight",
+    "scale": "weight",
+    "gamma": "weight",
+    "bias": "bias",
+    "beta": "bias",
+    "running_mean": "running_mean",
+    "running_var": "running_var",
+}
+"""Names of a layer's arrays in torch."""
+
+_KERNELS = {2: "ba", 4: "dcab"}
+"""Layout of a kernel in torch, by rank: [in, out] is [out, in] there, and HWIO is OIHW."""
+
+Names = Mapping[str, str | tuple[str, str] | tuple[str, str, int]]
+"""Path of a layer, or of one parameter -> its name in the checkpoint. Numbers are ``*`` in both.
+
+A tuple is the name and further fields of `Tensor`: the layout, and ``by_head``. A layout of a layer
+holds for its parameters with as many axes.
+"""
 
 
 class Tensor(NamedTuple):
@@ -25,34 +48,36 @@ class Tensor(NamedTuple):
     Attributes:
       name: name in the checkpoint.
       path: path of the parameter, joined by ``/``.
-      axes: transposition from the file to the parameter; None: none.
-      unit_axis: axis or ascending axes of the file's tensor that have length 1 and that the
-        parameter lacks.
+      layout: axes of the file's tensor. A letter is an axis of the parameter, ``a`` its first one.
+        ``1`` is an axis of length 1 that the parameter lacks. "": the axes of the parameter.
       by_head: number of rows in which the file splits the parameter's only axis; None: not split.
       optional: whether the tensor may be missing, because another one holds the same parameter.
     """
 
     name: str
     path: str
-    axes: tuple[int, ...] | None = None
-    unit_axis: int | tuple[int, ...] | None = None
+    layout: str = ""
     by_head: int | None = None
     optional: bool = False
+
+    @property
+    def _axes(self) -> list[int]:
+        return [ord(letter) - ord("a") for letter in self.layout if letter != "1"]
+
+    @property
+    def _units(self) -> tuple[int, ...]:
+        return tuple(i for i, letter in enumerate(self.layout) if letter == "1")
 
     def to_param(self, a: np.ndarray) -> np.ndarray:
         """Convert a tensor of the file to the layout of the parameter, without a copy."""
         if self.by_head is not None:
             a = a.reshape(-1)
-        if self.unit_axis is not None:
-            a = a.squeeze(self.unit_axis)
-        return a if self.axes is None else a.transpose(self.axes)
+        return a.squeeze(self._units).transpose(np.argsort(self._axes)) if self.layout else a
 
     def to_file(self, a: np.ndarray) -> np.ndarray:
         """Invert `to_param`."""
-        if self.axes is not None:
-            a = a.transpose(np.argsort(self.axes))
-        if self.unit_axis is not None:
-            a = np.expand_dims(a, self.unit_axis)
+        if self.layout:
+            a = np.expand_dims(a.transpose(self._axes), self._units)
         return a if self.by_head is None else a.reshape(self.by_head, -1)
 
     def file_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
@@ -63,14 +88,9 @@ class Tensor(NamedTuple):
         """Slices of the file's tensor that hold a part of the parameter; None: all of it."""
         if self.by_head is not None:
             return None
-        slices = list(index)
-        if self.axes is not None:
-            slices = [index[i] for i in np.argsort(self.axes)]
-        if self.unit_axis is not None:
-            axes = (self.unit_axis,) if isinstance(self.unit_axis, int) else self.unit_axis
-            for axis in axes:
-                slices.insert(axis, slice(None))
-        return tuple(slices)
+        if not self.layout:
+            return index
+        return tuple(slice(None) if c == "1" else index[ord(c) - ord("a")] for c in self.layout)
 
 
 class PretrainedModel(NamedTuple):
@@ -82,6 +102,8 @@ class PretrainedModel(NamedTuple):
       decode: incremental decoding of a language model, or None.
       losses: the fused loss of a language model, as for `fnet.models.LanguageModel`, or None.
       tensors: where each tensor of the checkpoint goes.
+      shapes: shapes of the parameters.
+      kinds: kind of each block of a language model. Equal kinds are equal layers.
     """
 
     init: Callable[[Array], tuple[Params, State]]
@@ -89,20 +111,66 @@ class PretrainedModel(NamedTuple):
     decode: Decode | None
     losses: Callable[..., tuple[Array, State]] | None
     tensors: tuple[Tensor, ...]
+    shapes: Params
+    kinds: tuple[Hashable, ...] = ()
 
 
-def with_found_names(
-    model: PretrainedModel,
+def leaves(tree: Params) -> dict[str, Any]:
+    """Return the leaves of nested dicts by path, joined by ``/``."""
+    paths = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(p, simple=True, separator="/"): a for p, a in paths}
+
+
+def name_tensors(shapes: Params, names: Names, root: str) -> tuple[Tensor, ...]:
+    """Name each parameter of a network as the checkpoint does.
+
+    Args:
+      shapes: shapes of the parameters.
+      names: names of layers and parameters.
+      root: replaces ``ROOT`` in names.
+
+    Raises:
+      KeyError: for a parameter without a name.
+    """
+    tensors = (_named(path, len(a.shape), names) for path, a in leaves(shapes).items())
+    return tuple(t._replace(name=t.name.replace("ROOT", root)) for t in tensors)
+
+
+def _named(path: str, ndim: int, names: Names) -> Tensor:
+    numbers = iter(re.findall(r"\d+", path))
+    pattern = re.sub(r"\d+", "*", path)
+    given = names.get(pattern)
+    is_layer = given is None
+    if given is None:
+        given = names[pattern.rpartition("/")[0]]
+    name, layout, *by_head = (given, "", None) if isinstance(given, str) else given
+    name = re.sub(r"\*", lambda _: next(numbers), name)
+    if not is_layer:
+        return Tensor(name, path, layout, *by_head)
+    tensor = layer_tensor(name, path, ndim)
+    fits = len(layout.replace("1", "")) == ndim
+    return tensor._replace(layout=layout) if layout and fits else tensor
+
+
+def layer_tensor(layer: str, path: str, ndim: int) -> Tensor:
+    """Name a parameter of a layer as torch does: ``weight`` or ``bias``, with its layout."""
+    last = path.rpartition("/")[2]
+    layout = _KERNELS.get(ndim, "") if last == "kernel" else ""
+    return Tensor(f"{layer}.{_SUFFIXES[last]}", path, layout)
+
+
+def match_names(
+    tensors: tuple[Tensor, ...],
     names: Sequence[str],
     prefix: str | None,
     others: re.Pattern[str] | None = None,
-) -> PretrainedModel:
-    """Rename the model's tensors as the checkpoint names them.
+) -> tuple[Tensor, ...]:
+    """Rename a model's tensors as the checkpoint names them.
 
     Checkpoints of a network without its head lack the prefix that the others have.
 
     Args:
-      model: a model with the usual names.
+      tensors: tensors of the model with the usual names.
       names: names in the checkpoint.
       prefix: what the checkpoint's names may lack, such as ``"model."``.
       others: names of tensors that belong to another model in the same checkpoint.
@@ -111,41 +179,45 @@ def with_found_names(
       ValueError: for missing or unknown tensors.
     """
     found = set(names)
-    tensors = model.tensors
     if prefix and not any(name.startswith(prefix) for name in names):
         tensors = tuple(t._replace(name=t.name.removeprefix(prefix)) for t in tensors)
     missing = [t.name for t in tensors if t.name not in found and not t.optional]
-    known = {t.name for t in tensors}
-    unknown = sorted(
-        n
-        for n in found - known
-        if not _BUFFERS.search(n) and not (others is not None and others.search(n))
-    )
     if missing:
         raise ValueError(f"the checkpoint lacks {_listed(missing)}")
+    unknown = sorted(found - {t.name for t in tensors})
+    unknown = [n for n in unknown if not _BUFFERS.search(n) and not (others and others.search(n))]
     if unknown:
         raise ValueError(
             f"the checkpoint has tensors that the model does not: {_listed(unknown)}; "
             "does config.json belong to this checkpoint?"
         )
-    return model._replace(tensors=tuple(t for t in tensors if t.name in found))
+    return tuple(t for t in tensors if t.name in found)
 
 
-def check_shapes(model: PretrainedModel, shapes: Params, tensors: Mapping[str, Any]) -> None:
-    """Raise if a tensor has another shape than its parameter, or is not floating."""
+def file_shapes(model: PretrainedModel, tensors: Mapping[str, Any]) -> Params:
+    """Return the shapes of the parameters with the dtypes of the file.
+
+    Raises:
+      ValueError: if a tensor has another shape than its parameter.
+      TypeError: if it is not floating.
+    """
+    shapes: Params = {}
+    params = leaves(model.shapes)
     for t in model.tensors:
-        expected, tensor = t.file_shape(leaf(shapes, t.path).shape), tensors[t.name]
+        shape, tensor = params[t.path].shape, tensors[t.name]
+        expected = t.file_shape(shape)
         if tuple(tensor.shape) != expected:
             raise ValueError(
                 f"{t.name}: expected shape {expected} by config.json, got {tuple(tensor.shape)}"
             )
         if not jnp.issubdtype(np.dtype(tensor.dtype), jnp.floating):
             raise TypeError(f"{t.name}: expected a floating dtype, got {tensor.dtype}")
+        set_leaf(shapes, t.path, jax.ShapeDtypeStruct(shape, np.dtype(tensor.dtype)))
+    return shapes
 
 
 def read_params(
     model: PretrainedModel,
-    shapes: Params,
     tensors: Mapping[str, Any],
     sharding: Callable[[str, tuple[int, ...]], Sharding] | None,
     convert: Callable[[str, Array], Any] | None,
@@ -154,7 +226,6 @@ def read_params(
 
     Args:
       model: a model with the names of the checkpoint.
-      shapes: shapes of its parameters.
       tensors: ``{name: tensor}``. Each tensor has ``shape`` and ``dtype``, and is read by
         ``tensor[slices]``, which returns a NumPy array.
       sharding: ``(path, shape) -> sharding`` of each parameter; None: the default device.
@@ -164,15 +235,17 @@ def read_params(
       ValueError: if two tensors hold the same parameter with different values.
     """
     params: Params = {}
+    shapes = leaves(model.shapes)
+    first_of: dict[str, Tensor] = {}
     for t in model.tensors:
-        tensor, shape = tensors[t.name], tuple(leaf(shapes, t.path).shape)
-
-        read = _reader(t, tensor)
+        shape = tuple(shapes[t.path].shape)
+        read = _reader(t, tensors[t.name])
         everything = (slice(None),) * len(shape)
+        first = first_of.setdefault(t.path, t)
         if t.optional:
-            first = next(u for u in model.tensors if u.path == t.path)
-            expected = _reader(first, tensors[first.name])(everything)
-            if not np.array_equal(read(everything), expected):
+            if not np.array_equal(
+                read(everything), _reader(first, tensors[first.name])(everything)
+            ):
                 raise ValueError(
                     f"{t.name} differs from {first.name}, but config.json ties them "
                     "(tie_word_embeddings); set it to false"

@@ -1,467 +1,457 @@
-"""Transformers for text: Llama, Mistral, Qwen, Gemma, GPT-2, OLMo 2, Phi-3, SmolLM."""
+"""Transformers for text: Llama, Mistral, Qwen, Gemma, GPT-2, OLMo 2, Phi-3, SmolLM, as rows."""
 
+import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
+import jax.numpy as jnp
+from jax import Array
 from jax.typing import DTypeLike
 
 from fnet import layers, models
-from fnet.interop.huggingface.checkpoint import PretrainedModel, Tensor
-from fnet.interop.huggingface.options import Options
+from fnet.interop.huggingface.checkpoint import Names, Tensor
+from fnet.interop.huggingface.family import ACTIVATIONS, Family, register, table
+from fnet.interop.huggingface.options import Option, Options, Source
+from fnet.interop.huggingface.rotary import Rotary, rope_parameters, rotary_embedding
+from fnet.layer import Layer, Params, State, stateless
 
-ACTIVATIONS = {
-    "gelu": "gelu_exact",
-    "gelu_fast": "gelu",
-    "gelu_new": "gelu",
-    "gelu_pytorch_tanh": "gelu",
-    "quick_gelu": "quick_gelu",
-    "relu": "relu",
-    "silu": "silu",
-    "swish": "silu",
-}
-"""Activations by their names in transformers."""
+Norm = Callable[[int], Layer]
+"""A norm as a function of the width."""
 
-_T = (1, 0)  # torch stores [out, in]
+LLAMA_NAMES = table("""
+embedding                       model.embed_tokens
+blocks/*/mixer/query            model.layers.*.self_attn.q_proj
+blocks/*/mixer/key              model.layers.*.self_attn.k_proj
+blocks/*/mixer/value            model.layers.*.self_attn.v_proj
+blocks/*/mixer/query_key_value  model.layers.*.self_attn.qkv_proj
+blocks/*/mixer/query_norm       model.layers.*.self_attn.q_norm
+blocks/*/mixer/key_norm         model.layers.*.self_attn.k_norm
+blocks/*/mixer/output           model.layers.*.self_attn.o_proj
+blocks/*/feed_forward/gate      model.layers.*.mlp.gate_proj
+blocks/*/feed_forward/up        model.layers.*.mlp.up_proj
+blocks/*/feed_forward/expand    model.layers.*.mlp.gate_up_proj
+blocks/*/feed_forward/contract  model.layers.*.mlp.down_proj
+norm                            model.norm
+head                            lm_head
+""")
+"""Names of Llama, fused or not, but for the norms of blocks."""
+
+BEFORE = table("""
+blocks/*/mixer_norm         model.layers.*.input_layernorm
+blocks/*/feed_forward_norm  model.layers.*.post_attention_layernorm
+""")
+"""Norms before mixer and feed-forward layer."""
+
+AFTER = table("""
+blocks/*/mixer_post_norm         model.layers.*.post_attention_layernorm
+blocks/*/feed_forward_post_norm  model.layers.*.post_feedforward_layernorm
+""")
+"""Norms after mixer and feed-forward layer."""
+
+AROUND = AFTER | table("""
+blocks/*/mixer_norm         model.layers.*.input_layernorm
+blocks/*/feed_forward_norm  model.layers.*.pre_feedforward_layernorm
+""")
+"""Norms before and after both."""
+
+_GPT2_NAMES = table("""
+embedding                       transformer.wte
+pos_embedding                   transformer.wpe.weight
+blocks/*/mixer_norm             transformer.h.*.ln_1
+blocks/*/mixer/query_key_value  transformer.h.*.attn.c_attn  ab
+blocks/*/mixer/output           transformer.h.*.attn.c_proj  ab
+blocks/*/feed_forward_norm      transformer.h.*.ln_2
+blocks/*/feed_forward/expand    transformer.h.*.mlp.c_fc     ab
+blocks/*/feed_forward/contract  transformer.h.*.mlp.c_proj   ab
+norm                            transformer.ln_f
+head                            lm_head
+""")
 
 
-def activation(options: Options, name: str, default: str = "silu") -> str:
-    """Read the name of an activation, and translate it."""
-    return ACTIVATIONS[options.require(name, default, *ACTIVATIONS)]
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Decoder(Family):
+    """A transformer decoder that differs from Llama in its fields.
 
-
-def dense_tensors(name: str, path: str, *, bias: bool, transposed: bool = True) -> list[Tensor]:
-    """Tensors of a dense layer: a kernel, [out, in] in the file if ``transposed``, and a bias."""
-    tensors = [Tensor(f"{name}.weight", f"{path}/kernel", _T if transposed else None)]
-    return tensors + ([Tensor(f"{name}.bias", f"{path}/bias")] if bias else [])
-
-
-def norm_tensors(name: str, path: str, *, bias: bool = False) -> list[Tensor]:
-    """Tensors of a norm: a scale, and perhaps a bias."""
-    tensors = [Tensor(f"{name}.weight", f"{path}/scale")]
-    return tensors + ([Tensor(f"{name}.bias", f"{path}/bias")] if bias else [])
-
-
-def head_tensors(tied: bool) -> list[Tensor]:
-    """Tensors of a head without bias. A tied one may be in the file, too."""
-    if tied:
-        return [Tensor("lm_head.weight", "embedding/embedding", optional=True)]
-    return [Tensor("lm_head.weight", "head/kernel", _T)]
-
-
-def as_pretrained(model: models.LanguageModel, tensors: Sequence[Tensor]) -> PretrainedModel:
-    """Attach the names of tensors to a language model."""
-    return PretrainedModel(*model, tuple(tensors))
-
-
-class Rotary(NamedTuple):
-    """A rotary position embedding, as `fnet.layers.attention` takes it.
+    A new family is a row with another ``model_type``, which `register` adds. Which norms a block
+    has follows from the names: ``mixer_norm``, ``mixer_post_norm``, or both.
 
     Attributes:
-      frequencies: Radians per position, or a function from the length of the sequence to them.
-      scale: Factor of rotated features.
+      width, blocks, heads, hidden, vocabulary: Sizes.
+      groups: Key and value heads; None: as many as heads.
+      head_dim: Features of a head; None: ``width / heads``.
+      positions: Number of learned positions, or None.
+      norm: ``rms`` or ``layer``.
+      eps: Added to the mean square or the variance.
+      norm_offset: Added to the scales of RMS norms.
+      norm_bias: Whether layer norms have biases.
+      activation: Name of the activation in transformers.
+      gated: Whether feed-forward layers multiply by a gate.
+      fused: Whether query, key and value are one array, and gate and up another.
+      bias, output_bias, mlp_bias: Whether dense layers have biases: of query, key and value; of the
+        output of attention, None: as ``bias``; of feed-forward layers.
+      qk_norm: Norm of queries and keys per ``head``, or over all ``heads``; None: no norm.
+      scale: Factor of attention's scores; None: ``1 / sqrt(head_dim)``.
+      embed_scale, residual_scale, logit_scale: Factors of embeddings, of each branch, and of
+        logits; None: 1.
+      soft_cap, logit_soft_cap: Soft caps of scores and logits, or None.
+      tied: Whether the head is the embedding.
+      window: Sliding window; None: no block has one.
+      full_every, full_first: Blocks with full attention: each n-th, and the first ones.
+        ``layer_types`` in the config decides over them.
+      rotary: Whether attention rotates queries and keys.
+      rotates: Blocks that do: ``sliding`` for those with a window, one bool per block, or None for
+        all.
+      theta, partial, original: Defaults of the base of rotary frequencies, of the rotated share of
+        a head, and of the original context.
+      local_theta: Base of blocks with a window; None: the same frequencies as others.
     """
 
-    frequencies: tuple[float, ...] | Callable[[int], tuple[float, ...]]
-    scale: float = 1.0
+    names: Source = dataclasses.field(default_factory=lambda: {**LLAMA_NAMES, **BEFORE})
+    width: Source = Option("hidden_size")
+    blocks: Source = Option("num_hidden_layers")
+    heads: Source = Option("num_attention_heads")
+    groups: Source = Option("num_key_value_heads", None)
+    head_dim: Source = Option("head_dim", None)
+    hidden: Source = Option("intermediate_size")
+    vocabulary: Source = Option("vocab_size")
+    positions: Source = None
+    norm: Source = "rms"
+    eps: Source = Option("rms_norm_eps", 1e-6)
+    norm_offset: float = 0.0
+    norm_bias: Source = True
+    activation: Source = Option("hidden_act", "silu")
+    gated: bool = True
+    fused: bool = False
+    bias: Source = Option("attention_bias", False)
+    output_bias: Source = None
+    mlp_bias: Source = Option("mlp_bias", False)
+    qk_norm: Source = None
+    scale: Source = None
+    embed_scale: Source = None
+    residual_scale: Source = None
+    logit_scale: Source = None
+    soft_cap: Source = None
+    logit_soft_cap: Source = None
+    tied: Source = Option("tie_word_embeddings", False)
+    window: Source = None
+    full_every: Source = None
+    full_first: Source = 0
+    rotary: bool = True
+    rotates: Source = None
+    theta: float = 10_000.0
+    partial: float = 1.0
+    original: int | None = None
+    local_theta: Source = None
 
-
-def rotary_embedding(
-    kind: str, head_dim: int, parameters: dict[str, Any], max_positions: int
-) -> Rotary:
-    """Frequencies of a rotary position embedding, from ``rope_parameters``.
-
-    ``default``: base^(-2 i / D). ``linear`` divides all by a factor (Chen et al. 2023). ``llama3``
-    divides low frequencies by a factor, and interpolates between low and high ones (Llama Team
-    2024, "The Llama 3 Herd of Models"). ``yarn`` interpolates over the features, and scales them
-    (Peng et al. 2023, "YaRN: Efficient Context Window Extension of Large Language Models").
-
-    ``longrope`` divides each by a factor of its own (Ding et al. 2024, "LongRoPE"). There is one
-    list of factors for sequences within the original context, and one for longer ones. The length
-    is that of the row, or the number of positions that a cache can hold. So a text that outgrows
-    the original context while it is generated has the long factors from its first token.
-    transformers computes the keys of such a text again when it does.
-
-    Args:
-      kind: model type, for errors.
-      head_dim: D, features per head.
-      parameters: options of the embedding, such as ``rope_theta`` and ``rope_type``.
-      max_positions: ``max_position_embeddings``, 0 if unknown.
-
-    Returns:
-      The frequencies and the scale.
-
-    Raises:
-      ValueError: for another type, an unknown option or a missing one.
-    """
-    p = dict(parameters)
-    rope = p.pop("rope_type", None) or p.pop("type", None) or "default"
-    p.pop("type", None)
-    if kind == "phi3" and rope in ("su", "yarn"):  # names in old configs
-        rope = "longrope"
-    if rope not in _SCALINGS:
-        raise ValueError(
-            f"{kind}: rope_type {rope!r} is not supported, only {', '.join(sorted(_SCALINGS))}"
+    def network(
+        self, options: Options, dtype: DTypeLike, *, interpolate: bool
+    ) -> models.LanguageModel:
+        """Build the network."""
+        del interpolate
+        width, kinds = options.value(self.width), self.kinds(options)
+        blocks = {kind: self.block(options, kind) for kind in dict.fromkeys(kinds)}
+        norm = self.make_norm(options)
+        return models.language_model(
+            vocabulary=options.value(self.vocabulary),
+            width=width,
+            blocks=[blocks[kind] for kind in kinds],
+            norm=norm,
+            pre_norm="blocks/*/mixer_norm" in options.value(self.names),
+            post_norm=self._post_norm(options, norm),
+            positions=options.value(self.positions),
+            embed_scale=options.value(self.embed_scale),
+            logit_scale=options.value(self.logit_scale),
+            tied=options.value(self.tied),
+            soft_cap=options.value(self.logit_soft_cap),
+            dtype=dtype,
+            residual_dtype=self.residual_dtype(options, dtype),
         )
-    base = p.pop("rope_theta", 10_000.0)
-    rotated = int(head_dim * p.pop("partial_rotary_factor", 1.0))
-    original = p.pop("original_max_position_embeddings", None) or max_positions
-    if rope in ("llama3", "yarn", "longrope") and not original:
-        raise ValueError(f"{kind}: config.json has no max_position_embeddings, which {rope} needs")
-    frequencies = tuple(base ** (-i / rotated) for i in range(0, rotated, 2))
-    try:
-        rotary = _SCALINGS[rope](frequencies, p, base, original, max_positions)
-    except KeyError as e:
-        raise ValueError(f"{kind}: rope_type {rope!r} needs the option {e}") from None
-    if p:
-        raise ValueError(f"{kind}: unknown rope options {p}")
-    return rotary
 
+    def residual_dtype(self, options: Options, dtype: DTypeLike) -> DTypeLike | None:
+        """Dtype of the sum of the branches, or None for that of activations."""
+        del options, dtype
+        return None
 
-_Frequencies = tuple[float, ...]
+    def make_norm(self, options: Options) -> Norm:
+        """Return the norm as a function of the width."""
+        eps = options.value(self.eps)
+        if self.norm == "rms":
+            return functools.partial(layers.rms_norm, eps=eps, offset=self.norm_offset)
+        return functools.partial(layers.layer_norm, eps=eps, bias=options.value(self.norm_bias))
 
+    def _post_norm(self, options: Options, norm: Norm) -> Norm | None:
+        """Return what each branch passes before it is added: a norm, a constant scale, or None."""
+        factor = options.value(self.residual_scale)
+        after = "blocks/*/mixer_post_norm" in options.value(self.names)
+        if factor in (None, 1.0):
+            return norm if after else None
+        return lambda width: _scaled(norm(width) if after else stateless(lambda x: x), factor)
 
-def _linear(frequencies: _Frequencies, p: dict[str, Any], *_: Any) -> Rotary:
-    factor = p.pop("factor")
-    return Rotary(tuple(f / factor for f in frequencies))
+    def kinds(self, options: Options) -> tuple[Hashable, ...]:
+        """Return (window, whether it rotates) of each block."""
+        n = options.value(self.blocks)
+        windows = self._windows(options, n)
+        rotates = options.value(self.rotates)
+        if rotates is None:
+            rotates = [True] * n
+        elif rotates == "sliding":
+            rotates = [window is not None for window in windows]
+        return tuple(zip(windows, map(bool, rotates), strict=True))
 
-
-def _llama3(
-    frequencies: _Frequencies, p: dict[str, Any], base: float, original: int, max_positions: int
-) -> Rotary:
-    del base, max_positions
-    factor, low, high = (p.pop(n) for n in ("factor", "low_freq_factor", "high_freq_factor"))
-
-    def scaled(f: float) -> float:
-        # The number of turns within the original context.
-        turns = original * f / (2 * math.pi)
-        share = float(min(max((turns - low) / (high - low), 0.0), 1.0))
-        return (1 - share) * f / float(factor) + share * f
-
-    return Rotary(tuple(scaled(f) for f in frequencies))
-
-
-def _yarn(
-    frequencies: _Frequencies, p: dict[str, Any], base: float, original: int, max_positions: int
-) -> Rotary:
-    factor = p.pop("factor", None) or max_positions / original
-    mscale, mscale_all_dim = p.pop("mscale", None), p.pop("mscale_all_dim", None)
-    scale = p.pop("attention_factor", None)
-    if scale is None:
-        scale = _yarn_scale(factor, 1.0)
-        if mscale and mscale_all_dim:
-            scale = _yarn_scale(factor, mscale) / _yarn_scale(factor, mscale_all_dim)
-
-    def feature(turns: float) -> float:
-        """Index of the feature pair that turns so often within the original context."""
-        return len(frequencies) * math.log(original / (turns * 2 * math.pi)) / math.log(base)
-
-    first, last = feature(p.pop("beta_fast", None) or 32), feature(p.pop("beta_slow", None) or 1)
-    if p.pop("truncate", True):
-        first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, 2 * len(frequencies) - 1)
-    last += 0.001 if first == last else 0
-
-    def scaled(i: int, f: float) -> float:
-        share = min(max((i - first) / (last - first), 0.0), 1.0)
-        return share * f / factor + (1 - share) * f
-
-    return Rotary(tuple(scaled(i, f) for i, f in enumerate(frequencies)), float(scale))
-
-
-def _yarn_scale(factor: float, mscale: float) -> float:
-    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1
-
-
-def _longrope(
-    frequencies: _Frequencies, p: dict[str, Any], base: float, original: int, max_positions: int
-) -> Rotary:
-    del base
-    factor, scale = p.pop("factor", None), p.pop("attention_factor", None)
-    if scale is None:
-        factor = factor or max_positions / original
-        scale = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
-    factors = {name: p.pop(f"{name}_factor") for name in ("short", "long")}
-    for name, values in factors.items():
-        if len(values) != len(frequencies):
+    def _windows(self, options: Options, n: int) -> list[int | None]:
+        if self.window is None:
+            return [None] * n
+        window, every = options.value(self.window), options.value(self.full_every)
+        first = options.value(self.full_first)
+        default = [
+            "sliding_attention"
+            if window and i >= first and not (every and (i + 1) % every == 0)
+            else "full_attention"
+            for i in range(n)
+        ]
+        kinds = options.get("layer_types", default)
+        if len(kinds) != n or set(kinds) - {"sliding_attention", "full_attention"}:
             raise ValueError(
-                f"longrope: {name}_factor must have {len(frequencies)} numbers, got {len(values)}"
+                f"{options.kind}: layer_types must name sliding_attention or full_attention for "
+                f"each of the {n} layers, got {kinds}"
             )
-    by_name = {
-        name: tuple(f / by for f, by in zip(frequencies, values, strict=True))
-        for name, values in factors.items()
-    }
-    return Rotary(lambda length: by_name["long" if length > original else "short"], float(scale))
+        return [window if kind == "sliding_attention" else None for kind in kinds]
 
+    def block(self, options: Options, kind: Hashable) -> layers.Block:
+        """Build a block of a kind."""
+        return layers.Block(self.mixer(options, kind), self.feed_forward(options))
 
-_SCALINGS: dict[str, Callable[..., Rotary]] = {
-    "default": lambda frequencies, *_: Rotary(frequencies),
-    "linear": _linear,
-    "llama3": _llama3,
-    "longrope": _longrope,
-    "yarn": _yarn,
-}
-
-
-def rope_parameters(
-    options: Options, *, theta: float = 10_000.0, partial: float = 1.0
-) -> dict[str, Any]:
-    """Options of the rotary embedding, as written by any version of transformers."""
-    parameters = dict(options.get("rope_scaling", None) or options.get("rope_parameters", {}))
-    parameters.setdefault("rope_theta", options.get("rope_theta", theta))
-    parameters.setdefault("partial_rotary_factor", options.get("partial_rotary_factor", partial))
-    # transformers prefers it to that of the parameters.
-    default = 4096 if options.kind == "phi3" else None
-    original = options.get("original_max_position_embeddings", default)
-    if original is not None:
-        parameters["original_max_position_embeddings"] = original
-    options.get("rope_parameters", None)
-    return parameters
-
-
-def decoder(options: Options, dtype: DTypeLike) -> PretrainedModel:
-    """Llama, Mistral, Qwen 2 and 3, Gemma 1 to 3, OLMo 2, Phi-3 and SmolLM 3.
-
-    They differ in options of the same layers.
-    """
-    kind = options.kind
-    gemma, gemma_pair = kind.startswith("gemma"), kind in ("gemma2", "gemma3_text")
-    width, blocks = options.get("hidden_size"), options.get("num_hidden_layers")
-    heads = options.get("num_attention_heads")
-    groups = options.get("num_key_value_heads", heads)
-    default_dim = {"gemma": 256, "gemma2": 256, "gemma3_text": 256, "qwen3": 128}.get(kind)
-    head_dim = options.get("head_dim", default_dim or width // heads)
-    eps = options.get("rms_norm_eps", 1e-5 if kind in ("olmo2", "phi3") else 1e-6)
-    norm = functools.partial(layers.rms_norm, eps=eps, offset=1.0 if gemma else 0.0)
-
-    bias = kind == "qwen2" or options.get("attention_bias", False)
-    output_bias = bias and kind != "qwen2"
-    mlp_bias = options.get("mlp_bias", False)
-    tied = options.get("tie_word_embeddings", gemma or kind == "smollm3")
-    fused = kind == "phi3"
-    qk_norm = kind in ("qwen3", "gemma3_text", "olmo2")
-    caps = (50.0, 30.0) if kind == "gemma2" else (None, None)
-    soft_cap = options.nullable("attn_logit_softcapping", caps[0]) if gemma_pair else None
-    scale = options.get("query_pre_attn_scalar", 256) ** -0.5 if gemma_pair else None
-    options.require("use_bidirectional_attention", False)
-
-    rotaries = _rotaries(options, head_dim)
-    windows = _windows(options, blocks)
-    _check_cache_lengths(kind, rotaries["sliding"], windows)
-    no_rope = _layers_without_rope(options, blocks)
-
-    feed_forward = layers.feed_forward(
-        width,
-        options.get("intermediate_size"),
-        activation=_activation(options),
-        bias=mlp_bias,
-        fused=fused,
-    )
-
-    def block(i: int) -> layers.Block:
-        rotary = rotaries["sliding" if windows[i] else "full"]
-        attention = layers.attention(
+    def mixer(self, options: Options, kind: Hashable) -> Layer:
+        """Build the attention of a block of a kind."""
+        window, rotates = kind  # type: ignore[misc]
+        width, heads = options.value(self.width), options.value(self.heads)
+        head_dim = options.value(self.head_dim) or width // heads
+        rotary = self._rotary(options, head_dim, window)
+        qk_norm = options.value(self.qk_norm)
+        return layers.attention(
             width,
             heads,
-            groups=groups,
+            groups=options.value(self.groups),
             head_dim=head_dim,
             causal=True,
-            window=windows[i],
-            rotary=None if no_rope[i] else rotary.frequencies,
-            rotary_scale=rotary.scale,
-            bias=bias,
-            output_bias=output_bias,
-            fused=fused,
-            qk_norm=norm if qk_norm else None,
-            qk_norm_over="heads" if kind == "olmo2" else "head",
-            scale=scale,
-            soft_cap=soft_cap,
+            window=window,
+            rotary=rotary.frequencies if rotary is not None and rotates else None,
+            rotary_scale=1.0 if rotary is None else rotary.scale,
+            bias=options.value(self.bias),
+            output_bias=options.value(self.output_bias),
+            fused=self.fused,
+            qk_norm=self.make_norm(options) if qk_norm else None,
+            qk_norm_over=qk_norm or "head",
+            scale=options.value(self.scale),
+            soft_cap=options.value(self.soft_cap),
         )
-        return layers.Block(attention, feed_forward)
 
-    model = models.language_model(
-        vocabulary=options.get("vocab_size"),
-        width=width,
-        blocks=[block(i) for i in range(blocks)],
-        norm=norm,
-        pre_norm=kind != "olmo2",
-        post_norm=norm if gemma_pair or kind == "olmo2" else None,
-        embed_scale=math.sqrt(width) if gemma else None,
-        tied=tied,
-        soft_cap=options.nullable("final_logit_softcapping", caps[1]) if gemma_pair else None,
-        dtype=dtype,
-    )
-
-    if kind == "olmo2":
-        norms = {
-            "post_attention_layernorm": "mixer_post_norm",
-            "post_feedforward_layernorm": "feed_forward_post_norm",
-        }
-    elif gemma_pair:
-        norms = {
-            "input_layernorm": "mixer_norm",
-            "post_attention_layernorm": "mixer_post_norm",
-            "pre_feedforward_layernorm": "feed_forward_norm",
-            "post_feedforward_layernorm": "feed_forward_post_norm",
-        }
-    else:
-        norms = {
-            "input_layernorm": "mixer_norm",
-            "post_attention_layernorm": "feed_forward_norm",
-        }
-    projections = (
-        {"qkv_proj": "query_key_value"}
-        if fused
-        else {"q_proj": "query", "k_proj": "key", "v_proj": "value"}
-    )
-    expansions = {"gate_up_proj": "expand"} if fused else {"gate_proj": "gate", "up_proj": "up"}
-
-    tensors = [Tensor("model.embed_tokens.weight", "embedding/embedding")]
-    for i in range(blocks):
-        name, path = f"model.layers.{i}", f"blocks/{i}"
-        for theirs, ours in norms.items():
-            tensors += norm_tensors(f"{name}.{theirs}", f"{path}/{ours}")
-        for theirs, ours in projections.items():
-            tensors += dense_tensors(
-                f"{name}.self_attn.{theirs}", f"{path}/mixer/{ours}", bias=bias
+    def _rotary(self, options: Options, head_dim: int, window: int | None) -> Rotary | None:
+        if not self.rotary:
+            return None
+        parameters = rope_parameters(options, self.theta, self.partial, self.original)
+        local_theta = options.value(self.local_theta)
+        if local_theta is not None and window is not None:
+            local = options.get("rope_parameters", {}).get("sliding_attention") or {}
+            parameters = {"rope_theta": local_theta} | local
+        positions = options.get("max_position_embeddings", 0)
+        rotary = rotary_embedding(options.kind, head_dim, parameters, positions)
+        # Frequencies depend on the length, but a window's cache does not show it.
+        frequencies = rotary.frequencies
+        if window and callable(frequencies) and frequencies(window) != frequencies(2**31):
+            raise ValueError(
+                f"{options.kind}: longrope with sliding_window {window}, within the original "
+                "context, is not supported"
             )
-        tensors += dense_tensors(
-            f"{name}.self_attn.o_proj", f"{path}/mixer/output", bias=output_bias
+        return rotary
+
+    def feed_forward(self, options: Options) -> Layer:
+        """Build the feed-forward layer of a block."""
+        return layers.feed_forward(
+            options.value(self.width),
+            options.value(self.hidden),
+            activation=activation(options, self.activation),
+            gated=self.gated,
+            bias=options.value(self.mlp_bias),
+            fused=self.fused,
         )
-        for theirs in ("q", "k") if qk_norm else ():
-            ours = {"q": "query_norm", "k": "key_norm"}[theirs]
-            tensors += norm_tensors(f"{name}.self_attn.{theirs}_norm", f"{path}/mixer/{ours}")
-        for theirs, ours in (*expansions.items(), ("down_proj", "contract")):
-            tensors += dense_tensors(
-                f"{name}.mlp.{theirs}", f"{path}/feed_forward/{ours}", bias=mlp_bias
-            )
-    tensors += norm_tensors("model.norm", "norm") + head_tensors(tied)
-    return as_pretrained(model, tensors)
+
+    def tensors(self, shapes: Params, names: Names) -> tuple[Tensor, ...]:
+        """Return the tensors of the network. A tied head may be in the file, too."""
+        tensors = super().tensors(shapes, names)
+        if "head" in shapes:
+            return tensors
+        return (*tensors, Tensor(f"{names['head']}.weight", "embedding/embedding", optional=True))
 
 
-def _activation(options: Options) -> str:
-    if not options.kind.startswith("gemma"):
-        return activation(options, "hidden_act")
+def activation(options: Options, source: Source) -> str:
+    """Read the name of an activation in transformers or timm, and return fnet's."""
+    name = options.value(source)
+    option = source.name if isinstance(source, Option) else "activation"
+    return ACTIVATIONS[options.check(option, name, tuple(ACTIVATIONS))]
+
+
+def _scaled(layer: Layer, factor: float) -> Layer:
+    """Multiply the output of a layer by a constant."""
+
+    def apply(params: Params, state: State, x: Array, **given: Any) -> tuple[Array, State]:
+        y, state = layer.apply(params, state, x, **given)
+        return y * jnp.asarray(factor, y.dtype), state
+
+    return Layer(layer.init, apply)
+
+
+def _sqrt_width(options: Options) -> float:
+    return math.sqrt(options.get("hidden_size"))
+
+
+def _gemma_activation(options: Options) -> str:
     # Configs of Gemma 1 say "gelu" and mean its approximation.
     legacy = options.get("hidden_act", "gelu_pytorch_tanh")
     name = options.get("hidden_activation", legacy)
-    if name not in ("gelu", "gelu_pytorch_tanh"):
-        raise ValueError(f"{options.kind}: hidden_activation {name!r} is not supported")
-    return "gelu"
+    options.check("hidden_activation", name, ("gelu_pytorch_tanh", "gelu"))
+    return "gelu_pytorch_tanh"
 
 
-def _rotaries(options: Options, head_dim: int) -> dict[str, Rotary]:
-    """Position embeddings of layers with full attention and with a sliding window."""
-    max_positions = options.get("max_position_embeddings", 0)
-
-    def frequencies(parameters: dict[str, Any]) -> Rotary:
-        return rotary_embedding(options.kind, head_dim, parameters, max_positions)
-
-    if options.kind != "gemma3_text":
-        theta = 2_000_000.0 if options.kind == "smollm3" else 10_000.0
-        both = frequencies(rope_parameters(options, theta=theta))
-        return {"full": both, "sliding": both}
-    by_kind = options.get("rope_parameters", {})
-    full = dict(by_kind.get("full_attention") or options.get("rope_scaling", {}))
-    full.setdefault("rope_theta", options.get("rope_theta", 1_000_000.0))
-    sliding = dict(by_kind.get("sliding_attention") or {})
-    sliding.setdefault("rope_theta", options.get("rope_local_base_freq", 10_000.0))
-    options.ignore("rope_scaling", "rope_theta", "rope_local_base_freq")
-    return {"full": frequencies(full), "sliding": frequencies(sliding)}
+def _gemma3_period(options: Options) -> int:
+    return int(options.get("_sliding_window_pattern", options.get("sliding_window_pattern", 6)))
 
 
-def _windows(options: Options, blocks: int) -> list[int | None]:
-    """Sliding window of each block, or None for full attention."""
-    kind = options.kind
-    if kind in ("llama", "gemma", "olmo2"):
-        return [None] * blocks
-    window = options.nullable("sliding_window", None if kind == "phi3" else 4096)
-    if kind in ("qwen2", "qwen3", "smollm3"):
-        window = window if options.get("use_sliding_window", False) else None
-        first = options.get("max_window_layers", 28)
-        default = ["sliding_attention" if i >= first else "full_attention" for i in range(blocks)]
-    elif kind in ("gemma2", "gemma3_text"):
-        pattern = 2 if kind == "gemma2" else options.get("sliding_window_pattern", 6)
-        pattern = options.get("_sliding_window_pattern", pattern)
-        default = [
-            "sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(blocks)
-        ]
-    else:
-        default = ["sliding_attention" if window else "full_attention"] * blocks
-    kinds = options.get("layer_types", default)
-    if len(kinds) != blocks or set(kinds) - {"sliding_attention", "full_attention"}:
-        raise ValueError(
-            f"{kind}: layer_types must name sliding_attention or full_attention for each of the "
-            f"{blocks} layers, got {kinds}"
-        )
-    return [window if k == "sliding_attention" else None for k in kinds]
+def _optional_window(options: Options) -> int | None:
+    window = options.nullable("sliding_window", 4096)
+    return window if options.get("use_sliding_window", False) else None
 
 
-def _check_cache_lengths(kind: str, rotary: Rotary, windows: Sequence[int | None]) -> None:
-    """Raise if frequencies depend on the length, but a window's cache does not show it."""
-    if not callable(rotary.frequencies):
-        return
-    longest = rotary.frequencies(2**31)
-    for window in windows:
-        if window is not None and rotary.frequencies(window) != longest:
-            raise ValueError(
-                f"{kind}: longrope with sliding_window {window}, within the original context, is "
-                "not supported"
-            )
-
-
-def _layers_without_rope(options: Options, blocks: int) -> list[bool]:
-    if options.kind != "smollm3":
-        return [False] * blocks
+def _smollm_rotates(options: Options) -> Sequence[int]:
     interval = options.get("no_rope_layer_interval", 4)
-    default = [int((i + 1) % interval != 0) for i in range(blocks)]
-    return [not has_rope for has_rope in options.get("no_rope_layers", default)]
+    default = [int((i + 1) % interval != 0) for i in range(options.get("num_hidden_layers"))]
+    rotates: Sequence[int] = options.get("no_rope_layers", default)
+    return rotates
 
 
-def gpt2(options: Options, dtype: DTypeLike) -> PretrainedModel:
-    """GPT-2: learned positions, layer norms with biases; kernels are stored [in, out]."""
-    width, blocks = options.get("n_embd"), options.get("n_layer")
-    options.require("scale_attn_weights", True)
-    options.require("scale_attn_by_inverse_layer_idx", False)
-    options.require("add_cross_attention", False)
-    tied = options.get("tie_word_embeddings", True)
-    options.ignore("reorder_and_upcast_attn", "n_ctx")
-    summary = ("type", "use_proj", "activation", "proj_to_labels", "first_dropout")
-    options.ignore(*(f"summary_{name}" for name in summary))
-    attention = layers.attention(width, options.get("n_head"), causal=True)
-    feed_forward = layers.feed_forward(
-        width,
-        options.get("n_inner", 4 * width),
-        activation=activation(options, "activation_function", "gelu_new"),
-        gated=False,
+_LLAMA = Decoder("llama", "Llama 2 and 3", ("LlamaForCausalLM",))
+
+_GEMMA = _LLAMA.like(
+    "gemma",
+    "Gemma 1",
+    ("GemmaForCausalLM",),
+    head_dim=Option("head_dim", 256),
+    norm_offset=1.0,
+    activation=_gemma_activation,
+    embed_scale=_sqrt_width,
+    tied=Option("tie_word_embeddings", True),
+    supported={"use_bidirectional_attention": (False,)},
+)
+_GEMMA2 = _GEMMA.like(
+    "gemma2",
+    "Gemma 2",
+    ("Gemma2ForCausalLM",),
+    names={**LLAMA_NAMES, **AROUND},
+    scale=lambda options: options.get("query_pre_attn_scalar", 256) ** -0.5,
+    soft_cap=Option("attn_logit_softcapping", 50.0, nullable=True),
+    logit_soft_cap=Option("final_logit_softcapping", 30.0, nullable=True),
+    window=Option("sliding_window", 4096, nullable=True),
+    full_every=2,
+)
+_QWEN3 = _LLAMA.like(
+    "qwen3",
+    "Qwen 3",
+    ("Qwen3ForCausalLM",),
+    head_dim=Option("head_dim", 128),
+    qk_norm="head",
+    window=_optional_window,
+    full_first=Option("max_window_layers", 28),
+)
+
+register(
+    _LLAMA,
+    _LLAMA.like(
+        "mistral",
+        "Mistral",
+        ("MistralForCausalLM",),
+        window=Option("sliding_window", 4096, nullable=True),
+    ),
+    _QWEN3.like(
+        "qwen2",
+        "Qwen 2 and 2.5",
+        ("Qwen2ForCausalLM",),
+        head_dim=Option("head_dim", None),
+        qk_norm=None,
         bias=True,
-    )
-    model = models.language_model(
-        vocabulary=options.get("vocab_size"),
-        width=width,
-        blocks=[layers.Block(attention, feed_forward)] * blocks,
-        norm=functools.partial(layers.layer_norm, eps=options.get("layer_norm_epsilon", 1e-5)),
-        positions=options.get("n_positions", 1024),
-        tied=tied,
-        dtype=dtype,
-    )
-    tensors = [
-        Tensor("transformer.wte.weight", "embedding/embedding"),
-        Tensor("transformer.wpe.weight", "pos_embedding"),
-    ]
-    for i in range(blocks):
-        name, path = f"transformer.h.{i}", f"blocks/{i}"
-        tensors += norm_tensors(f"{name}.ln_1", f"{path}/mixer_norm", bias=True)
-        tensors += norm_tensors(f"{name}.ln_2", f"{path}/feed_forward_norm", bias=True)
-        for theirs, ours in {
-            "attn.c_attn": "mixer/query_key_value",
-            "attn.c_proj": "mixer/output",
-            "mlp.c_fc": "feed_forward/expand",
-            "mlp.c_proj": "feed_forward/contract",
-        }.items():
-            tensors += dense_tensors(
-                f"{name}.{theirs}", f"{path}/{ours}", bias=True, transposed=False
-            )
-    tensors += norm_tensors("transformer.ln_f", "norm", bias=True) + head_tensors(tied)
-    return as_pretrained(model, tensors)
+        output_bias=False,
+    ),
+    _QWEN3,
+    _QWEN3.like(
+        "smollm3",
+        "SmolLM 3",
+        ("SmolLM3ForCausalLM",),
+        head_dim=Option("head_dim", None),
+        qk_norm=None,
+        tied=Option("tie_word_embeddings", True),
+        rotates=_smollm_rotates,
+        theta=2_000_000.0,
+    ),
+    _GEMMA,
+    _GEMMA2,
+    _GEMMA2.like(
+        "gemma3_text",
+        "Gemma 3 (text)",
+        ("Gemma3ForCausalLM",),
+        qk_norm="head",
+        soft_cap=Option("attn_logit_softcapping", None),
+        logit_soft_cap=Option("final_logit_softcapping", None),
+        full_every=_gemma3_period,
+        theta=1_000_000.0,
+        local_theta=Option("rope_local_base_freq", 10_000.0),
+    ),
+    _LLAMA.like(
+        "olmo2",
+        "OLMo 2",
+        ("Olmo2ForCausalLM",),
+        names={**LLAMA_NAMES, **AFTER},
+        eps=Option("rms_norm_eps", 1e-5),
+        qk_norm="heads",
+    ),
+    _LLAMA.like(
+        "phi3",
+        "Phi-3 and Phi-4",
+        ("Phi3ForCausalLM",),
+        eps=Option("rms_norm_eps", 1e-5),
+        fused=True,
+        window=Option("sliding_window", None),
+        original=4096,
+        ignored=("full_attn_mod", "interpolate_factor"),
+        supported={"lm_head_bias": (False,)},
+    ),
+    Decoder(
+        "gpt2",
+        "GPT-2",
+        ("GPT2LMHeadModel",),
+        prefix="transformer.",
+        names=_GPT2_NAMES,
+        width=Option("n_embd"),
+        blocks=Option("n_layer"),
+        heads=Option("n_head"),
+        groups=None,
+        head_dim=None,
+        hidden=lambda options: options.get("n_inner", 4 * options.get("n_embd")),
+        positions=Option("n_positions", 1024),
+        norm="layer",
+        eps=Option("layer_norm_epsilon", 1e-5),
+        activation=Option("activation_function", "gelu_new"),
+        gated=False,
+        fused=True,
+        bias=True,
+        mlp_bias=True,
+        tied=Option("tie_word_embeddings", True),
+        rotary=False,
+        ignored=("n_ctx", "reorder_and_upcast_attn", "summary_*"),
+        supported={
+            "scale_attn_weights": (True,),
+            "scale_attn_by_inverse_layer_idx": (False,),
+            "add_cross_attention": (False,),
+        },
+    ),
+)

@@ -1,9 +1,8 @@
 """Reading a ``config.json``: every option is understood, or rejected by name."""
 
-from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
-
-T = TypeVar("T")
+import fnmatch
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
 
 # Options of training, generation and files, which do not change logits.
 _IGNORED = frozenset({
@@ -30,6 +29,26 @@ _IGNORED = frozenset({
 _REQUIRED = object()
 
 
+class Option(NamedTuple):
+    """An option of ``config.json`` as the source of a value.
+
+    Attributes:
+      name: Its name.
+      default: Its value if it is missing; without one, the option is required.
+      nullable: Whether null means None, and not the default.
+    """
+
+    name: str
+    default: Any = _REQUIRED
+    nullable: bool = False
+
+
+Source = Any
+"""A value, or where it comes from: an `Option`, or a function of `Options`."""
+
+Read = Callable[["Options"], Any]
+
+
 class Options:
     """Options of a ``config.json`` that knows which of them were read.
 
@@ -38,32 +57,19 @@ class Options:
 
     Args:
       config: ``config.json`` as a dict.
-      names: names of the tensors of the checkpoint, if they are known.
-      interpolate_positions: whether the caller asks for images of other sizes.
-      kind: the model type, if the config does not say.
+      kind: The model type.
+      names: Names of the tensors of the checkpoint, if they are known.
     """
 
-    def __init__(
-        self,
-        config: Mapping[str, Any],
-        names: Iterable[str] | None = None,
-        *,
-        interpolate_positions: bool = False,
-        kind: str | None = None,
-    ):
-        self.kind = str(kind or config.get("model_type") or config.get("architecture"))
+    def __init__(self, config: Mapping[str, Any], kind: str, names: Iterable[str] | None = None):
+        self.kind = kind
         self._config = dict(config)
         self._names = None if names is None else frozenset(names)
         self._read = set(_IGNORED)
-        self._interpolates = interpolate_positions
 
-    def of(self, config: Mapping[str, Any], kind: str | None = None) -> "Options":
-        """Return the options of a part of the model. It takes over what the caller asks for."""
-        part = Options(
-            config, self._names, interpolate_positions=self._interpolates, kind=kind or self.kind
-        )
-        self._interpolates = False
-        return part
+    def of(self, config: Mapping[str, Any]) -> "Options":
+        """Return the options of a part of the model, such as its image tower."""
+        return Options(config, self.kind, self._names)
 
     def has(self, name: str, default: bool) -> bool:
         """Whether the checkpoint has a tensor; the ``default`` if its tensors are not known."""
@@ -71,10 +77,12 @@ class Options:
             return default
         return any(n == name or n.endswith(f".{name}") for n in self._names)
 
-    def interpolation(self, method: T) -> T | None:
-        """Return the method, if the caller asks for images of other sizes."""
-        asked, self._interpolates = self._interpolates, False
-        return method if asked else None
+    def value(self, source: Source) -> Any:
+        """Return a value from its source."""
+        if isinstance(source, Option):
+            get = self.nullable if source.nullable else self.get
+            return get(source.name, source.default)
+        return source(self) if callable(source) else source
 
     def get(self, name: str, default: Any = _REQUIRED) -> Any:
         """Read an option. A missing or null one is the ``default``.
@@ -101,26 +109,30 @@ class Options:
         Raises:
           ValueError: for another value.
         """
-        value = self.get(name, supported[0])
+        return self.check(name, self.get(name, supported[0]), supported)
+
+    def check(self, name: str, value: Any, supported: Iterable[Any]) -> Any:
+        """Return a value of an option if it is supported.
+
+        Raises:
+          ValueError: if it is not.
+        """
         if value not in supported:
             expected = " or ".join(repr(v) for v in supported)
             raise ValueError(f"{self.kind}: {name} {value!r} is not supported, only {expected}")
         return value
 
-    def ignore(self, *names: str) -> None:
-        """Accept options that do not change the output."""
-        self._read.update(names)
+    def ignore(self, *patterns: str) -> None:
+        """Accept options that do not change the output; ``*`` stands for any text."""
+        for pattern in patterns:
+            self._read.update(fnmatch.filter(self._config, pattern))
 
     def reject_unread(self) -> None:
         """Raise for options that nobody read, unless they are null, false or empty.
 
         Raises:
-          ValueError: with the names and values; if the model cannot do what the caller asks for.
+          ValueError: with the names and values.
         """
-        if self._interpolates:
-            raise ValueError(
-                f"{self.kind}: has no positions of image patches; leave interpolate_positions out"
-            )
         unread = {
             name: value
             for name, value in self._config.items()

@@ -1,31 +1,18 @@
 """Networks for images in the names of timm: ViT, DeiT, DINOv2, CLIP, SigLIP, ConvNeXt."""
 
-import functools
 import re
 from collections.abc import Mapping
 from typing import Any
 
-from jax.typing import DTypeLike
-
-from fnet import layers, models
-from fnet.interop.huggingface.checkpoint import PretrainedModel, Tensor
-from fnet.interop.huggingface.decoders import dense_tensors, norm_tensors
-from fnet.interop.huggingface.options import Options
-from fnet.interop.huggingface.vision import CONV, as_pretrained, conv_tensors
-from fnet.layer import Layer
+from fnet import layers
+from fnet.interop.huggingface.checkpoint import Names
+from fnet.interop.huggingface.family import table
+from fnet.interop.huggingface.options import Option, Options
+from fnet.interop.huggingface.vision import ConvNeXt, Head, ImageFamily, ImageTransformer
 from fnet.models.convnext import SIZES
-from fnet.models.vit import Pooling, attention_pooling, distilled_head, image_transformer
+from fnet.models.vit import distilled_head
 
-ACTIVATIONS = {
-    "gelu": "gelu_exact",
-    "gelu_tanh": "gelu",
-    "quick_gelu": "quick_gelu",
-    "quickgelu": "quick_gelu",
-    "silu": "silu",
-}
-"""Activations by their names in timm."""
-
-_VIT = re.compile(
+_VIT_NAME = re.compile(
     r"(?P<family>vit|deit|deit3)_(?P<size>[a-z0-9]+)(?P<distilled>_distilled)?"
     r"_patch(?P<patch>\d+)(?P<plus>_plus)?(_reg(?P<registers>\d))?"
     r"(?P<variant>_clip_quickgelu|_clip|_dinov2|_siglip_gap|_siglip|_gap)?(_(?P<image>\d+))?"
@@ -42,39 +29,16 @@ _SIZES = {  # width, depth, heads, width of the feed-forward layer divided by th
     "giantopt": (1536, 40, 16, 4.0),
     "gigantic": (1664, 48, 16, 64 / 13),
 }
-_CONVNEXT = re.compile(r"convnext(v2)?_([a-z]+)(_mlp)?")
+_CONVNEXT_NAME = re.compile(r"convnext(v2)?_([a-z]+)(_mlp)?")
 # Numbers that a model of timm has by its code and not by its name.
 _SIGLIP_TANH = {("base", 32), ("so400m", 16), ("giantopt", 16)}
 
 
-def build(options: Options, dtype: DTypeLike) -> PretrainedModel:
-    """Build the network of an ``architecture`` of timm, with the ``model_args`` of its config."""
-    args = _arguments(options.kind)
-    if args is None:
-        raise ValueError(
-            f"timm: architecture {options.kind!r} is not supported, only vit_*, deit_*, deit3_* "
-            "with the suffixes dinov2, clip, siglip and gap, convnext_* and convnextv2_*"
-        )
-    options.ignore("architecture", "num_features", "global_pool")
-    options.ignore("label_names", "label_descriptions")
-    pretrained: Mapping[str, Any] = options.get("pretrained_cfg", {})
-    channels, *size = pretrained.get("input_size", (3, 224, 224))
-    args |= {"in_chans": channels, "img_size": size}
-    args |= {"num_classes": pretrained.get("num_classes", 1000)}
-    args |= {"global_pool": pretrained["global_pool"]} if "global_pool" in pretrained else {}
-    args |= {"num_classes": options.get("num_classes", args["num_classes"])}
-    args |= options.get("model_args", {})
-    part = options.of(args, kind=options.kind)
-    model = (_convnext if options.kind.startswith("convnext") else _vit)(part, dtype)
-    part.reject_unread()
-    return model
-
-
 def _arguments(name: str) -> dict[str, Any] | None:
     """Arguments of timm's constructor for a name, or None if the name is not known."""
-    if convnext := _CONVNEXT.fullmatch(name):
+    if convnext := _CONVNEXT_NAME.fullmatch(name):
         return _convnext_arguments(*convnext.groups())
-    match = _VIT.fullmatch(name)
+    match = _VIT_NAME.fullmatch(name)
     if match is None or match["size"] not in _SIZES:
         return None
     if match["size"] == "medium" and match["family"] != "deit3":
@@ -126,155 +90,178 @@ def _convnext_arguments(v2: str | None, size: str, mlp: str | None) -> dict[str,
     return args | ({"head_hidden_size": args["dims"][-1]} if mlp else {})
 
 
-def _convnext(options: Options, dtype: DTypeLike) -> PretrainedModel:
-    blocks, classes = options.get("depths"), options.get("num_classes")
-    response_norm, conv_mlp = options.get("use_grn", False), options.get("conv_mlp", False)
-    scale, hidden = options.nullable("ls_init_value", 1e-6), options.get("head_hidden_size", None)
-    options.ignore("img_size", "drop_rate", "head_init_scale")
-    options.require("global_pool", "avg")
-    options.require("stem_type", "patch")
-    options.require("output_stride", 32)
-    options.require("kernel_sizes", 7)
-    options.require("conv_bias", True)
-    options.require("head_norm_first", False)
-    model = models.convnext(
-        num_classes=classes or None,
-        in_channels=options.get("in_chans"),
-        blocks=blocks,
-        widths=options.get("dims"),
-        patch=options.require("patch_size", 4),
-        response_norm=response_norm,
-        layer_scale=scale,
-        activation=ACTIVATIONS[options.require("act_layer", "gelu", *ACTIVATIONS)],
-        eps=options.get("norm_eps", 1e-6),
-        head_hidden=hidden,
-    )
-    tensors = conv_tensors("stem.0", "stem/conv") + norm_tensors("stem.1", "stem/norm", bias=True)
-    for i, depth in enumerate(blocks):
-        if i:
-            name, path = f"stages.{i}.downsample", f"stage{i}/downsample"
-            tensors += norm_tensors(f"{name}.0", f"{path}/norm", bias=True)
-            tensors += conv_tensors(f"{name}.1", f"{path}/conv")
-        for j in range(depth):
-            name, path = f"stages.{i}.blocks.{j}", f"stage{i}/block{j}/body"
-            tensors += conv_tensors(f"{name}.conv_dw", f"{path}/conv")
-            tensors += norm_tensors(f"{name}.norm", f"{path}/norm", bias=True)
-            if scale is not None:
-                tensors.append(Tensor(f"{name}.gamma", f"{path}/scale/scale"))
-            for theirs, ours in (("fc1", "expand"), ("fc2", "contract")):
-                kernel, bias = dense_tensors(
-                    f"{name}.mlp.{theirs}", f"{path}/feed_forward/{ours}", bias=True
-                )
-                # A 1x1 convolution is a dense layer.
-                tensors += [kernel._replace(unit_axis=(2, 3)) if conv_mlp else kernel, bias]
-            if response_norm:
-                where = f"{path}/feed_forward/hidden_norm"
-                tensors += norm_tensors(f"{name}.mlp.grn", where, bias=True)
-    tensors += norm_tensors("head.norm", "norm", bias=True)
-    tensors += dense_tensors("head.pre_logits.fc", "hidden/dense", bias=True) if hidden else []
-    tensors += dense_tensors("head.fc", "head", bias=True) if classes else []
-    return as_pretrained(model, dtype, tensors)
+def family(architecture: str) -> ImageFamily:
+    """Return the family of an ``architecture`` of timm.
+
+    Raises:
+      ValueError: if it is not known.
+    """
+    if _arguments(architecture) is None:
+        raise ValueError(
+            f"timm: architecture {architecture!r} is not supported, only vit_*, deit_*, deit3_* "
+            "with the suffixes dinov2, clip, siglip and gap, convnext_* and convnextv2_*"
+        )
+    return _CONVNEXT if architecture.startswith("convnext") else _VIT
 
 
-def _vit(options: Options, dtype: DTypeLike) -> PretrainedModel:
-    width, heads = options.get("embed_dim"), options.get("num_heads")
-    hidden = int(width * options.get("mlp_ratio"))
-    act = ACTIVATIONS[options.require("act_layer", "gelu", *ACTIVATIONS)]
-    norm = functools.partial(layers.layer_norm, eps=options.get("norm_eps", 1e-6))
-    gated, bias = options.get("gated", False), options.get("qkv_bias", True)
-    scale = options.get("init_values", None)
-    classes, class_token = options.get("num_classes"), options.get("class_token", True)
-    registers, distilled = options.get("reg_tokens", 0), options.get("distilled", False)
-    pool = options.require("global_pool", "token", "avg", "map", "")
-    pre_norm, final_norm = options.get("pre_norm", False), options.get("final_norm", True)
-    norm_after = options.get("fc_norm", pool == "avg")
-    options.require("pos_embed", "learn")
-    options.require("qk_norm", False)
-    options.require("pool_include_prefix", False)
-    options.ignore("drop_rate", "pos_drop_rate", "patch_drop_rate", "proj_drop_rate")
-    options.ignore("attn_drop_rate", "weight_init", "fix_init", "dynamic_img_size")
-    if norm_after and pool == "map":
-        raise ValueError(f"{options.kind}: fc_norm with global_pool 'map' is not supported")
+def _part(options: Options) -> Options:
+    """Return the arguments of timm's constructor: by the name, or in ``model_args``."""
+    options.ignore("architecture", "num_features", "global_pool", "label_names")
+    options.ignore("label_descriptions")
+    pretrained: Mapping[str, Any] = options.get("pretrained_cfg", {})
+    channels, *size = pretrained.get("input_size", (3, 224, 224))
+    args = _arguments(options.kind) or {}
+    args |= {"in_chans": channels, "img_size": size}
+    args |= {"global_pool": pretrained["global_pool"]} if "global_pool" in pretrained else {}
+    args["num_classes"] = options.get("num_classes", pretrained.get("num_classes", 1000))
+    return options.of(args | options.get("model_args", {}))
 
+
+def _hidden(options: Options) -> int:
+    hidden = int(options.get("embed_dim") * options.get("mlp_ratio"))
     # Packed, a gated layer has half the hidden width.
-    feed_forward = layers.feed_forward(
-        width, hidden // 2 if gated else hidden, activation=act, gated=gated, bias=True
-    )
-    attention = layers.attention(width, heads, bias=bias, output_bias=True)
-    blocks = options.get("depth")
-    pooling: Pooling
-    if distilled:
-        pooling = "tokens"
-    elif pool == "avg":
-        pooling = "mean" if norm_after else "mean_of_norm"
-    else:
-        pooling = {"token": "token", "map": "map", "": "none"}[pool]  # type: ignore[assignment]
-    head: Layer | None = None
-    if classes:
-        head = (distilled_head if distilled else layers.dense)(width, classes)
-    elif distilled:
-        raise ValueError(f"{options.kind}: num_classes 0 is not supported for a distilled model")
-    pool_mlp = layers.feed_forward(width, hidden, activation=act, gated=False, bias=True)
-    size, patch = options.get("img_size"), options.get("patch_size")
-    height_width = (size, size) if isinstance(size, int) else tuple(size)
-    model = image_transformer(
-        image_shape=(*height_width, options.get("in_chans", 3)),
-        patch=patch if isinstance(patch, int) else tuple(patch),
-        width=width,
-        blocks=[layers.Block(attention, feed_forward)] * blocks,
-        class_token=class_token,
-        distillation_token=distilled,
-        registers=registers,
-        positions="patches" if options.get("no_embed_class", False) else "all",
-        interpolate=options.interpolation("bicubic_antialiased"),
-        patch_bias=not pre_norm,
-        norm=norm,
-        input_norm=pre_norm,
-        final_norm=final_norm,
-        post_norm=None if scale is None else functools.partial(layers.layer_scale, initial=scale),
-        pooling=pooling,
-        map_pooling=(
-            attention_pooling(width, heads, pool_mlp, norm=norm, fused=False)
-            if pool == "map"
-            else None
-        ),
-        head=head,
-    )
+    return hidden // 2 if options.get("gated", False) else hidden
 
-    tensors = [
-        Tensor("patch_embed.proj.weight", "patches/kernel", CONV),
-        Tensor("pos_embed", "pos_embedding", unit_axis=0),
-    ]
-    tensors += [] if pre_norm else [Tensor("patch_embed.proj.bias", "patches/bias")]
-    tensors += [Tensor("cls_token", "class_token", unit_axis=(0, 1))] if class_token else []
-    tensors += [Tensor("dist_token", "distillation_token", unit_axis=(0, 1))] if distilled else []
-    tensors += [Tensor("reg_token", "register_tokens", unit_axis=0)] if registers else []
-    tensors += norm_tensors("norm_pre", "input_norm", bias=True) if pre_norm else []
-    for i in range(blocks):
-        name, path = f"blocks.{i}", f"blocks/{i}"
-        for j, branch in enumerate(("mixer", "feed_forward"), start=1):
-            tensors += norm_tensors(f"{name}.norm{j}", f"{path}/{branch}_norm", bias=True)
-            if scale is not None:
-                tensors.append(Tensor(f"{name}.ls{j}.gamma", f"{path}/{branch}_post_norm/scale"))
-        tensors += dense_tensors(f"{name}.attn.qkv", f"{path}/mixer/query_key_value", bias=bias)
-        tensors += dense_tensors(f"{name}.attn.proj", f"{path}/mixer/output", bias=True)
-        tensors += dense_tensors(f"{name}.mlp.fc1", f"{path}/feed_forward/expand", bias=True)
-        tensors += dense_tensors(f"{name}.mlp.fc2", f"{path}/feed_forward/contract", bias=True)
-    if final_norm:
-        tensors += norm_tensors("fc_norm" if norm_after else "norm", "norm", bias=True)
-    if pool == "map":
-        tensors.append(Tensor("attn_pool.latent", "pooling/probe", unit_axis=(0, 1)))
-        for theirs, ours in {
-            "q": "query",
-            "kv": "key_value",
-            "proj": "output",
-            "mlp.fc1": "feed_forward/expand",
-            "mlp.fc2": "feed_forward/contract",
-        }.items():
-            tensors += dense_tensors(f"attn_pool.{theirs}", f"pooling/{ours}", bias=True)
-        tensors += norm_tensors("attn_pool.norm", "pooling/norm", bias=True)
-    if classes:
-        tensors += dense_tensors("head", "head/class" if distilled else "head", bias=True)
-    if distilled:
-        tensors += dense_tensors("head_dist", "head/distillation", bias=True)
-    return as_pretrained(model, dtype, tensors)
+
+def _norm_after(options: Options) -> bool:
+    """Whether the final norm follows the pooling."""
+    pool = options.get("global_pool", "token")
+    after = bool(options.get("fc_norm", pool == "avg"))
+    if after and pool == "map":
+        raise ValueError(f"{options.kind}: fc_norm with global_pool 'map' is not supported")
+    return after
+
+
+def _head(options: Options) -> Head:
+    width, classes = options.get("embed_dim"), options.get("num_classes")
+    if options.get("distilled", False):
+        if not classes:
+            raise ValueError(
+                f"{options.kind}: num_classes 0 is not supported for a distilled model"
+            )
+        return Head("tokens", distilled_head(width, classes))
+    mean = "mean" if _norm_after(options) else "mean_of_norm"
+    poolings: Any = {"token": "token", "avg": mean, "map": "map", "": "none"}
+    pooling = poolings[options.require("global_pool", "token", "avg", "map", "")]
+    return Head(pooling, layers.dense(width, classes) if classes else None, fused=False)
+
+
+_VIT_NAMES = table("""
+class_token                            cls_token            11a
+distillation_token                     dist_token           11a
+register_tokens                        reg_token            1ab
+pos_embedding                          pos_embed            1ab
+patches                                patch_embed.proj
+input_norm                             norm_pre
+blocks/*/mixer_norm                    blocks.*.norm1
+blocks/*/mixer/query_key_value         blocks.*.attn.qkv
+blocks/*/mixer/output                  blocks.*.attn.proj
+blocks/*/mixer_post_norm/scale         blocks.*.ls1.gamma
+blocks/*/feed_forward_norm             blocks.*.norm2
+blocks/*/feed_forward/expand           blocks.*.mlp.fc1
+blocks/*/feed_forward/contract         blocks.*.mlp.fc2
+blocks/*/feed_forward_post_norm/scale  blocks.*.ls2.gamma
+norm                                   norm
+pooling/probe                          attn_pool.latent     11a
+pooling/query                          attn_pool.q
+pooling/key_value                      attn_pool.kv
+pooling/output                         attn_pool.proj
+pooling/norm                           attn_pool.norm
+pooling/feed_forward/expand            attn_pool.mlp.fc1
+pooling/feed_forward/contract          attn_pool.mlp.fc2
+head                                   head
+head/class                             head
+head/distillation                      head_dist
+""")
+
+_CONVNEXT_NAMES = table("""
+stem/conv                                    stem.0
+stem/norm                                    stem.1
+stage*/downsample/norm                       stages.*.downsample.0
+stage*/downsample/conv                       stages.*.downsample.1
+stage*/block*/body/conv                      stages.*.blocks.*.conv_dw
+stage*/block*/body/norm                      stages.*.blocks.*.norm
+stage*/block*/body/scale/scale               stages.*.blocks.*.gamma
+stage*/block*/body/feed_forward/expand       stages.*.blocks.*.mlp.fc1
+stage*/block*/body/feed_forward/hidden_norm  stages.*.blocks.*.mlp.grn
+stage*/block*/body/feed_forward/contract     stages.*.blocks.*.mlp.fc2
+norm                                         head.norm
+hidden/dense                                 head.pre_logits.fc
+head                                         head.fc
+""")
+
+_CONV_MLP_NAMES = table("""
+stage*/block*/body/feed_forward/expand       stages.*.blocks.*.mlp.fc1  ba11
+stage*/block*/body/feed_forward/contract     stages.*.blocks.*.mlp.fc2  ba11
+""")
+
+
+def _vit_names(options: Options) -> Names:
+    return {**_VIT_NAMES, "norm": "fc_norm" if _norm_after(options) else "norm"}
+
+
+def _convnext_names(options: Options) -> Names:
+    # A 1x1 convolution is a dense layer.
+    convs = options.get("conv_mlp", False)
+    return {**_CONVNEXT_NAMES, **(_CONV_MLP_NAMES if convs else {})}
+
+
+_VIT = ImageTransformer(
+    "vit",
+    "ViT of timm",
+    (),
+    prefix=None,
+    part=_part,
+    names=_vit_names,
+    channels=Option("in_chans", 3),
+    image_size=Option("img_size"),
+    width=Option("embed_dim"),
+    blocks=Option("depth"),
+    heads=Option("num_heads"),
+    hidden=_hidden,
+    activation=Option("act_layer", "gelu"),
+    eps=Option("norm_eps", 1e-6),
+    fused=True,
+    gated=Option("gated", False),
+    patch_bias=lambda options: not options.get("pre_norm", False),
+    scale=Option("init_values", None),
+    class_token=Option("class_token", True),
+    distillation_token=Option("distilled", False),
+    registers=Option("reg_tokens", 0),
+    position_of=lambda options: "patches" if options.get("no_embed_class", False) else "all",
+    input_norm=Option("pre_norm", False),
+    final_norm=Option("final_norm", True),
+    head=_head,
+    interpolation="bicubic_antialiased",
+    ignored=("*drop_rate", "weight_init", "fix_init", "dynamic_img_size", "global_pool"),
+    supported={"pos_embed": ("learn",), "qk_norm": (False,), "pool_include_prefix": (False,)},
+)
+
+_CONVNEXT = ConvNeXt(
+    "convnext",
+    "ConvNeXt of timm",
+    (),
+    prefix=None,
+    part=_part,
+    names=_convnext_names,
+    channels=Option("in_chans"),
+    depths=Option("depths"),
+    widths=Option("dims"),
+    classes=Option("num_classes"),
+    scale=Option("ls_init_value", 1e-6, nullable=True),
+    response_norm=Option("use_grn", False),
+    activation=Option("act_layer", "gelu"),
+    eps=Option("norm_eps", 1e-6),
+    final_eps=None,
+    head_hidden=Option("head_hidden_size", None),
+    ignored=("img_size", "*drop_rate", "head_init_scale"),
+    supported={
+        "patch_size": (4,),
+        "global_pool": ("avg",),
+        "stem_type": ("patch",),
+        "output_stride": (32,),
+        "kernel_sizes": (7,),
+        "conv_bias": (True,),
+        "head_norm_first": (False,),
+    },
+)

@@ -1,319 +1,208 @@
-"""Networks for images: ViT, DeiT, DINOv2, image towers of CLIP and SigLIP, ConvNeXt."""
+"""Networks for images: ViT, DeiT, DINOv2, image towers of CLIP and SigLIP, ConvNeXt, as rows."""
 
+import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
-from typing import Any
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from jax import Array
 from jax.typing import DTypeLike
 
 from fnet import layers, models
-from fnet.interop.huggingface.checkpoint import PretrainedModel, Tensor
-from fnet.interop.huggingface.decoders import activation, dense_tensors, norm_tensors
-from fnet.interop.huggingface.options import Options
+from fnet.interop.huggingface.checkpoint import Names
+from fnet.interop.huggingface.decoders import activation
+from fnet.interop.huggingface.family import Family, register, table
+from fnet.interop.huggingface.options import Option, Options, Source
 from fnet.layer import Layer, check_floating, serial
-from fnet.models.vit import attention_pooling, distilled_head, image_transformer
+from fnet.models.vit import (
+    Interpolation,
+    Pooling,
+    attention_pooling,
+    distilled_head,
+    image_transformer,
+)
 
-CONV = (2, 3, 1, 0)
-"""From torch's [out, in, height, width] to [height, width, in, out]."""
+
+class Head(NamedTuple):
+    """What follows the blocks of an image transformer; see `fnet.models.image_transformer`.
+
+    Attributes:
+      pooling: Which tokens become features.
+      layer: Head on the features, or None.
+      fused: With the pooling ``map``, whether one array holds query, key and value.
+    """
+
+    pooling: Pooling
+    layer: Layer | None = None
+    fused: bool = True
 
 
-def vit(options: Options, dtype: DTypeLike) -> PretrainedModel:
-    """ViT and DeiT."""
-    kind, width = options.kind, options.get("hidden_size", 768)
-    norm = functools.partial(layers.layer_norm, eps=options.get("layer_norm_eps", 1e-12))
-    options.ignore("encoder_stride")
-    mask_token = options.has("embeddings.mask_token", False)
-    pooling, head, tensors = _vit_head(options, width)
-    blocks = options.get("num_hidden_layers", 12)
-    block = layers.Block(
-        _attention(options, width),
-        layers.feed_forward(
-            width,
-            options.get("intermediate_size", 3072),
-            activation=activation(options, "hidden_act", "gelu"),
-            gated=False,
-            bias=True,
-        ),
-    )
-    model = image_transformer(
-        **_image(options),
-        width=width,
-        blocks=[block] * blocks,
-        norm=norm,
-        distillation_token=kind == "deit",
-        mask_token=mask_token,
-        interpolate=options.interpolation("bicubic"),
-        pooling=pooling,
-        head=head,
-    )
-    tensors = _embeddings(kind, mask_axes=(0, 1) if mask_token else None) + tensors
-    if kind == "deit":
-        tensors.append(
-            Tensor(f"{kind}.embeddings.distillation_token", "distillation_token", unit_axis=(0, 1))
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ImageFamily(Family):
+    """Networks on normalized images.
+
+    Attributes:
+      channels: Number of channels.
+      activation: Name of the activation.
+      eps: Added to the variance in norms.
+    """
+
+    channels: Source = Option("num_channels", 3)
+    activation: Source = Option("hidden_act", "gelu")
+    eps: Source = Option("layer_norm_eps", 1e-12)
+
+    def network(self, options: Options, dtype: DTypeLike, *, interpolate: bool) -> Layer:
+        """Build the network, which computes in ``dtype``."""
+        layer = self.layer(options, self.interpolation if interpolate else None)
+
+        def apply(params: Any, state: Any, x: Array, **given: Any) -> tuple[Array, Any]:
+            check_floating("images", x=x)  # integers are pixels that nobody normalized
+            return layer.apply(params, state, x.astype(dtype), **given)
+
+        return Layer(layer.init, apply)
+
+    def layer(self, options: Options, interpolation: Interpolation | None) -> Layer:
+        """Build the network."""
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ImageTransformer(ImageFamily):
+    """An image transformer that differs from ViT in its fields.
+
+    Attributes:
+      image_size, patch: Sides of image and patch: one number, or height and width.
+      width, blocks, heads, hidden: Sizes.
+      head: `Head`.
+      fused: Whether query, key and value are one array.
+      gated: Whether feed-forward layers multiply by a gate.
+      bias: Whether query, key and value have biases.
+      patch_bias: Whether the patch embedding has one.
+      scale: Initial value of layer scales; None: there are none.
+      class_token, distillation_token, mask_token, registers: Further tokens.
+      position_of: Which tokens have positions, as for `fnet.models.image_transformer`.
+      input_norm, final_norm: Whether there is a norm before and after the blocks.
+    """
+
+    image_size: Source = Option("image_size", 224)
+    patch: Source = Option("patch_size", 16)
+    width: Source = Option("hidden_size", 768)
+    blocks: Source = Option("num_hidden_layers", 12)
+    heads: Source = Option("num_attention_heads", 12)
+    hidden: Source = Option("intermediate_size", 3072)
+    head: Source = Head("token")
+    fused: bool = False
+    gated: Source = False
+    bias: Source = Option("qkv_bias", True)
+    patch_bias: Source = True
+    scale: Source = None
+    class_token: Source = True
+    distillation_token: Source = False
+    mask_token: Source = False
+    registers: Source = 0
+    position_of: Source = "class"
+    input_norm: Source = False
+    final_norm: Source = True
+    interpolation: Interpolation | None = "bicubic"
+
+    def layer(self, options: Options, interpolation: Interpolation | None) -> Layer:
+        """Build the network."""
+        value = options.value
+        size, patch = value(self.image_size), value(self.patch)
+        height, side = (size, size) if isinstance(size, int) else size
+        width, heads, hidden = value(self.width), value(self.heads), value(self.hidden)
+        norm = functools.partial(layers.layer_norm, eps=value(self.eps))
+        act, gated, scale = (
+            activation(options, self.activation),
+            value(self.gated),
+            value(self.scale),
         )
-    for i in range(blocks):
-        name, path = f"{kind}.encoder.layer.{i}", f"blocks/{i}"
-        tensors += _separate_attention(name, path, bias=options.get("qkv_bias", True))
-        tensors += norm_tensors(f"{name}.layernorm_before", f"{path}/mixer_norm", bias=True)
-        tensors += norm_tensors(f"{name}.layernorm_after", f"{path}/feed_forward_norm", bias=True)
-        for theirs, ours in (("intermediate.dense", "expand"), ("output.dense", "contract")):
-            tensors += dense_tensors(f"{name}.{theirs}", f"{path}/feed_forward/{ours}", bias=True)
-    tensors += norm_tensors(f"{kind}.layernorm", "norm", bias=True)
-    return as_pretrained(model, dtype, tensors)
-
-
-def _vit_head(options: Options, width: int) -> tuple[Any, Layer | None, list[Tensor]]:
-    """Pooling, head, and tensors of the head, by the tensors or else by the architecture."""
-    kind = options.kind
-    names = options.get("architectures", None) or ["ViTForImageClassification"]
-    teacher = names[0] == "DeiTForImageClassificationWithTeacher"
-    classifies = names[0].endswith("ForImageClassification")
-    pooler = options.get("pooler_output_size", width), options.get("pooler_act", "tanh")
-    if kind == "deit" and options.has("cls_classifier.weight", teacher):
-        heads = {"class": "cls_classifier", "distillation": "distillation_classifier"}
-        tensors = [
-            t
-            for ours, theirs in heads.items()
-            for t in dense_tensors(theirs, f"head/{ours}", bias=True)
-        ]
-        return "tokens", distilled_head(width, num_labels(options)), tensors
-    if options.has("classifier.weight", classifies):
-        head = layers.dense(width, num_labels(options))
-        return "token", head, dense_tensors("classifier", "head", bias=True)
-    if options.has("pooler.dense.weight", names[0] in ("ViTModel", "DeiTModel")):
-        head = serial(dense=layers.dense(width, pooler[0]), act=layers.activation(pooler[1]))
-        return "token", head, dense_tensors(f"{kind}.pooler.dense", "head/dense", bias=True)
-    return "token", None, []
-
-
-def dinov2(options: Options, dtype: DTypeLike) -> PretrainedModel:
-    """DINOv2, with and without registers."""
-    kind, width = options.kind, options.get("hidden_size", 768)
-    with_registers = kind == "dinov2_with_registers"
-    registers = options.get("num_register_tokens", 4) if with_registers else 0
-    mask_token = with_registers or options.get("use_mask_token", True)
-    mask_token = options.has("embeddings.mask_token", mask_token)
-    norm = functools.partial(layers.layer_norm, eps=options.get("layer_norm_eps", 1e-6))
-    scale = functools.partial(layers.layer_scale, initial=options.get("layerscale_value", 1.0))
-    backbone = ("apply_layernorm", "out_features", "out_indices", "reshape_hidden_states")
-    options.ignore(*backbone, "stage_names")
-
-    hidden = int(width * options.get("mlp_ratio", 4))
-    gated = options.get("use_swiglu_ffn", False)
-    act = activation(options, "hidden_act", "gelu")
-    if gated:  # two thirds, rounded up to a multiple of 8
-        act, hidden = "silu", (int(hidden * 2 / 3) + 7) // 8 * 8
-    feed_forward = layers.feed_forward(width, hidden, activation=act, gated=gated, bias=True)
-    blocks = options.get("num_hidden_layers", 12)
-    block = layers.Block(_attention(options, width), feed_forward)
-
-    architectures = options.get("architectures", None) or [""]
-    classifies = architectures[0].endswith("ForImageClassification")
-    classifies = options.has("classifier.weight", classifies)
-    model = image_transformer(
-        **_image(options, patch=16 if with_registers else 14),
-        width=width,
-        blocks=[block] * blocks,
-        norm=norm,
-        post_norm=scale,
-        registers=registers,
-        mask_token=mask_token,
-        interpolate=options.interpolation("bicubic_antialiased" if with_registers else "bicubic"),
-        pooling="token_and_mean" if classifies else "token",
-        head=layers.dense(2 * width, num_labels(options)) if classifies else None,
-    )
-    tensors = _embeddings(kind, mask_axes=(0,) if mask_token else None)
-    if registers:
-        name = f"{kind}.embeddings.register_tokens"
-        tensors.append(Tensor(name, "register_tokens", unit_axis=0))
-    mlp = ("weights_in", "weights_out") if gated else ("fc1", "fc2")
-    for i in range(blocks):
-        name, path = f"{kind}.encoder.layer.{i}", f"blocks/{i}"
-        tensors += _separate_attention(name, path, bias=options.get("qkv_bias", True))
-        for j, branch in enumerate(("mixer", "feed_forward"), start=1):
-            tensors += norm_tensors(f"{name}.norm{j}", f"{path}/{branch}_norm", bias=True)
-            scale_name = f"{name}.layer_scale{j}.lambda1"
-            tensors.append(Tensor(scale_name, f"{path}/{branch}_post_norm/scale"))
-        for theirs, ours in zip(mlp, ("expand", "contract"), strict=True):
-            tensors += dense_tensors(
-                f"{name}.mlp.{theirs}", f"{path}/feed_forward/{ours}", bias=True
-            )
-    tensors += norm_tensors(f"{kind}.layernorm", "norm", bias=True)
-    if classifies:
-        tensors += dense_tensors("classifier", "head", bias=True)
-    return as_pretrained(model, dtype, tensors)
-
-
-def image_tower(options: Options, dtype: DTypeLike) -> PretrainedModel:
-    """Image towers of CLIP and SigLIP, alone or from a checkpoint of both towers."""
-    siglip = options.kind.startswith("siglip")
-    projected = None
-    if options.kind in ("clip", "siglip"):
-        both, towers = options, ("text_config", "text_config_dict", "vision_config_dict")
-        both.ignore(*towers, "logit_scale_init_value", "projection_dim", "initializer_factor")
-        vision = dict(both.get("vision_config", {}))
-        vision |= both.get("vision_config_dict", {})
-        if not siglip and both.has("visual_projection.weight", True):
-            projected = both.get("projection_dim", 512)
-        options = both.of(vision)
-    result = _tower(options, dtype, siglip, projected)
-    options.reject_unread()
-    return result
-
-
-def _tower(
-    options: Options, dtype: DTypeLike, siglip: bool, projected: int | None
-) -> PretrainedModel:
-    width, heads = options.get("hidden_size", 768), options.get("num_attention_heads", 12)
-    eps = options.get("layer_norm_eps", 1e-6 if siglip else 1e-5)
-    norm = functools.partial(layers.layer_norm, eps=eps)
-    act = activation(options, "hidden_act", "gelu_pytorch_tanh" if siglip else "quick_gelu")
-    feed_forward = layers.feed_forward(
-        width, options.get("intermediate_size", 3072), activation=act, gated=False, bias=True
-    )
-    blocks = options.get("num_hidden_layers", 12)
-    options.ignore("projection_dim")
-    pooling: Any = "token"
-    map_pooling, head = None, None
-    if siglip:
-        pooled = options.get("vision_use_head", True)
-        pooling = "map" if pooled else "none"
-        map_pooling = attention_pooling(width, heads, feed_forward, norm=norm) if pooled else None
-    else:
-        architectures = options.get("architectures", None) or [""]
-        with_projection = architectures[0] == "CLIPVisionModelWithProjection"
-        if projected is None:
-            size = options.get("projection_dim", 512)
-            projected = size if options.has("visual_projection.weight", with_projection) else None
-        head = None if projected is None else layers.dense(width, projected, bias=False)
-
-    model = image_transformer(
-        **_image(options, patch=16 if siglip else 32),
-        width=width,
-        blocks=[layers.Block(layers.attention(width, heads, fused=False), feed_forward)] * blocks,
-        norm=norm,
-        class_token=not siglip,
-        patch_bias=siglip,
-        input_norm=not siglip,
-        interpolate=options.interpolation("bicubic"),
-        pooling=pooling,
-        map_pooling=map_pooling,
-        head=head,
-    )
-    root = "vision_model"
-    tensors = [
-        Tensor(f"{root}.embeddings.patch_embedding.weight", "patches/kernel", CONV),
-        Tensor(f"{root}.embeddings.position_embedding.weight", "pos_embedding"),
-    ]
-    if siglip:
-        tensors.append(Tensor(f"{root}.embeddings.patch_embedding.bias", "patches/bias"))
-    else:
-        tensors.append(Tensor(f"{root}.embeddings.class_embedding", "class_token"))
-        tensors += norm_tensors(f"{root}.pre_layrnorm", "input_norm", bias=True)
-    for i in range(blocks):
-        name, path = f"{root}.encoder.layers.{i}", f"blocks/{i}"
-        for j, branch in enumerate(("mixer", "feed_forward"), start=1):
-            tensors += norm_tensors(f"{name}.layer_norm{j}", f"{path}/{branch}_norm", bias=True)
-        for theirs, ours in {
-            "self_attn.q_proj": "mixer/query",
-            "self_attn.k_proj": "mixer/key",
-            "self_attn.v_proj": "mixer/value",
-            "self_attn.out_proj": "mixer/output",
-            "mlp.fc1": "feed_forward/expand",
-            "mlp.fc2": "feed_forward/contract",
-        }.items():
-            tensors += dense_tensors(f"{name}.{theirs}", f"{path}/{ours}", bias=True)
-    tensors += norm_tensors(f"{root}.post_layernorm", "norm", bias=True)
-    if map_pooling is not None:
-        tensors += [
-            Tensor(f"{root}.head.probe", "pooling/probe", unit_axis=(0, 1)),
-            Tensor(
-                f"{root}.head.attention.in_proj_weight",
-                "pooling/query_key_value/kernel",
-                (1, 0),
+        head = value(self.head)
+        feed_forward = layers.feed_forward(width, hidden, activation=act, gated=gated, bias=True)
+        attention = layers.attention(
+            width, heads, bias=value(self.bias), output_bias=True, fused=self.fused
+        )
+        pooling = None
+        if head.pooling == "map":
+            plain = layers.feed_forward(width, hidden, activation=act, gated=False, bias=True)
+            pooling = attention_pooling(width, heads, plain, norm=norm, fused=head.fused)
+        return image_transformer(
+            image_shape=(height, side, value(self.channels)),
+            patch=patch if isinstance(patch, int) else tuple(patch),
+            width=width,
+            blocks=[layers.Block(attention, feed_forward)] * value(self.blocks),
+            class_token=value(self.class_token),
+            distillation_token=value(self.distillation_token),
+            registers=value(self.registers),
+            mask_token=value(self.mask_token),
+            positions=value(self.position_of),
+            interpolate=interpolation,
+            patch_bias=value(self.patch_bias),
+            norm=norm,
+            input_norm=value(self.input_norm),
+            final_norm=value(self.final_norm),
+            post_norm=(
+                None if scale is None else functools.partial(layers.layer_scale, initial=scale)
             ),
-            Tensor(f"{root}.head.attention.in_proj_bias", "pooling/query_key_value/bias"),
-        ]
-        tensors += norm_tensors(f"{root}.head.layernorm", "pooling/norm", bias=True)
-        for theirs, ours in {
-            "attention.out_proj": "output",
-            "mlp.fc1": "feed_forward/expand",
-            "mlp.fc2": "feed_forward/contract",
-        }.items():
-            tensors += dense_tensors(f"{root}.head.{theirs}", f"pooling/{ours}", bias=True)
-    if head is not None:
-        tensors += dense_tensors("visual_projection", "head", bias=False)
-    return as_pretrained(model, dtype, tensors)
+            pooling=head.pooling,
+            map_pooling=pooling,
+            head=head.layer,
+        )
 
 
-def convnext(options: Options, dtype: DTypeLike) -> PretrainedModel:
-    """ConvNeXt, the first and the second version."""
-    kind = options.kind
-    v2 = kind == "convnextv2"
-    blocks = options.get("depths", (3, 3, 9, 3))
-    options.require("num_stages", len(blocks))
-    options.ignore("image_size", "out_features", "out_indices", "stage_names")
-    scale = None if v2 else options.nullable("layer_scale_init_value", 1e-6)
-    names = options.get("architectures", None) or ["ForImageClassification"]
-    classifies = names[0].endswith("ForImageClassification")
-    classifies = options.has("classifier.weight", classifies)
-    model = models.convnext(
-        num_classes=num_labels(options) if classifies else None,
-        in_channels=options.get("num_channels", 3),
-        blocks=blocks,
-        widths=options.get("hidden_sizes", (96, 192, 384, 768)),
-        patch=options.get("patch_size", 4),
-        response_norm=v2,
-        layer_scale=scale or None,
-        activation=activation(options, "hidden_act", "gelu"),
-        final_eps=options.get("layer_norm_eps", 1e-12),
-    )
-    root = f"{kind}.embeddings"
-    tensors = conv_tensors(f"{root}.patch_embeddings", "stem/conv")
-    tensors += norm_tensors(f"{root}.layernorm", "stem/norm", bias=True)
-    for i, depth in enumerate(blocks):
-        stage = f"{kind}.encoder.stages.{i}"
-        if i:
-            name, path = f"{stage}.downsampling_layer", f"stage{i}/downsample"
-            tensors += norm_tensors(f"{name}.0", f"{path}/norm", bias=True)
-            tensors += conv_tensors(f"{name}.1", f"{path}/conv")
-        for j in range(depth):
-            name, path = f"{stage}.layers.{j}", f"stage{i}/block{j}/body"
-            tensors += conv_tensors(f"{name}.dwconv", f"{path}/conv")
-            tensors += norm_tensors(f"{name}.layernorm", f"{path}/norm", bias=True)
-            for theirs, ours in (("pwconv1", "expand"), ("pwconv2", "contract")):
-                where = f"{path}/feed_forward/{ours}"
-                tensors += dense_tensors(f"{name}.{theirs}", where, bias=True)
-            if v2:
-                where = f"{path}/feed_forward/hidden_norm"
-                tensors += [
-                    t._replace(unit_axis=(0, 1, 2))
-                    for t in norm_tensors(f"{name}.grn", where, bias=True)
-                ]
-            if scale:
-                tensors.append(Tensor(f"{name}.layer_scale_parameter", f"{path}/scale/scale"))
-    tensors += norm_tensors(f"{kind}.layernorm", "norm", bias=True)
-    tensors += dense_tensors("classifier", "head", bias=True) if classifies else []
-    return as_pretrained(model, dtype, tensors)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ConvNeXt(ImageFamily):
+    """ConvNeXt, the first and the second version.
+
+    Attributes:
+      depths, widths, patch: Blocks and channels of each stage, and side of a patch.
+      classes: Number of classes, or None for features.
+      scale: Initial value of layer scales, or None.
+      response_norm: Whether feed-forward layers have a global response norm.
+      final_eps: Epsilon of the last norm.
+      head_hidden: Hidden width of the head, or None.
+    """
+
+    depths: Source = Option("depths", (3, 3, 9, 3))
+    widths: Source = Option("hidden_sizes", (96, 192, 384, 768))
+    patch: Source = Option("patch_size", 4)
+    classes: Source = None
+    scale: Source = Option("layer_scale_init_value", 1e-6, nullable=True)
+    response_norm: Source = False
+    final_eps: Source = Option("layer_norm_eps", 1e-12)
+    head_hidden: Source = None
+    eps: Source = 1e-6
+
+    def layer(self, options: Options, interpolation: Interpolation | None) -> Layer:
+        """Build the network."""
+        del interpolation
+        value = options.value
+        return models.convnext(
+            num_classes=value(self.classes) or None,
+            in_channels=value(self.channels),
+            blocks=value(self.depths),
+            widths=value(self.widths),
+            patch=value(self.patch),
+            response_norm=value(self.response_norm),
+            layer_scale=value(self.scale),
+            activation=activation(options, self.activation),
+            eps=value(self.eps),
+            final_eps=value(self.final_eps),
+            head_hidden=value(self.head_hidden),
+        )
 
 
-def conv_tensors(name: str, path: str) -> list[Tensor]:
-    """Tensors of a convolution with a bias."""
-    return [
-        Tensor(f"{name}.weight", f"{path}/kernel", CONV),
-        Tensor(f"{name}.bias", f"{path}/bias"),
-    ]
+def _image_tower(options: Options) -> Options:
+    """Return the options of the image tower of a model that also has a text tower."""
+    options.ignore("text_config*", "logit_scale_init_value", "initializer_factor")
+    vision = options.get("vision_config", {}) | options.get("vision_config_dict", {})
+    size = options.get("projection_dim", 512)
+    architectures = ["CLIPVisionModelWithProjection"]
+    return options.of(vision | {"projection_dim": size, "architectures": architectures})
 
 
-def as_pretrained(model: Layer, dtype: DTypeLike, tensors: Sequence[Tensor]) -> PretrainedModel:
-    """Attach the names of tensors to a network on images, which computes in ``dtype``."""
-
-    def apply(params: Any, state: Any, x: Array, **options: Any) -> tuple[Array, Any]:
-        check_floating("images", x=x)  # integers are pixels that nobody normalized
-        return model.apply(params, state, x.astype(dtype), **options)
-
-    return PretrainedModel(model.init, apply, None, None, tuple(tensors))
+_TEXT_TOWER = re.compile(r"^(text_model\.|text_projection\.|logit_scale$|logit_bias$)")
 
 
 def num_labels(options: Options) -> int:
@@ -322,41 +211,243 @@ def num_labels(options: Options) -> int:
     return int(options.get("num_labels", len(labels) or 2))
 
 
-def _image(options: Options, *, patch: int = 16) -> dict[str, Any]:
-    """Sizes of image and patch, as arguments of `image_transformer`."""
-    size, patch = (options.get(*o) for o in (("image_size", 224), ("patch_size", patch)))
-    height, width = (size, size) if isinstance(size, int) else size
-    sides = (patch, patch) if isinstance(patch, int) else tuple(patch)
-    return {"image_shape": (height, width, options.get("num_channels", 3)), "patch": sides}
+def _is(options: Options, suffix: str, default: bool = False) -> bool:
+    """Whether the architecture ends so, or the default if config.json has none."""
+    names = options.get("architectures", None)
+    return str(names[0]).endswith(suffix) if names else default
 
 
-def _attention(options: Options, width: int) -> Layer:
-    return layers.attention(
-        width,
-        options.get("num_attention_heads", 12),
-        bias=options.get("qkv_bias", True),
-        output_bias=True,
-        fused=False,
-    )
+def _classifies(options: Options, default: bool) -> bool:
+    """Whether there is a classifier, by the tensors or else by the architecture."""
+    return options.has("classifier.weight", _is(options, "ForImageClassification", default))
 
 
-def _separate_attention(name: str, path: str, *, bias: bool) -> list[Tensor]:
-    tensors = dense_tensors(f"{name}.attention.output.dense", f"{path}/mixer/output", bias=True)
-    for part in ("query", "key", "value"):
-        theirs = f"{name}.attention.attention.{part}"
-        tensors += dense_tensors(theirs, f"{path}/mixer/{part}", bias=bias)
-    return tensors
+def _vit_head(options: Options) -> Head:
+    """Two classifiers, one, a pooler, or none."""
+    width = options.get("hidden_size", 768)
+    size, act = options.get("pooler_output_size", width), options.get("pooler_act", "tanh")
+    if options.has("cls_classifier.weight", _is(options, "WithTeacher")):
+        return Head("tokens", distilled_head(width, num_labels(options)))
+    if _classifies(options, default=True):
+        return Head("token", layers.dense(width, num_labels(options)))
+    if options.has("pooler.dense.weight", _is(options, "TModel")):  # ViTModel, DeiTModel
+        pooler = serial(dense=layers.dense(width, size), act=layers.activation(act))
+        return Head("token", pooler)
+    return Head("token")
 
 
-def _embeddings(root: str, *, mask_axes: tuple[int, ...] | None) -> list[Tensor]:
-    """Tensors of ViT's embeddings; those of a mask token have axes of length 1."""
-    name = f"{root}.embeddings"
-    tensors = [
-        Tensor(f"{name}.patch_embeddings.projection.weight", "patches/kernel", CONV),
-        Tensor(f"{name}.patch_embeddings.projection.bias", "patches/bias"),
-        Tensor(f"{name}.cls_token", "class_token", unit_axis=(0, 1)),
-        Tensor(f"{name}.position_embeddings", "pos_embedding", unit_axis=0),
-    ]
-    if mask_axes is not None:
-        tensors.append(Tensor(f"{name}.mask_token", "mask_token", unit_axis=mask_axes))
-    return tensors
+def _dinov2_head(options: Options) -> Head:
+    if not _classifies(options, default=False):
+        return Head("token")
+    width = 2 * options.get("hidden_size", 768)
+    return Head("token_and_mean", layers.dense(width, num_labels(options)))
+
+
+def _dinov2_hidden(options: Options) -> int:
+    hidden = int(options.get("hidden_size", 768) * options.get("mlp_ratio", 4))
+    if not options.get("use_swiglu_ffn", False):
+        return hidden
+    return (int(hidden * 2 / 3) + 7) // 8 * 8  # two thirds, rounded up to a multiple of 8
+
+
+def _dinov2_activation(options: Options) -> Any:
+    name = options.get("hidden_act", "gelu")
+    return "silu" if options.get("use_swiglu_ffn", False) else name
+
+
+def _clip_head(options: Options) -> Head:
+    width, size = options.get("hidden_size", 768), options.get("projection_dim", 512)
+    projects = _is(options, "CLIPVisionModelWithProjection")
+    if not options.has("visual_projection.weight", projects):
+        return Head("token")
+    return Head("token", layers.dense(width, size, bias=False))
+
+
+def _siglip_head(options: Options) -> Head:
+    return Head("map" if options.get("vision_use_head", True) else "none")
+
+
+_VIT_NAMES = table("""
+class_token                     ROOT.embeddings.cls_token                      11a
+distillation_token              ROOT.embeddings.distillation_token             11a
+mask_token                      ROOT.embeddings.mask_token                     11a
+register_tokens                 ROOT.embeddings.register_tokens                1ab
+pos_embedding                   ROOT.embeddings.position_embeddings            1ab
+patches                         ROOT.embeddings.patch_embeddings.projection
+blocks/*/mixer_norm             ROOT.encoder.layer.*.layernorm_before
+blocks/*/mixer/query            ROOT.encoder.layer.*.attention.attention.query
+blocks/*/mixer/key              ROOT.encoder.layer.*.attention.attention.key
+blocks/*/mixer/value            ROOT.encoder.layer.*.attention.attention.value
+blocks/*/mixer/output           ROOT.encoder.layer.*.attention.output.dense
+blocks/*/feed_forward_norm      ROOT.encoder.layer.*.layernorm_after
+blocks/*/feed_forward/expand    ROOT.encoder.layer.*.intermediate.dense
+blocks/*/feed_forward/contract  ROOT.encoder.layer.*.output.dense
+norm                            ROOT.layernorm
+head                            classifier
+head/class                      cls_classifier
+head/distillation               distillation_classifier
+head/dense                      ROOT.pooler.dense
+""")
+
+_DINOV2_NAMES = _VIT_NAMES | table("""
+mask_token                            ROOT.embeddings.mask_token              1a
+blocks/*/mixer_norm                   ROOT.encoder.layer.*.norm1
+blocks/*/mixer_post_norm/scale        ROOT.encoder.layer.*.layer_scale1.lambda1
+blocks/*/feed_forward_norm            ROOT.encoder.layer.*.norm2
+blocks/*/feed_forward/expand          ROOT.encoder.layer.*.mlp.fc1
+blocks/*/feed_forward/contract        ROOT.encoder.layer.*.mlp.fc2
+blocks/*/feed_forward_post_norm/scale ROOT.encoder.layer.*.layer_scale2.lambda1
+""")
+
+_SWIGLU_NAMES = table("""
+blocks/*/feed_forward/expand    ROOT.encoder.layer.*.mlp.weights_in
+blocks/*/feed_forward/contract  ROOT.encoder.layer.*.mlp.weights_out
+""")
+
+_TOWER_NAMES = table("""
+class_token                      vision_model.embeddings.class_embedding
+pos_embedding                    vision_model.embeddings.position_embedding.weight
+patches                          vision_model.embeddings.patch_embedding
+input_norm                       vision_model.pre_layrnorm
+blocks/*/mixer_norm              vision_model.encoder.layers.*.layer_norm1
+blocks/*/mixer/query             vision_model.encoder.layers.*.self_attn.q_proj
+blocks/*/mixer/key               vision_model.encoder.layers.*.self_attn.k_proj
+blocks/*/mixer/value             vision_model.encoder.layers.*.self_attn.v_proj
+blocks/*/mixer/output            vision_model.encoder.layers.*.self_attn.out_proj
+blocks/*/feed_forward_norm       vision_model.encoder.layers.*.layer_norm2
+blocks/*/feed_forward/expand     vision_model.encoder.layers.*.mlp.fc1
+blocks/*/feed_forward/contract   vision_model.encoder.layers.*.mlp.fc2
+norm                             vision_model.post_layernorm
+pooling/probe                    vision_model.head.probe                     11a
+pooling/query_key_value/kernel   vision_model.head.attention.in_proj_weight  ba
+pooling/query_key_value/bias     vision_model.head.attention.in_proj_bias
+pooling/output                   vision_model.head.attention.out_proj
+pooling/norm                     vision_model.head.layernorm
+pooling/feed_forward/expand      vision_model.head.mlp.fc1
+pooling/feed_forward/contract    vision_model.head.mlp.fc2
+head                             visual_projection
+""")
+
+_CONVNEXT_NAMES = table("""
+stem/conv                                  ROOT.embeddings.patch_embeddings
+stem/norm                                  ROOT.embeddings.layernorm
+stage*/downsample/norm                     ROOT.encoder.stages.*.downsampling_layer.0
+stage*/downsample/conv                     ROOT.encoder.stages.*.downsampling_layer.1
+stage*/block*/body/conv                    ROOT.encoder.stages.*.layers.*.dwconv
+stage*/block*/body/norm                    ROOT.encoder.stages.*.layers.*.layernorm
+stage*/block*/body/feed_forward/expand     ROOT.encoder.stages.*.layers.*.pwconv1
+stage*/block*/body/feed_forward/hidden_norm ROOT.encoder.stages.*.layers.*.grn  111a
+stage*/block*/body/feed_forward/contract   ROOT.encoder.stages.*.layers.*.pwconv2
+stage*/block*/body/scale/scale             ROOT.encoder.stages.*.layers.*.layer_scale_parameter
+norm                                       ROOT.layernorm
+head                                       classifier
+""")
+
+
+def _dinov2_names(options: Options) -> Names:
+    swiglu = options.get("use_swiglu_ffn", False)
+    return {**_DINOV2_NAMES, **(_SWIGLU_NAMES if swiglu else {})}
+
+
+_VIT = ImageTransformer(
+    "vit",
+    "ViT",
+    ("ViTForImageClassification", "ViTModel"),
+    prefix="vit.",
+    names=_VIT_NAMES,
+    head=_vit_head,
+    mask_token=lambda options: options.has("embeddings.mask_token", False),
+    ignored=("encoder_stride",),
+)
+_DINOV2 = ImageTransformer(
+    "dinov2",
+    "DINOv2",
+    ("Dinov2Model", "Dinov2ForImageClassification"),
+    prefix="dinov2.",
+    names=_dinov2_names,
+    patch=Option("patch_size", 14),
+    hidden=_dinov2_hidden,
+    activation=_dinov2_activation,
+    gated=Option("use_swiglu_ffn", False),
+    eps=Option("layer_norm_eps", 1e-6),
+    scale=Option("layerscale_value", 1.0),
+    mask_token=lambda options: options.has(
+        "embeddings.mask_token", options.get("use_mask_token", True)
+    ),
+    head=_dinov2_head,
+    ignored=("apply_layernorm", "out_*", "reshape_hidden_states", "stage_names"),
+)
+_CLIP = ImageTransformer(
+    "clip_vision_model",
+    "CLIP's image tower",
+    ("CLIPVisionModel", "CLIPVisionModelWithProjection"),
+    prefix="vision_model.",
+    names=_TOWER_NAMES,
+    patch=Option("patch_size", 32),
+    activation=Option("hidden_act", "quick_gelu"),
+    eps=Option("layer_norm_eps", 1e-5),
+    bias=True,
+    patch_bias=False,
+    input_norm=True,
+    head=_clip_head,
+)
+_SIGLIP = _CLIP.like(
+    "siglip_vision_model",
+    "SigLIP's image tower",
+    ("SiglipVisionModel",),
+    patch=Option("patch_size", 16),
+    activation=Option("hidden_act", "gelu_pytorch_tanh"),
+    eps=Option("layer_norm_eps", 1e-6),
+    patch_bias=True,
+    class_token=False,
+    input_norm=False,
+    head=_siglip_head,
+    ignored=("projection_dim",),
+)
+_CONVNEXT = ConvNeXt(
+    "convnext",
+    "ConvNeXt 1",
+    ("ConvNextForImageClassification", "ConvNextModel"),
+    prefix="convnext.",
+    names=_CONVNEXT_NAMES,
+    classes=lambda options: num_labels(options) if _classifies(options, default=True) else None,
+    scale=lambda options: options.nullable("layer_scale_init_value", 1e-6) or None,
+    ignored=("image_size", "num_stages", "out_features", "out_indices", "stage_names"),
+)
+
+register(
+    _VIT,
+    _VIT.like(
+        "deit",
+        "DeiT",
+        ("DeiTForImageClassification", "DeiTForImageClassificationWithTeacher", "DeiTModel"),
+        prefix="deit.",
+        distillation_token=True,
+    ),
+    _DINOV2,
+    _DINOV2.like(
+        "dinov2_with_registers",
+        "DINOv2 with registers",
+        ("Dinov2WithRegistersModel", "Dinov2WithRegistersForImageClassification"),
+        prefix="dinov2_with_registers.",
+        patch=Option("patch_size", 16),
+        registers=Option("num_register_tokens", 4),
+        mask_token=lambda options: options.has("embeddings.mask_token", True),
+        interpolation="bicubic_antialiased",
+    ),
+    _CLIP,
+    _CLIP.like("clip", "CLIP", ("CLIPModel",), prefix=None, others=_TEXT_TOWER, part=_image_tower),
+    _SIGLIP,
+    _SIGLIP.like(
+        "siglip", "SigLIP", ("SiglipModel",), prefix=None, others=_TEXT_TOWER, part=_image_tower
+    ),
+    _CONVNEXT,
+    _CONVNEXT.like(
+        "convnextv2",
+        "ConvNeXt 2",
+        ("ConvNextV2ForImageClassification", "ConvNextV2Model"),
+        prefix="convnextv2.",
+        scale=None,
+        response_norm=True,
+    ),
+)

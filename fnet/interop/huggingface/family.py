@@ -1,0 +1,172 @@
+"""Families of published models: one row each, in a registry."""
+
+import dataclasses
+import re
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, Self
+
+import jax
+from jax.typing import DTypeLike
+
+from fnet.interop.huggingface.checkpoint import Names, PretrainedModel, Tensor, name_tensors
+from fnet.interop.huggingface.options import Options
+from fnet.layer import Layer, Params
+from fnet.models import LanguageModel
+from fnet.models.vit import Interpolation
+
+ACTIVATIONS = {
+    "gelu": "gelu_exact",
+    "gelu_fast": "gelu",
+    "gelu_new": "gelu",
+    "gelu_pytorch_tanh": "gelu",
+    "gelu_tanh": "gelu",
+    "quick_gelu": "quick_gelu",
+    "quickgelu": "quick_gelu",
+    "relu": "relu",
+    "silu": "silu",
+    "swish": "silu",
+}
+"""Activations by their names in transformers and timm."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """Models that share a ``model_type``: how ``config.json`` becomes a network, and its names.
+
+    A field of a family that describes the network is a value, an `Option` of ``config.json``, or a
+    function of `Options`. Options that nothing reads are refused, unless they have no effect.
+
+    Attributes:
+      model_type: ``model_type`` in ``config.json``.
+      title: Its name in the pages.
+      architectures: Names of the classes with the head that is supported.
+      names: Names of the tensors, the same for reading and writing; see `table`. ``ROOT`` stands
+        for the model type.
+      prefix: Prefix that checkpoints without a head lack.
+      others: Names of tensors of another model in the same checkpoint, such as a text tower.
+      ignored: Options without effect on the output, beyond those that every config may have. ``*``
+        stands for any text.
+      supported: Supported values of other options. The first one is the default.
+      interpolation: How learned positions are resized for images of other sizes; None: there are
+        no positions of image patches.
+      part: Returns the options of the network, where they are a part of ``config.json``.
+    """
+
+    model_type: str
+    title: str
+    architectures: tuple[str, ...]
+    _: dataclasses.KW_ONLY
+    names: Any
+    prefix: str | None = "model."
+    others: re.Pattern[str] | None = None
+    ignored: tuple[str, ...] = ()
+    supported: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
+    interpolation: Interpolation | None = None
+    part: Callable[[Options], Options] = lambda options: options
+
+    def like(
+        self, model_type: str, title: str, architectures: tuple[str, ...], **fields: Any
+    ) -> Self:
+        """Return a family that differs in some fields."""
+        return dataclasses.replace(
+            self, model_type=model_type, title=title, architectures=architectures, **fields
+        )
+
+    def network(
+        self, options: Options, dtype: DTypeLike, *, interpolate: bool
+    ) -> LanguageModel | Layer:
+        """Build the network.
+
+        Args:
+          options: Options of the model.
+          dtype: Dtype of activations.
+          interpolate: Whether an image network takes images of other sizes.
+        """
+        raise NotImplementedError
+
+    def kinds(self, options: Options) -> tuple[Hashable, ...]:
+        """Return the kind of each block. Equal kinds are equal layers."""
+        del options
+        return ()
+
+    def tensors(self, shapes: Params, names: Names) -> tuple[Tensor, ...]:
+        """Return the tensors of a network with these parameters."""
+        return name_tensors(shapes, names, self.model_type)
+
+    def build(
+        self, options: Options, dtype: DTypeLike, *, interpolate: bool = False
+    ) -> PretrainedModel:
+        """Build the network, and name its tensors.
+
+        Raises:
+          ValueError: for an option that is missing or not supported.
+        """
+        if interpolate and self.interpolation is None:
+            raise ValueError(
+                f"{options.kind}: has no positions of image patches; leave interpolate_positions "
+                "out"
+            )
+        part = self.part(options)
+        for name, values in self.supported.items():
+            part.require(name, *values)
+        part.ignore(*self.ignored)
+        network = self.network(part, dtype, interpolate=interpolate)
+        names, kinds = part.value(self.names), self.kinds(part)
+        part.reject_unread()
+        options.reject_unread()
+        shapes, _ = jax.eval_shape(network.init, jax.random.key(0))
+        losses = network.losses if isinstance(network, LanguageModel) else None
+        return PretrainedModel(
+            network.init,
+            network.apply,
+            network.decode,
+            losses,
+            self.tensors(shapes, names),
+            shapes,
+            kinds,
+        )
+
+
+FAMILIES: dict[str, Family] = {}
+"""Supported models by ``model_type``."""
+
+
+def register(*families: Family) -> None:
+    """Add families to `FAMILIES`.
+
+    Args:
+      families: Rows, such as a `Decoder` with another ``model_type``.
+
+    Raises:
+      ValueError: if a model type is known already.
+
+    Example:
+      >>> from fnet.interop.huggingface import FAMILIES, build_model, register
+      >>> register(
+      ...     FAMILIES["llama"].like("my_llama", "My Llama", (), residual_scale=0.5)
+      ... )
+      >>> sizes = {"vocab_size": 11, "hidden_size": 8, "intermediate_size": 16}
+      >>> sizes |= {"num_hidden_layers": 1, "num_attention_heads": 2}
+      >>> model = build_model({"model_type": "my_llama"} | sizes)
+      >>> model.tensors[-1].name
+      'model.norm.weight'
+      >>> del FAMILIES["my_llama"]
+    """
+    for family in families:
+        if family.model_type in FAMILIES:
+            raise ValueError(f"register: the model_type {family.model_type!r} is registered twice")
+        FAMILIES[family.model_type] = family
+
+
+def table(text: str) -> Names:
+    """Read names of tensors from lines ``PATH NAME`` or ``PATH NAME LAYOUT``; see `Names`.
+
+    Args:
+      text: The lines.
+
+    Example:
+      >>> table("blocks/*/mixer/output  h.*.attn.c_proj  ab")
+      {'blocks/*/mixer/output': ('h.*.attn.c_proj', 'ab')}
+    """
+    rows = [line.split() for line in text.splitlines() if line.strip()]
+    return {path: name[0] if len(name) == 1 else (name[0], name[1]) for path, *name in rows}

@@ -1,0 +1,178 @@
+"""Rotary position embeddings of published models, from ``rope_parameters``."""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from fnet.interop.huggingface.options import Options
+
+_Frequencies = tuple[float, ...]
+
+
+class Rotary(NamedTuple):
+    """A rotary position embedding, as `fnet.layers.attention` takes it.
+
+    Attributes:
+      frequencies: Radians per position, or a function from the length of the sequence to them.
+      scale: Factor of rotated features.
+    """
+
+    frequencies: _Frequencies | Callable[[int], _Frequencies]
+    scale: float = 1.0
+
+
+def rotary_embedding(
+    kind: str, head_dim: int, parameters: dict[str, Any], max_positions: int
+) -> Rotary:
+    """Frequencies of a rotary position embedding, from ``rope_parameters``.
+
+    ``default``: base^(-2 i / D). ``linear`` divides all by a factor (Chen et al. 2023). ``llama3``
+    divides low frequencies by a factor, and interpolates between low and high ones (Llama Team
+    2024, "The Llama 3 Herd of Models"). ``yarn`` interpolates over the features, and scales them
+    (Peng et al. 2023, "YaRN: Efficient Context Window Extension of Large Language Models").
+
+    ``longrope`` divides each by a factor of its own (Ding et al. 2024, "LongRoPE"). There is one
+    list of factors for sequences within the original context, and one for longer ones. The length
+    is that of the row, or the number of positions that a cache can hold. So a text that outgrows
+    the original context while it is generated has the long factors from its first token.
+    transformers computes the keys of such a text again when it does.
+
+    Args:
+      kind: model type, for errors.
+      head_dim: D, features per head.
+      parameters: options of the embedding, such as ``rope_theta`` and ``rope_type``.
+      max_positions: ``max_position_embeddings``, 0 if unknown.
+
+    Raises:
+      ValueError: for another type, an unknown option or a missing one.
+    """
+    p = dict(parameters)
+    rope = p.pop("rope_type", None) or p.pop("type", None) or "default"
+    p.pop("type", None)
+    if "short_factor" in p and rope in ("su", "yarn"):  # names in old configs of Phi-3
+        rope = "longrope"
+    if rope not in _SCALINGS:
+        raise ValueError(
+            f"{kind}: rope_type {rope!r} is not supported, only {', '.join(sorted(_SCALINGS))}"
+        )
+    base = p.pop("rope_theta", 10_000.0)
+    rotated = int(head_dim * p.pop("partial_rotary_factor", 1.0))
+    original = p.pop("original_max_position_embeddings", None) or max_positions
+    if rope in ("llama3", "yarn", "longrope") and not original:
+        raise ValueError(f"{kind}: config.json has no max_position_embeddings, which {rope} needs")
+    frequencies = tuple(base ** (-i / rotated) for i in range(0, rotated, 2))
+    try:
+        rotary = _SCALINGS[rope](frequencies, p, base, original, max_positions)
+    except KeyError as e:
+        raise ValueError(f"{kind}: rope_type {rope!r} needs the option {e}") from None
+    if p:
+        raise ValueError(f"{kind}: unknown rope options {p}")
+    return rotary
+
+
+def _linear(frequencies: _Frequencies, p: dict[str, Any], *_: Any) -> Rotary:
+    factor = p.pop("factor")
+    return Rotary(tuple(f / factor for f in frequencies))
+
+
+def _llama3(
+    frequencies: _Frequencies, p: dict[str, Any], base: float, original: int, max_positions: int
+) -> Rotary:
+    del base, max_positions
+    factor, low, high = (p.pop(n) for n in ("factor", "low_freq_factor", "high_freq_factor"))
+
+    def scaled(f: float) -> float:
+        # The number of turns within the original context.
+        turns = original * f / (2 * math.pi)
+        share = float(min(max((turns - low) / (high - low), 0.0), 1.0))
+        return (1 - share) * f / float(factor) + share * f
+
+    return Rotary(tuple(scaled(f) for f in frequencies))
+
+
+def _yarn(
+    frequencies: _Frequencies, p: dict[str, Any], base: float, original: int, max_positions: int
+) -> Rotary:
+    factor = p.pop("factor", None) or max_positions / original
+    mscale, mscale_all_dim = p.pop("mscale", None), p.pop("mscale_all_dim", None)
+    scale = p.pop("attention_factor", None)
+    if scale is None:
+        scale = _yarn_scale(factor, 1.0)
+        if mscale and mscale_all_dim:
+            scale = _yarn_scale(factor, mscale) / _yarn_scale(factor, mscale_all_dim)
+
+    def feature(turns: float) -> float:
+        """Index of the feature pair that turns so often within the original context."""
+        return len(frequencies) * math.log(original / (turns * 2 * math.pi)) / math.log(base)
+
+    first, last = feature(p.pop("beta_fast", None) or 32), feature(p.pop("beta_slow", None) or 1)
+    if p.pop("truncate", True):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * len(frequencies) - 1)
+    last += 0.001 if first == last else 0
+
+    def scaled(i: int, f: float) -> float:
+        share = min(max((i - first) / (last - first), 0.0), 1.0)
+        return share * f / factor + (1 - share) * f
+
+    return Rotary(tuple(scaled(i, f) for i, f in enumerate(frequencies)), float(scale))
+
+
+def _yarn_scale(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1
+
+
+def _longrope(
+    frequencies: _Frequencies, p: dict[str, Any], base: float, original: int, max_positions: int
+) -> Rotary:
+    del base
+    factor, scale = p.pop("factor", None), p.pop("attention_factor", None)
+    if scale is None:
+        factor = factor or max_positions / original
+        scale = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    factors = {name: p.pop(f"{name}_factor") for name in ("short", "long")}
+    for name, values in factors.items():
+        if len(values) != len(frequencies):
+            raise ValueError(
+                f"longrope: {name}_factor must have {len(frequencies)} numbers, got {len(values)}"
+            )
+    by_name = {
+        name: tuple(f / by for f, by in zip(frequencies, values, strict=True))
+        for name, values in factors.items()
+    }
+    return Rotary(lambda length: by_name["long" if length > original else "short"], float(scale))
+
+
+_SCALINGS: dict[str, Callable[..., Rotary]] = {
+    "default": lambda frequencies, *_: Rotary(frequencies),
+    "linear": _linear,
+    "llama3": _llama3,
+    "longrope": _longrope,
+    "yarn": _yarn,
+}
+
+
+def rope_parameters(
+    options: Options,
+    theta: float,
+    partial: float = 1.0,
+    original: int | None = None,
+    kind: str = "full_attention",
+) -> dict[str, Any]:
+    """Options of the rotary embedding, as written by any version of transformers.
+
+    Args:
+      options: options of the model.
+      theta, partial, original: defaults of the family.
+      kind: kind of layers, in configs with options for each.
+    """
+    given = options.get("rope_scaling", None) or options.get("rope_parameters", {})
+    options.ignore("rope_parameters")
+    parameters = dict(given.get(kind) or {} if "full_attention" in given else given)
+    parameters.setdefault("rope_theta", options.get("rope_theta", theta))
+    parameters.setdefault("partial_rotary_factor", options.get("partial_rotary_factor", partial))
+    # transformers prefers it to that of the parameters.
+    original = options.get("original_max_position_embeddings", original)
+    if original is not None:
+        parameters["original_max_position_embeddings"] = original
+    return parameters
