@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from fnet.interop.huggingface.checkpoint import Tensor
+from fnet.interop.huggingface.checkpoint import KERNELS, SUFFIXES, Tensor, layer_tensor
 from fnet.models.backbone import STEMS
 from fnet.models.densenet import DEPTHS as DENSENETS
 from fnet.models.resnet import BASIC, VARIANTS
@@ -30,18 +30,6 @@ SUPPORTED = (
 """Weights that fnet reads."""
 
 Rules = tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...]
-
-_LEAVES = {
-    "kernel": "weight",
-    "gamma": "weight",
-    "scale": "weight",
-    "beta": "bias",
-    "bias": "bias",
-    "running_mean": "running_mean",
-    "running_var": "running_var",
-}
-_AXES = {4: (2, 3, 1, 0), 2: (1, 0)}
-"""Transposition of a kernel from the file, by rank: OIHW to HWIO, and [O, I] to [I, O]."""
 
 
 def _block(m: re.Match[str]) -> str:
@@ -128,21 +116,22 @@ def name_tensors(variables: Mapping[str, Any], names: str) -> tuple[Tensor, ...]
 
 def _tensor(name: str, array: Any, rules: Rules) -> Tensor:
     module, _, last = name.rpartition(".")
-    if last not in _LEAVES:
+    rank = len(array.shape)
+    if last not in SUFFIXES:
         raise ValueError(
             f"to_torch: {name} has no name in torch; only image networks are supported, "
-            f"whose arrays are called {', '.join(_LEAVES)}"
+            f"whose arrays are called {', '.join(SUFFIXES)}"
         )
-    rank = len(array.shape)
-    if last == "kernel" and rank not in _AXES:
+    if last == "kernel" and rank not in KERNELS:
         raise ValueError(
             f"to_torch: {name} must be a dense or 2d convolution kernel, got shape {array.shape}"
         )
     # In fnet, group norm and its activation are two layers.
-    key = f"{module.removesuffix('.norm')}.{_LEAVES[last]}"
+    tensor = layer_tensor(module.removesuffix(".norm"), name.replace(".", "/"), rank)
+    key = tensor.name
     for pattern, replacement in rules:
         key = re.sub(pattern, replacement, key)
-    return Tensor(key, name.replace(".", "/"), _AXES[rank] if last == "kernel" else None)
+    return tensor._replace(name=key)
 
 
 def _rules(variables: Iterable[str], names: str) -> Rules:

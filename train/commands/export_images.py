@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fnet.interop.huggingface import FAMILIES, build_model
+from fnet.interop.huggingface import build_model, family_of
 from fnet.interop.huggingface.checkpoint import PretrainedModel, Tensor
 from fnet.models.vit import resize_positions
 from train.config import Config, HuggingFace
@@ -90,8 +90,7 @@ def _with_classes(
     config = pretrained.without_classes(source.config)
     if "architecture" in config:  # of timm
         return config | {"num_classes": len(classes), "label_names": list(classes)}
-    family = FAMILIES[config["model_type"]]
-    heads = [a for a in family.architectures if a.endswith("ForImageClassification")]
+    heads = [a for a in family_of(config).architectures if a.endswith("ForImageClassification")]
     if not heads:
         raise _not_supported(source)
     if has_new:
@@ -121,7 +120,7 @@ def _arrange(
     new: str,
 ) -> dict[str, Any]:
     """Give trained parameters the paths and shapes of the published model's."""
-    shapes, _ = jax.eval_shape(model.init, jax.random.key(0))
+    shapes = model.shapes
     params = {name: p for name, p in trained.items() if name != new}
     if new:
         kernel, bias = trained[new]["kernel"], trained[new]["bias"]
@@ -150,13 +149,9 @@ def _resized(
     config = source.config
     size = position_size(config)
     before = size[0] // patch[0], size[1] // patch[1]
-    is_antialiased = "architecture" in config or config["model_type"] == "dinov2_with_registers"
-    resized = resize_positions(
-        jnp.asarray(positions[prefix:]),
-        before,
-        grid,
-        "bicubic_antialiased" if is_antialiased else "bicubic",
-    )
+    interpolation = family_of(config).interpolation
+    assert interpolation is not None  # because there are positions
+    resized = resize_positions(jnp.asarray(positions[prefix:]), before, grid, interpolation)
     return np.concatenate([positions[:prefix], resized])
 
 

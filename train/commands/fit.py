@@ -5,7 +5,7 @@ import json
 import re
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -193,31 +193,17 @@ def read_model(path: Path) -> Model:
             f"vit_finetune --model.path {quote(path)} --data.path IMAGES --budget MEMORY"
         )
     config = folder.config
-    blocks = int(config.get("num_hidden_layers", config.get("n_layer", 0)))
-    if blocks < 1:
-        raise UserError(f"{path / 'config.json'}: num_hidden_layers: expected 1 or more, got 0")
     positions = config.get("max_position_embeddings", config.get("n_positions"))
     is_known = isinstance(positions, int) and positions >= 2
-    return Model(folder, blocks, _period(config, blocks), positions if is_known else None)
+    return Model(
+        folder, len(network.kinds), period_of(network.kinds), positions if is_known else None
+    )
 
 
-def _period(config: dict[str, Any], blocks: int) -> int:
+def period_of(kinds: Sequence[Hashable]) -> int:
     """Return after how many blocks they repeat."""
-    kind = config.get("model_type")
-    if kind in ("qwen2", "qwen3") and config.get("use_sliding_window"):
-        return blocks  # the first ones have full attention
-    lists = [v for v in config.values() if isinstance(v, list) and len(v) == blocks]
-    if not lists:
-        pattern = {
-            "gemma2": 2,
-            "gemma3_text": config.get("sliding_window_pattern", 6),
-            "smollm3": config.get("no_rope_layer_interval", 4),
-        }.get(str(kind), 1)
-        return min(int(pattern), blocks)
     return next(
-        p
-        for p in range(1, blocks + 1)
-        if all(v[i] == v[i % p] for v in lists for i in range(blocks))
+        p for p in range(1, len(kinds) + 1) if all(k == kinds[i % p] for i, k in enumerate(kinds))
     )
 
 

@@ -112,7 +112,7 @@ def build_network(config: Config) -> PretrainedNetwork:
         apply=apply,
         decode=model.decode,
         losses=losses,
-        read=_read(folder, folder.tensors, model, shapes, convert),
+        read=_read(folder, model, convert),
         place=place,
         is_frozen=adapters is not None,
         vocabulary=int(folder.config["vocab_size"]),
@@ -164,42 +164,16 @@ def build_image_network(
     if section.lora_rank is not None:
         raise UserError("model.lora_rank: adapters are for language models; omit it for images")
     folder = read_folder(Path(section.path))
-    tensors: Mapping[str, Any] = folder.tensors
-    stored = folder.config
     image = jax.ShapeDtypeStruct((1, *image_shape), jnp.float32)
-
-    def build(interpolate: bool) -> tuple[PretrainedModel, Any, int]:
-        """Build the model, the shapes of its parameters, and the size of its output."""
-        model, shapes = huggingface.match_tensors(
-            stored,
-            tensors,
-            dtype=jnp.dtype(config.train.precision),
-            interpolate_positions=interpolate,
-        )
-        if model.losses is not None:
-            raise ValueError("is a language model, but the data are images")
-        out, _ = jax.eval_shape(lambda p, x: model.apply(p, {}, x, train=False), shapes, image)
-        return model, shapes, out.shape[-1]
-
-    interpolate = False
-    try:
-        try:
-            model, shapes, size = build(interpolate)
-        except ValueError as error:
-            interpolate = True  # for images of another size
-            try:
-                model, shapes, size = build(interpolate)
-            except ValueError:
-                raise error from None
-        head = {t.name for t in model.tensors if t.path.split("/")[0] == "head"}
-        if head and size != num_classes:
-            tensors = {name: t for name, t in tensors.items() if name not in head}
-            stored = without_classes(stored)
-            model, shapes, size = build(interpolate)
-            head = set()
-    except (TypeError, ValueError) as error:
-        raise UserError(f"model.path: {folder.path}: {error}") from error
-    classifier = None if head else layers.dense(size, num_classes)
+    model, shapes, size = _match_images(folder, config.train.precision, image)
+    head = {t.name for t in model.tensors if t.path.startswith("head/")}
+    classifier = None
+    if not head or size != num_classes:
+        if head:
+            tensors = {name: t for name, t in folder.tensors.items() if name not in head}
+            folder = folder._replace(config=without_classes(folder.config), tensors=tensors)
+            model, shapes, size = _match_images(folder, config.train.precision, image)
+        classifier = layers.dense(size, num_classes)
 
     def zeros() -> Any:
         return jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), shapes)
@@ -221,13 +195,27 @@ def build_image_network(
         apply=apply,
         decode=None,
         losses=_no_losses,
-        read=_read(folder, tensors, model, shapes, lambda path, a: a),
+        read=_read(folder, model, lambda path, a: a),
         place=place,
         is_frozen=False,
         vocabulary=0,
         base=model,
         new=CLASSIFIER if classifier is not None else "",
     )
+
+
+def _match_images(
+    folder: ModelFolder, precision: str, image: jax.ShapeDtypeStruct
+) -> tuple[PretrainedModel, Any, int]:
+    """Build an image network, the shapes of its parameters, and the size of its output."""
+    model, shapes = match(folder, precision)
+    try:
+        if model.losses is not None:
+            raise ValueError("is a language model, but the data are images")
+        out, _ = jax.eval_shape(lambda p, x: model.apply(p, {}, x, train=False), shapes, image)
+    except ValueError as error:
+        raise UserError(f"model.path: {folder.path}: {error}") from error
+    return model, shapes, out.shape[-1]
 
 
 def without_classes(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -248,9 +236,7 @@ def _no_losses(*args: Any, **options: Any) -> tuple[Array, Any]:
 
 def _read(
     folder: ModelFolder,
-    tensors: Mapping[str, Any],
     model: PretrainedModel,
-    shapes: Any,
     convert: Callable[[str, Array], Any],
 ) -> Callable[[Any], Any]:
     """Return a function that reads parameters with the shardings and dtypes of its argument."""
@@ -262,8 +248,7 @@ def _read(
         try:
             return read_params(
                 model,
-                shapes,
-                tensors,
+                folder.tensors,
                 (lambda path, shape: shardings[path]) if is_placed else None,
                 lambda path, a: convert(path, a.astype(by_path[path].dtype)),
             )
@@ -276,11 +261,18 @@ def _read(
 def match(folder: ModelFolder, precision: str) -> tuple[PretrainedModel, Any]:
     """Build the model of a folder, and the shapes of its parameters.
 
+    Learned positions of images are interpolated if images have another size.
+
     Raises:
       UserError: if the model is not supported, or its tensors do not fit config.json.
     """
     try:
-        return huggingface.match_tensors(folder.config, folder.tensors, dtype=jnp.dtype(precision))
+        return huggingface.match_tensors(
+            folder.config,
+            folder.tensors,
+            dtype=jnp.dtype(precision),
+            interpolate_positions=huggingface.family_of(folder.config).interpolation is not None,
+        )
     except (TypeError, ValueError) as error:
         raise UserError(f"model.path: {folder.path}: {error}") from error
 

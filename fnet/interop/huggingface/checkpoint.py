@@ -1,7 +1,7 @@
 """Tensors of a checkpoint and parameters of a network: names, layouts, both directions."""
 
 import re
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +19,7 @@ _BUFFERS = re.compile(
 )
 _LISTED = 4  # names in an error
 
-_SUFFIXES = {
+SUFFIXES = {
     "kernel": "weight",
     "embedding": "weight",
     "scale": "weight",
@@ -31,10 +31,10 @@ _SUFFIXES = {
 }
 """Names of a layer's arrays in torch."""
 
-_KERNELS = {2: "ba", 4: "dcab"}
+KERNELS = {2: "ba", 4: "dcab"}
 """Layout of a kernel in torch, by rank: [in, out] is [out, in] there, and HWIO is OIHW."""
 
-Names = Mapping[str, str | tuple[str, str] | tuple[str, str, int]]
+Names = dict[str, str | tuple[str, str] | tuple[str, str, int]]
 """Path of a layer, or of one parameter -> its name in the checkpoint. Numbers are ``*`` in both.
 
 A tuple is the name and further fields of `Tensor`: the layout, and ``by_head``. A layout of a layer
@@ -112,7 +112,7 @@ class PretrainedModel(NamedTuple):
     losses: Callable[..., tuple[Array, State]] | None
     tensors: tuple[Tensor, ...]
     shapes: Params
-    kinds: tuple[Hashable, ...] = ()
+    kinds: tuple[Any, ...] = ()
 
 
 def leaves(tree: Params) -> dict[str, Any]:
@@ -155,8 +155,8 @@ def _named(path: str, ndim: int, names: Names) -> Tensor:
 def layer_tensor(layer: str, path: str, ndim: int) -> Tensor:
     """Name a parameter of a layer as torch does: ``weight`` or ``bias``, with its layout."""
     last = path.rpartition("/")[2]
-    layout = _KERNELS.get(ndim, "") if last == "kernel" else ""
-    return Tensor(f"{layer}.{_SUFFIXES[last]}", path, layout)
+    layout = KERNELS.get(ndim, "") if last == "kernel" else ""
+    return Tensor(f"{layer}.{SUFFIXES[last]}", path, layout)
 
 
 def match_names(

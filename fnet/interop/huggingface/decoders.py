@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -189,7 +189,7 @@ class Decoder(Family):
             return norm if after else None
         return lambda width: _scaled(norm(width) if after else stateless(lambda x: x), factor)
 
-    def kinds(self, options: Options) -> tuple[Hashable, ...]:
+    def kinds(self, options: Options) -> tuple[Any, ...]:
         """Return (window, whether it rotates) of each block."""
         n = options.value(self.blocks)
         windows = self._windows(options, n)
@@ -219,13 +219,13 @@ class Decoder(Family):
             )
         return [window if kind == "sliding_attention" else None for kind in kinds]
 
-    def block(self, options: Options, kind: Hashable) -> layers.Block:
+    def block(self, options: Options, kind: Any) -> layers.Block:
         """Build a block of a kind."""
         return layers.Block(self.mixer(options, kind), self.feed_forward(options))
 
-    def mixer(self, options: Options, kind: Hashable) -> Layer:
+    def mixer(self, options: Options, kind: Any) -> Layer:
         """Build the attention of a block of a kind."""
-        window, rotates = kind  # type: ignore[misc]
+        window, rotates = kind
         width, heads = options.value(self.width), options.value(self.heads)
         head_dim = options.value(self.head_dim) or width // heads
         rotary = self._rotary(options, head_dim, window)

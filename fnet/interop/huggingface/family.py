@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import jax
@@ -84,7 +84,7 @@ class Family:
         """
         raise NotImplementedError
 
-    def kinds(self, options: Options) -> tuple[Hashable, ...]:
+    def kinds(self, options: Options) -> tuple[Any, ...]:
         """Return the kind of each block. Equal kinds are equal layers."""
         del options
         return ()

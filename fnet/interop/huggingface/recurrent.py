@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Hashable
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -82,11 +82,11 @@ class _Mamba(Decoder):
     )
     select_norm_eps: Source = None
 
-    def kinds(self, options: Options) -> tuple[Hashable, ...]:
+    def kinds(self, options: Options) -> tuple[Any, ...]:
         """Return one kind of all blocks."""
         return ("mamba",) * int(options.value(self.blocks))
 
-    def block(self, options: Options, kind: Hashable) -> layers.Block:
+    def block(self, options: Options, kind: Any) -> layers.Block:
         """Build a block without a feed-forward layer."""
         return layers.Block(self.mixer(options, kind))
 
@@ -95,7 +95,7 @@ class _Mamba(Decoder):
         wide = options.get("residual_in_fp32", True) and jnp.finfo(dtype).bits < 32
         return jnp.float32 if wide else None
 
-    def mixer(self, options: Options, kind: Hashable) -> Layer:
+    def mixer(self, options: Options, kind: Any) -> Layer:
         """Build a Mamba mixer."""
         del kind
         width, inner = self._sizes(options)
@@ -128,7 +128,7 @@ class _Mamba(Decoder):
 class _Mamba2(_Mamba):
     """A stack of Mamba-2 mixers. Their norm is over each group of heads."""
 
-    def mixer(self, options: Options, kind: Hashable) -> Layer:
+    def mixer(self, options: Options, kind: Any) -> Layer:
         """Build a Mamba-2 mixer."""
         del kind
         width, inner = self._sizes(options)
@@ -165,7 +165,7 @@ def _number(value: float | dict[str, str]) -> float:
 class _RecurrentGemma(Decoder):
     """RecurrentGemma (Griffin): recurrent blocks and sliding attention in a repeated pattern."""
 
-    def kinds(self, options: Options) -> tuple[Hashable, ...]:
+    def kinds(self, options: Options) -> tuple[Any, ...]:
         """Return the mixer of each block."""
         pattern = options.get("block_types", ("recurrent", "recurrent", "attention"))
         if not pattern or set(pattern) - {"recurrent", "attention"}:
@@ -175,7 +175,7 @@ class _RecurrentGemma(Decoder):
         blocks = options.value(self.blocks)
         return tuple(pattern[i % len(pattern)] for i in range(blocks))
 
-    def mixer(self, options: Options, kind: Hashable) -> Layer:
+    def mixer(self, options: Options, kind: Any) -> Layer:
         """Build attention or a recurrence."""
         if kind == "attention":
             return super().mixer(options, (options.value(self.window), True))
@@ -199,13 +199,10 @@ class _RecurrentGemma(Decoder):
 
 
 def _recurrent_gemma_names(options: Options) -> Names:
-    heads = options.get("num_attention_heads")
-    biases = {
-        path: (name, "", heads)
-        for path, name in _RECURRENT_GEMMA_NAMES.items()
-        if path.endswith("gate/bias")
-    }
-    return {**_RECURRENT_GEMMA_NAMES, **biases}
+    heads, names = options.get("num_attention_heads"), dict(_RECURRENT_GEMMA_NAMES)
+    for path in ("blocks/*/mixer/input_gate/bias", "blocks/*/mixer/recurrence_gate/bias"):
+        names[path] = (str(names[path]), "", heads)
+    return names
 
 
 def _embed_scale(options: Options) -> float:

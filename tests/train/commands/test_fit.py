@@ -217,24 +217,32 @@ def test_state_bytes_of_known_models_are_as_by_hand(tmp_path, config, parameters
 
 # Fewer blocks.
 
+SLIDING, FULL = ["sliding_attention"], "full_attention"
+
 
 @pytest.mark.parametrize(
     ("config", "period"),
     [
-        ({"model_type": "llama"}, 1),
+        ({"model_type": "mistral"}, 1),
         ({"model_type": "gemma2"}, 2),
         ({"model_type": "gemma3_text"}, 6),
         ({"model_type": "gemma3_text", "sliding_window_pattern": 3}, 3),
         ({"model_type": "smollm3"}, 4),
-        ({"model_type": "qwen2", "use_sliding_window": True}, 12),
+        ({"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 9}, 12),
         ({"model_type": "qwen3", "layer_types": ["full_attention"] * 12}, 1),
-        ({"model_type": "gemma3_text", "layer_types": [*"aab"] * 4}, 3),
-        ({"model_type": "smollm3", "layer_types": [*"ab"] * 6, "no_rope_layers": [1, 1, 0] * 4}, 6),
-        ({"model_type": "gemma2", "layer_types": [*"aaaaaaaaaaab"]}, 12),
+        ({"model_type": "gemma3_text", "layer_types": [*SLIDING * 2, FULL] * 4}, 3),
+        (
+            {"model_type": "smollm3", "use_sliding_window": True}
+            | {"layer_types": [*SLIDING, FULL] * 6, "no_rope_layers": [1, 1, 0] * 4},
+            6,
+        ),
+        ({"model_type": "gemma2", "layer_types": [*SLIDING * 11, FULL]}, 12),
     ],
 )
 def test_blocks_repeat_with_the_pattern_of_their_attention(config, period):
-    assert fit._period(config, 12) == period
+    config = {n: v for n, v in LLAMA.items() if n != "architectures"} | config
+    network = build_model(config | {"head_dim": 8, "num_hidden_layers": 12})
+    assert fit.period_of(network.kinds) == period
 
 
 def test_a_shallow_copy_is_a_model_of_its_first_blocks(folder):
