@@ -26,7 +26,6 @@ from benchmarks.claims import Claim, argument_parser, publish
 from benchmarks.measure import in_fresh_process, markdown_table
 from fnet.cpu.heap import limit_freed_memory
 from fnet.interop.huggingface import build_model, from_huggingface
-from fnet.interop.huggingface.checkpoint import leaf
 from fnet.memory import format_bytes, tree_bytes
 from train.data.model_folder import read_folder
 from train.run.process_memory import HighWater
@@ -51,9 +50,7 @@ def write_model(path: Path, config: Mapping[str, Any]) -> None:
     model = build_model(config)
     generator = np.random.default_rng(0)
     tensors = {
-        t.name: generator.standard_normal(
-            t.file_shape(leaf(model.shapes, t.path).shape), np.float32
-        )
+        t.name: generator.standard_normal(t.file_shape, np.float32)
         for t in model.tensors
         if not t.optional
     }

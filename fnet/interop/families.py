@@ -109,7 +109,7 @@ def name_tensors(variables: Mapping[str, Any], names: str) -> tuple[Tensor, ...]
       ValueError: for an array that networks in this naming scheme do not have.
     """
     if names == "fnet":
-        return tuple(Tensor(name, name.replace(".", "/")) for name in variables)
+        return tuple(Tensor(name, name.replace(".", "/"), a.shape) for name, a in variables.items())
     rules = _rules(variables, names)
     return tuple(_tensor(name, array, rules) for name, array in variables.items())
 
@@ -127,7 +127,7 @@ def _tensor(name: str, array: Any, rules: Rules) -> Tensor:
             f"to_torch: {name} must be a dense or 2d convolution kernel, got shape {array.shape}"
         )
     # In fnet, group norm and its activation are two layers.
-    tensor = layer_tensor(module.removesuffix(".norm"), name.replace(".", "/"), rank)
+    tensor = layer_tensor(module.removesuffix(".norm"), name.replace(".", "/"), array.shape)
     key = tensor.name
     for pattern, replacement in rules:
         key = re.sub(pattern, replacement, key)

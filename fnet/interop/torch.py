@@ -216,7 +216,7 @@ def load_state_dict(
     match = _match(variables, given)
     expected = {match.prefix + t.name: t for t in match.tensors}
     heads = {k for k, t in expected.items() if families.is_head(_name(t))}
-    shapes = {k: t.file_shape(variables[_name(t)].shape) for k, t in expected.items()}
+    shapes = {k: t.file_shape for k, t in expected.items()}
     is_body = heads and not match.covers_heads
     fits = all(k in given and tuple(given[k].shape) == shapes[k] for k in heads)
     if new_classifier or is_body or (new_classifier is None and not fits):
@@ -525,9 +525,7 @@ def _describe(variables: Mapping[str, Any]) -> Weights | None:
             tensors = families.name_tensors(variables, names)
         except ValueError:
             continue
-        found = families.recognize(
-            {t.name: t.file_shape(variables[_name(t)].shape) for t in tensors}
-        )
+        found = families.recognize({t.name: t.file_shape for t in tensors})
         if found is not None and found.model is not None:
             return found
     return None

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from pretrained_cases import weights
+from pretrained_cases import file_shapes, weights
 from pretrained_image_cases import (
     CONFIGS,
     MASKED,
@@ -35,15 +35,6 @@ WITHOUT_PREFIX = {
     "SiglipVisionModel",
     "ConvNextModel",
 }
-
-
-def file_shapes(model):
-    shapes, _ = jax.eval_shape(model.init, jax.random.key(0))
-    leaves = {
-        "/".join(k.key for k in path): a.shape for path, a in jax.tree.leaves_with_path(shapes)
-    }
-    assert sorted(t.path for t in model.tensors) == sorted(leaves)
-    return {t.name: t.file_shape(leaves[t.path]) for t in model.tensors}
 
 
 @functools.cache

@@ -8,7 +8,6 @@ them again.
 import copy
 import zlib
 
-import jax
 import numpy as np
 
 _BASE = {
@@ -115,11 +114,7 @@ LOGITS = {
 
 def file_shapes(model):
     """Shapes of a model's tensors by name, without those that may be missing."""
-    shapes, _ = jax.eval_shape(model.init, jax.random.key(0))
-    leaves = {
-        "/".join(k.key for k in path): a.shape for path, a in jax.tree.leaves_with_path(shapes)
-    }
-    return {t.name: t.file_shape(leaves[t.path]) for t in model.tensors if not t.optional}
+    return {t.name: t.file_shape for t in model.tensors if not t.optional}
 
 
 def weights(shapes):

@@ -120,20 +120,20 @@ def _arrange(
     new: str,
 ) -> dict[str, Any]:
     """Give trained parameters the paths and shapes of the published model's."""
-    shapes = model.shapes
+    shapes = {t.path: t.shape for t in model.tensors}
     params = {name: p for name, p in trained.items() if name != new}
     if new:
         kernel, bias = trained[new]["kernel"], trained[new]["bias"]
-        if "kernel" not in shapes.get("head", {}):
+        if "head/kernel" not in shapes:
             raise _not_supported(source)
         # DINOv2's classifier also reads the mean of the patches, which the run did not.
-        rest = shapes["head"]["kernel"].shape[0] - len(kernel)
+        rest = shapes["head/kernel"][0] - len(kernel)
         params["head"] = {"kernel": np.pad(kernel, ((0, max(rest, 0)), (0, 0))), "bias": bias}
     positions = params.get("pos_embedding")
-    if positions is not None and positions.shape != shapes["pos_embedding"].shape:
+    if positions is not None and positions.shape != shapes["pos_embedding"]:
         patch = params["patches"]["kernel"].shape[:2]
         rows, columns = (side // p for side, p in zip(shape, patch, strict=False))
-        prefix = shapes["pos_embedding"].shape[0] - rows * columns
+        prefix = shapes["pos_embedding"][0] - rows * columns
         params["pos_embedding"] = _resized(positions, prefix, (rows, columns), source, patch)
     return params
 

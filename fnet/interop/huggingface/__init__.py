@@ -34,8 +34,16 @@ from fnet.layer import Params
 def family_of(config: Mapping[str, Any]) -> Family:
     """Look up the family of a ``config.json``, of transformers or of timm.
 
+    Returns:
+      A row of `FAMILIES`, or a family of timm.
+
     Raises:
       ValueError: if it is not supported.
+
+    Example:
+      >>> from fnet.interop.huggingface import family_of
+      >>> family_of({"model_type": "gemma2"}).title
+      'Gemma 2'
     """
     kind = config.get("model_type")
     if kind is None and "architecture" in config:

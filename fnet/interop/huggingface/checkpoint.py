@@ -48,6 +48,7 @@ class Tensor(NamedTuple):
     Attributes:
       name: name in the checkpoint.
       path: path of the parameter, joined by ``/``.
+      shape: shape of the parameter.
       layout: axes of the file's tensor. A letter is an axis of the parameter, ``a`` its first one.
         ``1`` is an axis of length 1 that the parameter lacks. "": the axes of the parameter.
       by_head: number of rows in which the file splits the parameter's only axis; None: not split.
@@ -56,6 +57,7 @@ class Tensor(NamedTuple):
 
     name: str
     path: str
+    shape: tuple[int, ...]
     layout: str = ""
     by_head: int | None = None
     optional: bool = False
@@ -80,9 +82,10 @@ class Tensor(NamedTuple):
             a = np.expand_dims(a.transpose(self._axes), self._units)
         return a if self.by_head is None else a.reshape(self.by_head, -1)
 
-    def file_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Shape in the file of a parameter of the given shape."""
-        return self.to_file(np.broadcast_to(np.zeros((), bool), tuple(shape))).shape
+    @property
+    def file_shape(self) -> tuple[int, ...]:
+        """Shape of the tensor in the file."""
+        return self.to_file(np.broadcast_to(np.zeros((), bool), self.shape)).shape
 
     def file_slices(self, index: tuple[slice, ...]) -> tuple[slice, ...] | None:
         """Slices of the file's tensor that hold a part of the parameter; None: all of it."""
@@ -102,7 +105,6 @@ class PretrainedModel(NamedTuple):
       decode: incremental decoding of a language model, or None.
       losses: the fused loss of a language model, as for `fnet.models.LanguageModel`, or None.
       tensors: where each tensor of the checkpoint goes.
-      shapes: shapes of the parameters.
       kinds: kind of each block of a language model. Equal kinds are equal layers.
     """
 
@@ -111,7 +113,6 @@ class PretrainedModel(NamedTuple):
     decode: Decode | None
     losses: Callable[..., tuple[Array, State]] | None
     tensors: tuple[Tensor, ...]
-    shapes: Params
     kinds: tuple[Any, ...] = ()
 
 
@@ -132,11 +133,11 @@ def name_tensors(shapes: Params, names: Names, root: str) -> tuple[Tensor, ...]:
     Raises:
       KeyError: for a parameter without a name.
     """
-    tensors = (_named(path, len(a.shape), names) for path, a in leaves(shapes).items())
+    tensors = (_named(path, a.shape, names) for path, a in leaves(shapes).items())
     return tuple(t._replace(name=t.name.replace("ROOT", root)) for t in tensors)
 
 
-def _named(path: str, ndim: int, names: Names) -> Tensor:
+def _named(path: str, shape: tuple[int, ...], names: Names) -> Tensor:
     numbers = iter(re.findall(r"\d+", path))
     pattern = re.sub(r"\d+", "*", path)
     given = names.get(pattern)
@@ -146,17 +147,17 @@ def _named(path: str, ndim: int, names: Names) -> Tensor:
     name, layout, *by_head = (given, "", None) if isinstance(given, str) else given
     name = re.sub(r"\*", lambda _: next(numbers), name)
     if not is_layer:
-        return Tensor(name, path, layout, *by_head)
-    tensor = layer_tensor(name, path, ndim)
-    fits = len(layout.replace("1", "")) == ndim
+        return Tensor(name, path, shape, layout, *by_head)
+    tensor = layer_tensor(name, path, shape)
+    fits = len(layout.replace("1", "")) == len(shape)
     return tensor._replace(layout=layout) if layout and fits else tensor
 
 
-def layer_tensor(layer: str, path: str, ndim: int) -> Tensor:
+def layer_tensor(layer: str, path: str, shape: tuple[int, ...]) -> Tensor:
     """Name a parameter of a layer as torch does: ``weight`` or ``bias``, with its layout."""
     last = path.rpartition("/")[2]
-    layout = KERNELS.get(ndim, "") if last == "kernel" else ""
-    return Tensor(f"{layer}.{SUFFIXES[last]}", path, layout)
+    layout = KERNELS.get(len(shape), "") if last == "kernel" else ""
+    return Tensor(f"{layer}.{SUFFIXES[last]}", path, tuple(shape), layout)
 
 
 def match_names(
@@ -202,17 +203,15 @@ def file_shapes(model: PretrainedModel, tensors: Mapping[str, Any]) -> Params:
       TypeError: if it is not floating.
     """
     shapes: Params = {}
-    params = leaves(model.shapes)
     for t in model.tensors:
-        shape, tensor = params[t.path].shape, tensors[t.name]
-        expected = t.file_shape(shape)
-        if tuple(tensor.shape) != expected:
+        tensor = tensors[t.name]
+        if tuple(tensor.shape) != t.file_shape:
             raise ValueError(
-                f"{t.name}: expected shape {expected} by config.json, got {tuple(tensor.shape)}"
+                f"{t.name}: expected shape {t.file_shape} by config.json, got {tuple(tensor.shape)}"
             )
         if not jnp.issubdtype(np.dtype(tensor.dtype), jnp.floating):
             raise TypeError(f"{t.name}: expected a floating dtype, got {tensor.dtype}")
-        set_leaf(shapes, t.path, jax.ShapeDtypeStruct(shape, np.dtype(tensor.dtype)))
+        set_leaf(shapes, t.path, jax.ShapeDtypeStruct(t.shape, np.dtype(tensor.dtype)))
     return shapes
 
 
@@ -235,12 +234,10 @@ def read_params(
       ValueError: if two tensors hold the same parameter with different values.
     """
     params: Params = {}
-    shapes = leaves(model.shapes)
     first_of: dict[str, Tensor] = {}
     for t in model.tensors:
-        shape = tuple(shapes[t.path].shape)
         read = _reader(t, tensors[t.name])
-        everything = (slice(None),) * len(shape)
+        everything = (slice(None),) * len(t.shape)
         first = first_of.setdefault(t.path, t)
         if t.optional:
             if not np.array_equal(
@@ -255,7 +252,7 @@ def read_params(
             # JAX's own memory, which can be donated. `jnp.array` would copy twice.
             value = jax.device_put(read(everything), may_alias=False)
         else:
-            value = jax.make_array_from_callback(shape, sharding(t.path, shape), read)
+            value = jax.make_array_from_callback(t.shape, sharding(t.path, t.shape), read)
         value = value if convert is None else convert(t.path, value)
         # One tensor at a time in host memory.
         set_leaf(params, t.path, jax.block_until_ready(value))

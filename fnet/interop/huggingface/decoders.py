@@ -283,7 +283,8 @@ class Decoder(Family):
         tensors = super().tensors(shapes, names)
         if "head" in shapes:
             return tensors
-        return (*tensors, Tensor(f"{names['head']}.weight", "embedding/embedding", optional=True))
+        table = next(t for t in tensors if t.path == "embedding/embedding")
+        return (*tensors, table._replace(name=f"{names['head']}.weight", optional=True))
 
 
 def activation(options: Options, source: Source) -> str:

@@ -122,7 +122,6 @@ class Family:
             network.decode,
             losses,
             self.tensors(shapes, names),
-            shapes,
             kinds,
         )
 

@@ -3,7 +3,6 @@
 import json
 import shlex
 
-import jax
 import ml_dtypes
 import numpy as np
 import pytest
@@ -12,7 +11,6 @@ from program_cases import assert_one_line_error, exit_code, fnet_command
 from published_configs import LLAMA_3_2_1B, LLAMA_3_8B, QWEN_2_5_0_5B
 
 from fnet.interop.huggingface import build_model
-from fnet.quantization import leaves_with_paths
 from train import arguments
 from train.arguments import FitArguments, TrainArguments
 from train.commands import fit
@@ -48,13 +46,9 @@ def command_of(printed, way):
 def headers_of(path, config):
     """A folder with the config of a published model and a file of headers, which takes no space."""
     network = build_model(config)
-    shapes, _ = jax.eval_shape(network.init, jax.random.key(0))
-    leaves = dict(leaves_with_paths(shapes))
     dtype = np.dtype(ml_dtypes.bfloat16)
     tensors = {
-        t.name: FileTensor(path, 0, t.file_shape(leaves[t.path].shape), dtype)
-        for t in network.tensors
-        if not t.optional
+        t.name: FileTensor(path, 0, t.file_shape, dtype) for t in network.tensors if not t.optional
     }
     blocks = config["num_hidden_layers"]
     fit.write_shallow(fit.Model(ModelFolder(path, config, tensors), blocks, 1, None), blocks, path)
