@@ -5,6 +5,7 @@ assignment (``memory_analysis().serialized_buffer_assignment_proto``) cannot rep
 0.10 and 0.12 it is empty for GPUs and TPUs, and on CPU it has sizes and offsets but no lifetimes.
 """
 
+import functools
 import math
 import re
 from collections.abc import Iterator
@@ -54,6 +55,11 @@ class Instruction(NamedTuple):
     is_root: bool
 
     @property
+    def arrays(self) -> list[Array]:
+        """Arrays of the result, in order."""
+        return list(arrays(self.result).values())
+
+    @property
     def parameter_number(self) -> int:
         """Position of a parameter among the arguments."""
         return int(self.attributes.partition(")")[0])
@@ -101,12 +107,14 @@ class Module(NamedTuple):
 
     Attributes:
       computations: Instructions of each computation, in scheduled order.
+      instructions: All instructions, by name.
       entry: Name of the entry computation.
       donated: For each output that lives in a parameter's buffer, by its path: the parameter's
         number and the path in the parameter.
     """
 
     computations: dict[str, list[Instruction]]
+    instructions: dict[str, Instruction]
     entry: str
     donated: dict[Path, tuple[int, Path]]
 
@@ -114,6 +122,10 @@ class Module(NamedTuple):
         """Return the parameters of a computation, by number."""
         parameters = (i for i in self.computations[computation] if i.opcode == "parameter")
         return sorted(parameters, key=lambda i: i.parameter_number)
+
+    def operands(self, instruction: Instruction) -> list[list[Array]]:
+        """Return the arrays of each operand."""
+        return [self.instructions[name].arrays for name in instruction.operands]
 
     def root(self, computation: str) -> Instruction:
         """Return the instruction that gives a computation's result."""
@@ -128,11 +140,10 @@ class Module(NamedTuple):
 
     def fusion_results(self, fusion: Instruction) -> dict[Path, Instruction]:
         """Return the instruction inside a fusion that makes each array of its result."""
-        body = {i.name: i for i in self.computations[fusion.fused_computation]}
         root = self.root(fusion.fused_computation)
         if root.opcode != "tuple":
             return {(): root}
-        return {(k,): body[name] for k, name in enumerate(root.operands)}
+        return {(k,): self.instructions[name] for k, name in enumerate(root.operands)}
 
     def in_place(self, instruction: Instruction) -> list[tuple[Path, int, Path]]:
         """Return the results that overwrite an operand: (path, operand, path in the operand)."""
@@ -148,14 +159,18 @@ class Module(NamedTuple):
         ]
         if instruction.opcode != "fusion":
             return aliases
-        body = {i.name: i for i in self.computations[instruction.fused_computation]}
         for path, result in self.fusion_results(instruction).items():
-            update = _skip_bitcasts(result, body)
+            update = self._skip_bitcasts(result)
             if update.opcode in _UPDATES:
-                target = _skip_bitcasts(body[update.operands[0]], body)
+                target = self._skip_bitcasts(self.instructions[update.operands[0]])
                 if target.opcode == "parameter":
                     aliases.append((path, target.parameter_number, ()))
         return aliases
+
+    def _skip_bitcasts(self, instruction: Instruction) -> Instruction:
+        while instruction.opcode == "bitcast":
+            instruction = self.instructions[instruction.operands[0]]
+        return instruction
 
     def is_elementwise(self, instruction: Instruction, operand: int) -> bool:
         """Whether each element of the result depends on one element of that operand, in place."""
@@ -207,7 +222,8 @@ def read(text: str) -> Module:
         elif match := _COMPUTATION.match(line):
             instructions = computations[match[2]] = []
             entry = match[2] if match[1] else entry
-    return Module(computations, entry, donated(header))
+    by_name = {i.name: i for body in computations.values() for i in body}
+    return Module(computations, by_name, entry, donated(header))
 
 
 def is_elementwise_opcode(opcode: str) -> bool:
@@ -272,6 +288,7 @@ def window(instruction: Instruction) -> list[Window]:
     return windows
 
 
+@functools.lru_cache(maxsize=2**14)
 def arrays(result: str) -> dict[Path, Array]:
     """Parse a result type such as ``(f32[8,4]{1,0}, s32[])`` into its arrays, by path."""
     found: dict[Path, Array] = {}
@@ -335,9 +352,3 @@ def _dtype(element_type: str) -> str:
 
 def _path(numbers: str) -> Path:
     return tuple(int(n) for n in numbers.split(",") if n.strip())
-
-
-def _skip_bitcasts(instruction: Instruction, body: dict[str, Instruction]) -> Instruction:
-    while instruction.opcode == "bitcast":
-        instruction = body[instruction.operands[0]]
-    return instruction

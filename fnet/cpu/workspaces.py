@@ -33,7 +33,6 @@ def workspace(text: str) -> int:
 
 def _workspaces(module: hlo.Module, computation: str, *, by_ynnpack: bool = False) -> Iterator[int]:
     """Yield workspaces in scheduled order."""
-    results = {i.name: i.result for i in module.computations[computation]}
     for instruction in module.computations[computation]:
         for called in instruction.called_computations:
             yield from _workspaces(module, called, by_ynnpack=by_ynnpack)
@@ -42,7 +41,7 @@ def _workspaces(module: hlo.Module, computation: str, *, by_ynnpack: bool = Fals
             by = bool(instruction.attribute('"kind":"(__ynn_fusion)"'))
             yield from _workspaces(module, fused, by_ynnpack=by)
         if instruction.opcode in _WORKSPACES:
-            lhs, rhs = (hlo.arrays(results[name])[()] for name in instruction.operands)
+            (lhs,), (rhs,) = module.operands(instruction)
             if instruction.opcode == "dot":
                 size = _dot_workspace(instruction, lhs, rhs)
             elif by_ynnpack:
@@ -59,7 +58,7 @@ def _dot_workspace(dot: hlo.Instruction, lhs: hlo.Array, rhs: hlo.Array) -> int:
         [int(d) for d in dot.attribute(rf"lhs_{kind}_dims=\{{([\d,]*)\}}").split(",") if d]
         for kind in ("batch", "contracting")
     )
-    result = hlo.arrays(dot.result)[()]
+    result = dot.arrays[0]
     # A transposed left-hand side is packed, and so is the right-hand side of a batch.
     is_transposed = contracted != [len(lhs.shape) - 1]
     packed = lhs.bytes + result.bytes if is_transposed else rhs.bytes if batch else 0
@@ -84,7 +83,7 @@ def _eigen_workspace(convolution: hlo.Instruction, lhs: hlo.Array) -> int:
     labels, out_labels = (
         convolution.attribute(pattern) for pattern in (r"dim_labels=(\w+)_", r"->(\w+)")
     )
-    result = hlo.arrays(convolution.result)[()]
+    result = convolution.arrays[0]
     channels, features = lhs.shape[labels.index("f")], result.shape[out_labels.index("f")]
     windows = hlo.window(convolution)
     elements = math.prod(w.size for w in windows)

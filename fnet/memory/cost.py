@@ -1,10 +1,14 @@
-"""Compute and memory traffic of traced programs, before any compiler."""
+"""FLOPs and bytes: of traced programs, before any compiler, and of compiled instructions."""
 
 import math
+import re
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
+from fnet import hlo
 from fnet.jaxpr import aval, inner_jaxprs, nbytes
 
 FLOPS_PER_BYTE = 2.0
@@ -98,3 +102,63 @@ def _window_size(convolution: JaxprEqn) -> int:
 
 def _shape(atom: Any) -> tuple[int, ...]:
     return getattr(aval(atom), "shape", ())
+
+
+# Compiled instructions.
+
+
+def instruction_flops(module: hlo.Module, i: hlo.Instruction) -> tuple[float, str]:
+    """Count FLOPs of a matrix product or a convolution, also by cuBLAS or cuDNN.
+
+    Args:
+      module: The program.
+      i: One of its instructions. Others than products and convolutions count as 0.
+
+    Returns:
+      FLOPs, and the dtype whose rate it has: ``highest`` for full float32.
+    """
+    library = i.attribute(r'custom_call_target="([^"]*)"') if i.opcode == "custom-call" else ""
+    is_product = i.opcode == "dot" or library.startswith("__cublas")
+    if not is_product and i.opcode != "convolution" and not library.startswith("__cudnn$conv"):
+        return 0.0, ""
+    (lhs, *_), (rhs, *_) = module.operands(i)[:2]
+    out = i.arrays[0]
+    if is_product:
+        # lhs_contracting_dims={2}, lhs_contracting_dimensions":["2"]
+        contracted = i.attribute(r'lhs_contracting_dim(?:ension)?s"?[=:][\[{]([\d,"]*)[\]}]')
+        products = math.prod(lhs.shape[int(d)] for d in re.findall(r"\d+", contracted))
+        return 2.0 * math.prod(out.shape) * products, _dtype(i, lhs)
+    # The operands of a gradient, in the order of the convolution: image, kernel, output.
+    shapes = [lhs.shape, rhs.shape, out.shape]
+    if library.endswith("BackwardFilter"):
+        shapes = [lhs.shape, out.shape, rhs.shape]
+    elif library.endswith("BackwardInput"):
+        shapes = [out.shape, rhs.shape, lhs.shape]
+    return _convolution_flops(i, *shapes), _dtype(i, lhs)
+
+
+def product_flops(module: hlo.Module) -> int:
+    """Count FLOPs of the products and convolutions of a program. A loop counts one iteration."""
+    return int(sum(instruction_flops(module, i)[0] for i in module.instructions.values()))
+
+
+def _convolution_flops(
+    i: hlo.Instruction, lhs: Sequence[int], rhs: Sequence[int], out: Sequence[int]
+) -> float:
+    """FLOPs of a convolution. Padding and the holes of dilation are skipped."""
+    labels = i.attribute(r"dim_labels=(\w+_\w+->\w+)")
+    input_labels, kernel_labels, output_labels = re.split(r"_|->", labels)
+    pairs = 1.0
+    for d, w in enumerate(hlo.window(i)):
+        length = lhs[input_labels.index(str(d))]
+        positions = np.arange(out[output_labels.index(str(d))])[:, None] * w.stride - w.low
+        reached = positions + np.arange(w.size)[None] * w.rhs_dilate
+        inside = (reached >= 0) & (reached <= (length - 1) * w.lhs_dilate)
+        pairs *= float(np.count_nonzero(inside & (reached % w.lhs_dilate == 0)))
+    batch, features = (out[output_labels.index(label)] for label in "bf")
+    return 2.0 * pairs * batch * features * rhs[kernel_labels.index("i")]
+
+
+def _dtype(i: hlo.Instruction, operand: hlo.Array) -> str:
+    highest = re.search(r"operand_precision[^}\]]*(highest|HIGHEST)", i.attributes)
+    return "highest" if operand.dtype == "float32" and highest else operand.dtype

@@ -1,8 +1,6 @@
 """Gradient checkpointing (remat, `jax.checkpoint`): policies, segments, check of the result."""
 
 import functools
-import math
-import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -11,6 +9,7 @@ from jax.extend.core import ClosedJaxpr
 
 from fnet import hlo
 from fnet.backward_pass import recompute
+from fnet.memory.cost import product_flops
 from fnet.memory.graph import equation_names
 from fnet.memory.peak import CANDIDATE_OPTIONS, peak, platform
 from fnet.memory.windows import CheckpointPolicy, Window, remat_windows, segments
@@ -242,15 +241,14 @@ def flops(compiled: jax.stages.Compiled) -> int:
     """Count the floating-point operations of a compiled program. A loop counts one iteration.
 
     This is the compiler's own number. GPU compilers give none. For them it is the FLOPs of
-    convolutions and matrix products in the program, including padding. Compare programs of one
-    backend only.
+    convolutions and matrix products in the program. Compare programs of one backend only.
 
     Args:
       compiled: The compiled program, ``jax.jit(f).lower(...).compile()``.
     """
     compiled = hlo.unwrap(compiled)
     counted = _cost(compiled, "flops")
-    return _product_flops(compiled.as_text() or "") if counted is None else counted
+    return product_flops(hlo.read(compiled.as_text() or "")) if counted is None else counted
 
 
 def _cost(compiled: jax.stages.Compiled, name: str) -> int | None:
@@ -277,38 +275,3 @@ def _explain(report: RematReport, backend: str) -> str:
             f"compiler_options={CANDIDATE_OPTIONS['cpu'][0]}, as fnet.compile_step does."
         )
     return message
-
-
-_KERNEL_LABELS = r"dim_labels=\w+_(\w+)->\w+"
-_CONTRACTED = r"lhs_contracting_dim(?:ension)?s\"?[=:][\[{]([\d,\"]*)[\]}]"
-
-
-def _product_flops(text: str) -> int:
-    """FLOPs of the convolutions and matrix products in a program's text.
-
-    A convolution and each of its two transposes take ``2 |output| |kernel| / output channels``,
-    a matrix product ``2 |output| (contracted length)``.
-    """
-    total = 0
-    for computation in hlo.read(text).computations.values():
-        shapes = {i.name: _first_shape(i) for i in computation}
-        for i in computation:
-            if i.opcode not in ("dot", "convolution", "custom-call"):
-                continue
-            out, operands = shapes[i.name], [shapes[name] for name in i.operands]
-            if labels := i.attribute(_KERNEL_LABELS):
-                image, kernel = out, operands[1]
-                if "convBackwardInput" in i.attributes:
-                    image = operands[0]
-                elif "convBackwardFilter" in i.attributes:
-                    image, kernel = operands[1], out
-                total += 2 * math.prod(image) * math.prod(kernel) // kernel[labels.index("o")]
-            elif contracted := i.attribute(_CONTRACTED):
-                axes = [int(axis) for axis in re.findall(r"\d+", contracted)]
-                total += 2 * math.prod(out) * math.prod(operands[0][axis] for axis in axes)
-    return total
-
-
-def _first_shape(instruction: hlo.Instruction) -> tuple[int, ...]:
-    arrays = list(hlo.arrays(instruction.result).values())
-    return arrays[0].shape if arrays else ()

@@ -6,15 +6,15 @@ its messages to other devices take at the device's highest rates. This is the ro
 XLA's own ``cost_analysis`` is empty for GPUs, and counts the body of a loop once.
 """
 
+import copy
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from fnet import hlo
 from fnet.hlo import Array, Instruction, Module
+from fnet.memory.cost import instruction_flops
 from fnet.memory.target import Peaks
 
 
@@ -63,7 +63,8 @@ def estimate(compiled: Any, peaks: Peaks) -> Estimate:
     Example:
       >>> import jax, jax.numpy as jnp
       >>> from fnet.memory import roofline
-      >>> from fnet.memory.target import Peaks
+      >>> from fnet.memory.cost import instruction_flops
+    from fnet.memory.target import Peaks
       >>> peaks = Peaks({"float32": 1e12}, 1e11, 1e11, 1e10, 1e9, 0.0)
       >>> f = jax.jit(lambda a, b: a @ b)
       >>> compiled = f.lower(jnp.zeros((512, 512)), jnp.zeros((512, 512))).compile()
@@ -97,7 +98,8 @@ def utilization(flops: float, seconds: float, e: Estimate, peaks: Peaks) -> floa
 
     Example:
       >>> from fnet.memory.roofline import Estimate, utilization
-      >>> from fnet.memory.target import Peaks
+      >>> from fnet.memory.cost import instruction_flops
+    from fnet.memory.target import Peaks
       >>> peaks = Peaks({"bfloat16": 1e12}, 1e11, 1e11, 1e10, 1e9, 0.0)
       >>> utilization(
       ...     4e11, 1.0, Estimate(1.0, {"bfloat16": 5e11}, 0.0, 0.0, {}), peaks
@@ -162,49 +164,38 @@ class _Run:
         self._pending: list[float] = []
 
     def computation(self, name: str) -> None:
-        results = {i.name: i.result for i in self.module.computations[name]}
-        for instruction in self.module.computations[name]:
-            self._instruction(instruction, lambda operand: _arrays(results.get(operand, "")))
+        """Run the instructions of a computation."""
+        for i in self.module.computations[name]:
+            kind = i.opcode.removesuffix("-start").removesuffix("-done")
+            if i.opcode in ("async-start", "async-done", "async-update") or kind in _COLLECTIVES:
+                self._asynchronous(i, kind)
+            elif i.opcode == "while":
+                condition, body = i.called_computations
+                self._loop(body, _trip_count(i, self.module, condition))
+            elif i.opcode == "conditional":
+                self._slowest(i.called_computations)
+            elif i.opcode == "call":
+                self.computation(i.called_computations[0])
+            elif i.opcode == "fusion" and (messages := self._collectives(i.fused_computation)):
+                self._tpu_messages(i, messages)
+            elif i.opcode not in _FREE:
+                self._kernel(self._cost(i))
 
-    def _instruction(self, i: Instruction, arrays: Callable[[str], list[Array]]) -> None:
-        opcode = i.opcode
-        kind = opcode.removesuffix("-start").removesuffix("-done")
-        if opcode in ("async-start", "async-done", "async-update") or kind in _COLLECTIVES:
-            self._asynchronous(i, kind, arrays)
-        elif opcode == "while":
-            condition, body = i.called_computations
-            self._loop(body, _trip_count(i, self.module, condition))
-        elif opcode == "conditional":
-            self._slowest(i.called_computations)
-        elif opcode == "call":
-            self.computation(i.called_computations[0])
-        elif opcode == "fusion" and (messages := self._fused_messages(i)):
-            self._tpu_messages(i, messages, arrays)
-        elif opcode not in _FREE:
-            self._kernel(self._cost(i, arrays))
+    def _collectives(self, computation: str) -> list[Instruction]:
+        return [i for i in self.module.computations[computation] if i.opcode in _COLLECTIVES]
 
-    def _fused_messages(self, fusion: Instruction) -> list[Instruction]:
-        body = self.module.computations[fusion.fused_computation]
-        return [b for b in body if b.opcode in _COLLECTIVES]
-
-    def _tpu_messages(
-        self,
-        fusion: Instruction,
-        messages: list[Instruction],
-        arrays: Callable[[str], list[Array]],
-    ) -> None:
+    def _tpu_messages(self, fusion: Instruction, messages: list[Instruction]) -> None:
         """Follow a collective inside a fusion of a TPU: its start, its end, or all of it."""
         body = self.module.computations[fusion.fused_computation]
-        results = {b.name: b.result for b in body}
         markers = {b.attribute(r'custom_call_target="([^"]*)"') for b in body}
         if "AsyncCollectiveDone" in markers:
             self._wait(self._pending.pop(0) if self._pending else self.clock)
             return
         if any(b.opcode in ("dot", "convolution") for b in body):
-            self._kernel(self._cost(fusion, arrays))  # computes while the message is on its way
+            self._kernel(self._cost(fusion))  # computes while the message is on its way
             return
         for message in messages:
-            end = self._message(message, message.opcode, lambda name: _arrays(results[name]))
+            end = self._message(message, message.opcode)
             if "AsyncCollectiveStart" in markers:
                 self._pending.append(end)
             else:
@@ -241,44 +232,34 @@ class _Run:
         """Follow all branches, and keep what the slowest one adds."""
         ends = []
         for branch in branches:
-            other = _Run(self.module, self.peaks, self.devices)
-            other.clock, other.link_clock = self.clock, self.link_clock
-            other.bytes, other.link_bytes = self.bytes, self.link_bytes
-            other.flops, other.limited = dict(self.flops), dict(self.limited)
-            other._repeats, other._ends = self._repeats, dict(self._ends)
-            other._pending = list(self._pending)
+            shared: dict[int, Any] = {id(self.module): self.module}
+            other = copy.deepcopy(self, shared)
             other.computation(branch)
             ends.append(other)
         if ends:
             self.__dict__ = max(ends, key=lambda run: run.clock).__dict__
 
-    def _asynchronous(
-        self, i: Instruction, kind: str, arrays: Callable[[str], list[Array]]
-    ) -> None:
+    def _asynchronous(self, i: Instruction, kind: str) -> None:
         if i.opcode == "async-start":  # a collective or a kernel, in a computation of its own
-            body = self.module.computations[i.called_computations[0]]
-            inner = next((b for b in body if b.opcode in _COLLECTIVES), None)
-            if inner is None:
-                self.computation(i.called_computations[0])
+            (called,) = i.called_computations
+            if not (messages := self._collectives(called)):
+                self.computation(called)
                 return
-            results = {b.name: b.result for b in body}
-            self._ends[i.name] = self._message(
-                inner, inner.opcode, lambda operand: _arrays(results[operand])
-            )
+            self._ends[i.name] = self._message(messages[0], messages[0].opcode)
         elif i.opcode.endswith("-start"):
-            self._ends[i.name] = self._message(i, kind, arrays)
+            self._ends[i.name] = self._message(i, kind)
         elif i.opcode.endswith(("-done", "-update")):
             self._wait(self._ends.get(i.operands[0], self.clock) if i.operands else self.clock)
             if i.opcode == "async-update":
                 self._ends[i.name] = self.clock
         else:
-            self._wait(self._message(i, kind, arrays))
+            self._wait(self._message(i, kind))
 
-    def _message(self, i: Instruction, kind: str, arrays: Callable[[str], list[Array]]) -> float:
+    def _message(self, i: Instruction, kind: str) -> float:
         """Send what a collective sends, and return when it has arrived."""
         size = _group_size(i, self.devices)
-        sent = sum(_size(a) for operand in i.operands for a in arrays(operand))
-        results = sum(_size(a) for a in _arrays(i.result))
+        sent = sum(_size(a) for arrays in self.module.operands(i) for a in arrays)
+        results = sum(map(_size, i.arrays))
         # The result of a start holds its operands, too.
         received = results - sent if i.opcode.endswith("-start") else results
         bytes_ = _COLLECTIVES[kind](sent, max(received, 0), size) if size > 1 else 0.0
@@ -292,40 +273,25 @@ class _Run:
         self.limited["link"] += waited * self._repeats
         self.clock += waited
 
-    def _cost(self, i: Instruction, arrays: Callable[[str], list[Array]]) -> _Cost:
-        operands = [arrays(name) for name in i.operands]
-        results = _arrays(i.result)
-        if i.opcode == "fusion":
-            return self._fusion(i, operands, results)
-        bytes_ = _traffic(i, operands, results)
-        if i.opcode == "custom-call":
-            flops, dtype = _library_flops(i, operands, results)
-        else:
-            flops, dtype = _flops(i, operands, results)
-        return _Cost(flops, dtype, 0.0 if flops else _vector(i, operands, results), bytes_)
-
-    def _fusion(self, i: Instruction, operands: list[list[Array]], results: list[Array]) -> _Cost:
-        flops, dtype, vector = self._arithmetic(i.fused_computation)
-        computation = i.fused_computation
-        written = self._written(i, results)
+    def _cost(self, i: Instruction) -> _Cost:
+        if i.opcode != "fusion":
+            return _Cost(*self._compute(i), _traffic(i, self.module.operands(i)))
         read = 0.0
-        for parameter in self.module.parameters(computation):
-            if parameter.parameter_number < len(operands):
-                full = sum(a.bytes for a in operands[parameter.parameter_number])
-                read += min(full, self._read(computation, parameter.name, full))
-        return _Cost(flops, dtype, vector, read + written)
+        for parameter in self.module.parameters(i.fused_computation):
+            if parameter.parameter_number < len(i.operands):
+                operand = self.module.instructions[i.operands[parameter.parameter_number]]
+                full = sum(a.bytes for a in operand.arrays)
+                read += min(full, self._read(i.fused_computation, parameter.name, full))
+        return _Cost(*self._compute(i), read + self._written(i))
 
-    def _arithmetic(self, computation: str) -> tuple[float, str, float]:
-        """Return FLOPs of products with their dtype, and other operations, of a fusion."""
-        results = {b.name: b.result for b in self.module.computations[computation]}
+    def _compute(self, i: Instruction) -> tuple[float, str, float]:
+        """Return FLOPs of products with their dtype, and other operations."""
+        if i.opcode != "fusion":
+            flops, dtype = instruction_flops(self.module, i)
+            return flops, dtype, 0.0 if flops else _vector(i, self.module.operands(i))
         flops, dtype, vector = 0.0, "", 0.0
-        for b in self.module.computations[computation]:
-            if b.opcode == "fusion":
-                inner, inner_dtype, inner_vector = self._arithmetic(b.fused_computation)
-            else:
-                operands = [_arrays(results[name]) for name in b.operands]
-                inner, inner_dtype = _flops(b, operands, _arrays(b.result))
-                inner_vector = 0.0 if inner else _vector(b, operands, _arrays(b.result))
+        for b in self.module.computations[i.fused_computation]:
+            inner, inner_dtype, inner_vector = self._compute(b)
             flops, vector = flops + inner, vector + inner_vector
             dtype = inner_dtype if inner else dtype
         return flops, dtype, vector
@@ -339,30 +305,25 @@ class _Run:
             if b.opcode == "bitcast":
                 read += self._read(computation, b.name, full)
             elif b.opcode in _SLICES and b.operands[0] == name:
-                read += sum(a.bytes for a in _arrays(b.result))
+                read += sum(a.bytes for a in b.arrays)
             elif b.opcode not in ("dynamic-update-slice", "scatter") or b.operands[0] != name:
                 return full
         return read
 
-    def _written(self, i: Instruction, results: list[Array]) -> float:
+    def _written(self, i: Instruction) -> float:
         """Bytes that a fusion writes: an update in place writes the update alone."""
-        body = {b.name: b for b in self.module.computations[i.fused_computation]}
+        by_name = self.module.instructions
         written = 0.0
-        by_path = list(self.module.fusion_results(i).values())
-        for array, result in zip(results, by_path, strict=False):
-            while result.opcode in ("bitcast", "copy", "convert") and result.operands[0] in body:
-                result = body[result.operands[0]]
-            update = 2 if result.opcode == "scatter" else 1
+        by_path = self.module.fusion_results(i).values()
+        for array, result in zip(i.arrays, by_path, strict=False):
+            while result.opcode in ("bitcast", "copy", "convert"):
+                result = by_name[result.operands[0]]
             if result.opcode in ("dynamic-update-slice", "scatter"):
-                given = _arrays(body[result.operands[update]].result)
-                written += min(array.bytes, sum(a.bytes for a in given))
+                update = by_name[result.operands[2 if result.opcode == "scatter" else 1]]
+                written += min(array.bytes, sum(a.bytes for a in update.arrays))
             else:
                 written += array.bytes
         return written
-
-
-def _arrays(result: str) -> list[Array]:
-    return list(hlo.arrays(result).values())
 
 
 def _size(array: Array) -> float:
@@ -371,9 +332,9 @@ def _size(array: Array) -> float:
     return math.prod(array.shape) * (int(bits[0]) if bits else 8) / 8
 
 
-def _traffic(i: Instruction, operands: list[list[Array]], results: list[Array]) -> float:
+def _traffic(i: Instruction, operands: list[list[Array]]) -> float:
     """Bytes that an instruction outside of fusions reads and writes."""
-    written = sum(a.bytes for a in results)
+    written = sum(a.bytes for a in i.arrays)
     if i.opcode in _SLICES:
         return 2 * written
     if i.opcode == "dynamic-update-slice":
@@ -385,79 +346,18 @@ def _traffic(i: Instruction, operands: list[list[Array]], results: list[Array]) 
     return written + sum(a.bytes for arrays in operands for a in arrays)
 
 
-def _vector(i: Instruction, operands: list[list[Array]], results: list[Array]) -> float:
+def _vector(i: Instruction, operands: list[list[Array]]) -> float:
     """Operations of an instruction that is not a matrix product or a convolution."""
     if i.opcode in ("reduce", "reduce-window", "sort", "scatter", "select-and-scatter"):
-        size = sum(math.prod(a.shape) for a in (operands[0] if operands else results))
+        size = sum(math.prod(a.shape) for a in (operands[0] if operands else i.arrays))
         if i.opcode == "sort":
             return size * math.log2(max(size, 2))
         window = [w.size for w in hlo.window(i)] if i.opcode == "reduce-window" else []
-        return max(size, math.prod(window) * math.prod(results[0].shape) if window else 0)
+        return max(size, math.prod(window) * math.prod(i.arrays[0].shape) if window else 0)
     if not hlo.is_elementwise_opcode(i.opcode):
         return 0.0
-    elements = sum(math.prod(a.shape) for a in results)
+    elements = sum(math.prod(a.shape) for a in i.arrays)
     return elements * (_SPECIAL_COST if i.opcode in _SPECIAL else 1.0)
-
-
-def _flops(i: Instruction, operands: list[list[Array]], results: list[Array]) -> tuple[float, str]:
-    """FLOPs of a matrix product or a convolution, and the dtype whose rate it has."""
-    if i.opcode == "dot":
-        lhs = operands[0][0]
-        contracted = _numbers(i.attribute(r"lhs_contracting_dims=\{([\d,]*)\}"))
-        products = math.prod(lhs.shape[d] for d in contracted)
-        return 2.0 * math.prod(results[0].shape) * products, _dtype(i, lhs)
-    if i.opcode == "convolution":
-        lhs, rhs = operands[0][0], operands[1][0]
-        return _convolution_flops(i, lhs.shape, rhs.shape, results[0].shape), _dtype(i, lhs)
-    return 0.0, ""
-
-
-def _library_flops(
-    i: Instruction, operands: list[list[Array]], results: list[Array]
-) -> tuple[float, str]:
-    """FLOPs of a call to cuBLAS or cuDNN."""
-    library = i.attribute(r'custom_call_target="([^"]*)"')
-    if library.startswith("__cublas"):
-        lhs = operands[0][0]
-        config = i.attribute(r'lhs_contracting_dimensions":\[([^\]]*)\]').replace('"', "")
-        products = math.prod(lhs.shape[d] for d in _numbers(config))
-        return 2.0 * math.prod(results[0].shape) * products, _dtype(i, lhs)
-    if library.startswith("__cudnn$conv"):
-        lhs, rhs, out = operands[0][0], operands[1][0], results[0]
-        if library.endswith("BackwardFilter"):
-            shapes = lhs.shape, out.shape, rhs.shape
-        elif library.endswith("BackwardInput"):
-            shapes = out.shape, rhs.shape, lhs.shape
-        else:
-            shapes = lhs.shape, rhs.shape, out.shape
-        return _convolution_flops(i, *shapes), _dtype(i, lhs)
-    return 0.0, ""
-
-
-def _convolution_flops(
-    i: Instruction, lhs: tuple[int, ...], rhs: tuple[int, ...], out: tuple[int, ...]
-) -> float:
-    """FLOPs of a convolution. Padding and the holes of dilation are skipped."""
-    labels = i.attribute(r"dim_labels=(\w+_\w+->\w+)")
-    input_labels, kernel_labels, output_labels = re.split(r"_|->", labels)
-    pairs = 1.0
-    for d, w in enumerate(hlo.window(i)):
-        length = lhs[input_labels.index(str(d))]
-        positions = np.arange(out[output_labels.index(str(d))])[:, None] * w.stride - w.low
-        reached = positions + np.arange(w.size)[None] * w.rhs_dilate
-        inside = (reached >= 0) & (reached <= (length - 1) * w.lhs_dilate)
-        pairs *= float(np.count_nonzero(inside & (reached % w.lhs_dilate == 0)))
-    batch, features = (out[output_labels.index(label)] for label in "bf")
-    return 2.0 * pairs * batch * features * rhs[kernel_labels.index("i")]
-
-
-def _dtype(i: Instruction, operand: Array) -> str:
-    highest = re.search(r"operand_precision[^}\]]*(highest|HIGHEST)", i.attributes)
-    return "highest" if operand.dtype == "float32" and highest else operand.dtype
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(n) for n in text.split(",") if n.strip()]
 
 
 def _group_size(i: Instruction, devices: int) -> int:
@@ -473,7 +373,7 @@ def _group_size(i: Instruction, devices: int) -> int:
         used = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", axes[2])
         return math.prod(int(part or sizes.get(axis, 1)) for axis, part in used)
     group = i.attribute(r"replica_groups=\{\{([\d,]*)\}")
-    return len(_numbers(group)) or devices
+    return len(re.findall(r"\d+", group)) or devices
 
 
 def _trip_count(i: Instruction, module: Module, condition: str) -> int:

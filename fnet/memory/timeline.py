@@ -560,8 +560,8 @@ class _Labels:
     def _made_inside(self, fusion: Instruction, i: Instruction) -> tuple[str, str]:
         if i.opcode == "parameter":
             return self._found_at((fusion.operands[i.parameter_number], ()))
-        body = {x.name: x for x in self._module.computations[fusion.fused_computation]}
-        return self._unless_moved(i, lambda operand: self._made_inside(fusion, body[operand]))
+        by_name = self._module.instructions
+        return self._unless_moved(i, lambda operand: self._made_inside(fusion, by_name[operand]))
 
     def _found_at(self, leaf: _Leaf) -> tuple[str, str]:
         maker = self._liveness.maker(leaf)
