@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple, cast
@@ -12,6 +13,7 @@ import optax
 from jax import Array
 
 from fnet.autodiff.accumulate import as_mode
+from fnet.autodiff.coupling import find_coupling
 from fnet.autodiff.mean import Gradient, Loss, losses_and_aux, mean
 from fnet.autodiff.update import Mode
 from fnet.cpu import count_cpus, for_cpus
@@ -369,6 +371,8 @@ def compile_step(
       state: The state, or its shapes (``jax.eval_shape``).
       batch: A batch, or its shapes.
       budget: Limit on the bytes of the compiled step per device, such as "4GiB", "4GB" or an int.
+        The batch is split only if that is shown to leave the gradient as it is; a loss that
+        updates a model state is split as the last resort, with a warning.
       compiler_options: XLA options to compile with. By default, it compiles with each of the
         backend's `fnet.memory.CANDIDATE_OPTIONS` and returns the smallest program.
       progress: Called with each candidate for the budget after it is compiled. ``print`` is
@@ -381,7 +385,8 @@ def compile_step(
     Raises:
       DonationError: If a leaf of the state is not updated in place. The message names the leaf,
         its shape and dtype before and after, and the reason.
-      BudgetError: If nothing fits the budget.
+      BudgetError: If nothing fits the budget. The message names the operation that keeps the
+        batch from being split, if there is one.
       ValueError: If the budget cannot be read, or comes with ``compiler_options``.
       TypeError: If a budget is given for a step that is not from `make_step`.
 
@@ -406,7 +411,10 @@ def compile_step(
     if budget is not None:
         if compiler_options is not None:
             raise ValueError("compile_step: a budget chooses the compiler options; give only one.")
-        chosen = plan_step(step, state, batch, budget, progress=progress).chosen
+        found = plan_step(step, state, batch, budget, progress=progress)
+        chosen = found.chosen
+        if found.note:
+            warnings.warn(f"compile_step: {found.note}", stacklevel=2)
         step = cast(Step, step).replace(remat=chosen.policy, microbatches=chosen.microbatches)
         compiler_options = chosen.compiler_options
     lowered = step.lower(state, batch)
@@ -457,9 +465,11 @@ def plan_step(
       policies: Keys of `fnet.memory.REMAT_POLICIES` to choose from. By default every array is
         planned; see `fnet.memory.plan`.
       microbatch_choices: Numbers of microbatches to choose from. By default, with a budget, the
-        step's own number and its multiples by powers of two that divide the batch. If the model
-        has state, which splitting the batch changes, they are the last resort. Numbers that
-        leave too few examples for the network are dropped.
+        step's own number and its multiples by powers of two that divide the batch. Only the
+        step's own number remains if the loss of an example is not shown to depend on this example
+        alone. If the loss updates the model state, which splitting the batch changes, others are
+        the last resort, and ``plan.note`` says so. Numbers that leave too few examples for the
+        network are dropped.
       reserve: Bytes of the budget that are needed outside of the compiled step.
       target: A device to plan for. By default this machine's.
       progress: Called with each candidate after it is compiled.
@@ -468,9 +478,10 @@ def plan_step(
       The plan: ``chosen``, and all candidates that were compiled.
 
     Raises:
-      BudgetError: If the budget is below the state's size, or nothing fits.
+      BudgetError: If the budget is below the state's size, or nothing fits. The message names
+        the operation that keeps the batch from being split, if there is one.
       ValueError: If the budget cannot be read, a policy is unknown, there is nothing to choose
-        from, or the mode cannot be split.
+        from, or the mode or the loss cannot be split.
       TypeError: If the step is not from `make_step`.
 
     Example:
@@ -504,38 +515,62 @@ def plan_step(
         policies = (step.remat,)
     choices = tuple(microbatch_choices)
     step.replace(microbatches=max(choices, default=1))  # rejects a mode that cannot be split
+    updated = _updated_model_state(step, state, batch)
+    coupling = None
+    if not updated and {*choices} - {step.microbatches} and not step.mode.per_example:
+        coupling = find_coupling(step.loss, state.params, state.model_state, batch, state.key)
+    if coupling:
+        choices = tuple(n for n in choices if n == step.microbatches)
+        if not choices:
+            raise ValueError(
+                "plan_step: microbatch_choices must have the step's own number, "
+                f"{step.microbatches}, because others change the gradient: {coupling}."
+            )
 
     def build(policy: Policy, microbatches: int) -> jax.stages.Traced:
         args: tuple[Any, Any] = (state, batch)
         candidate = step.replace(remat=policy, microbatches=microbatches)
         return candidate.trace(*(shapes_on(target, args) if target else args))
 
-    return plan(
+    found = plan(
         build,
         budget,
         policies=policies,
         microbatches=choices,
-        couples_batch=_updates_model_state(step, state, batch),
+        couples_batch=bool(updated),
+        why_whole=f"The batch is not split, because {coupling}." if coupling else "",
         state_bytes=tree_bytes(state),
         reserve=reserve,
         target=target,
         progress=progress,
     )
+    if updated and found.chosen.microbatches != step.microbatches:
+        note = (
+            f"the loss updates {updated}, and each of {found.chosen.microbatches} microbatches "
+            "does so from its own examples; with batch statistics, the gradient is another one, too"
+        )
+        return found._replace(note=note)
+    return found
 
 
-def _updates_model_state(step: Step, state: TrainState, batch: Any) -> bool:
-    """Whether the loss returns another model state than it gets."""
+def _updated_model_state(step: Step, state: TrainState, batch: Any) -> str:
+    """The first array of the model state that the loss does not return as it is; "" if none."""
     if not jax.tree.leaves(state.model_state):
-        return False
-    updates: list[bool] = []
+        return ""
+    updated: list[str] = []
 
     def loss(params: Any, model_state: Any, batch: Any, key: Array) -> None:
         _, aux = losses_and_aux(step.loss(params, model_state, batch, key), model_state)
         passed_on = {id(leaf) for leaf in jax.tree.leaves(model_state)}
-        updates.extend(id(leaf) not in passed_on for leaf in jax.tree.leaves(aux.model_state))
+        leaves = jax.tree_util.tree_leaves_with_path(aux.model_state)
+        updated.extend(
+            f"model_state{jax.tree_util.keystr(path)}"
+            for path, leaf in leaves
+            if id(leaf) not in passed_on
+        )
 
     jax.eval_shape(loss, state.params, state.model_state, batch, state.key)
-    return any(updates)
+    return next(iter(updated), "")
 
 
 def _microbatch_choices(step: Step, batch: Any) -> list[int]:

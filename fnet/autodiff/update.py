@@ -33,12 +33,15 @@ class Mode:
         units of the clip; 0 for modes that are not private.
       whole_gradient: Whether all of the gradient exists before any of it is applied.
       splittable: Whether ``microbatches`` may be changed.
+      per_example: Whether the gradient is a sum over batches of one example, so that microbatches
+        cannot change it.
     """
 
     microbatches: int = 1
     noise_multiplier: float = 0.0
     whole_gradient: ClassVar[bool] = True
     splittable: ClassVar[bool] = False
+    per_example: ClassVar[bool] = False
 
     def step_key(self, key: Array, step: Array) -> Any:
         """Return the randomness of a step, which the update and the gradient get as ``key``.

@@ -54,7 +54,7 @@ def reversible(blocks: Sequence[tuple[Layer, Layer]], *, restore: bool = True) -
 
     Returns:
       A layer, [..., C] -> [..., C], in the floating dtype of the input. Its params and state
-      are ``{"0": {"f": ..., "g": ...}, ...}``. The output is all NaN if a stream, or a
+      are ``{"0": {"f": ..., "g": ...}, ...}``. An example's output is all NaN if a stream, or a
       value of an ``f`` or ``g``, is not finite or outside (-2^15, 2^15), the range of the
       fixed-point numbers.
 
@@ -139,7 +139,8 @@ class _Stream(NamedTuple):
 
     Attributes:
       units: int32, the values in multiples of `GRID`.
-      in_range: bool [], whether all values were finite and within `LIMIT` so far.
+      in_range: bool [batch, 1, ...], whether all values of an example were finite and within
+        `LIMIT` so far.
     """
 
     units: Array
@@ -151,7 +152,9 @@ class _Stream(NamedTuple):
         # An integer sum overflowed if both summands have one sign and the sum the other.
         overflow = ((self.units ^ total) & (added ^ total)) < 0
         # The comparison is False for NaN.
-        in_range = self.in_range & jnp.all((jnp.abs(f) < LIMIT) & ~overflow)
+        is_in_range = (jnp.abs(f) < LIMIT) & ~overflow
+        rest = tuple(range(min(1, f.ndim - 1), f.ndim))  # A single vector has no batch axis.
+        in_range = self.in_range & jnp.all(is_in_range, rest, keepdims=True)
         # The barrier forces the check now: a delayed one would keep its inputs alive.
         return _Stream(*jax.lax.optimization_barrier((total, in_range)))
 

@@ -75,6 +75,7 @@ class Plan(NamedTuple):
         microbatches. Empty if policies are given.
       reserve: Bytes of the budget that the program may not use, such as ``held`` of
         `remat_to_fit`.
+      note: How the choice changes the result, in one line; "" if it does not.
     """
 
     budget: int | None
@@ -83,6 +84,7 @@ class Plan(NamedTuple):
     candidates: tuple[Candidate, ...]
     predicted: tuple[tuple[int, Cost], ...] = ()
     reserve: int = 0
+    note: str = ""
 
     def __str__(self) -> str:
         held = f" + {format_bytes(self.reserve)} held" if self.reserve else ""
@@ -95,6 +97,7 @@ class Plan(NamedTuple):
         if self.budget is not None:
             rows.insert(0, ("budget", format_bytes(self.budget)))
         rows.append(("by", _way(self.chosen)))
+        rows += [("note", self.note)] if self.note else []
         return "\n".join(f"{name:7} {value}" for name, value in rows)
 
     @property
@@ -137,6 +140,7 @@ def plan(
     policies: Sequence[str | Policy] | None = None,
     microbatches: Iterable[int] = (1,),
     couples_batch: bool = False,
+    why_whole: str = "",
     state_bytes: int = 0,
     reserve: int = 0,
     target: Target | None = None,
@@ -167,6 +171,7 @@ def plan(
       microbatches: Numbers of microbatches, each a multiple of the one before.
       couples_batch: Whether splitting the batch changes the result, as with batch statistics.
         Splitting is then the last resort.
+      why_whole: Why there are no more microbatches to choose from, for the error if nothing fits.
       state_bytes: Bytes of the train state. A budget below them fails at once.
       reserve: Bytes of the budget that are needed outside of the compiled step.
       target: A device to compile for. By default this machine's.
@@ -248,7 +253,8 @@ def plan(
         raise BudgetError(
             f"no policy fits a budget of {format_bytes(limit or 0)}: the lowest peak found is "
             f"{format_bytes(least.peak.total)}, by {_way(least)}{reserved}. Raise the budget, or "
-            "use a smaller batch, a smaller optimizer state or more devices."
+            f"use a smaller batch, a smaller optimizer state or more devices.{why_whole and ' '}"
+            f"{why_whole}"
         )
     if limit is None:  # the smallest of equally fast ones
         chosen = min(ranked, key=lambda c: (search.order(c), c.peak.total))

@@ -16,7 +16,7 @@ from fnet import layers, lora, represented
 from fnet.autodiff import gradient_strategies
 from fnet.jaxpr import find_equations
 from fnet.quantization import dequantize, leaves_with_paths, map_with_paths, quantize
-from fnet.step import _updates_model_state
+from fnet.step import _updated_model_state
 
 
 def new_key():
@@ -475,7 +475,7 @@ def test_a_plan_may_split_the_batch_of_a_frozen_model():
             model_state={"frozen": params, "model": jnp.zeros(2)},
         )
         step = fnet.make_step(lora.loss(loss, config), optimizer)
-        assert _updates_model_state(step, state, batch) == (update is not None)
+        assert bool(_updated_model_state(step, state, batch)) == (update is not None)
 
 
 def test_a_skipped_step_keeps_frozen_weights_in_place():

@@ -196,10 +196,13 @@ def scaled(factor):
 
 
 @pytest.mark.parametrize("bad", [jnp.nan, jnp.inf, -jnp.inf, 2 * LIMIT, -2 * LIMIT])
-def test_output_is_nan_if_restoration_is_impossible(bad):
+def test_output_of_an_example_is_nan_if_restoration_is_impossible(bad):
     layer = reversible([(scaled(1.0), scaled(1.0))])
     x = jnp.ones((2, 4)).at[0, 0].set(bad)
-    assert bool(jnp.isnan(layer.apply({}, {}, x, train=True)[0]).all())
+    y, _ = layer.apply({}, {}, x, train=True)
+    assert jnp.isnan(y).tolist() == [[True] * 4, [False] * 4]
+    y, _ = layer.apply({}, {}, x[0], train=True)
+    assert bool(jnp.isnan(y).all())
     for pair in ((scaled(bad), scaled(0.0)), (scaled(0.0), scaled(bad))):
         y, _ = reversible([pair]).apply({}, {}, jnp.ones((2, 4)), train=True)
         assert bool(jnp.isnan(y).all())

@@ -112,13 +112,61 @@ def test_a_batch_with_statistics_is_split_last():
     peaks = {c.policy.name: c.peak.total for c in plan_step().candidates}
     plan = plan_step(int(0.95 * peaks["none"]))
     assert plan.chosen.microbatches == 1
+    assert not plan.note
     plan = plan_step(int(0.95 * min(peaks.values())))
     assert plan.chosen.microbatches > 1
+    start = "the loss updates model_state['0']['1']['running_mean'], and each of 2 microbatches"
+    assert plan.note.startswith(start)
+    assert str(plan).endswith(f"\nnote    {plan.note}")
     # A microbatch of one example has no statistics, so another policy is chosen.
     plan = plan_step(int(0.95 * peaks["none"]), microbatch_choices=(1, BATCH))
     assert (plan.chosen.policy.name, plan.chosen.microbatches) == ("norms", 1)
     with pytest.raises(BudgetError, match=r"the lowest peak found is .* by norms"):
         plan_step(int(0.95 * min(peaks.values())), microbatch_choices=(1, BATCH))
+
+
+def test_compile_step_announces_that_microbatches_update_the_statistics():
+    model = fnet.serial(layers.dense(WIDTH, WIDTH), layers.abn(WIDTH), layers.dense(WIDTH, 10))
+    step, state, batch = arguments(model)
+    whole = min(c.peak.total for c in fnet.plan_step(step, state, batch).candidates)
+    with pytest.warns(UserWarning, match=r"^compile_step: the loss updates model_state\['1'\]"):
+        assert fnet.compile_step(step, state, batch, budget=0.8 * whole).step.microbatches > 1
+
+
+def contrastive(mode=fnet.autodiff.mean):
+    """A step whose losses compare each example with all others."""
+
+    def loss(params, model_state, batch, key):
+        a, b = (jnp.tanh(batch[name] @ params[name]) for name in "ab")
+        scores = a @ b.T
+        return optax.losses.softmax_cross_entropy_with_integer_labels(scores, jnp.arange(len(a)))
+
+    optimizer = optax.sgd(0.1)
+    params = {name: jnp.eye(WIDTH) for name in "ab"}
+    state = fnet.TrainState.create(params=params, optimizer=optimizer, key=jax.random.key(0))
+    batch = {name: jax.ShapeDtypeStruct((BATCH, WIDTH), jnp.float32) for name in "ab"}
+    return fnet.make_step(loss, optimizer, mode), state, batch
+
+
+def test_a_loss_that_compares_examples_is_not_split():
+    arguments = contrastive()
+    plan = fnet.plan_step(*arguments, "1GiB", microbatch_choices=(1, 2, 4))
+    assert {c.microbatches for c in plan.candidates} == {1}
+    peak = min(c.peak.total for c in plan.candidates)
+    message = (
+        r"^no policy fits a budget of .* The batch is not split, because dot_general at "
+        r".*test_plan.py:\d+ .* mixes the examples of the batch\.$"
+    )
+    with pytest.raises(BudgetError, match=message):
+        fnet.compile_step(*arguments, budget=peak // 3)
+    with pytest.raises(ValueError, match=r"the step's own number, 1, .*: dot_general at "):
+        fnet.plan_step(*arguments, microbatch_choices=(2, 4))
+
+
+def test_microbatches_that_the_user_chose_stay():
+    step, state, batch = contrastive(fnet.autodiff.microbatches(4))
+    plan = fnet.plan_step(step, state, batch, "1GiB")
+    assert plan.chosen.microbatches == 4
 
 
 def test_a_printed_plan_shows_the_budget_and_the_choice(step_and_peaks):

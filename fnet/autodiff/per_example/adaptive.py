@@ -99,7 +99,7 @@ class AdaptiveClipping(Mode):
         ``expected_batch_size``.
       expected_batch_size: As in `fnet.autodiff.clipped`.
       microbatches: As in `fnet.autodiff.clipped`.
-      splittable: True; see `fnet.autodiff.update.Mode`.
+      splittable, per_example: True; see `fnet.autodiff.update.Mode`.
 
     Raises:
       ValueError: An argument is out of range, or ``count_noise`` is at most half of
@@ -134,6 +134,7 @@ class AdaptiveClipping(Mode):
     expected_batch_size: float | None = None
     microbatches: int = 1
     splittable: ClassVar[bool] = True
+    per_example: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Reject values out of range before anything is traced."""

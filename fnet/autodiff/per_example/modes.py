@@ -82,7 +82,7 @@ class ClippedMode(Mode):
       strategy: Correlation of the noise over steps: `fnet.privacy.banded_square_root`,
         `fnet.privacy.banded_inverse_square_root`. By default the noise is independent.
       microbatches: Number of equal parts of a batch, computed one after the other.
-      splittable: True; see `fnet.autodiff.update.Mode`.
+      splittable, per_example: True; see `fnet.autodiff.update.Mode`.
 
     Raises:
       ValueError: An argument is out of range, or there is noise without ``expected_batch_size``
@@ -119,6 +119,7 @@ class ClippedMode(Mode):
     strategy: Strategy = DP_SGD
     microbatches: int = 1
     splittable: ClassVar[bool] = True
+    per_example: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Reject values out of range before anything is traced."""

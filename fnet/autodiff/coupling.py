@@ -1,0 +1,197 @@
+"""Whether the loss of an example depends on the batch that it is in.
+
+A batch may be split into microbatches if it does not. The check is the one of per-example
+gradients, `fnet.autodiff.per_example.batch_axis`, with two differences. Random numbers may differ
+from row to row, because other rows of a dropout mask are as good. And two things beside the losses
+of the batch must not change with it: numbers, as in ``penalty / len(x)``, and what a custom
+derivative rule makes of the cotangent of a parameter, which is a sum over the batch.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+
+from fnet.autodiff.mean import Loss, losses_and_aux
+from fnet.autodiff.per_example.batch_axis import (
+    KEY,
+    BatchAxis,
+    Mixed,
+    Shared,
+    State,
+    Unknown,
+    find_batch_axes,
+)
+from fnet.autodiff.per_example.custom_rules import has_linear_rules
+from fnet.jaxpr import (
+    Scan,
+    aval,
+    called_jaxpr,
+    dependencies,
+    find_equations,
+    inline,
+    inner_jaxprs,
+    interpret,
+    source_line,
+)
+
+
+def find_coupling(
+    loss: Loss, params: Any, model_state: Any, batch: dict[str, Array], key: Array
+) -> str | None:
+    """Find the operation in which a loss depends on the batch that its example is in.
+
+    Args:
+      loss: per-example losses; see `fnet.autodiff.Loss`.
+      params: parameters, or their shapes, as are the next arguments.
+      model_state: model state.
+      batch: arrays [batch, ...] of at least two examples.
+      key: random key.
+
+    Returns:
+      A clause that names the operation and its line; None if each loss is shown to depend on its
+      own example alone. What is not known counts as coupled.
+    """
+    sizes = {leaf.shape[:1] for leaf in jax.tree.leaves(batch)}
+    if len(sizes) != 1 or () in sizes:
+        return None  # Such a batch is never split.
+    ((size,),) = sizes
+
+    def trace(size: int) -> ClosedJaxpr:
+        rows = jax.tree.map(lambda a: jax.ShapeDtypeStruct((size, *a.shape[1:]), a.dtype), batch)
+        leaves, structure = jax.tree.flatten((params, model_state, rows, key))
+
+        def losses(*leaves: Any) -> Array:
+            params, model_state, batch, key = jax.tree.unflatten(structure, leaves)
+            return losses_and_aux(loss(params, model_state, batch, key), model_state)[0]
+
+        return inline(jax.make_jaxpr(losses)(*leaves))
+
+    closed = trace(size)
+    if closed.out_avals[0].shape != (size,):
+        return None  # The mode rejects the loss.
+    mutable = find_equations(closed, ("new_ref", "empty_ref"))
+    effects = [f"{eqn.primitive.name} at {source_line(eqn)}" for eqn in mutable]
+    effects += (type(e).__name__ for e in closed.effects if "Debug" not in type(e).__name__)
+    if effects:
+        return f"it is not known whether side effects ({effects[0]}) mix the examples of the batch"
+    counts = [len(jax.tree.leaves(tree)) for tree in (params, model_state, batch)]
+    states: list[State] = [Shared()] * sum(counts[:2])
+    states += [BatchAxis(0)] * counts[2]
+    states += [KEY] * (len(closed.in_avals) - len(states))
+    state = find_batch_axes(*_with_known_keys(closed, states), size)[0]
+    if isinstance(state, Mixed) and state.by_position:
+        return f"the loss of an example depends on its position in the batch ({_place(state)})"
+    if isinstance(state, Mixed):
+        within = f", in {state.layer}" * bool(state.layer)
+        return f"{_place(state)} mixes the examples of the batch{within}"
+    if isinstance(state, Unknown):
+        return f"it is not known whether {_place(state)} mixes the examples of the batch"
+    if isinstance(state, Shared) and not state.is_uniform(0, (size,)):
+        return "the loss of an example depends on its position in the batch"
+    kinds = [_PARAMETER] * counts[0] + [_CONSTANT] * counts[1] + [_EXAMPLES] * counts[2]
+    kinds += [_CONSTANT] * (len(closed.in_avals) - len(kinds))
+    rules: list[JaxprEqn] = []
+    _find_rules_of_parameters(closed, kinds, rules)
+    if rules:
+        rule = f"{rules[0].primitive.name} at {source_line(rules[0])}"
+        return (
+            f"it is not known whether the derivative rule of {rule} is linear, which gets the sum "
+            "of the examples' cotangents"
+        )
+    try:
+        half = trace(max(size // 2, 1))
+    except Exception as error:  # Whatever the loss raises.
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        return f"the loss does not work for {max(size // 2, 1)} examples ({reason})"
+    numbers, other = _numbers(closed.jaxpr), _numbers(half.jaxpr)
+    for number in numbers.keys() - other.keys():
+        eqn = numbers[number]
+        return f"{number:g} in {eqn.primitive.name} at {source_line(eqn)} depends on the batch size"
+    return None
+
+
+def _place(state: Mixed | Unknown) -> str:
+    return f"{state.operation or 'the loss'}{f' at {state.line}' * bool(state.line)}"
+
+
+_CONSTANT, _PARAMETER, _EXAMPLES = range(3)
+"""What a value is computed from. Together with examples, it is of examples."""
+
+
+def _find_rules_of_parameters(
+    closed: ClosedJaxpr, kinds: Sequence[int], found: list[JaxprEqn]
+) -> list[int]:
+    """Append equations with a rule that gives parameters a cotangent and may not be linear in it.
+
+    Returns:
+      The kind of each result.
+    """
+
+    def handle(eqn: JaxprEqn, kinds: list[int]) -> Sequence[int]:
+        if (inner := called_jaxpr(eqn)) is not None:
+            return _find_rules_of_parameters(inner, kinds, found)
+        if eqn.primitive.name == "scan":
+            scan = Scan.of(eqn)
+            consts, carry, xs = scan.split(kinds)
+            while True:
+                out = _find_rules_of_parameters(scan.body, [*consts, *carry, *xs], [])
+                joined = [max(pair) for pair in zip(carry, out[: scan.num_carry], strict=True)]
+                if joined == carry:
+                    return _find_rules_of_parameters(scan.body, [*consts, *carry, *xs], found)
+                carry = joined
+        if _PARAMETER in kinds and not has_linear_rules(eqn):
+            found.append(eqn)
+        return [max(kinds, default=_CONSTANT)] * len(eqn.outvars)
+
+    return interpret(closed, kinds, handle, lambda constant: _CONSTANT)
+
+
+def _numbers(jaxpr: Jaxpr) -> dict[float, JaxprEqn]:
+    """The floating-point numbers of a program, and an equation that reads each."""
+    literals = ((v, e) for e in _equations(jaxpr) for v in e.invars if isinstance(v, Literal))
+    return {
+        float(v.val): eqn
+        for v, eqn in literals
+        if jnp.issubdtype(aval(v).dtype, jnp.floating) and v.val == v.val  # not nan
+    }
+
+
+def _equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in inner_jaxprs(eqn):
+            yield from _equations(inner)
+
+
+def _with_known_keys(closed: ClosedJaxpr, states: list[State]) -> tuple[ClosedJaxpr, list[State]]:
+    """Make every random key that no example determines an argument, of state `KEY`."""
+    jaxpr = closed.jaxpr
+    constants = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+    keys = [v for v in constants if _is_key(v)]
+    of_examples: set[Any] = {
+        v for v, state in zip(jaxpr.invars, states, strict=True) if isinstance(state, BatchAxis)
+    }
+    for eqn in jaxpr.eqns:
+        if any(v in of_examples for v in eqn.invars if isinstance(v, Var)):
+            of_examples.update(eqn.outvars)
+        else:
+            keys += filter(_is_key, eqn.outvars)
+    _, eqns = dependencies(jaxpr, jaxpr.outvars, keys)
+    others = {v: value for v, value in constants.items() if v not in keys}
+    with_keys = jaxpr.replace(
+        constvars=list(others),
+        invars=[*jaxpr.invars, *keys],
+        eqns=eqns,
+        debug_info=jaxpr.debug_info.with_unknown_names(),
+    )
+    pairs = zip(jaxpr.invars, states, strict=True)
+    own = [KEY if _is_key(v) and isinstance(state, Shared) else state for v, state in pairs]
+    return ClosedJaxpr(with_keys, list(others.values())), [*own, *[KEY] * len(keys)]
+
+
+def _is_key(variable: Any) -> bool:
+    return bool(jnp.issubdtype(aval(variable).dtype, jax.dtypes.prng_key))
