@@ -1,7 +1,9 @@
 """Exceptions that end the program with one line, and the words that their messages share."""
 
+import contextlib
 import difflib
 import errno
+import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,6 +15,15 @@ class UserError(Exception):
 
 class TrainingError(Exception):
     """Training cannot continue. The program prints the message in one line, with exit code 1."""
+
+
+@contextlib.contextmanager
+def writing(path: os.PathLike[str], fix: str = "choose another --out") -> Iterator[None]:
+    """Report an error in writing a file or folder in one line, with what to do."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror or error}; {fix}") from error
 
 
 def printable(text: str) -> str:

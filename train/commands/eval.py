@@ -27,7 +27,7 @@ from train.data import Dataset, image_folder, segmentation_folder
 from train.data.chat import ChatTemplate
 from train.data.tokenizer import Tokenizer, load_tokenizer
 from train.data.unreadable import UnreadableFiles
-from train.errors import UserError
+from train.errors import UserError, writing
 from train.output.progress import line_printer
 from train.output.tables import MISSING, Table, to_rich
 from train.run import examples
@@ -105,7 +105,7 @@ def evaluate_run(folder: RunFolder, options: EvalArguments, console: Console) ->
     files = evaluation_files(folder, given_options(options))
     title = files.title(config.name, network.step)
     written = {"evaluation": files.json}
-    try:
+    with writing(folder.path, "make it writable"):
         files.json.parent.mkdir(parents=True, exist_ok=True)
         content = {
             "step": network.step,
@@ -119,8 +119,6 @@ def evaluate_run(folder: RunFolder, options: EvalArguments, console: Console) ->
         pictures = {"confusion matrix": files.confusion, "examples": files.examples}
         drawn = examples.draw_results(run, evaluate, network, evaluation, title, *pictures.values())
         written |= {name: path for name, path in pictures.items() if path in drawn}
-    except OSError as error:
-        raise UserError(f"cannot write to {folder.path}: {error.strerror or error}") from error
     described = f" with {files.description}" if files.description else ""
     log(f"{folder.path} after step {network.step}{described}")
     print_scores(run, evaluation, console)
@@ -189,10 +187,8 @@ def answer_choices(
             for q, s in zip(questions, scores.log_likelihoods, strict=True)
         ],
     }
-    try:
+    with writing(folder.path, "make it writable"):
         atomic_write(folder.choices, as_json(as_dict))
-    except OSError as error:
-        raise UserError(f"cannot write to {folder.path}: {error.strerror or error}") from error
     log = line_printer(console)
     log(f"{folder.path} after step {step}, {len(questions):,} questions")
     if num_truncated:

@@ -21,7 +21,7 @@ from train.arguments import FitArguments, TrainArguments
 from train.commands.positional import positional
 from train.config import ChatFile, Config, Pretrained, recipes
 from train.data.model_folder import DTYPES, SINGLE, ModelFolder, read_folder
-from train.errors import UserError
+from train.errors import UserError, writing
 from train.output.progress import line_printer
 from train.output.tables import Table, to_rich
 from train.platform import use_cpu
@@ -240,14 +240,12 @@ def write_shallow(model: Model, depth: int, into: Path) -> None:
             "data_offsets": offsets,
         }
     text = json.dumps(header).encode()
-    try:
+    with writing(into, "set TMPDIR"):
         into.mkdir()
         (into / "config.json").write_text(json.dumps(config))
         with (into / SINGLE).open("wb") as file:
             file.write(len(text).to_bytes(8, "little") + text)
             file.truncate(8 + len(text) + end)  # takes no space
-    except OSError as error:
-        raise UserError(f"cannot write {into}: {error.strerror or error}; set TMPDIR") from error
 
 
 def _limit(budget: str | None, target: Target | None) -> int:

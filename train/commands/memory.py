@@ -13,7 +13,7 @@ from train import config as configs
 from train.arguments import MemoryArguments
 from train.commands.positional import positional
 from train.config import Config, recipes
-from train.errors import UserError
+from train.errors import UserError, writing
 from train.output import plots
 from train.output.memory_tables import (
     StepMemory,
@@ -109,17 +109,13 @@ def predict_memory(config: Config, options: MemoryArguments, console: Console) -
 
     out = Path(options.out or f"runs/{config.name}-memory")
     content = report | {"predictions": [p.as_dict() for p in predictions]}
-    try:
+    with writing(out):
         out.mkdir(parents=True, exist_ok=True)
         atomic_write(out / "memory.json", as_json(content))
         plots.memory(memory, f"{config.name}: memory of a train step", out / "memory.png")
         if plan:
             title = f"{config.name}: peak memory and compute"
             plots.plan(plan, process.always, title, out / "plan.png")
-    except OSError as error:
-        raise UserError(
-            f"cannot write to {out}: {error.strerror or error}; choose another --out"
-        ) from error
     log(f"memory: {out / 'memory.json'}")
     log(f"plot: {out / 'memory.png'}{', plan.png' if plan else ''}")
 

@@ -19,7 +19,7 @@ from train.config import DeepLab
 from train.data.decode import UnreadableError, decode
 from train.data.files import IMAGE_PATTERNS, list_images
 from train.data.preprocessing import PreprocessedImage, Preprocessor
-from train.errors import UserError, printable
+from train.errors import UserError, printable, writing
 from train.output.palette import overlay_labels, palette
 from train.output.progress import line_printer
 from train.output.tables import Table, to_rich
@@ -88,7 +88,7 @@ def predict(folder: RunFolder, given: Sequence[str], options: PredictArguments) 
     else:
         to_prediction = _classification(classes, options.top_k)
     predictions, unreadable = [], []
-    try:
+    with writing(out):
         if is_segmentation or not options.json:
             out.mkdir(parents=True, exist_ok=True)
         for path, output in _outputs(paths, predictor):
@@ -105,10 +105,6 @@ def predict(folder: RunFolder, given: Sequence[str], options: PredictArguments) 
         }
         if not options.json:
             atomic_write(out / "predictions.json", as_json(result))
-    except OSError as error:
-        raise UserError(
-            f"cannot write to {out}: {error.strerror or error}; choose another --out"
-        ) from error
     return result
 
 

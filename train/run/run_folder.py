@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from train import config as configs
 from train.config import Config
-from train.errors import UserError, closest_name
+from train.errors import UserError, closest_name, writing
 from train.output.logged import read_metrics
 
 MAY_CHANGE_ON_RESUME = frozenset(
@@ -36,6 +36,9 @@ MAY_CHANGE_ON_RESUME = frozenset(
     }
 )
 """Fields that change a run's length, input and output, but not what it computes."""
+
+
+_OTHER_FOLDER = "choose another folder with --out"
 
 
 class RunFolder:
@@ -97,23 +100,20 @@ class RunFolder:
           UserError: if another process holds the lock, or the folder cannot be written.
         """
         check_no_pattern(self.path)
-        try:
+        with writing(self.path, _OTHER_FOLDER):
             is_new = not self.path.exists()
             self.path.mkdir(parents=True, exist_ok=True)
             file = self.lock_file.open("a+")
-        except OSError as error:
-            raise _cannot_write(self.path, error) from error
         with file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                file.seek(0)
-                raise UserError(
-                    f"{self.path} is in use by another process ({file.read().strip()}): "
-                    "choose another folder with --out, or wait until it has ended"
-                ) from error
-            except OSError as error:  # a file system without locks
-                raise _cannot_write(self.path, error) from error
+            with writing(self.path, _OTHER_FOLDER):  # some file systems have no locks
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError as error:
+                    file.seek(0)
+                    raise UserError(
+                        f"{self.path} is in use by another process ({file.read().strip()}): "
+                        "choose another folder with --out, or wait until it has ended"
+                    ) from error
             if not os.fstat(file.fileno()).st_nlink:  # the last holder removed the file meanwhile
                 raise UserError(f"{self.path} was in use until now: try again")
             file.truncate(0)
@@ -153,11 +153,9 @@ class RunFolder:
         Raises:
           UserError: if the folder cannot be written or is not empty. Nothing is overwritten.
         """
-        try:
+        with writing(self.path, _OTHER_FOLDER):
             self.path.mkdir(parents=True, exist_ok=True)
             names = {p.name for p in self.path.iterdir()}
-        except OSError as error:
-            raise _cannot_write(self.path, error) from error
         if self.has_started:
             raise UserError(
                 f"{self.path} already holds a run: continue it with --resume, "
@@ -184,11 +182,9 @@ class RunFolder:
             raise UserError(
                 f"{self.path} is not empty and holds no run: choose another folder with --out"
             )
-        try:
+        with writing(self.path, _OTHER_FOLDER):
             self.classes.unlink(missing_ok=True)
             self.config.unlink(missing_ok=True)
-        except OSError as error:
-            raise _cannot_write(self.path, error) from error
 
     def resume(self, config: Config) -> None:
         """Check that the run here has this config, and update the fields that may change.
@@ -215,10 +211,8 @@ class RunFolder:
         Raises:
           UserError: if it cannot be written.
         """
-        try:
+        with writing(self.path, _OTHER_FOLDER):
             atomic_write(self.config, configs.to_json(config))
-        except OSError as error:
-            raise _cannot_write(self.path, error) from error
 
     def drop_metrics_after(self, step: int) -> None:
         """Drop lines that a killed run logged after its last checkpoint."""
@@ -278,9 +272,3 @@ def atomic_write(path: Path, content: str | bytes) -> None:
 def _part(path: Path) -> Path:
     """Return the temporary path of `atomic_write`, which a kill may leave behind."""
     return path.with_name(f".{path.name}.part")
-
-
-def _cannot_write(path: Path, error: OSError) -> UserError:
-    return UserError(
-        f"cannot write to {path}: {error.strerror or error}; choose another folder with --out"
-    )

@@ -19,7 +19,7 @@ from jax import Array
 
 from fnet import TrainState
 from train.config import Clipped, Config
-from train.errors import UserError
+from train.errors import UserError, writing
 from train.run.distributed import from_first_process
 from train.run.run_folder import RunFolder
 
@@ -59,14 +59,12 @@ def create_secret(folder: RunFolder, config: Config) -> None:
     if not needs_secret(config):
         return
     path = folder.secret_seed
-    try:
+    with writing(path):
         path.unlink(missing_ok=True)  # of a run that ended before its first step
         # The mode is set on creation, so that the file is never readable by others.
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(file, "w") as writer:
             writer.write(secrets.token_hex(_BYTES) + "\n")
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def check_secret(folder: RunFolder, config: Config) -> None:

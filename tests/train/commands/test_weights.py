@@ -323,7 +323,7 @@ IMPORTING = [
     (("good.safetensors", "--model.name", "preact_resnet"), "weights of another network"),
     (("good.safetensors", "--trained-with", "group"), "--trained-with: expected one of abn, batch, got group"),
     (("good.safetensors", "--new-clasifier"), "unknown option --new-clasifier (did you mean --new-classifier?)"),
-    (("good.safetensors", "--out", "tiny.py"), "cannot write to tiny.py"),
+    (("good.safetensors", "--out", "tiny.py"), "cannot write tiny.py"),
     ((), "missing WEIGHTS; usage: fnet import CONFIG WEIGHTS"),
 ]  # fmt: skip
 
