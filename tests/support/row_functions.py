@@ -12,10 +12,6 @@ def squares(rows):
     return {"square": x.astype(np.int64) ** 2, "wide": np.repeat(x[:, None], 3, 1).astype(np.uint8)}
 
 
-def large(rows):
-    return {"block": rows["x"][:, None].astype(np.uint8) * np.ones((1, 9 * 2**20), np.uint8)}
-
-
 def modules(rows):
     n = len(rows["x"])
     imported = [name in sys.modules for name in ("jax", "fnet", "grain", "PIL.Image")]

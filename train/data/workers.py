@@ -8,21 +8,19 @@ a second and 85 MB; their saved position depends on their number; and they survi
 """
 
 import concurrent.futures
-import ctypes
+import functools
 import math
+import mmap
 import multiprocessing
 import os
-import queue
 import signal
 import sys
 import threading
 import warnings
 import weakref
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -30,11 +28,8 @@ from train.data import Arrays, num_examples
 from train.data.work import RECORD, Work, now
 from train.errors import TrainingError
 
-SLOT_BYTES = 8 * 2**20
-"""Bytes of a slot: shared memory in which a worker returns a part of a batch."""
-SLOTS_PER_WORKER = 2
-
-_slots: list[Any] = []  # set in workers only
+_PARTS = 4
+"""Parts of a batch per process, so that a slow one does not delay all others."""
 
 _SPAWN = multiprocessing.get_context("spawn")  # forking a process that runs JAX can deadlock
 
@@ -50,9 +45,7 @@ class Workers:
     """
 
     def __init__(self, count: int):
-        self._count = count
-        self._pool: concurrent.futures.ProcessPoolExecutor | None = None
-        self._starting = threading.Lock()
+        self._count, self._starting = count, threading.Lock()
 
     def __call__(self, function: Callable[[Arrays], Arrays], rows: Arrays) -> Arrays:
         """Call a function on rows.
@@ -68,77 +61,52 @@ class Workers:
         n = num_examples(rows)
         if not self._count or n <= 1:
             return function(rows)
-        self._start()
+        with self._starting:
+            pool = self._pool
         empty = function({name: a[:0] for name, a in rows.items()})
-        row_bytes = sum(a.dtype.itemsize * math.prod(a.shape[1:]) for a in empty.values())
-        # Two parts per process, so that a slow one does not delay all others.
-        part = max(min(-(-n // (2 * self._count)), SLOT_BYTES // max(row_bytes, 1)), 1)
-        out = {name: np.empty((n, *a.shape[1:]), a.dtype) for name, a in empty.items()}
+        shapes = {name: (n, *a.shape[1:]) for name, a in empty.items()}
+        ends = np.cumsum(
+            [_pages(math.prod(shapes[name]) * a.itemsize) for name, a in empty.items()]
+        )
+        starts = dict(zip(empty, [0, *ends.tolist()], strict=False))
+        size = -(-n // (_PARTS * self._count))
+        futures = []
+        # Memory without a name: it ends with the process, even if that is killed.
+        file = os.memfd_create("batch")
         try:
+            os.ftruncate(file, int(ends[-1]))
+            path = f"/proc/{os.getpid()}/fd/{file}"
+            for i in range(0, n, size):
+                part = {name: a[i : i + size] for name, a in rows.items()}
+                futures.append(pool.submit(_work, function, part, path, starts, i))
             with RECORD.waiting():
-                self._fill(out, function, rows, range(0, n, part))
+                for future in futures:
+                    RECORD.add(workers=future.result())
+            memory = mmap.mmap(file, int(ends[-1]))
         except BrokenProcessPool:
             raise TrainingError(
                 "data.workers: a process that decodes images was killed or crashed; if memory ran "
                 "out, give fewer workers"
             ) from None
-        return out
-
-    def _fill(
-        self, out: Arrays, function: Callable[[Arrays], Arrays], rows: Arrays, starts: range
-    ) -> None:
-        """Fill ``out`` with the function's results, one part per start."""
-        assert self._pool is not None
-        pending: deque[tuple[int, int, concurrent.futures.Future]] = deque()
-
-        def collect() -> None:
-            start, slot, future = pending.popleft()
-            try:
-                result, work = future.result()
-                RECORD.add(workers=work)
-                arrays = result if isinstance(result, dict) else _views(self._slots[slot], result)
-                for name, a in arrays.items():
-                    out[name][start : start + len(a)] = a
-            finally:
-                self._free.put(slot)
-
-        try:
-            for start in starts:
-                # Another thread can hold all slots; it frees them when its parts are done.
-                while (slot := self._take_slot(wait=not pending)) is None:
-                    collect()
-                part = {name: a[start : start + starts.step] for name, a in rows.items()}
-                pending.append((start, slot, self._pool.submit(_work, function, part, slot)))
-            while pending:
-                collect()
-        finally:
-            for _, slot, future in pending:  # after an error in another part
-                if not future.cancel():
-                    concurrent.futures.wait([future])
-                self._free.put(slot)
-
-    def _take_slot(self, *, wait: bool) -> int | None:
-        try:
-            return self._free.get(block=wait)
-        except queue.Empty:
-            return None
-
-    def _start(self) -> None:
-        with self._starting:
-            if self._pool is not None:
-                return
-            context = _Context()
-            self._slots = [
-                context.RawArray(ctypes.c_uint8, SLOT_BYTES)
-                for _ in range(SLOTS_PER_WORKER * self._count)
-            ]
-            self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
-            for slot in range(len(self._slots)):
-                self._free.put(slot)
-            self._pool = concurrent.futures.ProcessPoolExecutor(
-                self._count, context, initializer=_initialize, initargs=(self._slots,)
+        finally:  # no process may write to this number of a file when another one has it
+            for future in futures:
+                future.cancel()
+            concurrent.futures.wait(futures)
+            os.close(file)
+        return {
+            name: np.frombuffer(memory, a.dtype, math.prod(shapes[name]), starts[name]).reshape(
+                shapes[name]
             )
-            weakref.finalize(self, self._pool.shutdown, wait=False, cancel_futures=True)
+            for name, a in empty.items()
+        }
+
+    @functools.cached_property
+    def _pool(self) -> concurrent.futures.ProcessPoolExecutor:
+        pool = concurrent.futures.ProcessPoolExecutor(
+            self._count, _Context(), initializer=_initialize
+        )
+        weakref.finalize(self, pool.shutdown, wait=False, cancel_futures=True)
+        return pool
 
 
 class _Process(_SPAWN.Process):
@@ -159,9 +127,8 @@ class _Context(type(_SPAWN)):  # type: ignore[misc]
     Process = _Process
 
 
-def _initialize(slots: list[Any]) -> None:
+def _initialize() -> None:
     """Prepare a new worker, so that it ends with its parent and not before."""
-    _slots.extend(slots)
     for number in (signal.SIGINT, signal.SIGTERM):  # a terminal sends them to all processes
         signal.signal(number, signal.SIG_IGN)
     warnings.simplefilter("ignore")  # errors already name what is wrong with a file
@@ -175,32 +142,31 @@ def _initialize(slots: list[Any]) -> None:
     threading.Thread(target=exit_with_parent, daemon=True).start()
 
 
-_Layout = list[tuple[str, tuple[int, ...], str, int]]
-"""Name, shape, dtype and first byte of each array in a slot."""
-
-
 def _work(
-    function: Callable[[Arrays], Arrays], rows: Arrays, slot: int
-) -> tuple[Arrays | _Layout, Work]:
-    """Call the function in a worker; return its arrays, or their layout in the slot."""
+    function: Callable[[Arrays], Arrays],
+    rows: Arrays,
+    path: str,
+    starts: dict[str, int],
+    first: int,
+) -> Work:
+    """Call the function in a worker, and write its arrays to the memory of the batch.
+
+    Args:
+      function: the function.
+      rows: some rows of the batch.
+      path: file of the memory.
+      starts: first byte of each array of the whole batch.
+      first: number of the first row.
+    """
     before = now()
     arrays = function(rows)
-    work = now().plus(before, -1)
-    if sum(a.nbytes for a in arrays.values()) > SLOT_BYTES:
-        return arrays, work
-    layout, start = [], 0
-    # Larger items first, so that each array is aligned.
-    for name, a in sorted(arrays.items(), key=lambda item: -item[1].dtype.itemsize):
-        layout.append((name, a.shape, a.dtype.str, start))
-        start += a.nbytes
-    for name, view in _views(_slots[slot], layout).items():
-        view[...] = arrays[name]
-    return layout, work
+    with open(path, "r+b", buffering=0) as file:
+        for name, a in arrays.items():
+            file.seek(starts[name] + first * a[:1].nbytes)
+            file.write(np.ascontiguousarray(a).data)
+    return now().plus(before, -1)
 
 
-def _views(slot: Any, layout: _Layout) -> Arrays:
-    """View the arrays in a slot."""
-    return {
-        name: np.frombuffer(slot, dtype, math.prod(shape), start).reshape(shape)
-        for name, shape, dtype, start in layout
-    }
+def _pages(size: int) -> int:
+    """Round a number of bytes up to whole pages, so that each array is aligned."""
+    return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE

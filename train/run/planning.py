@@ -274,10 +274,9 @@ def overhead(run: Setup, target: Target | None = None) -> Overhead:
     """Estimate the memory of the process in addition to its compiled programs."""
     if target or jax.default_backend() != "cpu":
         return Overhead()
-    workers = getattr(run.config.data, "workers", 0)
     batches = PREFETCHED_BATCHES + 3
     written = without_frozen(run.state_shapes)
-    return process_memory.overhead(written, run.batch_shapes, batches, workers)
+    return process_memory.overhead(written, run.batch_shapes, batches)
 
 
 def reserve(run: Setup, target: Target | None = None) -> int:

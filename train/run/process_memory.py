@@ -9,7 +9,6 @@ import jax
 from fnet.cpu.heap import release_free_memory
 from fnet.measured import ALLOCATOR, RUNTIME
 from fnet.memory import format_bytes, tree_bytes
-from train.data.workers import SLOT_BYTES, SLOTS_PER_WORKER
 
 IN_FLIGHT = 32 * 2**20
 """Bytes of a state, besides its largest array, that are written or read at a time on CPU."""
@@ -26,7 +25,6 @@ class Overhead(NamedTuple):
       background: Copies of a small state that is written while steps run.
       checkpoint: Arrays of a large state on their way to disk, while no step runs.
       allocator: Gaps that the C library leaves between arrays.
-      workers: Memory that this process shares with those that decode images.
     """
 
     runtime: int = 0
@@ -34,12 +32,11 @@ class Overhead(NamedTuple):
     background: int = 0
     checkpoint: int = 0
     allocator: int = 0
-    workers: int = 0
 
     @property
     def always(self) -> int:
         """Bytes in addition to a program that runs."""
-        return self.runtime + self.batches + self.background + self.allocator + self.workers
+        return self.runtime + self.batches + self.background + self.allocator
 
     def __str__(self) -> str:
         """Describe the parts in one line."""
@@ -49,8 +46,6 @@ class Overhead(NamedTuple):
             "checkpoints": self.background,
             "gaps between arrays": self.allocator,
         }
-        if self.workers:
-            parts["shared with data.workers"] = self.workers
         return ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
 
     def peak(self, state_bytes: int, *programs: int) -> int:
@@ -63,14 +58,13 @@ class Overhead(NamedTuple):
         return self.always + max(state_bytes + self.checkpoint, *programs)
 
 
-def overhead(state: Any, batch: Any, batches: int, workers: int = 0) -> Overhead:
+def overhead(state: Any, batch: Any, batches: int) -> Overhead:
     """Estimate the memory of a training process on CPU besides its compiled programs.
 
     Args:
       state: Shapes of the train state.
       batch: Shapes of a batch.
       batches: Number of batches that exist at once.
-      workers: Number of processes that decode images.
     """
     sizes = [tree_bytes(leaf) for leaf in jax.tree.leaves(state)]
     in_background = sum(sizes) <= IN_FLIGHT
@@ -81,7 +75,6 @@ def overhead(state: Any, batch: Any, batches: int, workers: int = 0) -> Overhead
         background=2 * sum(sizes) if in_background else 0,  # the copy, and what is written
         checkpoint=in_flight,
         allocator=int(ALLOCATOR * sum(sizes)),
-        workers=SLOTS_PER_WORKER * workers * SLOT_BYTES,
     )
 
 

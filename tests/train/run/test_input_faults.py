@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import multiprocessing
 import os
 import shutil
 import signal
@@ -22,7 +23,6 @@ from train.data import (
     segmentation_folder,
     text_file,
     training_batches,
-    workers,
 )
 from train.data.unreadable import UnreadableFiles
 from train.run.planning import StepCache
@@ -143,16 +143,8 @@ def saved_step(printed):
 def test_a_killed_worker_ends_the_run_without_losing_a_step(
     workplace, images, undisturbed, monkeypatch, capsys
 ):
-    pools, start = [], workers.Workers._start
-
-    def recorded(self):
-        start(self)
-        pools.append(self._pool)
-
-    monkeypatch.setattr(workers.Workers, "_start", recorded)
-
     def kill():
-        os.kill(next(iter(pools[0]._processes)), signal.SIGKILL)
+        os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
 
     with monkeypatch.context() as patch:
         at_step(4, patch, kill)

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from program_cases import state_of
 
-from train.data.workers import SLOT_BYTES
 from train.run import process_memory
 from train.run.checkpoints import Checkpoints
 from train.run.process_memory import IN_FLIGHT, HighWater, overhead
@@ -91,6 +90,3 @@ def test_small_states_are_written_while_steps_run_and_large_ones_between_them():
     assert large.peak(2**28, step) == large.always + 2**28 + large.checkpoint
     assert small.peak(2**20, step) == small.always + step
     assert "checkpoints 2.00 MiB" in str(small)
-    with_workers = overhead(shapes(2**20), {}, 1, workers=2)
-    assert with_workers.always == small.always + 4 * SLOT_BYTES
-    assert "shared with data.workers 32.00 MiB" in str(with_workers)
