@@ -25,6 +25,7 @@ from fnet.jaxpr.axes import (
     row_of,
     separate_factor,
     slope,
+    stops_gradients,
 )
 from fnet.jaxpr.interpreter import (
     CHECKPOINT,
@@ -45,6 +46,7 @@ from fnet.jaxpr.interpreter import (
     inline,
     inner_jaxprs,
     interpret,
+    is_checkpoint,
     is_reference,
     nbytes,
     primitive_names,
@@ -89,6 +91,7 @@ __all__ = [
     "inline",
     "inner_jaxprs",
     "interpret",
+    "is_checkpoint",
     "is_elementwise",
     "is_identity",
     "is_linear_in",
@@ -108,6 +111,7 @@ __all__ = [
     "slope",
     "source_line",
     "splice",
+    "stops_gradients",
     "switch",
     "with_bodies",
 ]

@@ -232,6 +232,11 @@ def places_once(eqn: JaxprEqn) -> bool:
     return sizes[0] == sizes[1]
 
 
+def stops_gradients(eqn: JaxprEqn) -> bool:
+    """Whether an equation is a `jax.lax.stop_gradient`."""
+    return eqn.primitive.name == "stop_gradient"
+
+
 def combines_devices(eqn: JaxprEqn) -> bool:
     """Whether every element of a result comes from the same element on several devices."""
     row = row_of(eqn)

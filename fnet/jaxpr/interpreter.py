@@ -166,6 +166,11 @@ def called_jaxpr(eqn: JaxprEqn, *, custom_derivatives: bool = False) -> ClosedJa
     return None
 
 
+def is_checkpoint(eqn: JaxprEqn) -> bool:
+    """Whether an equation is a `jax.checkpoint`."""
+    return eqn.primitive.name in CHECKPOINT
+
+
 def call_like(eqn: JaxprEqn, f: Callable[..., T]) -> Callable[..., T]:
     """Wrap ``f`` in the `jax.checkpoint` of ``eqn``, if the equation is one.
 
@@ -185,6 +190,7 @@ class Scan(NamedTuple):
       body: ``(consts, carry, xs) -> (carry, ys)``, flat, for one iteration.
       num_consts: number of inputs that are the same in every iteration.
       num_carry: number of inputs that pass from iteration to iteration.
+      length: number of iterations.
       run: ``(f, carry, xs) -> (carry, ys)``: the same loop with another body
         ``f(carry, xs) -> (carry, ys)``.
     """
@@ -192,6 +198,7 @@ class Scan(NamedTuple):
     body: ClosedJaxpr
     num_consts: int
     num_carry: int
+    length: int
     run: Callable[[Callable[..., Any], Any, Any], tuple[Any, Any]]
 
     @classmethod
@@ -211,7 +218,12 @@ class Scan(NamedTuple):
         def run(f: Callable[..., Any], carry: Any, xs: Any) -> tuple[Any, Any]:
             return jax.lax.scan(f, carry, xs, length, params["reverse"], params["unroll"])
 
-        return cls(body, num_consts, num_carry, run)
+        return cls(body, num_consts, num_carry, length, run)
+
+    @classmethod
+    def read(cls, eqn: JaxprEqn) -> "Scan | None":
+        """Take an equation apart if it is a scan, else return None."""
+        return cls.of(eqn) if eqn.primitive.name == "scan" else None
 
     def split(self, inputs: Sequence[T]) -> tuple[list[T], list[T], list[T]]:
         """Split one value per input of the equation into ``(consts, carry, xs)``."""

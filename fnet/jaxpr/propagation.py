@@ -23,6 +23,7 @@ from fnet.jaxpr.interpreter import (
     While,
     called_jaxpr,
     interpret,
+    is_checkpoint,
     is_reference,
     scopes,
     with_bodies,
@@ -39,11 +40,13 @@ class Site(NamedTuple):
         condition of a loop has an index of its own in between.
       scopes: Named scopes, outermost first.
       lengths: Lengths of the scans around it, outermost first.
+      in_checkpoint: Whether it is inside of a `jax.checkpoint`.
     """
 
     path: tuple[int, ...] = ()
     scopes: tuple[str, ...] = ()
     lengths: tuple[int, ...] = ()
+    in_checkpoint: bool = False
 
 
 class Propagation(abc.ABC, Generic[S]):
@@ -107,7 +110,8 @@ class Propagation(abc.ABC, Generic[S]):
 
         def handle(eqn: JaxprEqn, states: list[S]) -> Sequence[S]:
             path = (*site.path, next(index))
-            return self.visit(eqn, states, Site(path, site.scopes + scopes(eqn), site.lengths))
+            here = site._replace(path=path, scopes=site.scopes + scopes(eqn))
+            return self.visit(eqn, states, here)
 
         return interpret(closed, inputs, handle, self.constant)
 
@@ -131,7 +135,8 @@ class Propagation(abc.ABC, Generic[S]):
 
     def call(self, eqn: JaxprEqn, inner: ClosedJaxpr, states: list[S], site: Site) -> Sequence[S]:
         """Follow a `jax.jit` or a `jax.checkpoint`."""
-        return self.run(inner, states, site)
+        in_checkpoint = site.in_checkpoint or is_checkpoint(eqn)
+        return self.run(inner, states, site._replace(in_checkpoint=in_checkpoint))
 
     def custom(self, eqn: JaxprEqn, states: list[S], site: Site) -> Sequence[S]:
         """Follow a `jax.custom_jvp` or `jax.custom_vjp` as the function that it is."""

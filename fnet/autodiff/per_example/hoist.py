@@ -20,7 +20,6 @@ from fnet.autodiff.per_example.derived import find_derived
 from fnet.autodiff.per_example.taps import DATA, State, View
 from fnet.backward_pass import FINISH_TOGETHER, finish_together
 from fnet.jaxpr import (
-    CHECKPOINT,
     Scan,
     aval,
     call_like,
@@ -31,6 +30,7 @@ from fnet.jaxpr import (
     in_scopes,
     inline,
     interpret,
+    is_checkpoint,
     is_separable,
 )
 
@@ -71,8 +71,8 @@ def _run(closed: ClosedJaxpr, values: Sequence[_Value]) -> list[_Value]:
 
 
 def _equation(eqn: JaxprEqn, values: list[_Value]) -> Sequence[_Value]:
-    name, inner = eqn.primitive.name, called_jaxpr(eqn)
-    if inner is not None and name not in CHECKPOINT:
+    inner = called_jaxpr(eqn)
+    if inner is not None and not is_checkpoint(eqn):
         with in_scopes(eqn):
             return _run(inner, values)
     if eqn.primitive is FINISH_TOGETHER:
@@ -86,8 +86,8 @@ def _equation(eqn: JaxprEqn, values: list[_Value]) -> Sequence[_Value]:
     outputs = None
     if inner is not None:
         outputs = _checkpoint(eqn, inline(inner), values)
-    elif name == "scan":
-        outputs = _scan(eqn, values)
+    elif (scan := Scan.read(eqn)) is not None:
+        outputs = _scan(eqn, scan, values)
     outputs = evaluate(eqn, arrays) if outputs is None else outputs
     return [_Value(a, False, True) for a in outputs]
 
@@ -119,9 +119,8 @@ def _checkpoint(eqn: JaxprEqn, body: ClosedJaxpr, values: list[_Value]) -> list[
         return call_like(eqn, function)(arrays, evaluate_from(jaxpr, variables, known))
 
 
-def _scan(eqn: JaxprEqn, values: list[_Value]) -> list[Any] | None:
-    scan, length = Scan.of(eqn), eqn.params["length"]
-    body = inline(scan.body)
+def _scan(eqn: JaxprEqn, scan: Scan, values: list[_Value]) -> list[Any] | None:
+    length, body = scan.length, inline(scan.body)
     jaxpr = body.jaxpr
     consts, carry, xs = scan.split(values)
     const_vars, carry_vars, x_vars = scan.split(jaxpr.invars)

@@ -24,7 +24,7 @@ from fnet.autodiff.per_example.derived import Group
 from fnet.autodiff.per_example.ghost_norm import Dot
 from fnet.autodiff.per_example.parameter_gradients import UseInputs, is_same_view
 from fnet.autodiff.per_example.taps import Use, View
-from fnet.jaxpr import called_jaxpr, evaluate, interpret, is_linear_in, slope
+from fnet.jaxpr import called_jaxpr, evaluate, interpret, is_linear_in, slope, stops_gradients
 from fnet.precision import sum_dtype
 
 
@@ -101,7 +101,7 @@ def _follow(eqn: JaxprEqn, values: list[_Value]) -> Sequence[_Value]:
     arrays = evaluate(eqn, [v.array for v in values])
     operands = [k for k, v in enumerate(values) if v.sum]
     floating = all(jnp.issubdtype(a.dtype, jnp.floating) for a in arrays)
-    if not operands or eqn.primitive.name == "stop_gradient":
+    if not operands or stops_gradients(eqn):
         return [_Value(a, ()) for a in arrays]
     if not floating:
         raise _NotASumError

@@ -33,9 +33,10 @@ from fnet.autodiff.per_example.ghost_norm import (
     upper_squared_norms,
 )
 from fnet.jaxpr import (
-    CHECKPOINT,
     Arrangement,
+    Propagation,
     Scan,
+    Site,
     arrangements,
     aval,
     call_like,
@@ -46,6 +47,7 @@ from fnet.jaxpr import (
     is_identity,
     is_linear_in,
     slope,
+    stops_gradients,
 )
 from fnet.mesh import argument_like
 
@@ -170,7 +172,7 @@ def takes_part(eqn: JaxprEqn, states: Sequence[State]) -> bool:
 def after_parameters(eqn: JaxprEqn, states: Sequence[State]) -> Sequence[State]:
     """Return the states of the results of an equation that no data takes part in."""
     with_gradient = [(k, state) for k, state in enumerate(states) if state is not None]
-    if eqn.primitive.name == "stop_gradient" or not with_gradient:
+    if stops_gradients(eqn) or not with_gradient:
         return [None] * len(eqn.outvars)
     (number, state), *others = with_gradient
     if isinstance(state, View) and not others:
@@ -247,7 +249,7 @@ def find_uses(closed: ClosedJaxpr, params: int) -> Uses:
     search = _Search()
     views = [View.whole(i, v.aval.shape) for i, v in enumerate(closed.jaxpr.invars[:params])]
     data = [DATA] * (len(closed.jaxpr.invars) - params)
-    losses, *_ = search.visit(closed, [*views, *data], (), ())
+    losses, *_ = search.run(closed, [*views, *data])
     search.add_unknown([losses])  # The loss itself may be a view of a parameter.
     nonlinear = {u.view.param for u in search.uses if isinstance(u.equation, AnyEquation)}
     unknown = frozenset(search.unknown)
@@ -255,91 +257,78 @@ def find_uses(closed: ClosedJaxpr, params: int) -> Uses:
     return uses._replace(uses=uses.without(unknown))
 
 
-class _Search:
+class _Search(Propagation[State]):
+    """Follow views of parameters to the equations in which they meet data."""
+
     def __init__(self) -> None:
         self.uses: list[Use] = []
         self.unknown: set[int] = set()
-        self.checkpoints = 0
 
-    def visit(
-        self,
-        closed: ClosedJaxpr,
-        inputs: Sequence[State],
-        path: Path,
-        scan_lengths: tuple[int, ...],
-    ) -> list[State]:
-        """Follow views through a jaxpr and return the states of its results."""
-        index = itertools.count()
+    def constant(self, value: Any) -> State:
+        """Constants have no gradient."""
+        return None
 
-        def handle(eqn: JaxprEqn, states: list[State]) -> Sequence[State]:
-            eqn_path = (*path, next(index))
-            return self._equation(eqn, states, eqn_path, scan_lengths)
+    def join(self, states: Sequence[State]) -> State:
+        """Branches are single equations here, and the carry of a scan is data."""
+        raise NotImplementedError
 
-        return interpret(closed, inputs, handle, lambda constant: None)
+    def chosen(self, predicate: State, states: Sequence[State]) -> Sequence[State]:
+        """Branches are single equations here."""
+        raise NotImplementedError
 
-    def _equation(
-        self, eqn: JaxprEqn, states: list[State], path: Path, scan_lengths: tuple[int, ...]
-    ) -> Sequence[State]:
+    def visit(self, eqn: JaxprEqn, states: list[State], site: Site) -> Sequence[State]:
+        """Enter calls, and scans in which data takes part."""
         if (inner := called_jaxpr(eqn)) is not None:
-            self.checkpoints += eqn.primitive.name in CHECKPOINT
-            results = self.visit(inner, states, path, scan_lengths)
-            self.checkpoints -= eqn.primitive.name in CHECKPOINT
-            return results
+            return self.call(eqn, inner, states, site)
         if is_identity(eqn):
             return states
         if not takes_part(eqn, states):
             return after_parameters(eqn, states)
-        if eqn.primitive.name == "scan":
-            self._scan(eqn, states, path, scan_lengths)
-        elif eqn.primitive.name != "stop_gradient":
-            operands = [k for k, state in enumerate(states) if state not in (None, DATA)]
-            if len(operands) != 1 or not self._add_use(
-                eqn, states, operands[0], path, scan_lengths
-            ):
-                self.add_unknown(states)
+        if (scan := Scan.read(eqn)) is not None:
+            self._enter(scan, states, site)
+        elif not stops_gradients(eqn):
+            self.equation(eqn, states, site)
         return [DATA] * len(eqn.outvars)
 
-    def _add_use(
-        self,
-        eqn: JaxprEqn,
-        states: list[State],
-        operand: int,
-        path: Path,
-        scan_lengths: tuple[int, ...],
-    ) -> bool:
+    def equation(self, eqn: JaxprEqn, states: list[State], site: Site) -> Sequence[State]:
+        """Add the use of a view, or say that its parameter has another use."""
+        operands = [k for k, state in enumerate(states) if state not in (None, DATA)]
+        if len(operands) != 1 or not self._add_use(eqn, states, operands[0], site):
+            self.add_unknown(states)
+        return [DATA] * len(eqn.outvars)
+
+    def _add_use(self, eqn: JaxprEqn, states: list[State], operand: int, site: Site) -> bool:
         """Add the equation of data and a view."""
         view = states[operand]
         if not isinstance(view, View):
             return False
-        in_checkpoint = self.checkpoints > 0
+        path, lengths, in_checkpoint = site.path, site.lengths, site.in_checkpoint
         shapes = [jax.ShapeDtypeStruct(aval(v).shape, aval(v).dtype) for v in eqn.outvars]
         linear = linear_equation(eqn, operand)
         if linear and not (linear.requires_unique_elements and view.has_repeats):
             fits = in_checkpoint and norm_fits(linear, eqn)
-            self.uses.append(Use(path, view, linear, scan_lengths, shapes[0], in_checkpoint, fits))
+            self.uses.append(Use(path, view, linear, lengths, shapes[0], in_checkpoint, fits))
             return True
         # Every iteration of a scan would save the parameter.
         equation = AnyEquation.read(eqn, operand)
-        if scan_lengths or DATA not in states or not equation:
+        if lengths or DATA not in states or not equation:
             return False
-        self.uses.append(Use(path, view, equation, scan_lengths, shapes, in_checkpoint))
+        self.uses.append(Use(path, view, equation, lengths, shapes, in_checkpoint))
         return True
 
-    def _scan(
-        self, eqn: JaxprEqn, states: list[State], path: Path, scan_lengths: tuple[int, ...]
-    ) -> None:
-        scan = Scan.of(eqn)
+    def _enter(self, scan: Scan, states: list[State], site: Site) -> None:
         consts, carry, xs = scan.split(states)
         self.add_unknown(carry)
         slices = [
-            state.sliced_by_scan(len(scan_lengths)) if isinstance(state, View) else state
+            state.sliced_by_scan(len(site.lengths)) if isinstance(state, View) else state
             for state in xs
         ]
         inputs = [*consts, *[DATA] * scan.num_carry, *slices]
-        inner_lengths = (*scan_lengths, eqn.params["length"])
-        self.add_unknown(self.visit(scan.body, inputs, path, inner_lengths))
+        inside = site._replace(lengths=(*site.lengths, scan.length))
+        self.add_unknown(self.run(scan.body, inputs, inside))
 
     def add_unknown(self, states: Sequence[State]) -> None:
+        """Remember the parameters of these states: they meet data in another way."""
         self.unknown |= params_of(states)
 
 
@@ -405,7 +394,7 @@ class _Evaluation(NamedTuple):
             inner_taps = {n: taps[n] for n in self._within(eqn_path)}
             if not inner_taps:
                 return evaluate(eqn, inputs)
-            run_inner = self._scan if eqn.primitive.name == "scan" else self._call
+            run_inner = self._call if Scan.read(eqn) is None else self._scan
             with in_scopes(eqn):
                 outputs, inner_data = run_inner(eqn, inputs, eqn_path, inner_taps)
             data.update(inner_data)
