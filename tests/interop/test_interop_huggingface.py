@@ -1,6 +1,7 @@
 """Published language models give the logits, the tokens and the tensors of transformers."""
 
 import functools
+from pathlib import Path
 
 import chex
 import jax
@@ -27,6 +28,12 @@ def loaded(name):
 def test_every_family_has_a_case():
     cases = CONFIGS | pretrained_image_cases.CONFIGS
     assert {c["model_type"] for c in cases.values() if "model_type" in c} == FAMILIES.keys()
+
+
+def test_the_page_lists_every_family():
+    page = (Path(__file__).parents[2] / "docs" / "weights.md").read_text()
+    rows = "\n".join(line for line in page.splitlines() if line.startswith("| "))
+    assert {f for f in FAMILIES if f"`{f}`" not in rows} == set()
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -172,6 +179,9 @@ EXTRAS = {
               "transformers.js_config": {"dtype": "q4"}},
     "gpt2": {"_num_labels": 1, "n_ctx": 1024, "summary_type": "cls_index",
              "task_specific_params": {"text-generation": {"max_length": 50}}},
+    "phi3": {"full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False},
+    # transformers 5 writes infinity as an object.
+    "mamba2": {"time_step_limit": [0.0, {"__float__": "Infinity"}]},
     "mamba": {"d_model": 32, "d_inner": 64, "fused_add_norm": True, "rms_norm": True,
               "pad_vocab_size_multiple": 8, "ssm_cfg": {}, "rescale_prenorm_residual": False},
 }  # fmt: skip

@@ -24,6 +24,7 @@ from fnet.interop.huggingface.decoders import Decoder as Decoder
 from fnet.interop.huggingface.family import FAMILIES as FAMILIES
 from fnet.interop.huggingface.family import Family as Family
 from fnet.interop.huggingface.family import register as register
+from fnet.interop.huggingface.family import table as table
 from fnet.interop.huggingface.images import Preprocessing as Preprocessing
 from fnet.interop.huggingface.images import preprocessing as preprocessing
 from fnet.interop.huggingface.options import Option as Option
@@ -42,8 +43,8 @@ def family_of(config: Mapping[str, Any]) -> Family:
 
     Example:
       >>> from fnet.interop.huggingface import family_of
-      >>> family_of({"model_type": "gemma2"}).title
-      'Gemma 2'
+      >>> family_of({"model_type": "gemma2"}).architectures
+      ('Gemma2ForCausalLM',)
     """
     kind = config.get("model_type")
     if kind is None and "architecture" in config:

@@ -332,12 +332,11 @@ def _smollm_rotates(options: Options) -> Sequence[int]:
     return rotates
 
 
-_LLAMA = Decoder("llama", "Llama 2 and 3", ("LlamaForCausalLM",))
+_LLAMA = Decoder("llama", ("LlamaForCausalLM",))
 
 _GEMMA = _LLAMA.like(
     "gemma",
-    "Gemma 1",
-    ("GemmaForCausalLM",),
+    "GemmaForCausalLM",
     head_dim=Option("head_dim", 256),
     norm_offset=1.0,
     activation=_gemma_activation,
@@ -347,8 +346,7 @@ _GEMMA = _LLAMA.like(
 )
 _GEMMA2 = _GEMMA.like(
     "gemma2",
-    "Gemma 2",
-    ("Gemma2ForCausalLM",),
+    "Gemma2ForCausalLM",
     names={**LLAMA_NAMES, **AROUND},
     scale=lambda options: options.get("query_pre_attn_scalar", 256) ** -0.5,
     soft_cap=Option("attn_logit_softcapping", 50.0, nullable=True),
@@ -358,8 +356,7 @@ _GEMMA2 = _GEMMA.like(
 )
 _QWEN3 = _LLAMA.like(
     "qwen3",
-    "Qwen 3",
-    ("Qwen3ForCausalLM",),
+    "Qwen3ForCausalLM",
     head_dim=Option("head_dim", 128),
     qk_norm="head",
     window=_optional_window,
@@ -370,14 +367,12 @@ register(
     _LLAMA,
     _LLAMA.like(
         "mistral",
-        "Mistral",
-        ("MistralForCausalLM",),
+        "MistralForCausalLM",
         window=Option("sliding_window", 4096, nullable=True),
     ),
     _QWEN3.like(
         "qwen2",
-        "Qwen 2 and 2.5",
-        ("Qwen2ForCausalLM",),
+        "Qwen2ForCausalLM",
         head_dim=Option("head_dim", None),
         qk_norm=None,
         bias=True,
@@ -386,8 +381,7 @@ register(
     _QWEN3,
     _QWEN3.like(
         "smollm3",
-        "SmolLM 3",
-        ("SmolLM3ForCausalLM",),
+        "SmolLM3ForCausalLM",
         head_dim=Option("head_dim", None),
         qk_norm=None,
         tied=Option("tie_word_embeddings", True),
@@ -398,8 +392,7 @@ register(
     _GEMMA2,
     _GEMMA2.like(
         "gemma3_text",
-        "Gemma 3 (text)",
-        ("Gemma3ForCausalLM",),
+        "Gemma3ForCausalLM",
         qk_norm="head",
         soft_cap=Option("attn_logit_softcapping", None),
         logit_soft_cap=Option("final_logit_softcapping", None),
@@ -409,16 +402,14 @@ register(
     ),
     _LLAMA.like(
         "olmo2",
-        "OLMo 2",
-        ("Olmo2ForCausalLM",),
+        "Olmo2ForCausalLM",
         names={**LLAMA_NAMES, **AFTER},
         eps=Option("rms_norm_eps", 1e-5),
         qk_norm="heads",
     ),
     _LLAMA.like(
         "phi3",
-        "Phi-3 and Phi-4",
-        ("Phi3ForCausalLM",),
+        "Phi3ForCausalLM",
         eps=Option("rms_norm_eps", 1e-5),
         fused=True,
         window=Option("sliding_window", None),
@@ -428,7 +419,6 @@ register(
     ),
     Decoder(
         "gpt2",
-        "GPT-2",
         ("GPT2LMHeadModel",),
         prefix="transformer.",
         names=_GPT2_NAMES,

@@ -38,7 +38,6 @@ class Family:
 
     Attributes:
       model_type: ``model_type`` in ``config.json``.
-      title: Its name in the pages.
       architectures: Names of the classes with the head that is supported.
       names: Names of the tensors, the same for reading and writing; see `table`. ``ROOT`` stands
         for the model type.
@@ -53,7 +52,6 @@ class Family:
     """
 
     model_type: str
-    title: str
     architectures: tuple[str, ...]
     _: dataclasses.KW_ONLY
     names: Any
@@ -64,12 +62,10 @@ class Family:
     interpolation: Interpolation | None = None
     part: Callable[[Options], Options] = lambda options: options
 
-    def like(
-        self, model_type: str, title: str, architectures: tuple[str, ...], **fields: Any
-    ) -> Self:
+    def like(self, model_type: str, *architectures: str, **fields: Any) -> Self:
         """Return a family that differs in some fields."""
         return dataclasses.replace(
-            self, model_type=model_type, title=title, architectures=architectures, **fields
+            self, model_type=model_type, architectures=architectures, **fields
         )
 
     def network(
@@ -141,9 +137,7 @@ def register(*families: Family) -> None:
 
     Example:
       >>> from fnet.interop.huggingface import FAMILIES, build_model, register
-      >>> register(
-      ...     FAMILIES["llama"].like("my_llama", "My Llama", (), residual_scale=0.5)
-      ... )
+      >>> register(FAMILIES["llama"].like("my_llama", residual_scale=0.5))
       >>> sizes = {"vocab_size": 11, "hidden_size": 8, "intermediate_size": 16}
       >>> sizes |= {"num_hidden_layers": 1, "num_attention_heads": 2}
       >>> model = build_model({"model_type": "my_llama"} | sizes)

@@ -212,7 +212,6 @@ def _embed_scale(options: Options) -> float:
 
 _MAMBA = _Mamba(
     "mamba",
-    "Mamba 1",
     ("MambaForCausalLM",),
     names={**_NAMES, **_MAMBA_NAMES},
     tied=Option("tie_word_embeddings", True),
@@ -222,13 +221,11 @@ register(
     _MAMBA,
     _MAMBA.like(
         "falcon_mamba",
-        "Falcon Mamba",
-        ("FalconMambaForCausalLM",),
+        "FalconMambaForCausalLM",
         select_norm_eps=Option("mixer_rms_eps", 1e-6),
     ),
     _Mamba2(
         "mamba2",
-        "Mamba 2",
         ("Mamba2ForCausalLM",),
         names={**_NAMES, **_MAMBA2_NAMES},
         # transformers ignores norm_before_gate: its norm is an RMS norm of the gated output.
@@ -236,7 +233,6 @@ register(
     ),
     _RecurrentGemma(
         "recurrent_gemma",
-        "RecurrentGemma",
         ("RecurrentGemmaForCausalLM",),
         names=_recurrent_gemma_names,
         activation=Option("hidden_activation", "gelu_pytorch_tanh"),

@@ -208,7 +208,6 @@ def _convnext_names(options: Options) -> Names:
 
 _VIT = ImageTransformer(
     "vit",
-    "ViT of timm",
     (),
     prefix=None,
     part=_part,
@@ -239,7 +238,6 @@ _VIT = ImageTransformer(
 
 _CONVNEXT = ConvNeXt(
     "convnext",
-    "ConvNeXt of timm",
     (),
     prefix=None,
     part=_part,

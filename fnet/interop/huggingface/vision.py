@@ -351,7 +351,6 @@ def _dinov2_names(options: Options) -> Names:
 
 _VIT = ImageTransformer(
     "vit",
-    "ViT",
     ("ViTForImageClassification", "ViTModel"),
     prefix="vit.",
     names=_VIT_NAMES,
@@ -361,7 +360,6 @@ _VIT = ImageTransformer(
 )
 _DINOV2 = ImageTransformer(
     "dinov2",
-    "DINOv2",
     ("Dinov2Model", "Dinov2ForImageClassification"),
     prefix="dinov2.",
     names=_dinov2_names,
@@ -379,7 +377,6 @@ _DINOV2 = ImageTransformer(
 )
 _CLIP = ImageTransformer(
     "clip_vision_model",
-    "CLIP's image tower",
     ("CLIPVisionModel", "CLIPVisionModelWithProjection"),
     prefix="vision_model.",
     names=_TOWER_NAMES,
@@ -393,8 +390,7 @@ _CLIP = ImageTransformer(
 )
 _SIGLIP = _CLIP.like(
     "siglip_vision_model",
-    "SigLIP's image tower",
-    ("SiglipVisionModel",),
+    "SiglipVisionModel",
     patch=Option("patch_size", 16),
     activation=Option("hidden_act", "gelu_pytorch_tanh"),
     eps=Option("layer_norm_eps", 1e-6),
@@ -406,7 +402,6 @@ _SIGLIP = _CLIP.like(
 )
 _CONVNEXT = ConvNeXt(
     "convnext",
-    "ConvNeXt 1",
     ("ConvNextForImageClassification", "ConvNextModel"),
     prefix="convnext.",
     names=_CONVNEXT_NAMES,
@@ -419,16 +414,17 @@ register(
     _VIT,
     _VIT.like(
         "deit",
-        "DeiT",
-        ("DeiTForImageClassification", "DeiTForImageClassificationWithTeacher", "DeiTModel"),
+        "DeiTForImageClassification",
+        "DeiTForImageClassificationWithTeacher",
+        "DeiTModel",
         prefix="deit.",
         distillation_token=True,
     ),
     _DINOV2,
     _DINOV2.like(
         "dinov2_with_registers",
-        "DINOv2 with registers",
-        ("Dinov2WithRegistersModel", "Dinov2WithRegistersForImageClassification"),
+        "Dinov2WithRegistersModel",
+        "Dinov2WithRegistersForImageClassification",
         prefix="dinov2_with_registers.",
         patch=Option("patch_size", 16),
         registers=Option("num_register_tokens", 4),
@@ -436,16 +432,14 @@ register(
         interpolation="bicubic_antialiased",
     ),
     _CLIP,
-    _CLIP.like("clip", "CLIP", ("CLIPModel",), prefix=None, others=_TEXT_TOWER, part=_image_tower),
+    _CLIP.like("clip", "CLIPModel", prefix=None, others=_TEXT_TOWER, part=_image_tower),
     _SIGLIP,
-    _SIGLIP.like(
-        "siglip", "SigLIP", ("SiglipModel",), prefix=None, others=_TEXT_TOWER, part=_image_tower
-    ),
+    _SIGLIP.like("siglip", "SiglipModel", prefix=None, others=_TEXT_TOWER, part=_image_tower),
     _CONVNEXT,
     _CONVNEXT.like(
         "convnextv2",
-        "ConvNeXt 2",
-        ("ConvNextV2ForImageClassification", "ConvNextV2Model"),
+        "ConvNextV2ForImageClassification",
+        "ConvNextV2Model",
         prefix="convnextv2.",
         scale=None,
         response_norm=True,
