@@ -23,7 +23,6 @@ from benchmarks.claims import Claim, argument_parser, publish
 from train.config import Checkpoint, Config, Digits, Optim, PreactResNet, Train
 from train.run import loop, programs
 from train.run.planning import Planned, StepCache
-from train.run.setup import Setup
 
 WARMUP = 30
 """Steps before the first timed one."""
@@ -42,8 +41,9 @@ def config(width: int, steps: int, checkpoint_every: int) -> Config:
 class Interleaved(StepCache):
     """The loop's step; after every ``block`` of them, it times as many steps alone."""
 
-    def __init__(self, block: int, run: Setup, planned: Planned, *rest: Any):
-        super().__init__(run, planned, *rest)
+    def __init__(self, block: int, planned: Planned, *rest: Any):
+        super().__init__(planned, *rest)
+        run = planned.run
         self._block, self._program = block, planned.executable
         self._state: Any = run.init(jax.random.key(0))
         self._batch = next(run.training_batches(0))

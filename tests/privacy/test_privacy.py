@@ -403,9 +403,9 @@ def test_a_private_step_is_planned_within_a_budget(quantile, workplace, monkeypa
         for step in (run.step, planned.executable)
     )
     chex.assert_trees_all_close(whole, parts, atol=1e-6)  # the same noise, too
-    largest, step = largest_batch(run, 2 * peak)
-    assert largest.config.data.batch_size > 512
-    assert step.executable.report.peak.total <= 2 * peak
+    largest = largest_batch(run, 2 * peak)
+    assert largest.run.config.data.batch_size > 512
+    assert largest.executable.report.peak.total <= 2 * peak
 
 
 def test_the_noise_scale_is_a_ratio_of_exponential_averages():

@@ -87,7 +87,7 @@ def predict_memory(config: Config, options: MemoryArguments, console: Console) -
             for target in targets
         ]
         first = predictions[0]
-        report = memory_report(first.run, first.planned)
+        report = memory_report(first.planned)
     memory, plan = StepMemory.model_validate(report), first.planned.plan
     process = overhead(first.run, first.target)
     if len(predictions) == 1:

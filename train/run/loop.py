@@ -105,8 +105,7 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
         programs = compile_programs(run, weights, unreadable, console)
         last = max(folder.saved_steps, default=0)  # later lines are dropped
         earlier = [x for x in read_metrics(folder.metrics) if x["step"] <= last] if resume else []
-        facts = before_training(run, programs.planned, programs.predicted_bytes, earlier)
-        print_facts(console, facts)
+        print_facts(console, before_training(programs, earlier))
         if run.privacy:
             log(f"privacy: {run.privacy.describe(run.steps)}")
             log(describe_seeds(folder, config))

@@ -13,7 +13,7 @@ _MAX_LAYERS = 20
 """Largest number of rows in a table and of bars in a plot."""
 
 
-def memory_report(run: Setup, planned: Planned) -> dict[str, Any]:
+def memory_report(planned: Planned) -> dict[str, Any]:
     """Return the contents of memory.json.
 
     ``live_bytes`` and ``largest_at_peak`` are empty if the compiler does not report the schedule,
@@ -23,7 +23,7 @@ def memory_report(run: Setup, planned: Planned) -> dict[str, Any]:
         timeline = planned.executable.report.peak.timeline
     except ValueError:
         timeline = None
-    residuals = residuals_by_layer(run, planned.policy, planned.microbatches)
+    residuals = residuals_by_layer(planned.run, planned.policy, planned.microbatches)
     return planned.executable.report.as_dict() | {
         "policy": str(planned.policy),
         "microbatches": planned.microbatches,

@@ -33,6 +33,7 @@ class Planned(NamedTuple):
     """A compiled train step.
 
     Attributes:
+      run: The run whose step it is.
       executable: Compiled step with its report.
       policy: Remat policy: a key of `fnet.memory.REMAT_POLICIES`, or one that was planned.
       microbatches: Number of microbatches.
@@ -40,6 +41,7 @@ class Planned(NamedTuple):
       remat: Effect of the policy on the compiled program; None without remat.
     """
 
+    run: Setup
     executable: Executable
     policy: str | Policy
     microbatches: int
@@ -63,8 +65,8 @@ def compile_step(
     if run.config.memory.budget:
         return compile_chosen(run, plan(run, target=target, progress=progress), target=target)
     policy, microbatches = _policy(run), run.step.microbatches
-    planned = Planned(_compile(run, policy, microbatches, target), policy, microbatches)
-    return _with_remat(run, planned, target)
+    planned = Planned(run, _compile(run, policy, microbatches, target), policy, microbatches)
+    return _with_remat(planned, target)
 
 
 class StepCache:
@@ -76,9 +78,9 @@ class StepCache:
       num_programs: Number of compiled programs.
     """
 
-    def __init__(self, run: Setup, planned: Planned, log: Callable[[str], None]):
-        self._run, self._planned, self._log = run, planned, log
-        self._executables = {_signature(run.batch_shapes): planned.executable}
+    def __init__(self, planned: Planned, log: Callable[[str], None]):
+        self._run, self._planned, self._log = planned.run, planned, log
+        self._executables = {_signature(planned.run.batch_shapes): planned.executable}
 
     @property
     def num_programs(self) -> int:
@@ -148,7 +150,7 @@ def compile_chosen(run: Setup, plan: Plan, *, target: Target | None = None) -> P
     """Compile the chosen candidate of a plan."""
     c = plan.chosen
     executable = _compile(run, c.policy, c.microbatches, target, c.compiler_options)
-    return _with_remat(run, Planned(executable, c.policy, c.microbatches, plan), target)
+    return _with_remat(Planned(run, executable, c.policy, c.microbatches, plan), target)
 
 
 def plan(run: Setup, *, target: Target | None = None, progress: Progress | None = None) -> Plan:
@@ -197,25 +199,13 @@ def predict(
     """
     first = analyze(run, _policy(run), target)
     if limit is None or _peak(first) <= limit:
-        return _with_remat(run, first, target)
+        return _with_remat(first, target)
     section = dataclasses.replace(run.config.memory, budget=f"{limit + reserve(run, target)}B")
-    run = run._replace(config=dataclasses.replace(run.config, memory=section))
-    chosen = plan(run, target=target, progress=progress)
+    limited = run._replace(config=dataclasses.replace(run.config, memory=section))
+    chosen = plan(limited, target=target, progress=progress)
     c = chosen.chosen
     fitting = analyze(run, c.policy, target, c.microbatches, c.compiler_options)
     return fitting._replace(plan=chosen)
-
-
-class Largest(NamedTuple):
-    """The largest batch that fits.
-
-    Attributes:
-      run: The run with that batch size.
-      planned: Its compiled step.
-    """
-
-    run: Setup
-    planned: Planned
 
 
 def largest_batch(
@@ -224,7 +214,7 @@ def largest_batch(
     *,
     target: Target | None = None,
     progress: SizeProgress | None = None,
-) -> Largest | None:
+) -> Planned | None:
     """Find the largest batch size whose step needs at most ``limit`` bytes.
 
     Two programs give a line, and a third verifies where it meets the limit. With the policy
@@ -238,19 +228,19 @@ def largest_batch(
       progress: called with each batch size and its peak.
 
     Returns:
-      The batch size with its step, or None if not even the smallest one fits.
+      The step of that batch size, or None if not even the smallest one fits.
     """
     policy = run.config.memory.policy
     policies: list[str | Policy] = [policy] if policy != "auto" else ["none", "segments"]
     microbatches = run.step.microbatches
     parts = microbatches * run.devices
-    compiled: dict[int, Largest] = {}
+    compiled: dict[int, Planned] = {}
 
     def peak(size: int) -> int:
         resized = run.with_batch_size(size * parts, microbatches)
         smallest = min((analyze(resized, p, target) for p in policies), key=_peak)
         policies[:] = [smallest.policy]
-        compiled[size] = Largest(resized, smallest)
+        compiled[size] = smallest
         if progress:
             progress(size * parts, _peak(smallest))
         return _peak(smallest) + reserve(resized, target) - reserve(run, target)
@@ -347,19 +337,21 @@ def analyze(
     unoptimized = WITHOUT_OPTIMIZED_CODE if platform == "cpu" else {}
     options = [o | unoptimized for o in candidates]
     smallest = _compile(run, policy, microbatches, target, *options)
-    return Planned(smallest, policy, microbatches)
+    return Planned(run, smallest, policy, microbatches)
 
 
-def _with_remat(run: Setup, planned: Planned, target: Target | None) -> Planned:
+def _with_remat(planned: Planned, target: Target | None) -> Planned:
     """Compare the compiled step with the same one without remat."""
     if str(planned.policy) == "none":
         return planned
     options = planned.executable.report.compiler_options
-    baseline = _compile(run, "none", planned.microbatches, target, options)
+    baseline = _compile(planned.run, "none", planned.microbatches, target, options)
     try:
         remat = memory.check_remat(baseline.compiled, planned.executable.compiled)
     except memory.RematError as error:
-        if run.config.memory.policy == "auto":  # chosen because it fits, not for its savings
+        if (
+            planned.run.config.memory.policy == "auto"
+        ):  # chosen because it fits, not for its savings
             return planned
         raise UserError(f"memory.policy: {planned.policy}: {error}") from error
     return planned._replace(remat=remat)

@@ -16,20 +16,23 @@ class Prediction(NamedTuple):
     """Memory and time of a train step on a device.
 
     Attributes:
-      run: Setup of the run on that device, with the predicted batch size.
-      planned: The compiled step.
+      planned: The compiled step, of the predicted batch size.
       target: The device; None for this machine.
       limit: Bytes that the compiled step may use; None without a budget.
       estimate: Estimated time of a step; None on this machine and on GPUs of unknown rates.
       utilization: Estimated share of the device's peak (MFU); None without an estimate.
     """
 
-    run: Setup
     planned: Planned
     target: Target | None
     limit: int | None
     estimate: roofline.Estimate | None
     utilization: float | None
+
+    @property
+    def run(self) -> Setup:
+        """Setup of the run on that device."""
+        return self.planned.run
 
     @property
     def peak(self) -> memory.Peak:
@@ -110,7 +113,7 @@ def predict_on(
             on = f" of {target.name}" if target else ""
             available = memory.format_bytes(max(most, 0))
             raise UserError(f"not even the smallest batch fits in {available}{on}")
-        run, planned = found
+        planned = found
     else:
         within = most if run.config.memory.budget or run.config.memory.policy == "auto" else None
         try:
@@ -122,9 +125,9 @@ def predict_on(
     estimate = share = None
     if target and target.peaks:
         estimate = roofline.estimate(planned.executable, target.peaks)
-        flops = estimate.total_flops / _extra_flops(run, planned)
+        flops = estimate.total_flops / _extra_flops(planned)
         share = roofline.utilization(flops, estimate.seconds, estimate, target.peaks)
-    return Prediction(run, planned, target, most, estimate, share)
+    return Prediction(planned, target, most, estimate, share)
 
 
 def target_of(given: str, count: int = 1) -> Target:
@@ -147,12 +150,13 @@ def target_of(given: str, count: int = 1) -> Target:
         raise UserError(f"--target: {message}") from error
 
 
-def _extra_flops(run: Setup, planned: Planned) -> float:
+def _extra_flops(planned: Planned) -> float:
     """FLOPs of the step relative to those without remat."""
     if str(planned.policy) == "none":
         return 1.0
 
     def flops(policy: Any) -> int:
+        run = planned.run
         step = run.step.replace(remat=policy, microbatches=planned.microbatches)
         traced = step.trace(run.state_shapes, run.batch_shapes)
         return memory.estimate_cost(traced.jaxpr).flops

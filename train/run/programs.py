@@ -64,11 +64,11 @@ def compile_programs(
         step_bytes = planned.executable.report.peak.total
         return Programs(
             planned,
-            StepCache(run, planned, line_printer(console)),
+            StepCache(planned, line_printer(console)),
             evaluate,
             run.compile_init(weights.variables if weights else None),
             run.compile_schedule(),
-            memory_report(run, planned),
+            memory_report(planned),
             overhead(run).peak(state_bytes, step_bytes, evaluate.peak),
         )
 

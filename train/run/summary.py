@@ -16,7 +16,8 @@ from train.output.curves import describe
 from train.output.formats import duration, number
 from train.output.memory_tables import describe_errors, plan_summary
 from train.output.progress import line_printer
-from train.run.planning import Planned, reserve
+from train.run.planning import reserve
+from train.run.programs import Programs
 from train.run.run_folder import RunFolder, quote
 from train.run.setup import Setup
 from train.tasks.pretrained import FROZEN
@@ -32,18 +33,16 @@ def print_facts(console: Console, facts: Mapping[str, str]) -> None:
             log(part)
 
 
-def before_training(
-    run: Setup, planned: Planned, predicted: int, lines: list[dict[str, Any]]
-) -> dict[str, str]:
+def before_training(programs: Programs, lines: list[dict[str, Any]]) -> dict[str, str]:
     """Summarize a run whose step is compiled: data, network, memory, steps and time.
 
     Args:
-      run: Setup of the run.
-      planned: Its compiled step.
-      predicted: Predicted peak memory per device in bytes.
+      programs: Compiled programs of the run.
       lines: Lines of metrics.jsonl of an earlier part of the run.
     """
-    config, dataset, report = run.config, run.task.dataset, planned.executable.report
+    planned = programs.planned
+    run, report = planned.run, planned.executable.report
+    config, dataset = run.config, run.task.dataset
     path = getattr(config.data, "path", None) or ""
     path = path if isinstance(path, str) else shorten(path)
     num_train = num_examples(dataset.train) - dataset.canaries
@@ -51,7 +50,7 @@ def before_training(
     frozen = jax.tree.leaves(run.state_shapes.model_state.get(FROZEN, ()))
     per_device = " per device" if run.devices > 1 else ""
     step = format_bytes(report.peak.total)
-    memory = f"{format_bytes(predicted)}{per_device} predicted"
+    memory = f"{format_bytes(programs.predicted_bytes)}{per_device} predicted"
     if jax.default_backend() == "cpu":
         memory += f"{_of_process(run)}, {step} of it for a step"
     if config.memory.budget:

@@ -208,7 +208,7 @@ def test_the_largest_batch_is_a_multiple_of_the_devices(workplace):
     result = largest_batch(run, room, progress=tried.__setitem__)
     size = result.run.config.data.batch_size
     assert all(n % 2 == 0 for n in tried)
-    assert tried[size] == result.planned.executable.report.peak.total <= room
+    assert tried[size] == result.executable.report.peak.total <= room
     assert largest_batch(run, 1) is None
 
 

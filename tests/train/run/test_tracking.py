@@ -170,7 +170,7 @@ def test_prints_lines_without_markup():
 def test_reports_why_a_step_is_compiled_again():
     run = setup(Config(data=Digits(batch_size=8), model=Mlp(hidden=(4,))))
     output = []
-    step = StepCache(run, compile_step(run), output.append)
+    step = StepCache(compile_step(run), output.append)
     state = run.init(jax.random.key(0))
     batch = next(run.training_batches(0))
     state, _ = step(state, batch)
