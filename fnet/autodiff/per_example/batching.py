@@ -138,12 +138,10 @@ class _Interpreter(NamedTuple):
         """Execute the equation once, with an axis that is as long as the batch."""
         arrays = []
         for value, v, axis in zip(operands, eqn.invars, factor.operands, strict=True):
-            needs_rows = axis is not None and (
-                isinstance(value, Rows) or _must_repeat(eqn, v, axis)
-            )
-            arrays.append(
-                _array(self._convert(value, aval(v).shape, axis) if needs_rows else value)
-            )
+            if axis is None or not (isinstance(value, Rows) or _must_repeat(eqn, v, axis)):
+                arrays.append(_array(value))
+            else:
+                arrays.append(self._convert(value, aval(v).shape, axis).array)
         outputs = evaluate(lengthen(eqn, factor, self.batch), arrays)
         results: list[Value] = []
         for a, v, axis in zip(outputs, eqn.outvars, factor.results, strict=True):
