@@ -24,14 +24,16 @@ from jax import Array
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
 from fnet.jaxpr import (
-    CHECKPOINT,
     Factor,
+    Propagation,
     Scan,
+    Site,
     aval,
     called_jaxpr,
     evaluate,
     in_scopes,
     interpret,
+    is_checkpoint,
     is_identity,
     is_separable,
     lengthen,
@@ -113,26 +115,25 @@ class _Interpreter(NamedTuple):
     def _equation(self, eqn: JaxprEqn, operands: list[Value]) -> Sequence[Value]:
         if not any(isinstance(a, Rows) for a in operands):
             return evaluate(eqn, operands)
-        name = eqn.primitive.name
-        if name in CHECKPOINT:
+        if is_checkpoint(eqn):
             return self._checkpoint(eqn, operands)
         # A program that was differentiated only has the custom functions it does not
         # differentiate.
         if (inner := called_jaxpr(eqn, custom_derivatives=not self.keep_rules)) is not None:
             with in_scopes(eqn):
                 return self.run(inner, operands)
-        if name == "scan":
-            return self._scan(eqn, operands)
-        if name == "cond" and not isinstance(operands[0], Rows):
+        if (scan := Scan.read(eqn)) is not None:
+            return self._scan(eqn, scan, operands)
+        if "branches" in eqn.params and not isinstance(operands[0], Rows):
             return self._cond(eqn, operands)
         if is_identity(eqn):
             return self._unchanged(eqn, operands)
         if not is_separable(eqn):
             return self._one_by_one(eqn, operands)
-        factor = _factor(eqn, operands)
-        return (
-            self._vmap(eqn, operands) if factor is None else self._lengthen(eqn, operands, factor)
-        )
+        factor = _factor(eqn, _axes_of(operands))
+        if factor is None:
+            return self._vmap(eqn, operands)
+        return self._lengthen(eqn, operands, factor)
 
     def _lengthen(self, eqn: JaxprEqn, operands: list[Value], factor: Factor) -> list[Value]:
         """Execute the equation once, with an axis that is as long as the batch."""
@@ -149,7 +150,7 @@ class _Interpreter(NamedTuple):
             expected = _merged(aval(v).shape, axis, self.batch)
             if a.shape != expected:
                 raise AssertionError(f"the row of {eqn.primitive} gave {a.shape}, not {expected}")
-            results.append(Rows(a, axis))
+            results.append(Rows(a, int(axis)))  # Shapes may be computed with NumPy.
         return results
 
     def _vmap(self, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
@@ -226,74 +227,46 @@ class _Interpreter(NamedTuple):
         return _like(structure, outputs)
 
     def _cond(self, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
-        index, *operands = operands
         shapes = [aval(v).shape for v in eqn.outvars]
-        branches = eqn.params["branches"]
-        axes: list[int | None] = [None] * len(shapes)
-        for branch in branches:
-            results = self._result_axes(branch, operands)
-            axes = [a if b is None else b for a, b in zip(axes, results, strict=True)]
+        axes = list(_Axes(self.keep_rules).branches(eqn, _axes_of(operands), Site()))
+        index, *operands = operands
 
         def run(branch: ClosedJaxpr, arrays: list[Array]) -> list[Array]:
             return self._with_axes(self.run(branch, _like(operands, arrays)), shapes, axes)
 
         with in_scopes(eqn):
-            functions = [functools.partial(run, b) for b in branches]
+            functions = [functools.partial(run, b) for b in eqn.params["branches"]]
             outputs = switch(eqn, index, functions, [_array(a) for a in operands])
         return _with_batch(outputs, axes)
 
-    def _scan(self, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
-        scan = Scan.of(eqn)
+    def _scan(self, eqn: JaxprEqn, scan: Scan, operands: list[Value]) -> list[Value]:
         consts, carry, xs = scan.split(operands)
-        avals = scan.body.in_avals
-        carry_shapes = [a.shape for a in avals[len(consts) : len(consts) + len(carry)]]
-        y_shapes = [a.shape for a in scan.body.out_avals[len(carry) :]]
-
+        shapes = [aval(v).shape for v in (*scan.body.jaxpr.outvars,)]
+        analysis = _Axes(self.keep_rules)
+        slice_axes = [analysis.sliced(axis) for axis in _axes_of(xs)]
+        axes, y_axes = analysis.fixed_point(
+            scan.body, _axes_of(consts), _axes_of(carry), slice_axes, Site()
+        )
         # Slices have their batch axis behind the scanned one.
-        xs_axes: list[int | None] = [a.axis if isinstance(a, Rows) else None for a in xs]
         for k, (x, v) in enumerate(zip(xs, eqn.invars[len(consts) + len(carry) :], strict=True)):
             if isinstance(x, Rows):
                 shape, behind = aval(v).shape, max(x.axis, 1)
-                if len(shape) == 1:
-                    xs[k] = rows_of(x, shape, self.batch, 1)
-                else:
-                    xs[k] = self._convert(x, shape, behind).array
-                xs_axes[k] = behind - 1
-
-        def inputs(carry: Sequence[Value], arrays: Sequence[Array]) -> list[Value]:
-            return [*consts, *carry, *_with_batch(arrays, xs_axes)]
-
-        slices = [jax.eval_shape(lambda a: a[0], x) for x in xs]
-        axes = [a.axis if isinstance(a, Rows) else None for a in carry]
-        while True:  # Each iteration may make more of the carry depend on the example.
-            arrays = [
-                jax.ShapeDtypeStruct(
-                    a.shape if k is None else _merged(a.shape, k, self.batch), a.dtype
+                is_vector = len(shape) == 1
+                xs[k] = (
+                    rows_of(x, shape, self.batch, 1)
+                    if is_vector
+                    else self._convert(x, shape, behind).array
                 )
-                for k, a in zip(axes, avals[len(consts) : len(consts) + len(carry)], strict=True)
-            ]
-            results = self._result_axes(scan.body, inputs(_with_batch(arrays, axes), slices))
-            joined = [
-                after if before is None else before
-                for before, after in zip(axes, results[: len(carry)], strict=True)
-            ]
-            if joined == axes:
-                break
-            axes = joined
-        y_axes = results[len(carry) :]
 
         def body(arrays: Any, slices: Any) -> tuple[Any, Any]:
-            results = self.run(scan.body, inputs(_with_batch(arrays, axes), slices))
-            carry_out, ys = results[: len(carry)], results[len(carry) :]
-            return (
-                self._with_axes(carry_out, carry_shapes, axes),
-                self._with_axes(ys, y_shapes, y_axes),
-            )
+            inputs = [*consts, *_with_batch(arrays, axes), *_with_batch(slices, slice_axes)]
+            results = self._with_axes(self.run(scan.body, inputs), shapes, [*axes, *y_axes])
+            return results[: len(carry)], results[len(carry) :]
 
         with in_scopes(eqn):
-            out, ys = scan.run(body, self._with_axes(carry, carry_shapes, axes), xs)
+            out, ys = scan.run(body, self._with_axes(carry, shapes, axes), xs)
         stacked: list[Value] = []
-        for y, axis, shape in zip(ys, y_axes, y_shapes, strict=True):
+        for y, axis, shape in zip(ys, y_axes, shapes[len(carry) :], strict=True):
             if axis is None:
                 stacked.append(y)
             elif shape:
@@ -302,18 +275,6 @@ class _Interpreter(NamedTuple):
                 stacked.append(Rows(jnp.swapaxes(y, 0, 1).ravel(), 0))
         return [*_with_batch(out, axes), *stacked]
 
-    def _result_axes(self, closed: ClosedJaxpr, args: Sequence[Value]) -> list[int | None]:
-        """Batch axes of the results, without computing them."""
-        axes: list[int | None] = []
-
-        def function(arrays: list[Array]) -> list[Array]:
-            results = self.run(closed, _like(args, arrays))
-            axes[:] = [r.axis if isinstance(r, Rows) else None for r in results]
-            return [_array(r) for r in results]
-
-        jax.eval_shape(function, [_array(a) for a in args])
-        return axes
-
     def _with_axes(
         self,
         values: Sequence[Value],
@@ -321,23 +282,97 @@ class _Interpreter(NamedTuple):
         axes: Sequence[int | None],
     ) -> list[Array]:
         """Arrays of values that are converted to these batch axes."""
-        return [
-            _array(value if axis is None else self._convert(value, shape, axis))
-            for value, shape, axis in zip(values, shapes, axes, strict=True)
-        ]
+        arrays = []
+        for value, shape, axis in zip(values, shapes, axes, strict=False):
+            if axis is None and isinstance(value, Rows):
+                raise AssertionError(
+                    "a value has one row per example, and was expected to be shared"
+                )
+            arrays.append(_array(value if axis is None else self._convert(value, shape, axis)))
+        return arrays
 
 
-def _factor(eqn: JaxprEqn, operands: Sequence[Value]) -> Factor | None:
+class _Axes(Propagation[int | None]):
+    """Where the interpreter puts the batch in each value; None if all examples share it."""
+
+    def __init__(self, keep_rules: bool) -> None:
+        self._keep_rules = keep_rules
+
+    def constant(self, value: Any) -> int | None:
+        """All examples share constants."""
+        return None
+
+    def join(self, states: Sequence[int | None]) -> int | None:
+        """The first of several values decides, and the others are converted."""
+        return next((axis for axis in states if axis is not None), None)
+
+    def chosen(self, predicate: int | None, states: Sequence[int | None]) -> Sequence[int | None]:
+        """A choice that all examples share leaves the batch where it is."""
+        return states
+
+    def visit(self, eqn: JaxprEqn, states: list[int | None], site: Site) -> Sequence[int | None]:
+        """Visit any equation; `jax.vmap` puts the batch first."""
+        if all(axis is None for axis in states):
+            return [None] * len(eqn.outvars)
+        return super().visit(eqn, states, site)
+
+    def equation(self, eqn: JaxprEqn, states: list[int | None], site: Site) -> Sequence[int | None]:
+        """The batch goes along the factor that is executed."""
+        if is_identity(eqn):
+            return states
+        factor = _factor(eqn, states) if is_separable(eqn) else None
+        return [0] * len(eqn.outvars) if factor is None else factor.results
+
+    def custom(self, eqn: JaxprEqn, states: list[int | None], site: Site) -> Sequence[int | None]:
+        """A function keeps its derivative rule, or is followed."""
+        follow = self.equation if self._keep_rules else super().custom
+        return follow(eqn, states, site)
+
+    def branches(self, eqn: JaxprEqn, states: list[int | None], site: Site) -> Sequence[int | None]:
+        """Branches that each example chooses are vectorized."""
+        follow = self.equation if states[0] is not None else super().branches
+        return follow(eqn, states, site)
+
+    def loop(self, eqn: JaxprEqn, states: list[int | None], site: Site) -> Sequence[int | None]:
+        """While loops are vectorized."""
+        return self.equation(eqn, states, site)
+
+    def shard_map(
+        self, eqn: JaxprEqn, states: list[int | None], site: Site
+    ) -> Sequence[int | None]:
+        """What devices compute is vectorized."""
+        return self.equation(eqn, states, site)
+
+    def scan(self, eqn: JaxprEqn, states: list[int | None], site: Site) -> Sequence[int | None]:
+        """Scalars of all iterations become one axis, with the batch outermost."""
+        results = super().scan(eqn, states, site)
+        is_vector = [len(aval(v).shape) == 1 for v in eqn.outvars]
+        pairs = zip(results, is_vector, strict=True)
+        return [0 if axis is not None and vector else axis for axis, vector in pairs]
+
+    def sliced(self, state: int | None) -> int | None:
+        """The batch axis comes behind the scanned one."""
+        return None if state is None else max(state, 1) - 1
+
+    def stacked(self, state: int | None) -> int | None:
+        """The scanned axis comes first."""
+        return None if state is None else state + 1
+
+
+def _axes_of(values: Sequence[Value]) -> list[int | None]:
+    return [a.axis if isinstance(a, Rows) else None for a in values]
+
+
+def _factor(eqn: JaxprEqn, axes: Sequence[int | None]) -> Factor | None:
     """The axis along which an equation executes all examples; None if it needs `jax.vmap`."""
-    axes = [a.axis if isinstance(a, Rows) else None for a in operands]
     first = next(k for k, a in enumerate(axes) if a is not None)
     own = separate_factor(eqn, axes)
     # Otherwise the other operands are converted to the axis of the first one.
     own = own or separate_factor(eqn, [a if k == first else None for k, a in enumerate(axes)])
     if own is None or None in own.results:
         return None
-    for v, value, axis in zip(eqn.invars, operands, own.operands, strict=True):
-        if isinstance(value, Rows) and axis is None:
+    for v, before, axis in zip(eqn.invars, axes, own.operands, strict=True):
+        if before is not None and axis is None:
             return None
         if isinstance(v, Literal) and axis is not None and _must_repeat(eqn, v, axis):
             return None  # A literal cannot become an array of the batch.
