@@ -4,8 +4,6 @@
 equation that made it, through jit, checkpoint, scan and the like.
 """
 
-import dataclasses
-import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -13,10 +11,20 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Jaxpr, JaxprEqn, Literal
+from jax.extend.core import Jaxpr, JaxprEqn
 from jax.tree_util import keystr, tree_flatten_with_path, tree_leaves_with_path
 
-from fnet.jaxpr import Scan, argument_names, aval, inner_jaxprs, scopes, source_line
+from fnet.jaxpr import (
+    Propagation,
+    Scan,
+    ShardMap,
+    Site,
+    argument_names,
+    aval,
+    inner_jaxprs,
+    scopes,
+    source_line,
+)
 from fnet.memory.graph import Forward, linearize, renames
 from fnet.memory.sizes import leaf_bytes
 
@@ -124,25 +132,30 @@ def residuals(
       tanh saves its derivative, and the second product saves its input.
     """
     forward, arguments = _trace(f, args, kwargs, argnums, has_aux)
-    call = _Call(forward.closed.jaxpr, arguments=arguments)
+    jaxpr = forward.closed.jaxpr
+    first = -len(arguments)
+    inputs = [
+        _Origin((first + i,), (), alias_of=f"argument {name}") for i, name in enumerate(arguments)
+    ]
+    origins = _Origins().run(forward.closed, inputs)
     returned = tree_leaves_with_path(forward.returned if has_aux else forward.returned[0])
     outputs = {
-        call.origin(v): f"output {keystr(path)}".strip()
-        for v, (path, _) in zip(call.jaxpr.outvars, returned, strict=False)
+        origin: f"output {keystr(path)}".strip()
+        for origin, (path, _) in zip(origins, returned, strict=False)
     }
     found: dict[_Origin, Residual] = {}
-    for v in (call.jaxpr.outvars[i] for i in forward.residuals):
-        origin, array = call.origin(v), aval(v)
-        if origin is None or origin in found:
+    for i in forward.residuals:
+        origin, array = origins[i], aval(jaxpr.outvars[i])
+        if not isinstance(origin, _Origin) or origin in found:
             continue
         on_host = getattr(getattr(array, "memory_space", None), "name", "") == "Host"
         found[origin] = Residual(
-            layer="/".join(origin.call.scopes(origin.eqn)) if origin.eqn else "",
+            layer=origin.layer,
             shape=tuple(array.shape),
             dtype=array.dtype,
             bytes=leaf_bytes(array),
-            operation=origin.eqn.primitive.name if origin.eqn else "",
-            source=origin.call.source(origin.eqn) if origin.eqn else "",
+            operation=origin.operation,
+            source=origin.source,
             alias_of=origin.alias_of or outputs.get(origin, "host memory" if on_host else ""),
         )
     return [found[origin] for origin in sorted(found, key=lambda origin: origin.order)]
@@ -264,171 +277,161 @@ def _leaf_name(path: Any, names: list[str]) -> str:
 # Origins: which equation made an array.
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Origin:
-    """An array of the forward pass. The same array under another name is the same object.
+class _Origin(NamedTuple):
+    """What made an array. The same array under another name has an equal origin.
 
     Attributes:
-      order: Position in forward order.
-      call: Jaxpr that it belongs to.
-      eqn: Innermost equation that made the array. None for arguments, constants, and arrays that
-        enter the body of a loop.
+      order: Position in forward order: the path of the innermost equation that made it.
+      key: What makes it another array than others that the same equation made.
+      layer: Named scopes of that equation. Empty for arguments and constants, like the rest.
+      operation: Its primitive.
+      source: Its source line.
       alias_of: ``"argument x"``, ``"constant"`` or empty.
     """
 
     order: tuple[int, ...]
-    call: "_Call"
-    eqn: JaxprEqn | None = None
+    key: tuple[int, ...]
+    layer: str = ""
+    operation: str = ""
+    source: str = ""
     alias_of: str = ""
+
+
+class _Part(NamedTuple):
+    """A row of a scanned array, or the part of an array on one device."""
+
+    of: Any
 
 
 # Primitives that fill an array with a number.
 _FILLING = {"broadcast_in_dim", "convert_element_type", "iota", "empty", "empty2"}
-# Parameters with jaxprs that make no outputs: the condition of a while, the update of a scatter.
-_WITHOUT_OUTPUTS = ("cond_jaxpr", "update_jaxpr")
+
+_State = _Origin | _Part | None
+"""None is an array of a single repeated number, or an iota, which XLA writes where it is read."""
 
 
-class _Call:
-    """A jaxpr, and the equation that calls it.
+class _Origins(Propagation[_State]):
+    """Follows arrays from what made them: through renamings, calls, loops and branches."""
 
-    Args:
-      jaxpr: The equations.
-      arguments: Names of the arguments of the outermost jaxpr.
-      eqn: Equation that calls the jaxpr. None for the outermost one.
-      outer: Call that contains ``eqn``.
-      number: Position of ``eqn`` in it.
-    """
+    def __init__(self) -> None:
+        self._constants: dict[int, int] = {}
+        self._around: list[_Origin] = []  # loops
+        self._line_of_call: str | None = None
 
-    def __init__(
-        self,
-        jaxpr: Jaxpr,
-        *,
-        arguments: Sequence[str] = (),
-        eqn: JaxprEqn | None = None,
-        outer: "_Call | None" = None,
-        number: int = 0,
-    ):
-        self.jaxpr, self.eqn, self.outer = jaxpr, eqn, outer
-        self._order: tuple[int, ...] = (*outer._order, number) if outer else ()
-        self._inner: dict[int, list[_Call]] = {}
-        self._makers = {
-            v: (n, j) for n, e in enumerate(jaxpr.eqns) for j, v in enumerate(e.outvars)
-        }
-        # None is an array of a single repeated number, or an iota, which XLA writes where it is
-        # read.
-        self._origins: dict[Any, _Origin | None] = {
-            v: _Origin((-1,), self, alias_of="constant") for v in jaxpr.constvars
-        }
-        for i, v in enumerate(jaxpr.invars):
-            self._origins[v] = self._given(i, v, arguments)
-        for e in jaxpr.eqns:
-            for v in e.outvars:
-                if all(a is None for a in map(self._known, e.invars)) and (
-                    e.primitive.name in _FILLING or renames(e) or getattr(aval(v), "size", 2) <= 1
-                ):
-                    self._origins[v] = None
-
-    def _known(self, atom: Any) -> Any:
-        return None if isinstance(atom, Literal) else self._origins.get(atom, self)
-
-    def _given(self, i: int, v: Any, arguments: Sequence[str]) -> _Origin | None:
-        """The origin of an argument. A loop has other arrays inside than outside."""
-        if self.eqn is None or self.outer is None:
-            return _Origin((i - len(arguments) - 1,), self, alias_of=f"argument {arguments[i]}")
-        atoms = self.eqn.invars[self.eqn.primitive.name == "cond" :]
-        is_loop = self.eqn.primitive.name in ("scan", "while")
-        if not is_loop and len(atoms) == len(self.jaxpr.invars) and _shape(atoms[i]) == _shape(v):
-            return self.outer.origin(atoms[i])
-        return _Origin((), self)
-
-    def origin(self, atom: Any) -> _Origin | None:
-        """Follow an array back to the equation that made it: through renamings and into calls."""
-        if isinstance(atom, Literal):
+    def constant(self, value: Any) -> _State:
+        """A literal is a number. Constants are numbered by their objects."""
+        if np.ndim(value) == 0:
             return None
-        if atom not in self._origins:
-            number, output = self._makers[atom]
-            eqn = self.jaxpr.eqns[number]
-            if renames(eqn):
-                self._origins[atom] = self.origin(eqn.invars[output])
-            else:
-                self._origins[atom] = self._made(number, output)
-        return self._origins[atom]
+        number = self._constants.setdefault(id(value), len(self._constants))
+        return _Origin((0,), (number,), alias_of="constant")
 
-    def _made(self, number: int, output: int) -> _Origin | None:
-        eqn = self.jaxpr.eqns[number]
-        made = _Origin((*self._order, number), self, eqn)
-        if number not in self._inner:
-            params = tuple(v for k, v in eqn.params.items() if k not in _WITHOUT_OUTPUTS)
-            self._inner[number] = [
-                _Call(inner, eqn=eqn, outer=self, number=number)
-                for inner in inner_jaxprs(params)
-                if len(inner.outvars) == len(eqn.outvars)
-            ]
-        calls = self._inner[number]
+    def equation(self, eqn: JaxprEqn, states: list[_State], site: Site) -> list[_State]:
+        """Each result is a new array, an input under another name, or a repeated number."""
+        if renames(eqn):
+            return states[: len(eqn.outvars)]
+        made = self._made(eqn, site)
         if eqn.primitive.name == "device_put":  # for example to host memory
-            return _made_by(self.origin(eqn.invars[output]), made)
-        if eqn.primitive.name == "scan":
-            return self._scanned(eqn, output, made, calls[0])
-        results = [call.origin(call.jaxpr.outvars[output]) for call in calls]
-        if len(results) == 1 and eqn.primitive.name != "while":
-            shapes = [[_shape(v) for v in vs] for vs in (calls[0].jaxpr.outvars, eqn.outvars)]
-            if shapes[0] == shapes[1]:
-                return results[0]
-        return _made_by(next((r for r in results if r), None), made)
+            return [self._renewed(state, made, i) for i, state in enumerate(states)]
+        are_numbers = all(state is None for state in states)
+        fills = eqn.primitive.name in _FILLING
+        return [
+            None
+            if are_numbers and (fills or getattr(aval(v), "size", 2) <= 1)
+            else made._replace(key=(*site.path, i))
+            for i, v in enumerate(eqn.outvars)
+        ]
 
-    def _scanned(self, eqn: JaxprEqn, output: int, made: _Origin, body: "_Call") -> _Origin | None:
-        """A result of a scan. What the body returns unchanged is the input of the scan."""
-        scan = Scan.of(eqn)
-        inputs = [body.origin(v) for v in body.jaxpr.invars]
-        _, carry, _ = scan.split(inputs)
-        result = body.origin(body.jaxpr.outvars[output])
-        if output < scan.num_carry:
-            if result is carry[output]:
-                return self.origin(eqn.invars[scan.num_consts + output])
-        elif result in inputs[scan.num_consts + scan.num_carry :]:
-            return self.origin(eqn.invars[inputs.index(result)])
-        # The carry that enters an iteration was made by the iteration before.
-        for _ in carry:
-            if result in carry:
-                result = body.origin(body.jaxpr.outvars[carry.index(result)])
-        return _made_by(result, made)
-
-    def scopes(self, eqn: JaxprEqn) -> tuple[str, ...]:
-        """Named scopes of an equation of this jaxpr, including the scopes of the call."""
-        inner = scopes(eqn)
-        if self.eqn is None or self.outer is None:
-            return inner
-        # In a jax.custom_jvp, JAX 0.12 repeats the scopes of the call.
-        repeated = scopes(self.eqn) if self.eqn.primitive.name == "custom_jvp_call" else ()
-        if inner[: len(repeated)] == repeated:
-            inner = inner[len(repeated) :]
-        return self.outer.scopes(self.eqn) + inner
-
-    def source(self, eqn: JaxprEqn) -> str:
-        """Source line of an equation of this jaxpr. For a function of JAX, the line of its call.
+    def visit(self, eqn: JaxprEqn, states: list[_State], site: Site) -> Sequence[_State]:
+        """Follow any equation. A function of JAX has the source line of its call.
 
         JAX traces its own functions once for all callers, with the line of the first caller.
         """
-        return source_line(eqn) if self._line_of_call is None else self._line_of_call
+        line = self._line_of_call
+        if line is None and any(map(_is_jax_function, inner_jaxprs(eqn))):
+            self._line_of_call = source_line(eqn)
+        results = super().visit(eqn, states, site)
+        self._line_of_call = line
+        return results
 
-    @functools.cached_property
-    def _line_of_call(self) -> str | None:
-        if self.eqn is None or self.outer is None:
-            return None
-        if self.outer._line_of_call is None and _is_jax_function(self.jaxpr):
-            return source_line(self.eqn)
-        return self.outer._line_of_call
+    def custom(self, eqn: JaxprEqn, states: list[_State], site: Site) -> Sequence[_State]:
+        """Follow the function. In a jax.custom_jvp, JAX 0.12 repeats the scopes of the call."""
+        repeated = scopes(eqn)
+        inner = (e for jaxpr in inner_jaxprs(eqn) for e in jaxpr.eqns)
+        if repeated and all(scopes(e)[: len(repeated)] == repeated for e in inner):
+            site = site._replace(scopes=site.scopes[: -len(repeated)])
+        return super().custom(eqn, states, site)
 
+    def scan(self, eqn: JaxprEqn, states: list[_State], site: Site) -> Sequence[_State]:
+        """Each result is a new array, unless the body returns it unchanged."""
+        _, carry, _ = Scan.of(eqn).split(states)
+        results = self._inside(super().scan, eqn, states, site)
+        made = self._made(eqn, site)
+        kept = [*carry, *[None] * (len(results) - len(carry))]
+        return [
+            result.of
+            if isinstance(result, _Part)
+            else (result if result and result == before else self._renewed(result, made, i))
+            for i, (result, before) in enumerate(zip(results, kept, strict=True))
+        ]
 
-def _made_by(inner: _Origin | None, made: _Origin) -> _Origin:
-    """A new array: made by the equation behind ``inner`` if there is one, else by ``made``."""
-    source = inner if inner is not None and inner.eqn is not None else made
-    return dataclasses.replace(source, alias_of="")
+    def sliced(self, state: _State) -> _State:
+        """A row of an array is an array of its own."""
+        return _Part(state)
 
+    def loop(self, eqn: JaxprEqn, states: list[_State], site: Site) -> Sequence[_State]:
+        """Results of a while loop are new arrays."""
+        results = self._inside(super().loop, eqn, states, site)
+        return [self._renewed(r, self._made(eqn, site), i) for i, r in enumerate(results)]
 
-def _shape(atom: Any) -> Any:
-    """Shape of an array; None for tokens and the like."""
-    return getattr(aval(atom), "shape", None)
+    def branches(self, eqn: JaxprEqn, states: list[_State], site: Site) -> Sequence[_State]:
+        """Results of branches are new arrays, made in the first branch that makes one."""
+        results = [
+            self.run(branch, states[1:], site._replace(path=(*site.path, i)))
+            for i, branch in enumerate(eqn.params["branches"])
+        ]
+        made = self._made(eqn, site)
+        return [
+            self._renewed(next((r for r in each if isinstance(r, _Origin)), None), made, i)
+            for i, each in enumerate(zip(*results, strict=True))
+        ]
+
+    def shard_map(self, eqn: JaxprEqn, states: list[_State], site: Site) -> Sequence[_State]:
+        """The part of an array on one device is an array of its own."""
+        mapped = ShardMap.of(eqn)
+        pairs = zip(states, mapped.inputs, strict=True)
+        inputs = [s if all(n == 1 for n in splits) else _Part(s) for s, splits in pairs]
+        results = self.run(mapped.body, inputs, site)
+        return [result.of if isinstance(result, _Part) else result for result in results]
+
+    def join(self, states: Sequence[_State]) -> _State:
+        """What an iteration makes; else a copy that the loop makes."""
+        origins = {state for state in states if isinstance(state, _Origin)}
+        if len(set(states)) == 1 or not origins:
+            return states[0]
+        around = self._around[-1]
+        inside = [o for o in origins if o.order[: len(around.order)] == around.order]
+        return max(inside, default=around)
+
+    def chosen(self, predicate: _State, states: Sequence[_State]) -> Sequence[_State]:
+        """A condition makes no arrays."""
+        return states
+
+    def _inside(
+        self, follow: Any, eqn: JaxprEqn, states: list[_State], site: Site
+    ) -> Sequence[_State]:
+        self._around.append(self._made(eqn, site))
+        results: Sequence[_State] = follow(eqn, states, site)
+        self._around.pop()
+        return results
+
+    def _made(self, eqn: JaxprEqn, site: Site) -> _Origin:
+        line = source_line(eqn) if self._line_of_call is None else self._line_of_call
+        return _Origin(site.path, site.path, "/".join(site.scopes), eqn.primitive.name, line)
+
+    def _renewed(self, state: _State, made: _Origin, number: int) -> _Origin:
+        """A new array: made by the equation behind ``state`` if there is one, else by ``made``."""
+        source = state if isinstance(state, _Origin) and state.operation else made
+        return source._replace(key=(*made.order, number), alias_of="")
 
 
 _JAX = inspect.getfile(jax).removesuffix("__init__.py")
