@@ -66,11 +66,10 @@ def read_lines(path: str, option: str) -> list[str]:
     Raises:
       UserError: if it cannot be read, or is not UTF-8.
     """
+    with storage.reported(option, path), storage.open_file(path) as file:
+        content = file.read()
     try:
-        with storage.open_file(path) as file:
-            return file.read().decode("utf-8-sig").splitlines()
-    except storage.StorageError as error:
-        raise UserError(f"{option}: {error}") from error
+        return content.decode("utf-8-sig").splitlines()
     except UnicodeDecodeError as error:
         raise UserError(
             f"{option}: {path} is not UTF-8 at byte {error.start:,}; convert it"

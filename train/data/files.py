@@ -31,15 +31,13 @@ def list_images(folder: Path) -> ImageFiles:
     """Find all image files below a folder, as `storage.walk` does."""
     skipped: Counter[str] = Counter()
     paths: list[str] = []
-    try:
+    with storage.reported("data.path", folder):
         for path in storage.walk(str(folder), skipped):
             _, dot, extension = path.rpartition("/")[2].rpartition(".")
             if extension.lower() in EXTENSIONS:
                 paths.append(path)
             else:
                 skipped[f"{dot}{extension}" if dot else "no extension"] += 1
-    except OSError as error:
-        raise UserError(f"data.path: cannot read {error.filename}: {error.strerror}") from error
     return ImageFiles(sorted(paths), skipped)
 
 
@@ -61,11 +59,8 @@ def subfolders(folder: Path) -> dict[str, str]:
     Raises:
       UserError: if it cannot be read, or two names differ only in their Unicode form.
     """
-    try:
-        with os.scandir(folder) as entries:
-            names = sorted(e.name for e in entries if e.is_dir() and not e.name.startswith("."))
-    except OSError as error:
-        raise UserError(f"data.path: cannot read {folder}: {error.strerror}") from error
+    with storage.reported("data.path", folder), os.scandir(folder) as entries:
+        names = sorted(e.name for e in entries if e.is_dir() and not e.name.startswith("."))
     by_name: dict[str, str] = {}
     for name in names:
         if normalized(name) in by_name:

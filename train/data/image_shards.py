@@ -14,7 +14,6 @@ from train.data.labeled_images import image_dataset
 from train.data.order import Rows, ShuffledBatches
 from train.data.shards import CACHE_BYTES, EXPECTED, Fields, Index, Shards, format_of, index_shards
 from train.data.splits import SPLIT_NAMES, hold_out
-from train.data.storage import StorageError
 from train.errors import UserError, shorten
 
 _WORDS = SPLIT_NAMES | {"val": (*SPLIT_NAMES["val"], "dev")}
@@ -121,10 +120,8 @@ def _expand(path: str, field: str) -> tuple[list[str], bool]:
     """List the shards of a path, and whether it is a folder or a pattern."""
     if path.startswith("tfds:"):
         path = _tfds_folder(path, field)
-    try:
+    with storage.reported(field, path):
         found = storage.expand(path)
-    except StorageError as error:
-        raise UserError(f"{field}: {error}") from error
     if found is None:
         return [path], False
     shards = [file for file in found if format_of(file)]

@@ -2,10 +2,9 @@
 
 import itertools
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from train.data import storage
 from train.errors import UserError, did_you_mean, list_available
@@ -64,24 +63,15 @@ def read(path: str, option: str) -> Iterator[Record]:
     """Yield the records of a file in order: of Parquet by its suffix, else of JSON lines.
 
     Args:
-      path: File, or a folder of .jsonl and .parquet files, which are read by name; or the URL of
-        one, such as gs://bucket/file.jsonl.
+      path: File, or a folder of .jsonl and .parquet files, which are read by name, at any depth; or
+        the URL of one, such as gs://bucket/file.jsonl.
       option: Config field or flag that names it, for error messages.
 
     Raises:
       UserError: if a file is unreadable, a line is not a JSON object, or a folder has no files.
     """
-    try:
-        if storage.is_remote(path):
-            found = storage.expand(path)
-        else:
-            found = None
-            if Path(path).is_dir():
-                found = [str(Path(path, name)) for name in sorted(os.listdir(path))]
-    except storage.StorageError as error:
-        raise UserError(f"{option}: {error}") from error
-    except OSError as error:
-        raise UserError(f"{option}: cannot read {path}: {error.strerror}") from error
+    with storage.reported(option, path):
+        found = storage.expand(path)
     if found is None:
         return _read_file(path, option)
     files = [file for file in found if Path(file).suffix in (".jsonl", *_PARQUET)]
@@ -96,29 +86,23 @@ def _read_file(path: str, option: str) -> Iterator[Record]:
 
 
 def _read_json_lines(path: str, option: str) -> Iterator[Record]:
-    try:
-        with _open(path, option) as file:
-            for number, line in enumerate(file, 1):
-                if not line.strip():
-                    continue
-                place = f"{path}, line {number}"
-                try:
-                    fields = json.loads(line)
-                except (ValueError, RecursionError) as error:
-                    raise UserError(
-                        f"{option}: {place}: not JSON: {error}; each line must be a JSON object"
-                        f"{_hint(line, path) if number == 1 else ''}"
-                    ) from None
-                if not isinstance(fields, dict):
-                    raise UserError(
-                        f"{option}: {place}: expected a JSON object per line, got {_kind(fields)}"
-                        f"{_hint(line, path) if number == 1 else ''}"
-                    )
-                yield Record(option, place, fields)
-    except OSError as error:
-        raise UserError(
-            f"{option}: cannot read {path}: {error.strerror}; give a file of JSON lines"
-        ) from error
+    with storage.reported(option, path), storage.open_file(path) as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            place = f"{path}, line {number}"
+            hint = _hint(line, path) if number == 1 else ""
+            try:
+                fields = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise UserError(
+                    f"{option}: {place}: not JSON: {error}; each line must be a JSON object{hint}"
+                ) from None
+            if not isinstance(fields, dict):
+                raise UserError(
+                    f"{option}: {place}: expected a JSON object per line, got {_kind(fields)}{hint}"
+                )
+            yield Record(option, place, fields)
 
 
 def _hint(line: bytes, path: str) -> str:
@@ -129,31 +113,16 @@ def _hint(line: bytes, path: str) -> str:
 
 
 def _read_parquet(path: str, option: str) -> Iterator[Record]:
-    try:
-        import pyarrow.parquet
-    except ImportError:
-        raise UserError(
-            f"{option}: {path} needs pyarrow; pip install 'fnet-jax[parquet]'"
-        ) from None
+    pyarrow = storage.import_parquet(option, path)
     row = 0
     try:
-        with _open(path, option) as source, pyarrow.parquet.ParquetFile(source) as file:
+        with storage.open_file(path) as source, pyarrow.parquet.ParquetFile(source) as file:
             for batch in file.iter_batches(1024):
                 for fields in batch.to_pylist():
                     row += 1
                     yield Record(option, f"{path}, row {row}", fields)
-    except (OSError, pyarrow.ArrowException) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"{option}: cannot read {path}: {reason}") from error
-
-
-def _open(path: str, option: str) -> IO[bytes]:
-    if not storage.is_remote(path):
-        return open(path, "rb")
-    try:
-        return storage.open_file(path)
-    except storage.StorageError as error:
-        raise UserError(f"{option}: {error}") from error
+    except (storage.StorageError, OSError, pyarrow.ArrowException) as error:
+        raise UserError(f"{option}: {storage.as_storage_error(path, error)}") from error
 
 
 def _kind(value: Any) -> str:

@@ -87,11 +87,13 @@ def index_shards(paths: Sequence[str], fields: Fields) -> list[Index]:
     Raises:
       UserError: if a file is missing or not a shard, or its examples have no image or no label.
     """
+
+    def index(path: str) -> Index:
+        with storage.reported("data.path", path):
+            return _index(path, fields)
+
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as threads:
-        try:
-            return list(threads.map(lambda path: _index(path, fields), paths))
-        except StorageError as error:
-            raise UserError(f"data.path: {error}") from error
+        return list(threads.map(index, paths))
 
 
 def _index(path: str, fields: Fields) -> Index:
@@ -244,13 +246,7 @@ def _places(places: Sequence[Any]) -> np.ndarray:
 
 
 def _index_parquet(path: str, size: int, fields: Fields) -> Index:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise UserError(
-            f"data.path: {path} needs pyarrow; pip install 'fnet-jax[parquet]'"
-        ) from None
+    pyarrow = storage.import_parquet("data.path", path)
     try:
         with storage.open_file(path) as source, pyarrow.parquet.ParquetFile(source) as file:
             schema, metadata = file.schema_arrow, file.metadata
@@ -505,10 +501,8 @@ class Shards:
 
     def _read_row_group(self, shard: int, group: int) -> Any:
         """Read the images of a row group: an Arrow array, or an `UnreadableError`."""
-        import pyarrow
-        import pyarrow.parquet
-
         path = self.paths[shard]
+        pyarrow = storage.import_parquet("data.path", path)
         self._check_unchanged(shard)
         try:
             with (

@@ -14,6 +14,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from train.errors import UserError
+
 _PACKAGES = {"gs": "gcsfs", "s3": "s3fs"}
 _CREDENTIALS = {
     "gs": "set GOOGLE_APPLICATION_CREDENTIALS, or run gcloud auth application-default login",
@@ -30,6 +32,30 @@ _STAMPS = ("generation", "ETag", "etag", "mtime", "LastModified", "updated", "cr
 
 class StorageError(Exception):
     """A file or an object cannot be read. The message is the path, the reason and the remedy."""
+
+
+@contextlib.contextmanager
+def reported(option: str, path: object) -> Iterator[None]:
+    """Turn an error of reading a path into a `UserError` that begins with a config field."""
+    try:
+        yield
+    except (StorageError, OSError) as error:
+        raise UserError(f"{option}: {as_storage_error(str(path), error)}") from error
+
+
+def import_parquet(option: str, path: str) -> Any:
+    """Import pyarrow with its reader of Parquet.
+
+    Raises:
+      UserError: if it is not installed.
+    """
+    try:
+        import pyarrow.parquet
+    except ImportError:
+        raise UserError(
+            f"{option}: {path} needs pyarrow; pip install 'fnet-jax[parquet]'"
+        ) from None
+    return pyarrow
 
 
 class Stat(NamedTuple):
