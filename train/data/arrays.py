@@ -1,6 +1,5 @@
 """Images and labels as arrays in an .npz file, as numpy.savez writes them."""
 
-import os
 import re
 import zipfile
 from collections.abc import Sequence
@@ -11,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from train.config import ArrayFile
-from train.data import Arrays, Dataset, num_examples
+from train.data import Arrays, Dataset, num_examples, storage
 from train.data.columns import as_labels, choose, name_classes, number_users
 from train.data.image_batches import ImageOptions
 from train.data.labeled_images import check_padding
@@ -22,7 +21,6 @@ _IMAGE_NAMES = ("x", "image", "images", "data")
 _LABEL_NAMES = ("y", "label", "labels", "target", "targets")
 _CLASS_NAMES = ("classes", "class_names", "label_names")
 _TRAIN = "train"
-_EXPECTED = "expected an .npz file, or a folder with train.npz and optionally val.npz or test.npz"
 _BYTES_PER_CHECK = 2**24
 """Bytes of images that are checked for nan and infinity at once."""
 
@@ -175,16 +173,10 @@ def _array_names(path: Path) -> list[str]:
     Raises:
       UserError: if it is missing, or is not an .npz file.
     """
-    try:
-        with open(path, "rb") as file:
-            is_zip = zipfile.is_zipfile(file)
-    except FileNotFoundError:
-        raise UserError(f"data.path: {path} does not exist; {_EXPECTED}") from None
-    except OSError as error:
-        raise UserError(f"data.path: cannot read {path}: {error.strerror}") from error
-    if not is_zip:
-        problem = "is truncated or not an .npz file" if os.path.getsize(path) else "is empty"
-        raise UserError(f"data.path: {path} {problem}; write it with numpy.savez")
+    with storage.reported("data.path", path), path.open("rb") as file:
+        if not zipfile.is_zipfile(file):
+            problem = "is truncated or not an .npz file" if path.stat().st_size else "is empty"
+            raise UserError(f"data.path: {path} {problem}; write it with numpy.savez")
     try:
         with np.load(path, allow_pickle=False) as arrays:
             return list(arrays.files)
@@ -199,15 +191,8 @@ def _read_array(path: Path, name: str) -> np.ndarray:
       UserError: if it is damaged, or holds Python objects.
     """
     try:
-        if _holds_objects(path, name):
-            raise UserError(
-                f"data.path: {name} in {path} holds Python objects, which need pickle, and "
-                "unpickling can run any code; save numbers, or an array of strings"
-            )
         with np.load(path, allow_pickle=False) as arrays:
             array = arrays[name]
-    except UserError:
-        raise
     except Exception as error:
         raise _unreadable(f"{name} in {path}", error) from error
     if not isinstance(array, np.ndarray):
@@ -215,24 +200,12 @@ def _read_array(path: Path, name: str) -> np.ndarray:
     return array
 
 
-def _holds_objects(path: Path, name: str) -> bool:
-    """Whether the header of an array declares Python objects."""
-    with zipfile.ZipFile(path) as archive:
-        member = name if name in archive.namelist() else f"{name}.npy"
-        with archive.open(member) as file:
-            if file.read(len(np.lib.format.MAGIC_PREFIX)) != np.lib.format.MAGIC_PREFIX:
-                return False
-            file.seek(0)
-            version = np.lib.format.read_magic(file)
-            read_header = {
-                (1, 0): np.lib.format.read_array_header_1_0,
-                (2, 0): np.lib.format.read_array_header_2_0,
-            }.get(version)
-            return read_header is not None and read_header(file)[2].hasobject
-
-
 def _unreadable(what: object, error: Exception) -> UserError:
-    return UserError(f"data.path: cannot read {what}: {str(error) or type(error).__name__}")
+    reason = str(error) or type(error).__name__
+    return UserError(
+        f"data.path: cannot read {what}: {reason}; expected arrays of numbers or texts, without "
+        "Python objects, which can run any code when they are unpickled"
+    )
 
 
 def _as_images(images: np.ndarray, name: str, path: Path, config: ArrayFile) -> np.ndarray:

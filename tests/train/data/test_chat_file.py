@@ -322,7 +322,7 @@ def test_test_metrics_average_over_targets(write, network):
         ),
         ([{"text": "ab"}] * 9, {"vocabulary": 100}, "data.vocabulary: 100, but the tokenizer has 256"),
         ([{"messages": [{"role": "user", "content": "a"}]}], {}, "data.tokenizer: chats need a tokenizer"),
-        ([{"text": "ab"}] * 9, {"test_path": "none.jsonl"}, "data.test_path: cannot read none.jsonl: No such"),
+        ([{"text": "ab"}] * 9, {"test_path": "none.jsonl"}, "data.test_path: none.jsonl does not exist"),
         ([{"text": "ab", "u": [1]}] * 9, {"user": "u"}, "line 1: u must be a text or an integer, got [1]"),
     ],
 )  # fmt: skip
@@ -396,7 +396,7 @@ def test_empty_files_are_named(load, write):
 
 
 def test_missing_files_are_one_line(tmp_path):
-    assert "data.path: cannot read none.jsonl: No such file" in error_message(
+    assert "data.path: none.jsonl does not exist" in error_message(
         chat_file.load, ChatFile(path="none.jsonl")
     )
 
