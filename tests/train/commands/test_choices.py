@@ -274,7 +274,7 @@ def test_a_run_is_evaluated_on_text_and_on_questions(folder, capsys):
     assert "1 questions lost their beginning to fit in 48 tokens" in lines
 
     assert exit_code("eval", "run", "--choices", "none.jsonl") == 2
-    assert_one_line_error(capsys, "--choices: cannot read none.jsonl: No such file or directory")
+    assert_one_line_error(capsys, "--choices: none.jsonl does not exist")
     for options, message in (
         (["--flip"], "on chat_file; its options: --path, --choices, --chat"),
         (["--chat"], "--chat: writes the questions of --choices; give a file of questions"),
