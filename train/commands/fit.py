@@ -48,13 +48,7 @@ _SHORTEST = 16
 
 
 class Shape(NamedTuple):
-    """How a step computes its gradient.
-
-    Attributes:
-      policy: Remat policy.
-      microbatches: Number of microbatches.
-      context: Tokens per row.
-    """
+    """How a step computes its gradient: with which remat policy, and of how many tokens per row."""
 
     policy: str
     microbatches: int
@@ -62,12 +56,7 @@ class Shape(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """Cost of a train step.
-
-    Attributes:
-      peak: Bytes.
-      seconds: Estimated time; None without rates of the device.
-    """
+    """Peak of a train step in bytes, and its estimated time; None without rates of the device."""
 
     peak: float
     seconds: float | None
@@ -211,12 +200,7 @@ _BLOCK = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")
 
 
 def write_shallow(model: Model, depth: int, into: Path) -> None:
-    """Write the first blocks of a model: its config, and a file of headers and holes.
-
-    Args:
-      model: The model.
-      depth: Number of blocks.
-      into: New folder.
+    """Write the first blocks of a model to a new folder: a config, and a file of headers and holes.
 
     Raises:
       UserError: if it cannot be written.
@@ -275,16 +259,10 @@ def _context(context: int | None, model: Model) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class _Planner:
-    """Find the fastest shape of each way that fits.
+    """Find the fastest shape of each way that fits a limit of bytes.
 
-    Attributes:
-      model: The model.
-      limit: Bytes.
-      target: Device to compile for; None for this machine.
-      depths: Numbers of blocks to compile.
-      shallow: Folder for models of these depths.
-      log: Prints a line per program.
-      status: Shows what is compiled.
+    Models of fewer blocks, the depths, are written to the folder ``shallow`` and compiled. Each
+    program is a line of the log.
     """
 
     model: Model

@@ -9,15 +9,12 @@ from train.errors import UserError
 
 
 def positional(argv: Sequence[str], usage: str, *options: type) -> tuple[list[str], list[str]]:
-    """Split a command line into positional arguments and flags.
+    """Split the words after a command's name into positional arguments and flags.
 
     Args:
-      argv: words after the command's name.
+      argv: the words.
       usage: ``"fnet predict RUN IMAGE..."``; dots allow one or more.
       options: classes of the command's options, for ``--help`` without positional arguments.
-
-    Returns:
-      The positional arguments, at least as many as ``usage`` names, and the flags.
 
     Raises:
       UserError: for too few or too many positional arguments.

@@ -34,10 +34,8 @@ _HIDDEN = frozenset({"step", "epoch", "seconds", "skipped"})
 class Scale(NamedTuple):
     """How a metric's values are written and drawn.
 
-    Attributes:
-      text: Function that writes a value.
-      from_zero: Whether the axis begins at 0.
-      log: Whether values that span more than a factor of ten get a log axis.
+    With ``from_zero`` the axis begins at 0. With ``log``, values that span more than a factor of
+    ten get a log axis.
     """
 
     text: Callable[[float], str] = number
@@ -76,13 +74,9 @@ _ON_PICTURE = (
 
 
 class Curve(NamedTuple):
-    """A metric over one run, where it was logged and is finite.
+    """A metric over one run where it was logged and is finite: float64 [N], in the order of steps.
 
-    Attributes:
-      steps: Steps, float64 [N], in rising order.
-      epochs: Epochs, float64 [N]; nan if the line has none.
-      values: Values, float64 [N].
-      dropped: Number of values that were not finite.
+    Epochs are nan where a line has none. ``dropped`` counts the values that are not finite.
     """
 
     steps: np.ndarray
@@ -131,13 +125,7 @@ class Metric(NamedTuple):
 
 
 class XAxis(NamedTuple):
-    """The horizontal axis that all panels share.
-
-    Attributes:
-      name: ``"step"`` or ``"epoch"``.
-      low: First value.
-      high: Last value.
-    """
+    """The horizontal axis that all panels share: ``"step"`` or ``"epoch"``, from low to high."""
 
     name: str
     low: float
@@ -208,14 +196,7 @@ def _rank(name: str, known: Sequence[str]) -> int:
 
 
 class Thinned(NamedTuple):
-    """A curve with so few points that each can be seen.
-
-    Attributes:
-      x: Mean place of the values behind each point, [M].
-      mean: Mean of these values, [M].
-      low: Least of them, [M].
-      high: Greatest of them, [M].
-    """
+    """A curve of few points [M]: means of places and values, and least and greatest values."""
 
     x: np.ndarray
     mean: np.ndarray
@@ -224,7 +205,7 @@ class Thinned(NamedTuple):
 
 
 def thin(x: np.ndarray, y: np.ndarray, most: int) -> Thinned:
-    """Average a curve over equal parts of its range; a curve of few points is unchanged.
+    """Average a curve over ``most`` equal parts of its range; a curve of few points is unchanged.
 
     Args:
       x: Places, [N], in rising order.
@@ -323,13 +304,7 @@ def round_ticks() -> ticker.Locator:
 
 
 def save(lines: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
-    """Write curves.png: loss, scores, learning rate and the like over the steps of a run.
-
-    Args:
-      lines: Lines of metrics.jsonl.
-      title: Title of the picture.
-      path: Path of the PNG.
-    """
+    """Write curves.png: loss, scores, learning rate and the like over the steps of a run."""
     metrics = [m for m in metrics_of([read_curves(lines)]) if m.name in _ON_PICTURE]
     steps = np.concatenate([c.steps for m in metrics for c in m.curves.values()] or [np.zeros(1)])
     figure = Figure(figsize=(4 * max(len(metrics), 1), 3.8), layout="constrained")

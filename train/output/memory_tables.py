@@ -101,9 +101,7 @@ def describe_errors(errors: Mapping[str, float]) -> str:
 def residuals_table(memory: StepMemory, longest: int = 0) -> Table:
     """Return what each layer saves for the backward pass, in forward order.
 
-    Args:
-      memory: Memory of a compiled step.
-      longest: Bytes of a full bar, if more than in the largest row.
+    A full bar stands for ``longest`` bytes, or for the largest row if it is longer.
     """
     rows = [(r.layer, r.arrays, r.bytes) for r in memory.residuals]
     total = sum(size for _, _, size in rows)
@@ -149,9 +147,7 @@ def _path(name: str) -> str:
 def plan_table(plan: Plan, reserve: int) -> Table:
     """Return every candidate of a plan, the fastest first.
 
-    Args:
-      plan: Candidates, and which one is chosen.
-      reserve: Bytes that the process takes outside of the compiled step.
+    ``reserve`` are the bytes that the process takes outside of the compiled step.
     """
     fastest = min(c.cost.time for c in plan.candidates)
     within = f" within {format_bytes(plan.budget)}" if plan.budget else ""
@@ -186,12 +182,9 @@ def plan_table(plan: Plan, reserve: int) -> Table:
 
 
 def describe_candidate(number: int, candidate: Candidate, limit: int | None) -> str:
-    """Return a line of progress: a program of a plan that was compiled.
+    """Return a line of progress: program ``number`` of a plan was compiled.
 
-    Args:
-      number: number of the program, from 1.
-      candidate: what was compiled.
-      limit: bytes that the step may use, or None.
+    ``limit`` are the bytes that the step may use, or None.
     """
     count = f"{number}" if limit is None else f"{number} of at most {MOST_PROGRAMS} programs"
     budget = "" if limit is None else f", budget {format_bytes(max(limit, 0))} for the step"

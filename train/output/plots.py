@@ -50,12 +50,7 @@ def classifications(
 ) -> None:
     """Save images with their predicted classes as a PNG; wrong ones are captioned in red.
 
-    Args:
-      images: [N, H, W, C], uint8, or floating point in [0, 1]. One channel is drawn dark on white.
-      captions: Caption of each image.
-      correct: Whether each prediction is correct.
-      title: Title of the picture.
-      path: Path of the PNG.
+    Images are [N, H, W, C], uint8, or floating point in [0, 1]. One channel is drawn dark on white.
     """
     colors = ["black" if is_correct else "#cc3311" for is_correct in correct]
     texts = list(zip(captions, colors, strict=True))
@@ -110,15 +105,9 @@ def segmentations(
 
 
 def confusion_matrix(matrix: np.ndarray, classes: Sequence[str], title: str, path: Path) -> None:
-    """Save a confusion matrix as a PNG; each row is a true class in shares of its examples.
+    """Save counts [true, predicted] as a PNG; each row is a true class in shares of its examples.
 
-    Up to 50 classes are named, and the cells of up to 20 classes are numbered.
-
-    Args:
-      matrix: Counts, [true, predicted].
-      classes: Names of the classes.
-      title: Title of the picture. The accuracy is added.
-      path: Path of the PNG.
+    Up to 50 classes are named, and the cells of up to 20 are numbered. The title gets the accuracy.
     """
     n = len(matrix)
     shares = matrix / np.maximum(matrix.sum(1, keepdims=True), 1)
@@ -144,13 +133,7 @@ def confusion_matrix(matrix: np.ndarray, classes: Sequence[str], title: str, pat
 
 
 def memory(stored: StepMemory, title: str, path: Path) -> None:
-    """Save memory.png: residuals by layer, and live bytes while the compiled step runs.
-
-    Args:
-      stored: Memory of a compiled train step.
-      title: Title of the picture.
-      path: Path of the PNG.
-    """
+    """Save memory.png: residuals by layer, and live bytes while the compiled step runs."""
     figure = Figure(figsize=(13, 4.6), layout="constrained")
     figure.suptitle(title, parse_math=False)
     by_layer, over_time = figure.subplots(1, 2)
@@ -171,11 +154,7 @@ def memory(stored: StepMemory, title: str, path: Path) -> None:
 def plan(plan: Plan, reserved: int, title: str, path: Path) -> None:
     """Save plan.png: FLOPs and estimated time of each candidate over its peak memory.
 
-    Args:
-      plan: Candidates of a train step, and the predicted Pareto front.
-      reserved: Bytes of the budget that the step may not use.
-      title: Title of the picture.
-      path: Path of the PNG.
+    ``reserved`` are bytes of the budget that the step may not use.
     """
     figure = Figure(figsize=(11, 4.8), layout="constrained")
     figure.suptitle(title, parse_math=False)
@@ -217,10 +196,7 @@ def plan(plan: Plan, reserved: int, title: str, path: Path) -> None:
 def draw_live_bytes(ax: Axes, stored: StepMemory, highest: int = 0) -> None:
     """Draw the bytes that are alive at each instruction, and the peak that XLA assigned.
 
-    Args:
-      ax: Axes to draw into.
-      stored: Memory of a compiled step.
-      highest: Bytes at the top of the axis, if they are more than the step's own.
+    The axis reaches to ``highest`` bytes, or to the step's own if these are more.
     """
     assigned = stored.peak.total - stored.peak.workspace
     live = np.array(stored.live_bytes or (0,), np.float64)

@@ -80,11 +80,7 @@ def line_printer(console: Console) -> Callable[[str], None]:
 def compiling(console: Console) -> Iterator[Callable[[str], None]]:
     """Show that programs are compiled, at the bottom of a terminal or as lines of a log.
 
-    Args:
-      console: Console of the program.
-
-    Yields:
-      A function that shows another text.
+    It yields a function that shows another text.
     """
     text = "compiling; a large network takes minutes on a CPU"
     if console.is_terminal:
@@ -162,9 +158,7 @@ class Progress:
     def log(self, line: Mapping[str, float], measured: int | None) -> None:
         """Show a line of metrics; test metrics stay on the terminal until the next evaluation.
 
-        Args:
-          line: A line of metrics.jsonl.
-          measured: Measured peak memory in bytes; None if it is not known.
+        ``measured`` is the peak memory in bytes; None if it is not known.
         """
         kept = {k: v for k, v in self._metrics.items() if k.startswith("test/")}
         self._metrics, self._measured = {**kept, **line}, measured

@@ -75,11 +75,7 @@ class BadStep(Stored):
 def load(kind: type[T], path: Path, notes: list[str], value: Any = None) -> T | None:
     """Return the JSON in a file as a type, or None if there is no file or it does not fit.
 
-    Args:
-      kind: The type.
-      path: Path of the file.
-      notes: Remarks for people. Why a file cannot be read is added.
-      value: Contents of the file, if they are read already.
+    Why it cannot be read is added to the notes. ``value`` is its content, if it is read already.
     """
     try:
         if value is not None:

@@ -38,13 +38,7 @@ Content = TypeVar("Content")
 
 
 class Restored(NamedTuple):
-    """A restored checkpoint.
-
-    Attributes:
-      step: Number of steps taken.
-      state: Train state after them.
-      position: Position in the data; None for the beginning.
-    """
+    """State after ``step`` steps, and the position in the data; None for its beginning."""
 
     step: int
     state: TrainState
@@ -52,12 +46,9 @@ class Restored(NamedTuple):
 
 
 class RestoredNetwork(NamedTuple):
-    """Variables restored for inference.
+    """Variables restored for inference, after ``step`` steps.
 
-    Attributes:
-      evaluation_params: Averaged parameters if the run has them, else the parameters.
-      model_state: Model state, such as running statistics.
-      step: Number of steps taken.
+    The parameters are averaged ones if the run has them.
     """
 
     evaluation_params: Any
@@ -341,10 +332,7 @@ def checksums(tree: Any) -> dict[str, int]:
 
     It is the sum over all elements, modulo 2^32, of their bits and their index, mixed by a
     bijection (the last step of MurmurHash3). A change of one element always changes it. Arrays
-    are neither moved nor copied; each device sums its own shard.
-
-    Args:
-      tree: arrays or typed keys of any dtype.
+    of any dtype, or typed keys, are neither moved nor copied; each device sums its own shard.
     """
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     # One after the other: on CPU each needs as much memory again as its array.
@@ -355,9 +343,6 @@ def compile_checksums(shapes: Any) -> None:
     """Compile the checksums of a state, so that no checkpoint has to.
 
     XLA's compiler takes tens of MiB, which would add to the peak of training.
-
-    Args:
-      shapes: shapes of the state, on one device or with shardings.
     """
     for leaf in jax.tree.leaves(jax.tree.map(_with_sharding, shapes)):
         _checksum_program(_shape_of(leaf))

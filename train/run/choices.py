@@ -146,15 +146,9 @@ def score_choices(
     batch_size: int,
     context: int,
 ) -> ChoiceScores:
-    """Compute the likelihood of each choice after its question.
+    """Compute the likelihood of each choice after its question, ``batch_size`` choices at a time.
 
-    Args:
-      model: Language model.
-      params: Its parameters.
-      state: Its state.
-      questions: Questions from `load_questions`.
-      batch_size: Number of choices per call of a compiled program.
-      context: Largest number of tokens that the model reads.
+    ``context`` is the largest number of tokens that the model reads.
     """
     rows = [row for question in questions for row in question.rows]
     counts = np.array([count for question in questions for count in question.counts])

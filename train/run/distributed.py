@@ -227,10 +227,9 @@ def wait_for_all(what: str) -> None:
 
 
 def check_same_data(data: dict[str, Any]) -> None:
-    """Check that every process has the same data. Every process must call this.
+    """Check that `train.run.same_data.describe_data` is the same in every process.
 
-    Args:
-      data: what `train.run.same_data.describe_data` returns.
+    Every process must call this.
 
     Raises:
       UserError: in every process, if the data differ.
@@ -256,14 +255,10 @@ def has_other_processes() -> bool:
 
 @contextlib.contextmanager
 def run_folder(out: Path, prepare: Callable[[RunFolder], None]) -> Iterator[RunFolder]:
-    """Lock the run's folder in process 0 and yield it.
+    """Lock and prepare the run's folder in process 0, and yield it.
 
     The other processes write the same files as process 0 into temporary folders. Checkpoints are
     written by all processes together.
-
-    Args:
-      out: folder of the run.
-      prepare: called once with the folder, in process 0.
 
     Raises:
       UserError: in every process, if ``prepare`` raises one.

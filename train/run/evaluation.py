@@ -28,12 +28,9 @@ class Trained(Protocol):
 
 
 class Evaluation(NamedTuple):
-    """Results on the test examples.
+    """Means of metrics over all test examples, and a confusion matrix [true, predicted].
 
-    Attributes:
-      metrics: Means over all examples.
-      confusion: Confusion matrix [true, predicted], counts of examples or pixels; None without
-        classes.
+    The matrix counts examples or pixels. It is None without classes.
     """
 
     metrics: dict[str, float]
@@ -41,12 +38,9 @@ class Evaluation(NamedTuple):
 
 
 class PredictedBatch(NamedTuple):
-    """A batch of test examples with predictions.
+    """A batch of test examples, whose padding has ``weight`` 0, with predicted labels [batch, ...].
 
-    Attributes:
-      batch: The batch; padding has ``weight`` 0.
-      predictions: Predicted labels [batch, ...].
-      probability: Probability of each prediction [batch]; None with several per example.
+    The probability [batch] of each prediction is None with several per example.
     """
 
     batch: Arrays

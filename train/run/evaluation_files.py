@@ -13,11 +13,7 @@ from train.run.run_folder import RunFolder
 class EvaluationFiles(NamedTuple):
     """Files of an evaluation.
 
-    Attributes:
-      json: Metrics, and scores of classes.
-      confusion: Picture of the confusion matrix.
-      examples: Picture of test examples.
-      description: The options, ``"split test, flip"``; ``""`` for an evaluation as in training.
+    The description names its options: ``"split test, flip"``. It is empty without options.
     """
 
     json: Path
@@ -31,13 +27,9 @@ class EvaluationFiles(NamedTuple):
 
 
 def evaluation_files(folder: RunFolder, options: Mapping[str, Any]) -> EvaluationFiles:
-    """Return the files of an evaluation, which other options do not overwrite.
+    """Return the files of an evaluation with some options, which other options do not overwrite.
 
     Without options, these are the files that training writes, too.
-
-    Args:
-      folder: folder of the run.
-      options: options by name, without those that have their default.
     """
     if not options:
         return EvaluationFiles(folder.evaluation, folder.confusion, folder.examples, "")

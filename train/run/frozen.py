@@ -23,11 +23,6 @@ def without_frozen(state: TrainState) -> TrainState:
 def restore(checkpoints: Checkpoints, model: Any, shapes: TrainState) -> Restored | None:
     """Restore the newest checkpoint, and read frozen parameters from the published model.
 
-    Args:
-      checkpoints: checkpoints of the run.
-      model: network of the run.
-      shapes: shapes of the state, on one device or with shardings.
-
     Raises:
       UserError: as `Checkpoints.restore`, or if the published model cannot be read.
     """
@@ -48,13 +43,7 @@ def load_network(
     """Restore the network of a run, with frozen parameters from the published model.
 
     A run of a published model without a checkpoint, such as `fnet import` makes, has the published
-    parameters.
-
-    Args:
-      folder: folder of the run.
-      model: network of the run.
-      best: restore the best checkpoint instead of the newest.
-      place: gives shapes their shardings, as for `Checkpoints.restore_network`.
+    parameters. ``best`` and ``place`` are those of `Checkpoints` and its ``restore_network``.
 
     Raises:
       UserError: as `Checkpoints.restore_network`, or if the published model cannot be read.

@@ -90,12 +90,7 @@ class InputWait:
             )
 
     def add(self, seconds: float, share: float) -> None:
-        """Add the steps between two log lines.
-
-        Args:
-          seconds: Their time.
-          share: Share of the time in which the device waited.
-        """
+        """Add the seconds between two log lines, of which the device waited a share."""
         if not self._started:
             self._started, self._before = True, self._totals()
             return

@@ -258,13 +258,7 @@ class _Loop:
         self._is_alone = not distributed.has_other_processes()
 
     def run(self, console: Console, high_water: HighWater, profile: int) -> None:
-        """Take steps until the last one, a signal or a failure.
-
-        Args:
-          console: console for progress.
-          high_water: measures memory, for progress.
-          profile: number of steps to trace for a profiler.
-        """
+        """Take steps until the last one, a signal or a failure, and trace ``profile`` of them."""
         run, folder, first = self._run, self._folder, self.step
         with (
             Progress(console, run.steps, first) as progress,

@@ -184,18 +184,9 @@ def predict(
     target: Target | None = None,
     progress: Progress | None = None,
 ) -> Planned:
-    """Compile the step of a config as far as its memory requires.
+    """Compile the step of a config as far as its memory requires, as `compile_step` does.
 
-    A plan is made only if the step does not fit.
-
-    Args:
-      run: setup of the run.
-      limit: bytes of the compiled step, or None.
-      target: device to compile for, by default this machine's.
-      progress: called with each candidate of a plan when it is compiled.
-
-    Raises:
-      UserError: as `compile_step`.
+    A plan is made only if the step takes more than ``limit`` bytes.
     """
     first = analyze(run, _policy(run), target)
     if limit is None or _peak(first) <= limit:
@@ -220,12 +211,6 @@ def largest_batch(
     Two programs give a line, and a third verifies where it meets the limit. With the policy
     ``auto``, it is the policy that takes less at the config's batch size, of ``none`` and
     ``segments``.
-
-    Args:
-      run: setup of the run, with whose batch size the search begins.
-      limit: bytes of the compiled step.
-      target: device to compile for, by default this machine's.
-      progress: called with each batch size and its peak.
 
     Returns:
       The step of that batch size, or None if not even the smallest one fits.

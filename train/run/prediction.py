@@ -131,11 +131,7 @@ def predict_on(
 
 
 def target_of(given: str, count: int = 1) -> Target:
-    """Return known devices, or those that a file describes.
-
-    Args:
-      given: value of --target.
-      count: number of devices.
+    """Return ``count`` known devices, or devices that a file describes.
 
     Raises:
       UserError: for an unknown device, or a missing compiler.

@@ -14,14 +14,7 @@ _WARMUP = 5
 
 
 class Profile:
-    """Trace ``steps`` steps of a loop, from its sixth on.
-
-    Args:
-      steps: number of steps to trace; 0 for none.
-      folder: folder of the trace.
-      start: step after which the loop begins.
-      log: prints a line.
-    """
+    """Trace ``steps`` steps of a loop that begins after step ``start``, from its sixth on."""
 
     def __init__(self, steps: int, folder: Path, start: int, log: Callable[[str], None]):
         first = start + _WARMUP + 1

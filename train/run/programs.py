@@ -44,13 +44,7 @@ class Programs(NamedTuple):
 def compile_programs(
     run: Setup, weights: InitialWeights | None, unreadable: UnreadableFiles, console: Console
 ) -> Programs:
-    """Compile the programs of a run.
-
-    Args:
-      run: setup of the run.
-      weights: pretrained weights to begin with.
-      unreadable: files that evaluation skips.
-      console: console for progress.
+    """Compile the programs of a run, which begins with pretrained weights if they are given.
 
     Raises:
       UserError: for a budget that nothing fits, or a policy that this device does not support.

@@ -52,11 +52,7 @@ class SkippedSteps:
             self._unchecked.append(_Step(step, batch, metrics))
 
     def check(self, state: TrainState, *, wait: bool = False) -> None:
-        """Check the steps that have ended, without waiting for the device.
-
-        Args:
-          state: state after the last step.
-          wait: wait for the last step, too.
+        """Check the steps that have ended, without waiting for the device, or with ``wait`` all.
 
         Raises:
           TrainingError: after more than ``nonfinite.max_skipped`` consecutive skipped steps.
