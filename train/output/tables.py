@@ -5,6 +5,8 @@ from typing import Literal, NamedTuple
 
 from rich import box
 from rich import table as rich_table
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
 from rich.text import Text
 
 from train.errors import printable
@@ -68,7 +70,7 @@ def to_rich(table: Table) -> rich_table.Table:
         caption_justify="left",
         show_header=show_header,
         box=box.SIMPLE if table.is_wide else box.HEAVY_HEAD,
-        padding=(0, 1, 0, 0) if table.is_wide else (0, 1),
+        padding=0 if table.is_wide else (0, 1),
     )
     for i, column in enumerate(table.columns):
         folds = i == 0 or not show_header or table.is_wide
@@ -79,8 +81,25 @@ def to_rich(table: Table) -> rich_table.Table:
         rich.add_column("", no_wrap=True)
     for i, row in enumerate(table.rows):
         bar = ["█" * round(_BAR * bars[i])] if bars else []
-        rich.add_row(*map(_text, row), *bar, style=table.styles[i] if table.styles else "")
+        first, *others = map(_text, row)
+        name = _Path(first.plain) if "/" in first.plain else first
+        rich.add_row(name, *others, *bar, style=table.styles[i] if table.styles else "")
     return rich
+
+
+class _Path(str):
+    """A path that loses its first parts, not its last one, in a narrow column."""
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        last = len(self.rpartition("/")[2]) + 2
+        return Measurement(min(last, len(self)), len(self)).with_maximum(options.max_width)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        text, parts = str(self), self.split("/")[1:]
+        while len(text) > options.max_width and parts:
+            text = "…/" + "/".join(parts)
+            parts = parts[1:]
+        yield Text(text, overflow="fold")
 
 
 def _text(cell: str | Cell | None) -> Text:
