@@ -1,19 +1,138 @@
 """Runs as a report reads them from their folders, complete or not."""
 
+import base64
 import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
+
+from pydantic import Field, FiniteFloat, TypeAdapter, ValidationError
 
 from train.config import ChatFile, Config, TextFile
 from train.errors import UserError
 from train.output.curves import Curve, read_curves
-from train.output.logged import finite, throughput
-from train.output.memory_tables import StepMemory
-from train.report import files
+from train.output.logged import finite, read_metrics, throughput
+from train.output.memory_tables import Count, StepMemory, Stored
 from train.run.run_folder import RunFolder
+
+T = TypeVar("T")
+
+MOST_STEPS = 2**53
+"""Not every integer from here on is a float64."""
+_MOST_PICTURE_BYTES = 16 * 2**20
+
+
+class Audit(Stored):
+    """Result of an audit, see `fnet.privacy.audit.Audit`."""
+
+    epsilon: FiniteFloat
+    confidence: FiniteFloat
+    canaries: Count
+    guesses: Count
+    correct: Count
+
+
+class Summary(Stored):
+    """Contents of summary.json."""
+
+    steps: Count
+    seconds: FiniteFloat
+    metrics: dict[str, float] = Field({})
+    noise_scale: float | None = None
+    input_wait_reason: str | None = None
+    quantization_errors: dict[str, float] = Field({})
+    audit: Audit | None = None
+    parameters: Count | None = None
+    budget_bytes: Count | None = None
+    peak_bytes_predicted: Count | None = None
+    peak_bytes_seen: Count | None = None
+    versions: dict[str, str] = Field({})
+
+
+class ClassScore(Stored):
+    """A class in evaluation.json: examples and accuracy, or pixels and IoU."""
+
+    name: str
+    examples: Count | None = None
+    accuracy: float | None = None
+    pixels: Count | None = None
+    iou: float | None = None
+
+
+class Evaluation(Stored):
+    """Contents of evaluation.json, which `fnet eval` writes; ``description`` has its options."""
+
+    step: Count
+    description: str = ""
+    metrics: dict[str, float] = Field({})
+    classes: tuple[ClassScore, ...] = ()
+
+
+class BadStep(Stored):
+    """A line of bad_steps.jsonl: a step that was skipped."""
+
+    step: Count
+    loss: str
+    grad_norm: str
+    origin: str
+    examples: tuple[str, ...] = ()
+
+
+def load(kind: type[T], path: Path, notes: list[str], value: Any = None) -> T | None:
+    """Return the JSON in a file as a type, or None if there is no file or it does not fit.
+
+    Why it cannot be read is added to the notes. ``value`` is its content, if it is read already.
+    """
+    try:
+        if value is not None:
+            return TypeAdapter(kind).validate_python(value)
+        content = load_bytes(path, notes)
+        return None if content is None else TypeAdapter(kind).validate_json(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = "".join(f"{part}: " for part in first["loc"])
+        notes.append(f"{path.name} cannot be read: {place}{first['msg']}")
+        return None
+
+
+def load_lines(path: Path, notes: list[str]) -> tuple[list[dict[str, Any]], float | None]:
+    """Return the lines of a .jsonl file in the order of their steps, and when it was written."""
+    # Read the bytes first: a running process may write more lines before the others are read.
+    if (content := load_bytes(path, notes)) is None:
+        return [], None
+    try:
+        written = path.stat().st_mtime
+        lines = [x for x in read_metrics(path) if 0 <= finite(x["step"]) < MOST_STEPS]
+    except (OSError, ValueError, RecursionError) as error:
+        notes.append(f"{path.name} cannot be read: {error}")
+        return [], None
+    if (bad := sum(map(bool, map(bytes.strip, content.splitlines()))) - len(lines)) > 0:
+        notes.append(f"{path.name}: ignored {bad} incomplete line{'s' * (bad > 1)}")
+    return sorted(lines, key=lambda line: line["step"]), written
+
+
+def load_picture(path: Path, notes: list[str]) -> str | None:
+    """Return a PNG file as a data URI."""
+    content = load_bytes(path, notes)
+    if content and len(content) > _MOST_PICTURE_BYTES:
+        notes.append(f"{path.name} is too large to show: {len(content) / 2**20:.0f} MiB")
+    elif content and content.startswith(b"\x89PNG\r\n\x1a\n"):
+        return f"data:image/png;base64,{base64.b64encode(content).decode()}"
+    elif content is not None:
+        notes.append(f"{path.name} is not a PNG")
+    return None
+
+
+def load_bytes(path: Path, notes: list[str]) -> bytes | None:
+    """Return the contents of a file, or None if there is no file or it cannot be read."""
+    try:
+        return path.read_bytes() if path.is_file() else None
+    except OSError as error:
+        notes.append(f"{path.name} cannot be read: {error.strerror or error}")
+        return None
+
 
 PICTURES = {
     "examples.png": "Test examples with predictions",
@@ -30,7 +149,7 @@ _MOST_PICTURED = 4
 class Evaluated(NamedTuple):
     """An evaluation by `fnet eval`: its evaluation.json, and its pictures as data URIs."""
 
-    result: files.Evaluation
+    result: Evaluation
     pictures: dict[str, str]
 
 
@@ -61,10 +180,10 @@ class Run:
     lines: list[dict[str, Any]]
     curves: dict[str, Curve]
     written: float | None
-    summary: files.Summary | None
+    summary: Summary | None
     memory: StepMemory | None
     evaluations: list[Evaluated]
-    bad_steps: list[files.BadStep]
+    bad_steps: list[BadStep]
     pictures: dict[str, str]
     checkpoints: list[int]
     owner: str | None
@@ -92,7 +211,7 @@ class Run:
         if train.steps or not self.epoch > 0:
             return train.steps or None
         steps = train.epochs * self.step / self.epoch
-        return math.ceil(round(steps, 6)) if steps < files.MOST_STEPS else None
+        return math.ceil(round(steps, 6)) if steps < MOST_STEPS else None
 
     @property
     def finished(self) -> bool:
@@ -136,8 +255,8 @@ def _read(folder: RunFolder, label: str) -> Run:
     except OSError as error:
         raise UserError(f"cannot read {folder.config}: {error.strerror or error}") from error
     notes: list[str] = []
-    lines, written = files.load_lines(folder.metrics, notes)
-    bad_steps, _ = files.load_lines(folder.bad_steps, notes)
+    lines, written = load_lines(folder.metrics, notes)
+    bad_steps, _ = load_lines(folder.bad_steps, notes)
     checkpoints = [p.name for p in folder.checkpoints.glob("[0-9]*") if p.name.isdecimal()]
     return Run(
         label=label,
@@ -146,30 +265,29 @@ def _read(folder: RunFolder, label: str) -> Run:
         lines=lines,
         curves=read_curves(lines),
         written=written,
-        summary=files.load(files.Summary, folder.summary, notes),
-        memory=files.load(StepMemory, folder.memory, notes),
+        summary=load(Summary, folder.summary, notes),
+        memory=load(StepMemory, folder.memory, notes),
         evaluations=_read_evaluations(folder, notes),
-        bad_steps=files.load(list[files.BadStep], folder.bad_steps, notes, bad_steps) or [],
+        bad_steps=load(list[BadStep], folder.bad_steps, notes, bad_steps) or [],
         pictures=_read_pictures(folder.path, notes),
         checkpoints=sorted(map(int, checkpoints)),
-        owner=(files.load_bytes(folder.lock_file, []) or b"").decode(errors="replace").strip()
-        or None,
+        owner=(load_bytes(folder.lock_file, []) or b"").decode(errors="replace").strip() or None,
         notes=notes,
     )
 
 
 def _read_pictures(path: Path, notes: list[str]) -> dict[str, str]:
-    pictures = {name: files.load_picture(path / name, notes) for name in PICTURES}
+    pictures = {name: load_picture(path / name, notes) for name in PICTURES}
     return {name: uri for name, uri in pictures.items() if uri}
 
 
 def _read_evaluations(folder: RunFolder, notes: list[str]) -> list[Evaluated]:
-    plain = files.load(files.Evaluation, folder.evaluation, notes)
+    plain = load(Evaluation, folder.evaluation, notes)
     evaluations = [Evaluated(plain, {})] if plain else []  # its pictures are those of the run
     paths = folder.evaluations.glob(f"*/{folder.evaluation.name}")
     newest_first = sorted(paths, key=lambda path: (-path.stat().st_mtime, path))
     for i, path in enumerate(newest_first):
-        if result := files.load(files.Evaluation, path, notes):
+        if result := load(Evaluation, path, notes):
             pictures = _read_pictures(path.parent, notes) if i < _MOST_PICTURED else {}
             evaluations.append(Evaluated(result, pictures))
     if (more := len(newest_first) - _MOST_PICTURED) > 0:
