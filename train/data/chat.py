@@ -170,22 +170,8 @@ def _compile(source: str, now: Callable[[], datetime.datetime]) -> jinja2.Templa
     def raise_exception(message: str) -> str:
         raise jinja2.TemplateError(message)
 
-    def to_json(
-        value: Any,
-        ensure_ascii: bool = False,
-        indent: int | None = None,
-        separators: tuple[str, str] | None = None,
-        sort_keys: bool = False,
-    ) -> str:
-        return json.dumps(  # Jinja's own filter escapes HTML
-            value,
-            ensure_ascii=ensure_ascii,
-            indent=indent,
-            separators=separators,
-            sort_keys=sort_keys,
-        )
-
-    environment.filters["tojson"] = to_json
+    # Jinja's own filter escapes HTML.
+    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
     environment.globals["raise_exception"] = raise_exception
     environment.globals["namespace"] = _PlainNamespace
     environment.globals["strftime_now"] = lambda format: now().strftime(format)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from train.data.columns import read_lines
+from train.data.columns import parse_integer, read_lines
 from train.errors import UserError
 
 Color = tuple[int, int, int]
@@ -123,11 +123,13 @@ def _rows(lines: list[str]) -> Iterator[Row]:
         fields = {c: text.strip() for c, text in zip(columns, texts, strict=True) if c}
         has_color = all(channel in fields for channel in "rgb")
         color = _color(*(fields[channel] for channel in "rgb")) if has_color else None
-        yield Row(fields["name"], int(fields["value"]) if "value" in fields else None, color)
+        yield Row(
+            fields["name"], parse_integer(fields["value"]) if "value" in fields else None, color
+        )
 
 
 def _color(*texts: str) -> Color:
-    r, g, b = (int(text) for text in texts)
+    r, g, b = map(parse_integer, texts)
     if max(r, g, b) > 255 or min(r, g, b) < 0:
         raise ValueError(f"the color {r} {g} {b} is not from 0 to 255")
     return r, g, b

@@ -82,7 +82,7 @@ def read_names(path: str, option: str) -> tuple[str, ...]:
     Raises:
       UserError: as `read_lines`, or if another line is empty, which would shift the names.
     """
-    names = [line.strip() for line in read_lines(path, option)]
+    names = [normalized(line.strip()) for line in read_lines(path, option)]
     while names and not names[-1]:
         names.pop()
     if "" in names:
@@ -95,24 +95,38 @@ def read_names(path: str, option: str) -> tuple[str, ...]:
 def parse_labels(values: Sequence[Any], where: Callable[[int], str]) -> np.ndarray:
     """Convert labels to int64 [N], or to str [N] if one of them is a name.
 
-    Texts are numbers if all of them consist of digits; 1_0 is a name.
+    Texts are numbers if all of them consist of digits; 1_0 is a name. Space around names does not
+    count, nor does their form of Unicode.
 
     Args:
       values: integers and texts.
       where: describes the place of a value, for the error message.
 
     Raises:
-      UserError: for other types, such as fractions, lists and missing values.
+      UserError: for other types, such as fractions, lists and missing values, and for empty texts.
     """
+    texts = []
     for i, value in enumerate(values):
-        if not isinstance(value, int | str):
+        text = str(int(value)) if isinstance(value, int) else value
+        if not isinstance(text, str) or not text.strip():
             raise UserError(
                 f"{where(i)} has the label {value!r:.40}; expected an integer from 0, or a name"
             )
-    texts = [str(int(value)) if isinstance(value, int) else value for value in values]
+        texts.append(normalized(text.strip()))
     if all(map(_INTEGER.fullmatch, texts)):
         return np.array(texts, np.int64) if texts else np.zeros(0, np.int64)
     return np.array(texts, str)
+
+
+def parse_integer(text: str) -> int:
+    """Return the integer that a text of digits stands for.
+
+    Raises:
+      ValueError: for anything else, such as 1_0, which `int` reads.
+    """
+    if not _INTEGER.fullmatch(text):
+        raise ValueError(f"{text!r} is not an integer")
+    return int(text)
 
 
 def as_labels(labels: np.ndarray, what: str) -> np.ndarray:

@@ -208,6 +208,8 @@ def _labels(
         raise UserError(f"data.label: labels are names in {texts}, but numbers in other shards")
     names = names or tuple(np.unique(labels).tolist())
     numbers = {name: i for i, name in enumerate(names)}
+    if len(numbers) < len(names):
+        raise UserError("data.class_names: two classes have one name, so that labels are ambiguous")
     unknown = sorted(set(np.unique(labels).tolist()) - set(numbers))
     if unknown:
         raise UserError(f"data.class_names: no class {shorten(unknown)}, which are labels")

@@ -57,12 +57,6 @@ class Layout(NamedTuple):
         folders = (root / p.format(split=split) for p in (self.images, self.masks))
         return all(folder.is_dir() for folder in folders)
 
-    def describe(self, split: str = "{split}") -> str:
-        """Return ``"train/images with train/masks"``."""
-        texts = [text.format(split=split) for text in (self.images, self.masks)]
-        names = f", split by {self.names.format(split=split)}" if self.names else ""
-        return f"{texts[0]} with {texts[1]}{names}"
-
 
 LAYOUTS = (
     Layout("{split}/images", "{split}/masks"),
@@ -150,8 +144,9 @@ class FoundLayout(NamedTuple):
                     f"data.path: no image {image_folder / missing[0]}.*, which "
                     f"{self.root / layout.names.format(split=split)} names"
                 )
-        _check_partners("image", image_folder, images, "mask", mask_folder, masks)
-        _check_partners("mask", mask_folder, masks, "image", image_folder, images)
+        sides = ("image", image_folder, images), ("mask", mask_folder, masks)
+        for own, partner in (sides, sides[::-1]):
+            _check_partners(own, partner)
         pairs = [(f"{folders[0]}/{images[name]}", f"{folders[1]}/{masks[name]}") for name in images]
         return pairs, found
 
@@ -209,18 +204,16 @@ def _by_name(folder: Path, files: Sequence[str], suffix: str) -> dict[str, str]:
     return by_name
 
 
-def _check_partners(
-    kind: str,
-    folder: Path,
-    own: dict[str, str],
-    partner_kind: str,
-    partner_folder: Path,
-    partners: dict[str, str],
-) -> None:
-    single = [name for name in own if name not in partners]
+_Side = tuple[str, Path, dict[str, str]]
+"""What files are, their folder, and the files by name."""
+
+
+def _check_partners(own: _Side, partner: _Side) -> None:
+    (kind, folder, files), (partner_kind, partner_folder, partners) = own, partner
+    single = [name for name in files if name not in partners]
     if single:
         raise UserError(
-            f"data.path: the {kind} {folder / own[single[0]]} has no {partner_kind}: no file "
+            f"data.path: the {kind} {folder / files[single[0]]} has no {partner_kind}: no file "
             f"{partner_folder / single[0]}.*"
             + (f"; nor have {len(single) - 1} others" if single[1:] else "")
             + f"; add the {partner_kind}, or move the {kind} to another folder"

@@ -25,15 +25,15 @@ class Operation(NamedTuple):
 
     Attributes:
       name: Its name in torchvision.
-      is_signed: Whether the strength is negative in half of the cases.
-      strength: ``(magnitude from 0 to 1, width, height) -> strength``.
       apply: ``(image, strength) -> image``.
+      strength: ``(magnitude from 0 to 1, width, height) -> strength``.
+      is_signed: Whether the strength is negative in half of the cases.
     """
 
     name: str
-    is_signed: bool
-    strength: Callable[[float, int, int], float]
     apply: Callable[[Image.Image, float], Image.Image]
+    strength: Callable[[float, int, int], float] = lambda m, w, h: 0.0
+    is_signed: bool = False
 
 
 def _move(image: Image.Image, *matrix: float) -> Image.Image:
@@ -43,53 +43,45 @@ def _move(image: Image.Image, *matrix: float) -> Image.Image:
     )
 
 
+def _shear(m: float, w: int, h: int) -> float:
+    return 0.3 * m
+
+
 def _enhance(name: str, kind: Callable[[Image.Image], ImageEnhance._Enhance]) -> Operation:
-    return Operation(
-        name, True, lambda m, w, h: 0.9 * m, lambda image, s: kind(image).enhance(1 + s)
-    )
+    return Operation(name, lambda x, s: kind(x).enhance(1 + s), lambda m, w, h: 0.9 * m, True)
+
+
+def _solarize(image: Image.Image, strength: float) -> Image.Image:
+    return ImageOps.solarize(image, strength)  # type: ignore[arg-type]
 
 
 OPERATIONS = (
-    Operation("Identity", False, lambda m, w, h: 0.0, lambda image, s: image),
-    Operation(
-        "ShearX", True, lambda m, w, h: 0.3 * m, lambda image, s: _move(image, 1, s, 0, 0, 1, 0)
-    ),
-    Operation(
-        "ShearY", True, lambda m, w, h: 0.3 * m, lambda image, s: _move(image, 1, 0, 0, s, 1, 0)
-    ),
+    Operation("Identity", lambda x, s: x),
+    Operation("ShearX", lambda x, s: _move(x, 1, s, 0, 0, 1, 0), _shear, True),
+    Operation("ShearY", lambda x, s: _move(x, 1, 0, 0, s, 1, 0), _shear, True),
     Operation(
         "TranslateX",
-        True,
+        lambda x, s: _move(x, 1, 0, -int(s), 0, 1, 0),
         lambda m, w, h: 150 / 331 * w * m,
-        lambda image, s: _move(image, 1, 0, -int(s), 0, 1, 0),
+        True,
     ),
     Operation(
         "TranslateY",
-        True,
+        lambda x, s: _move(x, 1, 0, 0, 0, 1, -int(s)),
         lambda m, w, h: 150 / 331 * h * m,
-        lambda image, s: _move(image, 1, 0, 0, 0, 1, -int(s)),
+        True,
     ),
-    Operation("Rotate", True, lambda m, w, h: 30 * m, lambda image, s: image.rotate(s)),
+    Operation("Rotate", lambda x, s: x.rotate(s), lambda m, w, h: 30 * m, True),
     _enhance("Brightness", ImageEnhance.Brightness),
     _enhance("Color", ImageEnhance.Color),
     _enhance("Contrast", ImageEnhance.Contrast),
     _enhance("Sharpness", ImageEnhance.Sharpness),
     Operation(
-        "Posterize",
-        False,
-        lambda m, w, h: 8 - round(4 * m),
-        lambda image, s: ImageOps.posterize(image, int(s)),
+        "Posterize", lambda x, s: ImageOps.posterize(x, int(s)), lambda m, w, h: 8 - round(4 * m)
     ),
-    Operation(
-        "Solarize",
-        False,
-        lambda m, w, h: 255 * (1 - m),
-        lambda image, s: ImageOps.solarize(image, s),  # type: ignore[arg-type]
-    ),
-    Operation(
-        "AutoContrast", False, lambda m, w, h: 0.0, lambda image, s: ImageOps.autocontrast(image)
-    ),
-    Operation("Equalize", False, lambda m, w, h: 0.0, lambda image, s: ImageOps.equalize(image)),
+    Operation("Solarize", _solarize, lambda m, w, h: 255 * (1 - m)),
+    Operation("AutoContrast", lambda x, s: ImageOps.autocontrast(x)),
+    Operation("Equalize", lambda x, s: ImageOps.equalize(x)),
 )
 """Operations in torchvision's order."""
 

@@ -191,7 +191,7 @@ def write_labels(path, labels):
     write_tar(path, range(len(labels)), files=with_json)
 
 
-@pytest.mark.parametrize("wrong", [0.5, 2.0, None, [0], {"a": 1}])
+@pytest.mark.parametrize("wrong", [0.5, 2.0, None, [0], {"a": 1}, " "])
 def test_labels_that_are_neither_integers_nor_names_are_refused(wrong, tmp_path):
     write_labels(tmp_path / "a.tar", [0, 1, 0, wrong])
     message = error_message(load, tmp_path / "a.tar", label="json.y")
@@ -213,10 +213,12 @@ def test_labels_in_parquet_are_integers_or_names(tmp_path):
         assert expected.format(tmp_path / "a.parquet") in message
 
 
-def test_only_digits_are_numbers(tmp_path):
+def test_only_digits_are_numbers_and_names_have_one_form(tmp_path):
     write_labels(tmp_path / "a.tar", ["10", "1_0", "20"] * 4)
     data = load(tmp_path / "a.tar", label="json.y", test_fraction=0.25)
     assert data.classes == ("10", "1_0", "20")
+    write_labels(tmp_path / "c.tar", ["caf\u00e9", "cafe\u0301 ", "the"] * 4)
+    assert load(tmp_path / "c.tar", label="json.y").classes == ("caf\u00e9", "the")
     write_labels(tmp_path / "b.tar", ["1", "0", "02"] * 4)
     data = load(tmp_path / "b.tar", label="json.y", test_fraction=0.25)
     assert data.classes == ("0", "1", "2")
