@@ -255,7 +255,7 @@ def test_reads_class_tables_of_several_kinds(text, tmp_path):
         ("a\na\n", "the name a is there twice"),
         ("name,value\na,1\nb,1\n", "the value 1 is there twice"),
         ("a,1,2,300\n", "the color 1 2 300 is not from 0 to 255"),
-        ("name,value\na,x\n", "invalid literal"),
+        ("name,value\na,x\n", "'x' is not an integer"),
     ],
 )
 def test_refuses_damaged_class_tables(text, problem, tmp_path):
