@@ -25,9 +25,8 @@ from train.output.memory_tables import (
 from train.output.progress import compiling, line_printer
 from train.output.tables import Table, to_rich
 from train.platform import use_cpu
-from train.run.memory_report import memory_report
 from train.run.mesh import make_cpu_devices
-from train.run.planning import overhead
+from train.run.planning import memory_report, overhead
 from train.run.prediction import Prediction, predict_on, target_of
 from train.run.run_folder import as_json, atomic_write
 from train.run.setup import setup

@@ -419,9 +419,8 @@ def _sizes(shapes: Any) -> list[int]:
 
 
 def _dotted(path: Any) -> str:
-    """Return a leaf's path, ``"opt_state.0.mu"``, in one form for attributes, keys and indices."""
-    parts = (getattr(p, a) for p in path for a in ("key", "name", "idx") if hasattr(p, a))
-    return ".".join(str(p) for p in parts)
+    """Return a leaf's path, ``"opt_state.0.mu"``."""
+    return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
 def _shapes(tree: Any) -> dict[str, str]:

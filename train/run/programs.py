@@ -14,8 +14,7 @@ from train.run.checkpoints import compile_checksums
 from train.run.evaluation import Evaluator
 from train.run.frozen import without_frozen
 from train.run.initial_weights import InitialWeights
-from train.run.memory_report import memory_report
-from train.run.planning import Planned, StepCache, compile_step, overhead
+from train.run.planning import Planned, StepCache, compile_step, memory_report, overhead
 from train.run.setup import Setup
 
 

@@ -29,9 +29,8 @@ from train.config import (
 )
 from train.data.unreadable import UnreadableFiles
 from train.errors import UserError
-from train.run.memory_report import residuals_by_layer
 from train.run.mesh import layout
-from train.run.planning import compile_step, largest_batch, predict, reserve
+from train.run.planning import compile_step, largest_batch, predict, reserve, residuals_by_layer
 from train.run.setup import setup
 
 pytestmark = pytest.mark.slow
