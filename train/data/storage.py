@@ -40,7 +40,8 @@ def reported(option: str, path: object) -> Iterator[None]:
     try:
         yield
     except (StorageError, OSError) as error:
-        raise UserError(f"{option}: {as_storage_error(str(path), error)}") from error
+        place = getattr(error, "filename", None) or path  # perhaps a folder below it
+        raise UserError(f"{option}: {as_storage_error(str(place), error)}") from error
 
 
 def import_parquet(option: str, path: str) -> Any:
