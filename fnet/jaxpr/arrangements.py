@@ -31,7 +31,9 @@ def arrangements(eqn: JaxprEqn, leading: int = 0) -> list[Arrangement] | None:
     return None if make is None else make(eqn, leading)
 
 
-def _reshape(eqn: JaxprEqn, leading: int) -> list[Arrangement]:
+def _reshape(eqn: JaxprEqn, leading: int) -> list[Arrangement] | None:
+    if eqn.primitive.name == "reshape" and eqn.params.get("dimensions") is not None:
+        return None  # It also transposes.
     shape = aval(eqn.outvars[0]).shape
     return [lambda a: a.reshape((*a.shape[:leading], *shape))]
 
@@ -77,7 +79,7 @@ def _split(eqn: JaxprEqn, leading: int) -> list[Arrangement]:
     return [_indexed((*before, slice(*ab))) for ab in zip([0, *ends[:-1]], ends, strict=True)]
 
 
-_ARRANGEMENTS: dict[str, Callable[[JaxprEqn, int], list[Arrangement]]] = {
+_ARRANGEMENTS: dict[str, Callable[[JaxprEqn, int], list[Arrangement] | None]] = {
     "broadcast_in_dim": _broadcast_in_dim,
     "reshape": _reshape,
     "slice": _slice,

@@ -219,7 +219,13 @@ def is_identity(eqn: JaxprEqn) -> bool:
 def moves_elements(eqn: JaxprEqn) -> bool:
     """Whether an equation only rearranges, repeats or selects elements of its operands."""
     row = row_of(eqn)
-    return row is not None and row.moves
+    return row is not None and row.moves and not _fills(eqn)
+
+
+def _fills(eqn: JaxprEqn) -> bool:
+    """Whether a gather gives a number of its own for indices out of bounds, not 0 or NaN."""
+    value = eqn.params.get("fill_value")
+    return value is not None and value == value and value != 0
 
 
 def places_once(eqn: JaxprEqn) -> bool:
@@ -253,7 +259,10 @@ def is_linear_in(eqn: JaxprEqn, operands: Collection[int]) -> bool:
       operands: Numbers of the operands.
     """
     row = row_of(eqn)
-    if row is None or not all(_is_wide_float(v) for v in eqn.outvars):
+    if row is None or _fills(eqn) or not all(_is_wide_float(v) for v in eqn.outvars):
+        return False
+    p = eqn.params
+    if 1 + p.get("exponent_bits", 8) + p.get("mantissa_bits", 7) < 16:
         return False
     chosen, count = set(operands), len(eqn.invars)
     if row.linear == "each":
@@ -273,8 +282,9 @@ def slope(eqn: JaxprEqn, operand: int) -> float | None:
       operand: Number of the operand that is ``x``.
     """
     others = [v for k, v in enumerate(eqn.invars) if k != operand]
-    shapes = [aval(v).shape for v in (eqn.invars[operand], *eqn.outvars)]
-    is_real = all(jnp.issubdtype(aval(v).dtype, jnp.floating) for v in eqn.outvars)
+    arrays = [aval(v) for v in (eqn.invars[operand], *eqn.outvars)]
+    shapes = [a.shape for a in arrays]
+    is_real = not any(jnp.issubdtype(a.dtype, jnp.complexfloating) for a in arrays)
     if not is_elementwise(eqn) or not is_real or len(set(shapes)) > 1:
         return None
     if is_linear_in(eqn, range(len(eqn.invars))):
@@ -484,7 +494,7 @@ def _scatter(eqn: JaxprEqn) -> Iterator[Factor]:
             yield Factor((own, None, update), (own,))
     for index, update in enumerate(index_axes):
         if index not in dims.scatter_indices_batching_dims:  # Several updates of one place.
-            is_sum = eqn.primitive.name == "scatter-add"
+            is_sum = eqn.primitive.name in ("scatter-add", "scatter-sub")
             yield Factor((None, index, update), (None,), is_sum)
 
 
@@ -523,7 +533,8 @@ def _tile(eqn: JaxprEqn) -> Iterator[Factor]:
     for axis, repeats in enumerate(eqn.params["reps"]):
         if repeats == 1:
             yield Factor((axis,), (axis,))
-        yield Factor((None,), (axis,), parts=repeats)
+        else:
+            yield Factor((None,), (axis,), parts=repeats)
 
 
 def _stack(eqn: JaxprEqn) -> Iterator[Factor]:
@@ -549,11 +560,6 @@ def _prefix(eqn: JaxprEqn) -> Iterator[Factor]:
     """The axes of the operands of lowest rank are the first ones of the result."""
     for axis in range(min([_rank(v) for v in (*eqn.invars, *eqn.outvars)])):
         yield Factor((axis,) * len(eqn.invars), (axis,) * len(eqn.outvars))
-
-
-def _bitcast(eqn: JaxprEqn) -> Iterator[Factor]:
-    if _rank(eqn.invars[0]) == _rank(eqn.outvars[0]):
-        yield from _elementwise(eqn)
 
 
 def _top_k(eqn: JaxprEqn) -> Iterator[Factor]:
@@ -621,7 +627,7 @@ ROWS: dict[str, Row] = {
         "mulhi ne nextafter not one_minus_square or polygamma polynomial population_count pow "
         "random_fold_in random_seed reciprocal regularized_incomplete_beta rem round rsqrt "
         "shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square tan "
-        "tanh threefry2x32 xor zeta",
+        "tanh xor zeta",
         _ELEMENTWISE,
     ),
     **_rows("add sub neg complex conj real imag", _ELEMENTWISE._replace(linear="jointly")),
@@ -632,18 +638,18 @@ ROWS: dict[str, Row] = {
     "mul": _ELEMENTWISE._replace(linear="each"),
     "div": _ELEMENTWISE._replace(linear=(0,)),
     "add_any": _ELEMENTWISE._replace(linear="jointly", broadcasts=False),
-    "clamp": _ELEMENTWISE._replace(broadcasts=False),
+    **_rows("clamp threefry2x32", _ELEMENTWISE._replace(broadcasts=False)),
     "select_n": _ELEMENTWISE._replace(linear="cases", broadcasts=False),
     # Result i is operand i.
     **_rows(
-        "device_put layout_constraint optimization_barrier pbroadcast pbroadcast_dynamic preduced "
-        "pvary random_clone reduced_vary_cast reduced_vary_cast_p relayout reshard shard_alike "
+        "device_put layout_constraint optimization_barrier preduced pvary random_clone "
+        " reduced_vary_cast reduced_vary_cast_p relayout reshard shard_alike "
         "sharding_constraint vary_unreduced_cast vary_unreduced_cast_p "
         "with_memory_space_constraint",
         IDENTITY,
     ),
     # Elements in other places.
-    "bitcast_convert_type": Row(_bitcast, otherwise="unknown"),
+    "bitcast_convert_type": Row(_prefix, otherwise="unknown"),
     "broadcast_in_dim": _MOVE._replace(factors=_broadcast_in_dim, sizes={"shape": "result"}),
     "concatenate": _MOVE._replace(factors=_except("dimension")),
     "dynamic_slice": _SELECT._replace(sizes={"slice_sizes": "operand"}),
@@ -652,7 +658,7 @@ ROWS: dict[str, Row] = {
     ),
     "gather": _SELECT._replace(factors=_gather, sizes={"slice_sizes": "operand"}),
     "iota": Row(_iota),
-    "pad": _MOVE._replace(factors=_pad, linear=(0, 1)),
+    "pad": _MOVE._replace(factors=_pad, linear=(0, 1), places_once=False),
     "reshape": _MOVE._replace(factors=_reshape),
     "rev": _SELECT._replace(factors=_except("dimensions"), places_once=True),
     **_rows("scatter scatter-add scatter-sub", _SCATTER._replace(linear=(0, 2))),
@@ -729,10 +735,12 @@ WITHOUT_ROW = {
     "parts of arrays move between devices": (
         "all_gather all_gather_done all_gather_invariant all_gather_reduced "
         "all_gather_reduced_start all_gather_start all_to_all all_to_all_done all_to_all_start "
-        "axis_index pbroadcast_done pbroadcast_start platform_index ppermute_done ppermute_start "
-        "precv psend psum_done psum_invariant_start psum_start ragged_all_to_all reduce_scatter "
-        "reduce_scatter_done reduce_scatter_start unreduced_pmax unreduced_pmin unreduced_psum "
-        "unreduced_psum_start unreduced_reduce_scatter unreduced_reduce_scatter_start"
+        "axis_index pbroadcast pbroadcast_done pbroadcast_dynamic pbroadcast_start "
+        "global_array_to_host_local_array host_local_array_to_global_array platform_index "
+        "ppermute_done ppermute_start precv psend psum_done psum_invariant_start psum_start "
+        "ragged_all_to_all reduce_scatter reduce_scatter_done reduce_scatter_start unreduced_pmax "
+        "unreduced_pmin unreduced_psum unreduced_psum_start unreduced_reduce_scatter "
+        "unreduced_reduce_scatter_start"
     ),
     "kernels": (
         "cudnn_fusion dot_product_attention_bwd dot_product_attention_fp8_bwd "
@@ -766,8 +774,10 @@ _VMAPPED = frozenset(
 )
 """Primitives without a row that `jax.vmap` applies to each example alone."""
 
-_NOT_VMAPPED = frozenset(("dot_product_attention_bwd_wrapper", "dot_product_attention_fwd_wrapper"))
-"""Primitives with a row whose `jax.vmap` may see all examples."""
+_NOT_VMAPPED = frozenset(
+    ("cholesky_update", "dot_product_attention_bwd_wrapper", "dot_product_attention_fwd_wrapper")
+)
+"""Primitives with a row whose `jax.vmap` may see all examples, or that have none."""
 
 
 def is_separable(eqn: JaxprEqn) -> bool:

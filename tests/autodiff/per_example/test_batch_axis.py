@@ -62,6 +62,7 @@ OPERATIONS = {
         x, jax.sharding.SingleDeviceSharding(jax.devices()[0])
     ),
     "map over the batch": lambda x: jax.lax.map(lambda x: jnp.sin(x) @ W, x),
+    "bitcast to uint8": lambda x: jax.lax.bitcast_convert_type(x, jnp.uint8),
     "cond": lambda x: jax.lax.cond(W.sum() > 0, jnp.sin, lambda x: 0 * x, x),
 }
 
@@ -76,7 +77,6 @@ UNKNOWN_OPERATIONS = {
     "scatter-add to one example": lambda x: x.at[0].add(1),
     "split within examples": lambda x: x.reshape(4, -1),
     "merged pairs of examples": lambda x: x.reshape(3, -1),
-    "bitcast to uint8": lambda x: jax.lax.bitcast_convert_type(x, jnp.uint8),
 }
 
 

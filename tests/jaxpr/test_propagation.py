@@ -1,0 +1,169 @@
+"""States that follow through a program: what they say of its values is confirmed numerically."""
+
+import functools
+
+import example_losses
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from random_programs import ANY_PROGRAMS, BATCH, PARAMS, ROWWISE_PROGRAMS, B, normal, run
+
+from fnet.autodiff.per_example.batch_axis import (
+    BatchAxis,
+    Indices,
+    Shared,
+    find_batch_axes,
+)
+from fnet.autodiff.per_example.batching import Rows, rows_of, run_for_batch
+from fnet.jaxpr import depends_on, inline
+
+allow_rank_promotion = pytest.fixture(autouse=True)(example_losses.allow_rank_promotion)
+
+OTHER_BATCH = (
+    normal(4, B, 3, 4),
+    normal(5, B, 5),
+    np.array([[1, 1, 0], [3, 0, 2], [4, 2, 3]]),
+    np.asarray(jax.random.key_data(jax.random.split(jax.random.key(1), B))),
+)
+QUICK = settings(max_examples=8, derandomize=True, suppress_health_check=list(HealthCheck))
+THOROUGH = settings(max_examples=500, suppress_health_check=list(HealthCheck))
+
+
+def with_all_values(program):
+    """The program of a batch, with every intermediate value as a result."""
+    closed = inline(jax.make_jaxpr(functools.partial(run, program))(PARAMS, *BATCH))
+    values = [v for eqn in closed.jaxpr.eqns for v in eqn.outvars]
+    values = [v for v in values if not jnp.issubdtype(v.aval.dtype, jax.dtypes.extended)]
+    values = [v for v in values if type(v).__name__ != "DropVar"]
+    debug_info = closed.jaxpr.debug_info.with_unknown_names()
+    return ClosedJaxpr(closed.jaxpr.replace(outvars=values, debug_info=debug_info), closed.consts)
+
+
+def close(a, b):
+    return np.allclose(a, b, rtol=1e-3, atol=1e-4, equal_nan=True)
+
+
+def parts(a, axis):
+    """Rows [batch, elements] of an array whose axis has examples outermost."""
+    return np.moveaxis(a, axis, 0).reshape(B, -1)
+
+
+def check_states(program):
+    """Confirm the state of every value. Returns how many have a batch axis."""
+    closed = with_all_values(program)
+    params = jax.tree.leaves(PARAMS)
+    states = find_batch_axes(closed, [*[Shared()] * len(params), *[BatchAxis(0)] * len(BATCH)], B)
+    f = jax.jit(jaxpr_as_fun(closed))
+
+    def evaluate(batch):
+        return [np.asarray(a) for a in f(*params, *batch)]
+
+    values = evaluate(BATCH)
+    rolled = evaluate([np.roll(a, 1, 0) for a in BATCH])
+    replaced = [
+        evaluate([np.where(np.arange(B).reshape(-1, *[1] * (a.ndim - 1)) == n, b, a)
+                  for a, b in zip(BATCH, OTHER_BATCH, strict=True)])
+        for n in range(B)
+    ]  # fmt: skip
+    for k, (state, v) in enumerate(zip(states, closed.jaxpr.outvars, strict=True)):
+        value, others = values[k], [changed[k] for changed in replaced]
+        if isinstance(state, BatchAxis | Indices):
+            rows = parts(value, state.axis)
+            for n, other in enumerate(others):
+                kept = np.arange(B) != n
+                assert close(parts(other, state.axis)[kept], rows[kept]), (state, v, closed)
+        if isinstance(state, BatchAxis):
+            by_hand = np.roll(rows, 1, 0)
+            assert close(parts(rolled[k], state.axis), by_hand), (state, v, closed)
+        if isinstance(state, Shared):
+            assert all(close(other, value) for other in (*others, rolled[k])), (state, v, closed)
+            check_shared(state, value, (state, v, closed))
+    return sum(isinstance(state, BatchAxis) for state in states)
+
+
+def check_shared(state, value, case):
+    assert state.uniform is not None, case
+    for axis in state.uniform:
+        count = B if value.shape[axis] % B == 0 else value.shape[axis]
+        rows = np.moveaxis(value, axis, 0).reshape(count, -1)
+        assert close(rows, rows[:1]), case
+    if state.value is not None:
+        assert np.array_equal(state.value(), value), case
+
+
+@QUICK
+@given(ROWWISE_PROGRAMS)
+def test_batch_axes_of_all_values(program):
+    assert check_states(program) > 5
+
+
+@QUICK
+@given(ANY_PROGRAMS)
+def test_batch_axes_of_programs_that_may_mix(program):
+    check_states(program)
+
+
+def check_dependence(program):
+    """Values that are said not to depend on an argument do not change with it."""
+    closed = with_all_values(program)
+    args = [*jax.tree.leaves(PARAMS), *BATCH]
+    others = [*(a + np.float32(0.3) for a in jax.tree.leaves(PARAMS)), *OTHER_BATCH]
+    f = jax.jit(jaxpr_as_fun(closed))
+    values = [np.asarray(a) for a in f(*args)]
+    for number, other in enumerate(others):
+        selected = [k == number for k in range(len(args))]
+        changed = f(*(other if chosen else a for chosen, a in zip(selected, args, strict=True)))
+        depends = depends_on(closed, selected)
+        for v, flag, a, b in zip(closed.jaxpr.outvars, depends, values, changed, strict=True):
+            assert flag or close(a, b), (number, v, closed)
+
+
+@QUICK
+@given(ANY_PROGRAMS)
+def test_values_do_not_depend_on_what_they_are_said_not_to(program):
+    check_dependence(program)
+
+
+def check_vectorized(program):
+    """The program of one example, executed for all examples, equals `jax.vmap`."""
+
+    def loss(params, *example):
+        return run(program, params, *(a[None] for a in example))
+
+    closed = jax.make_jaxpr(loss)(PARAMS, *(a[0] for a in BATCH))
+    params = jax.tree.leaves(PARAMS)
+
+    @jax.jit
+    def both(params, batch):
+        rows = [Rows(a.reshape(-1, *a.shape[2:]), 0) for a in batch]
+        (got,) = run_for_batch(closed, [*params, *rows], B)
+        vectorized = jax.vmap(jaxpr_as_fun(closed), [*[None] * len(params), *[0] * len(batch)])
+        return rows_of(got, (1,), B), vectorized(*params, *batch)[0]
+
+    got, expected = both(params, BATCH)
+    np.testing.assert_allclose(got, expected, rtol=1e-3, atol=1e-3)
+
+
+@QUICK
+@given(ANY_PROGRAMS)
+def test_running_for_the_batch_equals_vmap(program):
+    check_vectorized(program)
+
+
+@pytest.mark.slow
+@THOROUGH
+@given(ROWWISE_PROGRAMS)
+def test_many_rowwise_programs(program):
+    check_states(program)
+
+
+@pytest.mark.slow
+@THOROUGH
+@given(ANY_PROGRAMS)
+def test_many_programs_that_may_mix(program):
+    check_states(program)
+    check_dependence(program)
+    check_vectorized(program)
