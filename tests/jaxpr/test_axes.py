@@ -329,6 +329,7 @@ LINEAR_BUT_UNKNOWN = {
     ("neg", (0,)),  # of integers
     ("optimization_barrier", (0, 1, 2)),  # also of integers
     ("ormqr", (2,)),
+    *(("polynomial", operands) for operands in ((1,), (2,), (1, 2))),  # in coefficients
     ("reduce", (0,)),  # with any function
     ("reduce_window", (0,)),
     ("scatter-mul", (0,)),
@@ -372,7 +373,12 @@ def slope_of(equation, operand):
     return slope if np.allclose(changes, slope * change, rounding, rounding) else None
 
 
-SLOPES_BY_CHANCE = {("clamp", 1), *itertools.product(("nextafter", "select_n"), range(3))}
+SLOPES_BY_CHANCE = {
+    ("clamp", 1),
+    ("polynomial", 1),
+    ("polynomial", 2),
+    *itertools.product(("nextafter", "select_n"), range(3)),
+}
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if ROWS[name].is_elementwise])
