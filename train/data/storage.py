@@ -102,16 +102,12 @@ def stat(path: str) -> Stat:
     """
     try:
         if not is_remote(path):
-            return stat_of(os.stat(path))
+            status = os.stat(path)
+            return Stat(status.st_size, str(status.st_mtime_ns))
         info = filesystem(path).info(path)
         return Stat(int(info["size"]), str(next((info[k] for k in _STAMPS if k in info), "")))
     except Exception as error:
         raise as_storage_error(path, error) from error
-
-
-def stat_of(status: os.stat_result) -> Stat:
-    """Return the size and the stamp of a file of this machine."""
-    return Stat(status.st_size, str(status.st_mtime_ns))
 
 
 def read_ranges(paths: Sequence[str], starts: Sequence[int], sizes: Sequence[int]) -> list[Any]:

@@ -109,10 +109,6 @@ class CheckedBatches:
         self._check(batch)
         return batch
 
-    def get_state(self) -> Any:
-        """Return the position, as grain's iterators do."""
-        return self._batches.get_state()  # type: ignore[attr-defined]
-
-    def set_state(self, state: Any) -> None:
-        """Continue from a position."""
-        self._batches.set_state(state)  # type: ignore[attr-defined]
+    def __getattr__(self, name: str) -> Any:
+        """Return ``get_state`` and ``set_state`` of the batches."""
+        return getattr(self._batches, name)

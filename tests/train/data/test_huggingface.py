@@ -10,7 +10,7 @@ import types
 import chex
 import numpy as np
 import pytest
-from data_cases import error_message, sampled_counts, take_batches
+from data_cases import error_message, take_batches
 from image_cases import color, write_class_folders, write_image
 from PIL import Image
 from program_cases import assert_one_line_error, exit_code, fnet_command
@@ -190,17 +190,7 @@ def test_finds_columns_by_their_feature_or_name(hub):
 AUGMENTATION = {"crop": "resized", "flip": True, "color_jitter": 0.4, "lighting": 0.1, "cutout": 3}
 
 
-def test_batches_resume_at_a_saved_position(hub):
-    data = load(**AUGMENTATION)
-    _, batches = take_batches(data, 3)
-    position = batches.get_state()
-    chex.assert_trees_all_equal(
-        take_batches(data, 3, after=position)[0], [next(batches) for _ in range(3)]
-    )
-
-
-@pytest.mark.parametrize("crop", ["resized", "padded", "reflected", "center"])
-def test_gives_the_same_batches_as_image_folders(hub, tmp_path, crop):
+def test_gives_the_same_batches_as_image_folders(hub, tmp_path):
     rng = np.random.default_rng(0)
     write_class_folders(tmp_path, train=12, test=6, classes=CLASSES)
     for path in tmp_path.rglob("*.png"):
@@ -212,9 +202,8 @@ def test_gives_the_same_batches_as_image_folders(hub, tmp_path, crop):
         cells = [{"bytes": path.read_bytes(), "path": path.name} for path in files]
         columns = {"image": cells, "label": labels}
         hub["same"][name] = Split(columns, split(1).features)
-    options = AUGMENTATION | {"crop": crop}
-    actual = load("same", **options)
-    expected = image_folder.load(ImageFolder(path=str(tmp_path), **SMALL | options))
+    actual = load("same", **AUGMENTATION)
+    expected = image_folder.load(ImageFolder(path=str(tmp_path), **SMALL | AUGMENTATION))
     chex.assert_trees_all_equal(take_batches(actual)[0], take_batches(expected)[0])
     chex.assert_trees_all_equal(
         list(evaluation_batches(actual, 4)), list(evaluation_batches(expected, 4))
@@ -259,11 +248,6 @@ def test_unreadable_images_have_weight_0_the_mean_color_and_a_reason(hub):
         for _ in UnreadableFiles(data, lines.append).watch(iter(take_batches(data, 12)[0])):
             pass
     assert lines[0].startswith("cannot read image ")
-
-
-def test_pads_poisson_batches_even_without_a_sampled_example(hub):
-    weights = sampled_counts(load(**AUGMENTATION), image=(8, 8, 3))
-    assert min(weights) == 0 < max(weights)
 
 
 load_error = functools.partial(error_message, load)
