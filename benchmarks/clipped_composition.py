@@ -9,7 +9,6 @@ and noise is compared with the plain step of the same remat policy and number of
 one device and for 8 devices with data parallelism or FSDP. Nothing is run.
 """
 
-import functools
 from typing import Any
 
 import jax
@@ -25,7 +24,7 @@ from benchmarks import transformer_step
 from benchmarks.claims import Claim, add_sizes, argument_parser, publish
 from benchmarks.measure import markdown_table
 from fnet import layers
-from fnet.layer import Layer, apply_child, init_children
+from fnet.layer import Layer
 from fnet.layers.norm import rms_norm_layer
 from fnet.memory import format_bytes, peak, timeline
 from fnet.memory.target import TARGETS, Gpu
@@ -54,18 +53,15 @@ def scanned_model(s: Settings) -> tuple[Layer, fnet.autodiff.Loss]:
         "norm": rms_norm_layer(s.width),
     }
 
-    def apply(params: Any, state: Any, x: Array, **given: Any) -> tuple[Array, Any]:
-        for name in children:
-            x, state = apply_child(children, name, params, state, x, **given)
-        return x, state
+    model = fnet.serial(**children)
 
     def loss(params: Any, state: Any, batch: Any, key: Array) -> Array:
         tokens = batch["tokens"]
-        x, _ = apply(params, state, tokens[:, :-1], key=key, train=True)
+        x, _ = model.apply(params, state, tokens[:, :-1], key=key, train=True)
         table = params["embedding"]["embedding"]
         return fnet.linear_cross_entropy(x, table, tokens[:, 1:], vocab_axis=0).mean(1)
 
-    return Layer(functools.partial(init_children, children), apply), loss
+    return model, loss
 
 
 def compile_step(

@@ -22,7 +22,7 @@ from benchmarks.claims import Claim, argument_parser, publish
 from benchmarks.measure import markdown_table
 from benchmarks.networks import image_loss
 from fnet import Layer, layers, models
-from fnet.layer import Params, State, apply_child
+from fnet.layer import Children, Params, State
 
 BATCH, EPOCHS = 64, 15
 
@@ -37,12 +37,10 @@ def coupled(blocks: Sequence[tuple[Layer, Layer]], *, restore: bool = True) -> L
     ) -> tuple[Array, State]:
         x1, x2 = jnp.split(x, 2, axis=-1)
         for i, pair in enumerate(pairs):
-            p, s = params[str(i)], state[str(i)]
-            f, s = apply_child(pair, "f", p, s, x2, key=None, train=train)
-            x1 = x1 + f
-            g, s = apply_child(pair, "g", p, s, x1, key=None, train=train)
-            x2 = x2 + g
-            state = state | {str(i): s}
+            child = Children(pair, params[str(i)], state[str(i)], None, train)
+            x1 = x1 + child("f", x2)
+            x2 = x2 + child("g", x1)
+            state = state | {str(i): child.state}
         return jnp.concatenate([x1, x2], -1), state
 
     return Layer(REVERSIBLE(blocks).init, apply)

@@ -206,7 +206,7 @@ def read(text: str) -> Module:
     if "is_scheduled=true" not in header:
         raise ValueError(
             "the program has no schedule: expected the text of a compiled program "
-            f"(jax.jit(f).lower(...).compile()), got {header[:80]!r}."
+            f"(jax.jit(f).lower(...).compile()), got {header[:80]!r}"
         )
     computations: dict[str, list[Instruction]] = {}
     entry = ""
@@ -249,7 +249,7 @@ def unwrap(compiled: Any) -> jax.stages.Compiled:
     else:
         call = "jax.jit(f).lower(...).compile()"
     given = getattr(program, "__name__", type(program).__name__)
-    raise TypeError(f"expected a compiled program, got {given}; call {call}.")
+    raise TypeError(f"expected a compiled program, got {given}; call {call}")
 
 
 def donated(header: str) -> dict[Path, tuple[int, Path]]:

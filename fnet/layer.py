@@ -1,13 +1,14 @@
 """`Layer`, a pair of pure functions, and combinators: serial, residual, repeat."""
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
+from fnet import checks
 from fnet.autodiff.fused_optimizer import StackPlaceholder
 
 Params = dict[str, Any]
@@ -93,18 +94,39 @@ def stateless(f: Callable[[Array], Array]) -> Layer:
       >>> y.tolist()
       [9.0]
     """
+    return from_function(lambda key: {}, lambda params, x: f(x))
 
-    def init(key: Array) -> tuple[Params, State]:
-        del key
-        return {}, {}
+
+def from_function(init: Callable[[Array], Params], f: Callable[[Params, Array], Array]) -> Layer:
+    """Build a layer without state or randomness from a function of its params and input.
+
+    Args:
+      init: ``init(key) -> params``.
+      f: ``f(params, x) -> y``, the same in training and evaluation.
+
+    Returns:
+      A layer, x [...] -> ``f(params, x)``.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from fnet.layer import from_function
+      >>> layer = from_function(
+      ...     lambda key: {"scale": jnp.ones(1)},
+      ...     lambda params, x: params["scale"] * x,
+      ... )
+      >>> params, state = layer.init(jax.random.key(0))
+      >>> y, _ = layer.apply(params, state, jnp.array([3.0]), train=True)
+      >>> y.tolist()
+      [3.0]
+    """
 
     def apply(
         params: Params, state: State, x: Array, *, key: Array | None = None, train: bool
     ) -> tuple[Array, State]:
-        del params, key, train
-        return f(x), state
+        del key, train
+        return f(params, x), state
 
-    return Layer(init, apply)
+    return Layer(lambda key: (init(key), {}), apply)
 
 
 def init_children(children: dict[str, Layer], key: Array) -> tuple[Params, State]:
@@ -135,54 +157,113 @@ def init_children(children: dict[str, Layer], key: Array) -> tuple[Params, State
     return params, state
 
 
-def apply_child(
-    children: dict[str, Layer],
-    name: str,
-    params: Params,
-    state: State,
-    x: Array,
-    *,
-    key: Array | None,
-    train: bool,
-    **inputs: Any,
-) -> tuple[Array, State]:
-    """Apply ``children[name]`` to ``x`` and update its entry of the state.
+class Children:
+    """The children of a layer while it is applied.
 
-    The child runs under ``jax.named_scope(name)``, so its operations carry its path in the
-    compiled program, in profiles and in memory reports.
+    ``children(name, x, **inputs)`` applies a child to ``x`` and updates its entry of the state. The
+    child runs under ``jax.named_scope(name)``, so its operations carry its path in the compiled
+    program, in profiles and in memory reports. Each child derives a key of its own.
 
-    Args:
-      children: layers by name, as for `init_children`.
-      name: which of them.
-      params: of all children.
-      state: of all children.
-      x: input of the child [...], of any dtype.
-      key: key of the parent; each child derives its own from it.
-      train: as for `Layer`.
-      **inputs: further arguments of the child's ``apply``.
-
-    Returns:
-      ``(y, state)``: the child's output [...], and the state of all children.
+    Attributes:
+      params: Params of all children.
+      state: State of all children, updated by the calls so far.
+      key: Key of the parent, or None.
+      train: As for `Layer`.
 
     Example:
       >>> import jax, jax.numpy as jnp
       >>> from fnet import layers
-      >>> from fnet.layer import apply_child, init_children
-      >>> children = {"hidden": layers.dense(3, 8)}
-      >>> params, state = init_children(children, jax.random.key(0))
-      >>> x = jnp.ones((2, 3))
-      >>> y, state = apply_child(
-      ...     children, "hidden", params, state, x, key=None, train=True
-      ... )
-      >>> y.shape
+      >>> from fnet.layer import Children, init_children
+      >>> by_name = {"hidden": layers.dense(3, 8), "act": layers.activation("relu")}
+      >>> params, state = init_children(by_name, jax.random.key(0))
+      >>> children = Children(by_name, params, state, key=None, train=True)
+      >>> children("act", children("hidden", jnp.ones((2, 3)))).shape
       (2, 8)
     """
-    child_key = None if key is None else jax.random.fold_in(key, list(children).index(name))
-    with jax.named_scope(name):
-        y, s = children[name].apply(
-            params.get(name, {}), state.get(name, {}), x, key=child_key, train=train, **inputs
-        )
-    return y, (state | {name: s} if s else state)
+
+    def __init__(
+        self, layers: dict[str, Layer], params: Params, state: State, key: Array | None, train: bool
+    ):
+        """Bind the layers to the arguments of their parent's ``apply``."""
+        self._layers = layers
+        self.params, self.state, self.key, self.train = params, state, key, train
+
+    def __call__(self, name: str, x: Array, **inputs: Any) -> Array:
+        """Apply a child to ``x``."""
+        key = self.key
+        if key is not None:
+            key = jax.random.fold_in(key, list(self._layers).index(name))
+        with jax.named_scope(name):
+            y, state = self._layers[name].apply(
+                self.params.get(name, {}),
+                self.state.get(name, {}),
+                x,
+                key=key,
+                train=self.train,
+                **inputs,
+            )
+        if state:
+            self.state = self.state | {name: state}
+        return y
+
+    def __contains__(self, name: str) -> bool:
+        """Whether there is a child of this name."""
+        return name in self._layers
+
+    def in_order(self, names: Iterable[str], x: Array) -> Array:
+        """Apply children one after the other."""
+        for name in names:
+            x = self(name, x)
+        return x
+
+
+def composite(
+    layers: dict[str, Layer],
+    f: Callable[..., Any],
+    *,
+    init: Callable[[Array], tuple[Params, State]] | None = None,
+    random: bool = True,
+) -> Layer:
+    """Build a layer from others and a function that applies them.
+
+    Args:
+      layers: layers by name.
+      f: ``f(children, x, **inputs) -> y``. ``children(name, x)`` applies a layer. ``inputs`` are
+        further arguments of ``apply``.
+      init: ``init`` of the layer; None: `init_children`.
+      random: whether a child needs a key.
+
+    Returns:
+      A layer with ``params = {name: params of that layer}``; ``state`` has the same form.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from fnet import layers
+      >>> from fnet.layer import composite
+      >>> net = composite(
+      ...     {"gate": layers.dense(3, 3), "up": layers.dense(3, 3)},
+      ...     lambda children, x: children("gate", x) * children("up", x),
+      ... )
+      >>> params, state = net.init(jax.random.key(0))
+      >>> y, state = net.apply(params, state, jnp.ones((2, 3)), train=True)
+      >>> sorted(params), y.shape
+      (['gate', 'up'], (2, 3))
+    """
+
+    def apply(
+        params: Params,
+        state: State,
+        x: Array,
+        *,
+        key: Array | None = None,
+        train: bool,
+        **inputs: Any,
+    ) -> tuple[Any, State]:
+        children = Children(layers, params, state, key if random else None, train)
+        y = f(children, x, **inputs)
+        return y, children.state
+
+    return Layer(init or functools.partial(init_children, layers), apply)
 
 
 def serial(*layers: Layer, **named: Layer) -> Layer:
@@ -213,15 +294,7 @@ def serial(*layers: Layer, **named: Layer) -> Layer:
     if both := sorted(numbered.keys() & named.keys()):
         raise ValueError(f"serial: the names {both} belong to unnamed layers; choose other names")
     children = numbered | named
-
-    def apply(
-        params: Params, state: State, x: Array, *, key: Array | None = None, train: bool
-    ) -> tuple[Array, State]:
-        for name in children:
-            x, state = apply_child(children, name, params, state, x, key=key, train=train)
-        return x, state
-
-    return Layer(lambda key: init_children(children, key), apply)
+    return composite(children, lambda child, x: child.in_order(children, x))
 
 
 def residual(body: Layer, shortcut: Layer | None = None) -> Layer:
@@ -249,19 +322,16 @@ def residual(body: Layer, shortcut: Layer | None = None) -> Layer:
     """
     children = {"body": body, "shortcut": shortcut or stateless(lambda x: x)}
 
-    def apply(
-        params: Params, state: State, x: Array, *, key: Array | None = None, train: bool
-    ) -> tuple[Array, State]:
-        y, state = apply_child(children, "body", params, state, x, key=key, train=train)
-        s, state = apply_child(children, "shortcut", params, state, x, key=key, train=train)
+    def add(child: Children, x: Array) -> Array:
+        y, s = child("body", x), child("shortcut", x)
         if y.shape != s.shape:
             raise ValueError(
                 f"residual: body gives {y.shape}, shortcut gives {s.shape}; "
                 "pass a shortcut layer that maps the input to the body's shape"
             )
-        return s + y, state
+        return s + y
 
-    return Layer(lambda key: init_children(children, key), apply)
+    return composite(children, add)
 
 
 def repeat(layer: Layer, n: int) -> Layer:
@@ -296,7 +366,7 @@ def repeat(layer: Layer, n: int) -> Layer:
       >>> y.shape
       (2, 4)
     """
-    check_sizes("repeat", n=n)
+    checks.sizes("repeat", n=n)
 
     def init(key: Array) -> tuple[Params, State]:
         return jax.vmap(layer.init)(jax.random.split(key, n))
@@ -317,27 +387,3 @@ def repeat(layer: Layer, n: int) -> Layer:
         return jax.lax.scan(lambda x, pi: apply_copy(*pi, x), x, (params, (state, keys)), length=n)
 
     return Layer(init, apply)
-
-
-def check_sizes(where: str, **sizes: int) -> None:
-    """Raise ValueError if a size is below 1.
-
-    Args:
-      where: name of the calling function, for the message.
-      **sizes: sizes by name.
-    """
-    for name, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"{where}: {name} must be at least 1, got {size}")
-
-
-def check_floating(where: str, **arrays: Array | None) -> None:
-    """Raise TypeError unless all arrays are floating; small parameters cast to integers are 0.
-
-    Args:
-      where: name of the calling function, for the message.
-      **arrays: arrays by name; None is skipped.
-    """
-    for name, array in arrays.items():
-        if array is not None and not jnp.issubdtype(array.dtype, jnp.floating):
-            raise TypeError(f"{where}: {name} must be floating, got {array.dtype}")

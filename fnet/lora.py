@@ -85,7 +85,7 @@ class LoRA:
     def __post_init__(self) -> None:
         """Reject a rank below 1."""
         if self.rank < 1:
-            raise ValueError(f"LoRA: rank must be at least 1, got {self.rank}.")
+            raise ValueError(f"LoRA: rank must be at least 1, got {self.rank}")
 
     @property
     def scale(self) -> float:
@@ -303,7 +303,7 @@ def unmerge(
     if config.dora and norms is None:
         raise ValueError(
             "lora.unmerge: DoRA needs the norms of the weights before the merge; give "
-            "norms=lora.weight_norms(config, params, adapters), computed before the merge."
+            "norms=lora.weight_norms(config, params, adapters), computed before the merge"
         )
 
     def unmerged(path: str, leaf: Any) -> Any:
@@ -358,7 +358,7 @@ def _layouts(where: str, config: LoRA, params: Any, adapters: Adapters) -> dict[
     if layouts.keys() != adapters.keys():
         raise ValueError(
             f"{where}: the adapters must be of {sorted(layouts)}, got {sorted(adapters)}; use the "
-            "configuration that made the adapters."
+            "configuration that made the adapters"
         )
     leaves = dict(leaves_with_paths(params))
     for path, layout in layouts.items():
@@ -370,6 +370,6 @@ def _layouts(where: str, config: LoRA, params: Any, adapters: Adapters) -> dict[
         shapes = {name: jnp.shape(array) for name, array in adapters[path].items()}
         if shapes != expected:
             raise ValueError(
-                f"{where}: the adapter of {path!r} must have the shapes {expected}, got {shapes}."
+                f"{where}: the adapter of {path!r} must have the shapes {expected}, got {shapes}"
             )
     return layouts

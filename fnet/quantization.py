@@ -63,7 +63,7 @@ class Layout(NamedTuple):
             raise ValueError(
                 f"{where}: {path!r} has {ndim} axes, got the layout {text!r}; give its pattern a "
                 'layout of one letter per axis: "n" for stacked layers, then "i" for inputs and '
-                '"o" for outputs, as in targets={"*kernel": "io"}.'
+                '"o" for outputs, as in targets={"*kernel": "io"}'
             )
         return cls(roles)
 
@@ -218,7 +218,7 @@ def quantize(
       Dettmers et al. 2023, "QLoRA: Efficient finetuning of quantized LLMs", arXiv:2305.14314.
     """
     if kind not in KINDS:
-        raise ValueError(f"quantize: kind must be one of {list(KINDS)}, got {kind!r}.")
+        raise ValueError(f"quantize: kind must be one of {list(KINDS)}, got {kind!r}")
     layouts = find_targets("quantize", params, targets)
     convert = _to_int8 if kind == "int8" else _to_nf4
 
@@ -311,7 +311,7 @@ def report(params: Any, quantized: Any) -> Report:
     if before.keys() != after.keys():
         raise ValueError(
             "report: the trees must have the same paths, differ in "
-            f"{sorted(before.keys() ^ after.keys())}."
+            f"{sorted(before.keys() ^ after.keys())}"
         )
     weights, squares = {}, [0.0, 0.0]
     for path, leaf in after.items():
@@ -427,7 +427,7 @@ def find_targets(where: str, params: Any, targets: Targets) -> dict[str, Layout]
       TypeError: If ``targets`` is a string, or a matching leaf is not a floating weight.
     """
     if isinstance(targets, str):
-        raise TypeError(f"{where}: targets must be a sequence of patterns, got {targets!r}.")
+        raise TypeError(f"{where}: targets must be a sequence of patterns, got {targets!r}")
     patterns = dict(targets) if isinstance(targets, Mapping) else dict.fromkeys(targets)
     leaves = leaves_with_paths(params)
     found: dict[str, Layout] = {}
@@ -441,13 +441,13 @@ def find_targets(where: str, params: Any, targets: Targets) -> dict[str, Layout]
         if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
             raise TypeError(
                 f"{where}: {path!r} must be a floating weight, got {dtype or type(leaf).__name__};"
-                " narrow the patterns."
+                " narrow the patterns"
             )
         if is_quantized(leaf) and where == "quantize":
-            raise TypeError(f"{where}: {path!r} is already quantized; dequantize it before.")
+            raise TypeError(f"{where}: {path!r} is already quantized; dequantize it before")
         found[path] = Layout.of(where, path, len(leaf.shape), patterns[matching[0]])
     if unused:
         paths = [path for path, _ in leaves]
         shown = ", ".join(map(repr, paths[:8])) + ", ..." * (len(paths) > 8)
-        raise ValueError(f"{where}: no parameter matches {sorted(unused)}; the paths are {shown}.")
+        raise ValueError(f"{where}: no parameter matches {sorted(unused)}; the paths are {shown}")
     return found

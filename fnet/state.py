@@ -102,23 +102,23 @@ class TrainState:
           (0, {'bias': (2,), 'kernel': (3, 2)})
         """
         if (model is None) == (params is None):
-            raise TypeError("TrainState.create: give either a model or params.")
+            raise TypeError("TrainState.create: give either a model or params")
         if optimizer is None or key is None:
             missing = "optimizer" if optimizer is None else "key"
-            raise TypeError(f"TrainState.create: {missing} is missing.")
+            raise TypeError(f"TrainState.create: {missing} is missing")
         if not hasattr(key, "dtype"):
             raise TypeError(
-                f"TrainState.create: key must be a random key, as jax.random.key(0), got {key!r}."
+                f"TrainState.create: key must be a random key, as jax.random.key(0), got {key!r}"
             )
         if any(map(_is_deleted, jax.tree.leaves(params))):
             raise ValueError(
                 "TrainState.create: params were donated to an earlier step; make new ones, or pass "
-                "copies, jax.tree.map(jnp.copy, params), to the first state."
+                "copies, jax.tree.map(jnp.copy, params), to the first state"
             )
         init_key, key = jax.random.split(key)
         if model is not None:
             if model_state is not None:
-                raise TypeError("TrainState.create: model_state comes with params, not a model.")
+                raise TypeError("TrainState.create: model_state comes with params, not a model")
             params, model_state = model.init(init_key)
         state = cls(
             step=jnp.zeros((), jnp.int32),
@@ -189,5 +189,5 @@ def check_state(caller: str, state: Any) -> None:
         raise TypeError(
             f"{caller}: the state must be a fnet.TrainState, got a "
             f"{kind.__module__}.{kind.__qualname__}; create it with "
-            "fnet.TrainState.create(params=..., optimizer=..., key=...)."
+            "fnet.TrainState.create(params=..., optimizer=..., key=...)"
         )

@@ -11,6 +11,8 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Int, PRNGKeyArray
 
+from fnet import checks
+
 
 def guided(
     denoise: Callable[[Array, Array, Array], Array],
@@ -110,16 +112,14 @@ def drop_labels(
       ((5,), True)
     """
     labels = _check_labels("drop_labels", labels, null_label)
-    if not 0 <= rate <= 1:
-        raise ValueError(f"drop_labels: rate must be in [0, 1], got {rate}")
+    checks.numbers("drop_labels", "in [0, 1]", rate=rate)
     null_labels = jnp.full_like(labels, null_label)
     return jnp.where(jax.random.bernoulli(key, rate, labels.shape), null_labels, labels)
 
 
 def _check_labels(where: str, labels: Array, null_label: int) -> Array:
     labels = jnp.asarray(labels)
-    if not jnp.issubdtype(labels.dtype, jnp.integer):
-        raise TypeError(f"{where}: labels must be integers, got {labels.dtype}")
+    checks.integers(where, labels=labels)
     if labels.ndim != 1:
         raise ValueError(f"{where}: labels must be a vector, got shape {labels.shape}")
     least, most = int(jnp.iinfo(labels.dtype).min), int(jnp.iinfo(labels.dtype).max)

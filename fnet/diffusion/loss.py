@@ -9,6 +9,7 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Float, Int, PRNGKeyArray
 
+from fnet import checks
 from fnet.diffusion import schedules
 from fnet.diffusion.schedules import Schedule
 from fnet.diffusion.targets import add_noise, check_target, target
@@ -73,11 +74,9 @@ def denoising_losses(
     """
     check_target(predicts)
     schedules.check(schedule)
-    if weighting not in WEIGHTINGS:
-        raise ValueError(f"weighting must be one of {WEIGHTINGS}, got {weighting!r}")
-    _check_gamma(gamma)
-    if not jnp.issubdtype(x0.dtype, jnp.floating):
-        raise TypeError(f"denoising_losses: x0 must be floating, got {x0.dtype}")
+    checks.choice("denoising_losses", WEIGHTINGS, weighting=weighting)
+    checks.numbers("denoising_losses", "> 0", gamma=gamma)
+    checks.floating("denoising_losses", x0=x0)
     clean = upcast(x0)
     t_key, noise_key = jax.random.split(key)
     t = sample_timesteps(t_key, x0.shape[0], schedule.steps, stratified=stratified)
@@ -85,11 +84,7 @@ def denoising_losses(
     alpha, sigma = (jnp.asarray(a, clean.dtype)[t] for a in schedule)
     out = denoise(add_noise(clean, noise, alpha, sigma).astype(x0.dtype), t)
     prediction, aux = out if has_aux else (out, None)
-    if prediction.shape != x0.shape:
-        raise ValueError(
-            f"denoising_losses: the prediction must have the shape of x0, {x0.shape}, "
-            f"got {prediction.shape}"
-        )
+    checks.shapes("denoising_losses", f"x0 {x0.shape}", prediction=(prediction, x0.shape))
     error = prediction.astype(clean.dtype) - target(predicts, clean, noise, alpha, sigma)
     losses = jnp.square(error).mean(range(1, error.ndim))
     if weighting == "min_snr":
@@ -127,7 +122,7 @@ def min_snr_weight(
       0.5625
     """
     check_target(predicts)
-    _check_gamma(gamma)
+    checks.numbers("min_snr_weight", "> 0", gamma=gamma)
     signal, noise = jnp.square(jnp.asarray(alpha)), jnp.square(jnp.asarray(sigma))
     clipped = jnp.minimum(signal, gamma * noise)  # min(snr, gamma) sigma^2
     if predicts == "v":
@@ -164,8 +159,3 @@ def sample_timesteps(
         return jax.random.randint(key, (examples,), 0, steps, jnp.int32)
     u = jax.random.uniform(key) + jnp.arange(examples) / max(examples, 1)
     return jnp.minimum(jnp.floor(steps * (u % 1)), steps - 1).astype(jnp.int32)
-
-
-def _check_gamma(gamma: float) -> None:
-    if not gamma > 0:
-        raise ValueError(f"min_snr: gamma must be > 0, got {gamma}")

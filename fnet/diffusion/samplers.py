@@ -18,9 +18,10 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float, PRNGKeyArray
 
+from fnet import checks
 from fnet.diffusion import schedules
 from fnet.diffusion.schedules import Schedule
-from fnet.diffusion.targets import check_clip, check_target, denoised
+from fnet.diffusion.targets import check_target, denoised
 
 Denoise = Callable[[Array, Array], Array]
 """``denoise(x [B, ...], t [B] int32) -> prediction [B, ...]``, with a timestep t per example."""
@@ -120,8 +121,7 @@ def ddim(
       >>> bool(jnp.allclose(samples, 0.5))
       True
     """
-    if not 0 <= eta <= 1:
-        raise ValueError(f"ddim: eta must be in [0, 1], got {eta}")
+    checks.numbers("ddim", "in [0, 1]", eta=eta)
     if eta and key is None:
         raise ValueError(f"ddim: eta={eta} adds noise at every step; pass a key (ddpm is eta=1)")
     timesteps, levels = _visited(schedule, steps)
@@ -198,8 +198,7 @@ def get(name: str) -> Callable[..., Array]:
       >>> fnet.diffusion.samplers.get("ddim") is fnet.diffusion.ddim
       True
     """
-    if name not in SAMPLERS:
-        raise ValueError(f"sampler must be one of {tuple(SAMPLERS)}, got {name!r}")
+    checks.choice("samplers", tuple(SAMPLERS), sampler=name)
     return SAMPLERS[name]
 
 
@@ -207,10 +206,7 @@ class Coefficients(NamedTuple):
     """Coefficients of n sampling steps, ``x' = a x + b x0 + c x0_previous + d noise``.
 
     Attributes:
-      a: coefficient of x, float64 [n].
-      b: coefficient of the denoiser's x0, float64 [n].
-      c: coefficient of the x0 of the previous step, float64 [n].
-      d: coefficient of the noise, float64 [n].
+      a, b, c, d: float64 [n].
     """
 
     a: np.ndarray
@@ -220,21 +216,12 @@ class Coefficients(NamedTuple):
 
 
 def ddim_coefficients(levels: Schedule, eta: float = 0.0) -> Coefficients:
-    """Compute the coefficients of `ddim`.
+    """``a, b, c, d = `` the coefficients of `ddim`.
 
     Args:
       levels: signal and noise before and after each of the n steps [n + 1], the noisiest first.
         Only the last may be without noise.
       eta: amount of noise, in [0, 1].
-
-    Returns:
-      Coefficients [n], float64.
-
-    Example:
-      >>> import fnet, numpy as np
-      >>> levels = fnet.diffusion.Schedule(np.array([0.6, 1.0]), np.array([0.8, 0.0]))
-      >>> fnet.diffusion.samplers.ddim_coefficients(levels).b.tolist()
-      [1.0]
     """
     (alpha, alpha_next), (sigma, sigma_next) = ((level[:-1], level[1:]) for level in levels)
     variance = eta**2 * (1 - (alpha / alpha_next) ** 2) / sigma**2  # (d / sigma')^2
@@ -245,24 +232,7 @@ def ddim_coefficients(levels: Schedule, eta: float = 0.0) -> Coefficients:
 
 
 def dpm_solver_coefficients(levels: Schedule) -> Coefficients:
-    """Compute the coefficients of `dpm_solver`.
-
-    Args:
-      levels: as for `ddim_coefficients`.
-
-    Returns:
-      Coefficients [n], float64.
-
-    Example:
-      >>> import numpy as np
-      >>> from fnet import diffusion
-      >>> from fnet.diffusion.samplers import dpm_solver_coefficients
-      >>> # from noise to the clean example
-      >>> alpha = np.array([0.2, 0.6, 0.9, 1.0])
-      >>> levels = diffusion.Schedule(alpha, np.sqrt(1 - alpha**2))
-      >>> [c.shape for c in dpm_solver_coefficients(levels)]
-      [(3,), (3,), (3,), (3,)]
-    """
+    """``a, b, c, d = `` the coefficients of `dpm_solver`, for ``levels`` as `ddim_coefficients`."""
     a, b, _, d = ddim_coefficients(levels)  # alpha' (1 - exp(-h)) = alpha' - alpha sigma'/sigma
     # Infinite without noise or without signal.
     with np.errstate(divide="ignore"):
@@ -317,9 +287,8 @@ def _sample(
 
 def _check(x: Array, levels: Schedule, predicts: str, clip: float | None) -> None:
     check_target(predicts)
-    check_clip(clip)
-    if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize < 4:
-        raise TypeError(f"sampling: x must be float32 or float64, got {x.dtype}")
+    checks.numbers("sampling", "> 0", clip=clip)
+    checks.wide("sampling", x=x)
     if not x.ndim:
         raise ValueError("sampling: x must be a batch of examples [B, ...], got a scalar")
     if predicts == "eps" and levels.alpha[0] == 0:

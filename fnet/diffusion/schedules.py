@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from fnet import checks
+
 
 class Schedule(NamedTuple):
     """Signal and noise level at each timestep, as numpy constants in float64.
@@ -67,11 +69,9 @@ def cosine(steps: int = 1000, *, s: float = 0.008, max_beta: float = 0.999) -> S
       >>> print(fnet.diffusion.schedules.cosine(4).sigma.round(2))
       [0.39 0.71 0.93 1.  ]
     """
-    _check_steps("cosine", steps)
-    if s < 0 or not 0 < max_beta < 1:
-        raise ValueError(
-            f"cosine: s must be >= 0 and max_beta in (0, 1), got s={s}, max_beta={max_beta}"
-        )
+    checks.sizes("cosine", steps=steps)
+    checks.numbers("cosine", ">= 0", s=s)
+    checks.numbers("cosine", "in (0, 1)", max_beta=max_beta)
     u = np.arange(steps + 1) / steps
     f = np.cos((u + s) / (1 + s) * np.pi / 2) ** 2
     return _from_betas(np.minimum(1 - f[1:] / f[:-1], max_beta))
@@ -102,9 +102,8 @@ def linear(steps: int = 1000, *, first: float = 1e-4, last: float = 0.02) -> Sch
       >>> print(fnet.diffusion.schedules.linear(1000).sigma[[0, 499, 999]].round(2))
       [0.01 0.96 1.  ]
     """
-    _check_steps("linear", steps)
-    if not (first > 0 and last > 0):
-        raise ValueError(f"linear: first and last must be > 0, got {first} and {last}")
+    checks.sizes("linear", steps=steps)
+    checks.numbers("linear", "> 0", first=first, last=last)
     betas = np.linspace(first, last, steps) * (1000 / steps)
     if not betas.max() < 1:
         raise ValueError(
@@ -146,11 +145,10 @@ def karras(
       >>> print((schedule.sigma / schedule.alpha).round(3))
       [2.000e-03 2.515e+00 8.000e+01]
     """
-    _check_steps("karras", steps, least=2)
-    if not 0 < sigma_min < sigma_max or rho <= 0:
+    if steps < 2 or not 0 < sigma_min < sigma_max or rho <= 0:
         raise ValueError(
-            "karras: needs 0 < sigma_min < sigma_max and rho > 0, "
-            f"got sigma_min={sigma_min}, sigma_max={sigma_max}, rho={rho}"
+            "karras: needs steps >= 2, 0 < sigma_min < sigma_max and rho > 0, "
+            f"got steps={steps}, sigma_min={sigma_min}, sigma_max={sigma_max}, rho={rho}"
         )
     s = np.linspace(sigma_min ** (1 / rho), sigma_max ** (1 / rho), steps) ** rho
     return Schedule(alpha=1 / np.hypot(1, s), sigma=s / np.hypot(1, s))
@@ -183,8 +181,7 @@ def get(name: str, steps: int = 1000, **options: float) -> Schedule:
       >>> fnet.diffusion.schedules.get("linear", 50).steps
       50
     """
-    if name not in SCHEDULES:
-        raise ValueError(f"schedule must be one of {tuple(SCHEDULES)}, got {name!r}")
+    checks.choice("schedules", tuple(SCHEDULES), schedule=name)
     return SCHEDULES[name](steps, **options)
 
 
@@ -274,8 +271,3 @@ def _from_betas(betas: np.ndarray) -> Schedule:
     # log1p and expm1 are precise for the first sigmas, which are small.
     log_alpha_bar = np.cumsum(np.log1p(-betas))
     return Schedule(alpha=np.exp(log_alpha_bar / 2), sigma=np.sqrt(-np.expm1(log_alpha_bar)))
-
-
-def _check_steps(name: str, steps: int, *, least: int = 1) -> None:
-    if steps < least:
-        raise ValueError(f"{name}: steps must be at least {least}, got {steps}")

@@ -5,6 +5,8 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Float
 
+from fnet import checks
+
 TARGETS = ("eps", "x0", "v")
 """Noise (Ho et al. 2020), clean example, and velocity (Salimans & Ho 2022)."""
 
@@ -127,12 +129,9 @@ def denoised(
       [True, True]
     """
     check_target(name)
-    check_clip(clip)
+    checks.numbers("denoised", "> 0", clip=clip)
     a, s = _per_example(alpha, x), _per_example(sigma, x)
-    if prediction.shape != x.shape:
-        raise ValueError(
-            f"denoised: the prediction must have the shape of x, {x.shape}, got {prediction.shape}"
-        )
+    checks.shapes("denoised", f"x {x.shape}", prediction=(prediction, x.shape))
     prediction = prediction.astype(x.dtype)
     if name == "eps":
         x0, eps = (x - s * prediction) / a, prediction
@@ -147,38 +146,19 @@ def denoised(
 
 
 def check_target(name: str) -> None:
-    """Check that ``name`` is one of `TARGETS`.
-
-    Raises:
-      ValueError: for an unknown name.
-    """
-    if name not in TARGETS:
-        raise ValueError(f"target must be one of {TARGETS}, got {name!r}")
-
-
-def check_clip(clip: float | None) -> None:
-    """Check a bound of x0.
-
-    Raises:
-      ValueError: if ``clip <= 0``.
-    """
-    if clip is not None and not clip > 0:
-        raise ValueError(f"clip must be > 0, or None for no clipping, got {clip}")
+    """Raise ValueError unless ``name`` is one of `TARGETS`."""
+    checks.choice("diffusion", TARGETS, target=name)
 
 
 def _linear_combination(x: Array, y: Array, a: ArrayLike, b: ArrayLike) -> Array:
     """``a x + b y``."""
-    if x.shape != y.shape:
-        raise ValueError(
-            f"diffusion: x0 and noise must have the same shape, got {x.shape} and {y.shape}"
-        )
+    checks.shapes("diffusion", f"x0 {x.shape}", noise=(y, x.shape))
     return _per_example(a, x) * x + _per_example(b, x) * y
 
 
 def _per_example(a: ArrayLike, like: Array) -> Array:
     """Reshape ``a`` from [] or [B] to [] or [B, 1, ...], in the dtype of ``like`` [B, ...]."""
-    if not jnp.issubdtype(like.dtype, jnp.floating):
-        raise TypeError(f"diffusion: examples must be floating, got {like.dtype}")
+    checks.floating("diffusion", examples=like)
     a = jnp.asarray(a, like.dtype)
     if a.ndim and a.shape != like.shape[:1]:
         raise ValueError(

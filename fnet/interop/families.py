@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from fnet.interop.huggingface.checkpoint import KERNELS, SUFFIXES, Tensor, layer_tensor
-from fnet.models.backbone import STEMS
+from fnet.models.blocks import STEMS
 from fnet.models.densenet import DEPTHS as DENSENETS
 from fnet.models.resnet import BASIC, VARIANTS
 from fnet.models.resnet import DEPTHS as RESNETS

@@ -14,7 +14,7 @@ from fnet.layers.dynamic_tanh import dynamic_tanh as dynamic_tanh
 from fnet.layers.embedding import embedding
 from fnet.layers.embedding import unembed as unembed
 from fnet.layers.feed_forward import feed_forward
-from fnet.layers.fold import fold
+from fnet.layers.fold import fold as fold
 from fnet.layers.global_response_norm import global_response_norm as global_response_norm
 from fnet.layers.group_norm import group_norm_layer as group_norm
 from fnet.layers.kernel_init import cosine_patches as cosine_patches
@@ -27,11 +27,11 @@ from fnet.layers.norm import rms_norm_layer as rms_norm
 from fnet.layers.pooling import avg_pool, global_avg_pool, max_pool
 from fnet.layers.pooling import global_max_pool as global_max_pool
 from fnet.layers.reversible import reversible as reversible
-from fnet.layers.rg_lru import rg_lru
+from fnet.layers.rg_lru import rg_lru as rg_lru
 from fnet.layers.rotary import rotary as rotary
 from fnet.layers.stack import Block, stack
 from fnet.layers.transformer import reversible_transformer as reversible_transformer
-from fnet.layers.transformer import transformer
+from fnet.layers.transformer import transformer as transformer
 
 __all__ = [
     "Block",
@@ -46,7 +46,6 @@ __all__ = [
     "dropout",
     "embedding",
     "feed_forward",
-    "fold",
     "global_avg_pool",
     "group_norm",
     "layer_norm",
@@ -54,8 +53,6 @@ __all__ = [
     "mamba2",
     "max_pool",
     "mlp",
-    "rg_lru",
     "rms_norm",
     "stack",
-    "transformer",
 ]

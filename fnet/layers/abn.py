@@ -15,8 +15,9 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Bool, Float
 
+from fnet import checks
 from fnet.backward_pass import save
-from fnet.layer import Layer, Params, State, check_floating, check_sizes
+from fnet.layer import Layer, Params, State
 from fnet.layers import activations
 from fnet.mesh import equally_varying
 from fnet.precision import sum_dtype, upcast
@@ -214,7 +215,7 @@ def abn_layer(
       >>> y.shape, sorted(params), sorted(state)
       ((64, 8, 8, 3), ['beta', 'gamma'], ['running_mean', 'running_var'])
     """
-    check_sizes("abn", channels=channels)
+    checks.sizes("abn", channels=channels)
     activation_param = activations.check_parameter("abn", activation, activation_param)
 
     def init(key: Array) -> tuple[Params, State]:
@@ -253,27 +254,19 @@ def abn_layer(
 
 def _check_arrays(x: Array, axis: int, mask: Array | None, **pair: Array | None) -> None:
     """Raise if the input, the mask and a pair of channel vectors do not match."""
-    check_floating("abn", x=x)
+    checks.floating("abn", x=x)
     if x.ndim < 2 or not -x.ndim <= axis < x.ndim:
         raise ValueError(f"abn: x must have rank >= 2 and an axis {axis}, got shape {x.shape}")
     if mask is not None and axis % x.ndim == 0:
         raise ValueError("abn: a mask needs examples on axis 0, but axis=0 holds the channels")
-    if mask is not None and (mask.dtype != bool or mask.shape != x.shape[:1]):
-        raise ValueError(
-            f"abn: mask must be bool of shape {x.shape[:1]}, got {mask.dtype} {mask.shape}"
-        )
+    checks.mask("abn", mask, x.shape[:1])
     arrays = {name: v for name, v in pair.items() if v is not None}
     if len(arrays) == 1:
         (missing,) = pair.keys() - arrays.keys()
         raise ValueError(f"abn: got {next(iter(arrays))} without {missing}; give both or neither")
-    for name, v in arrays.items():
-        if v.shape != (x.shape[axis],):
-            raise ValueError(
-                f"abn: {name} must have shape ({x.shape[axis]},), the channels on axis {axis} "
-                f"of x {x.shape}, got {v.shape}"
-            )
-        if not jnp.issubdtype(v.dtype, jnp.floating) or v.dtype.itemsize < 4:
-            raise TypeError(f"abn: {name} must be float32 or wider, got {v.dtype}")
+    given = f"the channels on axis {axis} of x {x.shape}"
+    checks.shapes("abn", given, **{n: (v, (x.shape[axis],)) for n, v in arrays.items()})
+    checks.wide("abn", **arrays)
 
 
 def _update_running(old: Array, new: Array, decay: ArrayLike) -> Array:
@@ -332,20 +325,13 @@ def _zero_padding(mask: Array | None, a: Array) -> Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _normalize(
-    spec: _Spec,
-    x: Array,
-    g: Array,
-    beta: Array,
-    statistics: tuple[Array, Array] | None,
-    mask: Array | None,
-) -> tuple[Array, Array, Array, Array]:
+def _normalize(spec: _Spec, *arrays: Any) -> tuple[Array, Array, Array, Array]:
     """Compute ``act((x - mean) / sqrt(var + eps) * g + beta)``.
 
     The statistics are given or computed from the batch. Returns y, the mean [C], the
     biased variance [C], and the number of samples per channel [].
     """
-    return _normalize_fwd(spec, x, g, beta, statistics, mask)[0]
+    return _normalize_fwd(spec, *arrays)[0]
 
 
 def _normalize_fwd(

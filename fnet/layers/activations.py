@@ -113,21 +113,7 @@ def get(name: str) -> Activation:
 
 
 def parameter_of(name: str, param: float | None) -> float:
-    """Return ``param``, or the default of the activation if ``param`` is None.
-
-    The default is 0.01 for the slope of ``leaky_relu`` and 1 for the alpha of ``elu``.
-    Activations without a parameter ignore it.
-
-    Args:
-      name: a key of `ACTIVATIONS`.
-      param: the value given by the user, or None.
-
-    Returns:
-      The value to pass to ``forward`` and ``inverse``.
-
-    Raises:
-      ValueError: if the name is unknown.
-    """
+    """Return ``param``, or the default of the activation if ``param`` is None."""
     return get(name).default if param is None else param
 
 
@@ -138,12 +124,7 @@ def invertible(name: str, param: float) -> bool:
 
 
 def check_parameter(where: str, name: str, param: float | None) -> float:
-    """Return `parameter_of` the activation, if its inverse exists for this parameter.
-
-    Raises:
-      ValueError: if the name is unknown, or the activation has an inverse but not for
-        this parameter.
-    """
+    """Return `parameter_of` the activation; ValueError if its inverse needs another one."""
     act, param = get(name), parameter_of(name, param)
     if act.inverse and not invertible(name, param):
         instead = "relu" if act.parameter == "slope" else "silu"

@@ -10,10 +10,17 @@ from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Bool, Float, Int
 
+from fnet import checks, chunks
 from fnet.backward_pass import save
-from fnet.layer import Decode, Layer, Params, State, apply_child, init_children
+from fnet.layer import Children, Decode, Layer, Params, State, composite
 from fnet.layers.dense import dense
-from fnet.layers.dot_product_attention import MASKED_SCORE, cap, dot_product_attention
+from fnet.layers.dot_product_attention import (
+    MASKED_SCORE,
+    cap,
+    dot_product_attention,
+    join_chunks,
+    query_chunks,
+)
 from fnet.layers.rotary import rotary as apply_rotary
 from fnet.mesh import equally_varying
 from fnet.precision import sum_dtype
@@ -92,9 +99,8 @@ def attention(
       ValueError: if ``heads`` does not divide ``width`` and there is no ``head_dim``, ``groups``
         does not divide ``heads``, ``window``, ``head_dim`` or ``chunk`` is below 1, ``rotary`` is
         not above 0, or the features of a head are odd with ``rotary``; when applied, if ``x``,
-        ``mask`` or ``segments`` has another shape.
-      TypeError: when applied, if ``x`` is not floating, ``mask`` is not bool, or ``segments`` are
-        not integers.
+        ``mask`` or ``segments`` has another shape, or ``mask`` is not bool.
+      TypeError: when applied, if ``x`` is not floating, or ``segments`` are not integers.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -119,14 +125,11 @@ def attention(
             children[f"{name}_norm"] = qk_norm(head_dim if qk_norm_over == "head" else sizes[name])
 
     def project(
-        params: Params, x: Array, first: Array | int, length: int, train: bool
+        child: Children, x: Array, first: Array | int, length: int
     ) -> tuple[Array, Array, Array]:
         """Compute queries [B, T, heads, head_dim], keys and values [B, T, groups, head_dim]."""
         if x.ndim != 3:
             raise ValueError(f"attention: expected [B, T, {width}], got {x.shape}")
-
-        def child(name: str, x: Array) -> Array:
-            return apply_child(children, name, params, {}, x, key=None, train=train)[0]
 
         def split_heads(x: Array) -> Array:
             return x.reshape(*x.shape[:2], -1, head_dim)
@@ -153,21 +156,14 @@ def attention(
     def merge_heads(y: Array) -> Array:
         return y.reshape(*y.shape[:2], -1)
 
-    def combine(params: Params, y: Array, train: bool) -> Array:
-        return apply_child(children, "output", params, {}, merge_heads(y), key=None, train=train)[0]
-
     def apply(
-        params: Params,
-        state: State,
+        child: Children,
         x: Float[Array, "b t d"],
         *,
-        key: Array | None = None,
-        train: bool,
         mask: Bool[Array, "b t"] | None = None,
         segments: Int[Array, "b t"] | None = None,
-    ) -> tuple[Float[Array, "b t d"], State]:
-        del key
-        q, k, v = project(params, x, 0, x.shape[1], train)
+    ) -> Float[Array, "b t d"]:
+        q, k, v = project(child, x, 0, x.shape[1])
         y = dot_product_attention(
             q,
             k,
@@ -180,7 +176,7 @@ def attention(
             soft_cap=soft_cap,
             chunk=chunk,
         )
-        return combine(params, save(y), train), state
+        return child("output", merge_heads(save(y)))
 
     def init_cache(batch: int, length: int, dtype: DTypeLike) -> Cache:
         return empty_cache(batch, length, groups, head_dim, dtype, window)
@@ -188,28 +184,22 @@ def attention(
     def extend(
         params: Params, state: State, cache: Any, x: Float[Array, "b t d"], position: Int[Array, ""]
     ) -> tuple[Float[Array, "b t d"], Cache]:
-        del state
-        q, k, v = project(params, x, position, cache["key"].shape[1], False)
+        child = Children(children, params, state, None, False)
+        q, k, v = project(child, x, position, cache["key"].shape[1])
         y, cache = extend_cache_and_attend(
             cache, q, k, v, position, window=window, scale=scale, soft_cap=soft_cap
         )
-        return combine(params, y, False), cache
+        return child("output", merge_heads(y)), cache
 
     decode = Decode(init_cache, extend) if causal else None
-    return Layer(lambda key: init_children(children, key), apply, decode)
+    return composite(children, apply, random=False)._replace(decode=decode)
 
 
 def _key_mask(mask: Array | None, x: Array, causal: bool) -> Array | None:
     """[B, T] -> [B, 1, 1, T]; None for causal attention, which never attends to later padding."""
     if mask is None:
         return None
-    if mask.dtype != bool:
-        raise TypeError(f"attention: mask must be bool, True for a real token, got {mask.dtype}")
-    if mask.shape != x.shape[:2]:
-        raise ValueError(
-            f"attention: mask must have shape {x.shape[:2]}, [B, T] of x {x.shape}, "
-            f"got {mask.shape}"
-        )
+    checks.mask("attention", mask, x.shape[:2])
     return None if causal else mask[:, None, None]
 
 
@@ -229,41 +219,25 @@ def _check(
         )
     if groups < 1 or heads % groups:
         raise ValueError(f"attention: groups must divide heads, got groups={groups}, heads={heads}")
-    if head_dim is not None and head_dim < 1:
-        raise ValueError(f"attention: head_dim must be at least 1, got {head_dim}")
-    if window is not None and window < 1:
-        raise ValueError(f"attention: window must be at least 1, got {window}; None attends to all")
-    if chunk is not None and chunk < 1:
-        raise ValueError(f"attention: chunk must be at least 1, got {chunk}")
+    checks.sizes("attention", head_dim=head_dim, window=window, chunk=chunk)
     if rotary is None:
         return
     if not isinstance(rotary, Sequence) and not callable(rotary) and not rotary > 0:
         raise ValueError(
             f"attention: rotary is a base and must be > 0, got {rotary}; None disables it"
         )
-    if head_dim is not None and head_dim % 2:
+    features = width // heads if head_dim is None else head_dim
+    if features % 2:
         raise ValueError(
-            f"attention: rotary rotates pairs of features, got head_dim {head_dim}; choose an "
-            "even number"
-        )
-    if head_dim is None and width // heads % 2:
-        raise ValueError(
-            f"attention: rotary rotates pairs of features, got width {width} / heads {heads} = "
-            f"{width // heads} per head; choose heads so that it is even"
+            f"attention: rotary rotates pairs of features, got {features} per head; choose an even "
+            "head_dim, or heads so that width / heads is even"
         )
 
 
 def empty_cache(
     batch: int, length: int, groups: int, head_dim: int, dtype: DTypeLike, window: int | None
 ) -> Cache:
-    """Build a cache of zeros for ``length`` positions, or for the last ``window`` of them.
-
-    Returns:
-      ``{"key", "value"}``, each [batch, min(length, window), groups, head_dim].
-
-    Raises:
-      ValueError: if ``length < 1``.
-    """
+    """Build a cache of zeros for ``length`` positions, or for the last ``window`` of them."""
     if length < 1:
         raise ValueError(f"attention: a cache needs a length of at least 1, got {length}")
     slots = length if window is None else min(length, window)
@@ -286,18 +260,8 @@ def extend_cache_and_attend(
     Position i is stored in slot i modulo the number of slots. So the cache of a window is a
     ring buffer: a position overwrites, in place, the one that just left the window.
 
-    Args:
-      cache: from `empty_cache`, extended by ``position`` positions.
-      q, k, v: of positions ``position`` to ``position + t - 1``.
-      position: number of positions before.
-      window, scale, soft_cap: as for `fnet.dot_product_attention`.
-
-    Returns:
-      ``(y, cache)``: [B, t, H, D] in the dtype of ``q``, and the cache in its own dtype.
-
-    Raises:
-      ValueError: if there are more new positions than slots. It is not checked that
-        ``position + t`` exceeds the slots; the output of the last positions is then wrong.
+    It is not checked that ``position + t`` exceeds the slots; the output of the last positions is
+    then wrong.
     """
     t, slots = q.shape[1], cache["key"].shape[1]
     scores = _Scores(q.shape[-1] ** -0.5 if scale is None else scale, soft_cap)
@@ -345,11 +309,8 @@ def _attend_from(
     window: int,
 ) -> Float[Array, "b t h d"]:
     """Attend from query i to keys at + i - window + 1 to at + i, from ``first`` on."""
-    (b, t, h, d), groups = q.shape, k.shape[2]
-    n = -(-t // _QUERIES)
-    size = -(-t // n)
-    q = jnp.pad(q, ((0, 0), (0, n * size - t), (0, 0), (0, 0)))
-    q = q.reshape(b, n, size, groups, h // groups, d).transpose(1, 0, 3, 4, 2, 5)
+    t, groups = q.shape[1], k.shape[2]
+    n, size = chunks.even(t, _QUERIES)
 
     def attend(q: Array, start: Array, keys: int) -> Array:
         return _online_softmax(scores, q, k, v, start + at, first, window, keys)
@@ -362,8 +323,8 @@ def _attend_from(
         )
         return y
 
-    y: Array = jax.lax.map(chunk, (q, size * jnp.arange(n)))  # [n, B, K, H / K, size, D]
-    return y.transpose(1, 0, 4, 2, 3, 5).reshape(b, n * size, h, d)[:, :t]
+    y: Array = jax.lax.map(chunk, (query_chunks(q, groups, n, size), size * jnp.arange(n)))
+    return join_chunks(y, t)
 
 
 def _online_softmax(

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float
 
-from fnet.layer import check_floating
+from fnet import checks
 from fnet.mesh import equally_varying
 from fnet.precision import broadcast_like, upcast
 
@@ -135,8 +135,7 @@ def update_context(
             "update_context: x and mixed must both be [T, D] or [B, T, D], "
             f"got {x.shape} and {mixed.shape}"
         )
-    if not 0 <= rate <= 1:
-        raise ValueError(f"update_context: rate must be in [0, 1], got {rate}")
+    checks.numbers("update_context", "in [0, 1]", rate=rate)
     if x.ndim == 2:
         x, mixed = x[None], mixed[None]
         mask = None if mask is None else jnp.expand_dims(mask, 0)
@@ -157,11 +156,7 @@ def _real_positions(shape: tuple[int, ...], mask: Array | None) -> Bool[Array, "
     examples = shape[:2]
     if mask is None:
         return jnp.ones(examples, bool)
-    if mask.dtype != bool or mask.shape not in (examples[:1], examples):
-        raise ValueError(
-            f"update_context: mask must be bool of shape {examples[:1]} or {examples}, "
-            f"got {mask.dtype} {mask.shape}"
-        )
+    checks.mask("update_context", mask, examples[:1], examples)
     return jnp.broadcast_to(mask.reshape(examples[0], -1), examples)
 
 
@@ -205,10 +200,6 @@ def _sum_over_examples(x: Float[Array, "b r d"], y: Float[Array, "b r d"]) -> Fl
 
 
 def _check(where: str, x: Array, context: Array) -> None:
-    check_floating(where, x=x)
+    checks.floating(where, x=x)
     d = x.shape[-1] if x.ndim else 0
-    if context.shape != (d, d):
-        raise ValueError(
-            f"{where}: context must have shape {(d, d)}, the width of x {x.shape}, "
-            f"got {context.shape}"
-        )
+    checks.shapes(where, f"x {x.shape}", context=(context, (d, d)))

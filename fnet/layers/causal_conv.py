@@ -8,7 +8,8 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
-from fnet.layer import Decode, Layer, Params, State, check_floating, check_sizes
+from fnet import checks
+from fnet.layer import Decode, Layer, Params, State
 from fnet.layers.segments import restarts
 from fnet.precision import broadcast_like
 
@@ -40,18 +41,6 @@ def causal_conv(
     Returns:
       ``(y, past)``: y [B, T, C] in the dtype of ``x``, and the last W - 1 inputs for the
       next call, in the dtype of ``past``.
-
-    Raises:
-      ValueError: if the shapes do not match.
-      TypeError: if ``x`` is not floating, or the segments are not integers.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from fnet.layers.causal_conv import causal_conv
-      >>> x = jnp.arange(1.0, 5.0).reshape(1, 4, 1)
-      >>> y, past = causal_conv(x, jnp.ones((2, 1)))
-      >>> y.ravel().tolist(), past.ravel().tolist()
-      ([1.0, 3.0, 5.0, 7.0], [4.0])
     """
     if x.ndim != 3 or kernel.ndim != 2 or not kernel.shape[0] or kernel.shape[1] != x.shape[2]:
         raise ValueError(
@@ -59,16 +48,11 @@ def causal_conv(
             f"got x {x.shape} and kernel {kernel.shape}"
         )
     (b, t, c), width = x.shape, kernel.shape[0]
-    if bias is not None and bias.shape != (c,):
-        raise ValueError(f"causal_conv: bias must have shape {(c,)}, got {bias.shape}")
-    check_floating("causal_conv", x=x)
+    given = f"x {x.shape} and kernel {kernel.shape}"
+    checks.shapes("causal_conv", given, bias=(bias, (c,)), past=(past, (b, width - 1, c)))
+    checks.floating("causal_conv", x=x)
     if past is None:
         past = jnp.pad(x[:, :0], ((0, 0), (width - 1, 0), (0, 0)))  # zeros, sharded like x
-    if past.shape != (b, width - 1, c):
-        raise ValueError(
-            f"causal_conv: past must have shape {(b, width - 1, c)} for x {x.shape} and "
-            f"kernel {kernel.shape}, got {past.shape}"
-        )
     inputs = jnp.concatenate([past.astype(x.dtype), x], axis=1)
     starts = restarts("causal_conv", segments, (b, t))
     documents = None if starts is None else jnp.cumsum(starts, axis=1)
@@ -115,7 +99,7 @@ def causal_conv_layer(channels: int, width: int = 4, *, bias: bool = True) -> La
       >>> y.shape
       (2, 10, 8)
     """
-    check_sizes("causal_conv", channels=channels, width=width)
+    checks.sizes("causal_conv", channels=channels, width=width)
 
     def init(key: Array) -> tuple[Params, State]:
         bound = width**-0.5

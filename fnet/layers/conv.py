@@ -1,15 +1,16 @@
 """2-D convolution of NHWC images."""
 
+import functools
 from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
+from fnet import checks
 from fnet.backward_pass import params_first
-from fnet.layer import Layer, Params, State, check_floating, check_sizes
-from fnet.layers.dense import HE_NORMAL, add_bias
+from fnet.layer import Layer, Params, from_function
+from fnet.layers.dense import HE_NORMAL, add_bias, init_linear
 
 Padding = str | Sequence[tuple[int, int]]
 
@@ -65,7 +66,7 @@ def conv(
     """
     sides = {"window": _pair(window), "stride": _pair(stride), "dilation": _pair(dilation)}
     smallest = {name: min(pair) for name, pair in sides.items()}
-    check_sizes("conv", n_in=n_in, n_out=n_out, **smallest)
+    checks.sizes("conv", n_in=n_in, n_out=n_out, **smallest)
     if groups < 1 or n_in % groups or n_out % groups:
         raise ValueError(
             f"conv: groups must divide both channel counts, got groups={groups}, "
@@ -73,22 +74,9 @@ def conv(
         )
     shape = (*sides["window"], n_in // groups, n_out)
 
-    def init(key: Array) -> tuple[Params, State]:
-        kernel = kernel_init(key, shape, jnp.float32)
-        return {"kernel": kernel} | ({"bias": jnp.zeros(n_out, jnp.float32)} if bias else {}), {}
-
-    def apply(
-        params: Params,
-        state: State,
-        x: Float[Array, "n h w c"],
-        *,
-        key: Array | None = None,
-        train: bool,
-    ) -> tuple[Float[Array, "n h w d"], State]:
-        del key, train
-        if x.ndim != 4 or x.shape[-1] != n_in:
-            raise ValueError(f"conv: expected [N, H, W, {n_in}], got {x.shape}")
-        check_floating("conv", x=x)
+    def apply(params: Params, x: Float[Array, "n h w c"]) -> Float[Array, "n h w d"]:
+        checks.image("conv", x, n_in)
+        checks.floating("conv", x=x)
         x, params = params_first(x, params)
         y = jax.lax.conv_general_dilated(
             x,
@@ -99,6 +87,6 @@ def conv(
             dimension_numbers=("NHWC", "HWIO", "NHWC"),
             feature_group_count=groups,
         )
-        return add_bias(y, params), state
+        return add_bias(y, params)
 
-    return Layer(init, apply)
+    return from_function(functools.partial(init_linear, shape, bias, kernel_init), apply)

@@ -1,5 +1,6 @@
 """Dense layers and the multilayer perceptron."""
 
+import functools
 import itertools
 from collections.abc import Sequence
 
@@ -8,8 +9,9 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
+from fnet import checks
 from fnet.backward_pass import params_first
-from fnet.layer import Layer, Params, State, check_floating, check_sizes, serial
+from fnet.layer import Layer, Params, from_function, serial
 from fnet.layers import activations
 from fnet.precision import add
 
@@ -49,29 +51,16 @@ def dense(
       >>> y.shape
       (2, 8)
     """
-    check_sizes("dense", n_in=n_in, n_out=n_out)
+    checks.sizes("dense", n_in=n_in, n_out=n_out)
 
-    def init(key: Array) -> tuple[Params, State]:
-        kernel = kernel_init(key, (n_in, n_out), jnp.float32)
-        return {"kernel": kernel} | ({"bias": jnp.zeros(n_out, jnp.float32)} if bias else {}), {}
-
-    def apply(
-        params: Params,
-        state: State,
-        x: Float[Array, "... n_in"],
-        *,
-        key: Array | None = None,
-        train: bool,
-    ) -> tuple[Float[Array, "... n_out"], State]:
-        del key, train
-        if x.shape[-1:] != (n_in,):
-            raise ValueError(f"dense: expected [..., {n_in}], got {x.shape}")
-        check_floating("dense", x=x)
+    def apply(params: Params, x: Float[Array, "... n_in"]) -> Float[Array, "... n_out"]:
+        checks.last_axis("dense", x, n_in)
         x, params = params_first(x, params)
         y = x @ params["kernel"].astype(x.dtype)
-        return add_bias(y, params), state
+        return add_bias(y, params)
 
-    return Layer(init, apply)
+    init = functools.partial(init_linear, (n_in, n_out), bias, kernel_init)
+    return from_function(init, apply)
 
 
 def mlp(sizes: Sequence[int], activation: str = "relu") -> Layer:
@@ -109,6 +98,14 @@ def mlp(sizes: Sequence[int], activation: str = "relu") -> Layer:
             layers[f"activation_{i}"] = act
         layers[f"dense_{i}"] = dense(n_in, n_out)
     return serial(**layers)
+
+
+def init_linear(
+    shape: tuple[int, ...], bias: bool, kernel_init: jax.nn.initializers.Initializer, key: Array
+) -> Params:
+    """Draw a kernel of this shape, outputs last, and a bias of zeros if there is one."""
+    kernel = kernel_init(key, shape, jnp.float32)
+    return {"kernel": kernel} | ({"bias": jnp.zeros(shape[-1], jnp.float32)} if bias else {})
 
 
 def add_bias(y: Array, params: Params) -> Array:

@@ -12,6 +12,7 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Bool, Float, Int
 
+from fnet import checks, chunks
 from fnet.precision import upcast
 
 MASKED_SCORE = 0.7 * float(jnp.finfo(jnp.float32).min)
@@ -172,14 +173,10 @@ def _in_chunks(
     soft_cap: float | None,
     chunk: int,
 ) -> Array:
-    (b, t, h, d), s, groups = q.shape, k.shape[1], k.shape[2]
-    n = -(-t // chunk)
-    size = -(-t // n)
-    padding = (0, n * size - t)  # to chunks of equal length
-    q = jnp.pad(q, ((0, 0), padding, (0, 0), (0, 0)))
-    # One axis at a time: shardings propagate only through such reshapes.
-    q = q.reshape(b, n, size, h, d).reshape(b, n, size, groups, h // groups, d)
-    q = q.transpose(1, 0, 3, 4, 2, 5)  # [n, B, K, H / K, size, D]
+    t, s, groups = q.shape[1], k.shape[1], k.shape[2]
+    n, size = chunks.even(t, chunk)
+    padding = (0, n * size - t)
+    q = query_chunks(q, groups, n, size)
     k, v = (upcast(jnp.moveaxis(a, 1, 2)) for a in (k, v))  # [B, K, S, D]
     mask = None if mask is None else _by_group(mask, groups, padding)
     query_segments = None
@@ -196,8 +193,25 @@ def _in_chunks(
         by_key = k[:, :, :end], v[:, :, :end], mask, (query_segments, segments)
         attend = functools.partial(_attend, *by_key, scale, *static)
         parts.append(jax.lax.map(lambda x, f=attend: f(*x), (q[first:last], starts[first:last])))
-    y = jnp.concatenate(parts).transpose(1, 0, 4, 2, 3, 5)  # [B, n, size, K, H / K, D]
-    return y.reshape(b, n, size, h, d).reshape(b, n * size, h, d)[:, :t]
+    return join_chunks(jnp.concatenate(parts), t)
+
+
+def query_chunks(
+    q: Float[Array, "b t h d"], groups: int, n: int, size: int
+) -> Float[Array, "n b k g c d"]:
+    """Split queries into ``n`` chunks, padded to equal length, with the heads by group."""
+    b, t, h, d = q.shape
+    q = jnp.pad(q, ((0, 0), (0, n * size - t), (0, 0), (0, 0)))
+    # One axis at a time: shardings propagate only through such reshapes.
+    q = q.reshape(b, n, size, h, d).reshape(b, n, size, groups, h // groups, d)
+    return q.transpose(1, 0, 3, 4, 2, 5)
+
+
+def join_chunks(y: Float[Array, "n b k g c d"], t: int) -> Float[Array, "b t h d"]:
+    """Join the outputs of `query_chunks`, without the padding."""
+    n, b, groups, per_group, size, d = y.shape
+    y = y.transpose(1, 0, 4, 2, 3, 5).reshape(b, n, size, groups * per_group, d)
+    return y.reshape(b, n * size, groups * per_group, d)[:, :t]
 
 
 @functools.partial(jax.checkpoint, static_argnums=(5, 6, 7, 8))
@@ -318,20 +332,14 @@ def _check(
         raise ValueError(
             f"{where}: q's heads must be a multiple of k's, got q {q.shape} and k {k.shape}"
         )
-    if chunk is not None and chunk < 1:
-        raise ValueError(f"{where}: chunk must be at least 1, got {chunk}")
-    if window is not None and window < 1:
-        raise ValueError(f"{where}: window must be at least 1, got {window}; None attends to all")
-    if soft_cap is not None and not soft_cap > 0:
-        raise ValueError(f"{where}: soft_cap must be > 0, got {soft_cap}; None sets no cap")
-    if segments is not None:
-        if not jnp.issubdtype(segments.dtype, jnp.integer):
-            raise TypeError(f"{where}: segments must be integers, got {segments.dtype}")
-        if t != s or segments.shape != (b, t):
-            raise ValueError(
-                f"{where}: segments must have shape {(b, t)}, [B, T] of q {q.shape}, with as many "
-                f"keys as queries, got {segments.shape} and k {k.shape}"
-            )
+    checks.sizes(where, chunk=chunk, window=window)
+    checks.numbers(where, "> 0", soft_cap=soft_cap)
+    checks.integers(where, segments=segments)
+    if segments is not None and (t != s or segments.shape != (b, t)):
+        raise ValueError(
+            f"{where}: segments must have shape {(b, t)}, [B, T] of q {q.shape}, with as many "
+            f"keys as queries, got {segments.shape} and k {k.shape}"
+        )
     if mask is None:
         return
     if mask.dtype != bool:

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from fnet.layer import Layer, Params, State, check_floating
+from fnet import checks
+from fnet.layer import Layer, Params, State
 from fnet.precision import upcast
 
 
@@ -39,12 +40,7 @@ def dropout(rate: float, *, shared_axes: tuple[int, ...] = ()) -> Layer:
       >>> sorted(set(y.tolist()))
       [0.0, 2.0]
     """
-    if not 0 <= rate < 1:
-        raise ValueError(f"dropout: rate must be in [0, 1), got {rate}")
-
-    def init(key: Array) -> tuple[Params, State]:
-        del key
-        return {}, {}
+    checks.numbers("dropout", "in [0, 1)", rate=rate)
 
     def apply(
         params: Params,
@@ -57,7 +53,7 @@ def dropout(rate: float, *, shared_axes: tuple[int, ...] = ()) -> Layer:
         del params
         if not train or rate == 0:
             return x, state
-        check_floating("dropout", x=x)
+        checks.floating("dropout", x=x)
         if key is None:
             raise ValueError(
                 f"dropout: needs a key in training with rate {rate}; pass key=jax.random.key(...), "
@@ -67,19 +63,15 @@ def dropout(rate: float, *, shared_axes: tuple[int, ...] = ()) -> Layer:
         if any(not -x.ndim <= axis < x.ndim for axis in shared):
             raise ValueError(f"dropout: shared_axes {shared_axes} are not all axes of x {x.shape}")
         mask_shape = tuple(1 if {i, i - x.ndim} & shared else n for i, n in enumerate(x.shape))
-        return _drop(key, x, rate, mask_shape), state
 
-    return Layer(init, apply)
+        @jax.checkpoint
+        def drop(key: Array, x: Array) -> Array:
+            # A clone: otherwise jax_debug_key_reuse reports the rematerialized draw as a reuse.
+            mask = jax.random.bernoulli(jax.random.clone(key), 1 - rate, mask_shape)
+            # In float32: 1 - 0.1 rounds to 0.8984 in bfloat16, and each layer would raise the
+            # mean by 0.2 %.
+            return jnp.where(mask, (upcast(x) / (1 - rate)).astype(x.dtype), 0)
 
+        return drop(key, x), state
 
-def _drop(key: Array, x: Array, rate: float, mask_shape: tuple[int, ...]) -> Array:
-    @jax.checkpoint
-    def drop(key: Array, x: Array) -> Array:
-        # A clone: otherwise jax_debug_key_reuse reports the rematerialized draw as a reuse.
-        mask = jax.random.bernoulli(jax.random.clone(key), 1 - rate, mask_shape)
-        # In float32: 1 - 0.1 rounds to 0.8984 in bfloat16, and each layer would raise the
-        # mean by 0.2 %.
-        return jnp.where(mask, (upcast(x) / (1 - rate)).astype(x.dtype), 0)
-
-    y: Array = drop(key, x)
-    return y
+    return Layer(lambda key: ({}, {}), apply)

@@ -5,9 +5,10 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
+from fnet import checks
 from fnet.backward_pass import save
-from fnet.layer import Layer, Params, State, check_floating, check_sizes
-from fnet.layers.norm import expand_like, invertible_scale
+from fnet.layer import Layer, Params, from_function
+from fnet.layers.norm import expand_like, invertible_scale, scale_and_bias
 from fnet.mesh import equally_varying
 from fnet.precision import upcast
 
@@ -52,33 +53,20 @@ def dynamic_tanh(d: int, alpha: float = 0.5) -> Layer:
       >>> bool(jnp.allclose(y, jnp.tanh(0.5 * x)))
       True
     """
-    check_sizes("dynamic_tanh", d=d)
+    checks.sizes("dynamic_tanh", d=d)
     if alpha == 0:
         raise ValueError(
             "dynamic_tanh: alpha must not be 0, got 0; then the output does not depend on x"
         )
 
-    def init(key: Array) -> tuple[Params, State]:
-        del key
-        scale, bias = jnp.ones(d, jnp.float32), jnp.zeros(d, jnp.float32)
-        return {"alpha": jnp.full((), alpha, jnp.float32), "scale": scale, "bias": bias}, {}
-
-    def apply(
-        params: Params,
-        state: State,
-        x: Float[Array, "... d"],
-        *,
-        key: Array | None = None,
-        train: bool,
-    ) -> tuple[Float[Array, "... d"], State]:
-        del key, train
-        check_floating("dynamic_tanh", x=x)
-        if x.shape[-1:] != (d,):
-            raise ValueError(f"dynamic_tanh: expected [..., {d}], got {x.shape}")
+    def apply(params: Params, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
+        checks.last_axis("dynamic_tanh", x, d)
         arrays = x, params["alpha"], params["scale"], params["bias"]
-        return _dynamic_tanh(*equally_varying(arrays)), state
+        return _dynamic_tanh(*equally_varying(arrays))
 
-    return Layer(init, apply)
+    return from_function(
+        lambda key: {"alpha": jnp.full((), alpha, jnp.float32)} | scale_and_bias(d), apply
+    )
 
 
 @jax.custom_vjp

@@ -7,7 +7,8 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
-from fnet.layer import Layer, Params, State, check_floating, check_sizes
+from fnet import checks
+from fnet.layer import Layer, Params, from_function
 from fnet.precision import as_int32
 
 
@@ -40,36 +41,26 @@ def embedding(vocab_size: int, width: int, *, dtype: DTypeLike = jnp.float32) ->
       >>> y.shape
       (1, 3, 8)
     """
-    check_sizes("embedding", vocab_size=vocab_size, width=width)
+    checks.sizes("embedding", vocab_size=vocab_size, width=width)
 
-    def init(key: Array) -> tuple[Params, State]:
-        table = jax.random.normal(key, (vocab_size, width), jnp.float32) * width**-0.5
-        return {"embedding": table}, {}
+    def init(key: Array) -> Params:
+        return {"embedding": jax.random.normal(key, (vocab_size, width), jnp.float32) * width**-0.5}
 
-    def apply(
-        params: Params,
-        state: State,
-        tokens: Int[Array, "..."],
-        *,
-        key: Array | None = None,
-        train: bool,
-    ) -> tuple[Float[Array, "... d"], State]:
-        del key, train
-        if not jnp.issubdtype(tokens.dtype, jnp.integer):
-            raise TypeError(f"embedding: tokens must be integers, got {tokens.dtype}")
+    def apply(params: Params, tokens: Int[Array, "..."]) -> Float[Array, "... d"]:
+        checks.integers("embedding", tokens=tokens)
         rows = params["embedding"].at[as_int32(tokens)]
         # On explicit mesh axes, a gather needs the sharding of its output, here the tokens'.
         sharding = jax.typeof(tokens).sharding
         spec = PartitionSpec(*sharding.spec, None)
-        y = rows.get(
+        y: Array = rows.get(
             mode="fill",
             fill_value=jnp.nan,
             wrap_negative_indices=False,
             out_sharding=sharding.update(spec=spec) if any(sharding.spec) else None,
         )
-        return y.astype(dtype), state
+        return y.astype(dtype)
 
-    return Layer(init, apply)
+    return from_function(init, apply)
 
 
 def unembed(x: Float[Array, "... d"], embedding: Float[Array, "v d"]) -> Float[Array, "... v"]:
@@ -96,7 +87,5 @@ def unembed(x: Float[Array, "... d"], embedding: Float[Array, "v d"]) -> Float[A
       >>> layers.unembed(jnp.ones((1, 3, 8)), jnp.ones((256, 8))).shape
       (1, 3, 256)
     """
-    check_floating("unembed", x=x)
-    if x.shape[-1:] != embedding.shape[-1:]:
-        raise ValueError(f"unembed: expected [..., {embedding.shape[-1]}], got {x.shape}")
+    checks.last_axis("unembed", x, embedding.shape[-1])
     return x @ embedding.astype(x.dtype).T

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from fnet.layer import Layer, Params, State, apply_child, check_sizes, init_children
+from fnet import checks
+from fnet.layer import Children, Layer, Params, composite
 from fnet.layers import activations
 from fnet.layers.dense import dense
 from fnet.layers.dropout import dropout as dropout_layer
@@ -62,7 +63,7 @@ def feed_forward(
       >>> y.shape
       (2, 5, 8)
     """
-    check_sizes("feed_forward", width=width, hidden=hidden)
+    checks.sizes("feed_forward", width=width, hidden=hidden)
     act, param = activations.get(activation).forward, activations.parameter_of(activation, None)
     if gated and not fused:
         expand = {name: dense(width, hidden, bias=bias) for name in ("gate", "up")}
@@ -75,17 +76,9 @@ def feed_forward(
     if hidden_norm is not None:
         children["hidden_norm"] = hidden_norm
 
-    def apply(
-        params: Params,
-        state: State,
-        x: Float[Array, "... d"],
-        *,
-        key: Array | None = None,
-        train: bool,
-    ) -> tuple[Float[Array, "... d"], State]:
-        z = [
-            apply_child(children, name, params, {}, x, key=None, train=train)[0] for name in expand
-        ]
+    def apply(child: Children, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
+        z = [child(name, x) for name in expand]
+        params = {name: p for name, p in child.params.items() if name not in expand}
 
         @jax.checkpoint
         def contract(params: Params, z: list[Array]) -> Array:
@@ -94,13 +87,9 @@ def feed_forward(
                 h = act(gate, param) * up
             else:
                 h = act(z[0], param)
-            for name in ("hidden_norm", "contract"):
-                if name in children:
-                    h, _ = apply_child(children, name, params, {}, h, key=None, train=train)
-            return h
+            inner = Children(children, params, {}, None, child.train)
+            return inner.in_order([n for n in ("hidden_norm", "contract") if n in children], h)
 
-        y = contract({name: p for name, p in params.items() if name not in expand}, z)
-        y, _ = apply_child(children, "dropout", {}, {}, y, key=key, train=train)
-        return y, state
+        return child("dropout", contract(params, z))
 
-    return Layer(lambda key: init_children(children, key), apply)
+    return composite(children, apply, random=dropout > 0)

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
+from fnet import checks
+
 
 def fold(
     kernel: Float[Array, "... c"],
@@ -84,9 +86,12 @@ def fold(
         "running_mean": running_mean,
         "running_var": running_var,
     }
-    _check(kernel, vectors)
-    if norm not in ("abn", "batch"):
-        raise ValueError(f"fold: norm must be 'abn' or 'batch', got {norm!r}")
+    if kernel.ndim < 2:
+        raise ValueError(f"fold: kernel must have rank >= 2, channels last, got {kernel.shape}")
+    expected = {name: (v, kernel.shape[-1:]) for name, v in vectors.items()}
+    checks.floating("fold", kernel=kernel, **vectors)
+    checks.shapes("fold", f"kernel {kernel.shape}, output channels last", **expected)
+    checks.choice("fold", ("abn", "batch"), norm=norm)
     dtypes = [v.dtype for v in vectors.values() if v is not None]
     wide = jnp.result_type(jnp.float32, kernel.dtype, *dtypes)
     zeros = jnp.zeros(kernel.shape[-1], wide)
@@ -97,19 +102,3 @@ def fold(
     scale = jax.lax.rsqrt(var + eps) * gamma_scale
     folded = jnp.asarray(kernel, wide) * jnp.expand_dims(scale, range(kernel.ndim - 1))
     return folded.astype(kernel.dtype), ((b - mean) * scale + offset).astype(kernel.dtype)
-
-
-def _check(kernel: Array, vectors: dict[str, Array | None]) -> None:
-    """Raise if the kernel is invalid or a vector does not match its output channels."""
-    if kernel.ndim < 2:
-        raise ValueError(f"fold: kernel must have rank >= 2, channels last, got {kernel.shape}")
-    for name, v in ({"kernel": kernel} | vectors).items():
-        if v is None:
-            continue
-        if not jnp.issubdtype(v.dtype, jnp.floating):
-            raise TypeError(f"fold: {name} must be floating, got {v.dtype}")
-        if name != "kernel" and v.shape != kernel.shape[-1:]:
-            raise ValueError(
-                f"fold: {name} must have shape {kernel.shape[-1:]}, the output channels of "
-                f"kernel {kernel.shape}, got {v.shape}"
-            )

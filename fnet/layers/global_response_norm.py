@@ -4,7 +4,9 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from fnet.layer import Layer, Params, State, check_floating, check_sizes
+from fnet import checks
+from fnet.layer import Layer, Params, from_function
+from fnet.layers.norm import scale_and_bias
 from fnet.precision import upcast
 
 
@@ -36,24 +38,11 @@ def global_response_norm(d: int, *, eps: float = 1e-6) -> Layer:
       >>> bool((y == 1).all())
       True
     """
-    check_sizes("global_response_norm", d=d)
+    checks.sizes("global_response_norm", d=d)
 
-    def init(key: Array) -> tuple[Params, State]:
-        del key
-        return {name: jnp.zeros(d, jnp.float32) for name in ("scale", "bias")}, {}
-
-    def apply(
-        params: Params,
-        state: State,
-        x: Float[Array, "n h w d"],
-        *,
-        key: Array | None = None,
-        train: bool,
-    ) -> tuple[Float[Array, "n h w d"], State]:
-        del key, train
-        if x.ndim != 4 or x.shape[-1] != d:
-            raise ValueError(f"global_response_norm: expected [N, H, W, {d}], got {x.shape}")
-        check_floating("global_response_norm", x=x)
+    def apply(params: Params, x: Float[Array, "n h w d"]) -> Float[Array, "n h w d"]:
+        checks.image("global_response_norm", x, d)
+        checks.floating("global_response_norm", x=x)
         w = upcast(x)
         squares = jnp.square(w).sum((1, 2), keepdims=True)
         # The derivative of the root at 0 is infinite: a channel of zeros has none.
@@ -61,6 +50,6 @@ def global_response_norm(d: int, *, eps: float = 1e-6) -> Layer:
         norms = jnp.where(positive, jnp.sqrt(jnp.where(positive, squares, 1)), 0)
         ratios = norms / (norms.mean(-1, keepdims=True) + eps)
         scale, bias = (upcast(params[name])[None, None, None] for name in ("scale", "bias"))
-        return (w + scale * (w * ratios) + bias).astype(x.dtype), state
+        return (w + scale * (w * ratios) + bias).astype(x.dtype)
 
-    return Layer(init, apply)
+    return from_function(lambda key: scale_and_bias(d, 0), apply)

@@ -5,9 +5,10 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
+from fnet import checks
 from fnet.backward_pass import save
-from fnet.layer import Layer, Params, State, check_sizes
-from fnet.layers.norm import check_parameters, expand_like
+from fnet.layer import Layer, from_function
+from fnet.layers.norm import check_parameters, expand_like, scale_and_bias
 from fnet.precision import upcast
 
 
@@ -99,21 +100,12 @@ def group_norm_layer(channels: int, groups: int = 32, *, eps: float = 1e-5) -> L
       >>> y.shape
       (2, 5, 5, 8)
     """
-    check_sizes("group_norm", channels=channels)
+    checks.sizes("group_norm", channels=channels)
     _check_groups(channels, groups)
-
-    def init(key: Array) -> tuple[Params, State]:
-        del key
-        scale, bias = jnp.ones(channels, jnp.float32), jnp.zeros(channels, jnp.float32)
-        return {"scale": scale, "bias": bias}, {}
-
-    def apply(
-        params: Params, state: State, x: Array, *, key: Array | None = None, train: bool
-    ) -> tuple[Array, State]:
-        del key, train
-        return group_norm(x, params["scale"], params["bias"], groups=groups, eps=eps), state
-
-    return Layer(init, apply)
+    return from_function(
+        lambda key: scale_and_bias(channels),
+        lambda params, x: group_norm(x, params["scale"], params["bias"], groups=groups, eps=eps),
+    )
 
 
 def _group_mean(w: Array, groups: int) -> Array:

@@ -3,7 +3,8 @@
 import jax.numpy as jnp
 from jax import Array
 
-from fnet.layer import Layer, Params, State, check_floating, check_sizes
+from fnet import checks
+from fnet.layer import Layer, Params, from_function
 from fnet.precision import multiply
 
 
@@ -36,19 +37,10 @@ def layer_scale(d: int, *, initial: float = 1e-5) -> Layer:
       >>> y.tolist()
       [[0.5, 0.5, 0.5]]
     """
-    check_sizes("layer_scale", d=d)
+    checks.sizes("layer_scale", d=d)
 
-    def init(key: Array) -> tuple[Params, State]:
-        del key
-        return {"scale": jnp.full(d, initial, jnp.float32)}, {}
+    def apply(params: Params, x: Array) -> Array:
+        checks.last_axis("layer_scale", x, d)
+        return multiply(x, jnp.expand_dims(params["scale"], range(x.ndim - 1)))
 
-    def apply(
-        params: Params, state: State, x: Array, *, key: Array | None = None, train: bool
-    ) -> tuple[Array, State]:
-        del key, train
-        if x.shape[-1:] != (d,):
-            raise ValueError(f"layer_scale: expected [..., {d}], got {x.shape}")
-        check_floating("layer_scale", x=x)
-        return multiply(x, jnp.expand_dims(params["scale"], range(x.ndim - 1))), state
-
-    return Layer(init, apply)
+    return from_function(lambda key: {"scale": jnp.full(d, initial, jnp.float32)}, apply)

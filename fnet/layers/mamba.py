@@ -2,25 +2,18 @@
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, Int
 
+from fnet import checks, chunks
 from fnet.backward_pass import save
-from fnet.layer import (
-    Layer,
-    Params,
-    State,
-    apply_child,
-    check_floating,
-    check_sizes,
-    init_children,
-)
-from fnet.layers.causal_conv import causal_conv, causal_conv_layer
+from fnet.layer import Children, Layer, Params
+from fnet.layers.causal_conv import causal_conv_layer
 from fnet.layers.dense import dense
 from fnet.layers.norm import rms_norm
 from fnet.layers.recurrence import recurrent
@@ -96,14 +89,14 @@ def mamba(
     """
     inner = round(expand * width)
     rank = math.ceil(width / 16) if dt_rank is None else dt_rank
-    check_sizes(
+    checks.sizes(
         "mamba",
         width=width,
         inner=inner,
         state=state,
         conv=conv,
         dt_rank=rank,
-        chunk=1 if chunk is None else chunk,
+        chunk=chunk,
     )
     children = {
         "in": dense(width, 2 * inner, bias=bias, kernel_init=TORCH_LINEAR),
@@ -113,54 +106,36 @@ def mamba(
         "out": dense(inner, width, bias=bias, kernel_init=TORCH_LINEAR),
     }
 
-    def init(key: Array) -> tuple[Params, State]:
-        children_key, steps_key = jax.random.split(key)
-        params, _ = init_children(children, children_key)
+    def init_own(steps_key: Array) -> Params:
         rates = jnp.arange(1, state + 1, dtype=jnp.float32)
-        return params | {
+        return {
             "A_log": jnp.log(jnp.broadcast_to(rates[None], (inner, state))),
             "D": jnp.ones(inner, jnp.float32),
             "dt_bias": init_step_bias(steps_key, inner),
-        }, {}
+        }
 
     def mix(
-        params: Params, cache: Any, x: Array, segments: Array | None, position: Array | int
-    ) -> tuple[Array, Any]:
+        child: Children,
+        convolve: Callable[[Array], Array],
+        x: Array,
+        before: Array | None,
+        segments: Array | None,
+        position: Array | int,
+    ) -> tuple[Array, Array]:
         del position
-
-        def child(name: str, x: Array) -> Array:
-            return apply_child(children, name, params, {}, x, key=None, train=False)[0]
-
+        params = child.params
         u, z = jnp.split(child("in", x), 2, axis=-1)
-        with jax.named_scope("conv"):
-            u, past = causal_conv(u, **params["conv"], past=cache.get("conv"), segments=segments)
-        u = jax.nn.silu(u)
+        u = jax.nn.silu(convolve(u))
         r, B, C = jnp.split(child("select", u), [rank, rank + state], axis=-1)
         if select_norm_eps is not None:
             r, B, C = (rms_norm(a, None, eps=select_norm_eps) for a in (r, B, C))
         with jax.named_scope("scan"):
-            y, last = selective_scan(
-                u,
-                time_steps(child("dt", r), params["dt_bias"]),
-                -jnp.exp(params["A_log"].astype(sum_dtype(x))),
-                B,
-                C,
-                params["D"],
-                cache.get("state"),
-                chunk,
-                segments,
-            )
-        y = child("out", save(y) * jax.nn.silu(z))
-        return y, {"conv": past, "state": last}
+            dt = time_steps(child("dt", r), params["dt_bias"])
+            A = -jnp.exp(params["A_log"].astype(sum_dtype(x)))
+            y, last = selective_scan(u, dt, A, B, C, params["D"], before, chunk, segments)
+        return child("out", save(y) * jax.nn.silu(z)), last
 
-    def init_cache(batch: int, length: int, dtype: DTypeLike) -> Any:
-        del length
-        return {
-            "conv": jnp.zeros((batch, conv - 1, inner), dtype),
-            "state": jnp.zeros((batch, state, inner), sum_dtype(dtype)),
-        }
-
-    return recurrent("mamba", width, init, mix, init_cache)
+    return recurrent("mamba", width, children, init_own, 1, mix, (state, inner))
 
 
 def init_step_bias(key: Array, n: int) -> Array:
@@ -254,12 +229,22 @@ def selective_scan(
       >>> y.shape, last.shape
       ((1, 6, 4), (1, 3, 4))
     """
-    _check(x, dt, A, B, C, D, initial)
-    if chunk is not None and chunk < 1:
-        raise ValueError(f"selective_scan: chunk must be at least 1, got {chunk}")
+    where = "selective_scan"
+    checks.floating(where, x=x, dt=dt, A=A, B=B, C=C, D=D, initial=initial)
+    lengths = checks.dims(
+        where,
+        x=(x, "b t e"),
+        A=(A, "e n"),
+        dt=(dt, "b t e"),
+        B=(B, "b t n"),
+        C=(C, "b t n"),
+        D=(D, "e"),
+        initial=(initial, "b n e"),
+    )
+    checks.sizes(where, T=lengths["t"], N=lengths["n"], chunk=chunk)
     t = x.shape[1]
     size = _near_root(t) if chunk is None else min(t, chunk)
-    size = -(-t // -(-t // size))  # the same number of chunks, of nearly equal length
+    _, size = chunks.even(t, size)
 
     dtype = sum_dtype(*(a for a in (x, dt, A, B, C, initial) if a is not None))
     if initial is None:
@@ -277,18 +262,9 @@ _Inputs = tuple[tuple[Array, ...], Array | None]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _scan(
-    size: int,
-    x: Array,
-    dt: Array,
-    A: Array,
-    B: Array,
-    C: Array,
-    initial: Array,
-    starts: Bool[Array, "b t"] | None,
-) -> tuple[Array, Array]:
+def _scan(size: int, *arrays: Any) -> tuple[Array, Array]:
     """Compute outputs and last state, both in the dtype of ``initial``."""
-    return _scan_fwd(size, x, dt, A, B, C, initial, starts)[0]
+    return _scan_fwd(size, *arrays)[0]
 
 
 def _scan_fwd(
@@ -312,8 +288,8 @@ def _scan_fwd(
         last, y = jax.lax.scan(step, h, inputs)
         return last, (y, h)
 
-    chunks = _to_chunks(((x, dt, B, C), starts), size)
-    last, (y, states) = jax.lax.scan(one_chunk, initial, chunks)
+    inputs = _to_chunks(((x, dt, B, C), starts), size)
+    last, (y, states) = jax.lax.scan(one_chunk, initial, inputs)
     return (_from_chunks(y, x.shape[1]), last), (x, dt, A, B, C, states, starts)
 
 
@@ -359,10 +335,10 @@ def _scan_bwd(
         grads = (dt * gB, As + x * gB, dB, dC)
         return carry, tuple(g.astype(a.dtype) for g, a in zip(grads, arrays[:4], strict=True))
 
-    chunks = _to_chunks(((x, dt, B, C, dy), starts), size), states
+    inputs = _to_chunks(((x, dt, B, C, dy), starts), size), states
     # One gradient of A per example, summed at the end: a sum in every step is slower.
     carry = equally_varying((dlast, jnp.zeros_like(dlast)))
-    (dinitial, dAt), grads = jax.lax.scan(one_chunk, carry, chunks, reverse=True)
+    (dinitial, dAt), grads = jax.lax.scan(one_chunk, carry, inputs, reverse=True)
     dx, ddt, dB, dC = (_from_chunks(g, x.shape[1]) for g in grads)
     return dx, ddt, dAt.sum(0).T, dB, dC, dinitial, None
 
@@ -396,49 +372,10 @@ def _to_chunks(arrays: _Inputs, size: int) -> _Inputs:
         a = jnp.pad(a, ((0, n * size - a.shape[0]), *[(0, 0)] * (a.ndim - 1)))
         return a.reshape(n, size, *a.shape[1:])
 
-    chunks: _Inputs = jax.tree.map(to_chunks, arrays)
-    return chunks
+    inputs: _Inputs = jax.tree.map(to_chunks, arrays)
+    return inputs
 
 
 def _from_chunks(a: Array, t: int) -> Array:
     """[chunks, size, B, ...] -> [B, T, ...]."""
     return jnp.moveaxis(a.reshape(a.shape[0] * a.shape[1], *a.shape[2:])[:t], 0, 1)
-
-
-def _check(
-    x: Array,
-    dt: Array,
-    A: Array,
-    B: Array,
-    C: Array,
-    D: Array | None,
-    initial: Array | None,
-) -> None:
-    """Raise if the arrays are not floating or their shapes do not match."""
-    where = "selective_scan"
-    check_floating(where, x=x, dt=dt, A=A, B=B, C=C, D=D, initial=initial)
-    if x.ndim != 3 or not x.shape[1] or A.ndim != 2 or not A.shape[1]:
-        raise ValueError(
-            f"{where}: expected x [B, T, E] with T >= 1 and A [E, N] with N >= 1, "
-            f"got x {x.shape} and A {A.shape}"
-        )
-    (b, t, e), n = x.shape, A.shape[1]
-    check_shapes(
-        where,
-        f"x {x.shape} and A {A.shape}",
-        dt=(dt, (b, t, e)),
-        A=(A, (e, n)),
-        B=(B, (b, t, n)),
-        C=(C, (b, t, n)),
-        D=(D, (e,)),
-        initial=(initial, (b, n, e)),
-    )
-
-
-def check_shapes(where: str, given: str, **arrays: tuple[Array | None, tuple[int, ...]]) -> None:
-    """Raise ValueError if an array does not have its expected shape, given other arguments."""
-    for name, (array, shape) in arrays.items():
-        if array is not None and array.shape != shape:
-            raise ValueError(
-                f"{where}: {name} must have shape {shape} for {given}, got {array.shape}"
-            )

@@ -1,26 +1,18 @@
 """Mamba-2: a state space layer, and its scan as matrix products over chunks."""
 
 import functools
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
-from fnet.layer import (
-    Layer,
-    Params,
-    State,
-    apply_child,
-    check_floating,
-    check_sizes,
-    init_children,
-)
-from fnet.layers.causal_conv import causal_conv, causal_conv_layer
+from fnet import checks, chunks
+from fnet.layer import Children, Layer, Params
+from fnet.layers.causal_conv import causal_conv_layer
 from fnet.layers.dense import dense
-from fnet.layers.mamba import TORCH_LINEAR, check_shapes, init_step_bias, time_steps
+from fnet.layers.mamba import TORCH_LINEAR, init_step_bias, time_steps
 from fnet.layers.norm import rms_norm, rms_norm_layer
 from fnet.layers.recurrence import recurrent
 from fnet.layers.segments import restarts
@@ -88,12 +80,25 @@ def state_space_dual(
       >>> y.shape, last.shape
       ((1, 6, 2, 4), (1, 2, 3, 4))
     """
-    _check(x, dt, A, B, C, D, initial)
-    if chunk is not None and chunk < 1:
-        raise ValueError(f"state_space_dual: chunk must be at least 1, got {chunk}")
+    where = "state_space_dual"
+    checks.floating(where, x=x, dt=dt, A=A, B=B, C=C, D=D, initial=initial)
+    checks.dims(
+        where,
+        x=(x, "b t h p"),
+        B=(B, "b t g n"),
+        dt=(dt, "b t h"),
+        A=(A, "h"),
+        C=(C, "b t g n"),
+        D=(D, "h"),
+        initial=(initial, "b h n p"),
+    )
     (b, t, h, p), (groups, n) = x.shape, B.shape[2:]
-    size = min(t, chunk or _CHUNK)
-    size = -(-t // -(-t // size))  # the same number of chunks, of nearly equal length
+    checks.sizes(where, T=t, chunk=chunk)
+    if not groups or h % groups:
+        raise ValueError(
+            f"{where}: x's heads must be a multiple of B's groups, got x {x.shape} and B {B.shape}"
+        )
+    _, size = chunks.even(t, min(t, chunk or _CHUNK))
 
     dtype = sum_dtype(*(a for a in (x, dt, A, B, C, initial) if a is not None))
     if initial is None:
@@ -112,9 +117,9 @@ def state_space_dual(
         C,
     )
     starts = restarts("state_space_dual", segments, (b, t))
-    chunks = jax.tree.map(lambda a: _to_chunks(a, size), (by_group, starts))
+    inputs = jax.tree.map(lambda a: _to_chunks(a, size), (by_group, starts))
     first_state = initial.reshape(b, groups, h // groups, n, p)
-    last, y = jax.lax.scan(one_chunk, first_state, chunks)
+    last, y = jax.lax.scan(one_chunk, first_state, inputs)
     # One axis at a time: shardings propagate only through such reshapes.
     y = jnp.moveaxis(y, 0, 1).reshape(b, y.shape[0] * size, groups, h // groups, p)[:, :t]
     y = y.reshape(b, t, h, p)
@@ -193,7 +198,7 @@ def mamba2(
     if head is None:
         head = max((p for p in range(1, 65) if inner % p == 0), default=1)
     sizes = {"width": width, "inner": inner, "head": head, "state": state, "groups": groups}
-    check_sizes("mamba2", **sizes, conv=conv, chunk=1 if chunk is None else chunk)
+    checks.sizes("mamba2", **sizes, conv=conv, chunk=chunk)
     if inner % head:
         raise ValueError(
             f"mamba2: head must divide round(expand * width) = {inner}, got head={head}"
@@ -216,37 +221,35 @@ def mamba2(
         "out": dense(inner, width, bias=bias, kernel_init=TORCH_LINEAR),
     }
 
-    def init(key: Array) -> tuple[Params, State]:
-        children_key, rates_key, steps_key = jax.random.split(key, 3)
-        params, _ = init_children(children, children_key)
+    def init_own(rates_key: Array, steps_key: Array) -> Params:
         rates = jax.random.uniform(rates_key, (heads,), jnp.float32, 1, 16)
-        return params | {
+        return {
             "A_log": jnp.log(rates),
             "D": jnp.ones(heads, jnp.float32),
             "dt_bias": init_step_bias(steps_key, heads),
-        }, {}
+        }
 
-    def normalize(params: Params, y: Array) -> Array:
+    def normalize(child: Children, y: Array) -> Array:
         if norm_groups == 1:
-            return apply_child(children, "norm", params, {}, y, key=None, train=False)[0]
+            return child("norm", y)
         with jax.named_scope("norm"):
             groups = y.reshape(*y.shape[:2], norm_groups, inner // norm_groups)
-            scale = jnp.expand_dims(params["norm"]["scale"], (0, 1))
+            scale = jnp.expand_dims(child.params["norm"]["scale"], (0, 1))
             return multiply(rms_norm(groups, None, eps=norm_eps).reshape(y.shape), scale)
 
     def mix(
-        params: Params, cache: Any, x: Array, segments: Array | None, position: Array | int
-    ) -> tuple[Array, Any]:
+        child: Children,
+        convolve: Callable[[Array], Array],
+        x: Array,
+        before: Array | None,
+        segments: Array | None,
+        position: Array | int,
+    ) -> tuple[Array, Array]:
         del position
-
-        def child(name: str, x: Array) -> Array:
-            return apply_child(children, name, params, {}, x, key=None, train=False)[0]
-
+        params = child.params
         parts = [inner, 2 * inner + 2 * shared]
         z, u, r = jnp.split(child("in", x), parts, axis=-1)
-        with jax.named_scope("conv"):
-            u, past = causal_conv(u, **params["conv"], past=cache.get("conv"), segments=segments)
-        u, B, C = jnp.split(jax.nn.silu(u), [inner, inner + shared], axis=-1)
+        u, B, C = jnp.split(jax.nn.silu(convolve(u)), [inner, inner + shared], axis=-1)
         with jax.named_scope("scan"):
             y, last = state_space_dual(
                 u.reshape(*u.shape[:2], heads, head),
@@ -255,21 +258,13 @@ def mamba2(
                 B.reshape(*B.shape[:2], groups, state),
                 C.reshape(*C.shape[:2], groups, state),
                 params["D"],
-                cache.get("state"),
+                before,
                 chunk,
                 segments,
             )
-        y = normalize(params, y.reshape(z.shape) * jax.nn.silu(z))
-        return child("out", y), {"conv": past, "state": last}
+        return child("out", normalize(child, y.reshape(z.shape) * jax.nn.silu(z))), last
 
-    def init_cache(batch: int, length: int, dtype: DTypeLike) -> Any:
-        del length
-        return {
-            "conv": jnp.zeros((batch, conv - 1, inner + 2 * shared), dtype),
-            "state": jnp.zeros((batch, heads, state, head), sum_dtype(dtype)),
-        }
-
-    return recurrent("mamba2", width, init, mix, init_cache)
+    return recurrent("mamba2", width, children, init_own, 2, mix, (heads, state, head))
 
 
 # Gradient for 4 and 24 heads of 64, N = 64 and 128, 2,048 steps, on two CPU cores: chunks of
@@ -336,37 +331,3 @@ def _to_chunks(a: Array, size: int) -> Array:
     n = -(-a.shape[1] // size)
     a = jnp.pad(a, ((0, 0), (0, n * size - a.shape[1]), *[(0, 0)] * (a.ndim - 2)))
     return jnp.moveaxis(a.reshape(a.shape[0], n, size, *a.shape[2:]), 1, 0)
-
-
-def _check(
-    x: Array,
-    dt: Array,
-    A: Array,
-    B: Array,
-    C: Array,
-    D: Array | None,
-    initial: Array | None,
-) -> None:
-    """Raise if the arrays are not floating or their shapes do not match."""
-    where = "state_space_dual"
-    check_floating(where, x=x, dt=dt, A=A, B=B, C=C, D=D, initial=initial)
-    if x.ndim != 4 or not x.shape[1] or B.ndim != 4:
-        raise ValueError(
-            f"{where}: expected x [B, T, H, P] with T >= 1 and B [B, T, G, N], "
-            f"got x {x.shape} and B {B.shape}"
-        )
-    (b, t, h, p), (groups, n) = x.shape, B.shape[2:]
-    if not groups or h % groups:
-        raise ValueError(
-            f"{where}: x's heads must be a multiple of B's groups, got x {x.shape} and B {B.shape}"
-        )
-    check_shapes(
-        where,
-        f"x {x.shape} and B {B.shape}",
-        dt=(dt, (b, t, h)),
-        A=(A, (h,)),
-        B=(B, (b, t, groups, n)),
-        C=(C, (b, t, groups, n)),
-        D=(D, (h,)),
-        initial=(initial, (b, h, n, p)),
-    )

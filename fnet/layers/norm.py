@@ -7,8 +7,9 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
+from fnet import checks
 from fnet.backward_pass import save
-from fnet.layer import Layer, Params, State, check_floating, check_sizes
+from fnet.layer import Layer, Params, from_function
 from fnet.mesh import equally_varying
 from fnet.precision import sum_dtype, upcast
 
@@ -146,21 +147,13 @@ def layer_norm_layer(d: int, *, bias: bool = True, eps: float = 1e-6) -> Layer:
       >>> y.shape
       (2, 8)
     """
-    check_sizes("layer_norm", d=d)
+    checks.sizes("layer_norm", d=d)
 
-    def init(key: Array) -> tuple[Params, State]:
-        del key
-        scale = {"scale": jnp.ones(d, jnp.float32)}
-        return scale | ({"bias": jnp.zeros(d, jnp.float32)} if bias else {}), {}
-
-    def apply(
-        params: Params, state: State, x: Array, *, key: Array | None = None, train: bool
-    ) -> tuple[Array, State]:
-        del key, train
+    def apply(params: Params, x: Array) -> Array:
         scale, b = upcast(params["scale"]), params.get("bias")  # pretrained ones may be bfloat16
-        return layer_norm(x, scale, None if b is None else upcast(b), eps=eps), state
+        return layer_norm(x, scale, None if b is None else upcast(b), eps=eps)
 
-    return Layer(init, apply)
+    return from_function(lambda key: scale_and_bias(d, bias=bias), apply)
 
 
 def rms_norm_layer(d: int, *, eps: float = 1e-6, offset: float = 0.0) -> Layer:
@@ -189,37 +182,28 @@ def rms_norm_layer(d: int, *, eps: float = 1e-6, offset: float = 0.0) -> Layer:
       >>> y.shape
       (2, 8)
     """
-    check_sizes("rms_norm", d=d)
+    checks.sizes("rms_norm", d=d)
 
-    def init(key: Array) -> tuple[Params, State]:
-        del key
-        return {"scale": jnp.full(d, 1 - offset, jnp.float32)}, {}
-
-    def apply(
-        params: Params, state: State, x: Array, *, key: Array | None = None, train: bool
-    ) -> tuple[Array, State]:
-        del key, train
+    def apply(params: Params, x: Array) -> Array:
         scale = upcast(params["scale"])  # pretrained weights may be bfloat16
-        return rms_norm(x, scale + offset if offset else scale, eps=eps), state
+        return rms_norm(x, scale + offset if offset else scale, eps=eps)
 
-    return Layer(init, apply)
+    return from_function(lambda key: scale_and_bias(d, 1 - offset, bias=False), apply)
+
+
+def scale_and_bias(d: int, scale: float = 1, *, bias: bool = True) -> Params:
+    """Build the initial params of a norm over an axis of size ``d``, float32."""
+    arrays = {"scale": jnp.full(d, scale, jnp.float32)}
+    return arrays | ({"bias": jnp.zeros(d, jnp.float32)} if bias else {})
 
 
 def check_parameters(where: str, x: Array, **parameters: Array | None) -> None:
     """Raise if x is not floating, or a parameter does not match its last axis."""
-    check_floating(where, x=x)
+    checks.floating(where, x=x)
     if x.ndim < 1:
         raise ValueError(f"{where}: x must have rank >= 1, got shape {x.shape}")
-    for name, v in parameters.items():
-        if v is None:
-            continue
-        if v.shape != x.shape[-1:]:
-            raise ValueError(
-                f"{where}: {name} must have shape {x.shape[-1:]}, the last axis of x {x.shape}, "
-                f"got {v.shape}"
-            )
-        if not jnp.issubdtype(v.dtype, jnp.floating) or v.dtype.itemsize < 4:
-            raise TypeError(f"{where}: {name} must be float32 or wider, got {v.dtype}")
+    checks.shapes(where, f"x {x.shape}", **{n: (v, x.shape[-1:]) for n, v in parameters.items()})
+    checks.wide(where, **parameters)
 
 
 def _norm(center: bool, eps: float, x: Array, scale: Array | None, bias: Array | None) -> Array:

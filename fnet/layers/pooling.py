@@ -9,7 +9,8 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float
 
-from fnet.layer import Layer, check_sizes, stateless
+from fnet import checks
+from fnet.layer import Layer, stateless
 
 
 def max_pool(window: int = 2, *, stride: int | None = None, padding: int = 0) -> Layer:
@@ -41,7 +42,7 @@ def max_pool(window: int = 2, *, stride: int | None = None, padding: int = 0) ->
       [5.0, 7.0, 13.0, 15.0]
     """
     step = window if stride is None else stride
-    check_sizes("max_pool", window=window, stride=step)
+    checks.sizes("max_pool", window=window, stride=step)
     if not 0 <= padding < window:
         raise ValueError(
             f"max_pool: padding must be at least 0 and less than window={window}, "
@@ -153,7 +154,7 @@ def avg_pool(window: int = 2, *, partial: bool = False) -> Layer:
       >>> y.ravel().tolist()
       [5.0, 7.0, 13.0, 15.0]
     """
-    check_sizes("avg_pool", window=window)
+    checks.sizes("avg_pool", window=window)
 
     def pool(x: Float[Array, "n h w c"]) -> Float[Array, "n h2 w2 c"]:
         h, w = x.shape[1:3]
@@ -220,9 +221,7 @@ def global_max_pool() -> Layer:
 
 def _image_layer(name: str, f: Callable[[Array], Array]) -> Layer:
     def checked(x: Array) -> Array:
-        # Without the batch axis, width and channels would be pooled silently.
-        if x.ndim != 4:
-            raise ValueError(f"{name}: expected [N, H, W, C], got {x.shape}")
+        checks.image(name, x)
         return f(x)
 
     return stateless(checked)

@@ -9,7 +9,9 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
-from fnet.layer import Decode, Layer, Params, State, check_floating
+from fnet import checks
+from fnet.layer import Children, Decode, Layer, Params, State, init_children
+from fnet.layers.causal_conv import causal_conv
 from fnet.layers.segments import restarts
 from fnet.mesh import equally_varying
 from fnet.precision import sum_dtype
@@ -55,7 +57,7 @@ def linear_recurrence(
       >>> fnet.linear_recurrence(a, b).tolist()
       [[1.0, 1.5, 1.75, 1.875]]
     """
-    check_floating("linear_recurrence", a=a, b=b, initial=initial)
+    checks.floating("linear_recurrence", a=a, b=b, initial=initial)
     if a.ndim < 2 or a.shape != b.shape or not a.shape[1]:
         raise ValueError(
             "linear_recurrence: a and b must have one shape [B, T, ...] with T >= 1, "
@@ -79,32 +81,52 @@ def linear_recurrence(
 def recurrent(
     name: str,
     width: int,
-    init: Callable[[Array], tuple[Params, State]],
-    mix: Callable[[Params, Any, Array, Array | None, Array | int], tuple[Array, Any]],
-    init_cache: Callable[[int, int, DTypeLike], dict[str, Array]],
+    layers: dict[str, Layer],
+    init_own: Callable[..., Params],
+    draws: int,
+    mix: Callable[..., tuple[Array, Array]],
+    state_shape: tuple[int, ...],
 ) -> Layer:
-    """Build a causal layer from a function that reads and updates a cache.
+    """Build a causal layer with a short convolution and a recurrent state.
 
     Args:
       name: name of the layer, for errors.
       width: size of the last axis of the input.
-      init: ``init`` of the layer.
-      mix: ``(params, cache, x [B, t, width], segments [B, t] or None, position) -> (y, cache)``.
-        The cache is ``{}`` at the start of a sequence. Its arrays may be returned in any dtype.
+      layers: its children, among them a causal convolution ``conv``.
+      init_own: ``init_own(*keys) -> params`` of the layer itself.
+      draws: number of keys of ``init_own``.
+      mix: ``mix(child, convolve, x [B, t, width], state, segments [B, t] or None, position) ->
+        (y, state)``. ``child(name, x)`` applies a child, and ``convolve(u)`` the convolution.
+        ``state`` is None at the start of a sequence; it may be returned in any dtype.
         ``position`` is the number of positions before ``x``.
-      init_cache: as in `fnet.layer.Decode`.
+      state_shape: shape of the state of one example.
 
     Returns:
       A layer, [B, T, width] -> [B, T, width], with `fnet.layer.Decode`. Its ``apply`` takes
       ``segments`` [B, T], the number of each position's document.
     """
 
-    def checked_mix(
+    def init(key: Array) -> tuple[Params, State]:
+        children_key, *keys = jax.random.split(key, 1 + draws)
+        return init_children(layers, children_key)[0] | init_own(*keys), {}
+
+    def run(
         params: Params, cache: Any, x: Array, segments: Array | None, position: Array | int
     ) -> tuple[Array, Any]:
         if x.ndim != 3 or not x.shape[1] or x.shape[2] != width:
             raise ValueError(f"{name}: expected [B, T, {width}] with T >= 1, got {x.shape}")
-        return mix(params, cache, x, segments, position)
+        new = {}
+
+        def convolve(u: Array) -> Array:
+            with jax.named_scope("conv"):
+                u, new["conv"] = causal_conv(
+                    u, **params["conv"], past=cache.get("conv"), segments=segments
+                )
+            return u
+
+        child = Children(layers, params, {}, None, False)
+        y, new["state"] = mix(child, convolve, x, cache.get("state"), segments, position)
+        return y, new
 
     def apply(
         params: Params,
@@ -117,13 +139,19 @@ def recurrent(
         segments: Int[Array, "b t"] | None = None,
     ) -> tuple[Float[Array, "b t d"], State]:
         del key, train, mask  # real tokens come first and do not see the padding after them
-        return checked_mix(params, {}, x, segments, 0)[0], state
+        return run(params, {}, x, segments, 0)[0], state
+
+    def init_cache(batch: int, length: int, dtype: DTypeLike) -> dict[str, Array]:
+        conv = layers["conv"].decode
+        assert conv is not None
+        state = jnp.zeros((batch, *state_shape), sum_dtype(dtype))
+        return {"conv": conv.init_cache(batch, length, dtype), "state": state}
 
     def extend(
         params: Params, state: State, cache: Any, x: Array, position: Array
     ) -> tuple[Array, Any]:
         del state
-        y, new = checked_mix(params, cache, x, None, position)
+        y, new = run(params, cache, x, None, position)
         return y, jax.tree.map(lambda a, like: a.astype(like.dtype), new, cache)
 
     return Layer(init, apply, Decode(init_cache, extend))

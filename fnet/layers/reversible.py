@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from fnet.layer import Layer, Params, State, apply_child, check_floating, init_children
+from fnet import checks
+from fnet.layer import Children, Layer, Params, State, init_children
 from fnet.mesh import equally_varying
 from fnet.precision import sum_dtype, upcast
 
@@ -89,7 +90,7 @@ def reversible(blocks: Sequence[tuple[Layer, Layer]], *, restore: bool = True) -
     def apply(
         params: Params, state: State, x: Array, *, key: Array | None = None, train: bool
     ) -> tuple[Array, State]:
-        check_floating("reversible", x=x)
+        checks.floating("reversible", x=x)
         if not x.ndim or x.shape[-1] % 2:
             raise ValueError(f"reversible: the last axis must be even to be halved, got {x.shape}")
         # In `jax.shard_map` the custom backward rule returns cotangents that all vary as x does.
@@ -104,34 +105,25 @@ class _Stack(NamedTuple):
     restore: bool
 
 
-class _Block(NamedTuple):
-    """One block of a stack with everything its halves need except their params and input."""
-
-    pair: dict[str, Layer]
-    name: str
-    params: Params
-    state: State
-    key: Array | None
-    train: bool
-
-    def half(self, which: str, params: Params, x: Array) -> tuple[Array, State]:
-        """Apply ``f`` or ``g``; return its value and the updated state of the block."""
-        with jax.named_scope(self.name):
-            y, state = apply_child(
-                self.pair, which, {which: params}, self.state, x, key=self.key, train=self.train
-            )
-        if y.shape != x.shape:
-            raise ValueError(
-                f"reversible: {which} of block {self.name} maps {x.shape} to {y.shape}; it must "
-                "preserve the shape of its input, one half of the last axis"
-            )
-        return y, state
-
-
-def _block(stack: _Stack, train: bool, i: int, params: Params, state: State, key: Any) -> _Block:
+def _bind(
+    stack: _Stack, train: bool, i: int, params: Params, state: State, key: Array | None
+) -> Children:
+    """Bind the halves of block ``i`` to its part of the arguments."""
     name = str(i)
     key = None if key is None else jax.random.fold_in(key, i)
-    return _Block(stack.pairs[i], name, params.get(name, {}), state.get(name, {}), key, train)
+    return Children(stack.pairs[i], params.get(name, {}), state.get(name, {}), key, train)
+
+
+def _half(child: Children, i: int, which: str, x: Array) -> Array:
+    """Apply ``f`` or ``g`` of block ``i``."""
+    with jax.named_scope(str(i)):
+        y = child(which, x)
+    if y.shape != x.shape:
+        raise ValueError(
+            f"reversible: {which} of block {i} maps {x.shape} to {y.shape}; it must "
+            "preserve the shape of its input, one half of the last axis"
+        )
+    return y
 
 
 class _Stream(NamedTuple):
@@ -184,13 +176,10 @@ def _forward(
     new_state, streams = dict(state), []
     for i in range(len(stack.pairs)):
         streams.append((x1.units, x2.units))
-        block = _block(stack, train, i, params, state, key)
-        f, s = block.half("f", block.params.get("f", {}), _from_units(x2.units, x.dtype))
-        x1 = x1.add(f)
-        block = block._replace(state=s)
-        g, s = block.half("g", block.params.get("g", {}), _from_units(x1.units, x.dtype))
-        x2 = x2.add(g)
-        new_state |= {block.name: s} if s else {}
+        child = _bind(stack, train, i, params, state, key)
+        x1 = x1.add(_half(child, i, "f", _from_units(x2.units, x.dtype)))
+        x2 = x2.add(_half(child, i, "g", _from_units(x1.units, x.dtype)))
+        new_state |= {str(i): child.state} if child.state else {}
     y = jnp.concatenate([_from_units(s.units, x.dtype) for s in (x1, x2)], axis=-1)
     y = jnp.where(x1.in_range & x2.in_range, y, jnp.nan)
     return (y, new_state), (x1.units, x2.units, None if stack.restore else streams)
@@ -214,7 +203,11 @@ def _backward(
         # pass, and saves those. Without one on the params, it transposes all of them early.
         p = block.params.get(which, {})
         x, y, dy, dx, p = jax.lax.optimization_barrier((x, y, dy, dx, p))
-        run = lambda p, x: block.half(which, p, x)[0]  # noqa: E731
+
+        def run(p: Params, x: Array) -> Array:
+            child = Children(stack.pairs[i], {which: p}, block.state, block.key, train)
+            return _half(child, i, which, x)
+
         value, vjp = jax.vjp(run, p, _from_units(x, dtype))
         y_before, dy = jax.lax.optimization_barrier((y - _to_units(value), dy))
         dp, dx_half = vjp(dy.astype(value.dtype))
@@ -224,7 +217,7 @@ def _backward(
     d1, d2 = jnp.split(upcast(dy), 2, axis=-1)
     grads: Params = {}
     for i in reversed(range(len(stack.pairs))):
-        block = _block(stack, train, i, params, state, key)
+        block = _bind(stack, train, i, params, state, key)
         y2, dg, d1 = undo("g", y1, y2, d2, d1)
         if saved:
             y2 = saved[i][1]
@@ -232,7 +225,7 @@ def _backward(
         if saved:
             y1 = saved[i][0]
         block_grads = {which: d for which, d in (("f", df), ("g", dg)) if d}
-        grads |= {block.name: block_grads} if block_grads else {}
+        grads |= {str(i): block_grads} if block_grads else {}
     return grads, jnp.concatenate([d1, d2], axis=-1).astype(dtype)
 
 

@@ -1,15 +1,15 @@
 """Recurrent block of Griffin: a causal convolution and a gated linear recurrent unit."""
 
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.typing import DTypeLike
 
+from fnet import checks
 from fnet.backward_pass import save
-from fnet.layer import Layer, Params, State, apply_child, check_sizes, init_children
-from fnet.layers.causal_conv import causal_conv, causal_conv_layer
+from fnet.layer import Children, Layer, Params
+from fnet.layers.causal_conv import causal_conv_layer
 from fnet.layers.dense import dense
 from fnet.layers.recurrence import linear_recurrence, recurrent
 from fnet.layers.segments import restarts
@@ -78,7 +78,7 @@ def rg_lru(
       (2, 16, 8)
     """
     inner = round(expand * width)
-    check_sizes("rg_lru", width=width, inner=inner, heads=heads, conv=conv)
+    checks.sizes("rg_lru", width=width, inner=inner, heads=heads, conv=conv)
     if inner % heads:
         raise ValueError(
             f"rg_lru: heads must divide round(expand * width) = {inner}, got heads={heads}"
@@ -91,30 +91,29 @@ def rg_lru(
         "out": dense(inner, width, kernel_init=_LECUN_NORMAL),
     }
 
-    def init(key: Array) -> tuple[Params, State]:
-        children_key, decay_key, r_key, i_key = jax.random.split(key, 4)
-        params, _ = init_children(children, children_key)
+    def init_own(decay_key: Array, r_key: Array, i_key: Array) -> Params:
         decay = jax.random.uniform(decay_key, (inner,), jnp.float32, _MIN_DECAY, _MAX_DECAY)
 
         def gate(key: Array) -> Params:
             kernel = _BLOCK_NORMAL(key, (heads, block, block), jnp.float32)
             return {"kernel": kernel, "bias": jnp.zeros(inner, jnp.float32)}
 
-        return params | {
+        return {
             "L": jnp.log(jnp.expm1(-jnp.log(decay) / _SHARPNESS)),  # inverse of softplus
             "recurrence_gate": gate(r_key),
             "input_gate": gate(i_key),
-        }, {}
+        }
 
     def mix(
-        params: Params, cache: Any, x: Array, segments: Array | None, position: Array | int
-    ) -> tuple[Array, Any]:
-        def child(name: str, x: Array) -> Array:
-            return apply_child(children, name, params, {}, x, key=None, train=False)[0]
-
-        u = child("recurrent", x)
-        with jax.named_scope("conv"):
-            u, past = causal_conv(u, **params["conv"], past=cache.get("conv"), segments=segments)
+        child: Children,
+        convolve: Callable[[Array], Array],
+        x: Array,
+        before: Array | None,
+        segments: Array | None,
+        position: Array | int,
+    ) -> tuple[Array, Array]:
+        params = child.params
+        u = convolve(child("recurrent", x))
         with jax.named_scope("recurrence_gate"):
             r = _gate(params["recurrence_gate"], u)
         with jax.named_scope("input_gate"):
@@ -128,23 +127,12 @@ def rg_lru(
                 starts = restarts("rg_lru", segments, x.shape[:2])
                 is_first = is_first if starts is None else is_first | starts
                 scale = jnp.where(is_first[..., None], 1, scale)
-            h = linear_recurrence(
-                jnp.exp(log_a),
-                scale * i * u.astype(sum_dtype(x)),
-                cache.get("state"),
-                segments,
-            )
+            decay = jnp.exp(log_a)
+            h = linear_recurrence(decay, scale * i * u.astype(sum_dtype(x)), before, segments)
         y = save(h.astype(x.dtype)) * jax.nn.gelu(child("gate", x))
-        return child("out", y), {"conv": past, "state": h[:, -1]}
+        return child("out", y), h[:, -1]
 
-    def init_cache(batch: int, length: int, dtype: DTypeLike) -> Any:
-        del length
-        return {
-            "conv": jnp.zeros((batch, conv - 1, inner), dtype),
-            "state": jnp.zeros((batch, inner), sum_dtype(dtype)),
-        }
-
-    return recurrent("rg_lru", width, init, mix, init_cache)
+    return recurrent("rg_lru", width, children, init_own, 3, mix, (inner,))
 
 
 def _gate(params: Params, u: Array) -> Array:

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Real
 
-from fnet.layer import check_floating
+from fnet import checks
 from fnet.precision import sum_dtype, upcast
 
 
@@ -58,7 +58,7 @@ def rotary(
       >>> y.shape, bool((y[:, 0] == q[:, 0]).all())
       ((1, 3, 2, 4), True)
     """
-    check_floating("rotary", x=x)
+    checks.floating("rotary", x=x)
     if x.ndim != 4 or x.shape[-1] % 2:
         raise ValueError(f"rotary: expected x [B, T, H, D] with an even D, got {x.shape}")
     if positions.shape not in (x.shape[1:2], x.shape[:2]):
@@ -74,9 +74,8 @@ def rotary(
                 f"rotary: expected 1 to {x.shape[-1] // 2} frequencies, for the {x.shape[-1]} "
                 f"features of x {x.shape}, got {len(base)}"
             )
-    elif not base > 0:
-        raise ValueError(f"rotary: base must be > 0, got {base}")
     else:
+        checks.numbers("rotary", "> 0", base=base)
         half = x.shape[-1] // 2
         frequency = base ** (-jnp.arange(half, dtype=dtype) / half)
     half = len(frequency)

@@ -10,7 +10,8 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, Int
 
-from fnet.layer import Decode, Layer, Params, State, apply_child, check_sizes, init_children
+from fnet import checks
+from fnet.layer import Children, Decode, Layer, Params, State, init_children
 from fnet.layers.attention_context import RATE, Passing, apply_context, update_context
 from fnet.layers.dense import dense
 from fnet.layers.dropout import dropout as dropout_layer
@@ -30,22 +31,10 @@ NORMS: dict[str, Callable[[int], Layer]] = {
 
 
 def resolve_norm(where: str, norm: Norm) -> Callable[[int], Layer]:
-    """Look up a norm.
-
-    Args:
-      where: name of the calling function, for the message.
-      norm: a key of `NORMS`, or a function ``width -> layer``.
-
-    Returns:
-      A function ``width -> layer``.
-
-    Raises:
-      ValueError: for an unknown name.
-    """
+    """Look up a norm by name: ``width -> layer``; ValueError for an unknown name."""
     if not isinstance(norm, str):
         return norm
-    if norm not in NORMS:
-        raise ValueError(f"{where}: norm must be one of {sorted(NORMS)}, got {norm!r}")
+    checks.choice(where, sorted(NORMS), norm=norm)
     return NORMS[norm]
 
 
@@ -148,16 +137,13 @@ def stack(
     """
     if not blocks:
         raise ValueError("stack: needs at least one block, got none")
-    check_sizes("stack", width=width, condition=1 if condition is None else condition)
+    checks.sizes("stack", width=width, condition=condition)
     norms = {
         suffix: resolve_norm("stack", n)
         for suffix, n in (("norm", norm), ("post_norm", post_norm))
         if n is not None
     }
-    if context is not None and context not in get_args(Passing):
-        raise ValueError(
-            f"stack: context must be one of {get_args(Passing)} or None, got {context!r}"
-        )
+    checks.choice("stack", (None, *get_args(Passing)), context=context)
     blocks_children = [_children(width, block, norms, condition, dropout) for block in blocks]
 
     def as_residual(x: Array) -> tuple[Array, DTypeLike | None]:
@@ -199,27 +185,23 @@ def stack(
         mixer_input, mixer_output = x, x  # of the previous block
         for i, children in enumerate(blocks_children):
             name, k = str(i), None if key is None else jax.random.fold_in(key, i)
-            p, s = params[name], state.get(name, {})
+            child = Children(children, params[name], state.get(name, {}), k, train)
             with jax.named_scope(name):
-                if "strength" in p:
-                    block_context = s["context"]
+                if "strength" in child.params:
+                    block_context = child.state["context"]
                     if train:
                         updated = update_context(
                             block_context, mixer_input, mixer_output, rate=context_rate, mask=mask
                         )
                         # A delayed update would keep the mixer's input and output alive.
                         x, updated = jax.lax.optimization_barrier((x, updated))
-                        s = s | {"context": updated}
+                        child.state = child.state | {"context": updated}
                         block_context = updated if context == "current" else block_context
-                    x = apply_context(x, block_context, p["strength"])
+                    x = apply_context(x, block_context, child.params["strength"])
                 mixer_input = x
-                mix = functools.partial(
-                    apply_child, children, "mixer", p, s, key=k, train=train, **inputs
-                )
-                x, mixer_output, s = _block(
-                    children, p, x, mix, condition, dtype=dtype, key=k, train=train
-                )
-            state = state | {name: s} if s else state
+                mix = functools.partial(child, "mixer", **inputs)
+                x, mixer_output = _block(child, x, mix, condition, dtype)
+            state = state | {name: child.state} if child.state else state
         return x, state
 
     def init_cache(batch: int, length: int, dtype: DTypeLike) -> Any:
@@ -231,16 +213,13 @@ def stack(
         x, dtype = as_residual(x)
         for i, (children, decode) in enumerate(zip(blocks_children, decodes, strict=True)):
             name = str(i)
-            p, s = params[name], state.get(name, {})
+            child = Children(children, params[name], state.get(name, {}), None, False)
             with jax.named_scope(name):
-                if "strength" in p:
-                    x = apply_context(x, s["context"], p["strength"])
-                arrays = p.get("mixer", {}), s.get("mixer", {}), cache[name]
-                mix = _extend_mixer(decode, *arrays, position)
-                x, _, mixer_cache = _block(
-                    children, p, x, mix, None, dtype=dtype, key=None, train=False
-                )
-            cache = cache | {name: mixer_cache}
+                if "strength" in child.params:
+                    x = apply_context(x, child.state["context"], child.params["strength"])
+                mix = _Extend(child, decode, cache[name], position)
+                x, _ = _block(child, x, mix, None, dtype)
+            cache = cache | {name: mix.cache}
         return x, cache
 
     decodes = [c["mixer"].decode for c in blocks_children if c["mixer"].decode]
@@ -248,10 +227,18 @@ def stack(
     return Layer(init, apply, Decode(init_cache, extend) if can_decode else None)
 
 
-def _extend_mixer(
-    decode: Decode, params: Params, state: State, cache: Any, position: Array
-) -> Callable[[Array], tuple[Array, Any]]:
-    return lambda x: decode.extend(params, state, cache, x, position)
+class _Extend:
+    """Extends the mixer of a block, and holds its cache."""
+
+    def __init__(self, child: Children, decode: Decode, cache: Any, position: Array):
+        self.cache = cache
+        arrays = child.params.get("mixer", {}), child.state.get("mixer", {})
+        self._extend = functools.partial(decode.extend, *arrays)
+        self._position = position
+
+    def __call__(self, x: Array) -> Array:
+        y, self.cache = self._extend(self.cache, x, self._position)
+        return y
 
 
 def _children(
@@ -284,26 +271,19 @@ _BRANCHES = ("mixer", "feed_forward")
 
 
 def _block(
-    children: dict[str, Layer],
-    params: Params,
+    child: Children,
     x: Array,
-    mix: Callable[[Array], tuple[Array, Any]],
+    mix: Callable[[Array], Array],
     condition: Array | None,
-    *,
     dtype: DTypeLike | None,
-    key: Array | None,
-    train: bool,
-) -> tuple[Array, Array, Any]:
+) -> tuple[Array, Array]:
     """Apply a block, with branches in ``dtype``, or in that of ``x`` if it is None.
 
-    Returns:
-      The output, the mixer's output, and the second value of ``mix``.
+    Returns the output and the mixer's output.
     """
 
-    def child(name: str, x: Array) -> Array:
-        if name not in children:
-            return x
-        return apply_child(children, name, params, {}, x, key=key, train=train)[0]
+    def optional(name: str, x: Array) -> Array:
+        return child(name, x) if name in child else x
 
     def as_branch(x: Array) -> Array:
         return x if dtype is None else x.astype(dtype)
@@ -318,21 +298,21 @@ def _block(
         }
 
     def normalize(branch: str, x: Array) -> Array:
-        h = child(f"{branch}_norm", as_branch(x))
+        h = optional(f"{branch}_norm", as_branch(x))
         if branch not in modulation:
             return h
         scale, shift, _ = modulation[branch]
         return add(multiply(h, 1 + scale), shift)
 
     def add_branch(branch: str, x: Array, y: Array) -> Array:
-        y = child(f"{branch}_dropout", child(f"{branch}_post_norm", y))
+        y = optional(f"{branch}_dropout", optional(f"{branch}_post_norm", y))
         return x + (multiply(y, modulation[branch][2]) if branch in modulation else y)
 
-    mixed, mix_aux = mix(normalize("mixer", x))
+    mixed = mix(normalize("mixer", x))
     x = add_branch("mixer", x, mixed)
-    if "feed_forward" in children:
+    if "feed_forward" in child:
         x = add_branch("feed_forward", x, child("feed_forward", normalize("feed_forward", x)))
-    return x, mixed, mix_aux
+    return x, mixed
 
 
 def _check_condition(

@@ -1,6 +1,7 @@
 """Transformers with residual or with reversible blocks."""
 
-from fnet.layer import Layer, check_sizes, residual, serial
+from fnet import checks
+from fnet.layer import Layer, residual, serial
 from fnet.layers.activations import activation
 from fnet.layers.attention import attention
 from fnet.layers.dense import dense
@@ -12,7 +13,7 @@ def _mixer_and_mlp(
     where: str, width: int, heads: int, blocks: int, hidden: int | None, causal: bool, act: str
 ) -> tuple[Layer, Layer]:
     hidden = 4 * width if hidden is None else hidden
-    check_sizes(where, width=width, blocks=blocks, hidden=hidden)
+    checks.sizes(where, width=width, blocks=blocks, hidden=hidden)
     mixer = serial(norm=rms_norm_layer(width), attention=attention(width, heads, causal=causal))
     mlp = serial(
         norm=rms_norm_layer(width),

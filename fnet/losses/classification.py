@@ -6,6 +6,7 @@ import optax
 from jax import Array
 from jaxtyping import Float, Int
 
+from fnet import checks
 from fnet.precision import as_int32, upcast
 
 
@@ -36,8 +37,7 @@ def cross_entropy(
       >>> print(fnet.losses.cross_entropy(logits, jnp.array([0, 2])).round(3))
       [0.693 0.223]
     """
-    if not 0 <= smoothing < 1:
-        raise ValueError(f"cross_entropy: smoothing must be in [0, 1), got {smoothing}")
+    checks.numbers("cross_entropy", "in [0, 1)", smoothing=smoothing)
     _check_labels("cross_entropy", logits, labels)
     logits = upcast(logits)
     labels = as_int32(labels)
@@ -74,10 +74,5 @@ def accuracy(logits: Float[Array, "... k"], labels: Int[Array, "..."]) -> Float[
 
 
 def _check_labels(where: str, logits: Array, labels: Array) -> None:
-    if labels.shape != logits.shape[:-1]:
-        raise ValueError(f"{where}: labels must have shape {logits.shape[:-1]}, got {labels.shape}")
-    if not jnp.issubdtype(labels.dtype, jnp.integer):
-        raise TypeError(
-            f"{where}: labels must be integer class indices, got {labels.dtype}; "
-            "if they are whole numbers, cast them with labels.astype(int)."
-        )
+    checks.shapes(where, f"logits {logits.shape}", labels=(labels, logits.shape[:-1]))
+    checks.integers(where, labels=labels)  # if they are whole numbers, cast them

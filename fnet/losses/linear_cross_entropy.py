@@ -11,8 +11,9 @@ from jax.sharding import AxisType
 from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, Int
 
+from fnet import checks
 from fnet.backward_pass import save
-from fnet.losses.chunks import Start, fori_chunks
+from fnet.chunks import Start, fori_chunks
 from fnet.mesh import equally_varying
 from fnet.precision import as_int32, sum_dtype
 
@@ -151,13 +152,9 @@ def _check_arrays(
 ) -> None:
     """Check dtypes and shapes."""
     where = "linear_cross_entropy"
-    for name, a in (("x", x), ("kernel", kernel), ("bias", bias)):
-        if a is not None and not jnp.issubdtype(a.dtype, jnp.floating):
-            raise TypeError(f"{where}: {name} must be floating, got {a.dtype}")
-    if not jnp.issubdtype(labels.dtype, jnp.integer):
-        raise TypeError(f"{where}: labels must be integer token indices, got {labels.dtype}")
-    if vocab_axis not in (0, 1):
-        raise ValueError(f"{where}: vocab_axis must be 0 or 1, got {vocab_axis}")
+    checks.floating(where, x=x, kernel=kernel, bias=bias)
+    checks.integers(where, labels=labels)
+    checks.choice(where, (0, 1), vocab_axis=vocab_axis)
     if x.ndim < 1:
         raise ValueError(f"{where}: x must have rank >= 1, got shape {x.shape}")
     d = x.shape[-1]
@@ -169,20 +166,10 @@ def _check_arrays(
         )
     if 0 in kernel.shape:
         raise ValueError(f"{where}: kernel must not be empty, got {kernel.shape}")
-    if labels.shape != x.shape[:-1]:
-        raise ValueError(
-            f"{where}: labels must have shape {x.shape[:-1]} for x {x.shape}, got {labels.shape}"
-        )
     vocabulary = kernel.shape[vocab_axis]
-    if bias is not None and bias.shape != (vocabulary,):
-        raise ValueError(
-            f"{where}: bias must have shape ({vocabulary},) for kernel {kernel.shape}, "
-            f"got {bias.shape}"
-        )
-    if mask is not None and (mask.dtype != bool or mask.shape != labels.shape):
-        raise ValueError(
-            f"{where}: mask must be bool of shape {labels.shape}, got {mask.dtype} {mask.shape}"
-        )
+    checks.shapes(where, f"x {x.shape}", labels=(labels, x.shape[:-1]))
+    checks.shapes(where, f"kernel {kernel.shape}", bias=(bias, (vocabulary,)))
+    checks.mask(where, mask, labels.shape)
     for name, a, axis in (("kernel", kernel, vocab_axis), ("bias", bias, 0)):
         if a is not None and (devices := jax.typeof(a).sharding.spec[axis]) is not None:
             raise ValueError(
@@ -195,12 +182,9 @@ def _check_numbers(
     smoothing: float, z_loss: float, soft_cap: float | None, chunk: int | None
 ) -> None:
     where = "linear_cross_entropy"
-    if not 0 <= smoothing < 1:
-        raise ValueError(f"{where}: smoothing must be in [0, 1), got {smoothing}")
-    if not z_loss >= 0:
-        raise ValueError(f"{where}: z_loss must be >= 0, got {z_loss}")
-    if soft_cap is not None and not soft_cap > 0:
-        raise ValueError(f"{where}: soft_cap must be > 0, or None for no cap, got {soft_cap}")
+    checks.numbers(where, "in [0, 1)", smoothing=smoothing)
+    checks.numbers(where, ">= 0", z_loss=z_loss)
+    checks.numbers(where, "> 0", soft_cap=soft_cap)
     if chunk is not None and not (isinstance(chunk, numbers.Integral) and chunk >= 1):
         raise ValueError(f"{where}: chunk must be an integer >= 1, or None, got {chunk}")
 

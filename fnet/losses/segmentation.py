@@ -11,7 +11,8 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
-from fnet.losses.chunks import Start, fori_chunks
+from fnet import checks
+from fnet.chunks import Start, fori_chunks
 from fnet.mesh import equally_varying
 from fnet.precision import upcast
 
@@ -103,8 +104,7 @@ def pixel_cross_entropy(
     """
     where = "pixel_cross_entropy"
     _check(where, logits, labels.shape, labels, rows)
-    if not 0 <= smoothing < 1:
-        raise ValueError(f"{where}: smoothing must be in [0, 1), got {smoothing}")
+    checks.numbers(where, "in [0, 1)", smoothing=smoothing)
     rows = _rows_per_chunk(logits.shape[-1], labels.shape, rows)
     weights = None if class_weights is None else tuple(map(float, class_weights))
     if weights is not None and len(weights) != logits.shape[-1]:
@@ -394,17 +394,14 @@ def _check(
     where: str, logits: Array, shape: Sequence[int], labels: Array | None, rows: int | None
 ) -> None:
     """Check that logits, the prediction's shape [N, H, W] and labels match."""
-    if not jnp.issubdtype(logits.dtype, jnp.floating):
-        raise TypeError(f"{where}: logits must be floating, got {logits.dtype}")
+    checks.floating(where, logits=logits)
+    checks.integers(where, labels=labels)
+    checks.sizes(where, rows=rows)
     if logits.ndim != 4 or 0 in logits.shape:
         raise ValueError(f"{where}: logits must be [N, h, w, k] and not empty, got {logits.shape}")
-    if labels is not None and not jnp.issubdtype(labels.dtype, jnp.integer):
-        raise TypeError(f"{where}: labels must be integers, got {labels.dtype}")
     pixels = tuple(shape) if labels is None else labels.shape
     if len(pixels) != 3 or pixels != (logits.shape[0], *shape[1:]) or 0 in pixels:
         raise ValueError(
             f"{where}: pixels must be {(logits.shape[0], *shape[1:])} for logits "
             f"{logits.shape}, got {pixels}"
         )
-    if rows is not None and rows < 1:
-        raise ValueError(f"{where}: rows must be >= 1, or None for the default, got {rows}")

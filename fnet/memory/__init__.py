@@ -7,7 +7,8 @@ from fnet.memory.donation import DonationError, donation
 from fnet.memory.fit import remat_to_fit
 from fnet.memory.peak import CANDIDATE_OPTIONS as CANDIDATE_OPTIONS
 from fnet.memory.peak import Peak as Peak
-from fnet.memory.peak import compile_min_memory, peak
+from fnet.memory.peak import compile_min_memory as compile_min_memory
+from fnet.memory.peak import peak
 from fnet.memory.plan import BudgetError, plan
 from fnet.memory.plan import Candidate as Candidate
 from fnet.memory.plan import Plan as Plan
@@ -34,7 +35,6 @@ __all__ = [
     "REMAT_POLICIES",
     "BudgetError",
     "DonationError",
-    "compile_min_memory",
     "donation",
     "peak",
     "plan",

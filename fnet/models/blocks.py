@@ -1,14 +1,14 @@
-"""Building blocks of image networks: norm and activation by name, and residual blocks."""
+"""Parts of image networks: norms by name, stems, residual blocks, stages, heads."""
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jax import Array
 
-from fnet import layers
-from fnet.layer import Layer, Params, State, apply_child, init_children, serial
+from fnet import checks, layers
+from fnet.layer import Children, Layer, composite, serial
 
 NormActivation = Callable[..., Layer]
 """``(channels, *, activation, activation_param) -> Layer``: a norm followed by an activation."""
@@ -35,27 +35,12 @@ NORMS: dict[str, NormActivation] = {
 def resolve_norm(
     network: str, norm: str | NormActivation, activation: str, activation_param: float | None
 ) -> NormActivation:
-    """Look up a norm by name and set its default activation.
+    """Look up a norm, as for `fnet.models.resnet`, and set its default activation.
 
-    Args:
-      network: name of the network, for the error message.
-      norm: ``"abn"``: in-place activated batch norm (`fnet.abn`). ``"batch"``: plain batch norm
-        with gammas of any sign, as pretrained weights have. ``"group"``: group norm, whose
-        statistics are per example. Or a callable ``(channels, *, activation,
-        activation_param) -> Layer``.
-      activation: default activation after the norm.
-      activation_param: negative slope of ``leaky_relu`` (default 0.01) or alpha of ``elu``
-        (default 1).
-
-    Returns:
-      ``(channels) -> Layer``. Pass ``activation="identity"`` for the norm alone.
-
-    Raises:
-      ValueError: for an unknown name.
+    Returns ``(channels) -> Layer``. Pass ``activation="identity"`` for the norm alone.
     """
     if not callable(norm):
-        if norm not in NORMS:
-            raise ValueError(f"{network}: norm must be one of {sorted(NORMS)}, got {norm!r}")
+        checks.choice(network, sorted(NORMS), norm=norm)
         norm = NORMS[norm]
     return functools.partial(norm, activation=activation, activation_param=activation_param)
 
@@ -95,54 +80,34 @@ def post_activation(
     norm of the body has no activation. The first 3x3 convolution has the stride. Parameter
     names are torchvision's.
 
-    Args:
-      n_in: input channels.
-      channels: output channels of the convolutions: two (3x3, 3x3) or three (1x1, 3x3, 1x1).
-      norm: norm after each convolution.
-      activation: activation after the sum.
-      stride: stride of the block. If it is not 1, or if the number of channels changes, the
-        shortcut is a 1x1 convolution and a norm.
-      dilation: dilation of the 3x3 convolutions.
-      first_dilation: dilation of the first 3x3 convolution; None: ``dilation``.
-      groups: groups of the 3x3 convolution, if there are three convolutions.
-      shortcut: ``"conv"``: the convolution of the shortcut has the stride. ``"pool"``: average
-        pooling has it (He et al., "Bag of Tricks for Image Classification", CVPR 2019).
+    ``channels`` are the output channels of two convolutions (3x3, 3x3) or three (1x1, 3x3 in
+    ``groups``, 1x1). If the stride is not 1, or the number of channels changes, the shortcut is a
+    1x1 convolution and a norm. With ``shortcut="pool"``, average pooling has its stride (He et al.,
+    "Bag of Tricks for Image Classification", CVPR 2019). ``first_dilation`` is the dilation of the
+    first 3x3 convolution.
     """
-    windows = (3, 3) if len(channels) == 2 else (1, 3, 1)
-    strided = windows.index(3)
-    first_dilation = first_dilation or dilation
-    body: dict[str, Layer] = {}
-    sizes = [n_in, *channels]
-    for i, window in enumerate(windows):
-        body[f"conv{i + 1}"] = convolution(
-            sizes[i],
-            sizes[i + 1],
-            window,
-            stride=stride if i == strided else 1,
-            dilation=1 if window == 1 else first_dilation if i == strided else dilation,
-            groups=groups if window == 3 and len(windows) == 3 else 1,
-        )
-        is_last = i == len(windows) - 1
-        body[f"bn{i + 1}"] = norm(sizes[i + 1], **({"activation": "identity"} if is_last else {}))
-    children = dict(body)
+    convs = _convolutions(
+        n_in, channels, dilation, groups, stride=stride, first_dilation=first_dilation
+    )
+    children: dict[str, Layer] = {}
+    for i, (conv, n_out) in enumerate(zip(convs, channels, strict=True), start=1):
+        last = {"activation": "identity"} if i == len(convs) else {}
+        children |= {f"conv{i}": conv, f"bn{i}": norm(n_out, **last)}
+    body = tuple(children)
     if (n_in, stride) != (channels[-1], 1):
         pools = shortcut == "pool"
         conv = convolution(n_in, channels[-1], 1, stride=1 if pools else stride)
         parts = conv, norm(channels[-1], activation="identity")
         children["downsample"] = serial(*[layers.avg_pool(stride, partial=True)] * pools, *parts)
 
-    def apply(
-        params: Params, state: State, x: Array, *, key: Array | None = None, train: bool
-    ) -> tuple[Array, State]:
-        y, options = x, dict[str, Any](key=key, train=train)
-        for name in body:
-            y, state = apply_child(children, name, params, state, y, **options)
-        if "downsample" in children:
-            x, state = apply_child(children, "downsample", params, state, x, **options)
-        y, _ = activation.apply({}, {}, x + y, train=train)
-        return y, state
+    def apply(child: Children, x: Array) -> Array:
+        y = child.in_order(body, x)
+        if "downsample" in child:
+            x = child("downsample", x)
+        y, _ = activation.apply({}, {}, x + y, train=child.train)
+        return y
 
-    return Layer(lambda key: init_children(children, key), apply)
+    return composite(children, apply)
 
 
 def pre_activation(
@@ -162,46 +127,163 @@ def pre_activation(
     1x1 convolution of ``a`` if the size or the number of channels changes. Parameter names
     follow mapillary/inplace_abn.
 
-    Args:
-      n_in: input channels.
-      channels: output channels of the convolutions: two (3x3, 3x3) or three (1x1, 3x3, 1x1).
-      norm: norm before each convolution.
-      stride: stride of the block.
-      dilation: dilation of the 3x3 convolutions.
-      groups: groups of the 3x3 convolution, if there are three convolutions.
-      dropout: rate at which whole channels are dropped before the last convolution.
-
-    Raises:
-      ValueError: if ``groups`` does not divide the channels.
+    ``channels`` and ``groups`` are those of `post_activation`. ``dropout`` is the rate at which
+    whole channels are dropped before the last convolution.
     """
-    windows = (3, 3) if len(channels) == 2 else (1, 3, 1)
-    sizes = [n_in, *channels]
-    convs: dict[str, Layer] = {}
-    for i, window in enumerate(windows):
+    layers_by_name: dict[str, Layer] = {}
+    parts = _convolutions(n_in, channels, dilation, groups, first_stride=stride)
+    for i, conv in enumerate(parts):
         if i:
-            convs[f"bn{i + 1}"] = norm(sizes[i])
-        if dropout and i == len(windows) - 1:
-            convs["dropout"] = layers.dropout(dropout, shared_axes=(1, 2))
-        convs[f"conv{i + 1}"] = convolution(
-            sizes[i],
-            sizes[i + 1],
-            window,
-            stride=1 if i else stride,
-            dilation=dilation if window == 3 else 1,
-            groups=groups if window == 3 and len(windows) == 3 else 1,
-        )
-    children = {"bn1": norm(n_in), "convs": serial(**convs)}
+            layers_by_name[f"bn{i + 1}"] = norm(channels[i - 1])
+        if dropout and i == len(channels) - 1:
+            layers_by_name["dropout"] = layers.dropout(dropout, shared_axes=(1, 2))
+        layers_by_name[f"conv{i + 1}"] = conv
+    children = {"bn1": norm(n_in), "convs": serial(**layers_by_name)}
     if (n_in, stride) != (channels[-1], 1):
         children["proj_conv"] = convolution(n_in, channels[-1], 1, stride=stride)
 
-    def apply(
-        params: Params, state: State, x: Array, *, key: Array | None = None, train: bool
-    ) -> tuple[Array, State]:
-        options = dict[str, Any](key=key, train=train)
-        activated, state = apply_child(children, "bn1", params, state, x, **options)
-        y, state = apply_child(children, "convs", params, state, activated, **options)
-        if "proj_conv" in children:
-            x, state = apply_child(children, "proj_conv", params, state, activated, **options)
-        return x + y, state
+    def apply(child: Children, x: Array) -> Array:
+        activated = child("bn1", x)
+        y = child("convs", activated)
+        return (child("proj_conv", activated) if "proj_conv" in child else x) + y
 
-    return Layer(lambda key: init_children(children, key), apply)
+    return composite(children, apply)
+
+
+def _convolutions(
+    n_in: int,
+    channels: Sequence[int],
+    dilation: int,
+    groups: int,
+    *,
+    stride: int = 1,
+    first_stride: int = 1,
+    first_dilation: int | None = None,
+) -> list[Layer]:
+    """Build the convolutions of a residual block: two 3x3, or 1x1, 3x3 (in groups), 1x1.
+
+    ``stride`` and ``first_dilation`` are of the first 3x3, ``first_stride`` of the first of all.
+    """
+    windows = (3, 3) if len(channels) == 2 else (1, 3, 1)
+    sizes, wide = [n_in, *channels], windows.index(3)
+    return [
+        convolution(
+            sizes[i],
+            sizes[i + 1],
+            window,
+            stride=(stride if i == wide else 1) * (1 if i else first_stride),
+            dilation=1 if window == 1 else (i == wide and first_dilation) or dilation,
+            groups=groups if windows == (1, 3, 1) and window == 3 else 1,
+        )
+        for i, window in enumerate(windows)
+    ]
+
+
+def stage(
+    n_in: int,
+    channels: Sequence[int],
+    blocks: int,
+    block: Callable[..., Layer],
+    first: dict[str, Any],
+    names: str = "block{}",
+    start: int = 1,
+) -> Layer:
+    """Build blocks in a row, ``block(n_in, channels)``; ``first`` are options of the first alone.
+
+    Their names are numbered from ``start``.
+    """
+    children = {
+        names.format(j + start): block(
+            channels[-1] if j else n_in, channels, **({} if j else first)
+        )
+        for j in range(blocks)
+    }
+    return serial(**children)
+
+
+STEMS: dict[str, tuple[int, tuple[float, ...]]] = {
+    "7x7": (7, (1,)),
+    "3x3": (3, (1, 1, 1)),
+    "deep": (3, (1 / 2, 1 / 2, 1)),
+    "tiered": (3, (3 / 8, 1 / 2, 1)),
+    "wide": (3, (1, 1, 2)),
+    "small": (3, (1,)),
+}
+"""Window of the convolutions of each stem of `input_stem`, and their channels over ``n_out``."""
+
+
+def input_stem(
+    kind: str, n_in: int, n_out: int, norm: NormActivation, *, last_norm: bool
+) -> tuple[dict[str, Layer], int]:
+    """Build the layers before the first stage, by name, and the number of output channels.
+
+    ``kind`` is the ``stem`` of `fnet.models.resnet`. A 3x3 max pooling with stride 2 follows all
+    but ``"small"``, so the image shrinks by 4 in each direction. Pass ``last_norm=False`` if the
+    first block begins with a norm.
+    """
+    checks.choice("input_stem", tuple(STEMS), stem=kind)
+    window, shares = STEMS[kind]
+    stem: dict[str, Layer] = {}
+    for i, share in enumerate(shares, start=1):
+        stride = 1 if i > 1 or kind == "small" else 2
+        channels = int(n_out * share)
+        stem[f"conv{i}"] = convolution(n_in, channels, window, stride=stride)
+        if last_norm or i < len(shares):
+            stem[f"bn{i}"] = norm(channels)
+        n_in = channels
+    if kind != "small":
+        stem["pool"] = layers.max_pool(3, stride=2, padding=1)
+    return stem, n_in
+
+
+def stage_blocks(
+    network: str, depths: Mapping[int, tuple[int, ...]], depth: int
+) -> tuple[int, ...]:
+    """Look up the number of blocks per stage for ``depth``; ValueError for an unknown depth."""
+    checks.choice(network, sorted(depths), depth=depth)
+    return depths[depth]
+
+
+def stage_dilations(network: str, dilation: Sequence[int], stages: int) -> tuple[int, ...]:
+    """Return ``dilation``; ValueError unless it has one number >= 1 per stage."""
+    if len(dilation) != stages or any(d < 1 for d in dilation):
+        raise ValueError(
+            f"{network}: dilation needs {stages} numbers >= 1, one per stage, got {tuple(dilation)}"
+        )
+    return tuple(dilation)
+
+
+def backbone(
+    children: dict[str, Layer], features: Sequence[str], head: dict[str, Layer] | None
+) -> Layer:
+    """Apply layers in order and return the head's output, or a tuple of the named outputs.
+
+    Parameter names are the same in both cases.
+    """
+    if head is not None:
+        return serial(**children, **head)
+
+    def apply(child: Children, x: Array) -> tuple[Array, ...]:
+        outputs = []
+        for name in children:
+            x = child(name, x)
+            if name in features:
+                outputs.append(x)
+        return tuple(outputs)
+
+    return composite(children, apply)
+
+
+def pre_activation_network(
+    stages: dict[str, Layer], n_in: int, norm: NormActivation, num_classes: int | None
+) -> Layer:
+    """Add a norm, pooling and a dense layer to ``mod1``, a stem, and stages ``mod2``, ...
+
+    Without classes it returns the features of the stages; the last ones are normalized.
+    """
+    children = stages | {"bn_out": norm(n_in)}
+    features = [name for name in stages if name.startswith("mod")][1:-1]
+    if num_classes is None:
+        return backbone(children, [*features, "bn_out"], None)
+    logits = serial(avg_pool=layers.global_avg_pool(), fc=layers.dense(n_in, num_classes))
+    return serial(**children, classifier=logits)

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fnet import layers
-from fnet.layer import Layer, check_sizes, residual, serial
+from fnet import checks, layers
+from fnet.layer import Layer, residual, serial
 
 SIZES = {
     "atto": ((2, 2, 6, 2), (40, 80, 160, 320)),
@@ -80,7 +80,7 @@ def convnext(
             f"convnext: needs one width per stage, got blocks={tuple(blocks)} and "
             f"widths={tuple(widths)}"
         )
-    check_sizes("convnext", patch=patch, blocks=min(blocks))
+    checks.sizes("convnext", patch=patch, blocks=min(blocks))
     norm = functools.partial(layers.layer_norm, eps=eps)
     rates = iter(np.linspace(0, stochastic_depth, sum(blocks)).tolist())
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from fnet import layers
-from fnet.layer import Layer, Params, State, apply_child, init_children, serial, stateless
+from fnet.layer import Children, Layer, composite, serial, stateless
 from fnet.models.blocks import NormActivation, convolution, resolve_norm
 from fnet.precision import add, upcast
 
@@ -39,7 +39,10 @@ def deeplab(
       n_in: channels of the features.
       num_classes: number of classes per pixel.
       activation, activation_param, norm: as for `fnet.models.resnet`.
-      hidden, dilations, pooling_size: as for `aspp`.
+      hidden: channels of each branch of the head and of its output.
+      dilations: dilations of the head's 3x3 convolutions.
+      pooling_size: height and width of the head's pooling in evaluation, in features; None: global
+        (`aspp`).
       head: ``"sum"``: `aspp`. ``"concat"``: `concat_aspp` and a 3x3 convolution, as in torchvision.
       interpolate: whether to upsample the logits to the size of the images, bilinearly. Without
         upsampling, pass the logits to `fnet.losses.pixel_cross_entropy` or
@@ -84,19 +87,16 @@ def deeplab(
         "cls": layers.conv(hidden, num_classes, 1),
     }
 
-    def apply(
-        params: Params, state: State, x: Array, *, key: Array | None = None, train: bool
-    ) -> tuple[Array, State]:
-        y = x
-        for name in children:
-            y, state = apply_child(children, name, params, state, y, key=key, train=train)
-            y = y[-1] if isinstance(y, tuple) else y
+    def apply(child: Children, x: Array) -> Array:
+        y = child("body", x)
+        y = child.in_order(("head", "cls"), y[-1] if isinstance(y, tuple) else y)
         if not interpolate:
-            return y, state
+            return y
         shape = (*x.shape[:3], num_classes)
-        return jax.image.resize(y, shape, "bilinear", antialias=False), state
+        resized: Array = jax.image.resize(y, shape, "bilinear", antialias=False)
+        return resized
 
-    return Layer(lambda key: init_children(children, key), apply)
+    return composite(children, apply)
 
 
 def aspp(
@@ -109,17 +109,10 @@ def aspp(
 ) -> Layer:
     """Atrous spatial pyramid pooling: parallel convolutions plus a pooled branch, summed.
 
-    Args:
-      n_in: channels of the features.
-      hidden: channels of each branch and of the output.
-      norm: norm after the branches, after the pooled branch and after their sum.
-      dilations: dilations of the 3x3 convolutions. One 1x1 convolution is added to them.
-      pooling_size: height and width of the average pooling window in evaluation, in features.
-        Set it to the size of the features in training if you evaluate on larger images.
-        None: global average pooling.
-
-    Returns:
-      A layer [N, H, W, n_in] -> [N, H, W, hidden].
+    One 1x1 convolution is added to the 3x3 convolutions with ``dilations``. A norm follows the
+    branches, the pooled branch and their sum. In evaluation, average pooling has a window of
+    ``pooling_size`` features. Set it to the size of the features in training if you evaluate on
+    larger images. None: global average pooling. [N, H, W, n_in] -> [N, H, W, hidden].
     """
     branches = [convolution(n_in, hidden, 1)]
     branches += [convolution(n_in, hidden, 3, dilation=rate) for rate in dilations]
@@ -133,22 +126,17 @@ def aspp(
         "red_bn": norm(hidden),
     }
 
-    def apply(
-        params: Params, state: State, x: Array, *, key: Array | None = None, train: bool
-    ) -> tuple[Array, State]:
-        def child(name: str, x: Array, state: State) -> tuple[Array, State]:
-            return apply_child(children, name, params, state, x, key=key, train=train)
-
-        y, pooled = x, x.mean((1, 2), keepdims=True)
-        if not train and pooling_size is not None:
+    def apply(child: Children, x: Array) -> Array:
+        pooled = x.mean((1, 2), keepdims=True)
+        if not child.train and pooling_size is not None:
             pooled = _sliding_mean(x, pooling_size)
-        for name in ("map_convs", "map_bn", "red_conv"):
-            y, state = child(name, y, state)
-        for name in ("global_pooling_conv", "global_pooling_bn", "pool_red_conv"):
-            pooled, state = child(name, pooled, state)
-        return child("red_bn", add(y, pooled), state)
+        y = child.in_order(("map_convs", "map_bn", "red_conv"), x)
+        pooled = child.in_order(
+            ("global_pooling_conv", "global_pooling_bn", "pool_red_conv"), pooled
+        )
+        return child("red_bn", add(y, pooled))
 
-    return Layer(lambda key: init_children(children, key), apply)
+    return composite(children, apply)
 
 
 def concat_aspp(
@@ -159,14 +147,8 @@ def concat_aspp(
     A norm follows each branch. A 1x1 convolution, a norm and dropout with rate 0.5 follow the
     concatenation. Parameter names are torchvision's.
 
-    Args:
-      n_in: channels of the features.
-      hidden: channels of each branch and of the output.
-      norm: norm after each convolution.
-      dilations: dilations of the 3x3 convolutions. One 1x1 convolution is added to them.
-
-    Returns:
-      A layer [N, H, W, n_in] -> [N, H, W, hidden]. Training needs a key.
+    One 1x1 convolution is added to the 3x3 convolutions with ``dilations``.
+    [N, H, W, n_in] -> [N, H, W, hidden]. Training needs a key.
     """
     branches = [serial(convolution(n_in, hidden, 1), norm(hidden))]
     branches += [
@@ -189,16 +171,12 @@ def _concatenated(branches: Sequence[Layer]) -> Layer:
     """
     children = {str(i): branch for i, branch in enumerate(branches)}
 
-    def apply(
-        params: Params, state: State, x: Array, *, key: Array | None = None, train: bool
-    ) -> tuple[Array, State]:
-        outputs = []
-        for name in children:
-            y, state = apply_child(children, name, params, state, x, key=key, train=train)
-            outputs.append(jnp.broadcast_to(y, (*x.shape[:3], y.shape[-1])))
-        return jnp.concatenate(outputs, -1), state
+    def apply(child: Children, x: Array) -> Array:
+        outputs = (child(name, x) for name in children)
+        repeated = [jnp.broadcast_to(y, (*x.shape[:3], y.shape[-1])) for y in outputs]
+        return jnp.concatenate(repeated, -1)
 
-    return Layer(lambda key: init_children(children, key), apply)
+    return composite(children, apply)
 
 
 def _sliding_mean(x: Array, size: tuple[int, int]) -> Array:

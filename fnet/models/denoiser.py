@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from fnet.layer import Params, State, apply_child, init_children, serial
+from fnet import checks
+from fnet.layer import Children, Params, State, composite, init_children, serial
 from fnet.layers.activations import activation
 from fnet.layers.attention_context import RATE, Passing
 from fnet.layers.dense import dense
@@ -124,15 +125,12 @@ def denoiser(
         return params, state
 
     def apply(
-        params: Params,
-        state: State,
+        child: Children,
         x: Float[Array, "b h w c"],
         *,
         timestep: Float[Array, " b"] | Int[Array, " b"],
         label: Int[Array, " b"] | None = None,
-        key: Array | None = None,
-        train: bool,
-    ) -> tuple[Float[Array, "b h w c"], State]:
+    ) -> Float[Array, "b h w c"]:
         if x.shape[1:] != (image_height, image_width, channels):
             raise ValueError(
                 f"denoiser: images must have shape {(image_height, image_width, channels)}, "
@@ -143,15 +141,9 @@ def denoiser(
                 f"denoiser: num_classes is {num_classes}, but got "
                 f"{'no label' if label is None else 'labels'}"
             )
-        for name, given in (("timestep", timestep), ("label", label)):
-            if given is not None and given.shape != x.shape[:1]:
-                raise ValueError(
-                    f"denoiser: {name} must have one entry per image, {x.shape[:1]}, "
-                    f"got shape {given.shape}"
-                )
-
-        def child(name: str, x: Array) -> Array:
-            return apply_child(children, name, params, {}, x, key=key, train=train)[0]
+        given = f"one entry per image of x {x.shape}"
+        expected = x.shape[:1]
+        checks.shapes("denoiser", given, timestep=(timestep, expected), label=(label, expected))
 
         condition = child("timestep", sinusoids(timestep, width).astype(x.dtype))
         if label is not None:
@@ -163,30 +155,23 @@ def denoiser(
         tokens = tokens.reshape(b, rows, patch, columns, patch, channels).swapaxes(2, 3)
         tokens = tokens.reshape(b, rows * columns, patch, patch, channels)
         tokens = child("patches", tokens.reshape(b, rows * columns, patch_size))
-        tokens = add(tokens, params["pos_embedding"][None])
-        tokens, state = apply_child(
-            children, "blocks", params, state, tokens, key=key, train=train, condition=condition
-        )
+        tokens = add(tokens, child.params["pos_embedding"][None])
+        tokens = child("blocks", tokens, condition=condition)
         scale, shift = jnp.split(child("modulation", jax.nn.silu(condition))[:, None], 2, axis=-1)
         y = child("output", add(multiply(layer_norm(tokens, None, None), 1 + scale), shift))
         y = y.reshape(b, rows * columns, patch, patch, channels)
         y = y.reshape(b, rows, columns, patch, patch, channels).swapaxes(2, 3)
-        return y.reshape(b, rows, patch, image_width, channels).reshape(x.shape), state
+        return y.reshape(b, rows, patch, image_width, channels).reshape(x.shape)
 
-    return Denoiser(init, apply)
+    layer = composite(children, apply, init=init)
+    return Denoiser(layer.init, layer.apply)
 
 
 def sinusoids(timestep: Array, width: int) -> Float[Array, "b d"]:
     """Sinusoidal embedding of timesteps, with frequencies from 1 down to nearly 1 / 10,000.
 
-    Vaswani et al. 2017, in the form of diffusion models (Ho et al. 2020).
-
-    Args:
-      timestep: [B].
-      width: D. If it is odd, the last entry is 0.
-
-    Returns:
-      float32 [B, D]: cosines, then sines.
+    Vaswani et al. 2017, in the form of diffusion models (Ho et al. 2020). [B] -> float32 [B, D]:
+    cosines, then sines; if D is odd, the last entry is 0.
     """
     half = width // 2
     frequency = jnp.exp(-math.log(10_000) * jnp.arange(half, dtype=jnp.float32) / max(half, 1))

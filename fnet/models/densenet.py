@@ -6,9 +6,16 @@ import jax.numpy as jnp
 from jax import Array
 
 from fnet import layers
-from fnet.layer import Layer, Params, State, apply_child, init_children, serial
-from fnet.models.backbone import backbone, classifier, input_stem, stage_blocks, stage_dilations
-from fnet.models.blocks import NormActivation, convolution, resolve_norm
+from fnet.layer import Children, Layer, composite, serial
+from fnet.models.blocks import (
+    NormActivation,
+    convolution,
+    input_stem,
+    pre_activation_network,
+    resolve_norm,
+    stage_blocks,
+    stage_dilations,
+)
 
 DEPTHS = {
     121: (6, 12, 24, 16),
@@ -87,9 +94,7 @@ def densenet(
             n_in = n_out
         children[f"mod{i + 2}"] = dense_stage(n_in, growth, num_layers, norm, dilation=rate)
         n_in += growth * num_layers
-    children["bn_out"] = norm(n_in)
-    features = ("mod2", "mod3", "mod4", "bn_out")
-    return backbone(children, features, classifier(n_in, num_classes))
+    return pre_activation_network(children, n_in, norm, num_classes)
 
 
 def dense_stage(
@@ -108,14 +113,10 @@ def dense_stage(
             convs3=serial(bn=norm(inner), conv=convolution(inner, growth, 3, dilation=dilation)),
         )
 
-    def apply(
-        params: Params, state: State, x: Array, *, key: Array | None = None, train: bool
-    ) -> tuple[Array, State]:
+    def apply(child: Children, x: Array) -> Array:
         outputs = [x]
         for name in children:
-            y = jnp.concatenate(outputs, -1)
-            y, state = apply_child(children, name, params, state, y, key=key, train=train)
-            outputs.append(y)
-        return jnp.concatenate(outputs, -1), state
+            outputs.append(child(name, jnp.concatenate(outputs, -1)))
+        return jnp.concatenate(outputs, -1)
 
-    return Layer(lambda key: init_children(children, key), apply)
+    return composite(children, apply)

@@ -9,7 +9,8 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, Int
 
-from fnet.layer import Decode, Params, State, apply_child, check_sizes, init_children
+from fnet import checks
+from fnet.layer import Children, Decode, Params, State, init_children
 from fnet.layers.attention_context import RATE, Passing
 from fnet.layers.dense import dense
 from fnet.layers.dot_product_attention import cap
@@ -113,7 +114,7 @@ def language_model(
       >>> logits.shape, losses.shape
       ((2, 8, 256), (2, 7))
     """
-    check_sizes("language_model", positions=1 if positions is None else positions)
+    checks.sizes("language_model", positions=positions)
     children = {
         "embedding": embedding(vocabulary, width, dtype=dtype),
         "blocks": stack(
@@ -133,7 +134,7 @@ def language_model(
 
     def embed(params: Params, tokens: Array, at: Array) -> Float[Array, "b t d"]:
         """Embed tokens at positions ``at`` [T] or [B, T]."""
-        x, _ = apply_child(children, "embedding", params, {}, tokens, key=None, train=False)
+        x = bind(params, {})("embedding", tokens)
         if embed_scale is not None:
             x = x * jnp.asarray(embed_scale, x.dtype)
         if positions is None:
@@ -142,15 +143,14 @@ def language_model(
             rows = params["pos_embedding"].at[at].get(mode="fill", fill_value=jnp.nan)
             return add(x, rows if at.ndim == 2 else rows[None])
 
+    def bind(
+        params: Params, state: State, key: Array | None = None, train: bool = False
+    ) -> Children:
+        return Children(children, params, state, key, train)
+
     def features(
-        params: Params,
-        state: State,
-        tokens: Array,
-        key: Array | None,
-        train: bool,
-        mask: Array | None,
-        segments: Array | None,
-    ) -> tuple[Float[Array, "b t d"], State]:
+        child: Children, tokens: Array, mask: Array | None, segments: Array | None
+    ) -> Float[Array, "b t d"]:
         t = tokens.shape[-1]
         if positions is not None and t > positions:
             raise ValueError(
@@ -160,21 +160,12 @@ def language_model(
         if mask is not None:  # Padding may have any index, and NaN times 0 is NaN.
             tokens = jnp.where(mask, tokens, 0)
         at = jnp.arange(t) if segments is None else positions_in_segments(segments)
-        x, state = apply_child(
-            children,
-            "blocks",
-            params,
-            state,
-            embed(params, tokens, at),
-            key=key,
-            train=train,
-            mask=mask,
-            **({} if segments is None else {"segments": segments}),
-        )
-        return final_norm(params, x), state
+        documents = {} if segments is None else {"segments": segments}
+        x = child("blocks", embed(child.params, tokens, at), mask=mask, **documents)
+        return final_norm(child.params, x)
 
     def final_norm(params: Params, x: Array) -> Array:
-        x, _ = apply_child(children, "norm", params, {}, x, key=None, train=False)
+        x = bind(params, {})("norm", x)
         x = x if residual_dtype is None else x.astype(dtype)
         return x if logit_scale is None else x * jnp.asarray(logit_scale, x.dtype)
 
@@ -183,7 +174,7 @@ def language_model(
             with jax.named_scope("head"):
                 logits = unembed(x, params["embedding"]["embedding"])
         else:
-            logits, _ = apply_child(children, "head", params, {}, x, key=None, train=False)
+            logits = bind(params, {})("head", x)
         return cap(logits, soft_cap)
 
     def apply(
@@ -196,8 +187,8 @@ def language_model(
         mask: Bool[Array, "b t"] | None = None,
         segments: Int[Array, "b t"] | None = None,
     ) -> tuple[Float[Array, "b t v"], State]:
-        x, state = features(params, state, tokens, key, train, mask, segments)
-        return head(params, x), state
+        child = bind(params, state, key, train)
+        return head(params, features(child, tokens, mask, segments)), child.state
 
     def losses(
         params: Params,
@@ -211,7 +202,8 @@ def language_model(
         segments: Int[Array, "b t"] | None = None,
         smoothing: float = 0.0,
     ) -> tuple[Float[Array, "b t"], State]:
-        x, state = features(params, state, tokens, key, train, mask, segments)
+        child = bind(params, state, key, train)
+        x = features(child, tokens, mask, segments)
         kernel = params["embedding"]["embedding"] if tied else params["head"]["kernel"]
         with jax.named_scope("head"):
             losses = linear_cross_entropy(
@@ -223,7 +215,7 @@ def language_model(
                 soft_cap=soft_cap,
                 vocab_axis=0 if tied else 1,
             )
-        return losses, state
+        return losses, child.state
 
     def init(key: Array) -> tuple[Params, State]:
         params, state = init_children(children, key)
@@ -259,20 +251,7 @@ def language_model(
 
 
 def positions_in_segments(segments: Int[Array, "b t"]) -> Int[Array, "b t"]:
-    """Count positions from 0 in each run of equal numbers.
-
-    Args:
-      segments: number of the document of each position, integers [B, T].
-
-    Returns:
-      int32 [B, T].
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from fnet.models.language_model import positions_in_segments
-      >>> positions_in_segments(jnp.array([[1, 1, 1, 2, 2, 0]])).tolist()
-      [[0, 1, 2, 0, 1, 0]]
-    """
+    """Count positions from 0 in each run of equal numbers: [B, T] -> int32 [B, T]."""
     at = jnp.broadcast_to(jnp.arange(segments.shape[1]), segments.shape)
     is_first = restarts("positions_in_segments", segments, segments.shape)
     assert is_first is not None  # because there are segments

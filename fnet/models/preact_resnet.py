@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from fnet import layers
 from fnet.layer import Layer, residual, serial
-from fnet.models.blocks import NormActivation, resolve_norm
+from fnet.models.blocks import NormActivation, resolve_norm, stage
 
 
 def preact_resnet(
@@ -60,7 +60,8 @@ def preact_resnet(
 
     abn = resolve_norm("preact_resnet", norm, activation, activation_param)
 
-    def block(n_in: int, n_out: int, stride: int) -> Layer:
+    def block(n_in: int, channels: tuple[int], stride: int = 1) -> Layer:
+        (n_out,) = channels
         body = serial(
             abn1=abn(n_in),
             conv1=layers.conv(n_in, n_out, 3, stride=stride, bias=False),
@@ -75,12 +76,9 @@ def preact_resnet(
     n_in = widths[0] if stem_width is None else stem_width
     stem = layers.conv(in_channels, n_in, 3, bias=False)
     for i, width in enumerate(widths):
-        strides = [first_stride if i == 0 else 2] + [1] * (blocks_per_stage - 1)
-        blocks = {}
-        for j, stride in enumerate(strides):
-            blocks[f"block{j}"] = block(n_in, width, stride)
-            n_in = width
-        stages[f"stage{i}"] = serial(**blocks)
+        first = {"stride": 2 if i else first_stride}
+        stages[f"stage{i}"] = stage(n_in, (width,), blocks_per_stage, block, first, start=0)
+        n_in = width
     return serial(
         stem=stem,
         **stages,

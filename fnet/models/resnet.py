@@ -1,12 +1,21 @@
 """ResNets with in-place activated batch norm, plain batch norm or group norm."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
-from fnet import layers
-from fnet.layer import Layer, serial
-from fnet.models.backbone import backbone, input_stem, stage_blocks, stage_dilations
-from fnet.models.blocks import NormActivation, post_activation, resolve_norm
+from fnet import checks, layers
+from fnet.layer import Layer
+from fnet.models.blocks import (
+    NormActivation,
+    backbone,
+    input_stem,
+    post_activation,
+    resolve_norm,
+    stage,
+    stage_blocks,
+    stage_dilations,
+)
 
 DEPTHS = {
     10: (1, 1, 1, 1),
@@ -105,8 +114,7 @@ def resnet(
     dilations = stage_dilations("resnet", dilation, 4)
     norm = resolve_norm("resnet", norm, activation, activation_param)
     act = layers.activation(activation, activation_param)
-    if shortcut not in ("conv", "pool"):
-        raise ValueError(f"resnet: shortcut must be 'conv' or 'pool', got {shortcut!r}")
+    checks.choice("resnet", ("conv", "pool"), shortcut=shortcut)
     if depth in BASIC and (groups, group_width) != (1, 64):
         raise ValueError(
             f"resnet: depth {depth} has no bottlenecks, which groups={groups} and "
@@ -116,24 +124,22 @@ def resnet(
     if dilations[0] > 1:
         children.pop("pool", None)
     for i, (num_blocks, rate) in enumerate(zip(blocks_per_stage, dilations, strict=True)):
-        width, blocks = 64 * 2**i, []
-        inner = groups * group_width * 2**i
+        width, inner = 64 * 2**i, groups * group_width * 2**i
         channels = (width, width) if depth in BASIC else (inner, inner, 4 * width)
-        for j in range(num_blocks):
-            block = post_activation(
-                n_in,
-                channels,
-                norm,
-                act,
-                stride=2 if i and not j and rate == 1 else 1,
-                dilation=rate,
-                first_dilation=rate if j or dilate_first else dilations[max(i - 1, 0)],
-                groups=groups,
-                shortcut=shortcut,
-            )
-            blocks.append(block)
-            n_in = channels[-1]
-        children[f"layer{i + 1}"] = serial(*blocks)
+        block = functools.partial(
+            post_activation,
+            norm=norm,
+            activation=act,
+            dilation=rate,
+            groups=groups,
+            shortcut=shortcut,
+        )
+        first = {
+            "stride": 2 if i and rate == 1 else 1,
+            "first_dilation": rate if dilate_first else dilations[max(i - 1, 0)],
+        }
+        children[f"layer{i + 1}"] = stage(n_in, channels, num_blocks, block, first, "{}", 0)
+        n_in = channels[-1]
     head = None
     if num_classes is not None:
         head = {"avgpool": layers.global_avg_pool(), "fc": layers.dense(n_in, num_classes)}

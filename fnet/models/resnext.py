@@ -1,10 +1,19 @@
 """ResNeXt: ResNets with grouped convolutions and pre-activation blocks."""
 
+import functools
 from collections.abc import Sequence
 
 from fnet.layer import Layer, serial
-from fnet.models.backbone import backbone, classifier, input_stem, stage_blocks, stage_dilations
-from fnet.models.blocks import NormActivation, pre_activation, resolve_norm
+from fnet.models.blocks import (
+    NormActivation,
+    input_stem,
+    pre_activation,
+    pre_activation_network,
+    resolve_norm,
+    stage,
+    stage_blocks,
+    stage_dilations,
+)
 
 DEPTHS = {50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
 """Blocks per stage, by depth."""
@@ -62,14 +71,8 @@ def resnext(
     children = {"mod1": serial(**stem_layers)}
     for i, (num_blocks, rate) in enumerate(zip(blocks_per_stage, dilations, strict=True)):
         channels = [c * 2**i for c in base_channels]
-        blocks = {}
-        for j in range(num_blocks):
-            stride = 2 if i and not j and rate == 1 else 1
-            blocks[f"block{j + 1}"] = pre_activation(
-                n_in, channels, norm, stride=stride, dilation=rate, groups=groups
-            )
-            n_in = channels[-1]
-        children[f"mod{i + 2}"] = serial(**blocks)
-    children["bn_out"] = norm(n_in)
-    features = ("mod2", "mod3", "mod4", "bn_out")
-    return backbone(children, features, classifier(n_in, num_classes))
+        block = functools.partial(pre_activation, norm=norm, dilation=rate, groups=groups)
+        first = {"stride": 2 if i and rate == 1 else 1}
+        children[f"mod{i + 2}"] = stage(n_in, channels, num_blocks, block, first)
+        n_in = channels[-1]
+    return pre_activation_network(children, n_in, norm, num_classes)

@@ -10,7 +10,8 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Float
 
-from fnet.layer import Layer, Params, State, apply_child, check_sizes, init_children
+from fnet import checks
+from fnet.layer import Children, Layer, Params, State, composite, init_children
 from fnet.layers.attention import attention
 from fnet.layers.conv import conv
 from fnet.layers.dense import dense
@@ -88,10 +89,9 @@ def vit(
       >>> sum(p.size for p in jax.tree.leaves(params))
       86567656
     """
-    if pooling not in ("token", "mean"):
-        raise ValueError(f"vit: pooling must be 'token' or 'mean', got {pooling!r}")
+    checks.choice("vit", ("token", "mean"), pooling=pooling)
     hidden = 4 * width if hidden is None else hidden
-    check_sizes("vit", blocks=blocks, num_classes=1 if num_classes is None else num_classes)
+    checks.sizes("vit", blocks=blocks, num_classes=num_classes)
     block = Block(
         attention(width, heads),
         feed_forward(width, hidden, activation="gelu_exact", gated=False, bias=True),
@@ -193,14 +193,11 @@ def image_transformer(
       ((5, 8), (2, 8))
     """
     patch = (patch, patch) if isinstance(patch, int) else patch
-    check_sizes("image_transformer", patch=min(patch), width=width, registers=registers + 1)
-    for name, value, known in (
-        ("pooling", pooling, get_args(Pooling)),
-        ("positions", positions, get_args(Positions)),
-        ("interpolate", interpolate, (None, *get_args(Interpolation))),
-    ):
-        if value not in known:
-            raise ValueError(f"image_transformer: {name} must be one of {known}, got {value!r}")
+    checks.sizes("image_transformer", patch=min(patch), width=width, registers=registers + 1)
+    where = "image_transformer"
+    checks.choice(where, get_args(Pooling), pooling=pooling)
+    checks.choice(where, get_args(Positions), positions=positions)
+    checks.choice(where, (None, *get_args(Interpolation)), interpolate=interpolate)
     if pooling.startswith("token") and not class_token:
         raise ValueError(
             f"image_transformer: pooling {pooling!r} reads the class token; set class_token=True"
@@ -267,32 +264,21 @@ def image_transformer(
         return jnp.concatenate([first, patches], axis=1)
 
     def apply(
-        params: Params,
-        state: State,
-        x: Float[Array, "n h w c"],
-        *,
-        key: Array | None = None,
-        train: bool,
-        masked: Bool[Array, "n p"] | None = None,
-    ) -> tuple[Array, State]:
+        child: Children, x: Float[Array, "n h w c"], *, masked: Bool[Array, "n p"] | None = None
+    ) -> Array:
         _check_image(x, (*size, channels), patch, interpolate)
         if masked is not None and not mask_token:
             raise ValueError("image_transformer: masked needs mask_token=True")
 
-        def child(name: str, x: Array) -> Array:
-            if name not in children:
-                return x
-            return apply_child(children, name, params, {}, x, key=key, train=train)[0]
+        def optional(name: str, x: Array) -> Array:
+            return child(name, x) if name in child else x
 
         with jax.named_scope("embed"):
-            x = embed(params, x, child("patches", x), masked)
-        x = child("input_norm", x)
-        x, state = apply_child(children, "blocks", params, state, x, key=key, train=train)
-        return child(
-            "head", pool(x, lambda x: child("norm", x), lambda x: child("pooling", x))
-        ), state
+            x = embed(child.params, x, child("patches", x), masked)
+        x = child("blocks", optional("input_norm", x))
+        return optional("head", pool(x, functools.partial(optional, "norm"), child))
 
-    def pool(x: Array, norm: Callable[[Array], Array], attend: Callable[[Array], Array]) -> Array:
+    def pool(x: Array, norm: Callable[[Array], Array], child: Children) -> Array:
         # Only tokens that the head reads pass the final norm.
         match pooling:
             case "token":
@@ -306,10 +292,10 @@ def image_transformer(
             case "token_and_mean":
                 return jnp.concatenate([norm(x[:, 0]), _mean(norm(x[:, prefix:]))], axis=-1)
             case "map":
-                return attend(norm(x[:, prefix:]))
+                return child("pooling", norm(x[:, prefix:]))
         return norm(x)
 
-    return Layer(init, apply)
+    return composite(children, apply, init=init)
 
 
 def attention_pooling(
@@ -368,16 +354,8 @@ def attention_pooling(
         params["probe"] = width**-0.5 * jax.random.normal(probe_key, (width,), jnp.float32)
         return params, state
 
-    def apply(
-        params: Params,
-        state: State,
-        x: Float[Array, "n t d"],
-        *,
-        key: Array | None = None,
-        train: bool,
-    ) -> tuple[Float[Array, "n d"], State]:
-        def child(name: str, x: Array) -> Array:
-            return apply_child(children, name, params, {}, x, key=key, train=train)[0]
+    def apply(child: Children, x: Float[Array, "n t d"]) -> Float[Array, "n d"]:
+        params = child.params
 
         def project(name: str, x: Array) -> Array:
             if fused:
@@ -385,16 +363,16 @@ def attention_pooling(
                 part = jax.tree.map(lambda a: a[..., of], params["query_key_value"])
             else:
                 part = params[name]
-            y, _ = projections[name].apply(part, {}, x, train=train)
+            y, _ = projections[name].apply(part, {}, x, train=child.train)
             return y.reshape(*y.shape[:-1], -1, width // heads)
 
         probe = jnp.broadcast_to(params["probe"].astype(x.dtype), (x.shape[0], 1, width))
         k, v = jnp.split(project("key_value", x), 2, axis=2)
         y = dot_product_attention(project("query", probe), k, v)
         y = child("output", y.reshape(-1, width))
-        return y + child("feed_forward", child("norm", y)), state
+        return y + child("feed_forward", child("norm", y))
 
-    return Layer(init, apply)
+    return composite(children, apply, init=init)
 
 
 def distilled_head(width: int, num_classes: int) -> Layer:
@@ -419,21 +397,11 @@ def distilled_head(width: int, num_classes: int) -> Layer:
     """
     children = {name: dense(width, num_classes) for name in ("class", "distillation")}
 
-    def apply(
-        params: Params,
-        state: State,
-        x: Float[Array, "n t d"],
-        *,
-        key: Array | None = None,
-        train: bool,
-    ) -> tuple[Float[Array, "n c"], State]:
-        logits = [
-            apply_child(children, name, params, {}, x[:, i], key=key, train=train)[0]
-            for i, name in enumerate(children)
-        ]
-        return (logits[0] + logits[1]) / 2, state
+    def average(child: Children, x: Float[Array, "n t d"]) -> Float[Array, "n c"]:
+        first, second = (child(name, x[:, i]) for i, name in enumerate(children))
+        return (first + second) / 2
 
-    return Layer(lambda key: init_children(children, key), apply)
+    return composite(children, average)
 
 
 def resize_positions(

@@ -1,9 +1,18 @@
 """Wider ResNets: few, wide pre-activation blocks, used as backbones for segmentation."""
 
+import functools
+
 from fnet import layers
 from fnet.layer import Layer, serial
-from fnet.models.backbone import backbone, classifier, stage_blocks
-from fnet.models.blocks import NormActivation, convolution, pre_activation, resolve_norm
+from fnet.models.blocks import (
+    NormActivation,
+    convolution,
+    pre_activation,
+    pre_activation_network,
+    resolve_norm,
+    stage,
+    stage_blocks,
+)
 
 DEPTHS = {
     16: (1, 1, 1, 1, 1, 1),
@@ -79,18 +88,10 @@ def wider_resnet(
     for i, (num_blocks, channels) in enumerate(zip(blocks_per_stage, CHANNELS, strict=True)):
         if i in pooled:
             children[f"pool{i + 2}"] = layers.max_pool(3, stride=2, padding=1)
-        blocks = {}
-        for j in range(num_blocks):
-            blocks[f"block{j + 1}"] = pre_activation(
-                n_in,
-                channels,
-                norm,
-                stride=2 if i in strided and not j else 1,
-                dilation=dilations[i],
-                dropout=dropout[i],
-            )
-            n_in = channels[-1]
-        children[f"mod{i + 2}"] = serial(**blocks)
-    children["bn_out"] = norm(n_in)
-    features = (*(f"mod{i}" for i in range(2, 7)), "bn_out")
-    return backbone(children, features, classifier(n_in, num_classes))
+        block = functools.partial(
+            pre_activation, norm=norm, dilation=dilations[i], dropout=dropout[i]
+        )
+        first = {"stride": 2 if i in strided else 1}
+        children[f"mod{i + 2}"] = stage(n_in, channels, num_blocks, block, first)
+        n_in = channels[-1]
+    return pre_activation_network(children, n_in, norm, num_classes)

@@ -11,13 +11,14 @@ can name::
 
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 import optax
 import optax.contrib
 
+from fnet import checks
 from fnet.optim.compact import CompactState, compact_adamw, compact_lion, compact_sgd
 
 __all__ = [
@@ -80,16 +81,16 @@ def make_schedule(
       [0.0, 0.05, 0.1, 0.05, 0.0]
     """
     if not 0 <= warmup_steps <= steps:
-        raise ValueError(f"schedule: warmup_steps must be in [0, {steps}], got {warmup_steps}")
+        raise ValueError(f"make_schedule: warmup_steps must be in [0, {steps}], got {warmup_steps}")
+    checks.choice("make_schedule", SCHEDULES, schedule=name)
     steps_after_warmup = max(steps - warmup_steps, 1)
     if name in ("step", "multistep", "exponential"):
         needed = "some" if name == "multistep" else "one"
         if not decay_steps or min(decay_steps) <= 0 or (len(decay_steps) > 1 and needed == "one"):
             raise ValueError(
-                f"schedule: {name} needs {needed} decay_steps above 0, got {tuple(decay_steps)}"
+                f"make_schedule: {name} needs {needed} decay_steps > 0, got {tuple(decay_steps)}"
             )
-        if not decay_rate > 0:
-            raise ValueError(f"schedule: decay_rate must be above 0, got {decay_rate}")
+        checks.numbers("make_schedule", "> 0", decay_rate=decay_rate)
 
     def piecewise_constant() -> optax.Schedule:
         interval = decay_steps[0]
@@ -107,27 +108,86 @@ def make_schedule(
         "multistep": piecewise_constant,
         "exponential": lambda: optax.exponential_decay(learning_rate, decay_steps[0], decay_rate),
     }
-    if name not in decays:
-        raise ValueError(f"schedule must be one of {SCHEDULES}, got {name!r}")
     if not warmup_steps:
         return decays[name]()
     warmup = optax.linear_schedule(0.0, learning_rate, warmup_steps)
     return optax.join_schedules([warmup, decays[name]()], [warmup_steps])
 
 
-OPTIMIZERS = (
-    "sgd",
-    "adam",
-    "adamw",
-    "lion",
-    "adafactor",
-    "compact_adamw",
-    "compact_sgd",
-    "compact_lion",
-    "muon",
-    "schedule_free_adamw",
-    "galore",
-)
+class _Options(NamedTuple):
+    """What an optimizer is built from."""
+
+    learning_rate: optax.ScalarOrSchedule
+    momentum: float
+    nesterov: bool
+    weight_decay: float
+    galore_rank: int
+    galore_every: int
+
+    @property
+    def decay(self) -> optax.GradientTransformation:
+        return optax.add_decayed_weights(self.weight_decay, mask=weight_decay_mask)
+
+    def coupled(self, optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+        """Add the weight decay to the gradient."""
+        return optax.chain(self.decay, optimizer) if self.weight_decay else optimizer
+
+    def decoupled(self, *direction: optax.GradientTransformation) -> optax.GradientTransformation:
+        """Add the weight decay to the direction, and scale both by the learning rate."""
+        return optax.chain(*direction, self.decay, optax.scale_by_learning_rate(self.learning_rate))
+
+    def compact(self, build: Callable[..., Any], **options: Any) -> optax.GradientTransformation:
+        optimizer: optax.GradientTransformation = build(
+            self.learning_rate, weight_decay=self.weight_decay, mask=weight_decay_mask, **options
+        )
+        return optimizer
+
+
+def _sgd(o: _Options) -> optax.GradientTransformation:
+    return o.coupled(optax.sgd(o.learning_rate, momentum=o.momentum or None, nesterov=o.nesterov))
+
+
+def _muon(o: _Options) -> optax.GradientTransformation:
+    # Decay after the direction: optax.contrib.muon has no mask for what Adam updates.
+    direction = optax.contrib.muon(1.0, consistent_rms=0.2, muon_weight_dimension_numbers=_matrices)
+    return o.decoupled(direction, optax.scale(-1.0))
+
+
+def _schedule_free_adamw(o: _Options) -> optax.GradientTransformation:
+    # AdamW without momentum.
+    direction = optax.scale_by_rms(decay=0.999, eps_in_sqrt=False, bias_correction=True)
+    return optax.contrib.schedule_free(o.decoupled(direction), o.learning_rate)
+
+
+def _galore(o: _Options) -> optax.GradientTransformation:
+    projected = optax.contrib.scale_by_galore(o.galore_rank, o.galore_every)
+    parts = {"matrix": projected, "other": optax.scale_by_adam()}
+    return o.decoupled(optax.partition(parts, _is_matrix))
+
+
+def _adafactor(o: _Options) -> optax.GradientTransformation:
+    # Scale by the learning rate last: optax.adafactor adds the decay after its own scaling.
+    direction = optax.adafactor(
+        weight_decay_rate=o.weight_decay or None, weight_decay_mask=weight_decay_mask
+    )
+    return optax.chain(direction, optax.scale_by_learning_rate(o.learning_rate, flip_sign=False))
+
+
+_BUILDERS: dict[str, Callable[[_Options], optax.GradientTransformation]] = {
+    "sgd": _sgd,
+    "adam": lambda o: o.coupled(optax.adam(o.learning_rate)),
+    "adamw": lambda o: o.decoupled(optax.scale_by_adam()),
+    "lion": lambda o: o.decoupled(optax.scale_by_lion()),
+    "adafactor": _adafactor,
+    "compact_adamw": lambda o: o.compact(compact_adamw),
+    "compact_sgd": lambda o: o.compact(compact_sgd, momentum=o.momentum, nesterov=o.nesterov),
+    "compact_lion": lambda o: o.compact(compact_lion),
+    "muon": _muon,
+    "schedule_free_adamw": _schedule_free_adamw,
+    "galore": _galore,
+}
+
+OPTIMIZERS = tuple(_BUILDERS)
 """Names of optimizers that `make_optimizer` knows."""
 
 
@@ -209,73 +269,18 @@ def make_optimizer(
       arXiv:2403.03507.
       Shazeer & Stern 2018, "Adafactor", arXiv:1804.04235.
     """
-    if clip_norm is not None and not clip_norm > 0:
-        raise ValueError(f"optimizer: clip_norm must be above 0, got {clip_norm}")
+    checks.choice("make_optimizer", OPTIMIZERS, optimizer=name)
+    checks.numbers("make_optimizer", "> 0", clip_norm=clip_norm)
     scales = {"classifier_scale": classifier_scale, "layer_decay": layer_decay}
     for what, factor in scales.items():
         if factor is not None and name.startswith(("compact_", "schedule_free_")):
             raise ValueError(
-                f"optimizer: {name} keeps a copy of what its updates add up to, so they cannot be "
-                f"scaled, got {what} {factor}; give None"
+                f"make_optimizer: {what} must be None for {name}, which keeps a copy of what its "
+                f"updates add up to, got {factor}"
             )
-    if name == "adamw":
-        optimizer = optax.adamw(learning_rate, weight_decay=weight_decay, mask=weight_decay_mask)
-    elif name == "lion":
-        optimizer = optax.lion(learning_rate, weight_decay=weight_decay, mask=weight_decay_mask)
-    elif name == "compact_adamw":
-        optimizer = compact_adamw(learning_rate, weight_decay=weight_decay, mask=weight_decay_mask)
-    elif name == "compact_lion":
-        optimizer = compact_lion(learning_rate, weight_decay=weight_decay, mask=weight_decay_mask)
-    elif name == "compact_sgd":
-        optimizer = compact_sgd(
-            learning_rate,
-            momentum,
-            nesterov=nesterov,
-            weight_decay=weight_decay,
-            mask=weight_decay_mask,
-        )
-    elif name == "muon":
-        # Decay after the direction: optax.contrib.muon has no mask for what Adam updates.
-        direction = optax.contrib.muon(
-            1.0, consistent_rms=0.2, muon_weight_dimension_numbers=_matrices
-        )
-        decay = optax.add_decayed_weights(weight_decay, mask=weight_decay_mask)
-        scale = optax.scale_by_learning_rate(learning_rate)
-        optimizer = optax.chain(direction, optax.scale(-1.0), decay, scale)
-    elif name == "schedule_free_adamw":
-        optimizer = optax.contrib.schedule_free(
-            optax.chain(  # AdamW without momentum
-                optax.scale_by_rms(decay=0.999, eps_in_sqrt=False, bias_correction=True),
-                optax.add_decayed_weights(weight_decay, mask=weight_decay_mask),
-                optax.scale_by_learning_rate(learning_rate),
-            ),
-            learning_rate,
-        )
-    elif name == "galore":
-        projected = optax.contrib.scale_by_galore(galore_rank, galore_every)
-        optimizer = optax.chain(
-            optax.partition({"matrix": projected, "other": optax.scale_by_adam()}, _is_matrix),
-            optax.add_decayed_weights(weight_decay, mask=weight_decay_mask),
-            optax.scale_by_learning_rate(learning_rate),
-        )
-    elif name == "adafactor":
-        # Scale by the learning rate last: optax.adafactor adds the decay after its own scaling.
-        direction = optax.adafactor(
-            weight_decay_rate=weight_decay or None, weight_decay_mask=weight_decay_mask
-        )
-        scale = optax.scale_by_learning_rate(learning_rate, flip_sign=False)
-        optimizer = optax.chain(direction, scale)
-    elif name in ("sgd", "adam"):
-        optimizer = (
-            optax.sgd(learning_rate, momentum=momentum or None, nesterov=nesterov)
-            if name == "sgd"
-            else optax.adam(learning_rate)
-        )
-        if weight_decay:
-            decay = optax.add_decayed_weights(weight_decay, mask=weight_decay_mask)
-            optimizer = optax.chain(decay, optimizer)
-    else:
-        raise ValueError(f"optimizer must be one of {OPTIMIZERS}, got {name!r}")
+    optimizer = _BUILDERS[name](
+        _Options(learning_rate, momentum, nesterov, weight_decay, galore_rank, galore_every)
+    )
     if classifier_scale is not None:  # All other optimizers are linear in the learning rate.
         scale = optax.masked(optax.scale(classifier_scale), classifier_mask)
         optimizer = optax.chain(optimizer, scale)
@@ -290,7 +295,7 @@ def _is_matrix(params: Any) -> Any:
     """Label arrays with two axes, which GaLore projects."""
     labels = jax.tree.map(lambda p: "matrix" if p.ndim == 2 else "other", params)
     if "matrix" not in jax.tree.leaves(labels):
-        raise ValueError("optimizer: galore projects arrays with two axes, got none; use adamw")
+        raise ValueError("make_optimizer: galore needs arrays with two axes, got none; use adamw")
     return labels
 
 
@@ -416,8 +421,7 @@ def layer_scales(params: Any, decay: float) -> Any:
       Clark et al. 2020, "ELECTRA", arXiv:2003.10555.
       Bao et al. 2022, "BEiT", arXiv:2106.08254.
     """
-    if not 0 < decay <= 1:
-        raise ValueError(f"optimizer: layer_decay must be in (0, 1], got {decay}")
+    checks.numbers("layer_scales", "in (0, 1]", decay=decay)
     positions = jax.tree_util.tree_map_with_path(lambda path, _: _position(_names(path)), params)
     in_order = sorted(set(jax.tree.leaves(positions, is_leaf=lambda p: isinstance(p, tuple))))
     blocks = [position for position in in_order if position not in (_FIRST, _LAST)]

@@ -16,12 +16,17 @@ float32 and stores the results in 8 bits again.
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
+
+from fnet import checks
+from fnet.chunks import fori_chunks
+
+_Moments = dict[str, Array]
 
 Mask = Any
 """A pytree of bools like the parameters, or a function from parameters to one."""
@@ -115,7 +120,15 @@ def compact_adamw(
       arXiv:2602.23349, for the master weights and the companding. There, rounding is to nearest
       and scales are float16; here it is stochastic, and scales are bfloat16, rounded up.
     """
-    rule = _Adam(b1, b2, eps)
+
+    def update(grad: Array, moments: _Moments, count: Array) -> tuple[Array, _Moments]:
+        mu = b1 * moments["mu"] + (1 - b1) * grad
+        nu = b2 * moments["nu"] + (1 - b2) * grad * grad
+        t = count.astype(jnp.float32)
+        direction = mu / (1 - b1**t) / (jnp.sqrt(nu / (1 - b2**t)) + eps)
+        return direction, {"mu": mu, "nu": nu}
+
+    rule = _Rule({"mu": True, "nu": False}, True, update)
     return _compact(
         "compact_adamw", rule, learning_rate, weight_decay, mask, group_size, chunk_size
     )
@@ -158,7 +171,13 @@ def compact_sgd(
       >>> print(state.moments["momentum"]["kernel"].dtype)
       int8
     """
-    rule = _Momentum(momentum, nesterov)
+
+    def update(grad: Array, moments: _Moments, count: Array) -> tuple[Array, _Moments]:
+        del count
+        new = momentum * moments["momentum"] + grad
+        return grad + momentum * new if nesterov else new, {"momentum": new}
+
+    rule = _Rule({"momentum": True}, False, update)
     return _compact("compact_sgd", rule, learning_rate, weight_decay, mask, group_size, chunk_size)
 
 
@@ -203,78 +222,28 @@ def compact_lion(
     References:
       Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms", arXiv:2302.06675.
     """
-    rule = _Lion(b1, b2)
+
+    def update(grad: Array, moments: _Moments, count: Array) -> tuple[Array, _Moments]:
+        del count
+        old = moments["momentum"]
+        return jnp.sign(b1 * old + (1 - b1) * grad), {"momentum": b2 * old + (1 - b2) * grad}
+
+    rule = _Rule({"momentum": True}, True, update)
     return _compact("compact_lion", rule, learning_rate, weight_decay, mask, group_size, chunk_size)
 
 
-# Update rules, in float32.
-
-
-class _Rule(Protocol):
-    """An optimizer's update of one array.
+class _Rule(NamedTuple):
+    """An optimizer's update of one array, in float32.
 
     Attributes:
       moments: Names of its moments, and whether each is signed.
       decoupled: Whether weight decay is multiplied by the learning rate alone.
+      update: ``(grad, moments, t) -> (direction of the step, new moments)``.
     """
 
-    @property
-    def moments(self) -> dict[str, bool]: ...
-
-    @property
-    def decoupled(self) -> bool: ...
-
-    def __call__(
-        self, grad: Array, moments: dict[str, Array], count: Array
-    ) -> tuple[Array, dict[str, Array]]:
-        """Return the direction of the step and the new moments; ``count`` is t."""
-
-
-@dataclasses.dataclass(frozen=True)
-class _Adam:
-    b1: float
-    b2: float
-    eps: float
-    moments = {"mu": True, "nu": False}  # noqa: RUF012
-    decoupled = True
-
-    def __call__(
-        self, grad: Array, moments: dict[str, Array], count: Array
-    ) -> tuple[Array, dict[str, Array]]:
-        mu = self.b1 * moments["mu"] + (1 - self.b1) * grad
-        nu = self.b2 * moments["nu"] + (1 - self.b2) * grad * grad
-        t = count.astype(jnp.float32)
-        direction = mu / (1 - self.b1**t) / (jnp.sqrt(nu / (1 - self.b2**t)) + self.eps)
-        return direction, {"mu": mu, "nu": nu}
-
-
-@dataclasses.dataclass(frozen=True)
-class _Momentum:
-    decay: float
-    nesterov: bool
-    moments = {"momentum": True}  # noqa: RUF012
-    decoupled = False
-
-    def __call__(
-        self, grad: Array, moments: dict[str, Array], count: Array
-    ) -> tuple[Array, dict[str, Array]]:
-        new = self.decay * moments["momentum"] + grad
-        return grad + self.decay * new if self.nesterov else new, {"momentum": new}
-
-
-@dataclasses.dataclass(frozen=True)
-class _Lion:
-    b1: float
-    b2: float
-    moments = {"momentum": True}  # noqa: RUF012
-    decoupled = True
-
-    def __call__(
-        self, grad: Array, moments: dict[str, Array], count: Array
-    ) -> tuple[Array, dict[str, Array]]:
-        old = moments["momentum"]
-        direction = jnp.sign(self.b1 * old + (1 - self.b1) * grad)
-        return direction, {"momentum": self.b2 * old + (1 - self.b2) * grad}
+    moments: dict[str, bool]
+    decoupled: bool
+    update: Callable[[Array, _Moments, Array], tuple[Array, _Moments]]
 
 
 # The transformation.
@@ -298,10 +267,7 @@ def _compact(
     group_size: int,
     chunk_size: int | None,
 ) -> optax.GradientTransformationExtraArgs:
-    if group_size < 1:
-        raise ValueError(f"{name}: group_size must be >= 1, got {group_size}; 32 is a good value")
-    if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"{name}: chunk_size must be >= 1 or None, got {chunk_size}")
+    checks.numbers(name, ">= 1", group_size=group_size, chunk_size=chunk_size)
 
     def init(params: optax.Params) -> CompactState:
         def compressed(make: Callable[[Any], Any], other: Callable[[Any], Any]) -> Any:
@@ -419,7 +385,7 @@ class _Step:
         """Return the change of a weight and the new moments."""
         if self.weight_decay and not self.rule.decoupled:
             grad = grad + self.weight_decay * w
-        direction, moments = self.rule(grad, moments, self.count)
+        direction, moments = self.rule.update(grad, moments, self.count)
         if self.weight_decay and self.rule.decoupled:
             direction = direction + self.weight_decay * w
         return -self.rate * direction, moments
@@ -465,10 +431,7 @@ class _Step:
             )
             return written
 
-        chunks, rest = divmod(rows, step)
-        leaf2 = jax.lax.fori_loop(0, chunks, lambda i, a: update(i * step, step, a), leaf2)
-        if rest:
-            leaf2 = update(chunks * step, rest, leaf2)
+        leaf2 = fori_chunks(update, leaf2, rows, step)
         new: _Leaf = jax.tree.map(lambda a, b: a.reshape(b.shape), leaf2, leaf._replace(new=p))
         return new
 

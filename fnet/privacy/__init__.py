@@ -6,15 +6,14 @@ adds noise.
 
 from fnet.privacy.accounting import calibrate_noise_multiplier, epsilon
 from fnet.privacy.correlated import Strategy as Strategy
-from fnet.privacy.correlated import banded_inverse_square_root, banded_square_root
+from fnet.privacy.correlated import banded_inverse_square_root as banded_inverse_square_root
+from fnet.privacy.correlated import banded_square_root as banded_square_root
 from fnet.privacy.noise import add_noise
 from fnet.privacy.sampling import PoissonSampling
 
 __all__ = [
     "PoissonSampling",
     "add_noise",
-    "banded_inverse_square_root",
-    "banded_square_root",
     "calibrate_noise_multiplier",
     "epsilon",
 ]

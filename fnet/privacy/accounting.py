@@ -6,8 +6,9 @@ All accounting is done by dp_accounting, an optional dependency.
 import functools
 import importlib
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
+from fnet import checks
 from fnet.privacy.correlated import DP_SGD, Strategy
 from fnet.privacy.sampling import PoissonSampling
 
@@ -35,6 +36,7 @@ def epsilon(
     *,
     strategy: Strategy = DP_SGD,
     accountant: Accountant = "pld",
+    grid: float = GRID,
 ) -> float:
     """Compute epsilon of the first ``steps`` steps of a private run, an upper bound.
 
@@ -67,6 +69,10 @@ def epsilon(
       strategy: Correlation of the noise over steps, as given to `fnet.autodiff.clipped`.
       accountant: "pld" (privacy loss distributions, tight) or "rdp" (Renyi differential privacy,
         looser).
+      grid: Distance of the privacy losses of one step for "pld", which are rounded up to it.
+        Epsilon is an upper bound for any grid. A coarse one takes less time and memory. SciPy
+        caches the plans of the last 16 Fourier transforms. With the default grid, the plans of a
+        run with many calls take up to 100 MB.
 
     Returns:
       Epsilon, 0 for no steps.
@@ -88,52 +94,8 @@ def epsilon(
       arXiv:2306.08153. Denisov et al. 2022, "Improved differential privacy for SGD via optimal
       private linear operators on adaptive streams", Theorem 2.1, arXiv:2202.08312.
     """
-    return epsilon_on_grid(
-        noise_multiplier, delta, sampling, steps, strategy=strategy, accountant=accountant
-    )
-
-
-def epsilon_on_grid(
-    noise_multiplier: float,
-    delta: float,
-    sampling: PoissonSampling,
-    steps: int,
-    *,
-    strategy: Strategy = DP_SGD,
-    accountant: Accountant = "pld",
-    grid: float = GRID,
-) -> float:
-    """Compute `fnet.privacy.epsilon` from privacy losses that are rounded up to a grid.
-
-    A coarse grid takes less time and memory. SciPy caches the plans of the last 16 Fourier
-    transforms. With the default grid, the plans of a run with many calls take up to 100 MB.
-
-    Args:
-      noise_multiplier: As in `fnet.privacy.epsilon`.
-      delta: As in `fnet.privacy.epsilon`.
-      sampling: As in `fnet.privacy.epsilon`.
-      steps: As in `fnet.privacy.epsilon`.
-      strategy: As in `fnet.privacy.epsilon`.
-      accountant: As in `fnet.privacy.epsilon`. Only "pld" has a grid.
-      grid: Distance of the privacy losses of one step.
-
-    Returns:
-      Epsilon, an upper bound for any grid.
-
-    Raises:
-      ModuleNotFoundError: If dp_accounting is not installed.
-      ValueError: If an argument is out of range.
-
-    Example:
-      >>> from fnet.privacy import PoissonSampling
-      >>> from fnet.privacy.accounting import COARSE_GRID, epsilon_on_grid
-      >>> sampling = PoissonSampling(60_000, 256)
-      >>> round(epsilon_on_grid(1.1, 1e-5, sampling, steps=3515, grid=COARSE_GRID), 2)
-      1.14
-    """
     _check("epsilon", delta, sampling, steps, accountant)
-    if not noise_multiplier > 0:
-        raise ValueError(f"epsilon: noise_multiplier must be > 0, got {noise_multiplier}.")
+    checks.numbers("epsilon", "> 0", noise_multiplier=noise_multiplier)
     if steps == 0:
         return 0.0
     if accountant == "pld":
@@ -179,12 +141,9 @@ def calibrate_noise_multiplier(
       0.73
     """
     _check("calibrate_noise_multiplier", delta, sampling, steps, accountant)
-    if not target_epsilon > 0:
-        raise ValueError(
-            f"calibrate_noise_multiplier: target_epsilon must be > 0, got {target_epsilon}."
-        )
+    checks.numbers("calibrate_noise_multiplier", "> 0", target_epsilon=target_epsilon)
     if steps == 0:
-        raise ValueError("calibrate_noise_multiplier: a run of 0 steps needs no noise.")
+        raise ValueError("calibrate_noise_multiplier: a run of 0 steps needs no noise")
 
     def make_event(noise: float) -> Any:
         return _event(noise, sampling, steps, strategy)
@@ -203,7 +162,7 @@ def calibrate_noise_multiplier(
             raise ValueError(
                 f"calibrate_noise_multiplier: epsilon {target_epsilon:g} is impossible in {steps} "
                 f"steps at delta {delta:g}: even a noise multiplier of {high:g} spends "
-                f"{spent(high):.3g}."
+                f"{spent(high):.3g}"
             )
         high *= 2
     while spent(high / 2) <= target_epsilon:
@@ -218,11 +177,7 @@ def calibrate_noise_multiplier(
 
 
 def dp_accounting() -> ModuleType:
-    """Import dp_accounting.
-
-    Raises:
-      ModuleNotFoundError: If it is not installed.
-    """
+    """Import dp_accounting; ModuleNotFoundError tells how to install it."""
     try:
         module = importlib.import_module("dp_accounting")
     except ModuleNotFoundError as error:
@@ -236,12 +191,11 @@ def _check(name: str, delta: float, sampling: PoissonSampling, steps: int, accou
     if not 0 < delta < 1 / sampling.examples:
         raise ValueError(
             f"{name}: delta must be > 0 and less than 1 / examples = {1 / sampling.examples:.2g}, "
-            f"got {delta:g}. A larger delta would allow publishing an example."
+            f"got {delta:g}; a larger delta would allow publishing an example"
         )
     if steps < 0 or steps != int(steps):
-        raise ValueError(f"{name}: steps must be an integer >= 0, got {steps}.")
-    if accountant not in ("pld", "rdp"):
-        raise ValueError(f"{name}: accountant must be pld or rdp, got {accountant!r}.")
+        raise ValueError(f"{name}: steps must be an integer >= 0, got {steps}")
+    checks.choice(name, get_args(Accountant), accountant=accountant)
 
 
 @functools.lru_cache(maxsize=1)

@@ -6,6 +6,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
+from fnet import checks
+
 _FEWEST_GUESSES = 8
 
 
@@ -76,12 +78,11 @@ def audit_epsilon(
     if scores.ndim != 1 or scores.shape != included.shape or not len(scores):
         raise ValueError(
             "audit_epsilon: expected scores [m] and included [m], got shapes "
-            f"{scores.shape} and {included.shape}."
+            f"{scores.shape} and {included.shape}"
         )
     if np.isnan(scores).any():
-        raise ValueError("audit_epsilon: a score is NaN; replace it by the lowest score.")
-    if not 0 < confidence < 1:
-        raise ValueError(f"audit_epsilon: confidence must be between 0 and 1, got {confidence}.")
+        raise ValueError("audit_epsilon: a score is NaN; replace it by the lowest score")
+    checks.numbers("audit_epsilon", "in (0, 1)", confidence=confidence)
     m = len(scores)
     order = np.argsort(scores, kind="stable")
     counts = _guess_counts(m)
@@ -128,14 +129,13 @@ def p_value(canaries: int, guesses: int, correct: int, epsilon: float, delta: fl
     if not 0 <= correct <= guesses <= canaries:
         raise ValueError(
             "p_value: expected 0 <= correct <= guesses <= canaries, got "
-            f"{correct}, {guesses} and {canaries}."
+            f"{correct}, {guesses} and {canaries}"
         )
-    if not epsilon >= 0:
-        raise ValueError(f"p_value: epsilon must be >= 0, got {epsilon}.")
+    checks.numbers("p_value", ">= 0", epsilon=epsilon)
     if not 0 <= delta * 2 * canaries <= 1:
         raise ValueError(
             f"p_value: delta must be from 0 to 1 / (2 * {canaries} canaries), got {delta}; use "
-            "fewer canaries."
+            "fewer canaries"
         )
     q = 1 / (1 + math.exp(-epsilon))
     probability = float(binom.sf(correct - 1, guesses, q))
@@ -147,12 +147,8 @@ def p_value(canaries: int, guesses: int, correct: int, epsilon: float, delta: fl
 
 def _guess_counts(canaries: int) -> list[int]:
     """Return the numbers of guesses to try, which do not depend on the scores."""
-    counts = {canaries}
-    guesses = _FEWEST_GUESSES
-    while guesses < canaries:
-        counts.add(guesses)
-        guesses *= 2
-    return sorted(counts)
+    doublings = range(_FEWEST_GUESSES.bit_length() - 1, canaries.bit_length())
+    return sorted({canaries} | {2**i for i in doublings if 2**i < canaries})
 
 
 def _largest_refuted(

@@ -76,7 +76,7 @@ class GradientCanaries:
         leaves = jax.tree_util.tree_leaves_with_path(params)
         matrices = [(path, leaf.shape) for path, leaf in leaves if len(leaf.shape) == 2]
         if not matrices:
-            raise ValueError("GradientCanaries.draw: the parameters have no matrix.")
+            raise ValueError("GradientCanaries.draw: the parameters have no matrix")
 
         def rank(matrix: tuple[tuple[Any, ...], tuple[int, ...]]) -> tuple[bool, int]:
             path, shape = matrix
@@ -86,7 +86,7 @@ class GradientCanaries:
         if count > shape[0] * shape[1]:
             raise ValueError(
                 f"GradientCanaries.draw: count must be at most {shape[0] * shape[1]}, the entries "
-                f"of {jax.tree_util.keystr(path)}, got {count}."
+                f"of {jax.tree_util.keystr(path)}, got {count}"
             )
         generator = np.random.default_rng(seed)
         entries = generator.choice(shape[0] * shape[1], count, replace=False)

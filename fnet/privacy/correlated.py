@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from fnet import checks
 from fnet.privacy.noise import add_noise, add_noise_to
 
 _NEGLIGIBLE = 2.0**-24
@@ -76,7 +77,7 @@ class Strategy:
         if not coef or not coef[0] > 0 or not all(map(math.isfinite, coef)):
             raise ValueError(
                 "Strategy: noising_coef must be finite and begin with a positive number, got "
-                f"{coef}."
+                f"{coef}"
             )
         if self.bands is not None:
             strategy = _inverse(coef, 2 * len(coef) + self.bands)
@@ -84,7 +85,7 @@ class Strategy:
             if np.linalg.norm(strategy) > 1 + 1e-6 or rest > 1e-6:
                 raise ValueError(
                     f"Strategy: these noising_coef do not give a C with {self.bands} bands of norm "
-                    "1; use Strategy.banded or Strategy.banded_inverse."
+                    "1; use Strategy.banded or Strategy.banded_inverse"
                 )
 
     @classmethod
@@ -117,7 +118,7 @@ class Strategy:
             size *= 2
         raise ValueError(
             f"Strategy.banded: C^-1 does not fall off within {_MAX_COEFS} steps; give coefficients "
-            f"that decrease faster, got {list(coef)}."
+            f"that decrease faster, got {list(coef)}"
         )
 
     @classmethod
@@ -298,8 +299,7 @@ def add_correlated_noise(
 
 def _square_root(name: str, bands: int, exponent: float) -> np.ndarray:
     """Return coefficients of ``(1 - x) ** (exponent - 1)``, [bands]."""
-    if bands < 1:
-        raise ValueError(f"{name}: bands must be >= 1, got {bands}.")
+    checks.numbers(name, ">= 1", bands=bands)
     j = np.arange(1, bands)
     return np.concatenate([[1.0], np.cumprod((j - exponent) / j)])
 
@@ -307,7 +307,7 @@ def _square_root(name: str, bands: int, exponent: float) -> np.ndarray:
 def _check_decreasing(name: str, coef: np.ndarray) -> None:
     """Reject coefficients that are negative or increase by more than rounding errors."""
     if coef.ndim != 1 or not coef.size or not np.isfinite(coef).all() or not coef[0] > 0:
-        raise ValueError(f"{name}: expected a list of finite numbers, the first > 0, got {coef}.")
+        raise ValueError(f"{name}: expected a list of finite numbers, the first > 0, got {coef}")
     tolerance = 1e-6 * coef[0]
     if coef.min() < -tolerance or (np.diff(coef) > tolerance).any():
         raise ValueError(

@@ -6,11 +6,12 @@ batches of a fixed size.
 
 import dataclasses
 import functools
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
+
+from fnet import checks
 
 OVERFLOW_PROBABILITY = 1e-15
 """Largest probability that a step draws more examples than its arrays have rows."""
@@ -70,18 +71,15 @@ class PoissonSampling:
 
     def __post_init__(self) -> None:
         """Reject values out of range."""
-        for name in ("examples", "bands", "multiple"):
-            value = getattr(self, name)
-            if value < 1:
-                raise ValueError(f"PoissonSampling: {name} must be >= 1, got {value}.")
-        if not 0 < self.batch_size < math.inf:
-            raise ValueError(f"PoissonSampling: batch_size must be > 0, got {self.batch_size}.")
+        sizes = {"examples": self.examples, "bands": self.bands, "multiple": self.multiple}
+        checks.numbers("PoissonSampling", ">= 1", **sizes)
+        checks.numbers("PoissonSampling", "> 0", batch_size=self.batch_size)
         needed = self.bands * self.batch_size
         if needed > self.examples:
             bands = f" in each of {self.bands} bands" * (self.bands > 1)
             raise ValueError(
                 f"PoissonSampling: batch_size {self.batch_size}{bands} needs at least {needed:g} "
-                f"examples, got {self.examples}. Choose a smaller batch_size."
+                f"examples, got {self.examples}; choose a smaller batch_size"
             )
 
     @property
@@ -157,13 +155,13 @@ class PoissonSampling:
         if not isinstance(arrays, Mapping):
             raise TypeError(
                 f"PoissonSampling: expected arrays by name, as {{'x': x, 'y': y}}, got "
-                f"{type(arrays).__name__}."
+                f"{type(arrays).__name__}"
             )
         for name, array in arrays.items():
             if name == "weight" or len(array) != self.examples:
                 raise ValueError(
                     f"PoissonSampling: arrays need {self.examples} rows and any name but weight, "
-                    f"got {name} with {len(array)}."
+                    f"got {name} with {len(array)}"
                 )
         for step in range(start, steps):
             indices, weights = self.batch(seed, step)

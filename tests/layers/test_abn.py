@@ -334,7 +334,7 @@ BAD = [
     ({"gamma": jnp.ones(3, jnp.float16)}, TypeError, "gamma must be float32 or wider, got float16"),
     ({"beta": None}, ValueError, "got gamma without beta; give both or neither"),
     ({"running_mean": None}, ValueError, "got running_var without running_mean"),
-    ({"gamma": jnp.ones(4), "beta": jnp.ones(4)}, ValueError, r"gamma must have shape \(3,\), .* got \(4,\)"),
+    ({"gamma": jnp.ones(4), "beta": jnp.ones(4)}, ValueError, r"gamma must have shape \(3,\) .* got \(4,\)"),
     ({"decay": None}, ValueError, r"pass decay=1 - 1 / count"),
     ({"mask": jnp.ones(3, bool)}, ValueError, r"mask must be bool of shape \(4,\), got bool \(3,\)"),
     ({"mask": jnp.ones(4)}, ValueError, r"mask must be bool of shape \(4,\), got float32 \(4,\)"),

@@ -44,7 +44,7 @@ def test_accuracy_is_1_if_the_largest_logit_is_the_labels():
 
 
 def test_cross_entropy_error_shows_the_expected_label_shape():
-    with pytest.raises(ValueError, match=r"shape \(4,\), got \(4, 1\)"):
+    with pytest.raises(ValueError, match=r"shape \(4,\) for logits .* got \(4, 1\)"):
         losses.cross_entropy(jnp.ones((4, 3)), jnp.ones((4, 1), int))
 
 
@@ -70,12 +70,12 @@ def test_losses_of_float64_logits_are_float64():
 
 
 def test_accuracy_error_shows_the_expected_label_shape():
-    with pytest.raises(ValueError, match=r"accuracy: .* shape \(4,\), got \(4, 1\)"):
+    with pytest.raises(ValueError, match=r"accuracy: .* shape \(4,\) .* got \(4, 1\)"):
         losses.accuracy(jnp.ones((4, 3)), jnp.ones((4, 1), int))
 
 
 @pytest.mark.parametrize("loss", [losses.cross_entropy, losses.accuracy])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bool_])
 def test_rejects_labels_that_are_not_integers(loss, dtype):
-    with pytest.raises(TypeError, match=r"integer class indices, got .*; .*astype"):
+    with pytest.raises(TypeError, match="labels must be integers, got"):
         loss(jnp.ones((4, 3)), jnp.ones(4, dtype))

@@ -227,15 +227,15 @@ BAD = {
         r"mask must be bool of shape \(6,\), got bool \(5,\)",
     ),
     "mask's dtype": ({"mask": jnp.ones(6)}, r"mask must be bool of shape \(6,\), got float32"),
-    "vocab_axis": ({"vocab_axis": -1}, "vocab_axis must be 0 or 1, got -1"),
+    "vocab_axis": ({"vocab_axis": -1}, r"vocab_axis must be one of \(0, 1\), got -1"),
     "chunk": ({"chunk": 0}, r"chunk must be an integer >= 1, .*, got 0"),
     "chunk's type": ({"chunk": 8.0}, r"chunk must be an integer >= 1, .*, got 8.0"),
     "smoothing": ({"smoothing": 1.0}, r"smoothing must be in \[0, 1\), got 1.0"),
     "z_loss": ({"z_loss": -0.1}, "z_loss must be >= 0, got -0.1"),
-    "soft_cap": ({"soft_cap": 0.0}, r"soft_cap must be > 0, or None for no cap, got 0.0"),
+    "soft_cap": ({"soft_cap": 0.0}, r"soft_cap must be > 0, got 0.0"),
 }
 BAD_TYPES = {
-    "labels": ({"labels": jnp.zeros(6)}, "labels must be integer token indices, got float32"),
+    "labels": ({"labels": jnp.zeros(6)}, "labels must be integers, got float32"),
     "x": ({"x": jnp.ones((6, D), int)}, "x must be floating, got int32"),
     "kernel": ({"kernel": jnp.ones((D, V), int)}, "kernel must be floating, got int32"),
     "bias": ({"bias": jnp.ones(V, int)}, "bias must be floating, got int32"),

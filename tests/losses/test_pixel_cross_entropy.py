@@ -284,7 +284,7 @@ MISTAKES = [
     ({"logits": jnp.zeros((3, 2, 4))}, ValueError, r"\[N, h, w, k\] and not empty, got \(3, 2, 4\)"),
     ({"logits": jnp.zeros((2, 2, 2, 4))}, ValueError, r"must be \(2, 8, 8\) .* got \(3, 8, 8\)"),
     ({"labels": jnp.zeros((3, 8), int)}, ValueError, r"got \(3, 8\)"),
-    ({"rows": 0}, ValueError, "rows must be >= 1, or None for the default, got 0"),
+    ({"rows": 0}, ValueError, "rows must be at least 1, got 0"),
     ({"smoothing": 1.0}, ValueError, r"smoothing must be in \[0, 1\), got 1.0"),
 ]  # fmt: skip
 

@@ -264,11 +264,11 @@ def test_rejects_patch_that_does_not_divide_the_image(patch):
         ({"label": jnp.zeros((3,))}, "must be integers, got float32"),
         (
             {"label": jnp.zeros((2,), jnp.int32)},
-            r"label must have one entry per image, \(3,\), got shape \(2,\)",
+            r"label must have shape \(3,\) for one entry per image .* got \(2,\)",
         ),
         (
             {"timestep": jnp.zeros(())},
-            r"timestep must have one entry per image, \(3,\), got shape \(\)",
+            r"timestep must have shape \(3,\) for one entry per image .* got \(\)",
         ),
     ],
 )

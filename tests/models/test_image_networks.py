@@ -11,8 +11,7 @@ from layer_cases import count, initial, shapes
 
 import fnet
 from fnet import layers, models
-from fnet.models.backbone import input_stem
-from fnet.models.blocks import post_activation, pre_activation
+from fnet.models.blocks import input_stem, post_activation, pre_activation
 from fnet.models.deeplab import aspp
 from fnet.models.densenet import dense_stage
 

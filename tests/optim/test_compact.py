@@ -235,7 +235,7 @@ def test_state_takes_three_bytes_per_parameter_and_four_per_group():
     ("make", "message"),
     [
         (lambda: compact_adamw(0.1, group_size=0), "compact_adamw: group_size must be >= 1, got 0"),
-        (lambda: compact_lion(0.1, chunk_size=0), "compact_lion: chunk_size must be >= 1 or None"),
+        (lambda: compact_lion(0.1, chunk_size=0), "compact_lion: chunk_size must be >= 1, got 0"),
         (
             lambda: compact_sgd(0.1).update({}, compact_sgd(0.1).init({})),
             "compact_sgd: update needs params, got None",

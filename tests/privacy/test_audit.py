@@ -129,7 +129,7 @@ def test_refuses_what_cannot_be_audited(arguments, message):
 
 
 def test_refuses_numbers_out_of_range():
-    with pytest.raises(ValueError, match="confidence must be between 0 and 1, got 1"):
+    with pytest.raises(ValueError, match=r"confidence must be in \(0, 1\), got 1"):
         audit_epsilon([1.0], [True], 0.0, confidence=1.0)
     with pytest.raises(ValueError, match="got 3, 2 and 5"):
         p_value(5, 2, 3, 1.0, 0.0)

@@ -13,7 +13,7 @@ from fnet.privacy.accounting import (
     GRID,
     Accountant,
     dp_accounting,
-    epsilon_on_grid,
+    epsilon,
 )
 from train.config import Clipped, Config
 from train.config.training import MAX_EPSILON
@@ -217,7 +217,7 @@ def check_dp_accounting() -> None:
 
 @functools.cache
 def _epsilon(run: Privacy, steps: int, grid: float = GRID) -> float:
-    return epsilon_on_grid(
+    return epsilon(
         run.noise_multiplier,
         run.delta,
         run.sampling,

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 from jax import Array
 from jax.typing import DTypeLike
 
-from fnet import layers, models
+from fnet import checks, layers, models
 from fnet.interop.huggingface.checkpoint import Names
 from fnet.interop.huggingface.decoders import activation
 from fnet.interop.huggingface.family import Family, register, table
 from fnet.interop.huggingface.options import Option, Options, Source
-from fnet.layer import Layer, check_floating, serial
+from fnet.layer import Layer, serial
 from fnet.models.vit import (
     Interpolation,
     Pooling,
@@ -57,7 +57,7 @@ class ImageFamily(Family):
         layer = self.layer(options, self.interpolation if interpolate else None)
 
         def apply(params: Any, state: Any, x: Array, **given: Any) -> tuple[Array, Any]:
-            check_floating("images", x=x)  # integers are pixels that nobody normalized
+            checks.floating("images", x=x)  # integers are pixels that nobody normalized
             return layer.apply(params, state, x.astype(dtype), **given)
 
         return Layer(layer.init, apply)

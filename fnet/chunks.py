@@ -1,4 +1,4 @@
-"""Loop over an axis in chunks, for reductions that are too large to materialize at once."""
+"""Loops over an axis in chunks, where the whole is too large to materialize at once."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -8,6 +8,12 @@ from jax import Array
 
 Carry = TypeVar("Carry")
 Start = Array | int
+
+
+def even(length: int, most: int) -> tuple[int, int]:
+    """Return the number and the size of chunks of nearly equal length, at most ``most`` long."""
+    count = -(-length // most)
+    return count, -(-length // count)
 
 
 def fori_chunks(
