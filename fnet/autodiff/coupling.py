@@ -7,7 +7,7 @@ of the batch must not change with it: numbers, as in ``penalty / len(x)``, and w
 derivative rule makes of the cotangent of a parameter, which is a sum over the batch.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -33,7 +33,6 @@ from fnet.jaxpr import (
     dependencies,
     find_equations,
     inline,
-    inner_jaxprs,
     interpret,
     source_line,
 )
@@ -152,19 +151,13 @@ def _find_rules_of_parameters(
 
 def _numbers(jaxpr: Jaxpr) -> dict[float, JaxprEqn]:
     """The floating-point numbers of a program, and an equation that reads each."""
-    literals = ((v, e) for e in _equations(jaxpr) for v in e.invars if isinstance(v, Literal))
+    eqns = find_equations(jaxpr, "")
+    literals = ((v, e) for e in eqns for v in e.invars if isinstance(v, Literal))
     return {
         float(v.val): eqn
         for v, eqn in literals
         if jnp.issubdtype(aval(v).dtype, jnp.floating) and v.val == v.val  # not nan
     }
-
-
-def _equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for inner in inner_jaxprs(eqn):
-            yield from _equations(inner)
 
 
 def _with_known_keys(closed: ClosedJaxpr, states: list[State]) -> tuple[ClosedJaxpr, list[State]]:

@@ -57,6 +57,7 @@ from fnet.jaxpr.interpreter import (
     switch,
     with_bodies,
 )
+from fnet.jaxpr.linearity import is_linear, rounds_coarsely
 from fnet.jaxpr.propagation import BackwardPropagation, Dependence, Propagation, Site, depends_on
 
 __all__ = [
@@ -94,6 +95,7 @@ __all__ = [
     "is_checkpoint",
     "is_elementwise",
     "is_identity",
+    "is_linear",
     "is_linear_in",
     "is_reference",
     "is_separable",
@@ -105,6 +107,7 @@ __all__ = [
     "primitive_names",
     "register",
     "rewrite",
+    "rounds_coarsely",
     "row_of",
     "scopes",
     "separate_factor",

@@ -184,10 +184,23 @@ def fnet_transformer(rate=0.0):
     return loss, params
 
 
+def reversible(rate=0.0):
+    half = fnet.serial(fnet.layers.dense(D // 2, D // 2), fnet.layers.dropout(rate))
+    network = fnet.reversible([(half, half)] * 2)
+    params, state = network.init(KEY)
+
+    def loss(params, model_state, batch, key):
+        return jnp.square(network.apply(params, state, batch["x"], train=True, key=key)[0]).sum(-1)
+
+    return loss, params
+
+
 ORDINARY = {
     f.__name__: f
-    for f in (linen_transformer, nnx_resnet, equinox_mlp, haiku_lstm, fnet_transformer)
-}
+    for f in (
+        linen_transformer, nnx_resnet, equinox_mlp, haiku_lstm, fnet_transformer, reversible
+    )
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ORDINARY)

@@ -183,6 +183,12 @@ def _reopen_folder(
     Raises:
       UserError: if the run cannot go on with this config, data or folder.
     """
+    damaged = sorted(folder.path.glob("damaged_checkpoint_*"))
+    if damaged and not folder.saved_steps:
+        raise UserError(
+            f"every checkpoint of {folder.path} is damaged, such as {damaged[-1]}: restore one as "
+            f"{folder.checkpoints}/STEP, or start a new run with another --out"
+        )
     before = folder.read_config()
     check_same_noise(run, before)
     check_classes(folder, run.task.dataset.classes, run.task.dataset.label_map)

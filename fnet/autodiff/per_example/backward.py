@@ -14,7 +14,7 @@ batch that holds it alone, and computes it in this way:
 import collections
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,7 @@ from fnet.autodiff.per_example.batch_axis import (
     find_batch_axes,
 )
 from fnet.autodiff.per_example.batching import Rows, Value, rows_of, run_for_batch
-from fnet.autodiff.per_example.custom_rules import OWN_TRANSPOSES, AnyEquation, is_linear
+from fnet.autodiff.per_example.custom_rules import AnyEquation
 from fnet.autodiff.per_example.derived import DerivedGradients, split_derived
 from fnet.autodiff.per_example.hoist import hoist
 from fnet.autodiff.per_example.parameter_gradients import (
@@ -56,6 +56,7 @@ from fnet.autodiff.per_example.products import uses_of_factors
 from fnet.autodiff.per_example.taps import Use, Uses, evaluate_with_taps, find_uses
 from fnet.jaxpr import ShardMap, find_equations, is_separable, source_line
 from fnet.mesh import equally_varying, varying_axes
+from fnet.precision import upcast
 
 BatchLoss = Callable[[list[Any], Sequence[Any]], tuple[Array, Any]]
 """``(params, batch) -> (losses, aux)``."""
@@ -347,8 +348,6 @@ def _differentiate(
             groups.append(group)
 
     grouped = {i for group in groups for i in group.params}
-    # A second backward pass scales cotangents before the rules of custom derivatives.
-    remat &= all(map(is_linear, find_equations(split.loss, OWN_TRANSPOSES)))
     followed = uses.without({*materialized, *too_large})
     measured = _rematerialized(followed, range(len(params)), grouped) if remat else set()
 
@@ -426,7 +425,9 @@ def _differentiate(
     def gradients_of(i: int) -> ParameterGradients:
         return by_leaf[i] if i in by_leaf and leaves[i].size else ZeroGradients(leaves[i], size)
 
-    rematerialized = RematerializedGradients(split.loss, leaves, examples, squares)
+    rematerialized = RematerializedGradients(
+        split.loss, leaves, examples, [followed[k] for k in sorted(measured)], squares
+    )
     return _Differentiated(
         rows_of(losses, (1,), size)[:, 0],
         aux,
@@ -476,6 +477,7 @@ class RematerializedGradients(NamedTuple):
       loss: The traced loss of a batch of one: ``(*params, *batch) -> (losses, ...)``.
       params: Its first arguments.
       examples: The batch.
+      uses: The use of each parameter.
       squares: `upper_squared_norms` [batch] by number of the parameter.
       strategy: See `GroupGradients`.
     """
@@ -483,6 +485,7 @@ class RematerializedGradients(NamedTuple):
     loss: ClosedJaxpr
     params: Sequence[Any]
     examples: Examples
+    uses: Sequence[Use]
     squares: dict[int, Array]
     strategy: str = "rematerialized"
 
@@ -505,9 +508,10 @@ class RematerializedGradients(NamedTuple):
     def weighted_sum(
         self, scales_by_param: Mapping[int, Array], is_rough: Array | None = None
     ) -> dict[int, Array]:
-        """See `GroupGradients`. A second backward pass, with weighted losses."""
-        weighted_loss, included = self._weighted_loss(scales_by_param)
-        sums = jax.grad(weighted_loss)({i: self.params[i] for i in self.numbers})
+        """See `GroupGradients`. A second backward pass, whose gradients are weighted."""
+        total_loss, included = self._total_loss(scales_by_param)
+        wide = {i: upcast(self.params[i]) for i in self.numbers}
+        sums = jax.grad(total_loss)(wide)
         return {i: jnp.where(included.any(), g, 0) for i, g in sums.items()}
 
     def add_weighted_sum(
@@ -517,10 +521,11 @@ class RematerializedGradients(NamedTuple):
 
         The backward pass adds to them layer by layer, so no other array of their size exists.
         """
-        weighted_loss, included = self._weighted_loss(scales_by_param)
+        total_loss, included = self._total_loss(scales_by_param)
+        wide = {i: self.params[i].astype(totals[i].dtype) for i in self.numbers}
 
         def add(_: Array, nothing: None) -> None:
-            value, backward = jax.vjp(weighted_loss, {i: self.params[i] for i in self.numbers})
+            value, backward = jax.vjp(total_loss, wide)
             accumulate: Any = backward  # A `jax.VJP`, which JAX types as a plain function.
             accumulate.with_refs({i: totals[i] for i in self.numbers})(jnp.ones_like(value))
 
@@ -528,10 +533,15 @@ class RematerializedGradients(NamedTuple):
         # `jax.lax.cond` updates, but not those of a loop.
         jax.lax.fori_loop(0, included.any().astype(jnp.int32), add, None)
 
-    def _weighted_loss(
+    def _total_loss(
         self, scales_by_param: Mapping[int, Array]
     ) -> tuple[Callable[[dict[int, Any]], Array], Array]:
-        """Return the weighted loss of these parameters, and which examples have a weight."""
+        """Return a function whose gradient is the weighted sum, and which examples have a weight.
+
+        It is the sum of the losses, as a function of the parameters in float32 or wider. Weights
+        enter where a parameter meets data: a weighted loss would pass other cotangents through
+        the layers behind, which need not treat them in proportion.
+        """
         scales = scales_by_param[self.numbers[0]]
         included = scales != 0
         # An example that is left out, which may be infinite, is computed as another one.
@@ -542,14 +552,24 @@ class RematerializedGradients(NamedTuple):
             a = jax.random.clone(a) if is_key(a) else a  # The same masks as in the first pass.
             return a[number]
 
-        rows = [Rows(replace(a), 0) for a in self.examples.leaves]
+        def of_one(wide: dict[int, Any], scale: Array, params: list[Any], *batch: Any) -> Array:
+            taps = [use.view.scale * use.view.from_param(wide[use.view.param]) for use in self.uses]
+            (losses, *_), _ = evaluate_with_taps(
+                self.loss, [*params, *batch], self.uses, taps, range(len(self.uses)), scale
+            )
+            return cast(Array, losses)
 
-        def weighted_loss(selected: dict[int, Any]) -> Array:
-            params = [selected.get(i, p) for i, p in enumerate(self.params)]
-            losses, *_ = run_for_batch(self.loss, [*params, *rows], size, keep_rules=True)
-            return (rows_of(losses, (1,), size)[:, 0] * scales).sum()
+        params = list(self.params)
 
-        return weighted_loss, included
+        def total_loss(wide: dict[int, Any]) -> Array:
+            one = _shapes(self.examples, 1)
+            program = jax.make_jaxpr(of_one)(wide, scales[0], params, *one)
+            rows = [Rows(replace(a), 0) for a in self.examples.leaves]
+            args = [*jax.tree.leaves(wide), Rows(scales, 0), *params, *rows]
+            losses, *_ = run_for_batch(program, args, size, keep_rules=True)
+            return rows_of(losses, (1,), size)[:, 0].sum()
+
+        return total_loss, included
 
 
 def _batched_aux(

@@ -96,7 +96,8 @@ def clipped_grad(
         the returned function. It is ``clip``, or 1 with ``rescale_to_unit_norm``. A tree of
         bounds has the root of the sum of their squares, or of their number if rescaled.
       - An example contributes exactly 0 if it is masked or its gradient is not finite.
-      - Sums are accumulated in float32 or wider, then cast to the dtype of the parameter.
+      - Sums are accumulated in float32 or wider, whatever dtype the layers compute in, then cast
+        to the dtype of the parameter.
       - Rounding is part of the bound. In float32 an example contributes at most 1.001 times the
         clip, even if the tokens of a sequence almost cancel. Scaled cotangents are rounded to
         the dtype of the activations: with bfloat16 it is 1.002 times the clip for single vectors

@@ -1,7 +1,7 @@
 """Equations that are known by their derivative rules: custom derivatives, and any other equation.
 
-`has_linear_rules` says whether backward rules of `jax.custom_vjp` are linear in the cotangent. A
-weighted sum of gradients may then be computed from weighted cotangents. `scale_of_rule` finds
+`has_linear_rules` says whether backward rules are shown to be linear in the cotangent. A weighted
+sum of gradients may then be computed from weighted cotangents. `scale_of_rule` finds
 straight-through estimators, whose rule returns the cotangent itself. `AnyEquation` gives the
 per-example gradients of an equation that is not linear in its parameter, such as
 `fnet.linear_cross_entropy`, from its operands and the cotangents of its results.
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.extend.core import JaxprEqn, Literal
 
@@ -24,46 +25,54 @@ from fnet.jaxpr import (
     inner_jaxprs,
     interpret,
     is_linear_in,
+    rounds_coarsely,
     slope,
 )
+from fnet.jaxpr import is_linear as is_linear_program
 from fnet.precision import upcast
 
-OWN_TRANSPOSES = ("custom_vjp_call", "linear_call", "custom_transpose_call")
-"""Primitives whose backward pass need not be linear in the cotangent."""
+_SUSPECTS = (
+    "custom_jvp_call", "custom_linear_solve", "custom_transpose_call", "custom_vjp_call",
+    "linear_call",
+)  # fmt: skip
+"""Primitives whose backward pass need not be linear in the cotangent. The transpose of any other
+one is, except for rounding."""
 
 
 def has_linear_rules(eqn: JaxprEqn) -> bool:
-    """Whether the backward pass of an equation is linear in the cotangent."""
-    if eqn.primitive.name in OWN_TRANSPOSES:
+    """Whether the backward pass of an equation is shown to be linear in the cotangent.
+
+    A weighted sum of gradients may then be computed from the weighted sum of cotangents.
+    """
+    if eqn.primitive.name.startswith(_SUSPECTS) or rounds_coarsely(eqn):
         return is_linear(eqn)
-    inner = (e for jaxpr in inner_jaxprs(eqn) for e in find_equations(jaxpr, OWN_TRANSPOSES))
-    return all(map(is_linear, inner))
+    return all(has_linear_rules(e) for jaxpr in inner_jaxprs(eqn) for e in jaxpr.eqns)
+
+
+def is_narrow_inside(eqn: JaxprEqn) -> bool:
+    """Whether an equation has jaxprs inside that compute in less than float32.
+
+    A sum of cotangents would be rounded there, and the error grows with the number of examples.
+    """
+    inner = [e for jaxpr in inner_jaxprs(eqn) for e in find_equations(jaxpr, "")]
+    has_jaxprs = any(True for _ in inner_jaxprs(eqn))
+    return has_jaxprs and any(is_narrow(v) for e in (eqn, *inner) for v in (*e.invars, *e.outvars))
+
+
+def is_narrow(v: Any) -> bool:
+    """Whether a variable is of a floating dtype with fewer bits than float32."""
+    dtype = aval(v).dtype
+    return bool(jnp.issubdtype(dtype, jnp.floating)) and jnp.finfo(dtype).bits < 32
 
 
 def is_linear(eqn: JaxprEqn) -> bool:
-    """Whether the backward rule of a `jax.custom_vjp` is linear in the cotangent.
-
-    It is if JAX can transpose it.
-    """
-    if eqn.primitive.name != "custom_vjp_call":
-        return False
+    """Whether the backward rule of an equation is shown to be linear in the cotangent."""
     inputs, outputs = (_shapes(variables) for variables in (eqn.invars, eqn.outvars))
-
-    def transpose(inputs: list[Any], cotangents: list[Any]) -> Any:
-        closed = jax.make_jaxpr(functools.partial(_backward, eqn))(inputs, cotangents)
-
-        def of_cotangents(cotangents: list[Any]) -> list[Any]:
-            return interpret(closed, [*inputs, *cotangents], _without_barriers)
-
-        gradients = jax.eval_shape(of_cotangents, cotangents)
-        zeros = [jnp.zeros(a.shape, a.dtype) for a in gradients]
-        return jax.linear_transpose(of_cotangents, cotangents)(zeros)
-
     try:
-        jax.eval_shape(transpose, inputs, outputs)
-    except Exception:  # Whatever JAX says of a rule that is not linear.
+        closed = jax.make_jaxpr(functools.partial(_backward, eqn))(inputs, outputs)
+    except Exception:  # Whatever JAX says of a rule that it cannot trace.
         return False
-    return True
+    return is_linear_program(closed, [False] * len(inputs) + [True] * len(outputs))
 
 
 def scale_of_rule(eqn: JaxprEqn, operand: int) -> float | None:
@@ -90,7 +99,8 @@ def scale_of_rule(eqn: JaxprEqn, operand: int) -> float | None:
         if (inner := called_jaxpr(eqn)) is not None:
             return interpret(inner, scales, follow, lambda constant: None)
         # With a constant term, the rule would not be linear.
-        factor = slope(eqn, operands[0]) if is_linear_in(eqn, operands) else None
+        is_exact = is_linear_in(eqn, operands) and not rounds_coarsely(eqn)
+        factor = slope(eqn, operands[0]) if is_exact else None
         if factor is None or len(operands) > 1:
             raise _NotAMultiple
         return [factor * (scales[operands[0]] or 0.0)]
@@ -123,15 +133,11 @@ def _backward(eqn: JaxprEqn, inputs: Sequence[Any], cotangents: list[Any]) -> An
         )
 
     selected = (a for f, a in zip(floating, inputs, strict=True) if f)
-    return jax.vjp(function, *selected)[1](cotangents)
-
-
-def _without_barriers(eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
-    # A barrier of cotangents and other values would make these depend on the cotangents.
-    if eqn.primitive.name == "optimization_barrier":
-        return values
-    inner = called_jaxpr(eqn)
-    return evaluate(eqn, values) if inner is None else interpret(inner, values, _without_barriers)
+    given = [
+        ct if jnp.issubdtype(ct.dtype, jnp.inexact) else np.zeros(ct.shape, jax.dtypes.float0)
+        for ct in cotangents
+    ]
+    return jax.vjp(function, *selected)[1](given)
 
 
 class AnyEquation(NamedTuple):

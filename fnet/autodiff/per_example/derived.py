@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 
+from fnet.autodiff.per_example.custom_rules import is_narrow
 from fnet.autodiff.per_example.ghost_norm import map_in_chunks, squared_norms_of
 from fnet.autodiff.per_example.parameter_gradients import (
     FactoredGradients,
@@ -31,7 +32,17 @@ from fnet.autodiff.per_example.parameter_gradients import (
     cancels,
 )
 from fnet.autodiff.per_example.taps import DATA, Derived, State, View, after_parameters, takes_part
-from fnet.jaxpr import dependencies, interpret, is_linear_in, places_once, slope
+from fnet.jaxpr import (
+    aval,
+    dependencies,
+    evaluate,
+    inner_jaxprs,
+    interpret,
+    is_linear_in,
+    places_once,
+    slope,
+)
+from fnet.precision import sum_dtype, upcast
 
 
 class Group(NamedTuple):
@@ -257,9 +268,12 @@ class DerivedGradients(NamedTuple):
         return sums
 
     def _pull_back(self) -> Callable[[Sequence[Array]], Sequence[Array]]:
-        """Compute the derived values, and return the map from their cotangents to gradients."""
+        """Compute the derived values, and return the map from their cotangents to gradients.
+
+        All in float32 or wider: in bfloat16, the error of a sum grows with the number of examples.
+        """
         outputs, backward = jax.vjp(
-            lambda *params: jaxpr_as_fun(self.group.function)(*params), *self.params
+            lambda *params: _widened(self.group.function, params), *map(upcast, self.params)
         )
 
         def pull_back(cotangents: Sequence[Array]) -> Sequence[Array]:
@@ -275,6 +289,32 @@ class DerivedGradients(NamedTuple):
             i: g + direct[i].astype(g.dtype) if i in direct else g
             for i, g in zip(self.group.params, pulled, strict=True)
         }
+
+
+_DTYPES = ("new_dtype", "preferred_element_type")
+"""Parameters of equations that name the dtype of a result."""
+
+
+def _widened(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
+    """Evaluate a function of parameters in float32 or wider, whatever dtypes it casts to."""
+
+    def widen(a: Any) -> Any:
+        return upcast(a) if jnp.issubdtype(jnp.result_type(a), jnp.floating) else a
+
+    def handle(eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
+        if any(True for _ in inner_jaxprs(eqn)):
+            # What is inside is not narrow (`taps.takes_part`), but may read what is.
+            given = (a.astype(aval(v).dtype) for a, v in zip(inputs, eqn.invars, strict=True))
+            return list(map(widen, evaluate(eqn, list(given))))
+        params = dict(eqn.params)
+        if any(map(is_narrow, eqn.outvars)):
+            named = {name: params[name] for name in _DTYPES if params.get(name) is not None}
+            params |= {name: sum_dtype(dtype) for name, dtype in named.items()}
+        # Literals, too, are wide.
+        results = eqn.primitive.bind(*map(widen, inputs), **params)
+        return list(results) if eqn.primitive.multiple_results else [results]
+
+    return interpret(closed, list(map(widen, args)), handle, jnp.asarray)
 
 
 def _batch_first(gradients: ParameterGradients) -> list[Array]:

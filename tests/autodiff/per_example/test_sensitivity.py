@@ -872,6 +872,55 @@ def of_rule(backward):
     return Case(lambda p, x: row_losses(jnp.tanh(x) @ rule(p)))
 
 
+NONLINEAR_RULES = {
+    "constant added to the cotangent": lambda ct: ct + 1.0,
+    "sign added to the cotangent": lambda ct: ct + 5 * jnp.sign(ct),
+    "cotangent in float8": lambda ct: ct.astype(jnp.float8_e4m3fn).astype(jnp.float32),
+    "cotangent in 2 bits": lambda ct: lax.reduce_precision(ct, 8, 1),
+    "cotangent as an integer": lambda ct: (3 * ct).astype(jnp.int32).astype(jnp.float32),
+    "rounded cotangent": lambda ct: jnp.round(3 * ct),
+    "loop until the cotangent is small": lambda ct: lax.while_loop(lambda c: jnp.abs(c).max() > 1, lambda c: c / 2, ct),
+}  # fmt: skip
+"""Backward rules that are not linear and homogeneous in the cotangent."""
+
+
+def in_checkpoint(backward):
+    """A loss whose cotangents pass through a rule inside of `jax.checkpoint`."""
+    rule = with_vjp(lambda h: (h, None), lambda _, ct: (backward(ct),))
+    return Case(lambda p, x: row_losses(jax.checkpoint(lambda p, x: rule(jnp.tanh(x @ p)))(p, x)))
+
+
+@jax.custom_vjp
+def with_penalty_on(h, penalty):
+    """``h``; the gradient is the one of the loss plus the penalty, whatever the loss is."""
+    return h
+
+
+with_penalty_on.defvjp(
+    lambda h, penalty: (h, jnp.zeros_like(penalty)), lambda zero, ct: (ct, jnp.ones_like(zero))
+)
+
+
+def with_penalty(p, x):
+    gate = jax.nn.softmax(x @ p)
+    return row_losses(with_penalty_on(gate, 0.04 * jnp.square(gate).sum(-1)))
+
+
+SPD = jnp.asarray(W @ W.T + np.diag(np.linspace(1, 9, D)), jnp.float32)
+
+
+def cg(p):
+    """Two iterations, which depend on the right-hand side, of a solve that takes four."""
+    return jax.scipy.sparse.linalg.cg(lambda v: SPD @ v, p, maxiter=2)[0]
+
+
+def solve_with_own_transpose(p):
+    def solve(_, b):
+        return b / (1 + jnp.linalg.norm(b))
+
+    return lax.custom_linear_solve(lambda v: v, p, solve, solve)
+
+
 COMPUTED_LOSSES |= {
     "concatenated, used twice": of_concatenated(lambda w, x: (x @ w + x @ w.reshape(-1).reshape(D, D)).sum(1)),
     "concatenated, transposed": of_concatenated(lambda w, x: row_losses(x @ w) + row_losses(x @ w.T)),
@@ -879,6 +928,22 @@ COMPUTED_LOSSES |= {
     "normalized gradient of a parameter": of_rule(lambda ct: ct / jnp.linalg.norm(ct)),
     "sign of the gradient of a parameter": of_rule(jnp.sign),
     "clipped gradient of a parameter": of_rule(lambda ct: jnp.clip(ct, -0.1, 0.1)),
+    **{
+        f"{name} of the gradient of a parameter": of_rule(backward)
+        for name, backward in NONLINEAR_RULES.items()
+    },
+    **{
+        f"{name} in a checkpoint": in_checkpoint(backward)
+        for name, backward in NONLINEAR_RULES.items()
+        if not name.startswith("loop")  # It mixes examples.
+    },
+    "penalty in a checkpoint": Case(jax.checkpoint(with_penalty), batch=(1e-3 * X,)),
+    "parameter of few bits": Case(lambda p, x: row_losses(x @ lax.reduce_precision(p, 8, 1))),
+    "parameter as float8": Case(lambda p, x: row_losses(x @ p.astype(jnp.float8_e4m3fn).astype(jnp.float32))),
+    "iterations that solve for a parameter": Case(lambda p, x: row_losses(x @ cg(p)), tolerance=2e-3),
+    "solve for a parameter": Case(lambda p, x: row_losses(x @ jnp.linalg.solve(SPD, p))),
+    "solve for a parameter in a checkpoint": Case(jax.checkpoint(lambda p, x: row_losses(x @ cg(p))), tolerance=2e-3),
+    "solve with an own transpose": Case(lambda p, x: row_losses(x @ solve_with_own_transpose(p))),
     "reshape that transposes": Case(lambda p, x: row_losses(lax.reshape(jnp.tanh(x @ p)[..., None] * jnp.arange(3.0), (len(x), 12), (0, 2, 1)) * jnp.arange(12.0))),
 }  # fmt: skip
 
@@ -1006,3 +1071,76 @@ def test_statistics_of_the_batch_in_aux_do_not_move_the_sum():
     total, _ = fnet.clipped_grad(loss, 1.0, has_aux=True)(jnp.asarray(W), X)
     expected, _ = fnet.clipped_grad(without_aux, 1.0)(jnp.asarray(W), X)
     np.testing.assert_allclose(total, expected, rtol=1e-5)
+
+
+# Sums of many clipped gradients, which are float32 whatever the layers compute in.
+
+LARGE = 1024
+ROWS = (normal(5, 1, 16) + 0.05 * normal(6, LARGE, 16)).astype(np.float32)
+KERNEL = jnp.asarray(normal(7, 16, 16) / 4)
+BF16 = jnp.bfloat16
+
+
+def remat_dense(p, x):
+    return jax.checkpoint(lambda w, x: x.astype(BF16) @ w.astype(BF16))(p, x)
+
+
+def cast_around_a_checkpoint(p, x):
+    return jax.checkpoint(lambda w, x: x @ w)(p.astype(BF16), x.astype(BF16))
+
+
+def remat_layers(p, x):
+    layer = jax.checkpoint(lambda h, w: (jnp.tanh(h @ w.astype(BF16)), None))
+    return lax.scan(layer, x.astype(BF16), jnp.stack([p, p.T]))[0]
+
+
+def remat_stack(p, x):
+    layer = jax.checkpoint(lambda h, w: (jnp.tanh(h @ w.astype(BF16)), None))
+    return lax.scan(layer, x.astype(BF16), p.reshape(2, 16, 8).repeat(2, 2))[0]
+
+
+def remat_scale_and_bias(p, x):
+    return jax.checkpoint(lambda p, x: x * p[0].astype(BF16) + p[1].astype(BF16))(p, x.astype(BF16))
+
+
+def cast_after_concatenation(p, x):
+    return x.astype(BF16) @ jnp.concatenate([p[:, :4], 2 * p], 1).astype(BF16)
+
+
+def concatenation_of_casts(p, x):
+    return x.astype(BF16) @ jnp.concatenate([p[:, :4].astype(BF16), p.astype(BF16)], 1)
+
+
+def standardized(p, x):
+    w = p.astype(BF16)
+    return x.astype(BF16) @ ((w - w.mean(0)) / jnp.sqrt(w.var(0) + 1e-4))
+
+
+def activated_parameter(p, x):
+    return x.astype(BF16) @ jax.nn.silu(p.astype(BF16))
+
+
+NARROW = {
+    f.__name__: f
+    for f in (
+        remat_dense, cast_around_a_checkpoint, remat_layers, remat_stack, remat_scale_and_bias,
+        cast_after_concatenation, concatenation_of_casts, standardized, activated_parameter,
+    )
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NARROW)
+def test_sums_of_many_gradients_are_not_rounded_to_bfloat16(name):
+    def loss(p, x):
+        return NARROW[name](p, x).astype(jnp.float32).sum(-1)
+
+    @jax.jit
+    def moved(i):
+        gradient = fnet.clipped_grad(loss, 1.0)
+        total, without = (
+            gradient(KERNEL, ROWS, mask=mask)[0]
+            for mask in (jnp.ones(LARGE, bool), jnp.arange(LARGE) != i)
+        )
+        return jnp.linalg.norm(total - without)
+
+    assert max(float(moved(i)) for i in range(0, LARGE, 128)) < 1.004
