@@ -85,32 +85,25 @@ def _find_shards(config: ImageShards) -> tuple[list[list[str]], list[str]]:
       UserError: if there are none, or a shard is in both.
     """
     train: list[list[str]] = []
-    by_split: dict[str, list[str]] = {split: [] for split in _WORDS}
+    tests: dict[str | None, list[str]] = {"val": [], "test": []}
     for path in config.path:
         files, has_several = _expand(path, "data.path")
-        if has_several:
-            root = os.path.commonpath(files) if len(files) > 1 else os.path.dirname(files[0])
-            splits = [_split_of(file.removeprefix(root)) for file in files]
-            others = {"val", "test"} & set(filter(None, splits))
-            if others:
-                for file, split in zip(files, splits, strict=True):
-                    by_split[split or "train"].append(file)
-                named = "train" in splits
-                files = [
-                    file
-                    for file, split in zip(files, splits, strict=True)
-                    if split == "train" or (split is None and not named)
-                ]
-                if not files:
-                    raise UserError(
-                        f"data.path: {path} has shards of {' and '.join(sorted(others))}, but none "
-                        "to train on"
-                    )
+        root = os.path.commonpath(files) if len(files) > 1 else os.path.dirname(files[0])
+        splits = [_split_of(file.removeprefix(root)) if has_several else None for file in files]
+        if others := sorted({split for split in splits if split and split in tests}):
+            named = [*zip(splits, files, strict=True)]
+            for split in others:
+                tests[split] += [file for own, file in named if own == split]
+            training = "train" if "train" in splits else None
+            files = [file for own, file in named if own == training]
+            if not files:
+                raise UserError(
+                    f"data.path: {path} has shards of {' and '.join(others)}, but none to train on"
+                )
         train.append(files)
+    test = tests["val"] or tests["test"]
     if config.test_path:
         test = [file for path in config.test_path for file in _expand(path, "data.test_path")[0]]
-    else:
-        test = by_split["val"] or by_split["test"]
     if both := sorted(set(test) & set(itertools.chain(*train))):
         raise UserError(f"data.test_path: {shorten(both)} would be trained on, too")
     return train, test
