@@ -12,7 +12,7 @@ from train.config import ChatFile
 from train.data import Arrays, Dataset, records
 from train.data.chat import DATA_DATE, ROLES, ChatTemplate, load_template
 from train.data.columns import number_users
-from train.data.packing import pack
+from train.data.packing import gather, pack
 from train.data.records import Record
 from train.data.splits import count_held_out, split_by_user
 from train.data.tokenizer import Pieces, Tokenizer, load_tokenizer
@@ -180,13 +180,8 @@ class _Rows(NamedTuple):
 
     def gather(self, rows: Arrays, context: int) -> Arrays:
         """Gather the arrays of a batch, as `load` describes them."""
-        offsets = np.arange(context + 1)
-        inside = offsets <= rows["length"][:, None]
-        index = np.minimum(rows["start"][:, None] + offsets, len(self.tokens) - 1)
-        batch = {
-            "tokens": np.where(inside, self.tokens[index], 0).astype(self.tokens.dtype),
-            "target_mask": (self.target[index] & inside)[:, 1:],
-        }
+        tokens, index, inside = gather(self.tokens, rows["start"], rows["length"], context)
+        batch = {"tokens": tokens, "target_mask": (self.target[index] & inside)[:, 1:]}
         if self.packed:
             segment = np.cumsum(self.first[index], 1, dtype=np.int32)
             return batch | {"segment": np.where(inside, segment, 0)}

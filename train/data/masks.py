@@ -8,7 +8,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 import numpy as np
@@ -90,14 +90,8 @@ class LabelMap:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the map for JSON."""
-        return {
-            "classes": list(self.names),
-            "values": [list(pair) for pair in self.values],
-            "codes": [list(pair) for pair in self.codes],
-            "palettes": self.palettes,
-            "colors": [list(color) for color in self.colors],
-            "void": list(self.void),
-        }
+        plain = asdict(self)
+        return {"classes": plain.pop("names")} | plain
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> Self:

@@ -1,8 +1,23 @@
-"""Packing: documents of different lengths, several to a row."""
+"""Rows of tokens: where they begin and end, and documents that share a row."""
 
 import bisect
 
 import numpy as np
+
+
+def gather(
+    tokens: np.ndarray, start: np.ndarray, length: np.ndarray, context: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Gather rows of ``length`` [N] inputs, and the target after the last one, from all tokens.
+
+    Returns:
+      Tokens [N, context + 1], 0 after the end of each row; the index of each token; and whether it
+      is inside of its row.
+    """
+    offsets = np.arange(context + 1)
+    inside = offsets <= length[:, None]
+    index = np.minimum(start[:, None] + offsets, len(tokens) - 1)
+    return np.where(inside, tokens[index], 0).astype(tokens.dtype), index, inside
 
 
 def pack(lengths: np.ndarray, size: int) -> list[list[int]]:

@@ -9,8 +9,9 @@ from typing import NamedTuple
 import numpy as np
 
 from train.config import TextFile
-from train.data import Arrays, Dataset
+from train.data import Arrays, Dataset, storage
 from train.data.columns import number_users
+from train.data.packing import gather
 from train.data.tokenizer import Tokenizer, load_tokenizer
 from train.errors import UserError
 
@@ -103,11 +104,8 @@ def _cut_rows(spans: list[range], context: int, *, partial: bool) -> _Rows:
 
 
 def _gather(tokens: np.ndarray, start: np.ndarray, length: np.ndarray, context: int) -> Arrays:
-    """Gather ``tokens`` [N, context + 1], 0 after the end of each row, and ``length`` [N]."""
-    offsets = np.arange(context + 1)
-    inside = offsets <= length[:, None]
-    indices = np.minimum(start[:, None] + offsets, len(tokens) - 1)
-    return {"tokens": np.where(inside, tokens[indices], 0).astype(tokens.dtype), "length": length}
+    """Gather ``tokens`` [N, context + 1] and ``length`` [N]."""
+    return {"tokens": gather(tokens, start, length, context)[0], "length": length}
 
 
 def _read_documents(
@@ -168,16 +166,12 @@ def _split_documents(documents: list[range], config: TextFile) -> tuple[list[ran
 
 def _read_text(config: TextFile) -> str:
     """Read the text; bytes that are not UTF-8 become surrogates."""
-    try:
+    with storage.reported("data.path", _describe_source(config)):
         if config.path is not None:
             return Path(config.path).read_bytes().decode("utf-8", "surrogateescape")
         # The order is the same on all machines; the text depends on the version of Python.
         sources = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
         return "\n".join(s.read_text("utf-8", "surrogateescape") for s in sources)
-    except OSError as error:
-        raise UserError(
-            f"data.path: cannot read {_describe_source(config)}: {error.strerror}; give a text file"
-        ) from error
 
 
 def _describe_source(config: TextFile) -> str:

@@ -160,7 +160,7 @@ def test_refuses_texts_that_are_too_short(tmp_path, content):
 
 
 def test_refuses_missing_texts():
-    with pytest.raises(UserError, match=r"cannot read nowhere\.txt: No such file"):
+    with pytest.raises(UserError, match=r"nowhere\.txt does not exist"):
         text_file.load(TextFile(path="nowhere.txt"))
 
 

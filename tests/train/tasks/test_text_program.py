@@ -141,7 +141,7 @@ def test_rows_of_many_lengths_need_few_programs(text_folder, monkeypatch):
             ("--model.name", "mlp"),
             "data.source: text_file has no images, which the network mlp needs",
         ),
-        (("--data.path", "none.txt"), "data.path: cannot read none.txt: No such file or directory"),
+        (("--data.path", "none.txt"), "data.path: none.txt does not exist"),
         (("--data.path", "text.py", "--data.context", 9999), "data.path: text.py is too short: "),
         (("--model.heads", 3), "model: attention: heads must divide width"),
         (("--model.window", 0), "model.window"),
