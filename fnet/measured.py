@@ -51,6 +51,31 @@ RUNTIME = 2**24
 # Gaps after checkpoints, relative to the state.
 ALLOCATOR = 1 / 12
 
+# python -m benchmarks.planning: plans of public networks, jaxlib 0.10.
+#
+# A scan that makes more than this share of all bytes is planned iteration by iteration.
+LARGE_LOOP = 0.2
+# Largest number of pieces. Planning time grows with it, because each is linearized.
+MOST_PIECES = 160
+# XLA fuses chains of elementwise operations up to about this length with their reader.
+FUSED_DEPTH = 6
+# Smaller arrays, relative to all that the plain loss saves, are always saved.
+SMALL = 1e-4
+# Largest sizes of a window that are tried, relative to all that the plain loss saves.
+WINDOW_SIZES = (0.0, 0.02, 0.04, 0.07, 0.1, 0.15, 0.2, 0.3, 0.45)
+# Smaller arrays stay on the device: each copy to the host has a cost of its own.
+SMALLEST_OFFLOADED = 2**16
+# Time of one integer program, and the share of the optimum that it may miss.
+SECONDS_PER_PROGRAM = 2.0
+GAP = 0.01
+# A plan that fits is improved while the next proposal is so much faster.
+WORTH_COMPILING = 0.005
+# The smallest proposals: bytes relative to the bound of the linear program, and whether windows may
+# save all their residuals.
+SMALLEST = ((1.05, True), (1.05, False), (1.01, False))
+# After a peak above the budget, the next proposal is smaller by this share, then by twice as much.
+STEP = 0.01
+
 # python -m benchmarks.fitted_steps: jaxlib 0.10.
 #
 # XLA schedules the updates of optimizers differently. With Lion, whose update reads the moment that

@@ -16,13 +16,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.interpreters.partial_eval import dce_jaxpr
 
+from fnet import measured
 from fnet.jaxpr import CHECKPOINT, ELEMENTWISE, Scan, aval, evaluate, inline, interpret, nbytes
 from fnet.memory.cost import Cost, equation_cost
 
-# A scan that makes more than this share of all bytes is planned iteration by iteration.
-_LARGE_LOOP = 0.2
-# Largest number of pieces. Planning time grows with it, because each is linearized.
-_MOST_PIECES = 160
 _PREFIX = "fnet_tensor:"
 
 Name = tuple[int, int]
@@ -41,7 +38,6 @@ _FUSED = {*ELEMENTWISE, "broadcast_in_dim", "iota"} - {
     *("cbrt", "cos", "digamma", "div", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "lgamma"),
     *("log", "log1p", "logistic", "pow", "rem", "rsqrt", "sin", "sqrt", "tan", "tanh"),
 }
-_FUSED_DEPTH = 6
 
 
 # The forward pass.
@@ -137,7 +133,7 @@ def pieces(jaxpr: Jaxpr) -> list[Piece]:
     forced = {0, count} | {i + side for i in large for side in (0, 1)}
     made = [0 if i in large else b for i, b in enumerate(made)]
     made_before = [0, *itertools.accumulate(made)]
-    size = max(made_before[-1] / _MOST_PIECES, 1)
+    size = max(made_before[-1] / measured.MOST_PIECES, 1)
     best: dict[int, int] = {}
     for i in range(1, count):
         # On a plateau, as in a chain of matrix products, every place is as good.
@@ -210,7 +206,7 @@ def _large_loops(jaxpr: Jaxpr, made: Sequence[int]) -> set[int]:
         i
         for i, e in enumerate(jaxpr.eqns)
         if e.primitive.name == "scan"
-        and made[i] > _LARGE_LOOP * sum(made)
+        and made[i] > measured.LARGE_LOOP * sum(made)
         # A loop whose iterations are under a jax.checkpoint already does not change.
         and any(inner.primitive.name not in CHECKPOINT for inner in Scan.of(e).body.jaxpr.eqns)
     }
@@ -530,7 +526,7 @@ def _fuse(needs: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor]) -> froze
         return all(not i.bytes or i in stored or is_fused(i, depth - 1) for i in operation.inputs)
 
     for t in reversed(needed):
-        if is_fused(t, _FUSED_DEPTH):
+        if is_fused(t, measured.FUSED_DEPTH):
             stored.remove(t)
     for t in tensors:
         if t.operation and (t.operation.is_heavy or t in operands or t in stored):

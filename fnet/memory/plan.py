@@ -3,22 +3,23 @@
 import dataclasses
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 from jax.extend.core import ClosedJaxpr
 
+from fnet import measured
 from fnet.cpu.options import WITHOUT_OPTIMIZED_CODE
 from fnet.memory.cost import Cost, estimate_cost
 from fnet.memory.graph import analyze
 from fnet.memory.peak import CANDIDATE_OPTIONS, Peak, peak
-from fnet.memory.proposals import Offloads, Planner, Proposal
+from fnet.memory.proposals import Offloads, Planner
 from fnet.memory.remat import REMAT_POLICIES, Policy, planned, policies_for
 from fnet.memory.sizes import format_bytes, parse_bytes
 from fnet.memory.target import Target
-from fnet.memory.windows import trace_inlined
+from fnet.memory.windows import Window, trace_inlined
 
 Build = Callable[[Policy, int], jax.stages.Traced]
 """``build(policy, microbatches) -> jitted.trace(...)``: traces a candidate."""
@@ -28,16 +29,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 MOST_PROGRAMS = 10
 """Largest number of programs that a plan within a budget compiles."""
 
-# A plan that fits is improved while the next proposal is so much faster.
-_WORTH_COMPILING = 0.005
 # XLA's GPU compiler (jaxlib 0.10) completes the copy of an array to the host when the backward pass
 # reads it. Until then the array is on the device too. In a loop the copy completes per iteration.
 _OFFLOADS: dict[str, Offloads] = {"tpu": "all"}
-# The smallest proposals: bytes relative to the bound of the linear program, and whether windows may
-# save all their residuals.
-_SMALLEST = ((1.05, True), (1.05, False), (1.01, False))
-# After a peak above the budget, the next proposal is smaller by this share, then by twice as much.
-_STEP = 0.01
 
 
 class Candidate(NamedTuple):
@@ -108,6 +102,22 @@ class Plan(NamedTuple):
             if not front or c.peak.total < front[-1].peak.total:
                 front.append(c)
         return tuple(front)
+
+
+def _explain_least(state_bytes: int, reserve: int) -> str:
+    """Say what takes more than the whole budget, the larger part first."""
+    if not state_bytes:
+        return f" for {format_bytes(reserve)} that stay in memory outside of the program."
+    parts = [
+        (state_bytes, f"the train state takes {format_bytes(state_bytes)}"),
+        (
+            reserve,
+            f"the process takes {format_bytes(reserve)} besides the step "
+            "(runtime, batches, checkpoints)",
+        ),
+    ]
+    taken = ", and ".join(text for size, text in sorted(parts, reverse=True) if size)
+    return f": {taken}. Give more than {format_bytes(state_bytes + reserve)}."
 
 
 def _way(c: Candidate) -> str:
@@ -210,18 +220,9 @@ def plan(
     limit = None if budget is None else parse_bytes(budget)
     reserved = f", plus {format_bytes(reserve)} outside of the program" if reserve else ""
     if limit is not None and limit < state_bytes + reserve:
-        small = f"a budget of {format_bytes(limit)} is too small"
-        state = f"the train state takes {format_bytes(state_bytes)}"
-        process = f"the process takes {format_bytes(reserve)} besides the step"
-        more = f"Give more than {format_bytes(state_bytes + reserve)}."
-        if not state_bytes:
-            stays = f"{format_bytes(reserve)} that stay in memory outside of the program"
-            raise BudgetError(f"{small} for {stays}.")
-        if not reserve:
-            raise BudgetError(f"{small}: {state}. {more}")
-        parts = f"{process} (runtime, batches, checkpoints)", state
-        larger, other = parts if reserve > state_bytes else parts[::-1]
-        raise BudgetError(f"{small}: {larger}, and {other}. {more}")
+        raise BudgetError(
+            f"a budget of {format_bytes(limit)} is too small{_explain_least(state_bytes, reserve)}"
+        )
     platform = target.device.platform if target else jax.default_backend()
     named: Sequence[str | Policy] = ("none",) if policies is None else tuple(policies)
     supported = policies_for(platform)
@@ -235,6 +236,7 @@ def plan(
             f"plan: needs a policy and microbatches >= 1, got {list(named)} and {choices}."
         )
     options = (target.compiler_options,) if target else CANDIDATE_OPTIONS.get(platform, ({},))
+    on_host: Offloads = "loops" if "offload" in supported else "nothing"
     search = _Search(
         build=build,
         limit=None if limit is None else limit - reserve,
@@ -242,11 +244,11 @@ def plan(
         couples_batch=couples_batch,
         state_bytes=state_bytes,
         target=target,
-        offloads=_OFFLOADS.get(platform, "loops" if "offload" in supported else "nothing"),
+        offloads=None if policies is not None else _OFFLOADS.get(platform, on_host),
         options=options,
         progress=progress,
     )
-    predicted = search.run([REMAT_POLICIES[n] for n in named], planner=policies is None)
+    predicted = search.run([REMAT_POLICIES[n] for n in named])
     ranked = tuple(sorted(search.candidates, key=search.order))
     least = min(ranked, key=lambda c: c.peak.total)
     if not search.fits(least.peak.total):
@@ -273,6 +275,7 @@ class _Attempt(NamedTuple):
       microbatches: Number of microbatches.
       time: Estimated time, which orders attempts.
       bytes: Predicted bytes of its planned arrays; 0 for a named policy.
+      windows: Windows of a planned policy.
     """
 
     source: "_Named | _Planned"
@@ -280,6 +283,7 @@ class _Attempt(NamedTuple):
     microbatches: int
     time: float
     bytes: int = 0
+    windows: tuple[Window, ...] = ()
 
 
 @dataclasses.dataclass
@@ -292,11 +296,12 @@ class _Search:
     couples_batch: bool
     state_bytes: int
     target: Target | None
-    offloads: Offloads
+    offloads: Offloads | None  # None: no array is planned
     options: Sequence[Mapping[str, Any]]
     progress: Callable[[Candidate], None] | None
     candidates: list[Candidate] = dataclasses.field(default_factory=list)
     fitting: list[_Attempt] = dataclasses.field(default_factory=list)
+    sources: "list[_Named | _Planned]" = dataclasses.field(default_factory=list)
 
     def order(self, c: Candidate | _Attempt) -> tuple[bool, float]:
         """Fastest first. Microbatches that change the result come last."""
@@ -307,57 +312,47 @@ class _Search:
         """Whether a peak is within the budget."""
         return self.limit is None or bytes_ <= self.limit
 
-    def run(self, policies: Sequence[Policy], planner: bool) -> tuple[tuple[int, Cost], ...]:
+    def run(self, policies: Sequence[Policy]) -> tuple[tuple[int, Cost], ...]:
         """Compile candidates until the fastest one that fits is found.
 
         Returns:
           The predicted front.
         """
         named = [_Named(self, p) for p in policies]
-        sources: list[_Named | _Planned] = list(named)
-        first: _Planned | None = None
+        self.sources += named
         for source in named:
-            made = self.compile(source.first(), self.options)
-            if planner and made and made[0].loss:
-                first = _Planned(self, made[0])
-                sources.append(first)
-        # Rematerialization may need another option than the plain step.
-        options = self.options
+            self.compile(source.first())
         if self.limit is None:
-            for attempt in first.spread() if first else ():
-                options = self._best_options(self.compile(attempt, options))
-        while self.limit is not None and len(self.candidates) < MOST_PROGRAMS:
-            attempts = [a for source in sources if (a := source.next())]
-            best = min(map(self.order, self.fitting), default=(True, float("inf")))
+            planned = [s for s in self.sources if isinstance(s, _Planned)]
+            for attempt in planned[0].spread() if planned else ():
+                self.compile(attempt)
+            return planned[0].front() if planned else ()
+        while len(self.candidates) < MOST_PROGRAMS:
+            attempts = [a for source in self.sources if (a := source.next())]
             if not attempts and not self.fitting and (last := named[0].last()):
                 attempts = [last]  # a plan of the most microbatches is the smallest
             if not attempts:
                 break
             attempt = min(attempts, key=self.order)
-            faster = attempt._replace(time=(1 + _WORTH_COMPILING) * attempt.time)
-            if self.order(faster) >= best:
+            faster = attempt._replace(time=(1 + measured.WORTH_COMPILING) * attempt.time)
+            if any(self.order(faster) >= self.order(a) for a in self.fitting):
                 break
-            made = self.compile(attempt, options)
-            if isinstance(attempt.source, _Planned):
-                options = self._best_options(made)
-            if planner and made and isinstance(attempt.source, _Named) and made[0].loss:
-                sources.append(_Planned(self, made[0]))
-        return first.front() if first and self.limit is None else ()
+            self.compile(attempt)
+        return ()
 
-    def _best_options(self, made: "list[_Compiled]") -> Sequence[Mapping[str, Any]]:
-        return (min(made, key=lambda c: c.candidate.peak.total).candidate.compiler_options,)
-
-    def compile(self, attempt: _Attempt, options: Sequence[Mapping[str, Any]]) -> "list[_Compiled]":
+    def compile(self, attempt: _Attempt) -> None:
         """Compile a program with several options, and report it to its source."""
         losses: list[_Loss] = []
-        policy = _recording(attempt.policy, losses) if attempt.bytes == 0 else attempt.policy
+        policy, is_planned = attempt.policy, isinstance(attempt.source, _Planned)
+        if self.offloads is not None and not is_planned:
+            policy = policy._replace(apply=lambda f: _recorded(f, losses))
         try:
             traced = self.build(policy, attempt.microbatches)
         except ValueError:  # microbatches that are too small for a norm
             if attempt.microbatches == self.choices[0]:
                 raise
             attempt.source.learn(attempt, None)
-            return []
+            return
         lowered, cost = traced.lower(), estimate_cost(traced.jaxpr)
 
         def compile_one(given: Mapping[str, Any]) -> Candidate:
@@ -367,7 +362,7 @@ class _Search:
         made = []
         # XLA compiles without holding Python's lock.
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            for candidate in pool.map(compile_one, options):
+            for candidate in pool.map(compile_one, self.options):
                 made.append(candidate)
                 if self.progress:  # on the caller's thread
                     self.progress(candidate)
@@ -376,53 +371,36 @@ class _Search:
         if self.fits(smallest.peak.total):
             self.fitting.append(attempt._replace(time=attempt.time or cost.time))
         attempt.source.learn(attempt, smallest)
-        return [_Compiled(c, losses[0] if losses else None) for c in made]
+        if is_planned:  # rematerialization may need another option than the plain step
+            self.options = (smallest.compiler_options,)
+        elif losses:
+            self.sources.append(_Planned(self, made[0], losses[0]))
 
 
 class _Loss(NamedTuple):
-    """A traced loss."""
+    """A traced loss: the arguments of `analyze`."""
 
     closed: ClosedJaxpr
     differentiated: list[bool]
     objective: list[bool]
 
 
-class _Compiled(NamedTuple):
-    """A candidate without remat, and its loss."""
+def _recorded(f: F, losses: list[_Loss]) -> F:
+    """The same loss, which appends itself to ``losses`` when it is traced."""
 
-    candidate: Candidate
-    loss: _Loss | None
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not losses:
+            closed, leaves, structure = trace_inlined(f, args, kwargs)
+            count = len(jax.tree.leaves(args[:1]))
+            # All results are differentiated, or the first of ``(value, aux)``.
+            objective = [True] * structure.num_leaves
+            children = structure.children()
+            if structure.node_data() == (tuple, None) and len(children) == 2:
+                objective = [i < children[0].num_leaves for i in range(len(objective))]
+            losses.append(_Loss(closed, [i < count for i in range(len(leaves))], objective))
+        return f(*args, **kwargs)
 
-
-def _recording(policy: Policy, losses: list[_Loss]) -> Policy:
-    """The same policy, which records the loss that it is applied to."""
-
-    def apply(f: F) -> F:
-        applied = policy.apply(f)
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            if not losses and policy.name == "none":
-                closed, leaves, structure = trace_inlined(f, args, kwargs)
-                result = jax.tree.unflatten(structure, [True] * structure.num_leaves)
-                losses.append(
-                    _Loss(
-                        closed,
-                        [i < len(jax.tree.leaves(args[:1])) for i in range(len(leaves))],
-                        jax.tree.leaves(_objective(result)),
-                    )
-                )
-            return applied(*args, **kwargs)
-
-        return run  # type: ignore[return-value]
-
-    return policy._replace(apply=apply)
-
-
-def _objective(result: Any) -> Any:
-    """Mark the differentiated leaves: all, or the first of ``(value, aux)``."""
-    if not isinstance(result, tuple) or len(result) != 2:
-        return result
-    return result[0], jax.tree.map(lambda _: False, result[1])
+    return run  # type: ignore[return-value]
 
 
 class _Named:
@@ -444,11 +422,11 @@ class _Named:
         search = self._search
         if self._peaks and search.fits(self._peaks[-1].total):
             return None
-        larger = [n for n in search.choices if n > max(self._tried)]
-        fitting = [
-            n for n in larger if search.fits(_lower_bound(self._peaks, n // search.choices[0]))
-        ]
-        return self._attempt(fitting[0]) if fitting else None
+        for n in search.choices:
+            bound = _lower_bound(self._peaks, n // search.choices[0])
+            if n > max(self._tried) and search.fits(bound):
+                return self._attempt(n)
+        return None
 
     def last(self) -> _Attempt | None:
         """The most microbatches that are possible, or None if they were compiled."""
@@ -469,62 +447,71 @@ class _Named:
 
 
 class _Planned:
-    """Attempts that save, move or rematerialize each array, for one number of microbatches."""
+    """Attempts that save, move or rematerialize each array, for one number of microbatches.
 
-    def __init__(self, search: _Search, plain: _Compiled):
-        assert plain.loss is not None
-        self._search, self._plain = search, plain.candidate
-        self._planner = Planner(analyze(*plain.loss), search.offloads)
+    The integer program predicts bytes of arrays, the compiled program has a peak. The two differ by
+    a scale, which stays, and by an offset, which each compiled program corrects. So the search is
+    for the number of planned bytes whose peak meets the budget. It stays between the most that fit
+    and the fewest that are too large.
+    """
+
+    def __init__(self, search: _Search, plain: Candidate, loss: _Loss):
+        self._search, self._plain = search, plain
+        self._planner = Planner(analyze(*loss), search.offloads or "nothing")
         self._equations = self._planner.graph.equations
         self._tried: set[Any] = set()
         self._fitting, self._too_large = 0, float("inf")
-        self._step = _STEP
-        # The program needs the planned bytes times a scale, plus an offset.
-        peak, planned_bytes = self._plain.peak, max(self._planner.plain_bytes, 1)
-        temporaries = peak.temporaries + peak.workspace
-        self._scale = min(1.0, temporaries / planned_bytes)
-        self._offset = peak.total - self._scale * planned_bytes
+        self._step = measured.STEP
+        # Of the plain program, at most the planned bytes are temporaries: XLA fuses some away.
+        planned_bytes = max(self._planner.plain_bytes, 1)
+        self._scale = min(1.0, (plain.peak.temporaries + plain.peak.workspace) / planned_bytes)
+        self._offset = plain.peak.total - self._scale * planned_bytes
 
-    def _attempt(self, proposal: Proposal) -> _Attempt:
-        self._tried.add(proposal.windows)
-        policy = planned(proposal.windows, self._equations)
-        time = self._plain.cost.time + proposal.time
-        return _Attempt(self, policy, self._plain.microbatches, time, proposal.bytes)
+    def _attempts(self, limits: Iterable[tuple[float, bool]]) -> Iterator[_Attempt]:
+        """Solve for numbers of bytes, and yield the proposals that were not compiled."""
+        for bytes_, plain in limits:
+            proposal = self._planner.solve(int(bytes_), plain)
+            if proposal and proposal.windows not in self._tried:
+                yield _Attempt(
+                    self,
+                    planned(proposal.windows, self._equations),
+                    self._plain.microbatches,
+                    self._plain.cost.time + proposal.time,
+                    proposal.bytes,
+                    proposal.windows,
+                )
 
     def next(self) -> _Attempt | None:
-        """The fastest proposal that is predicted to fit and was not tried."""
+        """The fastest proposal that is predicted to fit and was not compiled."""
         assert self._search.limit is not None
         if self._fitting > 0.95 * self._too_large:
             return None
+        bytes_ = (self._search.limit - self._offset) / self._scale
+        # What was too large is a bound, even if the offset says otherwise.
+        bytes_ = min(bytes_, (1 - self._step) * self._too_large)
+        if self._fitting and bytes_ < self._fitting:
+            bytes_ = (self._fitting + self._too_large) / 2
         smallest = self._planner.smallest
-        target = (self._search.limit - self._offset) / self._scale
-        target = min(target, (1 - self._step) * self._too_large)
-        if self._fitting and target < self._fitting:
-            target = (self._fitting + self._too_large) / 2
-        if target >= smallest and (proposal := self._planner.solve(int(target))):
-            return None if proposal.windows in self._tried else self._attempt(proposal)
-        for share, plain in () if self._fitting else _SMALLEST:
-            proposal = self._planner.solve(int(share * smallest), plain)
-            if proposal and proposal.windows not in self._tried:
-                return self._attempt(proposal)
-        return None
+        limits = [(bytes_, True)] if bytes_ >= smallest else []
+        if not self._fitting:
+            # The smallest bound is of a linear program. Whole arrays may need more.
+            limits += [(share * smallest, plain) for share, plain in measured.SMALLEST]
+        return next(self._attempts(limits), None)
 
-    def spread(self) -> Iterable[_Attempt]:
+    def spread(self) -> Iterator[_Attempt]:
         """Attempts between the plain loss and the smallest proposal."""
         most, least = self._planner.plain_bytes, self._planner.smallest
-        for share in (0.6, 0.3, 0.05):
-            proposal = self._planner.solve(int(least + share * (most - least)))
-            if proposal and proposal.windows not in self._tried:
-                yield self._attempt(proposal)
+        return self._attempts((least + share * (most - least), True) for share in (0.6, 0.3, 0.05))
 
     def learn(self, attempt: _Attempt, candidate: Candidate | None) -> None:
         """Correct the offset by the peak of an attempt."""
+        self._tried.add(attempt.windows)
         if candidate is None:
             return
         total = candidate.peak.total
         self._offset = total - self._scale * attempt.bytes
         if self._search.fits(total):
-            self._step = _STEP
+            self._step = measured.STEP
             self._fitting = max(self._fitting, attempt.bytes)
         else:
             self._step = min(2 * self._step, 0.2)
@@ -588,12 +575,21 @@ def estimate_peak(
         # Numbers alone, because a Peak with a timeline keeps the program alive.
         return Peak(*peak(lowered.compile(compiler_options=options)))
     except jax.errors.JaxRuntimeError as error:
-        # XLA gives the size in the message alone: "Used 20.06G of 15.75G hbm" or
-        # "... (512.00G) exceeds available HBM (15.75G)".
-        size = re.search(r"(?:Used |\()([\d.]+)([KMGT])(?: of|\) exceeds)", str(error))
-        if "RESOURCE_EXHAUSTED" not in str(error) or not size:
+        if (size := _rejected_bytes(error)) is None:
             raise
-        return Peak(0, 0, 0, int(float(size[1]) * 2 ** (10 * " KMGT".index(size[2]))))
+        return Peak(0, 0, 0, size)
+
+
+def _rejected_bytes(error: jax.errors.JaxRuntimeError) -> int | None:
+    """Bytes of a program that a TPU compiler rejects as too large; None for another error.
+
+    XLA gives the size in the message alone: "Used 20.06G of 15.75G hbm" or "... (512.00G) exceeds
+    available HBM (15.75G)".
+    """
+    if error.error_code_string != "RESOURCE_EXHAUSTED":
+        return None
+    size = re.search(r"(?:Used |\()([\d.]+)([KMGT])(?: of|\) exceeds)", str(error))
+    return int(float(size[1]) * 2 ** (10 * " KMGT".index(size[2]))) if size else None
 
 
 _TOLERANCE = 0.02

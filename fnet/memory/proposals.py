@@ -13,21 +13,15 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from fnet import measured
 from fnet.memory.cost import FLOPS_PER_BYTE, Cost
 from fnet.memory.graph import Graph, Name, Operation, Tensor, merge
 from fnet.memory.windows import Window
 
-# Smaller arrays, relative to all that the plain loss saves, are always saved.
-_SMALL = 1e-4
-# Largest sizes of a window that are tried, relative to all that the plain loss saves.
-_WINDOW_SIZES = (0.0, 0.02, 0.04, 0.07, 0.1, 0.15, 0.2, 0.3, 0.45)
-_SECONDS_PER_PROGRAM = 2.0
 _OUT_OF_TIME = 1  # scipy's status
-_GAP = 0.01
 # Time of moving a byte to or from the host, in the unit of `Cost.time`. An H100 computes 1,200
 # FLOPs in float32 while PCIe 5 x16 moves one byte.
 _HOST_SLOWDOWN = 600.0
-_SMALLEST_OFFLOADED = 2**16
 
 Offloads = Literal["nothing", "loops", "all"]
 """Which arrays may be moved to host memory: none, arrays in loops, or all."""
@@ -87,7 +81,7 @@ class Planner:
         """The window of each piece, for windows of several sizes."""
         found: list[list[int]] = []
         pieces, sizes = self.graph.pieces, self._plain_piece_bytes
-        for size in _WINDOW_SIZES:
+        for size in measured.WINDOW_SIZES:
             starts = merge(pieces, sizes, size * self.plain_bytes)[1]
             windows = [bisect.bisect(starts, i) - 1 for i in range(len(pieces))]
             if windows not in found:
@@ -96,7 +90,7 @@ class Planner:
 
     @functools.cached_property
     def _programs(self) -> "list[_Program]":
-        small = _SMALL * self.plain_bytes
+        small = measured.SMALL * self.plain_bytes
         return [_Program(self.graph, p, small, self.offloads) for p in self._partitions]
 
     def solve(self, limit: int, plain: bool = True) -> Proposal | None:
@@ -113,7 +107,7 @@ class Planner:
         promising = sorted((b, n) for b, n in bounds if b is not None)
         best: Proposal | None = None
         for bound, number in promising[:3]:
-            if best is not None and (1 - _GAP) * best.time <= bound:
+            if best is not None and (1 - measured.GAP) * best.time <= bound:
                 continue
             proposal = self._programs[number].solve(limit, number, plain)
             if proposal and (best is None or proposal.time < best.time):
@@ -167,7 +161,7 @@ class _Program:
         terms = {self._column(("save", t), 1e-9 * t.saved_bytes, True): 1.0}
         in_loop = t.saved_bytes > t.bytes
         allowed = self.offloads == "all" or (self.offloads == "loops" and in_loop)
-        if allowed and t.saved_bytes >= _SMALLEST_OFFLOADED:
+        if allowed and t.saved_bytes >= measured.SMALLEST_OFFLOADED:
             cost = 2 * _HOST_SLOWDOWN * t.saved_bytes
             terms[self._column(("offload", t), cost, True)] = 1.0
         return terms
@@ -242,24 +236,19 @@ class _Program:
                 add(here[w], column, key.saved_bytes - (key.bytes if is_needed else 0))
             elif not is_needed:
                 add(here[w], column, key.bytes)
+        before_window = itertools.accumulate(fixed_after, initial=0.0)
+        self.constants = [a + b for a, b in zip(before_window, fixed_here, strict=False)]
+        # The solver needs numbers near 1, so bytes are in units of the largest peak.
+        self.unit = max(*self.constants, 1.0)
         # Bytes of all windows before, as columns of their own, keep the rows short.
-        before: int | None = None
-        constant = 0.0
-        self.constants: list[float] = []
+        before: dict[int, float] = {}
         for w in range(count):
-            row = dict(here[w])
-            if before is not None:
-                row[before] = row.get(before, 0.0) + 1.0
             self.peaks.append(len(self.rows))
-            self._at_least({c: -v for c, v in row.items()}, 0.0)
-            self.constants.append(constant + fixed_here[w])
+            self._at_least({c: -v / self.unit for c, v in here[w].items()} | before, 0.0)
             total = self._column(("before", w + 1))
-            terms = {c: -v for c, v in after[w].items()} | {total: 1.0}
-            if before is not None:
-                terms[before] = -1.0
-            self._at_least(terms, 0.0)
-            constant += fixed_after[w]
-            before = total
+            made = {c: -v / self.unit for c, v in after[w].items()}
+            self._at_least(made | before | {total: 1.0}, 0.0)
+            before = {total: -1.0}
 
     @functools.cached_property
     def _matrix(self) -> Any:
@@ -272,31 +261,14 @@ class _Program:
         pointers = np.concatenate([[0], np.cumsum(lengths)])
         return csr_array((data, columns, pointers), shape=(len(self.rows), len(self.cost)))
 
-    @functools.cached_property
-    def _scale(self) -> np.ndarray[Any, Any]:
-        """Bytes are counted in units of the largest peak, which the solver needs."""
-        scale = np.ones(len(self.cost))
-        unit = max(*self.constants, 1.0)
-        for (kind, _), column in self.columns.items():
-            if kind == "before":
-                scale[column] = unit
-        return scale
-
     def _optimize(
         self, limit: float | None, integral: bool, plain: bool = True
     ) -> tuple[np.ndarray[Any, Any], float] | None:
         from scipy.optimize import Bounds, LinearConstraint, milp
 
-        unit = max(*self.constants, 1.0)
-        matrix = self._matrix * self._scale[None, :]
+        matrix = self._matrix
         lower = np.array(self.lower)
-        is_bytes = np.zeros(len(self.rows), bool)
-        for w, row in enumerate(self.peaks):
-            is_bytes[row] = is_bytes[row + 1] = True
-            lower[row] = self.constants[w] - (limit if limit is not None else 0.0)
-        row_scale = np.where(is_bytes, 1 / unit, 1.0)
-        matrix = matrix * row_scale[:, None]
-        lower *= row_scale
+        lower[self.peaks] = (np.array(self.constants) - (limit or 0.0)) / self.unit
         upper = np.ones(len(self.cost))
         for (kind, _), column in self.columns.items():
             if kind == "before":
@@ -321,9 +293,11 @@ class _Program:
             bounds=Bounds(0, upper),
             constraints=LinearConstraint(matrix, lower, np.inf),
         )
-        result = solve(options={"time_limit": _SECONDS_PER_PROGRAM, "mip_rel_gap": _GAP})
-        if result.x is None and result.status == _OUT_OF_TIME:  # the machine may be busy
-            result = solve(options={"time_limit": 10 * _SECONDS_PER_PROGRAM, "mip_rel_gap": _GAP})
+        for patience in (1, 10):  # the machine may be busy
+            seconds = patience * measured.SECONDS_PER_PROGRAM
+            result = solve(options={"time_limit": seconds, "mip_rel_gap": measured.GAP})
+            if result.x is not None or result.status != _OUT_OF_TIME:
+                break
         if result.x is None:
             return None
         return result.x, float(result.fun) * size
@@ -337,16 +311,15 @@ class _Program:
     def smallest(self) -> int:
         """Lowest number of bytes, with fractions of arrays."""
         solution = self._optimize(None, integral=False)
-        unit = max(*self.constants, 1.0)
         assert solution is not None
-        return int(solution[1] * unit)
+        return int(solution[1] * self.unit)
 
     def solve(self, limit: float, number: int, plain: bool) -> Proposal | None:
         """Return the fastest choice that needs at most ``limit`` bytes."""
         solution = self._optimize(limit, integral=True, plain=plain)
         if solution is None:
             return None
-        x = np.round(solution[0][: len(self.cost)] * self._scale, 6)
+        x = solution[0]
         chosen = {key for key, column in self.columns.items() if column >= 0 and x[column] > 0.5}
         cost = [o.cost for kind, o in chosen if kind == "run"]
         return Proposal(
@@ -358,8 +331,8 @@ class _Program:
         )
 
     def _peak(self, x: np.ndarray[Any, Any]) -> int:
-        used = self._matrix @ x
-        return int(max(self.constants[w] - used[row] for w, row in enumerate(self.peaks)))
+        used = self.unit * (self._matrix @ x)[self.peaks]
+        return int(np.max(np.array(self.constants) - used))
 
     def _as_windows(self, chosen: set[Any]) -> tuple[Window, ...]:
         pieces = self.graph.pieces

@@ -186,123 +186,38 @@ def _gibibytes(n: float) -> int:
 # are of NVIDIA's DGX servers, one adapter per GPU, else 25 Gb/s.
 TARGETS: dict[str, Gpu | Tpu] = {
     # XLA, a100_sxm_80.txtpb: 80 GB, SXM4.
-    "a100": Gpu(
-        device="NVIDIA A100-SXM4-80GB",
-        compute_capability=(8, 0),
-        cores=108,
-        clock_ghz=1.41,
-        memory=85_100_068_864,
-        bandwidth=2_039_040_000_000,
-        l2_cache=41_943_040,
-        bf16=312e12,
-        tf32=156e12,
-        link=300e9,
-        network=25e9,
-    ),
+    "a100": Gpu("NVIDIA A100-SXM4-80GB", (8, 0), 108, 1.41, 85_100_068_864, 2_039_040_000_000,
+                41_943_040, bf16=312e12, tf32=156e12, link=300e9, network=25e9),
     # XLA, h100_sxm.txtpb.
-    "h100": Gpu(
-        device="NVIDIA H100 80GB HBM3",
-        compute_capability=(9, 0),
-        cores=132,
-        clock_ghz=1.98,
-        memory=84_942_979_072,
-        bandwidth=3_352_320_000_000,
-        l2_cache=52_428_800,
-        bf16=989.4e12,
-        tf32=494.7e12,
-        link=450e9,
-        network=50e9,
-    ),
+    "h100": Gpu("NVIDIA H100 80GB HBM3", (9, 0), 132, 1.98, 84_942_979_072, 3_352_320_000_000,
+                52_428_800, bf16=989.4e12, tf32=494.7e12, link=450e9, network=50e9),
     # XLA, h200.txtpb, except memory and cache, which are as CUDA reports them (cudaDeviceProp
     # in many published logs). XLA's file has the 141 "GB" of the data sheet in GiB.
-    "h200": Gpu(
-        device="NVIDIA H200",
-        compute_capability=(9, 0),
-        cores=132,
-        clock_ghz=1.98,
-        memory=150_109_880_320,
-        bandwidth=4_800_000_000_000,
-        l2_cache=62_914_560,
-        bf16=989.4e12,
-        tf32=494.7e12,
-        link=450e9,
-        network=50e9,
-    ),
+    "h200": Gpu("NVIDIA H200", (9, 0), 132, 1.98, 150_109_880_320, 4_800_000_000_000,
+                62_914_560, bf16=989.4e12, tf32=494.7e12, link=450e9, network=50e9),
     # XLA, b200.txtpb.
-    "b200": Gpu(
-        device="NVIDIA B200",
-        compute_capability=(10, 0),
-        cores=148,
-        clock_ghz=1.965,
-        memory=191_514_411_008,
-        bandwidth=7_672_320_000_000,
-        l2_cache=132_644_864,
-        bf16=2250e12,
-        tf32=1100e12,
-        link=900e9,
-        network=50e9,
-    ),
+    "b200": Gpu("NVIDIA B200", (10, 0), 148, 1.965, 191_514_411_008, 7_672_320_000_000,
+                132_644_864, bf16=2250e12, tf32=1100e12, link=900e9, network=50e9),
     # deviceQuery, CUDA 12.4: 10501 MHz, 384 bit.
-    "rtx4090": Gpu(
-        device="NVIDIA GeForce RTX 4090",
-        compute_capability=(8, 9),
-        cores=128,
-        clock_ghz=2.52,
-        memory=25_386_352_640,
-        bandwidth=1_008_096_000_000,
-        l2_cache=75_497_472,
-        bf16=165.2e12,
-        tf32=82.6e12,
-        link=32e9,
-    ),
+    "rtx4090": Gpu("NVIDIA GeForce RTX 4090", (8, 9), 128, 2.52, 25_386_352_640, 1_008_096_000_000,
+                   75_497_472, bf16=165.2e12, tf32=82.6e12, link=32e9),
     # deviceQuery, CUDA 12.8 (NVIDIA/nccl issue 1637): 14001 MHz, 512 bit. Clock of NVIDIA's own
     # card (Blackwell architecture white paper).
-    "rtx5090": Gpu(
-        device="NVIDIA GeForce RTX 5090",
-        compute_capability=(12, 0),
-        cores=170,
-        clock_ghz=2.407,
-        memory=33_680_457_728,
-        bandwidth=1_792_128_000_000,
-        l2_cache=100_663_296,
-        bf16=209.5e12,
-        tf32=104.8e12,
-        link=64e9,
-    ),
+    "rtx5090": Gpu("NVIDIA GeForce RTX 5090", (12, 0), 170, 2.407, 33_680_457_728,
+                   1_792_128_000_000, 100_663_296, bf16=209.5e12, tf32=104.8e12, link=64e9),
     # deviceQuery, CUDA 12.2 (bottlerocket-os/bottlerocket-kernel-kit pull request
     # 139) and 11.8: 6251 MHz, 192 bit.
-    "l4": Gpu(
-        device="NVIDIA L4",
-        compute_capability=(8, 9),
-        cores=58,
-        clock_ghz=2.04,
-        memory=23_583_784_960,
-        bandwidth=300_048_000_000,
-        l2_cache=50_331_648,
-        bf16=121e12,
-        tf32=60e12,
-        link=32e9,
-    ),
+    "l4": Gpu("NVIDIA L4", (8, 9), 58, 2.04, 23_583_784_960, 300_048_000_000,
+              50_331_648, bf16=121e12, tf32=60e12, link=32e9),
     # deviceQuery, CUDA 11.2: 5001 MHz, 256 bit. Memory as reported by driver 580, which CUDA 13
     # needs (cudaDeviceProp on Colab).
-    "t4": Gpu(
-        device="Tesla T4",
-        compute_capability=(7, 5),
-        cores=40,
-        clock_ghz=1.59,
-        memory=15_637_086_208,
-        bandwidth=320_064_000_000,
-        l2_cache=4_194_304,
-        bf16=0,
-        tf32=0,
-        fp16=65e12,
-        link=16e9,
-    ),
+    "t4": Gpu("Tesla T4", (7, 5), 40, 1.59, 15_637_086_208, 320_064_000_000,
+              4_194_304, bf16=0, tf32=0, fp16=65e12, link=16e9),
     # libtpu 0.0.42: "... exceeds available HBM (15.75G)".
     "v5e": Tpu("v5e:2x2", _gibibytes(15.75), bf16=197e12, bandwidth=819e9, link=100e9),
     "v5p": Tpu("v5p:2x2x1", _gibibytes(95.74), bf16=459e12, bandwidth=2765e9, link=300e9),
     "v6e": Tpu("v6e:2x2", _gibibytes(31.25), bf16=918e12, bandwidth=1640e9, link=224e9),
-}
+}  # fmt: skip
 """Devices to compile for, by name."""
 
 
@@ -537,8 +452,7 @@ def _gpu(name: str, text: str, topology: str) -> tuple[jax.Device, ...]:
             _load_cuda_plugin()
             devices = load()
     except jax.errors.JaxRuntimeError as error:
-        # XLA's errors differ in their message alone.
-        if "GpuTargetConfigProto" not in str(error):
+        if error.error_code_string != "FAILED_PRECONDITION":  # of a description it cannot read
             raise
         raise ValueError(
             f"{name}: XLA's compiler (jax {jax.__version__}) cannot read the GPU's properties; "
