@@ -152,18 +152,20 @@ def _endless(function: Callable[[int], Any]) -> "grain.MapDataset":
     return grain.MapDataset.range(2**62).map(function)
 
 
-def _prefetch(batches: "grain.MapDataset", threads: int = 1) -> "grain.DatasetIterator":
+def _prefetch(
+    batches: "grain.MapDataset", threads: int = 1, ready: int = PREFETCHED_BATCHES
+) -> "grain.DatasetIterator":
     """Iterate over batches in order; threads make them while the device computes."""
     import grain
 
-    options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=PREFETCHED_BATCHES)
+    options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=ready)
     return iter(batches.to_iter_dataset(options))
 
 
 def evaluation_batches(
     dataset: Dataset, batch_size: int, local: np.ndarray | None = None
 ) -> Iterator[Arrays]:
-    """Iterate over the test examples once, in order; a thread makes the next batches.
+    """Iterate over the test examples once, in order; a thread makes the next batch.
 
     Each batch has ``weight`` [batch]: 1.0 for an example, 0.0 for the padding of the last batch.
     ``local`` is as in `training_batches`.
@@ -179,7 +181,7 @@ def evaluation_batches(
         return pad_batch(batch, batch_size)
 
     starts = grain.MapDataset.range(0, num_examples(dataset.test), batch_size)
-    return _prefetch(starts.map(make_batch))
+    return _prefetch(starts.map(make_batch), ready=1)
 
 
 def pad_batch(batch: Arrays, batch_size: int) -> Arrays:
