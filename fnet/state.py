@@ -167,23 +167,7 @@ def _without_shared_buffers(state: TrainState) -> TrainState:
 
 
 def check_state(caller: str, state: Any) -> None:
-    """Reject a train state of another library.
-
-    Args:
-      caller: Name of the function for the error.
-      state: Train state.
-
-    Raises:
-      TypeError: If the state is not a `TrainState`.
-
-    Example:
-      >>> from fnet.state import check_state
-      >>> try:
-      ...     check_state("make_step", {})
-      ... except TypeError as error:
-      ...     print(str(error).partition(";")[0])
-      make_step: the state must be a fnet.TrainState, got a builtins.dict
-    """
+    """Raise TypeError for a train state of another library."""
     if not isinstance(state, TrainState):
         kind = type(state)
         raise TypeError(

@@ -68,24 +68,24 @@ class Step:
           ValueError: As `make_step`.
         """
         if self.ema_decay is not None and not 0 <= self.ema_decay < 1:
-            raise ValueError(f"make_step: ema_decay must be in [0, 1), got {self.ema_decay}.")
+            raise ValueError(f"make_step: ema_decay must be in [0, 1), got {self.ema_decay}")
         if self.ema_decay is not None and self.average is not None:
             raise ValueError(
-                f"make_step: average and ema_decay={self.ema_decay} both set state.ema; give one."
+                f"make_step: average and ema_decay={self.ema_decay} both set state.ema; give one"
             )
         if isinstance(self.remat, str) and self.remat not in REMAT_POLICIES:
             raise ValueError(
-                f"make_step: remat must be one of {list(REMAT_POLICIES)}, got {self.remat!r}."
+                f"make_step: remat must be one of {list(REMAT_POLICIES)}, got {self.remat!r}"
             )
         if self.skip_nonfinite and not self.mode.whole_gradient:
             raise ValueError(
                 "make_step: skip_nonfinite needs the whole gradient before the update, "
-                f"which {self.mode} never has."
+                f"which {self.mode} never has"
             )
         if self.skip_nonfinite and self.mode.noise_multiplier:
             raise ValueError(
                 "make_step: skip_nonfinite is not private, because a skipped step reveals its "
-                "examples; private modes leave out single examples instead."
+                "examples; private modes leave out single examples instead"
             )
 
     @property
@@ -118,11 +118,11 @@ class Step:
             raise ValueError(
                 f"make_step: ema_decay={self.ema_decay}, but the state "
                 f"{'has no' if state.ema is None else 'has an'} average; "
-                "TrainState.create(ema=True) and make_step(ema_decay=...) go together."
+                "TrainState.create(ema=True) and make_step(ema_decay=...) go together"
             )
         if not isinstance(batch, Mapping):
             raise TypeError(
-                f"make_step: the batch must be a dict of arrays, got a {type(batch).__name__}."
+                f"make_step: the batch must be a dict of arrays, got a {type(batch).__name__}"
             )
         if self.state_sharding is None:
             return self._apply(state, batch)
@@ -211,7 +211,7 @@ def _check_on_device(state: TrainState) -> None:
             raise ValueError(
                 "make_step: expected a state in device memory, got state"
                 f"{jax.tree_util.keystr(path)} in {kind}. A step updates its state in place, on "
-                "the device; fnet.optim.compact_adamw takes 7 bytes per parameter in place of 16."
+                "the device; fnet.optim.compact_adamw takes 7 bytes per parameter in place of 16"
             )
 
 
@@ -410,7 +410,7 @@ def compile_step(
     """
     if budget is not None:
         if compiler_options is not None:
-            raise ValueError("compile_step: a budget chooses the compiler options; give only one.")
+            raise ValueError("compile_step: a budget chooses the compiler options; give only one")
         found = plan_step(step, state, batch, budget, progress=progress)
         chosen = found.chosen
         if found.note:
@@ -433,7 +433,7 @@ def compile_step(
     if budget is not None and report.peak.total > parse_bytes(budget):
         raise BudgetError(
             f"compile_step: planned within {format_bytes(parse_bytes(budget))}, but the final "
-            f"program needs {format_bytes(report.peak.total)}."
+            f"program needs {format_bytes(report.peak.total)}"
         )
     return Executable(compiled, report, step)
 
@@ -505,7 +505,7 @@ def plan_step(
         raise TypeError(
             "plan_step: a plan changes remat policy and microbatches, so it needs a step of "
             f"fnet.make_step, got {type(step).__name__}; for a step of your own, give its loss to "
-            "fnet.memory.remat_to_fit."
+            "fnet.memory.remat_to_fit"
         )
     if microbatch_choices is None:
         microbatch_choices = _microbatch_choices(step, batch) if budget is not None else (
@@ -524,7 +524,7 @@ def plan_step(
         if not choices:
             raise ValueError(
                 "plan_step: microbatch_choices must have the step's own number, "
-                f"{step.microbatches}, because others change the gradient: {coupling}."
+                f"{step.microbatches}, because others change the gradient: {coupling}"
             )
 
     def build(policy: Policy, microbatches: int) -> jax.stages.Traced:

@@ -125,7 +125,7 @@ def ddim(
     if eta and key is None:
         raise ValueError(f"ddim: eta={eta} adds noise at every step; pass a key (ddpm is eta=1)")
     timesteps, levels = _visited(schedule, steps)
-    coefficients = ddim_coefficients(levels, eta)
+    coefficients = _ddim_coefficients(levels, eta)
     return _sample(denoise, timesteps, levels, coefficients, x, predicts, clip, key)
 
 
@@ -173,7 +173,7 @@ def dpm_solver(
     """
     del key
     timesteps, levels = _visited(schedule, steps)
-    coefficients = dpm_solver_coefficients(levels)
+    coefficients = _dpm_solver_coefficients(levels)
     return _sample(denoise, timesteps, levels, coefficients, x, predicts, clip, None)
 
 
@@ -202,12 +202,8 @@ def get(name: str) -> Callable[..., Array]:
     return SAMPLERS[name]
 
 
-class Coefficients(NamedTuple):
-    """Coefficients of n sampling steps, ``x' = a x + b x0 + c x0_previous + d noise``.
-
-    Attributes:
-      a, b, c, d: float64 [n].
-    """
+class _Coefficients(NamedTuple):
+    """Coefficients of n sampling steps, ``x' = a x + b x0 + c x0_previous + d noise``; all [n]."""
 
     a: np.ndarray
     b: np.ndarray
@@ -215,32 +211,29 @@ class Coefficients(NamedTuple):
     d: np.ndarray
 
 
-def ddim_coefficients(levels: Schedule, eta: float = 0.0) -> Coefficients:
-    """``a, b, c, d = `` the coefficients of `ddim`.
+def _ddim_coefficients(levels: Schedule, eta: float = 0.0) -> _Coefficients:
+    """Compute the coefficients of `ddim` from the levels before and after each step [n + 1].
 
-    Args:
-      levels: signal and noise before and after each of the n steps [n + 1], the noisiest first.
-        Only the last may be without noise.
-      eta: amount of noise, in [0, 1].
+    The noisiest level is the first. Only the last may be without noise.
     """
     (alpha, alpha_next), (sigma, sigma_next) = ((level[:-1], level[1:]) for level in levels)
     variance = eta**2 * (1 - (alpha / alpha_next) ** 2) / sigma**2  # (d / sigma')^2
     variance = np.clip(variance, 0, 1)  # Rounding may exceed 1, and 1 - variance has a root below.
     a = sigma_next / sigma * np.sqrt(1 - variance)
     b, c, d = alpha_next - alpha * a, np.zeros_like(a), sigma_next * np.sqrt(variance)
-    return Coefficients(a, b, c, d)
+    return _Coefficients(a, b, c, d)
 
 
-def dpm_solver_coefficients(levels: Schedule) -> Coefficients:
-    """``a, b, c, d = `` the coefficients of `dpm_solver`, for ``levels`` as `ddim_coefficients`."""
-    a, b, _, d = ddim_coefficients(levels)  # alpha' (1 - exp(-h)) = alpha' - alpha sigma'/sigma
+def _dpm_solver_coefficients(levels: Schedule) -> _Coefficients:
+    """Compute the coefficients of `dpm_solver`, as `_ddim_coefficients` does."""
+    a, b, _, d = _ddim_coefficients(levels)  # alpha' (1 - exp(-h)) = alpha' - alpha sigma'/sigma
     # Infinite without noise or without signal.
     with np.errstate(divide="ignore"):
         log_snr = np.log(levels.alpha) - np.log(levels.sigma)
     h, extrapolation = np.diff(log_snr), np.zeros_like(a)
     finite = np.isfinite(h[1:])
     extrapolation[1:][finite] = h[1:][finite] / (2 * h[:-1][finite])
-    return Coefficients(a, b * (1 + extrapolation), -b * extrapolation, d)
+    return _Coefficients(a, b * (1 + extrapolation), -b * extrapolation, d)
 
 
 def _visited(schedule: Schedule, steps: int) -> tuple[np.ndarray, Schedule]:
@@ -255,7 +248,7 @@ def _sample(
     denoise: Denoise,
     timesteps: np.ndarray,
     levels: Schedule,
-    coefficients: Coefficients,
+    coefficients: _Coefficients,
     x: Array,
     predicts: str,
     clip: float | None,

@@ -63,8 +63,7 @@ def estimate(compiled: Any, peaks: Peaks) -> Estimate:
     Example:
       >>> import jax, jax.numpy as jnp
       >>> from fnet.memory import roofline
-      >>> from fnet.memory.cost import instruction_flops
-    from fnet.memory.target import Peaks
+      >>> from fnet.memory.target import Peaks
       >>> peaks = Peaks({"float32": 1e12}, 1e11, 1e11, 1e10, 1e9, 0.0)
       >>> f = jax.jit(lambda a, b: a @ b)
       >>> compiled = f.lower(jnp.zeros((512, 512)), jnp.zeros((512, 512))).compile()
@@ -98,8 +97,7 @@ def utilization(flops: float, seconds: float, e: Estimate, peaks: Peaks) -> floa
 
     Example:
       >>> from fnet.memory.roofline import Estimate, utilization
-      >>> from fnet.memory.cost import instruction_flops
-    from fnet.memory.target import Peaks
+      >>> from fnet.memory.target import Peaks
       >>> peaks = Peaks({"bfloat16": 1e12}, 1e11, 1e11, 1e10, 1e9, 0.0)
       >>> utilization(
       ...     4e11, 1.0, Estimate(1.0, {"bfloat16": 5e11}, 0.0, 0.0, {}), peaks

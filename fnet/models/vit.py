@@ -312,31 +312,8 @@ def attention_pooling(
 
         a = softmax(q k^T / sqrt(d)) v W + b;   y = a + feed_forward(norm(a))
 
-    Args:
-      width: D, the size of a token.
-      heads: number of heads; divides ``width``.
-      feed_forward: a layer [N, D] -> [N, D].
-      norm: norm before the feed-forward layer.
-      fused: whether one array holds the kernels of query, key and value. Otherwise the query has
-        its own.
-
-    Returns:
-      A layer, [N, T, D] -> [N, D]. Its params are ``probe`` [D], the input of the query,
-      ``query_key_value``, or ``query`` and ``key_value``; ``output``, ``norm`` and
-      ``feed_forward``.
-
-    Raises:
-      ValueError: if ``heads`` does not divide ``width``.
-
-    Example:
-      >>> import jax, jax.numpy as jnp
-      >>> from fnet import layers
-      >>> from fnet.models.vit import attention_pooling
-      >>> layer = attention_pooling(8, 2, layers.feed_forward(8, 16))
-      >>> params, _ = layer.init(jax.random.key(0))
-      >>> y, _ = layer.apply(params, {}, jnp.ones((2, 5, 8)), train=False)
-      >>> y.shape
-      (2, 8)
+    [N, T, D] -> [N, D]. Params are ``probe`` [D], the input of the query, ``query_key_value``, or
+    ``query`` and ``key_value`` unless fused; ``output``, ``norm`` and ``feed_forward``.
     """
     if heads < 1 or width % heads:
         raise ValueError(
@@ -378,22 +355,7 @@ def attention_pooling(
 def distilled_head(width: int, num_classes: int) -> Layer:
     """Average the logits of the class token and of the distillation token (DeiT).
 
-    Args:
-      width: D, the size of a token.
-      num_classes: number of logits.
-
-    Returns:
-      A layer, [N, 2, D] -> [N, num_classes]. Its params are ``class`` and ``distillation``, each
-      ``{"kernel", "bias"}``.
-
-    Example:
-      >>> import jax, jax.numpy as jnp
-      >>> from fnet.models.vit import distilled_head
-      >>> layer = distilled_head(8, 10)
-      >>> params, _ = layer.init(jax.random.key(0))
-      >>> logits, _ = layer.apply(params, {}, jnp.ones((3, 2, 8)), train=False)
-      >>> logits.shape
-      (3, 10)
+    [N, 2, D] -> [N, num_classes]. Params are ``class`` and ``distillation``.
     """
     children = {name: dense(width, num_classes) for name in ("class", "distillation")}
 
@@ -412,23 +374,8 @@ def resize_positions(
 ) -> Float[Array, "q d"]:
     """Resize learned positions to another grid of patches.
 
-    Args:
-      positions: [rows columns, D].
-      grid: (rows, columns) of the positions.
-      new_grid: (rows, columns) of the result.
-      interpolation: ``bicubic``: cubic convolution with a = -0.75, without antialiasing.
-        ``bicubic_antialiased``: a = -0.5, with a wider kernel where the grid shrinks. Both are
-        torch's ``interpolate``.
-
-    Returns:
-      [new rows new columns, D], in the dtype of the positions.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from fnet.models.vit import resize_positions
-      >>> positions = jnp.arange(4.0)[:, None]
-      >>> resize_positions(positions, (2, 2), (3, 3), "bicubic")[:, 0].tolist()[4]
-      1.5
+    ``bicubic`` is cubic convolution with a = -0.75, without antialiasing. ``bicubic_antialiased``
+    has a = -0.5, and a wider kernel where the grid shrinks. Both are torch's ``interpolate``.
     """
     rows, columns = (
         jnp.asarray(_resize_matrix(n, m, interpolation == "bicubic_antialiased"), positions.dtype)

@@ -54,9 +54,9 @@ def moments(sampler, schedule):
     """Exact mean and standard deviation of the samples: every step is linear in x."""
     levels = Schedule(np.append(schedule.alpha[::-1], 1.0), np.append(schedule.sigma[::-1], 0.0))
     coefficients = {
-        "ddpm": lambda: samplers.ddim_coefficients(levels, 1.0),
-        "ddim": lambda: samplers.ddim_coefficients(levels),
-        "dpm_solver": lambda: samplers.dpm_solver_coefficients(levels),
+        "ddpm": lambda: samplers._ddim_coefficients(levels, 1.0),
+        "ddim": lambda: samplers._ddim_coefficients(levels),
+        "dpm_solver": lambda: samplers._dpm_solver_coefficients(levels),
     }[sampler]()
     # x and x0 as (constant, coefficient of the initial x), and the variance of the added noise.
     x, previous, noise_variance = np.asarray([0.0, 1.0]), np.zeros(2), 0.0
@@ -97,7 +97,7 @@ def uniform_log_snr(steps, least=-3.0, most=10.0):
 @pytest.mark.parametrize("angle", [0.01, 0.7, 1.57])
 @pytest.mark.parametrize("eta", [0.0, 0.5, 1.0])
 def test_ddim_step_to_the_same_level_is_the_identity(angle, eta):
-    a, b, c, d = samplers.ddim_coefficients(levels_at(angle, angle), eta)
+    a, b, c, d = samplers._ddim_coefficients(levels_at(angle, angle), eta)
     np.testing.assert_array_equal((a, c, d), ([1.0], [0.0], [0.0]))
     np.testing.assert_allclose(b, 0, atol=1e-16)
 
@@ -145,7 +145,7 @@ def test_ddim_step_matches_the_paper():
     eps = (x - alpha * x0) / sigma
     std = eta * sigma_next / sigma * np.sqrt(1 - (alpha / alpha_next) ** 2)
     expected = alpha_next * x0 + np.sqrt(sigma_next**2 - std**2) * eps + std * noise_sample
-    a, b, _, d = samplers.ddim_coefficients(levels, eta)
+    a, b, _, d = samplers._ddim_coefficients(levels, eta)
     np.testing.assert_allclose(a * x + b * x0 + d * noise_sample, expected, rtol=1e-14)
 
 
@@ -154,7 +154,7 @@ def test_ddim_with_eta_1_samples_from_the_posterior_of_ddpm():
     levels = levels_at(1.5, 1.2, 0.8, 0.3)
     abar, abar_next = levels.alpha[:-1] ** 2, levels.alpha[1:] ** 2
     beta = 1 - abar / abar_next
-    a, b, c, d = samplers.ddim_coefficients(levels, 1.0)
+    a, b, c, d = samplers._ddim_coefficients(levels, 1.0)
     np.testing.assert_allclose(a, np.sqrt(1 - beta) * (1 - abar_next) / (1 - abar), rtol=1e-12)
     np.testing.assert_allclose(b, np.sqrt(abar_next) * beta / (1 - abar), rtol=1e-12)
     np.testing.assert_allclose(d**2, beta * (1 - abar_next) / (1 - abar), rtol=1e-12)
@@ -170,7 +170,7 @@ def test_dpm_solver_step_matches_the_paper():
     x, x0, previous = 0.3, -0.7, -0.5
     d = (1 + 1 / (2 * r)) * x0 - 1 / (2 * r) * previous
     expected = levels.sigma[2] / levels.sigma[1] * x - levels.alpha[2] * np.expm1(-h[1]) * d
-    a, b, c, _ = (n[1] for n in samplers.dpm_solver_coefficients(levels))
+    a, b, c, _ = (n[1] for n in samplers._dpm_solver_coefficients(levels))
     np.testing.assert_allclose(a * x + b * x0 + c * previous, expected, rtol=1e-13)
 
 
@@ -181,7 +181,10 @@ def test_dpm_solver_takes_first_order_steps_at_the_ends(ends):
     )
     if ends != "clean":
         levels.alpha[0] = 0.0
-    ours, first_order = samplers.dpm_solver_coefficients(levels), samplers.ddim_coefficients(levels)
+    ours, first_order = (
+        samplers._dpm_solver_coefficients(levels),
+        samplers._ddim_coefficients(levels),
+    )
     chex.assert_tree_all_finite(ours)
     same = {"clean": [0, 2], "without signal": [0, 1], "both": [0, 1, 2]}[ends]
     for actual, expected in zip(ours, first_order, strict=True):
@@ -273,7 +276,7 @@ def test_noise_of_a_timestep_uses_the_key_folded_with_it():
     levels = Schedule(
         np.append(schedule.alpha[timesteps], 1.0), np.append(schedule.sigma[timesteps], 0.0)
     )
-    coefficients = samplers.ddim_coefficients(levels, 1.0)
+    coefficients = samplers._ddim_coefficients(levels, 1.0)
     for t, alpha, a, b, _, d in zip(timesteps, levels.alpha[:-1], *coefficients, strict=True):
         step_noise = jax.random.normal(jax.random.fold_in(jax.random.key(5), t), x.shape)
         x = float(a + b * alpha) * x + float(d) * step_noise  # v = 0 means x0 = alpha x
