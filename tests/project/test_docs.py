@@ -49,6 +49,19 @@ def name_of(page):
     return str(page.relative_to(ROOT))
 
 
+def asset(name):
+    spec = importlib.util.spec_from_file_location(name, DOCS / "assets" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("page", API, ids=lambda page: page.stem)
+def test_api_pages_have_the_signatures_and_first_lines_of_the_code(page):
+    text = page.read_text()
+    assert asset("api_pages").with_lines(text) == text, "run python docs/assets/api_pages.py"
+
+
 def with_code():
     for page in PAGES:
         if CODE.search(page.read_text()):
