@@ -1,7 +1,8 @@
 """Signatures and first lines in the API pages, for readers on a code host.
 
-``python docs/assets/api_pages.py`` writes a line above each ``::: name`` of docs/api. The site shows
-the whole docstring there, so its hook takes the lines out again. A test compares them with the code.
+``python docs/assets/api_pages.py`` writes a line above each ``::: name`` of docs/api. The site
+shows the whole docstring there, so its hook takes the lines out again. A test compares them with
+the code.
 """
 
 import importlib
@@ -23,7 +24,9 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 def with_lines(markdown: str) -> str:
     """Put the signature and the first line of its docstring above each name of a page."""
-    return _NAME.sub(lambda m: f"{_line(m[1])}\n\n{m[0]}", _LINE.sub("", markdown))
+    return _NAME.sub(
+        lambda m: f"{_line(m[1])}\n\n{m[0]}", _LINE.sub("", markdown)
+    )
 
 
 def _line(name: str) -> str:
@@ -49,7 +52,9 @@ def _signature(value: Any) -> str:
     text = str(inspect.Signature(plain)).replace("Ellipsis", "...")
     if len(text) > _LONG:
         required = [p for p in plain if p.default is p.empty]
-        text = f"{str(inspect.Signature(required))[:-1]}, ...)".replace("(, ", "(")
+        text = f"{str(inspect.Signature(required))[:-1]}, ...)".replace(
+            "(, ", "("
+        )
     is_protocol = inspect.isclass(value) and text in ("()", "(*args, **kwargs)")
     return "" if is_protocol else text
 
