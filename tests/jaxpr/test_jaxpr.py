@@ -1,5 +1,6 @@
 """`fnet.jaxpr`: the interpreter, and what it is built from."""
 
+import contextlib
 import weakref
 
 import jax
@@ -9,6 +10,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from fnet.jaxpr import (
     CHECKPOINT,
+    Dependence,
     Scan,
     call_like,
     called_jaxpr,
@@ -18,9 +20,12 @@ from fnet.jaxpr import (
     find_equations,
     in_scopes,
     inline,
+    inner_jaxprs,
     interpret,
     rewrite,
     scopes,
+    splice,
+    with_bodies,
 )
 
 
@@ -242,3 +247,71 @@ def test_known_values_are_not_overwritten():
     carry = scan.outvars[0]
     (result,) = evaluate_from(jaxpr, jaxpr.outvars, {x: X, carry: jnp.float32(0.0)})
     assert jnp.array_equal(result, jnp.zeros(3))
+
+
+def with_inner_programs(x):
+    """Every kind of inner jaxpr, each with a sine in it."""
+    x = jax.jit(jnp.sin)(x)
+    x = jax.checkpoint(lambda a: jnp.sin(a) * a)(x)
+    x = jax.lax.scan(lambda c, row: (jnp.sin(c), row), x, None, length=2)[0]
+    x = jax.lax.while_loop(lambda c: jnp.sin(c).sum() < 0, lambda c: jnp.sin(c) + 2, x)
+    x = jax.lax.cond(x[0] > 0, jnp.sin, lambda a: jnp.sin(a) + 1, x)
+    return jax.nn.relu(jnp.sin(x))
+
+
+def test_bodies_have_the_indices_of_sites():
+    found = {}
+    for eqn in jax.make_jaxpr(with_inner_programs)(X).eqns:
+        visited = []
+
+        def visit(jaxpr, index, visited=visited):
+            visited.append((index, jaxpr))
+            return jaxpr.replace(eqns=jaxpr.eqns[:0])
+
+        new = with_bodies(eqn, visit)
+        found[eqn.primitive.name] = [index for index, _ in visited]
+        assert new.invars == eqn.invars
+        bodies = [jaxpr for jaxpr in inner_jaxprs(new) if visited]
+        assert not any(jaxpr.eqns for jaxpr in bodies[: len(visited)])
+    assert sorted(found["while"]) == [(0,), (1,)]
+    assert found["cond"] == [(0,), (1,)]
+    assert found["scan"] == found["custom_jvp_call"] == [()]
+    assert found["sin"] == []
+
+
+def test_splicing_replaces_each_equation_by_several():
+    """Each sine becomes a sine of a sine, at paths that a propagation gives, too."""
+    paths = set()
+
+    def replace(eqn, path):
+        if eqn.primitive.name != "sin":
+            return [eqn]
+        paths.add(path)
+        between = jax.make_jaxpr(jnp.sin)(*(jnp.ones(v.aval.shape) for v in eqn.invars)).jaxpr
+        (inner,) = between.eqns
+        return [inner.replace(invars=eqn.invars), eqn.replace(invars=inner.outvars)]
+
+    class Sines(Dependence):
+        def equation(self, eqn, states, site):
+            sites.update({site.path} if eqn.primitive.name == "sin" else ())
+            return super().equation(eqn, states, site)
+
+    closed = jax.make_jaxpr(with_inner_programs)(X)
+    spliced = ClosedJaxpr(splice(closed.jaxpr, replace), closed.consts)
+    sites = set()
+    Sines().run(closed, [True])
+    assert paths == sites
+    assert len(paths) == len(list(find_equations(closed, "sin")))
+    assert len(list(find_equations(spliced, "sin"))) == 2 * len(paths)
+    with monkeypatched_sine():
+        expected = with_inner_programs(X)
+    assert jnp.allclose(jaxpr_as_fun(spliced)(X)[0], expected)
+
+
+@contextlib.contextmanager
+def monkeypatched_sine():
+    """Twice the sine."""
+    sine = jnp.sin
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jnp, "sin", lambda x: sine(sine(x)))
+        yield

@@ -18,7 +18,7 @@ from fnet.autodiff.per_example.batch_axis import (
     find_batch_axes,
 )
 from fnet.autodiff.per_example.batching import Rows, rows_of, run_for_batch
-from fnet.jaxpr import depends_on, inline
+from fnet.jaxpr import BackwardPropagation, Dependence, depends_on, inline, is_elementwise
 
 allow_rank_promotion = pytest.fixture(autouse=True)(example_losses.allow_rank_promotion)
 
@@ -151,6 +151,109 @@ def check_vectorized(program):
 @given(ANY_PROGRAMS)
 def test_running_for_the_batch_equals_vmap(program):
     check_vectorized(program)
+
+
+# Wishes for results, followed back.
+
+
+class Halved(BackwardPropagation):
+    """A wish is the axis along which a result is asked for; elementwise operations pass it on."""
+
+    def __init__(self):
+        self.asked = []
+
+    def equation(self, eqn, refs, outs):
+        name = eqn.primitive.name
+        (wish,) = outs
+        self.asked.append((name, wish))
+        if not is_elementwise(eqn):
+            return [eqn], [None] * len(eqn.invars)
+        return [eqn], [
+            wish if v.aval.shape == eqn.outvars[0].aval.shape else None for v in eqn.invars
+        ]
+
+    def sliced(self, wish):
+        return None if wish in (None, 0) else wish - 1
+
+    def stacked(self, wish):
+        return None if wish is None else wish + 1
+
+
+W, X = np.ones((4, 3), np.float32), np.ones((3, 2), np.float32)
+WANTED = {
+    "elementwise": (lambda w: jnp.sin(w) * w, 1),
+    "call": (lambda w: jax.jit(jnp.sin)(w), 1),
+    "checkpoint": (lambda w: jax.checkpoint(jnp.sin)(w), 1),
+    "custom rule": (jax.nn.relu, 1),
+    "rows of a scan": (lambda w: jax.lax.scan(lambda c, row: (c, jnp.sin(row)), 0.0, w)[1], 1),
+    "carry": (lambda w: jax.lax.scan(lambda c, _: (jnp.sin(c), None), w, None, length=2)[0], 1),
+    "consts of a scan": (lambda w: jax.lax.scan(lambda c, _: (jnp.sin(w), None), w, None, 2)[0], 1),
+    "while": (lambda w: jax.lax.while_loop(lambda c: c.sum() < 1, jnp.sin, w), 1),
+    "branch": (lambda w: jax.lax.cond(True, jnp.sin, jnp.cos, w), 1),
+    "one branch": (lambda w: jax.lax.cond(True, jnp.sin, lambda a: a @ a.T @ a, w), 1),
+    "product": (lambda w: w @ X @ X.T, None),
+    "scanned axis": (lambda w: jax.lax.scan(lambda c, row: (c, jnp.sin(row)), 0.0, w)[1], None),
+}
+
+
+@pytest.mark.parametrize("name", WANTED)
+def test_wishes_reach_the_arguments(name):
+    f, expected = WANTED[name]
+    closed = jax.make_jaxpr(f)(W)
+    wish = 0 if name == "scanned axis" else 1
+    jaxpr, wishes = Halved().run(closed.jaxpr, [None], [wish])
+    assert wishes == [expected]
+    assert [eqn.primitive for eqn in jaxpr.eqns] == [eqn.primitive for eqn in closed.eqns]
+    got = jaxpr_as_fun(ClosedJaxpr(jaxpr, closed.consts))(W)[0]
+    assert jnp.array_equal(got, f(W))
+
+
+def test_results_that_nobody_wants_are_not_visited():
+    closed = jax.make_jaxpr(lambda w: (jnp.sin(w), jnp.cos(w)))(W)
+    halved = Halved()
+    halved.run(closed.jaxpr, [None], [1, None])
+    assert halved.asked == [("sin", 1)]
+
+
+# Loops.
+
+
+def test_states_of_a_loop_are_repeated_until_they_stay():
+    """What is written in one iteration reaches the next carry, three iterations later."""
+
+    def f(x, y):
+        def body(carry, _):
+            return (y, *carry[:3]), None
+
+        return jax.lax.scan(body, (x, x, x, x), None, length=5)[0]
+
+    closed = jax.make_jaxpr(f)(1.0, 2.0)
+    assert depends_on(closed, [False, True]) == [True] * 4
+    assert depends_on(closed, [True, False]) == [True] * 4
+
+
+def test_sites_name_the_equations_of_branches_and_loops():
+    class Sites(Dependence):
+        def equation(self, eqn, states, site):
+            if eqn.primitive.name in ("sin", "cos", "tan"):
+                found[eqn.primitive.name] = site
+            return super().equation(eqn, states, site)
+
+    def f(x):
+        def body(c, _):
+            with jax.named_scope("layer"):
+                return jax.lax.cond(c > 0, jnp.sin, jnp.cos, c), None
+
+        x, _ = jax.lax.scan(body, x, None, length=7)
+        return jax.lax.while_loop(lambda c: jnp.tan(c) < 1, lambda c: c + 1, x)
+
+    found = {}
+    closed = jax.make_jaxpr(f)(1.0)
+    Sites().run(closed, [True])
+    assert found["sin"].lengths == found["cos"].lengths == (7,)
+    assert found["sin"].scopes == ("layer",)
+    assert found["sin"].path != found["cos"].path
+    assert found["tan"].path[:2] == (1, 1)
 
 
 @pytest.mark.slow

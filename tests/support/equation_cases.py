@@ -409,9 +409,10 @@ FURTHER_CASES = {
     "log2": [(bind("log2", accuracy=None), (positive, (2, 4)))],
     "mulhi": [(bind("mulhi"), (raw_keys, (2, 4)), (raw_keys, (2, 4)))],
     "one_minus_square": [(bind("one_minus_square"), PLANE)],
-    "polynomial": [(bind("polynomial"), *[PLANE] * 3)],
+    "polynomial": [(bind("polynomial"), *[PLANE] * 4)],
     **{name: [(f, (floats, M))] for name, f in MATRICES.items()},
     # Parameters that rows look at.
+    "add": [(bind("add"), (floats, (3, 4)), (floats, (1, 4)))],
     "argmax": [(lambda a: lax.argmax(a, 0, jnp.int32), (floats, (4, 3)))],
     "broadcast_in_dim": [(lambda a: lax.broadcast_in_dim(a, (2, 3), (1,)), (floats, (1,)))],
     "concatenate": [
@@ -458,6 +459,7 @@ FURTHER_CASES = {
         (lambda a, i: a.at[i].get(mode="fill", fill_value=0.0), (floats, (2, 3)), (integers, (4,))),
         (lambda a, i: a.at[i].get(mode="clip"), (floats, (2, 3)), (integers, (4, 2))),
         (lambda a, i: a[:, i, :2], (floats, (2, 5, 3)), (integers, (4,))),
+        (lambda a, i: jnp.take_along_axis(a, i, 0), (floats, (5, 3)), (integers, (2, 3))),
     ],
     "mul": [
         (lambda a: 3 * a, PLANE), (lambda a: a * a, PLANE), (lax.mul, (complexes, (2, 4)), (complexes, (2, 4))),
@@ -482,6 +484,10 @@ FURTHER_CASES = {
     "scatter": [
         (lambda a, i, b: a.at[i].set(b), (floats, (5, 3)), (integers, (4,)), (floats, (4, 3))),
         (lambda a, i, b: jax.vmap(lambda a, i, b: a.at[i].set(b))(a, i, b), (floats, (3, 4)), (integers, (3, 2)), (floats, (3, 2))),
+        (
+            lambda a, i, b: jnp.put_along_axis(a, i, b, 0, inplace=False),
+            (floats, (5, 3)), (integers, (2, 3)), (floats, (2, 3)),
+        ),
     ],
     "select_n": [(lambda i, a, b, c: lax.select_n(i, a, b, c), (integers, (2, 4)), *[PLANE] * 3)],
     "slice": [(lambda a: lax.slice(a, (1, 0, 0), (3, 4, 2)), (floats, (3, 4, 3)))],

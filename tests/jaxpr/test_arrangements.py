@@ -1,0 +1,54 @@
+"""Rearrangements of arrays, in NumPy and JAX."""
+
+import example_losses
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from equation_cases import equations
+
+from fnet.jaxpr import arrangements, aval
+
+allow_rank_promotion = pytest.fixture(autouse=True)(example_losses.allow_rank_promotion)
+
+NAMES = ["broadcast_in_dim", "reshape", "slice", "split", "squeeze", "transpose", "unstack"]
+UNCHANGED = ["copy", "name", "sharding_constraint"]
+
+
+@pytest.mark.parametrize("name", NAMES + UNCHANGED)
+@pytest.mark.parametrize("leading", [0, 2])
+def test_arrangements_equal_the_equation(name, leading):
+    for equation in equations(name, 1):
+        eqn, (operands,) = equation.eqn, equation.draws
+        found = arrangements(eqn, leading)
+        if eqn.params.get("dimensions") and name == "reshape":
+            assert found is None  # It also transposes.
+            continue
+        (array,) = map(np.asarray, operands)
+        repeated = np.broadcast_to(array, (2, 3)[:leading] + array.shape)
+        assert len(found) == len(eqn.outvars)
+        for arrange, expected in zip(found, equation.run(operands), strict=True):
+            for get in (np.asarray, jnp.asarray):
+                got = arrange(get(repeated))
+                assert isinstance(got, type(get(repeated)))
+                assert got.shape == (2, 3)[:leading] + expected.shape
+                assert (np.asarray(got) == np.asarray(expected)).all()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_numpy_only_changes_strides(name):
+    equation = equations(name, 1)[0]
+    array = np.empty(aval(equation.eqn.invars[0]).shape, np.int8)
+    for arrange in arrangements(equation.eqn):
+        assert np.may_share_memory(arrange(array), array)
+
+
+def test_equations_that_do_more_have_no_arrangement():
+    for name in ("dot_general", "sin", "add", "gather", "rev", "cumsum", "concatenate"):
+        for equation in equations(name, 1):
+            assert arrangements(equation.eqn) is None, name
+
+
+def test_casts_move_nothing():
+    (eqn,) = jax.make_jaxpr(lambda x: x.astype(jnp.bfloat16))(jnp.ones(3)).eqns
+    assert [f(3) for f in arrangements(eqn)] == [3]
