@@ -1,0 +1,38 @@
+"""Checks of arguments: each kind names the function, the argument and the value."""
+
+import jax.numpy as jnp
+import pytest
+
+from fnet import checks
+
+X = jnp.ones((2, 3))
+
+
+@pytest.mark.parametrize(
+    ("check", "error", "message"),
+    [
+        (lambda: checks.sizes("f", n=0), ValueError, "f: n must be at least 1, got 0"),
+        (lambda: checks.numbers("f", "> 0", a=float("nan")), ValueError, "f: a must be > 0, got nan"),
+        (lambda: checks.numbers("f", "in [0, 1)", a=1), ValueError, r"f: a must be in \[0, 1\), got 1"),
+        (lambda: checks.choice("f", ("a", "b"), kind="c"), ValueError, r"f: kind must be one of .* got 'c'"),
+        (lambda: checks.floating("f", x=X.astype(int)), TypeError, "f: x must be floating, got int32"),
+        (lambda: checks.wide("f", x=X.astype(jnp.bfloat16)), TypeError, "f: x must be float32 or wider"),
+        (lambda: checks.integers("f", x=X), TypeError, "f: x must be integers, got float32"),
+        (lambda: checks.shapes("f", "n 2", x=(X, (2,))), ValueError, r"x must have shape \(2,\) for n 2, got"),
+        (lambda: checks.dims("f", x=(X, "b t"), y=(X.T, "b t")), ValueError, r"y must have shape \[2, 3\], got x"),
+        (lambda: checks.dims("f", x=(X, "b t c")), ValueError, r"x must have shape \[b, t, c\], got x \(2, 3\)"),
+        (lambda: checks.last_axis("f", X, 4), ValueError, r"f: expected \[..., 4\], got \(2, 3\)"),
+        (lambda: checks.image("f", X, 4), ValueError, r"f: expected \[N, H, W, 4\], got \(2, 3\)"),
+        (lambda: checks.mask("f", X, (2, 3)), ValueError, r"mask must be bool of shape \(2, 3\), got float32"),
+    ],
+)  # fmt: skip
+def test_an_error_has_the_argument_and_its_value(check, error, message):
+    with pytest.raises(error, match=message):
+        check()
+
+
+def test_what_is_not_given_passes():
+    checks.sizes("f", n=None, m=1)
+    checks.floating("f", x=None, y=X)
+    checks.mask("f", None, (2,))
+    assert checks.dims("f", x=(X, "b t"), y=(None, "t"), z=(X[0], "t")) == {"b": 2, "t": 3}
