@@ -207,7 +207,7 @@ LONGROPE = CONFIGS["phi3_longrope"]
         ({}, "model_type None is not supported"),
         (LLAMA | {"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClass"),
         (LLAMA | {"num_experts": 8}, "llama: unknown options in config.json: num_experts=8"),
-        (LLAMA | {"hidden_act": "mish"}, "hidden_act 'mish' is not supported, only 'gelu' or"),
+        (LLAMA | {"hidden_act": "mish"}, "hidden_act 'mish' is not supported, only 'silu' or"),
         (
             LLAMA | {"rope_scaling": {"rope_type": "dynamic"}},
             "rope_type 'dynamic' is not supported",

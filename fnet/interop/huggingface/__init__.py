@@ -20,7 +20,7 @@ from fnet.interop.huggingface.checkpoint import (
     read_params,
     to_tensors,
 )
-from fnet.interop.huggingface.decoders import Decoder as Decoder
+from fnet.interop.huggingface.decoders import decoder as decoder
 from fnet.interop.huggingface.family import FAMILIES as FAMILIES
 from fnet.interop.huggingface.family import Family as Family
 from fnet.interop.huggingface.family import register as register

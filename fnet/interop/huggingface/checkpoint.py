@@ -123,7 +123,7 @@ def leaves(tree: Params) -> dict[str, Any]:
 
 
 def name_tensors(shapes: Params, names: Names, root: str) -> tuple[Tensor, ...]:
-    """Name each parameter of a network as the checkpoint does.
+    """Name each parameter of a network as the checkpoint does. A tied head may be there, too.
 
     Args:
       shapes: shapes of the parameters.
@@ -133,7 +133,10 @@ def name_tensors(shapes: Params, names: Names, root: str) -> tuple[Tensor, ...]:
     Raises:
       KeyError: for a parameter without a name.
     """
-    tensors = (_named(path, a.shape, names) for path, a in leaves(shapes).items())
+    tensors = [_named(path, a.shape, names) for path, a in leaves(shapes).items()]
+    if "head" in names and "embedding" in shapes and "head" not in shapes:
+        (table,) = (t for t in tensors if t.path == "embedding/embedding")
+        tensors.append(table._replace(name=f"{names['head']}.weight", optional=True))
     return tuple(t._replace(name=t.name.replace("ROOT", root)) for t in tensors)
 
 

@@ -3,14 +3,13 @@
 import dataclasses
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, Self
+from typing import Any
 
 import jax
 from jax.typing import DTypeLike
 
-from fnet.interop.huggingface.checkpoint import Names, PretrainedModel, Tensor, name_tensors
-from fnet.interop.huggingface.options import Options
-from fnet.layer import Layer, Params
+from fnet.interop.huggingface.checkpoint import Names, PretrainedModel, name_tensors
+from fnet.interop.huggingface.options import Options, Source
 from fnet.models import LanguageModel
 from fnet.models.vit import Interpolation
 
@@ -33,14 +32,17 @@ ACTIVATIONS = {
 class Family:
     """Models that share a ``model_type``: how ``config.json`` becomes a network, and its names.
 
-    A field of a family that describes the network is a value, an `Option` of ``config.json``, or a
-    function of `Options`. Options that nothing reads are refused, unless they have no effect.
+    Options that nothing reads are refused, unless they have no effect.
 
     Attributes:
       model_type: ``model_type`` in ``config.json``.
       architectures: Names of the classes with the head that is supported.
+      network: ``(options, names, dtype, **arguments) -> (network, kinds of its blocks)``, such as
+        `decoder`.
+      arguments: Its arguments. Each is a value, an `Option` of ``config.json``, or a function of
+        `Options`.
       names: Names of the tensors, the same for reading and writing; see `table`. ``ROOT`` stands
-        for the model type.
+        for the model type. It may be a function of `Options`.
       prefix: Prefix that checkpoints without a head lack.
       others: Names of tensors of another model in the same checkpoint, such as a text tower.
       ignored: Options without effect on the output, beyond those that every config may have. ``*``
@@ -53,8 +55,9 @@ class Family:
 
     model_type: str
     architectures: tuple[str, ...]
-    _: dataclasses.KW_ONLY
-    names: Any
+    network: Callable[..., tuple[Any, tuple[Any, ...]]]
+    arguments: Mapping[str, Source]
+    names: Source
     prefix: str | None = "model."
     others: re.Pattern[str] | None = None
     ignored: tuple[str, ...] = ()
@@ -62,32 +65,19 @@ class Family:
     interpolation: Interpolation | None = None
     part: Callable[[Options], Options] = lambda options: options
 
-    def like(self, model_type: str, *architectures: str, **fields: Any) -> Self:
-        """Return a family that differs in some fields."""
+    def like(self, model_type: str, *architectures: str, **changes: Any) -> "Family":
+        """Return a family that differs in some fields or arguments."""
+        fields = {f.name for f in dataclasses.fields(self)}
+        given = {name: value for name, value in changes.items() if name not in fields}
         return dataclasses.replace(
-            self, model_type=model_type, architectures=architectures, **fields
+            self,
+            model_type=model_type,
+            architectures=architectures,
+            **{
+                "arguments": {**self.arguments, **given},
+                **{name: value for name, value in changes.items() if name in fields},
+            },
         )
-
-    def network(
-        self, options: Options, dtype: DTypeLike, *, interpolate: bool
-    ) -> LanguageModel | Layer:
-        """Build the network.
-
-        Args:
-          options: Options of the model.
-          dtype: Dtype of activations.
-          interpolate: Whether an image network takes images of other sizes.
-        """
-        raise NotImplementedError
-
-    def kinds(self, options: Options) -> tuple[Any, ...]:
-        """Return the kind of each block. Equal kinds are equal layers."""
-        del options
-        return ()
-
-    def tensors(self, shapes: Params, names: Names) -> tuple[Tensor, ...]:
-        """Return the tensors of a network with these parameters."""
-        return name_tensors(shapes, names, self.model_type)
 
     def build(
         self, options: Options, dtype: DTypeLike, *, interpolate: bool = False
@@ -106,19 +96,18 @@ class Family:
         for name, values in self.supported.items():
             part.require(name, *values)
         part.ignore(*self.ignored)
-        network = self.network(part, dtype, interpolate=interpolate)
-        names, kinds = part.value(self.names), self.kinds(part)
+        arguments = {name: part.value(source) for name, source in self.arguments.items()}
+        if interpolate:
+            arguments["interpolate"] = self.interpolation
+        names: Names = part.value(self.names)
+        network, kinds = self.network(part, names, dtype, **arguments)
         part.reject_unread()
         options.reject_unread()
         shapes, _ = jax.eval_shape(network.init, jax.random.key(0))
+        tensors = name_tensors(shapes, names, self.model_type)
         losses = network.losses if isinstance(network, LanguageModel) else None
         return PretrainedModel(
-            network.init,
-            network.apply,
-            network.decode,
-            losses,
-            self.tensors(shapes, names),
-            kinds,
+            network.init, network.apply, network.decode, losses, tensors, tuple(kinds)
         )
 
 
@@ -130,7 +119,7 @@ def register(*families: Family) -> None:
     """Add families to `FAMILIES`.
 
     Args:
-      families: Rows, such as a `Decoder` with another ``model_type``.
+      families: Rows, such as `Family.like` returns.
 
     Raises:
       ValueError: if a model type is known already.
@@ -149,6 +138,11 @@ def register(*families: Family) -> None:
         if family.model_type in FAMILIES:
             raise ValueError(f"register: the model_type {family.model_type!r} is registered twice")
         FAMILIES[family.model_type] = family
+
+
+def activation(name: str, default: str) -> Source:
+    """An option with the name of an activation in transformers or timm, as fnet's name."""
+    return lambda options: ACTIVATIONS[options.require(name, default, *ACTIVATIONS)]
 
 
 def table(text: str) -> Names:

@@ -1,18 +1,20 @@
 """Recurrent networks for text: Mamba, Mamba-2, Falcon Mamba, RecurrentGemma, as rows."""
 
-import dataclasses
+import functools
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from fnet import layers
+from fnet import layers, models
 from fnet.interop.huggingface.checkpoint import Names
-from fnet.interop.huggingface.decoders import Decoder, activation
-from fnet.interop.huggingface.family import register, table
-from fnet.interop.huggingface.options import Option, Options, Source
+from fnet.interop.huggingface.decoders import decoder, rms_norm
+from fnet.interop.huggingface.family import FAMILIES, Family, activation, register, table
+from fnet.interop.huggingface.options import Option, Options
+from fnet.interop.huggingface.rotary import Rope
 from fnet.layer import Layer
 
 _NAMES = table("""
@@ -63,139 +65,104 @@ head                                   lm_head
 """)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Mamba(Decoder):
-    """A stack of state-space mixers.
-
-    Attributes:
-      select_norm_eps: Epsilon of the norm of what time steps, B and C are computed from, or None.
-    """
-
-    width: Source = Option("hidden_size", 768)
-    eps: Source = Option("layer_norm_epsilon", 1e-5)
-    bias: Source = Option("use_bias", False)
-    prefix: str | None = "backbone."
-    ignored: tuple[str, ...] = (
-        *("rescale_prenorm_residual", "layer_types", "intermediate_size", "time_step_[fims]*"),
-        *("fused_add_norm", "pad_vocab_size_multiple", "ssm_cfg", "use_*mambapy"),
-        "use_associative_scan",
+def _stack(
+    options: Options,
+    names: Names,
+    dtype: DTypeLike,
+    *,
+    mixer: Callable[..., Layer],
+    vocabulary: int,
+    width: int,
+    inner: int,
+    blocks: int,
+    eps: float,
+    tied: bool,
+    residual_in_fp32: bool,
+    **mixer_options: Any,
+) -> tuple[models.LanguageModel, tuple[Any, ...]]:
+    """Stack equal mixers without feed-forward layers."""
+    del names
+    options.require("hidden_act", "silu", "swish")
+    # Converted checkpoints of the authors repeat their own names of the sizes.
+    for name, size in (("d_model", width), ("d_inner", inner), ("n_layer", blocks)):
+        options.require(name, size)
+    block = layers.Block(mixer(width, expand=inner / width, **mixer_options))
+    wide = residual_in_fp32 and jnp.finfo(dtype).bits < 32
+    model = models.language_model(
+        vocabulary=vocabulary,
+        width=width,
+        blocks=[block] * blocks,
+        norm=functools.partial(layers.rms_norm, eps=eps),
+        tied=tied,
+        dtype=dtype,
+        residual_dtype=jnp.float32 if wide else None,
     )
-    select_norm_eps: Source = None
+    return model, ("mixer",) * blocks
 
-    def kinds(self, options: Options) -> tuple[Any, ...]:
-        """Return one kind of all blocks."""
-        return ("mamba",) * int(options.value(self.blocks))
 
-    def block(self, options: Options, kind: Any) -> layers.Block:
-        """Build a block without a feed-forward layer."""
-        return layers.Block(self.mixer(options, kind))
+def _inner(options: Options) -> int:
+    return int(options.get("expand", 2) * options.get("hidden_size", 768))
 
-    def residual_dtype(self, options: Options, dtype: DTypeLike) -> DTypeLike | None:
-        """Return float32 for narrower activations, unless the config says otherwise."""
-        wide = options.get("residual_in_fp32", True) and jnp.finfo(dtype).bits < 32
-        return jnp.float32 if wide else None
 
-    def mixer(self, options: Options, kind: Any) -> Layer:
-        """Build a Mamba mixer."""
-        del kind
-        width, inner = self._sizes(options)
-        rank = options.get("time_step_rank", "auto")
-        return layers.mamba(
-            width,
-            expand=inner / width,
-            state=options.get("state_size", 16),
-            conv=options.get("conv_kernel", 4),
-            dt_rank=math.ceil(width / 16) if rank == "auto" else int(rank),
-            bias=options.value(self.bias),
-            conv_bias=options.get("use_conv_bias", True),
-            select_norm_eps=options.value(self.select_norm_eps),
+def _rank(options: Options) -> int:
+    rank = options.get("time_step_rank", "auto")
+    return math.ceil(options.get("hidden_size", 768) / 16) if rank == "auto" else int(rank)
+
+
+def _head(options: Options) -> int:
+    heads, head = options.get("num_heads", 128), options.get("head_dim", 64)
+    if heads * head != (inner := _inner(options)):
+        raise ValueError(
+            f"{options.kind}: num_heads * head_dim must be expand * hidden_size = {inner}, got "
+            f"{heads} * {head}"
         )
-
-    def _sizes(self, options: Options) -> tuple[int, int]:
-        """Width of the model and of its mixers."""
-        width = options.value(self.width)
-        inner = int(options.get("expand", 2) * width)
-        options.require("hidden_act", "silu", "swish")
-        # Converted checkpoints of the authors repeat their own names of the sizes.
-        options.require("d_model", width)
-        options.require("d_inner", inner)
-        options.require("n_layer", options.value(self.blocks))
-        options.require("rms_norm", True)
-        return width, inner
+    return int(head)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Mamba2(_Mamba):
-    """A stack of Mamba-2 mixers. Their norm is over each group of heads."""
+def _step_limits(options: Options) -> tuple[float, float] | None:
+    low, high = (
+        float(v["__float__"] if isinstance(v, dict) else v)  # as transformers 5 writes infinity
+        for v in options.get("time_step_limit", (0.0, math.inf))
+    )
+    # Time steps are positive by themselves.
+    return None if low <= 0 and high == math.inf else (low, high)
 
-    def mixer(self, options: Options, kind: Any) -> Layer:
-        """Build a Mamba-2 mixer."""
-        del kind
-        width, inner = self._sizes(options)
-        heads, head = options.get("num_heads", 128), options.get("head_dim", 64)
-        if heads * head != inner:
-            raise ValueError(
-                f"{options.kind}: num_heads * head_dim must be expand * hidden_size = {inner}, got "
-                f"{heads} * {head}"
-            )
-        groups = options.get("n_groups", 8)
-        low, high = map(_number, options.get("time_step_limit", (0.0, math.inf)))
-        return layers.mamba2(
-            width,
-            expand=inner / width,
-            head=head,
-            state=options.get("state_size", 128),
-            groups=groups,
-            conv=options.get("conv_kernel", 4),
-            bias=options.value(self.bias),
-            conv_bias=options.get("use_conv_bias", True),
-            norm_groups=groups,
-            norm_eps=options.value(self.eps),
-            # Time steps are positive by themselves.
-            step_limits=None if low <= 0 and high == math.inf else (low, high),
+
+def _recurrent_gemma(
+    options: Options,
+    names: Names,
+    dtype: DTypeLike,
+    *,
+    block_types: Sequence[str],
+    window: int,
+    recurrent_width: int | None,
+    conv: int,
+    **arguments: Any,
+) -> tuple[models.LanguageModel, tuple[Any, ...]]:
+    """Stack recurrent blocks and blocks of sliding attention in a repeated pattern (Griffin)."""
+    if not block_types or set(block_types) - {"recurrent", "attention"}:
+        raise ValueError(
+            f"{options.kind}: block_types must name attention or recurrent, got {block_types}"
         )
-
-
-def _number(value: float | dict[str, str]) -> float:
-    """Read a number as JSON has it, or infinity as transformers 5 writes it."""
-    return float(value["__float__"] if isinstance(value, dict) else value)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _RecurrentGemma(Decoder):
-    """RecurrentGemma (Griffin): recurrent blocks and sliding attention in a repeated pattern."""
-
-    def kinds(self, options: Options) -> tuple[Any, ...]:
-        """Return the mixer of each block."""
-        pattern = options.get("block_types", ("recurrent", "recurrent", "attention"))
-        if not pattern or set(pattern) - {"recurrent", "attention"}:
-            raise ValueError(
-                f"{options.kind}: block_types must name attention or recurrent, got {pattern}"
-            )
-        blocks = options.value(self.blocks)
-        return tuple(pattern[i % len(pattern)] for i in range(blocks))
-
-    def mixer(self, options: Options, kind: Any) -> Layer:
-        """Build attention or a recurrence."""
-        if kind == "attention":
-            return super().mixer(options, (options.value(self.window), True))
-        width = options.value(self.width)
-        return layers.rg_lru(
-            width,
-            expand=options.get("lru_width", width) / width,
-            heads=options.value(self.heads),
-            conv=options.get("conv1d_width", 4),
-            scale_first=False,
+    if arguments["activation"] != "gelu":
+        raise ValueError(
+            f"{options.kind}: hidden_activation must be gelu_pytorch_tanh, got "
+            f"{arguments['activation']}, which the recurrent blocks do not support"
         )
-
-    def feed_forward(self, options: Options) -> Layer:
-        """Build the feed-forward layer."""
-        if (act := activation(options, self.activation)) != "gelu":
-            raise ValueError(
-                f"{options.kind}: hidden_activation must be gelu_pytorch_tanh, got {act}, which "
-                "the recurrent blocks do not support"
-            )
-        return super().feed_forward(options)
+    width, heads, blocks = (arguments[name] for name in ("width", "heads", "blocks"))
+    kinds = [block_types[i % len(block_types)] for i in range(blocks)]
+    expand = (recurrent_width or width) / width
+    recurrent = layers.rg_lru(width, expand=expand, heads=heads, conv=conv, scale_first=False)
+    attends = ["sliding_attention" if k == "attention" else "full_attention" for k in kinds]
+    return decoder(
+        options,
+        names,
+        dtype,
+        window=window,
+        layer_types=attends,
+        block=lambda kind, block: block if kind[0] else block._replace(mixer=recurrent),
+        **arguments,
+    )
 
 
 def _recurrent_gemma_names(options: Options) -> Names:
@@ -210,12 +177,45 @@ def _embed_scale(options: Options) -> float:
     return float(np.asarray(math.sqrt(options.get("hidden_size"))).astype(jnp.bfloat16))
 
 
-_MAMBA = _Mamba(
+_MAMBA = Family(
     "mamba",
     ("MambaForCausalLM",),
-    names={**_NAMES, **_MAMBA_NAMES},
-    tied=Option("tie_word_embeddings", True),
+    _stack,
+    {
+        "mixer": lambda options: layers.mamba,
+        "vocabulary": Option("vocab_size"),
+        "width": Option("hidden_size", 768),
+        "inner": _inner,
+        "blocks": Option("num_hidden_layers"),
+        "state": Option("state_size", 16),
+        "conv": Option("conv_kernel", 4),
+        "dt_rank": _rank,
+        "bias": Option("use_bias", False),
+        "conv_bias": Option("use_conv_bias", True),
+        "eps": Option("layer_norm_epsilon", 1e-5),
+        "tied": Option("tie_word_embeddings", True),
+        "residual_in_fp32": Option("residual_in_fp32", True),
+    },
+    _NAMES | _MAMBA_NAMES,
+    prefix="backbone.",
+    ignored=(
+        *("rescale_prenorm_residual", "layer_types", "intermediate_size", "time_step_[fims]*"),
+        *("fused_add_norm", "pad_vocab_size_multiple", "ssm_cfg", "use_*mambapy"),
+        "use_associative_scan",
+    ),
+    supported={"rms_norm": (True,)},
 )
+_MAMBA2_ARGUMENTS = {
+    **{name: source for name, source in _MAMBA.arguments.items() if name != "dt_rank"},
+    "mixer": lambda options: layers.mamba2,
+    "head": _head,
+    "state": Option("state_size", 128),
+    "groups": Option("n_groups", 8),
+    "norm_groups": Option("n_groups", 8),
+    "norm_eps": Option("layer_norm_epsilon", 1e-5),
+    "step_limits": _step_limits,
+    "tied": Option("tie_word_embeddings", False),
+}
 
 register(
     _MAMBA,
@@ -224,27 +224,32 @@ register(
         "FalconMambaForCausalLM",
         select_norm_eps=Option("mixer_rms_eps", 1e-6),
     ),
-    _Mamba2(
+    _MAMBA.like(
         "mamba2",
-        ("Mamba2ForCausalLM",),
-        names={**_NAMES, **_MAMBA2_NAMES},
+        "Mamba2ForCausalLM",
+        arguments=_MAMBA2_ARGUMENTS,
+        names=_NAMES | _MAMBA2_NAMES,
         # transformers ignores norm_before_gate: its norm is an RMS norm of the gated output.
         ignored=(*_MAMBA.ignored, "chunk_size", "time_step_rank", "norm_before_gate"),
     ),
-    _RecurrentGemma(
+    FAMILIES["llama"].like(
         "recurrent_gemma",
-        ("RecurrentGemmaForCausalLM",),
+        "RecurrentGemmaForCausalLM",
+        network=_recurrent_gemma,
         names=_recurrent_gemma_names,
-        activation=Option("hidden_activation", "gelu_pytorch_tanh"),
+        block_types=Option("block_types", ("recurrent", "recurrent", "attention")),
+        window=Option("attention_window_size", 2048),
+        recurrent_width=Option("lru_width", None),
+        conv=Option("conv1d_width", 4),
         hidden=lambda options: options.get("intermediate_size") // 2,  # of gate and input together
-        embed_scale=_embed_scale,
-        norm_offset=1.0,
+        activation=activation("hidden_activation", "gelu_pytorch_tanh"),
+        norm=rms_norm(offset=1.0),
         output_bias=True,
         mlp_bias=True,
-        partial=0.5,
-        window=Option("attention_window_size", 2048),
+        embed_scale=_embed_scale,
         logit_soft_cap=Option("logits_soft_cap", 30.0),
         tied=Option("tie_word_embeddings", True),
+        rope=Rope(partial=0.5),
         ignored=("w_init_variance_scale", "final_w_init_variance_scale", "_block_types"),
         supported={"embeddings_scale_by_sqrt_dim": (True,)},
     ),

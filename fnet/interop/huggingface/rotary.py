@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from fnet.interop.huggingface.options import Options
+from fnet.interop.huggingface.options import Options, Source
 
 _Frequencies = tuple[float, ...]
 
@@ -152,27 +152,47 @@ _SCALINGS: dict[str, Callable[..., Rotary]] = {
 }
 
 
-def rope_parameters(
-    options: Options,
-    theta: float,
-    partial: float = 1.0,
-    original: int | None = None,
-    kind: str = "full_attention",
-) -> dict[str, Any]:
-    """Options of the rotary embedding, as written by any version of transformers.
+class Rope(NamedTuple):
+    """Rotary embeddings of a family: the defaults of their options.
 
-    Args:
-      options: options of the model.
-      theta, partial, original: defaults of the family.
-      kind: kind of layers, in configs with options for each.
+    Attributes:
+      theta: Base of the frequencies.
+      partial: Share of a head that is rotated.
+      original: Original context.
+      local_theta: Base in blocks with a window; None: as in others.
     """
-    given = options.get("rope_scaling", None) or options.get("rope_parameters", {})
-    options.ignore("rope_parameters")
-    parameters = dict(given.get(kind) or {} if "full_attention" in given else given)
-    parameters.setdefault("rope_theta", options.get("rope_theta", theta))
-    parameters.setdefault("partial_rotary_factor", options.get("partial_rotary_factor", partial))
-    # transformers prefers it to that of the parameters.
-    original = options.get("original_max_position_embeddings", original)
-    if original is not None:
-        parameters["original_max_position_embeddings"] = original
-    return parameters
+
+    theta: float = 10_000.0
+    partial: float = 1.0
+    original: int | None = None
+    local_theta: Source = None
+
+    def embedding(self, options: Options, head_dim: int, window: int | None) -> Rotary:
+        """Return the embedding of a block, from options as any version of transformers has them.
+
+        Raises:
+          ValueError: as `rotary_embedding`.
+        """
+        given = options.get("rope_scaling", None) or options.get("rope_parameters", {})
+        options.ignore("rope_parameters")
+        by_kind = given if "full_attention" in given else {"full_attention": given}
+        p = dict(by_kind["full_attention"] or {})
+        p.setdefault("rope_theta", options.get("rope_theta", self.theta))
+        p.setdefault("partial_rotary_factor", options.get("partial_rotary_factor", self.partial))
+        # transformers prefers it to that of the parameters.
+        original = options.get("original_max_position_embeddings", self.original)
+        if original is not None:
+            p["original_max_position_embeddings"] = original
+        local_theta = options.value(self.local_theta)
+        if window is not None and local_theta is not None:
+            p = {"rope_theta": local_theta} | (by_kind.get("sliding_attention") or {})
+        positions = options.get("max_position_embeddings", 0)
+        rotary = rotary_embedding(options.kind, head_dim, p, positions)
+        # Frequencies depend on the length, but a window's cache does not show it.
+        frequencies = rotary.frequencies
+        if window and callable(frequencies) and frequencies(window) != frequencies(2**31):
+            raise ValueError(
+                f"{options.kind}: longrope with sliding_window {window}, within the original "
+                "context, is not supported"
+            )
+        return rotary

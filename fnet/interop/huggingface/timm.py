@@ -6,9 +6,9 @@ from typing import Any
 
 from fnet import layers
 from fnet.interop.huggingface.checkpoint import Names
-from fnet.interop.huggingface.family import table
+from fnet.interop.huggingface.family import Family, activation, table
 from fnet.interop.huggingface.options import Option, Options
-from fnet.interop.huggingface.vision import ConvNeXt, Head, ImageFamily, ImageTransformer
+from fnet.interop.huggingface.vision import Head, convnext, transformer
 from fnet.models.convnext import SIZES
 from fnet.models.vit import distilled_head
 
@@ -90,7 +90,7 @@ def _convnext_arguments(v2: str | None, size: str, mlp: str | None) -> dict[str,
     return args | ({"head_hidden_size": args["dims"][-1]} if mlp else {})
 
 
-def family(architecture: str) -> ImageFamily:
+def family(architecture: str) -> Family:
     """Return the family of an ``architecture`` of timm.
 
     Raises:
@@ -206,52 +206,59 @@ def _convnext_names(options: Options) -> Names:
     return {**_CONVNEXT_NAMES, **(_CONV_MLP_NAMES if convs else {})}
 
 
-_VIT = ImageTransformer(
+_VIT = Family(
     "vit",
     (),
+    transformer,
+    {
+        "size": Option("img_size"),
+        "channels": Option("in_chans", 3),
+        "patch": Option("patch_size", 16),
+        "width": Option("embed_dim"),
+        "blocks": Option("depth"),
+        "heads": Option("num_heads"),
+        "hidden": _hidden,
+        "head": _head,
+        "activation": activation("act_layer", "gelu"),
+        "eps": Option("norm_eps", 1e-6),
+        "bias": Option("qkv_bias", True),
+        "fused": True,
+        "gated": Option("gated", False),
+        "patch_bias": lambda options: not options.get("pre_norm", False),
+        "scale": Option("init_values", None),
+        "class_token": Option("class_token", True),
+        "distillation_token": Option("distilled", False),
+        "registers": Option("reg_tokens", 0),
+        "positions": lambda o: "patches" if o.get("no_embed_class", False) else "all",
+        "input_norm": Option("pre_norm", False),
+        "final_norm": Option("final_norm", True),
+    },
+    _vit_names,
     prefix=None,
     part=_part,
-    names=_vit_names,
-    channels=Option("in_chans", 3),
-    image_size=Option("img_size"),
-    width=Option("embed_dim"),
-    blocks=Option("depth"),
-    heads=Option("num_heads"),
-    hidden=_hidden,
-    activation=Option("act_layer", "gelu"),
-    eps=Option("norm_eps", 1e-6),
-    fused=True,
-    gated=Option("gated", False),
-    patch_bias=lambda options: not options.get("pre_norm", False),
-    scale=Option("init_values", None),
-    class_token=Option("class_token", True),
-    distillation_token=Option("distilled", False),
-    registers=Option("reg_tokens", 0),
-    position_of=lambda options: "patches" if options.get("no_embed_class", False) else "all",
-    input_norm=Option("pre_norm", False),
-    final_norm=Option("final_norm", True),
-    head=_head,
-    interpolation="bicubic_antialiased",
     ignored=("*drop_rate", "weight_init", "fix_init", "dynamic_img_size", "global_pool"),
     supported={"pos_embed": ("learn",), "qk_norm": (False,), "pool_include_prefix": (False,)},
+    interpolation="bicubic_antialiased",
 )
 
-_CONVNEXT = ConvNeXt(
+_CONVNEXT = Family(
     "convnext",
     (),
+    convnext,
+    {
+        "num_classes": lambda options: options.get("num_classes") or None,
+        "in_channels": Option("in_chans"),
+        "blocks": Option("depths"),
+        "widths": Option("dims"),
+        "layer_scale": Option("ls_init_value", 1e-6, nullable=True),
+        "response_norm": Option("use_grn", False),
+        "activation": activation("act_layer", "gelu"),
+        "eps": Option("norm_eps", 1e-6),
+        "head_hidden": Option("head_hidden_size", None),
+    },
+    _convnext_names,
     prefix=None,
     part=_part,
-    names=_convnext_names,
-    channels=Option("in_chans"),
-    depths=Option("depths"),
-    widths=Option("dims"),
-    classes=Option("num_classes"),
-    scale=Option("ls_init_value", 1e-6, nullable=True),
-    response_norm=Option("use_grn", False),
-    activation=Option("act_layer", "gelu"),
-    eps=Option("norm_eps", 1e-6),
-    final_eps=None,
-    head_hidden=Option("head_hidden_size", None),
     ignored=("img_size", "*drop_rate", "head_init_scale"),
     supported={
         "patch_size": (4,),

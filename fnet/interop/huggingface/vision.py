@@ -1,9 +1,8 @@
 """Networks for images: ViT, DeiT, DINOv2, image towers of CLIP and SigLIP, ConvNeXt, as rows."""
 
-import dataclasses
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jax import Array
@@ -11,17 +10,10 @@ from jax.typing import DTypeLike
 
 from fnet import checks, layers, models
 from fnet.interop.huggingface.checkpoint import Names
-from fnet.interop.huggingface.decoders import activation
-from fnet.interop.huggingface.family import Family, register, table
-from fnet.interop.huggingface.options import Option, Options, Source
+from fnet.interop.huggingface.family import Family, activation, register, table
+from fnet.interop.huggingface.options import Option, Options
 from fnet.layer import Layer, serial
-from fnet.models.vit import (
-    Interpolation,
-    Pooling,
-    attention_pooling,
-    distilled_head,
-    image_transformer,
-)
+from fnet.models.vit import Pooling, attention_pooling, distilled_head, image_transformer
 
 
 class Head(NamedTuple):
@@ -38,159 +30,86 @@ class Head(NamedTuple):
     fused: bool = True
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ImageFamily(Family):
-    """Networks on normalized images.
+def transformer(
+    options: Options,
+    names: Names,
+    dtype: DTypeLike,
+    *,
+    size: int | Sequence[int],
+    channels: int,
+    patch: int | Sequence[int],
+    width: int,
+    blocks: int,
+    heads: int,
+    hidden: int,
+    head: Head,
+    activation: str,
+    eps: float,
+    bias: bool = True,
+    fused: bool = False,
+    gated: bool = False,
+    scale: float | None = None,
+    **others: Any,
+) -> tuple[Layer, tuple[Any, ...]]:
+    """Build an image transformer, for the row of a family.
 
-    Attributes:
-      channels: Number of channels.
-      activation: Name of the activation.
-      eps: Added to the variance in norms.
+    Args:
+      options, names, dtype: as for `decoder`.
+      size, channels, patch: sides and channels of images, sides of patches.
+      width, blocks, heads, hidden: sizes.
+      head: pooling and head.
+      activation, eps: activation, and epsilon of norms.
+      bias: whether query, key and value have biases.
+      fused: whether they are one array.
+      gated: whether feed-forward layers multiply by a gate.
+      scale: initial value of layer scales; None: there are none.
+      **others: further arguments of `fnet.models.image_transformer`.
     """
-
-    channels: Source = Option("num_channels", 3)
-    activation: Source = Option("hidden_act", "gelu")
-    eps: Source = Option("layer_norm_eps", 1e-12)
-
-    def network(self, options: Options, dtype: DTypeLike, *, interpolate: bool) -> Layer:
-        """Build the network, which computes in ``dtype``."""
-        layer = self.layer(options, self.interpolation if interpolate else None)
-
-        def apply(params: Any, state: Any, x: Array, **given: Any) -> tuple[Array, Any]:
-            checks.floating("images", x=x)  # integers are pixels that nobody normalized
-            return layer.apply(params, state, x.astype(dtype), **given)
-
-        return Layer(layer.init, apply)
-
-    def layer(self, options: Options, interpolation: Interpolation | None) -> Layer:
-        """Build the network."""
-        raise NotImplementedError
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ImageTransformer(ImageFamily):
-    """An image transformer that differs from ViT in its fields.
-
-    Attributes:
-      image_size, patch: Sides of image and patch: one number, or height and width.
-      width, blocks, heads, hidden: Sizes.
-      head: `Head`.
-      fused: Whether query, key and value are one array.
-      gated: Whether feed-forward layers multiply by a gate.
-      bias: Whether query, key and value have biases.
-      patch_bias: Whether the patch embedding has one.
-      scale: Initial value of layer scales; None: there are none.
-      class_token, distillation_token, mask_token, registers: Further tokens.
-      position_of: Which tokens have positions, as for `fnet.models.image_transformer`.
-      input_norm, final_norm: Whether there is a norm before and after the blocks.
-    """
-
-    image_size: Source = Option("image_size", 224)
-    patch: Source = Option("patch_size", 16)
-    width: Source = Option("hidden_size", 768)
-    blocks: Source = Option("num_hidden_layers", 12)
-    heads: Source = Option("num_attention_heads", 12)
-    hidden: Source = Option("intermediate_size", 3072)
-    head: Source = Head("token")
-    fused: bool = False
-    gated: Source = False
-    bias: Source = Option("qkv_bias", True)
-    patch_bias: Source = True
-    scale: Source = None
-    class_token: Source = True
-    distillation_token: Source = False
-    mask_token: Source = False
-    registers: Source = 0
-    position_of: Source = "class"
-    input_norm: Source = False
-    final_norm: Source = True
-    interpolation: Interpolation | None = "bicubic"
-
-    def layer(self, options: Options, interpolation: Interpolation | None) -> Layer:
-        """Build the network."""
-        value = options.value
-        size, patch = value(self.image_size), value(self.patch)
-        height, side = (size, size) if isinstance(size, int) else size
-        width, heads, hidden = value(self.width), value(self.heads), value(self.hidden)
-        norm = functools.partial(layers.layer_norm, eps=value(self.eps))
-        act, gated, scale = (
-            activation(options, self.activation),
-            value(self.gated),
-            value(self.scale),
-        )
-        head = value(self.head)
-        feed_forward = layers.feed_forward(width, hidden, activation=act, gated=gated, bias=True)
-        attention = layers.attention(
-            width, heads, bias=value(self.bias), output_bias=True, fused=self.fused
-        )
-        pooling = None
-        if head.pooling == "map":
-            plain = layers.feed_forward(width, hidden, activation=act, gated=False, bias=True)
-            pooling = attention_pooling(width, heads, plain, norm=norm, fused=head.fused)
-        return image_transformer(
-            image_shape=(height, side, value(self.channels)),
-            patch=patch if isinstance(patch, int) else tuple(patch),
-            width=width,
-            blocks=[layers.Block(attention, feed_forward)] * value(self.blocks),
-            class_token=value(self.class_token),
-            distillation_token=value(self.distillation_token),
-            registers=value(self.registers),
-            mask_token=value(self.mask_token),
-            positions=value(self.position_of),
-            interpolate=interpolation,
-            patch_bias=value(self.patch_bias),
-            norm=norm,
-            input_norm=value(self.input_norm),
-            final_norm=value(self.final_norm),
-            post_norm=(
-                None if scale is None else functools.partial(layers.layer_scale, initial=scale)
-            ),
-            pooling=head.pooling,
-            map_pooling=pooling,
-            head=head.layer,
-        )
+    del options, names
+    norm = functools.partial(layers.layer_norm, eps=eps)
+    feed_forward = functools.partial(
+        layers.feed_forward, width, hidden, activation=activation, bias=True
+    )
+    attention = layers.attention(width, heads, bias=bias, output_bias=True, fused=fused)
+    pooling = None
+    if head.pooling == "map":
+        plain = feed_forward(gated=False)
+        pooling = attention_pooling(width, heads, plain, norm=norm, fused=head.fused)
+    layer = image_transformer(
+        image_shape=(*_sides(size), channels),
+        patch=_sides(patch),
+        width=width,
+        blocks=[layers.Block(attention, feed_forward(gated=gated))] * blocks,
+        norm=norm,
+        post_norm=None if scale is None else functools.partial(layers.layer_scale, initial=scale),
+        pooling=head.pooling,
+        map_pooling=pooling,
+        head=head.layer,
+        **others,
+    )
+    return _of_floating_images(layer, dtype), ()
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ConvNeXt(ImageFamily):
-    """ConvNeXt, the first and the second version.
+def convnext(
+    options: Options, names: Names, dtype: DTypeLike, **arguments: Any
+) -> tuple[Layer, tuple[Any, ...]]:
+    """Build a ConvNeXt, for the row of a family, with arguments of `fnet.models.convnext`."""
+    del options, names
+    return _of_floating_images(models.convnext(**arguments), dtype), ()
 
-    Attributes:
-      depths, widths, patch: Blocks and channels of each stage, and side of a patch.
-      classes: Number of classes, or None for features.
-      scale: Initial value of layer scales, or None.
-      response_norm: Whether feed-forward layers have a global response norm.
-      final_eps: Epsilon of the last norm.
-      head_hidden: Hidden width of the head, or None.
-    """
 
-    depths: Source = Option("depths", (3, 3, 9, 3))
-    widths: Source = Option("hidden_sizes", (96, 192, 384, 768))
-    patch: Source = Option("patch_size", 4)
-    classes: Source = None
-    scale: Source = Option("layer_scale_init_value", 1e-6, nullable=True)
-    response_norm: Source = False
-    final_eps: Source = Option("layer_norm_eps", 1e-12)
-    head_hidden: Source = None
-    eps: Source = 1e-6
+def _of_floating_images(layer: Layer, dtype: DTypeLike) -> Layer:
+    """Cast images to a dtype."""
 
-    def layer(self, options: Options, interpolation: Interpolation | None) -> Layer:
-        """Build the network."""
-        del interpolation
-        value = options.value
-        return models.convnext(
-            num_classes=value(self.classes) or None,
-            in_channels=value(self.channels),
-            blocks=value(self.depths),
-            widths=value(self.widths),
-            patch=value(self.patch),
-            response_norm=value(self.response_norm),
-            layer_scale=value(self.scale),
-            activation=activation(options, self.activation),
-            eps=value(self.eps),
-            final_eps=value(self.final_eps),
-            head_hidden=value(self.head_hidden),
-        )
+    def apply(params: Any, state: Any, x: Array, **given: Any) -> tuple[Array, Any]:
+        checks.floating("images", x=x)  # integers are pixels that nobody normalized
+        return layer.apply(params, state, x.astype(dtype), **given)
+
+    return Layer(layer.init, apply)
+
+
+def _sides(size: int | Sequence[int]) -> tuple[int, int]:
+    return (size, size) if isinstance(size, int) else (size[0], size[1])
 
 
 def _image_tower(options: Options) -> Options:
@@ -250,8 +169,8 @@ def _dinov2_hidden(options: Options) -> int:
     return (int(hidden * 2 / 3) + 7) // 8 * 8  # two thirds, rounded up to a multiple of 8
 
 
-def _dinov2_activation(options: Options) -> Any:
-    name = options.get("hidden_act", "gelu")
+def _dinov2_activation(options: Options) -> str:
+    name = str(options.value(activation("hidden_act", "gelu")))
     return "silu" if options.get("use_swiglu_ffn", False) else name
 
 
@@ -261,10 +180,6 @@ def _clip_head(options: Options) -> Head:
     if not options.has("visual_projection.weight", projects):
         return Head("token")
     return Head("token", layers.dense(width, size, bias=False))
-
-
-def _siglip_head(options: Options) -> Head:
-    return Head("map" if options.get("vision_use_head", True) else "none")
 
 
 _VIT_NAMES = table("""
@@ -349,18 +264,33 @@ def _dinov2_names(options: Options) -> Names:
     return {**_DINOV2_NAMES, **(_SWIGLU_NAMES if swiglu else {})}
 
 
-_VIT = ImageTransformer(
+_VIT = Family(
     "vit",
     ("ViTForImageClassification", "ViTModel"),
+    transformer,
+    {
+        "size": Option("image_size", 224),
+        "channels": Option("num_channels", 3),
+        "patch": Option("patch_size", 16),
+        "width": Option("hidden_size", 768),
+        "blocks": Option("num_hidden_layers", 12),
+        "heads": Option("num_attention_heads", 12),
+        "hidden": Option("intermediate_size", 3072),
+        "head": _vit_head,
+        "activation": activation("hidden_act", "gelu"),
+        "eps": Option("layer_norm_eps", 1e-12),
+        "bias": Option("qkv_bias", True),
+        "mask_token": lambda options: options.has("embeddings.mask_token", False),
+    },
+    _VIT_NAMES,
     prefix="vit.",
-    names=_VIT_NAMES,
-    head=_vit_head,
-    mask_token=lambda options: options.has("embeddings.mask_token", False),
     ignored=("encoder_stride",),
+    interpolation="bicubic",
 )
-_DINOV2 = ImageTransformer(
+_DINOV2 = _VIT.like(
     "dinov2",
-    ("Dinov2Model", "Dinov2ForImageClassification"),
+    "Dinov2Model",
+    "Dinov2ForImageClassification",
     prefix="dinov2.",
     names=_dinov2_names,
     patch=Option("patch_size", 14),
@@ -375,38 +305,50 @@ _DINOV2 = ImageTransformer(
     head=_dinov2_head,
     ignored=("apply_layernorm", "out_*", "reshape_hidden_states", "stage_names"),
 )
-_CLIP = ImageTransformer(
+_CLIP = _VIT.like(
     "clip_vision_model",
-    ("CLIPVisionModel", "CLIPVisionModelWithProjection"),
+    "CLIPVisionModel",
+    "CLIPVisionModelWithProjection",
     prefix="vision_model.",
     names=_TOWER_NAMES,
     patch=Option("patch_size", 32),
-    activation=Option("hidden_act", "quick_gelu"),
+    activation=activation("hidden_act", "quick_gelu"),
     eps=Option("layer_norm_eps", 1e-5),
     bias=True,
     patch_bias=False,
     input_norm=True,
+    mask_token=False,
     head=_clip_head,
+    ignored=(),
 )
 _SIGLIP = _CLIP.like(
     "siglip_vision_model",
     "SiglipVisionModel",
     patch=Option("patch_size", 16),
-    activation=Option("hidden_act", "gelu_pytorch_tanh"),
+    activation=activation("hidden_act", "gelu_pytorch_tanh"),
     eps=Option("layer_norm_eps", 1e-6),
     patch_bias=True,
     class_token=False,
     input_norm=False,
-    head=_siglip_head,
+    head=lambda options: Head("map" if options.get("vision_use_head", True) else "none"),
     ignored=("projection_dim",),
 )
-_CONVNEXT = ConvNeXt(
+_CONVNEXT = Family(
     "convnext",
     ("ConvNextForImageClassification", "ConvNextModel"),
+    convnext,
+    {
+        "num_classes": lambda o: num_labels(o) if _classifies(o, default=True) else None,
+        "in_channels": Option("num_channels", 3),
+        "blocks": Option("depths", (3, 3, 9, 3)),
+        "widths": Option("hidden_sizes", (96, 192, 384, 768)),
+        "patch": Option("patch_size", 4),
+        "layer_scale": lambda options: options.nullable("layer_scale_init_value", 1e-6) or None,
+        "activation": activation("hidden_act", "gelu"),
+        "final_eps": Option("layer_norm_eps", 1e-12),
+    },
+    _CONVNEXT_NAMES,
     prefix="convnext.",
-    names=_CONVNEXT_NAMES,
-    classes=lambda options: num_labels(options) if _classifies(options, default=True) else None,
-    scale=lambda options: options.nullable("layer_scale_init_value", 1e-6) or None,
     ignored=("image_size", "num_stages", "out_features", "out_indices", "stage_names"),
 )
 
@@ -441,7 +383,7 @@ register(
         "ConvNextV2ForImageClassification",
         "ConvNextV2Model",
         prefix="convnextv2.",
-        scale=None,
+        layer_scale=None,
         response_norm=True,
     ),
 )
