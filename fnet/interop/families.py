@@ -81,8 +81,7 @@ class Weights(NamedTuple):
 
     Attributes:
       title: publisher and name, such as ``"torchvision's wide_resnet50_2"``.
-      model: network for `fnet.models.get` without its depth, such as ``"resnet"``; None if fnet
-        does not have it.
+      model: network for `fnet.models.get` without its depth, such as ``"resnet"``.
       options: options of the network that names and shapes show.
       variant: name for `fnet.models.get`; None if there is none.
       norm, activation: norm and activation that the publisher trains with.
@@ -90,7 +89,7 @@ class Weights(NamedTuple):
     """
 
     title: str
-    model: str | None = None
+    model: str
     options: Mapping[str, Any] = {}
     variant: str | None = None
     norm: str | None = None
@@ -187,28 +186,20 @@ def recognize(shapes: Mapping[str, tuple[int, ...]]) -> Weights | None:
       shapes: ``{key: shape}`` in torch's layouts. Keys may have a prefix.
 
     Returns:
-      What the file holds, also for a family that is not supported; None if it is unknown.
+      What the file holds; None if it is unknown.
 
     Example:
       >>> from fnet.interop.families import recognize
-      >>> recognize(
-      ...     {
-      ...         "features.0.weight": (64, 3, 3, 3),
-      ...         "classifier.6.weight": (1000, 4096),
-      ...     }
-      ... ).title
-      "torchvision's VGG"
+      >>> recognize({"features.0.weight": (64, 3, 3, 3)}) is None
+      True
     """
-    unsupported = None
     for prefix in prefixes(shapes):
         part = {k.removeprefix(prefix): s for k, s in shapes.items() if k.startswith(prefix)}
-        weights = _recognize(part)
-        if weights is not None and weights.model is not None:
+        if (weights := _recognize(part)) is not None:
             if len(part) < len(shapes) and any(s.startswith("backbone.") for s in shapes):
                 return weights._replace(title=f"{weights.title} in a larger network")
             return weights
-        unsupported = unsupported or weights
-    return unsupported
+    return None
 
 
 def prefixes(keys: Iterable[str]) -> list[str]:
@@ -220,45 +211,8 @@ def prefixes(keys: Iterable[str]) -> list[str]:
 
 
 def _recognize(shapes: Mapping[str, tuple[int, ...]]) -> Weights | None:
-    for read in (_read_deeplab, _read_densenet, _read_reference, _read_resnet):
-        if (weights := read(shapes)) is not None:
-            return weights
-    for pattern, title in _UNSUPPORTED:
-        if _has(shapes, pattern):
-            return Weights(title)
-    return None
-
-
-_BLOCK_EXTRAS = {
-    r"^layer1\.0\.se\.conv\.": ("eca", "efficient channel attention"),
-    r"^layer1\.0\.se\.": ("se", "squeeze-and-excitation"),
-    r"^layer1\.0\.se_module\.": ("legacy_se", "squeeze-and-excitation"),
-    r"^layer1\.0\.conv2\.(fc1|radix)": ("split-attention ", "ResNeSt"),
-    r"^layer1\.0\.conv[12]\.(paths|attn)": ("sk", "selective kernels"),
-    r"^layer1\.0\.convs\.": ("multi-scale ", "Res2Net"),
-}
-_UNSUPPORTED = (
-    (r"^conv_stem\.", "timm's EfficientNet or MobileNet"),
-    (r"^features\.\d+\.\d+\.block\.\d\.\d\.", "torchvision's EfficientNet"),
-    (r"^features\.1\.block\.", "torchvision's MobileNetV3"),
-    (r"^features\.1\.conv\.0\.0\.", "torchvision's MobileNetV2"),
-    (r"^trunk_output\.block1|^s1\.b1\.conv1", "RegNet"),
-    (r"^features\.\d+\.squeeze\.", "torchvision's SqueezeNet"),
-    (r"^features\.\d\.0\.(attn|block)", "torchvision's Swin transformer or ConvNeXt"),
-    (r"^classifier\.4\.", "torchvision's AlexNet"),
-    (r"^classifier\.6\.", "torchvision's VGG"),
-    (r"^layers\.0\.weight$", "torchvision's MNASNet"),
-    (r"^base_layer\.0\.", "timm's DLA"),
-    (r"^inception3a\.|^Mixed_5b\.", "Inception"),
-    (r"^stage2\.0\.branch", "ShuffleNet"),
-    (r"^stem\.conv\w*\.|^stages\.0\.blocks\.0\.norm1\.", "timm's ResNetV2, NFNet or ByobNet"),
-    (r"relative_position_bias_table", "a Swin transformer"),
-    (r"^encoder\.layers\.encoder_layer_0", "torchvision's ViT"),
-    (r"^patch_embed\.proj\.", "timm's ViT, as a single file"),
-    (r"^stages\.0\.blocks\.0\.conv_dw\.", "timm's ConvNeXt, as a single file"),
-    (r"^backbone\..*|^rpn\.", "a network for detection or segmentation other than DeepLabV3"),
-)
-"""Names of families that fnet does not read, or reads elsewhere."""
+    readers = (_read_deeplab, _read_densenet, _read_reference, _read_resnet)
+    return next((found for read in readers if (found := read(shapes)) is not None), None)
 
 
 def _read_deeplab(shapes: Mapping[str, tuple[int, ...]]) -> Weights | None:
@@ -271,7 +225,7 @@ def _read_deeplab(shapes: Mapping[str, tuple[int, ...]]) -> Weights | None:
         body = _recognize(
             {k.removeprefix(prefix): s for k, s in shapes.items() if k.startswith(prefix)}
         )
-        if body is not None and body.model is not None:
+        if body is not None:
             options: dict[str, Any] = {"backbone": body.variant, "head": "sum"}
             if prefix == "backbone.":
                 options |= {"head": "concat", "dilate_first": False}
@@ -304,10 +258,8 @@ def _read_densenet(shapes: Mapping[str, tuple[int, ...]]) -> Weights | None:
         return None
     blocks = _count(shapes, r"features\.denseblock(\d)\.denselayer(\d+)\.")
     depth = _depth(DENSENETS, blocks)
-    if depth is None or "features.conv1.weight" in shapes:
-        return Weights(
-            "timm's DenseNet with a deep stem" if depth else "a DenseNet of another depth"
-        )
+    if depth is None or "features.conv1.weight" in shapes:  # another depth, or a deep stem
+        return None
     growth = shapes["features.denseblock1.denselayer1.conv2.weight"][0]
     classes = shapes["classifier.weight"][0] if "classifier.weight" in shapes else None
     return Weights(
@@ -345,7 +297,7 @@ def _read_reference(shapes: Mapping[str, tuple[int, ...]]) -> Weights | None:
     elif "mod2.block1.convs.conv1.weight" in shapes:
         renamed = {_from_reference(key): shape for key, shape in shapes.items()}
         weights = _read_resnet(renamed)
-        if weights is None or weights.model is None:
+        if weights is None:
             return None
         return weights._replace(
             title=f"{publisher} {weights.variant}",
@@ -356,7 +308,7 @@ def _read_reference(shapes: Mapping[str, tuple[int, ...]]) -> Weights | None:
     else:
         return None
     if depth is None:
-        return Weights(f"a {family} of another depth")
+        return None
     variant = f"{family}{depth}"
     return Weights(f"{publisher} {variant}", family, options, variant, classes=classes)
 
@@ -373,7 +325,9 @@ def _from_reference(key: str) -> str:
 
 def _read_resnet(shapes: Mapping[str, tuple[int, ...]]) -> Weights | None:
     """Read the ResNets of torchvision and timm."""
-    if not _has(shapes, r"^layer1\.0\.(conv|se_)"):
+    if not _has(shapes, r"^layer1\.0\.conv"):
+        return None
+    if _has(shapes, r"^layer1\.0\.(?!(conv|bn)\d\.\w+$|downsample\.)"):  # attention in blocks
         return None
     blocks = _count(shapes, r"layer([1-4])\.(\d+)\.")
     bottleneck = "layer1.0.conv3.weight" in shapes
@@ -387,11 +341,8 @@ def _read_resnet(shapes: Mapping[str, tuple[int, ...]]) -> Weights | None:
         inner, width, *_ = shapes["layer1.0.conv2.weight"]
         options |= {"groups": inner // width, "group_width": width}
     variant = _resnet_variant(options)
-    for pattern, (prefix, what) in _BLOCK_EXTRAS.items():
-        if _has(shapes, pattern):
-            return Weights(f"timm's {prefix}{variant or 'resnet'} ({what})")
-    if depth is None or options["stem"] is None:
-        return Weights("a ResNet with other blocks per stage or another stem")
+    if depth is None or options["stem"] is None:  # other blocks per stage, or another stem
+        return None
     has_statistics = "bn1.running_mean" in shapes
     vision = has_statistics and variant in _IN_TORCHVISION
     return Weights(
@@ -442,8 +393,6 @@ def compare(theirs: Weights | None, ours: Weights | None) -> str:
     if theirs is None:
         known = f", the network is {ours.title}" if ours else ""
         return f"the weights are of no known network{known}; supported are {SUPPORTED}"
-    if theirs.model is None:
-        return f"weights of {theirs.title} are not supported; supported are {SUPPORTED}"
     if ours is None:
         return f"these are weights of {theirs.title}, the network is another one"
     needed: dict[str, Any] = {}

@@ -513,8 +513,6 @@ def _check_arrays(
         )
     theirs, ours = families.recognize(shapes_of(given)), _describe(variables)
     hint = families.compare(theirs, ours) if theirs or ours else "neither is a known network"
-    if theirs is not None and theirs.model is None:
-        raise ValueError(f"from_torch: {hint}")
     raise ValueError(f"from_torch: weights of another network: {others[0]}; {hint}")
 
 
@@ -526,7 +524,7 @@ def _describe(variables: Mapping[str, Any]) -> Weights | None:
         except ValueError:
             continue
         found = families.recognize({t.name: t.file_shape for t in tensors})
-        if found is not None and found.model is not None:
+        if found is not None:
             return found
     return None
 

@@ -55,6 +55,11 @@ blocks/*/feed_forward_norm  model.layers.*.pre_feedforward_layernorm
 """)
 """Norms before and after both."""
 
+_STARCODER_NAMES = table("""
+blocks/*/feed_forward/expand    model.layers.*.mlp.c_fc
+blocks/*/feed_forward/contract  model.layers.*.mlp.c_proj
+""")
+
 _GPT2_NAMES = table("""
 embedding                       transformer.wte
 pos_embedding                   transformer.wpe.weight
@@ -235,6 +240,11 @@ def rms_norm(eps: Source = _EPS, offset: float = 0.0) -> Source:
     return lambda options: functools.partial(layers.rms_norm, eps=options.value(eps), offset=offset)
 
 
+def layer_norm(eps: Source) -> Source:
+    """Layer norms with biases, with an epsilon from ``config.json``."""
+    return lambda options: functools.partial(layers.layer_norm, eps=options.value(eps))
+
+
 def _gemma_activation(options: Options) -> str:
     # Configs of Gemma 1 say "gelu" and mean its approximation.
     legacy = options.get("hidden_act", "gelu_pytorch_tanh")
@@ -245,6 +255,15 @@ def _gemma_activation(options: Options) -> str:
 
 def _gemma3_period(options: Options) -> int:
     return int(options.get("_sliding_window_pattern", options.get("sliding_window_pattern", 6)))
+
+
+def _exaone_period(options: Options) -> int:
+    period = options.get("sliding_window_pattern", 4)
+    return len(period) if isinstance(period, str) else int(period)  # or LLLG
+
+
+def _exaone_rotates(options: Options) -> str | None:
+    return None if options.nullable("sliding_window", 4096) is None else "sliding"
 
 
 def _optional_window(options: Options) -> int | None:
@@ -314,6 +333,14 @@ _QWEN3 = _LLAMA.like(
     full_first=Option("max_window_layers", 28),
 )
 
+_OLMO2 = _LLAMA.like(
+    "olmo2",
+    "Olmo2ForCausalLM",
+    names=LLAMA_NAMES | AFTER,
+    norm=rms_norm(Option("rms_norm_eps", 1e-5)),
+    qk_norm="heads",
+)
+
 register(
     _LLAMA,
     _LLAMA.like("mistral", "MistralForCausalLM", **_SLIDING),
@@ -346,12 +373,67 @@ register(
         full_every=_gemma3_period,
         rope=Rope(1_000_000.0, local_theta=Option("rope_local_base_freq", 10_000.0)),
     ),
+    _GEMMA2.like(
+        "vaultgemma",
+        "VaultGemmaForCausalLM",
+        names=LLAMA_NAMES | {path: name for path, name in AROUND.items() if path not in AFTER},
+    ),
+    _OLMO2,
+    _OLMO2.like(
+        "olmo3",
+        "Olmo3ForCausalLM",
+        **_SLIDING,
+        full_every=4,
+        rope=Rope(500_000.0, local_theta=500_000.0),
+    ),
     _LLAMA.like(
-        "olmo2",
-        "Olmo2ForCausalLM",
+        "exaone4",
+        "Exaone4ForCausalLM",
         names=LLAMA_NAMES | AFTER,
         norm=rms_norm(Option("rms_norm_eps", 1e-5)),
-        qk_norm="heads",
+        qk_norm="head",
+        **_SLIDING,
+        full_every=_exaone_period,
+        rotates=_exaone_rotates,
+    ),
+    _LLAMA.like(
+        "granite",
+        "GraniteForCausalLM",
+        scale=Option("attention_multiplier", 1.0),
+        embed_scale=Option("embedding_multiplier", 1.0),
+        residual_scale=Option("residual_multiplier", 1.0),
+        logit_scale=lambda options: 1 / options.get("logits_scaling", 1.0),
+    ),
+    _LLAMA.like(
+        "seed_oss",
+        "SeedOssForCausalLM",
+        head_dim=Option("head_dim", 128),
+        bias=Option("attention_bias", True),
+        output_bias=Option("attention_out_bias", False),
+        ignored=("residual_dropout",),
+    ),
+    _LLAMA.like(
+        "stablelm",
+        "StableLmForCausalLM",
+        norm=layer_norm(Option("layer_norm_eps", 1e-5)),
+        bias=Option("use_qkv_bias", False),
+        output_bias=False,
+        rope=Rope(partial=0.25),
+        ignored=("hidden_dropout",),
+        supported={"use_parallel_residual": (False,), "qk_layernorm": (False,)},
+    ),
+    _LLAMA.like(
+        "starcoder2",
+        "Starcoder2ForCausalLM",
+        names=LLAMA_NAMES | BEFORE | _STARCODER_NAMES,
+        norm=layer_norm(Option("norm_epsilon", 1e-5)),
+        activation=activation("hidden_act", "gelu_pytorch_tanh"),
+        gated=False,
+        bias=Option("use_bias", True),
+        mlp_bias=Option("use_bias", True),
+        window=Option("sliding_window", None),
+        tied=Option("tie_word_embeddings", True),
+        ignored=("residual_dropout", "embedding_dropout"),
     ),
     _LLAMA.like(
         "phi3",
@@ -374,9 +456,7 @@ register(
             "hidden": lambda options: options.get("n_inner", 4 * options.get("n_embd")),
             "vocabulary": Option("vocab_size"),
             "positions": Option("n_positions", 1024),
-            "norm": lambda options: functools.partial(
-                layers.layer_norm, eps=options.get("layer_norm_epsilon", 1e-5)
-            ),
+            "norm": layer_norm(Option("layer_norm_epsilon", 1e-5)),
             "activation": activation("activation_function", "gelu_new"),
             "gated": False,
             "fused": True,
