@@ -39,6 +39,7 @@ def attention(
     window: int | None = None,
     rotary: float | Sequence[float] | Callable[[int], Sequence[float]] | None = None,
     rotary_scale: float = 1.0,
+    rotary_interleaved: bool = False,
     bias: bool = True,
     output_bias: bool | None = None,
     fused: bool = True,
@@ -72,7 +73,8 @@ def attention(
         for `fnet.layers.rotary`; None: no position embedding. If they depend on the length: a
         function that returns the frequencies for a number of positions, T of a sequence or
         the positions that a cache can hold.
-      rotary_scale: factor of rotated features, as for `fnet.layers.rotary`.
+      rotary_scale, rotary_interleaved: factor of rotated features, and which of them form pairs,
+        as for `fnet.layers.rotary`.
       bias: whether the dense layers of queries, keys and values have biases.
       output_bias: whether the output's dense layer has a bias. None: as ``bias``.
       fused: whether one dense layer computes queries, keys and values. Otherwise there are three.
@@ -150,7 +152,9 @@ def attention(
         if rotary is not None:
             positions = first + jnp.arange(x.shape[1])
             base = rotary(length) if callable(rotary) else rotary
-            q, k = (apply_rotary(a, positions, base, rotary_scale) for a in (q, k))
+            q, k = (
+                apply_rotary(a, positions, base, rotary_scale, rotary_interleaved) for a in (q, k)
+            )
         return q, k, v
 
     def merge_heads(y: Array) -> Array:

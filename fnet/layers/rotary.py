@@ -15,13 +15,15 @@ def rotary(
     positions: Real[Array, " t"] | Real[Array, "b t"],
     base: float | Sequence[float] = 10000.0,
     scale: float = 1.0,
+    interleaved: bool = False,
 ) -> Float[Array, "b t h d"]:
     """Apply rotary position embedding to queries or keys.
 
     Su et al. 2021, "RoFormer: Enhanced Transformer with Rotary Position Embedding". Each
     pair of features is rotated by an angle proportional to the position. Features i and
     i + D / 2 form a pair, for i = 0 ... D / 2 - 1. GPT-NeoX and the public
-    Llama weights use this half-split convention; the paper pairs neighboring features::
+    Llama weights use this half-split convention. The paper pairs neighboring features, as here with
+    ``interleaved``::
 
         angle = position * base^(-2 i / D)
         y[i]         = x[i] cos(angle) - x[i + D / 2] sin(angle)
@@ -40,6 +42,7 @@ def rotary(
       base: base of the wavelengths, which range from 2 pi to about 2 pi base; > 0. Or the
         frequencies, in radians per position, at most D / 2.
       scale: factor of the rotated features, the attention factor of YaRN.
+      interleaved: whether features 2 i and 2 i + 1 form a pair.
 
     Returns:
       [B, T, H, D], in the dtype of ``x``. Angles are computed in float32 (float64 for a
@@ -83,8 +86,13 @@ def rotary(
     cos, sin = jnp.cos(angle)[:, :, None], jnp.sin(angle)[:, :, None]  # [B or 1, T, 1, D / 2]
     if scale != 1:
         cos, sin = scale * cos, scale * sin
-    a, b = upcast(x[..., :half]), upcast(x[..., half : 2 * half])
-    rotated = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+    if interleaved:
+        a, b = upcast(x[..., 0 : 2 * half : 2]), upcast(x[..., 1 : 2 * half : 2])
+        pairs = jnp.stack([a * cos - b * sin, b * cos + a * sin], axis=-1)
+        rotated = pairs.reshape(*x.shape[:-1], 2 * half).astype(x.dtype)
+    else:
+        a, b = upcast(x[..., :half]), upcast(x[..., half : 2 * half])
+        rotated = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
     if 2 * half == x.shape[-1]:
         return rotated
     return jnp.concatenate([rotated, x[..., 2 * half :]], axis=-1)

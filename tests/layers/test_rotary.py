@@ -26,6 +26,15 @@ def test_rotary_matches_complex_rotation(float64):
     np.testing.assert_allclose(as_complex(rotary(x, positions)), rotated, rtol=1e-12, atol=1e-12)
 
 
+def test_interleaved_pairs_are_those_of_halves_in_another_order():
+    x = jax.random.normal(jax.random.key(0), (2, 5, 3, 8))
+    order = jnp.array([0, 2, 4, 1, 3, 5, 6, 7])  # of the first six features, in three pairs
+    frequencies = (1.0, 0.3, 0.1)
+    y = rotary(x, jnp.arange(5), frequencies, interleaved=True)
+    expected = rotary(x[..., order], jnp.arange(5), frequencies)
+    chex.assert_trees_all_close(y[..., order], expected, atol=1e-6)
+
+
 def test_rotary_preserves_norms_and_position_0(float64):
     x = inputs()
     chex.assert_trees_all_close(

@@ -55,6 +55,13 @@ blocks/*/feed_forward_norm  model.layers.*.pre_feedforward_layernorm
 """)
 """Norms before and after both."""
 
+_GLM4_NORMS = table("""
+blocks/*/mixer_norm              model.layers.*.input_layernorm
+blocks/*/mixer_post_norm         model.layers.*.post_self_attn_layernorm
+blocks/*/feed_forward_norm       model.layers.*.post_attention_layernorm
+blocks/*/feed_forward_post_norm  model.layers.*.post_mlp_layernorm
+""")
+
 _STARCODER_NAMES = table("""
 blocks/*/feed_forward/expand    model.layers.*.mlp.c_fc
 blocks/*/feed_forward/contract  model.layers.*.mlp.c_proj
@@ -91,6 +98,7 @@ def decoder(
     activation: str = "silu",
     gated: bool = True,
     fused: bool = False,
+    fused_gate: bool | None = None,
     bias: bool = False,
     output_bias: bool | None = None,
     mlp_bias: bool = False,
@@ -125,7 +133,8 @@ def decoder(
       norm: norm as a function of the width.
       activation: activation of feed-forward layers.
       gated: whether feed-forward layers multiply by a gate.
-      fused: whether query, key and value are one array, and gate and up another.
+      fused: whether query, key and value are one array.
+      fused_gate: whether gate and up are one; None: as ``fused``.
       bias, output_bias, mlp_bias: whether dense layers have biases: of query, key and value; of the
         output of attention, None: as ``bias``; of feed-forward layers.
       qk_norm: norm of queries and keys per ``head``, or over all ``heads``; None: no norm.
@@ -152,7 +161,12 @@ def decoder(
     kinds = tuple(zip(windows, map(bool, rotates), strict=True))
     head_dim = head_dim or width // heads
     feed_forward = layers.feed_forward(
-        width, hidden, activation=activation, gated=gated, bias=mlp_bias, fused=fused
+        width,
+        hidden,
+        activation=activation,
+        gated=gated,
+        bias=mlp_bias,
+        fused=fused if fused_gate is None else fused_gate,
     )
 
     def block_of(kind: tuple[int | None, bool]) -> layers.Block:
@@ -167,6 +181,7 @@ def decoder(
             window=own_window,
             rotary=rotary.frequencies if rotary else None,
             rotary_scale=rotary.scale if rotary else 1.0,
+            rotary_interleaved=rotary is not None and rotary.interleaved,
             bias=bias,
             output_bias=output_bias,
             fused=fused,
@@ -322,7 +337,7 @@ _GEMMA2 = _GEMMA.like(
     soft_cap=Option("attn_logit_softcapping", 50.0, nullable=True),
     logit_soft_cap=Option("final_logit_softcapping", 30.0, nullable=True),
     **_SLIDING,
-    full_every=2,
+    full_every=Option("_sliding_window_pattern", 2),
 )
 _QWEN3 = _LLAMA.like(
     "qwen3",
@@ -339,6 +354,18 @@ _OLMO2 = _LLAMA.like(
     names=LLAMA_NAMES | AFTER,
     norm=rms_norm(Option("rms_norm_eps", 1e-5)),
     qk_norm="heads",
+)
+
+_GLM = _LLAMA.like(
+    "glm",
+    "GlmForCausalLM",
+    head_dim=Option("head_dim", 128),
+    norm=rms_norm(Option("rms_norm_eps", 1.5625e-7)),
+    bias=Option("attention_bias", True),
+    output_bias=False,
+    mlp_bias=False,
+    fused_gate=True,
+    rope=Rope(partial=0.5, interleaved=True),
 )
 
 register(
@@ -397,6 +424,26 @@ register(
         rotates=_exaone_rotates,
     ),
     _LLAMA.like(
+        "helium",
+        "HeliumForCausalLM",
+        head_dim=Option("head_dim", 128),
+        norm=rms_norm(Option("rms_norm_eps", 1e-8)),
+        output_bias=False,
+        rope=Rope(100_000.0, interleaved=True),
+    ),
+    _LLAMA.like(
+        "ernie4_5",
+        "Ernie4_5ForCausalLM",
+        head_dim=Option("head_dim", 128),
+        norm=rms_norm(Option("rms_norm_eps", 1e-5)),
+        bias=Option("use_bias", False),
+        mlp_bias=Option("use_bias", False),
+        tied=Option("tie_word_embeddings", True),
+        rope=Rope(500_000.0, interleaved=True),
+    ),
+    _GLM,
+    _GLM.like("glm4", "Glm4ForCausalLM", names=LLAMA_NAMES | _GLM4_NORMS),
+    _LLAMA.like(
         "granite",
         "GraniteForCausalLM",
         scale=Option("attention_multiplier", 1.0),
@@ -440,7 +487,7 @@ register(
         "Phi3ForCausalLM",
         norm=rms_norm(Option("rms_norm_eps", 1e-5)),
         fused=True,
-        window=Option("sliding_window", None),
+        **_SLIDING | {"window": Option("sliding_window", None)},
         rope=Rope(original=4096),
         ignored=("full_attn_mod", "interpolate_factor"),
         supported={"lm_head_bias": (False,)},

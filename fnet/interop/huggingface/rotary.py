@@ -15,10 +15,12 @@ class Rotary(NamedTuple):
     Attributes:
       frequencies: Radians per position, or a function from the length of the sequence to them.
       scale: Factor of rotated features.
+      interleaved: Whether neighboring features form pairs.
     """
 
     frequencies: _Frequencies | Callable[[int], _Frequencies]
     scale: float = 1.0
+    interleaved: bool = False
 
 
 def rotary_embedding(
@@ -160,12 +162,14 @@ class Rope(NamedTuple):
       partial: Share of a head that is rotated.
       original: Original context.
       local_theta: Base in blocks with a window; None: as in others.
+      interleaved: Whether neighboring features form pairs.
     """
 
     theta: float = 10_000.0
     partial: float = 1.0
     original: int | None = None
     local_theta: Source = None
+    interleaved: bool = False
 
     def embedding(self, options: Options, head_dim: int, window: int | None) -> Rotary:
         """Return the embedding of a block, from options as any version of transformers has them.
@@ -195,4 +199,4 @@ class Rope(NamedTuple):
                 f"{options.kind}: longrope with sliding_window {window}, within the original "
                 "context, is not supported"
             )
-        return rotary
+        return rotary._replace(interleaved=self.interleaved)
