@@ -46,7 +46,6 @@ from benchmarks.measure import markdown_table
 from fnet import diffusion, layers, models
 from fnet.layers.attention_context import RATE, Passing
 from train.config import Digits
-from train.data import digits
 
 WIDTH, HEADS, TOKENS, ROWS, TEXT_ROWS = 64, 4, 64, 16, 8
 HELD_OUT_ROWS = 256
@@ -328,7 +327,7 @@ def little_text(path: Path, steps: int, size: int = 50_000) -> Task:
 
 def denoising(steps: int) -> Task:
     """Build the task of removing noise from handwritten digits; a fifth of them is held out."""
-    data = digits.load(Digits(max_shift=0))
+    data = Digits(max_shift=0).load()
     schedule = diffusion.schedules.get("cosine", 1000)
     shuffled = np.random.default_rng(0).permutation(len(data.test["label"]))
     halves = np.split(shuffled, [len(shuffled) // 2])

@@ -26,7 +26,6 @@ from benchmarks.measure import compile_with_each_option, fastest, markdown_table
 from benchmarks.vision_networks import flax_norm
 from fnet import Layer, models
 from train.config import Config, Mesh, ResNet9, recipes
-from train.config.section import options
 from train.run.loop import train
 from train.run.mesh import layout, make_cpu_devices
 from train.run.planning import compile_step
@@ -41,7 +40,7 @@ class FlaxResNet9(ResNet9):
         """Build the network for images [H, W, C]."""
         flax = {"norm": flax_norm, "activation": "relu"}
         return models.resnet9(
-            num_classes=num_classes, in_channels=image_shape[-1], **options(self) | flax
+            num_classes=num_classes, in_channels=image_shape[-1], **self.options | flax
         )
 
 
@@ -50,7 +49,7 @@ def forms(args: argparse.Namespace) -> dict[str, Config]:
     recipe = recipes.load("cifar10_resnet")
     recipe = dataclasses.replace(
         recipe,
-        data=dataclasses.replace(recipe.data, path=args.path),
+        data=recipe.data.replace(path=args.path),
         train=dataclasses.replace(
             recipe.train, seed=args.seed, epochs=args.epochs or recipe.train.epochs
         ),

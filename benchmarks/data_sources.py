@@ -124,13 +124,13 @@ def example(image: bytes, label: int) -> bytes:
 
 def fnet_batches(kind: str, root: Path, case: Case, workers: int) -> Iterator[Any]:
     from train.config import ImageFolder, ImageShards
-    from train.data import image_folder, image_shards, training_batches
+    from train.data import training_batches
 
     options: dict[str, Any] = {"image_size": case.size, "crop": case.crop, "workers": workers}
     if kind == "folder":
-        dataset = image_folder.load(ImageFolder(path=str(root / kind), **options))
+        dataset = ImageFolder(path=str(root / kind), **options).load()
     else:
-        dataset = image_shards.load(ImageShards(path=(str(root / kind),), **options))
+        dataset = ImageShards(path=(str(root / kind),), **options).load()
     return training_batches(dataset, BATCH, seed=0)
 
 

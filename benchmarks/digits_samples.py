@@ -32,11 +32,10 @@ from benchmarks.measure import markdown_table
 from train import cli
 from train.arguments import ImageArguments
 from train.commands.sample import sample_images
-from train.config import Config, PreactResNet
+from train.config import Config
 from train.run.checkpoints import Checkpoints
 from train.run.run_folder import RunFolder
 from train.tasks import images
-from train.tasks.diffusion import build_network
 
 CONTEXT = ("--model.attention-context", "lagged")
 CASES = (
@@ -70,11 +69,10 @@ class Judge:
 
     def __init__(self, classifier: RunFolder):
         config = classifier.read_config()
-        assert isinstance(config.model, PreactResNet)
-        dataset = images.load(config)
+        dataset = config.data.load()
         self.data, self.test = config.data, dataset.test
         self._train_images = _flat(dataset.train["image"])
-        model = config.model.build(dataset.train["image"].shape[1:], len(dataset.classes))
+        model = images.build_network(config, dataset)
         with Checkpoints(classifier.checkpoints) as checkpoints:
             params, state, _ = checkpoints.restore_network(model.init)
         self._logits = jax.jit(lambda x: model.apply(params, state, x, train=False)[0])
@@ -111,7 +109,9 @@ def evaluate(
     held_out = operator.attrgetter("source", "test_fraction", "split_seed")
     if held_out(config.data) != held_out(judge.data):
         raise SystemExit(f"{run.path} and the classifier hold out different test digits")
-    network = build_network(config)
+    section, dataset = config.model.denoiser, config.data.load()
+    assert section is not None  # because the run is of digits_diffusion
+    network = dataset, images.build_network(config, dataset)
     with Checkpoints(run.checkpoints) as checkpoints:
         params, state, _ = checkpoints.restore_network(network[1].init)
     labels = np.repeat(np.arange(10), each)
@@ -119,7 +119,7 @@ def evaluate(
     for sampler, steps, guidance in cases:
         arguments = ImageArguments(sampler=sampler, steps=steps, guidance=guidance)
         draw = functools.partial(
-            sample_images, config, network, params, state, jnp.asarray(labels), arguments
+            sample_images, section, network, params, state, jnp.asarray(labels), arguments
         )
         start = time.perf_counter()
         drawn = np.asarray(draw())

@@ -24,8 +24,8 @@ from annotated_types import Ge, Gt, Le, MinLen
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from train import config as configs
-from train.config import Config
-from train.config.section import Count, CountOrZero, Positive, Seed
+from train.config import Config, registry
+from train.config.section import Choice, Count, CountOrZero, Positive, Seed
 from train.errors import UserError, did_you_mean
 
 # Tyro prints the docstrings below for --help: a class for the command, a field for its flag. It
@@ -358,13 +358,14 @@ def _switch_variants(config: Config, flags: Sequence[str]) -> Config:
     for flag, values in _split(flags):
         section, _, name = (flag or "").removeprefix("--").replace("-", "_").partition(".")
         variants = configs.variants(section)
-        if not variants or name != fields(getattr(config, section))[0].name or len(values) != 1:
+        if not variants or name != configs.tag_of(section) or len(values) != 1:
             continue
         if values[0] not in variants:
             raise UserError(f"{flag}: expected one of {', '.join(variants)}, got {values[0]}")
-        current, kind = getattr(config, section), variants[values[0]]
-        if not isinstance(current, kind):
-            config = replace(config, **{section: kind(**_shared_fields(current, kind))})
+        current, kind = config.sections[section], variants[values[0]]
+        if type(current) is not kind:
+            changed: Any = {section: kind(**_shared_fields(current, kind))}
+            config = replace(config, **changed)
     return config
 
 
@@ -388,8 +389,7 @@ def _variant_tag(
 ) -> tyro.constructors.PrimitiveConstructorSpec | None:
     """Show all variants for a field that names its section's: ``--data.source {digits,...}``."""
     names = get_args(field.type) if field.type_origin is Literal else ()
-    for section in configs.VARIANTS:
-        tags = tuple(configs.variants(section))
+    for tags in map(tuple, map(configs.variants, registry.sections())):
         if len(names) == 1 and names[0] in tags:
             return tyro.constructors.PrimitiveConstructorSpec(
                 nargs=1,
@@ -484,7 +484,7 @@ def _split(words: Sequence[str]) -> Iterator[tuple[str | None, list[str]]]:
 def _flag_types(defaults: Any, prefix: str = "") -> dict[str, Any]:
     """{dotted name: type} of every flag, through the sections of the defaults."""
     flag_types: dict[str, Any] = {}
-    hints = get_type_hints(type(defaults))
+    hints = get_type_hints(type(defaults), include_extras=True)
     for f in fields(defaults):
         value = getattr(defaults, f.name)
         if isinstance(defaults, _WithConfig):
@@ -500,6 +500,10 @@ def _flag_types(defaults: Any, prefix: str = "") -> dict[str, Any]:
 
 def _describe(kind: Any, *, none_allowed: bool = True) -> str:
     """``float | None -> "a number or None"``; the values of a Literal."""
+    if get_origin(kind) is Annotated:
+        plain, *marks = get_args(kind)
+        tables = [mark.names() for mark in marks if isinstance(mark, Choice)]
+        return _describe(Literal[tuple(tables[0])] if tables else plain, none_allowed=none_allowed)
     if get_origin(kind) is Literal:
         return "one of " + ", ".join(map(str, get_args(kind)))
     if get_origin(kind) in (types.UnionType, Union):

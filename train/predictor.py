@@ -1,24 +1,21 @@
 """Prediction in Python: the network of a run, applied to any images."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import jax
 import numpy as np
 from PIL import Image
 
-from train.config import ChatFile, Config, DeepLab, Denoiser, LanguageModel, TextFile
+from train.config import Config
 from train.data import pad_batch
-from train.data.preprocessing import PreprocessedImage, Preprocessor
+from train.data.preprocessing import PreprocessedImage
 from train.errors import UserError
 from train.run.class_names import read_classes
 from train.run.frozen import load_network
 from train.run.model_files import check_model
 from train.run.run_folder import RunFolder
-from train.tasks.classification import average_logits_over_crops
-from train.tasks.pretrained import image_network
-from train.tasks.segmentation import Views, logits_by_view
+from train.tasks import kind_of
 
 _BATCH_SIZE = 16
 """Largest number of images, or crops, in a batch."""
@@ -60,12 +57,15 @@ class Predictor:
         folder = RunFolder.of(os.fspath(run))
         config = config_of_images(folder)
         self.classes = tuple(read_classes(folder, config))
-        self.preprocessor = Preprocessor(config)
-        model = image_network(config, len(self.classes), self.preprocessor.shape)
+        self.preprocessor = config.data.preprocessor
+        shape, precision = self.preprocessor.shape, config.train.precision
+        model = config.model.for_images(shape, len(self.classes), precision)
         params, state, self.step = load_network(folder, model, best=best)
-        network = jax.jit(_network(config, model))
+        kind = kind_of(config)
+        assert kind.outputs is not None  # because it predicts labels
+        network = jax.jit(kind.outputs(config, model))
         self._apply = lambda image: network(params, state, image)
-        self._is_segmentation = isinstance(config.model, DeepLab)
+        self._is_segmentation = kind.predicts == "masks"
         crops = self.preprocessor.crops
         self._batch_size = max(min(_BATCH_SIZE, config.data.batch_size) // crops, 1)
 
@@ -115,8 +115,7 @@ def config_of_images(folder: RunFolder) -> Config:
       UserError: if there is no run here, it predicts no labels, or its published model was moved.
     """
     config = check_model(folder, folder.read_config())
-    is_text = isinstance(config.data, TextFile | ChatFile)
-    if isinstance(config.model, LanguageModel | Denoiser) or is_text:
+    if kind_of(config).predicts is None:
         raise UserError(
             f"{folder.path} is a run of {config.model.name}, which predicts no labels; "
             "try fnet sample"
@@ -139,12 +138,3 @@ def predict_mask(logits: np.ndarray, prepared: PreprocessedImage) -> np.ndarray:
         labels[z > best] = label
         np.maximum(best, z, out=best)
     return labels
-
-
-def _network(config: Config, model: Any) -> Callable[[Any, Any, Any], Any]:
-    """``(params, state, image [N, ...])`` -> probabilities [N, K], or logits [N, h, w, K]."""
-    if isinstance(config.model, DeepLab):
-        view_logits = logits_by_view(config, model, Views())
-        return lambda params, state, image: view_logits(params, state, image)[0]
-    mean_logits = average_logits_over_crops(config, model)
-    return lambda *inputs: jax.nn.softmax(mean_logits(*inputs).astype(np.float32))

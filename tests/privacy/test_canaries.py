@@ -18,8 +18,8 @@ from train.config import Clipped, Config, LanguageModel, TextFile, Train, recipe
 from train.data import Dataset, num_examples
 from train.data.canaries import add_canaries, draw_included, exclude
 from train.data.poisson import poisson_batches
+from train.gradients.privacy import Privacy
 from train.run.audit import describe
-from train.run.privacy import Privacy
 from train.run.setup import setup
 
 PARAMS = {"dense": {"kernel": jnp.ones((4, 3)), "bias": jnp.zeros(3)}, "table": jnp.ones((9, 9))}

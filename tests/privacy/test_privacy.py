@@ -33,9 +33,9 @@ from fnet.privacy import (
 )
 from train.config import Clipped, Memory, Mesh, recipes
 from train.errors import UserError
+from train.gradients.privacy import Privacy, check_dp_accounting
 from train.output.logged import noise_scale, noise_scale_course
 from train.run.planning import compile_step, largest_batch
-from train.run.privacy import Privacy, check_dp_accounting, privacy_from_config
 from train.run.setup import setup
 
 PRIVATE = """
@@ -429,12 +429,12 @@ def test_private_training_reports_a_missing_dependency(monkeypatch):
     monkeypatch.setitem(sys.modules, "dp_accounting", None)
     config = recipes.load("digits_dp")
     with pytest.raises(UserError, match=r"pip install 'fnet-jax\[privacy\]'"):
-        privacy_from_config(config, examples=1437, steps=10)
+        config.grad.privacy(config, units=1437, steps=10)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'fnet-jax\[privacy\]'"):
         calibrate_noise_multiplier(1.0, 1e-5, PoissonSampling(100, 8), 10)
     # Clipping without noise needs no accounting.
     config = dataclasses.replace(config, grad=Clipped())
-    assert privacy_from_config(config, examples=1437, steps=10) is None
+    assert config.grad.privacy(config, units=1437, steps=10) is None
 
 
 NONE = ("--grad.noise-multiplier", "None")

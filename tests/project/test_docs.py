@@ -18,10 +18,10 @@ import pytest
 import vision_cases
 import yaml
 from pretrained_folder import LLAMA, write_folder, write_tokenizer
+from registry_cases import copy_tables
 
 import fnet
 from benchmarks import readme
-from fnet.layers import activations
 from train import arguments
 from train.config import DeepLab, recipes
 
@@ -72,8 +72,7 @@ def with_code():
 @pytest.mark.parametrize("page", list(with_code()))
 def test_the_python_of_a_document_runs_from_top_to_bottom(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # pages may write files
-    # A page adds an activation: to a copy, so that no other test sees it.
-    monkeypatch.setattr(activations, "ACTIVATIONS", dict(activations.ACTIVATIONS))
+    copy_tables(monkeypatch)  # to which some pages add
     if page.stem == "finetune":  # the page reads the model that it exported
         write_folder(tmp_path / "models" / "mine", LLAMA, ml_dtypes.bfloat16)
         if importlib.util.find_spec("tokenizers"):
@@ -208,7 +207,14 @@ READ |= {"predict": arguments.PredictArguments, "export": arguments.ExportArgume
 READ |= {"fit": arguments.FitArguments}
 
 
-def test_every_command_of_a_document_can_be_read():
+PLUGINS = ("add_a_dataset", "add_a_gradient_mode", "add_a_network", "add_an_activation")
+"""Pages whose first block is a file that adds to fnet."""
+
+
+def test_every_command_of_a_document_can_be_read(monkeypatch):
+    copy_tables(monkeypatch)
+    for page in PLUGINS:
+        exec(CODE.search((DOCS / "how_to" / f"{page}.md").read_text())[2], {"__name__": page})
     read = set()
     for page, command in commands():
         program, what, *words = command

@@ -15,7 +15,6 @@ import fnet
 from fnet import layers
 from train import data
 from train.config import Digits
-from train.data import digits
 from train.run.skipped_steps import SkippedSteps
 from train.tasks import images
 
@@ -118,7 +117,7 @@ def with_nan_images(monkeypatch):
 
     def set_rows(rows):
         def load(config):
-            dataset = digits.load(config)
+            dataset = config.load()
             image = np.array(dataset.train["image"], np.float32)
             image[list(rows)] = np.nan
             return dataset._replace(train=dataset.train | {"image": image})

@@ -6,7 +6,6 @@ import numpy as np
 from data_cases import error_message
 
 from train.config import ArrayFile
-from train.data import arrays
 
 N, CLASSES = 30, 3
 
@@ -27,7 +26,7 @@ def write_npz(path, save=np.savez, **named):
 
 
 def load(path, **options):
-    return arrays.load(ArrayFile(path=str(path), **{"batch_size": 4} | options))
+    return ArrayFile(path=str(path), **{"batch_size": 4} | options).load()
 
 
 load_error = functools.partial(error_message, load)

@@ -10,29 +10,19 @@ from rich.console import Console
 from train import arguments
 from train.arguments import EvalArguments
 from train.commands.positional import positional
-from train.config import (
-    ChatFile,
-    Config,
-    DeepLab,
-    Denoiser,
-    HuggingFace,
-    ImageFolder,
-    ImageShards,
-    Mean,
-    SegmentationFolder,
-    TextFile,
-)
-from train.config.data import Images
-from train.data import Dataset, image_folder, segmentation_folder
+from train.config import Config
+from train.data import Dataset
 from train.data.chat import ChatTemplate
+from train.data.text import Text
 from train.data.tokenizer import Tokenizer, load_tokenizer
 from train.data.unreadable import UnreadableFiles
 from train.errors import UserError, writing
+from train.gradients.mean import Mean
 from train.output.progress import line_printer
 from train.output.tables import MISSING, Table, to_rich
 from train.run import examples
 from train.run.choices import load_questions, score_choices
-from train.run.class_names import check_classes, read_classes, read_label_map
+from train.run.class_names import check_classes, read_label_map
 from train.run.evaluation import Evaluation
 from train.run.evaluation_files import evaluation_files
 from train.run.frozen import load_network
@@ -40,10 +30,12 @@ from train.run.mesh import layout, make_cpu_devices
 from train.run.model_files import check_model, with_model_files
 from train.run.run_folder import RunFolder, as_json, atomic_write
 from train.run.setup import Setup, setup
-from train.tasks import language
+from train.tasks import images, kind_of, language
 from train.tasks.confusion import accuracy_by_class, iou_by_class
 from train.tasks.segmentation import Views, make_measure
 
+_PLACE = ("split", "path")
+"""Options that name other test examples."""
 _MAX_CLASSES = 40
 """Largest number of rows in the table of classes."""
 _MIN_SIDE = 8
@@ -135,19 +127,13 @@ def _setup(folder: RunFolder, config: Config, options: EvalArguments) -> Setup:
     data = config.data
     dataset: Dataset | None = None
     if options.path is not None or options.split is not None:
-        if isinstance(data, SegmentationFolder):
-            trained = read_label_map(folder, folder.read_config())
-            dataset = segmentation_folder.load(data, trained)
-        elif isinstance(data, ImageFolder):
-            dataset = image_folder.load(data, read_classes(folder, folder.read_config()))
+        dataset = data.load_test(lambda: read_label_map(folder, folder.read_config()))
     if dataset is None:
         run = setup(config)
         check_classes(folder, run.task.dataset.classes, run.task.dataset.label_map)
         return run
     # Without the training examples, nothing about gradients can be checked, and nothing needs to.
-    if isinstance(data, ImageFolder):
-        data = dataclasses.replace(data, user=None, examples_per_user=None)
-    plain = dataclasses.replace(config, data=data, grad=Mean())
+    plain = dataclasses.replace(config, data=data.without_users(), grad=Mean())
     return setup(plain, dataset=dataset)._replace(config=config)
 
 
@@ -198,7 +184,7 @@ def answer_choices(
     log(f"choices: {folder.choices}")
 
 
-def _chat_template(data: TextFile | ChatFile, tokenizer: Tokenizer) -> ChatTemplate:
+def _chat_template(data: Text, tokenizer: Tokenizer) -> ChatTemplate:
     try:
         return language.chat_template(data, tokenizer)
     except UserError as error:
@@ -207,7 +193,7 @@ def _chat_template(data: TextFile | ChatFile, tokenizer: Tokenizer) -> ChatTempl
 
 def _text_metrics(run: Setup, evaluation: Evaluation) -> dict[str, float]:
     """Return the perplexity of a language model, and its bits per byte if they are known."""
-    if not isinstance(run.config.data, TextFile | ChatFile):
+    if run.config.data.content != "text":
         return {}
     loss = evaluation.metrics["loss"]
     with np.errstate(over="ignore"):
@@ -258,39 +244,21 @@ def apply_options(folder: RunFolder, config: Config, options: EvalArguments) -> 
     Raises:
       UserError: for an option that runs of this kind do not have.
     """
-    allowed: tuple[str, ...] = ()
-    if isinstance(config.model, DeepLab):
-        allowed = ("image_size", "scales", "flip")
-    elif isinstance(config.data, TextFile | ChatFile):
-        allowed = ("choices", "chat")
-    elif isinstance(config.data, Images) and not isinstance(config.model, Denoiser):
-        allowed = ("crops", "border", "image_size", "resize")
-    elif isinstance(config.data, HuggingFace) and not isinstance(config.model, Denoiser):
-        allowed = ("image_size", "resize")
-    place = {"split": "test_split"} if hasattr(config.data, "test_split") else {}
-    if isinstance(config.data, ImageFolder | SegmentationFolder):
-        place["path"] = "path"
-    elif isinstance(config.data, ChatFile | ImageShards):
-        place["path"] = "test_path"
-    allowed = (*place, *allowed)
-    given = [name for name in given_options(options) if name != "best"]
+    data, kind = config.data, kind_of(config)
+    changed = [n for n in _PLACE + kind.data_options if n in data.evaluation_options]
+    allowed = (*changed, *kind.options)
+    given = {n: value for n, value in given_options(options).items() if n != "best"}
     for name in given:
         if name not in allowed:
             flags = ", ".join(_flag(n) for n in allowed) or "none"
             raise UserError(
                 f"{_flag(name)}: {folder.path} is a run of {config.model.name} on "
-                f"{config.data.source}; its options: {flags}"
+                f"{data.source}; its options: {flags}"
             )
-    changes = {
-        place.get(n, n): getattr(options, n)
-        for n in given
-        if n not in ("scales", "flip", "choices", "chat")
-    }
-    if isinstance(config.data, ImageShards) and options.path is not None:
-        changes["test_path"] = (options.path,)
-    config = dataclasses.replace(config, data=dataclasses.replace(config.data, **changes))
+    changes = {n: value for n, value in given.items() if n in changed}
+    config = dataclasses.replace(config, data=data.for_evaluation(changes))
     for scale in options.scales:
-        side = round(scale * getattr(config.data, "image_size", 0))
+        side = round(scale * images.image_shape(config)[0])
         if side < _MIN_SIDE:
             raise UserError(
                 f"--scales: {scale:g} resizes images to {side} pixels; expected at least "
@@ -325,4 +293,4 @@ def _class_scores(run: Setup, confusion: np.ndarray | None) -> list[dict[str, An
 
 
 def _is_segmentation(run: Setup) -> bool:
-    return isinstance(run.config.model, DeepLab)
+    return kind_of(run.config).predicts == "masks"

@@ -10,15 +10,15 @@ import numpy as np
 from fnet.interop.huggingface import build_model, family_of
 from fnet.interop.huggingface.checkpoint import PretrainedModel, Tensor
 from fnet.models.vit import resize_positions
-from train.config import Config, HuggingFace
-from train.config.data import Images
+from train.config import Config
 from train.data.model_folder import ModelFolder
-from train.data.model_images import position_size
 from train.errors import UserError
+from train.networks.model_images import position_size
+from train.networks.pretrained import Pretrained, build_image_network, without_classes
 from train.run.class_names import read_classes
 from train.run.frozen import load_network
 from train.run.run_folder import RunFolder
-from train.tasks import images, pretrained
+from train.tasks import images
 
 _TOLERANCE = 1e-4
 """Largest difference of logits, relative to the largest one."""
@@ -43,7 +43,7 @@ class PublishedModel(NamedTuple):
 
 
 def published_model(
-    folder: RunFolder, config: Config, source: ModelFolder, *, best: bool
+    folder: RunFolder, config: Config, section: Pretrained, source: ModelFolder, *, best: bool
 ) -> PublishedModel:
     """Return a trained image network as its library reads it, at the image size of the run.
 
@@ -52,6 +52,7 @@ def published_model(
     Args:
       folder: folder of the run.
       config: config of the run.
+      section: its section ``model``.
       source: the published model.
       best: restore the best checkpoint instead of the newest.
 
@@ -59,8 +60,7 @@ def published_model(
       UserError: if the library has no such classifier, or there is no checkpoint.
     """
     classes, shape = read_classes(folder, config), images.image_shape(config)
-    config = pretrained.in_float32(config)
-    network = pretrained.build_image_network(config, len(classes), shape)
+    network = build_image_network(section, len(classes), shape, "float32")
     model_config = _with_classes(source, classes, has_new=bool(network.new))
     model_config = _with_size(model_config, shape)
     names = [t.name for t in network.base.tensors]
@@ -87,7 +87,7 @@ def _with_classes(
     source: ModelFolder, classes: tuple[str, ...], *, has_new: bool
 ) -> dict[str, Any]:
     """Return the config.json of a classifier for these classes."""
-    config = pretrained.without_classes(source.config)
+    config = without_classes(source.config)
     if "architecture" in config:  # of timm
         return config | {"num_classes": len(classes), "label_names": list(classes)}
     heads = [a for a in family_of(config).architectures if a.endswith("ForImageClassification")]
@@ -168,8 +168,8 @@ def _is_close(model: PretrainedModel, params: Any, image: Any, expected: Any) ->
 
 def _preprocessor(config: Config, model_config: dict[str, Any]) -> dict[str, Any]:
     """Return files that prepare images as `fnet predict` does."""
-    data = config.data
-    if not isinstance(data, Images | HuggingFace):
+    data = config.data.as_photos
+    if data is None:
         return {}
     size, shorter = data.image_size, data.shorter_side
     mean, std = list(data.mean), list(data.std)

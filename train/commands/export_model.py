@@ -11,20 +11,23 @@ from fnet.interop.huggingface.checkpoint import Tensor, leaf
 from fnet.interop.peft import huggingface_modules, to_peft
 from train.arguments import ExportArguments
 from train.commands import export_images
-from train.config import ChatFile, Config, Pretrained, TextFile
+from train.config import Config
 from train.data.model_folder import INDEX, SINGLE, ModelFolder, read_folder
 from train.errors import UserError
+from train.networks import pretrained
+from train.networks.pretrained import Pretrained
 from train.run import weight_files
 from train.run.frozen import load_network
 from train.run.model_files import copy_small_files
 from train.run.run_folder import RunFolder, as_json
-from train.tasks import pretrained
 
 SHARD_BYTES = 2 * 2**30
 """Largest size of a file, unless one tensor is larger."""
 
 
-def export_model(folder: RunFolder, config: Config, options: ExportArguments) -> Path:
+def export_model(
+    folder: RunFolder, config: Config, section: Pretrained, options: ExportArguments
+) -> Path:
     """Write a fine-tuned model with its config and tokenizer, and return the folder.
 
     Tensors have the names, layouts and dtypes of the published model. Adapters are merged, or
@@ -33,16 +36,15 @@ def export_model(folder: RunFolder, config: Config, options: ExportArguments) ->
     Raises:
       UserError: if there is no checkpoint, or the folder cannot be written.
     """
-    section = config.model
-    assert isinstance(section, Pretrained)
     if options.adapters and section.lora_rank is None:
         raise UserError("--adapters: the run has none, because it trains all parameters")
     out = Path(options.out) if options.out else folder.path / "exported"
     if out.exists() and any(out.iterdir()):
         raise UserError(f"--out: {out} is not empty; give a new folder")
     source = read_folder(Path(section.path))
-    has_text = isinstance(config.data, TextFile | ChatFile)
-    write = (_language_model if has_text else _image_model)(folder, config, options, source)
+    has_text = config.data.content == "text"
+    export = _language_model if has_text else _image_model
+    write = export(folder, config, section, options, source)
     part = out.with_name(f".{out.name}.part")
     try:
         shutil.rmtree(part, ignore_errors=True)
@@ -60,13 +62,15 @@ def export_model(folder: RunFolder, config: Config, options: ExportArguments) ->
 
 
 def _language_model(
-    folder: RunFolder, config: Config, options: ExportArguments, source: ModelFolder
+    folder: RunFolder,
+    config: Config,
+    section: Pretrained,
+    options: ExportArguments,
+    source: ModelFolder,
 ) -> Callable[[Path], None]:
     """Restore a language model, and return a function that writes it to a folder."""
-    section = config.model
-    assert isinstance(section, Pretrained)
     adapters = pretrained.adapters_of(section)
-    model = pretrained.build_network(config)
+    model = pretrained.build_network(section, config.train.precision)
     network = load_network(folder, model, best=options.best)
     trained = network.evaluation_params
 
@@ -86,10 +90,14 @@ def _language_model(
 
 
 def _image_model(
-    folder: RunFolder, config: Config, options: ExportArguments, source: ModelFolder
+    folder: RunFolder,
+    config: Config,
+    section: Pretrained,
+    options: ExportArguments,
+    source: ModelFolder,
 ) -> Callable[[Path], None]:
     """Restore an image network, and return a function that writes it to a folder."""
-    model = export_images.published_model(folder, config, source, best=options.best)
+    model = export_images.published_model(folder, config, section, source, best=options.best)
 
     def write(part: Path) -> None:
         _write_tensors(part, model.tensors, model.params, model.dtypes)

@@ -13,20 +13,12 @@ from jax import Array, export
 
 from fnet.losses.segmentation import bilinear_weights
 from train.arguments import ExportArguments
-from train.config import (
-    ChatFile,
-    Config,
-    DeepLab,
-    Denoiser,
-    LanguageModel,
-    TextFile,
-)
+from train.config import Config
 from train.errors import TrainingError, UserError
 from train.run.class_names import read_classes
 from train.run.frozen import load_network
 from train.run.run_folder import RunFolder, atomic_write
-from train.tasks import images
-from train.tasks.pretrained import image_network, in_float32
+from train.tasks import images, kind_of
 
 PLATFORMS = ("cpu", "cuda", "tpu")
 """Platforms that a StableHLO program runs on."""
@@ -76,24 +68,23 @@ def _network(
     folder: RunFolder, config: Config, options: ExportArguments
 ) -> tuple[Apply, tuple[int, ...]]:
     """Return the trained network, from pixels to logits in float32, and the shape of an image."""
-    if isinstance(config.model, LanguageModel | Denoiser):
+    kind = kind_of(config)
+    if kind.predicts is None:
         raise UserError(
             f"--format {options.format}: is for networks that label images, not for "
             f"{config.model.name}"
         )
-    if isinstance(config.data, TextFile | ChatFile):
-        raise UserError(f"--format {options.format}: is for networks that label images")
     shape = images.image_shape(config)
     # The program is float32. The activations of a published model have the config's precision.
-    config = in_float32(config)
-    model = image_network(config, len(read_classes(folder, config)), shape)
+    config = images.in_float32(config)
+    model = config.model.for_images(shape, len(read_classes(folder, config)), "float32")
     trained = load_network(folder, model, best=options.best)
     params, state = trained.evaluation_params, trained.model_state
 
     def apply(image: Array) -> Array:
         x = images.normalize(config, image).astype(jnp.float32)
         logits, _ = model.apply(params, state, x, train=False)
-        if isinstance(config.model, DeepLab):  # its loss upsamples
+        if kind.predicts == "masks":  # its loss upsamples
             logits = _upsample(logits, *shape[:2])
         return logits
 

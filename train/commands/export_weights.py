@@ -10,7 +10,6 @@ from train.arguments import ExportArguments
 from train.commands.export_model import export_model
 from train.commands.export_program import export_program
 from train.commands.positional import positional
-from train.config import Pretrained
 from train.errors import UserError, printable
 from train.run import weight_files
 from train.run.checkpoints import Checkpoints
@@ -42,8 +41,8 @@ def export_weights(folder: RunFolder, options: ExportArguments) -> Path:
         the file cannot be written.
     """
     config = check_model(folder, folder.read_config())
-    if isinstance(config.model, Pretrained):
-        return export_model(folder, config, options)
+    if (section := config.model.published) is not None:
+        return export_model(folder, config, section, options)
     weight_files.check_network(config)
     out = Path(options.out) if options.out else folder.path / "weights.safetensors"
     if out.suffix != ".safetensors":

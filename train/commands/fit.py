@@ -19,9 +19,11 @@ from fnet.memory.target import Target
 from train import arguments
 from train.arguments import FitArguments, TrainArguments
 from train.commands.positional import positional
-from train.config import ChatFile, Config, Pretrained, recipes
+from train.config import Config, recipes
 from train.data.model_folder import DTYPES, SINGLE, ModelFolder, read_folder
 from train.errors import UserError, writing
+from train.networks import pretrained
+from train.networks.pretrained import FROZEN
 from train.output.progress import line_printer
 from train.output.tables import Table, to_rich
 from train.platform import use_cpu
@@ -30,8 +32,6 @@ from train.run.mesh import layout
 from train.run.prediction import target_of
 from train.run.run_folder import quote
 from train.run.setup import Setup, setup
-from train.tasks import pretrained
-from train.tasks.pretrained import FROZEN
 
 _WAYS: dict[str, tuple[str, tuple[str, ...]]] = {
     "full": ("finetune_full", ("--optim.name", "adamw", "--train.params-dtype", "float32")),
@@ -396,10 +396,11 @@ def _config(way: str, flags: tuple[str, ...]) -> Config:
     _, config = arguments.read_with_config(
         TrainArguments, recipes.load(recipe), flags, f"fnet train {recipe}"
     )
-    assert isinstance(config.model, Pretrained)
-    assert isinstance(config.data, ChatFile)
-    vocabulary = int(read_folder(Path(config.model.path)).config["vocab_size"])
-    data = dataclasses.replace(config.data, vocabulary=vocabulary)
+    model, text = config.model.published, config.data.as_text
+    assert model is not None  # because all ways fine-tune a published model
+    assert text is not None
+    vocabulary = int(read_folder(Path(model.path)).config["vocab_size"])
+    data = dataclasses.replace(text, vocabulary=vocabulary)
     return dataclasses.replace(config, data=data)
 
 

@@ -11,14 +11,18 @@ from fnet.memory import format_bytes
 from train import arguments
 from train.arguments import ImportModelArguments
 from train.commands.positional import positional
-from train.config import ChatFile, Config, ImageFolder, Optim, Pretrained, Train
+from train.config import Config, Optim, Train
 from train.data.chat import has_template
+from train.data.chat_file import ChatFile
+from train.data.image_folder import ImageFolder
 from train.data.model_folder import ModelFolder, read_folder
-from train.data.model_images import image_data, size_note
+from train.errors import UserError
+from train.networks import pretrained
+from train.networks.model_images import image_data
+from train.networks.pretrained import Pretrained
 from train.output.progress import line_printer
 from train.run.model_files import copy_model_files
 from train.run.run_folder import RunFolder, quote
-from train.tasks import pretrained
 
 
 def main(argv: list[str]) -> None:
@@ -29,32 +33,34 @@ def main(argv: list[str]) -> None:
         ImportModelArguments, config, flags, f"fnet import {given}"
     )
     out = Path(options.out or f"runs/{config.name}")
-    folder, shapes = import_model(config, out)
+    section = config.model.published
+    if section is None:
+        raise UserError(f"model.name: expected pretrained, got {config.model.name}")
+    folder, shapes = import_model(config, section, out)
     console = Console()
     console.print(model_table(folder, shapes))
     log = line_printer(console)
-    if note := size_note(config):
+    for note in config.model.notes(config.data):
         log(note)
     log(f"wrote {out}; the weights stay in {folder.path}")
-    log(_next_commands(config, quote(out)))
+    log(_next_commands(config, section, quote(out)))
 
 
-def _next_commands(config: Config, run: str) -> str:
+def _next_commands(config: Config, section: Pretrained, run: str) -> str:
     """Name the commands that sample and train an imported model."""
-    assert isinstance(config.model, Pretrained)
-    adapters = config.model.lora_rank is not None
+    adapters = section.lora_rank is not None
     what = "adapters" if adapters else "all parameters"
-    if not isinstance(config.data, ChatFile):
+    if config.data.content != "text":
         return f"Train {what} with fnet train {run} --data.path FOLDER --resume"
-    path = quote(Path(config.data.path))
-    chat = " --chat" if has_template(Path(config.model.path)) else ""
+    path = quote(Path(str(config.data.path)))
+    chat = " --chat" if has_template(Path(section.path)) else ""
     commands = (
         f"Generate text with fnet sample {run}{chat} --prompt TEXT. "
         f"Train {what} with fnet train {run} --data.path {path} --resume"
     )
     if adapters:
         return commands
-    model = quote(Path(config.model.path))
+    model = quote(Path(section.path))
     return (
         f"{commands}, or adapters with fnet train finetune_lora --model.path {model} "
         f"--data.path {path}"
@@ -84,13 +90,14 @@ def default_config(path: Path) -> Config:
     )
 
 
-def import_model(config: Config, out: Path) -> tuple[ModelFolder, Any]:
+def import_model(config: Config, section: Pretrained, out: Path) -> tuple[ModelFolder, Any]:
     """Create a run at step 0 with the weights of the published model.
 
     The weights are not copied. Their headers are compared with config.json.
 
     Args:
       config: config of the run.
+      section: its section ``model``.
       out: folder of the run.
 
     Returns:
@@ -99,8 +106,7 @@ def import_model(config: Config, out: Path) -> tuple[ModelFolder, Any]:
     Raises:
       UserError: if the model is not supported or damaged, or the folder cannot be used.
     """
-    assert isinstance(config.model, Pretrained)
-    source = read_folder(Path(config.model.path))
+    source = read_folder(Path(section.path))
     _, shapes = pretrained.match(source, config.train.precision)
     folder = RunFolder(out)
     with folder.lock():

@@ -15,7 +15,6 @@ from rich.console import Console
 from train import arguments
 from train.arguments import PredictArguments
 from train.commands.positional import positional
-from train.config import DeepLab
 from train.data.decode import UnreadableError, decode
 from train.data.files import IMAGE_PATTERNS, list_images
 from train.data.preprocessing import PreprocessedImage, Preprocessor
@@ -26,6 +25,7 @@ from train.output.tables import Table, to_rich
 from train.predictor import Predictor, config_of_images
 from train.run.class_names import read_label_map
 from train.run.run_folder import RunFolder, as_json, atomic_write
+from train.tasks import kind_of
 
 
 def main(argv: list[str]) -> None:
@@ -79,7 +79,7 @@ def predict(folder: RunFolder, given: Sequence[str], options: PredictArguments) 
     paths = find_images(given)
     predictor = Predictor(folder.path, best=options.best)
     classes = predictor.classes
-    is_segmentation = isinstance(config.model, DeepLab)
+    is_segmentation = kind_of(config).predicts == "masks"
     out = _out(folder, options)
     if is_segmentation:
         colors = palette(read_label_map(folder, config))

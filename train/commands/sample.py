@@ -17,19 +17,22 @@ from fnet.models.denoiser import Denoiser as DenoiserModel
 from train import arguments
 from train.arguments import ImageArguments, TextArguments
 from train.commands.positional import positional
-from train.config import Config, Denoiser, LanguageModel, Pretrained
+from train.config import Config
 from train.data import Dataset, sample_batch
 from train.data.chat import GenerationSettings, load_generation_settings
 from train.data.tokenizer import Tokenizer, load_tokenizer
 from train.errors import UserError, printable
+from train.networks import pretrained
+from train.networks.denoiser import Denoiser
 from train.output import plots
 from train.run.checkpoints import Checkpoints
 from train.run.class_names import check_classes
 from train.run.frozen import load_network
 from train.run.model_files import check_model, with_model_files
 from train.run.run_folder import RunFolder
-from train.tasks import language, pretrained
-from train.tasks.diffusion import build_network, build_schedule
+from train.tasks import images, kind_of, language
+from train.tasks import load as load_data
+from train.tasks.diffusion import build_schedule
 
 
 def main(argv: list[str]) -> None:
@@ -37,7 +40,8 @@ def main(argv: list[str]) -> None:
     (given,), flags = positional(argv, "fnet sample RUN", TextArguments, ImageArguments)
     folder, prog = RunFolder.of(given), f"fnet sample {given}"
     config = check_model(folder, folder.read_config())
-    if isinstance(config.model, LanguageModel | Pretrained):
+    generates = kind_of(config).generates
+    if generates == "text":
         options = arguments.read(TextArguments, flags, prog)
         if options.chat:
             chat(folder, config, options)
@@ -45,7 +49,7 @@ def main(argv: list[str]) -> None:
         for text in generate_text(folder, config, options):
             print(text, end="", flush=True)
         print()
-    elif isinstance(config.model, Denoiser):
+    elif generates == "images":
         path = draw_images(folder, config, arguments.read(ImageArguments, flags, prog))
         print(printable(str(path)))
     else:
@@ -138,7 +142,7 @@ class Generator(NamedTuple):
           UserError: for a run without a checkpoint.
         """
         config = with_model_files(folder, config)
-        data, section = language.text_source(config), config.model
+        data = language.text_source(config)
         tokenizer = load_tokenizer(data)
         settings = GenerationSettings(0.8)
         if tokenizer.folder is not None:
@@ -149,12 +153,10 @@ class Generator(NamedTuple):
                 settings = settings._replace(end_tokens=(*settings.end_tokens, end))
         given = {name: getattr(options, name) for name in ("temperature", "top_k", "top_p")}
         settings = settings._replace(**{n: v for n, v in given.items() if v is not None})
-        if isinstance(section, LanguageModel):
-            window = min(section.window or data.context, data.context)
-            config = dataclasses.replace(config, model=dataclasses.replace(section, window=window))
+        config = dataclasses.replace(config, model=config.model.for_sampling(data.context))
         model: Any = language.build_network(config)
         params, state, _ = load_network(folder, model, best=options.best)
-        if isinstance(section, Pretrained):
+        if (section := config.model.published) is not None:
             params, state, model = pretrained.merge(section, params, state), {}, model.base
         return cls(model, params, state, tokenizer, settings, options.length, options.seed)
 
@@ -201,9 +203,10 @@ def draw_images(folder: RunFolder, config: Config, options: ImageArguments) -> P
       UserError: for an option that does not fit the run, data whose classes changed, a run
         without a checkpoint, or a picture that cannot be written.
     """
-    section = config.model
-    assert isinstance(section, Denoiser)
-    dataset, model = build_network(config)
+    section = config.model.denoiser
+    assert section is not None  # because it generates images
+    dataset = load_data(config)
+    model = images.build_network(config, dataset)
     check_classes(folder, dataset.classes)
     names = options.labels or dataset.classes
     for name in names:
@@ -221,13 +224,14 @@ def draw_images(folder: RunFolder, config: Config, options: ImageArguments) -> P
     with Checkpoints(folder.checkpoints, best=options.best) as checkpoints:
         params, state, _ = checkpoints.restore_network(model.init)
     labels = np.repeat([dataset.classes.index(name) for name in names], options.count)
-    images = sample_images(config, (dataset, model), params, state, jnp.asarray(labels), options)
+    network = dataset, model
+    samples = sample_images(section, network, params, state, jnp.asarray(labels), options)
     path = Path(options.out) if options.out else folder.path / "samples.png"
     title = (
         f"{config.name}: {options.sampler}, {_steps(section, options)} steps, "
         f"guidance {_guidance(section, options):g}"
     )
-    rows = np.asarray(images).reshape(len(names), options.count, *images.shape[1:])
+    rows = np.asarray(samples).reshape(len(names), options.count, *samples.shape[1:])
     try:
         plots.image_grid(rows, names, title, path)
     except (OSError, ValueError, RuntimeError) as error:  # some formats need LaTeX
@@ -236,7 +240,7 @@ def draw_images(folder: RunFolder, config: Config, options: ImageArguments) -> P
 
 
 def sample_images(
-    config: Config,
+    section: Denoiser,
     network: tuple[Dataset, DenoiserModel],
     params: Any,
     state: Any,
@@ -246,8 +250,8 @@ def sample_images(
     """Sample one image per label.
 
     Args:
-      config: config of the run.
-      network: its dataset and model (`train.tasks.diffusion.build_network`).
+      section: the section ``model`` of the run's config.
+      network: its dataset and model.
       params: model parameters.
       state: model state; attention contexts are read as in training.
       labels: class indices [N].
@@ -256,8 +260,6 @@ def sample_images(
     Returns:
       Images [N, H, W, C] in [0, 1], float32.
     """
-    section = config.model
-    assert isinstance(section, Denoiser)
     dataset, model = network
     # Rows of most datasets are paths, so that the shape of an image is known from a batch.
     shape, classes = sample_batch(dataset, 1)["image"].shape[1:], len(dataset.classes)
@@ -280,8 +282,8 @@ def sample_images(
             key=sampler_key,
         )
 
-    images = run(params, state, labels.astype(jnp.int32), jax.random.key(options.seed))
-    return jnp.clip((images + 1) / 2, 0, 1)
+    samples = run(params, state, labels.astype(jnp.int32), jax.random.key(options.seed))
+    return jnp.clip((samples + 1) / 2, 0, 1)
 
 
 def _guidance(section: Denoiser, options: ImageArguments) -> float:

@@ -1,86 +1,34 @@
 """Config of a run: frozen dataclasses. The docstrings of their fields are the --help texts."""
 
+import functools
 import json
-from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Annotated, Any, get_args
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-import fnet
-from train.config.data import (
-    ArrayFile,
-    ChatFile,
-    Digits,
-    HuggingFace,
-    ImageFolder,
-    ImageShards,
-    SegmentationFolder,
-    Synthetic,
-    TextFile,
-)
-from train.config.model import (
-    ConvNeXt,
-    DeepLab,
-    Denoiser,
-    DenseNet,
-    LanguageModel,
-    Mlp,
-    PreactResNet,
-    Pretrained,
-    ResNet,
-    ResNet9,
-    ResNeXt,
-    RevNet,
-    ViT,
-    WiderResNet,
-)
+from train.config.data import Data
+from train.config.gradient import GradientMode
+from train.config.network import Model
+from train.config.registry import PLUGINS, all_variants, tag_of, variants
 from train.config.section import Section
 from train.config.training import (
     Checkpoint,
-    Clipped,
-    Mean,
     Memory,
     Mesh,
-    Microbatch,
     Nonfinite,
     Optim,
-    PerExample,
     Tracking,
     Train,
 )
 from train.errors import UserError, did_you_mean
 
-_Data = (
-    Digits
-    | ImageFolder
-    | ImageShards
-    | ArrayFile
-    | HuggingFace
-    | SegmentationFolder
-    | Synthetic
-    | ChatFile
-    | TextFile
-)
-_Model = (
-    PreactResNet
-    | ResNet9
-    | ResNet
-    | ResNeXt
-    | WiderResNet
-    | DenseNet
-    | RevNet
-    | ViT
-    | ConvNeXt
-    | Mlp
-    | DeepLab
-    | LanguageModel
-    | Pretrained
-    | Denoiser
-)
-_Grad = Mean | Microbatch | PerExample | Clipped
-VARIANTS = {"data": get_args(_Data), "model": get_args(_Model), "grad": get_args(_Grad)}
-"""Sections that have several variants, with the class of each variant."""
+
+def _default(section: str, name: str) -> Callable[[], Any]:
+    """Return a function that makes a variant with its defaults."""
+    return lambda: variants(section)[name]()
 
 
 @dataclass(frozen=True)
@@ -89,13 +37,13 @@ class Config(Section):
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")] = "run"
     """Name of the run; its folder is runs/NAME by default."""
-    data: Annotated[_Data, Field(discriminator="source")] = field(default_factory=Digits)
+    data: Data = field(default_factory=_default("data", "digits"))
     """Data source."""
-    model: Annotated[_Model, Field(discriminator="name")] = field(default_factory=PreactResNet)
+    model: Model = field(default_factory=_default("model", "preact_resnet"))
     """Network."""
     optim: Optim = field(default_factory=Optim)
     """Optimizer and learning rate schedule."""
-    grad: Annotated[_Grad, Field(discriminator="mode")] = field(default_factory=Mean)
+    grad: GradientMode = field(default_factory=_default("grad", "mean"))
     """Gradient mode."""
     train: Train = field(default_factory=Train)
     """Length, precision and random seed of the run."""
@@ -111,28 +59,50 @@ class Config(Section):
     """Experiment trackers, in addition to metrics.jsonl."""
 
     @property
+    def sections(self) -> dict[str, Section]:
+        """Sections by name."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "name"}
+
+    @property
     def is_private(self) -> bool:
         """Whether training is differentially private: noise and Poisson sampling."""
-        return isinstance(self.grad, Clipped) and self.grad.is_private
-
-    @property
-    def examples_per_user(self) -> int | None:
-        """Largest number of examples of a user per step; None if privacy is per example."""
-        has_users = getattr(self.data, "user", None) is not None
-        return self.data.examples_per_user if has_users else None  # type: ignore[union-attr]
-
-    @property
-    def canaries(self) -> int:
-        """Number of canaries for an audit."""
-        return (self.grad.audit or 0) if isinstance(self.grad, Clipped) else 0
+        return self.grad.is_private
 
     @property
     def is_release_only(self) -> bool:
         """Whether the run writes only what its privacy guarantee covers."""
-        return isinstance(self.grad, Clipped) and self.grad.release_only
+        return self.grad.release_only
+
+    @property
+    def examples_per_user(self) -> int | None:
+        """Largest number of examples of a user per step; None if privacy is per example."""
+        return None if self.data.user is None else self.data.examples_per_user
 
 
-_ADAPTER = TypeAdapter(Config)
+def __getattr__(name: str) -> Any:
+    """Look up a variant by the name of its class: ``from train.config import ImageFolder``.
+
+    Their modules import this one, so they are imported when they are needed.
+    """
+    if name == "__all__":
+        own = [name for name in globals() if not name.startswith("_")]
+        return [*own, *(kind.__name__ for kind in all_variants())]
+    if not name.startswith("_"):
+        for kind in all_variants():
+            if kind.__name__ == name:
+                return kind
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _adapter() -> TypeAdapter[Config]:
+    return _make_adapter(tuple(all_variants()))
+
+
+@functools.lru_cache(maxsize=1)
+def _make_adapter(kinds: tuple[type[Section], ...]) -> TypeAdapter[Config]:
+    """Make the adapter for the variants that are registered."""
+    return TypeAdapter(Config)
+
 
 # Names that the config.json of older runs has, and the current names.
 _RENAMED_SECTIONS = {"guard": "nonfinite"}
@@ -152,21 +122,13 @@ _RENAMED_VALUES = {
 }
 
 
-def variants(section: str) -> dict[str, type]:
-    """``{"mean": Mean, ...}``: variants of a section by their name, or {} if it has one form."""
-    return {
-        get_args(next(iter(kind.__annotations__.values())))[0]: kind
-        for kind in VARIANTS.get(section, ())
-    }
-
-
 def to_json(config: Config) -> str:
     """Write a config as JSON, which `from_json` reads back as an equal config.
 
     The key ``fnet_version`` holds the version of fnet that wrote it.
     """
     # Converted by Python, because pydantic writes nan and infinity as null.
-    plain = {"fnet_version": fnet.__version__} | _ADAPTER.dump_python(config, warnings=False)
+    plain = {"fnet_version": _version()} | _adapter().dump_python(config, warnings=False)
     # Values that JSON lacks are paths, or of a wrong type, which `from_json` reports.
     return json.dumps(plain, indent=2, ensure_ascii=False, default=str) + "\n"
 
@@ -187,13 +149,19 @@ def from_json(text: str | bytes, where: str) -> Config:
     """
     text, version = _update_names(text)
     try:
-        return _ADAPTER.validate_json(text)
+        return _adapter().validate_json(text)
     except ValidationError as error:
-        written = f" (written by fnet {version}, this is {fnet.__version__})"
+        written = f" (written by fnet {version}, this is {_version()})"
         raise UserError(
             f"{where}: {_first_mistake(error.errors()[0])}"
-            f"{written if version not in (None, fnet.__version__) else ''}"
+            f"{written if version not in (None, _version()) else ''}"
         ) from None
+
+
+def _version() -> str:
+    import fnet  # imports JAX, which processes that decode images must not
+
+    return fnet.__version__
 
 
 def _update_names(text: str | bytes) -> tuple[str | bytes, str | None]:
@@ -244,7 +212,7 @@ def check(config: Config, where: str) -> Config:
 
 def _classes(config: Config) -> list[type]:
     """Class of the config and of each section."""
-    return [type(config), *(type(getattr(config, f.name)) for f in fields(config))]
+    return [type(config), *map(type, config.sections.values())]
 
 
 def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
@@ -263,7 +231,7 @@ def _first_mistake(error: ErrorDetails) -> str:
     loc = [str(part) for part in error["loc"]]
     default = Config()
     if len(loc) > 1 and (kind := variants(loc[0]).get(loc[1])):
-        default = Config(**{loc[0]: kind()})
+        default = replace(default, **{loc[0]: kind()})
         del loc[1]  # the variant's name, which pydantic inserts after the section
     name = ".".join(loc)
     if error["type"] == "unexpected_keyword_argument":
@@ -271,9 +239,13 @@ def _first_mistake(error: ErrorDetails) -> str:
         return f"unknown field {name}{did_you_mean(name, known)}"
     if error["type"] in ("union_tag_invalid", "union_tag_not_found"):
         context = error["ctx"]
-        tag, allowed = context["discriminator"].strip("'"), ", ".join(map(repr, variants(name)))
-        got = repr(context["tag"]) if "tag" in context else "nothing"
-        return f"{name}.{tag}: expected one of {allowed}, got {got}"
+        allowed = ", ".join(map(repr, variants(name)))
+        if "tag" not in context:
+            return f"{name}.{tag_of(name)}: expected one of {allowed}, got nothing"
+        return (
+            f"{name}.{tag_of(name)}: expected one of {allowed}, got {context['tag']!r}; for one of "
+            f"your own, name its file in {PLUGINS}"
+        )
     if error["type"] == "value_error":
         return f"{name}: {error['ctx']['error']}"
     message = error["msg"].removeprefix("Input should be ")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from train import config as configs
 from train.config import Config
+from train.config.registry import import_plugins
 from train.errors import UserError, did_you_mean
 
 _PROGRAM = Path(__file__).parent.parent
@@ -33,6 +34,7 @@ def load(given: str) -> Config:
     Raises:
       UserError: if it does not exist, or is not a valid config.
     """
+    import_plugins()
     path, known = Path(given), recipes()
     if given in known:  # before files of that name: recipes load other recipes by name
         return _run(FOLDER / f"{given}.py")

@@ -1,12 +1,14 @@
 """Types of config fields, and the base class of config sections."""
 
-from dataclasses import fields
-from typing import Annotated, Any
+import dataclasses
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from annotated_types import Ge, Gt, Lt, MultipleOf
 from pydantic import AfterValidator, ConfigDict
 
-from fnet import memory
+if TYPE_CHECKING:
+    from train.config import Config
 
 Count = Annotated[int, Ge(1), Lt(2**31)]
 CountOrZero = Annotated[int, Ge(0), Lt(2**31)]
@@ -18,6 +20,8 @@ Fraction = Annotated[float, Ge(0), Lt(1)]
 
 
 def _check_bytes(text: str) -> str:
+    from fnet import memory  # imports JAX, which processes that decode images must not
+
     memory.parse_bytes(text)
     return text
 
@@ -26,13 +30,36 @@ Bytes = Annotated[str, AfterValidator(_check_bytes)]
 """Bytes of memory with a unit: 4GiB, 4GB, 4096MiB."""
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Choice:
+    """Marks the type of a field that names an entry of a table, to which a user may add.
+
+    Attributes:
+      names: Returns the names in the table.
+    """
+
+    names: Callable[[], Collection[str]]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+        """Return the schema of a text that is in the table."""
+        return handler.generate_schema(Annotated[source, AfterValidator(self._check)])
+
+    def _check(self, name: str) -> str:
+        if name not in self.names():
+            known = ", ".join(map(repr, self.names()))
+            raise ValueError(f"expected one of {known}, got {name!r}")
+        return name
+
+
 class Section:
     """Base class of config sections: no unknown fields, no type conversion, no nan or infinity."""
 
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
+    def replace(self, **changes: Any) -> Self:
+        """Return the section with other values of some fields."""
+        section: Any = self  # a dataclass
+        return dataclasses.replace(section, **changes)
 
-def options(model: Any) -> dict[str, Any]:
-    """Fields of a model section that are options of the function that builds the network."""
-    other = ("name", "pretrained")
-    return {f.name: getattr(model, f.name) for f in fields(model) if f.name not in other}
+    def check(self, config: "Config") -> None:
+        """Raise `UserError` if the section does not fit itself or the others of a config."""

@@ -1,9 +1,9 @@
-"""Optimizer, gradient mode, length, memory, devices and outputs of a run."""
+"""Optimizer, length, memory, devices and outputs of a run."""
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from annotated_types import Ge, Gt, Le, Lt
+from annotated_types import Gt, Le, Lt
 
 from train.config.section import (
     Bytes,
@@ -15,8 +15,10 @@ from train.config.section import (
     Section,
     Seed,
 )
+from train.errors import UserError
 
-MAX_EPSILON = 1000.0
+if TYPE_CHECKING:
+    from train.config import Config
 
 
 @dataclass(frozen=True)
@@ -68,70 +70,58 @@ class Optim(Section):
     ema_decay: Annotated[float, Gt(0), Lt(1)] | None = None
     """Decay of the parameters' moving average (EMA), which is evaluated; None has no EMA."""
 
-
-@dataclass(frozen=True)
-class Mean(Section):
-    """Gradient of the mean loss; a memory budget may split the batch into microbatches."""
-
-    mode: Literal["mean"] = "mean"
-    """Gradient mode; --grad.mode MODE --help lists the fields of another one."""
-
-
-@dataclass(frozen=True)
-class Microbatch(Section):
-    """Gradient of the mean loss, accumulated over microbatches."""
-
-    mode: Literal["microbatch"] = "microbatch"
-    """Gradient mode; --grad.mode MODE --help lists the fields of another one."""
-    microbatches: Count = 2
-    """Number of microbatches that each batch is split into."""
-
-
-@dataclass(frozen=True)
-class PerExample(Section):
-    """Gradient of the mean loss, and the gradient noise scale from per-example gradients."""
-
-    mode: Literal["per_example"] = "per_example"
-    """Gradient mode; --grad.mode MODE --help lists the fields of another one."""
-
-
-@dataclass(frozen=True)
-class Clipped(Section):
-    """Per-example gradient clipping; with noise, differentially private training (DP-SGD)."""
-
-    mode: Literal["clipped"] = "clipped"
-    """Gradient mode; --grad.mode MODE --help lists the fields of another one."""
-    clip: Positive = 1.0
-    """Clipping norm of per-example gradients."""
-    per_layer: bool = False
-    """Clip the gradient of each parameter array separately, to an equal share of clip."""
-    quantile: Annotated[float, Gt(0), Lt(1)] | None = None
-    """Adaptive clipping: fraction of examples to leave unclipped; None keeps clip constant."""
-    automatic: Positive | None = None
-    """Automatic clipping: scale each gradient by clip / (norm + this value); None clips."""
-    microbatches: Count = 1
-    """Number of microbatches that each batch is split into; 1 lets a memory budget choose."""
-    epsilon: Annotated[float, Gt(0), Le(MAX_EPSILON)] | None = None
-    """Privacy budget of the whole run, which sets the noise; needs delta."""
-    delta: Annotated[float, Gt(0), Lt(1)] | None = None
-    """Privacy delta; choose less than 1 / number of training examples."""
-    noise_multiplier: Positive | None = None
-    """Noise standard deviation as a multiple of clip, instead of epsilon; needs delta."""
-    noise_bands: Count = 1
-    """Bands of correlated noise, with cyclic sampling of as many groups; 1 is DP-SGD."""
-    accountant: Literal["pld", "rdp"] = "pld"
-    """Privacy accountant: privacy loss distributions or Renyi differential privacy."""
-    audit: Annotated[int, Ge(8), Lt(2**31)] | None = None
-    """Number of canaries to train on for an audit, a lower bound on epsilon; None is no audit."""
-    release_only: bool = False
-    """Write only what the guarantee covers: parameters, epsilon, metrics on held-out examples."""
-    insecure_noise_seed: Seed | None = None
-    """Fixed seed of noise and sampling, for tests: no privacy; None draws a secret seed."""
+    @property
+    def is_compact(self) -> bool:
+        """Whether the optimizer has 8-bit states, for bfloat16 parameters."""
+        return self.name.startswith("compact_")
 
     @property
-    def is_private(self) -> bool:
-        """Whether training is differentially private: noise and Poisson sampling."""
-        return self.epsilon is not None or self.noise_multiplier is not None
+    def is_schedule_free(self) -> bool:
+        """Whether the optimizer averages parameters instead of decaying the learning rate."""
+        return self.name == "schedule_free_adamw"
+
+    def check(self, config: "Config") -> None:
+        """Check that the optimizer fits the dtype of the parameters and its own options.
+
+        Raises:
+          UserError: if it does not.
+        """
+        dtype = config.train.params_dtype
+        if self.is_compact and dtype == "float32":
+            raise UserError(
+                f"optim.name: {self.name} has 8-bit states for bfloat16 parameters, but "
+                "train.params_dtype is float32; give train.params_dtype bfloat16"
+            )
+        if not self.is_compact and dtype != "float32":
+            raise UserError(
+                f"train.params_dtype: {dtype}, but optim.name {self.name} loses steps that are "
+                "below the precision of bfloat16; give optim.name compact_adamw, compact_sgd or "
+                "compact_lion"
+            )
+        if self.is_schedule_free and self.schedule != "constant":
+            raise UserError(
+                f"optim.schedule: {self.schedule}, but optim.name {self.name} averages in place of "
+                "a decay; give optim.schedule constant, with optim.warmup_steps"
+            )
+        if self.is_schedule_free and self.ema_decay is not None:
+            raise UserError(
+                f"optim.ema_decay: {self.ema_decay:g}, but optim.name {self.name} evaluates its "
+                "own average; give None"
+            )
+        by_layer = {
+            "classifier_learning_rate": self.classifier_learning_rate,
+            "layer_decay": self.layer_decay,
+        }
+        for field, value in by_layer.items():
+            if (self.is_compact or self.is_schedule_free) and value is not None:
+                raise UserError(
+                    f"optim.{field}: {value:g}, but optim.name {self.name} has one learning rate "
+                    "for all layers; give None"
+                )
+        if self.layer_decay is not None and config.data.content == "text":
+            raise UserError(
+                f"optim.layer_decay: {self.layer_decay:g}, but it is for image networks"
+            )
 
 
 @dataclass(frozen=True)

@@ -3,13 +3,16 @@
 import re
 import zipfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import numpy as np
+from annotated_types import Gt, Lt, MaxLen, MinLen
 
-from train.config import ArrayFile
+from train.config.data import Data
+from train.config.section import Count, CountOrZero, Positive, Seed
 from train.data import Arrays, Dataset, num_examples, storage
 from train.data.columns import as_labels, choose, name_classes, number_users
 from train.data.image_batches import ImageOptions
@@ -25,23 +28,69 @@ _BYTES_PER_CHECK = 2**24
 """Bytes of images that are checked for nan and infinity at once."""
 
 
-def load(config: ArrayFile) -> Dataset:
-    """Load the images of an .npz file, or of a folder with a file for each split.
+@dataclass(frozen=True)
+class ArrayFile(Data):
+    """Images and labels as arrays in an .npz file, as Keras and MedMNIST store them."""
 
-    Arrays are found by the names in the config, or by common names: ``x`` and ``y``; ``x_train``,
-    ``y_train``, ``x_test`` and ``y_test`` (Keras); ``train_images``, ``train_labels``,
-    ``val_images``, ... (MedMNIST). Images are [N, H, W], [N, H, W, C] or [N, C, H, W], uint8 or
-    floating. Labels are integers [N] or [N, 1], or one-hot [N, K].
+    evaluation_options: ClassVar[dict[str, str]] = {"split": "test_split"}
+    is_in_unit_interval: ClassVar[bool] = False
 
-    Rows are ``id`` int32 [N] and ``label`` int32 [N]. Ids count training images and then test
-    images; without a test array, they are indices into the one array. Batches add ``image``
-    [N, H, W, C], uint8 or float32. Each array is in memory once, and only batches are copied.
+    source: Literal["arrays"] = "arrays"
+    """Data source; --data.source NAME --help lists the fields of another one."""
+    path: str = "data.npz"
+    """An .npz file, or a folder with train.npz and optionally val.npz or test.npz."""
+    images: Annotated[tuple[str, ...], MaxLen(2)] = ()
+    """Names of the training and test image arrays; found by common names if empty."""
+    labels: Annotated[tuple[str, ...], MaxLen(2)] = ()
+    """Names of the training and test label arrays; found by common names if empty."""
+    class_names: str | None = None
+    """Name of the array of class names; None looks for a common name."""
+    test_split: Annotated[str, MinLen(1)] | None = None
+    """Split to test on; None is val or test, or test_fraction of train if there is neither."""
+    test_fraction: Annotated[float, Gt(0), Lt(1)] = 0.2
+    """Fraction of each class that is held out for testing if there is no test split."""
+    split_seed: Seed = 0
+    """Random seed of that split."""
+    axes: Literal["channels_last", "channels_first"] | None = None
+    """Layout of 4-D images: [N, H, W, C] or [N, C, H, W]; None infers it where it can."""
+    batch_size: Count = 64
+    """Batch size."""
+    user: Annotated[str, MinLen(1)] | None = None
+    """Name of the array of the training examples' user ids; privacy is then per user."""
+    examples_per_user: Count | None = None
+    """Largest number of examples of a user per step; needed with user."""
+    crop: Literal["padded", "reflected", "center"] = "center"
+    """Training crop: random with zero padding, random with reflection padding, or none."""
+    padding: CountOrZero = 4
+    """Padding of padded and reflected crops, in pixels per side."""
+    flip: bool = False
+    """Flip each training image horizontally with probability 1/2."""
+    mean: Annotated[tuple[float, ...], MinLen(1)] = (0.0,)
+    """Mean of each channel, or one for all; uint8 images are scaled to 0 to 1 first."""
+    std: Annotated[tuple[Positive, ...], MinLen(1)] = (1.0,)
+    """Standard deviation of each channel, or one for all, which images are divided by."""
 
-    Raises:
-      UserError: if the file or an array is missing, damaged or holds Python objects; if images
-        have another shape or dtype or are not finite; if labels are not integers from 0, do not
-        match the images in number or have one class; or if a class is too small to split.
-    """
+    def load(self, *, private: bool = False) -> Dataset:
+        """Load the images of an .npz file, or of a folder with a file for each split.
+
+        Arrays are found by the names in the config, or by common names: ``x`` and ``y``;
+        ``x_train``, ``y_train``, ``x_test`` and ``y_test`` (Keras); ``train_images``,
+        ``train_labels``, ``val_images``, ... (MedMNIST). Images are [N, H, W], [N, H, W, C] or [N,
+        C, H, W], uint8 or floating. Labels are integers [N] or [N, 1], or one-hot [N, K].
+
+        Rows are ``id`` int32 [N] and ``label`` int32 [N]. Ids count training images and then test
+        images; without a test array, they are indices into the one array. Batches add ``image``
+        [N, H, W, C], uint8 or float32. Each array is in memory once, and only batches are copied.
+
+        Raises:
+          UserError: if the file or an array is missing, damaged or holds Python objects; if images
+            have another shape or dtype or are not finite; if labels are not integers from 0, do not
+            match the images in number or have one class; or if a class is too small to split.
+        """
+        return _load(self)
+
+
+def _load(config: ArrayFile) -> Dataset:
     splits = _find_splits(config)
     images = [_as_images(_read_array(s.path, s.images), s.images, s.path, config) for s in splits]
     labels = [

@@ -1,20 +1,27 @@
 """Rows of tokens from prompts with answers, chats or texts, for fine-tuning language models."""
 
+import dataclasses
 import itertools
 import statistics
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
+from annotated_types import Ge, Gt, Lt, MinLen
+from typing_extensions import override
 
-from train.config import ChatFile
+from train.config import Config
+from train.config.section import Count, Seed
 from train.data import Arrays, Dataset, records
 from train.data.chat import DATA_DATE, ROLES, ChatTemplate, load_template
 from train.data.columns import number_users
 from train.data.packing import gather, pack
+from train.data.placeholder import Placeholder, zero_tokens
 from train.data.records import Record
 from train.data.splits import count_held_out, split_by_user
+from train.data.text import Text
 from train.data.tokenizer import Pieces, Tokenizer, load_tokenizer
 from train.errors import UserError, list_available
 
@@ -72,21 +79,104 @@ class _Document(NamedTuple):
         return self._replace(ids=self.ids[start:stop], target=target, bytes=self.bytes[start:stop])
 
 
-def load(config: ChatFile) -> Dataset:
-    """Encode the examples of a file as rows of ``tokens`` [N, context + 1].
+@dataclass(frozen=True)
+class ChatFile(Text):
+    """Prompts with answers, chats or texts in a JSON lines or Parquet file, for fine-tuning."""
 
-    All tokens of a row but the last are inputs, and all but the first can be targets. Batches have
-    ``target_mask`` [N, context], which is True for the targets that are learned.
+    evaluation_options: ClassVar[dict[str, str]] = {"path": "test_path"}
 
-    Without packing, a row holds one example, or a part of it, and batches have ``length`` [N],
-    the number of inputs. With packing, batches have ``segment`` [N, context + 1], which counts the
-    row's examples from 1 and is 0 for padding, and ``weight`` [N]. The weight is the number of
-    targets / context, so that each target of a batch counts the same. Test batches always have it.
+    source: Literal["chat_file"] = "chat_file"
+    """Data source; --data.source NAME --help lists the fields of another one."""
+    path: str = "data.jsonl"
+    """File of JSON lines, .parquet file (fnet-jax[parquet]), a folder of them, or a URL."""
+    test_path: str | None = None
+    """File or folder of test examples; None holds out test_fraction of path."""
+    chat_template: str | None = None
+    """Jinja file; None is the template of the tokenizer's folder."""
+    batch_size: Count = 8
+    """Batch size, in rows."""
+    context: Annotated[int, Ge(2), Lt(2**31)] = 512
+    """Context length: tokens per row."""
+    packing: bool = False
+    """Pack several examples into a row; they do not see each other. Not with privacy."""
+    long: Literal["cut", "truncate", "drop"] | None = None
+    """Longer examples: cut into rows, truncate, or drop. None cuts texts and truncates others."""
+    loss_on: Literal["answers", "last_answer", "all"] = "answers"
+    """Tokens that are learned: answers, the last answer of each chat, or all tokens."""
+    as_chat: bool = False
+    """Write prompts and answers with the chat template, as a user's and an assistant's message."""
+    prompt: Annotated[str, MinLen(1)] | None = None
+    """Field of the prompt; None is prompt, question or instruction."""
+    answer: Annotated[str, MinLen(1)] | None = None
+    """Field of the answer; None is completion, answer, response or output."""
+    text: Annotated[str, MinLen(1)] | None = None
+    """Field of a plain text; None is text."""
+    messages: Annotated[str, MinLen(1)] | None = None
+    """Field of a chat's messages; None is messages or conversations."""
+    user: Annotated[str, MinLen(1)] | None = None
+    """Field of a user's id; privacy is then per user."""
+    examples_per_user: Count | None = None
+    """Largest number of rows of a user per step; needed with user."""
+    test_fraction: Annotated[float, Gt(0), Lt(1)] = 0.1
+    """Fraction of the examples that is held out for testing if there is no test_path."""
+    split_seed: Seed | None = None
+    """Random seed of the held-out examples; None holds out the last ones."""
 
-    Raises:
-      UserError: if a file is unreadable, an example has no answer or does not fit the chat
-        template, or there are too few examples.
-    """
+    def load(self, *, private: bool = False) -> Dataset:
+        """Encode the examples of a file as rows of ``tokens`` [N, context + 1].
+
+        All tokens of a row but the last are inputs, and all but the first can be targets. Batches
+        have ``target_mask`` [N, context], which is True for the targets that are learned.
+
+        Without packing, a row holds one example, or a part of it, and batches have ``length`` [N],
+        the number of inputs. With packing, batches have ``segment`` [N, context + 1], which counts
+        the row's examples from 1 and is 0 for padding, and ``weight`` [N]. The weight is the number
+        of targets / context, so that each target of a batch counts the same. Test batches always
+        have it.
+
+        Raises:
+          UserError: if a file is unreadable, an example has no answer or does not fit the chat
+            template, or there are too few examples.
+        """
+        if private and self.user is None:  # cut texts would have several rows
+            return _load(dataclasses.replace(self, long=self.long or "truncate"))
+        return _load(self)
+
+    def check(self, config: Config) -> None:
+        """Check that a private run has one example in a row, and the options of users.
+
+        Raises:
+          UserError: if it has not.
+        """
+        super().check(config)
+        if config.is_private and self.packing:
+            raise UserError(
+                "data.packing: puts several examples into a row, but privacy is per row; give "
+                "data.packing False"
+            )
+        if config.is_private and self.user is None and self.long == "cut":
+            raise UserError(
+                "data.long: cut makes several rows of an example, but privacy is per row; give "
+                "truncate or drop, or privacy per user with data.user"
+            )
+
+    @override
+    def placeholder(self) -> Placeholder | None:
+        batch: Arrays = {"target_mask": np.ones((1, self.context), bool)}
+        if self.packing:
+            batch["segment"] = np.ones((1, self.context + 1), np.int32)
+            batch["weight"] = np.ones(1, np.float32)
+        else:
+            batch["length"] = np.full(1, self.context, np.int32)
+        return zero_tokens(self, batch, batch)
+
+    @property
+    @override
+    def longest_row(self) -> int | None:
+        return None if self.packing else self.context
+
+
+def _load(config: ChatFile) -> Dataset:
     tokenizer = load_tokenizer(config)
     read = _Reader(config, tokenizer)
     examples = read.documents(records.read(config.path, "data.path"))

@@ -4,35 +4,67 @@ Source: E. Alpaydin, C. Kaynak, "Optical Recognition of Handwritten Digits", UCI
 Repository, 1998. Scikit-learn ships its test part.
 """
 
-import numpy as np
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
-from train.config import Digits
+import numpy as np
+from annotated_types import Ge, Gt, Lt
+from typing_extensions import override
+
+from train.config.data import Data
+from train.config.section import Count, Seed
 from train.data import Arrays, Dataset
+from train.data.preprocessing import Preprocessor, whole_image
 from train.data.splits import hold_out
 
 
-def load(config: Digits) -> Dataset:
-    """Load images float32 [N, 8, 8, 1] in [0, 1] and labels int32 [N], split within each class.
+@dataclass(frozen=True)
+class Digits(Data):
+    """Scikit-learn's handwritten digits: 1,797 grayscale images of 8 x 8 pixels, no download."""
 
-    Raises:
-      UserError: If a split of that fraction cannot hold every class.
-    """
-    from sklearn.datasets import load_digits  # slow to import
+    source: Literal["digits"] = "digits"
+    """Data source; --data.source NAME --help lists the fields of another one."""
+    batch_size: Count = 64
+    """Batch size."""
+    test_fraction: Annotated[float, Gt(0), Lt(1)] = 0.2
+    """Fraction of each class that is held out for testing."""
+    split_seed: Seed = 0
+    """Random seed of the train/test split."""
+    max_shift: Annotated[int, Ge(0), Lt(8)] = 1
+    """Random shift of training images, in pixels per direction."""
 
-    digits = load_digits()
-    images = (digits.images / 16.0).astype(np.float32)[..., None]
-    labels = digits.target.astype(np.int32)
-    train, test = hold_out(config, labels)
+    def load(self, *, private: bool = False) -> Dataset:
+        """Load images float32 [N, 8, 8, 1] in [0, 1] and labels int32 [N], split within each class.
 
-    def augment(batch: Arrays, generator: np.random.Generator) -> Arrays:
-        return batch | {"image": random_shift(batch["image"], config.max_shift, generator)}
+        Raises:
+          UserError: If a split of that fraction cannot hold every class.
+        """
+        from sklearn.datasets import load_digits  # slow to import
 
-    return Dataset(
-        train={"image": images[train], "label": labels[train]},
-        test={"image": images[test], "label": labels[test]},
-        classes=tuple(str(c) for c in digits.target_names),
-        augment=augment,
-    )
+        digits = load_digits()
+        images = (digits.images / 16.0).astype(np.float32)[..., None]
+        labels = digits.target.astype(np.int32)
+        train, test = hold_out(self, labels)
+
+        def augment(batch: Arrays, generator: np.random.Generator) -> Arrays:
+            return batch | {"image": random_shift(batch["image"], self.max_shift, generator)}
+
+        return Dataset(
+            train={"image": images[train], "label": labels[train]},
+            test={"image": images[test], "label": labels[test]},
+            classes=tuple(str(c) for c in digits.target_names),
+            augment=augment,
+        )
+
+    @property
+    @override
+    def image_shape(self) -> tuple[int, ...]:
+        return (8, 8, 1)
+
+    @property
+    def preprocessor(self) -> Preprocessor:
+        """Resize the whole image, in gray; digits are white on black."""
+        return whole_image(8, channels=1)
 
 
 def random_shift(images: np.ndarray, most: int, generator: np.random.Generator) -> np.ndarray:

@@ -1,17 +1,21 @@
 """Images that Hugging Face's datasets library loads, from the hub or from disk."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
+from annotated_types import Gt, Lt, MinLen
+from typing_extensions import override
 
-from train.config import HuggingFace
+from train.config.section import Count, Seed
 from train.data import Dataset
 from train.data.columns import as_labels, choose, name_classes, number_users
 from train.data.decode import File, UnreadableError
 from train.data.labeled_images import image_dataset
+from train.data.photos import Photos
 from train.data.splits import choose_test_split, hold_out
 from train.errors import UserError, list_available
 
@@ -20,14 +24,55 @@ _SAVED = ("dataset_dict.json", "state.json")
 """Files of which a folder from save_to_disk holds one."""
 
 
-def load(config: HuggingFace) -> Dataset:
-    """Open a data set; batches decode its images, see `image_dataset`. One thread decodes.
+@dataclass(frozen=True)
+class HuggingFace(Photos):
+    """Images that Hugging Face's datasets library loads, from the hub or from disk."""
 
-    Raises:
-      UserError: if the library is missing or cannot load the data; if a split or column is
-        missing or ambiguous; if labels are not integers from 0 or have one class; or for options
-        that exclude each other.
-    """
+    evaluation_options: ClassVar[dict[str, str]] = {
+        "split": "test_split",
+        **Photos.evaluation_options,
+    }
+
+    source: Literal["huggingface"] = "huggingface"
+    """Data source; --data.source NAME --help lists the fields of another one."""
+    path: str = "."
+    """Name on the hub (ylecun/mnist), folder of images, or folder from save_to_disk."""
+    subset: Annotated[str, MinLen(1)] | None = None
+    """Configuration of the data set, if it has several."""
+    revision: Annotated[str, MinLen(1)] | None = None
+    """Revision on the hub: commit, branch or tag; None is the newest."""
+    image: Annotated[str, MinLen(1)] | None = None
+    """Name of the image column; None is the only one."""
+    label: Annotated[str, MinLen(1)] | None = None
+    """Name of the label column; None is the only column of class labels."""
+    test_split: Annotated[str, MinLen(1)] | None = None
+    """Split to test on; None is validation, val or test, or test_fraction of train."""
+    test_fraction: Annotated[float, Gt(0), Lt(1)] = 0.2
+    """Fraction of each class that is held out for testing if there is no test split."""
+    split_seed: Seed = 0
+    """Random seed of that split."""
+    user: Annotated[str, MinLen(1)] | None = None
+    """Name of the column of user ids; privacy is then per user."""
+    examples_per_user: Count | None = None
+    """Largest number of examples of a user per step; needed with user."""
+
+    def load(self, *, private: bool = False) -> Dataset:
+        """Open a data set; batches decode its images, see `image_dataset`. One thread decodes.
+
+        Raises:
+          UserError: if the library is missing or cannot load the data; if a split or column is
+            missing or ambiguous; if labels are not integers from 0 or have one class; or for
+            options that exclude each other.
+        """
+        return _load(self)
+
+    @property
+    @override
+    def identity(self) -> tuple[object, ...]:
+        return *super().identity, self.subset
+
+
+def _load(config: HuggingFace) -> Dataset:
     datasets = _import_library()
     available = _load_splits(datasets, config)
     if _TRAIN not in available:

@@ -4,12 +4,15 @@ import itertools
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import numpy as np
+from annotated_types import Gt, Lt, MinLen
 
-from train.config import ImageFolder
+from train.config import Config
+from train.config.section import Count, Seed
 from train.data import Dataset
 from train.data.columns import check_names, choose, normalized, number_users
 from train.data.files import (
@@ -21,6 +24,8 @@ from train.data.files import (
     subfolders,
 )
 from train.data.labeled_images import image_dataset
+from train.data.masks import LabelMap
+from train.data.photos import LabeledFiles
 from train.data.sampling import SampledBatches
 from train.data.splits import SPLIT_NAMES, choose_test_split, choose_training_split, hold_out
 from train.errors import UserError, list_available, shorten
@@ -28,21 +33,66 @@ from train.errors import UserError, list_available, shorten
 _EXPECTED = "one folder per class, or train/ and val/ or test/ that hold them"
 
 
-def load(config: ImageFolder, trained: tuple[str, ...] | None = None) -> Dataset:
-    """Find the images of a folder; batches read them, see `image_dataset`.
+@dataclass(frozen=True)
+class ImageFolder(LabeledFiles):
+    """Images in one folder per class, as torchvision's ImageFolder reads them."""
 
-    As in torchvision's ImageFolder, each folder is a class, in alphabetical order, and images lie
-    at any depth below it. Without a test folder, a fraction of each class is held out.
+    evaluation_options: ClassVar[dict[str, str]] = {
+        "split": "test_split",
+        "path": "path",
+        **LabeledFiles.evaluation_options,
+    }
 
-    Args:
-      config: the data source.
-      trained: class names of a trained network, to load only test images. They may lack classes. A
-        folder without splits is used whole, and one test image stands for the training set.
+    source: Literal["image_folder"] = "image_folder"
+    """Data source; --data.source NAME --help lists the fields of another one."""
+    path: str = "."
+    """Folder with one folder per class, or with train/ and val/ or test/ that hold them."""
+    test_split: Annotated[str, MinLen(1)] | None = None
+    """Folder of the test images; None is val, or test if there is no val."""
+    test_fraction: Annotated[float, Gt(0), Lt(1)] = 0.2
+    """Fraction of each class that is held out for testing if there is no test folder."""
+    split_seed: Seed = 0
+    """Random seed of that split."""
+    balanced: bool = False
+    """Draw training images of each class equally often."""
+    repeats: Count = 1
+    """Repeated augmentation: how often each training image is drawn in a row."""
+    user: Literal["folder"] | None = None
+    """Set to folder if users are folders, CLASS/USER/*.png; privacy is then per user."""
+    examples_per_user: Count | None = None
+    """Largest number of examples of a user per step; needed with user."""
 
-    Raises:
-      UserError: if there is no image, only one class, or a class has none; if training and test
-        classes differ; or for options that exclude each other.
-    """
+    def load(self, *, private: bool = False) -> Dataset:
+        """Find the images of a folder; batches read them, see `image_dataset`.
+
+        As in torchvision's ImageFolder, each folder is a class, in alphabetical order, and images
+        lie at any depth below it. Without a test folder, a fraction of each class is held out.
+
+        Raises:
+          UserError: if there is no image, only one class, or a class has none; if training and test
+            classes differ; or for options that exclude each other.
+        """
+        return _load(self)
+
+    def load_test(self, trained: Callable[[], LabelMap]) -> Dataset:
+        """Load only the test images, for a trained network. They may lack classes."""
+        return _load(self, trained().names)
+
+    def check(self, config: Config) -> None:
+        """Check options that choose training examples, and those of users.
+
+        Raises:
+          UserError: if they do not fit a private run.
+        """
+        super().check(config)
+        if config.is_private and (self.balanced or self.repeats > 1):
+            raise UserError(
+                "data: balanced and repeats choose training examples, but privacy needs Poisson "
+                "sampling; leave them out"
+            )
+
+
+def _load(config: ImageFolder, trained: tuple[str, ...] | None = None) -> Dataset:
     root = Path(config.path)
     notes: tuple[str, ...] = ()
     if trained is None:

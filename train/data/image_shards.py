@@ -3,15 +3,20 @@
 import itertools
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import numpy as np
+from annotated_types import Gt, Lt, MinLen
+from typing_extensions import override
 
-from train.config import ImageShards
+from train.config.section import Positive, Seed
 from train.data import Dataset, storage
 from train.data.columns import as_labels, name_classes, read_names
 from train.data.labeled_images import image_dataset
 from train.data.order import Rows, ShuffledBatches
+from train.data.photos import LabeledFiles
 from train.data.shards import CACHE_BYTES, EXPECTED, Fields, Index, Shards, format_of, index_shards
 from train.data.splits import SPLIT_NAMES, hold_out
 from train.errors import UserError, shorten
@@ -21,15 +26,52 @@ _REMOTE_BATCHES = 2
 """Batches that are made at once, so that decoding does not wait for remote storage."""
 
 
-def load(config: ImageShards) -> Dataset:
-    """Find the images of shards; batches read them, see `image_dataset`.
+@dataclass(frozen=True)
+class ImageShards(LabeledFiles):
+    """Images in shards: tar files (WebDataset), Parquet, or ArrayRecord (TensorFlow Datasets)."""
 
-    Training rows are in the order of `ShuffledBatches`.
+    evaluation_options: ClassVar[dict[str, str]] = {
+        "path": "test_path",
+        **LabeledFiles.evaluation_options,
+    }
 
-    Raises:
-      UserError: if there are no shards, too many of them are damaged, images or labels are not
-        found, labels are not integers from 0 or names, or for options that exclude each other.
-    """
+    source: Literal["image_shards"] = "image_shards"
+    """Data source; --data.source NAME --help lists the fields of another one."""
+    path: Annotated[tuple[str, ...], MinLen(1)] = (".",)
+    """Files, folders, patterns like 'train-{00..99}.tar', URLs (gs://, s3://), or tfds:NAME."""
+    weights: tuple[Positive, ...] = ()
+    """Share of each path in the batches; empty is by the number of images."""
+    test_path: tuple[str, ...] = ()
+    """Shards to test on; empty is those named val or test, or test_fraction of the images."""
+    test_fraction: Annotated[float, Gt(0), Lt(1)] = 0.2
+    """Fraction of each class that is held out for testing if there are no test shards."""
+    split_seed: Seed = 0
+    """Random seed of that split."""
+    image: Annotated[str, MinLen(1)] | None = None
+    """Extension (tar), column or feature of the image; None finds it by its type or usual names."""
+    label: Annotated[str, MinLen(1)] | None = None
+    """Extension (cls, json.FIELD), column or feature of the label; None is a usual one."""
+    class_names: Annotated[str, MinLen(1)] | None = None
+    """File of class names, one per line; None takes those that come with the shards."""
+
+    def load(self, *, private: bool = False) -> Dataset:
+        """Find the images of shards; batches read them, see `image_dataset`.
+
+        Training rows are in the order of `ShuffledBatches`.
+
+        Raises:
+          UserError: if there are no shards, too many of them are damaged, images or labels are not
+            found, labels are not integers from 0 or names, or for options that exclude each other.
+        """
+        return _load(self)
+
+    @override
+    def for_evaluation(self, options: Mapping[str, Any]) -> Self:
+        path = {"path": (options["path"],)} if "path" in options else {}  # of several
+        return super().for_evaluation({**options, **path})
+
+
+def _load(config: ImageShards) -> Dataset:
     if config.weights and len(config.weights) != len(config.path):
         raise UserError(
             f"data.weights: {len(config.weights)} weights, but data.path has {len(config.path)}; "

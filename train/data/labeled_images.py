@@ -21,14 +21,14 @@ from train.data.image_batches import (
 from train.data.workers import Workers
 from train.errors import UserError
 
-if TYPE_CHECKING:  # imports JAX
-    from train.config.data import HuggingFace, Images
+if TYPE_CHECKING:
+    from train.data.photos import Photos
 
 Read = Callable[[Arrays], Arrays]
 
 
 def image_dataset(
-    config: "Images | HuggingFace",
+    config: "Photos",
     labels: Sequence[np.ndarray],
     files: Callable[[np.ndarray], Iterable[File]],
     describe: Callable[[int], str],

@@ -17,8 +17,8 @@ from train.data.class_table import VOID, Color, Row
 from train.data.decode import MaskValues, UnreadableError, pack_colors
 from train.errors import UserError, shorten
 
-if TYPE_CHECKING:  # imports JAX
-    from train.config import SegmentationFolder
+if TYPE_CHECKING:
+    from train.data.segmentation_folder import SegmentationFolder
 
 IGNORE = 255
 """Label of pixels that count neither in the loss nor in metrics."""

@@ -3,16 +3,21 @@
 import functools
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
+from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
+from typing_extensions import override
 
-from train.config import SegmentationFolder
+from train.config.data import Content, Data
+from train.config.section import Count, CountOrZero, Fraction, NonNegative, Positive, Seed
 from train.data import Arrays, Dataset, num_examples
-from train.data.augment import fit
-from train.data.class_table import find_table
-from train.data.decode import UnreadableError, decode_mask, file_bytes, upright_size
+from train.data.augment import fit, to_uint8
+from train.data.class_table import PUBLISHED, find_table
+from train.data.decode import UnreadableError, View, decode_mask, file_bytes, upright_size
 from train.data.files import ImageFiles, describe_skipped
 from train.data.image_batches import ImageOptions, decode_pair, read_local, read_masked
 from train.data.mask_layouts import FoundLayout, Pair, find_layout
@@ -26,6 +31,8 @@ from train.data.masks import (
     median_frequency_weights,
     spread,
 )
+from train.data.placeholder import Placeholder, missing_paths, zeros
+from train.data.preprocessing import Preprocessor
 from train.data.splits import choose_training_split, count_held_out
 from train.data.workers import Workers
 from train.errors import UserError
@@ -34,24 +41,114 @@ _WEIGHED = 2000
 """Largest number of masks that class frequencies are measured on."""
 
 
-def load(config: SegmentationFolder, trained: LabelMap | None = None) -> Dataset:
-    """Find images and masks; batches read them.
+@dataclass(frozen=True)
+class SegmentationFolder(Data):
+    """Images with segmentation masks: images of the same size whose values are labels."""
 
-    `train.data.mask_layouts` has the layouts, and `train.data.masks` the rules for the values of
-    masks. Some masks are read at once, so that a mistake ends the run before it is compiled. Rows
-    are ``id`` int32 [N], which counts training images and then test images. Batches add ``image``
-    uint8 [N, H, W, 3], ``mask`` uint8 [N, H, W], 255 outside the image, and ``weight`` float32
-    [N], 0.0 for an unreadable file.
+    content: ClassVar[Content] = "masks"
+    evaluation_options: ClassVar[dict[str, str]] = {
+        "split": "test_split",
+        "path": "path",
+        "image_size": "image_size",
+    }
 
-    Args:
-      config: the data source.
-      trained: labels of a trained network, to load only test images. Then a folder without splits
-        is used whole, and one of the test images stands for the training set.
+    source: Literal["segmentation_folder"] = "segmentation_folder"
+    """Data source; --data.source NAME --help lists the fields of another one."""
+    path: str = "."
+    """Folder with images/ and masks/, or as CamVid, Cityscapes, ADE20K or VOC are published."""
+    test_split: Annotated[str, MinLen(1)] | None = None
+    """Split to test on; None is val, or test if there is no val."""
+    test_fraction: Annotated[float, Gt(0), Lt(1)] = 0.2
+    """Fraction of images held out for testing if path is not split."""
+    split_seed: Seed = 0
+    """Random seed of that split."""
+    classes: Annotated[int, Ge(2), Le(255)] | None = None
+    """Number of classes; None counts mask_values or the class table."""
+    class_table: Annotated[str, MinLen(1)] | None = None
+    """File of class names, mask values and colors, or camvid, cityscapes or voc."""
+    mask_values: Annotated[tuple[Annotated[int, Ge(0), Lt(2**16)], ...], MaxLen(255)] = ()
+    """Value of each class in masks, as 0 255; empty is the class table's, or 0, 1, ..."""
+    ignore: tuple[Annotated[int, Ge(0), Lt(2**16)] | str, ...] | None = None
+    """Mask values, or names in the class table, that do not count; None is 255."""
+    class_weights: Literal["median_frequency"] | None = None
+    """Weights of classes in the loss; median_frequency favors rare ones."""
+    batch_size: Count = 16
+    """Batch size."""
+    image_size: Count = 512
+    """Height and width of the network's input; test images are resized to fit into it."""
+    scale: tuple[Positive, Positive] = (0.5, 2.0)
+    """Smallest and largest random scale of training images; 1 is the scale of test images."""
+    flip: bool = True
+    """Flip each training image horizontally with probability 1/2."""
+    color_jitter: Fraction = 0.0
+    """Strength of saturation, brightness and contrast jitter in training; 0.4 is common."""
+    lighting: NonNegative = 0.0
+    """Standard deviation of PCA color noise (AlexNet lighting) in training; 0.1 is common."""
+    mean: tuple[Fraction, Fraction, Fraction] = (0.485, 0.456, 0.406)
+    """Mean of each color channel, 0 to 1, subtracted from images."""
+    std: tuple[Positive, Positive, Positive] = (0.229, 0.224, 0.225)
+    """Standard deviation of each color channel, which images are divided by."""
+    workers: CountOrZero = 0
+    """Number of processes that decode images; 0 decodes in a thread of this process."""
+    max_bad_fraction: Fraction = 0.01
+    """Largest fraction of unreadable files to tolerate; they are reported and skipped."""
+    max_pixels: Count = 2**30 // 12
+    """Largest image to decode, in pixels; larger files are reported and skipped."""
 
-    Raises:
-      UserError: if there is no image, an image or a mask without the other, no number of classes,
-        or if masks hold other values than the classes.
-    """
+    def load(self, *, private: bool = False) -> Dataset:
+        """Find images and masks; batches read them.
+
+        `train.data.mask_layouts` has the layouts, and `train.data.masks` the rules for the values
+        of masks. Some masks are read at once, so that a mistake ends the run before it is compiled.
+        Rows are ``id`` int32 [N], which counts training images and then test images. Batches add
+        ``image`` uint8 [N, H, W, 3], ``mask`` uint8 [N, H, W], 255 outside the image, and
+        ``weight`` float32 [N], 0.0 for an unreadable file.
+
+        Raises:
+          UserError: if there is no image, an image or a mask without the other, no number of
+            classes, or if masks hold other values than the classes.
+        """
+        return _load(self)
+
+    def load_test(self, trained: Callable[[], LabelMap]) -> Dataset:
+        """Load only the test images, for a trained network."""
+        return _load(self, trained())
+
+    @override
+    def placeholder(self) -> Placeholder | None:
+        if (missing := missing_paths((self.path,))) is None:
+            return None
+        tables = PUBLISHED.get(self.class_table or ""), PUBLISHED["voc"]
+        rows = next(sum(not row.is_void for row in table) for table in tables if table)
+        batch = {
+            "image": np.zeros((1, *self.image_shape), np.uint8),
+            "mask": np.zeros((1, *self.image_shape[:2]), np.uint8),
+        }
+        classes = self.classes or len(self.mask_values) or rows
+        return zeros(self.batch_size, batch, batch, classes=classes, missing=missing)
+
+    @property
+    @override
+    def image_shape(self) -> tuple[int, ...]:
+        return (self.image_size, self.image_size, 3)
+
+    @property
+    def preprocessor(self) -> Preprocessor:
+        """Fit the image into a square, at its upper left corner."""
+
+        def pad(image: np.ndarray) -> np.ndarray:
+            canvas = np.empty(self.image_shape, np.uint8)
+            canvas[:] = to_uint8(self.mean)
+            canvas[: image.shape[0], : image.shape[1]] = image
+            return canvas
+
+        def view(width: int, height: int) -> View:
+            return fit(width, height, self.image_size).view
+
+        return Preprocessor(self.image_shape, view, pad, max_pixels=self.max_pixels)
+
+
+def _load(config: SegmentationFolder, trained: LabelMap | None = None) -> Dataset:
     if config.scale[0] > config.scale[1]:
         raise UserError(f"data.scale: {config.scale[0]} is more than {config.scale[1]}")
     root = Path(config.path)

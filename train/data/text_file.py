@@ -3,32 +3,79 @@
 import functools
 import sysconfig
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
+from annotated_types import Gt, Lt, MinLen
+from typing_extensions import override
 
-from train.config import TextFile
+from train.config.section import Count, Seed
 from train.data import Arrays, Dataset, storage
 from train.data.columns import number_users
 from train.data.packing import gather
+from train.data.placeholder import Placeholder, zero_tokens
+from train.data.text import Text
 from train.data.tokenizer import Tokenizer, load_tokenizer
 from train.errors import UserError
 
 
-def load(config: TextFile) -> Dataset:
-    """Cut a text into rows of ``tokens`` [N, context + 1].
+@dataclass(frozen=True)
+class TextFile(Text):
+    """A text file for a language model."""
 
-    All tokens of a row but the last are inputs, and all but the first are targets.
+    source: Literal["text_file"] = "text_file"
+    """Data source; --data.source NAME --help lists the fields of another one."""
+    path: str | None = None
+    """Text file; None reads the sources of Python's standard library."""
+    batch_size: Count = 12
+    """Batch size, in rows."""
+    user: Literal["document"] | None = None
+    """Set to document for privacy per document; needs separator."""
+    examples_per_user: Count | None = None
+    """Largest number of rows of a user per step; needed with user."""
+    separator: Annotated[str, MinLen(1)] | None = None
+    """Text between documents; rows then do not cross document boundaries."""
+    test_fraction: Annotated[float, Gt(0), Lt(1)] = 0.1
+    """Fraction of the text, or of its documents, that is held out for testing."""
+    split_seed: Seed | None = None
+    """Random seed of the held-out part; None holds out the end."""
 
-    Without a separator, training rows are one context apart, and each batch shifts them by a
-    random offset. With a separator, rows do not cross document boundaries and have a ``length``,
-    the number of inputs; tokens beyond are 0. Test rows have a ``length`` in both cases.
+    def load(self, *, private: bool = False) -> Dataset:
+        """Cut a text into rows of ``tokens`` [N, context + 1].
 
-    Raises:
-      UserError: if the text is unreadable, or too short for one row in each split; or for a
-        vocabulary that is smaller than the tokenizer's.
-    """
+        All tokens of a row but the last are inputs, and all but the first are targets.
+
+        Without a separator, training rows are one context apart, and each batch shifts them by a
+        random offset. With a separator, rows do not cross document boundaries and have a
+        ``length``, the number of inputs; tokens beyond are 0. Test rows have a ``length`` in both
+        cases.
+
+        Raises:
+          UserError: if the text is unreadable, or too short for one row in each split; or for a
+            vocabulary that is smaller than the tokenizer's.
+        """
+        dataset = _load(self)
+        if private and "slack" in dataset.train:
+            # Shifted rows share tokens with their neighbors, but privacy is per row: removing a
+            # row must remove its tokens.
+            no_slack = np.zeros_like(dataset.train["slack"])
+            dataset = dataset._replace(train=dataset.train | {"slack": no_slack})
+        return dataset
+
+    @override
+    def placeholder(self) -> Placeholder | None:
+        length = {"length": np.full(1, self.context, np.int32)}
+        return zero_tokens(self, length if self.separator else {}, length)
+
+    @property
+    @override
+    def longest_row(self) -> int | None:
+        return self.context if self.separator else None
+
+
+def _load(config: TextFile) -> Dataset:
     tokens, documents, count_bytes = _read_documents(config)
     train, test = _split_documents(documents, config)
     context = config.context

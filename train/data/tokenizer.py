@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from train.config import ChatFile, TextFile
 from train.data.chat import special_tokens
+from train.data.text import Text
 from train.errors import UserError
 
 
@@ -51,7 +51,7 @@ class Tokenizer(NamedTuple):
     folder: Path | None = None
 
 
-def load_tokenizer(config: TextFile | ChatFile) -> Tokenizer:
+def load_tokenizer(config: Text) -> Tokenizer:
     """Load the tokenizer of a config.
 
     Raises:
@@ -67,7 +67,7 @@ def load_tokenizer(config: TextFile | ChatFile) -> Tokenizer:
     return tokenizer
 
 
-def _load(config: TextFile | ChatFile) -> Tokenizer:
+def _load(config: Text) -> Tokenizer:
     if config.tokenizer is None:
         return Tokenizer(
             256,

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from fnet.memory import format_bytes
-from train.config import Clipped, DeepLab, Denoiser, LanguageModel
 from train.output.curves import SCORES, Metric, describe
 from train.output.formats import duration, number
 from train.output.logged import NOT_PRIVATE
@@ -76,9 +75,9 @@ def figures_of(run: Run, index: int, metrics: Sequence[Metric]) -> dict[str, Cel
     if predicted is not None:
         note = "" if measured is None else f"measured {format_bytes(measured)}"
         figures["predicted peak"] = Cell(format_bytes(predicted), note)
-    epsilon, grad = run.last("privacy/epsilon"), run.config.grad
-    if epsilon is not None and isinstance(grad, Clipped) and grad.delta is not None:
-        figures["epsilon"] = Cell(number(epsilon), f"at delta {grad.delta:g}")
+    epsilon, delta = run.last("privacy/epsilon"), run.config.grad.delta
+    if epsilon is not None and delta is not None:
+        figures["epsilon"] = Cell(number(epsilon), f"at delta {delta:g}")
     if run.summary and (audit := run.summary.audit):
         note = (
             f"{audit.confidence:.0%} confidence, {audit.correct} of {audit.guesses} guesses right"
@@ -128,7 +127,5 @@ def ranking(runs: Sequence[Run], figures: Sequence[dict[str, Cell]]) -> Table:
 
 def _task(run: Run) -> tuple[object, ...]:
     """Identify task and data, because losses of different tasks cannot be compared."""
-    data, model = run.config.data, run.config.model
-    other = isinstance(model, LanguageModel | Denoiser | DeepLab)
-    where = (getattr(data, name, None) for name in ("path", "subset", "tokenizer"))
-    return data.source, *where, model.name if other else "classification"
+    data = run.config.data
+    return *data.identity, run.config.model.task_for(data)

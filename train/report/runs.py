@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from pydantic import Field, FiniteFloat, TypeAdapter, ValidationError
 
-from train.config import ChatFile, Config, TextFile
+from train.config import Config
 from train.errors import UserError
 from train.output.curves import Curve, read_curves
 from train.output.logged import finite, read_metrics, throughput
@@ -192,7 +192,7 @@ class Run:
     @property
     def has_text(self) -> bool:
         """Whether the data are text, so that there are no pictures."""
-        return isinstance(self.config.data, TextFile | ChatFile)
+        return self.config.data.content == "text"
 
     @property
     def step(self) -> int:

@@ -47,7 +47,7 @@ def shared_axis(runs: Sequence[Run]) -> XAxis:
     """Return the axis of all charts: steps, or epochs if runs differ in their batch size."""
     curves = [c for run in runs for c in run.curves.values() if len(c.steps)]
     sources = [run.config.data for run in runs if run.lines]
-    same_data = len({(data.source, getattr(data, "path", None)) for data in sources}) == 1
+    same_data = len({(data.source, data.path) for data in sources}) == 1
     by_epoch = same_data and len({data.batch_size for data in sources}) > 1
     by_epoch = by_epoch and not any(np.isnan(c.epochs).any() for c in curves)
     axis = XAxis("epoch" if by_epoch else "step", 0.0, 1.0)
@@ -213,9 +213,8 @@ def differences(runs: Sequence[Run]) -> tuple[list[dict[str, str]], dict[str, st
     """
     configs = [run.config for run in runs]
     if len(runs) == 1:
-        sections = {f.name: getattr(configs[0], f.name) for f in dataclasses.fields(Config)}
-        kinds: Any = {k: type(v) for k, v in sections.items() if dataclasses.is_dataclass(v)}
-        configs.append(Config(**{name: kind() for name, kind in kinds.items()}))
+        defaults: Any = {name: type(s)() for name, s in configs[0].sections.items()}
+        configs.append(Config(**defaults))
     flat = [{name: str(value) for name, value in flatten(c).items()} for c in configs]
     order = [f.name for f in dataclasses.fields(Config)]
     names = sorted({n: 0 for c in flat for n in c}, key=lambda n: order.index(n.partition(".")[0]))

@@ -15,7 +15,7 @@ from train.data.chat import ChatTemplate
 from train.data.records import Record
 from train.data.tokenizer import Tokenizer
 from train.errors import UserError
-from train.tasks.pretrained import PretrainedNetwork
+from train.networks.pretrained import PretrainedNetwork
 
 
 class Question(NamedTuple):

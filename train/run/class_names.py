@@ -3,11 +3,11 @@
 import itertools
 import json
 
+from train import tasks
 from train.config import Config
 from train.data.masks import LabelMap, plain_label_map
 from train.errors import UserError
 from train.run.run_folder import RunFolder, as_json, atomic_write
-from train.tasks import build
 
 
 def write_classes(
@@ -55,7 +55,7 @@ def read_classes(folder: RunFolder, config: Config) -> tuple[str, ...]:
     Raises:
       UserError: if neither has them.
     """
-    return _read(folder)[0] if folder.classes.is_file() else build(config).dataset.classes
+    return _read(folder)[0] if folder.classes.is_file() else tasks.load(config).classes
 
 
 def read_label_map(folder: RunFolder, config: Config) -> LabelMap:
@@ -65,7 +65,7 @@ def read_label_map(folder: RunFolder, config: Config) -> LabelMap:
       UserError: if neither has them.
     """
     if not folder.classes.is_file():
-        dataset = build(config).dataset
+        dataset = tasks.load(config)
         return dataset.label_map or plain_label_map(dataset.classes)
     names, label_map = _read(folder)
     return label_map or plain_label_map(names)

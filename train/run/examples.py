@@ -1,17 +1,18 @@
 """Picture of test images with their predictions."""
 
+import math
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from train import data
-from train.config import DeepLab, SegmentationFolder
 from train.data.masks import IGNORE, spread
 from train.output import plots
 from train.output.palette import palette
 from train.run.evaluation import Evaluation, Evaluator, Trained
 from train.run.setup import Setup
+from train.tasks import kind_of
 
 _MAX_CLASSIFIED = 512
 """Number of classified images from which the shown ones are chosen."""
@@ -65,7 +66,7 @@ def draw(run: Setup, evaluate: Evaluator, trained: Trained, title: str, path: Pa
     images, six are shown with both masks, from the worst to the best. The compiled program of the
     evaluation is used.
     """
-    if isinstance(run.config.model, DeepLab):
+    if kind_of(run.config).predicts == "masks":
         return _draw_segmentations(run, evaluate, trained, title, path)
     return _draw_classifications(run, evaluate, trained, title, path)
 
@@ -141,8 +142,8 @@ def _draw_segmentations(
     run: Setup, evaluate: Evaluator, trained: Trained, title: str, path: Path
 ) -> bool:
     segmented: list[_Segmented] = []
-    side = run.config.data.image_size if isinstance(run.config.data, SegmentationFolder) else 1
-    most = min(max(_MEMORY // (5 * side**2), _NUM_SEGMENTED), _MAX_SEGMENTED)
+    pixels = math.prod(run.batch_shapes["mask"].shape[1:])
+    most = min(max(_MEMORY // (5 * pixels), _NUM_SEGMENTED), _MAX_SEGMENTED)
     for batch, predictions, _ in evaluate.predict(trained, most):
         rows = np.flatnonzero(batch["weight"])
         segmented += [_Segmented(batch["image"][i], batch["mask"][i], predictions[i]) for i in rows]

@@ -8,9 +8,9 @@ import jax
 from jax import Array
 
 from fnet import TrainState
+from train.networks.pretrained import FROZEN, PretrainedNetwork
 from train.run.checkpoints import Checkpoints, Restored, RestoredNetwork
 from train.run.run_folder import RunFolder
-from train.tasks.pretrained import FROZEN, PretrainedNetwork
 
 
 def without_frozen(state: TrainState) -> TrainState:

@@ -9,7 +9,6 @@ from rich.text import Text
 
 from fnet.interop import families
 from fnet.interop import torch as interop
-from train.config import Pretrained
 from train.errors import UserError
 from train.run import weight_files
 from train.run.setup import Setup
@@ -151,10 +150,8 @@ def load_configured(run: Setup) -> InitialWeights | None:
     Raises:
       UserError: as `load`.
     """
-    model = run.config.model
-    if isinstance(model, Pretrained) or model.pretrained is None:
-        return None
-    return load(run, model.pretrained)
+    source = run.config.model.pretrained
+    return None if source is None else load(run, source)
 
 
 def _differences(theirs: dict[str, str], ours: dict[str, str]) -> tuple[str, ...]:

@@ -248,7 +248,7 @@ class _Loop:
         self.evaluation: Evaluation | None = None
         self.failure: BaseException | None = None
         config = run.config
-        self.wait = InputWait(log, getattr(config.data, "workers", None))
+        self.wait = InputWait(log, config.data.workers)
         self._batches = unreadable.watch(run.training_batches(seeds.data))
         if start.position is not None:
             self._batches.set_state(start.position)

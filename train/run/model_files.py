@@ -3,7 +3,7 @@
 import dataclasses
 from pathlib import Path
 
-from train.config import ChatFile, Config, Pretrained, TextFile
+from train.config import Config
 from train.data.model_folder import SMALL_FILES
 from train.errors import UserError
 from train.run.run_folder import RunFolder
@@ -15,9 +15,9 @@ def copy_model_files(folder: RunFolder, config: Config) -> None:
     Raises:
       UserError: if a file cannot be read or written.
     """
-    if not isinstance(config.model, Pretrained):
+    if config.model.published is None:
         return
-    source = Path(config.model.path)
+    source = Path(config.model.published.path)
     try:
         folder.model.mkdir(exist_ok=True)
         copy_small_files(folder.model, source)
@@ -33,9 +33,10 @@ def check_model(folder: RunFolder, config: Config) -> Config:
     Raises:
       UserError: if there is no such folder.
     """
-    if isinstance(config.model, Pretrained) and not Path(config.model.path).is_dir():
+    model = config.model.published
+    if model is not None and not Path(model.path).is_dir():
         raise UserError(
-            f"model.path: {config.model.path} is not a folder; if the model was moved, change "
+            f"model.path: {model.path} is not a folder; if the model was moved, change "
             f"model.path in {folder.config}"
         )
     return config
@@ -58,9 +59,9 @@ def with_model_files(folder: RunFolder, config: Config) -> Config:
 
     So a tokenizer that changes later does not change the run.
     """
-    tokenizer, data = folder.model / "tokenizer.json", config.data
-    if not isinstance(config.model, Pretrained) or not tokenizer.is_file():
+    tokenizer, text = folder.model / "tokenizer.json", config.data.as_text
+    if config.model.published is None or not tokenizer.is_file():
         return config
-    if not isinstance(data, TextFile | ChatFile) or data.tokenizer is not None:
+    if text is None or text.tokenizer is not None:
         return config
-    return dataclasses.replace(config, data=dataclasses.replace(data, tokenizer=str(tokenizer)))
+    return dataclasses.replace(config, data=dataclasses.replace(text, tokenizer=str(tokenizer)))

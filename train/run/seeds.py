@@ -18,7 +18,7 @@ import numpy as np
 from jax import Array
 
 from fnet import TrainState
-from train.config import Clipped, Config
+from train.config import Config
 from train.errors import UserError, writing
 from train.run.distributed import from_first_process
 from train.run.run_folder import RunFolder
@@ -91,9 +91,8 @@ def read_seeds(folder: RunFolder, config: Config) -> Seeds:
         key = np.frombuffer(secret, np.uint32)[:words]
         return Seeds(int.from_bytes(secret[_BYTES // 2 :], "big"), key)
     if config.is_private:
-        assert isinstance(config.grad, Clipped)
-        assert config.grad.insecure_noise_seed is not None
         seed = config.grad.insecure_noise_seed
+        assert seed is not None  # otherwise the run needs a secret
         _, key = jax.random.split(jax.random.key(seed))
         return Seeds(seed, np.asarray(jax.random.key_data(key)))
     return Seeds(config.train.seed)
@@ -106,7 +105,6 @@ def describe_seeds(folder: RunFolder, config: Config) -> str:
             f"noise and sampling follow from {folder.secret_seed}: never publish this file, and "
             "delete it when you will not resume the run"
         )
-    assert isinstance(config.grad, Clipped)
     return (
         f"NO PRIVACY: grad.insecure_noise_seed {config.grad.insecure_noise_seed} is in "
         "config.json, and whoever knows it can subtract the noise"
@@ -115,8 +113,7 @@ def describe_seeds(folder: RunFolder, config: Config) -> str:
 
 def needs_secret(config: Config) -> bool:
     """Whether noise and sampling of a run follow from a secret seed."""
-    grad = config.grad
-    return config.is_private and isinstance(grad, Clipped) and grad.insecure_noise_seed is None
+    return config.is_private and config.grad.insecure_noise_seed is None
 
 
 def keyed_checksum(folder: RunFolder, config: Config, text: str) -> str:
@@ -128,7 +125,6 @@ def keyed_checksum(folder: RunFolder, config: Config, text: str) -> str:
     if needs_secret(config):
         key = _read_secret(folder.secret_seed)
     else:
-        assert isinstance(config.grad, Clipped)
         key = str(config.grad.insecure_noise_seed).encode()
     return hmac.new(key, text.encode(), "sha256").hexdigest()
 

@@ -9,9 +9,9 @@ import jax
 from rich.console import Console
 
 from fnet.memory import REMAT_POLICIES, format_bytes, parse_bytes, tree_bytes
-from train.config import Denoiser, LanguageModel, Pretrained
 from train.data import num_examples
 from train.errors import shorten
+from train.networks.pretrained import FROZEN
 from train.output.curves import describe
 from train.output.formats import duration, number
 from train.output.memory_tables import describe_errors, plan_summary
@@ -20,7 +20,7 @@ from train.run.planning import reserve
 from train.run.programs import Programs
 from train.run.run_folder import RunFolder, quote
 from train.run.setup import Setup
-from train.tasks.pretrained import FROZEN
+from train.tasks import kind_of
 
 
 def print_facts(console: Console, facts: Mapping[str, str]) -> None:
@@ -43,7 +43,7 @@ def before_training(programs: Programs, lines: list[dict[str, Any]]) -> dict[str
     planned = programs.planned
     run, report = planned.run, planned.executable.report
     config, dataset = run.config, run.task.dataset
-    path = getattr(config.data, "path", None) or ""
+    path = config.data.path or ""
     path = path if isinstance(path, str) else shorten(path)
     num_train = num_examples(dataset.train) - dataset.canaries
     classes = f", {len(dataset.classes):,} classes" if dataset.classes else ""
@@ -118,15 +118,18 @@ def describe_results(run: Setup, summary: Mapping[str, Any]) -> list[str]:
 
 def what_next(run: Setup, folder: RunFolder, written: Sequence[Path]) -> list[str]:
     """Return lines with the files that show the results, and with commands to try next."""
-    model, path = run.config.model, quote(folder.path)
-    generates = isinstance(model, LanguageModel | Denoiser) or run.task.dataset.classes == ()
+    path = quote(folder.path)
     chat = " --chat" if run.task.dataset.is_chat else ""
-    command = f"sample {path}{chat}" if generates else f"eval {path}, fnet predict {path} IMAGE"
+    command = (
+        f"sample {path}{chat}"
+        if kind_of(run.config).generates
+        else f"eval {path}, fnet predict {path} IMAGE"
+    )
     lines = [
         f"files in {folder.path}: {', '.join(p.name for p in written)}",
         f"next: fnet report {path}, fnet {command}",
     ]
-    if isinstance(model, Pretrained):
+    if run.config.model.published:
         lines[-1] += f", fnet export {path}"
     return lines
 

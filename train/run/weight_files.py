@@ -17,12 +17,12 @@ import numpy as np
 
 from fnet import models
 from fnet.layers import activations
-from train.config import Config, Denoiser, LanguageModel, Pretrained
-from train.config.section import options
+from train.config import Config
 from train.data.model_folder import SINGLE, is_model_folder, read_config, read_tensors
 from train.errors import UserError
 from train.run.checkpoints import Checkpoints
 from train.run.run_folder import RunFolder
+from train.tasks import kind_of
 
 _TORCH_MAGIC = (b"PK\x03\x04", b"\x80\x02")
 """First bytes of torch.save's files: a zip archive; before torch 1.6 a pickle of protocol 2."""
@@ -103,7 +103,7 @@ def _read_published(path: Path) -> Weights:
 
 def _read_run(folder: RunFolder) -> Weights:
     config = folder.read_config()
-    if isinstance(config.model, Pretrained):
+    if config.model.published:
         raise UserError(
             f"{folder.path} is a run of a published model: export it with fnet export, and train "
             "the exported folder with --model.name pretrained --model.path"
@@ -164,7 +164,7 @@ def write(path: Path, arrays: dict[str, np.ndarray], metadata: dict[str, str]) -
 
 def check_network(config: Config) -> None:
     """Raise `UserError` for a network without counterpart in torch."""
-    if isinstance(config.model, LanguageModel | Denoiser):
+    if kind_of(config).predicts is None:
         raise UserError(
             f"model.name: expected a network for images, got {config.model.name}; torch's names "
             "are known for those only"
@@ -173,7 +173,7 @@ def check_network(config: Config) -> None:
 
 def describe_network(config: Config) -> dict[str, str]:
     """Return the network's name and options as text, with its norm."""
-    fields = options(config.model)
+    fields = config.model.options
     if "activation_param" in fields:
         param = fields.pop("activation_param")
         if activations.get(fields["activation"]).parameter:

@@ -1,24 +1,39 @@
 """Tasks: what a config trains, one module per kind."""
 
-from typing import Any
-
 import jax
 
-from train.config import ChatFile, Config, DeepLab, Denoiser, LanguageModel, Pretrained, TextFile
+from train.config import Config
 from train.data import Dataset, sample_batch
 from train.errors import UserError
 from train.tasks import classification, diffusion, language, segmentation
-from train.tasks.task import BatchMetrics, Task
+from train.tasks.task import BatchMetrics, Kind, Task
 
-_TASKS: dict[type, Any] = {
-    DeepLab: segmentation,
-    LanguageModel: language,
-    Denoiser: diffusion,
+KINDS: dict[str, Kind] = {
+    "classification": classification.KIND,
+    "segmentation": segmentation.KIND,
+    "language": language.KIND,
+    "diffusion": diffusion.KIND,
 }
+"""Kinds of tasks by the name that a network gives."""
+
+
+def kind_of(config: Config) -> Kind:
+    """Return the kind of a config's task, which follows from its network and its data."""
+    return KINDS[config.model.task_for(config.data)]
+
+
+def load(config: Config) -> Dataset:
+    """Load the data of a config.
+
+    Raises:
+      UserError: if they are missing or damaged, or do not fit the network.
+    """
+    kind_of(config).check(config)
+    return config.model.complete(config.data).load(private=config.is_private)
 
 
 def build(config: Config, dataset: Dataset | None = None) -> Task:
-    """Build the task of a config, which follows from its network.
+    """Build the task of a config.
 
     Args:
       config: Config of the run.
@@ -27,8 +42,11 @@ def build(config: Config, dataset: Dataset | None = None) -> Task:
     Raises:
       UserError: if the network is invalid, or the data do not fit it.
     """
+    kind = kind_of(config)
+    kind.check(config)
+    dataset = dataset or load(config)
     try:
-        task = _module(config).build(config, dataset)
+        task = kind.build(config, dataset)
         params, state = jax.eval_shape(task.model.init, jax.random.key(0))
         batch = {
             name: jax.ShapeDtypeStruct(a.shape, a.dtype)
@@ -40,11 +58,4 @@ def build(config: Config, dataset: Dataset | None = None) -> Task:
     return task
 
 
-def _module(config: Config) -> Any:
-    """Return the module of the config's task."""
-    if isinstance(config.model, Pretrained) and isinstance(config.data, TextFile | ChatFile):
-        return language
-    return _TASKS.get(type(config.model), classification)
-
-
-__all__ = ["BatchMetrics", "Task", "build"]
+__all__ = ["KINDS", "BatchMetrics", "Kind", "Task", "build", "kind_of", "load"]

@@ -5,29 +5,28 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 import fnet
 from fnet import losses
-from train.config import Config, LanguageModel
-from train.data import Dataset, sample_batch
-from train.tasks import images, pretrained
-from train.tasks.task import Batch, BatchMetrics, Task
+from train.config import Config
+from train.data import Dataset
+from train.data.batch import Batch
+from train.tasks import images
+from train.tasks.task import BatchMetrics, Kind, Task
 
 _TOP_K = 5
 
 
-def build(config: Config, dataset: Dataset | None = None) -> Task:
-    """Build the classification task of a config, by default with the data it describes.
+def build(config: Config, dataset: Dataset) -> Task:
+    """Build the classification task of a config.
 
     Raises:
-      UserError: if the data source has no images.
+      UserError: if files of a published model are missing or damaged.
       ValueError: if the network is invalid.
     """
-    assert not isinstance(config.model, LanguageModel)  # has its own task
-    dataset = dataset or images.load(config)
-    shape = sample_batch(dataset, 1)["image"].shape[1:]
-    model = pretrained.image_network(config, len(dataset.classes), shape)
+    model = images.build_network(config, dataset)
 
     def loss(params: Any, state: Any, batch: Batch, key: Array) -> tuple[Array, fnet.Aux]:
         image = images.normalize(config, batch["image"])
@@ -80,3 +79,18 @@ def average_logits_over_crops(config: Config, model: Any) -> Callable[[Any, Any,
         return by_crop.mean(tuple(range(1, 1 + len(crops))))
 
     return apply
+
+
+def probabilities(config: Config, model: Any) -> Callable[[Any, Any, Array], Array]:
+    """Return ``(params, state, image) -> probabilities [N, classes]``, for prediction."""
+    mean_logits = average_logits_over_crops(config, model)
+    return lambda *inputs: jax.nn.softmax(mean_logits(*inputs).astype(np.float32))
+
+
+KIND = Kind(
+    "images",
+    build,
+    predicts="labels",
+    outputs=probabilities,
+    data_options=("crops", "border", "image_size", "resize"),
+)

@@ -7,14 +7,15 @@ import numpy as np
 from jax import Array
 
 import fnet
-from fnet import diffusion, models
+from fnet import diffusion
 from fnet.diffusion import Schedule, schedules
-from train.config import Config, Denoiser
-from train.config.data import Images
-from train.data import Dataset, num_examples, sample_batch
+from train.config import Config
+from train.data import Arrays, Dataset, num_examples
+from train.data.batch import Batch
 from train.errors import UserError
+from train.networks.denoiser import Denoiser
 from train.tasks import images
-from train.tasks.task import Batch, BatchMetrics, Task
+from train.tasks.task import BatchMetrics, Kind, Task
 
 
 def build_schedule(model: Denoiser) -> Schedule:
@@ -22,38 +23,19 @@ def build_schedule(model: Denoiser) -> Schedule:
     return schedules.get(model.schedule, model.steps)
 
 
-def build_network(
-    config: Config, dataset: Dataset | None = None
-) -> tuple[Dataset, models.Denoiser]:
-    """Load the images, by default those of the config, and build the network for them.
+def build(config: Config, dataset: Dataset) -> Task:
+    """Build the diffusion task of a config.
 
     Raises:
-      UserError: if the data source has no images.
+      UserError: for images outside [0, 1], mixup, several crops or label smoothing.
       ValueError: if the network is invalid.
     """
-    assert isinstance(config.model, Denoiser)
-    dataset = dataset or images.load(config)
-    shape = sample_batch(dataset, 1)["image"].shape[1:]
-    return dataset, config.model.build(shape, len(dataset.classes))
-
-
-def build(config: Config, dataset: Dataset | None = None) -> Task:
-    """Build the diffusion task of a config, by default with the data it describes.
-
-    Raises:
-      UserError: if the data source has no images, or for mixup, several crops or label smoothing.
-      ValueError: if the network is invalid.
-    """
-    section = config.model
-    assert isinstance(section, Denoiser)
-    if config.optim.label_smoothing:
-        raise UserError(
-            f"optim.label_smoothing: {config.optim.label_smoothing:g}, but a denoiser does not "
-            "predict labels; give 0"
-        )
-    if isinstance(config.data, Images):
-        _check_single_images(config.data)
-    dataset, model = build_network(config, dataset)
+    section = config.model.denoiser
+    assert section is not None  # whose task it is
+    _check_options(config)
+    if not config.data.is_in_unit_interval:
+        _check_unit_interval(dataset)
+    model = images.build_network(config, dataset)
     index = np.arange(num_examples(dataset.test), dtype=np.int32)
     dataset = dataset._replace(test=dataset.test | {"index": index})
     classes, schedule = len(dataset.classes), build_schedule(section)
@@ -87,7 +69,7 @@ def build(config: Config, dataset: Dataset | None = None) -> Task:
         # Each example always gets the same noise, so that evaluations are comparable.
         def measure_example(index: Array, image: Array, label: Array) -> Array:
             key = jax.random.fold_in(jax.random.key(0), index)
-            example = {"image": image[None]}
+            example: Batch = {"image": image[None]}
             return losses(params, state, example, label[None], key, None)[0][0]
 
         per_example = jax.vmap(measure_example)(batch["index"], batch["image"], batch["label"])
@@ -96,14 +78,37 @@ def build(config: Config, dataset: Dataset | None = None) -> Task:
     return Task(dataset, model, loss, measure)
 
 
-def _check_single_images(data: Images) -> None:
-    """Refuse options for classifiers: mixed images, and several crops per image."""
-    if data.mixup:
+def _check_options(config: Config) -> None:
+    """Refuse options for classifiers: smooth labels, mixed images, and several crops per image."""
+    if config.optim.label_smoothing:
         raise UserError(
-            f"data.mixup: {data.mixup:g}, but a denoiser needs one label per image; give "
+            f"optim.label_smoothing: {config.optim.label_smoothing:g}, but a denoiser does not "
+            "predict labels; give 0"
+        )
+    if config.data.mixup:
+        raise UserError(
+            f"data.mixup: {config.data.mixup:g}, but a denoiser needs one label per image; give "
             "data.mixup 0"
         )
-    if data.crops != 1:
+    if config.data.crops != 1:
         raise UserError(
-            f"data.crops: {data.crops}, but a denoiser needs one crop per image; give data.crops 1"
+            f"data.crops: {config.data.crops}, but a denoiser needs one crop per image; give "
+            "data.crops 1"
         )
+
+
+def _check_unit_interval(dataset: Dataset) -> None:
+    def augment(rows: Arrays) -> Arrays:
+        return dataset.augment(rows, np.random.default_rng(0))
+
+    for split, make_batch in ((dataset.train, augment), (dataset.test, dataset.prepare)):
+        for start in range(0, num_examples(split), 64):
+            image = make_batch({name: a[start : start + 64] for name, a in split.items()})["image"]
+            if image.dtype != np.uint8 and (image.min() < 0 or image.max() > 1):
+                raise UserError(
+                    f"data.images: values from {image.min():g} to {image.max():g}; a denoiser "
+                    "needs uint8 images, or floating ones in [0, 1]"
+                )
+
+
+KIND = Kind("images", build, generates="images")

@@ -9,12 +9,12 @@ from jax import Array
 
 import fnet
 from fnet.losses.segmentation import pixel_cross_entropy, pixel_predictions
-from train.config import Config, DeepLab, SegmentationFolder
-from train.data import Dataset, sample_batch, segmentation_folder
-from train.errors import UserError
+from train.config import Config
+from train.data import Dataset
+from train.data.batch import Batch
 from train.tasks import images
 from train.tasks.confusion import pixel_scores
-from train.tasks.task import Batch, BatchMetrics, Task
+from train.tasks.task import BatchMetrics, Kind, Task
 
 
 class Views(NamedTuple):
@@ -34,16 +34,13 @@ class Views(NamedTuple):
         return len(self.scales) * (2 if self.flip else 1)
 
 
-def build(config: Config, dataset: Dataset | None = None) -> Task:
-    """Build the segmentation task of a config, by default with the data it describes.
+def build(config: Config, dataset: Dataset) -> Task:
+    """Build the segmentation task of a config.
 
     Raises:
-      UserError: if the data source has no masks.
       ValueError: if the network is invalid.
     """
-    assert isinstance(config.model, DeepLab)
-    dataset = dataset or _load(config)
-    model = config.model.build(sample_batch(dataset, 1)["image"].shape[1:], len(dataset.classes))
+    model = images.build_network(config, dataset)
 
     def loss(params: Any, state: Any, batch: Batch, key: Array) -> tuple[Array, fnet.Aux]:
         image = images.normalize(config, batch["image"])
@@ -102,10 +99,16 @@ def logits_by_view(
     return apply
 
 
-def _load(config: Config) -> Dataset:
-    if not isinstance(config.data, SegmentationFolder):
-        raise UserError(
-            f"data.source: {config.data.source} has no masks, which the network "
-            f"{config.model.name} needs; give data.source segmentation_folder"
-        )
-    return segmentation_folder.load(config.data)
+def _outputs(config: Config, model: Any) -> Callable[[Any, Any, Array], Array]:
+    view_logits = logits_by_view(config, model, Views())
+    return lambda params, state, image: view_logits(params, state, image)[0]
+
+
+KIND = Kind(
+    "masks",
+    build,
+    predicts="masks",
+    outputs=_outputs,
+    data_options=("image_size",),
+    options=("scales", "flip"),
+)

@@ -1,15 +1,16 @@
 """A task: data, network, loss and metrics."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from jax import Array
 
-import fnet
+from train.config import Config, variants
+from train.config.data import Content
 from train.data import Dataset
-
-Batch = dict[str, Array]
+from train.data.batch import Batch
+from train.errors import UserError
 
 
 class BatchMetrics(NamedTuple):
@@ -40,6 +41,46 @@ class Task(NamedTuple):
 
     dataset: Dataset
     model: Any
-    loss: fnet.autodiff.Loss
+    loss: Callable[..., Any]
     measure: Callable[[Any, Any, Batch], BatchMetrics]
     scores: Callable[[np.ndarray], dict[str, float]] = lambda confusion: {}
+
+
+class Kind(NamedTuple):
+    """What a network is trained to do, and what commands can do with it.
+
+    Attributes:
+      content: Content that the data must have.
+      build: Builds the task of a config for a dataset. Raises ValueError if the network is invalid.
+      predicts: What `fnet predict` writes for an image; None if it predicts no labels.
+      generates: What `fnet sample` generates; None if nothing.
+      outputs: ``(config, network) -> (params, model_state, images) -> outputs``, the probabilities
+        [N, classes] or logits [N, h, w, classes] that predictions come from.
+      data_options: Options of ``fnet eval`` that change the data, if the source has them.
+      options: Other options of ``fnet eval``.
+    """
+
+    content: Content
+    build: Callable[[Config, Dataset], Task]
+    predicts: Literal["labels", "masks"] | None = None
+    generates: Literal["text", "images"] | None = None
+    outputs: Callable[[Config, Any], Callable[[Any, Any, Array], Array]] | None = None
+    data_options: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
+
+    def check(self, config: Config) -> None:
+        """Check that the data source has what the network needs.
+
+        Raises:
+          UserError: if it has not.
+        """
+        if config.data.content == self.content:
+            return
+        *others, last = (
+            name for name, kind in variants("data").items() if kind.content == self.content
+        )
+        raise UserError(
+            f"data.source: {config.data.source} has no {self.content}, which the network "
+            f"{config.model.name} needs; give data.source "
+            + " or ".join(filter(None, [", ".join(others), last]))
+        )

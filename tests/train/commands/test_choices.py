@@ -10,7 +10,6 @@ from pretrained_folder import LLAMA, write_folder
 from program_cases import assert_one_line_error, exit_code, fnet_command
 
 from train.config import ChatFile, LanguageModel, TextFile, recipes
-from train.data import text_file
 from train.data.chat import ChatTemplate
 from train.data.tokenizer import load_tokenizer
 from train.run.checkpoints import Checkpoints
@@ -44,7 +43,7 @@ def write(tmp_path):
 
 @pytest.fixture(scope="module")
 def network():
-    model = LanguageModel(blocks=1, width=16, heads=2, hidden=16).build(256)
+    model = LanguageModel(blocks=1, width=16, heads=2, hidden=16).for_text(256, "float32")
     params, state = jax.jit(model.init)(jax.random.key(0))
     return model, jax.tree.map(lambda p: 2 * p, params), state
 
@@ -198,9 +197,9 @@ def test_tokens_per_byte_follow_from_the_text(tmp_path, separator):
     data = TextFile(path=str(tmp_path / "text.txt"), **options)
     if separator:
         data = TextFile(path=str(tmp_path / "text.txt"), **options | {"test_fraction": 0.5})
-    assert text_file.load(data).tokens_per_byte() == 1
+    assert data.load().tokens_per_byte() == 1
     # The tokens ab, é (two), a space, ab, ab, ab: the first one is no target.
-    tokenized = text_file.load(TextFile(**data.__dict__ | {"tokenizer": str(tmp_path)}))
+    tokenized = TextFile(**data.__dict__ | {"tokenizer": str(tmp_path)}).load()
     assert tokenized.tokens_per_byte() == 6 / 9
 
 
@@ -211,7 +210,7 @@ def test_tokens_per_byte_are_unknown_if_the_tokenizer_changes_the_text(tmp_path)
     made.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "text.txt").write_text("b\n" * 200)
     data = TextFile(path=str(tmp_path / "text.txt"), tokenizer=str(tmp_path), context=4)
-    assert text_file.load(data).tokens_per_byte() is None
+    assert data.load().tokens_per_byte() is None
 
 
 RECIPE = """

@@ -17,7 +17,6 @@ from program_cases import assert_one_line_error, exit_code, fnet_command
 
 from train import arguments, cli
 from train.config import (
-    VARIANTS,
     Checkpoint,
     Config,
     Memory,
@@ -26,7 +25,7 @@ from train.config import (
     Optim,
     Tracking,
     Train,
-    variants,
+    all_variants,
 )
 
 COMMANDS = (
@@ -71,7 +70,7 @@ def test_help_with_a_config_lists_its_fields_and_their_values(capsys):
     assert exit_code("train", "digits", "--help") == 0
     output = capsys.readouterr().out
     assert re.search(r"--train.epochs FLOAT[^-]*\(default: 60.0\)", output)
-    assert re.search(r"--data.source \{digits,image_folder,[^}]*text_file\}", output)
+    assert re.search(r"--data.source \{arrays,chat_file,digits,[^}]*text_file\}", output)
 
 
 def field_help(kind, name):
@@ -84,7 +83,7 @@ def field_help(kind, name):
     raise LookupError(name)
 
 
-SECTIONS = [Config, *(kind for name in VARIANTS for kind in variants(name).values())]
+SECTIONS = [Config, *all_variants()]
 SECTIONS += [Optim, Train, Nonfinite, Memory, Mesh, Checkpoint, Tracking]
 
 

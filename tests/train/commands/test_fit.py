@@ -17,9 +17,9 @@ from train.commands import fit
 from train.commands.fit import Cost, Shape
 from train.config import recipes
 from train.data.model_folder import FileTensor, ModelFolder, read_folder
+from train.networks import pretrained
 from train.run import planning
 from train.run.setup import setup
-from train.tasks import pretrained
 
 DEEP = LLAMA | {"num_hidden_layers": 4}
 

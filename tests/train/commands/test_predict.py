@@ -24,14 +24,14 @@ from train.config import Config, Digits, ImageFolder, SegmentationFolder, Synthe
 from train.config.recipes import load
 from train.data import evaluation_batches
 from train.data.decode import UnreadableError
-from train.data.preprocessing import PreprocessedImage, Preprocessor
+from train.data.preprocessing import PreprocessedImage
 from train.errors import UserError
 from train.output.palette import palette
 from train.predictor import Predictor, predict_mask
 from train.run.checkpoints import Checkpoints
 from train.run.class_names import read_classes, write_classes
 from train.run.run_folder import RunFolder
-from train.tasks import build, images
+from train.tasks import build
 
 small_deeplab = pytest.fixture(vision_cases.small_deeplab)
 recipes = pytest.fixture(vision_cases.recipes)
@@ -237,7 +237,7 @@ def test_reads_digits_in_gray_at_their_size(saved, recipes, capsys):
     for i, image in enumerate(some):
         ink = np.round(255 * image[..., 0]).astype(np.uint8)
         Image.fromarray(ink).convert("RGB").save(recipes / f"{i}.png")
-    prepared = np.stack([Preprocessor(load("digits.py"))(f"{i}.png").image for i in range(5)])
+    prepared = np.stack([load("digits.py").data.preprocessor(f"{i}.png").image for i in range(5)])
     chex.assert_type(prepared, np.float32)
     chex.assert_trees_all_close(prepared, some, atol=1 / 255)
     output = printed(capsys, run, *(f"{i}.png" for i in range(5)), "--top-k", 1)
@@ -249,8 +249,8 @@ def test_reads_digits_in_gray_at_their_size(saved, recipes, capsys):
 def test_prepares_images_like_test_images(crops, border, recipes):
     data = ImageFolder(path="colours", image_size=7, crops=crops, border=border)
     config = Config(data=data)
-    batch = next(evaluation_batches(images.load(config), 15))
-    prepare = Preprocessor(config)
+    batch = next(evaluation_batches(data.load(), 15))
+    prepare = config.data.preprocessor
     assert prepare.shape == (7, 7, 3)
     files = sorted(recipes.glob("colours/val/*/*.png"))
     result = np.stack([prepare(str(path)).image for path in files])
@@ -261,7 +261,7 @@ def test_prepares_images_like_test_images_with_masks(recipes):
     config = load("halves.py")
     dataset = build(config).dataset
     batch = next(evaluation_batches(dataset, 3))
-    prepare = Preprocessor(config)
+    prepare = config.data.preprocessor
     result = {path: prepare(str(path)) for path in recipes.glob("halves/images/*.png")}
     for image in batch["image"]:
         assert any(np.array_equal(image, prepared.image) for prepared in result.values())
@@ -315,11 +315,11 @@ def test_reports_both_shapes_for_a_checkpoint_of_other_classes(run_of, capsys):
 
 
 def test_refuses_numbers_of_channels_that_image_files_lack():
-    assert Preprocessor(Config(data=Synthetic(channels=1, image_size=5))).shape == (5, 5, 1)
-    assert Preprocessor(Config(data=Digits())).shape == (8, 8, 1)
-    assert Preprocessor(Config(data=SegmentationFolder(image_size=9))).shape == (9, 9, 3)
+    assert Synthetic(channels=1, image_size=5).preprocessor.shape == (5, 5, 1)
+    assert Digits().preprocessor.shape == (8, 8, 1)
+    assert SegmentationFolder(image_size=9).preprocessor.shape == (9, 9, 3)
     with pytest.raises(UserError, match="synthetic has images of 4 channels"):
-        Preprocessor(Config(data=Synthetic(channels=4)))
+        Synthetic(channels=4).preprocessor  # noqa: B018
 
 
 MISTAKES = [

@@ -17,7 +17,6 @@ from train.config import Config, Denoiser, Digits
 from train.run.evaluation import Evaluator
 from train.run.run_folder import RunFolder
 from train.run.setup import setup
-from train.tasks import images
 
 TEXT = """
 from train.config import Config, LanguageModel, Optim, TextFile, Train
@@ -203,8 +202,8 @@ def test_writes_a_picture_without_suffix(run_of, recipes, capsys):
 
 def test_sampling_images_loads_the_data_once(run_of, monkeypatch):
     run_of("images")
-    loaded, load = [], images.load
-    monkeypatch.setattr(images, "load", lambda config: loaded.append(config) or load(config))
+    loaded, load = [], Digits.load
+    monkeypatch.setattr(Digits, "load", lambda self, **o: loaded.append(self) or load(self, **o))
     fnet_command("sample", "images", "--labels", 3, "--count", 1, "--steps", 2)
     assert len(loaded) == 1
 

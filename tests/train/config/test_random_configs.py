@@ -19,7 +19,9 @@ from PIL import Image
 from program_cases import fnet_command
 from pydantic import TypeAdapter, ValidationError
 
+from fnet.layers.activations import ACTIVATIONS
 from train.config import Config, variants
+from train.networks.activation import Activation
 
 WRONG = st.sampled_from([-1, 0, 1.5, "x", "", None, True, [], {}, [-1]])
 EXCLUDED = {
@@ -34,7 +36,7 @@ def values(hint):
     """Strategy for small values of a type, most of them in range."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
-        return values(args[0])
+        return st.sampled_from(sorted(ACTIVATIONS)) if hint == Activation else values(args[0])
     if origin is typing.Literal:
         return st.sampled_from(args)
     if origin in (typing.Union, types.UnionType):

@@ -26,7 +26,6 @@ from train.config import (
     recipes,
     to_json,
 )
-from train.data import image_folder
 from train.errors import UserError
 from train.run.setup import setup
 
@@ -47,7 +46,7 @@ def test_every_recipe_loads_and_builds(name, tmp_path):
     config = recipes.load(name)
     if isinstance(config.data, ImageFolder):  # any folder works
         write_class_folders(tmp_path, train=2, test=2)
-        assert image_folder.load(replace(config.data, path=str(tmp_path))).classes
+        assert replace(config.data, path=str(tmp_path)).load().classes
         if not isinstance(config.model, Pretrained):  # which needs the folder of a model
             network = config.model.build((224, 224, 3), 1000)
             assert jax.eval_shape(network.init, jax.random.key(0))[0]

@@ -12,10 +12,10 @@ from data_cases import sampled_counts, take_batches
 from program_cases import assert_one_line_error, exit_code, fnet_command
 
 from train.config import ArrayFile, Config, Denoiser, Digits, Mlp, from_json, to_json
-from train.data import arrays, digits, evaluation_batches
+from train.data import arrays, evaluation_batches
 from train.errors import UserError
 from train.run.setup import setup
-from train.tasks import images
+from train.tasks import build, images
 
 
 @pytest.fixture
@@ -175,7 +175,7 @@ def test_holds_out_the_same_images_as_digits(tmp_path):
     given = load_digits()
     x = (given.images / 16).astype(np.float32)
     data = load(write_npz(tmp_path / "data.npz", x=x, y=given.target), test_fraction=0.2)
-    expected = digits.load(Digits(test_fraction=0.2)).test["image"]
+    expected = Digits(test_fraction=0.2).load().test["image"]
     order = np.lexsort(expected.reshape(len(expected), -1).T)
     image = read_test_examples(data)[0]
     chex.assert_trees_all_equal(image[np.lexsort(image.reshape(len(image), -1).T)], expected[order])
@@ -304,12 +304,12 @@ def test_a_denoiser_needs_floating_images_in_the_unit_interval(tmp_path):
         path = write_npz(tmp_path / "data.npz", x=x, y=make_labels())
         config = Config(data=ArrayFile(path=str(path)), model=Denoiser())
         if good:
-            assert images.load(config).classes
+            assert build(config).dataset.classes
         else:
             with pytest.raises(UserError, match=r"data.images: values from .*in \[0, 1\]"):
-                images.load(config)
+                build(config)
     path = write_npz(tmp_path / "data.npz", x=X, y=Y)
-    assert images.load(Config(data=ArrayFile(path=str(path)), model=Denoiser())).classes
+    assert build(Config(data=ArrayFile(path=str(path)), model=Denoiser())).dataset.classes
 
 
 def test_the_config_section_round_trips_through_json():

@@ -12,7 +12,7 @@ import pytest
 from data_cases import error_message, take_batches
 
 from train.config import ChatFile, Clipped, Config, LanguageModel, Microbatch, Train
-from train.data import chat_file, evaluation_batches, num_examples, placeholder
+from train.data import evaluation_batches, num_examples
 from train.data.buckets import bucketed_batches
 from train.data.records import read
 from train.data.tokenizer import load_tokenizer
@@ -51,7 +51,7 @@ def load(write):
     """``load(records, **options)`` loads a dataset, by default with a context of 32."""
 
     def load(records, **options):
-        return chat_file.load(ChatFile(**{"path": write(records), "context": 32} | options))
+        return ChatFile(**{"path": write(records), "context": 32} | options).load()
 
     return load
 
@@ -396,9 +396,7 @@ def test_empty_files_are_named(load, write):
 
 
 def test_missing_files_are_one_line(tmp_path):
-    assert "data.path: none.jsonl does not exist" in error_message(
-        chat_file.load, ChatFile(path="none.jsonl")
-    )
+    assert "data.path: none.jsonl does not exist" in error_message(ChatFile(path="none.jsonl").load)
 
 
 @pytest.fixture
@@ -574,9 +572,9 @@ def test_private_rows_hold_one_example_each(write):
     rows = build(config).dataset.train
     assert len(rows["start"]) == 18
     packed = dataclasses.replace(config, data=dataclasses.replace(data, packing=True))
-    assert "data.packing: puts several examples into a row" in error_message(build, packed)
+    assert "data.packing: puts several examples into a row" in error_message(setup, packed)
     cut = dataclasses.replace(config, data=dataclasses.replace(data, long="cut"))
-    assert "data.long: cut makes several rows of an example" in error_message(build, cut)
+    assert "data.long: cut makes several rows of an example" in error_message(setup, cut)
 
 
 def test_privacy_per_user_splits_by_user_and_allows_cut_rows(write):
@@ -603,8 +601,8 @@ def test_steps_take_rows_with_target_masks(write, grad):
 @pytest.mark.parametrize("packing", [False, True])
 def test_placeholders_have_the_shapes_of_the_data(write, packing):
     data = ChatFile(path=write(answers(40)), context=32, packing=packing, vocabulary=256)
-    missing = placeholder.load(Config(data=data, model=MODEL)).dataset
-    real = chat_file.load(data)
+    missing = data.placeholder().dataset
+    real = data.load()
     for split in ("train", "test"):
         shapes = [
             {name: (a.shape[1:], a.dtype) for name, a in batch_of(d, split).items()}

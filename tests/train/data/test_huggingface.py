@@ -16,7 +16,7 @@ from PIL import Image
 from program_cases import assert_one_line_error, exit_code, fnet_command
 
 from train.config import Config, HuggingFace, ImageFolder, from_json, to_json
-from train.data import evaluation_batches, huggingface, image_folder
+from train.data import evaluation_batches
 from train.data.unreadable import UnreadableFiles
 from train.errors import UserError
 
@@ -112,7 +112,7 @@ SMALL = {"image_size": 8, "batch_size": 4, "crop": "center", "flip": False, "res
 
 
 def load(path="animals", **options):
-    return huggingface.load(HuggingFace(path=str(path), **SMALL | options))
+    return HuggingFace(path=str(path), **SMALL | options).load()
 
 
 def test_batches_have_the_images_of_their_ids(hub):
@@ -203,7 +203,7 @@ def test_gives_the_same_batches_as_image_folders(hub, tmp_path):
         columns = {"image": cells, "label": labels}
         hub["same"][name] = Split(columns, split(1).features)
     actual = load("same", **AUGMENTATION)
-    expected = image_folder.load(ImageFolder(path=str(tmp_path), **SMALL | AUGMENTATION))
+    expected = ImageFolder(path=str(tmp_path), **SMALL | AUGMENTATION).load()
     chex.assert_trees_all_equal(take_batches(actual)[0], take_batches(expected)[0])
     chex.assert_trees_all_equal(
         list(evaluation_batches(actual, 4)), list(evaluation_batches(expected, 4))

@@ -14,12 +14,10 @@ from PIL import Image
 from program_cases import assert_one_line_error, exit_code
 
 from train.config import Clipped, Config, Mlp, from_json, to_json
-from train.config.data import ImageFolder
 from train.data import (
     augment_rows,
     evaluation_batches,
     image_batches,
-    image_folder,
     labeled_images,
     select_rows,
     training_batches,
@@ -27,6 +25,8 @@ from train.data import (
 from train.data.augment import color_jitter, cutout, horizontal_flip, shift
 from train.data.files import subfolders
 from train.data.image_batches import ImageOptions
+from train.data.image_folder import ImageFolder
+from train.data.masks import plain_label_map
 from train.data.rand_augment import rand_augment, random_erasing
 from train.errors import UserError
 from train.run.setup import setup
@@ -40,7 +40,7 @@ def folder(tmp_path):
 
 def load(path, **options):
     defaults = {"image_size": 8, "batch_size": 4, "crop": "center", "flip": False, "resize": 8}
-    return image_folder.load(ImageFolder(path=str(path), **defaults | options))
+    return ImageFolder(path=str(path), **defaults | options).load()
 
 
 def test_each_folder_is_a_class_in_alphabetical_order(folder):
@@ -326,19 +326,23 @@ def test_counts_files_that_are_left_out(folder):
     )
 
 
+def trained(*classes):
+    return lambda: plain_label_map(classes)
+
+
 def test_loads_test_images_for_a_trained_network(folder, tmp_path_factory):
     config = ImageFolder(path=str(folder), image_size=8, test_split="train")
-    data = image_folder.load(config, ("cat", "cow", "dog"))
+    data = config.load_test(trained("cat", "cow", "dog"))
     assert (len(data.train["id"]), len(data.test["id"])) == (1, 12)
     assert {*data.test["label"].tolist()} == {0, 2}  # as the network knows them
     other = tmp_path_factory.mktemp("other")
     for i in range(4):
         write_image(other / "dog" / f"{i}.png", i)
     config = ImageFolder(path=str(other), image_size=8)
-    data = image_folder.load(config, ("cat", "dog"))
+    data = config.load_test(trained("cat", "dog"))
     assert data.test["label"].tolist() == [1] * 4
     assert len(next(evaluation_batches(data, 4))["image"]) == 4
-    message = error_message(image_folder.load, config, ("cat", "cow"))
+    message = error_message(config.load_test, trained("cat", "cow"))
     assert message.startswith(f"data.path: the network knows no class dog, a folder of {other};")
 
 
@@ -402,7 +406,7 @@ def test_the_config_section_round_trips_through_json():
 
 RECIPE = """
 from train.config import Config, PreactResNet
-from train.config.data import ImageFolder
+from train.data.image_folder import ImageFolder
 
 def config():
     return Config(data=ImageFolder(path="images"), model=PreactResNet(widths=(4,)))
@@ -496,7 +500,7 @@ def test_mixup_gets_its_strength_from_the_config(tmp_path, monkeypatch):
         lambda n, alpha, g: alphas.append(alpha) or draw(n, alpha, g),
     )
     write_class_folders(tmp_path, train=4, test=2)
-    data = image_folder.load(ImageFolder(path=str(tmp_path), image_size=8, resize=8, mixup=0.3))
+    data = ImageFolder(path=str(tmp_path), image_size=8, resize=8, mixup=0.3).load()
     next(training_batches(data, 4, 0))
     assert {*alphas} == {0.3}
 
@@ -505,13 +509,13 @@ def test_mixup_gets_its_strength_from_the_config(tmp_path, monkeypatch):
 def test_a_process_reads_its_rows_of_the_same_batch(options, tmp_path, monkeypatch):
     write_class_folders(tmp_path, train=32, test=4)
     config = ImageFolder(path=str(tmp_path), image_size=8, resize=8, color_jitter=0.4, **options)
-    whole, _ = take_batches(image_folder.load(config), n=2, size=16)
+    whole, _ = take_batches(config.load(), n=2, size=16)
     decoded, decode = [], image_batches.decode
     monkeypatch.setattr(
         image_batches, "decode", lambda *args: decoded.append(args) or decode(*args)
     )
     local = np.arange(16) >= 14
-    data = image_folder.load(config)
+    data = config.load()
     batch = augment_rows(
         data, select_rows(data.train, whole[0]["row"]) | {"local": local}, np.random.default_rng(0)
     )

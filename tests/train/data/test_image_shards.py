@@ -26,7 +26,6 @@ from train.config import Config, ImageShards, from_json, to_json
 from train.data import (
     evaluation_batches,
     image_shards,
-    placeholder,
     sample_batch,
     training_batches,
 )
@@ -55,7 +54,7 @@ SMALL = {"image_size": 5, "resize": 5, "crop": "center", "flip": False, "batch_s
 
 
 def load(*paths, **options):
-    return image_shards.load(ImageShards(path=tuple(map(str, paths)), **SMALL | options))
+    return ImageShards(path=tuple(map(str, paths)), **SMALL | options).load()
 
 
 def write(kind, folder, train=24, test=6, shards=2, **options):
@@ -608,7 +607,7 @@ def test_says_what_is_wrong_with_the_files(tmp_path):
 def test_memory_of_shards_that_are_not_there_yet(tmp_path):
     write_tar(tmp_path / "a.tar", range(6))
     config = Config(data=ImageShards(path=("none/train",), image_size=8, batch_size=2))
-    missing = placeholder.load(config)
+    missing = config.data.placeholder()
     assert missing.note == "no folder none/train: 1,000 classes are assumed"
     data = load(tmp_path / "a.tar", image_size=8, resize=8, test_fraction=0.5)
     shapes = [
@@ -617,7 +616,7 @@ def test_memory_of_shards_that_are_not_there_yet(tmp_path):
     ]
     assert shapes[0] == shapes[1]
     for there in (str(tmp_path / "a.tar"), "s3://bucket/x", "x-*.tar", "tfds:x"):
-        assert placeholder.load(Config(data=ImageShards(path=("none", there)))) is None
+        assert ImageShards(path=("none", there)).placeholder() is None
 
 
 def test_a_config_keeps_its_paths_and_weights():

@@ -6,7 +6,6 @@ import chex
 import numpy as np
 import pytest
 
-from train.config.data import SegmentationFolder
 from train.data.class_table import PUBLISHED, Row, find_table, read_table
 from train.data.decode import MaskValues, UnreadableError, pack_colors
 from train.data.masks import (
@@ -17,6 +16,7 @@ from train.data.masks import (
     median_frequency_weights,
     spread,
 )
+from train.data.segmentation_folder import SegmentationFolder
 from train.errors import UserError
 
 RED, GREEN, BLACK = (255, 0, 0), (0, 255, 0), (0, 0, 0)

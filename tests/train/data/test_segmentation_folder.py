@@ -10,8 +10,8 @@ from image_cases import write_image, write_mask
 from PIL import ExifTags, Image
 
 from train.config import Config, from_json, to_json
-from train.config.data import SegmentationFolder
-from train.data import evaluation_batches, placeholder, segmentation_folder
+from train.data import evaluation_batches
+from train.data.segmentation_folder import SegmentationFolder
 
 
 def make_mask(height, width):
@@ -43,7 +43,7 @@ def folder(tmp_path):
 
 def load(path, **options):
     defaults = {"image_size": 20, "classes": 3, "batch_size": 4, "flip": False}
-    return segmentation_folder.load(SegmentationFolder(path=str(path), **defaults | options))
+    return SegmentationFolder(path=str(path), **defaults | options).load()
 
 
 def test_batches_hold_images_and_masks(folder):
@@ -319,6 +319,6 @@ def test_the_config_section_round_trips_through_json():
     ("options", "classes"), [({}, 21), ({"classes": 3}, 3), ({"class_table": "camvid"}, 11)]
 )
 def test_memory_is_predicted_before_the_folder_exists(options, classes):
-    missing = placeholder.load(Config(data=SegmentationFolder(path="absent", **options)))
+    missing = SegmentationFolder(path="absent", **options).placeholder()
     assert missing.note == f"no folder absent: {classes} classes are assumed"
     assert len(missing.dataset.classes) == classes

@@ -12,7 +12,6 @@ from train.config import (
     LanguageModel,
     TextFile,
 )
-from train.data import text_file
 from train.data.buckets import batches_per_epoch, bucket_lengths, bucketed_batches
 from train.data.tokenizer import load_tokenizer
 from train.errors import UserError
@@ -33,7 +32,7 @@ def as_text(tokens):
 
 
 def test_rows_are_pieces_of_the_training_text(text):
-    data = text_file.load(TextFile(path=text, context=16))
+    data = TextFile(path=text, context=16).load()
     batch = data.augment(data.train, np.random.default_rng(0))
     assert batch["tokens"].shape == (len(data.train["start"]), 17)
     assert all(as_text(row) in TEXT[:900] for row in batch["tokens"])
@@ -51,7 +50,7 @@ def test_private_training_rows_share_no_targets(text):
 
 
 def test_test_rows_predict_every_test_token_but_the_first_once(text):
-    test = text_file.load(TextFile(path=text, context=16)).test
+    test = TextFile(path=text, context=16).load().test
     targets = "".join(
         as_text(t[1 : n + 1]) for t, n in zip(test["tokens"], test["length"], strict=True)
     )
@@ -61,12 +60,11 @@ def test_test_rows_predict_every_test_token_but_the_first_once(text):
 
 def test_a_seed_chooses_the_test_part(text):
     parts = [
-        text_file.load(TextFile(path=text, context=16, split_seed=s)).test["tokens"][0]
-        for s in (0, 0, 1, 2)
+        TextFile(path=text, context=16, split_seed=s).load().test["tokens"][0] for s in (0, 0, 1, 2)
     ]
     assert np.array_equal(parts[0], parts[1])
     assert len({p.tobytes() for p in parts}) > 1
-    data = text_file.load(TextFile(path=text, context=16, split_seed=1))
+    data = TextFile(path=text, context=16, split_seed=1).load()
     test = as_text(data.test["tokens"][0])
     rows = data.augment(data.train, np.random.default_rng(0))["tokens"]
     start = TEXT.index(test)
@@ -85,7 +83,7 @@ LENGTHS = [3, 10, 17, 30, 40, 64, 65, 70, 130, 200, 5, 9, 33, 90, 12, 60]
 
 def test_no_row_crosses_a_document_boundary(tmp_path):
     config = documents(tmp_path, LENGTHS)
-    data = text_file.load(config)
+    data = config.load()
     batches = bucketed_batches(data, 4, 0, 64)
     for batch, _ in zip(batches, range(30), strict=False):
         for row, n in zip(batch["tokens"], batch["length"], strict=True):
@@ -94,7 +92,7 @@ def test_no_row_crosses_a_document_boundary(tmp_path):
 
 
 def test_bucketed_batches_have_power_of_two_lengths_and_each_token_once_per_epoch(tmp_path):
-    data = text_file.load(documents(tmp_path, LENGTHS))
+    data = documents(tmp_path, LENGTHS).load()
     source = bucketed_batches(data, 4, 0, 64)
     shapes, count = set(), 0
     while count < data.train["length"].sum():
@@ -108,7 +106,7 @@ def test_bucketed_batches_have_power_of_two_lengths_and_each_token_once_per_epoc
 
 
 def test_bucketed_batches_resume_at_a_saved_position(tmp_path):
-    data = text_file.load(documents(tmp_path, LENGTHS))
+    data = documents(tmp_path, LENGTHS).load()
     first = bucketed_batches(data, 4, 0, 64)
     for _ in range(7):
         next(first)
@@ -133,18 +131,18 @@ def test_a_vocabulary_may_be_larger_than_the_tokenizers_but_not_smaller(text):
     assert jax.tree.leaves(params["embedding"])[0].shape[0] == 300
     small = dataclasses.replace(data, vocabulary=100)
     with pytest.raises(UserError, match=r"data\.vocabulary: 100, but the tokenizer has 256 tokens"):
-        text_file.load(small)
+        small.load()
 
 
 def test_reads_bytes_that_are_not_utf8(tmp_path):
     path = tmp_path / "binary"
     path.write_bytes(bytes(range(256)) * 4)
-    data = text_file.load(TextFile(path=str(path), context=8))
+    data = TextFile(path=str(path), context=8).load()
     assert {*data.test["tokens"].ravel().tolist()} > {200, 255}
 
 
 def test_reads_the_standard_library_without_a_path():
-    data = text_file.load(TextFile(context=64))
+    data = TextFile(context=64).load()
     rows = data.augment({k: v[:2000] for k, v in data.train.items()}, np.random.default_rng(0))
     assert "def " in as_text(rows["tokens"].ravel()[:20000].clip(0, 127))
 
@@ -156,12 +154,12 @@ def test_refuses_texts_that_are_too_short(tmp_path, content):
     with pytest.raises(
         UserError, match=rf"short.txt is too short: {len(content)} tokens.*65 tokens"
     ):
-        text_file.load(TextFile(path=str(path)))
+        TextFile(path=str(path)).load()
 
 
 def test_refuses_missing_texts():
     with pytest.raises(UserError, match=r"nowhere\.txt does not exist"):
-        text_file.load(TextFile(path="nowhere.txt"))
+        TextFile(path="nowhere.txt").load()
 
 
 @pytest.fixture
@@ -236,7 +234,7 @@ def test_a_prompt_has_the_start_but_not_the_end_tokens(tokenizers, save_and_load
 
 
 def test_bucketed_batches_are_shuffled_by_epoch_and_seed(tmp_path):
-    data = text_file.load(documents(tmp_path, LENGTHS))
+    data = documents(tmp_path, LENGTHS).load()
     n = batches_per_epoch(data, 1, 64)
 
     def rows(seed):
@@ -252,7 +250,7 @@ def test_bucketed_batches_are_shuffled_by_epoch_and_seed(tmp_path):
 def test_a_seed_chooses_the_test_documents(tmp_path):
     config = documents(tmp_path, LENGTHS)
     test_sets = [
-        {*text_file.load(dataclasses.replace(config, split_seed=s)).test["tokens"].ravel().tolist()}
+        {*dataclasses.replace(config, split_seed=s).load().test["tokens"].ravel().tolist()}
         for s in (None, 0, 0, 1)
     ]
     assert test_sets[1] == test_sets[2] != test_sets[3]
@@ -265,7 +263,7 @@ def test_a_seed_chooses_the_test_documents(tmp_path):
 
 
 def test_an_epoch_holds_each_row_once(tmp_path):
-    data = text_file.load(documents(tmp_path, LENGTHS))
+    data = documents(tmp_path, LENGTHS).load()
     batches, rows = bucketed_batches(data, 4, 0, 64), []
     for _ in range(batches_per_epoch(data, 4, 64)):
         batch = next(batches)

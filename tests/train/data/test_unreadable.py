@@ -6,8 +6,8 @@ import pytest
 from image_cases import write_class_folders
 
 from fnet.privacy import PoissonSampling
-from train.config.data import ImageFolder
-from train.data import Dataset, evaluation_batches, image_folder, num_examples, training_batches
+from train.data import Dataset, evaluation_batches, num_examples, training_batches
+from train.data.image_folder import ImageFolder
 from train.data.poisson import poisson_batches
 from train.data.unreadable import UnreadableFiles
 from train.errors import UserError
@@ -22,7 +22,7 @@ def folder(tmp_path):
 
 
 def load(path, **options):
-    return image_folder.load(ImageFolder(path=str(path), image_size=8, resize=8, **options))
+    return ImageFolder(path=str(path), image_size=8, resize=8, **options).load()
 
 
 def test_reports_each_unreadable_file_once(folder):

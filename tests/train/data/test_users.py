@@ -18,11 +18,11 @@ import fnet
 from fnet.privacy import PoissonSampling
 from fnet.privacy.users import per_user
 from train.config import ImageFolder, TextFile, recipes
-from train.data import Dataset, image_folder, num_examples, text_file
+from train.data import Dataset, num_examples
 from train.data.splits import split_by_user
 from train.data.users import user_batches
 from train.errors import UserError
-from train.run.privacy import Privacy
+from train.gradients.privacy import Privacy
 from train.run.setup import setup
 
 USERS, K = 7, 3
@@ -217,23 +217,23 @@ def test_folders_in_classes_are_users(tmp_path):
         write_image(tmp_path / "train" / f"{name}.png", i)
     write_class_folders(tmp_path, train=0)
     options = {"image_size": 8, "crop": "center", "user": "folder", "examples_per_user": 2}
-    data = image_folder.load(ImageFolder(path=str(tmp_path), **options))
+    data = ImageFolder(path=str(tmp_path), **options).load()
     assert data.users.tolist() == [0, 0, 1, 0, 2]  # a folder's name is one user in all classes
     write_image(tmp_path / "train" / "cat" / "loose.png")
     with pytest.raises(UserError, match=r"cat/loose.png is in no folder of a user"):
-        image_folder.load(ImageFolder(path=str(tmp_path), **options))
+        ImageFolder(path=str(tmp_path), **options).load()
 
 
 def test_documents_are_users(tmp_path):
     path = tmp_path / "text.txt"
     path.write_text("|".join(["a" * 40, "b" * 10, "c" * 25, "d" * 30]))
     options = {"context": 8, "separator": "|", "test_fraction": 0.25, "examples_per_user": 2}
-    data = text_file.load(TextFile(path=str(path), user="document", **options))
+    data = TextFile(path=str(path), user="document", **options).load()
     tokens = data.augment(data.train, np.random.default_rng(0))["tokens"]
     assert [chr(row[0]) for row in tokens] == ["a"] * 5 + ["b"] * 2 + ["c"] * 3
     assert data.users.tolist() == [0] * 5 + [1] * 2 + [2] * 3
     with pytest.raises(UserError, match=r"data.user: document needs data.separator"):
-        text_file.load(TextFile(path=str(path), user="document", context=8))
+        TextFile(path=str(path), user="document", context=8).load()
 
 
 RECIPE = """

@@ -15,7 +15,6 @@ from program_cases import assert_one_line_error, exit_code, final_state, fnet_co
 
 import fnet
 from train.config import Digits, PreactResNet
-from train.data import digits
 from train.run import programs
 from train.run.checkpoints import Checkpoints
 from train.tasks import images
@@ -74,7 +73,7 @@ def test_reports_the_layer_of_a_nonfinite_gradient(workplace, monkeypatch):
     """The forward pass is finite; the gradient of one example is not."""
 
     def load(config):
-        dataset = digits.load(config)
+        dataset = config.load()
         image = np.array(dataset.train["image"], np.float32)
         image[5] = 2.0  # the others are in [0, 1]
         return dataset._replace(train=dataset.train | {"image": image})

@@ -17,11 +17,7 @@ from program_cases import assert_one_line_error, exit_code, final_state, fnet_co
 
 from train.config import ArrayFile, ChatFile, SegmentationFolder, TextFile
 from train.data import (
-    arrays,
-    chat_file,
     image_batches,
-    segmentation_folder,
-    text_file,
     training_batches,
 )
 from train.data.unreadable import UnreadableFiles
@@ -45,19 +41,19 @@ TRAIN = "train", "images.py", "--out", "run"
 
 def text(folder):
     (folder / "data.txt").write_text("In the beginning there was a text of some length. " * 20)
-    return text_file.load(TextFile(path=str(folder / "data.txt"), context=16))
+    return TextFile(path=str(folder / "data.txt"), context=16).load()
 
 
 def chats(folder):
     lines = [json.dumps({"prompt": f"{i}", "completion": "yes" * i}) for i in range(1, 30)]
     (folder / "data.jsonl").write_text("\n".join(lines))
-    return chat_file.load(ChatFile(path=str(folder / "data.jsonl"), context=128))
+    return ChatFile(path=str(folder / "data.jsonl"), context=128).load()
 
 
 def images_in_one_file(folder):
     image = np.arange(30 * 4 * 4 * 3, dtype=np.uint8).reshape(30, 4, 4, 3)
     np.savez(folder / "data.npz", x=image, y=np.arange(30) % 3)
-    return arrays.load(ArrayFile(path=str(folder / "data.npz"), images="x", labels="y"))
+    return ArrayFile(path=str(folder / "data.npz"), images="x", labels="y").load()
 
 
 @pytest.mark.parametrize("source", [text, chats, images_in_one_file])
@@ -80,7 +76,7 @@ def test_a_mask_that_vanishes_is_one_line_and_its_image_does_not_count(tmp_path)
     config = SegmentationFolder(
         path=str(tmp_path), image_size=8, batch_size=4, classes=2, max_bad_fraction=0.5
     )
-    dataset, lines = segmentation_folder.load(config), []
+    dataset, lines = config.load(), []
     gone = tmp_path / "train" / "masks" / "2.png"
     gone.unlink()
     batches = UnreadableFiles(dataset, lines.append).watch(training_batches(dataset, 4, 0))

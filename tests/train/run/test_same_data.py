@@ -11,7 +11,7 @@ from image_cases import write_image, write_mask
 from program_cases import assert_one_line_error, exit_code, fnet_command
 
 from train.config import ArrayFile, ChatFile, ImageFolder, SegmentationFolder, TextFile
-from train.data import Dataset, arrays, chat_file, image_folder, segmentation_folder, text_file
+from train.data import Dataset
 from train.run.same_data import describe_data
 
 TEXT = "In the beginning there was a text of some length. " * 20
@@ -19,7 +19,7 @@ TEXT = "In the beginning there was a text of some length. " * 20
 
 def text(path, changed):
     path.write_text(TEXT.replace("text", "word", 1) if changed else TEXT)
-    return text_file.load(TextFile(path=str(path), context=16))
+    return TextFile(path=str(path), context=16).load()
 
 
 def chats(path, changed):
@@ -27,14 +27,14 @@ def chats(path, changed):
     answers[7] = answers[7].replace("y", "b") if changed else answers[7]
     examples = [{"prompt": str(i), "completion": text} for i, text in enumerate(answers)]
     path.write_text("\n".join(map(json.dumps, examples)))
-    return chat_file.load(ChatFile(path=str(path), context=128))
+    return ChatFile(path=str(path), context=128).load()
 
 
 def images_in_one_file(path, changed):
     image = np.arange(30 * 4 * 4 * 3, dtype=np.uint8).reshape(30, 4, 4, 3)
     image[17, 2, 2, 0] += changed
     np.savez(path.with_suffix(".npz"), x=image, y=np.arange(30) % 3)
-    return arrays.load(ArrayFile(path=str(path.with_suffix(".npz")), images="x", labels="y"))
+    return ArrayFile(path=str(path.with_suffix(".npz")), images="x", labels="y").load()
 
 
 def image_files(path, changed):
@@ -43,7 +43,7 @@ def image_files(path, changed):
             write_image(path / split / "ab"[i % 2] / f"{i}.png", i)
     if changed:
         write_image(path / "train" / "b" / "3.png", 20, (40, 40))
-    return image_folder.load(ImageFolder(path=str(path)))
+    return ImageFolder(path=str(path)).load()
 
 
 def masks(path, changed):
@@ -54,7 +54,7 @@ def masks(path, changed):
             write_mask(path / split / "masks" / f"{i}.png", labels)
     if changed:
         write_mask(path / "train" / "masks" / "1.png", labels.T)
-    return segmentation_folder.load(SegmentationFolder(path=str(path), classes=2, image_size=8))
+    return SegmentationFolder(path=str(path), classes=2, image_size=8).load()
 
 
 @pytest.mark.parametrize("source", [text, chats, images_in_one_file, image_files, masks])

@@ -189,7 +189,7 @@ def training_jaxpr(section):
     """Jaxpr of a network's training computation."""
     key = jax.random.key(0)
     if isinstance(section, LanguageModel):
-        network, given = section.build(11), (jnp.zeros((2, 6), jnp.int32), {})
+        network, given = section.for_text(11, "float32"), (jnp.zeros((2, 6), jnp.int32), {})
     else:
         conditions = {"timestep": jnp.zeros(2, jnp.int32), "label": jnp.zeros(2, jnp.int32)}
         network, given = section.build((4, 4, 1), 3), (jnp.zeros((2, 4, 4, 1)), conditions)

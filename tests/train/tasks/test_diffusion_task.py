@@ -18,7 +18,6 @@ from train.config import (
     Synthetic,
     TextFile,
 )
-from train.data import synthetic
 from train.run import frozen
 from train.run.checkpoints import RestoredNetwork
 from train.run.run_folder import RunFolder
@@ -50,10 +49,10 @@ def test_samples_are_the_networks_prediction_for_their_labels():
         return jnp.broadcast_to(level, x.shape), state
 
     config = Config(data=SMALL, model=Denoiser(predicts="x0", steps=20))
-    network = synthetic.load(SMALL), types.SimpleNamespace(apply=apply)
+    network = SMALL.load(), types.SimpleNamespace(apply=apply)
     labels = jnp.array([3, 0, 4])
     options = ImageArguments(steps=3, guidance=1.0)
-    got = sample.sample_images(config, network, {}, {}, labels, options)
+    got = sample.sample_images(config.model, network, {}, {}, labels, options)
     expected = np.broadcast_to(np.array([0.75, 0, 1]).reshape(3, 1, 1, 1), (3, 4, 4, 1))
     np.testing.assert_allclose(got, expected, atol=1e-5)
 

@@ -16,12 +16,13 @@ from train.commands.export_model import export_model
 from train.config import Config, ImageFolder, Pretrained, Synthetic, Train
 from train.data.chat import load_json
 from train.data.model_folder import read_folder
-from train.data.model_images import image_data, size_note
 from train.errors import UserError
+from train.networks import pretrained
+from train.networks.model_images import image_data
 from train.run.class_names import write_classes
 from train.run.frozen import load_network
 from train.run.run_folder import RunFolder
-from train.tasks import images, pretrained
+from train.tasks import images
 
 FLOWERS = ("daisy", "rose", "tulip")
 
@@ -44,8 +45,7 @@ def folder_data(size, **options):
 def logits_of_run(folder, config, x):
     """Compute logits in float32."""
     shape, num_classes = x.shape[1:], len(FLOWERS)
-    config = pretrained.in_float32(config)
-    network = pretrained.build_image_network(config, num_classes, shape)
+    network = config.model.for_images(shape, num_classes, "float32")
     trained = load_network(folder, network)
     return network.apply(trained.evaluation_params, {}, x, train=False)[0]
 
@@ -54,7 +54,7 @@ def logits_of_run(folder, config, x):
 def test_an_exported_folder_has_the_new_classes_and_the_size_of_the_run(workplace, name):
     folder, run = make_run(workplace, name, folder_data(24, resize=32), tensors_of(name))
     write_classes(folder, FLOWERS)
-    source = read_folder(export_model(folder, run, ExportArguments()))
+    source = read_folder(export_model(folder, run, run.model, ExportArguments()))
     model, params = fnet.interop.from_huggingface(source.config, source.tensors)
     x = jax.random.normal(jax.random.key(1), (2, 24, 24, 3))
     actual, _ = model.apply(params, {}, x, train=False)
@@ -76,7 +76,7 @@ def test_an_exported_folder_keeps_the_classifier_and_the_dtypes_of_the_model(wor
     folder, run = make_run(workplace, "small", folder_data(16))
     tensors = write_folder(workplace / "model", VIT, dtype=np.float16)
     write_classes(folder, tuple("abcdefg"))
-    source = read_folder(export_model(folder, run, ExportArguments()))
+    source = read_folder(export_model(folder, run, run.model, ExportArguments()))
     assert source.config["id2label"]["6"] == "g"
     exported = {name: np.asarray(t[...]) for name, t in source.tensors.items()}
     chex.assert_trees_all_equal(exported, tensors)
@@ -104,22 +104,22 @@ def test_an_exported_program_of_a_bfloat16_run_is_float32(workplace):
     fnet_command("export", "run", "--format", "stablehlo")
     program = jax.export.deserialize(bytearray((folder.path / "model.stablehlo").read_bytes()))
     x = np.random.default_rng(0).random((2, 16, 16, 3), np.float32)
-    expected = logits_of_run(folder, run, images.normalize(pretrained.in_float32(run), x))
+    expected = logits_of_run(folder, run, images.normalize(images.in_float32(run), x))
     chex.assert_trees_all_close(program.call(x), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_another_image_size_than_the_model_has_is_noted(workplace):
     _, run = make_run(workplace, "small", folder_data(24))
-    assert size_note(run) == (
+    assert run.model.notes(run.data) == [
         "data.image_size: 24, but model has images of 16 x 16; give --data.image-size 16 to train "
         "at its own size"
-    )
+    ]
     own = {"size": {"height": 24, "width": 24}}
     (workplace / "model" / "preprocessor_config.json").write_text(str(own).replace("'", '"'))
-    assert size_note(run) is None
+    assert run.model.notes(run.data) == []
     (workplace / "model" / "config.json").unlink()
     with pytest.raises(UserError, match=r"no config\.json"):
-        size_note(run)
+        run.model.notes(run.data)
 
 
 def test_memory_prints_the_note_on_the_image_size(workplace, capsys):

@@ -13,11 +13,11 @@ import vision_cases
 from program_cases import assert_one_line_error, exit_code
 
 from train.config import Config, DeepLab, Optim, PreactResNet
-from train.config.data import SegmentationFolder
-from train.config.model import Backbone
 from train.data import evaluation_batches
 from train.data.class_table import PUBLISHED, VOID, voc_color
 from train.data.masks import LabelMap
+from train.data.segmentation_folder import SegmentationFolder
+from train.networks.deeplab import Backbone
 from train.output.palette import distinct_colors, overlay_labels, palette
 from train.tasks import build
 from train.tasks.confusion import accuracy_by_class, iou_by_class, pixel_scores

@@ -157,6 +157,6 @@ def test_a_mistake_is_one_line(text_folder, capsys, words, message):
 
 
 def test_the_smallest_network_has_a_feed_forward():
-    model = LanguageModel(width=1, heads=1, mixers=("mamba",), blocks=1).build(4)
+    model = LanguageModel(width=1, heads=1, mixers=("mamba",), blocks=1).for_text(4, "float32")
     params, _ = jax.eval_shape(model.init, jax.random.key(0))
     assert "feed_forward" in params["blocks"]["0"]

@@ -5,9 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from fnet.interop.huggingface import preprocessing
-from train.config import Config, HuggingFace, ImageFolder, Pretrained
-from train.config.data import Images
 from train.data.chat import load_json
+from train.data.image_folder import ImageFolder
 from train.data.model_folder import read_config
 from train.errors import UserError
 
@@ -52,20 +51,10 @@ def image_data(path: Path, config: Mapping[str, Any]) -> ImageFolder:
     return ImageFolder(image_size=side, resize=shorter, mean=(r, g, b), std=(dr, dg, db))
 
 
-def size_note(config: Config) -> str | None:
-    """Return a line if a run trains a published model at another image size than its own."""
-    model, data = config.model, config.data
-    if not isinstance(model, Pretrained) or not isinstance(data, Images | HuggingFace):
-        return None
-    path = Path(model.path)
+def own_size(path: Path) -> int:
+    """Return the height of the images that a published model is made for."""
     stored = read_config(path)
     try:
-        own = image_data(path, stored).image_size
+        return image_data(path, stored).image_size
     except UserError:  # its preprocessing is not supported
-        own = position_size(stored)[0]
-    if own == data.image_size:
-        return None
-    return (
-        f"data.image_size: {data.image_size}, but {path} has images of {own} x {own}; "
-        f"give --data.image-size {own} to train at its own size"
-    )
+        return position_size(stored)[0]

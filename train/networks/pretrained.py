@@ -2,25 +2,104 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from annotated_types import MinLen
 from jax import Array
+from typing_extensions import override
 
 from fnet import layers, lora, quantization
 from fnet.interop import huggingface
 from fnet.interop.huggingface.checkpoint import PretrainedModel, read_params
-from train.config import Config, Pretrained
-from train.data.model_folder import ModelFolder, read_folder
+from train.config.data import Data
+from train.config.network import Model
+from train.config.section import Count, Positive
+from train.data.model_folder import ModelFolder, check_tokenizer, read_folder
 from train.errors import UserError
+from train.networks.model_images import own_size
 
 FROZEN = "frozen"
 """Name of the frozen parameters in the model state."""
 
 _QUANTIZED = ("blocks/*/kernel",)
 """Weights that are stored in fewer bits: the matrices of the blocks."""
+
+
+@dataclass(frozen=True)
+class Pretrained(Model):
+    """Published language model of Hugging Face, to train as a whole or with LoRA adapters."""
+
+    name: Literal["pretrained"] = "pretrained"
+    """Network; --model.name NAME --help lists the fields of another one."""
+    path: str = "model"
+    """Folder of the model: config.json, safetensors files and tokenizer.json."""
+    lora_rank: Count | None = None
+    """Rank of LoRA adapters, which alone are trained; None trains all parameters."""
+    lora_alpha: Positive | None = None
+    """Adapters are scaled by lora_alpha / lora_rank; None is lora_rank."""
+    lora_targets: Annotated[tuple[str, ...], MinLen(1)] = ("blocks/*/kernel",)
+    """Patterns of the weights with adapters, such as blocks/*/query/kernel."""
+    dora: bool = False
+    """Train the magnitude of each output, too (DoRA); needs lora_rank."""
+    quantize: Literal["int8", "nf4"] | None = None
+    """Store the frozen weights of the blocks in 8 or 4 bits; needs lora_rank."""
+
+    @property
+    @override
+    def published(self) -> "Pretrained":
+        return self
+
+    @override
+    def task_for(self, data: Data) -> str:
+        return "language" if data.content == "text" else self.task
+
+    @override
+    def for_images(
+        self, image_shape: tuple[int, ...], num_classes: int, precision: str
+    ) -> "PretrainedNetwork":
+        return build_image_network(self, num_classes, image_shape, precision)
+
+    @override
+    def for_text(self, vocabulary: int, precision: str) -> "PretrainedNetwork":
+        network = build_network(self, precision)
+        if vocabulary > network.vocabulary:
+            raise UserError(
+                f"data.tokenizer: has {vocabulary:,} tokens, but the model has "
+                f"{network.vocabulary:,}; give the model's own tokenizer"
+            )
+        return network
+
+    def complete(self, data: Data) -> Data:
+        """Return text with the tokenizer of the model, unless it has its own.
+
+        Raises:
+          UserError: if the model has no tokenizer, and the vocabulary is not given.
+        """
+        text = data.as_text
+        if text is None or text.tokenizer is not None:
+            return data
+        tokenizer = Path(self.path) / "tokenizer.json"
+        if tokenizer.is_file():
+            return dataclasses.replace(text, tokenizer=str(tokenizer))
+        if text.vocabulary is None:
+            check_tokenizer(Path(self.path))
+        return data
+
+    def notes(self, data: Data) -> list[str]:
+        """Tell the user if images have another size than the model's own."""
+        if data.as_photos is None:
+            return []
+        path, size = Path(self.path), data.as_photos.image_size
+        if (own := own_size(path)) == size:
+            return []
+        return [
+            f"data.image_size: {size}, but {path} has images of {own} x {own}; "
+            f"give --data.image-size {own} to train at its own size"
+        ]
 
 
 class PretrainedNetwork(NamedTuple):
@@ -59,20 +138,18 @@ class PretrainedNetwork(NamedTuple):
         return {name: p for name, p in params.items() if name != self.new} if self.new else params
 
 
-def build_network(config: Config) -> PretrainedNetwork:
+def build_network(section: Pretrained, precision: str) -> PretrainedNetwork:
     """Build the network from config.json and the headers of the weights.
 
     Raises:
       UserError: if a file is missing or damaged, or the model is not supported.
       ValueError: if the options of adapters do not fit the model.
     """
-    section = config.model
-    assert isinstance(section, Pretrained)
     if section.lora_rank is None and (section.dora or section.quantize):
         option = "dora" if section.dora else "quantize"
         raise UserError(f"model.{option}: needs model.lora_rank, the rank of the adapters")
     folder = read_folder(Path(section.path))
-    model, shapes = match(folder, config.train.precision)
+    model, shapes = match(folder, precision)
     if model.losses is None:
         raise UserError(
             f"model.path: {folder.path} is not a language model; for images, give the recipe "
@@ -121,30 +198,12 @@ def build_network(config: Config) -> PretrainedNetwork:
     )
 
 
-def in_float32(config: Config) -> Config:
-    """Return the config with float32 activations."""
-    return dataclasses.replace(config, train=dataclasses.replace(config.train, precision="float32"))
-
-
 CLASSIFIER = "classifier"
 """Name of a new classifier. The learning rate of classifiers can differ."""
 
 
-def image_network(config: Config, num_classes: int, image_shape: tuple[int, ...]) -> Any:
-    """Build the network of a config for images [H, W, C]: a published one, or one of fnet's.
-
-    Raises:
-      UserError: as `build_image_network`.
-      ValueError: if the network is invalid.
-    """
-    if isinstance(config.model, Pretrained):
-        return build_image_network(config, num_classes, image_shape)
-    model: Any = config.model  # whose task has images
-    return model.build(image_shape, num_classes)
-
-
 def build_image_network(
-    config: Config, num_classes: int, image_shape: tuple[int, ...]
+    section: Pretrained, num_classes: int, image_shape: tuple[int, ...], precision: str
 ) -> PretrainedNetwork:
     """Build an image classifier from config.json and the headers of the weights.
 
@@ -152,27 +211,26 @@ def build_image_network(
     of the model. Learned positions are interpolated if the images have another size.
 
     Args:
-      config: config of the run.
+      section: the section ``model`` of a config.
       num_classes: number of classes.
       image_shape: [H, W, C].
+      precision: dtype of activations.
 
     Raises:
       UserError: if a file is missing or damaged, or the model is not supported.
     """
-    section = config.model
-    assert isinstance(section, Pretrained)
     if section.lora_rank is not None:
         raise UserError("model.lora_rank: adapters are for language models; omit it for images")
     folder = read_folder(Path(section.path))
     image = jax.ShapeDtypeStruct((1, *image_shape), jnp.float32)
-    model, shapes, size = _match_images(folder, config.train.precision, image)
+    model, shapes, size = _match_images(folder, precision, image)
     head = {t.name for t in model.tensors if t.path.startswith("head/")}
     classifier = None
     if not head or size != num_classes:
         if head:
             tensors = {name: t for name, t in folder.tensors.items() if name not in head}
             folder = folder._replace(config=without_classes(folder.config), tensors=tensors)
-            model, shapes, size = _match_images(folder, config.train.precision, image)
+            model, shapes, size = _match_images(folder, precision, image)
         classifier = layers.dense(size, num_classes)
 
     def zeros() -> Any:

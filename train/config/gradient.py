@@ -1,0 +1,116 @@
+"""Gradient modes: how a step computes its gradient, and what the run must know about it."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from train.config.registry import Variant
+from train.errors import UserError
+
+if TYPE_CHECKING:
+    import optax
+
+    from fnet.privacy.canaries import GradientCanaries
+    from train.config import Config
+    from train.gradients.privacy import Privacy
+
+
+@dataclass(frozen=True)
+class GradientMode(Variant, section="grad", tag="mode", package="train.gradients"):
+    """A gradient mode.
+
+    A subclass is a frozen dataclass with a field ``mode``, the name of the mode, and its options.
+    It must define `build`.
+
+    Attributes:
+      is_per_example: Whether it needs the gradient of each example: in float32, and of networks
+        that do not mix the examples of a batch.
+      has_fixed_microbatches: Whether a memory plan may not choose the number of microbatches.
+    """
+
+    is_per_example: ClassVar[bool] = False
+    has_fixed_microbatches: ClassVar[bool] = False
+
+    @property
+    def mode(self) -> str:
+        """Name of the mode."""
+        raise NotImplementedError
+
+    def build(
+        self,
+        config: "Config",
+        optimizer: "optax.GradientTransformation",
+        privacy: "Privacy | None",
+    ) -> "tuple[Any, optax.GradientTransformation]":
+        """Return the mode for `fnet.make_step`, and the optimizer with the state it may add."""
+        raise NotImplementedError
+
+    def check(self, config: "Config") -> None:
+        """Check that the other sections allow gradients per example.
+
+        Raises:
+          UserError: if they do not.
+        """
+        if not self.is_per_example:
+            return
+        if config.data.mixup > 0:
+            raise UserError(
+                f"data.mixup: mixes two examples in one image, but grad.mode {self.mode} needs "
+                "their gradients apart; give data.mixup 0"
+            )
+        if config.train.params_dtype != "float32":
+            raise UserError(
+                f"train.params_dtype: {config.train.params_dtype}, but grad.mode {self.mode} needs "
+                "gradients in float32; give train.params_dtype float32"
+            )
+
+    def with_microbatches(self, count: int) -> Self:
+        """Return the mode for batches that will be split into so many microbatches."""
+        return self
+
+    # Only private modes have what follows.
+
+    @property
+    def is_private(self) -> bool:
+        """Whether training is differentially private: noise and Poisson sampling."""
+        return False
+
+    @property
+    def release_only(self) -> bool:
+        """Whether the run writes only what its privacy guarantee covers."""
+        return False
+
+    @property
+    def delta(self) -> float | None:
+        """Delta of the guarantee."""
+        return None
+
+    @property
+    def insecure_noise_seed(self) -> int | None:
+        """Fixed seed of noise and sampling; None draws a secret one."""
+        return None
+
+    @property
+    def num_canaries(self) -> int:
+        """Number of canaries to train on for an audit."""
+        return 0
+
+    def draw_canaries(self, params: Any, seed: int) -> "GradientCanaries":
+        """Draw the canaries of an audit for parameters of these shapes."""
+        raise NotImplementedError
+
+    def privacy(self, config: "Config", units: int, steps: int) -> "Privacy | None":
+        """Return the guarantee of a run; None without noise.
+
+        Args:
+          config: config of the run.
+          units: number of training examples, or of users, which the guarantee protects.
+          steps: length of the run.
+        """
+        return None
+
+    def batch_rows(self, config: "Config", units: int) -> int:
+        """Return the number of rows of a batch; those of a private run are padded."""
+        return config.data.batch_size
+
+    def check_length(self, before: int, now: int) -> None:
+        """Raise `UserError` if a run that began with one number of steps cannot have another."""

@@ -1,0 +1,134 @@
+"""Fields that sources of image files have in common: size, augmentation and evaluation."""
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+
+import numpy as np
+from annotated_types import Ge, Gt, Le
+from typing_extensions import override
+
+from train.config.data import Data
+from train.config.section import Count, CountOrZero, Fraction, NonNegative, Positive
+from train.data import Arrays
+from train.data.augment import evaluation_crops, resize_shorter_side
+from train.data.placeholder import Placeholder, missing_paths, zeros
+from train.data.preprocessing import Preprocessor
+
+_CLASSES = 1000
+"""Number of classes of images that are not there."""
+
+
+@dataclass(frozen=True)
+class Photos(Data):
+    """Image files with labels, which are resized and cropped to one size."""
+
+    evaluation_options: ClassVar[dict[str, str]] = {
+        "image_size": "image_size",
+        "resize": "resize",
+    }
+
+    source: str = ""
+    """Data source; --data.source NAME --help lists the fields of another one."""
+    path: str | tuple[str, ...] = "."
+    """Where the images are."""
+    batch_size: Count = 64
+    """Batch size."""
+    image_size: Count = 224
+    """Height and width of the network's input."""
+    crop: Literal["resized", "padded", "reflected", "center"] = "resized"
+    """Training crop: random resized, random with zero or reflection padding, or center."""
+    min_area: Annotated[float, Gt(0), Le(1)] = 0.08
+    """Smallest area of a random resized crop, as a fraction of the image."""
+    padding: CountOrZero = 4
+    """Padding of padded and reflected crops, in pixels per side."""
+    flip: bool = True
+    """Flip each training image horizontally with probability 1/2."""
+    color_jitter: Fraction = 0.0
+    """Strength of saturation, brightness and contrast jitter in training; 0.4 is common."""
+    lighting: NonNegative = 0.0
+    """Standard deviation of PCA color noise (AlexNet lighting) in training; 0.1 is common."""
+    cutout: CountOrZero = 0
+    """Side of the square that cutout removes from training images, in pixels; 0 is none."""
+    rand_augment: CountOrZero = 0
+    """RandAugment: number of random operations per training image; 2 is common, 0 is none."""
+    magnitude: Annotated[int, Ge(0), Le(30)] = 9
+    """Strength of RandAugment's operations, 0 to 30."""
+    random_erasing: Annotated[float, Ge(0), Le(1)] = 0.0
+    """Probability that a random rectangle of a training image is erased; 0.25 is common."""
+    resize: Count | None = None
+    """Shorter side of test images before the center crop; None is 8/7 of image_size."""
+    mean: tuple[Fraction, Fraction, Fraction] = (0.485, 0.456, 0.406)
+    """Mean of each color channel, 0 to 1, subtracted from images."""
+    std: tuple[Positive, Positive, Positive] = (0.229, 0.224, 0.225)
+    """Standard deviation of each color channel, which images are divided by."""
+    max_bad_fraction: Fraction = 0.01
+    """Largest fraction of unreadable files to tolerate; they are reported and skipped."""
+    max_pixels: Count = 2**30 // 12
+    """Largest image to decode, in pixels; larger files are reported and skipped."""
+
+    @property
+    @override
+    def as_photos(self) -> "Photos":
+        return self
+
+    @property
+    def shorter_side(self) -> int:
+        """Shorter side of test images before the center crop."""
+        return self.resize or round(self.image_size * 8 / 7)
+
+    @property
+    def border(self) -> int:
+        """Pixels of reflected border that are added to each test image before ten-crop."""
+        return 0
+
+    @property
+    @override
+    def image_shape(self) -> tuple[int, ...]:
+        return (self.image_size, self.image_size, 3)
+
+    @property
+    def preprocessor(self) -> Preprocessor:
+        """Resize the shorter side, and take the center crop or several crops."""
+
+        def crop(image: np.ndarray) -> np.ndarray:
+            return evaluation_crops(image, self.image_size, self.crops, self.border)
+
+        view = resize_shorter_side(self.shorter_side)
+        return Preprocessor(self.image_shape, view, crop, self.crops, self.max_pixels)
+
+
+@dataclass(frozen=True)
+class LabeledFiles(Photos):
+    """Images with labels, from folders or shards."""
+
+    evaluation_options: ClassVar[dict[str, str]] = {
+        "crops": "crops",
+        "border": "border",
+        **Photos.evaluation_options,
+    }
+
+    mixup: NonNegative = 0.0
+    """Mixup strength alpha: mixing weights come from Beta(alpha, alpha); 0 is no mixup."""
+    crops: Literal[1, 2, 10] = 1
+    """Test-time crops per image: 1 center crop, 2 with its horizontal flip, 10 for ten-crop."""
+    border: CountOrZero = 0
+    """Pixels of reflected border that are added to each test image before ten-crop."""
+    workers: CountOrZero = 0
+    """Number of processes that decode images; 0 decodes in a thread of this process."""
+    cache: bool = False
+    """Keep decoded images in memory and read each file once; not with resized crops."""
+
+    @override
+    def placeholder(self) -> Placeholder | None:
+        paths = (self.path,) if isinstance(self.path, str) else self.path
+        if (missing := missing_paths(paths)) is None:
+            return None
+        image = np.zeros((1, *self.image_shape), np.uint8)
+        test: Arrays = {"image": image, "label": np.zeros(1, np.int32)}
+        batch = test
+        if self.mixup:
+            batch = batch | {"label_2": np.zeros(1, np.int32), "mix": np.ones(1, np.float32)}
+        if self.crops > 1:
+            crops = np.broadcast_to(image[:, None], (1, self.crops, *self.image_shape))
+            test = test | {"image": crops}
+        return zeros(self.batch_size, batch, test, classes=_CLASSES, missing=missing)

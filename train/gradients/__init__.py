@@ -1,0 +1,1 @@
+"""Gradient modes, one per file: fields of the section ``grad``, checks and privacy."""

@@ -1,0 +1,27 @@
+"""Per-example gradients, which measure the gradient noise scale."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import optax
+from typing_extensions import override
+
+from fnet import autodiff
+from train.config.gradient import GradientMode
+
+
+@dataclass(frozen=True)
+class PerExample(GradientMode):
+    """Gradient of the mean loss, and the gradient noise scale from per-example gradients."""
+
+    is_per_example: ClassVar[bool] = True
+    has_fixed_microbatches: ClassVar[bool] = True
+
+    mode: Literal["per_example"] = "per_example"
+    """Gradient mode; --grad.mode MODE --help lists the fields of another one."""
+
+    @override
+    def build(
+        self, config: Any, optimizer: optax.GradientTransformation, privacy: Any
+    ) -> tuple[Any, optax.GradientTransformation]:
+        return autodiff.per_example(), optimizer

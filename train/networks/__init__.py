@@ -1,0 +1,1 @@
+"""Networks: fields of the section ``model``, and how each one is built."""

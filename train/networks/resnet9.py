@@ -1,0 +1,23 @@
+"""ResNet-9."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from fnet import models
+from fnet.layer import Layer
+from train.config.section import Count
+from train.networks.convolutional import Convolutional
+
+
+@dataclass(frozen=True)
+class ResNet9(Convolutional):
+    """ResNet-9 for small images, which trains in few epochs (Page 2018)."""
+
+    name: Literal["resnet9"] = "resnet9"
+    """Network; --model.name NAME --help lists the fields of another one."""
+    widths: tuple[Count, Count, Count] = (128, 256, 512)
+    """Channels of the three stages; each halves the resolution."""
+
+    def build(self, image_shape: tuple[int, ...], num_classes: int) -> Layer:
+        """Build the network for images [H, W, C]."""
+        return models.resnet9(num_classes=num_classes, in_channels=image_shape[-1], **self.options)
