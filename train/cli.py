@@ -41,8 +41,8 @@ _MODULES = {
     "memory": "memory",
     "fit": "fit",
     "sample": "sample",
-    "import": "import_weights",
-    "export": "export_weights",
+    "import": "import_run",
+    "export": "export",
     "report": "report",
     "configs": "configs",
 }

@@ -12,7 +12,7 @@ import fnet
 from fnet.interop.huggingface import preprocessing
 from tests.interop.test_pretrained_images import tensors_of
 from train.arguments import ExportArguments
-from train.commands.export_model import export_model
+from train.commands.export import export_model
 from train.config import Config, ImageFolder, Pretrained, Synthetic, Train
 from train.data.chat import load_json
 from train.data.model_folder import read_folder

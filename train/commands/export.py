@@ -1,0 +1,167 @@
+"""``fnet export``: a run's weights as safetensors or a published folder, or its network."""
+
+import contextlib
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import fnet
+from fnet.interop import torch as interop
+from fnet.interop.huggingface.checkpoint import Tensor, leaf
+from fnet.interop.peft import huggingface_modules, to_peft
+from train import arguments
+from train.arguments import ExportArguments
+from train.commands import export_images
+from train.commands.export_program import export_program
+from train.commands.positional import positional
+from train.config import Config
+from train.data.model_folder import INDEX, SINGLE, read_folder
+from train.errors import UserError, printable, writing
+from train.networks import pretrained
+from train.networks.pretrained import Pretrained
+from train.run import weight_files
+from train.run.checkpoints import Checkpoints
+from train.run.frozen import load_network
+from train.run.model_files import check_model, copy_small_files
+from train.run.run_folder import RunFolder, as_json
+
+SHARD_BYTES = 2 * 2**30
+"""Largest size of a file, unless one tensor is larger."""
+
+
+def main(argv: list[str]) -> None:
+    """Run ``fnet export RUN``."""
+    (given,), flags = positional(argv, "fnet export RUN", ExportArguments)
+    options = arguments.read(ExportArguments, flags, f"fnet export {given}")
+    folder = RunFolder.of(given)
+    config = check_model(folder, folder.read_config())
+    checked = ""
+    if options.format != "safetensors":
+        path, checked = export_program(folder, config, options)
+    elif (section := config.model.published) is not None:
+        path = export_model(folder, config, section, options)
+    else:
+        path = export_weights(folder, config, options)
+    print(printable(str(path)))
+    if checked:
+        print(checked, file=sys.stderr)
+
+
+def export_weights(folder: RunFolder, config: Config, options: ExportArguments) -> Path:
+    """Write a run's weights with torch's names and layouts and return the path.
+
+    The weights are a checkpoint's: averaged parameters if the run has them. The metadata name
+    the network, its norm and its activation.
+
+    Raises:
+      UserError: if there is no checkpoint, the network does not have these names, or the file
+        cannot be written.
+    """
+    weight_files.check_network(config)
+    out = Path(options.out) if options.out else folder.path / "weights.safetensors"
+    if out.suffix != ".safetensors":
+        raise UserError(f"--out: expected a file that ends in .safetensors, got {out}")
+    with Checkpoints(folder.checkpoints, best=options.best) as checkpoints:
+        params, state, _ = checkpoints.restore_network()
+    network = weight_files.describe_network(config)
+    norm, names = network["norm"], options.names
+    try:
+        arrays = interop.to_torch(params, state, names=names, norm=norm, for_norm=options.for_norm)
+    except ValueError as error:
+        raise UserError(f"{folder.path}: {weight_files.with_flags(error)}") from error
+    metadata = {"names": names, "norm": options.for_norm or norm, "fnet": fnet.__version__}
+    weight_files.write(out, arrays, {"format": "pt"} | network | metadata)
+    return out
+
+
+def export_model(
+    folder: RunFolder, config: Config, section: Pretrained, options: ExportArguments
+) -> Path:
+    """Write a fine-tuned model with its config and tokenizer, and return the folder.
+
+    Tensors have the names, layouts and dtypes of the published model. Adapters are merged, or
+    written alone as PEFT reads them. Models of images have the classes of the run.
+
+    Raises:
+      UserError: if there is no checkpoint, or the folder cannot be written.
+    """
+    if options.adapters and section.lora_rank is None:
+        raise UserError("--adapters: the run has none, because it trains all parameters")
+    out = Path(options.out) if options.out else folder.path / "exported"
+    if out.exists() and any(out.iterdir()):
+        raise UserError(f"--out: {out} is not empty; give a new folder")
+    source = read_folder(Path(section.path))
+    if config.data.content != "text":
+        model = export_images.published_model(folder, config, section, source, best=options.best)
+        with _new_folder(out) as part:
+            _write_tensors(part, model.tensors, model.params, model.dtypes)
+            copy_small_files(part, folder.model, source.path)
+            for name, content in model.files.items():
+                (part / name).write_text(as_json(content))
+        return out
+    network = pretrained.build_network(section, config.train.precision)
+    trained, state, _ = load_network(folder, network, best=options.best)
+    adapters = pretrained.adapters_of(section)
+    with _new_folder(out) as part:
+        if options.adapters and adapters is not None:
+            modules = huggingface_modules(network.base)
+            peft_config, tensors = to_peft(adapters, trained, modules, str(source.path))
+            (part / "adapter_config.json").write_text(as_json(peft_config))
+            weight_files.write(part / "adapter_model.safetensors", tensors, {"format": "pt"})
+        else:
+            dtypes = {name: t.dtype for name, t in source.tensors.items()}
+            params = pretrained.merge(section, trained, state)
+            _write_tensors(part, network.base.tensors, params, dtypes)
+            copy_small_files(part, folder.model, source.path)
+    return out
+
+
+@contextlib.contextmanager
+def _new_folder(out: Path) -> Iterator[Path]:
+    """Yield a folder that takes the name ``out`` once it is complete."""
+    part = out.with_name(f".{out.name}.part")
+    with writing(out):
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+        try:
+            yield part
+            if out.is_dir():
+                out.rmdir()
+            part.rename(out)
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+
+
+def _write_tensors(
+    out: Path, tensors: tuple[Tensor, ...], params: Any, dtypes: Mapping[str, np.dtype]
+) -> None:
+    """Write safetensors files, and an index if there are several."""
+    shards: list[list[Tensor]] = [[]]
+    size = 0
+    for t in tensors:
+        nbytes = leaf(params, t.path).size * dtypes[t.name].itemsize
+        if shards[-1] and size + nbytes > SHARD_BYTES:
+            shards.append([])
+            size = 0
+        shards[-1].append(t)
+        size += nbytes
+    weight_map: dict[str, str] = {}
+    for i, shard in enumerate(shards):
+        name = SINGLE
+        if len(shards) > 1:
+            name = f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
+        arrays = {
+            t.name: np.ascontiguousarray(t.to_file(np.asarray(leaf(params, t.path)))).astype(
+                dtypes[t.name]
+            )
+            for t in shard
+        }
+        weight_files.write(out / name, arrays, {"format": "pt"})
+        weight_map |= dict.fromkeys(arrays, name)
+    if len(shards) > 1:
+        index = {"metadata": {}, "weight_map": dict(sorted(weight_map.items()))}
+        (out / INDEX).write_text(as_json(index))

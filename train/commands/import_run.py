@@ -1,0 +1,192 @@
+"""``fnet import``: start a run from pretrained weights, or make a published model a run."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+
+from fnet.memory import format_bytes
+from train import arguments
+from train.arguments import ImportArguments, ImportModelArguments
+from train.commands.positional import positional
+from train.config import Config, Optim, Train, recipes
+from train.data.chat import has_template
+from train.data.chat_file import ChatFile
+from train.data.image_folder import ImageFolder
+from train.data.model_folder import ModelFolder, is_model_folder, read_folder
+from train.errors import UserError
+from train.networks import pretrained
+from train.networks.model_images import image_data
+from train.networks.pretrained import Pretrained
+from train.output.progress import line_printer
+from train.output.tables import Table, to_rich
+from train.run import weight_files
+from train.run.checkpoints import Checkpoints
+from train.run.class_names import write_classes
+from train.run.initial_weights import InitialWeights, load
+from train.run.model_files import copy_model_files
+from train.run.run_folder import RunFolder, as_json, atomic_write, quote
+from train.run.seeds import create_secret, read_seeds
+from train.run.setup import setup
+
+
+def main(argv: list[str]) -> None:
+    """Run ``fnet import CONFIG WEIGHTS``, or ``fnet import MODEL`` for a published model."""
+    console = Console()
+    log = line_printer(console)
+    if argv and is_model_folder(Path(argv[0])):
+        weight_files.check_importable(Path(argv[0]))
+        (given,), flags = positional(argv, "fnet import MODEL", ImportModelArguments)
+        options, config = arguments.read_with_config(
+            ImportModelArguments, default_config(Path(given)), flags, f"fnet import {given}"
+        )
+        out = Path(options.out or f"runs/{config.name}")
+        section = config.model.published
+        if section is None:
+            raise UserError(f"model.name: expected pretrained, got {config.model.name}")
+        folder, shapes = import_model(config, section, out)
+        console.print(to_rich(model_table(folder, shapes)))
+        for note in config.model.notes(config.data):
+            log(note)
+        log(f"wrote {out}; the weights stay in {folder.path}")
+        log(_next_commands(config, section, quote(out)))
+        return
+    (given, weights), flags = positional(argv, "fnet import CONFIG WEIGHTS", ImportArguments)
+    weight_options, config = arguments.read_with_config(
+        ImportArguments, recipes.load(given), flags, f"fnet import {given} {weights}"
+    )
+    out = Path(weight_options.out or f"runs/{config.name}")
+    console.print(import_weights(config, weights, out, weight_options).lines())
+    log(
+        f"wrote {out} at step 0; evaluate it with fnet eval {quote(out)}, train it with "
+        f"fnet train {quote(out)} --resume"
+    )
+
+
+def import_weights(
+    config: Config, source: str, out: Path, options: ImportArguments
+) -> InitialWeights:
+    """Create a run at step 0 with trained weights.
+
+    Args:
+      config: config of the run, whose network takes the weights.
+      source: file or folder of weights (`weight_files.read`).
+      out: folder of the run: config.json, import.json and a checkpoint of step 0.
+      options: which arrays to read. The norm of the weights is by default the one in the
+        file's metadata, or the publisher's.
+
+    Raises:
+      UserError: if file and network do not fit, or the data or the folder cannot be used.
+        Nothing is written then.
+    """
+    weight_files.check_network(config)
+    run = setup(config)
+    imported = load(
+        run,
+        source,
+        trained_with=options.trained_with,
+        new_classifier=options.new_classifier,
+        allow_nonfinite=options.allow_nonfinite,
+    )
+    state = run.compile_init(imported.variables)(jax.random.key(config.train.seed))
+    folder = RunFolder(out)
+    with folder.lock():
+        folder.create()
+        write_classes(folder, run.task.dataset.classes, run.task.dataset.label_map)
+        create_secret(folder, config)
+        seeds = read_seeds(folder, config)
+        position = run.training_batches(seeds.data).get_state()
+        keep = config.checkpoint.keep
+        with Checkpoints(folder.checkpoints, keep, shapes=run.state_shapes) as checkpoints:
+            checkpoints.save(0, seeds.remove_key(state), position)
+            checkpoints.wait()
+        folder.write_config(config)  # last, so that a folder without weights is not a run
+        atomic_write(folder.imported, as_json(imported.as_dict()))
+    return imported
+
+
+def import_model(config: Config, section: Pretrained, out: Path) -> tuple[ModelFolder, Any]:
+    """Create a run at step 0 with the weights of the published model.
+
+    The weights are not copied. Their headers are compared with config.json.
+
+    Args:
+      config: config of the run.
+      section: its section ``model``.
+      out: folder of the run.
+
+    Returns:
+      The model's folder, and the shapes of its parameters.
+
+    Raises:
+      UserError: if the model is not supported or damaged, or the folder cannot be used.
+    """
+    source = read_folder(Path(section.path))
+    _, shapes = pretrained.match(source, config.train.precision)
+    folder = RunFolder(out)
+    with folder.lock():
+        folder.create()
+        copy_model_files(folder, config)
+        folder.write_config(config)
+    return source, shapes
+
+
+def default_config(path: Path) -> Config:
+    """Return a config that fine-tunes a published model as a whole.
+
+    Images have the size, the mean and the standard deviation of preprocessor_config.json.
+
+    Raises:
+      UserError: if the model is not supported or damaged.
+    """
+    source = read_folder(path)
+    data: ChatFile | ImageFolder = ChatFile()
+    if pretrained.match(source, "float32")[0].losses is None:
+        data = image_data(source.path, source.config)
+    name = path.resolve().name
+    valid = "".join(c if c.isalnum() or c in "_.-" else "-" for c in name).lstrip("_.-")
+    return Config(
+        name=valid or "model",
+        data=data,
+        model=Pretrained(path=str(path.resolve())),
+        optim=Optim(name="adamw", learning_rate=1e-5, warmup_steps=100),
+        train=Train(epochs=1.0, precision="bfloat16"),
+    )
+
+
+def model_table(folder: ModelFolder, shapes: Any) -> Table:
+    """Describe a published model: architecture, size and what comes with it."""
+    dtypes = sorted({str(t.dtype) for t in folder.tensors.values()})
+    kind = folder.config.get("model_type") or folder.config.get("architecture")
+    facts = {
+        "model": str(kind),
+        "parameters": f"{sum(a.size for a in jax.tree.leaves(shapes)):,}",
+        "weights": f"{format_bytes(folder.nbytes)}, {', '.join(dtypes)}",
+        "tensors": f"{len(folder.tensors):,}",
+    }
+    files = {"tokenizer": "tokenizer.json", "generation settings": "generation_config.json"}
+    present = {
+        name: file if (folder.path / file).is_file() else "none" for name, file in files.items()
+    }
+    return Table(str(folder.path), ("", ""), list((facts | present).items()), texts=2)
+
+
+def _next_commands(config: Config, section: Pretrained, run: str) -> str:
+    """Name the commands that sample and train an imported model."""
+    adapters = section.lora_rank is not None
+    what = "adapters" if adapters else "all parameters"
+    if config.data.content != "text":
+        return f"Train {what} with fnet train {run} --data.path FOLDER --resume"
+    path, model = quote(Path(str(config.data.path))), Path(section.path)
+    chat = " --chat" if has_template(model) else ""
+    commands = (
+        f"Generate text with fnet sample {run}{chat} --prompt TEXT. "
+        f"Train {what} with fnet train {run} --data.path {path} --resume"
+    )
+    if adapters:
+        return commands
+    return (
+        f"{commands}, or adapters with fnet train finetune_lora --model.path {quote(model)} "
+        f"--data.path {path}"
+    )
