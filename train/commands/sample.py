@@ -2,9 +2,9 @@
 
 import dataclasses
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -65,14 +65,14 @@ def generate_text(folder: RunFolder, config: Config, options: TextArguments) -> 
     Raises:
       UserError: for an empty prompt, one outside the vocabulary, or a run without a checkpoint.
     """
-    generator = Generator.load(folder, config, options)
+    tokenizer, continue_text = load_generator(folder, config, options)
     given = "\n" if options.prompt is None else options.prompt
-    prompt = generator.tokenizer.encode_prompt(given)
+    prompt = tokenizer.encode_prompt(given)
     if not len(prompt):
         raise UserError("--prompt: is empty; give at least one character")
     # The model reads any bytes, but only valid UTF-8 can be printed.
     yield given.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
-    yield from generator.continue_text(prompt)
+    yield from continue_text(prompt)
 
 
 def chat(folder: RunFolder, config: Config, options: TextArguments) -> None:
@@ -81,8 +81,8 @@ def chat(folder: RunFolder, config: Config, options: TextArguments) -> None:
     Raises:
       UserError: if the model has no chat template, or as `generate_text`.
     """
-    generator = Generator.load(folder, config, options)
-    template = language.chat_template(language.text_source(config), generator.tokenizer)
+    tokenizer, continue_text = load_generator(folder, config, options)
+    template = language.chat_template(language.text_source(config), tokenizer)
     messages = [{"role": "system", "content": options.system}] if options.system else []
     is_terminal = sys.stdin is not None and sys.stdin.isatty()
 
@@ -101,99 +101,77 @@ def chat(folder: RunFolder, config: Config, options: TextArguments) -> None:
             continue
         messages.append({"role": "user", "content": message})
         text = template.render(messages, add_generation_prompt=True)
-        prompt = generator.tokenizer.encode_pieces([text])[0].ids
+        prompt = tokenizer.encode_pieces([text])[0].ids
         answer = ""
-        for part in generator.continue_text(prompt):
+        for part in continue_text(prompt):
             print(part, end="", flush=True)
             answer += part
         print()
         messages.append({"role": "assistant", "content": answer})
 
 
-class Generator(NamedTuple):
-    """A trained language model that continues tokens.
+def load_generator(
+    folder: RunFolder, config: Config, options: TextArguments
+) -> tuple[Tokenizer, Callable[[np.ndarray], Iterator[str]]]:
+    """Return the tokenizer of a run, and a function that continues tokens [T].
 
-    Attributes:
-      model: Network, which decodes.
-      params: Its parameters.
-      state: Its state.
-      tokenizer: Its tokenizer.
-      settings: Sampling settings, and tokens that end a text.
-      length: Largest number of tokens to generate.
-      seed: Random seed.
+    The function yields text until a token ends it. Attention of a network that fnet initialized
+    reaches back as far as in training: without a window of its own, it gets one of the training
+    rows' length.
+
+    Raises:
+      UserError: for a run without a checkpoint, or later if the text is longer than the model's
+        positions.
     """
+    config = with_model_files(folder, config)
+    data = language.text_source(config)
+    tokenizer = load_tokenizer(data)
+    settings = GenerationSettings(0.8)
+    if tokenizer.folder is not None:
+        # A run without generation_config.json has fnet's settings.
+        stored = load_generation_settings(tokenizer.folder)
+        settings = stored if stored != GenerationSettings() else settings
+        if (end := tokenizer.end_token()) is not None:
+            settings = settings._replace(end_tokens=(*settings.end_tokens, end))
+    given = {name: getattr(options, name) for name in ("temperature", "top_k", "top_p")}
+    settings = settings._replace(**{n: v for n, v in given.items() if v is not None})
+    config = dataclasses.replace(config, model=config.model.for_sampling(data.context))
+    model: Any = language.build_network(config)
+    params, state, _ = load_network(folder, model, best=options.best)
+    if (section := config.model.published) is not None:
+        params, state, model = pretrained.merge(section, params, state), {}, model.base
 
-    model: Any
-    params: Any
-    state: Any
-    tokenizer: Tokenizer
-    settings: GenerationSettings
-    length: int
-    seed: int
-
-    @classmethod
-    def load(cls, folder: RunFolder, config: Config, options: TextArguments) -> Self:
-        """Load the network of a run.
-
-        Attention of a network that fnet initialized reaches back as far as in training: without
-        a window of its own, it gets one of the training rows' length.
-
-        Raises:
-          UserError: for a run without a checkpoint.
-        """
-        config = with_model_files(folder, config)
-        data = language.text_source(config)
-        tokenizer = load_tokenizer(data)
-        settings = GenerationSettings(0.8)
-        if tokenizer.folder is not None:
-            # A run without generation_config.json has fnet's settings.
-            stored = load_generation_settings(tokenizer.folder)
-            settings = stored if stored != GenerationSettings() else settings
-            if (end := tokenizer.end_token()) is not None:
-                settings = settings._replace(end_tokens=(*settings.end_tokens, end))
-        given = {name: getattr(options, name) for name in ("temperature", "top_k", "top_p")}
-        settings = settings._replace(**{n: v for n, v in given.items() if v is not None})
-        config = dataclasses.replace(config, model=config.model.for_sampling(data.context))
-        model: Any = language.build_network(config)
-        params, state, _ = load_network(folder, model, best=options.best)
-        if (section := config.model.published) is not None:
-            params, state, model = pretrained.merge(section, params, state), {}, model.base
-        return cls(model, params, state, tokenizer, settings, options.length, options.seed)
-
-    def continue_text(self, prompt: np.ndarray) -> Iterator[str]:
-        """Yield the text after the tokens of a prompt [T], until a token ends it.
-
-        Raises:
-          UserError: if prompt and text are longer than the model's positions.
-        """
+    def continue_text(prompt: np.ndarray) -> Iterator[str]:
         stream = fnet.stream(
-            self.model,
-            self.params,
-            self.state,
+            model,
+            params,
+            state,
             jnp.asarray(prompt.astype(np.int32))[None],
-            jax.random.key(self.seed),
-            self.length,
-            temperature=1.0 if self.settings.temperature is None else self.settings.temperature,
-            top_k=self.settings.top_k,
-            top_p=self.settings.top_p,
+            jax.random.key(options.seed),
+            options.length,
+            temperature=1.0 if settings.temperature is None else settings.temperature,
+            top_k=settings.top_k,
+            top_p=settings.top_p,
         )
         # Decode from the start each time: the text between two tokens depends on both.
         tokens = prompt.tolist()
-        printed = len(self.tokenizer.decode(tokens))
+        printed = len(tokenizer.decode(tokens))
         try:
             for chunk in stream:
                 new = np.asarray(chunk)[0]
-                ends = np.flatnonzero(np.isin(new, self.settings.end_tokens))
+                ends = np.flatnonzero(np.isin(new, settings.end_tokens))
                 tokens += new[: ends[0] if len(ends) else None].tolist()
                 # Hold back a character whose last bytes come with the next chunk.
-                text = self.tokenizer.decode(tokens).rstrip("\ufffd")
+                text = tokenizer.decode(tokens).rstrip("\ufffd")
                 yield text[printed:]
                 printed = max(printed, len(text))
                 if len(ends):
                     break
         except ValueError as error:
             raise UserError(f"--length: {error}") from error
-        yield self.tokenizer.decode(tokens)[printed:]
+        yield tokenizer.decode(tokens)[printed:]
+
+    return tokenizer, continue_text
 
 
 def draw_images(folder: RunFolder, config: Config, options: ImageArguments) -> Path:
