@@ -33,7 +33,13 @@ from train.run.planning import check_memory_config
 from train.run.process_memory import HighWater
 from train.run.profiling import Profile
 from train.run.programs import Programs, compile_programs
-from train.run.results import test_metrics, unreadable_name, write_results
+from train.run.results import (
+    before_training,
+    print_facts,
+    test_metrics,
+    unreadable_name,
+    write_results,
+)
 from train.run.run_folder import RunFolder, as_json, atomic_write, quote
 from train.run.same_data import check_data, describe_data, write_data
 from train.run.seeds import (
@@ -46,7 +52,6 @@ from train.run.seeds import (
 )
 from train.run.setup import Setup, check_same_noise, setup
 from train.run.skipped_steps import SkippedSteps
-from train.run.summary import before_training, print_facts
 
 
 def train(config: Config, out: Path, *, resume: bool, console: Console, profile: int = 0) -> None:

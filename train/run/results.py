@@ -1,28 +1,100 @@
-"""What a finished run writes: evaluation, pictures, audit and summary.json."""
+"""What a run prints before its first step, and what it prints and writes after its last one."""
 
 import contextlib
 import importlib.metadata
 import json
 import platform
+import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+from rich.console import Console
 
 import fnet
 from fnet import TrainState
+from fnet.memory import REMAT_POLICIES, format_bytes, parse_bytes, tree_bytes
+from train.data import num_examples
+from train.errors import shorten
+from train.networks.pretrained import FROZEN
+from train.output.curves import describe
+from train.output.formats import duration, number
 from train.output.logged import NOT_PRIVATE, input_wait, noise_scale, read_metrics, throughput
+from train.output.memory_tables import describe_errors, plan_summary
+from train.output.progress import line_printer
 from train.run import examples
 from train.run.audit import audit
 from train.run.audit import describe as describe_audit
 from train.run.evaluation import Evaluation
+from train.run.planning import reserve
 from train.run.programs import Programs
-from train.run.run_folder import RunFolder, as_json, atomic_write
+from train.run.run_folder import RunFolder, as_json, atomic_write, quote
 from train.run.seeds import Seeds, describe_seeds, needs_secret
 from train.run.setup import Setup
-from train.run.summary import describe_results, what_next
+from train.tasks import kind_of
+
+
+def print_facts(console: Console, facts: Mapping[str, str]) -> None:
+    """Print names with texts. A terminal breaks long texts between words, a log does not."""
+    log, indent = line_printer(console), " " * 12
+    for name, text in facts.items():
+        line = f"  {name:<10}{text}"
+        width = console.width if console.is_terminal else len(line)
+        for part in textwrap.wrap(line, width, subsequent_indent=indent):
+            log(part)
+
+
+def before_training(programs: Programs, lines: list[dict[str, Any]]) -> dict[str, str]:
+    """Summarize a run whose step is compiled: data, network, memory, steps and time.
+
+    Args:
+      programs: Compiled programs of the run.
+      lines: Lines of metrics.jsonl of an earlier part of the run.
+    """
+    planned = programs.planned
+    run, report = planned.run, planned.executable.report
+    config, dataset = run.config, run.task.dataset
+    path = config.data.path or ""
+    path = path if isinstance(path, str) else shorten(path)
+    num_train = num_examples(dataset.train) - dataset.canaries
+    classes = f", {len(dataset.classes):,} classes" if dataset.classes else ""
+    frozen = jax.tree.leaves(run.state_shapes.model_state.get(FROZEN, ()))
+    per_device = " per device" if run.devices > 1 else ""
+    step = format_bytes(report.peak.total)
+    memory = f"{format_bytes(programs.predicted_bytes)}{per_device} predicted"
+    if jax.default_backend() == "cpu":
+        memory += f"{_of_process(run)}, {step} of it for a step"
+    if config.memory.budget:
+        memory += f"; budget {config.memory.budget}"
+    split = f" in {planned.microbatches:,} microbatches" if planned.microbatches > 1 else ""
+    policy = REMAT_POLICIES[planned.policy]
+    device = jax.local_devices()[0].device_kind
+    on = f"{run.devices} devices ({device})" if run.devices > 1 else device
+    facts = {
+        "data": f"{config.data.source}{path and ' ' + path}: {num_train:,} training and "
+        f"{num_examples(dataset.test):,} test {dataset.rows}{classes}",
+        "network": f"{config.model.name}: {report.parameters:,} parameters to train"
+        + (f", {format_bytes(sum(map(tree_bytes, frozen)))} of frozen ones" if frozen else ""),
+        "state": f"{format_bytes(report.state_bytes)}{per_device}, updated in place",
+        "memory": memory,
+        "policy": f"{policy}: saves {policy.saves}; {config.data.batch_size:,} {dataset.rows} "
+        f"a step{split}",
+    }
+    if planned.plan:
+        facts["plan"] = " ".join(plan_summary(planned.plan, reserve(run)).splitlines())
+    epochs = number(run.steps / run.steps_per_epoch)
+    facts["steps"] = f"{run.steps:,} ({epochs} epochs) on {on}"
+    facts["time"] = "estimated once the first steps are measured"
+    if len(lines) > 1:  # the time until the first line includes compilation
+        (first, then), (last, now) = (
+            (x["step"], x.get("seconds", 0.0)) for x in lines[:: len(lines) - 1]
+        )
+        rest = max(run.steps - last, 0)
+        seconds = (now - then) / max(last - first, 1) * rest
+        facts["time"] = f"about {duration(seconds)} for {rest:,} steps, as fast as before"
+    return facts
 
 
 def write_results(
@@ -139,3 +211,63 @@ def _versions() -> dict[str, str]:
         "python": platform.python_version(),
         "device": jax.local_devices()[0].device_kind,
     } | installed
+
+
+def _of_process(run: Setup) -> str:
+    return " with the runtime" if run.devices > 1 else " for the process"
+
+
+def describe_results(run: Setup, summary: Mapping[str, Any]) -> list[str]:
+    """Describe the results of a finished run in lines, from the contents of summary.json."""
+    predicted, measured = summary["peak_bytes_predicted"], summary["peak_bytes_seen"]
+    memory = f"peak memory {format_bytes(measured)}, predicted {format_bytes(predicted)}"
+    if run.devices > 1:
+        memory += " per device"
+    if jax.default_backend() == "cpu":
+        memory += _of_process(run)
+    if budget := run.config.memory.budget:
+        memory += f", budget {budget}"
+    rate = summary["examples_per_second"]
+    speed = f", {number(rate)} examples/s" if rate else ""
+    lines = [
+        f"result: {describe_metrics(summary['metrics'])}",
+        f"  {summary['steps']:,} steps in {duration(summary['seconds'])}{speed}",
+        f"  {memory}",
+    ]
+    if budget and measured and (over := measured - parse_bytes(budget)) > 0:
+        size = format_bytes(over)
+        lines.append(
+            f"  warning: the measured peak is {size} above the budget; "
+            f"to stay within {budget}, lower --memory.budget by {size}"
+        )
+    if errors := summary["quantization_errors"]:
+        lines.append(f"  quantized weights: {describe_errors(errors)}")
+    return lines
+
+
+def what_next(run: Setup, folder: RunFolder, written: Sequence[Path]) -> list[str]:
+    """Return lines with the files that show the results, and with commands to try next."""
+    path = quote(folder.path)
+    chat = " --chat" if run.task.dataset.is_chat else ""
+    command = (
+        f"sample {path}{chat}"
+        if kind_of(run.config).generates
+        else f"eval {path}, fnet predict {path} IMAGE"
+    )
+    lines = [
+        f"files in {folder.path}: {', '.join(p.name for p in written)}",
+        f"next: fnet report {path}, fnet {command}",
+    ]
+    if run.config.model.published:
+        lines[-1] += f", fnet export {path}"
+    return lines
+
+
+def describe_metrics(metrics: Mapping[str, float]) -> str:
+    """Write metrics with their names: ``test accuracy 0.9972, test loss 0.006642``."""
+
+    def name(key: str) -> str:
+        part, _, metric = key.partition("/")
+        return f"{part} {describe(metric)[0]}"
+
+    return ", ".join(f"{name(key)} {number(value)}" for key, value in metrics.items())

@@ -16,8 +16,8 @@ from train.output.memory_tables import describe_candidate, plan_summary, plan_ta
 from train.output.tables import to_rich
 from train.run import planning, programs
 from train.run.process_memory import Overhead, overhead
+from train.run.results import describe_results
 from train.run.setup import setup
-from train.run.summary import describe_results
 
 
 @pytest.fixture(autouse=True)

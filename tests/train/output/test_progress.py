@@ -8,7 +8,7 @@ from rich.console import Console
 from train.errors import printable
 from train.output.formats import clock
 from train.output.progress import Field, Progress, fit, line_printer
-from train.run.summary import describe_metrics, print_facts
+from train.run.results import describe_metrics, print_facts
 
 LINE = {
     "step": 500,
