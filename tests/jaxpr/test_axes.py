@@ -504,7 +504,7 @@ BUT_UNKNOWN = {
     | {"broadcast_in_dim", "dynamic_update_slice", "iota", "random_bits", "random_split"}
     | {"reshape", "scatter"},
     is_identity: {"copy", "name", "stop_gradient", "nextafter"},
-    moves_elements: {"nextafter", "ppermute", "scatter", "select_n", "tie"},
+    moves_elements: {"nextafter", "ppermute", "reduce_window_sum", "scatter", "select_n", "tie"},
     places_once: {"pad", "ppermute", "sort"},
 }
 """Rows for which more is true than they say."""

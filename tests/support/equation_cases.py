@@ -474,6 +474,7 @@ FURTHER_CASES = {
     "reduce_window_sum": [
         (lambda a: lax.reduce_window(a, 0.0, lax.add, (1, 1), (1, 2), ((0, 0), (1, 1))), (floats, (3, 4))),
         (lambda a: lax.reduce_window(a, 0.0, lax.add, (1, 1), (1, 1), ((0, 0), (1, -1))), (floats, (3, 4))),
+        (lambda a: lax.reduce_window(a, 0.0, lax.add, (1, 1), (1, 3), "VALID"), (floats, (3, 4))),
     ],
     "reshape": [
         (lambda a: PRIMITIVES["reshape"].bind(a, new_sizes=(4, 6), dimensions=(1, 0, 2), sharding=None), (floats, (2, 3, 4))),
