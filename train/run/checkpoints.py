@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import json
 import logging
 import math
 import shutil
@@ -249,6 +250,9 @@ class Checkpoints:
         """Read what is saved besides the arrays."""
         data = self._manager.restore(step, args=ocp.args.Composite(data=ocp.args.JsonRestore()))
         content: dict[str, Any] = data.data
+        old = self._folder / str(step) / "metrics" / "metrics"
+        if "score" not in content and old.is_file():  # where earlier versions saved it
+            content["score"] = json.loads(old.read_bytes())["score"]
         if not isinstance(content.setdefault("score", None), float | int | None):
             raise DamagedError("its score is not a number")
         return content

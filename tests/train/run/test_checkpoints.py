@@ -212,6 +212,24 @@ def test_restore_network_reads_only_variables_for_inference(kept, workplace, mon
 
 
 @pytest.mark.slow
+def test_keeps_the_best_checkpoint_of_an_earlier_version(workplace):
+    """Which saved scores in a file of their own."""
+    run = setup(recipes.load("tiny.py"))
+    state = jax.jit(run.init)(jax.random.key(0))
+    with Checkpoints(workplace / "c", keep=2) as checkpoints:
+        checkpoints.save(1, state, {})
+        checkpoints.save(2, state, {})
+    for step, score in ((1, 0.9), (2, 0.1)):
+        folder = workplace / "c" / str(step)
+        edit(folder, lambda data: data.pop("score"))
+        (folder / "metrics").mkdir()
+        (folder / "metrics" / "metrics").write_text(json.dumps({"score": score}))
+    with Checkpoints(workplace / "c", keep=1) as checkpoints:
+        assert checkpoints.best_score == 0.9
+        checkpoints.save(3, state, {}, 0.2)
+    assert {int(p.name) for p in (workplace / "c").iterdir() if p.name.isdigit()} == {1, 3}
+
+
 def test_eval_best_uses_the_best_checkpoint(workplace):
     words = "--checkpoint.best", "--checkpoint.keep", 1, "--train.eval-every", 2
     fnet_command("train", "tiny.py", *words, "--train.steps", 12, "--out", "r")
