@@ -154,5 +154,5 @@ def test_rejects_wrong_axis_or_width():
     x = jnp.ones((4, 3))
     with pytest.raises(ValueError, match=r"x has no axis 2, got shape \(4, 3\)"):
         fnet_linen.InPlaceABN(axis=2).init(jax.random.key(0), x, use_running_average=True)
-    with pytest.raises(ValueError, match=r"must have shape \(3,\), .* got \(5,\)"):
+    with pytest.raises(ValueError, match=r"must have shape \(3,\) .* got \(5,\)"):
         fnet_nnx.InPlaceABN(5, rngs=nnx.Rngs(0))(x)
