@@ -708,7 +708,7 @@ ROWS: dict[str, Row] = {
     # cuDNN.
     **_rows(
         "dot_product_attention_bwd_wrapper dot_product_attention_fwd_wrapper",
-        Row(_fused_attention),
+        Row(_fused_attention, otherwise="unknown"),
     ),
 }
 """By name of the primitive."""
