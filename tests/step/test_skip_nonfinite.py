@@ -16,7 +16,6 @@ from fnet import layers
 from train import data
 from train.config import Digits
 from train.run.skipped_steps import SkippedSteps
-from train.tasks import images
 
 NET = fnet.serial(
     conv=layers.conv(1, 2),
@@ -116,13 +115,15 @@ def with_nan_images(monkeypatch):
     """``with_nan_images(rows)``: let these training images of the digits be NaN."""
 
     def set_rows(rows):
-        def load(config):
-            dataset = config.load()
+        read = Digits.load
+
+        def load(config, **options):
+            dataset = read(config, **options)
             image = np.array(dataset.train["image"], np.float32)
             image[list(rows)] = np.nan
             return dataset._replace(train=dataset.train | {"image": image})
 
-        monkeypatch.setitem(images._SOURCES, Digits, load)
+        monkeypatch.setattr(Digits, "load", load)
 
     return set_rows
 
