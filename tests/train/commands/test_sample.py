@@ -320,7 +320,7 @@ TRAINING_MISTAKES = [
     (("text.py", "--model.mixers", "mambo"), "--model.mixers: expected"),
     (("text.py", "--data.path", "short.txt"), "data.path: short.txt is too short"),
     (("text.py", "--data.path", "empty.txt"), "data.path: empty.txt is too short"),
-    (("text.py", "--data.path", "none.txt"), "data.path: cannot read none.txt"),
+    (("text.py", "--data.path", "none.txt"), "data.path: none.txt does not exist"),
     (("text.py", "--model.name", "denoiser"), "data.source: text_file has no images"),
     (("images.py", "--model.name", "language_model"), "data.source: digits has no text"),
     (("images.py", "--model.heads", "3"), "heads must divide width, got heads=3, width=16"),
