@@ -176,7 +176,7 @@ def call_like(eqn: JaxprEqn, f: Callable[..., T]) -> Callable[..., T]:
 
     A handler uses it to replace the function that an equation calls.
     """
-    if eqn.primitive.name not in CHECKPOINT:
+    if not is_checkpoint(eqn):
         return f
     policy, prevent_cse = eqn.params["policy"], eqn.params["prevent_cse"]
     wrapped: Callable[..., T] = jax.checkpoint(f, prevent_cse=prevent_cse, policy=policy)
@@ -400,7 +400,7 @@ def inline(closed: ClosedJaxpr, *, custom_derivatives: bool = False) -> ClosedJa
 
     def handle(eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
         inner = called_jaxpr(eqn, custom_derivatives=custom_derivatives)
-        if inner is None or eqn.primitive.name in CHECKPOINT:
+        if inner is None or is_checkpoint(eqn):
             return evaluate(eqn, inputs)
         with in_scopes(eqn):
             return interpret(inner, inputs, handle)

@@ -17,7 +17,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from fnet import measured
-from fnet.jaxpr import CHECKPOINT, ELEMENTWISE, Scan, aval, evaluate, inline, interpret, nbytes
+from fnet.jaxpr import ELEMENTWISE, Scan, aval, evaluate, inline, interpret, is_checkpoint, nbytes
 from fnet.memory.cost import Cost, equation_cost
 
 _PREFIX = "fnet_tensor:"
@@ -208,7 +208,7 @@ def _large_loops(jaxpr: Jaxpr, made: Sequence[int]) -> set[int]:
         if e.primitive.name == "scan"
         and made[i] > measured.LARGE_LOOP * sum(made)
         # A loop whose iterations are under a jax.checkpoint already does not change.
-        and any(inner.primitive.name not in CHECKPOINT for inner in Scan.of(e).body.jaxpr.eqns)
+        and not all(map(is_checkpoint, Scan.of(e).body.jaxpr.eqns))
     }
 
 

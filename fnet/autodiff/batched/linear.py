@@ -12,7 +12,7 @@ from jax import Array
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 
 from fnet.autodiff.accumulate import convolutions, is_in_fast_layout
-from fnet.jaxpr import CHECKPOINT, interpret, nbytes, places_once, rewrite
+from fnet.jaxpr import called_jaxpr, interpret, nbytes, places_once, rewrite
 from fnet.mesh import equally_varying
 
 Arrays = Sequence[Array]
@@ -173,7 +173,7 @@ class Linear:
 
 
 def _is_call(eqn: JaxprEqn) -> bool:
-    return eqn.primitive.name in ("jit", "pjit", *CHECKPOINT)
+    return called_jaxpr(eqn) is not None
 
 
 def _batchable_product(eqn: JaxprEqn) -> JaxprEqn:
