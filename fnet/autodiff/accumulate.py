@@ -78,7 +78,7 @@ def as_mode(mode: Mode | Callable[[Loss], Gradient]) -> Mode:
     if not callable(mode):
         raise TypeError(
             "make_step: mode must be fnet.autodiff.mean, a mode of fnet.autodiff or a function "
-            f"loss -> gradient, got {type(mode).__name__}."
+            f"loss -> gradient, got {type(mode).__name__}"
         )
     return GradientFunction(mode)
 

@@ -65,7 +65,7 @@ def losses_and_aux(result: Any, model_state: Any) -> tuple[Array, Aux]:
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Aux)):
         raise TypeError(
             "loss: expected losses [batch] or (losses [batch], fnet.Aux(model_state, metrics)), "
-            f"got {jax.tree.structure(result)}."
+            f"got {jax.tree.structure(result)}"
         )
     return result
 

@@ -58,7 +58,7 @@ class Mode:
         Raises:
           TypeError: If the mode has no gradient to give.
         """
-        raise TypeError(f"{type(self).__name__}: this mode updates without giving a gradient.")
+        raise TypeError(f"{type(self).__name__}: this mode updates without giving a gradient")
 
     def update(self, loss: Loss, optimizer: optax.GradientTransformation) -> Update:
         """Return the update function of a loss and an optimizer."""
@@ -74,7 +74,7 @@ class Mode:
             return self
         if not self.splittable:
             raise ValueError(
-                f"make_step: mode {self} cannot be split into microbatches, got {microbatches}."
+                f"make_step: mode {self} cannot be split into microbatches, got {microbatches}"
             )
         split: Mode = dataclasses.replace(cast(Any, self), microbatches=microbatches)
         return split

@@ -172,7 +172,7 @@ def clipped_grad(
     batch_numbers = _as_tuple(batch_argnums)
     _check_numbers(numbers, batch_numbers)
     if not normalize_by > 0:
-        raise ValueError(f"clipped_grad: normalize_by must be > 0, got {normalize_by}.")
+        raise ValueError(f"clipped_grad: normalize_by must be > 0, got {normalize_by}")
     per_layer = not jax.tree_util.all_leaves([l2_clip_norm])
     if grid_scale is not None:
         _check_grid(rescale_to_unit_norm, normalize_by, per_layer)
@@ -206,7 +206,7 @@ def clipped_grad(
             value, aux = out if has_aux else (out, None)
             if jnp.shape(value) != ():
                 raise TypeError(
-                    f"clipped_grad: fun must return a scalar, got shape {jnp.shape(value)}."
+                    f"clipped_grad: fun must return a scalar, got shape {jnp.shape(value)}"
                 )
             return value, aux
 
@@ -291,17 +291,17 @@ def _as_tuple(numbers: int | Sequence[int]) -> tuple[int, ...]:
 
 def _check_numbers(argnums: tuple[int, ...], batch_argnums: tuple[int, ...]) -> None:
     if not batch_argnums:
-        raise ValueError("clipped_grad: Batch Argnums must not be empty.")
+        raise ValueError("clipped_grad: Batch Argnums must not be empty")
     if min(argnums + batch_argnums) < 0:
         raise ValueError(
             f"clipped_grad: argnums and batch_argnums must be >= 0, got {argnums} and "
-            f"{batch_argnums}."
+            f"{batch_argnums}"
         )
     overlap = sorted({*argnums} & {*batch_argnums})
     if overlap:
         raise ValueError(
             f"clipped_grad: argnums {argnums} and batch_argnums {batch_argnums} overlap in "
-            f"{overlap}; parameters have no batch axis."
+            f"{overlap}; parameters have no batch axis"
         )
 
 
@@ -309,12 +309,12 @@ def _check_grid(rescale_to_unit_norm: bool, normalize_by: float, per_layer: bool
     if rescale_to_unit_norm or normalize_by != 1.0 or per_layer:
         raise ValueError(
             "clipped_grad: grid_scale needs a number as l2_clip_norm, "
-            "rescale_to_unit_norm=False and normalize_by=1."
+            "rescale_to_unit_norm=False and normalize_by=1"
         )
     if jax.dtypes.canonicalize_dtype(jnp.int64) != jnp.int64:
         raise ValueError(
             "clipped_grad: grid_scale needs 64-bit integers; call "
-            'jax.config.update("jax_enable_x64", True).'
+            'jax.config.update("jax_enable_x64", True)'
         )
 
 
@@ -324,7 +324,7 @@ def _batch_size(args: Sequence[Any], kwargs: Any) -> int:
     if len(sizes) != 1 or sizes == {()}:
         raise ValueError(
             "clipped_grad: batch arguments and keyword arguments must have the same size along "
-            f"axis 0, got shapes {shapes}."
+            f"axis 0, got shapes {shapes}"
         )
     ((size,),) = sizes
     return size
@@ -335,7 +335,7 @@ def _check_padding(is_padding: Array | None, size: int) -> Array:
     if is_padding.shape != (size,) or is_padding.dtype != bool:
         raise ValueError(
             f"clipped_grad: is_padding_example must be bool with shape [{size}], got "
-            f"{is_padding.dtype} with shape {is_padding.shape}."
+            f"{is_padding.dtype} with shape {is_padding.shape}"
         )
     return is_padding
 
@@ -373,7 +373,7 @@ def _clip_for_grid(clip: Any, grid_scale: int, elements: int) -> Any:
     if not isinstance(lowered, jax.core.Tracer) and not lowered > 0:
         raise ValueError(
             f"clipped_grad: grid_scale must be above sqrt(elements) / 2 = {elements**0.5 / 2:.4g} "
-            f"for gradients of {elements} elements, got {grid_scale}."
+            f"for gradients of {elements} elements, got {grid_scale}"
         )
     return lowered
 
@@ -401,7 +401,7 @@ def _in_microbatches(
     if size < 1 or len(is_padding) % size:
         raise ValueError(
             f"clipped_grad: the batch of {len(is_padding)} examples must be divisible by "
-            f"microbatch_size, got {size}."
+            f"microbatch_size, got {size}"
         )
 
     def split(a: Array) -> Array:

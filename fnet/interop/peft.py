@@ -94,23 +94,23 @@ def from_peft(
         if module not in modules:
             raise ValueError(
                 f"from_peft: the tensor {name!r} belongs to the module {module!r}, which modules "
-                "does not contain; add where its weight is."
+                "does not contain; add where its weight is"
             )
         array = np.asarray(tensor, np.float32)
         parts.setdefault(module, {})[kind] = array.T if kind in ("a", "b") else array.ravel()
     if not parts:
-        raise ValueError("from_peft: expected the tensors of an adapter, got none.")
+        raise ValueError("from_peft: expected the tensors of an adapter, got none")
     rank, dora = int(config["r"]), bool(config.get("use_dora"))
     expected = {"a", "b", "magnitude"} if dora else {"a", "b"}
     for module, arrays in parts.items():
         if arrays.keys() != expected:
             raise ValueError(
                 f"from_peft: the module {module!r} must have the parts {sorted(expected)}, got "
-                f"{sorted(arrays)}."
+                f"{sorted(arrays)}"
             )
         if (ranks := (arrays["a"].shape[-1], arrays["b"].shape[0])) != (rank, rank):
             raise ValueError(
-                f"from_peft: the module {module!r} must have the rank r={rank}, got {ranks}."
+                f"from_peft: the module {module!r} must have the rank r={rank}, got {ranks}"
             )
     adapters, layouts = _placed({m: Module(*modules[m]) for m in parts}, parts)
     targets = {glob.escape(path): layout for path, layout in layouts.items()}
@@ -155,7 +155,7 @@ def to_peft(
     places = {name: Module(*place) for name, place in modules.items()}
     if missing := sorted(set(adapters) - {place.path for place in places.values()}):
         raise ValueError(
-            f"to_peft: modules must contain the modules of all adapters, lacks {missing}."
+            f"to_peft: modules must contain the modules of all adapters, lacks {missing}"
         )
     tensors: dict[str, np.ndarray] = {}
     names = {"a": "lora_A.weight", "b": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
@@ -214,9 +214,9 @@ def huggingface_modules(model: Any) -> dict[str, Module]:
 def _check_config(config: Mapping[str, Any]) -> None:
     """Reject options that change what an adapter computes, unless `fnet.lora` computes it too."""
     if config.get("peft_type") != "LORA":
-        raise ValueError(f"from_peft: peft_type must be 'LORA', got {config.get('peft_type')!r}.")
+        raise ValueError(f"from_peft: peft_type must be 'LORA', got {config.get('peft_type')!r}")
     if "r" not in config:
-        raise ValueError("from_peft: the rank r is missing in the configuration.")
+        raise ValueError("from_peft: the rank r is missing in the configuration")
     unsupported = {
         name: value
         for name, value in config.items()
@@ -232,7 +232,7 @@ def _check_config(config: Mapping[str, Any]) -> None:
         shown = ", ".join(f"{name}={value!r}" for name, value in sorted(unsupported.items()))
         raise ValueError(
             f"from_peft: these options are not supported: {shown}; merge the adapter with PEFT "
-            "and import the merged model."
+            "and import the merged model"
         )
 
 
@@ -241,7 +241,7 @@ def _module_and_kind(name: str) -> tuple[str, str]:
         if name.startswith(_PREFIX) and name.endswith(suffix):
             return name[len(_PREFIX) : -len(suffix)], kind
     raise ValueError(
-        f"from_peft: expected tensors {_PREFIX}MODULE with one of {sorted(_TENSORS)}, got {name!r}."
+        f"from_peft: expected tensors {_PREFIX}MODULE with one of {sorted(_TENSORS)}, got {name!r}"
     )
 
 
@@ -255,7 +255,7 @@ def _placed(
         layout = "n" * (place.layer is not None) + ("oi" if place.transposed else "io")
         by_layer = members.setdefault(place.path, {})
         if place.layer in by_layer or layouts.setdefault(place.path, layout) != layout:
-            raise ValueError(f"from_peft: two modules are at {place.path!r}, one is {module!r}.")
+            raise ValueError(f"from_peft: two modules are at {place.path!r}, one is {module!r}")
         by_layer[place.layer] = parts[module]
     adapters = {}
     for path, by_layer in members.items():
@@ -265,7 +265,7 @@ def _placed(
         if sorted(by_layer, key=int) != list(range(len(by_layer))):  # type: ignore[arg-type]
             raise ValueError(
                 f"from_peft: every layer of {path!r} must have an adapter, got layers "
-                f"{sorted(by_layer, key=int)}."  # type: ignore[arg-type]
+                f"{sorted(by_layer, key=int)}"  # type: ignore[arg-type]
             )
         adapters[path] = {
             kind: jnp.stack([by_layer[i][kind] for i in range(len(by_layer))])

@@ -139,23 +139,23 @@ class AdaptiveClipping(Mode):
     def __post_init__(self) -> None:
         """Reject values out of range before anything is traced."""
         if not 0 < self.clip < float("inf"):
-            raise ValueError(f"AdaptiveClipping: clip must be > 0 and finite, got {self.clip}.")
+            raise ValueError(f"AdaptiveClipping: clip must be > 0 and finite, got {self.clip}")
         if not 0 < self.quantile < 1:
             raise ValueError(
                 f"AdaptiveClipping: quantile must be between 0 and 1, got {self.quantile}; to "
-                "measure gradients without clipping, use fnet.autodiff.per_example."
+                "measure gradients without clipping, use fnet.autodiff.per_example"
             )
         for name in ("learning_rate", "count_noise"):
             value = getattr(self, name)
             if value is not None and not 0 <= value < float("inf"):
-                raise ValueError(f"AdaptiveClipping: {name} must be >= 0 and finite, got {value}.")
+                raise ValueError(f"AdaptiveClipping: {name} must be >= 0 and finite, got {value}")
         check_private(
             "AdaptiveClipping", self.noise_multiplier, self.expected_batch_size, self.microbatches
         )
         if self.noise_multiplier and 2 * self._count_noise <= self.noise_multiplier:
             raise ValueError(
                 f"AdaptiveClipping: count_noise must be more than half of noise_multiplier, "
-                f"{self.noise_multiplier}, got {self._count_noise}."
+                f"{self.noise_multiplier}, got {self._count_noise}"
             )
 
     @property
@@ -202,7 +202,7 @@ class AdaptiveClipping(Mode):
             if not isinstance(opt_state, AdaptiveState) or not isinstance(expected, AdaptiveState):
                 raise ValueError(
                     "AdaptiveClipping: the optimizer has no bound in its state; use "
-                    "mode.wrap_optimizer(optimizer) for both the state and the step."
+                    "mode.wrap_optimizer(optimizer) for both the state and the step"
                 )
             params, opt_state, (clip, model_state), metrics = plain_update(
                 params, opt_state, (opt_state.clip, model_state), batch, key

@@ -105,7 +105,7 @@ def per_example_gradients(
         if not isinstance(out, list | tuple) or len(out) != 2:
             raise TypeError(
                 f"{name}: has_aux=True expects a loss that returns (losses, aux), "
-                f"got {type(out).__name__}."
+                f"got {type(out).__name__}"
             )
         losses, aux = out
         return losses, aux
@@ -267,13 +267,13 @@ def _trace_one(
                 f"{source_line(eqn)} splits the batch over devices. Put jax.shard_map around the "
                 "gradient, or leave the batch axis out of in_specs and out_specs."
             ) from error
-        error.add_note(f"{name} traced the loss of a batch of one example, which must work.")
+        error.add_note(f"{name} traced the loss of a batch of one example, which must work")
         raise
     _check_effects(name, closed)
     if losses.shape != (1,):
         raise ValueError(
             f"{name}: expected losses of shape [1] for a batch of one, got {losses.shape}; pass "
-            "arrays with one row per example as arguments, not by closure or in params."
+            "arrays with one row per example as arguments, not by closure or in params"
         )
     return closed
 

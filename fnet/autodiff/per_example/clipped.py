@@ -270,7 +270,7 @@ class ClippedGrad:
         size = grads.losses.shape[0]
         is_real = jnp.ones(size, bool) if mask is None else jnp.asarray(mask) != 0
         if is_real.shape != (size,):
-            raise ValueError(f"clipped_grad: mask must have shape [{size}], got {is_real.shape}.")
+            raise ValueError(f"clipped_grad: mask must have shape [{size}], got {is_real.shape}")
         squares, upper_bounds, is_rough = grads.bounded_squared_norms(whole=not self.per_layer)
         total_squares = sum(jax.tree.leaves(squares), jnp.zeros(size))
         is_counted = is_real & jnp.isfinite(total_squares)
@@ -411,7 +411,7 @@ def changes(neighboring_relation: Any) -> int:
     if relation not in relations:
         raise ValueError(
             f"sensitivity: neighboring_relation must be one of {list(relations)}, got "
-            f"{neighboring_relation!r}."
+            f"{neighboring_relation!r}"
         )
     return relations[relation]
 
@@ -447,7 +447,7 @@ def _clip_groups(clip: Any, squares: Any, per_layer: bool) -> _Groups:
     except ValueError as error:
         raise ValueError(
             "clipped_grad: with per_layer=True, clip must be a number or a tree that is a prefix "
-            f"of params, {jax.tree.structure(squares)}, got {treedef}."
+            f"of params, {jax.tree.structure(squares)}, got {treedef}"
         ) from error
 
 
@@ -456,14 +456,14 @@ def check_clip(clip: Any, per_layer: bool, automatic: float | None) -> None:
     if not per_layer and not jax.tree_util.all_leaves([clip]):
         raise ValueError(
             f"clipped_grad: clip must be a number, got {clip!r}; a tree of bounds needs "
-            "per_layer=True."
+            "per_layer=True"
         )
     for bound in jax.tree.leaves(clip):
         if isinstance(bound, jax.core.Tracer):
             continue
         if not bound >= 0:
-            raise ValueError(f"clipped_grad: clip must be >= 0, got {float(bound)}.")
+            raise ValueError(f"clipped_grad: clip must be >= 0, got {float(bound)}")
         if bound == float("inf") and automatic is not None:
-            raise ValueError("clipped_grad: clip must be finite with automatic, got inf.")
+            raise ValueError("clipped_grad: clip must be finite with automatic, got inf")
     if automatic is not None and not automatic > 0:
-        raise ValueError(f"clipped_grad: automatic must be > 0, got {automatic}.")
+        raise ValueError(f"clipped_grad: automatic must be > 0, got {automatic}")

@@ -125,7 +125,7 @@ class ClippedMode(Mode):
         """Reject values out of range before anything is traced."""
         check_private("clipped", self.noise_multiplier, self.expected_batch_size, self.microbatches)
         if self.noise_multiplier and not self.clip < float("inf"):
-            raise ValueError(f"clipped: clip must be finite with noise, got {self.clip}.")
+            raise ValueError(f"clipped: clip must be finite with noise, got {self.clip}")
         check_clip(self.clip, self.per_layer, self.automatic)
 
     def step_key(self, key: Array, step: Array) -> Any:
@@ -171,7 +171,7 @@ class ClippedMode(Mode):
         if len(coef) > 1:
             raise ValueError(
                 "clipped: correlated noise depends on earlier steps; use fnet.make_step, or give "
-                "mode.step_key(key, step) as the key."
+                "mode.step_key(key, step) as the key"
             )
         return add_noise(sums, stddev * coef[0], noise_key)
 
@@ -250,17 +250,17 @@ def check_private(
     """Reject arguments out of range for the mode ``name``."""
     if not 0 <= noise_multiplier < float("inf"):
         raise ValueError(
-            f"{name}: noise_multiplier must be >= 0 and finite, got {noise_multiplier}."
+            f"{name}: noise_multiplier must be >= 0 and finite, got {noise_multiplier}"
         )
     if noise_multiplier and expected_batch_size is None:
         raise ValueError(
             f"{name}: noise needs a divisor that does not depend on the batch; give "
-            "expected_batch_size."
+            "expected_batch_size"
         )
     if expected_batch_size is not None and not expected_batch_size > 0:
-        raise ValueError(f"{name}: expected_batch_size must be > 0, got {expected_batch_size}.")
+        raise ValueError(f"{name}: expected_batch_size must be > 0, got {expected_batch_size}")
     if microbatches < 1:
-        raise ValueError(f"{name}: microbatches must be >= 1, got {microbatches}.")
+        raise ValueError(f"{name}: microbatches must be >= 1, got {microbatches}")
 
 
 def check_private_state(
