@@ -12,8 +12,9 @@ batch that holds it alone, and computes it in this way:
 """
 
 import collections
+import dataclasses
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -39,7 +40,7 @@ from fnet.autodiff.per_example.batch_axis import (
 )
 from fnet.autodiff.per_example.batching import Rows, Value, rows_of, run_for_batch
 from fnet.autodiff.per_example.custom_rules import AnyEquation
-from fnet.autodiff.per_example.derived import DerivedGradients, split_derived
+from fnet.autodiff.per_example.derived import DerivedGradients, Group, split_derived
 from fnet.autodiff.per_example.hoist import hoist
 from fnet.autodiff.per_example.parameter_gradients import (
     ChunkedGradients,
@@ -48,6 +49,7 @@ from fnet.autodiff.per_example.parameter_gradients import (
     MaterializedGradients,
     ParameterGradients,
     PerExampleGradients,
+    SeparateGradients,
     SquaredNorms,
     UseInputs,
     ZeroGradients,
@@ -117,26 +119,20 @@ def per_example_gradients(
     closed = hoist(_trace_one(name, batch_loss, leaves, examples, whole), len(leaves))
     if not size:
         losses, aux = batch_loss(leaves, examples.rebuild_batch(examples.leaves))
-        none: dict[int, ParameterGradients]
-        none = {i: ZeroGradients(leaf, 0) for i, leaf in enumerate(leaves)}
-        return PerExampleGradients(
-            losses, aux, [False] * len(aux_shapes), treedef, none, [], None
-        )  # fmt: skip
+        none = SeparateGradients({i: ZeroGradients(leaf, 0) for i, leaf in enumerate(leaves)})
+        return PerExampleGradients(losses, aux, [False] * len(aux_shapes), treedef, [none])
 
-    result = _differentiate(name, closed, leaves, examples, width, remat)
+    plan = _Plan.of(closed, leaves, size, width, remat)
+    result = _run(name, plan, examples)
     shapes_of_one = [a.shape for a in closed.out_avals[1:]]
     aux = _batched_aux(result.aux, shapes_of_one, aux_shapes, size)
-    chunked = None
-    if result.in_chunks:
-        nbytes = sum(leaves[i].nbytes for i in result.in_chunks)
-        default = max(1, min(_memory_budget(leaves) // max(nbytes, 1), size))
-        if not all(map(is_separable, closed.jaxpr.eqns)):
-            width = 1
-        chunked = ChunkedGradients(closed, leaves, examples, result.in_chunks, width or default)
     return PerExampleGradients(
-        result.losses, jax.tree.unflatten(aux_treedef, aux),
-        [isinstance(a, Rows) for a in result.aux], treedef, result.by_param, result.groups, chunked,
-    )  # fmt: skip
+        result.losses,
+        jax.tree.unflatten(aux_treedef, aux),
+        [isinstance(a, Rows) for a in result.aux],
+        treedef,
+        _gradients(plan, result, closed, examples),
+    )
 
 
 def _check_whole_batch(
@@ -305,181 +301,230 @@ def _check_effects(name: str, closed: ClosedJaxpr) -> None:
             )
 
 
-class _Differentiated(NamedTuple):
+class _Plan(NamedTuple):
+    """What one backward pass computes.
+
+    Leaves are numbered as in `Split`: the parameters, then the values derived from them.
+
+    Attributes:
+      loss: ``(*leaves, *batch) -> (losses, *aux)`` for a batch of one.
+      leaves: Their values.
+      params: How many of them are parameters.
+      uses: Uses of leaves that get a tap. Data and cotangents there give the gradients.
+      materialized: Leaves that are differentiated themselves.
+      groups: Parameters that are combined before they meet data.
+      in_chunks: Parameters that are not part of this pass: their gradients are too large.
+      width: Number of examples at a time, if the caller gave it.
+    """
+
+    loss: ClosedJaxpr
+    leaves: list[Any]
+    params: int
+    uses: list[Use]
+    materialized: list[int]
+    groups: list[Group]
+    in_chunks: list[int]
+    width: int | None
+
+    @classmethod
+    def of(
+        cls, closed: ClosedJaxpr, params: Sequence[Any], size: int, width: int | None, remat: bool
+    ) -> "_Plan":
+        """Choose how each leaf is differentiated."""
+        split, count = split_derived(closed, len(params)), len(params)
+        leaves = split.leaves(params)
+        uses = find_uses(split.loss, len(leaves))
+        materialized, too_large = _split_nonlinear(uses, leaves, size, width)
+        # The gradients of a group need those of all its members.
+        skipped = too_large.union(*(g.leaves for g in split.groups if g.leaves & too_large))
+        groups = [g for g in split.groups if not g.leaves & skipped]
+        tapped = uses.without({*materialized, *skipped})
+        if remat:
+            tapped = _measured(tapped, set(range(count)).difference(*(g.params for g in groups)))
+        return cls(
+            split.loss,
+            leaves,
+            count,
+            tapped,
+            [i for i in materialized if i not in skipped],
+            groups,
+            sorted(i for i in skipped if i < count),
+            width,
+        )
+
+
+class _Results(NamedTuple):
     """Results of the backward pass, for all examples.
 
     Attributes:
       losses: Losses, [batch].
       aux: Leaves of ``aux``.
-      by_param: Gradients by number of the parameter.
-      groups: Gradients of parameters that are combined before they meet data.
-      in_chunks: Parameters whose gradients would take too much memory.
+      materialized: Per-example gradients [batch, *leaf] by number of the leaf.
+      inputs: Data and cotangents of the uses of each other leaf.
+      squares: `upper_squared_norms` [batch] by parameter, for those with a measured use.
     """
 
     losses: Array
     aux: list[Value]
-    by_param: dict[int, ParameterGradients]
-    groups: list[GroupGradients]
-    in_chunks: list[int]
+    materialized: dict[int, Array]
+    inputs: dict[int, list[UseInputs]]
+    squares: dict[int, Array]
 
 
-def _differentiate(
-    name: str,
-    closed: ClosedJaxpr,
-    params: Sequence[Any],
-    examples: Examples,
-    width: int | None,
-    remat: bool,
-) -> _Differentiated:
+def _run(name: str, plan: _Plan, examples: Examples) -> _Results:
     """Differentiate the loss of one example, and execute the result for all examples."""
     size = examples.size
-    split = split_derived(closed, len(params))
-    leaves = [*params, *split.values(params)]
-    count = len(leaves)
-    uses = find_uses(split.loss, count)
-    materialized, too_large = _split_nonlinear(uses, leaves, size, width)
-    in_chunks = {i for i in too_large if i < len(params)}
-    groups = []
-    for group in split.groups:
-        members = {*group.params, *(len(params) + i for i in group.derived)}
-        if members & set(too_large):
-            in_chunks |= set(group.params)
-        else:
-            groups.append(group)
-
-    grouped = {i for group in groups for i in group.params}
-    followed = uses.without({*materialized, *too_large})
-    measured = _rematerialized(followed, range(len(params)), grouped) if remat else set()
 
     def differentiate(*args: Any) -> Any:
-        def zeros_like(use: Use) -> Any:
-            return jax.tree.map(
-                lambda out: jnp.zeros((*use.scan_lengths, *out.shape), out.dtype), use.out
-            )
-
-        zeros: list[Any] = [
-            jnp.zeros(u.scan_lengths) if k in measured else zeros_like(u)
-            for k, u in enumerate(followed)
+        zeros = [
+            jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), use.tap_shapes) for use in plan.uses
         ]
         # The cotangent of a zero that all devices of a `jax.shard_map` share would be their sum.
         zeros, *_ = equally_varying((zeros, args))
 
         def tapped_loss(taps: list[Any], selected: dict[int, Any]) -> Any:
-            own = [selected.get(i, p) for i, p in enumerate(args[:count])]
-            (losses, *aux), data = evaluate_with_taps(
-                split.loss, [*own, *args[count:]], followed, taps, measured
-            )
+            values = [selected.get(i, a) for i, a in enumerate(args)]
+            (losses, *aux), data = evaluate_with_taps(plan.loss, values, plan.uses, taps)
             return losses, (aux, data)
 
-        selected = {i: args[i] for i in materialized}
+        selected = {i: args[i] for i in plan.materialized}
         losses, backward, (aux, data) = jax.vjp(tapped_loss, zeros, selected, has_aux=True)
         return losses, aux, data, *backward(jnp.ones_like(losses))
 
-    batch_of_one = _shapes(examples, 1)
-    program, shapes = jax.make_jaxpr(differentiate, return_shape=True)(*leaves, *batch_of_one)
+    program, shapes = jax.make_jaxpr(differentiate, return_shape=True)(
+        *plan.leaves, *_shapes(examples, 1)
+    )
     _check_effects(name, program)  # A derivative rule may have some.
-    results = run_for_batch(program, [*leaves, *(Rows(a, 0) for a in examples.leaves)], size)
+    rows = [Rows(a, 0) for a in examples.leaves]
+    results = run_for_batch(program, [*plan.leaves, *rows], size)
     losses, aux, data, cts, gradients = jax.tree.unflatten(jax.tree.structure(shapes), results)
-    by_leaf: dict[int, ParameterGradients] = {
-        i: MaterializedGradients(rows_of(g, leaves[i].shape, size)) for i, g in gradients.items()
-    }
     inputs: dict[int, list[UseInputs]] = {}
     squares: dict[int, Array] = {}
-    for k, (use, x, ct, shape) in enumerate(zip(followed, data, cts, shapes[2], strict=True)):
-        n = len(use.scan_lengths)
-        if k in measured:
-            layers = rows_of(ct, use.scan_lengths, size).reshape(size, -1)
-            squares[use.view.param] = layers.sum(1)
-            continue
-        equation = use.equation
-        if isinstance(equation, AnyEquation):
-            operands = dict(zip(equation.data, x, strict=True))
-            shared = {i: a for i, a in operands.items() if not isinstance(a, Rows)}
-            own = dict(zip(equation.data, shape, strict=True))
-            x = [rows_of(a, own[i].shape, size) for i, a in operands.items() if i not in shared]
-            use = use._replace(equation=equation._replace(shared=shared, width=width))
-        elif equation.data is None:
-            x = jnp.zeros((*use.scan_lengths, size, 0))
+    for use, x, ct, shape in zip(plan.uses, data, cts, shapes[2], strict=True):
+        leaf = use.view.param
+        if use.is_measured:
+            squares[leaf] = rows_of(ct, use.scan_lengths, size).reshape(size, -1).sum(1)
         else:
-            x = rows_of(x, shape.shape, size, n)
-        ct = jax.tree.map(
-            lambda out, ct, use=use, n=n: use.view.unscale(
-                rows_of(ct, (*use.scan_lengths, *out.shape), size, n)
-            ),
-            use.out,
-            ct,
+            of_use = _inputs_of(use, x, ct, shape, size, plan.width)
+            inputs.setdefault(leaf, []).append(of_use)
+    materialized = {i: rows_of(g, plan.leaves[i].shape, size) for i, g in gradients.items()}
+    return _Results(rows_of(losses, (1,), size)[:, 0], aux, materialized, inputs, squares)
+
+
+def _inputs_of(use: Use, x: Any, ct: Any, shape: Any, size: int, width: int | None) -> UseInputs:
+    """Return data and cotangents of a use as arrays [*scan_lengths, batch, ...].
+
+    Args:
+      use: The use.
+      x: Data for all examples; see `evaluate_with_taps`.
+      ct: Cotangents of the tap for all examples.
+      shape: Shape of the data of one example.
+      size: Number of examples.
+      width: Number of examples at a time, if the caller gave it.
+    """
+    axis, equation = len(use.scan_lengths), use.equation
+    if isinstance(equation, AnyEquation):
+        # What all examples share stays one array, such as the other operands of a layer.
+        operands = dict(zip(equation.data, x, strict=True))
+        shared = {k: a for k, a in operands.items() if not isinstance(a, Rows)}
+        pairs = zip(operands.items(), shape, strict=True)
+        x = [rows_of(a, own.shape, size) for (k, a), own in pairs if k not in shared]
+        use = use._replace(equation=equation._replace(shared=shared, width=width))
+    elif equation.data is None:
+        x = jnp.zeros((*use.scan_lengths, size, 0))
+    else:
+        x = rows_of(x, shape.shape, size, axis)
+
+    def rows_of_tap(tap: Any, ct: Any) -> Array:
+        return use.view.unscale(rows_of(ct, tap.shape, size, axis))
+
+    return UseInputs(use, x, jax.tree.map(rows_of_tap, use.tap_shapes, ct))
+
+
+def _gradients(
+    plan: _Plan, result: _Results, closed: ClosedJaxpr, examples: Examples
+) -> list[GroupGradients]:
+    """Return the gradients of all parameters."""
+    size, leaves, params = examples.size, plan.leaves, plan.leaves[: plan.params]
+    inputs = dict(result.inputs)
+    groups = []
+    for group in plan.groups:
+        # A product of parameters, such as a low-rank update, is taken apart into its factors.
+        uses = None
+        if not group.leaves & result.materialized.keys():
+            of_derived = [inputs.get(i, []) for i in group.derived]
+            uses = uses_of_factors(group, [params[i] for i in group.params], of_derived)
+        if uses is None:
+            groups.append(group)
+        for use in uses or ():
+            i = use.use.view.param
+            inputs[i] = [*inputs.get(i, []), use]
+
+    def of_leaf(i: int) -> ParameterGradients:
+        if leaves[i].size and i in result.materialized:
+            return MaterializedGradients(result.materialized[i])
+        if leaves[i].size and i in inputs:
+            return FactoredGradients(leaves[i], inputs[i])
+        return ZeroGradients(leaves[i], size)
+
+    def of_group(group: Group) -> GroupGradients:
+        met = [i for i in group.params if i in inputs or i in result.materialized]
+        return DerivedGradients(
+            group,
+            [params[i] for i in group.params],
+            {i: of_leaf(i) for i in met},
+            [of_leaf(i) for i in group.derived],
         )
-        inputs.setdefault(use.view.param, []).append(UseInputs(use, x, ct))
-    for group in list(groups):
-        if {*group.params, *(len(params) + i for i in group.derived)} & set(by_leaf):
-            continue
-        of_derived = [inputs.get(len(params) + i, []) for i in group.derived]
-        of_params = uses_of_factors(group, [params[i] for i in group.params], of_derived)
-        if of_params is not None:
-            groups.remove(group)
-            for of_param in of_params:
-                inputs.setdefault(of_param.use.view.param, []).append(of_param)
-    grouped = {i for group in groups for i in group.params}
-    by_leaf |= {i: FactoredGradients(leaves[i], of_leaf) for i, of_leaf in inputs.items()}
 
-    def gradients_of(i: int) -> ParameterGradients:
-        return by_leaf[i] if i in by_leaf and leaves[i].size else ZeroGradients(leaves[i], size)
-
-    rematerialized = RematerializedGradients(
-        split.loss, leaves, examples, [followed[k] for k in sorted(measured)], squares
-    )
-    return _Differentiated(
-        rows_of(losses, (1,), size)[:, 0],
-        aux,
-        {
-            i: gradients_of(i)
-            for i in range(len(params))
-            if i not in grouped | in_chunks | set(squares)
-        },
-        [
-            *([rematerialized] if squares else []),
-            *(
-                DerivedGradients(
-                    group,
-                    [params[i] for i in group.params],
-                    {i: by_leaf[i] for i in group.params if i in by_leaf},
-                    [gradients_of(len(params) + i) for i in group.derived],
-                )
-                for group in groups
-            ),
-        ],
-        sorted(in_chunks),
-    )
+    elsewhere = {*result.squares, *plan.in_chunks}.union(*(group.params for group in groups))
+    separate = {i: of_leaf(i) for i in range(len(params)) if i not in elsewhere}
+    gradients: list[GroupGradients] = [SeparateGradients(separate)]
+    if result.squares:
+        measured = [use for use in plan.uses if use.is_measured]
+        gradients.append(
+            RematerializedGradients(plan.loss, leaves, examples, measured, result.squares)
+        )
+    gradients += map(of_group, groups)
+    if plan.in_chunks:
+        nbytes = max(sum(params[i].nbytes for i in plan.in_chunks), 1)
+        width = plan.width or max(1, min(_memory_budget(params) // nbytes, size))
+        if not all(map(is_separable, closed.jaxpr.eqns)):
+            width = 1  # `jax.vmap` would not keep the examples apart.
+        gradients.append(ChunkedGradients(closed, params, examples, plan.in_chunks, width))
+    return gradients
 
 
-def _rematerialized(
-    uses: Sequence[Use], params: Sequence[int], grouped: Collection[int]
-) -> set[int]:
-    """Numbers of the uses inside of `jax.checkpoint` that give a parameter's norm alone."""
+def _measured(uses: Sequence[Use], params: Collection[int]) -> list[Use]:
+    """Let the uses inside of `jax.checkpoint` that have a norm of their own give it alone.
+
+    Args:
+      uses: Uses that get a tap.
+      params: Parameters that are in no group.
+    """
     counts = collections.Counter(use.view.param for use in uses)
-    return {
-        k
-        for k, use in enumerate(uses)
-        if use.in_checkpoint
-        and use.norm_fits
-        and counts[use.view.param] == 1
-        and len(use.scan_lengths) == len(use.view.scans)
-        and not use.view.has_repeats
-        and use.view.param in params
-        and use.view.param not in grouped
-    }
+    return [
+        use._replace(
+            is_measured=use.in_checkpoint
+            and use.norm_fits
+            and counts[use.view.param] == 1
+            and len(use.scan_lengths) == len(use.view.scans)
+            and not use.view.has_repeats
+            and use.view.param in params
+        )
+        for use in uses
+    ]
 
 
-class RematerializedGradients(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class RematerializedGradients(GroupGradients):
     """Gradients of parameters inside of `jax.checkpoint`, of which only norms were computed.
 
     Attributes:
       loss: The traced loss of a batch of one: ``(*params, *batch) -> (losses, ...)``.
       params: Its first arguments.
       examples: The batch.
-      uses: The use of each parameter.
+      uses: The measured use of each parameter.
       squares: `upper_squared_norms` [batch] by number of the parameter.
-      strategy: See `GroupGradients`.
     """
 
     loss: ClosedJaxpr
@@ -487,12 +532,10 @@ class RematerializedGradients(NamedTuple):
     examples: Examples
     uses: Sequence[Use]
     squares: dict[int, Array]
-    strategy: str = "rematerialized"
 
-    @property
-    def numbers(self) -> Sequence[int]:
-        """Numbers of the parameters."""
-        return list(self.squares)
+    def strategies(self) -> dict[int, str]:
+        """See `GroupGradients`."""
+        return dict.fromkeys(self.squares, "rematerialized")
 
     def squared_norms(self, whole: bool) -> dict[int, SquaredNorms]:
         """See `GroupGradients`."""
@@ -501,33 +544,35 @@ class RematerializedGradients(NamedTuple):
     def materialize(self) -> dict[int, Array]:
         """See `GroupGradients`."""
         chunks = ChunkedGradients(
-            self.loss, self.params, self.examples, self.numbers, self.examples.size
+            self.loss, self.params, self.examples, list(self.squares), self.examples.size
         )
         return chunks.materialize()
 
-    def weighted_sum(
-        self, scales_by_param: Mapping[int, Array], is_rough: Array | None = None
-    ) -> dict[int, Array]:
+    def weighted_sums(
+        self, scales: Mapping[int, Array], is_rough: Mapping[int, Array | None]
+    ) -> Iterator[tuple[int, Array]]:
         """See `GroupGradients`. A second backward pass, whose gradients are weighted."""
-        total_loss, included = self._total_loss(scales_by_param)
-        wide = {i: upcast(self.params[i]) for i in self.numbers}
-        sums = jax.grad(total_loss)(wide)
-        return {i: jnp.where(included.any(), g, 0) for i, g in sums.items()}
+        total_loss, included = self._total_loss(scales)
+        sums = jax.grad(total_loss)({i: upcast(self.params[i]) for i in self.squares})
+        yield from ((i, jnp.where(included.any(), g, 0)) for i, g in sums.items())
 
-    def add_weighted_sum(
-        self, totals: Mapping[int, Any], scales_by_param: Mapping[int, Array]
+    def add_weighted_sums(
+        self,
+        totals: Mapping[int, Any],
+        scales: Mapping[int, Array],
+        is_rough: Mapping[int, Array | None],
     ) -> None:
-        """Add the weighted sums to mutable arrays by number of the parameter.
+        """See `GroupGradients`.
 
-        The backward pass adds to them layer by layer, so no other array of their size exists.
+        The backward pass adds to the arrays layer by layer, so no other array of their size exists.
         """
-        total_loss, included = self._total_loss(scales_by_param)
-        wide = {i: self.params[i].astype(totals[i].dtype) for i in self.numbers}
+        total_loss, included = self._total_loss(scales)
+        wide = {i: self.params[i].astype(totals[i].dtype) for i in self.squares}
 
         def add(_: Array, nothing: None) -> None:
             value, backward = jax.vjp(total_loss, wide)
             accumulate: Any = backward  # A `jax.VJP`, which JAX types as a plain function.
-            accumulate.with_refs({i: totals[i] for i in self.numbers})(jnp.ones_like(value))
+            accumulate.with_refs({i: totals[i] for i in self.squares})(jnp.ones_like(value))
 
         # Without any weight, gradients may be infinite. XLA copies the arrays that a
         # `jax.lax.cond` updates, but not those of a loop.
@@ -542,7 +587,7 @@ class RematerializedGradients(NamedTuple):
         enter where a parameter meets data: a weighted loss would pass other cotangents through
         the layers behind, which need not treat them in proportion.
         """
-        scales = scales_by_param[self.numbers[0]]
+        scales = scales_by_param[next(iter(self.squares))]
         included = scales != 0
         # An example that is left out, which may be infinite, is computed as another one.
         size = self.examples.size
@@ -555,7 +600,7 @@ class RematerializedGradients(NamedTuple):
         def of_one(wide: dict[int, Any], scale: Array, params: list[Any], *batch: Any) -> Array:
             taps = [use.view.scale * use.view.from_param(wide[use.view.param]) for use in self.uses]
             (losses, *_), _ = evaluate_with_taps(
-                self.loss, [*params, *batch], self.uses, taps, range(len(self.uses)), scale
+                self.loss, [*params, *batch], self.uses, taps, scale
             )
             return cast(Array, losses)
 
@@ -604,19 +649,19 @@ def _memory_budget(params: Sequence[Any]) -> int:
 
 
 def _split_nonlinear(
-    uses: Uses, params: Sequence[Any], size: int, width: int | None
-) -> tuple[list[int], list[int]]:
-    """Split parameters with nonlinear uses: gradients to materialize, and to chunk.
+    uses: Uses, leaves: Sequence[Any], size: int, width: int | None
+) -> tuple[list[int], set[int]]:
+    """Split leaves with nonlinear uses: gradients to materialize, and those too large for it.
 
-    Large parameters that `AnyEquation` covers are in neither.
+    Large leaves that `AnyEquation` covers are in neither.
     """
-    budget = _memory_budget(params)
-    materialized, in_chunks = [], []
-    for i in sorted(uses.nonlinear, key=lambda i: params[i].size):
-        nbytes = size * params[i].nbytes
-        if nbytes <= budget and (width is None or size <= width or params[i].ndim < 2):
+    budget = _memory_budget(leaves)
+    materialized, too_large = [], set()
+    for i in sorted(uses.nonlinear, key=lambda i: leaves[i].size):
+        nbytes = size * leaves[i].nbytes
+        if nbytes <= budget and (width is None or size <= width or leaves[i].ndim < 2):
             materialized.append(i)
             budget -= nbytes
         elif i in uses.unknown:
-            in_chunks.append(i)
-    return materialized, in_chunks
+            too_large.add(i)
+    return materialized, too_large

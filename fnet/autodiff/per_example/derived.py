@@ -12,6 +12,7 @@ example, unless ``h`` only puts elements of parameters in other places. Then
 ``|g_b(params)| = |g_b(v)|``.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -23,12 +24,9 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as
 from fnet.autodiff.per_example.custom_rules import is_narrow
 from fnet.autodiff.per_example.ghost_norm import map_in_chunks, squared_norms_of
 from fnet.autodiff.per_example.parameter_gradients import (
-    FactoredGradients,
-    MaterializedGradients,
+    GroupGradients,
     ParameterGradients,
     SquaredNorms,
-    UseInputs,
-    ZeroGradients,
     cancels,
 )
 from fnet.autodiff.per_example.taps import DATA, Derived, State, View, after_parameters, takes_part
@@ -49,8 +47,8 @@ class Group(NamedTuple):
     """Parameters that are combined before they meet data.
 
     Attributes:
-      params: Numbers of the parameters.
-      derived: Numbers of the derived values.
+      params: Numbers of the parameters, as `leaves` of a `Split`.
+      derived: Numbers of the derived values, as leaves.
       function: ``(*params) -> derived values``.
       is_placement: Whether each element of the parameters is in exactly one place of the derived
         values, or in none.
@@ -61,27 +59,32 @@ class Group(NamedTuple):
     function: ClosedJaxpr
     is_placement: bool
 
+    @property
+    def leaves(self) -> frozenset[int]:
+        """Parameters and derived values."""
+        return frozenset((*self.params, *self.derived))
+
 
 class Split(NamedTuple):
     """A loss, taken apart.
 
+    Its *leaves* are the values that meet data: first all parameters, then the derived values.
+
     Attributes:
-      loss: ``(*params, *derived, *batch) -> results``.
+      loss: ``(*leaves, *batch) -> results``.
       groups: How derived values are computed.
-      derived: Shapes of the derived values.
     """
 
     loss: ClosedJaxpr
     groups: list[Group]
-    derived: list[Any]
 
-    def values(self, params: Sequence[Any]) -> list[Any]:
-        """Compute the derived values."""
-        values: dict[int, Any] = {}
+    def leaves(self, params: Sequence[Any]) -> list[Any]:
+        """Return the parameters, followed by the derived values."""
+        leaves = dict(enumerate(params))
         for group in self.groups:
             results = jaxpr_as_fun(group.function)(*(params[i] for i in group.params))
-            values |= zip(group.derived, results, strict=True)
-        return [values[i] for i in range(len(self.derived))]
+            leaves |= zip(group.derived, results, strict=True)
+        return [leaves[i] for i in range(len(leaves))]
 
 
 def find_derived(closed: ClosedJaxpr, states: Sequence[State]) -> list[Var]:
@@ -135,12 +138,12 @@ def split_derived(closed: ClosedJaxpr, count: int) -> Split:
         groups.append(
             Group(
                 tuple(number[v] for v in params),
-                tuple(variables.index(v) for v in members),
+                tuple(count + variables.index(v) for v in members),
                 ClosedJaxpr(function, consts),
                 _is_placement(function, eqns_of_rest=eqns_reading(rest.eqns, params)),
             )
         )
-    return Split(ClosedJaxpr(rest, closed.consts), groups, [v.aval for v in variables])
+    return Split(ClosedJaxpr(rest, closed.consts), groups)
 
 
 def eqns_reading(eqns: Sequence[JaxprEqn], variables: Sequence[Var]) -> bool:
@@ -178,7 +181,8 @@ def _connected(
     yield from (members for _, members in groups)
 
 
-class DerivedGradients(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class DerivedGradients(GroupGradients):
     """Gradients with respect to the parameters of a group.
 
     Attributes:
@@ -194,38 +198,27 @@ class DerivedGradients(NamedTuple):
     direct: Mapping[int, ParameterGradients]
     derived: Sequence[ParameterGradients]
 
-    @property
-    def numbers(self) -> Sequence[int]:
-        """Numbers of the parameters."""
-        return self.group.params
-
-    @property
-    def strategy(self) -> str:
-        """See `ParameterGradients`."""
-        return self.derived[0].strategy if self.group.is_placement else "derived"
+    def strategies(self) -> dict[int, str]:
+        """See `GroupGradients`."""
+        strategy = self.derived[0].strategy if self.group.is_placement else "derived"
+        return dict.fromkeys(self.group.params, strategy)
 
     def squared_norms(self, whole: bool) -> dict[int, SquaredNorms]:
-        """Squared norms by number of the parameter.
-
-        Args:
-          whole: Whether only the sum over parameters is needed.
-        """
+        """See `GroupGradients`."""
         numbers = self.group.params
         if whole and self.group.is_placement:
             norms = SquaredNorms.total([g.squared_norms() for g in self.derived])
             zeros = jnp.zeros_like(norms.values)
             return {numbers[0]: norms} | dict.fromkeys(numbers[1:], SquaredNorms(zeros, zeros))
         parts = [*self.direct.values(), *self.derived]
-        counts = [len(_batch_first(g)) for g in parts]
-        # Terms of which there is one cannot cancel.
-        factored = [(k, g) for k, g in enumerate(parts) if isinstance(g, FactoredGradients)]
-        rough = [(k, g) for k, g in factored if g.may_cancel()]
+        counts = [len(g.rows()) for g in parts]
+        rough = [(k, g) for k, g in enumerate(parts) if g.may_cancel()]
         pull_back = self._pull_back()
 
         def squares_of(*arrays: Array) -> tuple[Array, Array]:
             rows = iter(arrays)
             chunk = [
-                _with_rows(g, [next(rows) for _ in range(n)], len(arrays[0])).materialize()
+                g.with_rows([next(rows) for _ in range(n)], len(arrays[0])).materialize()
                 for g, n in zip(parts, counts, strict=True)
             ]
             direct, derived = chunk[: len(self.direct)], chunk[len(self.direct) :]
@@ -239,7 +232,7 @@ class DerivedGradients(NamedTuple):
         size = sum(p.size for p in self.params) + sum(
             v.aval.size for v in self.group.function.jaxpr.outvars
         )
-        rows = [a for g in parts for a in _batch_first(g)]
+        rows = [a for g in parts for a in g.rows()]
         squares, squares_of_parts = map_in_chunks(squares_of, rows, 4 * size)
         is_rough = jnp.zeros(len(squares), bool)
         for column, (_, g) in enumerate(rough):
@@ -248,24 +241,22 @@ class DerivedGradients(NamedTuple):
         return {i: SquaredNorms(squares[:, k], zeros, is_rough) for k, i in enumerate(numbers)}
 
     def materialize(self) -> dict[int, Array]:
-        """Per-example gradients [batch, *parameter] by number of the parameter."""
+        """See `GroupGradients`."""
         pulled = jax.vmap(self._pull_back())([g.materialize() for g in self.derived])
         return self._add_direct(pulled, {i: g.materialize() for i, g in self.direct.items()})
 
-    def weighted_sum(
-        self, scales_by_param: Mapping[int, Array], is_rough: Array | None = None
-    ) -> dict[int, Array]:
-        """Weighted sums [*parameter] by number of the parameter; scales are [batch] each."""
-        sums: dict[int, Array] = {}
+    def weighted_sums(
+        self, scales: Mapping[int, Array], is_rough: Mapping[int, Array | None]
+    ) -> Iterator[tuple[int, Array]]:
+        """See `GroupGradients`."""
         pull_back = self._pull_back()
-        for scales in {
-            id(s): s for s in map(scales_by_param.__getitem__, self.group.params)
-        }.values():
-            pulled = pull_back([g.weighted_sum(scales, is_rough) for g in self.derived])
-            direct = {i: g.weighted_sum(scales, is_rough) for i, g in self.direct.items()}
+        rough = is_rough.get(self.group.params[0])  # Of the whole group, see `squared_norms`.
+        # Parameters are usually scaled alike. One backward pass is then enough.
+        for own in {id(scales[i]): scales[i] for i in self.group.params}.values():
+            pulled = pull_back([g.weighted_sum(own, rough) for g in self.derived])
+            direct = {i: g.weighted_sum(own, rough) for i, g in self.direct.items()}
             totals = self._add_direct(pulled, direct)
-            sums |= {i: total for i, total in totals.items() if scales_by_param[i] is scales}
-        return sums
+            yield from ((i, total) for i, total in totals.items() if scales[i] is own)
 
     def _pull_back(self) -> Callable[[Sequence[Array]], Sequence[Array]]:
         """Compute the derived values, and return the map from their cotangents to gradients.
@@ -315,29 +306,3 @@ def _widened(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
         return list(results) if eqn.primitive.multiple_results else [results]
 
     return interpret(closed, list(map(widen, args)), handle, jnp.asarray)
-
-
-def _batch_first(gradients: ParameterGradients) -> list[Array]:
-    """The arrays behind the gradients, with the batch as their first axis."""
-    if isinstance(gradients, FactoredGradients):
-        return [
-            jnp.moveaxis(a, len(i.use.scan_lengths), 0) for i in gradients.inputs for a in i.arrays
-        ]
-    return [gradients.gradients] if isinstance(gradients, MaterializedGradients) else []
-
-
-def _with_rows(
-    gradients: ParameterGradients, rows: Sequence[Array], size: int
-) -> ParameterGradients:
-    """The gradients of the ``size`` examples in these rows, see `_batch_first`."""
-    if isinstance(gradients, FactoredGradients):
-        given = iter(rows)
-
-        def next_rows(i: UseInputs) -> UseInputs:
-            return i.map(lambda _: jnp.moveaxis(next(given), 0, len(i.use.scan_lengths)))
-
-        inputs = [next_rows(i) for i in gradients.inputs]
-        return gradients._replace(inputs=inputs)
-    if isinstance(gradients, MaterializedGradients):
-        return gradients._replace(gradients=rows[0])
-    return ZeroGradients(gradients.materialize()[0], size)

@@ -1,20 +1,24 @@
 """Per-example gradients in the cheapest form: as factors, materialized, or recomputed.
 
 `PerExampleGradients` is the result of one backward pass. It computes norms and weighted sums of
-the gradients of all examples. Each parameter has one of these forms:
+the gradients of all examples. Each parameter is in one group (`GroupGradients`). Most are in
+`SeparateGradients`, each in one of these forms (`ParameterGradients`):
 
   - `FactoredGradients`: data and cotangents, whose products are the gradients. They stay
     factors unless the gradients take less memory.
   - `MaterializedGradients`: an array [batch, *parameter].
   - `ZeroGradients`: for parameters that the losses do not depend on.
-  - `ChunkedGradients`: nothing but the loss. It is differentiated for a few examples at a time,
-    once for norms and once for sums.
+
+`ChunkedGradients` store nothing but the loss. It is differentiated for a few examples at a time,
+once for norms and once for sums.
 """
 
+import abc
+import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +33,8 @@ from fnet.autodiff.per_example.ghost_norm import Dot, Embedding, Estimate, squar
 from fnet.autodiff.per_example.taps import Use
 from fnet.autodiff.update import squared_norm
 from fnet.precision import sum_dtype
+
+T = TypeVar("T")
 
 _FACTORS_RATIO = 4
 """Gradients are materialized if their factors are at least this many times larger."""
@@ -92,19 +98,23 @@ def cancels(squares_of_terms: Array, squared_norms: Array) -> Array:
     return squares_of_terms > _CANCELLATION**2 * squared_norms
 
 
-class ParameterGradients(Protocol):
+class ParameterGradients(abc.ABC):
     """The gradients of all examples with respect to one parameter."""
 
     @property
+    @abc.abstractmethod
     def strategy(self) -> str:
         """How norms and sums are computed; see `fnet.autodiff.gradient_strategies`."""
 
+    @abc.abstractmethod
     def squared_norms(self) -> SquaredNorms:
         """Squared norm of each example's gradient, with bounds of rounding errors."""
 
+    @abc.abstractmethod
     def materialize(self) -> Array:
         """Per-example gradients, [batch, *parameter]."""
 
+    @abc.abstractmethod
     def weighted_sum(self, scales: Array, is_rough: Array | None = None) -> Array:
         """Sum of the gradients scaled by ``scales`` [batch], [*parameter].
 
@@ -112,28 +122,91 @@ class ParameterGradients(Protocol):
         not finite. ``is_rough`` is that of `SquaredNorms`.
         """
 
+    @abc.abstractmethod
+    def rows(self) -> list[Array]:
+        """The arrays behind the gradients, [batch, ...]."""
 
-class GroupGradients(Protocol):
-    """The gradients of all examples with respect to several parameters, by their numbers."""
+    @abc.abstractmethod
+    def with_rows(self, rows: Sequence[Array], size: int) -> "ParameterGradients":
+        """Return the gradients of other examples, ``size`` of them, given their `rows`."""
 
-    @property
-    def numbers(self) -> Sequence[int]:
-        """Numbers of the parameters."""
+    def may_cancel(self) -> bool:
+        """Whether norms and sums follow from several terms, which may cancel."""
+        return False
 
-    @property
-    def strategy(self) -> str:
-        """See `ParameterGradients`."""
+    def squares_of_terms(self) -> Array:
+        """Squares of the sums of the norms of terms that may cancel, [batch]."""
+        return jnp.zeros(())
 
+
+class GroupGradients(abc.ABC):
+    """The gradients of all examples with respect to some parameters, by their numbers."""
+
+    @abc.abstractmethod
+    def strategies(self) -> dict[int, str]:
+        """See `ParameterGradients.strategy`."""
+
+    @abc.abstractmethod
     def squared_norms(self, whole: bool) -> dict[int, SquaredNorms]:
         """Squared norms; if ``whole``, only their sum over parameters is right."""
 
+    @abc.abstractmethod
     def materialize(self) -> dict[int, Array]:
-        """See `ParameterGradients`."""
+        """Per-example gradients, [batch, *parameter]."""
 
-    def weighted_sum(
-        self, scales_by_param: Mapping[int, Array], is_rough: Array | None
-    ) -> dict[int, Array]:
-        """See `ParameterGradients`."""
+    @abc.abstractmethod
+    def weighted_sums(
+        self, scales: Mapping[int, Array], is_rough: Mapping[int, Array | None]
+    ) -> Iterator[tuple[int, Array]]:
+        """Yield the weighted sum of each parameter, see `ParameterGradients`.
+
+        Args:
+          scales: Weights [batch] by number of the parameter.
+          is_rough: By number of the parameter; those of `SquaredNorms`.
+        """
+
+    def add_weighted_sums(
+        self,
+        totals: Mapping[int, Any],
+        scales: Mapping[int, Array],
+        is_rough: Mapping[int, Array | None],
+    ) -> None:
+        """Add the weighted sums to mutable arrays by number of the parameter."""
+        for i, total in self.weighted_sums(scales, is_rough):
+            jax.ref.addupdate(totals[i], ..., total.astype(totals[i].dtype))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SeparateGradients(GroupGradients):
+    """Gradients of parameters whose norms and sums have nothing in common.
+
+    Attributes:
+      by_param: The gradients by number of the parameter.
+    """
+
+    by_param: Mapping[int, ParameterGradients]
+
+    def strategies(self) -> dict[int, str]:
+        """See `GroupGradients`."""
+        return {i: g.strategy for i, g in self.by_param.items()}
+
+    def squared_norms(self, whole: bool) -> dict[int, SquaredNorms]:
+        """See `GroupGradients`."""
+        return {i: g.squared_norms() for i, g in self.by_param.items()}
+
+    def materialize(self) -> dict[int, Array]:
+        """See `GroupGradients`."""
+        return {i: g.materialize() for i, g in self.by_param.items()}
+
+    def weighted_sums(
+        self, scales: Mapping[int, Array], is_rough: Mapping[int, Array | None]
+    ) -> Iterator[tuple[int, Array]]:
+        """See `GroupGradients`. One sum after the other, in the order of a backward pass."""
+        previous = jnp.zeros(())
+        for i, gradients in sorted(self.by_param.items(), reverse=True):
+            total = gradients.weighted_sum(_wait_for(previous, scales[i]), is_rough.get(i))
+            previous = total if total.ndim > 1 and total.size else previous
+            yield i, total
 
 
 class UseInputs(NamedTuple):
@@ -179,7 +252,8 @@ class UseInputs(NamedTuple):
         return self.use.view.to_param(gradient.reshape(*stack, *gradient.shape[1:]), param)
 
 
-class FactoredGradients(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class FactoredGradients(ParameterGradients):
     """Gradients as data and cotangents of the parameter's uses.
 
     Attributes:
@@ -201,12 +275,12 @@ class FactoredGradients(NamedTuple):
         return SquaredNorms.total([part.squared_norms() for part in self._parts()])
 
     def squares_of_terms(self) -> Array:
-        """Squares of the sums of the norms of terms, see `SquaredNorms`; [batch]."""
+        """See `ParameterGradients`."""
         squares = [part.squares_of_terms()[0] for part in self._parts() if part.may_cancel()]
         return functools.reduce(jnp.add, squares, jnp.zeros(()))
 
     def may_cancel(self) -> bool:
-        """Whether norms and sums follow from several terms, which may cancel."""
+        """See `ParameterGradients`."""
         return any(part.may_cancel() and not part.never_cancels() for part in self._parts())
 
     def materialize(self) -> Array:
@@ -219,6 +293,19 @@ class FactoredGradients(NamedTuple):
         """See `ParameterGradients`."""
         parts = self._parts()
         return self._assemble(parts, [part.weighted_sum(scales, is_rough) for part in parts])
+
+    def rows(self) -> list[Array]:
+        """See `ParameterGradients`."""
+        return [jnp.moveaxis(a, len(i.use.scan_lengths), 0) for i in self.inputs for a in i.arrays]
+
+    def with_rows(self, rows: Sequence[Array], size: int) -> ParameterGradients:
+        """See `ParameterGradients`."""
+        given = iter(rows)
+
+        def next_rows(i: UseInputs) -> UseInputs:
+            return i.map(lambda _: jnp.moveaxis(next(given), 0, len(i.use.scan_lengths)))
+
+        return FactoredGradients(self.param, [next_rows(i) for i in self.inputs])
 
     def _parts(self) -> list["_Part"]:
         """Split the uses into parts of the parameter that have no elements in common."""
@@ -590,7 +677,8 @@ def _squared_norms_of_sum(factors: Sequence[tuple[Array, Array]]) -> Estimate:
     return Estimate(ghost_norm.nonnegative(total), errors)
 
 
-class MaterializedGradients(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class MaterializedGradients(ParameterGradients):
     """Gradients as an array.
 
     Attributes:
@@ -598,7 +686,7 @@ class MaterializedGradients(NamedTuple):
     """
 
     gradients: Array
-    strategy: str = "autodiff"
+    strategy: ClassVar[str] = "autodiff"
 
     def squared_norms(self) -> SquaredNorms:
         """See `ParameterGradients`."""
@@ -616,6 +704,14 @@ class MaterializedGradients(NamedTuple):
         total = scales.astype(rows.dtype) @ jnp.where(scales[:, None] != 0, rows, 0)
         return total.reshape(self.gradients.shape[1:])
 
+    def rows(self) -> list[Array]:
+        """See `ParameterGradients`."""
+        return [self.gradients]
+
+    def with_rows(self, rows: Sequence[Array], size: int) -> ParameterGradients:
+        """See `ParameterGradients`."""
+        return MaterializedGradients(rows[0])
+
 
 def _accurate(values: Array, size: int) -> SquaredNorms:
     """Squared norms of gradients of this size, from the gradients that are summed."""
@@ -627,7 +723,8 @@ def _tiny(squares: Array) -> float:
     return float(jnp.finfo(squares.dtype).tiny)
 
 
-class ZeroGradients(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class ZeroGradients(ParameterGradients):
     """Gradients with respect to a parameter that the losses do not depend on.
 
     Attributes:
@@ -637,7 +734,7 @@ class ZeroGradients(NamedTuple):
 
     param: Any
     batch_size: int
-    strategy: str = "unused"
+    strategy: ClassVar[str] = "unused"
 
     def squared_norms(self) -> SquaredNorms:
         """See `ParameterGradients`."""
@@ -652,8 +749,17 @@ class ZeroGradients(NamedTuple):
         """See `ParameterGradients`."""
         return jnp.zeros(self.param.shape, jnp.float32)
 
+    def rows(self) -> list[Array]:
+        """See `ParameterGradients`."""
+        return []
 
-class ChunkedGradients(NamedTuple):
+    def with_rows(self, rows: Sequence[Array], size: int) -> ParameterGradients:
+        """See `ParameterGradients`."""
+        return ZeroGradients(self.param, size)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ChunkedGradients(GroupGradients):
     """Gradients with respect to large parameters, recomputed for a few examples at a time.
 
     Attributes:
@@ -670,8 +776,12 @@ class ChunkedGradients(NamedTuple):
     numbers: Sequence[int]
     width: int
 
-    def squared_norms(self) -> dict[int, SquaredNorms]:
-        """Squared norms by number of the parameter."""
+    def strategies(self) -> dict[int, str]:
+        """See `GroupGradients`."""
+        return dict.fromkeys(self.numbers, "autodiff in chunks")
+
+    def squared_norms(self, whole: bool) -> dict[int, SquaredNorms]:
+        """See `GroupGradients`."""
 
         def squares(example: Sequence[Array]) -> list[Array]:
             return [squared_norm(g) for g in self._gradient(example)]
@@ -680,12 +790,14 @@ class ChunkedGradients(NamedTuple):
         return {i: _accurate(a, self.params[i].size) for i, a in values.items()}
 
     def materialize(self) -> dict[int, Array]:
-        """Per-example gradients [batch, *parameter] by number of the parameter."""
+        """See `GroupGradients`."""
         gradients = self.examples.map(self._gradient, self.width)
         return dict(zip(self.numbers, gradients, strict=True))
 
-    def weighted_sum(self, scales_by_param: Mapping[int, Array]) -> dict[int, Array]:
-        """Weighted sums [*parameter] by number of the parameter; scales are [batch] each."""
+    def weighted_sums(
+        self, scales: Mapping[int, Array], is_rough: Mapping[int, Array | None]
+    ) -> Iterator[tuple[int, Array]]:
+        """See `GroupGradients`."""
         size, width = self.examples.size, self.width
         chunks = -(-size // width)
         padding = chunks * width - size
@@ -695,17 +807,17 @@ class ChunkedGradients(NamedTuple):
             return a.reshape(chunks, width, *a.shape[1:])
 
         def add_chunk(sums: list[Array], chunk: Any) -> tuple[list[Array], None]:
-            rows, scales = chunk
+            rows, weights = chunk
             gradients = map(MaterializedGradients, jax.vmap(self._gradient)(rows))
-            triples = zip(sums, gradients, scales, strict=True)
-            return [total + g.weighted_sum(scale) for total, g, scale in triples], None
+            triples = zip(sums, gradients, weights, strict=True)
+            return [total + g.weighted_sum(weight) for total, g, weight in triples], None
 
         zeros = [jnp.zeros(self.params[i].shape, sum_dtype(self.params[i])) for i in self.numbers]
         rows = [split(a) for a in self.examples.leaves]
-        # Padding examples have scale 0.
-        scales = [split(scales_by_param[i]).at[-1, width - padding :].set(0) for i in self.numbers]
-        sums, _ = jax.lax.scan(add_chunk, zeros, (rows, scales))
-        return dict(zip(self.numbers, sums, strict=True))
+        # Padding examples have weight 0.
+        weights = [split(scales[i]).at[-1, width - padding :].set(0) for i in self.numbers]
+        sums, _ = jax.lax.scan(add_chunk, zeros, (rows, weights))
+        yield from zip(self.numbers, sums, strict=True)
 
     def _gradient(self, example: Sequence[Array]) -> list[Array]:
         def loss(selected: list[Any]) -> Array:
@@ -728,18 +840,14 @@ class PerExampleGradients(NamedTuple):
         not depend on the batch.
       aux_is_batched: Whether each leaf of ``aux`` is [batch, ...].
       treedef: Structure of the parameters.
-      by_param: Gradients by number of the parameter.
-      groups: Gradients with respect to parameters that are combined before they meet data.
-      chunked: Gradients with respect to the other parameters, if there are any.
+      groups: Gradients of all parameters, each in one group.
     """
 
     losses: Array
     aux: Any
     aux_is_batched: list[bool]
     treedef: Any
-    by_param: dict[int, ParameterGradients]
     groups: Sequence[GroupGradients]
-    chunked: ChunkedGradients | None
 
     def squared_norms(self, *, whole: bool = False) -> Any:
         """Squared norms [batch] of the gradients with respect to each parameter, like params.
@@ -762,20 +870,14 @@ class PerExampleGradients(NamedTuple):
           Squared norms and their upper bounds, like params; ``is_rough`` by number of the
           parameter, for `weighted_sum`.
         """
-        norms = {i: g.squared_norms() for i, g in self.by_param.items()}
-        for group in self.groups:
-            norms |= group.squared_norms(whole)
-        norms |= self.chunked.squared_norms() if self.chunked else {}
+        norms = _merged(group.squared_norms(whole) for group in self.groups)
         values = self._unflatten({i: n.values for i, n in norms.items()})
         upper = self._unflatten({i: n.upper for i, n in norms.items()})
         return values, upper, {i: n.is_rough for i, n in norms.items()}
 
     def materialize(self) -> Any:
         """Per-example gradients [batch, *parameter], like params."""
-        gradients = {i: g.materialize() for i, g in self.by_param.items()}
-        for group in self.groups:
-            gradients |= group.materialize()
-        return self._unflatten(gradients | (self.chunked.materialize() if self.chunked else {}))
+        return self._unflatten(_merged(group.materialize() for group in self.groups))
 
     def weighted_sum(
         self,
@@ -792,42 +894,25 @@ class PerExampleGradients(NamedTuple):
           totals: Mutable arrays like params to add the sums to, in place of returning them.
         """
         scales_by_param = dict(enumerate(jax.tree.leaves(scales)))
-        refs = dict(enumerate(jax.tree.leaves(totals)))
         rough = is_rough or {}
-        sums: dict[int, Array] = {}
-
-        def add(new: Mapping[int, Array]) -> None:
-            for i, total in new.items():
-                if refs:
-                    jax.ref.addupdate(refs[i], ..., total.astype(refs[i].dtype))
-                else:
-                    sums[i] = total
-
-        previous = jnp.zeros(())
-        for i, gradients in sorted(self.by_param.items(), reverse=True):
-            scales = _wait_for(previous, scales_by_param[i])
-            total = gradients.weighted_sum(scales, rough.get(i))
-            add({i: total})
-            previous = total if total.ndim > 1 and total.size else previous
+        if totals is None:
+            sums = (group.weighted_sums(scales_by_param, rough) for group in self.groups)
+            return self._unflatten(_merged(map(dict, sums)))
+        refs = dict(enumerate(jax.tree.leaves(totals)))
         for group in self.groups:
-            if refs and hasattr(group, "add_weighted_sum"):
-                group.add_weighted_sum(refs, scales_by_param)
-            else:
-                add(group.weighted_sum(scales_by_param, rough.get(group.numbers[0])))
-        if self.chunked:
-            add(self.chunked.weighted_sum(scales_by_param))
-        return None if refs else self._unflatten(sums)
+            group.add_weighted_sums(refs, scales_by_param, rough)
+        return None
 
     def strategies(self) -> Any:
         """How each parameter's norms and sums are computed, like params."""
-        strategies = {i: g.strategy for i, g in self.by_param.items()}
-        for group in self.groups:
-            strategies |= dict.fromkeys(group.numbers, group.strategy)
-        chunked = self.chunked.numbers if self.chunked else ()
-        return self._unflatten(strategies | dict.fromkeys(chunked, "autodiff in chunks"))
+        return self._unflatten(_merged(group.strategies() for group in self.groups))
 
     def _unflatten(self, leaves: Mapping[int, Any]) -> Any:
         return jax.tree.unflatten(self.treedef, [leaves[i] for i in range(len(leaves))])
+
+
+def _merged(by_param: Iterable[Mapping[int, T]]) -> dict[int, T]:
+    return {i: value for values in by_param for i, value in values.items()}
 
 
 def _wait_for(previous: Array, scales: Array) -> Array:

@@ -215,6 +215,7 @@ class Use(NamedTuple):
       in_checkpoint: Whether the equation is inside of `jax.checkpoint`.
       norm_fits: Whether the norm of its gradient takes no more memory than its data and result.
       operand: Number of the operand that is the view.
+      is_measured: Whether its tap gives the squared norm of the gradient alone. Nothing is saved.
     """
 
     path: Path
@@ -225,6 +226,16 @@ class Use(NamedTuple):
     in_checkpoint: bool = False
     norm_fits: bool = False
     operand: int = 0
+    is_measured: bool = False
+
+    @property
+    def tap_shapes(self) -> Any:
+        """Shape of the tap, see `evaluate_with_taps`; a list of shapes for `AnyEquation`."""
+        if self.is_measured:
+            return jax.ShapeDtypeStruct(self.scan_lengths, jnp.float32)
+        return jax.tree.map(
+            lambda out: jax.ShapeDtypeStruct((*self.scan_lengths, *out.shape), out.dtype), self.out
+        )
 
 
 class Uses(NamedTuple):
@@ -236,13 +247,13 @@ class Uses(NamedTuple):
       unknown: Those of them that meet data in another way, such as in the carry of a scan.
     """
 
-    uses: tuple[Use, ...]
+    uses: list[Use]
     nonlinear: frozenset[int]
     unknown: frozenset[int]
 
-    def without(self, params: Collection[int]) -> tuple[Use, ...]:
+    def without(self, params: Collection[int]) -> list[Use]:
         """Return the uses of all but some parameters."""
-        return tuple(use for use in self.uses if use.view.param not in params)
+        return [use for use in self.uses if use.view.param not in params]
 
 
 def find_uses(closed: ClosedJaxpr, params: int) -> Uses:
@@ -262,7 +273,7 @@ def find_uses(closed: ClosedJaxpr, params: int) -> Uses:
     search.add_unknown([losses])  # The loss itself may be a view of a parameter.
     nonlinear = {u.view.param for u in search.uses if isinstance(u.equation, AnyEquation)}
     unknown = frozenset(search.unknown)
-    uses = Uses(tuple(search.uses), unknown | nonlinear, unknown)
+    uses = Uses(search.uses, unknown | nonlinear, unknown)
     return uses._replace(uses=uses.without(unknown))
 
 
@@ -348,7 +359,6 @@ def evaluate_with_taps(
     args: Sequence[Any],
     uses: Sequence[Use],
     taps: Sequence[Any],
-    measured: Collection[int] = (),
     scale: Array | None = None,
 ) -> tuple[list[Any], list[Any]]:
     """Evaluate a traced function with a tap behind every use.
@@ -357,10 +367,9 @@ def evaluate_with_taps(
       closed: The function.
       args: Its arguments.
       uses: Uses of its parameters.
-      taps: Zeros [*scan_lengths, *out.shape] for each use, or a list of them. The cotangent of a
-        tap is the cotangent of the equation's result.
-      measured: Numbers of uses that save nothing. The tap is [*scan_lengths], and its cotangent
-        is the squared norm of the gradient with respect to the view.
+      taps: Zeros for each use. They have the shapes of the equation's results in all iterations,
+        and their cotangents are the cotangents of these results. The tap of a measured use is
+        [*scan_lengths], and its cotangent is the squared norm of the view's gradient.
       scale: If given, the tap of a measured use is a wide float array like the view, with its
         scans first. Its cotangent is the gradient times this number.
 
@@ -369,7 +378,7 @@ def evaluate_with_taps(
       The data is an empty array if the gradient does not depend on it.
     """
     numbers = {use.path: number for number, use in enumerate(uses)}
-    evaluation = _Evaluation(numbers, uses, frozenset(measured), scale)
+    evaluation = _Evaluation(numbers, uses, scale)
     results, data = evaluation.run(closed, args, (), dict(enumerate(taps)))
     return results, [data[number] for number in range(len(uses))]
 
@@ -381,8 +390,7 @@ _Data = dict[int, Any]
 class _Evaluation(NamedTuple):
     at_path: dict[Path, int]
     uses: Sequence[Use]
-    measured: frozenset[int]
-    scale: Array | None = None
+    scale: Array | None
 
     def run(
         self, closed: ClosedJaxpr, args: Sequence[Any], path: Path, taps: Mapping[int, Any]
@@ -394,21 +402,9 @@ class _Evaluation(NamedTuple):
         def handle(eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
             eqn_path = (*path, next(index))
             if eqn_path in self.at_path:
-                number, outs = self.at_path[eqn_path], evaluate(eqn, inputs)
-                equation = self.uses[number].equation
-                if isinstance(equation, AnyEquation):
-                    data[number] = [inputs[k] for k in equation.data]
-                    return list(map(tap, outs, taps[number]))
-                (out,), operand = outs, equation.data
-                if number in self.measured:
-                    data[number] = jnp.zeros(0)
-                    if self.scale is not None:
-                        use = self.uses[number]
-                        return [_weigh(eqn, use, out, inputs, taps[number], self.scale)]
-                    x = jnp.zeros(0) if operand is None else inputs[operand]
-                    return [_measure(self.uses[number], out, x, taps[number])]
-                data[number] = jnp.zeros(0) if operand is None else inputs[operand]
-                return [tap(out, taps[number])]
+                number = self.at_path[eqn_path]
+                outs, data[number] = self._tapped(eqn, self.uses[number], inputs, taps[number])
+                return outs
             inner_taps = {n: taps[n] for n in self._within(eqn_path)}
             if not inner_taps:
                 return evaluate(eqn, inputs)
@@ -420,6 +416,21 @@ class _Evaluation(NamedTuple):
 
         results = interpret(closed, args, handle)
         return results, data
+
+    def _tapped(
+        self, eqn: JaxprEqn, use: Use, inputs: list[Any], given: Any
+    ) -> tuple[list[Any], Any]:
+        """Evaluate the equation of a use, and return its data."""
+        outs, equation = evaluate(eqn, inputs), use.equation
+        if isinstance(equation, AnyEquation):
+            return list(map(tap, outs, given)), [inputs[k] for k in equation.data]
+        nothing = jnp.zeros(0)
+        x = nothing if equation.data is None else inputs[equation.data]
+        if not use.is_measured:
+            return [tap(outs[0], given)], x
+        if self.scale is None:
+            return [_measure(use, outs[0], x, given)], nothing
+        return [_weigh(eqn, use, outs[0], inputs, given, self.scale)], nothing
 
     def _within(self, path: Path) -> list[int]:
         """Numbers of the uses inside a call or scan."""
