@@ -352,7 +352,7 @@ def analyze(
       The graph of arrays and operations.
     """
     jaxpr = closed.jaxpr
-    active = _active(jaxpr, differentiated)
+    active = active_variables(jaxpr, differentiated)
     builder = _Builder(jaxpr, active, _useful(jaxpr, objective) & active)
     parts = pieces(jaxpr)
     needs = [builder.add(number, piece) for number, piece in enumerate(parts)]
@@ -360,7 +360,7 @@ def analyze(
     return Graph(parts, needs, builder.tensors, fused, equation_names(jaxpr))
 
 
-def _active(jaxpr: Jaxpr, differentiated: Sequence[bool]) -> set[Var]:
+def active_variables(jaxpr: Jaxpr, differentiated: Sequence[bool]) -> set[Var]:
     """Variables that depend on the differentiated arguments."""
     active = {v for v, d in zip(jaxpr.invars, differentiated, strict=True) if d and is_floating(v)}
     for e in jaxpr.eqns:

@@ -1,0 +1,473 @@
+"""Loops in chunks: a `jax.lax.scan` whose backward pass saves the carry of few iterations.
+
+A scan of L iterations becomes a scan of chunks, each under a `jax.checkpoint`. A chunk is a scan of
+iterations, or of smaller chunks. With chunks of the square root of L, the backward pass saves about
+``2 sqrt(L)`` carries in place of L, for one more forward pass.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
+
+from fnet.jaxpr import (
+    Scan,
+    call_like,
+    called_jaxpr,
+    evaluate,
+    in_scopes,
+    inline,
+    interpret,
+    is_checkpoint,
+    is_reference,
+    nbytes,
+    switch,
+)
+from fnet.memory.cost import Cost, equation_cost
+from fnet.memory.graph import active_variables, is_floating, linearize, variables
+from fnet.memory.remat import Policy
+from fnet.memory.windows import trace_inlined
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+Sizes = tuple[int, ...]
+"""Iterations of a chunk, of the chunks in it, and so on. () is the plain scan."""
+
+MOST_PASSES = 3
+"""Largest number of additional forward passes that are tried."""
+
+# More FLOPs must save at least this share of what the plain loops save.
+_LEAST_SAVING = 0.005
+# Sizes that are tried besides the divisors of a length, per factor of 2.
+_SIZES_PER_OCTAVE = 2
+
+
+class LoopPolicy(NamedTuple):
+    """A policy that runs loops in chunks, and its prediction.
+
+    Attributes:
+      policy: Remat policy.
+      bytes: Bytes that the loops of the function hold for the backward pass.
+      cost: Additional FLOPs and bytes.
+      sizes: Chunk sizes of the loops that are chunked.
+    """
+
+    policy: Policy
+    bytes: int
+    cost: Cost
+    sizes: tuple[Sizes, ...]
+
+
+def chunk_loops(f: F, sizes: Sequence[int]) -> F:
+    """Run every differentiated `jax.lax.scan` in chunks, each under a `jax.checkpoint`.
+
+    That includes loops inside of loops, branches and `jax.checkpoint`, but not those of functions
+    with derivative rules of their own. ``jax.lax.while_loop`` and loops with effects stay whole.
+    The last chunk is shorter if the size does not divide the length.
+
+    Args:
+      f: A function of pytrees of arrays that is differentiated with respect to its first argument.
+        Keyword arguments that are a bool, a string or None are static.
+      sizes: Iterations of a chunk, then of the smaller chunks that it consists of, and so on. Each
+        number adds the FLOPs of one forward pass. With 1 at the end, each iteration is under a
+        `jax.checkpoint`.
+
+    Returns:
+      A function with the same arguments, values and gradients.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from fnet import memory
+      >>> from fnet.memory.loops import chunk_loops
+      >>> def loss(w, x):
+      ...     step = lambda x, _: (jnp.tanh(jnp.sin(x @ w)), None)
+      ...     return jax.lax.scan(step, x, length=100)[0].sum()
+      >>> w, x = jnp.eye(8), jnp.ones((4, 8))
+      >>> def saved_arrays(f):
+      ...     return sum(r.added for r in memory.residuals(f, w, x)) // x.nbytes
+      >>> saved_arrays(loss), saved_arrays(chunk_loops(loss, [10]))
+      (400, 10)
+    """
+    return _chunked(f, lambda part: {loop: tuple(sizes) for loop in part.all_loops()})
+
+
+def remat_loops(f: F, passes: int) -> F:
+    """Run loops in the chunks that are predicted to need the fewest bytes.
+
+    Args:
+      f: As for `chunk_loops`.
+      passes: Largest number of additional forward passes of a loop. Two save about the cube root of
+        the length in carries.
+
+    Returns:
+      A function with the same arguments, values and gradients.
+    """
+    return _chunked(f, lambda part: _best(part, passes).sizes)
+
+
+def loop_policies(closed: ClosedJaxpr, differentiated: Sequence[bool]) -> list[LoopPolicy]:
+    """Return policies that run the loops of a function in chunks, from the fewest FLOPs on.
+
+    Args:
+      closed: The inlined function.
+      differentiated: Whether each argument is differentiated.
+
+    Returns:
+      The plain function, and one policy per number of passes that needs fewer bytes than with one
+      pass less.
+    """
+    part = _Part.of(closed, differentiated)
+    found: list[LoopPolicy] = []
+    for passes in range(MOST_PASSES + 1):
+        best = _best(part, passes)
+        sizes = tuple(s for s in best.sizes.values() if s)
+        if found and sizes == found[-1].sizes:
+            break
+        every = ", ".join(dict.fromkeys("/".join(map(str, s)) for s in sizes))
+        text = f"a carry per {every} iterations of loops"
+        apply = functools.partial(remat_loops, passes=passes)
+        policy = Policy("loops", text, apply)
+        found.append(LoopPolicy(policy, best.bytes, best.cost, sizes))
+    return found
+
+
+def _chunked(f: F, choose: "Callable[[_Part], dict[_Loop, Sizes]]") -> F:
+    @functools.wraps(f)
+    def in_chunks(*args: Any, **kwargs: Any) -> Any:
+        closed, leaves, structure = trace_inlined(f, args, kwargs)
+        count = len(jax.tree.leaves(args[:1]))
+        part = _Part.of(closed, [i < count for i in range(len(leaves))])
+        return jax.tree.unflatten(structure, part.run(leaves, choose(part)))
+
+    return in_chunks  # type: ignore[return-value]
+
+
+# Loops of a function, and how they run in chunks.
+
+
+@dataclasses.dataclass(eq=False)
+class _Loop:
+    """A scan, or another equation that contains scans.
+
+    Attributes:
+      eqn: The equation.
+      bodies: What it runs: one part, or one per branch.
+    """
+
+    eqn: JaxprEqn
+    bodies: "list[_Part]"
+
+    @functools.cached_property
+    def scan(self) -> Scan | None:
+        """The parts of a scan; None for another equation."""
+        return Scan.read(self.eqn)
+
+    def run(self, inputs: Sequence[Any], sizes: "dict[_Loop, Sizes]") -> list[Any]:
+        """Evaluate the equation, its loops in chunks."""
+        if self.scan:
+            return self._run_scan(self.scan, inputs, sizes)
+        functions = [functools.partial(body.run_on, sizes) for body in self.bodies]
+        if self.eqn.primitive.name == "cond":
+            results: list[Any] = switch(self.eqn, inputs[0], functions, *inputs[1:])
+            return results
+        return call_like(self.eqn, functions[0])(*inputs)
+
+    def _run_scan(
+        self, scan: Scan, inputs: Sequence[Any], sizes: "dict[_Loop, Sizes]"
+    ) -> list[Any]:
+        consts, carry, xs = scan.split(inputs)
+        # A carry that no iteration changes is saved once.
+        changes = _changes(scan)
+
+        def merge(changing: Sequence[Any]) -> list[Any]:
+            remaining = iter(changing)
+            return [next(remaining) if c else v for c, v in zip(changes, carry, strict=True)]
+
+        def step(changing: list[Any], xs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+            results = self.bodies[0].run_on(sizes, *consts, *merge(changing), *xs)
+            carry, ys = results[: scan.num_carry], results[scan.num_carry :]
+            return list(itertools.compress(carry, changes)), ys
+
+        params = self.eqn.params
+        changing, ys = _scan_chunks(
+            step,
+            list(itertools.compress(carry, changes)),
+            xs,
+            scan.length,
+            sizes.get(self, ()),
+            reverse=params["reverse"],
+            unroll=params["unroll"],
+        )
+        return [*merge(changing), *ys]
+
+
+@dataclasses.dataclass(eq=False)
+class _Part:
+    """An inlined jaxpr and its differentiated loops.
+
+    Attributes:
+      closed: The inlined jaxpr.
+      differentiated: Whether each argument is differentiated.
+      loops: Scans, and equations that contain scans, by the number of their equation.
+    """
+
+    closed: ClosedJaxpr
+    differentiated: Sequence[bool]
+    loops: dict[int, _Loop]
+
+    @classmethod
+    def of(cls, closed: ClosedJaxpr, differentiated: Sequence[bool]) -> "_Part":
+        """Find the loops of an inlined jaxpr."""
+        active = active_variables(closed.jaxpr, differentiated)
+        loops: dict[int, _Loop] = {}
+        for number, eqn in enumerate(closed.jaxpr.eqns):
+            given = [not isinstance(v, Literal) and v in active for v in eqn.invars]
+            # A chunk would have its effects twice.
+            if not any(given) or eqn.effects or any(map(is_reference, eqn.invars)):
+                continue
+            inner: Sequence[ClosedJaxpr] = ()
+            if scan := Scan.read(eqn):
+                inner = [scan.body]
+                for i in range(scan.num_carry):  # the loop may make a carry active
+                    given[scan.num_consts + i] |= eqn.outvars[i] in active
+            elif eqn.primitive.name == "cond":
+                inner, given = eqn.params["branches"], given[1:]
+            elif is_checkpoint(eqn) and (called := called_jaxpr(eqn)):
+                inner = [called]
+            bodies = [cls.of(inline(body), given) for body in inner]
+            if scan or any(body.loops for body in bodies):
+                loops[number] = _Loop(eqn, bodies)
+        return cls(closed, differentiated, loops)
+
+    def all_loops(self) -> Iterator[_Loop]:
+        """Yield the loops and those inside of them."""
+        for loop in self.loops.values():
+            yield loop
+            for body in loop.bodies:
+                yield from body.all_loops()
+
+    def run(self, args: Sequence[Any], sizes: dict[_Loop, Sizes]) -> list[Any]:
+        """Evaluate the jaxpr, its loops in chunks."""
+        numbers = itertools.count()
+
+        def handle(eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
+            loop = self.loops.get(next(numbers))
+            if loop is None:
+                return evaluate(eqn, inputs)
+            with in_scopes(eqn):
+                return loop.run(inputs, sizes)
+
+        return interpret(self.closed, args, handle)
+
+    def run_on(self, sizes: dict[_Loop, Sizes], *args: Any) -> list[Any]:
+        """As `run`, with separate arguments."""
+        return self.run(args, sizes)
+
+    @functools.cached_property
+    def saved(self) -> int:
+        """Bytes of the residuals of the plain jaxpr, without its arguments."""
+        shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in self.closed.in_avals]
+        objective = list(map(is_floating, self.closed.jaxpr.outvars))
+
+        def f(*args: Any) -> Any:
+            results = interpret(self.closed, args, evaluate)
+            return list(itertools.compress(results, objective)), results
+
+        chosen = [
+            i
+            for i, v in enumerate(self.closed.jaxpr.invars)
+            if self.differentiated[i] and is_floating(v)
+        ]
+        if not chosen or not any(objective):
+            return 0
+        forward = linearize(f, shapes, chosen)
+        jaxpr = forward.closed.jaxpr
+        read = dict.fromkeys(variables(jaxpr.outvars[i] for i in forward.residuals))
+        arguments = {*jaxpr.invars, *jaxpr.constvars}
+        return sum(nbytes(v) for v in read if v not in arguments)
+
+
+def _changes(scan: Scan) -> list[bool]:
+    """Whether a scan changes each carry."""
+    _, carry, _ = scan.split(scan.body.jaxpr.invars)
+    return [v is not w for v, w in zip(carry, scan.body.jaxpr.outvars, strict=False)]
+
+
+def _scan_chunks(
+    step: Callable[..., Any],
+    carry: Any,
+    xs: list[Any],
+    length: int,
+    sizes: Sizes,
+    *,
+    is_chunk: bool = False,
+    **options: Any,
+) -> tuple[Any, list[Any]]:
+    """Run a loop in chunks, each under a `jax.checkpoint`.
+
+    Args:
+      step: ``step(carry, xs) -> (carry, ys)`` with lists of arrays, for one iteration.
+      carry: Arrays that pass from iteration to iteration.
+      xs: Scanned arrays.
+      length: Number of iterations.
+      sizes: Chunk sizes.
+      is_chunk: Whether this loop is inside of another one.
+      **options: ``reverse`` and ``unroll`` of `jax.lax.scan`.
+    """
+    # A single chunk saves nothing.
+    size, *smaller = next((sizes[i:] for i, s in enumerate(sizes) if s < length), (length,))
+    if size == length:
+        return jax.lax.scan(step, carry, xs, length, **options)
+    if size == 1:
+        return jax.lax.scan(jax.checkpoint(step, prevent_cse=False), carry, xs, length, **options)
+    count, rest = divmod(length, size)
+    whole = count * size
+
+    def run(carry: Any, xs: list[Any], length: int = size) -> Any:
+        return _scan_chunks(step, carry, xs, length, tuple(smaller), is_chunk=True, **options)
+
+    def chunks(carry: Any) -> Any:
+        stacked = [x[:whole].reshape(count, size, *x.shape[1:]) for x in xs]
+        with_remat = jax.checkpoint(run, prevent_cse=False)
+        carry, ys = jax.lax.scan(with_remat, carry, stacked, count, options["reverse"])
+        return carry, [y.reshape(whole, *y.shape[2:]) for y in ys]
+
+    def last(carry: Any) -> Any:
+        run_rest = functools.partial(run, length=rest)
+        # Outside of a loop, XLA could merge a chunk with its rematerialization.
+        with_remat = jax.checkpoint(run_rest, prevent_cse=not is_chunk)
+        return with_remat(carry, [x[whole:] for x in xs])
+
+    if not rest:
+        return chunks(carry)  # type: ignore[no-any-return]
+    if options["reverse"]:
+        carry, after = last(carry)
+        carry, before = chunks(carry)
+    else:
+        carry, before = chunks(carry)
+        carry, after = last(carry)
+    return carry, [jnp.concatenate(pair) for pair in zip(before, after, strict=True)]
+
+
+# The choice of sizes.
+
+
+class _Choice(NamedTuple):
+    """Chunk sizes of loops, and what they are predicted to need.
+
+    Attributes:
+      sizes: Chunk sizes by loop.
+      saved: Bytes that are saved for the backward pass.
+      working: Bytes while a chunk is rematerialized.
+      cost: Additional FLOPs and bytes.
+    """
+
+    sizes: dict[_Loop, Sizes]
+    saved: int
+    working: int
+    cost: Cost
+
+    @property
+    def bytes(self) -> int:
+        """Bytes at the peak."""
+        return self.saved + self.working
+
+
+def _cheapest(choices: Sequence[_Choice], slack: float) -> _Choice:
+    """The fewest FLOPs that need few more than the fewest bytes."""
+    least = min(c.bytes for c in choices) + slack
+    return min((c for c in choices if c.bytes <= least), key=lambda c: (c.cost.time, c.bytes))
+
+
+def _best(part: _Part, passes: int) -> _Choice:
+    """The sizes that need the fewest bytes with a number of additional forward passes."""
+    options = [[_best_of_loop(loop, p) for p in range(passes + 1)] for loop in part.loops.values()]
+    slack = _LEAST_SAVING * sum(plain.bytes for plain, *_ in options)
+    return _joined([_cheapest(choices, slack) for choices in options])
+
+
+def _joined(choices: Sequence[_Choice]) -> _Choice:
+    """Choices for loops that run one after the other."""
+    return _Choice(
+        {loop: sizes for c in choices for loop, sizes in c.sizes.items()},
+        sum(c.saved for c in choices),
+        max((c.working for c in choices), default=0),
+        Cost(sum(c.cost.flops for c in choices), sum(c.cost.bytes for c in choices)),
+    )
+
+
+def _best_of_loop(loop: _Loop, passes: int) -> _Choice:
+    if loop.scan is None:
+        inner = _joined([_best(body, passes) for body in loop.bodies])
+        if is_checkpoint(loop.eqn):  # what is inside is alive during its backward pass only
+            inner = inner._replace(saved=0, working=inner.bytes)
+        return inner
+    (body,), scan = loop.bodies, loop.scan
+    consts, carries, xs = scan.split(body.closed.jaxpr.invars)
+    carry = sum(map(nbytes, itertools.compress(carries, _changes(scan))))
+    stacked = sum(map(nbytes, [*xs, *body.closed.jaxpr.outvars[scan.num_carry :]]))
+    # The backward pass of each level adds up gradients of the constants.
+    gradients = sum(nbytes(v) for v, d in zip(consts, body.differentiated, strict=False) if d)
+    own = max(body.saved - _best(body, 0).saved, 0)
+    forward = equation_cost(loop.eqn)
+    choices = []
+    for levels in range(passes + 1):
+        inner = _best(body, passes - levels)
+        sizes, saved, working = _sizes(
+            scan.length, levels, carry, carry + own + inner.saved, stacked
+        )
+        choices.append(
+            _Choice(
+                {loop: sizes} | inner.sizes,
+                saved,
+                working + inner.working + len(sizes) * gradients,
+                Cost(
+                    *(
+                        len(sizes) * again + scan.length * more
+                        for again, more in zip(forward, inner.cost, strict=True)
+                    )
+                ),
+            )
+        )
+    return _cheapest(choices, _LEAST_SAVING * choices[0].bytes)
+
+
+@functools.cache
+def _sizes(
+    length: int, levels: int, carry: int, residuals: int, stacked: int
+) -> tuple[Sizes, int, int]:
+    """Choose chunk sizes for the fewest bytes.
+
+    Args:
+      length: Number of iterations.
+      levels: Largest number of sizes.
+      carry: Bytes of the carry.
+      residuals: Bytes that a plain iteration saves.
+      stacked: Bytes of scanned arrays per iteration, which are copied if a size does not divide.
+
+    Returns:
+      The sizes, bytes that are saved, and bytes while a chunk is rematerialized.
+    """
+    best: tuple[Sizes, int, int] = ((), length * residuals, 0)
+    for size in _promising(length) if levels else ():
+        copied = length * stacked if length % size else 0
+        smaller, *inner = _sizes(size, levels - 1, carry, residuals, stacked)
+        found = (size, *smaller), -(-length // size) * carry + copied, sum(inner)
+        best = min(best, found, key=lambda f: f[1] + f[2])
+    return best
+
+
+def _promising(length: int) -> set[int]:
+    """Divisors of a length, and other numbers below it, more of the small ones."""
+    octaves = range(_SIZES_PER_OCTAVE * length.bit_length())
+    some = {round(2 ** (i / _SIZES_PER_OCTAVE)) for i in octaves}
+    some |= {
+        d for n in range(1, math.isqrt(length) + 1) if length % n == 0 for d in (n, length // n)
+    }
+    return {n for n in some if n < length}

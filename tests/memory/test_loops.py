@@ -1,0 +1,247 @@
+"""Loops in chunks: the same values and gradients, in fewer bytes."""
+
+import functools
+import re
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fnet.jaxpr import CHECKPOINT, find_equations
+from fnet.memory import compile_min_memory, estimate_cost, peak
+from fnet.memory.loops import chunk_loops, loop_policies, remat_loops
+from fnet.memory.windows import trace_inlined
+
+
+def integers(*shape, seed=0):
+    """Small integers as floats: sums and products are exact in any order."""
+    values = np.random.default_rng(seed).integers(-1, 2, shape)
+    return jnp.asarray(values, jnp.float32)
+
+
+def polynomial(params, xs, *, length, reverse):
+    """A loop with a constant, a float, an integer and an unchanged carry, and two results."""
+
+    def step(carry, x):
+        h, i, offset = carry
+        h = h * params["w"] + (1 if x is None else x) + jnp.where(i % 3 == 0, offset, 0)
+        return (h, i + 1, offset), (h * h, i)
+
+    start = params["h"], jnp.int32(0), params["offset"]
+    (h, i, _), (squares, numbers) = jax.lax.scan(step, start, xs, length, reverse)
+    weights = jnp.arange(length, dtype=jnp.float32)[:, None] % 5
+    return (h + (weights * squares).sum(0)).sum(), (i, numbers)
+
+
+CHUNKS = [(1,), (2,), (3,), (5,), (3, 1), (4, 2), (6, 3, 2), (8, 3, 1), (64,)]
+
+
+def test_gradients_are_exact_for_any_length_and_any_chunks():
+    params = {"w": jnp.asarray([1.0, -1.0]), "h": integers(2), "offset": integers(seed=2)}
+    random = np.random.default_rng(0)
+    cases = [
+        (length, has_xs, bool(random.integers(2)), CHUNKS[random.integers(len(CHUNKS))])
+        for length in range(1, 14)
+        for has_xs in (False, True)
+    ]
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def gradients(params, in_chunks):
+        found = []
+        for length, has_xs, reverse, sizes in cases:
+            run = functools.partial(polynomial, length=length, reverse=reverse)
+            f = chunk_loops(lambda given, run=run: run(*given), sizes if in_chunks else ())
+            given = params, integers(length, 2) if has_xs else None
+            found.append(jax.value_and_grad(f, has_aux=True)(given))
+        return found
+
+    chex.assert_trees_all_equal(gradients(params, True), gradients(params, False))
+
+
+def cell(params, h, x):
+    z = jnp.tanh(h @ params["w"] + x)
+    return jnp.sin(h) + z * jax.nn.sigmoid(h @ params["u"])
+
+
+LENGTH, BATCH, WIDTH = 64, 32, 32
+
+
+def recurrent(params, xs):
+    h = jnp.zeros((BATCH, WIDTH))
+    return jax.lax.scan(lambda h, x: (cell(params, h, x), None), h, xs)[0].sum()
+
+
+def recurrent_from_the_end(params, xs):
+    h = jnp.zeros((BATCH, WIDTH))
+    return jax.lax.scan(lambda h, x: (cell(params, h, x), None), h, xs, reverse=True)[0].sum()
+
+
+def fori(params, xs):
+    def step(i, carry):
+        h, x = carry
+        return cell(params, h, x * i), x
+
+    return jax.lax.fori_loop(0, LENGTH, step, (xs[0], xs[1]))[0].sum()
+
+
+def loop_of_loops(params, xs):
+    def inner(h, x):
+        return jax.lax.fori_loop(0, 16, lambda i, h: cell(params, h, x), h), None
+
+    return jax.lax.scan(inner, xs[0], xs[:16])[0].sum()
+
+
+def checkpointed(params, xs):
+    """Each part is under a jax.checkpoint, in which a loop saves everything."""
+    part = jax.checkpoint(recurrent)
+    return part(params, xs) + part(params, xs * 2)
+
+
+def branch(params, xs):
+    return jax.lax.cond(xs.sum() > 0, recurrent, lambda p, x: (x @ p["w"]).sum(), params, xs)
+
+
+def dropout(params, xs):
+    """The carry has a random key."""
+
+    def step(carry, x):
+        h, key = carry
+        key, mine = jax.random.split(key)
+        kept = jax.random.bernoulli(mine, 0.8, h.shape)
+        return (cell(params, h * kept, x), key), None
+
+    start = jnp.zeros((BATCH, WIDTH)), jax.random.key(3)
+    return jax.lax.scan(step, start, xs)[0][0].sum()
+
+
+def scanned_keys(params, xs):
+    """Keys are scanned, and returned."""
+
+    def step(h, x):
+        kept = jax.random.bernoulli(jax.random.clone(x[1]), 0.8, h.shape)
+        return cell(params, h * kept, x[0]), x[1]
+
+    keys = jax.random.split(jax.random.key(3), LENGTH)
+    h, _ = jax.lax.scan(step, jnp.zeros((BATCH, WIDTH)), (xs, keys), unroll=4)
+    return h.sum()
+
+
+# Temporaries with one and with two additional passes, in carries. Plain: 389 to 1651.
+LOSSES = {
+    recurrent: (50, 33),
+    recurrent_from_the_end: (50, 33),
+    fori: (49, 26),
+    loop_of_loops: (136, 63),
+    checkpointed: (131, 106),
+    branch: (211, 203),
+    dropout: (57, 37),
+    scanned_keys: (50, 58),
+}
+
+
+@functools.cache
+def inputs():
+    rng = np.random.default_rng(0)
+    params = {name: rng.normal(size=(WIDTH, WIDTH)).astype(np.float32) / 8 for name in "wu"}
+    return params, rng.normal(size=(LENGTH, BATCH, WIDTH)).astype(np.float32)
+
+
+def gradient(f):
+    """In float64, because the loops are chaotic."""
+    wide = jax.tree.map(lambda a: a.astype(np.float64), inputs())
+    return jax.jit(jax.value_and_grad(f))(*wide)
+
+
+def temporaries(f):
+    """In carries."""
+    compiled, _ = compile_min_memory(jax.jit(jax.grad(f)).lower(*inputs()))
+    return peak(compiled).temporaries / (4 * BATCH * WIDTH)
+
+
+def flops(f):
+    return estimate_cost(jax.make_jaxpr(jax.grad(f))(*inputs())).flops
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("sizes", [(8,), (12, 3, 1)])
+def test_loops_anywhere_keep_their_gradients(loss, sizes, float64):
+    # JAX counts a key that a jax.checkpoint in a loop reads again as used twice.
+    with jax.debug_key_reuse(False):
+        ours, expected = gradient(chunk_loops(loss, sizes)), gradient(loss)
+    chex.assert_trees_all_close(ours, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_chosen_chunks_need_a_fraction_of_the_bytes(loss):
+    with jax.debug_key_reuse(False):
+        plain, plain_flops = temporaries(loss), flops(loss)
+        for passes, most in enumerate(LOSSES[loss], 1):
+            chosen = remat_loops(loss, passes)
+            assert temporaries(chosen) < most < plain / 2
+            assert flops(chosen) < (1 + 0.36 * passes) * plain_flops
+
+
+def test_predicted_bytes_are_those_of_the_compiled_program():
+    closed, _, _ = trace_inlined(recurrent, inputs(), {})
+    plain, *others = loop_policies(closed, [True, True, False])
+    assert not plain.sizes
+    assert [p.sizes for p in others] == [((4,),), ((8, 1),), ((16, 4, 1),)]
+    for p in others:
+        predicted = (plain.bytes - p.bytes) / (4 * BATCH * WIDTH)
+        saved = temporaries(recurrent) - temporaries(p.policy.apply(recurrent))
+        assert saved == pytest.approx(predicted, rel=0.05)
+        cost = (flops(recurrent) + p.cost.flops) / flops(p.policy.apply(recurrent))
+        assert cost == pytest.approx(1, abs=0.02)
+
+
+def test_other_loops_stay_whole():
+    @jax.custom_vjp
+    def own(x):
+        return jax.lax.fori_loop(0, 8, lambda i, x: jnp.sin(x), x)
+
+    own.defvjp(lambda x: (own(x), x), lambda x, g: (g * x,))
+
+    def prints(x):
+        def step(x, _):
+            jax.debug.print("{x}", x=x)
+            return jnp.sin(x), None
+
+        return jax.lax.scan(step, x, length=8)[0]
+
+    def constant(x):
+        return x * jax.lax.fori_loop(0, 8, lambda i, y: jnp.sin(y), 1.0)
+
+    def until_small(x):
+        return jax.lax.while_loop(lambda x: x > 0.5, jnp.sin, x)
+
+    for f in (own, prints, constant, until_small):
+        traced = jax.make_jaxpr(chunk_loops(f, [2]))(1.0)
+        assert not list(find_equations(traced, CHECKPOINT)), f
+    assert list(find_equations(jax.make_jaxpr(chunk_loops(recurrent, [2]))(*inputs()), CHECKPOINT))
+
+
+def test_named_scopes_stay():
+    def loss(x):
+        def step(x, _):
+            with jax.named_scope("inner"):
+                return jnp.sin(x), None
+
+        with jax.named_scope("outer"):
+            return jax.lax.scan(step, x, length=9)[0]
+
+    text = jax.jit(chunk_loops(loss, [2])).lower(1.0).compile().as_text()
+    assert re.search(r"outer/while/body/.*/while/body/.*/inner/sin", text)
+
+
+def test_composes_with_vmap_and_jvp():
+    params, xs = inputs()
+    f, tangents = chunk_loops(recurrent, [12, 4]), jax.tree.map(np.ones_like, inputs())
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def transformed(f):
+        scaled = jax.vmap(lambda s: jax.grad(f)(params, xs * s))(jnp.array([0.1, 0.2]))
+        return scaled, jax.jvp(lambda *a: f(*a) / 100, inputs(), tangents)
+
+    chex.assert_trees_all_close(transformed(f), transformed(recurrent), rtol=1e-3, atol=1e-3)
