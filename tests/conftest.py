@@ -1,5 +1,6 @@
 """Strict settings for all tests: an implicit rank promotion or a reused key is an error."""
 
+import collections
 import contextlib
 import gc
 import importlib.metadata
@@ -37,6 +38,18 @@ jax.config.update("jax_debug_key_reuse", True)
 # No time is asserted, that of an example included.
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
+def pytest_collection_modifyitems(items):
+    """Of a test with the mark ``sweep(n)``, each n-th case stays quick; the others become slow."""
+    cases = collections.Counter()
+    for item in items:
+        mark = item.get_closest_marker("sweep")
+        if mark and not item.get_closest_marker("slow"):
+            if cases[item.function] % mark.args[0]:
+                item.add_marker("slow")
+            cases[item.function] += 1
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -53,6 +53,7 @@ WEIGHTS = {
 }
 
 
+@pytest.mark.sweep(3)
 @looped_and_unrolled
 @pytest.mark.parametrize("weight", WEIGHTS.values(), ids=WEIGHTS)
 def test_gradient_and_metrics_equal_the_whole_batch(weight, unroll):
@@ -191,6 +192,7 @@ def compiled_step(optimizer, mode, *, scanned, batch=64, width=128):
     return fnet.compile_step(step, state, batch).report, tree_bytes(state.params)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("scanned", [False, True])
 @pytest.mark.parametrize(
     ("optimizer", "copies"),

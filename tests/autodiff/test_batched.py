@@ -47,6 +47,7 @@ def test_vjps_adds_to_accumulators_and_donates_them(seed, width):
     np.testing.assert_array_equal(twice, [12.0] * 4)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     ("layout", "sizes", "batch", "n", "width"),
     [
@@ -157,6 +158,7 @@ def test_results_are_the_same_under_jit_and_vmap(width):
     chex.assert_trees_all_close(got, (expected, expected), atol=1e-5)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("width", [1, 2, "auto"])
 def test_jvps_and_vjps_can_be_differentiated(width):
     params, x, tangents, _ = evaluated_eagerly()
@@ -182,6 +184,7 @@ def test_jvps_and_vjps_can_be_differentiated(width):
     chex.assert_trees_all_close(*penalties, atol=1e-3)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("width", [1, 2, "auto"])
 def test_bfloat16_gradients_stay_bfloat16(width):
     half = jax.tree.map(lambda a: jnp.asarray(a, jnp.bfloat16), evaluated_eagerly()[:2])

@@ -35,6 +35,7 @@ def gradient(mode, batch):
     return jax.jit(mode(model_loss))(params, state, batch, jax.random.key(2))
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("weight", [None, [1, 0, 1, 1, 0, 1]])
 @pytest.mark.parametrize(
     "mode", [autodiff.per_example(), autodiff.clipped(1e6), autodiff.clipped(float("inf"))]
@@ -286,6 +287,7 @@ def test_mode_clips_like_clipped_grad(options):
     assert max(float(jnp.abs(a - b).max()) for a, b in pairs) > 1e-4
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     "mode", [autodiff.mean, autodiff.microbatches(2), autodiff.per_example(), autodiff.clipped(1.0)]
 )

@@ -57,6 +57,7 @@ def convolutions_left(f, *args):
     return len(list(find_equations(jax.make_jaxpr(f)(*args), "conv_general_dilated")))
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_outputs_and_gradients_match_float64(shape, any_size):
     args = arrays(*SHAPES[shape])
@@ -117,6 +118,7 @@ def test_depthwise_convolutions_of_bfloat16_are_summed_in_float32():
         np.testing.assert_array_equal(y, jnp.bfloat16(exact))
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("one_device", [True, False])
 @pytest.mark.parametrize("case", GROUPED)
 def test_grouped_convolutions_match_float64(case, one_device):

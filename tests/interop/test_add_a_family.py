@@ -119,6 +119,7 @@ def test_a_model_type_has_one_row():
         fnet.interop.huggingface.register(FAMILIES["llama"])
 
 
+@pytest.mark.slow
 def test_the_program_trains_and_exports_it(workplace):
     tensors = write_folder(workplace / "calm", CONFIG)
     sums = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(5) for b in range(5)]

@@ -36,6 +36,7 @@ def test_the_page_lists_every_family():
     assert {f for f in FAMILIES if f"`{f}`" not in rows} == set()
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logits_match_those_of_transformers(name):
     model, params, tensors = loaded(name)
@@ -65,6 +66,7 @@ def test_all_logits_and_greedy_text_match_transformers(name):
     chex.assert_trees_all_equal(tokens, text.astype(np.int32))
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", ["gemma3_text", "gpt2", "phi3"])
 def test_fused_losses_match_the_logits(name):
     model, params, _ = loaded(name)
@@ -75,6 +77,7 @@ def test_fused_losses_match_the_logits(name):
     chex.assert_trees_all_close(losses, expected, atol=1e-5)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", ["gemma2", "mamba2_groups", "recurrent_gemma"])
 def test_bfloat16_tensors_stay_bfloat16(name):
     _, _, tensors = loaded(name)
@@ -87,6 +90,7 @@ def test_bfloat16_tensors_stay_bfloat16(name):
     chex.assert_trees_all_equal(fnet.interop.to_huggingface(model, params), tensors)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     "name", ["mamba_biases", "falcon_mamba", "mamba2_groups", "recurrent_gemma"]
 )

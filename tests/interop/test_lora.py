@@ -89,6 +89,7 @@ FORMS = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.sweep(4)
 @FORMS
 @pytest.mark.parametrize("quantized", [None, "int8", "nf4"])
 def test_products_of_every_form(form, quantized):
@@ -115,6 +116,7 @@ def test_other_operations_get_the_whole_weight(form):
     assert_same(config, params, f, normal(3, 4, seed=2), jnp.array([0, 4, 4]))
 
 
+@pytest.mark.sweep(3)
 @FORMS
 @pytest.mark.parametrize("quantized", [None, "nf4"])
 def test_stacked_layers_in_a_scan(form, quantized):
@@ -133,6 +135,7 @@ def test_stacked_layers_in_a_scan(form, quantized):
     assert_same(config, params, f, normal(2, 8, seed=2), quantized=quantized)
 
 
+@pytest.mark.sweep(3)
 @FORMS
 @pytest.mark.parametrize("quantized", [None, "nf4"])
 def test_layers_of_a_stack_by_number(form, quantized):
@@ -201,6 +204,7 @@ def test_linen(form):
     assert_same(config, params, lambda p, x: network.apply({"params": p}, x), x)
 
 
+@pytest.mark.sweep(3)
 @FORMS
 @pytest.mark.parametrize("name", ["query", "out"])
 def test_attention_of_nnx(form, name):
@@ -259,6 +263,7 @@ def model_loss(params, model_state, batch, key):
     return jnp.square(y).mean((1, 2)), fnet.Aux(model_state, {})
 
 
+@pytest.mark.sweep(2)
 @FORMS
 def test_layers_of_fnet(form):
     model = fnet.serial(
@@ -314,6 +319,7 @@ def test_an_adapter_for_each_example():
         np.testing.assert_allclose(y, apply(adapter, params, row), rtol=1e-5)
 
 
+@pytest.mark.sweep(3)
 @FORMS
 @pytest.mark.parametrize("quantized", [None, "int8"])
 def test_inside_of_shard_map(form, quantized):
@@ -362,6 +368,7 @@ def test_a_is_uniform_up_to_the_bound():
     np.testing.assert_allclose(a.std(), 0.05 / 3**0.5, rtol=0.03)
 
 
+@pytest.mark.sweep(3)
 @FORMS
 @pytest.mark.parametrize("quantized", [None, "int8"])
 def test_merge_and_unmerge(form, quantized):
@@ -403,6 +410,7 @@ MODES = {
 }
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("mode", MODES)
 def test_a_step_trains_the_adapters_alone(mode):
     params, _ = MODEL.init(new_key())
@@ -419,6 +427,7 @@ def test_a_step_trains_the_adapters_alone(mode):
     assert all(jnp.abs(a["b"]).max() > 0 for a in state.params.values())
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("mode", [*MODES, "remat"])
 def test_no_array_of_the_frozen_size_exists_besides_the_frozen_weights(mode):
     width, depth = 64, 8

@@ -45,6 +45,7 @@ def test_nf4_levels_are_those_of_the_paper():
     np.testing.assert_allclose(NF4_LEVELS, levels / levels.max(), atol=1e-6)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("rows", [64, 192, 70])
 def test_nf4_takes_the_nearest_level_of_each_block(rows):
     matrix = weights(rows, 5)
@@ -84,6 +85,7 @@ def test_codes_make_up_for_the_rounding_of_scales(kind):
     assert errors[jnp.bfloat16] < 1.05 * errors[jnp.float32]
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("kind", ["int8", "nf4"])
 @pytest.mark.parametrize(
     ("layout", "shape", "order"),
@@ -106,6 +108,7 @@ def test_a_layout_quantizes_the_matrix_of_inputs_and_outputs(kind, layout, shape
     np.testing.assert_array_equal(restored, plain.dequantize())
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("kind", ["int8", "nf4"])
 def test_stacked_layers_are_quantized_one_by_one(kind):
     weight = weights(3, 64, 4)

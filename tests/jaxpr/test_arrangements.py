@@ -15,6 +15,7 @@ NAMES = ["broadcast_in_dim", "reshape", "slice", "split", "squeeze", "transpose"
 UNCHANGED = ["copy", "name", "sharding_constraint"]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", NAMES + UNCHANGED)
 @pytest.mark.parametrize("leading", [0, 2])
 def test_arrangements_equal_the_equation(name, leading):

@@ -212,6 +212,7 @@ NAMES = sorted(set(ROWS) & (set(equation_cases.CASES) | set(equation_cases.COLLE
 SUM_BUT_UNKNOWN = {"psum", "reduce", "reduce_and", "reduce_or", "scatter", "scatter-max"}
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_factors(name):
     for equation in equations(name, 2):
@@ -237,6 +238,7 @@ def merged(rows, axis, first, is_scalar):
     return from_host(np.concatenate(hosts, first + axis), rows[0])
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_longer_axis_equals_vmap(name):
     for equation in equations(name, B):
@@ -517,6 +519,7 @@ CONFIRMED = {
 }
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("question", BUT_UNKNOWN, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("name", NAMES)
 def test_elements(name, question):

@@ -28,7 +28,7 @@ OTHER_BATCH = (
     np.array([[1, 1, 0], [3, 0, 2], [4, 2, 3]]),
     np.asarray(jax.random.key_data(jax.random.split(jax.random.key(1), B))),
 )
-QUICK = settings(max_examples=8, derandomize=True, suppress_health_check=list(HealthCheck))
+QUICK = settings(max_examples=5, derandomize=True, suppress_health_check=list(HealthCheck))
 THOROUGH = settings(max_examples=500, suppress_health_check=list(HealthCheck))
 
 

@@ -64,6 +64,7 @@ def both_gradients(f, g, *arguments):
     return compiled(pullback(f), pullback(g))(*arguments)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("activation", list(ACTIVATIONS))
 @pytest.mark.usefixtures("float64")
 def test_output_and_gradients_match_the_formula(activation):

@@ -30,6 +30,7 @@ def mesh(shape=(4,), names=("d",), axis_type=AxisType.Auto):
     return jax.make_mesh(shape, names, axis_types=(axis_type,) * len(names))
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     ("axis_type", "mask", "activation"),
     [
@@ -95,6 +96,7 @@ def mapped(body, check_vma, mask, out_specs, devices=None, rows=ROWS):
     )
 
 
+@pytest.mark.sweep(3)
 @BOTH_MODES
 @pytest.mark.parametrize("train", [True, False])
 @pytest.mark.parametrize("batch", list(BATCHES))

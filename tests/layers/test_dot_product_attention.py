@@ -92,6 +92,7 @@ def assert_equal(ours, theirs, arrays, tolerance):
     chex.assert_trees_all_close(got, expected, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", CASES)
 def test_attention_matches_a_plain_softmax_in_float64(name, float64):
     arrays, kwargs = case(name, np.float64)
@@ -99,6 +100,7 @@ def test_attention_matches_a_plain_softmax_in_float64(name, float64):
     assert_equal(ours, functools.partial(plain, **kwargs), arrays, 1e-10)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     "name", ["plain", "longer keys, causal", "mask of heads, grouped", "scale"]
 )

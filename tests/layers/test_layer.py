@@ -181,6 +181,7 @@ def test_rejects_integer_inputs(call):
         call()
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     ("layer", "shape"),
     [

@@ -109,6 +109,7 @@ def compiled_hessian(f):
     return jax.jit(jax.hessian(lambda x, s, b, dy: ((f(x, s, b) + 1) ** 3 * dy).sum(), (0, 1, 2)))
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("scale", [1.0, 1e-3, 0.0, -0.0])
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.usefixtures("float64")
@@ -215,6 +216,7 @@ def test_bias_in_the_next_dense_layer_is_accurate_for_small_scales():
     assert max(relative_errors(gradients(in_place, x, scale, bias, dy), exact)) > 1e-3
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("norm", ["layer", "rms"])
 @pytest.mark.usefixtures("float64")

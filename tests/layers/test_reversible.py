@@ -195,6 +195,7 @@ def scaled(factor):
     return Layer(lambda key: ({}, {}), lambda p, s, x, *, key=None, train: (factor * x, s))
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("bad", [jnp.nan, jnp.inf, -jnp.inf, 2 * LIMIT, -2 * LIMIT])
 def test_output_of_an_example_is_nan_if_restoration_is_impossible(bad):
     layer = reversible([(scaled(1.0), scaled(1.0))])

@@ -82,6 +82,7 @@ def one_document_at_a_time(name, given):
     return y, jnp.concatenate([row[-1][1] for row in rows])
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(("name", "chunk"), CASES)
 def test_values_and_gradients_match_a_call_for_each_document(name, chunk, float64):
     scan, given = SCANS[name]
@@ -121,6 +122,7 @@ def test_second_derivatives_match_a_call_for_each_document(float64):
     chex.assert_trees_all_close(got, expected, rtol=1e-9, atol=1e-10)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", SCANS)
 def test_gradients_stay_within_a_document(name):
     scan, given = SCANS[name]
@@ -177,6 +179,7 @@ def loss(layer, params, x, segments=None):
     return jnp.sin(3 * y).sum()
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", MIXERS)
 def test_layers_match_a_call_for_each_document(name, float64):
     layer = MIXERS[name]
@@ -209,6 +212,7 @@ def test_per_example_gradients_of_packed_rows_match_a_loop():
     chex.assert_trees_all_close(grads, expected, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_packed_language_model_has_the_losses_of_separate_rows():
     mixers = [MIXERS[name] for name in ("mamba", "rg_lru")]
     mixers.append(layers.attention(WIDTH, 2, causal=True, rotary=100.0))

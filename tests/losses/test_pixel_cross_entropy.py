@@ -79,6 +79,7 @@ GRIDS = {
 }
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     ("grid", "size"),
     [

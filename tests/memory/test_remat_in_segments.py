@@ -51,6 +51,7 @@ def plain(f):
     return jax.jit(jax.value_and_grad(f))(*inputs())
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     "f",
     [chain, scanned, pytest.param(jax.jit(chain), marks=pytest.mark.slow)],

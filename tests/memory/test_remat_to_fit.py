@@ -87,7 +87,8 @@ def plain_bytes(loss, *args):
 
 
 @pytest.mark.parametrize(
-    "library", ["equinox", "linen", pytest.param("haiku", marks=pytest.mark.slow)]
+    "library",
+    ["linen", *(pytest.param(name, marks=pytest.mark.slow) for name in ("equinox", "haiku"))],
 )
 def test_loss_of_a_library_fits_a_budget_with_the_same_gradients(library):
     with jax.numpy_rank_promotion("allow"):

@@ -140,6 +140,7 @@ def test_params_may_be_a_single_array(name):
         chex.assert_trees_all_close(updates, expected, rtol=1e-6)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", SCALABLE)
 def test_classifier_scale_multiplies_the_classifiers_learning_rate(name):
     params = {"layer1": {"kernel": jnp.ones((2, 2))}, "fc": {"kernel": jnp.ones((2, 2))}}
@@ -157,6 +158,7 @@ def test_classifier_scale_multiplies_the_classifiers_learning_rate(name):
     chex.assert_trees_all_close(scaled["fc"], update(0.5, None)["fc"], rtol=1e-6)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     "name",
     [

@@ -103,6 +103,7 @@ SPENT = [
 ]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("noise", "sampling", "steps", "accountant", "expected"), SPENT)
 def test_epsilon_equals_that_of_published_accountants(noise, sampling, steps, accountant, expected):
     digits = len(str(expected).split(".")[1])
@@ -112,6 +113,7 @@ def test_epsilon_equals_that_of_published_accountants(noise, sampling, steps, ac
     )
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])
 @pytest.mark.parametrize(("target", "size", "steps"), [(3, 356, 300), (0.5, 10, 1000)])
 def test_calibrated_noise_spends_the_target(target, size, steps, accountant):
@@ -136,6 +138,7 @@ def test_rejects_a_delta_or_a_number_of_steps_out_of_range(function, delta, step
         function(1.0, delta, PoissonSampling(100, 8), steps)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("noise", "size"), [(2.7, 256), (1.0, 4), (24.0, 1024)])
 def test_epsilon_of_progress_lines_is_a_close_upper_bound(noise, size):
     privacy = Privacy(noise, PoissonSampling(1437, size), 1e-5)

@@ -102,6 +102,7 @@ def tiny(monkeypatch):
     return benchmark.synthetic("tiny", "recall", make_rows, 8, benchmark.attention, 20)
 
 
+@pytest.mark.slow
 def test_one_program_trains_with_any_boost_of_the_strengths(tiny):
     trainer = benchmark.Trainer(tiny, "lagged", 0.3)
     still, slow, fast = (trainer.run(3e-3, boost, 1) for boost in (0.0, 1.0, 30.0))

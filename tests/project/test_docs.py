@@ -39,6 +39,7 @@ LONG = {  # run by make test-all
     *("sequence_models", "bigger_network", "private_training", "language_model", "flax", "haiku"),
     *("equinox", "per_example", "memory", "savings", "train_steps"),
     *("add_an_activation", "add_a_recipe", "budget", "nnx_transformer", "migrate", "devices"),
+    *("lora", "finetune", "out_of_memory", "weights"),
 }
 
 

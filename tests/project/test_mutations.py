@@ -42,6 +42,7 @@ def test_a_mutant_differs_in_one_place():
     assert mutant.text == SOURCE.replace("-x * n", "(-x)")
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("file", TARGETS)
 def test_each_target_has_tests_and_its_mutants_are_programs(file):
     assert all((ROOT / tests).is_file() for tests in TARGETS[file].split())

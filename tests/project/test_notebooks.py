@@ -13,7 +13,6 @@ SMALL = {  # in place of the cell with the tag "parameters"
     "clipped_equinox": "WIDTH, DEPTH = 64, 2\nEPOCHS, BATCH = 2, 64\nCLIP = 1.0",
     "planning_a_budget": "SIZE, BATCH = 8, 8\nWIDTHS, BLOCKS = (8,), 1\nSTEPS = 2\nSHARES = [0.8]\nPOLICIES = ['none', 'segments']",
 }
-LONG = {"planning_a_budget", "clipped_equinox"}  # run by make test-all
 
 
 def cells(name):
@@ -29,9 +28,8 @@ def test_there_is_a_small_setting_for_every_notebook():
     assert {path.stem for path in NOTEBOOKS.glob("*.ipynb")} == set(SMALL)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in LONG)) for n in SMALL]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SMALL)
 def test_a_notebook_runs_from_top_to_bottom(name, monkeypatch):
     monkeypatch.setattr(plt, "show", lambda: plt.close("all"))
     names = {"__name__": name}

@@ -51,6 +51,7 @@ def test_clip_follows_the_geometric_update():
     assert metrics[0]["clipped"] == 0.75
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("quantile", "first"), [(0.1, 1e3), (0.5, 1e-3), (0.9, 1e-3)])
 def test_clip_converges_to_the_quantile(quantile, first):
     norms = np.random.default_rng(1).lognormal(size=101)

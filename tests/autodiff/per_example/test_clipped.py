@@ -30,6 +30,7 @@ def scaled_sum(per_example, scales):
 LARGE = {"fnet_transformer", "flax_transformer", "flax_cnn", "convolutions"}
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in LARGE)) for n in CASES]
 )
@@ -224,6 +225,7 @@ def test_clip_may_be_traced():
     chex.assert_trees_all_close(total, jnp.float32(-3.5))
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
 @pytest.mark.parametrize("name", ["dense_over_sequence", "causal_convolution", "fnet_mlp"])
 def test_nonfinite_examples_contribute_zero_and_are_counted(name, bad):
@@ -271,6 +273,7 @@ def test_empty_batch_with_a_random_key():
     chex.assert_trees_all_equal(total, jax.tree.map(jnp.zeros_like, case.params))
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("dtype", [jnp.uint8, jnp.int8, jnp.int16])
 def test_narrow_indices_into_a_longer_table(dtype):
     table, indices = jnp.ones((65_600, 1)), jnp.array([[3, 120], [7, 7]], dtype)
@@ -388,6 +391,7 @@ def test_float64_is_accurate_to_all_digits():
     chex.assert_trees_all_close(info.norms, norms_of(per_example), rtol=1e-12)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("dtype", "size", "value"), [(jnp.bfloat16, 257, 1.0), (jnp.float16, 64, 2048.0)]
 )
@@ -545,6 +549,7 @@ AFFINE = {
 }
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", AFFINE)
 def test_affine_functions_of_a_parameter_equal_a_loop_over_examples(name):
     w, c = jax.random.normal(jax.random.key(0), (2, 3, 2))

@@ -67,6 +67,7 @@ def shared(p, x):
 LOSSES = {"one layer": one_layer, "scanned": scanned, "unrolled": unrolled, "shared": shared}
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("per_layer", [False, True])
 def test_matches_a_loop_over_examples(name, per_layer):
@@ -95,6 +96,7 @@ def test_clips_every_example():
     chex.assert_trees_all_close(total, expected, rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("value", [jnp.nan, jnp.inf, 1e30])
 def test_leaves_out_examples_with_a_gradient_that_is_not_finite(value):
     gradient = jax.jit(fnet.clipped_grad(scanned, 0.1))

@@ -68,6 +68,7 @@ def blocks_used_twice(p, x):
     return summed(x @ p[:, :8] @ p[:, :8]) + summed(x @ p[:, 8:])
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     ("loss", "shape"),
     [
@@ -141,6 +142,7 @@ def test_box_arranges_a_view_like_the_parameter():
     np.testing.assert_array_equal(box.arrange(jnp.asarray(view), view), whole[1:3, 2:, :3])
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     ("gather", "batch_axis"),
     [
@@ -171,6 +173,7 @@ def test_gathers_with_batch_dimensions_match_a_loop():
     check_matches_a_loop(loss, normal(0, 6, 7), tokens(1, 6, B, 4))
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("slices", [(1, 3, 6), (2, 6, 6)])
 def test_gathers_of_parts_of_slices_match_a_loop(slices):
     def loss(p, t):

@@ -59,7 +59,7 @@ def check(program):
     return False
 
 
-QUICK = settings(max_examples=10, derandomize=True, suppress_health_check=list(HealthCheck))
+QUICK = settings(max_examples=6, derandomize=True, suppress_health_check=list(HealthCheck))
 THOROUGH = settings(max_examples=1500, suppress_health_check=list(HealthCheck))
 
 

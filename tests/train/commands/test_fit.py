@@ -177,12 +177,13 @@ def by_hand(c, biases=0):
     return blocks * matrices, total, adapters
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "parameters", "biases"),
     [
         (LLAMA_3_2_1B, 1_235_814_400, 0),
-        pytest.param(QWEN_2_5_0_5B, 494_032_768, 896 + 2 * 128, marks=pytest.mark.slow),
-        pytest.param(LLAMA_3_8B, 8_030_261_248, 0, marks=pytest.mark.slow),
+        (QWEN_2_5_0_5B, 494_032_768, 896 + 2 * 128),
+        (LLAMA_3_8B, 8_030_261_248, 0),
     ],
     ids=["Llama-3.2-1B", "Qwen2.5-0.5B", "Llama-3-8B"],
 )

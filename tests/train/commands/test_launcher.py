@@ -43,20 +43,21 @@ def test_ignores_a_train_module_of_the_user(command, folder):
     assert "digits" in run(folder, *command, "configs")
 
 
+@pytest.mark.slow
 def test_ignores_a_train_package_of_the_user(folder):
     (folder / "train").mkdir()
     (folder / "train.py").rename(folder / "train" / "__init__.py")
     assert "digits" in run(folder, *MODULE, "configs")
 
 
-@pytest.mark.parametrize(
-    "command", [SCRIPT, pytest.param(MODULE, marks=pytest.mark.slow)], ids=["script", "module"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [SCRIPT, MODULE], ids=["script", "module"])
 def test_recipes_and_worker_processes_find_the_program(command, folder):
     write_class_folders(folder / "images", train=4, test=4)
     assert "2/2" in run(folder, *command, "train", "mine.py", "--out", "run")
 
 
+@pytest.mark.slow
 def test_importing_the_library_does_not_import_the_program(folder):
     code = "import fnet, sys; print('train' in sys.modules)"
     assert run(folder, sys.executable, "-c", code) == "False\n"

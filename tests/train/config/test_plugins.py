@@ -32,6 +32,7 @@ def tables(monkeypatch):
 SHORT = ("--train.steps", 4, "--train.log-every", 2)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("page", "flags", "section", "name"),
     [
@@ -58,6 +59,7 @@ def test_a_variant_is_one_file(page, flags, section, name, workplace, monkeypatc
     assert from_json(to_json(config), "config.json") == config
 
 
+@pytest.mark.slow
 def test_an_activation_is_one_file(workplace, monkeypatch, capsys):
     (workplace / "own.py").write_text(code_of("add_an_activation.md"))
     monkeypatch.setenv(registry.PLUGINS, "own.py")

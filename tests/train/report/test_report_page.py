@@ -105,6 +105,7 @@ def test_a_bar_is_as_long_as_its_number(make):
     assert widths == ["100.00%", "33.33%", "100.00%"]
 
 
+@pytest.mark.slow
 def test_a_hundred_thousand_lines_make_a_small_page_that_says_it_is_averaged(make):
     steps = np.arange(1, 100_001)
     noise = np.random.default_rng(0).normal(1, 0.1, (100_000, 3)).round(6).tolist()

@@ -95,7 +95,11 @@ def config():
 """
 
 
-@pytest.fixture(scope="module", params=[(), ("--grad.release-only",)], ids=["all", "release-only"])
+@pytest.fixture(
+    scope="module",
+    params=[(), pytest.param(("--grad.release-only",), marks=pytest.mark.slow)],
+    ids=["all", "release-only"],
+)
 def private_run(request, tmp_path_factory):
     """A folder with a private run of two steps and its data, and the run's flags."""
     folder = tmp_path_factory.mktemp("private_run")

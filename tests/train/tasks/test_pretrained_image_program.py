@@ -50,6 +50,7 @@ def logits_of_run(folder, config, x):
     return network.apply(trained.evaluation_params, {}, x, train=False)[0]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", ["vit", "dinov2", "timm_vit"])
 def test_an_exported_folder_has_the_new_classes_and_the_size_of_the_run(workplace, name):
     folder, run = make_run(workplace, name, folder_data(24, resize=32), tensors_of(name))
@@ -98,6 +99,7 @@ def test_a_checkpoint_of_both_towers_of_clip_gets_a_new_classifier(workplace):
     assert logits_of_run(folder, run, x).shape == (2, 3)
 
 
+@pytest.mark.slow
 def test_an_exported_program_of_a_bfloat16_run_is_float32(workplace):
     data = Synthetic(classes=3, image_size=16, batch_size=4, examples=8)
     folder, run = make_run(workplace, "small", data)

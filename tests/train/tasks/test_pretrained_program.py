@@ -68,9 +68,8 @@ def test_starts_from_the_published_parameters(folder):
     assert {a.dtype for a in jax.tree.leaves(run.state_shapes.params)} == {jnp.dtype("float32")}
 
 
-@pytest.mark.parametrize(
-    "options", [pytest.param({}, marks=pytest.mark.slow), {"quantize": "nf4", "dora": True}]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"quantize": "nf4", "dora": True}])
 def test_adapters_start_at_the_published_model(folder, options):
     run = setup(config_of(folder, lora_rank=2, **options))
     state = run.compile_init()(jax.random.key(0))
@@ -222,6 +221,7 @@ def image_config(folder, num_classes):
     return Config(data=data, model=section, train=Train(steps=1))
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("num_classes", [7, 3])
 def test_images_are_classified_by_the_published_model(folder, num_classes):
     run = setup(image_config(folder, num_classes))
