@@ -431,18 +431,16 @@ def _scaled(weight: Weight, x: Array, scales: Array, role: str, places: Mapping[
 def _scan(eqn: JaxprEqn, inputs: list[Any]) -> Sequence[Any]:
     scan = Scan.of(eqn)
     consts, carry, xs = scan.split(inputs)
-    xs = [_stacked(x) for x in xs]
 
-    def body(carry: Any, xs: Any) -> tuple[Any, Any]:
+    def body(carry: list[Any], xs: list[Any], _: None) -> tuple[list[Any], None]:
         slices = [
             dataclasses.replace(x, view=x.view[1:]) if isinstance(x, Weight) else x for x in xs
         ]
-        results = [_whole(v) for v in interpret(scan.body, [*consts, *carry, *slices], _equation)]
-        return results[: scan.num_carry], results[scan.num_carry :]
+        results = interpret(scan.body, [*consts, *carry, *slices], _equation)
+        return [_whole(v) for v in results], None
 
     with in_scopes(eqn):
-        carry, ys = scan.run(body, [_whole(value) for value in carry], xs)
-    return [*carry, *ys]
+        return scan.evaluate(body, [_whole(v) for v in carry], [_stacked(x) for x in xs])[0]
 
 
 def _stacked(value: Any) -> Any:

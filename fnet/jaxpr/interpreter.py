@@ -191,15 +191,16 @@ class Scan(NamedTuple):
       num_consts: number of inputs that are the same in every iteration.
       num_carry: number of inputs that pass from iteration to iteration.
       length: number of iterations.
-      run: ``(f, carry, xs) -> (carry, ys)``: the same loop with another body
-        ``f(carry, xs) -> (carry, ys)``.
+      reverse: whether it goes from the last entry of xs to the first.
+      unroll: number of iterations per iteration of the compiled loop.
     """
 
     body: ClosedJaxpr
     num_consts: int
     num_carry: int
     length: int
-    run: Callable[[Callable[..., Any], Any, Any], tuple[Any, Any]]
+    reverse: bool
+    unroll: int
 
     @classmethod
     def of(cls, eqn: JaxprEqn) -> "Scan":
@@ -214,11 +215,7 @@ class Scan(NamedTuple):
 
         num_carry = len(eqn.outvars) - scanned(eqn.outvars, body.jaxpr.outvars)
         num_consts = len(eqn.invars) - num_carry - scanned(eqn.invars, body.jaxpr.invars)
-
-        def run(f: Callable[..., Any], carry: Any, xs: Any) -> tuple[Any, Any]:
-            return jax.lax.scan(f, carry, xs, length, params["reverse"], params["unroll"])
-
-        return cls(body, num_consts, num_carry, length, run)
+        return cls(body, num_consts, num_carry, length, params["reverse"], params["unroll"])
 
     @classmethod
     def read(cls, eqn: JaxprEqn) -> "Scan | None":
@@ -233,6 +230,36 @@ class Scan(NamedTuple):
             list(inputs[self.num_consts : xs]),
             list(inputs[xs:]),
         )
+
+    def evaluate(
+        self,
+        body: Callable[[list[Any], list[Any], Any], tuple[Sequence[Any], Any]],
+        carry: Sequence[Any],
+        xs: Sequence[Any],
+        more: Any = None,
+    ) -> tuple[list[Any], Any]:
+        """Execute the same loop with another body, which may read and return more.
+
+        Args:
+          body: ``(carry, slices, more) -> (results, outputs)`` for one iteration. The results
+            stand for those of the equation's own body.
+          carry: values that pass from iteration to iteration; pytrees.
+          xs: values that the loop goes over; pytrees.
+          more: what the loop also goes over, or None.
+
+        Returns:
+          Values for the results of the equation, and the stacked outputs.
+        """
+
+        def step(carry: Any, slices: tuple[list[Any], Any]) -> tuple[Any, Any]:
+            results, outputs = body(carry, *slices)
+            return list(results[: self.num_carry]), (list(results[self.num_carry :]), outputs)
+
+        scanned = list(xs), more
+        carry, (ys, outputs) = jax.lax.scan(
+            step, list(carry), scanned, self.length, self.reverse, self.unroll
+        )
+        return [*carry, *ys], outputs
 
 
 def switch(

@@ -82,13 +82,13 @@ class Propagation(abc.ABC, Generic[S]):
     def equation(self, eqn: JaxprEqn, states: list[S], site: Site) -> Sequence[S]:
         """Return the states of the results of an equation that nothing else here handles."""
 
-    @abc.abstractmethod
     def join(self, states: Sequence[S]) -> S:
-        """Return the state of a value that is one of several values."""
+        """Return the state of a value that is one of several values, in loops and branches."""
+        raise NotImplementedError
 
-    @abc.abstractmethod
     def chosen(self, predicate: S, states: Sequence[S]) -> Sequence[S]:
         """Return the states of results that a predicate chose: of branches, or of iterations."""
+        raise NotImplementedError
 
     def sliced(self, state: S) -> S:
         """Return the state of one row of an array that a scan goes over."""

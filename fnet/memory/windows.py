@@ -183,12 +183,7 @@ def _remat_iterations(
         iteration, prevent_cse=False, policy=_checkpoint_policy(window, policy)
     )
 
-    def step(carry: Any, xs: Any) -> Any:
-        results = with_remat(carry, xs)
-        return results[: scan.num_carry], results[scan.num_carry :]
-
-    carry, ys = scan.run(step, carry, xs)
-    return [*carry, *ys]
+    return scan.evaluate(lambda carry, xs, _: (with_remat(carry, xs), None), carry, xs)[0]
 
 
 def segments(closed: ClosedJaxpr, *, loops_on_host: bool = False) -> list[Window]:

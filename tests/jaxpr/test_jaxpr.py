@@ -106,12 +106,12 @@ def test_handlers_enter_calls_and_loops():
         scan = Scan.of(eqn)
         consts, carry, xs = scan.split(inputs)
 
-        def body(carry, xs):
-            out = interpret(scan.body, [*consts, *carry, *xs], record)
-            return out[: scan.num_carry], out[scan.num_carry :]
+        def body(carry, xs, count):
+            return interpret(scan.body, [*consts, *carry, *xs], record), count
 
-        carry, ys = scan.run(body, carry, xs)
-        return [*carry, *ys]
+        results, counts = scan.evaluate(body, carry, xs, jnp.arange(scan.length))
+        assert jnp.array_equal(counts, jnp.arange(scan.length))
+        return results
 
     def f(x):
         x = jax.jit(jnp.sin)(x)

@@ -14,6 +14,7 @@ An example's value of shape ``s`` is stored as `Rows`: an array of the same numb
 one axis is ``batch * s[axis]`` long, with examples outermost.
 """
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -43,7 +44,9 @@ from fnet.jaxpr import (
 )
 
 
-class Rows(NamedTuple):
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["axis"])
+@dataclasses.dataclass(frozen=True)
+class Rows:
     """One value per example.
 
     Attributes:
@@ -203,15 +206,9 @@ class _Interpreter(NamedTuple):
     def _checkpoint(self, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
         """Rematerialize the same values as the equation for one example does."""
         inner: Any = called_jaxpr(eqn)
-        structure: list[Value] = []
-
-        def function(*arrays: Array) -> list[Array]:
-            results = self.run(inner, _like(operands, arrays))
-            structure[:] = results
-            return [_array(r) for r in results]
-
-        args = [_array(a) for a in operands]
-        closed = jax.make_jaxpr(function)(*args)
+        closed, shapes = jax.make_jaxpr(functools.partial(self.run, inner), return_shape=True)(
+            operands
+        )
         jaxpr = closed.jaxpr
         jaxpr = jaxpr.replace(
             constvars=[],
@@ -223,73 +220,70 @@ class _Interpreter(NamedTuple):
             prevent_cse = (True,) * len(closed.consts) + prevent_cse
         params = eqn.params | {"jaxpr": jaxpr, "prevent_cse": prevent_cse}
         with in_scopes(eqn):
-            outputs = eqn.primitive.bind(*closed.consts, *args, **params)
-        return _like(structure, outputs)
+            outputs = eqn.primitive.bind(*closed.consts, *jax.tree.leaves(operands), **params)
+        results: list[Value] = jax.tree.unflatten(jax.tree.structure(shapes), outputs)
+        return results
 
     def _cond(self, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
-        shapes = [aval(v).shape for v in eqn.outvars]
-        axes = list(_Axes(self.keep_rules).branches(eqn, _axes_of(operands), Site()))
+        axes = _Axes(self.keep_rules).branches(eqn, _axes_of(operands), Site())
         index, *operands = operands
 
-        def run(branch: ClosedJaxpr, arrays: list[Array]) -> list[Array]:
-            return self._with_axes(self.run(branch, _like(operands, arrays)), shapes, axes)
+        def run(branch: ClosedJaxpr, *operands: Value) -> list[Value]:
+            return self._with_axes(self.run(branch, operands), eqn.outvars, axes)
 
         with in_scopes(eqn):
-            functions = [functools.partial(run, b) for b in eqn.params["branches"]]
-            outputs = switch(eqn, index, functions, [_array(a) for a in operands])
-        return _with_batch(outputs, axes)
+            branches = [functools.partial(run, b) for b in eqn.params["branches"]]
+            results: list[Value] = switch(eqn, index, branches, *operands)
+        return results
 
     def _scan(self, eqn: JaxprEqn, scan: Scan, operands: list[Value]) -> list[Value]:
         consts, carry, xs = scan.split(operands)
-        shapes = [aval(v).shape for v in (*scan.body.jaxpr.outvars,)]
+        results = scan.body.jaxpr.outvars
         analysis = _Axes(self.keep_rules)
         slice_axes = [analysis.sliced(axis) for axis in _axes_of(xs)]
         axes, y_axes = analysis.fixed_point(
             scan.body, _axes_of(consts), _axes_of(carry), slice_axes, Site()
         )
-        # Slices have their batch axis behind the scanned one.
-        for k, (x, v) in enumerate(zip(xs, eqn.invars[len(consts) + len(carry) :], strict=True)):
-            if isinstance(x, Rows):
-                shape, behind = aval(v).shape, max(x.axis, 1)
-                is_vector = len(shape) == 1
-                xs[k] = (
-                    rows_of(x, shape, self.batch, 1)
-                    if is_vector
-                    else self._convert(x, shape, behind).array
-                )
 
-        def body(arrays: Any, slices: Any) -> tuple[Any, Any]:
-            inputs = [*consts, *_with_batch(arrays, axes), *_with_batch(slices, slice_axes)]
-            results = self._with_axes(self.run(scan.body, inputs), shapes, [*axes, *y_axes])
-            return results[: len(carry)], results[len(carry) :]
+        def scanned(x: Value, shape: Sequence[int]) -> Value:
+            """Return ``x`` with its batch axis behind the scanned one."""
+            if not isinstance(x, Rows):
+                return x
+            if len(shape) == 1:  # [length, batch]
+                return Rows(rows_of(x, shape, self.batch, 1), 1)
+            return self._convert(x, shape, max(x.axis, 1))
+
+        def body(carry: list[Value], slices: list[Value], _: None) -> tuple[list[Value], None]:
+            inputs = [*consts, *carry, *(_moved(x, -1) for x in slices)]
+            return self._with_axes(self.run(scan.body, inputs), results, [*axes, *y_axes]), None
+
+        def stacked(y: Value, v: Any) -> Value:
+            if isinstance(y, Rows) and not aval(v).shape:  # [length, batch]
+                return Rows(jnp.swapaxes(y.array, 0, 1).ravel(), 0)
+            return _moved(y, 1)
 
         with in_scopes(eqn):
-            out, ys = scan.run(body, self._with_axes(carry, shapes, axes), xs)
-        stacked: list[Value] = []
-        for y, axis, shape in zip(ys, y_axes, shapes[len(carry) :], strict=True):
-            if axis is None:
-                stacked.append(y)
-            elif shape:
-                stacked.append(Rows(y, axis + 1))
-            else:  # [length, batch]
-                stacked.append(Rows(jnp.swapaxes(y, 0, 1).ravel(), 0))
-        return [*_with_batch(out, axes), *stacked]
+            pairs = zip(xs, scan.split(eqn.invars)[2], strict=True)
+            out, _ = scan.evaluate(
+                body,
+                self._with_axes(carry, results, axes),
+                [scanned(x, aval(v).shape) for x, v in pairs],
+            )
+        ys = zip(out[len(carry) :], results[len(carry) :], strict=True)
+        return [*out[: len(carry)], *(stacked(y, v) for y, v in ys)]
 
     def _with_axes(
-        self,
-        values: Sequence[Value],
-        shapes: Sequence[Sequence[int]],
-        axes: Sequence[int | None],
-    ) -> list[Array]:
-        """Arrays of values that are converted to these batch axes."""
-        arrays = []
-        for value, shape, axis in zip(values, shapes, axes, strict=False):
+        self, values: Sequence[Value], variables: Sequence[Any], axes: Sequence[int | None]
+    ) -> list[Value]:
+        """Convert values to these batch axes."""
+        converted = []
+        for value, v, axis in zip(values, variables, axes, strict=False):
             if axis is None and isinstance(value, Rows):
                 raise AssertionError(
                     "a value has one row per example, and was expected to be shared"
                 )
-            arrays.append(_array(value if axis is None else self._convert(value, shape, axis)))
-        return arrays
+            converted.append(value if axis is None else self._convert(value, aval(v).shape, axis))
+        return converted
 
 
 class _Axes(Propagation[int | None]):
@@ -389,13 +383,5 @@ def _array(value: Value) -> Any:
     return value.array if isinstance(value, Rows) else value
 
 
-def _like(values: Sequence[Value], arrays: Sequence[Array]) -> list[Value]:
-    """Return these arrays as values with the batch axes of ``values``."""
-    return [
-        value._replace(array=a) if isinstance(value, Rows) else a
-        for value, a in zip(values, arrays, strict=True)
-    ]
-
-
-def _with_batch(arrays: Sequence[Any], axes: Sequence[int | None]) -> list[Value]:
-    return [a if axis is None else Rows(a, axis) for a, axis in zip(arrays, axes, strict=True)]
+def _moved(value: Value, by: int) -> Value:
+    return dataclasses.replace(value, axis=value.axis + by) if isinstance(value, Rows) else value

@@ -134,8 +134,7 @@ def _scan(eqn: JaxprEqn, scan: Scan, values: list[_Value]) -> list[Any] | None:
     states: list[Any] = _states(
         [*consts, *(_Value(None, False, True) for _ in carry), *xs], jaxpr.invars
     )
-    reverse = eqn.params["reverse"]
-    if reverse:
+    if scan.reverse:
         own_slices = {}
     variables = [v for v in find_derived(body, states) if not _reads(jaxpr, v, own_slices)]
     if not variables and not own_slices:
@@ -166,17 +165,15 @@ def _scan(eqn: JaxprEqn, scan: Scan, values: list[_Value]) -> list[Any] | None:
             scanned |= zip(per_iteration, derived, strict=True)
         names = [*scanned]
 
-        def iterate(carry: list[Any], slices: Any) -> tuple[list[Any], list[Any]]:
-            of_scan, of_counter = slices
+        def iterate(carry: list[Any], slices: list[Any], counted: list[Any]) -> tuple[Any, None]:
             env = constants | dict(zip(carry_vars, carry, strict=True))
-            env |= dict(zip(names, of_scan, strict=True))
-            env |= {v: a[None] for v, a in zip(own_slices, of_counter, strict=True)}
-            out = evaluate_from(jaxpr, jaxpr.outvars, env)
-            return out[: scan.num_carry], out[scan.num_carry :]
+            env |= dict(zip(names, slices, strict=True))
+            env |= {v: a[None] for v, a in zip(own_slices, counted, strict=True)}
+            return evaluate_from(jaxpr, jaxpr.outvars, env), None
 
-        slices = [*scanned.values()], [*own_slices.values()]
-        out, ys = scan.run(iterate, [c.array for c in carry], slices)
-    return [*out, *ys]
+        arrays = [c.array for c in carry]
+        outputs, _ = scan.evaluate(iterate, arrays, [*scanned.values()], [*own_slices.values()])
+    return outputs
 
 
 def _reads(jaxpr: Any, v: Var, slices: dict[Var, Any]) -> bool:

@@ -288,14 +288,6 @@ class _Search(Propagation[State]):
         """Constants have no gradient."""
         return None
 
-    def join(self, states: Sequence[State]) -> State:
-        """Branches are single equations here, and the carry of a scan is data."""
-        raise NotImplementedError
-
-    def chosen(self, predicate: State, states: Sequence[State]) -> Sequence[State]:
-        """Branches are single equations here."""
-        raise NotImplementedError
-
     def visit(self, eqn: JaxprEqn, states: list[State], site: Site) -> Sequence[State]:
         """Enter calls, and scans in which data takes part."""
         if (inner := called_jaxpr(eqn)) is not None:
@@ -452,13 +444,10 @@ class _Evaluation(NamedTuple):
         scan = Scan.of(eqn)
         consts, carry, xs = scan.split(inputs)
 
-        def body(carry: list[Any], slices: Any) -> tuple[list[Any], Any]:
-            xs, taps = slices
-            out, data = self.run(scan.body, [*consts, *carry, *xs], path, taps)
-            return out[: scan.num_carry], (out[scan.num_carry :], data)
+        def body(carry: list[Any], slices: list[Any], taps: Any) -> tuple[list[Any], _Data]:
+            return self.run(scan.body, [*consts, *carry, *slices], path, taps)
 
-        carry, (ys, data) = scan.run(body, carry, (xs, taps))
-        return [*carry, *ys], data
+        return scan.evaluate(body, carry, xs, taps)
 
 
 @jax.custom_jvp
