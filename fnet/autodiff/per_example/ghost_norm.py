@@ -39,9 +39,10 @@ References:
     arXiv:2210.00038.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -420,15 +421,15 @@ class LinearEquation(Protocol):
     """An equation ``out = f(data, parameter)`` that is linear in the parameter.
 
     ``x`` and ``ct`` are data and cotangents of the result, [stack, batch, time, *shape].
+
+    Attributes:
+      data: Number of the operand that the gradient depends on, or None.
+      requires_unique_elements: Whether the norm is wrong if the equation reads an element of the
+        parameter twice.
     """
 
-    @property
-    def data(self) -> int | None:
-        """Number of the operand that the gradient depends on, or None."""
-
-    @property
-    def requires_unique_elements(self) -> bool:
-        """Whether the norm is wrong if the equation reads an element of the parameter twice."""
+    data: int | None
+    requires_unique_elements: ClassVar[bool] = True
 
     def squared_norms(self, x: Array, ct: Array) -> Estimate:
         """Squared norm of each example's gradient, [batch]."""
@@ -452,6 +453,10 @@ class LinearEquation(Protocol):
         float32 or wider. An example with scale 0 contributes exactly 0, even if its data or
         cotangents are not finite.
         """
+
+    def norm_fits(self, eqn: JaxprEqn) -> bool:
+        """Whether the norm of one example's gradient takes no more memory than its factors."""
+        return False
 
 
 def upper_squared_norms(equation: LinearEquation, x: Array, ct: Array) -> Array:
@@ -477,38 +482,11 @@ def linear_equation(eqn: JaxprEqn, parameter: int) -> LinearEquation | None:
     return read(eqn, parameter)
 
 
-def norm_fits(equation: LinearEquation, eqn: JaxprEqn) -> bool:
-    """Whether the norm of one example's gradient takes no more memory than its factors."""
-    if isinstance(equation, BiasAdd | Scale):
-        return True
-    if not isinstance(equation, Dot | Embedding):
-        return False
-    arrays = [aval(v) for v in (eqn.invars[equation.data], eqn.outvars[0])]
-    shapes = [jax.ShapeDtypeStruct((1, 1, 1, *a.shape), a.dtype) for a in arrays]
-    u, v = jax.eval_shape(equation.factors, *shapes)
-    groups, _, time = u.shape[:3]
-    rows, cols = (1 if _is_one_hot(a) else a.shape[-1] for a in (u, v))
-    fits: bool = groups * min(2 * time * time, rows * cols) <= u.size + v.size
-    return fits
-
-
-class BiasAdd(NamedTuple):
-    """``add``: the gradient is the cotangent.
-
-    Attributes:
-      broadcast_axes: Axes along which the bias is broadcast.
-    """
+class _Broadcast(LinearEquation, Protocol):
+    """An elementwise equation: the gradient is a sum along ``broadcast_axes``."""
 
     broadcast_axes: tuple[int, ...]
-    data: None = None
-    requires_unique_elements: bool = False
-
-    @classmethod
-    def read(cls, eqn: JaxprEqn, parameter: int) -> "BiasAdd | None":
-        """Read the equation; None if the parameter is a scalar."""
-        if not aval(eqn.invars[parameter]).ndim:
-            return None
-        return cls(_broadcast_axes(eqn, parameter))
+    requires_unique_elements: ClassVar[bool] = False
 
     def squared_norms(self, x: Array, ct: Array) -> Estimate:
         """See `LinearEquation`."""
@@ -519,13 +497,43 @@ class BiasAdd(NamedTuple):
         return ct.shape[2] * math.prod(ct.shape[3 + i] for i in self.broadcast_axes)
 
     def term_norms(self, x: Array, ct: Array) -> tuple[Array, Array]:
+        """See `LinearEquation`. A norm of the sums of absolute terms."""
+        if self.terms(x, ct) > 1:
+            x, ct = jnp.abs(x), jnp.abs(ct)
+        grads = jnp.moveaxis(self.materialize(x, ct), 1, 0)
+        squares = squared_norms_of(grads)
+        lost = math.prod(grads.shape[1:]) * float(jnp.finfo(squares.dtype).tiny)
+        return jnp.sqrt(squares), jnp.sqrt(squares + lost)
+
+    def norm_fits(self, eqn: JaxprEqn) -> bool:
         """See `LinearEquation`."""
-        return _absolute_norms(self, x, ct)
+        return True
+
+    def _summed(self, terms: Array) -> Array:
+        return terms.sum((2, *(3 + i for i in self.broadcast_axes)), keepdims=True).squeeze(2)
+
+
+@dataclasses.dataclass(frozen=True)
+class BiasAdd(_Broadcast):
+    """``add``: the gradient is the cotangent.
+
+    Attributes:
+      broadcast_axes: Axes along which the bias is broadcast.
+    """
+
+    broadcast_axes: tuple[int, ...]
+    data: None = None
+
+    @classmethod
+    def read(cls, eqn: JaxprEqn, parameter: int) -> "BiasAdd | None":
+        """Read the equation; None if the parameter is a scalar."""
+        if not aval(eqn.invars[parameter]).ndim:
+            return None
+        return cls(_broadcast_axes(eqn, parameter))
 
     def materialize(self, x: Array, ct: Array) -> Array:
         """See `LinearEquation`."""
-        axes = (2, *(3 + i for i in self.broadcast_axes))
-        return upcast(ct).sum(axes, keepdims=True).squeeze(2)
+        return self._summed(upcast(ct))
 
     def weighted_sum(self, x: Array, ct: Array, scales: Array) -> Array:
         """See `LinearEquation`."""
@@ -539,7 +547,8 @@ class BiasAdd(NamedTuple):
         return bias_gradient(ct[0])[None] if len(ct) == 1 else jax.vmap(bias_gradient)(ct)
 
 
-class Scale(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Scale(_Broadcast):
     """``mul``: the gradient is the cotangent times the data.
 
     Attributes:
@@ -549,7 +558,6 @@ class Scale(NamedTuple):
 
     data: int
     broadcast_axes: tuple[int, ...]
-    requires_unique_elements: bool = False
 
     @classmethod
     def read(cls, eqn: JaxprEqn, parameter: int) -> "Scale | None":
@@ -558,23 +566,9 @@ class Scale(NamedTuple):
             return None
         return cls(1 - parameter, _broadcast_axes(eqn, parameter))
 
-    def squared_norms(self, x: Array, ct: Array) -> Estimate:
-        """See `LinearEquation`."""
-        return Estimate(squared_norms_of(jnp.moveaxis(self.materialize(x, ct), 1, 0)))
-
-    def terms(self, x: Array, ct: Array) -> int:
-        """See `LinearEquation`."""
-        return ct.shape[2] * math.prod(ct.shape[3 + i] for i in self.broadcast_axes)
-
-    def term_norms(self, x: Array, ct: Array) -> tuple[Array, Array]:
-        """See `LinearEquation`."""
-        return _absolute_norms(self, x, ct)
-
     def materialize(self, x: Array, ct: Array) -> Array:
         """See `LinearEquation`."""
-        axes = (2, *(3 + i for i in self.broadcast_axes))
-        grads = (x.astype(sum_dtype(x, ct)) * ct).sum(axes, keepdims=True)
-        return grads.squeeze(2)
+        return self._summed(x.astype(sum_dtype(x, ct)) * ct)
 
     def weighted_sum(self, x: Array, ct: Array, scales: Array) -> Array:
         """See `LinearEquation`."""
@@ -588,22 +582,47 @@ def _broadcast_axes(eqn: JaxprEqn, parameter: int) -> tuple[int, ...]:
     return tuple(i for i, (n, m) in enumerate(zip(*shapes, strict=True)) if n < m)
 
 
-def _absolute_norms(equation: "BiasAdd | Scale", x: Array, ct: Array) -> tuple[Array, Array]:
-    """Norms [batch] of the sums of absolute terms."""
-    if equation.terms(x, ct) > 1:
-        x, ct = jnp.abs(x), jnp.abs(ct)
-    grads = jnp.moveaxis(equation.materialize(x, ct), 1, 0)
-    squares = squared_norms_of(grads)
-    lost = math.prod(grads.shape[1:]) * float(jnp.finfo(squares.dtype).tiny)
-    return jnp.sqrt(squares), jnp.sqrt(squares + lost)
-
-
 def squared_norms_of(grads: Array) -> Array:
     """Squared norms [batch] of gradients [batch, ...]."""
     return jnp.square(upcast(grads)).sum(range(1, grads.ndim))
 
 
-class Dot(NamedTuple):
+class OuterProducts(LinearEquation, Protocol):
+    """An equation whose gradient is a sum of outer products ``u_t v_t^T`` in groups."""
+
+    def factors(self, x: Array, ct: Array) -> tuple[Array, Array]:
+        """Factors u [groups, batch, time, rows] and v [groups, batch, time, cols]."""
+
+    def as_matrix(self, elements: np.ndarray) -> np.ndarray:
+        """Arrange [*stack, *parameter] like the gradient of `factors`: [groups, rows, cols]."""
+
+    def squared_norms(self, x: Array, ct: Array) -> Estimate:
+        """See `LinearEquation`."""
+        return squared_norms(*self.factors(x, ct))
+
+    def terms(self, x: Array, ct: Array) -> int:
+        """See `LinearEquation`."""
+        u, _ = jax.eval_shape(self.factors, x, ct)
+        return int(u.shape[2])
+
+    def term_norms(self, x: Array, ct: Array) -> tuple[Array, Array]:
+        """See `LinearEquation`."""
+        return term_norms(*self.factors(x, ct))
+
+    def norm_fits(self, eqn: JaxprEqn) -> bool:
+        """See `LinearEquation`."""
+        assert self.data is not None
+        arrays = [aval(v) for v in (eqn.invars[self.data], eqn.outvars[0])]
+        shapes = [jax.ShapeDtypeStruct((1, 1, 1, *a.shape), a.dtype) for a in arrays]
+        u, v = jax.eval_shape(self.factors, *shapes)
+        groups, _, time = u.shape[:3]
+        rows, cols = (1 if _is_one_hot(a) else a.shape[-1] for a in (u, v))
+        fits: bool = groups * min(2 * time * time, rows * cols) <= u.size + v.size
+        return fits
+
+
+@dataclasses.dataclass(frozen=True)
+class Dot(OuterProducts):
     """``dot_general``: a sum of outer products per batch index.
 
     The equation's batch dimensions become groups of the factors, since each of their indices
@@ -620,7 +639,6 @@ class Dot(NamedTuple):
     batch_dims: tuple[tuple[int, ...], tuple[int, ...]]
     contracting_dims: tuple[tuple[int, ...], tuple[int, ...]]
     parameter: tuple[int, ...]
-    requires_unique_elements: bool = True
 
     @classmethod
     def read(cls, eqn: JaxprEqn, parameter: int) -> "Dot":
@@ -648,7 +666,7 @@ class Dot(NamedTuple):
         return u, _arrange(ct, range(first), time, free)
 
     def as_matrix(self, elements: np.ndarray) -> np.ndarray:
-        """Arrange [*stack, *parameter] like the gradient of `factors`: [groups, rows, cols]."""
+        """See `OuterProducts`."""
         stack = elements.ndim - len(self.parameter)
         order = (self.batch_dims[1], self.contracting_dims[1], self._free_dims())
         axes = [stack + i for dims in order for i in dims]
@@ -670,19 +688,6 @@ class Dot(NamedTuple):
         source = {axis: 1 + k + (len(middle) if k >= n else 0) for k, axis in enumerate(order)}
         middle_axes = range(1 + n, 1 + n + len(middle))
         return g.transpose(0, *middle_axes, *(source[i] for i in range(len(order))))
-
-    def squared_norms(self, x: Array, ct: Array) -> Estimate:
-        """See `LinearEquation`."""
-        return squared_norms(*self.factors(x, ct))
-
-    def terms(self, x: Array, ct: Array) -> int:
-        """See `LinearEquation`."""
-        u, _ = jax.eval_shape(self.factors, x, ct)
-        return int(u.shape[2])
-
-    def term_norms(self, x: Array, ct: Array) -> tuple[Array, Array]:
-        """See `LinearEquation`."""
-        return term_norms(*self.factors(x, ct))
 
     def materialize(self, x: Array, ct: Array) -> Array:
         """See `LinearEquation`."""
@@ -712,7 +717,8 @@ def _arrange(a: Array, groups: Any, time: Any, last: Any) -> Array:
     return a.transpose(0, *groups, 1, 2, *time, *last).reshape(shape)
 
 
-class Embedding(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Embedding(OuterProducts):
     """``gather`` of slices that are whole along all axes but the indexed ones.
 
     The indexed axes are those with slices of one element. Together they number the rows of the
@@ -731,7 +737,6 @@ class Embedding(NamedTuple):
     parameter: tuple[int, ...]
     dims: jax.lax.GatherDimensionNumbers
     indexed: tuple[int, ...]
-    requires_unique_elements: bool = True
 
     @classmethod
     def read(cls, eqn: JaxprEqn, parameter: int) -> "Embedding | None":
@@ -802,23 +807,10 @@ class Embedding(NamedTuple):
         return g.transpose(*range(n), *(n + order.index(i) for i in range(len(order))))
 
     def as_matrix(self, elements: np.ndarray) -> np.ndarray:
-        """Arrange [*stack, *parameter] like the gradient of `factors`: [groups, rows, cols]."""
+        """See `OuterProducts`."""
         stack, order = elements.ndim - len(self.parameter), self._order()
         elements = elements.transpose(*range(stack), *(stack + i for i in order))
         return elements.reshape(-1, self._height(), self._width())
-
-    def squared_norms(self, x: Array, ct: Array) -> Estimate:
-        """See `LinearEquation`."""
-        return squared_norms(*self.factors(x, ct))
-
-    def terms(self, x: Array, ct: Array) -> int:
-        """See `LinearEquation`."""
-        u, _ = jax.eval_shape(self.factors, x, ct)
-        return int(u.shape[2])
-
-    def term_norms(self, x: Array, ct: Array) -> tuple[Array, Array]:
-        """See `LinearEquation`."""
-        return term_norms(*self.factors(x, ct))
 
     def materialize(self, x: Array, ct: Array) -> Array:
         """See `LinearEquation`."""
@@ -860,7 +852,8 @@ class Embedding(NamedTuple):
         return self._as_parameter(jax.vmap(scatter_add)(indices, rows))
 
 
-class Convolution(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Convolution(LinearEquation):
     """``conv_general_dilated`` whose kernel is the parameter.
 
     Each output position reads a patch of the input. An example's gradient is the sum over
@@ -875,7 +868,6 @@ class Convolution(NamedTuple):
     data: int
     params: dict[str, Any]
     kernel: jax.ShapeDtypeStruct
-    requires_unique_elements: bool = True
 
     @classmethod
     def read(cls, eqn: JaxprEqn, parameter: int) -> "Convolution | None":

@@ -13,12 +13,11 @@ the gradients of all examples. Each parameter is in one group (`GroupGradients`)
 once for norms and once for sums.
 """
 
-import abc
 import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -98,23 +97,19 @@ def cancels(squares_of_terms: Array, squared_norms: Array) -> Array:
     return squares_of_terms > _CANCELLATION**2 * squared_norms
 
 
-class ParameterGradients(abc.ABC):
+class ParameterGradients(Protocol):
     """The gradients of all examples with respect to one parameter."""
 
     @property
-    @abc.abstractmethod
     def strategy(self) -> str:
         """How norms and sums are computed; see `fnet.autodiff.gradient_strategies`."""
 
-    @abc.abstractmethod
     def squared_norms(self) -> SquaredNorms:
         """Squared norm of each example's gradient, with bounds of rounding errors."""
 
-    @abc.abstractmethod
     def materialize(self) -> Array:
         """Per-example gradients, [batch, *parameter]."""
 
-    @abc.abstractmethod
     def weighted_sum(self, scales: Array, is_rough: Array | None = None) -> Array:
         """Sum of the gradients scaled by ``scales`` [batch], [*parameter].
 
@@ -122,11 +117,9 @@ class ParameterGradients(abc.ABC):
         not finite. ``is_rough`` is that of `SquaredNorms`.
         """
 
-    @abc.abstractmethod
     def rows(self) -> list[Array]:
         """The arrays behind the gradients, [batch, ...]."""
 
-    @abc.abstractmethod
     def with_rows(self, rows: Sequence[Array], size: int) -> "ParameterGradients":
         """Return the gradients of other examples, ``size`` of them, given their `rows`."""
 
@@ -139,22 +132,18 @@ class ParameterGradients(abc.ABC):
         return jnp.zeros(())
 
 
-class GroupGradients(abc.ABC):
+class GroupGradients(Protocol):
     """The gradients of all examples with respect to some parameters, by their numbers."""
 
-    @abc.abstractmethod
     def strategies(self) -> dict[int, str]:
         """See `ParameterGradients.strategy`."""
 
-    @abc.abstractmethod
     def squared_norms(self, whole: bool) -> dict[int, SquaredNorms]:
         """Squared norms; if ``whole``, only their sum over parameters is right."""
 
-    @abc.abstractmethod
     def materialize(self) -> dict[int, Array]:
         """Per-example gradients, [batch, *parameter]."""
 
-    @abc.abstractmethod
     def weighted_sums(
         self, scales: Mapping[int, Array], is_rough: Mapping[int, Array | None]
     ) -> Iterator[tuple[int, Array]]:

@@ -30,7 +30,6 @@ from fnet.autodiff.per_example.custom_rules import (
 )
 from fnet.autodiff.per_example.ghost_norm import (
     linear_equation,
-    norm_fits,
     upper_squared_norms,
 )
 from fnet.jaxpr import (
@@ -318,7 +317,7 @@ class _Search(Propagation[State]):
         shapes = [jax.ShapeDtypeStruct(aval(v).shape, aval(v).dtype) for v in eqn.outvars]
         linear = linear_equation(eqn, operand)
         if linear and not (linear.requires_unique_elements and view.has_repeats):
-            fits = in_checkpoint and norm_fits(linear, eqn)
+            fits = in_checkpoint and linear.norm_fits(eqn)
             self.uses.append(
                 Use(path, view, linear, lengths, shapes[0], in_checkpoint, fits, operand)
             )
