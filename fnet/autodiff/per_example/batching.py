@@ -16,7 +16,7 @@ one axis is ``batch * s[axis]`` long, with examples outermost.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -26,9 +26,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
 from fnet.jaxpr import (
     Factor,
-    Propagation,
     Scan,
-    Site,
     aval,
     called_jaxpr,
     evaluate,
@@ -77,7 +75,7 @@ def run_for_batch(
     Returns:
       One value per result of the program: what it gives for each example alone.
     """
-    return _Interpreter(batch, keep_rules).run(closed, args)
+    return _Interpreter(batch, keep_rules, {}).run(closed, args)
 
 
 def rows_of(value: Value, shape: Sequence[int], batch: int, axis: int = 0) -> Array:
@@ -111,6 +109,7 @@ def _merged(shape: Sequence[int], axis: int, batch: int) -> tuple[int, ...]:
 class _Interpreter(NamedTuple):
     batch: int
     keep_rules: bool
+    found: dict[Any, list[int | None]]
 
     def run(self, closed: ClosedJaxpr, args: Sequence[Value]) -> list[Value]:
         return interpret(closed, args, self._equation)
@@ -225,52 +224,81 @@ class _Interpreter(NamedTuple):
         return results
 
     def _cond(self, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
-        axes = _Axes(self.keep_rules).branches(eqn, _axes_of(operands), Site())
         index, *operands = operands
+        branches = eqn.params["branches"]
+
+        def find() -> list[int | None]:
+            runs = [functools.partial(self.run, branch) for branch in branches]
+            found = [_axes_of(jax.eval_shape(run, operands)) for run in runs]
+            return [_first(axes) for axes in zip(*found, strict=True)]
 
         def run(branch: ClosedJaxpr, *operands: Value) -> list[Value]:
             return self._with_axes(self.run(branch, operands), eqn.outvars, axes)
 
         with in_scopes(eqn):
-            branches = [functools.partial(run, b) for b in eqn.params["branches"]]
-            results: list[Value] = switch(eqn, index, branches, *operands)
+            axes = self._found(eqn, operands, find)
+            functions = [functools.partial(run, branch) for branch in branches]
+            results: list[Value] = switch(eqn, index, functions, *operands)
         return results
 
     def _scan(self, eqn: JaxprEqn, scan: Scan, operands: list[Value]) -> list[Value]:
         consts, carry, xs = scan.split(operands)
-        results = scan.body.jaxpr.outvars
-        analysis = _Axes(self.keep_rules)
-        slice_axes = [analysis.sliced(axis) for axis in _axes_of(xs)]
-        axes, y_axes = analysis.fixed_point(
-            scan.body, _axes_of(consts), _axes_of(carry), slice_axes, Site()
-        )
+        variables, count = scan.body.jaxpr.outvars, len(carry)
+        xs = [self._scanned(*pair) for pair in zip(xs, scan.split(eqn.invars)[2], strict=True)]
 
-        def scanned(x: Value, shape: Sequence[int]) -> Value:
-            """Return ``x`` with its batch axis behind the scanned one."""
-            if not isinstance(x, Rows):
-                return x
-            if len(shape) == 1:  # [length, batch]
-                return Rows(rows_of(x, shape, self.batch, 1), 1)
-            return self._convert(x, shape, max(x.axis, 1))
+        def run(carry: list[Value], slices: list[Value]) -> list[Value]:
+            return self.run(scan.body, [*consts, *carry, *(_moved(x, -1) for x in slices)])
+
+        def find() -> list[int | None]:
+            """Find one axis, for all iterations, of each value that is carried on."""
+            axes = _axes_of(carry)
+
+            def look(carry: list[Value], slices: list[Value], _: None) -> tuple[Any, list[Value]]:
+                return carry, run(carry, slices)
+
+            def results_of_all(carry: list[Value], xs: list[Value]) -> list[Value]:
+                results: list[Value] = scan.evaluate(
+                    look, self._with_axes(carry, variables, axes), xs
+                )[1]
+                return results
+
+            while True:
+                after = _axes_of(jax.eval_shape(results_of_all, carry, xs)[:count])
+                joined = [_first(pair) for pair in zip(axes, after, strict=True)]
+                if joined == axes:
+                    return axes
+                axes = joined
 
         def body(carry: list[Value], slices: list[Value], _: None) -> tuple[list[Value], None]:
-            inputs = [*consts, *carry, *(_moved(x, -1) for x in slices)]
-            return self._with_axes(self.run(scan.body, inputs), results, [*axes, *y_axes]), None
-
-        def stacked(y: Value, v: Any) -> Value:
-            if isinstance(y, Rows) and not aval(v).shape:  # [length, batch]
-                return Rows(jnp.swapaxes(y.array, 0, 1).ravel(), 0)
-            return _moved(y, 1)
+            results = run(carry, slices)
+            return [*self._with_axes(results[:count], variables, axes), *results[count:]], None
 
         with in_scopes(eqn):
-            pairs = zip(xs, scan.split(eqn.invars)[2], strict=True)
-            out, _ = scan.evaluate(
-                body,
-                self._with_axes(carry, results, axes),
-                [scanned(x, aval(v).shape) for x, v in pairs],
-            )
-        ys = zip(out[len(carry) :], results[len(carry) :], strict=True)
-        return [*out[: len(carry)], *(stacked(y, v) for y, v in ys)]
+            axes = self._found(eqn, operands, find)
+            out, _ = scan.evaluate(body, self._with_axes(carry, variables, axes), xs)
+        ys = zip(out[count:], variables[count:], strict=True)
+        return [*out[:count], *(_stacked(y, v) for y, v in ys)]
+
+    def _scanned(self, x: Value, v: Any) -> Value:
+        """Return a value that a scan goes over with its batch axis behind the scanned one."""
+        shape = aval(v).shape
+        if not isinstance(x, Rows):
+            return x
+        if len(shape) == 1:  # [length, batch]
+            return Rows(rows_of(x, shape, self.batch, 1), 1)
+        return self._convert(x, shape, max(x.axis, 1))
+
+    def _found(
+        self, eqn: JaxprEqn, operands: list[Value], find: Callable[[], list[int | None]]
+    ) -> list[int | None]:
+        """Return what ``find`` returns, but trace the inside of a loop or branch only once for it.
+
+        Otherwise a loop inside of a loop would be traced twice for each time that loop is.
+        """
+        key = id(eqn), *_axes_of(operands)
+        if key not in self.found:
+            self.found[key] = find()
+        return self.found[key]
 
     def _with_axes(
         self, values: Sequence[Value], variables: Sequence[Any], axes: Sequence[int | None]
@@ -286,71 +314,9 @@ class _Interpreter(NamedTuple):
         return converted
 
 
-class _Axes(Propagation[int | None]):
-    """Where the interpreter puts the batch in each value; None if all examples share it."""
-
-    def __init__(self, keep_rules: bool) -> None:
-        self._keep_rules = keep_rules
-
-    def constant(self, value: Any) -> int | None:
-        """All examples share constants."""
-        return None
-
-    def join(self, states: Sequence[int | None]) -> int | None:
-        """The first of several values decides, and the others are converted."""
-        return next((axis for axis in states if axis is not None), None)
-
-    def chosen(self, predicate: int | None, states: Sequence[int | None]) -> Sequence[int | None]:
-        """A choice that all examples share leaves the batch where it is."""
-        return states
-
-    def visit(self, eqn: JaxprEqn, states: list[int | None], site: Site) -> Sequence[int | None]:
-        """Visit any equation; `jax.vmap` puts the batch first."""
-        if all(axis is None for axis in states):
-            return [None] * len(eqn.outvars)
-        return super().visit(eqn, states, site)
-
-    def equation(self, eqn: JaxprEqn, states: list[int | None], site: Site) -> Sequence[int | None]:
-        """The batch goes along the factor that is executed."""
-        if is_identity(eqn):
-            return states
-        factor = _factor(eqn, states) if is_separable(eqn) else None
-        return [0] * len(eqn.outvars) if factor is None else factor.results
-
-    def custom(self, eqn: JaxprEqn, states: list[int | None], site: Site) -> Sequence[int | None]:
-        """A function keeps its derivative rule, or is followed."""
-        follow = self.equation if self._keep_rules else super().custom
-        return follow(eqn, states, site)
-
-    def branches(self, eqn: JaxprEqn, states: list[int | None], site: Site) -> Sequence[int | None]:
-        """Branches that each example chooses are vectorized."""
-        follow = self.equation if states[0] is not None else super().branches
-        return follow(eqn, states, site)
-
-    def loop(self, eqn: JaxprEqn, states: list[int | None], site: Site) -> Sequence[int | None]:
-        """While loops are vectorized."""
-        return self.equation(eqn, states, site)
-
-    def shard_map(
-        self, eqn: JaxprEqn, states: list[int | None], site: Site
-    ) -> Sequence[int | None]:
-        """What devices compute is vectorized."""
-        return self.equation(eqn, states, site)
-
-    def scan(self, eqn: JaxprEqn, states: list[int | None], site: Site) -> Sequence[int | None]:
-        """Scalars of all iterations become one axis, with the batch outermost."""
-        results = super().scan(eqn, states, site)
-        is_vector = [len(aval(v).shape) == 1 for v in eqn.outvars]
-        pairs = zip(results, is_vector, strict=True)
-        return [0 if axis is not None and vector else axis for axis, vector in pairs]
-
-    def sliced(self, state: int | None) -> int | None:
-        """The batch axis comes behind the scanned one."""
-        return None if state is None else max(state, 1) - 1
-
-    def stacked(self, state: int | None) -> int | None:
-        """The scanned axis comes first."""
-        return None if state is None else state + 1
+def _first(axes: Sequence[int | None]) -> int | None:
+    """The first of several values decides, and the others are converted."""
+    return next((axis for axis in axes if axis is not None), None)
 
 
 def _axes_of(values: Sequence[Value]) -> list[int | None]:
@@ -385,3 +351,10 @@ def _array(value: Value) -> Any:
 
 def _moved(value: Value, by: int) -> Value:
     return dataclasses.replace(value, axis=value.axis + by) if isinstance(value, Rows) else value
+
+
+def _stacked(y: Value, v: Any) -> Value:
+    """Return what a scan stacked, given the axes of one iteration's value."""
+    if isinstance(y, Rows) and not aval(v).shape:  # [length, batch]
+        return Rows(jnp.swapaxes(y.array, 0, 1).ravel(), 0)
+    return _moved(y, 1)
