@@ -26,6 +26,7 @@ from fnet.jaxpr.axes import (
     separate_factor,
     slope,
     stops_gradients,
+    with_dtypes,
 )
 from fnet.jaxpr.interpreter import (
     CHECKPOINT,
@@ -42,6 +43,7 @@ from fnet.jaxpr.interpreter import (
     evaluate,
     evaluate_from,
     find_equations,
+    has_forward_derivative,
     in_scopes,
     inline,
     inner_jaxprs,
@@ -57,7 +59,7 @@ from fnet.jaxpr.interpreter import (
     switch,
     with_bodies,
 )
-from fnet.jaxpr.linearity import is_linear, rounds_coarsely
+from fnet.jaxpr.linearity import has_backward_rule, is_linear, rounds_coarsely
 from fnet.jaxpr.propagation import BackwardPropagation, Dependence, Propagation, Site, depends_on
 
 __all__ = [
@@ -88,6 +90,8 @@ __all__ = [
     "evaluate_from",
     "factors",
     "find_equations",
+    "has_backward_rule",
+    "has_forward_derivative",
     "in_scopes",
     "inline",
     "inner_jaxprs",
@@ -117,4 +121,5 @@ __all__ = [
     "stops_gradients",
     "switch",
     "with_bodies",
+    "with_dtypes",
 ]

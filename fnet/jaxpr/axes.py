@@ -199,6 +199,13 @@ def lengthen(eqn: JaxprEqn, factor: Factor, times: int) -> JaxprEqn:
     return longer
 
 
+def with_dtypes(eqn: JaxprEqn, change: Callable[[Any], Any]) -> JaxprEqn:
+    """Return the equation with other dtypes in the parameters that name the dtype of a result."""
+    names = [n for n in ("new_dtype", "preferred_element_type") if eqn.params.get(n) is not None]
+    changed: JaxprEqn = eqn.replace(params=eqn.params | {n: change(eqn.params[n]) for n in names})
+    return changed
+
+
 def _known(axis: int | None) -> int:
     assert axis is not None
     return axis

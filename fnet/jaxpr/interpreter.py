@@ -380,6 +380,11 @@ def find_equations(jaxpr: Jaxpr | ClosedJaxpr, name: str | tuple[str, ...]) -> I
             yield from find_equations(inner, name)
 
 
+def has_forward_derivative(closed: ClosedJaxpr) -> bool:
+    """Whether `jax.jvp` can differentiate a program: it has no `jax.custom_vjp`."""
+    return not any(find_equations(closed, "custom_vjp_call"))
+
+
 def rewrite(
     closed: ClosedJaxpr,
     replace: Callable[[JaxprEqn], JaxprEqn],

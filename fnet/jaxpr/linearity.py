@@ -14,7 +14,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from fnet.jaxpr.axes import is_identity, is_linear_in
-from fnet.jaxpr.interpreter import aval
+from fnet.jaxpr.interpreter import CUSTOM_DERIVATIVES, aval
 from fnet.jaxpr.propagation import Propagation, Site
 
 
@@ -50,6 +50,16 @@ def rounds_coarsely(eqn: JaxprEqn) -> bool:
     """Whether an equation may round a value to fewer bits than bfloat16 has."""
     bits = [info.nmant for info in _infos(eqn)]
     return min([*bits, eqn.params.get("mantissa_bits", 7)], default=7) < 7
+
+
+def has_backward_rule(eqn: JaxprEqn) -> bool:
+    """Whether a rule gives the backward pass of an equation, which need not be linear.
+
+    The transpose of any other equation is linear in the cotangent, except for rounding.
+    """
+    return eqn.primitive.name.startswith(
+        (*CUSTOM_DERIVATIVES, "custom_linear_solve", "custom_transpose_call", "linear_call")
+    )
 
 
 def _has_small_range(eqn: JaxprEqn) -> bool:

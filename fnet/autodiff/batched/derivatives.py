@@ -25,7 +25,7 @@ from fnet.autodiff.batched.tangents import (
     is_differentiable,
     read_tangents,
 )
-from fnet.jaxpr import find_equations
+from fnet.jaxpr import has_forward_derivative
 
 
 def jvps(
@@ -464,9 +464,7 @@ def _of_differentiable_leaves(
 def _is_forward_cheaper(call: Callable[..., Any], point: list[Array]) -> bool:
     """Whether columns are at most as many as rows, and the function has a forward mode."""
     closed, (outputs, _) = jax.make_jaxpr(call, return_shape=True)(point)
-    if any(find_equations(closed, "custom_vjp_call")):
-        return False
-    return sum(_sizes(point)) <= sum(_sizes(outputs))
+    return has_forward_derivative(closed) and sum(_sizes(point)) <= sum(_sizes(outputs))
 
 
 def _sizes(arrays: Sequence[Any]) -> list[int]:

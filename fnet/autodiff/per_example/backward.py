@@ -248,11 +248,7 @@ def _trace_one(
     examples: Examples,
     whole: ClosedJaxpr,
 ) -> ClosedJaxpr:
-    """Trace the loss of a batch that holds one example: ``(*params, *batch) -> (losses, *aux)``.
-
-    Args:
-      whole: The traced loss of the whole batch.
-    """
+    """Trace the loss of a batch that holds one example: ``(*params, *batch) -> (losses, *aux)``."""
     try:
         closed, (losses, _) = _make_jaxpr(function, params, examples, _shapes(examples, 1))
     except Exception as error:
@@ -414,13 +410,7 @@ def _run(name: str, plan: _Plan, examples: Examples) -> _Results:
 def _inputs_of(use: Use, x: Any, ct: Any, shape: Any, size: int, width: int | None) -> UseInputs:
     """Return data and cotangents of a use as arrays [*scan_lengths, batch, ...].
 
-    Args:
-      use: The use.
-      x: Data for all examples; see `evaluate_with_taps`.
-      ct: Cotangents of the tap for all examples.
-      shape: Shape of the data of one example.
-      size: Number of examples.
-      width: Number of examples at a time, if the caller gave it.
+    ``shape`` is that of the data of one example.
     """
     axis, equation = len(use.scan_lengths), use.equation
     if isinstance(equation, AnyEquation):
@@ -495,24 +485,10 @@ def _gradients(
 
 
 def _measured(uses: Sequence[Use], params: Collection[int]) -> list[Use]:
-    """Let the uses inside of `jax.checkpoint` that have a norm of their own give it alone.
-
-    Args:
-      uses: Uses that get a tap.
-      params: Parameters that are in no group.
-    """
+    """Measure the uses that may be, of parameters that have one use and are in no group."""
     counts = collections.Counter(use.view.param for use in uses)
-    return [
-        use._replace(
-            is_measured=use.in_checkpoint
-            and use.norm_fits
-            and counts[use.view.param] == 1
-            and len(use.scan_lengths) == len(use.view.scans)
-            and not use.view.has_repeats
-            and use.view.param in params
-        )
-        for use in uses
-    ]
+    alone = {i for i in params if counts[i] == 1}
+    return [use._replace(is_measured=use.may_measure and use.view.param in alone) for use in uses]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -623,14 +599,7 @@ def _batched_aux(
     whole: Sequence[tuple[int, ...]],
     size: int,
 ) -> list[Array]:
-    """Leaves of ``aux`` for the batch.
-
-    Args:
-      aux: Leaves for all examples.
-      shapes: Their shapes for a batch of one.
-      whole: Their shapes for ``max(size, 2)`` examples.
-      size: Number of examples.
-    """
+    """Leaves of ``aux`` for the batch, given their shapes for one and for max(size, 2) examples."""
     leaves = []
     for value, shape, batch_shape in zip(aux, shapes, whole, strict=True):
         if not isinstance(value, Rows):

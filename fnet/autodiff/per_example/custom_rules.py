@@ -22,6 +22,7 @@ from fnet.jaxpr import (
     called_jaxpr,
     evaluate,
     find_equations,
+    has_backward_rule,
     inner_jaxprs,
     interpret,
     is_linear_in,
@@ -31,20 +32,13 @@ from fnet.jaxpr import (
 from fnet.jaxpr import is_linear as is_linear_program
 from fnet.precision import upcast
 
-_SUSPECTS = (
-    "custom_jvp_call", "custom_linear_solve", "custom_transpose_call", "custom_vjp_call",
-    "linear_call",
-)  # fmt: skip
-"""Primitives whose backward pass need not be linear in the cotangent. The transpose of any other
-one is, except for rounding."""
-
 
 def has_linear_rules(eqn: JaxprEqn) -> bool:
     """Whether the backward pass of an equation is shown to be linear in the cotangent.
 
     A weighted sum of gradients may then be computed from the weighted sum of cotangents.
     """
-    if eqn.primitive.name.startswith(_SUSPECTS) or rounds_coarsely(eqn):
+    if has_backward_rule(eqn) or rounds_coarsely(eqn):
         return is_linear(eqn)
     return all(has_linear_rules(e) for jaxpr in inner_jaxprs(eqn) for e in jaxpr.eqns)
 

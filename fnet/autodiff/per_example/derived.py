@@ -39,6 +39,7 @@ from fnet.jaxpr import (
     is_linear_in,
     places_once,
     slope,
+    with_dtypes,
 )
 from fnet.precision import sum_dtype, upcast
 
@@ -282,10 +283,6 @@ class DerivedGradients(GroupGradients):
         }
 
 
-_DTYPES = ("new_dtype", "preferred_element_type")
-"""Parameters of equations that name the dtype of a result."""
-
-
 def _widened(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
     """Evaluate a function of parameters in float32 or wider, whatever dtypes it casts to."""
 
@@ -297,12 +294,10 @@ def _widened(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
             # What is inside is not narrow (`taps.takes_part`), but may read what is.
             given = (a.astype(aval(v).dtype) for a, v in zip(inputs, eqn.invars, strict=True))
             return list(map(widen, evaluate(eqn, list(given))))
-        params = dict(eqn.params)
         if any(map(is_narrow, eqn.outvars)):
-            named = {name: params[name] for name in _DTYPES if params.get(name) is not None}
-            params |= {name: sum_dtype(dtype) for name, dtype in named.items()}
+            eqn = with_dtypes(eqn, sum_dtype)
         # Literals, too, are wide.
-        results = eqn.primitive.bind(*map(widen, inputs), **params)
+        results = eqn.primitive.bind(*map(widen, inputs), **eqn.params)
         return list(results) if eqn.primitive.multiple_results else [results]
 
     return interpret(closed, list(map(widen, args)), handle, jnp.asarray)

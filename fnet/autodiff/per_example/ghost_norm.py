@@ -701,11 +701,7 @@ class Dot(OuterProducts):
 def _arrange(a: Array, groups: Any, time: Any, last: Any) -> Array:
     """Arrange [stack, batch, time, *shape] as factors [stack * groups, batch, time * ..., last].
 
-    Args:
-      a: The array.
-      groups: Axes of ``shape`` that become groups.
-      time: Axes of ``shape`` that join the time axis.
-      last: Axes of ``shape`` that become the last axis.
+    The other arguments are axes of ``shape``.
     """
     groups, time, last = (tuple(3 + i for i in axes) for axes in (groups, time, last))
     shape = (

@@ -16,7 +16,7 @@ from fnet.autodiff.examples import (
     is_key,
 )
 from fnet.autodiff.per_example.backward import per_example_gradients
-from fnet.jaxpr import find_equations
+from fnet.jaxpr import has_forward_derivative
 
 
 def per_example_grad(
@@ -186,7 +186,7 @@ def influence(loss: PerExampleLoss) -> Callable[..., Array]:
             return losses
 
         products: Array
-        if any(find_equations(jax.make_jaxpr(losses_of)(params), "custom_vjp_call")):
+        if not has_forward_derivative(jax.make_jaxpr(losses_of)(params)):
             # The backward pass is linear in the cotangent. Its own transposition goes forward.
             losses, backward = jax.vjp(losses_of, params)
             _, transposed = jax.vjp(lambda ct: backward(ct)[0], jnp.zeros_like(losses))

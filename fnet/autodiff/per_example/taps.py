@@ -49,6 +49,7 @@ from fnet.jaxpr import (
     rounds_coarsely,
     slope,
     stops_gradients,
+    with_dtypes,
 )
 from fnet.mesh import argument_like
 
@@ -211,10 +212,11 @@ class Use(NamedTuple):
       scan_lengths: Lengths of the enclosing scans, outermost first.
       out: Shape and dtype of the equation's result in one iteration; a list of them for
         `AnyEquation`.
-      in_checkpoint: Whether the equation is inside of `jax.checkpoint`.
-      norm_fits: Whether the norm of its gradient takes no more memory than its data and result.
       operand: Number of the operand that is the view.
-      is_measured: Whether its tap gives the squared norm of the gradient alone. Nothing is saved.
+      may_measure: Whether the tap may give the squared norm of the gradient alone, so that nothing
+        is saved. It may inside of `jax.checkpoint`, if this is the gradient of one view and takes
+        no more memory than data and result.
+      is_measured: Whether it does.
     """
 
     path: Path
@@ -222,9 +224,8 @@ class Use(NamedTuple):
     equation: Any
     scan_lengths: tuple[int, ...]
     out: Any
-    in_checkpoint: bool = False
-    norm_fits: bool = False
     operand: int = 0
+    may_measure: bool = False
     is_measured: bool = False
 
     @property
@@ -313,20 +314,19 @@ class _Search(Propagation[State]):
         view = states[operand]
         if not isinstance(view, View):
             return False
-        path, lengths, in_checkpoint = site.path, site.lengths, site.in_checkpoint
+        path, lengths = site.path, site.lengths
         shapes = [jax.ShapeDtypeStruct(aval(v).shape, aval(v).dtype) for v in eqn.outvars]
         linear = linear_equation(eqn, operand)
         if linear and not (linear.requires_unique_elements and view.has_repeats):
-            fits = in_checkpoint and linear.norm_fits(eqn)
-            self.uses.append(
-                Use(path, view, linear, lengths, shapes[0], in_checkpoint, fits, operand)
-            )
+            is_one_view = len(lengths) == len(view.scans) and not view.has_repeats
+            may_measure = site.in_checkpoint and is_one_view and linear.norm_fits(eqn)
+            self.uses.append(Use(path, view, linear, lengths, shapes[0], operand, may_measure))
             return True
         # Every iteration of a scan would save the parameter.
         equation = AnyEquation.read(eqn, operand)
         if lengths or DATA not in states or not equation:
             return False
-        self.uses.append(Use(path, view, equation, lengths, shapes, in_checkpoint))
+        self.uses.append(Use(path, view, equation, lengths, shapes))
         return True
 
     def _enter(self, scan: Scan, states: list[State], site: Site) -> None:
@@ -497,10 +497,7 @@ def _weigh(
     operand, data = use.operand, use.equation.data
     # The smaller of the two factors of the gradient is scaled.
     scales_data = data is not None and is_floating(inputs[data]) and inputs[data].size < out.size
-    params = dict(eqn.params)
-    if params.get("preferred_element_type") is not None:
-        params["preferred_element_type"] = wide.dtype
-    wide_eqn: JaxprEqn = eqn.replace(params=params)
+    wide_eqn = with_dtypes(eqn, lambda _: wide.dtype)
 
     @jax.custom_jvp
     def weighed(out: Array, wide: Array, scale: Array, inputs: list[Any]) -> Array:
