@@ -26,6 +26,8 @@ Name = tuple[int, int]
 """Equation and output of an array in an inlined jaxpr. ``(CARRY, i)`` is a carry of a loop."""
 
 CARRY = -1
+IN_LOOP = 1 << 20
+"""Number of the first equation in the body of a loop, above those of the function."""
 
 # Primitives whose result is an input in another shape, which XLA does not copy, if the size and
 # the number format stay.
@@ -130,7 +132,9 @@ def pieces(jaxpr: Jaxpr) -> list[Piece]:
     """Divide an inlined jaxpr into small pieces. A loop that makes many bytes is one of its own."""
     made, passing = _made_bytes(jaxpr), _passing_bytes(jaxpr)
     count, large = len(jaxpr.eqns), _large_loops(jaxpr, made)
-    forced = {0, count} | {i + side for i in large for side in (0, 1)}
+    # A loop whose iterations are under a jax.checkpoint already is whole, and runs once more alone.
+    alone = {i for i, e in enumerate(jaxpr.eqns) if _is_checkpointed(e)}
+    forced = {0, count} | {i + side for i in large | alone for side in (0, 1)}
     made = [0 if i in large else b for i, b in enumerate(made)]
     made_before = [0, *itertools.accumulate(made)]
     size = max(made_before[-1] / measured.MOST_PIECES, 1)
@@ -207,9 +211,14 @@ def _large_loops(jaxpr: Jaxpr, made: Sequence[int]) -> set[int]:
         for i, e in enumerate(jaxpr.eqns)
         if e.primitive.name == "scan"
         and made[i] > measured.LARGE_LOOP * sum(made)
-        # A loop whose iterations are under a jax.checkpoint already does not change.
-        and not all(map(is_checkpoint, Scan.of(e).body.jaxpr.eqns))
+        and not _is_checkpointed(e)
     }
+
+
+def _is_checkpointed(eqn: JaxprEqn) -> bool:
+    """Whether an equation is a scan whose iterations are under a `jax.checkpoint`."""
+    scan = Scan.read(eqn)
+    return scan is not None and all(map(is_checkpoint, scan.body.jaxpr.eqns))
 
 
 def _passing_bytes(jaxpr: Jaxpr) -> list[int]:
@@ -421,8 +430,9 @@ class _Builder:
         for i in range(scan.num_carry):  # A carry is active if the loop makes it so.
             active[scan.num_consts + i] |= eqn.outvars[i] in self._active
             useful[i] |= active[scan.num_consts + i] and any(useful)
+        given = [*consts, *carry, *xs]
         _, needs = self._linearized(
-            number, inline(scan.body), [*consts, *carry, *xs], active, useful, times=times
+            number, inline(scan.body), given, active, useful, first=IN_LOOP, times=times
         )
         for j, v in enumerate(eqn.outvars):
             self._made[v] = self._new(Tensor(number, nbytes(v), nbytes(v), (position, j)))

@@ -132,7 +132,7 @@ def loop_policies(closed: ClosedJaxpr, differentiated: Sequence[bool]) -> list[L
         every = ", ".join(dict.fromkeys("/".join(map(str, s)) for s in sizes))
         text = f"a carry per {every} iterations of loops"
         apply = functools.partial(remat_loops, passes=passes)
-        policy = Policy("loops", text, apply)
+        policy = Policy("chunked loops", text, apply)
         found.append(LoopPolicy(policy, best.bytes, best.cost, sizes))
     return found
 

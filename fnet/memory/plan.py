@@ -14,6 +14,7 @@ from fnet import measured
 from fnet.cpu.options import WITHOUT_OPTIMIZED_CODE
 from fnet.memory.cost import Cost, estimate_cost
 from fnet.memory.graph import analyze
+from fnet.memory.loops import loop_policies
 from fnet.memory.peak import CANDIDATE_OPTIONS, Peak, peak
 from fnet.memory.proposals import Offloads, Planner
 from fnet.memory.remat import REMAT_POLICIES, Policy, planned, policies_for
@@ -274,11 +275,11 @@ class _Attempt(NamedTuple):
       policy: Remat policy.
       microbatches: Number of microbatches.
       time: Estimated time, which orders attempts.
-      bytes: Predicted bytes of its planned arrays; 0 for a named policy.
+      bytes: Predicted bytes of its planned arrays or of its loops; 0 for a named policy.
       windows: Windows of a planned policy.
     """
 
-    source: "_Named | _Planned"
+    source: "_Source"
     policy: Policy
     microbatches: int
     time: float
@@ -301,7 +302,7 @@ class _Search:
     progress: Callable[[Candidate], None] | None
     candidates: list[Candidate] = dataclasses.field(default_factory=list)
     fitting: list[_Attempt] = dataclasses.field(default_factory=list)
-    sources: "list[_Named | _Planned]" = dataclasses.field(default_factory=list)
+    sources: "list[_Source]" = dataclasses.field(default_factory=list)
 
     def order(self, c: Candidate | _Attempt) -> tuple[bool, float]:
         """Fastest first. Microbatches that change the result come last."""
@@ -329,8 +330,10 @@ class _Search:
             return planned[0].front() if planned else ()
         while len(self.candidates) < MOST_PROGRAMS:
             attempts = [a for source in self.sources if (a := source.next())]
-            if not attempts and not self.fitting and (last := named[0].last()):
-                attempts = [last]  # a plan of the most microbatches is the smallest
+            if not attempts and not self.fitting:
+                attempts = [a for s in self.loops() for a in s.left[:1]]
+                # A plan of the most microbatches is the smallest.
+                attempts += [last] if (last := named[0].last()) else []
             if not attempts:
                 break
             attempt = min(attempts, key=self.order)
@@ -338,14 +341,21 @@ class _Search:
             if any(self.order(faster) >= self.order(a) for a in self.fitting):
                 break
             self.compile(attempt)
+        for loops in self.loops():  # the smallest ones are tried in any case
+            for smallest in () if self.fitting else loops.left[-1:]:
+                self.compile(smallest)
         return ()
+
+    def loops(self) -> "list[_Loops]":
+        """The sources that run loops in chunks."""
+        return [s for s in self.sources if isinstance(s, _Loops)]
 
     def compile(self, attempt: _Attempt) -> None:
         """Compile a program with several options, and report it to its source."""
         losses: list[_Loss] = []
         policy, is_planned = attempt.policy, isinstance(attempt.source, _Planned)
         if self.offloads is not None and not is_planned:
-            policy = policy._replace(apply=lambda f: _recorded(f, losses))
+            policy = policy._replace(apply=lambda f: _recorded(attempt.policy.apply(f), losses))
         try:
             traced = self.build(policy, attempt.microbatches)
         except ValueError:  # microbatches that are too small for a norm
@@ -368,13 +378,17 @@ class _Search:
                     self.progress(candidate)
         self.candidates += made
         smallest = min(made, key=lambda c: c.peak.total)
-        if self.fits(smallest.peak.total):
+        fits = self.fits(smallest.peak.total)
+        if fits:
             self.fitting.append(attempt._replace(time=attempt.time or cost.time))
         attempt.source.learn(attempt, smallest)
-        if is_planned:  # rematerialization may need another option than the plain step
+        is_named = isinstance(attempt.source, _Named)
+        if not is_named:  # rematerialization may need another option than the plain step
             self.options = (smallest.compiler_options,)
-        elif losses:
-            self.sources.append(_Planned(self, made[0], losses[0]))
+        if losses and is_named:
+            self.sources += [_Planned(self, made[0], losses[0]), _Loops(self, made[0], losses[0])]
+        elif losses and not fits:  # plan what is outside of the loops
+            self.sources.append(_Planned(self, smallest, losses[0], attempt.policy))
 
 
 class _Loss(NamedTuple):
@@ -455,8 +469,10 @@ class _Planned:
     and the fewest that are too large.
     """
 
-    def __init__(self, search: _Search, plain: Candidate, loss: _Loss):
-        self._search, self._plain = search, plain
+    def __init__(
+        self, search: _Search, plain: Candidate, loss: _Loss, base: Policy = REMAT_POLICIES["none"]
+    ):
+        self._search, self._plain, self._base = search, plain, base
         self._planner = Planner(analyze(*loss), search.offloads or "nothing")
         self._equations = self._planner.graph.equations
         self._tried: set[Any] = set()
@@ -472,9 +488,10 @@ class _Planned:
         for bytes_, plain in limits:
             proposal = self._planner.solve(int(bytes_), plain)
             if proposal and proposal.windows not in self._tried:
+                windows = planned(proposal.windows, self._equations)
                 yield _Attempt(
                     self,
-                    planned(proposal.windows, self._equations),
+                    windows.after(self._base),
                     self._plain.microbatches,
                     self._plain.cost.time + proposal.time,
                     proposal.bytes,
@@ -527,6 +544,39 @@ class _Planned:
             )
             for bytes_, more in self._planner.front()
         )
+
+
+class _Loops:
+    """Attempts that run the loops of a loss in chunks, for one number of microbatches.
+
+    Attributes:
+      left: Attempts that may be compiled, from the fewest FLOPs to the fewest bytes.
+    """
+
+    def __init__(self, search: _Search, plain: Candidate, loss: _Loss):
+        self._search, self._plain = search, plain
+        (first, *policies) = loop_policies(loss.closed, loss.differentiated)
+        temporaries = plain.peak.temporaries + plain.peak.workspace
+        self._scale = min(1.0, temporaries / max(first.bytes, 1))
+        self._offset = plain.peak.total - self._scale * first.bytes
+        self.left = [
+            _Attempt(self, p.policy, plain.microbatches, plain.cost.time + p.cost.time, p.bytes)
+            for p in policies
+        ]
+
+    def next(self) -> _Attempt | None:
+        """The fewest FLOPs that are predicted to fit."""
+        fits = self._search.fits
+        return next((a for a in self.left if fits(int(self._offset + self._scale * a.bytes))), None)
+
+    def learn(self, attempt: _Attempt, candidate: Candidate | None) -> None:
+        """Drop attempts that need more bytes than one that is too large."""
+        self.left = [a for a in self.left if a.time > attempt.time]
+        if candidate:
+            self._offset = candidate.peak.total - self._scale * attempt.bytes
+
+
+_Source = _Named | _Planned | _Loops
 
 
 def _lower_bound(peaks: Sequence[Peak], times: int) -> int:

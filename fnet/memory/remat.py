@@ -89,6 +89,17 @@ class Policy(NamedTuple):
     def __str__(self) -> str:
         return self.name
 
+    def after(self, other: "Policy") -> "Policy":
+        """Return this policy for a function that another one changes first."""
+        if other.name == "none":
+            return self
+        return Policy(
+            f"{self.name} with {other.name}",
+            f"{self.saves}; {other.saves}",
+            lambda f: self.apply(other.apply(f)),
+            self.platforms,
+        )
+
 
 class _Policies(dict[str, Policy]):
     def __getitem__(self, policy: str | Policy) -> Policy:

@@ -13,6 +13,7 @@ from fnet.backward_pass import bind_static, finish_together
 from fnet.jaxpr import Scan, in_scopes, inline
 from fnet.memory.graph import (
     CARRY,
+    IN_LOOP,
     Name,
     array_names,
     as_text,
@@ -133,7 +134,7 @@ def _named(
     closed: ClosedJaxpr, window: Window, inputs: Sequence[Name | None]
 ) -> Callable[..., list[Any]]:
     """A jaxpr as a function that names the arrays of a window."""
-    first = 0 if window.is_loop else window.start
+    first = IN_LOOP if window.is_loop else window.start
 
     def name_of(i: int, j: int) -> str | None:
         name = (first + i, j)

@@ -7,10 +7,19 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
+import fnet
 from fnet.jaxpr import CHECKPOINT, find_equations
-from fnet.memory import compile_min_memory, estimate_cost, peak
+from fnet.memory import (
+    BudgetError,
+    compile_min_memory,
+    estimate_cost,
+    peak,
+    remat_to_fit,
+    tree_bytes,
+)
 from fnet.memory.loops import chunk_loops, loop_policies, remat_loops
 from fnet.memory.windows import trace_inlined
 
@@ -52,7 +61,8 @@ def test_gradients_are_exact_for_any_length_and_any_chunks():
         found = []
         for length, has_xs, reverse, sizes in cases:
             run = functools.partial(polynomial, length=length, reverse=reverse)
-            f = chunk_loops(lambda given, run=run: run(*given), sizes if in_chunks else ())
+            f = lambda given, run=run: run(*given)  # noqa: E731
+            f = chunk_loops(f, sizes) if in_chunks else f
             given = params, integers(length, 2) if has_xs else None
             found.append(jax.value_and_grad(f, has_aux=True)(given))
         return found
@@ -194,6 +204,65 @@ def test_predicted_bytes_are_those_of_the_compiled_program():
         assert saved == pytest.approx(predicted, rel=0.05)
         cost = (flops(recurrent) + p.cost.flops) / flops(p.policy.apply(recurrent))
         assert cost == pytest.approx(1, abs=0.02)
+
+
+def fitted_share(loss, share):
+    """Share of the plain peak, and FLOPs, of a loss that is fitted to a share."""
+    budget = int(share * peak_of(loss))
+    # Three quarters of the parameters' bytes stay free.
+    spare = 3 * tree_bytes(inputs()[0]) // 4
+    fitted, plan = remat_to_fit(loss, budget + spare, *inputs())
+    assert plan.chosen.peak.total <= budget
+    return str(plan.chosen), flops(fitted) / flops(loss)
+
+
+def peak_of(loss):
+    _, plan = remat_to_fit(loss, "1GiB", *inputs())
+    assert str(plan.chosen) == "none"
+    return plan.chosen.peak.total
+
+
+def test_a_budget_chooses_chunks_of_a_loop():
+    way, more_flops = fitted_share(recurrent, 0.28)
+    assert way == "chunked loops"
+    assert more_flops < 1.35
+
+
+def test_compile_step_chooses_chunks_of_a_loop():
+    def losses(params, model_state, batch, key):
+        step = lambda h, _: (cell(params, h, batch["x"]), None)  # noqa: E731
+        return jax.lax.scan(step, batch["x"], length=LENGTH)[0].mean((1, 2))
+
+    optimizer = optax.sgd(0.1)
+    state = fnet.TrainState.create(params=inputs()[0], optimizer=optimizer, key=jax.random.key(0))
+    # One example can't be split.
+    batch = {"x": jnp.ones((1, BATCH, WIDTH))}
+    step = fnet.make_step(losses, optimizer)
+    plain = fnet.compile_step(step, state, batch).report.peak
+    budget = plain.total - int(0.88 * plain.temporaries)
+    executable = fnet.compile_step(step, state, batch, budget=budget)
+    assert executable.report.peak.total <= budget
+    assert str(executable.step.remat) == "chunked loops"
+
+
+def test_the_most_levels_of_chunks_are_tried_before_a_refusal():
+    candidates = []
+    with pytest.raises(BudgetError, match="by chunked loops"):
+        remat_to_fit(fori, 100_000, *inputs(), progress=candidates.append)
+    ways = [c.policy.saves for c in candidates]
+    assert "a carry per 16/4/1 iterations of loops" in ways
+
+
+def test_what_is_outside_of_chunked_loops_is_planned():
+    def both(params, xs):
+        h = jax.lax.fori_loop(0, 512, lambda i, h: cell(params, h, xs[0]), xs[1])[None] + xs
+        for w in (params["w"], params["u"]) * 2:
+            h = jnp.tanh(jnp.sin(h @ w) * h)
+        return h.sum()
+
+    way, more_flops = fitted_share(both, 0.2)
+    assert way == "planned with chunked loops"
+    assert more_flops < 1.4
 
 
 def test_other_loops_stay_whole():
