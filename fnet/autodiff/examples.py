@@ -102,19 +102,6 @@ def is_key(a: Array | jax.ShapeDtypeStruct) -> bool:
     return jnp.issubdtype(a.dtype, jax.dtypes.prng_key)
 
 
-def by_example(a: Array, axis: int, size: int, before: int = 0) -> Array:
-    """Split an axis [size * rest] into [size] and [rest], and move the axis [size].
-
-    Args:
-      a: an array.
-      axis: the axis that merges examples with other elements.
-      size: number of examples.
-      before: position of the axis of examples in the result.
-    """
-    a = a.reshape(*a.shape[:axis], size, a.shape[axis] // size, *a.shape[axis + 1 :])
-    return jnp.moveaxis(a, axis, before)
-
-
 def check_losses(name: str, losses: Any, size: int) -> None:
     """Raise ValueError unless there is one loss per example, TypeError unless it is floating."""
     got = getattr(losses, "shape", type(losses).__name__)

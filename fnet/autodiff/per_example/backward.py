@@ -349,6 +349,38 @@ class _Plan(NamedTuple):
         )
 
 
+def _split_nonlinear(
+    uses: Uses, leaves: Sequence[Any], size: int, width: int | None
+) -> tuple[list[int], set[int]]:
+    """Split leaves with nonlinear uses: gradients to materialize, and those too large for it.
+
+    Large leaves that `AnyEquation` covers are in neither.
+    """
+    budget = _memory_budget(leaves)
+    materialized, too_large = [], set()
+    for i in sorted(uses.nonlinear, key=lambda i: leaves[i].size):
+        nbytes = size * leaves[i].nbytes
+        if nbytes <= budget and (width is None or size <= width or leaves[i].ndim < 2):
+            materialized.append(i)
+            budget -= nbytes
+        elif i in uses.unknown:
+            too_large.add(i)
+    return materialized, too_large
+
+
+def _memory_budget(params: Sequence[Any]) -> int:
+    """Bytes that per-example gradients may take."""
+    budget: int = sum(p.nbytes for p in params) + _EXTRA_BYTES
+    return budget
+
+
+def _measured(uses: Sequence[Use], params: Collection[int]) -> list[Use]:
+    """Measure the uses that may be, of parameters that have one use and are in no group."""
+    counts = collections.Counter(use.view.param for use in uses)
+    alone = {i for i in params if counts[i] == 1}
+    return [use._replace(is_measured=use.may_measure and use.view.param in alone) for use in uses]
+
+
 class _Results(NamedTuple):
     """Results of the backward pass, for all examples.
 
@@ -484,13 +516,6 @@ def _gradients(
     return gradients
 
 
-def _measured(uses: Sequence[Use], params: Collection[int]) -> list[Use]:
-    """Measure the uses that may be, of parameters that have one use and are in no group."""
-    counts = collections.Counter(use.view.param for use in uses)
-    alone = {i for i in params if counts[i] == 1}
-    return [use._replace(is_measured=use.may_measure and use.view.param in alone) for use in uses]
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class RematerializedGradients(GroupGradients):
     """Gradients of parameters inside of `jax.checkpoint`, of which only norms were computed.
@@ -609,28 +634,3 @@ def _batched_aux(
         has_axis = shape[:1] == (1,) and batch_shape == (max(size, 2), *shape[1:])
         leaves.append(rows[:, 0] if has_axis else rows)
     return leaves
-
-
-def _memory_budget(params: Sequence[Any]) -> int:
-    """Bytes that per-example gradients may take."""
-    budget: int = sum(p.nbytes for p in params) + _EXTRA_BYTES
-    return budget
-
-
-def _split_nonlinear(
-    uses: Uses, leaves: Sequence[Any], size: int, width: int | None
-) -> tuple[list[int], set[int]]:
-    """Split leaves with nonlinear uses: gradients to materialize, and those too large for it.
-
-    Large leaves that `AnyEquation` covers are in neither.
-    """
-    budget = _memory_budget(leaves)
-    materialized, too_large = [], set()
-    for i in sorted(uses.nonlinear, key=lambda i: leaves[i].size):
-        nbytes = size * leaves[i].nbytes
-        if nbytes <= budget and (width is None or size <= width or leaves[i].ndim < 2):
-            materialized.append(i)
-            budget -= nbytes
-        elif i in uses.unknown:
-            too_large.add(i)
-    return materialized, too_large

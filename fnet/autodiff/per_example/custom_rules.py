@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
 from fnet.jaxpr import (
     aval,
@@ -61,12 +61,10 @@ def is_narrow(v: Any) -> bool:
 
 def is_linear(eqn: JaxprEqn) -> bool:
     """Whether the backward rule of an equation is shown to be linear in the cotangent."""
-    inputs, outputs = (_shapes(variables) for variables in (eqn.invars, eqn.outvars))
-    try:
-        closed = jax.make_jaxpr(functools.partial(_backward, eqn))(inputs, outputs)
-    except Exception:  # Whatever JAX says of a rule that it cannot trace.
+    closed, inputs = _backward_of(eqn), len(eqn.invars)
+    if closed is None:
         return False
-    return is_linear_program(closed, [False] * len(inputs) + [True] * len(outputs))
+    return is_linear_program(closed, [False] * inputs + [True] * len(eqn.outvars))
 
 
 def scale_of_rule(eqn: JaxprEqn, operand: int) -> float | None:
@@ -76,14 +74,12 @@ def scale_of_rule(eqn: JaxprEqn, operand: int) -> float | None:
       eqn: The equation.
       operand: Number of the operand whose cotangent it is.
     """
-    shape = aval(eqn.invars[operand])
-    is_single = len(eqn.outvars) == 1 and aval(eqn.outvars[0]).shape == shape.shape
+    shape = aval(eqn.invars[operand]).shape
+    is_single = len(eqn.outvars) == 1 and aval(eqn.outvars[0]).shape == shape
     if eqn.primitive.name != "custom_vjp_call" or not is_single:
         return None
-    inputs, cotangents = _shapes(eqn.invars), _shapes(eqn.outvars)
-    try:
-        closed = jax.make_jaxpr(functools.partial(_backward, eqn))(inputs, cotangents)
-    except Exception:  # Whatever JAX says of a rule that it cannot trace.
+    closed = _backward_of(eqn)
+    if closed is None:
         return None
 
     def follow(eqn: JaxprEqn, scales: list[float | None]) -> list[float | None]:
@@ -99,12 +95,12 @@ def scale_of_rule(eqn: JaxprEqn, operand: int) -> float | None:
             raise _NotAMultiple
         return [factor * (scales[operands[0]] or 0.0)]
 
-    states = [None] * len(inputs) + [1.0]
+    states = [None] * len(eqn.invars) + [1.0]
     try:
         gradients = interpret(closed, states, follow, lambda constant: None)
     except _NotAMultiple:
         return None
-    floating = [jnp.issubdtype(a.dtype, jnp.inexact) for a in inputs]
+    floating = [jnp.issubdtype(aval(v).dtype, jnp.inexact) for v in eqn.invars]
     return gradients[sum(floating[:operand])]
 
 
@@ -112,8 +108,16 @@ class _NotAMultiple(Exception):  # noqa: N818 - It is no error.
     """A rule does more than multiply the cotangent by a number."""
 
 
-def _shapes(variables: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
-    return [jax.ShapeDtypeStruct(aval(v).shape, aval(v).dtype) for v in variables]
+def _backward_of(eqn: JaxprEqn) -> ClosedJaxpr | None:
+    """Trace ``(*operands, *cotangents) -> cotangents`` of floating operands; None if it fails."""
+    inputs, cotangents = (
+        [jax.ShapeDtypeStruct(aval(v).shape, aval(v).dtype) for v in variables]
+        for variables in (eqn.invars, eqn.outvars)
+    )
+    try:
+        return jax.make_jaxpr(functools.partial(_backward, eqn))(inputs, cotangents)
+    except Exception:  # Whatever JAX says of a rule that it cannot trace.
+        return None
 
 
 def _backward(eqn: JaxprEqn, inputs: Sequence[Any], cotangents: list[Any]) -> Any:
