@@ -378,14 +378,9 @@ def _evaluate(
     *,
     accumulate: bool = False,
 ) -> list[BatchedTangents]:
-    """Evaluate a linear function of N inputs.
+    """Evaluate a linear function of N inputs, or of one that is used N times.
 
-    Args:
-      linear: the function.
-      inputs: N inputs, or one that is used N times; one entry per argument.
-      outputs: the layout of each argument's results; or accumulators to add them to.
-      width: how many are evaluated at a time.
-      accumulate: whether ``outputs`` are accumulators.
+    ``outputs`` are the layouts of the results by argument, or accumulators to add them to.
     """
     n = outputs[0].n or 0
     is_shared = inputs[0].n == 1 < n

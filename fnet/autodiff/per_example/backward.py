@@ -330,6 +330,8 @@ class _Plan(NamedTuple):
         split, count = split_derived(closed, len(params)), len(params)
         leaves = split.leaves(params)
         uses = find_uses(split.loss, len(leaves))
+        # Taps give the gradients of leaves that meet data in single equations. Other leaves are
+        # differentiated themselves, now or in chunks.
         materialized, too_large = _split_nonlinear(uses, leaves, size, width)
         # The gradients of a group need those of all its members.
         skipped = too_large.union(*(g.leaves for g in split.groups if g.leaves & too_large))
@@ -415,6 +417,7 @@ def _run(name: str, plan: _Plan, examples: Examples) -> _Results:
             (losses, *aux), data = evaluate_with_taps(plan.loss, values, plan.uses, taps)
             return losses, (aux, data)
 
+        # No leaf with taps is differentiated, so its gradient is never computed as an array.
         selected = {i: args[i] for i in plan.materialized}
         losses, backward, (aux, data) = jax.vjp(tapped_loss, zeros, selected, has_aux=True)
         return losses, aux, data, *backward(jnp.ones_like(losses))
@@ -423,6 +426,7 @@ def _run(name: str, plan: _Plan, examples: Examples) -> _Results:
         *plan.leaves, *_shapes(examples, 1)
     )
     _check_effects(name, program)  # A derivative rule may have some.
+    # The program is that of one example, so it cannot mix examples, whatever the loss does.
     rows = [Rows(a, 0) for a in examples.leaves]
     results = run_for_batch(program, [*plan.leaves, *rows], size)
     losses, aux, data, cts, gradients = jax.tree.unflatten(jax.tree.structure(shapes), results)

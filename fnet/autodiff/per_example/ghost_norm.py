@@ -426,9 +426,11 @@ class LinearEquation(Protocol):
       data: Number of the operand that the gradient depends on, or None.
       requires_unique_elements: Whether the norm is wrong if the equation reads an element of the
         parameter twice.
+      width: Largest number of examples at a time, or None.
     """
 
     data: int | None
+    width: ClassVar[int | None] = None
     requires_unique_elements: ClassVar[bool] = True
 
     def squared_norms(self, x: Array, ct: Array) -> Estimate:

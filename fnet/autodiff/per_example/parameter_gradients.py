@@ -559,7 +559,7 @@ class _Part(NamedTuple):
         """
         arrays = [a for i in self.inputs for a in i.arrays]
         batch = self._batch()
-        widths = [getattr(i.use.equation, "width", None) for i in self.inputs]
+        widths = (i.use.equation.width for i in self.inputs)
         width = min((w for w in widths if w), default=None)
         chunks = ghost_norm.number_of_chunks(batch, arrays, 4 * self._size(), width)
 
