@@ -2,18 +2,19 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
+from jax.extend.core import JaxprEqn, jaxpr_as_fun
 
 from fnet.autodiff.examples import check_params
 from fnet.autodiff.mean import Gradient, Loss, Objective, mean, mean_loss
 from fnet.autodiff.update import GradientFunction, Mode
-from fnet.jaxpr import find_equations, rewrite
+from fnet.cpu.convolutions import has_convolutions, is_slow_in_loops
+from fnet.jaxpr import rewrite
 from fnet.mesh import equally_varying
 from fnet.precision import sum_dtype
 
@@ -280,28 +281,8 @@ def _with_explicit_strides(f: Callable[..., Any], *args: Any) -> Callable[..., A
 def _is_slow_in_loops_on_cpu(
     objective: Objective, params: Any, model_state: Any, parts: dict[str, Array], key: Array
 ) -> bool:
-    """Whether the gradient has a convolution that XLA's CPU compiler runs slowly in loops.
-
-    XLA has a fast implementation for the layout [batch, space, features] x [space, in, out].
-    It transposes other layouts, such as in derivatives, but only outside of loops.
-    """
+    """Whether the gradient has a convolution that XLA's CPU compiler runs slowly in loops."""
     args = params, model_state, _part(parts, 0), key
-    if not any(convolutions(jax.make_jaxpr(objective)(*args))):
+    if not has_convolutions(jax.make_jaxpr(objective)(*args)):
         return False
-    gradient = jax.make_jaxpr(jax.grad(objective, has_aux=True))(*args)
-    return any(not is_in_fast_layout(eqn) for eqn in convolutions(gradient))
-
-
-def convolutions(jaxpr: Jaxpr | ClosedJaxpr) -> Iterator[JaxprEqn]:
-    """Yield all convolutions of a jaxpr, inner jaxprs included."""
-    return find_equations(jaxpr, "conv_general_dilated")
-
-
-def is_in_fast_layout(eqn: JaxprEqn) -> bool:
-    """Whether a convolution is [batch, space, features] x [space, in, out], fast in CPU loops."""
-    layout = eqn.params["dimension_numbers"]
-    space = tuple(range(1, len(layout.lhs_spec) - 1))
-    last = len(space) + 1
-    images, kernel = (0, last, *space), (last, last - 1, *(i - 1 for i in space))
-    fast: bool = layout.lhs_spec == layout.out_spec == images and layout.rhs_spec == kernel
-    return fast
+    return is_slow_in_loops(jax.make_jaxpr(jax.grad(objective, has_aux=True))(*args))

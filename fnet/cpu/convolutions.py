@@ -28,10 +28,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.extend.core import JaxprEqn, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 
 from fnet import measured
-from fnet.jaxpr import aval, rewrite
+from fnet.jaxpr import aval, find_equations, rewrite
 
 # Sums of 16-bit products are in float32.
 _DTYPES = {jnp.dtype(name) for name in ("float32", "bfloat16", "float16")}
@@ -90,6 +90,27 @@ def for_cpus(f: Callable[..., Any], count: int = 1) -> Callable[..., Any]:
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return fast
+
+
+def has_convolutions(jaxpr: Jaxpr | ClosedJaxpr) -> bool:
+    """Whether a program has convolutions, inner jaxprs included."""
+    return any(find_equations(jaxpr, "conv_general_dilated"))
+
+
+def is_slow_in_loops(jaxpr: Jaxpr | ClosedJaxpr) -> bool:
+    """Whether a program has convolutions that take 10 to 90 times as long in a loop.
+
+    XLA has a fast implementation for the layout [batch, space, features] x [space, in, out]. It
+    transposes other layouts, such as in backward passes, but only outside of loops.
+    """
+    for eqn in find_equations(jaxpr, "conv_general_dilated"):
+        layout = eqn.params["dimension_numbers"]
+        space = tuple(range(1, len(layout.lhs_spec) - 1))
+        last = len(space) + 1
+        images, kernel = (0, last, *space), (last, last - 1, *(i - 1 for i in space))
+        if not layout.lhs_spec == layout.out_spec == images or layout.rhs_spec != kernel:
+            return True
+    return False
 
 
 def _replace(eqn: JaxprEqn, *, one_device: bool) -> JaxprEqn:

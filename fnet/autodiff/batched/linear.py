@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 
-from fnet.autodiff.accumulate import convolutions, is_in_fast_layout
+from fnet.cpu.convolutions import has_convolutions, is_slow_in_loops
 from fnet.jaxpr import called_jaxpr, interpret, nbytes, places_once, rewrite
 from fnet.mesh import equally_varying
 
@@ -138,8 +138,8 @@ class Linear:
             return max(n // 8, 1) if accumulate else n
         outputs = sum(map(nbytes, self.jaxpr.outvars))
         computed = self._bytes_per_input()
-        has_convolutions = any(convolutions(self.jaxpr))
-        if not accumulate and not has_convolutions and outputs > max(computed - outputs, 0):
+        may_loop = accumulate or has_convolutions(self.jaxpr)
+        if not may_loop and outputs > max(computed - outputs, 0):
             return n
         per_input = sum(map(nbytes, self.jaxpr.invars)) + computed
         largest = max(CPU_CACHE_BYTES // max(per_input, 1), 1)
@@ -163,13 +163,9 @@ class Linear:
     def is_slow_in_loops(self) -> bool:
         """Whether chunks are unrolled instead of looped over, as in `fnet.accumulate_grad`.
 
-        On CPUs, in a loop, a convolution in another layout than XLA's own takes 10 to 90
-        times as long, and backward passes have such layouts. If chunks are unrolled, the
-        compiler may overlap them, so that ``width`` does not bound memory.
+        The compiler may overlap unrolled chunks, so that ``width`` does not bound memory.
         """
-        return jax.default_backend() == "cpu" and not all(
-            is_in_fast_layout(eqn) for eqn in convolutions(self.jaxpr)
-        )
+        return jax.default_backend() == "cpu" and is_slow_in_loops(self.jaxpr)
 
 
 def _is_call(eqn: JaxprEqn) -> bool:
