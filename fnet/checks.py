@@ -11,6 +11,8 @@ _BOUNDS: dict[str, Callable[[Any], bool]] = {
     ">= 1": lambda n: n >= 1,
     ">= 0": lambda n: n >= 0,
     "> 0": lambda n: n > 0,
+    ">= 0 and finite": lambda n: 0 <= n < float("inf"),
+    "> 0 and finite": lambda n: 0 < n < float("inf"),
     "in [0, 1)": lambda n: 0 <= n < 1,
     "in [0, 1]": lambda n: 0 <= n <= 1,
     "in (0, 1]": lambda n: 0 < n <= 1,

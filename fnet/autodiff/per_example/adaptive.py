@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
+from fnet import checks
 from fnet.autodiff.mean import Gradient, Loss
 from fnet.autodiff.per_example.clipped import clipped_grad
 from fnet.autodiff.per_example.modes import (
@@ -138,17 +139,14 @@ class AdaptiveClipping(Mode):
 
     def __post_init__(self) -> None:
         """Reject values out of range before anything is traced."""
-        if not 0 < self.clip < float("inf"):
-            raise ValueError(f"AdaptiveClipping: clip must be > 0 and finite, got {self.clip}")
+        checks.numbers("AdaptiveClipping", "> 0 and finite", clip=self.clip)
         if not 0 < self.quantile < 1:
             raise ValueError(
                 f"AdaptiveClipping: quantile must be between 0 and 1, got {self.quantile}; to "
                 "measure gradients without clipping, use fnet.autodiff.per_example"
             )
-        for name in ("learning_rate", "count_noise"):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value < float("inf"):
-                raise ValueError(f"AdaptiveClipping: {name} must be >= 0 and finite, got {value}")
+        rates = {"learning_rate": self.learning_rate, "count_noise": self.count_noise}
+        checks.numbers("AdaptiveClipping", ">= 0 and finite", **rates)
         check_private(
             "AdaptiveClipping", self.noise_multiplier, self.expected_batch_size, self.microbatches
         )

@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from fnet import checks
 from fnet.autodiff.examples import PerExampleLoss, examples
 from fnet.autodiff.per_example.backward import per_example_gradients
 
@@ -465,5 +466,4 @@ def check_clip(clip: Any, per_layer: bool, automatic: float | None) -> None:
             raise ValueError(f"clipped_grad: clip must be >= 0, got {float(bound)}")
         if bound == float("inf") and automatic is not None:
             raise ValueError("clipped_grad: clip must be finite with automatic, got inf")
-    if automatic is not None and not automatic > 0:
-        raise ValueError(f"clipped_grad: automatic must be > 0, got {automatic}")
+    checks.numbers("clipped_grad", "> 0", automatic=automatic)

@@ -134,7 +134,8 @@ def per_example_norms(loss: PerExampleLoss, *, has_aux: bool = False) -> Callabl
         gradients = per_example_gradients(
             "per_example_norms", loss, params, e, has_aux=has_aux, remat=True
         )
-        squares = sum(jax.tree.leaves(gradients.squared_norms(whole=True)), jnp.zeros(e.size))
+        by_param, _, _ = gradients.bounded_squared_norms(whole=True)
+        squares = sum(jax.tree.leaves(by_param), jnp.zeros(e.size))
         return (jnp.sqrt(squares), gradients.aux) if has_aux else jnp.sqrt(squares)
 
     return norms

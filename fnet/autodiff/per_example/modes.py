@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from fnet import checks
 from fnet.autodiff.accumulate import split_batch
 from fnet.autodiff.mean import Gradient, Loss, losses_and_aux, weighted_mean
 from fnet.autodiff.per_example.clipped import (
@@ -248,19 +249,14 @@ def check_private(
     name: str, noise_multiplier: float, expected_batch_size: float | None, microbatches: int
 ) -> None:
     """Reject arguments out of range for the mode ``name``."""
-    if not 0 <= noise_multiplier < float("inf"):
-        raise ValueError(
-            f"{name}: noise_multiplier must be >= 0 and finite, got {noise_multiplier}"
-        )
+    checks.numbers(name, ">= 0 and finite", noise_multiplier=noise_multiplier)
     if noise_multiplier and expected_batch_size is None:
         raise ValueError(
             f"{name}: noise needs a divisor that does not depend on the batch; give "
             "expected_batch_size"
         )
-    if expected_batch_size is not None and not expected_batch_size > 0:
-        raise ValueError(f"{name}: expected_batch_size must be > 0, got {expected_batch_size}")
-    if microbatches < 1:
-        raise ValueError(f"{name}: microbatches must be >= 1, got {microbatches}")
+    checks.numbers(name, "> 0", expected_batch_size=expected_batch_size)
+    checks.numbers(name, ">= 1", microbatches=microbatches)
 
 
 def check_private_state(

@@ -838,15 +838,6 @@ class PerExampleGradients(NamedTuple):
     treedef: Any
     groups: Sequence[GroupGradients]
 
-    def squared_norms(self, *, whole: bool = False) -> Any:
-        """Squared norms [batch] of the gradients with respect to each parameter, like params.
-
-        Args:
-          whole: Whether only their sum is needed.
-        """
-        values, _, _ = self.bounded_squared_norms(whole=whole)
-        return values
-
     def bounded_squared_norms(
         self, *, whole: bool = False
     ) -> tuple[Any, Any, dict[int, Array | None]]:
