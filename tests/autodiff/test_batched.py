@@ -144,6 +144,7 @@ def evaluated_eagerly():
     return params, x, tangents, jvps(output, (params, x), (tangents, None), primal=False)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("width", [1, 2, "auto"])
 def test_results_are_the_same_under_jit_and_vmap(width):
     params, x, tangents, expected = evaluated_eagerly()

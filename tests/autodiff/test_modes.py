@@ -133,6 +133,7 @@ def test_state_as_long_as_a_microbatch_is_not_averaged():
     chex.assert_trees_all_equal(new_state, state)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("parts", [1, 3])
 def test_rejects_noise_if_the_state_depends_on_examples(parts):
     def loss(params, state, batch, key):
@@ -187,6 +188,7 @@ def test_state_that_does_not_depend_on_examples_is_updated_with_noise():
         assert run()["n"] == 4
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("microbatches", [1, 3])
 def test_state_that_depends_on_the_batch_is_averaged(microbatches):
     def loss(params, state, batch, key):
@@ -271,6 +273,7 @@ def test_rejects_invalid_arguments(arguments, message):
         autodiff.clipped(**arguments)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("options", [{"per_layer": True}, {"automatic": 0.5}], ids=str)
 def test_mode_clips_like_clipped_grad(options):
     grads, _, _ = gradient(autodiff.clipped(0.05, **options), batch())

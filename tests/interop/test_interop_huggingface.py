@@ -36,7 +36,7 @@ def test_the_page_lists_every_family():
     assert {f for f in FAMILIES if f"`{f}`" not in rows} == set()
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logits_match_those_of_transformers(name):
     model, params, tensors = loaded(name)
@@ -66,7 +66,7 @@ def test_all_logits_and_greedy_text_match_transformers(name):
     chex.assert_trees_all_equal(tokens, text.astype(np.int32))
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", ["gemma3_text", "gpt2", "phi3"])
 def test_fused_losses_match_the_logits(name):
     model, params, _ = loaded(name)

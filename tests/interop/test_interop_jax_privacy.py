@@ -46,7 +46,7 @@ GRADS, NORMS = per_example()
 CLIP = float(np.median(NORMS))
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("microbatch_size", [None, 1, 3, 6])
 @pytest.mark.parametrize("materialized", [False, True])
 def test_sum_equals_a_loop_over_examples(microbatch_size, materialized):
@@ -77,6 +77,7 @@ def test_gradients_are_not_materialized():
     assert temporaries < 64 * params["w"].nbytes / 8
 
 
+@pytest.mark.slow
 def test_arguments_by_number():
     def weighted(x, scale, w, b, y):
         return loss({"w": w, "b": b}, x, y, scale)

@@ -104,6 +104,7 @@ def test_products_of_every_form(form, quantized):
     assert_same(config, params, f, normal(2, 3, 64, seed=2), quantized=quantized)
 
 
+@pytest.mark.sweep(2)
 @FORMS
 def test_other_operations_get_the_whole_weight(form):
     def f(params, x, rows):
@@ -189,6 +190,7 @@ def test_weights_inside_of_branches_for_platforms():
     np.testing.assert_allclose(result, expected, rtol=1e-5)
 
 
+@pytest.mark.sweep(2)
 @FORMS
 def test_linen(form):
     class Network(linen.Module):
@@ -218,6 +220,7 @@ def test_attention_of_nnx(form, name):
     )
 
 
+@pytest.mark.sweep(2)
 @FORMS
 def test_equinox(form):
     eqx = pytest.importorskip("equinox")
@@ -427,7 +430,7 @@ def test_a_step_trains_the_adapters_alone(mode):
     assert all(jnp.abs(a["b"]).max() > 0 for a in state.params.values())
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("mode", [*MODES, "remat"])
 def test_no_array_of_the_frozen_size_exists_besides_the_frozen_weights(mode):
     width, depth = 64, 8

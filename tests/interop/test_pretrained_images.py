@@ -51,7 +51,7 @@ def evaluate(model, params, x):
     return jax.jit(lambda p: model.apply(p, {}, x, train=False)[0])(params)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_outputs_match_those_of_the_peer(name):
     tensors = tensors_of(name)

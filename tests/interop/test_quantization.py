@@ -73,6 +73,7 @@ def test_int8_rounds_to_the_scale_of_the_output():
     assert (error[:, 0] > 0).any()
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("kind", ["int8", "nf4"])
 def test_codes_make_up_for_the_rounding_of_scales(kind):
     matrix = weights(256, 64)

@@ -212,7 +212,7 @@ NAMES = sorted(set(ROWS) & (set(equation_cases.CASES) | set(equation_cases.COLLE
 SUM_BUT_UNKNOWN = {"psum", "reduce", "reduce_and", "reduce_or", "scatter", "scatter-max"}
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("name", NAMES)
 def test_factors(name):
     for equation in equations(name, 2):
@@ -238,7 +238,7 @@ def merged(rows, axis, first, is_scalar):
     return from_host(np.concatenate(hosts, first + axis), rows[0])
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_longer_axis_equals_vmap(name):
     for equation in equations(name, B):
@@ -351,6 +351,7 @@ LINEAR_BUT_UNKNOWN = {
 }
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_linearity(name):
     for equation in equations(name, 3):
@@ -519,7 +520,7 @@ CONFIRMED = {
 }
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(7)
 @pytest.mark.parametrize("question", BUT_UNKNOWN, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("name", NAMES)
 def test_elements(name, question):

@@ -107,6 +107,7 @@ def test_gradients_match_autodiff_on_random_shapes_and_axes(
         chex.assert_trees_all_close(got, expected, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     "activation",
     ["elu", "gelu"]
@@ -161,6 +162,7 @@ def test_gradient_of_a_tiny_gamma_has_the_documented_error(gamma, error):
         assert float(jnp.abs(got - exact).max() / jnp.abs(exact).max()) < error
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("outlier", [1e3, 1e6])
 @pytest.mark.parametrize("activation", ["elu", "softplus", "leaky_relu"])
 def test_gradients_are_finite_with_a_huge_outlier(activation, outlier):
@@ -193,6 +195,7 @@ def test_constant_channel_gives_beta_and_finite_gradients():
     chex.assert_tree_all_finite(grads)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64])
 @pytest.mark.usefixtures("float64")
 def test_output_has_the_dtype_of_the_input_and_statistics_are_float32_or_wider(dtype):

@@ -158,6 +158,7 @@ def test_noninvertible_activation_gradients_match_one_device(check_vma):
     chex.assert_trees_all_close(got, expected, atol=1e-12)
 
 
+@pytest.mark.sweep(2)
 @BOTH_MODES
 @pytest.mark.parametrize("axis_name", [("d", "e"), "d"])
 @pytest.mark.usefixtures("float64")
@@ -274,6 +275,7 @@ def matmul():
     )
 
 
+@pytest.mark.sweep(2)
 @BOTH_MODES
 @pytest.mark.parametrize("activation", ["leaky_relu", "gelu"])
 @pytest.mark.usefixtures("float64")
@@ -335,6 +337,7 @@ def test_rejects_one_sample_over_all_devices():
 # axis_name under vmap
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("train", [True, False])
 @pytest.mark.parametrize("activation", ["elu", pytest.param("gelu", marks=pytest.mark.slow)])
 @pytest.mark.usefixtures("float64")

@@ -110,6 +110,7 @@ def test_attention_matches_jax_nn_in_float32(name):
     assert_equal(ours, functools.partial(jax_nn, **kwargs), arrays, 1e-5)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("t", "chunk"), [(1, 4), (17, 2)])
 def test_chunks_work_for_any_length(t, chunk, float64):
     ours = functools.partial(dot_product_attention, causal=True, chunk=chunk)
@@ -313,6 +314,7 @@ def test_shard_map_over_the_batch_matches_one_device():
     chex.assert_trees_all_close(jax.device_get(got), jax.jit(f)(*arrays), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_sharding_over_batch_and_heads_is_preserved(axis_type):
     mesh = jax.make_mesh((2, 2), ("data", "heads"), axis_types=(axis_type,) * 2)

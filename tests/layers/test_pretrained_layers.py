@@ -69,6 +69,7 @@ def test_attention_rejects(options, error, match):
         dot_product_attention(q, q, q, **options)
 
 
+@pytest.mark.slow
 def test_separate_projections_equal_fused_ones():
     fused = layers.attention(12, heads=3, groups=1, rotary=100.0, causal=True)
     separate = layers.attention(12, heads=3, groups=1, rotary=100.0, causal=True, fused=False)
@@ -223,6 +224,7 @@ def test_packed_documents_have_the_losses_of_separate_rows():
     assert jnp.abs(logits).max() <= 3.0
 
 
+@pytest.mark.slow
 def test_learned_positions_decode():
     model = small_model(positions=9, tied=False, embed_scale=2.0, soft_cap=5.0)
     params, _ = model.init(jax.random.key(0))

@@ -44,6 +44,7 @@ def value_and_gradients(layer, params, state, x, key=None):
     return compiled(layer)(params, x, state, key)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("blocks", [1, 4, pytest.param(16, marks=pytest.mark.slow)])
 def test_gradients_equal_those_without_restoration_bit_for_bit(blocks):
     pairs = [(convolution_block(4), convolution_block(4))] * blocks
@@ -245,11 +246,11 @@ def temporaries(blocks, layer_of=reversible):
 
 def test_memory_does_not_grow_with_depth():
     # Allow half an activation for how the compiler packs buffers.
-    few, many = (temporaries(blocks) for blocks in (3, 12))
+    few, many = (temporaries(blocks) for blocks in (2, 8))
     assert abs(many - few) < 0.75
     assert many < 5.5
-    saved = [temporaries(n, lambda p: reversible(p, restore=False)) for n in (4, 8)]
-    assert (saved[1] - saved[0]) / 4 > 0.92
+    saved = [temporaries(n, lambda p: reversible(p, restore=False)) for n in (2, 5)]
+    assert (saved[1] - saved[0]) / 3 > 0.92
 
 
 @pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.slow)])
@@ -289,6 +290,7 @@ def test_vmap_matches_a_loop():
     chex.assert_trees_all_close(batched, looped, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_trains_inside_a_larger_network_with_donated_state():
     model = serial(
         stem=layers.conv(1, 8), body=reversible([(convolution_block(4), convolution_block(4))] * 2),

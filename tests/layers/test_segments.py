@@ -194,6 +194,7 @@ def test_layers_match_a_call_for_each_document(name, float64):
     chex.assert_trees_all_close(got, expected, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.slow
 def test_per_example_gradients_of_packed_rows_match_a_loop():
     layer = MIXERS["mamba"]
     params, _ = layer_cases.initial(layer)

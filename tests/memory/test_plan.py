@@ -223,6 +223,7 @@ def test_a_budget_that_nothing_fits_names_the_lowest_peak_and_its_policy(step_an
         fnet.plan_step(step, state, batch, budget, policies=some, microbatch_choices=(1,))
 
 
+@pytest.mark.slow
 def test_a_budget_that_nothing_fits_names_the_peak_of_the_most_microbatches():
     model = fnet.serial(layers.dense(WIDTH, WIDTH), head=layers.dense(WIDTH, 10))
     step, state, batch = arguments(model)
@@ -232,6 +233,7 @@ def test_a_budget_that_nothing_fits_names_the_peak_of_the_most_microbatches():
         )
 
 
+@pytest.mark.slow
 def test_a_reserve_is_taken_from_the_budget(step_and_peaks):
     args, _, peaks = step_and_peaks
     policies = "none", "segments"
@@ -266,6 +268,7 @@ def test_progress_is_called_with_each_candidate_on_one_thread(step_and_peaks):
     assert threads == {threading.get_ident()}
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("budget", [None, "1GiB"])
 def test_accepts_a_batch_with_a_scalar(step_and_peaks, budget):
     (step, state, batch), *_ = step_and_peaks

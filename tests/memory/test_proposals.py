@@ -153,6 +153,7 @@ def test_a_planned_policy_works_at_another_batch_size_and_on_another_program():
         )
 
 
+@pytest.mark.slow
 def test_a_plan_is_never_slower_than_a_checkpoint_around_each_block():
     def by_hand(params, x):
         for kernels in zip(*params, strict=True):

@@ -113,9 +113,8 @@ def test_flops_grow_by_less_than_one_forward_pass():
     assert flops(chain) < flops(remat_in_segments(chain)) < 4 / 3 * flops(chain)
 
 
-@pytest.mark.parametrize(
-    "f", [chain, pytest.param(scanned, marks=pytest.mark.slow)], ids=["chain", "scan"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("f", [chain, scanned], ids=["chain", "scan"])
 def test_policy_dots_repeats_no_product(f):
     products = (3 * DEPTH - 1) * 2 * BATCH * WIDTH**2
     repeated = flops(REMAT_POLICIES["dots"].apply(f)) - flops(f)

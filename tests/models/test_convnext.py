@@ -129,6 +129,7 @@ def test_a_block_matches_its_formula(response_norm):
     chex.assert_trees_all_close(y, expected, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_stochastic_depth_skips_blocks_of_whole_images():
     model = models.convnext(**SMALL | {"layer_scale": None, "stochastic_depth": 0.9, "patch": 4})
     params = initial(model)

@@ -120,7 +120,8 @@ def test_without_context_the_state_is_empty():
     assert build("attention", "mamba", context=None)[2] == {}
 
 
-@pytest.mark.parametrize("chunk", [pytest.param(3, marks=pytest.mark.slow), 20])
+@pytest.mark.slow
+@pytest.mark.parametrize("chunk", [3, 20])
 def test_generated_tokens_do_not_depend_on_the_chunk(chunk):
     model, params, state = build("attention", "mamba")
     prompt = tokens(4)

@@ -37,6 +37,7 @@ def test_parameter_counts_match_the_papers(name, millions):
     assert round(sum(a.size for a in jax.tree.leaves(params)) / 1e6) in (millions, millions - 1)
 
 
+@pytest.mark.slow
 def test_vit_learns_to_tell_a_bright_half():
     model = models.vit(num_classes=2, image_shape=(8, 8, 1), patch=4, width=16, blocks=1, heads=2)
     rng = np.random.default_rng(0)

@@ -160,6 +160,7 @@ def test_steps_below_half_a_unit_accumulate():
     np.testing.assert_allclose(moved.mean(), -0.01 * grads.mean(), rtol=2e-3)
 
 
+@pytest.mark.slow
 def test_variance_follows_a_gradient_that_shrinks():
     """Rounding to the nearest of 256 values would freeze it: it changes by 0.1 % a step."""
     optimizer = compact_adamw(0.0, b2=0.999)

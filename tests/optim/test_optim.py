@@ -257,6 +257,7 @@ def make_loss(model):
     return loss
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("ema_decay", [None, 0.99])
 def test_whole_state_of_adafactor_is_updated_in_place(ema_decay):
     model = layers.mlp((128, 128, 3))

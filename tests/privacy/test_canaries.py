@@ -55,6 +55,7 @@ def test_a_canary_moves_its_entry_by_the_clip_and_nothing_else():
     np.testing.assert_allclose(info.norms[jnp.array([0, 2, 4])], real_info.norms, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_training_on_a_canary_decreases_its_value():
     canaries = GradientCanaries.draw(PARAMS, count=6, seed=1, norm=1.0)
     batch = {"x": jnp.zeros((1, 4)), "label": jnp.zeros(1, int), "canary": jnp.array([4])}
@@ -183,6 +184,7 @@ def test_a_run_with_less_noise_than_it_claims_is_caught():
     assert "BROKEN" not in result
 
 
+@pytest.mark.slow
 def test_canaries_can_be_users(audited):
     digits = np.random.default_rng(0)
     np.savez(

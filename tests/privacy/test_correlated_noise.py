@@ -77,6 +77,7 @@ def inverse_toeplitz(coef, size):
     return np.linalg.inv(matrix)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("make", [banded_square_root, banded_inverse_square_root])
 def test_one_band_equals_dp_sgd_bit_for_bit(make):
     batch = {"x": jax.random.normal(jax.random.key(0), (ROWS, 8))}
@@ -120,6 +121,7 @@ def test_mean_variance_and_covariance_of_the_noise(name):
     assert (np.abs(shifted) < 5 * scale / math.sqrt(count)).all()
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("strategy", [DP_SGD, STRATEGIES["banded"]], ids=["dp_sgd", "banded"])
 def test_noise_is_normal(strategy):
     z = np.sort(noise_of(noisy_mode(strategy), 64, 1)["a"].ravel())
@@ -317,6 +319,7 @@ def subsampled_delta(eps, noise, probability):
     return max(np.trapezoid(np.maximum(p - math.exp(eps) * q, 0), x) for p, q in pairs)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("noise", "probability"), [(1.0, 0.25), (0.7, 0.5)])
 def test_epsilon_of_a_subsampled_step_equals_numerical_integration(noise, probability):
     sampling = PoissonSampling(1000, 1000 * probability / 4, bands=4)

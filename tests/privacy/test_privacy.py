@@ -468,6 +468,7 @@ def test_a_mistake_in_a_guarantee_is_one_line_and_writes_nothing(words, message,
     assert not (private / "run").exists()
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("grad", ["Clipped(epsilon=1.0, delta=1e-5)", "PerExample()"])
 def test_refuses_batch_norm_by_name(grad, workplace, capsys):
     write_other(workplace, grad, model="PreactResNet(widths=(4,), blocks_per_stage=1)")

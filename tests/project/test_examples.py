@@ -9,6 +9,21 @@ from test_public_names import ROOMS, classes, functions
 
 import fnet
 
+LONG = {  # run by make test-all
+    *("autodiff.accumulate.accumulate_grad", "autodiff.fused_optimizer.mode.optimizer_in_backward"),
+    *("autodiff.per_example.clipped.ClippedInfo", "backward_pass.recompute"),
+    *("interop.huggingface.from_huggingface", "layer.Decode", "layers.mamba2.mamba2"),
+    *(
+        "layers.stack.stack",
+        "layers.transformer.transformer",
+        "losses.segmentation.pixel_cross_entropy",
+    ),
+    *("memory.fit.remat_to_fit", "models.convnext.convnext", "models.densenet.densenet"),
+    *("models.vit.image_transformer", "optim.compact.compact_adamw"),
+    *("privacy.accounting.calibrate_noise_multiplier", "privacy.canaries.GradientCanaries"),
+    *("quantization.Quantized", "quantization.dequantize", "quantization.report"),
+}
+
 OPTIONS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
 
 
@@ -21,7 +36,8 @@ def examples():
         module = importlib.import_module(info.name)
         for test in finder.find(module, info.name):
             if test.examples:
-                yield pytest.param(test, id=test.name)
+                is_long = test.name.removeprefix("fnet.") in LONG
+                yield pytest.param(test, id=test.name, marks=[pytest.mark.slow] * is_long)
 
 
 @pytest.mark.parametrize("example", list(examples()))

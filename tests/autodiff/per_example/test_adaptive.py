@@ -89,6 +89,7 @@ def test_padding_is_not_counted_and_nonfinite_gradients_are_above_the_bound():
     assert metrics[0]["nonfinite"] == 1
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("noise", [0.0, 1.0])
 def test_clip_stays_float32_with_float64_norms(noise):

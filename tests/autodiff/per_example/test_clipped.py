@@ -30,7 +30,7 @@ def scaled_sum(per_example, scales):
 LARGE = {"fnet_transformer", "flax_transformer", "flax_cnn", "convolutions"}
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in LARGE)) for n in CASES]
 )
@@ -76,6 +76,7 @@ def test_division_by_the_batch_size_divides_by_one():
     chex.assert_trees_all_close((total, info.norms), (jnp.float32(12), jnp.asarray(X)))
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("length", [1, 2])
 def test_class_tokens_may_be_tiled_over_the_batch(length):
     def loss(token, x):
@@ -179,6 +180,7 @@ SENSITIVITIES = {
 }  # fmt: skip
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", SENSITIVITIES)
 def test_sensitivity_is_the_norm_of_a_large_example(name):
     clip, how, expected = SENSITIVITIES[name]
@@ -250,6 +252,7 @@ def test_batches_of_zero_and_one_examples(name, size):
     chex.assert_trees_all_close(total, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("times", "width"), [(0, 2), (3, 0)], ids=["no time steps", "empty parameter"]
 )
@@ -420,6 +423,7 @@ def test_scales_beyond_the_range_of_float16():
     np.testing.assert_allclose(jnp.linalg.norm(unit), 2, rtol=1e-3)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_inside_shard_map_examples_of_all_devices_stay_apart(check_vma):
     case = CASES["dense_over_sequence"]()
@@ -549,7 +553,7 @@ AFFINE = {
 }
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", AFFINE)
 def test_affine_functions_of_a_parameter_equal_a_loop_over_examples(name):
     w, c = jax.random.normal(jax.random.key(0), (2, 3, 2))

@@ -67,7 +67,7 @@ def shared(p, x):
 LOSSES = {"one layer": one_layer, "scanned": scanned, "unrolled": unrolled, "shared": shared}
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("per_layer", [False, True])
 def test_matches_a_loop_over_examples(name, per_layer):
@@ -96,7 +96,7 @@ def test_clips_every_example():
     chex.assert_trees_all_close(total, expected, rtol=2e-5, atol=2e-6)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("value", [jnp.nan, jnp.inf, 1e30])
 def test_leaves_out_examples_with_a_gradient_that_is_not_finite(value):
     gradient = jax.jit(fnet.clipped_grad(scanned, 0.1))
@@ -129,6 +129,7 @@ def test_temporaries_are_those_of_the_plain_gradient():
     assert temporaries(fnet.clipped_grad(scanned, 1.0)) <= 1.3 * plain
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [pytest.param((1, 1), marks=pytest.mark.slow), (1, 4)])
 def test_memory_of_a_step_with_microbatches_remat_and_sharding(monkeypatch, mesh):
     """A language model with a fused head; all in one step, compared with the plain step."""

@@ -64,6 +64,7 @@ def test_only_linear_rules_are_linear():
         assert is_linear(eqn) == (name != "sign")
 
 
+@pytest.mark.slow
 def test_a_large_tied_embedding_with_a_fused_head():
     vocabulary, width = 20_000, 64  # Gradients of all examples exceed the memory budget.
 

@@ -99,7 +99,7 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("per_layer", [False, True])
 def test_matches_a_loop_over_examples(name, per_layer):

@@ -68,7 +68,7 @@ def blocks_used_twice(p, x):
     return summed(x @ p[:, :8] @ p[:, :8]) + summed(x @ p[:, 8:])
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(
     ("loss", "shape"),
     [
@@ -142,7 +142,7 @@ def test_box_arranges_a_view_like_the_parameter():
     np.testing.assert_array_equal(box.arrange(jnp.asarray(view), view), whole[1:3, 2:, :3])
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(
     ("gather", "batch_axis"),
     [

@@ -996,7 +996,7 @@ def test_refuses_losses_that_mix_examples_or_depend_on_the_position(name):
         refusal_of(check_bound, REFUSED[name])
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(5)
 @may_be_unknown
 @pytest.mark.parametrize("name", COMPUTED)
 def test_computes_losses_that_treat_each_example_alone(name):

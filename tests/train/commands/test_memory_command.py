@@ -167,6 +167,7 @@ def test_a_policy_does_not_need_a_budget(workplace):
     assert summary["budget_bytes"] is None
 
 
+@pytest.mark.slow
 def test_refuses_a_policy_that_saves_nothing(capsys):
     assert exit_code("train", "deep.py", "--memory.policy", "norms", "--out", "run") == 2
     assert "memory.policy: norms: the policy saves no memory" in capsys.readouterr().err
@@ -201,6 +202,7 @@ def test_the_plan_for_the_largest_batch_fits_the_target(workplace, monkeypatch):
     assert result["predictions"][0]["seconds_per_step"] is None  # of a device of unknown rates
 
 
+@pytest.mark.slow
 def test_compares_several_targets_with_a_mesh(workplace, monkeypatch, capsys):
     def describe(name, count):
         bytes_, rate = {"small": (100_000, 1e9), "large": (10_000_000, 1e12)}[name]

@@ -216,9 +216,8 @@ def test_exported_metadata_describe_the_network(trained, capsys):
     assert {name: recorded[name] for name in expected} == expected
 
 
-@pytest.mark.parametrize(
-    "names", [pytest.param("reference", marks=pytest.mark.slow), "torchvision"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("names", ["reference", "torchvision"])
 def test_importing_and_exporting_a_resnet_keeps_every_bit(names, capsys):
     arrays = state_dict("resnet.py", names=names)
     save_file(arrays, "given.safetensors", {"format": "pt"})
@@ -328,6 +327,7 @@ IMPORTING = [
 ]  # fmt: skip
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("words", "message"), IMPORTING, ids=lambda v: " ".join(v) if isinstance(v, tuple) else "")  # fmt: skip
 def test_failing_to_import_is_one_line_and_writes_nothing(words, message, files, capsys):
     before = sorted(files.rglob("*"))

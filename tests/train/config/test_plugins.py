@@ -32,7 +32,7 @@ def tables(monkeypatch):
 SHORT = ("--train.steps", 4, "--train.log-every", 2)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     ("page", "flags", "section", "name"),
     [

@@ -32,6 +32,7 @@ from train.run.setup import setup
 LARGE = (
     *("imagenet_densenet264", "imagenet_resnet101", "imagenet_resnext101_512"),
     *("imagenet_resnext101_batchnorm", "imagenet_resnext152", "imagenet_wider_resnet38"),
+    "finetune_private",
 )
 
 

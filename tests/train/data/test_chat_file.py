@@ -520,13 +520,8 @@ def test_chats_of_a_tokenizer_without_a_template_are_one_line(load, tokenizer, t
     assert f"data.tokenizer: {tmp_path} has no chat template, neither" in message
 
 
-@pytest.mark.parametrize(
-    "mixer",
-    [
-        "attention",
-        *(pytest.param(m, marks=pytest.mark.slow) for m in ("rg_lru", "mamba", "mamba2")),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("mixer", ["attention", "rg_lru", "mamba", "mamba2"])
 def test_packed_losses_and_gradients_equal_those_of_single_rows(write, mixer):
     path = write(answers(12))
     model = dataclasses.replace(MODEL, mixers=(mixer,))

@@ -272,6 +272,7 @@ def test_a_run_accounts_for_users(digits_of_writers, capsys):
     assert "at delta 0.001 after 6 steps for each user (" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_users_run_updates_by_clipped_users(digits_of_writers):
     """A step moves the parameters as much as its users, each at most clip / batch_size."""
     config = recipes.load("users.py")

@@ -158,6 +158,7 @@ def test_does_not_take_a_machine_error_for_damage(error, output, run, monkeypatc
     assert not list(run.glob("damaged_*"))
 
 
+@pytest.mark.slow
 def test_refuses_to_resume_if_all_checkpoints_are_damaged(run, capsys):
     for step in ("6", "8"):
         flip(run / "checkpoints" / step)
@@ -168,9 +169,8 @@ def test_refuses_to_resume_if_all_checkpoints_are_damaged(run, capsys):
         assert (run / "metrics.jsonl").read_text() == before
 
 
-@pytest.mark.parametrize(
-    "damage", [lose_the_score, pytest.param(replace_the_score, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("damage", [lose_the_score, replace_the_score])
 def test_refuses_to_resume_if_the_only_checkpoint_lost_its_score(damage, run, capsys):
     shutil.rmtree(run / "checkpoints" / "6")
     damage(run / "checkpoints" / "8")
@@ -351,6 +351,7 @@ def failing(tmp_path, monkeypatch):
     return checkpoints
 
 
+@pytest.mark.slow
 def test_saved_and_restored_states_can_be_donated(tmp_path):
     @partial(jax.jit, donate_argnums=0)
     def step(params):

@@ -73,6 +73,7 @@ def test_an_exported_folder_has_the_new_classes_and_the_size_of_the_run(workplac
     assert {name: getattr(data, name) for name in expected} == expected
 
 
+@pytest.mark.slow
 def test_an_exported_folder_keeps_the_classifier_and_the_dtypes_of_the_model(workplace):
     folder, run = make_run(workplace, "small", folder_data(16))
     tensors = write_folder(workplace / "model", VIT, dtype=np.float16)
