@@ -23,6 +23,7 @@ from fnet.jaxpr import (
     evaluate,
     in_scopes,
     inline,
+    inner_jaxprs,
     interpret,
     is_checkpoint,
     is_reference,
@@ -37,15 +38,30 @@ from fnet.memory.windows import trace_inlined
 F = TypeVar("F", bound=Callable[..., Any])
 
 Sizes = tuple[int, ...]
-"""Iterations of a chunk, of the chunks in it, and so on. () is the plain scan."""
+"""Iterations of a chunk, of the chunks in it, and so on."""
 
-MOST_PASSES = 3
-"""Largest number of additional forward passes that are tried."""
+# Additional forward passes that are tried, and the share of the iterations that they run again.
+_TRIED = ((0, 1.0), (1, 0.25), (1, 0.5), (1, 0.75), (1, 1.0), (2, 1.0), (3, 1.0))
 
 # More FLOPs must save at least this share of what the plain loops save.
 _LEAST_SAVING = 0.005
+_PRODUCTS = jax.checkpoint_policies.dots_saveable
 # Sizes that are tried besides the divisors of a length, per factor of 2.
 _SIZES_PER_OCTAVE = 2
+
+
+class Chunks(NamedTuple):
+    """How a loop is divided.
+
+    Attributes:
+      sizes: Iterations of a chunk, of the chunks in it, and so on. () is the plain scan.
+      between: Iterations after each chunk that save more.
+      policy: What these save, or None for all residuals.
+    """
+
+    sizes: Sizes
+    between: int = 0
+    policy: Callable[..., Any] | None = None
 
 
 class LoopPolicy(NamedTuple):
@@ -55,13 +71,13 @@ class LoopPolicy(NamedTuple):
       policy: Remat policy.
       bytes: Bytes that the loops of the function hold for the backward pass.
       cost: Additional FLOPs and bytes.
-      sizes: Chunk sizes of the loops that are chunked.
+      chunks: How the loops are divided that are not plain.
     """
 
     policy: Policy
     bytes: int
     cost: Cost
-    sizes: tuple[Sizes, ...]
+    chunks: tuple[Chunks, ...]
 
 
 def chunk_loops(f: F, sizes: Sequence[int]) -> F:
@@ -94,21 +110,24 @@ def chunk_loops(f: F, sizes: Sequence[int]) -> F:
       >>> saved_arrays(loss), saved_arrays(chunk_loops(loss, [10]))
       (400, 10)
     """
-    return _chunked(f, lambda part: {loop: tuple(sizes) for loop in part.all_loops()})
+    chunks = Chunks(tuple(sizes))
+    return _chunked(f, lambda part: dict.fromkeys(part.all_loops(), chunks))
 
 
-def remat_loops(f: F, passes: int) -> F:
+def remat_loops(f: F, passes: int, share: float = 1.0) -> F:
     """Run loops in the chunks that are predicted to need the fewest bytes.
 
     Args:
       f: As for `chunk_loops`.
       passes: Largest number of additional forward passes of a loop. Two save about the cube root of
         the length in carries.
+      share: Share of the iterations that run again. The others save matrix products, or all
+        residuals if these are fewer bytes.
 
     Returns:
       A function with the same arguments, values and gradients.
     """
-    return _chunked(f, lambda part: _best(part, passes).sizes)
+    return _chunked(f, lambda part: _best(part, passes, share).chunks)
 
 
 def loop_policies(closed: ClosedJaxpr, differentiated: Sequence[bool]) -> list[LoopPolicy]:
@@ -119,25 +138,26 @@ def loop_policies(closed: ClosedJaxpr, differentiated: Sequence[bool]) -> list[L
       differentiated: Whether each argument is differentiated.
 
     Returns:
-      The plain function, and one policy per number of passes that needs fewer bytes than with one
-      pass less.
+      The plain function, and policies with fewer and fewer bytes.
     """
     part = _Part.of(closed, differentiated)
     found: list[LoopPolicy] = []
-    for passes in range(MOST_PASSES + 1):
-        best = _best(part, passes)
-        sizes = tuple(s for s in best.sizes.values() if s)
-        if found and sizes == found[-1].sizes:
-            break
-        every = ", ".join(dict.fromkeys("/".join(map(str, s)) for s in sizes))
+    for passes, share in _TRIED:
+        best = _best(part, passes, share)
+        chunks = tuple(c for c in best.chunks.values() if c.sizes)
+        if found and best.bytes >= (1 - _LEAST_SAVING) * found[-1].bytes:
+            continue
+        every = ", ".join(dict.fromkeys("/".join(map(str, c.sizes)) for c in chunks))
         text = f"a carry per {every} iterations of loops"
-        apply = functools.partial(remat_loops, passes=passes)
+        if share < 1:
+            text += f" in {share:.0%} of them"
+        apply = functools.partial(remat_loops, passes=passes, share=share)
         policy = Policy("chunked loops", text, apply)
-        found.append(LoopPolicy(policy, best.bytes, best.cost, sizes))
+        found.append(LoopPolicy(policy, best.bytes, best.cost, chunks))
     return found
 
 
-def _chunked(f: F, choose: "Callable[[_Part], dict[_Loop, Sizes]]") -> F:
+def _chunked(f: F, choose: "Callable[[_Part], dict[_Loop, Chunks]]") -> F:
     @functools.wraps(f)
     def in_chunks(*args: Any, **kwargs: Any) -> Any:
         closed, leaves, structure = trace_inlined(f, args, kwargs)
@@ -168,18 +188,18 @@ class _Loop:
         """The parts of a scan; None for another equation."""
         return Scan.read(self.eqn)
 
-    def run(self, inputs: Sequence[Any], sizes: "dict[_Loop, Sizes]") -> list[Any]:
+    def run(self, inputs: Sequence[Any], chunks: "dict[_Loop, Chunks]") -> list[Any]:
         """Evaluate the equation, its loops in chunks."""
         if self.scan:
-            return self._run_scan(self.scan, inputs, sizes)
-        functions = [functools.partial(body.run_on, sizes) for body in self.bodies]
+            return self._run_scan(self.scan, inputs, chunks)
+        functions = [functools.partial(body.run_on, chunks) for body in self.bodies]
         if self.eqn.primitive.name == "cond":
             results: list[Any] = switch(self.eqn, inputs[0], functions, *inputs[1:])
             return results
         return call_like(self.eqn, functions[0])(*inputs)
 
     def _run_scan(
-        self, scan: Scan, inputs: Sequence[Any], sizes: "dict[_Loop, Sizes]"
+        self, scan: Scan, inputs: Sequence[Any], chunks: "dict[_Loop, Chunks]"
     ) -> list[Any]:
         consts, carry, xs = scan.split(inputs)
         # A carry that no iteration changes is saved once.
@@ -190,19 +210,18 @@ class _Loop:
             return [next(remaining) if c else v for c, v in zip(changes, carry, strict=True)]
 
         def step(changing: list[Any], xs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-            results = self.bodies[0].run_on(sizes, *consts, *merge(changing), *xs)
+            results = self.bodies[0].run_on(chunks, *consts, *merge(changing), *xs)
             carry, ys = results[: scan.num_carry], results[scan.num_carry :]
             return list(itertools.compress(carry, changes)), ys
 
-        params = self.eqn.params
         changing, ys = _scan_chunks(
             step,
             list(itertools.compress(carry, changes)),
             xs,
             scan.length,
-            sizes.get(self, ()),
-            reverse=params["reverse"],
-            unroll=params["unroll"],
+            chunks.get(self, Chunks(())),
+            reverse=scan.reverse,
+            unroll=scan.unroll,
         )
         return [*merge(changing), *ys]
 
@@ -252,7 +271,7 @@ class _Part:
             for body in loop.bodies:
                 yield from body.all_loops()
 
-    def run(self, args: Sequence[Any], sizes: dict[_Loop, Sizes]) -> list[Any]:
+    def run(self, args: Sequence[Any], chunks: dict[_Loop, Chunks]) -> list[Any]:
         """Evaluate the jaxpr, its loops in chunks."""
         numbers = itertools.count()
 
@@ -261,32 +280,41 @@ class _Part:
             if loop is None:
                 return evaluate(eqn, inputs)
             with in_scopes(eqn):
-                return loop.run(inputs, sizes)
+                return loop.run(inputs, chunks)
 
         return interpret(self.closed, args, handle)
 
-    def run_on(self, sizes: dict[_Loop, Sizes], *args: Any) -> list[Any]:
+    def run_on(self, chunks: dict[_Loop, Chunks], *args: Any) -> list[Any]:
         """As `run`, with separate arguments."""
-        return self.run(args, sizes)
+        return self.run(args, chunks)
 
     @functools.cached_property
     def saved(self) -> int:
-        """Bytes of the residuals of the plain jaxpr, without its arguments."""
+        """Bytes of the residuals, without its arguments."""
+        return self._saved(jax.checkpoint_policies.everything_saveable)
+
+    @functools.cached_property
+    def products(self) -> int:
+        """Bytes of the matrix products among the residuals."""
+        return self._saved(_PRODUCTS)
+
+    def _saved(self, policy: Callable[..., Any]) -> int:
+        """Bytes of the residuals that a policy saves."""
+        variables_ = self.closed.jaxpr.invars
         shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in self.closed.in_avals]
         objective = list(map(is_floating, self.closed.jaxpr.outvars))
 
+        @functools.partial(jax.checkpoint, policy=policy)
         def f(*args: Any) -> Any:
             results = interpret(self.closed, args, evaluate)
             return list(itertools.compress(results, objective)), results
 
-        chosen = [
-            i
-            for i, v in enumerate(self.closed.jaxpr.invars)
-            if self.differentiated[i] and is_floating(v)
+        active = [
+            d and is_floating(v) for d, v in zip(self.differentiated, variables_, strict=True)
         ]
-        if not chosen or not any(objective):
+        if not any(active) or not any(objective):
             return 0
-        forward = linearize(f, shapes, chosen)
+        forward = linearize(f, shapes, [i for i, a in enumerate(active) if a])
         jaxpr = forward.closed.jaxpr
         read = dict.fromkeys(variables(jaxpr.outvars[i] for i in forward.residuals))
         arguments = {*jaxpr.invars, *jaxpr.constvars}
@@ -304,7 +332,7 @@ def _scan_chunks(
     carry: Any,
     xs: list[Any],
     length: int,
-    sizes: Sizes,
+    chunks: Chunks,
     *,
     is_chunk: bool = False,
     **options: Any,
@@ -316,43 +344,60 @@ def _scan_chunks(
       carry: Arrays that pass from iteration to iteration.
       xs: Scanned arrays.
       length: Number of iterations.
-      sizes: Chunk sizes.
+      chunks: How the loop is divided.
       is_chunk: Whether this loop is inside of another one.
       **options: ``reverse`` and ``unroll`` of `jax.lax.scan`.
     """
+    sizes, between, policy = chunks
     # A single chunk saves nothing.
-    size, *smaller = next((sizes[i:] for i, s in enumerate(sizes) if s < length), (length,))
-    if size == length:
+    sizes = next((sizes[i:] for i, s in enumerate(sizes) if s + between < length), ())
+    if not sizes:
         return jax.lax.scan(step, carry, xs, length, **options)
-    if size == 1:
+    if sizes[0] == 1 and not between:
         return jax.lax.scan(jax.checkpoint(step, prevent_cse=False), carry, xs, length, **options)
-    count, rest = divmod(length, size)
-    whole = count * size
 
-    def run(carry: Any, xs: list[Any], length: int = size) -> Any:
-        return _scan_chunks(step, carry, xs, length, tuple(smaller), is_chunk=True, **options)
+    def part(size: int, whole: bool = True) -> Callable[..., Any]:
+        """One chunk."""
 
-    def chunks(carry: Any) -> Any:
-        stacked = [x[:whole].reshape(count, size, *x.shape[1:]) for x in xs]
-        with_remat = jax.checkpoint(run, prevent_cse=False)
-        carry, ys = jax.lax.scan(with_remat, carry, stacked, count, options["reverse"])
-        return carry, [y.reshape(whole, *y.shape[2:]) for y in ys]
+        def run(carry: Any, xs: list[Any]) -> Any:
+            smaller = Chunks(sizes[1:])
+            return _scan_chunks(step, carry, xs, size, smaller, is_chunk=True, **options)
 
-    def last(carry: Any) -> Any:
-        run_rest = functools.partial(run, length=rest)
         # Outside of a loop, XLA could merge a chunk with its rematerialization.
-        with_remat = jax.checkpoint(run_rest, prevent_cse=not is_chunk)
-        return with_remat(carry, [x[whole:] for x in xs])
+        return jax.checkpoint(run, prevent_cse=not (whole or is_chunk))
 
-    if not rest:
-        return chunks(carry)  # type: ignore[no-any-return]
-    if options["reverse"]:
-        carry, after = last(carry)
-        carry, before = chunks(carry)
-    else:
-        carry, before = chunks(carry)
-        carry, after = last(carry)
-    return carry, [jnp.concatenate(pair) for pair in zip(before, after, strict=True)]
+    def other(carry: Any, xs: list[Any]) -> Any:
+        """The iterations between two chunks."""
+        saving = jax.checkpoint(step, prevent_cse=False, policy=policy) if policy else step
+        return jax.lax.scan(saving, carry, xs, between, **options)
+
+    def turn(carry: Any, xs: list[Any]) -> Any:
+        return _in_turn([(part(sizes[0]), sizes[0]), (other, between)], carry, xs, reverse)
+
+    def turns(carry: Any, xs: list[Any]) -> Any:
+        stacked = [x.reshape(count, size, *x.shape[1:]) for x in xs]
+        carry, ys = jax.lax.scan(turn, carry, stacked, count, reverse)
+        return carry, [y.reshape(count * size, *y.shape[2:]) for y in ys]
+
+    reverse, size = options["reverse"], sizes[0] + between
+    count, rest = divmod(length, size)
+    return _in_turn([(turns, count * size), (part(rest, False), rest)], carry, xs, reverse)
+
+
+def _in_turn(
+    parts: Sequence[tuple[Callable[..., Any], int]], carry: Any, xs: list[Any], reverse: bool
+) -> tuple[Any, list[Any]]:
+    """Run parts of a loop one after the other, each with its number of iterations."""
+    parts = [(run, size) for run, size in parts if size]
+    if len(parts) == 1:
+        return parts[0][0](carry, xs)  # type: ignore[no-any-return]
+    ends = list(itertools.accumulate(size for _, size in parts))
+    found = []
+    for (run, size), end in list(zip(parts, ends, strict=True))[:: -1 if reverse else 1]:
+        carry, ys = run(carry, [x[end - size : end] for x in xs])
+        found.append(ys)
+    ordered = found[:: -1 if reverse else 1]
+    return carry, [jnp.concatenate(ys) for ys in zip(*ordered, strict=True)]
 
 
 # The choice of sizes.
@@ -362,13 +407,13 @@ class _Choice(NamedTuple):
     """Chunk sizes of loops, and what they are predicted to need.
 
     Attributes:
-      sizes: Chunk sizes by loop.
+      chunks: How each loop is divided.
       saved: Bytes that are saved for the backward pass.
       working: Bytes while a chunk is rematerialized.
       cost: Additional FLOPs and bytes.
     """
 
-    sizes: dict[_Loop, Sizes]
+    chunks: dict[_Loop, Chunks]
     saved: int
     working: int
     cost: Cost
@@ -385,9 +430,11 @@ def _cheapest(choices: Sequence[_Choice], slack: float) -> _Choice:
     return min((c for c in choices if c.bytes <= least), key=lambda c: (c.cost.time, c.bytes))
 
 
-def _best(part: _Part, passes: int) -> _Choice:
+def _best(part: _Part, passes: int, share: float = 1.0) -> _Choice:
     """The sizes that need the fewest bytes with a number of additional forward passes."""
-    options = [[_best_of_loop(loop, p) for p in range(passes + 1)] for loop in part.loops.values()]
+    options = [
+        [_best_of_loop(loop, p, share) for p in range(passes + 1)] for loop in part.loops.values()
+    ]
     slack = _LEAST_SAVING * sum(plain.bytes for plain, *_ in options)
     return _joined([_cheapest(choices, slack) for choices in options])
 
@@ -395,16 +442,16 @@ def _best(part: _Part, passes: int) -> _Choice:
 def _joined(choices: Sequence[_Choice]) -> _Choice:
     """Choices for loops that run one after the other."""
     return _Choice(
-        {loop: sizes for c in choices for loop, sizes in c.sizes.items()},
+        {loop: chunks for c in choices for loop, chunks in c.chunks.items()},
         sum(c.saved for c in choices),
         max((c.working for c in choices), default=0),
         Cost(sum(c.cost.flops for c in choices), sum(c.cost.bytes for c in choices)),
     )
 
 
-def _best_of_loop(loop: _Loop, passes: int) -> _Choice:
+def _best_of_loop(loop: _Loop, passes: int, share: float) -> _Choice:
     if loop.scan is None:
-        inner = _joined([_best(body, passes) for body in loop.bodies])
+        inner = _joined([_best(body, passes, share) for body in loop.bodies])
         if is_checkpoint(loop.eqn):  # what is inside is alive during its backward pass only
             inner = inner._replace(saved=0, working=inner.bytes)
         return inner
@@ -415,27 +462,55 @@ def _best_of_loop(loop: _Loop, passes: int) -> _Choice:
     # The backward pass of each level adds up gradients of the constants.
     gradients = sum(nbytes(v) for v, d in zip(consts, body.differentiated, strict=False) if d)
     own = max(body.saved - _best(body, 0).saved, 0)
-    forward = equation_cost(loop.eqn)
+    forward, products = equation_cost(loop.eqn), _product_cost(loop.eqn)
     choices = []
     for levels in range(passes + 1):
-        inner = _best(body, passes - levels)
-        sizes, saved, working = _sizes(
-            scan.length, levels, carry, carry + own + inner.saved, stacked
-        )
+        inner = _best(body, passes - levels, share)
+        residuals = carry + own + inner.saved
+        sizes, saved, working = _sizes(scan.length, levels, carry, residuals, stacked)
+        chunks, again = Chunks(sizes), 1.0
+        turn = _nearest_divisor(scan.length, sizes[0] / share) if sizes else 0
+        size = max(round(share * turn), 1)
+        if size < turn:
+            few = carry + body.products < residuals
+            chunks = Chunks((size,), turn - size, _PRODUCTS if few else None)
+            other = carry + body.products if few else residuals
+            saved = int(scan.length / turn * (carry + chunks.between * other))
+            # The parts of a turn save what they are cut out of, and are copied to the whole.
+            saved += scan.length * sum(map(nbytes, xs))
+            working = size * residuals + chunks.between * other
+            again = size / turn
+        some = (1 - again) * (chunks.policy is not None)
         choices.append(
             _Choice(
-                {loop: sizes} | inner.sizes,
+                {loop: chunks} | inner.chunks,
                 saved,
                 working + inner.working + len(sizes) * gradients,
                 Cost(
                     *(
-                        len(sizes) * again + scan.length * more
-                        for again, more in zip(forward, inner.cost, strict=True)
+                        int(len(sizes) * again * whole + some * (whole - part) + scan.length * more)
+                        for whole, part, more in zip(forward, products, inner.cost, strict=True)
                     )
                 ),
             )
         )
     return _cheapest(choices, _LEAST_SAVING * choices[0].bytes)
+
+
+def _nearest_divisor(length: int, size: float) -> int:
+    """The divisor of a length that is nearest to a size, or the size if none is near."""
+    divisors = [n for n in _promising(length) if length % n == 0]
+    near = min(divisors, key=lambda n: abs(math.log(n / size)), default=1)
+    return near if 0.6 < near / size < 1.7 else round(size)
+
+
+def _product_cost(eqn: JaxprEqn) -> Cost:
+    """FLOPs and bytes of the matrix products and convolutions of an equation."""
+    if eqn.primitive.name in ("dot_general", "conv_general_dilated"):
+        return equation_cost(eqn)
+    times = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+    costs = [_product_cost(e) for jaxpr in inner_jaxprs(eqn) for e in jaxpr.eqns]
+    return Cost(times * sum(c.flops for c in costs), times * sum(c.bytes for c in costs))
 
 
 @functools.cache

@@ -331,7 +331,7 @@ class _Search:
         while len(self.candidates) < MOST_PROGRAMS:
             attempts = [a for source in self.sources if (a := source.next())]
             if not attempts and not self.fitting:
-                attempts = [a for s in self.loops() for a in s.left[:1]]
+                attempts = [a for s in self.loops() if (a := s.small())]
                 # A plan of the most microbatches is the smallest.
                 attempts += [last] if (last := named[0].last()) else []
             if not attempts:
@@ -568,6 +568,11 @@ class _Loops:
         """The fewest FLOPs that are predicted to fit."""
         fits = self._search.fits
         return next((a for a in self.left if fits(int(self._offset + self._scale * a.bytes))), None)
+
+    def small(self) -> _Attempt | None:
+        """The fewest FLOPs with most of the budget left for what is outside of the loops."""
+        some = [a for a in self.left if self._search.fits(4 * a.bytes)]
+        return next(iter(some or self.left[-1:]), None)
 
     def learn(self, attempt: _Attempt, candidate: Candidate | None) -> None:
         """Drop attempts that need more bytes than one that is too large."""

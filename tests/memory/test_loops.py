@@ -196,14 +196,31 @@ def test_chosen_chunks_need_a_fraction_of_the_bytes(loss):
 def test_predicted_bytes_are_those_of_the_compiled_program():
     closed, _, _ = trace_inlined(recurrent, inputs(), {})
     plain, *others = loop_policies(closed, [True, True, False])
-    assert not plain.sizes
-    assert [p.sizes for p in others] == [((4,),), ((8, 1),), ((16, 4, 1),)]
+    assert not plain.chunks
+    assert [(c.sizes, c.between) for p in others for c in p.chunks] == [
+        *(((4,), 12), ((4,), 4), ((3,), 1), ((4,), 0)),
+        *(((8, 1), 0), ((16, 4, 1), 0)),
+    ]
     for p in others:
         predicted = (plain.bytes - p.bytes) / (4 * BATCH * WIDTH)
         saved = temporaries(recurrent) - temporaries(p.policy.apply(recurrent))
-        assert saved == pytest.approx(predicted, rel=0.05)
+        assert saved == pytest.approx(predicted, rel=0.15)
         cost = (flops(recurrent) + p.cost.flops) / flops(p.policy.apply(recurrent))
         assert cost == pytest.approx(1, abs=0.02)
+
+
+def test_a_function_without_loops_has_no_policies():
+    closed, _, _ = trace_inlined(lambda x: jnp.sin(x @ x).sum(), (jnp.ones((4, 4)),), {})
+    assert len(loop_policies(closed, [True])) == 1
+
+
+@pytest.mark.parametrize("loss", [recurrent_from_the_end, dropout, loop_of_loops, fori])
+@pytest.mark.parametrize("share", [0.3, 0.5])
+def test_iterations_between_chunks_keep_gradients(loss, share, float64):
+    with jax.debug_key_reuse(False):
+        chosen = remat_loops(loss, 1, share)
+        chex.assert_trees_all_close(gradient(chosen), gradient(loss), rtol=1e-9, atol=1e-9)
+        assert flops(chosen) < (1.05 + share / 3) * flops(loss)
 
 
 def fitted_share(loss, share):
