@@ -275,18 +275,19 @@ def test_a_longer_axis_of_copies():
     assert close(longer[0], np.concatenate(equation.run(equation.draws[0]) * 2))
 
 
-def test_operands_that_are_repeated():
-    for name in NAMES:
-        for equation in equations(name, 1) if ROWS[name].broadcasts else ():
-            (draw,), eqn = equation.draws, equation.eqn
-            shape = aval(eqn.outvars[0]).shape
-            whole = [k for k in inputs(eqn) if aval(eqn.invars[k]).shape == shape]
-            for k in whole if shape and len(whole) > 1 else ():
-                ones = [a[:1] if i == k else a for i, a in enumerate(draw)]
-                copies = jnp.broadcast_to(jnp.asarray(draw[k][:1]), shape)
-                whole = [copies if i == k else a for i, a in enumerate(draw)]
-                pairs = zip(equation.run(ones), equation.run(whole), strict=True)
-                assert all(close(a, b) for a, b in pairs), eqn
+@pytest.mark.sweep(5)
+@pytest.mark.parametrize("name", [name for name in NAMES if ROWS[name].broadcasts])
+def test_operands_that_are_repeated(name):
+    for equation in equations(name, 1):
+        (draw,), eqn = equation.draws, equation.eqn
+        shape = aval(eqn.outvars[0]).shape
+        whole = [k for k in inputs(eqn) if aval(eqn.invars[k]).shape == shape]
+        for k in whole if shape and len(whole) > 1 else ():
+            ones = [a[:1] if i == k else a for i, a in enumerate(draw)]
+            copies = jnp.broadcast_to(jnp.asarray(draw[k][:1]), shape)
+            whole = [copies if i == k else a for i, a in enumerate(draw)]
+            pairs = zip(equation.run(ones), equation.run(whole), strict=True)
+            assert all(close(a, b) for a, b in pairs), eqn
 
 
 # Linearity.
