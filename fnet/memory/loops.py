@@ -18,6 +18,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
 from fnet.jaxpr import (
     Scan,
+    aval,
     call_like,
     called_jaxpr,
     evaluate,
@@ -291,20 +292,27 @@ class _Part:
     @functools.cached_property
     def saved(self) -> int:
         """Bytes of the residuals, without its arguments."""
-        return self._saved(jax.checkpoint_policies.everything_saveable)
+        return self._saved(lambda f: f)
 
     @functools.cached_property
     def products(self) -> int:
-        """Bytes of the matrix products among the residuals."""
-        return self._saved(_PRODUCTS)
+        """Bytes of the residuals if a `jax.checkpoint` saves matrix products."""
+        results = [v for e in self.closed.jaxpr.eqns for v in e.outvars]
+        # A jax.checkpoint of jax 0.10 can't save complex numbers.
+        if any(
+            jnp.issubdtype(getattr(aval(v), "dtype", jnp.float32), jnp.complexfloating)
+            for v in results
+        ):
+            return self.saved
+        return self._saved(functools.partial(jax.checkpoint, policy=_PRODUCTS))
 
-    def _saved(self, policy: Callable[..., Any]) -> int:
-        """Bytes of the residuals that a policy saves."""
+    def _saved(self, transform: Callable[[Any], Any]) -> int:
+        """Bytes of the residuals of a transformed jaxpr."""
         variables_ = self.closed.jaxpr.invars
         shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in self.closed.in_avals]
         objective = list(map(is_floating, self.closed.jaxpr.outvars))
 
-        @functools.partial(jax.checkpoint, policy=policy)
+        @transform
         def f(*args: Any) -> Any:
             results = interpret(self.closed, args, evaluate)
             return list(itertools.compress(results, objective)), results

@@ -39,7 +39,7 @@ class Candidate(NamedTuple):
     """A compiled combination of remat policy, microbatches and compiler options.
 
     Attributes:
-      policy: Remat policy: one of `REMAT_POLICIES`, or ``planned``.
+      policy: Remat policy: one of `REMAT_POLICIES`, ``planned`` or ``chunked loops``.
       microbatches: Number of microbatches.
       cost: FLOPs and bytes moved per step, which rank the candidates.
       peak: Peak memory of the compiled step.
@@ -162,8 +162,9 @@ def plan(
     An integer program decides for each array of the loss whether the backward pass saves it,
     rematerializes it or, on devices with host memory, moves it there. It minimizes the estimated
     time within the budget. The proposal is compiled, and the peak of the compiled program corrects
-    the next proposal. Candidates are compiled in order of estimated time, at most ten. The chosen
-    candidate was compiled and fits.
+    the next proposal. A `jax.lax.scan` may also run in chunks (`fnet.memory.loops`), and what is
+    outside of it is planned as before. Candidates are compiled in order of estimated time, at most
+    ten. The chosen candidate was compiled and fits.
 
     `fnet.compile_step` with a budget and `fnet.step.plan_step` are `plan` for train steps. The
     integer program follows Jain et al. 2020, with fixed windows: the arrays of a window are
@@ -334,6 +335,9 @@ class _Search:
                 attempts = [a for s in self.loops() if (a := s.small())]
                 # A plan of the most microbatches is the smallest.
                 attempts += [last] if (last := named[0].last()) else []
+            is_last = len(self.candidates) + len(self.options) >= MOST_PROGRAMS
+            if is_last and not self.fitting and (smallest := self.smallest_loops()):
+                attempts = [smallest]
             if not attempts:
                 break
             attempt = min(attempts, key=self.order)
@@ -341,14 +345,16 @@ class _Search:
             if any(self.order(faster) >= self.order(a) for a in self.fitting):
                 break
             self.compile(attempt)
-        for loops in self.loops():  # the smallest ones are tried in any case
-            for smallest in () if self.fitting else loops.left[-1:]:
-                self.compile(smallest)
         return ()
 
     def loops(self) -> "list[_Loops]":
         """The sources that run loops in chunks."""
         return [s for s in self.sources if isinstance(s, _Loops)]
+
+    def smallest_loops(self) -> _Attempt | None:
+        """The chunks of loops that are predicted to need the fewest bytes."""
+        smallest = [(s.predict(s.left[-1]), s) for s in self.loops() if s.left]
+        return min(smallest, key=lambda s: s[0])[1].left[-1] if smallest else None
 
     def compile(self, attempt: _Attempt) -> None:
         """Compile a program with several options, and report it to its source."""
@@ -566,8 +572,11 @@ class _Loops:
 
     def next(self) -> _Attempt | None:
         """The fewest FLOPs that are predicted to fit."""
-        fits = self._search.fits
-        return next((a for a in self.left if fits(int(self._offset + self._scale * a.bytes))), None)
+        return next((a for a in self.left if self._search.fits(self.predict(a))), None)
+
+    def predict(self, attempt: _Attempt) -> int:
+        """Bytes at the peak."""
+        return int(self._offset + self._scale * attempt.bytes)
 
     def small(self) -> _Attempt | None:
         """The fewest FLOPs with most of the budget left for what is outside of the loops."""

@@ -209,6 +209,27 @@ def test_predicted_bytes_are_those_of_the_compiled_program():
         assert cost == pytest.approx(1, abs=0.02)
 
 
+def test_numbers_of_any_kind_keep_their_gradients():
+    def loss(given):
+        def step(carry, x):
+            z, half, i = carry
+            z = z * jnp.exp(0.1j * z) + x
+            return (z, jnp.sin(half) * 2, i + given["i"]), half.astype(jnp.float32)
+
+        start = given["x"].astype(jnp.complex64), given["x"].astype(jnp.bfloat16), given["i"]
+        (z, _, _), ys = jax.lax.scan(step, start, jnp.arange(10.0))
+        return (jnp.abs(z) + ys.sum(0)).sum()
+
+    given = {"x": jnp.linspace(0.1, 1, 3), "i": jnp.arange(3)}
+    gradients = [
+        jax.jit(jax.grad(f, allow_int=True))(given)
+        for f in (loss, chunk_loops(loss, [4, 1]), remat_loops(loss, 1), remat_loops(loss, 1, 0.5))
+    ]
+    for found in gradients:
+        assert found["i"].dtype == jax.dtypes.float0
+        chex.assert_trees_all_close(found["x"], gradients[0]["x"], rtol=1e-5)
+
+
 def test_a_function_without_loops_has_no_policies():
     closed, _, _ = trace_inlined(lambda x: jnp.sin(x @ x).sum(), (jnp.ones((4, 4)),), {})
     assert len(loop_policies(closed, [True])) == 1
