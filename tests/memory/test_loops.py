@@ -47,13 +47,13 @@ def polynomial(params, xs, *, length, reverse):
 CHUNKS = [(1,), (2,), (3,), (5,), (3, 1), (4, 2), (6, 3, 2), (8, 3, 1), (64,)]
 
 
-def test_gradients_are_exact_for_any_length_and_any_chunks():
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 3))])
+def test_gradients_are_exact_for_any_length_and_any_chunks(seed):
     params = {"w": jnp.asarray([1.0, -1.0]), "h": integers(2), "offset": integers(seed=2)}
-    random = np.random.default_rng(0)
+    random = np.random.default_rng(seed)
     cases = [
-        (length, has_xs, bool(random.integers(2)), CHUNKS[random.integers(len(CHUNKS))])
+        (length, *map(bool, random.integers(2, size=2)), CHUNKS[random.integers(len(CHUNKS))])
         for length in range(1, 14)
-        for has_xs in (False, True)
     ]
 
     @functools.partial(jax.jit, static_argnums=1)
@@ -175,7 +175,7 @@ def flops(f):
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("sizes", [(8,), (12, 3, 1)])
+@pytest.mark.parametrize("sizes", [pytest.param((8,), marks=pytest.mark.slow), (12, 3, 1)])
 def test_loops_anywhere_keep_their_gradients(loss, sizes, float64):
     # JAX counts a key that a jax.checkpoint in a loop reads again as used twice.
     with jax.debug_key_reuse(False):
