@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple, cast
@@ -146,7 +145,7 @@ class Step:
         optimizer = self.optimizer
         if self.state_sharding is not None:
             optimizer = _update_whole_arrays(optimizer)
-        update = self.mode.update(REMAT_POLICIES[self.remat].apply(self.loss), optimizer)
+        update = self.mode.update_with(self.loss, optimizer, REMAT_POLICIES[self.remat].apply)
         key = self.mode.step_key(state.key, state.step)
         params, opt_state, model_state, metrics = update(
             state.params, state.opt_state, state.model_state, batch, key
@@ -371,8 +370,8 @@ def compile_step(
       state: The state, or its shapes (``jax.eval_shape``).
       batch: A batch, or its shapes.
       budget: Limit on the bytes of the compiled step per device, such as "4GiB", "4GB" or an int.
-        The batch is split only if that is shown to leave the gradient as it is; a loss that
-        updates a model state is split as the last resort, with a warning.
+        Parts of the loss that keep rows of the batch apart run in chunks; what mixes rows runs
+        whole, so the gradient stays as it is.
       compiler_options: XLA options to compile with. By default, it compiles with each of the
         backend's `fnet.memory.CANDIDATE_OPTIONS` and returns the smallest program.
       progress: Called with each candidate for the budget after it is compiled. ``print`` is
@@ -413,8 +412,6 @@ def compile_step(
             raise ValueError("compile_step: a budget chooses the compiler options; give only one")
         found = plan_step(step, state, batch, budget, progress=progress)
         chosen = found.chosen
-        if found.note:
-            warnings.warn(f"compile_step: {found.note}", stacklevel=2)
         step = cast(Step, step).replace(remat=chosen.policy, microbatches=chosen.microbatches)
         compiler_options = chosen.compiler_options
     lowered = step.lower(state, batch)
@@ -464,12 +461,12 @@ def plan_step(
       budget: Bytes, or text as ``4GiB``, ``4GB``, ``4096MiB``. None for no limit.
       policies: Keys of `fnet.memory.REMAT_POLICIES` to choose from. By default every array is
         planned; see `fnet.memory.plan`.
-      microbatch_choices: Numbers of microbatches to choose from. By default, with a budget, the
-        step's own number and its multiples by powers of two that divide the batch. Only the
-        step's own number remains if the loss of an example is not shown to depend on this example
-        alone. If the loss updates the model state, which splitting the batch changes, others are
-        the last resort, and ``plan.note`` says so. Numbers that leave too few examples for the
-        network are dropped.
+      microbatch_choices: Numbers of microbatches to choose from. By default the step's own number:
+        a budget runs parts of the loss in chunks instead, which leaves any gradient as it is; see
+        `fnet.memory.regions`. Modes and shardings without chunks choose from multiples of the
+        step's number by powers of two that divide the batch. Numbers other than the step's own
+        are dropped if the loss of an example is not shown to depend on this example alone, and if
+        they leave too few examples for the network.
       reserve: Bytes of the budget that are needed outside of the compiled step.
       target: A device to plan for. By default this machine's.
       progress: Called with each candidate after it is compiled.
@@ -507,18 +504,18 @@ def plan_step(
             f"fnet.make_step, got {type(step).__name__}; for a step of your own, give its loss to "
             "fnet.memory.remat_to_fit"
         )
+    regions = step.mode.differentiates_mean and step.state_sharding is None
+    regions = regions and step.microbatches == 1 and microbatch_choices is None
     if microbatch_choices is None:
-        microbatch_choices = _microbatch_choices(step, batch) if budget is not None else (
-            step.microbatches,
-        )  # fmt: skip
+        is_split = budget is not None and not regions
+        microbatch_choices = _microbatch_choices(step, batch) if is_split else (step.microbatches,)
     if policies is None and not step.mode.whole_gradient:
         policies = (step.remat,)
     choices = tuple(microbatch_choices)
     step.replace(microbatches=max(choices, default=1))  # rejects a mode that cannot be split
-    updated = _updated_model_state(step, state, batch)
     coupling = None
-    if not updated and {*choices} - {step.microbatches} and not step.mode.per_example:
-        coupling = find_coupling(step.loss, state.params, state.model_state, batch, state.key)
+    if {*choices} - {step.microbatches} and not step.mode.per_example:
+        coupling = _coupling(step, state, batch)
     if coupling:
         choices = tuple(n for n in choices if n == step.microbatches)
         if not choices:
@@ -532,25 +529,29 @@ def plan_step(
         candidate = step.replace(remat=policy, microbatches=microbatches)
         return candidate.trace(*(shapes_on(target, args) if target else args))
 
-    found = plan(
-        build,
-        budget,
-        policies=policies,
-        microbatches=choices,
-        couples_batch=bool(updated),
-        why_whole=f"The batch is not split, because {coupling}." if coupling else "",
-        state_bytes=tree_bytes(state),
-        reserve=reserve,
-        target=target,
-        progress=progress,
-    )
-    if updated and found.chosen.microbatches != step.microbatches:
-        note = (
-            f"the loss updates {updated}, and each of {found.chosen.microbatches} microbatches "
-            "does so from its own examples; with batch statistics, the gradient is another one, too"
+    try:
+        return plan(
+            build,
+            budget,
+            policies=policies,
+            microbatches=choices,
+            regions=regions,
+            state_bytes=tree_bytes(state),
+            reserve=reserve,
+            target=target,
+            progress=progress,
         )
-        return found._replace(note=note)
-    return found
+    except BudgetError as error:
+        if coupling:
+            raise BudgetError(f"{error}; the batch is not split, because {coupling}") from error
+        raise
+
+
+def _coupling(step: Step, state: TrainState, batch: Any) -> str | None:
+    """Why microbatches change the gradient or the model state; None if they do not."""
+    if updated := _updated_model_state(step, state, batch):
+        return f"the loss updates {updated}"
+    return find_coupling(step.loss, state.params, state.model_state, batch, state.key)
 
 
 def _updated_model_state(step: Step, state: TrainState, batch: Any) -> str:

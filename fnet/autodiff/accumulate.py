@@ -7,12 +7,13 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import Array
 from jax.extend.core import JaxprEqn, jaxpr_as_fun
 
 from fnet.autodiff.examples import check_params
-from fnet.autodiff.mean import Gradient, Loss, Objective, mean, mean_loss
-from fnet.autodiff.update import GradientFunction, Mode
+from fnet.autodiff.mean import Gradient, Loss, Objective, gradient_of, mean, mean_loss
+from fnet.autodiff.update import GradientFunction, Mode, Update, gradient_then_optimizer
 from fnet.cpu.convolutions import has_convolutions, is_slow_in_loops
 from fnet.jaxpr import rewrite
 from fnet.mesh import equally_varying
@@ -31,6 +32,7 @@ class Mean(Mode):
     microbatches: int = 1
     unroll: bool | None = None
     splittable: ClassVar[bool] = True
+    differentiates_mean: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Reject a number of microbatches below 1."""
@@ -39,6 +41,17 @@ class Mean(Mode):
     def __call__(self, loss: Loss) -> Gradient:
         """Return the gradient function of a loss."""
         return accumulate_grad(loss, self.microbatches, unroll=self.unroll)
+
+    def update_with(
+        self,
+        loss: Loss,
+        optimizer: optax.GradientTransformation,
+        remat: Callable[[Callable[..., Any]], Callable[..., Any]],
+    ) -> Update:
+        """Return the update function, with a remat policy on the mean loss of a microbatch."""
+        objective = remat(mean_loss(loss))
+        gradient = _gradient(objective, self.microbatches, self.unroll)
+        return gradient_then_optimizer(gradient, optimizer)
 
 
 def microbatches(n: int, *, unroll: bool | None = None) -> Mean:
@@ -142,9 +155,13 @@ def accumulate_grad(loss: Loss, microbatches: int, *, unroll: bool | None = None
       (True, 9.166...)
     """
     _check_microbatches(microbatches)
+    return _gradient(mean_loss(loss), microbatches, unroll)
+
+
+def _gradient(objective: Objective, microbatches: int, unroll: bool | None) -> Gradient:
+    """Return the gradient function of an objective, as `accumulate_grad`."""
     if microbatches == 1:
-        return mean(loss)
-    objective = mean_loss(loss)
+        return gradient_of(objective)
 
     def gradient(
         params: Any, model_state: Any, batch: dict[str, Array], key: Array

@@ -132,7 +132,11 @@ def mean(loss: Loss) -> Gradient:
       >>> float(grads["w"]), float(metrics["loss"])
       (5.0, 2.5)
     """
-    objective = mean_loss(loss)
+    return gradient_of(mean_loss(loss))
+
+
+def gradient_of(objective: Objective) -> Gradient:
+    """Return the function that computes the gradient of an objective."""
 
     def gradient(
         params: Any, model_state: Any, batch: dict[str, Array], key: Array

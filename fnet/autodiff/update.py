@@ -35,6 +35,8 @@ class Mode:
       splittable: Whether ``microbatches`` may be changed.
       per_example: Whether the gradient is a sum over batches of one example, so that microbatches
         cannot change it.
+      differentiates_mean: Whether the mean of the losses is differentiated, so that `update_with`
+        puts its remat policy on the mean.
     """
 
     microbatches: int = 1
@@ -42,6 +44,7 @@ class Mode:
     whole_gradient: ClassVar[bool] = True
     splittable: ClassVar[bool] = False
     per_example: ClassVar[bool] = False
+    differentiates_mean: ClassVar[bool] = False
 
     def step_key(self, key: Array, step: Array) -> Any:
         """Return the randomness of a step, which the update and the gradient get as ``key``.
@@ -63,6 +66,15 @@ class Mode:
     def update(self, loss: Loss, optimizer: optax.GradientTransformation) -> Update:
         """Return the update function of a loss and an optimizer."""
         return gradient_then_optimizer(self(loss), optimizer)
+
+    def update_with(
+        self,
+        loss: Loss,
+        optimizer: optax.GradientTransformation,
+        remat: Callable[[Callable[..., Any]], Callable[..., Any]],
+    ) -> Update:
+        """Return the update function, with a remat policy on what is differentiated: the losses."""
+        return self.update(remat(loss), optimizer)
 
     def split(self, microbatches: int) -> "Mode":
         """Return the same mode with another number of microbatches.

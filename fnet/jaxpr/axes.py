@@ -19,6 +19,7 @@ The notation of rows follows JAX's own sharding rules (``jax.experimental.custom
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from fractions import Fraction
 from typing import Any, NamedTuple
 from typing import Literal as OneOf
 
@@ -26,6 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal, primitives
+from jax.extend.random import threefry_2x32
 from jax.lax import GatherDimensionNumbers, ScatterDimensionNumbers
 
 from fnet.jaxpr.interpreter import aval, primitive_names
@@ -154,6 +156,9 @@ def counted_factor(eqn: JaxprEqn, column: int, axis: int) -> Factor | None:
       axis: An axis of the indices.
     """
     dims = eqn.params.get("dimension_numbers")
+    for name in ("start_indices_batching_dims", "scatter_indices_batching_dims"):
+        if axis in getattr(dims, name, ()):
+            return None  # It meets an axis of the array already.
     if isinstance(dims, GatherDimensionNumbers):
         own = dims.start_index_map[column]
         axes = [i for i in range(_rank(eqn.outvars[0])) if i not in dims.offset_dims]
@@ -171,19 +176,19 @@ def joined_axis(eqn: JaxprEqn) -> int | None:
     return eqn.params["dimension"] if eqn.primitive is primitives.concatenate_p else None
 
 
-def lengthen(eqn: JaxprEqn, factor: Factor, times: int) -> JaxprEqn:
+def lengthen(eqn: JaxprEqn, factor: Factor, times: int | Fraction) -> JaxprEqn:
     """Return the equation whose parameters fit operands with a ``times`` as long axis.
 
     Args:
       eqn: An equation.
-      factor: The axis, one of its separate factors.
-      times: How much longer the axis becomes.
+      factor: The axis, one of its factors.
+      times: How much longer the axis becomes, or shorter if it is a fraction.
     """
     row = ROWS[eqn.primitive.name]
     longer: JaxprEqn
     if row.factors is _reshape:
-        sizes = list(_shape(eqn.outvars[0]))
-        sizes[_known(factor.results[0])] *= times
+        sizes, own = list(_shape(eqn.outvars[0])), _known(factor.results[0])
+        sizes[own] = int(sizes[own] * times)
         params = {"new_sizes": tuple(sizes), "dimensions": None, "sharding": None}
         longer = eqn.replace(primitive=primitives.reshape_p, params=params)
         return longer
@@ -193,7 +198,7 @@ def lengthen(eqn: JaxprEqn, factor: Factor, times: int) -> JaxprEqn:
         axis = (factor.operands if side == "operand" else factor.results)[0]
         is_indexed = side == "operand" and any(a is not None for a in factor.operands[1:])
         if axis is not None and not is_indexed:
-            sizes[axis] *= times
+            sizes[axis] = int(sizes[axis] * times)
             params[name] = tuple(sizes)
     longer = eqn.replace(params=params)
     return longer
@@ -204,6 +209,52 @@ def with_dtypes(eqn: JaxprEqn, change: Callable[[Any], Any]) -> JaxprEqn:
     names = [n for n in ("new_dtype", "preferred_element_type") if eqn.params.get(n) is not None]
     changed: JaxprEqn = eqn.replace(params=eqn.params | {n: change(eqn.params[n]) for n in names})
     return changed
+
+
+def rows_by_position(
+    eqn: JaxprEqn, inputs: Sequence[Any], axis: int, start: Any, size: int
+) -> Any | None:
+    """Return a part of the result of an equation whose elements follow from their positions.
+
+    They are numbers that count along an axis, and random bits, which threefry makes one by one of
+    the key and the position (Salmon et al. 2011, as in ``jax_threefry_partitionable``).
+
+    Args:
+      eqn: An equation.
+      inputs: Its operands.
+      axis: An axis of its result.
+      start: First position along the axis.
+      size: Number of positions.
+
+    Returns:
+      The part; None for any other equation, and if the positions are not known to decide.
+    """
+    out, name = aval(eqn.outvars[0]), eqn.primitive.name
+    part = (*out.shape[:axis], size, *out.shape[axis + 1 :])
+    if name == "iota" and axis == eqn.params["dimension"]:
+        return jax.lax.broadcasted_iota(out.dtype, part, axis) + jnp.asarray(start, out.dtype)
+    if name == "random_bits" and _follows_from_positions(inputs[0], out):
+        strides = [math.prod(out.shape[k + 1 :]) for k in range(len(part))]
+        along = (jax.lax.broadcasted_iota(jnp.uint32, part, k) for k in range(len(part)))
+        position = sum(n * np.uint32(stride) for n, stride in zip(along, strides, strict=True))
+        position += jnp.asarray(start, jnp.uint32) * np.uint32(strides[axis])
+        low = jnp.ravel(position)
+        counts = jnp.concatenate([jnp.zeros_like(low), low])
+        words = threefry_2x32(jax.random.key_data(inputs[0]), counts)
+        bits = words[: low.size] ^ words[low.size :]
+        return bits.reshape(part).astype(out.dtype)
+    return None
+
+
+def _follows_from_positions(key: Any, out: Any) -> bool:
+    """Whether random bits are threefry's of a single key and 32-bit positions."""
+    return bool(
+        not key.shape
+        and str(jax.random.key_impl(key)) == "threefry2x32"
+        and jax.config.jax_threefry_partitionable  # type: ignore[attr-defined]
+        and jnp.dtype(out.dtype).itemsize <= 4
+        and math.prod(out.shape) < 2**32
+    )
 
 
 def _known(axis: int | None) -> int:
@@ -664,7 +715,7 @@ ROWS: dict[str, Row] = {
         factors=_dynamic_update_slice, linear=(0, 1), places_once=False
     ),
     "gather": _SELECT._replace(factors=_gather, sizes={"slice_sizes": "operand"}),
-    "iota": Row(_iota),
+    "iota": Row(_iota, sizes={"shape": "result"}),
     "pad": _MOVE._replace(factors=_pad, linear=(0, 1), places_once=False),
     "reshape": _MOVE._replace(factors=_reshape),
     "rev": _SELECT._replace(factors=_except("dimensions"), places_once=True),

@@ -12,12 +12,14 @@ from jax.extend.core import ClosedJaxpr
 
 from fnet import measured
 from fnet.cpu.options import WITHOUT_OPTIMIZED_CODE
+from fnet.jaxpr import nbytes
 from fnet.memory.cost import Cost, estimate_cost
 from fnet.memory.graph import analyze
 from fnet.memory.loops import loop_policies
 from fnet.memory.peak import CANDIDATE_OPTIONS, Peak, peak
 from fnet.memory.proposals import Offloads, Planner
-from fnet.memory.remat import REMAT_POLICIES, Policy, planned, policies_for
+from fnet.memory.regions import Division, divide
+from fnet.memory.remat import REMAT_POLICIES, Policy, in_chunks, planned, policies_for
 from fnet.memory.sizes import format_bytes, parse_bytes
 from fnet.memory.target import Target
 from fnet.memory.windows import Window, trace_inlined
@@ -54,7 +56,8 @@ class Candidate(NamedTuple):
 
     def __str__(self) -> str:
         split = f" in {self.microbatches} microbatches" if self.microbatches > 1 else ""
-        return f"{self.policy.name}{split}"
+        chunks = f" in {self.policy.chunks} chunks" if self.policy.chunks > 1 else ""
+        return f"{self.policy.name}{split}{chunks}"
 
 
 class Plan(NamedTuple):
@@ -70,7 +73,6 @@ class Plan(NamedTuple):
         microbatches. Empty if policies are given.
       reserve: Bytes of the budget that the program may not use, such as ``held`` of
         `remat_to_fit`.
-      note: How the choice changes the result, in one line; "" if it does not.
     """
 
     budget: int | None
@@ -79,7 +81,6 @@ class Plan(NamedTuple):
     candidates: tuple[Candidate, ...]
     predicted: tuple[tuple[int, Cost], ...] = ()
     reserve: int = 0
-    note: str = ""
 
     def __str__(self) -> str:
         held = f" + {format_bytes(self.reserve)} held" if self.reserve else ""
@@ -92,7 +93,6 @@ class Plan(NamedTuple):
         if self.budget is not None:
             rows.insert(0, ("budget", format_bytes(self.budget)))
         rows.append(("by", _way(self.chosen)))
-        rows += [("note", self.note)] if self.note else []
         return "\n".join(f"{name:7} {value}" for name, value in rows)
 
     @property
@@ -125,8 +125,8 @@ def _way(c: Candidate) -> str:
     """Describe policy and microbatches."""
     if c.policy.name != "none":
         return str(c).replace("planned", "planned rematerialization", 1)
-    if c.microbatches > 1:
-        return f"{c.microbatches} microbatches"
+    if c.microbatches > 1 or c.policy.chunks > 1:
+        return str(c).removeprefix("none in ")
     options = "compiler options (plan.chosen.compiler_options)"
     return options if c.compiler_options else "no change"
 
@@ -150,8 +150,7 @@ def plan(
     *,
     policies: Sequence[str | Policy] | None = None,
     microbatches: Iterable[int] = (1,),
-    couples_batch: bool = False,
-    why_whole: str = "",
+    regions: bool = True,
     state_bytes: int = 0,
     reserve: int = 0,
     target: Target | None = None,
@@ -181,9 +180,8 @@ def plan(
       policies: Restricts the choice to these keys of `REMAT_POLICIES`. By default every array is
         planned.
       microbatches: Numbers of microbatches, each a multiple of the one before.
-      couples_batch: Whether splitting the batch changes the result, as with batch statistics.
-        Splitting is then the last resort.
-      why_whole: Why there are no more microbatches to choose from, for the error if nothing fits.
+      regions: Whether regions of the loss may run in chunks; see `fnet.memory.regions`. This needs
+        a loss that ``build`` differentiates in reverse mode with respect to its first argument.
       state_bytes: Bytes of the train state. A budget below them fails at once.
       reserve: Bytes of the budget that are needed outside of the compiled step.
       target: A device to compile for. By default this machine's.
@@ -211,9 +209,9 @@ def plan(
       ...     return jax.jit(jax.grad(f)).trace(
       ...         jnp.zeros((16, 16)), jnp.zeros((64, 16))
       ...     )
-      >>> plan = memory.plan(build, "40KiB", policies=("none", "segments"))
-      >>> plan.chosen.policy.name, plan.chosen.peak.total <= 40 * 1024
-      ('segments', True)
+      >>> plan = memory.plan(build, "40KiB")
+      >>> str(plan.chosen), plan.chosen.peak.total <= 40 * 1024
+      ('none in 2 chunks', True)
 
     References:
       Jain et al., "Checkmate: Breaking the Memory Wall with Optimal Tensor Rematerialization",
@@ -243,7 +241,7 @@ def plan(
         build=build,
         limit=None if limit is None else limit - reserve,
         choices=choices,
-        couples_batch=couples_batch,
+        regions=regions,
         state_bytes=state_bytes,
         target=target,
         offloads=None if policies is not None else _OFFLOADS.get(platform, on_host),
@@ -257,8 +255,7 @@ def plan(
         raise BudgetError(
             f"no policy fits a budget of {format_bytes(limit or 0)}: the lowest peak found is "
             f"{format_bytes(least.peak.total)}, by {_way(least)}{reserved}. Raise the budget, or "
-            f"use a smaller batch, a smaller optimizer state or more devices.{why_whole and ' '}"
-            f"{why_whole}"
+            f"use a smaller batch, a smaller optimizer state or more devices{search.reason}"
         )
     if limit is None:  # the smallest of equally fast ones
         chosen = min(ranked, key=lambda c: (search.order(c), c.peak.total))
@@ -273,19 +270,31 @@ class _Attempt(NamedTuple):
 
     Attributes:
       source: Where it comes from, which learns its peak.
-      policy: Remat policy.
+      inner: Remat policy, without chunks of regions.
       microbatches: Number of microbatches.
       time: Estimated time, which orders attempts.
       bytes: Predicted bytes of its planned arrays or of its loops; 0 for a named policy.
       windows: Windows of a planned policy.
+      chunks: Number of chunks in which regions run.
     """
 
     source: "_Source"
-    policy: Policy
+    inner: Policy
     microbatches: int
     time: float
     bytes: int = 0
     windows: tuple[Window, ...] = ()
+    chunks: int = 1
+
+    @property
+    def policy(self) -> Policy:
+        """The whole policy."""
+        return in_chunks(self.chunks, self.inner)
+
+    def recording(self, losses: "list[_Loss]") -> Policy:
+        """The policy, which appends what it makes of the loss, or of a chunk of it."""
+        inner = self.inner._replace(apply=lambda f: _recorded(self.inner.apply(f), losses))
+        return in_chunks(self.chunks, inner)
 
 
 @dataclasses.dataclass
@@ -295,7 +304,7 @@ class _Search:
     build: Build
     limit: int | None
     choices: Sequence[int]
-    couples_batch: bool
+    regions: bool
     state_bytes: int
     target: Target | None
     offloads: Offloads | None  # None: no array is planned
@@ -304,11 +313,11 @@ class _Search:
     candidates: list[Candidate] = dataclasses.field(default_factory=list)
     fitting: list[_Attempt] = dataclasses.field(default_factory=list)
     sources: "list[_Source]" = dataclasses.field(default_factory=list)
+    reason: str = ""
 
-    def order(self, c: Candidate | _Attempt) -> tuple[bool, float]:
-        """Fastest first. Microbatches that change the result come last."""
-        time = c.time if isinstance(c, _Attempt) else c.cost.time
-        return self.couples_batch and c.microbatches > 1, time
+    def order(self, c: Candidate | _Attempt) -> float:
+        """Fastest first."""
+        return c.time if isinstance(c, _Attempt) else c.cost.time
 
     def fits(self, bytes_: int) -> bool:
         """Whether a peak is within the budget."""
@@ -331,13 +340,8 @@ class _Search:
             return planned[0].front() if planned else ()
         while len(self.candidates) < MOST_PROGRAMS:
             attempts = [a for source in self.sources if (a := source.next())]
-            if not attempts and not self.fitting:
-                attempts = [a for s in self.loops() if (a := s.small())]
-                # A plan of the most microbatches is the smallest.
-                attempts += [last] if (last := named[0].last()) else []
-            is_last = len(self.candidates) + len(self.options) >= MOST_PROGRAMS
-            if is_last and not self.fitting and (smallest := self.smallest_loops()):
-                attempts = [smallest]
+            if not attempts and not self.fitting:  # the smallest ones may fit all the same
+                attempts = [a for source in self.sources if (a := source.small())]
             if not attempts:
                 break
             attempt = min(attempts, key=self.order)
@@ -345,23 +349,16 @@ class _Search:
             if any(self.order(faster) >= self.order(a) for a in self.fitting):
                 break
             self.compile(attempt)
+        for other in tuple(self.sources):
+            for smallest in () if self.fitting else other.left[-1:]:
+                self.compile(smallest)
         return ()
-
-    def loops(self) -> "list[_Loops]":
-        """The sources that run loops in chunks."""
-        return [s for s in self.sources if isinstance(s, _Loops)]
-
-    def smallest_loops(self) -> _Attempt | None:
-        """The chunks of loops that are predicted to need the fewest bytes."""
-        smallest = [(s.predict(s.left[-1]), s) for s in self.loops() if s.left]
-        return min(smallest, key=lambda s: s[0])[1].left[-1] if smallest else None
 
     def compile(self, attempt: _Attempt) -> None:
         """Compile a program with several options, and report it to its source."""
         losses: list[_Loss] = []
-        policy, is_planned = attempt.policy, isinstance(attempt.source, _Planned)
-        if self.offloads is not None and not is_planned:
-            policy = policy._replace(apply=lambda f: _recorded(attempt.policy.apply(f), losses))
+        is_recorded = not isinstance(attempt.source, _Planned)
+        policy = attempt.recording(losses) if is_recorded else attempt.policy
         try:
             traced = self.build(policy, attempt.microbatches)
         except ValueError:  # microbatches that are too small for a norm
@@ -389,12 +386,32 @@ class _Search:
             self.fitting.append(attempt._replace(time=attempt.time or cost.time))
         attempt.source.learn(attempt, smallest)
         is_named = isinstance(attempt.source, _Named)
-        if not is_named:  # rematerialization may need another option than the plain step
+        if not isinstance(attempt.source, _Named | _Cut):
+            # Rematerialization may need another option than the plain step.
             self.options = (smallest.compiler_options,)
-        if losses and is_named:
-            self.sources += [_Planned(self, made[0], losses[0]), _Loops(self, made[0], losses[0])]
-        elif losses and not fits:  # plan what is outside of the loops
-            self.sources.append(_Planned(self, smallest, losses[0], attempt.policy))
+        if losses and is_named and self.regions:
+            self._find_regions(attempt, made[0], losses[0])
+        if losses and self.offloads is not None:
+            self._plan_further(attempt, made[0] if is_named else smallest, losses[0], fits)
+
+    def _find_regions(self, attempt: _Attempt, candidate: Candidate, loss: "_Loss") -> None:
+        division = divide(loss.closed, loss.differentiated)
+        if division.regions:
+            self.sources.append(_Cut(self, attempt, candidate, division))
+        elif division.reasons:
+            self.reason = f"; it is not computed in chunks, because {division.reasons[0]}"
+
+    def _plan_further(
+        self, attempt: _Attempt, candidate: Candidate, loss: "_Loss", fits: bool
+    ) -> None:
+        """Add what may be done inside of a program that was compiled."""
+        source = attempt.source
+        if isinstance(source, _Loops):  # plan what is outside of the loops
+            base = attempt.inner
+            self.sources += [] if fits else [_Planned(self, attempt, candidate, loss, base)]
+        elif not isinstance(source, _Cut) or not (fits or source.next()):
+            self.sources += [_Planned(self, attempt, candidate, loss)]
+            self.sources += [_Loops(self, attempt, candidate, loss)]
 
 
 class _Loss(NamedTuple):
@@ -423,7 +440,29 @@ def _recorded(f: F, losses: list[_Loss]) -> F:
     return run  # type: ignore[return-value]
 
 
-class _Named:
+class _Source:
+    """Where attempts come from.
+
+    Attributes:
+      left: Attempts that may be compiled even if they are not predicted to fit, the smallest last.
+    """
+
+    left: Sequence[_Attempt] = ()
+
+    def next(self) -> _Attempt | None:
+        """The fastest attempt that is predicted to fit, or None."""
+        raise NotImplementedError
+
+    def small(self) -> _Attempt | None:
+        """An attempt if none is predicted to fit."""
+        return next(iter(self.left), None)
+
+    def learn(self, attempt: _Attempt, candidate: Candidate | None) -> None:
+        """Take the result of an attempt, or None if it was impossible."""
+        raise NotImplementedError
+
+
+class _Named(_Source):
     """Attempts with a named policy: the whole batch, then more microbatches."""
 
     def __init__(self, search: _Search, policy: Policy):
@@ -448,10 +487,11 @@ class _Named:
                 return self._attempt(n)
         return None
 
-    def last(self) -> _Attempt | None:
-        """The most microbatches that are possible, or None if they were compiled."""
+    @property
+    def left(self) -> Sequence[_Attempt]:  # type: ignore[override]
+        """The most microbatches that are possible, if they were not compiled."""
         larger = [n for n in self._search.choices if n > self._compiled and n not in self._tried]
-        return self._attempt(larger[-1]) if larger else None
+        return [self._attempt(n) for n in larger[-1:]]
 
     def _attempt(self, n: int) -> _Attempt:
         # The state is read once per microbatch.
@@ -466,8 +506,47 @@ class _Named:
             self._time = self._time or candidate.cost.time
 
 
-class _Planned:
-    """Attempts that save, move or rematerialize each array, for one number of microbatches.
+class _Cut(_Source):
+    """Attempts that run regions of a loss in more and more chunks."""
+
+    def __init__(self, search: _Search, attempt: _Attempt, plain: Candidate, division: Division):
+        self._search, self._first = search, attempt
+        self._peaks = [plain.peak]
+        self._tried = 1
+        self._most = max(region.size for region in division.regions)
+        again = [r.jaxpr for r in division.regions if r.objective is None]
+        self._time = plain.cost.time + sum(estimate_cost(ClosedJaxpr(j, [])).time for j in again)
+        wholes = {v for r in division.regions for v in r.jaxpr.invars[len(r.axes[0]) :]}
+        self._reads = 3 * sum(map(nbytes, wholes))  # in both passes, and of the gradient
+
+    def next(self) -> _Attempt | None:
+        """The next attempt, or None if none can fit."""
+        fits = self._search.fits
+        if fits(self._peaks[-1].total):
+            return None
+        n = 2 * self._tried
+        while n < self._most and not fits(_lower_bound(self._peaks[:1], n)):
+            n *= 2
+        return self._attempt(n) if n <= self._most and fits(_lower_bound(self._peaks, n)) else None
+
+    @property
+    def left(self) -> Sequence[_Attempt]:  # type: ignore[override]
+        """The most chunks, if they were not compiled."""
+        return [self._attempt(self._most)] if self._tried < self._most else []
+
+    def _attempt(self, n: int) -> _Attempt:
+        time = self._time + (n - 1) * self._reads
+        return self._first._replace(source=self, time=time, chunks=n)
+
+    def learn(self, attempt: _Attempt, candidate: Candidate | None) -> None:
+        """Take the peak of an attempt, or None if it was impossible."""
+        self._tried = attempt.chunks
+        if candidate:
+            self._peaks.append(candidate.peak)
+
+
+class _Planned(_Source):
+    """Attempts that save, move or rematerialize each array of a loss, or of a chunk of it.
 
     The integer program predicts bytes of arrays, the compiled program has a peak. The two differ by
     a scale, which stays, and by an offset, which each compiled program corrects. So the search is
@@ -476,9 +555,15 @@ class _Planned:
     """
 
     def __init__(
-        self, search: _Search, plain: Candidate, loss: _Loss, base: Policy = REMAT_POLICIES["none"]
+        self,
+        search: _Search,
+        attempt: _Attempt,
+        plain: Candidate,
+        loss: _Loss,
+        base: Policy = REMAT_POLICIES["none"],
     ):
         self._search, self._plain, self._base = search, plain, base
+        self._first = attempt
         self._planner = Planner(analyze(*loss), search.offloads or "nothing")
         self._equations = self._planner.graph.equations
         self._tried: set[Any] = set()
@@ -498,10 +583,11 @@ class _Planned:
                 yield _Attempt(
                     self,
                     windows.after(self._base),
-                    self._plain.microbatches,
-                    self._plain.cost.time + proposal.time,
+                    self._first.microbatches,
+                    self._plain.cost.time + self._first.chunks * proposal.time,
                     proposal.bytes,
                     proposal.windows,
+                    self._first.chunks,
                 )
 
     def next(self) -> _Attempt | None:
@@ -552,21 +638,26 @@ class _Planned:
         )
 
 
-class _Loops:
-    """Attempts that run the loops of a loss in chunks, for one number of microbatches.
+class _Loops(_Source):
+    """Attempts that run the loops of a loss, or of a chunk of it, in chunks of iterations.
 
     Attributes:
       left: Attempts that may be compiled, from the fewest FLOPs to the fewest bytes.
     """
 
-    def __init__(self, search: _Search, plain: Candidate, loss: _Loss):
-        self._search, self._plain = search, plain
+    def __init__(self, search: _Search, attempt: _Attempt, plain: Candidate, loss: _Loss):
+        self._search = search
         (first, *policies) = loop_policies(loss.closed, loss.differentiated)
         temporaries = plain.peak.temporaries + plain.peak.workspace
         self._scale = min(1.0, temporaries / max(first.bytes, 1))
         self._offset = plain.peak.total - self._scale * first.bytes
         self.left = [
-            _Attempt(self, p.policy, plain.microbatches, plain.cost.time + p.cost.time, p.bytes)
+            attempt._replace(
+                source=self,
+                inner=p.policy,
+                time=plain.cost.time + attempt.chunks * p.cost.time,
+                bytes=p.bytes,
+            )
             for p in policies
         ]
 
@@ -588,9 +679,6 @@ class _Loops:
         self.left = [a for a in self.left if a.time > attempt.time]
         if candidate:
             self._offset = candidate.peak.total - self._scale * attempt.bytes
-
-
-_Source = _Named | _Planned | _Loops
 
 
 def _lower_bound(peaks: Sequence[Peak], times: int) -> int:

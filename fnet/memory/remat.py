@@ -12,6 +12,7 @@ from fnet.backward_pass import recompute
 from fnet.memory.cost import product_flops
 from fnet.memory.graph import equation_names
 from fnet.memory.peak import CANDIDATE_OPTIONS, peak, platform
+from fnet.memory.regions import cut
 from fnet.memory.windows import CheckpointPolicy, Window, remat_windows, segments
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -68,6 +69,8 @@ class Policy(NamedTuple):
       saves: Description of the residuals that are saved.
       apply: Wraps a function of arrays. The values and gradients stay the same.
       platforms: Platforms it works on. Empty for all.
+      chunks: Number of chunks in which the regions of the function run; see
+        `fnet.memory.regions`.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -85,6 +88,7 @@ class Policy(NamedTuple):
     saves: str
     apply: Callable[[Any], Any]
     platforms: tuple[str, ...] = ()
+    chunks: int = 1
 
     def __str__(self) -> str:
         return self.name
@@ -149,6 +153,13 @@ def planned(windows: Sequence[Window], equations: tuple[str, ...]) -> Policy:
         return windows if equation_names(closed.jaxpr) == equations else segments(closed)
 
     return Policy("planned", text, lambda f: remat_windows(f, divide))
+
+
+def in_chunks(chunks: int, policy: Policy) -> Policy:
+    """Return a policy that runs regions in chunks, with another one for chunks of the largest."""
+    if chunks == 1:
+        return policy
+    return policy._replace(apply=lambda f: cut(f, chunks, policy.apply), chunks=chunks)
 
 
 def policies_for(platform: str) -> list[str]:

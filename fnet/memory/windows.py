@@ -7,10 +7,10 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from fnet.backward_pass import bind_static, finish_together
-from fnet.jaxpr import Scan, in_scopes, inline
+from fnet.jaxpr import Scan, evaluate, in_scopes, inline
 from fnet.memory.graph import (
     CARRY,
     IN_LOOP,
@@ -22,6 +22,7 @@ from fnet.memory.graph import (
     pieces,
     run_named,
     segment_of,
+    variables,
 )
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -112,7 +113,9 @@ def _run_windows(
                 outputs = _remat_iterations(loop, read(loop.invars), window, policy)
             values |= zip(loop.outvars, outputs, strict=True)
             continue
-        segment = segment_of(jaxpr, window.start, window.end)
+        segment, effects = _without_effects(segment_of(jaxpr, window.start, window.end))
+        if any(e.effects for e in segment.eqns):
+            window = window._replace(is_plain=True, offloaded=frozenset())
         # The policy sees only names inside the checkpoint.
         names = [origins.get(v) for v in segment.invars]
         on_host = {n for n in names if n in offloaded and n is not None}
@@ -127,7 +130,22 @@ def _run_windows(
             for i, a in zip(floating, finished, strict=True):
                 inputs[i] = a
         values |= zip(segment.outvars, run(*inputs), strict=True)
+        for effect in effects:
+            evaluate(effect, read(effect.invars))
     return read(jaxpr.outvars)
+
+
+def _without_effects(segment: Jaxpr) -> tuple[Jaxpr, list[JaxprEqn]]:
+    """Take out callbacks that nothing depends on: a `jax.checkpoint` would call them again."""
+    effects = [e for e in segment.eqns if e.effects]
+    read = {v for e in segment.eqns for v in variables(e.invars)} | {*segment.outvars}
+    if not effects or any(v in read for e in effects for v in e.outvars):
+        return segment, []
+    operands = dict.fromkeys(v for e in effects for v in variables(e.invars))
+    made = {v for e in segment.eqns for v in e.outvars}
+    outvars = dict.fromkeys([*segment.outvars, *(v for v in operands if v in made)])
+    eqns = [e for e in segment.eqns if not e.effects]
+    return segment.replace(eqns=eqns, outvars=list(outvars), effects=set()), effects
 
 
 def _named(

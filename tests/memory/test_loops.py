@@ -17,6 +17,7 @@ from fnet.memory import (
     compile_min_memory,
     estimate_cost,
     peak,
+    regions,
     remat_to_fit,
     tree_bytes,
 )
@@ -260,13 +261,19 @@ def peak_of(loss):
     return plan.chosen.peak.total
 
 
-def test_a_budget_chooses_chunks_of_a_loop():
+@pytest.fixture
+def without_regions(monkeypatch):
+    """Chunks of the batch would be as small."""
+    monkeypatch.setattr(regions, "LEAST_SHARE", 2.0)
+
+
+def test_a_budget_chooses_chunks_of_a_loop(without_regions):
     way, more_flops = fitted_share(recurrent, 0.28)
     assert way == "chunked loops"
     assert more_flops < 1.35
 
 
-def test_compile_step_chooses_chunks_of_a_loop():
+def test_compile_step_chooses_chunks_of_a_loop(without_regions):
     def losses(params, model_state, batch, key):
         step = lambda h, _: (cell(params, h, batch["x"]), None)  # noqa: E731
         return jax.lax.scan(step, batch["x"], length=LENGTH)[0].mean((1, 2))
@@ -283,7 +290,7 @@ def test_compile_step_chooses_chunks_of_a_loop():
     assert str(executable.step.remat) == "chunked loops"
 
 
-def test_the_most_levels_of_chunks_are_tried_before_a_refusal():
+def test_the_most_levels_of_chunks_are_tried_before_a_refusal(without_regions):
     candidates = []
     with pytest.raises(BudgetError, match="by chunked loops"):
         remat_to_fit(fori, 100_000, *inputs(), progress=candidates.append)
@@ -291,7 +298,7 @@ def test_the_most_levels_of_chunks_are_tried_before_a_refusal():
     assert "a carry per 16/4/1 iterations of loops" in ways
 
 
-def test_what_is_outside_of_chunked_loops_is_planned():
+def test_what_is_outside_of_chunked_loops_is_planned(without_regions):
     def both(params, xs):
         h = jax.lax.fori_loop(0, 512, lambda i, h: cell(params, h, xs[0]), xs[1])[None] + xs
         for w in (params["w"], params["u"]) * 2:

@@ -208,8 +208,6 @@ def plan_summary(plan: Plan, reserve: int) -> str:
             # The estimated time does not depend on the schedule.
             way, time = f"the same with XLA's {_schedule(smaller)} schedule", ""
         lines.append(f"Next smaller: {way}, {need}{time}.")
-    if plan.note:
-        lines.append(f"Note: {plan.note}.")
     return "\n".join(lines)
 
 

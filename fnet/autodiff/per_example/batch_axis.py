@@ -277,6 +277,10 @@ class BatchAxes(Propagation[State]):
             return unknown
         return results
 
+    def _fits_any_row(self, state: Shared, axis: int, shape: Sequence[int]) -> bool:
+        """Whether an example may meet any row of a shared value."""
+        return state.is_uniform(axis, shape)
+
     def _loop_over_batch(self, eqn: JaxprEqn, states: list[State], site: Site) -> Sequence[State]:
         """A loop over the examples, such as `jax.lax.map`: its iterations must not depend."""
         scan = Scan.of(eqn)
@@ -290,7 +294,7 @@ class BatchAxes(Propagation[State]):
         for state, v in zip(xs, eqn.invars[len(consts) + len(carry) :], strict=True):
             if state == BatchAxis(0):
                 slices.append(KEY)  # A value of the example alone.
-            elif isinstance(state, Shared) and state.is_uniform(0, aval(v).shape):
+            elif isinstance(state, Shared) and self._fits_any_row(state, 0, aval(v).shape):
                 slices.append(Shared())
             else:
                 slices.append(mixed._replace(by_position=True))
@@ -340,7 +344,7 @@ class BatchAxes(Propagation[State]):
         for state, v, axis in zip(states, eqn.invars, factor.operands, strict=True):
             if axis is None or not isinstance(state, Shared):
                 continue
-            if not state.is_uniform(axis, aval(v).shape):
+            if not self._fits_any_row(state, axis, aval(v).shape):
                 return [Mixed(by_position=True)] * count
         return [Unknown() if axis is None else BatchAxis(axis) for axis in factor.results]
 

@@ -1,0 +1,639 @@
+"""Regions: run the part of a loss that keeps rows apart in chunks, and the rest as it is.
+
+A *region* is the equations of a loss in which one axis of some arrays is separate: examples,
+points, rays, edges, rows of a matrix of similarities. It runs as a loop over chunks of the axis;
+sums over the axis are accumulated. The backward pass runs each chunk again. Where the region ends
+in a single number that is differentiated, such as the loss, each chunk's gradient is computed at
+once, and nothing runs twice.
+
+Values and gradients are those of the loss, except for the order of sums: what mixes rows, such as a
+matrix of similarities or batch statistics, is not in the region and runs for all rows. What is left
+is searched for regions again. This is what GradCache (Gao et al. 2021) does by hand for contrastive
+losses, and gradient accumulation for losses of single examples.
+"""
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+
+from fnet.autodiff.per_example.batch_axis import (
+    BatchAxis,
+    Indices,
+    Mixed,
+    Shared,
+    Unknown,
+)
+from fnet.autodiff.per_example.custom_rules import has_linear_rules
+from fnet.cpu.convolutions import has_convolutions
+from fnet.jaxpr import ELEMENTWISE, Scan, Site, aval, evaluate, inner_jaxprs, is_identity, nbytes
+from fnet.memory.graph import is_floating, variables
+from fnet.memory.rows import Part, RowAxes, Sum, Value, run_rows
+from fnet.memory.windows import trace_inlined
+
+F = TypeVar("F", bound=Callable[..., Any])
+Chunk = Callable[[list[Any], Any, list[Any]], tuple[list[Any], list[Any]]]
+"""``chunk(differentiated arguments, start, others) -> (floating results, others)``."""
+
+LEAST_SHARE = 0.1
+"""Regions that make a smaller share of all bytes are not worth a loop."""
+
+
+MOST_REGIONS = 8
+
+
+class Region(NamedTuple):
+    """Equations that run in chunks.
+
+    Attributes:
+      jaxpr: The equations. Its arguments are ``rows``, then ``wholes``; its results are
+        ``row_results``, then ``sums``.
+      axes: Axis of the rows of each of ``rows`` and of ``row_results``.
+      size: Number of rows.
+      active: Arguments that are differentiated.
+      objective: Number of the result that is differentiated, if it is a single number, else None.
+      is_largest: Whether it makes the most bytes of all regions.
+    """
+
+    jaxpr: Jaxpr
+    axes: tuple[list[int], list[int]]
+    size: int
+    active: list[bool]
+    objective: int | None
+    is_largest: bool = False
+
+
+class Whole(NamedTuple):
+    """Equations that run as they are."""
+
+    eqns: list[JaxprEqn]
+
+
+class Division(NamedTuple):
+    """A loss in parts.
+
+    Attributes:
+      parts: In order.
+      reasons: What keeps rows together, in the parts without a region.
+    """
+
+    parts: list[Region | Whole]
+    reasons: list[str]
+
+    @property
+    def regions(self) -> list[Region]:
+        """The parts that run in chunks."""
+        return [part for part in self.parts if isinstance(part, Region)]
+
+
+# Find regions.
+
+
+def divide(closed: ClosedJaxpr, differentiated: Sequence[bool]) -> Division:
+    """Divide an inlined loss into regions and the rest.
+
+    Args:
+      closed: The loss.
+      differentiated: Whether it is differentiated with respect to each argument.
+    """
+    jaxpr = closed.jaxpr
+    active = _active(jaxpr, differentiated)
+    sources = {v: None for v in jaxpr.invars if v not in active}
+    finder = _Finder(active, set(variables(jaxpr.outvars)), sum(_made(e) for e in jaxpr.eqns))
+    _, parts = finder.find(list(jaxpr.eqns), list(sources))
+    made = [sum(map(_made, p.jaxpr.eqns)) if isinstance(p, Region) else 0 for p in parts]
+    if any(made):
+        largest = parts[made.index(max(made))]
+        parts[made.index(max(made))] = largest._replace(is_largest=True)  # type: ignore[call-arg]
+    return Division(parts, finder.reasons)
+
+
+def _active(jaxpr: Jaxpr, differentiated: Sequence[bool]) -> set[Var]:
+    active = {v for v, d in zip(jaxpr.invars, differentiated, strict=True) if d and is_floating(v)}
+    for e in jaxpr.eqns:
+        if any(v in active for v in variables(e.invars)):
+            active |= {v for v in e.outvars if is_floating(v)}
+    return active
+
+
+def _made(eqn: JaxprEqn) -> int:
+    """Bytes that an equation makes, in all iterations of a loop."""
+    if (scan := Scan.read(eqn)) is not None:
+        return scan.length * sum(_made(e) for e in scan.body.jaxpr.eqns)
+    inner = [e for jaxpr in inner_jaxprs(eqn) for e in jaxpr.eqns]
+    return sum(map(_made, inner)) if inner else sum(map(nbytes, eqn.outvars))
+
+
+class _Found(NamedTuple):
+    """A candidate for a region.
+
+    Attributes:
+      states: State of each variable.
+      eqns: Its equations.
+      score: Bytes that it makes, without those that it keeps.
+      size: Number of rows.
+      same: Whole values that equations of the region only pass on, and what they are.
+    """
+
+    states: dict[Var, Any]
+    eqns: list[JaxprEqn]
+    score: float
+    size: int
+    same: dict[Var, Any]
+
+
+class _Finder:
+    def __init__(self, active: set[Var], results: set[Var], total: int) -> None:
+        self.active, self.results, self.total = active, results, total
+        self.reasons: list[str] = []
+
+    def find(
+        self, eqns: list[JaxprEqn], sources: Sequence[Var], depth: int = 0
+    ) -> tuple[int, list[Region | Whole]]:
+        """Divide equations into parts, so that few bytes are made or kept outside of chunks.
+
+        Args:
+          eqns: The equations.
+          sources: Arrays whose axes may be cut.
+          depth: Number of regions before.
+
+        Returns:
+          The bytes outside of chunks, and the parts.
+        """
+        whole = sum(map(_made, eqns))
+        best: tuple[int, list[Region | Whole]] = whole, [Whole(eqns)] if eqns else []
+        if depth == MOST_REGIONS:
+            return best
+        found = [self._follow(eqns, roots, size) for roots, size in _roots(eqns, sources)]
+        least = max(LEAST_SHARE * whole, LEAST_SHARE**2 * self.total)
+        promising = sorted((f for f in found if f.score >= least), key=lambda f: -f.score)
+        for candidate in promising[: max(3 - depth, 1)]:
+            region, before, after, crossing = self._extract(eqns, candidate)
+            kept, parts = self.find(after, [*crossing, *sources], depth + 1)
+            kept += sum(map(nbytes, crossing)) + sum(map(_made, before))
+            if kept < best[0]:
+                best = kept, [*([Whole(before)] if before else []), region, *parts]
+        return best
+
+    def _follow(self, eqns: list[JaxprEqn], roots: dict[Var, int], size: int) -> _Found:
+        axes = RowAxes(size)
+        states: dict[Var, Any] = {v: BatchAxis(a) for v, a in roots.items()}
+        same: dict[Any, Any] = {}
+        inside: list[JaxprEqn] = []
+        made = 0
+        for eqn in eqns:
+            given = [
+                axes.constant(v.val) if isinstance(v, Literal) else states.get(v, Shared())
+                for v in eqn.invars
+            ]
+            if all(isinstance(s, Shared) for s in given) and not eqn.effects:
+                states |= zip(eqn.outvars, axes.visit(eqn, given, Site()), strict=True)
+                continue
+            if eqn.effects or any(isinstance(s, Mixed | Unknown) for s in given):
+                out: Sequence[Any] = [Unknown()] * len(eqn.outvars)
+            else:
+                out = axes.visit(eqn, given, Site())
+            bad = next((s for s in out if isinstance(s, Mixed | Unknown)), None)
+            if bad is not None or not out:
+                if bad and bad.operation:
+                    self._note(bad)
+                out = [Unknown()] * len(eqn.outvars)
+            else:
+                inside.append(eqn)
+                made += _made(eqn)
+                if is_identity(eqn):
+                    pairs = zip(eqn.outvars, eqn.invars, out, strict=False)
+                    same |= {v: same.get(u, u) for v, u, s in pairs if isinstance(s, Shared)}
+                else:  # A whole value that is made beside rows is known after the region alone.
+                    out = [Sum() if isinstance(s, Shared) else s for s in out]
+            states |= zip(eqn.outvars, out, strict=True)
+        members = {id(e) for e in inside}
+        rest = [_with_operands(e, same) for e in eqns if id(e) not in members]
+        crossing = self._crossing(rest, inside, states)
+        return _Found(states, inside, made - sum(map(nbytes, crossing)), size, same)
+
+    def _note(self, state: Any) -> None:
+        place = f"{state.operation}{f' at {state.line}' * bool(state.line)}"
+        text = f"{place} mixes rows" if isinstance(state, Mixed) else f"{place} may mix rows"
+        if text not in self.reasons:
+            self.reasons.append(text)
+
+    def _crossing(
+        self, rest: list[JaxprEqn], inside: list[JaxprEqn], states: dict[Var, Any]
+    ) -> list[Var]:
+        """Rows that the rest reads and that are cheaper to keep than to compute there."""
+        read = {v for e in rest for v in variables(e.invars)} | self.results
+        made_by = {v: e for e in inside for v in e.outvars}
+        crossing = [v for v in made_by if v in read and not isinstance(states[v], Sum | Shared)]
+        return [v for v in crossing if not self._is_cheaper_there(v, made_by)]
+
+    def _is_cheaper_there(self, v: Var, made_by: dict[Var, JaxprEqn]) -> bool:
+        """Whether the rest computes an array from the arguments of the region with few bytes."""
+        if jnp.issubdtype(aval(v).dtype, jax.dtypes.extended):
+            return True  # Keys take no memory, and no buffer.
+        if v in self.results:
+            return False
+        eqns = _slice(v, made_by)
+        others = sum(map(_made, eqns)) - sum(nbytes(u) for u in made_by[v].outvars)
+        return others < nbytes(v)
+
+    def _extract(
+        self, eqns: list[JaxprEqn], found: _Found
+    ) -> tuple[Region, list[JaxprEqn], list[JaxprEqn], list[Var]]:
+        states = found.states
+        members = {id(e) for e in found.eqns}
+        made_by = {v: e for e in found.eqns for v in e.outvars}
+        rest = [_with_operands(e, found.same) for e in eqns if id(e) not in members]
+        crossing = self._crossing(rest, found.eqns, states)
+        # Rows that are cheaper to compute in the rest.
+        read = {v for e in rest for v in variables(e.invars)} | self.results
+        kept = {v for v in crossing if v in read}
+        again = [
+            v for v in made_by if v in read - kept and isinstance(states[v], BatchAxis | Indices)
+        ]
+        own = {id(e) for v in again for e in _slice(v, made_by, kept)}
+        rest = [_with_operands(e, found.same) for e in eqns if id(e) not in members or id(e) in own]
+        read = {v for e in rest for v in variables(e.invars)} | self.results
+        sums = [v for v in made_by if v in read and isinstance(states[v], Sum | Shared)]
+        sums = [v for v in sums if v not in {u for e in rest for u in e.outvars}]
+        # Equations of whole values that the region alone reads, and that are cheap, move into it.
+        before = [e for e in rest if self._is_before(e, states) and not e.effects]
+        is_before = {id(e) for e in before}
+        after = [e for e in rest if id(e) not in is_before]
+        outs = [*crossing, *sums]
+        needed = _needed(found.eqns, outs)
+        moved = self._movable(before, needed, after)
+        body = [*(e for e in before if id(e) in moved), *needed]
+        before = [e for e in before if id(e) not in moved]
+        made = {v for e in body for v in e.outvars}
+        inputs = list(dict.fromkeys(v for e in body for v in variables(e.invars) if v not in made))
+        rows = [v for v in inputs if isinstance(states.get(v), BatchAxis)]
+        wholes = [v for v in inputs if not isinstance(states.get(v), BatchAxis)]
+        jaxpr = _jaxpr(body, [*rows, *wholes], outs)
+        differentiated = [v for v in outs if v in self.active]
+        is_number = len(differentiated) == 1 and differentiated[0] in sums
+        is_number = is_number and not aval(differentiated[0]).shape
+        # The gradient is scaled by the cotangent after the rules have seen 1 in its place.
+        is_number = is_number and all(map(has_linear_rules, body))
+        region = Region(
+            jaxpr,
+            ([states[v].axis for v in rows], [states[v].axis for v in crossing]),
+            found.size,
+            [v in self.active for v in (*rows, *wholes)],
+            outs.index(differentiated[0]) if is_number else None,
+        )
+        return region, before, after, crossing
+
+    @staticmethod
+    def _is_before(eqn: JaxprEqn, states: dict[Var, Any]) -> bool:
+        return all(isinstance(states.get(v, Shared()), Shared) for v in variables(eqn.invars))
+
+    def _movable(
+        self, before: list[JaxprEqn], inside: list[JaxprEqn], after: list[JaxprEqn]
+    ) -> set[int]:
+        """Cheap equations of whole values that only the region reads: masks, zeros, positions."""
+        outside = {v for e in after for v in variables(e.invars)} | self.results
+        moved: set[int] = set()
+        for eqn in reversed(before):
+            cheap = eqn.primitive.name in _CHEAP and not any(v in self.active for v in eqn.outvars)
+            if cheap and not any(v in outside for v in eqn.outvars):
+                moved.add(id(eqn))
+            else:
+                outside |= set(variables(eqn.invars))
+        return moved
+
+
+_CHEAP = {
+    *ELEMENTWISE,
+    "broadcast_in_dim",
+    "iota",
+    "random_bits",
+    "reshape",
+    "bitcast_convert_type",
+}
+_CHEAP |= {"squeeze", "transpose", "concatenate"}
+
+
+def _with_operands(eqn: JaxprEqn, same: dict[Var, Any]) -> JaxprEqn:
+    """Return the equation that reads what some variables are instead of them."""
+    if not any(v in same for v in variables(eqn.invars)):
+        return eqn
+    operands = [v if isinstance(v, Literal) else same.get(v, v) for v in eqn.invars]
+    new: JaxprEqn = eqn.replace(invars=operands)
+    return new
+
+
+def _slice(v: Var, made_by: dict[Var, JaxprEqn], known: Iterable[Var] = ()) -> list[JaxprEqn]:
+    """Equations that an array is computed with."""
+    found: dict[int, JaxprEqn] = {}
+    todo, stop = [v], set(known)
+    while todo:
+        u = todo.pop()
+        eqn = made_by.get(u)
+        if eqn is not None and id(eqn) not in found and u not in stop:
+            found[id(eqn)] = eqn
+            todo += variables(eqn.invars)
+    return list(found.values())
+
+
+def _needed(eqns: list[JaxprEqn], outs: Sequence[Var]) -> list[JaxprEqn]:
+    needed, kept = set(outs), []
+    for eqn in reversed(eqns):
+        if any(v in needed for v in eqn.outvars):
+            needed |= set(variables(eqn.invars))
+            kept.append(eqn)
+    return kept[::-1]
+
+
+def _roots(
+    eqns: Sequence[JaxprEqn], sources: Sequence[Var]
+) -> Iterator[tuple[dict[Var, int], int]]:
+    """Arrays and their axes that may be cut, with the number of rows."""
+    read = {v for e in eqns for v in variables(e.invars)}
+    used = [v for v in sources if v in read and aval(v).shape]
+    sizes = dict.fromkeys(size for v in used for size in aval(v).shape if size > 1)
+    for size in list(sizes)[:6]:
+        roots = {v: aval(v).shape.index(size) for v in used if size in aval(v).shape}
+        yield roots, size
+        if len(roots) > 1:
+            large = sorted(roots, key=nbytes, reverse=True)[:4]
+            yield from (({v: roots[v]}, size) for v in large)
+
+
+def _jaxpr(eqns: list[JaxprEqn], inputs: list[Var], outputs: list[Var]) -> Jaxpr:
+    empty = jax.make_jaxpr(lambda: ())().jaxpr
+    jaxpr: Jaxpr = empty.replace(
+        eqns=eqns,
+        invars=inputs,
+        outvars=outputs,
+        debug_info=empty.debug_info.with_unknown_names(),
+    )
+    return jaxpr
+
+
+# Run them.
+
+
+def run_divided(
+    closed: ClosedJaxpr,
+    args: Sequence[Any],
+    division: Division,
+    chunks: int,
+    inner: Callable[[Chunk], Chunk],
+) -> list[Any]:
+    """Evaluate a divided loss.
+
+    Args:
+      closed: The loss.
+      args: Its arguments.
+      division: Its parts.
+      chunks: Number of chunks of each region, at most.
+      inner: Wraps the function of a chunk of the largest region.
+    """
+    jaxpr = closed.jaxpr
+    values = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+    values |= zip(jaxpr.invars, args, strict=True)
+
+    def read(atoms: Sequence[Any]) -> list[Any]:
+        return [a.val if isinstance(a, Literal) else values[a] for a in atoms]
+
+    for part in division.parts:
+        if isinstance(part, Whole):
+            for eqn in part.eqns:
+                values |= zip(eqn.outvars, evaluate(eqn, read(eqn.invars)), strict=True)
+        else:
+            outputs = _run_region(part, read(part.jaxpr.invars), chunks, inner)
+            values |= zip(part.jaxpr.outvars, outputs, strict=True)
+    return read(jaxpr.outvars)
+
+
+def _run_region(
+    region: Region, args: Sequence[Any], chunks: int, inner: Callable[[Chunk], Chunk]
+) -> list[Any]:
+    loop = _Loop(region, chunks, inner if region.is_largest else lambda chunk: chunk)
+    active = [a for a, is_active in zip(args, region.active, strict=True) if is_active]
+    others = [a for a, is_active in zip(args, region.active, strict=True) if not is_active]
+    if not active:
+        return loop.values([], others)
+    function: Any = jax.custom_vjp(loop.values)
+    if region.objective is None:
+        function.defvjp(loop.forward, loop.backward)
+    else:
+        function.defvjp(loop.values_and_grads, loop.scaled)
+    outputs: list[Any] = function(active, others)
+    return outputs
+
+
+class _Loop:
+    """The loop over the chunks of a region, and its derivative."""
+
+    def __init__(self, region: Region, chunks: int, inner: Callable[[Chunk], Chunk]) -> None:
+        self.region, self.inner = region, inner
+        self.row_axes, self.result_axes = region.axes
+        self.axes = RowAxes(region.size)
+        self.size = -(-region.size // min(chunks, region.size))
+        self.closed = ClosedJaxpr(region.jaxpr, [])
+        self.results = region.jaxpr.outvars
+        self.is_active = region.active
+        # Axes of the rows of arguments and of results; None for whole values and for sums.
+        numbers = range(len(region.active))
+        self.axis_of = [self.row_axes[i] if i < len(self.row_axes) else None for i in numbers]
+        self.chosen = [axis for axis, a in zip(self.axis_of, self.is_active, strict=True) if a]
+        self.others = [axis for axis, a in zip(self.axis_of, self.is_active, strict=True) if not a]
+        numbers = range(len(self.results))
+        self.out_axis = [
+            self.result_axes[k] if k < len(self.result_axes) else None for k in numbers
+        ]
+        self.floats = [k for k, v in enumerate(self.results) if is_floating(v)]
+        is_on_cpu = jax.default_backend() == "cpu"
+        self.is_unrolled = self.size == region.size or (is_on_cpu and has_convolutions(self.closed))
+
+    def _chunk(self, size: int) -> Chunk:
+        """The function of one chunk."""
+
+        def chunk(active: list[Any], start: Any, others: list[Any]) -> tuple[list[Any], list[Any]]:
+            chosen, rest = iter(active), iter(others)
+            arrays = [next(chosen) if a else next(rest) for a in self.is_active]
+            values = [
+                Value(Shared() if axis is None else BatchAxis(axis), a)
+                for axis, a in zip(self.axis_of, arrays, strict=True)
+            ]
+            part = Part(start, size, self.region.size)
+            interpreter, results = run_rows(self.closed, values, part, self.axes)
+            wanted = [Sum() if axis is None else BatchAxis(axis) for axis in self.out_axis]
+            found = interpreter.converted(results, wanted)
+            return (
+                [found[k] for k in self.floats],
+                [a for k, a in enumerate(found) if k not in self.floats],
+            )
+
+        return self.inner(chunk)
+
+    def _joined(self, floats: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+        chosen, rest = iter(floats), iter(others)
+        return [next(chosen if k in self.floats else rest) for k in range(len(self.results))]
+
+    def _over_chunks(
+        self, body: Callable[[Any, int, Any, Any], Any], carry: Any, *arrays: list[Any]
+    ) -> Any:
+        """Run ``carry = body(start, size, carry, arrays)`` for all chunks."""
+        whole, rest = divmod(self.region.size, self.size)
+        if self.is_unrolled:
+            for start in range(0, whole * self.size, self.size):
+                # One chunk waits for the other, or both would be in memory.
+                carry, arrays = jax.lax.optimization_barrier((carry, arrays))
+                carry = body(start, self.size, carry, arrays)
+        else:
+            starts = jnp.arange(whole, dtype=jnp.int32) * self.size
+            carry, _ = jax.lax.scan(
+                lambda c, s: (body(s, self.size, c, arrays), None), carry, starts
+            )
+        if rest:
+            carry, arrays = jax.lax.optimization_barrier((carry, arrays))
+            carry = body(whole * self.size, rest, carry, arrays)
+        return carry
+
+    def _rows(
+        self, arrays: Sequence[Any], axes: Sequence[int | None], start: Any, size: int
+    ) -> Any:
+        """The rows of a chunk, of the arrays that have an axis."""
+        found = []
+        for a, axis in zip(arrays, axes, strict=True):
+            if axis is not None:
+                unit = jnp.shape(a)[axis] // self.region.size
+                a = jax.lax.dynamic_slice_in_dim(a, start * unit, size * unit, axis)
+            found.append(a)
+        return found
+
+    @staticmethod
+    def _buffers(arrays: Sequence[Any], axes: Sequence[int | None]) -> list[Any]:
+        """Zeros, to write rows to or to add parts to; parts are added in float32 or wider."""
+        pairs = zip(arrays, axes, strict=True)
+        return [jnp.zeros(a.shape, _wide(a) if axis is None else a.dtype) for a, axis in pairs]
+
+    def _put(
+        self, buffers: list[Any], found: Sequence[Any], axes: Sequence[int | None], start: Any
+    ) -> list[Any]:
+        """Write the rows of a chunk, and add its parts."""
+        new = []
+        for buffer, a, axis in zip(buffers, found, axes, strict=True):
+            if axis is None:
+                new.append(buffer + a.astype(buffer.dtype))
+            else:
+                at = start * (buffer.shape[axis] // self.region.size)
+                new.append(jax.lax.dynamic_update_slice_in_dim(buffer, a, at, axis))
+        return new
+
+    def _finished(self, buffers: Sequence[Any]) -> list[Any]:
+        return [b.astype(aval(v).dtype) for b, v in zip(buffers, self.results, strict=True)]
+
+    def _empty(self) -> list[Any]:
+        return self._buffers([aval(v) for v in self.results], self.out_axis)
+
+    def values(self, active: list[Any], others: list[Any]) -> list[Any]:
+        """Return the results."""
+
+        def body(start: Any, size: int, buffers: list[Any], arrays: Any) -> list[Any]:
+            active, others = arrays
+            given = self._rows(active, self.chosen, start, size)
+            rest = self._rows(others, self.others, start, size)
+            found = self._joined(*self._chunk(size)(given, start, rest))
+            return self._put(buffers, found, self.out_axis, start)
+
+        return self._finished(self._over_chunks(body, self._empty(), active, others))
+
+    def _linearized(
+        self, start: Any, size: int, active: list[Any], others: list[Any]
+    ) -> tuple[list[Any], Callable[[list[Any]], list[Any]]]:
+        """The results of a chunk, and the function of its gradient."""
+        given = self._rows(active, self.chosen, start, size)
+        rest = self._rows(others, self.others, start, size)
+        chunk = self._chunk(size)
+        floats, vjp, found = jax.vjp(lambda given: chunk(given, start, rest), given, has_aux=True)
+        return self._joined(floats, found), lambda cotangents: vjp(cotangents)[0]
+
+    def forward(self, active: list[Any], others: list[Any]) -> tuple[list[Any], Any]:
+        """Return the results, and save the arguments alone."""
+
+        def body(start: Any, size: int, buffers: list[Any], arrays: Any) -> list[Any]:
+            # As JAX runs it when it is differentiated, with the values of derivative rules.
+            found, _ = self._linearized(start, size, *arrays)
+            return self._put(buffers, found, self.out_axis, start)
+
+        buffers = self._over_chunks(body, self._empty(), active, others)
+        return self._finished(buffers), (active, others)
+
+    def backward(self, saved: Any, cotangents: list[Any]) -> tuple[list[Any], None]:
+        """Return the gradients: each chunk runs again."""
+        active, others = saved
+        wanted, axes = [cotangents[k] for k in self.floats], [self.out_axis[k] for k in self.floats]
+
+        def body(start: Any, size: int, sums: list[Any], arrays: Any) -> list[Any]:
+            active, others, wanted = arrays
+            _, vjp = self._linearized(start, size, active, others)
+            grads = vjp(self._rows(wanted, axes, start, size))
+            return self._put(sums, grads, self.chosen, start)
+
+        empty = self._buffers(active, self.chosen)
+        sums = self._over_chunks(body, empty, active, others, wanted)
+        return [s.astype(a.dtype) for s, a in zip(sums, active, strict=True)], None
+
+    def values_and_grads(self, active: list[Any], others: list[Any]) -> tuple[list[Any], Any]:
+        """Return the results, and save the gradients of the number that is differentiated."""
+
+        def body(start: Any, size: int, carry: Any, arrays: Any) -> Any:
+            buffers, sums = carry
+            found, vjp = self._linearized(start, size, *arrays)
+            cotangents = [
+                jnp.full_like(found[k], float(k == self.region.objective)) for k in self.floats
+            ]
+            grads = vjp(cotangents)
+            return (
+                self._put(buffers, found, self.out_axis, start),
+                self._put(sums, grads, self.chosen, start),
+            )
+
+        empty = self._empty(), self._buffers(active, self.chosen)
+        buffers, sums = self._over_chunks(body, empty, active, others)
+        return self._finished(buffers), (sums, [jnp.zeros((), a.dtype) for a in active])
+
+    def scaled(self, saved: Any, cotangents: list[Any]) -> tuple[list[Any], None]:
+        """Return the saved gradients, times the cotangent of the number."""
+        sums, like = saved
+        assert self.region.objective is not None
+        ct = cotangents[self.region.objective]
+        pairs = zip(sums, like, strict=True)
+        return [(s * ct.astype(s.dtype)).astype(z.dtype) for s, z in pairs], None
+
+
+def cut(f: F, chunks: int, inner: Callable[[Chunk], Chunk] = lambda f: f) -> F:
+    """Run the regions of a function in chunks.
+
+    Args:
+      f: A function of pytrees of arrays, differentiated with respect to the first argument.
+      chunks: Number of chunks.
+      inner: Wraps the function of a chunk of the largest region.
+
+    Returns:
+      A function with the same arguments and values. Gradients are the same up to the order of sums.
+    """
+
+    @functools.wraps(f)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        closed, leaves, structure = trace_inlined(f, args, kwargs)
+        count = len(jax.tree.leaves(args[:1]))
+        division = divide(closed, [i < count for i in range(len(leaves))])
+        if not division.regions:
+            raise ValueError("; ".join(division.reasons) or "no array has an axis to cut")
+        return jax.tree.unflatten(structure, run_divided(closed, leaves, division, chunks, inner))
+
+    return run  # type: ignore[return-value]
+
+
+def _wide(a: Any) -> Any:
+    """The dtype in which parts are added."""
+    is_narrow = jnp.issubdtype(a.dtype, jnp.floating) and jnp.finfo(a.dtype).bits < 32
+    return jnp.float32 if is_narrow else a.dtype

@@ -1,0 +1,578 @@
+"""Execute a program for some rows of an axis: exactly what the whole program computes of them.
+
+An axis of arguments runs through a program. Where it is in a separate factor of every equation
+(`fnet.jaxpr.factors`), the same equations with a shorter axis give a part of the rows. In contrast
+to a microbatch, the rows keep their positions: row 5 of a mask, of a table of positions or of
+``jnp.arange(n)`` stays row 5. What the program computes from other values is computed for these
+rows alone, if that is possible, such as the random bits of a dropout mask.
+
+`RowAxes` finds the axis of each value, and sums over it. `run_rows` executes.
+"""
+
+import functools
+import itertools
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, JaxprEqn
+
+from fnet.autodiff.per_example.batch_axis import (
+    BatchAxes,
+    BatchAxis,
+    Indices,
+    Mixed,
+    Shared,
+    Unknown,
+)
+from fnet.jaxpr import (
+    CUSTOM_DERIVATIVES,
+    Factor,
+    Scan,
+    Site,
+    While,
+    aval,
+    call_like,
+    called_jaxpr,
+    counted_factor,
+    evaluate,
+    factors,
+    in_scopes,
+    interpret,
+    is_identity,
+    is_linear_in,
+    lengthen,
+    rows_by_position,
+    separate_factor,
+    source_line,
+    switch,
+)
+
+
+class Sum(NamedTuple):
+    """A value that is the sum of what parts of the rows give."""
+
+
+_NOWHERE: frozenset[int] = frozenset()
+
+
+def _summed(eqn: JaxprEqn, sums: Sequence[int]) -> set[int] | None:
+    """Return the operands in which an equation is linear jointly, among them these sums."""
+    count = len(eqn.invars)
+    for operands in ({*sums}, {*range(count)}, {*range(1, count)}, {0, 2} & {*range(count)}):
+        if operands >= {*sums} and is_linear_in(eqn, operands):
+            return operands
+    return None
+
+
+class Rule(NamedTuple):
+    """The derivative rule of a function, as programs.
+
+    Attributes:
+      forward: ``inputs -> results and residuals``.
+      backward: ``residuals and cotangents -> cotangents of the floating inputs``.
+      floating: Numbers of the floating inputs, and of the floating results.
+      states: States of the residuals.
+    """
+
+    forward: ClosedJaxpr
+    backward: ClosedJaxpr
+    floating: tuple[list[int], list[int]]
+    states: list[Any]
+
+
+class RowAxes(BatchAxes):
+    """Follow an axis whose rows keep their positions."""
+
+    def __init__(self, rows: int, is_differentiated: bool = True) -> None:
+        super().__init__(rows, is_differentiated)
+        self.rules: dict[tuple[int, tuple[Any, ...]], Rule | None] = {}
+
+    def _fits_any_row(self, state: Shared, axis: int, shape: Sequence[int]) -> bool:
+        return True  # Each row meets its own.
+
+    def constant(self, value: Any) -> Shared:
+        """Constants are whole. Small ones of integers may be indices."""
+        is_known = not isinstance(value, jax.core.Tracer) and jnp.result_type(value).kind in "iub"
+        return Shared(_NOWHERE, lambda: np.asarray(value)) if is_known else Shared()
+
+    def _shared(self, eqn: JaxprEqn, states: list[Any], number: int) -> Shared:
+        return super()._shared(eqn, states, number) if all(s.value for s in states) else Shared()
+
+    def shard_map(self, eqn: JaxprEqn, states: list[Any], site: Site) -> Sequence[Any]:
+        """Rows are not separated inside of what devices compute."""
+        return [Unknown(eqn.primitive.name, source_line(eqn))] * len(eqn.outvars)
+
+    def branches(self, eqn: JaxprEqn, states: list[Any], site: Site) -> Sequence[Any]:
+        """A branch that the rows choose is chosen by all of them."""
+        if isinstance(states[0], Sum):
+            return [Unknown(eqn.primitive.name, source_line(eqn))] * len(eqn.outvars)
+        return super().branches(eqn, states, site)
+
+    def equation(self, eqn: JaxprEqn, states: list[Any], site: Site) -> Sequence[Any]:
+        """Follow rows along the factors of an equation, and sums through linear ones."""
+        unknown = [Unknown(eqn.primitive.name, source_line(eqn))] * len(eqn.outvars)
+        if eqn.effects:
+            return unknown
+        sums = [k for k, state in enumerate(states) if isinstance(state, Sum)]
+        if not sums or is_identity(eqn):
+            return super().equation(eqn, self.indexed(eqn, states), site)
+        is_known = all(isinstance(state, Shared | Sum) for state in states)
+        return [Sum()] * len(eqn.outvars) if is_known and _summed(eqn, sums) else unknown
+
+    def indexed(self, eqn: JaxprEqn, states: list[Any]) -> list[Any]:
+        """Return the states, where whole indices that count the rows are seen as such."""
+        if "dimension_numbers" not in eqn.params or len(states) < 2:
+            return states
+        array, indices = states[:2]
+        if not isinstance(array, BatchAxis) or not isinstance(indices, Shared):
+            return states
+        known = indices.value() if indices.value else np.zeros(())
+        for column, axis in itertools.product(
+            range(known.shape[-1] if known.ndim else 0), range(known.ndim - 1)
+        ):
+            rows = np.moveaxis(known[..., column], axis, 0)
+            is_own = len(rows) == self.batch_size and (np.arange(len(rows)) == rows.T).all()
+            factor = counted_factor(eqn, column, axis) if is_own else None
+            if factor is not None and factor.operands[0] == array.axis:
+                return [array, Indices(axis, column), *states[2:]]
+        return states
+
+    def _not_separate(
+        self, eqn: JaxprEqn, states: Sequence[Any], axes: Sequence[int | None]
+    ) -> Any:
+        if not any(isinstance(s, Indices) for s in states) and sum_factor(eqn, axes):
+            return Sum()
+        return super()._not_separate(eqn, states, axes)
+
+    def custom(self, eqn: JaxprEqn, states: list[Any], site: Site) -> Sequence[Any]:
+        """Follow a function with its derivative rule, which must keep rows apart, too."""
+        inner = RowAxes(self.batch_size, is_differentiated=False)
+        results = inner.follow(eqn, states, site)
+        if not self._is_differentiated or not any(isinstance(s, BatchAxis) for s in states):
+            return results
+        if any(isinstance(state, Mixed | Unknown | Sum | Indices) for state in results):
+            return results if any(isinstance(s, Mixed) for s in results) else self._unknown(eqn)
+        return results if self.rule(eqn, states, results) else self._unknown(eqn)
+
+    def follow(self, eqn: JaxprEqn, states: list[Any], site: Site) -> Sequence[Any]:
+        """Follow a function with custom derivatives without them."""
+        return BatchAxes.custom(self, eqn, states, site)
+
+    def _unknown(self, eqn: JaxprEqn) -> list[Any]:
+        return [Unknown(eqn.primitive.name, source_line(eqn))] * len(eqn.outvars)
+
+    def rule(self, eqn: JaxprEqn, states: Sequence[Any], results: Sequence[Any]) -> Rule | None:
+        """Return the derivative rule of an equation, if it keeps rows apart; None if not."""
+        key = id(eqn), tuple(s for s in states if isinstance(s, BatchAxis))
+        if key not in self.rules:
+            self.rules[key] = self._find_rule(eqn, states, results)
+        return self.rules[key]
+
+    def _find_rule(
+        self, eqn: JaxprEqn, states: Sequence[Any], results: Sequence[Any]
+    ) -> Rule | None:
+        inputs, outputs = (
+            [jax.ShapeDtypeStruct(aval(v).shape, aval(v).dtype) for v in variables]
+            for variables in (eqn.invars, eqn.outvars)
+        )
+        floating, differentiable = (
+            [i for i, a in enumerate(arrays) if jnp.issubdtype(a.dtype, jnp.inexact)]
+            for arrays in (inputs, outputs)
+        )
+        forward, backward = _programs(eqn, inputs, floating, differentiable)
+        analysis = RowAxes(self.batch_size, is_differentiated=False)
+        found = analysis.run(forward, list(states))
+        residuals = found[len(outputs) :]
+        if any(not isinstance(state, BatchAxis | Shared) for state in residuals):
+            return None
+        pairs = zip(found, results, strict=False)
+        if any(a != b and BatchAxis in (type(a), type(b)) for a, b in pairs):
+            return None
+        cotangents = [found[i] for i in differentiable]
+        wanted = analysis.run(backward, [*residuals, *cotangents])
+        for i, state in zip(floating, wanted, strict=True):
+            own = states[i] if isinstance(states[i], BatchAxis) else Sum()
+            if state != own and not isinstance(state, Shared):
+                return None
+        return Rule(forward, backward, (floating, differentiable), residuals)
+
+
+def _programs(
+    eqn: JaxprEqn, inputs: Sequence[Any], floating: Sequence[int], differentiable: Sequence[int]
+) -> tuple[ClosedJaxpr, ClosedJaxpr]:
+    """Trace the derivative rule of an equation in reverse mode."""
+
+    def forward(*inputs: Any) -> Any:
+        def function(*chosen: Any) -> Any:
+            given = list(inputs)
+            for i, a in zip(floating, chosen, strict=True):
+                given[i] = a
+            outputs = evaluate(eqn, given)
+            return [outputs[i] for i in differentiable], outputs
+
+        _, vjp, outputs = jax.vjp(function, *(inputs[i] for i in floating), has_aux=True)
+        return outputs, vjp
+
+    closed, (outputs, vjp) = jax.make_jaxpr(forward, return_shape=True)(*inputs)
+    cotangents = [outputs[i] for i in differentiable]
+    backward = jax.make_jaxpr(lambda vjp, cotangents: vjp(cotangents))(vjp, cotangents)
+    return closed, backward
+
+
+def sum_factor(eqn: JaxprEqn, axes: Sequence[int | None]) -> Factor | None:
+    """Return the factor that an equation sums over, if these axes of the operands belong to it.
+
+    A scatter that adds to an array counts only with an array of zeros.
+    """
+    for factor in factors(eqn):
+        pairs = list(zip(axes, factor.operands, strict=True))
+        agrees = all(axis in (None, own) for axis, own in pairs)
+        if factor.is_sum and agrees and any(axis is not None for axis in axes):
+            return factor
+    return None
+
+
+# Execution.
+
+
+class Part(NamedTuple):
+    """Which rows are computed.
+
+    Attributes:
+      start: Number of the first row, an int32 that may be traced.
+      size: Number of rows.
+      of: Number of all rows.
+    """
+
+    start: Any
+    size: int
+    of: int
+
+
+class Value(NamedTuple):
+    """A value of a program that runs for some rows.
+
+    Attributes:
+      state: What it is: rows, a sum, or a whole value.
+      array: Its rows, its part of the sum, or all of it; `_Later` if it was not computed yet.
+    """
+
+    state: Any
+    array: Any
+
+
+class _Later(NamedTuple):
+    """A result of an equation of whole values, which is computed where it is used."""
+
+    eqn: JaxprEqn
+    inputs: list[Value]
+    number: int
+    memo: dict[Any, Any]
+
+
+def run_rows(
+    closed: ClosedJaxpr, args: Sequence[Value], part: Part, axes: RowAxes
+) -> "tuple[_Interpreter, list[Value]]":
+    """Execute a program for some rows.
+
+    Args:
+      closed: The program, traced for all rows.
+      args: One value per argument.
+      part: Which rows.
+      axes: The analysis of the program.
+    """
+    interpreter = _Interpreter(part, axes)
+    return interpreter, interpreter.run(closed, args)
+
+
+class _Interpreter:
+    def __init__(self, part: Part, axes: RowAxes) -> None:
+        self.part, self.axes = part, axes
+        self.scope = object()
+
+    def run(self, closed: ClosedJaxpr, args: Sequence[Value]) -> list[Value]:
+        return interpret(
+            closed, args, self.equation, lambda raw: Value(self.axes.constant(raw), raw)
+        )
+
+    # Arrays of values.
+
+    def whole(self, value: Value) -> Any:
+        """A value that does not depend on the rows, or a part of a sum."""
+        array = value.array
+        if not isinstance(array, _Later):
+            return array
+        key = self.scope, None
+        if key not in array.memo:
+            array.memo[key] = evaluate(array.eqn, [self.whole(v) for v in array.inputs])
+        return array.memo[key][array.number]
+
+    def sum(self, value: Value) -> Any:
+        """A part of a sum. A whole value belongs to the first part."""
+        array = self.whole(value)
+        if isinstance(value.state, Sum):
+            return array
+        return jnp.where(self.part.start == 0, array, jnp.zeros_like(array))
+
+    def rows(self, value: Value, axis: int) -> Any:
+        """The rows of a value along an axis."""
+        if isinstance(value.state, BatchAxis | Indices):
+            assert value.state.axis == axis
+            return value.array
+        if isinstance(value.array, _Later):
+            return self._rows_later(value.array, axis)
+        return self._slice(value.array, axis)
+
+    def _slice(self, array: Any, axis: int) -> Any:
+        unit = jnp.shape(array)[axis] // self.part.of
+        start = self.part.start * unit
+        return jax.lax.dynamic_slice_in_dim(array, start, self.part.size * unit, axis)
+
+    def _rows_later(self, later: _Later, axis: int) -> Any:
+        key = self.scope, axis
+        if key not in later.memo:
+            later.memo[key] = self._compute_rows(later, axis)
+        return later.memo[key][later.number]
+
+    def _compute_rows(self, later: _Later, axis: int) -> dict[int, Any]:
+        eqn, number = later.eqn, later.number
+        unit = aval(eqn.outvars[number]).shape[axis] // self.part.of
+        size, start = self.part.size * unit, self.part.start * unit
+        if eqn.primitive.name in ("iota", "random_bits"):
+            inputs = [self.whole(v) for v in later.inputs]
+            made = rows_by_position(eqn, inputs, axis, start, size)
+            if made is not None:
+                return {number: made}
+        for factor in factors(eqn):
+            if factor.results[number] != axis or (factor.parts or self.part.of) % self.part.of:
+                continue
+            outputs = self._shorter(eqn, later.inputs, factor)
+            return {k: a for k, a in enumerate(outputs) if factor.results[k] == axis}
+        return {number: self._slice(self.whole(Value(Shared(), later)), axis)}
+
+    def _shorter(self, eqn: JaxprEqn, inputs: Sequence[Value], factor: Factor) -> list[Any]:
+        """Evaluate an equation whose axis has these rows alone."""
+        arrays = [
+            self.whole(value) if axis is None else self.rows(value, axis)
+            for value, axis in zip(inputs, factor.operands, strict=True)
+        ]
+        return evaluate(lengthen(eqn, factor, Fraction(self.part.size, self.part.of)), arrays)
+
+    # Equations.
+
+    def equation(self, eqn: JaxprEqn, inputs: list[Value]) -> Sequence[Value]:
+        states: list[Any] = [value.state for value in inputs]
+        if all(isinstance(state, Shared) for state in states):
+            memo: dict[Any, Any] = {}
+            return [
+                Value(state, _Later(eqn, inputs, number, memo))
+                for number, state in enumerate(self.axes.visit(eqn, states, Site()))
+            ]
+        if (inner := called_jaxpr(eqn)) is not None:
+            return self._call(eqn, inner, inputs)
+        results = self.axes.visit(eqn, states, Site())
+        if (scan := Scan.read(eqn)) is not None:
+            outputs = self._scan(eqn, scan, inputs)
+        elif eqn.primitive.name == "while":
+            outputs = self._while(eqn, inputs)
+        elif "branches" in eqn.params:
+            outputs = self._branches(eqn, inputs, results)
+        elif eqn.primitive.name.startswith(CUSTOM_DERIVATIVES):
+            outputs = self._custom(eqn, inputs, results)
+        elif is_identity(eqn):
+            outputs = evaluate(eqn, [self.whole(v) for v in inputs])
+        else:
+            outputs = self._plain(eqn, inputs)
+        return [Value(state, a) for state, a in zip(results, outputs, strict=True)]
+
+    def _plain(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Any]:
+        states = [value.state for value in inputs]
+        if sums := [k for k, state in enumerate(states) if isinstance(state, Sum)]:
+            summed: Any = _summed(eqn, sums)
+            return evaluate(
+                eqn, [self.sum(v) if k in summed else self.whole(v) for k, v in enumerate(inputs)]
+            )
+        if indices := self.axes._indices(eqn, states):
+            factor = Factor((indices.axis,) * len(inputs), (indices.axis,))
+            return self._shorter(eqn, inputs, factor)
+        states = self.axes.indexed(eqn, states)
+        axes = [s.axis if isinstance(s, BatchAxis) else None for s in states]
+        counted = next((s for s in states if isinstance(s, Indices)), None)
+        if counted is not None:
+            found = counted_factor(eqn, counted.column, counted.axis)
+            assert found is not None
+            inputs = list(inputs)
+            number = states.index(counted)
+            array = self.rows(inputs[number], counted.axis)
+            columns = jax.lax.broadcasted_iota(jnp.int32, array.shape, array.ndim - 1)
+            before = jnp.where(columns == counted.column, self.part.start, 0)
+            moved = array - before.astype(array.dtype)
+            inputs[number] = Value(counted, moved)
+        else:
+            found = separate_factor(eqn, axes, self.part.of) or sum_factor(eqn, axes)
+        assert found is not None
+        if not found.is_separate and found.operands[0] is None:  # what a scatter adds to
+            inputs = [Value(Sum(), self.sum(inputs[0])), *inputs[1:]]
+        return self._shorter(eqn, inputs, found)
+
+    def _call(self, eqn: JaxprEqn, inner: ClosedJaxpr, inputs: list[Value]) -> list[Value]:
+        """Run a function under the `jax.checkpoint` of its equation."""
+        states: list[Any] = []
+        given = [k for k, v in enumerate(inputs) if not isinstance(v.array, _Later)]
+
+        def function(*arrays: Any) -> list[Any]:
+            values = list(inputs)
+            for k, a in zip(given, arrays, strict=True):
+                values[k] = values[k]._replace(array=a)
+            with _Scope(self):
+                results = self.run(inner, values)
+                states[:] = [r.state for r in results]
+                return [self.whole(r) for r in results]
+
+        with in_scopes(eqn):
+            outputs = call_like(eqn, function)(*(inputs[k].array for k in given))
+        return [Value(state, a) for state, a in zip(states, outputs, strict=True)]
+
+    def converted(self, values: Sequence[Value], states: Sequence[Any]) -> list[Any]:
+        """Arrays of values in these states."""
+        convert = {BatchAxis: lambda v, s: self.rows(v, s.axis), Sum: lambda v, s: self.sum(v)}
+        return [
+            convert.get(type(s), lambda v, s: self.whole(v))(v, s)
+            for v, s in zip(values, states, strict=True)
+        ]
+
+    def _scan(self, eqn: JaxprEqn, scan: Scan, inputs: list[Value]) -> list[Any]:
+        consts, carry, xs = scan.split(inputs)
+        if any(x.state == BatchAxis(0) for x in xs):  # a loop over the rows
+            wholes = [self.whole(v) for v in consts]
+            length = self.part.size
+
+            def iteration(carry: Any, rows: Any) -> Any:
+                out = interpret(scan.body, [*wholes, *carry, *rows], evaluate)
+                return out[: scan.num_carry], out[scan.num_carry :]
+
+            with in_scopes(eqn):
+                out, ys = jax.lax.scan(
+                    iteration,
+                    [self.whole(v) for v in carry],
+                    [self.rows(v, 0) for v in xs],
+                    length,
+                    eqn.params["reverse"],
+                )
+            return [*out, *ys]
+        slices = [self.axes.sliced(x.state) for x in xs]
+        states, y_states = self.axes.fixed_point(
+            scan.body, [c.state for c in consts], [c.state for c in carry], slices, Site()
+        )
+
+        def body(arrays: list[Any], rows: list[Any], _: None) -> tuple[list[Any], None]:
+            with _Scope(self):
+                given = [
+                    Value(s, a) for s, a in zip([*states, *slices], [*arrays, *rows], strict=True)
+                ]
+                results = self.run(scan.body, [*consts, *given])
+                return self.converted(results, [*states, *y_states]), None
+
+        with in_scopes(eqn):
+            results, _ = scan.evaluate(
+                body, self.converted(carry, states), [self.whole(x) for x in xs]
+            )
+        return results
+
+    def _while(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Any]:
+        loop = While.of(eqn)
+        condition_consts, consts, carry = loop.split(inputs)
+        states, _ = self.axes.fixed_point(
+            loop.body, [c.state for c in consts], [c.state for c in carry], [], Site()
+        )
+
+        def values(arrays: Any) -> list[Value]:
+            return [Value(s, a) for s, a in zip(states, arrays, strict=True)]
+
+        def condition(arrays: Any) -> Any:
+            with _Scope(self):
+                (result,) = self.run(loop.condition, [*condition_consts, *values(arrays)])
+                return self.whole(result)
+
+        def body(arrays: Any) -> Any:
+            with _Scope(self):
+                return self.converted(self.run(loop.body, [*consts, *values(arrays)]), states)
+
+        with in_scopes(eqn):
+            outputs: list[Any] = jax.lax.while_loop(condition, body, self.converted(carry, states))
+        return outputs
+
+    def _branches(self, eqn: JaxprEqn, inputs: list[Value], results: Sequence[Any]) -> list[Any]:
+        index, *operands = inputs
+
+        def run(branch: ClosedJaxpr) -> list[Any]:
+            with _Scope(self):
+                return self.converted(self.run(branch, operands), results)
+
+        functions = [functools.partial(run, branch) for branch in eqn.params["branches"]]
+        with in_scopes(eqn):
+            outputs: list[Any] = switch(eqn, self.whole(index), functions)
+        return outputs
+
+    def _custom(self, eqn: JaxprEqn, inputs: list[Value], results: Sequence[Any]) -> list[Any]:
+        """Run a function with its derivative rule, for these rows."""
+        states: list[Any] = [value.state for value in inputs]
+        inner: Any = called_jaxpr(eqn, custom_derivatives=True)
+        if not self.axes._is_differentiated:
+            return self.converted(self.run(inner, inputs), results)
+        rule = self.axes.rule(eqn, states, results)
+        assert rule is not None
+        plain = RowAxes(self.part.of, is_differentiated=False)
+        floating, differentiable = rule.floating
+        count = len(results)
+
+        def run(
+            start: Any, closed: ClosedJaxpr, args: Sequence[Any], given: Sequence[Any]
+        ) -> tuple["_Interpreter", list[Value]]:
+            interpreter = _Interpreter(self.part._replace(start=start), plain)
+            values = [Value(s, a) for s, a in zip(given, args, strict=True)]
+            return interpreter, interpreter.run(closed, values)
+
+        def forward(start: Any, *inputs: Any) -> tuple[list[Any], Any]:
+            interpreter, found = run(start, rule.forward, inputs, states)
+            done = interpreter.converted(found, [*results, *rule.states])
+            return done[:count], (start, done[count:])
+
+        def backward(saved: Any, cotangents: list[Any]) -> tuple[Any, ...]:
+            start, residuals = saved
+            given = [*rule.states, *(results[i] for i in differentiable)]
+            wanted = [cotangents[i] for i in differentiable]
+            interpreter, found = run(start, rule.backward, [*residuals, *wanted], given)
+            grads: list[Any] = [None] * len(states)
+            for i, value in zip(floating, found, strict=True):
+                own = states[i] if isinstance(states[i], BatchAxis) else Sum()
+                (grads[i],) = interpreter.converted([value], [own])
+            return (None, *grads)
+
+        def plain_results(start: Any, *inputs: Any) -> list[Any]:
+            interpreter, found = run(start, inner, inputs, states)
+            return interpreter.converted(found, results)
+
+        # What it closes over may be traced, so all of it is an argument.
+        function: Any = jax.custom_vjp(plain_results)
+        function.defvjp(forward, backward)
+        with in_scopes(eqn):
+            outputs: list[Any] = function(self.part.start, *map(self.whole, inputs))
+        return outputs
+
+
+class _Scope:
+    """Values that are computed in an inner function stay there."""
+
+    def __init__(self, interpreter: _Interpreter) -> None:
+        self._interpreter, self._before = interpreter, interpreter.scope
+
+    def __enter__(self) -> None:
+        self._interpreter.scope = object()
+
+    def __exit__(self, *_: Any) -> None:
+        self._interpreter.scope = self._before

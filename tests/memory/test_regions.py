@@ -1,0 +1,285 @@
+"""Parts of a loss that run in chunks: exact, smaller, and found where rows stay apart."""
+
+import functools
+
+import example_losses
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import HealthCheck, given, settings
+from random_programs import ANY_PROGRAMS, BATCH, PARAMS, run
+
+from fnet import memory
+from fnet.memory import regions
+from fnet.memory.regions import Region, cut, divide
+from fnet.memory.windows import trace_inlined
+
+QUICK = settings(
+    max_examples=10, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck)
+)
+THOROUGH = settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
+N, WIDTH = 128, 32
+cross_entropy = optax.losses.softmax_cross_entropy_with_integer_labels
+
+
+def normal(seed, *shape):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
+def weights(seed, count):
+    return [0.2 * normal((seed, i), WIDTH, WIDTH) for i in range(count)]
+
+
+def tower(layers, x):
+    for w in layers:
+        x = x + jax.nn.gelu(x @ w)
+    return x
+
+
+def unit(x):
+    return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+
+
+def contrastive(params, batch):
+    a, b = unit(tower(params["a"], batch["x"])), unit(tower(params["b"], batch["y"]))
+    scores, labels = 30 * a @ b.T, jnp.arange(len(a))
+    return ((cross_entropy(scores, labels) + cross_entropy(scores.T, labels)) / 2).mean()
+
+
+def policy_gradient(params, batch):
+    logits = tower(params["a"], batch["x"])
+    advantage = batch["y"][:, 0] ** 2
+    advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-6)
+    return -(advantage * jax.nn.log_softmax(logits)[:, 0]).mean()
+
+
+def balanced(params, batch):
+    h = tower(params["a"], batch["x"])
+    gates = jax.nn.softmax(h)
+    return (gates * h).var(-1).mean() + (gates.mean(0) ** 2).sum()
+
+
+def points(params, batch):
+    def u(x):
+        for w in params["a"]:
+            x = jnp.tanh(x @ w)
+        return x.sum()
+
+    def residual(x):
+        return jax.jvp(jax.grad(u), (x,), (jnp.eye(WIDTH)[0],))[1][0] - u(x)
+
+    return jnp.square(jax.vmap(residual)(batch["x"])).mean()
+
+
+def dropout(params, batch):
+    h = batch["x"]
+    for i, w in enumerate(params["a"]):
+        h = jax.nn.relu(h @ w)
+        h = jnp.where(jax.random.bernoulli(jax.random.key(i), 0.5, h.shape), 2 * h, 0)
+    return jax.nn.log_softmax(h)[jnp.arange(N), jnp.arange(N) % WIDTH].mean()
+
+
+def edges(params, batch):
+    """Messages along edges are summed at nodes."""
+    nodes = batch["nodes"]
+    messages = tower(params["a"], nodes[batch["from"]] - nodes[batch["to"]])
+    summed = jax.ops.segment_sum(messages, batch["to"], len(nodes))
+    return jnp.square(jnp.tanh(summed @ params["b"][0])).mean()
+
+
+def recurrent(params, batch):
+    def cell(h, x):
+        h = jnp.tanh(h @ params["a"][0] + x)
+        return h, h.sum(-1)
+
+    xs = jnp.stack([batch["x"]] * 4)
+    h, sums = jax.lax.scan(cell, jnp.zeros((N, WIDTH)), xs)
+    return (h @ params["b"][0]).var(-1).mean() + sums.mean()
+
+
+def masked(params, batch):
+    """Division by the number of valid rows."""
+    valid = batch["y"][:, 0] > 0
+    losses = jnp.square(tower(params["a"], batch["x"])).sum(-1)
+    return jnp.where(valid, losses, 0).sum() / jnp.maximum(valid.sum(), 1)
+
+
+LOSSES = [
+    contrastive, policy_gradient, balanced, points, dropout, edges, recurrent, masked,
+]  # fmt: skip
+SMALLER = {"contrastive": 0.35, "policy_gradient": 0.2, "edges": 0.3, "recurrent": 0.5}
+
+
+@functools.cache
+def arguments():
+    params = {"a": weights(0, 3), "b": weights(1, 3)}
+    batch = {"x": normal(2, N, WIDTH), "y": normal(3, N, WIDTH)}
+    rng = np.random.default_rng(4)
+    ends = {name: jnp.asarray(rng.integers(0, 8, 512)) for name in ("from", "to")}
+    return params, batch, {"nodes": normal(5, 8, WIDTH), **ends}
+
+
+def arguments_of(loss):
+    params, batch, graph = arguments()
+    return params, graph if loss is edges else batch
+
+
+def assert_same(f, g, args):
+    for a, b in zip(
+        *(jax.tree.leaves(jax.jit(jax.value_and_grad(h))(*args)) for h in (f, g)), strict=True
+    ):
+        scale = max(float(jnp.abs(b).max()), 1e-3)
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4 * scale)
+
+
+@pytest.mark.parametrize("chunks", [3, 16])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_values_and_gradients_stay(loss, chunks):
+    assert_same(cut(loss, chunks), loss, arguments_of(loss))
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_chunks_take_less_memory(loss):
+    args = arguments_of(loss)
+
+    def temporaries(f):
+        lowered = jax.jit(jax.value_and_grad(f)).lower(*args)
+        options = memory.CANDIDATE_OPTIONS["cpu"]
+        return min(memory.peak(lowered.compile(dict(o))).temporaries for o in options)
+
+    assert temporaries(cut(loss, 16)) < SMALLER.get(loss.__name__, 0.3) * temporaries(loss)
+
+
+def division(f, args, count=1):
+    closed, leaves, _ = trace_inlined(f, args, {})
+    params = len(jax.tree.leaves(args[:count]))
+    return divide(closed, [i < params for i in range(len(leaves))])
+
+
+def test_a_loss_of_single_examples_is_one_region_that_computes_its_gradient_at_once():
+    def loss(params, batch):
+        return jnp.square(tower(params["a"], batch["x"])).mean()
+
+    args = arguments_of(loss)
+    (region,) = division(loss, args).regions
+    assert region.objective == 0
+    plain, chunked = (
+        memory.estimate_cost(jax.make_jaxpr(jax.value_and_grad(f))(*args)).flops
+        for f in (loss, cut(loss, 4))
+    )
+    assert chunked < 1.02 * plain
+
+
+def test_several_terms_of_a_loss_are_one_number():
+    def loss(params, batch):
+        h = tower(params["a"], batch["x"])
+        penalty = sum(jnp.square(w).sum() for w in params["a"])
+        return jnp.square(h).mean() - 2 * jnp.tanh(h).sum() / N + 0.1 * penalty
+
+    args = arguments_of(loss)
+    assert [r.objective for r in division(loss, args).regions] == [0]
+    assert_same(cut(loss, 5), loss, args)
+
+
+def test_a_rule_that_is_not_linear_sees_the_cotangent():
+    @jax.custom_vjp
+    def limited(x):
+        return x
+
+    limited.defvjp(lambda x: (x, None), lambda _, ct: (jnp.clip(ct, -1e-3, 1e-3),))
+
+    def loss(params, batch):
+        return jnp.square(limited(tower(params["a"], batch["x"]))).mean()
+
+    args = arguments_of(loss)
+    assert [r.objective for r in division(loss, args).regions] == [None]
+    assert_same(cut(loss, 5), loss, args)
+
+
+def test_a_matrix_of_similarities_is_computed_by_its_rows_and_by_its_columns():
+    parts = division(contrastive, arguments_of(contrastive)).parts
+    towers, *similarities = [p for p in parts if isinstance(p, Region)]
+    assert [v.aval.shape for v in towers.jaxpr.outvars] == [(N, WIDTH), (WIDTH, N)]
+    assert len(similarities) == 2
+    largest = max(v.aval.size for p in parts for v in _results(p))
+    assert largest == N * WIDTH
+
+
+def _results(part):
+    if isinstance(part, Region):
+        return part.jaxpr.outvars
+    return [v for e in part.eqns for v in e.outvars]
+
+
+def test_what_mixes_rows_is_named():
+    def loss(params, batch):
+        h = jnp.sort(jnp.sort(batch["x"], axis=0), axis=1)
+        return jnp.square(jnp.tanh(h @ params["a"][0])).mean()
+
+    with pytest.raises(ValueError, match="sort mixes rows"):
+        jax.grad(cut(loss, 2))(*arguments_of(loss))
+
+
+def test_sums_of_narrow_numbers_are_added_in_float32():
+    def loss(w, x):
+        return (x @ w).sum()
+
+    w, x = jnp.ones(4, jnp.bfloat16), jnp.ones((1024, 4), jnp.bfloat16) / 3
+    expected = jax.grad(loss)(w.astype(jnp.float32), x.astype(jnp.float32))
+    got = jax.grad(cut(loss, 128))(w, x)
+    assert got.dtype == jnp.bfloat16
+    np.testing.assert_allclose(got.astype(jnp.float32), expected, rtol=0.004)
+
+
+def test_callbacks_stay_outside_and_run_once():
+    seen = []
+
+    def loss(w, x):
+        h = jnp.tanh(x @ w)
+        jax.debug.callback(lambda h: seen.append(h.shape), h)
+        return jnp.square(jnp.tanh(h @ w)).mean()
+
+    args = weights(0, 1)[0], normal(1, N, WIDTH)
+    assert_same(cut(loss, 4), loss, args)
+    jax.effects_barrier()
+    assert seen == [(N, WIDTH)] * 2
+
+
+def check(program):
+    """A random program in chunks: values and gradients stay. Returns whether it had a region."""
+
+    def loss(params, *batch):
+        leaves = jax.tree.leaves(run(program, params, *batch))
+        return sum(jnp.sum(jnp.sin(a)) for a in leaves if jnp.issubdtype(a.dtype, jnp.floating))
+
+    args = PARAMS, *BATCH
+    expected = jax.jit(jax.value_and_grad(loss))(*args)
+    if not division(loss, args).regions:
+        return False
+    for n in (2, 3):
+        got = jax.jit(jax.value_and_grad(cut(loss, n)))(*args)
+        for a, b in zip(*map(jax.tree.leaves, (got, expected)), strict=True):
+            a, b = np.asarray(a), np.asarray(b)
+            if np.isfinite(b).all():
+                np.testing.assert_allclose(a, b, rtol=2e-3, atol=2e-4 * max(np.abs(b).max(), 1))
+    return True
+
+
+allow_rank_promotion = pytest.fixture(example_losses.allow_rank_promotion)
+
+
+@pytest.mark.parametrize("effort", [QUICK, pytest.param(THOROUGH, marks=pytest.mark.slow)])
+def test_random_programs_stay(effort, monkeypatch, allow_rank_promotion):
+    monkeypatch.setattr(regions, "LEAST_SHARE", 0.0)
+    cuts = []
+
+    @effort
+    @given(ANY_PROGRAMS)
+    def run_all(program):
+        cuts.append(check(program))
+
+    with jax.debug_key_reuse(False):
+        run_all()
+    assert sum(cuts) > len(cuts) / 4

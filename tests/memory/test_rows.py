@@ -1,0 +1,130 @@
+"""Rows of an axis are what the whole program computes of them."""
+
+import equation_cases
+import example_losses
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from equation_cases import equations
+from jax.extend.core import ClosedJaxpr, Literal
+
+from fnet.autodiff.per_example.batch_axis import (
+    BatchAxis,
+    Indices,
+    Mixed,
+    Shared,
+    Unknown,
+)
+from fnet.jaxpr import aval, evaluate, factors, inline
+from fnet.jaxpr.axes import ROWS
+from fnet.memory.regions import _jaxpr
+from fnet.memory.rows import Part, RowAxes, Sum, Value, run_rows
+
+allow_rank_promotion = pytest.fixture(autouse=True)(example_losses.allow_rank_promotion)
+
+
+@pytest.fixture(autouse=True)
+def allow_key_reuse():
+    """Equations run several times."""
+    with jax.debug_key_reuse(False):
+        yield
+
+
+def in_parts(closed, args, axes, size, parts):
+    """The results, from rows and sums of parts; None for a result that is neither."""
+    states = [Shared() if axis is None else BatchAxis(axis) for axis in axes]
+    analysis = RowAxes(size)
+    found = analysis.run(closed, states)
+    outs = [None] * len(found)
+    for start, rows in parts:
+        values = []
+        for a, state in zip(args, states, strict=True):
+            if isinstance(state, BatchAxis):
+                unit = np.shape(a)[state.axis] // size
+                a = jax.lax.dynamic_slice_in_dim(a, start * unit, rows * unit, state.axis)
+            values.append(Value(state, a))
+        if any(isinstance(s, Mixed | Unknown) for s in found):
+            return found, outs
+        interpreter, results = run_rows(closed, values, Part(start, rows, size), analysis)
+        for k, array in enumerate(interpreter.converted(results, found)):
+            kind = found[k]
+            if isinstance(kind, BatchAxis):
+                joined = [array] if outs[k] is None else [outs[k], array]
+                outs[k] = jnp.concatenate(joined, kind.axis)
+            elif isinstance(kind, Sum):
+                outs[k] = array if outs[k] is None else outs[k] + array
+            else:
+                outs[k] = array
+    return found, outs
+
+
+def to_numbers(a):
+    is_key = jnp.issubdtype(a.dtype, jax.dtypes.extended)
+    return np.asarray(jax.random.key_data(a) if is_key else a).astype(np.complex128)
+
+
+@pytest.mark.parametrize("name", sorted(set(ROWS) & set(equation_cases.CASES)))
+def test_parts_of_every_primitive_are_what_the_whole_gives(name):
+    for equation in equations(name, 1):
+        eqn, (args,) = equation.eqn, equation.draws
+        if (
+            equation.mesh is not None
+            or any(isinstance(v, Literal) for v in eqn.invars)
+            or len({*eqn.invars}) < len(eqn.invars)
+        ):
+            continue
+        closed = ClosedJaxpr(_jaxpr([eqn], list(eqn.invars), eqn.outvars), [])
+        for factor in factors(eqn):
+            pairs = [p for p in zip(eqn.invars, factor.operands, strict=True) if p[1] is not None]
+            sizes = [(aval(v).shape or (1,))[axis] for v, axis in pairs]
+            size = factor.parts or min(sizes, default=1)
+            if size < 2 or any(n % size for n in sizes):
+                continue
+            parts = [(0, size - size // 2), (size - size // 2, size // 2)]
+            found, outs = in_parts(closed, args, factor.operands, size, parts)
+            assert factor.is_sum is False or not isinstance(found[0], BatchAxis)
+            if factor.is_separate and factor.parts is None:
+                assert any(isinstance(state, BatchAxis | Indices) for state in found)
+            for a, b in zip(outs, evaluate(eqn, args), strict=True):
+                if a is not None:
+                    assert a.shape == b.shape
+                    np.testing.assert_allclose(to_numbers(a), to_numbers(b), 1e-4, 1e-4)
+
+
+def test_rows_keep_their_positions():
+    n = 6
+
+    def f(x, key):
+        mask = jax.random.bernoulli(key, 0.5, x.shape)
+        places = jnp.arange(n, dtype=jnp.float32)[:, None]
+        own = x[jnp.arange(n), jnp.arange(n) % 3]
+        return jnp.where(mask, x + places, 0), own, (x * places).sum(0)
+
+    args = (
+        jnp.asarray(np.random.default_rng(0).standard_normal((n, 3)), jnp.float32),
+        jax.random.key(1),
+    )
+    closed = inline(jax.make_jaxpr(f)(*args))
+    found, outs = in_parts(closed, args, (0, None), n, [(0, 2), (2, 1), (3, 3)])
+    assert [type(s) for s in found] == [BatchAxis, BatchAxis, Sum]
+    for a, b in zip(outs, f(*args), strict=True):
+        np.testing.assert_allclose(a, b, 1e-5, 1e-6)
+    # The mask is made row by row, and never as a whole.
+    rows = jax.make_jaxpr(lambda x: in_parts(closed, (x, args[1]), (0, None), n, [(0, 2)])[1][0])(
+        args[0]
+    )
+    assert "random_bits" not in str(rows)
+
+
+@pytest.mark.parametrize("bits", [8, 16, 32])
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_random_bits_follow_from_positions(bits, axis):
+    def f(x, key):
+        return x + jax.random.bits(key, x.shape, f"uint{bits}").astype(jnp.float32)
+
+    args = jnp.zeros((4, 6, 5)), jax.random.key(3)
+    closed = inline(jax.make_jaxpr(f)(*args))
+    size = args[0].shape[axis]
+    _, (out,) = in_parts(closed, args, (axis, None), size, [(0, 1), (1, size - 1)])
+    np.testing.assert_array_equal(out, f(*args))
