@@ -206,25 +206,33 @@ class _Loop:
         # A carry that no iteration changes is saved once.
         changes = _changes(scan)
 
+        def changing(carry: Sequence[Any]) -> list[Any]:
+            # JAX's check of keys counts a saved key as used twice.
+            return [
+                jax.random.key_data(c) if _is_key(c) else c
+                for c in itertools.compress(carry, changes)
+            ]
+
         def merge(changing: Sequence[Any]) -> list[Any]:
             remaining = iter(changing)
-            return [next(remaining) if c else v for c, v in zip(changes, carry, strict=True)]
+            return [
+                _like(v, next(remaining)) if c else v for c, v in zip(changes, carry, strict=True)
+            ]
 
-        def step(changing: list[Any], xs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-            results = self.bodies[0].run_on(chunks, *consts, *merge(changing), *xs)
-            carry, ys = results[: scan.num_carry], results[scan.num_carry :]
-            return list(itertools.compress(carry, changes)), ys
+        def step(given: list[Any], xs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+            results = self.bodies[0].run_on(chunks, *consts, *merge(given), *xs)
+            return changing(results[: scan.num_carry]), results[scan.num_carry :]
 
-        changing, ys = _scan_chunks(
+        last, ys = _scan_chunks(
             step,
-            list(itertools.compress(carry, changes)),
+            changing(carry),
             xs,
             scan.length,
             chunks.get(self, Chunks(())),
             reverse=scan.reverse,
             unroll=scan.unroll,
         )
-        return [*merge(changing), *ys]
+        return [*merge(last), *ys]
 
 
 @dataclasses.dataclass(eq=False)
@@ -327,6 +335,15 @@ class _Part:
         read = dict.fromkeys(variables(jaxpr.outvars[i] for i in forward.residuals))
         arguments = {*jaxpr.invars, *jaxpr.constvars}
         return sum(nbytes(v) for v in read if v not in arguments)
+
+
+def _is_key(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _like(x: Any, data: Any) -> Any:
+    """Data of a key as a key, if ``x`` is one."""
+    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x)) if _is_key(x) else data
 
 
 def _changes(scan: Scan) -> list[bool]:
