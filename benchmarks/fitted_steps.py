@@ -92,8 +92,8 @@ def measure(name: str, optimizer: optax.GradientTransformation) -> list[dict[str
     rows, plain = [], peak(loss, None)
     for share in SHARES[name]:
         budget = int(share * plain)
-        fitted, plan = memory.remat_to_fit(loss, budget, params, *batch, held=moments)
-        planned = plan.chosen.peak.total + memory.tree_bytes(moments)
+        fitted, plan = memory.remat_to_fit(loss, params, *batch, optimizer=optimizer, budget=budget)
+        planned = plan.chosen.peak.total
         compiled = peak(fitted, plan.chosen.compiler_options)
         rows.append(
             {

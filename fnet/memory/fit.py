@@ -7,12 +7,13 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import Array
 
 from fnet.measured import SPARE_OF_PARAMETERS
 from fnet.memory.plan import Candidate, Plan, plan
 from fnet.memory.remat import Policy
-from fnet.memory.sizes import tree_bytes
+from fnet.memory.sizes import parse_bytes, tree_bytes
 from fnet.memory.target import Target, shapes_on
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -20,31 +21,38 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def remat_to_fit(
     loss: F,
-    budget: float | str,
     *args: Any,
+    budget: float | str | None = None,
+    optimizer: optax.GradientTransformation | None = None,
     held: Any = None,
     target: Target | None = None,
     progress: Callable[[Candidate], None] | None = None,
     **kwargs: Any,
 ) -> tuple[F, Plan]:
-    """Rematerialize a loss so that its gradient fits a memory budget.
+    """Rematerialize a loss so that the step that differentiates it fits a memory budget.
 
     Put the returned loss in the place of yours, in a train step of your own: under
     ``jax.value_and_grad``, ``nnx.value_and_grad`` or ``eqx.filter_value_and_grad``. Values,
     gradients and updated variables stay the same. Use `fnet.compile_step` if the step is from
     `fnet.make_step`.
 
-    Candidates are compiled, never run: a step of gradient descent that donates the parameters. With
-    ``held``, its peak is the peak of a step with your optimizer, if that donates what it updates.
-    Otherwise old and new arrays both exist. XLA may schedule another update differently, so three
-    quarters of the parameters' bytes stay free.
+    Candidates are compiled, never run: a step of your optimizer that donates the parameters and
+    the optimizer's state. Let your step donate them, too. Otherwise old and new arrays both exist.
+
+    Without ``optimizer``, the candidate is a step of gradient descent. XLA may schedule another
+    update differently, so three quarters of the parameters' bytes stay free.
 
     Args:
       loss: ``loss(model, ...)`` returns a scalar or ``(scalar, aux)``. The floating arrays of its
         first argument are differentiated; of an nnx module, its `nnx.Param`.
+      *args: Arguments of the loss, or trees of their shapes. The budget may stand before them:
+        ``remat_to_fit(loss, "8GiB", model, batch)``.
       budget: Bytes, or text for `parse_bytes`, such as ``"8GiB"``.
-      *args: Arguments of the loss, or trees of their shapes.
-      held: Other arrays that stay in memory meanwhile, such as the optimizer's state, or shapes.
+      optimizer: The optimizer of your step. It updates the floating arrays of the first argument:
+        of an nnx module its ``nnx.state(module, nnx.Param)``, with None in the place of other
+        leaves.
+      held: Other arrays that stay in memory meanwhile, or their shapes, such as an average of the
+        parameters. Without ``optimizer``, its state belongs here, too.
       target: A device to compile for. By default this machine's.
       progress: Called with each candidate after it is compiled.
       **kwargs: Keyword arguments of the loss.
@@ -57,37 +65,52 @@ def remat_to_fit(
     Raises:
       BudgetError: If nothing fits. The message gives the lowest peak and what to change.
       TypeError: If the loss does not return a scalar.
+      ValueError: If the budget cannot be read.
 
     Example:
-      >>> import jax, jax.numpy as jnp
+      >>> import jax, jax.numpy as jnp, optax
       >>> from fnet import memory
       >>> def loss(params, x):
       ...     for w in params:
       ...         x = jnp.tanh(jnp.tanh(x @ w) * x)
       ...     return x.sum()
       >>> params, x = [jnp.zeros((16, 16))] * 8, jnp.zeros((256, 16))
-      >>> smaller, plan = memory.remat_to_fit(loss, "224KiB", params, x)
+      >>> smaller, plan = memory.remat_to_fit(
+      ...     loss, params, x, optimizer=optax.adam(1e-3), budget="224KiB"
+      ... )
       >>> plan.chosen.peak.total <= 224 * 1024
       True
       >>> value, grads = jax.value_and_grad(smaller)(params, x)
     """
-    call = _Call.of(args, kwargs)
-    arrays = call.params, call.others
+    if budget is None:
+        budget, *args = args or (None,)  # type: ignore[assignment]
+    limit = parse_bytes(budget, "remat_to_fit: budget")
+    if optimizer is not None and not hasattr(optimizer, "init"):
+        raise TypeError(
+            "remat_to_fit: optimizer must be an optax.GradientTransformation (of an nnx.Optimizer, "
+            f"its tx), got {type(optimizer).__name__}"
+        )
+    call = _Call.of(tuple(args), kwargs)
+    transform = optax.with_extra_args_support(optimizer or optax.sgd(1.0))
+    moments, held = _separate(held, jax.eval_shape(transform.init, call.tree(call.params)))
+    arrays = call.params, moments, call.others
 
     def build(policy: Policy, microbatches: int) -> jax.stages.Traced:
         del microbatches
-        f = call.pure(loss, [])
+        f = policy.apply(call.pure(loss, []))
 
-        def step(params: list[Any], others: list[Any]) -> Any:
-            value, grads = jax.value_and_grad(policy.apply(f), has_aux=True)(params, others)
-            # An update needs a gradient and its parameter, and writes in the parameter's place.
-            return [p - g for p, g in zip(params, grads, strict=True)], value
+        def step(params: list[Any], moments: Any, others: list[Any]) -> Any:
+            (value, arrays), grads = jax.value_and_grad(f, has_aux=True)(params, others)
+            tree, gradient = call.tree(params), call.tree(grads)
+            updates, moments = transform.update(gradient, moments, tree, value=value, grad=gradient)
+            return optax.apply_updates(tree, updates), moments, value, arrays
 
         arguments = shapes_on(target, arrays) if target else arrays
-        return jax.jit(step, donate_argnums=0).trace(*arguments)
+        return jax.jit(step, donate_argnums=(0, 1)).trace(*arguments)
 
-    held_bytes, spare = tree_bytes(held), int(SPARE_OF_PARAMETERS * tree_bytes(call.params))
-    chosen = plan(build, budget, reserve=held_bytes + spare, target=target, progress=progress)
+    held_bytes = tree_bytes(held)
+    spare = 0 if optimizer else int(SPARE_OF_PARAMETERS * tree_bytes(call.params))
+    chosen = plan(build, limit, reserve=held_bytes + spare, target=target, progress=progress)
     chosen = chosen._replace(reserve=held_bytes)
     policy = chosen.chosen.policy
 
@@ -99,6 +122,17 @@ def remat_to_fit(
         return call.finish(value, arrays, static[-1])
 
     return fitted, chosen  # type: ignore[return-value]
+
+
+def _separate(held: Any, moments: Any) -> tuple[Any, Any]:
+    """Take the optimizer's state out of what is held, if it is there: it may be sharded."""
+    structure: Any = jax.tree.structure(moments)
+    if not structure.num_leaves:
+        return moments, held
+    parts = jax.tree.leaves(held, is_leaf=lambda x: jax.tree.structure(x) == structure)
+    states = [x for x in parts if jax.tree.structure(x) == structure]
+    others = [x for x in parts if jax.tree.structure(x) != structure]
+    return (states[0] if states else moments), others + states[1:]
 
 
 class _Result(NamedTuple):
@@ -120,12 +154,14 @@ class _Call(NamedTuple):
       params: Differentiated arrays, or their shapes.
       others: Other arrays.
       merge: ``merge(params, others) -> (args, kwargs, nnx objects)``.
+      tree: ``tree(params)`` is the first argument as an optimizer takes it.
       objects: The nnx objects among the arguments.
     """
 
     params: list[Any]
     others: list[Any]
     merge: Callable[[list[Any], list[Any]], tuple[Any, Any, tuple[Any, ...]]]
+    tree: Callable[[list[Any]], Any]
     objects: tuple[Any, ...]
 
     @classmethod
@@ -139,12 +175,18 @@ class _Call(NamedTuple):
         leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=is_object)
         objects = tuple(leaf for leaf in leaves if is_object(leaf))
         places = [i for i, leaf in enumerate(leaves) if is_object(leaf)]
-        count = len(jax.tree.leaves(args[:1], is_leaf=is_object))
+        first, first_structure = jax.tree.flatten(args[:1], is_leaf=is_object)
+        count = len(first)
         differentiated = [
             i for i, leaf in enumerate(leaves[:count]) if _is_array(leaf) and _is_floating(leaf)
         ]
         rest = [i for i, x in enumerate(leaves) if _is_array(x) and i not in set(differentiated)]
-        graph, weights, state = nnx.split(objects, nnx.Param, ...) if objects else (None, {}, {})
+        in_first = sum(map(is_object, first))
+
+        def is_weight(path: tuple[Any, ...], variable: Any) -> bool:
+            return path[0] < in_first and isinstance(variable, nnx.Param)
+
+        graph, weights, state = nnx.split(objects, is_weight, ...) if objects else (None, {}, {})
         weight_leaves, weight_structure = jax.tree.flatten(weights)
         state_leaves, state_structure = jax.tree.flatten(state)
 
@@ -166,9 +208,18 @@ class _Call(NamedTuple):
             args, kwargs = jax.tree.unflatten(structure, merged)
             return args, kwargs, new
 
+        def tree(params: list[Any]) -> Any:
+            merged: list[Any] = [None] * count
+            for i, leaf in zip(differentiated, params, strict=False):
+                merged[i] = leaf
+            weights = jax.tree.unflatten(weight_structure, params[len(differentiated) :])
+            for number, i in enumerate(places[:in_first]):
+                merged[i] = weights.get(number, nnx.State({}))
+            return jax.tree.unflatten(first_structure, merged)[0]
+
         params = [leaves[i] for i in differentiated] + weight_leaves
         others = [leaves[i] for i in rest] + state_leaves
-        return cls(params, others, merge, objects)
+        return cls(params, others, merge, tree, objects)
 
     def pure(
         self, loss: Callable[..., Any], static: list[_Result]
@@ -177,6 +228,7 @@ class _Call(NamedTuple):
 
         def f(params: list[Any], others: list[Any]) -> tuple[Array, list[Any]]:
             args, kwargs, objects = self.merge(params, others)
+            before = set(map(id, jax.tree.leaves(_nnx().state(objects)))) if objects else set()
             result = loss(*args, **kwargs)
             has_aux = isinstance(result, tuple) and len(result) == 2
             value, aux = result if has_aux else (result, None)
@@ -185,7 +237,9 @@ class _Call(NamedTuple):
                     "remat_to_fit: the loss must return a scalar or (scalar, aux), got "
                     f"{_describe(result)}."
                 )
-            changed = _nnx().state(objects) if objects else {}
+            # Of weights, the step returns updated ones. Returned as they are, they would be copied.
+            is_new = lambda path, variable: id(variable.get_value()) not in before  # noqa: E731
+            changed = _nnx().state(objects, is_new) if objects else {}
             leaves, structure = jax.tree.flatten((aux, changed))
             known = [None if _is_array(leaf) else (leaf,) for leaf in leaves]
 

@@ -217,7 +217,7 @@ def plan(
       Jain et al., "Checkmate: Breaking the Memory Wall with Optimal Tensor Rematerialization",
       2020.
     """
-    limit = None if budget is None else parse_bytes(budget)
+    limit = None if budget is None else parse_bytes(budget, "budget")
     reserved = f", plus {format_bytes(reserve)} outside of the program" if reserve else ""
     if limit is not None and limit < state_bytes + reserve:
         raise BudgetError(
@@ -571,7 +571,8 @@ class _Planned(_Source):
         self._step = measured.STEP
         # Of the plain program, at most the planned bytes are temporaries: XLA fuses some away.
         planned_bytes = max(self._planner.plain_bytes, 1)
-        self._scale = min(1.0, (plain.peak.temporaries + plain.peak.workspace) / planned_bytes)
+        temporaries = max(plain.peak.temporaries + plain.peak.workspace, 1)
+        self._scale = min(1.0, temporaries / planned_bytes)
         self._offset = plain.peak.total - self._scale * planned_bytes
 
     def _attempts(self, limits: Iterable[tuple[float, bool]]) -> Iterator[_Attempt]:

@@ -1,6 +1,7 @@
 """Sizes in bytes: of arrays, and as people read and write them."""
 
 import math
+import numbers
 import re
 import sys
 from fractions import Fraction
@@ -21,7 +22,7 @@ _UNITS = {
 }
 
 
-def parse_bytes(size: str | float) -> int:
+def parse_bytes(size: str | float, name: str = "") -> int:
     """Parse an amount of memory such as ``"4GiB"``.
 
     Units are B, and K, M, G or T followed by B (powers of 1000) or iB (powers of 1024), in upper
@@ -29,6 +30,7 @@ def parse_bytes(size: str | float) -> int:
 
     Args:
       size: A number with a unit, or a number of bytes, such as ``0.5 * peak.total``.
+      name: What an error starts with, such as the argument's name.
 
     Returns:
       The number of bytes, rounded down.
@@ -46,19 +48,24 @@ def parse_bytes(size: str | float) -> int:
       ... )
       (4000000000, 4294967296, 1536, 768)
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]+)\s*", str(size).lower())
-    value: Fraction | float
-    if isinstance(size, int | float) and not isinstance(size, bool):
-        value = size  # compared without rounding, also an int
+    match = isinstance(size, str) and re.fullmatch(
+        r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]+)\s*", size.lower()
+    )
+    start = f"{name}: " if name else ""
+    value: Any
+    if isinstance(size, numbers.Real) and not isinstance(size, bool):  # NumPy's numbers, too
+        # An int is compared without rounding.
+        value = int(size) if isinstance(size, numbers.Integral) else float(size)
     elif match and match[2].upper() in _UNITS:
         value = Fraction(match[1]) * _UNITS[match[2].upper()]
     else:
+        simple = isinstance(size, str | bool) or size is None
         raise ValueError(
-            "expected a number with a unit (4GB, 4GiB, 4096MiB; B, KB to TB are powers of 1000, "
-            f"KiB to TiB of 1024), got {size!r}."
+            f"{start}expected a number with a unit (4GB, 4GiB, 4096MiB; B, KB to TB are powers of "
+            f"1000, KiB to TiB of 1024), got {repr(size) if simple else type(size).__name__}"
         )
     if not 1 <= value <= sys.float_info.max:
-        raise ValueError(f"expected at least one byte and a finite number, got {size!r}.")
+        raise ValueError(f"{start}expected at least one byte and a finite number, got {size!r}")
     return int(value)
 
 

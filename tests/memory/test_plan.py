@@ -3,6 +3,7 @@ import types
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -340,3 +341,10 @@ def test_smaller_is_the_fastest_candidate_with_a_lower_peak():
     both = plan_with("none", "segments")
     assert (str(both.chosen.policy), str(both.smaller.policy)) == ("none", "segments")
     assert plan_with("segments").smaller is None
+
+
+def test_plans_a_loss_without_temporaries():
+    def build(policy, microbatches):
+        return jax.jit(jax.grad(policy.apply(lambda w: jnp.sin(w).sum()))).trace(jnp.ones(8))
+
+    assert memory.plan(build, np.int64(2**20)).chosen.policy.name == "none"

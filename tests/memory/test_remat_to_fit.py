@@ -153,30 +153,130 @@ def test_held_bytes_count_and_shapes_are_enough():
     assert plan.chosen.policy.name != "none"
 
 
-def test_a_step_that_donates_takes_what_is_planned_with_its_optimizer():
-    adam, x = optax.adam(1e-3), jax.ShapeDtypeStruct((256, 32), jnp.float32)
-    params = [jax.ShapeDtypeStruct((32, 32), jnp.float32)] * 8
-    moments = jax.eval_shape(adam.init, params)
+OPTIMIZERS = {
+    "adam": optax.adam(1e-3),
+    "adamw": optax.adamw(1e-3),
+    "lion": optax.lion(1e-3),
+    "adafactor": optax.adafactor(1e-3, min_dim_size_to_factor=16),
+    "momentum": optax.sgd(0.1, momentum=0.9),
+    "clipped": optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)),
+    "on plateau": optax.chain(optax.adam(1e-3), optax.contrib.reduce_on_plateau()),
+}
+DEEP = [jax.ShapeDtypeStruct((32, 32), jnp.float32)] * 8
+BATCH = jax.ShapeDtypeStruct((256, 32), jnp.float32)
 
-    def loss(params, x):
-        for w in params:
-            x = jnp.tanh(jnp.tanh(x @ w) * x)
-        return x.sum()
 
-    def peak(loss, options):
-        def step(params, moments, x):
-            updates, moments = adam.update(jax.grad(loss)(params, x), moments)
-            return optax.apply_updates(params, updates), moments
+def deep(params, x):
+    for w in params:
+        x = jnp.tanh(jnp.tanh(x @ w) * x)
+    return jnp.square(x).mean()
 
-        step = jax.jit(step, donate_argnums=(0, 1), compiler_options=options)
-        return memory.peak(step.lower(params, moments, x).compile()).total
 
-    budget = int(0.6 * peak(loss, None))
-    fitted, plan = memory.remat_to_fit(loss, budget, params, x, held=moments)
+def peak_of_step(loss, optimizer, options=None):
+    """Compiled bytes of a user's step."""
+    extra = optax.with_extra_args_support(optimizer)
+
+    def step(params, moments, x):
+        value, grads = jax.value_and_grad(loss)(params, x)
+        updates, moments = extra.update(grads, moments, params, value=value)
+        return optax.apply_updates(params, updates), moments, value
+
+    step = jax.jit(step, donate_argnums=(0, 1), compiler_options=options)
+    return memory.peak(
+        step.lower(DEEP, jax.eval_shape(optimizer.init, DEEP), BATCH).compile()
+    ).total
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_step_of_an_optimizer_takes_what_is_planned_to_the_byte(name):
+    optimizer = OPTIMIZERS[name]
+    plain = peak_of_step(deep, optimizer)
+    for share in (0.95, 0.5):
+        budget = int(share * plain)
+        fitted, plan = memory.remat_to_fit(deep, DEEP, BATCH, optimizer=optimizer, budget=budget)
+        step = peak_of_step(fitted, optimizer, plan.chosen.compiler_options)
+        assert step == plan.chosen.peak.total <= budget
+    moments = jax.eval_shape(optimizer.init, DEEP)
+    _, again = memory.remat_to_fit(deep, budget, DEEP, BATCH, optimizer=optimizer, held=[moments])
+    assert again.chosen.peak == plan.chosen.peak, "the state is counted once"
+    assert again.reserve == 0
+
+
+def test_without_an_optimizer_its_state_is_held_and_some_bytes_stay_free():
+    adam = optax.adam(1e-3)
+    moments = jax.eval_shape(adam.init, DEEP)
+    budget = int(0.7 * peak_of_step(deep, adam))
+    fitted, plan = memory.remat_to_fit(deep, budget, DEEP, BATCH, held=moments)
     planned = plan.chosen.peak.total + memory.tree_bytes(moments)
-    step = peak(fitted, plan.chosen.compiler_options)
+    step = peak_of_step(fitted, adam, plan.chosen.compiler_options)
     assert step <= budget
-    assert step == pytest.approx(planned, abs=memory.tree_bytes(params) / 3)
+    assert step == pytest.approx(planned, abs=memory.tree_bytes(DEEP) / 3)
+
+
+def test_an_optimizer_sees_the_tree_that_a_user_gives_it():
+    seen = []
+
+    def record(updates, state, params):
+        seen.append((jax.tree.structure(updates), jax.tree.structure(params)))
+        return updates, state
+
+    spy = optax.GradientTransformation(lambda params: optax.EmptyState(), record)
+    model, network = Equinox(jax.random.key(0)), Nnx(nnx.Rngs(0))
+    counted = {"w": jnp.ones((WIDTH, WIDTH)), "count": jnp.int32(3)}
+    cases = [
+        (lambda m, x: jax.vmap(m)(x).mean(), model, eqx.filter(model, eqx.is_inexact_array)),
+        (lambda m, x: m(x).mean(), network, nnx.state(network, nnx.Param)),
+        (lambda p, x: (x @ p["w"]).mean() * p["count"], counted, counted | {"count": None}),
+    ]
+    with jax.numpy_rank_promotion("allow"):
+        for loss, first, expected in cases:
+            memory.remat_to_fit(loss, first, X, optimizer=spy, budget="1GiB")
+            assert set(seen) == {(jax.tree.structure(expected),) * 2}
+            seen.clear()
+
+
+def test_nnx_step_takes_what_is_planned():
+    def loss(network, x):
+        return jnp.square(network(x)).mean()
+
+    def compiled(loss, options):
+        @nnx.jit(donate_argnums=(0, 1))
+        def step(network, optimizer, x):
+            value, grads = nnx.value_and_grad(loss)(network, x)
+            optimizer.update(network, grads)
+            return value
+
+        network = Nnx(nnx.Rngs(0))
+        optimizer = nnx.Optimizer(network, optax.adam(1e-3), wrt=nnx.Param)
+        return memory.peak(step.lower(network, optimizer, X).compile(options)).total
+
+    with jax.numpy_rank_promotion("allow"):
+        budget = int(0.7 * compiled(loss, None))
+        fitted, plan = memory.remat_to_fit(
+            loss, Nnx(nnx.Rngs(0)), X, optimizer=optax.adam(1e-3), budget=budget
+        )
+        step = compiled(fitted, plan.chosen.compiler_options)
+    assert step <= budget
+    assert step == pytest.approx(plan.chosen.peak.total, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("args", "options", "message"),
+    [
+        (({}, 1), {}, "budget: expected a number with a unit .*, got dict"),
+        ((None, {}), {}, "budget: expected a number with a unit .*, got None"),
+        ((), {}, "budget: expected a number with a unit .*, got None"),
+        (
+            ("1GiB", {}),
+            {"optimizer": nnx.Optimizer},
+            "optimizer must be an optax.*, got PytreeMeta",
+        ),
+    ],
+)
+def test_describes_a_wrong_budget_or_optimizer_in_one_line(args, options, message):
+    with pytest.raises((TypeError, ValueError), match=f"remat_to_fit: {message}") as error:
+        memory.remat_to_fit(lambda p, x: 0.0, *args, **options)
+    assert "\n" not in str(error.value)
 
 
 def test_rejects_losses_per_example():

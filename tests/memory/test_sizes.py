@@ -1,5 +1,6 @@
 """Parsing and formatting of amounts of memory."""
 
+import numpy as np
 import pytest
 
 from fnet.memory import format_bytes, parse_bytes
@@ -19,19 +20,44 @@ from fnet.memory import format_bytes, parse_bytes
         (17, 17),
         (17.9, 17),
         (0.5 * 2**40, 2**39),
+        (1e3, 1000),
+        (np.int32(4096), 4096),
+        (np.uint64(2**63), 2**63),
+        (np.float32(1.5), 1),
     ],
 )
 def test_parses_binary_and_decimal_units(text, expected):
     assert parse_bytes(text) == expected
 
 
-@pytest.mark.parametrize("text", ["4", "4G", "four GiB", "", "-1GB", "0GB", 0, True, "GB", "1e3MB"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "4",
+        "4G",
+        "four GiB",
+        "",
+        "-1GB",
+        "0GB",
+        0,
+        True,
+        "GB",
+        "1e3MB",
+        "abc",
+        "4 giga",
+        None,
+        np.True_,
+        [1],
+        {},
+        b"4GB",
+    ],
+)
 def test_rejects_other_text_and_shows_the_allowed_forms(text):
     with pytest.raises(ValueError, match=r"4GiB|at least one byte"):
         parse_bytes(text)
 
 
-@pytest.mark.parametrize("size", [0.5, -8.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("size", [0.5, -1, float("nan"), float("inf"), np.nan, np.int64(0)])
 def test_rejects_floats_that_are_no_amount(size):
     with pytest.raises(ValueError, match="at least one byte and a finite number"):
         parse_bytes(size)
