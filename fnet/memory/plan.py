@@ -1,6 +1,7 @@
 """Plans: the fastest way to train within a memory budget, found by compiling without running."""
 
 import dataclasses
+import hashlib
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -247,8 +248,8 @@ def plan(
         offloads=None if policies is not None else _OFFLOADS.get(platform, on_host),
         options=options,
         progress=progress,
-    )
-    predicted = search.run([REMAT_POLICIES[n] for n in named])
+    ).start([REMAT_POLICIES[n] for n in named])
+    predicted = search.run()
     ranked = tuple(sorted(search.candidates, key=search.order))
     least = min(ranked, key=lambda c: c.peak.total)
     if not search.fits(least.peak.total):
@@ -297,9 +298,24 @@ class _Attempt(NamedTuple):
         return in_chunks(self.chunks, inner)
 
 
+_MOST_SEARCHES = 4
+_searches: "dict[Any, _Search]" = {}
+"""The last searches, by program. Another budget for one of them starts from what it knows."""
+
+
+class _Compiled(NamedTuple):
+    """A compiled attempt: the smallest of its candidates."""
+
+    attempt: _Attempt
+    candidate: Candidate
+
+
 @dataclasses.dataclass
 class _Search:
-    """Best-first search: compile the fastest attempt that may fit, and learn from its peak."""
+    """Best-first search: compile the fastest attempt that may fit, and learn from its peak.
+
+    What it knows holds for any limit, so a search is kept for the next budget of the same program.
+    """
 
     build: Build
     limit: int | None
@@ -311,8 +327,9 @@ class _Search:
     options: Sequence[Mapping[str, Any]]
     progress: Callable[[Candidate], None] | None
     candidates: list[Candidate] = dataclasses.field(default_factory=list)
-    fitting: list[_Attempt] = dataclasses.field(default_factory=list)
+    compiled: list[_Compiled] = dataclasses.field(default_factory=list)
     sources: "list[_Source]" = dataclasses.field(default_factory=list)
+    inside: "list[tuple[_Attempt, Candidate, _Loss]]" = dataclasses.field(default_factory=list)
     reason: str = ""
 
     def order(self, c: Candidate | _Attempt) -> float:
@@ -323,22 +340,49 @@ class _Search:
         """Whether a peak is within the budget."""
         return self.limit is None or bytes_ <= self.limit
 
-    def run(self, policies: Sequence[Policy]) -> tuple[tuple[int, Cost], ...]:
+    @property
+    def fitting(self) -> list[_Attempt]:
+        """Attempts that fit."""
+        return [c.attempt for c in self.compiled if self.fits(c.candidate.peak.total)]
+
+    def start(self, policies: Sequence[Policy]) -> "_Search":
+        """Compile the named policies, or return the search that knows the same program already."""
+        named = [_Named(self, p) for p in policies]
+        losses: list[_Loss] = []
+        first = named[0].first()
+        traced = self.build(first.recording(losses), first.microbatches)
+        lowered = traced.lower()
+        names = tuple(p.name for p in policies)
+        target = self.target.name if self.target else ""
+        text = hashlib.sha256(lowered.as_text().encode()).hexdigest()
+        key = text, target, names, tuple(self.choices), self.regions, self.offloads
+        if (known := _searches.pop(key, None)) is None:
+            self.sources += named
+            self.compile(first, (traced, lowered), losses)
+            for source in named[1:]:
+                self.compile(source.first())
+            known = self
+        _searches[key] = known
+        while len(_searches) > _MOST_SEARCHES:
+            del _searches[next(iter(_searches))]
+        known.build, known.limit, known.progress = self.build, self.limit, self.progress
+        return known
+
+    def run(self) -> tuple[tuple[int, Cost], ...]:
         """Compile candidates until the fastest one that fits is found.
 
         Returns:
           The predicted front.
         """
-        named = [_Named(self, p) for p in policies]
-        self.sources += named
-        for source in named:
-            self.compile(source.first())
+        self._plan_inside()
         if self.limit is None:
             planned = [s for s in self.sources if isinstance(s, _Planned)]
             for attempt in planned[0].spread() if planned else ():
                 self.compile(attempt)
             return planned[0].front() if planned else ()
-        while len(self.candidates) < MOST_PROGRAMS:
+        most = MOST_PROGRAMS if len(self.compiled) < 2 else len(self.candidates) + MOST_PROGRAMS
+        while len(self.candidates) < most:
+            self._plan_inside()
             attempts = [a for source in self.sources if (a := source.next())]
             if not attempts and not self.fitting:  # the smallest ones may fit all the same
                 attempts = [a for source in self.sources if (a := source.small())]
@@ -354,22 +398,29 @@ class _Search:
                 self.compile(smallest)
         return ()
 
-    def compile(self, attempt: _Attempt) -> None:
+    def compile(
+        self,
+        attempt: _Attempt,
+        lowered: tuple[jax.stages.Traced, jax.stages.Lowered] | None = None,
+        losses: "list[_Loss] | None" = None,
+    ) -> None:
         """Compile a program with several options, and report it to its source."""
-        losses: list[_Loss] = []
-        is_recorded = not isinstance(attempt.source, _Planned)
-        policy = attempt.recording(losses) if is_recorded else attempt.policy
-        try:
-            traced = self.build(policy, attempt.microbatches)
-        except ValueError:  # microbatches that are too small for a norm
-            if attempt.microbatches == self.choices[0]:
-                raise
-            attempt.source.learn(attempt, None)
-            return
-        lowered, cost = traced.lower(), estimate_cost(traced.jaxpr)
+        losses = [] if losses is None else losses
+        if lowered is None:
+            is_recorded = not isinstance(attempt.source, _Planned)
+            policy = attempt.recording(losses) if is_recorded else attempt.policy
+            try:
+                traced = self.build(policy, attempt.microbatches)
+            except ValueError:  # microbatches that are too small for a norm
+                if attempt.microbatches == self.choices[0]:
+                    raise
+                attempt.source.learn(attempt, None)
+                return
+            lowered = traced, traced.lower()
+        cost = estimate_cost(lowered[0].jaxpr)
 
         def compile_one(given: Mapping[str, Any]) -> Candidate:
-            estimate = estimate_peak(lowered, given, self.target)
+            estimate = estimate_peak(lowered[1], given, self.target)
             return Candidate(attempt.policy, attempt.microbatches, cost, estimate, dict(given))
 
         made = []
@@ -381,18 +432,16 @@ class _Search:
                     self.progress(candidate)
         self.candidates += made
         smallest = min(made, key=lambda c: c.peak.total)
-        fits = self.fits(smallest.peak.total)
-        if fits:
-            self.fitting.append(attempt._replace(time=attempt.time or cost.time))
+        timed = attempt._replace(time=attempt.time or cost.time)
+        self.compiled.append(_Compiled(timed, smallest))
         attempt.source.learn(attempt, smallest)
         is_named = isinstance(attempt.source, _Named)
-        if not isinstance(attempt.source, _Named | _Cut):
-            # Rematerialization may need another option than the plain step.
+        if not is_named:  # rematerialization may need another option than the plain step
             self.options = (smallest.compiler_options,)
         if losses and is_named and self.regions:
             self._find_regions(attempt, made[0], losses[0])
         if losses and self.offloads is not None:
-            self._plan_further(attempt, made[0] if is_named else smallest, losses[0], fits)
+            self.inside.append((attempt, made[0] if is_named else smallest, losses[0]))
 
     def _find_regions(self, attempt: _Attempt, candidate: Candidate, loss: "_Loss") -> None:
         division = divide(loss.closed, loss.differentiated)
@@ -401,17 +450,22 @@ class _Search:
         elif division.reasons:
             self.reason = f"; it is not computed in chunks, because {division.reasons[0]}"
 
-    def _plan_further(
-        self, attempt: _Attempt, candidate: Candidate, loss: "_Loss", fits: bool
-    ) -> None:
-        """Add what may be done inside of a program that was compiled."""
-        source = attempt.source
-        if isinstance(source, _Loops):  # plan what is outside of the loops
-            base = attempt.inner
-            self.sources += [] if fits else [_Planned(self, attempt, candidate, loss, base)]
-        elif not isinstance(source, _Cut) or not (fits or source.next()):
-            self.sources += [_Planned(self, attempt, candidate, loss)]
-            self.sources += [_Loops(self, attempt, candidate, loss)]
+    def _plan_inside(self) -> None:
+        """Plan what is inside of compiled programs that are too large."""
+        for known in tuple(self.inside):
+            attempt, candidate, loss = known
+            source = attempt.source
+            more_chunks = isinstance(source, _Cut) and (
+                source.next() or attempt.chunks < source.most
+            )
+            if more_chunks or (self.limit is not None and self.fits(candidate.peak.total)):
+                continue
+            self.inside.remove(known)
+            is_loops = isinstance(source, _Loops)  # then what is outside of the loops
+            base = attempt.inner if is_loops else REMAT_POLICIES["none"]
+            self.sources.append(_Planned(self, attempt, candidate, loss, base))
+            if not is_loops:
+                self.sources.append(_Loops(self, attempt, candidate, loss))
 
 
 class _Loss(NamedTuple):
@@ -479,7 +533,7 @@ class _Named(_Source):
     def next(self) -> _Attempt | None:
         """The next attempt, or None if none can fit."""
         search = self._search
-        if self._peaks and search.fits(self._peaks[-1].total):
+        if any(search.fits(p.total) for p in self._peaks):
             return None
         for n in search.choices:
             bound = _lower_bound(self._peaks, n // search.choices[0])
@@ -511,8 +565,7 @@ class _Cut(_Source):
 
     def __init__(self, search: _Search, attempt: _Attempt, plain: Candidate, division: Division):
         self._search, self._first = search, attempt
-        self._peaks = [plain.peak]
-        self._tried = 1
+        self._peaks = {1: plain.peak}  # by number of chunks
         self._most = max(region.size for region in division.regions)
         again = [r.jaxpr for r in division.regions if r.objective is None]
         self._time = plain.cost.time + sum(estimate_cost(ClosedJaxpr(j, [])).time for j in again)
@@ -520,29 +573,36 @@ class _Cut(_Source):
         self._reads = 3 * sum(map(nbytes, wholes))  # in both passes, and of the gradient
 
     def next(self) -> _Attempt | None:
-        """The next attempt, or None if none can fit."""
+        """The fewest chunks that may fit and were not compiled, or None."""
         fits = self._search.fits
-        if fits(self._peaks[-1].total):
-            return None
-        n = 2 * self._tried
-        while n < self._most and not fits(_lower_bound(self._peaks[:1], n)):
+        enough = [n for n, peak in self._peaks.items() if fits(peak.total)]
+        too_few = max((n for n, peak in self._peaks.items() if not fits(peak.total)), default=1)
+        n = 2 * too_few
+        while n < min(enough, default=self._most + 1):
+            peaks = [self._peaks[k] for k in sorted(self._peaks) if k <= too_few]
+            if fits(_lower_bound(peaks[:1], n)) and fits(_lower_bound(peaks, n)):
+                return None if n in self._peaks else self._attempt(n)
             n *= 2
-        return self._attempt(n) if n <= self._most and fits(_lower_bound(self._peaks, n)) else None
+        return None
+
+    @property
+    def most(self) -> int:
+        """The most chunks that were compiled."""
+        return max(self._peaks)
 
     @property
     def left(self) -> Sequence[_Attempt]:  # type: ignore[override]
         """The most chunks, if they were not compiled."""
-        return [self._attempt(self._most)] if self._tried < self._most else []
+        return [self._attempt(self._most)] if max(self._peaks) < self._most else []
 
     def _attempt(self, n: int) -> _Attempt:
         time = self._time + (n - 1) * self._reads
         return self._first._replace(source=self, time=time, chunks=n)
 
     def learn(self, attempt: _Attempt, candidate: Candidate | None) -> None:
-        """Take the peak of an attempt, or None if it was impossible."""
-        self._tried = attempt.chunks
+        """Take the peak of an attempt."""
         if candidate:
-            self._peaks.append(candidate.peak)
+            self._peaks[attempt.chunks] = candidate.peak
 
 
 class _Planned(_Source):
@@ -567,8 +627,7 @@ class _Planned(_Source):
         self._planner = Planner(analyze(*loss), search.offloads or "nothing")
         self._equations = self._planner.graph.equations
         self._tried: set[Any] = set()
-        self._fitting, self._too_large = 0, float("inf")
-        self._step = measured.STEP
+        self._known: list[tuple[int, int]] = []  # planned bytes and peaks
         # Of the plain program, at most the planned bytes are temporaries: XLA fuses some away.
         planned_bytes = max(self._planner.plain_bytes, 1)
         temporaries = max(plain.peak.temporaries + plain.peak.workspace, 1)
@@ -594,16 +653,25 @@ class _Planned(_Source):
     def next(self) -> _Attempt | None:
         """The fastest proposal that is predicted to fit and was not compiled."""
         assert self._search.limit is not None
-        if self._fitting > 0.95 * self._too_large:
+        fits = self._search.fits
+        fitting = max((b for b, total in self._known if fits(total)), default=0)
+        too_large = min((b for b, total in self._known if not fits(total)), default=float("inf"))
+        if fitting > 0.95 * too_large:
             return None
-        bytes_ = (self._search.limit - self._offset) / self._scale
+        # The offset of the program that is nearest to the budget.
+        limit = self._search.limit
+        near = min(self._known, key=lambda k: abs(k[1] - limit), default=None)
+        offset = self._offset if near is None else near[1] - self._scale * near[0]
+        bytes_ = (limit - offset) / self._scale
         # What was too large is a bound, even if the offset says otherwise.
-        bytes_ = min(bytes_, (1 - self._step) * self._too_large)
-        if self._fitting and bytes_ < self._fitting:
-            bytes_ = (self._fitting + self._too_large) / 2
+        failed = [fits(total) for _, total in self._known][::-1]
+        times = failed.index(True) if True in failed else len(failed)
+        bytes_ = min(bytes_, (1 - min(measured.STEP * 2**times, 0.2)) * too_large)
+        if fitting and bytes_ < fitting:
+            bytes_ = (fitting + too_large) / 2
         smallest = self._planner.smallest
         limits = [(bytes_, True)] if bytes_ >= smallest else []
-        if not self._fitting:
+        if not fitting:
             # The smallest bound is of a linear program. Whole arrays may need more.
             limits += [(share * smallest, plain) for share, plain in measured.SMALLEST]
         return next(self._attempts(limits), None)
@@ -614,18 +682,11 @@ class _Planned(_Source):
         return self._attempts((least + share * (most - least), True) for share in (0.6, 0.3, 0.05))
 
     def learn(self, attempt: _Attempt, candidate: Candidate | None) -> None:
-        """Correct the offset by the peak of an attempt."""
+        """Take the peak of an attempt, which corrects the next prediction."""
         self._tried.add(attempt.windows)
         if candidate is None:
             return
-        total = candidate.peak.total
-        self._offset = total - self._scale * attempt.bytes
-        if self._search.fits(total):
-            self._step = measured.STEP
-            self._fitting = max(self._fitting, attempt.bytes)
-        else:
-            self._step = min(2 * self._step, 0.2)
-            self._too_large = min(self._too_large, attempt.bytes)
+        self._known.append((attempt.bytes, candidate.peak.total))
 
     def front(self) -> tuple[tuple[int, Cost], ...]:
         """Predicted peak and cost from the plain loss to the smallest proposal."""
@@ -640,11 +701,7 @@ class _Planned(_Source):
 
 
 class _Loops(_Source):
-    """Attempts that run the loops of a loss, or of a chunk of it, in chunks of iterations.
-
-    Attributes:
-      left: Attempts that may be compiled, from the fewest FLOPs to the fewest bytes.
-    """
+    """Attempts that run the loops of a loss, or of a chunk of it, in chunks of iterations."""
 
     def __init__(self, search: _Search, attempt: _Attempt, plain: Candidate, loss: _Loss):
         self._search = search
@@ -652,7 +709,7 @@ class _Loops(_Source):
         temporaries = plain.peak.temporaries + plain.peak.workspace
         self._scale = min(1.0, temporaries / max(first.bytes, 1))
         self._offset = plain.peak.total - self._scale * first.bytes
-        self.left = [
+        self._all = [
             attempt._replace(
                 source=self,
                 inner=p.policy,
@@ -661,6 +718,14 @@ class _Loops(_Source):
             )
             for p in policies
         ]
+        self._known: list[tuple[_Attempt, int]] = []  # attempts and peaks
+
+    @property
+    def left(self) -> Sequence[_Attempt]:  # type: ignore[override]
+        """Attempts with more FLOPs than those that are too large, the fewest FLOPs first."""
+        too_large = (a.time for a, total in self._known if not self._search.fits(total))
+        least, known = max(too_large, default=0.0), [a for a, _ in self._known]
+        return [a for a in self._all if a.time > least and a not in known]
 
     def next(self) -> _Attempt | None:
         """The fewest FLOPs that are predicted to fit."""
@@ -676,9 +741,9 @@ class _Loops(_Source):
         return next(iter(some or self.left[-1:]), None)
 
     def learn(self, attempt: _Attempt, candidate: Candidate | None) -> None:
-        """Drop attempts that need more bytes than one that is too large."""
-        self.left = [a for a in self.left if a.time > attempt.time]
+        """Take the peak of an attempt, which corrects the next prediction."""
         if candidate:
+            self._known.append((attempt, candidate.peak.total))
             self._offset = candidate.peak.total - self._scale * attempt.bytes
 
 

@@ -348,3 +348,23 @@ def test_plans_a_loss_without_temporaries():
         return jax.jit(jax.grad(policy.apply(lambda w: jnp.sin(w).sum()))).trace(jnp.ones(8))
 
     assert memory.plan(build, np.int64(2**20)).chosen.policy.name == "none"
+
+
+def test_another_budget_starts_from_what_is_known():
+    step, state, batch = arguments(dense_network())
+
+    def compiled(budget):
+        candidates = []
+        plan = fnet.plan_step(step, state, batch, budget, progress=candidates.append)
+        return plan.chosen, candidates
+
+    whole, first = compiled("1GiB")
+    assert first
+    small, more = compiled(whole.peak.total // 4)
+    assert more
+    assert not set(map(str, first)) & set(map(str, more))
+    # Each program that fits a budget fits a larger one, and nothing is compiled twice.
+    for budget in (whole.peak.total // 4, small.peak.total):
+        again, none = compiled(budget)
+        assert again is small
+        assert not none
