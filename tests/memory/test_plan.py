@@ -351,7 +351,7 @@ def test_plans_a_loss_without_temporaries():
 
 
 def test_another_budget_starts_from_what_is_known():
-    step, state, batch = arguments(dense_network())
+    step, state, batch = arguments(dense_network(), optax.sgd(0.3))
 
     def compiled(budget):
         candidates = []
