@@ -504,7 +504,8 @@ def plan_step(
             f"fnet.make_step, got {type(step).__name__}; for a step of your own, give its loss to "
             "fnet.memory.remat_to_fit"
         )
-    regions = step.mode.differentiates_mean and step.state_sharding is None
+    meshes = [s.mesh for s in jax.tree.leaves(step.state_sharding) if hasattr(s, "mesh")]
+    regions = step.mode.differentiates_mean and all(mesh.size == 1 for mesh in meshes)
     regions = regions and step.microbatches == 1 and microbatch_choices is None
     if microbatch_choices is None:
         is_split = budget is not None and not regions

@@ -327,7 +327,8 @@ def _contract(
 
 def _zeros_on_mesh_of(a: Array) -> Array:
     """Zeros on the mesh of ``a``; ``jnp.zeros_like`` of jax 0.11 has no mesh."""
-    return jnp.where(True, jnp.zeros_like(a), a)
+    zeros = jnp.zeros_like(a)
+    return zeros if jax.typeof(a).sharding.mesh.empty else jnp.where(True, zeros, a)
 
 
 def _is_sharded(a: Array) -> bool:

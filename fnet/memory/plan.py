@@ -426,7 +426,7 @@ class _Search:
         made = []
         # XLA compiles without holding Python's lock.
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            for candidate in pool.map(compile_one, self.options):
+            for candidate in pool.map(compile_one, attempt.source.options or self.options):
                 made.append(candidate)
                 if self.progress:  # on the caller's thread
                     self.progress(candidate)
@@ -436,8 +436,8 @@ class _Search:
         self.compiled.append(_Compiled(timed, smallest))
         attempt.source.learn(attempt, smallest)
         is_named = isinstance(attempt.source, _Named)
-        if not is_named:  # rematerialization may need another option than the plain step
-            self.options = (smallest.compiler_options,)
+        if not is_named:  # each kind of program may need another option than the plain step
+            attempt.source.options = (smallest.compiler_options,)
         if losses and is_named and self.regions:
             self._find_regions(attempt, made[0], losses[0])
         if losses and self.offloads is not None:
@@ -499,9 +499,11 @@ class _Source:
 
     Attributes:
       left: Attempts that may be compiled even if they are not predicted to fit, the smallest last.
+      options: Compiler options of the last attempt that were best; None before.
     """
 
     left: Sequence[_Attempt] = ()
+    options: Sequence[Mapping[str, Any]] | None = None
 
     def next(self) -> _Attempt | None:
         """The fastest attempt that is predicted to fit, or None."""

@@ -159,7 +159,8 @@ def in_chunks(chunks: int, policy: Policy) -> Policy:
     """Return a policy that runs regions in chunks, with another one for chunks of the largest."""
     if chunks == 1:
         return policy
-    return policy._replace(apply=lambda f: cut(f, chunks, policy.apply), chunks=chunks)
+    saves = f"{policy.saves}, in {chunks} chunks"
+    return policy._replace(saves=saves, apply=lambda f: cut(f, chunks, policy.apply), chunks=chunks)
 
 
 def policies_for(platform: str) -> list[str]:

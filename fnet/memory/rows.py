@@ -45,6 +45,7 @@ from fnet.jaxpr import (
     is_identity,
     is_linear_in,
     lengthen,
+    row_of,
     rows_by_position,
     separate_factor,
     source_line,
@@ -61,8 +62,9 @@ _NOWHERE: frozenset[int] = frozenset()
 
 def _summed(eqn: JaxprEqn, sums: Sequence[int]) -> set[int] | None:
     """Return the operands in which an equation is linear jointly, among them these sums."""
-    count = len(eqn.invars)
-    for operands in ({*sums}, {*range(count)}, {*range(1, count)}, {0, 2} & {*range(count)}):
+    count, row = len(eqn.invars), row_of(eqn)
+    together = row.linear if row is not None and isinstance(row.linear, tuple) else ()
+    for operands in ({*sums}, {*together}, {*range(count)}, {*range(1, count)}):
         if operands >= {*sums} and is_linear_in(eqn, operands):
             return operands
     return None

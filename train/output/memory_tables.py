@@ -160,12 +160,13 @@ def plan_table(plan: Plan, reserve: int) -> Table:
 
     return Table(
         f"Ways to train{within}",
-        ("remat", "schedule", "micro-\nbatches", "peak", "GFLOP", "GB", "time", ""),
+        ("remat", "schedule", "micro-\nbatches", "chunks", "peak", "GFLOP", "GB", "time", ""),
         [
             (
                 str(c.policy),
                 _schedule(c),
                 str(c.microbatches),
+                str(c.policy.chunks),
                 format_bytes(c.peak.total),
                 f"{c.cost.flops / 1e9:,.1f}",
                 f"{c.cost.bytes / 1e9:,.1f}",
@@ -217,6 +218,8 @@ def _way(c: Candidate) -> str:
     parts = [f"{policy} rematerialization" if policy else f"remat policy {c.policy}"]
     if c.microbatches > 1:
         parts.append(f"{c.microbatches} microbatches")
+    if c.policy.chunks > 1:
+        parts.append(f"{c.policy.chunks} chunks")
     if _schedule(c) != "default":
         parts.append(f"{_schedule(c)} schedule")
     return ", ".join(parts)
