@@ -113,6 +113,7 @@ SUITE = (
     Benchmark("attention"),
     Benchmark("budgets"),
     Benchmark("fitted_steps", cpu=True),
+    Benchmark("foreign_steps", cpu=True),
     Benchmark("planning", packages=("equinox", "dm-haiku"), cpu=True),
     Benchmark("clipped_grad"),
     Benchmark("clipped_grad_peers", quick=("--rounds", "7"), cpu=True),
