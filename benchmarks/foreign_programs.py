@@ -63,10 +63,9 @@ def _labels(seed: Any, most: int, *shape: int) -> Array:
 
 def _dense(seed: Any, *widths: int) -> list[Any]:
     """Weights and biases of a multilayer perceptron."""
-    pairs = zip(widths, widths[1:], strict=False)
     return [
         {"w": _normal([seed, i], a, b) / a**0.5, "b": jnp.zeros(b)}
-        for i, (a, b) in enumerate(pairs)
+        for i, (a, b) in enumerate(itertools.pairwise(widths))
     ]
 
 
@@ -244,7 +243,7 @@ def experts() -> Program:
     """Top-2 of 8 experts, and a balance of their loads."""
 
     def loss(params: Any, batch: Any) -> Array:
-        x, balance = batch["x"], 0.0
+        x, balance = batch["x"], jnp.zeros(())
         for layer in params["layers"]:
             gates = jax.nn.softmax(_norm(x) @ layer["gate"])
             top, index = jax.lax.top_k(gates, 2)
@@ -580,7 +579,7 @@ def flow() -> Program:
     """Affine couplings and their log determinants."""
 
     def losses(params: Any, batch: Any) -> Array:
-        x, log_det = batch["x"], 0.0
+        x, log_det = batch["x"], jnp.zeros(len(batch["x"]))
         for net in params:
             a, b = jnp.split(x, 2, -1)
             scale, shift = jnp.split(_mlp(net, a), 2, -1)
@@ -755,7 +754,11 @@ def dqn() -> Program:
         target = jax.lax.stop_gradient(batch["reward"] + 0.99 * value)
         return optax.huber_loss(chosen, target).mean()
 
-    batch = {"obs": _normal(2, 4096, 32), "next": _normal(3, 4096, 32), "reward": _normal(4, 4096)}
+    batch: Any = {
+        "obs": _normal(2, 4096, 32),
+        "next": _normal(3, 4096, 32),
+        "reward": _normal(4, 4096),
+    }
     batch |= {"action": _labels(5, 6, 4096), "frozen": _dense(1, 32, 96, 96, 96, 6)}
     return Program(loss, _dense(0, 32, 96, 96, 96, 6), batch)
 
@@ -770,7 +773,7 @@ def factorization() -> Program:
         deep = _mlp(params["mlp"], jnp.concatenate([u, v], -1))[:, 0]
         return jnp.square((u * v).sum(-1) + bias + deep - batch["rating"])
 
-    params = {"user": _normal(0, 512, 32) / 6, "item": _normal(1, 256, 32) / 6}
+    params: Any = {"user": _normal(0, 512, 32) / 6, "item": _normal(1, 256, 32) / 6}
     params |= {"user_bias": jnp.zeros(512), "item_bias": jnp.zeros(256)}
     params["mlp"] = _dense(2, 64, 64, 64, 1)
     batch = {"user": _labels(3, 512, 8192), "item": _labels(4, 256, 8192)}

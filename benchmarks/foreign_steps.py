@@ -15,7 +15,7 @@ import argparse
 import json
 import statistics
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -156,16 +156,16 @@ def with_compile_step(program: Program) -> Route:
 ROUTES = {"remat_to_fit": with_remat_to_fit, "compile_step": with_compile_step}
 
 
-def measure(name: str) -> list[dict[str, Any]]:
-    """Plan, compile and run a program for all budgets, in this process."""
+def measure(name: str, shares: Sequence[float], routes: Sequence[str]) -> list[dict[str, Any]]:
+    """Plan, compile and run a program for budgets, in this process."""
     if name in DOUBLE:
         jax.config.update("jax_enable_x64", True)
     program, rows = PROGRAMS[name](), []
-    for route, prepare in ROUTES.items():
+    for route in routes:
         if route == "compile_step" and program.losses is None:
             continue
-        plain, fit = prepare(program)
-        for share in SHARES:
+        plain, fit = ROUTES[route](program)
+        for share in shares:
             row = {"program": name, "route": route, "share": share, "plain": plain}
             row["tolerance"] = tolerance(program.params)
             try:
@@ -233,7 +233,7 @@ def claims(rows: list[dict[str, Any]]) -> Iterator[Claim]:
     }
     for what, found in counts.items():
         yield Claim(f"{what}, of {len(rows)} plans", "none", len(found), "<= 0", "count")
-    for share in SHARES:
+    for share in dict.fromkeys(row["share"] for row in rows):
         some = [row for row in rows if row["share"] == share]
         refused = sum("refused" in row for row in some)
         what = f"plans refused at {share:.0%} of the plain peak, of {len(some)}"
@@ -251,10 +251,17 @@ def main() -> None:
         "--programs", nargs="+", choices=PROGRAMS, default=list(PROGRAMS), help="Programs."
     )
     parser.add_argument("--rows", type=Path, help="Folder that keeps the rows of each program.")
-    parser.add_argument("--worker", nargs=1, help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--shares", nargs="+", type=float, default=list(SHARES), help="Budgets / plain peak."
+    )
+    parser.add_argument(
+        "--routes", nargs="+", choices=ROUTES, default=list(ROUTES), help="Ways to use a budget."
+    )
+    parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
-        found = measure(*options.worker)
+        name, shares, routes = options.worker
+        found = measure(name, json.loads(shares), json.loads(routes))
         jax.effects_barrier()  # Programs print.
         print(json.dumps(found))
         return
@@ -264,7 +271,9 @@ def main() -> None:
         if kept and kept.exists():
             rows += json.loads(kept.read_text())
             continue
-        found = in_fresh_process("foreign_steps", name)
+        found = in_fresh_process(
+            "foreign_steps", name, json.dumps(options.shares), json.dumps(options.routes)
+        )
         if kept:
             options.rows.mkdir(parents=True, exist_ok=True)
             kept.write_text(json.dumps(found))
