@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
 from fnet.autodiff.per_example.batch_axis import (
     BatchAxes,
@@ -395,9 +395,18 @@ class _Interpreter:
         states = [value.state for value in inputs]
         if sums := [k for k, state in enumerate(states) if isinstance(state, Sum)]:
             summed: Any = _summed(eqn, sums)
-            return evaluate(
-                eqn, [self.sum(v) if k in summed else self.whole(v) for k, v in enumerate(inputs)]
-            )
+            shape = aval(eqn.outvars[0]).shape
+            arrays = [
+                # `evaluate` would read the number of the equation, in every part.
+                jnp.broadcast_to(self.sum(v), shape)
+                if k in summed and isinstance(eqn.invars[k], Literal)
+                else (self.sum(v) if k in summed else self.whole(v))
+                for k, v in enumerate(inputs)
+            ]
+            if not any(isinstance(eqn.invars[k], Literal) for k in summed):
+                return evaluate(eqn, arrays)
+            with in_scopes(eqn):
+                return [eqn.primitive.bind(*arrays, **eqn.params)]
         if indices := self.axes._indices(eqn, states):
             factor = Factor((indices.axis,) * len(inputs), (indices.axis,))
             return self._shorter(eqn, inputs, factor)
