@@ -627,7 +627,7 @@ def unet() -> Program:
     params = {
         "in": _kernel(0, 3, 3, 16),
         "down": [(_kernel([1, c], 3, c, c), _kernel([2, c], 3, c, 32)) for c in (16, 32)],
-        "up": [(_kernel([3, c], 3, 32 + c, c), _kernel([4, c], 3, 32, c)) for c in (32, 16)],
+        "up": [(_kernel([3, c], 3, 2 * c, c), _kernel([4, c], 3, 32, c)) for c in (32, 16)],
         "out": _kernel(9, 1, 16, 5),
     }
     return Program(loss, params, {"x": _normal(10, 8, 32, 32, 3), "y": _labels(11, 5, 8, 32, 32)})

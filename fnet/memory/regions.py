@@ -30,7 +30,7 @@ from fnet.autodiff.per_example.batch_axis import (
 from fnet.autodiff.per_example.custom_rules import has_linear_rules
 from fnet.cpu.convolutions import has_convolutions
 from fnet.jaxpr import ELEMENTWISE, Scan, Site, aval, evaluate, inner_jaxprs, is_identity, nbytes
-from fnet.memory.graph import is_floating, variables
+from fnet.memory.graph import active_variables, is_floating, variables
 from fnet.memory.rows import Part, RowAxes, Sum, Value, run_rows
 from fnet.memory.windows import trace_inlined
 
@@ -54,6 +54,7 @@ class Region(NamedTuple):
       axes: Axis of the rows of each of ``rows`` and of ``row_results``.
       size: Number of rows.
       active: Arguments that are differentiated.
+      active_results: Results that depend on them, other than by `jax.lax.stop_gradient`.
       objective: Number of the result that is differentiated, if it is a single number, else None.
       is_largest: Whether it makes the most bytes of all regions.
     """
@@ -62,6 +63,7 @@ class Region(NamedTuple):
     axes: tuple[list[int], list[int]]
     size: int
     active: list[bool]
+    active_results: list[bool]
     objective: int | None
     is_largest: bool = False
 
@@ -100,7 +102,7 @@ def divide(closed: ClosedJaxpr, differentiated: Sequence[bool]) -> Division:
       differentiated: Whether it is differentiated with respect to each argument.
     """
     jaxpr = closed.jaxpr
-    active = _active(jaxpr, differentiated)
+    active = active_variables(jaxpr, differentiated)
     sources = {v: None for v in jaxpr.invars if v not in active}
     finder = _Finder(active, set(variables(jaxpr.outvars)), sum(_made(e) for e in jaxpr.eqns))
     _, parts = finder.find(list(jaxpr.eqns), list(sources))
@@ -109,14 +111,6 @@ def divide(closed: ClosedJaxpr, differentiated: Sequence[bool]) -> Division:
         largest = parts[made.index(max(made))]
         parts[made.index(max(made))] = largest._replace(is_largest=True)  # type: ignore[call-arg]
     return Division(parts, finder.reasons)
-
-
-def _active(jaxpr: Jaxpr, differentiated: Sequence[bool]) -> set[Var]:
-    active = {v for v, d in zip(jaxpr.invars, differentiated, strict=True) if d and is_floating(v)}
-    for e in jaxpr.eqns:
-        if any(v in active for v in variables(e.invars)):
-            active |= {v for v in e.outvars if is_floating(v)}
-    return active
 
 
 def _made(eqn: JaxprEqn) -> int:
@@ -283,6 +277,7 @@ class _Finder:
             ([states[v].axis for v in rows], [states[v].axis for v in crossing]),
             found.size,
             [v in self.active for v in (*rows, *wholes)],
+            [v in self.active for v in outs],
             outs.index(differentiated[0]) if is_number else None,
         )
         return region, before, after, crossing
@@ -423,8 +418,9 @@ def _run_region(
         function.defvjp(loop.forward, loop.backward)
     else:
         function.defvjp(loop.values_and_grads, loop.scaled)
-    outputs: list[Any] = function(active, others)
-    return outputs
+    # What follows may have no derivative, such as a loop or a callback of stopped values.
+    pairs = zip(function(active, others), region.active_results, strict=True)
+    return [a if is_active else jax.lax.stop_gradient(a) for a, is_active in pairs]
 
 
 class _Loop:

@@ -245,6 +245,22 @@ def test_a_number_beside_a_sum_counts_once(f):
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-5), got, expected)
 
 
+def test_stopped_values_reach_operations_without_derivative():
+    def loss(w, x):
+        h = jnp.tanh(jnp.tanh(x @ w) @ w)
+        stopped = jax.lax.stop_gradient(jnp.abs(h).sum(-1))
+        root, _ = jax.lax.while_loop(
+            lambda s: (jnp.abs(s[0] ** 3 - stopped).max() > 1e-3) & (s[1] < 30),
+            lambda s: (s[0] - (s[0] ** 3 - stopped) / (3 * s[0] ** 2 + 1), s[1] + 1),
+            (jnp.ones(len(h)), 0),
+        )
+        return (h.sum(-1) * root).mean()
+
+    x, w = normal(0, 64, 16), 0.3 * normal(1, 16, 16)
+    expected, got = (jax.jit(jax.value_and_grad(g))(w, x) for g in (loss, cut(loss, 4)))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-6), got, expected)
+
+
 def test_callbacks_stay_outside_and_run_once():
     seen = []
 
