@@ -105,7 +105,8 @@ def _aliased_arguments(compiled: jax.stages.Compiled) -> set[int]:
     shardings = tree.flatten_up_to(compiled.input_shardings)
     positions = [i for i, sharding in enumerate(shardings) if sharding is not None]
     header = (compiled.as_text() or "").partition("\n")[0]
-    return {positions[number] for number, _ in hlo.donated(header).values()}
+    tokens = header.partition("->")[0].count("token[]")  # of ordered effects, before the arguments
+    return {positions[number - tokens] for number, _ in hlo.donated(header).values()}
 
 
 def _name(path: Any) -> str:

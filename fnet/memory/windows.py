@@ -107,18 +107,19 @@ def _run_windows(
         return [a.val if isinstance(a, Literal) else values[a] for a in atoms]
 
     for window in windows:
-        if window.is_loop and not window.is_plain:
-            loop = jaxpr.eqns[window.start]
+        loop = jaxpr.eqns[window.start] if window.is_loop else None
+        if loop and not window.is_plain and not loop.effects:
             with in_scopes(loop):
                 outputs = _remat_iterations(loop, read(loop.invars), window, policy)
             values |= zip(loop.outvars, outputs, strict=True)
             continue
         segment, effects = _without_effects(segment_of(jaxpr, window.start, window.end))
-        if any(e.effects for e in segment.eqns):
-            window = window._replace(is_plain=True, offloaded=frozenset())
+        is_whole = any(e.effects for e in segment.eqns)
+        if is_whole:  # a jax.checkpoint would have the effects twice, or rejects them
+            window = Window(window.start, window.end, is_plain=True)
         # The policy sees only names inside the checkpoint.
         names = [origins.get(v) for v in segment.invars]
-        on_host = {n for n in names if n in offloaded and n is not None}
+        on_host = {n for n in names if n in offloaded and n is not None and not is_whole}
         chosen = window._replace(offloaded=window.offloaded | on_host)
         run = _named(ClosedJaxpr(segment, []), chosen, names)
         if not window.is_plain or on_host:

@@ -311,3 +311,27 @@ def test_random_programs_stay(effort, monkeypatch, allow_rank_promotion):
     with jax.debug_key_reuse(False):
         run_all()
     assert sum(cuts) > len(cuts) / 4
+
+
+AFFINE = {
+    "plus one": lambda m: 1.1 * m + 1,
+    "from two": lambda m: 2 - m,
+    "fori": lambda m: jax.lax.fori_loop(0, 3, lambda i, c: 1.1 * c + 1, m),
+    "while": lambda m: jax.lax.while_loop(
+        lambda c: c[0] < 3, lambda c: (c[0] + 1, 1.1 * c[1] + 1), (0, m)
+    )[1],
+    "16 bits": lambda m: m.astype(jnp.bfloat16) + 1,
+}
+
+
+@pytest.mark.parametrize("name", AFFINE)
+def test_a_number_is_added_to_a_sum_over_rows_once(name):
+    def loss(w, x):
+        return AFFINE[name](x.mean()) * jnp.square(jnp.tanh(jnp.tanh(x @ w) * x)).mean()
+
+    args = normal(0, WIDTH, WIDTH) / 8, normal(1, N, WIDTH)
+    with jax.numpy_dtype_promotion("standard"):
+        expected, actual = (jax.value_and_grad(f)(*args) for f in (loss, cut(loss, 4)))
+    rtol = 1e-2 if name == "16 bits" else 1e-5
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol * float(jnp.abs(b).max()))
