@@ -448,7 +448,10 @@ class _Search:
         if division.regions:
             self.sources.append(_Cut(self, attempt, candidate, division))
         elif division.reasons:
-            self.reason = f"; it is not computed in chunks, because {division.reasons[0]}"
+            self.reason = (
+                f"; it is not computed in chunks, because {division.reasons[0]}: "
+                "fnet.make_step(..., microbatches=n) splits the batch, and statistics with it"
+            )
 
     def _plan_inside(self) -> None:
         """Plan what is inside of compiled programs that are too large."""
