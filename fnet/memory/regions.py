@@ -13,7 +13,7 @@ losses, and gradient accumulation for losses of single examples.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -103,7 +103,9 @@ def divide(closed: ClosedJaxpr, differentiated: Sequence[bool]) -> Division:
     """
     jaxpr = closed.jaxpr
     active = active_variables(jaxpr, differentiated)
-    sources = {v: None for v in jaxpr.invars if v not in active}
+    # Two views of a batch are often joined along its axis first.
+    joined = [v for e in jaxpr.eqns if e.primitive.name == "concatenate" for v in e.outvars]
+    sources = {v: None for v in (*jaxpr.invars, *joined) if v not in active}
     finder = _Finder(active, set(variables(jaxpr.outvars)), sum(_made(e) for e in jaxpr.eqns))
     _, parts = finder.find(list(jaxpr.eqns), list(sources))
     made = [sum(map(_made, p.jaxpr.eqns)) if isinstance(p, Region) else 0 for p in parts]
@@ -130,6 +132,7 @@ class _Found(NamedTuple):
       score: Bytes that it makes, without those that it keeps.
       size: Number of rows.
       same: Whole values that equations of the region only pass on, and what they are.
+      roots: Arrays that are cut.
     """
 
     states: dict[Var, Any]
@@ -137,6 +140,7 @@ class _Found(NamedTuple):
     score: float
     size: int
     same: dict[Var, Any]
+    roots: Collection[Var]
 
 
 class _Finder:
@@ -184,7 +188,8 @@ class _Finder:
                 for v in eqn.invars
             ]
             if all(isinstance(s, Shared) for s in given) and not eqn.effects:
-                states |= zip(eqn.outvars, axes.visit(eqn, given, Site()), strict=True)
+                if not any(v in roots for v in eqn.outvars):
+                    states |= zip(eqn.outvars, axes.visit(eqn, given, Site()), strict=True)
                 continue
             if eqn.effects or any(isinstance(s, Mixed | Unknown) for s in given):
                 out: Sequence[Any] = [Unknown()] * len(eqn.outvars)
@@ -207,7 +212,7 @@ class _Finder:
         members = {id(e) for e in inside}
         rest = [_with_operands(e, same) for e in eqns if id(e) not in members]
         crossing = self._crossing(rest, inside, states)
-        return _Found(states, inside, made - sum(map(nbytes, crossing)), size, same)
+        return _Found(states, inside, made - sum(map(nbytes, crossing)), size, same, roots)
 
     def _note(self, state: Any) -> None:
         place = f"{state.operation}{f' at {state.line}' * bool(state.line)}"
@@ -259,7 +264,7 @@ class _Finder:
         after = [e for e in rest if id(e) not in is_before]
         outs = [*crossing, *sums]
         needed = _needed(found.eqns, outs)
-        moved = self._movable(before, needed, after)
+        moved = self._movable(before, needed, after, found.roots)
         body = [*(e for e in before if id(e) in moved), *needed]
         before = [e for e in before if id(e) not in moved]
         made = {v for e in body for v in e.outvars}
@@ -287,14 +292,18 @@ class _Finder:
         return all(isinstance(states.get(v, Shared()), Shared) for v in variables(eqn.invars))
 
     def _movable(
-        self, before: list[JaxprEqn], inside: list[JaxprEqn], after: list[JaxprEqn]
+        self,
+        before: list[JaxprEqn],
+        inside: list[JaxprEqn],
+        after: list[JaxprEqn],
+        rows: Collection[Var],
     ) -> set[int]:
         """Cheap equations of whole values that only the region reads: masks, zeros, positions."""
         outside = {v for e in after for v in variables(e.invars)} | self.results
         moved: set[int] = set()
         for eqn in reversed(before):
             cheap = eqn.primitive.name in _CHEAP and not any(v in self.active for v in eqn.outvars)
-            if cheap and not any(v in outside for v in eqn.outvars):
+            if cheap and not any(v in outside or v in rows for v in eqn.outvars):
                 moved.add(id(eqn))
             else:
                 outside |= set(variables(eqn.invars))

@@ -48,6 +48,12 @@ def contrastive(params, batch):
     return ((cross_entropy(scores, labels) + cross_entropy(scores.T, labels)) / 2).mean()
 
 
+def two_views(params, batch):
+    z = unit(tower(params["a"], jnp.concatenate([batch["x"], batch["y"]])))
+    scores = jnp.where(jnp.eye(len(z), dtype=bool), -jnp.inf, 30 * z @ z.T)
+    return cross_entropy(scores, jnp.roll(jnp.arange(len(z)), len(z) // 2)).mean()
+
+
 def policy_gradient(params, batch):
     logits = tower(params["a"], batch["x"])
     advantage = batch["y"][:, 0] ** 2
@@ -107,9 +113,11 @@ def masked(params, batch):
 
 
 LOSSES = [
-    contrastive, policy_gradient, balanced, points, dropout, edges, recurrent, masked,
+    contrastive, two_views, policy_gradient, balanced, points, dropout, edges, recurrent, masked,
 ]  # fmt: skip
-SMALLER = {"contrastive": 0.35, "policy_gradient": 0.2, "edges": 0.3, "recurrent": 0.5}
+SMALLER = {
+    "contrastive": 0.35, "two_views": 0.35, "policy_gradient": 0.2, "edges": 0.3, "recurrent": 0.5,
+}  # fmt: skip
 
 
 @functools.cache
