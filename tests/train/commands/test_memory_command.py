@@ -240,7 +240,8 @@ def test_plans_images_without_their_folder(capsys):
 @pytest.mark.parametrize("width", [80, 60])
 def test_plan_tables_show_all_digits(width):
     work = memory.Cost(12_345_600_000_000, 1_234_500_000_000)
-    way = memory.Candidate("segments", 16, work, memory.Peak(987 * 2**20, 0, 0, 0, 0), {})
+    segments = memory.REMAT_POLICIES["segments"]
+    way = memory.Candidate(segments, 16, work, memory.Peak(987 * 2**20, 0, 0, 0, 0), {})
     console = Console(width=width)
     with console.capture() as capture:
         console.print(to_rich(plan_table(memory.Plan(2**30, way, None, (way,)), 0)))
