@@ -29,10 +29,21 @@ from fnet.autodiff.per_example.batch_axis import (
 )
 from fnet.autodiff.per_example.custom_rules import has_linear_rules
 from fnet.cpu.convolutions import has_convolutions
-from fnet.jaxpr import ELEMENTWISE, Scan, Site, aval, evaluate, inner_jaxprs, is_identity, nbytes
+from fnet.jaxpr import (
+    ELEMENTWISE,
+    Scan,
+    Site,
+    aval,
+    dependencies,
+    evaluate,
+    inner_jaxprs,
+    is_identity,
+    nbytes,
+)
 from fnet.memory.graph import active_variables, is_floating, variables
-from fnet.memory.rows import Part, RowAxes, Sum, Value, run_rows
+from fnet.memory.rows import Part, RowAxes, Sum, Value, run_rows, slice_rows
 from fnet.memory.windows import trace_inlined
+from fnet.precision import sum_dtype
 
 F = TypeVar("F", bound=Callable[..., Any])
 Chunk = Callable[[list[Any], Any, list[Any]], tuple[list[Any], list[Any]]]
@@ -40,9 +51,8 @@ Chunk = Callable[[list[Any], Any, list[Any]], tuple[list[Any], list[Any]]]
 
 LEAST_SHARE = 0.1
 """Regions that make a smaller share of all bytes are not worth a loop."""
-
-
 MOST_REGIONS = 8
+"""Regions that are searched for one after the other."""
 
 
 class Region(NamedTuple):
@@ -249,7 +259,7 @@ class _Finder:
         crossing = self._crossing(rest, found.eqns, states)
         # Rows that are cheaper to compute in the rest.
         read = {v for e in rest for v in variables(e.invars)} | self.results
-        kept = {v for v in crossing if v in read}
+        kept = set(crossing)
         again = [
             v for v in made_by if v in read - kept and isinstance(states[v], BatchAxis | Indices)
         ]
@@ -263,7 +273,7 @@ class _Finder:
         is_before = {id(e) for e in before}
         after = [e for e in rest if id(e) not in is_before]
         outs = [*crossing, *sums]
-        needed = _needed(found.eqns, outs)
+        _, needed = dependencies(_jaxpr(found.eqns, [], outs), outs)
         moved = self._movable(before, needed, after, found.roots)
         body = [*(e for e in before if id(e) in moved), *needed]
         before = [e for e in before if id(e) not in moved]
@@ -312,13 +322,9 @@ class _Finder:
 
 _CHEAP = {
     *ELEMENTWISE,
-    "broadcast_in_dim",
-    "iota",
-    "random_bits",
-    "reshape",
-    "bitcast_convert_type",
+    *("bitcast_convert_type", "broadcast_in_dim", "concatenate", "iota", "random_bits"),
+    *("reshape", "squeeze", "transpose"),
 }
-_CHEAP |= {"squeeze", "transpose", "concatenate"}
 
 
 def _with_operands(eqn: JaxprEqn, same: dict[Var, Any]) -> JaxprEqn:
@@ -341,15 +347,6 @@ def _slice(v: Var, made_by: dict[Var, JaxprEqn], known: Iterable[Var] = ()) -> l
             found[id(eqn)] = eqn
             todo += variables(eqn.invars)
     return list(found.values())
-
-
-def _needed(eqns: list[JaxprEqn], outs: Sequence[Var]) -> list[JaxprEqn]:
-    needed, kept = set(outs), []
-    for eqn in reversed(eqns):
-        if any(v in needed for v in eqn.outvars):
-            needed |= set(variables(eqn.invars))
-            kept.append(eqn)
-    return kept[::-1]
 
 
 def _roots(
@@ -505,13 +502,8 @@ class _Loop:
         self, arrays: Sequence[Any], axes: Sequence[int | None], start: Any, size: int
     ) -> Any:
         """The rows of a chunk, of the arrays that have an axis."""
-        found = []
-        for a, axis in zip(arrays, axes, strict=True):
-            if axis is not None:
-                unit = jnp.shape(a)[axis] // self.region.size
-                a = jax.lax.dynamic_slice_in_dim(a, start * unit, size * unit, axis)
-            found.append(a)
-        return found
+        part, pairs = Part(start, size, self.region.size), zip(arrays, axes, strict=True)
+        return [a if axis is None else slice_rows(a, axis, part) for a, axis in pairs]
 
     @staticmethod
     def _buffers(arrays: Sequence[Any], axes: Sequence[int | None]) -> list[Any]:
@@ -640,5 +632,4 @@ def cut(f: F, chunks: int, inner: Callable[[Chunk], Chunk] = lambda f: f) -> F:
 
 def _wide(a: Any) -> Any:
     """The dtype in which parts are added."""
-    is_narrow = jnp.issubdtype(a.dtype, jnp.floating) and jnp.finfo(a.dtype).bits < 32
-    return jnp.float32 if is_narrow else a.dtype
+    return sum_dtype(a.dtype) if jnp.issubdtype(a.dtype, jnp.floating) else a.dtype

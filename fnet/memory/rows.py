@@ -226,10 +226,7 @@ def _programs(
 
 
 def sum_factor(eqn: JaxprEqn, axes: Sequence[int | None]) -> Factor | None:
-    """Return the factor that an equation sums over, if these axes of the operands belong to it.
-
-    A scatter that adds to an array counts only with an array of zeros.
-    """
+    """Return the factor that an equation sums over, if these axes of the operands belong to it."""
     for factor in factors(eqn):
         pairs = list(zip(axes, factor.operands, strict=True))
         agrees = all(axis in (None, own) for axis, own in pairs)
@@ -253,6 +250,12 @@ class Part(NamedTuple):
     start: Any
     size: int
     of: int
+
+
+def slice_rows(array: Any, axis: int, part: Part) -> Any:
+    """Return the rows of an array; each may be several positions of the axis."""
+    unit = jnp.shape(array)[axis] // part.of
+    return jax.lax.dynamic_slice_in_dim(array, part.start * unit, part.size * unit, axis)
 
 
 class Value(NamedTuple):
@@ -327,12 +330,7 @@ class _Interpreter:
             return value.array
         if isinstance(value.array, _Later):
             return self._rows_later(value.array, axis)
-        return self._slice(value.array, axis)
-
-    def _slice(self, array: Any, axis: int) -> Any:
-        unit = jnp.shape(array)[axis] // self.part.of
-        start = self.part.start * unit
-        return jax.lax.dynamic_slice_in_dim(array, start, self.part.size * unit, axis)
+        return slice_rows(value.array, axis, self.part)
 
     def _rows_later(self, later: _Later, axis: int) -> Any:
         key = self.scope, axis
@@ -354,7 +352,7 @@ class _Interpreter:
                 continue
             outputs = self._shorter(eqn, later.inputs, factor)
             return {k: a for k, a in enumerate(outputs) if factor.results[k] == axis}
-        return {number: self._slice(self.whole(Value(Shared(), later)), axis)}
+        return {number: slice_rows(self.whole(Value(Shared(), later)), axis, self.part)}
 
     def _shorter(self, eqn: JaxprEqn, inputs: Sequence[Value], factor: Factor) -> list[Any]:
         """Evaluate an equation whose axis has these rows alone."""
