@@ -12,7 +12,15 @@ from jax import Array
 from jax.extend.core import JaxprEqn, jaxpr_as_fun
 
 from fnet.autodiff.examples import check_params
-from fnet.autodiff.mean import Gradient, Loss, Objective, gradient_of, mean, mean_loss
+from fnet.autodiff.mean import (
+    Gradient,
+    Loss,
+    Objective,
+    gradient_of,
+    ignore_padding,
+    mean,
+    mean_loss,
+)
 from fnet.autodiff.update import GradientFunction, Mode, Update, gradient_then_optimizer
 from fnet.cpu.convolutions import has_convolutions, is_slow_in_loops
 from fnet.jaxpr import rewrite
@@ -161,7 +169,7 @@ def accumulate_grad(loss: Loss, microbatches: int, *, unroll: bool | None = None
 def _gradient(objective: Objective, microbatches: int, unroll: bool | None) -> Gradient:
     """Return the gradient function of an objective, as `accumulate_grad`."""
     if microbatches == 1:
-        return gradient_of(objective)
+        return ignore_padding(gradient_of(objective))
 
     def gradient(
         params: Any, model_state: Any, batch: dict[str, Array], key: Array
@@ -178,7 +186,8 @@ def _gradient(objective: Objective, microbatches: int, unroll: bool | None) -> G
             return outputs
         return unrolled(*args) if unroll else loop(*args)
 
-    return gradient
+    # Before the split, because a microbatch may be padding only.
+    return ignore_padding(gradient)
 
 
 def _check_microbatches(microbatches: int) -> None:

@@ -106,7 +106,8 @@ def mean(loss: Loss) -> Gradient:
         g = grad_params  sum_i w_i loss_i / sum_i w_i.
 
     Args:
-      loss: per-example losses; see `Loss`. Give padded examples ``batch["weight"]`` 0.
+      loss: per-example losses; see `Loss`. Give padded examples ``batch["weight"]`` 0. They have
+        no effect even if their loss or its derivative is NaN; see `replace_padding`.
 
     Returns:
       ``gradient(params, model_state, batch, key) -> (grads, model_state, metrics)``:
@@ -132,7 +133,23 @@ def mean(loss: Loss) -> Gradient:
       >>> float(grads["w"]), float(metrics["loss"])
       (5.0, 2.5)
     """
-    return gradient_of(mean_loss(loss))
+    return ignore_padding(gradient_of(mean_loss(loss)))
+
+
+def ignore_padding(gradient: Gradient) -> Gradient:
+    """Return the gradient function without the effect of examples of weight 0, even of a NaN."""
+
+    def without_padding(
+        params: Any, model_state: Any, batch: dict[str, Array], key: Array
+    ) -> tuple[Any, Any, dict[str, Array]]:
+        grads, *others = gradient(params, model_state, replace_padding(batch), key)
+        if (weight := batch.get("weight")) is not None:
+            # A batch of padding only has no example to replace it.
+            any_counts = (jnp.asarray(weight) != 0).any()
+            grads = jax.tree.map(lambda g: jnp.where(any_counts, g, jnp.zeros_like(g)), grads)
+        return grads, *others
+
+    return without_padding
 
 
 def gradient_of(objective: Objective) -> Gradient:
@@ -147,6 +164,46 @@ def gradient_of(objective: Objective) -> Gradient:
         return grads, model_state, means
 
     return gradient
+
+
+def replace_padding(batch: dict[str, Array]) -> dict[str, Array]:
+    """Replace each example of weight 0 by the first example that counts.
+
+    The derivative of a loss may be NaN where the example is zeros, such as that of a norm, and 0
+    times NaN is NaN. So padding needs inputs at which the loss is differentiable, and an example
+    of the batch is the only one at hand. Weights stay. Without an example that counts, or without
+    weights of shape [batch], the batch stays.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from fnet.autodiff.mean import replace_padding
+      >>> batch = {
+      ...     "x": jnp.array([0.0, 3.0, 4.0]),
+      ...     "weight": jnp.array([0.0, 1.0, 2.0]),
+      ... }
+      >>> replace_padding(batch)["x"].tolist()
+      [3.0, 3.0, 4.0]
+    """
+    weight = batch.get("weight")
+    if weight is None or jnp.ndim(weight) != 1:
+        return batch
+    counts = jnp.asarray(weight) != 0
+    is_padding = ~counts & counts.any()
+    # On sharded rows, all of this is sums and minima of what each device has.
+    row = jax.lax.broadcasted_iota(int, counts.shape, 0, out_sharding=jax.typeof(counts).sharding)
+    is_first = row == jnp.where(counts, row, counts.size).min(initial=counts.size)
+
+    def replace(a: Any) -> Any:
+        a = jnp.asarray(a)
+        is_key = jnp.issubdtype(a.dtype, jax.dtypes.prng_key)
+        if is_key or a.shape[:1] != counts.shape or not counts.size:
+            return a
+        column = counts.shape + (1,) * (a.ndim - 1)
+        first = jnp.where(is_first.reshape(column), a, jnp.zeros_like(a)).sum(0, dtype=a.dtype)
+        return jnp.where(is_padding.reshape(column), first, a)
+
+    others = {name: a for name, a in batch.items() if name != "weight"}
+    return jax.tree.map(replace, others) | {"weight": weight}
 
 
 def mean_loss(loss: Loss) -> Objective:

@@ -2,10 +2,11 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
-from fnet.autodiff.mean import Aux, Loss, losses_and_aux
+from fnet.autodiff.mean import Aux, Loss, losses_and_aux, replace_padding
 
 EXAMPLE_WEIGHT = "example_weight"
 """Name of the array [users, k] in a batch: 1 for an example, 0 for padding."""
@@ -23,8 +24,8 @@ def per_user(loss: Loss) -> Loss:
     Guarantees:
       - Adding or removing a user, with all of their examples, changes the sum of clipped gradients
         by at most ``clip``, whatever k is and however many examples the user has.
-      - Padding has no effect if its gradient is finite. Repeat an example of the user, because the
-        gradient of zeros may not be.
+      - Padding has no effect, even if its loss or its derivative is NaN: a copy of an example of
+        the same user takes its place.
 
     Sample users, not examples, and count users in the accounting: `PoissonSampling` with
     ``examples`` as the number of users, and delta below 1 / users.
@@ -59,11 +60,9 @@ def per_user(loss: Loss) -> Loss:
         params: Any, model_state: Any, batch: dict[str, Array], key: Array
     ) -> tuple[Array, Aux]:
         weight = batch[EXAMPLE_WEIGHT]
-        examples = {
-            name: a.reshape(-1, *a.shape[2:])
-            for name, a in batch.items()
-            if name not in (EXAMPLE_WEIGHT, "weight")
-        }
+        arrays = {n: a for n, a in batch.items() if n not in (EXAMPLE_WEIGHT, "weight")}
+        arrays = jax.vmap(replace_padding)(arrays | {"weight": weight})
+        examples = {n: a.reshape(-1, *a.shape[2:]) for n, a in arrays.items() if n != "weight"}
         losses, aux = losses_and_aux(loss(params, model_state, examples, key), model_state)
 
         def mean(values: Array) -> Array:

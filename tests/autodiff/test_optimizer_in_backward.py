@@ -141,6 +141,28 @@ def test_transformer_blocks_equal_mean():
 
 
 @pytest.mark.slow
+def test_padding_whose_derivative_is_nan_changes_nothing():
+    block = fnet.serial(dense=layers.dense(3, 3), act=layers.activation("tanh"))
+    model = fnet.serial(blocks=fnet.repeat(block, 2))
+
+    def loss(params, model_state, batch, key):
+        x = batch["x"] / jnp.linalg.norm(batch["x"] * params["scale"], axis=-1, keepdims=True)
+        y, _ = model.apply({"blocks": params["blocks"]}, {}, x, train=True)
+        return (y**2).sum(-1), fnet.Aux(model_state, {})
+
+    optimizer = optax.adam(1e-2)
+    step = fnet.make_step(loss, optimizer, IN_BACKWARD)
+    x = jax.random.normal(jax.random.key(0), (4, 3))
+    padded = {"x": x.at[2:].set(0), "weight": jnp.array([1.0, 1.0, 0.0, 0.0])}
+    results = []
+    for batch in (padded, {"x": x[:2]}):
+        params = model.init(jax.random.key(1))[0] | {"scale": jnp.ones(3)}
+        state = fnet.TrainState.create(params=params, optimizer=optimizer, key=jax.random.key(2))
+        state, metrics = step(state, batch)
+        results.append((state.params, metrics))
+    chex.assert_trees_all_close(*results, atol=1e-6)
+
+
 def test_several_stacks_at_any_path():
     model = serial(
         encoder=serial(embed=layers.dense(5, WIDTH), blocks=repeat(small_block(), 2)),

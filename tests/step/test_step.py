@@ -9,8 +9,9 @@ import pytest
 from flax import nnx
 
 import fnet
-from fnet import layers, losses, models, serial
+from fnet import autodiff, layers, losses, models, serial
 from fnet.autodiff import mean
+from fnet.autodiff.accumulate import as_mode
 from fnet.autodiff.mean import weighted_mean
 from fnet.autodiff.update import gradient_then_optimizer
 from fnet.memory import DonationError, tree_bytes
@@ -115,6 +116,57 @@ def test_padding_with_weight_0_changes_nothing():
     chex.assert_trees_all_close(padded_metrics, metrics, atol=1e-6)
     _, _, worst = gradient(params, state, padded, jax.random.key(2))
     chex.assert_tree_all_finite(worst)
+
+
+def unit_vectors(params, state, batch, key):
+    """Loss of embeddings of length 1, whose derivative is NaN for an image of zeros."""
+    z = batch["inputs"]["x"] @ params["w"]
+    losses = (z / jnp.linalg.norm(z, axis=-1, keepdims=True) * batch["y"][:, None]).sum(-1)
+    return losses, fnet.Aux(state, {"length": jnp.linalg.norm(z, axis=-1)})
+
+
+@pytest.mark.parametrize("value", [0.0, jnp.nan, jnp.inf])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        autodiff.mean,
+        autodiff.microbatches(2),
+        autodiff.per_example(),
+        autodiff.clipped(1e6),
+        autodiff.clipped(1e6, automatic=1e-9, microbatches=2),
+        autodiff.clipped(1e6, per_layer=True),
+    ],
+    ids=str,
+)
+def test_padding_whose_derivative_is_nan_changes_nothing(mode, value):
+    params = {"w": jnp.arange(6.0).reshape(3, 2)}
+    x = jax.random.normal(jax.random.key(0), (4, 3))
+    # Microbatch i is every second row, so the second one has padding only.
+    order = jnp.array([0, 2, 1, 3])
+    batch = {
+        "inputs": {"x": x.at[2:].set(value)[order]},
+        "y": jnp.array([1, -2, 5, 7])[order],
+        "key": jax.random.split(jax.random.key(1), 4),
+        "is_odd": jnp.array([True, False, True, False])[order],
+        "weight": jnp.array([1.0, 1.0, 0.0, 0.0])[order],
+    }
+    real = {"inputs": {"x": x[:2]}, "y": jnp.array([1, -2])}
+    gradient = as_mode(mode)(unit_vectors)
+    expected, _, metrics = as_mode(mode).split(1)(unit_vectors)(
+        params, {}, real, jax.random.key(2)
+    )
+    got, _, padded_metrics = gradient(params, {}, batch, jax.random.key(2))
+    chex.assert_trees_all_close(got, expected, atol=1e-6)
+    chex.assert_trees_all_close(padded_metrics, metrics, atol=1e-5)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_padding_only_gives_a_gradient_of_0_even_of_a_nan(microbatches):
+    batch = {"inputs": {"x": jnp.zeros((4, 3))}, "y": jnp.ones(4), "weight": jnp.zeros(4)}
+    gradient = fnet.accumulate_grad(unit_vectors, microbatches)
+    grads, _, metrics = gradient({"w": jnp.ones((3, 2))}, {}, batch, None)
+    assert not grads["w"].any()
+    assert float(metrics["loss"]) == 0.0
 
 
 def test_all_weights_0_give_a_gradient_of_0():

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from fnet import TrainState
-from fnet.autodiff.mean import mean_loss
+from fnet.autodiff.mean import mean_loss, replace_padding
 from fnet.nonfinite import find_nonfinite
 from train.data import Arrays
 from train.errors import TrainingError
@@ -101,7 +101,7 @@ class SkippedSteps:
             jax.value_and_grad(mean_loss(self._run.task.loss), has_aux=True),
             state.params,
             state.model_state,
-            self._run.put(step.batch),
+            replace_padding(self._run.put(step.batch)),
             jax.random.fold_in(jax.random.clone(state.key), step.number - 1),
         )
         return str(source) if source else "everything is finite with the parameters of later steps"

@@ -12,7 +12,7 @@ from jax import Array
 
 from fnet.autodiff.fused_optimizer.layer_update import REST, LayerUpdate, trace_update
 from fnet.autodiff.fused_optimizer.stack import Owned, Stack, StackPlaceholder
-from fnet.autodiff.mean import Loss, mean
+from fnet.autodiff.mean import Loss, gradient_of, mean_loss, replace_padding
 from fnet.autodiff.update import Mode, Update, squared_norm
 
 
@@ -156,8 +156,9 @@ def _update(
         return result
 
     # The cotangents of `owned` are the new values of the stacks.
-    (grads, new_owned), model_state, metrics = mean(loss_of_placeholders)(
-        (rest, owned), model_state, batch, key
+    gradient = gradient_of(mean_loss(loss_of_placeholders))
+    (grads, new_owned), model_state, metrics = gradient(
+        (rest, owned), model_state, replace_padding(batch), key
     )
     for placeholder in placeholders:
         placeholder.check_updated()

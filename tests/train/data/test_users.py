@@ -78,6 +78,20 @@ def test_clips_the_mean_gradient_of_each_users_examples(problem):
     np.testing.assert_allclose(info.norms, norms, rtol=1e-5, atol=1e-7)
 
 
+def test_padding_whose_derivative_is_nan_changes_nothing():
+    def norms(params, state, batch, key):
+        return jnp.linalg.norm(batch["x"] * params["w"][None], axis=-1), fnet.Aux(state, {})
+
+    x = jnp.array([[[3.0, 4.0], [0.0, 0.0]], [[1.0, 0.0], [0.0, 2.0]]])
+    batch = {"x": x, "example_weight": jnp.array([[1.0, 0.0], [1.0, 1.0]])}
+
+    def losses(params, batch):
+        return per_user(norms)(params, {}, batch, None)[0]
+
+    total, _ = fnet.clipped_grad(losses, 1e6)({"w": jnp.ones(2)}, batch)
+    chex.assert_trees_all_close(total["w"], jnp.array([9 / 5 + 0.5, 16 / 5 + 1.0]))
+
+
 def test_a_user_changes_the_sum_by_at_most_the_clip(problem):
     params, batch, count = problem
     clip = 0.1
