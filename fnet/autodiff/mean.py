@@ -202,8 +202,8 @@ def replace_padding(batch: dict[str, Array]) -> dict[str, Array]:
         first = jnp.where(is_first.reshape(column), a, jnp.zeros_like(a)).sum(0, dtype=a.dtype)
         return jnp.where(is_padding.reshape(column), first, a)
 
-    others = {name: a for name, a in batch.items() if name != "weight"}
-    return jax.tree.map(replace, others) | {"weight": weight}
+    replaced: dict[str, Array] = jax.tree.map(replace, dict(batch))
+    return replaced | {"weight": weight}
 
 
 def mean_loss(loss: Loss) -> Objective:

@@ -152,9 +152,7 @@ def test_padding_whose_derivative_is_nan_changes_nothing(mode, value):
     }
     real = {"inputs": {"x": x[:2]}, "y": jnp.array([1, -2])}
     gradient = as_mode(mode)(unit_vectors)
-    expected, _, metrics = as_mode(mode).split(1)(unit_vectors)(
-        params, {}, real, jax.random.key(2)
-    )
+    expected, _, metrics = as_mode(mode).split(1)(unit_vectors)(params, {}, real, jax.random.key(2))
     got, _, padded_metrics = gradient(params, {}, batch, jax.random.key(2))
     chex.assert_trees_all_close(got, expected, atol=1e-6)
     chex.assert_trees_all_close(padded_metrics, metrics, atol=1e-5)
