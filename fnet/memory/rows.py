@@ -169,7 +169,7 @@ class RowAxes(BatchAxes):
 
     def rule(self, eqn: JaxprEqn, states: Sequence[Any], results: Sequence[Any]) -> Rule | None:
         """Return the derivative rule of an equation, if it keeps rows apart; None if not."""
-        key = id(eqn), tuple(s for s in states if isinstance(s, BatchAxis))
+        key = id(eqn), tuple(s if isinstance(s, BatchAxis) else None for s in states)
         if key not in self.rules:
             self.rules[key] = self._find_rule(eqn, states, results)
         return self.rules[key]
@@ -318,6 +318,7 @@ class _Interpreter:
 
     def sum(self, value: Value) -> Any:
         """A part of a sum. A whole value belongs to the first part."""
+        assert isinstance(value.state, Shared | Sum)
         array = self.whole(value)
         if isinstance(value.state, Sum):
             return array
@@ -328,6 +329,7 @@ class _Interpreter:
         if isinstance(value.state, BatchAxis | Indices):
             assert value.state.axis == axis
             return value.array
+        assert isinstance(value.state, Shared)
         if isinstance(value.array, _Later):
             return self._rows_later(value.array, axis)
         return slice_rows(value.array, axis, self.part)
@@ -456,23 +458,8 @@ class _Interpreter:
 
     def _scan(self, eqn: JaxprEqn, scan: Scan, inputs: list[Value]) -> list[Any]:
         consts, carry, xs = scan.split(inputs)
-        if any(x.state == BatchAxis(0) for x in xs):  # a loop over the rows
-            wholes = [self.whole(v) for v in consts]
-            length = self.part.size
-
-            def iteration(carry: Any, rows: Any) -> Any:
-                out = interpret(scan.body, [*wholes, *carry, *rows], evaluate)
-                return out[: scan.num_carry], out[scan.num_carry :]
-
-            with in_scopes(eqn):
-                out, ys = jax.lax.scan(
-                    iteration,
-                    [self.whole(v) for v in carry],
-                    [self.rows(v, 0) for v in xs],
-                    length,
-                    eqn.params["reverse"],
-                )
-            return [*out, *ys]
+        if any(x.state == BatchAxis(0) for x in xs):
+            return self._loop_over_rows(eqn, scan, inputs)
         slices = [self.axes.sliced(x.state) for x in xs]
         states, y_states = self.axes.fixed_point(
             scan.body, [c.state for c in consts], [c.state for c in carry], slices, Site()
@@ -489,6 +476,21 @@ class _Interpreter:
         with in_scopes(eqn):
             results, _ = scan.evaluate(
                 body, self.converted(carry, states), [self.whole(x) for x in xs]
+            )
+        return results
+
+    def _loop_over_rows(self, eqn: JaxprEqn, scan: Scan, inputs: list[Value]) -> list[Any]:
+        """Run a scan whose iterations are rows: for the iterations of these rows alone."""
+        consts, carry, xs = scan.split(inputs)
+        wholes = [self.whole(v) for v in consts]
+        shorter = scan._replace(length=scan.length * self.part.size // self.part.of)
+
+        def body(carry: list[Any], rows: list[Any], _: None) -> tuple[list[Any], None]:
+            return interpret(scan.body, [*wholes, *carry, *rows], evaluate), None
+
+        with in_scopes(eqn):
+            results, _ = shorter.evaluate(
+                body, [self.whole(v) for v in carry], [self.rows(v, 0) for v in xs]
             )
         return results
 

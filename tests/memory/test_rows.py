@@ -16,7 +16,7 @@ from fnet.autodiff.per_example.batch_axis import (
     Shared,
     Unknown,
 )
-from fnet.jaxpr import aval, evaluate, factors, inline
+from fnet.jaxpr import aval, evaluate, factors, find_equations, inline
 from fnet.jaxpr.axes import ROWS
 from fnet.memory.regions import _jaxpr
 from fnet.memory.rows import Part, RowAxes, Sum, Value, run_rows
@@ -128,3 +128,57 @@ def test_random_bits_follow_from_positions(bits, axis):
     size = args[0].shape[axis]
     _, (out,) = in_parts(closed, args, (axis, None), size, [(0, 1), (1, size - 1)])
     np.testing.assert_array_equal(out, f(*args))
+
+
+@pytest.mark.parametrize("unroll", [1, 4])
+def test_a_loop_over_rows_with_other_axes_merged_into_them(unroll):
+    def f(x):
+        def row(carry, r):
+            return carry, jnp.sin(r) * r.sum()
+
+        return jax.lax.scan(row, 0, x.reshape(-1, 3), unroll=unroll)[1]
+
+    args = (jnp.asarray(np.random.default_rng(0).standard_normal((4, 5, 3)), jnp.float32),)
+    closed = jax.make_jaxpr(f)(*args)
+    found, (out,) = in_parts(closed, args, (0,), 4, [(0, 1), (1, 3)])
+    assert found == [BatchAxis(0)]
+    np.testing.assert_allclose(out, f(*args), 1e-6)
+    rows = jax.make_jaxpr(lambda x: in_parts(closed, (x,), (0,), 4, [(0, 3)])[1])(*args)
+    (scan,) = find_equations(rows, "scan")
+    assert (scan.params["length"], scan.params["unroll"]) == (15, unroll)
+
+
+def test_a_function_with_a_derivative_rule_is_called_with_its_operands_exchanged():
+    @jax.custom_vjp
+    def product(a, b):
+        return a @ b.T
+
+    def backward(saved, c):
+        a, b = saved
+        return 2 * c @ b, 3 * c.T @ a
+
+    product.defvjp(lambda a, b: (a @ b.T, (a, b)), backward)
+    shared = jax.jit(product)
+
+    def f(x, w):
+        return shared(x, w) + shared(w, 2 * x).T
+
+    draw = np.random.default_rng(0)
+    args = [jnp.asarray(draw.standard_normal((4, 4)), jnp.float32) for _ in range(2)]
+    closed = jax.make_jaxpr(f)(*args)
+
+    def in_two(x, w):
+        return in_parts(closed, (x, w), (0, None), 4, [(0, 1), (1, 3)])[1][0].sum()
+
+    grads = jax.grad(in_two, (0, 1))(*args)
+    expected = jax.grad(lambda *args: f(*args).sum(), (0, 1))(*args)
+    for a, b in zip(grads, expected, strict=True):
+        np.testing.assert_allclose(a, b, 1e-5, 1e-6)
+
+
+def test_values_in_another_state_than_expected_are_an_error():
+    interpreter, _ = run_rows(jax.make_jaxpr(lambda: ())(), [], Part(0, 1, 2), RowAxes(2))
+    with pytest.raises(AssertionError):
+        interpreter.sum(Value(BatchAxis(0), jnp.ones(1)))
+    with pytest.raises(AssertionError):
+        interpreter.rows(Value(Sum(), jnp.ones(2)), 0)
