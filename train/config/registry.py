@@ -1,7 +1,7 @@
 """Registry of sections with variants: data sources, networks and gradient modes.
 
-A variant is registered when its class is defined, by the value of the field that names it. So a
-variant is one file: one of fnet's in the package of its kind, or any file of a user.
+A variant is registered when its class is defined, under the value of its tag field. So it needs one
+file: fnet's are in the package of their kind, and a user's may be anywhere.
 """
 
 import functools
@@ -27,12 +27,12 @@ class Variant(Section):
     """Base class of sections that have several variants.
 
     Its direct subclasses are kinds of sections, such as `train.config.data.Data`. Their subclasses
-    are variants, if they give a value to the field that names them.
+    are variants, if they give a value to the tag field.
 
     Attributes:
       section: name of the section in a config.
       tag: field that names the variant.
-      package: package with fnet's own variants, one or several in a module.
+      package: package with fnet's own variants.
     """
 
     section: ClassVar[str] = ""
@@ -47,12 +47,14 @@ class Variant(Section):
             return
         name = cls.__dict__.get(cls.tag)
         if not name or not isinstance(name, str):
-            return  # a base class of variants
-        known = _VARIANTS[cls.section].get(name)
-        if known and known.__module__ != cls.__module__ and known.__module__.startswith("train."):
+            return  # A base class of variants, or a subclass of one that inherits its name.
+        known = _VARIANTS[cls.section].get(name, cls)
+        # Either may be defined first.
+        by_origin = {kind.__module__.startswith("train."): kind for kind in (known, cls)}
+        if len(by_origin) == 2:
             raise UserError(
-                f"{cls.section}.{cls.tag}: {name} is a variant of fnet, {known.__name__}; give "
-                f"{cls.__name__} another name"
+                f"{cls.section}.{cls.tag}: {name} is a variant of fnet, "
+                f"{by_origin[True].__name__}; give {by_origin[False].__name__} another name"
             )
         # A recipe that is loaded again defines its variants again.
         _VARIANTS[cls.section][name] = cls
@@ -72,7 +74,7 @@ _plugins: set[str] = set()
 
 
 def variants(section: str) -> dict[str, Any]:
-    """``{"mean": Mean, ...}``: variants of a section by their name, or {} if it has one form.
+    """Return the variants of a section by name, as in ``{"mean": Mean}``; {} if it has none.
 
     Raises:
       UserError: if a file of ``FNET_PLUGINS`` cannot be imported.
@@ -96,7 +98,7 @@ def all_variants() -> Iterator[type[Variant]]:
 
 
 def tag_of(section: str) -> str | None:
-    """Return the name of the field that names a section's variant; None if it has one form."""
+    """Return the name of the field that names a section's variant; None if it has none."""
     return _KINDS[section].tag if section in _KINDS else None
 
 
