@@ -86,7 +86,7 @@ def evaluate_run(folder: RunFolder, options: EvalArguments, console: Console) ->
     place = run.layout.fields if run.layout else None
     network = load_network(folder, run.task.model, best=options.best, place=place)
     # With several crops or views per image, fewer images make a batch of the same size.
-    batch_size = config.data.batch_size // max(run.crops, views.num_views)
+    batch_size = config.data.batch_size // max(run.config.data.crops, views.num_views)
     batch_size = max(batch_size // run.devices, 1) * run.devices
     log = line_printer(console)
     unreadable = UnreadableFiles(run.task.dataset, log)

@@ -50,7 +50,7 @@ from train.run.seeds import (
     needs_secret,
     read_seeds,
 )
-from train.run.setup import Setup, check_same_noise, setup
+from train.run.setup import Setup, check_resumed_length, setup
 from train.run.skipped_steps import SkippedSteps
 
 
@@ -195,7 +195,7 @@ def _reopen_folder(
             f"{folder.checkpoints}/STEP, or start a new run with another --out"
         )
     before = folder.read_config()
-    check_same_noise(run, before)
+    check_resumed_length(run, before)
     check_classes(folder, run.task.dataset.classes, run.task.dataset.label_map)
     check_secret(folder, before)
     changed = check_data(folder, run.config, data)

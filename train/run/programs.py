@@ -68,5 +68,5 @@ def compile_programs(
 
 def _evaluation_batch_size(run: Setup, planned: Planned) -> int:
     """Return the number of test images per batch: a microbatch, divided by crops per image."""
-    images = run.config.data.batch_size // planned.microbatches // run.crops
+    images = run.config.data.batch_size // planned.microbatches // run.config.data.crops
     return max(images // run.devices, 1) * run.devices

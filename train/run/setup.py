@@ -22,6 +22,7 @@ from train import data
 from train.config import Config
 from train.data import Dataset, buckets, poisson, users
 from train.data.canaries import add_canaries, draw_included, exclude
+from train.data.placeholder import Placeholder
 from train.data.unreadable import UnreadableFiles
 from train.errors import UserError
 from train.gradients.privacy import Privacy
@@ -31,14 +32,14 @@ from train.run.run_folder import changed_fields
 from train.tasks import Task
 from train.tasks import build as build_task
 
-_WARMUP_FRACTION = 10
-"""A run that is shorter than its warmup warms up for one step in so many."""
+_WARMUP_SHARE = 0.1
+"""Share of warmup steps in a run that is shorter than its warmup."""
 _FEW_STEPS = 20
 """A run of fewer steps is probably too short to learn anything."""
 
 
 class Setup(NamedTuple):
-    """Everything that follows from a config, before anything is compiled.
+    """Everything that follows from a config: data, loss, step and shapes. It compiles on request.
 
     Attributes:
       config: Config of the run.
@@ -46,13 +47,13 @@ class Setup(NamedTuple):
       steps: Number of steps of the run.
       steps_per_epoch: Number of steps per epoch, not rounded.
       schedule: Function ``step -> learning rate``.
-      init: Function ``key -> TrainState``; for a published model ``(key, parameters)``.
+      init: Function ``(key, variables=None) -> TrainState``; see `compile_init`.
       step: Train step, whose remat policy is not chosen yet.
       state_shapes: Shapes of the train state.
       batch_shapes: Shapes of a training batch.
       privacy: Privacy guarantee; None without noise.
       canaries: Canaries of an audit, or None.
-      layout: Layout of the shapes; None for one device.
+      layout: Layout of the shapes; None before `on`.
       notes: Where the run differs from its config, for the user.
     """
 
@@ -82,13 +83,8 @@ class Setup(NamedTuple):
 
     @property
     def devices(self) -> int:
-        """Number of training devices."""
+        """Number of training devices; 1 before `on`."""
         return self.layout.mesh.size if self.layout else 1
-
-    @property
-    def crops(self) -> int:
-        """Number of crops of each test image."""
-        return self.config.data.crops
 
     @property
     def microbatch_choices(self) -> tuple[int, ...] | None:
@@ -125,7 +121,7 @@ class Setup(NamedTuple):
         return self._replace(config=config).with_batch_shapes(_batch_shapes(self.task, config))
 
     def put(self, batch: Any) -> Any:
-        """Convert a batch to arrays on the step's devices."""
+        """Distribute a batch over the devices of all processes; one process needs no change."""
         return self.layout.put(batch) if self.layout else batch
 
     def with_batch_shapes(self, shapes: Any) -> "Setup":
@@ -146,11 +142,12 @@ class Setup(NamedTuple):
         return init.lower(jax.random.key(0), variables)
 
     def compile_init(self, variables: Any = None) -> Callable[[Array], TrainState]:
-        """Compile ``key -> TrainState``, which reads the parameters of a published model.
+        """Compile ``key -> TrainState``.
 
         Args:
-          variables: ``(params, model_state)`` that a network begins with. Arrays that are None
-            take their initial values.
+          variables: ``(params, model_state)`` in place of the initial values of a network of fnet's
+            layers; arrays that are None keep theirs. A published model begins with the parameters
+            of its files, whatever is given.
         """
         model = self.task.model
         if self.config.model.published is None:
@@ -166,7 +163,7 @@ class Setup(NamedTuple):
 
 
 def setup(config: Config, *, without_data: bool = False, dataset: Dataset | None = None) -> Setup:
-    """Set up a run; nothing is compiled or computed yet.
+    """Load the data and build the step; no program of the run is compiled.
 
     Args:
       config: Config of the run.
@@ -181,25 +178,13 @@ def setup(config: Config, *, without_data: bool = False, dataset: Dataset | None
 
     missing = config.data.placeholder() if without_data else None
     task = build_task(config, missing.dataset if missing else dataset)
-    notes = [f"data: {missing.note}"] if missing else []
-    notes += config.model.notes(config.data)
-    if not config.is_release_only:  # these notes depend on training examples
-        notes += [f"data: {note}" for note in task.dataset.notes]
-    canaries = None
-    if config.grad.num_canaries:
-        params, _ = jax.eval_shape(task.model.init, jax.random.key(0))
-        canaries = config.grad.draw_canaries(params, config.train.seed)
-        with_canaries = add_canaries(task.dataset, config.grad.num_canaries)
-        task = task._replace(dataset=with_canaries, loss=canaries.add_to(task.loss))
+    task, canaries = _with_canaries(config, task)
     if config.examples_per_user:
         task = task._replace(loss=per_user(task.loss))
 
     steps_per_epoch = _steps_per_epoch(config, task.dataset)
     steps = _num_steps(config, steps_per_epoch)
-    if not config.is_release_only and not missing:
-        notes += _few_steps(config, task.dataset, steps)
-    schedule, more = _schedule(config, steps, steps_per_epoch)
-    notes += more
+    schedule = _schedule(config, steps, steps_per_epoch)
     privacy = config.grad.privacy(config, _num_units(task.dataset), steps)
     mode, optimizer = config.grad.build(config, _optimizer(config, schedule), privacy)
     average = optim.schedule_free_params if config.optim.is_schedule_free else None
@@ -217,10 +202,7 @@ def setup(config: Config, *, without_data: bool = False, dataset: Dataset | None
     state_shapes = _state_shapes(config, init)
     batch_shapes = _batch_shapes(task, config)
     if config.grad.is_per_example:
-        try:  # some networks mix the examples of a batch
-            jax.eval_shape(step, state_shapes, batch_shapes)
-        except ValueError as error:
-            raise UserError(f"grad: {error}") from error
+        _refuse_mixing(step, state_shapes, batch_shapes)
     return Setup(
         config=config,
         task=task,
@@ -233,24 +215,58 @@ def setup(config: Config, *, without_data: bool = False, dataset: Dataset | None
         batch_shapes=batch_shapes,
         privacy=privacy,
         canaries=canaries,
-        notes=tuple(notes),
+        notes=tuple(_notes(config, task.dataset, steps, missing)),
     )
 
 
-def check_same_noise(run: Setup, saved: Config) -> None:
-    """Check that a resumed run has the same noise as before.
+def check_resumed_length(run: Setup, saved: Config) -> None:
+    """Check that a resumed private run takes as many steps as its noise was calibrated for.
 
     Args:
       run: setup of the run.
       saved: config that it began with.
 
     Raises:
-      UserError: if the noise was calibrated for another number of steps.
+      UserError: if it takes more or fewer.
     """
     config = run.config
     if changed_fields(saved, config):
         return  # another run, which `RunFolder.resume` reports
     config.grad.check_length(_num_steps(saved, run.steps_per_epoch), run.steps)
+
+
+def _with_canaries(config: Config, task: Task) -> tuple[Task, GradientCanaries | None]:
+    """Add the canaries of an audit to data and loss, if the config has any."""
+    if not config.grad.num_canaries:
+        return task, None
+    params, _ = jax.eval_shape(task.model.init, jax.random.key(0))
+    canaries = config.grad.draw_canaries(params, config.train.seed)
+    dataset = add_canaries(task.dataset, config.grad.num_canaries)
+    return task._replace(dataset=dataset, loss=canaries.add_to(task.loss)), canaries
+
+
+def _refuse_mixing(step: Step, state_shapes: TrainState, batch_shapes: Any) -> None:
+    """Trace a step with per-example gradients, which some networks do not have."""
+    try:
+        jax.eval_shape(step, state_shapes, batch_shapes)
+    except ValueError as error:
+        raise UserError(f"grad: {error}") from error
+
+
+def _notes(config: Config, dataset: Dataset, steps: int, missing: Placeholder | None) -> list[str]:
+    """Say where the run differs from its config, or is too short."""
+    notes = [f"data: {missing.note}"] if missing else []
+    notes += config.model.notes(config.data)
+    if not config.is_release_only:  # These depend on training examples.
+        notes += [f"data: {note}" for note in dataset.notes]
+        notes += [] if missing else _few_steps(config, dataset, steps)
+    warmup_steps = _warmup_steps(config, steps)
+    if warmup_steps != config.optim.warmup_steps:
+        notes.append(
+            f"optim.warmup_steps: {warmup_steps} instead of {config.optim.warmup_steps}, because "
+            f"the run has {steps} step{'s' if steps > 1 else ''}"
+        )
+    return notes
 
 
 def _steps_per_epoch(config: Config, dataset: Dataset) -> float:
@@ -277,61 +293,63 @@ def _few_steps(config: Config, dataset: Dataset, steps: int) -> list[str]:
     ]
 
 
-def _schedule(
-    config: Config, steps: int, steps_per_epoch: float
-) -> tuple[optax.Schedule, list[str]]:
-    """Return the learning rate schedule, and a note if its warmup is shorter than given."""
-    o, warmup_steps, notes = config.optim, config.optim.warmup_steps, []
-    if warmup_steps > steps:
-        warmup_steps = steps // _WARMUP_FRACTION
-        notes.append(
-            f"optim.warmup_steps: {warmup_steps} instead of {o.warmup_steps}, because the run has "
-            f"{steps} step{'s' if steps > 1 else ''}"
-        )
+def _warmup_steps(config: Config, steps: int) -> int:
+    given = config.optim.warmup_steps
+    return given if given <= steps else int(_WARMUP_SHARE * steps)
+
+
+def _schedule(config: Config, steps: int, steps_per_epoch: float) -> optax.Schedule:
+    section = config.optim
     try:
-        schedule = optim.make_schedule(
-            o.schedule,
-            o.learning_rate,
+        return optim.make_schedule(
+            section.schedule,
+            section.learning_rate,
             steps,
-            warmup_steps=warmup_steps,
-            decay_steps=[epochs * steps_per_epoch for epochs in o.decay_epochs],
-            decay_rate=o.decay_rate,
+            warmup_steps=_warmup_steps(config, steps),
+            decay_steps=[epochs * steps_per_epoch for epochs in section.decay_epochs],
+            decay_rate=section.decay_rate,
         )
     except ValueError as error:  # only decay_steps is not checked yet
-        given = ", ".join(f"{epochs:g}" for epochs in o.decay_epochs) or "none"
+        given = ", ".join(f"{epochs:g}" for epochs in section.decay_epochs) or "none"
         raise UserError(f"optim.decay_epochs: {given}, counted in steps: {error}") from error
-    return schedule, notes
 
 
 def _optimizer(config: Config, schedule: optax.Schedule) -> optax.GradientTransformation:
-    o = config.optim
-    return optim.make_optimizer(
-        o.name,
+    section = config.optim
+    optimizer = optim.make_optimizer(
+        section.name,
         schedule,
-        momentum=o.momentum,
-        nesterov=o.nesterov,
-        weight_decay=o.weight_decay,
-        clip_norm=o.clip_norm,
-        classifier_scale=o.classifier_learning_rate
-        and o.classifier_learning_rate / o.learning_rate,
-        layer_decay=o.layer_decay,
-        galore_rank=o.galore_rank,
-        galore_every=o.galore_every,
+        momentum=section.momentum,
+        nesterov=section.nesterov,
+        weight_decay=section.weight_decay,
+        clip_norm=section.clip_norm,
+        classifier_scale=section.classifier_learning_rate
+        and section.classifier_learning_rate / section.learning_rate,
+        layer_decay=section.layer_decay,
+        galore_rank=section.galore_rank,
+        galore_every=section.galore_every,
     )
+
+    def init(params: Any) -> Any:
+        try:
+            return optimizer.init(params)
+        except ValueError as error:  # galore without matrices
+            raise UserError(f"optim.name: {error}") from error
+
+    return optimizer._replace(init=init)
 
 
 def _init(
     config: Config, task: Task, optimizer: optax.GradientTransformation, *, ema: bool
 ) -> Callable[..., TrainState]:
-    """Return ``(key, pretrained) -> TrainState``; see `Setup.init`."""
     has_ema = ema or config.optim.ema_decay is not None
 
-    def init(key: Array, pretrained: Any = None) -> TrainState:
+    def init(key: Array, variables: Any = None) -> TrainState:
         model = task.model
-        if pretrained is not None:
+        if variables is not None:
             is_published = config.model.published is not None
             place = model.place if is_published else functools.partial(_place, model)
-            model = model._replace(init=lambda key: place(key, pretrained))
+            model = model._replace(init=lambda key: place(key, variables))
         model = _with_params_dtype(model, config)
         return TrainState.create(model, optimizer, key, ema=has_ema)
 
@@ -344,10 +362,7 @@ def _state_shapes(config: Config, init: Callable[..., TrainState]) -> TrainState
     Raises:
       UserError: if the network does not have the arrays that the optimizer needs.
     """
-    try:
-        shapes = jax.eval_shape(init, jax.random.key(config.train.seed))
-    except ValueError as error:  # galore without matrices
-        raise UserError(f"optim.name: {error}") from error
+    shapes = jax.eval_shape(init, jax.random.key(config.train.seed))
     has_classifier = any(jax.tree.leaves(optim.classifier_mask(shapes.params)))
     if config.optim.classifier_learning_rate and not has_classifier:
         raise UserError(

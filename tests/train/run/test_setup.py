@@ -28,7 +28,7 @@ from train.config import (
 )
 from train.errors import UserError
 from train.run.run_folder import MAY_CHANGE_ON_RESUME, RunFolder
-from train.run.setup import check_same_noise, setup
+from train.run.setup import check_resumed_length, setup
 
 NETWORK = PreactResNet(widths=(4,), blocks_per_stage=1)
 
@@ -126,9 +126,9 @@ def test_resuming_keeps_the_number_of_private_steps(tmp_path):
     here = dataclasses.replace(config, grad=grad, data=dataclasses.replace(data, workers=2))
     run = run._replace(config=here)
     there = dataclasses.replace(config, grad=grad)
-    check_same_noise(run, there)
+    check_resumed_length(run, there)
     with pytest.raises(UserError, match="spend epsilon 2 over 2 steps, not 4"):
-        check_same_noise(run, dataclasses.replace(there, train=Train(steps=2)))
+        check_resumed_length(run, dataclasses.replace(there, train=Train(steps=2)))
 
 
 SMALL = Synthetic(examples=10, batch_size=4, image_size=4, channels=1, classes=5)
