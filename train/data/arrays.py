@@ -14,10 +14,10 @@ from annotated_types import Gt, Lt, MaxLen, MinLen
 from train.config.data import Data
 from train.config.section import Count, CountOrZero, Positive, Seed
 from train.data import Arrays, Dataset, num_examples, storage
-from train.data.columns import as_labels, choose, name_classes, number_users
+from train.data.columns import as_labels, check_users, choose, name_classes, number_users
 from train.data.image_batches import ImageOptions
 from train.data.labeled_images import check_padding
-from train.data.splits import choose_test_split, hold_out
+from train.data.splits import choose_test_split, hold_out_rows
 from train.errors import UserError, list_available, shorten
 
 _IMAGE_NAMES = ("x", "image", "images", "data")
@@ -109,13 +109,14 @@ def _load(config: ArrayFile) -> Dataset:
     if config.user is not None:
         user = choose("data.user", config.user, _array_names(path), path, "array")
         what = f"data.user: {user} in {path}"
-        users = number_users(_read_array(path, user), len(labels[0]), what)
+        users = check_users(_read_array(path, user), len(labels[0]), what)
     offset = 0
     if len(splits) == 2:
         offset = len(labels[0])
         ids = np.arange(offset), offset + np.arange(len(labels[1]))
     else:
-        ids = hold_out(config, labels[0], users)
+        is_test = hold_out_rows(config, labels[0], users)
+        ids = np.flatnonzero(~is_test), np.flatnonzero(is_test)
         labels = [labels[0][index] for index in ids]
     train, test = (
         {"id": index.astype(np.int32), "label": label}
@@ -137,7 +138,7 @@ def _load(config: ArrayFile) -> Dataset:
         augment=augment,
         prepare=prepare,
         contents=tuple(images),
-        users=None if users is None else number_users(users[ids[0]], len(ids[0]), ""),
+        users=None if users is None else number_users(users[ids[0]]),
         name=lambda row: f"image {train['id'][row]} of {splits[0].images} in {path}",
     )
 

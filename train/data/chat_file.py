@@ -20,7 +20,7 @@ from train.data.columns import number_users
 from train.data.packing import gather, pack
 from train.data.placeholder import Placeholder, zero_tokens
 from train.data.records import Record
-from train.data.splits import count_held_out, split_by_user
+from train.data.splits import count_held_out, hold_out, hold_out_rows
 from train.data.text import Text
 from train.data.tokenizer import Pieces, Tokenizer, load_tokenizer
 from train.errors import UserError, list_available
@@ -201,7 +201,7 @@ def _load(config: ChatFile) -> Dataset:
 
     users = None
     if config.user is not None:  # never packed, because users are protected by noise
-        users = _number_users(train)
+        users = number_users(_user_ids(train))
     tokens_per_byte = None
     # The text of a chat has special tokens, which nobody writes in bytes.
     num_bytes = 0 if read.template else sum(int(d.bytes[d.target].sum()) for d in test)
@@ -288,9 +288,8 @@ def _describe_lengths(documents: list[_Document]) -> str:
     )
 
 
-def _number_users(documents: list[_Document]) -> np.ndarray:
-    ids = np.array([d.user for d in documents], np.str_)
-    return number_users(ids, len(documents), "data.user")
+def _user_ids(documents: list[_Document]) -> np.ndarray:
+    return np.array([d.user for d in documents], np.str_)
 
 
 def _split(config: ChatFile, examples: list[_Document]) -> tuple[list[_Document], list[_Document]]:
@@ -299,14 +298,13 @@ def _split(config: ChatFile, examples: list[_Document]) -> tuple[list[_Document]
     if not count:
         raise UserError(f"data.path: {config.path} holds no examples")
     if config.user is not None:
-        users, seed = _number_users(examples), config.split_seed or 0
-        train, test = split_by_user(users, config.test_fraction, seed)
+        is_test = hold_out_rows(config, np.zeros(count), _user_ids(examples))
+    elif config.split_seed is not None:
+        is_test = hold_out(config, (e.ids.tobytes().hex() for e in examples))
     else:
         num_test = count_held_out(count, config.test_fraction, f"examples in {config.path}")
-        order = np.arange(count)
-        if config.split_seed is not None:
-            order = np.random.default_rng(config.split_seed).permutation(count)
-        train, test = order[: count - num_test], order[count - num_test :]
+        is_test = np.arange(count) >= count - num_test
+    train, test = np.flatnonzero(~is_test), np.flatnonzero(is_test)
     return [examples[i] for i in train], [examples[i] for i in test]
 
 

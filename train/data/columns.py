@@ -208,11 +208,11 @@ def check_names(names: Iterable[str], what: str) -> tuple[str, ...]:
     return tuple(names)
 
 
-def number_users(ids: np.ndarray, examples: int, what: str) -> np.ndarray:
-    """Number the users of examples from 0, int32 [N].
+def check_users(ids: np.ndarray, examples: int, what: str) -> np.ndarray:
+    """Return the users of examples, integers or strings [N].
 
     Args:
-      ids: one id per example, integers or strings [N] or [N, 1].
+      ids: one id per example, [N] or [N, 1].
       examples: number of examples N.
       what: config field and array, which begin the error message.
 
@@ -224,4 +224,9 @@ def number_users(ids: np.ndarray, examples: int, what: str) -> np.ndarray:
             f"{what} is {ids.dtype} of shape {ids.shape}; expected one integer or string for each "
             f"of the {examples} examples"
         )
-    return np.unique(ids.reshape(-1), return_inverse=True)[1].astype(np.int32)
+    return ids.reshape(-1)
+
+
+def number_users(ids: np.ndarray) -> np.ndarray:
+    """Number the users of examples from 0, int32 [N]."""
+    return np.unique(ids, return_inverse=True)[1].astype(np.int32)

@@ -15,7 +15,7 @@ from train.config.data import Data
 from train.config.section import Count, Seed
 from train.data import Arrays, Dataset
 from train.data.preprocessing import Preprocessor, whole_image
-from train.data.splits import hold_out
+from train.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,20 @@ class Digits(Data):
           UserError: If a split of that fraction cannot hold every class.
         """
         from sklearn.datasets import load_digits  # slow to import
+        from sklearn.model_selection import train_test_split
 
         digits = load_digits()
         images = (digits.images / 16.0).astype(np.float32)[..., None]
         labels = digits.target.astype(np.int32)
-        train, test = hold_out(self, labels)
+        try:
+            train, test = train_test_split(
+                np.arange(len(labels)), test_size=self.test_fraction, stratify=labels,
+                random_state=self.split_seed,
+            )  # fmt: skip
+        except ValueError as error:
+            raise UserError(
+                f"data.test_fraction: {self.test_fraction} does not work: {error}"
+            ) from error
 
         def augment(batch: Arrays, generator: np.random.Generator) -> Arrays:
             return batch | {"image": random_shift(batch["image"], self.max_shift, generator)}

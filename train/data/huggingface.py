@@ -12,11 +12,11 @@ from typing_extensions import override
 
 from train.config.section import Count, Seed
 from train.data import Dataset
-from train.data.columns import as_labels, choose, name_classes, number_users
+from train.data.columns import as_labels, check_users, choose, name_classes, number_users
 from train.data.decode import File, UnreadableError
 from train.data.labeled_images import image_dataset
 from train.data.photos import Photos
-from train.data.splits import choose_test_split, hold_out
+from train.data.splits import choose_test_split, hold_out_rows
 from train.errors import UserError, list_available
 
 _TRAIN = "train"
@@ -96,10 +96,11 @@ def _load(config: HuggingFace) -> Dataset:
     if config.user is not None:
         user = choose("data.user", config.user, splits[0].features, config.path, "column")
         what = f"data.user: {user} in {config.path}"
-        users = number_users(_read(splits[0], user), len(labels[0]), what)
+        users = check_users(_read(splits[0], user), len(labels[0]), what)
     index = [np.arange(len(split)) for split in labels]
     if not test:
-        index = [*hold_out(config, labels[0], users)]
+        is_test = hold_out_rows(config, labels[0], users)
+        index = [np.flatnonzero(~is_test), np.flatnonzero(is_test)]
         labels = [labels[0][part] for part in index]
     files = [
         s.select_columns([image]).cast_column(image, datasets.Image(decode=False)) for s in splits
@@ -119,7 +120,7 @@ def _load(config: HuggingFace) -> Dataset:
         lambda ids: [read(id) for id in ids.tolist()],
         lambda id: f"image {places[id]} of {names[is_test[id]]} in {config.path}",
         classes=classes,
-        users=None if users is None else number_users(users[index[0]], len(index[0]), ""),
+        users=None if users is None else number_users(users[index[0]]),
     )
 
 

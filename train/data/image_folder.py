@@ -186,7 +186,9 @@ def _find_splits(
         _compare_classes(folder, classes, root / test_name, subfolders(root / test_name))
         return names, _find(root, train_name, names), _find(root, test_name, names), ()
     whole = _find(root, train_name, names)
-    rows, test_rows = map(np.sort, hold_out(config, whole.labels))
+    keys = (path.removeprefix(whole.prefix) for path in whole.paths)
+    is_test = hold_out(config, keys, whole.labels)
+    rows, test_rows = np.flatnonzero(~is_test), np.flatnonzero(is_test)
     note = (
         f"no val/ or test/ in {root}: {len(test_rows):,} of {len(whole.paths):,} images are held "
         "out for testing (data.test_fraction)"
@@ -221,7 +223,7 @@ def _users(root: Path, train: _Split) -> np.ndarray:
             raise UserError(
                 f"data.user: {root / path} is in no folder of a user; expected CLASS/USER/FILE"
             )
-    return number_users(np.array([names[1] for names in parts]), len(parts), "data.user")
+    return number_users(np.array([names[1] for names in parts]))
 
 
 def _compare_classes(

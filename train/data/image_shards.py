@@ -95,7 +95,10 @@ def _load(config: ImageShards) -> Dataset:
             raise UserError(f"data.path: there are no images in {path}")
     train, test = np.flatnonzero(source >= 0), np.flatnonzero(source < 0)
     if not test_paths:
-        train, test = map(np.sort, hold_out(config, label))
+        named = zip(shard.tolist(), place.tolist(), strict=True)
+        keys = (f"{os.path.basename(every[i])} {first} {second}" for i, (first, second) in named)
+        is_test = hold_out(config, keys, label)
+        train, test = np.flatnonzero(~is_test), np.flatnonzero(is_test)
     if not len(test):
         raise UserError(f"data.test_path: there are no images in {shorten(test_paths)}")
     rows = np.concatenate([train, test])

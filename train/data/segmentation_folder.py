@@ -33,7 +33,7 @@ from train.data.masks import (
 )
 from train.data.placeholder import Placeholder, missing_paths, zeros
 from train.data.preprocessing import Preprocessor
-from train.data.splits import choose_training_split, count_held_out
+from train.data.splits import choose_training_split, hold_out
 from train.data.workers import Workers
 from train.errors import UserError
 
@@ -241,12 +241,10 @@ def _find_splits(
         pairs, files = found.pairs()
         if test_only:
             return pairs[:1], pairs, files
-        num_test = count_held_out(len(pairs), config.test_fraction, "images")
-        order = np.random.default_rng(config.split_seed).permutation(len(pairs))
-        held_out = {*order[:num_test].tolist()}
         splits: tuple[list[Pair], list[Pair]] = [], []
-        for i, pair in enumerate(pairs):
-            splits[i in held_out].append(pair)
+        held_out = hold_out(config, (image for image, _ in pairs))
+        for pair, is_test in zip(pairs, held_out, strict=True):
+            splits[bool(is_test)].append(pair)
         return *splits, files
     test_split = found.test(config.test_split)
     if test_only:

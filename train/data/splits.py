@@ -1,10 +1,12 @@
 """Training and test examples: names of splits, and examples that are held out."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
+from hashlib import blake2b
 from typing import Protocol
 
 import numpy as np
 
+from train.data.columns import normalized
 from train.errors import UserError, did_you_mean, list_available
 
 SPLIT_NAMES = {
@@ -23,7 +25,7 @@ class HeldOut(Protocol):
         """Fraction that is held out."""
 
     @property
-    def split_seed(self) -> int:
+    def split_seed(self) -> int | None:
         """Random seed of the choice."""
 
 
@@ -54,42 +56,66 @@ def choose_test_split(given: str | None, names: Collection[str], where: object) 
 
 
 def hold_out(
+    config: HeldOut, keys: Iterable[object], labels: np.ndarray | None = None
+) -> np.ndarray:
+    """Choose about ``test_fraction`` of the examples by a hash of their keys, bool [N].
+
+    The key of an example decides alone, so that one more example moves no other from training to
+    testing. Only a class without any hash on one side of the fraction gives its nearest example.
+
+    Args:
+      config: options of the data source.
+      keys: names of the examples, or of their users; contents or numbers of those without names.
+      labels: class of each example, int [N]; None if they have none.
+
+    Raises:
+      UserError: if a class has only one example.
+    """
+    names = [str(key) for key in keys]
+    hashes = hash_names(f"{config.split_seed} {name}" for name in names)
+    is_test = hashes < config.test_fraction * 2.0**64
+    classes = np.zeros(len(names), int) if labels is None else labels
+    order = np.lexsort((hashes, classes))
+    for rows in np.split(order, np.flatnonzero(np.diff(classes[order])) + 1):
+        if len(rows) < 2:
+            which = "" if labels is None else f" of each class, got only {names[rows[0]]}"
+            raise UserError(
+                f"data.test_fraction: {config.test_fraction} needs two or more examples{which}, "
+                "which cannot be both trained and tested on"
+            )
+        is_test[rows[0]] = True
+        is_test[rows[-1]] = False
+    return is_test
+
+
+def hold_out_rows(
     config: HeldOut, labels: np.ndarray, users: np.ndarray | None = None
-) -> tuple[np.ndarray, np.ndarray]:
-    """Split the indices of ``labels`` [N] into training and test, shuffled, within each class.
+) -> np.ndarray:
+    """Choose rows of a table by a hash of their numbers, or of the ids of their users, bool [N].
 
-    With ``users`` [N], no user is in both; then classes do not matter.
-
-    Raises:
-      UserError: if the fraction leaves a class, or all users, without training or test examples.
-    """
-    fraction = config.test_fraction
-    if users is not None:
-        return split_by_user(users, fraction, config.split_seed)
-    from sklearn.model_selection import train_test_split  # slow to import
-
-    try:
-        train, test = train_test_split(
-            np.arange(len(labels)), test_size=fraction, stratify=labels,
-            random_state=config.split_seed,
-        )  # fmt: skip
-    except ValueError as error:
-        raise UserError(f"data.test_fraction: {fraction} does not work: {error}") from error
-    return train, test
-
-
-def split_by_user(
-    users: np.ndarray, test_fraction: float, seed: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Split the indices of ``users`` [N] into training and test, without a user in both.
+    With ``users`` [N], no user is in both splits; then classes do not matter.
 
     Raises:
-      UserError: if the fraction leaves no user for training or for testing.
+      UserError: if a class has only one row, or there is only one user.
     """
-    count = int(users.max()) + 1
-    num_test = count_held_out(count, test_fraction, "users")
-    is_test = np.isin(users, np.random.default_rng(seed).permutation(count)[:num_test])
-    return np.flatnonzero(~is_test), np.flatnonzero(is_test)
+    if users is None:
+        return hold_out(config, (f"row {i}" for i in range(len(labels))), labels)
+    ids, number = np.unique(users, return_inverse=True)
+    if len(ids) < 2:
+        raise UserError(
+            f"data.test_fraction: all examples are of the user {ids[0]}, who cannot be both "
+            "trained and tested on; give examples of more users"
+        )
+    return hold_out(config, ids.tolist())[number]
+
+
+def hash_names(names: Iterable[str]) -> np.ndarray:
+    """Hash names, in any form of Unicode, to uniform 64-bit numbers, uint64 [N]."""
+    digests = (
+        blake2b(normalized(name).encode("utf-8", "surrogateescape"), digest_size=8).digest()
+        for name in names
+    )
+    return np.frombuffer(b"".join(digests), "<u8")
 
 
 def count_held_out(count: int, fraction: float, what: str) -> int:

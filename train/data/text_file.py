@@ -16,6 +16,7 @@ from train.data import Arrays, Dataset, storage
 from train.data.columns import number_users
 from train.data.packing import gather
 from train.data.placeholder import Placeholder, zero_tokens
+from train.data.splits import hold_out
 from train.data.text import Text
 from train.data.tokenizer import Tokenizer, load_tokenizer
 from train.errors import UserError
@@ -77,7 +78,7 @@ class TextFile(Text):
 
 def _load(config: TextFile) -> Dataset:
     tokens, documents, count_bytes = _read_documents(config)
-    train, test = _split_documents(documents, config)
+    train, test = _split_documents(tokens, documents, config)
     context = config.context
     if config.user is not None and config.separator is None:
         raise UserError("data.user: document needs data.separator, the text between documents")
@@ -116,7 +117,7 @@ def _load(config: TextFile) -> Dataset:
         classes=(),
         augment=augment,
         contents=(tokens,),
-        users=None if config.user is None else number_users(document, len(document), "data.user"),
+        users=None if config.user is None else number_users(document),
         tokens_per_byte=tokens_per_byte,
     )
 
@@ -197,16 +198,24 @@ def _count_bytes(
     return total
 
 
-def _split_documents(documents: list[range], config: TextFile) -> tuple[list[range], list[range]]:
+def _split_documents(
+    tokens: np.ndarray, documents: list[range], config: TextFile
+) -> tuple[list[range], list[range]]:
     """Split into training and test spans: whole documents, or parts of the one text."""
-    generator = None if config.split_seed is None else np.random.default_rng(config.split_seed)
     n = len(documents) if config.separator else sum(map(len, documents))
     num_test = round(config.test_fraction * n)
     if config.separator:
-        order = np.arange(n) if generator is None else generator.permutation(n)
-        ordered = [documents[i] for i in order]
-        return ordered[: n - num_test], ordered[n - num_test :]
-    first = n - num_test if generator is None else int(generator.integers(0, n - num_test + 1))
+        is_test = np.arange(n) >= n - num_test
+        if config.split_seed is not None:
+            contents = (tokens[d.start : d.stop].tobytes().hex() for d in documents)
+            is_test = hold_out(config, contents)
+        splits: tuple[list[range], list[range]] = [], []
+        for document, held_out in zip(documents, is_test, strict=True):
+            splits[bool(held_out)].append(document)
+        return splits
+    first = n - num_test
+    if config.split_seed is not None:
+        first = int(np.random.default_rng(config.split_seed).integers(0, n - num_test + 1))
     around = range(0, first), range(first + num_test, n)
     return [span for span in around if span], [range(first, first + num_test)]
 

@@ -278,15 +278,41 @@ def test_holds_out_a_fraction_of_each_class_without_a_test_folder(tmp_path, inne
     data = load(tmp_path, test_fraction=0.2, split_seed=3)
     train, test = ([data.name(i) for i in split["id"]] for split in (data.train, data.test))
     assert sorted(train + test) == sorted(map(str, tmp_path.rglob("*.png")))
-    assert np.bincount(data.test["label"]).tolist() == [3, 1]
+    assert all(np.bincount(data.test["label"], minlength=2) >= 1)
     assert [*data.train["label"], *data.test["label"]] == [
         ("cat", "dog").index(name.split("/")[-2]) for name in train + test
     ]
     (note,) = data.notes
-    assert note.endswith("4 of 20 images are held out for testing (data.test_fraction)")
+    assert note.endswith(f"{len(test)} of 20 images are held out for testing (data.test_fraction)")
     again, other = (load(tmp_path, split_seed=seed) for seed in (3, 4))
     assert [again.name(i) for i in again.test["id"]] == test
     assert [other.name(i) for i in other.test["id"]] != test
+
+
+def test_one_more_image_moves_no_other(tmp_path):
+    for i in range(60):
+        write_image(tmp_path / "data" / ("cat" if i < 45 else "dog") / f"{i:02}é.png", i)
+    before = load(tmp_path / "data", split_seed=3)
+    write_image(tmp_path / "data" / "cat" / "-first.png", 60)
+    for path in (tmp_path / "data" / "dog").iterdir():  # as a Mac writes it
+        path.rename(path.with_name(unicodedata.normalize("NFD", path.name)))
+    (tmp_path / "data").rename(tmp_path / "moved")
+    after = load(tmp_path / "moved", split_seed=3)
+
+    def test_names(data):
+        names = (unicodedata.normalize("NFC", data.name(i)) for i in data.test["id"])
+        return {name.partition("/cat/")[2] or name.partition("/dog/")[2] for name in names}
+
+    assert test_names(after) - {"-first.png"} == test_names(before)
+
+
+def test_a_class_of_one_image_cannot_be_held_out(tmp_path):
+    for name in ("cat/1", "cat/2", "dog/3"):
+        write_image(tmp_path / f"{name}.png")
+    assert load_error(tmp_path) == (
+        "data.test_fraction: 0.2 needs two or more examples of each class, got only dog/3.png, "
+        "which cannot be both trained and tested on"
+    )
 
 
 def test_folders_named_like_splits_are_no_classes(tmp_path):

@@ -17,9 +17,9 @@ from sklearn.datasets import load_digits
 import fnet
 from fnet.privacy import PoissonSampling
 from fnet.privacy.users import per_user
-from train.config import ImageFolder, TextFile, recipes
+from train.config import ArrayFile, ImageFolder, TextFile, recipes
 from train.data import Dataset, num_examples
-from train.data.splits import split_by_user
+from train.data.splits import hold_out_rows
 from train.data.users import user_batches
 from train.errors import UserError
 from train.gradients.privacy import Privacy
@@ -190,14 +190,22 @@ def test_unreadable_examples_are_left_out_of_a_users_mean():
 
 
 def test_a_split_has_no_user_in_both_parts():
-    train, test = split_by_user(USER_OF_ROW, 0.3, 0)
-    assert sorted([*train, *test]) == list(range(len(USER_OF_ROW)))
-    assert len(set(USER_OF_ROW[test])) == 2
-    assert not set(USER_OF_ROW[train]) & set(USER_OF_ROW[test])
-    with pytest.raises(
-        UserError, match=r"data.test_fraction: 0.01 of 7 users leaves 0 for testing"
-    ):
-        split_by_user(USER_OF_ROW, 0.01, 0)
+    config = ArrayFile(test_fraction=0.3)
+    is_test = hold_out_rows(config, np.zeros(len(USER_OF_ROW)), USER_OF_ROW)
+    train, test = set(USER_OF_ROW[~is_test]), set(USER_OF_ROW[is_test])
+    assert train
+    assert test
+    assert not train & test
+    with pytest.raises(UserError, match=r"data.test_fraction: all examples are of the user ann"):
+        hold_out_rows(config, np.zeros(2), np.array(["ann", "ann"]))
+
+
+def test_one_more_user_moves_no_other():
+    users, config = np.array([f"user {i}" for i in range(1, 60)]), ArrayFile()
+    before = dict(zip(users, hold_out_rows(config, users, users), strict=True))
+    more = np.array(["a new one, the first by name", *users])
+    after = dict(zip(more, hold_out_rows(config, more, more), strict=True))
+    assert after | before == after
 
 
 def test_an_array_names_the_users(tmp_path):
@@ -310,8 +318,8 @@ def test_a_users_run_updates_by_clipped_users(digits_of_writers):
         (("--data.user", "None"), "data.examples_per_user: 8, but there are no users"),
         (("--data.examples-per-user", "None"), "data.examples_per_user: data.user needs it, too"),
         (("--grad.mode", "mean"), "data.user: writer, but users are protected by noise only"),
-        (("--grad.delta", "0.02"), "grad.delta: 0.02 would allow publishing one of 80 users"),
-        (("--data.batch-size", "81"), "data.batch_size: 81 is more than the 80 users"),
+        (("--grad.delta", "0.02"), "grad.delta: 0.02 would allow publishing one of 83 users"),
+        (("--data.batch-size", "84"), "data.batch_size: 84 is more than the 83 users"),
     ],
 )
 def test_a_mistake_about_users_is_one_line(words, message, digits_of_writers, capsys):
