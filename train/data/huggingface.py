@@ -48,7 +48,7 @@ class HuggingFace(Photos):
     test_split: Annotated[str, MinLen(1)] | None = None
     """Split to test on; None is validation, val or test, or test_fraction of train."""
     test_fraction: Annotated[float, Gt(0), Lt(1)] = 0.2
-    """Fraction of each class that is held out for testing if there is no test split."""
+    """Approximate fraction of each class to hold out if there is no test split."""
     split_seed: Seed = 0
     """Random seed of that split."""
     user: Annotated[str, MinLen(1)] | None = None

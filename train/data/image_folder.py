@@ -50,7 +50,7 @@ class ImageFolder(LabeledFiles):
     test_split: Annotated[str, MinLen(1)] | None = None
     """Folder of the test images; None is val, or test if there is no val."""
     test_fraction: Annotated[float, Gt(0), Lt(1)] = 0.2
-    """Fraction of each class that is held out for testing if there is no test folder."""
+    """Approximate fraction of each class to hold out if there is no test folder."""
     split_seed: Seed = 0
     """Random seed of that split."""
     balanced: bool = False

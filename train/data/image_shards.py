@@ -44,7 +44,7 @@ class ImageShards(LabeledFiles):
     test_path: tuple[str, ...] = ()
     """Shards to test on; empty is those named val or test, or test_fraction of the images."""
     test_fraction: Annotated[float, Gt(0), Lt(1)] = 0.2
-    """Fraction of each class that is held out for testing if there are no test shards."""
+    """Approximate fraction of each class to hold out if there are no test shards."""
     split_seed: Seed = 0
     """Random seed of that split."""
     image: Annotated[str, MinLen(1)] | None = None

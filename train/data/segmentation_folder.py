@@ -59,7 +59,7 @@ class SegmentationFolder(Data):
     test_split: Annotated[str, MinLen(1)] | None = None
     """Split to test on; None is val, or test if there is no val."""
     test_fraction: Annotated[float, Gt(0), Lt(1)] = 0.2
-    """Fraction of images held out for testing if path is not split."""
+    """Approximate fraction of images to hold out if path is not split."""
     split_seed: Seed = 0
     """Random seed of that split."""
     classes: Annotated[int, Ge(2), Le(255)] | None = None

@@ -12,6 +12,7 @@ from matplotlib.patches import Patch
 
 from fnet.memory import Plan, format_bytes
 from train.output.curves import COLORS, round_ticks, style
+from train.output.glyphs import drawable
 from train.output.memory_tables import StepMemory
 from train.output.palette import overlay_labels
 
@@ -36,9 +37,10 @@ def image_grid(images: np.ndarray, names: Sequence[str], title: str, path: Path)
     figure = Figure(figsize=(1 + 0.6 * columns, 1 + 0.6 * rows), layout="constrained")
     ax = figure.subplots()
     ax.imshow(_rgb(canvas))
-    ax.set_yticks((np.arange(rows) + 0.5) * (h + 2) - 0.5, names, parse_math=False)
+    labels = [*map(drawable, names)]
+    ax.set_yticks((np.arange(rows) + 0.5) * (h + 2) - 0.5, labels, parse_math=False)
     ax.set_xticks([])
-    ax.set_title(title, fontsize=9)
+    ax.set_title(drawable(title), fontsize=9)
     ax.spines[:].set_visible(False)
     ax.tick_params(length=0)
     # Without a format, matplotlib would add a suffix to a path that has none.
@@ -90,7 +92,7 @@ def segmentations(
         texts += [(text, "black") for text in ("image", "truth", caption)]
     figure, ax = _tile(tiles, texts, title, columns=3, room=0.1, inches=3.0)
     labels = np.unique(np.concatenate([a.ravel() for a in (*masks, *predictions)]))
-    shown = {int(i): "void" if i == 255 else classes[i] for i in labels}
+    shown = {int(i): "void" if i == 255 else drawable(classes[i]) for i in labels}
     legend = ax.legend(
         handles=[Patch(color=colors[i] / 255, label=_shorten(n)) for i, n in shown.items()],
         loc="upper center",
@@ -116,14 +118,15 @@ def confusion_matrix(matrix: np.ndarray, classes: Sequence[str], title: str, pat
     ax = figure.subplots()
     ax.imshow(shares, cmap="Blues", vmin=0, vmax=1)
     accuracy = np.trace(matrix) / max(matrix.sum(), 1)
-    ax.set_title(f"{title}: {accuracy:.2%} correct", fontsize=10)
+    ax.set_title(drawable(f"{title}: {accuracy:.2%} correct"), fontsize=10)
     ax.set_ylabel("true")
     ax.set_xlabel("predicted")
     if n <= 50:
         # Class names may contain dollar signs, which are no formula.
-        ax.set_yticks(range(n), classes, parse_math=False)
+        names = [*map(drawable, classes)]
+        ax.set_yticks(range(n), names, parse_math=False)
         slanted: dict[str, Any] = {"rotation": 60, "ha": "right", "rotation_mode": "anchor"}
-        ax.set_xticks(range(n), classes, parse_math=False, **slanted)
+        ax.set_xticks(range(n), names, parse_math=False, **slanted)
         ax.tick_params(labelsize=8)
     if n <= 20:
         for i, j in zip(*np.nonzero(matrix), strict=True):
@@ -265,9 +268,9 @@ def _tile(
         # imshow places a pixel's center at its index.
         place: dict[str, Any] = {"ha": "center", "va": "bottom", "size": 7.5}
         at = x - 0.5 + width / 2, y - 0.5 - 0.02 * height
-        ax.text(*at, text, color=color, parse_math=False, **place)
+        ax.text(*at, drawable(text), color=color, parse_math=False, **place)
     ax.imshow(canvas, interpolation="nearest")
-    ax.set_title(title, fontsize=10)
+    ax.set_title(drawable(title), fontsize=10)
     ax.axis("off")
     return figure, ax
 

@@ -1,12 +1,13 @@
 """Pictures of a run: panels and tiles stand where their labels say."""
 
+import matplotlib as mpl
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
 from rich.console import Console
 
 from fnet.memory import REMAT_POLICIES, Candidate, Cost, Peak, Plan
-from train.output import curves, plots
+from train.output import curves, glyphs, plots
 from train.output.curves import MOST_POINTS, read_curves, thin
 from train.output.formats import duration, number, percent
 from train.output.palette import overlay_labels, palette
@@ -33,6 +34,31 @@ def test_a_row_of_the_confusion_matrix_is_a_true_class_in_shares(drawn, tmp_path
         assert [label.get_text() for label in labels] == ["cat", "dog", "$cow$"]
     assert (ax.get_ylabel(), ax.get_xlabel()) == ("true", "predicted")
     assert ax.get_title() == "a title: 87.50% correct"
+
+
+@pytest.mark.filterwarnings("error")
+def test_names_without_glyphs_are_drawn_as_codes(tmp_path, monkeypatch):
+    monkeypatch.setattr(glyphs, "_other_families", lambda: ())
+    glyphs._add_font.cache_clear()
+    assert glyphs.drawable("猫 and café") == "<U+732B> and café"
+    names = ("猫", "犬", "🐶")
+    plots.confusion_matrix(np.eye(3, dtype=int), names, "path=猫", tmp_path / "a.png")
+    images = np.zeros((3, 4, 4, 3), np.uint8)
+    plots.classifications(images, names, [True] * 3, "猫", tmp_path / "b.png")
+    masks = np.arange(3)[:, None, None] * np.ones((3, 4, 4), int)
+    colors = palette()
+    plots.segmentations(images, masks, masks, names, colors, names, "猫", tmp_path / "c.png")
+    glyphs._add_font.cache_clear()
+
+
+def test_another_font_draws_what_the_first_one_lacks(monkeypatch):
+    monkeypatch.setattr(glyphs, "_other_families", lambda: ("STIXGeneral",))
+    glyphs._add_font.cache_clear()
+    lacking = chr(7553)  # a hooked d, which DejaVu Sans does not have
+    with mpl.rc_context():
+        assert glyphs.drawable(f"a{lacking}") == f"a{lacking}"
+        assert mpl.rcParams["font.family"] == ["sans-serif", "STIXGeneral"]
+    glyphs._add_font.cache_clear()
 
 
 def test_image_mask_and_prediction_stand_side_by_side_under_their_names(drawn, tmp_path):
