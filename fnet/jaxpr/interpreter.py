@@ -122,6 +122,30 @@ def evaluate(eqn: JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
     return outputs
 
 
+def differentiate(
+    eqn: JaxprEqn, inputs: Sequence[Any], operands: Sequence[int]
+) -> tuple[list[Any], Callable[[Sequence[Any]], Sequence[Any]]]:
+    """Evaluate one equation and differentiate it in reverse mode.
+
+    Args:
+      eqn: an equation of any jaxpr.
+      inputs: one array per input.
+      operands: indices of the inputs to differentiate with respect to.
+
+    Returns:
+      One array per output, and the function from cotangents of the inexact outputs to those of the
+      operands.
+    """
+
+    def function(*chosen: Any) -> tuple[list[Any], list[Any]]:
+        given = dict(enumerate(inputs)) | dict(zip(operands, chosen, strict=True))
+        outputs = evaluate(eqn, list(given.values()))
+        return [a for a in outputs if jnp.issubdtype(a.dtype, jnp.inexact)], outputs
+
+    _, vjp, outputs = jax.vjp(function, *(inputs[i] for i in operands), has_aux=True)
+    return outputs, vjp
+
+
 @functools.cache
 def _empty_jaxpr() -> Jaxpr:
     jaxpr = jax.make_jaxpr(lambda: ())().jaxpr

@@ -21,6 +21,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
 from fnet.autodiff.per_example.batch_axis import (
+    CONSTANT_SIZE,
     BatchAxes,
     BatchAxis,
     Indices,
@@ -38,6 +39,7 @@ from fnet.jaxpr import (
     call_like,
     called_jaxpr,
     counted_factor,
+    differentiate,
     evaluate,
     factors,
     in_scopes,
@@ -54,14 +56,11 @@ from fnet.jaxpr import (
 
 
 class Sum(NamedTuple):
-    """A value that is the sum of what parts of the rows give."""
+    """A sum over the rows. Each chunk adds its part."""
 
 
-_NOWHERE: frozenset[int] = frozenset()
-
-
-def _summed(eqn: JaxprEqn, sums: Sequence[int]) -> set[int] | None:
-    """Return the operands in which an equation is linear jointly, among them these sums."""
+def _linear_operands(eqn: JaxprEqn, sums: Sequence[int]) -> set[int] | None:
+    """Return operands that include these sums, and in which the equation is jointly linear."""
     count, row = len(eqn.invars), row_of(eqn)
     together = row.linear if row is not None and isinstance(row.linear, tuple) else ()
     for operands in ({*sums}, {*together}, {*range(count)}, {*range(1, count)}):
@@ -75,8 +74,8 @@ class Rule(NamedTuple):
 
     Attributes:
       forward: ``inputs -> results and residuals``.
-      backward: ``residuals and cotangents -> cotangents of the floating inputs``.
-      floating: Numbers of the floating inputs, and of the floating results.
+      backward: ``residuals and cotangents -> cotangents of the inexact inputs``.
+      floating: Indices of the inexact inputs, and of the inexact results.
       states: States of the residuals.
     """
 
@@ -87,7 +86,7 @@ class Rule(NamedTuple):
 
 
 class RowAxes(BatchAxes):
-    """Follow an axis whose rows keep their positions."""
+    """Follow rows that keep their positions, so values may differ from row to row, and sums."""
 
     def __init__(self, rows: int, is_differentiated: bool = True) -> None:
         super().__init__(rows, is_differentiated)
@@ -98,32 +97,34 @@ class RowAxes(BatchAxes):
 
     def constant(self, value: Any) -> Shared:
         """Constants are whole. Small ones of integers may be indices."""
-        is_known = not isinstance(value, jax.core.Tracer) and jnp.result_type(value).kind in "iub"
-        return Shared(_NOWHERE, lambda: np.asarray(value)) if is_known else Shared()
+        is_small = not isinstance(value, jax.core.Tracer) and np.size(value) <= CONSTANT_SIZE
+        is_known = is_small and jnp.result_type(value).kind in "iub"
+        return Shared(value=lambda: np.asarray(value)) if is_known else Shared()
 
-    def _shared(self, eqn: JaxprEqn, states: list[Any], number: int) -> Shared:
-        return super()._shared(eqn, states, number) if all(s.value for s in states) else Shared()
+    def _shared(self, eqn: JaxprEqn, states: list[Any], index: int) -> Shared:
+        return super()._shared(eqn, states, index) if all(s.value for s in states) else Shared()
 
     def shard_map(self, eqn: JaxprEqn, states: list[Any], site: Site) -> Sequence[Any]:
         """Rows are not separated inside of what devices compute."""
-        return [Unknown(eqn.primitive.name, source_line(eqn))] * len(eqn.outvars)
+        return self._unknown(eqn)
 
     def branches(self, eqn: JaxprEqn, states: list[Any], site: Site) -> Sequence[Any]:
-        """A branch that the rows choose is chosen by all of them."""
+        """Follow branches. A sum cannot choose one, because a chunk has its part alone."""
         if isinstance(states[0], Sum):
-            return [Unknown(eqn.primitive.name, source_line(eqn))] * len(eqn.outvars)
+            return self._unknown(eqn)
         return super().branches(eqn, states, site)
 
     def equation(self, eqn: JaxprEqn, states: list[Any], site: Site) -> Sequence[Any]:
         """Follow rows along the factors of an equation, and sums through linear ones."""
-        unknown = [Unknown(eqn.primitive.name, source_line(eqn))] * len(eqn.outvars)
         if eqn.effects:
-            return unknown
+            return self._unknown(eqn)
         sums = [k for k, state in enumerate(states) if isinstance(state, Sum)]
         if not sums or is_identity(eqn):
             return super().equation(eqn, self.indexed(eqn, states), site)
         is_known = all(isinstance(state, Shared | Sum) for state in states)
-        return [Sum()] * len(eqn.outvars) if is_known and _summed(eqn, sums) else unknown
+        if not is_known or _linear_operands(eqn, sums) is None:
+            return self._unknown(eqn)
+        return [Sum()] * len(eqn.outvars)
 
     def indexed(self, eqn: JaxprEqn, states: list[Any]) -> list[Any]:
         """Return the states, where whole indices that count the rows are seen as such."""
@@ -168,7 +169,7 @@ class RowAxes(BatchAxes):
         return [Unknown(eqn.primitive.name, source_line(eqn))] * len(eqn.outvars)
 
     def rule(self, eqn: JaxprEqn, states: Sequence[Any], results: Sequence[Any]) -> Rule | None:
-        """Return the derivative rule of an equation, if it keeps rows apart; None if not."""
+        """Return the derivative rule of an equation; None if it does not keep rows apart."""
         key = id(eqn), tuple(s if isinstance(s, BatchAxis) else None for s in states)
         if key not in self.rules:
             self.rules[key] = self._find_rule(eqn, states, results)
@@ -185,7 +186,7 @@ class RowAxes(BatchAxes):
             [i for i, a in enumerate(arrays) if jnp.issubdtype(a.dtype, jnp.inexact)]
             for arrays in (inputs, outputs)
         )
-        forward, backward = _programs(eqn, inputs, floating, differentiable)
+        forward, backward = _derivative_programs(eqn, inputs, floating)
         analysis = RowAxes(self.batch_size, is_differentiated=False)
         found = analysis.run(forward, list(states))
         residuals = found[len(outputs) :]
@@ -197,36 +198,29 @@ class RowAxes(BatchAxes):
         cotangents = [found[i] for i in differentiable]
         wanted = analysis.run(backward, [*residuals, *cotangents])
         for i, state in zip(floating, wanted, strict=True):
-            own = states[i] if isinstance(states[i], BatchAxis) else Sum()
-            if state != own and not isinstance(state, Shared):
+            if state != _of_cotangent(states[i]) and not isinstance(state, Shared):
                 return None
         return Rule(forward, backward, (floating, differentiable), residuals)
 
 
-def _programs(
-    eqn: JaxprEqn, inputs: Sequence[Any], floating: Sequence[int], differentiable: Sequence[int]
+def _of_cotangent(state: Any) -> Any:
+    """State of the cotangent of a value: each chunk has its rows, or adds its part."""
+    return state if isinstance(state, BatchAxis) else Sum()
+
+
+def _derivative_programs(
+    eqn: JaxprEqn, inputs: Sequence[Any], floating: Sequence[int]
 ) -> tuple[ClosedJaxpr, ClosedJaxpr]:
-    """Trace the derivative rule of an equation in reverse mode."""
-
-    def forward(*inputs: Any) -> Any:
-        def function(*chosen: Any) -> Any:
-            given = list(inputs)
-            for i, a in zip(floating, chosen, strict=True):
-                given[i] = a
-            outputs = evaluate(eqn, given)
-            return [outputs[i] for i in differentiable], outputs
-
-        _, vjp, outputs = jax.vjp(function, *(inputs[i] for i in floating), has_aux=True)
-        return outputs, vjp
-
-    closed, (outputs, vjp) = jax.make_jaxpr(forward, return_shape=True)(*inputs)
-    cotangents = [outputs[i] for i in differentiable]
-    backward = jax.make_jaxpr(lambda vjp, cotangents: vjp(cotangents))(vjp, cotangents)
-    return closed, backward
+    """Trace the derivative rule of an equation in reverse mode: the programs of `Rule`."""
+    forward, (outputs, vjp) = jax.make_jaxpr(
+        lambda *inputs: differentiate(eqn, inputs, floating), return_shape=True
+    )(*inputs)
+    cotangents = [a for a in outputs if jnp.issubdtype(a.dtype, jnp.inexact)]
+    return forward, jax.make_jaxpr(lambda vjp, cts: vjp(cts))(vjp, cotangents)
 
 
 def sum_factor(eqn: JaxprEqn, axes: Sequence[int | None]) -> Factor | None:
-    """Return the factor that an equation sums over, if these axes of the operands belong to it."""
+    """Return the factor that has these axes of the operands, if the equation sums over it."""
     for factor in factors(eqn):
         pairs = list(zip(axes, factor.operands, strict=True))
         agrees = all(axis in (None, own) for axis, own in pairs)
@@ -242,19 +236,19 @@ class Part(NamedTuple):
     """Which rows are computed.
 
     Attributes:
-      start: Number of the first row, an int32 that may be traced.
+      start: Index of the first row, an int32 that may be traced.
       size: Number of rows.
-      of: Number of all rows.
+      total: Number of all rows.
     """
 
     start: Any
     size: int
-    of: int
+    total: int
 
 
 def slice_rows(array: Any, axis: int, part: Part) -> Any:
     """Return the rows of an array; each may be several positions of the axis."""
-    unit = jnp.shape(array)[axis] // part.of
+    unit = jnp.shape(array)[axis] // part.total
     return jax.lax.dynamic_slice_in_dim(array, part.start * unit, part.size * unit, axis)
 
 
@@ -271,11 +265,18 @@ class Value(NamedTuple):
 
 
 class _Later(NamedTuple):
-    """A result of an equation of whole values, which is computed where it is used."""
+    """A result of an equation of whole values, which is computed where it is used.
+
+    Attributes:
+      eqn: The equation.
+      inputs: Its inputs.
+      result: Index of the result.
+      memo: Arrays of all results by scope (`_Scope`) and axis of the rows; None for whole arrays.
+    """
 
     eqn: JaxprEqn
     inputs: list[Value]
-    number: int
+    result: int
     memo: dict[Any, Any]
 
 
@@ -295,6 +296,14 @@ def run_rows(
 
 
 class _Interpreter:
+    """Evaluates equations for some rows, and converts values between whole arrays, rows and sums.
+
+    Attributes:
+      part: Which rows.
+      axes: The analysis of the program.
+      scope: The function that is traced now, an object that is equal to itself alone.
+    """
+
     def __init__(self, part: Part, axes: RowAxes) -> None:
         self.part, self.axes = part, axes
         self.scope = object()
@@ -314,7 +323,7 @@ class _Interpreter:
         key = self.scope, None
         if key not in array.memo:
             array.memo[key] = evaluate(array.eqn, [self.whole(v) for v in array.inputs])
-        return array.memo[key][array.number]
+        return array.memo[key][array.result]
 
     def sum(self, value: Value) -> Any:
         """A part of a sum. A whole value belongs to the first part."""
@@ -338,23 +347,23 @@ class _Interpreter:
         key = self.scope, axis
         if key not in later.memo:
             later.memo[key] = self._compute_rows(later, axis)
-        return later.memo[key][later.number]
+        return later.memo[key][later.result]
 
     def _compute_rows(self, later: _Later, axis: int) -> dict[int, Any]:
-        eqn, number = later.eqn, later.number
-        unit = aval(eqn.outvars[number]).shape[axis] // self.part.of
+        eqn, index = later.eqn, later.result
+        unit = aval(eqn.outvars[index]).shape[axis] // self.part.total
         size, start = self.part.size * unit, self.part.start * unit
         if eqn.primitive.name in ("iota", "random_bits"):
             inputs = [self.whole(v) for v in later.inputs]
             made = rows_by_position(eqn, inputs, axis, start, size)
             if made is not None:
-                return {number: made}
+                return {index: made}
         for factor in factors(eqn):
-            if factor.results[number] != axis or (factor.parts or self.part.of) % self.part.of:
+            if factor.results[index] != axis or (factor.parts or self.part.total) % self.part.total:
                 continue
             outputs = self._shorter(eqn, later.inputs, factor)
             return {k: a for k, a in enumerate(outputs) if factor.results[k] == axis}
-        return {number: slice_rows(self.whole(Value(Shared(), later)), axis, self.part)}
+        return {index: slice_rows(self.whole(Value(Shared(), later)), axis, self.part)}
 
     def _shorter(self, eqn: JaxprEqn, inputs: Sequence[Value], factor: Factor) -> list[Any]:
         """Evaluate an equation whose axis has these rows alone."""
@@ -362,7 +371,7 @@ class _Interpreter:
             self.whole(value) if axis is None else self.rows(value, axis)
             for value, axis in zip(inputs, factor.operands, strict=True)
         ]
-        return evaluate(lengthen(eqn, factor, Fraction(self.part.size, self.part.of)), arrays)
+        return evaluate(lengthen(eqn, factor, Fraction(self.part.size, self.part.total)), arrays)
 
     # Equations.
 
@@ -371,8 +380,8 @@ class _Interpreter:
         if all(isinstance(state, Shared) for state in states):
             memo: dict[Any, Any] = {}
             return [
-                Value(state, _Later(eqn, inputs, number, memo))
-                for number, state in enumerate(self.axes.visit(eqn, states, Site()))
+                Value(state, _Later(eqn, inputs, index, memo))
+                for index, state in enumerate(self.axes.visit(eqn, states, Site()))
             ]
         if (inner := called_jaxpr(eqn)) is not None:
             return self._call(eqn, inner, inputs)
@@ -392,43 +401,46 @@ class _Interpreter:
         return [Value(state, a) for state, a in zip(results, outputs, strict=True)]
 
     def _plain(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Any]:
+        """Evaluate an equation without inner jaxprs."""
         states = [value.state for value in inputs]
-        if sums := [k for k, state in enumerate(states) if isinstance(state, Sum)]:
-            summed: Any = _summed(eqn, sums)
-            shape = aval(eqn.outvars[0]).shape
-            arrays = [
-                # `evaluate` would read the number of the equation, in every part.
-                jnp.broadcast_to(self.sum(v), shape)
-                if k in summed and isinstance(eqn.invars[k], Literal)
-                else (self.sum(v) if k in summed else self.whole(v))
-                for k, v in enumerate(inputs)
-            ]
-            if not any(isinstance(eqn.invars[k], Literal) for k in summed):
-                return evaluate(eqn, arrays)
-            with in_scopes(eqn):
-                return [eqn.primitive.bind(*arrays, **eqn.params)]
+        if any(isinstance(state, Sum) for state in states):
+            return self._add_up(eqn, inputs)
         if indices := self.axes._indices(eqn, states):
             factor = Factor((indices.axis,) * len(inputs), (indices.axis,))
             return self._shorter(eqn, inputs, factor)
         states = self.axes.indexed(eqn, states)
-        axes = [s.axis if isinstance(s, BatchAxis) else None for s in states]
         counted = next((s for s in states if isinstance(s, Indices)), None)
-        if counted is not None:
-            found = counted_factor(eqn, counted.column, counted.axis)
-            assert found is not None
-            inputs = list(inputs)
-            number = states.index(counted)
-            array = self.rows(inputs[number], counted.axis)
-            columns = jax.lax.broadcasted_iota(jnp.int32, array.shape, array.ndim - 1)
-            before = jnp.where(columns == counted.column, self.part.start, 0)
-            moved = array - before.astype(array.dtype)
-            inputs[number] = Value(counted, moved)
+        if counted is None:
+            axes = [s.axis if isinstance(s, BatchAxis) else None for s in states]
+            found = separate_factor(eqn, axes, self.part.total) or sum_factor(eqn, axes)
         else:
-            found = separate_factor(eqn, axes, self.part.of) or sum_factor(eqn, axes)
+            found = counted_factor(eqn, counted.column, counted.axis)
+            k = states.index(counted)
+            inputs = [*inputs[:k], self._from_first_row(inputs[k], counted), *inputs[k + 1 :]]
         assert found is not None
         if not found.is_separate and found.operands[0] is None:  # what a scatter adds to
             inputs = [Value(Sum(), self.sum(inputs[0])), *inputs[1:]]
         return self._shorter(eqn, inputs, found)
+
+    def _add_up(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Any]:
+        """Evaluate an equation that is linear in sums: parts of them give a part of the result."""
+        sums = [k for k, value in enumerate(inputs) if isinstance(value.state, Sum)]
+        linear: Any = _linear_operands(eqn, sums)
+        arrays = [self.sum(v) if k in linear else self.whole(v) for k, v in enumerate(inputs)]
+        if not any(isinstance(eqn.invars[k], Literal) for k in linear):
+            return evaluate(eqn, arrays)
+        # `evaluate` would read the literal of the equation, in every part.
+        shape = aval(eqn.outvars[0]).shape
+        arrays = [jnp.broadcast_to(a, shape) if k in linear else a for k, a in enumerate(arrays)]
+        with in_scopes(eqn):
+            return [eqn.primitive.bind(*arrays, **eqn.params)]
+
+    def _from_first_row(self, value: Value, indices: Indices) -> Value:
+        """Count the rows of indices from the first row of the chunk."""
+        array = self.rows(value, indices.axis)
+        columns = jax.lax.broadcasted_iota(jnp.int32, array.shape, array.ndim - 1)
+        before = jnp.where(columns == indices.column, self.part.start, 0)
+        return Value(indices, array - before.astype(array.dtype))
 
     def _call(self, eqn: JaxprEqn, inner: ClosedJaxpr, inputs: list[Value]) -> list[Value]:
         """Run a function under the `jax.checkpoint` of its equation."""
@@ -483,7 +495,7 @@ class _Interpreter:
         """Run a scan whose iterations are rows: for the iterations of these rows alone."""
         consts, carry, xs = scan.split(inputs)
         wholes = [self.whole(v) for v in consts]
-        shorter = scan._replace(length=scan.length * self.part.size // self.part.of)
+        shorter = scan._replace(length=scan.length * self.part.size // self.part.total)
 
         def body(carry: list[Any], rows: list[Any], _: None) -> tuple[list[Any], None]:
             return interpret(scan.body, [*wholes, *carry, *rows], evaluate), None
@@ -537,39 +549,39 @@ class _Interpreter:
             return self.converted(self.run(inner, inputs), results)
         rule = self.axes.rule(eqn, states, results)
         assert rule is not None
-        plain = RowAxes(self.part.of, is_differentiated=False)
+        plain = RowAxes(self.part.total, is_differentiated=False)
         floating, differentiable = rule.floating
-        count = len(results)
+        of_cotangents = [_of_cotangent(states[i]) for i in floating]
 
         def run(
-            start: Any, closed: ClosedJaxpr, args: Sequence[Any], given: Sequence[Any]
-        ) -> tuple["_Interpreter", list[Value]]:
+            start: Any,
+            closed: ClosedJaxpr,
+            arrays: Sequence[Any],
+            given: Sequence[Any],
+            wanted: Sequence[Any],
+        ) -> list[Any]:
             interpreter = _Interpreter(self.part._replace(start=start), plain)
-            values = [Value(s, a) for s, a in zip(given, args, strict=True)]
-            return interpreter, interpreter.run(closed, values)
+            values = [Value(s, a) for s, a in zip(given, arrays, strict=True)]
+            return interpreter.converted(interpreter.run(closed, values), wanted)
 
-        def forward(start: Any, *inputs: Any) -> tuple[list[Any], Any]:
-            interpreter, found = run(start, rule.forward, inputs, states)
-            done = interpreter.converted(found, [*results, *rule.states])
-            return done[:count], (start, done[count:])
+        def primal(start: Any, *arrays: Any) -> list[Any]:
+            return run(start, inner, arrays, states, results)
+
+        def forward(start: Any, *arrays: Any) -> tuple[list[Any], Any]:
+            outputs = run(start, rule.forward, arrays, states, [*results, *rule.states])
+            return outputs[: len(results)], (start, outputs[len(results) :])
 
         def backward(saved: Any, cotangents: list[Any]) -> tuple[Any, ...]:
             start, residuals = saved
+            arrays = [*residuals, *(cotangents[i] for i in differentiable)]
             given = [*rule.states, *(results[i] for i in differentiable)]
-            wanted = [cotangents[i] for i in differentiable]
-            interpreter, found = run(start, rule.backward, [*residuals, *wanted], given)
-            grads: list[Any] = [None] * len(states)
-            for i, value in zip(floating, found, strict=True):
-                own = states[i] if isinstance(states[i], BatchAxis) else Sum()
-                (grads[i],) = interpreter.converted([value], [own])
-            return (None, *grads)
-
-        def plain_results(start: Any, *inputs: Any) -> list[Any]:
-            interpreter, found = run(start, inner, inputs, states)
-            return interpreter.converted(found, results)
+            grads = dict(
+                zip(floating, run(start, rule.backward, arrays, given, of_cotangents), strict=True)
+            )
+            return (None, *(grads.get(i) for i in range(len(states))))
 
         # What it closes over may be traced, so all of it is an argument.
-        function: Any = jax.custom_vjp(plain_results)
+        function: Any = jax.custom_vjp(primal)
         function.defvjp(forward, backward)
         with in_scopes(eqn):
             outputs: list[Any] = function(self.part.start, *map(self.whole, inputs))
@@ -577,7 +589,11 @@ class _Interpreter:
 
 
 class _Scope:
-    """Values that are computed in an inner function stay there."""
+    """An inner function that JAX traces, such as the body of a loop.
+
+    Arrays of whole values that are computed in it stay there: JAX allows no tracer outside of the
+    function that made it. So `_Later.memo` has entries per scope.
+    """
 
     def __init__(self, interpreter: _Interpreter) -> None:
         self._interpreter, self._before = interpreter, interpreter.scope

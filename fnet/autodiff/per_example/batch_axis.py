@@ -29,6 +29,7 @@ from fnet.jaxpr import (
     combines_devices,
     counted_factor,
     depends_on,
+    differentiate,
     evaluate,
     factors,
     is_identity,
@@ -56,7 +57,8 @@ class Shared(NamedTuple):
     Attributes:
       uniform: Axes along which all examples would get the same rows; None for all axes. Such an
         axis consists of equal parts, one for each example.
-      value: Returns the value, if it is a small array of integers that is known while tracing.
+      value: Returns the value, if it is an array of at most `CONSTANT_SIZE` integers that is known
+        while tracing.
     """
 
     uniform: frozenset[int] | None = frozenset()
@@ -72,7 +74,7 @@ class Indices(NamedTuple):
 
     Attributes:
       axis: The axis that counts examples.
-      column: Number of the component that is the example's row.
+      column: Index of the component that is the example's row.
     """
 
     axis: int
@@ -113,7 +115,7 @@ State = BatchAxis | Indices | Mixed | Unknown | Shared
 KEY = Shared(None)
 """A random key of each example's own. Numbers that follow from it are as good as uniform."""
 
-_CONSTANT_SIZE = 2**20
+CONSTANT_SIZE = 2**20
 """Constants up to this many elements are looked at."""
 
 
@@ -145,7 +147,7 @@ class BatchAxes(Propagation[State]):
 
     def constant(self, value: Any) -> Shared:
         """Find along which axes a constant is uniform."""
-        if isinstance(value, jax.core.Tracer) or getattr(value, "size", 1) > _CONSTANT_SIZE:
+        if isinstance(value, jax.core.Tracer) or getattr(value, "size", 1) > CONSTANT_SIZE:
             return Shared()
         if jnp.issubdtype(jnp.result_type(value), jax.dtypes.extended):
             return Shared()
@@ -246,12 +248,7 @@ class BatchAxes(Propagation[State]):
             return analysis.custom(eqn, states, site)
 
         def backward(inputs: list[Any], cotangents: list[Any]) -> Any:
-            def function(*rows: Any) -> Any:
-                values = dict(enumerate(inputs)) | dict(zip(batched, rows, strict=True))
-                outputs = evaluate(eqn, list(values.values()))
-                return [outputs[i] for i in differentiable], outputs
-
-            _, vjp, outputs = jax.vjp(function, *(inputs[i] for i in batched), has_aux=True)
+            outputs, vjp = differentiate(eqn, inputs, batched)
             return vjp(cotangents), outputs
 
         unknown: list[State] = [Unknown(eqn.primitive.name, source_line(eqn))] * len(outputs)
@@ -320,7 +317,7 @@ class BatchAxes(Propagation[State]):
                 if isinstance(state, kind):
                     return [state] * count
         if all(isinstance(state, Shared) for state in states):
-            return [self._shared(eqn, states, number) for number in range(count)]
+            return [self._shared(eqn, states, index) for index in range(count)]
         operation = eqn.primitive.name, source_line(eqn)
         results: list[State] = []
         for state in self._rows(eqn, states):
@@ -390,16 +387,16 @@ class BatchAxes(Propagation[State]):
         pairs = zip(axes, factor.operands, strict=True)
         return factor if all(axis in (None, own) for axis, own in pairs) else None
 
-    def _shared(self, eqn: JaxprEqn, states: list[Any], number: int) -> Shared:
+    def _shared(self, eqn: JaxprEqn, states: list[Any], index: int) -> Shared:
         """Find along which axes a result of an equation of shared values is uniform."""
         shapes = [aval(v).shape for v in eqn.invars]
-        out = aval(eqn.outvars[number])
+        out = aval(eqn.outvars[index])
         pairs = list(zip(states, shapes, strict=True))
         everywhere = all(s.uniform is None or len(s.uniform) == len(shape) for s, shape in pairs)
         if everywhere and any(s.uniform is None for s in states):
             return KEY
         uniform = {
-            factor.results[number]
+            factor.results[index]
             for factor in factors(eqn)
             if (factor.parts or self.batch_size) % self.batch_size == 0
             and all(
@@ -410,19 +407,19 @@ class BatchAxes(Propagation[State]):
         axes = frozenset(a for a in uniform if a is not None and a < len(out.shape))
         # Integers of known integers are evaluated only if they are looked at.
         value = None
-        if out.size <= _CONSTANT_SIZE and _is_index(out) and all(s.value for s in states):
-            value = functools.cache(lambda: _evaluated(eqn, [s.value() for s in states], number))
+        if out.size <= CONSTANT_SIZE and _is_index(out) and all(s.value for s in states):
+            value = functools.cache(lambda: _evaluated(eqn, [s.value() for s in states], index))
         return Shared(axes, value)
 
 
 def _is_floating(a: jax.ShapeDtypeStruct) -> bool:
-    return jnp.issubdtype(a.dtype, jnp.floating)
+    return jnp.issubdtype(a.dtype, jnp.inexact)
 
 
 def _is_index(a: Any) -> bool:
     return jnp.issubdtype(a.dtype, jnp.integer) or a.dtype == bool
 
 
-def _evaluated(eqn: JaxprEqn, values: Sequence[np.ndarray], number: int) -> np.ndarray:
+def _evaluated(eqn: JaxprEqn, values: Sequence[np.ndarray], index: int) -> np.ndarray:
     with jax.ensure_compile_time_eval():
-        return np.asarray(evaluate(eqn, values)[number])
+        return np.asarray(evaluate(eqn, values)[index])

@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
 from fnet.jaxpr import (
     aval,
     called_jaxpr,
+    differentiate,
     evaluate,
     find_equations,
     has_backward_rule,
@@ -122,20 +122,9 @@ def _backward_of(eqn: JaxprEqn) -> ClosedJaxpr | None:
 
 def _backward(eqn: JaxprEqn, inputs: Sequence[Any], cotangents: list[Any]) -> Any:
     """Cotangents of the floating inputs of an equation."""
-    floating = [jnp.issubdtype(a.dtype, jnp.inexact) for a in inputs]
-
-    def function(*selected: Any) -> list[Any]:
-        given = iter(selected)
-        return evaluate(
-            eqn, [next(given) if f else a for f, a in zip(floating, inputs, strict=True)]
-        )
-
-    selected = (a for f, a in zip(floating, inputs, strict=True) if f)
-    given = [
-        ct if jnp.issubdtype(ct.dtype, jnp.inexact) else np.zeros(ct.shape, jax.dtypes.float0)
-        for ct in cotangents
-    ]
-    return jax.vjp(function, *selected)[1](given)
+    floating = [i for i, a in enumerate(inputs) if jnp.issubdtype(a.dtype, jnp.inexact)]
+    _, vjp = differentiate(eqn, inputs, floating)
+    return vjp([ct for ct in cotangents if jnp.issubdtype(ct.dtype, jnp.inexact)])
 
 
 class AnyEquation(NamedTuple):
