@@ -1,8 +1,10 @@
 """Traced programs: interpret them, follow values through them, rewrite them.
 
-The only package that knows primitives. `interpreter` evaluates a jaxpr equation by equation. `axes`
-says which axis of an operand is which axis of a result. `propagation` follows any state, such as an
-axis, through equations, calls, loops and branches.
+`interpreter` evaluates a jaxpr equation by equation. `axes` states, for every primitive, which axis
+of an operand is which axis of a result. `arrangements` and `linearity` state which equations only
+move elements, and which are linear. `propagation` follows any state, such as an axis, through
+equations, calls, loops and branches: `Propagation` from arguments to results, and
+`BackwardPropagation` back.
 """
 
 from fnet.jaxpr.arrangements import Arrangement, arrangements

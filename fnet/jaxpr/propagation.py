@@ -3,8 +3,10 @@
 A *state* is whatever you want to know of a value: whether it depends on some input, which of its
 axes counts examples, how it is sharded. `Propagation` carries states through equations, calls,
 scans, while loops, branches and custom derivatives. Loops are repeated until the states of their
-carry stay (a fixed point). A subclass says what one plain equation does with states, mostly by
-`fnet.jaxpr.factors`, and how to join the states of values of which one is chosen.
+carry stop changing (a fixed point). A subclass says what one plain equation does with states,
+mostly by `fnet.jaxpr.factors`, and how to join the states of alternatives.
+
+`BackwardPropagation` carries states the other way, from results to what they are computed from.
 
 This is abstract interpretation: Cousot and Cousot 1977, "Abstract interpretation: a unified
 lattice model for static analysis of programs".
@@ -52,26 +54,30 @@ class Site(NamedTuple):
 class Propagation(abc.ABC, Generic[S]):
     """Follow states through a program: subclass it for states of your own.
 
-    States need ``==``. A join must lose knowledge in finitely many steps, or a loop never ends.
+    States need ``==``. Repeated joins must stop changing, or a loop never ends. Inside of a loop,
+    `equation` is called several times for one site, first with states that promise too much. So a
+    subclass that records something by site must overwrite it: the last call is right.
 
     Example:
       >>> import jax, jax.numpy as jnp
       >>> from fnet.jaxpr import Propagation
-      >>> class Depends(Propagation[bool]):
+      >>> class Sources(Propagation[frozenset]):
+      ...     '''Which arguments a value depends on.'''
+      ...
       ...     def constant(self, value):
-      ...         return False
+      ...         return frozenset()
       ...
       ...     def equation(self, eqn, states, site):
-      ...         return [any(states)] * len(eqn.outvars)
+      ...         return [self.join(states)] * len(eqn.outvars)
       ...
       ...     def join(self, states):
-      ...         return any(states)
+      ...         return frozenset().union(*states)
       ...
       ...     def chosen(self, predicate, states):
-      ...         return [predicate or state for state in states]
+      ...         return [predicate | state for state in states]
       >>> closed = jax.make_jaxpr(lambda x, y: (jnp.sin(x), x * y))(1.0, 2.0)
-      >>> Depends().run(closed, [False, True])
-      [False, True]
+      >>> [sorted(s) for s in Sources().run(closed, [frozenset("x"), frozenset("y")])]
+      [['x'], ['x', 'y']]
     """
 
     @abc.abstractmethod
@@ -84,11 +90,11 @@ class Propagation(abc.ABC, Generic[S]):
 
     def join(self, states: Sequence[S]) -> S:
         """Return the state of a value that is one of several values, in loops and branches."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__}.join is needed for loops and branches")
 
     def chosen(self, predicate: S, states: Sequence[S]) -> Sequence[S]:
         """Return the states of results that a predicate chose: of branches, or of iterations."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__}.chosen is needed for loops and branches")
 
     def sliced(self, state: S) -> S:
         """Return the state of one row of an array that a scan goes over."""
@@ -96,6 +102,19 @@ class Propagation(abc.ABC, Generic[S]):
 
     def stacked(self, state: S) -> S:
         """Return the state of an array of which a scan makes a row per iteration."""
+        return state
+
+    def to_device(self, state: S, splits: Sequence[int]) -> S:
+        """Return the state of a device's part of an array, in a `jax.shard_map`.
+
+        Args:
+          state: State of the whole array.
+          splits: By how many devices each of its axes is split.
+        """
+        return state
+
+    def from_device(self, state: S, splits: Sequence[int]) -> S:
+        """Return the state of an array of which each device makes a part: see `to_device`."""
         return state
 
     def run(self, closed: ClosedJaxpr, inputs: Sequence[S], site: Site = Site()) -> list[S]:  # noqa: B008
@@ -173,18 +192,9 @@ class Propagation(abc.ABC, Generic[S]):
     def shard_map(self, eqn: JaxprEqn, states: list[S], site: Site) -> Sequence[S]:
         """Follow what one device computes in a `jax.shard_map`."""
         mapped = ShardMap.of(eqn)
-        inputs = [self.of_device(*pair) for pair in zip(states, mapped.inputs, strict=True)]
+        inputs = [self.to_device(*pair) for pair in zip(states, mapped.inputs, strict=True)]
         results = self.run(mapped.body, inputs, site)
-        return [self.of_device(*pair) for pair in zip(results, mapped.outputs, strict=True)]
-
-    def of_device(self, state: S, splits: Sequence[int]) -> S:
-        """Return the state of a device's part of an array, and the other way round.
-
-        Args:
-          state: State of the whole array, or of the part.
-          splits: By how many devices each of its axes is split.
-        """
-        return state
+        return [self.from_device(*pair) for pair in zip(results, mapped.outputs, strict=True)]
 
     def fixed_point(
         self,
@@ -194,7 +204,7 @@ class Propagation(abc.ABC, Generic[S]):
         slices: Sequence[S],
         site: Site,
     ) -> tuple[list[S], list[S]]:
-        """Repeat the body of a loop until the states of its carry stay.
+        """Repeat the body of a loop until the states of its carry stop changing.
 
         Returns:
           The states of the carry in every iteration, and those of the other results.
@@ -209,10 +219,11 @@ class Propagation(abc.ABC, Generic[S]):
 
 
 class BackwardPropagation(abc.ABC, Generic[S]):
-    """Follow what is wanted of results back to what it is wanted of, and rewrite on the way.
+    """Propagate wishes from results to operands, and rewrite equations on the way.
 
-    A *wish* is a state of a value that its readers agree on, or None. References (mutable arrays)
-    have wishes both ways, because equations write to operands.
+    A *wish* is the state that the last reader of a value wants, or None. References (mutable
+    arrays) have wishes both ways, because equations write to operands. The body of a loop is
+    rewritten once, for the wishes for its results; there is no fixed point.
     """
 
     @abc.abstractmethod
@@ -268,44 +279,60 @@ class BackwardPropagation(abc.ABC, Generic[S]):
     def _visit(
         self, eqn: JaxprEqn, refs: Sequence[S | None], outs: Sequence[S | None]
     ) -> tuple[Sequence[JaxprEqn], Sequence[S | None]]:
-        name = eqn.primitive.name
-        wanted: list[list[S | None]] = []
-
-        def rewritten(ins: Sequence[S | None], outs: Sequence[S | None]) -> JaxprEqn:
-            def change(jaxpr: Jaxpr, index: tuple[int, ...]) -> Jaxpr:
-                if name == "while" and index == (1,):
-                    return jaxpr
-                new, wishes = self.run(jaxpr, ins, outs)
-                wanted.append(wishes)
-                return new
-
-            return with_bodies(eqn, change)
-
-        def first(wishes: Iterable[S | None]) -> S | None:
-            return next((wish for wish in wishes if wish is not None), None)
-
-        if name == "scan":
-            scan = Scan.of(eqn)
-            carry, xs = scan.num_consts, scan.num_consts + scan.num_carry
-            ins = [*refs[:xs], *map(self.sliced, refs[xs:])]
-            ys = map(self.sliced, outs[scan.num_carry :])
-            new = rewritten(ins, [*outs[: scan.num_carry], *ys])
-            carried = map(first, zip(outs, wanted[0][carry:xs], strict=False))
-            return [new], [*wanted[0][:carry], *carried, *map(self.stacked, wanted[0][xs:])]
-        if name == "while":
-            loop = While.of(eqn)
-            consts = loop.num_condition_consts
-            new = rewritten(refs[consts:], outs)
-            carry = loop.num_body_consts
-            carried = map(first, zip(outs, wanted[0][carry:], strict=True))
-            return [new], [*[None] * consts, *wanted[0][:carry], *carried]
-        if name == "cond":
-            new = rewritten(refs[1:], outs)
-            return [new], [None, *map(first, zip(*wanted, strict=True))]
-        if called_jaxpr(eqn, custom_derivatives=True) is not None:
-            new = rewritten(refs, outs)
-            return [new], wanted[0]
+        """Rewrite any equation; see `equation`."""
+        control = {"scan": self._scan, "while": self._loop, "cond": self._branches}
+        if handle := control.get(eqn.primitive.name):
+            new, wishes = handle(eqn, refs, outs)
+            return [new], wishes
+        if (inner := called_jaxpr(eqn, custom_derivatives=True)) is not None:
+            body, wishes = self.run(inner.jaxpr, refs, outs)
+            return [with_bodies(eqn, lambda jaxpr, index: body)], wishes
         return self.equation(eqn, refs, outs)
+
+    def _scan(
+        self, eqn: JaxprEqn, refs: Sequence[S | None], outs: Sequence[S | None]
+    ) -> tuple[JaxprEqn, list[S | None]]:
+        scan = Scan.of(eqn)
+        consts, carry, xs = scan.split(refs)
+        carried, ys = outs[: scan.num_carry], outs[scan.num_carry :]
+        body, wishes = self.run(
+            scan.body.jaxpr,
+            [*consts, *carry, *map(self.sliced, xs)],
+            [*carried, *map(self.sliced, ys)],
+        )
+        consts, carry, slices = scan.split(wishes)
+        new = with_bodies(eqn, lambda jaxpr, index: body)
+        return new, [
+            *consts,
+            *map(_first, zip(carried, carry, strict=True)),
+            *map(self.stacked, slices),
+        ]
+
+    def _loop(
+        self, eqn: JaxprEqn, refs: Sequence[S | None], outs: Sequence[S | None]
+    ) -> tuple[JaxprEqn, list[S | None]]:
+        loop = While.of(eqn)
+        of_condition, consts, carry = loop.split(refs)
+        body, wishes = self.run(loop.body.jaxpr, [*consts, *carry], outs)
+        _, consts, carry = loop.split([*[None] * len(of_condition), *wishes])
+        new = with_bodies(eqn, lambda jaxpr, index: body if index == (0,) else jaxpr)
+        return new, [
+            *[None] * len(of_condition),
+            *consts,
+            *map(_first, zip(outs, carry, strict=True)),
+        ]
+
+    def _branches(
+        self, eqn: JaxprEqn, refs: Sequence[S | None], outs: Sequence[S | None]
+    ) -> tuple[JaxprEqn, list[S | None]]:
+        branches = [self.run(b.jaxpr, refs[1:], outs) for b in eqn.params["branches"]]
+        bodies, wishes = zip(*branches, strict=True)
+        new = with_bodies(eqn, lambda jaxpr, index: bodies[index[0]])
+        return new, [None, *map(_first, zip(*wishes, strict=True))]
+
+
+def _first(wishes: Iterable[S | None]) -> S | None:
+    return next((wish for wish in wishes if wish is not None), None)
 
 
 class Dependence(Propagation[bool]):

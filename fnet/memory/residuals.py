@@ -17,7 +17,6 @@ from jax.tree_util import keystr, tree_flatten_with_path, tree_leaves_with_path
 from fnet.jaxpr import (
     Propagation,
     Scan,
-    ShardMap,
     Site,
     argument_names,
     aval,
@@ -395,13 +394,13 @@ class _Origins(Propagation[_State]):
             for i, each in enumerate(zip(*results, strict=True))
         ]
 
-    def shard_map(self, eqn: JaxprEqn, states: list[_State], site: Site) -> Sequence[_State]:
+    def to_device(self, state: _State, splits: Sequence[int]) -> _State:
         """The part of an array on one device is an array of its own."""
-        mapped = ShardMap.of(eqn)
-        pairs = zip(states, mapped.inputs, strict=True)
-        inputs = [s if all(n == 1 for n in splits) else _Part(s) for s, splits in pairs]
-        results = self.run(mapped.body, inputs, site)
-        return [result.of if isinstance(result, _Part) else result for result in results]
+        return state if all(n == 1 for n in splits) else _Part(state)
+
+    def from_device(self, state: _State, splits: Sequence[int]) -> _State:
+        """Return the array whose part this was."""
+        return state.of if isinstance(state, _Part) else state
 
     def join(self, states: Sequence[_State]) -> _State:
         """What an iteration makes; else a copy that the loop makes."""

@@ -219,7 +219,7 @@ class BatchAxes(Propagation[State]):
         finally:
             self._is_manual = before
 
-    def of_device(self, state: State, splits: Sequence[int]) -> State:
+    def to_device(self, state: State, splits: Sequence[int]) -> State:
         """Examples that are split between devices were not analyzed."""
         if isinstance(state, Shared) and state.uniform is not None:
             return Shared(frozenset(a for a in state.uniform if splits[a] == 1))
@@ -227,6 +227,8 @@ class BatchAxes(Propagation[State]):
         if is_whole or not isinstance(state, BatchAxis | Indices):
             return state
         return Unknown("shard_map")
+
+    from_device = to_device
 
     def custom(self, eqn: JaxprEqn, states: list[State], site: Site) -> Sequence[State]:
         """Analyze a function with custom derivatives as it runs when it is differentiated.
