@@ -22,7 +22,7 @@ from fnet.memory.proposals import Offloads, Planner
 from fnet.memory.regions import Division, divide
 from fnet.memory.remat import REMAT_POLICIES, Policy, in_chunks, planned, policies_for
 from fnet.memory.sizes import format_bytes, parse_bytes
-from fnet.memory.target import Target
+from fnet.memory.target import Target, compile_lowered
 from fnet.memory.windows import Window, trace_inlined
 
 Build = Callable[[Policy, int], jax.stages.Traced]
@@ -796,7 +796,7 @@ def estimate_peak(
     options = {**fast, **compiler_options}
     try:
         # Numbers alone, because a Peak with a timeline keeps the program alive.
-        return Peak(*peak(lowered.compile(compiler_options=options)))
+        return Peak(*peak(compile_lowered(lowered, options)))
     except jax.errors.JaxRuntimeError as error:
         if (size := _rejected_bytes(error)) is None:
             raise

@@ -40,6 +40,7 @@ from fnet.jaxpr import (
     is_identity,
     nbytes,
 )
+from fnet.memory.axis_classes import AxisClasses
 from fnet.memory.graph import active_variables, is_floating, variables
 from fnet.memory.rows import Part, RowAxes, Sum, Value, run_rows, slice_rows
 from fnet.memory.windows import trace_inlined
@@ -51,6 +52,8 @@ Chunk = Callable[[list[Any], Any, list[Any]], tuple[list[Any], list[Any]]]
 
 LEAST_SHARE = 0.1
 """Regions that make a smaller share of all bytes are not worth a loop."""
+MOST_AXES = 6
+"""Classes of axes that are tried, those of the most bytes first."""
 MOST_REGIONS = 8
 """Regions that are searched for one after the other."""
 
@@ -355,9 +358,15 @@ def _roots(
     """Arrays and their axes that may be cut, with the number of rows."""
     read = {v for e in eqns for v in variables(e.invars)}
     used = [v for v in sources if v in read and aval(v).shape]
-    sizes = dict.fromkeys(size for v in used for size in aval(v).shape if size > 1)
-    for size in list(sizes)[:6]:
-        roots = {v: aval(v).shape.index(size) for v in used if size in aval(v).shape}
+    classes = AxisClasses(eqns)
+    groups: dict[Any, dict[Var, int]] = {}
+    for v in used:
+        for axis, (size, own) in enumerate(zip(aval(v).shape, classes.of(v), strict=True)):
+            if size > 1:
+                groups.setdefault((own, size), {}).setdefault(v, axis)
+    made = classes.bytes()
+    for own, size in sorted(groups, key=lambda group: -made[group[0]])[:MOST_AXES]:
+        roots = groups[own, size]
         yield roots, size
         if len(roots) > 1:
             large = sorted(roots, key=nbytes, reverse=True)[:4]

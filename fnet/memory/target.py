@@ -395,13 +395,39 @@ def compile_for(
     if not jax.tree.leaves(args):
         raise ValueError("compile_for: needs an array argument, to place it on the target.")
     options = target.compiler_options | dict(compiler_options or {})
-    return jitted.lower(*shapes_on(target, args)).compile(compiler_options=options)
+    return compile_lowered(jitted.lower(*shapes_on(target, args)), options)
+
+
+def compile_lowered(lowered: jax.stages.Lowered, options: Mapping[str, Any]) -> jax.stages.Compiled:
+    """Compile a program that was lowered for a target.
+
+    On a GPU, autotuning chooses the tiles of Triton's matrix products. Without the device, XLA
+    guesses them, and fails with an internal error where no tiles fit (jaxlib 0.10: 512 tokens of
+    width 768 on an RTX 4090). Such a program is compiled with cuBLAS alone.
+
+    Args:
+      lowered: The lowered program.
+      options: XLA options, with those of the target.
+
+    Returns:
+      The compiled program.
+
+    Raises:
+      jax.errors.JaxRuntimeError: If XLA fails otherwise.
+    """
+    try:
+        return lowered.compile(compiler_options=dict(options))
+    except jax.errors.JaxRuntimeError as error:
+        if error.error_code_string != "INTERNAL" or not _WITHOUT_A_GPU.items() <= options.items():
+            raise
+        return lowered.compile(compiler_options={**options, **_CUBLAS})
 
 
 _GPUS_PER_HOST = 8
 
 # Autotuning runs kernels.
 _WITHOUT_A_GPU: dict[str, Any] = {"xla_gpu_autotune_level": 0}
+_CUBLAS = {"xla_gpu_enable_triton_gemm": False}
 
 # Without any of these, or with a zero, XLA's compiler crashes or computes with zeros.
 _NEEDED = (

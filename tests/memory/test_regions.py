@@ -180,6 +180,21 @@ def test_a_loss_of_single_examples_is_one_region_that_computes_its_gradient_at_o
     assert chunked < 1.02 * plain
 
 
+def test_the_axis_of_the_examples_is_found_behind_many_frozen_weights():
+    sizes = range(3, 20)
+    frozen = [jnp.ones((k, k + 1)) for k in sizes]
+
+    def loss(params, frozen, batch):
+        h = batch["x"][:, :3]
+        for w in frozen:
+            h = jnp.tanh(h @ w)
+        return jnp.square(batch["y"] @ params["a"][0] + h.sum(1, keepdims=True)).sum()
+
+    params, batch = {"a": weights(0, 1)}, {"x": normal(1, 31, WIDTH), "y": normal(2, 31, WIDTH)}
+    (region,) = division(loss, (params, frozen, batch)).regions
+    assert region.size == 31
+
+
 def test_several_terms_of_a_loss_are_one_number():
     def loss(params, batch):
         h = tower(params["a"], batch["x"])

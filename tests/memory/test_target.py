@@ -171,6 +171,31 @@ def test_compile_for_a_target_keeps_the_donation():
     assert donation(compiled) == (256, 1)
 
 
+@pytest.mark.parametrize(("guesses", "calls"), [(True, 2), (False, 1)])
+def test_a_product_without_tiles_is_compiled_with_cublas(guesses, calls, monkeypatch):
+    class NoTiles(jax.errors.JaxRuntimeError):
+        error_code_string = "INTERNAL"
+
+    tried = []
+
+    def compile(_, compiler_options):
+        tried.append(compiler_options)
+        if "xla_gpu_enable_triton_gemm" not in compiler_options:
+            raise NoTiles("Couldn't find output tile sizes")
+        return "compiled"
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", compile)
+    lowered = jax.jit(jnp.sin).lower(1.0)
+    options = {"xla_gpu_autotune_level": 0} if guesses else {}
+    if guesses:
+        assert target.compile_lowered(lowered, options) == "compiled"
+        assert tried[-1] == {**options, "xla_gpu_enable_triton_gemm": False}
+    else:
+        with pytest.raises(NoTiles):
+            target.compile_lowered(lowered, options)
+    assert len(tried) == calls
+
+
 def test_rejects_a_program_without_array_arguments():
     with pytest.raises(ValueError, match="needs an array argument"):
         target.compile_for(here(), jax.jit(lambda: 1))
