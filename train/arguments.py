@@ -338,6 +338,7 @@ def read_with_config(
     defaults = _WithConfig(kind(), _switch_variants(config, flags))
     summary = (inspect.getdoc(kind) or "").partition("\n")[0]
     parsed = _parse(_WithConfig[kind], defaults, flags, prog, summary)  # type: ignore[valid-type]
+    # The recipe was checked under its own name. A mistake that is left is one of the flags.
     config = configs.check(parsed.config, "command line")
     return _in_range(kind, parsed.options), config
 

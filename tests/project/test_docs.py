@@ -334,17 +334,19 @@ def test_what_the_readme_links_to_is_there():
         assert (ROOT / link).exists(), f"README.md: {link}"
 
 
-def test_every_path_on_the_map_exists():
+def test_the_map_has_paths_that_exist_and_every_module_of_the_library():
     tree = re.search(r"```\n(.*?)```", (DOCS / "architecture.md").read_text(), re.DOTALL)[1]
-    parents = []
+    parents, named = [], set()
     for line in tree.splitlines():
         indent, name = re.match(r"( *)(\S+)", line).groups()
         parents = [*parents[: len(indent) // 2], name]
         path = ROOT.joinpath(*parents)
         assert path.is_dir() if name.endswith("/") else path.is_file(), path
-    assert {"fnet", "train", "tests", "configs"} <= {
-        line.split("/")[0] for line in tree.splitlines()
-    }
+        named.add(path)
+    assert {ROOT / name for name in ("fnet", "train", "tests", "configs")} <= named
+    for folder in ("fnet", "fnet/autodiff", "fnet/memory", "fnet/jaxpr"):
+        modules = {*(ROOT / folder).glob("[a-z]*.py")}
+        assert modules <= named, f"not on the map: {sorted(map(str, modules - named))}"
 
 
 @pytest.mark.slow

@@ -15,8 +15,10 @@ per example. `clipped_grad` takes about the time and memory of a plain gradient 
    cotangents, like any backward pass does: book-keeping (`ghost_norm`). There is no second
    backward pass.
 
-Parameters that are used in other ways than steps 3 and 5 cover get per-example gradients by
-automatic differentiation, see `gradient_strategies`.
+`parameter_gradients` chooses for each parameter whether steps 3 and 5 go this way. If per-example
+gradients are smaller than inputs and cotangents, they are materialized. Parameters that are used in
+other ways get theirs by automatic differentiation, perhaps in chunks. `gradient_strategies` shows
+the choices.
 """
 
 import dataclasses
