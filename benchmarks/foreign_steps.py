@@ -1,6 +1,6 @@
 """Budgets for train steps as strangers write them: exact, within the budget, and at what FLOPs.
 
-    python -m benchmarks.foreign_steps [--programs NAME ...] [--out FOLDER]
+    python -m benchmarks.foreign_steps [--programs NAME ...] [--rows FOLDER] [--resident]
 
 The programs are those of `benchmarks.foreign_programs`. Each gets budgets of 95 to 20 % of the peak
 of its plain step, with `fnet.memory.remat_to_fit` and a step of optax, and also with
@@ -8,58 +8,143 @@ of its plain step, with `fnet.memory.remat_to_fit` and a step of optax, and also
 
 A step fits if its compiled peak is within the budget. Its gradient is compared with the plain one
 by the norm of the difference. FLOPs are counted in traced programs (`fnet.memory.estimate_cost`).
-Nothing is timed.
+Planning is in CPU seconds, relative to those of compiling the plain step. With ``--resident``, the
+steps run, and the high-water mark of the process is compared with the budget.
 """
 
 import argparse
+import functools
 import json
 import statistics
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.extend.core import Jaxpr
 
 import fnet
 from benchmarks.claims import Claim, argument_parser, publish
 from benchmarks.foreign_programs import DOUBLE, PROGRAMS, Program
 from benchmarks.measure import in_fresh_process, markdown_table
 from fnet import memory
+from fnet.cpu.heap import occupy_gaps
+from fnet.jaxpr import inner_jaxprs
+from train.run.process_memory import HighWater
 
 SHARES = (0.95, 0.70, 0.50, 0.35, 0.20)
-TOLERANCES = {"bfloat16": 2e-2, "float32": 1e-5, "float64": 1e-12}
-"""Largest relative difference of a gradient from the plain one, by its narrowest dtype."""
+TOLERANCES = {"bfloat16": 2e-2, "float16": 1e-2, "float32": 1e-5, "float64": 1e-12}
+"""Largest relative difference of a gradient from the plain one, by the narrowest type."""
+STEPS = 3
+"""Steps that run while resident memory is measured."""
 
 TARGETS = {0.70: 1.01, 0.50: 1.02, 0.35: 1.10, 0.20: 1.30}
 """Largest median of the FLOPs, relative to the plain ones."""
 
 
-def _floating(tree: Any) -> list[Any]:
-    return [a for a in jax.tree.leaves(tree) if jnp.issubdtype(a.dtype, jnp.inexact)]
+def _is_floating(a: Any) -> bool:
+    return bool(jnp.issubdtype(a.dtype, jnp.inexact))
 
 
 def difference(found: Any, expected: Any) -> float:
-    """The norm of the difference, relative to the expected one."""
+    """The norm of the difference of floating arrays, relative to the norm of the expected ones.
 
-    def norm(arrays: list[Any]) -> float:
-        return float(np.sqrt(sum(np.square(np.abs(a)).sum() for a in arrays)))
+    It is NaN if other numbers are finite than expected.
+    """
 
-    a, b = ([np.asarray(x, np.complex128) for x in _floating(t)] for t in (found, expected))
-    return norm([x - y for x, y in zip(a, b, strict=True)]) / norm(b)
+    def flat(tree: Any) -> Any:
+        leaves = [a for a in jax.tree.leaves(tree) if _is_floating(a)]
+        return np.concatenate([np.zeros(0), *(np.ravel(a).astype(np.complex128) for a in leaves)])
+
+    a, b = flat(found), flat(expected)
+    finite = np.isfinite(b)
+    if (np.isfinite(a) != finite).any():
+        return float("nan")
+    a, b = a[finite], b[finite]
+    return float(np.linalg.norm(a - b)) / max(float(np.linalg.norm(b)), 1e-30)
 
 
-def tolerance(params: Any) -> float:
+def greatest_difference(found: Any, expected: Any) -> float:
+    """The difference of the value or of the gradient."""
+    differences = [difference(a, b) for a, b in zip(found, expected, strict=True)]
+    return float(np.max(differences))
+
+
+def _types(jaxpr: Jaxpr) -> set[str]:
+    """Names of the types of all arrays in a program."""
+    found = {str(getattr(v.aval, "dtype", "")) for v in jaxpr.invars}
+    for eqn in jaxpr.eqns:
+        found |= {str(getattr(v.aval, "dtype", "")) for v in eqn.outvars}
+        found = found.union(*map(_types, inner_jaxprs(eqn)))
+    return found
+
+
+def tolerance(program: Program) -> float:
     """Largest difference that counts as equal."""
-    narrow = min(_floating(params), key=lambda a: jnp.finfo(a.dtype).bits)
-    return TOLERANCES[str(narrow.dtype)]
+    jaxpr = jax.make_jaxpr(program.loss)(program.params, program.batch).jaxpr
+    return max(TOLERANCES.get(name, 0.0) for name in _types(jaxpr))
 
 
-Route = tuple[int, Callable[[int], dict[str, Any]]]
+class Fitted(NamedTuple):
+    """A step that a budget gave.
+
+    Attributes:
+      choice: How it fits.
+      compiled: Number of programs that were compiled to find it.
+      seconds: CPU seconds to find it, relative to those of compiling the plain step.
+      peak: Bytes of the compiled step.
+      difference: Of value and gradient from the plain ones.
+      flops: FLOPs, relative to the plain ones.
+      resident: Measures the bytes of the process while steps run.
+    """
+
+    choice: str
+    compiled: int
+    seconds: float
+    peak: int
+    difference: float
+    flops: float
+    resident: Callable[[], int]
+
+
+Route = tuple[int, Callable[[int], Fitted]]
 """Bytes of the plain step, and what a budget gives."""
+
+
+def timed(f: Callable[[], Any]) -> tuple[Any, float]:
+    """What a function returns, and its CPU seconds."""
+    start = time.process_time()
+    return f(), time.process_time() - start
+
+
+def resident_bytes(step: Any, make_state: Callable[[], Any], batch: Any) -> int:
+    """Peak memory of the process while a few steps run.
+
+    Memory in use before, such as the compiled programs, does not count. The batch does.
+    """
+    jax.block_until_ready(batch)
+    occupy_gaps()
+    memory_in_use = HighWater()
+    state = make_state()
+    for _ in range(STEPS):
+        *state, _ = jax.block_until_ready(step(*state, batch))
+    peak = memory_in_use.bytes()
+    assert peak is not None, "this system does not report the peak memory of a process"
+    return peak + memory.tree_bytes(batch)
+
+
+def first_moment(state: Any) -> Any:
+    """The part of an optimizer's state that the first step makes a multiple of the gradient.
+
+    None if it has none.
+    """
+    get = optax.tree_utils.tree_get
+    return get(state, "mu", get(state, "trace"))
 
 
 def with_remat_to_fit(program: Program) -> Route:
@@ -71,45 +156,68 @@ def with_remat_to_fit(program: Program) -> Route:
         program.optimizer(),
     )
     has_aux = isinstance(jax.eval_shape(loss, params, batch), tuple)
-    moments = optimizer.init(_floating(params))
+
+    def trained(tree: Any, like: Any = None) -> Any:
+        like = tree if like is None else like
+        return jax.tree.map(lambda a, x: x if _is_floating(a) else None, like, tree)
+
+    def fresh() -> tuple[Any, Any]:
+        return jax.tree.map(jnp.copy, params), optimizer.init(trained(params))
 
     def value_and_grad(loss: Any) -> Any:
         return jax.value_and_grad(loss, has_aux=has_aux, allow_int=True)
 
-    def compiled(loss: Any, options: Any) -> int:
+    def trace(loss: Any, options: Any) -> Any:
         def step(params: Any, moments: Any, batch: Any) -> Any:
             value, grads = value_and_grad(loss)(params, batch)
-            leaves, structure = jax.tree.flatten(params)
-            chosen = [i for i, a in enumerate(leaves) if jnp.issubdtype(a.dtype, jnp.inexact)]
-            old, grads = [leaves[i] for i in chosen], jax.tree.leaves(grads)
-            updates, moments = optimizer.update([grads[i] for i in chosen], moments, old)
-            for i, new in zip(chosen, optax.apply_updates(old, updates), strict=True):
-                leaves[i] = new
-            return jax.tree.unflatten(structure, leaves), moments, value
+            old = trained(params)
+            updates, moments = optimizer.update(trained(grads, params), moments, old)
+            new = optax.apply_updates(old, updates)
+            return jax.tree.map(lambda a, b: a if b is None else b, params, new), moments, value
 
         step = jax.jit(step, donate_argnums=(0, 1), compiler_options=options)
-        return memory.peak(step.lower(params, moments, batch).compile()).total
+        return step.trace(*jax.eval_shape(fresh), batch)
 
-    def gradient(loss: Any, options: Any) -> tuple[float, Any]:
-        traced = jax.jit(value_and_grad(loss), compiler_options=options).trace(params, batch)
-        value, grads = traced.lower().compile()(params, batch)
-        return memory.estimate_cost(traced.jaxpr).flops, (value, grads)
+    def gradient(step: Any, loss: Any, options: Any) -> Any:
+        _, moments, value = step(*fresh(), batch)
+        if (moment := first_moment(moments)) is None:
+            return jax.jit(value_and_grad(loss), compiler_options=options)(params, batch)
+        return value, moment
 
-    flops, plain = gradient(loss, None)
+    traced = trace(loss, None)
+    flops = memory.estimate_cost(traced.jaxpr).flops
+    plain, plain_seconds = timed(lambda: trace(loss, None).lower().compile())
+    expected = gradient(plain, loss, None)
+    known: dict[int, tuple[Any, Fitted]] = {}
 
-    def fit(budget: int) -> dict[str, Any]:
-        fitted, plan = memory.remat_to_fit(loss, budget, params, batch, held=moments)
-        options = plan.chosen.compiler_options
-        more, found = gradient(fitted, options)
-        return {
-            "choice": str(plan.chosen),
-            "candidates": len({str(c) for c in plan.candidates}),
-            "peak": compiled(fitted, options),
-            "difference": max(difference(a, b) for a, b in zip(found, plain, strict=True)),
-            "flops": more / flops,
-        }
+    def fitted(loss: Any, chosen: Any) -> Fitted:
+        options = chosen.compiler_options
+        traced = trace(loss, options)
+        step = traced.lower().compile()
+        return Fitted(
+            str(chosen),
+            0,
+            0.0,
+            memory.peak(step).total,
+            greatest_difference(gradient(step, loss, options), expected),
+            memory.estimate_cost(traced.jaxpr).flops / flops,
+            functools.partial(resident_bytes, step, fresh, batch),
+        )
 
-    return compiled(loss, None), fit
+    def fit(budget: int) -> Fitted:
+        progress: list[Any] = []
+        (smaller, plan), seconds = timed(
+            lambda: memory.remat_to_fit(
+                loss, params, batch, optimizer=optimizer, budget=budget, progress=progress.append
+            )
+        )
+        chosen = plan.chosen
+        if id(chosen) not in known:  # another budget may choose the same program
+            known[id(chosen)] = chosen, fitted(smaller, chosen)
+        _, found = known[id(chosen)]
+        return found._replace(compiled=len(progress), seconds=seconds / plain_seconds)
+
+    return memory.peak(plain).total, fit
 
 
 def with_compile_step(program: Program) -> Route:
@@ -120,56 +228,69 @@ def with_compile_step(program: Program) -> Route:
     def loss(params: Any, model_state: Any, batch: Any, key: Any) -> Any:
         return losses(params, batch)
 
+    if first_moment(jax.eval_shape(optimizer.init, program.params)) is None:
+        optimizer = optax.adam(1e-3)  # its state shows the gradient
+
     def fresh() -> fnet.TrainState:
         params = jax.tree.map(jnp.copy, program.params)
         return fnet.TrainState.create(params=params, optimizer=optimizer, key=jax.random.key(0))
 
-    def gradient(state: fnet.TrainState) -> Any:
-        moment = optax.tree_utils.tree_get(state.opt_state, "mu")
-        return state.opt_state if moment is None else moment
+    def gradient(step: Any) -> Any:
+        state, metrics = step(fresh(), batch)
+        return metrics["loss"], first_moment(state.opt_state)
 
-    step, state = fnet.make_step(loss, optimizer), fresh()
-    traced = step.trace(state, batch)
-    flops, plain = memory.estimate_cost(traced.jaxpr).flops, traced.lower().compile()
-    total = memory.peak(plain).total
-    expected = gradient(plain(fresh(), batch)[0])
+    step = fnet.make_step(loss, optimizer)
+    shapes = jax.eval_shape(fresh)
+    traced = step.trace(shapes, batch)
+    flops = memory.estimate_cost(traced.jaxpr).flops
+    plain, plain_seconds = timed(lambda: step.lower(shapes, batch).compile())
+    expected = gradient(plain)
 
-    def fit(budget: int) -> dict[str, Any]:
-        tried: list[str] = []
-        found = fnet.compile_step(
-            step, state, batch, budget=budget, progress=lambda c: tried.append(str(c))
+    def fit(budget: int) -> Fitted:
+        tried: list[Any] = []
+        found, seconds = timed(
+            lambda: fnet.compile_step(step, shapes, batch, budget=budget, progress=tried.append)
         )
-        more = memory.estimate_cost(found.step.trace(state, batch).jaxpr).flops
+        more = memory.estimate_cost(found.step.trace(shapes, batch).jaxpr).flops
         policy = found.step.remat
         chunks = getattr(policy, "chunks", 1)
-        return {
-            "choice": f"{policy}{f' in {chunks} chunks' if chunks > 1 else ''}",
-            "candidates": len(set(tried)),
-            "peak": found.report.peak.total,
-            "difference": difference(gradient(found(fresh(), batch)[0]), expected),
-            "flops": more / flops,
-        }
+        return Fitted(
+            f"{policy}{f' in {chunks} chunks' if chunks > 1 else ''}",
+            len(tried),
+            seconds / plain_seconds,
+            found.report.peak.total,
+            greatest_difference(gradient(found), expected),
+            more / flops,
+            lambda: resident_bytes(found, lambda: (fresh(),), batch),
+        )
 
-    return total, fit
+    return memory.peak(plain).total, fit
 
 
 ROUTES = {"remat_to_fit": with_remat_to_fit, "compile_step": with_compile_step}
 
 
-def measure(name: str, shares: Sequence[float], routes: Sequence[str]) -> list[dict[str, Any]]:
+def measure(
+    name: str,
+    program: Program,
+    shares: Sequence[float],
+    routes: Sequence[str],
+    resident: bool = False,
+) -> list[dict[str, Any]]:
     """Plan, compile and run a program for budgets, in this process."""
-    if name in DOUBLE:
-        jax.config.update("jax_enable_x64", True)
-    program, rows = PROGRAMS[name](), []
+    rows = []
     for route in routes:
         if route == "compile_step" and program.losses is None:
             continue
         plain, fit = ROUTES[route](program)
         for share in shares:
             row = {"program": name, "route": route, "share": share, "plain": plain}
-            row["tolerance"] = tolerance(program.params)
+            row["tolerance"] = tolerance(program)
             try:
-                row |= fit(int(share * plain))
+                fitted = fit(int(share * plain))
+                row |= {k: v for k, v in fitted._asdict().items() if k != "resident"}
+                if resident:
+                    row["resident"] = fitted.resident()
             except memory.BudgetError as error:
                 row["refused"] = str(error)
             except Exception:
@@ -179,7 +300,12 @@ def measure(name: str, shares: Sequence[float], routes: Sequence[str]) -> list[d
 
 
 def is_unequal(row: dict[str, Any]) -> bool:
-    """Whether a gradient differs from the plain one. NaN is not equal."""
+    """Whether a gradient differs from the plain one. NaN is not equal.
+
+    Only a difference in double precision counts, if it is known.
+    """
+    if "double" in row:
+        return not row["double"] <= 1e-9
     return "difference" in row and not row["difference"] <= row["tolerance"]
 
 
@@ -196,7 +322,7 @@ def cell(row: dict[str, Any]) -> str:
         return row["traceback"].splitlines()[-1].split(":")[0]
     notes = f" **off by {row['difference']:.1e}**" * is_unequal(row)
     notes += f" **takes {row['peak'] / row['plain']:.3f}**" * is_over(row)
-    return f"{row['flops']:.2f}, {row['choice']} ({row['candidates']}){notes}"
+    return f"{row['flops']:.2f}, {row['choice']} ({row['compiled']}){notes}"
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -223,6 +349,20 @@ def not_monotone(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
+def worse_than_smaller(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Budgets whose step takes more FLOPs than that of a smaller budget."""
+    return [
+        row
+        for row in rows
+        if "flops" in row
+        and any(
+            other.get("flops", np.inf) < 0.99 * row["flops"] and other["share"] < row["share"]
+            for other in rows
+            if (other["program"], other["route"]) == (row["program"], row["route"])
+        )
+    ]
+
+
 def claims(rows: list[dict[str, Any]]) -> Iterator[Claim]:
     """The counts that should be none, and the medians of FLOPs."""
     counts = {
@@ -230,9 +370,18 @@ def claims(rows: list[dict[str, Any]]) -> Iterator[Claim]:
         "steps over the budget": list(filter(is_over, rows)),
         "tracebacks": [row for row in rows if "traceback" in row],
         "budgets refused although a smaller one fits": not_monotone(rows),
+        "steps with more FLOPs than that of a smaller budget": worse_than_smaller(rows),
     }
     for what, found in counts.items():
         yield Claim(f"{what}, of {len(rows)} plans", "none", len(found), "<= 0", "count")
+    largest = max(row["share"] for row in rows)
+    for when, is_first in (("first budget", True), ("later budgets", False)):
+        some = [
+            r["seconds"] for r in rows if "seconds" in r and (r["share"] == largest) == is_first
+        ]
+        if some:
+            what = f"CPU seconds of planning, {when}, median"
+            yield Claim(what, "compiling the plain step", statistics.median(some), "", "time")
     for share in dict.fromkeys(row["share"] for row in rows):
         some = [row for row in rows if row["share"] == share]
         refused = sum("refused" in row for row in some)
@@ -258,10 +407,14 @@ def main() -> None:
         "--routes", nargs="+", choices=ROUTES, default=list(ROUTES), help="Ways to use a budget."
     )
     parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--resident", action="store_true", help="Run the steps.")
     options = parser.parse_args()
     if options.worker:
         name, shares, routes = options.worker
-        found = measure(name, json.loads(shares), json.loads(routes))
+        if name in DOUBLE:
+            jax.config.update("jax_enable_x64", True)
+        settings = json.loads(shares), json.loads(routes), options.resident
+        found = measure(name, PROGRAMS[name](), *settings)
         jax.effects_barrier()  # Programs print.
         print(json.dumps(found))
         return
@@ -271,9 +424,8 @@ def main() -> None:
         if kept and kept.exists():
             rows += json.loads(kept.read_text())
             continue
-        found = in_fresh_process(
-            "foreign_steps", name, json.dumps(options.shares), json.dumps(options.routes)
-        )
+        given = name, json.dumps(options.shares), json.dumps(options.routes)
+        found = in_fresh_process("foreign_steps", *given, *["--resident"] * options.resident)
         if kept:
             options.rows.mkdir(parents=True, exist_ok=True)
             kept.write_text(json.dumps(found))

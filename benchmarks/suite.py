@@ -114,6 +114,7 @@ SUITE = (
     Benchmark("budgets"),
     Benchmark("fitted_steps", cpu=True),
     Benchmark("foreign_steps", cpu=True),
+    Benchmark("random_steps", packages=("hypothesis",), cpu=True),
     Benchmark("planning", packages=("equinox", "dm-haiku"), cpu=True),
     Benchmark("clipped_grad"),
     Benchmark("clipped_grad_peers", quick=("--rounds", "7"), cpu=True),

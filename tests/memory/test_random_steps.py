@@ -1,0 +1,70 @@
+"""Random train steps within budgets: exact gradients, and bytes within the budget.
+
+`python -m benchmarks.random_steps` measures many more.
+"""
+
+import example_losses
+import jax
+import pytest
+
+from benchmarks.foreign_steps import ROUTES, is_over, is_unequal, not_monotone
+from benchmarks.random_losses import BLOCKS, random_loss
+from benchmarks.random_steps import failures, measure_seed
+
+allow_rank_promotion = pytest.fixture(autouse=True)(example_losses.allow_rank_promotion)
+
+WITH_REMAT_TO_FIT = (0, 1, 4, 8, 9, 11, 12, 14, 15, 16, 18, 20, 25, 26, 27)
+WITH_COMPILE_STEP = (35, 62, 65, 94, 102)
+
+
+def check(seed, shares, most_blocks, routes):
+    with jax.debug_key_reuse(False):
+        rows = measure_seed(seed, shares, most_blocks, routes)
+    assert rows
+    assert not failures(rows), "\n".join(failures(rows))
+
+
+@pytest.mark.parametrize("seed", WITH_REMAT_TO_FIT)
+def test_a_loss_stays_exact_in_a_budget(seed):
+    check(seed, [(0.7, 0.5, 0.35)[seed % 3]], 2, ["remat_to_fit"])
+
+
+@pytest.mark.parametrize("seed", WITH_COMPILE_STEP)
+def test_a_step_stays_exact_in_a_budget(seed):
+    check(seed, [(0.7, 0.5, 0.35)[seed % 3]], 2, ["compile_step"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1000, 1100))
+def test_more_steps_stay_exact_in_more_budgets(seed):
+    check(seed, [0.85, 0.6, 0.4, 0.25], 4, list(ROUTES))
+
+
+def test_a_seed_makes_the_same_step():
+    (about, one), (again, other) = random_loss(5), random_loss(5)
+    assert about == again
+    assert str(jax.make_jaxpr(one.loss)(one.params, one.batch)) == str(
+        jax.make_jaxpr(other.loss)(other.params, other.batch)
+    )
+
+
+def test_a_failure_names_the_command_that_repeats_it():
+    row = {"program": "7: rows", "route": "remat_to_fit", "share": 0.5, "plain": 100}
+    good = {"peak": 40, "difference": 1e-7, "tolerance": 1e-5}
+    wrong = good | {"difference": 1e-3}
+    assert is_unequal(wrong)
+    assert not is_unequal(wrong | {"double": 1e-14})
+    assert is_unequal(good | {"difference": float("nan")})
+    assert is_over(row | good | {"peak": 60})
+    refused = row | {"refused": "too large"}
+    assert not_monotone([refused, row | good | {"share": 0.4}]) == [refused]
+    assert failures([row | good, refused]) == []
+    (text,) = failures([row | wrong])
+    assert text.startswith("python -m benchmarks.random_steps --seeds 7 ")
+    (text,) = failures([row | {"traceback": "KeyError: 1"}])
+    assert "KeyError" in text
+
+
+def test_most_blocks_appear():
+    names = [random_loss(seed)[0] for seed in range(20)]
+    assert sum(any(block in name for name in names) for block in BLOCKS) > len(BLOCKS) / 2
