@@ -29,6 +29,7 @@ from train.run.frozen import load_network
 from train.run.mesh import layout, make_cpu_devices
 from train.run.model_files import check_model, with_model_files
 from train.run.run_folder import RunFolder, as_json, atomic_write
+from train.run.same_data import compare_data, describe_data
 from train.run.setup import Setup, setup
 from train.tasks import images, kind_of, language
 from train.tasks.confusion import accuracy_by_class, iou_by_class
@@ -89,6 +90,12 @@ def evaluate_run(folder: RunFolder, options: EvalArguments, console: Console) ->
     batch_size = config.data.batch_size // max(run.config.data.crops, views.num_views)
     batch_size = max(batch_size // run.devices, 1) * run.devices
     log = line_printer(console)
+    changed = None
+    if options.path is None and options.split is None:
+        data = describe_data(run.task.dataset, private=config.is_private)
+        changed = compare_data(folder, config, data)
+        if changed:
+            log(changed)
     unreadable = UnreadableFiles(run.task.dataset, log)
     evaluate = run.compile_evaluation(unreadable, batch_size)
     evaluation = evaluate(network)
@@ -106,6 +113,7 @@ def evaluate_run(folder: RunFolder, options: EvalArguments, console: Console) ->
             "classes": _class_scores(run, evaluation.confusion),
             "description": files.description,
             "unreadable_files": unreadable.count,
+            "data_changed": changed,
         }
         atomic_write(files.json, as_json(content))
         pictures = {"confusion matrix": files.confusion, "examples": files.examples}

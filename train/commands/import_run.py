@@ -27,6 +27,7 @@ from train.run.class_names import write_classes
 from train.run.initial_weights import InitialWeights, load
 from train.run.model_files import copy_model_files
 from train.run.run_folder import RunFolder, as_json, atomic_write, quote
+from train.run.same_data import describe_data, write_data
 from train.run.seeds import create_secret, read_seeds
 from train.run.setup import setup
 
@@ -101,6 +102,7 @@ def import_weights(
         with Checkpoints(folder.checkpoints, keep, shapes=run.state_shapes) as checkpoints:
             checkpoints.save(0, seeds.remove_key(state), position)
             checkpoints.wait()
+        write_data(folder, config, describe_data(run.task.dataset, private=config.is_private))
         folder.write_config(config)  # last, so that a folder without weights is not a run
         atomic_write(folder.imported, as_json(imported.as_dict()))
     return imported

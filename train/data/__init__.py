@@ -37,7 +37,9 @@ class Dataset(NamedTuple):
         of step 0, 1, ...; None shuffles all of them in each epoch.
       batches_at_once: Number of training batches that threads make at once.
       name: Describes a row of ``train`` to the user: its file, or its index.
-      file_bytes: Size of the files that only this row of ``train`` points to, -1 if unreadable.
+      test_name: The same for a row of ``test``; None if examples have no names, only numbers.
+      file_bytes: Size of the files that only this row points to, -1 if unreadable. Rows of
+        ``test`` follow those of ``train``.
       contents: Arrays that rows point into, such as all tokens, or sizes of shared files.
       explain: Says why the example with this ``id`` has weight 0: its file and the error. None if
         it can be read.
@@ -62,6 +64,7 @@ class Dataset(NamedTuple):
     order: Callable[[int, int], Callable[[int], np.ndarray]] | None = None
     batches_at_once: int = 1
     name: Callable[[int], str] = str
+    test_name: Callable[[int], str] | None = None
     file_bytes: Callable[[int], int] = lambda row: 0
     contents: tuple[np.ndarray, ...] = ()
     explain: Callable[[int], str | None] = lambda id: None

@@ -140,6 +140,9 @@ def _load(config: ArrayFile) -> Dataset:
         contents=tuple(images),
         users=None if users is None else number_users(users[ids[0]]),
         name=lambda row: f"image {train['id'][row]} of {splits[0].images} in {path}",
+        test_name=lambda row: (
+            f"image {test['id'][row] - offset} of {splits[-1].images} in {splits[-1].path}"
+        ),
     )
 
 

@@ -219,6 +219,7 @@ def _load(config: ChatFile) -> Dataset:
         augment=augment,
         prepare=prepare,
         name=lambda row: "; ".join(train_rows.places[row]),
+        test_name=None if config.packing else lambda row: "; ".join(test_rows.places[row]),
         contents=tuple(a for r in (train_rows, test_rows) for a in (r.tokens, r.target, r.first)),
         users=users,
         tokens_per_byte=lambda: tokens_per_byte,

@@ -106,6 +106,7 @@ def image_dataset(
         prepare=prepare,
         reads_local=True,
         name=describe,
+        test_name=lambda row: describe(num_train + row),
         explain=explain,
         max_bad_fraction=config.max_bad_fraction,
         **{"file_bytes": size} | others,

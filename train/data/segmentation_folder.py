@@ -216,6 +216,7 @@ def _load(config: SegmentationFolder, trained: LabelMap | None = None) -> Datase
         prepare=prepare,
         reads_local=True,
         name=lambda id: paths(id)[0],
+        test_name=lambda row: paths(len(train) + row)[0],
         file_bytes=lambda id: sum(map(file_bytes, paths(id))),
         explain=explain,
         max_bad_fraction=config.max_bad_fraction,

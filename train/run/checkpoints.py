@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import json
 import logging
 import math
 import shutil
@@ -30,7 +29,7 @@ from fnet.cpu.heap import release_free_memory
 from train.errors import TrainingError, UserError, is_machine_error, is_out_of_memory
 from train.run.distributed import any_process, lost_connection
 from train.run.process_memory import IN_FLIGHT
-from train.run.run_folder import check_no_pattern
+from train.run.run_folder import check_no_pattern, seal, unseal
 
 # Orbax logs each folder it creates and each error in its threads. Errors that matter are raised.
 logging.getLogger("absl").setLevel(logging.CRITICAL)
@@ -158,7 +157,7 @@ class Checkpoints:
         """
         if self.latest_step == step:
             return
-        data = {"position": position, "checksums": checksums(state), "score": score}
+        data = seal({"position": position, "checksums": checksums(state), "score": score})
         self._scores |= {} if score is None else {step: score}
         with _saving(self._folder):
             self._manager.save(
@@ -247,15 +246,15 @@ class Checkpoints:
         return state, data["position"]
 
     def _read_data(self, step: int) -> dict[str, Any]:
-        """Read what is saved besides the arrays."""
+        """Read what is saved besides the arrays: position, checksums and score."""
         data = self._manager.restore(step, args=ocp.args.Composite(data=ocp.args.JsonRestore()))
         content: dict[str, Any] = data.data
-        old = self._folder / str(step) / "metrics" / "metrics"
-        if "score" not in content and old.is_file():  # where earlier versions saved it
-            content["score"] = json.loads(old.read_bytes())["score"]
-        if not isinstance(content.setdefault("score", None), float | int | None):
-            raise DamagedError("its score is not a number")
-        return content
+        if "checksum" not in content:  # an earlier version saved it
+            return content
+        try:
+            return unseal(content)
+        except ValueError as error:
+            raise DamagedError(f"its position in the data cannot be used: {error}") from error
 
     def _newest(self, read: Callable[[int], Content]) -> Content | None:
         """Read the newest intact checkpoint, or the best one; all processes take the same."""

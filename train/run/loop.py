@@ -41,7 +41,7 @@ from train.run.results import (
     write_results,
 )
 from train.run.run_folder import RunFolder, as_json, atomic_write, quote
-from train.run.same_data import check_data, describe_data, write_data
+from train.run.same_data import check_data, check_saved, describe_data, mark_saved, write_data
 from train.run.seeds import (
     Seeds,
     check_secret,
@@ -141,6 +141,8 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
             with loop.interruption:  # also while the last checkpoint is written
                 loop.run(console, high_water, profile)
                 checkpoints.wait()
+                if jax.process_index() == 0:
+                    mark_saved(folder)
         measured_bytes = high_water.bytes()  # before the plots, which are not training
 
         num_params = programs.planned.executable.report.parameters
@@ -188,20 +190,15 @@ def _reopen_folder(
     Raises:
       UserError: if the run cannot go on with this config, data or folder.
     """
-    damaged = sorted(folder.path.glob("damaged_checkpoint_*"))
-    if damaged and not folder.saved_steps:
-        raise UserError(
-            f"every checkpoint of {folder.path} is damaged, such as {damaged[-1]}: restore one as "
-            f"{folder.checkpoints}/STEP, or start a new run with another --out"
-        )
+    begins_again = check_saved(folder)
     before = folder.read_config()
     check_resumed_length(run, before)
     check_classes(folder, run.task.dataset.classes, run.task.dataset.label_map)
     check_secret(folder, before)
     changed = check_data(folder, run.config, data)
     folder.resume(run.config)
-    if changed:
-        log(changed)
+    for line in filter(None, (begins_again, changed)):
+        log(line)
     if needs_secret(run.config) and not needs_secret(before):  # imported, not trained yet
         create_secret(folder, run.config)
     write_data(folder, run.config, data)
@@ -410,5 +407,7 @@ class _Loop:
         with self._meter.paused():
             public = without_frozen(self._seeds.remove_key(self.state))
             self._checkpoints.save(self.step, public, self._position, score)
+            if jax.process_index() == 0:
+                mark_saved(self._folder)  # for the checkpoints before, which are on disk
         if score is not None:
             self._best_score = max(self._best_score, score)

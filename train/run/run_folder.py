@@ -6,6 +6,7 @@ import glob
 import json
 import os
 import shlex
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
@@ -78,8 +79,16 @@ class RunFolder:
     def has_started(self) -> bool:
         """Whether a run here has logged or saved anything, unlike `fnet import` of a model."""
         has_logged = self.metrics.is_file() and self.metrics.stat().st_size > 0
-        has_saved = any(self.checkpoints.glob("[0-9]*"))
-        return self.config.is_file() and (has_logged or has_saved)
+        return self.config.is_file() and (has_logged or self.has_saved)
+
+    @property
+    def has_saved(self) -> bool:
+        """Whether a run here has saved a checkpoint, even if it is gone."""
+        try:
+            has_saved = read_sealed(self.data)["has_saved"]
+        except ValueError:
+            has_saved = False
+        return has_saved or any(self.checkpoints.glob("[0-9]*"))
 
     @property
     def has_trained(self) -> bool:
@@ -256,6 +265,42 @@ def quote(path: Path) -> str:
 def as_json(data: dict[str, Any]) -> str:
     """Return indented JSON with a final newline."""
     return json.dumps(data, indent=2) + "\n"
+
+
+def seal(content: dict[str, Any]) -> dict[str, Any]:
+    """Return JSON data with a checksum, by which `unseal` notices damage."""
+    return content | {"checksum": _checksum(content)}
+
+
+def unseal(sealed: Any) -> dict[str, Any]:
+    """Return the data that `seal` was given.
+
+    Raises:
+      ValueError: if they are not what was sealed.
+    """
+    if not isinstance(sealed, dict) or "checksum" not in sealed:
+        raise ValueError("an earlier version wrote it, or it is damaged")
+    content = {name: value for name, value in sealed.items() if name != "checksum"}
+    if sealed["checksum"] != _checksum(content):
+        raise ValueError("it is damaged: its checksum is not that of its contents")
+    return content
+
+
+def read_sealed(path: Path) -> dict[str, Any]:
+    """Read a JSON file with a checksum.
+
+    Raises:
+      ValueError: if it is missing or damaged.
+    """
+    try:
+        return unseal(json.loads(path.read_bytes()))
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"cannot read {path} ({reason})") from error
+
+
+def _checksum(content: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
 def atomic_write(path: Path, content: str | bytes) -> None:

@@ -1,36 +1,118 @@
-"""Whether a resumed run finds the data that it began with."""
+"""Whether a run that is resumed or evaluated finds the data and the checkpoints that it had.
 
+data.json says what they were. It has a checksum, so that damage is noticed.
+"""
+
+import base64
 import json
 import zlib
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
 from train.config import Config
 from train.data import Dataset, num_examples
+from train.data.splits import hash_names
 from train.errors import UserError
-from train.run.run_folder import RunFolder, as_json, atomic_write
+from train.run.run_folder import RunFolder, as_json, atomic_write, read_sealed, seal
 from train.run.seeds import keyed_checksum
 
-_MOST_BYTES, _MOST_NAMES = 2**28, 10_000
-"""What a checksum covers unless the run is private: bytes of an array, and training rows at regular
-intervals, whose files it names."""
+_MOST_BYTES, _MOST_FILES = 2**31, 10_000
+"""What a checksum covers unless the run is private: bytes of an array, and rows of a split at
+regular intervals, whose files it names with their sizes."""
+_MOST_NAMES = 10_000
+"""Names of a split that data.json holds as hashes: those with the smallest ones."""
 _BLOCK_BYTES = 2**24
+_MEMORY: dict[str, Any] = {"has_saved": False, "trained_before": None}
+"""What data.json holds besides the data: whether the run has saved a checkpoint, and names of
+examples that it was trained on before its data changed."""
+
+
+class _Names(NamedTuple):
+    """Sorted hashes of names below a limit: all names, or a sample that is the same in any set."""
+
+    hashes: np.ndarray
+    limit: int
+
+    @classmethod
+    def of(cls, hashes: np.ndarray, limit: int = 2**64) -> Self:
+        smallest = np.unique(hashes)[: _MOST_NAMES + 1]
+        if len(smallest) > _MOST_NAMES:
+            limit = int(smallest[-1])
+        return cls(smallest[:_MOST_NAMES], limit)
+
+    @classmethod
+    def from_text(cls, text: str | None) -> Self:
+        limit, _, hashes = (text or f"{2**64} ").partition(" ")
+        return cls(np.frombuffer(base64.b64decode(hashes), "<u8"), int(limit))
+
+    def as_text(self) -> str:
+        return f"{self.limit} {base64.b64encode(self.hashes.tobytes()).decode()}"
+
+    def below(self, limit: int) -> np.ndarray:
+        return self.hashes[self.hashes <= np.uint64(limit - 1)]
+
+    def union(self, other: Self) -> Self:
+        limit = min(self.limit, other.limit)
+        return self.of(np.concatenate([self.below(limit), other.below(limit)]), limit)
+
+    def count_in(self, other: Self, of: int) -> int:
+        """Count, or estimate, how many of the names are among others; there are ``of`` of them."""
+        own = self.below(min(self.limit, other.limit))
+        shared = int(np.isin(own, other.hashes).sum())
+        return shared if len(own) == of else -(-shared * of // max(len(own), 1))
 
 
 def write_data(folder: RunFolder, config: Config, data: dict[str, Any]) -> None:
-    """Write data.json, by which `check_data` recognizes the data."""
-    atomic_write(folder.data, as_json(_record(folder, config, data)))
+    """Write data.json, by which `check_data` recognizes the data. It keeps what else it holds."""
+    memory = _MEMORY
+    if folder.has_trained:
+        try:
+            then = read_sealed(folder.data)
+        except ValueError:  # `check_data` has reported it
+            then = {}
+        memory = {name: then.get(name, value) for name, value in _MEMORY.items()}
+        if "train_names" in then and then["train_names"] != data["train_names"]:
+            memory |= {"trained_before": _trained_on(then).as_text()}
+    memory = memory | {"has_saved": memory["has_saved"] or bool(folder.saved_steps)}
+    atomic_write(folder.data, as_json(seal(_record(folder, config, data) | memory)))
 
 
-def _record(folder: RunFolder, config: Config, data: dict[str, Any]) -> dict[str, Any]:
-    """What data.json holds: the description, or a code of it that tells nothing without the key.
+def mark_saved(folder: RunFolder) -> None:
+    """Note in data.json that the run has a checkpoint, so that `check_saved` notices its loss."""
+    try:
+        record = read_sealed(folder.data)
+    except ValueError:  # `check_data` will report it
+        return
+    if folder.saved_steps and not record["has_saved"]:
+        atomic_write(folder.data, as_json(seal(record | {"has_saved": True})))
 
-    No guarantee of privacy covers the description, so `grad.release_only` must not write it.
+
+def check_saved(folder: RunFolder) -> str | None:
+    """Check that a run still has a checkpoint if it ever saved one.
+
+    Returns:
+      A line for the user if it has not saved one yet, so that it begins again; else None.
+
+    Raises:
+      UserError: if none is left, or if nothing says whether there was one.
     """
-    if not config.is_release_only:
-        return data
-    return {"keyed_checksum": keyed_checksum(folder, config, json.dumps(data))}
+    if folder.saved_steps:
+        return None
+    damaged = sorted(folder.path.glob("damaged_checkpoint_*"))
+    what = f"no checkpoint is left in {folder.checkpoints}"
+    if damaged:
+        what = f"every checkpoint of {folder.path} is damaged, such as {damaged[-1]}"
+    else:
+        try:
+            if not read_sealed(folder.data)["has_saved"]:
+                return f"{folder.path} has no checkpoint yet: starting again at step 0"
+        except ValueError as error:
+            what += f", and {error}"
+    raise UserError(
+        f"{what}: restore one as {folder.checkpoints}/STEP, or start a new run with another --out"
+    )
 
 
 def check_data(folder: RunFolder, config: Config, data: dict[str, Any]) -> str | None:
@@ -50,49 +132,117 @@ def check_data(folder: RunFolder, config: Config, data: dict[str, Any]) -> str |
     """
     if not folder.has_trained:
         return None
-    now = _record(folder, config, data)
     try:
-        then = json.loads(folder.data.read_bytes())
-        if not isinstance(then, dict) or then.keys() != now.keys():
-            raise ValueError("an earlier version wrote it, or it is damaged")
-    except (OSError, ValueError) as error:
+        change = _change(folder, config, data)
+    except ValueError as error:
+        line = f"{error}: nothing else says which data this run began with"
         if not config.is_private:
-            return None
-        reason = error.strerror if isinstance(error, OSError) else error
+            return f"{line}; if they changed, the next batches are not those that were next"
         raise UserError(
-            f"cannot read {folder.data} ({reason}): nothing else says which data this private run "
-            "began with, and the guarantee holds for the same data; restore the file, or start a "
-            "new run with another --out"
+            f"{line}, and the guarantee holds for the same data; restore the file, or start a new "
+            "run with another --out"
         ) from error
-    if then == now:
+    if change is None:
         return None
-    what = "other rows"
-    if now is data and _count(then) != _count(now):
-        what = f"{_count(then)} then, {_count(now)} now"
-    changed = f"data: changed since {folder.path} was last trained: {what}"
     if config.is_private:
-        raise UserError(f"{changed}; the guarantee holds for the same data: restore them")
-    return f"{changed}; the next batches are of the new data, in a new order"
+        raise UserError(f"{change}; the guarantee holds for the same data: restore them")
+    return f"{change}; the next batches are of the new data, in a new order"
+
+
+def compare_data(folder: RunFolder, config: Config, data: dict[str, Any]) -> str | None:
+    """Say how the data of a run that is evaluated differ from those that it was trained on."""
+    if not folder.has_trained:
+        return None
+    try:
+        return _change(folder, config, data)
+    except (ValueError, UserError) as error:
+        return f"{error}: cannot tell whether the data are those that the run was trained on"
+
+
+def _change(folder: RunFolder, config: Config, data: dict[str, Any]) -> str | None:
+    """Say what changed; None if nothing did.
+
+    Raises:
+      ValueError: if data.json is missing or damaged.
+    """
+    now, then = _record(folder, config, data), read_sealed(folder.data)
+    if then.keys() != now.keys() | _MEMORY.keys():
+        raise ValueError(f"cannot read {folder.data} (an earlier version wrote it)")
+    parts = [] if config.is_release_only else _differences(then, now)
+    if not parts and all(then[name] == value for name, value in now.items()):
+        return None
+    what = "; ".join(parts) or "other rows"
+    return f"data: changed since {folder.path} was last trained: {what}"
+
+
+def _differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Describe how the numbers and the names of examples differ."""
+    parts = []
+    if _count(then) != _count(now):
+        parts.append(f"{_count(then)} then, {_count(now)} now")
+    if now["test_names"] is None or then["test_names"] is None:
+        return parts
+    train, test, old_train, old_test = (
+        _Names.from_text(record[name])
+        for record in (now, then)
+        for name in ("train_names", "test_names")
+    )
+    every, old = train.union(test), old_train.union(old_test)
+    limit = min(every.limit, old.limit)
+    changes = {
+        "new": np.setdiff1d(every.below(limit), old.below(limit)).size,
+        "gone": np.setdiff1d(old.below(limit), every.below(limit)).size,
+    }
+    sampled = "" if limit == 2**64 else f" of {_MOST_NAMES:,}"
+    parts += [f"{count:,}{sampled} names are {kind}" for kind, count in changes.items() if count]
+    if seen := test.count_in(_trained_on(then), now["test"]):
+        parts.append(
+            f"{seen:,} of {now['test']:,} test examples were trained on, so that test scores are "
+            "too good"
+        )
+    return parts
+
+
+def _trained_on(record: dict[str, Any]) -> _Names:
+    earlier = _Names.from_text(record["trained_before"])
+    return _Names.from_text(record["train_names"]).union(earlier)
+
+
+def _record(folder: RunFolder, config: Config, data: dict[str, Any]) -> dict[str, Any]:
+    """What data.json says of the data: all, or a code that tells nothing without the key.
+
+    No guarantee of privacy covers the description, so `grad.release_only` must not write it.
+    """
+    if not config.is_release_only:
+        return data
+    return {"keyed_checksum": keyed_checksum(folder, config, json.dumps(data))}
 
 
 def _count(data: dict[str, Any]) -> str:
-    train, test = (f"{n:,}" if isinstance(n, int) else "?" for n in (data["train"], data["test"]))
-    return f"{train} training and {test} test examples"
+    return f"{data['train']:,} training and {data['test']:,} test examples"
 
 
 def describe_data(dataset: Dataset, *, private: bool) -> dict[str, Any]:
-    """Return the number of examples, and a checksum of their rows, contents, names and users.
+    """Return the number of examples, a checksum of their rows, contents and users, and their names.
 
     Args:
       dataset: the data.
       private: whether the checksum must cover all of it, however long that takes.
     """
-    count = num_examples(dataset.train) - dataset.canaries
-    rows = np.arange(count)
-    if not private:
-        rows = np.unique(np.linspace(0, count - 1, _MOST_NAMES).astype(int))
-    files = "\n".join(f"{dataset.name(i)} {dataset.file_bytes(i)}" for i in rows.tolist())
-    checksum = zlib.crc32(files.encode("utf-8", "surrogateescape"))
+    counts = num_examples(dataset.train) - dataset.canaries, num_examples(dataset.test)
+    names: list[Iterable[str]] = [map(dataset.name, range(counts[0]))]
+    if dataset.test_name is not None:
+        names.append(map(dataset.test_name, range(counts[1])))
+    hashes = [hash_names(split) for split in names]
+    checksum = zlib.crc32(b"".join(split.tobytes() for split in hashes)) if private else 0
+    first = 0
+    for split, count in zip(hashes, counts, strict=False):
+        rows = np.arange(count)
+        if not private:
+            rows = np.unique(np.linspace(0, count - 1, _MOST_FILES).astype(int))
+        sizes = np.array([dataset.file_bytes(first + i) for i in rows.tolist()], np.int64)
+        checksum = zlib.crc32(split[rows].tobytes() + sizes.tobytes(), checksum)
+        first += count
     arrays = [
         *((f"train {name}", a) for name, a in sorted(dataset.train.items())),
         *((f"test {name}", a) for name, a in sorted(dataset.test.items())),
@@ -106,8 +256,12 @@ def describe_data(dataset: Dataset, *, private: bool) -> dict[str, Any]:
         step = max(_BLOCK_BYTES // row_bytes, 1)
         for start in range(0, len(a) if private else min(len(a), _MOST_BYTES // row_bytes), step):
             checksum = zlib.crc32(a[start : start + step].tobytes(), checksum)
+    named = dataset.test_name is not None
+    texts = [_Names.of(split).as_text() for split in hashes] if named else [None, None]
     return {
-        "train": num_examples(dataset.train),
-        "test": num_examples(dataset.test),
+        "train": counts[0],
+        "test": counts[1],
         "crc32": checksum,
+        "train_names": texts[0],
+        "test_names": texts[1],
     }

@@ -17,7 +17,7 @@ from program_cases import assert_one_line_error, exit_code, fnet_command, state_
 from train.config import Config, recipes
 from train.errors import TrainingError, UserError
 from train.run.checkpoints import Checkpoints, checksums
-from train.run.run_folder import RunFolder
+from train.run.run_folder import RunFolder, read_sealed, seal, unseal
 from train.run.setup import setup
 
 pytestmark = pytest.mark.usefixtures("workplace")
@@ -78,12 +78,16 @@ def lose(folder):
     largest_file(folder / "state").unlink()
 
 
+def position_file(folder):
+    return next(p for p in (folder / "data").rglob("*") if b"checksums" in p.read_bytes())
+
+
 def edit(folder, change):
-    """Change what is saved besides the arrays."""
-    path = next(p for p in (folder / "data").rglob("*") if b"checksums" in p.read_bytes())
-    result = json.loads(path.read_bytes())
-    change(result)
-    path.write_text(json.dumps(result))
+    """Change what is saved besides the arrays, with a checksum that fits."""
+    path = position_file(folder)
+    content = unseal(json.loads(path.read_bytes()))
+    change(content)
+    path.write_text(json.dumps(seal(content)))
 
 
 def forge(folder):
@@ -97,11 +101,17 @@ def forge(folder):
 
 
 def lose_the_score(folder):
-    next(p for p in (folder / "data").rglob("*") if b"checksums" in p.read_bytes()).write_bytes(b"")
+    position_file(folder).write_bytes(b"")
 
 
-def replace_the_score(folder):
-    edit(folder, lambda data: data.update(score="0.5"))
+def flip_the_position(folder):
+    """One bit, which makes another number of a digit."""
+    path = position_file(folder)
+    content = bytearray(path.read_bytes())
+    at = content.index(b'"position"')
+    digit = next(i for i in range(at, len(content)) if chr(content[i]).isdigit())
+    content[digit] ^= 1
+    path.write_bytes(content)
 
 
 def empty(folder):
@@ -113,9 +123,10 @@ def empty(folder):
     "damage",
     [
         truncate,
+        flip_the_position,
         *(
             pytest.param(f, marks=pytest.mark.slow)
-            for f in (flip, lose, lose_the_score, forge, replace_the_score, empty)
+            for f in (flip, lose, lose_the_score, forge, empty)
         ),
     ],
     ids=lambda f: f.__name__,
@@ -158,6 +169,34 @@ def test_does_not_take_a_machine_error_for_damage(error, output, run, monkeypatc
     assert not list(run.glob("damaged_*"))
 
 
+@pytest.mark.parametrize("what", ["no data.json", "checkpoints", "folder"])
+def test_refuses_to_resume_if_the_checkpoints_are_gone(what, run, capsys):
+    if what == "folder":
+        shutil.rmtree(run / "checkpoints")
+    else:
+        for path in (run / "checkpoints").iterdir():
+            shutil.rmtree(path)
+    if what == "no data.json":
+        (run / "data.json").unlink()
+    before = (run / "metrics.jsonl").read_text()
+    for _ in range(2):
+        assert exit_code("train", "tiny.py", "--out", run, "--resume") == 2
+        error = capsys.readouterr().err
+        assert f"no checkpoint is left in {run}/checkpoints" in error
+        assert "start a new run with another --out" in error
+        assert (run / "metrics.jsonl").read_text() == before
+
+
+def test_begins_again_if_no_checkpoint_was_saved_yet(run, capsys):
+    shutil.rmtree(run / "checkpoints")
+    written = read_sealed(run / "data.json")
+    assert written["has_saved"]
+    (run / "data.json").write_text(json.dumps(seal(written | {"has_saved": False})))
+    fnet_command("train", "tiny.py", "--out", run, "--resume")
+    assert f"{run} has no checkpoint yet: starting again at step 0" in capsys.readouterr().out
+    assert read_sealed(run / "data.json")["has_saved"]
+
+
 @pytest.mark.slow
 def test_refuses_to_resume_if_all_checkpoints_are_damaged(run, capsys):
     for step in ("6", "8"):
@@ -170,7 +209,7 @@ def test_refuses_to_resume_if_all_checkpoints_are_damaged(run, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("damage", [lose_the_score, replace_the_score])
+@pytest.mark.parametrize("damage", [lose_the_score, flip_the_position])
 def test_refuses_to_resume_if_the_only_checkpoint_lost_its_score(damage, run, capsys):
     shutil.rmtree(run / "checkpoints" / "6")
     damage(run / "checkpoints" / "8")
@@ -210,25 +249,6 @@ def test_restore_network_reads_only_variables_for_inference(kept, workplace, mon
         network = checkpoints.restore_network(run.task.model.init)
     assert sorted(read) == sorted([kept, "model_state"])  # no optimizer state
     chex.assert_trees_all_equal(network.evaluation_params, state.evaluation_params)
-
-
-@pytest.mark.slow
-def test_keeps_the_best_checkpoint_of_an_earlier_version(workplace):
-    """Which saved scores in a file of their own."""
-    run = setup(recipes.load("tiny.py"))
-    state = jax.jit(run.init)(jax.random.key(0))
-    with Checkpoints(workplace / "c", keep=2) as checkpoints:
-        checkpoints.save(1, state, {})
-        checkpoints.save(2, state, {})
-    for step, score in ((1, 0.9), (2, 0.1)):
-        folder = workplace / "c" / str(step)
-        edit(folder, lambda data: data.pop("score"))
-        (folder / "metrics").mkdir()
-        (folder / "metrics" / "metrics").write_text(json.dumps({"score": score}))
-    with Checkpoints(workplace / "c", keep=1) as checkpoints:
-        assert checkpoints.best_score == 0.9
-        checkpoints.save(3, state, {}, 0.2)
-    assert {int(p.name) for p in (workplace / "c").iterdir() if p.name.isdigit()} == {1, 3}
 
 
 def test_eval_best_uses_the_best_checkpoint(workplace):
@@ -272,7 +292,7 @@ def test_refuses_best_without_scores(run, capsys):
     assert "has a score; leave out --best" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("damage", [lose_the_score, replace_the_score])
+@pytest.mark.parametrize("damage", [lose_the_score, flip_the_position])
 def test_best_ignores_checkpoints_with_a_damaged_score(damage, run, capsys):
     edit(run / "checkpoints" / "6", lambda data: data.update(score=0.25))
     damage(run / "checkpoints" / "8")
@@ -302,7 +322,7 @@ def test_refuses_a_folder_that_another_process_uses(workplace, capsys):
     holding = """
 import sys
 from pathlib import Path
-from train.run.run_folder import RunFolder
+from train.run.run_folder import RunFolder, read_sealed, seal, unseal
 with RunFolder(Path("r")).lock():
     print("held", flush=True)
     sys.stdin.read()

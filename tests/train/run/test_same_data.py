@@ -12,7 +12,9 @@ from program_cases import assert_one_line_error, exit_code, fnet_command
 
 from train.config import ArrayFile, ChatFile, ImageFolder, SegmentationFolder, TextFile
 from train.data import Dataset
-from train.run.same_data import describe_data
+from train.data.splits import hash_names
+from train.run.run_folder import read_sealed, seal
+from train.run.same_data import _MOST_NAMES, _Names, describe_data
 
 TEXT = "In the beginning there was a text of some length. " * 20
 
@@ -131,8 +133,16 @@ def test_a_private_run_continues_with_the_same_data(resumed, capsys):
         (lambda path: path.write_text(path.read_text()[:10]), "Unterminated string"),
         (lambda path: path.write_text("[]"), "an earlier version wrote it, or it is damaged"),
         (lambda path: path.write_text('{"train": 24}'), "an earlier version wrote it"),
+        (
+            lambda path: path.write_text(path.read_text().replace("true", "false")),
+            "it is damaged: its checksum is not that of its contents",
+        ),
+        (
+            lambda path: path.write_text(json.dumps(seal({"train": 24}))),
+            "an earlier version wrote it",
+        ),
     ],
-    ids=["missing", "truncated", "no object", "other keys"],
+    ids=["missing", "truncated", "no object", "no checksum", "other checksum", "other keys"],
 )
 def test_a_private_run_does_not_continue_without_a_description(
     resumed, damage, reason, tmp_path, capsys
@@ -151,14 +161,108 @@ def test_a_private_run_does_not_continue_with_other_pixels(resumed, tmp_path, ca
 
 
 def test_release_only_describes_the_data_only_to_the_holder_of_the_seed(private_run):
-    written = json.loads((private_run / "run" / "data.json").read_text())
+    written = read_sealed(private_run / "run" / "data.json")
     config = json.loads((private_run / "run" / "config.json").read_text())
+    assert written.pop("has_saved")
     if not config["grad"]["release_only"]:
-        assert written.keys() == {"train", "test", "crc32"}
         return
+    assert written.pop("trained_before") is None
     secret = bytes.fromhex((private_run / "run" / "secret_seed").read_text())
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(private_run)
         data = describe_data(images_in_one_file(Path("data"), changed=False), private=True)
     code = hmac.new(secret, json.dumps(data).encode(), "sha256").hexdigest()
     assert written == {"keyed_checksum": code}
+
+
+PICTURES = """
+from train.config import Config, ImageFolder, Mlp, Train
+
+def config():
+    data = ImageFolder(
+        path="data", batch_size=4, image_size=8, resize=8, crop="center", flip=False
+    )
+    train = Train(steps=2, log_every=1, eval_every=2)
+    return Config(name="pictures", data=data, model=Mlp(hidden=()), train=train)
+"""
+
+
+@pytest.fixture(scope="module")
+def picture_run(tmp_path_factory):
+    """A folder with a run on pictures that are split by their names."""
+    folder = tmp_path_factory.mktemp("picture_run")
+    for i in range(40):
+        write_image(folder / "data" / "ab"[i % 2] / f"{i:02}.png", i)
+    (folder / "pictures.py").write_text(PICTURES)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        fnet_command("train", "pictures.py", "--out", "run")
+    return folder
+
+
+@pytest.fixture
+def pictures(picture_run, tmp_path, monkeypatch):
+    shutil.copytree(picture_run, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+RESUME = "train", "run/config.json", "--resume", "--train.steps", 3
+
+
+@pytest.mark.parametrize("command", [("eval", "run"), RESUME], ids=["eval", "resume"])
+def test_nothing_is_said_of_the_same_data(command, pictures, capsys):
+    fnet_command(*command)
+    assert "data: changed" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", [("eval", "run"), RESUME], ids=["eval", "resume"])
+def test_test_images_that_were_trained_on_are_reported(command, pictures, capsys):
+    config = pictures / "run" / "config.json"
+    before = ImageFolder(path="data", image_size=8).load()
+    after = ImageFolder(path="data", image_size=8, split_seed=1).load()
+    trained = {*map(before.name, before.train["id"])}
+    tests = [*map(after.name, after.test["id"])]
+    config.write_text(config.read_text().replace('"split_seed": 0', '"split_seed": 1'))
+    fnet_command(*command)
+    out = capsys.readouterr().out
+    seen = sum(name in trained for name in tests)
+    assert seen > 0
+    assert f"{seen} of {len(tests)} test examples were trained on, so that test scores" in out
+    if command == RESUME:  # which remembers it
+        fnet_command("eval", "run")
+        assert f"{seen} of {len(tests)} test examples were trained on" in capsys.readouterr().out
+        evaluation = json.loads((pictures / "run" / "evaluation.json").read_text())
+        assert "trained on" in evaluation["data_changed"]
+
+
+@pytest.mark.parametrize("command", [("eval", "run"), RESUME], ids=["eval", "resume"])
+def test_new_and_missing_images_are_counted(command, pictures, capsys):
+    before = read_sealed(pictures / "run" / "data.json")
+    write_image(pictures / "data" / "a" / "new.png")
+    (pictures / "data" / "b" / "01.png").rename(pictures / "data" / "b" / "renamed.png")
+    fnet_command(*command)
+    out = capsys.readouterr().out
+    assert f"{before['train']} training and {before['test']} test examples then, " in out
+    assert "; 2 names are new; 1 names are gone" in out
+
+
+@pytest.mark.parametrize("command", [("eval", "run"), RESUME], ids=["eval", "resume"])
+def test_a_damaged_description_is_reported(command, pictures, capsys):
+    path = pictures / "run" / "data.json"
+    path.write_text(path.read_text().replace('"test": ', '"test": 1'))
+    fnet_command(*command)
+    out = capsys.readouterr().out
+    assert "cannot read run/data.json (it is damaged: its checksum is not that of its" in out
+
+
+def test_samples_of_many_names_estimate_what_all_of_them_share():
+    names = [f"{i}.png" for i in range(5 * _MOST_NAMES)]
+    everything, some = _Names.of(hash_names(names)), _Names.of(hash_names(names[::5]))
+    assert len(everything.hashes) == len(some.hashes) == _MOST_NAMES
+    assert some.count_in(everything, _MOST_NAMES) == _MOST_NAMES
+    other = _Names.of(hash_names(f"new {name}" for name in names))
+    half = everything.union(other)
+    assert half.count_in(everything, 2 * len(names)) == pytest.approx(len(names), rel=0.05)
+    assert _Names.from_text(half.as_text()).as_text() == half.as_text()
+    assert _Names.from_text(None).hashes.size == 0
