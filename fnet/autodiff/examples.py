@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from fnet.mesh import varying_axes
+
 PerExampleLoss = Callable[..., Any]
 """``loss(params, *batch) -> losses [batch]``, or ``(losses, aux)``.
 
@@ -33,6 +35,16 @@ class Examples(NamedTuple):
     rebuild: Callable[[Sequence[Array]], tuple[Any, ...]]
     rebuild_batch: Callable[[Sequence[Array]], tuple[Any, ...]]
     is_single_key: list[bool]
+
+    def of_size(self, size: int) -> list[Any]:
+        """Shapes of the leaves of a batch of ``size`` examples.
+
+        Inside of a `jax.shard_map` they are arrays, because a shape has no mesh axes that it varies
+        over.
+        """
+        if any(map(varying_axes, self.leaves)):
+            return [a[jnp.zeros(size, int)] for a in self.leaves]
+        return [jax.ShapeDtypeStruct((size, *a.shape[1:]), a.dtype) for a in self.leaves]
 
     def map(self, f: Callable[[Sequence[Array]], Any], width: int) -> Any:
         """Call ``f`` with each example's leaves, ``width`` at a time; stack the results."""

@@ -71,7 +71,7 @@ class BoundedSensitivityCallable:
 
     def sensitivity(self, neighboring_relation: Any = "REPLACE_SPECIAL") -> Any:
         """Return the L2 sensitivity, see `fnet.autodiff.per_example.clipped.ClippedGrad`."""
-        return clipped.changes(neighboring_relation) * self.l2_norm_bound
+        return clipped.contributions_changed(neighboring_relation) * self.l2_norm_bound
 
 
 def clipped_grad(

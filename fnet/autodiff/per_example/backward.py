@@ -3,7 +3,8 @@
 `per_example_gradients` defines the gradient of an example as the gradient of the loss on a
 batch that holds it alone, and computes it in this way:
 
-1. Trace the loss of the whole batch, only to refuse losses that mix examples (`batch_axis`).
+1. Trace the loss of the whole batch, to refuse losses that mix examples (`batch_axis`), and for the
+   shapes of its other results.
 2. Trace the loss of a batch of one. Differentiate it with respect to taps (`taps`), where
    parameters meet data. Data and cotangents there are the factors of the gradients (`ghost_norm`).
    A parameter that is used in another way is differentiated itself.
@@ -12,10 +13,9 @@ batch that holds it alone, and computes it in this way:
 """
 
 import collections
-import dataclasses
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,6 @@ from fnet.autodiff.examples import (
     check_losses,
     check_params,
     check_width,
-    is_key,
 )
 from fnet.autodiff.per_example.batch_axis import (
     KEY,
@@ -49,16 +48,15 @@ from fnet.autodiff.per_example.parameter_gradients import (
     MaterializedGradients,
     ParameterGradients,
     PerExampleGradients,
+    RematerializedGradients,
     SeparateGradients,
-    SquaredNorms,
     UseInputs,
     ZeroGradients,
 )
 from fnet.autodiff.per_example.products import uses_of_factors
 from fnet.autodiff.per_example.taps import Use, Uses, evaluate_with_taps, find_uses
 from fnet.jaxpr import ShardMap, find_equations, is_separable, source_line
-from fnet.mesh import equally_varying, varying_axes
-from fnet.precision import upcast
+from fnet.mesh import equally_varying
 
 BatchLoss = Callable[[list[Any], Sequence[Any]], tuple[Array, Any]]
 """``(params, batch) -> (losses, aux)``."""
@@ -115,17 +113,22 @@ def per_example_gradients(
     size = examples.size
     leaves, rows = equally_varying((leaves, examples.leaves))
     examples = examples._replace(leaves=rows)
-    whole, aux_treedef, aux_shapes = _check_whole_batch(name, batch_loss, leaves, examples)
-    closed = hoist(_trace_one(name, batch_loss, leaves, examples, whole), len(leaves))
+    whole, aux_of_batch = _trace_batch(name, batch_loss, leaves, examples)
+    unknown = _refuse_mixing(name, whole, examples)
+    one = _trace_one(name, batch_loss, leaves, examples, whole)
+    if unknown is not None:
+        _compare_losses(name, unknown, batch_loss, leaves, examples)
+    closed = hoist(one, len(leaves))
+    aux_leaves, aux_treedef = jax.tree.flatten(aux_of_batch)
     if not size:
         losses, aux = batch_loss(leaves, examples.rebuild_batch(examples.leaves))
         none = SeparateGradients({i: ZeroGradients(leaf, 0) for i, leaf in enumerate(leaves)})
-        return PerExampleGradients(losses, aux, [False] * len(aux_shapes), treedef, [none])
+        return PerExampleGradients(losses, aux, [False] * len(aux_leaves), treedef, [none])
 
     plan = _Plan.of(closed, leaves, size, width, remat)
-    result = _run(name, plan, examples)
+    result = _differentiate(name, plan, examples)
     shapes_of_one = [a.shape for a in closed.out_avals[1:]]
-    aux = _batched_aux(result.aux, shapes_of_one, aux_shapes, size)
+    aux = _batched_aux(result.aux, shapes_of_one, [a.shape for a in aux_leaves], size)
     return PerExampleGradients(
         result.losses,
         jax.tree.unflatten(aux_treedef, aux),
@@ -135,31 +138,26 @@ def per_example_gradients(
     )
 
 
-def _check_whole_batch(
-    name: str, function: BatchLoss, params: Sequence[Any], examples: Examples
-) -> tuple[ClosedJaxpr, Any, list[tuple[int, ...]]]:
-    """Trace the loss of the whole batch and refuse it if it mixes examples.
-
-    Returns:
-      The traced loss, the structure of ``aux``, and the shapes of its leaves for
-      ``max(batch, 2)`` examples.
-    """
+def _trace_batch(
+    name: str, loss: BatchLoss, params: Sequence[Any], examples: Examples
+) -> tuple[ClosedJaxpr, Any]:
+    """Trace the loss of ``max(batch, 2)`` examples; also return the shapes of ``aux``."""
     size = max(examples.size, 2)  # With a single example the batch axis has no effect.
-    batch = _shapes(examples, size)
-    closed, (losses, aux) = _make_jaxpr(function, params, examples, batch)
+    closed, (losses, aux) = _make_jaxpr(loss, params, examples, size)
     check_losses(name, losses, size)
     _check_effects(name, closed)
+    return closed, aux
+
+
+def _refuse_mixing(name: str, whole: ClosedJaxpr, examples: Examples) -> Unknown | None:
+    """Refuse the loss of a batch if it mixes examples; return what is unknown about it."""
     # A single key of the batch becomes a key of each example.
-    states = [Shared()] * len(params) + [
-        KEY if shared else BatchAxis(0) for shared in examples.is_single_key
-    ]
-    state = find_batch_axes(closed, states, size)[0]
+    batch = [KEY if shared else BatchAxis(0) for shared in examples.is_single_key]
+    params = [Shared()] * (len(whole.in_avals) - len(batch))
+    state = find_batch_axes(whole, [*params, *batch], max(examples.size, 2))[0]
     if isinstance(state, Mixed):
         raise ValueError(_refusal(name, state))
-    if isinstance(state, Unknown):
-        _trace_one(name, function, params, examples, closed)  # It must work for a batch of one.
-        _compare_losses(name, state, function, params, examples)
-    return closed, jax.tree.structure(aux), [a.shape for a in jax.tree.leaves(aux)]
+    return state if isinstance(state, Unknown) else None
 
 
 def _refusal(name: str, state: Mixed) -> str:
@@ -179,7 +177,7 @@ def _refusal(name: str, state: Mixed) -> str:
 
 
 def _compare_losses(
-    name: str, state: Unknown, function: BatchLoss, params: Sequence[Any], examples: Examples
+    name: str, state: Unknown, loss: BatchLoss, params: Sequence[Any], examples: Examples
 ) -> None:
     """Compare the losses of the whole batch with batches of one, if they can be compared."""
     reason = (
@@ -203,7 +201,7 @@ def _compare_losses(
         return
 
     def losses(rows: Sequence[Array]) -> Array:
-        return function(list(params), examples.rebuild_batch(rows))[0]
+        return loss(list(params), examples.rebuild_batch(rows))[0]
 
     whole = losses(examples.leaves)
     single = jnp.concatenate(
@@ -218,39 +216,31 @@ def _compare_losses(
     )
 
 
-def _shapes(examples: Examples, size: int) -> list[Any]:
-    """Shapes of a batch of ``size`` examples."""
-    if any(map(varying_axes, examples.leaves)):  # A shape has no mesh axes that it varies over.
-        return [a[jnp.zeros(size, int)] for a in examples.leaves]
-    return [jax.ShapeDtypeStruct((size, *a.shape[1:]), a.dtype) for a in examples.leaves]
-
-
 def _make_jaxpr(
-    function: BatchLoss,
-    params: Sequence[Any],
-    examples: Examples,
-    batch: Sequence[jax.ShapeDtypeStruct],
+    loss: BatchLoss, params: Sequence[Any], examples: Examples, size: int
 ) -> tuple[ClosedJaxpr, Any]:
-    """Trace the loss of a batch of these shapes; also return the shapes of its results."""
+    """Trace the loss of a batch of this size; also return the shapes of its results."""
 
     def flat(*args: Any) -> Any:
         n = len(params)
-        return function(list(args[:n]), examples.rebuild_batch(args[n:]))
+        return loss(list(args[:n]), examples.rebuild_batch(args[n:]))
 
-    result: tuple[ClosedJaxpr, Any] = jax.make_jaxpr(flat, return_shape=True)(*params, *batch)
+    result: tuple[ClosedJaxpr, Any] = jax.make_jaxpr(flat, return_shape=True)(
+        *params, *examples.of_size(size)
+    )
     return result
 
 
 def _trace_one(
     name: str,
-    function: BatchLoss,
+    loss: BatchLoss,
     params: Sequence[Any],
     examples: Examples,
     whole: ClosedJaxpr,
 ) -> ClosedJaxpr:
     """Trace the loss of a batch that holds one example: ``(*params, *batch) -> (losses, *aux)``."""
     try:
-        closed, (losses, _) = _make_jaxpr(function, params, examples, _shapes(examples, 1))
+        closed, (losses, _) = _make_jaxpr(loss, params, examples, 1)
     except Exception as error:
         eqn = next((e for e in find_equations(whole, "shard_map") if _splits(e)), None)
         if isinstance(error, ValueError) and eqn is not None:
@@ -305,7 +295,7 @@ class _Plan(NamedTuple):
     Attributes:
       loss: ``(*leaves, *batch) -> (losses, *aux)`` for a batch of one.
       leaves: Their values.
-      params: How many of them are parameters.
+      num_params: How many of them are parameters.
       uses: Uses of leaves that get a tap. Data and cotangents there give the gradients.
       materialized: Leaves that are differentiated themselves.
       groups: Parameters that are combined before they meet data.
@@ -315,7 +305,7 @@ class _Plan(NamedTuple):
 
     loss: ClosedJaxpr
     leaves: list[Any]
-    params: int
+    num_params: int
     uses: list[Use]
     materialized: list[int]
     groups: list[Group]
@@ -338,7 +328,7 @@ class _Plan(NamedTuple):
         groups = [g for g in split.groups if not g.leaves & skipped]
         tapped = uses.without({*materialized, *skipped})
         if remat:
-            tapped = _measured(tapped, set(range(count)).difference(*(g.params for g in groups)))
+            tapped = _with_norms(tapped, set(range(count)).difference(*(g.params for g in groups)))
         return cls(
             split.loss,
             leaves,
@@ -376,11 +366,11 @@ def _memory_budget(params: Sequence[Any]) -> int:
     return budget
 
 
-def _measured(uses: Sequence[Use], params: Collection[int]) -> list[Use]:
-    """Measure the uses that may be, of parameters that have one use and are in no group."""
+def _with_norms(uses: Sequence[Use], params: Collection[int]) -> list[Use]:
+    """Choose uses whose taps give norms: of these parameters, those with a single use."""
     counts = collections.Counter(use.view.param for use in uses)
     alone = {i for i in params if counts[i] == 1}
-    return [use._replace(is_measured=use.may_measure and use.view.param in alone) for use in uses]
+    return [use._replace(gives_norm=use.may_give_norm and use.view.param in alone) for use in uses]
 
 
 class _Results(NamedTuple):
@@ -389,9 +379,9 @@ class _Results(NamedTuple):
     Attributes:
       losses: Losses, [batch].
       aux: Leaves of ``aux``.
-      materialized: Per-example gradients [batch, *leaf] by number of the leaf.
+      materialized: Per-example gradients [batch, *leaf] by index of the leaf.
       inputs: Data and cotangents of the uses of each other leaf.
-      squares: `upper_squared_norms` [batch] by parameter, for those with a measured use.
+      squares: `upper_squared_norms` [batch] by parameter, for those with a use that gives norms.
     """
 
     losses: Array
@@ -401,9 +391,8 @@ class _Results(NamedTuple):
     squares: dict[int, Array]
 
 
-def _run(name: str, plan: _Plan, examples: Examples) -> _Results:
-    """Differentiate the loss of one example, and execute the result for all examples."""
-    size = examples.size
+def _trace_derivative(name: str, plan: _Plan, examples: Examples) -> tuple[ClosedJaxpr, Any]:
+    """Differentiate the loss of one example; also return the shapes of the results."""
 
     def differentiate(*args: Any) -> Any:
         zeros = [
@@ -423,9 +412,16 @@ def _run(name: str, plan: _Plan, examples: Examples) -> _Results:
         return losses, aux, data, *backward(jnp.ones_like(losses))
 
     program, shapes = jax.make_jaxpr(differentiate, return_shape=True)(
-        *plan.leaves, *_shapes(examples, 1)
+        *plan.leaves, *examples.of_size(1)
     )
     _check_effects(name, program)  # A derivative rule may have some.
+    return program, shapes
+
+
+def _differentiate(name: str, plan: _Plan, examples: Examples) -> _Results:
+    """Differentiate the loss of one example, and execute the result for all examples."""
+    size = examples.size
+    program, shapes = _trace_derivative(name, plan, examples)
     # The program is that of one example, so it cannot mix examples, whatever the loss does.
     rows = [Rows(a, 0) for a in examples.leaves]
     results = run_for_batch(program, [*plan.leaves, *rows], size)
@@ -434,7 +430,7 @@ def _run(name: str, plan: _Plan, examples: Examples) -> _Results:
     squares: dict[int, Array] = {}
     for use, x, ct, shape in zip(plan.uses, data, cts, shapes[2], strict=True):
         leaf = use.view.param
-        if use.is_measured:
+        if use.gives_norm:
             squares[leaf] = rows_of(ct, use.scan_lengths, size).reshape(size, -1).sum(1)
         else:
             of_use = _inputs_of(use, x, ct, shape, size, plan.width)
@@ -467,13 +463,11 @@ def _inputs_of(use: Use, x: Any, ct: Any, shape: Any, size: int, width: int | No
     return UseInputs(use, x, jax.tree.map(rows_of_tap, use.tap_shapes, ct))
 
 
-def _gradients(
-    plan: _Plan, result: _Results, closed: ClosedJaxpr, examples: Examples
-) -> list[GroupGradients]:
-    """Return the gradients of all parameters."""
-    size, leaves, params = examples.size, plan.leaves, plan.leaves[: plan.params]
-    inputs = dict(result.inputs)
-    groups = []
+def _take_products_apart(
+    plan: _Plan, result: _Results
+) -> tuple[dict[int, list[UseInputs]], list[Group]]:
+    """Return data and cotangents of uses, also of factors of products, and the other groups."""
+    params, inputs, groups = plan.leaves[: plan.num_params], dict(result.inputs), []
     for group in plan.groups:
         # A product of parameters, such as a low-rank update, is taken apart into its factors.
         uses = None
@@ -485,6 +479,15 @@ def _gradients(
         for use in uses or ():
             i = use.use.view.param
             inputs[i] = [*inputs.get(i, []), use]
+    return inputs, groups
+
+
+def _gradients(
+    plan: _Plan, result: _Results, closed: ClosedJaxpr, examples: Examples
+) -> list[GroupGradients]:
+    """Return the gradients of all parameters."""
+    size, leaves, params = examples.size, plan.leaves, plan.leaves[: plan.num_params]
+    inputs, groups = _take_products_apart(plan, result)
 
     def of_leaf(i: int) -> ParameterGradients:
         if leaves[i].size and i in result.materialized:
@@ -506,120 +509,21 @@ def _gradients(
     separate = {i: of_leaf(i) for i in range(len(params)) if i not in elsewhere}
     gradients: list[GroupGradients] = [SeparateGradients(separate)]
     if result.squares:
-        measured = [use for use in plan.uses if use.is_measured]
-        gradients.append(
-            RematerializedGradients(plan.loss, leaves, examples, measured, result.squares)
-        )
+        uses = [use for use in plan.uses if use.gives_norm]
+        gradients.append(RematerializedGradients(plan.loss, leaves, examples, uses, result.squares))
     gradients += map(of_group, groups)
     if plan.in_chunks:
-        nbytes = max(sum(params[i].nbytes for i in plan.in_chunks), 1)
-        width = plan.width or max(1, min(_memory_budget(params) // nbytes, size))
-        if not all(map(is_separable, closed.jaxpr.eqns)):
-            width = 1  # `jax.vmap` would not keep the examples apart.
-        gradients.append(ChunkedGradients(closed, params, examples, plan.in_chunks, width))
+        gradients.append(_in_chunks(plan, closed, examples))
     return gradients
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class RematerializedGradients(GroupGradients):
-    """Gradients of parameters inside of `jax.checkpoint`, of which only norms were computed.
-
-    Attributes:
-      loss: The traced loss of a batch of one: ``(*params, *batch) -> (losses, ...)``.
-      params: Its first arguments.
-      examples: The batch.
-      uses: The measured use of each parameter.
-      squares: `upper_squared_norms` [batch] by number of the parameter.
-    """
-
-    loss: ClosedJaxpr
-    params: Sequence[Any]
-    examples: Examples
-    uses: Sequence[Use]
-    squares: dict[int, Array]
-
-    def strategies(self) -> dict[int, str]:
-        """See `GroupGradients`."""
-        return dict.fromkeys(self.squares, "rematerialized")
-
-    def squared_norms(self, whole: bool) -> dict[int, SquaredNorms]:
-        """See `GroupGradients`."""
-        return {i: SquaredNorms(a, jnp.zeros_like(a)) for i, a in self.squares.items()}
-
-    def materialize(self) -> dict[int, Array]:
-        """See `GroupGradients`."""
-        chunks = ChunkedGradients(
-            self.loss, self.params, self.examples, list(self.squares), self.examples.size
-        )
-        return chunks.materialize()
-
-    def weighted_sums(
-        self, scales: Mapping[int, Array], is_rough: Mapping[int, Array | None]
-    ) -> Iterator[tuple[int, Array]]:
-        """See `GroupGradients`. A second backward pass, whose gradients are weighted."""
-        total_loss, included = self._total_loss(scales)
-        sums = jax.grad(total_loss)({i: upcast(self.params[i]) for i in self.squares})
-        yield from ((i, jnp.where(included.any(), g, 0)) for i, g in sums.items())
-
-    def add_weighted_sums(
-        self,
-        totals: Mapping[int, Any],
-        scales: Mapping[int, Array],
-        is_rough: Mapping[int, Array | None],
-    ) -> None:
-        """See `GroupGradients`.
-
-        The backward pass adds to the arrays layer by layer, so no other array of their size exists.
-        """
-        total_loss, included = self._total_loss(scales)
-        wide = {i: self.params[i].astype(totals[i].dtype) for i in self.squares}
-
-        def add(_: Array, nothing: None) -> None:
-            value, backward = jax.vjp(total_loss, wide)
-            accumulate: Any = backward  # A `jax.VJP`, which JAX types as a plain function.
-            accumulate.with_refs({i: totals[i] for i in self.squares})(jnp.ones_like(value))
-
-        # Without any weight, gradients may be infinite. XLA copies the arrays that a
-        # `jax.lax.cond` updates, but not those of a loop.
-        jax.lax.fori_loop(0, included.any().astype(jnp.int32), add, None)
-
-    def _total_loss(
-        self, scales_by_param: Mapping[int, Array]
-    ) -> tuple[Callable[[dict[int, Any]], Array], Array]:
-        """Return a function whose gradient is the weighted sum, and which examples have a weight.
-
-        It is the sum of the losses, as a function of the parameters in float32 or wider. Weights
-        enter where a parameter meets data: a weighted loss would pass other cotangents through
-        the layers behind, which need not treat them in proportion.
-        """
-        scales = scales_by_param[next(iter(self.squares))]
-        included = scales != 0
-        # An example that is left out, which may be infinite, is computed as another one.
-        size = self.examples.size
-        number = jnp.where(included, jnp.arange(size), jnp.argmax(included))
-
-        def replace(a: Array) -> Array:
-            a = jax.random.clone(a) if is_key(a) else a  # The same masks as in the first pass.
-            return a[number]
-
-        def of_one(wide: dict[int, Any], scale: Array, params: list[Any], *batch: Any) -> Array:
-            taps = [use.view.scale * use.view.from_param(wide[use.view.param]) for use in self.uses]
-            (losses, *_), _ = evaluate_with_taps(
-                self.loss, [*params, *batch], self.uses, taps, scale
-            )
-            return cast(Array, losses)
-
-        params = list(self.params)
-
-        def total_loss(wide: dict[int, Any]) -> Array:
-            one = _shapes(self.examples, 1)
-            program = jax.make_jaxpr(of_one)(wide, scales[0], params, *one)
-            rows = [Rows(replace(a), 0) for a in self.examples.leaves]
-            args = [*jax.tree.leaves(wide), Rows(scales, 0), *params, *rows]
-            losses, *_ = run_for_batch(program, args, size, keep_rules=True)
-            return rows_of(losses, (1,), size)[:, 0].sum()
-
-        return total_loss, included
+def _in_chunks(plan: _Plan, closed: ClosedJaxpr, examples: Examples) -> ChunkedGradients:
+    params = plan.leaves[: plan.num_params]
+    nbytes = max(sum(params[i].nbytes for i in plan.in_chunks), 1)
+    width = plan.width or max(1, min(_memory_budget(params) // nbytes, examples.size))
+    if not all(map(is_separable, closed.jaxpr.eqns)):
+        width = 1  # `jax.vmap` would not keep the examples apart.
+    return ChunkedGradients(closed, params, examples, plan.in_chunks, width)
 
 
 def _batched_aux(

@@ -228,14 +228,12 @@ class ClippedGrad:
         if self.rescale_to_unit_norm:
             bounds = [1.0] * len(bounds)
         norm = bounds[0] if len(bounds) == 1 else sum(bound**2 for bound in bounds) ** 0.5
-        return changes(neighboring_relation) * norm
+        return contributions_changed(neighboring_relation) * norm
 
     def __call__(
         self, params: Any, *batch: Any, mask: Array | None = None, clip: Any = None
     ) -> tuple[Any, ClippedInfo]:
         """Return the sum of clipped gradients, like params, and `ClippedInfo`."""
-        clip = self.clip if clip is None else clip
-        check_clip(clip, self.per_layer, self.automatic)
         if any(map(jnp.iscomplexobj, jax.tree.leaves(params))):
             return self._of_complex(params, batch, mask, clip)
         sums, info = self._clip_and_sum(params, batch, mask, clip)
@@ -253,14 +251,14 @@ class ClippedGrad:
             sums, info = self(params, *batch, mask=mask, clip=clip)
             jax.tree.map(lambda total, g: jax.ref.addupdate(total, ..., g), totals, sums)
             return info
-        clip = self.clip if clip is None else clip
-        check_clip(clip, self.per_layer, self.automatic)
         return self._clip_and_sum(params, batch, mask, clip, totals)[1]
 
     def _clip_and_sum(
         self, params: Any, batch: tuple[Any, ...], mask: Array | None, clip: Any, totals: Any = None
     ) -> tuple[Any, ClippedInfo]:
         """Return the sum in float32 or wider, or None if it is added to ``totals``."""
+        clip = self.clip if clip is None else clip
+        check_clip(clip, self.per_layer, self.automatic)
         grads = per_example_gradients(
             "clipped_grad",
             self.loss,
@@ -271,26 +269,21 @@ class ClippedGrad:
             remat=not self.per_layer,
         )
         size = grads.losses.shape[0]
-        is_real = jnp.ones(size, bool) if mask is None else jnp.asarray(mask) != 0
-        if is_real.shape != (size,):
-            raise ValueError(f"clipped_grad: mask must have shape [{size}], got {is_real.shape}")
+        is_real = _is_real(mask, size)
         squares, upper_bounds, is_rough = grads.bounded_squared_norms(whole=not self.per_layer)
-        total_squares = sum(jax.tree.leaves(squares), jnp.zeros(size))
+        total_squares = _total(squares, size)
         is_counted = is_real & jnp.isfinite(total_squares)
 
         groups = _clip_groups(clip, squares, self.per_layer)
-        norms, scales, scales_by_param = [], [], []
         uppers = _clip_groups(clip, upper_bounds, self.per_layer).squares
-
-        def norm_of(group: Any) -> Array:
-            return jnp.sqrt(sum(jax.tree.leaves(group), jnp.zeros(size)))
-
+        norms, scales, scales_by_param = [], [], []
         for bound, unit, group, upper in zip(
             groups.bounds, groups.units, groups.squares, uppers, strict=True
         ):
-            norms.append(jnp.where(is_real, norm_of(group), 0))
+            norms.append(jnp.where(is_real, jnp.sqrt(_total(group, size)), 0))
             # Rounding may make the norm too small, see `SquaredNorms`.
-            scales.append(jnp.where(is_counted, self._scales(bound, unit, norm_of(upper)), 0))
+            upper_norms = jnp.sqrt(_total(upper, size))
+            scales.append(jnp.where(is_counted, self._scales(bound, unit, upper_norms), 0))
             scales_by_param += [scales[-1]] * len(jax.tree.leaves(group))
         sums = grads.weighted_sum(
             jax.tree.unflatten(grads.treedef, scales_by_param), is_rough, totals
@@ -328,6 +321,19 @@ class ClippedGrad:
             larger = jnp.maximum(norms, bound)
             return jnp.where(larger > 0, unit / jnp.where(larger > 0, larger, 1), 0)
         return jnp.where(norms > bound, bound / jnp.where(norms > bound, norms, 1), 1)
+
+
+def _is_real(mask: Array | None, size: int) -> Array:
+    """Which examples are real, bool [size]."""
+    is_real = jnp.ones(size, bool) if mask is None else jnp.asarray(mask) != 0
+    if is_real.shape != (size,):
+        raise ValueError(f"clipped_grad: mask must have shape [{size}], got {is_real.shape}")
+    return is_real
+
+
+def _total(squares: Any, size: int) -> Array:
+    """Sum the squared norms of some parameters, [batch]."""
+    return sum(jax.tree.leaves(squares), jnp.zeros(size))
 
 
 class _Parts(NamedTuple):
@@ -407,8 +413,8 @@ def gradient_strategies(
     return strategies[0]
 
 
-def changes(neighboring_relation: Any) -> int:
-    """Return how many contributions differ between neighboring batches: 1, or 2 if replaced."""
+def contributions_changed(neighboring_relation: Any) -> int:
+    """Count the contributions that differ between neighboring batches: 1, or 2 if replaced."""
     relations = {"ADD_OR_REMOVE_ONE": 1, "REPLACE_SPECIAL": 1, "REPLACE_ONE": 2}
     relation = getattr(neighboring_relation, "name", neighboring_relation)
     if relation not in relations:

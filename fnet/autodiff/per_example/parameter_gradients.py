@@ -10,14 +10,15 @@ the gradients of all examples. Each parameter is in one group (`GroupGradients`)
   - `ZeroGradients`: for parameters that the losses do not depend on.
 
 `ChunkedGradients` store nothing but the loss. It is differentiated for a few examples at a time,
-once for norms and once for sums.
+once for norms and once for sums. `RematerializedGradients` belong to parameters inside of
+`jax.checkpoint`: norms come from the first backward pass, and sums from a second one.
 """
 
 import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -25,13 +26,14 @@ import numpy as np
 from jax import Array
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from fnet.autodiff.examples import Examples
+from fnet.autodiff.examples import Examples, is_key
 from fnet.autodiff.per_example import ghost_norm
+from fnet.autodiff.per_example.batching import Rows, rows_of, run_for_batch
 from fnet.autodiff.per_example.custom_rules import AnyEquation
 from fnet.autodiff.per_example.ghost_norm import Dot, Embedding, Estimate, squared_norms_of
-from fnet.autodiff.per_example.taps import Use
+from fnet.autodiff.per_example.taps import Use, evaluate_with_taps
 from fnet.autodiff.update import squared_norm
-from fnet.precision import sum_dtype
+from fnet.precision import sum_dtype, upcast
 
 T = TypeVar("T")
 
@@ -818,6 +820,108 @@ class ChunkedGradients(GroupGradients):
 
         grads: list[Array] = jax.grad(loss)([self.params[i] for i in self.numbers])
         return grads
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RematerializedGradients(GroupGradients):
+    """Gradients of parameters inside of `jax.checkpoint`, of which only norms were computed.
+
+    Attributes:
+      loss: The traced loss of a batch of one: ``(*leaves, *batch) -> (losses, ...)``.
+      leaves: Its first arguments: the parameters, and values derived from them.
+      examples: The batch.
+      uses: The use of each parameter. Its tap gives norms.
+      squares: `upper_squared_norms` [batch] by index of the parameter.
+    """
+
+    loss: ClosedJaxpr
+    leaves: Sequence[Any]
+    examples: Examples
+    uses: Sequence[Use]
+    squares: dict[int, Array]
+
+    def strategies(self) -> dict[int, str]:
+        """See `GroupGradients`."""
+        return dict.fromkeys(self.squares, "rematerialized")
+
+    def squared_norms(self, whole: bool) -> dict[int, SquaredNorms]:
+        """See `GroupGradients`."""
+        return {i: SquaredNorms(a, jnp.zeros_like(a)) for i, a in self.squares.items()}
+
+    def materialize(self) -> dict[int, Array]:
+        """See `GroupGradients`."""
+        chunks = ChunkedGradients(
+            self.loss, self.leaves, self.examples, list(self.squares), self.examples.size
+        )
+        return chunks.materialize()
+
+    def weighted_sums(
+        self, scales: Mapping[int, Array], is_rough: Mapping[int, Array | None]
+    ) -> Iterator[tuple[int, Array]]:
+        """See `GroupGradients`. A second backward pass, whose gradients are weighted."""
+        total_loss, included = self._total_loss(scales)
+        sums = jax.grad(total_loss)({i: upcast(self.leaves[i]) for i in self.squares})
+        yield from ((i, jnp.where(included.any(), g, 0)) for i, g in sums.items())
+
+    def add_weighted_sums(
+        self,
+        totals: Mapping[int, Any],
+        scales: Mapping[int, Array],
+        is_rough: Mapping[int, Array | None],
+    ) -> None:
+        """See `GroupGradients`.
+
+        The backward pass adds to the arrays layer by layer, so no other array of their size exists.
+        """
+        total_loss, included = self._total_loss(scales)
+        wide = {i: self.leaves[i].astype(totals[i].dtype) for i in self.squares}
+
+        def add(_: Array, nothing: None) -> None:
+            value, backward = jax.vjp(total_loss, wide)
+            accumulate: Any = backward  # A `jax.VJP`, which JAX types as a plain function.
+            accumulate.with_refs({i: totals[i] for i in self.squares})(jnp.ones_like(value))
+
+        # Without any weight, gradients may be infinite. XLA copies the arrays that a
+        # `jax.lax.cond` updates, but not those of a loop.
+        jax.lax.fori_loop(0, included.any().astype(jnp.int32), add, None)
+
+    def _total_loss(
+        self, scales_by_param: Mapping[int, Array]
+    ) -> tuple[Callable[[dict[int, Any]], Array], Array]:
+        """Return a function whose gradient is the weighted sum, and which examples have a weight.
+
+        It is the sum of the losses, as a function of the parameters in float32 or wider. Weights
+        enter where a parameter meets data: a weighted loss would pass other cotangents through
+        the layers behind, which need not treat them in proportion.
+        """
+        scales = scales_by_param[next(iter(self.squares))]
+        included = scales != 0
+        # An example that is left out, which may be infinite, is computed as another one.
+        size = self.examples.size
+        index = jnp.where(included, jnp.arange(size), jnp.argmax(included))
+
+        def replace(a: Array) -> Array:
+            a = jax.random.clone(a) if is_key(a) else a  # The same masks as in the first pass.
+            return a[index]
+
+        def of_one(wide: dict[int, Any], scale: Array, leaves: list[Any], *batch: Any) -> Array:
+            taps = [use.view.scale * use.view.from_param(wide[use.view.param]) for use in self.uses]
+            (losses, *_), _ = evaluate_with_taps(
+                self.loss, [*leaves, *batch], self.uses, taps, scale
+            )
+            return cast(Array, losses)
+
+        leaves = list(self.leaves)
+
+        def total_loss(wide: dict[int, Any]) -> Array:
+            one = self.examples.of_size(1)
+            program = jax.make_jaxpr(of_one)(wide, scales[0], leaves, *one)
+            rows = [Rows(replace(a), 0) for a in self.examples.leaves]
+            args = [*jax.tree.leaves(wide), Rows(scales, 0), *leaves, *rows]
+            losses, *_ = run_for_batch(program, args, size, keep_rules=True)
+            return rows_of(losses, (1,), size)[:, 0].sum()
+
+        return total_loss, included
 
 
 class PerExampleGradients(NamedTuple):

@@ -213,10 +213,10 @@ class Use(NamedTuple):
       out: Shape and dtype of the equation's result in one iteration; a list of them for
         `AnyEquation`.
       operand: Number of the operand that is the view.
-      may_measure: Whether the tap may give the squared norm of the gradient alone, so that nothing
-        is saved. It may inside of `jax.checkpoint`, if this is the gradient of one view and takes
-        no more memory than data and result.
-      is_measured: Whether it does.
+      may_give_norm: Whether the tap may give the squared norm of the gradient alone, so that
+        nothing is saved. It may inside of `jax.checkpoint`, if this is the gradient of one view and
+        takes no more memory than data and result.
+      gives_norm: Whether it does.
     """
 
     path: Path
@@ -225,13 +225,13 @@ class Use(NamedTuple):
     scan_lengths: tuple[int, ...]
     out: Any
     operand: int = 0
-    may_measure: bool = False
-    is_measured: bool = False
+    may_give_norm: bool = False
+    gives_norm: bool = False
 
     @property
     def tap_shapes(self) -> Any:
         """Shape of the tap, see `evaluate_with_taps`; a list of shapes for `AnyEquation`."""
-        if self.is_measured:
+        if self.gives_norm:
             return jax.ShapeDtypeStruct(self.scan_lengths, jnp.float32)
         return jax.tree.map(
             lambda out: jax.ShapeDtypeStruct((*self.scan_lengths, *out.shape), out.dtype), self.out
@@ -319,8 +319,8 @@ class _Search(Propagation[State]):
         linear = linear_equation(eqn, operand)
         if linear and not (linear.requires_unique_elements and view.has_repeats):
             is_one_view = len(lengths) == len(view.scans) and not view.has_repeats
-            may_measure = site.in_checkpoint and is_one_view and linear.norm_fits(eqn)
-            self.uses.append(Use(path, view, linear, lengths, shapes[0], operand, may_measure))
+            may_give_norm = site.in_checkpoint and is_one_view and linear.norm_fits(eqn)
+            self.uses.append(Use(path, view, linear, lengths, shapes[0], operand, may_give_norm))
             return True
         # Every iteration of a scan would save the parameter.
         equation = AnyEquation.read(eqn, operand)
@@ -359,10 +359,10 @@ def evaluate_with_taps(
       args: Its arguments.
       uses: Uses of its parameters.
       taps: Zeros for each use. They have the shapes of the equation's results in all iterations,
-        and their cotangents are the cotangents of these results. The tap of a measured use is
-        [*scan_lengths], and its cotangent is the squared norm of the view's gradient.
-      scale: If given, the tap of a measured use is a wide float array like the view, with its
-        scans first. Its cotangent is the gradient times this number.
+        and their cotangents are the cotangents of these results. If a use gives norms, its tap is
+        [*scan_lengths], and the cotangent is the squared norm of the view's gradient.
+      scale: If given, the tap of a use that gives norms is a wide float array like the view, with
+        its scans first. Its cotangent is the gradient times this number.
 
     Returns:
       The results, and the data [*scan_lengths, ...] that each use combines with the parameter.
@@ -417,10 +417,10 @@ class _Evaluation(NamedTuple):
             return list(map(tap, outs, given)), [inputs[k] for k in equation.data]
         nothing = jnp.zeros(0)
         x = nothing if equation.data is None else inputs[equation.data]
-        if not use.is_measured:
+        if not use.gives_norm:
             return [tap(outs[0], given)], x
         if self.scale is None:
-            return [_measure(use, outs[0], x, given)], nothing
+            return [_add_norm(use, outs[0], x, given)], nothing
         return [_weigh(eqn, use, outs[0], inputs, given, self.scale)], nothing
 
     def _within(self, path: Path) -> list[int]:
@@ -463,11 +463,11 @@ def _(primals: Any, tangents: Any) -> tuple[Array, Array]:
     return primals[0], tangents[0] + tangents[1]
 
 
-def _measure(use: Use, out: Array, x: Array, zero: Array) -> Array:
+def _add_norm(use: Use, out: Array, x: Array, zero: Array) -> Array:
     """Return ``out``. The cotangent of ``zero`` is the squared norm of the use's gradient."""
 
     @jax.custom_vjp
-    def measure(out: Array, x: Array, zero: Array) -> Array:
+    def with_norm(out: Array, x: Array, zero: Array) -> Array:
         return out
 
     def backward(x: Array, ct: Array) -> tuple[Array, None, Array]:
@@ -476,9 +476,9 @@ def _measure(use: Use, out: Array, x: Array, zero: Array) -> Array:
         squares = upper_squared_norms(use.equation, x, ct_of_elements)
         return ct, None, squares[0].astype(jnp.float32)
 
-    measure.defvjp(lambda out, x, zero: (out, x), backward)
-    measured: Array = measure(out, jax.lax.stop_gradient(x), zero)
-    return measured
+    with_norm.defvjp(lambda out, x, zero: (out, x), backward)
+    result: Array = with_norm(out, jax.lax.stop_gradient(x), zero)
+    return result
 
 
 def is_floating(a: Any) -> bool:
