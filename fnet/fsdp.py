@@ -268,7 +268,7 @@ class Shard(NamedTuple):
     Attributes:
       spec: Its sharding; None if unknown.
       size: Number of elements, without those that a broadcast repeats.
-      params: Numbers of the parameters.
+      params: Indices of the parameters.
     """
 
     spec: Spec | None
@@ -287,7 +287,7 @@ class _Gather(NamedTuple):
     """Gathers in front of an equation.
 
     Attributes:
-      specs: Sharding of the operands to gather, by their number.
+      specs: Sharding of the operands to gather, by their index.
       after: Variables of data that the gathers wait for.
     """
 
@@ -523,7 +523,7 @@ def _after(eqn: JaxprEqn, shards: Mapping[int, Shard]) -> list[State]:
 
 
 Place = tuple[OneOf["operands", "results"], int]
-"""An operand or a result of an equation, by its number."""
+"""An operand or a result of an equation, by its index."""
 
 
 def _along_factors(eqn: JaxprEqn, spec: Spec, start: Place, end: Place) -> Spec | None:

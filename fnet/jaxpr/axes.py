@@ -314,7 +314,7 @@ def is_linear_in(eqn: JaxprEqn, operands: Collection[int]) -> bool:
 
     Args:
       eqn: An equation without inner jaxprs.
-      operands: Numbers of the operands.
+      operands: Indices of the operands.
     """
     row = row_of(eqn)
     if row is None or _fills(eqn) or not all(_is_wide_float(v) for v in eqn.outvars):
@@ -337,7 +337,7 @@ def slope(eqn: JaxprEqn, operand: int) -> float | None:
 
     Args:
       eqn: An equation.
-      operand: Number of the operand that is ``x``.
+      operand: Index of the operand that is ``x``.
     """
     others = [v for k, v in enumerate(eqn.invars) if k != operand]
     arrays = [aval(v) for v in (eqn.invars[operand], *eqn.outvars)]

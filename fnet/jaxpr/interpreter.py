@@ -90,10 +90,10 @@ def interpret(
 
     values |= zip(jaxpr.constvars, map(value_of, closed.consts), strict=True)
     last_use = _last_uses(jaxpr)
-    for number, eqn in enumerate(jaxpr.eqns):
+    for index, eqn in enumerate(jaxpr.eqns):
         inputs = read(eqn.invars)
         for v in eqn.invars:
-            if not isinstance(v, Literal) and last_use[v] == number:
+            if not isinstance(v, Literal) and last_use[v] == index:
                 values.pop(v, None)
         try:
             outputs = handler(eqn, inputs)
@@ -584,7 +584,7 @@ def with_bodies(eqn: JaxprEqn, change: Callable[[Jaxpr, tuple[int, ...]], Jaxpr]
     Args:
       eqn: Any equation; one without inner jaxprs that run as written is returned as it is.
       change: ``(jaxpr, index) -> jaxpr``. The index is () for the body of a call or scan, (0,) and
-        (1,) for body and condition of a while loop, and the number of a branch, as in
+        (1,) for body and condition of a while loop, and the index of a branch, as in
         `fnet.jaxpr.Site`.
     """
 
@@ -621,8 +621,8 @@ def splice(
       path: Path of the jaxpr.
     """
     eqns: list[JaxprEqn] = []
-    for number, eqn in enumerate(jaxpr.eqns):
-        here = (*path, number)
+    for index, eqn in enumerate(jaxpr.eqns):
+        here = (*path, index)
 
         def change(inner: Jaxpr, index: tuple[int, ...], here: tuple[int, ...] = here) -> Jaxpr:
             return splice(inner, replace, (*here, *index))

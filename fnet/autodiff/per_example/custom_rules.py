@@ -72,7 +72,7 @@ def scale_of_rule(eqn: JaxprEqn, operand: int) -> float | None:
 
     Args:
       eqn: The equation.
-      operand: Number of the operand whose cotangent it is.
+      operand: Index of the operand whose cotangent it is.
     """
     shape = aval(eqn.invars[operand]).shape
     is_single = len(eqn.outvars) == 1 and aval(eqn.outvars[0]).shape == shape
@@ -136,8 +136,8 @@ class AnyEquation(NamedTuple):
 
     Attributes:
       eqn: The equation.
-      operand: Number of the operand that is the parameter.
-      shared: Values of the operands that all examples share, by their number.
+      operand: Index of the operand that is the parameter.
+      shared: Values of the operands that all examples share, by their index.
       width: Largest number of examples at a time, or None.
     """
 
@@ -157,7 +157,7 @@ class AnyEquation(NamedTuple):
 
     @property
     def data(self) -> tuple[int, ...]:
-        """Numbers of the operands that the gradient depends on: all of them."""
+        """Indices of the operands that the gradient depends on: all of them."""
         return tuple(k for k, v in enumerate(self.eqn.invars) if not isinstance(v, Literal))
 
     def materialize(self, x: Sequence[Array], ct: Sequence[Array]) -> Array:

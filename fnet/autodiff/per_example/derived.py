@@ -48,7 +48,7 @@ class Group(NamedTuple):
     """Parameters that are combined before they meet data.
 
     Attributes:
-      params: Numbers of the parameters, as `leaves` of a `Split`.
+      params: Indices of the parameters, as `leaves` of a `Split`.
       derived: Numbers of the derived values, as leaves.
       function: ``(*params) -> derived values``.
       is_placement: Whether each element of the parameters is in exactly one place of the derived
@@ -190,7 +190,7 @@ class DerivedGradients(GroupGradients):
       group: The parameters and the function that combines them.
       params: The parameters of the group.
       direct: Gradients with respect to the parameters where they meet data themselves, by
-        number of the parameter.
+        index of the parameter.
       derived: Gradients with respect to each derived value.
     """
 

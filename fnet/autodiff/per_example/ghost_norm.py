@@ -423,7 +423,7 @@ class LinearEquation(Protocol):
     ``x`` and ``ct`` are data and cotangents of the result, [stack, batch, time, *shape].
 
     Attributes:
-      data: Number of the operand that the gradient depends on, or None.
+      data: Index of the operand that the gradient depends on, or None.
       requires_unique_elements: Whether the norm is wrong if the equation reads an element of the
         parameter twice.
       width: Largest number of examples at a time, or None.

@@ -135,7 +135,7 @@ class ParameterGradients(Protocol):
 
 
 class GroupGradients(Protocol):
-    """The gradients of all examples with respect to some parameters, by their numbers."""
+    """The gradients of all examples with respect to some parameters, by their indices."""
 
     def strategies(self) -> dict[int, str]:
         """See `ParameterGradients.strategy`."""
@@ -152,8 +152,8 @@ class GroupGradients(Protocol):
         """Yield the weighted sum of each parameter, see `ParameterGradients`.
 
         Args:
-          scales: Weights [batch] by number of the parameter.
-          is_rough: By number of the parameter; those of `SquaredNorms`.
+          scales: Weights [batch] by index of the parameter.
+          is_rough: By index of the parameter; those of `SquaredNorms`.
         """
 
     def add_weighted_sums(
@@ -162,7 +162,7 @@ class GroupGradients(Protocol):
         scales: Mapping[int, Array],
         is_rough: Mapping[int, Array | None],
     ) -> None:
-        """Add the weighted sums to mutable arrays by number of the parameter."""
+        """Add the weighted sums to mutable arrays by index of the parameter."""
         for i, total in self.weighted_sums(scales, is_rough):
             jax.ref.addupdate(totals[i], ..., total.astype(totals[i].dtype))
 
@@ -172,7 +172,7 @@ class SeparateGradients(GroupGradients):
     """Gradients of parameters whose norms and sums have nothing in common.
 
     Attributes:
-      by_param: The gradients by number of the parameter.
+      by_param: The gradients by index of the parameter.
     """
 
     by_param: Mapping[int, ParameterGradients]
@@ -757,19 +757,19 @@ class ChunkedGradients(GroupGradients):
       loss: The traced loss of a batch of one: ``(*params, *batch) -> (losses, ...)``.
       params: All parameters.
       examples: The batch.
-      numbers: Numbers of the parameters to differentiate.
+      indices: Indices of the parameters to differentiate.
       width: Number of examples at a time.
     """
 
     loss: ClosedJaxpr
     params: Sequence[Any]
     examples: Examples
-    numbers: Sequence[int]
+    indices: Sequence[int]
     width: int
 
     def strategies(self) -> dict[int, str]:
         """See `GroupGradients`."""
-        return dict.fromkeys(self.numbers, "autodiff in chunks")
+        return dict.fromkeys(self.indices, "autodiff in chunks")
 
     def squared_norms(self, whole: bool) -> dict[int, SquaredNorms]:
         """See `GroupGradients`."""
@@ -777,13 +777,13 @@ class ChunkedGradients(GroupGradients):
         def squares(example: Sequence[Array]) -> list[Array]:
             return [squared_norm(g) for g in self._gradient(example)]
 
-        values = dict(zip(self.numbers, self.examples.map(squares, self.width), strict=True))
+        values = dict(zip(self.indices, self.examples.map(squares, self.width), strict=True))
         return {i: _accurate(a, self.params[i].size) for i, a in values.items()}
 
     def materialize(self) -> dict[int, Array]:
         """See `GroupGradients`."""
         gradients = self.examples.map(self._gradient, self.width)
-        return dict(zip(self.numbers, gradients, strict=True))
+        return dict(zip(self.indices, gradients, strict=True))
 
     def weighted_sums(
         self, scales: Mapping[int, Array], is_rough: Mapping[int, Array | None]
@@ -803,22 +803,22 @@ class ChunkedGradients(GroupGradients):
             triples = zip(sums, gradients, weights, strict=True)
             return [total + g.weighted_sum(weight) for total, g, weight in triples], None
 
-        zeros = [jnp.zeros(self.params[i].shape, sum_dtype(self.params[i])) for i in self.numbers]
+        zeros = [jnp.zeros(self.params[i].shape, sum_dtype(self.params[i])) for i in self.indices]
         rows = [split(a) for a in self.examples.leaves]
         # Padding examples have weight 0.
-        weights = [split(scales[i]).at[-1, width - padding :].set(0) for i in self.numbers]
+        weights = [split(scales[i]).at[-1, width - padding :].set(0) for i in self.indices]
         sums, _ = jax.lax.scan(add_chunk, zeros, (rows, weights))
-        yield from zip(self.numbers, sums, strict=True)
+        yield from zip(self.indices, sums, strict=True)
 
     def _gradient(self, example: Sequence[Array]) -> list[Array]:
         def loss(selected: list[Any]) -> Array:
             params = list(self.params)
-            for i, p in zip(self.numbers, selected, strict=True):
+            for i, p in zip(self.indices, selected, strict=True):
                 params[i] = p
             losses: Array = jaxpr_as_fun(self.loss)(*params, *(a[None] for a in example))[0]
             return losses[0]
 
-        grads: list[Array] = jax.grad(loss)([self.params[i] for i in self.numbers])
+        grads: list[Array] = jax.grad(loss)([self.params[i] for i in self.indices])
         return grads
 
 
@@ -951,7 +951,7 @@ class PerExampleGradients(NamedTuple):
           whole: Whether only their sum is needed.
 
         Returns:
-          Squared norms and their upper bounds, like params; ``is_rough`` by number of the
+          Squared norms and their upper bounds, like params; ``is_rough`` by index of the
           parameter, for `weighted_sum`.
         """
         norms = _merged(group.squared_norms(whole) for group in self.groups)

@@ -61,7 +61,7 @@ class View(NamedTuple):
     """Elements of a parameter in another arrangement.
 
     Attributes:
-      param: Number of the parameter.
+      param: Index of the parameter.
       elements: A NumPy array whose strides say which element of the parameter is where, in
         units of elements. Its contents are never read.
       from_param: ``parameter -> view``, without casts and scales.
@@ -97,7 +97,7 @@ class View(NamedTuple):
 
         Args:
           eqn: An equation of this view and constants.
-          operand: Number of the operand that is the view.
+          operand: Index of the operand that is the view.
         """
         if rounds_coarsely(eqn):
             return None
@@ -153,7 +153,7 @@ class Derived(NamedTuple):
     """A value with a gradient that depends on parameters alone, and is no view of one.
 
     Attributes:
-      params: Numbers of the parameters.
+      params: Indices of the parameters.
     """
 
     params: frozenset[int]
@@ -192,7 +192,7 @@ def after_parameters(eqn: JaxprEqn, states: Sequence[State]) -> Sequence[State]:
 
 
 def params_of(states: Sequence[State]) -> frozenset[int]:
-    """Numbers of the parameters that have a gradient through these values."""
+    """Indices of the parameters that have a gradient through these values."""
     params: set[int] = set()
     for state in states:
         if isinstance(state, View):
@@ -212,7 +212,7 @@ class Use(NamedTuple):
       scan_lengths: Lengths of the enclosing scans, outermost first.
       out: Shape and dtype of the equation's result in one iteration; a list of them for
         `AnyEquation`.
-      operand: Number of the operand that is the view.
+      operand: Index of the operand that is the view.
       may_give_norm: Whether the tap may give the squared norm of the gradient alone, so that
         nothing is saved. It may inside of `jax.checkpoint`, if this is the gradient of one view and
         takes no more memory than data and result.
@@ -375,7 +375,7 @@ def evaluate_with_taps(
 
 
 _Data = dict[int, Any]
-"""Data that meets the parameter, by number of the use."""
+"""Data that meets the parameter, by index of the use."""
 
 
 class _Evaluation(NamedTuple):
@@ -386,7 +386,7 @@ class _Evaluation(NamedTuple):
     def run(
         self, closed: ClosedJaxpr, args: Sequence[Any], path: Path, taps: Mapping[int, Any]
     ) -> tuple[list[Any], _Data]:
-        """Evaluate a jaxpr; ``taps`` are keyed by the number of the use."""
+        """Evaluate a jaxpr; ``taps`` are keyed by the index of the use."""
         index = itertools.count()
         data: _Data = {}
 
@@ -424,7 +424,7 @@ class _Evaluation(NamedTuple):
         return [_weigh(eqn, use, outs[0], inputs, given, self.scale)], nothing
 
     def _within(self, path: Path) -> list[int]:
-        """Numbers of the uses inside a call or scan."""
+        """Indices of the uses inside a call or scan."""
         return [n for n, use in enumerate(self.uses) if use.path[: len(path)] == path]
 
     def _call(
