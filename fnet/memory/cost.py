@@ -78,8 +78,10 @@ def equation_cost(eqn: JaxprEqn) -> Cost:
             iterations * sum(cost.flops for cost in inner),
             iterations * sum(cost.bytes for cost in inner),
         )
-    input_bytes, output_bytes = (sum(map(nbytes, a)) for a in (eqn.invars, eqn.outvars))
-    elements = sum(math.prod(_shape(v)) for v in eqn.outvars)
+    # A slice is written in place.
+    made = eqn.invars[1:2] if name == "dynamic_update_slice" else eqn.outvars
+    input_bytes, output_bytes = (sum(map(nbytes, a)) for a in (eqn.invars, made))
+    elements = sum(math.prod(_shape(v)) for v in made)
     if name == "dot_general":
         (contracted, _), _ = eqn.params["dimension_numbers"]
         shape = _shape(eqn.invars[0])

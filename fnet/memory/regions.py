@@ -50,11 +50,11 @@ F = TypeVar("F", bound=Callable[..., Any])
 Chunk = Callable[[list[Any], Any, list[Any]], tuple[list[Any], list[Any]]]
 """``chunk(differentiated arguments, start, others) -> (floating results, others)``."""
 
-LEAST_SHARE = 0.1
-"""Regions that make a smaller share of all bytes are not worth a loop."""
+LEAST_SHARE = 0.002
+"""Regions that save a smaller share of all bytes are not worth a loop."""
 MOST_AXES = 6
 """Classes of axes that are tried, those of the most bytes first."""
-MOST_REGIONS = 8
+MOST_REGIONS = 128
 """Regions that are searched for one after the other."""
 
 
@@ -160,9 +160,10 @@ class _Finder:
     def __init__(self, active: set[Var], results: set[Var], total: int) -> None:
         self.active, self.results, self.total = active, results, total
         self.reasons: list[str] = []
+        self.axes: dict[int, RowAxes] = {}  # by number of rows
 
     def find(
-        self, eqns: list[JaxprEqn], sources: Sequence[Var], depth: int = 0
+        self, eqns: list[JaxprEqn], sources: Sequence[Var], depth: int = 0, size: int = 0
     ) -> tuple[int, list[Region | Whole]]:
         """Divide equations into parts, so that few bytes are made or kept outside of chunks.
 
@@ -170,6 +171,7 @@ class _Finder:
           eqns: The equations.
           sources: Arrays whose axes may be cut.
           depth: Number of regions before.
+          size: Number of rows of the region before, which are cut again if they can be.
 
         Returns:
           The bytes outside of chunks, and the parts.
@@ -178,19 +180,25 @@ class _Finder:
         best: tuple[int, list[Region | Whole]] = whole, [Whole(eqns)] if eqns else []
         if depth == MOST_REGIONS:
             return best
-        found = [self._follow(eqns, roots, size) for roots, size in _roots(eqns, sources)]
-        least = max(LEAST_SHARE * whole, LEAST_SHARE**2 * self.total)
-        promising = sorted((f for f in found if f.score >= least), key=lambda f: -f.score)
+        least = LEAST_SHARE * self.total
+        roots = list(_roots(eqns, sources))
+        # After two regions, the rows are known.
+        for chosen in ([r for r in roots if r[1] == size], roots)[depth < 2 :]:
+            found = [self._follow(eqns, *r) for r in chosen]
+            promising = [f for f in found if f.score >= least]
+            if promising:
+                break
+        promising.sort(key=lambda f: (f.size != size, -f.score))
         for candidate in promising[: max(3 - depth, 1)]:
             region, before, after, crossing = self._extract(eqns, candidate)
-            kept, parts = self.find(after, [*crossing, *sources], depth + 1)
-            kept += sum(map(nbytes, crossing)) + sum(map(_made, before))
+            kept, parts = self.find(after, [*crossing, *sources], depth + 1, candidate.size)
+            kept += sum(map(nbytes, region.jaxpr.outvars)) + sum(map(_made, before))
             if kept < best[0]:
                 best = kept, [*([Whole(before)] if before else []), region, *parts]
         return best
 
     def _follow(self, eqns: list[JaxprEqn], roots: dict[Var, int], size: int) -> _Found:
-        axes = RowAxes(size)
+        axes = self.axes.setdefault(size, RowAxes(size))
         states: dict[Var, Any] = {v: BatchAxis(a) for v, a in roots.items()}
         same: dict[Any, Any] = {}
         inside: list[JaxprEqn] = []
@@ -225,7 +233,10 @@ class _Finder:
         members = {id(e) for e in inside}
         rest = [_with_operands(e, same) for e in eqns if id(e) not in members]
         crossing = self._crossing(rest, inside, states)
-        return _Found(states, inside, made - sum(map(nbytes, crossing)), size, same, roots)
+        read = {v for e in rest for v in variables(e.invars)}
+        sums = {v for e in inside for v in e.outvars if v in read and isinstance(states[v], Sum)}
+        score = made - sum(map(nbytes, {*crossing, *sums}))
+        return _Found(states, inside, score, size, same, roots)
 
     def _note(self, state: Any) -> None:
         place = f"{state.operation}{f' at {state.line}' * bool(state.line)}"
@@ -273,13 +284,14 @@ class _Finder:
         sums = [v for v in sums if v not in {u for e in rest for u in e.outvars}]
         # Equations of whole values that the region alone reads, and that are cheap, move into it.
         before = [e for e in rest if self._is_before(e, states) and not e.effects]
-        is_before = {id(e) for e in before}
-        after = [e for e in rest if id(e) not in is_before]
         outs = [*crossing, *sums]
         _, needed = dependencies(_jaxpr(found.eqns, [], outs), outs)
-        moved = self._movable(before, needed, after, found.roots)
-        body = [*(e for e in before if id(e) in moved), *needed]
-        before = [e for e in before if id(e) not in moved]
+        wholes = {v for e in needed for v in variables(e.invars)}
+        _, before = dependencies(_jaxpr(before, [], []), wholes)
+        is_before = {id(e) for e in before}
+        after = [e for e in rest if id(e) not in is_before]
+        moved, before = self._movable(before, after, found.roots)
+        body = [*moved, *needed]
         made = {v for e in body for v in e.outvars}
         inputs = list(dict.fromkeys(v for e in body for v in variables(e.invars) if v not in made))
         rows = [v for v in inputs if isinstance(states.get(v), BatchAxis)]
@@ -305,22 +317,27 @@ class _Finder:
         return all(isinstance(states.get(v, Shared()), Shared) for v in variables(eqn.invars))
 
     def _movable(
-        self,
-        before: list[JaxprEqn],
-        inside: list[JaxprEqn],
-        after: list[JaxprEqn],
-        rows: Collection[Var],
-    ) -> set[int]:
-        """Cheap equations of whole values that only the region reads: masks, zeros, positions."""
-        outside = {v for e in after for v in variables(e.invars)} | self.results
-        moved: set[int] = set()
+        self, before: list[JaxprEqn], after: list[JaxprEqn], rows: Collection[Var]
+    ) -> tuple[list[JaxprEqn], list[JaxprEqn]]:
+        """Divide equations of whole values into those of the region and those before it.
+
+        Cheap ones that only the region reads are its own: masks, zeros, positions. Those whose
+        results are larger than what they read, such as comparisons of pairs, may be in both.
+        """
+        outside = {v for e in after for v in variables(e.invars)} | self.results | {*rows}
+        inside: list[JaxprEqn] = []
+        rest: list[JaxprEqn] = []
         for eqn in reversed(before):
             cheap = eqn.primitive.name in _CHEAP and not any(v in self.active for v in eqn.outvars)
-            if cheap and not any(v in outside or v in rows for v in eqn.outvars):
-                moved.add(id(eqn))
-            else:
+            is_read = any(v in outside for v in eqn.outvars)
+            grows = sum(map(nbytes, variables(eqn.invars))) < sum(map(nbytes, eqn.outvars))
+            is_inside = cheap and (grows or not is_read) and not any(v in rows for v in eqn.outvars)
+            if is_inside:
+                inside.append(eqn)
+            if is_read or not is_inside:
+                rest.append(eqn)
                 outside |= set(variables(eqn.invars))
-        return moved
+        return inside[::-1], rest[::-1]
 
 
 _CHEAP = {
@@ -488,10 +505,16 @@ class _Loop:
         return [next(chosen if k in self.floats else rest) for k in range(len(self.results))]
 
     def _over_chunks(
-        self, body: Callable[[Any, int, Any, Any], Any], carry: Any, *arrays: list[Any]
+        self,
+        body: Callable[[Any, int, Any, Any], Any],
+        empty: Callable[[Any], Any],
+        *arrays: list[Any],
     ) -> Any:
-        """Run ``carry = body(start, size, carry, arrays)`` for all chunks."""
+        """Run ``carry = body(start, size, carry, arrays)`` for all chunks, from ``empty(0)`` on."""
         whole, rest = divmod(self.region.size, self.size)
+        # XLA would make the zeros of all loops once, at the beginning, and copy them there.
+        zero, arrays = jax.lax.optimization_barrier((jnp.zeros((), jnp.int32), arrays))
+        carry = empty(zero)
         if self.is_unrolled:
             for start in range(0, whole * self.size, self.size):
                 # One chunk waits for the other, or both would be in memory.
@@ -515,10 +538,12 @@ class _Loop:
         return [a if axis is None else slice_rows(a, axis, part) for a, axis in pairs]
 
     @staticmethod
-    def _buffers(arrays: Sequence[Any], axes: Sequence[int | None]) -> list[Any]:
+    def _buffers(arrays: Sequence[Any], axes: Sequence[int | None], zero: Any) -> list[Any]:
         """Zeros, to write rows to or to add parts to; parts are added in float32 or wider."""
-        pairs = zip(arrays, axes, strict=True)
-        return [jnp.zeros(a.shape, _wide(a) if axis is None else a.dtype) for a, axis in pairs]
+        pairs = [
+            (a, a.dtype if i is not None else _wide(a)) for a, i in zip(arrays, axes, strict=True)
+        ]
+        return [jnp.broadcast_to(zero.astype(dtype), a.shape) for a, dtype in pairs]
 
     def _put(
         self, buffers: list[Any], found: Sequence[Any], axes: Sequence[int | None], start: Any
@@ -536,8 +561,8 @@ class _Loop:
     def _finished(self, buffers: Sequence[Any]) -> list[Any]:
         return [b.astype(aval(v).dtype) for b, v in zip(buffers, self.results, strict=True)]
 
-    def _empty(self) -> list[Any]:
-        return self._buffers([aval(v) for v in self.results], self.out_axis)
+    def _empty(self, zero: Any) -> list[Any]:
+        return self._buffers([aval(v) for v in self.results], self.out_axis, zero)
 
     def values(self, active: list[Any], others: list[Any]) -> list[Any]:
         """Return the results."""
@@ -549,7 +574,7 @@ class _Loop:
             found = self._joined(*self._chunk(size)(given, start, rest))
             return self._put(buffers, found, self.out_axis, start)
 
-        return self._finished(self._over_chunks(body, self._empty(), active, others))
+        return self._finished(self._over_chunks(body, self._empty, active, others))
 
     def _linearized(
         self, start: Any, size: int, active: list[Any], others: list[Any]
@@ -569,7 +594,7 @@ class _Loop:
             found, _ = self._linearized(start, size, *arrays)
             return self._put(buffers, found, self.out_axis, start)
 
-        buffers = self._over_chunks(body, self._empty(), active, others)
+        buffers = self._over_chunks(body, self._empty, active, others)
         return self._finished(buffers), (active, others)
 
     def backward(self, saved: Any, cotangents: list[Any]) -> tuple[list[Any], None]:
@@ -583,7 +608,7 @@ class _Loop:
             grads = vjp(self._rows(wanted, axes, start, size))
             return self._put(sums, grads, self.chosen, start)
 
-        empty = self._buffers(active, self.chosen)
+        empty = functools.partial(self._buffers, active, self.chosen)
         sums = self._over_chunks(body, empty, active, others, wanted)
         return [s.astype(a.dtype) for s, a in zip(sums, active, strict=True)], None
 
@@ -602,7 +627,9 @@ class _Loop:
                 self._put(sums, grads, self.chosen, start),
             )
 
-        empty = self._empty(), self._buffers(active, self.chosen)
+        def empty(zero: Any) -> Any:
+            return self._empty(zero), self._buffers(active, self.chosen, zero)
+
         buffers, sums = self._over_chunks(body, empty, active, others)
         return self._finished(buffers), (sums, [jnp.zeros((), a.dtype) for a in active])
 

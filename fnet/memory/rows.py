@@ -90,7 +90,8 @@ class RowAxes(BatchAxes):
 
     def __init__(self, rows: int, is_differentiated: bool = True) -> None:
         super().__init__(rows, is_differentiated)
-        self.rules: dict[tuple[int, tuple[Any, ...]], Rule | None] = {}
+        # With its equation, which stays alive, so that no other one gets its id.
+        self.rules: dict[tuple[int, tuple[Any, ...]], tuple[JaxprEqn, Rule | None]] = {}
 
     def _fits_any_row(self, state: Shared, axis: int, shape: Sequence[int]) -> bool:
         return True  # Each row meets its own.
@@ -172,8 +173,8 @@ class RowAxes(BatchAxes):
         """Return the derivative rule of an equation; None if it does not keep rows apart."""
         key = id(eqn), tuple(s if isinstance(s, BatchAxis) else None for s in states)
         if key not in self.rules:
-            self.rules[key] = self._find_rule(eqn, states, results)
-        return self.rules[key]
+            self.rules[key] = eqn, self._find_rule(eqn, states, results)
+        return self.rules[key][1]
 
     def _find_rule(
         self, eqn: JaxprEqn, states: Sequence[Any], results: Sequence[Any]

@@ -58,7 +58,7 @@ def policy_gradient(params, batch):
     logits = tower(params["a"], batch["x"])
     advantage = batch["y"][:, 0] ** 2
     advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-6)
-    return -(advantage * jax.nn.log_softmax(logits)[:, 0]).mean()
+    return -(advantage * jax.nn.log_softmax(logits)[:, 0]).mean() + jnp.square(logits).mean()
 
 
 def balanced(params, batch):
@@ -112,11 +112,30 @@ def masked(params, batch):
     return jnp.where(valid, losses, 0).sum() / jnp.maximum(valid.sum(), 1)
 
 
+def normalized(params, batch):
+    """Batch norm between layers: statistics run through the rows once more for each layer."""
+    h = batch["x"]
+    for w in params["a"]:
+        h = h @ w
+        h = jax.nn.relu((h - h.mean(0)) / jnp.sqrt(h.var(0) + 1e-5))
+    return jnp.square(h @ params["b"][0]).mean()
+
+
+def ranked(params, batch):
+    """Pairs in the order of their labels; the comparison of labels is read twice."""
+    score, label = tower(params["a"], batch["x"]).mean(1), batch["y"][:, 0]
+    better = label[:, None] > label[None]
+    losses = jnp.where(better, jax.nn.softplus(score[None] - score[:, None]), 0)
+    return losses.sum() / better.sum()
+
+
 LOSSES = [
     contrastive, two_views, policy_gradient, balanced, points, dropout, edges, recurrent, masked,
+    normalized, ranked,
 ]  # fmt: skip
 SMALLER = {
     "contrastive": 0.35, "two_views": 0.35, "policy_gradient": 0.2, "edges": 0.3, "recurrent": 0.5,
+    "normalized": 0.5,
 }  # fmt: skip
 
 
