@@ -117,7 +117,8 @@ def normalized(params, batch):
     h = batch["x"]
     for w in params["a"]:
         h = h @ w
-        h = jax.nn.relu((h - h.mean(0)) / jnp.sqrt(h.var(0) + 1e-5))
+        mean, var = h.mean(0, keepdims=True), h.var(0, keepdims=True)
+        h = jax.nn.relu((h - mean) / jnp.sqrt(var + 1e-5))
     return jnp.square(h @ params["b"][0]).mean()
 
 
