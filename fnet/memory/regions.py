@@ -286,8 +286,9 @@ class _Finder:
         before = [e for e in rest if self._is_before(e, states) and not e.effects]
         outs = [*crossing, *sums]
         _, needed = dependencies(_jaxpr(found.eqns, [], outs), outs)
-        wholes = {v for e in needed for v in variables(e.invars)}
-        _, before = dependencies(_jaxpr(before, [], []), wholes)
+        _, before = dependencies(
+            _jaxpr(before, [], []), [v for e in needed for v in variables(e.invars)]
+        )
         is_before = {id(e) for e in before}
         after = [e for e in rest if id(e) not in is_before]
         moved, before = self._movable(before, after, found.roots)
