@@ -361,7 +361,6 @@ def _split_nonlinear(
 
 
 def _memory_budget(params: Sequence[Any]) -> int:
-    """Bytes that per-example gradients may take."""
     budget: int = sum(p.nbytes for p in params) + _EXTRA_BYTES
     return budget
 
