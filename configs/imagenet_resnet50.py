@@ -20,7 +20,6 @@ def config() -> Config:
             path="imagenet",
             batch_size=512,
             image_size=224,
-            resize=256,
             color_jitter=0.4,
             lighting=0.1,
         ),

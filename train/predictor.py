@@ -59,7 +59,7 @@ class Predictor:
         self.classes = tuple(read_classes(folder, config))
         self.preprocessor = config.data.preprocessor
         shape, precision = self.preprocessor.shape, config.train.precision
-        model = config.model.for_images(shape, len(self.classes), precision)
+        model = config.model.for_images(shape, self.classes, precision)
         params, state, self.step = load_network(folder, model, best=best)
         kind = kind_of(config)
         assert kind.outputs is not None  # because it predicts labels

@@ -60,7 +60,7 @@ def published_model(
       UserError: if the library has no such classifier, or there is no checkpoint.
     """
     classes, shape = read_classes(folder, config), images.image_shape(config)
-    network = build_image_network(section, len(classes), shape, "float32")
+    network = build_image_network(section, classes, shape, "float32")
     model_config = _with_classes(source, classes, has_new=bool(network.new))
     model_config = _with_size(model_config, shape)
     names = [t.name for t in network.base.tensors]

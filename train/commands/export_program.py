@@ -77,7 +77,7 @@ def _network(
     shape = images.image_shape(config)
     # The program is float32. The activations of a published model have the config's precision.
     config = images.in_float32(config)
-    model = config.model.for_images(shape, len(read_classes(folder, config)), "float32")
+    model = config.model.for_images(shape, read_classes(folder, config), "float32")
     trained = load_network(folder, model, best=options.best)
     params, state = trained.evaluation_params, trained.model_state
 

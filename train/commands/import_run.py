@@ -48,7 +48,7 @@ def main(argv: list[str]) -> None:
             raise UserError(f"model.name: expected pretrained, got {config.model.name}")
         folder, shapes = import_model(config, section, out)
         console.print(to_rich(model_table(folder, shapes)))
-        for note in config.model.notes(config.data):
+        for note in config.model.notes(config.data, ()):
             log(note)
         log(f"wrote {out}; the weights stay in {folder.path}")
         log(_next_commands(config, section, quote(out)))

@@ -1,5 +1,6 @@
 """Networks: what a task, an export and a report ask of one."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -32,8 +33,10 @@ class Model(Variant, section="model", tag="name", package="train.networks"):
         """Return the name of the task that trains the network on these data."""
         return self.task
 
-    def for_images(self, image_shape: tuple[int, ...], num_classes: int, precision: str) -> Any:
-        """Build the network for images [H, W, C], with a dtype of activations.
+    def for_images(
+        self, image_shape: tuple[int, ...], classes: Sequence[str], precision: str
+    ) -> Any:
+        """Build the network for images [H, W, C] of these classes, with a dtype of activations.
 
         Raises:
           UserError: if files of a published model are missing or damaged.
@@ -58,8 +61,8 @@ class Model(Variant, section="model", tag="name", package="train.networks"):
         """Return the data with what they take from the network, such as its tokenizer."""
         return data
 
-    def notes(self, data: Data) -> list[str]:
-        """Tell the user where the data differ from those that the network is made for."""
+    def notes(self, data: Data, classes: Sequence[str]) -> list[str]:
+        """Tell the user where data or classes differ from those that the network is made for."""
         return []
 
     @property
@@ -102,5 +105,7 @@ class Network(Model):
         raise NotImplementedError
 
     @override
-    def for_images(self, image_shape: tuple[int, ...], num_classes: int, precision: str) -> Any:
-        return self.build(image_shape, num_classes)
+    def for_images(
+        self, image_shape: tuple[int, ...], classes: Sequence[str], precision: str
+    ) -> Any:
+        return self.build(image_shape, len(classes))

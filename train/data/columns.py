@@ -208,6 +208,20 @@ def check_names(names: Iterable[str], what: str) -> tuple[str, ...]:
     return tuple(names)
 
 
+def is_named(names: Sequence[str]) -> bool:
+    """Whether outputs of a classifier have names, not numbers such as LABEL_0."""
+    return not all(re.fullmatch(r"(LABEL_)?[0-9]+", name) for name in names)
+
+
+def order_of(classes: Sequence[str], names: Sequence[str]) -> list[int] | None:
+    """Return the place of each class among names; None if these are other names."""
+    places = {normalized(name): i for i, name in enumerate(names)}
+    wanted = [normalized(name) for name in classes]
+    if len(places) != len(wanted) or {*wanted} != places.keys():
+        return None
+    return [places[name] for name in wanted]
+
+
 def check_users(ids: np.ndarray, examples: int, what: str) -> np.ndarray:
     """Return the users of examples, integers or strings [N].
 

@@ -24,6 +24,9 @@ from train.errors import UserError
 if TYPE_CHECKING:
     from train.data.photos import Photos
 
+_LEAST_SEEN = 0.5
+"""Share of a square test image from which its middle stands for it without a note."""
+
 Read = Callable[[Arrays], Arrays]
 
 
@@ -95,6 +98,14 @@ def image_dataset(
         except UnreadableError as error:
             return f"{describe(id)}: {error}"
         return None
+
+    seen = (options.image_size / options.resize) ** 2
+    if options.crops == 1 and seen < _LEAST_SEEN:
+        others["notes"] = (
+            *others.get("notes", ()),
+            f"only the middle {seen:.0%} of each test image is seen: data.resize {options.resize} "
+            f"is much more than data.image_size {options.image_size}; leave it out to see 77 %",
+        )
 
     def size(id: int) -> int:
         return sum(map(file_bytes, files(np.array([id]))))

@@ -1,7 +1,8 @@
 """Fields that sources of image files have in common: size, augmentation and evaluation."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import numpy as np
 from annotated_types import Ge, Gt, Le
@@ -70,6 +71,14 @@ class Photos(Data):
     @override
     def as_photos(self) -> "Photos":
         return self
+
+    @override
+    def for_evaluation(self, options: Mapping[str, Any]) -> Self:
+        """Return the section with options; at another size, images show as much as before."""
+        new = super().for_evaluation(options)
+        if self.resize is None or "resize" in options or new.image_size == self.image_size:
+            return new
+        return new.replace(resize=round(self.resize * new.image_size / self.image_size))
 
     @property
     def shorter_side(self) -> int:

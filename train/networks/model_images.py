@@ -24,6 +24,24 @@ def position_size(config: Mapping[str, Any]) -> tuple[int, int]:
     return (size, size) if isinstance(size, int) else (size[0], size[1])
 
 
+def class_names(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of the classifier's outputs in config.json, or () if it has none.
+
+    Raises:
+      UserError: if they are not one name for each of 0, 1, ...
+    """
+    names = config.get("label_names") or config.get("id2label") or ()  # of timm, or transformers
+    try:
+        if isinstance(names, Mapping):
+            by_output = {int(output): name for output, name in names.items()}
+            names = [by_output[i] for i in range(len(names))]
+        return tuple(map(str, names))
+    except (ValueError, TypeError, KeyError) as error:
+        raise UserError(
+            f"config.json: id2label must name the outputs 0, 1, ..., got {names!r:.80}"
+        ) from error
+
+
 def image_data(path: Path, config: Mapping[str, Any]) -> ImageFolder:
     """Return images with the input size, mean and standard deviation of a published model.
 
@@ -45,6 +63,8 @@ def image_data(path: Path, config: Mapping[str, Any]) -> ImageFolder:
         raise UserError(f"{path}: {error}") from error
     side = how.size[0] if how.size else size
     shorter = how.resize if isinstance(how.resize, int) and how.resize >= side else None
+    if shorter == ImageFolder(image_size=side).shorter_side:
+        shorter = None  # so that it follows from another data.image_size
     if len(how.mean) != 3 or len(how.std) != 3:
         raise UserError(f"{path}: expected images of 3 channels, got mean {how.mean}")
     (r, g, b), (dr, dg, db) = how.mean, how.std

@@ -1,13 +1,14 @@
 """Published models as networks of a run: all parameters, or adapters on frozen ones."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from annotated_types import MinLen
 from jax import Array
 from typing_extensions import override
@@ -18,9 +19,10 @@ from fnet.interop.huggingface.checkpoint import PretrainedModel, read_params
 from train.config.data import Data
 from train.config.network import Model
 from train.config.section import Count, Positive
-from train.data.model_folder import ModelFolder, check_tokenizer, read_folder
-from train.errors import UserError
-from train.networks.model_images import own_size
+from train.data.columns import is_named, order_of
+from train.data.model_folder import ModelFolder, check_tokenizer, read_config, read_folder
+from train.errors import UserError, shorten
+from train.networks.model_images import class_names, own_size
 
 FROZEN = "frozen"
 """Name of the frozen parameters in the model state."""
@@ -47,6 +49,8 @@ class Pretrained(Model):
     """Train the magnitude of each output, too (DoRA); needs lora_rank."""
     quantize: Literal["int8", "nf4"] | None = None
     """Store the frozen weights of the blocks in 8 or 4 bits; needs lora_rank."""
+    classifier: Literal["keep", "new"] | None = None
+    """Classifier of images; None keeps it for as many classes, unless their names differ."""
 
     @property
     @override
@@ -59,9 +63,9 @@ class Pretrained(Model):
 
     @override
     def for_images(
-        self, image_shape: tuple[int, ...], num_classes: int, precision: str
+        self, image_shape: tuple[int, ...], classes: Sequence[str], precision: str
     ) -> "PretrainedNetwork":
-        return build_image_network(self, num_classes, image_shape, precision)
+        return build_image_network(self, classes, image_shape, precision)
 
     @override
     def for_text(self, vocabulary: int, precision: str) -> "PretrainedNetwork":
@@ -89,17 +93,25 @@ class Pretrained(Model):
             check_tokenizer(Path(self.path))
         return data
 
-    def notes(self, data: Data) -> list[str]:
-        """Tell the user if images have another size than the model's own."""
+    def notes(self, data: Data, classes: Sequence[str]) -> list[str]:
+        """Tell the user if images have another size than the model's own, or outputs no names."""
         if data.as_photos is None:
             return []
-        path, size = Path(self.path), data.as_photos.image_size
-        if (own := own_size(path)) == size:
-            return []
-        return [
-            f"data.image_size: {size}, but {path} has images of {own} x {own}; "
-            f"give --data.image-size {own} to train at its own size"
-        ]
+        path, size, notes = Path(self.path), data.as_photos.image_size, []
+        if (own := own_size(path)) != size:
+            notes.append(
+                f"data.image_size: {size}, but {path} has images of {own} x {own}; "
+                f"give --data.image-size {own} to train at its own size"
+            )
+        own_classes = class_names(read_config(path))
+        is_kept = len(own_classes) == len(classes) and self.classifier != "new"
+        if is_kept and is_named(classes) and order_of(classes, own_classes) is None:
+            notes.append(
+                f"model.classifier: keeps the classifier of {path}, whose outputs are not named as "
+                f"your classes are: output 0 is taken for {classes[0]}, 1 for {classes[1]}, and so "
+                "on; give --model.classifier new for a new one"
+            )
+        return notes
 
 
 class PretrainedNetwork(NamedTuple):
@@ -203,21 +215,23 @@ CLASSIFIER = "classifier"
 
 
 def build_image_network(
-    section: Pretrained, num_classes: int, image_shape: tuple[int, ...], precision: str
+    section: Pretrained, classes: Sequence[str], image_shape: tuple[int, ...], precision: str
 ) -> PretrainedNetwork:
     """Build an image classifier from config.json and the headers of the weights.
 
-    A model with a classifier for as many classes keeps it. Otherwise a new one reads the features
-    of the model. Learned positions are interpolated if the images have another size.
+    A model with a classifier for these classes keeps it, with outputs in the order of the classes.
+    Otherwise a new one reads the features of the model. Learned positions are interpolated if the
+    images have another size.
 
     Args:
       section: the section ``model`` of a config.
-      num_classes: number of classes.
+      classes: names of the classes.
       image_shape: [H, W, C].
       precision: dtype of activations.
 
     Raises:
-      UserError: if a file is missing or damaged, or the model is not supported.
+      UserError: if a file is missing or damaged, the model is not supported, or its classifier has
+        as many classes of other names.
     """
     if section.lora_rank is not None:
         raise UserError("model.lora_rank: adapters are for language models; omit it for images")
@@ -225,13 +239,18 @@ def build_image_network(
     image = jax.ShapeDtypeStruct((1, *image_shape), jnp.float32)
     model, shapes, size = _match_images(folder, precision, image)
     head = {t.name for t in model.tensors if t.path.startswith("head/")}
-    classifier = None
-    if not head or size != num_classes:
+    classifier, order = None, None
+    if head and size == len(classes) and section.classifier != "new":
+        order = _output_order(section, class_names(folder.config), classes)
+    else:
         if head:
             tensors = {name: t for name, t in folder.tensors.items() if name not in head}
             folder = folder._replace(config=without_classes(folder.config), tensors=tensors)
             model, shapes, size = _match_images(folder, precision, image)
-        classifier = layers.dense(size, num_classes)
+        classifier = layers.dense(size, len(classes))
+
+    def reorder(path: str, a: Array) -> Array:
+        return a if order is None or not path.startswith("head/") else a[..., np.array(order)]
 
     def zeros() -> Any:
         return jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), shapes)
@@ -253,13 +272,32 @@ def build_image_network(
         apply=apply,
         decode=None,
         losses=_no_losses,
-        read=_read(folder, model, lambda path, a: a),
+        read=_read(folder, model, reorder),
         place=place,
         is_frozen=False,
         vocabulary=0,
         base=model,
         new=CLASSIFIER if classifier is not None else "",
     )
+
+
+def _output_order(
+    section: Pretrained, names: Sequence[str], classes: Sequence[str]
+) -> list[int] | None:
+    """Return the output of a published classifier for each class; None keeps their order.
+
+    Raises:
+      UserError: if it names other classes, and the user has not said what to do.
+    """
+    order = order_of(classes, names)
+    are_others = order is None and is_named(names) and is_named(classes)
+    if are_others and section.classifier is None:
+        raise UserError(
+            f"model.classifier: {section.path} has a classifier of {shorten(names)}, not of "
+            f"{shorten(classes)}; give --model.classifier new to train a new one, or keep if these "
+            "are other names of the same outputs in this order"
+        )
+    return order
 
 
 def _match_images(

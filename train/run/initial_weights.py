@@ -1,5 +1,6 @@
 """Trained weights as the initial values of a run: ``fnet import`` and ``--model.pretrained``."""
 
+import json
 import math
 from typing import Any, NamedTuple
 
@@ -9,7 +10,8 @@ from rich.text import Text
 
 from fnet.interop import families
 from fnet.interop import torch as interop
-from train.errors import UserError
+from train.data.columns import is_named, order_of
+from train.errors import UserError, shorten
 from train.run import weight_files
 from train.run.setup import Setup
 
@@ -103,6 +105,15 @@ def load(
       UserError: if the source cannot be read, or the weights do not fit the network.
     """
     weights = weight_files.read(source)
+    names, classes = _classes(weights.metadata), run.task.dataset.classes
+    order = order_of(classes, names)
+    are_others = order is None and len(names) == len(classes)
+    are_others = are_others and is_named(names) and is_named(classes)
+    if are_others and new_classifier is False:
+        raise UserError(
+            f"{source}: weights for other classes: {shorten(names)}, not {shorten(classes)}; "
+            "--new-classifier leaves the classifier at its initial values"
+        )
     network = weight_files.describe_network(run.config)
     norm, shapes = network["norm"], run.state_shapes
     try:
@@ -119,7 +130,7 @@ def load(
             weights.state_dict,
             norm=norm,
             trained_with=trained_with,
-            new_classifier=new_classifier,
+            new_classifier=new_classifier or (True if are_others else new_classifier),
             entry=weights.entry,
             allow_nonfinite=allow_nonfinite,
         )
@@ -134,9 +145,24 @@ def load(
         options = {"activation": publisher.activation} | options
         options = {name: str(value) for name, value in publisher.options.items()} | options
     notes = (*map(weight_files.with_flags, report.notes), *_differences(options, network))
-    variables = jax.tree.map(
-        lambda a: None if isinstance(a, jax.ShapeDtypeStruct) else a, (loaded.params, loaded.state)
-    )
+    is_kept = any(families.is_classifier(name) for name in report.read.values())
+    if are_others:
+        notes += (f"the classifier is new, because the weights are for {shorten(names)}",)
+    elif is_kept and order is None and is_named(classes):
+        notes += (
+            f"the classifier is kept: its outputs, which have no names, are taken for "
+            f"{shorten(classes)} in this order",
+        )
+
+    def variable(path: Any, a: Any) -> Any:
+        """Return an array with its outputs in the order of the classes; None if it is new."""
+        if isinstance(a, jax.ShapeDtypeStruct):
+            return None
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        return a[..., order] if order and families.is_classifier(name) else a
+
+    params = jax.tree_util.tree_map_with_path(variable, loaded.params)
+    variables = params, jax.tree_util.tree_map_with_path(variable, loaded.state)
     sizes = {key: math.prod(shape) for key, shape in interop.shapes_of(found.arrays).items()}
     taken = sum(sizes[key] for key in report.read)
     total = sum(a.size for a in jax.tree.leaves((shapes.params, shapes.model_state)))
@@ -152,6 +178,14 @@ def load_configured(run: Setup) -> InitialWeights | None:
     """
     source = run.config.model.pretrained
     return None if source is None else load(run, source)
+
+
+def _classes(metadata: dict[str, str]) -> tuple[str, ...]:
+    """Return the names of the outputs of weights; () if they are unknown."""
+    try:
+        return tuple(map(str, json.loads(metadata.get("classes", "[]"))))
+    except (ValueError, TypeError):  # a field of another program
+        return ()
 
 
 def _differences(theirs: dict[str, str], ours: dict[str, str]) -> tuple[str, ...]:

@@ -256,7 +256,7 @@ def _refuse_mixing(step: Step, state_shapes: TrainState, batch_shapes: Any) -> N
 def _notes(config: Config, dataset: Dataset, steps: int, missing: Placeholder | None) -> list[str]:
     """Say where the run differs from its config, or is too short."""
     notes = [f"data: {missing.note}"] if missing else []
-    notes += config.model.notes(config.data)
+    notes += config.model.notes(config.data, dataset.classes)
     if not config.is_release_only:  # These depend on training examples.
         notes += [f"data: {note}" for note in dataset.notes]
         notes += [] if missing else _few_steps(config, dataset, steps)

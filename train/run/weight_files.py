@@ -5,10 +5,11 @@ Torch checkpoints are read as weights only: code in a file is never run.
 
 import argparse
 import contextlib
+import json
 import os
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +21,9 @@ from fnet.layers import activations
 from train.config import Config
 from train.data.model_folder import SINGLE, is_model_folder, read_config, read_tensors
 from train.errors import UserError
+from train.networks.model_images import class_names
 from train.run.checkpoints import Checkpoints
+from train.run.class_names import read_classes
 from train.run.run_folder import RunFolder
 from train.tasks import kind_of
 
@@ -41,7 +44,8 @@ class Weights(NamedTuple):
     Attributes:
       state_dict: ``{key: array}``, or a dict that wraps one. Arrays of safetensors files are read
         by ``tensor[...]``.
-      metadata: text fields of a safetensors file, or the network of a run; else {}.
+      metadata: text fields of a safetensors file, or the network of a run; else {}. ``classes``
+        names the outputs, as a JSON list.
       entry: entry of the checkpoint that the user chose, or None.
     """
 
@@ -98,7 +102,8 @@ def _read_published(path: Path) -> Weights:
         )
     if name not in models.MODELS and re.match(r"(wide_)?resne|densenet", str(name)):
         raise UserError(f"{path} is timm's {name}, which is not supported")
-    return Weights(*read_tensors(path / SINGLE))
+    tensors, metadata = read_tensors(path / SINGLE)
+    return Weights(tensors, metadata | describe_classes(class_names(config)))
 
 
 def _read_run(folder: RunFolder) -> Weights:
@@ -117,7 +122,8 @@ def _read_run(folder: RunFolder) -> Weights:
         jax.tree_util.keystr(path[1:], simple=True, separator="."): np.asarray(a)
         for path, a in jax.tree_util.tree_flatten_with_path(variables)[0]
     }
-    return Weights(arrays, describe_network(config))
+    classes = read_classes(folder, config) if folder.classes.is_file() else ()
+    return Weights(arrays, describe_network(config) | describe_classes(classes))
 
 
 def _read_file(path: Path) -> Weights:
@@ -181,6 +187,11 @@ def describe_network(config: Config) -> dict[str, str]:
     variant = f"{fields.pop('depth', '')}{'_a2' if fields.pop('a2', False) else ''}"
     text = {"network": f"{config.model.name}{variant}"} | {k: str(v) for k, v in fields.items()}
     return {"norm": "abn"} | text
+
+
+def describe_classes(classes: Sequence[str]) -> dict[str, str]:
+    """Return the names of the outputs as text; {} without names."""
+    return {"classes": json.dumps(list(classes))} if classes else {}
 
 
 def with_flags(message: Exception | str) -> str:

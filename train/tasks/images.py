@@ -18,7 +18,7 @@ def build_network(config: Config, dataset: Dataset) -> Any:
       ValueError: if the network is invalid.
     """
     shape = sample_batch(dataset, 1)["image"].shape[1:]
-    return config.model.for_images(shape, len(dataset.classes), config.train.precision)
+    return config.model.for_images(shape, dataset.classes, config.train.precision)
 
 
 def image_shape(config: Config) -> tuple[int, ...]:

@@ -24,6 +24,7 @@ from fnet.losses.segmentation import bilinear_weights
 from train.config import Optim, recipes
 from train.errors import TrainingError, UserError
 from train.run.checkpoints import Checkpoints
+from train.run.class_names import write_classes
 from train.run.initial_weights import load, load_configured
 from train.run.run_folder import RunFolder
 from train.run.setup import setup
@@ -154,6 +155,34 @@ def test_a_run_starts_from_weights_with_other_classes(place):
     chex.assert_trees_all_equal(state.params["head"], own.params["head"])
     chex.assert_trees_all_equal(state.opt_state, own.opt_state)
     np.testing.assert_array_equal(state.params["abn"]["beta"], state_dict("small.py")["abn.bias"])
+
+
+def test_the_classifier_of_a_run_goes_with_its_classes(trained):
+    config = recipes.load("tiny.py")
+    model = dataclasses.replace(config.model, pretrained="trained")
+    run = setup(dataclasses.replace(config, model=model))
+    number = len(run.task.dataset.classes)
+    names = [f"class {i}" for i in range(number)]
+
+    def load_trained_on(classes, **options):
+        write_classes(RunFolder(trained), classes)
+        dataset = run.task.dataset._replace(classes=tuple(names))
+        other = run._replace(task=run.task._replace(dataset=dataset))
+        return load(other, "trained", **options)
+
+    kernel = load_trained_on(names).variables[0]["head"]["kernel"]
+    turned = load_trained_on(names[::-1])
+    np.testing.assert_array_equal(turned.variables[0]["head"]["kernel"], kernel[:, ::-1])
+    assert not turned.report.notes
+    others = [f"other {i}" for i in range(number)]
+    loaded = load_trained_on(others, new_classifier=None)
+    assert loaded.variables[0]["head"]["kernel"] is None
+    assert "the classifier is new, because the weights are for other 0" in loaded.report.notes[-1]
+    with pytest.raises(UserError, match=r"weights for other classes: other 0.*; --new-classifier"):
+        load_trained_on(others, new_classifier=False)
+    unnamed = load_trained_on([str(i) for i in range(number)])
+    assert "which have no names, are taken for class 0, class 1" in unnamed.report.notes[-1]
+    np.testing.assert_array_equal(unnamed.variables[0]["head"]["kernel"], kernel)
 
 
 def test_a_run_starts_from_another_run(trained):

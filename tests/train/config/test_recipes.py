@@ -175,7 +175,7 @@ def test_imagenet_recipes_equal_the_published_experiments(name):
         weight_decay=1e-4,
     )
     data = config.data
-    assert (data.batch_size, data.image_size, data.resize) == (batch_size, 224, 256)
+    assert (data.batch_size, data.image_size, data.shorter_side) == (batch_size, 224, 256)
     assert (data.crop, data.flip, data.color_jitter, data.lighting) == ("resized", True, 0.4, 0.1)
     assert config.train.epochs == 90
     text = " ".join((recipes.FOLDER / f"imagenet_{name}.py").read_text().split())

@@ -118,6 +118,20 @@ def test_test_images_are_resized_and_center_cropped(tmp_path):
     chex.assert_trees_all_equal(ten[:, 4], image)
 
 
+def test_a_small_middle_of_test_images_is_noted(folder):
+    (note,) = load(folder, image_size=8, resize=32).notes
+    assert note.startswith("only the middle 6% of each test image is seen: data.resize 32 is much")
+    assert not load(folder, image_size=8, resize=10).notes
+    assert not load(folder, image_size=8, resize=None).notes
+
+
+def test_evaluation_at_another_size_shows_as_much_of_an_image():
+    data = ImageFolder(image_size=224, resize=256)
+    assert data.for_evaluation({"image_size": 112}).shorter_side == 128
+    assert data.for_evaluation({"image_size": 112, "resize": 200}).shorter_side == 200
+    assert ImageFolder(image_size=224).for_evaluation({"image_size": 112}).shorter_side == 128
+
+
 def test_ten_crops_extend_into_a_reflected_border(folder):
     for i, path in enumerate(sorted(folder.glob("val/*/*"))):
         pixels = np.random.default_rng(i).integers(0, 256, (8, 8, 3), np.uint8)

@@ -44,8 +44,8 @@ def folder_data(size, **options):
 
 def logits_of_run(folder, config, x):
     """Compute logits in float32."""
-    shape, num_classes = x.shape[1:], len(FLOWERS)
-    network = config.model.for_images(shape, num_classes, "float32")
+    shape = x.shape[1:]
+    network = config.model.for_images(shape, FLOWERS, "float32")
     trained = load_network(folder, network)
     return network.apply(trained.evaluation_params, {}, x, train=False)[0]
 
@@ -113,16 +113,16 @@ def test_an_exported_program_of_a_bfloat16_run_is_float32(workplace):
 
 def test_another_image_size_than_the_model_has_is_noted(workplace):
     _, run = make_run(workplace, "small", folder_data(24))
-    assert run.model.notes(run.data) == [
+    assert run.model.notes(run.data, ()) == [
         "data.image_size: 24, but model has images of 16 x 16; give --data.image-size 16 to train "
         "at its own size"
     ]
     own = {"size": {"height": 24, "width": 24}}
     (workplace / "model" / "preprocessor_config.json").write_text(str(own).replace("'", '"'))
-    assert run.model.notes(run.data) == []
+    assert run.model.notes(run.data, ()) == []
     (workplace / "model" / "config.json").unlink()
     with pytest.raises(UserError, match=r"no config\.json"):
-        run.model.notes(run.data)
+        run.model.notes(run.data, ())
 
 
 def test_memory_prints_the_note_on_the_image_size(workplace, capsys):
@@ -136,3 +136,40 @@ def test_a_config_of_timm_without_classes_has_no_arguments_left_for_them():
     assert pretrained.without_classes(config) == {"architecture": "vit", "num_classes": 0}
     config["model_args"]["img_size"] = 32
     assert pretrained.without_classes(config)["model_args"] == {"img_size": 32}
+
+
+def test_outputs_of_a_published_classifier_get_the_classes_that_it_names(workplace):
+    names = {"0": "tulip", "1": "daisy", "2": "rose"}
+    write_folder(workplace / "model", VIT | {"id2label": names})
+    section = Pretrained(path="model")
+    image = np.random.default_rng(0).random((2, 16, 16, 3), np.float32)
+
+    def logits(section, classes):
+        network = section.for_images((16, 16, 3), classes, "float32")
+        params, state = jax.eval_shape(network.init, jax.random.key(0))
+        assert network.new == ""
+        return network.apply(network.read(params), state, image, train=False)[0]
+
+    published = logits(section, ("tulip", "daisy", "rose"))
+    chex.assert_trees_all_close(logits(section, FLOWERS), published[:, [1, 2, 0]], rtol=1e-5)
+    assert section.notes(folder_data(16), FLOWERS) == []
+
+
+def test_a_published_classifier_of_other_classes_is_refused_until_the_user_decides(workplace):
+    write_folder(workplace / "model", VIT | {"id2label": {"0": "cat", "1": "dog", "2": "cow"}})
+    section = Pretrained(path="model")
+    with pytest.raises(UserError, match=r"model has a classifier of cat, dog, cow, not of daisy, "):
+        section.for_images((16, 16, 3), FLOWERS, "float32")
+    for classifier, new in (("keep", ""), ("new", "classifier")):
+        section = Pretrained(path="model", classifier=classifier)
+        assert section.for_images((16, 16, 3), FLOWERS, "float32").new == new
+    (note,) = Pretrained(path="model", classifier="keep").notes(folder_data(16), FLOWERS)
+    assert "output 0 is taken for daisy, 1 for rose" in note
+
+
+def test_a_published_classifier_without_names_is_kept_with_a_note(workplace):
+    write_folder(workplace / "model", VIT | {"id2label": {str(i): f"LABEL_{i}" for i in range(3)}})
+    section = Pretrained(path="model")
+    assert section.for_images((16, 16, 3), FLOWERS, "float32").new == ""
+    (note,) = section.notes(folder_data(16), FLOWERS)
+    assert "whose outputs are not named as your classes are" in note
