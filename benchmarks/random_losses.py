@@ -601,6 +601,10 @@ def table_operation(make: Make, shape: tuple[int, ...], mixes: bool = False) -> 
         rows = value.rows.astype(x.dtype)
         return jnp.broadcast_to(rows, (len(x), rows.shape[1]))
 
+    try:
+        jax.eval_shape(jax.grad(lambda x: block({}, {}, x).sum()), jnp.zeros(shape))
+    except NotImplementedError:  # some scatters have no derivative
+        return residual(make, shape)
     return block
 
 
@@ -645,22 +649,18 @@ WRAPPERS: dict[str, Callable[[Block], Block]] = {
     "jit": jax.jit,
     "named scope": jax.named_scope("layer"),
     "branch": lambda f: lambda p, b, x: lax.cond(x.shape[0] > 0, f, f, p, b, x),
-    "vjp": lambda f: _rematerialized(f),
+    "vjp": lambda f: _rematerialized(f),  # defined below
 }
 
 
 def _rematerialized(f: Block) -> Block:
     """A checkpoint written as a derivative rule."""
-
-    def block(p: Any, batch: Any, x: Array) -> Array:
-        function = jax.custom_vjp(lambda p, x: f(p, batch, x))
-        function.defvjp(
-            lambda p, x: (f(p, batch, x), (p, x)),
-            lambda saved, g: jax.vjp(lambda p, x: f(p, batch, x), *saved)[1](g),
-        )
-        return function(p, x)
-
-    return block
+    function = jax.custom_vjp(f)
+    function.defvjp(
+        lambda *arguments: (f(*arguments), arguments),
+        lambda arguments, g: jax.vjp(f, *arguments)[1](g),
+    )
+    return function
 
 
 # Losses of the results.

@@ -16,6 +16,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -87,7 +88,11 @@ def main() -> None:
     options = parser.parse_args()
     if options.worker:
         for seed in options.worker:
-            rows = measure_seed(seed, options.shares)
+            try:
+                rows = measure_seed(seed, options.shares)
+            except Exception:  # the plain step fails
+                name = {"program": f"{seed}: ", "route": "none", "share": 1.0, "plain": 0}
+                rows = [name | {"traceback": traceback.format_exc()}]
             with options.rows.open("a") as file:
                 file.write(json.dumps({"seed": seed, "rows": rows}) + "\n")
             print("\n".join(failures(rows)), end="", file=sys.stderr, flush=True)

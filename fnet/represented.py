@@ -462,8 +462,7 @@ def _while(eqn: JaxprEqn, inputs: list[Any]) -> Sequence[Any]:
         return [_whole(v) for v in interpret(loop.body, [*body_consts, *carry], _equation)]
 
     with in_scopes(eqn):
-        results: Sequence[Any] = jax.lax.while_loop(condition, body, [_whole(v) for v in carry])
-    return results
+        return loop.evaluate(condition, body, [_whole(v) for v in carry])
 
 
 def _cond(eqn: JaxprEqn, inputs: list[Any]) -> Sequence[Any]:

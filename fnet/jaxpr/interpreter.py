@@ -342,6 +342,30 @@ class While(NamedTuple):
             list(inputs[body:]),
         )
 
+    def evaluate(
+        self,
+        condition: Callable[[Sequence[Any]], Any],
+        body: Callable[[Sequence[Any]], Sequence[Any]],
+        carry: Sequence[Any],
+    ) -> list[Any]:
+        """Run the loop with functions in the place of its own.
+
+        `jax.vmap` makes a condition with axes, the first ones of the carry. Each position stops by
+        itself.
+        """
+        axes = self.condition.out_avals[0].ndim
+
+        def step(carry: Sequence[Any]) -> Sequence[Any]:
+            after, goes_on = body(carry), condition(carry)
+            return [
+                jnp.where(jax.lax.expand_dims(goes_on, range(axes, a.ndim)), b, a)
+                for a, b in zip(carry, after, strict=True)
+            ]
+
+        if not axes:
+            return list(jax.lax.while_loop(condition, body, list(carry)))
+        return list(jax.lax.while_loop(lambda c: condition(c).any(), step, list(carry)))
+
 
 class ShardMap(NamedTuple):
     """The parts of a `jax.shard_map` equation.

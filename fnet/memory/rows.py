@@ -188,6 +188,8 @@ class RowAxes(BatchAxes):
             for arrays in (inputs, outputs)
         )
         forward, backward = _derivative_programs(eqn, inputs, floating)
+        if any(isinstance(c, jax.core.Tracer) for c in (*forward.consts, *backward.consts)):
+            return None  # The rule reads what the loss computes, other than by its arguments.
         analysis = RowAxes(self.batch_size, is_differentiated=False)
         found = analysis.run(forward, list(states))
         residuals = found[len(outputs) :]
@@ -390,7 +392,7 @@ class _Interpreter:
         if (scan := Scan.read(eqn)) is not None:
             outputs = self._scan(eqn, scan, inputs)
         elif eqn.primitive.name == "while":
-            outputs = self._while(eqn, inputs)
+            outputs = self._while(eqn, inputs, results)
         elif "branches" in eqn.params:
             outputs = self._branches(eqn, inputs, results)
         elif eqn.primitive.name.startswith(CUSTOM_DERIVATIVES):
@@ -507,12 +509,9 @@ class _Interpreter:
             )
         return results
 
-    def _while(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Any]:
+    def _while(self, eqn: JaxprEqn, inputs: list[Value], states: Sequence[Any]) -> list[Any]:
         loop = While.of(eqn)
         condition_consts, consts, carry = loop.split(inputs)
-        states, _ = self.axes.fixed_point(
-            loop.body, [c.state for c in consts], [c.state for c in carry], [], Site()
-        )
 
         def values(arrays: Any) -> list[Value]:
             return [Value(s, a) for s, a in zip(states, arrays, strict=True)]
@@ -527,8 +526,7 @@ class _Interpreter:
                 return self.converted(self.run(loop.body, [*consts, *values(arrays)]), states)
 
         with in_scopes(eqn):
-            outputs: list[Any] = jax.lax.while_loop(condition, body, self.converted(carry, states))
-        return outputs
+            return loop.evaluate(condition, body, self.converted(carry, states))
 
     def _branches(self, eqn: JaxprEqn, inputs: list[Value], results: Sequence[Any]) -> list[Any]:
         index, *operands = inputs

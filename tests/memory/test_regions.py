@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from random_programs import ANY_PROGRAMS, BATCH, PARAMS, run
 
 from fnet import memory
+from fnet.jaxpr import find_equations
 from fnet.memory import regions
 from fnet.memory.regions import Region, cut, divide
 from fnet.memory.windows import trace_inlined
@@ -378,3 +379,17 @@ def test_a_number_is_added_to_a_sum_over_rows_once(name):
     rtol = 1e-2 if name == "16 bits" else 1e-5
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol * float(jnp.abs(b).max()))
+
+
+def test_a_rule_that_reads_traced_arrays_around_it_is_not_cut():
+    """JAX cannot trace such a loss twice either: it fails under `jax.checkpoint`."""
+
+    def loss(w, x, n):
+        f = jax.custom_vjp(lambda y: jnp.tanh(y) * n)
+        f.defvjp(lambda y: (f(y), y), lambda y, g: (g * n * (1 - jnp.square(jnp.tanh(y))),))
+        return jnp.square(f(x @ w)).mean()
+
+    args = normal(0, WIDTH, WIDTH), normal(1, N, WIDTH), jnp.int32(2)
+    found = division(loss, args)
+    assert any(reason.startswith("custom_vjp_call at ") for reason in found.reasons)
+    assert not [e for r in found.regions for e in find_equations(r.jaxpr, "custom_vjp_call")]

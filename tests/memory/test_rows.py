@@ -182,3 +182,20 @@ def test_values_in_another_state_than_expected_are_an_error():
         interpreter.sum(Value(BatchAxis(0), jnp.ones(1)))
     with pytest.raises(AssertionError):
         interpreter.rows(Value(Sum(), jnp.ones(2)), 0)
+
+
+def test_rows_of_a_while_loop_stop_by_themselves():
+    def halve(r):
+        def body(c):
+            i, r, sums = c
+            return i + 1, r / 2, sums.at[i].set(r.sum())
+
+        going = lambda c: (jnp.abs(c[1]).max() > 0.3) & (c[0] < 4)  # noqa: E731
+        return jax.lax.while_loop(going, body, (0, r, jnp.zeros(4)))
+
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((6, 2, 3)), jnp.float32)
+    f = lambda x: jax.vmap(halve)(x.reshape(-1, 3))  # noqa: E731
+    found, outs = in_parts(inline(jax.make_jaxpr(f)(x)), (x,), (0,), 6, [(0, 2), (2, 1), (3, 3)])
+    assert found == [BatchAxis(0)] * 3
+    for a, b in zip(outs, f(x), strict=True):
+        np.testing.assert_array_equal(a, b)
