@@ -355,16 +355,21 @@ class While(NamedTuple):
         """
         axes = self.condition.out_avals[0].ndim
 
-        def step(carry: Sequence[Any]) -> Sequence[Any]:
-            after, goes_on = body(carry), condition(carry)
+        def goes_on(carry: list[Any]) -> Any:
+            return condition(carry).any() if axes else condition(carry)
+
+        def step(carry: list[Any]) -> list[Any]:
+            after = body(carry)
+            if not axes:
+                return list(after)
+            going = condition(carry)
             return [
-                jnp.where(jax.lax.expand_dims(goes_on, range(axes, a.ndim)), b, a)
+                jnp.where(jax.lax.expand_dims(going, range(axes, a.ndim)), b, a)
                 for a, b in zip(carry, after, strict=True)
             ]
 
-        if not axes:
-            return list(jax.lax.while_loop(condition, body, list(carry)))
-        return list(jax.lax.while_loop(lambda c: condition(c).any(), step, list(carry)))
+        results: list[Any] = jax.lax.while_loop(goes_on, step, list(carry))
+        return results
 
 
 class ShardMap(NamedTuple):
