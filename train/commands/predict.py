@@ -17,6 +17,7 @@ from train.arguments import PredictArguments
 from train.commands.positional import positional
 from train.data.decode import UnreadableError, decode
 from train.data.files import IMAGE_PATTERNS, list_images
+from train.data.masks import LabelMap
 from train.data.preprocessing import PreprocessedImage, Preprocessor
 from train.errors import UserError, printable, writing
 from train.output.palette import overlay_labels, palette
@@ -69,7 +70,8 @@ def predict(folder: RunFolder, given: Sequence[str], options: PredictArguments) 
       The content of predictions.json: ``step``, ``predictions`` of the readable images and
       ``unreadable`` ones. A prediction has ``labels``, the most probable first, or those of the
       largest share of pixels. That of a segmented image also has paths: ``mask``, a palette PNG of
-      the image's size, and ``overlay``, the image with the mask's colors over it.
+      the image's size with the values of the run's masks, and ``overlay``, the image with the
+      mask's colors over it.
 
     Raises:
       UserError: if there is no run, it does not label images or has no checkpoint, a path has no
@@ -82,9 +84,9 @@ def predict(folder: RunFolder, given: Sequence[str], options: PredictArguments) 
     is_segmentation = kind_of(config).predicts == "masks"
     out = _out(folder, options)
     if is_segmentation:
-        colors = palette(read_label_map(folder, config))
+        label_map = read_label_map(folder, config)
         max_pixels = predictor.preprocessor.max_pixels
-        to_prediction = _segmentation(out, paths, max_pixels, classes, colors, options.top_k)
+        to_prediction = _segmentation(out, paths, max_pixels, label_map, options.top_k)
     else:
         to_prediction = _classification(classes, options.top_k)
     predictions, unreadable = [], []
@@ -185,19 +187,26 @@ def _segmentation(
     out: Path,
     paths: Sequence[str],
     max_pixels: int,
-    classes: Sequence[str],
-    colors: np.ndarray,
+    label_map: LabelMap,
     top_k: int,
 ) -> _ToPrediction:
-    """Write ``masks/NAME.png`` and ``overlays/NAME.png``, in the same subfolders as the images."""
-    names = _mask_names(paths)
+    """Write ``masks/NAME.png`` and ``overlays/NAME.png``, in the same subfolders as the images.
+
+    Masks hold the values of the masks that the run was trained on.
+    """
+    names, classes, colors = _mask_names(paths), label_map.names, palette(label_map)
+    values = label_map.mask_values()
+    color_of_value = np.zeros((256, 3), np.uint8)
+    if is_small := values.max() < 256:
+        color_of_value[values] = colors[: len(values)]
 
     def to_prediction(path: str, labels: np.ndarray) -> dict[str, Any]:
         mask, overlay = (out / kind / names[path] for kind in ("masks", "overlays"))
         for file in (mask, overlay):
             file.parent.mkdir(parents=True, exist_ok=True)
-        picture = Image.fromarray(labels)
-        picture.putpalette(colors.tobytes())
+        picture = Image.fromarray(values.astype(np.uint8 if is_small else np.uint16)[labels])
+        if is_small:
+            picture.putpalette(color_of_value.tobytes())
         picture.save(mask)
         image = decode(path, max_pixels=max_pixels)
         Image.fromarray(overlay_labels(image, labels, colors)).save(overlay)

@@ -77,6 +77,11 @@ class LabelMap:
             raise UnreadableError(f"{self._describe_unknown(value, is_color)}{hint}")
         return labels.astype(np.uint8)
 
+    def mask_values(self) -> np.ndarray:
+        """Return the value in masks of each label, int [classes]; the inverse of `labels`."""
+        value_of = {label: value for value, label in reversed(self.values)}
+        return np.array([value_of[label] for label in range(len(self.names))])
+
     def describe_values(self) -> str:
         """Return ``"0 to 10, or 11 to ignore a pixel"``."""
         expected = _ranges([value for value, label in self.values if label != IGNORE])

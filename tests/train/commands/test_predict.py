@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 import vision_cases
+from image_cases import write_image
 from PIL import ExifTags, Image
 from program_cases import assert_one_line_error, exit_code, fnet_command
 from rich.console import Console
@@ -19,11 +20,12 @@ from rich.console import Console
 from train import data
 from train import predictor as predictor_module
 from train.arguments import PredictArguments
-from train.commands.predict import predict, print_predictions
+from train.commands.predict import _segmentation, predict, print_predictions
 from train.config import Config, Digits, ImageFolder, SegmentationFolder, Synthetic
 from train.config.recipes import load
 from train.data import evaluation_batches
-from train.data.decode import UnreadableError
+from train.data.decode import UnreadableError, decode_mask
+from train.data.masks import LabelMap
 from train.data.preprocessing import PreprocessedImage
 from train.errors import UserError
 from train.output.palette import palette
@@ -102,6 +104,28 @@ def test_prints_a_table_on_a_terminal(run_of):
     text = text.getvalue()
     assert "┃" in text
     assert text.count("%") == 2
+
+
+RED, BLUE = (255, 0, 0), (0, 0, 255)
+LABEL_MAPS = {
+    "binary": LabelMap(("no", "yes"), ((0, 0), (255, 1))),
+    "values of a table": LabelMap(("a", "b"), ((0, 255), (7, 1), (33, 0)), colors=(RED, BLUE)),
+    "colors": LabelMap(
+        ("a", "b"), ((0, 0), (1, 1)), ((0x0000FF, 1), (0xFF0000, 0)), "colors", (RED, BLUE)
+    ),
+    "16 bits": LabelMap(("a", "b"), ((7, 0), (1007, 1))),
+}
+
+
+@pytest.mark.parametrize("name", LABEL_MAPS)
+def test_predicted_masks_hold_the_values_of_the_users_masks(name, tmp_path):
+    write_image(tmp_path / "x.png", 3, (4, 2))
+    label_map, path = LABEL_MAPS[name], str(tmp_path / "x.png")
+    labels = np.array([[0, 1, 1, 0], [1, 1, 0, 0]], np.uint8)
+    prediction = _segmentation(tmp_path / "out", [path], 100, label_map, 2)(path, labels)
+    mask = decode_mask(prediction["mask"])
+    np.testing.assert_array_equal(label_map.labels(mask), labels)
+    np.testing.assert_array_equal(mask.values, label_map.mask_values()[labels])
 
 
 @pytest.mark.slow
