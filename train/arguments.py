@@ -407,12 +407,26 @@ def _parse(
     kind: Any, defaults: Any, flags: Sequence[str], prog: str, description: str | None = None
 ) -> Any:
     help_requested = bool({"-h", "--help"} & set(flags))
+    _check_repeated(flags)
     try:
         return _tyro(kind, defaults, flags, prog, description, quiet=not help_requested)
     except SystemExit:
         if help_requested:
             raise
         raise UserError(_first_mistake(kind, defaults, flags, prog)) from None
+
+
+def _check_repeated(flags: Sequence[str]) -> None:
+    """Refuse a flag that is given twice, of which only the last value would count."""
+    given: dict[str, list[str]] = {}
+    for flag, values in _split(flags):
+        text = [flag or "", *values]
+        name = re.sub(r"^(--(?:.*\.)?)no-", r"\1", text[0]).replace("_", "-")
+        if flag is not None and given.setdefault(name, text) != text:
+            raise UserError(
+                f"{flag}: given twice, as {' '.join(given[name])} and as {' '.join(text)}; give it "
+                "once"
+            )
 
 
 def _tyro(

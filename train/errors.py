@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 
 
 class UserError(Exception):
@@ -24,6 +25,20 @@ def writing(path: os.PathLike[str], fix: str = "choose another --out") -> Iterat
         yield
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror or error}; {fix}") from error
+
+
+def output_file(given: str | None, default: Path) -> Path:
+    """Return the file to write: the default, or the one of ``--out``.
+
+    Raises:
+      UserError: if ``--out`` names a file that exists.
+    """
+    if given is None:
+        return default
+    path = Path(given)
+    if path.is_file():
+        raise UserError(f"--out: {path} exists and is not overwritten; give another name")
+    return path
 
 
 def printable(text: str) -> str:

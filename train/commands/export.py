@@ -20,7 +20,7 @@ from train.commands.export_program import export_program
 from train.commands.positional import positional
 from train.config import Config
 from train.data.model_folder import INDEX, SINGLE, read_folder
-from train.errors import UserError, printable, writing
+from train.errors import UserError, output_file, printable, writing
 from train.networks import pretrained
 from train.networks.pretrained import Pretrained
 from train.run import weight_files
@@ -63,7 +63,7 @@ def export_weights(folder: RunFolder, config: Config, options: ExportArguments) 
         cannot be written.
     """
     weight_files.check_network(config)
-    out = Path(options.out) if options.out else folder.path / "weights.safetensors"
+    out = output_file(options.out, folder.path / "weights.safetensors")
     if out.suffix != ".safetensors":
         raise UserError(f"--out: expected a file that ends in .safetensors, got {out}")
     with Checkpoints(folder.checkpoints, best=options.best) as checkpoints:
@@ -95,8 +95,8 @@ def export_model(
     if options.adapters and section.lora_rank is None:
         raise UserError("--adapters: the run has none, because it trains all parameters")
     out = Path(options.out) if options.out else folder.path / "exported"
-    if out.exists() and any(out.iterdir()):
-        raise UserError(f"--out: {out} is not empty; give a new folder")
+    if out.is_file() or (out.exists() and any(out.iterdir())):
+        raise UserError(f"--out: {out} is not an empty folder; give a new one")
     source = read_folder(Path(section.path))
     if config.data.content != "text":
         model = export_images.published_model(folder, config, section, source, best=options.best)

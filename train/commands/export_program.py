@@ -14,7 +14,7 @@ from jax import Array, export
 from fnet.losses.segmentation import bilinear_weights
 from train.arguments import ExportArguments
 from train.config import Config
-from train.errors import TrainingError, UserError
+from train.errors import TrainingError, UserError, output_file
 from train.run.class_names import read_classes
 from train.run.frozen import load_network
 from train.run.run_folder import RunFolder, atomic_write
@@ -46,7 +46,7 @@ def export_program(folder: RunFolder, config: Config, options: ExportArguments) 
       TrainingError: if the outputs of the written program differ from the network's.
     """
     kind = options.format
-    out = Path(options.out) if options.out else folder.path / f"model.{kind}"
+    out = output_file(options.out, folder.path / f"model.{kind}")
     network, shape = _network(folder, config, options)
     content, run = (_stablehlo if kind == "stablehlo" else _onnx)(network, shape)
     try:

@@ -90,6 +90,8 @@ def predict(folder: RunFolder, given: Sequence[str], options: PredictArguments) 
     else:
         to_prediction = _classification(classes, options.top_k)
     predictions, unreadable = [], []
+    if is_segmentation and (out / "masks").exists() and not (out / "overlays").exists():
+        raise UserError(f"--out: {out} has masks that are no predictions; give another folder")
     with writing(out):
         if is_segmentation or not options.json:
             out.mkdir(parents=True, exist_ok=True)

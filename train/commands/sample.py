@@ -21,7 +21,7 @@ from train.config import Config
 from train.data import Dataset, sample_batch
 from train.data.chat import GenerationSettings, load_generation_settings
 from train.data.tokenizer import Tokenizer, load_tokenizer
-from train.errors import UserError, printable
+from train.errors import UserError, output_file, printable
 from train.networks import pretrained
 from train.networks.denoiser import Denoiser
 from train.output import plots
@@ -199,12 +199,12 @@ def draw_images(folder: RunFolder, config: Config, options: ImageArguments) -> P
             f"--guidance: expected 1, got {options.guidance:g}; the run was trained with "
             "model.label_dropout 0"
         )
+    path = output_file(options.out, folder.path / "samples.png")
     with Checkpoints(folder.checkpoints, best=options.best) as checkpoints:
         params, state, _ = checkpoints.restore_network(model.init)
     labels = np.repeat([dataset.classes.index(name) for name in names], options.count)
     network = dataset, model
     samples = sample_images(section, network, params, state, jnp.asarray(labels), options)
-    path = Path(options.out) if options.out else folder.path / "samples.png"
     title = (
         f"{config.name}: {options.sampler}, {_steps(section, options)} steps, "
         f"guidance {_guidance(section, options):g}"

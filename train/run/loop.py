@@ -151,6 +151,7 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
         if loop.step < run.steps or loop.failure:
             loop.report_stop()
             return
+        loop.check_skipped()
         write_results(
             run,
             folder,
@@ -294,6 +295,22 @@ class _Loop:
                     batch = self._next_batch()  # while the device computes
                 if self._end_step(progress, write):
                     break
+
+    def check_skipped(self) -> None:
+        """Report the steps of a whole run that were skipped.
+
+        Raises:
+          TrainingError: if these are all of them, so that nothing was trained.
+        """
+        if not self._num_skipped:
+            return
+        what = f"{self._num_skipped:,} of {self.step:,} steps were skipped"
+        if self._num_skipped >= self.step:
+            raise TrainingError(
+                f"{what}, so that nothing was trained; their examples are in "
+                f"{self._folder.bad_steps}"
+            )
+        self._log(f"{what}; their examples are in {self._folder.bad_steps}")
 
     def unreadable_files(self) -> int | None:
         """Return the number of unreadable files in the whole run; None if it is not released."""

@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from rich.console import Console
 
 import fnet
 from fnet import TrainState
 from fnet.memory import REMAT_POLICIES, format_bytes, parse_bytes, tree_bytes
 from train.data import num_examples
-from train.errors import shorten
+from train.errors import TrainingError, shorten
 from train.networks.pretrained import FROZEN
 from train.output.curves import describe
 from train.output.formats import duration, number
@@ -149,6 +150,8 @@ def write_results(
         log(describe_audit(audited, run.privacy, run.steps))
     for text in what_next(run, folder, written):
         log(text)
+    if not np.isfinite(loss := evaluation.metrics.get("loss", 0)):
+        raise TrainingError(f"test loss is {loss} after the last step: the network is of no use")
 
 
 def test_metrics(metrics: dict[str, float]) -> dict[str, float]:

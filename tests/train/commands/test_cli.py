@@ -165,3 +165,25 @@ def test_does_not_cache_programs_without_a_home_folder(workplace, monkeypatch):
     monkeypatch.setattr(cli.Path, "home", home)
     cli._prepare_jax()
     assert jax.config.jax_compilation_cache_dir == before
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ("sample", "run", "--prompt", "a", "--prompt", "b"),
+            "--prompt: given twice, as --prompt a",
+        ),
+        (
+            ("train", "tiny.py", "--train.steps", "2", "--train.steps=3"),
+            "--train.steps: given twice",
+        ),
+        (
+            ("train", "tiny.py", "--nonfinite.skip", "--nonfinite.no-skip"),
+            "--nonfinite.no-skip: given twice, as --nonfinite.skip and as --nonfinite.no-skip",
+        ),
+    ],
+)
+def test_a_flag_with_two_values_is_refused(words, message, workplace, capsys):
+    assert exit_code(*words) == 2
+    assert_one_line_error(capsys, message)

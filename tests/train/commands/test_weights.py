@@ -9,6 +9,7 @@ import pickle
 import shutil
 import sys
 import types
+from pathlib import Path
 from unittest.mock import Mock
 
 import chex
@@ -378,6 +379,8 @@ EXPORTING = [
     (("trained", "--names", "torchvision"), "names must be one of ('reference',), got 'torchvision'"),
     (("trained", "--names", "timm"), "--names: expected one of reference, torchvision, got timm"),
     (("trained", "--out", "weights.pth"), "--out: expected a file that ends in .safetensors, got weights.pth"),
+    (("trained", "--out", "mine.safetensors"), "--out: mine.safetensors exists and is not overwritten; give another"),
+    (("trained", "--format", "stablehlo", "--out", "tiny.py"), "--out: tiny.py exists and is not overwritten"),
     (("trained", "--out", "no/w.safetensors"), "cannot write no/w.safetensors: No such file or directory"),
     (("nowhere",), "no run in nowhere"),
     ((), "missing RUN; usage: fnet export RUN"),
@@ -386,6 +389,7 @@ EXPORTING = [
 
 @pytest.mark.parametrize(("words", "message"), EXPORTING, ids=lambda v: " ".join(v) if isinstance(v, tuple) else "")  # fmt: skip
 def test_failing_to_export_is_one_line(words, message, trained, capsys):
+    Path("mine.safetensors").touch()
     assert exit_code("export", *words) == 2
     assert_one_line_error(capsys, message)
 

@@ -129,3 +129,28 @@ def test_reports_a_nonfinite_parameter_and_does_not_save_it(
     assert [line["step"] for line in bad] == [4, 5, 6]
     fnet_command("train", "tiny.py", "--out", "r", "--resume")
     chex.assert_trees_all_equal(final_state(finished_run), final_state(workplace / "r"))
+
+
+@pytest.mark.parametrize(
+    ("first", "message"),
+    [
+        (0, "8 of 8 steps were skipped, so that nothing was trained"),
+        (3, "test loss is nan after the last step"),
+    ],
+)
+def test_a_run_that_ends_with_nan_fails(first, message, workplace, monkeypatch, capsys):
+    class Spoiling(programs.StepCache):
+        """Set one parameter to NaN before a step."""
+
+        def __call__(self, state, batch):
+            if state.step == first:
+                state.params["head"]["bias"] = state.params["head"]["bias"].at[2].set(jnp.nan)
+            return super().__call__(state, batch)
+
+    monkeypatch.setattr(programs, "StepCache", Spoiling)
+    many = "--nonfinite.max-skipped", 20, "--train.steps", 8
+    assert exit_code("train", "tiny.py", *many, "--out", "r") == 1
+    captured = capsys.readouterr()
+    assert message in captured.err
+    if first:
+        assert "5 of 8 steps were skipped; their examples are in r/bad_steps" in captured.out
