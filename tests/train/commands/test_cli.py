@@ -171,8 +171,8 @@ def test_does_not_cache_programs_without_a_home_folder(workplace, monkeypatch):
     ("words", "message"),
     [
         (
-            ("sample", "run", "--prompt", "a", "--prompt", "b"),
-            "--prompt: given twice, as --prompt a",
+            ("eval", "run", "--path", "a", "--path", "b"),
+            "--path: given twice, as --path a",
         ),
         (
             ("train", "tiny.py", "--train.steps", "2", "--train.steps=3"),

@@ -166,6 +166,13 @@ def test_masks_have_the_size_of_the_image_and_are_accurate(run_of, recipes, caps
     assert f"{given[0]}  " in output
 
 
+def test_masks_of_a_data_set_are_not_overwritten(run_of, capsys):
+    run = run_of("halves")
+    capsys.readouterr()
+    assert exit_code("predict", run, "halves/images/00.png", "--out", "halves") == 2
+    assert_one_line_error(capsys, "--out: halves has masks that are no predictions; give another")
+
+
 def test_a_mask_of_the_input_size_equals_that_of_evaluation(run_of, recipes):
     run = run_of("halves")
     batch, measured, _ = evaluated(run)
