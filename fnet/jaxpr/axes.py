@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal, primitives
-from jax.extend.random import threefry_2x32
+from jax.extend.random import threefry2x32_p
 from jax.lax import GatherDimensionNumbers, ScatterDimensionNumbers
 
 from fnet.jaxpr.interpreter import aval, primitive_names
@@ -234,14 +234,17 @@ def rows_by_position(
     if name == "iota" and axis == eqn.params["dimension"]:
         return jax.lax.broadcasted_iota(out.dtype, part, axis) + jnp.asarray(start, out.dtype)
     if name == "random_bits" and _follows_from_positions(inputs[0], out):
-        strides = [math.prod(out.shape[k + 1 :]) for k in range(len(part))]
-        along = (jax.lax.broadcasted_iota(jnp.uint32, part, k) for k in range(len(part)))
-        position = sum(n * np.uint32(stride) for n, stride in zip(along, strides, strict=True))
-        position += jnp.asarray(start, jnp.uint32) * np.uint32(strides[axis])
-        low = jnp.ravel(position)
-        counts = jnp.concatenate([jnp.zeros_like(low), low])
-        words = threefry_2x32(jax.random.key_data(inputs[0]), counts)
-        bits = words[: low.size] ^ words[low.size :]
+        before, behind = math.prod(part[:axis]), math.prod(part[axis + 1 :])
+        blocks, positions = (
+            jax.lax.broadcasted_iota(jnp.uint32, (before, size * behind), k) for k in range(2)
+        )
+        positions += jnp.asarray(start, jnp.uint32) * np.uint32(behind)
+        if before > 1:
+            positions += blocks * np.uint32(out.shape[axis] * behind)
+        # A plan counts equations, and those of the whole are one: these are few.
+        key = jax.random.key_data(inputs[0])
+        high, low = threefry2x32_p.bind(key[0], key[1], jnp.zeros_like(positions), positions)
+        bits = high ^ low
         return bits.reshape(part).astype(out.dtype)
     return None
 
