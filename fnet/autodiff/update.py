@@ -65,7 +65,8 @@ class Mode:
 
     def update(self, loss: Loss, optimizer: optax.GradientTransformation) -> Update:
         """Return the update function of a loss and an optimizer."""
-        return gradient_then_optimizer(self(loss), optimizer)
+        # A loss has no noise, so a private update must not depend on it.
+        return gradient_then_optimizer(self(loss), optimizer, with_loss=not self.noise_multiplier)
 
     def update_with(
         self,
@@ -107,8 +108,15 @@ class GradientFunction(Mode):
         return self.function(loss)
 
 
-def gradient_then_optimizer(gradient: Gradient, optimizer: optax.GradientTransformation) -> Update:
-    """Return the update that computes the whole gradient first and then applies the optimizer."""
+def gradient_then_optimizer(
+    gradient: Gradient, optimizer: optax.GradientTransformation, *, with_loss: bool = True
+) -> Update:
+    """Return the update that computes the whole gradient first and then applies the optimizer.
+
+    Optimizers that ask for it get the mean loss as ``value``, such as
+    ``optax.contrib.reduce_on_plateau``.
+    """
+    optimizer = optax.with_extra_args_support(optimizer)
 
     def update(
         params: Any,
@@ -120,7 +128,14 @@ def gradient_then_optimizer(gradient: Gradient, optimizer: optax.GradientTransfo
         grads, model_state, metrics = gradient(params, model_state, batch, key)
         grad_norm, grads = _norm_first(grads)
         with jax.named_scope("optimizer"):
-            updates, opt_state = optimizer.update(grads, opt_state, params)
+            extra = {"value": metrics["loss"]} if with_loss and "loss" in metrics else {}
+            try:
+                updates, opt_state = optimizer.update(grads, opt_state, params, **extra)
+            except TypeError as error:
+                raise TypeError(
+                    f"make_step: optimizer.update fails: {error}; a step gives gradients, state, "
+                    "parameters and, without noise, value=loss"
+                ) from error
             params = optax.apply_updates(params, updates)
         return params, opt_state, model_state, metrics | {"grad_norm": grad_norm}
 

@@ -126,7 +126,19 @@ class _Options(NamedTuple):
 
     @property
     def decay(self) -> optax.GradientTransformation:
-        return optax.add_decayed_weights(self.weight_decay, mask=weight_decay_mask)
+        return optax.add_decayed_weights(self.weight_decay, mask=self.decay_mask)
+
+    def decay_mask(self, params: Any) -> Any:
+        """Mask of the leaves that decay; there must be one, unless nothing is to decay."""
+        mask = weight_decay_mask(params)
+        if self.weight_decay and not any(jax.tree.leaves(mask)):
+            paths = jax.tree_util.tree_leaves_with_path(params)
+            names = ", ".join(jax.tree_util.keystr(path) for path, _ in paths[:3])
+            raise ValueError(
+                "make_optimizer: weight_decay needs parameters named kernel, w or weight, got "
+                f"{names or 'a single array'}; give optax.add_decayed_weights a mask of your own"
+            )
+        return mask
 
     def coupled(self, optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
         """Add the weight decay to the gradient."""
@@ -138,7 +150,7 @@ class _Options(NamedTuple):
 
     def compact(self, build: Callable[..., Any], **options: Any) -> optax.GradientTransformation:
         optimizer: optax.GradientTransformation = build(
-            self.learning_rate, weight_decay=self.weight_decay, mask=weight_decay_mask, **options
+            self.learning_rate, weight_decay=self.weight_decay, mask=self.decay_mask, **options
         )
         return optimizer
 
@@ -168,7 +180,7 @@ def _galore(o: _Options) -> optax.GradientTransformation:
 def _adafactor(o: _Options) -> optax.GradientTransformation:
     # Scale by the learning rate last: optax.adafactor adds the decay after its own scaling.
     direction = optax.adafactor(
-        weight_decay_rate=o.weight_decay or None, weight_decay_mask=weight_decay_mask
+        weight_decay_rate=o.weight_decay or None, weight_decay_mask=o.decay_mask
     )
     return optax.chain(direction, optax.scale_by_learning_rate(o.learning_rate, flip_sign=False))
 
@@ -282,13 +294,21 @@ def make_optimizer(
         _Options(learning_rate, momentum, nesterov, weight_decay, galore_rank, galore_every)
     )
     if classifier_scale is not None:  # All other optimizers are linear in the learning rate.
-        scale = optax.masked(optax.scale(classifier_scale), classifier_mask)
+        scale = optax.masked(optax.scale(classifier_scale), _classifiers)
         optimizer = optax.chain(optimizer, scale)
     if layer_decay is not None:
         optimizer = optax.chain(optimizer, _scale_by_layer(layer_decay))
     if clip_norm is None:
         return optimizer
     return optax.chain(optax.clip_by_global_norm(clip_norm), optimizer)
+
+
+def _classifiers(params: Any) -> Any:
+    mask = classifier_mask(params)
+    if not any(jax.tree.leaves(mask)):
+        names = " or ".join(sorted(CLASSIFIERS))
+        raise ValueError(f"make_optimizer: classifier_scale needs a layer named {names}, got none")
+    return mask
 
 
 def _is_matrix(params: Any) -> Any:
@@ -302,13 +322,22 @@ def _is_matrix(params: Any) -> Any:
 def _matrices(params: Any) -> Any:
     """Axes of each kernel that is a matrix, a stack of matrices or a convolution; else None."""
 
-    def axes(array: Any, is_kernel: bool, is_classifier: bool) -> Any:
+    def axes(path: Any, array: Any, is_kernel: bool, is_classifier: bool) -> Any:
         if not is_kernel or is_classifier or array.ndim < 2:
             return None
+        if _name(path) == _OUTPUTS_FIRST:  # [O, I] or [O, I, H, W]
+            return optax.contrib.MuonDimensionNumbers(tuple(range(1, array.ndim)), 0)
         first = 0 if array.ndim == 4 else array.ndim - 2  # HWIO
         return optax.contrib.MuonDimensionNumbers(tuple(range(first, array.ndim - 1)), -1)
 
-    return jax.tree.map(axes, params, weight_decay_mask(params), classifier_mask(params))
+    masks = weight_decay_mask(params), classifier_mask(params)
+    dimensions = jax.tree_util.tree_map_with_path(axes, params, *masks)
+    if not jax.tree.leaves(dimensions):
+        raise ValueError(
+            "make_optimizer: muon needs matrices named kernel, w or weight besides the classifier, "
+            "got none; use adamw"
+        )
+    return dimensions
 
 
 def schedule_free_params(opt_state: optax.OptState, params: Any) -> Any:
@@ -353,8 +382,11 @@ def schedule_free_params(opt_state: optax.OptState, params: Any) -> Any:
 def weight_decay_mask(params: Any) -> Any:
     """Mask of the leaves that weight decay applies to: kernels, but not biases or norms.
 
+    Kernels are named ``kernel`` in fnet and Flax, ``w`` in Haiku and ``weight`` in Equinox, where
+    the ``weight`` of a norm has one axis. The factors of their adapters (`fnet.lora`) decay, too.
+
     Args:
-      params: nested dicts of arrays.
+      params: a tree of arrays: nested dicts, an ``nnx.State``, or an Equinox module.
 
     Returns:
       A pytree of bools with the structure of ``params``.
@@ -364,7 +396,27 @@ def weight_decay_mask(params: Any) -> Any:
       >>> fnet.optim.weight_decay_mask({"fc": {"kernel": 1.0, "bias": 0.0}})
       {'fc': {'bias': False, 'kernel': True}}
     """
-    return jax.tree_util.tree_map_with_path(lambda path, _: "kernel" in _names(path[-1:]), params)
+
+    def decays(path: Any, leaf: Any) -> bool:
+        name = _name(path)
+        if name in ("a", "b"):  # of an adapter
+            return _name(path[:-1]) in _KERNELS
+        return name == "kernel" or (name in _KERNELS and np.ndim(leaf) >= 2)
+
+    return jax.tree_util.tree_map_with_path(decays, params)
+
+
+_OUTPUTS_FIRST = "weight"
+"""Name of kernels whose first axis are the outputs, as in torch."""
+_KERNELS = ("kernel", "w", _OUTPUTS_FIRST)
+
+
+def _name(path: Sequence[Any]) -> str:
+    """Return the name of a leaf in its module, without the ``value`` of an nnx variable."""
+    names = [str(getattr(key, "key", getattr(key, "name", ""))) for key in path]
+    while names and names[-1] in ("value", "raw_value", ""):
+        names.pop()
+    return names[-1].rpartition("/")[2] if names else ""
 
 
 CLASSIFIERS = frozenset({"fc", "classifier", "head", "cls"})
@@ -422,9 +474,18 @@ def layer_scales(params: Any, decay: float) -> Any:
       Bao et al. 2022, "BEiT", arXiv:2106.08254.
     """
     checks.numbers("layer_scales", "in (0, 1]", decay=decay)
-    positions = jax.tree_util.tree_map_with_path(lambda path, _: _position(_names(path)), params)
+
+    def position(path: Any, leaf: Any) -> tuple[float, ...]:
+        del leaf
+        return _position(_names(path) or [None])  # a single array has no name
+
+    positions = jax.tree_util.tree_map_with_path(position, params)
     in_order = sorted(set(jax.tree.leaves(positions, is_leaf=lambda p: isinstance(p, tuple))))
     blocks = [position for position in in_order if position not in (_FIRST, _LAST)]
+    if not blocks:
+        raise ValueError(
+            "layer_scales: expected blocks named as in fnet.models, such as layer1/0, got none"
+        )
     depths = {_FIRST: 0} | {p: i + 1 for i, p in enumerate(blocks)} | {_LAST: len(blocks) + 1}
     return jax.tree.map(
         lambda position: float(decay ** (len(blocks) + 1 - depths[position])),

@@ -4,14 +4,16 @@ import functools
 import math
 
 import chex
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import fnet
-from fnet import layers, models
+from fnet import layers, lora, models
 from fnet.memory import tree_bytes
 
 
@@ -126,18 +128,6 @@ def test_rejects_clip_norm_not_above_0(clip_norm):
 
 
 SCALABLE = [n for n in fnet.optim.OPTIMIZERS if not n.startswith(("compact_", "schedule_free_"))]
-
-
-@pytest.mark.parametrize("name", [name for name in SCALABLE if name != "galore"])
-def test_params_may_be_a_single_array(name):
-    """A single array is neither a kernel nor a classifier."""
-    params = jnp.ones(3)
-    rule = fnet.optim.make_optimizer(name, 0.1, weight_decay=0.5, classifier_scale=5.0)
-    plain = fnet.optim.make_optimizer(name, 0.1)
-    for gradient in (jnp.zeros(3), jnp.array([0.1, -0.2, 0.3])):
-        updates, _ = rule.update(gradient, rule.init(params), params)
-        expected, _ = plain.update(gradient, plain.init(params), params)
-        chex.assert_trees_all_close(updates, expected, rtol=1e-6)
 
 
 @pytest.mark.sweep(3)
@@ -261,7 +251,7 @@ def make_loss(model):
 @pytest.mark.parametrize("ema_decay", [None, 0.99])
 def test_whole_state_of_adafactor_is_updated_in_place(ema_decay):
     model = layers.mlp((128, 128, 3))
-    rule = ADAFACTOR(0.1, weight_decay=1e-4, clip_norm=1.0, classifier_scale=2.0)
+    rule = ADAFACTOR(0.1, weight_decay=1e-4, clip_norm=1.0)
     create = functools.partial(fnet.TrainState.create, model, rule, ema=ema_decay is not None)
     state = jax.eval_shape(create, jax.random.key(0))
     batch = {"x": jax.ShapeDtypeStruct((2, 128), jnp.float32)}
@@ -421,3 +411,54 @@ def test_layer_decay_scales_updates():
         fnet.optim.make_optimizer("compact_adamw", 0.1, layer_decay=0.5)
     with pytest.raises(ValueError, match=r"decay must be in \(0, 1\], got 2"):
         fnet.optim.layer_scales(params, 2)
+
+
+def foreign_params():
+    """Parameters as nnx, Haiku, Equinox and adapters of fnet name them, with zeros as biases."""
+    linear = eqx.nn.Linear(4, 3, key=jax.random.key(0))
+    norm = eqx.nn.LayerNorm(3)
+    kernel = {"l": {"kernel": jnp.ones((4, 3))}}
+    adapters = jax.tree.map(jnp.ones_like, lora.init(lora.LoRA(2), kernel, jax.random.key(0)))
+    return {
+        "nnx": nnx.split(nnx.Linear(4, 3, rngs=nnx.Rngs(0)), nnx.Param, ...)[1],
+        "haiku": {"linear": {"w": jnp.ones((4, 3)), "b": jnp.ones(3)}, "n": {"scale": jnp.ones(3)}},
+        "equinox": eqx.filter((linear, norm), eqx.is_inexact_array),
+        "adapters": adapters,
+    }
+
+
+@pytest.mark.parametrize("library", ["nnx", "haiku", "equinox", "adapters"])
+def test_matrices_of_other_libraries_decay(library):
+    params = foreign_params()[library]
+    rule = fnet.optim.make_optimizer("adamw", 0.1, weight_decay=0.5)
+    updates, _ = rule.update(jax.tree.map(jnp.zeros_like, params), rule.init(params), params)
+    for update, p in zip(jax.tree.leaves(updates), jax.tree.leaves(params), strict=True):
+        chex.assert_trees_all_close(update, -0.05 * p if p.ndim == 2 else 0 * p)
+
+
+@pytest.mark.parametrize("library", ["nnx", "haiku", "equinox"])
+def test_muon_makes_updates_of_other_libraries_orthogonal(library):
+    params = foreign_params()[library]
+    grads = jax.tree.map(lambda p: jax.random.normal(jax.random.key(1), p.shape), params)
+    rule = fnet.optim.make_optimizer("muon", 1.0)
+    updates, _ = rule.update(grads, rule.init(params), params)
+    (matrix,) = (u for u in jax.tree.leaves(updates) if u.ndim == 2)
+    values = np.linalg.svd(matrix, compute_uv=False) / (0.2 * math.sqrt(4))
+    assert 0.6 < values.min() <= values.max() < 1.3
+
+
+@pytest.mark.parametrize("params", [jnp.ones((4, 3)), {"U1": jnp.ones((4, 3))}])
+@pytest.mark.parametrize(
+    ("name", "option", "message"),
+    [
+        ("adamw", {"weight_decay": 0.1}, r"weight_decay needs parameters named kernel, w or"),
+        ("sgd", {"weight_decay": 0.1}, r"weight_decay needs parameters named kernel, w or"),
+        ("muon", {}, r"muon needs matrices named kernel, w or weight"),
+        ("adamw", {"classifier_scale": 2.0}, r"classifier_scale needs a layer named classifier or"),
+        ("adamw", {"layer_decay": 0.5}, r"layer_scales: expected blocks named as in fnet.models"),
+    ],
+)
+def test_options_that_no_parameter_has_a_name_for_are_refused(name, option, message, params):
+    rule = fnet.optim.make_optimizer(name, 0.1, **option)
+    with pytest.raises(ValueError, match=message):
+        rule.update(params, rule.init(params), params)

@@ -167,6 +167,34 @@ def test_padding_only_gives_a_gradient_of_0_even_of_a_nan(microbatches):
     assert float(metrics["loss"]) == 0.0
 
 
+def line(params, state, batch, key):
+    return (batch["x"] @ params["w"] - 1.0) ** 2, fnet.Aux(state, {})
+
+
+def states_after(optimizer, mode, steps=3):
+    state = fnet.TrainState.create(
+        params={"w": jnp.zeros(3)}, optimizer=optimizer, key=jax.random.key(0)
+    )
+    step = fnet.make_step(line, optimizer, mode)
+    for _ in range(steps):
+        state, _ = step(state, {"x": jnp.ones((4, 3))})
+    return state
+
+
+@pytest.mark.parametrize("mode", [autodiff.mean, autodiff.microbatches(2), autodiff.clipped(9.0)])
+def test_optimizers_that_take_the_loss_get_it(mode):
+    """Polyak's step (loss / squared gradient norm) goes half of the way to the root."""
+    params = states_after(optax.polyak_sgd(), mode).params
+    chex.assert_trees_all_close(params["w"], jnp.full(3, (1 - 0.5**3) / 3), rtol=1e-5)
+
+
+def test_a_private_optimizer_does_not_get_the_loss():
+    mode = autodiff.clipped(1.0, noise_multiplier=1.0, expected_batch_size=4)
+    with pytest.raises(TypeError, match=r"make_step: optimizer\.update fails: .*value.* noise"):
+        states_after(optax.polyak_sgd(), mode)
+    states_after(optax.chain(optax.sgd(0.1)), mode)
+
+
 def test_all_weights_0_give_a_gradient_of_0():
     gradient = fnet.autodiff.mean(lambda p, s, b, k: (p * b["x"], fnet.Aux(s, {})))
     batch = {"x": jnp.ones(3), "weight": jnp.zeros(3)}

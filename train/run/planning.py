@@ -133,6 +133,12 @@ def check_memory_config(run: Setup) -> None:
     Raises:
       UserError: if not.
     """
+    for option in ("jax_debug_nans", "jax_debug_infs"):
+        if getattr(jax.config, option):
+            raise UserError(
+                f"{option.upper()}: turns donation off, on which training in place depends; unset "
+                "it, because a run finds the operation that gives the first nan or inf by itself"
+            )
     policy, backend = run.config.memory.policy, jax.default_backend()
     supported = policies_for(backend)
     if policy not in ("auto", *supported):

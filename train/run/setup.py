@@ -199,7 +199,7 @@ def setup(config: Config, *, without_data: bool = False, dataset: Dataset | None
         skip_nonfinite=config.nonfinite.skip and privacy is None,
     )
 
-    state_shapes = _state_shapes(config, init)
+    state_shapes = jax.eval_shape(init, jax.random.key(config.train.seed))
     batch_shapes = _batch_shapes(task, config)
     if config.grad.is_per_example:
         _refuse_mixing(step, state_shapes, batch_shapes)
@@ -331,10 +331,16 @@ def _optimizer(config: Config, schedule: optax.Schedule) -> optax.GradientTransf
     )
 
     def init(params: Any) -> Any:
+        has_classifier = any(jax.tree.leaves(optim.classifier_mask(params)))
+        if section.classifier_learning_rate and not has_classifier:
+            raise UserError(
+                f"optim.classifier_learning_rate: the network {config.model.name} has no layer "
+                f"named {' or '.join(sorted(optim.CLASSIFIERS))}"
+            )
         try:
             return optimizer.init(params)
-        except ValueError as error:  # galore without matrices
-            raise UserError(f"optim.name: {error}") from error
+        except ValueError as error:  # it needs parameters that the network does not have
+            raise UserError(f"optim: {error}") from error
 
     return optimizer._replace(init=init)
 
@@ -354,22 +360,6 @@ def _init(
         return TrainState.create(model, optimizer, key, ema=has_ema)
 
     return init
-
-
-def _state_shapes(config: Config, init: Callable[..., TrainState]) -> TrainState:
-    """Return the shapes of the state.
-
-    Raises:
-      UserError: if the network does not have the arrays that the optimizer needs.
-    """
-    shapes = jax.eval_shape(init, jax.random.key(config.train.seed))
-    has_classifier = any(jax.tree.leaves(optim.classifier_mask(shapes.params)))
-    if config.optim.classifier_learning_rate and not has_classifier:
-        raise UserError(
-            f"optim.classifier_learning_rate: the network {config.model.name} has no layer named "
-            f"{' or '.join(sorted(optim.CLASSIFIERS))}"
-        )
-    return shapes
 
 
 def _with_params_dtype(model: fnet.Layer, config: Config) -> fnet.Layer:

@@ -233,7 +233,13 @@ def trace_update(
         s = _resized(opt_state, state_owners, layers)
 
         def update(grads: Any, state: optax.OptState, params: Any) -> tuple[Any, optax.OptState]:
-            updates, new_state = update_whole(grads, state, params, chunked=False)
+            try:
+                updates, new_state = update_whole(grads, state, params, chunked=False)
+            except TypeError as error:
+                raise TypeError(
+                    f"optimizer_in_backward: optimizer.update fails: {error}; it gets gradients, "
+                    "state and parameters, so use mode=mean if it needs the loss"
+                ) from error
             structure: Any = jax.tree.structure(state)
             if structure != jax.tree.structure(new_state):
                 raise ValueError(

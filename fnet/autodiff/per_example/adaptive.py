@@ -191,7 +191,9 @@ class AdaptiveClipping(Mode):
 
     def update(self, loss: Loss, optimizer: optax.GradientTransformation) -> Update:
         """Return the update function of a loss and a wrapped optimizer."""
-        plain_update = gradient_then_optimizer(self._gradient(loss), optimizer)
+        plain_update = gradient_then_optimizer(
+            self._gradient(loss), optimizer, with_loss=not self.noise_multiplier
+        )
 
         def update(
             params: Any, opt_state: Any, model_state: Any, batch: dict[str, Array], key: Array

@@ -187,3 +187,9 @@ def test_does_not_cache_programs_without_a_home_folder(workplace, monkeypatch):
 def test_a_flag_with_two_values_is_refused(words, message, workplace, capsys):
     assert exit_code(*words) == 2
     assert_one_line_error(capsys, message)
+
+
+def test_a_switch_that_turns_donation_off_is_refused(workplace, capsys):
+    with jax.debug_nans(True):
+        assert exit_code("train", "tiny.py") == 2
+    assert_one_line_error(capsys, "JAX_DEBUG_NANS: turns donation off, on which training in place")
