@@ -115,6 +115,7 @@ SUITE = (
     Benchmark("fitted_steps", cpu=True),
     Benchmark("foreign_steps", cpu=True),
     Benchmark("random_steps", packages=("hypothesis",), cpu=True),
+    Benchmark("torch_memory_budget", packages=("torch",), cpu=True),
     Benchmark("planning", packages=("equinox", "dm-haiku"), cpu=True),
     Benchmark("clipped_grad"),
     Benchmark("clipped_grad_peers", quick=("--rounds", "7"), cpu=True),

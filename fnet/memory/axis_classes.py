@@ -53,11 +53,14 @@ class AxisClasses(Propagation[tuple[Axis, ...]]):
         """Return the class of each axis of a variable."""
         return [self._root(axis) for axis in _axes(v)]
 
-    def bytes(self) -> Counter[Axis]:
-        """Return the bytes of all arrays with an axis of a class, in all iterations of loops."""
-        total: Counter[Axis] = Counter()
-        for axis, size in self._bytes.items():
-            total[self._root(axis)] += size
+    def bytes(self) -> Counter[tuple[Axis, int]]:
+        """Return the bytes of all arrays with an axis of a class and size.
+
+        Arrays in loops count for every iteration.
+        """
+        total: Counter[tuple[Axis, int]] = Counter()
+        for (v, k), made in self._bytes.items():
+            total[self._root((v, k)), aval(v).shape[k]] += made
         return total
 
     def constant(self, value: Any) -> tuple[Axis, ...]:

@@ -36,11 +36,12 @@ from fnet.jaxpr import (
     aval,
     dependencies,
     evaluate,
+    factors,
     inner_jaxprs,
     is_identity,
     nbytes,
 )
-from fnet.memory.axis_classes import AxisClasses
+from fnet.memory.axis_classes import Axis, AxisClasses
 from fnet.memory.graph import active_variables, is_floating, variables
 from fnet.memory.rows import Part, RowAxes, Sum, Value, run_rows, slice_rows
 from fnet.memory.windows import trace_inlined
@@ -116,11 +117,9 @@ def divide(closed: ClosedJaxpr, differentiated: Sequence[bool]) -> Division:
     """
     jaxpr = closed.jaxpr
     active = active_variables(jaxpr, differentiated)
-    # Two views of a batch are often joined along its axis first.
-    joined = [v for e in jaxpr.eqns if e.primitive.name == "concatenate" for v in e.outvars]
-    sources = {v: None for v in (*jaxpr.invars, *joined) if v not in active}
-    finder = _Finder(active, set(variables(jaxpr.outvars)), sum(_made(e) for e in jaxpr.eqns))
-    _, parts = finder.find(list(jaxpr.eqns), list(sources))
+    params = active.intersection(jaxpr.invars)
+    finder = _Finder(active, params, sum(_made(e) for e in jaxpr.eqns))
+    _, parts = finder.find(list(jaxpr.eqns), set(variables(jaxpr.outvars)))
     made = [sum(map(_made, p.jaxpr.eqns)) if isinstance(p, Region) else 0 for p in parts]
     if any(made):
         largest = parts[made.index(max(made))]
@@ -146,6 +145,7 @@ class _Found(NamedTuple):
       size: Number of rows.
       same: Whole values that equations of the region only pass on, and what they are.
       roots: Arrays that are cut.
+      results: What is read later of the equations that it is a part of.
     """
 
     states: dict[Var, Any]
@@ -154,22 +154,23 @@ class _Found(NamedTuple):
     size: int
     same: dict[Var, Any]
     roots: Collection[Var]
+    results: Collection[Var]
 
 
 class _Finder:
-    def __init__(self, active: set[Var], results: set[Var], total: int) -> None:
-        self.active, self.results, self.total = active, results, total
+    def __init__(self, active: set[Var], params: set[Var], total: int) -> None:
+        self.active, self.params, self.total = active, params, total
         self.reasons: list[str] = []
         self.axes: dict[int, RowAxes] = {}  # by number of rows
 
     def find(
-        self, eqns: list[JaxprEqn], sources: Sequence[Var], depth: int = 0, size: int = 0
+        self, eqns: list[JaxprEqn], results: Collection[Var], depth: int = 0, size: int = 0
     ) -> tuple[int, list[Region | Whole]]:
         """Divide equations into parts, so that few bytes are made or kept outside of chunks.
 
         Args:
           eqns: The equations.
-          sources: Arrays whose axes may be cut.
+          results: Variables that are read later.
           depth: Number of regions before.
           size: Number of rows of the region before, which are cut again if they can be.
 
@@ -181,23 +182,28 @@ class _Finder:
         if depth == MOST_REGIONS:
             return best
         least = LEAST_SHARE * self.total
-        roots = list(_roots(eqns, sources))
+        roots = list(_roots(eqns, self.params))
         # After two regions, the rows are known.
         for chosen in ([r for r in roots if r[1] == size], roots)[depth < 2 :]:
-            found = [self._follow(eqns, *r) for r in chosen]
+            found = [self._follow(eqns, results, *r) for r in chosen]
             promising = [f for f in found if f.score >= least]
             if promising:
                 break
         promising.sort(key=lambda f: (f.size != size, -f.score))
         for candidate in promising[: max(3 - depth, 1)]:
-            region, before, after, crossing = self._extract(eqns, candidate)
-            kept, parts = self.find(after, [*crossing, *sources], depth + 1, candidate.size)
-            kept += sum(map(nbytes, region.jaxpr.outvars)) + sum(map(_made, before))
+            region, before, after = self._extract(eqns, candidate)
+            read = {v for e in after for v in variables(e.invars)}
+            read |= {*region.jaxpr.invars, *results}
+            kept_before, parts_before = self.find(before, read, depth + 1, candidate.size)
+            kept_after, parts_after = self.find(after, results, depth + 1, candidate.size)
+            kept = kept_before + sum(map(nbytes, region.jaxpr.outvars)) + kept_after
             if kept < best[0]:
-                best = kept, [*([Whole(before)] if before else []), region, *parts]
+                best = kept, [*parts_before, region, *parts_after]
         return best
 
-    def _follow(self, eqns: list[JaxprEqn], roots: dict[Var, int], size: int) -> _Found:
+    def _follow(
+        self, eqns: list[JaxprEqn], results: Collection[Var], roots: dict[Var, int], size: int
+    ) -> _Found:
         axes = self.axes.setdefault(size, RowAxes(size))
         states: dict[Var, Any] = {v: BatchAxis(a) for v, a in roots.items()}
         same: dict[Any, Any] = {}
@@ -232,11 +238,11 @@ class _Finder:
             states |= zip(eqn.outvars, out, strict=True)
         members = {id(e) for e in inside}
         rest = [_with_operands(e, same) for e in eqns if id(e) not in members]
-        crossing = self._crossing(rest, inside, states)
+        crossing = self._crossing(rest, inside, states, results)
         read = {v for e in rest for v in variables(e.invars)}
         sums = {v for e in inside for v in e.outvars if v in read and isinstance(states[v], Sum)}
         score = made - sum(map(nbytes, {*crossing, *sums}))
-        return _Found(states, inside, score, size, same, roots)
+        return _Found(states, inside, score, size, same, roots, results)
 
     def _note(self, state: Any) -> None:
         place = f"{state.operation}{f' at {state.line}' * bool(state.line)}"
@@ -245,19 +251,24 @@ class _Finder:
             self.reasons.append(text)
 
     def _crossing(
-        self, rest: list[JaxprEqn], inside: list[JaxprEqn], states: dict[Var, Any]
+        self,
+        rest: list[JaxprEqn],
+        inside: list[JaxprEqn],
+        states: dict[Var, Any],
+        results: Collection[Var],
     ) -> list[Var]:
         """Rows that the rest reads and that are cheaper to keep than to compute there."""
-        read = {v for e in rest for v in variables(e.invars)} | self.results
+        read = {v for e in rest for v in variables(e.invars)}.union(results)
         made_by = {v: e for e in inside for v in e.outvars}
         crossing = [v for v in made_by if v in read and not isinstance(states[v], Sum | Shared)]
-        return [v for v in crossing if not self._is_cheaper_there(v, made_by)]
+        return [v for v in crossing if not self._is_cheaper_there(v, made_by, results)]
 
-    def _is_cheaper_there(self, v: Var, made_by: dict[Var, JaxprEqn]) -> bool:
+    @staticmethod
+    def _is_cheaper_there(v: Var, made_by: dict[Var, JaxprEqn], results: Collection[Var]) -> bool:
         """Whether the rest computes an array from the arguments of the region with few bytes."""
         if jnp.issubdtype(aval(v).dtype, jax.dtypes.extended):
             return True  # Keys take no memory, and no buffer.
-        if v in self.results:
+        if v in results:
             return False
         eqns = _slice(v, made_by)
         others = sum(map(_made, eqns)) - sum(nbytes(u) for u in made_by[v].outvars)
@@ -265,21 +276,22 @@ class _Finder:
 
     def _extract(
         self, eqns: list[JaxprEqn], found: _Found
-    ) -> tuple[Region, list[JaxprEqn], list[JaxprEqn], list[Var]]:
+    ) -> tuple[Region, list[JaxprEqn], list[JaxprEqn]]:
+        """Return a region, and what runs before and after it."""
         states = found.states
         members = {id(e) for e in found.eqns}
         made_by = {v: e for e in found.eqns for v in e.outvars}
         rest = [_with_operands(e, found.same) for e in eqns if id(e) not in members]
-        crossing = self._crossing(rest, found.eqns, states)
+        crossing = self._crossing(rest, found.eqns, states, found.results)
         # Rows that are cheaper to compute in the rest.
-        read = {v for e in rest for v in variables(e.invars)} | self.results
+        read = {v for e in rest for v in variables(e.invars)}.union(found.results)
         kept = set(crossing)
         again = [
             v for v in made_by if v in read - kept and isinstance(states[v], BatchAxis | Indices)
         ]
         own = {id(e) for v in again for e in _slice(v, made_by, kept)}
         rest = [_with_operands(e, found.same) for e in eqns if id(e) not in members or id(e) in own]
-        read = {v for e in rest for v in variables(e.invars)} | self.results
+        read = {v for e in rest for v in variables(e.invars)}.union(found.results)
         sums = [v for v in made_by if v in read and isinstance(states[v], Sum | Shared)]
         sums = [v for v in sums if v not in {u for e in rest for u in e.outvars}]
         # Equations of whole values that the region alone reads, and that are cheap, move into it.
@@ -291,7 +303,7 @@ class _Finder:
         )
         is_before = {id(e) for e in before}
         after = [e for e in rest if id(e) not in is_before]
-        moved, before = self._movable(before, after, found.roots)
+        moved, before = self._movable(before, after, found)
         body = [*moved, *needed]
         made = {v for e in body for v in e.outvars}
         inputs = list(dict.fromkeys(v for e in body for v in variables(e.invars) if v not in made))
@@ -311,28 +323,29 @@ class _Finder:
             [v in self.active for v in outs],
             outs.index(differentiated[0]) if is_number else None,
         )
-        return region, before, after, crossing
+        return region, before, after
 
     @staticmethod
     def _is_before(eqn: JaxprEqn, states: dict[Var, Any]) -> bool:
         return all(isinstance(states.get(v, Shared()), Shared) for v in variables(eqn.invars))
 
     def _movable(
-        self, before: list[JaxprEqn], after: list[JaxprEqn], rows: Collection[Var]
+        self, before: list[JaxprEqn], after: list[JaxprEqn], found: _Found
     ) -> tuple[list[JaxprEqn], list[JaxprEqn]]:
         """Divide equations of whole values into those of the region and those before it.
 
         Cheap ones that only the region reads are its own: masks, zeros, positions. Those whose
         results are larger than what they read, such as comparisons of pairs, may be in both.
         """
-        outside = {v for e in after for v in variables(e.invars)} | self.results | {*rows}
+        outside = {v for e in after for v in variables(e.invars)}.union(found.roots, found.results)
         inside: list[JaxprEqn] = []
         rest: list[JaxprEqn] = []
         for eqn in reversed(before):
             cheap = eqn.primitive.name in _CHEAP and not any(v in self.active for v in eqn.outvars)
             is_read = any(v in outside for v in eqn.outvars)
             grows = sum(map(nbytes, variables(eqn.invars))) < sum(map(nbytes, eqn.outvars))
-            is_inside = cheap and (grows or not is_read) and not any(v in rows for v in eqn.outvars)
+            is_root = any(v in found.roots for v in eqn.outvars)
+            is_inside = cheap and (grows or not is_read) and not is_root
             if is_inside:
                 inside.append(eqn)
             if is_read or not is_inside:
@@ -371,20 +384,37 @@ def _slice(v: Var, made_by: dict[Var, JaxprEqn], known: Iterable[Var] = ()) -> l
 
 
 def _roots(
-    eqns: Sequence[JaxprEqn], sources: Sequence[Var]
+    eqns: Sequence[JaxprEqn], params: Collection[Var]
 ) -> Iterator[tuple[dict[Var, int], int]]:
-    """Arrays and their axes that may be cut, with the number of rows."""
-    read = {v for e in eqns for v in variables(e.invars)}
-    used = [v for v in sources if v in read and aval(v).shape]
+    """Arrays and their axes that may be cut, with the number of rows.
+
+    An axis may begin anywhere: in an argument, or in a result whose operands do not have it, such
+    as heads that were features, or two batches that are joined. Parameters are not cut.
+    """
     classes = AxisClasses(eqns)
-    groups: dict[Any, dict[Var, int]] = {}
-    for v in used:
-        for axis, (size, own) in enumerate(zip(aval(v).shape, classes.of(v), strict=True)):
-            if size > 1:
-                groups.setdefault((own, size), {}).setdefault(v, axis)
-    made = classes.bytes()
-    for own, size in sorted(groups, key=lambda group: -made[group[0]])[:MOST_AXES]:
-        roots = groups[own, size]
+    groups: dict[tuple[Axis, int], dict[Var, int]] = {}
+    made: set[Var] = set()
+
+    def add(v: Var, given: Collection[tuple[Axis, int]] = ()) -> None:
+        for axis, group in enumerate(zip(classes.of(v), aval(v).shape, strict=True)):
+            if group[1] > 1 and group not in given:
+                groups.setdefault(group, {}).setdefault(v, axis)
+
+    for eqn in eqns:
+        operands = list(variables(eqn.invars))
+        for v in operands:
+            if v not in made and v not in params:
+                add(v)
+        given = {g for v in operands for g in zip(classes.of(v), aval(v).shape, strict=True)}
+        # Rows that are repeated, or follow from their positions, need not exist before.
+        is_repeated = any(not {*factor.operands} - {None} for factor in factors(eqn))
+        if given and not is_repeated:
+            for v in eqn.outvars:
+                add(v, given)
+        made.update(operands, eqn.outvars)
+    total = classes.bytes()
+    for group in sorted(groups, key=lambda group: -total[group])[:MOST_AXES]:
+        roots, size = groups[group], group[1]
         yield roots, size
         if len(roots) > 1:
             large = sorted(roots, key=nbytes, reverse=True)[:4]
