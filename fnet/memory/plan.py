@@ -13,6 +13,7 @@ from jax.extend.core import ClosedJaxpr
 
 from fnet import measured
 from fnet.cpu.options import WITHOUT_OPTIMIZED_CODE
+from fnet.cpu.tracing import traced_for
 from fnet.jaxpr import nbytes
 from fnet.memory.cost import Cost, estimate_cost
 from fnet.memory.graph import analyze
@@ -239,7 +240,7 @@ def plan(
     options = (target.compiler_options,) if target else CANDIDATE_OPTIONS.get(platform, ({},))
     on_host: Offloads = "loops" if "offload" in supported else "nothing"
     search = _Search(
-        build=build,
+        build=traced_for(target and platform)(build),
         limit=None if limit is None else limit - reserve,
         choices=choices,
         regions=regions,

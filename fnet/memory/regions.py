@@ -29,6 +29,7 @@ from fnet.autodiff.per_example.batch_axis import (
 )
 from fnet.autodiff.per_example.custom_rules import has_linear_rules
 from fnet.cpu.convolutions import has_convolutions
+from fnet.cpu.tracing import is_for_cpu
 from fnet.jaxpr import (
     ELEMENTWISE,
     Scan,
@@ -507,8 +508,8 @@ class _Loop:
             self.result_axes[k] if k < len(self.result_axes) else None for k in numbers
         ]
         self.floats = [k for k, v in enumerate(self.results) if is_floating(v)]
-        is_on_cpu = jax.default_backend() == "cpu"
-        self.is_unrolled = self.size == region.size or (is_on_cpu and has_convolutions(self.closed))
+        is_slow = is_for_cpu() and has_convolutions(self.closed)
+        self.is_unrolled = self.size == region.size or is_slow
 
     def _chunk(self, size: int) -> Chunk:
         """The function of one chunk."""

@@ -17,6 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
 
+from fnet.cpu.tracing import traced_for
+
 
 class Peaks(NamedTuple):
     """Highest rates of a device, as its data sheet gives them; see `fnet.memory.roofline`.
@@ -395,7 +397,9 @@ def compile_for(
     if not jax.tree.leaves(args):
         raise ValueError("compile_for: needs an array argument, to place it on the target.")
     options = target.compiler_options | dict(compiler_options or {})
-    return compile_lowered(jitted.lower(*shapes_on(target, args)), options)
+    with traced_for(target.device.platform):
+        lowered = jitted.lower(*shapes_on(target, args))
+    return compile_lowered(lowered, options)
 
 
 def compile_lowered(lowered: jax.stages.Lowered, options: Mapping[str, Any]) -> jax.stages.Compiled:

@@ -12,6 +12,7 @@ from jax import Array
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 
 from fnet.cpu.convolutions import has_convolutions, is_slow_in_loops
+from fnet.cpu.tracing import is_for_cpu
 from fnet.jaxpr import called_jaxpr, interpret, nbytes, places_once, rewrite
 from fnet.mesh import equally_varying
 
@@ -134,7 +135,7 @@ class Linear:
           n: number of inputs.
           accumulate: whether outputs are added to accumulators.
         """
-        if jax.default_backend() != "cpu":
+        if not is_for_cpu():
             return max(n // 8, 1) if accumulate else n
         outputs = sum(map(nbytes, self.jaxpr.outvars))
         computed = self._bytes_per_input()
@@ -165,7 +166,7 @@ class Linear:
 
         The compiler may overlap unrolled chunks, so that ``width`` does not bound memory.
         """
-        return jax.default_backend() == "cpu" and is_slow_in_loops(self.jaxpr)
+        return is_for_cpu() and is_slow_in_loops(self.jaxpr)
 
 
 def _is_call(eqn: JaxprEqn) -> bool:
@@ -204,7 +205,7 @@ def _product(eqn: JaxprEqn) -> Callable[[Array, Array], Array]:
         batch_comes_first = max(free, default=-1) < min(contracted[k], default=0)
         if all(batched) or batch_comes_first:
             return jax.vmap(dot, axes)(*operands), True
-        if jax.default_backend() == "cpu" and operands[k][0].nbytes > nbytes(eqn.outvars[0]):
+        if is_for_cpu() and operands[k][0].nbytes > nbytes(eqn.outvars[0]):
             # XLA's CPU compiler would first transpose all matrices.
             shared = operands[1 - k]
             one = (lambda x: dot(x, shared)) if k == 0 else (lambda x: dot(shared, x))
