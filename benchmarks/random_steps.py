@@ -7,7 +7,8 @@ gradient that differs by more than rounding is computed again in double precisio
 there, sums in another order are the reason. XLA generates code without optimizing it.
 
 Each program is a line of the file, and those that are there are not measured again. After a
-failure, its number alone repeats it: ``python -m benchmarks.random_steps --seeds 17``.
+failure, its number alone repeats it: ``python -m benchmarks.random_steps --seeds 17``. With
+``--page`` and the rows of both benchmarks, it writes the page of the docs.
 """
 
 import argparse
@@ -31,7 +32,18 @@ os.environ["XLA_FLAGS"] = (
 import jax
 
 from benchmarks.claims import argument_parser, publish
-from benchmarks.foreign_steps import ROUTES, claims, is_over, is_unequal, measure, not_monotone
+from benchmarks.foreign_steps import (
+    ROUTES,
+    by_share,
+    claims,
+    faults,
+    is_over,
+    is_unequal,
+    measure,
+    not_monotone,
+    table,
+)
+from benchmarks.measure import markdown_table
 from benchmarks.random_losses import random_loss
 
 SHARES = (0.95, 0.85, 0.70, 0.60, 0.50, 0.35, 0.25, 0.20)
@@ -74,6 +86,64 @@ def failures(rows: list[dict[str, Any]]) -> list[str]:
     return found
 
 
+def page(random: list[dict[str, Any]], foreign: list[dict[str, Any]]) -> str:
+    """The page of the docs."""
+
+    def counted(rows: list[dict[str, Any]]) -> str:
+        programs = len({row["program"] for row in rows})
+        ran = sum("resident" in row for row in rows)
+        found = {f"{what[0].upper()}{what[1:]}": len(bad) for what, bad in faults(rows).items()}
+        header = {"": f"Of {len(rows):,} plans for {programs:,} programs", "number": ""}
+        if ran:
+            header["number"] = f"{ran} run"
+        lines = [header, *({"": what, "number": str(n)} for what, n in found.items())]
+        return markdown_table(lines)
+
+    def largest(rows: list[dict[str, Any]]) -> float:
+        is_float32 = [r for r in rows if "difference" in r and r["tolerance"] == 1e-5]
+        return max(row["difference"] for row in is_float32)
+
+    refused = [
+        f"- {row['program']}, {row['route']}, {row['share']:.0%}: {row['refused']}"
+        for row in foreign
+        if "refused" in row
+    ]
+    return "\n\n".join(
+        [
+            "# Budgets for any train step",
+            "[Fit a memory budget](../how_to/budget.md) explains the method. A budget is a share "
+            "of the compiled bytes of the plain step.\nA step fits if its own compiled bytes are "
+            "at most the budget. Its value and gradient are compared with the plain ones,\nby the "
+            "norm of the difference: at most 1e-5 in float32, 2e-2 in bfloat16, 1e-2 in float16. "
+            "FLOPs are counted in traced programs.\nXLA generated code without optimizing it.",
+            "## Random steps",
+            "A seed makes a loss of dense layers, convolutions, attention, gathers, scatters, "
+            "loops, branches, derivative rules, casts and random keys,\nwith a mean over examples "
+            "or a loss that couples the batch, and one of seven optimizers.",
+            counted(random),
+            f"The largest difference in float32 is {largest(random):.1e}.",
+            by_share(random),
+            "A budget below arguments and results of the step can only be refused. "
+            "Some of these steps keep few arrays, so their floor is high.",
+            "## Steps as users write them",
+            "Programs of `benchmarks/foreign_programs.py`, with `fnet.memory.remat_to_fit` and, if "
+            "the loss is a mean, with `fnet.compile_step`.",
+            counted(foreign),
+            f"The largest difference in float32 is {largest(foreign):.1e}.",
+            by_share(foreign),
+            "FLOPs relative to the plain step, what was chosen, and in parentheses the number of "
+            "programs that were compiled for this budget:",
+            table(foreign),
+            *(["### Refused", "\n".join(refused)] if refused else []),
+            "## Repeat",
+            "```sh\npython -m benchmarks.foreign_steps --shares 0.7 0.5 0.35 0.2 --resident "
+            "--rows rows\npython -m benchmarks.random_steps --seeds 0 999 --rows random.jsonl "
+            "--foreign rows --page docs/benchmarks/any_step.md\n```",
+            f"jax {version('jax')}, jaxlib {version('jaxlib')}, on a CPU.\n",
+        ]
+    )
+
+
 def main() -> None:
     """Measure many programs, in processes of twenty."""
     parser = argument_parser(__doc__)
@@ -84,6 +154,8 @@ def main() -> None:
         "--shares", nargs="+", type=float, default=list(SHARES), help="Budgets / plain peak."
     )
     parser.add_argument("--rows", type=Path, help="File that keeps the measured programs.")
+    parser.add_argument("--foreign", type=Path, help="Rows of `benchmarks.foreign_steps`.")
+    parser.add_argument("--page", type=Path, help="Write the page of the docs to this file.")
     parser.add_argument("--worker", nargs="+", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
@@ -113,6 +185,10 @@ def main() -> None:
     rows = [row for seed in seeds for row in known[seed]]
     print("\n".join(failures(rows)))
     print(f"{len(seeds)} programs")
+    if options.page:
+        names = sorted(options.foreign.glob("*.json"))
+        foreign = [row for name in names for row in json.loads(name.read_text())]
+        options.page.write_text(page(rows, foreign))
     publish(list(claims(rows)), options, "jax", "jaxlib", "optax")
 
 
