@@ -414,9 +414,16 @@ def _roots(
                 add(v, given)
         made.update(operands, eqn.outvars)
     total = classes.bytes()
-    for group in sorted(groups, key=lambda group: -total[group])[:MOST_AXES]:
+    largest = sorted(groups, key=lambda group: -total[group])[:MOST_AXES]
+    # Axes that never meet may run together, such as generated examples and real ones.
+    together: dict[int, dict[Var, int]] = {}
+    for group in largest:
+        together[group[1]] = groups[group] | together.get(group[1], {})
+    yield from ((roots, size) for size, roots in together.items())
+    for group in largest:
         roots, size = groups[group], group[1]
-        yield roots, size
+        if len(roots) < len(together[size]):
+            yield roots, size
         if len(roots) > 1:
             large = sorted(roots, key=nbytes, reverse=True)[:4]
             yield from (({v: roots[v]}, size) for v in large)

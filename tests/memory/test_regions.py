@@ -431,3 +431,18 @@ def test_chunks_with_convolutions_are_a_loop_on_other_devices():
         return len(list(find_equations(jaxpr, "scan"))) + len(list(find_equations(jaxpr, "while")))
 
     assert (loops("cpu"), loops("gpu")) == (0, 1)
+
+
+def test_batches_that_never_meet_run_in_one_region():
+    """Such as a generator's examples and real ones, which two networks see."""
+
+    def loss(params, batch):
+        made = tower(params["a"], batch["x"])
+        other = jnp.square(tower(params["b"], made)).mean()
+        return other + jnp.square(tower(params["b"], batch["y"])).mean()
+
+    args = {k: weights(i, 3) for i, k in enumerate("ab")}, {"x": normal(1, N, WIDTH)}
+    args[1]["y"] = normal(2, N, WIDTH)
+    (region,) = division(loss, args).regions
+    assert region.objective is not None
+    assert_same(cut(loss, 4), loss, args)
