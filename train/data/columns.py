@@ -10,6 +10,8 @@ import numpy as np
 from train.data import storage
 from train.errors import UserError, did_you_mean, list_available, shorten
 
+_LONGEST_NAME = 1000
+"""Most symbols of a class name, because an array of names gives each one the longest's bytes."""
 _INTEGER = re.compile(r"-?[0-9]{1,18}")
 
 
@@ -111,6 +113,11 @@ def parse_labels(values: Sequence[Any], where: Callable[[int], str]) -> np.ndarr
         if not isinstance(text, str) or not text.strip():
             raise UserError(
                 f"{where(i)} has the label {value!r:.40}; expected an integer from 0, or a name"
+            )
+        if len(text) > _LONGEST_NAME:
+            raise UserError(
+                f"{where(i)} has a label of {len(text):,} symbols, {text[:20]}...; a class name "
+                f"has at most {_LONGEST_NAME:,}"
             )
         texts.append(normalized(text.strip()))
     if all(map(_INTEGER.fullmatch, texts)):

@@ -32,6 +32,14 @@ DTYPES: dict[str, Any] = {
 }  # fmt: skip
 """NumPy's dtypes of safetensors."""
 
+_SIZES = {
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "depth"), 10_000),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "n_head", "head_dim"), 10_000),
+    **dict.fromkeys(("hidden_size", "n_embd", "intermediate_size", "patch_size"), 10**7),
+    **dict.fromkeys(("vocab_size", "image_size", "rope_theta"), 10**12),
+    **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"), 1),
+}
+"""Largest value of each size in config.json."""
 _MAX_HEADER = 100 * 2**20
 _POINTER = b"version https://git-lfs"
 """Begins a file that Git LFS has not downloaded yet."""
@@ -108,7 +116,22 @@ def read_config(path: Path) -> dict[str, Any]:
     config = load_json(path / "config.json")
     if not config:
         raise UserError(f"model.path: {path} has no config.json; give a published model's folder")
+    for part in (config, *(value for value in config.values() if isinstance(value, dict))):
+        _check_sizes(path, part)
     return config
+
+
+def _check_sizes(path: Path, config: Mapping[str, Any]) -> None:
+    """Raise `UserError` for a size that no model has, with which nothing would ever end."""
+    for name, most in _SIZES.items():
+        if (given := config.get(name)) is None:
+            continue
+        values = given if isinstance(given, list) and given else [given]  # perhaps of two axes
+        if not all(isinstance(v, int | float) and 0 < v <= most for v in values):
+            raise UserError(
+                f"model.path: {path / 'config.json'}: {name} must be above 0 and at most {most:,}, "
+                f"got {given!r:.40}"
+            )
 
 
 def check_folder(path: Path) -> None:
@@ -234,13 +257,15 @@ def read_tensors(path: Path) -> tuple[dict[str, FileTensor], dict[str, str]]:
     if not isinstance(header, dict):
         raise damaged("its header is not an object")
     metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict):
+        raise damaged(f"its __metadata__ is {metadata!r:.40}, not an object")
     tensors = {}
     for name, entry in header.items():
         try:
             dtype = np.dtype(DTYPES[entry["dtype"]])
             shape = tuple(int(n) for n in entry["shape"])
             first, last = (int(n) for n in entry["data_offsets"])
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise damaged(f"the header's entry of {name} is {entry!r}") from error
         is_valid = first >= 0 and min(shape, default=0) >= 0
         if not is_valid or last - first != math.prod(shape) * dtype.itemsize:
@@ -249,4 +274,4 @@ def read_tensors(path: Path) -> tuple[dict[str, FileTensor], dict[str, str]]:
             missing = 8 + length + last - size
             raise damaged(f"it ends early: {missing:,} bytes of {name} are missing")
         tensors[name] = FileTensor(path, 8 + length + first, shape, dtype)
-    return tensors, {str(key): str(value) for key, value in dict(metadata).items()}
+    return tensors, {str(key): str(value) for key, value in metadata.items()}

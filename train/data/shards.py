@@ -41,6 +41,8 @@ _THREADS = 16
 """Shards that are indexed or read at once."""
 CACHE_BYTES = 2**30
 """Bytes of row groups that are kept in memory."""
+_MOST_LABEL_BYTES = 2**20
+"""Largest file of a label in a tar file."""
 _INDEX_VERSION = 2
 
 
@@ -169,6 +171,11 @@ def _index_tar(path: str, size: int, fields: Fields) -> Index:
                 raise UserError(f"data.path: {path} has {member} twice")
             parts[extension], last = (start, count), member
             if extension == label:
+                if count > _MOST_LABEL_BYTES:
+                    raise UserError(
+                        f"data.label: {member} in {path} has {count:,} bytes; a label has at most "
+                        f"{_MOST_LABEL_BYTES:,}"
+                    )
                 here = file.tell()
                 file.seek(start)
                 labels[key] = file.read(count)

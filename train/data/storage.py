@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from hashlib import sha256
 from pathlib import Path
+from stat import S_ISDIR, S_ISREG
 from typing import IO, Any, NamedTuple
 
 from train.errors import UserError
@@ -88,10 +89,17 @@ def open_file(path: str, *, buffering: int = -1) -> IO[bytes]:
     """
     try:
         if not is_remote(path):
+            check_regular(path)
             return open(path, "rb", buffering)
         return filesystem(path).open(path, "rb", block_size=_BLOCK, cache_type="readahead")
     except Exception as error:  # a client library can raise anything
         raise as_storage_error(path, error) from error
+
+
+def check_regular(path: str) -> None:
+    """Raise `OSError` for a pipe, a socket or a device, which would block or never end."""
+    if not S_ISREG(mode := os.stat(path).st_mode) and not S_ISDIR(mode):
+        raise OSError(errno.EINVAL, "is a pipe, a socket or a device; save its content as a file")
 
 
 def stat(path: str) -> Stat:

@@ -224,7 +224,8 @@ def _read_text(config: TextFile) -> str:
     """Read the text; bytes that are not UTF-8 become surrogates."""
     with storage.reported("data.path", _describe_source(config)):
         if config.path is not None:
-            return Path(config.path).read_bytes().decode("utf-8", "surrogateescape")
+            with storage.open_file(config.path) as file:
+                return file.read().decode("utf-8", "surrogateescape")
         # The order is the same on all machines; the text depends on the version of Python.
         sources = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
         return "\n".join(s.read_text("utf-8", "surrogateescape") for s in sources)

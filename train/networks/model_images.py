@@ -32,6 +32,8 @@ def class_names(config: Mapping[str, Any]) -> tuple[str, ...]:
     """
     names = config.get("label_names") or config.get("id2label") or ()  # of timm, or transformers
     try:
+        if isinstance(names, str):
+            raise TypeError
         if isinstance(names, Mapping):
             by_output = {int(output): name for output, name in names.items()}
             names = [by_output[i] for i in range(len(names))]

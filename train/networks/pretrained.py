@@ -309,7 +309,7 @@ def _match_images(
         if model.losses is not None:
             raise ValueError("is a language model, but the data are images")
         out, _ = jax.eval_shape(lambda p, x: model.apply(p, {}, x, train=False), shapes, image)
-    except ValueError as error:
+    except (TypeError, ValueError, ArithmeticError) as error:
         raise UserError(f"model.path: {folder.path}: {error}") from error
     return model, shapes, out.shape[-1]
 
@@ -369,7 +369,7 @@ def match(folder: ModelFolder, precision: str) -> tuple[PretrainedModel, Any]:
             dtype=jnp.dtype(precision),
             interpolate_positions=huggingface.family_of(folder.config).interpolation is not None,
         )
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, ArithmeticError) as error:
         raise UserError(f"model.path: {folder.path}: {error}") from error
 
 

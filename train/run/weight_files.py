@@ -19,6 +19,7 @@ import numpy as np
 from fnet import models
 from fnet.layers import activations
 from train.config import Config
+from train.data import storage
 from train.data.model_folder import SINGLE, is_model_folder, read_config, read_tensors
 from train.errors import UserError
 from train.networks.model_images import class_names
@@ -128,6 +129,7 @@ def _read_run(folder: RunFolder) -> Weights:
 
 def _read_file(path: Path) -> Weights:
     try:
+        storage.check_regular(str(path))
         with path.open("rb") as file:
             start = file.read(8)
     except OSError as error:

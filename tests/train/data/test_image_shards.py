@@ -2,15 +2,18 @@
 
 import functools
 import importlib
+import io
 import json
 import os
 import sys
+import tarfile
 from types import SimpleNamespace
 
 import chex
 import numpy as np
 import pytest
 from data_cases import error_message, take_batches
+from PIL import Image
 from shard_cases import (
     CLASSES,
     WRITERS,
@@ -626,3 +629,36 @@ def test_memory_of_shards_that_are_not_there_yet(tmp_path):
 def test_a_config_keeps_its_paths_and_weights():
     config = Config(data=ImageShards(path=("a", "b"), weights=(1.0, 2.0)))
     assert from_json(to_json(config), "") == config
+
+
+@pytest.mark.parametrize(
+    ("label", "message"),
+    [
+        (b"1" * 30, None),
+        (
+            b"a" * 1001,
+            "data.label: 00 in PATH has a label of 1,001 symbols, aaaaaaaaaaaaaaaaaaaa...",
+        ),
+        (b"a" * (2**20 + 1), "data.label: 00.cls in PATH has 1,048,577 bytes; a label has at most"),
+    ],
+)
+def test_labels_without_limit_are_refused(label, message, tmp_path):
+    path = tmp_path / "a.tar"
+    with tarfile.open(path, "w") as tar:
+        for i in range(8):
+            image = io.BytesIO()
+            Image.new("RGB", (8, 8)).save(image, "PNG")
+            files = {"png": image.getvalue(), "cls": label if i % 2 == 0 else b"b"}
+            for extension, content in files.items():
+                info = tarfile.TarInfo(f"{i:02}.{extension}")
+                info.size = len(content)
+                tar.addfile(info, io.BytesIO(content))
+    if message is None:
+        assert load(path).classes == ("1" * 30, "b")
+        return
+    assert message.replace("PATH", str(path)) in error_message(load, path)
+
+
+def test_a_pipe_is_no_shard(tmp_path):
+    os.mkfifo(tmp_path / "a.tar")
+    assert "is a pipe, a socket or a device" in error_message(load, tmp_path / "a.tar")

@@ -16,7 +16,9 @@ from train.data.model_folder import (
     check_folder,
     check_tokenizer,
     is_model_folder,
+    read_config,
     read_folder,
+    read_tensors,
 )
 from train.errors import UserError
 
@@ -148,3 +150,42 @@ def test_an_index_must_match_its_files(tmp_path):
     index.write_text("{}")
     with pytest.raises(UserError, match="it has no weight_map"):
         read_folder(tmp_path)
+
+
+@pytest.mark.parametrize("value", ["1e400", "Infinity", '{"a": 1}'])
+@pytest.mark.parametrize("field", ["shape", "data_offsets"])
+def test_headers_with_numbers_without_limit_are_one_line(tmp_path, field, value):
+    write_folder(tmp_path)
+    path = tmp_path / "model.safetensors"
+    entry = {"dtype": '"F32"', "shape": "[2]", "data_offsets": "[0, 8]"} | {field: f"[0, {value}]"}
+    header = "{" + '"x": {' + ", ".join(f'"{n}": {v}' for n, v in entry.items()) + "}}"
+    path.write_bytes(struct.pack("<Q", len(header)) + header.encode() + bytes(8))
+    with pytest.raises(UserError, match=r"the header's entry of x is"):
+        read_folder(tmp_path)
+
+
+def test_metadata_that_are_no_object_are_one_line(tmp_path):
+    header = '{"__metadata__": 5}'
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(struct.pack("<Q", len(header)) + header.encode())
+    with pytest.raises(UserError, match=r"its __metadata__ is 5, not an object"):
+        read_tensors(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("num_attention_heads", 0),
+        ("num_hidden_layers", 10**7),
+        ("rope_theta", 0),
+        ("rope_theta", float("inf")),
+        ("hidden_size", "x"),
+        ("image_size", [224, -1]),
+        ("rms_norm_eps", float("nan")),
+    ],
+)
+def test_sizes_that_no_model_has_are_one_line(tmp_path, name, value):
+    for config in ({name: value}, {"text_config": {name: value}}):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        with pytest.raises(UserError, match=rf"config.json: {name} must be above 0 and at most"):
+            read_config(tmp_path)

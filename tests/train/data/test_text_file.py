@@ -1,6 +1,7 @@
 """Rows of text for language models, length bucketing, and tokenizers."""
 
 import dataclasses
+import os
 
 import jax
 import numpy as np
@@ -269,3 +270,9 @@ def test_an_epoch_holds_each_row_once(tmp_path):
         batch = next(batches)
         rows += batch["row"][batch["weight"] > 0].tolist()
     assert sorted(rows) == list(range(len(data.train["length"])))
+
+
+def test_a_pipe_is_no_text(tmp_path):
+    os.mkfifo(tmp_path / "text.txt")
+    with pytest.raises(UserError, match=r"data.path: .*text.txt.*is a pipe, a socket or a device"):
+        TextFile(path=str(tmp_path / "text.txt"), context=4).load()
