@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from program_cases import exit_code, fnet_command
 
+from train.config import ArrayFile
 from train.errors import UserError
 from train.run import distributed, loop
 
@@ -154,8 +155,10 @@ def test_refuses_other_data_in_another_process(workplace):
     words = "tiny.py", "--mesh.data", 2, "--out", "both"
     output, codes = together(2, *words, launcher=with_files("a.npz", "b.npz"))
     assert codes == [2, 2], output
+    first, other = (len(ArrayFile(path=f"{n}.npz").load().train["id"]) for n in "ab")
     for text in output:
-        assert "data: process 1 has 40 training and 10 test examples, process 0 80" in text
+        count = f"{other} training and {50 - other} test examples, process 0 {first}"
+        assert f"data: process 1 has {count}" in text
         assert "give every process the same data" in text
 
 
