@@ -16,11 +16,12 @@ from fnet.cpu.options import WITHOUT_OPTIMIZED_CODE
 from fnet.cpu.tracing import traced_for
 from fnet.jaxpr import nbytes
 from fnet.memory.cost import Cost, estimate_cost
+from fnet.memory.floor import Floor, find_floor
 from fnet.memory.graph import analyze
 from fnet.memory.loops import loop_policies
 from fnet.memory.peak import CANDIDATE_OPTIONS, Peak, peak
 from fnet.memory.proposals import Offloads, Planner
-from fnet.memory.regions import Division, divide
+from fnet.memory.regions import ONE_ROW, Division, divide
 from fnet.memory.remat import REMAT_POLICIES, Policy, in_chunks, planned, policies_for
 from fnet.memory.sizes import format_bytes, parse_bytes
 from fnet.memory.target import Target, compile_lowered
@@ -123,6 +124,17 @@ def _explain_least(state_bytes: int, reserve: int) -> str:
     return f": {taken}. Give more than {format_bytes(state_bytes + reserve)}."
 
 
+def _explain_floor(fixed: int, floor: Floor | None) -> str:
+    """Say what every plan holds."""
+    if floor is None:
+        return ""
+    place = f", and {format_bytes(floor.bytes)} for {floor.place}" if floor.bytes else ""
+    return (
+        f"Every plan needs at least {format_bytes(fixed + floor.bytes)}: {format_bytes(fixed)} for "
+        f"arguments and results{place}. "
+    )
+
+
 def _way(c: Candidate) -> str:
     """Describe policy and microbatches."""
     if c.policy.name != "none":
@@ -136,6 +148,10 @@ def _way(c: Candidate) -> str:
 class BudgetError(ValueError):
     """No candidate fits the budget.
 
+    Attributes:
+      floor: Bytes that the step holds under every plan, such as its state. It may be far lower than
+        what a plan reaches. None if the loss was not analyzed.
+
     Example:
       >>> from fnet import memory
       >>> try:
@@ -144,6 +160,10 @@ class BudgetError(ValueError):
       ...     print(error)
       a budget of 1.00 KiB is too small: the train state takes 4.00 KiB. Give more than 4.00 KiB.
     """
+
+    def __init__(self, message: str, floor: int | None = None) -> None:
+        super().__init__(message)
+        self.floor = floor
 
 
 def plan(
@@ -254,10 +274,14 @@ def plan(
     ranked = tuple(sorted(search.candidates, key=search.order))
     least = min(ranked, key=lambda c: c.peak.total)
     if not search.fits(least.peak.total):
+        fixed = least.peak.total - least.peak.temporaries - least.peak.workspace
+        floor = fixed + search.floor.bytes + reserve if search.floor else None
         raise BudgetError(
             f"no policy fits a budget of {format_bytes(limit or 0)}: the lowest peak found is "
-            f"{format_bytes(least.peak.total)}, by {_way(least)}{reserved}. Raise the budget, or "
-            f"use a smaller batch, a smaller optimizer state or more devices{search.reason}"
+            f"{format_bytes(least.peak.total)}, by {_way(least)}{reserved}. "
+            f"{_explain_floor(fixed, search.floor)}Raise the budget, or use a smaller batch, a "
+            f"smaller optimizer state or more devices{search.reason}",
+            floor,
         )
     if limit is None:  # the smallest of equally fast ones
         chosen = min(ranked, key=lambda c: (search.order(c), c.peak.total))
@@ -332,6 +356,7 @@ class _Search:
     sources: "list[_Source]" = dataclasses.field(default_factory=list)
     inside: "list[tuple[_Attempt, Candidate, _Loss]]" = dataclasses.field(default_factory=list)
     reason: str = ""
+    floor: Floor | None = None
 
     def order(self, c: Candidate | _Attempt) -> float:
         """Fastest first."""
@@ -448,11 +473,15 @@ class _Search:
         division = divide(loss.closed, loss.differentiated)
         if division.regions:
             self.sources.append(_Cut(self, attempt, candidate, division))
-        elif division.reasons:
-            self.reason = (
-                f"; it is not computed in chunks, because {division.reasons[0]}: "
-                "fnet.make_step(..., microbatches=n) splits the batch, and statistics with it"
+        if division.reasons:
+            kind = "a part" if division.regions else "the loss"
+            self.reason = f"; {kind} is not computed in chunks, because {division.reasons[0]}"
+        if not division.regions and self.reason and division.reasons[0] != ONE_ROW:
+            self.reason += (
+                ": fnet.make_step(..., microbatches=n) splits the batch, and statistics with it"
             )
+        if len(self.choices) == 1:
+            self.floor = find_floor(loss.closed, loss.differentiated, division)
 
     def _plan_inside(self) -> None:
         """Plan what is inside of compiled programs that are too large."""

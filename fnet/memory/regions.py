@@ -41,6 +41,7 @@ from fnet.jaxpr import (
     inner_jaxprs,
     is_identity,
     nbytes,
+    source_line,
 )
 from fnet.memory.axis_classes import Axis, AxisClasses
 from fnet.memory.graph import active_variables, is_floating, variables
@@ -54,6 +55,10 @@ Chunk = Callable[[list[Any], Any, list[Any]], tuple[list[Any], list[Any]]]
 
 LEAST_SHARE = 0.002
 """Regions that save a smaller share of all bytes are not worth a loop."""
+ONE_ROW = "the batch has one row"
+"""The reason why such a batch is not cut."""
+_NAMED = 0.1
+"""Reasons are given for parts without a region that make at least this share of all bytes."""
 MOST_AXES = 6
 """Classes of axes that are tried, those of the most bytes first."""
 MOST_REGIONS = 128
@@ -84,9 +89,15 @@ class Region(NamedTuple):
 
 
 class Whole(NamedTuple):
-    """Equations that run as they are."""
+    """Equations that run as they are.
+
+    Attributes:
+      eqns: The equations.
+      reason: What keeps the rows of their largest arguments together; "" if nothing was tried.
+    """
 
     eqns: list[JaxprEqn]
+    reason: str = ""
 
 
 class Division(NamedTuple):
@@ -94,7 +105,7 @@ class Division(NamedTuple):
 
     Attributes:
       parts: In order.
-      reasons: What keeps rows together, in the parts without a region.
+      reasons: What keeps rows together, in the largest parts without a region.
     """
 
     parts: list[Region | Whole]
@@ -125,7 +136,11 @@ def divide(closed: ClosedJaxpr, differentiated: Sequence[bool]) -> Division:
     if any(made):
         largest = parts[made.index(max(made))]
         parts[made.index(max(made))] = largest._replace(is_largest=True)  # type: ignore[call-arg]
-    return Division(parts, finder.reasons)
+    wholes = {p.reason: sum(map(_made, p.eqns)) for p in parts if isinstance(p, Whole) and p.reason}
+    reasons = [r for r, size in wholes.items() if size >= _NAMED * finder.total]
+    if reasons and all(aval(v).shape[:1] == (1,) for v in sources if aval(v).shape):
+        reasons = [ONE_ROW]
+    return Division(parts, sorted(reasons, key=lambda r: -wholes.get(r, 0)))
 
 
 def _made(eqn: JaxprEqn) -> int:
@@ -147,6 +162,7 @@ class _Found(NamedTuple):
       same: Whole values that equations of the region only pass on, and what they are.
       roots: Arrays that are cut.
       results: What is read later of the equations that it is a part of.
+      reason: The first equation that keeps rows together.
     """
 
     states: dict[Var, Any]
@@ -156,12 +172,12 @@ class _Found(NamedTuple):
     same: dict[Var, Any]
     roots: Collection[Var]
     results: Collection[Var]
+    reason: str
 
 
 class _Finder:
     def __init__(self, active: set[Var], params: set[Var], total: int) -> None:
         self.active, self.params, self.total = active, params, total
-        self.reasons: list[str] = []
         self.axes: dict[int, RowAxes] = {}  # by number of rows
 
     def find(
@@ -179,9 +195,8 @@ class _Finder:
           The bytes outside of chunks, and the parts.
         """
         whole = sum(map(_made, eqns))
-        best: tuple[int, list[Region | Whole]] = whole, [Whole(eqns)] if eqns else []
-        if depth == MOST_REGIONS:
-            return best
+        if depth == MOST_REGIONS or not eqns:
+            return whole, [Whole(eqns)] if eqns else []
         least = LEAST_SHARE * self.total
         roots = list(_roots(eqns, self.params))
         # After two regions, the rows are known.
@@ -190,6 +205,9 @@ class _Finder:
             promising = [f for f in found if f.score >= least]
             if promising:
                 break
+        largest = max(found, key=lambda f: sum(map(nbytes, f.roots)), default=None)
+        reason = largest.reason if largest else "no argument beside the parameters has rows"
+        best: tuple[int, list[Region | Whole]] = whole, [Whole(eqns, reason)]
         promising.sort(key=lambda f: (f.size != size, -f.score))
         for candidate in promising[: max(3 - depth, 1)]:
             region, before, after = self._extract(eqns, candidate)
@@ -209,7 +227,7 @@ class _Finder:
         states: dict[Var, Any] = {v: BatchAxis(a) for v, a in roots.items()}
         same: dict[Any, Any] = {}
         inside: list[JaxprEqn] = []
-        made = 0
+        made, reason = 0, ""
         for eqn in eqns:
             given = [
                 axes.constant(v.val) if isinstance(v, Literal) else states.get(v, Shared())
@@ -225,8 +243,11 @@ class _Finder:
                 out = axes.visit(eqn, given, Site())
             bad = next((s for s in out if isinstance(s, Mixed | Unknown)), None)
             if bad is not None or not out:
-                if bad and bad.operation:
-                    self._note(bad)
+                if not reason and eqn.effects:
+                    reason = f"{_place(eqn.primitive.name, source_line(eqn))} has an effect"
+                if not reason and bad and bad.operation:
+                    verb = "mixes" if isinstance(bad, Mixed) else "may mix"
+                    reason = f"{_place(bad.operation, bad.line)} {verb} rows"
                 out = [Unknown()] * len(eqn.outvars)
             else:
                 inside.append(eqn)
@@ -243,13 +264,7 @@ class _Finder:
         read = {v for e in rest for v in variables(e.invars)}
         sums = {v for e in inside for v in e.outvars if v in read and isinstance(states[v], Sum)}
         score = made - sum(map(nbytes, {*crossing, *sums}))
-        return _Found(states, inside, score, size, same, roots, results)
-
-    def _note(self, state: Any) -> None:
-        place = f"{state.operation}{f' at {state.line}' * bool(state.line)}"
-        text = f"{place} mixes rows" if isinstance(state, Mixed) else f"{place} may mix rows"
-        if text not in self.reasons:
-            self.reasons.append(text)
+        return _Found(states, inside, score, size, same, roots, results, reason)
 
     def _crossing(
         self,
@@ -353,6 +368,10 @@ class _Finder:
                 rest.append(eqn)
                 outside |= set(variables(eqn.invars))
         return inside[::-1], rest[::-1]
+
+
+def _place(operation: str, line: str) -> str:
+    return f"{operation} at {line}" if line else operation
 
 
 _CHEAP = {
@@ -580,7 +599,7 @@ class _Loop:
     def _buffers(arrays: Sequence[Any], axes: Sequence[int | None], zero: Any) -> list[Any]:
         """Zeros, to write rows to or to add parts to; parts are added in float32 or wider."""
         pairs = [
-            (a, a.dtype if i is not None else _wide(a)) for a, i in zip(arrays, axes, strict=True)
+            (a, a.dtype if i is not None else wide(a)) for a, i in zip(arrays, axes, strict=True)
         ]
         return [jnp.broadcast_to(zero.astype(dtype), a.shape) for a, dtype in pairs]
 
@@ -705,6 +724,6 @@ def cut(f: F, chunks: int, inner: Callable[[Chunk], Chunk] = lambda f: f) -> F:
     return run  # type: ignore[return-value]
 
 
-def _wide(a: Any) -> Any:
+def wide(a: Any) -> Any:
     """The dtype in which parts are added."""
     return sum_dtype(a.dtype) if jnp.issubdtype(a.dtype, jnp.floating) else a.dtype

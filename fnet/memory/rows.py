@@ -122,8 +122,9 @@ class RowAxes(BatchAxes):
         sums = [k for k, state in enumerate(states) if isinstance(state, Sum)]
         if not sums or is_identity(eqn):
             return super().equation(eqn, self.indexed(eqn, states), site)
-        is_known = all(isinstance(state, Shared | Sum) for state in states)
-        if not is_known or _linear_operands(eqn, sums) is None:
+        if not all(isinstance(state, Shared | Sum) for state in states):  # a sum beside its rows
+            return [Mixed("", eqn.primitive.name, source_line(eqn))] * len(eqn.outvars)
+        if _linear_operands(eqn, sums) is None:
             return self._unknown(eqn)
         return [Sum()] * len(eqn.outvars)
 

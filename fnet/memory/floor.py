@@ -1,0 +1,156 @@
+"""The floor of a loss: bytes that every plan of it holds at once."""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+
+from fnet.jaxpr import Scan, aval, inline, nbytes, source_line
+from fnet.memory.graph import active_variables, is_floating, variables
+from fnet.memory.regions import Division, Region, wide
+
+
+class Floor(NamedTuple):
+    """A lower bound on the temporaries of a differentiated loss.
+
+    Attributes:
+      bytes: The bound.
+      place: What holds them: operation, line of the loss, shapes.
+    """
+
+    bytes: int = 0
+    place: str = ""
+
+
+def find_floor(closed: ClosedJaxpr, differentiated: Sequence[bool], division: Division) -> Floor:
+    """Bound what a loss and its gradient hold under every plan.
+
+    A plan may save nothing, run the regions of the loss in chunks of one row, and its loops in
+    chunks of one iteration. Even then, a matrix product or a convolution of the rest has its
+    operands and its result in memory at once, a loop the arrays that it scans and the gradients
+    that it adds up, and so has the loop over the chunks of a region. The bound is the largest of
+    these places, in the plan in which it is smallest. Arguments do not count, nor what can be fused
+    away.
+
+    Args:
+      closed: The inlined loss.
+      differentiated: Whether it is differentiated with respect to each argument.
+      division: Its regions.
+    """
+    jaxpr = closed.jaxpr
+    sizes = _sizes(jaxpr)
+    active = active_variables(jaxpr, differentiated)
+    whole = _largest(_at_equation(eqn, sizes, active) for eqn in jaxpr.eqns)
+    if not division.regions:
+        return whole
+    parts = (
+        _at_region(part, sizes)
+        if isinstance(part, Region)
+        else _largest(_at_equation(eqn, sizes, active) for eqn in part.eqns)
+        for part in division.parts
+    )
+    return min(whole, _largest(parts), key=lambda floor: floor.bytes)
+
+
+def _largest(floors: Iterable[Floor]) -> Floor:
+    return max(floors, key=lambda floor: floor.bytes, default=Floor())
+
+
+def _sizes(jaxpr: Jaxpr) -> dict[Var, int]:
+    """Bytes of each array that is made, wherever it is read.
+
+    What can be fused into its readers is as large as the largest array that it is computed from.
+    """
+    sizes: dict[Var, int] = {}
+    for eqn in jaxpr.eqns:
+        read = max((sizes.get(v, 0) for v in variables(eqn.invars)), default=0)
+        own = _is_product(eqn) or Scan.read(eqn) is not None
+        sizes |= {v: nbytes(v) if own else min(nbytes(v), read) for v in eqn.outvars}
+    return sizes
+
+
+def _is_product(eqn: JaxprEqn) -> bool:
+    """Whether XLA has the operands and the result in memory; it fuses products with vectors."""
+    if eqn.primitive.name == "conv_general_dilated":
+        return True
+    if eqn.primitive.name != "dot_general":
+        return False
+    contracted, batch = eqn.params["dimension_numbers"]
+    for v, reduced, rows in zip(eqn.invars, contracted, batch, strict=True):
+        shape = aval(v).shape
+        free = [n for i, n in enumerate(shape) if i not in {*reduced, *rows}]
+        if math.prod(free) == 1 or math.prod(shape[i] for i in reduced) == 1:
+            return False
+    return True
+
+
+def _at_equation(eqn: JaxprEqn, sizes: dict[Var, int], active: set[Var]) -> Floor:
+    if (scan := Scan.read(eqn)) is not None:
+        return _at_scan(eqn, scan, sizes, active)
+    if not _is_product(eqn):
+        return Floor()
+    held = {v: sizes.get(v, 0) for v in variables(eqn.invars)} | {v: nbytes(v) for v in eqn.outvars}
+    arrays = ", ".join(_shape(v) for v in eqn.invars)
+    return Floor(sum(held.values()), f"{_name(eqn)}: {arrays} -> {_shape(eqn.outvars[0])}")
+
+
+def _at_scan(eqn: JaxprEqn, scan: Scan, sizes: dict[Var, int], active: set[Var]) -> Floor:
+    """What a loop holds in each iteration, and its largest equation."""
+    consts, _, xs = scan.split(eqn.invars)
+    ys = eqn.outvars[scan.num_carry :]
+    body = inline(scan.body)
+    given = [not isinstance(v, Literal) and v in active for v in eqn.invars]
+    for i in range(scan.num_carry):
+        given[scan.num_consts + i] |= eqn.outvars[i] in active
+    inner_sizes, inner_active = _sizes(body.jaxpr), active_variables(body.jaxpr, given)
+    inner = _largest(_at_equation(e, inner_sizes, inner_active) for e in body.jaxpr.eqns)
+    if scan.length < 2:
+        return inner
+    forward = [*variables(xs), *ys]
+    backward = [v for v in variables([*consts, *xs]) if v in active and is_floating(v)]
+    made = sum(sizes.get(v, 0) for v in {*variables(xs)}) + sum(map(nbytes, ys))
+    added = sum(map(nbytes, {*backward})) if any(v in active for v in eqn.outvars) else 0
+    held = max(made, added)
+    if held < inner.bytes:
+        return Floor(held + inner.bytes, inner.place)
+    arrays = _few(forward if made >= added else backward)
+    return Floor(held + inner.bytes, f"{_name(eqn)}, {scan.length} iterations: {arrays}")
+
+
+def _at_region(region: Region, sizes: dict[Var, int]) -> Floor:
+    """What the loop over the chunks of a region holds."""
+    arguments, results = region.jaxpr.invars, region.jaxpr.outvars
+    row_count, result_count = map(len, region.axes)
+    read = sum(sizes.get(v, 0) for v in arguments)
+    made = sum(_bytes(v, is_row=i < result_count) for i, v in enumerate(results))
+    pairs = enumerate(zip(arguments, region.active, strict=True))
+    gradients = sum(_bytes(v, is_row=i < row_count) for i, (v, is_active) in pairs if is_active)
+    if region.objective is None:
+        active = zip(results[:result_count], region.active_results, strict=False)
+        cotangents = sum(nbytes(v) for v, is_active in active if is_active and is_floating(v))
+        held = max(read + made, gradients + (cotangents if gradients else 0))
+    else:
+        held = read + made + gradients
+    eqn = max(region.jaxpr.eqns, key=lambda e: sum(map(nbytes, e.outvars)))
+    arrays = [v for v in arguments if sizes.get(v)] + list(results)
+    return Floor(held, f"chunks of {region.size} rows with {_name(eqn)}: {_few(arrays)}")
+
+
+def _bytes(v: Any, *, is_row: bool) -> int:
+    """Bytes of the buffer in which chunks of an array are written, or its parts added."""
+    return int(nbytes(v) if is_row else aval(v).size * wide(aval(v)).itemsize)
+
+
+def _name(eqn: JaxprEqn) -> str:
+    line = source_line(eqn)
+    return f"{eqn.primitive.name} at {line}" if line else eqn.primitive.name
+
+
+def _few(arrays: Sequence[Any]) -> str:
+    largest = sorted(arrays, key=nbytes, reverse=True)
+    return ", ".join(map(_shape, largest[:3])) + ", ..." * (len(largest) > 3)
+
+
+def _shape(v: Any) -> str:
+    return str(aval(v).str_short(short_dtypes=True))
