@@ -544,7 +544,8 @@ def plan_step(
         )
     except BudgetError as error:
         if coupling:
-            raise BudgetError(f"{error}; the batch is not split, because {coupling}") from error
+            text = f"{error}; the batch is not split, because {coupling}"
+            raise BudgetError(text, error.floor) from error
         raise
 
 

@@ -126,15 +126,13 @@ def _at_region(region: Region, sizes: dict[Var, int]) -> Floor:
     made = sum(_bytes(v, is_row=i < result_count) for i, v in enumerate(results))
     pairs = enumerate(zip(arguments, region.active, strict=True))
     gradients = sum(_bytes(v, is_row=i < row_count) for i, (v, is_active) in pairs if is_active)
-    if region.objective is None:
-        active = zip(results[:result_count], region.active_results, strict=False)
-        cotangents = sum(nbytes(v) for v, is_active in active if is_active and is_floating(v))
-        held = max(read + made, gradients + (cotangents if gradients else 0))
-    else:
-        held = read + made + gradients
-    eqn = max(region.jaxpr.eqns, key=lambda e: sum(map(nbytes, e.outvars)))
+    # In a loop of its own, gradients may be written over cotangents.
+    is_at_once = region.objective is not None
+    held = read + made + gradients if is_at_once else max(read + made, gradients)
+    eqns = sorted(region.jaxpr.eqns, key=lambda e: sum(map(nbytes, e.outvars)))
+    largest = "".join(f" with {_name(e)}" for e in eqns[-1:])
     arrays = [v for v in arguments if sizes.get(v)] + list(results)
-    return Floor(held, f"chunks of {region.size} rows with {_name(eqn)}: {_few(arrays)}")
+    return Floor(held, f"chunks of {region.size} rows{largest}: {_few(arrays)}")
 
 
 def _bytes(v: Any, *, is_row: bool) -> int:

@@ -323,6 +323,8 @@ class _Attempt(NamedTuple):
         return in_chunks(self.chunks, inner)
 
 
+_LEAST_SAVED = 0.02
+"""Programs that may save a smaller share of the peak are not compiled."""
 _MOST_SEARCHES = 4
 _searches: "dict[Any, _Search]" = {}
 """The last searches, by program. Another budget for one of them starts from what it knows."""
@@ -432,9 +434,13 @@ class _Search:
     ) -> None:
         """Compile a program with several options, and report it to its source."""
         losses = [] if losses is None else losses
+        around: list[_Loss] = []
         if lowered is None:
             is_recorded = not isinstance(attempt.source, _Planned)
             policy = attempt.recording(losses) if is_recorded else attempt.policy
+            if isinstance(attempt.source, _Cut):
+                cut = policy
+                policy = cut._replace(apply=lambda f: _recorded(cut.apply(f), around))
             try:
                 traced = self.build(policy, attempt.microbatches)
             except ValueError:  # microbatches that are too small for a norm
@@ -468,6 +474,9 @@ class _Search:
             self._find_regions(attempt, made[0], losses[0])
         if losses and self.offloads is not None:
             self.inside.append((attempt, made[0] if is_named else smallest, losses[0]))
+        if around and self.offloads is not None:
+            base = attempt.policy
+            self.inside.append((attempt._replace(inner=base, chunks=1), smallest, around[0]))
 
     def _find_regions(self, attempt: _Attempt, candidate: Candidate, loss: "_Loss") -> None:
         division = divide(loss.closed, loss.differentiated)
@@ -489,15 +498,19 @@ class _Search:
             attempt, candidate, loss = known
             source = attempt.source
             more_chunks = isinstance(source, _Cut) and (
-                source.next() or attempt.chunks < source.most
+                source.next() or attempt.policy.chunks < source.most
             )
             if more_chunks or (self.limit is not None and self.fits(candidate.peak.total)):
                 continue
             self.inside.remove(known)
-            is_loops = isinstance(source, _Loops)  # then what is outside of the loops
-            base = attempt.inner if is_loops else REMAT_POLICIES["none"]
-            self.sources.append(_Planned(self, attempt, candidate, loss, base))
-            if not is_loops:
+            # What is outside of the loops, or of the chunks.
+            is_outside = isinstance(source, _Loops) or attempt.chunks < attempt.policy.chunks
+            base = attempt.inner if is_outside else REMAT_POLICIES["none"]
+            planned = _Planned(self, attempt, candidate, loss, base)
+            if planned.saved < _LEAST_SAVED * candidate.peak.total:
+                continue
+            self.sources.append(planned)
+            if not is_outside:
                 self.sources.append(_Loops(self, attempt, candidate, loss))
 
 
@@ -628,7 +641,10 @@ class _Cut(_Source):
     @property
     def left(self) -> Sequence[_Attempt]:  # type: ignore[override]
         """The most chunks, if they were not compiled."""
-        return [self._attempt(self._most)] if max(self._peaks) < self._most else []
+        *_, before, last = [0, 0, *(self._peaks[n].total for n in sorted(self._peaks))]
+        # As for `_lower_bound`: more chunks save at most what the last doubling saved.
+        is_useless = before - last < _LEAST_SAVED * last and len(self._peaks) > 2
+        return [] if is_useless or max(self._peaks) == self._most else [self._attempt(self._most)]
 
     def _attempt(self, n: int) -> _Attempt:
         time = self._time + (n - 1) * self._reads
@@ -668,6 +684,11 @@ class _Planned(_Source):
         temporaries = max(plain.peak.temporaries + plain.peak.workspace, 1)
         self._scale = min(1.0, temporaries / planned_bytes)
         self._offset = plain.peak.total - self._scale * planned_bytes
+
+    @property
+    def saved(self) -> int:
+        """Bytes that the plain loss saves."""
+        return self._planner.plain_bytes
 
     def _attempts(self, limits: Iterable[tuple[float, bool]]) -> Iterator[_Attempt]:
         """Solve for numbers of bytes, and yield the proposals that were not compiled."""

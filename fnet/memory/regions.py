@@ -138,7 +138,8 @@ def divide(closed: ClosedJaxpr, differentiated: Sequence[bool]) -> Division:
         parts[made.index(max(made))] = largest._replace(is_largest=True)  # type: ignore[call-arg]
     wholes = {p.reason: sum(map(_made, p.eqns)) for p in parts if isinstance(p, Whole) and p.reason}
     reasons = [r for r, size in wholes.items() if size >= _NAMED * finder.total]
-    if reasons and all(aval(v).shape[:1] == (1,) for v in sources if aval(v).shape):
+    batch = [v for v in jaxpr.invars if v not in active and aval(v).shape]
+    if reasons and batch and all(aval(v).shape[0] == 1 for v in batch):
         reasons = [ONE_ROW]
     return Division(parts, sorted(reasons, key=lambda r: -wholes.get(r, 0)))
 
@@ -485,38 +486,60 @@ def run_divided(
     def read(atoms: Sequence[Any]) -> list[Any]:
         return [a.val if isinstance(a, Literal) else values[a] for a in atoms]
 
-    for part in division.parts:
+    later = [set(variables(jaxpr.outvars))]
+    for part in reversed(division.parts[1:]):
+        eqns = part.eqns if isinstance(part, Whole) else [part.jaxpr]
+        later.append(later[-1].union(*(variables(e.invars) for e in eqns)))
+    for part, read_later in zip(division.parts, reversed(later), strict=True):
         if isinstance(part, Whole):
             for eqn in part.eqns:
                 values |= zip(eqn.outvars, evaluate(eqn, read(eqn.invars)), strict=True)
         else:
-            outputs = _run_region(part, read(part.jaxpr.invars), chunks, inner)
+            inputs = part.jaxpr.invars
+            loop = _Loop(
+                part, chunks, inner if part.is_largest else lambda chunk: chunk, read_later
+            )
+            outputs, passed = _run_region(loop, read(inputs))
             values |= zip(part.jaxpr.outvars, outputs, strict=True)
+            values |= {inputs[i]: a for i, a in passed.items()}
     return read(jaxpr.outvars)
 
 
-def _run_region(
-    region: Region, args: Sequence[Any], chunks: int, inner: Callable[[Chunk], Chunk]
-) -> list[Any]:
-    loop = _Loop(region, chunks, inner if region.is_largest else lambda chunk: chunk)
+def _run_region(loop: "_Loop", args: Sequence[Any]) -> tuple[list[Any], dict[int, Any]]:
+    """Return the results, and arguments by number as later parts should read them."""
+    region = loop.region
     active = [a for a, is_active in zip(args, region.active, strict=True) if is_active]
     others = [a for a, is_active in zip(args, region.active, strict=True) if not is_active]
     if not active:
-        return loop.values([], others)
+        return loop.values([], others)[0], {}
     function: Any = jax.custom_vjp(loop.values)
     if region.objective is None:
         function.defvjp(loop.forward, loop.backward)
     else:
         function.defvjp(loop.values_and_grads, loop.scaled)
     # What follows may have no derivative, such as a loop or a callback of stopped values.
-    pairs = zip(function(active, others), region.active_results, strict=True)
-    return [a if is_active else jax.lax.stop_gradient(a) for a, is_active in pairs]
+    results, passed = function(active, others)
+    pairs = zip(results, region.active_results, strict=True)
+    results = [a if is_active else jax.lax.stop_gradient(a) for a, is_active in pairs]
+    numbers = [i for i, is_active in enumerate(region.active) if is_active]
+    return results, {numbers[i]: a for i, a in zip(loop.passed, passed, strict=True)}
 
 
 class _Loop:
-    """The loop over the chunks of a region, and its derivative."""
+    """The loop over the chunks of a region, and its derivative.
 
-    def __init__(self, region: Region, chunks: int, inner: Callable[[Chunk], Chunk]) -> None:
+    Attributes:
+      passed: Differentiated rows that later parts read, by number. They are results, too, so that
+        their gradient is added to that of the later parts in place.
+    """
+
+    def __init__(
+        self,
+        region: Region,
+        chunks: int,
+        inner: Callable[[Chunk], Chunk],
+        read_later: Collection[Var] = (),
+    ) -> None:
         self.region, self.inner = region, inner
         self.row_axes, self.result_axes = region.axes
         self.axes = RowAxes(region.size)
@@ -534,6 +557,12 @@ class _Loop:
             self.result_axes[k] if k < len(self.result_axes) else None for k in numbers
         ]
         self.floats = [k for k, v in enumerate(self.results) if is_floating(v)]
+        chosen = [v for v, a in zip(region.jaxpr.invars, region.active, strict=True) if a]
+        self.passed = [
+            i
+            for i, (v, axis) in enumerate(zip(chosen, self.chosen, strict=True))
+            if axis is not None and v in read_later and region.objective is None
+        ]
         is_slow = is_for_cpu() and has_convolutions(self.closed)
         self.is_unrolled = self.size == region.size or is_slow
 
@@ -622,8 +651,8 @@ class _Loop:
     def _empty(self, zero: Any) -> list[Any]:
         return self._buffers([aval(v) for v in self.results], self.out_axis, zero)
 
-    def values(self, active: list[Any], others: list[Any]) -> list[Any]:
-        """Return the results."""
+    def values(self, active: list[Any], others: list[Any]) -> tuple[list[Any], list[Any]]:
+        """Return the results, and the arguments that pass."""
 
         def body(start: Any, size: int, buffers: list[Any], arrays: Any) -> list[Any]:
             active, others = arrays
@@ -632,7 +661,8 @@ class _Loop:
             found = self._joined(*self._chunk(size)(given, start, rest))
             return self._put(buffers, found, self.out_axis, start)
 
-        return self._finished(self._over_chunks(body, self._empty, active, others))
+        buffers = self._over_chunks(body, self._empty, active, others)
+        return self._finished(buffers), [active[i] for i in self.passed]
 
     def _linearized(
         self, start: Any, size: int, active: list[Any], others: list[Any]
@@ -644,8 +674,8 @@ class _Loop:
         floats, vjp, found = jax.vjp(lambda given: chunk(given, start, rest), given, has_aux=True)
         return self._joined(floats, found), lambda cotangents: vjp(cotangents)[0]
 
-    def forward(self, active: list[Any], others: list[Any]) -> tuple[list[Any], Any]:
-        """Return the results, and save the arguments alone."""
+    def forward(self, active: list[Any], others: list[Any]) -> tuple[Any, Any]:
+        """Return the results as `values`, and save the arguments alone."""
 
         def body(start: Any, size: int, buffers: list[Any], arrays: Any) -> list[Any]:
             # As JAX runs it when it is differentiated, with the values of derivative rules.
@@ -653,24 +683,49 @@ class _Loop:
             return self._put(buffers, found, self.out_axis, start)
 
         buffers = self._over_chunks(body, self._empty, active, others)
-        return self._finished(buffers), (active, others)
+        return (self._finished(buffers), [active[i] for i in self.passed]), (active, others)
 
-    def backward(self, saved: Any, cotangents: list[Any]) -> tuple[list[Any], None]:
+    def backward(self, saved: Any, given: Any) -> tuple[list[Any], None]:
         """Return the gradients: each chunk runs again."""
         active, others = saved
+        cotangents, passed = given
+        sums_of = dict(zip(self.passed, passed, strict=True))
         wanted, axes = [cotangents[k] for k in self.floats], [self.out_axis[k] for k in self.floats]
+        over = self._overwritten(active, wanted, axes)
+        kept = [None if k in over.values() else ct for k, ct in enumerate(wanted)]
 
         def body(start: Any, size: int, sums: list[Any], arrays: Any) -> list[Any]:
             active, others, wanted = arrays
             _, vjp = self._linearized(start, size, active, others)
+            wanted = [*wanted]
+            for i, k in over.items():
+                wanted[k] = sums[i]
             grads = vjp(self._rows(wanted, axes, start, size))
+            before = self._rows(sums, self.chosen, start, size)
+            grads = [g + before[i] if i in self.passed else g for i, g in enumerate(grads)]
             return self._put(sums, grads, self.chosen, start)
 
-        empty = functools.partial(self._buffers, active, self.chosen)
-        sums = self._over_chunks(body, empty, active, others, wanted)
+        def empty(zero: Any) -> list[Any]:
+            buffers = self._buffers(active, self.chosen, zero)
+            buffers = [wanted[over[i]] if i in over else b for i, b in enumerate(buffers)]
+            return [sums_of.get(i, b) for i, b in enumerate(buffers)]
+
+        sums = self._over_chunks(body, empty, active, others, kept)
         return [s.astype(a.dtype) for s, a in zip(sums, active, strict=True)], None
 
-    def values_and_grads(self, active: list[Any], others: list[Any]) -> tuple[list[Any], Any]:
+    def _overwritten(
+        self, active: list[Any], wanted: list[Any], axes: Sequence[int | None]
+    ) -> dict[int, int]:
+        """Arguments whose gradients are written over the cotangents of results, row by row."""
+        over: dict[int, int] = {}
+        for i, (a, axis) in enumerate(zip(active, self.chosen, strict=True)):
+            for k, (ct, own) in enumerate(zip(wanted, axes, strict=True)):
+                same = axis is not None and (a.shape, a.dtype, axis) == (ct.shape, ct.dtype, own)
+                if same and i not in {*over, *self.passed} and k not in over.values():
+                    over[i] = k
+        return over
+
+    def values_and_grads(self, active: list[Any], others: list[Any]) -> tuple[Any, Any]:
         """Return the results, and save the gradients of the number that is differentiated."""
 
         def body(start: Any, size: int, carry: Any, arrays: Any) -> Any:
@@ -689,11 +744,11 @@ class _Loop:
             return self._empty(zero), self._buffers(active, self.chosen, zero)
 
         buffers, sums = self._over_chunks(body, empty, active, others)
-        return self._finished(buffers), (sums, [jnp.zeros((), a.dtype) for a in active])
+        return (self._finished(buffers), []), (sums, [jnp.zeros((), a.dtype) for a in active])
 
-    def scaled(self, saved: Any, cotangents: list[Any]) -> tuple[list[Any], None]:
+    def scaled(self, saved: Any, given: Any) -> tuple[list[Any], None]:
         """Return the saved gradients, times the cotangent of the number."""
-        sums, like = saved
+        (cotangents, _), (sums, like) = given, saved
         assert self.region.objective is not None
         ct = cotangents[self.region.objective]
         pairs = zip(sums, like, strict=True)

@@ -95,13 +95,14 @@ class Policy(NamedTuple):
 
     def after(self, other: "Policy") -> "Policy":
         """Return this policy for a function that another one changes first."""
-        if other.name == "none":
+        if other is REMAT_POLICIES["none"]:
             return self
         return Policy(
-            f"{self.name} with {other.name}",
+            self.name if other.name == "none" else f"{self.name} with {other.name}",
             f"{self.saves}; {other.saves}",
             lambda f: self.apply(other.apply(f)),
             self.platforms,
+            other.chunks,
         )
 
 

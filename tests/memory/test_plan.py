@@ -198,7 +198,7 @@ def test_a_budget_that_nothing_fits_names_the_lowest_peak_and_its_policy(step_an
 def test_a_budget_that_nothing_fits_names_the_peak_of_the_most_chunks():
     model = fnet.serial(layers.dense(WIDTH, WIDTH), head=layers.dense(WIDTH, 10))
     step, state, batch = arguments(model)
-    with pytest.raises(BudgetError, match=rf"by .* in {BATCH} chunks"):
+    with pytest.raises(BudgetError, match=rf"by (.* in )?{BATCH} chunks"):
         fnet.compile_step(step, state, batch, budget=memory.tree_bytes(state) + 1)
 
 
