@@ -53,8 +53,9 @@ def test_a_product_that_mixes_rows_is_named_with_its_line_and_shapes():
 
 
 def with_sort(w, x):
-    h = jnp.sort(jnp.sort(x, axis=0), axis=1)
-    return jnp.square(jnp.tanh(jnp.tanh(h @ w) @ w)).mean()
+    for axis in (0, 1) * 3:
+        x = jnp.sort(x, axis=axis)
+    return jnp.square(x @ w).mean()
 
 
 def with_effect(w, x):
@@ -69,7 +70,7 @@ def with_effect(w, x):
 @pytest.mark.parametrize(
     ("loss", "rows", "reason"),
     [
-        (with_sort, N, "sort mixes rows: fnet.make_step"),
+        (with_sort, N, "sort mixes rows"),
         (with_effect, N, "scan at .* has an effect"),
         (with_sort, 1, "the batch has one row$"),
     ],
