@@ -161,6 +161,8 @@ class BudgetError(ValueError):
       a budget of 1.00 KiB is too small: the train state takes 4.00 KiB. Give more than 4.00 KiB.
     """
 
+    floor: int | None
+
     def __init__(self, message: str, floor: int | None = None) -> None:
         super().__init__(message)
         self.floor = floor
