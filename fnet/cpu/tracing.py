@@ -23,6 +23,11 @@ def traced_for(platform: str | None) -> Iterator[None]:
         _PLATFORM.reset(token)
 
 
+def tracing_platform() -> str:
+    """Return the platform for which programs are traced now."""
+    return _PLATFORM.get() or jax.default_backend()
+
+
 def is_for_cpu() -> bool:
     """Whether what is traced now will run on a CPU."""
-    return (_PLATFORM.get() or jax.default_backend()) == "cpu"
+    return tracing_platform() == "cpu"

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
+from fnet.cpu.tracing import traced_for
 from fnet.measured import SPARE_OF_PARAMETERS
 from fnet.memory.plan import Candidate, Plan, plan
 from fnet.memory.remat import Policy
@@ -115,6 +116,7 @@ def remat_to_fit(
     policy = chosen.chosen.policy
 
     @functools.wraps(loss)
+    @traced_for(target and target.device.platform)
     def fitted(*args: Any, **kwargs: Any) -> Any:
         call = _Call.of(args, kwargs)
         static: list[_Result] = []

@@ -13,6 +13,7 @@ losses, and gradient accumulation for losses of single examples.
 """
 
 import functools
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -29,7 +30,7 @@ from fnet.autodiff.per_example.batch_axis import (
 )
 from fnet.autodiff.per_example.custom_rules import has_linear_rules
 from fnet.cpu.convolutions import has_convolutions
-from fnet.cpu.tracing import is_for_cpu
+from fnet.cpu.tracing import is_for_cpu, traced_for, tracing_platform
 from fnet.jaxpr import (
     ELEMENTWISE,
     Scan,
@@ -159,6 +160,8 @@ class _Found(NamedTuple):
       states: State of each variable.
       eqns: Its equations.
       score: Bytes that it makes, without those that it keeps.
+      kept: Bytes that it keeps. A region that makes only twice as much is not worth a loop, since
+        XLA fuses what a few equations make.
       size: Number of rows.
       same: Whole values that equations of the region only pass on, and what they are.
       roots: Arrays that are cut.
@@ -169,6 +172,7 @@ class _Found(NamedTuple):
     states: dict[Var, Any]
     eqns: list[JaxprEqn]
     score: float
+    kept: int
     size: int
     same: dict[Var, Any]
     roots: Collection[Var]
@@ -182,7 +186,12 @@ class _Finder:
         self.axes: dict[int, RowAxes] = {}  # by number of rows
 
     def find(
-        self, eqns: list[JaxprEqn], results: Collection[Var], depth: int = 0, size: int = 0
+        self,
+        eqns: list[JaxprEqn],
+        results: Collection[Var],
+        depth: int = 0,
+        size: int = 0,
+        bound: float = math.inf,
     ) -> tuple[int, list[Region | Whole]]:
         """Divide equations into parts, so that few bytes are made or kept outside of chunks.
 
@@ -191,32 +200,43 @@ class _Finder:
           results: Variables that are read later.
           depth: Number of regions before.
           size: Number of rows of the region before, which are cut again if they can be.
+          bound: Bytes outside of chunks of another division, which is better from there on.
 
         Returns:
           The bytes outside of chunks, and the parts.
         """
         whole = sum(map(_made, eqns))
-        if depth == MOST_REGIONS or not eqns:
-            return whole, [Whole(eqns)] if eqns else []
         least = LEAST_SHARE * self.total
+        if depth == MOST_REGIONS or whole <= least or bound <= 0:
+            return whole, [Whole(eqns)] if eqns else []
         roots = list(_roots(eqns, self.params))
         # After two regions, the rows are known.
         for chosen in ([r for r in roots if r[1] == size], roots)[depth < 2 :]:
             found = [self._follow(eqns, results, *r) for r in chosen]
-            promising = [f for f in found if f.score >= least]
+            promising = [f for f in found if f.score >= max(least, f.kept)]
             if promising:
                 break
         largest = max(found, key=lambda f: sum(map(nbytes, f.roots)), default=None)
         reason = largest.reason if largest else "no argument beside the parameters has rows"
         best: tuple[int, list[Region | Whole]] = whole, [Whole(eqns, reason)]
         promising.sort(key=lambda f: (f.size != size, -f.score))
-        for candidate in promising[: max(3 - depth, 1)]:
+        tries = 1 if depth else 3
+        for candidate in promising:
             region, before, after = self._extract(eqns, candidate)
+            if not region.jaxpr.eqns:  # The rest computes all of it from the arguments.
+                continue
+            if not tries:
+                break
+            tries -= 1
             read = {v for e in after for v in variables(e.invars)}
             read |= {*region.jaxpr.invars, *results}
-            kept_before, parts_before = self.find(before, read, depth + 1, candidate.size)
-            kept_after, parts_after = self.find(after, results, depth + 1, candidate.size)
-            kept = kept_before + sum(map(nbytes, region.jaxpr.outvars)) + kept_after
+            kept = sum(map(nbytes, region.jaxpr.outvars))
+            bound = min(bound, best[0])
+            inner = depth + 1, candidate.size
+            more, parts_before = self.find(before, read, *inner, bound - kept)
+            kept += more
+            more, parts_after = self.find(after, results, *inner, bound - kept)
+            kept += more
             if kept < best[0]:
                 best = kept, [*parts_before, region, *parts_after]
         return best
@@ -264,8 +284,8 @@ class _Finder:
         crossing = self._crossing(rest, inside, states, results)
         read = {v for e in rest for v in variables(e.invars)}
         sums = {v for e in inside for v in e.outvars if v in read and isinstance(states[v], Sum)}
-        score = made - sum(map(nbytes, {*crossing, *sums}))
-        return _Found(states, inside, score, size, same, roots, results, reason)
+        kept = sum(map(nbytes, {*crossing, *sums}))
+        return _Found(states, inside, made - kept, kept, size, same, roots, results, reason)
 
     def _crossing(
         self,
@@ -766,8 +786,11 @@ def cut(f: F, chunks: int, inner: Callable[[Chunk], Chunk] = lambda f: f) -> F:
     Returns:
       A function with the same arguments and values. Gradients are the same up to the order of sums.
     """
+    # JAX keeps a traced function and uses it again, so the device is that of now.
+    for_device = traced_for(tracing_platform())
 
     @functools.wraps(f)
+    @for_device
     def run(*args: Any, **kwargs: Any) -> Any:
         closed, leaves, structure = trace_inlined(f, args, kwargs)
         count = len(jax.tree.leaves(args[:1]))

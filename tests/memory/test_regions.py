@@ -431,6 +431,9 @@ def test_chunks_with_convolutions_are_a_loop_on_other_devices():
         return len(list(find_equations(jaxpr, "scan"))) + len(list(find_equations(jaxpr, "while")))
 
     assert (loops("cpu"), loops("gpu")) == (0, 1)
+    with traced_for("gpu"):
+        chunked = cut(loss, 4)
+    assert list(find_equations(jax.make_jaxpr(jax.grad(chunked))(*args), "scan")), "as when cut"
 
 
 def test_batches_that_never_meet_run_in_one_region():
