@@ -136,7 +136,7 @@ def unit_vectors(params, state, batch, key):
         autodiff.clipped(1e6, automatic=1e-9, microbatches=2),
         autodiff.clipped(1e6, per_layer=True),
     ],
-    ids=str,
+    ids=["mean", "microbatches", "per_example", "clipped", "automatic", "per_layer"],
 )
 def test_padding_whose_derivative_is_nan_changes_nothing(mode, value):
     params = {"w": jnp.arange(6.0).reshape(3, 2)}
