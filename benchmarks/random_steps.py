@@ -136,9 +136,10 @@ def page(random: list[dict[str, Any]], foreign: list[dict[str, Any]]) -> str:
             table(foreign),
             *(["### Refused", "\n".join(refused)] if refused else []),
             "## Repeat",
-            "```sh\npython -m benchmarks.foreign_steps --shares 0.7 0.5 0.35 0.2 --resident "
-            "--rows rows\npython -m benchmarks.random_steps --seeds 0 159 --rows random.jsonl "
-            "--foreign rows --page docs/benchmarks/any_step.md\n```",
+            "```sh\npython -m benchmarks.foreign_steps --shares 0.7 0.5 0.35 0.2 --resident \\\n"
+            "    --rows rows\n"
+            "python -m benchmarks.random_steps --seeds 0 159 --rows random.jsonl \\\n"
+            "    --foreign rows --page docs/benchmarks/any_step.md\n```",
             f"jax {version('jax')}, jaxlib {version('jaxlib')}, on a CPU.\n",
         ]
     )

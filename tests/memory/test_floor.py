@@ -14,8 +14,8 @@ from fnet import memory
 
 N, WIDTH = 128, 32
 FOREIGN = [
-    "CLIP",
-    "batch norm by hand",
+    pytest.param("CLIP", marks=pytest.mark.slow),
+    pytest.param("batch norm by hand", marks=pytest.mark.slow),
     "ranking in the batch",
     "LSTM, 512 steps",
     "a number in the batch",
