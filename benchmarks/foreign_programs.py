@@ -54,11 +54,15 @@ def _of_examples(losses: Callable[..., Any], params: Any, batch: Any, **more: An
 
 
 def _normal(seed: Any, *shape: int) -> Array:
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+    return jnp.asarray(
+        np.random.default_rng(jax.tree.leaves(seed)).standard_normal(shape), jnp.float32
+    )
 
 
 def _labels(seed: Any, most: int, *shape: int) -> Array:
-    return jnp.asarray(np.random.default_rng(seed).integers(0, most, shape), jnp.int32)
+    return jnp.asarray(
+        np.random.default_rng(jax.tree.leaves(seed)).integers(0, most, shape), jnp.int32
+    )
 
 
 def _dense(seed: Any, *widths: int) -> list[Any]:
