@@ -346,12 +346,7 @@ def not_monotone(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [
         row
         for row in rows
-        if "refused" in row
-        and any(
-            "peak" in other and other["share"] < row["share"]
-            for other in rows
-            if (other["program"], other["route"]) == (row["program"], row["route"])
-        )
+        if "refused" in row and any("peak" in other for other in _smaller(rows, row))
     ]
 
 
@@ -361,11 +356,17 @@ def worse_than_smaller(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         row
         for row in rows
         if "flops" in row
-        and any(
-            other.get("flops", np.inf) < 0.99 * row["flops"] and other["share"] < row["share"]
-            for other in rows
-            if (other["program"], other["route"]) == (row["program"], row["route"])
-        )
+        and any(other.get("flops", np.inf) < 0.99 * row["flops"] for other in _smaller(rows, row))
+    ]
+
+
+def _smaller(rows: list[dict[str, Any]], row: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of the same program and route with a smaller budget."""
+    same = "program", "route"
+    return [
+        other
+        for other in rows
+        if all(other[name] == row[name] for name in same) and other["share"] < row["share"]
     ]
 
 

@@ -159,6 +159,7 @@ class _Found(NamedTuple):
     Attributes:
       states: State of each variable.
       eqns: Its equations.
+      crossing: Rows that it keeps.
       score: Bytes that it makes, without those that it keeps.
       kept: Bytes that it keeps. A region that makes only twice as much is not worth a loop, since
         XLA fuses what a few equations make.
@@ -171,7 +172,8 @@ class _Found(NamedTuple):
 
     states: dict[Var, Any]
     eqns: list[JaxprEqn]
-    score: float
+    crossing: list[Var]
+    score: int
     kept: int
     size: int
     same: dict[Var, Any]
@@ -222,11 +224,11 @@ class _Finder:
         promising.sort(key=lambda f: (f.size != size, -f.score))
         tries = 1 if depth else 3
         for candidate in promising:
+            if not tries:
+                break
             region, before, after = self._extract(eqns, candidate)
             if not region.jaxpr.eqns:  # The rest computes all of it from the arguments.
                 continue
-            if not tries:
-                break
             tries -= 1
             read = {v for e in after for v in variables(e.invars)}
             read |= {*region.jaxpr.invars, *results}
@@ -285,7 +287,8 @@ class _Finder:
         read = {v for e in rest for v in variables(e.invars)}
         sums = {v for e in inside for v in e.outvars if v in read and isinstance(states[v], Sum)}
         kept = sum(map(nbytes, {*crossing, *sums}))
-        return _Found(states, inside, made - kept, kept, size, same, roots, results, reason)
+        score = made - kept
+        return _Found(states, inside, crossing, score, kept, size, same, roots, results, reason)
 
     def _crossing(
         self,
@@ -315,11 +318,10 @@ class _Finder:
         self, eqns: list[JaxprEqn], found: _Found
     ) -> tuple[Region, list[JaxprEqn], list[JaxprEqn]]:
         """Return a region, and what runs before and after it."""
-        states = found.states
+        states, crossing = found.states, found.crossing
         members = {id(e) for e in found.eqns}
         made_by = {v: e for e in found.eqns for v in e.outvars}
         rest = [_with_operands(e, found.same) for e in eqns if id(e) not in members]
-        crossing = self._crossing(rest, found.eqns, states, found.results)
         # Rows that are cheaper to compute in the rest.
         read = {v for e in rest for v in variables(e.invars)}.union(found.results)
         kept = set(crossing)
@@ -329,8 +331,8 @@ class _Finder:
         own = {id(e) for v in again for e in _slice(v, made_by, kept)}
         rest = [_with_operands(e, found.same) for e in eqns if id(e) not in members or id(e) in own]
         read = {v for e in rest for v in variables(e.invars)}.union(found.results)
+        read -= {v for e in rest for v in e.outvars}
         sums = [v for v in made_by if v in read and isinstance(states[v], Sum | Shared)]
-        sums = [v for v in sums if v not in {u for e in rest for u in e.outvars}]
         # Equations of whole values that the region alone reads, and that are cheap, move into it.
         before = [e for e in rest if self._is_before(e, states) and not e.effects]
         outs = [*crossing, *sums]
