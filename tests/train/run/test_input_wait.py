@@ -96,8 +96,8 @@ def test_work_is_divided_into_computing_and_waiting():
     with record.measured():
         sum(range(200_000))
     work = record.totals.thread
-    assert 0 < work.computing <= work.seconds
-    assert work.computing + work.queued + work.blocked >= work.seconds * 0.999
+    assert 0 < work.computing < work.seconds + 0.01  # the clocks are read one after the other
+    assert work.computing + work.queued + work.blocked >= work.seconds - 0.01
     assert work == record.totals.thread.plus(Work())
     assert now().plus(now(), -1).seconds <= 0
     record.add(workers=DECODING)  # of an evaluation, which is not measured
