@@ -87,10 +87,11 @@ class ArrayFile(Data):
             have another shape or dtype or are not finite; if labels are not integers from 0, do not
             match the images in number or have one class; or if a class is too small to split.
         """
-        return _load(self)
+        return load(self)
 
 
-def _load(config: ArrayFile) -> Dataset:
+def load(config: ArrayFile) -> Dataset:
+    """Load the data of a config."""
     splits = _find_splits(config)
     images = [_as_images(_read_array(s.path, s.images), s.images, s.path, config) for s in splits]
     labels = [

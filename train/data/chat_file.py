@@ -139,8 +139,8 @@ class ChatFile(Text):
             template, or there are too few examples.
         """
         if private and self.user is None:  # cut texts would have several rows
-            return _load(dataclasses.replace(self, long=self.long or "truncate"))
-        return _load(self)
+            return load(dataclasses.replace(self, long=self.long or "truncate"))
+        return load(self)
 
     def check(self, config: Config) -> None:
         """Check that a private run has one example in a row, and the options of users.
@@ -176,7 +176,8 @@ class ChatFile(Text):
         return None if self.packing else self.context
 
 
-def _load(config: ChatFile) -> Dataset:
+def load(config: ChatFile) -> Dataset:
+    """Load the data of a config."""
     tokenizer = load_tokenizer(config)
     read = _Reader(config, tokenizer)
     examples = read.documents(records.read(config.path, "data.path"))

@@ -64,7 +64,7 @@ class HuggingFace(Photos):
             missing or ambiguous; if labels are not integers from 0 or have one class; or for
             options that exclude each other.
         """
-        return _load(self)
+        return load(self)
 
     @property
     @override
@@ -72,7 +72,8 @@ class HuggingFace(Photos):
         return *super().identity, self.subset
 
 
-def _load(config: HuggingFace) -> Dataset:
+def load(config: HuggingFace) -> Dataset:
+    """Load the data of a config."""
     datasets = _import_library()
     available = _load_splits(datasets, config)
     if _TRAIN not in available:

@@ -72,11 +72,11 @@ class ImageFolder(LabeledFiles):
           UserError: if there is no image, only one class, or a class has none; if training and test
             classes differ; or for options that exclude each other.
         """
-        return _load(self)
+        return load(self)
 
     def load_test(self, trained: Callable[[], LabelMap]) -> Dataset:
         """Load only the test images, for a trained network. They may lack classes."""
-        return _load(self, trained().names)
+        return load(self, trained().names)
 
     def check(self, config: Config) -> None:
         """Check options that choose training examples, and those of users.
@@ -92,7 +92,8 @@ class ImageFolder(LabeledFiles):
             )
 
 
-def _load(config: ImageFolder, trained: tuple[str, ...] | None = None) -> Dataset:
+def load(config: ImageFolder, trained: tuple[str, ...] | None = None) -> Dataset:
+    """Load the data of a config."""
     root = Path(config.path)
     notes: tuple[str, ...] = ()
     if trained is None:

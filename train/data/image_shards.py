@@ -63,7 +63,7 @@ class ImageShards(LabeledFiles):
           UserError: if there are no shards, too many of them are damaged, images or labels are not
             found, labels are not integers from 0 or names, or for options that exclude each other.
         """
-        return _load(self)
+        return load(self)
 
     @override
     def for_evaluation(self, options: Mapping[str, Any]) -> Self:
@@ -71,7 +71,8 @@ class ImageShards(LabeledFiles):
         return super().for_evaluation({**options, **path})
 
 
-def _load(config: ImageShards) -> Dataset:
+def load(config: ImageShards) -> Dataset:
+    """Load the data of a config."""
     if config.weights and len(config.weights) != len(config.path):
         raise UserError(
             f"data.weights: {len(config.weights)} weights, but data.path has {len(config.path)}; "

@@ -108,11 +108,11 @@ class SegmentationFolder(Data):
           UserError: if there is no image, an image or a mask without the other, no number of
             classes, or if masks hold other values than the classes.
         """
-        return _load(self)
+        return load(self)
 
     def load_test(self, trained: Callable[[], LabelMap]) -> Dataset:
         """Load only the test images, for a trained network."""
-        return _load(self, trained())
+        return load(self, trained())
 
     @override
     def placeholder(self) -> Placeholder | None:
@@ -148,7 +148,8 @@ class SegmentationFolder(Data):
         return Preprocessor(self.image_shape, view, pad, max_pixels=self.max_pixels)
 
 
-def _load(config: SegmentationFolder, trained: LabelMap | None = None) -> Dataset:
+def load(config: SegmentationFolder, trained: LabelMap | None = None) -> Dataset:
+    """Load the data of a config."""
     if config.scale[0] > config.scale[1]:
         raise UserError(f"data.scale: {config.scale[0]} is more than {config.scale[1]}")
     root = Path(config.path)

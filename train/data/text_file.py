@@ -57,7 +57,7 @@ class TextFile(Text):
           UserError: if the text is unreadable, or too short for one row in each split; or for a
             vocabulary that is smaller than the tokenizer's.
         """
-        dataset = _load(self)
+        dataset = load(self)
         if private and "slack" in dataset.train:
             # Shifted rows share tokens with their neighbors, but privacy is per row: removing a
             # row must remove its tokens.
@@ -76,7 +76,8 @@ class TextFile(Text):
         return self.context if self.separator else None
 
 
-def _load(config: TextFile) -> Dataset:
+def load(config: TextFile) -> Dataset:
+    """Load the data of a config."""
     tokens, documents, count_bytes = _read_documents(config)
     train, test = _split_documents(tokens, documents, config)
     context = config.context
