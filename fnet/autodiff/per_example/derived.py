@@ -128,19 +128,20 @@ def split_derived(closed: ClosedJaxpr, count: int) -> Split:
     for members in _connected(closed, variables, number):
         inputs, eqns = dependencies(jaxpr, members)
         params = [v for v in inputs if v in number]
+        own_constants = {v: constants[v] for v in inputs if v in constants}
         function = jaxpr.replace(
-            constvars=[v for v in inputs if v in constants],
+            constvars=list(own_constants),
             invars=params,
             outvars=members,
             eqns=eqns,
             debug_info=jaxpr.debug_info.with_unknown_names(),
         )
-        consts = [constants[v] for v in function.constvars]
         groups.append(
             Group(
                 tuple(number[v] for v in params),
                 tuple(count + variables.index(v) for v in members),
-                ClosedJaxpr(function, consts),
+                # From JAX 0.12 on, `function.constvars` are inputs until they have values.
+                ClosedJaxpr(function, list(own_constants.values())),
                 _is_placement(function, eqns_of_rest=eqns_reading(rest.eqns, params)),
             )
         )
