@@ -26,15 +26,21 @@ class LanguageModel(NamedTuple):
 
     Attributes:
       init: ``init(key) -> (params, state)``, as for `fnet.Layer`.
-      apply: ``apply(params, state, tokens, *, key=None, train, mask=None, segments=None) ->
-        (logits [B, T, V], state)``. ``segments`` [B, T], integers, number the documents of a row
-        (packing). Documents do not see each other, and positions restart in each.
+      apply: ``apply(params, state, tokens, *, key=None, train, lengths=None, segments=None) ->
+        (logits [B, T, V], state)``. Two arguments say what is attended to. ``lengths`` [B],
+        integers, are the numbers of real tokens, which padding follows. ``segments`` [B, T],
+        integers, number the documents of a row (packing). Documents do not see each other, and
+        positions restart in each. Padding on the left is a document of its own, so another
+        library's attention mask of 0 and 1 can be passed as ``segments``.
       decode: incremental decoding, or None if a mixer does not support it. Its ``extend``
         returns the logits [B, V] after the last of its tokens [B, t].
-      losses: ``losses(params, state, tokens, labels, *, key=None, train, mask=None,
-        segments=None, smoothing=0.0) -> (losses [B, T] in nats, state)``: cross-entropy of the
-        labels [B, T] without materializing logits (`fnet.linear_cross_entropy`). Losses are 0 where
-        the mask is False; tokens and labels there may have any value, such as -100.
+      losses: ``losses(params, state, tokens, labels, *, key=None, train, lengths=None,
+        segments=None, loss_mask=None, smoothing=0.0) -> (losses [B, T] in nats, state)``:
+        cross-entropy of the labels [B, T] without materializing logits
+        (`fnet.linear_cross_entropy`). ``loss_mask`` [B, T], bool, says what is learned: losses are
+        0 where it is False, and labels there may have any value, such as -100. It hides nothing
+        from attention, so the losses that it keeps do not depend on it. Padding after ``lengths``
+        has loss 0, too.
     """
 
     init: Callable[[Array], tuple[Params, State]]
@@ -149,7 +155,7 @@ def language_model(
         return Children(children, params, state, key, train)
 
     def features(
-        child: Children, tokens: Array, mask: Array | None, segments: Array | None
+        child: Children, tokens: Array, real: Array | None, segments: Array | None
     ) -> Float[Array, "b t d"]:
         t = tokens.shape[-1]
         if positions is not None and t > positions:
@@ -157,11 +163,11 @@ def language_model(
                 f"language_model: {t} tokens, but positions are learned for {positions}; "
                 "give shorter sequences"
             )
-        if mask is not None:  # Padding may have any index, and NaN times 0 is NaN.
-            tokens = jnp.where(mask, tokens, 0)
+        if real is not None:  # Padding may have any index, and NaN times 0 is NaN.
+            tokens = jnp.where(real, tokens, 0)
         at = jnp.arange(t) if segments is None else positions_in_segments(segments)
         documents = {} if segments is None else {"segments": segments}
-        x = child("blocks", embed(child.params, tokens, at), mask=mask, **documents)
+        x = child("blocks", embed(child.params, tokens, at), mask=real, **documents)
         return final_norm(child.params, x)
 
     def final_norm(params: Params, x: Array) -> Array:
@@ -184,11 +190,12 @@ def language_model(
         *,
         key: Array | None = None,
         train: bool,
-        mask: Bool[Array, "b t"] | None = None,
+        lengths: Int[Array, " b"] | None = None,
         segments: Int[Array, "b t"] | None = None,
     ) -> tuple[Float[Array, "b t v"], State]:
         child = bind(params, state, key, train)
-        return head(params, features(child, tokens, mask, segments)), child.state
+        real = _real_tokens(tokens, lengths)
+        return head(params, features(child, tokens, real, segments)), child.state
 
     def losses(
         params: Params,
@@ -198,19 +205,23 @@ def language_model(
         *,
         key: Array | None = None,
         train: bool,
-        mask: Bool[Array, "b t"] | None = None,
+        lengths: Int[Array, " b"] | None = None,
         segments: Int[Array, "b t"] | None = None,
+        loss_mask: Bool[Array, "b t"] | None = None,
         smoothing: float = 0.0,
     ) -> tuple[Float[Array, "b t"], State]:
         child = bind(params, state, key, train)
-        x = features(child, tokens, mask, segments)
+        real = _real_tokens(tokens, lengths)
+        x = features(child, tokens, real, segments)
+        checks.mask("language_model: loss_mask", loss_mask, tokens.shape)
+        learned = loss_mask if real is None else real if loss_mask is None else real & loss_mask
         kernel = params["embedding"]["embedding"] if tied else params["head"]["kernel"]
         with jax.named_scope("head"):
             losses = linear_cross_entropy(
                 x,
                 kernel,
                 labels,
-                mask=mask,
+                mask=learned,
                 smoothing=smoothing,
                 soft_cap=soft_cap,
                 vocab_axis=0 if tied else 1,
@@ -248,6 +259,16 @@ def language_model(
         return head(params, final_norm(params, x[:, -1])), cache
 
     return LanguageModel(init, apply, Decode(init_cache, extend), losses)
+
+
+def _real_tokens(tokens: Array, lengths: Array | None) -> Bool[Array, "b t"] | None:
+    """Return where the real tokens are; None if all are."""
+    if lengths is None:
+        return None
+    checks.integers("language_model", lengths=lengths)
+    checks.shapes("language_model", f"tokens {tokens.shape}", lengths=(lengths, tokens.shape[:1]))
+    real: Array = jnp.arange(tokens.shape[1])[None] < lengths[:, None]
+    return real
 
 
 def positions_in_segments(segments: Int[Array, "b t"]) -> Int[Array, "b t"]:

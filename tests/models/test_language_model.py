@@ -72,12 +72,13 @@ def test_losses_are_the_cross_entropy_of_the_logits(mixers):
 @pytest.mark.parametrize("mixer", ["attention", pytest.param("mamba2", marks=pytest.mark.slow)])
 def test_padding_may_have_any_index(mixer):
     model, params, state = build(mixer, "attention")
-    is_real = jnp.arange(T)[None] < jnp.asarray([[7], [T]])
+    lengths = jnp.asarray([7, T])
+    is_real = jnp.arange(T)[None] < lengths[:, None]
 
     @jax.jit
     @functools.partial(jax.grad, has_aux=True)
     def gradient(params, x, y):
-        losses, after = model.losses(params, state, x, y, train=True, mask=is_real)
+        losses, after = model.losses(params, state, x, y, train=True, lengths=lengths)
         return losses.sum(), (losses, after)
 
     got, expected = (
@@ -86,6 +87,56 @@ def test_padding_may_have_any_index(mixer):
     )
     chex.assert_tree_all_finite(got)
     chex.assert_trees_all_equal(got, expected)
+
+
+@pytest.mark.parametrize("mixers", FAMILIES, ids="-".join)
+@pytest.mark.parametrize("extra", [{}, {"segments": jnp.array([[1] * 5 + [2] * 7] * 2)}])
+def test_a_loss_does_not_depend_on_which_others_are_learned(mixers, extra):
+    model, params, state = build(*mixers)
+
+    @jax.jit
+    def losses(loss_mask):
+        return model.losses(
+            params, state, tokens(), tokens(seed=2), train=True, loss_mask=loss_mask, **extra
+        )
+
+    every, expected_state = losses(jnp.ones((2, T), bool))
+    for seed in range(3):
+        learned = jax.random.bernoulli(jax.random.key(seed), 0.5, (2, T))
+        got, got_state = losses(learned)
+        chex.assert_trees_all_equal(got, jnp.where(learned, every, 0))
+        chex.assert_trees_all_equal(got_state, expected_state)  # of the attention context
+    answer = jnp.broadcast_to(jnp.arange(T) >= 8, (2, T))
+    chex.assert_trees_all_equal(losses(answer)[0][:, 8:], every[:, 8:])
+
+
+def test_labels_that_are_not_learned_may_have_any_value():
+    model, params, state = build("attention")
+    learned = tokens(seed=2) > 4
+    run = functools.partial(model.losses, train=True, loss_mask=learned)
+    labels = jnp.where(learned, tokens(seed=2), -100)
+    got = jax.jit(run)(params, state, tokens(), labels)
+    chex.assert_trees_all_equal(got, jax.jit(run)(params, state, tokens(), tokens(seed=2)))
+
+
+def test_padding_on_the_left_is_a_document_of_its_own():
+    model, params, state = build("attention", "mamba", context=None)
+    attention_mask = jnp.arange(T)[None] >= jnp.array([[5], [0]])
+    apply = functools.partial(model.apply, params, state, train=False)
+    padded, _ = jax.jit(lambda x: apply(x, segments=attention_mask.astype(int)))(tokens())
+    alone, _ = jax.jit(apply)(tokens()[:1, 5:])
+    chex.assert_trees_all_close(padded[:1, 5:], alone, atol=1e-5)
+
+
+def test_one_mask_for_attention_and_loss_is_refused():
+    model, params, state = build("attention")
+    with pytest.raises(TypeError, match="unexpected keyword argument 'mask'"):
+        model.losses(params, state, tokens(), tokens(), train=True, mask=jnp.ones((2, T), bool))
+    run = functools.partial(model.losses, params, state, tokens(), tokens(), train=True)
+    with pytest.raises(ValueError, match=r"loss_mask: mask must be bool of shape \(2, 12\)"):
+        run(loss_mask=jnp.ones((2, T)))
+    with pytest.raises(ValueError, match=r"lengths must have shape \(2,\)"):
+        run(lengths=jnp.ones((2, T), int))
 
 
 @pytest.mark.parametrize("mixers", FAMILIES, ids="-".join)

@@ -23,7 +23,7 @@ class Batch(TypedDict, total=False):
       tokens: unsigned [N, context + 1]. All but the last are inputs, all but the first targets.
       length: int32 [N], number of inputs of each row; the others are padding.
       segment: int32 [N, context + 1], number of each token's example in a packed row; 0 is padding.
-      target_mask: bool [N, context], whether each target is learned.
+      loss_mask: bool [N, context], whether each target is learned.
       weight: float32 [N], of each example in losses and metrics; 0 for padding and for files that
         cannot be read. Without it, all examples count alike.
       example_weight: float32 [users, examples], the same of each example of a user.
@@ -40,7 +40,7 @@ class Batch(TypedDict, total=False):
     tokens: Array
     length: Array
     segment: Array
-    target_mask: Array
+    loss_mask: Array
     weight: Array
     example_weight: Array
     row: Array

@@ -5,7 +5,7 @@ import functools
 import grain
 import numpy as np
 
-from train.data import Arrays, Dataset, augment_rows, batches_by_step, pad_batch, select_rows
+from train.data import Arrays, Dataset, augment_rows, batches_by_step, select_rows
 
 SMALLEST_BUCKET = 16
 """Smallest padded length in tokens. Overhead dominates programs for shorter rows."""
@@ -20,12 +20,15 @@ def bucket_lengths(lengths: np.ndarray, longest: int) -> np.ndarray:
 def bucketed_batches(
     dataset: Dataset, batch_size: int, seed: int, longest: int
 ) -> grain.DatasetIterator:
-    """Iterate over batches of rows of similar length without end.
+    """Iterate over full batches of rows of similar length without end.
 
     Each batch has ``tokens`` [batch, bucket + 1], ``length`` [batch] and ``weight`` [batch]. Some
-    sources add ``target_mask`` [batch, bucket]. The weight is the number of targets / bucket, so
-    that all targets of a batch count the same, and 0.0 for padding. An epoch holds every row once,
-    in a new order; the last batch of a bucket is padded.
+    sources add ``loss_mask`` [batch, bucket]. The weight is the number of learned targets / bucket,
+    so that all of a batch count the same.
+
+    Each epoch has all rows in a new order. Windows of this order, as long as an epoch rounded up to
+    whole batches, are sorted by bucket and cut into batches. So no batch is padded with rows: one
+    row and padding would take as large a step as a full batch.
 
     The iterator's ``get_state()`` returns its position as JSON. After ``set_state`` it continues
     with the same batches.
@@ -36,37 +39,35 @@ def bucketed_batches(
       seed: Seed of the order.
       longest: Largest bucket, in tokens of input.
     """
-    lengths = bucket_lengths(dataset.train["length"], longest)
-    buckets = {int(b): np.flatnonzero(lengths == b) for b in np.unique(lengths)}
-    # (bucket, index of its batch): the same set in each epoch, in a new order.
-    batches = [(b, i) for b, rows in buckets.items() for i in range(-(-len(rows) // batch_size))]
+    buckets = bucket_lengths(dataset.train["length"], longest)
+    count = -(-len(buckets) // batch_size)
 
     @functools.lru_cache(maxsize=2)
-    def shuffle_epoch(epoch: int) -> tuple[np.ndarray, dict[int, np.ndarray]]:
-        """Shuffle the batches of an epoch, and the rows of each bucket."""
-        generator = np.random.Generator(np.random.Philox([seed, epoch]))
-        shuffled = {b: generator.permutation(rows) for b, rows in buckets.items()}
-        return generator.permutation(len(batches)), shuffled
+    def shuffle_epoch(epoch: int) -> np.ndarray:
+        return np.random.Generator(np.random.Philox([seed, epoch])).permutation(len(buckets))
+
+    @functools.lru_cache(maxsize=2)
+    def window_batches(window: int) -> np.ndarray:
+        """Return the rows of each batch of a window [count, batch_size]."""
+        epochs, places = np.divmod(
+            window * count * batch_size + np.arange(count * batch_size), len(buckets)
+        )
+        rows = np.concatenate([shuffle_epoch(e)[places[epochs == e]] for e in np.unique(epochs)])
+        rows = rows[np.argsort(buckets[rows], kind="stable")].reshape(count, batch_size)
+        return np.random.Generator(np.random.Philox([seed, window, 1])).permutation(rows)
 
     def make_batch(step: int) -> Arrays:
-        epoch, position = divmod(step, len(batches))
-        order, shuffled = shuffle_epoch(epoch)
-        bucket, i = batches[order[position]]
-        rows = select_rows(dataset.train, shuffled[bucket][i * batch_size : (i + 1) * batch_size])
-        generator = np.random.Generator(np.random.Philox([seed, epoch, position]))
-        batch = augment_rows(dataset, rows, generator)
+        window, i = divmod(step, count)
+        index = window_batches(window)[i]
+        bucket = int(buckets[index].max())
+        generator = np.random.Generator(np.random.Philox([seed, window, i, 2]))
+        batch = augment_rows(dataset, select_rows(dataset.train, index), generator)
         batch["tokens"] = batch["tokens"][:, : bucket + 1]
-        count = batch["length"]
-        if "target_mask" in batch:
-            batch["target_mask"] = batch["target_mask"][:, :bucket]
-            count = batch["target_mask"].sum(1)
-        batch["weight"] = (count / bucket).astype(np.float32)
-        return pad_batch(batch, batch_size)
+        learned = batch["length"]
+        if "loss_mask" in batch:
+            batch["loss_mask"] = batch["loss_mask"][:, :bucket]
+            learned = batch["loss_mask"].sum(1)
+        batch["weight"] = (learned / bucket).astype(np.float32)
+        return batch
 
     return batches_by_step(make_batch)
-
-
-def batches_per_epoch(dataset: Dataset, batch_size: int, longest: int) -> int:
-    """Count the batches that hold every row once."""
-    lengths = bucket_lengths(dataset.train["length"], longest)
-    return sum(-(-int((lengths == b).sum()) // batch_size) for b in np.unique(lengths))

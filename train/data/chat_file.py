@@ -126,7 +126,7 @@ class ChatFile(Text):
         """Encode the examples of a file as rows of ``tokens`` [N, context + 1].
 
         All tokens of a row but the last are inputs, and all but the first can be targets. Batches
-        have ``target_mask`` [N, context], which is True for the targets that are learned.
+        have ``loss_mask`` [N, context], which is True for the targets that are learned.
 
         Without packing, a row holds one example, or a part of it, and batches have ``length`` [N],
         the number of inputs. With packing, batches have ``segment`` [N, context + 1], which counts
@@ -162,7 +162,7 @@ class ChatFile(Text):
 
     @override
     def placeholder(self) -> Placeholder | None:
-        batch: Arrays = {"target_mask": np.ones((1, self.context), bool)}
+        batch: Arrays = {"loss_mask": np.ones((1, self.context), bool)}
         if self.packing:
             batch["segment"] = np.ones((1, self.context + 1), np.int32)
             batch["weight"] = np.ones(1, np.float32)
@@ -231,7 +231,7 @@ def load(config: ChatFile) -> Dataset:
 
 
 def _weight(batch: Arrays) -> np.ndarray:
-    return batch["target_mask"].mean(1, dtype=np.float32)
+    return batch["loss_mask"].mean(1, dtype=np.float32)
 
 
 class _Rows(NamedTuple):
@@ -273,7 +273,7 @@ class _Rows(NamedTuple):
     def gather(self, rows: Arrays, context: int) -> Arrays:
         """Gather the arrays of a batch, as `load` describes them."""
         tokens, index, inside = gather(self.tokens, rows["start"], rows["length"], context)
-        batch = {"tokens": tokens, "target_mask": (self.target[index] & inside)[:, 1:]}
+        batch = {"tokens": tokens, "loss_mask": (self.target[index] & inside)[:, 1:]}
         if self.packed:
             segment = np.cumsum(self.first[index], 1, dtype=np.int32)
             return batch | {"segment": np.where(inside, segment, 0)}

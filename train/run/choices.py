@@ -195,7 +195,13 @@ def _log_likelihoods(
 ) -> Array:
     """Sum the log-likelihoods of the last ``count`` of ``length`` targets of each row [B]."""
     at = jnp.arange(tokens.shape[1] - 1)[None]
-    mask = at < length[:, None]
-    losses, _ = model.losses(params, state, tokens[:, :-1], tokens[:, 1:], train=False, mask=mask)
-    is_choice = mask & (at >= (length - count)[:, None])
-    return -jnp.where(is_choice, losses, 0).sum(1)
+    losses, _ = model.losses(
+        params,
+        state,
+        tokens[:, :-1],
+        tokens[:, 1:],
+        train=False,
+        lengths=length,
+        loss_mask=at >= (length - count)[:, None],
+    )
+    return -losses.sum(1)

@@ -182,7 +182,7 @@ def setup(config: Config, *, without_data: bool = False, dataset: Dataset | None
     if config.examples_per_user:
         task = task._replace(loss=per_user(task.loss))
 
-    steps_per_epoch = _steps_per_epoch(config, task.dataset)
+    steps_per_epoch = _num_units(task.dataset) / config.data.batch_size
     steps = _num_steps(config, steps_per_epoch)
     schedule = _schedule(config, steps, steps_per_epoch)
     privacy = config.grad.privacy(config, _num_units(task.dataset), steps)
@@ -267,13 +267,6 @@ def _notes(config: Config, dataset: Dataset, steps: int, missing: Placeholder | 
             f"the run has {steps} step{'s' if steps > 1 else ''}"
         )
     return notes
-
-
-def _steps_per_epoch(config: Config, dataset: Dataset) -> float:
-    size, longest = config.data.batch_size, config.data.longest_row
-    if longest and not config.is_private:
-        return buckets.batches_per_epoch(dataset, size, longest)
-    return _num_units(dataset) / size
 
 
 def _num_units(dataset: Dataset) -> int:

@@ -53,9 +53,10 @@ def build_network(config: Config) -> Any:
 def build(config: Config, dataset: Dataset) -> Task:
     """Build the language modeling task of a config.
 
-    The loss of a row is the mean over its targets. Batches without privacy weight each row by the
-    number of its targets, so that all targets count the same. With privacy, all rows count the
-    same, because privacy is per row.
+    A step averages over the learned tokens of its global batch. The loss of a row is the mean over
+    its own, and batches without privacy weight each row by their number. So packing, buckets,
+    microbatches and devices do not change the average. With privacy, all rows count the same,
+    because privacy is per row.
 
     Raises:
       ValueError: if the network is invalid.
@@ -64,14 +65,13 @@ def build(config: Config, dataset: Dataset) -> Task:
 
     def losses(params: Any, state: Any, batch: Batch, key: Array | None, smoothing: float) -> Any:
         tokens = batch["tokens"].astype(jnp.int32)
-        targets, mask, segments = tokens[:, 1:], None, {}
+        targets, lengths, learned = tokens[:, 1:], batch.get("length"), batch.get("loss_mask")
+        segments = None
         if "segment" in batch:
-            # The last token of a segment has no target, as if the segment were a row.
-            inputs = batch["segment"][:, :-1]
-            mask = (inputs > 0) & (inputs == batch["segment"][:, 1:])
-            segments = {"segments": inputs}
-        elif "length" in batch:
-            mask = jnp.arange(targets.shape[1])[None] < batch["length"][:, None]
+            segments = batch["segment"][:, :-1]
+            lengths = (segments > 0).sum(1)
+        if learned is None and lengths is not None:
+            learned = jnp.arange(targets.shape[1])[None] < lengths[:, None]
         per_token, state = model.losses(
             params,
             state,
@@ -79,14 +79,12 @@ def build(config: Config, dataset: Dataset) -> Task:
             targets,
             key=key,
             train=key is not None,
-            mask=mask,
+            lengths=lengths,
+            segments=segments,
+            loss_mask=learned,
             smoothing=smoothing,
-            **segments,
         )
-        if "target_mask" in batch:
-            per_token = jnp.where(batch["target_mask"], per_token, 0)
-            return per_token.sum(1) / jnp.maximum(batch["target_mask"].sum(1), 1), state
-        count = targets.shape[1] if mask is None else jnp.maximum(batch["length"], 1)
+        count = targets.shape[1] if learned is None else jnp.maximum(learned.sum(1), 1)
         return per_token.sum(1) / count, state
 
     def loss(params: Any, state: Any, batch: Batch, key: Array) -> tuple[Array, fnet.Aux]:

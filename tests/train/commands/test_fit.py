@@ -276,7 +276,7 @@ def test_zeros_replace_the_data_of_a_chat_file(folder):
     )
     shapes = setup(config, without_data=True).batch_shapes
     assert shapes["tokens"].shape == (8, 2049)
-    assert {"length", "target_mask", "weight"} <= shapes.keys()
+    assert {"length", "loss_mask", "weight"} <= shapes.keys()
 
 
 MISTAKES = [

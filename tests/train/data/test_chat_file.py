@@ -8,9 +8,12 @@ import chex
 import fsspec
 import jax
 import numpy as np
+import optax
 import pytest
 from data_cases import error_message, take_batches
+from jax.sharding import AxisType
 
+from fnet import autodiff
 from train.config import ChatFile, Clipped, Config, LanguageModel, Microbatch, Train
 from train.data import evaluation_batches, num_examples
 from train.data.buckets import bucketed_batches
@@ -77,7 +80,7 @@ def batch_of(data, split="train"):
 def examples_of(batch):
     """(text, learned text) of each example, in the order of the rows."""
     found = []
-    for row, (tokens, mask) in enumerate(zip(batch["tokens"], batch["target_mask"], strict=True)):
+    for row, (tokens, mask) in enumerate(zip(batch["tokens"], batch["loss_mask"], strict=True)):
         segment = np.arange(len(tokens)) <= batch["length"][row] if "length" in batch else None
         segment = batch["segment"][row] if segment is None else segment.astype(int)
         for number in range(1, segment.max() + 1):
@@ -207,7 +210,7 @@ def test_packed_batches_weight_rows_by_their_targets(load):
     (batch, *_), _ = take_batches(data)
     assert batch["segment"].dtype == np.int32
     assert batch["segment"].max() > 1
-    np.testing.assert_allclose(batch["weight"], batch["target_mask"].sum(1) / 32)
+    np.testing.assert_allclose(batch["weight"], batch["loss_mask"].sum(1) / 32)
     assert "27 examples packed into" in data.notes[1]
     assert data.rows == "rows"
     assert data.name(0).count("line") == batch_of(data)["segment"][0].max()
@@ -238,8 +241,8 @@ def test_rows_of_similar_length_are_batched(load):
     batch = next(source)
     bucket = batch["tokens"].shape[1] - 1
     assert bucket < 64
-    assert batch["target_mask"].shape == (4, bucket)
-    np.testing.assert_allclose(batch["weight"], batch["target_mask"].sum(1) / bucket)
+    assert batch["loss_mask"].shape == (4, bucket)
+    np.testing.assert_allclose(batch["weight"], batch["loss_mask"].sum(1) / bucket)
 
 
 @pytest.fixture
@@ -275,9 +278,43 @@ def test_each_target_of_a_batch_counts_the_same(write, network):
     batch = next(bucketed_batches(task.dataset, 6, 0, 32))
     losses, _ = jax.jit(task.loss)(params, state, batch, jax.random.key(0))
     total, count = reference_losses(task, params, state, examples_of(batch))
-    assert count == batch["target_mask"].sum()
+    assert count == batch["loss_mask"].sum()
     mean = (losses * batch["weight"]).sum() / batch["weight"].sum()
     np.testing.assert_allclose(mean, total / count, rtol=1e-5)
+
+
+def test_a_step_averages_over_the_tokens_of_its_batch_however_they_are_arranged(write, network):
+    path = write(answers(16))
+    task, params, state = network(ChatFile(path=path, context=32, test_fraction=0.25))
+    rows = batch_of(task.dataset) | {"weight": batch_of(task.dataset)["loss_mask"].mean(1)}
+    packed_config = ChatFile(path=path, context=32, test_fraction=0.25, packing=True)
+    packed = batch_of(network(packed_config)[0].dataset)
+    assert len(packed["tokens"]) == 4 < len(rows["tokens"]) == 12
+    short = {k: a[:, :16] if k == "loss_mask" else a[:, :17] if k == "tokens" else a
+             for k, a in rows.items()}  # fmt: skip
+    short["weight"] = short["loss_mask"].mean(1)
+
+    def step(batch, mode, devices=1):
+        mesh = jax.make_mesh((devices,), ("data",), axis_types=(AxisType.Auto,))
+        over_data = jax.NamedSharding(mesh, jax.P("data"))
+        batch = {k: jax.device_put(np.asarray(a), over_data) for k, a in batch.items()}
+        grads, _, metrics = jax.jit(mode(task.loss))(params, state, batch, jax.random.key(0))
+        return jax.device_get((grads, metrics["loss"]))
+
+    expected = step(rows, autodiff.mean)
+    others = [
+        step(packed, autodiff.mean),
+        step(short, autodiff.mean),
+        step(rows, partial(autodiff.accumulate_grad, microbatches=4)),
+        step(packed, partial(autodiff.accumulate_grad, microbatches=2)),
+        step(rows, autodiff.mean, devices=4),
+        step(packed, autodiff.mean, devices=2),
+    ]
+    size = optax.global_norm(expected[0])
+    for grads, loss in others:
+        np.testing.assert_allclose(loss, expected[1], rtol=1e-6)
+        difference = jax.tree.map(np.subtract, grads, expected[0])
+        assert optax.global_norm(difference) < 2e-6 * size
 
 
 def test_test_metrics_average_over_targets(write, network):
@@ -470,7 +507,7 @@ def test_examples_begin_and_end_with_the_special_tokens_of_the_tokenizer(load, t
     assert (tokens[0], tokens[-1]) == (259, 260)
     # A token that begins with the answer's space belongs to the answer.
     assert tokens[1:4] == [load_tokenizer(ChatFile(tokenizer=tokenizer)).encode(t)[1] for t in ("I", "s", " a")]  # fmt: skip
-    np.testing.assert_array_equal(batch["target_mask"][0, :n], [0, 0, 1, 1, 1, 1, 1])
+    np.testing.assert_array_equal(batch["loss_mask"][0, :n], [0, 0, 1, 1, 1, 1, 1])
     assert data.tokens_per_byte() == 2  # one of the text, and its end
     texts = load([{"text": "é a"}] * 2, tokenizer=tokenizer, test_fraction=0.5)
     # Two bytes of é in two tokens, two bytes of the other token, and no byte of the end.
@@ -483,7 +520,7 @@ def test_chats_get_special_tokens_from_the_template_alone(load, tokenizer):
     }
     batch = batch_of(load([record] * 2, tokenizer=tokenizer, test_fraction=0.5))  # fmt: skip
     assert batch["tokens"][0, :8].tolist() == [259, 261, 258, 263, 262, 256, 263, 0]
-    np.testing.assert_array_equal(batch["target_mask"][0, :7], [0, 0, 0, 0, 1, 1, 0])
+    np.testing.assert_array_equal(batch["loss_mask"][0, :7], [0, 0, 0, 0, 1, 1, 0])
 
 
 def test_a_symbol_without_a_token_names_its_line(load, tmp_path):
@@ -533,7 +570,7 @@ def test_packed_losses_and_gradients_equal_those_of_single_rows(write, mixer):
         params = jax.tree.map(lambda p: p * 1.5, params)
         batch = {"weight": np.float32(1)} | batch_of(task.dataset)
         if not packing:
-            batch["weight"] = batch["target_mask"].mean(1, dtype=np.float32)
+            batch["weight"] = batch["loss_mask"].mean(1, dtype=np.float32)
 
         def loss(params, task=task, state=state, batch=batch):
             losses, _ = task.loss(params, state, batch, jax.random.key(0))
@@ -586,7 +623,7 @@ def test_privacy_per_user_splits_by_user_and_allows_cut_rows(write):
 
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("grad", [PRIVATE, Microbatch(2)])
-def test_steps_take_rows_with_target_masks(write, grad):
+def test_steps_take_rows_with_loss_masks(write, grad):
     data = ChatFile(path=write(answers(40)), context=32, batch_size=4)
     run = setup(Config(data=data, model=MODEL, grad=grad, train=Train(steps=1)))
     batch = next(run.training_batches(0))

@@ -13,7 +13,8 @@ from train.config import (
     LanguageModel,
     TextFile,
 )
-from train.data.buckets import batches_per_epoch, bucket_lengths, bucketed_batches
+from train.data import num_examples
+from train.data.buckets import bucket_lengths, bucketed_batches
 from train.data.tokenizer import load_tokenizer
 from train.errors import UserError
 from train.tasks import build
@@ -92,18 +93,26 @@ def test_no_row_crosses_a_document_boundary(tmp_path):
             assert not row[n + 1 :].any()
 
 
-def test_bucketed_batches_have_power_of_two_lengths_and_each_token_once_per_epoch(tmp_path):
+def test_bucketed_batches_are_full_and_have_power_of_two_lengths_and_every_row_as_often(tmp_path):
     data = documents(tmp_path, LENGTHS).load()
     source = bucketed_batches(data, 4, 0, 64)
-    shapes, count = set(), 0
-    while count < data.train["length"].sum():
+    shapes, rows = set(), []
+    n = num_examples(data.train)
+    for _ in range(n * -(-n // 4)):  # whole windows, and whole epochs
         batch = next(source)
         shapes.add(batch["tokens"].shape)
         bucket = batch["tokens"].shape[1] - 1
         np.testing.assert_allclose(batch["weight"], batch["length"] / bucket)
-        count += batch["length"].sum()
-    assert count == data.train["length"].sum()
+        assert batch["weight"].all()
+        rows += batch["row"].tolist()
     assert shapes <= {(4, b + 1) for b in (16, 32, 64)}
+    assert set(np.bincount(rows)) == {4 * -(-n // 4)}
+
+
+def test_a_batch_is_full_even_if_there_are_fewer_rows(tmp_path):
+    data = documents(tmp_path, [3, 10, 17, 30]).load()
+    batch = next(bucketed_batches(data, 24, 0, 64))
+    assert (batch["weight"] > 0).sum() == 24
 
 
 def test_bucketed_batches_resume_at_a_saved_position(tmp_path):
@@ -236,7 +245,7 @@ def test_a_prompt_has_the_start_but_not_the_end_tokens(tokenizers, save_and_load
 
 def test_bucketed_batches_are_shuffled_by_epoch_and_seed(tmp_path):
     data = documents(tmp_path, LENGTHS).load()
-    n = batches_per_epoch(data, 1, 64)
+    n = num_examples(data.train)
 
     def rows(seed):
         batches = bucketed_batches(data, 1, seed, 64)
@@ -261,15 +270,6 @@ def test_a_seed_chooses_the_test_documents(tmp_path):
         ord("o"),
         ord("p"),
     }  # the last four of sixteen
-
-
-def test_an_epoch_holds_each_row_once(tmp_path):
-    data = documents(tmp_path, LENGTHS).load()
-    batches, rows = bucketed_batches(data, 4, 0, 64), []
-    for _ in range(batches_per_epoch(data, 4, 64)):
-        batch = next(batches)
-        rows += batch["row"][batch["weight"] > 0].tolist()
-    assert sorted(rows) == list(range(len(data.train["length"])))
 
 
 def test_a_pipe_is_no_text(tmp_path):
