@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from train import limits
 from train.errors import TrainingError, UserError, did_you_mean, is_out_of_memory, printable
 
 USAGE = """\
@@ -32,6 +33,7 @@ CONFIG is a recipe's name (digits) or file, or a run's folder or config.json.
 RUN is a run's folder or config.json.
 fnet COMMAND --help explains the flags of a command.
 fnet train CONFIG --help lists every field of CONFIG with its value.
+fnet COMMAND --limits 2 reads files twice as large, deep or slow as it would trust.
 """
 
 _MODULES = {
@@ -99,7 +101,7 @@ def _dispatch(argv: list[str]) -> None:
     if not argv or argv[0] in ("-h", "--help"):
         print(USAGE, end="")
         raise SystemExit(0 if argv else 2)
-    name, *rest = argv
+    name, *rest = limits.take_flag(argv)
     if name not in _MODULES:
         raise UserError(f"no command {name}{did_you_mean(name, _MODULES)}; see fnet --help")
     # Programs for a device that is not there cannot be read from the cache: JAX warns.

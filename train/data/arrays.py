@@ -227,7 +227,7 @@ def _array_names(path: Path) -> list[str]:
     Raises:
       UserError: if it is missing, or is not an .npz file.
     """
-    with storage.reported("data.path", path), path.open("rb") as file:
+    with storage.reported("data.path", path), storage.open_file(str(path)) as file:
         if not zipfile.is_zipfile(file):
             problem = "is truncated or not an .npz file" if path.stat().st_size else "is empty"
             raise UserError(f"data.path: {path} {problem}; write it with numpy.savez")

@@ -15,6 +15,8 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
+from train import limits
+from train.data.storage import check_regular
 from train.errors import UserError, list_available
 
 Message = Mapping[str, Any]
@@ -34,7 +36,8 @@ class ChatTemplate(NamedTuple):
     """Jinja template that writes the messages of a chat as one text.
 
     Templates come with weights from the internet. They run in Jinja's sandbox, which gives them
-    no access to Python objects and no way to change their arguments.
+    no access to Python objects and no way to change their arguments, in a process of its own with
+    limits of memory and time (`train.limits`).
 
     Attributes:
       source: Template, as in ``tokenizer_config.json``.
@@ -114,18 +117,30 @@ class ChatTemplate(NamedTuple):
     def _render(self, messages: Sequence[Message], add_generation_prompt: bool, tools: Any) -> str:
         # Some templates fail on None, where a missing key is fine.
         given = [{k: v for k, v in m.items() if v is not None} for m in messages]
+        values = {
+            "messages": given,
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+            **self.tokens,
+        }
         try:
-            return _compile(self.source, self.now).render(
-                messages=given,
-                tools=tools,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self.tokens,
-            )
-        except jinja2.TemplateSyntaxError as error:
-            raise UserError(f"{self.where}, line {error.lineno}: {_one_line(error)}") from error
-        except Exception as error:  # templates run code, which can fail in any way
-            raise UserError(f"{self.where} refuses the chat: {_one_line(error)}") from error
+            text, mistake = limits.run("train.data.chat:render", self.source, self.now(), values)
+        except limits.CodeError as error:
+            raise UserError(f"{self.where} refuses the chat: {error}") from error
+        if mistake:
+            raise UserError(f"{self.where}, {mistake}")
+        limits.LINE.check(len(text), f"{self.where} refuses the chat: its text")
+        return text
+
+
+def render(source: str, now: datetime.datetime, values: Mapping[str, Any]) -> tuple[str, str]:
+    """Render a template, in the process for what others wrote; return the text or a mistake."""
+    try:
+        clock = {"strftime_now": now.strftime}
+        return _compile(source).render(**(clock | dict(values))), ""
+    except jinja2.TemplateSyntaxError as error:
+        return "", f"line {error.lineno}: {_one_line(error)}"
 
 
 class _Generation(Extension):
@@ -161,7 +176,7 @@ def _check_name(name: Any) -> None:
 
 
 @functools.lru_cache(maxsize=8)
-def _compile(source: str, now: Callable[[], datetime.datetime]) -> jinja2.Template:
+def _compile(source: str) -> jinja2.Template:
     """Compile a template in the environment that transformers gives to chat templates."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
@@ -174,14 +189,13 @@ def _compile(source: str, now: Callable[[], datetime.datetime]) -> jinja2.Templa
     environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
     environment.globals["raise_exception"] = raise_exception
     environment.globals["namespace"] = _PlainNamespace
-    environment.globals["strftime_now"] = lambda format: now().strftime(format)
     return environment.from_string(source)
 
 
 def _find_marks(text: str) -> tuple[str, list[range]]:
     """Remove the marks of `_Generation` from a text, and return the spans between them."""
     plain, spans = "", []
-    for piece in re.split(f"({_OPEN}[^{_CLOSE}]*{_CLOSE})", text):
+    for piece in re.split(f"({_OPEN}[^{_OPEN}{_CLOSE}]*{_CLOSE})", text):
         inner = piece.replace(_OPEN, "").replace(_CLOSE, "")
         if inner != piece:
             spans.append(range(len(plain), len(plain) + len(inner)))
@@ -209,6 +223,8 @@ def load_template(
     file = path or (folder / "chat_template.jinja" if folder else None)
     if file and (path or file.is_file()):
         try:
+            check_regular(str(file))
+            limits.JSON_FILE.check(file.stat().st_size, file)
             return ChatTemplate(file.read_text("utf-8"), tokens, str(file), now)
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or _one_line(error)
@@ -317,6 +333,7 @@ def load_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
+        limits.JSON_FILE.check(path.stat().st_size, path)
         content = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"cannot read {path}: {_one_line(error)}") from error

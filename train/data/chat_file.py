@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
@@ -36,6 +36,8 @@ _KINDS = {"chat": ("messages",), "answer": ("prompt", "answer"), "text": ("text"
 """Fields that the examples of a kind have."""
 _CHUNK = 1024
 """Number of examples that are encoded at once."""
+_CHUNK_SYMBOLS = 2**22
+"""Symbols after which no example is added to these."""
 _SHAREGPT = {"human": "user", "gpt": "assistant"}
 
 
@@ -387,16 +389,26 @@ class _Reader:
         """
         documents: list[_Document] = []
         records = iter(read)
-        while chunk := list(itertools.islice(records, _CHUNK)):
-            if not self.kind:
-                self._find_fields(chunk[0])
-            texts = [self._text(record) for record in chunk]
+        while texts := self._chunk(records):
             try:
                 pieces = self._tokenizer.encode_pieces([t.text for t in texts])
             except UserError:  # of one of them, which is found by encoding each alone
                 pieces = [self._encode(t) for t in texts]
             documents += [self._document(t, p) for t, p in zip(texts, pieces, strict=True)]
         return documents
+
+    def _chunk(self, records: Iterator[Record]) -> list[_Text]:
+        """Read the texts to encode at once: as many as tokenizers encode fast, or a long one."""
+        texts: list[_Text] = []
+        size = 0
+        for record in itertools.islice(records, _CHUNK):
+            if not self.kind:
+                self._find_fields(record)
+            texts.append(self._text(record))
+            size += len(texts[-1].text)
+            if size > _CHUNK_SYMBOLS:
+                break
+        return texts
 
     def _find_fields(self, record: Record) -> None:
         """Find out what kind of examples a file has, and load the chat template if needed."""

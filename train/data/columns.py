@@ -7,11 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from train import limits
 from train.data import storage
 from train.errors import UserError, did_you_mean, list_available, shorten
 
-_LONGEST_NAME = 1000
-"""Most symbols of a class name, because an array of names gives each one the longest's bytes."""
 _INTEGER = re.compile(r"-?[0-9]{1,18}")
 
 
@@ -114,11 +113,7 @@ def parse_labels(values: Sequence[Any], where: Callable[[int], str]) -> np.ndarr
             raise UserError(
                 f"{where(i)} has the label {value!r:.40}; expected an integer from 0, or a name"
             )
-        if len(text) > _LONGEST_NAME:
-            raise UserError(
-                f"{where(i)} has a label of {len(text):,} symbols, {text[:20]}...; a class name "
-                f"has at most {_LONGEST_NAME:,}"
-            )
+        limits.CLASS_NAME.check(len(text), where(i))
         texts.append(normalized(text.strip()))
     if all(map(_INTEGER.fullmatch, texts)):
         return np.array(texts, np.int64) if texts else np.zeros(0, np.int64)

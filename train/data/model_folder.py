@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
+from train import limits
 from train.data.chat import load_json
+from train.data.storage import check_regular
 from train.errors import UserError
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -32,15 +34,6 @@ DTYPES: dict[str, Any] = {
 }  # fmt: skip
 """NumPy's dtypes of safetensors."""
 
-_SIZES = {
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "depth"), 10_000),
-    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "n_head", "head_dim"), 10_000),
-    **dict.fromkeys(("hidden_size", "n_embd", "intermediate_size", "patch_size"), 10**7),
-    **dict.fromkeys(("vocab_size", "image_size", "rope_theta"), 10**12),
-    **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"), 1),
-}
-"""Largest value of each size in config.json."""
-_MAX_HEADER = 100 * 2**20
 _POINTER = b"version https://git-lfs"
 """Begins a file that Git LFS has not downloaded yet."""
 _TOKENIZERS = ("tokenizer.model", "spiece.model", "vocab.json")
@@ -123,7 +116,8 @@ def read_config(path: Path) -> dict[str, Any]:
 
 def _check_sizes(path: Path, config: Mapping[str, Any]) -> None:
     """Raise `UserError` for a size that no model has, with which nothing would ever end."""
-    for name, most in _SIZES.items():
+    for name, value in limits.SIZES.items():
+        most = value * limits.factor()
         if (given := config.get(name)) is None:
             continue
         values = given if isinstance(given, list) and given else [given]  # perhaps of two axes
@@ -237,6 +231,7 @@ def read_tensors(path: Path) -> tuple[dict[str, FileTensor], dict[str, str]]:
         return UserError(f"{path} is damaged or not a safetensors file: {why}")
 
     try:
+        check_regular(str(path))
         size = path.stat().st_size
         with path.open("rb") as file:
             start = file.read(len(_POINTER))
@@ -247,8 +242,9 @@ def read_tensors(path: Path) -> tuple[dict[str, FileTensor], dict[str, str]]:
                 )
             file.seek(8)
             length = int.from_bytes(start[:8], "little")
-            if size < 8 or not 0 < length <= min(size - 8, _MAX_HEADER):
+            if size < 8 or not 0 < length <= size - 8:
                 raise damaged(f"its header has {length:,} bytes, the file {size:,}")
+            limits.HEADER.check(length, path)
             header = json.loads(file.read(length))
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror or error}") from error

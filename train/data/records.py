@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from train import limits
 from train.data import storage
 from train.errors import UserError, did_you_mean, list_available
 
@@ -87,10 +88,13 @@ def _read_file(path: str, option: str) -> Iterator[Record]:
 
 def _read_json_lines(path: str, option: str) -> Iterator[Record]:
     with storage.reported(option, path), storage.open_file(path) as file:
-        for number, line in enumerate(file, 1):
+        # A line without an end is not read to where memory ends.
+        lines = iter(lambda: file.readline(limits.LINE.most + 1), b"")
+        for number, line in enumerate(lines, 1):
+            place = f"{path}, line {number}"
+            limits.LINE.check(len(line), f"{option}: {place}")
             if not line.strip():
                 continue
-            place = f"{path}, line {number}"
             hint = _hint(line, path) if number == 1 else ""
             try:
                 fields = json.loads(line)

@@ -21,6 +21,7 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 
+from train import limits
 from train.data import storage
 from train.data.columns import choose, parse_labels, read_names
 from train.data.decode import EXTENSIONS, UnreadableError
@@ -41,8 +42,6 @@ _THREADS = 16
 """Shards that are indexed or read at once."""
 CACHE_BYTES = 2**30
 """Bytes of row groups that are kept in memory."""
-_MOST_LABEL_BYTES = 2**20
-"""Largest file of a label in a tar file."""
 _INDEX_VERSION = 2
 
 
@@ -171,11 +170,7 @@ def _index_tar(path: str, size: int, fields: Fields) -> Index:
                 raise UserError(f"data.path: {path} has {member} twice")
             parts[extension], last = (start, count), member
             if extension == label:
-                if count > _MOST_LABEL_BYTES:
-                    raise UserError(
-                        f"data.label: {member} in {path} has {count:,} bytes; a label has at most "
-                        f"{_MOST_LABEL_BYTES:,}"
-                    )
+                limits.LABEL_FILE.check(count, f"data.label: {member} in {path}")
                 here = file.tell()
                 file.seek(start)
                 labels[key] = file.read(count)
@@ -215,11 +210,25 @@ def _index_tar(path: str, size: int, fields: Fields) -> Index:
     return Index(_places(list(images.values())), found_labels, problem=problem)
 
 
+class _Headers:
+    """A tar file of which only headers and names are read, whatever size they say they have."""
+
+    def __init__(self, file: IO[bytes]):
+        self._file = file
+        self.seek, self.tell = file.seek, file.tell
+
+    def read(self, size: int) -> bytes:
+        if size > limits.LABEL_FILE.most:
+            raise tarfile.ReadError(f"a name of {size} bytes")
+        return self._file.read(size)
+
+
 def _tar_members(file: IO[bytes]) -> Iterator[tuple[str, int, int]]:
     """Yield name, first byte and number of bytes of each file; a name "" if the tar is damaged."""
     end = 0
+    headers: Any = _Headers(file)
     try:
-        with tarfile.open(fileobj=file, mode="r:") as tar:
+        with tarfile.open(fileobj=headers, mode="r:") as tar:
             for member in tar:
                 end = tar.offset
                 if member.isreg() and not member.issparse():
@@ -228,7 +237,7 @@ def _tar_members(file: IO[bytes]) -> Iterator[tuple[str, int, int]]:
         file.seek(end)
         if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
             yield "", end, 0  # without the blocks of zeros that end a tar file
-    except tarfile.TarError:
+    except (tarfile.TarError, ValueError):
         yield "", end, 0
 
 

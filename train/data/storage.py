@@ -15,6 +15,7 @@ from pathlib import Path
 from stat import S_ISDIR, S_ISREG
 from typing import IO, Any, NamedTuple
 
+from train import limits
 from train.errors import UserError
 
 _PACKAGES = {"gs": "gcsfs", "s3": "s3fs"}
@@ -182,7 +183,11 @@ def walk(folder: str, skipped: Counter[str]) -> Iterator[str]:
     Links are followed. Those that lead to themselves or to a folder around them are left out and
     counted, like pipes, sockets and devices, which would block. Names that begin with a dot are
     left out. A broken link is a file, which cannot be read later.
+
+    Raises:
+      UserError: if links lead to one folder too often.
     """
+    visits = Counter[tuple[int, int]]()
 
     def below(path: str, prefix: str, above: frozenset[tuple[int, int]]) -> Iterator[str]:
         status = os.stat(path)
@@ -190,6 +195,8 @@ def walk(folder: str, skipped: Counter[str]) -> Iterator[str]:
         if here in above:
             skipped["link to itself"] += 1
             return
+        visits[here] += 1
+        limits.LINKS.check(visits[here], path)
         with os.scandir(path) as entries:
             for entry in entries:
                 if entry.name.startswith("."):

@@ -1,13 +1,16 @@
 """Tokenizers: bytes, or a tokenizer.json of Hugging Face's tokenizers library."""
 
 import functools
+import importlib.util
 import json
+import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from train import limits
 from train.data.chat import special_tokens
 from train.data.text import Text
 from train.errors import UserError
@@ -80,43 +83,50 @@ def _load(config: Text) -> Tokenizer:
         )
     path = Path(config.tokenizer)
     path = path / "tokenizer.json" if path.is_dir() else path
-    try:
-        import tokenizers
-    except ImportError:
+    if importlib.util.find_spec("tokenizers") is None:
         raise UserError(
             "data.tokenizer: needs the tokenizers library; pip install 'fnet-jax[text]'"
-        ) from None
+        )
     if not path.is_file():
         raise UserError(f"data.tokenizer: no file {path}; expected a tokenizer.json")
+    num_bytes = path.stat().st_size
+    limits.JSON_FILE.check(num_bytes, f"data.tokenizer: {path}")
+
+    def run(function: str, *args: Any, size: int = 0) -> Any:
+        """Call a function of this module that needs the library, which reads what others wrote."""
+        name = f"train.data.tokenizer:{function}"
+        return limits.run(name, str(path.absolute()), *args, size=num_bytes + size)
+
     try:
-        tokenizer = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises plain exceptions
+        vocab_size, unknown = run("describe")
+    except limits.CodeError as error:
         raise UserError(f"data.tokenizer: cannot read {path}: {error}") from error
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    # Not the number of tokens, because a vocabulary can skip numbers.
-    vocab_size = max(tokenizer.get_vocab().values(), default=-1) + 1
+    limits.VOCABULARY.check(vocab_size, f"data.tokenizer: {path}")
     dtype = np.min_scalar_type(max(vocab_size - 1, 0))
-    model = json.loads(tokenizer.to_str())["model"]  # the only access to a Unigram's unk_id
-    unknown = model.get("unk_id")
-    if unknown is None:
-        unknown = tokenizer.token_to_id(model.get("unk_token") or "")
 
-    def check_text(text: str) -> None:
+    def encodings(texts: Sequence[str], *, is_whole: bool) -> list[Encoding]:
+        for text in texts:
+            try:
+                text.encode("utf-8")
+            except UnicodeEncodeError as error:
+                raise UserError(
+                    f"{path} reads only UTF-8, and symbol {error.start:,} of the text is not; "
+                    "convert the text, or omit data.tokenizer"
+                ) from None
         try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise UserError(
-                f"{path} reads only UTF-8, and symbol {error.start:,} of the text is not; convert "
-                "the text, or omit data.tokenizer"
-            ) from None
+            found: list[Encoding] = run("encode", texts, is_whole, size=sum(map(len, texts)))
+        except limits.CodeError as error:  # a model that has no token for unknown symbols
+            if len(texts) > 1 and not isinstance(error, limits.CodeLimitError):
+                # Which of them it is, is found by encoding each alone.
+                return [encodings([text], is_whole=is_whole)[0] for text in texts]
+            raise UserError(f"{path} cannot encode {_shorten(texts[0])!r}: {error}") from error
+        return found
 
-    def as_pieces(encoding: Any, text: str) -> Pieces:
+    def as_pieces(encoding: Encoding, text: str) -> Pieces:
         """Convert the tokens of a text, of which each symbol must have one."""
-        ids = np.array(encoding.ids, np.int64)
-        starts, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
+        ids, (starts, ends) = encoding.ids, encoding.offsets
         # A vocabulary without an unknown token drops unknown symbols silently.
-        known = ids != unknown
+        known = ids != (-1 if unknown is None else unknown)
         covered = np.zeros(len(text) + 1, np.int64)
         np.add.at(covered, starts[known], 1)
         np.add.at(covered, ends[known], -1)
@@ -126,47 +136,28 @@ def _load(config: Text) -> Tokenizer:
             raise UserError(f"{path} has no token for some of {_shorten(text)!r}")
         return Pieces(ids.astype(dtype), starts, ends)
 
-    def encode_with(encoder: Any, text: str, *, add_special_tokens: bool = True) -> Any:
-        check_text(text)
-        try:
-            return encoder.encode(text, add_special_tokens=add_special_tokens)
-        except Exception as error:  # a model that has no token for unknown symbols
-            raise UserError(f"{path} cannot encode {_shorten(text)!r}: {error}") from error
-
     def encode(text: str, *, with_end: bool = True) -> np.ndarray:
-        encoding = encode_with(tokenizer, text)
+        (encoding,) = encodings([text], is_whole=False)
         ids = as_pieces(encoding, text).ids
         if not with_end:  # special tokens after the text, but not those before it
-            from_text = np.flatnonzero(np.array(encoding.special_tokens_mask) == 0)
+            from_text = np.flatnonzero(~encoding.is_special)
             ids = ids[: np.max(from_text, initial=-1) + 1]
         return ids
 
-    @functools.cache
-    def whole() -> Any:
-        """Return the tokenizer with offsets that include spaces."""
-        copy = tokenizers.Tokenizer.from_str(tokenizer.to_str())
-        copy.post_processor = tokenizers.processors.TemplateProcessing("$A", None, [])
-        return copy
-
     def encode_pieces(texts: Sequence[str]) -> list[Pieces]:
-        for text in texts:
-            check_text(text)
-        try:  # on all cores
-            encodings = whole().encode_batch(list(texts), add_special_tokens=False)
-        except Exception:  # of one of them, which is found by encoding each alone
-            encodings = [encode_with(whole(), t, add_special_tokens=False) for t in texts]
-        return [as_pieces(e, text) for e, text in zip(encodings, texts, strict=True)]
+        found = encodings(list(texts), is_whole=True)
+        return [as_pieces(e, text) for e, text in zip(found, texts, strict=True)]
 
-    def start_tokens() -> np.ndarray:
-        # Any text will do that has a token.
-        sample = next((t for t in ("a", *tokenizer.get_vocab()) if whole().encode(t).ids), "")
-        encoding = tokenizer.encode(sample)
-        count = np.cumprod(np.array(encoding.special_tokens_mask, np.int64)).sum()
-        return np.array(encoding.ids[:count], np.int64).astype(dtype)
+    def decode(ids: Iterable[int]) -> str:
+        try:
+            text: str = run("decode", [int(i) for i in ids])
+        except limits.CodeError as error:
+            raise UserError(f"{path} cannot decode its tokens: {error}") from error
+        return text
 
     def end_token() -> int | None:
         name = special_tokens(path.parent).get("eos_token")
-        token = None if name is None else tokenizer.token_to_id(name)
+        token: int | None = None if name is None else run("find_token", name)
         if name is not None and token is None:
             raise UserError(
                 f"{path} has no token {name!r}, which tokenizer_config.json gives as eos_token"
@@ -177,12 +168,95 @@ def _load(config: Text) -> Tokenizer:
         vocab_size,
         encode,
         functools.partial(encode, with_end=False),
-        lambda ids: tokenizer.decode([int(i) for i in ids]),
+        decode,
         encode_pieces,
-        functools.cache(start_tokens),
+        functools.cache(lambda: run("find_start_tokens").astype(dtype)),
         functools.cache(end_token),
         path.parent,
     )
+
+
+# ---- The library, in the process for what others wrote (`train.limits.run`).
+
+
+class Encoding(NamedTuple):
+    """Tokens of a text as the library gives them.
+
+    Attributes:
+      ids: Tokens int64 [T].
+      offsets: First character of each token, and the one after its last, int64 [2, T].
+      is_special: Whether the library added a token, bool [T].
+    """
+
+    ids: np.ndarray
+    offsets: np.ndarray
+    is_special: np.ndarray
+
+
+@functools.lru_cache(maxsize=4)
+def _library(path: str, stamp: tuple[int, int]) -> tuple[Any, Any]:
+    """Return the tokenizer of a file, and the same with offsets that include spaces."""
+    del stamp
+    import tokenizers
+
+    tokenizer = tokenizers.Tokenizer.from_file(path)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    whole = tokenizers.Tokenizer.from_str(tokenizer.to_str())
+    whole.post_processor = tokenizers.processors.TemplateProcessing("$A", None, [])
+    return tokenizer, whole
+
+
+def _load_library(path: str) -> tuple[Any, Any]:
+    status = os.stat(path)
+    return _library(path, (status.st_size, status.st_mtime_ns))
+
+
+def describe(path: str) -> tuple[int, int | None]:
+    """Return the size of the vocabulary and the unknown token."""
+    tokenizer, _ = _load_library(path)
+    # Not the number of tokens, because a vocabulary can skip numbers.
+    vocab_size = max(tokenizer.get_vocab().values(), default=-1) + 1
+    model = json.loads(tokenizer.to_str())["model"]  # the only access to a Unigram's unk_id
+    unknown = model.get("unk_id")
+    if unknown is None:
+        unknown = tokenizer.token_to_id(model.get("unk_token") or "")
+    return vocab_size, unknown
+
+
+def encode(path: str, texts: Sequence[str], is_whole: bool) -> list[Encoding]:
+    """Encode texts; whole ones have no special tokens, and offsets that include spaces."""
+    tokenizer = _load_library(path)[is_whole]
+    return [
+        Encoding(
+            np.array(e.ids, np.int64),
+            np.array(e.offsets, np.int64).reshape(-1, 2).T,
+            np.array(e.special_tokens_mask, bool),
+        )
+        for e in tokenizer.encode_batch(texts, add_special_tokens=not is_whole)  # on all cores
+    ]
+
+
+def decode(path: str, ids: Sequence[int]) -> str:
+    """Return the text of tokens."""
+    text: str = _load_library(path)[0].decode(ids)
+    return text
+
+
+def find_token(path: str, name: str) -> int | None:
+    """Return the token of a name, or None."""
+    token: int | None = _load_library(path)[0].token_to_id(name)
+    return token
+
+
+def find_start_tokens(path: str) -> np.ndarray:
+    """Return the tokens that begin each text."""
+    tokenizer, whole = _load_library(path)
+    # Any text will do that has a token.
+    sample = next((t for t in ("a", *tokenizer.get_vocab()) if whole.encode(t).ids), "")
+    encoding = tokenizer.encode(sample)
+    count = np.cumprod(np.array(encoding.special_tokens_mask, np.int64)).sum()
+    return np.array(encoding.ids[:count], np.int64)
 
 
 def _encode_bytes(text: str) -> np.ndarray:

@@ -637,9 +637,12 @@ def test_a_config_keeps_its_paths_and_weights():
         (b"1" * 30, None),
         (
             b"a" * 1001,
-            "data.label: 00 in PATH has a label of 1,001 symbols, aaaaaaaaaaaaaaaaaaaa...",
+            "data.label: 00 in PATH: the label has 1,001 symbols; at most 1,000 are read (if you trust it, --limits 2",
         ),
-        (b"a" * (2**20 + 1), "data.label: 00.cls in PATH has 1,048,577 bytes; a label has at most"),
+        (
+            b"a" * (2**20 + 1),
+            "data.label: 00.cls in PATH: the label has 1,048,577 bytes; at most 1,048,576 are read",
+        ),
     ],
 )
 def test_labels_without_limit_are_refused(label, message, tmp_path):

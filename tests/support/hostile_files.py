@@ -1,0 +1,186 @@
+"""Files of data and models that somebody wrote to harm, and their readers in a process of their own."""
+
+import io
+import json
+import zipfile
+from pathlib import Path
+
+import numpy as np
+from hypothesis import strategies as st
+
+from train.data.arrays import ArrayFile
+from train.data.chat import ChatTemplate, load_generation_settings, load_template
+from train.data.chat_file import ChatFile
+from train.data.image_folder import ImageFolder
+from train.data.image_shards import ImageShards
+from train.data.model_folder import SINGLE, read_folder, read_tensors
+from train.data.text_file import TextFile
+from train.data.tokenizer import load_tokenizer
+from train.errors import UserError
+
+VALUES = (
+    "1e400", "-1", "0", "1.5", "Infinity", "NaN", "null", "true", "[]", "{}", '""', "[1e9, 1e9]",
+    "9" * 30, "9" * 5000, "10000000", '"\\ud800"', '"\\u0000"', "[" * 100_000, "[" * 900 + "]" * 900,
+    '"' + "a" * 100_000 + '"', '{"a": [{"b": 1e400}]}',
+)  # fmt: skip
+"""JSON that no file has where these replace another value."""
+
+
+def damaged_json(document):
+    """Draw bytes: a JSON document with one value replaced, cut off, or with other bytes."""
+    paths = list(_paths(document))
+
+    @st.composite
+    def draw_bytes(draw):
+        path, value = draw(st.sampled_from(paths)), draw(st.sampled_from(VALUES))
+        text = json.dumps(_replaced(document, path)).replace('"@"', value)
+        content = text.encode("utf-8", "surrogatepass")
+        cut = draw(st.none() | st.integers(0, len(content)))
+        content = content[:cut]
+        if content and draw(st.booleans()):
+            place = draw(st.integers(0, len(content) - 1))
+            content = content[:place] + draw(st.binary(min_size=1, max_size=3)) + content[place:]
+        return content
+
+    return draw_bytes()
+
+
+def _paths(document, path=()):
+    if path:
+        yield path
+    if isinstance(document, dict | list):
+        keys = document if isinstance(document, dict) else range(len(document))
+        for key in keys:
+            yield from _paths(document[key], (*path, key))
+
+
+def _replaced(document, path):
+    if not path:
+        return "@"
+    copy = dict(document) if isinstance(document, dict) else list(document)
+    copy[path[0]] = _replaced(copy[path[0]], path[1:])
+    return copy
+
+
+HEADER = {
+    "__metadata__": {"format": "pt"},
+    "a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]},
+}
+CONFIG = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 8,
+    "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4,
+    "intermediate_size": 8, "vocab_size": 11, "rope_theta": 10000.0, "rms_norm_eps": 1e-6,
+    "rope_scaling": {"rope_type": "linear", "factor": 2.0}, "text_config": {"depth": 2},
+}  # fmt: skip
+CHAT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+SETTINGS = {"do_sample": True, "temperature": 0.5, "top_k": 3, "top_p": 0.5, "eos_token_id": [1]}
+TOKENIZER = {
+    "version": "1.0", "added_tokens": [], "normalizer": {"type": "NFC"},
+    "pre_tokenizer": {"type": "Split", "pattern": {"Regex": "a+"}, "behavior": "Isolated", "invert": False},
+    "model": {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": ["a b"], "unk_token": None},
+}  # fmt: skip
+TOKENIZER_CONFIG = {
+    "bos_token": {"content": "<s>"},
+    "chat_template": [{"name": "default", "template": "a"}],
+}
+
+
+def safetensors():
+    """Draw the content of a file: a length, a header, and the tensors."""
+
+    def with_length(header, length):
+        return (
+            (len(header) if length is None else length).to_bytes(8, "little") + header + bytes(24)
+        )
+
+    lengths = st.none() | st.sampled_from([0, 1, 2**31, 2**63, 2**64 - 1])
+    return st.builds(with_length, damaged_json(HEADER), lengths)
+
+
+def templates():
+    """Draw a Jinja template that needs much of something."""
+    grows = st.sampled_from([
+        "{{ 'a' * %d }}", "{{ '%%%dd' %% 1 }}", "{{ 'a'.center(%d) }}", "{{ [0] * %d }}",
+        "{{ range(%d) | list }}", "{{ 'a' | indent(%d) }}", "{{ '{:%d}'.format(1) }}",
+        "{%% set n = namespace(x='a') %%}{%% for i in range(%d) %%}{%% set n.x = n.x ~ n.x %%}{%% endfor %%}",
+    ])  # fmt: skip
+    deep = st.sampled_from(
+        ["{{ " + "(" * 9000, "{% if 1 %}" * 9000, "{{ a" + ".a" * 9000, "[" * 9000]
+    )
+    wrong = st.sampled_from(
+        ["{{ a.__class__ }}", "{{ 1 / 0 }}", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"]
+    )
+    sizes = st.sampled_from([10**9, 10**10, 10**18])
+    return st.builds(lambda text, size: text % size, grows, sizes) | deep | wrong | st.text()
+
+
+def read(kind, path):
+    """Read a file, and return the program's message if it refuses it."""
+    path = Path(path)
+    try:
+        _READERS[kind](path)
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def _read_template(path):
+    template = load_template(None, path)
+    ChatTemplate(template.source, where=str(path)).render(CHAT["messages"])
+
+
+def _read_model(path):
+    folder = read_folder(path.parent)
+    assert folder.nbytes < 2**20
+
+
+def _read_tokenizer(path):
+    load_tokenizer(TextFile(tokenizer=str(path))).encode("ab" * 9)
+
+
+_READERS = {
+    "safetensors": lambda path: [t[...] for t in read_tensors(path)[0].values()],
+    "config.json": _read_model,
+    "template": _read_template,
+    "tokenizer_config.json": lambda path: load_template(path.parent),
+    "tokenizer.json": _read_tokenizer,
+    "generation_config.json": lambda path: load_generation_settings(path.parent),
+    "chats.jsonl": lambda path: ChatFile(
+        path=str(path), chat_template="template", context=8
+    ).load(),
+    "lines": lambda path: ChatFile(path=str(path), context=512).load(),
+    "text": lambda path: TextFile(path=str(path), context=8).load(),
+    "npz": lambda path: ArrayFile(path=str(path)).load(),
+    "tar": lambda path: ImageShards(path=(str(path),)).load(),
+    "folder": lambda path: ImageFolder(path=str(path), image_size=8).load(),
+}
+
+
+def write_model(folder):
+    """Write the tensors that belong to `CONFIG`."""
+    header = json.dumps(HEADER).encode()
+    (folder / SINGLE).write_bytes(len(header).to_bytes(8, "little") + header + bytes(24))
+
+
+def npz(shape, dtype="|u1"):
+    """Return an .npz file whose array says that it has another shape."""
+    file, array = io.BytesIO(), io.BytesIO()
+    np.lib.format.write_array_header_1_0(
+        array, {"descr": dtype, "fortran_order": False, "shape": shape}
+    )
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("x.npy", array.getvalue() + bytes(1000))
+        archive.writestr("y.npy", array.getvalue() + bytes(1000))
+    return file.getvalue()
+
+
+def tar(name, size, kind=b"0", content=b""):
+    """Return a tar file with a header that says this."""
+    header = bytearray(512)
+    header[: len(name[:100])] = name[:100]
+    header[100:108], header[124:136] = b"0000644\0", size[:12].ljust(12, b"\0")
+    header[136:148], header[156:157] = b"00000000000\0", kind
+    header[257:265] = b"ustar\x0000"
+    header[148:156] = b" " * 8
+    header[148:156] = f"{sum(header):06o}\0 ".encode()
+    return bytes(header) + content + bytes(-len(content) % 512) + bytes(1024)

@@ -1,0 +1,177 @@
+"""Files that somebody wrote to harm are refused in one line, within limits of memory and time."""
+
+import importlib.util
+import json
+import os
+
+import hostile_files
+import numpy as np
+import pytest
+from hostile_files import damaged_json
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from program_cases import assert_one_line_error, exit_code
+
+from train import limits
+from train.data.chat import ChatTemplate
+from train.errors import UserError
+
+few = settings(
+    max_examples=40,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+
+
+def assert_refused_or_read(kind, path, may_pass=True):
+    """Read a file in a process that may take 500 MB and 5 s, as the program would."""
+    message = limits.run("hostile_files:read", kind, str(path))
+    if message is None:
+        assert may_pass
+    else:
+        assert "\n" not in message
+        assert 10 < len(message) < 1000
+
+
+@pytest.fixture(autouse=True)
+def wide_limits_of_the_process(monkeypatch):
+    """The test's own process has the limits of the whole program, not of a template."""
+    monkeypatch.setattr(limits, "CODE_MEMORY", limits.CODE_MEMORY._replace(value=500 * 10**6))
+    monkeypatch.setattr(limits, "CODE_TIME", limits.CODE_TIME._replace(value=5))
+
+
+@pytest.mark.parametrize(
+    ("kind", "document"),
+    [
+        ("config.json", hostile_files.CONFIG),
+        ("generation_config.json", hostile_files.SETTINGS),
+        ("tokenizer_config.json", hostile_files.TOKENIZER_CONFIG),
+        ("tokenizer.json", hostile_files.TOKENIZER),
+        ("lines", {"text": "a b"}),
+        ("lines", hostile_files.CHAT),
+    ],
+)
+def test_json_of_others(kind, document, tmp_path):
+    if kind == "tokenizer.json" and not importlib.util.find_spec("tokenizers"):
+        pytest.skip("needs tokenizers")
+    hostile_files.write_model(tmp_path)
+
+    @few
+    @given(damaged_json(document))
+    def check(content):
+        (tmp_path / kind).write_bytes(content)
+        assert_refused_or_read(kind, tmp_path / kind)
+
+    check()
+
+
+@few
+@given(content=hostile_files.safetensors())
+def test_headers_of_tensors(content, tmp_path):
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(content)
+    assert_refused_or_read("safetensors", path)
+
+
+@few
+@given(source=hostile_files.templates())
+def test_templates(source, tmp_path):
+    path = tmp_path / "chat.jinja"
+    path.write_text(source, "utf-8", "surrogatepass")
+    assert_refused_or_read("template", path)
+
+
+@few
+@given(
+    shape=st.lists(st.sampled_from([0, 1, 8, 2**31, 2**40, 2**62]), max_size=5).map(tuple),
+    dtype=st.sampled_from(["|u1", "<f4", "<U1000000", "|O", "<i8"]),
+)
+def test_arrays(shape, dtype, tmp_path):
+    path = tmp_path / "a.npz"
+    path.write_bytes(hostile_files.npz(shape, dtype))
+    assert_refused_or_read("npz", path)
+
+
+@few
+@given(
+    name=st.sampled_from([b"a.png", b"a.cls", b"../../a.png", b"\xff.png", b"", b"a" * 100]),
+    size=st.sampled_from([b"777777777777", b"-1", b"9", b"\x80" + b"\xff" * 11, b"00000000001\0"]),
+    kind=st.sampled_from([b"0", b"5", b"L", b"x", b"S", b"1", b"\0"]),
+    content=st.binary(max_size=20),
+)
+def test_tar_files(name, size, kind, content, tmp_path):
+    path = tmp_path / "a.tar"
+    path.write_bytes(hostile_files.tar(name, size, kind, content))
+    assert_refused_or_read("tar", path)
+
+
+def test_links_that_are_many_paths(tmp_path):
+    for i in range(22):
+        (tmp_path / "x" / str(i)).mkdir(parents=True)
+    for i in range(21):
+        for name in "ab":
+            (tmp_path / "x" / str(i) / name).symlink_to(f"../{i + 1}")
+    assert_refused_or_read("folder", tmp_path / "x", may_pass=False)
+    assert_refused_or_read("folder", tmp_path / "x" / "0", may_pass=False)
+
+
+@pytest.mark.parametrize(
+    "kind", ["lines", "text", "npz", "tar", "template", "safetensors", "folder"]
+)
+def test_pipes(kind, tmp_path):
+    path = tmp_path / ("a.tar" if kind == "tar" else "pipe")
+    os.mkfifo(path)
+    assert_refused_or_read(kind, path, may_pass=False)
+
+
+@pytest.mark.parametrize("end", [b"", b'"}\n'])
+def test_long_lines(end, tmp_path):
+    path = tmp_path / "a.jsonl"
+    most = limits.LINE.most
+    path.write_bytes(b'{"text": "' + b"a" * most + end)
+    message = limits.run("hostile_files:read", "lines", str(path))
+    assert message == (
+        f"data.path: {path}, line 1: the line has {most + 1:,} bytes; at most {most:,} are read (if "
+        "you trust it, --limits 2 allows twice as much)"
+    )
+    path.write_bytes(b'{"text": "' + b"a" * (most - 13) + b'"}\n' + b'{"text": "abc"}\n' * 9)
+    assert limits.run("hostile_files:read", "lines", str(path)) is None
+
+
+def test_a_template_that_never_ends_is_stopped(monkeypatch):
+    monkeypatch.setattr(limits, "CODE_TIME", limits.CODE_TIME._replace(value=0.2))
+    loops = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"takes more than 0\.2 s"):
+            ChatTemplate(loops).render(hostile_files.CHAT["messages"])
+    assert ChatTemplate("{{ messages[0].content }}").render(hostile_files.CHAT["messages"]) == "a"
+
+
+def test_the_flag_raises_the_limits(workplace, capsys):
+    (workplace / "lines.jsonl").write_text(json.dumps({"text": "a" * limits.LINE.most}))
+    words = "train", "text_transformer", "--data.source", "chat_file", "--data.path", "lines.jsonl"
+    assert exit_code(*words) == 2
+    assert_one_line_error(capsys, "--limits 2 allows twice as much")
+    assert exit_code(*words, "--limits", "2") == 2
+    assert_one_line_error(capsys, "expected at least one each")
+    assert exit_code(*words, "--limits=x") == 2
+    assert_one_line_error(capsys, "--limits: expected a number above 0, got x")
+
+
+def test_a_process_that_dies_is_an_error_and_starts_again():
+    with pytest.raises(limits.CodeLimitError, match=r"ended its process \(SIGABRT\)"):
+        limits.run("os:abort")
+    assert limits.run("math:sqrt", 4) == 2
+    with pytest.raises(limits.CodeError, match=r"math domain error|nonnegative"):
+        limits.run("math:sqrt", -1)
+    assert (limits.run("numpy:arange", 3) == np.arange(3)).all()
+
+
+def test_takes_the_flag_from_the_words_of_a_command(monkeypatch):
+    monkeypatch.setenv("FNET_LIMITS", "3")
+    assert limits.take_flag(["train", "x", "--limits", "2.5", "--a"]) == ["train", "x", "--a"]
+    assert limits.LINE.most == int(2.5 * limits.LINE.value)
+    assert limits.take_flag(["train", "--a", "--limits=2"]) == ["train", "--a"]
+    assert limits.factor() == 2
+    assert limits.take_flag(["train"]) == ["train"]
+    assert limits.factor() == 1
