@@ -5,6 +5,7 @@ import errno
 import importlib
 import io
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -79,6 +80,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise
         _fail(f"cannot write: {error}", 1)
     except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a third Ctrl-C would print tracebacks
         print("fnet: interrupted", file=sys.stderr)
         raise SystemExit(1) from None
     except Exception as error:

@@ -7,6 +7,7 @@ import logging
 import math
 import shutil
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeVar
@@ -33,6 +34,9 @@ from train.run.run_folder import check_no_pattern, seal, unseal
 
 # Orbax logs each folder it creates and each error in its threads. Errors that matter are raised.
 logging.getLogger("absl").setLevel(logging.CRITICAL)
+
+_FOREVER = 10**6
+"""Seconds. Orbax measures them by the clock of the day, which jumps on a laptop that slept."""
 
 Content = TypeVar("Content")
 
@@ -96,6 +100,8 @@ class Checkpoints:
         self._folder, self._log, self._read_only = folder.absolute(), log, keep is None
         self._best, self._scores = best, dict[int, float]()
         check_no_pattern(folder)
+        if not self._read_only:
+            _drop_late_callbacks()
         policies = [LatestN(keep), *[_Best(self._scores)] * keep_best]
         gigabytes = _gigabytes_in_flight(shapes)
         self._manager = ocp.CheckpointManager(
@@ -106,6 +112,7 @@ class Checkpoints:
                 read_only=self._read_only,
                 create=not self._read_only,
                 enable_async_checkpointing=_in_background(shapes),
+                async_options=ocp.AsyncOptions(timeout_secs=_FOREVER),
             ),
             item_handlers={
                 "state": ocp.PyTreeCheckpointHandler(
@@ -440,6 +447,22 @@ def _with_sharding(shape: Any) -> jax.ShapeDtypeStruct:
 def _on_one_device(shape: Any) -> jax.ShapeDtypeStruct:
     here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=here)
+
+
+@functools.cache
+def _drop_late_callbacks() -> None:
+    """Print nothing of what is left of a save that failed, such as on a full disk: only its error.
+
+    TensorStore's threads and orbax's coroutines outlive the loop that ran them.
+    """
+    warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
+    print_error = sys.unraisablehook
+
+    def unraisablehook(raised: Any) -> None:
+        if str(raised.exc_value) != "Event loop is closed":
+            print_error(raised)
+
+    sys.unraisablehook = unraisablehook
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
-"""Interruption of a run by Ctrl-C or SIGTERM."""
+"""Interruption of a run by Ctrl-C, SIGTERM, or a terminal that closes."""
 
 import contextlib
+import os
 import signal
 from collections.abc import Iterator
 from types import FrameType
@@ -12,9 +13,10 @@ class Interrupted(BaseException):
 
 
 class Interruption:
-    """Record SIGINT or SIGTERM instead of ending the process, so that a run can save first.
+    """Record SIGINT, SIGTERM or SIGHUP instead of ending the process, so that a run saves first.
 
-    Only the first signal is recorded; a second one ends the process.
+    Only the first signal is recorded; a second one ends the process. Under ``nohup`` a terminal
+    may close, and the run goes on.
 
     Attributes:
       signal: Name of the signal that came, or None.
@@ -23,11 +25,14 @@ class Interruption:
     def __init__(self) -> None:
         self.signal: str | None = None
         self._handlers: dict[int, Any] = {}
+        self._terminals: list[int] = []
         self._ends_wait = False
 
     def __enter__(self) -> Self:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._handlers[number] = signal.signal(number, self._record)
+        self._terminals = [number for number in (1, 2) if os.isatty(number)]
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) != signal.SIG_IGN:
+                self._handlers[number] = signal.signal(number, self._record)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -52,6 +57,9 @@ class Interruption:
         del frame
         self.signal = signal.Signals(number).name
         self._restore()
+        if number == signal.SIGHUP:  # writing to a terminal that is gone would fail
+            for terminal in self._terminals:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), terminal)
         if self._ends_wait:
             raise Interrupted
 

@@ -247,9 +247,14 @@ def check_no_pattern(path: Path) -> None:
     """Refuse a folder in which orbax cannot find checkpoints.
 
     Raises:
-      UserError: if its absolute path is a glob pattern or has a backslash.
+      UserError: if its absolute path is a glob pattern, has a backslash or is not UTF-8.
     """
     absolute = str(path.absolute())
+    if absolute != os.fsencode(absolute).decode("utf-8", "replace"):
+        raise UserError(
+            f"{absolute}: checkpoints cannot be saved in a path that is not UTF-8: rename the "
+            "folder, or choose another with --out"
+        )
     if glob.escape(absolute) != absolute or "\\" in absolute:
         raise UserError(
             f"{absolute}: checkpoints cannot be saved in a path with *, ?, [ or \\: rename the "

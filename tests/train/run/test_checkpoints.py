@@ -15,7 +15,7 @@ import pytest
 from program_cases import assert_one_line_error, exit_code, fnet_command, state_of
 
 from train.config import Config, recipes
-from train.errors import TrainingError, UserError
+from train.errors import TrainingError, UserError, printable
 from train.run.checkpoints import Checkpoints, checksums
 from train.run.run_folder import RunFolder, read_sealed, seal, unseal
 from train.run.setup import setup
@@ -338,11 +338,11 @@ with RunFolder(Path("r")).lock():
     assert not list((workplace / "r").iterdir())
 
 
-@pytest.mark.parametrize("name", ["lr[0.1]", "lr*", "lr?", "a\\b"])
+@pytest.mark.parametrize("name", ["lr[0.1]", "lr*", "lr?", "a\\b", "a\udcff"])
 def test_refuses_paths_that_orbax_misreads(workplace, capsys, name):
     # Orbax would not find checkpoints in lr[0.1] again.
     assert exit_code("train", "tiny.py", "--out", f"{name}/r") == 2
-    assert_one_line_error(capsys, name)
+    assert_one_line_error(capsys, printable(name))
     assert not (workplace / name).exists()
     with pytest.raises(UserError, match="checkpoints cannot be saved"):
         Checkpoints(workplace / name)

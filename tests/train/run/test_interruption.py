@@ -1,4 +1,4 @@
-"""Handling of SIGINT and SIGTERM."""
+"""Handling of SIGINT, SIGTERM and SIGHUP."""
 
 import signal
 
@@ -11,7 +11,7 @@ from train.run.interruption import Interrupted, Interruption
 
 
 def test_restores_signal_handlers():
-    numbers = signal.SIGINT, signal.SIGTERM
+    numbers = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
     before = [signal.getsignal(n) for n in numbers]
     with Interruption() as interruption:
         signal.raise_signal(signal.SIGTERM)
@@ -20,6 +20,17 @@ def test_restores_signal_handlers():
     with pytest.raises(KeyError), Interruption():
         raise KeyError
     assert [signal.getsignal(n) for n in numbers] == before
+
+
+@pytest.mark.parametrize("is_ignored", [False, True])
+def test_a_terminal_that_closes_stops_a_run_unless_nohup_ignores_it(is_ignored):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if is_ignored else signal.SIG_DFL)
+    try:
+        with Interruption() as interruption:
+            signal.raise_signal(signal.SIGHUP)
+            assert interruption.signal == (None if is_ignored else "SIGHUP")
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_leaves_the_second_signal_to_the_previous_handler():
