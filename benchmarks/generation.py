@@ -28,13 +28,13 @@ import fnet
 from benchmarks.claims import Claim, argument_parser, publish
 from benchmarks.measure import interleaved, markdown_table, temporaries
 from fnet import layers, models
-from fnet.generate import _decode, _prefill, _Sampling
+from fnet.generate import _decode, _Run, _Sampling
 from fnet.memory import peak, tree_bytes
 
 VOCABULARY, WIDTH, BLOCKS, HEADS, WINDOW = 256, 256, 4, 8, 64
 PASTS = (64, 128, 256, 512, 1024, 2048)
 CHUNK, TOTAL = 32, 512
-SAMPLING = _Sampling(1.0, None, None)
+SAMPLING = _Sampling()
 TOLERANCE = 0.05
 """Relative tolerance for a constant time, or for a line."""
 
@@ -59,16 +59,16 @@ def build(mixer: str) -> tuple[models.LanguageModel, Any, Any]:
 def decoding(mixer: str, past: int) -> tuple[jax.stages.Compiled, Callable[[], Any], int]:
     """The scan that decodes the last tokens of a cache: program, call and bytes of the cache."""
     model, params, state = build(mixer)
-    start, key = past - CHUNK, jax.random.key(1)
-    prompt = jnp.zeros((1, start), jnp.int32)
-    carry = _prefill(model, CHUNK, params, state, prompt)
-    position = jnp.asarray(start), jnp.asarray(0)
-    program = _decode.lower(model, SAMPLING, CHUNK, carry, position, params, state, key).compile()
+    start = jnp.array([past - CHUNK])
+    decode: Any = model.decode
+    carry = jnp.zeros((1, past), jnp.int32), decode.init_cache(1, past)
+    at, run = (start[0], jnp.asarray(CHUNK)), _Run(start, start, jax.random.key(1))
+    program = _decode.lower(model, SAMPLING, carry, at, run, params, state).compile()
     box = [carry]
 
     def call() -> Array:
-        box[0], tokens = program(box[0], position, params, state, key)
-        return tokens
+        box[0] = program(box[0], at, run, params, state)
+        return box[0][0]
 
     return program, call, tree_bytes(carry)
 

@@ -26,6 +26,9 @@ class Decode(NamedTuple):
         next t positions as ``apply(..., train=False)`` does on the whole sequence. ``x``
         and ``y`` are [B, t, D] with t >= 1, a whole prompt or one token. ``position``,
         int32 [], is the number of positions before them. The state is only read.
+      restart_lengths: lengths of a cache up to which outputs are the same, if longer ones have
+        others (LongRoPE) or are refused (learned positions). A text that outgrows one is read
+        again.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -45,6 +48,7 @@ class Decode(NamedTuple):
 
     init_cache: Callable[[int, int, DTypeLike], Any]
     extend: Callable[[Params, State, Any, Array, Array], tuple[Array, Any]]
+    restart_lengths: tuple[int, ...] = ()
 
 
 class Layer(NamedTuple):

@@ -239,11 +239,17 @@ class PredictArguments(CheckpointArguments):
 class TextArguments(CheckpointArguments):
     """Continue a text with a language model.
 
-    RUN is the run folder of a language model.
+    RUN is the run folder of a language model, or the folder of a published one.
     """
 
-    prompt: Annotated[str | None, _default("a line break; with --chat, lines of the input")] = None
-    """Text to continue, or with --chat the user's message."""
+    prompt: Annotated[
+        tuple[str, ...], _default("a line break; with --chat, lines of the input")
+    ] = ()
+    """Texts to continue, or with --chat the user's messages. Several are printed as JSON lines."""
+    prompts: str | None = None
+    """File of prompts: lines of a text, or the field prompt of JSON lines or Parquet."""
+    batch_size: Count = 16
+    """Number of prompts that are continued at once."""
     chat: bool = False
     """Answer with the chat template of the model; without --prompt, until the input ends."""
     system: str | None = None
@@ -260,8 +266,18 @@ class TextArguments(CheckpointArguments):
         Annotated[float, Gt(0), Le(1)] | None, _default("as generation_config.json, or 1")
     ] = None
     """Nucleus (top-p) threshold."""
+    min_p: Annotated[
+        Annotated[float, Ge(0), Le(1)] | None, _default("as generation_config.json, or 0")
+    ] = None
+    """Sample only tokens with this share of the most probable one's probability."""
+    repetition_penalty: Annotated[
+        Annotated[float, Gt(0)] | None, _default("as generation_config.json, or 1")
+    ] = None
+    """Penalty of tokens that the text or its prompt has already; 1 is none."""
+    stop: tuple[str, ...] = ()
+    """Texts that end the answer, and are not printed."""
     seed: Seed = 0
-    """Random seed."""
+    """Random seed; of several prompts, each has the seed after that of the one before."""
 
 
 @dataclass(frozen=True)

@@ -258,7 +258,8 @@ def language_model(
             )
         return head(params, final_norm(params, x[:, -1])), cache
 
-    return LanguageModel(init, apply, Decode(init_cache, extend), losses)
+    restarts = () if positions is None else (positions,)
+    return LanguageModel(init, apply, Decode(init_cache, extend, restarts), losses)
 
 
 def _real_tokens(tokens: Array, lengths: Array | None) -> Bool[Array, "b t"] | None:

@@ -57,13 +57,25 @@ def test_all_logits_and_greedy_text_match_transformers(name):
     assert np.abs(logits - expected).max() <= 1e-5 * np.abs(expected).max()
     chex.assert_trees_all_equal(fnet.interop.to_huggingface(model, params), tensors)
 
-    prompt = TOKENS[:, :5]
-    tokens = fnet.generate(model, params, {}, prompt, jax.random.key(0), 10, temperature=0.0)
-    options = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None}
+    lengths = 3, 11  # the context of phi3_longrope is 4
+    tokens = fnet.generate(
+        model,
+        params,
+        {},
+        TOKENS[:, : max(lengths)],
+        jax.random.key(0),
+        10,
+        prompt_lengths=lengths,
+        temperature=0.0,
+        repetition_penalty=1.1,
+    )
     # With a cache transformers ignores time_step_limit.
-    options["use_cache"] = name != "mamba2_groups"
-    text = theirs.generate(torch.tensor(prompt), **options)[:, 5:].numpy()
-    chex.assert_trees_all_equal(tokens, text.astype(np.int32))
+    options = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None}
+    options |= {"repetition_penalty": 1.1, "use_cache": name != "mamba2_groups"}
+    for row, n in enumerate(lengths):
+        prompt = torch.tensor(TOKENS[row : row + 1, :n])
+        text = theirs.generate(prompt, attention_mask=torch.ones_like(prompt), **options)[0, n:]
+        np.testing.assert_array_equal(tokens[row], text.numpy())
 
 
 @pytest.mark.sweep(3)

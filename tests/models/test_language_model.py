@@ -11,7 +11,7 @@ import pytest
 
 import fnet
 from fnet import layers, models
-from fnet.generate import _decode, _prefill, _Sampling
+from fnet.generate import _decode, _Run, _Sampling
 from fnet.layer import Decode
 
 V, WIDTH, T = 11, 16, 12
@@ -215,6 +215,9 @@ def test_sampled_tokens_have_the_expected_frequencies():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"prompt_lengths": [3]}, r"must be 2 integers from 1 to 3 .*, got \[3\]"),
+        ({"prompt_lengths": [0, 3]}, r"got \[0, 3\]"),
+        ({"min_p": 2}, r"min_p must be in \[0, 1\], got 2"),
         ({"temperature": -1}, "temperature must be >= 0, got -1"),
         ({"top_k": 0}, "top_k must be >= 1, got 0"),
         ({"top_p": 0.0}, r"top_p must be in \(0, 1\], got 0.0"),
@@ -240,11 +243,9 @@ def test_stream_rejects_empty_prompt_and_bidirectional_model():
 @pytest.mark.slow
 def test_cache_is_updated_in_place():
     model, params, state = build("window", "attention", "mamba", "mamba2", "rg_lru")
-    carry = jax.eval_shape(lambda p: _prefill(model, 500, params, state, p), tokens(3))
-    at = (jnp.asarray(3), jnp.asarray(0))
-    compiled = _decode.lower(
-        model, _Sampling(1.0, None, None), 8, carry, at, params, state, jax.random.key(0)
-    ).compile()
+    carry = tokens(503), jax.eval_shape(lambda: model.decode.init_cache(2, 503))
+    run, at = _Run(*[jnp.array([3, 3])] * 2, jax.random.key(0)), (jnp.asarray(3), jnp.asarray(8))
+    compiled = _decode.lower(model, _Sampling(), carry, at, run, params, state).compile()
     cache = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(carry))
     assert fnet.memory.peak(compiled).aliased >= cache
 
@@ -293,6 +294,80 @@ def test_temperature_applies_before_top_k_and_top_k_before_top_p():
 def test_sample_token_rejects_options_out_of_range(options):
     with pytest.raises(ValueError, match=f"{next(iter(options))} must be .*, got"):
         fnet.sample_token(jax.random.key(0), jnp.zeros((1, 4)), **options)
+
+
+def assert_rows_continue_as_they_do_alone(model, params, state, **options):
+    """Prompts of several lengths in one batch, whose padding is not read."""
+    lengths, keys = (3, 40, 1, 20), jax.random.split(jax.random.key(5), 4)
+    prompts = jax.random.randint(jax.random.key(7), (4, 40), 0, V)
+    padded = jnp.where(jnp.arange(40)[None] < jnp.array(lengths)[:, None], prompts, -100)
+    run = functools.partial(fnet.generate, model, params, state, length=30, **options)
+    together = run(padded, key=keys, prompt_lengths=lengths)
+    for row, n in enumerate(lengths):
+        alone = run(prompts[row : row + 1, :n], key=keys[row : row + 1])
+        chex.assert_trees_all_equal(together[row], alone[0])
+
+
+@pytest.mark.parametrize(
+    "mixers",
+    [("attention", "window"), pytest.param(("rg_lru", "mamba2", "mamba"), marks=pytest.mark.slow)],
+)
+def test_rows_of_a_batch_continue_as_they_do_alone(mixers):
+    model, params, state = build(*mixers)
+    assert_rows_continue_as_they_do_alone(model, params, state, temperature=0.0)
+
+
+def test_options_of_sampling_are_those_of_each_row():
+    model, params, state = build("attention", "window")
+    assert_rows_continue_as_they_do_alone(
+        model, params, state, repetition_penalty=1.3, min_p=0.05, top_k=7, temperature=0.7
+    )
+
+
+def test_many_prompts_need_few_programs():
+    model, params, state = build("attention", "rg_lru")
+    fnet.generate(model, params, state, tokens(40), jax.random.key(0), 5)
+    programs = _decode._cache_size()
+    for t in (1, 7, 16, 17, 33, 55):
+        fnet.generate(model, params, state, tokens(t), jax.random.key(0), 5)
+    assert _decode._cache_size() == programs
+
+
+def test_repeated_tokens_are_penalized():
+    logits = jnp.array([[2.0, 1.9, -1.0, -1.1]])
+    model = UNIFORM._replace(
+        decode=UNIFORM.decode._replace(extend=lambda p, s, cache, x, at: (logits, cache))
+    )
+
+    def greedy(prompt, penalty):
+        run = functools.partial(fnet.generate, model, {}, {}, jnp.array([prompt]))
+        return run(jax.random.key(0), 3, temperature=0.0, repetition_penalty=penalty)[0].tolist()
+
+    assert greedy([3], 1.0) == greedy([3], None) == [0, 0, 0]
+    assert greedy([3], 1.2) == [0, 1, 0]  # 2.0, then 1.9 of 2 / 1.2, then both are divided
+    assert greedy([0], 1.2) == [1, 0, 0]
+    with pytest.raises(ValueError, match="repetition_penalty must be > 0, got 0"):
+        greedy([0], 0)
+
+
+def test_min_p_excludes_tokens_below_a_share_of_the_most_likely_one():
+    logits = jnp.log(jnp.array([[0.5, 0.25, 0.125, 0.125]]))
+    draw = jax.vmap(lambda k: fnet.sample_token(k, logits, min_p=0.4)[0])
+    assert {*draw(jax.random.split(jax.random.key(0), 300)).tolist()} == {0, 1}
+
+
+def test_a_text_that_outgrows_a_restart_length_is_read_again():
+    def cache_of(batch, length):
+        return {"room": jnp.full((), length)}
+
+    def extend(params, state, cache, x, at):  # prints the room of its cache
+        return jnp.full((len(x), 97), 0.0).at[:, jnp.minimum(cache["room"], 96)].set(1.0), cache
+
+    model = fnet.Layer(None, None, Decode(cache_of, extend, (5,)))
+    run = functools.partial(fnet.generate, model, {}, {}, key=jax.random.key(0), temperature=0.0)
+    assert run(jnp.zeros((1, 3), int), length=5)[0].tolist() == [5, 5, 5, 7, 7]
+    assert run(jnp.zeros((1, 3), int), length=3)[0].tolist() == [5, 5, 5]
+    assert run(jnp.zeros((1, 9), int), length=2)[0].tolist() == [10, 10]
 
 
 UNIFORM = fnet.Layer(

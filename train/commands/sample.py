@@ -1,8 +1,10 @@
 """``fnet sample``: text or images from a trained model."""
 
+import contextlib
 import dataclasses
+import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +18,12 @@ from fnet import diffusion
 from fnet.models.denoiser import Denoiser as DenoiserModel
 from train import arguments
 from train.arguments import ImageArguments, TextArguments
+from train.commands.import_run import default_config
 from train.commands.positional import positional
 from train.config import Config
-from train.data import Dataset, sample_batch
-from train.data.chat import GenerationSettings, load_generation_settings
+from train.data import Dataset, records, sample_batch, storage
+from train.data.chat import GenerationSettings, Message, load_generation_settings
+from train.data.model_folder import is_model_folder
 from train.data.tokenizer import Tokenizer, load_tokenizer
 from train.errors import UserError, output_file, printable
 from train.networks import pretrained
@@ -39,16 +43,21 @@ def main(argv: list[str]) -> None:
     """Run ``fnet sample RUN``."""
     (given,), flags = positional(argv, "fnet sample RUN", TextArguments, ImageArguments)
     folder, prog = RunFolder.of(given), f"fnet sample {given}"
-    config = check_model(folder, folder.read_config())
-    generates = kind_of(config).generates
+    is_published = is_model_folder(folder.path)
+    config = default_config(folder.path) if is_published else folder.read_config()
+    generates = kind_of(check_model(folder, config)).generates
     if generates == "text":
         options = arguments.read(TextArguments, flags, prog)
-        if options.chat:
-            chat(folder, config, options)
-            return
-        for text in generate_text(folder, config, options):
-            print(text, end="", flush=True)
-        print()
+        prompts = read_prompts(options)
+        if options.chat and not prompts:
+            chat(TextGenerator(folder, config, options))
+        elif len(prompts) > 1 or options.prompts is not None:
+            for answer in answer_prompts(TextGenerator(folder, config, options), prompts):
+                print(json.dumps(answer, ensure_ascii=False), flush=True)
+        else:
+            for text in generate_text(folder, config, options):
+                print(text, end="", flush=True)
+            print()
     elif generates == "images":
         path = draw_images(folder, config, arguments.read(ImageArguments, flags, prog))
         print(printable(str(path)))
@@ -59,119 +68,218 @@ def main(argv: list[str]) -> None:
         )
 
 
+def read_prompts(options: TextArguments) -> list[str]:
+    """Return the prompts of the flags, or those of a file.
+
+    Raises:
+      UserError: if there are both, or the file is unreadable or has none.
+    """
+    path = options.prompts
+    if path is None:
+        return list(options.prompt)
+    if options.prompt:
+        raise UserError("--prompts: is a file in place of --prompt; give one of them")
+    if Path(path).suffix in (".jsonl", ".parquet"):
+        prompts = [record.text("prompt") for record in records.read(path, "--prompts")]
+    else:
+        with storage.reported("--prompts", path), storage.open_file(path) as file:
+            text = file.read().decode("utf-8", "surrogateescape")
+        prompts = [line for line in text.splitlines() if line.strip()]
+    if not prompts:
+        raise UserError(f"--prompts: {path} holds no prompts")
+    return prompts
+
+
 def generate_text(folder: RunFolder, config: Config, options: TextArguments) -> Iterator[str]:
-    """Yield the prompt, then the text that the model adds to it.
+    """Yield the prompt, then the text that the model adds to it. An answer comes alone.
 
     Raises:
       UserError: for an empty prompt, one outside the vocabulary, or a run without a checkpoint.
     """
-    tokenizer, continue_text = load_generator(folder, config, options)
-    given = "\n" if options.prompt is None else options.prompt
-    prompt = tokenizer.encode_prompt(given)
-    if not len(prompt):
-        raise UserError("--prompt: is empty; give at least one character")
-    # The model reads any bytes, but only valid UTF-8 can be printed.
-    yield given.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
-    yield from continue_text(prompt)
+    generator = TextGenerator(folder, config, options)
+    given = options.prompt[0] if options.prompt else "\n"
+    prompt = generator.encode(given)
+    if not options.chat:
+        # The model reads any bytes, but only valid UTF-8 can be printed.
+        yield given.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+    for (text,) in generator.stream([prompt], [options.seed]):
+        yield text
 
 
-def chat(folder: RunFolder, config: Config, options: TextArguments) -> None:
-    """Answer a message, or one message per line of the standard input.
+def answer_prompts(generator: "TextGenerator", prompts: Sequence[str]) -> Iterator[dict[str, str]]:
+    """Yield each prompt with its answer, in order. Batches have prompts of similar length.
 
     Raises:
-      UserError: if the model has no chat template, or as `generate_text`.
+      UserError: as `generate_text`.
     """
-    tokenizer, continue_text = load_generator(folder, config, options)
-    template = language.chat_template(language.text_source(config), tokenizer)
-    messages = [{"role": "system", "content": options.system}] if options.system else []
+    size, seed = min(generator.options.batch_size, len(prompts)), generator.options.seed
+    encoded = [generator.encode(prompt) for prompt in prompts]
+    by_length = sorted(range(len(prompts)), key=lambda i: len(encoded[i]))
+    answers: dict[int, str] = {}
+    for first in range(0, len(prompts), size):
+        batch = by_length[first : first + size]
+        batch += batch[-1:] * (size - len(batch))  # so that all batches have one program
+        parts = generator.stream([encoded[i] for i in batch], [seed + i for i in batch])
+        answers |= dict(zip(batch, map("".join, zip(*parts, strict=True)), strict=True))
+    for i, prompt in enumerate(prompts):
+        yield {"prompt": prompt, "answer": answers[i]}
+
+
+def chat(generator: "TextGenerator") -> None:
+    """Answer one message per line of the standard input.
+
+    Raises:
+      UserError: as `generate_text`.
+    """
+    messages = generator.first_messages()
     is_terminal = sys.stdin is not None and sys.stdin.isatty()
-
-    def read_messages() -> Iterator[str]:
-        if options.prompt is not None:
-            yield options.prompt
-            return
+    with contextlib.suppress(EOFError):
         while True:
-            try:
-                yield input("> " if is_terminal else "")
-            except EOFError:
-                return
-
-    for message in read_messages():
-        if not message.strip():
-            continue
-        messages.append({"role": "user", "content": message})
-        text = template.render(messages, add_generation_prompt=True)
-        prompt = tokenizer.encode_pieces([text])[0].ids
-        answer = ""
-        for part in continue_text(prompt):
-            print(part, end="", flush=True)
-            answer += part
-        print()
-        messages.append({"role": "assistant", "content": answer})
+            message = input("> " if is_terminal else "")
+            if not message.strip():
+                continue
+            messages.append({"role": "user", "content": message})
+            answer = ""
+            for (part,) in generator.stream(
+                [generator.encode_chat(messages)], [generator.options.seed]
+            ):
+                print(part, end="", flush=True)
+                answer += part
+            print()
+            messages.append({"role": "assistant", "content": answer})
 
 
-def load_generator(
-    folder: RunFolder, config: Config, options: TextArguments
-) -> tuple[Tokenizer, Callable[[np.ndarray], Iterator[str]]]:
-    """Return the tokenizer of a run, and a function that continues tokens [T].
+class TextGenerator:
+    """Continues texts with the network of a run.
 
-    The function yields text until a token ends it. Attention of a network that fnet initialized
-    reaches back as far as in training: without a window of its own, it gets one of the training
-    rows' length.
+    Attention of a network that fnet initialized reaches back as far as in training: without a
+    window of its own, it gets one of the training rows' length.
 
     Raises:
-      UserError: for a run without a checkpoint, or later if the text is longer than the model's
-        positions.
+      UserError: for a run without a checkpoint, or without a chat template if one is needed.
     """
-    config = with_model_files(folder, config)
-    data = language.text_source(config)
-    tokenizer = load_tokenizer(data)
-    settings = GenerationSettings(0.8)
-    if tokenizer.folder is not None:
-        # A run without generation_config.json has fnet's settings.
-        stored = load_generation_settings(tokenizer.folder)
-        settings = stored if stored != GenerationSettings() else settings
-        if (end := tokenizer.end_token()) is not None:
-            settings = settings._replace(end_tokens=(*settings.end_tokens, end))
-    given = {name: getattr(options, name) for name in ("temperature", "top_k", "top_p")}
-    settings = settings._replace(**{n: v for n, v in given.items() if v is not None})
-    config = dataclasses.replace(config, model=config.model.for_sampling(data.context))
-    model: Any = language.build_network(config)
-    params, state, _ = load_network(folder, model, best=options.best)
-    if (section := config.model.published) is not None:
-        params, state, model = pretrained.merge(section, params, state), {}, model.base
 
-    def continue_text(prompt: np.ndarray) -> Iterator[str]:
-        stream = fnet.stream(
-            model,
-            params,
-            state,
-            jnp.asarray(prompt.astype(np.int32))[None],
-            jax.random.key(options.seed),
-            options.length,
-            temperature=1.0 if settings.temperature is None else settings.temperature,
-            top_k=settings.top_k,
-            top_p=settings.top_p,
+    def __init__(self, folder: RunFolder, config: Config, options: TextArguments):
+        config = with_model_files(folder, config)
+        data = language.text_source(config)
+        self.options = options
+        self.tokenizer = load_tokenizer(data)
+        self.template = language.chat_template(data, self.tokenizer) if options.chat else None
+        settings, end = GenerationSettings(), self.tokenizer.end_token()
+        if self.tokenizer.folder is not None:
+            settings = load_generation_settings(self.tokenizer.folder)
+        if settings.temperature is None:  # as there is no generation_config.json
+            settings = settings._replace(temperature=0.8)
+        for note in settings.not_applied:
+            print(f"note: generation_config.json: {note} is not applied", file=sys.stderr)
+        self._end_tokens = settings.end_tokens if end is None else (*settings.end_tokens, end)
+        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+        given = {name: getattr(options, name) for name in names}
+        self._sampling = {n: getattr(settings, n) if v is None else v for n, v in given.items()}
+        config = dataclasses.replace(config, model=config.model.for_sampling(data.context))
+        model: Any = language.build_network(config)
+        params, state, _ = load_network(folder, model, best=options.best)
+        if (section := config.model.published) is not None:
+            params, state, model = pretrained.merge(section, params, state), {}, model.base
+        self._network = model, params, state
+
+    def first_messages(self) -> list[dict[str, str]]:
+        """Return the messages that begin a chat."""
+        system = self.options.system
+        return [{"role": "system", "content": system}] if system else []
+
+    def encode(self, prompt: str) -> np.ndarray:
+        """Encode a prompt, or with ``chat`` a user's message."""
+        if self.options.chat:
+            message = {"role": "user", "content": prompt}
+            return self.encode_chat([*self.first_messages(), message])
+        tokens = self.tokenizer.encode_prompt(prompt)
+        if not len(tokens):
+            raise UserError("--prompt: is empty; give at least one character")
+        return tokens
+
+    def encode_chat(self, messages: Sequence[Message]) -> np.ndarray:
+        """Write and encode the messages before an answer."""
+        assert self.template is not None
+        text = self.template.render(messages, add_generation_prompt=True)
+        return self.tokenizer.encode_pieces([text])[0].ids
+
+    def stream(self, prompts: Sequence[np.ndarray], seeds: Sequence[int]) -> Iterator[list[str]]:
+        """Yield what is new in the text after each prompt, until all texts have ended.
+
+        Raises:
+          UserError: if the text is longer than the model's positions.
+        """
+        lengths = [len(prompt) for prompt in prompts]
+        tokens = np.zeros((len(prompts), max(lengths)), np.int32)
+        for row, prompt in zip(tokens, prompts, strict=True):
+            row[: len(prompt)] = prompt
+        chunks = fnet.stream(
+            *self._network,
+            jnp.asarray(tokens),
+            jnp.stack([jax.random.key(seed) for seed in seeds]),
+            self.options.length,
+            prompt_lengths=lengths,
+            **self._sampling,
         )
-        # Decode from the start each time: the text between two tokens depends on both.
-        tokens = prompt.tolist()
-        printed = len(tokenizer.decode(tokens))
+        writers = [
+            _Writer(self.tokenizer, prompt, self._end_tokens, self.options.stop)
+            for prompt in prompts
+        ]
         try:
-            for chunk in stream:
-                new = np.asarray(chunk)[0]
-                ends = np.flatnonzero(np.isin(new, settings.end_tokens))
-                tokens += new[: ends[0] if len(ends) else None].tolist()
-                # Hold back a character whose last bytes come with the next chunk.
-                text = tokenizer.decode(tokens).rstrip("\ufffd")
-                yield text[printed:]
-                printed = max(printed, len(text))
-                if len(ends):
-                    break
+            for chunk in chunks:
+                rows = zip(writers, np.asarray(chunk), strict=True)
+                yield [writer.add(new) for writer, new in rows]
+                if all(writer.has_ended for writer in writers):
+                    return
         except ValueError as error:
             raise UserError(f"--length: {error}") from error
-        yield tokenizer.decode(tokens)[printed:]
+        yield [writer.end() for writer in writers]
 
-    return tokenizer, continue_text
+
+class _Writer:
+    """Turns the tokens of a row into text, as they come.
+
+    Attributes:
+      has_ended: Whether a token or a text has ended it.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, prompt: np.ndarray, ends: Sequence[int], stops: Sequence[str]
+    ):
+        self._decode, self._ends, self._stops = tokenizer.decode, ends, [s for s in stops if s]
+        # Decoded from the start each time: the text between two tokens depends on both.
+        self._tokens = prompt.tolist()
+        self._start = self._printed = len(tokenizer.decode(self._tokens))
+        self.has_ended = False
+
+    def add(self, new: np.ndarray) -> str:
+        """Return the text that is certain after further tokens, and was not before."""
+        if self.has_ended:
+            return ""
+        ends = np.flatnonzero(np.isin(new, self._ends))
+        self._tokens += new[: ends[0] if len(ends) else None].tolist()
+        self.has_ended = bool(len(ends))
+        return self.end() if self.has_ended else self._print(is_last=False)
+
+    def end(self) -> str:
+        """Return the rest of the text."""
+        return self._print(is_last=True)
+
+    def _print(self, *, is_last: bool) -> str:
+        text = self._decode(self._tokens)
+        found = [at for stop in self._stops if (at := text.find(stop, self._start)) >= 0]
+        if found:
+            self.has_ended, end = True, min(found)
+        elif is_last:
+            end = len(text)
+        else:
+            # Hold back a character, or a text that ends the answer, whose rest may come.
+            whole = text.rstrip("\ufffd")
+            halves = (stop[:n] for stop in self._stops for n in range(1, len(stop)))
+            end = len(whole) - max((len(h) for h in halves if whole.endswith(h)), default=0)
+        new, self._printed = text[self._printed : end], max(self._printed, end)
+        return new
 
 
 def draw_images(folder: RunFolder, config: Config, options: ImageArguments) -> Path:

@@ -103,7 +103,15 @@ class ChatTemplate(NamedTuple):
             is_last = i == len(messages) - 1
             if message["role"] != "assistant" or (last and not is_last):
                 continue
-            before = self.render(messages[:i], add_generation_prompt=True, tools=tools)
+            try:
+                before = self.render(messages[:i], add_generation_prompt=True, tools=tools)
+            except UserError as error:
+                if i:
+                    raise
+                raise UserError(
+                    f"the chat begins with the assistant, which {self.where} does not allow; "
+                    "begin with a user's message, or train on everything"
+                ) from error
             after = text if is_last else self.render(messages[: i + 1], tools=tools)
             if not text.startswith(after) or not after.startswith(before):
                 advice = "" if last else "; train on the last answer only, or on everything"
@@ -275,20 +283,38 @@ class GenerationSettings(NamedTuple):
     """Settings of ``generation_config.json``.
 
     Attributes:
-      temperature: Sampling temperature; 0 is greedy. None if the file names none.
+      temperature: Sampling temperature; 0 is greedy. None without a file.
       top_k: Number of most probable tokens to sample from; None for all.
       top_p: Nucleus (top-p) threshold; None for 1.
+      min_p: Least probability of a token, as a share of the largest; None for 0.
+      repetition_penalty: Penalty of tokens that a text has already; None for 1.
       end_tokens: Tokens that end a text.
+      not_applied: Other settings that would change the text, as ``name value``.
     """
 
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
     end_tokens: tuple[int, ...] = ()
+    not_applied: tuple[str, ...] = ()
+
+
+_WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("num_beams", "num_beam_groups", "encoder_repetition_penalty"), (1,)),
+    **dict.fromkeys(("no_repeat_ngram_size", "min_length", "min_new_tokens"), (0,)),
+    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "penalty_alpha", "diversity_penalty"), (0,)),
+    **dict.fromkeys(("typical_p", "guidance_scale"), (1,)),
+    **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens", "bad_words_ids"), ([],)),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "sequence_bias"), ()),
+    **dict.fromkeys(("exponential_decay_length_penalty", "top_h", "dola_layers"), ()),
+}
+"""Settings that are not applied, with values other than None that change nothing."""
 
 
 def load_generation_settings(folder: Path) -> GenerationSettings:
-    """Read ``generation_config.json``; without the file, return the defaults.
+    """Read ``generation_config.json``; without the file, the end tokens of ``config.json``.
 
     Without ``do_sample``, transformers generates greedily, so that the temperature is 0.
 
@@ -296,9 +322,9 @@ def load_generation_settings(folder: Path) -> GenerationSettings:
       UserError: if the file is unreadable, or a setting has a wrong type.
     """
     path = folder / "generation_config.json"
+    has_file = path.is_file()
+    path = path if has_file else folder / "config.json"
     settings = load_json(path)
-    if not settings:
-        return GenerationSettings()
 
     def read(name: str, expected: str, is_valid: Callable[[Any], bool]) -> Any:
         value = settings.get(name)
@@ -310,17 +336,29 @@ def load_generation_settings(folder: Path) -> GenerationSettings:
     ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
     if not all(type(token) is int and token >= 0 for token in ends):
         raise UserError(f"{path}: eos_token_id must be a token or a list of tokens, got {ends!r}")
+    if not has_file:
+        return GenerationSettings(end_tokens=tuple(ends))
     temperature = read("temperature", "a number >= 0", lambda v: _is_number(v) and v >= 0)
     top_k = read("top_k", "an integer >= 0", lambda v: isinstance(v, int) and v >= 0)
     top_p = read("top_p", "a number in (0, 1]", lambda v: _is_number(v) and 0 < v <= 1)
+    min_p = read("min_p", "a number in [0, 1]", lambda v: _is_number(v) and 0 <= v <= 1)
+    penalty = read("repetition_penalty", "a number > 0", lambda v: _is_number(v) and v > 0)
+    not_applied = tuple(
+        f"{name} {settings[name]}"
+        for name, values in _WITHOUT_EFFECT.items()
+        if settings.get(name) is not None and settings[name] not in values
+    )
+    found = GenerationSettings(
+        0.0, None, None, None, None if penalty in (None, 1) else penalty, tuple(ends), not_applied
+    )
     if not settings.get("do_sample"):
-        return GenerationSettings(0.0, None, None, tuple(ends))
+        return found
     # transformers uses 0 for all tokens, and its own defaults for what is missing.
-    return GenerationSettings(
-        1.0 if temperature is None else float(temperature),
-        50 if top_k is None else top_k or None,
-        None if top_p in (None, 1) else float(top_p),
-        tuple(ends),
+    return found._replace(
+        temperature=1.0 if temperature is None else float(temperature),
+        top_k=50 if top_k is None else top_k or None,
+        top_p=None if top_p in (None, 1) else float(top_p),
+        min_p=min_p or None,
     )
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import json
 import statistics
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -38,7 +39,10 @@ _CHUNK = 1024
 """Number of examples that are encoded at once."""
 _CHUNK_SYMBOLS = 2**22
 """Symbols after which no example is added to these."""
-_SHAREGPT = {"human": "user", "gpt": "assistant"}
+_ASSISTANT = "assistant"
+_SHAREGPT = {"human": "user", "gpt": _ASSISTANT}
+_WEIGHTS = ("weight", "loss", "train")
+"""Keys of a message, 0 or 1, that say whether it is learned: of OpenAI, ms-swift and axolotl."""
 
 
 class _Text(NamedTuple):
@@ -388,7 +392,7 @@ class _Reader:
           UserError: if one is wrong.
         """
         documents: list[_Document] = []
-        records = iter(read)
+        records = self._same_fields(iter(read))
         while texts := self._chunk(records):
             try:
                 pieces = self._tokenizer.encode_pieces([t.text for t in texts])
@@ -396,6 +400,18 @@ class _Reader:
                 pieces = [self._encode(t) for t in texts]
             documents += [self._document(t, p) for t, p in zip(texts, pieces, strict=True)]
         return documents
+
+    def _same_fields(self, records: Iterator[Record]) -> Iterator[Record]:
+        """Check that a further file has the fields of the first one, at its first record."""
+        fields = self._fields.values() if self.kind else ()
+        for record in records:
+            if fields and not any(record.find(field) for field in fields):
+                raise UserError(
+                    f"{record.where}: expected the fields of the training examples, "
+                    f"{' and '.join(fields)}{list_available(list(record.fields), 'fields')}"
+                )
+            fields = ()
+            yield record
 
     def _chunk(self, records: Iterator[Record]) -> list[_Text]:
         """Read the texts to encode at once: as many as tokenizers encode fast, or a long one."""
@@ -485,16 +501,28 @@ class _Reader:
         if "messages" in self._fields:
             messages = _messages(record, self._fields["messages"])
         else:
+            answer = _filled(record, self._fields["answer"])
             messages = [
-                {"role": "user", "content": self._prompt(record)},
-                {"role": "assistant", "content": _filled(record, self._fields["answer"])},
+                {"role": "user", "content": self._prompt(record), "weight": 1},
+                {"role": _ASSISTANT, "content": answer, "weight": 1},
             ]
-        tools = record.fields.get("tools")
-        tools = tools if isinstance(tools, list) else None
+        learned = [message.pop("weight") for message in messages]
+        tools = _tools(record)
         if self._config.loss_on == "all":
+            if not all(learned):
+                raise UserError("weight 0 of a message needs data.loss_on answers or last_answer")
             return self.template.render(messages, tools=tools), []
         last = self._config.loss_on == "last_answer"
         text, answers = self.template.render_answers(messages, last=last, tools=tools)
+        if not all(learned):
+            weights = [w for w, m in zip(learned, messages, strict=True) if m["role"] == _ASSISTANT]
+            weights = weights[-len(answers) :] if last else weights
+            if len(weights) != len(answers):
+                raise UserError(
+                    f"{self.template.where} has {len(answers)} {{% generation %}} for "
+                    f"{len(weights)} answers, so that weight cannot be applied"
+                )
+            answers = [a for a, weight in zip(answers, weights, strict=True) if weight]
         if not any(answers):
             raise UserError(
                 "the last message is not an assistant's" if last else "no assistant's message"
@@ -559,16 +587,77 @@ def _messages(record: Record, name: str) -> list[dict[str, Any]]:
             raise _missing(where, "role", message)
         if role not in ROLES:
             raise UserError(f"{where}: expected a role of {', '.join(ROLES)}, got {role!r}")
+        if isinstance(content, list) and all(_is_text_part(part) for part in content):
+            read["content"] = content = "".join(part["text"] for part in content)
+        if "tool_calls" in read:
+            read["tool_calls"] = _tool_calls(where, read["tool_calls"])
+        weights = {name: read.pop(name) for name in _WEIGHTS if name in read}
+        for name, weight in weights.items():
+            if weight not in (0, 1):
+                raise UserError(f"{where}: {name} must be 0 or 1, got {weight!r:.40}")
+        read["weight"] = int(all(weights.values()))
         if content is None and "tool_calls" in read:
             read["content"] = content = ""
         elif content is None:
             raise _missing(where, "content", message)
         elif not isinstance(content, str):
             raise UserError(f"{where}: content must be a text, got {type(content).__name__}")
-        elif role == "assistant" and not content.strip() and "tool_calls" not in read:
+        elif role == _ASSISTANT and not content.strip() and "tool_calls" not in read:
             raise UserError(f"{where}: the answer is empty; remove the record")
         messages.append(read)
     return messages
+
+
+def _is_text_part(part: Any) -> bool:
+    """Whether a part of a message's content is a text, as OpenAI writes it."""
+    return (
+        isinstance(part, Mapping)
+        and part.get("type") == "text"
+        and isinstance(part.get("text"), str)
+    )
+
+
+def _tool_calls(where: str, calls: Any) -> list[dict[str, Any]]:
+    """Return calls of tools, whose arguments are objects and not their JSON, as templates expect.
+
+    Raises:
+      UserError: if they are not a list of objects.
+    """
+    if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
+        raise UserError(f"{where}: tool_calls must be a list of objects, got {calls!r:.40}")
+    read = [dict(call) for call in calls]
+    for call in read:
+        inner = call.get("function", call)
+        if isinstance(inner, Mapping) and isinstance(inner.get("arguments"), str):
+            try:
+                parsed = {**inner, "arguments": json.loads(inner["arguments"] or "{}")}
+            except ValueError:
+                continue  # a text that the model wrote
+            call |= {"function": parsed} if "function" in call else parsed
+    return read
+
+
+def _tools(record: Record) -> list[Any] | None:
+    """Return the tools that a chat may call: JSON schemas, a list or its JSON.
+
+    Raises:
+      UserError: if they are anything else.
+    """
+    name = record.find("tools", "functions")
+    if name is None:
+        return None
+    given = record.fields[name]
+    try:
+        tools = json.loads(given) if isinstance(given, str) else given
+        tools = [json.loads(t) if isinstance(t, str) else t for t in tools]
+    except (TypeError, ValueError):
+        tools = [None]
+    if isinstance(given, Mapping) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise UserError(f"{name} must be a list of JSON schemas, or its JSON, got {given!r:.40}")
+    # The older functions of OpenAI are tools without their type.
+    if name == "functions":
+        tools = [{"type": "function", "function": tool} for tool in tools]
+    return tools or None
 
 
 def _overlaps(pieces: Pieces, spans: Iterable[range]) -> np.ndarray:

@@ -23,6 +23,8 @@ ADAPTERS = "adapter_config.json"
 SMALL_FILES = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
     "special_tokens_map.json", "chat_template.jinja", "preprocessor_config.json",
+    "tokenizer.model", "spiece.model", "added_tokens.json", "vocab.json", "merges.txt",
+    "processor_config.json", "chat_template.json",
 )  # fmt: skip
 """Files of a model that a run copies: all but its weights."""
 

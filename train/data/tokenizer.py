@@ -34,6 +34,7 @@ class Tokenizer(NamedTuple):
 
     Attributes:
       vocab_size: one more than the largest token.
+      text_size: the same without special tokens, such as one that stands for an image.
       encode: text -> tokens [T], in the smallest unsigned dtype that holds all tokens.
       encode_prompt: as ``encode``, without the tokens that end a text.
       decode: tokens -> text; invalid bytes become U+FFFD.
@@ -45,6 +46,7 @@ class Tokenizer(NamedTuple):
     """
 
     vocab_size: int
+    text_size: int
     encode: Callable[[str], np.ndarray]
     encode_prompt: Callable[[str], np.ndarray]
     decode: Callable[[Iterable[int]], str]
@@ -59,20 +61,40 @@ def load_tokenizer(config: Text) -> Tokenizer:
 
     Raises:
       UserError: if its file is missing or invalid, the tokenizers library is not installed, or
-        the config's vocabulary is smaller than the tokenizer's.
+        the config's vocabulary is smaller than the tokenizer's. Special tokens beyond it are
+        refused when a text has one.
     """
-    tokenizer = _load(config)
-    if config.vocabulary is not None and config.vocabulary < tokenizer.vocab_size:
+    tokenizer, vocabulary = _load(config), config.vocabulary
+    if vocabulary is None or vocabulary >= tokenizer.vocab_size:
+        return tokenizer
+    if vocabulary < tokenizer.text_size:
         raise UserError(
-            f"data.vocabulary: {config.vocabulary}, but the tokenizer has {tokenizer.vocab_size} "
-            "tokens; give at least as many"
+            f"data.tokenizer: has {tokenizer.text_size:,} tokens of text, but the vocabulary has "
+            f"{vocabulary:,}; give the model's own tokenizer, or a larger data.vocabulary"
         )
-    return tokenizer
+
+    def check(ids: np.ndarray) -> np.ndarray:
+        if max(ids, default=0) >= vocabulary:
+            raise UserError(
+                f"the text has the special token {max(ids)}, which a vocabulary of "
+                f"{vocabulary:,} does not have; remove it from the text"
+            )
+        return ids
+
+    def encode_pieces(texts: Sequence[str]) -> list[Pieces]:
+        return [p._replace(ids=check(p.ids)) for p in tokenizer.encode_pieces(texts)]
+
+    return tokenizer._replace(
+        encode=lambda text: check(tokenizer.encode(text)),
+        encode_prompt=lambda text: check(tokenizer.encode_prompt(text)),
+        encode_pieces=encode_pieces,
+    )
 
 
 def _load(config: Text) -> Tokenizer:
     if config.tokenizer is None:
         return Tokenizer(
+            256,
             256,
             _encode_bytes,
             _encode_bytes,
@@ -98,7 +120,7 @@ def _load(config: Text) -> Tokenizer:
         return limits.run(name, str(path.absolute()), *args, size=num_bytes + size)
 
     try:
-        vocab_size, unknown = run("describe")
+        vocab_size, text_size, unknown = run("describe")
     except limits.CodeError as error:
         raise UserError(f"data.tokenizer: cannot read {path}: {error}") from error
     limits.VOCABULARY.check(vocab_size, f"data.tokenizer: {path}")
@@ -166,6 +188,7 @@ def _load(config: Text) -> Tokenizer:
 
     return Tokenizer(
         vocab_size,
+        text_size,
         encode,
         functools.partial(encode, with_end=False),
         decode,
@@ -212,16 +235,18 @@ def _load_library(path: str) -> tuple[Any, Any]:
     return _library(path, (status.st_size, status.st_mtime_ns))
 
 
-def describe(path: str) -> tuple[int, int | None]:
-    """Return the size of the vocabulary and the unknown token."""
+def describe(path: str) -> tuple[int, int, int | None]:
+    """Return the sizes of the vocabulary with and without special tokens, and the unknown token."""
     tokenizer, _ = _load_library(path)
     # Not the number of tokens, because a vocabulary can skip numbers.
-    vocab_size = max(tokenizer.get_vocab().values(), default=-1) + 1
+    special = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+    ids = set(tokenizer.get_vocab().values())
+    vocab_size, text_size = (max(i, default=-1) + 1 for i in (ids, ids - special))
     model = json.loads(tokenizer.to_str())["model"]  # the only access to a Unigram's unk_id
     unknown = model.get("unk_id")
     if unknown is None:
         unknown = tokenizer.token_to_id(model.get("unk_token") or "")
-    return vocab_size, unknown
+    return vocab_size, text_size, unknown
 
 
 def encode(path: str, texts: Sequence[str], is_whole: bool) -> list[Encoding]:

@@ -72,26 +72,29 @@ class Pretrained(Model):
         network = build_network(self, precision)
         if vocabulary > network.vocabulary:
             raise UserError(
-                f"data.tokenizer: has {vocabulary:,} tokens, but the model has "
-                f"{network.vocabulary:,}; give the model's own tokenizer"
+                f"data.vocabulary: {vocabulary:,}, but the model has {network.vocabulary:,} "
+                "tokens; leave it out"
             )
         return network
 
     def complete(self, data: Data) -> Data:
-        """Return text with the tokenizer of the model, unless it has its own.
+        """Return text with the tokenizer and the vocabulary of the model, unless it has its own.
 
         Raises:
           UserError: if the model has no tokenizer, and the vocabulary is not given.
         """
         text = data.as_text
-        if text is None or text.tokenizer is not None:
+        if text is None:
             return data
+        vocabulary = text.vocabulary
+        if vocabulary is None and (Path(self.path) / "config.json").is_file():
+            vocabulary = read_config(Path(self.path)).get("vocab_size")
         tokenizer = Path(self.path) / "tokenizer.json"
-        if tokenizer.is_file():
-            return dataclasses.replace(text, tokenizer=str(tokenizer))
-        if text.vocabulary is None:
+        if text.tokenizer is None and tokenizer.is_file():
+            text = dataclasses.replace(text, tokenizer=str(tokenizer))
+        elif text.tokenizer is None and text.vocabulary is None:
             check_tokenizer(Path(self.path))
-        return data
+        return dataclasses.replace(text, vocabulary=vocabulary)
 
     def notes(self, data: Data, classes: Sequence[str]) -> list[str]:
         """Tell the user if images have another size than the model's own, or outputs no names."""

@@ -13,6 +13,7 @@ from typing import Any, Self
 
 from train import config as configs
 from train.config import Config
+from train.data.model_folder import is_model_folder
 from train.errors import UserError, closest_name, writing
 from train.output.logged import read_metrics
 
@@ -144,6 +145,11 @@ class RunFolder:
         """
         if not self.config.is_file():
             raise UserError(f"no run in {self.path}: it has no config.json{self._similar_run()}")
+        if is_model_folder(self.path):
+            raise UserError(
+                f"{self.path} is a published model; make a run of it with fnet import "
+                f"{quote(self.path)} --out runs/base"
+            )
         return configs.from_json(self.config.read_bytes(), str(self.config))
 
     def _similar_run(self) -> str:

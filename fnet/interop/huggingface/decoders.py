@@ -169,9 +169,12 @@ def decoder(
         fused=fused if fused_gate is None else fused_gate,
     )
 
+    restarts: set[int] = set()
+
     def block_of(kind: tuple[int | None, bool]) -> layers.Block:
         own_window, is_rotated = kind
         rotary = rope.embedding(options, head_dim, own_window) if rope and is_rotated else None
+        restarts.update(rotary.restart_lengths if rotary else ())
         attention = layers.attention(
             width,
             heads,
@@ -210,7 +213,9 @@ def decoder(
         soft_cap=logit_soft_cap,
         dtype=dtype,
     )
-    return model, kinds
+    assert model.decode is not None  # because all blocks are causal
+    lengths = (*model.decode.restart_lengths, *sorted(restarts))
+    return model._replace(decode=model.decode._replace(restart_lengths=lengths)), kinds
 
 
 def _windows(

@@ -16,11 +16,13 @@ class Rotary(NamedTuple):
       frequencies: Radians per position, or a function from the length of the sequence to them.
       scale: Factor of rotated features.
       interleaved: Whether neighboring features form pairs.
+      restart_lengths: Lengths up to which the frequencies are the same, as of `fnet.layer.Decode`.
     """
 
     frequencies: _Frequencies | Callable[[int], _Frequencies]
     scale: float = 1.0
     interleaved: bool = False
+    restart_lengths: tuple[int, ...] = ()
 
 
 def rotary_embedding(
@@ -35,9 +37,8 @@ def rotary_embedding(
 
     ``longrope`` divides each by a factor of its own (Ding et al. 2024, "LongRoPE"). There is one
     list of factors for sequences within the original context, and one for longer ones. The length
-    is that of the row, or the number of positions that a cache can hold. So a text that outgrows
-    the original context while it is generated has the long factors from its first token.
-    transformers computes the keys of such a text again when it does.
+    is that of the row, or the number of positions that a cache can hold. A text that outgrows the
+    original context while it is generated is read again, as in transformers.
 
     Args:
       kind: model type, for errors.
@@ -142,7 +143,11 @@ def _longrope(
         name: tuple(f / by for f, by in zip(frequencies, values, strict=True))
         for name, values in factors.items()
     }
-    return Rotary(lambda length: by_name["long" if length > original else "short"], float(scale))
+    return Rotary(
+        lambda length: by_name["long" if length > original else "short"],
+        float(scale),
+        restart_lengths=(original,),
+    )
 
 
 _SCALINGS: dict[str, Callable[..., Rotary]] = {

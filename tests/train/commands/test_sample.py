@@ -1,5 +1,6 @@
 """``fnet sample``: text, images and mistakes."""
 
+import json
 import shutil
 
 import jax
@@ -103,13 +104,42 @@ def test_greedy_text_does_not_depend_on_the_seed(run_of, capsys):
 
 def test_text_is_streamed(run_of, capsys):
     folder = RunFolder(run_of("text"))
-    options = TextArguments(prompt="to be", length=40)
+    options = TextArguments(prompt=("to be",), length=40)
     pieces = generate_text(folder, folder.read_config(), options)
     assert next(pieces) == "to be"
     later = list(pieces)
     assert len(later) >= 3
     whole = "to be" + "".join(later) + "\n"
     assert printed(capsys, "text", "--prompt", "to be", "--length", 40) == whole
+
+
+def test_prompts_are_answered_as_each_is_alone(run_of, recipes, capsys):
+    run_of("text")
+    prompts = ["to be", 'question"', "to", "or not to be, that is"]
+    options = "--length", 20, "--repetition-penalty", 1.2, "--min-p", 0.05
+    output = printed(capsys, "text", "--prompt", *prompts, "--batch-size", 3, *options)
+    answers = [json.loads(line) for line in output.splitlines()]
+    assert [answer["prompt"] for answer in answers] == prompts
+    for seed, answer in enumerate(answers):
+        prompt = answer["prompt"]
+        alone = printed(capsys, "text", "--prompt", prompt, *options, "--seed", seed)
+        assert prompt + answer["answer"] + "\n" == alone
+
+    (recipes / "prompts.txt").write_text("\n\n".join(prompts))
+    (recipes / "prompts.jsonl").write_text("\n".join(json.dumps({"prompt": p}) for p in prompts))
+    for name in ("prompts.txt", "prompts.jsonl"):
+        assert printed(capsys, "text", "--prompts", name, "--batch-size", 2, *options) == output
+
+
+def test_a_stop_text_ends_the_text_and_is_not_printed(run_of, capsys):
+    run_of("text")
+    words = "text", "--prompt", "to be", "--length", 60
+    whole = printed(capsys, *words)
+    stop = whole[12:15]
+    end = whole.index(stop, 5)
+    assert printed(capsys, *words, "--stop", "never", stop) == whole[:end] + "\n"
+    # Half of a stop text is printed if the other half does not come.
+    assert printed(capsys, *words, "--stop", whole[-5:-1] + "never") == whole
 
 
 def test_sampling_text_does_not_need_the_training_text(run_of, recipes, capsys):
@@ -214,6 +244,7 @@ def test_the_same_seed_gives_the_same_images(sampler, run_of, recipes):
 
     def recorded(seed):
         words = ("--labels", 3, "--count", 1, "--sampler", sampler, "--steps", 3)
+        (recipes / "a.png").unlink(missing_ok=True)
         fnet_command("sample", "images", *words, "--seed", seed, "--out", "a.png")
         return pictures.imread(recipes / "a.png")
 
@@ -255,6 +286,11 @@ MISTAKES = [
     (("text", "--top-p", "0"), "--top-p: expected greater than 0, got 0.0"),
     (("text", "--top-p", "1.5"), "--top-p: expected less than or equal to 1, got 1.5"),
     (("text", "--seed", "-1"), "--seed: expected greater than or equal to 0, got -1"),
+    (("text", "--min-p", "2"), "--min-p: expected less than or equal to 1, got 2.0"),
+    (("text", "--repetition-penalty", "0"), "--repetition-penalty: expected greater than 0, got 0.0"),
+    (("text", "--prompt", "a", "--prompts", "b"), "--prompts: is a file in place of --prompt"),
+    (("text", "--prompts", "none.txt"), "--prompts: none.txt does not exist"),
+    (("text", "--prompt", "a", "--prompt", "b"), "--prompt: given twice"),
     (("text", "--promt", "to"), "unknown option --promt (did you mean --prompt?)"),
     (("text", "--labels", "3"), "unknown option --labels"),
     (("text", "to be"), "unexpected to be"),

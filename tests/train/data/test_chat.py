@@ -293,29 +293,45 @@ def test_refuses_a_missing_template_file(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({"eos_token_id": 2}, (0.0, None, None, (2,))),
-        ({"do_sample": True, "eos_token_id": [2, 7]}, (1.0, 50, None, (2, 7))),
+        ({"eos_token_id": 2}, {"temperature": 0.0, "end_tokens": (2,)}),
         (
-            {"do_sample": True, "temperature": 0.6, "top_k": 0, "top_p": 0.9},
-            (0.6, None, 0.9, ()),
+            {"do_sample": True, "eos_token_id": [2, 7]},
+            {"temperature": 1.0, "top_k": 50, "end_tokens": (2, 7)},
         ),
-        ({"do_sample": False, "temperature": 0.6, "top_p": 0.9}, (0.0, None, None, ())),
-        ({"do_sample": True, "top_k": 20, "top_p": 1.0}, (1.0, 20, None, ())),
+        (
+            {"do_sample": True, "temperature": 0.6, "top_k": 0, "top_p": 0.9, "min_p": 0.1},
+            {"temperature": 0.6, "top_p": 0.9, "min_p": 0.1},
+        ),
+        (
+            {"do_sample": False, "temperature": 0.6, "top_p": 0.9, "repetition_penalty": 1.1},
+            {"temperature": 0.0, "repetition_penalty": 1.1},
+        ),
+        (
+            {"do_sample": True, "top_k": 20, "top_p": 1.0, "repetition_penalty": 1.0},
+            {"temperature": 1.0, "top_k": 20},
+        ),
+        (
+            {"num_beams": 4, "typical_p": 1.0, "suppress_tokens": [], "min_length": 0},
+            {"temperature": 0.0, "not_applied": ("num_beams 4",)},
+        ),
     ],
 )
 def test_reads_generation_settings(folder, settings, expected):
     path = folder(generation_config__json=settings)
-    assert load_generation_settings(path) == GenerationSettings(*expected)
+    assert load_generation_settings(path) == GenerationSettings(**expected)
 
 
-def test_generation_settings_are_optional(tmp_path):
-    assert load_generation_settings(tmp_path) == GenerationSettings(None, None, None, ())
+def test_without_generation_settings_the_model_names_the_end_tokens(folder):
+    path = folder(config__json={"eos_token_id": [5, 1]})
+    assert load_generation_settings(path) == GenerationSettings(end_tokens=(5, 1))
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"top_p": 0}, "top_p must be a number in .0, 1., got 0"),
+        ({"min_p": 2}, "min_p must be a number in .0, 1., got 2"),
+        ({"repetition_penalty": 0}, "repetition_penalty must be a number > 0, got 0"),
         ({"temperature": "warm"}, "temperature must be a number >= 0, got 'warm'"),
         ({"top_k": 1.5}, "top_k must be an integer >= 0, got 1.5"),
         ({"eos_token_id": "</s>"}, "eos_token_id must be a token or a list of tokens"),

@@ -357,7 +357,7 @@ def test_test_metrics_average_over_targets(write, network):
             {"test_fraction": 0.5, "long": "drop"},
             "no training example of FILE has at most data.context + 1 = 33 tokens",
         ),
-        ([{"text": "ab"}] * 9, {"vocabulary": 100}, "data.vocabulary: 100, but the tokenizer has 256"),
+        ([{"text": "ab"}] * 9, {"vocabulary": 100}, "has 256 tokens of text, but the vocabulary has 100"),
         ([{"messages": [{"role": "user", "content": "a"}]}], {}, "data.tokenizer: chats need a tokenizer"),
         ([{"text": "ab"}] * 9, {"test_path": "none.jsonl"}, "data.test_path: none.jsonl does not exist"),
         ([{"text": "ab", "u": [1]}] * 9, {"user": "u"}, "line 1: u must be a text or an integer, got [1]"),
@@ -387,12 +387,93 @@ def test_a_csv_file_names_the_conversion(load, write):
         ([{"role": "user", "content": ["a"]}], "message 1: content must be a text, got list"),
         ([{"role": "assistant", "content": " "}], "message 1: the answer is empty; remove the record"),
         ([{"role": "user", "content": "a"}], "line 1: no assistant's message"),
+        ([{"role": "assistant", "content": "a", "weight": 0}], "line 1: no assistant's message"),
+        ([{"role": "assistant", "content": "a", "weight": 0.5}], "message 1: weight must be 0 or 1, got 0.5"),
+        ([{"role": "assistant", "content": "", "tool_calls": "f()"}], "message 1: tool_calls must be a list of objects, got 'f()'"),
     ],
 )  # fmt: skip
 def test_a_mistake_in_a_chat_names_its_line(load, template, messages, message):
     given = error_message(load, [{"messages": messages}] * 2, chat_template=template)
     assert "data.jsonl, line 1" in given
     assert message in given
+
+
+def chat_of(*turns, **keys):
+    roles = ("user", "assistant") * len(turns)
+    return [{"role": r, "content": c} | keys.get(c, {}) for r, c in zip(roles, turns, strict=False)]
+
+
+@pytest.mark.parametrize("key", ["weight", "loss", "train"])
+def test_messages_of_weight_0_are_not_learned(load, template, key):
+    options = {"chat_template": template, "context": 128, "test_fraction": 0.5}
+    record = {"messages": chat_of("a?", "b", "c?", "d", b={key: 0}, d={key: 1})}
+    (text, learned), *_ = examples_of(batch_of(load([record] * 2, **options)))
+    assert (text, learned) == ("<user>a?</><assistant>b</><user>c?</><assistant>d</>", "d</>")
+    record = {"messages": chat_of("a?", "b", "c?", "d", d={key: False})}
+    assert examples_of(batch_of(load([record] * 2, **options)))[0][1] == "b</>"
+    message = error_message(load, [record] * 2, **options, loss_on="last_answer")
+    assert "the last message is not an assistant's" in message
+    message = error_message(load, [record] * 2, **options, loss_on="all")
+    assert "weight 0 of a message needs data.loss_on answers or last_answer" in message
+
+
+def test_texts_in_parts_are_joined(load, template):
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "?"}]
+    record = {"messages": [{"role": "user", "content": parts}, *chat_of("a?", "b")[1:]]}
+    (text, _), *_ = examples_of(
+        batch_of(load([record] * 2, chat_template=template, test_fraction=0.5))
+    )
+    assert text == "<user>a?</><assistant>b</>"
+
+
+SUM = {"type": "function", "function": {"name": "sum"}}
+
+
+@pytest.mark.parametrize(
+    "tools",
+    [
+        {"tools": [SUM]},
+        {"tools": json.dumps([SUM])},
+        {"tools": [json.dumps(SUM)]},
+        {"functions": [SUM["function"]]},
+        {"tools": None, "functions": json.dumps([SUM["function"]])},
+    ],
+)
+def test_tools_reach_the_template_in_every_form(load, tmp_path, tools):
+    (tmp_path / "t.jinja").write_text(
+        "{% for t in tools %}{{ t.function.name }} {% endfor %}"
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}"
+        "{{ c.function.arguments.a }}{% endfor %}</>{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    call = {"type": "function", "function": {"name": "sum", "arguments": '{"a": 7}'}}
+    record = {"messages": chat_of("2+5?", "", **{"": {"tool_calls": [call]}})} | tools
+    data = load([record] * 2, chat_template=str(tmp_path / "t.jinja"), test_fraction=0.5)
+    assert examples_of(batch_of(data))[0] == ("sum <user>2+5?</><assistant>7</>", "7</>")
+
+
+def test_other_tools_are_refused(load, template):
+    for tools in (3, "sum", [3], {"name": "sum"}, '{"name": "sum"}'):
+        record = {"messages": chat_of("a?", "b"), "tools": tools}
+        message = error_message(load, [record] * 2, chat_template=template)
+        assert "line 1: tools must be a list of JSON schemas, or its JSON, got" in message
+
+
+def test_a_chat_that_begins_with_the_assistant_says_so(load, tmp_path):
+    (tmp_path / "t.jinja").write_text("{{ messages[0].role }}{{ messages[-1].content }}")
+    record = {"messages": chat_of("a?", "b", "c?")[1:]}
+    message = error_message(load, [record] * 2, chat_template=str(tmp_path / "t.jinja"))
+    assert "line 1: the chat begins with the assistant, which" in message
+    assert message.endswith("begin with a user's message, or train on everything")
+
+
+def test_test_examples_have_the_fields_of_the_training_examples(load, write):
+    path = write([{"text": "ab"}], "test.jsonl")
+    message = error_message(load, answers(4), test_path=path)
+    assert message == (
+        f"data.test_path: {path}, line 1: expected the fields of the training examples, "
+        "prompt and completion; there are text"
+    )
 
 
 def test_a_chat_that_the_template_refuses_names_its_line(load, tmp_path):

@@ -140,7 +140,7 @@ def test_a_vocabulary_may_be_larger_than_the_tokenizers_but_not_smaller(text):
     )
     assert jax.tree.leaves(params["embedding"])[0].shape[0] == 300
     small = dataclasses.replace(data, vocabulary=100)
-    with pytest.raises(UserError, match=r"data\.vocabulary: 100, but the tokenizer has 256 tokens"):
+    with pytest.raises(UserError, match=r"has 256 tokens of text, but the vocabulary has 100"):
         small.load()
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from pretrained_folder import LLAMA, VIT, write_folder
+from pretrained_folder import LLAMA, VIT, write_folder, write_tokenizer
 from program_cases import assert_one_line_error, exit_code, fnet_command, metrics_of
 from safetensors.numpy import load_file
 
@@ -158,6 +158,25 @@ def test_an_imported_model_is_a_run(folder, capsys):
 
 
 @pytest.mark.slow
+def test_a_published_folder_is_sampled_as_it_is(folder, capsys):
+    pytest.importorskip("tokenizers")
+    write_tokenizer(folder / "llama" / "tokenizer.json")
+    (folder / "llama" / "generation_config.json").write_text('{"num_beams": 4}')
+    files = sorted(folder.rglob("*"))
+    fnet_command("sample", "llama", "--prompt", "2+2=", "--length", 6)
+    printed = capsys.readouterr()
+    assert printed.err == "note: generation_config.json: num_beams 4 is not applied\n"
+    assert sorted(folder.rglob("*")) == files
+    fnet_command("import", "llama", "--out", "run")
+    capsys.readouterr()
+    fnet_command("sample", "run", "--prompt", "2+2=", "--length", 6)
+    assert capsys.readouterr().out == printed.out
+    assert exit_code("eval", "llama") == 2
+    message = "llama is a published model; make a run of it with fnet import llama --out runs/base"
+    assert_one_line_error(capsys, message)
+
+
+@pytest.mark.slow
 def test_export_writes_the_published_tensors(folder, capsys):
     fnet_command("import", "llama", "--out", "run", "--data.vocabulary", 256)
     fnet_command("export", "run")
@@ -168,7 +187,7 @@ def test_export_writes_the_published_tensors(folder, capsys):
     chex.assert_trees_all_equal(tensors, expected)
     assert json.loads((folder / "run" / "exported" / "config.json").read_text()) == LLAMA
     assert exit_code("export", "run") == 2
-    assert_one_line_error(capsys, "is not empty; give a new folder")
+    assert_one_line_error(capsys, "run/exported is not an empty folder; give a new one")
 
 
 @pytest.mark.slow
