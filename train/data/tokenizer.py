@@ -74,9 +74,9 @@ def load_tokenizer(config: Text) -> Tokenizer:
         )
 
     def check(ids: np.ndarray) -> np.ndarray:
-        if max(ids, default=0) >= vocabulary:
+        if (largest := ids.max(initial=0)) >= vocabulary:
             raise UserError(
-                f"the text has the special token {max(ids)}, which a vocabulary of "
+                f"the text has the special token {largest}, which a vocabulary of "
                 f"{vocabulary:,} does not have; remove it from the text"
             )
         return ids
