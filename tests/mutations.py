@@ -77,7 +77,12 @@ TARGETS = {
     "fnet/privacy/noise.py": "tests/privacy/test_correlated_noise.py",
     "fnet/privacy/sampling.py": "tests/train/data/test_poisson.py",
     "fnet/step.py": "tests/step/test_step.py tests/step/test_skip_nonfinite.py",
+    "train/data/order.py": "tests/train/data/test_shard_order.py",
     "train/data/packing.py": "tests/train/data/test_packing.py",
+    "train/limits.py": "tests/train/data/test_hostile_files.py",
+    "train/output/logged.py": "tests/train/run/test_metrics.py tests/privacy/test_privacy.py",
+    "train/run/evaluation.py": "tests/train/run/test_evaluator.py tests/train/commands/test_evaluation.py",
+    "train/run/seeds.py": "tests/train/run/test_seeds.py",
 }
 """File -> the tests that must notice a mutant of any of its functions."""
 

@@ -19,6 +19,7 @@ from train.data.augment import (
     ten_crops,
     two_crops,
 )
+from train.data.image_batches import ImageOptions
 
 
 def generator(seed=0):
@@ -257,3 +258,10 @@ def test_small_images_are_placed_anywhere_on_the_canvas():
     ends = [np.array([0.0, x, y]) for x in (0, 0.999) for y in (0, 0.999)]
     at = [random_scale_crop(10, 10, 16, draws, (0.5, 1.0)).at for draws in ends]
     assert at == [(0, 0), (0, 8), (8, 0), (8, 8)]
+
+
+def test_random_shifts_are_all_that_the_padding_allows():
+    options = ImageOptions(image_size=8, crop="padded", padding=2)
+    shifts = options.draw(500, generator())["shift"]
+    assert set(shifts.ravel().tolist()) == {0, 1, 2, 3, 4}
+    assert shifts.shape == (500, 2)

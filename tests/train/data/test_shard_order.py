@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from train.data.order import MAX_LANES, Rows, ShuffledBatches
+from train.data.order import MAX_LANES, Rows, ShuffledBatches, _mix
 
 
 def order(*blocks, weights=None, batch_size=16, seed=0, block_bytes=0, budget=2**30):
@@ -86,3 +86,32 @@ def test_mixes_sources_in_every_lane():
 
 def test_a_source_of_few_rows_has_few_lanes():
     assert order([1] * 1100, [1] * 10_000, batch_size=8).lanes == 2
+
+
+@pytest.mark.parametrize("blocks", [[1] * 160, [40] * 4], ids=["rows", "blocks"])
+def test_each_epoch_has_an_order_of_its_own(blocks):
+    batches = order(blocks)
+    epochs = np.array([[batches(10 * epoch + i) for i in range(10)] for epoch in range(3)])
+    for other in epochs[1:]:
+        assert (epochs[0] != other).mean() > 0.9
+    shuffled = order([40], batch_size=40)
+    assert (shuffled(0) != shuffled(1)).mean() > 0.9  # the order within blocks, too
+
+
+def test_lanes_shuffle_their_windows_differently():
+    batches = order([640] * 16, batch_size=16)
+    rows = np.array([batches(i) for i in range(640)]).reshape(640, batches.lanes, -1)
+    places = [rows[:, lane].ravel() % 640 for lane in range(2)]
+    assert (places[0] != places[1]).mean() > 0.9
+
+
+def test_a_window_has_at_most_eight_blocks():
+    batches = order([100] * 64, batch_size=1, block_bytes=1)
+    rows = np.concatenate([batches(i) for i in range(800)])
+    assert len(np.unique(rows // 100)) == 8
+
+
+def test_sources_alternate_evenly():
+    # Each of n rows of a source has the time (i + 1/2) / n.
+    np.testing.assert_array_equal(_mix([1, 3], 8), [1, 0, 1, 1, 1, 0, 1, 1])
+    np.testing.assert_array_equal(_mix([1, 1], 6), [0, 1, 0, 1, 0, 1])

@@ -147,3 +147,12 @@ def test_an_insecure_seed_without_noise_is_a_mistake(private, capsys):
     no_noise = "--grad.noise-multiplier", "None", "--grad.delta", "None"
     assert exit_code("train", "private.py", "--out", "run", *no_noise, *INSECURE) == 2
     assert_one_line_error(capsys, "grad.insecure_noise_seed: 0, but there is no noise")
+
+
+def test_the_key_and_the_order_of_the_data_have_different_halves_of_the_secret(private):
+    config, folder = recipes.load("private.py"), RunFolder(private)
+    secret = bytes(range(32))
+    folder.secret_seed.write_text(secret.hex())
+    first = seeds.read_seeds(folder, config)
+    np.testing.assert_array_equal(first.key, np.frombuffer(secret[:8], np.uint32))
+    assert first.data == int.from_bytes(secret[16:], "big")
