@@ -7,7 +7,7 @@ lists what a whole function saves. `fnet.memory.proposals` chooses what a loss s
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -369,6 +369,42 @@ def analyze(
     return Graph(parts, needs, builder.tensors, fused, equation_names(jaxpr))
 
 
+def analyze_regions(
+    regions: Sequence[tuple[Jaxpr, Sequence[bool], Sequence[bool], Collection[Var]]],
+    held: Collection[Var],
+) -> Graph:
+    """Return the graph of functions that run in chunks: a piece each, of which rows can be saved.
+
+    What a chunk makes again takes no bytes here.
+
+    Args:
+      regions: Inlined jaxprs, whether each argument and each result is differentiated, and the
+        variables that are rows. Equations are counted through all of them.
+      held: Variables that are in memory in any case.
+    """
+    parts: list[Piece] = []
+    needs: list[list[Tensor]] = []
+    tensors: list[Tensor] = []
+    eqns = [e for jaxpr, *_ in regions for e in jaxpr.eqns]
+    for number, (jaxpr, differentiated, objective, rows) in enumerate(regions):
+        start = parts[-1].end if parts else 0
+        active = active_variables(jaxpr, differentiated)
+        builder = _Builder(jaxpr, active, _useful(jaxpr, objective) & active)
+        needs.append(builder.add_whole(number, start))
+        for t in builder.tensors:
+            t.bytes = 0
+            v = eqns[t.name[0]].outvars[t.name[1]] if t.name else None
+            if v not in rows:
+                t.name = None
+            elif v in held:
+                t.saved_bytes = 0
+        tensors += builder.tensors
+        parts.append(Piece(start, start + len(jaxpr.eqns), False, sum(_made_bytes(jaxpr)), 0))
+    return Graph(
+        parts, needs, tensors, _fuse(needs, tensors), tuple(e.primitive.name for e in eqns)
+    )
+
+
 def active_variables(jaxpr: Jaxpr, differentiated: Sequence[bool]) -> set[Var]:
     """Variables that depend on the differentiated arguments."""
     active = {v for v, d in zip(jaxpr.invars, differentiated, strict=True) if d and is_floating(v)}
@@ -414,6 +450,18 @@ class _Builder:
             if t is not None and isinstance(v, Var):
                 self._made[v] = t
         return needs
+
+    def add_whole(self, number: int, first: int) -> list[Tensor]:
+        """Add all equations, counted from ``first`` on, and return what the backward pass needs."""
+        jaxpr = self._jaxpr
+        return self._linearized(
+            number,
+            ClosedJaxpr(jaxpr, []),
+            [None] * len(jaxpr.invars),
+            [v in self._active for v in jaxpr.invars],
+            [v in self._useful for v in jaxpr.outvars],
+            first=first,
+        )[1]
 
     def _add_loop(self, number: int, position: int) -> list[Tensor]:
         eqn = self._jaxpr.eqns[position]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import itertools
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,8 +21,8 @@ from fnet.memory.floor import Floor, find_floor
 from fnet.memory.graph import analyze
 from fnet.memory.loops import loop_policies
 from fnet.memory.peak import CANDIDATE_OPTIONS, Peak, peak
-from fnet.memory.proposals import Offloads, Planner
-from fnet.memory.regions import ONE_ROW, Division, divide
+from fnet.memory.proposals import KeptRows, Offloads, Planner
+from fnet.memory.regions import MOST_REGIONS, NOTHING, ONE_ROW, Division, Kept, divide, made_bytes
 from fnet.memory.remat import REMAT_POLICIES, Policy, in_chunks, planned, policies_for
 from fnet.memory.sizes import format_bytes, parse_bytes
 from fnet.memory.target import Target, compile_lowered
@@ -304,6 +305,8 @@ class _Attempt(NamedTuple):
       bytes: Predicted bytes of its planned arrays or of its loops; 0 for a named policy.
       windows: Windows of a planned policy.
       chunks: Number of chunks in which regions run.
+      kept: Rows that these keep.
+      depth: Which regions; see `fnet.memory.regions.divide`.
     """
 
     source: "_Source"
@@ -313,16 +316,18 @@ class _Attempt(NamedTuple):
     bytes: int = 0
     windows: tuple[Window, ...] = ()
     chunks: int = 1
+    kept: Kept = NOTHING
+    depth: int = MOST_REGIONS
 
     @property
     def policy(self) -> Policy:
         """The whole policy."""
-        return in_chunks(self.chunks, self.inner)
+        return in_chunks(self.chunks, self.inner, self.kept, self.depth)
 
     def recording(self, losses: "list[_Loss]") -> Policy:
         """The policy, which appends what it makes of the loss, or of a chunk of it."""
         inner = self.inner._replace(apply=lambda f: _recorded(self.inner.apply(f), losses))
-        return in_chunks(self.chunks, inner)
+        return in_chunks(self.chunks, inner, self.kept, self.depth)
 
 
 _LEAST_SAVED = 0.02
@@ -438,7 +443,7 @@ class _Search:
         losses = [] if losses is None else losses
         around: list[_Loss] = []
         if lowered is None:
-            is_recorded = not isinstance(attempt.source, _Planned)
+            is_recorded = not isinstance(attempt.source, _Planned | _Kept)
             policy = attempt.recording(losses) if is_recorded else attempt.policy
             if isinstance(attempt.source, _Cut):
                 cut = policy
@@ -482,8 +487,14 @@ class _Search:
 
     def _find_regions(self, attempt: _Attempt, candidate: Candidate, loss: "_Loss") -> None:
         division = divide(loss.closed, loss.differentiated)
-        if division.regions:
-            self.sources.append(_Cut(self, attempt, candidate, division))
+        divisions = {MOST_REGIONS: division}
+        if len(division.regions) > 1:
+            divisions[1] = divide(loss.closed, loss.differentiated, 1)
+        for depth, some in divisions.items() if division.regions else ():
+            cut = _Cut(self, attempt._replace(depth=depth), candidate, some, loss.closed)
+            self.sources.append(cut)
+            if self.offloads is not None and some.repeated:
+                self.sources.append(_Kept(self, cut, KeptRows(some.graph())))
         if division.reasons:
             kind = "a part" if division.regions else "the loss"
             self.reason = f"; {kind} is not computed in chunks, because {division.reasons[0]}"
@@ -613,27 +624,43 @@ class _Named(_Source):
 class _Cut(_Source):
     """Attempts that run regions of a loss in more and more chunks."""
 
-    def __init__(self, search: _Search, attempt: _Attempt, plain: Candidate, division: Division):
-        self._search, self._first = search, attempt
+    def __init__(
+        self,
+        search: _Search,
+        attempt: _Attempt,
+        plain: Candidate,
+        division: Division,
+        closed: ClosedJaxpr,
+    ):
+        self._search, self.first = search, attempt
         self._peaks = {1: plain.peak}  # by number of chunks
-        self._most = max(region.size for region in division.regions)
-        again = [r.jaxpr for r in division.regions if r.objective is None]
-        self._time = plain.cost.time + sum(estimate_cost(ClosedJaxpr(j, [])).time for j in again)
+        self.largest = max(region.size for region in division.regions)
+        self._share = min(division.made / max(sum(map(made_bytes, closed.eqns)), 1), 1.0)
+        once, self.again = division.costs
+        # What several parts compute runs in both passes of each.
+        twice = max(once - estimate_cost(closed).time, 0.0)
+        self._time = plain.cost.time + self.again + 3 * twice
         wholes = {v for r in division.regions for v in r.jaxpr.invars[len(r.axes[0]) :]}
         self._reads = 3 * sum(map(nbytes, wholes))  # in both passes, and of the gradient
 
     def next(self) -> _Attempt | None:
         """The fewest chunks that may fit and were not compiled, or None."""
         fits = self._search.fits
-        enough = [n for n, peak in self._peaks.items() if fits(peak.total)]
-        too_few = max((n for n, peak in self._peaks.items() if not fits(peak.total)), default=1)
+        enough = [n for n in self._peaks if fits(self.least(n))]
+        too_few = max((n for n in self._peaks if n not in enough), default=1)
         n = 2 * too_few
-        while n < min(enough, default=self._most + 1):
-            peaks = [self._peaks[k] for k in sorted(self._peaks) if k <= too_few]
-            if fits(_lower_bound(peaks[:1], n)) and fits(_lower_bound(peaks, n)):
+        while n < min(enough, default=self.largest + 1):
+            if fits(self.least(n)):
                 return None if n in self._peaks else self._attempt(n)
             n *= 2
         return None
+
+    def least(self, n: int) -> int:
+        """The peak with ``n`` chunks, or a lower bound on it."""
+        if n in self._peaks:
+            return self._peaks[n].total
+        peaks = [self._peaks[k] for k in sorted(self._peaks) if k < n]
+        return max(_lower_bound(p, n, self._share) for p in (peaks[:1], peaks))
 
     @property
     def most(self) -> int:
@@ -646,16 +673,67 @@ class _Cut(_Source):
         *_, before, last = [0, 0, *(self._peaks[n].total for n in sorted(self._peaks))]
         # As for `_lower_bound`: more chunks save at most what the last doubling saved.
         is_useless = before - last < _LEAST_SAVED * last and len(self._peaks) > 2
-        return [] if is_useless or max(self._peaks) == self._most else [self._attempt(self._most)]
+        return (
+            [] if is_useless or max(self._peaks) == self.largest else [self._attempt(self.largest)]
+        )
 
     def _attempt(self, n: int) -> _Attempt:
-        time = self._time + (n - 1) * self._reads
-        return self._first._replace(source=self, time=time, chunks=n)
+        return self.first._replace(source=self, time=self.time(n), chunks=n)
+
+    def time(self, n: int) -> float:
+        """Estimated time of a number of chunks."""
+        return self._time + (n - 1) * self._reads
 
     def learn(self, attempt: _Attempt, candidate: Candidate | None) -> None:
         """Take the peak of an attempt."""
         if candidate:
             self._peaks[attempt.chunks] = candidate.peak
+
+
+class _Kept(_Source):
+    """Attempts that run regions in chunks, and keep rows for the backward pass in what is free."""
+
+    def __init__(self, search: _Search, cut: _Cut, rows: KeptRows):
+        self._search, self._cut, self._rows = search, cut, rows
+        self._known: dict[int, list[tuple[int, int]]] = {}  # kept bytes and peaks, by chunks
+        self._tried: set[tuple[int, Kept]] = set()
+
+    def next(self) -> _Attempt | None:
+        """The fastest attempt that is predicted to fit and was not compiled."""
+        numbers = (2**k for k in range(1, self._cut.largest.bit_length()))
+        free = ((n, self._free(n)) for n in numbers)
+        some = itertools.islice(((n, bytes_) for n, bytes_ in free if bytes_ > 0), 3)
+        attempts = (self._attempt(n, bytes_) for n, bytes_ in some)
+        found = [a for a in attempts if a and (a.chunks, a.kept) not in self._tried]
+        return min(found, key=self._search.order, default=None)
+
+    def _free(self, n: int) -> int:
+        """Bytes for kept rows with a number of chunks."""
+        assert self._search.limit is not None
+        known = self._known.get(n, [])
+        base = max((peak - bytes_ for bytes_, peak in known), default=self._cut.least(n))
+        free = self._search.limit - base
+        failed = [bytes_ for bytes_, peak in known if not self._search.fits(peak)]
+        if failed:  # a bound, even if the prediction says otherwise
+            free = min(free, int((1 - min(measured.STEP * 2 ** len(failed), 0.5)) * min(failed)))
+        return free
+
+    def _attempt(self, n: int, free: int) -> _Attempt | None:
+        proposal = self._rows.solve(free)
+        if proposal is None:
+            return None
+        kept = Kept(proposal.names, self._rows.graph.equations)
+        time = self._cut.time(n) - self._cut.again + proposal.time
+        return self._cut.first._replace(
+            source=self, time=time, bytes=proposal.bytes, chunks=n, kept=kept
+        )
+
+    def learn(self, attempt: _Attempt, candidate: Candidate | None) -> None:
+        """Take the peak of an attempt, which corrects the next prediction."""
+        self._tried.add((attempt.chunks, attempt.kept))
+        if candidate:
+            known = self._known.setdefault(attempt.chunks, [])
+            known.append((attempt.bytes, candidate.peak.total))
 
 
 class _Planned(_Source):
@@ -805,14 +883,14 @@ class _Loops(_Source):
             self._offset = candidate.peak.total - self._scale * attempt.bytes
 
 
-def _lower_bound(peaks: Sequence[Peak], times: int) -> int:
+def _lower_bound(peaks: Sequence[Peak], times: int, share: float = 1.0) -> int:
     """A lower bound on the peak with ``times`` as many microbatches as in the first peak.
 
-    At best all temporaries shrink with the microbatch. With an accumulator in place, doubling the
-    number saves at most half of what the doubling before saved.
+    At best this share of the temporaries shrinks with the microbatch. With an accumulator in
+    place, doubling the number saves at most half of what the doubling before saved.
     """
     whole = peaks[0]
-    shrinking = whole.temporaries + whole.workspace
+    shrinking = int(share * (whole.temporaries + whole.workspace))
     bound = whole.total - shrinking + shrinking // times
     if len(peaks) > 2:
         saved = max(peaks[-2].total - peaks[-1].total, 0)

@@ -126,6 +126,45 @@ class Planner:
         return [(p.bytes, p.cost) for p in proposals if p]
 
 
+class KeptProposal(NamedTuple):
+    """Rows that regions keep.
+
+    Attributes:
+      names: Equation and output of each.
+      bytes: Their bytes.
+      time: Time of computing again what the backward pass needs besides.
+    """
+
+    names: frozenset[Name]
+    bytes: int
+    time: float
+
+
+class KeptRows:
+    """Chooses rows that regions keep for the backward pass.
+
+    Attributes:
+      graph: Of all regions; see `fnet.memory.graph.analyze_regions`.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+
+    @functools.cached_property
+    def _program(self) -> "_Program":
+        made = sum(t.saved_bytes for ts in self.graph.needs for t in ts)
+        windows = range(len(self.graph.pieces))
+        return _Program(self.graph, windows, measured.SMALL * made, "nothing")
+
+    def solve(self, limit: int) -> KeptProposal | None:
+        """Return the fastest choice of at most ``limit`` bytes; None if it would be nothing."""
+        proposal = self._program.solve(limit, 0, plain=False) if limit > 0 else None
+        if proposal is None or not proposal.bytes:
+            return None
+        names = frozenset(n for w in proposal.windows for n in w.saved)
+        return KeptProposal(names, proposal.bytes, proposal.time)
+
+
 class _Program:
     """The integer program for given windows.
 
@@ -239,7 +278,7 @@ class _Program:
         before_window = itertools.accumulate(fixed_after, initial=0.0)
         self.constants = [a + b for a, b in zip(before_window, fixed_here, strict=False)]
         # The solver needs numbers near 1, so bytes are in units of the largest peak.
-        self.unit = max(*self.constants, 1.0)
+        self.unit = max(*self.constants, *(t.saved_bytes for t in self.graph.tensors), 1.0)
         # Bytes of all windows before, as columns of their own, keep the rows short.
         before: dict[int, float] = {}
         for w in range(count):

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.interpreters.partial_eval import dce_jaxpr
 
 from fnet.autodiff.per_example.batch_axis import (
     BatchAxis,
@@ -40,12 +41,21 @@ from fnet.jaxpr import (
     evaluate,
     factors,
     inner_jaxprs,
+    interpret,
     is_identity,
     nbytes,
     source_line,
 )
 from fnet.memory.axis_classes import Axis, AxisClasses
-from fnet.memory.graph import active_variables, is_floating, variables
+from fnet.memory.cost import estimate_cost
+from fnet.memory.graph import (
+    Graph,
+    Name,
+    active_variables,
+    analyze_regions,
+    is_floating,
+    variables,
+)
 from fnet.memory.rows import Part, RowAxes, Sum, Value, run_rows, slice_rows
 from fnet.memory.windows import trace_inlined
 from fnet.precision import sum_dtype
@@ -77,6 +87,7 @@ class Region(NamedTuple):
       active: Arguments that are differentiated.
       active_results: Results that depend on them, other than by `jax.lax.stop_gradient`.
       objective: Number of the result that is differentiated, if it is a single number, else None.
+      row_axes: Axis of the rows of each array that its equations make and that is rows.
       is_largest: Whether it makes the most bytes of all regions.
     """
 
@@ -86,6 +97,7 @@ class Region(NamedTuple):
     active: list[bool]
     active_results: list[bool]
     objective: int | None
+    row_axes: dict[Var, int]
     is_largest: bool = False
 
 
@@ -99,6 +111,21 @@ class Whole(NamedTuple):
 
     eqns: list[JaxprEqn]
     reason: str = ""
+
+
+class Kept(NamedTuple):
+    """Rows that the backward pass reads in place of computing them again.
+
+    Attributes:
+      names: Equation and output of each, counted through the repeated regions (`Division.graph`).
+      equations: Primitives of these regions, to recognize the program.
+    """
+
+    names: frozenset[Name] = frozenset()
+    equations: tuple[str, ...] = ()
+
+
+NOTHING = Kept()
 
 
 class Division(NamedTuple):
@@ -117,27 +144,67 @@ class Division(NamedTuple):
         """The parts that run in chunks."""
         return [part for part in self.parts if isinstance(part, Region)]
 
+    @property
+    def repeated(self) -> list[Region]:
+        """The regions whose chunks run again in the backward pass."""
+        return [r for r in self.regions if r.objective is None and any(r.active)]
+
+    @property
+    def made(self) -> int:
+        """Bytes that the regions make."""
+        return sum(made_bytes(e) for r in self.regions for e in r.jaxpr.eqns)
+
+    @property
+    def costs(self) -> tuple[float, float]:
+        """Time of a forward pass, and of the regions that the backward pass repeats."""
+        wholes = (_jaxpr(p.eqns, [], []) for p in self.parts if isinstance(p, Whole))
+        once = (*wholes, *(r.jaxpr for r in self.regions))
+        again = (r.jaxpr for r in self.repeated)
+        return tuple(sum(estimate_cost(j).time for j in js) for js in (once, again))  # type: ignore[return-value]
+
+    def graph(self) -> Graph:
+        """What the backward pass of the repeated regions reads."""
+        return analyze_regions(
+            [(r.jaxpr, r.active, r.active_results, r.row_axes) for r in self.repeated], self.held
+        )
+
+    @property
+    def held(self) -> set[Var]:
+        """Arguments of repeated regions, which are in memory until these run again."""
+        return {v for r in self.repeated for v in r.jaxpr.invars}
+
+    def variables_of(self, kept: Kept) -> set[Var]:
+        """The variables of kept rows; none if they are of another program."""
+        eqns = [e for r in self.repeated for e in r.jaxpr.eqns]
+        is_same = tuple(e.primitive.name for e in eqns) == kept.equations
+        return {eqns[i].outvars[j] for i, j in kept.names} if is_same else set()
+
 
 # Find regions.
 
 
-def divide(closed: ClosedJaxpr, differentiated: Sequence[bool]) -> Division:
+def divide(
+    closed: ClosedJaxpr, differentiated: Sequence[bool], depth: int = MOST_REGIONS
+) -> Division:
     """Divide an inlined loss into regions and the rest.
 
     Args:
       closed: The loss.
       differentiated: Whether it is differentiated with respect to each argument.
+      depth: Regions that are searched for one after the other. 1 is the region that saves most.
     """
     jaxpr = closed.jaxpr
     active = active_variables(jaxpr, differentiated)
     params = active.intersection(jaxpr.invars)
-    finder = _Finder(active, params, sum(_made(e) for e in jaxpr.eqns))
+    finder = _Finder(active, params, sum(made_bytes(e) for e in jaxpr.eqns), depth)
     _, parts = finder.find(list(jaxpr.eqns), set(variables(jaxpr.outvars)))
-    made = [sum(map(_made, p.jaxpr.eqns)) if isinstance(p, Region) else 0 for p in parts]
+    made = [sum(map(made_bytes, p.jaxpr.eqns)) if isinstance(p, Region) else 0 for p in parts]
     if any(made):
         largest = parts[made.index(max(made))]
         parts[made.index(max(made))] = largest._replace(is_largest=True)  # type: ignore[call-arg]
-    wholes = {p.reason: sum(map(_made, p.eqns)) for p in parts if isinstance(p, Whole) and p.reason}
+    wholes = {
+        p.reason: sum(map(made_bytes, p.eqns)) for p in parts if isinstance(p, Whole) and p.reason
+    }
     reasons = [r for r, size in wholes.items() if size >= _NAMED * finder.total]
     batch = [v for v in jaxpr.invars if v not in active and aval(v).shape]
     if reasons and batch and all(aval(v).shape[0] == 1 for v in batch):
@@ -145,12 +212,12 @@ def divide(closed: ClosedJaxpr, differentiated: Sequence[bool]) -> Division:
     return Division(parts, sorted(reasons, key=lambda r: -wholes.get(r, 0)))
 
 
-def _made(eqn: JaxprEqn) -> int:
+def made_bytes(eqn: JaxprEqn) -> int:
     """Bytes that an equation makes, in all iterations of a loop."""
     if (scan := Scan.read(eqn)) is not None:
-        return scan.length * sum(_made(e) for e in scan.body.jaxpr.eqns)
+        return scan.length * sum(made_bytes(e) for e in scan.body.jaxpr.eqns)
     inner = [e for jaxpr in inner_jaxprs(eqn) for e in jaxpr.eqns]
-    return sum(map(_made, inner)) if inner else sum(map(nbytes, eqn.outvars))
+    return sum(map(made_bytes, inner)) if inner else sum(map(nbytes, eqn.outvars))
 
 
 class _Found(NamedTuple):
@@ -183,8 +250,8 @@ class _Found(NamedTuple):
 
 
 class _Finder:
-    def __init__(self, active: set[Var], params: set[Var], total: int) -> None:
-        self.active, self.params, self.total = active, params, total
+    def __init__(self, active: set[Var], params: set[Var], total: int, depth: int) -> None:
+        self.active, self.params, self.total, self.depth = active, params, total, depth
         self.axes: dict[int, RowAxes] = {}  # by number of rows
 
     def find(
@@ -207,9 +274,9 @@ class _Finder:
         Returns:
           The bytes outside of chunks, and the parts.
         """
-        whole = sum(map(_made, eqns))
+        whole = sum(map(made_bytes, eqns))
         least = LEAST_SHARE * self.total
-        if depth == MOST_REGIONS or whole <= least or bound <= 0:
+        if depth == self.depth or whole <= least or bound <= 0:
             return whole, [Whole(eqns)] if eqns else []
         roots = list(_roots(eqns, self.params))
         # After two regions, the rows are known.
@@ -274,7 +341,7 @@ class _Finder:
                 out = [Unknown()] * len(eqn.outvars)
             else:
                 inside.append(eqn)
-                made += _made(eqn)
+                made += made_bytes(eqn)
                 if is_identity(eqn):
                     pairs = zip(eqn.outvars, eqn.invars, out, strict=False)
                     same |= {v: same.get(u, u) for v, u, s in pairs if isinstance(s, Shared)}
@@ -311,7 +378,7 @@ class _Finder:
         if v in results:
             return False
         eqns = _slice(v, made_by)
-        others = sum(map(_made, eqns)) - sum(nbytes(u) for u in made_by[v].outvars)
+        others = sum(map(made_bytes, eqns)) - sum(nbytes(u) for u in made_by[v].outvars)
         return others < nbytes(v)
 
     def _extract(
@@ -361,6 +428,12 @@ class _Finder:
             [v in self.active for v in (*rows, *wholes)],
             [v in self.active for v in outs],
             outs.index(differentiated[0]) if is_number else None,
+            {
+                v: states[v].axis
+                for e in body
+                for v in e.outvars
+                if isinstance(states.get(v), BatchAxis)
+            },
         )
         return region, before, after
 
@@ -491,6 +564,7 @@ def run_divided(
     division: Division,
     chunks: int,
     inner: Callable[[Chunk], Chunk],
+    kept: Kept,
 ) -> list[Any]:
     """Evaluate a divided loss.
 
@@ -500,8 +574,10 @@ def run_divided(
       division: Its parts.
       chunks: Number of chunks of each region, at most.
       inner: Wraps the function of a chunk of the largest region.
+      kept: Rows that the backward pass does not compute again.
     """
     jaxpr = closed.jaxpr
+    keeps, held = division.variables_of(kept), division.held
     values = dict(zip(jaxpr.constvars, closed.consts, strict=True))
     values |= zip(jaxpr.invars, args, strict=True)
 
@@ -518,9 +594,8 @@ def run_divided(
                 values |= zip(eqn.outvars, evaluate(eqn, read(eqn.invars)), strict=True)
         else:
             inputs = part.jaxpr.invars
-            loop = _Loop(
-                part, chunks, inner if part.is_largest else lambda chunk: chunk, read_later
-            )
+            wrap = inner if part.is_largest else lambda chunk: chunk
+            loop = _Loop(part, chunks, wrap, read_later, keeps, held)
             outputs, passed = _run_region(loop, read(inputs))
             values |= zip(part.jaxpr.outvars, outputs, strict=True)
             values |= {inputs[i]: a for i, a in passed.items()}
@@ -560,7 +635,9 @@ class _Loop:
         region: Region,
         chunks: int,
         inner: Callable[[Chunk], Chunk],
-        read_later: Collection[Var] = (),
+        read_later: Collection[Var],
+        keeps: Collection[Var],
+        held: Collection[Var],
     ) -> None:
         self.region, self.inner = region, inner
         self.row_axes, self.result_axes = region.axes
@@ -585,29 +662,48 @@ class _Loop:
             for i, (v, axis) in enumerate(zip(chosen, self.chosen, strict=True))
             if axis is not None and v in read_later and region.objective is None
         ]
+        # Rows that are kept for the backward pass, in the order in which they are made, and all
+        # that it need not make again.
+        rows = region.row_axes
+        self.held = {v: rows[v] for v in self.results if v in held and v in rows}
+        self.kept = {v: a for v, a in rows.items() if v in keeps and v not in self.held}
+        self.known = self.kept | self.held
         is_slow = is_for_cpu() and has_convolutions(self.closed)
         self.is_unrolled = self.size == region.size or is_slow
 
     def _chunk(self, size: int) -> Chunk:
-        """The function of one chunk."""
+        """The function of one chunk.
+
+        Rows to keep are its last results, or read if they are its last arguments.
+        """
 
         def chunk(active: list[Any], start: Any, others: list[Any]) -> tuple[list[Any], list[Any]]:
             chosen, rest = iter(active), iter(others)
             arrays = [next(chosen) if a else next(rest) for a in self.is_active]
+            known = dict(zip(self.known, rest, strict=False))
+            made: list[Any] = []
+
+            def keep(v: Var, value: Value) -> Value:
+                if v in known:
+                    return value._replace(array=_in_place_of(value.array, known[v]))
+                if v in self.kept:
+                    made.append(value.array)
+                return value
+
             values = [
                 Value(Shared() if axis is None else BatchAxis(axis), a)
                 for axis, a in zip(self.axis_of, arrays, strict=True)
             ]
             part = Part(start, size, self.region.size)
-            interpreter, results = run_rows(self.closed, values, part, self.axes)
+            interpreter, results = run_rows(self.closed, values, part, self.axes, keep)
             wanted = [Sum() if axis is None else BatchAxis(axis) for axis in self.out_axis]
             found = interpreter.converted(results, wanted)
             return (
                 [found[k] for k in self.floats],
-                [a for k, a in enumerate(found) if k not in self.floats],
+                [*(a for k, a in enumerate(found) if k not in self.floats), *made],
             )
 
-        return self.inner(chunk)
+        return chunk
 
     def _joined(self, floats: Sequence[Any], others: Sequence[Any]) -> list[Any]:
         chosen, rest = iter(floats), iter(others)
@@ -643,7 +739,7 @@ class _Loop:
         self, arrays: Sequence[Any], axes: Sequence[int | None], start: Any, size: int
     ) -> Any:
         """The rows of a chunk, of the arrays that have an axis."""
-        part, pairs = Part(start, size, self.region.size), zip(arrays, axes, strict=True)
+        part, pairs = Part(start, size, self.region.size), zip(arrays, axes, strict=False)
         return [a if axis is None else slice_rows(a, axis, part) for a, axis in pairs]
 
     @staticmethod
@@ -670,8 +766,9 @@ class _Loop:
     def _finished(self, buffers: Sequence[Any]) -> list[Any]:
         return [b.astype(aval(v).dtype) for b, v in zip(buffers, self.results, strict=True)]
 
-    def _empty(self, zero: Any) -> list[Any]:
-        return self._buffers([aval(v) for v in self.results], self.out_axis, zero)
+    def _empty(self, zero: Any, kept: Collection[Var] = ()) -> list[Any]:
+        axes = [*self.out_axis, *(self.kept[v] for v in kept)]
+        return self._buffers([aval(v) for v in (*self.results, *kept)], axes, zero)
 
     def values(self, active: list[Any], others: list[Any]) -> tuple[list[Any], list[Any]]:
         """Return the results, and the arguments that pass."""
@@ -687,28 +784,35 @@ class _Loop:
         return self._finished(buffers), [active[i] for i in self.passed]
 
     def _linearized(
-        self, start: Any, size: int, active: list[Any], others: list[Any]
+        self, start: Any, size: int, active: list[Any], others: list[Any], wrap: Any
     ) -> tuple[list[Any], Callable[[list[Any]], list[Any]]]:
-        """The results of a chunk, and the function of its gradient."""
+        """The results of a chunk with the rows to keep, and the function of its gradient."""
         given = self._rows(active, self.chosen, start, size)
-        rest = self._rows(others, self.others, start, size)
-        chunk = self._chunk(size)
+        rest = self._rows(others, [*self.others, *self.known.values()], start, size)
+        chunk = wrap(self._chunk(size))
         floats, vjp, found = jax.vjp(lambda given: chunk(given, start, rest), given, has_aux=True)
-        return self._joined(floats, found), lambda cotangents: vjp(cotangents)[0]
+        kept = found[len(self.results) - len(self.floats) :]
+        return [*self._joined(floats, found), *kept], lambda cotangents: vjp(cotangents)[0]
 
     def forward(self, active: list[Any], others: list[Any]) -> tuple[Any, Any]:
         """Return the results as `values`, and save the arguments alone."""
 
         def body(start: Any, size: int, buffers: list[Any], arrays: Any) -> list[Any]:
             # As JAX runs it when it is differentiated, with the values of derivative rules.
-            found, _ = self._linearized(start, size, *arrays)
-            return self._put(buffers, found, self.out_axis, start)
+            found, _ = self._linearized(start, size, *arrays, lambda chunk: chunk)
+            return self._put(buffers, found, axes, start)
 
-        buffers = self._over_chunks(body, self._empty, active, others)
-        return (self._finished(buffers), [active[i] for i in self.passed]), (active, others)
+        axes = [*self.out_axis, *self.kept.values()]
+        empty = functools.partial(self._empty, kept=self.kept)
+        buffers = self._over_chunks(body, empty, active, others)
+        kept = buffers[len(self.results) :]
+        results = self._finished(buffers[: len(self.results)])
+        held = [a for a, v in zip(results, self.results, strict=True) if v in self.held]
+        passed = [active[i] for i in self.passed]
+        return (results, passed), (active, [*others, *kept, *held])
 
     def backward(self, saved: Any, given: Any) -> tuple[list[Any], None]:
-        """Return the gradients: each chunk runs again."""
+        """Return the gradients: each chunk runs again, except for the rows that are kept."""
         active, others = saved
         cotangents, passed = given
         sums_of = dict(zip(self.passed, passed, strict=True))
@@ -718,11 +822,16 @@ class _Loop:
 
         def body(start: Any, size: int, sums: list[Any], arrays: Any) -> list[Any]:
             active, others, wanted = arrays
-            _, vjp = self._linearized(start, size, active, others)
             wanted = [*wanted]
             for i, k in over.items():
                 wanted[k] = sums[i]
-            grads = vjp(self._rows(wanted, axes, start, size))
+
+            def gradient(start: Any, *arrays: Any) -> list[Any]:
+                active, others, wanted = arrays
+                _, vjp = self._linearized(start, size, active, others, self.inner)
+                return vjp(self._rows(wanted, axes, start, size))
+
+            grads = _without_unused(gradient, start, active, others, wanted)
             before = self._rows(sums, self.chosen, start, size)
             grads = [g + before[i] if i in self.passed else g for i, g in enumerate(grads)]
             return self._put(sums, grads, self.chosen, start)
@@ -752,7 +861,7 @@ class _Loop:
 
         def body(start: Any, size: int, carry: Any, arrays: Any) -> Any:
             buffers, sums = carry
-            found, vjp = self._linearized(start, size, *arrays)
+            found, vjp = self._linearized(start, size, *arrays, self.inner)
             cotangents = [
                 jnp.full_like(found[k], float(k == self.region.objective)) for k in self.floats
             ]
@@ -777,13 +886,38 @@ class _Loop:
         return [(s * ct.astype(s.dtype)).astype(z.dtype) for s, z in pairs], None
 
 
-def cut(f: F, chunks: int, inner: Callable[[Chunk], Chunk] = lambda f: f) -> F:
+@jax.custom_jvp
+def _in_place_of(made: Any, known: Any) -> Any:
+    """An array that is known, with the derivative of the equation that makes it."""
+    return known
+
+
+_in_place_of.defjvp(lambda arrays, tangents: (arrays[1], tangents[0]))
+
+
+def _without_unused(f: Callable[..., Any], *args: Any) -> Any:
+    """Evaluate a function without what its results do not need, such as what is known."""
+    closed, shapes = jax.make_jaxpr(f, return_shape=True)(*args)
+    used, _ = dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
+    results = interpret(ClosedJaxpr(used, closed.consts), jax.tree.leaves(args), evaluate)
+    return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+
+def cut(
+    f: F,
+    chunks: int,
+    inner: Callable[[Chunk], Chunk] = lambda f: f,
+    kept: Kept = NOTHING,
+    depth: int = MOST_REGIONS,
+) -> F:
     """Run the regions of a function in chunks.
 
     Args:
       f: A function of pytrees of arrays, differentiated with respect to the first argument.
       chunks: Number of chunks.
       inner: Wraps the function of a chunk of the largest region.
+      kept: Rows that the backward pass does not compute again.
+      depth: As in `divide`.
 
     Returns:
       A function with the same arguments and values. Gradients are the same up to the order of sums.
@@ -796,10 +930,11 @@ def cut(f: F, chunks: int, inner: Callable[[Chunk], Chunk] = lambda f: f) -> F:
     def run(*args: Any, **kwargs: Any) -> Any:
         closed, leaves, structure = trace_inlined(f, args, kwargs)
         count = len(jax.tree.leaves(args[:1]))
-        division = divide(closed, [i < count for i in range(len(leaves))])
+        division = divide(closed, [i < count for i in range(len(leaves))], depth)
         if not division.regions:
             raise ValueError("; ".join(division.reasons) or "no array has an axis to cut")
-        return jax.tree.unflatten(structure, run_divided(closed, leaves, division, chunks, inner))
+        results = run_divided(closed, leaves, division, chunks, inner, kept)
+        return jax.tree.unflatten(structure, results)
 
     return run  # type: ignore[return-value]
 

@@ -12,7 +12,7 @@ from fnet.backward_pass import recompute
 from fnet.memory.cost import product_flops
 from fnet.memory.graph import equation_names
 from fnet.memory.peak import CANDIDATE_OPTIONS, peak, platform
-from fnet.memory.regions import cut
+from fnet.memory.regions import MOST_REGIONS, NOTHING, Kept, cut
 from fnet.memory.windows import CheckpointPolicy, Window, remat_windows, segments
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -156,12 +156,17 @@ def planned(windows: Sequence[Window], equations: tuple[str, ...]) -> Policy:
     return Policy("planned", text, lambda f: remat_windows(f, divide))
 
 
-def in_chunks(chunks: int, policy: Policy) -> Policy:
+def in_chunks(
+    chunks: int, policy: Policy, kept: Kept = NOTHING, depth: int = MOST_REGIONS
+) -> Policy:
     """Return a policy that runs regions in chunks, with another one for chunks of the largest."""
     if chunks == 1:
         return policy
     saves = f"{policy.saves}, in {chunks} chunks"
-    return policy._replace(saves=saves, apply=lambda f: cut(f, chunks, policy.apply), chunks=chunks)
+    saves += f" that keep {len(kept.names)} arrays" if kept.names else ""
+    return policy._replace(
+        saves=saves, apply=lambda f: cut(f, chunks, policy.apply, kept, depth), chunks=chunks
+    )
 
 
 def policies_for(platform: str) -> list[str]:

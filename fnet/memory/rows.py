@@ -11,14 +11,14 @@ rows alone, if that is possible, such as the random bits of a dropout mask.
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
 from fnet.autodiff.per_example.batch_axis import (
     CONSTANT_SIZE,
@@ -285,7 +285,11 @@ class _Later(NamedTuple):
 
 
 def run_rows(
-    closed: ClosedJaxpr, args: Sequence[Value], part: Part, axes: RowAxes
+    closed: ClosedJaxpr,
+    args: Sequence[Value],
+    part: Part,
+    axes: RowAxes,
+    change: Callable[[Var, Value], Value] | None = None,
 ) -> "tuple[_Interpreter, list[Value]]":
     """Execute a program for some rows.
 
@@ -294,9 +298,17 @@ def run_rows(
       args: One value per argument.
       part: Which rows.
       axes: The analysis of the program.
+      change: ``change(variable, value) -> value`` sees each value that is made.
     """
     interpreter = _Interpreter(part, axes)
-    return interpreter, interpreter.run(closed, args)
+
+    def equation(eqn: JaxprEqn, inputs: list[Value]) -> Sequence[Value]:
+        values = interpreter.equation(eqn, inputs)
+        return (
+            [change(v, a) for v, a in zip(eqn.outvars, values, strict=True)] if change else values
+        )
+
+    return interpreter, interpreter.run(closed, args, equation)
 
 
 class _Interpreter:
@@ -312,10 +324,9 @@ class _Interpreter:
         self.part, self.axes = part, axes
         self.scope = object()
 
-    def run(self, closed: ClosedJaxpr, args: Sequence[Value]) -> list[Value]:
-        return interpret(
-            closed, args, self.equation, lambda raw: Value(self.axes.constant(raw), raw)
-        )
+    def run(self, closed: ClosedJaxpr, args: Sequence[Value], equation: Any = None) -> list[Value]:
+        constant = lambda raw: Value(self.axes.constant(raw), raw)  # noqa: E731
+        return interpret(closed, args, equation or self.equation, constant)
 
     # Arrays of values.
 
