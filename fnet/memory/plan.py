@@ -491,10 +491,12 @@ class _Search:
         if len(division.regions) > 1:
             divisions[1] = divide(loss.closed, loss.differentiated, 1)
         for depth, some in divisions.items() if division.regions else ():
-            cut = _Cut(self, attempt._replace(depth=depth), candidate, some, loss.closed)
+            rows = KeptRows(some.graph())
+            chosen = attempt._replace(depth=depth)
+            cut = _Cut(self, chosen, candidate, some, loss.closed, rows.again)
             self.sources.append(cut)
             if self.offloads is not None and some.repeated:
-                self.sources.append(_Kept(self, cut, KeptRows(some.graph())))
+                self.sources.append(_Kept(self, cut, rows))
         if division.reasons:
             kind = "a part" if division.regions else "the loss"
             self.reason = f"; {kind} is not computed in chunks, because {division.reasons[0]}"
@@ -631,15 +633,15 @@ class _Cut(_Source):
         plain: Candidate,
         division: Division,
         closed: ClosedJaxpr,
+        again: float,
     ):
         self._search, self.first = search, attempt
         self._peaks = {1: plain.peak}  # by number of chunks
         self.largest = max(region.size for region in division.regions)
         self._share = min(division.made / max(sum(map(made_bytes, closed.eqns)), 1), 1.0)
-        once, self.again = division.costs
         # What several parts compute runs in both passes of each.
-        twice = max(once - estimate_cost(closed).time, 0.0)
-        self._time = plain.cost.time + self.again + 3 * twice
+        twice = max(division.time - estimate_cost(closed).time, 0.0)
+        self._time, self._again = plain.cost.time + 3 * twice, again
         wholes = {v for r in division.regions for v in r.jaxpr.invars[len(r.axes[0]) :]}
         self._reads = 3 * sum(map(nbytes, wholes))  # in both passes, and of the gradient
 
@@ -680,9 +682,10 @@ class _Cut(_Source):
     def _attempt(self, n: int) -> _Attempt:
         return self.first._replace(source=self, time=self.time(n), chunks=n)
 
-    def time(self, n: int) -> float:
-        """Estimated time of a number of chunks."""
-        return self._time + (n - 1) * self._reads
+    def time(self, n: int, again: float | None = None) -> float:
+        """Estimated time of a number of chunks, with what runs again in the backward pass."""
+        again = self._again if again is None else again
+        return self._time + again + (n - 1) * self._reads
 
     def learn(self, attempt: _Attempt, candidate: Candidate | None) -> None:
         """Take the peak of an attempt."""
@@ -723,7 +726,7 @@ class _Kept(_Source):
         if proposal is None:
             return None
         kept = Kept(proposal.names, self._rows.graph.equations)
-        time = self._cut.time(n) - self._cut.again + proposal.time
+        time = self._cut.time(n, proposal.time)
         return self._cut.first._replace(
             source=self, time=time, bytes=proposal.bytes, chunks=n, kept=kept
         )

@@ -149,20 +149,38 @@ class KeptRows:
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
+        self._known: dict[int, KeptProposal | None] = {}
 
     @functools.cached_property
     def _program(self) -> "_Program":
         made = sum(t.saved_bytes for ts in self.graph.needs for t in ts)
         windows = range(len(self.graph.pieces))
-        return _Program(self.graph, windows, measured.SMALL * made, "nothing")
+        small = measured.SMALL * made
+        # The presolve of HiGHS 1.12 prints to the standard output now and then.
+        return _Program(self.graph, windows, small, "nothing", traffic=2.0, presolve=False)
+
+    @property
+    def again(self) -> float:
+        """Time of what runs again if nothing is kept."""
+        if not self.graph.pieces:
+            return 0.0
+        program = self._program
+        return program.relaxed(program.smallest, plain=False) or 0.0
 
     def solve(self, limit: int) -> KeptProposal | None:
         """Return the fastest choice of at most ``limit`` bytes; None if it would be nothing."""
-        proposal = self._program.solve(limit, 0, plain=False) if limit > 0 else None
-        if proposal is None or not proposal.bytes:
+        if limit not in self._known:
+            self._known[limit] = self._solve(limit)
+        return self._known[limit]
+
+    def _solve(self, limit: int) -> KeptProposal | None:
+        proposal = self._program.solve(limit, 0, plain=False)
+        if proposal is None:
             return None
         names = frozenset(n for w in proposal.windows for n in w.saved)
-        return KeptProposal(names, proposal.bytes, proposal.time)
+        sizes = {t.name: t.saved_bytes for t in self.graph.tensors if t.name in names}
+        bytes_ = sum(sizes.values())
+        return KeptProposal(names, bytes_, proposal.time) if bytes_ else None
 
 
 class _Program:
@@ -170,10 +188,22 @@ class _Program:
 
     Columns are binary: whether an array is saved, whether it is offloaded, whether an operation
     runs again, whether a window is plain. ``stored`` columns are arrays that plain windows save.
+    ``traffic`` is the time of saving a byte: plain windows save it, too, but chunks of a region
+    write and read it in addition.
     """
 
-    def __init__(self, graph: Graph, windows: Sequence[int], small: float, offloads: Offloads):
+    def __init__(
+        self,
+        graph: Graph,
+        windows: Sequence[int],
+        small: float,
+        offloads: Offloads,
+        *,
+        traffic: float = 1e-9,
+        presolve: bool = True,
+    ):
         self.graph, self.windows = graph, windows
+        self.traffic, self.presolve = traffic, presolve
         self.columns: dict[Any, int] = {}
         self.cost: list[float] = []
         self.integral: list[int] = []
@@ -197,7 +227,7 @@ class _Program:
 
     def _saved(self, t: Tensor) -> dict[int, float]:
         """Columns whose sum is whether an array outlives the forward pass."""
-        terms = {self._column(("save", t), 1e-9 * t.saved_bytes, True): 1.0}
+        terms = {self._column(("save", t), self.traffic * t.saved_bytes, True): 1.0}
         in_loop = t.saved_bytes > t.bytes
         allowed = self.offloads == "all" or (self.offloads == "loops" and in_loop)
         if allowed and t.saved_bytes >= measured.SMALLEST_OFFLOADED:
@@ -334,7 +364,8 @@ class _Program:
         )
         for patience in (1, 10):  # the machine may be busy
             seconds = patience * measured.SECONDS_PER_PROGRAM
-            result = solve(options={"time_limit": seconds, "mip_rel_gap": measured.GAP})
+            options = {"time_limit": seconds, "mip_rel_gap": measured.GAP}
+            result = solve(options=options | {"presolve": self.presolve})
             if result.x is not None or result.status != _OUT_OF_TIME:
                 break
         if result.x is None:

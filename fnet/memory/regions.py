@@ -145,9 +145,13 @@ class Division(NamedTuple):
         return [part for part in self.parts if isinstance(part, Region)]
 
     @property
-    def repeated(self) -> list[Region]:
-        """The regions whose chunks run again in the backward pass."""
-        return [r for r in self.regions if r.objective is None and any(r.active)]
+    def repeated(self) -> dict[int, Region]:
+        """The regions whose chunks run again in the backward pass, by number of the part."""
+        return {
+            n: part
+            for n, part in enumerate(self.parts)
+            if isinstance(part, Region) and part.objective is None and any(part.active)
+        }
 
     @property
     def made(self) -> int:
@@ -155,29 +159,31 @@ class Division(NamedTuple):
         return sum(made_bytes(e) for r in self.regions for e in r.jaxpr.eqns)
 
     @property
-    def costs(self) -> tuple[float, float]:
-        """Time of a forward pass, and of the regions that the backward pass repeats."""
+    def time(self) -> float:
+        """Time of a forward pass through all parts."""
         wholes = (_jaxpr(p.eqns, [], []) for p in self.parts if isinstance(p, Whole))
-        once = (*wholes, *(r.jaxpr for r in self.regions))
-        again = (r.jaxpr for r in self.repeated)
-        return tuple(sum(estimate_cost(j).time for j in js) for js in (once, again))  # type: ignore[return-value]
+        return sum(estimate_cost(j).time for j in (*wholes, *(r.jaxpr for r in self.regions)))
 
     def graph(self) -> Graph:
         """What the backward pass of the repeated regions reads."""
         return analyze_regions(
-            [(r.jaxpr, r.active, r.active_results, r.row_axes) for r in self.repeated], self.held
+            [(r.jaxpr, r.active, r.active_results, r.row_axes) for r in self.repeated.values()],
+            self.held,
         )
 
     @property
     def held(self) -> set[Var]:
         """Arguments of repeated regions, which are in memory until these run again."""
-        return {v for r in self.repeated for v in r.jaxpr.invars}
+        return {v for r in self.repeated.values() for v in r.jaxpr.invars}
 
-    def variables_of(self, kept: Kept) -> set[Var]:
-        """The variables of kept rows; none if they are of another program."""
-        eqns = [e for r in self.repeated for e in r.jaxpr.eqns]
-        is_same = tuple(e.primitive.name for e in eqns) == kept.equations
-        return {eqns[i].outvars[j] for i, j in kept.names} if is_same else set()
+    def rows_of(self, kept: Kept) -> dict[int, set[Var]]:
+        """Kept rows by number of the part; none if they are of another program."""
+        eqns = [(n, e) for n, region in self.repeated.items() for e in region.jaxpr.eqns]
+        found: dict[int, set[Var]] = {}
+        if tuple(e.primitive.name for _, e in eqns) == kept.equations:
+            for i, j in kept.names:
+                found.setdefault(eqns[i][0], set()).add(eqns[i][1].outvars[j])
+        return found
 
 
 # Find regions.
@@ -577,7 +583,7 @@ def run_divided(
       kept: Rows that the backward pass does not compute again.
     """
     jaxpr = closed.jaxpr
-    keeps, held = division.variables_of(kept), division.held
+    keeps, held = division.rows_of(kept), division.held
     values = dict(zip(jaxpr.constvars, closed.consts, strict=True))
     values |= zip(jaxpr.invars, args, strict=True)
 
@@ -588,14 +594,14 @@ def run_divided(
     for part in reversed(division.parts[1:]):
         eqns = part.eqns if isinstance(part, Whole) else [part.jaxpr]
         later.append(later[-1].union(*(variables(e.invars) for e in eqns)))
-    for part, read_later in zip(division.parts, reversed(later), strict=True):
+    for n, (part, read_later) in enumerate(zip(division.parts, reversed(later), strict=True)):
         if isinstance(part, Whole):
             for eqn in part.eqns:
                 values |= zip(eqn.outvars, evaluate(eqn, read(eqn.invars)), strict=True)
         else:
             inputs = part.jaxpr.invars
             wrap = inner if part.is_largest else lambda chunk: chunk
-            loop = _Loop(part, chunks, wrap, read_later, keeps, held)
+            loop = _Loop(part, chunks, wrap, read_later, keeps.get(n, ()), held)
             outputs, passed = _run_region(loop, read(inputs))
             values |= zip(part.jaxpr.outvars, outputs, strict=True)
             values |= {inputs[i]: a for i, a in passed.items()}
@@ -784,7 +790,13 @@ class _Loop:
         return self._finished(buffers), [active[i] for i in self.passed]
 
     def _linearized(
-        self, start: Any, size: int, active: list[Any], others: list[Any], wrap: Any
+        self,
+        start: Any,
+        size: int,
+        active: list[Any],
+        others: list[Any],
+        *,
+        wrap: Callable[[Chunk], Chunk] = lambda chunk: chunk,
     ) -> tuple[list[Any], Callable[[list[Any]], list[Any]]]:
         """The results of a chunk with the rows to keep, and the function of its gradient."""
         given = self._rows(active, self.chosen, start, size)
@@ -799,7 +811,7 @@ class _Loop:
 
         def body(start: Any, size: int, buffers: list[Any], arrays: Any) -> list[Any]:
             # As JAX runs it when it is differentiated, with the values of derivative rules.
-            found, _ = self._linearized(start, size, *arrays, lambda chunk: chunk)
+            found, _ = self._linearized(start, size, *arrays)
             return self._put(buffers, found, axes, start)
 
         axes = [*self.out_axis, *self.kept.values()]
@@ -828,7 +840,7 @@ class _Loop:
 
             def gradient(start: Any, *arrays: Any) -> list[Any]:
                 active, others, wanted = arrays
-                _, vjp = self._linearized(start, size, active, others, self.inner)
+                _, vjp = self._linearized(start, size, active, others, wrap=self.inner)
                 return vjp(self._rows(wanted, axes, start, size))
 
             grads = _without_unused(gradient, start, active, others, wanted)
@@ -861,7 +873,7 @@ class _Loop:
 
         def body(start: Any, size: int, carry: Any, arrays: Any) -> Any:
             buffers, sums = carry
-            found, vjp = self._linearized(start, size, *arrays, self.inner)
+            found, vjp = self._linearized(start, size, *arrays, wrap=self.inner)
             cotangents = [
                 jnp.full_like(found[k], float(k == self.region.objective)) for k in self.floats
             ]

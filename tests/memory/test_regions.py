@@ -16,7 +16,8 @@ from fnet import memory
 from fnet.cpu.tracing import traced_for
 from fnet.jaxpr import find_equations
 from fnet.memory import regions
-from fnet.memory.regions import Region, cut, divide
+from fnet.memory.proposals import KeptRows
+from fnet.memory.regions import NOTHING, Kept, Region, cut, divide
 from fnet.memory.windows import trace_inlined
 
 QUICK = settings(
@@ -165,10 +166,48 @@ def assert_same(f, g, args):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4 * scale)
 
 
-@pytest.mark.parametrize("chunks", [3, 16])
+def every(f, args, step):
+    """Every n-th array of the rows that a backward pass would compute again."""
+    eqns = [e for r in division(f, args).repeated.values() for e in r.jaxpr.eqns]
+    names = [(i, j) for i, e in enumerate(eqns) for j in range(len(e.outvars))]
+    return Kept(frozenset(names[::step]), tuple(e.primitive.name for e in eqns))
+
+
+@pytest.mark.parametrize(("chunks", "step"), [(3, None), (16, None), (3, 1), (5, 2)])
 @pytest.mark.parametrize("loss", LOSSES)
-def test_values_and_gradients_stay(loss, chunks):
-    assert_same(cut(loss, chunks), loss, arguments_of(loss))
+def test_values_and_gradients_stay(loss, chunks, step):
+    args = arguments_of(loss)
+    kept = every(loss, args, step) if step else NOTHING
+    assert_same(cut(loss, chunks, kept=kept), loss, args)
+
+
+def test_kept_rows_are_not_computed_again():
+    """The cotangent of a ratio is known only after all rows, so chunks run twice."""
+
+    def loss(params, batch):
+        h = tower(params["a"], batch["x"])
+        return jnp.square(h).mean() / (1 + jnp.abs(h).mean())
+
+    args = arguments_of(loss)
+    parts = division(loss, args)
+    rows = KeptRows(parts.graph())
+    made = sum(v.aval.size * 4 for r in parts.repeated.values() for v in r.row_axes)
+    some, most = (rows.solve(int(share * made)) for share in (0.04, 1))
+    assert 0 < some.bytes <= 0.04 * made
+    chosen = [NOTHING, *(Kept(p.names, rows.graph.equations) for p in (some, most))]
+    flops = [
+        memory.estimate_cost(jax.make_jaxpr(jax.grad(f))(*args)).flops
+        for f in (loss, *(cut(loss, 4, kept=kept) for kept in chosen))
+    ]
+    ratios = [n / flops[0] for n in flops[1:]]
+    assert ratios[0] > 1.3
+    assert ratios[0] > ratios[1] > ratios[2]
+    assert ratios[2] < 1.12  # elementwise operations alone
+    for kept in chosen:
+        assert_same(cut(loss, 4, kept=kept), loss, args)
+    # Those of another program are not kept.
+    other = Kept(most.names, rows.graph.equations[1:])
+    assert_same(cut(loss, 4, kept=other), loss, args)
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -350,8 +389,8 @@ def check(program):
     expected = jax.jit(jax.value_and_grad(loss))(*args)
     if not division(loss, args).regions:
         return False
-    for n in (2, 3):
-        got = jax.jit(jax.value_and_grad(cut(loss, n)))(*args)
+    for n, kept in ((2, NOTHING), (3, every(loss, args, 2))):
+        got = jax.jit(jax.value_and_grad(cut(loss, n, kept=kept)))(*args)
         for a, b in zip(*map(jax.tree.leaves, (got, expected)), strict=True):
             a, b = np.asarray(a), np.asarray(b)
             if np.isfinite(b).all():
