@@ -23,8 +23,8 @@ class Cost(NamedTuple):
     """Compute and memory traffic of a program, before any compiler.
 
     Attributes:
-      flops: Operations: 2 per multiply-add of matrix products and convolutions, 58 per random
-        number of 32 bits, 1 per element of every other result.
+      flops: Floating-point operations: 2 per multiply-add of matrix products and convolutions, 1
+        per element of every other result.
       bytes: Bytes read and written: operands and results of matrix products and convolutions,
         results alone of other operations, which XLA fuses with their readers.
     """
@@ -88,9 +88,6 @@ def equation_cost(eqn: JaxprEqn) -> Cost:
         products = math.prod(shape[i] for i in contracted)
     elif name == "conv_general_dilated":
         products = _window_size(eqn)
-    elif name == "random_bits":
-        # Threefry: 20 rounds of 5 operations and 5 of 3, for two numbers of 32 bits.
-        return Cost(58 * output_bytes // 4, output_bytes)
     else:
         return Cost(elements, output_bytes)
     return Cost(2 * elements * products, input_bytes + output_bytes)
