@@ -98,7 +98,7 @@ def export_model(
     if out.is_file() or (out.exists() and any(out.iterdir())):
         raise UserError(f"--out: {out} is not an empty folder; give a new one")
     source = read_folder(Path(section.path))
-    if config.data.content != "text":
+    if config.data.as_text is None:
         model = export_images.published_model(folder, config, section, source, best=options.best)
         with _new_folder(out) as part:
             _write_tensors(part, model.tensors, model.params, model.dtypes)

@@ -178,7 +178,7 @@ def _next_commands(config: Config, section: Pretrained, run: str) -> str:
     """Name the commands that sample and train an imported model."""
     adapters = section.lora_rank is not None
     what = "adapters" if adapters else "all parameters"
-    if config.data.content != "text":
+    if config.data.as_text is None:
         return f"Train {what} with fnet train {run} --data.path FOLDER --resume"
     path, model = quote(Path(str(config.data.path))), Path(section.path)
     chat = " --chat" if has_template(model) else ""

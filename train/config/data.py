@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from train.data.preprocessing import Preprocessor
     from train.data.text import Text
 
-Content = Literal["images", "masks", "text"]
-"""Images with a label each, images with segmentation masks, or rows of tokens."""
+Content = Literal["images", "masks", "text", "preferences"]
+"""Images with labels or segmentation masks, rows of tokens, or pairs of these."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +130,11 @@ class Data(Variant, section="data", tag="source", package="train.data"):
     def as_text(self) -> "Text | None":
         """The source itself if it is text."""
         return None
+
+    @property
+    def beta(self) -> float:
+        """Factor of the rewards of preferred answers."""
+        return 0.0
 
     @property
     def as_photos(self) -> "Photos | None":

@@ -118,7 +118,7 @@ class Optim(Section):
                     f"optim.{field}: {value:g}, but optim.name {self.name} has one learning rate "
                     "for all layers; give None"
                 )
-        if self.layer_decay is not None and config.data.content == "text":
+        if self.layer_decay is not None and config.data.as_text is not None:
             raise UserError(
                 f"optim.layer_decay: {self.layer_decay:g}, but it is for image networks"
             )

@@ -24,6 +24,8 @@ class Batch(TypedDict, total=False):
       length: int32 [N], number of inputs of each row; the others are padding.
       segment: int32 [N, context + 1], number of each token's example in a packed row; 0 is padding.
       loss_mask: bool [N, context], whether each target is learned.
+      reference: float32 [N, 2], log-likelihoods of the answers before training. With it, rows of
+        tokens come in pairs, so that ``tokens``, ``length`` and ``loss_mask`` are [N, 2, ...].
       weight: float32 [N], of each example in losses and metrics; 0 for padding and for files that
         cannot be read. Without it, all examples count alike.
       example_weight: float32 [users, examples], the same of each example of a user.
@@ -41,6 +43,7 @@ class Batch(TypedDict, total=False):
     length: Array
     segment: Array
     loss_mask: Array
+    reference: Array
     weight: Array
     example_weight: Array
     row: Array

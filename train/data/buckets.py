@@ -17,6 +17,12 @@ def bucket_lengths(lengths: np.ndarray, longest: int) -> np.ndarray:
     return np.minimum(np.maximum(power, SMALLEST_BUCKET), longest)
 
 
+def truncate(batch: Arrays, length: int) -> Arrays:
+    """Return a batch with rows of so many inputs."""
+    sizes = {"tokens": length + 1, "loss_mask": length}
+    return {name: a[..., : sizes.get(name)] if name in sizes else a for name, a in batch.items()}
+
+
 def bucketed_batches(
     dataset: Dataset, batch_size: int, seed: int, longest: int
 ) -> grain.DatasetIterator:
@@ -24,7 +30,8 @@ def bucketed_batches(
 
     Each batch has ``tokens`` [batch, bucket + 1], ``length`` [batch] and ``weight`` [batch]. Some
     sources add ``loss_mask`` [batch, bucket]. The weight is the number of learned targets / bucket,
-    so that all of a batch count the same.
+    so that all of a batch count the same, unless the source gives another one. Pairs of rows have
+    one more axis.
 
     Each epoch has all rows in a new order. Windows of this order, as long as an epoch rounded up to
     whole batches, are sorted by bucket and cut into batches. So no batch is padded with rows: one
@@ -39,7 +46,8 @@ def bucketed_batches(
       seed: Seed of the order.
       longest: Largest bucket, in tokens of input.
     """
-    buckets = bucket_lengths(dataset.train["length"], longest)
+    lengths = dataset.train["length"]
+    buckets = bucket_lengths(lengths.reshape(len(lengths), -1).max(1), longest)
     count = -(-len(buckets) // batch_size)
 
     @functools.lru_cache(maxsize=2)
@@ -62,12 +70,8 @@ def bucketed_batches(
         bucket = int(buckets[index].max())
         generator = np.random.Generator(np.random.Philox([seed, window, i, 2]))
         batch = augment_rows(dataset, select_rows(dataset.train, index), generator)
-        batch["tokens"] = batch["tokens"][:, : bucket + 1]
-        learned = batch["length"]
-        if "loss_mask" in batch:
-            batch["loss_mask"] = batch["loss_mask"][:, :bucket]
-            learned = batch["loss_mask"].sum(1)
-        batch["weight"] = (learned / bucket).astype(np.float32)
-        return batch
+        batch = truncate(batch, bucket)
+        learned = batch["loss_mask"].sum(-1) if "loss_mask" in batch else batch["length"]
+        return {"weight": (learned / bucket).astype(np.float32)} | batch
 
     return batches_by_step(make_batch)

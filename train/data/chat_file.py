@@ -61,7 +61,7 @@ class _Text(NamedTuple):
     user: str | None
 
 
-class _Document(NamedTuple):
+class Document(NamedTuple):
     """Tokens of an example.
 
     Attributes:
@@ -78,7 +78,7 @@ class _Document(NamedTuple):
     where: str
     user: str | None = None
 
-    def part(self, start: int, stop: int) -> "_Document":
+    def part(self, start: int, stop: int) -> "Document":
         """Return some of its tokens. The first one has nothing before it, so it is no target."""
         target = self.target[start:stop].copy()
         target[:1] = False
@@ -185,7 +185,7 @@ class ChatFile(Text):
 def load(config: ChatFile) -> Dataset:
     """Load the data of a config."""
     tokenizer = load_tokenizer(config)
-    read = _Reader(config, tokenizer)
+    read = Reader(config, tokenizer)
     examples = read.documents(records.read(config.path, "data.path"))
     if config.test_path is None:
         examples, test_examples = _split(config, examples)
@@ -258,7 +258,7 @@ class _Rows(NamedTuple):
     packed: bool
 
     @classmethod
-    def make(cls, documents: list[_Document], config: ChatFile) -> "_Rows":
+    def make(cls, documents: list[Document], config: ChatFile) -> "_Rows":
         lengths = np.array([len(d.ids) for d in documents])
         rows = [[d] for d in documents]
         if config.packing:
@@ -286,7 +286,7 @@ class _Rows(NamedTuple):
         return batch | {"length": rows["length"]}
 
 
-def _describe_lengths(documents: list[_Document]) -> str:
+def _describe_lengths(documents: list[Document]) -> str:
     lengths = [len(d.ids) for d in documents]
     learned = sum(int(d.target.sum()) for d in documents) / sum(lengths)
     return (
@@ -296,11 +296,11 @@ def _describe_lengths(documents: list[_Document]) -> str:
     )
 
 
-def _user_ids(documents: list[_Document]) -> np.ndarray:
+def _user_ids(documents: list[Document]) -> np.ndarray:
     return np.array([d.user for d in documents], np.str_)
 
 
-def _split(config: ChatFile, examples: list[_Document]) -> tuple[list[_Document], list[_Document]]:
+def _split(config: ChatFile, examples: list[Document]) -> tuple[list[Document], list[Document]]:
     """Split examples into training and test; no user is in both."""
     count = len(examples)
     if not count:
@@ -317,8 +317,8 @@ def _split(config: ChatFile, examples: list[_Document]) -> tuple[list[_Document]
 
 
 def _fit(
-    config: ChatFile, kind: str, examples: list[_Document], split: str
-) -> tuple[list[_Document], list[str]]:
+    config: ChatFile, kind: str, examples: list[Document], split: str
+) -> tuple[list[Document], list[str]]:
     """Cut, truncate or drop the examples that are longer than a row.
 
     Returns:
@@ -329,7 +329,7 @@ def _fit(
     """
     size = config.context + 1
     way = config.long or ("cut" if kind == "text" else "truncate")
-    documents: list[_Document] = []
+    documents: list[Document] = []
     num_long = 0
     for example in examples:
         whole = example.part(0, len(example.ids))
@@ -371,7 +371,7 @@ def _fit(
     return documents, notes
 
 
-class _Reader:
+class Reader:
     """Makes documents of records, which all have the fields of the first one.
 
     Attributes:
@@ -385,13 +385,13 @@ class _Reader:
         self.kind = ""
         self.template: ChatTemplate | None = None
 
-    def documents(self, read: Iterable[Record]) -> list[_Document]:
+    def documents(self, read: Iterable[Record]) -> list[Document]:
         """Encode records in order.
 
         Raises:
           UserError: if one is wrong.
         """
-        documents: list[_Document] = []
+        documents: list[Document] = []
         records = self._same_fields(iter(read))
         while texts := self._chunk(records):
             try:
@@ -535,15 +535,15 @@ class _Reader:
         except UserError as error:
             raise UserError(f"{text.where}: {error}") from error
 
-    def _document(self, text: _Text, pieces: Pieces) -> _Document:
+    def _document(self, text: _Text, pieces: Pieces) -> Document:
         """Make a document, from a start to an end token. The template of chats writes its own."""
         target, sizes = _overlaps(pieces, text.learned), _bytes(text.text, pieces)
         if self.kind == "chat":
-            return _Document(pieces.ids, target, sizes, text.where, text.user)
+            return Document(pieces.ids, target, sizes, text.where, text.user)
         before, end = self._tokenizer.start_tokens(), self._tokenizer.end_token()
         has_end = end is None or pieces.ids[-1] == end
         after = np.array([] if has_end else [end], pieces.ids.dtype)
-        return _Document(
+        return Document(
             np.concatenate([before, pieces.ids, after]),
             np.concatenate([np.zeros(len(before), bool), target, np.ones(len(after), bool)]),
             np.pad(sizes, (len(before), len(after))),

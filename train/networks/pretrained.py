@@ -59,7 +59,7 @@ class Pretrained(Model):
 
     @override
     def task_for(self, data: Data) -> str:
-        return "language" if data.content == "text" else self.task
+        return {"text": "language", "preferences": "preference"}.get(data.content, self.task)
 
     @override
     def for_images(

@@ -107,6 +107,7 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
             (lambda line: None) if config.is_release_only else log,
             distributed.union if distributed.has_other_processes() else None,
         )
+        run.task.before_batches()
         programs = compile_programs(run, weights, unreadable, console)
         last = max(folder.saved_steps, default=0)  # later lines are dropped
         earlier = [x for x in read_metrics(folder.metrics) if x["step"] <= last] if resume else []

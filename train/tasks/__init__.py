@@ -5,13 +5,14 @@ import jax
 from train.config import Config
 from train.data import Dataset, sample_batch
 from train.errors import UserError
-from train.tasks import classification, diffusion, language, segmentation
+from train.tasks import classification, diffusion, language, preference, segmentation
 from train.tasks.task import BatchMetrics, Kind, Task
 
 KINDS: dict[str, Kind] = {
     "classification": classification.KIND,
     "segmentation": segmentation.KIND,
     "language": language.KIND,
+    "preference": preference.KIND,
     "diffusion": diffusion.KIND,
 }
 """Kinds of tasks by the name that a network gives."""

@@ -22,8 +22,9 @@ def text_source(config: Config) -> Text:
     Raises:
       UserError: if the data source has no text.
     """
-    KIND.check(config)
     text = config.model.complete(config.data).as_text
+    if text is None:
+        KIND.check(config)
     assert text is not None  # because its content is text
     return text
 

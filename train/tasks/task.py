@@ -37,6 +37,8 @@ class Task(NamedTuple):
       loss: training loss, ``(params, model_state, batch, key) -> (losses [batch], Aux)``.
       measure: evaluation, ``(params, model_state, batch) -> BatchMetrics``.
       scores: ``confusion matrix -> {metric: value}``, additional metrics of all examples.
+      before_batches: Computes what batches of the dataset have from the model that a run begins
+        with. Before, it is 0.
     """
 
     dataset: Dataset
@@ -44,6 +46,7 @@ class Task(NamedTuple):
     loss: Callable[..., Any]
     measure: Callable[[Any, Any, Batch], BatchMetrics]
     scores: Callable[[np.ndarray], dict[str, float]] = lambda confusion: {}
+    before_batches: Callable[[], None] = lambda: None
 
 
 class Kind(NamedTuple):

@@ -1,0 +1,219 @@
+"""Direct preference optimization: pairs of answers, the loss, and runs."""
+
+import dataclasses
+import json
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from data_cases import error_message
+from program_cases import assert_one_line_error, exit_code, fnet_command, metrics_of
+
+from tests.pretrained_folder import write_folder, write_tokenizer
+from train.config import Config, Microbatch, Optim, PreferenceFile, Pretrained, TextFile, Train
+from train.data.buckets import bucketed_batches
+from train.run.setup import setup
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+PAIRS = [
+    {"prompt": f"{a}+1=", "chosen": str(a + 1), "rejected": "no" * (a % 9)} for a in range(1, 41)
+]
+PAIRS = [p | {"rejected": p["rejected"] or "none"} for p in PAIRS]
+
+
+@pytest.fixture
+def write(workplace):
+    """``write(records)`` returns the path of a file of JSON lines."""
+
+    def write(records, name="pairs.jsonl"):
+        (workplace / name).write_text("\n".join(map(json.dumps, records)))
+        return str(workplace / name)
+
+    return write
+
+
+def texts_of(batch):
+    """(text, learned text) of both answers of each pair."""
+    found = []
+    for tokens, length, mask in zip(
+        batch["tokens"], batch["length"], batch["loss_mask"], strict=True
+    ):
+        rows = zip(tokens, length, mask, strict=True)
+        found.append(
+            [
+                (bytes(t[: n + 1].tolist()).decode(), bytes(t[1:][m].tolist()).decode())
+                for t, n, m in rows
+            ]
+        )
+    return found
+
+
+USER = {"role": "user", "content": "Hi"}
+YES, NO = ({"role": "assistant", "content": c} for c in ("yes", "no"))
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"prompt": [USER], "chosen": [YES], "rejected": [NO]},
+        {"prompt": "Hi", "chosen": [YES], "rejected": [NO]},
+        {"chosen": [USER, YES], "rejected": [USER, NO]},
+    ],
+)
+def test_pairs_of_chats_in_every_form(write, workplace, record):
+    (workplace / "t.jinja").write_text(TEMPLATE)
+    config = PreferenceFile(
+        path=write([record] * 2), context=40, test_fraction=0.5, chat_template="t.jinja"
+    )
+    data = config.load()
+    (pair,) = texts_of(data.augment(data.train, np.random.default_rng(0)))
+    assert pair == [(f"<user>Hi</><assistant>{a}</>", f"{a}</>") for a in ("yes", "no")]
+    assert data.is_chat
+
+
+def test_pairs_of_texts_are_batched_by_length(write):
+    data = PreferenceFile(path=write(PAIRS), context=32, test_fraction=0.25).load()
+    expected = [[(p["prompt"] + p[a], p[a]) for a in ("chosen", "rejected")] for p in PAIRS]
+    assert texts_of(data.augment(data.train, np.random.default_rng(0))) == expected[:30]
+    assert texts_of(data.prepare(data.test)) == expected[30:]
+    batch = next(bucketed_batches(data, 8, 0, 32))
+    assert batch["tokens"].shape in ((8, 2, 17), (8, 2, 33))
+    assert batch["loss_mask"].shape == (8, 2, batch["tokens"].shape[2] - 1)
+    assert batch["weight"].tolist() == [1] * 8
+    dropped = PreferenceFile(path=write(PAIRS), context=12, long="drop", test_fraction=0.25).load()
+    assert any("pairs were dropped" in note for note in dropped.notes)
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"prompt": "a", "chosen": "b"}, "line 1: no field rejected"),
+        ({"chosen": "b", "rejected": "c"}, "line 1: chosen and rejected must be texts after a prompt, or both messages"),
+        ({"prompt": "a", "chosen": "b", "rejected": [NO]}, "must be texts after a prompt, or both messages"),
+        ({"prompt": "a", "chosen": [], "rejected": [NO]}, "must be texts after a prompt, or both messages"),
+        ({"prompt": "a", "chosen": "b", "rejected": " "}, "line 1: answer is empty; remove the record"),
+        ({"prompt": [USER], "chosen": [USER, YES], "rejected": [NO]}, "must differ in their last message only"),
+        ({"prompt": "a" * 40, "chosen": "b", "rejected": "c"}, "the answer begins after the first 33 tokens"),
+    ],
+)  # fmt: skip
+def test_a_mistake_in_a_pair_names_its_line(write, record, message):
+    config = PreferenceFile(path=write([record] * 2), context=32, test_fraction=0.5)
+    assert message in error_message(config.load)
+
+
+def config_of(workplace, write, **options):
+    if not (workplace / "llama").exists():
+        write_folder(workplace / "llama")
+    data = PreferenceFile(
+        path=write(PAIRS), vocabulary=256, context=32, batch_size=8, test_fraction=0.25
+    )
+    return Config(
+        data=data,
+        model=Pretrained(path=str(workplace / "llama"), **options),
+        optim=Optim(name="adamw", learning_rate=1e-3, schedule="constant", clip_norm=None),
+        train=Train(steps=3),
+    )
+
+
+@pytest.mark.parametrize("options", [{}, {"lora_rank": 2}])
+def test_the_loss_is_that_of_the_formula(workplace, write, options):
+    config = config_of(workplace, write, **options)
+    run = setup(config)
+    state = run.compile_init()(jax.random.key(0))
+    run.task.before_batches()
+    batch = next(run.training_batches(0))
+    losses, aux = run.task.loss(state.params, state.model_state, batch, jax.random.key(0))
+    chex.assert_trees_all_close(losses, jnp.full(8, jnp.log(2)), atol=1e-6)
+    chex.assert_trees_all_close(aux.metrics["margin"], jnp.zeros(8), atol=1e-6)
+
+    moved = jax.tree.map(
+        lambda p: p + 0.05 * jnp.sin(jnp.arange(p.size)).reshape(p.shape), state.params
+    )
+    losses, aux = run.task.loss(moved, state.model_state, batch, jax.random.key(0))
+
+    def log_likelihoods(params):
+        tokens = batch["tokens"].reshape(16, -1).astype(jnp.int32)
+        logits, _ = run.task.model.apply(params, state.model_state, tokens[:, :-1], train=False)
+        log_p = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], -1)[..., 0]
+        return (log_p * batch["loss_mask"].reshape(16, -1)).sum(1).reshape(8, 2)
+
+    policy, reference = log_likelihoods(moved), log_likelihoods(state.params)
+    chex.assert_trees_all_close(batch["reference"], reference, atol=2e-4)
+    margin = 0.1 * ((policy - reference) @ jnp.array([1.0, -1.0]))
+    chex.assert_trees_all_close(losses, -jax.nn.log_sigmoid(margin), atol=1e-4)
+    chex.assert_trees_all_close(aux.metrics["accuracy"], (margin > 0).astype(jnp.float32))
+
+
+def test_microbatches_do_not_change_a_step(workplace, write):
+    config = config_of(workplace, write, lora_rank=2)
+    states = []
+    for grad in (config.grad, Microbatch(microbatches=4)):
+        run = setup(dataclasses.replace(config, grad=grad))
+        run.task.before_batches()
+        state, batches = run.compile_init()(jax.random.key(0)), run.training_batches(0)
+        for _ in range(2):
+            state, metrics = run.step(state, next(batches))
+        states.append((state.params, metrics["loss"]))
+    chex.assert_trees_all_close(*states, rtol=1e-3, atol=1e-6)
+    assert states[0][1] < np.log(2)
+
+
+TRL = {1: 0.69314718, 2: 0.64030033, 3: 0.59180206, 11: 0.35806215, 21: 0.24786471, 30: 0.20250048}
+"""Losses of TRL 1.16.0's DPOTrainer with transformers 5.24.0: AdamW, 1e-3, no clipping, beta 0.1."""
+
+
+@pytest.mark.slow
+def test_thirty_steps_have_the_losses_of_trl(workplace, write):
+    pytest.importorskip("tokenizers")
+    write_folder(workplace / "llama")
+    write_tokenizer(workplace / "llama" / "tokenizer.json")
+    tokenizer = json.loads((workplace / "llama" / "tokenizer.json").read_text())
+    end = min(tokenizer["model"]["vocab"], key=lambda t: abs(tokenizer["model"]["vocab"][t] - 1))
+    (workplace / "llama" / "tokenizer_config.json").write_text(json.dumps({"eos_token": end}))
+    pairs = [p | {"rejected": "no" * (i % 9) or "none"} for i, p in enumerate(PAIRS[:12], 1)]
+    config = Config(
+        data=PreferenceFile(path=write(pairs), test_path=write(pairs[:2], "test.jsonl"), context=32, batch_size=12),
+        model=Pretrained(path="llama"),
+        optim=Optim(name="adamw", learning_rate=1e-3, schedule="constant", clip_norm=None, weight_decay=0.0),
+        train=Train(steps=30),
+    )  # fmt: skip
+    run = setup(config)
+    run.task.before_batches()
+    state, batches = run.compile_init()(jax.random.key(0)), run.training_batches(0)
+    losses = {}
+    for step in range(1, 31):
+        state, metrics = run.step(state, next(batches))
+        losses[step] = float(metrics["loss"])
+    for step, expected in TRL.items():
+        assert losses[step] == pytest.approx(expected, abs=5e-6)
+
+
+@pytest.mark.slow
+def test_a_run_learns_resumes_and_is_sampled(workplace, write, capsys):
+    config_of(workplace, write)
+    words = "--model.path", "llama", "--data.path", "pairs.jsonl", "--data.vocabulary", 256, "--data.context", 32, "--train.precision", "float32"  # fmt: skip
+    words += "--optim.schedule", "constant", "--optim.learning-rate", 0.01, "--optim.warmup-steps", 0, "--train.log-every", 1, "--data.batch-size", 16  # fmt: skip
+    fnet_command("train", "finetune_dpo", "--out", "whole", "--train.steps", 6, *words)
+    fnet_command("train", "finetune_dpo", "--out", "parts", "--train.steps", 3, *words)
+    fnet_command("train", "parts", "--resume", "--train.steps", 6)
+    whole = metrics_of(workplace / "whole")
+    assert metrics_of(workplace / "parts")[-1]["train/loss"] == whole[-1]["train/loss"]
+    assert whole[0]["train/loss"] == pytest.approx(np.log(2), abs=1e-5)
+    assert whole[-1]["train/loss"] < 0.6
+    fnet_command("eval", "whole")
+    assert "margin" in capsys.readouterr().out
+    fnet_command("sample", "whole", "--prompt", "2+1=", "--length", 3)
+    fnet_command("export", "whole")
+    assert (workplace / "whole" / "exported" / "config.json").is_file()
+
+
+def test_a_network_that_is_not_pretrained_is_refused(workplace, write, capsys):
+    words = "--data.source", "preference_file", "--data.path", write(PAIRS)
+    assert exit_code("train", "text_transformer", *words) == 2
+    assert_one_line_error(capsys, "data.source: preference_file has no text, which the network")
+    assert TextFile.content != PreferenceFile.content

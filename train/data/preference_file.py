@@ -1,0 +1,215 @@
+"""Pairs of answers of which one is preferred, for direct preference optimization (DPO)."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
+
+import numpy as np
+from annotated_types import Ge, Gt, Lt
+from typing_extensions import override
+
+from train.config.data import Content
+from train.config.section import Count, Positive, Seed
+from train.data import Arrays, Dataset, records
+from train.data.chat_file import ChatFile, Document, Reader
+from train.data.packing import gather
+from train.data.placeholder import Placeholder, zero_tokens
+from train.data.records import Record
+from train.data.splits import count_held_out, hold_out
+from train.data.text import Text
+from train.data.tokenizer import load_tokenizer
+from train.errors import UserError
+
+
+@dataclass(frozen=True)
+class PreferenceFile(Text):
+    """Pairs of answers of which one is preferred, in a JSON lines or Parquet file, for DPO."""
+
+    content: ClassVar[Content] = "preferences"
+    evaluation_options: ClassVar[dict[str, str]] = {"path": "test_path"}
+
+    source: Literal["preference_file"] = "preference_file"
+    """Data source; --data.source NAME --help lists the fields of another one."""
+    path: str = "data.jsonl"
+    """File of JSON lines, .parquet file (fnet-jax[parquet]), a folder of them, or a URL."""
+    test_path: str | None = None
+    """File or folder of test pairs; None holds out test_fraction of path."""
+    chat_template: str | None = None
+    """Jinja file; None is the template of the tokenizer's folder."""
+    batch_size: Count = 8
+    """Batch size, in pairs."""
+    context: Annotated[int, Ge(2), Lt(2**31)] = 1024
+    """Context length: tokens of a prompt with an answer."""
+    long: Literal["truncate", "drop"] = "truncate"
+    """Longer pairs: truncate, or drop."""
+    as_chat: bool = False
+    """Write prompts and answers with the chat template, as a user's and an assistant's message."""
+    beta: Positive = 0.1
+    """Factor of the rewards; larger values keep the model nearer to its beginning."""
+    test_fraction: Annotated[float, Gt(0), Lt(1)] = 0.1
+    """Fraction of the pairs that is held out for testing if there is no test_path."""
+    split_seed: Seed | None = None
+    """Random seed of the held-out pairs; None holds out the last ones."""
+
+    @override
+    def load(self, *, private: bool = False) -> Dataset:
+        """Encode the pairs as ``tokens`` [N, 2, context + 1], the preferred answer first.
+
+        Batches also have ``length`` [N, 2], ``loss_mask`` [N, 2, context], which is True for the
+        tokens of answers, ``weight`` [N], 1, and ``reference`` [N, 2]. The task computes the last.
+
+        Raises:
+          UserError: if a file is unreadable, a pair is wrong, or there are too few of them.
+        """
+        del private  # a pair is a row
+        reader = Reader(
+            ChatFile(
+                tokenizer=self.tokenizer,
+                chat_template=self.chat_template,
+                as_chat=self.as_chat,
+                loss_on="last_answer",
+            ),
+            load_tokenizer(self),
+        )
+
+        def read(path: str, option: str) -> list[Document]:
+            """Encode the answers of a file; the two of a pair follow each other."""
+            answers = (a for record in records.read(path, option) for a in _answers(record))
+            return reader.documents(answers)
+
+        train = read(self.path, "data.path")
+        if self.test_path is None:
+            count = len(train) // 2
+            is_test = np.arange(count) >= count
+            if self.split_seed is not None:
+                pairs = zip(train[::2], train[1::2], strict=True)
+                is_test = hold_out(
+                    self, (a.ids.tobytes().hex() + b.ids.tobytes().hex() for a, b in pairs)
+                )
+            else:
+                is_test = np.arange(count) >= count - count_held_out(
+                    count, self.test_fraction, f"pairs in {self.path}"
+                )
+            of_test = np.repeat(is_test, 2)
+            test = [d for d, held_out in zip(train, of_test, strict=True) if held_out]
+            train = [d for d, held_out in zip(train, of_test, strict=True) if not held_out]
+        else:
+            test = read(self.test_path, "data.test_path")
+        train, notes = self._fit(train, "training")
+        test, test_notes = self._fit(test, "test")
+        train_rows, train_tokens, learned = _arrays(train)
+        test_rows, test_tokens, test_learned = _arrays(test)
+        lengths = train_rows["length"]
+        first = (
+            f"{len(lengths):,} training pairs, {np.median(lengths):,g} tokens each answer with its "
+            f"prompt (median), {lengths.max() + 1:,} at most"
+        )
+        return Dataset(
+            train=train_rows,
+            test=test_rows,
+            classes=(),
+            augment=lambda rows, _: _gather(rows, train_tokens, learned, self.context),
+            prepare=lambda rows: _gather(rows, test_tokens, test_learned, self.context),
+            name=lambda row: train[2 * row].where.partition(": ")[2],
+            test_name=lambda row: test[2 * row].where.partition(": ")[2],
+            contents=(train_tokens, learned, test_tokens, test_learned),
+            notes=(first, *notes, *test_notes),
+            is_chat=reader.template is not None,
+            rows="pairs",
+        )
+
+    def _fit(self, documents: list[Document], split: str) -> tuple[list[Document], list[str]]:
+        """Truncate or drop the pairs that are longer than a row."""
+        size = self.context + 1
+        pairs = list(zip(documents[::2], documents[1::2], strict=True))
+        is_long = [max(len(d.ids) for d in pair) > size for pair in pairs]
+        if self.long == "drop":
+            pairs = [pair for pair, long in zip(pairs, is_long, strict=True) if not long]
+        fitted = [document.part(0, size) for pair in pairs for document in pair]
+        for document in fitted:
+            if not document.target.any():
+                raise UserError(
+                    f"{document.where}: the answer begins after the first {size} tokens, so that "
+                    "nothing is left of it; give a larger data.context, or skip such pairs with "
+                    "data.long drop"
+                )
+        if not fitted:
+            raise UserError(
+                f"data.path: no {split} pair has at most data.context + 1 = {size} tokens; give "
+                "more pairs, or a larger data.context"
+            )
+        done = "dropped" if self.long == "drop" else "truncated"
+        limit = f"{sum(is_long):,} of {len(is_long):,} {split} pairs were {done}, because they have"
+        return fitted, [f"{limit} more than {size} tokens"] if any(is_long) else []
+
+    @override
+    def placeholder(self) -> Placeholder | None:
+        dtype = np.min_scalar_type((self.vocabulary or 2) - 1)
+        batch: Arrays = {
+            "tokens": np.zeros((1, 2, self.context + 1), dtype),
+            "length": np.full((1, 2), self.context, np.int32),
+            "loss_mask": np.ones((1, 2, self.context), bool),
+            "reference": np.zeros((1, 2), np.float32),
+            "weight": np.ones(1, np.float32),
+        }
+        return zero_tokens(self, batch, batch)
+
+    @property
+    @override
+    def longest_row(self) -> int | None:
+        return self.context
+
+
+def _answers(record: Record) -> Iterator[Record]:
+    """Yield the records of the preferred answer and of the other one, as `Reader` reads them.
+
+    Answers are texts or the messages of chats, with or without the messages of the prompt.
+
+    Raises:
+      UserError: if they are anything else.
+    """
+    prompt = record.fields.get("prompt")
+    answers = [record.get(name) for name in ("chosen", "rejected")]
+    if all(isinstance(answer, str) for answer in answers) and isinstance(prompt, str):
+        for answer in answers:
+            yield record._replace(fields={"prompt": prompt, "answer": answer})
+        return
+    before: Any = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or []
+    if not all(isinstance(part, list) and (part or part is before) for part in (before, *answers)):
+        raise UserError(
+            f"{record.where}: chosen and rejected must be texts after a prompt, or both messages"
+        )
+    if answers[0][:-1] != answers[1][:-1]:
+        raise UserError(
+            f"{record.where}: chosen and rejected must differ in their last message only"
+        )
+    tools: dict[str, Any] = {
+        name: record.fields[name] for name in ("tools", "functions") if name in record.fields
+    }
+    for answer in answers:
+        yield record._replace(fields={"messages": [*before, *answer], **tools})
+
+
+def _arrays(documents: list[Document]) -> tuple[Arrays, np.ndarray, np.ndarray]:
+    """Return the rows of pairs, all tokens, and which of them are learned."""
+    lengths = np.array([len(d.ids) for d in documents])
+    rows = {
+        "start": (np.cumsum(lengths) - lengths).reshape(-1, 2),
+        "length": (lengths - 1).astype(np.int32).reshape(-1, 2),
+        "reference": np.zeros((len(documents) // 2, 2), np.float32),
+    }
+    tokens, learned = (np.concatenate([d[i] for d in documents]) for i in (0, 1))
+    return rows, tokens, learned
+
+
+def _gather(rows: Arrays, tokens: np.ndarray, learned: np.ndarray, context: int) -> Arrays:
+    """Gather the arrays of a batch, as `PreferenceFile.load` describes them."""
+    start, length = rows["start"].ravel(), rows["length"].ravel()
+    gathered, index, inside = gather(tokens, start, length, context)
+    return {
+        "tokens": gathered.reshape(-1, 2, context + 1),
+        "loss_mask": (learned[index] & inside)[:, 1:].reshape(-1, 2, context),
+        "length": rows["length"],
+        "reference": rows["reference"],
+        "weight": np.ones(len(rows["length"]), np.float32),
+    }
