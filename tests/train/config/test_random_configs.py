@@ -25,7 +25,8 @@ from train.networks.activation import Activation
 
 WRONG = st.sampled_from([-1, 0, 1.5, "x", "", None, True, [], {}, [-1]])
 EXCLUDED = {
-    "data": {"huggingface", "segmentation_folder"},  # only deeplab takes masks
+    # Only deeplab takes masks, and only published models take pairs of answers.
+    "data": {"huggingface", "segmentation_folder", "preference_file"},
     "model": {"resnext", "densenet", "wider_resnet", "deeplab", "pretrained"},
 }
 TEXT_MODELS = {"language_model"}

@@ -96,7 +96,8 @@ FINE_TUNING = [name for name in recipes.recipes() if name.startswith("finetune_"
 @pytest.mark.parametrize("name", FINE_TUNING)
 def test_fine_tuning_recipes_train_a_model_of_bytes(name, workplace):
     write_folder(workplace / "model", LLAMA, ml_dtypes.bfloat16)
-    sums = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(16) for b in range(16)]
+    texts = ((f"{a}+{b}=", str(a + b)) for a in range(16) for b in range(16))
+    sums = [{"prompt": p, "answer": a, "chosen": a, "rejected": "many"} for p, a in texts]
     (workplace / "data.jsonl").write_text("\n".join(map(json.dumps, sums)))
     rows = "--data.vocabulary", 256, "--data.context", 16
     if name == "finetune_private":
@@ -113,8 +114,8 @@ def test_fine_tuning_recipes_train_a_model_of_bytes(name, workplace):
         assert losses[-1] < losses[0]
 
 
-def test_there_are_three_fine_tuning_recipes():
-    assert FINE_TUNING == ["finetune_full", "finetune_lora", "finetune_private"]
+def test_there_are_four_fine_tuning_recipes():
+    assert FINE_TUNING == ["finetune_dpo", "finetune_full", "finetune_lora", "finetune_private"]
 
 
 def test_a_recipe_can_give_paths_as_path_objects(workplace):
