@@ -75,17 +75,38 @@ def scan_and_add(loss: Loss) -> Gradient:
     return gradient
 
 
+def optax_microbatch(loss: Loss) -> Gradient:
+    """Average the gradients of microbatches with optax's transformation."""
+    mean_gradient = mean(loss)
+
+    def gradient(params: Any, state: Any, batch: Any, key: Array) -> tuple[Any, Any, Any]:
+        def of_part(batch: Any) -> tuple[Any, Any]:
+            grads, _, metrics = mean_gradient(params, state, batch, key)
+            return grads, metrics
+
+        size = len(batch["x"]) // MICROBATCHES
+        whole = optax.microbatching.microbatch(
+            of_part, 0, size, optax.microbatching.AccumulationType.MEAN
+        )
+        grads, metrics = whole(batch)
+        return grads, state, metrics
+
+    return gradient
+
+
 ADAM = optax.adam(1e-3)
 WHOLE, OURS = "whole batch at once", "`fnet.autodiff.microbatches(8)`"
-SCAN, OPTAX = "`lax.scan` that adds gradients", "`optax.MultiSteps`"
+SCAN, OPTAX = "`lax.scan` that adds gradients", "`optax.microbatch`"
+MULTI_STEPS = "`optax.MultiSteps`"
 METHODS = {
     WHOLE: Method(mean, ADAM),
     OURS: Method(microbatches(MICROBATCHES), ADAM),
     SCAN: Method(scan_and_add, ADAM),
-    OPTAX: Method(mean, optax.MultiSteps(ADAM, MICROBATCHES), calls=MICROBATCHES),
+    OPTAX: Method(optax_microbatch, ADAM),
+    MULTI_STEPS: Method(mean, optax.MultiSteps(ADAM, MICROBATCHES), calls=MICROBATCHES),
     "`lax.map` of gradients, then their mean": Method(map_then_mean, ADAM),
 }
-TIMED = (WHOLE, OURS, SCAN, OPTAX)
+TIMED = (WHOLE, OURS, SCAN, OPTAX, MULTI_STEPS)
 TARGETS = {"unrolled": 4.2, "scanned": 4.35}
 """Target of fnet's peak, in P."""
 
@@ -172,11 +193,11 @@ def claims(peaks: dict[str, dict[str, float]], where: str) -> Iterator[Claim]:
         what = f"microbatches({MICROBATCHES}), Adam, {form} layers, {where}: peak of the step"
         yield Claim(
             f"{what} / P",
-            f"optax.MultiSteps: {by_method[OPTAX]:.2f}",
+            f"optax.microbatch: {by_method[OPTAX]:.2f}",
             by_method[OURS],
             f"<= {TARGETS[form]}",
         )
-        for baseline in (OPTAX, SCAN):
+        for baseline in (OPTAX, MULTI_STEPS, SCAN):
             ratio = by_method[OURS] / by_method[baseline]
             yield Claim(what, baseline.replace("`", ""), ratio, "<= 1.0")
 

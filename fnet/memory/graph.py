@@ -283,7 +283,7 @@ def _from_text(text: str) -> Name | None:
 # The graph.
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, repr=False)  # a repr would have each path through the graph
 class Tensor:
     """An array of the linearized forward pass.
 
@@ -305,7 +305,7 @@ class Tensor:
     copy_of: "Tensor | None" = None
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, repr=False)
 class Operation:
     """An equation of the linearized forward pass.
 
