@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-all coverage check lint types docs bench release clean
+.PHONY: demo test test-newest test-all coverage check lint types docs bench release clean
 
 demo: $(VENV)/.installed
 	rm -rf runs/demo
@@ -12,6 +12,11 @@ demo: $(VENV)/.installed
 
 test: $(VENV)/.installed-dev
 	$(BIN)/pytest -n 2
+
+# What reads or compiles traced programs, on the newest Python that pyproject.toml lists and the
+# newest JAX, if they are here and there is time.
+test-newest: $(VENV)/.installed-dev
+	$(BIN)/python -m tests.newest --seconds $(or $(TEST_SECONDS),480)
 
 test-all: $(VENV)/.installed-dev
 	$(BIN)/pytest -n 2 -m "slow or not slow"
@@ -46,7 +51,7 @@ release: $(VENV)/.installed-dev
 	$(BIN)/python -m tests.release
 
 clean:
-	rm -rf $(VENV) runs/demo dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-newest runs/demo dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "fnet needs Python 3.11 or newer: make PYTHON=python3.12 ...")'

@@ -162,7 +162,8 @@ def test_a_scan_saves_the_stack_of_all_iterations():
     found = residuals(*loss_of(model), X)
     stacked = [r for r in found if r.shape == (5, 8, 16)]
     # Only the input of the first iteration comes from outside.
-    assert {r.layer for r in stacked} == {"blocks/act"}
+    # JAX 0.12 may repeat a scope inside of a scan: blocks/act/act.
+    assert {r.layer.replace("act/act", "act") for r in stacked} == {"blocks/act"}
     assert all(r.bytes == 5 * 8 * 16 * 4 for r in stacked)
     kernels = [r for r in found if r.shape == (5, 16, 16)]
     assert [r.alias_of for r in kernels] == ["argument params['blocks']['dense']['kernel']"]
