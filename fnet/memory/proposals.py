@@ -165,7 +165,7 @@ class KeptRows:
         if not self.graph.pieces:
             return 0.0
         program = self._program
-        return program.relaxed(program.smallest, plain=False) or 0.0
+        return program.relaxed(program.smallest + 1, plain=False) or 0.0  # rounded down
 
     def solve(self, limit: int) -> KeptProposal | None:
         """Return the fastest choice of at most ``limit`` bytes; None if it would be nothing."""
