@@ -113,6 +113,7 @@ def export_model(
         if options.adapters and adapters is not None:
             modules = huggingface_modules(network.base)
             peft_config, tensors = to_peft(adapters, trained, modules, str(source.path))
+            peft_config["task_type"] = "CAUSAL_LM"
             (part / "adapter_config.json").write_text(as_json(peft_config))
             weight_files.write(part / "adapter_model.safetensors", tensors, {"format": "pt"})
         else:

@@ -161,7 +161,9 @@ def write(path: Path, arrays: dict[str, np.ndarray], metadata: dict[str, str]) -
     part = path.with_name(f".{path.name}.part")
     try:
         part.touch()  # fails with a shorter message than save_file
+        mode = part.stat().st_mode
         save_file(arrays, part, metadata)
+        part.chmod(mode)  # save_file makes files that only their owner reads
         os.replace(part, path)
     except (OSError, SafetensorError) as error:
         with contextlib.suppress(OSError):

@@ -186,6 +186,8 @@ def test_export_writes_the_published_tensors(folder, capsys):
         expected |= load_file(path)
     chex.assert_trees_all_equal(tensors, expected)
     assert json.loads((folder / "run" / "exported" / "config.json").read_text()) == LLAMA
+    modes = {path.stat().st_mode for path in (folder / "run" / "exported").iterdir()}
+    assert modes == {(folder / "sums.jsonl").stat().st_mode}  # others may read them
     assert exit_code("export", "run") == 2
     assert_one_line_error(capsys, "run/exported is not an empty folder; give a new one")
 
@@ -210,6 +212,7 @@ def test_exported_adapters_are_merged(folder, monkeypatch):
     fnet_command("export", "run", "--out", "adapters", "--adapters")
     tensors = load_file(folder / "adapters" / "adapter_model.safetensors")
     peft_config = json.loads((folder / "adapters" / "adapter_config.json").read_text())
+    assert peft_config["task_type"] == "CAUSAL_LM"
     lora_config, adapters = fnet.interop.from_peft(
         peft_config, tensors, fnet.interop.peft.huggingface_modules(model)
     )
