@@ -150,6 +150,7 @@ class _Process:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
+            env=os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
             start_new_session=True,  # Ctrl-C is for the program, which ends this one
         )
         theirs.close()
@@ -199,6 +200,13 @@ def advice() -> str:
     return f" (if you trust it, {FLAG} {2 * factor():g} allows twice as much)"
 
 
+def _data_bytes() -> int:
+    """Return the memory that this process has by now, and that of the stacks of more threads."""
+    with open("/proc/self/statm") as file:
+        pages = int(file.read().split()[5])
+    return pages * resource.getpagesize() + (os.cpu_count() or 1) * 2**23
+
+
 def _serve(descriptor: int) -> None:
     """Answer calls until the other end closes."""
     connection = Connection(descriptor)
@@ -207,10 +215,11 @@ def _serve(descriptor: int) -> None:
             name, args, memory, seconds = connection.recv()
         except EOFError:
             return
-        resource.setrlimit(resource.RLIMIT_DATA, (memory, resource.RLIM_INFINITY))
         try:
             module, _, function = name.partition(":")
             called = getattr(importlib.import_module(module), function)
+            most = _data_bytes() + memory
+            resource.setrlimit(resource.RLIMIT_DATA, (most, resource.RLIM_INFINITY))
             signal.setitimer(signal.ITIMER_PROF, seconds)  # SIGPROF ends the process
             answer = True, called(*args)
             signal.setitimer(signal.ITIMER_PROF, 0)
