@@ -15,7 +15,7 @@ from jax.extend.core import ClosedJaxpr
 from fnet import measured
 from fnet.cpu.options import WITHOUT_OPTIMIZED_CODE
 from fnet.cpu.tracing import traced_for
-from fnet.jaxpr import nbytes
+from fnet.jaxpr import nbytes, source_line
 from fnet.memory.cost import Cost, estimate_cost
 from fnet.memory.floor import Floor, find_floor
 from fnet.memory.graph import analyze
@@ -24,6 +24,7 @@ from fnet.memory.peak import CANDIDATE_OPTIONS, Peak, peak
 from fnet.memory.proposals import KeptRows, Offloads, Planner
 from fnet.memory.regions import MOST_REGIONS, NOTHING, ONE_ROW, Division, Kept, divide, made_bytes
 from fnet.memory.remat import REMAT_POLICIES, Policy, in_chunks, planned, policies_for
+from fnet.memory.rows import rule_of_this_trace
 from fnet.memory.sizes import format_bytes, parse_bytes
 from fnet.memory.target import Target, compile_lowered
 from fnet.memory.windows import Window, trace_inlined
@@ -475,6 +476,12 @@ class _Search:
         self.compiled.append(_Compiled(timed, smallest))
         attempt.source.learn(attempt, smallest)
         is_named = isinstance(attempt.source, _Named)
+        if is_named and losses and (rule := rule_of_this_trace(losses[0].closed)):
+            self.reason = (
+                f"; nothing is planned, because the derivative rule of {rule.primitive.name} at "
+                f"{source_line(rule)} reads traced arrays that are not its arguments"
+            )
+            losses = []
         if not is_named:  # each kind of program may need another option than the plain step
             attempt.source.options = (smallest.compiler_options,)
         if losses and is_named and self.regions:

@@ -42,6 +42,7 @@ from fnet.jaxpr import (
     differentiate,
     evaluate,
     factors,
+    find_equations,
     in_scopes,
     interpret,
     is_identity,
@@ -221,6 +222,20 @@ def _derivative_programs(
     )(*inputs)
     cotangents = [a for a in outputs if jnp.issubdtype(a.dtype, jnp.inexact)]
     return forward, jax.make_jaxpr(lambda vjp, cts: vjp(cts))(vjp, cotangents)
+
+
+def rule_of_this_trace(closed: ClosedJaxpr) -> JaxprEqn | None:
+    """Return an equation whose derivative rule reads traced arrays other than its arguments.
+
+    Such a program cannot be evaluated again: these arrays are those of the trace that made it.
+    """
+    for eqn in find_equations(closed, CUSTOM_DERIVATIVES):
+        inputs = [jax.ShapeDtypeStruct(aval(v).shape, aval(v).dtype) for v in eqn.invars]
+        floating = [i for i, a in enumerate(inputs) if jnp.issubdtype(a.dtype, jnp.inexact)]
+        programs = _derivative_programs(eqn, inputs, floating) if floating else ()
+        if any(isinstance(c, jax.core.Tracer) for program in programs for c in program.consts):
+            return eqn
+    return None
 
 
 def sum_factor(eqn: JaxprEqn, axes: Sequence[int | None]) -> Factor | None:

@@ -309,3 +309,23 @@ def test_rejects_a_budget_that_held_arrays_exceed():
     held = jax.ShapeDtypeStruct((1024,), jnp.float32)
     with pytest.raises(memory.BudgetError, match=r"4.02 KiB that stay in memory outside of the"):
         memory.remat_to_fit(lambda w: jnp.sin(w).sum(), 1024, jnp.ones(8), held=held)
+
+
+@pytest.mark.parametrize("kind", ["custom_vjp", "custom_jvp"])
+def test_a_rule_that_reads_traced_arrays_around_it_is_named(kind):
+    """A trace of such a loss cannot be evaluated again: the arrays belong to the first one."""
+
+    def loss(w, x):
+        scale = jnp.tanh(x).mean()
+        for _ in range(3):
+            f = getattr(jax, kind)(jnp.tanh)
+            if kind == "custom_vjp":
+                f.defvjp(lambda h: (jnp.tanh(h), None), lambda _, ct: (ct * scale,))
+            else:
+                f.defjvp(lambda h, t: (jnp.tanh(*h), t[0] * scale))
+            x = f(x @ w)
+        return jnp.square(x).mean()
+
+    args = jnp.ones((32, 32)), jnp.ones((512, 32))
+    with pytest.raises(memory.BudgetError, match="reads traced arrays"):
+        memory.remat_to_fit(loss, *args, budget="100KiB", optimizer=optax.sgd(0.1))
