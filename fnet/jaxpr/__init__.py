@@ -63,7 +63,7 @@ from fnet.jaxpr.interpreter import (
     switch,
     with_bodies,
 )
-from fnet.jaxpr.linearity import has_backward_rule, is_linear, rounds_coarsely
+from fnet.jaxpr.linearity import has_backward_rule, is_linear, rounds_coarsely, solver
 from fnet.jaxpr.propagation import BackwardPropagation, Dependence, Propagation, Site, depends_on
 
 __all__ = [
@@ -122,6 +122,7 @@ __all__ = [
     "scopes",
     "separate_factor",
     "slope",
+    "solver",
     "source_line",
     "splice",
     "stops_gradients",

@@ -189,10 +189,11 @@ def lengthen(eqn: JaxprEqn, factor: Factor, times: int | Fraction) -> JaxprEqn:
     if row.factors is _reshape:
         sizes, own = list(_shape(eqn.outvars[0])), _known(factor.results[0])
         sizes[own] = int(sizes[own] * times)
-        params = {"new_sizes": tuple(sizes), "dimensions": None, "sharding": None}
-        longer = eqn.replace(primitive=primitives.reshape_p, params=params)
+        order = _order_before_reshape(eqn)
+        reshaping = {"new_sizes": tuple(sizes), "dimensions": order, "sharding": None}
+        longer = eqn.replace(primitive=primitives.reshape_p, params=reshaping)
         return longer
-    params = dict(eqn.params)
+    params: dict[str, Any] = dict(eqn.params)
     for name, side in row.sizes.items():
         sizes = list(params[name] or ())
         axis = (factor.operands if side == "operand" else factor.results)[0]
@@ -200,6 +201,8 @@ def lengthen(eqn: JaxprEqn, factor: Factor, times: int | Fraction) -> JaxprEqn:
         if axis is not None and not is_indexed:
             sizes[axis] = int(sizes[axis] * times)
             params[name] = tuple(sizes)
+    if factor.parts and "feature_group_count" in params:
+        params["feature_group_count"] = int(params["feature_group_count"] * times)
     longer = eqn.replace(params=params)
     return longer
 
@@ -474,6 +477,14 @@ def _leading(notation: str) -> Factors:
     return rule
 
 
+def _triangular_solve(eqn: JaxprEqn) -> Iterator[Factor]:
+    """Each right-hand side is solved for itself."""
+    rank = _rank(eqn.invars[1])
+    yield from _leading("... _ _")(eqn)
+    own = rank - 1 if eqn.params["left_side"] else rank - 2
+    yield Factor((None, own), (own,))
+
+
 def _broadcast_in_dim(eqn: JaxprEqn) -> Iterator[Factor]:
     shape, out = aval(eqn.invars[0]).shape, aval(eqn.outvars[0]).shape
     own = {int(d): a for a, d in enumerate(eqn.params["broadcast_dimensions"])}
@@ -489,9 +500,9 @@ def _transpose(eqn: JaxprEqn) -> Iterator[Factor]:
 
 def _reshape(eqn: JaxprEqn) -> Iterator[Factor]:
     """Axes with as many elements before them as after the reshape: their outermost parts stay."""
-    if eqn.params.get("dimensions") is not None and eqn.primitive.name == "reshape":
-        return  # It also transposes.
-    shape, out = _shape(eqn.invars[0]), _shape(eqn.outvars[0])
+    given, out = _shape(eqn.invars[0]), _shape(eqn.outvars[0])
+    order = _order_before_reshape(eqn) or range(len(given))
+    shape = [given[axis] for axis in order]
     for axis, size in enumerate(shape):
         before = math.prod(shape[:axis])
         if not before:
@@ -500,7 +511,13 @@ def _reshape(eqn: JaxprEqn) -> Iterator[Factor]:
         # An axis of the same length is the axis itself.
         for i in sorted(same, key=lambda i: out[i] != size):
             parts = None if out[i] == size else math.gcd(out[i], size)
-            yield Factor(_first(eqn, axis), (i,), parts=parts)
+            yield Factor(_first(eqn, order[axis]), (i,), parts=parts)
+
+
+def _order_before_reshape(eqn: JaxprEqn) -> tuple[int, ...] | None:
+    """The order of axes in which a reshape reads its operand, if it also transposes."""
+    is_reshape = eqn.primitive is primitives.reshape_p
+    return eqn.params["dimensions"] if is_reshape else None
 
 
 def _dot_general(eqn: JaxprEqn) -> Iterator[Factor]:
@@ -523,6 +540,9 @@ def _convolution(eqn: JaxprEqn) -> Iterator[Factor]:
     if p["batch_group_count"] == p["feature_group_count"] == 1:
         yield Factor((None, dims.rhs_spec[0]), (dims.out_spec[1],))
         yield Factor((dims.lhs_spec[1], dims.rhs_spec[1]), (None,), is_sum=True)
+    if p["feature_group_count"] > 1:
+        own = (dims.lhs_spec[1], dims.rhs_spec[0])
+        yield Factor(own, (dims.out_spec[1],), parts=p["feature_group_count"])
 
 
 def _gather(eqn: JaxprEqn) -> Iterator[Factor]:
@@ -757,7 +777,7 @@ ROWS: dict[str, Row] = {
     "lu_pivots_to_permutation": Row(_leading("... _")),
     "ormqr": Row(_leading("... _ _, ... _, ... _ _")),
     "symmetric_product": _MATRICES,
-    "triangular_solve": _MATRICES._replace(linear=(1,)),
+    "triangular_solve": Row(_triangular_solve, linear=(1,)),
     "tridiagonal_solve": Row(_leading("... _, ... _, ... _, ... _ _"), linear=(3,)),
     # Random numbers: the axes of the keys come first.
     **_rows(

@@ -118,8 +118,14 @@ def evaluate(eqn: JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
     given = {v: a for v, a in zip(eqn.invars, inputs, strict=True) if not isinstance(v, Literal)}
     # Only a jaxpr carries the equation's named scopes and source line along.
     jaxpr = _empty_jaxpr().replace(eqns=[eqn], invars=list(given), outvars=eqn.outvars)
-    outputs: list[Any] = jaxpr_as_fun(ClosedJaxpr(jaxpr, []))(*given.values())
+    outputs: list[Any] = jaxpr_as_fun(ClosedJaxpr(jaxpr, []))(*map(_as_array, given.values()))
     return outputs
+
+
+def _as_array(a: Any) -> Any:
+    """Return a NumPy constant as an array of JAX, which a derivative rule may index by a tracer."""
+    is_other = isinstance(a, jax.Array | jax.core.Tracer) or not hasattr(a, "__array__")
+    return a if is_other else jnp.asarray(a)
 
 
 def differentiate(
@@ -187,6 +193,8 @@ def called_jaxpr(eqn: JaxprEqn, *, custom_derivatives: bool = False) -> ClosedJa
         return _closed(eqn.params.get("jaxpr") or eqn.params["call_jaxpr"])
     if custom_derivatives and name.startswith(CUSTOM_DERIVATIVES):
         return _closed(eqn.params["call_jaxpr"])
+    if custom_derivatives and name == "linear_call":
+        return _closed(eqn.params["callee"])
     return None
 
 

@@ -6,7 +6,7 @@ of gradients may be passed through a backward rule that is shown to be, in place
 
 import enum
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,8 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from fnet.jaxpr.axes import is_identity, is_linear_in
 from fnet.jaxpr.interpreter import CUSTOM_DERIVATIVES, aval
 from fnet.jaxpr.propagation import Propagation, Site
+
+T = TypeVar("T")
 
 
 class Linear(enum.Enum):
@@ -62,6 +64,16 @@ def has_backward_rule(eqn: JaxprEqn) -> bool:
     )
 
 
+def solver(eqn: JaxprEqn, inputs: Sequence[T]) -> tuple[ClosedJaxpr, list[T]] | None:
+    """Return the program that a linear solve runs, and its inputs; None for other equations."""
+    if eqn.primitive.name != "custom_linear_solve":
+        return None
+    lengths = eqn.params["const_lengths"]
+    start = lengths.matvec + lengths.vecmat
+    consts, right = inputs[start : start + lengths.solve], inputs[sum(lengths) :]
+    return eqn.params["jaxprs"].solve, [*consts, *right]
+
+
 def _has_small_range(eqn: JaxprEqn) -> bool:
     """Whether large values may become infinite, or small ones 0, before they do in bfloat16."""
     exponents = [info.maxexp for info in _infos(eqn)]
@@ -106,12 +118,11 @@ class _Linearity(Propagation[Linear]):
 
     def _solve(self, eqn: JaxprEqn, states: list[Linear], site: Site) -> Sequence[Linear]:
         """Follow how a linear solve is computed: iterations may depend on what they solve for."""
-        jaxprs, lengths = eqn.params["jaxprs"], eqn.params["const_lengths"]
-        consts, right = states[: sum(lengths)], states[sum(lengths) :]
-        if not {*consts} <= {_ZERO, _CONSTANT}:
+        consts = states[: sum(eqn.params["const_lengths"])]
+        solve = solver(eqn, states)
+        if solve is None or not {*consts} <= {_ZERO, _CONSTANT}:
             return [_UNKNOWN] * len(eqn.outvars)
-        start = lengths.matvec + lengths.vecmat
-        return self.run(jaxprs.solve, [*consts[start : start + lengths.solve], *right], site)
+        return self.run(*solve, site)
 
     def join(self, states: Sequence[Linear]) -> Linear:
         found = {*states} - {_ZERO}

@@ -10,6 +10,8 @@ from fnet.privacy.correlated import banded_inverse_square_root as banded_inverse
 from fnet.privacy.correlated import banded_square_root as banded_square_root
 from fnet.privacy.noise import add_noise
 from fnet.privacy.sampling import PoissonSampling
+from fnet.privacy.sensitivity import Sensitivity as Sensitivity
+from fnet.privacy.sensitivity import check_sensitivity as check_sensitivity
 
 __all__ = [
     "PoissonSampling",

@@ -13,7 +13,6 @@ batch that holds it alone, and computes it in this way:
 """
 
 import collections
-import warnings
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
@@ -34,12 +33,14 @@ from fnet.autodiff.per_example.batch_axis import (
     BatchAxis,
     Mixed,
     Shared,
+    State,
     Unknown,
     find_batch_axes,
 )
 from fnet.autodiff.per_example.batching import Rows, Value, rows_of, run_for_batch
 from fnet.autodiff.per_example.custom_rules import AnyEquation
 from fnet.autodiff.per_example.derived import DerivedGradients, Group, split_derived
+from fnet.autodiff.per_example.ghost_norm import computed_once
 from fnet.autodiff.per_example.hoist import hoist
 from fnet.autodiff.per_example.parameter_gradients import (
     ChunkedGradients,
@@ -114,10 +115,12 @@ def per_example_gradients(
     leaves, rows = equally_varying((leaves, examples.leaves))
     examples = examples._replace(leaves=rows)
     whole, aux_of_batch = _trace_batch(name, batch_loss, leaves, examples)
-    unknown = _refuse_mixing(name, whole, examples)
+    state = _batch_axis_of_losses(whole, examples)
+    if isinstance(state, Mixed):
+        raise ValueError(_refusal(name, state))
     one = _trace_one(name, batch_loss, leaves, examples, whole)
-    if unknown is not None:
-        _compare_losses(name, unknown, batch_loss, leaves, examples)
+    if isinstance(state, Unknown):
+        raise ValueError(_refusal(name, state))
     closed = hoist(one, len(leaves))
     aux_leaves, aux_treedef = jax.tree.flatten(aux_of_batch)
     if not size:
@@ -149,20 +152,23 @@ def _trace_batch(
     return closed, aux
 
 
-def _refuse_mixing(name: str, whole: ClosedJaxpr, examples: Examples) -> Unknown | None:
-    """Refuse the loss of a batch if it mixes examples; return what is unknown about it."""
+def _batch_axis_of_losses(whole: ClosedJaxpr, examples: Examples) -> State:
+    """Find out whether the loss of a batch treats each example alone."""
     # A single key of the batch becomes a key of each example.
     batch = [KEY if shared else BatchAxis(0) for shared in examples.is_single_key]
     params = [Shared()] * (len(whole.in_avals) - len(batch))
-    state = find_batch_axes(whole, [*params, *batch], max(examples.size, 2))[0]
-    if isinstance(state, Mixed):
-        raise ValueError(_refusal(name, state))
-    return state if isinstance(state, Unknown) else None
+    return find_batch_axes(whole, [*params, *batch], max(examples.size, 2))[0]
 
 
-def _refusal(name: str, state: Mixed) -> str:
+def _refusal(name: str, state: Mixed | Unknown) -> str:
+    operation = f"{state.operation or 'the loss'}{f' at {state.line}' * bool(state.line)}"
+    if isinstance(state, Unknown):
+        return (
+            f"{name}: it is not known whether {operation} mixes the examples of a batch. Apply it "
+            "to each example alone: put it into a function of one example, and call that with "
+            "jax.lax.map. Inside of jax.shard_map, pass check_vma=False."
+        )
     where = state.layer or "the loss"
-    operation = f"{state.operation}{f' at {state.line}' * bool(state.line)}"
     if state.by_position:
         return (
             f"{name}: the loss of an example depends on its position in the batch, in {where} "
@@ -173,46 +179,6 @@ def _refusal(name: str, state: Mixed) -> str:
         f"{name}: {where} mixes the examples of a batch ({operation}), so the gradient of one "
         "example does not exist. Compute each loss from one example alone. In place of batch "
         "norm, use group norm, or frozen statistics (train=False)."
-    )
-
-
-def _compare_losses(
-    name: str, state: Unknown, loss: BatchLoss, params: Sequence[Any], examples: Examples
-) -> None:
-    """Compare the losses of the whole batch with batches of one, if they can be compared."""
-    reason = (
-        f"{name}: it is not known whether {state.operation or 'the loss'}"
-        f"{f' at {state.line}' * bool(state.line)} mixes the examples of a batch"
-    )
-    if any(isinstance(a, jax.core.Tracer) for a in [*params, *examples.leaves]):
-        how = "Call it once without jax.jit"
-    elif any(examples.is_single_key):
-        how = "Pass an array with one random key per example"
-    else:
-        how = ""
-    if how:
-        warnings.warn(
-            f"{reason}; fnet takes the gradients of batches of one example. {how} to compare the "
-            "losses.",
-            stacklevel=2,
-        )
-        return
-    if examples.size < 2:
-        return
-
-    def losses(rows: Sequence[Array]) -> Array:
-        return loss(list(params), examples.rebuild_batch(rows))[0]
-
-    whole = losses(examples.leaves)
-    single = jnp.concatenate(
-        [losses([a[i : i + 1] for a in examples.leaves]) for i in range(examples.size)]
-    )
-    if jnp.allclose(whole, single, rtol=1e-3, atol=1e-5):
-        return
-    raise ValueError(
-        f"{reason}, and the losses of the batch differ from the losses of its examples alone by up "
-        f"to {float(jnp.abs(whole - single).max()):.3g}. Write the loss so that each example's "
-        "loss depends on this example alone."
     )
 
 
@@ -434,7 +400,8 @@ def _differentiate(name: str, plan: _Plan, examples: Examples) -> _Results:
         else:
             of_use = _inputs_of(use, x, ct, shape, size, plan.width)
             inputs.setdefault(leaf, []).append(of_use)
-    materialized = {i: rows_of(g, plan.leaves[i].shape, size) for i, g in gradients.items()}
+    rows_of_leaves = {i: rows_of(g, plan.leaves[i].shape, size) for i, g in gradients.items()}
+    materialized = {i: computed_once(g) for i, g in rows_of_leaves.items()}
     return _Results(rows_of(losses, (1,), size)[:, 0], aux, materialized, inputs, squares)
 
 

@@ -32,10 +32,12 @@ from fnet.jaxpr import (
     differentiate,
     evaluate,
     factors,
+    has_backward_rule,
     is_identity,
     joined_axis,
     row_of,
     separate_factor,
+    solver,
     source_line,
 )
 
@@ -189,15 +191,11 @@ class BatchAxes(Propagation[State]):
 
     def sliced(self, state: State) -> State:
         """The batch axis comes behind the axis that is scanned."""
-        if isinstance(state, BatchAxis):
-            return BatchAxis(state.axis - 1)
-        return Shared() if isinstance(state, Shared) and state.uniform is not None else state
+        return _moved(state, -1)
 
     def stacked(self, state: State) -> State:
         """The opposite of `sliced`."""
-        if isinstance(state, BatchAxis):
-            return BatchAxis(state.axis + 1)
-        return Shared() if isinstance(state, Shared) else state
+        return _moved(state, 1)
 
     def scan(self, eqn: JaxprEqn, states: list[State], site: Site) -> Sequence[State]:
         """Follow a scan, over the examples or within each."""
@@ -236,7 +234,8 @@ class BatchAxes(Propagation[State]):
         JAX differentiates the custom rule, never the equations inside the function.
         """
         if not self._is_differentiated:
-            return super().custom(eqn, states, site)
+            solve = solver(eqn, states)
+            return super().custom(eqn, states, site) if solve is None else self.run(*solve, site)
         inputs, outputs = (
             [jax.ShapeDtypeStruct(aval(v).shape, aval(v).dtype) for v in variables]
             for variables in (eqn.invars, eqn.outvars)
@@ -312,6 +311,8 @@ class BatchAxes(Propagation[State]):
         count = len(eqn.outvars)
         if is_identity(eqn):
             return states
+        if has_backward_rule(eqn):
+            return self.custom(eqn, states, site)
         if self._is_manual and combines_devices(eqn):
             return [Shared(s.uniform) if isinstance(s, Shared) else s for s in states]
         for kind in (Mixed, Unknown):
@@ -412,6 +413,15 @@ class BatchAxes(Propagation[State]):
         if out.size <= CONSTANT_SIZE and _is_index(out) and all(s.value for s in states):
             value = functools.cache(lambda: _evaluated(eqn, [s.value() for s in states], index))
         return Shared(axes, value)
+
+
+def _moved(state: State, by: int) -> State:
+    """The state of a value whose axes have moved."""
+    if isinstance(state, BatchAxis):
+        return BatchAxis(state.axis + by)
+    if isinstance(state, Shared) and state.uniform is not None:
+        return Shared(frozenset(axis + by for axis in state.uniform if axis + by >= 0))
+    return state
 
 
 def _is_floating(a: jax.ShapeDtypeStruct) -> bool:

@@ -31,6 +31,7 @@ from jax import Array
 from fnet import checks
 from fnet.autodiff.examples import PerExampleLoss, examples
 from fnet.autodiff.per_example.backward import per_example_gradients
+from fnet.precision import sum_dtype
 
 
 class ClippedInfo(NamedTuple):
@@ -99,13 +100,13 @@ def clipped_grad(
         the returned function. It is ``clip``, or 1 with ``rescale_to_unit_norm``. A tree of
         bounds has the root of the sum of their squares, or of their number if rescaled.
       - An example contributes exactly 0 if it is masked or its gradient is not finite.
-      - Sums are accumulated in float32 or wider, whatever dtype the layers compute in, then cast
-        to the dtype of the parameter.
-      - Rounding is part of the bound. In float32 an example contributes at most 1.001 times the
-        clip, even if the tokens of a sequence almost cancel. Scaled cotangents are rounded to
-        the dtype of the activations: with bfloat16 it is 1.002 times the clip for single vectors
-        and at most 1.12 times for any sequence. The same holds for float32 with TF32 products,
-        the default of GPUs; `jax.default_matmul_precision` ("highest") restores 1.001.
+      - Sums are accumulated and returned in float32 or wider, whatever the dtype of the
+        parameters. In bfloat16, the error of a sum grows with the number of examples.
+      - Rounding is part of the bound: an example contributes at most 1.001 times the clip, even
+        if the tokens of a sequence almost cancel. Scaled cotangents of bfloat16 are rounded to
+        2^-8 of their value, and products of accelerators by default to 2^-10 (TF32) or 2^-7.
+        The largest error that this can cause is added to each example's norm.
+        `fnet.privacy.check_sensitivity` tries to break the bound for your loss.
 
     ================================  ===========================================================
     edge case                         result
@@ -124,8 +125,7 @@ def clipped_grad(
     position in the batch             ValueError if the loss depends on it, as with
                                       ``jnp.arange(len(x))`` or dropout with a key from a closure
     batch size                        is 1: ``/ len(x)`` divides by 1
-    operation that is not analyzed    ValueError if the losses of the batch differ from those of
-                                      single examples; a warning if traced
+    operation that is not analyzed    ValueError with the operation and its source line
     ================================  ===========================================================
 
     Args:
@@ -143,9 +143,9 @@ def clipped_grad(
 
     Returns:
       A `ClippedGrad`: ``gradient(params, *batch, mask=None, clip=None) -> (sum, ClippedInfo)``.
-      The sum is like params. ``mask`` [batch] is True (or not 0) for real examples. ``clip``
-      overrides the bound, and may be traced (adaptive clipping). ``gradient.sensitivity()`` is
-      the L2 sensitivity of the sum.
+      The sum is like params, in float32 or wider. ``mask`` [batch] is True (or not 0) for real
+      examples. ``clip`` overrides the bound, and may be traced (adaptive clipping).
+      ``gradient.sensitivity()`` is the L2 sensitivity of the sum.
 
     Raises:
       ValueError: ``clip`` is negative, NaN, or infinite with ``automatic``; or ``automatic`` is
@@ -233,11 +233,11 @@ class ClippedGrad:
     def __call__(
         self, params: Any, *batch: Any, mask: Array | None = None, clip: Any = None
     ) -> tuple[Any, ClippedInfo]:
-        """Return the sum of clipped gradients, like params, and `ClippedInfo`."""
+        """Return the sum of clipped gradients, float32 or wider, and `ClippedInfo`."""
         if any(map(jnp.iscomplexobj, jax.tree.leaves(params))):
             return self._of_complex(params, batch, mask, clip)
         sums, info = self._clip_and_sum(params, batch, mask, clip)
-        return jax.tree.map(lambda g, p: g.astype(jnp.result_type(p)), sums, params), info
+        return jax.tree.map(lambda g, p: g.astype(sum_dtype(p)), sums, params), info
 
     def add_to(
         self, totals: Any, params: Any, *batch: Any, mask: Array | None = None, clip: Any = None
@@ -283,7 +283,8 @@ class ClippedGrad:
             norms.append(jnp.where(is_real, jnp.sqrt(_total(group, size)), 0))
             # Rounding may make the norm too small, see `SquaredNorms`.
             upper_norms = jnp.sqrt(_total(upper, size))
-            scales.append(jnp.where(is_counted, self._scales(bound, unit, upper_norms), 0))
+            has_scale = is_counted & (upper_norms >= 0)  # NaN has none.
+            scales.append(jnp.where(has_scale, self._scales(bound, unit, upper_norms), 0))
             scales_by_param += [scales[-1]] * len(jax.tree.leaves(group))
         sums = grads.weighted_sum(
             jax.tree.unflatten(grads.treedef, scales_by_param), is_rough, totals

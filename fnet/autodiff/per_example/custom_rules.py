@@ -21,7 +21,6 @@ from fnet.jaxpr import (
     called_jaxpr,
     differentiate,
     evaluate,
-    find_equations,
     has_backward_rule,
     inner_jaxprs,
     interpret,
@@ -41,16 +40,6 @@ def has_linear_rules(eqn: JaxprEqn) -> bool:
     if has_backward_rule(eqn) or rounds_coarsely(eqn):
         return is_linear(eqn)
     return all(has_linear_rules(e) for jaxpr in inner_jaxprs(eqn) for e in jaxpr.eqns)
-
-
-def is_narrow_inside(eqn: JaxprEqn) -> bool:
-    """Whether an equation has jaxprs inside that compute in less than float32.
-
-    A sum of cotangents would be rounded there, and the error grows with the number of examples.
-    """
-    inner = [e for jaxpr in inner_jaxprs(eqn) for e in find_equations(jaxpr, "")]
-    has_jaxprs = any(True for _ in inner_jaxprs(eqn))
-    return has_jaxprs and any(is_narrow(v) for e in (eqn, *inner) for v in (*e.invars, *e.outvars))
 
 
 def is_narrow(v: Any) -> bool:

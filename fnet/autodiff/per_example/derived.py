@@ -3,16 +3,17 @@
 Weight norm, weight standardization, a low-rank update ``w + a @ b`` or a concatenation of kernels
 compute a matrix ``v = h(params)`` before it meets data. The matrix is then used like a parameter:
 
-    g_b(params) = J_h^T g_b(v)                               per-example gradients
-    sum_b s_b g_b(params) = J_h^T sum_b s_b g_b(v)           clipped sum: one backward pass of h
+    g_b(params) = J_h^T g_b(v)
 
 `split_derived` takes a traced loss apart into ``h`` and the rest. `DerivedGradients` computes norms
-and sums of the parameters' gradients from the gradients of ``v``. Norms need ``J_h^T`` per
-example, unless ``h`` only puts elements of parameters in other places. Then
-``|g_b(params)| = |g_b(v)|``.
+and sums of the parameters' gradients from the gradients of ``v``, a few examples at a time. If
+``h`` only puts elements of parameters in other places, ``|g_b(params)| = |g_b(v)|``, and the sum
+needs a single backward pass of ``h``.
 """
 
 import dataclasses
+import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -22,12 +23,18 @@ from jax import Array
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 
 from fnet.autodiff.per_example.custom_rules import is_narrow
-from fnet.autodiff.per_example.ghost_norm import map_in_chunks, squared_norms_of
+from fnet.autodiff.per_example.ghost_norm import (
+    computed_once,
+    every_nth,
+    made_alone,
+    number_of_chunks,
+    squared_norms_of,
+)
 from fnet.autodiff.per_example.parameter_gradients import (
     GroupGradients,
+    MaterializedGradients,
     ParameterGradients,
     SquaredNorms,
-    cancels,
 )
 from fnet.autodiff.per_example.taps import DATA, Derived, State, View, after_parameters, takes_part
 from fnet.jaxpr import (
@@ -212,53 +219,96 @@ class DerivedGradients(GroupGradients):
             norms = SquaredNorms.total([g.squared_norms() for g in self.derived])
             zeros = jnp.zeros_like(norms.values)
             return {numbers[0]: norms} | dict.fromkeys(numbers[1:], SquaredNorms(zeros, zeros))
-        parts = [*self.direct.values(), *self.derived]
-        counts = [len(g.rows()) for g in parts]
-        rough = [(k, g) for k, g in enumerate(parts) if g.may_cancel()]
-        pull_back = self._pull_back()
 
-        def squares_of(*arrays: Array) -> tuple[Array, Array]:
-            rows = iter(arrays)
-            chunk = [
-                g.with_rows([next(rows) for _ in range(n)], len(arrays[0])).materialize()
-                for g, n in zip(parts, counts, strict=True)
-            ]
-            direct, derived = chunk[: len(self.direct)], chunk[len(self.direct) :]
-            gradients = self._add_direct(
-                jax.vmap(pull_back)(derived), dict(zip(self.direct, direct, strict=True))
-            )
-            squares = [squared_norms_of(gradients[i]) for i in numbers]
-            squares_of_parts = [squared_norms_of(chunk[k]) for k, _ in rough]
-            return jnp.stack(squares, 1), jnp.stack([*squares_of_parts, squares[0]], 1)
+        def add_squares(k: Array, squares: list[Array], gradients: dict[int, Array]) -> Any:
+            own = map(squared_norms_of, gradients.values())
+            return [a.at[:, k].set(new) for a, new in zip(squares, own, strict=True)]
 
-        size = sum(p.size for p in self.params) + sum(
-            v.aval.size for v in self.group.function.jaxpr.outvars
-        )
-        rows = [a for g in parts for a in g.rows()]
-        squares, squares_of_parts = map_in_chunks(squares_of, rows, 4 * size)
-        is_rough = jnp.zeros(len(squares), bool)
-        for column, (_, g) in enumerate(rough):
-            is_rough |= cancels(g.squares_of_terms(), squares_of_parts[:, column])
-        zeros = jnp.zeros_like(squares[:, 0])
-        return {i: SquaredNorms(squares[:, k], zeros, is_rough) for k, i in enumerate(numbers)}
+        dtypes = [sum_dtype(p) for p in self.params]
+        shape = self._batch() // self._chunks(), self._chunks()
+        empty = [jnp.zeros(shape, dtype) for dtype in dtypes]
+        squares = [a.ravel() for a in self._in_chunks(add_squares, empty)]
+        return {
+            i: SquaredNorms(a, jnp.zeros_like(a)) for i, a in zip(numbers, squares, strict=True)
+        }
 
     def materialize(self) -> dict[int, Array]:
         """See `GroupGradients`."""
-        pulled = jax.vmap(self._pull_back())([g.materialize() for g in self.derived])
-        return self._add_direct(pulled, {i: g.materialize() for i, g in self.direct.items()})
+        return self._gradients
 
     def weighted_sums(
         self, scales: Mapping[int, Array], is_rough: Mapping[int, Array | None]
     ) -> Iterator[tuple[int, Array]]:
-        """See `GroupGradients`."""
-        pull_back = self._pull_back()
-        rough = is_rough.get(self.group.params[0])  # Of the whole group, see `squared_norms`.
-        # Parameters are usually scaled alike. One backward pass is then enough.
-        for own in {id(scales[i]): scales[i] for i in self.group.params}.values():
-            pulled = pull_back([g.weighted_sum(own, rough) for g in self.derived])
-            direct = {i: g.weighted_sum(own, rough) for i, g in self.direct.items()}
-            totals = self._add_direct(pulled, direct)
-            yield from ((i, total) for i, total in totals.items() if scales[i] is own)
+        """See `GroupGradients`.
+
+        Moved elements are summed before they are moved back. Any other function may let gradients
+        cancel, and leave the rounding errors of a sum that was made before it.
+        """
+        numbers = self.group.params
+        if self.group.is_placement:
+            rough, pull_back = is_rough.get(numbers[0]), self._pull_back()
+            # Parameters are usually scaled alike. One backward pass is then enough.
+            for own in {id(scales[i]): scales[i] for i in numbers}.values():
+                totals = pull_back([g.weighted_sum(own, rough) for g in self.derived])
+                pairs = zip(numbers, totals, strict=True)
+                yield from ((i, total) for i, total in pairs if scales[i] is own)
+            return
+
+        def add_sums(k: Array, totals: list[Array], gradients: dict[int, Array]) -> list[Array]:
+            sums = [
+                MaterializedGradients(g).weighted_sum(every_nth(scales[i], self._chunks(), k))
+                for i, g in gradients.items()
+            ]
+            return list(map(jnp.add, totals, sums))
+
+        zeros = [jnp.zeros(p.shape, sum_dtype(p)) for p in self.params]
+        yield from zip(numbers, self._in_chunks(add_sums, zeros), strict=True)
+
+    def _rows(self) -> list[Array]:
+        return [a for g in (*self.direct.values(), *self.derived) for a in g.rows()]
+
+    def _batch(self) -> int:
+        return len(self._rows()[0])
+
+    def _chunks(self) -> int:
+        """Number of chunks of the batch with small gradients."""
+        sizes = [v.aval.size for v in self.group.function.jaxpr.outvars]
+        nbytes = 4 * sum([*sizes, *(p.size for p in self.params)])
+        return number_of_chunks(self._batch(), self._rows(), nbytes)
+
+    def _in_chunks(self, add: Callable[..., list[Array]], results: list[Array]) -> list[Array]:
+        """Return ``results`` after ``add(k, results, gradients)`` for each chunk of the batch."""
+        chunks, rows = self._chunks(), self._rows()
+        if chunks == 1:
+            return add(jnp.int32(0), results, self._gradients)
+
+        def add_chunk(k: Array, results: list[Array]) -> list[Array]:
+            def make() -> dict[int, Array]:
+                return self._of([every_nth(a, chunks, k) for a in rows])
+
+            return add(k, results, made_alone(k, make))
+
+        added: list[Array] = jax.lax.fori_loop(0, chunks, add_chunk, results)
+        return added
+
+    @functools.cached_property
+    def _gradients(self) -> dict[int, Array]:
+        return self._of(self._rows())
+
+    def _of(self, rows: Sequence[Array]) -> dict[int, Array]:
+        """Per-example gradients of the parameters for some examples, given their `_rows`."""
+        given = iter(rows)
+
+        def materialize(g: ParameterGradients) -> Array:
+            own = list(itertools.islice(given, len(g.rows())))
+            return g.with_rows(own, len(rows[0])).materialize()
+
+        direct = {i: materialize(g) for i, g in self.direct.items()}
+        pulled = jax.vmap(self._pull_back())([materialize(g) for g in self.derived])
+        return {
+            i: computed_once(g + direct[i].astype(g.dtype) if i in direct else g)
+            for i, g in zip(self.group.params, pulled, strict=True)
+        }
 
     def _pull_back(self) -> Callable[[Sequence[Array]], Sequence[Array]]:
         """Compute the derived values, and return the map from their cotangents to gradients.
@@ -277,12 +327,6 @@ class DerivedGradients(GroupGradients):
 
         return pull_back
 
-    def _add_direct(self, pulled: Sequence[Array], direct: Mapping[int, Array]) -> dict[int, Array]:
-        return {
-            i: g + direct[i].astype(g.dtype) if i in direct else g
-            for i, g in zip(self.group.params, pulled, strict=True)
-        }
-
 
 def _widened(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
     """Evaluate a function of parameters in float32 or wider, whatever dtypes it casts to."""
@@ -292,7 +336,7 @@ def _widened(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
 
     def handle(eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
         if any(True for _ in inner_jaxprs(eqn)):
-            # What is inside is not narrow (`taps.takes_part`), but may read what is.
+            # What is inside computes in its own dtypes, for each example alone.
             given = (a.astype(aval(v).dtype) for a, v in zip(inputs, eqn.invars, strict=True))
             return list(map(widen, evaluate(eqn, list(given))))
         if any(map(is_narrow, eqn.outvars)):

@@ -51,7 +51,7 @@ from jax import Array
 from jax.extend.core import JaxprEqn
 
 from fnet.jaxpr import aval
-from fnet.mesh import argument_like, batch_devices
+from fnet.mesh import argument_like, batch_devices, equally_varying
 from fnet.precision import sum_dtype, upcast
 
 _FACTOR_BYTES_RATIO = 4
@@ -76,14 +76,9 @@ NEGLIGIBLE = 1e-3
 """Rounding errors below this fraction of a squared norm do not count. They change the norm by
 less than 5e-4."""
 
-NARROW = 2.0**-8
-"""Bound of the rounding error of a weighted sum of bfloat16, per sum of the norms of its terms.
-
-Rounding to bfloat16 has relative errors of up to 2^-9. The bound is twice as large. If the sum of
-squares of norm and bound is clipped, the norm of a contribution is at most 1.12 times the clip."""
-
 _WIDE = 2.0**-12
-"""`NARROW` for sums of float32, 100 times the largest error in measurements."""
+"""Bound of the error of a weighted sum of float32, per sum of the norms of its terms: 100 times the
+largest error in measurements."""
 
 _WIDE_RANGE = 1e38
 """Cotangents are scaled in their own dtype if its maximum exceeds this, otherwise in float32."""
@@ -209,22 +204,41 @@ def sum_term_norms(a: Array, b: Array, widths: Sequence[int]) -> tuple[Array, Ar
     return norm(a, b), norm(*upper)
 
 
-def rounds_sums(ct: jnp.dtype) -> Array | bool:
-    """Whether `weighted_sum` rounds factors to less than float32.
+def _rounding_of_product(dtype: jnp.dtype) -> Array | float:
+    """Relative rounding errors of the factors of a product, see `LinearEquation.rounding`.
 
-    Cotangents in bfloat16 are scaled in bfloat16. Matrix products of float32 round factors on
-    accelerators, unless `jax.default_matmul_precision` says otherwise.
+    Scaling rounds cotangents of bfloat16 by up to 2^-8 of their value. Accelerators round both
+    factors of a float32 product, CUDA to TF32 and others to bfloat16, unless
+    `jax.default_matmul_precision` says otherwise.
     """
-    info: Any = jnp.finfo(ct)
-    if info.bits < 32 and float(info.max) > _WIDE_RANGE:
-        return True
+    if jnp.finfo(dtype).bits < 32:
+        return 2.0**-8
     config: Any = jax.config
-    if info.bits > 32 or config.jax_default_matmul_precision in ("float32", "highest"):
-        return False
-    rounds: Array = jax.lax.platform_dependent(
-        cpu=lambda: jnp.array(False), default=lambda: jnp.array(True)
+    if jnp.finfo(dtype).bits > 32 or config.jax_default_matmul_precision in ("float32", "highest"):
+        return 0.0
+    bound: Array = jax.lax.platform_dependent(
+        cpu=lambda: jnp.array(0.0),
+        cuda=lambda: jnp.array(2.0**-10),
+        default=lambda: jnp.array(2.0**-7),
     )
-    return rounds
+    return bound
+
+
+def computed_once(a: Any) -> Any:
+    """Return an array that XLA computes once, for all its readers.
+
+    XLA repeats cheap operations for each reader, and may round differently there: a product is
+    fused into a sum, or a bfloat16 stays a float32. A gradient that consists of such errors, since
+    its exact value is 0, would not be the one that its norm was computed of.
+    """
+    if not jnp.issubdtype(a.dtype, jnp.floating):
+        return a
+    info = jnp.finfo(a.dtype)
+    a = jax.lax.optimization_barrier(jax.lax.reduce_precision(a, info.nexp, info.nmant))
+    # XLA on CPU ignores the barrier, but repeats no division. It cannot see that this is one by 1.
+    one = np.ones((), a.dtype).view(f"u{info.bits // 8}")
+    bits = jax.lax.bitcast_convert_type(a, one.dtype)
+    return a / jax.lax.bitcast_convert_type((bits | one) & one, a.dtype)
 
 
 def materialize(u: Array, v: Array) -> Array:
@@ -286,10 +300,13 @@ def scale_rows(v: Array, scales: Array) -> tuple[Array, Array]:
     scales = jnp.broadcast_to(scales[:, None], v.shape[:2]).ravel()
     v = jax.lax.collapse(v, 0, 2)
     included = scales != 0
-    # Scales and scaled cotangents may exceed the range of float16, but not of bfloat16.
-    dtype = v.dtype if float(jnp.finfo(v.dtype).max) > _WIDE_RANGE else sum_dtype(v)
-    scaled = (upcast(v) * scales[:, None]).astype(dtype)
+    scaled = (upcast(v) * scales[:, None]).astype(scaled_dtype(v.dtype))
     return jnp.where(included[:, None], scaled, 0), included
+
+
+def scaled_dtype(ct: jnp.dtype) -> jnp.dtype:
+    """Dtype of scaled cotangents: they may exceed the range of float16, but not of bfloat16."""
+    return ct if float(jnp.finfo(ct).max) > _WIDE_RANGE else sum_dtype(ct)
 
 
 def map_in_chunks(f: Callable[..., Any], arrays: Sequence[Array], example_bytes: int) -> Any:
@@ -417,6 +434,21 @@ def _is_one_hot(factor: Array) -> bool:
     return jnp.issubdtype(factor.dtype, jnp.integer)
 
 
+def made_alone(index: Array, make: Callable[[], Any]) -> Any:
+    """Return what ``make`` returns, inside of a loop, as arrays that XLA fuses with no reader.
+
+    Two loops, for norms and for sums, then read equal numbers: see `computed_once`.
+
+    Args:
+      index: The number of the iteration.
+      make: Returns a tree of arrays.
+    """
+    shapes = jax.eval_shape(make)
+    zeros = jax.tree.map(lambda a: equally_varying((jnp.zeros(a.shape, a.dtype), a))[0], shapes)
+    # XLA does not know that this loop has one iteration.
+    return jax.lax.fori_loop(0, jnp.minimum(index, 0) + 1, lambda *_: make(), zeros)
+
+
 class LinearEquation(Protocol):
     """An equation ``out = f(data, parameter)`` that is linear in the parameter.
 
@@ -456,6 +488,13 @@ class LinearEquation(Protocol):
         cotangents are not finite.
         """
 
+    def rounding(self, ct: jnp.dtype) -> Array | float:
+        """Bound of the error of `weighted_sum`, per sum of the norms of its terms.
+
+        Sums themselves are float32 or wider, and their errors far smaller.
+        """
+        return 0.0
+
     def norm_fits(self, eqn: JaxprEqn) -> bool:
         """Whether the norm of one example's gradient takes no more memory than its factors."""
         return False
@@ -468,12 +507,12 @@ def upper_squared_norms(equation: LinearEquation, x: Array, ct: Array) -> Array:
     larger than the squared norm. Errors below `NEGLIGIBLE` do not count.
     """
     values, errors = equation.squared_norms(x, ct)
-    if equation.terms(x, ct) == 1:
-        return values
     _, terms = equation.term_norms(x, ct)
-    constant = jnp.where(rounds_sums(ct.dtype), NARROW, _WIDE)
-    bound = jnp.square(constant * terms) + (0 if errors is None else errors)
-    return values + jnp.where(bound > NEGLIGIBLE * values, bound, 0)
+    if equation.terms(x, ct) > 1:
+        bound = jnp.square(_WIDE * terms) + (0 if errors is None else errors)
+        values += jnp.where(bound > NEGLIGIBLE * values, bound, 0)
+    rounding = equation.rounding(sum_dtype(ct))  # The second backward pass scales in float32.
+    return jnp.square(jnp.sqrt(values) + jnp.where(rounding == 0, 0, rounding * terms))
 
 
 def linear_equation(eqn: JaxprEqn, parameter: int) -> LinearEquation | None:
@@ -542,8 +581,8 @@ class BiasAdd(_Broadcast):
         shape = ct.shape[3:]
 
         def bias_gradient(ct: Array) -> Array:
-            scaled, _ = scale_rows(ct.reshape(*ct.shape[:2], -1), scales)
-            gradient = upcast(scaled).sum(0)
+            scaled, _ = scale_rows(upcast(ct).reshape(*ct.shape[:2], -1), scales)
+            gradient = scaled.sum(0)
             return gradient.reshape(shape).sum(self.broadcast_axes, keepdims=True)
 
         return bias_gradient(ct[0])[None] if len(ct) == 1 else jax.vmap(bias_gradient)(ct)
@@ -658,7 +697,7 @@ class Dot(OuterProducts):
         """Factors [groups, batch, time, contracting] and [groups, batch, time, free]."""
         batch, contracting = self.batch_dims[0], self.contracting_dims[0]
         data_free = [i for i in range(x.ndim - 3) if i not in batch + contracting]
-        u = _arrange(x, batch, data_free, contracting)
+        u = _arrange(_not_one_hot(x), batch, data_free, contracting)
         # The result has the batch dimensions, then the free ones of the left and right operand.
         first, parameter_free = len(batch), len(self._free_dims())
         time = range(first, first + len(data_free))
@@ -695,9 +734,18 @@ class Dot(OuterProducts):
         """See `LinearEquation`."""
         return self._as_parameter(materialize(*self.factors(x, ct)), x.shape[0])
 
+    def rounding(self, ct: jnp.dtype) -> Array | float:
+        """See `LinearEquation`."""
+        return _rounding_of_product(scaled_dtype(ct))
+
     def weighted_sum(self, x: Array, ct: Array, scales: Array) -> Array:
         """See `LinearEquation`."""
         return self._as_parameter(weighted_sum(*self.factors(x, ct), scales), x.shape[0])
+
+
+def _not_one_hot(x: Array) -> Array:
+    """Return data as floating numbers: integers stand for one-hot vectors."""
+    return x if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(jnp.float32)
 
 
 def _arrange(a: Array, groups: Any, time: Any, last: Any) -> Array:
@@ -888,7 +936,7 @@ class Convolution(LinearEquation):
             a = a.transpose(0, 4, 1, 2, 3, 5)
             return a.reshape(-1, *a.shape[2:4], window * a.shape[-1])
 
-        u, v = self._patches(x), self._positions(ct)
+        u, v = self._patches(_not_one_hot(x)), self._positions(ct)
         return split_groups(u, math.prod(self._window())), split_groups(v, 1)
 
     def _window(self) -> tuple[int, ...]:
@@ -995,6 +1043,10 @@ class Convolution(LinearEquation):
         g = g.reshape(stack, batch, -1, *g.shape[4:])  # [stack, batch, groups * out, in, *window]
         order = sorted(range(len(spec)), key=lambda i: spec[i])
         return g.transpose(0, 1, *(2 + i for i in order))
+
+    def rounding(self, ct: jnp.dtype) -> Array | float:
+        """See `LinearEquation`. Cotangents are scaled in float32."""
+        return _rounding_of_product(sum_dtype(ct))
 
     def weighted_sum(self, x: Array, ct: Array, scales: Array) -> Array:
         """See `LinearEquation`. This is the transposed convolution of any backward pass."""

@@ -32,7 +32,6 @@ from fnet.autodiff.per_example.batching import Rows, rows_of, run_for_batch
 from fnet.autodiff.per_example.custom_rules import AnyEquation
 from fnet.autodiff.per_example.ghost_norm import Dot, Embedding, Estimate, squared_norms_of
 from fnet.autodiff.per_example.taps import Use, evaluate_with_taps
-from fnet.autodiff.update import squared_norm
 from fnet.precision import sum_dtype, upcast
 
 T = TypeVar("T")
@@ -62,15 +61,16 @@ class SquaredNorms(NamedTuple):
 
     Attributes:
       values: Squared norms, [batch].
-      errors: Bounds of rounding errors: of ``values``, and of a weighted sum for a scale of 1,
-        squared; [batch].
+      errors: Bounds of rounding errors of ``values``, [batch].
       is_rough: Whether most terms of the gradient cancel, [batch]. It is then materialized for
         its norm, and should be for the sum. None if this cannot happen.
+      sum_errors: Bounds of the rounding error of a weighted sum for a scale of 1, squared.
     """
 
     values: Array
     errors: Array
     is_rough: Array | None = None
+    sum_errors: Array | float = 0.0
 
     @classmethod
     def total(cls, norms: Sequence["SquaredNorms"]) -> "SquaredNorms":
@@ -80,6 +80,7 @@ class SquaredNorms(NamedTuple):
             functools.reduce(jnp.add, [n.values for n in norms]),
             functools.reduce(jnp.add, [n.errors for n in norms]),
             functools.reduce(jnp.logical_or, rough) if rough else None,
+            functools.reduce(jnp.add, [n.sum_errors for n in norms]),
         )
 
     @property
@@ -87,11 +88,12 @@ class SquaredNorms(NamedTuple):
         """Upper bound of the squared norm of what an example contributes to a sum, [batch].
 
         Errors that change the norm by less than 5e-4 do not count, so that ordinary gradients
-        are scaled by their norm.
+        are scaled by their norm. Those of sums in less than float32 all do.
         """
-        return self.values + jnp.where(
+        squares = self.values + jnp.where(
             self.errors > ghost_norm.NEGLIGIBLE * self.values, self.errors, 0
         )
+        return jnp.square(jnp.sqrt(squares) + jnp.sqrt(self.sum_errors))
 
 
 def cancels(squares_of_terms: Array, squared_norms: Array) -> Array:
@@ -494,15 +496,16 @@ class _Part(NamedTuple):
     def squared_norms(self) -> SquaredNorms:
         """See `ParameterGradients`."""
         if self.is_small():
-            return MaterializedGradients(self.materialize()).squared_norms()
+            return self._materialized().squared_norms()
         if self.is_materialized():
             values = self._squared_norms_in_chunks(jnp.zeros(self._batch(), self._dtype()))
             return _accurate(values, self._size())
+        rounding = self._rounding() ** 2
         if self.never_cancels():
             (single,) = self.inputs
             values, _ = single.use.equation.squared_norms(*single.arranged())
             _, upper = single.use.equation.term_norms(*single.arranged())
-            return SquaredNorms(values, jnp.square(upper) - values)
+            return SquaredNorms(values, jnp.square(upper) - values, None, rounding * values)
         squares_of_terms, upper = self.squares_of_terms()
         estimate = self._estimate()
         if estimate is None:
@@ -521,9 +524,15 @@ class _Part(NamedTuple):
             values = jnp.where(
                 is_rough, self._squared_norms_in_chunks(values, is_rough.any()), values
             )
-        rounds_sums = ghost_norm.rounds_sums(jnp.result_type(*(i.ct for i in self.inputs)))
-        errors += jnp.where(rounds_sums & ~is_rough, ghost_norm.NARROW**2 * squares_of_terms, 0)
-        return SquaredNorms(values, errors, is_rough)
+        # Squares of terms may be infinite.
+        sum_errors = jnp.where(is_rough | (rounding == 0), 0, rounding * squares_of_terms)
+        return SquaredNorms(values, errors, is_rough, sum_errors)
+
+    def _rounding(self) -> Array:
+        """See `LinearEquation.rounding`."""
+        errors = (i.use.equation.rounding(i.ct.dtype) for i in self.inputs)
+        largest: Array = functools.reduce(jnp.maximum, errors, jnp.float32(0))
+        return largest
 
     def squares_of_terms(self) -> tuple[Array, Array]:
         """Squares of the sums of the norms of terms, and upper bounds; see `LinearEquation`."""
@@ -548,7 +557,8 @@ class _Part(NamedTuple):
         chunks, part = self._chunks()
 
         def replace_chunk(i: Array, squares: Array) -> Array:
-            return squares.at[:, i].set(squared_norms_of(part(i).materialize()))
+            gradients = ghost_norm.made_alone(i, lambda: part(i).materialize())
+            return squares.at[:, i].set(squared_norms_of(gradients))
 
         repeats = jnp.where(needed, chunks, 0)
         squares: Array = jax.lax.fori_loop(0, repeats, replace_chunk, values.reshape(-1, chunks))
@@ -600,6 +610,9 @@ class _Part(NamedTuple):
                 total += gradients_of(i)
         return total
 
+    def _materialized(self) -> "MaterializedGradients":
+        return MaterializedGradients(ghost_norm.computed_once(self.materialize()))
+
     def _adds_rows(self, i: UseInputs) -> bool:
         """Whether a use reads rows of the whole parameter."""
         elements, equation = i.use.view.elements, i.use.equation
@@ -614,7 +627,7 @@ class _Part(NamedTuple):
     def weighted_sum(self, scales: Array, is_rough: Array | None) -> Array:
         """Sum of the gradients scaled by ``scales`` [batch], [*part]."""
         if self.is_small():
-            return MaterializedGradients(self.materialize()).weighted_sum(scales)
+            return self._materialized().weighted_sum(scales)
         if self.is_materialized():
             shape = self.box.shape if self.box else self.param.shape
             return self._add_in_chunks(jnp.zeros(shape, self._dtype()), scales)
@@ -634,8 +647,9 @@ class _Part(NamedTuple):
         chunks, part = self._chunks()
 
         def add_chunk(i: Array, total: Array) -> Array:
-            gradients = MaterializedGradients(part(i).materialize())
-            return total + gradients.weighted_sum(scales.reshape(-1, chunks)[:, i])
+            gradients = ghost_norm.made_alone(i, lambda: part(i).materialize())
+            own = scales.reshape(-1, chunks)[:, i]
+            return total + MaterializedGradients(gradients).weighted_sum(own)
 
         repeats = jnp.where((scales != 0).any(), chunks, 0)
         added: Array = jax.lax.fori_loop(0, repeats, add_chunk, total)
@@ -692,7 +706,11 @@ class MaterializedGradients(ParameterGradients):
         """See `ParameterGradients`."""
         # A matrix product. XLA on CPU compiles scales[:, None] * gradients to a slow loop.
         rows = self.gradients.reshape(len(scales), -1).astype(sum_dtype(self.gradients))
-        total = scales.astype(rows.dtype) @ jnp.where(scales[:, None] != 0, rows, 0)
+        total = jnp.matmul(
+            scales.astype(rows.dtype),
+            jnp.where(scales[:, None] != 0, rows, 0),
+            precision=jax.lax.Precision.HIGHEST,
+        )
         return total.reshape(self.gradients.shape[1:])
 
     def rows(self) -> list[Array]:
@@ -774,11 +792,13 @@ class ChunkedGradients(GroupGradients):
     def squared_norms(self, whole: bool) -> dict[int, SquaredNorms]:
         """See `GroupGradients`."""
 
-        def squares(example: Sequence[Array]) -> list[Array]:
-            return [squared_norm(g) for g in self._gradient(example)]
+        def squares(_: list[Array], gradients: list[Array], __: list[Array]) -> Any:
+            return [], list(map(squared_norms_of, gradients))
 
-        values = dict(zip(self.indices, self.examples.map(squares, self.width), strict=True))
-        return {i: _accurate(a, self.params[i].size) for i, a in values.items()}
+        _, values = self._scan(squares, [], [])
+        rows = zip(self.indices, values, strict=True)
+        size = self.examples.size
+        return {i: _accurate(a.ravel()[:size], self.params[i].size) for i, a in rows}
 
     def materialize(self) -> dict[int, Array]:
         """See `GroupGradients`."""
@@ -789,7 +809,18 @@ class ChunkedGradients(GroupGradients):
         self, scales: Mapping[int, Array], is_rough: Mapping[int, Array | None]
     ) -> Iterator[tuple[int, Array]]:
         """See `GroupGradients`."""
-        size, width = self.examples.size, self.width
+
+        def add(sums: list[Array], gradients: list[Array], weights: list[Array]) -> Any:
+            triples = zip(sums, map(MaterializedGradients, gradients), weights, strict=True)
+            return [total + g.weighted_sum(weight) for total, g, weight in triples], None
+
+        zeros = [jnp.zeros(self.params[i].shape, sum_dtype(self.params[i])) for i in self.indices]
+        sums, _ = self._scan(add, zeros, [scales[i] for i in self.indices])
+        yield from zip(self.indices, sums, strict=True)
+
+    def _scan(self, f: Callable[..., Any], init: list[Array], weights: list[Array]) -> Any:
+        """Scan ``f(carry, gradients, weights)`` over chunks. Padding examples have weight 0."""
+        size, width = self.examples.size, min(self.width, self.examples.size)
         chunks = -(-size // width)
         padding = chunks * width - size
 
@@ -797,18 +828,14 @@ class ChunkedGradients(GroupGradients):
             a = jnp.concatenate([a, jnp.broadcast_to(a[:1], (padding, *a.shape[1:]))])
             return a.reshape(chunks, width, *a.shape[1:])
 
-        def add_chunk(sums: list[Array], chunk: Any) -> tuple[list[Array], None]:
-            rows, weights = chunk
-            gradients = map(MaterializedGradients, jax.vmap(self._gradient)(rows))
-            triples = zip(sums, gradients, weights, strict=True)
-            return [total + g.weighted_sum(weight) for total, g, weight in triples], None
+        def step(carry: list[Array], chunk: Any) -> Any:
+            number, rows, weights = chunk
+            gradients = ghost_norm.made_alone(number, lambda: jax.vmap(self._gradient)(rows))
+            return f(carry, gradients, weights)
 
-        zeros = [jnp.zeros(self.params[i].shape, sum_dtype(self.params[i])) for i in self.indices]
+        own = [split(a).at[-1, width - padding :].set(0) for a in weights]
         rows = [split(a) for a in self.examples.leaves]
-        # Padding examples have weight 0.
-        weights = [split(scales[i]).at[-1, width - padding :].set(0) for i in self.indices]
-        sums, _ = jax.lax.scan(add_chunk, zeros, (rows, weights))
-        yield from zip(self.indices, sums, strict=True)
+        return jax.lax.scan(step, init, (jnp.arange(chunks), rows, own))
 
     def _gradient(self, example: Sequence[Array]) -> list[Array]:
         def loss(selected: list[Any]) -> Array:

@@ -20,15 +20,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from fnet.autodiff.per_example.custom_rules import (
     AnyEquation,
     has_linear_rules,
-    is_narrow_inside,
+    is_narrow,
     scale_of_rule,
 )
 from fnet.autodiff.per_example.ghost_norm import (
+    BiasAdd,
+    computed_once,
     linear_equation,
     upper_squared_norms,
 )
@@ -46,6 +48,7 @@ from fnet.jaxpr import (
     interpret,
     is_identity,
     is_linear_in,
+    moves_elements,
     rounds_coarsely,
     slope,
     stops_gradients,
@@ -166,14 +169,12 @@ State = View | Derived | Data | None
 def takes_part(eqn: JaxprEqn, states: Sequence[State]) -> bool:
     """Whether an equation computes each example's own value, or its gradient is not linear.
 
-    The gradient of a sum of losses is then not the pull-back of the sum of cotangents, or only
-    with an error that grows with the number of examples.
+    The gradient of a sum, such as over iterations, is then not the pull-back of the sum of
+    cotangents.
     """
     if DATA in states:
         return True
-    if all(state is None for state in states):
-        return False
-    return not has_linear_rules(eqn) or is_narrow_inside(eqn)
+    return any(state is not None for state in states) and not has_linear_rules(eqn)
 
 
 def after_parameters(eqn: JaxprEqn, states: Sequence[State]) -> Sequence[State]:
@@ -389,13 +390,23 @@ class _Evaluation(NamedTuple):
         """Evaluate a jaxpr; ``taps`` are keyed by the index of the use."""
         index = itertools.count()
         data: _Data = {}
+        computed, readers = _computed(closed.jaxpr, bool(path)), _readers(closed.jaxpr)
 
         def handle(eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
             eqn_path = (*path, next(index))
             if eqn_path in self.at_path:
                 number = self.at_path[eqn_path]
-                outs, data[number] = self._tapped(eqn, self.uses[number], inputs, taps[number])
-                return outs
+                use = self.uses[number]
+                k = None if isinstance(use.equation, AnyEquation) else use.equation.data
+                if k is not None and eqn.invars[k] in computed:
+                    inputs[k] = _with_tangent(inputs[k])
+                outs, data[number] = self._tapped(eqn, use, inputs, taps[number])
+                # The cotangent of a sum with a bias is that of its terms.
+                following = [(*path, i) for v in eqn.outvars for i in readers.get(v, [])]
+                uses = [self.uses[n] for p in following if (n := self.at_path.get(p)) is not None]
+                if len(following) == 1 and any(isinstance(u.equation, BiasAdd) for u in uses):
+                    return outs
+                return list(map(_with_cotangent, outs))
             inner_taps = {n: taps[n] for n in self._within(eqn_path)}
             if not inner_taps:
                 return evaluate(eqn, inputs)
@@ -412,16 +423,17 @@ class _Evaluation(NamedTuple):
         self, eqn: JaxprEqn, use: Use, inputs: list[Any], given: Any
     ) -> tuple[list[Any], Any]:
         """Evaluate the equation of a use, and return its data."""
-        outs, equation = evaluate(eqn, inputs), use.equation
+        equation, nothing = use.equation, jnp.zeros(0)
         if isinstance(equation, AnyEquation):
-            return list(map(tap, outs, given)), [inputs[k] for k in equation.data]
-        nothing = jnp.zeros(0)
+            outs = list(map(tap, evaluate(eqn, inputs), given))
+            return outs, [inputs[k] for k in equation.data]
         x = nothing if equation.data is None else inputs[equation.data]
+        (out,) = evaluate(eqn, inputs)
         if not use.gives_norm:
-            return [tap(outs[0], given)], x
+            return [tap(out, given)], x
         if self.scale is None:
-            return [_add_norm(use, outs[0], x, given)], nothing
-        return [_weigh(eqn, use, outs[0], inputs, given, self.scale)], nothing
+            return [_add_norm(use, out, x, given)], nothing
+        return [_weigh(eqn, use, out, inputs, given, self.scale)], nothing
 
     def _within(self, path: Path) -> list[int]:
         """Indices of the uses inside a call or scan."""
@@ -449,6 +461,27 @@ class _Evaluation(NamedTuple):
         return scan.evaluate(body, carry, xs, taps)
 
 
+def _computed(jaxpr: Jaxpr, is_inner: bool) -> set[Any]:
+    """Variables that are computed here and not only moved, or rounded outside of a call."""
+    computed: set[Any] = {v for v in jaxpr.invars if is_inner and is_narrow(v)}
+    for eqn in jaxpr.eqns:
+        only_moves = moves_elements(eqn) or is_identity(eqn)
+        own = {v for v in eqn.invars if not isinstance(v, Literal)} & computed
+        if own or not only_moves or any(map(is_narrow, eqn.outvars)):
+            computed |= set(eqn.outvars)
+    return computed
+
+
+def _readers(jaxpr: Jaxpr) -> dict[Any, list[int]]:
+    """Indices of the equations that read each variable; results are read by one more."""
+    readers: dict[Any, list[int]] = {}
+    for i, atoms in enumerate([*(eqn.invars for eqn in jaxpr.eqns), jaxpr.outvars]):
+        for v in atoms:
+            if not isinstance(v, Literal):
+                readers.setdefault(v, []).append(i)
+    return readers
+
+
 @jax.custom_jvp
 def tap(x: Array, zeros: Array) -> Array:
     """Return ``x + zeros``, as a function that ignores ``zeros`` until it is differentiated.
@@ -461,6 +494,27 @@ def tap(x: Array, zeros: Array) -> Array:
 @tap.defjvp
 def _(primals: Any, tangents: Any) -> tuple[Array, Array]:
     return primals[0], tangents[0] + tangents[1]
+
+
+@jax.custom_vjp
+def _with_cotangent(x: Array) -> Array:
+    """Return ``x``. Its cotangent is `computed_once`."""
+    return x
+
+
+_with_cotangent.defvjp(lambda x: (x, None), lambda _, ct: (computed_once(ct),))
+
+
+@jax.custom_jvp
+def _with_tangent(x: Array) -> Array:
+    """Return ``x``, `computed_once`."""
+    result: Array = computed_once(x)
+    return result
+
+
+@_with_tangent.defjvp
+def _(primals: Any, tangents: Any) -> tuple[Array, Array]:
+    return _with_tangent(primals[0]), tangents[0]
 
 
 def _add_norm(use: Use, out: Array, x: Array, zero: Array) -> Array:

@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fnet import layers
 from fnet.autodiff.per_example.clipped import clipped_grad, gradient_strategies
+from fnet.autodiff.per_example.gradients import per_example_norms
 from fnet.jaxpr import find_equations
 from fnet.memory import peak
 
@@ -326,7 +327,8 @@ def test_gram_matrices_use_the_highest_precision():
     def loss(w, x):
         return row_losses(jnp.tanh(x @ w))
 
-    traced = jax.make_jaxpr(clipped_grad(loss, 1.0))(jnp.ones((64, 64)), jnp.ones((B, 2, 64)))
+    norms = per_example_norms(loss)
+    traced = jax.make_jaxpr(norms)(jnp.ones((64, 64)), jnp.ones((B, 2, 64)))
     assert str(traced).count("HIGHEST") == 4  # Both operands of two products.
 
 
@@ -493,8 +495,9 @@ def test_custom_rules_inside_shard_map_with_check_vma_are_unknown():
         return jax.lax.psum(jax.nn.relu(x @ w) @ v, "model")
 
     p, x = example_losses.tree(w=(4, 6), v=(6, 4)), example_losses.normal(9, B, 4)
-    with pytest.warns(UserWarning, match="not known whether custom_jvp_call"):
+    with pytest.raises(ValueError, match=r"not known whether custom_jvp_call .* check_vma=False"):
         jax.jit(clipped_grad(tensor_parallel(body, True), 1.0))(p, x)
+    jax.jit(clipped_grad(tensor_parallel(body, False), 1.0))(p, x)
 
 
 def test_a_loss_that_splits_the_batch_over_devices_names_the_fix():

@@ -225,10 +225,18 @@ def test_rejects_integer_parameters():
         clipped_grad(lambda p, x: p["n"] * x, 1.0)({"n": jnp.int32(1)}, X)
 
 
-def test_warns_if_losses_cannot_be_compared_because_of_a_single_key():
-    def loss(p, x, key):
-        x = jnp.concatenate([x, jnp.sin(x)])[: len(x)]  # An unknown operation.
-        return halves(p, x * jax.random.uniform(key))
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit])
+def test_refuses_what_is_unknown_with_and_without_jit(transform):
+    def doubled(p, x):
+        x = jnp.concatenate([x, jnp.sin(x)])[: len(x)]  # The batch is a part of a longer axis.
+        return halves(p, x)
 
-    with pytest.warns(UserWarning, match="one random key per example"):
-        clipped_grad(loss, 1.0)(jnp.float32(1), X, jax.random.key(0))
+    with pytest.raises(ValueError, match=r"not known whether concatenate at .*jax\.lax\.map"):
+        transform(clipped_grad(doubled, 1.0))(jnp.float32(1), X)
+
+    def one_by_one(p, x):
+        return jax.lax.map(lambda row: doubled(p, row[None])[0], x)
+
+    total, _ = transform(clipped_grad(one_by_one, INFINITY))(jnp.float32(1), X)
+    expected = jax.grad(lambda p: halves(p, X).sum())(jnp.float32(1))
+    assert float(total) == pytest.approx(float(expected))

@@ -14,7 +14,6 @@ from random_programs import ANY_PROGRAMS, BATCH, PARAMS, ROWWISE_PROGRAMS, B, ru
 
 import fnet
 
-pytestmark = pytest.mark.filterwarnings("ignore:clipped_grad. it is not known:UserWarning")
 allow_rank_promotion = pytest.fixture(autouse=True)(example_losses.allow_rank_promotion)
 
 

@@ -855,8 +855,8 @@ COMPUTED_LOSSES = {
     "dropout with raw keys": Case(dropout_of_raw_keys, batch=(X, RAW_KEYS)),
     "linen dropout": Case(lambda p, x, k: row_losses(nn.Dropout(0.5, deterministic=False).apply({}, x @ p, rngs={"dropout": k})), batch=(X, jax.random.key(2))),
     "nnx dropout": Case(lambda p, x, k: row_losses(nnx.Dropout(0.5, deterministic=False)(x @ p, rngs=nnx.Rngs(k))), batch=(X, jax.random.key(2))),
-    "bfloat16": Case(lambda p, x: row_losses(x.astype(jnp.bfloat16) @ p.astype(jnp.bfloat16)).astype(jnp.float32), tolerance=0.03, slack=1.01),
-    "float16 parameters": Case(lambda p, x: row_losses(x.astype(jnp.float16) @ p).astype(jnp.float32), jnp.asarray(W, jnp.float16), tolerance=0.01, slack=1.01),
+    "bfloat16": Case(lambda p, x: row_losses(x.astype(jnp.bfloat16) @ p.astype(jnp.bfloat16)).astype(jnp.float32), tolerance=0.03),
+    "float16 parameters": Case(lambda p, x: row_losses(x.astype(jnp.float16) @ p).astype(jnp.float32), jnp.asarray(W, jnp.float16), tolerance=0.01),
 }  # fmt: skip
 
 
@@ -980,30 +980,21 @@ def refusal_of(function, case):
 
 
 def call_once(case):
-    """Without jit, so that the losses of the batch can be compared with those of its examples."""
-    fnet.clipped_grad(case.loss, 1.0)(case.params, *case.batch)
+    """Trace the clipped sum."""
+    jax.eval_shape(fnet.clipped_grad(case.loss, 1.0), case.params, *case.batch)
 
 
-may_be_unknown = pytest.mark.filterwarnings("ignore:clipped_grad. it is not known:UserWarning")
-
-
-@may_be_unknown
 @pytest.mark.parametrize("name", REFUSED)
 def test_refuses_losses_that_mix_examples_or_depend_on_the_position(name):
-    message = refusal_of(call_once, REFUSED[name])
-    assert message
-    if "not known" in message:  # Inside jit losses cannot be compared, but the bound holds.
-        refusal_of(check_bound, REFUSED[name])
+    assert refusal_of(call_once, REFUSED[name])
 
 
 @pytest.mark.sweep(5)
-@may_be_unknown
 @pytest.mark.parametrize("name", COMPUTED)
 def test_computes_losses_that_treat_each_example_alone(name):
     check_bound(COMPUTED[name])
 
 
-@may_be_unknown
 @pytest.mark.slow
 @pytest.mark.parametrize("name", UNDECIDED)
 def test_never_computes_another_loss(name):
@@ -1146,4 +1137,4 @@ def test_sums_of_many_gradients_are_not_rounded_to_bfloat16(name):
         )
         return jnp.linalg.norm(total - without)
 
-    assert max(float(moved(i)) for i in range(0, LARGE, 128)) < 1.004
+    assert max(float(moved(i)) for i in range(0, LARGE, 128)) < 1.001
