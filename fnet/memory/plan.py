@@ -645,7 +645,9 @@ class _Cut(_Source):
         self._search, self.first = search, attempt
         self._peaks = {1: plain.peak}  # by number of chunks
         self.largest = max(region.size for region in division.regions)
-        self._share = min(division.made / max(sum(map(made_bytes, closed.eqns)), 1), 1.0)
+        # A bound is of all that may shrink; that of a single region is a prediction.
+        some = division.made / max(sum(map(made_bytes, closed.eqns)), 1)
+        self._share = min(some, 1.0) if attempt.depth == 1 else 1.0
         # What several parts compute runs in both passes of each.
         twice = max(division.time - estimate_cost(closed).time, 0.0)
         self._time, self._again = plain.cost.time + 3 * twice, again
