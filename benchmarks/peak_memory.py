@@ -45,9 +45,7 @@ _IMAGENET = (
 )
 _CIFAR = (*_IMAGES, *_FEW)
 _CAMVID = ("--data.path", "camvid", "--data.image-size", "128", *_FEW)
-_CHAT = (
-    "--data.path",
-    "chat.jsonl",
+_LLAMA = (
     "--model.path",
     "llama",
     "--data.context",
@@ -56,6 +54,7 @@ _CHAT = (
     "4096",
     *_FEW,
 )
+_CHAT = ("--data.path", "chat.jsonl", *_LLAMA)
 
 RUNS: dict[str, tuple[str, ...]] = {
     "digits": _SHORT,
@@ -85,6 +84,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "finetune_lora": _CHAT,
     "finetune_full": _CHAT,
     "finetune_private": (*_CHAT, "--data.batch-size", "16", "--grad.microbatches", "4"),
+    "finetune_dpo": ("--data.path", "pairs.jsonl", *_LLAMA),
 }
 """Options of each recipe's run."""
 
@@ -134,10 +134,16 @@ def write_data(folder: Path, recipe: str) -> None:
             Image.fromarray(pixels).resize((size, size)).save(path)
     if "camvid" in options:
         _write_camvid(folder / "camvid", generator)
-    if "chat.jsonl" in options:
+    if "llama" in options:
         texts = [f"question {i}, answer {i * i}. " * (5 + i % 7) for i in range(200)]
-        examples = [{"prompt": t[: len(t) // 3], "answer": t[len(t) // 3 :]} for t in texts]
+        prompts, answers = zip(*((t[: len(t) // 3], t[len(t) // 3 :]) for t in texts), strict=True)
+        examples = [{"prompt": p, "answer": a} for p, a in zip(prompts, answers, strict=True)]
         (folder / "chat.jsonl").write_text("\n".join(map(json.dumps, examples)))
+        pairs = [
+            {"prompt": p, "chosen": a, "rejected": a[::-1]}
+            for p, a in zip(prompts, answers, strict=True)
+        ]
+        (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
         write_model(folder / "llama", llama(256, 4))
     if "vit" in options:
         write_model(folder / "vit", VIT)

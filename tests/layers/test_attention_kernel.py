@@ -169,5 +169,5 @@ def test_bias_of_the_fused_kernel_is_not_assumed_to_be_separable(traced_cudnn):
         y = jax.nn.dot_product_attention(q, q, q, bias, implementation="cudnn")
         return y.astype(jnp.float32).mean((1, 2, 3))
 
-    with pytest.warns(UserWarning, match="not known whether .* mixes the examples"):
+    with pytest.raises(ValueError, match=r"not known whether .* mixes the examples"):
         jax.jit(fnet.clipped_grad(losses, 0.1)).trace(w, x)

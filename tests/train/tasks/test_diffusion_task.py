@@ -117,9 +117,9 @@ def test_generates_text_with_the_options_and_the_window_of_training(
     monkeypatch.setattr(fnet, "stream", stream)
     network = LanguageModel(blocks=1, width=16, heads=2, window=window)
     config = Config(data=TextFile(context=16), model=network)
-    options = TextArguments(prompt="ab", length=3, temperature=0.5, top_k=4, top_p=0.9)
+    options = TextArguments(prompt=("ab",), length=3, temperature=0.5, top_k=4, top_p=0.9)
     assert "".join(sample.generate_text(RunFolder(tmp_path), config, options)) == "ab"
     assert calls == {
         "window": seen, "prompt": [[97, 98]], "length": 3, "temperature": 0.5, "top_k": 4,
-        "top_p": 0.9,
+        "top_p": 0.9, "min_p": None, "repetition_penalty": None, "prompt_lengths": [2],
     }  # fmt: skip
