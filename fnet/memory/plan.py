@@ -189,7 +189,8 @@ def plan(
     time within the budget. The proposal is compiled, and the peak of the compiled program corrects
     the next proposal. A `jax.lax.scan` may also run in chunks (`fnet.memory.loops`), and what is
     outside of it is planned as before. Candidates are compiled in order of estimated time, at most
-    ten. The chosen candidate was compiled and fits.
+    ten. If none of them fits, the smallest are compiled, and at most five more between. The chosen
+    candidate was compiled and fits.
 
     `fnet.compile_step` with a budget and `fnet.step.plan_step` are `plan` for train steps. The
     integer program follows Jain et al. 2020, with fixed windows: the arrays of a window are
@@ -417,6 +418,16 @@ class _Search:
                 self.compile(attempt)
             return planned[0].front() if planned else ()
         most = MOST_PROGRAMS if len(self.compiled) < 2 else len(self.candidates) + MOST_PROGRAMS
+        self._compile_fastest(most)
+        for other in () if self.fitting else tuple(self.sources):
+            for smallest in () if self.fitting else other.left[-1:]:
+                self.compile(smallest)
+        if len(self.candidates) > most and self.fitting:  # what is between may be much faster
+            self._compile_fastest(len(self.candidates) + MOST_PROGRAMS // 2)
+        return ()
+
+    def _compile_fastest(self, most: int) -> None:
+        """Compile the fastest attempts that may fit, until one does or there are so many."""
         while len(self.candidates) < most:
             self._plan_inside()
             attempts = [a for source in self.sources if (a := source.next())]
@@ -429,10 +440,6 @@ class _Search:
             if any(self.order(faster) >= self.order(a) for a in self.fitting):
                 break
             self.compile(attempt)
-        for other in tuple(self.sources):
-            for smallest in () if self.fitting else other.left[-1:]:
-                self.compile(smallest)
-        return ()
 
     def compile(
         self,

@@ -368,3 +368,19 @@ def test_another_budget_starts_from_what_is_known():
         again, none = compiled(budget)
         assert again is small
         assert not none
+
+
+def test_what_is_faster_than_the_smallest_is_compiled_after_it(monkeypatch):
+    """When the programs run out before one fits, the smallest one alone would be slow."""
+
+    def loss(w, x):
+        for _ in range(4):
+            x = jnp.tanh(jnp.tanh(x @ w) * x)
+        return jnp.square(x).mean()
+
+    def build(policy, microbatches):
+        f = jax.value_and_grad(policy.apply(loss))
+        return jax.jit(f).trace(jnp.zeros((32, 32)), jnp.zeros((4096, 32)))
+
+    monkeypatch.setitem(plan.__globals__, "MOST_PROGRAMS", 2)  # the plain step, with two options
+    assert 1 < plan(build, "700KiB").chosen.policy.chunks < 4096
