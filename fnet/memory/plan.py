@@ -505,9 +505,9 @@ class _Search:
         if len(division.regions) > 1:
             divisions[1] = divide(loss.closed, loss.differentiated, 1)
         for depth, some in divisions.items() if division.regions else ():
-            rows = KeptRows(some.graph())
+            rows = KeptRows(some.graph)
             chosen = attempt._replace(depth=depth)
-            cut = _Cut(self, chosen, candidate, some, loss.closed, rows.again)
+            cut = _Cut(self, chosen, candidate, some, loss.closed, rows)
             self.sources.append(cut)
             if self.offloads is not None and some.repeated:
                 self.sources.append(_Kept(self, cut, rows))
@@ -647,7 +647,7 @@ class _Cut(_Source):
         plain: Candidate,
         division: Division,
         closed: ClosedJaxpr,
-        again: float,
+        rows: KeptRows,
     ):
         self._search, self.first = search, attempt
         self._peaks = {1: plain.peak}  # by number of chunks
@@ -657,7 +657,7 @@ class _Cut(_Source):
         self._share = min(some, 1.0) if attempt.depth == 1 else 1.0
         # What several parts compute runs in both passes of each.
         twice = max(division.time - estimate_cost(closed).time, 0.0)
-        self._time, self._again = plain.cost.time + 3 * twice, again
+        self._time, self._rows = plain.cost.time + 3 * twice, rows
         wholes = {v for r in division.regions for v in r.jaxpr.invars[len(r.axes[0]) :]}
         self._reads = 3 * sum(map(nbytes, wholes))  # in both passes, and of the gradient
 
@@ -700,7 +700,7 @@ class _Cut(_Source):
 
     def time(self, n: int, again: float | None = None) -> float:
         """Estimated time of a number of chunks, with what runs again in the backward pass."""
-        again = self._again if again is None else again
+        again = self._rows.again if again is None else again
         return self._time + again + (n - 1) * self._reads
 
     def learn(self, attempt: _Attempt, candidate: Candidate | None) -> None:
@@ -719,6 +719,8 @@ class _Kept(_Source):
 
     def next(self) -> _Attempt | None:
         """The fastest attempt that is predicted to fit and was not compiled."""
+        if self._search.fits(self._cut.least(1)):
+            return None  # The plain step fits, and runs nothing again.
         numbers = (2**k for k in range(1, self._cut.largest.bit_length()))
         free = ((n, self._free(n)) for n in numbers)
         some = itertools.islice(((n, bytes_) for n, bytes_ in free if bytes_ > 0), 3)

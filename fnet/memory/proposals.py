@@ -8,7 +8,7 @@ import bisect
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -143,13 +143,19 @@ class KeptProposal(NamedTuple):
 class KeptRows:
     """Chooses rows that regions keep for the backward pass.
 
-    Attributes:
-      graph: Of all regions; see `fnet.memory.graph.analyze_regions`.
+    Args:
+      make_graph: Returns the graph of all regions; see `fnet.memory.graph.analyze_regions`. It is
+        called when a time or a choice is asked for, since a plan may need neither.
     """
 
-    def __init__(self, graph: Graph) -> None:
-        self.graph = graph
+    def __init__(self, make_graph: Callable[[], Graph]) -> None:
+        self._make_graph = make_graph
         self._known: dict[int, KeptProposal | None] = {}
+
+    @functools.cached_property
+    def graph(self) -> Graph:
+        """The graph of all regions."""
+        return self._make_graph()
 
     @functools.cached_property
     def _program(self) -> "_Program":
@@ -159,7 +165,7 @@ class KeptRows:
         # The presolve of HiGHS 1.12 prints to the standard output now and then.
         return _Program(self.graph, windows, small, "nothing", traffic=2.0, presolve=False)
 
-    @property
+    @functools.cached_property
     def again(self) -> float:
         """Time of what runs again if nothing is kept."""
         if not self.graph.pieces:

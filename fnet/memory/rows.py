@@ -181,20 +181,14 @@ class RowAxes(BatchAxes):
     def _find_rule(
         self, eqn: JaxprEqn, states: Sequence[Any], results: Sequence[Any]
     ) -> Rule | None:
-        inputs, outputs = (
-            [jax.ShapeDtypeStruct(aval(v).shape, aval(v).dtype) for v in variables]
-            for variables in (eqn.invars, eqn.outvars)
-        )
-        floating, differentiable = (
-            [i for i, a in enumerate(arrays) if jnp.issubdtype(a.dtype, jnp.inexact)]
-            for arrays in (inputs, outputs)
-        )
-        forward, backward = _derivative_programs(eqn, inputs, floating)
-        if any(isinstance(c, jax.core.Tracer) for c in (*forward.consts, *backward.consts)):
-            return None  # The rule reads what the loss computes, other than by its arguments.
+        floating, differentiable = _inexact(eqn.invars), _inexact(eqn.outvars)
+        programs = _derivative_programs(eqn, floating)
+        if _reads_traced_arrays(programs):
+            return None
+        forward, backward = programs
         analysis = RowAxes(self.batch_size, is_differentiated=False)
         found = analysis.run(forward, list(states))
-        residuals = found[len(outputs) :]
+        residuals = found[len(eqn.outvars) :]
         if any(not isinstance(state, BatchAxis | Shared) for state in residuals):
             return None
         pairs = zip(found, results, strict=False)
@@ -213,15 +207,23 @@ def _of_cotangent(state: Any) -> Any:
     return state if isinstance(state, BatchAxis) else Sum()
 
 
-def _derivative_programs(
-    eqn: JaxprEqn, inputs: Sequence[Any], floating: Sequence[int]
-) -> tuple[ClosedJaxpr, ClosedJaxpr]:
+def _inexact(variables: Sequence[Any]) -> list[int]:
+    return [i for i, v in enumerate(variables) if jnp.issubdtype(aval(v).dtype, jnp.inexact)]
+
+
+def _derivative_programs(eqn: JaxprEqn, floating: Sequence[int]) -> tuple[ClosedJaxpr, ClosedJaxpr]:
     """Trace the derivative rule of an equation in reverse mode: the programs of `Rule`."""
+    inputs = [jax.ShapeDtypeStruct(aval(v).shape, aval(v).dtype) for v in eqn.invars]
     forward, (outputs, vjp) = jax.make_jaxpr(
         lambda *inputs: differentiate(eqn, inputs, floating), return_shape=True
     )(*inputs)
     cotangents = [a for a in outputs if jnp.issubdtype(a.dtype, jnp.inexact)]
     return forward, jax.make_jaxpr(lambda vjp, cts: vjp(cts))(vjp, cotangents)
+
+
+def _reads_traced_arrays(programs: Sequence[ClosedJaxpr]) -> bool:
+    """Whether a rule reads what the loss computes, other than by its arguments."""
+    return any(isinstance(c, jax.core.Tracer) for program in programs for c in program.consts)
 
 
 def rule_of_this_trace(closed: ClosedJaxpr) -> JaxprEqn | None:
@@ -230,10 +232,8 @@ def rule_of_this_trace(closed: ClosedJaxpr) -> JaxprEqn | None:
     Such a program cannot be evaluated again: these arrays are those of the trace that made it.
     """
     for eqn in find_equations(closed, CUSTOM_DERIVATIVES):
-        inputs = [jax.ShapeDtypeStruct(aval(v).shape, aval(v).dtype) for v in eqn.invars]
-        floating = [i for i, a in enumerate(inputs) if jnp.issubdtype(a.dtype, jnp.inexact)]
-        programs = _derivative_programs(eqn, inputs, floating) if floating else ()
-        if any(isinstance(c, jax.core.Tracer) for program in programs for c in program.consts):
+        floating = _inexact(eqn.invars)
+        if floating and _reads_traced_arrays(_derivative_programs(eqn, floating)):
             return eqn
     return None
 

@@ -190,7 +190,7 @@ def test_kept_rows_are_not_computed_again():
 
     args = arguments_of(loss)
     parts = division(loss, args)
-    rows = KeptRows(parts.graph())
+    rows = KeptRows(parts.graph)
     made = sum(v.aval.size * 4 for r in parts.repeated.values() for v in r.row_axes)
     some, most = (rows.solve(int(share * made)) for share in (0.04, 1))
     assert 0 < some.bytes <= 0.04 * made

@@ -21,7 +21,7 @@ from train.data.columns import number_users
 from train.data.packing import gather, pack
 from train.data.placeholder import Placeholder, zero_tokens
 from train.data.records import Record
-from train.data.splits import count_held_out, hold_out, hold_out_rows
+from train.data.splits import hold_out_contents, hold_out_rows
 from train.data.text import Text
 from train.data.tokenizer import Pieces, Tokenizer, load_tokenizer
 from train.errors import UserError, list_available
@@ -307,11 +307,9 @@ def _split(config: ChatFile, examples: list[Document]) -> tuple[list[Document], 
         raise UserError(f"data.path: {config.path} holds no examples")
     if config.user is not None:
         is_test = hold_out_rows(config, np.zeros(count), _user_ids(examples))
-    elif config.split_seed is not None:
-        is_test = hold_out(config, (e.ids.tobytes().hex() for e in examples))
     else:
-        num_test = count_held_out(count, config.test_fraction, f"examples in {config.path}")
-        is_test = np.arange(count) >= count - num_test
+        contents = [e.ids.tobytes().hex() for e in examples]
+        is_test = hold_out_contents(config, contents, f"examples in {config.path}")
     train, test = np.flatnonzero(~is_test), np.flatnonzero(is_test)
     return [examples[i] for i in train], [examples[i] for i in test]
 

@@ -15,7 +15,7 @@ from train.data.chat_file import ChatFile, Document, Reader
 from train.data.packing import gather
 from train.data.placeholder import Placeholder, zero_tokens
 from train.data.records import Record
-from train.data.splits import count_held_out, hold_out
+from train.data.splits import hold_out_contents
 from train.data.text import Text
 from train.data.tokenizer import load_tokenizer
 from train.errors import UserError
@@ -79,17 +79,9 @@ class PreferenceFile(Text):
 
         train = read(self.path, "data.path")
         if self.test_path is None:
-            count = len(train) // 2
-            is_test = np.arange(count) >= count
-            if self.split_seed is not None:
-                pairs = zip(train[::2], train[1::2], strict=True)
-                is_test = hold_out(
-                    self, (a.ids.tobytes().hex() + b.ids.tobytes().hex() for a, b in pairs)
-                )
-            else:
-                is_test = np.arange(count) >= count - count_held_out(
-                    count, self.test_fraction, f"pairs in {self.path}"
-                )
+            pairs = zip(train[::2], train[1::2], strict=True)
+            contents = [a.ids.tobytes().hex() + b.ids.tobytes().hex() for a, b in pairs]
+            is_test = hold_out_contents(self, contents, f"pairs in {self.path}")
             of_test = np.repeat(is_test, 2)
             test = [d for d, held_out in zip(train, of_test, strict=True) if held_out]
             train = [d for d, held_out in zip(train, of_test, strict=True) if not held_out]

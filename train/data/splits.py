@@ -1,6 +1,6 @@
 """Training and test examples: names of splits, and examples that are held out."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from hashlib import blake2b
 from typing import Protocol
 
@@ -116,6 +116,18 @@ def hash_names(names: Iterable[str]) -> np.ndarray:
         for name in names
     )
     return np.frombuffer(b"".join(digests), "<u8")
+
+
+def hold_out_contents(config: HeldOut, contents: Sequence[str], what: str) -> np.ndarray:
+    """Choose examples by a hash of their contents; the last ones without ``split_seed``, bool [N].
+
+    Raises:
+      UserError: if that leaves none for training or none for testing.
+    """
+    if config.split_seed is not None:
+        return hold_out(config, contents)
+    count = len(contents)
+    return np.arange(count) >= count - count_held_out(count, config.test_fraction, what)
 
 
 def count_held_out(count: int, fraction: float, what: str) -> int:
