@@ -1,14 +1,19 @@
 """Prediction in Python: the network of a run, applied to any images."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from PIL import Image
 
+from fnet.cpu import count_cpus, for_cpus
 from train.config import Config
 from train.data import pad_batch
+from train.data.decode import UnreadableError
 from train.data.preprocessing import PreprocessedImage
 from train.errors import UserError
 from train.run.class_names import read_classes
@@ -20,12 +25,15 @@ from train.tasks import kind_of
 _BATCH_SIZE = 16
 """Largest number of images, or crops, in a batch."""
 
+ImageLike = str | os.PathLike[str] | bytes | Image.Image | np.ndarray
+"""Path of an image file, its content, an image of Pillow, or an array of its pixels."""
+
 
 class Predictor:
     """Predict the labels of images, or of their pixels, as the command ``fnet predict``.
 
-    Images are prepared as the run's test images are. The first call compiles the network. It is
-    compiled again for another number of images, up to the number in a batch.
+    Images are prepared as the run's test images are. The first call compiles the network, once for
+    any number of images.
 
     Args:
       run: Folder of a run.
@@ -63,49 +71,79 @@ class Predictor:
         params, state, self.step = load_network(folder, model, best=best)
         kind = kind_of(config)
         assert kind.outputs is not None  # because it predicts labels
-        network = jax.jit(kind.outputs(config, model))
-        self._apply = lambda image: network(params, state, image)
+        self._network = jax.jit(_in_chunks(kind.outputs(config, model), count_cpus(params)))
+        self._apply = lambda images, count: self._network(params, state, images, count)
         self._is_segmentation = kind.predicts == "masks"
-        crops = self.preprocessor.crops
-        self._batch_size = max(min(_BATCH_SIZE, config.data.batch_size) // crops, 1)
+        self.batch_size = max(
+            min(_BATCH_SIZE, config.data.batch_size) // self.preprocessor.crops, 1
+        )
 
-    def __call__(self, images: Sequence[str | os.PathLike[str] | Image.Image]) -> list[np.ndarray]:
+    def __call__(self, images: Sequence[ImageLike]) -> list[np.ndarray]:
         """Predict images.
 
         Args:
-          images: Images of Pillow, of any size and mode, or paths of image files.
+          images: Each is the path of an image file, the content of one, an image of Pillow of any
+            size and mode, or an array uint8 [H, W, 3], RGBA [H, W, 4] or gray [H, W].
 
         Returns:
           For each image of a segmentation run a mask uint8 [height, width] of labels, of the size
           of the image after its EXIF rotation. Of other runs, probabilities float32 [classes].
 
         Raises:
-          UnreadableError: If an image cannot be used.
+          UnreadableError: If an image cannot be used; with its path, or its place in the list.
+          TypeError: If one image is given in place of a list.
         """
-        size = self.batch_size(len(images))
+        is_one = isinstance(images, str | bytes | os.PathLike | Image.Image)
+        if is_one or (isinstance(images, np.ndarray) and images.ndim != 4):
+            raise TypeError(
+                "Predictor: expected a list of images, got one; write predictor([image])"
+            )
         predictions: list[np.ndarray] = []
-        for start in range(0, len(images), size):
-            batch = [self.preprocessor(image) for image in images[start : start + size]]
-            predictions += self.predict_batch(batch, size)
+        for start in range(0, len(images), self.batch_size):
+            rows = range(start, min(start + self.batch_size, len(images)))
+            predictions += self.predict_batch([self._prepare(images[i], i) for i in rows])
         return predictions
 
-    def batch_size(self, num_images: int) -> int:
-        """Return the number of images in a batch when so many are predicted."""
-        return max(min(self._batch_size, num_images), 1)
+    def _prepare(self, image: ImageLike, index: int) -> PreprocessedImage:
+        try:
+            return self.preprocessor(image)
+        except UnreadableError as error:
+            is_path = isinstance(image, str | os.PathLike)
+            where = os.fspath(image) if is_path else f"image {index}"
+            raise UnreadableError(f"{where}: {error}") from None
 
-    def predict_batch(
-        self, batch: Sequence[PreprocessedImage], batch_size: int
-    ) -> Iterator[np.ndarray]:
-        """Yield the prediction of each image, as `__call__` returns it.
-
-        The batch is padded to ``batch_size``, so that the network is compiled once.
-        """
+    def predict_batch(self, batch: Sequence[PreprocessedImage]) -> Iterator[np.ndarray]:
+        """Yield the prediction of each of up to ``batch_size`` images, as `__call__` returns it."""
         if not batch:
             return
         images = np.stack([prepared.image for prepared in batch])
-        outputs = np.asarray(self._apply(pad_batch({"image": images}, batch_size)["image"]))
+        images = pad_batch({"image": images}, self.batch_size)["image"]
+        outputs = np.asarray(self._apply(images, len(batch)))
         for prepared, output in zip(batch, outputs, strict=False):
             yield predict_mask(output, prepared) if self._is_segmentation else output
+
+
+def _in_chunks(
+    outputs: Callable[[Any, Any, Array], Array], cpus: int
+) -> Callable[[Any, Any, Array, Array], Array]:
+    """Return ``(params, state, images, count) -> outputs`` of the first ``count`` images.
+
+    On a CPU the images run one after the other, which takes as long as all at once. So padding
+    costs nothing there. Other devices run the whole batch.
+    """
+
+    def apply(params: Any, state: Any, images: Array, count: Array) -> Array:
+        if not cpus:
+            return outputs(params, state, images)
+        shape = jax.eval_shape(outputs, params, state, images)
+
+        def add_image(i: Array, rows: Array) -> Array:
+            row = outputs(params, state, jax.lax.dynamic_slice_in_dim(images, i, 1))
+            return jax.lax.dynamic_update_slice_in_dim(rows, row, i, 0)
+
+        return jax.lax.fori_loop(0, count, add_image, jnp.zeros(shape.shape, shape.dtype))
+
+    return for_cpus(apply, cpus)
 
 
 def config_of_images(folder: RunFolder) -> Config:

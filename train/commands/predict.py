@@ -154,12 +154,12 @@ def _outputs(
     paths: Sequence[str], predictor: Predictor
 ) -> Iterator[tuple[str, np.ndarray | UnreadableError]]:
     """Yield each path with its prediction, or with its error."""
-    size = predictor.batch_size(len(paths))
+    size = predictor.batch_size
     for start in range(0, len(paths), size):
         batch_paths = paths[start : start + size]
         batch = [_read(predictor.preprocessor, path) for path in batch_paths]
         readable = [item for item in batch if isinstance(item, PreprocessedImage)]
-        outputs = predictor.predict_batch(readable, size)
+        outputs = predictor.predict_batch(readable)
         for path, item in zip(batch_paths, batch, strict=True):
             yield path, next(outputs) if isinstance(item, PreprocessedImage) else item
 

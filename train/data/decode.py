@@ -68,7 +68,7 @@ File = str | os.PathLike[str] | bytes | UnreadableError
 
 
 def decode(
-    source: File | Image.Image,
+    source: File | Image.Image | np.ndarray,
     view: ViewOf = whole,
     max_pixels: int = MAX_PIXELS,
 ) -> np.ndarray:
@@ -81,19 +81,32 @@ def decode(
     average, half the difference between bicubic and bilinear.
 
     Args:
-      source: image file, or an image of Pillow, which is never decoded at reduced size.
+      source: image file; or an image of Pillow or an array uint8 [H, W], [H, W, 3] or [H, W, 4],
+        which are never decoded at reduced size.
       view: part of the image, and its size.
       max_pixels: largest number of pixels of the image and of the result.
 
     Raises:
       UnreadableError: for any problem with the file.
     """
+    if isinstance(source, np.ndarray):
+        source = _from_array(source)
     if isinstance(source, Image.Image):
         with _unreadable():
             _check_pixels(source, max_pixels)
             # Decoding a JPEG at reduced size would change the size of the caller's image.
             return np.asarray(_apply_view(source.copy(), view, max_pixels))
     return np.asarray(_open(source, lambda image: _apply_view(image, view, max_pixels), max_pixels))
+
+
+def _from_array(pixels: np.ndarray) -> Image.Image:
+    is_image = pixels.ndim == 2 or (pixels.ndim == 3 and pixels.shape[-1] in (3, 4))
+    if pixels.dtype != np.uint8 or not is_image or not pixels.size:
+        raise UnreadableError(
+            f"the array is {pixels.dtype} of shape {pixels.shape}; expected uint8 [H, W, 3], "
+            "[H, W, 4] or [H, W], with values from 0 to 255"
+        )
+    return Image.fromarray(pixels)
 
 
 class MaskValues(NamedTuple):

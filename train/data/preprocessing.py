@@ -1,13 +1,12 @@
 """Preprocessing of any image file for a run's network, as in evaluation."""
 
-import os
 from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 from PIL import Image
 
-from train.data.decode import MAX_PIXELS, View, ViewOf, decode
+from train.data.decode import MAX_PIXELS, File, View, ViewOf, decode
 
 
 class PreprocessedImage(NamedTuple):
@@ -43,8 +42,8 @@ class Preprocessor(NamedTuple):
     crops: int = 1
     max_pixels: int = MAX_PIXELS
 
-    def __call__(self, source: str | os.PathLike[str] | Image.Image) -> PreprocessedImage:
-        """Read an image file, or an image of Pillow.
+    def __call__(self, source: File | Image.Image | np.ndarray) -> PreprocessedImage:
+        """Read an image file, an image of Pillow, or an array.
 
         Raises:
           UnreadableError: with the reason.

@@ -1,6 +1,7 @@
 """Unreadable files: each is reported once, and too many of them end the run."""
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -10,12 +11,21 @@ from train.data import Arrays, Dataset, num_examples
 from train.errors import UserError
 
 
+_FEW_FILES, _FEW_BYTES = 1000, 2**28
+"""Largest number of files, and of their bytes, that are all read before a run is compiled."""
+_TOLERATED, _TOLERATED_SHARE = 10, 0.1
+"""So many unreadable files never end a run, unless they are a larger share of all, or
+``max_bad_fraction`` is 0: one file of a small folder is more than 1 % of it."""
+
+
 class UnreadableFiles:
     """Finds unreadable files by the examples of weight 0 in batches.
 
     Args:
       dataset: dataset of the batches. Batches without ``id`` and ``weight`` are not checked.
       log: prints one line.
+      write: is given file, split and reason of all unreadable files so far, whenever there are
+        more.
       union: returns the numbers that several processes have together, each of which reads its own
         rows; None for one process. What another process finds is reported by `share`.
     """
@@ -25,8 +35,9 @@ class UnreadableFiles:
         dataset: Dataset,
         log: Callable[[str], None],
         union: Callable[[set[int]], set[int]] | None = None,
+        write: Callable[[list[dict[str, str]]], None] = lambda rows: None,
     ):
-        self._dataset, self._log, self._union = dataset, log, union
+        self._dataset, self._log, self._union, self._write = dataset, log, union, write
         self._known: set[int] = set()
         self._found: set[int] = set()
         num_train = num_examples(dataset.train) - dataset.canaries
@@ -34,6 +45,7 @@ class UnreadableFiles:
             "training": range(num_train),
             "test": range(num_train, num_train + num_examples(dataset.test)),
         }
+        self._rows: list[dict[str, str]] = []
         self._errors: dict[str, list[str]] = {split: [] for split in self._splits}
 
     @property
@@ -45,9 +57,25 @@ class UnreadableFiles:
         """Iterate over the same batches, and check each.
 
         The iterator raises `UserError` when more than the dataset's ``max_bad_fraction`` of the
-        training or test files are unreadable, or all of them.
+        training or test files are unreadable, and more than a few; or all of them.
         """
         return CheckedBatches(batches, self._check)
+
+    def look(self) -> None:
+        """Read all files, if they are few, before anything is compiled.
+
+        Raises:
+          UserError: if too many of them are unreadable.
+        """
+        splits = (self._dataset.train, self._dataset.test)
+        ids = [id for rows in splits if "id" in rows for id in rows["id"].tolist()]
+        if self._union or not 0 < len(ids) <= _FEW_FILES:
+            return
+        if sum(map(self._dataset.file_bytes, ids)) > _FEW_BYTES:
+            return
+        with ThreadPoolExecutor(4) as threads:
+            reasons = [*threads.map(self._dataset.explain, ids)]
+        self._add({id for id, reason in zip(ids, reasons, strict=True) if reason is not None})
 
     def share(self) -> None:
         """Report what other processes found, too. All processes must call this together.
@@ -71,9 +99,12 @@ class UnreadableFiles:
             self._add(found)
 
     def _add(self, found: set[int]) -> None:
-        for id in sorted(found - self._known):
+        new = sorted(found - self._known)
+        for id in new:
             self._known.add(id)
             self._report(id, self._dataset.explain(id))
+        if new:
+            self._write(self._rows)
         for split, errors in self._errors.items():
             files = len(self._splits[split])
             if len(errors) == files:
@@ -81,18 +112,26 @@ class UnreadableFiles:
                     f"data.path: none of the {files:,} {split} files can be read; the first is "
                     f"{errors[0]}"
                 )
-            if len(errors) > self._dataset.max_bad_fraction * files:
+            fraction = self._dataset.max_bad_fraction
+            tolerated = min(_TOLERATED, _TOLERATED_SHARE * files) if fraction else 0
+            if len(errors) > max(fraction * files, tolerated):
                 raise UserError(
                     f"data.max_bad_fraction: so far {len(errors):,} of the {files:,} {split} files "
-                    f"are unreadable, more than {self._dataset.max_bad_fraction:g} of all; the "
-                    f"first is {errors[0]}"
+                    f"are unreadable, more than {fraction:g} of all; the first is {errors[0]}"
                 )
 
     def _report(self, id: int, error: str | None) -> None:
         if error is not None:
             split = next(name for name, ids in self._splits.items() if id in ids)
             self._errors[split].append(error)
+            name = self._name(split, self._splits[split].index(id))
+            reason = error.removeprefix(f"{name}: ")
+            self._rows.append({"file": name, "split": split, "reason": reason})
             self._log(f"cannot read {error}; skipped")
+
+    def _name(self, split: str, row: int) -> str:
+        data = self._dataset
+        return data.name(row) if split == "training" else (data.test_name or str)(row)
 
 
 class CheckedBatches:

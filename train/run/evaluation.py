@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fnet import TrainState, memory
+from fnet.cpu import count_cpus, for_cpus
 from fnet.fsdp import gather_at_use
 from train.data import Arrays, evaluation_batches, num_examples, sample_evaluation_batch
 from train.errors import UserError
@@ -111,6 +112,7 @@ class Evaluator:
             add_batch = gather_at_use(add_batch, (None, sharded, None, None))
         # Donated totals make each call wait for the one before. Otherwise the device could run
         # several at once and hold the temporaries of all.
+        add_batch = for_cpus(add_batch, count_cpus(shapes))
         jitted = jax.jit(add_batch, donate_argnums=0, out_shardings=self._replicated)
         # The options keep the order of gathers.
         options = memory.CANDIDATE_OPTIONS.get(jax.default_backend(), ({},))[0] if layout else {}

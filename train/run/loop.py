@@ -17,6 +17,7 @@ from train.errors import TrainingError, UserError
 from train.output import curves, plots
 from train.output.logged import read_metrics
 from train.output.memory_tables import StepMemory
+from train.output.rows import as_csv
 from train.output.progress import Progress, line_printer
 from train.run import distributed, initial_weights, tracking
 from train.run.checkpoints import Checkpoints, Restored
@@ -106,7 +107,11 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
             run.task.dataset,
             (lambda line: None) if config.is_release_only else log,
             distributed.union if distributed.has_other_processes() else None,
+            (lambda rows: None)
+            if config.is_release_only
+            else lambda rows: atomic_write(folder.unreadable, as_csv(rows)),
         )
+        unreadable.look()
         run.task.before_batches()
         programs = compile_programs(run, weights, unreadable, console)
         last = max(folder.saved_steps, default=0)  # later lines are dropped

@@ -56,6 +56,7 @@ class RunFolder:
         self.secret_seed = path / "secret_seed"
         self.metrics = path / "metrics.jsonl"
         self.bad_steps = path / "bad_steps.jsonl"
+        self.unreadable = path / "unreadable.csv"
         self.summary = path / "summary.json"
         self.memory = path / "memory.json"
         self.memory_picture = path / "memory.png"

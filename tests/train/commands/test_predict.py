@@ -418,6 +418,30 @@ def test_prints_a_mark_for_bytes_that_are_not_utf_8(run_of, recipes, capsys):
     assert "caf\ufffd.png" in text.getvalue()
 
 
+def test_predictor_takes_arrays_contents_and_any_number_of_images(run_of, recipes):
+    predictor = Predictor(run_of("colours"))
+    path = next((recipes / "colours" / "val").rglob("*.png"))
+    pixels = np.asarray(Image.open(path))
+    (expected,) = predictor([path])
+    for image in (str(path), path.read_bytes(), pixels, np.dstack([pixels, pixels[..., :1]])):
+        np.testing.assert_array_equal(predictor([image])[0], expected)
+    for several in ([pixels] * 3, np.stack([pixels] * 3)):
+        np.testing.assert_array_equal(predictor(several), [expected] * 3)
+    assert predictor([]) == []
+    assert predictor._network._cache_size() == 1  # one program for 1 and 3 images
+
+
+def test_predictor_names_what_is_wrong_with_an_image(run_of):
+    predictor = Predictor(run_of("colours"))
+    with pytest.raises(UnreadableError, match=r"^none\.png: No such file or directory$"):
+        predictor(["none.png"])
+    with pytest.raises(UnreadableError, match="^image 1: the array is float64 of shape"):
+        predictor([np.zeros((4, 4), np.uint8), np.zeros((4, 4, 3))])
+    for one in ("none.png", b"", np.zeros((4, 4, 3), np.uint8), Image.new("RGB", (4, 4))):
+        with pytest.raises(TypeError, match=r"got one; write predictor\(\[image\]\)$"):
+            predictor(one)
+
+
 def test_batches_are_no_larger_than_in_training(run_of, recipes, monkeypatch):
     folder = RunFolder(run_of("colours"))
     config = folder.read_config()
@@ -428,7 +452,7 @@ def test_batches_are_no_larger_than_in_training(run_of, recipes, monkeypatch):
         return data.pad_batch(arrays, rows)
 
     monkeypatch.setattr("train.predictor.pad_batch", padded)
-    for batch_size, crops, expected in ((20, 1, 15), (4, 1, 4), (4, 2, 2), (4, 10, 1)):
+    for batch_size, crops, expected in ((20, 1, 16), (4, 1, 4), (4, 2, 2), (4, 10, 1)):
         changed = dataclasses.replace(config.data, batch_size=batch_size, crops=crops)
         few = dataclasses.replace(config, data=changed)
         folder.write_config(few)

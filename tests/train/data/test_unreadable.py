@@ -40,18 +40,38 @@ def test_reports_each_unreadable_file_once(folder):
 
 
 def test_too_many_unreadable_files_end_the_run(folder):
+    (folder / "train" / "cat" / "004.png").write_bytes(b"")
     dataset = load(folder, max_bad_fraction=0.09)
     batches = UnreadableFiles(dataset, lambda line: None).watch(training_batches(dataset, 5, 0))
     with pytest.raises(UserError) as caught:
         [next(batches) for _ in range(8)]
     message = str(caught.value)
     assert message.startswith(
-        "data.max_bad_fraction: so far 2 of the 20 training files are unreadable, more than 0.09 "
+        "data.max_bad_fraction: so far 3 of the 20 training files are unreadable, more than 0.09 "
         "of all; the first is "
     )
     assert message.endswith(
-        (f"{folder / 'train' / 'cat'}/000.png: zero bytes", "002.png: zero bytes")
+        (
+            f"{folder / 'train' / 'cat'}/000.png: zero bytes",
+            "002.png: zero bytes",
+            "004.png: zero bytes",
+        )
     )
+
+
+def test_two_files_of_a_small_folder_do_not_end_the_run_unless_none_may_be_unreadable(folder):
+    lines, rows = [], []
+    dataset = load(folder, max_bad_fraction=0.01)
+    UnreadableFiles(dataset, lines.append, write=rows.extend).look()  # before anything is compiled
+    assert len(lines) == 2
+    where = folder / "train" / "cat"
+    assert rows == [
+        {"file": f"{where}/{name}", "split": "training", "reason": "zero bytes"}
+        for name in ("000.png", "002.png")
+    ]
+    dataset = load(folder, max_bad_fraction=0.0)
+    with pytest.raises(UserError, match="so far 2 of the 20 training files"):
+        UnreadableFiles(dataset, lines.append).look()
 
 
 def test_counts_test_files_separately(folder):
