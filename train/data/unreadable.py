@@ -10,7 +10,6 @@ from fnet.privacy.users import EXAMPLE_WEIGHT
 from train.data import Arrays, Dataset, num_examples
 from train.errors import UserError
 
-
 _FEW_FILES, _FEW_BYTES = 1000, 2**28
 """Largest number of files, and of their bytes, that are all read before a run is compiled."""
 _TOLERATED, _TOLERATED_SHARE = 10, 0.1

@@ -7,10 +7,10 @@ from typing import Any
 
 
 def as_csv(rows: Iterable[Mapping[str, Any]]) -> bytes:
-    """Write rows as CSV in UTF-8, with a line of column names; numbers have six digits.
+    r"""Write rows as CSV in UTF-8, with a line of column names; numbers have six digits.
 
     Columns are in the order in which rows first have them. File names that are not UTF-8 have
-    their bytes as ``\\xNN``.
+    their bytes as ``\xNN``.
     """
     rows = [*rows]
     columns = dict.fromkeys(name for row in rows for name in row)

@@ -17,8 +17,8 @@ from train.errors import TrainingError, UserError
 from train.output import curves, plots
 from train.output.logged import read_metrics
 from train.output.memory_tables import StepMemory
-from train.output.rows import as_csv
 from train.output.progress import Progress, line_printer
+from train.output.rows import as_csv
 from train.run import distributed, initial_weights, tracking
 from train.run.checkpoints import Checkpoints, Restored
 from train.run.class_names import check_classes, write_classes

@@ -435,7 +435,7 @@ def test_predictor_names_what_is_wrong_with_an_image(run_of):
     predictor = Predictor(run_of("colours"))
     with pytest.raises(UnreadableError, match=r"^none\.png: No such file or directory$"):
         predictor(["none.png"])
-    with pytest.raises(UnreadableError, match="^image 1: the array is float64 of shape"):
+    with pytest.raises(UnreadableError, match=r"^image 1: the array is float64 of shape"):
         predictor([np.zeros((4, 4), np.uint8), np.zeros((4, 4, 3))])
     for one in ("none.png", b"", np.zeros((4, 4, 3), np.uint8), Image.new("RGB", (4, 4))):
         with pytest.raises(TypeError, match=r"got one; write predictor\(\[image\]\)$"):
