@@ -5,6 +5,7 @@ module, such as ``fnet.step.plan_step`` or ``fnet.layers.group_norm``.
 """
 
 from fnet import (
+    attribution,
     autodiff,
     diffusion,
     interop,
@@ -56,6 +57,7 @@ __all__ = [
     "TrainState",
     "abn",
     "accumulate_grad",
+    "attribution",
     "autodiff",
     "clipped_grad",
     "compile_step",

@@ -40,6 +40,7 @@ References:
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -488,6 +489,13 @@ class LinearEquation(Protocol):
         cotangents are not finite.
         """
 
+    def inner_products(self, x: Array, ct: Array, direction: Array) -> Array:
+        """Inner products of each example's gradient with a ``direction``, [batch].
+
+        The direction is [stack, *parameter].
+        """
+        return jnp.einsum("sb...,s...->b", self.materialize(x, ct), direction)
+
     def rounding(self, ct: jnp.dtype) -> Array | float:
         """Bound of the error of `weighted_sum`, per sum of the norms of its terms.
 
@@ -634,8 +642,11 @@ class OuterProducts(LinearEquation, Protocol):
     def factors(self, x: Array, ct: Array) -> tuple[Array, Array]:
         """Factors u [groups, batch, time, rows] and v [groups, batch, time, cols]."""
 
-    def as_matrix(self, elements: np.ndarray) -> np.ndarray:
-        """Arrange [*stack, *parameter] like the gradient of `factors`: [groups, rows, cols]."""
+    def as_matrix(self, elements: Any) -> Any:
+        """Arrange [*stack, *parameter] like the gradient of `factors`: [groups, rows, cols].
+
+        An array of NumPy or JAX.
+        """
 
     def squared_norms(self, x: Array, ct: Array) -> Estimate:
         """See `LinearEquation`."""
@@ -645,6 +656,16 @@ class OuterProducts(LinearEquation, Protocol):
         """See `LinearEquation`."""
         u, _ = jax.eval_shape(self.factors, x, ct)
         return int(u.shape[2])
+
+    def inner_products(self, x: Array, ct: Array, direction: Array) -> Array:
+        """See `LinearEquation`: ``sum_t v_t (u_t direction)`` takes one matrix product."""
+        (u, v), matrices = self.factors(x, ct), self.as_matrix(direction)
+        if _is_one_hot(u):
+            rows = jax.vmap(lambda matrix, index: matrix[index])(matrices, u)
+        else:
+            matrices = matrices.astype(u.dtype)
+            rows = jnp.einsum("gbtr,grc->gbtc", u, matrices, preferred_element_type=sum_dtype(u))
+        return (upcast(rows) * v).sum((0, 2, 3))
 
     def term_norms(self, x: Array, ct: Array) -> tuple[Array, Array]:
         """See `LinearEquation`."""
@@ -706,7 +727,7 @@ class Dot(OuterProducts):
         free = [i for i in range(first, first + parameter_free + len(data_free)) if i not in time]
         return u, _arrange(ct, range(first), time, free)
 
-    def as_matrix(self, elements: np.ndarray) -> np.ndarray:
+    def as_matrix(self, elements: Any) -> Any:
         """See `OuterProducts`."""
         stack = elements.ndim - len(self.parameter)
         order = (self.batch_dims[1], self.contracting_dims[1], self._free_dims())
@@ -852,7 +873,7 @@ class Embedding(OuterProducts):
         g = g.reshape(*g.shape[:-2], *(self.parameter[i] for i in order))
         return g.transpose(*range(n), *(n + order.index(i) for i in range(len(order))))
 
-    def as_matrix(self, elements: np.ndarray) -> np.ndarray:
+    def as_matrix(self, elements: Any) -> Any:
         """See `OuterProducts`."""
         stack, order = elements.ndim - len(self.parameter), self._order()
         elements = elements.transpose(*range(stack), *(stack + i for i in order))
@@ -923,7 +944,7 @@ class Convolution(LinearEquation):
         kernel = aval(eqn.invars[1])
         return cls(0, dict(eqn.params), jax.ShapeDtypeStruct(kernel.shape, kernel.dtype))
 
-    def _factors(self, x: Array, ct: Array) -> tuple[Array, Array]:
+    def factors(self, x: Array, ct: Array) -> tuple[Array, Array]:
         """Patches [stack * groups, batch, position, window * in] and cotangents [..., out].
 
         ``groups`` are feature groups; ``in`` and ``out`` are the features of one group.
@@ -975,10 +996,10 @@ class Convolution(LinearEquation):
 
     def squared_norms(self, x: Array, ct: Array) -> Estimate:
         """See `LinearEquation`. Patches exist for a few examples at a time."""
-        u, v = jax.eval_shape(self._factors, x, ct)
+        u, v = jax.eval_shape(self.factors, x, ct)
 
         def norms(x: Array, ct: Array) -> Estimate:
-            return squared_norms(*self._factors(x, ct))
+            return squared_norms(*self.factors(x, ct))
 
         groups, _, time, rows = u.shape
         intermediates = min(time * time * 2, rows * v.shape[-1])
@@ -989,7 +1010,7 @@ class Convolution(LinearEquation):
 
     def terms(self, x: Array, ct: Array) -> int:
         """See `LinearEquation`."""
-        u, _ = jax.eval_shape(self._factors, x, ct)
+        u, _ = jax.eval_shape(self.factors, x, ct)
         return int(u.shape[2])
 
     def term_norms(self, x: Array, ct: Array) -> tuple[Array, Array]:
@@ -1026,10 +1047,10 @@ class Convolution(LinearEquation):
         """See `LinearEquation`."""
 
         def gradients(x: Array, ct: Array) -> Array:
-            kernels = self._as_kernels(materialize(*self._factors(x, ct)), len(x))
+            kernels = self._as_kernels(materialize(*self.factors(x, ct)), len(x))
             return jnp.moveaxis(kernels, 1, 0)
 
-        u, _ = jax.eval_shape(self._factors, x, ct)
+        u, _ = jax.eval_shape(self.factors, x, ct)
         grads = map_groups_in_chunks(gradients, (x, ct), 4 * u.shape[0] * u.shape[2] * u.shape[3])
         return jnp.moveaxis(grads, 0, 1)
 
@@ -1044,6 +1065,40 @@ class Convolution(LinearEquation):
         order = sorted(range(len(spec)), key=lambda i: spec[i])
         return g.transpose(0, 1, *(2 + i for i in order))
 
+    def inner_products(self, x: Array, ct: Array, direction: Array) -> Array:
+        """See `LinearEquation`: cotangents times the convolution with the direction."""
+
+        def product(x: Array, ct: Array, kernel: Array) -> Array:
+            images, out = self._merge_batch(x, specs[0][0]), self._merge_batch(ct, specs[1][0])
+            y = jax.lax.conv_general_dilated_p.bind(images, kernel.astype(x.dtype), **self.params)
+            y = jnp.moveaxis(upcast(y) * out, specs[1][0], 0)
+            return y.reshape(x.shape[0], -1).sum(1)
+
+        dims = self.params["dimension_numbers"]
+        specs = dims.lhs_spec, dims.out_spec
+        products = [product(x[i], ct[i], direction[i]) for i in range(len(x))]
+        return functools.reduce(jnp.add, products)
+
+    def _merge_batch(self, a: Array, axis: int) -> Array:
+        """Arrange [batch, time, ...] as [...], with batch and time merged into the image axis."""
+        a = jnp.moveaxis(a, 2 + axis, 2)
+        return jnp.moveaxis(a.reshape(-1, *a.shape[3:]), 0, axis)
+
+    def as_matrix(self, elements: Array) -> Array:
+        """See `OuterProducts`; for arrays of JAX [stack, *kernel]."""
+        stack, groups = len(elements), self.params["feature_group_count"]
+        spec = self.params["dimension_numbers"].rhs_spec
+        rows = math.prod(self._window()) * self.kernel.shape[spec[1]]
+        shape = (stack * groups, rows, self.kernel.shape[spec[0]] // groups)
+
+        def kernels(matrices: Array) -> Array:
+            return self._as_kernels(matrices[:, None], stack)[:, 0]
+
+        # Elements only move, so the transposition is the inverse.
+        matrices: Array
+        (matrices,) = jax.linear_transpose(kernels, argument_like(shape, elements))(elements)
+        return matrices
+
     def rounding(self, ct: jnp.dtype) -> Array | float:
         """See `LinearEquation`. Cotangents are scaled in float32."""
         return _rounding_of_product(sum_dtype(ct))
@@ -1055,13 +1110,9 @@ class Convolution(LinearEquation):
         params = self.params | {"preferred_element_type": None}
         dims = params["dimension_numbers"]
 
-        def merge_batch(a: Array, axis: int) -> Array:
-            # [batch, time, ...] -> [...], with batch and time merged into the image axis.
-            a = jnp.moveaxis(a, 2 + axis, 2)
-            return jnp.moveaxis(a.reshape(-1, *a.shape[3:]), 0, axis)
-
         def kernel_gradient(x: Array, ct: Array) -> Array:
-            x, ct = merge_batch(x, dims.lhs_spec[0]), merge_batch(ct, dims.out_spec[0])
+            x = self._merge_batch(x, dims.lhs_spec[0])
+            ct = self._merge_batch(ct, dims.out_spec[0])
 
             def convolve(kernel: Array) -> Array:
                 y: Array = jax.lax.conv_general_dilated_p.bind(x, kernel, **params)

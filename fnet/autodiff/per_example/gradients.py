@@ -78,13 +78,13 @@ def per_example_grad(
             return grads, jax.tree.unflatten(treedef, rows)
 
         e = examples("per_example_grad", batch)
-        grads, aux = _map_in_chunks(gradient_of, e, width or max(e.size, 1))
+        grads, aux = map_in_chunks(gradient_of, e, width or max(e.size, 1))
         return (grads, aux) if has_aux else grads
 
     return gradient
 
 
-def _map_in_chunks(f: Callable[[Examples], Any], e: Examples, width: int) -> Any:
+def map_in_chunks(f: Callable[[Examples], Any], e: Examples, width: int) -> Any:
     """Compute ``f`` for ``width`` examples at a time, and for the remainder in the end."""
     if width >= e.size:
         return f(e)

@@ -17,7 +17,7 @@ once for norms and once for sums. `RematerializedGradients` belong to parameters
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, cast
 
 import jax
@@ -30,7 +30,13 @@ from fnet.autodiff.examples import Examples, is_key
 from fnet.autodiff.per_example import ghost_norm
 from fnet.autodiff.per_example.batching import Rows, rows_of, run_for_batch
 from fnet.autodiff.per_example.custom_rules import AnyEquation
-from fnet.autodiff.per_example.ghost_norm import Dot, Embedding, Estimate, squared_norms_of
+from fnet.autodiff.per_example.ghost_norm import (
+    Convolution,
+    Dot,
+    Embedding,
+    Estimate,
+    squared_norms_of,
+)
 from fnet.autodiff.per_example.taps import Use, evaluate_with_taps
 from fnet.precision import sum_dtype, upcast
 
@@ -121,6 +127,14 @@ class ParameterGradients(Protocol):
         not finite. ``is_rough`` is that of `SquaredNorms`.
         """
 
+    def inner_products(self, direction: Array) -> Array:
+        """Inner product of each example's gradient with a direction [*parameter], [batch]."""
+        return MaterializedGradients(self.materialize()).inner_products(direction)
+
+    def products_with(self, other: "ParameterGradients | None", weights: Array) -> Array | None:
+        """Inner products with a weighted sum of other gradients if factors give them, or None."""
+        return None
+
     def rows(self) -> list[Array]:
         """The arrays behind the gradients, [batch, ...]."""
 
@@ -147,6 +161,14 @@ class GroupGradients(Protocol):
 
     def materialize(self) -> dict[int, Array]:
         """Per-example gradients, [batch, *parameter]."""
+
+    def inner_products(self, directions: Mapping[int, Array]) -> Array:
+        """Inner product of each example's gradient with directions [*parameter], [batch]."""
+        products = (
+            MaterializedGradients(g).inner_products(directions[i])
+            for i, g in self.materialize().items()
+        )
+        return functools.reduce(jnp.add, products)
 
     def weighted_sums(
         self, scales: Mapping[int, Array], is_rough: Mapping[int, Array | None]
@@ -179,6 +201,10 @@ class SeparateGradients(GroupGradients):
 
     by_param: Mapping[int, ParameterGradients]
 
+    def without(self, params: Collection[int]) -> "SeparateGradients":
+        """Return the gradients of all but some parameters."""
+        return SeparateGradients({i: g for i, g in self.by_param.items() if i not in params})
+
     def strategies(self) -> dict[int, str]:
         """See `GroupGradients`."""
         return {i: g.strategy for i, g in self.by_param.items()}
@@ -190,6 +216,11 @@ class SeparateGradients(GroupGradients):
     def materialize(self) -> dict[int, Array]:
         """See `GroupGradients`."""
         return {i: g.materialize() for i, g in self.by_param.items()}
+
+    def inner_products(self, directions: Mapping[int, Array]) -> Array:
+        """See `GroupGradients`."""
+        products = (g.inner_products(directions[i]) for i, g in self.by_param.items())
+        return functools.reduce(jnp.add, products, jnp.zeros(()))
 
     def weighted_sums(
         self, scales: Mapping[int, Array], is_rough: Mapping[int, Array | None]
@@ -239,6 +270,16 @@ class UseInputs(NamedTuple):
         arranged = self.map(arrange)
         return arranged.x, arranged.ct
 
+    def is_like(self, other: "UseInputs") -> bool:
+        """Whether an equation of another trace uses the same elements in the same way."""
+        views = [_relative_layout(use.view.elements) for use in (self.use, other.use)]
+        return views[0] == views[1] and bool(self.use.equation == other.use.equation)
+
+    def from_param(self, param: Array) -> Array:
+        """Return the view of an array like the parameter, [stack, *view]."""
+        view = self.use.view.from_param(param)
+        return view.reshape(-1, *view.shape[len(self.use.view.scans) :])
+
     def to_param(self, gradient: Array, param: Any) -> Array:
         """Return the parameter's gradient, given the view's gradient [stack, *view]."""
         stack = tuple(self.use.scan_lengths[i] for i in self.use.view.scans)
@@ -281,6 +322,54 @@ class FactoredGradients(ParameterGradients):
         parts = self._parts()
         grads = [part.materialize() for part in parts]
         return jax.vmap(lambda grads: self._assemble(parts, grads))(grads)
+
+    def inner_products(self, direction: Array) -> Array:
+        """See `ParameterGradients`."""
+        products = (part.inner_products(direction) for part in self._parts())
+        return functools.reduce(jnp.add, products)
+
+    def factors(self) -> tuple[Array, Array] | None:
+        """Factors of the gradients, see `OuterProducts`, if a single use gives them, or None."""
+        (first, *others), equation = self.inputs, self.inputs[0].use.equation
+        if others or first.use.view.has_repeats or not isinstance(equation, Dot | Convolution):
+            return None
+        return equation.factors(*first.arranged())
+
+    def as_matrices(self) -> Callable[[Array], Array] | None:
+        """Return the map of an array like the parameter to one like the products of `factors`.
+
+        It only moves elements: [*parameter] -> [groups, rows, cols]. None if there are no
+        `factors`, or if they are not those of the whole parameter.
+        """
+        first = self.inputs[0]
+        if first.use.view.elements.size != self.param.size or self.factors() is None:
+            return None
+        return lambda param: first.use.equation.as_matrix(first.from_param(param))
+
+    def products_with(self, other: ParameterGradients | None, weights: Array) -> Array | None:
+        """Inner products with a weighted sum of other gradients, from factors alone, [batch].
+
+        With few time steps and few other examples this takes fewer FLOPs than a product with their
+        sum: ``sum_j weights_j <u_b, u_j> <v_b, v_j>``. None if it does not.
+        """
+        if not isinstance(other, FactoredGradients) or len(self.inputs) != len(other.inputs):
+            return None
+        factors, others = self.factors(), other.factors()
+        if factors is None or others is None or not self.inputs[0].is_like(other.inputs[0]):
+            return None
+        (u, v), (other_u, other_v) = factors, others
+        rows, cols = u.shape[-1], v.shape[-1]
+        if other_u.shape[1] * other_u.shape[2] * (rows + cols) >= rows * cols:
+            return None
+        weights = weights[None, :, None, None]
+        other_u = jnp.where(weights != 0, other_u, 0)
+        other_v = jnp.where(weights != 0, other_v * weights, 0).astype(v.dtype)
+        return jnp.einsum(
+            "gbjts,gbjts->b",
+            jnp.einsum("gbtr,gjsr->gbjts", u, other_u),
+            jnp.einsum("gbtc,gjsc->gbjts", v, other_v),
+            preferred_element_type=sum_dtype(u, v),
+        )
 
     def weighted_sum(self, scales: Array, is_rough: Array | None = None) -> Array:
         """See `ParameterGradients`."""
@@ -346,9 +435,7 @@ class Box(NamedTuple):
           elements: See `View`.
           shape: Shape of the parameter.
         """
-        whole = elements
-        while isinstance(whole.base, np.ndarray):
-            whole = whole.base
+        whole = _whole(elements)
         if not elements.size or whole.shape != shape:
             return None
         first = _address(elements) - _address(whole)
@@ -380,6 +467,19 @@ class Box(NamedTuple):
 def _memory_order(elements: np.ndarray) -> list[int]:
     """Axes in the order of their strides, largest first."""
     return sorted(range(elements.ndim), key=lambda i: (-elements.strides[i], i))
+
+
+def _whole(elements: np.ndarray) -> np.ndarray:
+    """Return the array that the elements are a view of."""
+    while isinstance(elements.base, np.ndarray):
+        elements = elements.base
+    return elements
+
+
+def _relative_layout(elements: np.ndarray) -> tuple[Any, ...]:
+    """Describe a view, equally for equal views of different arrays."""
+    whole = _whole(elements)
+    return _address(elements) - _address(whole), whole.shape, *_layout(elements)[1:]
 
 
 def _address(a: np.ndarray) -> int:
@@ -610,6 +710,26 @@ class _Part(NamedTuple):
                 total += gradients_of(i)
         return total
 
+    def inner_products(self, direction: Array) -> Array:
+        """Inner products with a direction like the whole parameter, [batch]."""
+        own = direction
+        if self.box is not None:
+            own = jax.lax.dynamic_slice(direction, self.box.start, self.box.shape)
+        if self.is_small():
+            return self._materialized().inner_products(own)
+        if not self.is_materialized():
+            products = (
+                i.use.equation.inner_products(*i.arranged(), i.from_param(direction))
+                for i in self.inputs
+            )
+            return functools.reduce(jnp.add, products)
+        chunks, part = self._chunks()
+
+        def of_chunk(number: Array) -> Array:
+            return MaterializedGradients(part(number).materialize()).inner_products(own)
+
+        return jax.lax.map(of_chunk, jnp.arange(chunks)).T.ravel()
+
     def _materialized(self) -> "MaterializedGradients":
         return MaterializedGradients(ghost_norm.computed_once(self.materialize()))
 
@@ -712,6 +832,11 @@ class MaterializedGradients(ParameterGradients):
             precision=jax.lax.Precision.HIGHEST,
         )
         return total.reshape(self.gradients.shape[1:])
+
+    def inner_products(self, direction: Array) -> Array:
+        """See `ParameterGradients`."""
+        rows = self.gradients.reshape(len(self.gradients), -1)
+        return jnp.matmul(upcast(rows), upcast(direction.ravel()))
 
     def rows(self) -> list[Array]:
         """See `ParameterGradients`."""
@@ -817,6 +942,16 @@ class ChunkedGradients(GroupGradients):
         zeros = [jnp.zeros(self.params[i].shape, sum_dtype(self.params[i])) for i in self.indices]
         sums, _ = self._scan(add, zeros, [scales[i] for i in self.indices])
         yield from zip(self.indices, sums, strict=True)
+
+    def inner_products(self, directions: Mapping[int, Array]) -> Array:
+        """See `GroupGradients`."""
+
+        def products(example: Sequence[Array]) -> Array:
+            grads = zip(self.indices, self._gradient(example), strict=True)
+            return functools.reduce(jnp.add, [jnp.vdot(directions[i], g) for i, g in grads])
+
+        result: Array = self.examples.map(products, self.width)
+        return result
 
     def _scan(self, f: Callable[..., Any], init: list[Array], weights: list[Array]) -> Any:
         """Scan ``f(carry, gradients, weights)`` over chunks. Padding examples have weight 0."""
@@ -1013,6 +1148,42 @@ class PerExampleGradients(NamedTuple):
         for group in self.groups:
             group.add_weighted_sums(refs, scales_by_param, rough)
         return None
+
+    def inner_products(self, direction: Any) -> Array:
+        """Inner product of each example's gradient with a direction like params, [batch]."""
+        directions = dict(enumerate(jax.tree.leaves(direction)))
+        products = (group.inner_products(directions) for group in self.groups)
+        return functools.reduce(jnp.add, products, jnp.zeros(self.losses.shape))
+
+    def products_with(self, other: "PerExampleGradients", weights: Array) -> Array:
+        """Inner products ``<g_b, sum_j weights_j g'_j>`` with gradients of other examples, [batch].
+
+        Args:
+          other: Gradients with respect to the same parameters.
+          weights: Weights of its examples. Those of weight 0 have no effect.
+        """
+        directions = dict(enumerate(jax.tree.leaves(other.sum_by(weights))))
+        total, done = jnp.zeros(self.losses.shape), set()
+        others = other.separate()
+        for i, gradients in self.separate().items():
+            products = gradients.products_with(others.get(i), weights)
+            if products is not None:
+                total += products
+                done.add(i)
+        for group in self.groups:
+            if isinstance(group, SeparateGradients):
+                group = group.without(done)
+            total += group.inner_products(directions)
+        return total
+
+    def sum_by(self, weights: Array) -> Any:
+        """Weighted sum of the gradients, like params, with one weight per example [batch]."""
+        leaves = [weights] * self.treedef.num_leaves
+        return self.weighted_sum(jax.tree.unflatten(self.treedef, leaves))
+
+    def separate(self) -> dict[int, ParameterGradients]:
+        """Gradients of the parameters that have nothing in common with others, by index."""
+        return _merged(g.by_param for g in self.groups if isinstance(g, SeparateGradients))
 
     def strategies(self) -> Any:
         """How each parameter's norms and sums are computed, like params."""

@@ -1,0 +1,17 @@
+"""Training data attribution: which training examples made a prediction better or worse.
+
+A score says how much a training example lowers the loss of a test example: positive is helpful,
+negative harmful. Each method takes any loss of `fnet.autodiff`, ``loss(params, *batch) -> losses
+[batch]``. `InRun` scores while a network trains. `tracin`, `ekfac` and `trak` score from
+checkpoints: they return a function of a training batch, and `Scores.of` calls it for all batches.
+"""
+
+from fnet.attribution.ekfac import ekfac
+from fnet.attribution.in_run import InRun
+from fnet.attribution.in_run import InRunState as InRunState
+from fnet.attribution.scores import Ranking as Ranking
+from fnet.attribution.scores import Scores
+from fnet.attribution.tracin import tracin
+from fnet.attribution.trak import trak
+
+__all__ = ["InRun", "Scores", "ekfac", "tracin", "trak"]

@@ -1,0 +1,174 @@
+"""Influence functions with eigenvalue-corrected Kronecker-factored curvature (EK-FAC)."""
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from fnet import checks
+from fnet.attribution.scores import Scorer, gradients, products, sum_of_gradients
+from fnet.autodiff.examples import PerExampleLoss, examples
+from fnet.autodiff.per_example.backward import per_example_gradients
+from fnet.autodiff.per_example.parameter_gradients import FactoredGradients
+
+
+def ekfac(
+    loss: PerExampleLoss,
+    params: Any,
+    batches: Iterable[tuple[Any, ...]],
+    queries: tuple[Any, ...],
+    *,
+    damping: float = 0.1,
+    curvature_loss: PerExampleLoss | None = None,
+) -> Scorer:
+    """Score training examples by influence functions with EK-FAC curvature.
+
+        score(z, q) = grad loss(w, q)^T (F + lambda I)^-1 grad loss(w, z)
+
+    This is how much the loss of q falls, per weight of z, in the optimum of the training loss to
+    second order. F is the Fisher matrix, in blocks. The block of a matrix, ``y = x W``, is diagonal
+    in the eigenvectors of the means of ``x x^T`` and of ``v v^T``, with the cotangents v of y:
+
+        F = (Q_x ⊗ Q_v) diag(E[(Q_x^T G Q_v)^2]) (Q_x ⊗ Q_v)^T          (George et al. 2018)
+
+    Kernels of convolutions are matrices of patches. The block of any other parameter is diagonal.
+    The damping lambda is relative to the mean of each block's eigenvalues (Grosse et al. 2023).
+
+    Args:
+      loss: ``loss(params, *batch) -> losses [batch]``.
+      params: Trained parameters.
+      batches: Training examples that F is a mean over: arguments of the loss after params. They are
+        iterated over twice.
+      queries: Arguments of the loss for the test examples, [queries, ...] each. Their gradients are
+        stored.
+      damping: Damping, relative to the mean eigenvalue of each block.
+      curvature_loss: Loss whose gradients g give ``F = E[g g^T]``. For the Fisher matrix, it draws
+        labels from the model's prediction. By default ``loss``: the empirical Fisher matrix.
+
+    Returns:
+      ``scorer(*batch) -> [batch, queries]``, float32; for `Scores.of`.
+
+    Raises:
+      ValueError: ``damping`` is not above 0, or there is no training example.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, fnet
+      >>> def loss(params, x, y):
+      ...     return fnet.losses.cross_entropy(x @ params, y)
+      >>> x, y = jax.random.normal(jax.random.key(0), (8, 4)), jnp.arange(8) % 2
+      >>> scorer = fnet.attribution.ekfac(
+      ...     loss, jnp.ones((4, 2)), [(x, y)], (x[:3], y[:3])
+      ... )
+      >>> scorer(x, y).shape
+      (8, 3)
+
+    References:
+      - George et al. 2018, "Fast approximate natural gradient descent in a Kronecker-factored
+        eigenbasis", arXiv:1806.03884.
+      - Grosse et al. 2023, "Studying large language model generalization with influence
+        functions", arXiv:2308.03296.
+    """
+    checks.numbers("ekfac", "> 0", damping=damping)
+    bases = _bases(curvature_loss or loss, params, batches)
+
+    def squares(grads: Any, _: Array) -> list[Array]:
+        leaves = jax.tree.leaves(grads)
+        return [jnp.square(basis.rotate(g)) for basis, g in zip(bases, leaves, strict=True)]
+
+    @jax.jit
+    def sum_squares(batch: tuple[Any, ...]) -> Any:
+        return sum_of_gradients("ekfac", curvature_loss or loss, params, batch, squares)
+
+    count, totals = 0, None
+    for batch in batches:
+        count += examples("ekfac", batch).size
+        sums = sum_squares(batch)
+        totals = sums if totals is None else jax.tree.map(jnp.add, totals, sums)
+    if totals is None or not count:
+        raise ValueError("ekfac: expected training examples in batches, got none")
+    eigenvalues = [total / count for total in totals]
+
+    def precondition(grads: Any, _: Array) -> Any:
+        leaves, treedef = jax.tree.flatten(grads)
+        solved = []
+        for basis, values, g in zip(bases, eigenvalues, leaves, strict=True):
+            damped = (values + damping * values.mean())[None]
+            rotated = basis.rotate(g)
+            # A parameter without any gradient has no curvature.
+            solved.append(basis.rotate_back(jnp.where(damped > 0, rotated / damped, 0), g))
+        return jax.tree.unflatten(treedef, solved)
+
+    directions = jax.jit(lambda: gradients("ekfac", loss, params, queries, precondition))()
+
+    def scorer(*batch: Any) -> Array:
+        result: Array = gradients(
+            "ekfac", loss, params, batch, lambda grads, _: products(grads, directions)
+        )
+        return result
+
+    return scorer
+
+
+class _Basis(NamedTuple):
+    """A basis in which the curvature of a parameter is taken to be diagonal.
+
+    Attributes:
+      as_matrices: ``[*parameter] -> [groups, rows, cols]``, which moves elements; None for the
+        basis of the parameter itself.
+      left: Orthogonal matrices [groups, rows, rows].
+      right: Orthogonal matrices [groups, cols, cols].
+    """
+
+    as_matrices: Callable[[Array], Array] | None = None
+    left: Array | None = None
+    right: Array | None = None
+
+    def rotate(self, grads: Array) -> Array:
+        """Coordinates [n, ...] of gradients [n, *parameter]."""
+        if self.as_matrices is None:
+            return grads
+        matrices = jax.vmap(self.as_matrices)(grads)
+        return _rotate(matrices, self.left, self.right, "grs,bgrc,gcd->bgsd")
+
+    def rotate_back(self, coordinates: Array, like: Array) -> Array:
+        """Gradients [n, *parameter] of coordinates [n, ...]."""
+        if self.as_matrices is None:
+            return coordinates
+        matrices = _rotate(coordinates, self.left, self.right, "gsr,bgrc,gdc->bgsd")
+        # Elements only move, so the transposition is the inverse.
+        to_param = jax.linear_transpose(self.as_matrices, like[0])
+        return jax.vmap(lambda m: to_param(m)[0])(matrices)
+
+
+def _rotate(matrices: Array, left: Any, right: Any, subscripts: str) -> Array:
+    highest = jax.lax.Precision.HIGHEST
+    return jnp.einsum(subscripts, left, matrices, right, precision=highest, optimize="greedy")
+
+
+def _bases(loss: PerExampleLoss, params: Any, batches: Iterable[tuple[Any, ...]]) -> list[_Basis]:
+    """Return a basis for each parameter: eigenvectors of the covariances of its factors."""
+    maps: dict[int, Callable[[Array], Array]] = {}
+
+    @jax.jit
+    def covariances(batch: tuple[Any, ...]) -> dict[int, tuple[Array, Array]]:
+        result = per_example_gradients("ekfac", loss, params, examples("ekfac", batch))
+        found = {}
+        for i, g in result.separate().items():
+            as_matrices = g.as_matrices() if isinstance(g, FactoredGradients) else None
+            if as_matrices is not None:
+                maps[i] = as_matrices
+                found[i] = tuple(jnp.einsum("gbtr,gbts->grs", f, f) for f in g.factors())
+        return found
+
+    totals: Any = None
+    for batch in batches:
+        sums = covariances(batch)
+        totals = sums if totals is None else jax.tree.map(jnp.add, totals, sums)
+    eigenvectors = jax.jit(lambda tree: jax.tree.map(lambda a: jnp.linalg.eigh(a)[1], tree))
+    pairs = eigenvectors(totals or {})
+    return [
+        _Basis(maps[i], *pairs[i]) if i in maps else _Basis()
+        for i in range(len(jax.tree.leaves(params)))
+    ]

@@ -1,0 +1,233 @@
+"""In-run data Shapley: scores of training examples while the network trains."""
+
+import dataclasses
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+from fnet.autodiff.examples import examples
+from fnet.autodiff.mean import Loss, weighted_mean
+from fnet.autodiff.per_example.backward import per_example_gradients
+from fnet.autodiff.per_example.modes import cast_like, per_example_loss
+from fnet.autodiff.per_example.parameter_gradients import PerExampleGradients
+from fnet.autodiff.update import Mode, Update, gradient_then_optimizer
+
+ROW = "row"
+"""Name of the array int [batch] of a batch that says which training example each row is."""
+
+_SCORES = "attribution/scores"
+
+
+class InRunState(NamedTuple):
+    """State of an optimizer that `InRun.wrap_optimizer` returns.
+
+    Attributes:
+      scores: Scores of the training examples so far, float32 [train].
+      step: Number of updates, int32 [].
+      inner: State of the wrapped optimizer.
+    """
+
+    scores: Array
+    step: Array
+    inner: optax.OptState
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class InRun(Mode):
+    """Use the mean gradient, and score each training example of the batch.
+
+    A step with the learning rate eta and the weights s of the examples, usually 1 / batch, moves
+    the parameters by ``-eta sum_i s_i g_i``. In terms of the gradient g_val and the Hessian H_val
+    of the mean validation loss, example i lowers this loss by its Shapley value
+
+        eta s_i <g_i, g_val>                                                        first order
+        eta s_i <g_i, g_val - eta / 2 H_val sum_j s_j g_j>                          second order
+
+    summed over the steps that it was in (Wang et al. 2024). Positive scores are
+    helpful, and the lowest scores are candidates for wrong labels. The equations are those of SGD.
+    With another optimizer, they are scores of the same gradients, not of its updates.
+
+    Inner products come from the backward pass of the training batch, without any per-example
+    gradient. Layers with one row per example need two small Gram matrices (ghost inner products),
+    other layers one more matrix product.
+
+    Scores are part of the optimizer's state, so the step donates it and checkpoints save it. Wrap
+    the optimizer for both the state and the step. The batch has an array ``"row"`` int [batch],
+    which training example each is.
+
+    ================================  ===========================================================
+    edge case                         result
+    ================================  ===========================================================
+    ``weight`` in the batch           s_i is proportional to it; 0 is padding
+    score that is not finite          is not added
+    row out of range                  is not added
+    batch norm                        ValueError, see `fnet.clipped_grad`
+    ================================  ===========================================================
+
+    Attributes:
+      validation: Arrays [size, ...] of validation examples, with the names of a training batch.
+      train_size: Number of training examples.
+      learning_rate: Learning rate, or a schedule ``step -> learning rate``.
+      validation_batch: Number of validation examples that are drawn for each step; all by default.
+      second_order: Whether to add the second order. It takes a product with the Hessian of the
+        validation loss.
+      per_example: True; see `fnet.autodiff.update.Mode`.
+
+    Raises:
+      ValueError: ``validation_batch`` is not within 1 and the number of validation examples. When
+        called: the batch has no ``"row"``, the optimizer is not wrapped, or the loss mixes
+        examples or changes the model state.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, fnet
+      >>> def loss(params, model_state, batch, key):
+      ...     return (batch["x"] @ params["w"] - batch["y"]) ** 2
+      >>> validation = {"x": jnp.array([[1.0, 0.0]]), "y": jnp.array([2.0])}
+      >>> mode = fnet.attribution.InRun(validation, train_size=3, learning_rate=0.1)
+      >>> optimizer = mode.wrap_optimizer(optax.sgd(0.1))
+      >>> step = fnet.make_step(loss, optimizer, mode)
+      >>> state = fnet.TrainState.create(
+      ...     params={"w": jnp.zeros(2)}, optimizer=optimizer, key=jax.random.key(0)
+      ... )
+      >>> x, y = jnp.array([[1.0, 0.0], [1.0, 0.0]]), jnp.array([2.0, -2.0])
+      >>> state, _ = step(state, {"x": x, "y": y, "row": jnp.array([0, 2])})
+      >>> print(state.opt_state.scores)
+      [ 0.8  0.  -0.8]
+
+    References:
+      Wang, Mittal, Song, Jia 2024, "Data Shapley in one training run", arXiv:2406.11011.
+    """
+
+    validation: dict[str, Array]
+    train_size: int
+    learning_rate: Any
+    validation_batch: int | None = None
+    second_order: bool = False
+    per_example: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        """Reject sizes out of range before anything is traced."""
+        size = self._size
+        if self.validation_batch is not None and not 1 <= self.validation_batch <= size:
+            raise ValueError(
+                f"InRun: validation_batch must be between 1 and {size}, the number of validation "
+                f"examples, got {self.validation_batch}"
+            )
+
+    @property
+    def _size(self) -> int:
+        return int(jax.tree.leaves(self.validation)[0].shape[0])
+
+    def wrap_optimizer(
+        self, optimizer: optax.GradientTransformation
+    ) -> optax.GradientTransformationExtraArgs:
+        """Return the optimizer with the scores in its state."""
+        inner = optax.with_extra_args_support(optimizer)
+
+        def init(params: Any) -> InRunState:
+            return InRunState(jnp.zeros(self.train_size), jnp.int32(0), optimizer.init(params))
+
+        def update(
+            grads: Any, state: InRunState, params: Any = None, **extra: Any
+        ) -> tuple[Any, InRunState]:
+            updates, inner_state = inner.update(grads, state.inner, params, **extra)
+            return updates, state._replace(step=state.step + 1, inner=inner_state)
+
+        return optax.GradientTransformationExtraArgs(init, update)
+
+    def update(self, loss: Loss, optimizer: optax.GradientTransformation) -> Update:
+        """Return the update function of a loss and a wrapped optimizer."""
+
+        def update(
+            params: Any, opt_state: Any, model_state: Any, batch: dict[str, Array], key: Array
+        ) -> tuple[Any, Any, Any, dict[str, Array]]:
+            if not isinstance(opt_state, InRunState):
+                raise ValueError(
+                    "InRun: the optimizer has no scores in its state; use "
+                    "mode.wrap_optimizer(optimizer) for both the state and the step"
+                )
+            if ROW not in batch:
+                raise ValueError(
+                    f'InRun: expected an array "{ROW}" int [batch] in the batch, which training '
+                    f"example each is, got {sorted(batch)}"
+                )
+            rate = self.learning_rate
+            rate = rate(opt_state.step) if callable(rate) else rate
+
+            def gradient(
+                params: Any, model_state: Any, batch: dict[str, Array], key: Array
+            ) -> tuple[Any, Any, dict[str, Array]]:
+                grads, metrics = self._gradient(loss, params, model_state, batch, key, rate)
+                return grads, model_state, metrics
+
+            params, opt_state, model_state, metrics = gradient_then_optimizer(gradient, optimizer)(
+                params, opt_state, model_state, batch, key
+            )
+            scores = metrics.pop(_SCORES)
+            scores = jnp.where(jnp.isfinite(scores), scores, 0)
+            scores = opt_state.scores.at[batch[ROW]].add(scores, mode="drop")
+            return params, opt_state._replace(scores=scores), model_state, metrics
+
+        return update
+
+    def _gradient(
+        self,
+        loss: Loss,
+        params: Any,
+        model_state: Any,
+        batch: dict[str, Array],
+        key: Array,
+        rate: Any,
+    ) -> tuple[Any, dict[str, Array]]:
+        """Return the mean gradient, and metrics with the scores of the batch's examples."""
+        function = per_example_loss(loss, model_state, params)
+        key, draw_key, validation_key = jax.random.split(key, 3)
+        validation = self._draw(draw_key)
+
+        def differentiate(batch: dict[str, Array], key: Array) -> PerExampleGradients:
+            rows = examples("InRun", (batch, key))
+            return per_example_gradients("InRun", function, params, rows, has_aux=True)
+
+        grads, of_validation = differentiate(batch, key), differentiate(validation, validation_key)
+        weights, validation_weights = map(_weights, (batch, validation), (grads, of_validation))
+        metrics, changes = grads.aux
+        if jax.tree.leaves(changes):
+            raise ValueError(
+                "InRun: the loss changes the model state, which depends on the examples; train "
+                "without statistics of batches"
+            )
+        mean = cast_like(grads.sum_by(weights), params)
+        if self.second_order:
+
+            def validation_loss(params: Any) -> Array:
+                losses, _ = function(params, validation, validation_key)
+                return weighted_mean(losses, validation_weights)
+
+            # Backward twice: many custom derivatives have no forward one.
+            _, curve = jax.vjp(jax.grad(validation_loss), params)
+            (bend,) = curve(mean)
+            direction = of_validation.sum_by(validation_weights)
+            direction = jax.tree.map(lambda g, h: g - rate / 2 * h, direction, bend)
+            products = grads.inner_products(direction)
+        else:
+            products = grads.products_with(of_validation, validation_weights)
+        means = {name: weighted_mean(values, weights) for name, values in metrics.items()}
+        scores = jnp.where(weights > 0, rate * weights * products, 0)
+        return mean, means | {"loss": weighted_mean(grads.losses, weights), _SCORES: scores}
+
+    def _draw(self, key: Array) -> dict[str, Array]:
+        """Draw the validation examples of a step."""
+        if self.validation_batch is None:
+            return self.validation
+        chosen = jax.random.choice(key, self._size, (self.validation_batch,), replace=False)
+        drawn: dict[str, Array] = jax.tree.map(lambda a: jnp.asarray(a)[chosen], self.validation)
+        return drawn
+
+
+def _weights(batch: dict[str, Array], grads: PerExampleGradients) -> Array:
+    """Weights of the examples in their mean, [batch]."""
+    weight = batch.get("weight", jnp.ones(grads.losses.shape))
+    return weight / jnp.maximum(weight.sum(), 1e-12)

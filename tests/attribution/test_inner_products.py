@@ -1,0 +1,49 @@
+"""Inner products of per-example gradients that are not materialized."""
+
+import chex
+import example_losses
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from example_losses import CASES, loop_over_examples
+
+from fnet.autodiff.examples import examples
+from fnet.autodiff.per_example.backward import per_example_gradients
+
+allow_rank_promotion = pytest.fixture(autouse=True)(example_losses.allow_rank_promotion)
+
+SLOW = "flax_transformer", "fnet_transformer", "flax_cnn", "convolutions"
+
+NARROW = ("views",)  # Products of bfloat16.
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW[:2])) for n in CASES]
+)
+def test_products_match_a_loop_over_examples(name):
+    case = CASES[name]()
+    weights = jnp.array([0.5, 0.0, -1.0, 2.0, 0.0, 0.1])
+    expected_grads = loop_over_examples(case)
+
+    def direction_of(p, g):
+        key = jax.random.key(p.size)
+        return jax.random.normal(key, p.shape, p.dtype)
+
+    direction = jax.tree.map(direction_of, case.params, expected_grads)
+
+    @jax.jit
+    def products(params, *batch):
+        grads = per_example_gradients("test", case.loss, params, examples("test", batch))
+        return grads.inner_products(direction), grads.products_with(grads, weights)
+
+    def dot(tree):
+        return jax.vmap(optax.tree.vdot, (0, None))(expected_grads, tree)
+
+    mean = jax.tree.map(lambda g: jnp.tensordot(weights, g, 1), expected_grads)
+    got = products(case.params, *case.batch)
+    for one, expected in zip(got, (dot(direction), dot(mean)), strict=True):
+        scale = float(np.abs(expected).max()) + 1e-6
+        error = 5e-3 if name in NARROW else 1e-4
+        chex.assert_trees_all_close(one / scale, expected / scale, rtol=0, atol=error)

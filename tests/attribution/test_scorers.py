@@ -1,0 +1,216 @@
+"""TracIn, EK-FAC influence and TRAK against their equations with explicit gradients."""
+
+import sys
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fnet
+from fnet.attribution import Scores, ekfac, scores, tracin, trak
+
+N, Q = 20, 3
+trak_module = sys.modules["fnet.attribution.trak"]
+
+
+def cnn(params, x):
+    dims = ("NHWC", "HWIO", "NHWC")
+    y = jax.lax.conv_general_dilated(x, params["kernel"], (2, 2), "SAME", dimension_numbers=dims)
+    y = jnp.tanh(y + params["bias"][None, None, None]).reshape(len(x), -1)
+    return y @ params["dense"]
+
+
+def loss(params, x, y):
+    return fnet.losses.cross_entropy(cnn(params, x), y)
+
+
+def draw(seed):
+    rng = np.random.default_rng(seed)
+    shapes = {"kernel": (3, 3, 2, 4), "bias": (4,), "dense": (16, 3)}
+    params = {n: jnp.asarray(0.3 * rng.normal(size=s), jnp.float32) for n, s in shapes.items()}
+
+    def examples(n):
+        x = jnp.asarray(rng.normal(size=(n, 4, 4, 2)), jnp.float32)
+        return x, jnp.asarray(rng.integers(0, 3, n), jnp.int32)
+
+    return params, examples(N), examples(Q)
+
+
+def batches(train):
+    x, y = train
+    return [(x[:8], y[:8]), (x[8:16], y[8:16]), (x[16:], y[16:])]
+
+
+@pytest.fixture(params=[True, False], ids=["in chunks", "at once"])
+def _chunks(request, monkeypatch):
+    if request.param:
+        monkeypatch.setattr(scores, "_CHUNK_BYTES", 3 * 4 * (72 + 4 + 48))
+
+
+def flat_gradients(params, batch):
+    flat, unflatten = jax.flatten_util.ravel_pytree(params)
+    return jax.jacobian(lambda w: loss(unflatten(w), *batch))(flat)
+
+
+@pytest.mark.usefixtures("_chunks")
+def test_tracin_sums_inner_products_over_checkpoints():
+    (first, train, queries), (second, _, _) = draw(0), draw(1)
+    got = Scores.of(tracin(loss, [first, second], [0.5, 0.1], queries), batches(train)).values
+    expected = sum(
+        rate * flat_gradients(p, train) @ flat_gradients(p, queries).T
+        for p, rate in ((first, 0.5), (second, 0.1))
+    )
+    chex.assert_trees_all_close(got, np.asarray(expected), rtol=1e-4, atol=1e-4)
+
+
+def test_tracin_needs_a_learning_rate_for_each_checkpoint():
+    params, _, queries = draw(0)
+    with pytest.raises(ValueError, match="expected one learning rate for each checkpoint, got 2 "):
+        tracin(loss, [params], [0.1, 0.2], queries)
+
+
+def block(covariances, squares_of, damping):
+    """The inverse of a block of the curvature, as a dense matrix, from matrices [N, r, c]."""
+    left, right = (np.linalg.eigh(a)[1] for a in covariances)
+    basis = np.kron(left, right)
+    values = np.square(squares_of @ basis).mean(0)
+    return basis @ np.diag(1 / (values + damping * values.mean())) @ basis.T
+
+
+@pytest.mark.usefixtures("_chunks")
+def test_ekfac_matches_dense_matrices():
+    params, train, queries = draw(0)
+    x, y = train
+
+    def patches_and_cotangents():
+        patches = jax.lax.conv_general_dilated_patches(
+            x, (3, 3), (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )  # The order is [in, 3, 3].
+        patches = patches.reshape(N, 4, 2, 9).swapaxes(2, 3).reshape(N, 4, 18)
+        kernel = params["kernel"].reshape(18, 4)
+
+        def of(tap, tap_logits):
+            z = patches @ kernel + params["bias"][None, None] + tap
+            hidden = jnp.tanh(z).reshape(N, 16)
+            return fnet.losses.cross_entropy(hidden @ params["dense"] + tap_logits, y).sum()
+
+        zeros = jnp.zeros((N, 4, 4)), jnp.zeros((N, 3))
+        z = patches @ kernel + params["bias"][None, None]
+        return patches, jnp.tanh(z).reshape(N, 16), *jax.grad(of, (0, 1))(*zeros)
+
+    patches, hidden, of_conv, of_logits = map(np.asarray, patches_and_cotangents())
+    grads, of_queries = (
+        jax.tree.map(np.asarray, fnet.per_example_grad(loss)(params, *b)) for b in (train, queries)
+    )
+
+    def rows(tree, name):
+        return tree[name].reshape(len(tree[name]), -1)
+
+    def covariance(a):
+        a = a.reshape(-1, a.shape[-1])
+        return a.T @ a
+
+    damping, expected = 0.2, 0.0
+    kernel, dense = (
+        block(tuple(map(covariance, factors)), rows(grads, name), damping)
+        for name, factors in (("kernel", (patches, of_conv)), ("dense", (hidden, of_logits)))
+    )
+    values = np.square(grads["bias"]).mean(0)
+    bias = np.diag(1 / (values + damping * values.mean()))
+    for name, inverse in (("kernel", kernel), ("dense", dense), ("bias", bias)):
+        expected += rows(grads, name) @ inverse @ rows(of_queries, name).T
+    scorer = ekfac(loss, params, batches(train), queries, damping=damping)
+    got = Scores.of(scorer, batches(train)).values
+    chex.assert_trees_all_close(got, expected, rtol=2e-3, atol=2e-3 * np.abs(expected).max())
+
+
+def test_ekfac_of_one_layer_with_much_damping_is_an_inner_product():
+    params, train, queries = draw(0)
+    scorer = ekfac(loss, params, [train], queries, damping=1e6)
+    grads, of_queries = (fnet.per_example_grad(loss)(params, *b) for b in (train, queries))
+    expected = 0.0
+    for name in params:
+        g, q = (tree[name].reshape(len(tree[name]), -1) for tree in (grads, of_queries))
+        expected += g @ q.T / (1e6 * jnp.square(g).mean())
+    chex.assert_trees_all_close(scorer(*train), expected, rtol=1e-3, atol=1e-9)
+
+
+def test_ekfac_takes_the_curvature_of_another_loss():
+    params, train, queries = draw(0)
+
+    def twice(params, x, y):
+        return 2 * loss(params, x, y)
+
+    plain = ekfac(loss, params, [train], queries)(*train)
+    quarter = ekfac(loss, params, [train], queries, curvature_loss=twice)(*train)
+    chex.assert_trees_all_close(quarter, plain / 4, rtol=1e-3, atol=1e-4)
+
+
+def test_ekfac_rejects_no_damping_and_no_examples():
+    params, train, queries = draw(0)
+    with pytest.raises(ValueError, match="damping must be > 0, got 0"):
+        ekfac(loss, params, [train], queries, damping=0)
+    with pytest.raises(ValueError, match="expected training examples in batches, got none"):
+        ekfac(loss, params, [], queries)
+
+
+@pytest.mark.usefixtures("_chunks")
+def test_trak_matches_its_equation():
+    (first, train, queries), (second, _, _) = draw(0), draw(1)
+    key, dim, damping = jax.random.key(3), 8, 0.1
+    scorer = trak(loss, [first, second], batches(train), queries, key, dim=dim, damping=damping)
+    got = Scores.of(scorer, batches(train)).values
+
+    linear, doubts = [], []
+    for number, params in enumerate((first, second)):
+        size = sum(p.size for p in jax.tree.leaves(params))
+        signs = scores_projection(size, jax.random.fold_in(key, number), dim)
+
+        def margin(params, x, y):
+            p = jnp.take_along_axis(jax.nn.softmax(cnn(params, x)), y[:, None], 1)[:, 0]
+            return jnp.log(p) - jnp.log1p(-p), p
+
+        def features(batch, params=params, signs=signs):
+            rows = fnet.per_example_grad(margin, has_aux=True)(params, *batch)
+            grads, p = rows
+            flat = [np.asarray(g).reshape(len(p), -1) for g in jax.tree.leaves(grads)]
+            return np.concatenate(flat, 1) @ signs, np.asarray(p)
+
+        (phi, p), (phi_q, _) = features(train), features(queries)
+        kernel = phi.T @ phi
+        kernel += damping * np.trace(kernel) / dim * np.eye(dim)
+        linear.append(phi @ np.linalg.solve(kernel, phi_q.T))
+        doubts.append(1 - p)
+    expected = np.mean(linear, 0) * np.mean(doubts, 0)[:, None]
+    chex.assert_trees_all_close(got, expected, rtol=2e-3, atol=2e-3 * np.abs(expected).max())
+
+
+def scores_projection(size, key, dim):
+    signs = np.asarray(trak_module.random_projection(jnp.eye(size), key, dim))
+    assert set(np.unique(signs)) == {-1.0, 1.0}
+    assert abs(signs.mean()) < 0.1
+    return signs
+
+
+def test_random_projection_in_blocks(monkeypatch):
+    monkeypatch.setattr(trak_module, "_BLOCK", 40)
+    signs = scores_projection(23, jax.random.key(0), 16)  # Two rows at a time.
+    assert len(np.unique(signs, axis=0)) == 23
+    rows = np.random.default_rng(0).normal(size=(4, 23)).astype(np.float32)
+    got = trak_module.random_projection(jnp.asarray(rows), jax.random.key(0), 16)
+    chex.assert_trees_all_close(got, rows @ signs, rtol=1e-4, atol=1e-5)
+
+
+def test_trak_rejects_no_checkpoint():
+    _, train, queries = draw(0)
+    with pytest.raises(ValueError, match="trak: expected at least one checkpoint, got none"):
+        trak(loss, [], [train], queries, jax.random.key(0))
+
+
+def test_top_of_a_query():
+    values = Scores(np.array([[0.0, 3.0], [-2.0, 1.0], [1.0, 2.0], [0.5, -1.0]]))
+    helpful, harmful = values.top(1, 2)
+    assert helpful.tolist() == [0, 2]
+    assert harmful.tolist() == [3, 1]
