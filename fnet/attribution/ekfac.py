@@ -11,7 +11,6 @@ from fnet import checks
 from fnet.attribution.scores import Scorer, gradients, products, sum_of_gradients
 from fnet.autodiff.examples import PerExampleLoss, examples
 from fnet.autodiff.per_example.backward import per_example_gradients
-from fnet.autodiff.per_example.parameter_gradients import FactoredGradients
 
 
 def ekfac(
@@ -139,12 +138,19 @@ class _Basis(NamedTuple):
         matrices = _rotate(coordinates, self.left, self.right, "gsr,bgrc,gdc->bgsd")
         # Elements only move, so the transposition is the inverse.
         to_param = jax.linear_transpose(self.as_matrices, like[0])
-        return jax.vmap(lambda m: to_param(m)[0])(matrices)
+        grads: Array = jax.vmap(lambda m: to_param(m)[0])(matrices)
+        return grads
 
 
 def _rotate(matrices: Array, left: Any, right: Any, subscripts: str) -> Array:
-    highest = jax.lax.Precision.HIGHEST
-    return jnp.einsum(subscripts, left, matrices, right, precision=highest, optimize="greedy")
+    rotated: Array = jnp.einsum(
+        subscripts, left, matrices, right, precision=jax.lax.Precision.HIGHEST, optimize="greedy"
+    )
+    return rotated
+
+
+def _covariance(factor: Array) -> Array:
+    return jnp.einsum("gbtr,gbts->grs", factor, factor)
 
 
 def _bases(loss: PerExampleLoss, params: Any, batches: Iterable[tuple[Any, ...]]) -> list[_Basis]:
@@ -156,10 +162,9 @@ def _bases(loss: PerExampleLoss, params: Any, batches: Iterable[tuple[Any, ...]]
         result = per_example_gradients("ekfac", loss, params, examples("ekfac", batch))
         found = {}
         for i, g in result.separate().items():
-            as_matrices = g.as_matrices() if isinstance(g, FactoredGradients) else None
-            if as_matrices is not None:
-                maps[i] = as_matrices
-                found[i] = tuple(jnp.einsum("gbtr,gbts->grs", f, f) for f in g.factors())
+            if (factors := g.kronecker_factors()) is not None:
+                maps[i] = factors.as_matrices
+                found[i] = _covariance(factors.u), _covariance(factors.v)
         return found
 
     totals: Any = None

@@ -117,7 +117,7 @@ def _then(
 
 def _width(params: Any, e: Examples) -> int:
     """Number of examples whose gradients are materialized at a time."""
-    size = sum(p.size for p in jax.tree.leaves(params))
+    size = sum(int(p.size) for p in jax.tree.leaves(params))
     return max(min(_CHUNK_BYTES // max(4 * size, 1), e.size), 1)
 
 

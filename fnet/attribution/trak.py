@@ -87,7 +87,8 @@ def trak(
             rows = rows / doubt[:, None]
             return random_projection(rows, jax.random.fold_in(key, number), dim), doubt
 
-        return gradients("trak", loss, checkpoints[number], batch, project)
+        result: tuple[Array, Array] = gradients("trak", loss, checkpoints[number], batch, project)
+        return result
 
     compiled = jax.jit(features, static_argnums=0)
     kernels = [jnp.zeros((dim, dim)) for _ in checkpoints]
@@ -99,15 +100,16 @@ def trak(
     def weights_of(number: int) -> Array:
         kernel, (phi, _) = kernels[number], compiled(number, queries)
         ridge = damping * jnp.trace(kernel) / dim
-        return jnp.linalg.solve(kernel + ridge * jnp.eye(dim), phi.T)
+        solution: Array = jnp.linalg.solve(kernel + ridge * jnp.eye(dim), phi.T)
+        return solution
 
     weights = [weights_of(number) for number in range(len(checkpoints))]
 
     def scorer(*batch: Any) -> Array:
         results = [features(number, batch) for number in range(len(checkpoints))]
         linear = [phi @ w for (phi, _), w in zip(results, weights, strict=True)]
-        doubts = jnp.stack([doubt for _, doubt in results]).mean(0)
-        return jnp.stack(linear).mean(0) * doubts[:, None]
+        doubts = [doubt for _, doubt in results]
+        return jnp.stack(linear).mean(0) * jnp.stack(doubts).mean(0)[:, None]
 
     return scorer
 
@@ -124,4 +126,5 @@ def random_projection(rows: Array, key: Array, dim: int) -> Array:
         return total + jnp.matmul(block, signs, precision=jax.lax.Precision.HIGHEST), None
 
     zeros = jnp.zeros((len(rows), dim), rows.dtype)
-    return jax.lax.scan(add, zeros, jnp.arange(blocks))[0]
+    total, _ = jax.lax.scan(add, zeros, jnp.arange(blocks))
+    return total

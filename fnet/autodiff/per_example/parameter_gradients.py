@@ -107,6 +107,20 @@ def cancels(squares_of_terms: Array, squared_norms: Array) -> Array:
     return squares_of_terms > _CANCELLATION**2 * squared_norms
 
 
+class KroneckerFactors(NamedTuple):
+    """Factors of the gradients of one parameter: ``G_b = sum_t u_bt v_bt^T`` in each group.
+
+    Attributes:
+      u: [groups, batch, time, rows].
+      v: [groups, batch, time, cols].
+      as_matrices: Moves the elements of an array like the parameter: [groups, rows, cols].
+    """
+
+    u: Array
+    v: Array
+    as_matrices: Callable[[Array], Array]
+
+
 class ParameterGradients(Protocol):
     """The gradients of all examples with respect to one parameter."""
 
@@ -133,6 +147,10 @@ class ParameterGradients(Protocol):
 
     def products_with(self, other: "ParameterGradients | None", weights: Array) -> Array | None:
         """Inner products with a weighted sum of other gradients if factors give them, or None."""
+        return None
+
+    def kronecker_factors(self) -> "KroneckerFactors | None":
+        """Factors whose products are the gradients, or None."""
         return None
 
     def rows(self) -> list[Array]:
@@ -220,7 +238,8 @@ class SeparateGradients(GroupGradients):
     def inner_products(self, directions: Mapping[int, Array]) -> Array:
         """See `GroupGradients`."""
         products = (g.inner_products(directions[i]) for i, g in self.by_param.items())
-        return functools.reduce(jnp.add, products, jnp.zeros(()))
+        total: Array = functools.reduce(jnp.add, products, jnp.zeros(()))
+        return total
 
     def weighted_sums(
         self, scales: Mapping[int, Array], is_rough: Mapping[int, Array | None]
@@ -277,7 +296,7 @@ class UseInputs(NamedTuple):
 
     def from_param(self, param: Array) -> Array:
         """Return the view of an array like the parameter, [stack, *view]."""
-        view = self.use.view.from_param(param)
+        view: Array = self.use.view.from_param(param)
         return view.reshape(-1, *view.shape[len(self.use.view.scans) :])
 
     def to_param(self, gradient: Array, param: Any) -> Array:
@@ -328,23 +347,24 @@ class FactoredGradients(ParameterGradients):
         products = (part.inner_products(direction) for part in self._parts())
         return functools.reduce(jnp.add, products)
 
-    def factors(self) -> tuple[Array, Array] | None:
+    def _factors(self) -> tuple[Array, Array] | None:
         """Factors of the gradients, see `OuterProducts`, if a single use gives them, or None."""
         (first, *others), equation = self.inputs, self.inputs[0].use.equation
         if others or first.use.view.has_repeats or not isinstance(equation, Dot | Convolution):
             return None
         return equation.factors(*first.arranged())
 
-    def as_matrices(self) -> Callable[[Array], Array] | None:
-        """Return the map of an array like the parameter to one like the products of `factors`.
-
-        It only moves elements: [*parameter] -> [groups, rows, cols]. None if there are no
-        `factors`, or if they are not those of the whole parameter.
-        """
-        first = self.inputs[0]
-        if first.use.view.elements.size != self.param.size or self.factors() is None:
+    def kronecker_factors(self) -> KroneckerFactors | None:
+        """See `ParameterGradients`."""
+        first, factors = self.inputs[0], self._factors()
+        if factors is None or first.use.view.elements.size != self.param.size:
             return None
-        return lambda param: first.use.equation.as_matrix(first.from_param(param))
+
+        def as_matrices(param: Array) -> Array:
+            matrices: Array = first.use.equation.as_matrix(first.from_param(param))
+            return matrices
+
+        return KroneckerFactors(*factors, as_matrices)
 
     def products_with(self, other: ParameterGradients | None, weights: Array) -> Array | None:
         """Inner products with a weighted sum of other gradients, from factors alone, [batch].
@@ -354,7 +374,7 @@ class FactoredGradients(ParameterGradients):
         """
         if not isinstance(other, FactoredGradients) or len(self.inputs) != len(other.inputs):
             return None
-        factors, others = self.factors(), other.factors()
+        factors, others = self._factors(), other._factors()
         if factors is None or others is None or not self.inputs[0].is_like(other.inputs[0]):
             return None
         (u, v), (other_u, other_v) = factors, others
@@ -718,17 +738,21 @@ class _Part(NamedTuple):
         if self.is_small():
             return self._materialized().inner_products(own)
         if not self.is_materialized():
-            products = (
-                i.use.equation.inner_products(*i.arranged(), i.from_param(direction))
-                for i in self.inputs
+            total: Array = functools.reduce(
+                jnp.add,
+                [
+                    i.use.equation.inner_products(*i.arranged(), i.from_param(direction))
+                    for i in self.inputs
+                ],
             )
-            return functools.reduce(jnp.add, products)
+            return total
         chunks, part = self._chunks()
 
         def of_chunk(number: Array) -> Array:
             return MaterializedGradients(part(number).materialize()).inner_products(own)
 
-        return jax.lax.map(of_chunk, jnp.arange(chunks)).T.ravel()
+        products: Array = jax.lax.map(of_chunk, jnp.arange(chunks))
+        return products.T.ravel()
 
     def _materialized(self) -> "MaterializedGradients":
         return MaterializedGradients(ghost_norm.computed_once(self.materialize()))
