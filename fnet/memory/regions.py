@@ -13,7 +13,9 @@ losses, and gradient accumulation for losses of single examples.
 """
 
 import functools
+import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -285,9 +287,11 @@ class _Finder:
         if depth == self.depth or whole <= least or bound <= 0:
             return whole, [Whole(eqns)] if eqns else []
         roots = list(_roots(eqns, self.params))
-        # After two regions, the rows are known.
-        for chosen in ([r for r in roots if r[1] == size], roots)[depth < 2 :]:
-            found = [self._follow(eqns, results, *r) for r in chosen]
+        known = [r for r in roots if depth >= 2 and r[1] == size]  # after two regions
+        pairs = lambda: itertools.islice(_pair_roots(eqns, self.params), MOST_AXES)  # noqa: E731
+        found: list[_Found] = []
+        for choose in (lambda: known, lambda: roots, pairs):
+            found += [self._follow(eqns, results, *r) for r in choose()]
             promising = [f for f in found if f.score >= max(least, f.kept)]
             if promising:
                 break
@@ -548,6 +552,23 @@ def _roots(
         if len(roots) > 1:
             large = sorted(roots, key=nbytes, reverse=True)[:4]
             yield from (({v: roots[v]}, size) for v in large)
+
+
+def _pair_roots(
+    eqns: Sequence[JaxprEqn], params: Collection[Var]
+) -> Iterator[tuple[dict[Var, int], int]]:
+    """Operands of one axis that meet on two axes of a result, such as ``y[:, None] > y[None]``.
+
+    If one of them is cut, and the other is whole, the pairs are rows.
+    """
+    classes = AxisClasses(eqns)
+    axes = lambda v: list(zip(classes.of(v), aval(v).shape, strict=True))  # noqa: E731
+    for eqn in sorted(eqns, key=made_bytes, reverse=True):
+        uses = Counter(v for v in variables(eqn.invars) if v not in params)
+        for pairs in [g for v in eqn.outvars for g, n in Counter(axes(v)).items() if n > 1 < g[1]]:
+            for v, count in uses.items():
+                if count == axes(v).count(pairs) == 1:
+                    yield {v: axes(v).index(pairs)}, pairs[1]
 
 
 def _jaxpr(eqns: list[JaxprEqn], inputs: list[Var], outputs: list[Var]) -> Jaxpr:

@@ -17,7 +17,7 @@ from fnet.cpu.tracing import traced_for
 from fnet.jaxpr import find_equations
 from fnet.memory import regions
 from fnet.memory.proposals import KeptRows
-from fnet.memory.regions import NOTHING, Kept, Region, cut, divide
+from fnet.memory.regions import NOTHING, Kept, Region, Whole, cut, divide
 from fnet.memory.windows import trace_inlined
 
 QUICK = settings(
@@ -297,6 +297,17 @@ def _results(part):
     if isinstance(part, Region):
         return part.jaxpr.outvars
     return [v for e in part.eqns for v in e.outvars]
+
+
+def test_pairs_of_one_array_are_computed_by_its_rows():
+    def loss(params, label):
+        return (label[:, None] > label[None]).sum() * params["a"][0].sum()
+
+    params, batch, _ = arguments()
+    found = division(loss, (params, batch["y"][:, 0]))
+    assert [region.size for region in found.regions] == [N]
+    wholes = [e for p in found.parts if isinstance(p, Whole) for e in p.eqns]
+    assert max(v.aval.size for e in wholes for v in e.outvars) < N * N
 
 
 def test_what_mixes_rows_is_named():
