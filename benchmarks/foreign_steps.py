@@ -10,7 +10,7 @@ A step fits if its compiled peak is within the budget. Its gradient is compared 
 by the norm of the difference. FLOPs are counted in traced programs (`fnet.memory.estimate_cost`).
 Planning is in CPU seconds, relative to those of compiling the plain step. With ``--resident``, the
 steps run, and the high-water mark of the process is compared with the budget. There, arrays from
-64 KiB on are mapped separately: what compilers freed before, and arrays take again, would not count.
+64 KiB on are mapped separately. Otherwise, memory that a compiler freed before would not count.
 """
 
 import argparse

@@ -288,19 +288,32 @@ class _Finder:
             return whole, [Whole(eqns)] if eqns else []
         roots = list(_roots(eqns, self.params))
         known = [r for r in roots if depth >= 2 and r[1] == size]  # after two regions
-        pairs = lambda: itertools.islice(_pair_roots(eqns, self.params), MOST_AXES)  # noqa: E731
-        found: list[_Found] = []
-        for choose in (lambda: known, lambda: roots, pairs):
-            found += [self._follow(eqns, results, *r) for r in choose()]
+        pairs = itertools.islice(_pair_roots(eqns, self.params), MOST_AXES)
+        reason = ""
+        for some in (known, roots, pairs):
+            found = [self._follow(eqns, results, *r) for r in some]
+            largest = max(found, key=lambda f: sum(map(nbytes, f.roots)), default=None)
+            reason = reason or (largest.reason if largest else "")
             promising = [f for f in found if f.score >= max(least, f.kept)]
-            if promising:
+            promising.sort(key=lambda f: (f.size != size, -f.score))
+            if best := self._best(eqns, results, depth, min(bound, whole), promising):
+                return best
+            if promising and bound < whole:  # Another division is better, and the search is long.
                 break
-        largest = max(found, key=lambda f: sum(map(nbytes, f.roots)), default=None)
-        reason = largest.reason if largest else "no argument beside the parameters has rows"
-        best: tuple[int, list[Region | Whole]] = whole, [Whole(eqns, reason)]
-        promising.sort(key=lambda f: (f.size != size, -f.score))
+        return whole, [Whole(eqns, reason or "no argument beside the parameters has rows")]
+
+    def _best(
+        self,
+        eqns: list[JaxprEqn],
+        results: Collection[Var],
+        depth: int,
+        bound: float,
+        candidates: Iterable[_Found],
+    ) -> tuple[int, list[Region | Whole]] | None:
+        """Divide equations at one of the first candidates, as `find`; None if none is better."""
+        best: tuple[int, list[Region | Whole]] | None = None
         tries = 1 if depth else 3
-        for candidate in promising:
+        for candidate in candidates:
             if not tries:
                 break
             region, before, after = self._extract(eqns, candidate)
@@ -310,13 +323,13 @@ class _Finder:
             read = {v for e in after for v in variables(e.invars)}
             read |= {*region.jaxpr.invars, *results}
             kept = sum(map(nbytes, region.jaxpr.outvars))
-            bound = min(bound, best[0])
             inner = depth + 1, candidate.size
             more, parts_before = self.find(before, read, *inner, bound - kept)
             kept += more
             more, parts_after = self.find(after, results, *inner, bound - kept)
             kept += more
-            if kept < best[0]:
+            if kept < bound:
+                bound = kept
                 best = kept, [*parts_before, region, *parts_after]
         return best
 
