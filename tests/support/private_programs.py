@@ -72,6 +72,8 @@ ACTIVATION = {
     "centered": lambda h: h - h.mean(-1, keepdims=True),
     "bfloat16": lambda h: h.astype(BF16),
     "top 2": lambda h: jnp.concatenate([lax.top_k(h, 2)[0]] * 2, -1),
+    "equal functions": lambda h: jnp.tanh(h) - (jnp.exp(h) - jnp.exp(-h)) / (jnp.exp(h) + jnp.exp(-h)),
+    "sum of a softmax": lambda h: jax.nn.softmax(h).sum(-1, keepdims=True) * jnp.ones_like(h),
     "cancelled": lambda h: jnp.square(h) * 1.1 - (h * 1.1) * (0.999 * h),
     "cg": lambda h: jax.vmap(jax.vmap(cg))(h.astype(jnp.float32)),
 } | {name: with_backward(name) for name in BACKWARD}  # fmt: skip

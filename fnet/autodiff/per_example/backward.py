@@ -346,7 +346,8 @@ class _Results(NamedTuple):
       aux: Leaves of ``aux``.
       materialized: Per-example gradients [batch, *leaf] by index of the leaf.
       inputs: Data and cotangents of the uses of each other leaf.
-      squares: `upper_squared_norms` [batch] by parameter, for those with a use that gives norms.
+      squares: `upper_squared_norms` [batch, *scan_lengths] by parameter, for those with a use
+        that gives norms.
     """
 
     losses: Array
@@ -396,7 +397,7 @@ def _differentiate(name: str, plan: _Plan, examples: Examples) -> _Results:
     for use, x, ct, shape in zip(plan.uses, data, cts, shapes[2], strict=True):
         leaf = use.view.param
         if use.gives_norm:
-            squares[leaf] = rows_of(ct, use.scan_lengths, size).reshape(size, -1).sum(1)
+            squares[leaf] = rows_of(ct, use.scan_lengths, size)
         else:
             of_use = _inputs_of(use, x, ct, shape, size, plan.width)
             inputs.setdefault(leaf, []).append(of_use)

@@ -95,6 +95,11 @@ def rows_of(value: Value, shape: Sequence[int], batch: int, axis: int = 0) -> Ar
     return jnp.moveaxis(_split(value, shape, batch), value.axis, axis)
 
 
+def rows_from(values: Array) -> Rows:
+    """Return values [batch, ...] of all examples as rows."""
+    return Rows(values.reshape(-1, *values.shape[2:]) if values.ndim > 1 else values, 0)
+
+
 def _split(value: Rows, shape: Sequence[int], batch: int) -> Array:
     """Return the array with the batch axis before the axis that it was merged with."""
     a = value.axis

@@ -28,7 +28,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from fnet.autodiff.examples import Examples, is_key
 from fnet.autodiff.per_example import ghost_norm
-from fnet.autodiff.per_example.batching import Rows, rows_of, run_for_batch
+from fnet.autodiff.per_example.batching import Rows, rows_from, rows_of, run_for_batch
 from fnet.autodiff.per_example.custom_rules import AnyEquation
 from fnet.autodiff.per_example.ghost_norm import (
     Convolution,
@@ -37,7 +37,7 @@ from fnet.autodiff.per_example.ghost_norm import (
     Estimate,
     squared_norms_of,
 )
-from fnet.autodiff.per_example.taps import Use, evaluate_with_taps
+from fnet.autodiff.per_example.taps import Use, Weighed, evaluate_with_taps
 from fnet.precision import sum_dtype, upcast
 
 T = TypeVar("T")
@@ -1017,7 +1017,7 @@ class RematerializedGradients(GroupGradients):
       leaves: Its first arguments: the parameters, and values derived from them.
       examples: The batch.
       uses: The use of each parameter. Its tap gives norms.
-      squares: `upper_squared_norms` [batch] by index of the parameter.
+      squares: `upper_squared_norms` [batch, *scan_lengths] by index of the parameter.
     """
 
     loss: ClosedJaxpr
@@ -1032,7 +1032,8 @@ class RematerializedGradients(GroupGradients):
 
     def squared_norms(self, whole: bool) -> dict[int, SquaredNorms]:
         """See `GroupGradients`."""
-        return {i: SquaredNorms(a, jnp.zeros_like(a)) for i, a in self.squares.items()}
+        totals = {i: a.reshape(len(a), -1).sum(1) for i, a in self.squares.items()}
+        return {i: SquaredNorms(a, jnp.zeros_like(a)) for i, a in totals.items()}
 
     def materialize(self) -> dict[int, Array]:
         """See `GroupGradients`."""
@@ -1078,7 +1079,8 @@ class RematerializedGradients(GroupGradients):
 
         It is the sum of the losses, as a function of the parameters in float32 or wider. Weights
         enter where a parameter meets data: a weighted loss would pass other cotangents through
-        the layers behind, which need not treat them in proportion.
+        the layers behind, which need not treat them in proportion. Norms of the first pass enter,
+        too, see `Weighed`.
         """
         scales = scales_by_param[next(iter(self.squares))]
         included = scales != 0
@@ -1090,20 +1092,25 @@ class RematerializedGradients(GroupGradients):
             a = jax.random.clone(a) if is_key(a) else a  # The same masks as in the first pass.
             return a[index]
 
-        def of_one(wide: dict[int, Any], scale: Array, leaves: list[Any], *batch: Any) -> Array:
-            taps = [use.view.scale * use.view.from_param(wide[use.view.param]) for use in self.uses]
+        def of_one(
+            wide: dict[int, Any], scale: Array, squares: list[Array], leaves: list[Any], *batch: Any
+        ) -> Array:
+            views = (use.view.scale * use.view.from_param(wide[use.view.param]) for use in self.uses)
+            taps = list(map(Weighed, views, squares))
             (losses, *_), _ = evaluate_with_taps(
                 self.loss, [*leaves, *batch], self.uses, taps, scale
             )
             return cast(Array, losses)
 
         leaves = list(self.leaves)
+        counted = [replace(self.squares[use.view.param]) for use in self.uses]
 
         def total_loss(wide: dict[int, Any]) -> Array:
-            one = self.examples.of_size(1)
-            program = jax.make_jaxpr(of_one)(wide, scales[0], leaves, *one)
+            one, own = self.examples.of_size(1), [a[0] for a in counted]
+            program = jax.make_jaxpr(of_one)(wide, scales[0], own, leaves, *one)
             rows = [Rows(replace(a), 0) for a in self.examples.leaves]
-            args = [*jax.tree.leaves(wide), Rows(scales, 0), *leaves, *rows]
+            squares = [rows_from(a) for a in counted]
+            args = [*jax.tree.leaves(wide), Rows(scales, 0), *squares, *leaves, *rows]
             losses, *_ = run_for_batch(program, args, size, keep_rules=True)
             return rows_of(losses, (1,), size)[:, 0].sum()
 

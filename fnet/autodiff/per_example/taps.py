@@ -239,6 +239,21 @@ class Use(NamedTuple):
         )
 
 
+class Weighed(NamedTuple):
+    """Tap of a use that gives norms, in the pass that sums weighted gradients.
+
+    XLA may round the two passes differently, and a gradient may consist of rounding errors. The
+    second pass therefore shrinks what an example adds to the norm that the first pass counted.
+
+    Attributes:
+      wide: A float array like the view, with its scans first. Its cotangent is the weighted sum.
+      squares: Squared norm of the example's gradient in the first pass, [*scan_lengths].
+    """
+
+    wide: Array
+    squares: Array
+
+
 class Uses(NamedTuple):
     """All uses of parameters in a function.
 
@@ -362,8 +377,7 @@ def evaluate_with_taps(
       taps: Zeros for each use. They have the shapes of the equation's results in all iterations,
         and their cotangents are the cotangents of these results. If a use gives norms, its tap is
         [*scan_lengths], and the cotangent is the squared norm of the view's gradient.
-      scale: If given, the tap of a use that gives norms is a wide float array like the view, with
-        its scans first. Its cotangent is the gradient times this number.
+      scale: Weight of the example. If given, taps of uses that give norms are `Weighed`.
 
     Returns:
       The results, and the data [*scan_lengths, ...] that each use combines with the parameter.
@@ -525,14 +539,17 @@ def _add_norm(use: Use, out: Array, x: Array, zero: Array) -> Array:
         return out
 
     def backward(x: Array, ct: Array) -> tuple[Array, None, Array]:
-        ct_of_elements = use.view.unscale(ct)
-        x, ct_of_elements = (a[None, None, None] for a in (x, ct_of_elements))
-        squares = upper_squared_norms(use.equation, x, ct_of_elements)
-        return ct, None, squares[0].astype(jnp.float32)
+        return ct, None, _squares_of_use(use, x, ct)
 
     with_norm.defvjp(lambda out, x, zero: (out, x), backward)
     result: Array = with_norm(out, jax.lax.stop_gradient(x), zero)
     return result
+
+
+def _squares_of_use(use: Use, x: Array, ct: Array) -> Array:
+    """Upper bound of the squared norm of a use's gradient for one example, float32 []."""
+    x, ct = (a[None, None, None] for a in (x, use.view.unscale(ct)))
+    return upper_squared_norms(use.equation, x, ct)[0].astype(jnp.float32)
 
 
 def is_floating(a: Any) -> bool:
@@ -541,38 +558,46 @@ def is_floating(a: Any) -> bool:
 
 
 def _weigh(
-    eqn: JaxprEqn, use: Use, out: Array, inputs: Sequence[Any], wide: Array, scale: Array
+    eqn: JaxprEqn, use: Use, out: Array, inputs: Sequence[Any], given: "Weighed", scale: Array
 ) -> Array:
-    """Return ``out``. The cotangent of ``wide`` is ``scale`` times the gradient of the operand.
+    """Return ``out``. The cotangent of ``given.wide`` is ``scale`` times the operand's gradient.
 
-    Both are float32 or wider, and so is the sum over a batch, whatever the dtype of the equation.
+    It is float32 or wider, and so is the sum over a batch, whatever the dtype of the equation.
     The cotangent of ``out`` is not scaled, so the backward pass before it is that of the loss.
     """
     operand, data = use.operand, use.equation.data
-    # The smaller of the two factors of the gradient is scaled.
-    scales_data = data is not None and is_floating(inputs[data]) and inputs[data].size < out.size
-    wide_eqn = with_dtypes(eqn, lambda _: wide.dtype)
+    wide_eqn = with_dtypes(eqn, lambda _: given.wide.dtype)
 
     @jax.custom_jvp
-    def weighed(out: Array, wide: Array, scale: Array, inputs: list[Any]) -> Array:
-        return out
+    def of_operand(out: Array, wide: Array, inputs: list[Any]) -> Array:
+        return out.astype(wide.dtype)  # Nobody reads it.
 
-    @weighed.defjvp
+    @of_operand.defjvp
     def _(primals: Any, tangents: Any) -> tuple[Array, Array]:
-        out, _, scale, inputs = primals
+        _, wide, inputs = primals
         inputs = [a.astype(wide.dtype) if is_floating(a) else a for a in inputs]
 
-        if scales_data:
-            inputs[data] = scale * inputs[data]
-
-        def of_operand(parameter: Array) -> Array:
+        def function(parameter: Array) -> Array:
             values = [*inputs[:operand], parameter, *inputs[operand + 1 :]]
             result: Array = evaluate(wide_eqn, values)[0]
             return result
 
-        _, tangent = jax.jvp(of_operand, (inputs[operand],), (tangents[1],))
-        tangent = tangent if scales_data else scale * tangent
-        return out, tangents[0] + tangent.astype(out.dtype)
+        _, tangent = jax.jvp(function, (inputs[operand],), (tangents[1],))
+        return of_operand(*primals), tangent
 
-    weighed_out: Array = weighed(out, wide, scale, list(inputs))
+    @jax.custom_vjp
+    def weighted(a: Array, x: Array, scale: Array, squares: Array) -> Array:
+        return a
+
+    def backward(residuals: Any, ct: Array) -> tuple[Array, None, None, None]:
+        x, scale, squares = residuals
+        own = _squares_of_use(use, x, ct)
+        shrink = jnp.where(own > squares, jnp.sqrt(squares) / jnp.sqrt(own), 1)
+        return ct * (scale * shrink).astype(ct.dtype), None, None, None
+
+    weighted.defvjp(lambda a, *residuals: (a, residuals), backward)
+    x = jnp.zeros(0) if data is None else inputs[data]
+    contribution = of_operand(jax.lax.stop_gradient(out), given.wide, list(inputs))
+    contribution = weighted(contribution, jax.lax.stop_gradient(x), scale, given.squares)
+    weighed_out: Array = tap(out, contribution.astype(out.dtype))
     return weighed_out
