@@ -9,6 +9,7 @@ jax_privacy does not need to be installed. Arguments and results follow its vers
 """
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -108,7 +109,7 @@ def clipped_grad(
     ================================  ===========================================================
     differs from jax_privacy          here
     ================================  ===========================================================
-    dtypes                            sums are accumulated in float32 or wider, then cast
+    dtypes                            sums are float32 or wider, also for bfloat16 parameters
     padding                           has a ``grad_norms`` of 0
     microbatches of padding only      are skipped wherever they are, not only at the end
     ``nan_safe=False``                the whole sum is NaN if a gradient is not finite
@@ -131,7 +132,9 @@ def clipped_grad(
       pre_clipping_transform: Function of an example's gradient that returns what is clipped.
       microbatch_size: Number of examples at a time. By default all.
       nan_safe: Whether examples with a gradient that is not finite contribute 0.
-      dtype: Dtype of the result. By default the dtypes of the gradients.
+      dtype: Dtype of the result, by default float32 or wider. In a narrower one, the sum of n
+        examples is rounded by up to ``n * eps / 2`` bounds, which ``sensitivity()`` leaves out.
+        There is a warning; add the noise before you cast.
       prng_argnum: Argument that is a random key, or a tree of keys. Each example gets its own.
       spmd_axis_name: See `jax.vmap`.
       grid_scale: Number of steps of a grid per ``l2_clip_norm``: each clipped gradient is divided
@@ -168,6 +171,12 @@ def clipped_grad(
     References:
       `jax_privacy.clipping.clipped_grad`, https://github.com/google-deepmind/jax_privacy.
     """
+    if dtype is not None and jnp.dtype(dtype).itemsize < 4:
+        warnings.warn(
+            f"clipped_grad: a sum that is rounded to {jnp.dtype(dtype).name} may move by more than "
+            "sensitivity(). Add the noise before you cast it",
+            stacklevel=2,
+        )
     numbers = _as_tuple(argnums)
     batch_numbers = _as_tuple(batch_argnums)
     _check_numbers(numbers, batch_numbers)
@@ -192,7 +201,6 @@ def clipped_grad(
                 lambda key: jax.random.split(key, size), args[prng_argnum]
             )
         params = tuple(args[i] for i in numbers)
-        gradient_like = params[0] if isinstance(argnums, int) else params
 
         def value_and_aux(params: Any, row: Any) -> tuple[Array, Any]:
             """Call ``fun`` for one example."""
@@ -263,10 +271,7 @@ def clipped_grad(
                 if nan_safe
                 else jnp.where(nonfinite > 0, jnp.nan, 1 / normalize_by)
             )
-            like = jax.eval_shape(transform, gradient_like)
-            total = jax.tree.map(
-                lambda g, like: (g * scale).astype(dtype or like.dtype), total, like
-            )
+            total = jax.tree.map(lambda g: (g * scale).astype(dtype or g.dtype), total)
         if not (has_aux or return_values or return_grad_norms):
             return total
         aux = per_example.aux
