@@ -1095,8 +1095,9 @@ class RematerializedGradients(GroupGradients):
         def of_one(
             wide: dict[int, Any], scale: Array, squares: list[Array], leaves: list[Any], *batch: Any
         ) -> Array:
-            views = (use.view.scale * use.view.from_param(wide[use.view.param]) for use in self.uses)
-            taps = list(map(Weighed, views, squares))
+            views = [(use.view, wide[use.view.param]) for use in self.uses]
+            wide_views = (view.scale * view.from_param(a) for view, a in views)
+            taps = list(map(Weighed, wide_views, squares))
             (losses, *_), _ = evaluate_with_taps(
                 self.loss, [*leaves, *batch], self.uses, taps, scale
             )
