@@ -288,6 +288,26 @@ def _slice_layers(eqn: JaxprEqn, inputs: list[Any]) -> Sequence[Any]:
     return [weight.map_parts(lambda a: jax.lax.slice_in_dim(a, first, last, stride), weight.view)]
 
 
+def _gather_layers(eqn: JaxprEqn, inputs: list[Any]) -> Sequence[Any]:
+    """Choose stacked layers by number, as in ``w[i]`` for data ``i``: one, or one per example."""
+    weight, indices = inputs
+    n, rank = eqn.params["dimension_numbers"], aval(eqn.outvars[0]).ndim
+    sizes, batch = aval(eqn.invars[0]).shape, aval(eqn.invars[1]).ndim - 1
+    takes_layers = (
+        isinstance(weight, Weight)
+        and _counts_layers(weight)
+        and (n.collapsed_slice_dims, n.start_index_map, n.operand_batching_dims) == ((0,), (0,), ())
+        and tuple(eqn.params["slice_sizes"]) == (1, *sizes[1:])
+        and n.offset_dims == tuple(range(batch, rank))
+        and eqn.params["mode"] == jax.lax.GatherScatterMode.CLIP
+        and batch <= 1
+    )
+    if not takes_layers:
+        return _materialized(eqn, inputs)
+    view = weight.view if batch else weight.view[1:]
+    return [weight.map_parts(lambda a: jnp.take(a, indices[..., 0], axis=0, mode="clip"), view)]
+
+
 def _squeeze(eqn: JaxprEqn, inputs: list[Any]) -> Sequence[Any]:
     weight = inputs[0]
     if tuple(eqn.params["dimensions"]) != (0,) or not _counts_layers(weight):
@@ -485,6 +505,7 @@ _RULES: dict[str, Callable[[JaxprEqn, list[Any]], Sequence[Any]]] = {
     "pvary": _mark_as_varying,
     "slice": _slice_layers,
     "dynamic_slice": _slice_layers,
+    "gather": _gather_layers,
     "squeeze": _squeeze,
     "optimization_barrier": _barrier,
     "dot_general": _dot_general,

@@ -13,6 +13,7 @@ from fnet.layers.dropout import dropout
 from fnet.layers.dynamic_tanh import dynamic_tanh as dynamic_tanh
 from fnet.layers.embedding import embedding
 from fnet.layers.embedding import unembed as unembed
+from fnet.layers.experts import experts as experts
 from fnet.layers.feed_forward import feed_forward
 from fnet.layers.fold import fold as fold
 from fnet.layers.global_response_norm import global_response_norm as global_response_norm

@@ -77,6 +77,7 @@ ACTIVATIONS: dict[str, Activation] = {
         min_output=lambda _, dtype: float(jnp.finfo(dtype).smallest_subnormal),
     ),
     "relu": Activation(lambda z, _: jax.nn.relu(z)),
+    "relu_squared": Activation(lambda z, _: jnp.square(jax.nn.relu(z))),
     "gelu": Activation(lambda z, _: jax.nn.gelu(z)),
     "gelu_exact": Activation(lambda z, _: jax.nn.gelu(z, approximate=False)),
     "quick_gelu": Activation(lambda z, _: z * jax.nn.sigmoid(1.702 * z)),

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int
 
 from fnet import checks, chunks
 from fnet.backward_pass import save
-from fnet.layer import Children, Decode, Layer, Params, State, composite
+from fnet.layer import Children, Decode, Layer, Params, State, composite, init_children
 from fnet.layers.dense import dense
 from fnet.layers.dot_product_attention import (
     MASKED_SCORE,
@@ -22,6 +22,7 @@ from fnet.layers.dot_product_attention import (
     query_chunks,
 )
 from fnet.layers.rotary import rotary as apply_rotary
+from fnet.layers.segments import positions_in_segments
 from fnet.mesh import equally_varying
 from fnet.precision import sum_dtype
 
@@ -45,8 +46,12 @@ def attention(
     fused: bool = True,
     qk_norm: Callable[[int], Layer] | None = None,
     qk_norm_over: Literal["head", "heads"] = "head",
+    norm_rotated: bool = False,
     scale: float | None = None,
     soft_cap: float | None = None,
+    clip: float | None = None,
+    sinks: bool = False,
+    query_scale: Callable[[Array], Array] | None = None,
     chunk: int | None = None,
 ) -> Layer:
     """Multi-head self-attention: ``y = softmax(scale q k^T) v W + b``.
@@ -78,19 +83,26 @@ def attention(
       bias: whether the dense layers of queries, keys and values have biases.
       output_bias: whether the output's dense layer has a bias. None: as ``bias``.
       fused: whether one dense layer computes queries, keys and values. Otherwise there are three.
-      qk_norm: norm of queries and keys before the rotation, ``size -> layer`` (Henry et al. 2020,
+      qk_norm: norm of queries and keys, ``size -> layer`` (Henry et al. 2020,
         "Query-Key Normalization for Transformers"); None: no norm.
       qk_norm_over: whether ``qk_norm`` is over the features of each ``head``, with parameters
         that heads share, or over all ``heads`` together.
+      norm_rotated: whether ``qk_norm`` comes after the rotation.
       scale: factor of the scores. None: 1 / sqrt(head_dim).
       soft_cap: as for `fnet.dot_product_attention`.
+      clip: limit of the absolute values of queries, keys and values before the rotation, > 0; None:
+        no limit.
+      sinks: whether each head has a sink, as for `fnet.dot_product_attention`.
+      query_scale: factors of the rotated queries for positions [B, T] or [1, T], such as those of
+        Llama 4; None: 1.
       chunk: as for `fnet.dot_product_attention`.
 
     Returns:
       A layer, [B, T, D] -> [B, T, D], without state. Its params are ``query_key_value``, whose
       kernel is [D, (heads + 2 groups) head_dim] in this order, or ``query``, ``key`` and
-      ``value``; ``output``; and with ``qk_norm`` ``query_norm`` and ``key_norm``. Dense layers
-      have ``{"kernel", "bias"}``. ``apply`` also takes ``mask`` [B, T] bool, True for real tokens;
+      ``value``; ``output``; with ``qk_norm`` ``query_norm`` and ``key_norm``; and with ``sinks``
+      an array of that name, [heads]. Dense layers have ``{"kernel", "bias"}``. ``apply`` also takes
+      ``mask`` [B, T] bool, True for real tokens;
       others are not attended to. Causal attention ignores it, so padding must be at the end.
       ``segments`` [B, T], integers, numbers the documents of a row; positions attend only within
       their document. Causal attention has `fnet.layer.Decode`. Its ``init_cache`` raises
@@ -116,6 +128,7 @@ def attention(
     """
     groups = heads if groups is None else groups
     _check(width, heads, groups, head_dim, window, rotary, chunk)
+    checks.numbers("attention", "> 0", clip=clip)
     head_dim = width // heads if head_dim is None else head_dim
     sizes = {"query": heads * head_dim, "key": groups * head_dim, "value": groups * head_dim}
     projections = {"query_key_value": sum(sizes.values())} if fused else sizes
@@ -127,7 +140,11 @@ def attention(
             children[f"{name}_norm"] = qk_norm(head_dim if qk_norm_over == "head" else sizes[name])
 
     def project(
-        child: Children, x: Array, first: Array | int, length: int
+        child: Children,
+        x: Array,
+        first: Array | int,
+        length: int,
+        segments: Array | None = None,
     ) -> tuple[Array, Array, Array]:
         """Compute queries [B, T, heads, head_dim], keys and values [B, T, groups, head_dim]."""
         if x.ndim != 3:
@@ -148,13 +165,21 @@ def attention(
             q, k, v = jnp.split(qkv, (heads, heads + groups), axis=2)
         else:
             q, k, v = (split_heads(child(name, x)) for name in sizes)
-        q, k = normalize("query", q), normalize("key", k)
+        if not norm_rotated:
+            q, k = normalize("query", q), normalize("key", k)
+        if clip is not None:
+            q, k, v = (jnp.clip(a, -clip, clip) for a in (q, k, v))
+        positions = first + jnp.arange(x.shape[1])
         if rotary is not None:
-            positions = first + jnp.arange(x.shape[1])
             base = rotary(length) if callable(rotary) else rotary
             q, k = (
                 apply_rotary(a, positions, base, rotary_scale, rotary_interleaved) for a in (q, k)
             )
+        if norm_rotated:
+            q, k = normalize("query", q), normalize("key", k)
+        if query_scale is not None:
+            at = positions[None] if segments is None else positions_in_segments(segments)
+            q = q * query_scale(at)[..., None, None].astype(q.dtype)
         return q, k, v
 
     def merge_heads(y: Array) -> Array:
@@ -167,7 +192,7 @@ def attention(
         mask: Bool[Array, "b t"] | None = None,
         segments: Int[Array, "b t"] | None = None,
     ) -> Float[Array, "b t d"]:
-        q, k, v = project(child, x, 0, x.shape[1])
+        q, k, v = project(child, x, 0, x.shape[1], segments)
         y = dot_product_attention(
             q,
             k,
@@ -178,6 +203,7 @@ def attention(
             segments=segments,
             scale=scale,
             soft_cap=soft_cap,
+            sinks=child.params.get("sinks"),
             chunk=chunk,
         )
         return child("output", merge_heads(save(y)))
@@ -191,12 +217,24 @@ def attention(
         child = Children(children, params, state, None, False)
         q, k, v = project(child, x, position, cache["key"].shape[1])
         y, cache = extend_cache_and_attend(
-            cache, q, k, v, position, window=window, scale=scale, soft_cap=soft_cap
+            cache,
+            q,
+            k,
+            v,
+            position,
+            window=window,
+            scale=scale,
+            soft_cap=soft_cap,
+            sinks=params.get("sinks"),
         )
         return child("output", merge_heads(y)), cache
 
+    def init(key: Array) -> tuple[Params, State]:
+        params, state = init_children(children, key)
+        return params | ({"sinks": jnp.zeros(heads, jnp.float32)} if sinks else {}), state
+
     decode = Decode(init_cache, extend) if causal else None
-    return composite(children, apply, random=False)._replace(decode=decode)
+    return composite(children, apply, init=init, random=False)._replace(decode=decode)
 
 
 def _key_mask(mask: Array | None, x: Array, causal: bool) -> Array | None:
@@ -258,6 +296,7 @@ def extend_cache_and_attend(
     window: int | None,
     scale: float | None = None,
     soft_cap: float | None = None,
+    sinks: Float[Array, " h"] | None = None,
 ) -> tuple[Float[Array, "b t h d"], Cache]:
     """Write new positions to the cache, and attend from them to the past and to each other.
 
@@ -268,7 +307,10 @@ def extend_cache_and_attend(
     then wrong.
     """
     t, slots = q.shape[1], cache["key"].shape[1]
-    scores = _Scores(q.shape[-1] ** -0.5 if scale is None else scale, soft_cap)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if sinks is not None:
+        sinks = sinks.astype(sum_dtype(q)).reshape(1, k.shape[2], -1, 1, 1)
+    scores = _Scores(scale, soft_cap, sinks)
     new = {"key": k.astype(cache["key"].dtype), "value": v.astype(cache["value"].dtype)}
     if window is None and t > slots:
         raise ValueError(f"attention: {t} positions do not fit into a cache for {slots}")
@@ -297,10 +339,11 @@ _QUERIES, _KEYS_ON_CPU = 128, 64
 
 
 class _Scores(NamedTuple):
-    """How scores are computed: ``cap(scale q k^T)``."""
+    """How scores are computed: ``cap(scale q k^T)``, and the sinks [1, K, G, 1, 1] beside them."""
 
     scale: float
     soft_cap: float | None
+    sinks: Array | None
 
 
 def _attend_from(
@@ -369,6 +412,8 @@ def _online_softmax(
 
     rows = (*q.shape[:-1], 1)
     carry = jnp.full(rows, MASKED_SCORE, dtype), jnp.zeros(rows, dtype), jnp.zeros(q.shape, dtype)
+    if how.sinks is not None:  # as a first key with value 0
+        carry = jnp.broadcast_to(how.sinks, rows), jnp.ones(rows, dtype), carry[2]
     # In `jax.shard_map` the carry of a loop must vary over the same mesh axes throughout.
     carry = equally_varying((carry, q, k, v))[0]
     lowest = jnp.maximum(jnp.maximum(at - window + 1, first), 0) // size

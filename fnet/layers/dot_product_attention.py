@@ -30,6 +30,7 @@ def dot_product_attention(
     segments: Int[Array, "b t"] | None = None,
     scale: ArrayLike | None = None,
     soft_cap: float | None = None,
+    sinks: Float[Array, " h"] | None = None,
     chunk: int | None = None,
 ) -> Float[Array, "b t h d"]:
     """Multi-head attention ``y = softmax(scale * q k^T) v`` without materializing all scores.
@@ -53,7 +54,7 @@ def dot_product_attention(
     On NVIDIA GPUs from Ampere on, the fused kernel of cuDNN is used if cuDNN is found at
     trace time and supports the shapes
     (``jax.nn.dot_product_attention(implementation="cudnn")``). It is used for float16 and
-    bfloat16 without a mask, segments or a soft cap, for even T and S. Causal attention also
+    bfloat16 without a mask, segments, sinks or a soft cap, for even T and S. Causal attention also
     needs T = S, and a window needs causal attention. The kernel saves q, k, v, the output and one
     number per row. It supports neither forward mode (`jax.jvp`), nor second derivatives,
     nor a `jax.vmap` over only some of q, k, v and the cotangent. Chunks support all of these: pass
@@ -77,6 +78,8 @@ def dot_product_attention(
       scale: factor of the scores; default 1 / sqrt(D).
       soft_cap: c, > 0: scores become ``c tanh(scores / c)`` after scaling (Gemma Team 2024,
         "Gemma 2": 50). None: no cap.
+      sinks: score of each head's sink [H], which takes part in the softmax and has value 0 (OpenAI
+        2025, "gpt-oss-120b & gpt-oss-20b Model Card"). It is not scaled or capped. None: no sinks.
       chunk: maximum number of queries per chunk; chunks are evenly sized. By default 2^20
         scores per chunk over all heads and examples, but at least 64 queries; one chunk for
         up to 2^21 scores. With a window, at most half the window, but at least 64. Axes
@@ -99,6 +102,8 @@ def dot_product_attention(
       ((1, 6, 2, 4), True)
     """
     _check(q, k, v, mask, segments, chunk, window, soft_cap)
+    if sinks is not None:
+        checks.shapes("dot_product_attention", f"q {q.shape}", sinks=(sinks, q.shape[2:3]))
     if not q.size or not k.size:
         return jnp.zeros_like(q)
     if scale is None:
@@ -109,11 +114,11 @@ def dot_product_attention(
     size = _default_chunk(q, k, window) if chunk is None else chunk
 
     def in_chunks(q: Array, k: Array, v: Array) -> Array:
-        y: Array = _in_chunks(q, k, v, mask, segments, scale, causal, window, soft_cap, size)
+        y: Array = _in_chunks(q, k, v, mask, segments, sinks, scale, causal, window, soft_cap, size)
         return y
 
-    not_fused = chunk is not None or mask is not None or segments is not None or bool(soft_cap)
-    if not_fused or (causal and q.shape[1] != k.shape[1]):
+    given = chunk, mask, segments, soft_cap, sinks
+    if any(a is not None for a in given) or (causal and q.shape[1] != k.shape[1]):
         return in_chunks(q, k, v)
     fused = functools.partial(
         jax.nn.dot_product_attention, is_causal=causal, scale=scale, implementation="cudnn"
@@ -160,13 +165,14 @@ def _span(size: int, causal: bool, window: int | None) -> float:
 
 
 # Checkpointed twice: here, to save q, k and v in their own dtype, and around each chunk.
-@functools.partial(jax.checkpoint, static_argnums=(6, 7, 8, 9))
+@functools.partial(jax.checkpoint, static_argnums=(7, 8, 9, 10))
 def _in_chunks(
     q: Array,
     k: Array,
     v: Array,
     mask: Array | None,
     segments: Array | None,
+    sinks: Array | None,
     scale: ArrayLike,
     causal: bool,
     window: int | None,
@@ -183,6 +189,8 @@ def _in_chunks(
     if segments is not None:
         query_segments = jnp.pad(segments, ((0, 0), padding), constant_values=-1)
     starts = size * jnp.arange(n)
+    if sinks is not None:
+        sinks = upcast(sinks).reshape(1, groups, -1, 1, 1)
 
     span = _span(size, causal, window)
     bands = max(1, min(_BANDS, n // 2)) if causal and span >= s else 1
@@ -191,7 +199,7 @@ def _in_chunks(
         end = min(s, last * size) if causal else s
         static = causal, window, soft_cap, int(min(span, end))
         by_key = k[:, :, :end], v[:, :, :end], mask, (query_segments, segments)
-        attend = functools.partial(_attend, *by_key, scale, *static)
+        attend = functools.partial(_attend, *by_key, sinks, scale, *static)
         parts.append(jax.lax.map(lambda x, f=attend: f(*x), (q[first:last], starts[first:last])))
     return join_chunks(jnp.concatenate(parts), t)
 
@@ -214,12 +222,13 @@ def join_chunks(y: Float[Array, "n b k g c d"], t: int) -> Float[Array, "b t h d
     return y.reshape(b, n * size, groups * per_group, d)[:, :t]
 
 
-@functools.partial(jax.checkpoint, static_argnums=(5, 6, 7, 8))
+@functools.partial(jax.checkpoint, static_argnums=(6, 7, 8, 9))
 def _attend(
     k: Float[Array, "b k s d"],
     v: Float[Array, "b k s d"],
     mask: Bool[Array, "#b #k #g #t #s_or_more"] | None,
     segments: tuple[Array | None, Array | None],
+    sinks: Float[Array, "1 k g 1 1"] | None,
     scale: ArrayLike,
     causal: bool,
     window: int | None,
@@ -260,8 +269,14 @@ def _attend(
         scores = jnp.where(jnp.expand_dims(allowed, (1, 2)), scores, MASKED_SCORE)
 
     top = jax.lax.stop_gradient(scores.max(-1, keepdims=True))
-    weights = jnp.exp(scores - top)
-    y = product("bkgts,bksd->bkgtd", weights, v) / weights.sum(-1, keepdims=True)
+    shift = top
+    if sinks is not None:
+        shift = jnp.maximum(top, jax.lax.stop_gradient(sinks))
+    weights = jnp.exp(scores - shift)
+    total = weights.sum(-1, keepdims=True)
+    if sinks is not None:
+        total = total + jnp.exp(sinks - shift)
+    y = product("bkgts,bksd->bkgtd", weights, v) / total
     if mask is not None or window is not None or query_segments is not None:
         y = jnp.where(top <= MASKED_SCORE, 0, y)  # False for NaN, which must propagate
     return y.astype(q.dtype)

@@ -121,18 +121,22 @@ def rms_norm(
     return _norm(False, eps, x, scale, None)
 
 
-def layer_norm_layer(d: int, *, bias: bool = True, eps: float = 1e-6) -> Layer:
+def layer_norm_layer(
+    d: int, *, scale: bool = True, bias: bool = True, eps: float = 1e-6, offset: float = 0.0
+) -> Layer:
     """Layer norm as a layer; see `fnet.layer_norm` for the equation and its precision.
 
     Args:
       d: size of the last axis of the input.
+      scale: whether to multiply by a scale.
       bias: whether to add a bias. It is redundant before a dense layer with a bias, and
         without it gradients are accurate for every scale.
       eps: added to the variance.
+      offset: added to the param ``scale``, as for `fnet.layers.rms_norm`.
 
     Returns:
-      A layer, x [..., d] -> [..., d] in the dtype of x, without state. Its params are
-      ``scale`` [d], initially ones, and ``bias`` [d], initially zeros, float32.
+      A layer, x [..., d] -> [..., d] in the dtype of x, without state. Its params, if any, are
+      ``scale`` [d], initially ``1 - offset``, and ``bias`` [d], initially zeros, float32.
 
     Raises:
       ValueError: if ``d`` is below 1; when applied, if the input does not end in ``d``.
@@ -150,23 +154,26 @@ def layer_norm_layer(d: int, *, bias: bool = True, eps: float = 1e-6) -> Layer:
     checks.sizes("layer_norm", d=d)
 
     def apply(params: Params, x: Array) -> Array:
-        scale, b = upcast(params["scale"]), params.get("bias")  # pretrained ones may be bfloat16
-        return layer_norm(x, scale, None if b is None else upcast(b), eps=eps)
+        given = {name: upcast(a) for name, a in params.items()}  # pretrained may be bfloat16
+        factors = given["scale"] + offset if offset else given.get("scale")
+        return layer_norm(x, factors, given.get("bias"), eps=eps)
 
-    return from_function(lambda key: scale_and_bias(d, bias=bias), apply)
+    initial = 1 - offset if scale else None
+    return from_function(lambda key: scale_and_bias(d, initial, bias=bias), apply)
 
 
-def rms_norm_layer(d: int, *, eps: float = 1e-6, offset: float = 0.0) -> Layer:
+def rms_norm_layer(d: int, *, scale: bool = True, eps: float = 1e-6, offset: float = 0.0) -> Layer:
     """RMS norm as a layer; see `fnet.rms_norm` for the equation.
 
     Args:
       d: size of the last axis of the input.
+      scale: whether to multiply by a scale.
       eps: added to the mean square.
       offset: added to the param ``scale``. It is 1 in Gemma, whose weights are stored as
         ``scale - 1``.
 
     Returns:
-      A layer, x [..., d] -> [..., d] in the dtype of x, without state. Its param is
+      A layer, x [..., d] -> [..., d] in the dtype of x, without state. Its param, if any, is
       ``scale`` [d], initially ``1 - offset``, float32.
 
     Raises:
@@ -185,16 +192,19 @@ def rms_norm_layer(d: int, *, eps: float = 1e-6, offset: float = 0.0) -> Layer:
     checks.sizes("rms_norm", d=d)
 
     def apply(params: Params, x: Array) -> Array:
-        scale = upcast(params["scale"])  # pretrained weights may be bfloat16
-        return rms_norm(x, scale + offset if offset else scale, eps=eps)
+        if not scale:
+            return rms_norm(x, None, eps=eps)
+        factors = upcast(params["scale"])  # pretrained weights may be bfloat16
+        return rms_norm(x, factors + offset if offset else factors, eps=eps)
 
-    return from_function(lambda key: scale_and_bias(d, 1 - offset, bias=False), apply)
+    initial = 1 - offset if scale else None
+    return from_function(lambda key: scale_and_bias(d, initial, bias=False), apply)
 
 
-def scale_and_bias(d: int, scale: float = 1, *, bias: bool = True) -> Params:
+def scale_and_bias(d: int, scale: float | None = 1, *, bias: bool = True) -> Params:
     """Build the initial params of a norm over an axis of size ``d``, float32."""
-    arrays = {"scale": jnp.full(d, scale, jnp.float32)}
-    return arrays | ({"bias": jnp.zeros(d, jnp.float32)} if bias else {})
+    initial = {"scale": scale, "bias": 0 if bias else None}
+    return {name: jnp.full(d, v, jnp.float32) for name, v in initial.items() if v is not None}
 
 
 def check_parameters(where: str, x: Array, **parameters: Array | None) -> None:

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -38,13 +38,18 @@ def resolve_norm(where: str, norm: Norm) -> Callable[[int], Layer]:
     return NORMS[norm]
 
 
+Parallel = Literal["one_norm", "two_norms"]
+"""Whether the branches of a parallel block read the same norm."""
+
+
 class Block(NamedTuple):
     """The layers of one block.
 
     Attributes:
       mixer: A layer over the sequence, [B, T, D] -> [B, T, D], such as attention or Mamba. It
         must accept ``mask`` if the stack gets one.
-      feed_forward: A layer on each position, [B, T, D] -> [B, T, D], without state; or None.
+      feed_forward: A layer on each position, [B, T, D] -> [B, T, D], without state; or None. What
+        `fnet.layers.experts` returns in training enters the state of the stack.
 
     Example:
       >>> from fnet import layers
@@ -65,6 +70,7 @@ def stack(
     *,
     norm: Norm | None = "rms",
     post_norm: Norm | None = None,
+    parallel: Parallel | None = None,
     context: Passing | None = None,
     context_rate: float = RATE,
     condition: int | None = None,
@@ -88,6 +94,10 @@ def stack(
     is added: ``r = x' + post_norm(m)``. Gemma 2 has both norms, OLMo 2 only the second. Any layer
     without state may be the post-norm, such as `fnet.layers.layer_scale`.
 
+    With ``parallel``, both branches read the input: ``y = x' + mixer(norm(x')) +
+    feed_forward(norm(x'))``, with ``one_norm`` or ``two_norms`` (Wang, Komatsuzaki 2021,
+    "GPT-J-6B"; Cohere's models have one, GPT-NeoX has two).
+
     With ``condition``, a dense layer of a vector per example scales and shifts the output
     of each norm and scales each branch. Its parameters are initially 0, so each block
     starts as the identity (adaLN-Zero: Peebles, Xie 2023, "Scalable Diffusion Models with
@@ -101,6 +111,8 @@ def stack(
       norm: norm before each mixer and feed-forward: ``rms``, ``layer`` (without bias) or
         ``dynamic_tanh``, or a function ``width -> layer``; None: no norm.
       post_norm: norm after each mixer and feed-forward, given in the same ways; None: no norm.
+      parallel: whether both branches of a block read its input, and through how many norms; None:
+        the feed-forward reads the sum.
       context: how contexts are passed, ``lagged`` or ``current``; None: no attention context.
       context_rate: weight of the current batch in a context.
       condition: size of the condition vectors; None: no condition.
@@ -119,9 +131,10 @@ def stack(
       condition.
 
     Raises:
-      ValueError: without blocks, for a width below 1, a dropout rate outside [0, 1), or an
-        unknown ``norm`` or ``context``; when initialized, if a feed-forward has state; when
-        applied, if the condition is missing, unexpected, or not one vector per example.
+      ValueError: without blocks, for a width below 1, a dropout rate outside [0, 1), an unknown
+        ``norm``, ``context`` or ``parallel``, or a condition of parallel blocks; when initialized,
+        if a feed-forward has state; when applied, if the condition is missing, unexpected, or not
+        one vector per example.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -144,7 +157,11 @@ def stack(
         if n is not None
     }
     checks.choice("stack", (None, *get_args(Passing)), context=context)
-    blocks_children = [_children(width, block, norms, condition, dropout) for block in blocks]
+    checks.choice("stack", (None, *get_args(Parallel)), parallel=parallel)
+    if parallel and condition:
+        raise ValueError("stack: parallel blocks do not support a condition")
+    build = functools.partial(_children, width, parallel, norms, condition, dropout)
+    blocks_children = [build(block) for block in blocks]
 
     def as_residual(x: Array) -> tuple[Array, DTypeLike | None]:
         """Cast the input, and return the dtype to which branches must cast it back."""
@@ -200,7 +217,7 @@ def stack(
                     x = apply_context(x, block_context, child.params["strength"])
                 mixer_input = x
                 mix = functools.partial(child, "mixer", **inputs)
-                x, mixer_output = _block(child, x, mix, condition, dtype)
+                x, mixer_output = _block(child, parallel, x, mix, condition, dtype)
             state = state | {name: child.state} if child.state else state
         return x, state
 
@@ -218,7 +235,7 @@ def stack(
                 if "strength" in child.params:
                     x = apply_context(x, child.state["context"], child.params["strength"])
                 mix = _Extend(child, decode, cache[name], position)
-                x, _ = _block(child, x, mix, None, dtype)
+                x, _ = _block(child, parallel, x, mix, None, dtype)
             cache = cache | {name: mix.cache}
         return x, cache
 
@@ -243,17 +260,18 @@ class _Extend:
 
 def _children(
     width: int,
-    block: Block,
+    parallel: Parallel | None,
     norms: dict[str, Callable[[int], Layer]],
     condition: int | None,
     dropout: float,
+    block: Block,
 ) -> dict[str, Layer]:
     """Build the layers of a block, by name."""
     children: dict[str, Layer] = {}
     for branch, layer in zip(_BRANCHES, block, strict=True):
         if layer is None:
             continue
-        if "norm" in norms:
+        if "norm" in norms and (branch == "mixer" or parallel != "one_norm"):
             children[f"{branch}_norm"] = norms["norm"](width)
         children[branch] = layer
         if "post_norm" in norms:
@@ -272,6 +290,7 @@ _BRANCHES = ("mixer", "feed_forward")
 
 def _block(
     child: Children,
+    parallel: Parallel | None,
     x: Array,
     mix: Callable[[Array], Array],
     condition: Array | None,
@@ -308,11 +327,14 @@ def _block(
         y = optional(f"{branch}_dropout", optional(f"{branch}_post_norm", y))
         return x + (multiply(y, modulation[branch][2]) if branch in modulation else y)
 
-    mixed = mix(normalize("mixer", x))
-    x = add_branch("mixer", x, mixed)
+    h = normalize("mixer", x)
+    mixed = mix(h)
+    y = add_branch("mixer", x, mixed)
     if "feed_forward" in child:
-        x = add_branch("feed_forward", x, child("feed_forward", normalize("feed_forward", x)))
-    return x, mixed
+        if parallel != "one_norm":
+            h = normalize("feed_forward", x if parallel else y)
+        y = add_branch("feed_forward", y, child("feed_forward", h))
+    return y, mixed
 
 
 def _check_condition(

@@ -15,8 +15,9 @@ from fnet.layers.attention_context import RATE, Passing
 from fnet.layers.dense import dense
 from fnet.layers.dot_product_attention import cap
 from fnet.layers.embedding import embedding, unembed
-from fnet.layers.segments import restarts
-from fnet.layers.stack import Block, Norm, resolve_norm, stack
+from fnet.layers.experts import balance_loss
+from fnet.layers.segments import positions_in_segments
+from fnet.layers.stack import Block, Norm, Parallel, resolve_norm, stack
 from fnet.losses import linear_cross_entropy
 from fnet.precision import add
 
@@ -35,12 +36,13 @@ class LanguageModel(NamedTuple):
       decode: incremental decoding, or None if a mixer does not support it. Its ``extend``
         returns the logits [B, V] after the last of its tokens [B, t].
       losses: ``losses(params, state, tokens, labels, *, key=None, train, lengths=None,
-        segments=None, loss_mask=None, smoothing=0.0) -> (losses [B, T] in nats, state)``:
-        cross-entropy of the labels [B, T] without materializing logits
+        segments=None, loss_mask=None, smoothing=0.0, balance=0.0) -> (losses [B, T] in nats,
+        state)``: cross-entropy of the labels [B, T] without materializing logits
         (`fnet.linear_cross_entropy`). ``loss_mask`` [B, T], bool, says what is learned: losses are
         0 where it is False, and labels there may have any value, such as -100. It hides nothing
         from attention, so the losses that it keeps do not depend on it. Padding after ``lengths``
-        has loss 0, too.
+        has loss 0, too. ``balance`` is the factor of `fnet.layers.experts.balance_loss`, which is
+        added to the loss of each learned token; it needs experts.
     """
 
     init: Callable[[Array], tuple[Params, State]]
@@ -57,10 +59,13 @@ def language_model(
     norm: Norm = "rms",
     pre_norm: bool = True,
     post_norm: Norm | None = None,
+    parallel: Parallel | None = None,
+    embed_norm: Norm | None = None,
     positions: int | None = None,
     embed_scale: float | None = None,
     logit_scale: float | None = None,
     tied: bool = True,
+    head_bias: bool = False,
     soft_cap: float | None = None,
     context: Passing | None = None,
     context_rate: float = RATE,
@@ -81,11 +86,14 @@ def language_model(
         ``width -> layer``.
       pre_norm: whether mixers and feed-forward layers have a norm before them.
       post_norm: norm after each mixer and each feed-forward layer; see `fnet.layers.stack`.
+      parallel: whether both branches of a block read its input; see `fnet.layers.stack`.
+      embed_norm: norm of the embeddings, given as ``norm``; None: no norm.
       positions: number of learned position embeddings, the longest sequence. None: no such
         embeddings.
       embed_scale: factor of the token embeddings, sqrt(D) in Gemma. None: 1.
       logit_scale: factor of the logits. None: 1.
       tied: whether the head shares the embedding. Otherwise its kernel is [D, V].
+      head_bias: whether logits have a bias; needs a head of its own.
       soft_cap: c, > 0: logits become ``c tanh(logits / c)``. None: no cap.
       context: how blocks pass on the attention context. None: no attention context.
       context_rate: weight of the current batch in the running context.
@@ -96,12 +104,12 @@ def language_model(
 
     Returns:
       A language model with params ``{"embedding", "blocks", "norm"}``, ``pos_embedding``
-      [positions, D] if positions are learned, and ``head`` if it is not tied. With an attention
-      context it has state ``{"blocks"}``.
+      [positions, D] if positions are learned, ``embed_norm``, and ``head`` if it is not tied. With
+      an attention context it has state ``{"blocks"}``.
 
     Raises:
-      ValueError: for sizes below 1, for an unknown norm, and as `fnet.layers.stack`; when applied,
-        for more tokens than ``positions``.
+      ValueError: for sizes below 1, for an unknown norm, for a bias of a tied head, and as
+        `fnet.layers.stack`; when applied, for more tokens than ``positions``.
 
     Example:
       >>> import fnet, jax
@@ -121,6 +129,8 @@ def language_model(
       ((2, 8, 256), (2, 7))
     """
     checks.sizes("language_model", positions=positions)
+    if tied and head_bias:
+        raise ValueError("language_model: a tied head has no bias; set head_bias or tied to False")
     children = {
         "embedding": embedding(vocabulary, width, dtype=dtype),
         "blocks": stack(
@@ -128,6 +138,7 @@ def language_model(
             blocks,
             norm=norm if pre_norm else None,
             post_norm=post_norm,
+            parallel=parallel,
             context=context,
             context_rate=context_rate,
             dropout=dropout,
@@ -136,18 +147,20 @@ def language_model(
         "norm": resolve_norm("language_model", norm)(width),
     }
     if not tied:
-        children["head"] = dense(width, vocabulary, bias=False)
+        children["head"] = dense(width, vocabulary, bias=head_bias)
+    if embed_norm is not None:
+        children["embed_norm"] = resolve_norm("language_model", embed_norm)(width)
 
     def embed(params: Params, tokens: Array, at: Array) -> Float[Array, "b t d"]:
         """Embed tokens at positions ``at`` [T] or [B, T]."""
         x = bind(params, {})("embedding", tokens)
         if embed_scale is not None:
             x = x * jnp.asarray(embed_scale, x.dtype)
-        if positions is None:
-            return x
-        with jax.named_scope("pos_embedding"):
-            rows = params["pos_embedding"].at[at].get(mode="fill", fill_value=jnp.nan)
-            return add(x, rows if at.ndim == 2 else rows[None])
+        if positions is not None:
+            with jax.named_scope("pos_embedding"):
+                rows = params["pos_embedding"].at[at].get(mode="fill", fill_value=jnp.nan)
+                x = add(x, rows if at.ndim == 2 else rows[None])
+        return x if embed_norm is None else bind(params, {})("embed_norm", x)
 
     def bind(
         params: Params, state: State, key: Array | None = None, train: bool = False
@@ -195,7 +208,8 @@ def language_model(
     ) -> tuple[Float[Array, "b t v"], State]:
         child = bind(params, state, key, train)
         real = _real_tokens(tokens, lengths)
-        return head(params, features(child, tokens, real, segments)), child.state
+        logits = head(params, features(child, tokens, real, segments))
+        return logits, _routing(child.state)[1]
 
     def losses(
         params: Params,
@@ -209,6 +223,7 @@ def language_model(
         segments: Int[Array, "b t"] | None = None,
         loss_mask: Bool[Array, "b t"] | None = None,
         smoothing: float = 0.0,
+        balance: float = 0.0,
     ) -> tuple[Float[Array, "b t"], State]:
         child = bind(params, state, key, train)
         real = _real_tokens(tokens, lengths)
@@ -221,12 +236,17 @@ def language_model(
                 x,
                 kernel,
                 labels,
+                bias=params["head"]["bias"] if head_bias else None,
                 mask=learned,
                 smoothing=smoothing,
                 soft_cap=soft_cap,
                 vocab_axis=0 if tied else 1,
             )
-        return losses, child.state
+        routing, state = _routing(child.state)
+        if balance:
+            term = balance * balance_loss(routing, real)[:, None]
+            losses += term if learned is None else jnp.where(learned, term, 0)
+        return losses, state
 
     def init(key: Array) -> tuple[Params, State]:
         params, state = init_children(children, key)
@@ -262,6 +282,21 @@ def language_model(
     return LanguageModel(init, apply, Decode(init_cache, extend, restarts), losses)
 
 
+def _routing(state: State) -> tuple[list[dict[str, Array]], State]:
+    """Split off what layers of experts return for the balance of their load."""
+    blocks = state.get("blocks", {})
+    routing = [block["feed_forward"] for block in blocks.values() if "feed_forward" in block]
+    if not routing:
+        return [], state
+    own = {
+        name: {part: s for part, s in block.items() if part != "feed_forward"}
+        for name, block in blocks.items()
+    }
+    own = {name: block for name, block in own.items() if block}
+    others = {name: s for name, s in state.items() if name != "blocks"}
+    return routing, others | ({"blocks": own} if own else {})
+
+
 def _real_tokens(tokens: Array, lengths: Array | None) -> Bool[Array, "b t"] | None:
     """Return where the real tokens are; None if all are."""
     if lengths is None:
@@ -270,11 +305,3 @@ def _real_tokens(tokens: Array, lengths: Array | None) -> Bool[Array, "b t"] | N
     checks.shapes("language_model", f"tokens {tokens.shape}", lengths=(lengths, tokens.shape[:1]))
     real: Array = jnp.arange(tokens.shape[1])[None] < lengths[:, None]
     return real
-
-
-def positions_in_segments(segments: Int[Array, "b t"]) -> Int[Array, "b t"]:
-    """Count positions from 0 in each run of equal numbers: [B, T] -> int32 [B, T]."""
-    at = jnp.broadcast_to(jnp.arange(segments.shape[1]), segments.shape)
-    is_first = restarts("positions_in_segments", segments, segments.shape)
-    assert is_first is not None  # because there are segments
-    return at - jax.lax.cummax(jnp.where(is_first, at, 0), axis=1)

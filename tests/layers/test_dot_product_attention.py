@@ -353,3 +353,37 @@ def test_rejects_invalid_arguments():
         dot_product_attention(q, k, v, chunk=0)
     with pytest.raises(ValueError, match="window must be at least 1, got 0"):
         dot_product_attention(q, k, v, window=0)
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 3}, {"chunk": 2, "causal": True}])
+def test_sinks_take_part_in_the_softmax(options):
+    keys = jax.random.split(jax.random.key(0), 4)
+    q, k, v = (
+        jax.random.normal(key, (2, 6, n, 4)) for key, n in zip(keys[:3], (4, 2, 2), strict=True)
+    )
+    sinks = 2 * jax.random.normal(keys[3], (4,))
+
+    def formula(q, k, v, sinks):
+        k, v = (jnp.repeat(a, 2, axis=2) for a in (k, v))
+        scores = jnp.einsum("bthd,bshd->bhts", q, k) / 2
+        distance = jnp.arange(6)[:, None] - jnp.arange(6)[None]
+        allowed = (distance >= 0) | (not options.get("causal"))
+        allowed &= abs(distance) < options.get("window", 7)
+        scores = jnp.where(allowed[None, None], scores, -jnp.inf)
+        sink = jnp.broadcast_to(sinks[None, :, None, None], (*scores.shape[:3], 1))
+        weights = jax.nn.softmax(jnp.concatenate([scores, sink], -1))[..., :-1]
+        return jnp.einsum("bhts,bshd->bthd", weights, v)
+
+    def ours(q, k, v, sinks):
+        return dot_product_attention(q, k, v, sinks=sinks, **options)
+
+    def both(f):
+        return jax.value_and_grad(lambda *a: jnp.square(f(*a)).sum(), range(4))(q, k, v, sinks)
+
+    chex.assert_trees_all_close(both(ours), both(formula), atol=1e-4)
+
+
+def test_rejects_sinks_of_another_shape():
+    q = jnp.ones((1, 3, 4, 2))
+    with pytest.raises(ValueError, match=r"sinks must have shape \(4,\)"):
+        dot_product_attention(q, q, q, sinks=jnp.ones(3))

@@ -187,6 +187,29 @@ def test_conditioned_block_starts_as_the_identity_and_trains():
     assert stack.decode is None
 
 
+@pytest.mark.parametrize("parallel", ["one_norm", "two_norms"])
+def test_parallel_blocks_read_their_input(parallel):
+    mixer, mlp = layers.attention(8, 2, causal=True), layers.feed_forward(8, 12)
+    net = layers.stack(8, [layers.Block(mixer, mlp)], parallel=parallel)
+    params, _ = net.init(jax.random.key(0))
+    p = params["0"]
+    norms = {"feed_forward_norm"} if parallel == "two_norms" else set()
+    assert p.keys() == {"mixer", "mixer_norm", "feed_forward"} | norms
+    p["mixer_norm"]["scale"] = jnp.arange(1.0, 9.0)
+    x = jax.random.normal(jax.random.key(1), (2, 5, 8))
+
+    def norm(name):
+        return fnet.rms_norm(x, p[name]["scale"])
+
+    m, _ = mixer.apply(p["mixer"], {}, norm("mixer_norm"), train=False)
+    read = norm("feed_forward_norm" if norms else "mixer_norm")
+    expected = x + m + mlp.apply(p["feed_forward"], {}, read, train=False)[0]
+    y, _ = net.apply(params, {}, x, train=False)
+    chex.assert_trees_all_close(y, expected, atol=1e-5)
+    last, _ = net.decode.extend(params, {}, net.decode.init_cache(2, 5, x.dtype), x, 0)
+    chex.assert_trees_all_close(last, expected, atol=1e-5)
+
+
 def test_block_may_have_no_feed_forward():
     attention = layers.attention(WIDTH, HEADS, causal=True)
     stack = compiled(layers.stack(WIDTH, [layers.Block(attention)] * 2))

@@ -6,14 +6,21 @@ them again.
 """
 
 import copy
+import json
+import re
+import tempfile
 import zlib
+from pathlib import Path
 
 import numpy as np
+from safetensors.numpy import load_file, save_file
 
 _BASE = {
     "vocab_size": 37, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
 }  # fmt: skip
+_HEADS = {name: n for name, n in _BASE.items() if name != "num_key_value_heads"}
+_EXPERTS = {"moe_intermediate_size": 24, "num_experts_per_tok": 3}
 _GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 4}
 _LONGROPE = {
     "type": "longrope", "short_factor": [1.0, 1.1, 1.5, 2.0], "long_factor": [1.2, 2.0, 4.0, 7.5],
@@ -82,6 +89,69 @@ CONFIGS = {
     "seed_oss": _BASE | {"head_dim": 12},
     "stablelm": _BASE | {"use_qkv_bias": True, "num_key_value_heads": 4},
     "starcoder2": _BASE | {"sliding_window": 5},
+    "ministral": _BASE | {"head_dim": 16, "sliding_window": 5,
+       "layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+    "ministral3": _BASE | {"head_dim": 8, "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "mscale": 1.0,
+        "mscale_all_dim": 1.0, "original_max_position_embeddings": 6,
+        "llama_4_scaling_beta": 0.3}},
+    "cwm": _BASE | {"sliding_window": 5, "head_dim": 16},
+    "cohere": _BASE | {"logit_scale": 0.5},
+    "cohere2": _BASE | {"num_hidden_layers": 4, "sliding_window": 5},
+    "arcee": _BASE,
+    "jais2": _BASE,
+    "nemotron": _BASE | {"head_dim": 16},
+    "apertus": _BASE,
+    "nanochat": _BASE | {"final_logit_softcapping": 2.0},
+    "persimmon": _HEADS,
+    "phi": _BASE,
+    "gpt_neox": _HEADS,
+    "gpt_neox_sequential": _HEADS
+    | {"model_type": "gpt_neox", "use_parallel_residual": False, "attention_bias": False,
+       "rotary_pct": 1.0, "tie_word_embeddings": True},
+    "gptj": {"vocab_size": 37, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64,
+       "rotary_dim": 4},
+    "gpt_bigcode": {"vocab_size": 37, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
+    "falcon": {"vocab_size": 37, "hidden_size": 32, "num_hidden_layers": 2,
+       "num_attention_heads": 4},
+    "olmo": _BASE | {"clip_qkv": 0.8},
+    "hunyuan_v1_dense": _BASE
+    | {"head_dim": 16, "rope_scaling": {"type": "dynamic", "alpha": 50.0, "factor": 1.0}},
+    "hyperclovax": _BASE | {"residual_multiplier": 0.4, "logits_scaling": 0.5},
+    "stablelm_parallel": _BASE
+    | {"model_type": "stablelm", "use_parallel_residual": True, "num_key_value_heads": 4},
+    "mixtral": _BASE | {"num_local_experts": 5},
+    "minimax_m2": _BASE | {"num_local_experts": 5, "num_experts_per_tok": 3, "head_dim": 8, "rotary_dim": 4},
+    "qwen2_moe": _BASE
+    | _EXPERTS
+    | {"shared_expert_intermediate_size": 40, "mlp_only_layers": [1], "num_experts": 5,
+       "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+    "qwen3_moe": _BASE
+    | _EXPERTS
+    | {"head_dim": 16, "norm_topk_prob": True, "decoder_sparse_step": 2, "num_experts": 5},
+    "olmoe": _BASE | {"clip_qkv": 0.8, "num_experts": 5, "num_experts_per_tok": 3},
+    "flex_olmo": _BASE | {"num_experts": 5, "num_experts_per_tok": 3},
+    "granitemoe": _BASE
+    | {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.4,
+       "logits_scaling": 2.0, "num_local_experts": 5},
+    "granitemoeshared": _BASE
+    | {"num_local_experts": 5, "shared_intermediate_size": 40},
+    "glm4_moe": _BASE
+    | _EXPERTS
+    | {"n_routed_experts": 5, "routed_scaling_factor": 1.5, "use_qk_norm": True},
+    "dots1": _BASE
+    | _EXPERTS
+    | {"n_routed_experts": 5, "n_shared_experts": 2, "first_k_dense_replace": 1,
+       "num_hidden_layers": 2, "norm_topk_prob": True},
+    "ernie4_5_moe": _BASE
+    | {"moe_num_experts": 5, "moe_k": 3, "moe_intermediate_size": 24, "use_bias": True,
+       "tie_word_embeddings": False, "head_dim": 8},
+    "hunyuan_v1_moe": _BASE | {"num_experts": 5, "moe_topk": 2, "head_dim": 8},
+    "gpt_oss": _BASE
+    | {"num_local_experts": 5, "num_experts_per_tok": 3, "head_dim": 8, "sliding_window": 4,
+       "num_hidden_layers": 2, "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "truncate": False,
+        "original_max_position_embeddings": 16}},
     "mamba": _MAMBA,
     "mamba_biases": _MAMBA
     | {"model_type": "mamba", "use_bias": True, "use_conv_bias": False, "time_step_rank": 3,
@@ -95,6 +165,9 @@ CONFIGS = {
     "recurrent_gemma": _BASE | {"attention_window_size": 5, "lru_width": 40, "num_hidden_layers": 4},
 }  # fmt: skip
 CONFIGS = {name: {"model_type": name} | config for name, config in CONFIGS.items()}
+
+BUFFERS = re.compile(r"act_fn\.(beta|eps)$")
+"""Tensors in files that are constants."""
 
 TOKENS = np.random.default_rng(0).integers(0, 37, (2, 17))
 
@@ -131,6 +204,40 @@ LOGITS = {
     "seed_oss": [-0.13502, -0.06247, 0.12448, 0.00789],
     "stablelm": [0.00928, 0.10799, -0.15705, -0.73635],
     "starcoder2": [-0.76783, -0.79479, 0.52516, 1.19594],
+    "ministral": [0.2953, -0.68676, 0.48611, -0.06943],
+    "ministral3": [0.03284, -0.44823, 0.55698, 0.52746],
+    "cwm": [0.04655, -0.74246, 0.50342, 0.03388],
+    "cohere": [0.26616, 0.29451, -0.11382, -0.04326],
+    "cohere2": [-0.02913, 0.03351, -0.01824, -0.02611],
+    "arcee": [-0.19734, -0.82834, 0.92977, -0.2382],
+    "jais2": [-0.44377, 1.07817, -0.34495, 0.22374],
+    "nemotron": [-0.73138, -0.09086, 0.15732, 1.18951],
+    "apertus": [-0.12824, 0.10851, 0.33106, -0.16759],
+    "nanochat": [0.04195, 0.08402, 1.40793, 0.10495],
+    "persimmon": [1.24848, -0.48881, -0.32771, 1.05066],
+    "phi": [1.36087, -1.49357, -0.15054, 0.84058],
+    "gpt_neox": [0.22194, -0.15209, 0.52093, -0.82002],
+    "gpt_neox_sequential": [-0.39269, 0.64703, 0.12112, 0.33585],
+    "gptj": [1.09002, -1.29744, 0.34059, -0.80258],
+    "gpt_bigcode": [0.46671, -0.84105, 0.08662, 0.47342],
+    "falcon": [-0.39713, 0.12312, -1.28936, -0.42039],
+    "olmo": [-0.39389, -1.05542, 0.28526, -0.01719],
+    "hunyuan_v1_dense": [0.01749, -0.45854, 0.30903, 0.50134],
+    "hyperclovax": [-0.19249, 0.07658, 0.1818, 0.34682],
+    "stablelm_parallel": [-0.11652, 0.47588, -0.27748, -0.48531],
+    "mixtral": [-0.27841, -0.30507, 0.70724, 0.29023],
+    "minimax_m2": [-0.30368, -0.17002, 0.73264, 0.4118],
+    "qwen2_moe": [-0.10602, -0.89854, 0.64557, -0.14732],
+    "qwen3_moe": [0.18359, -0.04928, 0.52845, 0.41816],
+    "olmoe": [-0.16715, -0.7467, 0.86054, 0.11546],
+    "flex_olmo": [0.25744, -0.81381, 0.11217, -0.99404],
+    "granitemoe": [0.00958, -0.33192, 0.48416, 0.10363],
+    "granitemoeshared": [0.10138, -0.766, 0.28429, 0.05831],
+    "glm4_moe": [-0.1179, -0.50925, 0.39427, 0.59993],
+    "dots1": [0.28938, -0.80727, 0.45563, 0.38575],
+    "ernie4_5_moe": [0.07244, -0.89519, -0.19258, -0.15002],
+    "hunyuan_v1_moe": [-0.19436, -0.82095, 0.6985, 0.15588],
+    "gpt_oss": [0.5027, -0.59027, -0.20444, -0.0946],
     "mamba": [0.21, -0.09257, 0.11762, -0.10448],
     "mamba_biases": [0.40397, -0.35873, 0.26824, -0.06552],
     "falcon_mamba": [0.351, -0.03567, 0.08074, -0.1035],
@@ -158,7 +265,7 @@ def weights(shapes):
 
 
 def peer(name):
-    """The model of transformers with these weights, and its own config as a dict."""
+    """The model of transformers with these weights, read from files, and its config as a dict."""
     import torch
     import transformers
 
@@ -166,18 +273,22 @@ def peer(name):
     config = transformers.AutoConfig.for_model(
         config.pop("model_type"), pad_token_id=0, bos_token_id=1, eos_token_id=2, **config
     )
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    state = model.state_dict()
-    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
-    drawn = weights({n: tuple(a.shape) for n, a in state.items() if n not in tied})
-    model.load_state_dict({n: torch.tensor(a) for n, a in drawn.items()}, strict=False)
-    return model, config.to_dict(), drawn
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "model.safetensors")
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+        saved = load_file(path)
+        drawn = weights({n: a.shape for n, a in saved.items() if not BUFFERS.search(n)})
+        save_file(saved | drawn, path, {"format": "pt"})
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        return model.eval(), json.loads(Path(folder, "config.json").read_text()), saved | drawn
 
 
 if __name__ == "__main__":
+    import sys
+
     import torch
 
-    for name in CONFIGS:
+    for name in sys.argv[1:] or CONFIGS:
         model, _, _ = peer(name)
         logits = model(torch.tensor(TOKENS)).logits.detach().numpy()
         print(f'    "{name}": {[round(float(v), 5) for v in logits[1, -1, :4]]},')

@@ -34,11 +34,12 @@ SUFFIXES = {
 KERNELS = {2: "ba", 4: "dcab"}
 """Layout of a kernel in torch, by rank: [in, out] is [out, in] there, and HWIO is OIHW."""
 
-Names = dict[str, str | tuple[str, str] | tuple[str, str, int]]
+Names = dict[str, str | tuple[Any, ...]]
 """Path of a layer, or of one parameter -> its name in the checkpoint. Numbers are ``*`` in both.
 
-A tuple is the name and further fields of `Tensor`: the layout, and ``by_head``. A layout of a layer
-holds for its parameters with as many axes.
+A name with one number more than its path stands for one tensor per row of the parameter's first
+axis, such as the experts of a layer. A tuple is the name and further fields of `Tensor`: the
+layout, ``by_head`` and ``grouped``. A layout of a layer holds for its parameters with as many axes.
 """
 
 
@@ -52,7 +53,11 @@ class Tensor(NamedTuple):
       layout: axes of the file's tensor. A letter is an axis of the parameter, ``a`` its first one.
         ``1`` is an axis of length 1 that the parameter lacks. "": the axes of the parameter.
       by_head: number of rows in which the file splits the parameter's only axis; None: not split.
+      grouped: ``(axis, n, m)``, if the file has the parts of an axis in another order: it consists
+        of n groups of m parts in the file, and of m groups of n parts in the parameter.
       optional: whether the tensor may be missing, because another one holds the same parameter.
+      row: which row of the parameter's first axis the tensor is, from which its layout counts;
+        None: all.
     """
 
     name: str
@@ -60,7 +65,9 @@ class Tensor(NamedTuple):
     shape: tuple[int, ...]
     layout: str = ""
     by_head: int | None = None
+    grouped: tuple[int, int, int] | None = None
     optional: bool = False
+    row: int | None = None
 
     @property
     def _axes(self) -> list[int]:
@@ -74,26 +81,40 @@ class Tensor(NamedTuple):
         """Convert a tensor of the file to the layout of the parameter, without a copy."""
         if self.by_head is not None:
             a = a.reshape(-1)
+        if self.grouped is not None:
+            axis, n, m = self.grouped
+            a = _regrouped(a, axis, n, m)
         return a.squeeze(self._units).transpose(np.argsort(self._axes)) if self.layout else a
 
     def to_file(self, a: np.ndarray) -> np.ndarray:
         """Invert `to_param`."""
         if self.layout:
             a = np.expand_dims(a.transpose(self._axes), self._units)
+        if self.grouped is not None:
+            axis, n, m = self.grouped
+            a = _regrouped(a, axis, m, n)
         return a if self.by_head is None else a.reshape(self.by_head, -1)
 
     @property
     def file_shape(self) -> tuple[int, ...]:
         """Shape of the tensor in the file."""
-        return self.to_file(np.broadcast_to(np.zeros((), bool), self.shape)).shape
+        shape = self.shape if self.row is None else self.shape[1:]
+        return self.to_file(np.broadcast_to(np.zeros((), bool), shape)).shape
 
     def file_slices(self, index: tuple[slice, ...]) -> tuple[slice, ...] | None:
-        """Slices of the file's tensor that hold a part of the parameter; None: all of it."""
-        if self.by_head is not None:
+        """Slices of the file's tensor that hold a part of it; None: all of it."""
+        if self.by_head is not None or self.grouped is not None:
             return None
         if not self.layout:
             return index
         return tuple(slice(None) if c == "1" else index[ord(c) - ord("a")] for c in self.layout)
+
+
+def _regrouped(a: np.ndarray, axis: int, n: int, m: int) -> np.ndarray:
+    """Order an axis of n groups of m parts as m groups of n parts."""
+    shape = a.shape
+    parts = a.reshape(*shape[:axis], n, m, -1, *shape[axis + 1 :])
+    return parts.swapaxes(axis, axis + 1).reshape(shape)
 
 
 class PretrainedModel(NamedTuple):
@@ -133,27 +154,38 @@ def name_tensors(shapes: Params, names: Names, root: str) -> tuple[Tensor, ...]:
     Raises:
       KeyError: for a parameter without a name.
     """
-    tensors = [_named(path, a.shape, names) for path, a in leaves(shapes).items()]
+    tensors = [t for path, a in leaves(shapes).items() for t in _named(path, a.shape, names)]
     if "head" in names and "embedding" in shapes and "head" not in shapes:
         (table,) = (t for t in tensors if t.path == "embedding/embedding")
         tensors.append(table._replace(name=f"{names['head']}.weight", optional=True))
     return tuple(t._replace(name=t.name.replace("ROOT", root)) for t in tensors)
 
 
-def _named(path: str, shape: tuple[int, ...], names: Names) -> Tensor:
-    numbers = iter(re.findall(r"\d+", path))
+def _named(path: str, shape: tuple[int, ...], names: Names) -> list[Tensor]:
+    numbers = re.findall(r"\d+", path)
     pattern = re.sub(r"\d+", "*", path)
     given = names.get(pattern)
     is_layer = given is None
     if given is None:
         given = names[pattern.rpartition("/")[0]]
-    name, layout, *by_head = (given, "", None) if isinstance(given, str) else given
-    name = re.sub(r"\*", lambda _: next(numbers), name)
-    if not is_layer:
-        return Tensor(name, path, shape, layout, *by_head)
-    tensor = layer_tensor(name, path, shape)
-    fits = len(layout.replace("1", "")) == len(shape)
-    return tensor._replace(layout=layout) if layout and fits else tensor
+    name, layout, *further = (given, "") if isinstance(given, str) else given
+
+    def numbered(numbers: Sequence[str]) -> str:
+        left = iter(numbers)
+        return re.sub(r"\*", lambda _: next(left), name)
+
+    def tensor(numbers: Sequence[str], own_shape: tuple[int, ...]) -> Tensor:
+        if not is_layer:
+            return Tensor(numbered(numbers), path, shape, layout, *further)
+        named = layer_tensor(numbered(numbers), path, own_shape)._replace(shape=shape)
+        fits = len(layout.replace("1", "")) == len(own_shape)
+        named = named._replace(layout=layout) if layout and fits else named
+        _, grouped, *_ = (*further, None, None)
+        return named._replace(grouped=grouped)
+
+    if name.count("*") == len(numbers):
+        return [tensor(numbers, shape)]
+    return [tensor([*numbers, str(row)], shape[1:])._replace(row=row) for row in range(shape[0])]
 
 
 def layer_tensor(layer: str, path: str, shape: tuple[int, ...]) -> Tensor:
@@ -237,20 +269,24 @@ def read_params(
       ValueError: if two tensors hold the same parameter with different values.
     """
     params: Params = {}
-    first_of: dict[str, Tensor] = {}
+    parts_of: dict[str, list[Tensor]] = {}
     for t in model.tensors:
-        read = _reader(t, tensors[t.name])
+        if not t.optional:
+            parts_of.setdefault(t.path, []).append(t)
+    for t in model.tensors:
         everything = (slice(None),) * len(t.shape)
-        first = first_of.setdefault(t.path, t)
+        first, *rows = parts_of[t.path]
         if t.optional:
-            if not np.array_equal(
-                read(everything), _reader(first, tensors[first.name])(everything)
-            ):
+            read, other = (_reader(a, tensors[a.name]) for a in (t, first))
+            if not np.array_equal(read(everything), other(everything)):
                 raise ValueError(
                     f"{t.name} differs from {first.name}, but config.json ties them "
                     "(tie_word_embeddings); set it to false"
                 )
             continue
+        if t is not first:
+            continue  # read with the first row
+        read = _reader(t, tensors[t.name]) if t.row is None else _rows_reader([t, *rows], tensors)
         if sharding is None:
             # JAX's own memory, which can be donated. `jnp.array` would copy twice.
             value = jax.device_put(read(everything), may_alias=False)
@@ -278,12 +314,34 @@ def _reader(t: Tensor, tensor: Any) -> Callable[[tuple[slice, ...] | None], np.n
     return read
 
 
+def _rows_reader(
+    rows: Sequence[Tensor], tensors: Mapping[str, Any]
+) -> Callable[[tuple[slice, ...] | None], np.ndarray]:
+    """Return a function that reads a part of a parameter whose rows are tensors of their own."""
+
+    def read(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None
+        chosen = rows[index[0]]
+        for i, t in enumerate(chosen):
+            part = _reader(t, tensors[t.name])(index[1:])
+            if not i:  # One array for all of them, so that no row is in memory twice.
+                array = np.empty((len(chosen), *part.shape), part.dtype)
+            array[i] = part
+        return array
+
+    return read
+
+
 def to_tensors(model: PretrainedModel, params: Params) -> dict[str, np.ndarray]:
     """Convert parameters to the tensors of a checkpoint, in their own dtypes."""
-    return {
-        t.name: np.ascontiguousarray(t.to_file(np.asarray(leaf(params, t.path))))
-        for t in model.tensors
-    }
+    arrays: dict[str, np.ndarray] = {}
+    path, whole = "", np.zeros(0)
+    for t in model.tensors:
+        if t.path != path:  # The rows of a parameter follow each other.
+            path, whole = t.path, np.asarray(leaf(params, t.path))
+        part = whole if t.row is None else whole[t.row]
+        arrays[t.name] = np.ascontiguousarray(t.to_file(part))
+    return arrays
 
 
 def leaf(tree: Params, path: str) -> Any:

@@ -1,10 +1,12 @@
-"""Transformers for text: Llama, Mistral, Qwen, Gemma, GPT-2, OLMo 2, Phi-3, SmolLM, as rows."""
+"""Transformers for text: Llama, Mistral, Qwen, Gemma, Cohere, GPT, OLMo, Phi and others, as rows."""
 
 import functools
 import math
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
@@ -14,7 +16,10 @@ from fnet.interop.huggingface.checkpoint import Names
 from fnet.interop.huggingface.family import Family, activation, register, table
 from fnet.interop.huggingface.options import Option, Options, Source
 from fnet.interop.huggingface.rotary import Rope
-from fnet.layer import Layer, Params, State, stateless
+from fnet.layer import Layer, Params, State, from_function, stateless
+from fnet.layers.norm import expand_like
+from fnet.layers.stack import Parallel
+from fnet.precision import upcast
 
 Norm = Callable[[int], Layer]
 """A norm as a function of the width."""
@@ -67,6 +72,104 @@ blocks/*/feed_forward/expand    model.layers.*.mlp.c_fc
 blocks/*/feed_forward/contract  model.layers.*.mlp.c_proj
 """)
 
+_NEOX_NAMES = table("""
+embedding                       gpt_neox.embed_in
+blocks/*/mixer_norm             gpt_neox.layers.*.input_layernorm
+blocks/*/mixer/query_key_value  gpt_neox.layers.*.attention.query_key_value
+blocks/*/mixer/output           gpt_neox.layers.*.attention.dense
+blocks/*/feed_forward_norm      gpt_neox.layers.*.post_attention_layernorm
+blocks/*/feed_forward/expand    gpt_neox.layers.*.mlp.dense_h_to_4h
+blocks/*/feed_forward/contract  gpt_neox.layers.*.mlp.dense_4h_to_h
+norm                            gpt_neox.final_layer_norm
+head                            embed_out
+""")
+
+_GPTJ_NAMES = table("""
+embedding                       transformer.wte
+blocks/*/mixer_norm             transformer.h.*.ln_1
+blocks/*/mixer/query            transformer.h.*.attn.q_proj
+blocks/*/mixer/key              transformer.h.*.attn.k_proj
+blocks/*/mixer/value            transformer.h.*.attn.v_proj
+blocks/*/mixer/output           transformer.h.*.attn.out_proj
+blocks/*/feed_forward/expand    transformer.h.*.mlp.fc_in
+blocks/*/feed_forward/contract  transformer.h.*.mlp.fc_out
+norm                            transformer.ln_f
+head                            lm_head
+""")
+
+_FALCON_NAMES = table("""
+embedding                       transformer.word_embeddings
+blocks/*/mixer_norm             transformer.h.*.input_layernorm
+blocks/*/mixer/query_key_value  transformer.h.*.self_attention.query_key_value
+blocks/*/mixer/output           transformer.h.*.self_attention.dense
+blocks/*/feed_forward/expand    transformer.h.*.mlp.dense_h_to_4h
+blocks/*/feed_forward/contract  transformer.h.*.mlp.dense_4h_to_h
+norm                            transformer.ln_f
+head                            lm_head
+""")
+
+_PHI_NAMES = table("""
+blocks/*/mixer_norm             model.layers.*.input_layernorm
+blocks/*/mixer/output           model.layers.*.self_attn.dense
+blocks/*/feed_forward/expand    model.layers.*.mlp.fc1
+blocks/*/feed_forward/contract  model.layers.*.mlp.fc2
+norm                            model.final_layernorm
+""")
+
+_PERSIMMON_NAMES = BEFORE | table("""
+blocks/*/mixer/output           model.layers.*.self_attn.dense
+blocks/*/mixer/query_norm       model.layers.*.self_attn.q_layernorm
+blocks/*/mixer/key_norm         model.layers.*.self_attn.k_layernorm
+blocks/*/feed_forward/expand    model.layers.*.mlp.dense_h_to_4h
+blocks/*/feed_forward/contract  model.layers.*.mlp.dense_4h_to_h
+norm                            model.final_layernorm
+""")
+
+_PLAIN_NAMES = (
+    LLAMA_NAMES
+    | BEFORE
+    | table("""
+blocks/*/feed_forward/expand    model.layers.*.mlp.up_proj
+blocks/*/feed_forward/contract  model.layers.*.mlp.down_proj
+""")
+)
+"""Names of a Llama whose feed-forward layers have no gate."""
+
+_APERTUS_NAMES = _PLAIN_NAMES | table("""
+blocks/*/mixer_norm         model.layers.*.attention_layernorm
+blocks/*/feed_forward_norm  model.layers.*.feedforward_layernorm
+blocks/*/feed_forward/hidden_norm/alpha_p  model.layers.*.mlp.act_fn.alpha_p
+blocks/*/feed_forward/hidden_norm/alpha_n  model.layers.*.mlp.act_fn.alpha_n
+""")
+
+_NANOCHAT_NAMES = table("""
+blocks/*/feed_forward/expand    model.layers.*.mlp.fc1
+blocks/*/feed_forward/contract  model.layers.*.mlp.fc2
+""")
+
+_HUNYUAN_NAMES = table("""
+blocks/*/mixer/query_norm  model.layers.*.self_attn.query_layernorm
+blocks/*/mixer/key_norm    model.layers.*.self_attn.key_layernorm
+""")
+
+_HYPERCLOVA_NAMES = table("""
+blocks/*/mixer_post_norm         model.layers.*.post_norm1
+blocks/*/feed_forward_post_norm  model.layers.*.post_norm2
+""")
+
+_BIGCODE_NAMES = table("""
+embedding                       transformer.wte
+pos_embedding                   transformer.wpe.weight
+blocks/*/mixer_norm             transformer.h.*.ln_1
+blocks/*/mixer/query_key_value  transformer.h.*.attn.c_attn
+blocks/*/mixer/output           transformer.h.*.attn.c_proj
+blocks/*/feed_forward_norm      transformer.h.*.ln_2
+blocks/*/feed_forward/expand    transformer.h.*.mlp.c_fc
+blocks/*/feed_forward/contract  transformer.h.*.mlp.c_proj
+norm                            transformer.ln_f
+head                            lm_head
+""")
+
 _GPT2_NAMES = table("""
 embedding                       transformer.wte
 pos_embedding                   transformer.wpe.weight
@@ -102,7 +205,14 @@ def decoder(
     bias: bool = False,
     output_bias: bool | None = None,
     mlp_bias: bool = False,
+    head_bias: bool = False,
+    parallel: bool = False,
+    embed_norm: Norm | None = None,
     qk_norm: Literal["head", "heads"] | None = None,
+    norm_rotated: bool = False,
+    clip: float | None = None,
+    sinks: bool = False,
+    query_scale: Callable[[Array], Array] | None = None,
     scale: float | None = None,
     embed_scale: float | None = None,
     residual_scale: float = 1.0,
@@ -116,11 +226,15 @@ def decoder(
     layer_types: Sequence[str] | None = None,
     rope: Rope | None = None,
     rotates: Sequence[int] | Literal["sliding"] | None = None,
+    hidden_norm: Layer | None = None,
+    experts: Layer | None = None,
+    sparse: Sequence[int] | None = None,
     block: Callable[[Any, layers.Block], layers.Block] = lambda kind, block: block,
 ) -> tuple[models.LanguageModel, tuple[Any, ...]]:
     """Build a transformer decoder, for the row of a family.
 
-    Which norms a block has follows from the names: ``mixer_norm``, ``mixer_post_norm``, or both.
+    Which norms a block has follows from the names: ``mixer_norm``, ``mixer_post_norm``, or both. In
+    a parallel block without ``feed_forward_norm``, both branches read one norm.
 
     Args:
       options: options of the model.
@@ -137,7 +251,12 @@ def decoder(
       fused_gate: whether gate and up are one; None: as ``fused``.
       bias, output_bias, mlp_bias: whether dense layers have biases: of query, key and value; of the
         output of attention, None: as ``bias``; of feed-forward layers.
+      head_bias: whether logits have a bias.
+      parallel: whether attention and feed-forward layer both read the input of their block.
+      embed_norm: norm of embeddings, given as ``norm``, or None.
       qk_norm: norm of queries and keys per ``head``, or over all ``heads``; None: no norm.
+      norm_rotated: whether this norm comes after the rotation.
+      clip, sinks, query_scale: as for `fnet.layers.attention`.
       scale: factor of attention's scores; None: ``1 / sqrt(head_dim)``.
       embed_scale, residual_scale, logit_scale: factors of embeddings, of each branch, of logits.
       soft_cap, logit_soft_cap: soft caps of scores and of logits.
@@ -148,17 +267,21 @@ def decoder(
       rope: rotary embeddings; None: no rotation.
       rotates: blocks that rotate: ``sliding`` for those with a window, one number per block, or
         None for all.
+      hidden_norm: as for `fnet.layers.feed_forward`.
+      experts: feed-forward layer of sparse blocks, such as `fnet.layers.experts`; None: none.
+      sparse: which blocks have experts, one number per block; None: all.
       block: ``(kind, block) -> block``, which may change a block, for example its feed-forward
         layer.
 
     Returns:
-      The model, and for each block its kind, (window, whether it rotates).
+      The model, and for each block its kind, (window, whether it rotates, whether it is sparse).
     """
     windows = _windows(options, blocks, window, full_every, full_first, layer_types)
     if rotates == "sliding":
         rotates = [w is not None for w in windows]
     rotates = [rope is not None] * blocks if rotates is None else rotates
-    kinds = tuple(zip(windows, map(bool, rotates), strict=True))
+    sparse = [experts is not None] * blocks if sparse is None else sparse
+    kinds = tuple(zip(windows, map(bool, rotates), map(bool, sparse), strict=True))
     head_dim = head_dim or width // heads
     feed_forward = layers.feed_forward(
         width,
@@ -167,12 +290,13 @@ def decoder(
         gated=gated,
         bias=mlp_bias,
         fused=fused if fused_gate is None else fused_gate,
+        hidden_norm=hidden_norm,
     )
 
     restarts: set[int] = set()
 
-    def block_of(kind: tuple[int | None, bool]) -> layers.Block:
-        own_window, is_rotated = kind
+    def block_of(kind: tuple[int | None, bool, bool]) -> layers.Block:
+        own_window, is_rotated, is_sparse = kind
         rotary = rope.embedding(options, head_dim, own_window) if rope and is_rotated else None
         restarts.update(rotary.restart_lengths if rotary else ())
         attention = layers.attention(
@@ -190,15 +314,20 @@ def decoder(
             fused=fused,
             qk_norm=norm if qk_norm else None,
             qk_norm_over=qk_norm or "head",
+            norm_rotated=norm_rotated,
+            clip=clip,
+            sinks=sinks,
+            query_scale=query_scale,
             scale=scale,
             soft_cap=soft_cap,
         )
-        return block(kind, layers.Block(attention, feed_forward))
+        return block(kind, layers.Block(attention, experts if is_sparse else feed_forward))
 
     built = {kind: block_of(kind) for kind in dict.fromkeys(kinds)}
     post_norm = norm if "blocks/*/mixer_post_norm" in names else None
     if residual_scale != 1:
         post_norm = functools.partial(_scaled, post_norm, residual_scale)
+    branches: Parallel = "two_norms" if "blocks/*/feed_forward_norm" in names else "one_norm"
     model = models.language_model(
         vocabulary=vocabulary,
         width=width,
@@ -206,10 +335,13 @@ def decoder(
         norm=norm,
         pre_norm="blocks/*/mixer_norm" in names,
         post_norm=post_norm,
+        parallel=branches if parallel else None,
+        embed_norm=embed_norm,
         positions=positions,
         embed_scale=embed_scale,
         logit_scale=logit_scale,
         tied=tied,
+        head_bias=head_bias,
         soft_cap=logit_soft_cap,
         dtype=dtype,
     )
@@ -255,14 +387,14 @@ def _scaled(norm: Norm | None, factor: float, width: int) -> Layer:
 _EPS = Option("rms_norm_eps", 1e-6)
 
 
-def rms_norm(eps: Source = _EPS, offset: float = 0.0) -> Source:
+def rms_norm(eps: Source = _EPS, **arguments: Any) -> Source:
     """RMS norms, with an epsilon from ``config.json``."""
-    return lambda options: functools.partial(layers.rms_norm, eps=options.value(eps), offset=offset)
+    return lambda options: functools.partial(layers.rms_norm, eps=options.value(eps), **arguments)
 
 
-def layer_norm(eps: Source) -> Source:
-    """Layer norms with biases, with an epsilon from ``config.json``."""
-    return lambda options: functools.partial(layers.layer_norm, eps=options.value(eps))
+def layer_norm(eps: Source, **arguments: Any) -> Source:
+    """Layer norms, with an epsilon from ``config.json``."""
+    return lambda options: functools.partial(layers.layer_norm, eps=options.value(eps), **arguments)
 
 
 def _gemma_activation(options: Options) -> str:
@@ -298,9 +430,74 @@ def _smollm_rotates(options: Options) -> Sequence[int]:
     return rotates
 
 
+def _fused_per_head(names: Names, layer: str, heads: str) -> Source:
+    """Names of a model whose file has query, key and value of each head together."""
+
+    def with_heads(options: Options) -> Names:
+        path = "blocks/*/mixer/query_key_value"
+        return names | {path: (layer, "", None, (0, options.get(heads), 3))}
+
+    return with_heads
+
+
+def _stablelm_names(options: Options) -> Names:
+    names = LLAMA_NAMES | BEFORE
+    if options.get("use_parallel_residual", False):
+        del names["blocks/*/feed_forward_norm"]
+    return names
+
+
+def _hyperclova_names(options: Options) -> Names:
+    return LLAMA_NAMES | BEFORE | (_HYPERCLOVA_NAMES if options.get("use_post_norm", True) else {})
+
+
+def _position_scale(options: Options) -> Callable[[Array], Array] | None:
+    """Factors of queries far from the start, as in Llama 4."""
+    rope = options.get("rope_parameters", None) or options.get("rope_scaling", {})
+    beta = rope.get("llama_4_scaling_beta", _MINISTRAL3_ROPE["llama_4_scaling_beta"])
+    original = rope.get("original_max_position_embeddings", 16384)
+    return lambda at: 1 + beta * jnp.log1p(jnp.floor(at / original))
+
+
+def _xielu() -> Layer:
+    """Return xIELU (Huang, Schlag 2024), an activation with two params."""
+    beta, eps = 0.5, float(jnp.bfloat16(-1e-6))  # transformers rounds it so
+
+    def apply(params: Params, x: Array) -> Array:
+        z = upcast(x)
+        positive, negative = (jax.nn.softplus(upcast(params[f"alpha_{sign}"])) for sign in "pn")
+        positive, negative = (expand_like(a, z) for a in (positive, beta + negative))
+        curved = jnp.expm1(jnp.minimum(z, eps)) - z
+        y = jnp.where(z > 0, positive * jnp.square(z), negative * curved) + beta * z
+        return y.astype(x.dtype)
+
+    def init(key: Array) -> Params:
+        del key
+        initial = {"alpha_p": 0.8, "alpha_n": 0.8 - beta}
+        return {name: jnp.full(1, math.log(math.expm1(v))) for name, v in initial.items()}
+
+    return from_function(init, apply)
+
+
 _SLIDING = {
     "window": Option("sliding_window", 4096, nullable=True),
     "layer_types": Option("layer_types", None),
+}
+
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+_MINISTRAL3_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1_000_000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
 }
 
 _LLAMA = Family(
@@ -373,9 +570,294 @@ _GLM = _LLAMA.like(
     rope=Rope(partial=0.5, interleaved=True),
 )
 
+_LAYER_NORM = Option("layer_norm_eps", 1e-5)
+
+_COHERE = _LLAMA.like(
+    "cohere",
+    "CohereForCausalLM",
+    names={p: n for p, n in (LLAMA_NAMES | BEFORE).items() if p != "blocks/*/feed_forward_norm"},
+    norm=layer_norm(_LAYER_NORM, bias=False),
+    parallel=True,
+    mlp_bias=False,
+    logit_scale=Option("logit_scale", 0.0625),
+    tied=Option("tie_word_embeddings", True),
+    rope=Rope(500_000.0, interleaved=True),
+    supported={"use_qk_norm": (False,)},
+)
+
+_PLAIN = _LLAMA.like(
+    "arcee",
+    "ArceeForCausalLM",
+    names=_PLAIN_NAMES,
+    norm=rms_norm(Option("rms_norm_eps", 1e-5)),
+    activation=activation("hidden_act", "relu2"),
+    gated=False,
+)
+
+_GRANITE = _LLAMA.like(
+    "granite",
+    "GraniteForCausalLM",
+    scale=Option("attention_multiplier", 1.0),
+    embed_scale=Option("embedding_multiplier", 1.0),
+    residual_scale=Option("residual_multiplier", 1.0),
+    logit_scale=lambda options: 1 / options.get("logits_scaling", 1.0),
+)
+
+_GPT2 = Family(
+    "gpt2",
+    ("GPT2LMHeadModel",),
+    decoder,
+    {
+        "width": Option("n_embd"),
+        "blocks": Option("n_layer"),
+        "heads": Option("n_head"),
+        "hidden": lambda options: options.get("n_inner", 4 * options.get("n_embd")),
+        "vocabulary": Option("vocab_size"),
+        "positions": Option("n_positions", 1024),
+        "norm": layer_norm(Option("layer_norm_epsilon", 1e-5)),
+        "activation": activation("activation_function", "gelu_new"),
+        "gated": False,
+        "fused": True,
+        "bias": True,
+        "mlp_bias": True,
+        "tied": Option("tie_word_embeddings", True),
+    },
+    _GPT2_NAMES,
+    prefix="transformer.",
+    ignored=("n_ctx", "reorder_and_upcast_attn", "summary_*"),
+    supported={
+        "scale_attn_weights": (True,),
+        "scale_attn_by_inverse_layer_idx": (False,),
+        "add_cross_attention": (False,),
+    },
+)
+
 register(
     _LLAMA,
     _LLAMA.like("mistral", "MistralForCausalLM", **_SLIDING),
+    _LLAMA.like("ministral", "MinistralForCausalLM", **_SLIDING),
+    _LLAMA.like(
+        "ministral3",
+        "Ministral3ForCausalLM",
+        head_dim=Option("head_dim", 128),
+        norm=rms_norm(Option("rms_norm_eps", 1e-5)),
+        **_SLIDING | {"window": Option("sliding_window", None)},
+        query_scale=_position_scale,
+        rope=Rope(
+            default=_MINISTRAL3_ROPE, ignored=("llama_4_scaling_beta", "max_position_embeddings")
+        ),
+    ),
+    _LLAMA.like(
+        "cwm",
+        "CwmForCausalLM",
+        norm=rms_norm(),
+        window=Option("sliding_window", 8192),
+        layer_types=lambda options: (
+            options.get("layer_types", None)
+            or [
+                "sliding_attention" if i % 4 else "full_attention"
+                for i in range(options.get("num_hidden_layers"))
+            ]
+        ),
+        rope=Rope(1_000_000.0, default=_LLAMA3_ROPE | {"factor": 16.0}),
+    ),
+    _COHERE,
+    _COHERE.like(
+        "cohere2",
+        "Cohere2ForCausalLM",
+        **_SLIDING,
+        full_every=Option("sliding_window_pattern", 4),
+        rotates="sliding",
+        rope=Rope(interleaved=True),
+        supported={"use_qk_norm": (False,)},
+    ),
+    _PLAIN,
+    _PLAIN.like(
+        "jais2",
+        "Jais2ForCausalLM",
+        norm=layer_norm(_LAYER_NORM),
+        bias=Option("attention_bias", True),
+        mlp_bias=Option("mlp_bias", True),
+    ),
+    _PLAIN.like(
+        "nemotron",
+        "NemotronForCausalLM",
+        norm=layer_norm(Option("norm_eps", 1e-5), offset=1.0),
+        rope=Rope(partial=0.5),
+        ignored=("hidden_dropout",),
+    ),
+    _PLAIN.like(
+        "apertus",
+        "ApertusForCausalLM",
+        names=_APERTUS_NAMES,
+        activation=lambda options: "identity" * bool(options.require("hidden_act", "xielu")),
+        hidden_norm=lambda options: _xielu(),
+        mlp_bias=False,
+        qk_norm="head",
+        rope=Rope(12_000_000.0, default=_LLAMA3_ROPE | {"factor": 8.0}),
+        supported={"post_norm": (False,), "qk_norm": (True,)},
+        others=re.compile(r"\.act_fn\.(beta|eps)$"),
+    ),
+    _PLAIN.like(
+        "nanochat",
+        "NanoChatForCausalLM",
+        names=_PLAIN_NAMES | _NANOCHAT_NAMES,
+        norm=rms_norm(scale=False),
+        mlp_bias=False,
+        qk_norm="head",
+        embed_norm=rms_norm(scale=False),
+        logit_soft_cap=Option("final_logit_softcapping", 15.0, nullable=True),
+        rope=Rope(backwards=True),
+    ),
+    _PLAIN.like(
+        "persimmon",
+        "PersimmonForCausalLM",
+        names=_fused_per_head(
+            LLAMA_NAMES | _PERSIMMON_NAMES,
+            "model.layers.*.self_attn.query_key_value",
+            "num_attention_heads",
+        ),
+        groups=None,
+        norm=layer_norm(_LAYER_NORM),
+        bias=True,
+        mlp_bias=True,
+        fused=True,
+        qk_norm="head",
+        rope=Rope(25_000.0, partial=0.5),
+        ignored=("hidden_dropout",),
+        supported={"qk_layernorm": (True,)},
+    ),
+    _LLAMA.like(
+        "phi",
+        "PhiForCausalLM",
+        names={p: n for p, n in LLAMA_NAMES.items() if "feed_forward" not in p} | _PHI_NAMES,
+        norm=layer_norm(_LAYER_NORM),
+        activation=activation("hidden_act", "gelu_new"),
+        gated=False,
+        parallel=True,
+        bias=True,
+        mlp_bias=True,
+        head_bias=True,
+        rope=Rope(partial=0.5),
+        supported={"qk_layernorm": (False,)},
+    ),
+    _LLAMA.like(
+        "gpt_neox",
+        "GPTNeoXForCausalLM",
+        names=_fused_per_head(
+            _NEOX_NAMES, "gpt_neox.layers.*.attention.query_key_value", "num_attention_heads"
+        ),
+        prefix="gpt_neox.",
+        groups=None,
+        norm=layer_norm(_LAYER_NORM),
+        activation=activation("hidden_act", "gelu"),
+        gated=False,
+        parallel=Option("use_parallel_residual", True),
+        bias=Option("attention_bias", True),
+        mlp_bias=True,
+        fused=True,
+        rope=Rope(Option("rotary_emb_base", 10_000.0), partial=Option("rotary_pct", 0.25)),
+        ignored=("classifier_dropout", "hidden_dropout"),
+    ),
+    _GPT2,
+    _GPT2.like(
+        "gptj",
+        "GPTJForCausalLM",
+        names=_GPTJ_NAMES,
+        positions=None,
+        fused=False,
+        parallel=True,
+        bias=False,
+        head_bias=True,
+        tied=Option("tie_word_embeddings", False),
+        rope=Rope(
+            partial=lambda options: (
+                options.get("rotary_dim", 64) / (options.get("n_embd") // options.get("n_head"))
+            ),
+            interleaved=True,
+        ),
+        ignored=("n_positions", *_GPT2.ignored),
+        supported={"scale_attn_weights": (True,)},
+    ),
+    _GPT2.like(
+        "gpt_bigcode",
+        "GPTBigCodeForCausalLM",
+        names=_BIGCODE_NAMES,
+        groups=1,
+        activation=activation("activation_function", "gelu_pytorch_tanh"),
+        ignored=(
+            *_GPT2.ignored,
+            *("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "inference_runner"),
+            *("max_*sequence_length", "max_batch_size", "pad_key_length", "pre_allocate_kv_cache"),
+            *("attention_head_type", "validate_runner_input", "num_key_value_heads"),
+        ),
+        supported=_GPT2.supported | {"multi_query": (True,)},
+    ),
+    _LLAMA.like(
+        "falcon",
+        "FalconForCausalLM",
+        names=_FALCON_NAMES,
+        prefix="transformer.",
+        groups=1,
+        hidden=lambda options: options.get("ffn_hidden_size", 4 * options.get("hidden_size")),
+        norm=layer_norm(Option("layer_norm_epsilon", 1e-5)),
+        activation=activation("activation", "gelu"),
+        gated=False,
+        parallel=True,
+        bias=Option("bias", False),
+        mlp_bias=Option("bias", False),
+        fused=True,
+        tied=Option("tie_word_embeddings", True),
+        ignored=(
+            "hidden_dropout",
+            "apply_residual_connection_post_layernorm",
+            "num_ln_in_parallel_attn",
+            "num_kv_heads",
+        ),
+        supported={
+            "multi_query": (True,),
+            "parallel_attn": (True,),
+            "alibi": (False,),
+            "new_decoder_architecture": (False,),
+        },
+    ),
+    _LLAMA.like(
+        "olmo",
+        "OlmoForCausalLM",
+        norm=lambda options: functools.partial(
+            layers.layer_norm, scale=False, bias=False, eps=1e-5
+        ),
+        mlp_bias=False,
+        clip=Option("clip_qkv", None),
+    ),
+    _LLAMA.like(
+        "hunyuan_v1_dense",
+        "HunYuanDenseV1ForCausalLM",
+        names=LLAMA_NAMES | BEFORE | _HUNYUAN_NAMES,
+        norm=rms_norm(Option("rms_norm_eps", 1e-5)),
+        mlp_bias=False,
+        qk_norm="head",
+        norm_rotated=True,
+        ignored=(
+            "eod_token_id",
+            "im_*_id",
+            "image_token_id",
+            "text_*_id",
+            "mask_init_id",
+            "org_vocab_size",
+            "sep_token_id",
+            "attention_head_dim",
+        ),
+        supported={"use_qk_norm": (True,), "use_cla": (False,), "use_rotary_pos_emb": (True,)},
+    ),
+    _GRANITE,
+    _GRANITE.like(
+        "hyperclovax",
+        "HyperCLOVAXForCausalLM",
+        names=_hyperclova_names,
+        scale=Option("attention_multiplier", None),
+        logit_scale=Option("logits_scaling", 1.0),
+    ),
     _QWEN3,
     _QWEN3.like(
         "qwen2",
@@ -449,14 +931,6 @@ register(
     _GLM,
     _GLM.like("glm4", "Glm4ForCausalLM", names=LLAMA_NAMES | _GLM4_NORMS),
     _LLAMA.like(
-        "granite",
-        "GraniteForCausalLM",
-        scale=Option("attention_multiplier", 1.0),
-        embed_scale=Option("embedding_multiplier", 1.0),
-        residual_scale=Option("residual_multiplier", 1.0),
-        logit_scale=lambda options: 1 / options.get("logits_scaling", 1.0),
-    ),
-    _LLAMA.like(
         "seed_oss",
         "SeedOssForCausalLM",
         head_dim=Option("head_dim", 128),
@@ -467,12 +941,14 @@ register(
     _LLAMA.like(
         "stablelm",
         "StableLmForCausalLM",
+        names=_stablelm_names,
         norm=layer_norm(Option("layer_norm_eps", 1e-5)),
         bias=Option("use_qkv_bias", False),
         output_bias=False,
+        parallel=Option("use_parallel_residual", False),
         rope=Rope(partial=0.25),
         ignored=("hidden_dropout",),
-        supported={"use_parallel_residual": (False,), "qk_layernorm": (False,)},
+        supported={"qk_layernorm": (False,)},
     ),
     _LLAMA.like(
         "starcoder2",
@@ -496,33 +972,5 @@ register(
         rope=Rope(original=4096),
         ignored=("full_attn_mod", "interpolate_factor"),
         supported={"lm_head_bias": (False,)},
-    ),
-    Family(
-        "gpt2",
-        ("GPT2LMHeadModel",),
-        decoder,
-        {
-            "width": Option("n_embd"),
-            "blocks": Option("n_layer"),
-            "heads": Option("n_head"),
-            "hidden": lambda options: options.get("n_inner", 4 * options.get("n_embd")),
-            "vocabulary": Option("vocab_size"),
-            "positions": Option("n_positions", 1024),
-            "norm": layer_norm(Option("layer_norm_epsilon", 1e-5)),
-            "activation": activation("activation_function", "gelu_new"),
-            "gated": False,
-            "fused": True,
-            "bias": True,
-            "mlp_bias": True,
-            "tied": Option("tie_word_embeddings", True),
-        },
-        _GPT2_NAMES,
-        prefix="transformer.",
-        ignored=("n_ctx", "reorder_and_upcast_attn", "summary_*"),
-        supported={
-            "scale_attn_weights": (True,),
-            "scale_attn_by_inverse_layer_idx": (False,),
-            "add_cross_attention": (False,),
-        },
     ),
 )

@@ -22,6 +22,7 @@ ACTIVATIONS = {
     "quick_gelu": "quick_gelu",
     "quickgelu": "quick_gelu",
     "relu": "relu",
+    "relu2": "relu_squared",
     "silu": "silu",
     "swish": "silu",
 }

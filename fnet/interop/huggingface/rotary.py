@@ -1,7 +1,7 @@
 """Rotary position embeddings of published models, from ``rope_parameters``."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from fnet.interop.huggingface.options import Options, Source
@@ -78,6 +78,18 @@ def _linear(frequencies: _Frequencies, p: dict[str, Any], *_: Any) -> Rotary:
     return Rotary(tuple(f / factor for f in frequencies))
 
 
+def _alpha(
+    frequencies: _Frequencies, p: dict[str, Any], base: float, original: int, max_positions: int
+) -> Rotary:
+    """A larger base, as in Hunyuan. Without alpha, the base would depend on the length."""
+    del original, max_positions
+    alpha, rotated = p.pop("alpha"), 2 * len(frequencies)
+    for name in ("beta_fast", "beta_slow", "factor", "mscale", "mscale_all_dim"):
+        p.pop(name, None)  # without effect
+    base = base * alpha ** (rotated / (rotated - 2))
+    return Rotary(tuple(base ** (-i / rotated) for i in range(0, rotated, 2)))
+
+
 def _llama3(
     frequencies: _Frequencies, p: dict[str, Any], base: float, original: int, max_positions: int
 ) -> Rotary:
@@ -151,6 +163,7 @@ def _longrope(
 
 
 _SCALINGS: dict[str, Callable[..., Rotary]] = {
+    "dynamic": _alpha,
     "default": lambda frequencies, *_: Rotary(frequencies),
     "linear": _linear,
     "llama3": _llama3,
@@ -168,13 +181,19 @@ class Rope(NamedTuple):
       original: Original context.
       local_theta: Base in blocks with a window; None: as in others.
       interleaved: Whether neighboring features form pairs.
+      backwards: Whether angles are negative.
+      default: Parameters if ``config.json`` has none.
+      ignored: Parameters that others read, or nobody.
     """
 
-    theta: float = 10_000.0
-    partial: float = 1.0
+    theta: Source = 10_000.0
+    partial: Source = 1.0
     original: int | None = None
     local_theta: Source = None
     interleaved: bool = False
+    backwards: bool = False
+    default: Mapping[str, Any] = {}
+    ignored: tuple[str, ...] = ()
 
     def embedding(self, options: Options, head_dim: int, window: int | None) -> Rotary:
         """Return the embedding of a block, from options as any version of transformers has them.
@@ -182,12 +201,15 @@ class Rope(NamedTuple):
         Raises:
           ValueError: as `rotary_embedding`.
         """
-        given = options.get("rope_scaling", None) or options.get("rope_parameters", {})
+        given = options.get("rope_scaling", None) or options.get(
+            "rope_parameters", dict(self.default)
+        )
         options.ignore("rope_parameters")
         by_kind = given if "full_attention" in given else {"full_attention": given}
-        p = dict(by_kind["full_attention"] or {})
-        p.setdefault("rope_theta", options.get("rope_theta", self.theta))
-        p.setdefault("partial_rotary_factor", options.get("partial_rotary_factor", self.partial))
+        p = {k: v for k, v in (by_kind["full_attention"] or {}).items() if k not in self.ignored}
+        theta, partial = options.value(self.theta), options.value(self.partial)
+        p.setdefault("rope_theta", options.get("rope_theta", theta))
+        p.setdefault("partial_rotary_factor", options.get("partial_rotary_factor", partial))
         # transformers prefers it to that of the parameters.
         original = options.get("original_max_position_embeddings", self.original)
         if original is not None:
@@ -204,4 +226,9 @@ class Rope(NamedTuple):
                 f"{options.kind}: longrope with sliding_window {window}, within the original "
                 "context, is not supported"
             )
+        if self.backwards:
+            frequencies = rotary.frequencies
+            if callable(frequencies):
+                raise ValueError(f"{options.kind}: longrope is not supported")
+            rotary = rotary._replace(frequencies=tuple(-f for f in frequencies))
         return rotary._replace(interleaved=self.interleaved)
