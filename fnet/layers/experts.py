@@ -218,7 +218,8 @@ def balance_loss(routing: list[dict[str, Array]], mask: Array | None = None) -> 
         is_chosen = jax.nn.one_hot(layer["chosen"], count).sum(2)
         used += jnp.einsum("bt,bte->be", real, is_chosen)
         probability += jnp.einsum("bt,bte->be", real, layer["probabilities"])
-    return count * (used * probability / positions**2).sum(1)
+    losses: Array = count * (used * probability / positions**2).sum(1)
+    return losses
 
 
 def _per_expert(count: int, n_in: int, n_out: int, bias: bool) -> Layer:
@@ -296,4 +297,5 @@ def _by_expert(
 
     y = jax.lax.map(lambda block: apply(params, *block), (in_blocks, owner))
     place_of_row = jnp.zeros(rows, place.dtype).at[order].set(place)
-    return y.reshape(blocks * size, -1)[place_of_row].reshape(t, k, -1)
+    by_choice: Array = y.reshape(blocks * size, -1)[place_of_row]
+    return by_choice.reshape(t, k, -1)

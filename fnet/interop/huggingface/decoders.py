@@ -1,4 +1,4 @@
-"""Transformers for text: Llama, Mistral, Qwen, Gemma, Cohere, GPT, OLMo, Phi and others, as rows."""
+"""Transformers for text: Llama, Mistral, Qwen, Gemma, Cohere, GPT, OLMo, Phi and others."""
 
 import functools
 import math
@@ -791,7 +791,7 @@ register(
             *("max_*sequence_length", "max_batch_size", "pad_key_length", "pre_allocate_kv_cache"),
             *("attention_head_type", "validate_runner_input", "num_key_value_heads"),
         ),
-        supported=_GPT2.supported | {"multi_query": (True,)},
+        supported={**_GPT2.supported, "multi_query": (True,)},
     ),
     _LLAMA.like(
         "falcon",

@@ -54,6 +54,8 @@ def rotary_embedding(
     p.pop("type", None)
     if "short_factor" in p and rope in ("su", "yarn"):  # names in old configs of Phi-3
         rope = "longrope"
+    if rope == "dynamic" and "alpha" in p:
+        rope = "dynamic with alpha"
     if rope not in _SCALINGS:
         raise ValueError(
             f"{kind}: rope_type {rope!r} is not supported, only {', '.join(sorted(_SCALINGS))}"
@@ -163,7 +165,7 @@ def _longrope(
 
 
 _SCALINGS: dict[str, Callable[..., Rotary]] = {
-    "dynamic": _alpha,
+    "dynamic with alpha": _alpha,
     "default": lambda frequencies, *_: Rotary(frequencies),
     "linear": _linear,
     "llama3": _llama3,
