@@ -50,6 +50,8 @@ class TrainArguments:
     """Run folder."""
     resume: bool = False
     """Resume the run in the run folder, or start it if there is none."""
+    folds: Annotated[int | None, Ge(2), _default("none")] = None
+    """Train so many runs, each with another part of the images held out, and report them all."""
     profile: Annotated[int, Ge(0), _default("none")] = 0
     """Number of steps to trace for TensorBoard and Perfetto, starting at step 6."""
     distributed: bool = False
@@ -231,6 +233,8 @@ class PredictArguments(CheckpointArguments):
     """Number of labels to report per image: the most probable, or the largest by area."""
     json: bool = False
     """Print the predictions as JSON instead of a table."""
+    csv: bool = False
+    """Also write predictions.csv: a row per image, with the probability of its label."""
     out: Annotated[str | None, _default("predictions in the run folder")] = None
     """Folder for predictions.json, masks/ and overlays/."""
 

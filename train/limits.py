@@ -64,6 +64,7 @@ LINE = Limit("the line", 2**22, "bytes")
 """Encoding a text takes 60 times its memory."""
 LINKS = Limit("links lead there", 64, "times")
 """Links to folders of links are as many paths as a power of two."""
+TABLE = Limit("the unpacked table", 2**30, "bytes")
 VOCABULARY = Limit("the tokenizer", 10**7, "tokens")
 SIZES = {
     **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "depth"), 10_000),

@@ -16,7 +16,7 @@ from train.data import pad_batch
 from train.data.decode import UnreadableError
 from train.data.preprocessing import PreprocessedImage
 from train.errors import UserError
-from train.run.class_names import read_classes
+from train.run.class_names import read_outputs
 from train.run.frozen import load_network
 from train.run.model_files import check_model
 from train.run.run_folder import RunFolder
@@ -64,7 +64,7 @@ class Predictor:
     def __init__(self, run: str | os.PathLike[str], *, best: bool = False):
         folder = RunFolder.of(os.fspath(run))
         config = config_of_images(folder)
-        self.classes = tuple(read_classes(folder, config))
+        self.classes, _, scaling = read_outputs(folder, config)
         self.preprocessor = config.data.preprocessor
         shape, precision = self.preprocessor.shape, config.train.precision
         model = config.model.for_images(shape, self.classes, precision)
@@ -73,6 +73,7 @@ class Predictor:
         assert kind.outputs is not None  # because it predicts labels
         self._network = jax.jit(_in_chunks(kind.outputs(config, model), count_cpus(params)))
         self._apply = lambda images, count: self._network(params, state, images, count)
+        self._restore = scaling.restore if scaling else lambda outputs: outputs
         self._is_segmentation = kind.predicts == "masks"
         self.batch_size = max(
             min(_BATCH_SIZE, config.data.batch_size) // self.preprocessor.crops, 1
@@ -87,7 +88,8 @@ class Predictor:
 
         Returns:
           For each image of a segmentation run a mask uint8 [height, width] of labels, of the size
-          of the image after its EXIF rotation. Of other runs, probabilities float32 [classes].
+          of the image after its EXIF rotation. Of other runs, probabilities float32 [classes], or
+          the numbers of a table.
 
         Raises:
           UnreadableError: If an image cannot be used; with its path, or its place in the list.
@@ -120,7 +122,10 @@ class Predictor:
         images = pad_batch({"image": images}, self.batch_size)["image"]
         outputs = np.asarray(self._apply(images, len(batch)))
         for prepared, output in zip(batch, outputs, strict=False):
-            yield predict_mask(output, prepared) if self._is_segmentation else output
+            if self._is_segmentation:
+                yield predict_mask(output, prepared)
+            else:
+                yield self._restore(output)
 
 
 def _in_chunks(

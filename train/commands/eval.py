@@ -19,21 +19,24 @@ from train.data.unreadable import UnreadableFiles
 from train.errors import UserError, writing
 from train.gradients.mean import Mean
 from train.output.progress import line_printer
+from train.output.rows import as_csv
 from train.output.tables import MISSING, Table, to_rich
 from train.run import examples
 from train.run.choices import load_questions, score_choices
-from train.run.class_names import check_classes, read_label_map
+from train.run.class_names import check_classes, read_outputs
 from train.run.evaluation import Evaluation
 from train.run.evaluation_files import evaluation_files
+from train.run.example_rows import example_rows
 from train.run.frozen import load_network
 from train.run.mesh import layout, make_cpu_devices
 from train.run.model_files import check_model, with_model_files
 from train.run.run_folder import RunFolder, as_json, atomic_write
 from train.run.same_data import compare_data, describe_data
 from train.run.setup import Setup, setup
-from train.tasks import images, kind_of, language
-from train.tasks.confusion import accuracy_by_class, iou_by_class
+from train.tasks import images, kind_of, language, load
+from train.tasks.scores import accuracy_by_class, by_class, iou_by_class
 from train.tasks.segmentation import Views, make_measure
+from train.tasks.targets import label_scores
 
 _PLACE = ("split", "path")
 """Options that name other test examples."""
@@ -111,12 +114,15 @@ def evaluate_run(folder: RunFolder, options: EvalArguments, console: Console) ->
             "step": network.step,
             "options": dataclasses.asdict(options),
             "metrics": {f"test/{name}": value for name, value in evaluation.metrics.items()},
-            "classes": _class_scores(run, evaluation.confusion),
+            "classes": _class_scores(run, evaluation),
             "description": files.description,
             "unreadable_files": unreadable.count,
             "data_changed": changed,
         }
         atomic_write(files.json, as_json(content))
+        if rows := example_rows(run, evaluation, options.split or "test"):
+            atomic_write(files.rows, as_csv(rows))
+            written["images"] = files.rows
         pictures = {"confusion matrix": files.confusion, "examples": files.examples}
         drawn = examples.draw_results(run, evaluate, network, evaluation, title, *pictures.values())
         written |= {name: path for name, path in pictures.items() if path in drawn}
@@ -136,10 +142,13 @@ def _setup(folder: RunFolder, config: Config, options: EvalArguments) -> Setup:
     data = config.data
     dataset: Dataset | None = None
     if options.path is not None or options.split is not None:
-        dataset = data.load_test(lambda: read_label_map(folder, folder.read_config()))
+        dataset = data.load_test(lambda: read_outputs(folder, folder.read_config()))
     if dataset is None:
-        run = setup(config)
-        check_classes(folder, run.task.dataset.classes, run.task.dataset.label_map)
+        if data.targets == "numbers":  # more rows in the table must not change what outputs mean
+            scaling = read_outputs(folder, config).scaling
+            dataset = load(config)._replace(scaling=scaling)
+        run = setup(config, dataset=dataset)
+        check_classes(folder, *run.task.dataset.outputs)
         return run
     # Without the training examples, nothing about gradients can be checked, and nothing needs to.
     plain = dataclasses.replace(config, data=data.without_users(), grad=Mean())
@@ -225,10 +234,10 @@ def print_scores(run: Setup, evaluation: Evaluation, console: Console) -> None:
     log = line_printer(console)
     for name, value in evaluation.metrics.items():
         log(f"test/{name} {value:.6g}")
-    scores = _class_scores(run, evaluation.confusion)
+    scores = _class_scores(run, evaluation)
     if not scores:
         return
-    _, unit, score = scores[0]
+    _, unit, score, *_ = scores[0]
     title = {"iou": "IoU"}.get(score, score)
     if len(scores) > _MAX_CLASSES:
         defined = [c for c in scores if c[score] is not None]
@@ -287,17 +296,26 @@ def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _class_scores(run: Setup, confusion: np.ndarray | None) -> list[dict[str, Any]]:
-    """Return name, number of examples or pixels, and accuracy or IoU of each class, if any."""
-    if confusion is None:
+def _class_scores(run: Setup, evaluation: Evaluation) -> list[dict[str, Any]]:
+    """Return name, number of examples or pixels, and scores of each class or label, if any."""
+    dataset, confusion = run.task.dataset, evaluation.confusion
+    values: dict[str, np.ndarray]
+    if run.config.data.targets == "labels":
+        there = evaluation.examples["weight"] != 0
+        label = dataset.test["label"][there]
+        values = label_scores(evaluation.examples["outputs"][there], label)
+        unit, count = "examples", label.sum(0)
+    elif confusion is None:
         return []
-    unit, score, score_of = "examples", "accuracy", accuracy_by_class
-    if _is_segmentation(run):
-        unit, score, score_of = "pixels", "iou", iou_by_class
-    rows = zip(run.task.dataset.classes, confusion.sum(1), score_of(confusion), strict=True)
+    elif _is_segmentation(run):
+        unit, count, values = "pixels", confusion.sum(1), {"iou": iou_by_class(confusion)}
+    else:
+        values = {"accuracy": accuracy_by_class(confusion)} | by_class(confusion)
+        unit, count = "examples", confusion.sum(1)
     return [
-        {"name": name, unit: int(count), score: None if np.isnan(value) else float(value)}
-        for name, count, value in rows
+        {"name": name, unit: int(count[i])}
+        | {key: None if np.isnan(value[i]) else float(value[i]) for key, value in values.items()}
+        for i, name in enumerate(dataset.classes)
     ]
 
 

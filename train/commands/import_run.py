@@ -94,7 +94,7 @@ def import_weights(
     folder = RunFolder(out)
     with folder.lock():
         folder.create()
-        write_classes(folder, run.task.dataset.classes, run.task.dataset.label_map)
+        write_classes(folder, *run.task.dataset.outputs)
         create_secret(folder, config)
         seeds = read_seeds(folder, config)
         position = run.training_batches(seeds.data).get_state()

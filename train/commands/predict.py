@@ -20,13 +20,16 @@ from train.data.files import IMAGE_PATTERNS, list_images
 from train.data.masks import LabelMap
 from train.data.preprocessing import PreprocessedImage, Preprocessor
 from train.errors import UserError, printable, writing
+from train.output.formats import number
 from train.output.palette import overlay_labels, palette
 from train.output.progress import line_printer
+from train.output.rows import as_csv
 from train.output.tables import Table, to_rich
 from train.predictor import Predictor, config_of_images
 from train.run.class_names import read_label_map
 from train.run.run_folder import RunFolder, as_json, atomic_write
 from train.tasks import kind_of
+from train.tasks.targets import describe_output
 
 
 def main(argv: list[str]) -> None:
@@ -42,6 +45,8 @@ def main(argv: list[str]) -> None:
         out = _out(folder, options)
         print_predictions(result, Console())
         print(printable(f"predictions: {out / 'predictions.json'}"))
+        if options.csv:
+            print(printable(f"table: {out / 'predictions.csv'}"))
         if any("mask" in p for p in result["predictions"]):
             print(printable(f"masks: {out / 'masks'}"))
             print(printable(f"overlays: {out / 'overlays'}"))
@@ -69,9 +74,9 @@ def predict(folder: RunFolder, given: Sequence[str], options: PredictArguments) 
     Returns:
       The content of predictions.json: ``step``, ``predictions`` of the readable images and
       ``unreadable`` ones. A prediction has ``labels``, the most probable first, or those of the
-      largest share of pixels. That of a segmented image also has paths: ``mask``, a palette PNG of
-      the image's size with the values of the run's masks, and ``overlay``, the image with the
-      mask's colors over it.
+      largest share of pixels, or ``numbers`` by name. That of a segmented image also has paths:
+      ``mask``, a palette PNG of the image's size with the values of the run's masks, and
+      ``overlay``, the image with the mask's colors over it.
 
     Raises:
       UserError: if there is no run, it does not label images or has no checkpoint, a path has no
@@ -88,18 +93,19 @@ def predict(folder: RunFolder, given: Sequence[str], options: PredictArguments) 
         max_pixels = predictor.preprocessor.max_pixels
         to_prediction = _segmentation(out, paths, max_pixels, label_map, options.top_k)
     else:
-        to_prediction = _classification(classes, options.top_k)
-    predictions, unreadable = [], []
+        to_prediction = _classification(config.data.targets, classes, options.top_k)
+    predictions, unreadable, rows = [], [], []
     if is_segmentation and (out / "masks").exists() and not (out / "overlays").exists():
         raise UserError(f"--out: {out} has masks that are no predictions; give another folder")
     with writing(out):
-        if is_segmentation or not options.json:
+        if is_segmentation or options.csv or not options.json:
             out.mkdir(parents=True, exist_ok=True)
         for path, output in _outputs(paths, predictor):
             try:
                 if isinstance(output, UnreadableError):
                     raise output
                 predictions.append(to_prediction(path, output))
+                rows.append(_row(config.data.targets, classes, predictions[-1], output))
             except UnreadableError as error:
                 unreadable.append({"image": path, "reason": str(error)})
         result = {
@@ -109,6 +115,8 @@ def predict(folder: RunFolder, given: Sequence[str], options: PredictArguments) 
         }
         if not options.json:
             atomic_write(out / "predictions.json", as_json(result))
+        if options.csv:
+            atomic_write(out / "predictions.csv", as_csv(rows))
     return result
 
 
@@ -135,17 +143,33 @@ def find_images(given: Sequence[str]) -> list[str]:
     return paths
 
 
+def _row(
+    kind: str, classes: Sequence[str], prediction: dict[str, Any], output: np.ndarray
+) -> dict[str, Any]:
+    """Return a row of predictions.csv; that of a segmented image has the share of each class."""
+    row = {"file": prediction["image"]}
+    if "mask" not in prediction:
+        return row | describe_output(kind, classes, output)
+    shares = np.bincount(output.ravel(), minlength=len(classes)) / output.size
+    named = zip(classes, shares.tolist(), strict=True)
+    return row | {"mask": prediction["mask"]} | {f"share of {name}": s for name, s in named}
+
+
 def print_predictions(result: dict[str, Any], console: Console) -> None:
     """Print the predictions as a table on a terminal, as lines elsewhere."""
     log, rows, score = line_printer(console), [], "probability"
     for p in result["predictions"]:
+        if "numbers" in p:
+            texts = [f"{name} {number(value)}" for name, value in p["numbers"].items()]
+            log(f"{p['image']}  {'  '.join(texts)}")
+            continue
         score = "share" if "mask" in p else "probability"
         if not console.is_terminal:
             labels = "  ".join(f"{label['label']} {label[score]:.2%}" for label in p["labels"])
             log(f"{p['image']}  {labels}")
         for i, label in enumerate(p["labels"]):
             rows.append(("" if i else p["image"], label["label"], f"{label[score]:.1%}"))
-    if console.is_terminal:
+    if console.is_terminal and rows:
         last = "pixels" if score == "share" else score
         console.print(to_rich(Table("", ("image", "label", last), rows, texts=2)))
 
@@ -174,12 +198,12 @@ def _read(prepare: Preprocessor, path: str) -> PreprocessedImage | UnreadableErr
 _ToPrediction = Callable[[str, np.ndarray], dict[str, Any]]
 
 
-def _classification(classes: Sequence[str], top_k: int) -> _ToPrediction:
-    def to_prediction(path: str, probabilities: np.ndarray) -> dict[str, Any]:
-        most_probable = np.argsort(-probabilities, kind="stable")[:top_k]
-        labels = [
-            {"label": classes[i], "probability": float(probabilities[i])} for i in most_probable
-        ]
+def _classification(kind: str, classes: Sequence[str], top_k: int) -> _ToPrediction:
+    def to_prediction(path: str, outputs: np.ndarray) -> dict[str, Any]:
+        if kind == "numbers":
+            return {"image": path, "numbers": dict(zip(classes, outputs.tolist(), strict=True))}
+        most_probable = np.argsort(-outputs, kind="stable")[:top_k]
+        labels = [{"label": classes[i], "probability": float(outputs[i])} for i in most_probable]
         return {"image": path, "labels": labels}
 
     return to_prediction

@@ -7,8 +7,10 @@ from rich.console import Console
 
 from train import arguments
 from train.arguments import TrainArguments
+from train.commands.folds import train_folds
 from train.commands.positional import positional
 from train.config import recipes
+from train.errors import UserError
 from train.run.distributed import join, together
 from train.run.loop import train
 from train.run.mesh import make_cpu_devices
@@ -33,6 +35,9 @@ def main(argv: list[str]) -> None:
     if options.resume and (out / "config.json").is_file():
         check_model(RunFolder(out), config)
 
+    if options.folds is not None and (options.distributed or options.profile):
+        flag = "--distributed" if options.distributed else "--profile"
+        raise UserError(f"{flag}: is for one run; leave it or --folds out")
     cluster = options.coordinator, options.processes, options.process
     is_distributed = options.distributed or any(value is not None for value in cluster)
     devices = config.mesh.data * config.mesh.fsdp
@@ -40,4 +45,7 @@ def main(argv: list[str]) -> None:
     is_first = join(*cluster, options.connect_timeout) if is_distributed else True
     console = Console(quiet=not is_first)
     with together() if is_distributed else contextlib.nullcontext():
+        if options.folds is not None:
+            train_folds(config, options.folds, out, resume=options.resume, console=console)
+            return
         train(config, out, resume=options.resume, console=console, profile=options.profile)

@@ -9,8 +9,7 @@ from train.errors import UserError
 
 if TYPE_CHECKING:
     from train.config import Config
-    from train.data import Dataset
-    from train.data.masks import LabelMap
+    from train.data import Dataset, Outputs
     from train.data.photos import Photos
     from train.data.placeholder import Placeholder
     from train.data.preprocessing import Preprocessor
@@ -61,8 +60,8 @@ class Data(Variant, section="data", tag="source", package="train.data"):
         """
         raise NotImplementedError
 
-    def load_test(self, trained: "Callable[[], LabelMap]") -> "Dataset | None":
-        """Load the test examples alone, for a network whose classes ``trained`` returns.
+    def load_test(self, trained: "Callable[[], Outputs]") -> "Dataset | None":
+        """Load the test examples alone, for a network whose outputs ``trained`` describes.
 
         A folder without splits is used whole. None if the source cannot do that.
         """
@@ -71,6 +70,14 @@ class Data(Variant, section="data", tag="source", package="train.data"):
     def for_evaluation(self, options: Mapping[str, Any]) -> Self:
         """Return the section with options of ``fnet eval``, some of `evaluation_options`."""
         return self.replace(**{self.evaluation_options[n]: v for n, v in options.items()})
+
+    def with_fold(self, fold: int, folds: int) -> Self:
+        """Return the section with a fold of a cross-validation held out.
+
+        Raises:
+          UserError: if the source has no folds.
+        """
+        raise UserError(f"--folds: data.source {self.source} has no folds; give another source")
 
     def without_users(self) -> Self:
         """Return the section without users, for an evaluation without training examples."""
@@ -175,6 +182,21 @@ class Data(Variant, section="data", tag="source", package="train.data"):
     def mixup(self) -> float:
         """Strength of mixup, which gives an image two labels; 0 is none."""
         return 0.0
+
+    @property
+    def targets(self) -> str:
+        """What labels are, a name in `train.tasks.targets.KINDS`."""
+        return "class"
+
+    @property
+    def folds(self) -> int | None:
+        """Number of folds of a cross-validation; None holds out a fraction."""
+        return None
+
+    @property
+    def fold(self) -> int:
+        """Fold that is held out."""
+        return 1
 
     @property
     def crops(self) -> int:

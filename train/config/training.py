@@ -67,6 +67,10 @@ class Optim(Section):
     """Clip the gradient to this global norm; None does not clip."""
     label_smoothing: Fraction = 0.0
     """Label smoothing of the training loss."""
+    focal: NonNegative = 0.0
+    """Focal loss of classes: exponent that lowers easy examples; 2 is common, 0 is off."""
+    freeze_backbone: bool = False
+    """Train only the classifier, on a pretrained backbone whose statistics stay, too."""
     ema_decay: Annotated[float, Gt(0), Lt(1)] | None = None
     """Decay of the parameters' moving average (EMA), which is evaluated; None has no EMA."""
 
@@ -86,6 +90,8 @@ class Optim(Section):
         Raises:
           UserError: if it does not.
         """
+        if self.freeze_backbone:
+            self._check_frozen(config)
         dtype = config.train.params_dtype
         if self.is_compact and dtype == "float32":
             raise UserError(
@@ -123,6 +129,19 @@ class Optim(Section):
                 f"optim.layer_decay: {self.layer_decay:g}, but it is for image networks"
             )
 
+    def _check_frozen(self, config: "Config") -> None:
+        if config.model.task_for(config.data) != "classification":
+            raise UserError("optim.freeze_backbone: is for classifiers of images; give False")
+        if config.model.pretrained is None and config.model.published is None:
+            raise UserError(
+                "optim.freeze_backbone: the backbone has random weights; give model.pretrained"
+            )
+        if self.layer_decay is not None or self.is_compact or self.is_schedule_free:
+            raise UserError(
+                f"optim.freeze_backbone: is not for optim.name {self.name} and optim.layer_decay; "
+                "give False"
+            )
+
 
 @dataclass(frozen=True)
 class Train(Section):
@@ -142,6 +161,20 @@ class Train(Section):
     """Steps between lines of metrics."""
     eval_every: Count | None = None
     """Steps between evaluations; None evaluates once per epoch."""
+    patience: Count | None = None
+    """Evaluations without a better checkpoint.metric after which the run ends; None is never."""
+
+    def check(self, config: "Config") -> None:
+        """Check that a private run does not end early.
+
+        Raises:
+          UserError: if it may.
+        """
+        if self.patience is not None and config.is_private:
+            raise UserError(
+                f"train.patience: {self.patience}, but a private run takes all steps for which its "
+                "noise was calibrated; give None"
+            )
 
 
 @dataclass(frozen=True)
@@ -163,7 +196,9 @@ class Checkpoint(Section):
     keep: Count = 2
     """Number of newest checkpoints to keep."""
     best: bool = True
-    """Also keep the best checkpoint by test mean IoU, accuracy or loss."""
+    """Also keep the best checkpoint by the metric."""
+    metric: str | None = None
+    """Test metric of the best one, such as macro_f1 or auc; None is mean IoU, accuracy or loss."""
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,48 @@ PREFETCHED_BATCHES = 2
 """Batches that are ready; beyond these, one is being made and the loop holds up to two."""
 
 
+class Scaling(NamedTuple):
+    """Mean and standard deviation of numbers that are predicted, each [numbers].
+
+    Networks learn standardized numbers, so that their losses are alike.
+    """
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    @classmethod
+    def of(cls, numbers: np.ndarray) -> "Scaling":
+        """Measure numbers [N, numbers]; the deviation of equal ones counts as 1."""
+        std = numbers.std(0)
+        return cls(tuple(numbers.mean(0).tolist()), tuple(np.where(std > 0, std, 1).tolist()))
+
+    @staticmethod
+    def _row(values: tuple[float, ...], like: Any) -> np.ndarray:
+        return np.reshape(values, [1] * (like.ndim - 1) + [-1]).astype(np.float32)
+
+    def standardize(self, numbers: Any) -> Any:
+        """Subtract the mean and divide by the standard deviation."""
+        return (numbers - self._row(self.mean, numbers)) / self._row(self.std, numbers)
+
+    def restore(self, standardized: Any) -> Any:
+        """Invert `standardize`."""
+        return standardized * self._row(self.std, standardized) + self._row(self.mean, standardized)
+
+
+class Outputs(NamedTuple):
+    """Meaning of a network's outputs, which its run folder keeps.
+
+    Attributes:
+      names: Names of classes, labels or numbers, one per output.
+      label_map: Labels of the values of masks, if there are masks.
+      scaling: Scaling of numbers, if these are predicted.
+    """
+
+    names: tuple[str, ...]
+    label_map: "LabelMap | None" = None
+    scaling: Scaling | None = None
+
+
 class Dataset(NamedTuple):
     """Training and test examples of a data source.
 
@@ -50,7 +92,9 @@ class Dataset(NamedTuple):
         None if that is unknown, or there is no text.
       notes: What was changed in the data, for the user.
       label_map: Labels of the values of masks; None without masks.
-      class_weights: Weight of each class in the loss; None weighs all alike.
+      class_weights: Weight of each class in the loss; None weighs all alike. Of several labels per
+        image, weight of the examples that have each one.
+      scaling: Scaling of the numbers that are labels; None if these are no numbers.
       is_chat: Whether the text was written by a chat template.
       rows: What ``train`` and ``test`` consist of, for the user.
     """
@@ -75,8 +119,14 @@ class Dataset(NamedTuple):
     notes: tuple[str, ...] = ()
     label_map: "LabelMap | None" = None
     class_weights: tuple[float, ...] | None = None
+    scaling: Scaling | None = None
     is_chat: bool = False
     rows: str = "examples"
+
+    @property
+    def outputs(self) -> Outputs:
+        """What the outputs of a network mean."""
+        return Outputs(self.classes, self.label_map, self.scaling)
 
 
 def num_examples(arrays: Arrays) -> int:

@@ -1,7 +1,10 @@
 """Names of arrays, columns and classes, and labels, as people write them."""
 
+import gzip
+import io
 import re
 import unicodedata
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -69,12 +72,28 @@ def read_lines(path: str, option: str) -> list[str]:
     """
     with storage.reported(option, path), storage.open_file(path) as file:
         content = file.read()
+    return decode_text(content, path, option).splitlines()
+
+
+def decode_text(content: bytes, path: str, option: str) -> str:
+    """Decode a text file in UTF-8, or in UTF-16 with a byte order mark; gzip is unpacked.
+
+    Raises:
+      UserError: if it is neither.
+    """
     try:
-        return content.decode("utf-8-sig").splitlines()
+        if content.startswith(b"\x1f\x8b"):
+            with gzip.GzipFile(fileobj=io.BytesIO(content)) as file:
+                content = file.read(limits.TABLE.most + 1)
+            limits.TABLE.check(len(content), f"{option}: {path}")
+        is_utf16 = content.startswith((b"\xff\xfe", b"\xfe\xff"))
+        return content.decode("utf-16" if is_utf16 else "utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(
             f"{option}: {path} is not UTF-8 at byte {error.start:,}; convert it"
         ) from error
+    except (OSError, EOFError, zlib.error) as error:
+        raise UserError(f"{option}: {path} is damaged: {error}") from error
 
 
 def read_names(path: str, option: str) -> tuple[str, ...]:

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import numpy as np
-from annotated_types import Gt, Lt, MinLen
+from annotated_types import MinLen
 
 from train.config import Config
-from train.config.section import Count, Seed
-from train.data import Dataset
+from train.config.section import Count
+from train.data import Dataset, Outputs
+from train.data.class_weights import balanced_weights
 from train.data.columns import check_names, choose, normalized, number_users
 from train.data.files import (
     IMAGE_PATTERNS,
@@ -24,10 +25,16 @@ from train.data.files import (
     subfolders,
 )
 from train.data.labeled_images import image_dataset
-from train.data.masks import LabelMap
 from train.data.photos import LabeledFiles
 from train.data.sampling import SampledBatches
-from train.data.splits import SPLIT_NAMES, choose_test_split, choose_training_split, hold_out
+from train.data.splits import (
+    SPLIT_NAMES,
+    choose_test_split,
+    choose_training_split,
+    describe_hold_out,
+    hold_out,
+    refuse_folds,
+)
 from train.errors import UserError, list_available, shorten
 
 _EXPECTED = "one folder per class, or train/ and val/ or test/ that hold them"
@@ -49,10 +56,6 @@ class ImageFolder(LabeledFiles):
     """Folder with one folder per class, or with train/ and val/ or test/ that hold them."""
     test_split: Annotated[str, MinLen(1)] | None = None
     """Folder of the test images; None is val, or test if there is no val."""
-    test_fraction: Annotated[float, Gt(0), Lt(1)] = 0.2
-    """Approximate fraction of each class to hold out if there is no test folder."""
-    split_seed: Seed = 0
-    """Random seed of that split."""
     balanced: bool = False
     """Draw training images of each class equally often."""
     repeats: Count = 1
@@ -74,7 +77,7 @@ class ImageFolder(LabeledFiles):
         """
         return load(self)
 
-    def load_test(self, trained: Callable[[], LabelMap]) -> Dataset:
+    def load_test(self, trained: Callable[[], Outputs]) -> Dataset:
         """Load only the test images, for a trained network. They may lack classes."""
         return load(self, trained().names)
 
@@ -116,6 +119,9 @@ def load(config: ImageFolder, trained: tuple[str, ...] | None = None) -> Dataset
         classes=classes,
         users=None if config.user is None or trained else _users(root, train),
         order=_order(config, train.labels),
+        class_weights=None
+        if config.class_weights is None or trained
+        else balanced_weights(train.labels, len(classes)),
         notes=notes + describe_skipped([ImageFiles([], train.skipped + test.skipped)]),
     )
 
@@ -167,6 +173,8 @@ def _find_splits(
                 f"{list_available([*folders], 'folders')}"
             )
         test_name = choose_test_split(config.test_split, folders, root)
+        if test_name is not None:
+            refuse_folds(config, f"{root} has the folder {test_name}")
     elif config.test_split is not None:
         raise UserError(
             f"data.test_split: {root} holds the classes themselves, and data.test_fraction of "
@@ -192,7 +200,7 @@ def _find_splits(
     rows, test_rows = np.flatnonzero(~is_test), np.flatnonzero(is_test)
     note = (
         f"no val/ or test/ in {root}: {len(test_rows):,} of {len(whole.paths):,} images are held "
-        "out for testing (data.test_fraction)"
+        f"out for testing ({describe_hold_out(config)})"
     )
     return names, whole.some(rows), whole.some(test_rows)._replace(skipped=Counter()), (note,)
 

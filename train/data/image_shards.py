@@ -8,17 +8,18 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import numpy as np
-from annotated_types import Gt, Lt, MinLen
+from annotated_types import MinLen
 from typing_extensions import override
 
-from train.config.section import Positive, Seed
+from train.config.section import Positive
 from train.data import Dataset, storage
+from train.data.class_weights import balanced_weights
 from train.data.columns import as_labels, name_classes, read_names
 from train.data.labeled_images import image_dataset
 from train.data.order import Rows, ShuffledBatches
 from train.data.photos import LabeledFiles
 from train.data.shards import CACHE_BYTES, EXPECTED, Fields, Index, Shards, format_of, index_shards
-from train.data.splits import SPLIT_NAMES, hold_out
+from train.data.splits import SPLIT_NAMES, hold_out, refuse_folds
 from train.errors import UserError, shorten
 
 _WORDS = SPLIT_NAMES | {"val": (*SPLIT_NAMES["val"], "dev")}
@@ -43,10 +44,6 @@ class ImageShards(LabeledFiles):
     """Share of each path in the batches; empty is by the number of images."""
     test_path: tuple[str, ...] = ()
     """Shards to test on; empty is those named val or test, or test_fraction of the images."""
-    test_fraction: Annotated[float, Gt(0), Lt(1)] = 0.2
-    """Approximate fraction of each class to hold out if there are no test shards."""
-    split_seed: Seed = 0
-    """Random seed of that split."""
     image: Annotated[str, MinLen(1)] | None = None
     """Extension (tar), column or feature of the image; None finds it by its type or usual names."""
     label: Annotated[str, MinLen(1)] | None = None
@@ -95,7 +92,9 @@ def load(config: ImageShards) -> Dataset:
         if not (source == i).any():
             raise UserError(f"data.path: there are no images in {path}")
     train, test = np.flatnonzero(source >= 0), np.flatnonzero(source < 0)
-    if not test_paths:
+    if test_paths:
+        refuse_folds(config, f"the test shards are {shorten(test_paths)}")
+    else:
         named = zip(shard.tolist(), place.tolist(), strict=True)
         keys = (f"{os.path.basename(every[i])} {first} {second}" for i, (first, second) in named)
         is_test = hold_out(config, keys, label)
@@ -106,12 +105,14 @@ def load(config: ImageShards) -> Dataset:
     shard, place = shard[rows], place[rows]
     labels = label[train], label[test]
     n = len(train)
+    names = name_classes(labels, names, f"data.label: {shorten(config.path)}")
     return image_dataset(
         config,
         labels,
         lambda ids: shards.read(shard[ids], place[ids]),
         lambda id: shards.describe(int(shard[id]), place[id]),
-        classes=name_classes(labels, names, f"data.label: {shorten(config.path)}"),
+        classes=names,
+        class_weights=config.class_weights and balanced_weights(labels[0], len(names)),
         order=_order(config, source[train], shard[:n], place[:n], indices),
         batches_at_once=_REMOTE_BATCHES if shards.are_remote else 1,
         # The sizes of shards stand for those of their images, which are in them.

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import numpy as np
-from annotated_types import Ge, Gt, Le
+from annotated_types import Ge, Gt, Le, Lt
 from typing_extensions import override
 
 from train.config.data import Data
-from train.config.section import Count, CountOrZero, Fraction, NonNegative, Positive
+from train.config.section import Count, CountOrZero, Fraction, NonNegative, Positive, Seed
 from train.data import Arrays
 from train.data.augment import evaluation_crops, resize_shorter_side
 from train.data.placeholder import Placeholder, missing_paths, zeros
@@ -124,8 +124,22 @@ class LabeledFiles(Photos):
     """Pixels of reflected border that are added to each test image before ten-crop."""
     workers: CountOrZero = 0
     """Number of processes that decode images; 0 decodes in a thread of this process."""
+    test_fraction: Annotated[float, Gt(0), Lt(1)] = 0.2
+    """Approximate fraction of each class to hold out if there is no test split."""
+    split_seed: Seed = 0
+    """Random seed of that split."""
+    folds: Annotated[int, Ge(2), Le(100)] | None = None
+    """Number of folds of a cross-validation, whose fold is held out; see fnet train --folds."""
+    fold: Count = 1
+    """Fold that is held out, from 1."""
+    class_weights: Literal["balanced"] | None = None
+    """Weights of classes in the loss; balanced makes rare classes count as much as others."""
     cache: bool = False
     """Keep decoded images in memory and read each file once; not with resized crops."""
+
+    @override
+    def with_fold(self, fold: int, folds: int) -> Self:
+        return self.replace(fold=fold, folds=folds)
 
     @override
     def placeholder(self) -> Placeholder | None:

@@ -1,16 +1,20 @@
-"""Records of JSON lines and Parquet files, with the place of each one for error messages."""
+"""Records of JSON lines, Parquet and CSV files, with the place of each one for error messages."""
 
+import csv
+import io
 import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from train import limits
 from train.data import storage
+from train.data.columns import decode_text, normalized
 from train.errors import UserError, did_you_mean, list_available
 
 _PARQUET = (".parquet", ".pq")
+_SEPARATORS = {".csv": ",", ".tsv": "\t"}
 
 
 class Record(NamedTuple):
@@ -61,7 +65,7 @@ class Record(NamedTuple):
 
 
 def read(path: str, option: str) -> Iterator[Record]:
-    """Yield the records of a file in order: of Parquet by its suffix, else of JSON lines.
+    """Yield the records of a file in order: of Parquet or CSV by its suffix, else of JSON lines.
 
     Args:
       path: File, or a folder of .jsonl and .parquet files, which are read by name, at any depth; or
@@ -82,12 +86,48 @@ def read(path: str, option: str) -> Iterator[Record]:
 
 
 def _read_file(path: str, option: str) -> Iterator[Record]:
-    is_parquet = Path(path).suffix in _PARQUET
-    return (_read_parquet if is_parquet else _read_json_lines)(path, option)
+    suffix = Path(path.removesuffix(".gz")).suffix.lower()
+    if suffix in _SEPARATORS:
+        return _read_csv(path, option)
+    return (_read_parquet if suffix in _PARQUET else _read_json_lines)(path, option)
+
+
+def _read_csv(path: str, option: str) -> Iterator[Record]:
+    """Read a table whose first line names its columns; a semicolon may separate those of .csv."""
+    with storage.reported(option, path), storage.open_file(path) as file:
+        content = file.read()
+    text = decode_text(content, path, option)
+    separator = _SEPARATORS[Path(path.removesuffix(".gz")).suffix.lower()]
+    head = text.partition("\n")[0]
+    if separator == "," and head.count(";") > head.count(","):
+        separator = ";"
+    csv.field_size_limit(limits.LINE.most)
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
+    columns: list[str] = []
+    try:
+        for values in reader:
+            place = f"{path}, line {reader.line_num}"
+            if not values:
+                continue
+            if not columns:
+                columns = [normalized(value.strip()) for value in values]
+                if twice := [name for i, name in enumerate(columns) if name in columns[:i]]:
+                    raise UserError(f"{option}: {place}: two columns are called {twice[0]}")
+                continue
+            if len(values) != len(columns):
+                raise UserError(
+                    f"{option}: {place}: {len(values)} values, but the first line names "
+                    f"{len(columns)} columns"
+                )
+            fields = {k: v if v.strip() else None for k, v in zip(columns, values, strict=True)}
+            yield Record(option, place, fields)
+    except csv.Error as error:
+        raise UserError(f"{option}: {path}, line {reader.line_num}: {error}") from None
 
 
 def _read_json_lines(path: str, option: str) -> Iterator[Record]:
-    with storage.reported(option, path), storage.open_file(path) as file:
+    with storage.reported(option, path), storage.open_file(path) as stored:
+        file = _as_utf8(stored, path, option)
         # A line without an end is not read to where memory ends.
         lines = iter(lambda: file.readline(limits.LINE.most + 1), b"")
         for number, line in enumerate(lines, 1):
@@ -109,10 +149,18 @@ def _read_json_lines(path: str, option: str) -> Iterator[Record]:
             yield Record(option, place, fields)
 
 
+def _as_utf8(file: IO[bytes], path: str, option: str) -> IO[bytes]:
+    """Return a file in UTF-8 in place of one in UTF-16 or gzip."""
+    first = file.read(2)
+    file.seek(0)
+    if first == b"\x1f\x8b" or first in (b"\xff\xfe", b"\xfe\xff"):
+        text = decode_text(file.read(), path, option)
+        return io.BytesIO(text.encode("utf-8", "surrogatepass"))
+    return file
+
+
 def _hint(line: bytes, path: str) -> str:
-    """Say how to convert a file that is CSV or one JSON array."""
-    if Path(path).suffix.lower() == ".csv":
-        return "; convert CSV with csv.DictReader and json.dumps"
+    """Say how to convert a file that is one JSON array."""
     return f"; for an array, jq -c '.[]' {path}" if line.lstrip().startswith(b"[") else ""
 
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
 import numpy as np
 from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from train.config.data import Content, Data
 from train.config.section import Count, CountOrZero, Fraction, NonNegative, Positive, Seed
-from train.data import Arrays, Dataset, num_examples
+from train.data import Arrays, Dataset, Outputs, num_examples
 from train.data.augment import fit, to_uint8
 from train.data.class_table import PUBLISHED, find_table
 from train.data.decode import UnreadableError, View, decode_mask, file_bytes, upright_size
@@ -29,13 +29,14 @@ from train.data.masks import (
     check_masks,
     make_label_map,
     median_frequency_weights,
+    plain_label_map,
     spread,
 )
 from train.data.placeholder import Placeholder, missing_paths, zeros
 from train.data.preprocessing import Preprocessor
-from train.data.splits import choose_training_split, hold_out
+from train.data.splits import choose_training_split, hold_out, refuse_folds
 from train.data.workers import Workers
-from train.errors import UserError
+from train.errors import UserError, shorten
 
 _WEIGHED = 2000
 """Largest number of masks that class frequencies are measured on."""
@@ -62,6 +63,10 @@ class SegmentationFolder(Data):
     """Approximate fraction of images to hold out if path is not split."""
     split_seed: Seed = 0
     """Random seed of that split."""
+    folds: Annotated[int, Ge(2), Le(100)] | None = None
+    """Number of folds of a cross-validation, whose fold is held out; see fnet train --folds."""
+    fold: Count = 1
+    """Fold that is held out, from 1."""
     classes: Annotated[int, Ge(2), Le(255)] | None = None
     """Number of classes; None counts mask_values or the class table."""
     class_table: Annotated[str, MinLen(1)] | None = None
@@ -110,9 +115,14 @@ class SegmentationFolder(Data):
         """
         return load(self)
 
-    def load_test(self, trained: Callable[[], LabelMap]) -> Dataset:
+    def load_test(self, trained: Callable[[], Outputs]) -> Dataset:
         """Load only the test images, for a trained network."""
-        return load(self, trained())
+        outputs = trained()
+        return load(self, outputs.label_map or plain_label_map(outputs.names))
+
+    @override
+    def with_fold(self, fold: int, folds: int) -> Self:
+        return self.replace(fold=fold, folds=folds)
 
     @override
     def placeholder(self) -> Placeholder | None:
@@ -234,6 +244,8 @@ def _find_splits(
 ) -> tuple[list[Pair], list[Pair], list[ImageFiles]]:
     """Find training and test pairs, and all files."""
     root = found.root
+    if found.is_split:
+        refuse_folds(config, f"{root} has the splits {shorten(found.splits)}")
     if not found.is_split:
         if config.test_split is not None:
             raise UserError(

@@ -28,6 +28,14 @@ class HeldOut(Protocol):
     def split_seed(self) -> int | None:
         """Random seed of the choice."""
 
+    @property
+    def folds(self) -> int | None:
+        """Number of folds; None holds out the fraction."""
+
+    @property
+    def fold(self) -> int:
+        """Fold that is held out, from 1."""
+
 
 def choose_training_split(names: Collection[str]) -> str | None:
     """Return the first usual name of the training split; None if there is none."""
@@ -56,22 +64,35 @@ def choose_test_split(given: str | None, names: Collection[str], where: object) 
 
 
 def hold_out(
-    config: HeldOut, keys: Iterable[object], labels: np.ndarray | None = None
+    config: HeldOut,
+    keys: Iterable[object],
+    labels: np.ndarray | None = None,
+    groups: Sequence[str] | None = None,
 ) -> np.ndarray:
     """Choose about ``test_fraction`` of the examples by a hash of their keys, bool [N].
 
     The key of an example decides alone, so that one more example moves no other from training to
     testing. Only a class without any hash on one side of the fraction gives its nearest example.
+    With groups, their names are the keys. Folds are of equal size, with equal shares of each class
+    as far as groups allow; one more example may move others.
 
     Args:
       config: options of the data source.
       keys: names of the examples, or of their users; contents or numbers of those without names.
       labels: class of each example, int [N]; None if they have none.
+      groups: group of each example; none is both trained and tested on.
 
     Raises:
-      UserError: if a class has only one example.
+      UserError: if a class, or with groups all examples, cannot be on both sides.
     """
     names = [str(key) for key in keys]
+    if config.folds is not None:
+        return _fold(config, names, labels, groups)
+    if groups is not None:
+        ids, number = np.unique(groups, return_inverse=True)
+        if len(ids) < 2:
+            raise UserError(f"data.group: all examples are of the group {ids[0]}")
+        return hold_out(config, ids.tolist())[number]
     hashes = hash_names(f"{config.split_seed} {name}" for name in names)
     is_test = hashes < config.test_fraction * 2.0**64
     classes = np.zeros(len(names), int) if labels is None else labels
@@ -86,6 +107,49 @@ def hold_out(
         is_test[rows[0]] = True
         is_test[rows[-1]] = False
     return is_test
+
+
+def _fold(
+    config: HeldOut, names: Sequence[str], labels: np.ndarray | None, groups: Sequence[str] | None
+) -> np.ndarray:
+    """Return which examples are in the fold that is held out, bool [N]."""
+    from sklearn.model_selection import GroupKFold, KFold, StratifiedGroupKFold, StratifiedKFold
+
+    folds = config.folds
+    assert folds is not None
+    if config.fold > folds:
+        raise UserError(f"data.fold: {config.fold}, but data.folds is {folds}")
+    if labels is None:
+        split = KFold(folds) if groups is None else GroupKFold(folds)
+    else:
+        split = StratifiedKFold(folds) if groups is None else StratifiedGroupKFold(folds)
+        counts = np.bincount(labels)
+        if (least := counts[counts > 0].min()) < folds:
+            raise UserError(
+                f"data.folds: {folds}, but a class has only {least} examples; give at most {least}"
+            )
+    if groups is not None and len({*groups}) < folds:
+        raise UserError(f"data.folds: {folds}, but there are {len({*groups})} groups; give fewer")
+    order = np.argsort(hash_names(f"{config.split_seed} {name}" for name in names))
+    y = None if labels is None else labels[order]
+    by_group = None if groups is None else np.array(groups)[order]
+    chosen = [*split.split(np.zeros(len(order)), y, by_group)][config.fold - 1][1]
+    is_test = np.zeros(len(order), bool)
+    is_test[order[chosen]] = True
+    return is_test
+
+
+def describe_hold_out(config: HeldOut) -> str:
+    """Say by which options examples are held out."""
+    return f"fold {config.fold} of {config.folds}" if config.folds else "data.test_fraction"
+
+
+def refuse_folds(config: HeldOut, why: str) -> None:
+    """Raise `UserError` if folds are asked of data that are split already."""
+    if config.folds is not None:
+        raise UserError(
+            f"data.folds: {config.folds}, but {why}, and folds are made of data without splits"
+        )
 
 
 def hold_out_rows(

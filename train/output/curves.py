@@ -23,7 +23,11 @@ GRID_COLOR = "#d8dbdf"
 MOST_POINTS = 300
 """Points of a curve, more than a chart has pixels on a phone."""
 
-SCORES = ("loss", "accuracy", "mean_iou", "pixel_accuracy", "class_accuracy", "top5")
+LOWER_IS_BETTER = ("loss", "mae", "rmse", "calibration_error")
+SCORES = (
+    *("accuracy", "mean_iou", "pixel_accuracy", "class_accuracy", "top5", "auc", "macro_f1"),
+    *("label_accuracy", "exact", "r2", *LOWER_IS_BETTER),
+)
 """Metrics that say how well a network does."""
 
 _PARTS = ("train", NOT_PRIVATE, "test", "averaged")
@@ -51,6 +55,16 @@ _KNOWN = {
     "pixel_accuracy": ("pixel accuracy", _SHARE),
     "class_accuracy": ("class accuracy", _SHARE),
     "top5": ("top-5 accuracy", _SHARE),
+    "macro_f1": ("macro F1", _SHARE),
+    "macro_precision": ("macro precision", _SHARE),
+    "macro_recall": ("macro recall", _SHARE),
+    "auc": ("AUC", _SHARE),
+    "calibration_error": ("calibration error", Scale(percent, from_zero=True)),
+    "label_accuracy": ("labels right", _SHARE),
+    "exact": ("images with all labels right", _SHARE),
+    "mae": ("mean absolute error", _SCORE),
+    "rmse": ("root mean squared error", _SCORE),
+    "r2": ("R2", _SHARE),
     "learning_rate": ("learning rate", _AMOUNT),
     "grad_norm": ("gradient norm", _SCORE),
     "noise_scale": ("gradient noise scale", _SCORE),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from fnet.memory import format_bytes
-from train.output.curves import SCORES, Metric, describe
+from train.output.curves import LOWER_IS_BETTER, SCORES, Metric, describe
 from train.output.formats import duration, number
 from train.output.logged import NOT_PRIVATE
 from train.output.tables import Cell, Table
@@ -98,7 +98,7 @@ def _test_score(metric: Metric, run: Run, index: int) -> Cell:
     last, text = float(curve.values[-1]), metric.scale.text
     if metric.name not in SCORES:
         return Cell(text(last))
-    sign = 1 if metric.name == "loss" else -1
+    sign = 1 if metric.name in LOWER_IS_BETTER else -1
     notes = []
     if metric.name == "loss" and run.has_text and last < 50:
         notes.append(f"perplexity {number(math.exp(last))}")

@@ -41,6 +41,7 @@ class Summary(Stored):
     seconds: FiniteFloat
     metrics: dict[str, float] = Field({})
     noise_scale: float | None = None
+    ended_early: bool = False
     input_wait_reason: str | None = None
     quantization_errors: dict[str, float] = Field({})
     audit: Audit | None = None
@@ -217,7 +218,9 @@ class Run:
     def finished(self) -> bool:
         """Whether the summary is of the last step."""
         last = max(self.step, self.total_steps or 0)
-        return self.summary is not None and self.summary.steps >= last
+        if self.summary is None:
+            return False
+        return self.summary.steps >= (self.step if self.summary.ended_early else last)
 
     @property
     def training_seconds(self) -> float | None:

@@ -5,22 +5,30 @@ import json
 
 from train import tasks
 from train.config import Config
+from train.data import Outputs, Scaling
 from train.data.masks import LabelMap, plain_label_map
 from train.errors import UserError
 from train.run.run_folder import RunFolder, as_json, atomic_write
 
 
 def write_classes(
-    folder: RunFolder, classes: tuple[str, ...], label_map: LabelMap | None = None
+    folder: RunFolder,
+    classes: tuple[str, ...],
+    label_map: LabelMap | None = None,
+    scaling: Scaling | None = None,
 ) -> None:
-    """Write the names of labels 0, 1, ..., if there are any, and what values of masks mean."""
+    """Write the names of the outputs, if there are any, and what masks or numbers mean."""
     if classes:
         masks = {"masks": label_map.as_dict()} if label_map else {}
-        atomic_write(folder.classes, as_json({"classes": list(classes)} | masks))
+        numbers = {"scaling": scaling._asdict()} if scaling else {}
+        atomic_write(folder.classes, as_json({"classes": list(classes)} | masks | numbers))
 
 
 def check_classes(
-    folder: RunFolder, classes: tuple[str, ...], label_map: LabelMap | None = None
+    folder: RunFolder,
+    classes: tuple[str, ...],
+    label_map: LabelMap | None = None,
+    scaling: Scaling | None = None,
 ) -> None:
     """Check that the labels of the data mean the same as when the run began.
 
@@ -28,14 +36,15 @@ def check_classes(
       folder: folder of the run; without class names in it, any are accepted.
       classes: class names of the data.
       label_map: labels of the values of masks, if there are masks.
+      scaling: scaling of numbers, if these are predicted.
 
     Raises:
-      UserError: for the first label that has another name, or for a mask's value that has another
-        label.
+      UserError: for the first label that has another name, for a mask's value that has another
+        label, or for numbers of another mean or deviation.
     """
     if not folder.classes.is_file():
         return
-    names, saved_map = _read(folder)
+    names, saved_map, saved_scaling = _read(folder)
     for label, (then, now) in enumerate(itertools.zip_longest(names, classes)):
         if then != now:
             raise UserError(
@@ -48,6 +57,13 @@ def check_classes(
             f"{saved_map.describe_values()}; they are {label_map.describe_values()}"
         )
 
+    if saved_scaling and scaling and saved_scaling != scaling:
+        raise UserError(
+            f"data: mean and deviation of the numbers differ from those that {folder.path} began "
+            f"with: they were {saved_scaling.mean} and {saved_scaling.std}; they are "
+            f"{scaling.mean} and {scaling.std}; restore the table, or start a new run"
+        )
+
 
 def read_classes(folder: RunFolder, config: Config) -> tuple[str, ...]:
     """Return the names of labels 0, 1, ..., from the run's folder or else from its dataset.
@@ -55,23 +71,28 @@ def read_classes(folder: RunFolder, config: Config) -> tuple[str, ...]:
     Raises:
       UserError: if neither has them.
     """
-    return _read(folder)[0] if folder.classes.is_file() else tasks.load(config).classes
+    return _read(folder).names if folder.classes.is_file() else tasks.load(config).classes
 
 
-def read_label_map(folder: RunFolder, config: Config) -> LabelMap:
-    """Return the labels of the values of masks, from the run's folder or else from its dataset.
+def read_outputs(folder: RunFolder, config: Config) -> Outputs:
+    """Return what the outputs mean, from the run's folder or else from its dataset.
 
     Raises:
       UserError: if neither has them.
     """
-    if not folder.classes.is_file():
-        dataset = tasks.load(config)
-        return dataset.label_map or plain_label_map(dataset.classes)
-    names, label_map = _read(folder)
-    return label_map or plain_label_map(names)
+    if folder.classes.is_file():
+        return _read(folder)
+    dataset = tasks.load(config)
+    return Outputs(dataset.classes, dataset.label_map, dataset.scaling)
 
 
-def _read(folder: RunFolder) -> tuple[tuple[str, ...], LabelMap | None]:
+def read_label_map(folder: RunFolder, config: Config) -> LabelMap:
+    """Return the labels of the values of masks, as `read_outputs`."""
+    outputs = read_outputs(folder, config)
+    return outputs.label_map or plain_label_map(outputs.names)
+
+
+def _read(folder: RunFolder) -> Outputs:
     path = folder.classes
     try:
         plain = json.loads(path.read_bytes())
@@ -79,6 +100,9 @@ def _read(folder: RunFolder) -> tuple[tuple[str, ...], LabelMap | None]:
         if not names or not all(isinstance(name, str) for name in names):
             raise ValueError("it has no class names")
         label_map = LabelMap.from_dict(plain["masks"]) if "masks" in plain else None
+        scaling = None
+        if "scaling" in plain:
+            scaling = Scaling(*(tuple(map(float, plain["scaling"][n])) for n in Scaling._fields))
     except (ValueError, TypeError, LookupError) as error:
         raise UserError(f"cannot read {path}: {error}") from error
-    return tuple(names), label_map
+    return Outputs(tuple(names), label_map, scaling)

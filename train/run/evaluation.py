@@ -28,14 +28,24 @@ class Trained(Protocol):
         """Model state, such as running statistics."""
 
 
-class Evaluation(NamedTuple):
-    """Means of metrics over all test examples, and a confusion matrix [true, predicted].
+_KEPT_OUTPUTS = 2**22
+"""Largest number of outputs of all test examples that are kept, 16 MiB."""
 
-    The matrix counts examples or pixels. It is None without classes.
+
+class Evaluation(NamedTuple):
+    """Means of metrics over all test examples, and what is known of each.
+
+    Attributes:
+      metrics: {name: mean}.
+      confusion: counts of examples or pixels [true, predicted]; None without classes.
+      examples: Arrays with a row per test example: its metrics, ``weight``, ``prediction`` and
+        ``probability`` if it has one label, and what `BatchMetrics.examples` names. ``outputs`` are
+        missing if they are more than 16 MiB.
     """
 
     metrics: dict[str, float]
     confusion: np.ndarray | None
+    examples: Arrays = {}  # noqa: RUF012 (it is not changed)
 
 
 class PredictedBatch(NamedTuple):
@@ -78,7 +88,8 @@ class Evaluator:
 
         def add_batch(totals: Any, params: Any, model_state: Any, batch: Any) -> Any:
             weight = batch["weight"]
-            metrics, confusion, probability = task.measure(params, model_state, batch)
+            metrics, confusion, probability, examples = task.measure(params, model_state, batch)
+            examples = {n: a for n, a in examples.items() if n in kept} | metrics
             metrics = metrics | {"weight": jnp.ones_like(weight)}
             sums, counts = totals
             # Select, because zero times infinity is NaN.
@@ -86,11 +97,16 @@ class Evaluator:
             sums = {
                 n: sums[n] + jnp.where(is_real, v * weight, 0).sum() for n, v in metrics.items()
             }
+            examples |= {"weight": weight}
             if confusion is None:
-                return (sums, counts), None
+                return (sums, counts), (None, None, examples)
+            if confusion[1].ndim == 1:
+                examples |= {"prediction": confusion[1]}
+            if probability is not None:
+                examples |= {"probability": probability}
             weights = weight.reshape(-1, *[1] * (confusion[0].ndim - 1))
             counts = counts.at[confusion].add(weights.astype(counts.dtype), mode="drop")
-            return (sums, counts), (confusion[1], probability)
+            return (sums, counts), (confusion[1], probability, examples)
 
         self._dataset, self._batch_size, self._watch = task.dataset, batch_size, watch
         batch: Any = sample_evaluation_batch(task.dataset, batch_size)
@@ -101,6 +117,12 @@ class Evaluator:
         arguments = shapes.evaluation_params, shapes.model_state, batch
         measured = jax.eval_shape(task.measure, *arguments)
         names = sorted(measured.metrics.keys() | {"weight"})
+        rows = num_examples(task.dataset.test)
+        kept = {
+            name
+            for name, a in measured.examples.items()
+            if name != "outputs" or rows * a.shape[-1] <= _KEPT_OUTPUTS
+        }
         self._scores = task.scores
         self._counts_per_batch = measured.confusion[0].size if measured.confusion else 0
         self._zeros = (
@@ -117,6 +139,7 @@ class Evaluator:
         # The options keep the order of gathers.
         options = memory.CANDIDATE_OPTIONS.get(jax.default_backend(), ({},))[0] if layout else {}
         lowered = jitted.lower(self._zero_totals(), *arguments)
+        _, (_, _, self._kept) = lowered.out_info
         self._add_batch = lowered.compile(compiler_options=dict(options))
         program = memory.peak(self._add_batch)
         arguments_bytes = memory.tree_bytes((shapes, batch))
@@ -131,13 +154,15 @@ class Evaluator:
         # Sums in 64 bits on the host; on the device in 32 bits, as long as no count overflows.
         sums: Any = jax.tree.map(lambda a: a.astype(np.promote_types(a.dtype, "i8")), self._zeros)
         totals, max_count = self._zero_totals(), 0
+        kept: list[Any] = []
         for batch in self._watch(evaluation_batches(self._dataset, self._batch_size, self._local)):
             max_count += self._counts_per_batch
             if max_count >= 2**31:
                 sums = jax.tree.map(np.add, sums, jax.device_get(totals))
                 totals, max_count = self._zero_totals(), self._counts_per_batch
             arguments = trained.evaluation_params, trained.model_state, self._put(batch)
-            totals, _ = self._add_batch(totals, *arguments)
+            totals, (_, _, examples) = self._add_batch(totals, *arguments)
+            kept.append(examples)
         metric_sums, confusion = jax.tree.map(np.add, sums, jax.device_get(totals))
         weight = float(metric_sums.pop("weight"))
         if not weight or (confusion is not None and not confusion.any()):
@@ -146,8 +171,23 @@ class Evaluator:
                 "that counts, so that there is nothing to measure; see data.ignore for masks"
             )
         metrics = {name: float(total) / weight for name, total in metric_sums.items()}
-        metrics |= {} if confusion is None else self._scores(confusion)
-        return Evaluation(metrics, confusion)
+        test, n = self._dataset.test, num_examples(self._dataset.test)
+        kept = jax.device_get(kept)
+        examples = {name: np.concatenate([part[name] for part in kept])[:n] for name in kept[0]}
+        is_real = examples["weight"] != 0
+        counted, rows = ({k: a[is_real] for k, a in arrays.items()} for arrays in (examples, test))
+        return Evaluation(metrics | self._scores(counted, rows, confusion), confusion, examples)
+
+    @property
+    def metric_names(self) -> list[str]:
+        """Names of the metrics of an evaluation, found on examples of zeros."""
+        rows = {name: a[:2] for name, a in self._dataset.test.items()}
+        n = num_examples(rows)
+        examples = {name: np.zeros((n, *a.shape[1:]), a.dtype) for name, a in self._kept.items()}
+        confusion = self._zeros[1]
+        with np.errstate(all="ignore"):
+            scores = self._scores(examples, rows, confusion)
+        return [*(name for name in self._zeros[0] if name != "weight"), *scores]
 
     def predict(self, trained: Trained, max_examples: int) -> Iterator[PredictedBatch]:
         """Yield predictions for test examples at regular intervals.
@@ -164,7 +204,7 @@ class Evaluator:
         for batch in evaluation_batches(self._dataset._replace(test=test), self._batch_size):
             arguments = trained.evaluation_params, trained.model_state, self._put(batch)
             _, outputs = self._add_batch(self._zero_totals(), *arguments)
-            predictions, probability = jax.device_get(outputs)
+            predictions, probability, _ = jax.device_get(outputs)
             yield PredictedBatch(batch, predictions, probability)
 
     def _zero_totals(self) -> Any:

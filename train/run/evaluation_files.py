@@ -17,6 +17,7 @@ class EvaluationFiles(NamedTuple):
     """
 
     json: Path
+    rows: Path
     confusion: Path
     examples: Path
     description: str
@@ -32,10 +33,13 @@ def evaluation_files(folder: RunFolder, options: Mapping[str, Any]) -> Evaluatio
     Without options, these are the files that training writes, too.
     """
     if not options:
-        return EvaluationFiles(folder.evaluation, folder.confusion, folder.examples, "")
+        return EvaluationFiles(
+            folder.evaluation, folder.rows, folder.confusion, folder.examples, ""
+        )
     at = folder.evaluations / ",".join(_file_name(*item) for item in options.items())
     return EvaluationFiles(
         at / folder.evaluation.name,
+        at / folder.rows.name,
         at / folder.confusion.name,
         at / folder.examples.name,
         ", ".join(_describe(*item) for item in options.items()),

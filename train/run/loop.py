@@ -2,8 +2,9 @@
 
 import contextlib
 import json
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,7 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
         if weights is not None:
             console.print(weights.lines())
         log(f"training {config.name} in {folder.path}")
-        write_classes(folder, run.task.dataset.classes, run.task.dataset.label_map)
+        write_classes(folder, *run.task.dataset.outputs)
         seeds = read_seeds(folder, config)
         # The names of training files are not covered by a guarantee.
         unreadable = UnreadableFiles(
@@ -116,6 +117,7 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
         programs = compile_programs(run, weights, unreadable, console)
         last = max(folder.saved_steps, default=0)  # later lines are dropped
         earlier = [x for x in read_metrics(folder.metrics) if x["step"] <= last] if resume else []
+        score_of(dict.fromkeys(programs.evaluate.metric_names, 0.0), config.checkpoint.metric)
         print_facts(console, before_training(programs, earlier))
         if run.privacy:
             log(f"privacy: {run.privacy.describe(run.steps)}")
@@ -154,6 +156,12 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
         num_params = programs.planned.executable.report.parameters
         title = f"{config.name}: {num_params:,} parameters, {loop.step} steps"
         curves.save(read_metrics(folder.metrics), title, folder.curves)
+        if loop.ended_early and not loop.failure:
+            log(
+                f"the run ends early: {loop.describe_patience()}; to train longer, raise "
+                "train.patience and --resume"
+            )
+            run = run._replace(steps=loop.step)
         if loop.step < run.steps or loop.failure:
             loop.report_stop()
             return
@@ -170,10 +178,16 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
             start_time=start_time,
             measured={
                 "unreadable_files": loop.unreadable_files(),
+                "ended_early": loop.ended_early,
                 "input_wait_reason": loop.wait.reason,
                 "peak_bytes_seen": measured_bytes,
             },
         )
+
+
+def tested(line: Mapping[str, Any]) -> dict[str, float]:
+    """Return the test metrics of a line of metrics.jsonl, by their names in an evaluation."""
+    return {k.removeprefix("test/"): v for k, v in line.items() if k.startswith("test/")}
 
 
 def _create_folder(
@@ -200,7 +214,7 @@ def _reopen_folder(
     begins_again = check_saved(folder)
     before = folder.read_config()
     check_resumed_length(run, before)
-    check_classes(folder, run.task.dataset.classes, run.task.dataset.label_map)
+    check_classes(folder, *run.task.dataset.outputs)
     check_secret(folder, before)
     changed = check_data(folder, run.config, data)
     folder.resume(run.config)
@@ -232,6 +246,7 @@ class _Loop:
       step: Number of steps that were taken.
       state: Train state after them.
       evaluation: Last evaluation, or None.
+      ended_early: Whether the run ends because the metric of the best checkpoint got no better.
       failure: Error or signal that ended the loop before its last step, or None.
       wait: Time in which the device waited for input.
       interruption: Records a signal while it is entered, which `run` and the last save need.
@@ -263,6 +278,10 @@ class _Loop:
             self._batches.set_state(start.position)
         self._position: Any = start.position
         self._best_score = checkpoints.best_score
+        self._best_seen, self._since_best = -math.inf, 0
+        for line in read_metrics(folder.metrics):
+            if "test/loss" in line:
+                self._judge(self._score(tested(line)))
         self._skipped = SkippedSteps(run, folder.bad_steps, log)
         self._num_skipped = len(read_metrics(folder.bad_steps))
         self._eval_every = config.train.eval_every or max(round(run.steps_per_epoch), 1)
@@ -288,7 +307,7 @@ class _Loop:
                 track(self.step, line)
                 progress.log(line, high_water.bytes())
 
-            batch = self._next_batch()
+            batch = None if self.ended_early else self._next_batch()
             while batch is not None:
                 self.step += 1
                 with profiler.step(self.step, self.state):
@@ -301,6 +320,27 @@ class _Loop:
                     batch = self._next_batch()  # while the device computes
                 if self._end_step(progress, write):
                     break
+
+    @property
+    def ended_early(self) -> bool:
+        """Whether the run ends before its last step, because its score got no better."""
+        patience = self._run.config.train.patience
+        return patience is not None and self._since_best >= patience
+
+    def describe_patience(self) -> str:
+        """Say how long the score got no better."""
+        name = self._run.config.checkpoint.metric or "the score"
+        return f"{name} got no better in {self._since_best} evaluations"
+
+    def _score(self, metrics: Mapping[str, float]) -> float | None:
+        return score_of(metrics, self._run.config.checkpoint.metric)
+
+    def _judge(self, score: float | None) -> None:
+        """Count an evaluation that is no better than all before."""
+        if score is not None and score > self._best_seen:
+            self._best_seen, self._since_best = score, 0
+        else:
+            self._since_best += 1
 
     def check_skipped(self) -> None:
         """Report the steps of a whole run that were skipped.
@@ -375,16 +415,18 @@ class _Loop:
             line = self._training_line()
             if is_evaluating and self._evaluate(progress):
                 assert self.evaluation is not None
-                score = score_of(self.evaluation.metrics)
+                score = self._score(self.evaluation.metrics)
+                self._judge(score)
                 line |= test_metrics(self.evaluation.metrics)
             is_stopping = is_stopping or self.failure is not None
             write(line)
             self._meter.restart()
 
+        is_last = is_last or self.ended_early
         is_best = config.checkpoint.best and score is not None and score > self._best_score
         if self.step % config.checkpoint.every == 0 or is_best or is_last or is_stopping:
             self._save(score, even_if_skipped=is_last or is_stopping)
-        return is_stopping
+        return is_stopping or self.ended_early
 
     def _training_line(self) -> dict[str, Any]:
         """Return the line of metrics.jsonl for the steps since the last one."""

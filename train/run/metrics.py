@@ -10,7 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from train.errors import TrainingError
+from train.errors import TrainingError, UserError, did_you_mean, list_available
+from train.output.curves import LOWER_IS_BETTER
 from train.output.logged import NOT_PRIVATE
 
 _FROM_NOISY_GRADIENT = frozenset({"grad_norm", "clip"})
@@ -148,10 +149,21 @@ def idle_since(metrics: Any) -> float:
     return time.perf_counter()
 
 
-def score_of(metrics: Mapping[str, float]) -> float | None:
-    """Return the score of a network: mean IoU, else accuracy, else minus its loss.
+def score_of(metrics: Mapping[str, float], metric: str | None = None) -> float | None:
+    """Return the score of a network, which is larger for a better one; None if it is not finite.
 
-    None if that is not finite.
+    Args:
+      metrics: metrics of an evaluation.
+      metric: the one that counts; None is mean IoU, else accuracy, else the loss.
+
+    Raises:
+      UserError: if there is no such metric.
     """
-    score = metrics.get("mean_iou", metrics.get("accuracy", -metrics["loss"]))
+    metric = metric or next(n for n in ("mean_iou", "accuracy", "loss") if n in metrics)
+    if metric not in metrics:
+        raise UserError(
+            f"checkpoint.metric: no test metric {metric}{did_you_mean(metric, metrics)}"
+            f"{list_available([*metrics], 'metrics')}"
+        )
+    score = -metrics[metric] if metric.split()[0] in LOWER_IS_BETTER else metrics[metric]
     return score if math.isfinite(score) else None

@@ -25,10 +25,12 @@ from train.output.formats import duration, number
 from train.output.logged import NOT_PRIVATE, input_wait, noise_scale, read_metrics, throughput
 from train.output.memory_tables import describe_errors, plan_summary
 from train.output.progress import line_printer
+from train.output.rows import as_csv
 from train.run import examples
 from train.run.audit import audit
 from train.run.audit import describe as describe_audit
 from train.run.evaluation import Evaluation
+from train.run.example_rows import example_rows
 from train.run.planning import reserve
 from train.run.programs import Programs
 from train.run.run_folder import RunFolder, as_json, atomic_write, quote
@@ -130,6 +132,9 @@ def write_results(
     pictures = folder.confusion, folder.examples
     title = f"{run.config.name}, step {run.steps}"
     written += examples.draw_results(run, programs.evaluate, state, evaluation, title, *pictures)
+    if rows := example_rows(run, evaluation):
+        atomic_write(folder.rows, as_csv(rows))
+        written.append(folder.rows)
     audited = None
     if run.canaries:
         # Pretrained weights have other initial values.

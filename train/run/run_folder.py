@@ -24,6 +24,7 @@ MAY_CHANGE_ON_RESUME = frozenset(
         "train.steps",
         "train.log_every",
         "train.eval_every",
+        "train.patience",
         "checkpoint.every",
         "checkpoint.keep",
         "checkpoint.best",
@@ -65,6 +66,7 @@ class RunFolder:
         self.examples = path / "examples.png"
         self.checkpoints = path / "checkpoints"
         self.evaluation = path / "evaluation.json"
+        self.rows = path / "evaluation.csv"
         self.evaluations = path / "evaluations"
         self.choices = path / "choices.json"
         self.profile = path / "profile"

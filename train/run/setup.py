@@ -323,11 +323,16 @@ def _optimizer(config: Config, schedule: optax.Schedule) -> optax.GradientTransf
         galore_every=section.galore_every,
     )
 
+    if section.freeze_backbone:  # the gradients of the others are 0, and stay so
+        optimizer = optax.masked(optimizer, optim.classifier_mask)
+
     def init(params: Any) -> Any:
         has_classifier = any(jax.tree.leaves(optim.classifier_mask(params)))
-        if section.classifier_learning_rate and not has_classifier:
+        options = ("classifier_learning_rate", "freeze_backbone")
+        needs = [name for name in options if getattr(section, name)]
+        if needs and not has_classifier:
             raise UserError(
-                f"optim.classifier_learning_rate: the network {config.model.name} has no layer "
+                f"optim.{needs[0]}: the network {config.model.name} has no layer "
                 f"named {' or '.join(sorted(optim.CLASSIFIERS))}"
             )
         try:

@@ -4,19 +4,15 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
 import fnet
-from fnet import losses
 from train.config import Config
-from train.data import Dataset
+from train.data import Arrays, Dataset
 from train.data.batch import Batch
 from train.tasks import images
+from train.tasks.targets import KINDS
 from train.tasks.task import BatchMetrics, Kind, Task
-
-_TOP_K = 5
 
 
 def build(config: Config, dataset: Dataset) -> Task:
@@ -27,41 +23,37 @@ def build(config: Config, dataset: Dataset) -> Task:
       ValueError: if the network is invalid.
     """
     model = images.build_network(config, dataset)
+    targets = KINDS[config.data.targets](dataset)
+    train_apply = images.training_apply(config, model)
 
     def loss(params: Any, state: Any, batch: Batch, key: Array) -> tuple[Array, fnet.Aux]:
         image = images.normalize(config, batch["image"])
-        logits, state = model.apply(params, state, image, key=key, train=True)
+        logits, state = train_apply(params, state, image, key)
 
-        def mix_labels(metric: Callable[[Array], Array]) -> Array:
+        def mix_labels(metric: Callable[[Array], Any]) -> Any:
             """Average a metric over both labels of images that mixup mixed."""
             if "mix" not in batch:
                 return metric(batch["label"])
             mix = batch["mix"]
-            return mix * metric(batch["label"]) + (1 - mix) * metric(batch["label_2"])
+            both = metric(batch["label"]), metric(batch["label_2"])
+            return jax.tree.map(lambda a, b: mix * a + (1 - mix) * b, *both)
 
+        optim = config.optim
         with jax.named_scope("loss"):
-            smoothing = config.optim.label_smoothing
             per_example = mix_labels(
-                lambda label: losses.cross_entropy(logits, label, smoothing=smoothing)
+                lambda label: targets.losses(logits, label, optim.label_smoothing, optim.focal)
             )
-        accuracy = mix_labels(lambda label: losses.accuracy(logits, label))
-        return per_example, fnet.Aux(state, {"accuracy": accuracy})
+        return per_example, fnet.Aux(state, mix_labels(lambda y: targets.accuracy(logits, y)))
 
     apply = average_logits_over_crops(config, model)
 
     def measure(params: Any, state: Any, batch: Batch) -> BatchMetrics:
-        logits, label = apply(params, state, batch["image"]), batch["label"]
-        metrics = {
-            "loss": losses.cross_entropy(logits, label),
-            "accuracy": losses.accuracy(logits, label),
-        }
-        if logits.shape[-1] > _TOP_K:
-            top = jax.lax.top_k(logits, _TOP_K)[1]
-            metrics[f"top{_TOP_K}"] = (top == label[:, None]).any(-1).astype(jnp.float32)
-        probability = jax.nn.softmax(logits.astype(jnp.float32)).max(-1)
-        return BatchMetrics(metrics, (label, logits.argmax(-1)), probability)
+        return targets.measure(apply(params, state, batch["image"]), batch["label"])
 
-    return Task(dataset, model, loss, measure)
+    def scores(examples: Arrays, rows: Arrays, confusion: Any) -> dict[str, float]:
+        return targets.scores(examples, rows["label"], confusion)
+
+    return Task(dataset, model, loss, measure, scores)
 
 
 def average_logits_over_crops(config: Config, model: Any) -> Callable[[Any, Any, Array], Array]:
@@ -81,16 +73,16 @@ def average_logits_over_crops(config: Config, model: Any) -> Callable[[Any, Any,
     return apply
 
 
-def probabilities(config: Config, model: Any) -> Callable[[Any, Any, Array], Array]:
-    """Return ``(params, state, image) -> probabilities [N, classes]``, for prediction."""
+def _outputs(config: Config, model: Any) -> Callable[[Any, Any, Array], Array]:
     mean_logits = average_logits_over_crops(config, model)
-    return lambda *inputs: jax.nn.softmax(mean_logits(*inputs).astype(np.float32))
+    outputs = KINDS[config.data.targets].outputs
+    return lambda *inputs: outputs(mean_logits(*inputs))
 
 
 KIND = Kind(
     "images",
     build,
     predicts="labels",
-    outputs=probabilities,
+    outputs=_outputs,
     data_options=("crops", "border", "image_size", "resize"),
 )

@@ -1,11 +1,14 @@
 """Networks of images, and the normalization of images."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
+import jax
 import numpy as np
 from jax import Array
 
+from fnet.optim import classifier_mask
 from train.config import Config
 from train.data import Dataset, sample_batch
 
@@ -19,6 +22,27 @@ def build_network(config: Config, dataset: Dataset) -> Any:
     """
     shape = sample_batch(dataset, 1)["image"].shape[1:]
     return config.model.for_images(shape, dataset.classes, config.train.precision)
+
+
+def training_apply(config: Config, model: Any) -> Callable[..., tuple[Array, Any]]:
+    """Return ``(params, state, image, key) -> (logits, state)``, for training.
+
+    A frozen backbone computes as in evaluation, and no gradient enters it.
+    """
+    if not config.optim.freeze_backbone:
+        return lambda params, state, image, key: model.apply(
+            params, state, image, key=key, train=True
+        )
+
+    def apply(params: Any, state: Any, image: Array, key: Array) -> tuple[Array, Any]:
+        params = jax.tree.map(
+            lambda p, is_trained: p if is_trained else jax.lax.stop_gradient(p),
+            params,
+            classifier_mask(params),
+        )
+        return model.apply(params, state, image, train=False)[0], state
+
+    return apply
 
 
 def image_shape(config: Config) -> tuple[int, ...]:

@@ -10,10 +10,10 @@ from jax import Array
 import fnet
 from fnet.losses.segmentation import pixel_cross_entropy, pixel_predictions
 from train.config import Config
-from train.data import Dataset
+from train.data import Arrays, Dataset
 from train.data.batch import Batch
 from train.tasks import images
-from train.tasks.confusion import pixel_scores
+from train.tasks.scores import pixel_scores
 from train.tasks.task import BatchMetrics, Kind, Task
 
 
@@ -54,7 +54,7 @@ def build(config: Config, dataset: Dataset) -> Task:
             )
         return result.losses, fnet.Aux(state, {"pixel_accuracy": result.accuracy})
 
-    return Task(dataset, model, loss, make_measure(config, model, Views()), pixel_scores)
+    return Task(dataset, model, loss, make_measure(config, model, Views()), _scores)
 
 
 def make_measure(
@@ -69,9 +69,20 @@ def make_measure(
         logits = apply(params, state, batch["image"])
         predictions = pixel_predictions(logits, (height, width), mask)
         assert predictions.losses is not None  # because there are labels
-        return BatchMetrics({"loss": predictions.losses}, (mask, predictions.labels))
+        counts = mask < logits[0].shape[-1]
+        right = ((mask == predictions.labels) & counts).sum((1, 2))
+        share = right / jnp.maximum(counts.sum((1, 2)), 1)
+        return BatchMetrics(
+            {"loss": predictions.losses},
+            (mask, predictions.labels),
+            examples={"pixel_accuracy": share.astype(jnp.float32)},
+        )
 
     return measure
+
+
+def _scores(examples: Arrays, rows: Arrays, confusion: Any) -> dict[str, float]:
+    return pixel_scores(confusion)
 
 
 def logits_by_view(

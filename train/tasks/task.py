@@ -1,14 +1,13 @@
 """A task: data, network, loss and metrics."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
 from jax import Array
 
 from train.config import Config, variants
 from train.config.data import Content
-from train.data import Dataset
+from train.data import Arrays, Dataset
 from train.data.batch import Batch
 from train.errors import UserError
 
@@ -21,11 +20,14 @@ class BatchMetrics(NamedTuple):
       confusion: ``(labels, predictions)`` [batch, ...], counted in a confusion matrix
         [true, predicted]. Labels >= the number of classes are ignored. None without classes.
       probability: [batch], probability of each prediction, if there is one per example.
+      examples: {name: [batch, ...]}, what else is kept of each example; ``outputs`` [batch, K] are
+        the probabilities or numbers that are predicted.
     """
 
     metrics: dict[str, Array]
     confusion: tuple[Array, Array] | None = None
     probability: Array | None = None
+    examples: Mapping[str, Array] = {}
 
 
 class Task(NamedTuple):
@@ -36,7 +38,8 @@ class Task(NamedTuple):
       model: network. Only the task knows the arguments of its ``apply``.
       loss: training loss, ``(params, model_state, batch, key) -> (losses [batch], Aux)``.
       measure: evaluation, ``(params, model_state, batch) -> BatchMetrics``.
-      scores: ``confusion matrix -> {metric: value}``, additional metrics of all examples.
+      scores: ``(examples, their rows of the dataset, confusion matrix) -> {metric: value}``,
+        additional metrics of all examples; see `train.run.evaluation.Evaluation`.
       before_batches: Computes what batches of the dataset have from the model that a run begins
         with. Before, it is 0.
     """
@@ -45,7 +48,7 @@ class Task(NamedTuple):
     model: Any
     loss: Callable[..., Any]
     measure: Callable[[Any, Any, Batch], BatchMetrics]
-    scores: Callable[[np.ndarray], dict[str, float]] = lambda confusion: {}
+    scores: Callable[[Arrays, Arrays, Any], dict[str, float]] = lambda examples, rows, confusion: {}
     before_batches: Callable[[], None] = lambda: None
 
 

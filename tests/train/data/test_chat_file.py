@@ -367,11 +367,10 @@ def test_a_mistake_in_a_record_names_its_line(load, write, records, options, mes
     assert message.replace("FILE", write(records)) in error_message(load, records, **options)
 
 
-def test_a_csv_file_names_the_conversion(load, write):
-    path = write(["question,answer", "2+2?,4"], "data.csv")
+def test_a_csv_file_is_a_table_of_fields(load, write):
+    path = write(["question,answer", "2+2?"], "data.csv")
     message = error_message(load, [], path=path)
-    assert "data.csv, line 1: not JSON" in message
-    assert message.endswith("; convert CSV with csv.DictReader and json.dumps")
+    assert "data.csv, line 2: 1 values, but the first line names 2 columns" in message
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from train.data.segmentation_folder import SegmentationFolder
 from train.networks.deeplab import Backbone
 from train.output.palette import distinct_colors, overlay_labels, palette
 from train.tasks import build
-from train.tasks.confusion import accuracy_by_class, iou_by_class, pixel_scores
+from train.tasks.scores import accuracy_by_class, iou_by_class, pixel_scores
 from train.tasks.segmentation import Views, logits_by_view, make_measure
 
 small_deeplab = pytest.fixture(vision_cases.small_deeplab)

@@ -1,0 +1,146 @@
+"""Runs on tables of labels: rows per image, folds, early stopping, a frozen backbone."""
+
+import csv
+import json
+
+import jax
+import numpy as np
+import pytest
+from image_cases import write_image
+from program_cases import assert_one_line_error, exit_code, fnet_command, metrics_of
+
+from train.predictor import Predictor
+from train.run.frozen import load_network
+from train.run.run_folder import RunFolder
+from train.run.setup import setup
+
+RECIPE = """
+from train.config import Config, ImageTable, Optim, PreactResNet, Train
+
+def config():
+    return Config(
+        name="table",
+        data=ImageTable(path="labels.csv", images="pics", image_size=8, batch_size=8, crop="center"),
+        model=PreactResNet(widths=(4,), blocks_per_stage=1),
+        optim=Optim(learning_rate=0.05),
+        train=Train(steps=4, log_every=4, eval_every=2),
+    )
+"""
+N = 24
+TARGETS = {
+    "class": (),
+    "labels": ("--data.targets", "labels", "--data.label", "red", "late"),
+    "numbers": ("--data.targets", "numbers", "--data.label", "level"),
+}
+
+
+@pytest.fixture
+def workplace(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipe.py").write_text(RECIPE)
+    lines = ["file,label,red,late,level"]
+    for i in range(N):
+        write_image(tmp_path / "pics" / f"{i:02}.png", i)
+        lines.append(f"{i:02}.png,{'ab'[i % 2]},{i % 2},{int(i > 12)},{100 + i}")
+    (tmp_path / "labels.csv").write_text("\n".join(lines) + "\n")
+    return tmp_path
+
+
+def rows_of(path):
+    with path.open(newline="") as file:
+        return [*csv.DictReader(file)]
+
+
+@pytest.mark.parametrize("kind", TARGETS)
+def test_each_kind_of_target_trains_evaluates_and_predicts(workplace, capsys, kind):
+    fnet_command("train", "recipe.py", "--out", "r", *TARGETS[kind])
+    metrics = json.loads((workplace / "r" / "summary.json").read_bytes())["metrics"]
+    expected = {"class": "test/macro_f1", "labels": "test/exact", "numbers": "test/r2"}
+    assert expected[kind] in metrics
+    rows = rows_of(workplace / "r" / "evaluation.csv")
+    (workplace / "r" / "evaluation.csv").unlink()
+    fnet_command("eval", "r")
+    assert rows_of(workplace / "r" / "evaluation.csv") == rows
+    mean = np.mean([float(row["loss"]) for row in rows])
+    assert mean == pytest.approx(metrics["test/loss"], rel=1e-4)
+    files = [row["file"] for row in rows]
+    fnet_command("predict", "r", *files, "--csv")
+    predicted = rows_of(workplace / "r" / "predictions" / "predictions.csv")
+    for row, prediction in zip(rows, predicted, strict=True):
+        assert row["file"] == prediction["file"]
+        assert {k: row[k] for k in prediction} == pytest.approx(prediction) or all(
+            float(row[k]) == pytest.approx(float(v), rel=1e-3)
+            for k, v in prediction.items()
+            if k.startswith("pro")
+        )
+    outputs = Predictor("r")(files)
+    if kind == "numbers":  # in the units of the table
+        values = [float(row["predicted level"]) for row in rows]
+        np.testing.assert_allclose([float(output[0]) for output in outputs], values, rtol=1e-4)
+
+
+def test_numbers_keep_their_meaning_when_the_table_grows(workplace, capsys):
+    fnet_command("train", "recipe.py", "--out", "r", *TARGETS["numbers"])
+    before = {row["file"]: row for row in rows_of(workplace / "r" / "evaluation.csv")}
+    with (workplace / "labels.csv").open("a") as file:
+        file.write("24.png,a,1,1,1000\n")
+    write_image(workplace / "pics" / "24.png", 24)
+    fnet_command("eval", "r")
+    after = {row["file"]: row for row in rows_of(workplace / "r" / "evaluation.csv")}
+    assert before.items() <= after.items()
+    capsys.readouterr()
+    assert exit_code("train", "r", "--resume", "--train.steps", 6) == 2
+    assert_one_line_error(capsys, "restore the table, or start a new run")
+
+
+def test_folds_are_reported_together(workplace, capsys):
+    fnet_command("train", "recipe.py", "--folds", 3, "--out", "f")
+    rows = rows_of(workplace / "f" / "evaluation.csv")
+    assert {row["file"] for row in rows} == {f"pics/{i:02}.png" for i in range(N)}
+    assert len(rows) == N
+    folds = json.loads((workplace / "f" / "folds.json").read_bytes())
+    accuracy = folds["metrics"]["test/accuracy"]
+    assert accuracy["mean"] == pytest.approx(np.mean(accuracy["values"]))
+    right = np.mean([row["label"] == row["prediction"] for row in rows])
+    assert accuracy["mean"] == pytest.approx(right)  # folds are of equal size
+    assert "fold_3" in (workplace / "f" / "report.html").read_text()
+    assert exit_code("train", "digits", "--folds", 3, "--out", "d") == 2
+    assert_one_line_error(capsys, "--folds: data.source digits has no folds")
+
+
+def test_a_run_ends_when_its_metric_gets_no_better_and_resumes_alike(workplace, capsys):
+    flags = ("--optim.learning-rate", 1e-9, "--train.steps", 40, "--train.patience", 3)
+    flags += ("--checkpoint.metric", "auc")
+    fnet_command("train", "recipe.py", "--out", "r", *flags)
+    steps = [line["step"] for line in metrics_of(workplace / "r")]
+    assert steps[-1] < 40
+    assert "ends early: auc got no better in 3 evaluations" in capsys.readouterr().out
+    summary = json.loads((workplace / "r" / "summary.json").read_bytes())
+    assert (summary["ended_early"], summary["steps"]) == (True, steps[-1])
+    fnet_command("train", "r", "--resume")  # nothing is left to do
+    assert [line["step"] for line in metrics_of(workplace / "r")] == steps
+    assert exit_code("train", "recipe.py", "--checkpoint.metric", "f1") == 2
+    assert_one_line_error(capsys, "checkpoint.metric: no test metric f1")
+
+
+def test_a_frozen_backbone_keeps_its_parameters_and_statistics(workplace, capsys):
+    fnet_command("train", "recipe.py", "--out", "r")
+    flags = ("--model.pretrained", "r", "--optim.freeze-backbone", "--optim.weight-decay", 0.1)
+    fnet_command("train", "recipe.py", "--out", "s", *flags)
+    networks = []
+    for name in "rs":
+        folder = RunFolder(workplace / name)
+        networks.append(load_network(folder, setup(folder.read_config()).task.model))
+    (params, state, _), (new_params, new_state, _) = networks
+    changed = [
+        jax.tree_util.keystr(path)
+        for (path, a), b in zip(
+            jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(new_params), strict=True
+        )
+        if (a != b).any()
+    ]
+    assert changed
+    assert [name for name in changed if "head" not in name] == []
+    jax.tree.map(np.testing.assert_array_equal, state, new_state)
+    assert exit_code("train", "recipe.py", "--optim.freeze-backbone") == 2
+    assert_one_line_error(capsys, "the backbone has random weights; give model.pretrained")

@@ -1,0 +1,229 @@
+"""Images with labels in a table: classes, several labels and numbers; splits, groups and folds."""
+
+import gzip
+import json
+
+import numpy as np
+import pytest
+from data_cases import error_message
+from image_cases import write_image
+
+from train.data import Outputs, Scaling, evaluation_batches, records
+from train.data.class_weights import balanced_weights
+from train.data.image_table import ImageTable
+from train.data.splits import hold_out
+
+N = 40
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for i in range(N):
+        write_image(tmp_path / "pics" / f"{i:02}.png", i)
+    return tmp_path
+
+
+def write(folder, columns, name="labels.csv", separator=","):
+    """Write a table of columns, of which each is a function of the row's number."""
+    lines = [separator.join(columns)]
+    lines += [separator.join(str(of(i)) for of in columns.values()) for i in range(N)]
+    (folder / name).write_text("\n".join(lines) + "\n", "utf-8-sig")
+    return folder / name
+
+
+def load(path, **options):
+    config = ImageTable(path=str(path), images=str(path.parent / "pics"), image_size=8, **options)
+    return config.load()
+
+
+FILE = {"filename": lambda i: f"{i:02}.png"}
+COLOUR = {"label": lambda i: ("grün", "rot")[i % 2]}
+
+
+def labels(data):
+    """Return the labels of all images by file name."""
+    every = [*data.train["label"], *data.test["label"]]
+    return {data.name(i)[-6:-4]: label for i, label in enumerate(every)}
+
+
+def test_reads_classes_and_holds_images_out(folder):
+    data = load(write(folder, FILE | COLOUR))
+    assert data.classes == ("grün", "rot")
+    assert labels(data) == {f"{i:02}": i % 2 for i in range(N)}
+    assert 4 <= len(data.test["label"]) <= 14
+    (batch,) = evaluation_batches(data, 20)
+    assert batch["image"].shape == (20, 8, 8, 3)
+    assert "are held out" in data.notes[-1]
+
+
+def test_one_more_image_moves_no_other_between_the_splits(folder):
+    table = write(folder, FILE | COLOUR)
+    before = {load(table).name(i) for i in range(len(load(table).train["id"]))}
+    table.write_text(table.read_text() + "40.png,rot\n")
+    write_image(folder / "pics" / "40.png", 40)
+    data = load(table)
+    after = {data.name(i) for i in range(len(data.train["id"]))}
+    assert after - {str(folder / "pics" / "40.png")} == before
+
+
+@pytest.mark.parametrize(("name", "separator"), [("a.csv", ";"), ("a.tsv", "\t")])
+def test_other_separators_of_columns(folder, name, separator):
+    assert load(write(folder, FILE | COLOUR, name, separator)).classes == ("grün", "rot")
+
+
+def test_json_lines_gzip_and_utf_16(folder):
+    rows = [{"file": f"{i:02}.png", "label": "ab"[i % 2]} for i in range(N)]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    for name, content in (
+        ("a.jsonl", text.encode()),
+        ("b.jsonl.gz", gzip.compress(text.encode())),
+        ("c.jsonl", text.encode("utf-16")),
+    ):
+        (folder / name).write_bytes(content)
+        assert labels(load(folder / name)) == {f"{i:02}": i % 2 for i in range(N)}
+
+
+def test_integers_are_names_of_classes(folder):
+    data = load(write(folder, FILE | {"grade": lambda i: 1 + i % 10}))
+    assert data.classes == tuple(map(str, range(1, 11)))
+    assert labels(data)["09"] == 9
+
+
+def test_several_labels_in_columns_or_in_one(folder):
+    tags = {"red": lambda i: i % 2, "big": lambda i: int(i % 3 == 0)}
+    joined = {"tags": lambda i: "|".join(n for n, of in tags.items() if of(i))}
+    table = write(folder, FILE | tags | joined)
+    by_column = load(table, targets="labels", label=("big", "red"))
+    in_one = load(table, targets="labels", label=("tags",), separator="|")
+    assert by_column.classes == in_one.classes == ("big", "red")
+    for i, label in labels(in_one).items():
+        expected = [int(i) % 3 == 0, int(i) % 2]
+        assert label.tolist() == labels(by_column)[i].tolist() == expected
+    rare = load(table, targets="labels", label=("big", "red"), class_weights="balanced")
+    assert rare.class_weights[0] > 1.3
+
+
+def test_numbers_are_standardized_by_the_training_images(folder):
+    table = write(folder, FILE | {"age": lambda i: 20 + i, "weight": lambda i: -i / 7})
+    data = load(table, targets="numbers", label=("age", "weight"))
+    train = data.train["label"]
+    np.testing.assert_allclose(data.scaling.mean, train.mean(0), rtol=1e-5)
+    np.testing.assert_allclose(data.scaling.standardize(train).std(0), 1, rtol=1e-5)
+    np.testing.assert_allclose(
+        data.scaling.restore(data.scaling.standardize(train)), train, rtol=1e-5, atol=1e-5
+    )
+    assert "numbers are standardized for training: age" in data.notes[0]
+
+
+def test_no_group_is_on_both_sides(folder):
+    table = write(folder, FILE | COLOUR | {"patient": lambda i: f"p{i // 4}"})
+    for fold in (None, 1, 2, 3):
+        options = {} if fold is None else {"folds": 3, "fold": fold}
+        data = load(table, group="patient", **options)
+        number = [int(data.name(i)[-6:-4]) // 4 for i in range(N)]
+        split = len(data.train["id"])
+        assert {*number[:split]}.isdisjoint(number[split:])
+
+
+def test_folds_hold_out_each_image_once_with_its_class_in_proportion(folder):
+    table = write(folder, FILE | {"label": lambda i: "ab"[i % 4 == 0]})
+    seen = []
+    for fold in range(1, 6):
+        data = load(table, folds=5, fold=fold)
+        split = len(data.train["id"])
+        seen += [data.name(i) for i in range(split, N)]
+        assert np.bincount(data.test["label"]).tolist() == [6, 2]
+    assert len({*seen}) == len(seen) == N
+
+
+def test_a_column_tells_the_splits(folder):
+    names = ("train", "train", "train", "Valid", "testing")
+    table = write(folder, FILE | COLOUR | {"split": lambda i: names[i % 5]})
+    assert len(load(table).test["id"]) == N // 5
+    data = load(table, test_split="test")
+    assert {int(data.name(i)[-6:-4]) % 5 for i in range(24, 32)} == {4}
+    message = error_message(load, table, folds=3)
+    assert message.startswith("data.folds: 3, but ")
+    message = error_message(load, table, test_split="dev")
+    assert "has train, val, test; expected train, and dev" in message
+
+
+def test_another_table_for_a_trained_network(folder):
+    path = write(folder, FILE | COLOUR)
+    config = ImageTable(path=str(path), images=str(folder / "pics"), image_size=8)
+    data = config.load_test(lambda: Outputs(("blau", "grün", "rot")))
+    assert (len(data.test["id"]), *data.test["label"][:2]) == (N, 1, 2)
+    message = error_message(config.load_test, lambda: Outputs(("rot", "blau")))
+    assert "line 2: the network knows no label grün" in message
+    numbers = config.replace(targets="numbers", path=str(write(folder, FILE | {"a": int}, "n.csv")))
+    scaling = Scaling((1.0,), (2.0,))
+    assert numbers.load_test(lambda: Outputs(("a",), None, scaling)).scaling == scaling
+
+
+def test_names_without_extension(folder):
+    data = load(write(folder, {"id": lambda i: f"{i:02}"} | COLOUR))
+    assert data.name(0).endswith(".png")
+
+
+@pytest.mark.parametrize(
+    ("columns", "options", "expected"),
+    [
+        (COLOUR, {}, "data.file: "),
+        (FILE, {}, "data.label: "),
+        ({"file": lambda i: f"x/{i}.png"} | COLOUR, {}, "data.images names the folder"),
+        (FILE | {"label": lambda i: i / 2}, {}, "to predict them give data.targets numbers"),
+        (FILE | {"label": lambda i: "a" if i else ""}, {}, "no field label"),
+        (FILE | {"label": lambda i: "a"}, {}, "have the same label"),
+        (
+            FILE | {"a": lambda i: i % 3, "b": int},
+            {"label": ("a", "b")},
+            "give data.targets labels",
+        ),
+        (
+            FILE | {"a": lambda i: i % 3, "b": int},
+            {"label": ("a", "b"), "targets": "labels"},
+            "line 4: a is '2'; expected 0 or 1",
+        ),
+        (FILE | {"t": lambda i: "a;b"}, {"targets": "labels"}, "--data.separator ';'"),
+        (FILE | {"t": lambda i: "x"}, {"targets": "numbers"}, "expected a finite number"),
+        (FILE | {"t": lambda i: "nan"}, {"targets": "numbers"}, "line 2: t is 'nan'"),
+        (FILE | COLOUR, {"folds": 30}, "data.folds: 30, but a class has only 20"),
+        (FILE | COLOUR, {"folds": 3, "fold": 4}, "data.fold: 4, but data.folds is 3"),
+        (FILE | COLOUR, {"test_split": "val"}, "has no column of splits"),
+    ],
+)
+def test_refuses_in_one_line(folder, columns, options, expected):
+    message = error_message(load, write(folder, columns), **options)
+    assert expected in message
+    assert "\n" not in message
+
+
+def test_damaged_tables_name_the_line(tmp_path):
+    def read(content, name="t.csv"):
+        (tmp_path / name).write_bytes(content)
+        return [*records.read(str(tmp_path / name), "data.path")]
+
+    assert read(b'a,b\n"x,\n1",2\n\n')[0].fields == {"a": "x,\n1", "b": "2"}
+    assert "line 3: 3 values, but the first line names 2" in error_message(
+        read, b"a,b\n1,2\n1,2,3\n"
+    )
+    assert "two columns are called a" in error_message(read, b"a,a\n1,2\n")
+    assert "line 2: " in error_message(read, b'a,b\n"1,2\n')
+    assert "is not UTF-8 at byte 4" in error_message(read, b"a,b\n\xff,2\n")
+    assert "is damaged: " in error_message(read, b"\x1f\x8b\x08\0 no gzip", "t.csv.gz")
+
+
+def test_balanced_weights_are_those_of_scikit_learn():
+    from sklearn.utils.class_weight import compute_class_weight
+
+    y = np.array([0, 0, 0, 1, 2, 2])
+    expected = compute_class_weight("balanced", classes=np.arange(3), y=y)
+    np.testing.assert_allclose(balanced_weights(y, 3), expected)
+    assert balanced_weights(np.array([[1, 0], [1, 0], [0, 0], [0, 0]]), 2) == (1.0, 1.0)
+
+
+def test_groups_need_two(folder):
+    config = ImageTable(path="labels.csv")
+    assert error_message(hold_out, config, range(4), None, ["a"] * 4) == (
+        "data.group: all examples are of the group a"
+    )

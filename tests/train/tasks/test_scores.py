@@ -1,0 +1,117 @@
+"""Scores of all test examples equal those of scikit-learn."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from sklearn import metrics
+
+from fnet import losses
+from train.data import Dataset, Scaling
+from train.tasks import scores
+from train.tasks.targets import KINDS, Labels, Numbers, OneClass, label_scores, number_scores
+
+
+def dataset(**others):
+    return Dataset({}, {}, ("a", "b", "c"), lambda rows, generator: rows)._replace(**others)
+
+
+@pytest.fixture
+def generator():
+    return np.random.default_rng(0)
+
+
+def test_precision_recall_and_f1(generator):
+    label, predicted = generator.integers(0, 3, (2, 50))
+    confusion = metrics.confusion_matrix(label, predicted)
+    expected = metrics.precision_recall_fscore_support(label, predicted)[:3]
+    for values, theirs in zip(scores.by_class(confusion).values(), expected, strict=True):
+        np.testing.assert_allclose(values, theirs)
+
+
+def test_a_class_that_is_never_predicted_has_precision_0_and_one_that_is_not_there_none():
+    by_class = scores.by_class(np.array([[2, 0, 1], [3, 0, 0], [0, 0, 0]]))
+    assert (by_class["precision"][1], by_class["f1"][1]) == (0, 0)
+    assert np.isnan([values[2] for values in by_class.values()]).all()
+
+
+def test_auc_with_ties(generator):
+    outputs = generator.random((60, 3)).round(1)
+    label = generator.integers(0, 3, 60)
+    outputs /= outputs.sum(1, keepdims=True)
+    expected = metrics.roc_auc_score(label, outputs, multi_class="ovr")
+    values = scores.auc(outputs, label[:, None] == np.arange(3))
+    assert scores.mean(values) == pytest.approx(expected)
+    assert np.isnan(scores.auc(outputs, np.ones((60, 3), bool))).all()
+
+
+def test_calibration_error_is_the_distance_from_the_accuracy():
+    probability = np.array([0.9, 0.9, 0.9, 0.9, 0.3, 0.3])
+    right = np.array([1, 1, 1, 0, 0, 0], bool)
+    expected = (4 * abs(0.9 - 0.75) + 2 * 0.3) / 6
+    assert scores.calibration_error(probability, right) == pytest.approx(expected)
+
+
+def test_scores_of_labels_and_numbers(generator):
+    outputs, label = generator.random((40, 3)), generator.integers(0, 2, (40, 3))
+    by_label = label_scores(outputs, label)
+    expected = metrics.precision_recall_fscore_support(label, outputs > 0.5)[:3]
+    for name, theirs in zip(("precision", "recall", "f1"), expected, strict=True):
+        np.testing.assert_allclose(by_label[name], theirs)
+    for i in range(3):
+        theirs = metrics.roc_auc_score(label[:, i], outputs[:, i])
+        assert by_label["auc"][i] == pytest.approx(theirs)
+    numbers = 3 * label + outputs
+    by_number = number_scores(outputs, numbers)
+    kind = {"multioutput": "raw_values"}
+    expected = {
+        "mae": metrics.mean_absolute_error(numbers, outputs, **kind),
+        "rmse": metrics.root_mean_squared_error(numbers, outputs, **kind),
+        "r2": metrics.r2_score(numbers, outputs, **kind),
+    }
+    for name, theirs in expected.items():
+        np.testing.assert_allclose(by_number[name], theirs)
+
+
+def test_focal_loss_is_its_formula(generator):
+    logits, label = generator.normal(size=(5, 3)), np.array([0, 1, 2, 0, 1])
+    p = np.asarray(jax.nn.softmax(logits))[np.arange(5), label]
+    weighted = OneClass(dataset(class_weights=(1.0, 2.0, 4.0)))
+    weight = np.array([1, 2, 4, 1, 2])
+    np.testing.assert_allclose(
+        weighted.losses(logits, label, 0.0, 2.0), -weight * (1 - p) ** 2 * np.log(p), rtol=1e-5
+    )
+    np.testing.assert_allclose(
+        OneClass(dataset()).losses(logits, label, 0.1, 0.0),
+        losses.cross_entropy(jnp.asarray(logits), label, smoothing=0.1),
+        rtol=1e-6,
+    )
+    target = generator.integers(0, 2, (5, 3)).astype(np.float32)
+    q = np.asarray(jax.nn.sigmoid(logits))
+    right = np.where(target > 0, q, 1 - q)
+    np.testing.assert_allclose(
+        Labels(dataset()).losses(logits, target, 0.0, 2.0),
+        (-((1 - right) ** 2) * np.log(right)).mean(-1),
+        rtol=1e-4,
+    )
+
+
+@pytest.mark.parametrize("kind", [OneClass, Labels])
+def test_focal_losses_of_certain_predictions_have_finite_gradients(kind):
+    target = np.array([0]) if kind is OneClass else np.array([[1.0, 0.0, 0.0]])
+    logits = jnp.array([[80.0, -80.0, -80.0]])
+    gradient = jax.grad(lambda z: kind(dataset()).losses(z, target, 0.0, 0.5).sum())(logits)
+    assert np.isfinite(gradient).all()
+
+
+def test_numbers_have_squared_errors_of_standardized_values(generator):
+    numbers = Numbers(dataset(classes=("x", "y"), scaling=Scaling((10.0, 0.0), (5.0, 0.1))))
+    logits, target = np.zeros((2, 2)), np.array([[15.0, 0.0], [10.0, 0.2]])
+    np.testing.assert_allclose(numbers.losses(logits, target, 0, 0), [0.5, 2.0], rtol=1e-5)
+    batch = numbers.measure(logits, target)
+    np.testing.assert_allclose(batch.examples["outputs"], [[10, 0], [10, 0]])
+
+
+def test_every_kind_has_the_same_methods():
+    names = {"losses", "accuracy", "outputs", "measure", "scores"}
+    assert all(names <= {*dir(kind)} for kind in KINDS.values())

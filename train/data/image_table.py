@@ -1,0 +1,369 @@
+"""Images whose labels are in a table: CSV, JSON lines or Parquet."""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal, NamedTuple
+
+import numpy as np
+from annotated_types import MinLen
+from typing_extensions import override
+
+from train.data import Dataset, Outputs, Scaling, records
+from train.data.class_weights import balanced_weights
+from train.data.columns import check_names, choose, normalized, parse_labels
+from train.data.decode import EXTENSIONS
+from train.data.files import check_folder, list_images
+from train.data.labeled_images import image_dataset
+from train.data.photos import LabeledFiles
+from train.data.placeholder import Placeholder
+from train.data.records import Record
+from train.data.splits import SPLIT_NAMES, describe_hold_out, hold_out, refuse_folds
+from train.errors import UserError, shorten
+
+_FILE_COLUMNS = ("file", "file_name", "filename", "path", "image", "image_path", "img", "id")
+_LABEL_COLUMNS = ("label", "labels", "class", "target", "category", "y")
+_BOOLEANS = {"0": 0.0, "1": 1.0, "false": 0.0, "true": 1.0, "no": 0.0, "yes": 1.0}
+_SEPARATORS = ("|", ";", ",", " ")
+
+
+@dataclass(frozen=True)
+class ImageTable(LabeledFiles):
+    """Images whose labels are in a table: CSV, JSON lines or Parquet."""
+
+    evaluation_options: ClassVar[dict[str, str]] = {
+        "split": "test_split",
+        "path": "path",
+        **LabeledFiles.evaluation_options,
+    }
+
+    source: Literal["image_table"] = "image_table"
+    """Data source; --data.source NAME --help lists the fields of another one."""
+    path: str = "labels.csv"
+    """Table with a row per image: .csv, .tsv, .jsonl or .parquet, perhaps .gz."""
+    images: str | None = None
+    """Folder of the images, where the paths in the table begin; None is that of the table."""
+    file: Annotated[str, MinLen(1)] | None = None
+    """Column of the paths; None is a usual name, such as file, filename or image."""
+    label: tuple[Annotated[str, MinLen(1)], ...] = ()
+    """Columns of the labels; empty is a usual name, such as label, or the only other column."""
+    targets: Literal["class", "labels", "numbers"] = "class"
+    """What labels are: a class, any number of labels per image, or numbers to predict."""
+    separator: Annotated[str, MinLen(1)] | None = None
+    """Separates the labels in one column, such as |; None: each label is a column of 0 and 1."""
+    split: Annotated[str, MinLen(1)] | None = None
+    """Column of the split, train, val or test; None is the column split, if there is one."""
+    group: Annotated[str, MinLen(1)] | None = None
+    """Column of groups, such as patients: no group is both trained and tested on."""
+    test_split: Annotated[str, MinLen(1)] | None = None
+    """Split to test on; None is val, or test if there is no val."""
+
+    def load(self, *, private: bool = False) -> Dataset:
+        """Read the table; batches read the images, see `image_dataset`.
+
+        Labels of batches are int32 [N] for classes, float32 [N, labels] of 0 and 1 for several
+        labels, and float32 [N, numbers] for numbers, as they are in the table.
+
+        Raises:
+          UserError: for a damaged table, columns that are not found, labels that are missing or of
+            another kind, or options that exclude each other.
+        """
+        return load(self)
+
+    @override
+    def load_test(self, trained: Callable[[], Outputs]) -> Dataset:
+        """Load only the test images, for a trained network: all of a table without splits."""
+        return load(self, trained())
+
+    @override
+    def placeholder(self) -> Placeholder | None:
+        if self.targets == "class":
+            return super().placeholder()
+        return None  # the number of outputs is in the table
+
+
+class _Table(NamedTuple):
+    """Columns of a table.
+
+    Attributes:
+      rows: The records.
+      files: Paths of the images below their folder.
+      folder: Folder of the images.
+    """
+
+    rows: list[Record]
+    files: list[str]
+    folder: Path
+
+
+def load(config: ImageTable, trained: Outputs | None = None) -> Dataset:
+    """Load the data of a config."""
+    table, notes = _read(config)
+    target, names = _TARGETS[config.targets](config, table, trained.names if trained else None)
+    names = check_names(names, "data.label")
+    is_train, is_test = _splits(config, table, target, is_whole=trained is not None)
+    if trained is not None:
+        is_train = np.zeros(len(is_test), bool)
+        is_train[np.flatnonzero(is_test)[0]] = True
+    rows = np.concatenate([np.flatnonzero(is_train), np.flatnonzero(is_test)])
+    train, test = target[is_train], target[is_test]
+    files = [table.files[row] for row in rows]
+    if trained is None and not np.ptp(train, axis=0).any():
+        raise UserError(
+            f"data.label: all {len(train):,} training images of {config.path} have the same label, "
+            "so that there is nothing to learn"
+        )
+    if config.targets == "class" and trained is None:
+        lacking = [names[i] for i in np.setdiff1d(test, train)]
+        if lacking:
+            raise UserError(
+                f"data.label: no training image of {shorten(lacking)}, which is tested on; give "
+                "other splits"
+            )
+    scaling = trained.scaling if trained else None
+    if config.targets == "numbers" and scaling is None:
+        scaling = Scaling.of(train.astype(np.float64))
+        ranges = zip(names, *scaling, strict=True)
+        parts = [f"{name} {mean:.4g} +- {std:.4g}" for name, mean, std in ranges]
+        notes.append(f"numbers are standardized for training: {shorten(parts)}")
+    if trained is None:
+        notes += _describe_split(config, table, is_test)
+    return image_dataset(
+        config,
+        (train, test),
+        lambda ids: [str(table.folder / files[id]) for id in ids.tolist()],
+        lambda id: str(table.folder / files[id]),
+        classes=names,
+        scaling=scaling,
+        class_weights=None
+        if config.class_weights is None or trained
+        else balanced_weights(train, len(names)),
+        notes=tuple(notes),
+    )
+
+
+def _read(config: ImageTable) -> tuple[_Table, list[str]]:
+    """Read the table, and find its images."""
+    rows = [*records.read(config.path, "data.path")]
+    if not rows:
+        raise UserError(f"data.path: {config.path} has no rows")
+    columns = [*rows[0].fields]
+    usual = [name for name in columns if name.lower() in _FILE_COLUMNS]
+    usual.sort(key=lambda name: _FILE_COLUMNS.index(name.lower()))
+    column = choose("data.file", config.file, columns, config.path, "column", usual, usual)
+    folder = Path(config.path).parent if config.images is None else Path(config.images)
+    check_folder(folder)
+    files = [str(row.get(column)).replace("\\", "/") for row in rows]
+    notes = []
+    if not (folder / files[0]).is_file():
+        listed = list_images(folder).paths
+        by_stem = {_stem(path): path for path in listed}
+        found = [by_stem.get(normalized(name)) for name in files]
+        if not any(found):
+            raise UserError(
+                f"data.file: {rows[0].place}: no file {folder / files[0]}; {folder} holds "
+                f"{shorten(listed) if listed else 'no images'}; data.images names the folder where "
+                "the paths begin"
+            )
+        files = [path or name for path, name in zip(found, files, strict=True)]
+        notes.append(f"{column} has names without extension, such as {rows[0].fields[column]}")
+    return _Table(rows, files, folder), notes
+
+
+def _stem(path: str) -> str:
+    stem, _, extension = path.rpartition(".")
+    return normalized(stem if extension.lower() in EXTENSIONS else path)
+
+
+def _label_columns(config: ImageTable, table: _Table) -> tuple[str, ...]:
+    """Return the columns of labels."""
+    columns = [*table.rows[0].fields]
+    if config.label:
+        for name in config.label:
+            choose("data.label", name, columns, config.path, "column")
+        return config.label
+    usual = [name for name in columns if name.lower() in _LABEL_COLUMNS]
+    taken = {*_FILE_COLUMNS, config.file, config.group, config.split or "split"}
+    others = usual or [name for name in columns if name.lower() not in taken and name not in taken]
+    return (choose("data.label", None, columns, config.path, "column", others, usual),)
+
+
+def _one_column(config: ImageTable, table: _Table) -> str:
+    columns = _label_columns(config, table)
+    if len(columns) > 1:
+        raise UserError(
+            f"data.label: {shorten(columns)} are {len(columns)} columns, but a class is in one; "
+            "give data.targets labels or numbers"
+        )
+    return columns[0]
+
+
+def _classes(
+    config: ImageTable, table: _Table, known: tuple[str, ...] | None
+) -> tuple[np.ndarray, tuple[str, ...]]:
+    """Return the label of each row, int32 [N], and the names of the classes.
+
+    Integers are names of classes, too, in their order.
+    """
+    column = _one_column(config, table)
+    values = [row.get(column) for row in table.rows]
+    labels = parse_labels(values, lambda i: f"data.label: {table.rows[i].place}")
+    if labels.dtype.kind == "U" and all(map(_is_number, labels.tolist())):
+        raise UserError(
+            f"data.label: {column} of {config.path} has numbers with fractions, such as "
+            f"{shorten(labels.tolist(), 3)}; to predict them give data.targets numbers"
+        )
+    names = known or tuple(map(str, np.unique(labels).tolist()))
+    return _numbered(table, [[str(label)] for label in labels.tolist()], names)[:, 0], names
+
+
+def _numbered(table: _Table, texts: Sequence[Sequence[str]], names: Sequence[str]) -> np.ndarray:
+    """Return the numbers of names, int32 [N, 1]."""
+    numbers = {normalized(name): i for i, name in enumerate(names)}
+    for row, found in zip(table.rows, texts, strict=True):
+        for name in found:
+            if name not in numbers:
+                raise UserError(
+                    f"data.label: {row.place}: the network knows no label {name}; its labels are "
+                    f"{shorten(names, 12)}"
+                )
+    return np.array([[numbers[name] for name in found] for found in texts], np.int32)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return math.isfinite(float(text))
+    except ValueError:
+        return False
+
+
+def _labels(
+    config: ImageTable, table: _Table, known: tuple[str, ...] | None
+) -> tuple[np.ndarray, tuple[str, ...]]:
+    """Return which labels each row has, float32 [N, labels], and their names."""
+    columns = _label_columns(config, table)
+    first = table.rows[0].fields[columns[0]]
+    if len(columns) > 1 and config.separator is None:
+        names = known or columns
+        if {*names} != {*columns}:
+            raise UserError(
+                f"data.label: the network knows {shorten(names, 12)}, not {shorten(columns, 12)}"
+            )
+        rows = [[_as_boolean(row, name) for name in names] for row in table.rows]
+        return np.array(rows, np.float32), names
+    if len(columns) > 1:
+        raise UserError("data.separator: is for labels in one column; leave it out")
+    if config.separator is None and not isinstance(first, list):
+        used = next((s for s in _SEPARATORS if s in str(first)), "|")
+        raise UserError(
+            f"data.label: {columns[0]} of {config.path} is one column; give data.separator, such "
+            f"as --data.separator '{used}', or one column of 0 and 1 for each label"
+        )
+    texts = [_split_labels(row, columns[0], config.separator) for row in table.rows]
+    names = known or tuple(sorted({name for found in texts for name in found}))
+    if not names:
+        raise UserError(f"data.label: no row of {config.path} has a label")
+    result = np.zeros((len(texts), len(names)), np.float32)
+    for i, (row, found) in enumerate(zip(table.rows, texts, strict=True)):
+        if found:
+            one = _Table([row], [], table.folder)
+            result[i, _numbered(one, [found], names)[0]] = 1
+    return result, names
+
+
+def _split_labels(row: Record, column: str, separator: str | None) -> list[str]:
+    value = row.fields.get(column)
+    if value is None:
+        return []
+    parts = value if isinstance(value, list) else str(value).split(separator)
+    return [normalized(str(part).strip()) for part in parts if str(part).strip()]
+
+
+def _as_boolean(row: Record, column: str) -> float:
+    text = str(row.get(column)).strip().lower()
+    text = text.removesuffix(".0")
+    if text not in _BOOLEANS:
+        raise UserError(
+            f"data.label: {row.place}: {column} is {row.fields[column]!r:.40}; expected 0 or 1; "
+            "for numbers give data.targets numbers"
+        )
+    return _BOOLEANS[text]
+
+
+def _numbers(
+    config: ImageTable, table: _Table, known: tuple[str, ...] | None
+) -> tuple[np.ndarray, tuple[str, ...]]:
+    """Return the numbers of each row, float32 [N, numbers], and their names."""
+    names = known or _label_columns(config, table)
+
+    def number(row: Record, column: str) -> float:
+        value = row.get(column)
+        try:
+            if isinstance(value, str | int | float) and math.isfinite(float(value)):
+                return float(value)
+        except ValueError:
+            pass
+        raise UserError(
+            f"data.label: {row.place}: {column} is {value!r:.40}; expected a finite number; remove "
+            "rows without one"
+        )
+
+    return np.array(
+        [[number(row, name) for name in names] for row in table.rows], np.float32
+    ), names
+
+
+_Targets = Callable[
+    [ImageTable, _Table, tuple[str, ...] | None], tuple[np.ndarray, tuple[str, ...]]
+]
+_TARGETS: Mapping[str, _Targets] = {"class": _classes, "labels": _labels, "numbers": _numbers}
+
+
+def _splits(
+    config: ImageTable, table: _Table, target: np.ndarray, *, is_whole: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return which rows are trained on, and which are tested on, bool [N] each."""
+    column = _split_column(config, table)
+    if column is None:
+        if config.test_split is not None:
+            raise UserError(
+                f"data.test_split: {config.path} has no column of splits; name one with data.split"
+            )
+        if is_whole:
+            return np.zeros(len(target), bool), np.ones(len(target), bool)
+        classes = target if config.targets == "class" else None
+        groups = config.group and [str(row.get(config.group)) for row in table.rows]
+        is_test = hold_out(config, table.files, classes, groups or None)
+        return ~is_test, is_test
+    refuse_folds(config, f"{config.path} has the column {column}")
+    named = [str(row.get(column)).strip() for row in table.rows]
+    kinds = {name: kind for kind, names in SPLIT_NAMES.items() for name in names}
+    own = np.array([kinds.get(name.lower(), name) for name in named])
+    there = Counter(own.tolist())
+    test = config.test_split or next((s for s in ("val", "test") if s in there), None)
+    test = kinds.get(str(test).lower(), test)
+    if test not in there or ("train" not in there and not is_whole):
+        raise UserError(
+            f"data.split: {column} of {config.path} has {shorten([*there])}; expected train, and "
+            f"{config.test_split or 'val or test'}"
+        )
+    return own == "train", own == test
+
+
+def _split_column(config: ImageTable, table: _Table) -> str | None:
+    columns = [*table.rows[0].fields]
+    if config.split is not None:
+        return choose("data.split", config.split, columns, config.path, "column")
+    return "split" if "split" in columns else None
+
+
+def _describe_split(config: ImageTable, table: _Table, is_test: np.ndarray) -> list[str]:
+    if _split_column(config, table) is not None:
+        return []
+    whole = f" by {config.group}" if config.group else ""
+    return [
+        f"no column split in {config.path}: {is_test.sum():,} of {len(is_test):,} images are held "
+        f"out for testing{whole} ({describe_hold_out(config)})"
+    ]

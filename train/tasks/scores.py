@@ -1,0 +1,121 @@
+"""Scores of all test examples, by class and overall."""
+
+import numpy as np
+from scipy.stats import rankdata
+
+_BINS = 15
+"""Bins of the calibration error, as in Guo et al. 2017."""
+
+
+def accuracy_by_class(confusion: np.ndarray) -> np.ndarray:
+    """Return the recall of each class; NaN for a class without examples.
+
+    Args:
+      confusion: counts of examples or pixels [true, predicted].
+
+    Returns:
+      float64 [classes].
+    """
+    return _divide(np.diag(confusion), confusion.sum(1))
+
+
+def iou_by_class(confusion: np.ndarray) -> np.ndarray:
+    """Return the intersection over union (Jaccard index) of each class.
+
+    The intersection is the number of pixels of the class that are predicted as it. The union is
+    the number of pixels that are either (Everingham et al. 2015, "The Pascal Visual Object Classes
+    Challenge: A Retrospective").
+
+    Args:
+      confusion: counts [true, predicted].
+
+    Returns:
+      float64 [classes]; NaN for a class that is neither there nor predicted.
+    """
+    intersection = np.diag(confusion)
+    return _divide(intersection, confusion.sum(0) + confusion.sum(1) - intersection)
+
+
+def pixel_scores(confusion: np.ndarray) -> dict[str, float]:
+    """Return the scores of a segmentation in [0, 1]; 0 without pixels.
+
+    Returns:
+      ``mean_iou``: mean over classes that are there or predicted; ``pixel_accuracy``: fraction of
+      pixels that are correct; ``class_accuracy``: mean recall over classes that are there.
+    """
+    return {
+        "mean_iou": mean(iou_by_class(confusion)),
+        "pixel_accuracy": float(np.trace(confusion) / max(confusion.sum(), 1)),
+        "class_accuracy": mean(accuracy_by_class(confusion)),
+    }
+
+
+def by_class(confusion: np.ndarray) -> dict[str, np.ndarray]:
+    """Return precision, recall and F1 of each class, float64 [classes]."""
+    values = precision_recall_f1(np.diag(confusion), confusion.sum(0), confusion.sum(1))
+    return dict(zip(("precision", "recall", "f1"), values, strict=True))
+
+
+def precision_recall_f1(
+    both: np.ndarray, predicted: np.ndarray, there: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return precision, recall and F1 of each class; NaN for a class without examples.
+
+    The precision of a class that is never predicted is 0, as in scikit-learn.
+
+    Args:
+      both: number of examples of each class that are predicted as it.
+      predicted: number that are predicted as it.
+      there: number of examples of it.
+    """
+    precision = np.where(there > 0, both / np.maximum(predicted, 1), np.nan)
+    return (
+        precision,
+        _divide(both, there),
+        np.where(there > 0, 2 * both / np.maximum(predicted + there, 1), np.nan),
+    )
+
+
+def auc(outputs: np.ndarray, is_class: np.ndarray) -> np.ndarray:
+    """Return the area under the ROC curve of each class against the others.
+
+    It is the probability that an example of the class has the larger output than another one, half
+    of it for equal outputs (Mann-Whitney U).
+
+    Args:
+      outputs: [N, K].
+      is_class: bool [N, K].
+
+    Returns:
+      float64 [K]; NaN for a class of which all or no examples are.
+    """
+    positive = is_class.sum(0)
+    negative = len(is_class) - positive
+    ranks = rankdata(outputs, axis=0)
+    above = (ranks * is_class).sum(0) - positive * (positive + 1) / 2
+    return _divide(above, positive * negative)
+
+
+def calibration_error(probability: np.ndarray, right: np.ndarray) -> float:
+    """Return the expected calibration error: how far probabilities are from the accuracy.
+
+    It is the mean of |accuracy - mean probability| over bins of equal width, weighted by their
+    examples (Guo et al. 2017, "On Calibration of Modern Neural Networks").
+
+    Args:
+      probability: of the predicted class, [N].
+      right: whether the prediction is right, [N].
+    """
+    at = np.minimum((probability * _BINS).astype(int), _BINS - 1)
+    difference = np.bincount(at, right - probability.astype(np.float64), _BINS)
+    return float(np.abs(difference).sum() / max(len(right), 1))
+
+
+def _divide(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    return np.divide(a, b, out=np.full(len(b), np.nan), where=b > 0)
+
+
+def mean(values: np.ndarray) -> float:
+    """Return the mean of the values that are no NaN; 0 without any."""
+    defined = values[~np.isnan(values)]
+    return float(defined.mean()) if defined.size else 0.0
