@@ -111,7 +111,7 @@ class Predictor:
             return self.preprocessor(image)
         except UnreadableError as error:
             is_path = isinstance(image, str | os.PathLike)
-            where = os.fspath(image) if is_path else f"image {index}"
+            where = str(image) if is_path else f"image {index}"
             raise UnreadableError(f"{where}: {error}") from None
 
     def predict_batch(self, batch: Sequence[PreprocessedImage]) -> Iterator[np.ndarray]:
