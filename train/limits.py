@@ -53,6 +53,7 @@ class Limit(NamedTuple):
             )
 
 
+ANNOTATIONS = Limit("the file", 2**30, "bytes")
 CLASS_NAME = Limit("the label", 1000, "symbols")
 """An array of names gives each one the longest's bytes."""
 CODE_MEMORY = Limit("a template or a tokenizer", 384 * 2**20, "bytes of memory")

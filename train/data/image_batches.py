@@ -29,7 +29,8 @@ from train.data.augment import (
     shift,
     to_uint8,
 )
-from train.data.decode import MAX_PIXELS, File, UnreadableError, View, decode, decode_mask
+from train.data.decode import MAX_PIXELS, File, UnreadableError, View, decode
+from train.data.drawings import Mask, read_mask
 from train.data.masks import IGNORE, LabelMap
 from train.data.rand_augment import draw_erasing, draw_rand_augment, rand_augment, random_erasing
 
@@ -176,7 +177,7 @@ def _read_images(
 
 
 def read_masked(options: ImageOptions, label_map: LabelMap, rows: Arrays) -> Arrays:
-    """Make a batch of the paths ``file`` [N] and ``mask`` [N].
+    """Make a batch of the paths ``file`` [N] and the masks ``mask`` [N], objects of type `Mask`.
 
     With draws, images have a random scale and position. Without them, the whole image fits into
     the canvas.
@@ -221,7 +222,7 @@ Place = Callable[[int, int], Placement]
 
 
 def decode_pair(
-    image: str, mask: str, label_map: LabelMap, place: Place, max_pixels: int
+    image: str, mask: Mask, label_map: LabelMap, place: Place, max_pixels: int
 ) -> tuple[np.ndarray, np.ndarray, tuple[int, int]]:
     """Decode a part of an image (bilinear) and the same part of its mask (nearest neighbor).
 
@@ -231,9 +232,9 @@ def decode_pair(
     Raises:
       UnreadableError: with the path of the unreadable file and the reason.
     """
-    path = mask
+    path = mask if isinstance(mask, str) else mask.source
     try:
-        labels = Image.fromarray(label_map.labels(decode_mask(mask, max_pixels)))
+        labels = Image.fromarray(label_map.labels(read_mask(mask, max_pixels)))
         path = image
         placements = []
 

@@ -2,7 +2,6 @@
 
 import itertools
 import os
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -19,10 +18,9 @@ from train.data.labeled_images import image_dataset
 from train.data.order import Rows, ShuffledBatches
 from train.data.photos import LabeledFiles
 from train.data.shards import CACHE_BYTES, EXPECTED, Fields, Index, Shards, format_of, index_shards
-from train.data.splits import SPLIT_NAMES, hold_out, refuse_folds
+from train.data.splits import hold_out, refuse_folds, split_of
 from train.errors import UserError, shorten
 
-_WORDS = SPLIT_NAMES | {"val": (*SPLIT_NAMES["val"], "dev")}
 _REMOTE_BATCHES = 2
 """Batches that are made at once, so that decoding does not wait for remote storage."""
 
@@ -136,7 +134,7 @@ def _find_shards(config: ImageShards) -> tuple[list[list[str]], list[str]]:
     for path in config.path:
         files, has_several = _expand(path, "data.path")
         root = os.path.commonpath(files) if len(files) > 1 else os.path.dirname(files[0])
-        splits = [_split_of(file.removeprefix(root)) if has_several else None for file in files]
+        splits = [split_of(file.removeprefix(root)) if has_several else None for file in files]
         if others := sorted({split for split in splits if split and split in tests}):
             named = [*zip(splits, files, strict=True)]
             for split in others:
@@ -193,16 +191,6 @@ def _tfds_folder(name: str, field: str) -> str:
             f"tfds build {name.removeprefix('tfds:')} --file_format=array_record"
         )
     return folder
-
-
-def _split_of(path: str) -> str | None:
-    """Find train, val or test in a file's name, or in its folder's; None if there is none."""
-    for part in reversed(path.lower().split("/")):
-        words = re.split(r"[^a-z]+", part)
-        for split, names in _WORDS.items():
-            if not set(names).isdisjoint(words):
-                return split
-    return None
 
 
 def _check_damage(

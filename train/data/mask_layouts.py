@@ -5,12 +5,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from train.data.columns import normalized, read_lines
+from train.data.drawings import Mask
 from train.data.files import IMAGE_PATTERNS, ImageFiles, check_folder, list_images, subfolders
 from train.data.splits import choose_test_split, choose_training_split
 from train.errors import UserError, shorten
 
-Pair = tuple[str, str]
-"""Paths of an image and of its mask, relative to the folder of the data."""
+Pair = tuple[str, Mask]
+"""Path of an image, relative to the folder of the data, and its mask, of which a path is, too."""
 
 _HERE = ""
 """The split of a layout without splits."""
@@ -98,15 +99,7 @@ class FoundLayout(NamedTuple):
         Raises:
           UserError: if there is none.
         """
-        test = choose_test_split(given, self.splits, self.root)
-        if test is None:
-            raise UserError(
-                f"data.path: no split val or test in {self.root}; there are "
-                f"{shorten(self.splits)}; name another one with data.test_split, or move all "
-                "images into images/ and all masks into masks/, so that data.test_fraction of them "
-                "are held out"
-            )
-        return test
+        return choose_test(self.splits, self.root, given)
 
     def pairs(self, split: str = _HERE) -> tuple[list[Pair], list[ImageFiles]]:
         """Match the images of a split with their masks.
@@ -147,8 +140,26 @@ class FoundLayout(NamedTuple):
         sides = ("image", image_folder, images), ("mask", mask_folder, masks)
         for own, partner in (sides, sides[::-1]):
             _check_partners(own, partner)
-        pairs = [(f"{folders[0]}/{images[name]}", f"{folders[1]}/{masks[name]}") for name in images]
+        pairs: list[Pair] = [
+            (f"{folders[0]}/{images[name]}", f"{folders[1]}/{masks[name]}") for name in images
+        ]
         return pairs, found
+
+
+def choose_test(splits: Sequence[str], root: Path, given: str | None) -> str:
+    """Return the given test split, or val, or test.
+
+    Raises:
+      UserError: if there is none.
+    """
+    test = choose_test_split(given, splits, root)
+    if test is None:
+        raise UserError(
+            f"data.path: no split val or test in {root}; there are {shorten(splits)}; name another "
+            "one with data.test_split, or move all images into images/ and all masks into masks/, "
+            "so that data.test_fraction of them are held out"
+        )
+    return test
 
 
 def find_layout(root: Path, *, training: bool = True) -> FoundLayout:
@@ -181,7 +192,7 @@ def _hint(root: Path, there: Sequence[str]) -> str:
         path for name in ("", *there) for path in sorted((root / name).glob("*.json"))[:1]
     ]
     if annotations:
-        return f"; {annotations[0]} holds no masks: draw its polygons into PNG files in masks/"
+        return f"; for annotations such as {annotations[0]} give data.format coco or labelme"
     if "images" not in there:
         return ""
     others = [name for name in there if name != "images" and list_images(root / name).paths]

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import numpy as np
 from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
@@ -15,9 +15,11 @@ from typing_extensions import override
 from train.config.data import Content, Data
 from train.config.section import Count, CountOrZero, Fraction, NonNegative, Positive, Seed
 from train.data import Arrays, Dataset, Outputs, num_examples
+from train.data.annotations import FoundAnnotations, find_annotations
 from train.data.augment import fit, to_uint8
 from train.data.class_table import PUBLISHED, find_table
-from train.data.decode import UnreadableError, View, decode_mask, file_bytes, upright_size
+from train.data.decode import UnreadableError, View, file_bytes, upright_size
+from train.data.drawings import Mask, mask_size, read_mask
 from train.data.files import ImageFiles, describe_skipped
 from train.data.image_batches import ImageOptions, decode_pair, read_local, read_masked
 from train.data.mask_layouts import FoundLayout, Pair, find_layout
@@ -67,6 +69,8 @@ class SegmentationFolder(Data):
     """Number of folds of a cross-validation, whose fold is held out; see fnet train --folds."""
     fold: Count = 1
     """Fold that is held out, from 1."""
+    format: Literal["images", "coco", "labelme", "yolo", "voc"] = "images"
+    """Masks are images; or outlines in files of COCO, labelme or YOLO; or images as in VOC."""
     classes: Annotated[int, Ge(2), Le(255)] | None = None
     """Number of classes; None counts mask_values or the class table."""
     class_table: Annotated[str, MinLen(1)] | None = None
@@ -163,13 +167,19 @@ def load(config: SegmentationFolder, trained: LabelMap | None = None) -> Dataset
     if config.scale[0] > config.scale[1]:
         raise UserError(f"data.scale: {config.scale[0]} is more than {config.scale[1]}")
     root = Path(config.path)
-    found = find_layout(root, training=trained is None)
+    found = _find(root, config, trained)
     train, test, files = _find_splits(found, config, test_only=trained is not None)
     notes = list(describe_skipped(files))
     label_map = trained
     if label_map is None:
-        default = found.layout.table if config.classes is None and not config.mask_values else None
-        rows, source = find_table(config.class_table, root, default)
+        default = None
+        if isinstance(found, FoundAnnotations):
+            _refuse_values(config)
+            rows, source = found.rows, found.source
+        else:
+            if config.classes is None and not config.mask_values:
+                default = found.layout.table
+            rows, source = find_table(config.class_table, root, default)
         if default and source == default and config.class_table is None:
             notes.append(
                 f"folders are named as in {source}, so its classes are used; for others, give "
@@ -189,15 +199,18 @@ def load(config: SegmentationFolder, trained: LabelMap | None = None) -> Dataset
     check_masks(label_map, _samples(root, some + others, config), len(test), most, "test")
 
     # As bytes, which take less than half the memory of strings.
-    pairs = np.array([[os.fsencode(name) for name in pair] for pair in train + test])
-    ids = np.arange(len(pairs), dtype=np.int32)
+    images = np.array([os.fsencode(image) for image, _ in train + test])
+    masks: Any = [mask for _, mask in train + test]
+    if not isinstance(found, FoundAnnotations):
+        masks = np.array([os.fsencode(mask) for mask in masks])
+    ids = np.arange(len(images), dtype=np.int32)
     options = ImageOptions.of(config, crop="scaled")
     workers = Workers(options.workers)
     read_masks = functools.partial(read_masked, options, label_map)
 
-    def paths(id: int) -> tuple[str, str]:
-        image, mask = (str(root / os.fsdecode(path)) for path in pairs[id])
-        return image, mask
+    def paths(id: int) -> tuple[str, Mask]:
+        mask = masks[id] if isinstance(masks, list) else os.fsdecode(masks[id])
+        return str(root / os.fsdecode(images[id])), _below(root, mask)
 
     def read(rows: Arrays) -> Arrays:
         chosen = np.empty((num_examples(rows), 2), object)
@@ -228,7 +241,7 @@ def load(config: SegmentationFolder, trained: LabelMap | None = None) -> Dataset
         reads_local=True,
         name=lambda id: paths(id)[0],
         test_name=lambda row: paths(len(train) + row)[0],
-        file_bytes=lambda id: sum(map(file_bytes, paths(id))),
+        file_bytes=lambda id: sum(file_bytes(p) for p in paths(id) if isinstance(p, str)),
         explain=explain,
         max_bad_fraction=config.max_bad_fraction,
         notes=tuple(notes),
@@ -239,8 +252,39 @@ def load(config: SegmentationFolder, trained: LabelMap | None = None) -> Dataset
     )
 
 
+def _find(
+    root: Path, config: SegmentationFolder, trained: LabelMap | None
+) -> FoundLayout | FoundAnnotations:
+    """Find the images and masks of a folder."""
+    if config.format == "images" or config.format == "voc":
+        if config.format == "voc" and not (root / "SegmentationClass").is_dir():
+            raise UserError(
+                f"data.format: no folder SegmentationClass in {root}, which has the masks of VOC; "
+                "boxes in Annotations/*.xml are no masks"
+            )
+        return find_layout(root, training=trained is None)
+    known = None
+    if trained is not None:
+        known = dict(zip(trained.names, trained.mask_values().tolist(), strict=True))
+    return find_annotations(root, config.format, known)
+
+
+def _refuse_values(config: SegmentationFolder) -> None:
+    """Refuse options that annotation files make meaningless."""
+    for name in ("classes", "class_table", "mask_values"):
+        if getattr(config, name):
+            raise UserError(
+                f"data.{name}: {getattr(config, name)}, but the annotations name the classes; "
+                "leave it out"
+            )
+
+
+def _below(root: Path, mask: Mask) -> Mask:
+    return str(root / mask) if isinstance(mask, str) else mask
+
+
 def _find_splits(
-    found: FoundLayout, config: SegmentationFolder, *, test_only: bool
+    found: FoundLayout | FoundAnnotations, config: SegmentationFolder, *, test_only: bool
 ) -> tuple[list[Pair], list[Pair], list[ImageFiles]]:
     """Find training and test pairs, and all files."""
     root = found.root
@@ -281,9 +325,10 @@ def _divide(pairs: Sequence[Pair]) -> tuple[list[Pair], list[Pair]]:
 def _samples(root: Path, pairs: Sequence[Pair], config: SegmentationFolder) -> Iterator[Sample]:
     """Read masks one at a time; skip unreadable ones."""
     for _, mask in pairs:
-        path = str(root / mask)
+        path = _below(root, mask)
         try:
-            yield Sample.of(path, decode_mask(path, config.max_pixels))
+            values = read_mask(path, config.max_pixels)
+            yield Sample.of(path if isinstance(path, str) else path.source, values)
         except UnreadableError:
             continue  # counted in training, with images that are unreadable
 
@@ -296,7 +341,7 @@ def _check_sizes(
     for image, mask in pairs:
         try:
             width, height, is_transposed = upright_size(str(root / image), config.max_pixels)
-            mask_width, mask_height, _ = upright_size(str(root / mask), config.max_pixels)
+            mask_width, mask_height = mask_size(_below(root, mask), config.max_pixels)
         except UnreadableError:
             continue  # counted in training
         if (width, height) != (mask_width, mask_height):
@@ -320,7 +365,7 @@ def _class_weights(
     counts = []
     for i in spread(len(pairs), _WEIGHED):
         try:
-            mask = decode_mask(str(root / pairs[i][1]), config.max_pixels)
+            mask = read_mask(_below(root, pairs[i][1]), config.max_pixels)
             labels = label_map.labels(mask).ravel()
         except UnreadableError:
             continue

@@ -1,5 +1,6 @@
 """Training and test examples: names of splits, and examples that are held out."""
 
+import re
 from collections.abc import Collection, Iterable, Sequence
 from hashlib import blake2b
 from typing import Protocol
@@ -35,6 +36,19 @@ class HeldOut(Protocol):
     @property
     def fold(self) -> int:
         """Fold that is held out, from 1."""
+
+
+_WORDS = SPLIT_NAMES | {"val": (*SPLIT_NAMES["val"], "dev")}
+
+
+def split_of(path: str) -> str | None:
+    """Find train, val or test in a file's name, or in its folder's; None if there is none."""
+    for part in reversed(path.lower().split("/")):
+        words = re.split(r"[^a-z]+", part)
+        for split, names in _WORDS.items():
+            if not set(names).isdisjoint(words):
+                return split
+    return None
 
 
 def choose_training_split(names: Collection[str]) -> str | None:

@@ -1,16 +1,20 @@
 """Runs as a report reads them from their folders, complete or not."""
 
 import base64
+import csv
+import io
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from PIL import Image
 from pydantic import Field, FiniteFloat, TypeAdapter, ValidationError
 
 from train.config import Config
+from train.data.decode import UnreadableError, View, decode
 from train.errors import UserError
 from train.output.curves import Curve, read_curves
 from train.output.logged import finite, read_metrics, throughput
@@ -69,6 +73,85 @@ class Evaluation(Stored):
     description: str = ""
     metrics: dict[str, float] = Field({})
     classes: tuple[ClassScore, ...] = ()
+
+
+class Mistake(NamedTuple):
+    """An image that the network is most wrong about.
+
+    Attributes:
+      file: Its file.
+      texts: Label, prediction, probability and loss by name.
+      order: Its place by each name that the list can be sorted by.
+      picture: Small picture as a data URI; None without a file.
+    """
+
+    file: str
+    texts: dict[str, str]
+    order: dict[str, int]
+    picture: str | None
+
+
+_MISTAKES, _SIDE = 24, 96
+"""Images in the list of mistakes, and the longer side of their pictures in pixels."""
+
+
+def load_mistakes(path: Path, notes: list[str]) -> list[Mistake]:
+    """Return the images of an evaluation.csv that the network is most wrong about."""
+    if (content := load_bytes(path, notes)) is None:
+        return []
+    try:
+        rows = [*csv.DictReader(io.StringIO(content.decode("utf-8"), newline=""))]
+        rows = worst_first([row | {"loss": float(row["loss"])} for row in rows])[:_MISTAKES]
+    except (ValueError, KeyError, csv.Error) as error:
+        notes.append(f"{path.name} cannot be read: {error}")
+        return []
+    keys: dict[str, Callable[[dict[str, Any]], Any]] = {
+        "loss": lambda row: -row["loss"],
+        **{name: lambda row, name=name: row[name] for name in ("label", "prediction", "file")},
+    }
+    order = {"worst": {id(row): i for i, row in enumerate(rows)}}
+    for name, key in keys.items():
+        if all(name in row for row in rows):
+            order[name] = {id(row): i for i, row in enumerate(sorted(rows, key=key))}
+    return [
+        Mistake(
+            row["file"],
+            {
+                name: f"{value:.4g}" if isinstance(value, float) else value
+                for name, value in row.items()
+                if name not in ("file", "split")
+            },
+            {name: places[id(row)] for name, places in order.items()},
+            _thumbnail(row["file"]),
+        )
+        for row in rows
+    ]
+
+
+def worst_first(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Sort rows: mistakes by falling probability, then others by falling loss."""
+
+    def key(row: dict[str, Any]) -> tuple[bool, float]:
+        is_mistake = "probability" in row and row["prediction"] != row["label"]
+        return not is_mistake, -float(row["probability"] if is_mistake else row["loss"])
+
+    return sorted(rows, key=key)
+
+
+def _thumbnail(file: str) -> str | None:
+    """Return a small picture of an image file as a data URI; None if there is none."""
+    try:
+        pixels = decode(file, lambda w, h: View((0, 0, w, h), _fit(w, h)))
+    except UnreadableError:
+        return None
+    picture = io.BytesIO()
+    Image.fromarray(pixels).save(picture, "JPEG", quality=80)
+    return f"data:image/jpeg;base64,{base64.b64encode(picture.getvalue()).decode()}"
+
+
+def _fit(width: int, height: int) -> tuple[int, int]:
+    scale = _SIDE / max(width, height)
+    return max(round(width * scale), 1), max(round(height * scale), 1)
 
 
 class BadStep(Stored):
@@ -168,6 +251,7 @@ class Run:
       summary: Its summary.json; None until the run has finished once.
       memory: Its memory.json; None until a step is compiled.
       evaluations: Evaluations by `fnet eval`, the one without options first.
+      mistakes: Images of its evaluation.csv that the network is most wrong about.
       bad_steps: Its bad_steps.jsonl.
       pictures: `PICTURES` that exist, as data URIs.
       checkpoints: Steps that have a checkpoint, in rising order.
@@ -184,6 +268,7 @@ class Run:
     summary: Summary | None
     memory: StepMemory | None
     evaluations: list[Evaluated]
+    mistakes: list[Mistake]
     bad_steps: list[BadStep]
     pictures: dict[str, str]
     checkpoints: list[int]
@@ -271,6 +356,7 @@ def _read(folder: RunFolder, label: str) -> Run:
         summary=load(Summary, folder.summary, notes),
         memory=load(StepMemory, folder.memory, notes),
         evaluations=_read_evaluations(folder, notes),
+        mistakes=load_mistakes(folder.rows, notes),
         bad_steps=load(list[BadStep], folder.bad_steps, notes, bad_steps) or [],
         pictures=_read_pictures(folder.path, notes),
         checkpoints=sorted(map(int, checkpoints)),

@@ -120,7 +120,7 @@ def test_refuses_folders_that_hold_no_layout(tmp_path):
         (("images/a.jpg", "labels/a.png"), "; if labels has the masks, rename it to masks; "),
         (
             ("images/a.jpg", "annotations/instances.json"),
-            "/annotations/instances.json holds no masks: draw its polygons into PNG files in masks/",
+            "/annotations/instances.json give data.format coco or labelme; expected images",
         ),
         (("images/a.jpg",), "; a mask is an image of the labels of all pixels; "),
         (("images/a.jpg", "x/a.png", "y/a.png"), "which holds images, x, y; expected images"),

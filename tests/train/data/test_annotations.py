@@ -1,0 +1,210 @@
+"""Masks from outlines: COCO, labelme and YOLO; boxes are refused."""
+
+import json
+
+import numpy as np
+import pytest
+from data_cases import error_message
+from image_cases import write_image
+
+from train.data import Outputs, evaluation_batches
+from train.data.annotations import find_annotations
+from train.data.decode import UnreadableError
+from train.data.drawings import Drawing, Shape, decode_runs, fill_polygon, fill_runs, read_mask
+from train.data.segmentation_folder import SegmentationFolder
+
+SIZE = 16
+SQUARE = [2, 1, 6, 1, 6, 4, 2, 4]
+# pycocotools 2.0.11: encode() of a mask [7, 9] with 1 at [1:4, 2:6], [5, 7] and [0, 0].
+RUNS = "01>2F00000;NI"
+EXPECTED = np.zeros((7, 9), bool)
+EXPECTED[1:4, 2:6] = EXPECTED[5, 7] = EXPECTED[0, 0] = True
+
+
+def test_runs_are_those_of_pycocotools():
+    np.testing.assert_array_equal(fill_runs(decode_runs(RUNS), 7, 9), EXPECTED)
+    with pytest.raises(ValueError, match="is in no run-length code"):
+        decode_runs("0 1")
+    with pytest.raises(UnreadableError, match="runs of 3 pixels, but the image has 9 x 7 pixels"):
+        fill_runs((1, 2), 7, 9)
+
+
+def test_polygons_cover_the_pixels_whose_center_is_inside():
+    square = np.reshape(SQUARE, (-1, 2)).astype(float)
+    expected = np.zeros((7, 9), bool)
+    expected[1:4, 2:6] = True
+    np.testing.assert_array_equal(fill_polygon(square, 7, 9), expected)
+    np.testing.assert_array_equal(fill_polygon(square[::-1], 7, 9), expected)
+    np.testing.assert_array_equal(fill_polygon(square - 100, 7, 9), np.zeros((7, 9)))
+    everything = np.array([[-5, -5], [50, -5], [50, 50], [-5, 50.0]])
+    assert fill_polygon(everything, 7, 9).all()
+
+
+def test_polygons_equal_a_test_of_each_point():
+    from matplotlib.path import Path
+
+    generator = np.random.default_rng(0)
+    centers = np.stack(np.meshgrid(np.arange(20) + 0.5, np.arange(15) + 0.5), -1).reshape(-1, 2)
+    for _ in range(50):
+        angles = np.sort(generator.uniform(0, 2 * np.pi, 7))
+        around = np.stack([np.cos(angles), np.sin(angles)], 1)
+        polygon = (10, 7) + around * generator.uniform(2, 9, (7, 1))
+        inside = Path(polygon).contains_points(centers).reshape(15, 20)
+        np.testing.assert_array_equal(fill_polygon(polygon, 15, 20), inside)
+
+
+def test_the_smaller_object_is_on_top():
+    def square(size):
+        return np.array([[0, 0], [size, 0], [size, size], [0, size]], float)
+
+    for order in ((0, 1), (1, 0)):
+        shapes = [Shape(5, (square(4),)), Shape(7, (square(2),))]
+        drawing = Drawing("a.json", 6, 6, tuple(shapes[i] for i in order))
+        values = read_mask(drawing, 100).values
+        assert (values[:2, :2] == 7).all()
+        assert np.bincount(values.ravel()).tolist() == [20, 0, 0, 0, 0, 12, 0, 4]
+    with pytest.raises(UnreadableError, match="6 x 6 pixels are more"):
+        read_mask(drawing, 35)
+
+
+def coco(images, annotations, categories=((3, "cat"), (9, "dog"))):
+    return {
+        "images": [
+            {"id": 7 + i, "file_name": name, "width": SIZE, "height": SIZE}
+            for i, name in enumerate(images)
+        ],
+        "annotations": [
+            {"id": i, "image_id": 7 + image, "category_id": category, "segmentation": segmentation}
+            for i, (image, category, segmentation) in enumerate(annotations)
+        ],
+        "categories": [{"id": id, "name": name} for id, name in categories],
+    }
+
+
+def write_coco(root):
+    """Write train2017 and val2017 as COCO has them; the first object is a half, in runs."""
+    runs = {"size": [SIZE, SIZE], "counts": [0, SIZE * SIZE // 2, SIZE * SIZE // 2]}
+    for split, n in (("train2017", 4), ("val2017", 2)):
+        names = [f"{i}.png" for i in range(n)]
+        for i, name in enumerate(names):
+            write_image(root / split / name, i, (SIZE, SIZE))
+        objects = [(i, 9, [SQUARE]) for i in range(n - 1)]
+        content = coco(names, [(0, 3, runs), *objects])
+        path = root / "annotations" / f"instances_{split}.json"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(content))
+        (path.parent / f"captions_{split}.json").write_text("{}")
+
+
+def load(root, format, **options):
+    config = SegmentationFolder(path=str(root), format=format, image_size=SIZE, **options)
+    return config.load()
+
+
+def test_coco_with_its_splits_ids_and_runs(tmp_path):
+    write_coco(tmp_path)
+    data = load(tmp_path, "coco")
+    assert data.classes == ("background", "cat", "dog")
+    assert data.label_map.mask_values().tolist() == [0, 3, 9]  # the ids are the values of masks
+    (batch,) = evaluation_batches(data, 2)
+    assert batch["weight"].tolist() == [1, 1]
+    first, second = batch["mask"]
+    # the cat is the left half, in runs, with the dog on it, a square of 12 pixels
+    assert np.bincount(first.ravel()).tolist() == [128, 116, 12]
+    assert not first[:, 8:].any()
+    assert (first[1:4, 2:6] == 2).all()
+    assert not second.any()  # an image without objects
+
+
+def test_another_folder_for_a_trained_network_has_the_values_of_its_names(tmp_path):
+    write_coco(tmp_path)
+    trained = load(tmp_path, "coco").outputs
+    path = tmp_path / "annotations" / "instances_val2017.json"
+    other = json.loads(path.read_text())
+    swapped = {3: "dog", 9: "cat"}
+    other["categories"] = [{"id": id, "name": name} for id, name in swapped.items()]
+    path.write_text(json.dumps(other))
+    config = SegmentationFolder(path=str(tmp_path), format="coco", image_size=SIZE)
+    (batch,) = evaluation_batches(config.load_test(lambda: trained), 2)
+    assert np.bincount(batch["mask"][0].ravel()).tolist() == [128, 12, 116]
+    other["categories"][0]["name"] = "cow"
+    path.write_text(json.dumps(other))
+    message = error_message(config.load_test, lambda: trained)
+    assert message.startswith("data.path: the network knows no class cow")
+    assert Outputs(*trained).names == ("background", "cat", "dog")
+
+
+def test_labelme(tmp_path):
+    for i in range(6):
+        write_image(tmp_path / f"{i}.png", i, (SIZE, SIZE))
+        shapes = [
+            {"label": "leaf", "points": np.reshape(SQUARE, (-1, 2)).tolist()},
+            {"label": "bud", "shape_type": "circle", "points": [[10, 10], [10, 13]]},
+            {"label": "__ignore__", "shape_type": "polygon", "points": [[0, 15], [9, 15], [4, 16]]},
+        ]
+        content = {"imagePath": f"{i}.png", "imageHeight": SIZE, "imageWidth": SIZE}
+        (tmp_path / f"{i}.json").write_text(json.dumps(content | {"shapes": shapes}))
+    data = load(tmp_path, "labelme")
+    assert data.classes == ("background", "bud", "leaf")
+    (batch,) = evaluation_batches(data, len(data.test["id"]))
+    count = np.bincount(batch["mask"][0].ravel(), minlength=256)
+    assert count[2] == 12
+    assert abs(count[1] - np.pi * 9) < 4
+    assert count[255] > 0
+
+
+def test_yolo(tmp_path):
+    (tmp_path / "data.yaml").write_text("names: {0: car, 1: bus}\nnc: 2\n")
+    for split, n in (("train", 4), ("val", 2)):
+        for i in range(n):
+            write_image(tmp_path / "images" / split / f"{i}.png", i, (SIZE, SIZE))
+            labels = tmp_path / "labels" / split / f"{i}.txt"
+            labels.parent.mkdir(parents=True, exist_ok=True)
+            lines = ["0 0 0 0.5 0 0.5 1 0 1", f"1 {' '.join(str(x / SIZE) for x in SQUARE)}"]
+            labels.write_text("\n".join(lines) if i == 0 else "")
+    data = load(tmp_path, "yolo")
+    assert data.classes == ("background", "car", "bus")
+    (batch,) = evaluation_batches(data, 2)
+    assert np.bincount(batch["mask"][0].ravel()).tolist() == [128, 116, 12]
+
+
+@pytest.mark.parametrize("format", ["coco", "labelme", "yolo"])
+def test_boxes_alone_are_refused(tmp_path, format):
+    write_image(tmp_path / "images" / "a.png", 0, (SIZE, SIZE))
+    (tmp_path / "classes.txt").write_text("car\n")
+    content = {
+        "coco": coco(["a.png"], [(0, 3, [])]),
+        "labelme": {
+            **{"imagePath": "images/a.png", "imageHeight": SIZE, "imageWidth": SIZE},
+            "shapes": [{"label": "x", "shape_type": "rectangle", "points": [[0, 0], [4, 4]]}],
+        },
+        "yolo": {},
+    }[format]
+    (tmp_path / "a.json").write_text(json.dumps(content))
+    (tmp_path / "labels").mkdir()
+    (tmp_path / "labels" / "a.txt").write_text("0 .5 .5 .1 .1\n")
+    message = error_message(find_annotations, tmp_path, format)
+    assert "1 of 1 objects are boxes without outlines" in message
+    assert message.endswith("or masks from a model such as SAM")
+
+
+def test_damaged_annotations_name_their_file(tmp_path):
+    path = tmp_path / "a.json"
+    for content, expected in (
+        ("{", "a.json: Expecting"),
+        (json.dumps(coco(["a.png"], [(0, 5, [SQUARE])])), "a.json: no field or id 5"),
+        (json.dumps(coco(["a.png"], [(0, 3, [["x"] * 6])])), "a.json: could not convert"),
+        ("{}", "no annotations in the format coco"),
+    ):
+        path.write_text(content)
+        assert expected in error_message(find_annotations, tmp_path, "coco")
+    (tmp_path / "classes.txt").write_text("car\n")
+    write_image(tmp_path / "images" / "a.png")
+    (tmp_path / "labels").mkdir()
+    (tmp_path / "labels" / "a.txt").write_text("1 0 0 1 0 1 1\n")
+    message = error_message(find_annotations, tmp_path, "yolo")
+    assert message.endswith("a.txt, line 1: the class 1 is none of 0 to 0")
+    message = error_message(load, tmp_path, "coco", classes=3)
+    assert "no annotations" in message
+    message = error_message(load, tmp_path, "voc")
+    assert "boxes in Annotations/*.xml are no masks" in message

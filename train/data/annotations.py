@@ -1,0 +1,338 @@
+"""Annotation files of COCO, labelme and YOLO: outlines of objects, as masks."""
+
+import contextlib
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import yaml  # type: ignore[import-untyped]
+
+from train import limits
+from train.data import storage
+from train.data.class_table import Row
+from train.data.columns import normalized, read_lines, read_names
+from train.data.decode import UnreadableError, upright_size
+from train.data.drawings import Drawing, Shape, decode_runs
+from train.data.files import ImageFiles, check_folder, list_images
+from train.data.mask_layouts import Pair, choose_test
+from train.data.splits import split_of
+from train.errors import UserError, shorten
+
+Format = Literal["coco", "labelme", "yolo"]
+
+_BACKGROUND = "background"
+_BACKGROUNDS = frozenset({"background", "_background_", "__background__"})
+_IGNORED = frozenset({"ignore", "__ignore__", "void"})
+_BOXES = (
+    "a mask needs outlines: export polygons or RLE from the tool, or masks from a model such as SAM"
+)
+
+
+class FoundAnnotations(NamedTuple):
+    """Images with described masks, by split.
+
+    Attributes:
+      root: Folder of the data.
+      pairs_by_split: Paths of images below the root, with their masks.
+      rows: Class table.
+      source: File that names the classes.
+    """
+
+    root: Path
+    pairs_by_split: dict[str, list[Pair]]
+    rows: tuple[Row, ...]
+    source: str
+
+    @property
+    def splits(self) -> list[str]:
+        """Names of the splits."""
+        return sorted(self.pairs_by_split)
+
+    @property
+    def is_split(self) -> bool:
+        """Whether there are training and test images."""
+        return self.splits != [""]
+
+    def test(self, given: str | None) -> str:
+        """Return the name of the test split.
+
+        Raises:
+          UserError: if there is none.
+        """
+        return choose_test(self.splits, self.root, given)
+
+    def pairs(self, split: str = "") -> tuple[list[Pair], list[ImageFiles]]:
+        """Return the images of a split with their masks."""
+        return self.pairs_by_split[split], []
+
+
+class _Object(NamedTuple):
+    """An annotated object: its class, and its outline or runs; neither for a box."""
+
+    name: str
+    polygons: tuple[np.ndarray, ...] = ()
+    runs: tuple[int, ...] = ()
+
+
+class _Image(NamedTuple):
+    """An annotated image: split, path below the root, source, height, width, objects."""
+
+    split: str
+    path: str
+    source: str
+    height: int
+    width: int
+    objects: list[_Object]
+
+
+class _Read(NamedTuple):
+    """Annotated images, and values of classes by name, which the format gives or None."""
+
+    images: list[_Image]
+    values: dict[str, int]
+
+
+def find_annotations(
+    root: Path, format: Format, known: Mapping[str, int] | None = None
+) -> FoundAnnotations:
+    """Read the annotation files of a folder.
+
+    Values of masks are 0 for the background; then ids of categories (COCO) if these are 1 to 254,
+    else 1, 2, ... in their order; labelme's labels count in alphabetical order.
+
+    Args:
+      root: folder of the data.
+      format: kind of its annotation files.
+      known: values of a trained network's classes by name.
+
+    Raises:
+      UserError: if there are none, they are damaged, name unknown classes or have boxes alone.
+    """
+    check_folder(root, "; expected a folder with images and their annotations")
+    read = _READERS[format](root)
+    if not read.images:
+        raise UserError(f"data.format: no annotations in the format {format} in {root}")
+    objects = [(image, o) for image in read.images for o in image.objects]
+    boxes = [image for image, o in objects if not o.polygons and not o.runs]
+    if boxes:
+        raise UserError(
+            f"data.format: {boxes[0].source}: {len(boxes):,} of {len(objects):,} objects are boxes "
+            f"without outlines, such as in {boxes[0].path}; {_BOXES}"
+        )
+    names = {o.name for _, o in objects} if format == "labelme" else {*read.values}
+    plain = sorted(names - _BACKGROUNDS - _IGNORED)
+    values = read.values or {name: i for i, name in enumerate(plain, 1)}
+    values |= dict.fromkeys(names & _BACKGROUNDS, 0) | dict.fromkeys(names & _IGNORED, 255)
+    if known is not None:
+        if unknown := sorted({o.name for _, o in objects} - known.keys() - _BACKGROUNDS - _IGNORED):
+            raise UserError(
+                f"data.path: the network knows no class {shorten(unknown)}; its classes are "
+                f"{shorten([*known], 12)}"
+            )
+        values |= known
+    pairs: dict[str, list[Pair]] = {}
+    for image in read.images:
+        shapes = tuple(Shape(values[o.name], o.polygons, o.runs) for o in image.objects)
+        drawing = Drawing(image.source, image.height, image.width, shapes)
+        pairs.setdefault(image.split, []).append((image.path, drawing))
+    rows = (
+        Row(_BACKGROUND, 0),
+        *(Row(name, values[name]) for name in sorted(plain, key=lambda name: values[name])),
+    )
+    if len({*pairs}) > 1 and "train" not in pairs:
+        raise UserError(f"data.path: {root} has the splits {shorten(sorted(pairs))}, but no train")
+    return FoundAnnotations(root, pairs, rows, read.images[0].source)
+
+
+def _coco(root: Path) -> _Read:
+    files = _files(root, ".json")
+    named = [path for path in files if "instances" in path.name] or files
+    found: dict[str, tuple[Path, dict[str, Any]]] = {}
+    for path in named:
+        content = _load(path)
+        if not isinstance(content, dict) or not {"images", "annotations"} <= content.keys():
+            continue
+        split = split_of(str(path.relative_to(root))) or ""
+        if split in found:
+            raise UserError(
+                f"data.format: {found[split][0]} and {path} both annotate "
+                f"{split or 'all'} images; move one elsewhere"
+            )
+        found[split] = path, content
+    images: list[_Image] = []
+    values: dict[str, int] = {}
+    for split, (path, content) in found.items():
+        with _damaged(path):
+            names = {c["id"]: normalized(str(c["name"])) for c in content["categories"]}
+            ids = sorted(names)
+            is_plain = all(isinstance(i, int) and 0 < i < 255 for i in ids)
+            for number, id in enumerate(ids, 1):
+                values.setdefault(names[id], id if is_plain else number)
+            objects: dict[Any, list[_Object]] = {}
+            for a in content["annotations"]:
+                outline = _outline(a.get("segmentation"))
+                objects.setdefault(a["image_id"], []).append(
+                    _Object(names[a["category_id"]], *outline)
+                )
+            for image in content["images"]:
+                name = _locate(root, path, split, str(image["file_name"]))
+                own = objects.get(image["id"], [])
+                size = int(image["height"]), int(image["width"])
+                images.append(_Image(split, name, str(path), *size, own))
+    return _Read(images, values)
+
+
+def _outline(segmentation: Any) -> tuple[tuple[np.ndarray, ...], tuple[int, ...]]:
+    """Return polygons or runs of COCO; neither for a box."""
+    if isinstance(segmentation, dict):
+        counts = segmentation["counts"]
+        return (), decode_runs(counts) if isinstance(counts, str) else tuple(map(int, counts))
+    return tuple(_points(polygon) for polygon in segmentation or () if len(polygon) >= 6), ()
+
+
+def _points(flat: Sequence[float]) -> np.ndarray:
+    points = np.array(flat, np.float64).reshape(-1, 2)
+    if not np.isfinite(points).all():
+        raise ValueError("a point is not finite")
+    return points
+
+
+def _labelme(root: Path) -> _Read:
+    images = []
+    for path in _files(root, ".json"):
+        content = _load(path)
+        if not isinstance(content, dict) or "shapes" not in content:
+            continue
+        with _damaged(path):
+            split = split_of(str(path.relative_to(root).parent)) or ""
+            name = str(content["imagePath"]).replace("\\", "/")
+            image = _locate(root, path, split, name)
+            size = int(content["imageHeight"]), int(content["imageWidth"])
+            objects = [_labelme_object(shape) for shape in content["shapes"]]
+            images.append(_Image(split, image, str(path), *size, objects))
+    return _Read(images, {})
+
+
+def _labelme_object(shape: Mapping[str, Any]) -> _Object:
+    name, points = normalized(str(shape["label"])), _points(np.ravel(shape["points"]).tolist())
+    kind = shape.get("shape_type") or "polygon"
+    if kind == "circle":
+        center, edge = points
+        angles = np.linspace(0, 2 * np.pi, 64, endpoint=False)
+        radius = np.hypot(*(edge - center))
+        points = center + radius * np.stack([np.cos(angles), np.sin(angles)], 1)
+    elif kind == "rectangle":
+        return _Object(name)
+    elif kind != "polygon":
+        raise ValueError(f"a shape is a {kind}; expected polygons or circles")
+    return _Object(name, (points,))
+
+
+def _yolo(root: Path) -> _Read:
+    listed = list_images(root).paths
+    tables = [path for path in _files(root, ".yaml") if path.name in ("data.yaml", "dataset.yaml")]
+    names: Sequence[str] = ()
+    if tables:
+        with _damaged(tables[0]):
+            content = yaml.safe_load(tables[0].read_text("utf-8"))["names"]
+            by_number = content if isinstance(content, dict) else dict(enumerate(content))
+            names = [normalized(str(by_number[i])) for i in sorted(by_number)]
+    elif (root / "classes.txt").is_file():
+        names = read_names(str(root / "classes.txt"), "data.format")
+    if not names:
+        raise UserError(
+            f"data.format: no data.yaml with names, and no classes.txt, in {root}; YOLO's labels "
+            "are numbers"
+        )
+    images = []
+    for path in listed:
+        parts = path.rpartition(".")[0].split("/")
+        if "images" not in parts[:-1]:
+            continue
+        at = len(parts) - 1 - parts[::-1].index("images")
+        labels = root.joinpath(*parts[:at], "labels", *parts[at + 1 :]).with_suffix(".txt")
+        labels = labels.with_name(parts[-1] + ".txt")
+        try:
+            width, height, _ = upright_size(str(root / path))
+        except UnreadableError:
+            width = height = 1  # counted in training
+        objects = []
+        if labels.is_file():  # an image without labels shows background alone
+            objects = [*_yolo_objects(labels, names, width, height)]
+        images.append(_Image(split_of(path) or "", path, str(labels), height, width, objects))
+    return _Read(images, {name: i for i, name in enumerate(names, 1)})
+
+
+def _yolo_objects(path: Path, names: Sequence[str], width: int, height: int) -> Iterator[_Object]:
+    for number, line in enumerate(read_lines(str(path), "data.format"), 1):
+        values = line.split()
+        if not values:
+            continue
+        with _damaged(path, f", line {number}"):
+            label, *numbers = float(values[0]), *map(float, values[1:])
+            if label != int(label) or not 0 <= label < len(names):
+                raise ValueError(f"the class {values[0]} is none of 0 to {len(names) - 1}")
+            if len(numbers) in (4, 5):
+                yield _Object(names[int(label)])
+                continue
+            points = _points(numbers)
+            if len(points) < 3 or points.min() < -0.01 or points.max() > 1.01:
+                raise ValueError(
+                    "expected a class, and x and y from 0 to 1 of three or more points"
+                )
+            yield _Object(names[int(label)], (points * (width, height),))
+
+
+_READERS: Mapping[str, Callable[[Path], _Read]] = {
+    "coco": _coco,
+    "labelme": _labelme,
+    "yolo": _yolo,
+}
+
+
+def _files(root: Path, suffix: str) -> list[Path]:
+    with storage.reported("data.path", root):
+        found = [path for path in storage.walk(str(root), Counter()) if path.endswith(suffix)]
+    return [root / path for path in sorted(found)]
+
+
+def _load(path: Path) -> Any:
+    limits.ANNOTATIONS.check(path.stat().st_size, f"data.format: {path}")
+    with _damaged(path):
+        return json.loads(path.read_bytes())
+
+
+def _locate(root: Path, annotations: Path, split: str, name: str) -> str:
+    """Return the path of an image below the root, where such files have them."""
+    stem = annotations.stem.removeprefix("instances_")
+    own = os.path.relpath(annotations.parent, root)
+    folders = (
+        own,
+        "",
+        "images",
+        split,
+        f"images/{split}",
+        stem,
+        f"images/{stem}",
+        f"{split}/images",
+    )
+    paths = [os.path.normpath(os.path.join(folder, name)) for folder in folders]
+    return next((path for path in paths if (root / path).is_file()), paths[0])
+
+
+@contextlib.contextmanager
+def _damaged(path: Path, place: str = "") -> Iterator[None]:
+    """Turn errors of damaged annotations into a `UserError` with their file."""
+    where = f"data.format: {path}{place}"
+    try:
+        yield
+    except KeyError as error:
+        raise UserError(f"{where}: no field or id {error.args[0]!r}") from error
+    except yaml.YAMLError as error:
+        raise UserError(f"{where}: it is not YAML") from error
+    except (ValueError, TypeError, IndexError, OSError, RecursionError) as error:
+        raise UserError(f"{where}: {error}") from error
