@@ -119,7 +119,7 @@ def squared_norms(u: Array, v: Array) -> Estimate:
         return Estimate((_squares(u) * _squares(v)).sum((0, 2)))
     if _is_one_hot(u) or _is_one_hot(v):
         u, v = (u, v) if _is_one_hot(u) else (v, u)
-        size = time * (time if _is_one_hot(v) else time + v.shape[-1])
+        size = time * (time if _is_one_hot(v) else 2 * v.shape[-1])
         return Estimate(map_groups_in_chunks(_one_hot_squared_norms, (u, v), 4 * groups * size))
     rows, cols = u.shape[-1], v.shape[-1]
     if time * (rows + cols) < rows * cols:
@@ -133,18 +133,31 @@ def squared_norms(u: Array, v: Array) -> Estimate:
 
 
 def _one_hot_squared_norms(indices: Array, v: Array) -> Array:
-    is_same = _gram(indices, indices)
     if _is_one_hot(v):
-        return (is_same * _gram(v, v)).sum((0, 2, 3))
-    # Sum the cotangents of equal indices, each at the first position of the index.
-    time = indices.shape[2]
-    first = jnp.where(is_same != 0, jnp.arange(time), time).min(-1)
+        return (_gram(indices, indices) * _gram(v, v)).sum((0, 2, 3))
+    return _squares(sum_equal_rows(indices, v)[1]).sum((0, 2))
 
-    def sum_rows(first: Array, v: Array) -> Array:
-        return jnp.zeros_like(v).at[first].add(v)
 
-    rows = jax.vmap(jax.vmap(sum_rows))(first, upcast(v))
-    return jnp.square(rows).sum((0, 2, 3))
+def sum_equal_rows(indices: Array, rows: Array) -> tuple[Array, Array]:
+    """Sum the rows of equal indices of each example.
+
+    Args:
+      indices: Row numbers, [groups, batch, time].
+      rows: Rows [groups, batch, time, cols].
+
+    Returns:
+      Arrays of these shapes, rows in float32 or wider. Each index of an example is there once.
+      What is left over at the end has the index 0 and rows of 0.
+    """
+
+    def of_example(indices: Array, rows: Array) -> tuple[Array, Array]:
+        order = jnp.argsort(indices)
+        own = indices[order]
+        number = jnp.cumsum(jnp.diff(own, prepend=own[:1]) != 0)
+        summed = jnp.zeros_like(rows).at[number].add(rows[order], indices_are_sorted=True)
+        return jnp.zeros_like(own).at[number].set(own, indices_are_sorted=True), summed
+
+    return jax.vmap(jax.vmap(of_example))(indices, upcast(rows))
 
 
 def nonnegative(squares: Array) -> Array:
@@ -460,11 +473,14 @@ class LinearEquation(Protocol):
       requires_unique_elements: Whether the norm is wrong if the equation reads an element of the
         parameter twice.
       width: Largest number of examples at a time, or None.
+      sums_terms: Whether terms are summed for norms and sums alike, so that both are of the same
+        numbers even if terms cancel.
     """
 
     data: int | None
     width: ClassVar[int | None] = None
     requires_unique_elements: ClassVar[bool] = True
+    sums_terms: ClassVar[bool] = False
 
     def squared_norms(self, x: Array, ct: Array) -> Estimate:
         """Squared norm of each example's gradient, [batch]."""
@@ -804,6 +820,7 @@ class Embedding(OuterProducts):
     parameter: tuple[int, ...]
     dims: jax.lax.GatherDimensionNumbers
     indexed: tuple[int, ...]
+    sums_terms: ClassVar[bool] = True
 
     @classmethod
     def read(cls, eqn: JaxprEqn, parameter: int) -> "Embedding | None":
@@ -905,18 +922,33 @@ class Embedding(OuterProducts):
             return add(tables[0], indices[0], rows[0]).reshape(gradients.shape)
         return jax.vmap(add)(tables, indices, rows).reshape(gradients.shape)
 
+    def _summed_rows(self, x: Array, ct: Array) -> tuple[Array, Array]:
+        """Rows of each example's gradient that are not 0, see `sum_equal_rows`."""
+        indices, rows = sum_equal_rows(*self.factors(x, ct))
+        return indices, computed_once(rows)
+
+    def squared_norms(self, x: Array, ct: Array) -> Estimate:
+        """See `LinearEquation`."""
+        return Estimate(_squares(self._summed_rows(x, ct)[1]).sum((0, 2)))
+
     def weighted_sum(self, x: Array, ct: Array, scales: Array) -> Array:
         """See `LinearEquation`."""
-        indices, rows = self.factors(x, ct)
+        indices, rows = self._summed_rows(x, ct)
         table = self._zeros(rows)
 
         def scatter_add(indices: Array, rows: Array) -> Array:
             return table.at[indices.ravel()].add(scale_rows(rows, scales)[0])
 
-        rows = rows.astype(table.dtype)
         if len(rows) == 1:
             return self._as_parameter(scatter_add(indices[0], rows[0])[None])
         return self._as_parameter(jax.vmap(scatter_add)(indices, rows))
+
+    def add_weighted_sum(self, total: Array, x: Array, ct: Array, scales: Array) -> Array:
+        """Add the weighted sum to an array [*parameter] in place, if the table `is_in_order`."""
+        (indices,), (rows,) = self._summed_rows(x, ct)
+        table = total.reshape(self._height(), self._width())
+        added = table.at[indices.ravel()].add(scale_rows(rows, scales)[0].astype(table.dtype))
+        return added.reshape(total.shape)
 
 
 @dataclasses.dataclass(frozen=True)

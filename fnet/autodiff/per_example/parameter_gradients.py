@@ -581,7 +581,11 @@ class _Part(NamedTuple):
 
     def may_cancel(self) -> bool:
         """Whether norms and sums follow from terms that may cancel."""
-        return not self.is_small() and not self.is_materialized()
+        return not (self.is_small() or self.is_materialized() or self._sums_terms())
+
+    def _sums_terms(self) -> bool:
+        """See `LinearEquation.sums_terms`."""
+        return self._is_single() and self.inputs[0].use.equation.sums_terms
 
     def _is_single(self) -> bool:
         """Whether the equation of a single use gives the norms."""
@@ -620,6 +624,10 @@ class _Part(NamedTuple):
         if self.is_materialized():
             values = self._squared_norms_in_chunks(jnp.zeros(self._batch(), self._dtype()))
             return _accurate(values, self._size())
+        if self._sums_terms():
+            (single,) = self.inputs
+            values, _ = single.use.equation.squared_norms(*single.arranged())
+            return _accurate(values, single.arrays[-1].size // self._batch())
         rounding = self._rounding() ** 2
         if self.never_cancels():
             (single,) = self.inputs
