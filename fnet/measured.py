@@ -81,3 +81,8 @@ STEP = 0.01
 # XLA schedules the updates of optimizers differently. With Lion, whose update reads the moment that
 # it replaces, steps took up to 0.7 of the parameters' bytes more than planned.
 SPARE_OF_PARAMETERS = 0.75
+
+# python -m benchmarks.clipped_grad_peers --models: one example at a time, jaxlib 0.10.
+#
+# Rows of a table are summed apart from it if they are this many times smaller.
+FEW_ROWS = 4

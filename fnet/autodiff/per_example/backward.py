@@ -13,13 +13,14 @@ batch that holds it alone, and computes it in this way:
 """
 
 import collections
+import math
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
 
 from fnet.autodiff.examples import (
     Examples,
@@ -53,10 +54,12 @@ from fnet.autodiff.per_example.parameter_gradients import (
     SeparateGradients,
     UseInputs,
     ZeroGradients,
+    reads_whole_rows,
 )
 from fnet.autodiff.per_example.products import uses_of_factors
 from fnet.autodiff.per_example.taps import Use, Uses, evaluate_with_taps, find_uses
-from fnet.jaxpr import ShardMap, find_equations, is_separable, source_line
+from fnet.jaxpr import ShardMap, depends_on, find_equations, is_separable, source_line
+from fnet.measured import FEW_ROWS
 from fnet.mesh import equally_varying
 
 BatchLoss = Callable[[list[Any], Sequence[Any]], tuple[Array, Any]]
@@ -90,13 +93,26 @@ def per_example_gradients(
         so that nothing is saved for them. Sums may have one set of scales only.
 
     Raises:
-      TypeError: Parameters or losses are not floating-point, ``width`` is not an int, or
-        the loss does not return a pair although ``has_aux`` is True.
-      ValueError: The loss does not return one loss per example, ``width`` is less than 1, or a
-        layer mixes examples.
+      TypeError, ValueError: As `trace_loss`; ``width`` is not an int, or less than 1.
+    """
+    check_width(name, width)
+    traced = trace_loss(name, loss, params, examples, has_aux=has_aux)
+    return traced.gradients(traced.examples, width=width, remat=remat)
+
+
+def trace_loss(
+    name: str, loss: PerExampleLoss, params: Any, examples: Examples, *, has_aux: bool = False
+) -> "TracedLoss":
+    """Trace a loss, and check that it treats each example alone.
+
+    The arguments are those of `per_example_gradients`.
+
+    Raises:
+      TypeError: Parameters or losses are not floating-point, or the loss does not return a pair
+        although ``has_aux`` is True.
+      ValueError: The loss does not return one loss per example, or a layer mixes examples.
     """
     check_params(name, params)
-    check_width(name, width)
     leaves, treedef = jax.tree.flatten(jax.tree.map(jnp.asarray, params))
 
     def batch_loss(params: list[Any], batch: Sequence[Any]) -> tuple[Array, Any]:
@@ -111,7 +127,6 @@ def per_example_gradients(
         losses, aux = out
         return losses, aux
 
-    size = examples.size
     leaves, rows = equally_varying((leaves, examples.leaves))
     examples = examples._replace(leaves=rows)
     whole, aux_of_batch = _trace_batch(name, batch_loss, leaves, examples)
@@ -122,23 +137,80 @@ def per_example_gradients(
     if isinstance(state, Unknown):
         raise ValueError(_refusal(name, state))
     closed = hoist(one, len(leaves))
-    aux_leaves, aux_treedef = jax.tree.flatten(aux_of_batch)
-    if not size:
-        losses, aux = batch_loss(leaves, examples.rebuild_batch(examples.leaves))
-        none = SeparateGradients({i: ZeroGradients(leaf, 0) for i, leaf in enumerate(leaves)})
-        return PerExampleGradients(losses, aux, [False] * len(aux_leaves), treedef, [none])
+    return TracedLoss(name, batch_loss, closed, leaves, treedef, examples, aux_of_batch)
 
-    plan = _Plan.of(closed, leaves, size, width, remat)
-    result = _differentiate(name, plan, examples)
-    shapes_of_one = [a.shape for a in closed.out_avals[1:]]
-    aux = _batched_aux(result.aux, shapes_of_one, [a.shape for a in aux_leaves], size)
-    return PerExampleGradients(
-        result.losses,
-        jax.tree.unflatten(aux_treedef, aux),
-        [isinstance(a, Rows) for a in result.aux],
-        treedef,
-        _gradients(plan, result, closed, examples),
-    )
+
+class TracedLoss(NamedTuple):
+    """A loss that treats each example of a batch alone.
+
+    Attributes:
+      name: Name of the caller, for error messages.
+      loss: The loss.
+      closed: ``(*leaves, *batch) -> (losses, *aux)`` for a batch of one.
+      leaves: The parameters.
+      treedef: Their structure.
+      examples: The batch.
+      aux: Shapes of the auxiliary output for the batch, or for two examples if it has less.
+    """
+
+    name: str
+    loss: BatchLoss
+    closed: ClosedJaxpr
+    leaves: list[Any]
+    treedef: Any
+    examples: Examples
+    aux: Any
+
+    def gradients(
+        self, examples: Examples, *, width: int | None = None, remat: bool = False
+    ) -> PerExampleGradients:
+        """Differentiate the losses of some examples, see `per_example_gradients`."""
+        size = examples.size
+        if not size:
+            losses, aux = self.loss(self.leaves, examples.rebuild_batch(examples.leaves))
+            none = {i: ZeroGradients(leaf, 0) for i, leaf in enumerate(self.leaves)}
+            is_batched = [False] * len(jax.tree.leaves(aux))
+            return PerExampleGradients(
+                losses, aux, is_batched, self.treedef, [SeparateGradients(none)]
+            )
+        plan = _Plan.of(self.closed, self.leaves, size, width, remat)
+        result = _differentiate(self.name, plan, examples)
+        return self._of(examples, result, _gradients(plan, result, self.closed, examples))
+
+    def gradients_of_one(self, number: Array, examples: Examples) -> PerExampleGradients:
+        """Differentiate the loss of one example like `jax.grad`, but for tables of embeddings.
+
+        Args:
+          number: A number from 0 on that is not constant, such as that of an iteration.
+          examples: A single example.
+        """
+        plan = _Plan.of_one(self.closed, self.leaves)
+        result = _differentiate_one(self.name, plan, examples, number)
+        return self._of(examples, result, _gradients(plan, result, self.closed, examples))
+
+    def pays_one_by_one(self) -> bool:
+        """Whether `gradients_of_one` of each example is faster than `gradients` of all."""
+        return False
+
+    def aux_of_first(self) -> list[Array]:
+        """Leaves of the auxiliary output for the first example alone."""
+        first = [a[:1] for a in self.examples.leaves]
+        return list(jaxpr_as_fun(self.closed)(*self.leaves, *first)[1:])
+
+    def _of(
+        self, examples: Examples, result: "_Results", groups: list[GroupGradients]
+    ) -> PerExampleGradients:
+        aux, treedef = jax.tree.flatten(self.aux)
+        whole = max(self.examples.size, 2)
+        shapes = [a.shape for a in self.closed.out_avals[1:]]
+        aux = _batched_aux(result.aux, shapes, [a.shape for a in aux], examples.size, whole)
+        return PerExampleGradients(
+            result.losses,
+            jax.tree.unflatten(treedef, aux),
+            [isinstance(a, Rows) for a in result.aux],
+            self.treedef,
+            groups,
+        )
 
 
 def _trace_batch(
@@ -306,6 +378,26 @@ class _Plan(NamedTuple):
             width,
         )
 
+    @classmethod
+    def of_one(cls, closed: ClosedJaxpr, params: Sequence[Any]) -> "_Plan":
+        """Differentiate parameters themselves, but those of which an example reads a few rows."""
+        uses = find_uses(closed, len(params))
+        by_param: dict[int, list[Use]] = {}
+        for use in uses.uses:
+            by_param.setdefault(use.view.param, []).append(use)
+        tables = {
+            i for i, own in by_param.items()
+            if i not in uses.nonlinear and len(own) == 1 and _reads_few_rows(own[0], params[i])
+        }  # fmt: skip
+        others = [i for i in range(len(params)) if i not in tables]
+        return cls(closed, list(params), len(params), uses.without(others), others, [], [], None)
+
+
+def _reads_few_rows(use: Use, table: Any) -> bool:
+    """Whether the rows of a table that one example reads are much smaller than the table."""
+    rows = math.prod(use.scan_lengths) * math.prod(use.out.shape)
+    return reads_whole_rows(use, table) and FEW_ROWS * rows <= table.size
+
 
 def _split_nonlinear(
     uses: Uses, leaves: Sequence[Any], size: int, width: int | None
@@ -386,12 +478,39 @@ def _trace_derivative(name: str, plan: _Plan, examples: Examples) -> tuple[Close
 
 def _differentiate(name: str, plan: _Plan, examples: Examples) -> _Results:
     """Differentiate the loss of one example, and execute the result for all examples."""
-    size = examples.size
     program, shapes = _trace_derivative(name, plan, examples)
     # The program is that of one example, so it cannot mix examples, whatever the loss does.
     rows = [Rows(a, 0) for a in examples.leaves]
-    results = run_for_batch(program, [*plan.leaves, *rows], size)
-    losses, aux, data, cts, gradients = jax.tree.unflatten(jax.tree.structure(shapes), results)
+    values = run_for_batch(program, [*plan.leaves, *rows], examples.size)
+    results = _results(plan, values, shapes, examples.size)
+    materialized = {i: computed_once(g) for i, g in results.materialized.items()}
+    return results._replace(materialized=materialized)
+
+
+def _differentiate_one(name: str, plan: _Plan, examples: Examples, number: Array) -> _Results:
+    """Differentiate the loss of a single example; ``number`` is that of an iteration."""
+    program, shapes = _trace_derivative(name, plan, examples)
+
+    def execute(args: list[Array]) -> list[Array]:
+        return list(jaxpr_as_fun(program)(*args))
+
+    def zeros(_: list[Array]) -> list[Array]:
+        return [jnp.zeros(a.shape, a.dtype) for a in program.out_avals]
+
+    # Norms and sums read one array: XLA fuses no reader into a branch, and does not know which of
+    # the branches is never taken.
+    arrays = jax.lax.cond(number >= 0, execute, zeros, [*plan.leaves, *examples.leaves])
+    is_row = depends_on(program, [False] * len(plan.leaves) + [True] * len(examples.leaves))
+    values = [
+        Rows(a if a.ndim else a[None], 0) if own else a
+        for a, own in zip(arrays, is_row, strict=True)
+    ]
+    return _results(plan, values, shapes, 1)
+
+
+def _results(plan: _Plan, values: Sequence[Value], shapes: Any, size: int) -> _Results:
+    """Collect what the program of `_trace_derivative` returned, given the shapes for one."""
+    losses, aux, data, cts, gradients = jax.tree.unflatten(jax.tree.structure(shapes), values)
     inputs: dict[int, list[UseInputs]] = {}
     squares: dict[int, Array] = {}
     for use, x, ct, shape in zip(plan.uses, data, cts, shapes[2], strict=True):
@@ -401,8 +520,7 @@ def _differentiate(name: str, plan: _Plan, examples: Examples) -> _Results:
         else:
             of_use = _inputs_of(use, x, ct, shape, size, plan.width)
             inputs.setdefault(leaf, []).append(of_use)
-    rows_of_leaves = {i: rows_of(g, plan.leaves[i].shape, size) for i, g in gradients.items()}
-    materialized = {i: computed_once(g) for i, g in rows_of_leaves.items()}
+    materialized = {i: rows_of(g, plan.leaves[i].shape, size) for i, g in gradients.items()}
     return _Results(rows_of(losses, (1,), size)[:, 0], aux, materialized, inputs, squares)
 
 
@@ -496,16 +614,17 @@ def _in_chunks(plan: _Plan, closed: ClosedJaxpr, examples: Examples) -> ChunkedG
 def _batched_aux(
     aux: Sequence[Value],
     shapes: Sequence[tuple[int, ...]],
-    whole: Sequence[tuple[int, ...]],
+    of_whole: Sequence[tuple[int, ...]],
     size: int,
+    whole: int,
 ) -> list[Array]:
-    """Leaves of ``aux`` for the batch, given their shapes for one and for max(size, 2) examples."""
+    """Leaves of ``aux`` for a batch, given their shapes for one and for ``whole`` examples."""
     leaves = []
-    for value, shape, batch_shape in zip(aux, shapes, whole, strict=True):
+    for value, shape, batch_shape in zip(aux, shapes, of_whole, strict=True):
         if not isinstance(value, Rows):
             leaves.append(value)
             continue
         rows = rows_of(value, shape, size)
-        has_axis = shape[:1] == (1,) and batch_shape == (max(size, 2), *shape[1:])
+        has_axis = shape[:1] == (1,) and batch_shape == (whole, *shape[1:])
         leaves.append(rows[:, 0] if has_axis else rows)
     return leaves

@@ -29,8 +29,10 @@ import jax.numpy as jnp
 from jax import Array
 
 from fnet import checks
-from fnet.autodiff.examples import PerExampleLoss, examples
-from fnet.autodiff.per_example.backward import per_example_gradients
+from fnet.autodiff.examples import PerExampleLoss, check_width, examples
+from fnet.autodiff.per_example.backward import TracedLoss, trace_loss
+from fnet.autodiff.per_example.parameter_gradients import PerExampleGradients
+from fnet.mesh import equally_varying
 from fnet.precision import sum_dtype
 
 
@@ -78,6 +80,7 @@ def clipped_grad(
     automatic: float | None = None,
     has_aux: bool = False,
     width: int | None = None,
+    microbatch_size: int | None = None,
 ) -> "ClippedGrad":
     """Clip per-example gradients and sum them, without materializing them.
 
@@ -140,6 +143,9 @@ def clipped_grad(
       has_aux: Whether ``loss`` returns ``(losses, aux)``.
       width: Number of examples at a time for gradients by automatic differentiation of large
         parameters. By default as many as take no more memory than the parameters.
+      microbatch_size: Number of examples of which one backward pass computes the gradients. 1
+        differentiates one example after the other like `jax.grad`, and adds its clipped gradient.
+        By default 1 or all, whichever is estimated to be faster.
 
     Returns:
       A `ClippedGrad`: ``gradient(params, *batch, mask=None, clip=None) -> (sum, ClippedInfo)``.
@@ -179,7 +185,11 @@ def clipped_grad(
         arXiv:2210.00038, and "Automatic clipping", arXiv:2206.07136.
     """
     check_clip(clip, per_layer, automatic)
-    return ClippedGrad(loss, clip, rescale_to_unit_norm, per_layer, automatic, has_aux, width)
+    if microbatch_size is not None:
+        checks.sizes("clipped_grad", microbatch_size=microbatch_size)
+    return ClippedGrad(
+        loss, clip, rescale_to_unit_norm, per_layer, automatic, has_aux, width, microbatch_size
+    )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -203,6 +213,7 @@ class ClippedGrad:
     automatic: float | None = None
     has_aux: bool = False
     width: int | None = None
+    microbatch_size: int | None = None
 
     def sensitivity(self, neighboring_relation: Any = "ADD_OR_REMOVE_ONE") -> Any:
         """Return the L2 sensitivity of the sum.
@@ -259,17 +270,75 @@ class ClippedGrad:
         """Return the sum in float32 or wider, or None if it is added to ``totals``."""
         clip = self.clip if clip is None else clip
         check_clip(clip, self.per_layer, self.automatic)
-        grads = per_example_gradients(
-            "clipped_grad",
-            self.loss,
-            params,
-            examples("clipped_grad", batch),
-            has_aux=self.has_aux,
-            width=self.width,
-            remat=not self.per_layer,
+        check_width("clipped_grad", self.width)
+        traced = trace_loss(
+            "clipped_grad", self.loss, params, examples("clipped_grad", batch), has_aux=self.has_aux
         )
-        size = grads.losses.shape[0]
-        is_real = _is_real(mask, size)
+        is_real = _is_real(mask, traced.examples.size)
+        if self._microbatch_size(traced) < traced.examples.size:
+            sums, info = self._in_turn(traced, is_real, clip)
+            if totals is not None:
+                jax.tree.map(lambda a, g: jax.ref.addupdate(a, ..., g.astype(a.dtype)), totals, sums)
+            return sums, info
+        grads = traced.gradients(traced.examples, width=self.width, remat=not self.per_layer)
+        scales, is_rough, info = self._scale(grads, is_real, clip)
+        return grads.weighted_sum(scales, is_rough, totals), info
+
+    def _microbatch_size(self, traced: TracedLoss) -> int:
+        if self.microbatch_size is not None:
+            return self.microbatch_size
+        return 1 if traced.pays_one_by_one() else traced.examples.size
+
+    def _in_turn(self, traced: TracedLoss, is_real: Array, clip: Any) -> tuple[Any, ClippedInfo]:
+        """Return the sum of microbatches that are computed one after the other."""
+        whole = traced.examples
+        size, width = whole.size, self._microbatch_size(traced)
+        count = -(-size // width)
+        padding = count * width - size
+        is_batched: list[bool] = []
+
+        def split(a: Array) -> Array:
+            if padding:
+                a = jnp.concatenate([a, jnp.repeat(a[:1], padding, 0)])
+            return a.reshape(count, width, *a.shape[1:])
+
+        def join(a: Array) -> Array:
+            return a.reshape(-1, *a.shape[2:])[:size]
+
+        def add(sums: Any, microbatch: Any) -> tuple[Any, ClippedInfo]:
+            number, rows, is_real = microbatch
+            chosen = whole._replace(size=width, leaves=rows)
+            if width == 1:
+                grads = traced.gradients_of_one(number, chosen)
+            else:
+                grads = traced.gradients(chosen, width=self.width, remat=not self.per_layer)
+            scales, is_rough, info = self._scale(grads, is_real, clip)
+            is_batched[:] = grads.aux_is_batched
+            of_rows = [
+                a for a, own in zip(jax.tree.leaves(info.aux), is_batched, strict=True) if own
+            ]
+            sums = grads.plus_weighted_sum(sums, scales, is_rough)
+            return sums, info._replace(aux=of_rows)
+
+        zeros = jax.tree.unflatten(
+            traced.treedef, [jnp.zeros(p.shape, sum_dtype(p)) for p in traced.leaves]
+        )
+        is_counted = split(is_real) & (jnp.arange(count * width) < size).reshape(count, width)
+        parts = jnp.arange(count), list(map(split, whole.leaves)), is_counted
+        (zeros, _) = equally_varying((zeros, parts))
+        sums, info = jax.lax.scan(add, zeros, parts)
+        info = jax.tree.map(join, info._replace(nonfinite=None))._replace(
+            nonfinite=info.nonfinite.sum()
+        )
+        of_rows, shared = iter(info.aux), iter(traced.aux_of_first())
+        aux = [next(of_rows) if own else a for own, a in zip(is_batched, shared, strict=True)]
+        return sums, info._replace(aux=jax.tree.unflatten(jax.tree.structure(traced.aux), aux))
+
+    def _scale(
+        self, grads: PerExampleGradients, is_real: Array, clip: Any
+    ) -> tuple[Any, dict[int, Array | None], ClippedInfo]:
+        """Return the scale of each parameter's gradients, which of them are rough, and the rest."""
+        size = len(is_real)
         squares, upper_bounds, is_rough = grads.bounded_squared_norms(whole=not self.per_layer)
         total_squares = _total(squares, size)
         is_counted = is_real & jnp.isfinite(total_squares)
@@ -286,9 +355,6 @@ class ClippedGrad:
             has_scale = is_counted & (upper_norms >= 0)  # NaN has none.
             scales.append(jnp.where(has_scale, self._scales(bound, unit, upper_norms), 0))
             scales_by_param += [scales[-1]] * len(jax.tree.leaves(group))
-        sums = grads.weighted_sum(
-            jax.tree.unflatten(grads.treedef, scales_by_param), is_rough, totals
-        )
         info = ClippedInfo(
             losses=grads.losses,
             norms=jnp.where(is_real, jnp.sqrt(total_squares), 0),
@@ -297,7 +363,7 @@ class ClippedGrad:
             aux=grads.aux,
             norms_per_layer=groups.treedef.unflatten(norms) if self.per_layer else None,
         )
-        return sums, info
+        return jax.tree.unflatten(grads.treedef, scales_by_param), is_rough, info
 
     def _of_complex(
         self, params: Any, batch: tuple[Any, ...], mask: Array | None, clip: Any
@@ -375,6 +441,8 @@ def gradient_strategies(
                                   pass, sums in a second one, and nothing is saved
     ``"autodiff"``                come from automatic differentiation, and are materialized
     ``"autodiff in chunks"``      come from automatic differentiation, a few examples at a time
+    ``"one example at a time"``   come from `jax.grad` of one example after the other, clipped and
+                                  added in place
     ``"unused"``                  are 0: the losses do not depend on the parameter
     ============================  ===============================================================
 
@@ -405,10 +473,14 @@ def gradient_strategies(
 
     def trace(params: Any, batch: Any) -> None:
         name = "gradient_strategies"
-        grads = per_example_gradients(
-            name, loss, params, examples(name, batch), has_aux=has_aux, width=width, remat=True
-        )
-        strategies.append(grads.strategies())
+        check_width(name, width)
+        traced = trace_loss(name, loss, params, examples(name, batch), has_aux=has_aux)
+        if traced.pays_one_by_one():
+            one = ["one example at a time"] * len(traced.leaves)
+            strategies.append(jax.tree.unflatten(traced.treedef, one))
+        else:
+            grads = traced.gradients(traced.examples, width=width, remat=True)
+            strategies.append(grads.strategies())
 
     jax.eval_shape(trace, params, batch)
     return strategies[0]

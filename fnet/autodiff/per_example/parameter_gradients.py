@@ -141,6 +141,10 @@ class ParameterGradients(Protocol):
         not finite. ``is_rough`` is that of `SquaredNorms`.
         """
 
+    def add_weighted_sum(self, total: Array, scales: Array, is_rough: Array | None) -> Array:
+        """Return ``total`` plus the `weighted_sum`."""
+        return total + self.weighted_sum(scales, is_rough).astype(total.dtype)
+
     def inner_products(self, direction: Array) -> Array:
         """Inner product of each example's gradient with a direction [*parameter], [batch]."""
         return MaterializedGradients(self.materialize()).inner_products(direction)
@@ -198,6 +202,16 @@ class GroupGradients(Protocol):
           is_rough: By index of the parameter; those of `SquaredNorms`.
         """
 
+    def plus_weighted_sums(
+        self,
+        totals: Mapping[int, Array],
+        scales: Mapping[int, Array],
+        is_rough: Mapping[int, Array | None],
+    ) -> dict[int, Array]:
+        """Return ``totals`` by index of the parameter plus the weighted sums."""
+        sums = self.weighted_sums(scales, is_rough)
+        return {i: totals[i] + g.astype(totals[i].dtype) for i, g in sums}
+
     def add_weighted_sums(
         self,
         totals: Mapping[int, Any],
@@ -250,6 +264,18 @@ class SeparateGradients(GroupGradients):
             total = gradients.weighted_sum(_wait_for(previous, scales[i]), is_rough.get(i))
             previous = total if total.ndim > 1 and total.size else previous
             yield i, total
+
+    def plus_weighted_sums(
+        self,
+        totals: Mapping[int, Array],
+        scales: Mapping[int, Array],
+        is_rough: Mapping[int, Array | None],
+    ) -> dict[int, Array]:
+        """See `GroupGradients`."""
+        return {
+            i: g.add_weighted_sum(totals[i], scales[i], is_rough.get(i))
+            for i, g in self.by_param.items()
+        }
 
 
 class UseInputs(NamedTuple):
@@ -396,6 +422,14 @@ class FactoredGradients(ParameterGradients):
         parts = self._parts()
         return self._assemble(parts, [part.weighted_sum(scales, is_rough) for part in parts])
 
+    def add_weighted_sum(self, total: Array, scales: Array, is_rough: Array | None) -> Array:
+        """See `ParameterGradients`. Rows of a table are added in place."""
+        (first, *others) = self.inputs
+        if others or not reads_whole_rows(first.use, self.param):
+            return super().add_weighted_sum(total, scales, is_rough)
+        added: Array = first.use.equation.add_weighted_sum(total, *first.arranged(), scales)
+        return added
+
     def rows(self) -> list[Array]:
         """See `ParameterGradients`."""
         return [jnp.moveaxis(a, len(i.use.scan_lengths), 0) for i in self.inputs for a in i.arrays]
@@ -540,6 +574,18 @@ def _overlap(a: tuple[Box | None, np.ndarray], b: tuple[Box | None, np.ndarray])
         return np.shares_memory(a[1], b[1], max_work=max_work)
     except np.exceptions.TooHardError:
         return True
+
+
+def reads_whole_rows(use: Use, param: Any) -> bool:
+    """Whether a use reads rows of the whole parameter."""
+    elements, equation = use.view.elements, use.equation
+    return (
+        isinstance(equation, Embedding)
+        and equation.is_in_order
+        and not use.view.scans
+        and elements.shape == param.shape
+        and bool(elements.flags.c_contiguous)
+    )
 
 
 class _Part(NamedTuple):
@@ -766,15 +812,7 @@ class _Part(NamedTuple):
         return MaterializedGradients(ghost_norm.computed_once(self.materialize()))
 
     def _adds_rows(self, i: UseInputs) -> bool:
-        """Whether a use reads rows of the whole parameter."""
-        elements, equation = i.use.view.elements, i.use.equation
-        return (
-            isinstance(equation, Embedding)
-            and equation.is_in_order
-            and not i.use.view.scans
-            and elements.shape == self.param.shape
-            and elements.flags.c_contiguous
-        )
+        return reads_whole_rows(i.use, self.param)
 
     def weighted_sum(self, scales: Array, is_rough: Array | None) -> Array:
         """Sum of the gradients scaled by ``scales`` [batch], [*part]."""
@@ -1224,6 +1262,14 @@ class PerExampleGradients(NamedTuple):
     def separate(self) -> dict[int, ParameterGradients]:
         """Gradients of the parameters that have nothing in common with others, by index."""
         return _merged(g.by_param for g in self.groups if isinstance(g, SeparateGradients))
+
+    def plus_weighted_sum(
+        self, totals: Any, scales: Any, is_rough: Mapping[int, Array | None]
+    ) -> Any:
+        """Return ``totals``, like params, plus the `weighted_sum`."""
+        by_param, scales = (dict(enumerate(jax.tree.leaves(a))) for a in (totals, scales))
+        sums = (group.plus_weighted_sums(by_param, scales, is_rough) for group in self.groups)
+        return self._unflatten(_merged(sums))
 
     def strategies(self) -> Any:
         """How each parameter's norms and sums are computed, like params."""
