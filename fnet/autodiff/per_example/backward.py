@@ -492,14 +492,16 @@ def _differentiate_one(name: str, plan: _Plan, examples: Examples, number: Array
     program, shapes = _trace_derivative(name, plan, examples)
 
     def execute(args: list[Array]) -> list[Array]:
-        return list(jaxpr_as_fun(program)(*args))
+        # Without axes, arrays cannot leave the branch in an order that readers must transpose.
+        return [a.ravel() for a in jaxpr_as_fun(program)(*args)]
 
     def zeros(_: list[Array]) -> list[Array]:
-        return [jnp.zeros(a.shape, a.dtype) for a in program.out_avals]
+        return [jnp.zeros(math.prod(a.shape), a.dtype) for a in program.out_avals]
 
     # Norms and sums read one array: XLA fuses no reader into a branch, and does not know which of
     # the branches is never taken.
-    arrays = jax.lax.cond(number >= 0, execute, zeros, [*plan.leaves, *examples.leaves])
+    flat = jax.lax.cond(number >= 0, execute, zeros, [*plan.leaves, *examples.leaves])
+    arrays = [a.reshape(v.shape) for a, v in zip(flat, program.out_avals, strict=True)]
     is_row = depends_on(program, [False] * len(plan.leaves) + [True] * len(examples.leaves))
     values = [
         Rows(a if a.ndim else a[None], 0) if own else a

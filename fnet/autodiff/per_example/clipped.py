@@ -31,6 +31,7 @@ from jax import Array
 from fnet import checks
 from fnet.autodiff.examples import PerExampleLoss, check_width, examples
 from fnet.autodiff.per_example.backward import TracedLoss, trace_loss
+from fnet.autodiff.per_example.ghost_norm import computed_once
 from fnet.autodiff.per_example.parameter_gradients import PerExampleGradients
 from fnet.mesh import equally_varying
 from fnet.precision import sum_dtype
@@ -317,6 +318,8 @@ class ClippedGrad:
             of_rows = [
                 a for a, own in zip(jax.tree.leaves(info.aux), is_batched, strict=True) if own
             ]
+            # Otherwise XLA on CPU computes the scale again for each element of a sum.
+            scales = jax.tree.map(computed_once, scales)
             sums = grads.plus_weighted_sum(sums, scales, is_rough)
             return sums, info._replace(aux=of_rows)
 

@@ -894,6 +894,9 @@ class MaterializedGradients(ParameterGradients):
 
     def weighted_sum(self, scales: Array, is_rough: Array | None = None) -> Array:
         """See `ParameterGradients`."""
+        if len(scales) == 1:  # Fused with what adds the sum to others.
+            gradient = self.gradients[0].astype(sum_dtype(self.gradients))
+            return jnp.where(scales[0] != 0, scales[0].astype(gradient.dtype) * gradient, 0)
         # A matrix product. XLA on CPU compiles scales[:, None] * gradients to a slow loop.
         rows = self.gradients.reshape(len(scales), -1).astype(sum_dtype(self.gradients))
         total = jnp.matmul(
