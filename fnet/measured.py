@@ -82,7 +82,12 @@ STEP = 0.01
 # it replaces, steps took up to 0.7 of the parameters' bytes more than planned.
 SPARE_OF_PARAMETERS = 0.75
 
-# python -m benchmarks.clipped_grad_peers --models: one example at a time, jaxlib 0.10.
+# python -m benchmarks.clipped_grad_models: jaxlib 0.10, two cores.
 #
-# Rows of a table are summed apart from it if they are this many times smaller.
+# Clipped gradients are computed one example at a time if the results of all operations for one
+# example have this many elements for each parameter, and for each operation.
+ELEMENTS_PER_PARAMETER = 2.0
+ELEMENTS_PER_EQUATION = 4000
+# Rows of a table that an example reads are summed apart from it if they are this many times
+# smaller.
 FEW_ROWS = 4

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 
 from fnet.autodiff.examples import (
     Examples,
@@ -28,6 +28,7 @@ from fnet.autodiff.examples import (
     check_losses,
     check_params,
     check_width,
+    is_key,
 )
 from fnet.autodiff.per_example.batch_axis import (
     KEY,
@@ -58,9 +59,19 @@ from fnet.autodiff.per_example.parameter_gradients import (
 )
 from fnet.autodiff.per_example.products import uses_of_factors
 from fnet.autodiff.per_example.taps import Use, Uses, evaluate_with_taps, find_uses
-from fnet.jaxpr import ShardMap, depends_on, find_equations, is_separable, source_line
-from fnet.measured import FEW_ROWS
-from fnet.mesh import equally_varying
+from fnet.cpu.tracing import is_for_cpu
+from fnet.jaxpr import (
+    Scan,
+    ShardMap,
+    aval,
+    called_jaxpr,
+    depends_on,
+    find_equations,
+    is_separable,
+    source_line,
+)
+from fnet.measured import ELEMENTS_PER_EQUATION, ELEMENTS_PER_PARAMETER, FEW_ROWS
+from fnet.mesh import batch_devices, equally_varying
 
 BatchLoss = Callable[[list[Any], Sequence[Any]], tuple[Array, Any]]
 """``(params, batch) -> (losses, aux)``."""
@@ -189,12 +200,25 @@ class TracedLoss(NamedTuple):
         return self._of(examples, result, _gradients(plan, result, self.closed, examples))
 
     def pays_one_by_one(self) -> bool:
-        """Whether `gradients_of_one` of each example is faster than `gradients` of all."""
-        return False
+        """Whether `gradients_of_one` of each example is estimated to be faster than `gradients`.
 
-    def aux_of_first(self) -> list[Array]:
-        """Leaves of the auxiliary output for the first example alone."""
-        first = [a[:1] for a in self.examples.leaves]
+        On one CPU: arrays of one example stay in the cache. This pays if they are larger than the
+        parameters, whose gradients are written and added for each example, and large enough that
+        the start of each operation does not matter. XLA's convolutions of one image are slow.
+        """
+        if not is_for_cpu() or batch_devices() > 1 or self.examples.size < 2 or self.closed.effects:
+            return False
+        if next(find_equations(self.closed, "conv_general_dilated"), None) is not None:
+            return False
+        equations, elements = _count(self.closed.jaxpr)
+        plan = _Plan.of_one(self.closed, self.leaves)
+        params = sum(self.leaves[i].size for i in plan.materialized)
+        fewest: float = ELEMENTS_PER_PARAMETER * params + ELEMENTS_PER_EQUATION * equations
+        return elements >= fewest
+
+    def shared_aux(self) -> list[Array]:
+        """Leaves of the auxiliary output, of which only those are right that examples share."""
+        first = [(jax.random.clone(a) if is_key(a) else a)[:1] for a in self.examples.leaves]
         return list(jaxpr_as_fun(self.closed)(*self.leaves, *first)[1:])
 
     def _of(
@@ -391,6 +415,24 @@ class _Plan(NamedTuple):
         }  # fmt: skip
         others = [i for i in range(len(params)) if i not in tables]
         return cls(closed, list(params), len(params), uses.without(others), others, [], [], None)
+
+
+def _count(jaxpr: Jaxpr) -> tuple[int, int]:
+    """Number of equations, and of elements of their results, in all iterations of scans."""
+    equations = elements = 0
+    for eqn in jaxpr.eqns:
+        scan, inner = Scan.read(eqn), [called_jaxpr(eqn)]
+        if scan is not None:
+            inner = [scan.body]
+        elif "branches" in eqn.params:
+            inner = list(eqn.params["branches"])
+        parts = [_count(closed.jaxpr) for closed in inner if closed is not None]
+        if not parts:
+            parts = [(1, sum(math.prod(aval(v).shape) for v in eqn.outvars))]
+        length = scan.length if scan else 1
+        equations += length * max(part[0] for part in parts)
+        elements += length * max(part[1] for part in parts)
+    return equations, elements
 
 
 def _reads_few_rows(use: Use, table: Any) -> bool:

@@ -261,7 +261,7 @@ class ClippedGrad:
         """
         if any(map(jnp.iscomplexobj, jax.tree.leaves(params))):
             sums, info = self(params, *batch, mask=mask, clip=clip)
-            jax.tree.map(lambda total, g: jax.ref.addupdate(total, ..., g), totals, sums)
+            _add_to_refs(totals, sums)
             return info
         return self._clip_and_sum(params, batch, mask, clip, totals)[1]
 
@@ -279,7 +279,9 @@ class ClippedGrad:
         if self._microbatch_size(traced) < traced.examples.size:
             sums, info = self._in_turn(traced, is_real, clip)
             if totals is not None:
-                jax.tree.map(lambda a, g: jax.ref.addupdate(a, ..., g.astype(a.dtype)), totals, sums)
+                jax.tree.map(
+                    lambda a, g: jax.ref.addupdate(a, ..., g.astype(a.dtype)), totals, sums
+                )
             return sums, info
         grads = traced.gradients(traced.examples, width=self.width, remat=not self.per_layer)
         scales, is_rough, info = self._scale(grads, is_real, clip)
@@ -288,7 +290,8 @@ class ClippedGrad:
     def _microbatch_size(self, traced: TracedLoss) -> int:
         if self.microbatch_size is not None:
             return self.microbatch_size
-        return 1 if traced.pays_one_by_one() else traced.examples.size
+        pays = self.width is None and traced.pays_one_by_one()
+        return 1 if pays else traced.examples.size
 
     def _in_turn(self, traced: TracedLoss, is_real: Array, clip: Any) -> tuple[Any, ClippedInfo]:
         """Return the sum of microbatches that are computed one after the other."""
@@ -330,12 +333,13 @@ class ClippedGrad:
         parts = jnp.arange(count), list(map(split, whole.leaves)), is_counted
         (zeros, _) = equally_varying((zeros, parts))
         sums, info = jax.lax.scan(add, zeros, parts)
-        info = jax.tree.map(join, info._replace(nonfinite=None))._replace(
-            nonfinite=info.nonfinite.sum()
-        )
-        of_rows, shared = iter(info.aux), iter(traced.aux_of_first())
+        nonfinite = info.nonfinite.sum()
+        info = jax.tree.map(join, info._replace(nonfinite=info.losses))
+        of_rows = iter(info.aux)
+        shared = is_batched if all(is_batched) else traced.shared_aux()
         aux = [next(of_rows) if own else a for own, a in zip(is_batched, shared, strict=True)]
-        return sums, info._replace(aux=jax.tree.unflatten(jax.tree.structure(traced.aux), aux))
+        tree = jax.tree.unflatten(jax.tree.structure(traced.aux), aux)
+        return sums, info._replace(nonfinite=nonfinite, aux=tree)
 
     def _scale(
         self, grads: PerExampleGradients, is_real: Array, clip: Any
@@ -404,6 +408,11 @@ def _is_real(mask: Array | None, size: int) -> Array:
 def _total(squares: Any, size: int) -> Array:
     """Sum the squared norms of some parameters, [batch]."""
     return sum(jax.tree.leaves(squares), jnp.zeros(size))
+
+
+def _add_to_refs(totals: Any, sums: Any) -> None:
+    """Add arrays to mutable ones of the same structure."""
+    jax.tree.map(lambda a, g: jax.ref.addupdate(a, ..., g.astype(a.dtype)), totals, sums)
 
 
 class _Parts(NamedTuple):
@@ -478,7 +487,7 @@ def gradient_strategies(
         name = "gradient_strategies"
         check_width(name, width)
         traced = trace_loss(name, loss, params, examples(name, batch), has_aux=has_aux)
-        if traced.pays_one_by_one():
+        if width is None and traced.pays_one_by_one():
             one = ["one example at a time"] * len(traced.leaves)
             strategies.append(jax.tree.unflatten(traced.treedef, one))
         else:
