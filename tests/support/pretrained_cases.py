@@ -20,6 +20,10 @@ _BASE = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
 }  # fmt: skip
 _HEADS = {name: n for name, n in _BASE.items() if name != "num_key_value_heads"}
+_VISION = {
+    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "image_size": 28, "patch_size": 14, "model_type": "siglip_vision_model",
+}  # fmt: skip
 _EXPERTS = {"moe_intermediate_size": 24, "num_experts_per_tok": 3}
 _GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 4}
 _LONGROPE = {
@@ -152,6 +156,10 @@ CONFIGS = {
        "num_hidden_layers": 2, "rope_parameters": {
         "rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "truncate": False,
         "original_max_position_embeddings": 16}},
+    "gemma3": {"text_config": _BASE | _GEMMA | {"model_type": "gemma3_text"}, "vision_config": _VISION, "mm_tokens_per_image": 4},
+    "mistral3": {
+        "text_config": _BASE | {"model_type": "mistral", "head_dim": 8, "rope_theta": 100.0},
+        "vision_config": _VISION | {"model_type": "pixtral", "head_dim": 8}},
     "mamba": _MAMBA,
     "mamba_biases": _MAMBA
     | {"model_type": "mamba", "use_bias": True, "use_conv_bias": False, "time_step_rank": 3,
@@ -238,6 +246,8 @@ LOGITS = {
     "ernie4_5_moe": [0.07244, -0.89519, -0.19258, -0.15002],
     "hunyuan_v1_moe": [-0.19436, -0.82095, 0.6985, 0.15588],
     "gpt_oss": [0.5027, -0.59027, -0.20444, -0.0946],
+    "gemma3": [-2.07442, -0.38655, -1.14332, -0.98083],
+    "mistral3": [-0.43371, 0.80918, 0.18752, -0.43931],
     "mamba": [0.21, -0.09257, 0.11762, -0.10448],
     "mamba_biases": [0.40397, -0.35873, 0.26824, -0.06552],
     "falcon_mamba": [0.351, -0.03567, 0.08074, -0.1035],
@@ -273,13 +283,18 @@ def peer(name):
     config = transformers.AutoConfig.for_model(
         config.pop("model_type"), pad_token_id=0, bos_token_id=1, eos_token_id=2, **config
     )
+    try:
+        auto = transformers.AutoModelForCausalLM
+        auto.from_config(config)
+    except ValueError:  # such as mistral3, which transformers lists among models of images
+        auto = transformers.AutoModelForImageTextToText
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "model.safetensors")
-        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+        auto.from_config(config).save_pretrained(folder)
         saved = load_file(path)
         drawn = weights({n: a.shape for n, a in saved.items() if not BUFFERS.search(n)})
         save_file(saved | drawn, path, {"format": "pt"})
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        model = auto.from_pretrained(folder, dtype=torch.float32)
         return model.eval(), json.loads(Path(folder, "config.json").read_text()), saved | drawn
 
 

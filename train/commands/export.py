@@ -1,16 +1,20 @@
 """``fnet export``: a run's weights as safetensors or a published folder, or its network."""
 
 import contextlib
+import math
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 import fnet
 from fnet.interop import torch as interop
+from fnet.interop.huggingface import family_of
 from fnet.interop.huggingface.checkpoint import Tensor, leaf
 from fnet.interop.peft import huggingface_modules, to_peft
 from train import arguments
@@ -119,7 +123,9 @@ def export_model(
         else:
             dtypes = {name: t.dtype for name, t in source.tensors.items()}
             params = pretrained.merge(section, trained, state)
-            _write_tensors(part, network.base.tensors, params, dtypes)
+            pattern = family_of(source.config).others
+            others = {n: t for n, t in source.tensors.items() if pattern and pattern.search(n)}
+            _write_tensors(part, network.base.tensors, params, dtypes, others)
             copy_small_files(part, folder.model, source.path)
     return out
 
@@ -141,29 +147,40 @@ def _new_folder(out: Path) -> Iterator[Path]:
 
 
 def _write_tensors(
-    out: Path, tensors: tuple[Tensor, ...], params: Any, dtypes: Mapping[str, np.dtype]
+    out: Path,
+    tensors: tuple[Tensor, ...],
+    params: Any,
+    dtypes: Mapping[str, np.dtype],
+    others: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
-    """Write safetensors files, and an index if there are several."""
-    shards: list[list[Tensor]] = [[]]
+    """Write safetensors files, and an index if there are several.
+
+    ``others`` are tensors of the published model that the network does not have, such as those of
+    an image tower. They are copied.
+    """
+
+    def array(t: Tensor) -> np.ndarray:
+        own = t.to_file(np.asarray(leaf(params, t.path)))
+        return np.ascontiguousarray(own).astype(dtypes[t.name])
+
+    made: dict[str, Callable[[], np.ndarray]] = {t.name: partial(array, t) for t in tensors}
+    made |= {name: partial(np.array, tensor[...]) for name, tensor in others.items()}
+    sizes = {t.name: math.prod(t.file_shape) * dtypes[t.name].itemsize for t in tensors}
+    sizes |= {name: tensor.nbytes for name, tensor in others.items()}
+    shards: list[list[str]] = [[]]
     size = 0
-    for t in tensors:
-        nbytes = leaf(params, t.path).size * dtypes[t.name].itemsize
+    for name, nbytes in sizes.items():
         if shards[-1] and size + nbytes > SHARD_BYTES:
             shards.append([])
             size = 0
-        shards[-1].append(t)
+        shards[-1].append(name)
         size += nbytes
     weight_map: dict[str, str] = {}
     for i, shard in enumerate(shards):
         name = SINGLE
         if len(shards) > 1:
             name = f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
-        arrays = {
-            t.name: np.ascontiguousarray(t.to_file(np.asarray(leaf(params, t.path)))).astype(
-                dtypes[t.name]
-            )
-            for t in shard
-        }
+        arrays = {own: made[own]() for own in shard}
         weight_files.write(out / name, arrays, {"format": "pt"})
         weight_map |= dict.fromkeys(arrays, name)
     if len(shards) > 1:

@@ -88,7 +88,9 @@ class Pretrained(Model):
             return data
         vocabulary = text.vocabulary
         if vocabulary is None and (Path(self.path) / "config.json").is_file():
-            vocabulary = read_config(Path(self.path)).get("vocab_size")
+            config = read_config(Path(self.path))
+            part = config.get("text_config", {})  # of a model that also sees images
+            vocabulary = config.get("vocab_size", part.get("vocab_size"))
         tokenizer = Path(self.path) / "tokenizer.json"
         if text.tokenizer is None and tokenizer.is_file():
             text = dataclasses.replace(text, tokenizer=str(tokenizer))
@@ -207,7 +209,7 @@ def build_network(section: Pretrained, precision: str) -> PretrainedNetwork:
         read=_read(folder, model, convert),
         place=place,
         is_frozen=adapters is not None,
-        vocabulary=int(folder.config["vocab_size"]),
+        vocabulary=shapes["embedding"]["embedding"].shape[0],
         base=model,
         errors=lambda: errors,
     )

@@ -87,7 +87,8 @@ class Tensor(NamedTuple):
         return a.squeeze(self._units).transpose(np.argsort(self._axes)) if self.layout else a
 
     def to_file(self, a: np.ndarray) -> np.ndarray:
-        """Invert `to_param`."""
+        """Return the file's tensor of a parameter: the inverse of `to_param`."""
+        a = a if self.row is None else a[self.row]
         if self.layout:
             a = np.expand_dims(a.transpose(self._axes), self._units)
         if self.grouped is not None:
@@ -98,8 +99,7 @@ class Tensor(NamedTuple):
     @property
     def file_shape(self) -> tuple[int, ...]:
         """Shape of the tensor in the file."""
-        shape = self.shape if self.row is None else self.shape[1:]
-        return self.to_file(np.broadcast_to(np.zeros((), bool), shape)).shape
+        return self.to_file(np.broadcast_to(np.zeros((), bool), self.shape)).shape
 
     def file_slices(self, index: tuple[slice, ...]) -> tuple[slice, ...] | None:
         """Slices of the file's tensor that hold a part of it; None: all of it."""
@@ -339,8 +339,7 @@ def to_tensors(model: PretrainedModel, params: Params) -> dict[str, np.ndarray]:
     for t in model.tensors:
         if t.path != path:  # The rows of a parameter follow each other.
             path, whole = t.path, np.asarray(leaf(params, t.path))
-        part = whole if t.row is None else whole[t.row]
-        arrays[t.name] = np.ascontiguousarray(t.to_file(part))
+        arrays[t.name] = np.ascontiguousarray(t.to_file(whole))
     return arrays
 
 

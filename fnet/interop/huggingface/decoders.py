@@ -440,6 +440,41 @@ def _fused_per_head(names: Names, layer: str, heads: str) -> Source:
     return with_heads
 
 
+def _text_part(options: Options) -> Options:
+    """Options of the language model in a model that also sees images."""
+    options.ignore(
+        *("vision_config", "*_token_index", "*_token_id", "mm_tokens_per_image"),
+        *("multimodal_projector_bias", "projector_hidden_act", "spatial_merge_size"),
+        "vision_feature_layer",
+    )
+    text = dict(options.get("text_config"))
+    if (tied := options.get("tie_word_embeddings", None)) is not None:
+        text["tie_word_embeddings"] = tied
+    return options.of(text)
+
+
+_IMAGE_PART = re.compile(r"(^|\.)(vision_tower|vision_model|multi_modal_projector)\.")
+
+
+def _text_names(names: Names) -> Source:
+    """Names of the language model in a model that also sees images, of both ages."""
+
+    def within(options: Options) -> Names:
+        is_inner = options.starts("model.language_model.")
+
+        def renamed(name: str) -> str:
+            if is_inner:
+                return name.replace("model.", "model.language_model.", 1)
+            return f"language_model.{name}"
+
+        return {
+            path: renamed(name) if isinstance(name, str) else (renamed(name[0]), *name[1:])
+            for path, name in names.items()
+        }
+
+    return within
+
+
 def _stablelm_names(options: Options) -> Names:
     names = LLAMA_NAMES | BEFORE
     if options.get("use_parallel_residual", False):
@@ -451,11 +486,20 @@ def _hyperclova_names(options: Options) -> Names:
     return LLAMA_NAMES | BEFORE | (_HYPERCLOVA_NAMES if options.get("use_post_norm", True) else {})
 
 
+def _ministral3_rope(options: Options) -> dict[str, Any]:
+    # Mistral Small 3 has the same architecture as a whole, with Mistral's text model.
+    return {} if options.get("model_type") == "mistral" else _MINISTRAL3_ROPE
+
+
 def _position_scale(options: Options) -> Callable[[Array], Array] | None:
     """Factors of queries far from the start, as in Llama 4."""
-    rope = options.get("rope_parameters", None) or options.get("rope_scaling", {})
-    beta = rope.get("llama_4_scaling_beta", _MINISTRAL3_ROPE["llama_4_scaling_beta"])
-    original = rope.get("original_max_position_embeddings", 16384)
+    rope = options.get("rope_parameters", None) or options.get("rope_scaling", None)
+    rope = rope or _ministral3_rope(options)
+    beta, original = (
+        rope.get(name) for name in ("llama_4_scaling_beta", "original_max_position_embeddings")
+    )
+    if beta is None:
+        return None
     return lambda at: 1 + beta * jnp.log1p(jnp.floor(at / original))
 
 
@@ -541,6 +585,18 @@ _GEMMA2 = _GEMMA.like(
     **_SLIDING,
     full_every=Option("_sliding_window_pattern", 2),
 )
+_GEMMA3 = _GEMMA2.like(
+    "gemma3_text",
+    "Gemma3ForCausalLM",
+    heads=Option("num_attention_heads", 8),
+    groups=Option("num_key_value_heads", 4),
+    vocabulary=Option("vocab_size", 262_208),
+    qk_norm="head",
+    soft_cap=Option("attn_logit_softcapping", None),
+    logit_soft_cap=Option("final_logit_softcapping", None),
+    full_every=_gemma3_period,
+    rope=Rope(1_000_000.0, local_theta=Option("rope_local_base_freq", 10_000.0)),
+)
 _QWEN3 = _LLAMA.like(
     "qwen3",
     "Qwen3ForCausalLM",
@@ -571,6 +627,19 @@ _GLM = _LLAMA.like(
 )
 
 _LAYER_NORM = Option("layer_norm_eps", 1e-5)
+
+_MINISTRAL3 = _LLAMA.like(
+    "ministral3",
+    "Ministral3ForCausalLM",
+    head_dim=Option("head_dim", 128),
+    norm=rms_norm(Option("rms_norm_eps", 1e-5)),
+    **_SLIDING | {"window": Option("sliding_window", None)},
+    query_scale=_position_scale,
+    rope=Rope(
+        default=_ministral3_rope, ignored=("llama_4_scaling_beta", "max_position_embeddings")
+    ),
+    supported={"model_type": ("ministral3", "mistral", "mistral3")},
+)
 
 _COHERE = _LLAMA.like(
     "cohere",
@@ -636,16 +705,14 @@ register(
     _LLAMA,
     _LLAMA.like("mistral", "MistralForCausalLM", **_SLIDING),
     _LLAMA.like("ministral", "MinistralForCausalLM", **_SLIDING),
-    _LLAMA.like(
-        "ministral3",
-        "Ministral3ForCausalLM",
-        head_dim=Option("head_dim", 128),
-        norm=rms_norm(Option("rms_norm_eps", 1e-5)),
-        **_SLIDING | {"window": Option("sliding_window", None)},
-        query_scale=_position_scale,
-        rope=Rope(
-            default=_MINISTRAL3_ROPE, ignored=("llama_4_scaling_beta", "max_position_embeddings")
-        ),
+    _MINISTRAL3,
+    _MINISTRAL3.like(
+        "mistral3",
+        "Mistral3ForConditionalGeneration",
+        names=_text_names(LLAMA_NAMES | BEFORE),
+        prefix=None,
+        part=_text_part,
+        others=_IMAGE_PART,
     ),
     _LLAMA.like(
         "cwm",
@@ -878,14 +945,14 @@ register(
     ),
     _GEMMA,
     _GEMMA2,
-    _GEMMA2.like(
-        "gemma3_text",
-        "Gemma3ForCausalLM",
-        qk_norm="head",
-        soft_cap=Option("attn_logit_softcapping", None),
-        logit_soft_cap=Option("final_logit_softcapping", None),
-        full_every=_gemma3_period,
-        rope=Rope(1_000_000.0, local_theta=Option("rope_local_base_freq", 10_000.0)),
+    _GEMMA3,
+    _GEMMA3.like(
+        "gemma3",
+        "Gemma3ForConditionalGeneration",
+        names=_text_names(LLAMA_NAMES | AROUND),
+        prefix=None,
+        part=_text_part,
+        others=_IMAGE_PART,
     ),
     _GEMMA2.like(
         "vaultgemma",

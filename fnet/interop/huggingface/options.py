@@ -77,6 +77,10 @@ class Options:
             return default
         return any(n == name or n.endswith(f".{name}") for n in self._names)
 
+    def starts(self, prefix: str) -> bool:
+        """Whether the checkpoint has tensors whose names start so."""
+        return any(name.startswith(prefix) for name in self._names or ())
+
     def value(self, source: Source) -> Any:
         """Return a value from its source."""
         if isinstance(source, Option):

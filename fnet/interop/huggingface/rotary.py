@@ -1,7 +1,8 @@
 """Rotary position embeddings of published models, from ``rope_parameters``."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from fnet.interop.huggingface.options import Options, Source
@@ -194,7 +195,7 @@ class Rope(NamedTuple):
     local_theta: Source = None
     interleaved: bool = False
     backwards: bool = False
-    default: Mapping[str, Any] = {}
+    default: Source = MappingProxyType({})
     ignored: tuple[str, ...] = ()
 
     def embedding(self, options: Options, head_dim: int, window: int | None) -> Rotary:
@@ -204,7 +205,7 @@ class Rope(NamedTuple):
           ValueError: as `rotary_embedding`.
         """
         given = options.get("rope_scaling", None) or options.get(
-            "rope_parameters", dict(self.default)
+            "rope_parameters", dict(options.value(self.default))
         )
         options.ignore("rope_parameters")
         by_kind = given if "full_attention" in given else {"full_attention": given}
