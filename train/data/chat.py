@@ -73,12 +73,16 @@ class ChatTemplate(NamedTuple):
 
     def render_answers(
         self, messages: Sequence[Message], *, last: bool = False, tools: Sequence[Any] | None = None
-    ) -> tuple[str, list[range]]:
-        """Write messages as a text, and find what an assistant wrote in it.
+    ) -> list[tuple[str, list[range]]]:
+        """Write messages as texts, and find what an assistant wrote in them.
 
         With ``{% generation %}`` in the template, answers are what it encloses. Otherwise, the
         answer in message i is what ``render(messages[:i + 1])`` adds to
         ``render(messages[:i], add_generation_prompt=True)``. It includes the end of the turn.
+
+        Some templates write an answer differently once others follow, for example without its
+        thoughts. Then each answer has a text of its own, which ends with it. The messages before
+        it are written as while the answer is generated.
 
         Args:
           messages: Messages with ``role`` and ``content``.
@@ -86,19 +90,20 @@ class ChatTemplate(NamedTuple):
           tools: JSON schemas of tools that the template may list.
 
         Returns:
-          The text, and the span of each answer in characters.
+          The texts, and in each the spans of its answers in characters: one text with all answers,
+          or one for each answer. Without answers, a text without spans.
 
         Raises:
-          UserError: as `render`; or if the template writes a message differently once others
-            follow, so that its answers are not in the text.
+          UserError: as `render`; or if an answer does not continue its prompt, so that it cannot
+            be found.
         """
         if re.search(r"\{%-?\s*generation\s*-?%\}", self.source):
             text, spans = _find_marks(self._render(messages, False, tools))
             if last:
                 spans = spans[-1:] if messages[-1]["role"] == "assistant" else []
-            return text, spans
+            return [(text, spans)]
         text = self.render(messages, tools=tools)
-        spans = []
+        own: list[tuple[str, list[range]]] = []
         for i, message in enumerate(messages):
             is_last = i == len(messages) - 1
             if message["role"] != "assistant" or (last and not is_last):
@@ -113,14 +118,16 @@ class ChatTemplate(NamedTuple):
                     "begin with a user's message, or train on everything"
                 ) from error
             after = text if is_last else self.render(messages[: i + 1], tools=tools)
-            if not text.startswith(after) or not after.startswith(before):
-                advice = "" if last else "; train on the last answer only, or on everything"
+            if not after.startswith(before):
                 raise UserError(
-                    f"{self.where} writes message {i + 1} differently if other messages follow, "
-                    f"so that its answer cannot be found{advice}"
+                    f"{self.where} writes message {i + 1} differently than the start of an answer, "
+                    "so that the answer cannot be found; enclose answers in the template in "
+                    "{% generation %}, or train on everything"
                 )
-            spans.append(range(len(before), len(after)))
-        return text, spans
+            own.append((after, [range(len(before), len(after))]))
+        if all(text.startswith(after) for after, _ in own):
+            return [(text, [span for _, spans in own for span in spans])]
+        return own
 
     def _render(self, messages: Sequence[Message], add_generation_prompt: bool, tools: Any) -> str:
         # Some templates fail on None, where a missing key is fine.

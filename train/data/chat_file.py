@@ -145,7 +145,7 @@ class ChatFile(Text):
             template, or there are too few examples.
         """
         if private and self.user is None:  # cut texts would have several rows
-            return load(dataclasses.replace(self, long=self.long or "truncate"))
+            return load(dataclasses.replace(self, long=self.long or "truncate"), private=True)
         return load(self)
 
     def check(self, config: Config) -> None:
@@ -182,11 +182,18 @@ class ChatFile(Text):
         return None if self.packing else self.context
 
 
-def load(config: ChatFile) -> Dataset:
+def load(config: ChatFile, *, private: bool = False) -> Dataset:
     """Load the data of a config."""
     tokenizer = load_tokenizer(config)
     read = Reader(config, tokenizer)
     examples = read.documents(records.read(config.path, "data.path"))
+    num_rows, num_chats = len(examples), len({e.where for e in examples})
+    if private and config.user is None and num_chats < num_rows:
+        raise UserError(
+            f"data.path: {read.template and read.template.where} makes {num_rows:,} rows of "
+            f"{num_chats:,} chats, one for each answer, but privacy is per row; give data.loss_on "
+            "last_answer, or privacy per user with data.user"
+        )
     if config.test_path is None:
         examples, test_examples = _split(config, examples)
     else:
@@ -218,6 +225,12 @@ def load(config: ChatFile) -> Dataset:
         count = len(train_rows.places)
         used = sum(len(d.ids) for d in train) / (count * (config.context + 1))
         notes.append(f"{len(train):,} examples packed into {count:,} rows, {used:.1%} full")
+    if num_chats < num_rows and read.template:
+        notes.insert(
+            0,
+            f"{read.template.where} writes answers differently if other messages follow: "
+            f"{num_rows:,} rows of {num_chats:,} chats, one for each answer",
+        )
     notes.insert(0, _describe_lengths(train))
     return Dataset(
         train=train_rows.arrays,
@@ -307,9 +320,12 @@ def _split(config: ChatFile, examples: list[Document]) -> tuple[list[Document], 
         raise UserError(f"data.path: {config.path} holds no examples")
     if config.user is not None:
         is_test = hold_out_rows(config, np.zeros(count), _user_ids(examples))
-    else:
-        contents = [e.ids.tobytes().hex() for e in examples]
-        is_test = hold_out_contents(config, contents, f"examples in {config.path}")
+    else:  # The answers of a chat stay together.
+        places = [e.where for e in examples]
+        contents = {where: e.ids.tobytes().hex() for where, e in zip(places, examples, strict=True)}
+        held_out = hold_out_contents(config, [*contents.values()], f"examples in {config.path}")
+        by_place = dict(zip(contents, held_out, strict=True))
+        is_test = np.array([by_place[where] for where in places])
     train, test = np.flatnonzero(~is_test), np.flatnonzero(is_test)
     return [examples[i] for i in train], [examples[i] for i in test]
 
@@ -418,8 +434,9 @@ class Reader:
         for record in itertools.islice(records, _CHUNK):
             if not self.kind:
                 self._find_fields(record)
-            texts.append(self._text(record))
-            size += len(texts[-1].text)
+            own = self._texts(record)
+            texts += own
+            size += sum(len(t.text) for t in own)
             if size > _CHUNK_SYMBOLS:
                 break
         return texts
@@ -464,21 +481,23 @@ class Reader:
         except UserError as error:
             raise UserError(f"{option}: {error}") from error
 
-    def _text(self, record: Record) -> _Text:
+    def _texts(self, record: Record) -> list[_Text]:
+        """Return the text of an example, or several: one for each answer of a chat."""
         try:
-            text, learned = self._chat(record) if self.kind == "chat" else self._plain(record)
+            texts = self._chat(record) if self.kind == "chat" else [self._plain(record)]
         except UserError as error:
             if str(error).startswith(record.where):
                 raise
             raise UserError(f"{record.where}: {error}") from error
         if self._config.loss_on == "all":
-            learned = [range(len(text))]
+            texts = [(text, [range(len(text))]) for text, _ in texts]
         user = None if self._config.user is None else record.get(self._config.user)
         if not isinstance(user, str | int | None):
             raise UserError(
                 f"{record.where}: {self._config.user} must be a text or an integer, got {user!r}"
             )
-        return _Text(text, learned, record.where, None if user is None else str(user))
+        user = None if user is None else str(user)
+        return [_Text(text, learned, record.where, user) for text, learned in texts]
 
     def _plain(self, record: Record) -> tuple[str, list[range]]:
         """Read a text, or a prompt followed by its answer, and what is learned of it."""
@@ -493,7 +512,7 @@ class Reader:
             prompt += "\n" + record.text("input")
         return prompt
 
-    def _chat(self, record: Record) -> tuple[str, list[range]]:
+    def _chat(self, record: Record) -> list[tuple[str, list[range]]]:
         """Write a chat with its template, and find the answers that are learned."""
         assert self.template
         if "messages" in self._fields:
@@ -509,9 +528,10 @@ class Reader:
         if self._config.loss_on == "all":
             if not all(learned):
                 raise UserError("weight 0 of a message needs data.loss_on answers or last_answer")
-            return self.template.render(messages, tools=tools), []
+            return [(self.template.render(messages, tools=tools), [])]
         last = self._config.loss_on == "last_answer"
-        text, answers = self.template.render_answers(messages, last=last, tools=tools)
+        texts = self.template.render_answers(messages, last=last, tools=tools)
+        answers = [answer for _, answers in texts for answer in answers]
         if not all(learned):
             weights = [w for w, m in zip(learned, messages, strict=True) if m["role"] == _ASSISTANT]
             weights = weights[-len(answers) :] if last else weights
@@ -520,12 +540,14 @@ class Reader:
                     f"{self.template.where} has {len(answers)} {{% generation %}} for "
                     f"{len(weights)} answers, so that weight cannot be applied"
                 )
-            answers = [a for a, weight in zip(answers, weights, strict=True) if weight]
-        if not any(answers):
+            left = iter(weights)
+            texts = [(text, [a for a in answers if next(left)]) for text, answers in texts]
+        texts = [(text, answers) for text, answers in texts if any(answers)]
+        if not texts:
             raise UserError(
                 "the last message is not an assistant's" if last else "no assistant's message"
             )
-        return text, answers
+        return texts
 
     def _encode(self, text: _Text) -> Pieces:
         try:

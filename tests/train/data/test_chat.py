@@ -92,6 +92,12 @@ THOUGHTLESS = (
     "{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+# As Phi-3 does, it ends a text that nobody continues.
+PHI3 = (
+    "{{ bos_token }}{% for message in messages %}<|{{ message.role }}|>\n"
+    "{{ message.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% else %}{{ eos_token }}{% endif %}"
+)
 TEMPLATES = {
     "llama3": LLAMA3,
     "qwen": QWEN,
@@ -156,7 +162,7 @@ def test_finds_the_answers_that_transformers_finds(peer):
     expected = fast.apply_chat_template(
         CHAT, return_dict=True, return_assistant_tokens_mask=True, tokenize=True
     )
-    text, spans = template(GENERATION).render_answers(CHAT)
+    ((text, spans),) = template(GENERATION).render_answers(CHAT)
     encoding = fast(text, return_offsets_mapping=True, add_special_tokens=False)
     assert encoding["input_ids"] == expected["input_ids"]
     found = [
@@ -178,10 +184,10 @@ def test_finds_the_answers_that_transformers_finds(peer):
     ],
 )
 def test_answers_are_what_an_assistant_writes(name, answers):
-    text, spans = template(TEMPLATES[name]).render_answers(CHAT)
+    ((text, spans),) = template(TEMPLATES[name]).render_answers(CHAT)
     assert text == template(TEMPLATES[name]).render(CHAT)
     assert [text[s.start : s.stop] for s in spans] == answers
-    _, last = template(TEMPLATES[name]).render_answers(CHAT, last=True)
+    ((_, last),) = template(TEMPLATES[name]).render_answers(CHAT, last=True)
     assert last == spans[1:]
 
 
@@ -194,16 +200,31 @@ def test_a_namespace_keeps_values_between_turns():
 
 
 def test_a_chat_that_ends_with_a_user_has_no_last_answer():
-    assert template(QWEN).render_answers(CHAT[:3], last=True)[1] == []
-    assert template(GENERATION).render_answers(CHAT[:3], last=True)[1] == []
+    for source in (QWEN, GENERATION):
+        ((_, spans),) = template(source).render_answers(CHAT[:3], last=True)
+        assert spans == []
 
 
-def test_a_template_that_rewrites_earlier_turns_gives_the_last_answer_only():
-    text, (span,) = template(THOUGHTLESS).render_answers(CHAT, last=True)
-    expected = "<think>\n\n</think>\n\nBecause.\n\nIt is ☃.<|im_end|>\n"
-    assert text[span.start : span.stop] == expected
-    with pytest.raises(UserError, match=r"x\.jinja writes message 2 differently if other messages"):
-        template(THOUGHTLESS).render_answers(CHAT)
+@pytest.mark.parametrize("source", [THOUGHTLESS, PHI3])
+def test_answers_that_a_template_writes_differently_later_have_texts_of_their_own(source):
+    rows = template(source).render_answers(CHAT)
+    assert len(rows) == 2
+    for end, (text, (span,)) in zip((2, 4), rows, strict=True):
+        prompt = template(source).render(CHAT[: end - 1], add_generation_prompt=True)
+        assert text == template(source).render(CHAT[:end])
+        assert (span.start, span.stop) == (len(prompt), len(text))
+        assert text.startswith(prompt)
+    assert template(source).render_answers(CHAT, last=True) == rows[1:]
+    (one,) = template(source).render_answers(CHAT[:3])
+    assert one == rows[0] or source == THOUGHTLESS
+
+
+def test_an_answer_that_does_not_continue_its_prompt_is_refused():
+    # As that of DeepSeek-R1: the prompt opens thoughts, which the answer does not have.
+    source = QWEN.replace(r"assistant\n' }}", r"assistant\n<think>' }}")
+    assert source != QWEN
+    with pytest.raises(UserError, match=r"x\.jinja writes message 2 differently than the start of"):
+        template(source).render_answers(CHAT)
 
 
 def test_training_data_have_a_fixed_date():

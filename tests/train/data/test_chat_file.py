@@ -141,6 +141,45 @@ def test_only_the_last_answer_is_learned_if_asked(load, template):
     assert [a for _, a in examples_of(batch_of(last))] == ["d</>"]
 
 
+THOUGHTS = CHATML.replace("{{ message.content }}", (
+    "{% if message.role == 'assistant' and loop.last %}...{% endif %}{{ message.content }}"
+))  # fmt: skip
+
+
+@pytest.fixture
+def thoughts(write, tmp_path):
+    """A config of five chats with two answers, which a template writes differently later."""
+    (tmp_path / "thoughts.jinja").write_text(THOUGHTS)
+    texts = ["ab", "cd", "ef", "gh", "ij"]
+    path = write([{"messages": chat_of("Hi", t[0], "So", t[1])} for t in texts])
+    return ChatFile(
+        path=path, chat_template=str(tmp_path / "thoughts.jinja"), context=90, test_fraction=0.2
+    )
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_answers_that_are_written_differently_later_have_rows_of_their_own(thoughts, packing):
+    data = dataclasses.replace(thoughts, packing=packing).load()
+    note = "writes answers differently if other messages follow: 10 rows of 5 chats, one for each"
+    assert any(note in line for line in data.notes)
+    texts = sorted(text for text, _ in examples_of(batch_of(data)))
+    learned = sorted(target for _, target in examples_of(batch_of(data)))
+    assert learned == sorted(f"...{c}</>" for c in "abcdefgh")
+    assert "<user>Hi</><assistant>a</><user>So</><assistant>...b</>" in texts
+    # The answers of a chat are on the same side.
+    assert [t for _, t in examples_of(batch_of(data, "test"))] == ["...i</>", "...j</>"]
+
+
+def test_privacy_per_row_refuses_several_rows_of_a_chat(thoughts):
+    config = Config(data=dataclasses.replace(thoughts, batch_size=2), model=MODEL, grad=PRIVATE)
+    assert "makes 10 rows of 5 chats, one for each answer, but privacy" in error_message(
+        build, config
+    )
+    last = dataclasses.replace(config.data, loss_on="last_answer")
+    rows = build(dataclasses.replace(config, data=last)).dataset.train
+    assert len(rows["start"]) == 4
+
+
 def test_fields_can_have_other_names(load):
     records = [{"in": f"{i}: ", "out": "x", "text": "no"} for i in range(4)]
     data = load(records, prompt="in", answer="out", test_fraction=0.25)
