@@ -87,7 +87,7 @@ def evaluate_run(folder: RunFolder, options: EvalArguments, console: Console) ->
         run = run._replace(
             task=run.task._replace(measure=make_measure(config, run.task.model, views))
         )
-    run.task.before_batches()
+    run.task.before_batches(folder.path)
     place = run.layout.fields if run.layout else None
     network = load_network(folder, run.task.model, best=options.best, place=place)
     # With several crops or views per image, fewer images make a batch of the same size.

@@ -113,7 +113,7 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
             else lambda rows: atomic_write(folder.unreadable, as_csv(rows)),
         )
         unreadable.look()
-        run.task.before_batches()
+        run.task.before_batches(folder.path)
         programs = compile_programs(run, weights, unreadable, console)
         last = max(folder.saved_steps, default=0)  # later lines are dropped
         earlier = [x for x in read_metrics(folder.metrics) if x["step"] <= last] if resume else []

@@ -1,5 +1,8 @@
 """Direct preference optimization: a preferred answer becomes likelier than another one."""
 
+import hashlib
+import io
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -9,9 +12,11 @@ from jax import Array
 
 import fnet
 from train.config import Config
-from train.data import Arrays, Dataset
+from train.data import Dataset
 from train.data.batch import Batch
 from train.data.buckets import bucket_lengths, truncate
+from train.data.storage import atomic_write
+from train.errors import writing
 from train.tasks import language
 from train.tasks.task import BatchMetrics, Kind, Task
 
@@ -23,7 +28,8 @@ def build(config: Config, dataset: Dataset) -> Task:
 
         loss = -log sigmoid(beta ((log p_w - reference_w) - (log p_l - reference_l)))
 
-    The reference is the model that the run begins with. Its log-likelihoods are computed once.
+    The reference is the model that the run begins with. Its log-likelihoods are computed once, in
+    batches of the run's size, and a resumed run reads them in its folder.
 
     Raises:
       ValueError: if the network is invalid.
@@ -50,25 +56,62 @@ def build(config: Config, dataset: Dataset) -> Task:
         losses, metrics = measures(rewards(params, state, batch, None)[0], 0.0)
         return BatchMetrics({"loss": losses, **metrics})
 
-    def fill_reference() -> None:
+    splits = (
+        (dataset.train, lambda rows: dataset.augment(rows, np.random.default_rng(0))),
+        (dataset.test, dataset.prepare),
+    )
+
+    def compute_reference() -> None:
         shapes = model.pretrained(*jax.eval_shape(model.init, jax.random.key(0)))
         place = jax.jit(model.place, donate_argnums=1)
         params, state = place(jax.random.key(0), model.read(shapes))
         run = jax.jit(lambda batch: _log_likelihoods(model, params, state, batch, None)[0])
-        for rows, batch_of in (
-            (dataset.train, lambda r: dataset.augment(r, np.random.default_rng(0))),
-            (dataset.test, dataset.prepare),
-        ):
+        for rows, batch_of in splits:
             buckets = bucket_lengths(rows["length"].max(1), context)
-            for i, bucket in enumerate(buckets.tolist()):
-                batch = truncate(batch_of(_row(rows, i)), bucket)
-                rows["reference"][i] = np.asarray(run(batch))[0]
+            for bucket in np.unique(buckets).tolist():
+                own = np.flatnonzero(buckets == bucket)
+                for first in range(0, len(own), config.data.batch_size):
+                    index = own[first : first + config.data.batch_size]
+                    # All batches have one size, so that a bucket has one program.
+                    padded = np.resize(index, config.data.batch_size)
+                    batch = batch_of({name: a[padded] for name, a in rows.items()})
+                    found = np.asarray(run(truncate(batch, bucket)))
+                    rows["reference"][index] = found[: len(index)]
+
+    def fill_reference(folder: Path | None) -> None:
+        known = folder / "reference.npz" if folder else None
+        identity = _identity(config, dataset)
+        if known and known.is_file():
+            with np.load(known) as file:
+                if str(file["identity"]) == identity:
+                    for (rows, _), name in zip(splits, _SPLITS, strict=True):
+                        rows["reference"][:] = file[name]
+                    return
+        compute_reference()
+        if known and not known.exists() and jax.process_index() == 0:
+            train, test = (rows["reference"] for rows, _ in splits)
+            with writing(known), io.BytesIO() as content:
+                np.savez(content, identity=identity, train=train, test=test)
+                atomic_write(known, lambda file: file.write(content.getvalue()))
 
     return Task(dataset, model, loss, measure, before_batches=fill_reference)
 
 
-def _row(rows: Arrays, i: int) -> Arrays:
-    return {name: a[i : i + 1] for name, a in rows.items()}
+_SPLITS = ("train", "test")
+
+
+def _identity(config: Config, dataset: Dataset) -> str:
+    """Return a checksum of what the log-likelihoods of the reference depend on."""
+    path = getattr(config.model, "path", "")
+    weights = [
+        (file.name, file.stat().st_size, file.stat().st_mtime_ns)
+        for file in sorted(Path(path).glob("*.safetensors"))
+    ]
+    given = config.model, config.train.precision, weights
+    found = hashlib.sha256(repr(given).encode())
+    for a in dataset.contents:
+        found.update(np.ascontiguousarray(a).tobytes())
+    return found.hexdigest()
 
 
 def _log_likelihoods(

@@ -1,6 +1,7 @@
 """A task: data, network, loss and metrics."""
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from jax import Array
@@ -41,7 +42,8 @@ class Task(NamedTuple):
       scores: ``(examples, their rows of the dataset, confusion matrix) -> {metric: value}``,
         additional metrics of all examples; see `train.run.evaluation.Evaluation`.
       before_batches: Computes what batches of the dataset have from the model that a run begins
-        with. Before, it is 0.
+        with. Before, it is 0. Its argument is the run's folder, which keeps the result; None: no
+        folder.
     """
 
     dataset: Dataset
@@ -49,7 +51,7 @@ class Task(NamedTuple):
     loss: Callable[..., Any]
     measure: Callable[[Any, Any, Batch], BatchMetrics]
     scores: Callable[[Arrays, Arrays, Any], dict[str, float]] = lambda examples, rows, confusion: {}
-    before_batches: Callable[[], None] = lambda: None
+    before_batches: Callable[[Path | None], None] = lambda folder: None
 
 
 class Kind(NamedTuple):

@@ -495,11 +495,9 @@ def _position_scale(options: Options) -> Callable[[Array], Array] | None:
     """Factors of queries far from the start, as in Llama 4."""
     rope = options.get("rope_parameters", None) or options.get("rope_scaling", None)
     rope = rope or _ministral3_rope(options)
-    beta, original = (
-        rope.get(name) for name in ("llama_4_scaling_beta", "original_max_position_embeddings")
-    )
-    if beta is None:
+    if (beta := rope.get("llama_4_scaling_beta")) is None:
         return None
+    original = rope["original_max_position_embeddings"]
     return lambda at: 1 + beta * jnp.log1p(jnp.floor(at / original))
 
 

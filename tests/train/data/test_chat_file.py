@@ -167,7 +167,7 @@ def test_answers_that_are_written_differently_later_have_rows_of_their_own(thoug
     assert learned == sorted(f"...{c}</>" for c in "abcdefgh")
     assert "<user>Hi</><assistant>a</><user>So</><assistant>...b</>" in texts
     # The answers of a chat are on the same side.
-    assert [t for _, t in examples_of(batch_of(data, "test"))] == ["...i</>", "...j</>"]
+    assert sorted(t for _, t in examples_of(batch_of(data, "test"))) == ["...i</>", "...j</>"]
 
 
 def test_privacy_per_row_refuses_several_rows_of_a_chat(thoughts):

@@ -15,6 +15,7 @@ from tests.pretrained_folder import write_folder, write_tokenizer
 from train.config import Config, Microbatch, Optim, PreferenceFile, Pretrained, TextFile, Train
 from train.data.buckets import bucketed_batches
 from train.run.setup import setup
+from train.tasks import preference
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"
@@ -125,7 +126,7 @@ def test_the_loss_is_that_of_the_formula(workplace, write, options):
     config = config_of(workplace, write, **options)
     run = setup(config)
     state = run.compile_init()(jax.random.key(0))
-    run.task.before_batches()
+    run.task.before_batches(None)
     batch = next(run.training_batches(0))
     losses, aux = run.task.loss(state.params, state.model_state, batch, jax.random.key(0))
     chex.assert_trees_all_close(losses, jnp.full(8, jnp.log(2)), atol=1e-6)
@@ -149,12 +150,34 @@ def test_the_loss_is_that_of_the_formula(workplace, write, options):
     chex.assert_trees_all_close(aux.metrics["accuracy"], (margin > 0).astype(jnp.float32))
 
 
+def test_the_reference_is_computed_once_for_a_run(workplace, write, monkeypatch):
+    config = config_of(workplace, write)
+    run = setup(config)
+    run.task.before_batches(workplace)
+    rows = run.task.dataset.train["reference"]
+    assert (rows < 0).all()
+    alone = setup(config)
+    alone.task.before_batches(None)
+    chex.assert_trees_all_equal(alone.task.dataset.train["reference"], rows)
+
+    again = setup(config)
+    data = dataclasses.replace(config.data, test_fraction=0.5)
+    other = setup(dataclasses.replace(config, data=data))
+    monkeypatch.setattr(preference, "_log_likelihoods", None)  # so that nothing can be computed
+    again.task.before_batches(workplace)
+    for split in ("train", "test"):
+        own, known = (getattr(r.task.dataset, split)["reference"] for r in (again, run))
+        chex.assert_trees_all_equal(own, known)
+    with pytest.raises(TypeError):  # other data are computed
+        other.task.before_batches(workplace)
+
+
 def test_microbatches_do_not_change_a_step(workplace, write):
     config = config_of(workplace, write, lora_rank=2)
     states = []
     for grad in (config.grad, Microbatch(microbatches=4)):
         run = setup(dataclasses.replace(config, grad=grad))
-        run.task.before_batches()
+        run.task.before_batches(None)
         state, batches = run.compile_init()(jax.random.key(0)), run.training_batches(0)
         for _ in range(2):
             state, metrics = run.step(state, next(batches))
@@ -183,7 +206,7 @@ def test_thirty_steps_have_the_losses_of_trl(workplace, write):
         train=Train(steps=30),
     )  # fmt: skip
     run = setup(config)
-    run.task.before_batches()
+    run.task.before_batches(None)
     state, batches = run.compile_init()(jax.random.key(0)), run.training_batches(0)
     losses = {}
     for step in range(1, 31):
