@@ -102,6 +102,7 @@ SUITE = (
     Benchmark("fsdp", cpu=True),
     ahead_of_time("fsdp", "h100"),
     ahead_of_time("fsdp", "v5e"),
+    Benchmark("attribution", packages=("scikit-learn", "scipy"), cpu=True),
     Benchmark("correlated_noise", packages=("dp_accounting",)),
     ahead_of_time("accumulation", "h100"),
     ahead_of_time("clipped_composition", "h100"),

@@ -240,6 +240,34 @@ class PredictArguments(CheckpointArguments):
 
 
 @dataclass(frozen=True)
+class AttributeArguments(CheckpointArguments):
+    """Rank the training examples of a run: those with the highest loss may have wrong labels.
+
+    RUN is a run folder. With --example, or --prompt and --completion, the training examples are
+    ranked by how much they support this prediction.
+    """
+
+    example: str | None = None
+    """Image file whose predicted label to attribute to training examples."""
+    label: Annotated[str | None, _default("the predicted label")] = None
+    """Another label of the image."""
+    prompt: str | None = None
+    """Text before --completion; of a chat run, the user's message."""
+    completion: str | None = None
+    """Text whose likelihood to attribute to training examples."""
+    method: Literal["ekfac", "tracin"] = "ekfac"
+    """Influence functions with EK-FAC curvature, or plain inner products of gradients."""
+    damping: Positive = 0.1
+    """Damping of the curvature, relative to the mean eigenvalue of each parameter."""
+    curvature: Count = 4096
+    """Largest number of training examples that the curvature is computed from."""
+    queries: Count = 256
+    """Number of test examples whose mean loss is attributed without a prediction."""
+    top_k: Count = 10
+    """Number of training examples to print."""
+
+
+@dataclass(frozen=True)
 class TextArguments(CheckpointArguments):
     """Continue a text with a language model.
 

@@ -20,6 +20,7 @@ usage: fnet COMMAND ...
   fnet eval RUN         evaluate a run on its test examples
   fnet predict RUN IMAGE...
                         label images, or their pixels, with a trained network
+  fnet attribute RUN    rank training examples: wrong labels, or those behind a prediction
   fnet memory CONFIG    predict the memory of training, and find settings that fit a budget
   fnet fit MODEL        show the ways to fine-tune a published model in a budget
   fnet sample RUN       generate text or images with a trained model
@@ -41,6 +42,7 @@ _MODULES = {
     "train": "train",
     "eval": "eval",
     "predict": "predict",
+    "attribute": "attribute",
     "memory": "memory",
     "fit": "fit",
     "sample": "sample",

@@ -8,9 +8,18 @@ import jax.numpy as jnp
 from jax import Array
 
 from fnet import checks
-from fnet.attribution.scores import Scorer, gradients, products, sum_of_gradients
+from fnet.attribution.scores import (
+    Scorer,
+    directions_of,
+    gradients,
+    products,
+    sum_of_gradients,
+)
 from fnet.autodiff.examples import PerExampleLoss, examples
 from fnet.autodiff.per_example.backward import per_example_gradients
+
+_LARGEST_SIDE = 4096
+"""Sides of a matrix above this length keep their basis: eigenvectors would take too long."""
 
 
 def ekfac(
@@ -21,6 +30,7 @@ def ekfac(
     *,
     damping: float = 0.1,
     curvature_loss: PerExampleLoss | None = None,
+    average: bool = False,
 ) -> Scorer:
     """Score training examples by influence functions with EK-FAC curvature.
 
@@ -32,7 +42,8 @@ def ekfac(
 
         F = (Q_x ⊗ Q_v) diag(E[(Q_x^T G Q_v)^2]) (Q_x ⊗ Q_v)^T          (George et al. 2018)
 
-    Kernels of convolutions are matrices of patches. The block of any other parameter is diagonal.
+    Kernels of convolutions are matrices of patches. The block of any other parameter is diagonal,
+    and so is a side of more than 4,096 rows or columns.
     The damping lambda is relative to the mean of each block's eigenvalues (Grosse et al. 2023).
 
     Args:
@@ -45,6 +56,7 @@ def ekfac(
       damping: Damping, relative to the mean eigenvalue of each block.
       curvature_loss: Loss whose gradients g give ``F = E[g g^T]``. For the Fisher matrix, it draws
         labels from the model's prediction. By default ``loss``: the empirical Fisher matrix.
+      average: Whether to score for the mean loss of the queries, as a single query.
 
     Returns:
       ``scorer(*batch) -> [batch, queries]``, float32; for `Scores.of`.
@@ -99,7 +111,7 @@ def ekfac(
             solved.append(basis.rotate_back(jnp.where(damped > 0, rotated / damped, 0), g))
         return jax.tree.unflatten(treedef, solved)
 
-    directions = jax.jit(lambda: gradients("ekfac", loss, params, queries, precondition))()
+    directions = directions_of("ekfac", loss, params, queries, precondition, average=average)
 
     def scorer(*batch: Any) -> Array:
         result: Array = gradients(
@@ -116,8 +128,8 @@ class _Basis(NamedTuple):
     Attributes:
       as_matrices: ``[*parameter] -> [groups, rows, cols]``, which moves elements; None for the
         basis of the parameter itself.
-      left: Orthogonal matrices [groups, rows, rows].
-      right: Orthogonal matrices [groups, cols, cols].
+      left: Orthogonal matrices [groups, rows, rows]; None does not rotate the rows.
+      right: Orthogonal matrices [groups, cols, cols]; None does not rotate the columns.
     """
 
     as_matrices: Callable[[Array], Array] | None = None
@@ -129,27 +141,30 @@ class _Basis(NamedTuple):
         if self.as_matrices is None:
             return grads
         matrices = jax.vmap(self.as_matrices)(grads)
-        return _rotate(matrices, self.left, self.right, "grs,bgrc,gcd->bgsd")
+        matrices = _multiply("grs,bgrc->bgsc", self.left, matrices)
+        return _multiply("gcd,bgrc->bgrd", self.right, matrices)
 
     def rotate_back(self, coordinates: Array, like: Array) -> Array:
         """Gradients [n, *parameter] of coordinates [n, ...]."""
         if self.as_matrices is None:
             return coordinates
-        matrices = _rotate(coordinates, self.left, self.right, "gsr,bgrc,gdc->bgsd")
+        matrices = _multiply("gsr,bgrc->bgsc", self.left, coordinates)
+        matrices = _multiply("gdc,bgrc->bgrd", self.right, matrices)
         # Elements only move, so the transposition is the inverse.
         to_param = jax.linear_transpose(self.as_matrices, like[0])
         grads: Array = jax.vmap(lambda m: to_param(m)[0])(matrices)
         return grads
 
 
-def _rotate(matrices: Array, left: Any, right: Any, subscripts: str) -> Array:
-    rotated: Array = jnp.einsum(
-        subscripts, left, matrices, right, precision=jax.lax.Precision.HIGHEST, optimize="greedy"
-    )
-    return rotated
+def _multiply(subscripts: str, basis: Array | None, matrices: Array) -> Array:
+    if basis is None:
+        return matrices
+    return jnp.einsum(subscripts, basis, matrices, precision=jax.lax.Precision.HIGHEST)
 
 
-def _covariance(factor: Array) -> Array:
+def _covariance(factor: Array) -> Array | None:
+    if factor.shape[-1] > _LARGEST_SIDE:
+        return None
     return jnp.einsum("gbtr,gbts->grs", factor, factor)
 
 
@@ -158,7 +173,7 @@ def _bases(loss: PerExampleLoss, params: Any, batches: Iterable[tuple[Any, ...]]
     maps: dict[int, Callable[[Array], Array]] = {}
 
     @jax.jit
-    def covariances(batch: tuple[Any, ...]) -> dict[int, tuple[Array, Array]]:
+    def covariances(batch: tuple[Any, ...]) -> dict[int, tuple[Array | None, Array | None]]:
         result = per_example_gradients("ekfac", loss, params, examples("ekfac", batch))
         found = {}
         for i, g in result.separate().items():

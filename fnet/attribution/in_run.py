@@ -26,13 +26,25 @@ class InRunState(NamedTuple):
 
     Attributes:
       scores: Scores of the training examples so far, float32 [train].
+      losses: Sums of their losses in the steps that they were in, float32 [train].
+      counts: Numbers of these steps, int32 [train].
       step: Number of updates, int32 [].
       inner: State of the wrapped optimizer.
     """
 
     scores: Array
+    losses: Array
+    counts: Array
     step: Array
     inner: optax.OptState
+
+    @property
+    def mean_losses(self) -> Array:
+        """Mean loss of each training example over its steps, float32 [train]; NaN without any.
+
+        Wrong labels have the highest: see the benchmark of attribution.
+        """
+        return jnp.where(self.counts > 0, self.losses / self.counts, jnp.nan)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -47,8 +59,8 @@ class InRun(Mode):
         eta s_i <g_i, g_val - eta / 2 H_val sum_j s_j g_j>                          second order
 
     summed over the steps that it was in (Wang et al. 2024). Positive scores are
-    helpful, and the lowest scores are candidates for wrong labels. The equations are those of SGD.
-    With another optimizer, they are scores of the same gradients, not of its updates.
+    helpful. The equations are those of SGD. With another optimizer, they are scores of the same
+    gradients, not of its updates. Mean losses over the run, which find wrong labels, are kept, too.
 
     Inner products come from the backward pass of the training batch, without any per-example
     gradient. Layers with one row per example need two small Gram matrices (ghost inner products),
@@ -62,7 +74,7 @@ class InRun(Mode):
     edge case                         result
     ================================  ===========================================================
     ``weight`` in the batch           s_i is proportional to it; 0 is padding
-    score that is not finite          is not added
+    score or loss is not finite       is not added
     row out of range                  is not added
     batch norm                        ValueError, see `fnet.clipped_grad`
     ================================  ===========================================================
@@ -101,7 +113,7 @@ class InRun(Mode):
       Wang, Mittal, Song, Jia 2024, "Data Shapley in one training run", arXiv:2406.11011.
     """
 
-    validation: dict[str, Array]
+    validation: dict[str, Any]
     train_size: int
     learning_rate: Any
     validation_batch: int | None = None
@@ -128,7 +140,10 @@ class InRun(Mode):
         inner = optax.with_extra_args_support(optimizer)
 
         def init(params: Any) -> InRunState:
-            return InRunState(jnp.zeros(self.train_size), jnp.int32(0), optimizer.init(params))
+            n = self.train_size
+            counts = jnp.zeros(n, jnp.int32)
+            inner_state = optimizer.init(params)
+            return InRunState(jnp.zeros(n), jnp.zeros(n), counts, jnp.int32(0), inner_state)
 
         def update(
             grads: Any, state: InRunState, params: Any = None, **extra: Any
@@ -166,10 +181,19 @@ class InRun(Mode):
             params, opt_state, model_state, metrics = gradient_then_optimizer(gradient, optimizer)(
                 params, opt_state, model_state, batch, key
             )
-            scores = metrics.pop(_SCORES)
-            scores = jnp.where(jnp.isfinite(scores), scores, 0)
-            scores = opt_state.scores.at[batch[ROW]].add(scores, mode="drop")
-            return params, opt_state._replace(scores=scores), model_state, metrics
+            scores, losses, counts = metrics.pop(_SCORES)
+            is_finite = jnp.isfinite(scores) & jnp.isfinite(losses)
+
+            def add(total: Array, values: Array) -> Array:
+                values = jnp.where(is_finite, values, 0).astype(total.dtype)
+                return total.at[batch[ROW]].add(values, mode="drop")
+
+            opt_state = opt_state._replace(
+                scores=add(opt_state.scores, scores),
+                losses=add(opt_state.losses, losses),
+                counts=add(opt_state.counts, counts),
+            )
+            return params, opt_state, model_state, metrics
 
         return update
 
@@ -215,8 +239,10 @@ class InRun(Mode):
         else:
             products = grads.products_with(of_validation, validation_weights)
         means = {name: weighted_mean(values, weights) for name, values in metrics.items()}
-        scores = jnp.where(weights > 0, rate * weights * products, 0)
-        return mean, means | {"loss": weighted_mean(grads.losses, weights), _SCORES: scores}
+        counts = weights > 0
+        scores = jnp.where(counts, rate * weights * products, 0)
+        of_examples: Any = (scores, jnp.where(counts, grads.losses, 0), counts)
+        return mean, means | {"loss": weighted_mean(grads.losses, weights), _SCORES: of_examples}
 
     def _draw(self, key: Array) -> dict[str, Array]:
         """Draw the validation examples of a step."""

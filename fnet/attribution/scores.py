@@ -88,6 +88,28 @@ def gradients(
     return map_in_chunks(lambda chunk: _then(name, loss, params, chunk, then), e, _width(params, e))
 
 
+def directions_of(
+    name: str,
+    loss: PerExampleLoss,
+    params: Any,
+    queries: tuple[Any, ...],
+    then: Callable[..., Any],
+    *,
+    average: bool,
+) -> Any:
+    """Compute ``then(gradients, losses)`` of all queries, [queries, ...], or its mean, [1, ...]."""
+
+    @jax.jit
+    def compute(params: Any, queries: tuple[Any, ...]) -> Any:
+        if not average:
+            return gradients(name, loss, params, queries, then)
+        count = examples(name, queries).size
+        sums = sum_of_gradients(name, loss, params, queries, then)
+        return jax.tree.map(lambda a: a[None] / count, sums)
+
+    return compute(params, queries)
+
+
 def sum_of_gradients(
     name: str, loss: PerExampleLoss, params: Any, batch: tuple[Any, ...], then: Callable[..., Any]
 ) -> Any:

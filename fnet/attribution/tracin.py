@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from fnet.attribution.scores import Scorer, gradients, products
+from fnet.attribution.scores import Scorer, directions_of, gradients, products
 from fnet.autodiff.examples import PerExampleLoss
 
 
@@ -16,6 +16,8 @@ def tracin(
     checkpoints: Sequence[Any],
     learning_rates: Sequence[float],
     queries: tuple[Any, ...],
+    *,
+    average: bool = False,
 ) -> Scorer:
     """Score training examples by inner products of gradients at checkpoints.
 
@@ -30,6 +32,7 @@ def tracin(
       learning_rates: Learning rate at each of them.
       queries: Arguments of the loss after params, for the test examples, [queries, ...] each. Their
         gradients at all checkpoints are stored.
+      average: Whether to score for the mean loss of the queries, as a single query.
 
     Returns:
       ``scorer(*batch) -> [batch, queries]``, float32; for `Scores.of`.
@@ -57,12 +60,14 @@ def tracin(
             f"{len(learning_rates)} for {len(checkpoints)} checkpoints"
         )
 
-    @jax.jit
-    def gradients_of_queries(params: Any) -> Any:
-        return gradients("tracin", loss, params, queries, lambda grads, _: grads)
+    def directions(params: Any, rate: float) -> Any:
+        def scale(grads: Any, _: Array) -> Any:
+            return jax.tree.map(lambda g: rate * g, grads)
+
+        return directions_of("tracin", loss, params, queries, scale, average=average)
 
     terms = [
-        (params, jax.tree.map(lambda g, rate=rate: rate * g, gradients_of_queries(params)))
+        (params, directions(params, rate))
         for params, rate in zip(checkpoints, learning_rates, strict=True)
     ]
 

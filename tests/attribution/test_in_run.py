@@ -78,6 +78,9 @@ def test_scores_of_a_step_match_explicit_gradients(order):
     others = np.setdiff1d(np.arange(TRAIN), batch["row"])
     assert not state.opt_state.scores[others].any()
     assert metrics.keys() == {"loss", "largest", "grad_norm"}
+    losses = loss(params, None, batch, None)[0]
+    chex.assert_trees_all_close(state.opt_state.mean_losses[batch["row"]], losses, rtol=1e-5)
+    assert jnp.isnan(state.opt_state.mean_losses[others]).all()
 
 
 def test_the_second_order_predicts_the_change_of_the_validation_loss():
@@ -103,6 +106,7 @@ def test_scores_add_up_over_steps_with_a_schedule():
     three = run(halved, params, batch, optimizer, steps=3)[0].opt_state
     chex.assert_trees_all_close(three.scores, 1.75 * one, rtol=1e-4)
     assert three.step == 3
+    assert three.counts.sum() == 18
 
 
 def test_the_update_is_that_of_the_weighted_mean():

@@ -65,6 +65,19 @@ def test_tracin_sums_inner_products_over_checkpoints():
     chex.assert_trees_all_close(got, np.asarray(expected), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["tracin", "ekfac"])
+def test_the_average_of_queries_is_one_query(name):
+    params, train, queries = draw(0)
+
+    def scorer(**options):
+        if name == "tracin":
+            return tracin(loss, [params], [0.5], queries, **options)
+        return ekfac(loss, params, [train], queries, **options)
+
+    mean = scorer(average=True)(*train)
+    chex.assert_trees_all_close(mean, scorer()(*train).mean(1, keepdims=True), rtol=1e-3, atol=1e-5)
+
+
 def test_tracin_needs_a_learning_rate_for_each_checkpoint():
     params, _, queries = draw(0)
     with pytest.raises(ValueError, match="expected one learning rate for each checkpoint, got 2 "):

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
     from fnet.privacy.canaries import GradientCanaries
     from train.config import Config
+    from train.data import Dataset
     from train.gradients.privacy import Privacy
 
 
@@ -43,6 +44,17 @@ class GradientMode(Variant, section="grad", tag="mode", package="train.gradients
     ) -> "tuple[Any, optax.GradientTransformation]":
         """Return the mode for `fnet.make_step`, and the optimizer with the state it may add."""
         raise NotImplementedError
+
+    def build_for(
+        self,
+        config: "Config",
+        optimizer: "optax.GradientTransformation",
+        privacy: "Privacy | None",
+        dataset: "Dataset",
+        schedule: "optax.Schedule",
+    ) -> "tuple[Any, optax.GradientTransformation]":
+        """As `build`, for modes that also need the data or the learning rates."""
+        return self.build(config, optimizer, privacy)
 
     def check(self, config: "Config") -> None:
         """Check that the other sections allow gradients per example.

@@ -222,6 +222,7 @@ PICTURES = {
     "examples.png": "Test examples with predictions",
     "confusion.png": "Confusion matrix",
     "samples.png": "Samples",
+    "attribution.png": "Training examples of the highest loss, which may have wrong labels",
 }
 """Titles of the pictures that the page shows. It draws curves and memory itself."""
 

@@ -16,6 +16,7 @@ from rich.console import Console
 
 import fnet
 from fnet import TrainState
+from fnet.attribution import InRunState
 from fnet.memory import REMAT_POLICIES, format_bytes, parse_bytes, tree_bytes
 from train.data import num_examples
 from train.errors import TrainingError, shorten
@@ -27,6 +28,7 @@ from train.output.memory_tables import describe_errors, plan_summary
 from train.output.progress import line_printer
 from train.output.rows import as_csv
 from train.run import examples
+from train.run.attribution import TrainingRows, columns_of, write_losses
 from train.run.audit import audit
 from train.run.audit import describe as describe_audit
 from train.run.evaluation import Evaluation
@@ -135,6 +137,9 @@ def write_results(
     if rows := example_rows(run, evaluation):
         atomic_write(folder.rows, as_csv(rows))
         written.append(folder.rows)
+    if isinstance(state.opt_state, InRunState):
+        training_rows = TrainingRows(run.task.dataset, run.config.data.batch_size)
+        written += write_losses(folder, training_rows, columns_of(state.opt_state))
     audited = None
     if run.canaries:
         # Pretrained weights have other initial values.

@@ -186,7 +186,8 @@ def setup(config: Config, *, without_data: bool = False, dataset: Dataset | None
     steps = _num_steps(config, steps_per_epoch)
     schedule = _schedule(config, steps, steps_per_epoch)
     privacy = config.grad.privacy(config, _num_units(task.dataset), steps)
-    mode, optimizer = config.grad.build(config, _optimizer(config, schedule), privacy)
+    optimizer = _optimizer(config, schedule)
+    mode, optimizer = config.grad.build_for(config, optimizer, privacy, task.dataset, schedule)
     average = optim.schedule_free_params if config.optim.is_schedule_free else None
     init = _init(config, task, optimizer, ema=average is not None)
     step = fnet.make_step(

@@ -29,7 +29,18 @@ from train.config import (
 )
 
 COMMANDS = (
-    *("train", "eval", "predict", "memory", "fit", "sample", "import", "export", "report"),
+    *(
+        "train",
+        "eval",
+        "predict",
+        "attribute",
+        "memory",
+        "fit",
+        "sample",
+        "import",
+        "export",
+        "report",
+    ),
     "configs",
 )
 
@@ -46,6 +57,7 @@ OPTIONS = {
     "train": (arguments.TrainArguments,),
     "eval": (arguments.EvalArguments,),
     "predict": (arguments.PredictArguments,),
+    "attribute": (arguments.AttributeArguments,),
     "memory": (arguments.MemoryArguments,),
     "fit": (arguments.FitArguments,),
     "sample": (arguments.TextArguments, arguments.ImageArguments),

@@ -80,7 +80,8 @@ def test_a_run_without_its_plugin_is_one_line(workplace, monkeypatch, capsys):
     assert exit_code("eval", "run") == 2
     assert_one_line_error(
         capsys,
-        "grad.mode: expected one of 'clipped', 'mean', 'microbatch', 'per_example', got 'centralized'",
+        "grad.mode: expected one of 'attribution', 'clipped', 'mean', 'microbatch', 'per_example', "
+        "got 'centralized'",
     )
 
 

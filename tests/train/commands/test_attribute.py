@@ -1,0 +1,214 @@
+"""``fnet attribute``, and runs that record scores of their training examples."""
+
+import csv
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from PIL import Image
+from program_cases import TINY, assert_one_line_error, exit_code, final_state, fnet_command
+from sklearn.datasets import load_digits
+
+from fnet.autodiff import per_example_grad
+from train.run import attribution
+from train.run.checkpoints import Checkpoints
+from train.run.run_folder import RunFolder
+from train.run.setup import setup
+
+RECORDED = TINY.replace("PreactResNet(widths=(4,), blocks_per_stage=1)", "Mlp(hidden=(8,))")
+RECORDED = RECORDED.replace("PreactResNet", "Mlp, Attribution")
+RECORDED = RECORDED.replace("0.05,", '0.05, schedule="constant",')
+RECORDED = RECORDED.replace(
+    "train=Train", "grad=Attribution(validation_batch=3),\n        train=Train"
+)
+
+TEXT = """
+from train.config import Config, LanguageModel, Optim, TextFile, Train
+
+def config():
+    return Config(
+        name="text",
+        data=TextFile(path="text.txt", context=8, batch_size=4),
+        model=LanguageModel(mixers=("attention",), blocks=1, width=8, heads=1),
+        optim=Optim(name="adamw", learning_rate=0.01),
+        train=Train(steps=3),
+    )
+"""
+
+
+@pytest.fixture(scope="module")
+def recipes(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("attribute")
+    (folder / "recorded.py").write_text(RECORDED)
+    (folder / "tiny.py").write_text(TINY)
+    image = load_digits().images[4] * 15
+    Image.fromarray(image.astype(np.uint8)).save(folder / "four.png")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def recorded(recipes):
+    fnet_command("train", recipes / "recorded.py", "--out", recipes / "recorded")
+    return recipes / "recorded"
+
+
+@pytest.fixture(scope="module")
+def trained(recipes):
+    fnet_command("train", recipes / "tiny.py", "--out", recipes / "tiny")
+    return recipes / "tiny"
+
+
+def table(path):
+    with path.open() as file:
+        rows = list(csv.DictReader(file))
+    assert rows[0].keys() == {"row", "example", "label", "loss", "score"}
+    return rows
+
+
+def column(rows, name):
+    """Values of a column, by row."""
+    values = {int(row["row"]): float(row[name]) for row in rows}
+    return np.array([values[i] for i in range(len(values))])
+
+
+def test_a_run_records_scores_of_its_training_examples(recorded, capsys):
+    rows = table(recorded / "attribution.csv")
+    assert len(rows) == 1437
+    seen = [row for row in rows if row["loss"] != "nan"]
+    assert len(seen) == 8 * 16  # Eight steps of sixteen examples, without the others.
+    assert [float(r["loss"]) for r in seen] == sorted(
+        (float(r["loss"]) for r in seen), reverse=True
+    )
+    (_, _, _, opt_state, *_), _ = final_state(recorded)
+    chex.assert_trees_all_close(column(rows, "score"), opt_state.scores, rtol=1e-5)
+    assert np.count_nonzero(opt_state.scores) == 8 * 16
+    labels = setup(RunFolder(recorded).read_config()).task.dataset.train["label"]
+    assert all(row["label"] == str(labels[int(row["row"])]) for row in rows[:50])
+    assert (recorded / "attribution.png").is_file()
+    before = (recorded / "attribution.csv").read_bytes()
+    fnet_command("attribute", recorded, "--top-k", "2")
+    assert (recorded / "attribution.csv").read_bytes() == before
+    lines = [x for x in capsys.readouterr().out.splitlines() if x.startswith("highest loss")]
+    assert [line.split()[2] for line in lines] == [row["example"] for row in rows[:2]]
+
+
+def test_scores_go_on_after_a_resume(recorded, recipes):
+    out = recipes / "resumed"
+    fnet_command("train", recipes / "recorded.py", "--train.steps", "4", "--out", out)
+    fnet_command("train", out / "config.json", "--train.steps", "8", "--resume")
+    assert table(out / "attribution.csv") == table(recorded / "attribution.csv")
+
+
+def test_the_report_shows_the_pictures(recorded, capsys):
+    fnet_command("report", recorded)
+    assert "may have wrong labels" in (recorded / "report.html").read_text()
+
+
+def test_a_network_that_mixes_examples_cannot_record(recipes, capsys):
+    assert exit_code("train", recipes / "tiny.py", "--grad.mode", "attribution") == 2
+    assert_one_line_error(capsys, "grad: InRun: ")
+
+
+def losses_and_params(folder):
+    """The losses of a run in evaluation, its parameters, and all training examples."""
+    run = setup(RunFolder(folder).read_config())
+    with Checkpoints(RunFolder(folder).checkpoints) as checkpoints:
+        network = checkpoints.restore_network(run.task.model.init)
+
+    def losses(params, batch):
+        return run.task.measure(params, network.model_state, batch).metrics["loss"]
+
+    rows = attribution.TrainingRows(run.task.dataset, run.config.data.batch_size)
+    parts = [rows.batch(i) for i in range(len(rows))]
+    counts = [len(rows.indices(i)) for i in range(len(rows))]
+    batch = {
+        n: np.concatenate([p[n][:c] for p, c in zip(parts, counts, strict=True)]) for n in parts[0]
+    }
+    return losses, network.evaluation_params, batch
+
+
+def explicit(losses, params, batch, query):
+    """Inner products with the gradient of one query."""
+    grads = jax.jit(per_example_grad(losses))(params, batch)
+    of_query = jax.grad(lambda p: losses(p, query).sum())(params)
+    products = jax.tree.map(lambda g, q: jnp.tensordot(g, q, q.ndim), grads, of_query)
+    return np.asarray(sum(jax.tree.leaves(products)))
+
+
+def test_scores_of_an_image_are_inner_products_with_its_gradient(trained, recipes, capsys):
+    image = recipes / "four.png"
+    fnet_command("attribute", trained, "--example", image, "--label", "4", "--method", "tracin")
+    rows = table(trained / "attribution" / "image-four.csv")
+    losses, params, batch = losses_and_params(trained)
+    pixels = (load_digits().images[4:5] * 15).astype(np.uint8) / np.float32(255)
+    query = {"image": jnp.asarray(pixels[..., None], jnp.float32), "label": jnp.array([4])}
+    expected = explicit(losses, params, batch, query)
+    chex.assert_trees_all_close(column(rows, "score"), expected, rtol=1e-3, atol=1e-4)
+    chex.assert_trees_all_close(column(rows, "loss"), np.asarray(losses(params, batch)), rtol=1e-4)
+    scores = [float(row["score"]) for row in rows]
+    assert scores == sorted(scores, reverse=True)
+    assert (trained / "attribution" / "image-four.png").is_file()
+    out = capsys.readouterr().out
+    assert out.count("helpful: ") == out.count("harmful: ") == 10
+
+
+def test_a_run_without_records_is_scored_for_its_test_loss(trained, monkeypatch, capsys):
+    fnet_command("attribute", trained, "--queries", "20", "--curvature", "100")
+    first = table(trained / "attribution.csv")
+    assert len(first) == 1437
+    out = capsys.readouterr().out
+    assert "scoring 1,437 training examples of step 8 for the mean loss of 20 test" in out
+    # A second call reads the blocks, and computes those that are missing.
+    blocks = sorted((trained / "attribution" / "test").glob("*.npy"))
+    blocks[3].unlink()
+    fnet_command("attribute", trained, "--queries", "20", "--curvature", "100")
+    assert table(trained / "attribution.csv") == first
+    monkeypatch.setattr(attribution, "augment_rows", None)  # No batch is read any more.
+    values = attribution.score_in_blocks(
+        trained / "attribution" / "test",
+        attribution.read_sealed(trained / "attribution" / "test" / "blocks.json"),
+        attribution.TrainingRows(setup(RunFolder(trained).read_config()).task.dataset, 16),
+        lambda: pytest.fail("all blocks are there"),
+        lambda done, total: None,
+    )
+    assert values.shape == (1437, 2)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--example", "none.png"), "--example: none.png"),
+        (
+            ("--example", "four.png", "--label", "ten"),
+            "--label: no class ten; expected one of 0, 1",
+        ),
+        (("--label", "4"), "--label: is the label of --example; give an image"),
+        (("--prompt", "a"), "--prompt: needs --completion, too"),
+        (("--prompt", "a", "--completion", "b"), "preact_resnet, not of text"),
+    ],
+)
+def test_mistakes_are_one_line(trained, recipes, words, message, monkeypatch, capsys):
+    monkeypatch.chdir(recipes)
+    assert exit_code("attribute", trained, *words) == 2
+    assert_one_line_error(capsys, message)
+
+
+def test_a_completion_is_attributed_to_rows_of_text(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("the cat sat on the mat. a dog ran to the log. " * 20)
+    (tmp_path / "text.py").write_text(TEXT)
+    fnet_command("train", "text.py", "--out", "run")
+    words = ("--prompt", "the ", "--completion", "cat", "--method", "tracin")
+    fnet_command("attribute", "run", *words)
+    rows = table(tmp_path / "run" / "attribution" / "completion.csv")
+    losses, params, batch = losses_and_params(tmp_path / "run")
+    query = {"tokens": np.frombuffer(b"the cat", np.uint8)[None].astype(np.int32)}
+    query["loss_mask"] = np.array([[False, False, False, True, True, True]])
+    expected = explicit(losses, params, batch, query)
+    chex.assert_trees_all_close(column(rows, "score"), expected, rtol=1e-3, atol=1e-4)
+    assert exit_code("attribute", "run", "--example", "four.png") == 2
+    assert_one_line_error(capsys, "which predicts no labels of images")
+    assert exit_code("attribute", "run", "--prompt", "a", "--completion", "far too long") == 2
+    assert_one_line_error(capsys, "--completion: has 12 tokens; expected 1 to data.context 8")

@@ -1,0 +1,284 @@
+"""``fnet attribute``: find the training examples that made predictions better or worse."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+
+from fnet.attribution import InRunState, Scores, ekfac, tracin
+from train import arguments
+from train.arguments import AttributeArguments
+from train.commands.positional import positional
+from train.config import Config
+from train.data import Arrays, num_examples
+from train.data.batch import Batch
+from train.data.decode import UnreadableError
+from train.data.masks import spread
+from train.data.tokenizer import load_tokenizer
+from train.errors import UserError, writing
+from train.gradients.mean import Mean
+from train.output.progress import line_printer
+from train.run.attribution import (
+    TrainingRows,
+    columns_of,
+    counting,
+    descending,
+    print_examples,
+    score_in_blocks,
+    write_losses,
+    write_query,
+)
+from train.run.checkpoints import Checkpoints, RestoredNetwork
+from train.run.class_names import check_classes
+from train.run.frozen import load_network, restore
+from train.run.model_files import check_model, with_model_files
+from train.run.run_folder import RunFolder
+from train.run.same_data import compare_data, describe_data
+from train.run.setup import Setup, setup
+from train.tasks import kind_of, language
+
+
+class Query(NamedTuple):
+    """Predictions to attribute to training examples.
+
+    Attributes:
+      name: Name of the output files.
+      text: Description for the user.
+      batch: Arguments of the loss, [queries, ...].
+    """
+
+    name: str
+    text: str
+    batch: Arrays
+
+
+class _Curvature(TrainingRows):
+    """Training examples that the curvature is computed from, with progress."""
+
+    progress: Callable[[int, int], None]
+
+    def __iter__(self) -> Iterator[tuple[Arrays]]:
+        for i, batch in enumerate(super().__iter__()):
+            yield batch
+            self.progress(i + 1, len(self))
+
+
+def main(argv: list[str]) -> None:
+    """Run ``fnet attribute RUN``."""
+    (given,), flags = positional(argv, "fnet attribute RUN", AttributeArguments)
+    options = arguments.read(AttributeArguments, flags, f"fnet attribute {given}")
+    attribute(RunFolder.of(given), options, Console())
+
+
+def attribute(folder: RunFolder, options: AttributeArguments, console: Console) -> Scores:
+    """Score the training examples of a run for its test loss, or for one prediction.
+
+    Print the most important ones, write all of them as a table to ``attribution/NAME.csv``, and
+    draw images.
+
+    Returns:
+      Scores [train, 1].
+
+    Raises:
+      UserError: for a run without a checkpoint, options that do not fit it, or a folder that
+        cannot be written.
+    """
+    config = with_model_files(folder, check_model(folder, folder.read_config()))
+    _check(folder, config, options)
+    log = line_printer(console)
+    changes: dict[str, Any] = {"data": config.data.replace(mixup=0.0)} if config.data.mixup else {}
+    is_recorded = config.grad.mode == "attribution"
+    if not is_recorded:  # Whatever a run's gradient mode is, its scores do not depend on it.
+        changes["grad"] = Mean()
+    run = setup(dataclasses.replace(config, **changes))
+    check_classes(folder, run.task.dataset.classes, run.task.dataset.label_map)
+    data = describe_data(run.task.dataset, private=config.is_private)
+    if changed := compare_data(folder, config, data):
+        log(changed)
+    run.task.before_batches()
+    rows = TrainingRows(run.task.dataset, config.data.batch_size)
+    is_query = options.example is not None or options.prompt is not None
+    if is_recorded and not is_query:
+        log("losses and scores are those that the run recorded while it trained")
+        columns, query = columns_of(_recorded(folder, run)), None
+    else:
+        network = load_network(folder, run.task.model, best=options.best)
+        query = _query(run, config, network, options)
+        columns = _compute(folder, run, network, query, rows, options, console)
+    with writing(folder.path, "make it writable"):
+        if query is None or not is_query:
+            groups = {"highest loss": descending(columns["loss"])}
+            files = write_losses(folder, rows, columns)
+        else:
+            order = descending(columns["score"])
+            groups = {"helpful": order, "harmful": order[::-1]}
+            files = write_query(folder, rows, columns, query.name, query.text)
+    for kind, order in groups.items():
+        print_examples(kind, rows, columns, order[: options.top_k], console)
+    log(f"files: {', '.join(map(str, files))}")
+    return Scores(columns["score"][:, None])
+
+
+def _check(folder: RunFolder, config: Config, options: AttributeArguments) -> None:
+    """Raise `UserError` for options that contradict each other or do not fit the run."""
+    if config.is_release_only:
+        raise UserError(
+            f"{folder.path} writes only what its privacy guarantee covers (grad.release_only), and "
+            "scores of training examples are not covered"
+        )
+    if (options.prompt is None) != (options.completion is None):
+        given, other = "prompt", "completion"
+        if options.prompt is None:
+            given, other = other, given
+        raise UserError(f"--{given}: needs --{other}, too")
+    if options.example is not None and options.prompt is not None:
+        raise UserError("--example and --prompt: give one of them")
+    if options.label is not None and options.example is None:
+        raise UserError("--label: is the label of --example; give an image")
+    kind = kind_of(config)
+    if options.example is not None and kind.predicts != "labels":
+        raise UserError(
+            f"--example: {folder.path} is a run of {config.model.name}, which predicts no labels "
+            "of images"
+        )
+    if options.prompt is not None and kind.generates != "text":
+        raise UserError(f"--prompt: {folder.path} is a run of {config.model.name}, not of text")
+    if kind.content not in ("images", "text") or kind.generates == "images":
+        raise UserError(
+            f"{folder.path} is a run of {config.model.name}; expected one that predicts labels of "
+            "images or text"
+        )
+
+
+def _recorded(folder: RunFolder, run: Setup) -> InRunState:
+    """Return the scores in the newest checkpoint of a run with ``grad.mode attribution``."""
+    with Checkpoints(folder.checkpoints) as checkpoints:
+        restored = restore(checkpoints, run.task.model, run.state_shapes)
+    if restored is None:
+        raise UserError(f"no checkpoint in {folder.checkpoints}: the run has not saved one yet")
+    state: InRunState = restored.state.opt_state
+    return state
+
+
+def _query(
+    run: Setup, config: Config, network: RestoredNetwork, options: AttributeArguments
+) -> Query:
+    if options.example is not None:
+        return _of_image(run, config, network, options)
+    if options.prompt is not None:
+        assert options.completion is not None
+        is_chat = run.task.dataset.is_chat
+        return _of_text(config, options.prompt, options.completion, is_chat=is_chat)
+    test = run.task.dataset.test
+    chosen = np.asarray(spread(num_examples(test), options.queries))
+    batch = run.task.dataset.prepare({name: a[chosen] for name, a in test.items()})
+    return Query("test", f"the mean loss of {len(chosen):,} test examples", batch)
+
+
+def _of_image(
+    run: Setup, config: Config, network: RestoredNetwork, options: AttributeArguments
+) -> Query:
+    """Return the query of an image's label, by default of the predicted one."""
+    file, classes = options.example, run.task.dataset.classes
+    assert file is not None
+    preprocessor = config.data.preprocessor
+    try:
+        image = preprocessor(file).image
+    except UnreadableError as error:
+        raise UserError(f"--example: {file}: {error}") from error
+    if options.label is None:
+        outputs = kind_of(config).outputs
+        assert outputs is not None  # because it predicts labels
+        network_of = jax.jit(outputs(config, run.task.model))
+        probabilities = network_of(network.evaluation_params, network.model_state, image[None])
+        label = int(np.asarray(probabilities)[0].argmax())
+    elif options.label in classes:
+        label = classes.index(options.label)
+    else:
+        known = ", ".join(classes[:10])
+        raise UserError(f"--label: no class {options.label}; expected one of {known}")
+    batch = {"image": image[None], "label": np.array([label], np.int32)}
+    return Query(_name(file), f"the label {classes[label]} of {file}", batch)
+
+
+def _of_text(config: Config, prompt: str, completion: str, *, is_chat: bool) -> Query:
+    """Return the query of a completion: the mean loss of its tokens after the prompt."""
+    data = language.text_source(config)
+    tokenizer = load_tokenizer(data)
+    start, question = tokenizer.start_tokens(), prompt
+    if is_chat:
+        start = start[:0]  # the template writes all special tokens
+        messages = [{"role": "user", "content": prompt}]
+        template = language.chat_template(data, tokenizer)
+        question = template.render(messages, add_generation_prompt=True)
+    texts = [question, question + completion]
+    before, whole = (pieces.ids for pieces in tokenizer.encode_pieces(texts))
+    count = len(whole) - len(before)
+    if not 0 < count <= data.context:
+        raise UserError(
+            f"--completion: has {count} tokens; expected 1 to data.context {data.context}"
+        )
+    tokens = np.concatenate([start, whole])[-(data.context + 1) :].astype(np.int32)
+    is_learned = np.arange(1, len(tokens)) >= len(tokens) - count
+    batch = {"tokens": tokens[None], "loss_mask": is_learned[None]}
+    return Query("completion", f"{completion!r:.40} after {prompt!r:.40}", batch)
+
+
+def _name(file: str) -> str:
+    """Return a name of output files, from that of an image."""
+    stem = file.replace("\\", "/").rsplit("/", 1)[-1].rsplit(".", 1)[0]
+    return "image-" + "".join(c if c.isalnum() or c in "-_" else "_" for c in stem)
+
+
+def _compute(
+    folder: RunFolder,
+    run: Setup,
+    network: RestoredNetwork,
+    query: Query,
+    rows: TrainingRows,
+    options: AttributeArguments,
+    console: Console,
+) -> dict[str, np.ndarray]:
+    """Compute the loss of each training example, and its score for the query."""
+    params = network.evaluation_params
+
+    def losses(params: Any, batch: Batch) -> jax.Array:
+        return run.task.measure(params, network.model_state, batch).metrics["loss"]
+
+    def make_scorer() -> Callable[[Arrays], Any]:
+        batch = (jax.tree.map(jnp.asarray, query.batch),)
+        try:
+            if options.method == "tracin":
+                score = tracin(losses, [params], [1.0], batch, average=True)
+            else:
+                curvature = _Curvature(run.task.dataset, rows.size, options.curvature)
+                with counting(console, "computing the curvature, in two passes") as progress:
+                    curvature.progress = progress
+                    score = ekfac(
+                        losses, params, curvature, batch, damping=options.damping, average=True
+                    )
+        except ValueError as error:  # a network that mixes examples
+            raise UserError(f"{folder.path}: {error}") from error
+
+        def loss_and_score(batch: Any) -> jax.Array:
+            return jnp.concatenate([losses(params, batch)[:, None], score(batch)], 1)
+
+        return jax.jit(loss_and_score)
+
+    identity = {
+        "step": network.step,
+        "query": query.text,
+        "options": dataclasses.asdict(options),
+        "examples": num_examples(run.task.dataset.train),
+        "batch_size": rows.size,
+    }
+    what = f"scoring {identity['examples']:,} training examples"
+    line_printer(console)(f"{what} of step {network.step} for {query.text}")
+    with writing(folder.path, "make it writable"), counting(console, what) as progress:
+        blocks = folder.attribution / query.name
+        values = score_in_blocks(blocks, identity, rows, make_scorer, progress)
+    return {"loss": values[:, 0], "score": values[:, 1]}

@@ -1,0 +1,249 @@
+"""Scores of a run's training examples: in blocks on disk, as a table and as a picture."""
+
+import contextlib
+import csv
+import io
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from fnet.attribution import InRunState
+from train.data import Arrays, Dataset, augment_rows, num_examples, select_rows
+from train.data.masks import spread
+from train.output import plots
+from train.output.progress import line_printer
+from train.output.tables import Table, to_rich
+from train.run.run_folder import RunFolder, as_json, atomic_write, read_sealed, seal
+
+_NUM_PICTURED = 24
+_MOST_BLOCKS = 64
+"""Blocks on disk: at most this share of the work is lost if it is stopped."""
+
+
+class TrainingRows:
+    """Batches ``(batch,)`` of all training examples in order, the last one padded by its rows.
+
+    Examples are prepared as for training, with the same random numbers whenever they are read.
+
+    Args:
+      dataset: Data of the run.
+      size: Number of examples in a batch.
+      most: Largest number of examples, which are then spread evenly; None takes all.
+    """
+
+    def __init__(self, dataset: Dataset, size: int, most: int | None = None):
+        self.dataset = dataset
+        count = num_examples(dataset.train)
+        self._chosen = spread(count, count if most is None else most)
+        self.size = min(size, len(self._chosen))
+
+    def __len__(self) -> int:
+        """Return the number of batches."""
+        return -(-len(self._chosen) // self.size)
+
+    def __iter__(self) -> Iterator[tuple[Arrays]]:
+        return ((self.batch(i),) for i in range(len(self)))
+
+    def indices(self, number: int) -> np.ndarray:
+        """Return the indices of the examples in a batch, without the padding."""
+        return self._chosen[number * self.size : (number + 1) * self.size]
+
+    def batch(self, number: int) -> Arrays:
+        """Return a batch."""
+        return self.read(np.resize(self.indices(number), self.size), number)
+
+    def read(self, index: np.ndarray, seed: int = 0) -> Arrays:
+        """Return a batch of these examples."""
+        rows, generator = select_rows(self.dataset.train, index), np.random.default_rng(seed)
+        batch = augment_rows(self.dataset, rows, generator)
+        return {name: a for name, a in batch.items() if name != "row"}
+
+    def label(self, row: int) -> str:
+        """Return the name of an example's class; "" without one."""
+        labels, classes = self.dataset.train.get("label"), self.dataset.classes
+        return classes[labels[row]] if labels is not None and classes else ""
+
+
+def score_in_blocks(
+    folder: Path,
+    identity: dict[str, Any],
+    rows: TrainingRows,
+    make_scorer: Callable[[], Callable[[Arrays], Any]],
+    progress: Callable[[int, int], None],
+) -> np.ndarray:
+    """Score all training examples; blocks of an earlier call that was stopped are read.
+
+    Args:
+      folder: Folder of the blocks.
+      identity: What the scores follow from, as JSON data. Blocks of another one are removed.
+      rows: Batches of the training examples.
+      make_scorer: Returns the function that scores a batch; called if a block is missing.
+      progress: Called with the number of batches that are done, and of all.
+
+    Returns:
+      Scores [train, columns].
+    """
+    key = folder / "blocks.json"
+    folder.mkdir(parents=True, exist_ok=True)
+    if _read(key) != identity:
+        for path in folder.glob("*.npy"):
+            path.unlink()
+        atomic_write(key, as_json(seal(identity)))
+    scorer: Callable[[Arrays], Any] | None = None
+    blocks, per_block = [], -(-len(rows) // _MOST_BLOCKS)
+    for start in range(0, len(rows), per_block):
+        path, end = folder / f"{start:08}.npy", min(start + per_block, len(rows))
+        if not path.is_file():
+            scorer = scorer or make_scorer()
+            scores = []
+            for number in range(start, end):
+                batch, count = rows.batch(number), len(rows.indices(number))
+                scores.append(np.asarray(scorer(batch))[:count])
+                progress(number + 1, len(rows))
+            file = io.BytesIO()
+            np.save(file, np.concatenate(scores))
+            atomic_write(path, file.getvalue())
+        blocks.append(np.load(path))
+    return np.concatenate(blocks)
+
+
+@contextlib.contextmanager
+def counting(console: Console, what: str) -> Iterator[Callable[[int, int], None]]:
+    """Show progress at the bottom of a terminal, or as a line per tenth in a log.
+
+    It yields a function of the number of batches that are done, and of all.
+    """
+    log, tenths = line_printer(console), set()
+
+    def show_line(done: int, total: int) -> None:
+        tenth = 10 * done // total
+        if tenth not in tenths:
+            tenths.add(tenth)
+            log(f"{what}: batch {done:,}/{total:,}")
+
+    if not console.is_terminal:
+        yield show_line
+        return
+    with console.status(what) as status:
+        yield lambda done, total: status.update(f"{what}: batch {done:,}/{total:,}")
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        return read_sealed(path)
+    except ValueError:
+        return None
+
+
+def columns_of(state: InRunState) -> dict[str, np.ndarray]:
+    """Return what a run recorded of its training examples, [train] each."""
+    return {"loss": np.asarray(state.mean_losses), "score": np.asarray(state.scores)}
+
+
+def write_losses(
+    folder: RunFolder, rows: TrainingRows, columns: dict[str, np.ndarray]
+) -> list[Path]:
+    """Write attribution.csv and attribution.png: the training examples of the highest loss first.
+
+    Args:
+      folder: Folder of the run.
+      rows: Training examples.
+      columns: ``loss`` [train] and ``score`` [train], how much each lowers the test loss.
+
+    Returns:
+      The files.
+    """
+    order, table, picture = descending(columns["loss"]), folder.attributions, folder.suspects
+    _write_table(table, rows, columns, order)
+    title = "training images of the highest loss, which may have wrong labels"
+    drawn = _draw(picture, rows, dict.fromkeys(order[:_NUM_PICTURED], True), title)
+    return [table, picture] if drawn else [table]
+
+
+def write_query(
+    folder: RunFolder, rows: TrainingRows, columns: dict[str, np.ndarray], name: str, text: str
+) -> list[Path]:
+    """Write attribution/NAME.csv and NAME.png: the most helpful training examples first.
+
+    Args:
+      folder: Folder of the run.
+      rows: Training examples.
+      columns: ``loss`` [train] and ``score`` [train] for the query.
+      name: Name of the files.
+      text: Description of the query.
+
+    Returns:
+      The files.
+    """
+    order, table = descending(columns["score"]), folder.attribution / f"{name}.csv"
+    picture, half = table.with_suffix(".png"), _NUM_PICTURED // 2
+    _write_table(table, rows, columns, order)
+    shown = {row: bool(columns["score"][row] < 0) for row in order[:half] + order[-half:]}
+    drawn = _draw(picture, rows, shown, f"helpful and, in red, harmful training images for {text}")
+    return [table, picture] if drawn else [table]
+
+
+def descending(values: np.ndarray) -> list[int]:
+    """Return the order of descending values, NaN last."""
+    keys = np.where(np.isnan(values), np.inf, -values)
+    order: list[int] = np.argsort(keys, kind="stable").tolist()
+    return order
+
+
+def _write_table(
+    path: Path, rows: TrainingRows, columns: dict[str, np.ndarray], order: Sequence[int]
+) -> None:
+    """Write a CSV file with index, file, label and scores of training examples, in this order."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["row", "example", "label", *columns])
+    for row in order:
+        values = (f"{column[row]:.6g}" for column in columns.values())
+        writer.writerow([row, rows.dataset.name(row), rows.label(row), *values])
+    atomic_write(path, text.getvalue())
+
+
+def print_examples(
+    kind: str,
+    rows: TrainingRows,
+    columns: dict[str, np.ndarray],
+    chosen: Sequence[int],
+    console: Console,
+) -> None:
+    """Print examples as a table on a terminal, as lines elsewhere."""
+    lines = [
+        (
+            rows.dataset.name(row),
+            rows.label(row),
+            *(f"{column[row]:.4g}" for column in columns.values()),
+        )
+        for row in chosen
+    ]
+    if console.is_terminal:
+        heads = ("training example", "label", *columns)
+        console.print(to_rich(Table(kind, heads, lines, texts=2)))
+        return
+    for example, label, *values in lines:
+        scores = (f"{name} {value}" for name, value in zip(columns, values, strict=True))
+        line_printer(console)("  ".join([f"{kind}: {example}", *filter(None, [label]), *scores]))
+
+
+def _draw(path: Path, rows: TrainingRows, shown: dict[int, bool], title: str) -> bool:
+    """Draw training images with label and file, harmful ones in red.
+
+    Returns:
+      Whether the examples are labeled images.
+    """
+    if not rows.dataset.classes or "label" not in rows.dataset.train:
+        return False
+    images = rows.read(np.array([*shown]))["image"]
+    captions = [f"{_end(rows.label(row))}\n{_end(rows.dataset.name(row))}" for row in shown]
+    plots.classifications(images, captions, [not h for h in shown.values()], title, path)
+    return True
+
+
+def _end(name: str, most: int = 26) -> str:
+    return name if len(name) <= most else f"…{name[1 - most :]}"
