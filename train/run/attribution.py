@@ -1,7 +1,6 @@
 """Scores of a run's training examples: in blocks on disk, as a table and as a picture."""
 
 import contextlib
-import csv
 import io
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from train.data import Arrays, Dataset, augment_rows, num_examples, select_rows
 from train.data.masks import spread
 from train.output import plots
 from train.output.progress import line_printer
+from train.output.rows import as_csv
 from train.output.tables import Table, to_rich
 from train.run.run_folder import RunFolder, as_json, atomic_write, read_sealed, seal
 
@@ -197,13 +197,12 @@ def _write_table(
     path: Path, rows: TrainingRows, columns: dict[str, np.ndarray], order: Sequence[int]
 ) -> None:
     """Write a CSV file with index, file, label and scores of training examples, in this order."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["row", "example", "label", *columns])
-    for row in order:
-        values = (f"{column[row]:.6g}" for column in columns.values())
-        writer.writerow([row, rows.dataset.name(row), rows.label(row), *values])
-    atomic_write(path, text.getvalue())
+    table = [
+        {"row": row, "example": rows.dataset.name(row), "label": rows.label(row)}
+        | {name: float(column[row]) for name, column in columns.items()}
+        for row in order
+    ]
+    atomic_write(path, as_csv(table))
 
 
 def print_examples(
