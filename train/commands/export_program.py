@@ -1,24 +1,27 @@
 """Write a trained image network as a program: StableHLO for JAX, or ONNX."""
 
-import logging
-import warnings
+import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, export
 
+import fnet
 from fnet.losses.segmentation import bilinear_weights
 from train.arguments import ExportArguments
 from train.config import Config
+from train.data import Outputs
 from train.errors import TrainingError, UserError, output_file
-from train.run.class_names import read_classes
+from train.onnx_program import UnsupportedError, to_onnx
+from train.run.class_names import read_outputs
 from train.run.frozen import load_network
 from train.run.run_folder import RunFolder, atomic_write
 from train.tasks import images, kind_of
+from train.tasks.targets import KINDS
 
 PLATFORMS = ("cpu", "cuda", "tpu")
 """Platforms that a StableHLO program runs on."""
@@ -29,13 +32,23 @@ _TOLERANCE = 1e-4
 """Largest difference of logits, relative to the largest one."""
 
 Apply = Callable[[Array], Array]
+_Program = tuple[bytes, Callable[[bytes], Any]]
+
+
+class _Written(NamedTuple):
+    """Outputs of an ONNX program by name, and its metadata."""
+
+    outputs: Callable[[Array], dict[str, Array]]
+    metadata: dict[str, str]
 
 
 def export_program(folder: RunFolder, config: Config, options: ExportArguments) -> tuple[Path, str]:
     """Write the network of a run with its weights, for any batch size, and run what was written.
 
     The input is float32 [N, H, W, C] with pixels in [0, 1]. Mean and standard deviation of the run
-    are in the program. The output are logits [N, classes], or [N, H, W, classes].
+    are in the program. The output are logits [N, classes], or [N, H, W, classes]. An ONNX program
+    also has ``predictions``, probabilities [N, classes] or numbers. Its metadata name the classes,
+    and say how images are resized.
 
     Returns:
       The file, and a line that says how its outputs differ from the network's.
@@ -47,8 +60,11 @@ def export_program(folder: RunFolder, config: Config, options: ExportArguments) 
     """
     kind = options.format
     out = output_file(options.out, folder.path / f"model.{kind}")
-    network, shape = _network(folder, config, options)
-    content, run = (_stablehlo if kind == "stablehlo" else _onnx)(network, shape)
+    network, shape, written = _network(folder, config, options)
+    if kind == "stablehlo":
+        content, run = _stablehlo(network, shape)
+    else:
+        content, run = _onnx(network, shape, written)
     try:
         atomic_write(out, content)
     except OSError as error:
@@ -66,7 +82,7 @@ def export_program(folder: RunFolder, config: Config, options: ExportArguments) 
 
 def _network(
     folder: RunFolder, config: Config, options: ExportArguments
-) -> tuple[Apply, tuple[int, ...]]:
+) -> tuple[Apply, tuple[int, ...], _Written]:
     """Return the trained network, from pixels to logits in float32, and the shape of an image."""
     kind = kind_of(config)
     if kind.predicts is None:
@@ -77,7 +93,8 @@ def _network(
     shape = images.image_shape(config)
     # The program is float32. The activations of a published model have the config's precision.
     config = images.in_float32(config)
-    model = config.model.for_images(shape, read_classes(folder, config), "float32")
+    meaning = read_outputs(folder, config)
+    model = config.model.for_images(shape, meaning.names, "float32")
     trained = load_network(folder, model, best=options.best)
     params, state = trained.evaluation_params, trained.model_state
 
@@ -88,7 +105,16 @@ def _network(
             logits = _upsample(logits, *shape[:2])
         return logits
 
-    return apply, shape
+    def outputs(image: Array) -> dict[str, Array]:
+        logits = apply(image)
+        if kind.predicts == "masks":
+            return {"logits": logits}
+        predictions = KINDS[config.data.targets].outputs(logits)
+        if meaning.scaling:
+            predictions = meaning.scaling.restore(predictions)
+        return {"logits": logits, "predictions": predictions}
+
+    return apply, shape, _Written(outputs, _metadata(config, meaning))
 
 
 def _upsample(logits: Array, height: int, width: int) -> Array:
@@ -99,39 +125,54 @@ def _upsample(logits: Array, height: int, width: int) -> Array:
     return jnp.einsum("Yy,nyxc,Xx->nYXc", rows, logits, columns)
 
 
-def _stablehlo(network: Apply, shape: tuple[int, ...]) -> tuple[bytes, Callable[[bytes], Any]]:
+def _stablehlo(network: Apply, shape: tuple[int, ...]) -> _Program:
     (batch,) = export.symbolic_shape("batch")
     image = jax.ShapeDtypeStruct((batch, *shape), jnp.float32)
     exported = export.export(jax.jit(network), platforms=PLATFORMS)(image)
     return bytes(exported.serialize()), lambda content: export.deserialize(bytearray(content)).call
 
 
-def _onnx(network: Apply, shape: tuple[int, ...]) -> tuple[bytes, Callable[[bytes], Any]]:
+def _onnx(network: Apply, shape: tuple[int, ...], written: _Written) -> _Program:
     try:
-        logging.disable(logging.WARNING)  # of plugins for libraries that are not there
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            import jax2onnx
-            import onnxruntime
+        import onnxruntime
 
-            model = jax2onnx.to_onnx(network, [("batch", *shape)])
+        content = to_onnx(written.outputs, shape, written.metadata)
     except ImportError as error:
         raise UserError(
             f"--format onnx: needs {error.name}, which is not installed: "
             "pip install 'fnet-jax[onnx]'"
         ) from error
-    except Exception as error:  # it lacks some operations, or a batch size that is open
-        reason = str(error).strip().partition("\n")[0]
-        raise UserError(f"--format onnx: jax2onnx cannot write this network: {reason}") from error
-    finally:
-        logging.disable(logging.NOTSET)
+    except UnsupportedError as error:
+        raise UserError(f"--format onnx: cannot write this network: {error}") from error
 
     def load(content: bytes) -> Callable[[np.ndarray], np.ndarray]:
         session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
-        name = session.get_inputs()[0].name
-        return lambda x: session.run(None, {name: x})[0]
+        return lambda x: session.run(["logits"], {"image": x})[0]
 
-    return model.SerializeToString(), load
+    return content, load
+
+
+def _metadata(config: Config, outputs: Outputs) -> dict[str, str]:
+    """Return what the file says about its inputs and outputs: see docs/vision.md."""
+    data = config.data
+    texts = {
+        "fnet_version": fnet.__version__,
+        "classes": json.dumps(outputs.names, ensure_ascii=False),
+        "targets": "masks" if kind_of(config).predicts == "masks" else data.targets,
+        "mean": json.dumps(data.mean),
+        "std": json.dumps(data.std),
+        "normalization": "in the graph: pass pixels from 0 to 1, RGB, [N, H, W, C]",
+    }
+    if outputs.label_map:
+        texts["mask_values"] = json.dumps(outputs.label_map.mask_values().tolist())
+    photos = data.as_photos
+    if photos is not None:
+        texts |= {
+            "resize_shorter_side": str(photos.shorter_side),
+            "center_crop": str(photos.image_size),
+            "interpolation": "bilinear with antialiasing, as Pillow's",
+        }
+    return texts
 
 
 def _difference(network: Apply, run: Any, shape: tuple[int, ...], batch: int) -> float:

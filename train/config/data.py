@@ -184,6 +184,11 @@ class Data(Variant, section="data", tag="source", package="train.data"):
         return 0.0
 
     @property
+    def cutmix(self) -> float:
+        """Strength of CutMix, which gives an image two labels; 0 is none."""
+        return 0.0
+
+    @property
     def targets(self) -> str:
         """What labels are, a name in `train.tasks.targets.KINDS`."""
         return "class"

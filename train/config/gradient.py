@@ -64,11 +64,12 @@ class GradientMode(Variant, section="grad", tag="mode", package="train.gradients
         """
         if not self.is_per_example:
             return
-        if config.data.mixup > 0:
-            raise UserError(
-                f"data.mixup: mixes two examples in one image, but grad.mode {self.mode} needs "
-                "their gradients apart; give data.mixup 0"
-            )
+        for name, strength in (("mixup", config.data.mixup), ("cutmix", config.data.cutmix)):
+            if strength > 0:
+                raise UserError(
+                    f"data.{name}: mixes two examples in one image, but grad.mode {self.mode} "
+                    f"needs their gradients apart; give data.{name} 0"
+                )
         if config.train.params_dtype != "float32":
             raise UserError(
                 f"train.params_dtype: {config.train.params_dtype}, but grad.mode {self.mode} needs "

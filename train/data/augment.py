@@ -279,21 +279,82 @@ def cutout(images: np.ndarray, center: np.ndarray, side: int, fill: np.ndarray) 
     return images
 
 
-def draw_mixup(n: int, alpha: float, generator: np.random.Generator) -> Arrays:
+def draw_warp(
+    n: int, rotation: float, perspective: float, generator: np.random.Generator
+) -> np.ndarray:
+    """Draw rotations and perspectives.
+
+    Each corner moves into the image by up to ``perspective`` of half its sides, as in torchvision's
+    RandomPerspective; then the image turns by up to ``rotation`` degrees.
+
+    Returns:
+      float64 [n, 9]: an angle in degrees, and x and y of the shift of each corner, relative to the
+      sides: upper left, upper right, lower right, lower left.
+    """
+    angles = generator.uniform(-rotation, rotation, (n, 1))
+    inward = np.array([1, 1, -1, 1, -1, -1, 1, -1]) * generator.random((n, 8)) * perspective / 2
+    return np.concatenate([angles, inward], 1)
+
+
+def warp(images: np.ndarray, draws: np.ndarray, fill: tuple[int, ...]) -> np.ndarray:
+    """Turn and distort images uint8 [N, H, W, 3] by `draw_warp`, bilinearly, in place.
+
+    ``fill`` is the color beside the image.
+    """
+    _, height, width, _ = images.shape
+    corners = np.array([[0, 0], [width, 0], [width, height], [0, height]], np.float64)
+    center = np.array([width, height]) / 2
+    for i, (angle, *inward) in enumerate(draws):
+        turn = np.deg2rad(angle)
+        matrix = np.array([[np.cos(turn), -np.sin(turn)], [np.sin(turn), np.cos(turn)]])
+        moved = corners + np.reshape(inward, (4, 2)) * (width, height)
+        moved = (moved - center) @ matrix.T + center
+        picture = Image.fromarray(images[i]).transform(
+            (width, height),
+            Image.Transform.PERSPECTIVE,
+            tuple(perspective_from(moved, corners)),
+            Image.Resampling.BILINEAR,
+            fillcolor=tuple(fill),
+        )
+        images[i] = picture
+    return images
+
+
+def perspective_from(points: np.ndarray, targets: np.ndarray) -> np.ndarray:
+    """Return a to h, float64 [8], that map four points [4, 2] to four others.
+
+    ``x' = (a x + b y + c) / (g x + h y + 1)`` and ``y' = (d x + e y + f) / (g x + h y + 1)``.
+    """
+    rows = []
+    for (x, y), (u, v) in zip(points, targets, strict=True):
+        rows.append([x, y, 1, 0, 0, 0, -u * x, -u * y])
+        rows.append([0, 0, 0, x, y, 1, -v * x, -v * y])
+    return np.linalg.solve(np.array(rows), targets.ravel())
+
+
+def draw_mixup(n: int, alpha: float, generator: np.random.Generator, cutmix: float = 0.0) -> Arrays:
     """Draw ``other`` int64 [n], the image that is mixed into each, and ``mix`` uint16 [n].
 
-    ``mix / 256`` is from Beta(alpha, alpha).
+    ``mix / 256`` is from Beta(alpha, alpha). With ``cutmix``, half of the images, or all if alpha
+    is 0, have a ``box`` float64 [n, 4] of the other one: y, x of its center, height and width,
+    relative to the image. Its area is from Beta(cutmix, cutmix). Others have a box of zeros.
     """
     other = generator.permutation(n)
-    mix = np.round(256 * generator.beta(alpha, alpha, n)).astype(np.uint16)
-    return {"other": other, "mix": mix}
+    mix = np.round(256 * generator.beta(alpha or 1, alpha or 1, n)).astype(np.uint16)
+    if not cutmix:
+        return {"other": other, "mix": mix}
+    side = np.sqrt(1 - generator.beta(cutmix, cutmix, (n, 1)))
+    box = np.concatenate([generator.random((n, 2)), side, side], 1)
+    is_cut = generator.random(n) < (0.5 if alpha else 1.0)
+    return {"other": other, "mix": np.where(is_cut, 256, mix), "box": box * is_cut[:, None]}
 
 
 def mixup(batch: Arrays, draws: Arrays) -> Arrays:
     """Mix each image with another one of the batch (Zhang et al. 2018, "mixup").
 
-    ``image = mix * image + (1 - mix) * other``, with ``mix`` in multiples of 1/256. Unreadable
-    images are not mixed.
+    ``image = mix * image + (1 - mix) * other``, with ``mix`` in multiples of 1/256. With a box, the
+    pixels of the box are the other image's, and ``mix`` is the share of the others (Yun et al.
+    2019, "CutMix"). Unreadable images are not mixed.
 
     Args:
       batch: ``image`` uint8 [N, H, W, C], ``label`` [N], ``weight`` [N].
@@ -304,14 +365,26 @@ def mixup(batch: Arrays, draws: Arrays) -> Arrays:
     """
     images, weight = batch["image"], batch["weight"]
     other, mix = draws["other"], draws["mix"].copy()
-    mix[(weight == 0) | (weight[other] == 0)] = 256
+    unmixed = (weight == 0) | (weight[other] == 0)
+    mix[unmixed] = 256
+    share = (mix / 256).astype(np.float32)
     out = np.empty_like(images)
     for i in range(len(images)):  # one image at a time stays in the cache
         first = images[i] * mix[i]
         second = images[other[i]] * (256 - mix[i])
         out[i] = (first + second + np.uint16(128)) >> 8
-    return batch | {
-        "image": out,
-        "label_2": batch["label"][other],
-        "mix": (mix / 256).astype(np.float32),
-    }
+        if "box" in draws and not unmixed[i]:
+            rows, columns = _box(draws["box"][i], *images.shape[1:3])
+            out[i, rows, columns] = images[other[i], rows, columns]
+            share[i] *= 1 - np.float32(out[i, rows, columns, 0].size / out[i, ..., 0].size)
+    return batch | {"image": out, "label_2": batch["label"][other], "mix": share}
+
+
+def _box(box: np.ndarray, height: int, width: int) -> tuple[slice, slice]:
+    """Return the rows and columns of a box, which ends where the image does."""
+    y, x, tall, wide = box * (height, width, height, width)
+    rows, columns = (
+        slice(max(round(middle - side / 2), 0), max(round(middle + side / 2), 0))
+        for middle, side in ((y, tall), (x, wide))
+    )
+    return rows, columns

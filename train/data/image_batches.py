@@ -20,6 +20,7 @@ from train.data.augment import (
     color_jitter,
     cutout,
     draw_color_jitter,
+    draw_warp,
     evaluation_crops,
     fit,
     horizontal_flip,
@@ -28,6 +29,7 @@ from train.data.augment import (
     resize_shorter_side,
     shift,
     to_uint8,
+    warp,
 )
 from train.data.decode import MAX_PIXELS, File, UnreadableError, View, decode
 from train.data.drawings import Mask, read_mask
@@ -61,7 +63,10 @@ class ImageOptions:
     rand_augment: int = 0
     magnitude: int = 0
     random_erasing: float = 0.0
+    rotation: float = 0.0
+    perspective: float = 0.0
     mixup: float = 0.0
+    cutmix: float = 0.0
     resize: int = 0
     crops: Literal[1, 2, 10] = 1
     border: int = 0
@@ -99,6 +104,8 @@ class ImageOptions:
             draws["operations"] = draw_rand_augment(n, self.rand_augment, generator)
         if self.random_erasing:
             draws |= draw_erasing(n, generator)
+        if self.rotation or self.perspective:
+            draws["warp"] = draw_warp(n, self.rotation, self.perspective, generator)
         return draws
 
     def augment(self, image: np.ndarray, draws: Arrays) -> np.ndarray:
@@ -107,6 +114,8 @@ class ImageOptions:
             image = shift(image, draws["shift"], self.padding, reflect=self.crop == "reflected")
         if "flip" in draws:
             image = horizontal_flip(image, draws["flip"])
+        if "warp" in draws:
+            image = warp(image, draws["warp"], self.fill)
         if "operations" in draws:
             image = rand_augment(image, draws["operations"], self.magnitude)
         if "blend" in draws:

@@ -41,8 +41,8 @@ def image_dataset(
 
     Rows are ``id`` int32 [N], which counts training images and then test images, and ``label``
     int32 [N]. Batches add ``image`` uint8 [N, H, W, 3], or [N, crops, H, W, 3] in evaluation with
-    several crops, and ``weight`` float32 [N], 0.0 for an unreadable file. With mixup, training
-    batches add ``label_2`` and ``mix``: see `augment.mixup`.
+    several crops, and ``weight`` float32 [N], 0.0 for an unreadable file. With mixup or CutMix,
+    training batches add ``label_2`` and ``mix``: see `augment.mixup`.
 
     Args:
       config: the data source.
@@ -81,9 +81,9 @@ def image_dataset(
     def augment(rows: Arrays, generator: np.random.Generator) -> Arrays:
         n, local = num_examples(rows), rows.get("local")
         draws = {"id": rows["id"]} | options.draw(n, generator)
-        if not options.mixup:
+        if not (options.mixup or options.cutmix):
             return rows | read_local(read_train, draws, local)
-        mixed = draw_mixup(n, options.mixup, generator)
+        mixed = draw_mixup(n, options.mixup, generator, options.cutmix)
         if local is not None:  # with the images that are mixed in
             local = local | np.isin(np.arange(n), mixed["other"][local])
         return mixup(rows | read_local(read_train, draws, local), mixed)

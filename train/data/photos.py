@@ -56,6 +56,10 @@ class Photos(Data):
     """Strength of RandAugment's operations, 0 to 30."""
     random_erasing: Annotated[float, Ge(0), Le(1)] = 0.0
     """Probability that a random rectangle of a training image is erased; 0.25 is common."""
+    rotation: Annotated[float, Ge(0), Le(180)] = 0.0
+    """Largest random rotation of training images, in degrees."""
+    perspective: Fraction = 0.0
+    """Largest random shift of each corner of training images, as a fraction of half the image."""
     resize: Count | None = None
     """Shorter side of test images before the center crop; None is 8/7 of image_size."""
     mean: tuple[Fraction, Fraction, Fraction] = (0.485, 0.456, 0.406)
@@ -118,6 +122,8 @@ class LabeledFiles(Photos):
 
     mixup: NonNegative = 0.0
     """Mixup strength alpha: mixing weights come from Beta(alpha, alpha); 0 is no mixup."""
+    cutmix: NonNegative = 0.0
+    """CutMix strength alpha: areas of pasted boxes come from Beta(alpha, alpha); 0 is no CutMix."""
     crops: Literal[1, 2, 10] = 1
     """Test-time crops per image: 1 center crop, 2 with its horizontal flip, 10 for ten-crop."""
     border: CountOrZero = 0
@@ -149,7 +155,7 @@ class LabeledFiles(Photos):
         image = np.zeros((1, *self.image_shape), np.uint8)
         test: Arrays = {"image": image, "label": np.zeros(1, np.int32)}
         batch = test
-        if self.mixup:
+        if self.mixup or self.cutmix:
             batch = batch | {"label_2": np.zeros(1, np.int32), "mix": np.ones(1, np.float32)}
         if self.crops > 1:
             crops = np.broadcast_to(image[:, None], (1, self.crops, *self.image_shape))

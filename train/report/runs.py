@@ -4,8 +4,9 @@ import base64
 import csv
 import io
 import math
+import operator
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -105,14 +106,11 @@ def load_mistakes(path: Path, notes: list[str]) -> list[Mistake]:
     except (ValueError, KeyError, csv.Error) as error:
         notes.append(f"{path.name} cannot be read: {error}")
         return []
-    keys: dict[str, Callable[[dict[str, Any]], Any]] = {
-        "loss": lambda row: -row["loss"],
-        **{name: lambda row, name=name: row[name] for name in ("label", "prediction", "file")},
-    }
     order = {"worst": {id(row): i for i, row in enumerate(rows)}}
-    for name, key in keys.items():
+    for name in ("loss", "label", "prediction", "file"):
         if all(name in row for row in rows):
-            order[name] = {id(row): i for i, row in enumerate(sorted(rows, key=key))}
+            by_name = sorted(rows, key=operator.itemgetter(name), reverse=name == "loss")
+            order[name] = {id(row): i for i, row in enumerate(by_name)}
     return [
         Mistake(
             row["file"],
@@ -219,6 +217,7 @@ def load_bytes(path: Path, notes: list[str]) -> bytes | None:
 
 
 PICTURES = {
+    "augmented.png": "Training images as the network sees them",
     "examples.png": "Test examples with predictions",
     "confusion.png": "Confusion matrix",
     "samples.png": "Samples",

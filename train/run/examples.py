@@ -13,10 +13,12 @@ from train.output.palette import palette
 from train.run.evaluation import Evaluation, Evaluator, Trained
 from train.run.setup import Setup
 from train.tasks import kind_of
+from train.tasks.targets import describe_target
 
 _MAX_CLASSIFIED = 512
 """Number of classified images from which the shown ones are chosen."""
 _NUM_CLASSIFIED = 24
+_NUM_AUGMENTED = 24
 _MAX_SEGMENTED = 60
 """Number of segmented images from which the shown ones are chosen."""
 _NUM_SEGMENTED = 6
@@ -69,6 +71,34 @@ def draw(run: Setup, evaluate: Evaluator, trained: Trained, title: str, path: Pa
     if kind_of(run.config).predicts == "masks":
         return _draw_segmentations(run, evaluate, trained, title, path)
     return _draw_classifications(run, evaluate, trained, title, path)
+
+
+def draw_augmented(run: Setup, path: Path) -> bool:
+    """Draw training images as the network sees them, augmented; return whether there are any.
+
+    They are spread over the training images, and their random numbers are no run's own.
+    """
+    dataset, data_section = run.task.dataset, run.config.data
+    if data_section.as_photos is None or run.config.is_release_only:
+        return False
+    rows = data.select_rows(dataset.train, spread(data.num_examples(dataset.train), _NUM_AUGMENTED))
+    batch = data.augment_rows(dataset, rows, np.random.default_rng(0))
+    names, kind = dataset.classes, data_section.targets
+    mix = batch.get("mix")
+    shares = {"label": mix} if mix is None else {"label": mix, "label_2": 1 - mix}
+    captions = []
+    for i in range(data.num_examples(rows)):
+        texts = []
+        for key, share in shares.items():
+            if share is None or share[i] > 0:
+                shown = describe_target(kind, names, batch[key][i])
+                text = _shorten(", ".join(map(str, shown.values())))
+                texts.append(text if share is None else f"{share[i]:.0%} {text}")
+        captions.append("\n".join(texts))
+    plots.classifications(
+        batch["image"], captions, [True] * len(captions), f"{run.config.name}: augmented", path
+    )
+    return True
 
 
 class _Classified(NamedTuple):

@@ -20,7 +20,7 @@ from train.output.logged import read_metrics
 from train.output.memory_tables import StepMemory
 from train.output.progress import Progress, line_printer
 from train.output.rows import as_csv
-from train.run import distributed, initial_weights, tracking
+from train.run import distributed, examples, initial_weights, tracking
 from train.run.checkpoints import Checkpoints, Restored
 from train.run.class_names import check_classes, write_classes
 from train.run.evaluation import Evaluation
@@ -124,6 +124,7 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
             log(describe_seeds(folder, config))
         atomic_write(folder.memory, as_json(programs.report))
         title = f"{config.name}: memory of a train step"
+        examples.draw_augmented(run, folder.augmented)
         plots.memory(StepMemory.model_validate(programs.report), title, folder.memory_picture)
         occupy_gaps()
         high_water = HighWater(run.devices // jax.process_count())

@@ -62,6 +62,7 @@ class RunFolder:
         self.memory = path / "memory.json"
         self.memory_picture = path / "memory.png"
         self.curves = path / "curves.png"
+        self.augmented = path / "augmented.png"
         self.confusion = path / "confusion.png"
         self.examples = path / "examples.png"
         self.checkpoints = path / "checkpoints"

@@ -85,11 +85,12 @@ def _check_options(config: Config) -> None:
             f"optim.label_smoothing: {config.optim.label_smoothing:g}, but a denoiser does not "
             "predict labels; give 0"
         )
-    if config.data.mixup:
-        raise UserError(
-            f"data.mixup: {config.data.mixup:g}, but a denoiser needs one label per image; give "
-            "data.mixup 0"
-        )
+    for name, strength in (("mixup", config.data.mixup), ("cutmix", config.data.cutmix)):
+        if strength:
+            raise UserError(
+                f"data.{name}: {strength:g}, but a denoiser needs one label per image; give "
+                f"data.{name} 0"
+            )
     if config.data.crops != 1:
         raise UserError(
             f"data.crops: {config.data.crops}, but a denoiser needs one crop per image; give "

@@ -50,7 +50,7 @@ class OneClass(NamedTuple):
             probability = jnp.exp(-losses.cross_entropy(logits, target))
             loss *= jnp.maximum(1 - probability, 1e-6) ** focal  # whose slope at 0 may be infinite
         weights = self.dataset.class_weights
-        return loss if weights is None else loss * np.array(weights, np.float32)[target]
+        return loss if weights is None else loss * jnp.array(weights, np.float32)[target]
 
     def accuracy(self, logits: Array, target: Array) -> dict[str, Array]:
         """Return whether the most probable class is right."""

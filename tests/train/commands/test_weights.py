@@ -215,16 +215,6 @@ def test_an_exported_program_computes_the_logits_for_any_batch_size(trained, cap
         chex.assert_trees_all_close(program.call(x), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.slow
-def test_an_exported_onnx_file_computes_the_logits(trained, capsys):
-    pytest.importorskip("jax2onnx")
-    pytest.importorskip("onnxruntime")
-    fnet_command("export", "trained", "--format", "onnx")  # runs what it wrote
-    out = capsys.readouterr()
-    assert out.out.strip() == "trained/model.onnx"
-    assert "ran it on batches of 1 and 3: logits differ by at most " in out.err
-
-
 def test_bilinear_weights_are_those_of_jax():
     for n, size in ((4, 32), (5, 13), (3, 3)):
         expected = jax.image.resize(np.eye(n), (size, n), "bilinear", antialias=False)

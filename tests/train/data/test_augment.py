@@ -265,3 +265,44 @@ def test_random_shifts_are_all_that_the_padding_allows():
     shifts = options.draw(500, generator())["shift"]
     assert set(shifts.ravel().tolist()) == {0, 1, 2, 3, 4}
     assert shifts.shape == (500, 2)
+
+
+def test_a_warp_of_nothing_changes_nothing_and_a_quarter_turn_is_one():
+    image = np.random.default_rng(0).integers(0, 255, (1, 20, 20, 3)).astype(np.uint8)
+    draws = np.zeros((1, 9))
+    np.testing.assert_array_equal(augment.warp(image.copy(), draws, (0, 0, 0)), image)
+    draws[0, 0] = 90
+    turned = augment.warp(image.copy(), draws, (0, 0, 0))
+    np.testing.assert_array_equal(turned[0], np.rot90(image[0], 3))
+
+
+def test_a_perspective_moves_the_corners_into_the_image():
+    points = np.array([[0, 0], [8, 0], [8, 8], [0, 8]], float)
+    targets = np.array([[1, 2], [7, 0], [8, 6], [0, 8]], float)
+    a, b, c, d, e, f, g, h = augment.perspective_from(points, targets)
+    for (x, y), expected in zip(points, targets, strict=True):
+        scale = g * x + h * y + 1
+        mapped = (a * x + b * y + c) / scale, (d * x + e * y + f) / scale
+        np.testing.assert_allclose(mapped, expected, atol=1e-9)
+    draws = augment.draw_warp(50, 0.0, 0.5, np.random.default_rng(0))
+    moved = augment.warp(np.full((50, 16, 16, 3), 200, np.uint8), draws, (9, 9, 9))
+    assert (moved[:, 0, 0] < 200).any()
+    assert (moved[:, 8, 8] == 200).all()
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.4])
+def test_cutmix_weighs_labels_by_the_pixels_of_each_image(alpha):
+    generator = np.random.default_rng(0)
+    n = 40
+    image = np.broadcast_to(np.arange(n, dtype=np.uint8)[:, None, None, None], (n, 20, 30, 3))
+    batch = {"image": image, "label": np.arange(n), "weight": np.ones(n, np.float32)}
+    batch["weight"][3] = 0
+    draws = augment.draw_mixup(n, alpha, generator, 1.0)
+    mixed = augment.mixup(batch, draws)
+    is_cut = draws["box"].any(1)
+    assert is_cut.mean() == 1.0 if not alpha else 0.2 < is_cut.mean() < 0.8
+    assert mixed["mix"][3] == 1
+    for i in np.flatnonzero(is_cut):
+        own = (mixed["image"][i, ..., 0] == i).mean()
+        if mixed["label_2"][i] != i and mixed["mix"][i] < 1:
+            assert mixed["mix"][i] == pytest.approx(own)

@@ -415,3 +415,17 @@ def test_many_runs_have_different_lines_and_less_than_four_megabytes(make):
     keys = {e.attributes["class"].split(maxsplit=1)[1] for e in Page(text).all("i")}
     styles = {key.split(maxsplit=1)[1] for key in keys if key.startswith("run")}
     assert len(styles) == 20
+
+
+def test_lists_the_surest_mistakes_with_an_order_for_each_name(make):
+    rows = ["file,split,label,prediction,probability,loss"]
+    rows += [
+        "right.png,test,a,a,0.9,0.1",
+        "sure.png,test,b,a,0.99,4.6",
+        "unsure.png,test,a,b,0.6,0.9",
+    ]
+    page = page_of(make(files={"evaluation.csv": "\n".join(rows).encode()}))
+    text = page.section("examples")
+    places = [text.index(name) for name in ("sure.png", "unsure.png", "right.png")]
+    assert places == sorted(places)
+    assert all(f"{name}" in text for name in ("worst", "loss", "label", "prediction", "file"))

@@ -1,0 +1,539 @@
+"""ONNX programs of networks for images: a traced function, one node for each operation.
+
+Only this module uses `onnx`. It writes what image networks compute in evaluation: convolutions,
+products, sums over axes, elementwise operations and moves of elements. What depends on parameters
+alone is computed when the file is written. The size of the batch stays open.
+
+References:
+  https://onnx.ai/onnx/operators: the operators, of opset 18.
+"""
+
+import itertools
+import string
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, export
+from jax.extend.core import Literal
+
+OPSET, _IR_VERSION = 18, 9
+"""Versions that onnxruntime 1.24 and all later ones read."""
+
+
+class UnsupportedError(Exception):
+    """The network has an operation that is not written. The message names it."""
+
+
+class _Ref(NamedTuple):
+    """A result of a node: its name, and its shape and dtype."""
+
+    name: str
+    aval: Any
+
+
+_Value = _Ref | np.ndarray
+_Emit = Callable[["_Writer", Any, list[_Value]], list[_Value]]
+
+
+def to_onnx(
+    function: Callable[[Array], Mapping[str, Array]],
+    shape: Sequence[int],
+    metadata: Mapping[str, str],
+) -> bytes:
+    """Write a function of images as an ONNX program, for any batch size.
+
+    Args:
+      function: ``images float32 [N, *shape] -> {name: output}``.
+      shape: shape of an image.
+      metadata: texts that the file holds.
+
+    Raises:
+      ImportError: if onnx is not installed.
+      UnsupportedError: for an operation that has no row in the table here.
+    """
+    from onnx import TensorProto, checker, helper
+
+    (batch,) = export.symbolic_shape("batch")
+    image = jax.ShapeDtypeStruct((batch, *shape), jnp.float32)
+    closed, outputs = jax.make_jaxpr(function, return_shape=True)(image)
+    writer = _Writer("image")
+    argument = _Ref("image", closed.in_avals[0])
+    results = writer.inline(closed.jaxpr, closed.consts, [argument])
+    writer.keep_needed(results)
+    for name, value in zip(sorted(outputs), results, strict=True):
+        writer.nodes.append(helper.make_node("Identity", [writer.name(value)], [name]))
+
+    def tensor(name: str, aval: Any) -> Any:
+        dims = ["N" if _is_open(dim) else int(dim) for dim in aval.shape]
+        return helper.make_tensor_value_info(name, TensorProto.FLOAT, dims)
+
+    graph = helper.make_graph(
+        writer.nodes,
+        "fnet",
+        [tensor("image", argument.aval)],
+        [tensor(name, outputs[name]) for name in sorted(outputs)],
+        writer.initializers,
+    )
+    model = helper.make_model(
+        graph,
+        opset_imports=[helper.make_opsetid("", OPSET)],
+        ir_version=_IR_VERSION,
+        producer_name="fnet",
+    )
+    helper.set_model_props(model, dict(metadata))
+    checker.check_model(model)
+    content: bytes = model.SerializeToString()
+    return content
+
+
+def _is_open(dim: Any) -> bool:
+    return not isinstance(dim, int | np.integer)
+
+
+class _Writer:
+    """Nodes and constants of a graph."""
+
+    def __init__(self, image: str):
+        self.nodes: list[Any] = []
+        self.initializers: list[Any] = []
+        self._image = image
+        self._numbers = itertools.count()
+        self._constants: dict[tuple[bytes, str, tuple[int, ...]], str] = {}
+
+    def name(self, value: _Value) -> str:
+        """Return the name of a value; a constant becomes an initializer."""
+        if isinstance(value, _Ref):
+            return value.name
+        from onnx import numpy_helper
+
+        value = np.asarray(value, order="C")
+        key = value.tobytes(), str(value.dtype), value.shape
+        if key not in self._constants:
+            name = self._constants[key] = f"c{len(self._constants)}"
+            self.initializers.append(numpy_helper.from_array(value, name))
+        return self._constants[key]
+
+    def add(self, kind: str, inputs: Sequence[_Value], aval: Any, **attributes: Any) -> _Ref:
+        """Add a node with one output."""
+        from onnx import helper
+
+        ref = _Ref(f"v{next(self._numbers)}", aval)
+        names = [self.name(value) for value in inputs]
+        self.nodes.append(helper.make_node(kind, names, [ref.name], **attributes))
+        return ref
+
+    def inline(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[_Value]) -> list[_Value]:
+        """Write all equations of a jaxpr; return its results."""
+        env: dict[Any, _Value] = {}
+
+        def read(atom: Any) -> _Value:
+            if not isinstance(atom, Literal):
+                return env[atom]
+            aval: Any = atom.aval
+            return np.asarray(atom.val, aval.dtype)
+
+        env.update(zip(jaxpr.constvars, map(np.asarray, consts), strict=True))
+        env.update(zip(jaxpr.invars, args, strict=True))
+        for eqn in jaxpr.eqns:
+            values = [read(atom) for atom in eqn.invars]
+            results = self._equation(eqn, values)
+            env.update(zip(eqn.outvars, results, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def _equation(self, eqn: Any, values: list[_Value]) -> list[_Value]:
+        name = eqn.primitive.name
+        inner = next((eqn.params[key] for key in _CALLS if key in eqn.params), None)
+        if inner is not None and name not in _NOT_INLINED:
+            return self.inline(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), values)
+        is_open = any(_is_open(dim) for var in eqn.outvars for dim in var.aval.shape)
+        is_constant = not any(isinstance(value, _Ref) for value in values) and not is_open
+        if is_constant and name != "dim_as_value":
+            results = eqn.primitive.bind(*map(jnp.asarray, values), **eqn.params)
+            results = results if eqn.primitive.multiple_results else [results]
+            return [np.asarray(result) for result in results]
+        if name in _IDENTITIES:
+            return values
+        if name not in _TABLE:
+            # It may not be needed: the nodes that lead to no output are dropped.
+            return [_Ref(f"unsupported {name}", var.aval) for var in eqn.outvars]
+        if unsupported := [
+            value for value in values if isinstance(value, _Ref) and " " in value.name
+        ]:
+            return [_Ref(unsupported[0].name, var.aval) for var in eqn.outvars]
+        return _TABLE[name](self, eqn, values)
+
+    def keep_needed(self, results: Sequence[_Value]) -> None:
+        """Drop nodes and constants that no result needs.
+
+        Raises:
+          UnsupportedError: if a result needs an operation that is not written.
+        """
+        needed = {self.name(value) for value in results}
+        for name in needed:
+            if name.startswith("unsupported "):
+                raise UnsupportedError(f"no operation {name.removeprefix('unsupported ')}")
+        kept = []
+        for node in reversed(self.nodes):
+            if needed & {*node.output}:
+                needed |= {*node.input}
+                kept.append(node)
+        self.nodes[:] = kept[::-1]
+        self.initializers[:] = [tensor for tensor in self.initializers if tensor.name in needed]
+
+    def shape(self, dims: Sequence[Any]) -> _Value:
+        """Return a shape as int64 values; an open dimension is the batch size."""
+        if not any(map(_is_open, dims)):
+            return np.array(dims, np.int64)
+        aval = jax.ShapeDtypeStruct((1,), np.int64)
+        batch = self.add("Shape", [_Ref(self._image, None)], aval, start=0, end=1)
+        parts = [batch if _is_open(dim) else np.array([dim], np.int64) for dim in dims]
+        return self.add("Concat", parts, jax.ShapeDtypeStruct((len(dims),), np.int64), axis=0)
+
+
+_CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+_NOT_INLINED = frozenset({"while", "scan", "cond"})
+_IDENTITIES = frozenset(
+    {"stop_gradient", "copy", "copy_p", "optimization_barrier", "name", "fnet_finish_together"}
+)
+
+
+def _elementwise(kind: str) -> _Emit:
+    return lambda w, eqn, values: [w.add(kind, values, eqn.outvars[0].aval)]
+
+
+def _bitwise(kind: str) -> _Emit:
+    """Return a logical operation, or that of the bits of integers."""
+
+    def emit(w: _Writer, eqn: Any, values: list[_Value]) -> list[_Value]:
+        aval = eqn.outvars[0].aval
+        return [w.add(kind if aval.dtype == bool else f"Bitwise{kind}", values, aval)]
+
+    return emit
+
+
+def _composed(*kinds: str) -> _Emit:
+    """Apply operations one after the other."""
+
+    def emit(w: _Writer, eqn: Any, values: list[_Value]) -> list[_Value]:
+        aval = eqn.outvars[0].aval
+        value = w.add(kinds[0], values, aval)
+        for kind in kinds[1:]:
+            value = w.add(kind, [value], aval)
+        return [value]
+
+    return emit
+
+
+def _one(eqn: Any) -> np.ndarray:
+    return np.ones((), eqn.outvars[0].aval.dtype)
+
+
+def _reduce(kind: str) -> _Emit:
+    def emit(w: _Writer, eqn: Any, values: list[_Value]) -> list[_Value]:
+        axes = np.array(eqn.params["axes"], np.int64)
+        return [w.add(kind, [values[0], axes], eqn.outvars[0].aval, keepdims=0)]
+
+    return emit
+
+
+def _reduce_bools(kind: str) -> _Emit:
+    def emit(w: _Writer, eqn: Any, values: list[_Value]) -> list[_Value]:
+        aval = eqn.outvars[0].aval
+        axes = np.array(eqn.params["axes"], np.int64)
+        number = _as_dtype(w, values[0], jax.ShapeDtypeStruct(eqn.invars[0].aval.shape, np.int32))
+        return [_as_dtype(w, w.add(kind, [number, axes], aval, keepdims=0), aval)]
+
+    return emit
+
+
+def _scan(w: _Writer, eqn: Any, values: list[_Value]) -> list[_Value]:
+    """Write the steps of a loop one after the other."""
+    p = eqn.params
+    first, carried = p["num_consts"], p["num_carry"]
+    consts, rows = values[:first], values[first + carried :]
+    carry = values[first : first + carried]
+    outputs: list[list[_Value]] = []
+    steps = range(p["length"])
+    for i in reversed(steps) if p["reverse"] else steps:
+        own = [
+            row[i]
+            if isinstance(row, np.ndarray)
+            else w.add("Gather", [row, np.array(i, np.int64)], var.aval, axis=0)
+            for row, var in zip(rows, p["jaxpr"].jaxpr.invars[first + carried :], strict=True)
+        ]
+        results = w.inline(p["jaxpr"].jaxpr, p["jaxpr"].consts, [*consts, *carry, *own])
+        carry = results[:carried]
+        outputs.append(results[carried:])
+    if p["reverse"]:
+        outputs.reverse()
+    stacked: list[_Value] = []
+    for var, column in zip(eqn.outvars[carried:], zip(*outputs, strict=True), strict=False):
+        axis = np.array([0], np.int64)
+        parts = [w.add("Unsqueeze", [value, axis], var.aval) for value in column]
+        stacked.append(w.add("Concat", parts, var.aval, axis=0))
+    return [*carry, *stacked]
+
+
+def _transpose(w: _Writer, value: _Value, permutation: Sequence[int]) -> _Value:
+    if list(permutation) == sorted(permutation):
+        return value
+    if isinstance(value, np.ndarray):
+        return value.transpose(permutation)
+    shape = tuple(value.aval.shape[i] for i in permutation)
+    aval = jax.ShapeDtypeStruct(shape, value.aval.dtype)
+    return w.add("Transpose", [value], aval, perm=list(permutation))
+
+
+def _convolution(w: _Writer, eqn: Any, values: list[_Value]) -> list[_Value]:
+    p, aval = eqn.params, eqn.outvars[0].aval
+    numbers = p["dimension_numbers"]
+    if p["batch_group_count"] != 1 or set(p["lhs_dilation"]) != {1}:
+        raise UnsupportedError("no transposed convolution")
+    before, after = zip(*p["padding"], strict=True)
+    shape = tuple(aval.shape[i] for i in numbers.out_spec)
+    y = w.add(
+        "Conv",
+        [_transpose(w, values[0], numbers.lhs_spec), _transpose(w, values[1], numbers.rhs_spec)],
+        jax.ShapeDtypeStruct(shape, aval.dtype),
+        strides=list(p["window_strides"]),
+        dilations=list(p["rhs_dilation"]),
+        pads=[*before, *after],
+        group=p["feature_group_count"],
+    )
+    return [_transpose(w, y, np.argsort(numbers.out_spec).tolist())]
+
+
+def _dot(w: _Writer, eqn: Any, values: list[_Value]) -> list[_Value]:
+    (lhs_sum, rhs_sum), (lhs_batch, rhs_batch) = eqn.params["dimension_numbers"]
+    ranks = [len(var.aval.shape) for var in eqn.invars]
+    if not lhs_batch and (lhs_sum, rhs_sum) == ((ranks[0] - 1,), (0,)) and ranks[1] == 2:
+        return [w.add("MatMul", values, eqn.outvars[0].aval)]
+    letters = iter(string.ascii_lowercase)
+    lhs = [next(letters) for _ in range(ranks[0])]
+    rhs = [""] * ranks[1]
+    for i, j in zip((*lhs_sum, *lhs_batch), (*rhs_sum, *rhs_batch), strict=True):
+        rhs[j] = lhs[i]
+    rhs = [letter or next(letters) for letter in rhs]
+    out = [lhs[i] for i in lhs_batch]
+    out += [x for i, x in enumerate(lhs) if i not in (*lhs_sum, *lhs_batch)]
+    out += [x for j, x in enumerate(rhs) if j not in (*rhs_sum, *rhs_batch)]
+    equation = f"{''.join(lhs)},{''.join(rhs)}->{''.join(out)}"
+    return [w.add("Einsum", values, eqn.outvars[0].aval, equation=equation)]
+
+
+def _broadcast(w: _Writer, eqn: Any, values: list[_Value]) -> list[_Value]:
+    shape, at = eqn.params["shape"], eqn.params["broadcast_dimensions"]
+    aval = eqn.outvars[0].aval
+    value = values[0]
+    new = [i for i in range(len(shape)) if i not in at]
+    if new:
+        inner = jax.ShapeDtypeStruct(shape, aval.dtype)
+        value = w.add("Unsqueeze", [value, np.array(new, np.int64)], inner)
+    old = dict(zip(at, eqn.invars[0].aval.shape, strict=True))
+    if all(i in old and _equal(old[i], dim) for i, dim in enumerate(shape)):
+        return [value]
+    kept = [1 if i in old and _equal(old[i], dim) else dim for i, dim in enumerate(shape)]
+    return [w.add("Expand", [value, w.shape(kept)], aval)]
+
+
+def _equal(a: Any, b: Any) -> bool:
+    return bool(a == b)
+
+
+def _reshape(w: _Writer, eqn: Any, values: list[_Value]) -> list[_Value]:
+    aval = eqn.outvars[0].aval
+    sizes = [-1 if _is_open(dim) else dim for dim in aval.shape]
+    if sizes.count(-1) > 1:
+        raise UnsupportedError("no reshape to two open dimensions")
+    return [w.add("Reshape", [values[0], np.array(sizes, np.int64)], aval)]
+
+
+def _stack(w: _Writer, eqn: Any, values: list[_Value]) -> list[_Value]:
+    aval, axis = eqn.outvars[0].aval, eqn.params["axis"]
+    parts = [w.add("Unsqueeze", [value, np.array([axis], np.int64)], aval) for value in values]
+    return [w.add("Concat", parts, aval, axis=axis)]
+
+
+def _pad(w: _Writer, eqn: Any, values: list[_Value]) -> list[_Value]:
+    before, after, inside = zip(*eqn.params["padding_config"], strict=True)
+    if any(inside):
+        raise UnsupportedError("no padding between elements")
+    pads = np.array([*before, *after], np.int64)
+    return [w.add("Pad", [values[0], pads, values[1]], eqn.outvars[0].aval)]
+
+
+def _slice(w: _Writer, eqn: Any, values: list[_Value]) -> list[_Value]:
+    p, shape = eqn.params, eqn.invars[0].aval.shape
+    strides = p["strides"] or (1,) * len(shape)
+    rows = zip(p["start_indices"], p["limit_indices"], strides, shape, strict=True)
+    cut = [
+        (start, limit, axis, stride)
+        for axis, (start, limit, stride, size) in enumerate(rows)
+        if not (start == 0 and _equal(limit, size) and stride == 1)
+    ]
+    if not cut:
+        return [values[0]]
+    parts = [np.array(column, np.int64) for column in zip(*cut, strict=True)]
+    return [w.add("Slice", [values[0], *parts], eqn.outvars[0].aval)]
+
+
+def _split(w: _Writer, eqn: Any, values: list[_Value]) -> list[_Value]:
+    ends = np.cumsum(eqn.params["sizes"])
+    axis = np.array([eqn.params["axis"]], np.int64)
+    bounds = zip(ends - eqn.params["sizes"], ends, eqn.outvars, strict=True)
+    return [
+        w.add(
+            "Slice",
+            [values[0], np.array([start], np.int64), np.array([end], np.int64), axis],
+            var.aval,
+        )
+        for start, end, var in bounds
+    ]
+
+
+def _gather(w: _Writer, eqn: Any, values: list[_Value]) -> list[_Value]:
+    """Write the choice of rows of one axis by constant indices."""
+    numbers, indices = eqn.params["dimension_numbers"], values[1]
+    shape, rank = eqn.invars[0].aval.shape, len(eqn.outvars[0].aval.shape)
+    axes = numbers.collapsed_slice_dims
+    others = [
+        _equal(size, dim)
+        for i, (size, dim) in enumerate(zip(eqn.params["slice_sizes"], shape, strict=True))
+        if i not in axes
+    ]
+    is_rows = (
+        isinstance(indices, np.ndarray)
+        and len(axes) == 1
+        and numbers.start_index_map == axes
+        and all(others)
+        # One row leaves the axis out.
+        and (indices.shape, {*range(rank)} - {*numbers.offset_dims})
+        in (((1,), set()), ((indices.size, 1), {*axes}))
+    )
+    if not is_rows:
+        raise UnsupportedError("no gather of other than constant rows of one axis")
+    assert isinstance(indices, np.ndarray)
+    rows = indices[..., 0].astype(np.int64)
+    return [w.add("Gather", [values[0], rows], eqn.outvars[0].aval, axis=axes[0])]
+
+
+def _cast(w: _Writer, eqn: Any, values: list[_Value]) -> list[_Value]:
+    return [_as_dtype(w, values[0], eqn.outvars[0].aval)]
+
+
+def _as_dtype(w: _Writer, value: _Value, aval: Any) -> _Ref:
+    from onnx import helper
+
+    kind = helper.np_dtype_to_tensor_dtype(np.dtype(aval.dtype))
+    return w.add("Cast", [value], aval, to=kind)
+
+
+def _arg_max(w: _Writer, eqn: Any, values: list[_Value]) -> list[_Value]:
+    (axis,) = eqn.params["axes"]
+    aval = eqn.outvars[0].aval
+    found = w.add("ArgMax", [values[0]], aval, axis=axis, keepdims=0)
+    return [_as_dtype(w, found, aval)]
+
+
+def _select(w: _Writer, eqn: Any, values: list[_Value]) -> list[_Value]:
+    which, *cases = values
+    if len(cases) != 2 or eqn.invars[0].aval.dtype != bool:
+        raise UnsupportedError("no choice of other than two values")
+    return [w.add("Where", [which, cases[1], cases[0]], eqn.outvars[0].aval)]
+
+
+def _window_max(w: _Writer, eqn: Any, values: list[_Value]) -> list[_Value]:
+    p, aval = eqn.params, eqn.outvars[0].aval
+    size, strides, padding = p["window_dimensions"], p["window_strides"], p["padding"]
+    if len(size) != 4 or (size[0], size[3], strides[0], strides[3]) != (1, 1, 1, 1):
+        raise UnsupportedError("no window over other than rows and columns")
+    if set(p["window_dilation"]) | set(p["base_dilation"]) != {1}:
+        raise UnsupportedError("no dilated window")
+    first = _transpose(w, values[0], (0, 3, 1, 2))
+    y = w.add(
+        "MaxPool",
+        [first],
+        jax.ShapeDtypeStruct(tuple(aval.shape[i] for i in (0, 3, 1, 2)), aval.dtype),
+        kernel_shape=list(size[1:3]),
+        strides=list(strides[1:3]),
+        pads=[*(p[0] for p in padding[1:3]), *(p[1] for p in padding[1:3])],
+    )
+    return [_transpose(w, y, (0, 2, 3, 1))]
+
+
+def _power(w: _Writer, eqn: Any, values: list[_Value]) -> list[_Value]:
+    aval = eqn.outvars[0].aval
+    return [w.add("Pow", [values[0], np.array(eqn.params["y"], aval.dtype)], aval)]
+
+
+def _round(w: _Writer, eqn: Any, values: list[_Value]) -> list[_Value]:
+    if int(eqn.params["rounding_method"]) != 1:
+        raise UnsupportedError("no rounding of halves away from zero")
+    return [w.add("Round", values, eqn.outvars[0].aval)]
+
+
+def _clamp(w: _Writer, eqn: Any, values: list[_Value]) -> list[_Value]:
+    low, x, high = values
+    aval = eqn.outvars[0].aval
+    return [w.add("Min", [w.add("Max", [x, low], aval), high], aval)]
+
+
+def _finite(w: _Writer, eqn: Any, values: list[_Value]) -> list[_Value]:
+    aval = eqn.outvars[0].aval
+    either = w.add("Or", [w.add("IsNaN", values, aval), w.add("IsInf", values, aval)], aval)
+    return [w.add("Not", [either], aval)]
+
+
+_SIMPLE = {
+    **{"add": "Add", "add_any": "Add", "sub": "Sub", "mul": "Mul", "div": "Div", "neg": "Neg"},
+    **{"max": "Max", "min": "Min", "pow": "Pow", "exp": "Exp", "log": "Log", "tanh": "Tanh"},
+    **{"sqrt": "Sqrt", "erf": "Erf", "abs": "Abs", "sign": "Sign", "floor": "Floor"},
+    **{"ceil": "Ceil", "sin": "Sin", "cos": "Cos", "logistic": "Sigmoid", "lt": "Less"},
+    **{"le": "LessOrEqual", "gt": "Greater", "ge": "GreaterOrEqual", "eq": "Equal"},
+}
+_TABLE: Mapping[str, _Emit] = {
+    **{name: _elementwise(kind) for name, kind in _SIMPLE.items()},
+    **{name: _bitwise(name.capitalize()) for name in ("and", "or", "xor", "not")},
+    "rsqrt": _composed("Sqrt", "Reciprocal"),
+    "ne": _composed("Equal", "Not"),
+    "square": lambda w, eqn, values: [w.add("Mul", values * 2, eqn.outvars[0].aval)],
+    "erfc": lambda w, eqn, values: [
+        w.add("Sub", [_one(eqn), w.add("Erf", values, eqn.outvars[0].aval)], eqn.outvars[0].aval)
+    ],
+    "log1p": lambda w, eqn, values: [
+        w.add("Log", [w.add("Add", [_one(eqn), *values], eqn.outvars[0].aval)], eqn.outvars[0].aval)
+    ],
+    "integer_pow": _power,
+    "round": _round,
+    "clamp": _clamp,
+    "is_finite": _finite,
+    "select_n": _select,
+    "convert_element_type": _cast,
+    "argmax": _arg_max,
+    "reduce_sum": _reduce("ReduceSum"),
+    "reduce_max": _reduce("ReduceMax"),
+    "reduce_min": _reduce("ReduceMin"),
+    "reduce_and": _reduce_bools("ReduceMin"),
+    "reduce_or": _reduce_bools("ReduceMax"),
+    "reduce_window_max": _window_max,
+    "scan": _scan,
+    "conv_general_dilated": _convolution,
+    "dot_general": _dot,
+    "broadcast_in_dim": _broadcast,
+    "reshape": _reshape,
+    "expand_dims": _reshape,
+    "squeeze": _reshape,
+    "transpose": lambda w, eqn, values: [_transpose(w, values[0], eqn.params["permutation"])],
+    "concatenate": lambda w, eqn, values: [
+        w.add("Concat", values, eqn.outvars[0].aval, axis=eqn.params["dimension"])
+    ],
+    "stack": _stack,
+    "pad": _pad,
+    "slice": _slice,
+    "split": _split,
+    "gather": _gather,
+}
+"""How each operation is written, by the name of its primitive."""
