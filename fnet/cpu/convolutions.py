@@ -6,7 +6,8 @@ All tiles together are 16 matrix products. They run over a few images at a time,
 into the cache.
 
 A dilated kernel that reaches far beyond the images meets mostly padding. One matrix product for
-each kernel element leaves the padding out.
+each kernel element leaves the padding out. So it is computed as well if the kernel has more
+elements than the image has pixels, such as 3x3 on 2x2: XLA would swap both.
 
 **Depthwise convolutions** become one fused sum of shifted images. XLA's take 10 to 80 times as
 long, and up to 27 times the memory of the images.
@@ -286,17 +287,19 @@ def _padded(x: Array, pads: list[tuple[int, int, int]]) -> Array:
 
 
 class _Window(NamedTuple):
-    """A 3x3 window of stride 1 over images [N, H, W, C].
+    """A window over images [N, H, W, C]. Winograd's algorithm is for 3x3 of stride 1.
 
     Attributes:
       size: Height and width of the output.
       padding: (low, high) per spatial axis.
       dilation: Distance between kernel elements, per spatial axis.
+      strides: Distance between outputs, per spatial axis.
     """
 
     size: tuple[int, int]
     padding: tuple[tuple[int, int], ...]
     dilation: tuple[int, int]
+    strides: tuple[int, ...] = (1, 1)
 
     @property
     def tiles(self) -> tuple[int, int]:
@@ -332,6 +335,15 @@ def _algorithm(eqn: JaxprEqn) -> Callable[[Array, Array], Array] | None:
     padding = tuple(p["padding"])
     images = (0, 3, 1, 2)
     if numbers.lhs_spec == numbers.out_spec == images:
+        kernel_size = rhs.shape[:2]
+        is_kernel_first = numbers.rhs_spec[2:] == (0, 1)
+        if is_kernel_first and math.prod(kernel_size) > math.prod(lhs.shape[1:3]):
+            # XLA would swap both, and take 50 to 200 times as long.
+            strides = tuple(p["window_strides"])
+            window = _Window(out.shape[1:3], padding, tuple(p["rhs_dilation"]), strides)
+            is_transposed = numbers.rhs_spec[0] == 2
+            if math.prod(kernel_size) <= measured.MOST_ELEMENTS:
+                return lambda x, kernel: _convolve_overlaps(x, kernel, window, is_transposed)
         if (
             rhs.shape[:2] != (3, 3)
             or numbers.rhs_spec[2:] != (0, 1)
@@ -382,26 +394,29 @@ def _pays(
 def _is_mostly_padding(window: _Window, shape: tuple[int, ...], channels: tuple[int, int]) -> bool:
     """Whether most multiplications of a large convolution are by padding."""
     direct = 9 * math.prod(window.size)
-    overlaps = _overlaps(window, shape)
+    overlaps = _overlaps(window, shape, (3, 3))
     used = sum(math.prod(o.stop - o.start for o in outputs) for _, _, outputs in overlaps)
     large = shape[0] * direct * math.prod(channels) >= measured.LEAST_MULTIPLICATIONS
     return large and used <= measured.MOST_USED * direct
 
 
 def _overlaps(
-    window: _Window, shape: tuple[int, ...]
+    window: _Window, shape: tuple[int, ...], kernel: tuple[int, ...]
 ) -> list[tuple[tuple[int, int], list[slice], list[slice]]]:
     """Return each kernel element that meets images, the inputs it meets, and their outputs."""
 
     def along(axis: int, i: int) -> tuple[slice, slice]:
         shift = i * window.dilation[axis] - window.padding[axis][0]
-        start, stop = max(0, -shift), min(window.size[axis], shape[axis + 1] - shift)
-        return slice(start + shift, stop + shift), slice(start, stop)
+        stride = window.strides[axis]
+        start = max(0, -(shift // stride))
+        stop = min(window.size[axis], (shape[axis + 1] - shift - 1) // stride + 1)
+        inputs = slice(start * stride + shift, (stop - 1) * stride + shift + 1, stride)
+        return inputs, slice(start, stop)
 
     overlaps = []
-    for i, j in itertools.product(range(3), range(3)):
+    for i, j in itertools.product(*map(range, kernel)):
         (rows, rows_out), (columns, columns_out) = along(0, i), along(1, j)
-        if rows.start < rows.stop and columns.start < columns.stop:
+        if rows_out.start < rows_out.stop and columns_out.start < columns_out.stop:
             overlaps.append(((i, j), [rows, columns], [rows_out, columns_out]))
     return overlaps
 
@@ -410,7 +425,7 @@ def _convolve_overlaps(x: Array, kernel: Array, window: _Window, is_transposed: 
     """Convolve like `_convolve`, by one product for each kernel element."""
     contraction = "nhwc,dc->nhwd" if is_transposed else "nhwc,cd->nhwd"
     y = jnp.zeros((x.shape[0], *window.size, kernel.shape[2 if is_transposed else 3]), x.dtype)
-    for element, inputs, outputs in _overlaps(window, x.shape):
+    for element, inputs, outputs in _overlaps(window, x.shape, kernel.shape[:2]):
         product = jnp.einsum(contraction, x[:, *inputs], kernel[element])
         y = y.at[:, *outputs].add(product)
     return y
@@ -419,7 +434,7 @@ def _convolve_overlaps(x: Array, kernel: Array, window: _Window, is_transposed: 
 def _overlaps_kernel_gradient(x: Array, cotangent: Array, window: _Window) -> Array:
     """Return the gradient by the kernel, by one product for each element."""
     gradient = [jnp.zeros((x.shape[3], cotangent.shape[3]), x.dtype)] * 9
-    for (i, j), inputs, outputs in _overlaps(window, x.shape):
+    for (i, j), inputs, outputs in _overlaps(window, x.shape, (3, 3)):
         gradient[3 * i + j] = jnp.einsum("nhwc,nhwd->cd", x[:, *inputs], cotangent[:, *outputs])
     return jnp.stack(gradient).reshape(3, 3, *gradient[0].shape)
 
