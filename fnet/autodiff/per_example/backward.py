@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 
 from fnet.autodiff.examples import (
     Examples,
@@ -66,7 +66,9 @@ from fnet.jaxpr import (
     aval,
     called_jaxpr,
     depends_on,
+    evaluate,
     find_equations,
+    interpret,
     is_separable,
     source_line,
 )
@@ -533,16 +535,26 @@ def _differentiate_one(name: str, plan: _Plan, examples: Examples, number: Array
     """Differentiate the loss of a single example; ``number`` is that of an iteration."""
     program, shapes = _trace_derivative(name, plan, examples)
 
-    def execute(args: list[Array]) -> list[Array]:
-        # Without axes, arrays cannot leave the branch in an order that readers must transpose.
-        return [a.ravel() for a in jaxpr_as_fun(program)(*args)]
+    products = _products_of_parameters(program, plan.leaves)
 
-    def zeros(_: list[Array]) -> list[Array]:
+    def execute(args: list[Array], products: dict[Var, Array]) -> list[Array]:
+        def handle(eqn: JaxprEqn, inputs: list[Array]) -> list[Array]:
+            known = [products.get(v) for v in eqn.outvars]
+            return evaluate(eqn, inputs) if None in known else known
+
+        # Without axes, arrays cannot leave the branch in an order that readers must transpose.
+        return [a.ravel() for a in interpret(program, args, handle)]
+
+    def zeros(*_: Any) -> list[Array]:
         return [jnp.zeros(math.prod(a.shape), a.dtype) for a in program.out_avals]
 
     # Norms and sums read one array: XLA fuses no reader into a branch, and does not know which of
     # the branches is never taken.
-    flat = jax.lax.cond(number >= 0, execute, zeros, [*plan.leaves, *examples.leaves])
+    args = [*plan.leaves, *examples.leaves]
+    flat = jax.lax.cond(
+        number >= 0, lambda a, known: execute(a, dict(zip(products, known, strict=True))), zeros,
+        args, list(products.values()),
+    )  # fmt: skip
     arrays = [a.reshape(v.shape) for a, v in zip(flat, program.out_avals, strict=True)]
     is_row = depends_on(program, [False] * len(plan.leaves) + [True] * len(examples.leaves))
     values = [
@@ -550,6 +562,27 @@ def _differentiate_one(name: str, plan: _Plan, examples: Examples, number: Array
         for a, own in zip(arrays, is_row, strict=True)
     ]
     return _results(plan, values, shapes, 1)
+
+
+def _products_of_parameters(program: ClosedJaxpr, leaves: Sequence[Any]) -> dict[Var, Array]:
+    """Products of parameters alone, and what is computed of them, such as ``w + a @ b``.
+
+    XLA computes them once before a loop, but not if they are inside of a branch.
+    """
+    jaxpr, products = program.jaxpr, {}
+    known = dict(zip(jaxpr.constvars, program.consts, strict=True))
+    known |= dict(zip(jaxpr.invars, leaves, strict=False))
+    for eqn in jaxpr.eqns:
+        if eqn.effects or not all(isinstance(v, Literal) or v in known for v in eqn.invars):
+            continue
+        outputs = evaluate(eqn, [v.val if isinstance(v, Literal) else known[v] for v in eqn.invars])
+        known |= dict(zip(eqn.outvars, outputs, strict=True))
+        given = [v for v in eqn.invars if not isinstance(v, Literal)]
+        largest = max((aval(v).size for v in given), default=0)
+        is_small = all(aval(v).size <= largest for v in eqn.outvars)
+        if eqn.primitive.name == "dot_general" or (is_small and any(v in products for v in given)):
+            products |= {v: known[v] for v in eqn.outvars}
+    return products
 
 
 def _results(plan: _Plan, values: Sequence[Value], shapes: Any, size: int) -> _Results:
