@@ -539,8 +539,9 @@ def _differentiate_one(name: str, plan: _Plan, examples: Examples, number: Array
 
     def execute(args: list[Array], products: dict[Var, Array]) -> list[Array]:
         def handle(eqn: JaxprEqn, inputs: list[Array]) -> list[Array]:
-            known = [products.get(v) for v in eqn.outvars]
-            return evaluate(eqn, inputs) if None in known else known
+            if all(v in products for v in eqn.outvars):
+                return [products[v] for v in eqn.outvars]
+            return evaluate(eqn, inputs)
 
         # Without axes, arrays cannot leave the branch in an order that readers must transpose.
         return [a.ravel() for a in interpret(program, args, handle)]
@@ -569,7 +570,8 @@ def _products_of_parameters(program: ClosedJaxpr, leaves: Sequence[Any]) -> dict
 
     XLA computes them once before a loop, but not if they are inside of a branch.
     """
-    jaxpr, products = program.jaxpr, {}
+    jaxpr = program.jaxpr
+    products: dict[Var, Array] = {}
     known = dict(zip(jaxpr.constvars, program.consts, strict=True))
     known |= dict(zip(jaxpr.invars, leaves, strict=False))
     for eqn in jaxpr.eqns:
