@@ -64,7 +64,14 @@ from fnet.jaxpr.interpreter import (
     with_bodies,
 )
 from fnet.jaxpr.linearity import has_backward_rule, is_linear, rounds_coarsely, solver
-from fnet.jaxpr.propagation import BackwardPropagation, Dependence, Propagation, Site, depends_on
+from fnet.jaxpr.propagation import (
+    BackwardPropagation,
+    Dependence,
+    Propagation,
+    Site,
+    active_variables,
+    depends_on,
+)
 
 __all__ = [
     "CHECKPOINT",
@@ -81,6 +88,7 @@ __all__ = [
     "ShardMap",
     "Site",
     "While",
+    "active_variables",
     "argument_names",
     "arrangements",
     "aval",

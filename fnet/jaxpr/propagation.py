@@ -13,16 +13,21 @@ lattice model for static analysis of programs".
 """
 
 import abc
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
+from fnet.jaxpr.axes import stops_gradients
 from fnet.jaxpr.interpreter import (
     CUSTOM_DERIVATIVES,
+    Atom,
     Scan,
     ShardMap,
     While,
+    aval,
     called_jaxpr,
     interpret,
     is_checkpoint,
@@ -364,3 +369,45 @@ def depends_on(closed: ClosedJaxpr, inputs: Sequence[bool]) -> list[bool]:
       inputs: Whether each argument is selected.
     """
     return Dependence().run(closed, inputs)
+
+
+class _Active(Dependence):
+    """What is differentiated, as JAX sees it: derivative rules hide what is inside."""
+
+    def __init__(self) -> None:
+        self.variables: set[Var] = set()
+
+    def visit(self, eqn: JaxprEqn, states: list[bool], site: Site) -> Sequence[bool]:
+        results = [
+            state and _is_inexact(v)
+            for v, state in zip(eqn.outvars, super().visit(eqn, states, site), strict=True)
+        ]
+        pairs = zip((*eqn.invars, *eqn.outvars), (*states, *results), strict=True)
+        self.variables |= {v for v, state in pairs if state and isinstance(v, Var)}
+        return results
+
+    def equation(self, eqn: JaxprEqn, states: list[bool], site: Site) -> Sequence[bool]:
+        if stops_gradients(eqn):
+            return [False] * len(eqn.outvars)
+        return super().equation(eqn, states, site)
+
+    def custom(self, eqn: JaxprEqn, states: list[bool], site: Site) -> Sequence[bool]:
+        return [any(states)] * len(eqn.outvars)
+
+
+def active_variables(jaxpr: Jaxpr, differentiated: Sequence[bool]) -> set[Var]:
+    """Return the variables that are differentiated, those of inner jaxprs included.
+
+    Args:
+      jaxpr: The program.
+      differentiated: Whether it is differentiated with respect to each argument.
+    """
+    pairs = zip(jaxpr.invars, differentiated, strict=True)
+    given = [d and _is_inexact(v) for v, d in pairs]
+    active = _Active()
+    active.run(ClosedJaxpr(jaxpr, [None] * len(jaxpr.constvars)), given)
+    return active.variables.union(itertools.compress(jaxpr.invars, given))
+
+
+def _is_inexact(v: Atom) -> bool:
+    return hasattr(aval(v), "dtype") and jnp.issubdtype(aval(v).dtype, jnp.inexact)

@@ -17,7 +17,17 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from fnet import measured
-from fnet.jaxpr import ELEMENTWISE, Scan, aval, evaluate, inline, interpret, is_checkpoint, nbytes
+from fnet.jaxpr import (
+    ELEMENTWISE,
+    Scan,
+    active_variables,
+    aval,
+    evaluate,
+    inline,
+    interpret,
+    is_checkpoint,
+    nbytes,
+)
 from fnet.memory.cost import Cost, equation_cost
 
 _PREFIX = "fnet_tensor:"
@@ -403,15 +413,6 @@ def analyze_regions(
     return Graph(
         parts, needs, tensors, _fuse(needs, tensors), tuple(e.primitive.name for e in eqns)
     )
-
-
-def active_variables(jaxpr: Jaxpr, differentiated: Sequence[bool]) -> set[Var]:
-    """Variables that depend on the differentiated arguments."""
-    active = {v for v, d in zip(jaxpr.invars, differentiated, strict=True) if d and is_floating(v)}
-    for e in jaxpr.eqns:
-        if e.primitive.name != "stop_gradient" and any(v in active for v in variables(e.invars)):
-            active |= {v for v in e.outvars if is_floating(v)}
-    return active
 
 
 def _useful(jaxpr: Jaxpr, objective: Sequence[bool]) -> set[Var]:

@@ -18,6 +18,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
 from fnet.jaxpr import (
     Scan,
+    active_variables,
     aval,
     call_like,
     called_jaxpr,
@@ -32,7 +33,7 @@ from fnet.jaxpr import (
     switch,
 )
 from fnet.memory.cost import Cost, equation_cost
-from fnet.memory.graph import active_variables, is_floating, linearize, variables
+from fnet.memory.graph import is_floating, linearize, variables
 from fnet.memory.remat import Policy
 from fnet.memory.windows import trace_inlined
 
@@ -338,7 +339,7 @@ class _Part:
 
 
 def _is_key(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)
 
 
 def _like(x: Any, data: Any) -> Any:

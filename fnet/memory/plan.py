@@ -483,7 +483,7 @@ class _Search:
         self.compiled.append(_Compiled(timed, smallest))
         attempt.source.learn(attempt, smallest)
         is_named = isinstance(attempt.source, _Named)
-        if is_named and losses and (rule := rule_of_this_trace(losses[0].closed)):
+        if is_named and losses and (rule := rule_of_this_trace(*losses[0][:2])):
             self.reason = (
                 f"; nothing is planned, because the derivative rule of {rule.primitive.name} at "
                 f"{source_line(rule)} reads traced arrays that are not its arguments"

@@ -38,6 +38,7 @@ from fnet.jaxpr import (
     ELEMENTWISE,
     Scan,
     Site,
+    active_variables,
     aval,
     dependencies,
     evaluate,
@@ -53,7 +54,6 @@ from fnet.memory.cost import estimate_cost
 from fnet.memory.graph import (
     Graph,
     Name,
-    active_variables,
     analyze_regions,
     is_floating,
     variables,
@@ -136,10 +136,12 @@ class Division(NamedTuple):
     Attributes:
       parts: In order.
       reasons: What keeps rows together, in the largest parts without a region.
+      active: Variables that are differentiated.
     """
 
     parts: list[Region | Whole]
     reasons: list[str]
+    active: Collection[Var]
 
     @property
     def regions(self) -> list[Region]:
@@ -201,7 +203,8 @@ def divide(
       differentiated: Whether it is differentiated with respect to each argument.
       depth: Regions that are searched for one after the other. 1 is the region that saves most.
     """
-    jaxpr = closed.jaxpr
+    # Loops may compute more than what is read of them.
+    jaxpr, _ = dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
     active = active_variables(jaxpr, differentiated)
     params = active.intersection(jaxpr.invars)
     finder = _Finder(active, params, sum(made_bytes(e) for e in jaxpr.eqns), depth)
@@ -217,7 +220,7 @@ def divide(
     batch = [v for v in jaxpr.invars if v not in active and aval(v).shape]
     if reasons and batch and all(aval(v).shape[0] == 1 for v in batch):
         reasons = [ONE_ROW]
-    return Division(parts, sorted(reasons, key=lambda r: -wholes.get(r, 0)))
+    return Division(parts, sorted(reasons, key=lambda r: -wholes.get(r, 0)), active)
 
 
 def made_bytes(eqn: JaxprEqn) -> int:
@@ -336,7 +339,7 @@ class _Finder:
     def _follow(
         self, eqns: list[JaxprEqn], results: Collection[Var], roots: dict[Var, int], size: int
     ) -> _Found:
-        axes = self.axes.setdefault(size, RowAxes(size))
+        axes = self.axes.setdefault(size, RowAxes(size, self.active))
         states: dict[Var, Any] = {v: BatchAxis(a) for v, a in roots.items()}
         same: dict[Any, Any] = {}
         inside: list[JaxprEqn] = []
@@ -355,7 +358,9 @@ class _Finder:
             else:
                 out = axes.visit(eqn, given, Site())
             bad = next((s for s in out if isinstance(s, Mixed | Unknown)), None)
-            if bad is not None or not out:
+            # What reads rows for nothing is no part of the region: each chunk would run all of it.
+            is_whole = all(isinstance(s, Shared) for s in out) and not is_identity(eqn)
+            if bad is not None or is_whole:
                 if not reason and eqn.effects:
                     reason = f"{_place(eqn.primitive.name, source_line(eqn))} has an effect"
                 if not reason and bad and bad.operation:
@@ -443,7 +448,8 @@ class _Finder:
         is_number = len(differentiated) == 1 and differentiated[0] in sums
         is_number = is_number and not aval(differentiated[0]).shape
         # The gradient is scaled by the cotangent after the rules have seen 1 in its place.
-        is_number = is_number and all(map(has_linear_rules, body))
+        used = [e for e in body if any(v in self.active for v in variables(e.invars))]
+        is_number = is_number and all(map(has_linear_rules, used))
         region = Region(
             jaxpr,
             ([states[v].axis for v in rows], [states[v].axis for v in crossing]),
@@ -575,7 +581,10 @@ def _pair_roots(
     If one of them is cut, and the other is whole, the pairs are rows.
     """
     classes = AxisClasses(eqns)
-    axes = lambda v: list(zip(classes.of(v), aval(v).shape, strict=True))  # noqa: E731
+
+    def axes(v: Var) -> list[tuple[Axis, int]]:
+        return list(zip(classes.of(v), aval(v).shape, strict=True))
+
     for eqn in sorted(eqns, key=made_bytes, reverse=True):
         uses = Counter(v for v in variables(eqn.invars) if v not in params)
         for pairs in [g for v in eqn.outvars for g, n in Counter(axes(v)).items() if n > 1 < g[1]]:
@@ -635,7 +644,7 @@ def run_divided(
         else:
             inputs = part.jaxpr.invars
             wrap = inner if part.is_largest else lambda chunk: chunk
-            loop = _Loop(part, chunks, wrap, read_later, keeps.get(n, ()), held)
+            loop = _Loop(part, chunks, wrap, read_later, keeps.get(n, ()), held, division.active)
             outputs, passed = _run_region(loop, read(inputs))
             values |= zip(part.jaxpr.outvars, outputs, strict=True)
             values |= {inputs[i]: a for i, a in passed.items()}
@@ -678,10 +687,11 @@ class _Loop:
         read_later: Collection[Var],
         keeps: Collection[Var],
         held: Collection[Var],
+        active: Collection[Var],
     ) -> None:
         self.region, self.inner = region, inner
         self.row_axes, self.result_axes = region.axes
-        self.axes = RowAxes(region.size)
+        self.axes = RowAxes(region.size, active)
         self.size = -(-region.size // min(chunks, region.size))
         self.closed = ClosedJaxpr(region.jaxpr, [])
         self.results = region.jaxpr.outvars

@@ -11,7 +11,7 @@ rows alone, if that is possible, such as the random bits of a dropout mask.
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -35,6 +35,7 @@ from fnet.jaxpr import (
     Scan,
     Site,
     While,
+    active_variables,
     aval,
     call_like,
     called_jaxpr,
@@ -75,8 +76,8 @@ class Rule(NamedTuple):
 
     Attributes:
       forward: ``inputs -> results and residuals``.
-      backward: ``residuals and cotangents -> cotangents of the inexact inputs``.
-      floating: Indices of the inexact inputs, and of the inexact results.
+      backward: ``residuals and cotangents -> cotangents of the differentiated inputs``.
+      floating: Indices of the differentiated inputs, and of the inexact results.
       states: States of the residuals.
     """
 
@@ -87,10 +88,17 @@ class Rule(NamedTuple):
 
 
 class RowAxes(BatchAxes):
-    """Follow rows that keep their positions, so values may differ from row to row, and sums."""
+    """Follow rows that keep their positions, so values may differ from row to row, and sums.
 
-    def __init__(self, rows: int, is_differentiated: bool = True) -> None:
-        super().__init__(rows, is_differentiated)
+    Args:
+      rows: Number of rows.
+      active: Variables that are differentiated, those of inner jaxprs included. A derivative rule
+        is that with respect to the active operands, as JAX calls it.
+    """
+
+    def __init__(self, rows: int, active: Collection[Var] = ()) -> None:
+        super().__init__(rows, is_differentiated=bool(active))
+        self.active = active
         # With its equation, which stays alive, so that no other one gets its id.
         self.rules: dict[tuple[int, tuple[Any, ...]], tuple[JaxprEqn, Rule | None]] = {}
 
@@ -156,9 +164,8 @@ class RowAxes(BatchAxes):
 
     def custom(self, eqn: JaxprEqn, states: list[Any], site: Site) -> Sequence[Any]:
         """Follow a function with its derivative rule, which must keep rows apart, too."""
-        inner = RowAxes(self.batch_size, is_differentiated=False)
-        results = inner.follow(eqn, states, site)
-        if not self._is_differentiated or not any(isinstance(s, BatchAxis) for s in states):
+        results = RowAxes(self.batch_size).follow(eqn, states, site)
+        if not self.operands(eqn) or not any(isinstance(s, BatchAxis) for s in states):
             return results
         if any(isinstance(state, Mixed | Unknown | Sum | Indices) for state in results):
             return results if any(isinstance(s, Mixed) for s in results) else self._unknown(eqn)
@@ -171,6 +178,10 @@ class RowAxes(BatchAxes):
     def _unknown(self, eqn: JaxprEqn) -> list[Any]:
         return [Unknown(eqn.primitive.name, source_line(eqn))] * len(eqn.outvars)
 
+    def operands(self, eqn: JaxprEqn) -> list[int]:
+        """Indices of the operands that are differentiated."""
+        return _operands(eqn, self.active)
+
     def rule(self, eqn: JaxprEqn, states: Sequence[Any], results: Sequence[Any]) -> Rule | None:
         """Return the derivative rule of an equation; None if it does not keep rows apart."""
         key = id(eqn), tuple(s if isinstance(s, BatchAxis) else None for s in states)
@@ -181,12 +192,12 @@ class RowAxes(BatchAxes):
     def _find_rule(
         self, eqn: JaxprEqn, states: Sequence[Any], results: Sequence[Any]
     ) -> Rule | None:
-        floating, differentiable = _inexact(eqn.invars), _inexact(eqn.outvars)
+        floating, differentiable = self.operands(eqn), _inexact(eqn.outvars)
         programs = _derivative_programs(eqn, floating)
         if _reads_traced_arrays(programs):
             return None
         forward, backward = programs
-        analysis = RowAxes(self.batch_size, is_differentiated=False)
+        analysis = RowAxes(self.batch_size)
         found = analysis.run(forward, list(states))
         residuals = found[len(eqn.outvars) :]
         if any(not isinstance(state, BatchAxis | Shared) for state in residuals):
@@ -211,6 +222,11 @@ def _inexact(variables: Sequence[Any]) -> list[int]:
     return [i for i, v in enumerate(variables) if jnp.issubdtype(aval(v).dtype, jnp.inexact)]
 
 
+def _operands(eqn: JaxprEqn, active: Collection[Var]) -> list[int]:
+    """Indices of the operands of an equation that are differentiated."""
+    return [i for i, v in enumerate(eqn.invars) if isinstance(v, Var) and v in active]
+
+
 def _derivative_programs(eqn: JaxprEqn, floating: Sequence[int]) -> tuple[ClosedJaxpr, ClosedJaxpr]:
     """Trace the derivative rule of an equation in reverse mode: the programs of `Rule`."""
     inputs = [jax.ShapeDtypeStruct(aval(v).shape, aval(v).dtype) for v in eqn.invars]
@@ -226,13 +242,18 @@ def _reads_traced_arrays(programs: Sequence[ClosedJaxpr]) -> bool:
     return any(isinstance(c, jax.core.Tracer) for program in programs for c in program.consts)
 
 
-def rule_of_this_trace(closed: ClosedJaxpr) -> JaxprEqn | None:
+def rule_of_this_trace(closed: ClosedJaxpr, differentiated: Sequence[bool]) -> JaxprEqn | None:
     """Return an equation whose derivative rule reads traced arrays other than its arguments.
 
     Such a program cannot be evaluated again: these arrays are those of the trace that made it.
+
+    Args:
+      closed: The program.
+      differentiated: Whether it is differentiated with respect to each argument.
     """
+    active = active_variables(closed.jaxpr, differentiated)
     for eqn in find_equations(closed, CUSTOM_DERIVATIVES):
-        floating = _inexact(eqn.invars)
+        floating = _operands(eqn, active)
         if floating and _reads_traced_arrays(_derivative_programs(eqn, floating)):
             return eqn
     return None
@@ -276,7 +297,8 @@ class Value(NamedTuple):
 
     Attributes:
       state: What it is: rows, a sum, or a whole value.
-      array: Its rows, its part of the sum, or all of it; `_Later` if it was not computed yet.
+      array: Its rows, its part of the sum, or all of it; `_Later` if it was not computed yet; None
+        if its rows cannot be computed, and no result needs it.
     """
 
     state: Any
@@ -416,6 +438,8 @@ class _Interpreter:
         if (inner := called_jaxpr(eqn)) is not None:
             return self._call(eqn, inner, inputs)
         results = self.axes.visit(eqn, states, Site())
+        if all(isinstance(state, Mixed | Unknown) for state in results):
+            return [Value(state, None) for state in results]
         if (scan := Scan.read(eqn)) is not None:
             outputs = self._scan(eqn, scan, inputs)
         elif eqn.primitive.name == "while":
@@ -491,12 +515,16 @@ class _Interpreter:
         return [Value(state, a) for state, a in zip(states, outputs, strict=True)]
 
     def converted(self, values: Sequence[Value], states: Sequence[Any]) -> list[Any]:
-        """Arrays of values in these states."""
-        convert = {BatchAxis: lambda v, s: self.rows(v, s.axis), Sum: lambda v, s: self.sum(v)}
-        return [
-            convert.get(type(s), lambda v, s: self.whole(v))(v, s)
-            for v, s in zip(values, states, strict=True)
-        ]
+        """Arrays of values in these states. What rows do not tell has none, and is not read."""
+
+        def convert(value: Value, state: Any) -> Any:
+            if isinstance(state, Mixed | Unknown):
+                return None
+            if isinstance(state, BatchAxis):
+                return self.rows(value, state.axis)
+            return self.sum(value) if isinstance(state, Sum) else self.whole(value)
+
+        return [convert(v, s) for v, s in zip(values, states, strict=True)]
 
     def _scan(self, eqn: JaxprEqn, scan: Scan, inputs: list[Value]) -> list[Any]:
         consts, carry, xs = scan.split(inputs)
@@ -571,11 +599,11 @@ class _Interpreter:
         """Run a function with its derivative rule, for these rows."""
         states: list[Any] = [value.state for value in inputs]
         inner: Any = called_jaxpr(eqn, custom_derivatives=True)
-        if not self.axes._is_differentiated:
+        if not self.axes.operands(eqn):
             return self.converted(self.run(inner, inputs), results)
         rule = self.axes.rule(eqn, states, results)
         assert rule is not None
-        plain = RowAxes(self.part.total, is_differentiated=False)
+        plain = RowAxes(self.part.total)
         floating, differentiable = rule.floating
         of_cotangents = [_of_cotangent(states[i]) for i in floating]
 

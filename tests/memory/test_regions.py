@@ -376,6 +376,56 @@ def test_stopped_values_reach_operations_without_derivative():
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-6), got, expected)
 
 
+def test_rules_are_asked_for_what_is_differentiated_alone():
+    """As of `equinox.internal.nondifferentiable`, whose rule raises."""
+
+    @jax.custom_jvp
+    def fixed(x):
+        return x
+
+    @fixed.defjvp
+    def rule(primals, tangents):
+        raise RuntimeError("unexpected tangent")
+
+    def loss(params, batch):
+        h = tower(params["a"], fixed(batch["x"]))
+        return jnp.square(h).mean() / (1 + jnp.abs(h * fixed(batch["y"])).mean())
+
+    args = arguments_of(loss)
+    assert [r.size for r in division(loss, args).regions] == [N]
+    assert_same(cut(loss, 4), loss, args)
+    params, batch = args
+    smaller, plan = memory.remat_to_fit(loss, params, batch, budget="160KiB")
+    assert plan.chosen.policy.chunks > 1
+    assert_same(smaller, loss, args)
+
+
+def test_what_no_result_needs_is_not_computed():
+    """A loop that also finds the worst row, as solvers do that may stop early."""
+
+    def step(w, x):
+        return jnp.tanh(x @ w)
+
+    def run(params, batch):
+        def body(carry):
+            i, x, _ = carry
+            return i + 1, step(params["a"][0], x), jnp.sort(jnp.abs(x).sum(-1))[0]
+
+        return jax.lax.while_loop(lambda c: c[0] < 3, body, (0, batch["x"], 0.0))[1]
+
+    def unrolled(params, batch):
+        return functools.reduce(lambda x, _: step(params["a"][0], x), range(3), batch["x"])
+
+    solve = jax.custom_vjp(run)
+    solve.defvjp(
+        lambda *args: (run(*args), args), lambda args, ct: jax.vjp(unrolled, *args)[1](ct)
+    )
+    args = arguments_of(run)
+    loss = lambda *args: jnp.square(solve(*args)).mean()  # noqa: E731
+    assert [r.size for r in division(loss, args).regions] == [N]
+    assert_same(cut(loss, 4), loss, args)
+
+
 def test_callbacks_stay_outside_and_run_once():
     seen = []
 

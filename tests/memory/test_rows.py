@@ -16,7 +16,7 @@ from fnet.autodiff.per_example.batch_axis import (
     Shared,
     Unknown,
 )
-from fnet.jaxpr import aval, evaluate, factors, find_equations, inline
+from fnet.jaxpr import active_variables, aval, evaluate, factors, find_equations, inline
 from fnet.jaxpr.axes import ROWS
 from fnet.memory.regions import _jaxpr
 from fnet.memory.rows import Part, RowAxes, Sum, Value, run_rows
@@ -34,7 +34,7 @@ def allow_key_reuse():
 def in_parts(closed, args, axes, size, parts):
     """The results, from rows and sums of parts; None for a result that is neither."""
     states = [Shared() if axis is None else BatchAxis(axis) for axis in axes]
-    analysis = RowAxes(size)
+    analysis = RowAxes(size, active_variables(closed.jaxpr, [True] * len(args)))
     found = analysis.run(closed, states)
     outs = [None] * len(found)
     for start, rows in parts:
