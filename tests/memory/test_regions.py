@@ -417,9 +417,7 @@ def test_what_no_result_needs_is_not_computed():
         return functools.reduce(lambda x, _: step(params["a"][0], x), range(3), batch["x"])
 
     solve = jax.custom_vjp(run)
-    solve.defvjp(
-        lambda *args: (run(*args), args), lambda args, ct: jax.vjp(unrolled, *args)[1](ct)
-    )
+    solve.defvjp(lambda *args: (run(*args), args), lambda args, ct: jax.vjp(unrolled, *args)[1](ct))
     args = arguments_of(run)
     loss = lambda *args: jnp.square(solve(*args)).mean()  # noqa: E731
     assert [r.size for r in division(loss, args).regions] == [N]
