@@ -99,7 +99,7 @@ def attribute(folder: RunFolder, options: AttributeArguments, console: Console) 
     data = describe_data(run.task.dataset, private=config.is_private)
     if changed := compare_data(folder, config, data):
         log(changed)
-    run.task.before_batches()
+    run.task.before_batches(folder.path)
     rows = TrainingRows(run.task.dataset, config.data.batch_size)
     is_query = options.example is not None or options.prompt is not None
     if is_recorded and not is_query:
