@@ -538,12 +538,12 @@ def test_mixup_gets_its_strength_from_the_config(tmp_path, monkeypatch):
     monkeypatch.setattr(
         labeled_images,
         "draw_mixup",
-        lambda n, alpha, g: alphas.append(alpha) or draw(n, alpha, g),
+        lambda n, alpha, g, cutmix: alphas.append((alpha, cutmix)) or draw(n, alpha, g, cutmix),
     )
     write_class_folders(tmp_path, train=4, test=2)
-    data = ImageFolder(path=str(tmp_path), image_size=8, resize=8, mixup=0.3).load()
-    next(training_batches(data, 4, 0))
-    assert {*alphas} == {0.3}
+    options = {"image_size": 8, "resize": 8, "mixup": 0.3, "cutmix": 0.5}
+    next(training_batches(ImageFolder(path=str(tmp_path), **options).load(), 4, 0))
+    assert {*alphas} == {(0.3, 0.5)}
 
 
 @pytest.mark.parametrize("options", [{}, {"mixup": 0.4}, {"crop": "padded", "cache": True}])
