@@ -225,7 +225,7 @@ RELEASED_FILES = {
 }  # fmt: skip
 RELEASED_METRICS = {
     "step", "epoch", "train/grad_norm", "train/learning_rate", "privacy/epsilon", "test/loss",
-    "test/accuracy", "test/top5",
+    "test/accuracy", "test/top5", "test/macro_precision", "test/macro_recall", "test/macro_f1", "test/calibration_error", "test/auc",
 }  # fmt: skip
 
 
