@@ -69,6 +69,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "resnet50_synthetic": (),
     "cifar10_resnet": _CIFAR,
     "cifar10_revnet": _CIFAR,
+    "classify": (*_IMAGES, "--data.batch-size", "16", *_FEW),
     "imagenet_resnet34": _IMAGENET,
     "imagenet_resnet50": _IMAGENET,
     "imagenet_resnet101": _IMAGENET,

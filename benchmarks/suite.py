@@ -120,6 +120,7 @@ SUITE = (
     Benchmark("planning", packages=("equinox", "dm-haiku"), cpu=True),
     Benchmark("clipped_grad"),
     Benchmark("clipped_grad_peers", quick=("--rounds", "7"), cpu=True),
+    Benchmark("clipped_grad_models", cpu=True),
     Benchmark("clipped_grad_slow_paths", packages=("equinox",), cpu=True),
     Benchmark("peers_tests", packages=("chex", "dp_accounting", "pytest"), cpu=True),
     Benchmark("batched"),

@@ -105,6 +105,7 @@ FORMULAS = {
     "elu": lambda z: np.where(z < 0, 0.3 * np.expm1(z), z),
     "softplus": lambda z: np.log1p(np.exp(z)),
     "relu": lambda z: np.maximum(z, 0),
+    "relu_squared": lambda z: np.maximum(z, 0) ** 2,
     "gelu": lambda z: z / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (z + 0.044715 * z**3))),
     "gelu_exact": lambda z: z / 2 * (1 + np.vectorize(math.erf)(z / np.sqrt(2))),
     "quick_gelu": lambda z: z / (1 + np.exp(-1.702 * z)),
