@@ -288,7 +288,7 @@ def _by_expert(
     token_at = jnp.full(blocks * size, t).at[place].set(order // k)
     in_blocks = x.at[token_at].get(mode="fill", fill_value=0).reshape(blocks, size, -1)
     # Blocks after the last one that is used are computed for the last expert, and dropped.
-    owner = jnp.searchsorted(first_block, jnp.arange(blocks), side="right") - 1
+    owner = (first_block[None] <= jnp.arange(blocks)[:, None]).sum(1) - 1
 
     # Without this, the backward pass would save the weights of each block.
     @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(_SAVED))
