@@ -560,6 +560,11 @@ def aval(atom: Any) -> Any:
     return atom.aval
 
 
+def is_floating(v: Any) -> bool:
+    """Whether a variable can be differentiated."""
+    return hasattr(aval(v), "dtype") and jnp.issubdtype(aval(v).dtype, jnp.inexact)
+
+
 def is_reference(atom: Any) -> bool:
     """Whether an input or output of an equation is a mutable array (`jax.new_ref`)."""
     return hasattr(atom.aval, "inner_aval")

@@ -17,20 +17,18 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
-import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from fnet.jaxpr.axes import stops_gradients
 from fnet.jaxpr.interpreter import (
     CUSTOM_DERIVATIVES,
-    Atom,
     Scan,
     ShardMap,
     While,
-    aval,
     called_jaxpr,
     interpret,
     is_checkpoint,
+    is_floating,
     is_reference,
     scopes,
     with_bodies,
@@ -379,7 +377,7 @@ class _Active(Dependence):
 
     def visit(self, eqn: JaxprEqn, states: list[bool], site: Site) -> Sequence[bool]:
         results = [
-            state and _is_inexact(v)
+            state and is_floating(v)
             for v, state in zip(eqn.outvars, super().visit(eqn, states, site), strict=True)
         ]
         pairs = zip((*eqn.invars, *eqn.outvars), (*states, *results), strict=True)
@@ -403,11 +401,7 @@ def active_variables(jaxpr: Jaxpr, differentiated: Sequence[bool]) -> set[Var]:
       differentiated: Whether it is differentiated with respect to each argument.
     """
     pairs = zip(jaxpr.invars, differentiated, strict=True)
-    given = [d and _is_inexact(v) for v, d in pairs]
+    given = [d and is_floating(v) for v, d in pairs]
     active = _Active()
     active.run(ClosedJaxpr(jaxpr, [None] * len(jaxpr.constvars)), given)
     return active.variables.union(itertools.compress(jaxpr.invars, given))
-
-
-def _is_inexact(v: Atom) -> bool:
-    return hasattr(aval(v), "dtype") and jnp.issubdtype(aval(v).dtype, jnp.inexact)

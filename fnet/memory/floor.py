@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
-from fnet.jaxpr import Scan, active_variables, aval, inline, nbytes, source_line
-from fnet.memory.graph import is_floating, variables
+from fnet.jaxpr import Scan, active_variables, aval, inline, is_floating, nbytes, source_line
+from fnet.memory.graph import variables
 from fnet.memory.regions import Division, Region, wide
 
 

@@ -107,11 +107,6 @@ def renames(eqn: JaxprEqn) -> bool:
     return all(a.size == b.size and a.dtype == b.dtype for a, b in pairs)
 
 
-def is_floating(v: Any) -> bool:
-    """Whether a variable can be differentiated."""
-    return hasattr(aval(v), "dtype") and jnp.issubdtype(aval(v).dtype, jnp.inexact)
-
-
 def variables(atoms: Iterable[Any]) -> Iterator[Var]:
     """Yield the inputs of an equation that are variables."""
     return (a for a in atoms if not isinstance(a, Literal))

@@ -28,12 +28,13 @@ from fnet.jaxpr import (
     inner_jaxprs,
     interpret,
     is_checkpoint,
+    is_floating,
     is_reference,
     nbytes,
     switch,
 )
 from fnet.memory.cost import Cost, equation_cost
-from fnet.memory.graph import is_floating, linearize, variables
+from fnet.memory.graph import linearize, variables
 from fnet.memory.remat import Policy
 from fnet.memory.windows import trace_inlined
 

@@ -45,6 +45,7 @@ from fnet.jaxpr import (
     factors,
     inner_jaxprs,
     interpret,
+    is_floating,
     is_identity,
     nbytes,
     source_line,
@@ -55,7 +56,6 @@ from fnet.memory.graph import (
     Graph,
     Name,
     analyze_regions,
-    is_floating,
     variables,
 )
 from fnet.memory.rows import Part, RowAxes, Sum, Value, run_rows, slice_rows
@@ -289,9 +289,10 @@ class _Finder:
         least = LEAST_SHARE * self.total
         if depth == self.depth or whole <= least or bound <= 0:
             return whole, [Whole(eqns)] if eqns else []
-        roots = list(_roots(eqns, self.params))
+        classes = AxisClasses(eqns)
+        roots = list(_roots(eqns, self.params, classes))
         known = [r for r in roots if depth >= 2 and r[1] == size]  # after two regions
-        pairs = itertools.islice(_pair_roots(eqns, self.params), MOST_AXES)
+        pairs = itertools.islice(_pair_roots(eqns, self.params, classes), MOST_AXES)
         reason = ""
         for some in (known, roots, pairs):
             found = [self._follow(eqns, results, *r) for r in some]
@@ -529,14 +530,13 @@ def _slice(v: Var, made_by: dict[Var, JaxprEqn], known: Iterable[Var] = ()) -> l
 
 
 def _roots(
-    eqns: Sequence[JaxprEqn], params: Collection[Var]
+    eqns: Sequence[JaxprEqn], params: Collection[Var], classes: AxisClasses
 ) -> Iterator[tuple[dict[Var, int], int]]:
     """Arrays and their axes that may be cut, with the number of rows.
 
     An axis may begin anywhere: in an argument, or in a result whose operands do not have it, such
     as heads that were features, or two batches that are joined. Parameters are not cut.
     """
-    classes = AxisClasses(eqns)
     groups: dict[tuple[Axis, int], dict[Var, int]] = {}
     made: set[Var] = set()
 
@@ -574,13 +574,12 @@ def _roots(
 
 
 def _pair_roots(
-    eqns: Sequence[JaxprEqn], params: Collection[Var]
+    eqns: Sequence[JaxprEqn], params: Collection[Var], classes: AxisClasses
 ) -> Iterator[tuple[dict[Var, int], int]]:
     """Operands of one axis that meet on two axes of a result, such as ``y[:, None] > y[None]``.
 
     If one of them is cut, and the other is whole, the pairs are rows.
     """
-    classes = AxisClasses(eqns)
 
     def axes(v: Var) -> list[tuple[Axis, int]]:
         return list(zip(classes.of(v), aval(v).shape, strict=True))

@@ -46,6 +46,7 @@ from fnet.jaxpr import (
     find_equations,
     in_scopes,
     interpret,
+    is_floating,
     is_identity,
     is_linear_in,
     lengthen,
@@ -192,7 +193,8 @@ class RowAxes(BatchAxes):
     def _find_rule(
         self, eqn: JaxprEqn, states: Sequence[Any], results: Sequence[Any]
     ) -> Rule | None:
-        floating, differentiable = self.operands(eqn), _inexact(eqn.outvars)
+        floating = self.operands(eqn)
+        differentiable = [i for i, v in enumerate(eqn.outvars) if is_floating(v)]
         programs = _derivative_programs(eqn, floating)
         if _reads_traced_arrays(programs):
             return None
@@ -216,10 +218,6 @@ class RowAxes(BatchAxes):
 def _of_cotangent(state: Any) -> Any:
     """State of the cotangent of a value: each chunk has its rows, or adds its part."""
     return state if isinstance(state, BatchAxis) else Sum()
-
-
-def _inexact(variables: Sequence[Any]) -> list[int]:
-    return [i for i, v in enumerate(variables) if jnp.issubdtype(aval(v).dtype, jnp.inexact)]
 
 
 def _operands(eqn: JaxprEqn, active: Collection[Var]) -> list[int]:

@@ -10,14 +10,13 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from fnet.backward_pass import bind_static, finish_together
-from fnet.jaxpr import Scan, evaluate, in_scopes, inline
+from fnet.jaxpr import Scan, evaluate, in_scopes, inline, is_floating
 from fnet.memory.graph import (
     CARRY,
     IN_LOOP,
     Name,
     array_names,
     as_text,
-    is_floating,
     merge,
     pieces,
     run_named,
