@@ -354,12 +354,7 @@ class _WithConfig(Generic[A]):
 
 
 def read(kind: type[A], flags: Sequence[str], prog: str) -> A:
-    """Parse the options of a command.
-
-    Args:
-      kind: class of the options, such as `EvalArguments`; each field has a default.
-      flags: ``["--top-k", "3", ...]``.
-      prog: command with its positional arguments, for ``--help``.
+    """Parse the options of a command; ``prog`` is shown by ``--help``.
 
     Raises:
       UserError: for an unknown option, or a value of a wrong type or out of range.
@@ -371,18 +366,7 @@ def read(kind: type[A], flags: Sequence[str], prog: str) -> A:
 def read_with_config(
     kind: type[A], config: Config, flags: Sequence[str], prog: str
 ) -> tuple[A, Config]:
-    """Parse the options of a command and the overrides of its config.
-
-    Args:
-      kind: class of the options, such as `TrainArguments`; each field has a default.
-      config: config to override.
-      flags: ``["--section.field", "value", ...]``.
-      prog: command with its positional arguments, for ``--help``.
-
-    Raises:
-      UserError: for an unknown option or field, or a value of a wrong type or out of range.
-      SystemExit: with code 0, after ``--help``.
-    """
+    """Parse the options of a command and the overrides of its config, as `read`."""
     defaults = _WithConfig(kind(), _switch_variants(config, flags))
     summary = (inspect.getdoc(kind) or "").partition("\n")[0]
     parsed = _parse(_WithConfig[kind], defaults, flags, prog, summary)  # type: ignore[valid-type]

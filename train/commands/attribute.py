@@ -75,13 +75,10 @@ def main(argv: list[str]) -> None:
 
 
 def attribute(folder: RunFolder, options: AttributeArguments, console: Console) -> Scores:
-    """Score the training examples of a run for its test loss, or for one prediction.
+    """Score the training examples [train, 1] of a run for its test loss, or for one prediction.
 
     Print the most important ones, write all of them as a table to ``attribution/NAME.csv``, and
     draw images.
-
-    Returns:
-      Scores [train, 1].
 
     Raises:
       UserError: for a run without a checkpoint, options that do not fit it, or a folder that

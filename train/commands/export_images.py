@@ -49,13 +49,6 @@ def published_model(
 
     Learned positions are resized to this size. The logits are compared with the run's.
 
-    Args:
-      folder: folder of the run.
-      config: config of the run.
-      section: its section ``model``.
-      source: the published model.
-      best: restore the best checkpoint instead of the newest.
-
     Raises:
       UserError: if the library has no such classifier, or there is no checkpoint.
     """

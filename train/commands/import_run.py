@@ -70,13 +70,6 @@ def import_weights(
 ) -> InitialWeights:
     """Create a run at step 0 with trained weights.
 
-    Args:
-      config: config of the run, whose network takes the weights.
-      source: file or folder of weights (`weight_files.read`).
-      out: folder of the run: config.json, import.json and a checkpoint of step 0.
-      options: which arrays to read. The norm of the weights is by default the one in the
-        file's metadata, or the publisher's.
-
     Raises:
       UserError: if file and network do not fit, or the data or the folder cannot be used.
         Nothing is written then.
@@ -112,11 +105,6 @@ def import_model(config: Config, section: Pretrained, out: Path) -> tuple[ModelF
     """Create a run at step 0 with the weights of the published model.
 
     The weights are not copied. Their headers are compared with config.json.
-
-    Args:
-      config: config of the run.
-      section: its section ``model``.
-      out: folder of the run.
 
     Returns:
       The model's folder, and the shapes of its parameters.

@@ -66,11 +66,6 @@ def predict(folder: RunFolder, given: Sequence[str], options: PredictArguments) 
     Masks and overlays of segmented images are written, and predictions.json unless
     ``options.json``.
 
-    Args:
-      folder: folder of the run.
-      given: image files and folders of images.
-      options: options of the command.
-
     Returns:
       The content of predictions.json: ``step``, ``predictions`` of the readable images and
       ``unreadable`` ones. A prediction has ``labels``, the most probable first, or those of the

@@ -333,19 +333,7 @@ def sample_images(
     labels: Array,
     options: ImageArguments,
 ) -> Array:
-    """Sample one image per label.
-
-    Args:
-      section: the section ``model`` of the run's config.
-      network: its dataset and model.
-      params: model parameters.
-      state: model state; attention contexts are read as in training.
-      labels: class indices [N].
-      options: sampler, steps, guidance and seed.
-
-    Returns:
-      Images [N, H, W, C] in [0, 1], float32.
-    """
+    """Sample one image per label [N], float32 [N, H, W, C] in [0, 1]."""
     dataset, model = network
     # Rows of most datasets are paths, so that the shape of an image is known from a batch.
     shape, classes = sample_batch(dataset, 1)["image"].shape[1:], len(dataset.classes)

@@ -104,24 +104,6 @@ def _make_adapter(kinds: tuple[type[Section], ...]) -> TypeAdapter[Config]:
     return TypeAdapter(Config)
 
 
-# Names that the config.json of older runs has, and the current names.
-_RENAMED_SECTIONS = {"guard": "nonfinite"}
-_RENAMED_FIELDS = {
-    "data": {
-        "held_out": "test_split",
-        "test_share": "test_fraction",
-        "jitter": "color_jitter",
-        "keep": "cache",
-    },
-    "model": {"body": "backbone"},
-    "nonfinite": {"max_bad_steps": "max_skipped"},
-}
-_RENAMED_VALUES = {
-    ("data", "crop"): {"centre": "center"},
-    ("memory", "policy"): {"keep": "none", "named": "norms", "products": "dots"},
-}
-
-
 def to_json(config: Config) -> str:
     """Write a config as JSON, which `from_json` reads back as an equal config.
 
@@ -134,20 +116,14 @@ def to_json(config: Config) -> str:
 
 
 def from_json(text: str | bytes, where: str) -> Config:
-    """Read and check a config.
-
-    Field names of earlier versions of fnet are accepted.
-
-    Args:
-      text: JSON, as `to_json` writes it. Missing fields take their defaults.
-      where: source of the text, for the error.
+    """Read and check a config. Missing fields take their defaults.
 
     Raises:
       UserError: for an unknown field, a wrong type or a value out of range. The error names the
-        first such field, its value, the allowed values and, if it differs, the version of fnet
-        that wrote the config.
+        source ``where``, the first such field, its value, the allowed values and, if it differs,
+        the version of fnet that wrote the config.
     """
-    text, version = _update_names(text)
+    text, version = _split_version(text)
     try:
         return _adapter().validate_json(text)
     except ValidationError as error:
@@ -164,34 +140,16 @@ def _version() -> str:
     return fnet.__version__
 
 
-def _update_names(text: str | bytes) -> tuple[str | bytes, str | None]:
-    """Replace the names of earlier versions of fnet in a config's JSON.
-
-    Returns:
-      The JSON, and the version of fnet that wrote it, if it names one. Text that is not the JSON
-      of an object is returned unchanged.
-    """
+def _split_version(text: str | bytes) -> tuple[str | bytes, str | None]:
+    """Return a config's JSON without the version of fnet that wrote it, and this version."""
     try:
         plain = json.loads(text)
     except (ValueError, RecursionError):
         return text, None
     if not isinstance(plain, dict):
         return text, None
-    version = plain.pop("fnet_version") if isinstance(plain.get("fnet_version"), str) else None
-    plain = _rename_keys(plain, _RENAMED_SECTIONS)
-    for name, section in plain.items():
-        if isinstance(section, dict):
-            plain[name] = _rename_keys(section, _RENAMED_FIELDS.get(name, {}))
-    for (name, key), values in _RENAMED_VALUES.items():
-        section = plain.get(name)
-        if isinstance(section, dict) and isinstance(section.get(key), str):
-            section[key] = values.get(section[key], section[key])
+    version = plain.pop("fnet_version", None)
     return json.dumps(plain, ensure_ascii=False), version
-
-
-def _rename_keys(plain: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
-    """Rename keys, except those whose new name is already there."""
-    return {key if names.get(key) in plain else names.get(key, key): v for key, v in plain.items()}
 
 
 def check(config: Config, where: str) -> Config:

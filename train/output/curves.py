@@ -155,11 +155,7 @@ class XAxis(NamedTuple):
 
 
 def read_curves(lines: Sequence[Mapping[str, Any]]) -> dict[str, Curve]:
-    """Return the curves of a run by name: its metrics, and its noise scale averaged over steps.
-
-    Args:
-      lines: Lines of metrics.jsonl in the order of their steps.
-    """
+    """Return the curves of a run by name: its metrics, and its noise scale averaged over steps."""
     names = dict.fromkeys(k for line in lines for k, v in line.items() if type(v) in (int, float))
     curves = {}
     for name in names:
@@ -219,13 +215,7 @@ class Thinned(NamedTuple):
 
 
 def thin(x: np.ndarray, y: np.ndarray, most: int) -> Thinned:
-    """Average a curve over ``most`` equal parts of its range; a curve of few points is unchanged.
-
-    Args:
-      x: Places, [N], in rising order.
-      y: Values, [N].
-      most: Most points to return, at least 1.
-    """
+    """Average a curve [N] over ``most`` equal parts of its range; few points are unchanged."""
     if len(x) <= most or x[-1] <= x[0]:
         return Thinned(x, y, y, y)
     part = np.minimum((x - x[0]) / (x[-1] - x[0]) * most, most - 1).astype(int)
@@ -242,14 +232,8 @@ def thin(x: np.ndarray, y: np.ndarray, most: int) -> Thinned:
 def draw(ax: Axes, metric: Metric, x_axis: XAxis, runs: int = 1, points: int = MOST_POINTS) -> None:
     """Draw a metric of one or several runs, with a band from least to greatest if thinned.
 
-    Lines of run i have the gid ``run{i}-{part}``.
-
-    Args:
-      ax: Axes to draw into.
-      metric: The metric.
-      x_axis: The horizontal axis.
-      runs: Number of runs. The lines of one run are colored by part, else by run.
-      points: Most points of a curve.
+    Lines of run i have the gid ``run{i}-{part}``. The lines of one run are colored by part, else by
+    run.
     """
     if metric.log:
         ax.set_yscale("log")

@@ -80,9 +80,6 @@ def noise_scale_course(lines: Sequence[Mapping[str, Any]]) -> list[tuple[int, fl
     estimates are noisy, and unlike them their ratio is biased. Therefore each is averaged
     exponentially (half-life: a tenth of the run) before the division. Steps at which the average of
     |G|^2 is not positive are dropped.
-
-    Args:
-      lines: lines of metrics.jsonl, with ``train/grad_var`` and ``train/grad_sq``.
     """
     measured = [r for r in lines if "train/grad_sq" in r and r["step"] > 0]
     course = []

@@ -22,14 +22,10 @@ _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
 
 def image_grid(images: np.ndarray, names: Sequence[str], title: str, path: Path) -> None:
-    """Save rows of images, in the format of the path's suffix or as PNG.
+    """Save rows of images [rows, columns, H, W, C] in [0, 1], in the format of the path's suffix.
 
-    Args:
-      images: Images in [0, 1], [rows, columns, H, W, C]. One channel is drawn dark on white.
-        Of three or more channels the first three are shown.
-      names: Name of each row.
-      title: Title of the picture.
-      path: Path of the file.
+    Without a suffix it is PNG. One channel is drawn dark on white. Of three or more channels the
+    first three are shown.
     """
     rows, columns, h, w, c = images.shape
     padded = np.pad(images, ((0, 0), (0, 0), (1, 1), (1, 1), (0, 0)))
@@ -73,16 +69,8 @@ def segmentations(
 ) -> None:
     """Save images, true masks and predicted masks side by side with a legend, as a PNG.
 
-    Args:
-      images: uint8 [H, W, 3], which may differ in size.
-      masks: True labels, [H, W]. Labels beyond the classes are drawn as void.
-      predictions: Predicted labels, [H, W].
-      classes: Names. The legend shows those that occur in a mask or in a prediction, and void if
-        it occurs.
-      colors: Colors of the labels, uint8 [256, 3].
-      captions: Caption of each prediction.
-      title: Title of the picture.
-      path: Path of the PNG.
+    Images are uint8 [H, W, 3] and may differ in size. True labels beyond the classes are drawn as
+    void. The legend shows the classes that occur.
     """
     masks = [np.where(mask < len(classes), mask, 255) for mask in masks]
     tiles, texts = [], []
@@ -245,16 +233,7 @@ def _tile(
     room: float,
     inches: float,
 ) -> tuple[Figure, Axes]:
-    """Draw images in rows on white as one picture, which is faster than one axes per image.
-
-    Args:
-      images: uint8 [H, W, 3], centered in columns of the widest one's width.
-      captions: Text and color above each image.
-      title: Title of the picture.
-      columns: Images per row.
-      room: Room above each image, as a share of its height.
-      inches: Width of a column.
-    """
+    """Draw images in rows on white as one picture, which is faster than one axes per image."""
     height, width = (max(image.shape[axis] for image in images) for axis in (0, 1))
     rows, above, gap = -(-len(images) // columns), max(round(room * height), 1), max(width // 16, 1)
     canvas = np.full((rows * (height + above), columns * (width + gap), 3), 255, np.uint8)

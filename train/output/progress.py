@@ -97,12 +97,6 @@ class Progress:
 
     The remaining time follows from the mean time of a step since this object was entered,
     evaluations and checkpoints included.
-
-    Args:
-      console: Console of the run.
-      total: Number of steps of the run.
-      start: Number of steps that an earlier part of the run took.
-      now: Clock in seconds.
     """
 
     def __init__(

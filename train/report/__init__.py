@@ -33,11 +33,7 @@ _POINTS_OF_A_PAGE = 18_000
 def report(folders: Sequence[RunFolder], out: Path | None, console: Console) -> Path:
     """Write the page about runs, finished or not, and return its path.
 
-    Args:
-      folders: Folders of the runs, at least one.
-      out: Path of the page. By default report.html, in the folder of a single run, else in
-        the working directory.
-      console: Console that the path is printed on.
+    By default it is report.html, in the folder of a single run, else in the working directory.
 
     Raises:
       UserError: if a folder holds no run or is given twice, or if the page cannot be written
@@ -65,12 +61,7 @@ def report(folders: Sequence[RunFolder], out: Path | None, console: Console) -> 
 
 
 def render(runs: Sequence[Run], now: float) -> str:
-    """Return the page about runs, in ASCII so that no encoding garbles it.
-
-    Args:
-      runs: Runs with different labels, at least one.
-      now: Time in seconds since 1970.
-    """
+    """Return the page about runs, in ASCII so that no encoding garbles it."""
     metrics = metrics_of([run.curves for run in runs])
     if all(run.has_text for run in runs):
         title = "loss (nats per token)"

@@ -22,13 +22,8 @@ def to_svg(
     """Draw a small chart and return it as an SVG element.
 
     Styles become attributes, because the page's policy forbids inline styles. Colors become
-    variables of the style sheet, which differ between light and dark mode.
-
-    Args:
-      draw: Function that draws into the axes of the chart.
-      x_name: Name of the horizontal axis.
-      name: Name of the chart, unique in the page.
-      titles: Descriptions of lines by gid. A line of gid ``run0-test`` gets the class ``run0``.
+    variables of the style sheet, which differ between light and dark mode. ``titles`` describe
+    lines by gid. A line of gid ``run0-test`` gets the class ``run0``.
     """
     figure = Figure(figsize=(400 / 72, 190 / 72))
     figure.text(0.002, 0.075, x_name)

@@ -74,17 +74,10 @@ def score_in_blocks(
     make_scorer: Callable[[], Callable[[Arrays], Any]],
     progress: Callable[[int, int], None],
 ) -> np.ndarray:
-    """Score all training examples; blocks of an earlier call that was stopped are read.
+    """Score all training examples [train, columns]; blocks of an earlier, stopped call are read.
 
-    Args:
-      folder: Folder of the blocks.
-      identity: What the scores follow from, as JSON data. Blocks of another one are removed.
-      rows: Batches of the training examples.
-      make_scorer: Returns the function that scores a batch; called if a block is missing.
-      progress: Called with the number of batches that are done, and of all.
-
-    Returns:
-      Scores [train, columns].
+    Blocks in the folder that follow from another identity are removed. A scorer is made if a
+    block is missing. ``progress`` gets the number of batches that are done, and of all.
     """
     key = folder / "blocks.json"
     folder.mkdir(parents=True, exist_ok=True)
@@ -148,13 +141,7 @@ def write_losses(
 ) -> list[Path]:
     """Write attribution.csv and attribution.png: the training examples of the highest loss first.
 
-    Args:
-      folder: Folder of the run.
-      rows: Training examples.
-      columns: ``loss`` [train] and ``score`` [train], how much each lowers the test loss.
-
-    Returns:
-      The files.
+    Columns are ``loss`` [train] and ``score`` [train], how much each lowers the test loss.
     """
     order, table, picture = descending(columns["loss"]), folder.attributions, folder.suspects
     _write_table(table, rows, columns, order)
@@ -166,17 +153,9 @@ def write_losses(
 def write_query(
     folder: RunFolder, rows: TrainingRows, columns: dict[str, np.ndarray], name: str, text: str
 ) -> list[Path]:
-    """Write attribution/NAME.csv and NAME.png: the most helpful training examples first.
+    """Write attribution/NAME.csv and NAME.png: the training examples that help most first.
 
-    Args:
-      folder: Folder of the run.
-      rows: Training examples.
-      columns: ``loss`` [train] and ``score`` [train] for the query.
-      name: Name of the files.
-      text: Description of the query.
-
-    Returns:
-      The files.
+    Columns are ``loss`` [train] and ``score`` [train] for the query, which ``text`` describes.
     """
     order, table = descending(columns["score"]), folder.attribution / f"{name}.csv"
     picture, half = table.with_suffix(".png"), _NUM_PICTURED // 2
@@ -231,11 +210,7 @@ def print_examples(
 
 
 def _draw(path: Path, rows: TrainingRows, shown: dict[int, bool], title: str) -> bool:
-    """Draw training images with label and file, harmful ones in red.
-
-    Returns:
-      Whether the examples are labeled images.
-    """
+    """Draw training images with label and file, harmful ones in red; whether these are images."""
     if not rows.dataset.classes or "label" not in rows.dataset.train:
         return False
     images = rows.read(np.array([*shown]))["image"]

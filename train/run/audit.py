@@ -17,13 +17,8 @@ def audit(
 ) -> Audit:
     """Compute a lower bound on epsilon from canaries.
 
-    Args:
-      run: setup of a run with canaries.
-      canaries: its canaries.
-      params: final parameters.
-      seed: ``data`` of the run's `train.run.seeds.Seeds`.
-      initial_known: whether the initial parameters follow from the config. Otherwise the scores
-        are less precise, but the bound holds.
+    If the initial parameters do not follow from the config, scores are less precise, but the bound
+    holds.
     """
     replicated = run.layout.replicated if run.layout else None
     values = jax.device_get(jax.jit(canaries.values, out_shardings=replicated)(params))

@@ -153,11 +153,7 @@ class Checkpoints:
     ) -> None:
         """Start to save a checkpoint. The state may be donated as soon as this returns.
 
-        Args:
-          step: number of steps taken.
-          state: train state after them.
-          position: position in the data.
-          score: quality of the state, by which the best checkpoint is kept.
+        The best checkpoint is kept by its score.
 
         Raises:
           TrainingError: if this checkpoint or the one before cannot be written.
@@ -255,11 +251,8 @@ class Checkpoints:
     def _read_data(self, step: int) -> dict[str, Any]:
         """Read what is saved besides the arrays: position, checksums and score."""
         data = self._manager.restore(step, args=ocp.args.Composite(data=ocp.args.JsonRestore()))
-        content: dict[str, Any] = data.data
-        if "checksum" not in content:  # an earlier version saved it
-            return content
         try:
-            return unseal(content)
+            return unseal(data.data)
         except ValueError as error:
             raise DamagedError(f"its position in the data cannot be used: {error}") from error
 

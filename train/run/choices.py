@@ -67,13 +67,6 @@ def load_questions(
     questions lose their beginning. With a chat template, the question is a user's message and the
     choice the start of the assistant's answer.
 
-    Args:
-      path: File.
-      option: Flag that names it, for error messages.
-      tokenizer: Tokenizer of the model.
-      context: Largest number of tokens that the model reads.
-      template: Chat template to write questions with.
-
     Raises:
       UserError: if the file is unreadable or has no questions, or a question is wrong.
     """

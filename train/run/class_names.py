@@ -32,12 +32,6 @@ def check_classes(
 ) -> None:
     """Check that the labels of the data mean the same as when the run began.
 
-    Args:
-      folder: folder of the run; without class names in it, any are accepted.
-      classes: class names of the data.
-      label_map: labels of the values of masks, if there are masks.
-      scaling: scaling of numbers, if these are predicted.
-
     Raises:
       UserError: for the first label that has another name, for a mask's value that has another
         label, or for numbers of another mean or deviation.

@@ -39,15 +39,6 @@ def draw_results(
 
     A private run of which only covered results are written shows no test images.
 
-    Args:
-      run: setup of the run.
-      evaluate: evaluator of the run.
-      trained: parameters and model state.
-      evaluation: their evaluation.
-      title: beginning of the pictures' titles.
-      confusion: path of a PNG.
-      examples: path of a PNG.
-
     Returns:
       The pictures that were written: none without classes.
     """

@@ -92,14 +92,10 @@ def load(
     new_classifier: bool | None = None,
     allow_nonfinite: bool = False,
 ) -> InitialWeights:
-    """Read weights for the network of a run.
+    """Read weights for the network of a run, from a file or folder as for `weight_files.read`.
 
-    Args:
-      run: setup of the run.
-      source: file or folder, as for `weight_files.read`.
-      trained_with: norm of the weights. None: the norm in the file's metadata, or the norm of
-        its publisher, or the network's.
-      new_classifier, allow_nonfinite: as for `fnet.interop.torch.load_state_dict`.
+    Without ``trained_with``, it is the norm in the file's metadata, or the norm of its publisher,
+    or the network's. The other options are those of `fnet.interop.torch.load_state_dict`.
 
     Raises:
       UserError: if the source cannot be read, or the weights do not fit the network.

@@ -152,9 +152,7 @@ def idle_since(metrics: Any) -> float:
 def score_of(metrics: Mapping[str, float], metric: str | None = None) -> float | None:
     """Return the score of a network, which is larger for a better one; None if it is not finite.
 
-    Args:
-      metrics: metrics of an evaluation.
-      metric: the one that counts; None is mean IoU, else accuracy, else the loss.
+    Without a metric, it is mean IoU, else accuracy, else the loss.
 
     Raises:
       UserError: if there is no such metric.

@@ -57,11 +57,6 @@ def compile_step(
 ) -> Planned:
     """Compile the train step of a config, planned if ``config.memory`` has a budget.
 
-    Args:
-      run: setup of the run.
-      target: device to compile for, by default this machine's.
-      progress: called with each candidate of a plan when it is compiled.
-
     Raises:
       UserError: for a budget that nothing fits, or a policy that this device does not support.
     """
@@ -215,14 +210,11 @@ def largest_batch(
     target: Target | None = None,
     progress: SizeProgress | None = None,
 ) -> Planned | None:
-    """Find the largest batch size whose step needs at most ``limit`` bytes.
+    """Find the largest batch size whose step needs at most ``limit`` bytes; None if none fits.
 
     Two programs give a line, and a third verifies where it meets the limit. With the policy
     ``auto``, it is the policy that takes less at the config's batch size, of ``none`` and
     ``segments``.
-
-    Returns:
-      The step of that batch size, or None if not even the smallest one fits.
     """
     policy = run.config.memory.policy
     policies: list[str | Policy] = [policy] if policy != "auto" else ["none", "segments"]

@@ -90,14 +90,9 @@ def predict_on(
     progress: Progress | None = None,
     size_progress: SizeProgress | None = None,
 ) -> Prediction:
-    """Compile the step of a config for a device, and estimate its time.
+    """Compile the step of a config for a device, by default this machine, and estimate its time.
 
-    Args:
-      run: setup of the run.
-      target: device with as many devices as the config's mesh; None for this machine.
-      largest: find the largest batch that fits.
-      progress: called with each candidate of a plan when it is compiled.
-      size_progress: called with each batch size and its peak.
+    With ``largest``, the largest batch that fits is found.
 
     Raises:
       UserError: if not even the smallest batch fits; for ``largest`` without a limit; or as

@@ -49,22 +49,14 @@ class Overhead(NamedTuple):
         return ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
 
     def peak(self, state_bytes: int, *programs: int) -> int:
-        """Return the peak of the process: while a program runs, or while a checkpoint is written.
-
-        Args:
-          state_bytes: Bytes of the train state.
-          *programs: Peaks of the compiled programs, of which one runs at a time.
-        """
+        """Return the peak of the process while a program runs, or a checkpoint is written."""
         return self.always + max(state_bytes + self.checkpoint, *programs)
 
 
 def overhead(state: Any, batch: Any, batches: int) -> Overhead:
     """Estimate the memory of a training process on CPU besides its compiled programs.
 
-    Args:
-      state: Shapes of the train state.
-      batch: Shapes of a batch.
-      batches: Number of batches that exist at once.
+    State and batch are shapes; ``batches`` is the number of batches that exist at once.
     """
     sizes = [tree_bytes(leaf) for leaf in jax.tree.leaves(state)]
     in_background = sum(sizes) <= IN_FLIGHT

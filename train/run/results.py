@@ -54,9 +54,7 @@ def print_facts(console: Console, facts: Mapping[str, str]) -> None:
 def before_training(programs: Programs, lines: list[dict[str, Any]]) -> dict[str, str]:
     """Summarize a run whose step is compiled: data, network, memory, steps and time.
 
-    Args:
-      programs: Compiled programs of the run.
-      lines: Lines of metrics.jsonl of an earlier part of the run.
+    ``lines`` are those of metrics.jsonl of an earlier part of the run.
     """
     planned = programs.planned
     run, report = planned.run, planned.executable.report
@@ -117,17 +115,9 @@ def write_results(
 ) -> None:
     """Write the summary and the pictures of a finished run, and print its results.
 
-    Args:
-      run: setup of the run.
-      folder: folder of the run.
-      programs: compiled programs of the run.
-      state: train state after the last step.
-      evaluation: evaluation of the state; None if the run was resumed after its last step.
-      seeds: seeds of the run.
-      log: prints a line.
-      is_trained: whether this process took a step.
-      start_time: time of its start by `time.perf_counter`, less the time of earlier processes.
-      measured: fields of summary.json that only training can measure.
+    Without an evaluation, because the run was resumed after its last step, the state is evaluated.
+    ``start_time`` is the start of the process, less the time of earlier ones. ``measured`` are
+    fields of summary.json that only training can measure.
     """
     evaluation = evaluation or programs.evaluate(state)
     written = [folder.summary, folder.curves, folder.memory_picture]

@@ -92,8 +92,7 @@ def mark_saved(folder: RunFolder) -> None:
 def check_saved(folder: RunFolder) -> str | None:
     """Check that a run still has a checkpoint if it ever saved one.
 
-    Returns:
-      A line for the user if it has not saved one yet, so that it begins again; else None.
+    A run that has not saved one yet begins again, which the returned line says.
 
     Raises:
       UserError: if none is left, or if nothing says whether there was one.
@@ -116,15 +115,7 @@ def check_saved(folder: RunFolder) -> str | None:
 
 
 def check_data(folder: RunFolder, config: Config, data: dict[str, Any]) -> str | None:
-    """Compare the data of a resumed run with those that it had before.
-
-    Args:
-      folder: folder of the run.
-      config: config of the run.
-      data: its data now, from `describe_data`.
-
-    Returns:
-      What changed, in a line for the user; None if nothing did.
+    """Compare the data of a resumed run with those that it had before; say what changed, or None.
 
     Raises:
       UserError: if they changed in a private run, whose guarantee holds for one dataset, or if
@@ -225,9 +216,7 @@ def _count(data: dict[str, Any]) -> str:
 def describe_data(dataset: Dataset, *, private: bool) -> dict[str, Any]:
     """Return the number of examples, a checksum of their rows, contents and users, and their names.
 
-    Args:
-      dataset: the data.
-      private: whether the checksum must cover all of it, however long that takes.
+    If the run is private, the checksum covers all of it, however long that takes.
     """
     counts = num_examples(dataset.train) - dataset.canaries, num_examples(dataset.test)
     names: list[Iterable[str]] = [map(dataset.name, range(counts[0]))]

@@ -93,11 +93,7 @@ class Setup(NamedTuple):
         return (self.step.microbatches,) if fixed else None
 
     def training_batches(self, seed: int) -> grain.DatasetIterator:
-        """Return an endless iterator of batches, whose position is in its ``get_state``.
-
-        Args:
-          seed: ``data`` of `train.run.seeds.Seeds`.
-        """
+        """Return an endless iterator of batches, whose position is in its ``get_state``."""
         dataset, size = self.task.dataset, self.config.data.batch_size
         if dataset.canaries:
             dataset = exclude(dataset, draw_included(dataset.canaries, seed))
@@ -222,10 +218,6 @@ def setup(config: Config, *, without_data: bool = False, dataset: Dataset | None
 
 def check_resumed_length(run: Setup, saved: Config) -> None:
     """Check that a resumed private run takes as many steps as its noise was calibrated for.
-
-    Args:
-      run: setup of the run.
-      saved: config that it began with.
 
     Raises:
       UserError: if it takes more or fewer.

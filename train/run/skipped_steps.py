@@ -31,11 +31,6 @@ class SkippedSteps:
     several consecutive ones, the source of the NaN or infinity is found, too, which computes the
     gradient once more.
 
-    Args:
-      run: setup of the run.
-      path: the file, which is created when there is something to write.
-      log: prints a line.
-
     Attributes:
       consecutive: Number of consecutive skipped steps up to the last one that was checked.
     """

@@ -39,11 +39,8 @@ def check(config: Config) -> None:
 def tracking(config: Config, folder: Path, start: int) -> Iterator[Log]:
     """Yield a function that sends lines of metrics to the config's trackers.
 
-    Args:
-      config: config of the run.
-      folder: folder of the run; TensorBoard's files are in ``tensorboard``.
-      start: step after which the run begins. Of later steps that a killed run logged,
-        TensorBoard drops the old values and Weights & Biases the new ones.
+    Of steps after ``start`` that a killed run logged, TensorBoard drops the old values, and Weights
+    & Biases the new ones.
 
     Raises:
       UserError: if Weights & Biases does not start, for lack of a login or a network.

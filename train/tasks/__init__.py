@@ -34,11 +34,7 @@ def load(config: Config) -> Dataset:
 
 
 def build(config: Config, dataset: Dataset | None = None) -> Task:
-    """Build the task of a config.
-
-    Args:
-      config: Config of the run.
-      dataset: Data to use in place of those that the config describes.
+    """Build the task of a config, with a dataset in place of the one that it describes if given.
 
     Raises:
       UserError: if the network is invalid, or the data do not fit it.

@@ -8,29 +8,16 @@ _BINS = 15
 
 
 def accuracy_by_class(confusion: np.ndarray) -> np.ndarray:
-    """Return the recall of each class; NaN for a class without examples.
-
-    Args:
-      confusion: counts of examples or pixels [true, predicted].
-
-    Returns:
-      float64 [classes].
-    """
+    """Return the recall [classes] from counts [true, predicted]; NaN without examples."""
     return _divide(np.diag(confusion), confusion.sum(1))
 
 
 def iou_by_class(confusion: np.ndarray) -> np.ndarray:
-    """Return the intersection over union (Jaccard index) of each class.
+    """Return the intersection over union (Jaccard index) [classes] from counts [true, predicted].
 
     The intersection is the number of pixels of the class that are predicted as it. The union is
     the number of pixels that are either (Everingham et al. 2015, "The Pascal Visual Object Classes
-    Challenge: A Retrospective").
-
-    Args:
-      confusion: counts [true, predicted].
-
-    Returns:
-      float64 [classes]; NaN for a class that is neither there nor predicted.
+    Challenge: A Retrospective"). It is NaN for a class that is neither there nor predicted.
     """
     intersection = np.diag(confusion)
     return _divide(intersection, confusion.sum(0) + confusion.sum(1) - intersection)
@@ -61,12 +48,8 @@ def precision_recall_f1(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return precision, recall and F1 of each class; NaN for a class without examples.
 
-    The precision of a class that is never predicted is 0, as in scikit-learn.
-
-    Args:
-      both: number of examples of each class that are predicted as it.
-      predicted: number that are predicted as it.
-      there: number of examples of it.
+    ``both`` counts the examples of a class that are predicted as it. The precision of a class that
+    is never predicted is 0, as in scikit-learn.
     """
     precision = np.where(there > 0, both / np.maximum(predicted, 1), np.nan)
     return (
@@ -77,17 +60,10 @@ def precision_recall_f1(
 
 
 def auc(outputs: np.ndarray, is_class: np.ndarray) -> np.ndarray:
-    """Return the area under the ROC curve of each class against the others.
+    """Return the area under the ROC curve [K] of each class against the others, of outputs [N, K].
 
     It is the probability that an example of the class has the larger output than another one, half
-    of it for equal outputs (Mann-Whitney U).
-
-    Args:
-      outputs: [N, K].
-      is_class: bool [N, K].
-
-    Returns:
-      float64 [K]; NaN for a class of which all or no examples are.
+    of it for equal outputs (Mann-Whitney U). It is NaN if all or no examples are of the class.
     """
     positive = is_class.sum(0)
     negative = len(is_class) - positive
@@ -101,10 +77,6 @@ def calibration_error(probability: np.ndarray, right: np.ndarray) -> float:
 
     It is the mean of |accuracy - mean probability| over bins of equal width, weighted by their
     examples (Guo et al. 2017, "On Calibration of Modern Neural Networks").
-
-    Args:
-      probability: of the predicted class, [N].
-      right: whether the prediction is right, [N].
     """
     at = np.minimum((probability * _BINS).astype(int), _BINS - 1)
     difference = np.bincount(at, right - probability.astype(np.float64), _BINS)

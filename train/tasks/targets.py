@@ -204,13 +204,7 @@ KINDS: dict[str, type[OneClass] | type[Labels] | type[Numbers]] = {
 
 
 def describe_output(kind: str, names: Sequence[str], output: np.ndarray) -> dict[str, Any]:
-    """Return what is predicted for an image, for a row of a table.
-
-    Args:
-      kind: name in `KINDS`.
-      names: names of classes, labels or numbers.
-      output: probabilities, or numbers as in the table, [K].
-    """
+    """Return what is predicted for an image from its outputs [K], for a row of a table."""
     if kind == "numbers":
         values = zip(names, output.tolist(), strict=True)
         return {f"predicted {name}": value for name, value in values}
