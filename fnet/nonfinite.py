@@ -10,7 +10,15 @@ import numpy as np
 from jax import Array
 from jax.extend.core import JaxprEqn
 
-from fnet.jaxpr import argument_names, called_jaxpr, evaluate, interpret, scopes, source_line
+from fnet.jaxpr import (
+    argument_names,
+    called_jaxpr,
+    custom_function,
+    evaluate,
+    interpret,
+    scopes,
+    source_line,
+)
 
 
 class Nonfinite(NamedTuple):
@@ -143,7 +151,7 @@ class _Recorder(NamedTuple):
         layer = (*outer_scopes, *scopes(eqn))
         # In the backward pass, only a call itself is marked, not its equations.
         backward = in_backward or "transpose(" in str(eqn.source_info.name_stack)
-        if (inner := called_jaxpr(eqn, custom_derivatives=True)) is not None:
+        if (inner := called_jaxpr(eqn) or custom_function(eqn)) is not None:
             handle = functools.partial(self.handle, outer_scopes=layer, in_backward=backward)
             return interpret(inner, inputs, handle, self.add_constant)
         numbers = tuple(number for number, _ in inputs)

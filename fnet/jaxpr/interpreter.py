@@ -26,6 +26,8 @@ Atom = Var | Literal
 _CALLS = ("jit", "pjit", "closed_call")
 CUSTOM_DERIVATIVES = ("custom_jvp_call", "custom_vjp_call")
 """Primitives of functions with derivative rules of their own."""
+_HIGH_LEVEL = "call_hi_primitive"
+"""The primitive of all `jax.experimental.hijax.HiPrim`: with such rules, too."""
 _TRANSFORMED = re.compile(r"(?<!\w)(?:jvp|transpose|vmap|linearize|pmap)\(([^()]*)\)")
 _NOTE = "fnet interpreted the equation "
 
@@ -196,6 +198,30 @@ def called_jaxpr(eqn: JaxprEqn, *, custom_derivatives: bool = False) -> ClosedJa
     if custom_derivatives and name == "linear_call":
         return _closed(eqn.params["callee"])
     return None
+
+
+def custom_function(eqn: JaxprEqn) -> ClosedJaxpr | None:
+    """Return what an equation with derivative rules of its own computes, else None.
+
+    These are functions with `jax.custom_jvp` or `jax.custom_vjp`, and primitives of
+    `jax.experimental.hijax`, such as `jax.numpy.searchsorted` since JAX 0.12.
+    """
+    if eqn.primitive.name != _HIGH_LEVEL:
+        inner = called_jaxpr(eqn, custom_derivatives=True)
+        return None if inner is None or called_jaxpr(eqn) is not None else inner
+    arrays = [aval(v) for v in eqn.invars]
+    if not all(type(a) is jax.core.ShapedArray for a in arrays):
+        return None
+    return _expansion(eqn.params["_prim"], tuple((a.shape, a.dtype) for a in arrays))
+
+
+@functools.lru_cache(512)
+def _expansion(primitive: Any, arrays: tuple[tuple[tuple[int, ...], Any], ...]) -> ClosedJaxpr:
+    def expand(*inputs: Any) -> list[Any]:
+        return jax.tree.leaves(primitive.expand(*jax.tree.unflatten(primitive.in_tree, inputs)))
+
+    expanded: ClosedJaxpr = jax.make_jaxpr(expand)(*(jax.ShapeDtypeStruct(*a) for a in arrays))
+    return expanded
 
 
 def is_checkpoint(eqn: JaxprEqn) -> bool:
@@ -492,7 +518,7 @@ def inline(closed: ClosedJaxpr, *, custom_derivatives: bool = False) -> ClosedJa
     """
 
     def handle(eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
-        inner = called_jaxpr(eqn, custom_derivatives=custom_derivatives)
+        inner = called_jaxpr(eqn) or (custom_function(eqn) if custom_derivatives else None)
         if inner is None or is_checkpoint(eqn):
             return evaluate(eqn, inputs)
         with in_scopes(eqn):

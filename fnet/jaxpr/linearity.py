@@ -14,7 +14,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from fnet.jaxpr.axes import is_identity, is_linear_in
-from fnet.jaxpr.interpreter import CUSTOM_DERIVATIVES, aval
+from fnet.jaxpr.interpreter import aval, custom_function
 from fnet.jaxpr.propagation import Propagation, Site
 
 T = TypeVar("T")
@@ -59,9 +59,8 @@ def has_backward_rule(eqn: JaxprEqn) -> bool:
 
     The transpose of any other equation is linear in the cotangent, except for rounding.
     """
-    return eqn.primitive.name.startswith(
-        (*CUSTOM_DERIVATIVES, "custom_linear_solve", "custom_transpose_call", "linear_call")
-    )
+    solvers = "custom_linear_solve", "custom_transpose_call"
+    return eqn.primitive.name in solvers or custom_function(eqn) is not None
 
 
 def solver(eqn: JaxprEqn, inputs: Sequence[T]) -> tuple[ClosedJaxpr, list[T]] | None:

@@ -21,11 +21,11 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from fnet.jaxpr.axes import stops_gradients
 from fnet.jaxpr.interpreter import (
-    CUSTOM_DERIVATIVES,
     Scan,
     ShardMap,
     While,
     called_jaxpr,
+    custom_function,
     interpret,
     is_checkpoint,
     is_floating,
@@ -143,7 +143,7 @@ class Propagation(abc.ABC, Generic[S]):
         if (inner := called_jaxpr(eqn)) is not None:
             return self.call(eqn, inner, states, site)
         handle: Callable[[JaxprEqn, list[S], Site], Sequence[S]]
-        if name.startswith(CUSTOM_DERIVATIVES):
+        if custom_function(eqn) is not None:
             handle = self.custom
         else:
             control = {
@@ -161,8 +161,8 @@ class Propagation(abc.ABC, Generic[S]):
         return self.run(inner, states, site._replace(in_checkpoint=in_checkpoint))
 
     def custom(self, eqn: JaxprEqn, states: list[S], site: Site) -> Sequence[S]:
-        """Follow a `jax.custom_jvp` or `jax.custom_vjp` as the function that it is."""
-        inner: Any = called_jaxpr(eqn, custom_derivatives=True)
+        """Follow what has derivative rules of its own as the function that it is."""
+        inner: Any = custom_function(eqn)
         return self.run(inner, states, site)
 
     def scan(self, eqn: JaxprEqn, states: list[S], site: Site) -> Sequence[S]:

@@ -40,6 +40,7 @@ from fnet.jaxpr import (
     call_like,
     called_jaxpr,
     counted_factor,
+    custom_function,
     differentiate,
     evaluate,
     factors,
@@ -444,7 +445,7 @@ class _Interpreter:
             outputs = self._while(eqn, inputs, results)
         elif "branches" in eqn.params:
             outputs = self._branches(eqn, inputs, results)
-        elif eqn.primitive.name.startswith(CUSTOM_DERIVATIVES):
+        elif custom_function(eqn) is not None:
             outputs = self._custom(eqn, inputs, results)
         elif is_identity(eqn):
             outputs = evaluate(eqn, [self.whole(v) for v in inputs])
@@ -596,7 +597,7 @@ class _Interpreter:
     def _custom(self, eqn: JaxprEqn, inputs: list[Value], results: Sequence[Any]) -> list[Any]:
         """Run a function with its derivative rule, for these rows."""
         states: list[Any] = [value.state for value in inputs]
-        inner: Any = called_jaxpr(eqn, custom_derivatives=True)
+        inner: Any = custom_function(eqn)
         if not self.axes.operands(eqn):
             return self.converted(self.run(inner, inputs), results)
         rule = self.axes.rule(eqn, states, results)

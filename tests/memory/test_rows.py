@@ -10,6 +10,7 @@ from equation_cases import equations
 from jax.extend.core import ClosedJaxpr, Literal
 
 from fnet.autodiff.per_example.batch_axis import (
+    BatchAxes,
     BatchAxis,
     Indices,
     Mixed,
@@ -174,6 +175,32 @@ def test_a_function_with_a_derivative_rule_is_called_with_its_operands_exchanged
     expected = jax.grad(lambda *args: f(*args).sum(), (0, 1))(*args)
     for a, b in zip(grads, expected, strict=True):
         np.testing.assert_allclose(a, b, 1e-5, 1e-6)
+
+
+def test_what_jax_writes_as_one_primitive_of_high_level():
+    """`searchsorted`, `frexp` and `ldexp` since JAX 0.12."""
+
+    def f(x, edges):
+        mantissa, exponent = jnp.frexp(jnp.sin(x))
+        return jnp.ldexp(mantissa, exponent + 1) * jnp.searchsorted(edges, x)
+
+    draw = np.random.default_rng(0)
+    args = jnp.asarray(draw.standard_normal((4, 3)), jnp.float32), jnp.linspace(-2, 2, 9)
+    closed = jax.make_jaxpr(f)(*args)
+    assert BatchAxes(4, is_differentiated=True).run(closed, [BatchAxis(0), Shared()]) == [
+        BatchAxis(0)
+    ]
+
+    def in_two(x):
+        found, (out,) = in_parts(closed, (x, args[1]), (0, None), 4, [(0, 1), (1, 3)])
+        assert found == [BatchAxis(0)]
+        return out
+
+    (out, vjp), (expected, expected_vjp) = (
+        jax.vjp(g, args[0]) for g in (in_two, lambda x: f(x, args[1]))
+    )
+    np.testing.assert_array_equal(out, expected)
+    np.testing.assert_allclose(vjp(out)[0], expected_vjp(out)[0], 1e-6)
 
 
 def test_values_in_another_state_than_expected_are_an_error():

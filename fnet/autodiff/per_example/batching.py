@@ -29,6 +29,7 @@ from fnet.jaxpr import (
     Scan,
     aval,
     called_jaxpr,
+    custom_function,
     evaluate,
     in_scopes,
     interpret,
@@ -126,7 +127,8 @@ class _Interpreter(NamedTuple):
             return self._checkpoint(eqn, operands)
         # A program that was differentiated only has the custom functions it does not
         # differentiate.
-        if (inner := called_jaxpr(eqn, custom_derivatives=not self.keep_rules)) is not None:
+        inner = called_jaxpr(eqn) or (None if self.keep_rules else custom_function(eqn))
+        if inner is not None:
             with in_scopes(eqn):
                 return self.run(inner, operands)
         if (scan := Scan.read(eqn)) is not None:
