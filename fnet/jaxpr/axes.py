@@ -799,12 +799,12 @@ ELEMENTWISE = frozenset(name for name, row in ROWS.items() if row.is_elementwise
 
 WITHOUT_ROW = {
     "inner functions, which `Propagation` follows": (
-        "call checkpoint closed_call cond core_call custom_jvp_call custom_lin custom_vjp_call jit "
-        "pjit remat2 scan shard_map while"
+        "call checkpoint closed_call cond core_call custom_jvp_call custom_lin custom_vjp_call "
+        "eval_jaxpr jit pjit remat2 scan shard_map while"
     ),
     "inner functions with rules of their own": (
         "call_exported call_hi_primitive call_hi_primitive_linearized composite core_map "
-        "custom_jvp_call_jaxpr custom_linear_solve custom_partitioning custom_vmap_call eval_jaxpr "
+        "custom_jvp_call_jaxpr custom_linear_solve custom_partitioning custom_vmap_call "
         "linear_call pallas_call remat_opt run_state select_and_scatter stage"
     ),
     "side effects and their order": (

@@ -23,7 +23,7 @@ CHECKPOINT = ("checkpoint", "remat2")
 Atom = Var | Literal
 """An input of an equation, or a result of a jaxpr."""
 
-_CALLS = ("jit", "pjit", "closed_call")
+_CALLS = ("jit", "pjit", "closed_call", "eval_jaxpr")
 CUSTOM_DERIVATIVES = ("custom_jvp_call", "custom_vjp_call")
 """Primitives of functions with derivative rules of their own."""
 _HIGH_LEVEL = "call_hi_primitive"
