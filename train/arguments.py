@@ -172,8 +172,10 @@ class ExportArguments(CheckpointArguments):
     """Output file; a folder for a published model."""
     format: Literal["safetensors", "stablehlo", "onnx"] = "safetensors"
     """Weights alone, or an image network for any batch size: for jax.export, or for ONNX."""
-    names: Literal["reference", "torchvision"] = "reference"
-    """Array names: as in mapillary/inplace_abn, or as in torchvision (ResNets only)."""
+    names: Annotated[
+        Literal["reference", "torchvision", "timm"] | None, _default("the first that fits")
+    ] = None
+    """Array names: of mapillary/inplace_abn (reference), torchvision or timm, where it has them."""
     for_norm: Annotated[Literal["abn", "batch"] | None, _default("the norm of the network")] = None
     """Norm of the network that will load the weights; they are converted to it."""
     adapters: bool = False

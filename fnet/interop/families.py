@@ -6,26 +6,31 @@ A network is a list of `Tensor`, the names and layouts of its arrays in a file, 
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fnet.interop.huggingface.checkpoint import KERNELS, SUFFIXES, Tensor, layer_tensor
 from fnet.models.blocks import STEMS
 from fnet.models.densenet import DEPTHS as DENSENETS
+from fnet.models.efficientnet import VARIANTS as EFFICIENTNETS
+from fnet.models.efficientnet import Stage
+from fnet.models.regnet import VARIANTS as REGNETS
 from fnet.models.resnet import BASIC, VARIANTS
 from fnet.models.resnet import DEPTHS as RESNETS
 from fnet.models.resnext import DEPTHS as RESNEXTS
+from fnet.models.swin import VARIANTS as SWINS
 from fnet.models.wider_resnet import DEPTHS as WIDER_RESNETS
 from fnet.optim import CLASSIFIERS
 
-NAMES = ("reference", "torchvision")
-"""Naming schemes: mapillary/inplace_abn for its networks; torchvision and timm for ResNets,
-DenseNets and DeepLabV3."""
+NAMES = ("reference", "torchvision", "timm")
+"""Naming schemes: mapillary/inplace_abn for its networks; torchvision for ResNets, DenseNets and
+DeepLabV3, which timm names alike; both for EfficientNets, MobileNetV3s, RegNets and Swins."""
 
 SUPPORTED = (
     "ResNet, ResNeXt and Wide ResNet of torchvision and timm with the suffixes c, d, s and t, "
-    "DenseNet, torchvision's DeepLabV3, all of mapillary/inplace_abn; ViT, DeiT, DINOv2, CLIP, "
-    "SigLIP and ConvNeXt as folders with config.json"
+    "DenseNet, EfficientNet, EfficientNetV2, MobileNetV3, RegNet and Swin of both, torchvision's "
+    "DeepLabV3, all of mapillary/inplace_abn; ViT, DeiT, DINOv2, CLIP, SigLIP and ConvNeXt as "
+    "folders with config.json"
 )
 """Weights that fnet reads."""
 
@@ -70,9 +75,64 @@ _DEEPLAB: Rules = (
     (r"^head\.", "classifier."),
     (r"^cls\.", "classifier.4."),
 )
+
+_SWIN_LAYERS = (
+    (r"\.attention\.body\.layer_norm\.", ".norm1."),
+    (r"\.feed_forward\.body\.layer_norm\.", ".norm2."),
+    (r"\.attention\.body\.mixer\.query_key_value\.", ".attn.qkv."),
+    (r"\.attention\.body\.mixer\.output\.", ".attn.proj."),
+    (r"\.attention\.body\.mixer\.position_bias\.weight", ".attn.relative_position_bias_table"),
+    (r"^patches\.layer_norm\.", "patches.norm."),
+    (r"^(down\d)\.layer_norm\.", r"\1.norm."),
+)
+_SWIN: dict[str, Rules] = {
+    "torchvision": (
+        *_SWIN_LAYERS,
+        (r"^patches\.conv\.", "features.0.0."),
+        (r"^patches\.norm\.", "features.0.2."),
+        (r"^stage(\d+)\.", lambda m: f"features.{2 * int(m[1]) + 1}."),
+        (r"^down(\d+)\.", lambda m: f"features.{2 * int(m[1])}."),
+        (r"\.feed_forward\.body\.mixer\.expand\.", ".mlp.0."),
+        (r"\.feed_forward\.body\.mixer\.contract\.", ".mlp.3."),
+    ),
+    "timm": (
+        *_SWIN_LAYERS,
+        (r"^patches\.conv\.", "patch_embed.proj."),
+        (r"^patches\.norm\.", "patch_embed.norm."),
+        (r"^stage(\d+)\.", r"layers.\1.blocks."),
+        (r"^down(\d+)\.", r"layers.\1.downsample."),
+        (r"\.feed_forward\.body\.mixer\.expand\.", ".mlp.fc1."),
+        (r"\.feed_forward\.body\.mixer\.contract\.", ".mlp.fc2."),
+        (r"^head\.", "head.fc."),
+    ),
+}
+_LETTERS = {"1": "a", "2": "b", "3": "c"}
+_REGNET: dict[str, Rules] = {
+    "torchvision": (
+        (r"^stem\.conv\.", "stem.0."),
+        (r"^stem\.bn\.", "stem.1."),
+        (r"^layer(\d)\.(\d+)\.", r"trunk_output.block\1.block\1-\2."),
+        (
+            r"\.(conv|bn)(\d)\.",
+            lambda m: f".f.{_LETTERS[m[2]]}.{0 if m[1] == 'conv' else 1}.",
+        ),
+        (r"\.se\.reduce\.", ".f.se.fc1."),
+        (r"\.se\.expand\.", ".f.se.fc2."),
+        (r"\.downsample\.", ".proj."),
+    ),
+    "timm": (
+        (r"^layer(\d)\.(\d+)\.", lambda m: f"s{m[1]}.b{int(m[2]) + 1}."),
+        (r"\.(conv|bn)(\d)\.", r".conv\2.\1."),
+        (r"\.se\.reduce\.", ".se.fc1."),
+        (r"\.se\.expand\.", ".se.fc2."),
+        (r"\.downsample\.0\.", ".downsample.conv."),
+        (r"\.downsample\.1\.", ".downsample.bn."),
+        (r"^fc\.", "head.fc."),
+    ),
+}
 _OLD_DENSENET = re.compile(r"(\bdenselayer\d+\.(?:norm|conv))\.([12])\.")
 _MAX_PREFIXES = 100
-_CLASSIFIER = re.compile(r"(fc|classifier\.fc|cls|head)\.(kernel|bias)")
+_CLASSIFIER = re.compile(r"(fc|classifier|classifier\.fc|cls|head)\.(kernel|bias)")
 _TORCH_HEAD = re.compile(r"(fc|classifier|head|cls|aux_classifier)\.")
 
 
@@ -130,17 +190,86 @@ def _tensor(name: str, array: Any, rules: Rules) -> Tensor:
     key = tensor.name
     for pattern, replacement in rules:
         key = re.sub(pattern, replacement, key)
-    return tensor._replace(name=key)
+    is_hidden = key == "conv_head.weight" and rank == 2  # a 1x1 convolution of pooled features
+    return tensor._replace(name=key, layout="ba11" if is_hidden else tensor.layout)
 
 
 def _rules(variables: Iterable[str], names: str) -> Rules:
+    variables = tuple(variables)
+    if names not in namings(variables):
+        raise ValueError(f"to_torch: the network has no counterpart with names of {names}")
     if names == "reference":
         return _REFERENCE
-    variables = tuple(variables)
+    if _has(variables, r"^stage0\.0\.body\."):
+        return _efficientnet_rules(variables, names)
+    if _has(variables, r"^patches\."):
+        return _SWIN[names]
+    if _has(variables, r"^stem\."):
+        return _REGNET[names]
     if not _has(variables, r"^(body\.)?layer1\."):
         return _DENSENET + _DEEPLAB
     deep = _DEEP_STEM if _has(variables, r"^(body\.)?conv3\.") else ()
     return deep + _DEEPLAB
+
+
+_PARTS = ("expand", "spatial", "fused", "se", "project")
+
+
+def _efficientnet_rules(variables: Sequence[str], names: str) -> Rules:
+    """Name the parts of each block by their number, which depends on the parts that there are."""
+    pattern = re.compile(r"stage(\d+)\.(\d+)\.body\.(\w+)\.")
+    parts: defaultdict[tuple[int, int], set[str]] = defaultdict(set)
+    for name in variables:
+        if m := pattern.match(name):
+            parts[int(m[1]), int(m[2])].add(m[3])
+    numbers = {block: i for i, block in enumerate(sorted(parts))}
+    is_mobile, torchvision = _has(variables, r"^hidden\."), names == "torchvision"
+    last = max(stage for stage, _ in parts) + 2
+    inner = {"conv": "0", "bn": "1", "reduce": "fc1", "expand": "fc2"}
+
+    def part(m: re.Match[str]) -> str:
+        block, name, layer = (int(m[1]), int(m[2])), m[3], m[4]
+        own = [p for p in _PARTS if p in parts[block]]
+        if torchvision:
+            where = f"{numbers[block] + 1}" if is_mobile else f"{block[0] + 1}.{block[1]}"
+            return f"features.{where}.block.{own.index(name)}.{inner[layer]}."
+        where = f"blocks.{block[0]}.{block[1]}."
+        if name == "se":
+            return f"{where}se.conv_{layer}."
+        convs = [p for p in own if p != "se"]
+        if layer == "bn":
+            return f"{where}bn{convs.index(name) + 1}."
+        return (
+            where
+            + {
+                "expand": "conv_pw.",
+                "spatial": "conv_dw.",
+                "fused": "conv." if len(convs) == 1 else "conv_exp.",
+                "project": "conv_pw." if convs[0] == "spatial" else "conv_pwl.",
+            }[name]
+        )
+
+    blocks = (r"^stage(\d+)\.(\d+)\.body\.(\w+)\.(\w+)\.", part)
+    if torchvision:
+        last = len(numbers) + 1 if is_mobile else last
+        return (
+            blocks,
+            (r"^stem\.conv\.", "features.0.0."),
+            (r"^stem\.bn\.", "features.0.1."),
+            (r"^last\.conv\.", f"features.{last}.0."),
+            (r"^last\.bn\.", f"features.{last}.1."),
+            (r"^classifier\.", "classifier.3." if is_mobile else "classifier.1."),
+            (r"^hidden\.dense\.", "classifier.0."),
+        )
+    before = f"blocks.{last - 1}.0." if is_mobile else ""
+    return (
+        blocks,
+        (r"^stem\.conv\.", "conv_stem."),
+        (r"^stem\.bn\.", "bn1."),
+        (r"^last\.conv\.", f"{before}conv." if is_mobile else "conv_head."),
+        (r"^last\.bn\.", f"{before}bn1." if is_mobile else "bn2."),
+        (r"^hidden\.dense\.", "conv_head."),
+    )
 
 
 def _has(names: Iterable[str], pattern: str) -> bool:
@@ -150,6 +279,8 @@ def _has(names: Iterable[str], pattern: str) -> bool:
 def namings(variables: Iterable[str]) -> tuple[str, ...]:
     """Naming schemes of `NAMES` that have all of a network's arrays."""
     variables = tuple(variables)
+    if _has(variables, r"^(stage0\.0\.body|patches\.conv|stem\.bn)\."):
+        return ("torchvision", "timm")
     dense = _has(variables, r"^(body\.)?tra2\.") and _has(variables, r"^(body\.)?mod1\.bn1\.")
     other_head = _has(variables, "^head") and not _has(variables, r"^head\.0\.convs\.")
     if other_head or not (dense or _has(variables, r"^(body\.)?layer1\.")):
@@ -211,7 +342,7 @@ def prefixes(keys: Iterable[str]) -> list[str]:
 
 
 def _recognize(shapes: Mapping[str, tuple[int, ...]]) -> Weights | None:
-    readers = (_read_deeplab, _read_densenet, _read_reference, _read_resnet)
+    readers = (_read_deeplab, _read_densenet, _read_reference, _read_resnet, _read_variant)
     return next((found for read in readers if (found := read(shapes)) is not None), None)
 
 
@@ -363,6 +494,91 @@ _IN_TORCHVISION = {
 }
 
 
+_OUTPUTS = (  # family, publisher, weights that compute the output of a block
+    ("efficientnet", "torchvision", r"features\.(\d+)\.(?:(\d+)\.)?block\.(\d)\.0\.weight"),
+    ("efficientnet", "timm", r"blocks\.(\d+)\.(\d+)\.(conv|conv_pwl?)\.weight"),
+    ("regnet", "torchvision", r"trunk_output\.block(\d)\.block\d-(\d+)\.f\.(c)\.0\.weight"),
+    ("regnet", "timm", r"s(\d)\.b(\d+)\.(conv3)\.conv\.weight"),
+    ("swin", "torchvision", r"features\.(\d)\.(\d+)\.attn\.(proj)\.weight"),
+    ("swin", "timm", r"layers\.(\d)\.blocks\.(\d+)\.attn\.(proj)\.weight"),
+)
+_VARIANTS = {"efficientnet": EFFICIENTNETS, "regnet": REGNETS, "swin": SWINS}
+_TORCHVISION = re.compile(r"efficientnet_(b|v2)|mobilenet_v3|regnet_|swin_[tsb]$")
+_HEADS = ("classifier.3", "classifier.1", "classifier", "fc", "head.fc", "head")
+
+
+def _read_variant(shapes: Mapping[str, tuple[int, ...]]) -> Weights | None:
+    """Read the EfficientNets, MobileNetV3s, RegNets and Swins of torchvision and timm."""
+    for family, publisher, pattern in _OUTPUTS:
+        outputs: dict[tuple[int, int], dict[str, int]] = {}
+        for key, shape in shapes.items():
+            if m := re.fullmatch(pattern, key):
+                outputs.setdefault((int(m[1]), int(m[2] or 0)), {})[m[3]] = shape[0]
+        widths = [max(outputs[block].items())[1] for block in sorted(outputs)]
+        if family == "efficientnet" and "conv_head.bias" in shapes:
+            widths = widths[:-1]  # timm's MobileNetV3 counts the last convolution as a block
+        squeezes = _has(shapes, r"\.se\.")
+        table = [s for key, s in shapes.items() if key.endswith("position_bias_table")]
+        names = [
+            name
+            for name, row in _VARIANTS[family].items()
+            if widths == _widths(row)
+            and row.get("squeeze", squeezes) == squeezes
+            and all(n == (2 * row.get("window", 7) - 1) ** 2 for n, _ in table)
+            and _is_of(name, publisher)
+        ]
+        if not widths or not names:
+            continue
+        known = [variant_options(name, publisher) for name in names]
+        options = {k: v for k, v in known[0].items() if all(o.get(k) == v for o in known)}
+        head = next((f"{h}.weight" for h in _HEADS if f"{h}.weight" in shapes), None)
+        return Weights(
+            title=f"{publisher}'s {' or '.join(names)}",
+            model=family,
+            options=options,
+            variant=names[0],
+            norm=None if family == "swin" else "batch",
+            activation="relu" if family == "regnet" else None,
+            classes=None if head is None else shapes[head][0],
+        )
+    return None
+
+
+def _is_of(name: str, publisher: str) -> bool:
+    """Whether a publisher has a variant of this name; both have efficientnet_b0 to b7."""
+    both = name.startswith("efficientnet_b")
+    return both or bool(_TORCHVISION.match(name)) == (publisher == "torchvision")
+
+
+def _widths(row: Mapping[str, Any]) -> list[int]:
+    """Output channels of each block of a variant."""
+    if "stages" in row:
+        groups = [[s] if isinstance(s, Stage) else s for s in row["stages"]]
+        return [s.channels for group in groups for s in group for _ in range(s.blocks)]
+    widths = row.get("widths") or [row["width"] * 2**i for i in range(len(row["blocks"]))]
+    return [w for w, depth in zip(widths, row["blocks"], strict=True) for _ in range(depth)]
+
+
+def variant_options(name: str, publisher: str) -> dict[str, Any]:
+    """Return the options of a published EfficientNet, MobileNetV3, RegNet or Swin.
+
+    Args:
+      name: its name, such as ``"tf_efficientnetv2_s"``.
+      publisher: ``"torchvision"`` or ``"timm"``. Theirs of the same name have other epsilons.
+
+    Returns:
+      ``variant``, and ``eps`` and ``padding`` of an EfficientNet or MobileNetV3; {} for others.
+    """
+    if not any(name in rows for rows in _VARIANTS.values()):
+        return {}
+    if name not in EFFICIENTNETS:
+        return {"variant": name}
+    row = EFFICIENTNETS[name]
+    of_timm = publisher == "timm" and name.startswith("efficientnet_b")
+    eps = 1e-5 if of_timm else row["eps"]
+    return {"variant": name, "eps": eps, "padding": row.get("padding", "half")}
+
+
 def _resnet_stem(shapes: Mapping[str, tuple[int, ...]]) -> str | None:
     if "conv1.weight" in shapes:
         if "conv3.weight" in shapes:
@@ -401,7 +617,7 @@ def compare(theirs: Weights | None, ours: Weights | None) -> str:
     elif ours.model == "deeplab":
         needed = {"backbone": theirs.variant}
     else:
-        needed = {"name": theirs.model, **theirs.options}
+        needed = {"name": theirs.model, **(theirs.options or {"variant": theirs.variant})}
     change = ", ".join(f"{name}={value!r}" for name, value in needed.items())
     what = f"these are weights of {theirs.title}, the network is {_plain(ours)}"
     return f"{what}; give {change}" if change else what

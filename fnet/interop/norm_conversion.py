@@ -8,6 +8,7 @@ EPS = 1e-5
 """Epsilon of `fnet.abn` and of torch's norms."""
 
 _SERIAL_NORM = re.compile(r"(.*downsample\.|head\.(?:0\..*\.)?)(\d)\.gamma")
+_UNIT_NORM = re.compile(r"((?:stem|last|stage\d+\..*))\.bn\.gamma")
 _RESNET_NORM = re.compile(r"((?:body\.)?(?:layer\d\.\d+\.)?)bn(\d)\.gamma")
 
 
@@ -74,10 +75,13 @@ def convert(arrays: dict[str, np.ndarray], trained_with: str, norm: str) -> dict
 def convolution_before(gamma: str) -> str | None:
     """Name of the kernel of the convolution whose output only this norm reads.
 
-    None for the norms of all networks but ResNets, and the heads of torchvision's DeepLabs.
+    None for the norms of all networks but ResNets, RegNets and EfficientNets, and the heads of
+    torchvision's DeepLabs.
     """
     if match := _RESNET_NORM.fullmatch(gamma):
         return f"{match[1]}conv{match[2]}.kernel"
+    if name := _UNIT_NORM.fullmatch(gamma):
+        return f"{name[1]}.conv.kernel"
     if match := _SERIAL_NORM.fullmatch(gamma):
         return f"{match[1]}{int(match[2]) - 1}.kernel"
     return None

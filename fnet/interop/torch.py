@@ -27,6 +27,10 @@ _WRAPPER_MODULES = {"module", "_orig_mod"}
 """Parts of a key that torch's wrappers (DataParallel, compile) add."""
 
 
+_NOT_WEIGHTS = ("num_batches_tracked", "n_averaged", "relative_position_index", "attn_mask")
+"""Counters, and arrays that torch stores although they are computed."""
+
+
 class LoadReport(NamedTuple):
     """Summary of a loaded state dict.
 
@@ -244,9 +248,11 @@ def load_state_dict(
             "from_torch: the weights cover only the body; new_classifier=True leaves "
             f"{' and '.join(new)} at their initial values"
         )
-    if match.names == "torchvision" and norm == "abn" and trained_with is None:
+    has_norms = any(name.endswith("gamma") for name in variables)
+    is_plain = match.names in ("torchvision", "timm") and has_norms
+    if is_plain and norm == "abn" and trained_with is None:
         raise ValueError(
-            "from_torch: the names are torchvision's, whose networks are trained with plain "
+            f"from_torch: the names are {match.names}'s, whose networks are trained with plain "
             "batch norm; use norm='batch' to keep it, trained_with='batch' to convert it to "
             "in-place norm, or trained_with='abn' if they were trained with in-place norm"
         )
@@ -287,7 +293,7 @@ def to_torch(
     params: Params,
     state: State,
     *,
-    names: str = "reference",
+    names: str | None = None,
     norm: str = "abn",
     for_norm: str | None = None,
 ) -> Arrays:
@@ -297,9 +303,10 @@ def to_torch(
 
     Args:
       params, state: variables of an image network.
-      names: ``"reference"``: keys of mapillary/inplace_abn. ``"torchvision"``: keys of
-        torchvision and timm, for ResNets, DenseNets with a norm after the stem, and DeepLabs with
-        the head ``"concat"``.
+      names: one of `namings`; None: the first of them. ``"reference"``: keys of
+        mapillary/inplace_abn. ``"torchvision"``: keys of torchvision, for ResNets, DenseNets with a
+        norm after the stem, and DeepLabs with the head ``"concat"``, which timm names alike; for
+        EfficientNets, MobileNetV3s, RegNets and Swins. ``"timm"``: keys of timm for the last four.
       norm: norm of the network.
       for_norm: norm to convert the weights to, ``"abn"`` or ``"batch"``
         (`norm_conversion.convert`). None: no conversion.
@@ -323,6 +330,7 @@ def to_torch(
     """
     arrays = {name: np.asarray(leaf) for name, leaf in (_flatten(params) | _flatten(state)).items()}
     known = families.namings(arrays)
+    names = known[0] if names is None else names
     if names not in known:
         why = "" if names not in NAMES else "; the network has no counterpart there"
         raise ValueError(f"to_torch: names must be one of {known}, got {names!r}{why}")
@@ -333,6 +341,25 @@ def to_torch(
     }
     assert len(state_dict) == len(arrays)
     return state_dict
+
+
+def namings(params: Params, state: State) -> tuple[str, ...]:
+    """Return the naming schemes of `families.NAMES` that have all arrays of a network.
+
+    Args:
+      params, state: variables of an image network.
+
+    Returns:
+      At least one name.
+
+    Example:
+      >>> import fnet, jax
+      >>> from fnet.interop.torch import namings
+      >>> model = fnet.models.get("swin_t", num_classes=2, width=3, blocks=(1,))
+      >>> namings(*jax.eval_shape(model.init, jax.random.key(0)))
+      ('torchvision', 'timm')
+    """
+    return families.namings(_flatten(params) | _flatten(state))
 
 
 def unwrap(content: Mapping[str, Any], entry: str | None = None) -> Unwrapped:
@@ -384,7 +411,7 @@ def unwrap(content: Mapping[str, Any], entry: str | None = None) -> Unwrapped:
             key = families.current_key(".".join((*prefix, *parts)))
             if isinstance(value, Mapping):
                 add(value, (*prefix, *parts))
-            elif key.endswith(("num_batches_tracked", "n_averaged")):
+            elif key.endswith(_NOT_WEIGHTS):
                 counters.append(key)
             elif key in arrays:
                 raise ValueError(f"from_torch: {key} occurs twice, under different wrappers")
@@ -431,7 +458,7 @@ class _Match(NamedTuple):
     covers_heads: bool
 
 
-_NO_BODY = {"reference": "body.", "torchvision": "backbone.", "fnet": "body."}
+_NO_BODY = {"reference": "body.", "torchvision": "backbone.", "timm": "body.", "fnet": "body."}
 """Prefix of the backbone of a DeepLab, which the weights of a classifier lack."""
 
 

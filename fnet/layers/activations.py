@@ -82,6 +82,8 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu_exact": Activation(lambda z, _: jax.nn.gelu(z, approximate=False)),
     "quick_gelu": Activation(lambda z, _: z * jax.nn.sigmoid(1.702 * z)),
     "silu": Activation(lambda z, _: jax.nn.silu(z)),
+    "hard_swish": Activation(lambda z, _: jax.nn.hard_swish(z)),
+    "hard_sigmoid": Activation(lambda z, _: jax.nn.hard_sigmoid(z)),
     "tanh": Activation(lambda z, _: jnp.tanh(z)),
     "sigmoid": Activation(lambda z, _: jax.nn.sigmoid(z)),
 }
@@ -142,7 +144,8 @@ def activation(name: str, param: float | None = None) -> Layer:
     Args:
       name: ``identity``, ``leaky_relu``, ``elu``, ``softplus``, ``relu``,
         ``gelu`` (tanh approximation), ``gelu_exact`` (by the error function), ``quick_gelu``
-        (``z sigmoid(1.702 z)``), ``silu``, ``tanh`` or ``sigmoid``.
+        (``z sigmoid(1.702 z)``), ``silu``, ``hard_swish``, ``hard_sigmoid`` (Howard et al. 2019,
+        "Searching for MobileNetV3"), ``tanh`` or ``sigmoid``.
       param: slope of ``leaky_relu`` (0.01 by default) or alpha of ``elu`` (1 by default).
         Other activations ignore it.
 

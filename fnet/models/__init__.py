@@ -12,10 +12,14 @@ from fnet.models.denoiser import Denoiser as Denoiser
 from fnet.models.denoiser import denoiser
 from fnet.models.densenet import DEPTHS as _DENSENETS
 from fnet.models.densenet import densenet as densenet
+from fnet.models.efficientnet import VARIANTS as _EFFICIENTNETS
+from fnet.models.efficientnet import efficientnet as efficientnet
 from fnet.models.language_model import LanguageModel as LanguageModel
 from fnet.models.language_model import language_model
 from fnet.models.mlp import mlp as mlp
 from fnet.models.preact_resnet import preact_resnet as preact_resnet
+from fnet.models.regnet import VARIANTS as _REGNETS
+from fnet.models.regnet import regnet as regnet
 from fnet.models.resnet import DEPTHS as _RESNETS
 from fnet.models.resnet import VARIANTS as _RESNET_VARIANTS
 from fnet.models.resnet import resnet as resnet
@@ -23,6 +27,8 @@ from fnet.models.resnet9 import resnet9 as resnet9
 from fnet.models.resnext import DEPTHS as _RESNEXTS
 from fnet.models.resnext import resnext as resnext
 from fnet.models.revnet import revnet as revnet
+from fnet.models.swin import VARIANTS as _SWINS
+from fnet.models.swin import swin as swin
 from fnet.models.vit import SIZES as _VITS
 from fnet.models.vit import image_transformer as image_transformer
 from fnet.models.vit import vit as vit
@@ -56,6 +62,9 @@ MODELS: dict[str, Callable[..., Layer]] = {
         )
         for size, (blocks, widths) in _CONVNEXTS.items()
     },
+    **{name: partial(efficientnet, **options) for name, options in _EFFICIENTNETS.items()},
+    **{name: partial(regnet, **options) for name, options in _REGNETS.items()},
+    **{name: partial(swin, **options) for name, options in _SWINS.items()},
     **{
         f"wider_resnet{depth}_a2": partial(wider_resnet, depth, a2=True) for depth in _WIDER_RESNETS
     },
@@ -71,8 +80,10 @@ def get(name: str, **options: Any) -> Layer:
         and timm's variants of them such as ``resnet50d``, ``wide_resnet50_2`` and
         ``resnext50_32x4d``; ``resnext50`` to ``resnext152``, ``densenet121`` to ``densenet264``,
         ``wider_resnet16`` to ``wider_resnet38``, each of these also with ``_a2``; ``vit_tiny``,
-        ``vit_small``, ``vit_base``, ``vit_large``, ``vit_huge``, or ``convnext_atto`` to
-        ``convnext_huge``, each of these also as ``convnextv2_``.
+        ``vit_small``, ``vit_base``, ``vit_large``, ``vit_huge``; ``convnext_atto`` to
+        ``convnext_huge``, each of these also as ``convnextv2_``; EfficientNets, MobileNetV3s,
+        RegNets and Swins by their names in torchvision and timm, such as ``efficientnet_v2_s``,
+        ``mobilenet_v3_large``, ``regnety_040`` and ``swin_t``.
       **options: arguments of the network's function, such as ``num_classes``.
 
     Returns:

@@ -9,6 +9,7 @@ from jax import Array
 
 from fnet import checks, layers
 from fnet.layer import Children, Layer, composite, serial
+from fnet.precision import upcast
 
 NormActivation = Callable[..., Layer]
 """``(channels, *, activation, activation_param) -> Layer``: a norm followed by an activation."""
@@ -73,6 +74,7 @@ def post_activation(
     first_dilation: int | None = None,
     groups: int = 1,
     shortcut: str = "conv",
+    squeeze: bool = False,
 ) -> Layer:
     """Post-activation residual block: ``act(shortcut(x) + body(x))``.
 
@@ -84,7 +86,7 @@ def post_activation(
     ``groups``, 1x1). If the stride is not 1, or the number of channels changes, the shortcut is a
     1x1 convolution and a norm. With ``shortcut="pool"``, average pooling has its stride (He et al.,
     "Bag of Tricks for Image Classification", CVPR 2019). ``first_dilation`` is the dilation of the
-    first 3x3 convolution.
+    first 3x3 convolution. ``squeeze`` puts `squeeze_excitation` before the last convolution.
     """
     convs = _convolutions(
         n_in, channels, dilation, groups, stride=stride, first_dilation=first_dilation
@@ -92,6 +94,8 @@ def post_activation(
     children: dict[str, Layer] = {}
     for i, (conv, n_out) in enumerate(zip(convs, channels, strict=True), start=1):
         last = {"activation": "identity"} if i == len(convs) else {}
+        if squeeze and last:
+            children["se"] = squeeze_excitation(channels[-2], n_in // 4, activation)
         children |= {f"conv{i}": conv, f"bn{i}": norm(n_out, **last)}
     body = tuple(children)
     if (n_in, stride) != (channels[-1], 1):
@@ -106,6 +110,29 @@ def post_activation(
             x = child("downsample", x)
         y, _ = activation.apply({}, {}, x + y, train=child.train)
         return y
+
+    return composite(children, apply)
+
+
+def squeeze_excitation(
+    channels: int, hidden: int, activation: Layer, gate: str = "sigmoid"
+) -> Layer:
+    """Scale each channel by a number between 0 and 1 that depends on the means of all channels.
+
+    Hu, Shen, Sun, "Squeeze-and-Excitation Networks", CVPR 2018::
+
+        y = x gate(expand(activation(reduce(mean(x)))))
+    """
+    children = {
+        "reduce": layers.conv(channels, hidden, 1),
+        "act": activation,
+        "expand": layers.conv(hidden, channels, 1),
+        "gate": layers.activation(gate),
+    }
+
+    def apply(child: Children, x: Array) -> Array:
+        means = upcast(x).mean((1, 2), keepdims=True).astype(x.dtype)
+        return x * child.in_order(children, means)
 
     return composite(children, apply)
 

@@ -108,6 +108,8 @@ FORMULAS = {
     "relu_squared": lambda z: np.maximum(z, 0) ** 2,
     "gelu": lambda z: z / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (z + 0.044715 * z**3))),
     "gelu_exact": lambda z: z / 2 * (1 + np.vectorize(math.erf)(z / np.sqrt(2))),
+    "hard_swish": lambda z: z * np.clip(z + 3, 0, 6) / 6,
+    "hard_sigmoid": lambda z: np.clip(z + 3, 0, 6) / 6,
     "quick_gelu": lambda z: z / (1 + np.exp(-1.702 * z)),
     "silu": lambda z: z / (1 + np.exp(-z)),
     "tanh": np.tanh,

@@ -19,6 +19,7 @@ LONG = {  # run by make test-all
         "losses.segmentation.pixel_cross_entropy",
     ),
     *("memory.fit.remat_to_fit", "models.convnext.convnext", "models.densenet.densenet"),
+    *("models.efficientnet.efficientnet", "models.regnet.regnet", "models.swin.swin"),
     *("models.vit.image_transformer", "optim.compact.compact_adamw"),
     *("privacy.accounting.calibrate_noise_multiplier", "privacy.canaries.GradientCanaries"),
     *("quantization.Quantized", "quantization.dequantize", "quantization.report"),

@@ -28,9 +28,7 @@ def torch_shapes(network, names):
     }
     shape_by_key = {}
     for t in families.name_tensors(variables, names):
-        leaf = variables[t.path.replace("/", ".")]
-        order = {4: (3, 2, 0, 1), 2: (1, 0), 1: (0,)}[leaf.ndim]
-        shape_by_key[t.name] = tuple(leaf.shape[i] for i in order)
+        shape_by_key[t.name] = t.file_shape
     return shape_by_key
 
 

@@ -73,8 +73,9 @@ def export_weights(folder: RunFolder, config: Config, options: ExportArguments) 
     with Checkpoints(folder.checkpoints, best=options.best) as checkpoints:
         params, state, _ = checkpoints.restore_network()
     network = weight_files.describe_network(config)
-    norm, names = network["norm"], options.names
+    norm = network["norm"]
     try:
+        names = options.names or interop.namings(params, state)[0]
         arrays = interop.to_torch(params, state, names=names, norm=norm, for_norm=options.for_norm)
     except ValueError as error:
         raise UserError(f"{folder.path}: {weight_files.with_flags(error)}") from error

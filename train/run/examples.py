@@ -7,16 +7,15 @@ from typing import NamedTuple
 import numpy as np
 
 from train import data
+from train.data import Arrays
 from train.data.masks import IGNORE, spread
 from train.output import plots
 from train.output.palette import palette
 from train.run.evaluation import Evaluation, Evaluator, Trained
 from train.run.setup import Setup
 from train.tasks import kind_of
-from train.tasks.targets import describe_target
+from train.tasks.targets import describe_output, describe_target
 
-_MAX_CLASSIFIED = 512
-"""Number of classified images from which the shown ones are chosen."""
 _NUM_CLASSIFIED = 24
 _NUM_AUGMENTED = 24
 _MAX_SEGMENTED = 60
@@ -37,31 +36,26 @@ def draw_results(
 ) -> list[Path]:
     """Draw the confusion matrix, and test images with labels and predictions.
 
-    A private run of which only covered results are written shows no test images.
+    24 classified images are shown: first errors, by decreasing probability, then correct ones, by
+    increasing probability; with several labels or numbers, those of the largest losses. From up to
+    60 segmented images, six are shown with both masks, from the worst to the best. A private run
+    of which only covered results are written shows no test images.
 
     Returns:
-      The pictures that were written: none without classes.
+      The pictures that were written.
     """
-    if evaluation.confusion is None:
-        return []
-    plots.confusion_matrix(evaluation.confusion, run.task.dataset.classes, title, confusion)
-    if run.config.is_release_only:
-        return [confusion]
-    drawn = draw(run, evaluate, trained, title, examples)
-    return [confusion, examples] if drawn else [confusion]
-
-
-def draw(run: Setup, evaluate: Evaluator, trained: Trained, title: str, path: Path) -> bool:
-    """Draw test images with labels and predictions; return whether there are any.
-
-    From up to 512 classified images, spread over the test set, 24 are shown: first errors, by
-    decreasing probability, then correct ones, by increasing probability. From up to 60 segmented
-    images, six are shown with both masks, from the worst to the best. The compiled program of the
-    evaluation is used.
-    """
-    if kind_of(run.config).predicts == "masks":
-        return _draw_segmentations(run, evaluate, trained, title, path)
-    return _draw_classifications(run, evaluate, trained, title, path)
+    written = []
+    if evaluation.confusion is not None:
+        plots.confusion_matrix(evaluation.confusion, run.task.dataset.classes, title, confusion)
+        written.append(confusion)
+    predicts = kind_of(run.config).predicts
+    if run.config.is_release_only or predicts is None:
+        return written
+    if predicts == "masks":
+        drawn = _draw_segmentations(run, evaluate, trained, title, examples)
+    else:
+        drawn = _draw_classifications(run, evaluation, title, examples)
+    return [*written, examples] if drawn else written
 
 
 def draw_augmented(run: Setup, path: Path) -> bool:
@@ -92,55 +86,54 @@ def draw_augmented(run: Setup, path: Path) -> bool:
     return True
 
 
-class _Classified(NamedTuple):
-    image: np.ndarray
-    label: int
-    prediction: int
-    probability: float
-
-    @property
-    def is_correct(self) -> bool:
-        return self.label == self.prediction
-
-    @property
-    def order(self) -> tuple[bool, float]:
-        return self.is_correct, self.probability if self.is_correct else -self.probability
-
-
-def _draw_classifications(
-    run: Setup, evaluate: Evaluator, trained: Trained, title: str, path: Path
-) -> bool:
-    shown: list[_Classified] = []
-    num_images = num_errors = 0
-    for batch, predictions, probability in evaluate.predict(trained, _MAX_CLASSIFIED):
-        assert probability is not None  # each image has one label
-        classified = [
-            _Classified(batch["image"][i], batch["label"][i], predictions[i], probability[i])
-            for i in np.flatnonzero(batch["weight"])
-        ]
-        num_images += len(classified)
-        num_errors += sum(not c.is_correct for c in classified)
-        shown = sorted(shown + classified, key=lambda c: c.order)[:_NUM_CLASSIFIED]
-    if not shown:
+def _draw_classifications(run: Setup, evaluation: Evaluation, title: str, path: Path) -> bool:
+    dataset, known, kind = run.task.dataset, evaluation.examples, run.config.data.targets
+    if kind != "class" and "outputs" not in known:
         return False
-    classes = run.task.dataset.classes
-    # Of several crops of an image, the center one is shown.
-    images = np.stack(
-        [c.image if c.image.ndim == 3 else c.image[len(c.image) // 2 - 1] for c in shown]
-    )
-    captions = [
-        f"{_shorten(classes[c.prediction])} {c.probability:.0%}"
-        + ("" if c.is_correct else f"\nis {_shorten(classes[c.label])}")
-        for c in shown
-    ]
-    total = data.num_examples(run.task.dataset.test)
-    part = "" if num_images == total else f", a sample of {total:,}"
-    order = "the most confident errors first"
-    if num_errors < len(shown):
-        order = "errors first, then the least confident"
-    title += f": {num_errors:,} errors on {num_images:,} test images{part}; {order}"
-    plots.classifications(images, captions, [c.is_correct for c in shown], title, path)
+    targets = dataset.test["label"]
+    if kind == "class":
+        wrong, certain = known["prediction"] != targets, known["probability"]
+        order = np.where(wrong, -certain, 1 + certain)
+        what = "the most confident errors first"
+    else:
+        wrong, order = known["loss"] != 0, -known["loss"]
+        what = "the largest losses first"
+    if kind == "labels":
+        wrong = ((known["outputs"] > 0.5) != (targets > 0.5)).any(-1)
+    num_images = int((known["weight"] != 0).sum())
+    order = np.where(known["weight"] != 0, order, np.inf)
+    shown = np.argsort(order, kind="stable")[: min(num_images, _NUM_CLASSIFIED)]
+    if not len(shown):
+        return False
+    images = dataset.prepare({name: a[shown] for name, a in dataset.test.items()})["image"]
+    if images.ndim == 5:  # several crops of each, of which the center one is shown
+        images = images[:, images.shape[1] // 2 - 1]
+    captions = [_caption(run, known, row, is_wrong=bool(wrong[row])) for row in shown]
+    if kind != "numbers":
+        what = f"{int((wrong & (known['weight'] != 0)).sum()):,} errors; {what}"
+    title = f"{title}: {num_images:,} test images, {what}"
+    right = [kind == "numbers" or not wrong[row] for row in shown]
+    plots.classifications(images, captions, right, title, path)
     return True
+
+
+def _caption(run: Setup, known: Arrays, row: int, *, is_wrong: bool) -> str:
+    """Return what is predicted for a test image, and what it is unless both are the same."""
+    kind, names = run.config.data.targets, run.task.dataset.classes
+    target = run.task.dataset.test["label"][row]
+    truth = list(describe_target(kind, names, target).values())
+    if kind == "class":
+        predicted = [names[known["prediction"][row]]]
+        share = f" {known['probability'][row]:.0%}"
+    else:
+        found = describe_output(kind, names, known["outputs"][row])
+        predicted = [found["prediction"]] if kind == "labels" else list(found.values())
+        share = ""
+    texts = [
+        _shorten(", ".join(f"{v:.4g}" if isinstance(v, float) else v or "none" for v in values))
+        for values in (predicted, truth)
+    ]
+    return f"{texts[0]}{share}" + (f"\nis {texts[1]}" if is_wrong else "")
 
 
 def _shorten(name: str, most: int = 22) -> str:

@@ -22,6 +22,7 @@ _KINDS = {
     "fnet": "weights of fnet",
     "reference": "weights with names of mapillary/inplace_abn",
     "torchvision": "weights with names of torchvision",
+    "timm": "weights with names of timm",
 }
 """Title of weights of no known family, by their naming scheme."""
 
@@ -32,6 +33,9 @@ _NOT_IN_ARRAYS = (
     "dilate_first",
     "dilated",
     "pooling_size",
+    "variant",
+    "eps",
+    "padding",
 )
 """Options of networks that the shapes of their arrays do not show."""
 
@@ -137,9 +141,11 @@ def load(
         )
         raise UserError(f"{source}: {which}{weight_files.with_flags(error)}") from error
     report, options = loaded.report, weights.metadata
-    if publisher is not None and publisher.activation is not None:
-        options = {"activation": publisher.activation} | options
-        options = {name: str(value) for name, value in publisher.options.items()} | options
+    if publisher is not None:
+        own = {"activation": publisher.activation} if publisher.activation else {}
+        options = {
+            name: str(value) for name, value in {**own, **publisher.options}.items()
+        } | options
     notes = (*map(weight_files.with_flags, report.notes), *_differences(options, network))
     is_kept = any(families.is_classifier(name) for name in report.read.values())
     if are_others:

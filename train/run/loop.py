@@ -90,7 +90,7 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
             log(f"no run in {folder.path} yet: starting a new one")
         _create_folder(folder, run, data, weights)
 
-    with distributed.run_folder(out, prepare) as folder:
+    with distributed.run_folder(out, prepare) as folder, contextlib.ExitStack() as stack:
         for note in run.notes:
             log(note)
         if weights is not None:
@@ -142,8 +142,10 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
             loop = _Loop(
                 run, folder, programs, seeds, unreadable, checkpoints, start, start_time, log
             )
+            tracker = stack.enter_context(tracking.tracking(config, folder.path, start.step))
+            tracking.draw(tracker, start.step, [folder.augmented])
             with loop.interruption:  # also while the last checkpoint is written
-                loop.run(console, high_water, profile)
+                loop.run(console, high_water, profile, tracker)
                 checkpoints.wait()
                 if jax.process_index() == 0:
                     mark_saved(folder)
@@ -179,6 +181,7 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
                 "peak_bytes_seen": measured_bytes,
             },
         )
+        tracking.draw(tracker, loop.step, [folder.confusion, folder.examples])
 
 
 def tested(line: Mapping[str, Any]) -> dict[str, float]:
@@ -287,20 +290,21 @@ class _Loop:
         self.interruption = Interruption()
         self._is_alone = not distributed.has_other_processes()
 
-    def run(self, console: Console, high_water: HighWater, profile: int) -> None:
+    def run(
+        self, console: Console, high_water: HighWater, profile: int, tracker: tracking.Tracker
+    ) -> None:
         """Take steps until the last one, a signal or a failure, and trace ``profile`` of them."""
         run, folder, first = self._run, self._folder, self.step
         with (
             Progress(console, run.steps, first) as progress,
             self.wait,
             folder.metrics.open("a", buffering=1) as metrics_file,
-            tracking.tracking(run.config, folder.path, first) as track,
             contextlib.closing(Profile(profile, folder.profile, first, self._log)) as profiler,
         ):
 
             def write(line: dict[str, Any]) -> None:
                 metrics_file.write(json.dumps(line) + "\n")
-                track(self.step, line)
+                tracker.log(self.step, line)
                 progress.log(line, high_water.bytes())
 
             batch = None if self.ended_early else self._next_batch()

@@ -1,19 +1,30 @@
-"""Metrics for TensorBoard and Weights & Biases, the only module that uses them."""
+"""Metrics and pictures for TensorBoard and Weights & Biases, the only module that uses them."""
 
 import contextlib
 import importlib
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
+from PIL import Image
 
 from train.config import Config, flatten
 from train.errors import UserError
 
-Log = Callable[[int, Mapping[str, float]], None]
-"""``log(step, line)`` for a line of metrics."""
+
+class Tracker(NamedTuple):
+    """Where a run sends what it measures and draws.
+
+    Attributes:
+      log: ``log(step, line)`` for a line of metrics.
+      draw: ``draw(step, name, path)`` for a picture, a PNG.
+    """
+
+    log: Callable[[int, Mapping[str, float]], None]
+    draw: Callable[[int, str, Path], None]
 
 
 def check(config: Config) -> None:
@@ -36,8 +47,8 @@ def check(config: Config) -> None:
 
 
 @contextlib.contextmanager
-def tracking(config: Config, folder: Path, start: int) -> Iterator[Log]:
-    """Yield a function that sends lines of metrics to the config's trackers.
+def tracking(config: Config, folder: Path, start: int) -> Iterator[Tracker]:
+    """Yield a tracker that sends metrics and pictures to the config's trackers.
 
     Of steps after ``start`` that a killed run logged, TensorBoard drops the old values, and Weights
     & Biases the new ones.
@@ -46,23 +57,34 @@ def tracking(config: Config, folder: Path, start: int) -> Iterator[Log]:
       UserError: if Weights & Biases does not start, for lack of a login or a network.
     """
     with contextlib.ExitStack() as stack:
-        logs: list[Log] = []
+        trackers: list[Tracker] = []
         if config.tracking.tensorboard:
-            logs.append(stack.enter_context(_tensorboard(folder / "tensorboard", start)))
+            trackers.append(stack.enter_context(_tensorboard(folder / "tensorboard", start)))
         # One process is enough. The TensorBoard files of the others are in temporary folders.
         if config.tracking.wandb and jax.process_index() == 0:
-            logs.append(stack.enter_context(_wandb(config, folder)))
+            trackers.append(stack.enter_context(_wandb(config, folder)))
 
         def log_all(step: int, line: Mapping[str, float]) -> None:
             numbers = {k: v for k, v in line.items() if k != "step"}
-            for log in logs:
-                log(step, numbers)
+            for tracker in trackers:
+                tracker.log(step, numbers)
 
-        yield log_all
+        def draw_all(step: int, name: str, path: Path) -> None:
+            for tracker in trackers:
+                tracker.draw(step, name, path)
+
+        yield Tracker(log_all, draw_all)
+
+
+def draw(tracker: Tracker, step: int, pictures: Iterable[Path]) -> None:
+    """Send pictures of a run's folder that exist, under the names of their files."""
+    for path in pictures:
+        if path.is_file():
+            tracker.draw(step, path.stem, path)
 
 
 @contextlib.contextmanager
-def _tensorboard(folder: Path, start: int) -> Iterator[Log]:
+def _tensorboard(folder: Path, start: int) -> Iterator[Tracker]:
     from tensorboardX import SummaryWriter
 
     with SummaryWriter(str(folder), purge_step=start + 1) as writer:
@@ -72,11 +94,17 @@ def _tensorboard(folder: Path, start: int) -> Iterator[Log]:
                 writer.add_scalar(name, value, step)
             writer.flush()
 
-        yield log
+        def draw(step: int, name: str, path: Path) -> None:
+            with Image.open(path) as image:
+                pixels = np.asarray(image.convert("RGB"))
+            writer.add_image(name, pixels, step, dataformats="HWC")
+            writer.flush()
+
+        yield Tracker(log, draw)
 
 
 @contextlib.contextmanager
-def _wandb(config: Config, folder: Path) -> Iterator[Log]:
+def _wandb(config: Config, folder: Path) -> Iterator[Tracker]:
     import wandb
 
     flat: dict[str, Any] = flatten(config)
@@ -93,7 +121,10 @@ def _wandb(config: Config, folder: Path) -> Iterator[Log]:
         raise UserError(f"tracking.wandb: {error}") from error
     exit_code = 1
     try:
-        yield lambda step, line: run.log(dict(line), step=step)
+        yield Tracker(
+            lambda step, line: run.log(dict(line), step=step),
+            lambda step, name, path: run.log({name: wandb.Image(str(path))}, step=step),
+        )
         exit_code = 0
     finally:
         run.finish(exit_code=exit_code)

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from fnet import models
+from fnet.interop import families
 from fnet.layers import activations
 from train.config import Config
 from train.data import storage
@@ -101,9 +102,11 @@ def _read_published(path: Path) -> Weights:
         raise UserError(
             f"{path} is timm's {name}: train it with --model.name pretrained --model.path {path}"
         )
-    if name not in models.MODELS and re.match(r"(wide_)?resne|densenet", str(name)):
+    if name not in models.MODELS:
         raise UserError(f"{path} is timm's {name}, which is not supported")
     tensors, metadata = read_tensors(path / SINGLE)
+    options = families.variant_options(str(name), "timm")
+    metadata |= {option: str(value) for option, value in options.items()}
     return Weights(tensors, metadata | describe_classes(class_names(config)))
 
 

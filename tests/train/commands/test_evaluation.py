@@ -175,6 +175,7 @@ def test_options_do_not_change_the_run(recipe, words, name, given, run_of, capsy
     assert result["metrics"]["test/loss"] != trained["test/loss"]
     assert {path.name for path in folder.iterdir()} == {
         "evaluation.json",
+        "evaluation.csv",
         "confusion.png",
         "examples.png",
     }

@@ -46,14 +46,44 @@ def workplace(tmp_path, monkeypatch):
     return tmp_path
 
 
+def check_captions(kind, rows, captions):
+    """Every test image is shown, errors or large losses first."""
+    if kind == "numbers":
+        rows.sort(key=lambda row: -float(row["loss"]))
+        texts = [f"{float(row['predicted level']):.4g}\nis {row['level']}" for row in rows]
+        assert [text.split(".0")[0] for text in captions] == [t.split(".0")[0] for t in texts]
+        assert all(captions.values())
+        return
+    for row in rows:
+        share = f" {float(row['probability']):.0%}" if kind == "class" else ""
+        is_right = row["prediction"] == row["label"]
+        truth = "" if is_right else f"\nis {row['label'] or 'none'}"
+        assert captions[f"{row['prediction'] or 'none'}{share}{truth}"] == is_right
+
+
 def rows_of(path):
     with path.open(newline="") as file:
         return [*csv.DictReader(file)]
 
 
+@pytest.fixture
+def captions(monkeypatch):
+    """What examples.png says of each image, and whether it is right."""
+    drawn = {}
+
+    def draw(images, captions, correct, title, path):
+        assert len(images) == len(captions) == len(correct)
+        drawn[path.name] = dict(zip(captions, correct, strict=True))
+        path.write_bytes(b"")
+
+    monkeypatch.setattr("train.output.plots.classifications", draw)
+    return drawn
+
+
 @pytest.mark.parametrize("kind", TARGETS)
-def test_each_kind_of_target_trains_evaluates_and_predicts(workplace, capsys, kind):
+def test_each_kind_of_target_trains_evaluates_and_predicts(workplace, capsys, kind, captions):
     fnet_command("train", "recipe.py", "--out", "r", *TARGETS[kind])
+    check_captions(kind, rows_of(workplace / "r" / "evaluation.csv"), captions["examples.png"])
     metrics = json.loads((workplace / "r" / "summary.json").read_bytes())["metrics"]
     expected = {"class": "test/macro_f1", "labels": "test/exact", "numbers": "test/r2"}
     assert expected[kind] in metrics

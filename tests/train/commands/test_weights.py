@@ -45,6 +45,9 @@ def config():
     )
 """
 
+MOBILE = RESNET.replace("ResNet", "EfficientNet").replace(
+    "depth=18", "variant='mobilenetv3_small_100'"
+)
 SMALL = RESNET.replace("ResNet", "PreactResNet").replace("depth=18", "widths=(4,)")
 
 
@@ -52,6 +55,7 @@ SMALL = RESNET.replace("ResNet", "PreactResNet").replace("depth=18", "widths=(4,
 def place(workplace, monkeypatch):
     """The workplace, with recipes of residual networks with few blocks."""
     (workplace / "resnet.py").write_text(RESNET)
+    (workplace / "mobile.py").write_text(MOBILE)
     (workplace / "small.py").write_text(SMALL)
     depths = {18: (1, 1, 1, 1), 34: (2, 1, 1, 1)}
     for module in ("fnet.models.resnet", "fnet.interop.families"):
@@ -249,6 +253,34 @@ def test_importing_and_exporting_a_resnet_keeps_every_bit(names, capsys):
     chex.assert_trees_all_equal(load_file("found.safetensors"), arrays)
 
 
+def test_a_folder_of_timm_becomes_a_run_and_a_file_of_timm(place, capsys):
+    """Names, classes, and what the arrays do not show: epsilon and padding."""
+    arrays = state_dict("mobile.py", names="timm")
+    Path("model").mkdir()
+    save_file(arrays, "model/model.safetensors")
+    config = {"architecture": "tf_mobilenetv3_small_100", "label_names": list("abcdefghij")}
+    Path("model/config.json").write_text(json.dumps(config))
+    fnet_command("import", "mobile.py", "model", "--out", "r")
+    notes = json.loads((place / "r" / "import.json").read_text())["notes"]
+    assert [note for note in notes if "classifier" not in note] == [
+        "variant is mobilenetv3_small_100 here; the weights were trained with "
+        "tf_mobilenetv3_small_100",
+        "eps is 1e-05 here; the weights were trained with 0.001",
+        "padding is half here; the weights were trained with same",
+    ]
+    exact = ("--model.variant", "tf_mobilenetv3_small_100")
+    fnet_command("import", "mobile.py", "model", "--out", "exact", *exact)
+    notes = json.loads((place / "exact" / "import.json").read_text())["notes"]
+    assert [note for note in notes if "classifier" not in note] == []
+    fnet_command("export", "exact", "--names", "timm", "--out", "found.safetensors")
+    chex.assert_trees_all_equal(load_file("found.safetensors"), arrays)
+    config["architecture"] = "efficientnet_blur_b0"
+    Path("model/config.json").write_text(json.dumps(config))
+    capsys.readouterr()
+    assert exit_code("import", "mobile.py", "model") == 2
+    assert_one_line_error(capsys, "model is timm's efficientnet_blur_b0, which is not supported")
+
+
 def test_the_report_lists_read_renamed_and_unused_arrays(place, capsys):
     arrays = state_dict("resnet.py")
     left = "aux_classifier.[/b]"  # not markup of rich
@@ -367,7 +399,8 @@ def test_refuses_to_import_into_a_run(trained, capsys):
 
 EXPORTING = [
     (("trained", "--names", "torchvision"), "names must be one of ('reference',), got 'torchvision'"),
-    (("trained", "--names", "timm"), "--names: expected one of reference, torchvision, got timm"),
+    (("trained", "--names", "timm"), "names must be one of ('reference',), got 'timm'"),
+    (("trained", "--names", "keras"), "--names: expected one of reference, torchvision, timm, got keras"),
     (("trained", "--out", "weights.pth"), "--out: expected a file that ends in .safetensors, got weights.pth"),
     (("trained", "--out", "mine.safetensors"), "--out: mine.safetensors exists and is not overwritten; give another"),
     (("trained", "--format", "stablehlo", "--out", "tiny.py"), "--out: tiny.py exists and is not overwritten"),

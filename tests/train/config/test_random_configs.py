@@ -27,7 +27,7 @@ WRONG = st.sampled_from([-1, 0, 1.5, "x", "", None, True, [], {}, [-1]])
 EXCLUDED = {
     # Only deeplab takes masks, and only published models take pairs of answers.
     "data": {"huggingface", "segmentation_folder", "preference_file"},
-    "model": {"resnext", "densenet", "wider_resnet", "deeplab", "pretrained"},
+    "model": {"resnext", "densenet", "wider_resnet", "deeplab", "pretrained", "swin"},
 }
 TEXT_MODELS = {"language_model"}
 TEXT_SOURCES = {"text_file", "chat_file"}
@@ -92,6 +92,8 @@ SMALL = {
     "revnet": {"widths": [8, 16], "blocks": [1, 1]},
     "vit": {"width": 12, "blocks": 1},
     "convnext": {"blocks": [1, 1], "widths": [4, 8], "patch": 2},
+    "efficientnet": {"variant": "mobilenet_v3_small"},
+    "regnet": {"variant": "regnetx_002"},
     "mlp": {"hidden": [16]},
     "language_model": {"width": 16, "heads": 2},
     "denoiser": {"width": 16, "heads": 2},

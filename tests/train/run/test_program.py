@@ -239,7 +239,7 @@ MISTAKES = [
     (("train", "no_tag.json"), "no_tag.json: grad.mode: expected one of 'attribution', 'clipped', 'mean', 'microbatch', 'per_example', got nothing"),
     (("train", "mean.json"), "mean.json: data.mean.0: expected less than 1, got 2"),
     (("train", "half.json"), "half.json: not a config: Invalid JSON"),
-    (("train", "tag.json"), "tag.json: model.name: expected one of 'convnext', 'deeplab', 'denoiser', 'densenet', 'language_model', 'mlp', 'preact_resnet', 'pretrained', 'resnet', 'resnet9', 'resnext', 'revnet', 'vit', 'wider_resnet', got 'resnett'"),
+    (("train", "tag.json"), "tag.json: model.name: expected one of 'convnext', 'deeplab', 'denoiser', 'densenet', 'efficientnet', 'language_model', 'mlp', 'preact_resnet', 'pretrained', 'regnet', 'resnet', 'resnet9', 'resnext', 'revnet', 'swin', 'vit', 'wider_resnet', got 'resnett'"),
     (("train", "broken.py"), "broken.py: TypeError: Optim.__init__() got an unexpected keyword argument 'lr'"),
     (("train", "range.py"), "range.py: data.batch_size: expected greater than or equal to 1, got 0"),
     (("train", "numpy.py"), "numpy.py: optim.learning_rate: expected a valid number, got '0.5'"),

@@ -32,18 +32,23 @@ def test_tensorboard_has_each_line_once_after_a_resume(workplace):
     words = "train", "tiny.py", "--tracking.tensorboard", "--out", "r"
     fnet_command(*words, "--train.steps", 4)
     fnet_command(*words, "--train.steps", 8, "--resume")
-    result = {}
+    result, pictures = {}, set()
     for path in sorted((workplace / "r" / "tensorboard").glob("events*")):
         data = path.read_bytes()
         while data:
             length = int.from_bytes(data[:8], "little")
             assert int.from_bytes(data[8:12], "little") == masked_crc32c(data[:8])
             event = Event.FromString(data[12 : 12 + length])
-            result |= {(v.tag, event.step): v.simple_value for v in event.summary.value}
+            for v in event.summary.value:
+                if v.HasField("image"):
+                    pictures.add((v.tag, event.step))
+                else:
+                    result[v.tag, event.step] = v.simple_value
             data = data[16 + length :]
     lines = map(json.loads, (workplace / "r" / "metrics.jsonl").read_text().splitlines())
     expected = {(k, line["step"]): v for line in lines for k, v in line.items() if k != "step"}
     assert result.keys() == expected.keys()
+    assert pictures == {(name, step) for name in ("confusion", "examples") for step in (4, 8)}
     np.testing.assert_allclose([result[k] for k in expected], list(expected.values()), rtol=1e-6)
 
 
@@ -65,19 +70,26 @@ def test_tensorboard_drops_later_steps_of_a_killed_run(start, tmp_path, monkeypa
 @pytest.fixture
 def wandb(monkeypatch):
     """Record the calls of a fake wandb: options of runs, logged steps and exit codes."""
-    recorded = SimpleNamespace(begun=[], logged=[], ended=[])
+    recorded = SimpleNamespace(begun=[], logged=[], ended=[], pictures={})
 
     def init(**options):  # the module has no util.generate_id any more
         folder = Path(options["dir"])
         folder /= ".wandb" if (folder / ".wandb").exists() else "wandb"
         folder.mkdir(exist_ok=True)
         recorded.begun.append(options)
+
+        def log(line, step):
+            if pictures := {n: v for n, v in line.items() if isinstance(v, Path)}:
+                recorded.pictures |= dict.fromkeys(pictures, step)
+            else:
+                recorded.logged.append(step)
+
         return SimpleNamespace(
-            log=lambda line, step: recorded.logged.append(step),
+            log=log,
             finish=lambda exit_code: recorded.ended.append((len(recorded.logged), exit_code)),
         )
 
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, Image=Path))
     return recorded
 
 
@@ -88,6 +100,7 @@ def test_wandb_continues_the_same_run(workplace, wandb):
     assert wandb.begun[0]["id"] == wandb.begun[1]["id"] != ""
     assert wandb.begun[0]["config"]["optim.learning_rate"] == 0.05
     assert (wandb.logged, wandb.ended) == ([2, 4, 6, 8], [(2, 0), (4, 0)])
+    assert wandb.pictures == {"confusion": 8, "examples": 8}
 
 
 def test_wandb_records_a_failed_run(tmp_path, wandb):

@@ -1,0 +1,139 @@
+"""EfficientNet, MobileNetV3, RegNet and Swin: sizes, and parts against their formulas."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fnet import models
+from fnet.layers import activation
+from fnet.models.blocks import squeeze_excitation
+from fnet.models.efficientnet import Stage
+from fnet.models.swin import window_attention
+
+
+@pytest.mark.sweep(4)
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [  # torchvision 0.29.1 and timm 1.0.31
+        ("efficientnet_b3", 12_233_232),
+        ("efficientnet_v2_s", 21_458_488),
+        ("tf_efficientnetv2_m", 54_139_356),
+        ("mobilenet_v3_small", 2_542_856),
+        ("mobilenet_v3_large", 5_483_032),
+        ("regnet_y_400mf", 4_344_144),
+        ("regnet_x_400mf", 5_495_976),
+        ("regnetx_064", 26_209_256),
+        ("swin_t", 28_288_354),
+        ("swin_base_patch4_window12_384", 87_903_584),
+    ],
+)
+def test_parameter_counts_match_those_of_the_publishers(name, parameters):
+    network = models.get(name, num_classes=1000)
+    params, _ = jax.eval_shape(network.init, jax.random.key(0))
+    assert sum(a.size for a in jax.tree.leaves(params)) == parameters
+
+
+@pytest.mark.parametrize(
+    ("network", "features"),
+    [
+        (models.efficientnet(num_classes=None, stages=(Stage(1, 3, 1, 1, 8),), last=5), (5,)),
+        (
+            models.efficientnet(num_classes=None, stages=(Stage(1, 3, 1, 1, 8),), last=5, hidden=7),
+            (7,),
+        ),
+        (models.swin(num_classes=None, width=4, blocks=(1, 1), heads=1, window=2), (8,)),
+    ],
+)
+def test_without_classes_a_network_returns_its_features(network, features):
+    x = jax.ShapeDtypeStruct((2, 16, 16, 3), jnp.float32)
+    params, state = jax.eval_shape(network.init, jax.random.key(0))
+    y, _ = jax.eval_shape(lambda p, s, x: network.apply(p, s, x, train=False), params, state, x)
+    assert y.shape == (2, *features)
+
+
+def test_squeeze_and_excitation_matches_its_formula():
+    layer = squeeze_excitation(6, 2, activation("relu"), "hard_sigmoid")
+    params, _ = layer.init(jax.random.key(0))
+    x = np.random.default_rng(0).normal(size=(3, 4, 5, 6)).astype(np.float32)
+    y, _ = layer.apply(params, {}, x, train=False)
+    hidden = np.maximum(x.mean((1, 2)) @ params["reduce"]["kernel"][0, 0], 0)
+    gate = np.clip((hidden @ params["expand"]["kernel"][0, 0] + 3) / 6, 0, 1)
+    np.testing.assert_allclose(y, x * gate[:, None, None], atol=1e-5)
+
+
+def test_padding_as_in_tensorflow_begins_windows_at_the_first_pixel():
+    half, same = (
+        models.efficientnet(num_classes=None, stages=(Stage(1, 3, 1, 1, 8),), padding=padding)
+        for padding in ("half", "same")
+    )
+    params, state = half.init(jax.random.key(0))
+    x = np.random.default_rng(0).normal(size=(1, 6, 6, 3)).astype(np.float32)
+    x[:, 0] = x[:, :, 0] = 0  # as the pixel that half a window has before the first one
+    shifted = np.pad(x, [(0, 0), (0, 1), (0, 1), (0, 0)])[:, 1:, 1:]
+    y, _ = same.apply(params, state, x, train=False)
+    expected, _ = half.apply(params, state, shifted, train=False)
+    np.testing.assert_allclose(y, expected, atol=1e-6)
+
+
+def attention_by_hand(params, x, heads, window, shift):
+    """Attention of each patch to those of its own shifted window that are near in the image."""
+    params = jax.tree.map(np.asarray, params)
+    n, height, columns, d = x.shape
+    qkv = x @ params["query_key_value"]["kernel"] + params["query_key_value"]["bias"]
+    q, k, v = np.split(qkv.reshape(n, height, columns, 3 * heads, -1), 3, axis=3)
+    bias = params["position_bias"]["embedding"]
+    sides, out = (height, columns), np.zeros_like(x)
+
+    def group(i, side):
+        """Number of the window of a row or column, without those that wrap around."""
+        return (i - shift) // window if i >= shift else -1
+
+    for i, j in np.ndindex(*sides):
+        near = [
+            (r, c)
+            for r, c in np.ndindex(*sides)
+            if group(r, height) == group(i, height) and group(c, columns) == group(j, columns)
+        ]
+        rows, cols = np.array(near).T
+        offset = (i - rows + window - 1) * (2 * window - 1) + j - cols + window - 1
+        for h in range(heads):
+            scores = np.einsum("nd,nkd->nk", q[:, i, j, h], k[:, rows, cols, h])
+            scores = scores / np.sqrt(d // heads) + bias[offset, h]
+            weights = jax.nn.softmax(scores, -1)
+            part = slice(h * d // heads, (h + 1) * d // heads)
+            out[:, i, j, part] = np.einsum("nk,nkd->nd", weights, v[:, rows, cols, h])
+    return out @ params["output"]["kernel"] + params["output"]["bias"]
+
+
+@pytest.mark.parametrize("shift", [0, 1, 2])
+def test_window_attention_matches_a_loop_over_patches(shift):
+    layer = window_attention(8, 2, 4, shift)
+    params, _ = layer.init(jax.random.key(0))
+    x = np.random.default_rng(0).normal(size=(2, 8, 12, 8)).astype(np.float32)
+    y, _ = jax.jit(lambda x: layer.apply(params, {}, x, train=False))(x)
+    np.testing.assert_allclose(y, attention_by_hand(params, x, 2, 4, shift), atol=1e-5)
+
+
+def test_a_window_as_large_as_the_image_is_not_shifted():
+    still, moved = window_attention(8, 2, 4, 0), window_attention(8, 2, 4, 2)
+    params, _ = still.init(jax.random.key(0))
+    x = np.random.default_rng(0).normal(size=(1, 4, 4, 8)).astype(np.float32)
+    expected, _ = still.apply(params, {}, x, train=False)
+    y, _ = moved.apply(params, {}, x, train=False)
+    np.testing.assert_allclose(y, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: models.efficientnet(num_classes=2, padding="valid"), "padding must be one of"),
+        (lambda: models.regnet(num_classes=2, blocks=(1,), widths=(8, 8)), "one width per stage"),
+        (lambda: models.regnet(num_classes=2, widths=(48, 104, 208, 443)), "groups must divide"),
+        (lambda: models.swin(num_classes=2, width=10), "heads must divide width"),
+        (lambda: models.swin(num_classes=2, blocks=()), "blocks must be at least 1"),
+    ],
+)
+def test_rejects_invalid_options(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
