@@ -496,7 +496,7 @@ def layer_scales(params: Any, decay: float) -> Any:
 
 _FIRST = (-1.0,)
 _LAST = (float("inf"),)
-_AFTER_BLOCKS = CLASSIFIERS | {"norm", "abn", "bn_out", "pooling", "fc_norm"}
+_AFTER_BLOCKS = CLASSIFIERS | {"norm", "abn", "bn_out", "pooling", "fc_norm", "last", "hidden"}
 _NUMBER = re.compile(r"(?:stage|layer|mod|tra|down)(\d+)")
 
 

@@ -10,6 +10,7 @@ from fnet.layers import activation
 from fnet.models.blocks import squeeze_excitation
 from fnet.models.efficientnet import Stage
 from fnet.models.swin import window_attention
+from fnet.optim import layer_scales
 
 
 @pytest.mark.sweep(4)
@@ -50,6 +51,18 @@ def test_without_classes_a_network_returns_its_features(network, features):
     params, state = jax.eval_shape(network.init, jax.random.key(0))
     y, _ = jax.eval_shape(lambda p, s, x: network.apply(p, s, x, train=False), params, state, x)
     assert y.shape == (2, *features)
+
+
+def test_learning_rates_decay_from_the_last_block_to_the_stem():
+    network = models.get("mobilenet_v3_small", num_classes=3)
+    params, _ = jax.eval_shape(network.init, jax.random.key(0))
+    scales = layer_scales(params, 0.5)
+    assert [set(jax.tree.leaves(scales[n])) for n in ("classifier", "hidden", "last")] == [
+        {1.0}
+    ] * 3
+    assert set(jax.tree.leaves(scales["stage4"]["2"])) == {0.5}
+    assert set(jax.tree.leaves(scales["stage0"]["0"])) == {0.5**11}
+    assert set(jax.tree.leaves(scales["stem"])) == {0.5**12}
 
 
 def test_squeeze_and_excitation_matches_its_formula():

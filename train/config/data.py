@@ -144,6 +144,11 @@ class Data(Variant, section="data", tag="source", package="train.data"):
         return 0.0
 
     @property
+    def objective(self) -> str:
+        """What is learned from preferred answers."""
+        return "dpo"
+
+    @property
     def as_photos(self) -> "Photos | None":
         """The source itself if it resizes image files to ``image_size``."""
         return None

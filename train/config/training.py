@@ -69,6 +69,8 @@ class Optim(Section):
     """Label smoothing of the training loss."""
     focal: NonNegative = 0.0
     """Focal loss of classes: exponent that lowers easy examples; 2 is common, 0 is off."""
+    expert_balance: NonNegative = 0.0
+    """Factor of the load balancing loss of experts; 0.001 to 0.02 in published models."""
     freeze_backbone: bool = False
     """Train only the classifier, on a pretrained backbone whose statistics stay, too."""
     ema_decay: Annotated[float, Gt(0), Lt(1)] | None = None

@@ -1,4 +1,4 @@
-"""Pairs of answers of which one is preferred, for direct preference optimization (DPO)."""
+"""Pairs of answers of which one is preferred, for DPO and ORPO."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from train.errors import UserError
 
 @dataclass(frozen=True)
 class PreferenceFile(Text):
-    """Pairs of answers of which one is preferred, in a JSON lines or Parquet file, for DPO."""
+    """Pairs of answers of which one is preferred, in JSON lines or Parquet, for DPO or ORPO."""
 
     content: ClassVar[Content] = "preferences"
     evaluation_options: ClassVar[dict[str, str]] = {"path": "test_path"}
@@ -44,8 +44,10 @@ class PreferenceFile(Text):
     """Longer pairs: truncate, or drop."""
     as_chat: bool = False
     """Write prompts and answers with the chat template, as a user's and an assistant's message."""
+    objective: Literal["dpo", "orpo"] = "dpo"
+    """Loss: DPO; or ORPO, which needs no reference and also learns the preferred answer."""
     beta: Positive = 0.1
-    """Factor of the rewards; larger values keep the model nearer to its beginning."""
+    """DPO: factor of rewards, larger values change the model less. ORPO: weight of preference."""
     test_fraction: Annotated[float, Gt(0), Lt(1)] = 0.1
     """Fraction of the pairs that is held out for testing if there is no test_path."""
     split_seed: Seed | None = None

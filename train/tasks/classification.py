@@ -85,4 +85,5 @@ KIND = Kind(
     predicts="labels",
     outputs=_outputs,
     data_options=("crops", "border", "image_size", "resize"),
+    loss_options=("label_smoothing", "focal"),
 )

@@ -64,7 +64,9 @@ def build(config: Config, dataset: Dataset) -> Task:
     """
     model = build_network(config)
 
-    def losses(params: Any, state: Any, batch: Batch, key: Array | None, smoothing: float) -> Any:
+    def losses(
+        params: Any, state: Any, batch: Batch, key: Array | None, **terms: float
+    ) -> tuple[Array, Any]:
         tokens = batch["tokens"].astype(jnp.int32)
         targets, lengths, learned = tokens[:, 1:], batch.get("length"), batch.get("loss_mask")
         segments = None
@@ -83,20 +85,28 @@ def build(config: Config, dataset: Dataset) -> Task:
             lengths=lengths,
             segments=segments,
             loss_mask=learned,
-            smoothing=smoothing,
+            **terms,
         )
         count = targets.shape[1] if learned is None else jnp.maximum(learned.sum(1), 1)
         return per_token.sum(1) / count, state
 
     def loss(params: Any, state: Any, batch: Batch, key: Array) -> tuple[Array, fnet.Aux]:
-        per_row, state = losses(params, state, batch, key, config.optim.label_smoothing)
+        optim = config.optim
+        terms = {"smoothing": optim.label_smoothing, "balance": optim.expert_balance}
+        per_row, state = losses(params, state, batch, key, **terms)
         return per_row, fnet.Aux(state, {})
 
     def measure(params: Any, state: Any, batch: Batch) -> BatchMetrics:
-        per_row, _ = losses(params, state, batch, None, 0.0)
+        per_row, _ = losses(params, state, batch, None)
         return BatchMetrics({"loss": per_row})
 
     return Task(dataset, model, loss, measure)
 
 
-KIND = Kind("text", build, generates="text", options=("choices", "chat"))
+KIND = Kind(
+    "text",
+    build,
+    generates="text",
+    options=("choices", "chat"),
+    loss_options=("label_smoothing", "expert_balance"),
+)

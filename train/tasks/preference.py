@@ -1,4 +1,4 @@
-"""Direct preference optimization: a preferred answer becomes likelier than another one."""
+"""Preferences (DPO, ORPO): a preferred answer becomes likelier than another one."""
 
 import hashlib
 import io
@@ -22,14 +22,21 @@ from train.tasks.task import BatchMetrics, Kind, Task
 
 
 def build(config: Config, dataset: Dataset) -> Task:
-    """Build the DPO task of a published model (Rafailov et al. 2023).
+    """Build the task of pairs of answers for a published model, DPO or ORPO.
 
-    With the log-likelihoods of the preferred answer w and of the other one l::
+    DPO (Rafailov et al. 2023), with the log-likelihoods of the preferred answer w and of the other
+    one l::
 
         loss = -log sigmoid(beta ((log p_w - reference_w) - (log p_l - reference_l)))
 
     The reference is the model that the run begins with. Its log-likelihoods are computed once, in
     batches of the run's size, and a resumed run reads them in its folder.
+
+    ORPO (Hong, Lee, Thorne 2024, "ORPO: Monolithic Preference Optimization without Reference
+    Model"), with the mean log-likelihoods per token m, and nll of the preferred answer's whole row,
+    prompt included, as TRL has it::
+
+        loss = nll - beta log sigmoid(log odds(m_w) - log odds(m_l));   odds(m) = e^m / (1 - e^m)
 
     Raises:
       ValueError: if the network is invalid.
@@ -37,24 +44,41 @@ def build(config: Config, dataset: Dataset) -> Task:
     model, beta = language.build_network(config), config.data.beta
     context = language.text_source(config).context
 
-    def rewards(params: Any, state: Any, batch: Batch, key: Array | None) -> tuple[Array, Any]:
-        found, state = _log_likelihoods(model, params, state, batch, key)
-        return beta * (found - batch["reference"]), state
+    def dpo(losses: Array, batch: Batch) -> tuple[Array, Array]:
+        found = -(losses * batch["loss_mask"]).sum(2)
+        rewards = beta * (found - batch["reference"])
+        return rewards[:, 0] - rewards[:, 1], jnp.zeros(len(found))
 
-    def measures(reward: Array, smoothing: float) -> tuple[Array, dict[str, Array]]:
-        margin = reward[:, 0] - reward[:, 1]
-        losses = -(1 - smoothing) * jax.nn.log_sigmoid(margin)
-        losses -= smoothing * jax.nn.log_sigmoid(-margin)
-        return losses, {"accuracy": (margin > 0).astype(jnp.float32), "margin": margin}
+    def orpo(losses: Array, batch: Batch) -> tuple[Array, Array]:
+        mask = batch["loss_mask"]
+        means = -(losses * mask).sum(2) / jnp.maximum(mask.sum(2), 1)
+        log_odds = means - jnp.log1p(-jnp.exp(jnp.minimum(means, -1e-6)))
+        return log_odds[:, 0] - log_odds[:, 1], losses[:, 0].sum(1) / batch["length"][:, 0]
+
+    is_orpo = config.data.objective == "orpo"
+    compare, scale = (orpo, beta) if is_orpo else (dpo, 1.0)
+
+    def measures(
+        params: Any, state: Any, batch: Batch, key: Array | None, smoothing: float
+    ) -> tuple[Array, dict[str, Array], Any]:
+        losses, state = _losses(model, params, state, batch, key, learned_only=not is_orpo)
+        margin, nll = compare(losses, batch)
+        sides = (1 - smoothing) * jax.nn.log_sigmoid(margin)
+        sides += smoothing * jax.nn.log_sigmoid(-margin)
+        metrics = {"accuracy": (margin > 0).astype(jnp.float32), "margin": margin}
+        return nll - scale * sides, metrics, state
 
     def loss(params: Any, state: Any, batch: Batch, key: Array) -> tuple[Array, fnet.Aux]:
-        reward, state = rewards(params, state, batch, key)
-        losses, metrics = measures(reward, config.optim.label_smoothing)
+        smoothing = config.optim.label_smoothing
+        losses, metrics, state = measures(params, state, batch, key, smoothing)
         return losses, fnet.Aux(state, metrics)
 
     def measure(params: Any, state: Any, batch: Batch) -> BatchMetrics:
-        losses, metrics = measures(rewards(params, state, batch, None)[0], 0.0)
+        losses, metrics, _ = measures(params, state, batch, None, 0.0)
         return BatchMetrics({"loss": losses, **metrics})
+
+    if is_orpo:
+        return Task(dataset, model, loss, measure)
 
     splits = (
         (dataset.train, lambda rows: dataset.augment(rows, np.random.default_rng(0))),
@@ -65,7 +89,7 @@ def build(config: Config, dataset: Dataset) -> Task:
         shapes = model.pretrained(*jax.eval_shape(model.init, jax.random.key(0)))
         place = jax.jit(model.place, donate_argnums=1)
         params, state = place(jax.random.key(0), model.read(shapes))
-        run = jax.jit(lambda batch: _log_likelihoods(model, params, state, batch, None)[0])
+        run = jax.jit(lambda batch: _log_likelihoods(model, params, state, batch))
         for rows, batch_of in splits:
             buckets = bucket_lengths(rows["length"].max(1), context)
             for bucket in np.unique(buckets).tolist():
@@ -114,10 +138,15 @@ def _identity(config: Config, dataset: Dataset) -> str:
     return found.hexdigest()
 
 
-def _log_likelihoods(
-    model: Any, params: Any, state: Any, batch: Batch, key: Array | None
+def _log_likelihoods(model: Any, params: Any, state: Any, batch: Batch) -> Array:
+    """Sum the log-likelihoods of the tokens of each answer, [N, 2]."""
+    return -_losses(model, params, state, batch, None, learned_only=True)[0].sum(2)
+
+
+def _losses(
+    model: Any, params: Any, state: Any, batch: Batch, key: Array | None, *, learned_only: bool
 ) -> tuple[Array, Any]:
-    """Sum the log-likelihoods of the learned tokens of each answer, [N, 2]."""
+    """Return the losses of the tokens of each row, [N, 2, T], perhaps of the answers alone."""
     tokens = batch["tokens"].astype(jnp.int32)
     rows = {n: batch[n].reshape(-1, *batch[n].shape[2:]) for n in ("length", "loss_mask")}
     tokens = tokens.reshape(-1, tokens.shape[-1])
@@ -129,9 +158,9 @@ def _log_likelihoods(
         key=key,
         train=key is not None,
         lengths=rows["length"],
-        loss_mask=rows["loss_mask"],
+        loss_mask=rows["loss_mask"] if learned_only else None,
     )
-    return -losses.sum(1).reshape(-1, 2), state
+    return losses.reshape(-1, 2, losses.shape[-1]), state
 
 
-KIND = Kind("preferences", build, generates="text")
+KIND = Kind("preferences", build, generates="text", loss_options=("label_smoothing",))

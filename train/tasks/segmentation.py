@@ -122,4 +122,5 @@ KIND = Kind(
     outputs=_outputs,
     data_options=("image_size",),
     options=("scales", "flip"),
+    loss_options=("label_smoothing",),
 )

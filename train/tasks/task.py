@@ -54,6 +54,10 @@ class Task(NamedTuple):
     before_batches: Callable[[Path | None], None] = lambda folder: None
 
 
+LOSS_OPTIONS = ("label_smoothing", "focal", "expert_balance")
+"""Fields of `train.config.Optim` that change a loss."""
+
+
 class Kind(NamedTuple):
     """What a network is trained to do, and what commands can do with it.
 
@@ -66,6 +70,7 @@ class Kind(NamedTuple):
         [N, classes] or logits [N, h, w, classes] that predictions come from.
       data_options: Options of ``fnet eval`` that change the data, if the source has them.
       options: Other options of ``fnet eval``.
+      loss_options: Fields of `train.config.Optim` that change the loss, of those in `LOSS_OPTIONS`.
     """
 
     content: Content
@@ -75,14 +80,21 @@ class Kind(NamedTuple):
     outputs: Callable[[Config, Any], Callable[[Any, Any, Array], Array]] | None = None
     data_options: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
+    loss_options: tuple[str, ...] = ()
 
     def check(self, config: Config) -> None:
-        """Check that the data source has what the network needs.
+        """Check that the data source has what the network needs, and the loss what is asked for.
 
         Raises:
           UserError: if it has not.
         """
         if config.data.content == self.content:
+            for name in LOSS_OPTIONS:
+                if (value := getattr(config.optim, name)) and name not in self.loss_options:
+                    raise UserError(
+                        f"optim.{name}: {value:g}, but the loss of {self.content} has none; leave "
+                        "it out"
+                    )
             return
         *others, last = (
             name for name, kind in variants("data").items() if kind.content == self.content

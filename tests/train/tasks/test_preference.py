@@ -150,6 +150,40 @@ def test_the_loss_is_that_of_the_formula(workplace, write, options):
     chex.assert_trees_all_close(aux.metrics["accuracy"], (margin > 0).astype(jnp.float32))
 
 
+@pytest.mark.parametrize("options", [{}, {"lora_rank": 2}])
+def test_the_odds_ratio_loss_is_that_of_trl(workplace, write, options):
+    """ORPOTrainer of TRL: nll over prompt and answer, odds of mean log-likelihoods of answers."""
+    config = config_of(workplace, write, **options)
+    data = dataclasses.replace(config.data, objective="orpo", beta=0.3)
+    run = setup(dataclasses.replace(config, data=data))
+    state = run.compile_init()(jax.random.key(0))
+    run.task.before_batches(None)
+    assert not run.task.dataset.train["reference"].any()
+    batch = next(run.training_batches(0))
+    params = jax.tree.map(
+        lambda p: p + 0.05 * jnp.sin(jnp.arange(p.size)).reshape(p.shape), state.params
+    )
+    losses, aux = run.task.loss(params, state.model_state, batch, jax.random.key(0))
+
+    for i in range(8):
+        averages = []
+        for side in range(2):
+            tokens = batch["tokens"][i, side].astype(np.int32)[None]
+            logits, _ = run.task.model.apply(params, state.model_state, tokens[:, :-1], train=False)
+            length = int(batch["length"][i, side])
+            log_p = np.asarray(jax.nn.log_softmax(logits))[
+                0, np.arange(length), tokens[0, 1:][:length]
+            ]
+            averages.append(float(log_p[batch["loss_mask"][i, side][:length]].mean()))
+            if side == 0:
+                policy_nll_loss = -float(log_p.mean())
+        chosen, rejected = averages
+        log_odds = (chosen - rejected) - (np.log1p(-np.exp(chosen)) - np.log1p(-np.exp(rejected)))
+        expected = policy_nll_loss - 0.3 * -np.log1p(np.exp(-log_odds))
+        assert float(losses[i]) == pytest.approx(expected, abs=1e-4)
+        assert float(aux.metrics["margin"][i]) == pytest.approx(log_odds, abs=1e-4)
+
+
 def test_the_reference_is_computed_once_for_a_run(workplace, write, monkeypatch):
     config = config_of(workplace, write)
     run = setup(config)

@@ -384,3 +384,36 @@ def test_rejects_options_of_adapters_without_adapters(folder, capsys):
     assert_one_line_error(capsys, "model.quantize: needs model.lora_rank")
     assert exit_code("train", "tiny.py", *LORA, "--model.lora-targets", "none*") == 2
     assert_one_line_error(capsys, "no parameter matches")
+
+
+@pytest.mark.parametrize("options", [{}, {"lora_rank": 2}])
+def test_a_run_adds_the_balance_loss_of_experts(folder, options):
+    """It counts in training, by the number of learned tokens, and not in evaluation."""
+    mixtral = LLAMA | {
+        "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 3,
+    }  # fmt: skip
+    write_folder(folder / "llama", mixtral)
+    (folder / "llama" / "model.safetensors.index.json").unlink()
+    config = config_of(folder, **options)
+    optim = dataclasses.replace(config.optim, expert_balance=0.5)
+    plain, balanced = setup(config), setup(dataclasses.replace(config, optim=optim))
+    state = plain.compile_init()(jax.random.key(0))
+    batch = next(plain.training_batches(0))
+    arguments = state.params, state.model_state, batch, jax.random.key(0)
+    added = balanced.task.loss(*arguments)[0] - plain.task.loss(*arguments)[0]
+    assert 0.9 < added.min() < added.max() < 2  # half of a bit more than the 2 chosen
+    measured = [r.task.measure(*arguments[:3]).metrics["loss"] for r in (plain, balanced)]
+    chex.assert_trees_all_equal(*measured)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("tiny.py", "--optim.focal", "2"), "optim.focal: 2, but the loss of text has none; leave it out"),
+        (("tiny.py", "--optim.expert-balance", "0.1"), "expected the routing of layers of experts, got none"),
+        (("digits", "--optim.expert-balance", "0.1"), "optim.expert_balance: 0.1, but the loss of images has none"),
+    ],
+)  # fmt: skip
+def test_terms_that_a_loss_has_not_are_refused(folder, capsys, words, message):
+    assert exit_code("train", *words) == 2
+    assert_one_line_error(capsys, message)
