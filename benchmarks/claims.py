@@ -189,13 +189,24 @@ def publish(
         print(f"- skipped, not installed: {baseline}")
     print(f"\nVersions: {', '.join(f'{name} {version}' for name, version in versions.items())}.")
     if args.json:
-        report = {
-            "claims": [c.as_json() for c in claims],
-            "versions": installed("fnet-jax") | versions,
-            "missing": list(missing),
-            "data": dict(data or {}),
-        }
-        Path(args.json).write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
+        write(args.json, claims, *packages, missing=missing, data=data)
+
+
+def write(
+    path: str | Path,
+    claims: Iterable[Claim],
+    *packages: str,
+    missing: Sequence[str] = (),
+    data: Mapping[str, Any] | None = None,
+) -> None:
+    """Write what `publish` writes, without printing it."""
+    report = {
+        "claims": [c.as_json() for c in claims],
+        "versions": installed("fnet-jax", *packages),
+        "missing": list(missing),
+        "data": dict(data or {}),
+    }
+    Path(path).write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
 
 
 def installed(*packages: str) -> dict[str, str]:

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from benchmark_cases import MACHINE
 
-from benchmarks import __main__ as program
 from benchmarks import chart, claims, first_page, machine, report
+from benchmarks import runner as program
 from benchmarks.claims import Claim, argument_parser
 from benchmarks.suite import GPU, PATHS, SUITE, Benchmark
 

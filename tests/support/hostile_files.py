@@ -1,19 +1,24 @@
 """Files of data and models that somebody wrote to harm, and their readers in a process of their own."""
 
 import io
+import itertools
 import json
 import zipfile
 from pathlib import Path
 
 import numpy as np
 from hypothesis import strategies as st
+from PIL import Image
 
+from train.data import evaluation_batches
 from train.data.arrays import ArrayFile
 from train.data.chat import ChatTemplate, load_generation_settings, load_template
 from train.data.chat_file import ChatFile
 from train.data.image_folder import ImageFolder
 from train.data.image_shards import ImageShards
+from train.data.image_table import ImageTable
 from train.data.model_folder import SINGLE, read_folder, read_tensors
+from train.data.segmentation_folder import SegmentationFolder
 from train.data.text_file import TextFile
 from train.data.tokenizer import load_tokenizer
 from train.errors import UserError
@@ -85,6 +90,102 @@ TOKENIZER_CONFIG = {
 }
 
 
+COCO = {
+    "images": [{"id": i, "file_name": f"{i}.png", "width": 8, "height": 8} for i in (1, 2)],
+    "annotations": [
+        {"id": 1, "image_id": 1, "category_id": 3, "segmentation": [[2, 1, 6, 1, 6, 4, 2, 4]]},
+        {"id": 2, "image_id": 2, "category_id": 9, "segmentation": {"size": [8, 8], "counts": [1, 9, 54]}},
+    ],
+    "categories": [{"id": 3, "name": "cat"}, {"id": 9, "name": "dog"}],
+}  # fmt: skip
+LABELME = {
+    "imagePath": "1.png", "imageHeight": 8, "imageWidth": 8,
+    "shapes": [
+        {"label": "cat", "points": [[1, 1], [5, 1], [5, 5]], "shape_type": "polygon"},
+        {"label": "dog", "points": [[4, 4], [6, 6]], "shape_type": "circle"},
+    ],
+}  # fmt: skip
+
+
+def write_annotated(folder):
+    """Write the pictures of `COCO` and `LABELME`, and their good annotations."""
+    for i in (1, 2):
+        Image.new("RGB", (8, 8), (i, 0, 0)).save(folder / f"{i}.png")
+    for i, name in ((1, "labelme"), (2, "other")):
+        content = json.dumps(LABELME | {"imagePath": f"{i}.png"})
+        (folder / f"{name}.json").write_text(content)
+
+
+def write_yolo(folder):
+    for kind in ("images", "labels"):
+        (folder / kind).mkdir()
+    for i in (1, 2):
+        Image.new("RGB", (8, 8), (i, 0, 0)).save(folder / "images" / f"{i}.png")
+        (folder / "labels" / f"{i}.txt").write_text("0 0.1 0.1 0.9 0.1 0.5 0.9")
+    (folder / "data.yaml").write_text("names: [cat]")
+
+
+def yolo_labels():
+    """Draw lines of numbers, some of which are none."""
+    numbers = st.sampled_from(
+        ["0", "0.5", "1", "-1", "nan", "inf", "-inf", "1e400", "9" * 400, "x", "", "0x1", "1_0"]
+    )
+    line = st.lists(numbers, max_size=9).map(" ".join)
+    return st.lists(line, max_size=3).map("\n".join)
+
+
+def yolo_names():
+    """Draw the YAML of a data set; one has a billion names, by references."""
+    bomb = "a: &a [x]\n" + "".join(
+        f"{b}: &{b} [{', '.join([f'*{a}'] * 10)}]\n" for a, b in itertools.pairwise("abcdefghij")
+    )
+    values = st.sampled_from([
+        "[cat]", "{0: cat}", "{a: cat, 1: dog}", "[[cat]]", "5", "", "[!!python/name:os.system x]",
+        "&a [*a]", "[" * 900, "{0: {0: {0: x}}}", "[*j, *j]", "[1e400, .inf, .nan]", '"\\ud800"',
+    ])  # fmt: skip
+    return values.map(lambda value: f"{bomb if '*j' in value else ''}names: {value}") | st.text()
+
+
+def tables():
+    """Draw a CSV table of pictures and labels with something wrong."""
+    cells = st.sampled_from(
+        [
+            "1.png",
+            "2.png",
+            "../../etc/passwd",
+            "a",
+            "1",
+            "",
+            '"',
+            '"x',
+            "\0",
+            "a" * 2000,
+            "\ud800",
+            "nan",
+        ]
+    )
+    row = st.lists(cells, min_size=1, max_size=3).map(",".join)
+    heads = st.sampled_from(["file,label", "file", "file,label,split", "file,file", "", "\0"])
+    return st.builds(lambda head, rows: "\n".join([head, *rows]), heads, st.lists(row, max_size=6))
+
+
+def pictures():
+    """Draw a picture whose header lies about its size, or that is cut off or damaged."""
+    formats = st.sampled_from(["PNG", "JPEG", "BMP", "GIF", "TIFF", "WEBP", "PPM"])
+
+    @st.composite
+    def draw_bytes(draw):
+        file = io.BytesIO()
+        Image.new("RGB", (8, 8), (1, 2, 3)).save(file, draw(formats))
+        content = bytearray(file.getvalue())
+        for _ in range(draw(st.integers(1, 4))):
+            place = draw(st.integers(0, min(len(content), 64) - 1))
+            content[place] = draw(st.sampled_from([0, 1, 127, 255]))
+        return bytes(content[: draw(st.none() | st.integers(1, len(content)))])
+
+    return draw_bytes()
+
+
 def safetensors():
     """Draw the content of a file: a length, a header, and the tensors."""
 
@@ -138,7 +239,27 @@ def _read_tokenizer(path):
     load_tokenizer(TextFile(tokenizer=str(path))).encode("ab" * 9)
 
 
+def _read_masks(path, format):
+    root = path.parent.parent if format == "yolo" and path.suffix == ".txt" else path.parent
+    options = {"test_fraction": 0.5, "image_size": 8, "batch_size": 2}
+    dataset = SegmentationFolder(path=str(root), format=format, **options).load()
+    for rows in (dataset.train, dataset.test):
+        dataset.prepare(rows)
+
+
+def _read_pictures(path):
+    dataset = ImageFolder(path=str(path.parent.parent), image_size=8, test_fraction=0.5).load()
+    for _ in evaluation_batches(dataset, 1):
+        pass
+
+
 _READERS = {
+    "coco.json": lambda path: _read_masks(path, "coco"),
+    "labelme.json": lambda path: _read_masks(path, "labelme"),
+    "labels": lambda path: _read_masks(path, "yolo"),
+    "names": lambda path: _read_masks(path, "yolo"),
+    "table": lambda path: ImageTable(path=str(path), image_size=8).load(),
+    "picture": _read_pictures,
     "safetensors": lambda path: [t[...] for t in read_tensors(path)[0].values()],
     "config.json": _read_model,
     "template": _read_template,

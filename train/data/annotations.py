@@ -238,9 +238,10 @@ def _yolo(root: Path) -> _Read:
     names: Sequence[str] = ()
     if tables:
         with _damaged(tables[0]):
+            limits.LABEL_FILE.check(tables[0].stat().st_size, f"data.format: {tables[0]}")
             content = yaml.safe_load(tables[0].read_text("utf-8"))["names"]
             by_number = content if isinstance(content, dict) else dict(enumerate(content))
-            names = [normalized(str(by_number[i])) for i in sorted(by_number)]
+            names = [normalized(_scalar(by_number[i])) for i in sorted(by_number)]
     elif (root / "classes.txt").is_file():
         names = read_names(str(root / "classes.txt"), "data.format")
     if not names:
@@ -265,6 +266,13 @@ def _yolo(root: Path) -> _Read:
             objects = [*_yolo_objects(labels, names, width, height)]
         images.append(_Image(split_of(path) or "", path, str(labels), height, width, objects))
     return _Read(images, {name: i for i, name in enumerate(names, 1)})
+
+
+def _scalar(value: Any) -> str:
+    """Return a value of YAML as text. Lists of references to lists would be too much."""
+    if not isinstance(value, str | int | float):
+        raise TypeError(f"a name is a {type(value).__name__}; expected a text")
+    return str(value)
 
 
 def _yolo_objects(path: Path, names: Sequence[str], width: int, height: int) -> Iterator[_Object]:
@@ -331,8 +339,11 @@ def _damaged(path: Path, place: str = "") -> Iterator[None]:
     try:
         yield
     except KeyError as error:
-        raise UserError(f"{where}: no field or id {error.args[0]!r}") from error
+        raise UserError(f"{where}: no field or id {error.args[0]!r:.100}") from error
     except yaml.YAMLError as error:
         raise UserError(f"{where}: it is not YAML") from error
-    except (ValueError, TypeError, IndexError, OSError, RecursionError) as error:
-        raise UserError(f"{where}: {error}") from error
+    except (
+        *(ValueError, TypeError, AttributeError, IndexError),
+        *(OverflowError, OSError, RecursionError),
+    ) as error:
+        raise UserError(f"{where}: {' '.join(str(error).split()):.200}") from error

@@ -10,6 +10,9 @@ import numpy as np
 
 from train.data.decode import MaskValues, UnreadableError, decode_mask, upright_size
 
+_MOST_CROSSINGS = 2**22
+"""Rows that an outline crosses, each one counted at each crossing: 400 MiB of work."""
+
 
 class Shape(NamedTuple):
     """An object of an image.
@@ -87,13 +90,22 @@ def mask_size(mask: Mask, max_pixels: int) -> tuple[int, int]:
 
 
 def fill_polygon(polygon: np.ndarray, height: int, width: int) -> np.ndarray:
-    """Return the pixels whose center is inside an outline [N, 2], by the even-odd rule."""
+    """Return the pixels whose center is inside an outline [N, 2], by the even-odd rule.
+
+    Raises:
+      UnreadableError: if the outline crosses too many rows.
+    """
     toggles = np.zeros((height, width + 1), np.int32)
     (x0, y0), (x1, y1) = polygon.T, np.roll(polygon, -1, 0).T
     first, last = (
         np.clip(np.ceil(f(y0, y1) - 0.5), 0, height).astype(int) for f in (np.minimum, np.maximum)
     )
     counts = last - first
+    if counts.sum() > _MOST_CROSSINGS:
+        raise UnreadableError(
+            f"an outline of {len(polygon):,} points crosses {counts.sum():,} rows; at most "
+            f"{_MOST_CROSSINGS:,} are drawn"
+        )
     edge = np.repeat(np.arange(len(polygon)), counts)
     row = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts) + first[edge]
     slope = (x1 - x0)[edge] / (y1 - y0)[edge]
@@ -136,6 +148,8 @@ def decode_runs(text: str) -> tuple[int, ...]:
             raise ValueError(f"{chr(code)!r} is in no run-length code")
         value |= (bits & 31) << shift
         shift += 5
+        if shift > 60:
+            raise ValueError("a number in a run-length code has more than 60 bits")
         if bits & 32:
             continue
         if bits & 16:

@@ -217,7 +217,7 @@ def _reopen_folder(
     check_secret(folder, before)
     changed = check_data(folder, run.config, data)
     folder.resume(run.config)
-    for line in filter(None, (begins_again, changed)):
+    for line in filter(None, (begins_again, *changed)):
         log(line)
     if needs_secret(run.config) and not needs_secret(before):  # imported, not trained yet
         create_secret(folder, run.config)

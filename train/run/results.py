@@ -1,9 +1,6 @@
 """What a run prints before its first step, and what it prints and writes after its last one."""
 
-import contextlib
-import importlib.metadata
 import json
-import platform
 import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +11,6 @@ import jax
 import numpy as np
 from rich.console import Console
 
-import fnet
 from fnet import TrainState
 from fnet.attribution import InRunState
 from fnet.memory import REMAT_POLICIES, format_bytes, parse_bytes, tree_bytes
@@ -36,6 +32,7 @@ from train.run.example_rows import example_rows
 from train.run.planning import reserve
 from train.run.programs import Programs
 from train.run.run_folder import RunFolder, as_json, atomic_write, quote
+from train.run.same_data import versions
 from train.run.seeds import Seeds, describe_seeds, needs_secret
 from train.run.setup import Setup
 from train.tasks import kind_of
@@ -187,7 +184,7 @@ def _summary(
         "microbatches": planned.microbatches,
         "budget_bytes": planned.plan.budget if planned.plan else None,
         "peak_bytes_predicted": programs.predicted_bytes,
-        "versions": _versions(),
+        "versions": versions(),
     }
 
 
@@ -201,19 +198,6 @@ def _measured_before(path: Path, step: int) -> dict[str, Any]:
         return {}  # the run was killed between its last checkpoint and its summary
     names = "seconds", "unreadable_files", "peak_bytes_seen"
     return {name: summary[name] for name in names if name in summary}
-
-
-def _versions() -> dict[str, str]:
-    """Return the versions of fnet, Python and libraries, and the device."""
-    packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
-    installed = {name: importlib.metadata.version(name) for name in packages}
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        installed["dp-accounting"] = importlib.metadata.version("dp-accounting")
-    return {
-        "fnet": fnet.__version__,
-        "python": platform.python_version(),
-        "device": jax.local_devices()[0].device_kind,
-    } | installed
 
 
 def _of_process(run: Setup) -> str:

@@ -1,21 +1,34 @@
-"""Whether a run that is resumed or evaluated finds the data and the checkpoints that it had.
+"""Whether a run that is resumed or evaluated finds the data, config and checkpoints that it had.
 
 data.json says what they were. It has a checksum, so that damage is noticed.
 """
 
 import base64
+import contextlib
+import importlib.metadata
 import json
+import platform
 import zlib
 from collections.abc import Iterable
 from typing import Any, NamedTuple, Self
 
+import jax
 import numpy as np
 
+import fnet
+from train import config as configs
 from train.config import Config
 from train.data import Dataset, num_examples
 from train.data.splits import hash_names
 from train.errors import UserError
-from train.run.run_folder import RunFolder, as_json, atomic_write, read_sealed, seal
+from train.run.run_folder import (
+    MAY_CHANGE_ON_RESUME,
+    RunFolder,
+    as_json,
+    atomic_write,
+    read_sealed,
+    seal,
+)
 from train.run.seeds import keyed_checksum
 
 _MOST_BYTES, _MOST_FILES = 2**31, 10_000
@@ -24,9 +37,14 @@ regular intervals, whose files it names with their sizes."""
 _MOST_NAMES = 10_000
 """Names of a split that data.json holds as hashes: those with the smallest ones."""
 _BLOCK_BYTES = 2**24
-_MEMORY: dict[str, Any] = {"has_saved": False, "trained_before": None}
-"""What data.json holds besides the data: whether the run has saved a checkpoint, and names of
-examples that it was trained on before its data changed."""
+_MEMORY: dict[str, Any] = {
+    "has_saved": False,
+    "trained_before": None,
+    "config": {},
+    "versions": {},
+}
+"""What data.json holds besides the data: whether the run has saved a checkpoint, names of examples
+that it was trained on before its data changed, and its config and versions."""
 
 
 class _Names(NamedTuple):
@@ -65,7 +83,7 @@ class _Names(NamedTuple):
 
 
 def write_data(folder: RunFolder, config: Config, data: dict[str, Any]) -> None:
-    """Write data.json, by which `check_data` recognizes the data. It keeps what else it holds."""
+    """Write data.json, by which `check_data` recognizes data and config; it keeps the rest."""
     memory = _MEMORY
     if folder.has_trained:
         try:
@@ -75,7 +93,11 @@ def write_data(folder: RunFolder, config: Config, data: dict[str, Any]) -> None:
         memory = {name: then.get(name, value) for name, value in _MEMORY.items()}
         if "train_names" in then and then["train_names"] != data["train_names"]:
             memory |= {"trained_before": _trained_on(then).as_text()}
-    memory = memory | {"has_saved": memory["has_saved"] or bool(folder.saved_steps)}
+    memory = memory | {
+        "has_saved": memory["has_saved"] or bool(folder.saved_steps),
+        "config": _fields(config),
+        "versions": versions(),
+    }
     atomic_write(folder.data, as_json(seal(_record(folder, config, data) | memory)))
 
 
@@ -114,56 +136,117 @@ def check_saved(folder: RunFolder) -> str | None:
     )
 
 
-def check_data(folder: RunFolder, config: Config, data: dict[str, Any]) -> str | None:
-    """Compare the data of a resumed run with those that it had before; say what changed, or None.
+def check_data(folder: RunFolder, config: Config, data: dict[str, Any]) -> list[str]:
+    """Compare data, config and versions of a resumed run with those that it had.
+
+    Returns:
+      What changed and what that means, in lines for the user.
 
     Raises:
-      UserError: if they changed in a private run, whose guarantee holds for one dataset, or if
-        nothing says what they were.
+      UserError: if data or config changed in a private run, whose guarantee holds for one dataset
+        and one mechanism, or if nothing says what they were.
     """
     if not folder.has_trained:
-        return None
+        return []
+    is_private = config.is_private or folder.secret_seed.exists()
     try:
-        change = _change(folder, config, data)
+        then = _read(folder, config, data)
     except ValueError as error:
-        line = f"{error}: nothing else says which data this run began with"
-        if not config.is_private:
-            return f"{line}; if they changed, the next batches are not those that were next"
+        line = f"{error}: nothing else says which data and config this run began with"
+        if not is_private:
+            return [f"{line}; if they changed, the next batches are not those that were next"]
         raise UserError(
-            f"{line}, and the guarantee holds for the same data; restore the file, or start a new "
+            f"{line}, and the guarantee holds for the same ones; restore the file, or start a new "
             "run with another --out"
         ) from error
-    if change is None:
-        return None
-    if config.is_private:
-        raise UserError(f"{change}; the guarantee holds for the same data: restore them")
-    return f"{change}; the next batches are of the new data, in a new order"
+    data_change, config_change = (
+        _data_change(folder, config, then, data),
+        _config_change(folder, then),
+    )
+    if is_private and (change := data_change or config_change):
+        raise UserError(f"{change}; the guarantee holds for the same data and config: restore them")
+    now = versions()
+    other = [
+        f"{n} {v} then, {now.get(n)} now" for n, v in then["versions"].items() if v != now.get(n)
+    ]
+    changes = {
+        "the next batches are of the new data, in a new order": data_change,
+        "the next steps follow the new config": config_change,
+        "the next steps may be rounded differently": other and f"versions: {', '.join(other)}",
+    }
+    return [f"{change}; {meaning}" for meaning, change in changes.items() if change]
 
 
 def compare_data(folder: RunFolder, config: Config, data: dict[str, Any]) -> str | None:
-    """Say how the data of a run that is evaluated differ from those that it was trained on."""
+    """Say how data and config of a run that is evaluated differ from those it was trained with."""
     if not folder.has_trained:
         return None
     try:
-        return _change(folder, config, data)
+        then = _read(folder, config, data)
+        changes = _data_change(folder, config, then, data), _config_change(folder, then)
     except (ValueError, UserError) as error:
         return f"{error}: cannot tell whether the data are those that the run was trained on"
+    return "; ".join(filter(None, changes)) or None
 
 
-def _change(folder: RunFolder, config: Config, data: dict[str, Any]) -> str | None:
-    """Say what changed; None if nothing did.
+def versions() -> dict[str, str]:
+    """Return the versions of fnet, Python and libraries, and the device."""
+    packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+    installed = {name: importlib.metadata.version(name) for name in packages}
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        installed["dp-accounting"] = importlib.metadata.version("dp-accounting")
+    return {
+        "fnet": fnet.__version__,
+        "python": platform.python_version(),
+        "device": jax.local_devices()[0].device_kind,
+    } | installed
+
+
+def _read(folder: RunFolder, config: Config, data: dict[str, Any]) -> dict[str, Any]:
+    """Read data.json.
 
     Raises:
-      ValueError: if data.json is missing or damaged.
+      ValueError: if it is missing or damaged.
     """
-    now, then = _record(folder, config, data), read_sealed(folder.data)
-    if then.keys() != now.keys() | _MEMORY.keys():
+    then = read_sealed(folder.data)
+    if then.keys() != _record(folder, config, data).keys() | _MEMORY.keys():
         raise ValueError(f"cannot read {folder.data} (an earlier version wrote it)")
+    return then
+
+
+def _data_change(
+    folder: RunFolder, config: Config, then: dict[str, Any], data: dict[str, Any]
+) -> str | None:
+    """Say how the data changed; None if they did not."""
+    now = _record(folder, config, data)
     parts = [] if config.is_release_only else _differences(then, now)
     if not parts and all(then[name] == value for name, value in now.items()):
         return None
     what = "; ".join(parts) or "other rows"
     return f"data: changed since {folder.path} was last trained: {what}"
+
+
+def _config_change(folder: RunFolder, then: dict[str, Any]) -> str | None:
+    """Say how config.json was edited; None if it was not."""
+    now = _fields(folder.read_config())
+    was = then["config"]
+    edited = [
+        f"{name} was {was.get(name, 'absent')}, is {now.get(name, 'absent')}"
+        for name in sorted(was.keys() | now.keys())
+        if was.get(name) != now.get(name)
+    ]
+    return (
+        f"{folder.config}: changed since the run was last trained: " + ", ".join(edited)
+        if edited
+        else None
+    )
+
+
+def _fields(config: Config) -> dict[str, str]:
+    """Return the fields that say what a run computes. Its data may move."""
+    skipped = MAY_CHANGE_ON_RESUME | {"data.path"}
+    values = configs.flatten(config).items()
+    return {name: json.dumps(v, default=str) for name, v in values if name not in skipped}
 
 
 def _differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:

@@ -10,10 +10,12 @@ import pytest
 from hostile_files import damaged_json
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from PIL import Image
 from program_cases import assert_one_line_error, exit_code
 
 from train import limits
 from train.data.chat import ChatTemplate
+from train.data.drawings import decode_runs
 from train.errors import UserError
 
 few = settings(
@@ -63,6 +65,75 @@ def test_json_of_others(kind, document, tmp_path):
         assert_refused_or_read(kind, tmp_path / kind)
 
     check()
+
+
+@pytest.mark.parametrize(
+    ("kind", "document"),
+    [("coco.json", hostile_files.COCO), ("labelme.json", hostile_files.LABELME)],
+)
+def test_annotations(kind, document, tmp_path):
+    hostile_files.write_annotated(tmp_path)
+
+    @few
+    @given(damaged_json(document))
+    def check(content):
+        (tmp_path / kind).write_bytes(content)
+        assert_refused_or_read(kind, tmp_path / kind)
+
+    check()
+
+
+@few
+@given(labels=hostile_files.yolo_labels())
+def test_numbers_of_yolo(labels, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("yolo")
+    hostile_files.write_yolo(folder)
+    path = folder / "labels" / "1.txt"
+    path.write_text(labels)
+    assert_refused_or_read("labels", path)
+
+
+@few
+@given(names=hostile_files.yolo_names())
+def test_names_of_yolo(names, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("yolo")
+    hostile_files.write_yolo(folder)
+    path = folder / "data.yaml"
+    path.write_text(names, "utf-8", "surrogatepass")
+    assert_refused_or_read("names", path)
+
+
+@few
+@given(content=hostile_files.tables())
+def test_tables(content, tmp_path):
+    hostile_files.write_annotated(tmp_path)
+    path = tmp_path / "table.csv"
+    path.write_text(content, "utf-8", "surrogatepass")
+    assert_refused_or_read("table", path)
+
+
+@few
+@given(content=hostile_files.pictures())
+def test_pictures(content, tmp_path):
+    for name in ("cat", "dog"):
+        folder = tmp_path / "data" / name
+        folder.mkdir(parents=True, exist_ok=True)
+        hostile_files.write_annotated(folder)
+    (folder / "3.png").write_bytes(content)
+    assert_refused_or_read("picture", folder / "3.png")
+
+
+def test_outlines_that_would_take_gigabytes(tmp_path):
+    hostile_files.write_annotated(tmp_path)
+    Image.new("L", (4, 4000)).save(tmp_path / "1.png")
+    zigzag = [[1, 1], [2, 3999]] * 20_000
+    size = {"imageHeight": 4000, "imageWidth": 4}
+    shapes = [hostile_files.LABELME["shapes"][0] | {"points": zigzag}]
+    path = tmp_path / "labelme.json"
+    path.write_text(json.dumps(hostile_files.LABELME | size | {"shapes": shapes}))
+    assert_refused_or_read("labelme.json", path, may_pass=False)
+    with pytest.raises(ValueError, match="more than 60 bits"):
+        decode_runs("o" * 10**6)
 
 
 @few

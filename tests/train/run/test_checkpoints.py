@@ -114,6 +114,12 @@ def flip_the_position(folder):
     path.write_bytes(content)
 
 
+def flip_the_name_of_the_checksum(folder):
+    """One bit, after which nothing says that there was a checksum."""
+    path = position_file(folder)
+    path.write_bytes(path.read_bytes().replace(b'"checksum"', b'"ahecksum"'))
+
+
 def empty(folder):
     shutil.rmtree(folder)
     folder.mkdir()
@@ -126,7 +132,7 @@ def empty(folder):
         flip_the_position,
         *(
             pytest.param(f, marks=pytest.mark.slow)
-            for f in (flip, lose, lose_the_score, forge, empty)
+            for f in (flip, lose, lose_the_score, forge, empty, flip_the_name_of_the_checksum)
         ),
     ],
     ids=lambda f: f.__name__,

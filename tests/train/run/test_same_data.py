@@ -5,6 +5,7 @@ import json
 import shutil
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from image_cases import write_image, write_mask
@@ -160,10 +161,37 @@ def test_a_private_run_does_not_continue_with_other_pixels(resumed, tmp_path, ca
     assert_one_line_error(capsys, "data: changed since run was last trained: other rows; ")
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (
+            '"noise_multiplier": 1.0',
+            '"noise_multiplier": 2.0',
+            "run/config.json: changed since the run was last trained: grad.noise_multiplier was "
+            "1.0, is 2.0; the guarantee holds for the same data and config",
+        ),
+        ('"mode": "clipped"', '"mode": "mean"', ""),
+    ],
+    ids=["noise", "mode"],
+)
+def test_a_private_run_does_not_continue_with_an_edited_config(
+    resumed, old, new, message, tmp_path, capsys
+):
+    config = tmp_path / "run" / "config.json"
+    text = config.read_text()
+    assert old in text
+    config.write_text(text.replace(old, new))
+    capsys.readouterr()
+    assert exit_code(*resumed) == 2
+    assert_one_line_error(capsys, message)
+
+
 def test_release_only_describes_the_data_only_to_the_holder_of_the_seed(private_run):
     written = read_sealed(private_run / "run" / "data.json")
     config = json.loads((private_run / "run" / "config.json").read_text())
     assert written.pop("has_saved")
+    assert written.pop("config")["grad.noise_multiplier"] == "1.0"
+    assert written.pop("versions")["jax"] == jax.__version__
     if not config["grad"]["release_only"]:
         return
     assert written.pop("trained_before") is None
@@ -213,7 +241,8 @@ RESUME = "train", "run/config.json", "--resume", "--train.steps", 3
 @pytest.mark.parametrize("command", [("eval", "run"), RESUME], ids=["eval", "resume"])
 def test_nothing_is_said_of_the_same_data(command, pictures, capsys):
     fnet_command(*command)
-    assert "data: changed" not in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert not any(word in out for word in ("data: changed", "config.json: changed", "versions:"))
 
 
 @pytest.mark.parametrize("command", [("eval", "run"), RESUME], ids=["eval", "resume"])
@@ -254,6 +283,33 @@ def test_a_damaged_description_is_reported(command, pictures, capsys):
     fnet_command(*command)
     out = capsys.readouterr().out
     assert "cannot read run/data.json (it is damaged: its checksum is not that of its" in out
+
+
+@pytest.mark.parametrize("command", [("eval", "run"), RESUME], ids=["eval", "resume"])
+def test_an_edited_config_is_reported_but_data_may_move(command, pictures, capsys):
+    config = pictures / "run" / "config.json"
+    (pictures / "data").rename(pictures / "moved")
+    text = config.read_text().replace('"path": "data"', '"path": "moved"')
+    config.write_text(text.replace('"resize": 8', '"resize": 12'))
+    fnet_command(*command)
+    out = capsys.readouterr().out
+    assert (
+        "run/config.json: changed since the run was last trained: data.resize was 8, is 12" in out
+    )
+    if command == RESUME:  # which begins from the new config
+        fnet_command(*RESUME[:-1], 4)
+        assert "config.json: changed" not in capsys.readouterr().out
+
+
+def test_other_versions_are_reported(pictures, capsys):
+    path = pictures / "run" / "data.json"
+    written = read_sealed(path)
+    path.write_text(
+        json.dumps(seal(written | {"versions": written["versions"] | {"jax": "0.9.9"}}))
+    )
+    fnet_command(*RESUME)
+    expected = f"versions: jax 0.9.9 then, {jax.__version__} now; the next steps may be rounded"
+    assert expected in capsys.readouterr().out
 
 
 def test_samples_of_many_names_estimate_what_all_of_them_share():
