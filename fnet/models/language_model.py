@@ -43,12 +43,15 @@ class LanguageModel(NamedTuple):
         from attention, so the losses that it keeps do not depend on it. Padding after ``lengths``
         has loss 0, too. ``balance`` is the factor of `fnet.layers.experts.balance_loss`, which is
         added to the loss of each learned token; it needs experts.
+      features: ``features(params, state, tokens, *, key=None, train, lengths=None, segments=None)
+        -> (x [B, T, D], state)``: what a head reads, without a factor of logits.
     """
 
     init: Callable[[Array], tuple[Params, State]]
     apply: Callable[..., tuple[Array, State]]
     decode: Decode | None
     losses: Callable[..., tuple[Array, State]]
+    features: Callable[..., tuple[Array, State]]
 
 
 def language_model(
@@ -167,7 +170,7 @@ def language_model(
     ) -> Children:
         return Children(children, params, state, key, train)
 
-    def features(
+    def normed(
         child: Children, tokens: Array, real: Array | None, segments: Array | None
     ) -> Float[Array, "b t d"]:
         t = tokens.shape[-1]
@@ -185,10 +188,13 @@ def language_model(
 
     def final_norm(params: Params, x: Array) -> Array:
         x = bind(params, {})("norm", x)
-        x = x if residual_dtype is None else x.astype(dtype)
+        return x if residual_dtype is None else x.astype(dtype)
+
+    def scaled(x: Array) -> Array:
         return x if logit_scale is None else x * jnp.asarray(logit_scale, x.dtype)
 
     def head(params: Params, x: Array) -> Array:
+        x = scaled(x)
         if tied:
             with jax.named_scope("head"):
                 logits = unembed(x, params["embedding"]["embedding"])
@@ -206,10 +212,24 @@ def language_model(
         lengths: Int[Array, " b"] | None = None,
         segments: Int[Array, "b t"] | None = None,
     ) -> tuple[Float[Array, "b t v"], State]:
+        x, state = features(
+            params, state, tokens, key=key, train=train, lengths=lengths, segments=segments
+        )
+        return head(params, x), state
+
+    def features(
+        params: Params,
+        state: State,
+        tokens: Int[Array, "b t"],
+        *,
+        key: Array | None = None,
+        train: bool,
+        lengths: Int[Array, " b"] | None = None,
+        segments: Int[Array, "b t"] | None = None,
+    ) -> tuple[Float[Array, "b t d"], State]:
         child = bind(params, state, key, train)
-        real = _real_tokens(tokens, lengths)
-        logits = head(params, features(child, tokens, real, segments))
-        return logits, _routing(child.state)[1]
+        x = normed(child, tokens, _real_tokens(tokens, lengths), segments)
+        return x, _routing(child.state)[1]
 
     def losses(
         params: Params,
@@ -227,7 +247,7 @@ def language_model(
     ) -> tuple[Float[Array, "b t"], State]:
         child = bind(params, state, key, train)
         real = _real_tokens(tokens, lengths)
-        x = features(child, tokens, real, segments)
+        x = scaled(normed(child, tokens, real, segments))
         checks.mask("language_model: loss_mask", loss_mask, tokens.shape)
         learned = loss_mask if real is None else real if loss_mask is None else real & loss_mask
         kernel = params["embedding"]["embedding"] if tied else params["head"]["kernel"]
@@ -258,7 +278,7 @@ def language_model(
 
     decode_blocks = children["blocks"].decode
     if decode_blocks is None:
-        return LanguageModel(init, apply, None, losses)
+        return LanguageModel(init, apply, None, losses, features)
 
     def init_cache(batch: int, length: int, dtype: DTypeLike = dtype) -> Any:
         if positions is not None and length > positions:
@@ -279,7 +299,7 @@ def language_model(
         return head(params, final_norm(params, x[:, -1])), cache
 
     restarts = () if positions is None else (positions,)
-    return LanguageModel(init, apply, Decode(init_cache, extend, restarts), losses)
+    return LanguageModel(init, apply, Decode(init_cache, extend, restarts), losses, features)
 
 
 def _routing(state: State) -> tuple[list[dict[str, Array]], State]:

@@ -112,6 +112,12 @@ def export_model(
                 (part / name).write_text(as_json(content))
         return out
     network = pretrained.build_network(section, config.train.precision)
+    if section.task_for(config.data) == "reward":
+        network = pretrained.with_head(network, 1)
+        if options.adapters:
+            raise UserError("--adapters: a reward model is written whole; leave it out")
+        if not all(name.endswith("ForCausalLM") for name in source.config.get("architectures", ())):
+            raise UserError(f"{section.path} with a reward head has no published layout")
     trained, state, _ = load_network(folder, network, best=options.best)
     adapters = pretrained.adapters_of(section)
     with _new_folder(out) as part:
@@ -123,12 +129,29 @@ def export_model(
             weight_files.write(part / "adapter_model.safetensors", tensors, {"format": "pt"})
         else:
             dtypes = {name: t.dtype for name, t in source.tensors.items()}
-            params = pretrained.merge(section, trained, state)
+            params, named = pretrained.merge(section, trained, state), network.base.tensors
             pattern = family_of(source.config).others
             others = {n: t for n, t in source.tensors.items() if pattern and pattern.search(n)}
-            _write_tensors(part, network.base.tensors, params, dtypes, others)
+            if network.new:
+                score = trained[network.new]["kernel"]
+                params |= {network.new: {"kernel": score}}
+                named = (
+                    *(t for t in named if not t.path.startswith("head/") and not t.optional),
+                    Tensor("score.weight", f"{network.new}/kernel", score.shape, "ba"),
+                )
+                dtypes["score.weight"] = np.dtype(np.float32)
+            _write_tensors(part, named, params, dtypes, others)
             copy_small_files(part, folder.model, source.path)
+            if network.new:
+                (part / "config.json").write_text(as_json(_with_score(source.config)))
     return out
+
+
+def _with_score(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config.json of a reward model as transformers reads it."""
+    names = config.get("architectures", ())
+    names = [name.replace("ForCausalLM", "ForSequenceClassification") for name in names]
+    return dict(config) | {"architectures": names, "num_labels": 1}
 
 
 @contextlib.contextmanager

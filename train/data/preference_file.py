@@ -1,4 +1,4 @@
-"""Pairs of answers of which one is preferred, for DPO and ORPO."""
+"""Pairs of answers of which one is preferred, for DPO, ORPO and reward models."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from train.errors import UserError
 
 @dataclass(frozen=True)
 class PreferenceFile(Text):
-    """Pairs of answers of which one is preferred, in JSON lines or Parquet, for DPO or ORPO."""
+    """Pairs of answers of which one is preferred, for DPO, ORPO or a reward model."""
 
     content: ClassVar[Content] = "preferences"
     evaluation_options: ClassVar[dict[str, str]] = {"path": "test_path"}
@@ -44,8 +44,8 @@ class PreferenceFile(Text):
     """Longer pairs: truncate, or drop."""
     as_chat: bool = False
     """Write prompts and answers with the chat template, as a user's and an assistant's message."""
-    objective: Literal["dpo", "orpo"] = "dpo"
-    """Loss: DPO; or ORPO, which needs no reference and also learns the preferred answer."""
+    objective: Literal["dpo", "orpo", "reward"] = "dpo"
+    """DPO; ORPO, without a reference, also learns the preferred answer; or a reward model."""
     beta: Positive = 0.1
     """DPO: factor of rewards, larger values change the model less. ORPO: weight of preference."""
     test_fraction: Annotated[float, Gt(0), Lt(1)] = 0.1

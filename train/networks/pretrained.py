@@ -16,6 +16,7 @@ from typing_extensions import override
 from fnet import layers, lora, quantization
 from fnet.interop import huggingface
 from fnet.interop.huggingface.checkpoint import PretrainedModel, read_params
+from fnet.layer import Layer
 from train.config.data import Data
 from train.config.network import Model
 from train.config.section import Count, Positive
@@ -59,7 +60,9 @@ class Pretrained(Model):
 
     @override
     def task_for(self, data: Data) -> str:
-        return {"text": "language", "preferences": "preference"}.get(data.content, self.task)
+        if data.content == "preferences":
+            return "reward" if data.objective == "reward" else "preference"
+        return "language" if data.content == "text" else self.task
 
     @override
     def for_images(
@@ -134,6 +137,7 @@ class PretrainedNetwork(NamedTuple):
       base: the published model.
       new: name of parameters that the published model lacks, such as a new classifier, or "".
       errors: returns the relative error by path of each quantized weight that was read.
+      features: as of `fnet.models.LanguageModel`; images have none.
     """
 
     init: Callable[[Array], tuple[Any, Any]]
@@ -147,6 +151,7 @@ class PretrainedNetwork(NamedTuple):
     base: PretrainedModel
     new: str = ""
     errors: Callable[[], Mapping[str, float]] = dict
+    features: Callable[..., tuple[Array, Any]] | None = None
 
     def pretrained(self, params: Any, model_state: Any) -> Any:
         """Return the part of params and model state that ``read`` reads."""
@@ -188,7 +193,8 @@ def build_network(section: Pretrained, precision: str) -> PretrainedNetwork:
         return quantization.map_with_paths(quantize, params)
 
     adapters = adapters_of(section)
-    apply, losses = model.apply, model.losses
+    apply, losses, features = model.apply, model.losses, model.features
+    assert features is not None  # because it is a language model
     if adapters is None:
 
         def place(key: Array, params: Any) -> tuple[Any, Any]:
@@ -196,7 +202,7 @@ def build_network(section: Pretrained, precision: str) -> PretrainedNetwork:
             return params, {}
 
     else:
-        apply, losses = _adapted(apply, adapters), _adapted(losses, adapters)
+        apply, losses, features = (_adapted(f, adapters) for f in (apply, losses, features))
 
         def place(key: Array, params: Any) -> tuple[Any, Any]:
             return lora.init(adapters, params, key), {FROZEN: params}
@@ -212,7 +218,56 @@ def build_network(section: Pretrained, precision: str) -> PretrainedNetwork:
         vocabulary=shapes["embedding"]["embedding"].shape[0],
         base=model,
         errors=lambda: errors,
+        features=features,
     )
+
+
+def with_head(network: PretrainedNetwork, outputs: int) -> PretrainedNetwork:
+    """Return a language model with a new dense layer on the features of each row's last token.
+
+    Its ``apply(params, state, tokens, *, key=None, train, lengths)`` returns [B, outputs]. It has
+    no losses of tokens, and generates no text.
+    """
+    features = network.features
+    assert features is not None  # because it is a language model
+    tokens = jax.ShapeDtypeStruct((1, 2), jnp.int32)
+    params, state = jax.eval_shape(network.init, jax.random.key(0))
+    x, _ = jax.eval_shape(lambda p, s, t: features(p, s, t, train=False), params, state, tokens)
+    init = jax.nn.initializers.normal(0.02)
+    head = layers.dense(x.shape[-1], outputs, bias=False, kernel_init=init)
+
+    def place(key: Array, arrays: Any) -> tuple[Any, Any]:
+        params, state = network.place(key, arrays)
+        return _with_new(params, head, key), state
+
+    def init_all(key: Array) -> tuple[Any, Any]:
+        params, state = network.init(key)
+        return _with_new(params, head, key), state
+
+    def apply(
+        params: Any,
+        state: Any,
+        tokens: Array,
+        *,
+        key: Array | None = None,
+        train: bool,
+        lengths: Array,
+    ) -> tuple[Array, Any]:
+        own = {name: p for name, p in params.items() if name != CLASSIFIER}
+        x, state = features(own, state, tokens, key=key, train=train, lengths=lengths)
+        last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]
+        with jax.named_scope(CLASSIFIER):
+            y, _ = head.apply(params[CLASSIFIER], {}, last, train=train)
+        return y, state
+
+    return network._replace(
+        init=init_all, apply=apply, decode=None, losses=_no_losses, place=place, new=CLASSIFIER
+    )
+
+
+def _with_new(params: Any, head: Layer, key: Array) -> Any:
+    """Add the parameters of a new head, with a key of its own."""
+    return params | {CLASSIFIER: head.init(jax.random.fold_in(key, 1))[0]}
 
 
 CLASSIFIER = "classifier"
@@ -332,7 +387,7 @@ def without_classes(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _no_losses(*args: Any, **options: Any) -> tuple[Array, Any]:
-    raise TypeError("the network of images has no losses of tokens")
+    raise TypeError("the network has no losses of tokens")
 
 
 def _read(
@@ -388,9 +443,10 @@ def adapters_of(section: Pretrained) -> lora.LoRA | None:
 def merge(section: Pretrained, params: Any, model_state: Any) -> Any:
     """Return the parameters of the published model: trained, or frozen ones with adapters.
 
-    Frozen parameters are donated.
+    Frozen parameters are donated, and a new head is left out.
     """
     adapters = adapters_of(section)
+    params = {name: p for name, p in params.items() if name != CLASSIFIER}
     if adapters is None:
         return params
 

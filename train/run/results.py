@@ -236,11 +236,9 @@ def what_next(run: Setup, folder: RunFolder, written: Sequence[Path]) -> list[st
     """Return lines with the files that show the results, and with commands to try next."""
     path = quote(folder.path)
     chat = " --chat" if run.task.dataset.is_chat else ""
-    command = (
-        f"sample {path}{chat}"
-        if kind_of(run.config).generates
-        else f"eval {path}, fnet predict {path} IMAGE"
-    )
+    kind = kind_of(run.config)
+    command = f"sample {path}{chat}" if kind.generates else f"eval {path}"
+    command += f", fnet predict {path} IMAGE" if kind.predicts else ""
     lines = [
         f"files in {folder.path}: {', '.join(p.name for p in written)}",
         f"next: fnet report {path}, fnet {command}",

@@ -13,6 +13,7 @@ KINDS: dict[str, Kind] = {
     "segmentation": segmentation.KIND,
     "language": language.KIND,
     "preference": preference.KIND,
+    "reward": preference.REWARD,
     "diffusion": diffusion.KIND,
 }
 """Kinds of tasks by the name that a network gives."""

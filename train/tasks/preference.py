@@ -1,4 +1,4 @@
-"""Preferences (DPO, ORPO): a preferred answer becomes likelier than another one."""
+"""Preferences: a preferred answer becomes likelier (DPO, ORPO), or gets a larger reward."""
 
 import hashlib
 import io
@@ -17,6 +17,7 @@ from train.data.batch import Batch
 from train.data.buckets import bucket_lengths, truncate
 from train.data.storage import atomic_write
 from train.errors import writing
+from train.networks.pretrained import with_head
 from train.tasks import language
 from train.tasks.task import BatchMetrics, Kind, Task
 
@@ -58,27 +59,16 @@ def build(config: Config, dataset: Dataset) -> Task:
     is_orpo = config.data.objective == "orpo"
     compare, scale = (orpo, beta) if is_orpo else (dpo, 1.0)
 
-    def measures(
+    def losses(
         params: Any, state: Any, batch: Batch, key: Array | None, smoothing: float
     ) -> tuple[Array, dict[str, Array], Any]:
-        losses, state = _losses(model, params, state, batch, key, learned_only=not is_orpo)
-        margin, nll = compare(losses, batch)
-        sides = (1 - smoothing) * jax.nn.log_sigmoid(margin)
-        sides += smoothing * jax.nn.log_sigmoid(-margin)
-        metrics = {"accuracy": (margin > 0).astype(jnp.float32), "margin": margin}
-        return nll - scale * sides, metrics, state
-
-    def loss(params: Any, state: Any, batch: Batch, key: Array) -> tuple[Array, fnet.Aux]:
-        smoothing = config.optim.label_smoothing
-        losses, metrics, state = measures(params, state, batch, key, smoothing)
-        return losses, fnet.Aux(state, metrics)
-
-    def measure(params: Any, state: Any, batch: Batch) -> BatchMetrics:
-        losses, metrics, _ = measures(params, state, batch, None, 0.0)
-        return BatchMetrics({"loss": losses, **metrics})
+        per_token, state = _losses(model, params, state, batch, key, learned_only=not is_orpo)
+        margin, nll = compare(per_token, batch)
+        sides, metrics = _sides(margin, smoothing)
+        return nll + scale * sides, metrics, state
 
     if is_orpo:
-        return Task(dataset, model, loss, measure)
+        return _task(config, dataset, model, losses)
 
     splits = (
         (dataset.train, lambda rows: dataset.augment(rows, np.random.default_rng(0))),
@@ -118,7 +108,7 @@ def build(config: Config, dataset: Dataset) -> Task:
                 np.savez(content, identity=identity, train=train, test=test)
                 atomic_write(known, lambda file: file.write(content.getvalue()))
 
-    return Task(dataset, model, loss, measure, before_batches=fill_reference)
+    return _task(config, dataset, model, losses, before_batches=fill_reference)
 
 
 _SPLITS = ("train", "test")
@@ -163,4 +153,56 @@ def _losses(
     return losses.reshape(-1, 2, losses.shape[-1]), state
 
 
+def build_reward(config: Config, dataset: Dataset) -> Task:
+    """Build the task of a reward model, a language model with a head for one number.
+
+    The reward r is that of an answer's last token (Ouyang et al. 2022, "Training language models to
+    follow instructions with human feedback")::
+
+        loss = -log sigmoid(r_w - r_l)
+
+    Raises:
+      ValueError: if the network is invalid.
+    """
+    model = with_head(language.build_network(config), 1)
+
+    def losses(
+        params: Any, state: Any, batch: Batch, key: Array | None, smoothing: float
+    ) -> tuple[Array, dict[str, Array], Any]:
+        tokens, lengths = batch["tokens"].astype(jnp.int32), batch["length"].reshape(-1) + 1
+        tokens = tokens.reshape(-1, tokens.shape[-1])
+        train = key is not None
+        rewards, state = model.apply(params, state, tokens, key=key, train=train, lengths=lengths)
+        rewards = rewards.astype(jnp.float32).reshape(-1, 2)
+        return *_sides(rewards[:, 0] - rewards[:, 1], smoothing), state
+
+    return _task(config, dataset, model, losses)
+
+
+def _sides(margin: Array, smoothing: float) -> tuple[Array, dict[str, Array]]:
+    """Return ``-log sigmoid(margin)``, perhaps smoothed, and metrics."""
+    losses = -(1 - smoothing) * jax.nn.log_sigmoid(margin)
+    losses -= smoothing * jax.nn.log_sigmoid(-margin)
+    return losses, {"accuracy": (margin > 0).astype(jnp.float32), "margin": margin}
+
+
+def _task(config: Config, dataset: Dataset, model: Any, losses: Any, **fields: Any) -> Task:
+    """Build a task; evaluation does not smooth.
+
+    ``losses(params, state, batch, key, smoothing) -> (losses, metrics, state)``.
+    """
+
+    def loss(params: Any, state: Any, batch: Batch, key: Array) -> tuple[Array, fnet.Aux]:
+        smoothing = config.optim.label_smoothing
+        per_pair, metrics, state = losses(params, state, batch, key, smoothing)
+        return per_pair, fnet.Aux(state, metrics)
+
+    def measure(params: Any, state: Any, batch: Batch) -> BatchMetrics:
+        per_pair, metrics, _ = losses(params, state, batch, None, 0.0)
+        return BatchMetrics({"loss": per_pair, **metrics})
+
+    return Task(dataset, model, loss, measure, **fields)
+
+
 KIND = Kind("preferences", build, generates="text", loss_options=("label_smoothing",))
+REWARD = Kind("preferences", build_reward, loss_options=("label_smoothing",))

@@ -106,9 +106,15 @@ class Family:
         options.reject_unread()
         shapes, _ = jax.eval_shape(network.init, jax.random.key(0))
         tensors = name_tensors(shapes, names, self.model_type)
-        losses = network.losses if isinstance(network, LanguageModel) else None
+        of_text = network if isinstance(network, LanguageModel) else None
         return PretrainedModel(
-            network.init, network.apply, network.decode, losses, tensors, tuple(kinds)
+            network.init,
+            network.apply,
+            network.decode,
+            of_text and of_text.losses,
+            tensors,
+            tuple(kinds),
+            of_text and of_text.features,
         )
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from data_cases import error_message
 from program_cases import assert_one_line_error, exit_code, fnet_command, metrics_of
+from safetensors.numpy import load_file
 
 from tests.pretrained_folder import write_folder, write_tokenizer
 from train.config import Config, Microbatch, Optim, PreferenceFile, Pretrained, TextFile, Train
@@ -274,3 +275,56 @@ def test_a_network_that_is_not_pretrained_is_refused(workplace, write, capsys):
     assert exit_code("train", "text_transformer", *words) == 2
     assert_one_line_error(capsys, "data.source: preference_file has no text, which the network")
     assert TextFile.content != PreferenceFile.content
+
+
+def reward_config(workplace, write, **options):
+    config = config_of(workplace, write, **options)
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, objective="reward"))
+
+
+@pytest.mark.parametrize("options", [{}, {"lora_rank": 2}, {"lora_rank": 2, "quantize": "int8"}])
+def test_a_reward_is_read_from_the_last_token_of_an_answer(workplace, write, options):
+    run = setup(reward_config(workplace, write, **options))
+    state = run.compile_init()(jax.random.key(0))
+    batch = next(run.training_batches(0))
+    losses, aux = run.task.loss(state.params, state.model_state, batch, jax.random.key(0))
+    network = run.task.model
+    own = {name: p for name, p in state.params.items() if name != "classifier"}
+    rewards = np.zeros((8, 2))
+    for i, side in np.ndindex(8, 2):
+        count = int(batch["length"][i, side]) + 1  # the last token of a row is its end
+        tokens = batch["tokens"][i, side, :count].astype(np.int32)[None]
+        x, _ = network.features(own, state.model_state, tokens, train=False)
+        rewards[i, side] = (np.asarray(x)[0, -1] @ state.params["classifier"]["kernel"])[0]
+    margin = rewards[:, 0] - rewards[:, 1]
+    np.testing.assert_allclose(aux.metrics["margin"], margin, atol=1e-5)
+    np.testing.assert_allclose(losses, np.log1p(np.exp(-margin)), atol=1e-5)
+    if options:
+        return
+    logits, _ = network.base.apply(own, {}, tokens, train=False)
+    head = state.params["embedding"]["embedding"].T if "head" not in own else own["head"]["kernel"]
+    np.testing.assert_allclose(logits, x @ head, atol=1e-4)
+
+
+def test_a_reward_model_trains_and_is_exported_for_transformers(workplace, write, capsys):
+    write_folder(workplace / "llama")
+    words = "--model.path", "llama", "--data.path", write(PAIRS), "--data.vocabulary", 256, "--data.context", 32, "--train.precision", "float32"  # fmt: skip
+    words += "--optim.schedule", "constant", "--optim.learning-rate", 0.01, "--optim.warmup-steps", 0, "--data.batch-size", 16  # fmt: skip
+    words += "--data.objective", "reward", "--train.steps", 8, "--train.log-every", 4
+    fnet_command("train", "finetune_dpo", "--out", "r", *words)
+    assert metrics_of(workplace / "r")[-1]["train/loss"] < 0.5
+    assert "fnet predict" not in capsys.readouterr().out
+    assert exit_code("sample", "r", "--prompt", "2+1=") == 2
+    assert_one_line_error(capsys, "which generates nothing")
+    assert exit_code("export", "r", "--adapters", "--out", "a") == 2
+    assert_one_line_error(capsys, "--adapters: a reward model is written whole")
+    fnet_command("export", "r")
+    folder = workplace / "r" / "exported"
+    config = json.loads((folder / "config.json").read_text())
+    assert (config["architectures"], config["num_labels"]) == (
+        ["LlamaForSequenceClassification"],
+        1,
+    )
+    tensors = load_file(folder / "model.safetensors")
+    assert tensors["score.weight"].shape == (1, 32)
+    assert "lm_head.weight" not in tensors
