@@ -69,7 +69,7 @@ Batch = dict[str, np.ndarray]
 
 
 class Setting(NamedTuple):
-    """What is chosen for each form.
+    """Choices for each form.
 
     Attributes:
       rate: weight of the current batch in the moving average.

@@ -1,4 +1,4 @@
-"""Clipped gradients of common networks beside other libraries: time and memory.
+"""Clipped gradients of common networks, compared with other libraries: time and memory.
 
     pip install '.[peers]'
     python -m benchmarks.clipped_grad_models

@@ -120,7 +120,7 @@ Route = tuple[int, Callable[[int], Fitted]]
 
 
 def timed(f: Callable[[], Any]) -> tuple[Any, float]:
-    """What a function returns, and its CPU seconds."""
+    """Return a function's result, and its CPU seconds."""
     start = time.process_time()
     return f(), time.process_time() - start
 
@@ -326,7 +326,7 @@ def is_over_while_it_runs(row: dict[str, Any]) -> bool:
 
 
 def cell(row: dict[str, Any]) -> str:
-    """What a budget gave."""
+    """Result of a budget."""
     if "refused" in row:
         return "refused"
     if "traceback" in row:
@@ -357,7 +357,7 @@ def not_monotone(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def worse_than_smaller(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Budgets whose step takes more FLOPs than that of a smaller budget."""
+    """Budgets whose step takes more FLOPs than a smaller budget's."""
     return [
         row
         for row in rows
@@ -377,7 +377,7 @@ def _smaller(rows: list[dict[str, Any]], row: dict[str, Any]) -> list[dict[str, 
 
 
 def faults(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """What should not be, and the plans in which it is."""
+    """Faults, and the plans that have them."""
     found = {
         "gradients that differ from the plain ones": list(filter(is_unequal, rows)),
         "steps over the budget": list(filter(is_over, rows)),

@@ -36,7 +36,7 @@ OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
 
 
 class Kind(NamedTuple):
-    """What a program computes on.
+    """Inputs of a program.
 
     Attributes:
       shapes: Sizes to choose from, by axis. The last axis has features.

@@ -65,7 +65,7 @@ def measure_seed(
 
 
 def failures(rows: list[dict[str, Any]]) -> list[str]:
-    """What is wrong, with a command that repeats it."""
+    """A fault, with a command that repeats it."""
     found = []
     for row in rows:
         what = ""

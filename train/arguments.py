@@ -311,7 +311,7 @@ class TextArguments(CheckpointArguments):
     stop: tuple[str, ...] = ()
     """Texts that end the answer, and are not printed."""
     seed: Seed = 0
-    """Random seed; of several prompts, each has the seed after that of the one before."""
+    """Random seed; each further prompt has the next one."""
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ def workspace(text: str) -> int:
     largest = 0
     for k in range(len(sizes)):
         *window, own = sorted(sizes[k : k + measured.IN_SUCCESSION])
-        # Of the others, larger ones are returned to the system at once.
+        # Larger ones are returned to the system at once.
         stays = sum(min(size, measured.MAPPED_SEPARATELY) for size in window)
         largest = max(largest, own + stays)
     return largest

@@ -93,7 +93,7 @@ def attention(
       clip: limit of the absolute values of queries, keys and values before the rotation, > 0; None:
         no limit.
       sinks: whether each head has a sink, as for `fnet.dot_product_attention`.
-      query_scale: factors of the rotated queries for positions [B, T] or [1, T], such as those of
+      query_scale: factors of the rotated queries for positions [B, T] or [1, T], as in
         Llama 4; None: 1.
       chunk: as for `fnet.dot_product_attention`.
 
@@ -339,7 +339,7 @@ _QUERIES, _KEYS_ON_CPU = 128, 64
 
 
 class _Scores(NamedTuple):
-    """How scores are computed: ``cap(scale q k^T)``, and the sinks [1, K, G, 1, 1] beside them."""
+    """How scores are computed: ``cap(scale q k^T)``, and the sinks [1, K, G, 1, 1]."""
 
     scale: float
     soft_cap: float | None

@@ -296,7 +296,7 @@ def _block(
     condition: Array | None,
     dtype: DTypeLike | None,
 ) -> tuple[Array, Array]:
-    """Apply a block, with branches in ``dtype``, or in that of ``x`` if it is None.
+    """Apply a block, with branches in ``dtype``, or in the dtype of ``x`` if None.
 
     Returns the output and the mixer's output.
     """

@@ -115,7 +115,7 @@ def make_schedule(
 
 
 class _Options(NamedTuple):
-    """What an optimizer is built from."""
+    """Options of an optimizer."""
 
     learning_rate: optax.ScalarOrSchedule
     momentum: float

@@ -40,6 +40,7 @@ LONG = {  # run by make test-all
     *("equinox", "per_example", "memory", "savings", "train_steps"),
     *("add_an_activation", "add_a_recipe", "budget", "nnx_transformer", "migrate", "devices"),
     *("lora", "finetune", "out_of_memory", "weights"),
+    *("private_sharp_edges", "add_a_layer", "wrong_labels"),
 }
 
 

@@ -10,6 +10,7 @@ from test_public_names import ROOMS, classes, functions
 import fnet
 
 LONG = {  # run by make test-all
+    *("attribution.ekfac.ekfac", "attribution.trak.trak", "layers.experts.experts"),
     *("autodiff.accumulate.accumulate_grad", "autodiff.fused_optimizer.mode.optimizer_in_backward"),
     *("autodiff.per_example.clipped.ClippedInfo", "backward_pass.recompute"),
     *("interop.huggingface.from_huggingface", "layer.Decode", "layers.mamba2.mamba2"),

@@ -11,6 +11,7 @@ from fnet import layers
 from fnet.layer import Layer, serial
 from train.config import Config, DeepLab, SegmentationFolder
 from train.config.recipes import load
+from train.data import Outputs
 from train.run.checkpoints import Checkpoints
 from train.run.class_names import write_classes
 from train.run.run_folder import RunFolder
@@ -122,7 +123,7 @@ def write_shapes_run(root):
     folder = RunFolder(root / "runs" / "shapes")
     folder.create()
     folder.write_config(Config(data=data, model=DeepLab()))
-    write_classes(folder, names)
+    write_classes(folder, Outputs(names))
     save_initial(folder)
 
 

@@ -92,7 +92,7 @@ def attribute(folder: RunFolder, options: AttributeArguments, console: Console) 
     if not is_recorded:  # Whatever a run's gradient mode is, its scores do not depend on it.
         changes["grad"] = Mean()
     run = setup(dataclasses.replace(config, **changes))
-    check_classes(folder, run.task.dataset.classes, run.task.dataset.label_map)
+    check_classes(folder, run.task.dataset.outputs)
     data = describe_data(run.task.dataset, private=config.is_private)
     if changed := compare_data(folder, config, data):
         log(changed)
@@ -226,7 +226,7 @@ def _of_text(config: Config, prompt: str, completion: str, *, is_chat: bool) -> 
 
 
 def _name(file: str) -> str:
-    """Return a name of output files, from that of an image."""
+    """Return a name of output files, from an image's."""
     stem = file.replace("\\", "/").rsplit("/", 1)[-1].rsplit(".", 1)[0]
     return "image-" + "".join(c if c.isalnum() or c in "-_" else "_" for c in stem)
 

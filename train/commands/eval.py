@@ -137,7 +137,7 @@ def _setup(folder: RunFolder, config: Config, options: EvalArguments) -> Setup:
     """Set up the run with its own test examples, or with those that the options name.
 
     Raises:
-      UserError: if there are none, or their classes are not those of the run.
+      UserError: if there are none, or their classes are not the run's.
     """
     data = config.data
     dataset: Dataset | None = None
@@ -148,7 +148,7 @@ def _setup(folder: RunFolder, config: Config, options: EvalArguments) -> Setup:
             scaling = read_outputs(folder, config).scaling
             dataset = load(config)._replace(scaling=scaling)
         run = setup(config, dataset=dataset)
-        check_classes(folder, *run.task.dataset.outputs)
+        check_classes(folder, run.task.dataset.outputs)
         return run
     # Without the training examples, nothing about gradients can be checked, and nothing needs to.
     plain = dataclasses.replace(config, data=data.without_users(), grad=Mean())

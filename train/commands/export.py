@@ -29,7 +29,7 @@ from train.networks import pretrained
 from train.networks.pretrained import Pretrained
 from train.run import weight_files
 from train.run.checkpoints import Checkpoints
-from train.run.class_names import read_classes
+from train.run.class_names import read_outputs
 from train.run.frozen import load_network
 from train.run.model_files import check_model, copy_small_files
 from train.run.run_folder import RunFolder, as_json
@@ -81,7 +81,7 @@ def export_weights(folder: RunFolder, config: Config, options: ExportArguments) 
         raise UserError(f"{folder.path}: {weight_files.with_flags(error)}") from error
     metadata = {"names": names, "norm": options.for_norm or norm, "fnet": fnet.__version__}
     if folder.classes.is_file():
-        metadata |= weight_files.describe_classes(read_classes(folder, config))
+        metadata |= weight_files.describe_classes(read_outputs(folder, config).names)
     weight_files.write(out, arrays, {"format": "pt"} | network | metadata)
     return out
 

@@ -15,7 +15,7 @@ from train.data.model_folder import ModelFolder
 from train.errors import UserError
 from train.networks.model_images import position_size
 from train.networks.pretrained import Pretrained, build_image_network, without_classes
-from train.run.class_names import read_classes
+from train.run.class_names import read_outputs
 from train.run.frozen import load_network
 from train.run.run_folder import RunFolder
 from train.tasks import images
@@ -52,7 +52,7 @@ def published_model(
     Raises:
       UserError: if the library has no such classifier, or there is no checkpoint.
     """
-    classes, shape = read_classes(folder, config), images.image_shape(config)
+    classes, shape = read_outputs(folder, config).names, images.image_shape(config)
     network = build_image_network(section, classes, shape, "float32")
     model_config = _with_classes(source, classes, has_new=bool(network.new))
     model_config = _with_size(model_config, shape)

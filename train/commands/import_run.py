@@ -87,7 +87,7 @@ def import_weights(
     folder = RunFolder(out)
     with folder.lock():
         folder.create()
-        write_classes(folder, *run.task.dataset.outputs)
+        write_classes(folder, run.task.dataset.outputs)
         create_secret(folder, config)
         seeds = read_seeds(folder, config)
         position = run.training_batches(seeds.data).get_state()

@@ -17,7 +17,7 @@ from train.arguments import PredictArguments
 from train.commands.positional import positional
 from train.data.decode import UnreadableError, decode
 from train.data.files import IMAGE_PATTERNS, list_images
-from train.data.masks import LabelMap
+from train.data.masks import LabelMap, plain_label_map
 from train.data.preprocessing import PreprocessedImage, Preprocessor
 from train.errors import UserError, printable, writing
 from train.output.formats import number
@@ -26,7 +26,7 @@ from train.output.progress import line_printer
 from train.output.rows import as_csv
 from train.output.tables import Table, to_rich
 from train.predictor import Predictor, config_of_images
-from train.run.class_names import read_label_map
+from train.run.class_names import read_outputs
 from train.run.run_folder import RunFolder, as_json, atomic_write
 from train.tasks import kind_of
 from train.tasks.targets import describe_output
@@ -84,7 +84,8 @@ def predict(folder: RunFolder, given: Sequence[str], options: PredictArguments) 
     is_segmentation = kind_of(config).predicts == "masks"
     out = _out(folder, options)
     if is_segmentation:
-        label_map = read_label_map(folder, config)
+        outputs = read_outputs(folder, config)
+        label_map = outputs.label_map or plain_label_map(outputs.names)
         max_pixels = predictor.preprocessor.max_pixels
         to_prediction = _segmentation(out, paths, max_pixels, label_map, options.top_k)
     else:
@@ -141,7 +142,7 @@ def find_images(given: Sequence[str]) -> list[str]:
 def _row(
     kind: str, classes: Sequence[str], prediction: dict[str, Any], output: np.ndarray
 ) -> dict[str, Any]:
-    """Return a row of predictions.csv; that of a segmented image has the share of each class."""
+    """Return a row of predictions.csv; a segmented image's has the share of each class."""
     row = {"file": prediction["image"]}
     if "mask" not in prediction:
         return row | describe_output(kind, classes, output)

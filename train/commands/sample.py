@@ -293,7 +293,7 @@ def draw_images(folder: RunFolder, config: Config, options: ImageArguments) -> P
     assert section is not None  # because it generates images
     dataset = load_data(config)
     model = images.build_network(config, dataset)
-    check_classes(folder, dataset.classes)
+    check_classes(folder, dataset.outputs)
     names = options.labels or dataset.classes
     for name in names:
         if name not in dataset.classes:

@@ -130,7 +130,7 @@ class Data(Variant, section="data", tag="source", package="train.data"):
 
     @property
     def identity(self) -> tuple[object, ...]:
-        """What tells whether two runs have the same data."""
+        """Identity of the data: equal for two runs of the same data."""
         return self.source, self.path
 
     @property
@@ -155,12 +155,12 @@ class Data(Variant, section="data", tag="source", package="train.data"):
 
     @property
     def path(self) -> str | tuple[str, ...] | None:
-        """Where the data are."""
+        """Files of the data."""
         return None
 
     @property
     def user(self) -> str | None:
-        """Where users are named; privacy is then per user."""
+        """Source of users' names; privacy is then per user."""
         return None
 
     @property
@@ -195,7 +195,7 @@ class Data(Variant, section="data", tag="source", package="train.data"):
 
     @property
     def targets(self) -> str:
-        """What labels are, a name in `train.tasks.targets.KINDS`."""
+        """Kind of labels, a name in `train.tasks.targets.KINDS`."""
         return "class"
 
     @property

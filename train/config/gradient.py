@@ -122,7 +122,7 @@ class GradientMode(Variant, section="grad", tag="mode", package="train.gradients
         return None
 
     def batch_rows(self, config: "Config", units: int) -> int:
-        """Return the number of rows of a batch; those of a private run are padded."""
+        """Return the number of rows of a batch; a private run pads its batches."""
         return config.data.batch_size
 
     def check_length(self, before: int, now: int) -> None:

@@ -1,4 +1,4 @@
-"""What a run has logged: the lines of metrics.jsonl, and averages over them."""
+"""Lines of a run's metrics.jsonl, and averages over them."""
 
 import json
 import math

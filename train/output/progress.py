@@ -44,7 +44,7 @@ _TIMED_STEPS, _TIMED_SECONDS, _LONG = 3, 2.0, 10.0
 
 
 class Field(NamedTuple):
-    """A part of a line; those of higher rank are dropped first in a narrow terminal."""
+    """A part of a line; higher ranks are dropped first in a narrow terminal."""
 
     rank: int
     text: str

@@ -372,7 +372,7 @@ def _read_pictures(path: Path, notes: list[str]) -> dict[str, str]:
 
 def _read_evaluations(folder: RunFolder, notes: list[str]) -> list[Evaluated]:
     plain = load(Evaluation, folder.evaluation, notes)
-    evaluations = [Evaluated(plain, {})] if plain else []  # its pictures are those of the run
+    evaluations = [Evaluated(plain, {})] if plain else []  # its pictures are the run's
     paths = folder.evaluations.glob(f"*/{folder.evaluation.name}")
     newest_first = sorted(paths, key=lambda path: (-path.stat().st_mtime, path))
     for i, path in enumerate(newest_first):

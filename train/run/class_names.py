@@ -6,30 +6,20 @@ import json
 from train import tasks
 from train.config import Config
 from train.data import Outputs, Scaling
-from train.data.masks import LabelMap, plain_label_map
+from train.data.masks import LabelMap
 from train.errors import UserError
 from train.run.run_folder import RunFolder, as_json, atomic_write
 
 
-def write_classes(
-    folder: RunFolder,
-    classes: tuple[str, ...],
-    label_map: LabelMap | None = None,
-    scaling: Scaling | None = None,
-) -> None:
+def write_classes(folder: RunFolder, outputs: Outputs) -> None:
     """Write the names of the outputs, if there are any, and what masks or numbers mean."""
-    if classes:
-        masks = {"masks": label_map.as_dict()} if label_map else {}
-        numbers = {"scaling": scaling._asdict()} if scaling else {}
-        atomic_write(folder.classes, as_json({"classes": list(classes)} | masks | numbers))
+    if outputs.names:
+        masks = {"masks": outputs.label_map.as_dict()} if outputs.label_map else {}
+        numbers = {"scaling": outputs.scaling._asdict()} if outputs.scaling else {}
+        atomic_write(folder.classes, as_json({"classes": list(outputs.names)} | masks | numbers))
 
 
-def check_classes(
-    folder: RunFolder,
-    classes: tuple[str, ...],
-    label_map: LabelMap | None = None,
-    scaling: Scaling | None = None,
-) -> None:
+def check_classes(folder: RunFolder, outputs: Outputs) -> None:
     """Check that the labels of the data mean the same as when the run began.
 
     Raises:
@@ -38,34 +28,26 @@ def check_classes(
     """
     if not folder.classes.is_file():
         return
-    names, saved_map, saved_scaling = _read(folder)
-    for label, (then, now) in enumerate(itertools.zip_longest(names, classes)):
+    saved, began = _read(folder), f"those that {folder.path} began with"
+    for label, (then, now) in enumerate(itertools.zip_longest(saved.names, outputs.names)):
         if then != now:
             raise UserError(
-                f"data: the classes differ from those that {folder.path} began with: label "
-                f"{label} was {then or 'none'}, is {now or 'none'}"
+                f"data: the classes differ from {began}: label {label} was {then or 'none'}, is "
+                f"{now or 'none'}"
             )
-    if saved_map and label_map and saved_map != label_map:
+    then_map, now_map = saved.label_map, outputs.label_map
+    if then_map and now_map and then_map != now_map:
         raise UserError(
-            f"data: the values of masks differ from those that {folder.path} began with: they were "
-            f"{saved_map.describe_values()}; they are {label_map.describe_values()}"
+            f"data: the values of masks differ from {began}: they were "
+            f"{then_map.describe_values()}; they are {now_map.describe_values()}"
         )
-
-    if saved_scaling and scaling and saved_scaling != scaling:
+    before, after = saved.scaling, outputs.scaling
+    if before and after and before != after:
         raise UserError(
-            f"data: mean and deviation of the numbers differ from those that {folder.path} began "
-            f"with: they were {saved_scaling.mean} and {saved_scaling.std}; they are "
-            f"{scaling.mean} and {scaling.std}; restore the table, or start a new run"
+            f"data: mean and deviation of the numbers differ from {began}: they were "
+            f"{before.mean} and {before.std}; they are {after.mean} and {after.std}; restore the "
+            "table, or start a new run"
         )
-
-
-def read_classes(folder: RunFolder, config: Config) -> tuple[str, ...]:
-    """Return the names of labels 0, 1, ..., from the run's folder or else from its dataset.
-
-    Raises:
-      UserError: if neither has them.
-    """
-    return _read(folder).names if folder.classes.is_file() else tasks.load(config).classes
 
 
 def read_outputs(folder: RunFolder, config: Config) -> Outputs:
@@ -74,16 +56,7 @@ def read_outputs(folder: RunFolder, config: Config) -> Outputs:
     Raises:
       UserError: if neither has them.
     """
-    if folder.classes.is_file():
-        return _read(folder)
-    dataset = tasks.load(config)
-    return Outputs(dataset.classes, dataset.label_map, dataset.scaling)
-
-
-def read_label_map(folder: RunFolder, config: Config) -> LabelMap:
-    """Return the labels of the values of masks, as `read_outputs`."""
-    outputs = read_outputs(folder, config)
-    return outputs.label_map or plain_label_map(outputs.names)
+    return _read(folder) if folder.classes.is_file() else tasks.load(config).outputs
 
 
 def _read(folder: RunFolder) -> Outputs:

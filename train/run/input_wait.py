@@ -27,7 +27,7 @@ class InputWait:
     Args:
       log: Prints a line.
       workers: Number of processes that decode images; None for a source without such processes.
-      cores: Number of cores; by default those of this process.
+      cores: Number of cores; by default this process's.
       now: Clock in seconds.
       totals: Returns the work of all threads so far.
 

@@ -96,7 +96,7 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
         if weights is not None:
             console.print(weights.lines())
         log(f"training {config.name} in {folder.path}")
-        write_classes(folder, *run.task.dataset.outputs)
+        write_classes(folder, run.task.dataset.outputs)
         seeds = read_seeds(folder, config)
         # The names of training files are not covered by a guarantee.
         unreadable = UnreadableFiles(
@@ -213,7 +213,7 @@ def _reopen_folder(
     begins_again = check_saved(folder)
     before = folder.read_config()
     check_resumed_length(run, before)
-    check_classes(folder, *run.task.dataset.outputs)
+    check_classes(folder, run.task.dataset.outputs)
     check_secret(folder, before)
     changed = check_data(folder, run.config, data)
     folder.resume(run.config)

@@ -1,4 +1,4 @@
-"""What a run prints before its first step, and what it prints and writes after its last one."""
+"""Printed before a run's first step, and printed and written after its last one."""
 
 import json
 import textwrap

@@ -105,7 +105,7 @@ class RunFolder:
 
     @property
     def saved_steps(self) -> list[int]:
-        """Steps of the checkpoints; 0 is that of `fnet import`."""
+        """Steps of the checkpoints; `fnet import` writes step 0."""
         names = [p.name for p in self.checkpoints.iterdir()] if self.checkpoints.is_dir() else []
         return sorted(int(name) for name in names if name.isdecimal())
 

@@ -32,7 +32,7 @@ from train.run.run_folder import (
 from train.run.seeds import keyed_checksum
 
 _MOST_BYTES, _MOST_FILES = 2**31, 10_000
-"""What a checksum covers unless the run is private: bytes of an array, and rows of a split at
+"""Contents of a checksum unless the run is private: bytes of an array, and rows of a split at
 regular intervals, whose files it names with their sizes."""
 _MOST_NAMES = 10_000
 """Names of a split that data.json holds as hashes: those with the smallest ones."""
@@ -43,7 +43,7 @@ _MEMORY: dict[str, Any] = {
     "config": {},
     "versions": {},
 }
-"""What data.json holds besides the data: whether the run has saved a checkpoint, names of examples
+"""Contents of data.json besides the data: whether the run has saved a checkpoint, names of examples
 that it was trained on before its data changed, and its config and versions."""
 
 
@@ -283,7 +283,7 @@ def _trained_on(record: dict[str, Any]) -> _Names:
 
 
 def _record(folder: RunFolder, config: Config, data: dict[str, Any]) -> dict[str, Any]:
-    """What data.json says of the data: all, or a code that tells nothing without the key.
+    """Contents of data.json about the data: all, or a code that tells nothing without the key.
 
     No guarantee of privacy covers the description, so `grad.release_only` must not write it.
     """

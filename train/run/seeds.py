@@ -1,4 +1,4 @@
-"""Seeds of a run. With privacy, all but that of initialization are secret.
+"""Seeds of a run. With privacy, all but the one of initialization are secret.
 
 Noise that can be computed can be subtracted, and batches that can be computed are not random. The
 accountant assumes neither. A private run therefore draws its seeds from the operating system, and

@@ -25,7 +25,7 @@ from train.data.model_folder import SINGLE, is_model_folder, read_config, read_t
 from train.errors import UserError
 from train.networks.model_images import class_names
 from train.run.checkpoints import Checkpoints
-from train.run.class_names import read_classes
+from train.run.class_names import read_outputs
 from train.run.run_folder import RunFolder
 from train.tasks import kind_of
 
@@ -126,7 +126,7 @@ def _read_run(folder: RunFolder) -> Weights:
         jax.tree_util.keystr(path[1:], simple=True, separator="."): np.asarray(a)
         for path, a in jax.tree_util.tree_flatten_with_path(variables)[0]
     }
-    classes = read_classes(folder, config) if folder.classes.is_file() else ()
+    classes = read_outputs(folder, config).names if folder.classes.is_file() else ()
     return Weights(arrays, describe_network(config) | describe_classes(classes))
 
 

@@ -1,7 +1,7 @@
-"""What a classifier of images predicts: one class, several labels at once, or numbers."""
+"""Targets of classifiers of images: one class, several labels at once, or numbers."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,26 +16,6 @@ from train.tasks import scores
 from train.tasks.task import BatchMetrics
 
 _TOP_K = 5
-
-
-class Targets(Protocol):
-    """Loss, metrics and predictions of a kind of target."""
-
-    def losses(self, logits: Array, target: Array, smoothing: float, focal: float) -> Array:
-        """Return the training loss of each example, float32 [N]."""
-
-    def accuracy(self, logits: Array, target: Array) -> dict[str, Array]:
-        """Return metrics [N] of a training batch, besides the loss."""
-
-    @staticmethod
-    def outputs(logits: Array) -> Array:
-        """Return what is predicted from logits [N, K]: probabilities, or standardized numbers."""
-
-    def measure(self, logits: Array, target: Array) -> BatchMetrics:
-        """Return the metrics of a test batch."""
-
-    def scores(self, examples: Arrays, target: np.ndarray, confusion: Any) -> dict[str, float]:
-        """Return metrics of all test examples, from their outputs [N, K] if these were kept."""
 
 
 class OneClass(NamedTuple):
@@ -162,7 +142,7 @@ class Numbers(NamedTuple):
 
     @staticmethod
     def outputs(logits: Array) -> Array:
-        """Return standardized numbers; `Scaling.restore` gives those of the table."""
+        """Return standardized numbers; `Scaling.restore` gives the table's."""
         return upcast(logits)
 
     def measure(self, logits: Array, target: Array) -> BatchMetrics:

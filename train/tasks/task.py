@@ -59,7 +59,7 @@ LOSS_OPTIONS = ("label_smoothing", "focal", "expert_balance")
 
 
 class Kind(NamedTuple):
-    """What a network is trained to do, and what commands can do with it.
+    """A task of a network, and what commands can do with it.
 
     Attributes:
       content: Content that the data must have.

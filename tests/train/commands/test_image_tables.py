@@ -35,15 +35,14 @@ TARGETS = {
 
 
 @pytest.fixture
-def workplace(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "recipe.py").write_text(RECIPE)
+def workplace(workplace):
+    (workplace / "recipe.py").write_text(RECIPE)
     lines = ["file,label,red,late,level"]
     for i in range(N):
-        write_image(tmp_path / "pics" / f"{i:02}.png", i)
+        write_image(workplace / "pics" / f"{i:02}.png", i)
         lines.append(f"{i:02}.png,{'ab'[i % 2]},{i % 2},{int(i > 12)},{100 + i}")
-    (tmp_path / "labels.csv").write_text("\n".join(lines) + "\n")
-    return tmp_path
+    (workplace / "labels.csv").write_text("\n".join(lines) + "\n")
+    return workplace
 
 
 def check_captions(kind, rows, captions):

@@ -122,10 +122,9 @@ def write_odd_pictures(folder):
     return sorted(map(str, folder.iterdir()))
 
 
-def test_onnxruntime_predicts_odd_pictures_as_the_command(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "colours.py").write_text(vision_cases.RECIPES["colours"])
-    vision_cases.write_colours(tmp_path / "colours")
+def test_onnxruntime_predicts_odd_pictures_as_the_command(workplace, capsys):
+    (workplace / "colours.py").write_text(vision_cases.RECIPES["colours"])
+    vision_cases.write_colours(workplace / "colours")
     fnet_command("train", "colours.py", "--out", "run", "--train.steps", 4)
     fnet_command("export", "run", "--format", "onnx")
     assert "ran it on batches of 1 and 3: logits differ by at most " in capsys.readouterr().err
@@ -133,7 +132,7 @@ def test_onnxruntime_predicts_odd_pictures_as_the_command(tmp_path, monkeypatch,
     about = session.get_modelmeta().custom_metadata_map
     assert json.loads(about["classes"]) == list(vision_cases.CLASSES)
     assert json.loads(about["mean"]) == [0.485, 0.456, 0.406]
-    paths = write_odd_pictures(tmp_path / "odd")
+    paths = write_odd_pictures(workplace / "odd")
     assert len(paths) >= 20
     images = np.stack([prepare(path, about) for path in paths])
     (predictions,) = session.run(["predictions"], {"image": images})

@@ -23,7 +23,7 @@ from train.arguments import PredictArguments
 from train.commands.predict import _segmentation, predict, print_predictions
 from train.config import Config, Digits, ImageFolder, SegmentationFolder, Synthetic
 from train.config.recipes import load
-from train.data import evaluation_batches
+from train.data import Outputs, evaluation_batches
 from train.data.decode import UnreadableError, decode_mask
 from train.data.masks import LabelMap
 from train.data.preprocessing import PreprocessedImage
@@ -31,7 +31,7 @@ from train.errors import UserError
 from train.output.palette import palette
 from train.predictor import Predictor, predict_mask
 from train.run.checkpoints import Checkpoints
-from train.run.class_names import read_classes, write_classes
+from train.run.class_names import read_outputs, write_classes
 from train.run.run_folder import RunFolder
 from train.tasks import build
 
@@ -324,21 +324,21 @@ def test_does_not_need_the_data_if_the_run_has_class_names(run_of, recipes, caps
     folder = RunFolder(run_of("colours"))
     config = folder.read_config()
     (folder.path / "classes.json").unlink(missing_ok=True)
-    assert read_classes(folder, config) == vision_cases.CLASSES  # from the data
-    write_classes(folder, ("a", "b", "c"))
+    assert read_outputs(folder, config).names == vision_cases.CLASSES  # from the data
+    write_classes(folder, Outputs(("a", "b", "c")))
     shutil.move(recipes / "colours" / "val" / "red" / "0.png", recipes / "x.png")
     shutil.rmtree(recipes / "colours")
-    assert read_classes(folder, config) == ("a", "b", "c")
+    assert read_outputs(folder, config).names == ("a", "b", "c")
     assert "x.png  c " in printed(capsys, folder.path, "x.png")
     for text in ("{", '{"classes": []}', '{"classes": [1, 2]}', "[]"):
         (folder.path / "classes.json").write_text(text)
         with pytest.raises(UserError, match=r"cannot read .*classes\.json: "):
-            read_classes(folder, config)
+            read_outputs(folder, config)
 
 
 def test_reports_both_shapes_for_a_checkpoint_of_other_classes(run_of, capsys):
     folder = RunFolder(run_of("colours"))
-    write_classes(folder, ("a", "b"))
+    write_classes(folder, Outputs(("a", "b")))
     assert exit_code("predict", folder.path, "colours") == 2
     error = capsys.readouterr().err
     assert "is of another model" in error

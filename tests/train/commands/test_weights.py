@@ -23,6 +23,7 @@ from safetensors.numpy import load_file, save_file
 from fnet.interop.torch import to_torch
 from fnet.losses.segmentation import bilinear_weights
 from train.config import Optim, recipes
+from train.data import Outputs
 from train.errors import TrainingError, UserError
 from train.run.checkpoints import Checkpoints
 from train.run.class_names import write_classes
@@ -170,7 +171,7 @@ def test_the_classifier_of_a_run_goes_with_its_classes(trained):
     names = [f"class {i}" for i in range(number)]
 
     def load_trained_on(classes, **options):
-        write_classes(RunFolder(trained), classes)
+        write_classes(RunFolder(trained), Outputs(classes))
         dataset = run.task.dataset._replace(classes=tuple(names))
         other = run._replace(task=run.task._replace(dataset=dataset))
         return load(other, "trained", **options)

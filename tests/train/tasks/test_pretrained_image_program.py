@@ -14,6 +14,7 @@ from tests.interop.test_pretrained_images import tensors_of
 from train.arguments import ExportArguments
 from train.commands.export import export_model
 from train.config import Config, ImageFolder, Pretrained, Synthetic, Train
+from train.data import Outputs
 from train.data.chat import load_json
 from train.data.model_folder import read_folder
 from train.errors import UserError
@@ -54,7 +55,7 @@ def logits_of_run(folder, config, x):
 @pytest.mark.parametrize("name", ["vit", "dinov2", "timm_vit"])
 def test_an_exported_folder_has_the_new_classes_and_the_size_of_the_run(workplace, name):
     folder, run = make_run(workplace, name, folder_data(24, resize=32), tensors_of(name))
-    write_classes(folder, FLOWERS)
+    write_classes(folder, Outputs(FLOWERS))
     source = read_folder(export_model(folder, run, run.model, ExportArguments()))
     model, params = fnet.interop.from_huggingface(source.config, source.tensors)
     x = jax.random.normal(jax.random.key(1), (2, 24, 24, 3))
@@ -77,7 +78,7 @@ def test_an_exported_folder_has_the_new_classes_and_the_size_of_the_run(workplac
 def test_an_exported_folder_keeps_the_classifier_and_the_dtypes_of_the_model(workplace):
     folder, run = make_run(workplace, "small", folder_data(16))
     tensors = write_folder(workplace / "model", VIT, dtype=np.float16)
-    write_classes(folder, tuple("abcdefg"))
+    write_classes(folder, Outputs(tuple("abcdefg")))
     source = read_folder(export_model(folder, run, run.model, ExportArguments()))
     assert source.config["id2label"]["6"] == "g"
     exported = {name: np.asarray(t[...]) for name, t in source.tensors.items()}
@@ -87,7 +88,7 @@ def test_an_exported_folder_keeps_the_classifier_and_the_dtypes_of_the_model(wor
 def test_export_reports_models_that_have_no_published_classifier(workplace, capsys):
     name = "clip_no_projection"
     folder, _ = make_run(workplace, name, folder_data(16), tensors_of(name))
-    write_classes(folder, FLOWERS)
+    write_classes(folder, Outputs(FLOWERS))
     assert exit_code("export", "run") == 2
     assert_one_line_error(
         capsys, "clip_vision_model with a classifier of your classes has no published layout"
