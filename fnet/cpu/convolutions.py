@@ -150,24 +150,22 @@ def _by_groups(eqn: JaxprEqn, *, one_device: bool) -> Callable[[Array, Array], A
     def images(x: Array) -> Array:
         return x.reshape(x.shape[0], *two(x.shape[1:-1]), x.shape[-1])
 
+    padding = (*[(0, 0)] * (2 - rank), *p["padding"])
     strides, dilation = two(p["window_strides"]), two(p["rhs_dilation"])
-    pads = [(0, 0, 0)] * (2 - rank) + [
-        (low, high, spacing - 1)
-        for (low, high), spacing in zip(p["padding"], p["lhs_dilation"], strict=True)
-    ]
+    spacing = two(p["lhs_dilation"])
     spatial = tuple(range(1, rank + 1))
     match p["dimension_numbers"]:
-        case (lhs_spec, (to_out, to_in, *window), out_spec) if (
+        case (lhs_spec, (to_out, to_in, *within), out_spec) if (
             lhs_spec == out_spec == (0, rank + 1, *spatial)
             and p["feature_group_count"] == lhs.shape[-1] == out.shape[-1]
         ):
-            size = two(rhs.shape[d] for d in window)
-            steps = _Steps(two(out.shape[1:-1]), strides, dilation)
+            size = two(rhs.shape[d] for d in within)
+            window = _Window(two(out.shape[1:-1]), padding, dilation, strides, spacing)
 
             def f(x: Array, y: Array) -> Array:
-                kernel = y.transpose(*window, to_in, to_out)
+                kernel = y.transpose(*within, to_in, to_out)
                 kernel = kernel.reshape(*size, 1, 1, 1, kernel.shape[-1])
-                return _depthwise(images(x), kernel, pads, steps)
+                return _depthwise(images(x), kernel, window)
 
         case (lhs_spec, rhs_spec, out_spec) if (
             lhs_spec == rhs_spec == (rank + 1, 0, *spatial)
@@ -175,7 +173,7 @@ def _by_groups(eqn: JaxprEqn, *, one_device: bool) -> Callable[[Array, Array], A
             and p["batch_group_count"] == groups
         ):
             # A strided convolution has a dilated cotangent, and a dilated one a strided window.
-            steps = _Steps(two(rhs.shape[1:-1]), dilation, strides)
+            window = _Window(two(rhs.shape[1:-1]), padding, strides, dilation, spacing)
             size = two(out.shape[:rank])
             shape = (*size, *out.shape[rank:])
             is_depthwise = groups == lhs.shape[-1] == rhs.shape[-1]
@@ -185,105 +183,14 @@ def _by_groups(eqn: JaxprEqn, *, one_device: bool) -> Callable[[Array, Array], A
             def f(x: Array, y: Array) -> Array:
                 x, cotangent = images(x), images(y)
                 if is_depthwise:
-                    return _depthwise_kernel_gradient(x, cotangent, shape, pads, steps)
-                return _grouped_kernel_gradient(x, cotangent, shape, pads, steps, groups)
+                    return _depthwise_kernel_gradient(x, cotangent, shape, window)
+                return _grouped_kernel_gradient(x, cotangent, shape, window, groups)
 
         case _:
             return None
     if math.prod(size) > measured.MOST_ELEMENTS:
         return None
     return lambda x, y: f(x, y).reshape(out.shape).astype(out.dtype)
-
-
-class _Steps(NamedTuple):
-    """Positions of a window's elements.
-
-    Attributes:
-      size: Height and width of the output.
-      strides: Inputs between outputs, per spatial axis.
-      dilation: Inputs between kernel elements, per spatial axis.
-    """
-
-    size: tuple[int, ...]
-    strides: tuple[int, ...]
-    dilation: tuple[int, ...]
-
-    def along(self, axis: int, element: int) -> slice:
-        """Return the inputs that meet an element, over all outputs."""
-        start = element * self.dilation[axis]
-        stop = start + (self.size[axis] - 1) * self.strides[axis] + 1
-        return slice(start, stop, self.strides[axis])
-
-
-def _depthwise(x: Array, kernel: Array, pads: list[tuple[int, int, int]], steps: _Steps) -> Array:
-    """Convolve each channel of [N, H, W, C] with its kernel, [rows, columns, 1, 1, 1, C]."""
-    x = _padded(x, pads)
-    elements = itertools.product(*map(range, kernel.shape[:2]))
-    kernel = kernel.astype(jnp.float32)
-    terms = [x[:, steps.along(0, i), steps.along(1, j)] * kernel[i, j] for i, j in elements]
-    return functools.reduce(jnp.add, terms)
-
-
-def _depthwise_kernel_gradient(
-    x: Array,
-    cotangent: Array,
-    shape: tuple[int, ...],
-    pads: list[tuple[int, int, int]],
-    steps: _Steps,
-) -> Array:
-    """Return the gradient by a depthwise kernel, [rows, columns, 1, C], row by row of images."""
-    x = _padded(x, pads)
-    rows, columns, _, channels = shape
-    images, height = cotangent.shape[:2]
-    window = (1, (rows - 1) * steps.dilation[0] + 1, *x.shape[2:])
-
-    def add(total: Array, position: tuple[Array, Array]) -> tuple[Array, None]:
-        image, row = position
-        inputs = jax.lax.dynamic_slice(x, (image, row * steps.strides[0], 0, 0), window)[0]
-        outputs = cotangent[image, row].astype(jnp.float32)
-        products = [
-            (inputs[i * steps.dilation[0], steps.along(1, j)] * outputs).sum(0)
-            for i, j in itertools.product(range(rows), range(columns))
-        ]
-        return total + jnp.stack(products), None
-
-    positions = jnp.divmod(jnp.arange(images * height), height)
-    total, _ = jax.lax.scan(add, jnp.zeros((rows * columns, channels), jnp.float32), positions)
-    return total.reshape(shape)
-
-
-def _grouped_kernel_gradient(
-    x: Array,
-    cotangent: Array,
-    shape: tuple[int, ...],
-    pads: list[tuple[int, int, int]],
-    steps: _Steps,
-    groups: int,
-) -> Array:
-    """Return the gradient by a grouped kernel, [rows, columns, C / groups, D]."""
-    x = _padded(x, pads)
-    rows, columns, _, features = shape
-    cotangent = cotangent.reshape(*cotangent.shape[:3], groups, features // groups)
-    lengths = [(size - 1) * stride + 1 for size, stride in zip(*steps[:2], strict=True)]
-
-    def one(element: Array) -> Array:
-        start = element * jnp.array(steps.dilation)
-        window = (x.shape[0], *lengths, x.shape[3])
-        inputs = jax.lax.dynamic_slice(x, (0, start[0], start[1], 0), window)
-        inputs = inputs[:, :: steps.strides[0], :: steps.strides[1]]
-        inputs = inputs.reshape(*inputs.shape[:3], groups, -1)
-        return jnp.einsum("nhwgc,nhwgd->cgd", inputs, cotangent, preferred_element_type=jnp.float32)
-
-    elements = jnp.stack(jnp.divmod(jnp.arange(rows * columns), columns), 1)
-    gradient: Array = jax.lax.map(one, elements)
-    return gradient.reshape(shape)
-
-
-def _padded(x: Array, pads: list[tuple[int, int, int]]) -> Array:
-    """Pad images once: XLA would compute the padding again for each kernel element."""
-    padded = jax.lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *pads, (0, 0, 0)])
-    barrier: Array = jax.lax.optimization_barrier(padded)
-    return barrier
 
 
 class _Window(NamedTuple):
@@ -294,12 +201,14 @@ class _Window(NamedTuple):
       padding: (low, high) per spatial axis.
       dilation: Distance between kernel elements, per spatial axis.
       strides: Distance between outputs, per spatial axis.
+      spacing: Distance between pixels of the images, per spatial axis.
     """
 
-    size: tuple[int, int]
+    size: tuple[int, ...]
     padding: tuple[tuple[int, int], ...]
-    dilation: tuple[int, int]
+    dilation: tuple[int, ...]
     strides: tuple[int, ...] = (1, 1)
+    spacing: tuple[int, ...] = (1, 1)
 
     @property
     def tiles(self) -> tuple[int, int]:
@@ -320,6 +229,73 @@ class _Window(NamedTuple):
         (rows, columns), (down, right) = self.tiles, self.dilation
         return 2 * down * rows, 2 * right * columns
 
+    def pad(self, x: Array) -> Array:
+        """Pad images once: XLA would compute the padding again for each kernel element."""
+        pads = [(*pair, n - 1) for pair, n in zip(self.padding, self.spacing, strict=True)]
+        padded = jax.lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *pads, (0, 0, 0)])
+        barrier: Array = jax.lax.optimization_barrier(padded)
+        return barrier
+
+    def along(self, axis: int, element: int) -> slice:
+        """Return the padded inputs that meet a kernel element, over all outputs."""
+        start = element * self.dilation[axis]
+        stop = start + (self.size[axis] - 1) * self.strides[axis] + 1
+        return slice(start, stop, self.strides[axis])
+
+
+def _depthwise(x: Array, kernel: Array, window: _Window) -> Array:
+    """Convolve each channel of [N, H, W, C] with its kernel, [rows, columns, 1, 1, 1, C]."""
+    x = window.pad(x)
+    elements = itertools.product(*map(range, kernel.shape[:2]))
+    kernel = kernel.astype(jnp.float32)
+    terms = [x[:, window.along(0, i), window.along(1, j)] * kernel[i, j] for i, j in elements]
+    return functools.reduce(jnp.add, terms)
+
+
+def _depthwise_kernel_gradient(
+    x: Array, cotangent: Array, shape: tuple[int, ...], window: _Window
+) -> Array:
+    """Return the gradient by a depthwise kernel, [rows, columns, 1, C], row by row of images."""
+    x = window.pad(x)
+    rows, columns, _, channels = shape
+    images, height = cotangent.shape[:2]
+    block = (1, (rows - 1) * window.dilation[0] + 1, *x.shape[2:])
+
+    def add(total: Array, position: tuple[Array, Array]) -> tuple[Array, None]:
+        image, row = position
+        inputs = jax.lax.dynamic_slice(x, (image, row * window.strides[0], 0, 0), block)[0]
+        outputs = cotangent[image, row].astype(jnp.float32)
+        products = [
+            (inputs[i * window.dilation[0], window.along(1, j)] * outputs).sum(0)
+            for i, j in itertools.product(range(rows), range(columns))
+        ]
+        return total + jnp.stack(products), None
+
+    positions = jnp.divmod(jnp.arange(images * height), height)
+    total, _ = jax.lax.scan(add, jnp.zeros((rows * columns, channels), jnp.float32), positions)
+    return total.reshape(shape)
+
+
+def _grouped_kernel_gradient(
+    x: Array, cotangent: Array, shape: tuple[int, ...], window: _Window, groups: int
+) -> Array:
+    """Return the gradient by a grouped kernel, [rows, columns, C / groups, D]."""
+    x = window.pad(x)
+    rows, columns, _, features = shape
+    cotangent = cotangent.reshape(*cotangent.shape[:3], groups, features // groups)
+    block = (x.shape[0], window.along(0, 0).stop, window.along(1, 0).stop, x.shape[3])
+
+    def one(element: Array) -> Array:
+        start = element * jnp.array(window.dilation)
+        inputs = jax.lax.dynamic_slice(x, (0, start[0], start[1], 0), block)
+        inputs = inputs[:, :: window.strides[0], :: window.strides[1]]
+        inputs = inputs.reshape(*inputs.shape[:3], groups, -1)
+        return jnp.einsum("nhwgc,nhwgd->cgd", inputs, cotangent, preferred_element_type=jnp.float32)
+
+    elements = jnp.stack(jnp.divmod(jnp.arange(rows * columns), columns), 1)
+    gradient: Array = jax.lax.map(one, elements)
+    return gradient.reshape(shape)
+
 
 def _algorithm(eqn: JaxprEqn) -> Callable[[Array, Array], Array] | None:
     """Return a faster function of a 3x3 convolution's inputs, or None."""
@@ -332,38 +308,30 @@ def _algorithm(eqn: JaxprEqn) -> Callable[[Array, Array], Array] | None:
     is_cropped = min(min(pair) for pair in p["padding"]) < 0
     if not is_plain or is_grouped or is_cropped or tuple(p["lhs_dilation"]) != (1, 1):
         return None
-    padding = tuple(p["padding"])
-    images = (0, 3, 1, 2)
-    if numbers.lhs_spec == numbers.out_spec == images:
-        kernel_size = rhs.shape[:2]
-        is_kernel_first = numbers.rhs_spec[2:] == (0, 1)
-        if is_kernel_first and math.prod(kernel_size) > math.prod(lhs.shape[1:3]):
-            # XLA would swap both, and take 50 to 200 times as long.
-            strides = tuple(p["window_strides"])
-            window = _Window(out.shape[1:3], padding, tuple(p["rhs_dilation"]), strides)
-            is_transposed = numbers.rhs_spec[0] == 2
-            if math.prod(kernel_size) <= measured.MOST_ELEMENTS:
-                return lambda x, kernel: _convolve_overlaps(x, kernel, window, is_transposed)
-        if (
-            rhs.shape[:2] != (3, 3)
-            or numbers.rhs_spec[2:] != (0, 1)
-            or tuple(p["window_strides"]) != (1, 1)
-        ):
-            return None
-        window = _Window(out.shape[1:3], padding, tuple(p["rhs_dilation"]))
+    padding, dilation = tuple(p["padding"]), tuple(p["rhs_dilation"])
+    strides = tuple(p["window_strides"])
+    if numbers.lhs_spec == numbers.out_spec == (0, 3, 1, 2) and numbers.rhs_spec[2:] == (0, 1):
+        window = _Window(out.shape[1:3], padding, dilation, strides)
+        elements = math.prod(rhs.shape[:2])
         channels = lhs.shape[3], out.shape[3]
+        if math.prod(lhs.shape[1:3]) < elements <= measured.MOST_ELEMENTS:
+            convolve = _convolve_overlaps  # XLA would swap both, and take 50 to 200 times as long
+        elif rhs.shape[:2] != (3, 3) or strides != (1, 1):
+            return None
+        elif _pays(window, lhs.shape[0], channels, kernel_gradient=False):
+            convolve = _convolve
+        elif _is_mostly_padding(window, lhs.shape, channels):
+            convolve = _convolve_overlaps
+        else:
+            return None
         # The gradient by the input contracts the last axis of the kernel.
         is_transposed = numbers.rhs_spec[0] == 2
-        if _pays(window, lhs.shape[0], channels, kernel_gradient=False):
-            return lambda x, kernel: _convolve(x, kernel, window, is_transposed)
-        if _is_mostly_padding(window, lhs.shape, channels):
-            return lambda x, kernel: _convolve_overlaps(x, kernel, window, is_transposed)
-        return None
+        return lambda x, kernel: convolve(x, kernel, window, is_transposed)
     # The gradient by the kernel: channels are the batch, and images the features.
     if numbers.lhs_spec == numbers.rhs_spec == (3, 0, 1, 2) and numbers.out_spec == (2, 3, 0, 1):
-        if out.shape[:2] != (3, 3) or tuple(p["rhs_dilation"]) != (1, 1):
+        if out.shape[:2] != (3, 3) or dilation != (1, 1):
             return None
-        window = _Window(rhs.shape[1:3], padding, tuple(p["window_strides"]))
+        window = _Window(rhs.shape[1:3], padding, strides)
         channels = lhs.shape[3], rhs.shape[3]
         if _pays(window, lhs.shape[0], channels, kernel_gradient=True):
             return lambda x, cotangent: _kernel_gradient(x, cotangent, window)
