@@ -14,9 +14,10 @@ from fnet import memory
 
 N, WIDTH = 128, 32
 FOREIGN = [
-    pytest.param("CLIP", marks=pytest.mark.slow),
-    pytest.param("batch norm by hand", marks=pytest.mark.slow),
-    "ranking in the batch",
+    *(
+        pytest.param(name, marks=pytest.mark.slow)
+        for name in ("CLIP", "batch norm by hand", "ranking in the batch")
+    ),
     "LSTM, 512 steps",
     "a number in the batch",
 ]

@@ -233,6 +233,7 @@ def test_a_function_without_loops_has_no_policies():
     assert len(loop_policies(closed, [True])) == 1
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("loss", [recurrent_from_the_end, dropout, loop_of_loops, fori])
 @pytest.mark.parametrize("share", [0.3, 0.5])
 def test_iterations_between_chunks_keep_gradients(loss, share, float64):
