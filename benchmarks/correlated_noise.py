@@ -64,8 +64,9 @@ def error(strategy: privacy.Strategy, batch_size: int, epsilon: float) -> float:
     bands = strategy.bands or EXAMPLES // batch_size
     sampling = privacy.PoissonSampling(EXAMPLES, batch_size, bands)
     noise = privacy.calibrate_noise_multiplier(epsilon, 1e-5, sampling, STEPS, strategy=strategy)
+    assert strategy.noising is not None
     coef = np.zeros(STEPS)
-    used = strategy.noising_coef[:STEPS]
+    used = strategy.noising[0, :STEPS]
     coef[: len(used)] = used
     return float(noise * np.sqrt(np.cumsum(np.cumsum(coef) ** 2).mean()))
 
@@ -97,7 +98,7 @@ def main() -> None:
     rows = [
         {
             "noise": name,
-            "draws per step": str(len(strategy.noising_coef)),
+            "draws per step": str(np.asarray(strategy.noising).size),
             "temporaries above DP-SGD / P": f"{more[name]:.4f}",
             "time / DP-SGD": f"{seconds[name] / seconds['DP-SGD']:.2f}" if seconds else "",
             **{

@@ -72,7 +72,7 @@ TARGETS = {
         "tests/autodiff/per_example/test_ghost_norm.py tests/autodiff/per_example/test_parameter_parts.py tests/autodiff/per_example/test_clipped.py"
     ),
     "fnet/autodiff/per_example/modes.py": "tests/autodiff/test_modes.py",
-    "fnet/privacy/accounting.py": "tests/privacy/test_privacy.py tests/privacy/test_correlated_noise.py",
+    "fnet/privacy/accounting.py": "tests/privacy/test_privacy.py tests/privacy/test_combinations.py",
     "fnet/privacy/correlated.py": "tests/privacy/test_correlated_noise.py",
     "fnet/privacy/noise.py": "tests/privacy/test_correlated_noise.py",
     "fnet/privacy/sampling.py": "tests/train/data/test_poisson.py",

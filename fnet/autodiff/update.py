@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -138,6 +138,57 @@ def gradient_then_optimizer(
                 ) from error
             params = optax.apply_updates(params, updates)
         return params, opt_state, model_state, metrics | {"grad_norm": grad_norm}
+
+    return update
+
+
+class Carried(NamedTuple):
+    """State of an optimizer that also carries something of the mode from step to step.
+
+    Attributes:
+      value: What the mode updates.
+      inner: State of the wrapped optimizer.
+    """
+
+    value: Any
+    inner: optax.OptState
+
+
+def carrying(
+    optimizer: optax.GradientTransformation, initial: Callable[[Any], Any]
+) -> optax.GradientTransformationExtraArgs:
+    """Return the optimizer with ``initial(params)`` in its state, see `Carried`."""
+    inner = optax.with_extra_args_support(optimizer)
+
+    def init(params: Any) -> Carried:
+        return Carried(initial(params), optimizer.init(params))
+
+    def update(grads: Any, state: Carried, params: Any = None, **extra: Any) -> tuple[Any, Carried]:
+        updates, inner_state = inner.update(grads, state.inner, params, **extra)
+        return updates, Carried(state.value, inner_state)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def carried_update(
+    name: str, gradient: Gradient, optimizer: optax.GradientTransformation, *, with_loss: bool
+) -> Update:
+    """Return the update of a gradient whose model state is ``(carried value, model state)``."""
+    plain_update = gradient_then_optimizer(gradient, optimizer, with_loss=with_loss)
+
+    def update(
+        params: Any, opt_state: Any, model_state: Any, batch: dict[str, Array], key: Array
+    ) -> tuple[Any, Any, Any, dict[str, Array]]:
+        expected = jax.eval_shape(optimizer.init, params)
+        if not isinstance(opt_state, Carried) or not isinstance(expected, Carried):
+            raise ValueError(
+                f"{name}: the optimizer does not carry the state of the mode; use "
+                "mode.wrap_optimizer(optimizer) for both the state and the step"
+            )
+        params, opt_state, (value, model_state), metrics = plain_update(
+            params, opt_state, (opt_state.value, model_state), batch, key
+        )
+        return params, opt_state._replace(value=value), model_state, metrics
 
     return update
 

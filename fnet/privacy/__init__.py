@@ -1,4 +1,4 @@
-"""Differentially private training: Poisson sampling, noise and privacy accounting.
+"""Differentially private training: sampling, noise and privacy accounting.
 
 Clipping is `fnet.clipped_grad`, and `fnet.autodiff.clipped` is the gradient mode that clips and
 adds noise.
@@ -10,6 +10,7 @@ from fnet.privacy.correlated import banded_inverse_square_root as banded_inverse
 from fnet.privacy.correlated import banded_square_root as banded_square_root
 from fnet.privacy.noise import add_noise
 from fnet.privacy.sampling import PoissonSampling
+from fnet.privacy.sampling import Sampling as Sampling
 from fnet.privacy.sensitivity import Sensitivity as Sensitivity
 from fnet.privacy.sensitivity import check_sensitivity as check_sensitivity
 

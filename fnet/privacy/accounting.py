@@ -1,16 +1,16 @@
 """Privacy accounting: epsilon of a run, and the noise for a target epsilon.
 
-All accounting is done by dp_accounting, an optional dependency.
+Mechanisms are those of jax-privacy, and accountants those of dp_accounting: optional dependencies.
 """
 
 import functools
-import importlib
-from types import ModuleType
 from typing import Any, Literal, get_args
 
 from fnet import checks
 from fnet.privacy.correlated import DP_SGD, Strategy
-from fnet.privacy.sampling import PoissonSampling
+from fnet.privacy.imports import dp_accounting, jax_privacy
+from fnet.privacy.noise import Schedule, check_schedule
+from fnet.privacy.sampling import Sampling
 
 MAX_NOISE_MULTIPLIER = 1024.0
 """Largest noise multiplier that calibration tries."""
@@ -31,10 +31,11 @@ Accountant = Literal["pld", "rdp"]
 def epsilon(
     noise_multiplier: float,
     delta: float,
-    sampling: PoissonSampling,
+    sampling: Sampling,
     steps: int,
     *,
     strategy: Strategy = DP_SGD,
+    noise_schedule: Schedule = (),
     accountant: Accountant = "pld",
     grid: float = GRID,
 ) -> float:
@@ -44,20 +45,25 @@ def epsilon(
 
         P[train(D) in S] <= exp(epsilon) P[train(D') in S] + delta
 
-    The steps are a composition of Poisson-subsampled Gaussian mechanisms. Their number and the
-    noise of each depend on the strategy:
+    With groups of equal size (``PartitionType.EQUAL_SPLIT``, for truncation), the example is
+    instead replaced by one without gradient.
 
-    ==============================  ============================================================
-    strategy                        mechanism
-    ==============================  ============================================================
-    DP-SGD                          ``steps`` times the noise multiplier, subsampled with
-                                    ``sampling.probability`` (Abadi et al. 2016)
-    banded, at most                 ``ceil(steps / sampling.bands)`` times the noise multiplier,
-    ``sampling.bands`` bands        subsampled with ``sampling.probability`` (Choquette-Choo et
-                                    al. 2023, Theorem 4)
-    any other                       once ``noise_multiplier / strategy.sensitivity(steps,
-                                    sampling.bands)``, not subsampled (Denisov et al. 2022)
-    ==============================  ============================================================
+    ===========================  ========================  =======================================
+    sampling                     strategy                  mechanism
+    ===========================  ========================  =======================================
+    Poisson, cyclic              at most `separation`      ``ceil(steps / separation)`` times the
+                                 bands; DP-SGD has one     noise, subsampled:
+                                                           ``amplified_bandmf_event``
+    the same, truncated          the same                  the same, truncated:
+                                                           ``truncated_amplified_bandmf_event``
+    any that is not truncated    any other                 once ``noise_multiplier / sensitivity``,
+                                                           not subsampled: ``GaussianDpEvent``
+    truncated                    any other                 none: ValueError
+    ===========================  ========================  =======================================
+
+    Here `separation` is that of the sampling: 1 for Poisson sampling. Random balls in bins and
+    b-min-sep batches amplify privacy, too. jax-privacy can only simulate by how much, which bounds
+    nothing, so it is not counted.
 
     Args:
       noise_multiplier: Standard deviation of the noise on a step's sum of clipped gradients,
@@ -67,6 +73,8 @@ def epsilon(
       sampling: How batches are drawn.
       steps: Number of steps, each taken whatever its examples are.
       strategy: Correlation of the noise over steps, as given to `fnet.autodiff.clipped`.
+      noise_schedule: Factors of the noise, as given to `fnet.autodiff.clipped`. It needs Poisson
+        sampling without groups, and the strategy DP-SGD.
       accountant: "pld" (privacy loss distributions, tight) or "rdp" (Renyi differential privacy,
         looser).
       grid: Distance of the privacy losses of one step for "pld", which are rounded up to it.
@@ -78,8 +86,8 @@ def epsilon(
       Epsilon, 0 for no steps.
 
     Raises:
-      ModuleNotFoundError: If dp_accounting is not installed.
-      ValueError: If an argument is out of range.
+      ModuleNotFoundError: If jax-privacy is not installed.
+      ValueError: If an argument is out of range, or no accountant covers the combination.
 
     Example:
       >>> from fnet.privacy import PoissonSampling, epsilon
@@ -94,25 +102,22 @@ def epsilon(
       arXiv:2306.08153. Denisov et al. 2022, "Improved differential privacy for SGD via optimal
       private linear operators on adaptive streams", Theorem 2.1, arXiv:2202.08312.
     """
-    _check("epsilon", delta, sampling, steps, accountant)
+    _check("epsilon", delta, sampling, steps, accountant, noise_schedule)
     checks.numbers("epsilon", "> 0", noise_multiplier=noise_multiplier)
     if steps == 0:
         return 0.0
-    if accountant == "pld":
-        noise, probability, count = _mechanism(noise_multiplier, sampling, steps, strategy)
-        once = _privacy_loss(noise, probability, grid)
-        return float(once.self_compose(count).get_epsilon_for_delta(delta))
-    event = _event(noise_multiplier, sampling, steps, strategy)
-    return float(_accountant(accountant).compose(event).get_epsilon(delta))
+    event = _event(noise_multiplier, sampling, steps, strategy, noise_schedule)
+    return float(_accountant(accountant, sampling, grid).compose(event).get_epsilon(delta))
 
 
 def calibrate_noise_multiplier(
     target_epsilon: float,
     delta: float,
-    sampling: PoissonSampling,
+    sampling: Sampling,
     steps: int,
     *,
     strategy: Strategy = DP_SGD,
+    noise_schedule: Schedule = (),
     accountant: Accountant = "pld",
 ) -> float:
     """Find the smallest noise multiplier with which a run spends at most ``target_epsilon``.
@@ -125,14 +130,15 @@ def calibrate_noise_multiplier(
       sampling: As in `fnet.privacy.epsilon`.
       steps: Length of the run.
       strategy: As in `fnet.privacy.epsilon`.
+      noise_schedule: As in `fnet.privacy.epsilon`. The result is the noise at factor 1.
       accountant: As in `fnet.privacy.epsilon`.
 
     Returns:
       The noise multiplier, at most 0.5 % above the smallest.
 
     Raises:
-      ModuleNotFoundError: If dp_accounting is not installed.
-      ValueError: If an argument is out of range, or even a noise multiplier of 1024 spends more.
+      ModuleNotFoundError: If jax-privacy is not installed.
+      ValueError: As `fnet.privacy.epsilon`, or even a noise multiplier of 1024 spends more.
 
     Example:
       >>> from fnet.privacy import PoissonSampling, calibrate_noise_multiplier
@@ -140,16 +146,16 @@ def calibrate_noise_multiplier(
       >>> round(calibrate_noise_multiplier(3.0, 1e-5, sampling, steps=3515), 2)
       0.73
     """
-    _check("calibrate_noise_multiplier", delta, sampling, steps, accountant)
+    _check("calibrate_noise_multiplier", delta, sampling, steps, accountant, noise_schedule)
     checks.numbers("calibrate_noise_multiplier", "> 0", target_epsilon=target_epsilon)
     if steps == 0:
         raise ValueError("calibrate_noise_multiplier: a run of 0 steps needs no noise")
 
     def make_event(noise: float) -> Any:
-        return _event(noise, sampling, steps, strategy)
+        return _event(noise, sampling, steps, strategy, noise_schedule)
 
     def make_accountant() -> Any:
-        return _accountant(accountant, COARSE_GRID)
+        return _accountant(accountant, sampling, COARSE_GRID)
 
     @functools.cache
     def spent(noise: float) -> float:
@@ -176,18 +182,9 @@ def calibrate_noise_multiplier(
     )
 
 
-def dp_accounting() -> ModuleType:
-    """Import dp_accounting; ModuleNotFoundError tells how to install it."""
-    try:
-        module = importlib.import_module("dp_accounting")
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "privacy accounting needs dp_accounting: pip install 'fnet-jax[privacy]'"
-        ) from error
-    return module
-
-
-def _check(name: str, delta: float, sampling: PoissonSampling, steps: int, accountant: str) -> None:
+def _check(
+    name: str, delta: float, sampling: Sampling, steps: int, accountant: str, schedule: Schedule
+) -> None:
     if not 0 < delta < 1 / sampling.examples:
         raise ValueError(
             f"{name}: delta must be > 0 and less than 1 / examples = {1 / sampling.examples:.2g}, "
@@ -196,41 +193,70 @@ def _check(name: str, delta: float, sampling: PoissonSampling, steps: int, accou
     if steps < 0 or steps != int(steps):
         raise ValueError(f"{name}: steps must be an integer >= 0, got {steps}")
     checks.choice(name, get_args(Accountant), accountant=accountant)
+    check_schedule(name, noise_schedule=schedule)
+    if sampling.truncated is not None and accountant == "rdp":
+        raise ValueError(f'{name}: truncated batches need accountant="pld", got "rdp"')
 
 
-@functools.lru_cache(maxsize=1)
-def _privacy_loss(noise: float, probability: float, grid: float) -> Any:
-    """Return the privacy loss distribution of one step, which PLDAccountant would not cache."""
-    dp_accounting()
-    from dp_accounting.pld import privacy_loss_distribution
-
-    return privacy_loss_distribution.from_gaussian_mechanism(
-        noise, sampling_prob=probability, value_discretization_interval=grid
-    )
-
-
-def _accountant(kind: Accountant, grid: float | None = None) -> Any:
-    dp_accounting()
-    if kind == "rdp":
-        from dp_accounting.rdp import RdpAccountant
-
-        return RdpAccountant()
-    from dp_accounting.pld import PLDAccountant
-
-    return PLDAccountant(**({} if grid is None else {"value_discretization_interval": grid}))
-
-
-def _mechanism(
-    noise: float, sampling: PoissonSampling, steps: int, strategy: Strategy
-) -> tuple[float, float, int]:
-    """Return noise multiplier, sampling probability and number of equal Gaussian mechanisms."""
-    if strategy.bands is not None and strategy.bands <= sampling.bands:
-        return noise, sampling.probability, -(-steps // sampling.bands)
-    return noise / strategy.sensitivity(steps, sampling.bands), 1.0, 1
-
-
-def _event(noise: float, sampling: PoissonSampling, steps: int, strategy: Strategy) -> Any:
+def _accountant(kind: Accountant, sampling: Sampling, grid: float) -> Any:
     dp = dp_accounting()
-    noise, probability, count = _mechanism(noise, sampling, steps, strategy)
-    once = dp.PoissonSampledDpEvent(probability, dp.GaussianDpEvent(noise))
-    return dp.SelfComposedDpEvent(once, count)
+    relation = dp.NeighboringRelation[
+        "ADD_OR_REMOVE_ONE" if sampling.adds_or_removes else "REPLACE_SPECIAL"
+    ]
+    if kind == "rdp":
+        return dp.rdp.RdpAccountant(neighboring_relation=relation)
+    return dp.pld.PLDAccountant(relation, value_discretization_interval=grid)
+
+
+def _event(
+    noise: float, sampling: Sampling, steps: int, strategy: Strategy, schedule: Schedule
+) -> Any:
+    """Return the mechanism of a run; the table is in `epsilon`."""
+    of = jax_privacy("experimental.accounting")
+    separation, probability = sampling.separation, sampling.probability
+    is_banded = strategy.bands is not None and strategy.bands <= separation
+    if sampling.amplified and is_banded:
+        if schedule:
+            return _composed(noise, probability, steps, separation, strategy, schedule)
+        how = {"num_bands": separation, "sampling_prob": probability}
+        if sampling.truncated is None:
+            return of.amplified_bandmf_event(noise, steps, **how)
+        return of.truncated_amplified_bandmf_event(
+            noise,
+            steps,
+            largest_group_size=sampling.examples // separation,
+            truncated_batch_size=sampling.truncated,
+            **how,
+        )
+    if sampling.truncated is not None or schedule:
+        what = "truncated batches" if sampling.truncated is not None else "a schedule of the noise"
+        raise ValueError(
+            f"epsilon: no accountant covers {what} with this strategy and sampling; use "
+            "Poisson sampling and at most as many bands as it has groups"
+        )
+    return dp_accounting().GaussianDpEvent(noise / strategy.sensitivity(steps, separation))
+
+
+def _composed(
+    noise: float,
+    probability: float,
+    steps: int,
+    separation: int,
+    strategy: Strategy,
+    schedule: Schedule,
+) -> Any:
+    if separation > 1 or not strategy.is_independent:
+        raise ValueError(
+            "epsilon: no accountant covers a schedule of the noise with groups or correlated "
+            "noise; leave one out"
+        )
+    make = jax_privacy("experimental.accounting").dpsgd_event
+    ends = [min(step, steps) for step, _ in schedule[1:]] + [steps]
+    starts = [0, *ends]
+    return dp_accounting().ComposedDpEvent(
+        [
+            make(noise * factor, end - start, sampling_prob=probability)
+            for (_, factor), start, end in zip(schedule, starts, ends, strict=False)
+            if end > start
+        ]
+    )

@@ -1,13 +1,14 @@
-"""Correlated noise of DP-FTRL and banded matrix factorization, regenerated instead of stored.
+"""Correlated noise: strategy matrices of jax-privacy, with noise drawn again instead of stored.
 
 The noise of step i is a linear combination of the standard normal z of past steps. Each z follows
-from the key of its step, so a step draws it again. No buffer outlives the step.
+from the key of its step, so a step draws it again. No buffer outlives the step, unless the strategy
+is one of buffers.
 """
 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ import numpy as np
 from jax import Array
 
 from fnet import checks
+from fnet.privacy.imports import in_double_precision, jax_privacy
 from fnet.privacy.noise import add_noise, add_noise_to
 
 _NEGLIGIBLE = 2.0**-24
@@ -24,126 +26,171 @@ _NEGLIGIBLE = 2.0**-24
 _MAX_COEFS = 2**14
 """Most coefficients of correlated noise: z of that many steps would be drawn at each step."""
 
-
-@functools.lru_cache(maxsize=4)
-def _inverse(coef: tuple[float, ...], size: int) -> np.ndarray:
-    """Return the first column of the inverse of a lower-triangular Toeplitz matrix, [size]."""
-    inverse = np.zeros(size)
-    inverse[0] = 1 / coef[0]
-    tail = np.array(coef[1:])
-    for i in range(1, size):
-        n = min(i, len(tail))
-        inverse[i] = -(tail[:n] @ inverse[i - n : i][::-1]) / coef[0]
-    return inverse
+_MAX_STEPS = 2**12
+"""Most steps of a strategy that is no Toeplitz matrix: the program holds C^-1 as a constant."""
 
 
-@dataclasses.dataclass(frozen=True)
+def _padded(coef: np.ndarray, size: int) -> np.ndarray:
+    return np.pad(coef[:size], (0, max(size - len(coef), 0)))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class Strategy:
-    """Strategy matrix C of correlated noise: a lower-triangular Toeplitz matrix, [steps, steps].
+    """Strategy matrix C of correlated noise: lower-triangular, [steps, steps].
 
     For the sums of clipped gradients x [steps, parameters] and standard normal z, the steps
     release x + stddev C^-1 z. The noise of step i is::
 
-        stddev * sum_j noising_coef[j] z[i - j],        z[i] = 0 for i < 0
+        stddev * sum_j noising[i, j] z[i - j],        z[i] = 0 for i < 0
 
     This is post-processing of C x + stddev z, a Gaussian mechanism. The sensitivity of C x
     depends on how far apart two steps with the same example are. The default is DP-SGD.
+    `Strategy.of` takes what jax-privacy optimizes.
 
     Attributes:
-      noising_coef: First column of C^-1; the rest is 0.
+      noising: Coefficients of z by age, [1, k] for a Toeplitz matrix, else [steps, k]. None for a
+        strategy with buffers.
       bands: Number of nonzero bands of C, which then has columns of norm 1 at most. None for a C
         that is not banded.
-
-    Raises:
-      ValueError: If ``noising_coef`` does not give such a C.
+      steps: Number of steps of C; None for any.
+      column: First column of C [steps], or C [steps, steps], for a number of steps.
+      buffers: The `StreamingMatrix` of C^-1, whose state holds arrays like the parameters.
 
     Example:
-      >>> from fnet.privacy.correlated import Strategy
-      >>> strategy = Strategy.banded_inverse([1.0, -0.5])
-      >>> strategy.sensitivity(steps=3, separation=3) ** 2  # 1 + 1/4 + 1/16
-      1.3125
+      >>> from fnet.privacy import Strategy
+      >>> from jax_privacy.matrix_factorization import toeplitz
+      >>> strategy = Strategy.of(toeplitz.optimize_banded_toeplitz(n=100, bands=4))
+      >>> strategy.bands, round(strategy.sensitivity(steps=100, separation=25), 4)
+      (4, 2.0)
 
     References:
       Denisov et al. 2022, "Improved differential privacy for SGD via optimal private linear
       operators on adaptive streams", Theorem 2.1, arXiv:2202.08312.
     """
 
-    noising_coef: tuple[float, ...] = (1.0,)
+    noising: np.ndarray | None = dataclasses.field(
+        default_factory=lambda: np.ones((1, 1)), repr=False
+    )
     bands: int | None = 1
-
-    def __post_init__(self) -> None:
-        """Reject coefficients that do not give such a C."""
-        coef = self.noising_coef
-        if not coef or not coef[0] > 0 or not all(map(math.isfinite, coef)):
-            raise ValueError(
-                "Strategy: noising_coef must be finite and begin with a positive number, got "
-                f"{coef}"
-            )
-        if self.bands is not None:
-            strategy = _inverse(coef, 2 * len(coef) + self.bands)
-            rest = np.linalg.norm(strategy[self.bands :])
-            if np.linalg.norm(strategy) > 1 + 1e-6 or rest > 1e-6:
-                raise ValueError(
-                    f"Strategy: these noising_coef do not give a C with {self.bands} bands of norm "
-                    "1; use Strategy.banded or Strategy.banded_inverse"
-                )
+    steps: int | None = None
+    column: Callable[[int], np.ndarray] = dataclasses.field(
+        default_factory=lambda: functools.partial(_padded, np.ones(1)), repr=False
+    )
+    buffers: Any = dataclasses.field(default=None, repr=False)
 
     @classmethod
-    def banded(cls, coef: Sequence[float] | np.ndarray) -> "Strategy":
-        """Return the strategy whose C has these bands, scaled to norm 1.
+    def of(cls, matrix: Any, *, inverse: bool = False) -> "Strategy":
+        """Return the strategy of a matrix of jax-privacy.
+
+        ====================================  ====================================================
+        ``matrix``                            the noise of a step
+        ====================================  ====================================================
+        coefficients of C, [bands]            about 10 draws per band, such as
+                                              ``toeplitz.optimize_banded_toeplitz(n, bands)``
+        the same with ``inverse``: of C^-1    a draw per coefficient, such as
+                                              ``toeplitz.optimal_max_error_noising_coefs(bands)``
+        C, [steps, steps]                     up to a draw per step, such as ``dense.optimize(n)``
+        ``banded.ColumnNormalizedBanded``     about 10 draws per band
+        ``BufferedToeplitz``                  one draw; each buffer is an array like the
+                                              parameters in the optimizer's state
+        ====================================  ====================================================
 
         Args:
-          coef: First column of C, positive and non-increasing, such as the result of
-            ``jax_privacy.matrix_factorization.toeplitz.optimize_banded_toeplitz``.
+          matrix: One of these. C is divided by the largest norm of its columns.
+          inverse: Whether ``matrix`` has the coefficients of C^-1.
 
         Returns:
-          The strategy. Its C^-1 is not banded, so a step draws about 10 z per band. The tail
-          that is smaller than the rounding of float32 is dropped.
+          The strategy. The tail of the coefficients of C^-1 that is smaller than the rounding of
+          float32 is dropped.
 
         Raises:
-          ValueError: If the coefficients do not decrease, or those of C^-1 do not fall off.
+          ValueError: If ``matrix`` is none of these, is not invertible or finite, or its C^-1
+            takes too many draws.
         """
-        strategy = np.asarray(coef, float)
-        _check_decreasing("Strategy.banded", strategy)
-        strategy = strategy / np.linalg.norm(strategy)
-        if len(strategy) == 1:
+        factorization = jax_privacy("matrix_factorization")
+        if isinstance(matrix, factorization.buffered_toeplitz.BufferedToeplitz):
+            return cls._buffered(matrix)
+        if isinstance(matrix, factorization.banded.ColumnNormalizedBanded):
+            matrix = in_double_precision(lambda: matrix.materialize())
+        matrix = np.asarray(matrix, np.float64)
+        if matrix.ndim not in (1, 2) or not matrix.size or not np.isfinite(matrix).all():
+            raise ValueError(
+                "Strategy.of: expected finite coefficients [bands], a matrix [steps, steps], or a "
+                f"strategy of jax_privacy.matrix_factorization, got shape {matrix.shape}"
+            )
+        if matrix.ndim == 2:
+            return cls._dense(matrix)
+        if not matrix[0] > 0:
+            raise ValueError(f"Strategy.of: the first coefficient must be > 0, got {matrix[0]}")
+        return cls._inverse(matrix) if inverse else cls._banded(matrix)
+
+    @classmethod
+    def _banded(cls, coef: np.ndarray) -> "Strategy":
+        coef = coef / np.linalg.norm(coef)
+        if len(coef) == 1:
             return DP_SGD
-        size = 64 * len(strategy)
+        size = 64 * len(coef)
         while size <= _MAX_COEFS:
-            noising = _inverse(tuple(strategy.tolist()), size)
-            tail = np.sqrt(np.cumsum(noising[::-1] ** 2)[::-1]) / np.linalg.norm(noising)
-            count = int(np.argmax(tail <= _NEGLIGIBLE))
-            if 0 < count <= size // 2:  # the half behind it shows that the tail stays small
-                return cls(tuple(noising[:count].tolist()), len(strategy))
+            noising = _without_tail(_inverse(coef, size)[None])
+            if noising.shape[1] <= size // 2:  # the half behind it shows that the tail stays small
+                column = functools.partial(_padded, coef)
+                return cls(noising, len(coef), column=column)
             size *= 2
         raise ValueError(
-            f"Strategy.banded: C^-1 does not fall off within {_MAX_COEFS} steps; give coefficients "
-            f"that decrease faster, got {list(coef)}"
+            f"Strategy.of: C^-1 does not fall off within {_MAX_COEFS} steps; give coefficients "
+            f"that decrease faster, got {coef.tolist()}"
         )
 
     @classmethod
-    def banded_inverse(cls, noising_coef: Sequence[float] | np.ndarray) -> "Strategy":
-        """Return the strategy whose C^-1 has these bands; a step draws one z per band.
+    def _inverse(cls, noising: np.ndarray) -> "Strategy":
+        if len(noising) == 1:
+            return DP_SGD
+        return cls(noising[None], None, column=functools.partial(_inverse, noising))
 
-        Args:
-          noising_coef: First column of C^-1, of which the first is positive.
+    @classmethod
+    def _dense(cls, matrix: np.ndarray) -> "Strategy":
+        steps = len(matrix)
+        if matrix.shape != (steps, steps) or np.triu(matrix, 1).any() or steps > _MAX_STEPS:
+            raise ValueError(
+                f"Strategy.of: C must be lower-triangular, with at most {_MAX_STEPS} rows, got "
+                f"shape {matrix.shape}"
+            )
+        matrix = matrix / np.linalg.norm(matrix, axis=0).max()
+        inverse = np.linalg.inv(matrix)
+        age = np.arange(steps)[:, None] - np.arange(steps)
+        by_age = np.where(age >= 0, np.take_along_axis(inverse, np.maximum(age, 0), 1), 0)
+        rows, columns = np.nonzero(matrix)
+        bands = int((rows - columns).max()) + 1
+        return cls(
+            _without_tail(by_age), bands if bands < steps else None, steps, lambda n: matrix[:n, :n]
+        )
 
-        Returns:
-          The strategy. Its C is not banded.
+    @classmethod
+    def _buffered(cls, matrix: Any) -> "Strategy":
+        # In float32, as its buffers: the sensitivity is that of the matrix which makes the noise.
+        wide = dataclasses.replace(
+            matrix,
+            buf_decay=np.asarray(matrix.buf_decay, np.float32).astype(np.float64),
+            output_scale=np.asarray(matrix.output_scale, np.float32).astype(np.float64),
+        )
+        narrow = jax.tree.map(lambda a: np.asarray(a, np.float32), wide)
 
-        Raises:
-          ValueError: If the first coefficient is not positive, or any is not finite.
-        """
-        coef = tuple(float(c) for c in noising_coef)
-        return DP_SGD if coef == (1.0,) else cls(coef, None)
+        def column(steps: int) -> np.ndarray:
+            return np.asarray(in_double_precision(lambda: wide.toeplitz_coefs(steps)))
+
+        return cls(None, None, column=column, buffers=narrow.inverse_as_streaming_matrix())
+
+    @property
+    def is_independent(self) -> bool:
+        """Whether the noise of each step is its own: DP-SGD."""
+        return self.noising is not None and self.noising.shape == (1, 1)
 
     def sensitivity(self, steps: int, separation: int) -> float:
         """Compute the L2 sensitivity of C x to one example, in units of the clip.
 
-        For a C with non-negative and non-increasing coefficients, the worst case are
-        participations that are exactly ``separation`` apart::
-
-            | sum_j C[:, j * separation] |                     (Kalinin and Lampert 2024, Theorem 2)
+        jax-privacy computes it: ``toeplitz.minsep_sensitivity_squared`` (Kalinin and Lampert 2024,
+        Theorem 2), or ``sensitivity.get_min_sep_sensitivity_upper_bound`` for a C that is no
+        Toeplitz matrix (Choquette-Choo et al. 2023, Algorithm 4).
 
         Args:
           steps: Length of the run.
@@ -153,14 +200,22 @@ class Strategy:
           The sensitivity.
 
         Raises:
-          ValueError: If C has a negative or an increasing coefficient.
+          ValueError: If a Toeplitz C has a negative or an increasing coefficient, or ``steps`` is
+            more than C has.
         """
-        strategy = _inverse(self.noising_coef, steps)
-        _check_decreasing("Strategy.sensitivity", strategy)
-        contribution = np.zeros(steps)
-        for start in range(0, steps, separation):
-            contribution[start:] += strategy[: steps - start]
-        return float(np.linalg.norm(contribution))
+        if self.steps is not None and steps > self.steps:
+            raise ValueError(f"Strategy.sensitivity: C has {self.steps} steps, got {steps}")
+        of = jax_privacy("matrix_factorization")
+        column = self.column(steps)
+        if column.ndim == 2:
+            bound = of.sensitivity.get_min_sep_sensitivity_upper_bound
+            return float(in_double_precision(lambda: bound(jnp.asarray(column), separation)))
+        # Rounding errors of an inverse are no increase.
+        envelope = np.maximum.accumulate(column[::-1])[::-1].clip(0)
+        column = envelope if np.abs(envelope - column).max() <= 1e-6 * column[0] else column
+        squared = of.toeplitz.minsep_sensitivity_squared
+        value = in_double_precision(lambda: squared(jnp.asarray(column), separation))
+        return math.sqrt(value)
 
 
 DP_SGD = Strategy()
@@ -191,17 +246,17 @@ def banded_square_root(bands: int) -> Strategy:
       >>> strategy = banded_square_root(4)
       >>> (
       ...     strategy.bands,
-      ...     len(strategy.noising_coef),
-      ...     round(strategy.noising_coef[1], 2),
+      ...     strategy.noising.shape,
+      ...     float(strategy.noising[0, 1].round(2)),
       ... )
-      (4, 44, -0.61)
+      (4, (1, 44), -0.61)
 
     References:
       Kalinin and Lampert 2024, "Banded square root matrix factorization for differentially private
       model training", arXiv:2405.13763. Choquette-Choo et al. 2023, "(Amplified) banded matrix
       factorization", arXiv:2306.08153.
     """
-    return Strategy.banded(_square_root("banded_square_root", bands, 0.5))
+    return _square_root("banded_square_root", bands, "optimal_max_error_strategy_coefs")
 
 
 def banded_inverse_square_root(bands: int) -> Strategy:
@@ -227,14 +282,23 @@ def banded_inverse_square_root(bands: int) -> Strategy:
 
     Example:
       >>> from fnet.privacy import banded_inverse_square_root
-      >>> banded_inverse_square_root(4).noising_coef
-      (1.0, -0.5, -0.125, -0.0625)
+      >>> banded_inverse_square_root(4).noising.tolist()
+      [[1.0, -0.5, -0.125, -0.0625]]
 
     References:
       Kalinin et al. 2025, "Back to square roots: an optimal bound on the matrix factorization
       error for multi-epoch differentially private SGD", arXiv:2505.12128.
     """
-    return Strategy.banded_inverse(_square_root("banded_inverse_square_root", bands, 1.5))
+    return _square_root("banded_inverse_square_root", bands, "optimal_max_error_noising_coefs")
+
+
+@functools.cache
+def _square_root(name: str, bands: int, coefs: str) -> Strategy:
+    checks.numbers(name, ">= 1", bands=bands)
+    if bands == 1:
+        return DP_SGD
+    make = getattr(jax_privacy("matrix_factorization").toeplitz, coefs)
+    return Strategy.of(in_double_precision(lambda: make(bands)), inverse="noising" in coefs)
 
 
 def add_correlated_noise(
@@ -248,7 +312,7 @@ def add_correlated_noise(
 ) -> Any:
     """Add the noise of a step that is correlated with the noise of earlier steps.
 
-        tree + stddev * sum_j noising_coef[j] z[step - j]
+        tree + stddev * sum_j noising[step, j] z[step - j]
 
     The past z are drawn again, one after the other, and added to ``tree`` in place.
 
@@ -256,8 +320,8 @@ def add_correlated_noise(
       tree: Floating arrays of any shapes.
       stddev: Standard deviation [].
       key: Random key, the same at all steps and used for nothing else.
-      step: Number of the step from 0, an integer [].
-      strategy: The strategy.
+      step: Number of the step from 0, an integer []. From ``strategy.steps`` on, noise is NaN.
+      strategy: The strategy, without buffers.
       step_key: ``(key, step) -> key`` of a step's z.
 
     Returns:
@@ -275,10 +339,13 @@ def add_correlated_noise(
       >>> round(float(jnp.corrcoef(*noise)[0, 1]), 1)  # -0.5 / sqrt(1.25)
       -0.4
     """
-    coef = strategy.noising_coef
-    if len(coef) == 1:
-        return add_noise(tree, stddev * coef[0], step_key(key, jnp.asarray(step)))
-    coefs = jnp.asarray(coef, jnp.float32)
+    if strategy.noising is None:
+        raise ValueError("add_correlated_noise: the strategy has buffers, which a step must update")
+    if strategy.is_independent:
+        return add_noise(tree, stddev, step_key(key, jnp.asarray(step)))
+    table = jnp.asarray(strategy.noising, jnp.float32)
+    row = 0 if strategy.steps is None else step
+    coefs = jnp.take(table, row, axis=0, mode="fill", fill_value=jnp.nan)
     leaves, treedef = jax.tree.flatten(tree)
 
     def add_all(i: int, leaf: Array) -> Array:
@@ -288,28 +355,27 @@ def add_correlated_noise(
 
             # Outside of a condition, XLA would hold the generator's counters, two arrays of the
             # size of the leaf, over the whole loop.
-            noisy: Array = jax.lax.cond(j <= step, draw, lambda leaf: leaf, leaf)
+            noisy: Array = jax.lax.cond(
+                (j <= step) & (coefs[j] != 0), draw, lambda leaf: leaf, leaf
+            )
             return noisy
 
-        noisy: Array = jax.lax.fori_loop(0, len(coef), add, leaf)
+        noisy: Array = jax.lax.fori_loop(0, len(coefs), add, leaf)
         return noisy
 
     return jax.tree.unflatten(treedef, [add_all(i, leaf) for i, leaf in enumerate(leaves)])
 
 
-def _square_root(name: str, bands: int, exponent: float) -> np.ndarray:
-    """Return coefficients of ``(1 - x) ** (exponent - 1)``, [bands]."""
-    checks.numbers(name, ">= 1", bands=bands)
-    j = np.arange(1, bands)
-    return np.concatenate([[1.0], np.cumprod((j - exponent) / j)])
+def _inverse(coef: np.ndarray, size: int) -> np.ndarray:
+    """Return the first column of the inverse of a lower-triangular Toeplitz matrix, [size]."""
+    inverse = jax_privacy("matrix_factorization").toeplitz.inverse_coef
+    return np.asarray(in_double_precision(lambda: inverse(jnp.asarray(coef), size)))
 
 
-def _check_decreasing(name: str, coef: np.ndarray) -> None:
-    """Reject coefficients that are negative or increase by more than rounding errors."""
-    if coef.ndim != 1 or not coef.size or not np.isfinite(coef).all() or not coef[0] > 0:
-        raise ValueError(f"{name}: expected a list of finite numbers, the first > 0, got {coef}")
-    tolerance = 1e-6 * coef[0]
-    if coef.min() < -tolerance or (np.diff(coef) > tolerance).any():
-        raise ValueError(
-            f"{name}: the coefficients of C must be >= 0 and not increase, got {coef[:8]}..."
-        )
+def _without_tail(by_age: np.ndarray) -> np.ndarray:
+    """Drop the columns that are negligible in all rows: [rows, size] -> [rows, k]."""
+    with np.errstate(over="ignore", invalid="ignore"):  # what grows has no tail to drop
+        squares = np.square(by_age)
+        tails = np.sqrt(np.cumsum(squares[:, ::-1], 1)[:, ::-1] / squares.sum(1, keepdims=True))
+    is_small = np.append((tails <= _NEGLIGIBLE).all(0), True)
+    return by_age[:, : int(np.argmax(is_small))]

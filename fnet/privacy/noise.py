@@ -1,8 +1,10 @@
-"""Gaussian noise for sums of clipped gradients."""
+"""Gaussian noise for sums of clipped gradients, and schedules of noise and clip."""
 
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from fnet.precision import sum_dtype
@@ -42,3 +44,29 @@ def add_noise_to(array: Array, stddev: Array | float, key: Array, i: int) -> Arr
     """Add the noise of `add_noise` to the tree's array number ``i``."""
     noise = jax.random.normal(jax.random.fold_in(key, i), array.shape, sum_dtype(array))
     return (array + stddev * noise).astype(array.dtype)
+
+
+Schedule = tuple[tuple[int, float], ...]
+"""Factors from a step on, as in jax-privacy: ``((0, 1.0), (500, 0.7))``. Empty for 1."""
+
+
+def check_schedule(name: str, **schedules: Schedule) -> None:
+    """Reject schedules that do not begin at step 0, are not in order, or have factors <= 0."""
+    for argument, schedule in schedules.items():
+        steps = [step for step, _ in schedule]
+        is_ordered = steps == sorted({*steps}) and steps[:1] in ([], [0])
+        if not is_ordered or not all(0 < factor < float("inf") for _, factor in schedule):
+            raise ValueError(
+                f"{name}: {argument} must be pairs (step, factor > 0) in order from step 0, got "
+                f"{schedule}"
+            )
+
+
+def factor_at(schedule: Schedule, step: Array | int) -> Array | float:
+    """Return the factor of a step, []."""
+    if not schedule:
+        return 1.0
+    starts, factors = zip(*schedule, strict=True)
+    # Comparisons: a search is another primitive in each version of JAX.
+    index = (jnp.asarray(step) >= np.array(starts)).sum() - 1
+    return jnp.asarray(factors, jnp.float32)[index]

@@ -1,135 +1,188 @@
-"""Poisson sampling: each example joins each batch independently, with the same probability.
+"""Batches of private training, drawn by the strategies of jax-privacy and padded.
 
-Privacy amplification by subsampling is proven for this sampling, and not for shuffled epochs in
-batches of a fixed size.
+Privacy amplification by subsampling is proven for these, and not for shuffled epochs in batches of
+a fixed size.
 """
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from fnet import checks
+from fnet.privacy.imports import jax_privacy
 
 OVERFLOW_PROBABILITY = 1e-15
 """Largest probability that a step draws more examples than its arrays have rows."""
 
+_ENDLESS = 2**62
+
 
 @dataclasses.dataclass(frozen=True)
-class PoissonSampling:
-    """Poisson sampling with padding: who joins the batch of a step, from a seed and the step.
+class Sampling:
+    """Batches of a strategy of jax-privacy, with padding: arrays have one size, batches do not.
 
-    Each example joins each batch independently with ``batch_size / examples``. Batches differ in
-    size but arrays do not, so the rest of the rows is padding of weight 0.
+    ============================  =================================================================
+    ``selection``                 an example joins
+    ============================  =================================================================
+    ``CyclicPoissonSampling``     each ``cycle_length``-th step of its group, independently with
+                                  ``sampling_prob``; `PoissonSampling` makes one
+    the same, truncated           the same; of more than ``truncated_batch_size`` examples, so many
+                                  are kept. Needs ``PartitionType.EQUAL_SPLIT``
+    ``BallsInBinsSampling``       each ``cycle_length``-th step, from a random one on
+    ``BMinSepSampling``           each step with ``sampling_prob``, if it was in none of the
+                                  ``min_sep - 1`` steps before
+    ============================  =================================================================
 
-    With ``bands`` above 1, sampling is cyclic: each example is assigned to one of ``bands`` groups,
-    independently and uniformly, and joins only the steps of its group::
-
-        P[example e joins step i] = bands * batch_size / examples  if i % bands == group(e), else 0
-
-    Two batches with the same example are then at least ``bands`` steps apart, which correlated
-    noise needs. The mean batch size stays ``batch_size``.
+    For privacy per user, count users as examples. Padding has weight 0.
 
     Guarantees:
-      - A batch depends on ``seed`` and the step alone, so a resumed run draws the same batches.
-      - Whether an example joins does not depend on the presence of other examples. Sampling
-        therefore fits data sets that differ by one added or removed example.
-      - More than `rows` examples are drawn with probability at most 1e-15. A uniform choice of
-        `rows` of them then remains.
+      - A batch depends on ``seed`` and the step alone, so a resumed run draws the same batches. It
+        draws those before once more: about as long as a step of a small network for each.
+      - Without truncation, more than `rows` examples are drawn with probability at most 1e-15. A
+        uniform choice of `rows` of them then remains.
       - Batches are as secret as the examples. Do not publish ``seed``.
 
-    The generator is NumPy's Philox, which is not cryptographically secure.
+    The generator is NumPy's PCG64, which is not cryptographically secure.
 
     Attributes:
       examples: Number of examples, or of users.
-      batch_size: Mean number of examples per batch.
-      bands: Number of groups; 1 is Poisson sampling, as DP-SGD needs it.
+      selection: The strategy. Its ``iterations`` is not used.
       multiple: `rows` is rounded up to a multiple of this number.
 
     Raises:
-      ValueError: A field is out of range, or a group has fewer than ``batch_size`` examples.
+      ValueError: A field is out of range, or batches are larger than the examples.
+      TypeError: ``selection`` is none of these.
 
     Example:
-      >>> from fnet.privacy import PoissonSampling
-      >>> sampling = PoissonSampling(examples=60_000, batch_size=256)
+      >>> from fnet.privacy import Sampling
+      >>> from jax_privacy.batch_selection import BallsInBinsSampling
+      >>> sampling = Sampling(100, BallsInBinsSampling(iterations=8, cycle_length=5))
       >>> indices, weights = sampling.batch(seed=0, step=0)
-      >>> indices.shape, weights.shape, int(weights.sum())
-      ((393,), (393,), 246)
+      >>> indices.shape, sampling.batch_size, sampling.separation
+      ((56,), 20.0, 5)
 
     References:
-      Abadi et al. 2016, "Deep learning with differential privacy", arXiv:1607.00133. Cyclic
-      sampling: Choquette-Choo et al. 2023, "(Amplified) banded matrix factorization", Algorithm 2,
-      arXiv:2306.08153.
+      Poisson: Abadi et al. 2016, arXiv:1607.00133. Cyclic: Choquette-Choo et al. 2023, Algorithm 2,
+      arXiv:2306.08153. Truncated: Ganesh 2025, arXiv:2508.15089. Balls in bins: Choquette-Choo et
+      al. 2024, arXiv:2410.06266. b-min-sep: arXiv:2602.09338.
     """
 
     examples: int
-    batch_size: float
-    bands: int = 1
+    selection: Any
     multiple: int = 1
 
     def __post_init__(self) -> None:
         """Reject values out of range."""
-        sizes = {"examples": self.examples, "bands": self.bands, "multiple": self.multiple}
-        checks.numbers("PoissonSampling", ">= 1", **sizes)
-        checks.numbers("PoissonSampling", "> 0", batch_size=self.batch_size)
-        needed = self.bands * self.batch_size
-        if needed > self.examples:
-            bands = f" in each of {self.bands} bands" * (self.bands > 1)
-            raise ValueError(
-                f"PoissonSampling: batch_size {self.batch_size}{bands} needs at least {needed:g} "
-                f"examples, got {self.examples}; choose a smaller batch_size"
+        checks.numbers("Sampling", ">= 1", examples=self.examples, multiple=self.multiple)
+        of, chosen = jax_privacy("batch_selection"), self.selection
+        known = of.CyclicPoissonSampling, of.BallsInBinsSampling, of.BMinSepSampling
+        if not isinstance(chosen, known):
+            names = ", ".join(kind.__name__ for kind in known)
+            raise TypeError(
+                f"Sampling: selection must be one of {names}, whose privacy is accounted for, got "
+                f"{type(chosen).__name__}"
             )
+        checks.numbers("Sampling", ">= 1", separation=self.separation)
+        if self.truncated is not None and isinstance(chosen, of.BMinSepSampling):
+            raise ValueError("Sampling: no accountant covers truncated b-min-sep batches")
+        if self.truncated is not None and self.adds_or_removes:
+            raise ValueError(
+                "Sampling: truncation needs partition_type=PartitionType.EQUAL_SPLIT, for data "
+                "sets of a public size"
+            )
+        if isinstance(chosen, of.BMinSepSampling) and chosen.min_sep == 1:
+            raise ValueError("Sampling: min_sep must be above 1; PoissonSampling is the same as 1")
+
+    @property
+    def separation(self) -> int:
+        """Least number of steps between two with the same example."""
+        chosen = self.selection
+        return int(getattr(chosen, "cycle_length", None) or getattr(chosen, "min_sep", 0) or 0)
+
+    @property
+    def amplified(self) -> bool:
+        """Whether an accountant counts that the batches are random."""
+        return isinstance(self.selection, jax_privacy("batch_selection").CyclicPoissonSampling)
+
+    @property
+    def truncated(self) -> int | None:
+        """Largest number of examples of a batch; None for any."""
+        return getattr(self.selection, "truncated_batch_size", None)
+
+    @property
+    def adds_or_removes(self) -> bool:
+        """Whether data sets may differ by an example that is missing.
+
+        Otherwise an example is replaced by one without gradient, as the number of examples is
+        public.
+        """
+        split = jax_privacy("batch_selection").PartitionType.EQUAL_SPLIT
+        return getattr(self.selection, "partition_type", None) is not split
 
     @property
     def probability(self) -> float:
-        """Probability with which an example joins a batch of its group."""
-        return min(1.0, self.bands * self.batch_size / self.examples)
+        """Probability with which an example joins a step that it may join."""
+        return float(getattr(self.selection, "sampling_prob", 1.0))
+
+    @property
+    def batch_size(self) -> float:
+        """Mean number of examples per batch, without truncation."""
+        return self.examples * self._share
+
+    @property
+    def _share(self) -> float:
+        """Probability with which an example joins a step."""
+        if hasattr(self.selection, "min_sep"):
+            return 1 / (self.separation - 1 + 1 / self.probability) if self.probability else 0.0
+        return self.probability / self.separation
 
     @functools.cached_property
     def rows(self) -> int:
         """Number of rows of a batch's arrays."""
         from scipy.stats import binom  # slow to import
 
-        # The size of a batch is binomial, also with groups, because they are random.
-        if self.batch_size < self.examples:
-            probability = self.batch_size / self.examples
-            rows = int(binom.isf(OVERFLOW_PROBABILITY, self.examples, probability))
+        if self.truncated is not None:
+            rows = self.truncated
+        elif self.adds_or_removes and self._share < 1:
+            # The size of a batch is binomial, also with groups, because they are random.
+            rows = int(binom.isf(OVERFLOW_PROBABILITY, self.examples, self._share))
         else:
-            rows = self.examples
-        return rows + -rows % self.multiple
+            group = self.examples // self.separation
+            rows = int(binom.isf(OVERFLOW_PROBABILITY, group, self.probability))
+        return max(rows, 1) + -max(rows, 1) % self.multiple
 
-    def indices(self, seed: int, step: int) -> np.ndarray:
-        """Draw the batch of a step.
+    def draws(self, seed: int) -> Callable[[int], np.ndarray]:
+        """Return ``step -> indices`` of the drawn examples, fastest for steps in order.
 
         Args:
           seed: Seed of all batches, an integer >= 0 of any size.
-          step: Number of the step, from 0.
 
         Returns:
-          Indices of the drawn examples in ascending order, int64, at most `rows`.
+          Indices in ascending order, int64, at most `rows`.
         """
-        generator = _generator(seed, step, 0)
-        joins = generator.random(self.examples) < self.probability
-        if self.bands > 1:
-            joins &= _groups(seed, self.examples, self.bands) == step % self.bands
-        drawn = np.flatnonzero(joins)
-        if len(drawn) > self.rows:
-            drawn = np.sort(generator.choice(drawn, self.rows, replace=False))
-        return drawn
+        return _Draws(self, seed)
+
+    def indices(self, seed: int, step: int) -> np.ndarray:
+        """Draw the batch of a step, and all before it; see `draws`."""
+        return self.draws(seed)(step)
 
     def batch(self, seed: int, step: int) -> tuple[np.ndarray, np.ndarray]:
         """Draw the batch of a step, padded with index 0 and weight 0.
 
         Args:
-          seed: As in `indices`.
-          step: As in `indices`.
+          seed: As in `draws`.
+          step: Number of the step, from 0.
 
         Returns:
           ``(indices, weights)``, int64 [rows] and float32 [rows].
         """
-        drawn = self.indices(seed, step)
+        return self._padded(self.indices(seed, step))
+
+    def _padded(self, drawn: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         weights = np.zeros(self.rows, np.float32)
         weights[: len(drawn)] = 1
         return np.pad(drawn, (0, self.rows - len(drawn))), weights
@@ -141,7 +194,7 @@ class PoissonSampling:
 
         Args:
           arrays: Arrays [examples, ...] by name.
-          seed: As in `indices`.
+          seed: As in `draws`.
           steps: Length of the run.
           start: First step, of a resumed run.
 
@@ -154,31 +207,97 @@ class PoissonSampling:
         """
         if not isinstance(arrays, Mapping):
             raise TypeError(
-                f"PoissonSampling: expected arrays by name, as {{'x': x, 'y': y}}, got "
+                f"Sampling: expected arrays by name, as {{'x': x, 'y': y}}, got "
                 f"{type(arrays).__name__}"
             )
         for name, array in arrays.items():
             if name == "weight" or len(array) != self.examples:
                 raise ValueError(
-                    f"PoissonSampling: arrays need {self.examples} rows and any name but weight, "
-                    f"got {name} with {len(array)}"
+                    f"Sampling: arrays need {self.examples} rows and any name but weight, got "
+                    f"{name} with {len(array)}"
                 )
+        draw = self.draws(seed)
         for step in range(start, steps):
-            indices, weights = self.batch(seed, step)
+            indices, weights = self._padded(draw(step))
             yield {name: array[indices] for name, array in arrays.items()} | {"weight": weights}
 
 
-def _generator(seed: int, step: int, stream: int) -> np.random.Generator:
-    """Return the generator of one of a step's streams: 0 draws examples, 2 groups at step 0.
+def PoissonSampling(  # noqa: N802  a kind of Sampling
+    examples: int, batch_size: float, bands: int = 1, multiple: int = 1
+) -> Sampling:
+    """Return Poisson sampling: each example joins each batch independently.
 
-    Stream 1 is free for the augmentation of a batch.
+    It joins with ``batch_size / examples``. With ``bands`` above 1, sampling is cyclic: each
+    example is assigned to one of ``bands`` groups, independently and uniformly, and joins only the
+    steps of its group::
+
+        P[example e joins step i] = bands * batch_size / examples  if i % bands == group(e), else 0
+
+    Two batches with the same example are then at least ``bands`` steps apart, which correlated
+    noise needs. The mean batch size stays ``batch_size``. Whether an example joins does not depend
+    on the presence of others, so neighboring data sets differ by one added or removed example.
+
+    Args:
+      examples: Number of examples, or of users.
+      batch_size: Mean number of examples per batch.
+      bands: Number of groups; 1 is Poisson sampling, as DP-SGD needs it.
+      multiple: As in `Sampling`.
+
+    Returns:
+      A `Sampling` of ``jax_privacy.batch_selection.CyclicPoissonSampling``.
+
+    Raises:
+      ValueError: An argument is out of range, or a group has fewer than ``batch_size`` examples.
+
+    Example:
+      >>> from fnet.privacy import PoissonSampling
+      >>> sampling = PoissonSampling(examples=60_000, batch_size=256)
+      >>> indices, weights = sampling.batch(seed=0, step=0)
+      >>> indices.shape, weights.shape, int(weights.sum())
+      ((393,), (393,), 250)
+
+    References:
+      Abadi et al. 2016, "Deep learning with differential privacy", arXiv:1607.00133. Cyclic
+      sampling: Choquette-Choo et al. 2023, "(Amplified) banded matrix factorization", Algorithm 2,
+      arXiv:2306.08153.
     """
-    return np.random.Generator(
-        np.random.Philox(np.random.SeedSequence(seed, spawn_key=(step, stream)))
+    checks.numbers("PoissonSampling", ">= 1", examples=examples, bands=bands, multiple=multiple)
+    checks.numbers("PoissonSampling", "> 0", batch_size=batch_size)
+    if bands * batch_size > examples:
+        in_bands = f" in each of {bands} bands" * (bands > 1)
+        raise ValueError(
+            f"PoissonSampling: batch_size {batch_size}{in_bands} needs at least "
+            f"{bands * batch_size:g} examples, got {examples}; choose a smaller batch_size"
+        )
+    of = jax_privacy("batch_selection")
+    selection = of.CyclicPoissonSampling(
+        min(1.0, bands * batch_size / examples),
+        iterations=_ENDLESS,
+        cycle_length=bands,
+        partition_type=of.PartitionType.INDEPENDENT,
     )
+    return Sampling(examples, selection, multiple)
 
 
-@functools.lru_cache(maxsize=1)
-def _groups(seed: int, examples: int, bands: int) -> np.ndarray:
-    """Return the group of each example, [examples]."""
-    return _generator(seed, 0, 2).integers(bands, size=examples)
+class _Draws:
+    """Batches in order; a step before the last one begins again."""
+
+    def __init__(self, sampling: Sampling, seed: int) -> None:
+        self.sampling, self.seed = sampling, seed
+        self.next = _ENDLESS
+        self.lock = threading.Lock()
+
+    def __call__(self, step: int) -> np.ndarray:
+        with self.lock:
+            if step < self.next:
+                # Other streams of the seed are those of augmentation and canaries.
+                sequence = np.random.SeedSequence(self.seed, spawn_key=(0, 0))
+                self.rng, self.next = np.random.default_rng(sequence), 0
+                selection = dataclasses.replace(self.sampling.selection, iterations=_ENDLESS)
+                self.batches = selection.batch_iterator(self.sampling.examples, self.rng)
+            while self.next <= step:
+                drawn = next(self.batches)
+                self.next += 1
+            if len(drawn) > self.sampling.rows:
+                drawn = self.rng.choice(drawn, self.sampling.rows, replace=False)
+            return np.sort(drawn).astype(np.int64)

@@ -12,6 +12,7 @@ import optax
 import pytest
 from dp_accounting import NeighboringRelation
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax_privacy.matrix_factorization.buffered_toeplitz import BufferedToeplitz
 from scipy.optimize import brentq
 from scipy.stats import norm
 
@@ -24,12 +25,17 @@ from fnet.privacy import (
     epsilon,
 )
 from fnet.privacy.correlated import DP_SGD, Strategy, add_correlated_noise
+from fnet.privacy.imports import in_double_precision
 
 ROWS, SIZE = 4, 8.0
+SGD = optax.sgd(1.0)
+# Rounded from jax_privacy 2.0.0: buffered_toeplitz.optimize(n=100, min_sep=20, ...).
+BUFFERED = in_double_precision(lambda: BufferedToeplitz.build([0.99, 0.887], [0.033, 0.429]))
 STRATEGIES = {
     "banded": banded_square_root(4),
     "banded inverse": banded_inverse_square_root(4),
-    "one coefficient": Strategy.banded_inverse([2.0]),
+    "buffered": Strategy.of(BUFFERED),
+    "dense": Strategy.of(np.tril(1 / (1 + np.abs(np.subtract.outer(range(16), range(16)))))),
 }
 
 
@@ -48,9 +54,9 @@ def noisy_mode(strategy=DP_SGD, *, noise_multiplier=3.0, clip=0.5, microbatches=
     )
 
 
-def state_of(width, dtype=jnp.float32):
+def state_of(width, dtype=jnp.float32, optimizer=SGD):
     params = {"a": jnp.zeros((width, width), dtype), "b": jnp.zeros((width, width), dtype)}
-    return fnet.TrainState.create(params=params, optimizer=optax.sgd(1.0), key=jax.random.key(7))
+    return fnet.TrainState.create(params=params, optimizer=optimizer, key=jax.random.key(7))
 
 
 def padding(width):
@@ -59,7 +65,8 @@ def padding(width):
 
 def noise_of(mode, width, steps):
     """Noise of each step in units of ``clip / expected_batch_size``, by parameter."""
-    step, state = fnet.make_step(loss, optax.sgd(1.0), mode), state_of(width)
+    optimizer = mode.wrap_optimizer(optax.sgd(1.0))
+    step, state = fnet.make_step(loss, optimizer, mode), state_of(width, optimizer=optimizer)
     before, noise = jax.tree.map(np.array, state.params), []
     for _ in range(steps):
         state, _ = step(state, padding(width))
@@ -69,11 +76,21 @@ def noise_of(mode, width, steps):
     return jax.tree.map(lambda *rows: np.stack(rows), *noise)
 
 
-def inverse_toeplitz(coef, size):
-    """The inverse of the lower-triangular Toeplitz matrix with this first column."""
-    padded = np.zeros(size)
-    padded[: min(size, len(coef))] = coef[:size]
-    matrix = np.array([[padded[i - j] if i >= j else 0 for j in range(size)] for i in range(size)])
+def toeplitz(coef, size):
+    """The lower-triangular Toeplitz matrix with this first column."""
+    return sum(c * np.eye(size, k=-i) for i, c in enumerate(coef[:size]))
+
+
+def strategy_matrix(strategy, size):
+    """The matrix C of the noise that a strategy really makes."""
+    if strategy.buffers is not None:
+        with jax.numpy_rank_promotion("allow"):
+            return np.linalg.inv(np.array(strategy.buffers.materialize(size), np.float64))
+    noising = np.resize(strategy.noising, (size, strategy.noising.shape[1]))
+    matrix = np.zeros((size, size))
+    for i, j in itertools.product(range(size), range(noising.shape[1])):
+        if j <= i:
+            matrix[i, i - j] = noising[i, j]
     return np.linalg.inv(matrix)
 
 
@@ -95,7 +112,7 @@ def test_one_band_equals_dp_sgd_bit_for_bit(make):
 def test_noise_combines_the_noise_of_dp_sgd_at_earlier_steps(name):
     strategy, steps = STRATEGIES[name], 9
     independent = noise_of(noisy_mode(), 8, steps)
-    matrix = np.linalg.inv(inverse_toeplitz(strategy.noising_coef, steps))
+    matrix = np.linalg.inv(strategy_matrix(strategy, steps))
     expected = jax.tree.map(lambda z: np.einsum("ij,j...->i...", matrix, z), independent)
     chex.assert_trees_all_close(noise_of(noisy_mode(strategy), 8, steps), expected, atol=2e-5)
 
@@ -106,7 +123,7 @@ def test_mean_variance_and_covariance_of_the_noise(name):
     strategy, steps, width = STRATEGIES.get(name, DP_SGD), 8, 96
     noise = noise_of(noisy_mode(strategy), width, steps)
     draws = {k: v.reshape(steps, -1) for k, v in noise.items()}
-    inverse = np.linalg.inv(inverse_toeplitz(strategy.noising_coef, steps))
+    inverse = np.linalg.inv(strategy_matrix(strategy, steps))
     expected = 9 * inverse @ inverse.T
     scale = np.sqrt(np.outer(np.diag(expected), np.diag(expected)))
     count = width * width
@@ -125,7 +142,7 @@ def test_mean_variance_and_covariance_of_the_noise(name):
 @pytest.mark.parametrize("strategy", [DP_SGD, STRATEGIES["banded"]], ids=["dp_sgd", "banded"])
 def test_noise_is_normal(strategy):
     z = np.sort(noise_of(noisy_mode(strategy), 64, 1)["a"].ravel())
-    z /= 3 * strategy.noising_coef[0]
+    z /= 3 * strategy.noising[0, 0]
     distance = np.abs(norm.cdf(z) - (np.arange(z.size) + 0.5) / z.size).max()
     assert distance < 1.95 / math.sqrt(z.size)  # Kolmogorov-Smirnov at 1e-3
 
@@ -218,15 +235,15 @@ def test_own_loops_add_the_same_noise():
 def test_coefficients_equal_those_of_jax_privacy():
     expected = [1.21995133e00, -6.09975665e-01, -1.52493916e-01, -7.62469582e-02, 2.85926093e-01]
     expected += [-6.67160884e-02, -5.00370663e-02, -3.93148378e-02, 5.92700964e-02]
-    np.testing.assert_allclose(banded_square_root(4).noising_coef[:9], expected, rtol=1e-8)
-    assert banded_inverse_square_root(4).noising_coef == (1.0, -0.5, -0.125, -0.0625)
+    np.testing.assert_allclose(banded_square_root(4).noising[0, :9], expected, rtol=1e-8)
+    assert banded_inverse_square_root(4).noising.tolist() == [[1.0, -0.5, -0.125, -0.0625]]
 
 
 @pytest.mark.parametrize("bands", [2, 4, 16])
 def test_dropped_coefficients_are_smaller_than_the_rounding_of_float32(bands):
-    kept = banded_square_root(bands).noising_coef
+    kept = banded_square_root(bands).noising[0]
     coef = np.cumprod([1.0, *((2 * j - 1) / (2 * j) for j in range(1, bands))])
-    whole = inverse_toeplitz(coef / np.linalg.norm(coef), 400)[:, 0]
+    whole = np.linalg.inv(toeplitz(coef / np.linalg.norm(coef), 400))[:, 0]
     tails = [np.linalg.norm(whole[i:]) / np.linalg.norm(whole) for i in range(len(whole))]
     assert tails[len(kept)] <= 2**-24 < tails[len(kept) - 1]
     np.testing.assert_allclose(kept, whole[: len(kept)], atol=1e-12)
@@ -251,24 +268,26 @@ def test_sensitivity_equals_that_of_jax_privacy(strategy, steps, separation, squ
 @pytest.mark.parametrize("separation", [1, 2, 3, 5])
 def test_sensitivity_is_the_largest_over_all_participation_patterns(name, separation):
     strategy, steps = STRATEGIES[name], 8
-    matrix = inverse_toeplitz(strategy.noising_coef, steps)
+    matrix = strategy_matrix(strategy, steps)
     largest = 0.0
     for pattern in itertools.product([-1, 0, 1], repeat=steps):  # aligned or opposed gradients
         where = np.flatnonzero(pattern)
         if (np.diff(where) >= separation).all():
             largest = max(largest, np.linalg.norm(matrix @ np.array(pattern)))
-    assert strategy.sensitivity(steps, separation) == pytest.approx(largest, rel=1e-6)
+    # That of a C which is no Toeplitz matrix is an upper bound.
+    bound = strategy.sensitivity(steps, separation)
+    assert largest * (1 - 1e-6) <= bound <= largest * (1.3 if name == "dense" else 1 + 1e-6)
 
 
 # Computed by jax_privacy 2.0.0: toeplitz.optimize_banded_toeplitz(n=2000, bands=4).
-OPTIMIZED = Strategy.banded([0.56864703, 0.50502032, 0.47653809, 0.44102889])
+OPTIMIZED = Strategy.of([0.56864703, 0.50502032, 0.47653809, 0.44102889])
 
 
 @pytest.mark.parametrize("strategy", [*map(banded_square_root, (2, 4, 16)), OPTIMIZED])
 def test_banded_strategies_have_bands_of_norm_one(strategy):
     """What amplification by cyclic sampling needs, of the matrix that the noise really has."""
     bands, size = strategy.bands, 12 * strategy.bands
-    matrix = inverse_toeplitz(strategy.noising_coef, size)
+    matrix = strategy_matrix(strategy, size)
     below = np.tri(size, k=-bands, dtype=bool)
     assert np.abs(matrix[below]).max() < 1e-6
     assert np.linalg.norm(matrix, axis=0).max() == pytest.approx(1, abs=1e-6)
@@ -302,7 +321,7 @@ def test_epsilon_of_other_strategies_follows_from_the_sensitivity(separation):
     """Also of a banded strategy whose bands are more than the separation of sampling."""
     sampling = PoissonSampling(800, 10, bands=separation)
     for strategy in (banded_inverse_square_root(4), banded_square_root(16)):
-        matrix = inverse_toeplitz(strategy.noising_coef, 24)
+        matrix = strategy_matrix(strategy, 24)
         worst = matrix[:, ::separation].sum(1)
         expected = gaussian_epsilon(8.0 / np.linalg.norm(worst), 1e-5)
         assert epsilon(8.0, 1e-5, sampling, 24, strategy=strategy) == pytest.approx(
@@ -341,7 +360,7 @@ AMPLIFIED = [
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize(("noise", "sampling", "steps", "expected"), AMPLIFIED)
 def test_amplified_epsilon_equals_that_of_jax_privacy(noise, sampling, steps, expected):
-    strategy = banded_square_root(sampling.bands)
+    strategy = banded_square_root(sampling.separation)
     assert epsilon(noise, 1e-5, sampling, steps, strategy=strategy) == pytest.approx(expected)
 
 
@@ -366,15 +385,15 @@ def test_rejects_correlated_noise_without_a_step():
     [
         (lambda: banded_square_root(0), "bands must be >= 1, got 0"),
         (lambda: banded_inverse_square_root(0), "bands must be >= 1, got 0"),
-        (lambda: Strategy.banded([1.0, 2.0]), "must be >= 0 and not increase"),
-        (lambda: Strategy.banded([1.0, -0.5]), "must be >= 0 and not increase"),
-        (lambda: Strategy.banded([1.0, 1.0]), "does not fall off"),
-        (lambda: Strategy.banded([]), "a list of finite numbers"),
-        (lambda: Strategy.banded_inverse([0.0]), "begin with a positive number"),
-        (lambda: Strategy.banded_inverse([1.0, math.nan]), "must be finite"),
-        (lambda: Strategy((0.5,), 1), "do not give a C with 1 bands"),
-        (lambda: Strategy((1.0, -0.5), 2), "do not give a C with 2 bands"),
-        (lambda: Strategy.banded_inverse([1.0, 0.5]).sensitivity(4, 1), "must be >= 0 and not"),
+        (lambda: Strategy.of([1.0, 2.0]), "does not fall off"),
+        (lambda: Strategy.of([1.0, 1.0]), "does not fall off"),
+        (lambda: Strategy.of([]), "expected finite coefficients"),
+        (lambda: Strategy.of([[[1.0]]]), r"got shape \(1, 1, 1\)"),
+        (lambda: Strategy.of([1.0, math.nan], inverse=True), "expected finite coefficients"),
+        (lambda: Strategy.of([0.0, 1.0], inverse=True), "first coefficient must be > 0"),
+        (lambda: Strategy.of(np.ones((2, 2))), "must be lower-triangular"),
+        (lambda: Strategy.of([1.0, 0.5], inverse=True).sensitivity(4, 1), "non-negative"),
+        (lambda: Strategy.of(np.tri(3)).sensitivity(4, 1), "C has 3 steps, got 4"),
     ],
 )
 def test_rejects_invalid_strategies(make, message):

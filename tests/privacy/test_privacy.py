@@ -33,7 +33,7 @@ from fnet.privacy import (
 )
 from train.config import Clipped, Memory, Mesh, recipes
 from train.errors import UserError
-from train.gradients.privacy import Privacy, check_dp_accounting
+from train.gradients.privacy import Privacy, check_accounting
 from train.output.logged import noise_scale, noise_scale_course
 from train.run.planning import compile_step, largest_batch
 from train.run.setup import setup
@@ -165,7 +165,7 @@ def test_a_run_with_correlated_noise_reports_and_resumes(private, capsys):
     guarantee = guarantee_of(private / "whole")
     assert guarantee["epsilon"] == expected
     assert guarantee["noise_bands"] == 4
-    assert "in one of 4 groups" in capsys.readouterr().out
+    assert "at least 4 steps apart" in capsys.readouterr().out
     fnet_command("train", "private.py", "--out", "parts", *words, 3)
     fnet_command("train", "parts", "--resume", "--train.steps", 6)
     chex.assert_trees_all_equal(final_state(private / "whole"), final_state(private / "parts"))
@@ -176,7 +176,7 @@ def test_noise_of_a_run_is_correlated_and_sampling_is_cyclic(private):
     config = dataclasses.replace(config, grad=dataclasses.replace(config.grad, noise_bands=4))
     run = setup(config)
     assert run.step.mode.strategy == banded_square_root(4)
-    assert run.privacy.sampling.bands == 4
+    assert run.privacy.sampling.separation == 4
     run = setup(recipes.load("private.py"))
     assert run.step.mode.strategy == banded_square_root(1)
 
@@ -199,6 +199,8 @@ def test_a_private_run_reports_epsilon_before_and_after(finished_private_run):
         "noise_multiplier": 1.0,
         "sampling_probability": 64 / 1437,
         "noise_bands": 1,
+        "separation": 1,
+        "neighbors": "missing",
         "delta": 1e-5,
         "accountant": "pld",
         "unit": "example",
@@ -430,7 +432,8 @@ def test_the_noise_scale_is_a_ratio_of_exponential_averages():
 
 
 def test_private_training_reports_a_missing_dependency(monkeypatch):
-    monkeypatch.setitem(sys.modules, "dp_accounting", None)
+    for name in [name for name in sys.modules if name.startswith("jax_privacy")]:
+        monkeypatch.setitem(sys.modules, name, None)
     config = recipes.load("digits_dp")
     with pytest.raises(UserError, match=r"pip install 'fnet-jax\[privacy\]'"):
         config.grad.privacy(config, units=1437, steps=10)
@@ -453,11 +456,11 @@ MISTAKES = [
     (("--grad.clip", "0"), "grad.clip: expected greater than 0, got 0.0"),
     (("--grad.accountant", "moments"), "--grad.accountant: expected one of pld, rdp, got moments"),
     (("--data.batch-size", "2000"), "data.batch_size: 2000 is more than the 1437 training examples"),
-    (("--grad.delta", "None", *NONE, "--grad.insecure-noise-seed", "None", "--grad.release-only"), "grad.release_only: nothing is covered by a guarantee without noise"),
+    (("--grad.delta", "None", *NONE, "--grad.insecure-noise-seed", "None", "--grad.release-only"), "grad.release_only: True, but there is no noise; give grad.epsilon"),
     (("--grad.epsilon", "1e-5", *NONE), "grad.epsilon: calibrate_noise_multiplier: epsilon 1e-05 is impossible in 8 steps at delta 1e-05: even a noise multiplier of 1024 spends"),
     (("--grad.noise-bands", "23"), "grad.noise_bands: 23 groups of 1437 training examples are smaller than the 64 of data.batch_size; give at most 22"),
     (("--grad.noise-bands", "2", *NONE, "--grad.delta", "None"), "grad.noise_bands: 2, but there is no noise; give grad.epsilon or grad.noise_multiplier, too"),
-    (("--grad.noise-bands", "2", "--grad.quantile", "0.5"), "grad.noise_bands: 2, but grad.quantile needs independent noise; give one of them"),
+    (("--grad.noise-bands", "2", "--grad.quantile", "0.5"), "grad.noise_bands: 2, but grad.quantile needs independent noise and sets the clip; give one of them"),
     (("--grad.noise-multiplier", "0.001"), "grad.noise_multiplier: 0.001 gives no privacy: 8 steps spend epsilon"),
 ]  # fmt: skip
 
@@ -485,5 +488,5 @@ def test_refuses_batch_norm_by_name(grad, workplace, capsys):
 def test_importing_dp_accounting_does_not_raise_the_log_level(before, monkeypatch):
     logger = logging.getLogger("absl")
     monkeypatch.setattr(logger, "level", before)
-    check_dp_accounting()
+    check_accounting()
     assert logger.level == max(before, logging.ERROR)

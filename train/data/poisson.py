@@ -1,15 +1,13 @@
-"""Batches of a data set by Poisson sampling, augmented and padded; see `PoissonSampling`."""
+"""Batches of a private run, augmented and padded; see `fnet.privacy.Sampling`."""
 
 import grain
 import numpy as np
 
-from fnet.privacy import PoissonSampling
+from fnet.privacy import Sampling
 from train.data import Arrays, Dataset, augment_rows, batches_by_step, pad_batch, select_rows
 
 
-def poisson_batches(
-    dataset: Dataset, sampling: PoissonSampling, seed: int
-) -> grain.DatasetIterator:
+def poisson_batches(dataset: Dataset, sampling: Sampling, seed: int) -> grain.DatasetIterator:
     """Iterate over augmented batches without end.
 
     The batch of step i depends only on ``seed`` and i. The iterator's ``get_state()`` returns its
@@ -17,9 +15,10 @@ def poisson_batches(
 
     Each batch has ``weight`` [rows]: 1.0 for a sampled example, 0.0 for padding.
     """
+    draw = sampling.draws(seed)
 
     def make_batch(step: int) -> Arrays:
-        rows = select_rows(dataset.train, sampling.indices(seed, step))
+        rows = select_rows(dataset.train, draw(step))
         # Sampling has other streams, so that the sampled examples do not depend on augmentation.
         return pad_batch(augment_rows(dataset, rows, stream(seed, step, 1)), sampling.rows)
 

@@ -3,7 +3,7 @@
 import grain
 import numpy as np
 
-from fnet.privacy import PoissonSampling
+from fnet.privacy import Sampling
 from fnet.privacy.users import EXAMPLE_WEIGHT
 from train.data import (
     Arrays,
@@ -24,7 +24,7 @@ def num_users(dataset: Dataset) -> int:
 
 
 def user_batches(
-    dataset: Dataset, sampling: PoissonSampling, examples_per_user: int, seed: int
+    dataset: Dataset, sampling: Sampling, examples_per_user: int, seed: int
 ) -> grain.DatasetIterator:
     """Iterate over augmented batches of users without end.
 
@@ -39,14 +39,12 @@ def user_batches(
     assert dataset.users is not None
     by_user = np.argsort(dataset.users, kind="stable")
     rows_of_user = np.split(by_user, np.cumsum(np.bincount(dataset.users))[:-1])
-    k = examples_per_user
+    k, draw = examples_per_user, sampling.draws(seed)
 
     def make_batch(step: int) -> Arrays:
         # Sampling has other streams, so that the sampled users depend on nothing else.
         augmenting, choosing = stream(seed, step, 1), stream(seed, step, 3)
-        chosen = [
-            choosing.permutation(rows_of_user[user])[:k] for user in sampling.indices(seed, step)
-        ]
+        chosen = [choosing.permutation(rows_of_user[user])[:k] for user in draw(step)]
         # A user's examples are repeated: padding of zeros could have a gradient that is not finite.
         rows = np.array([np.resize(own, k) for own in chosen], np.int64).reshape(-1)
         weight = np.array([np.arange(k) < len(own) for own in chosen], np.float32).reshape(-1)

@@ -10,13 +10,15 @@ from annotated_types import Ge, Gt, Le, Lt
 from typing_extensions import override
 
 from fnet import autodiff
-from fnet.privacy import PoissonSampling, banded_square_root, calibrate_noise_multiplier
+from fnet.privacy import Sampling, calibrate_noise_multiplier
 from fnet.privacy.canaries import GradientCanaries
+from fnet.privacy.imports import jax_privacy
+from fnet.privacy.noise import check_schedule
 from train.config import Config
 from train.config.gradient import GradientMode
 from train.config.section import Count, Positive, Seed
 from train.errors import UserError
-from train.gradients.privacy import Privacy, check_dp_accounting
+from train.gradients.privacy import FOR_SOME_STEPS, Privacy, check_accounting, make_strategy
 
 MAX_EPSILON = 1000.0
 
@@ -45,8 +47,22 @@ class Clipped(GradientMode):
     """Privacy delta; choose less than 1 / number of training examples."""
     noise_multiplier: Positive | None = None
     """Noise standard deviation as a multiple of clip, instead of epsilon; needs delta."""
+    noise_schedule: tuple[tuple[int, float], ...] = ()
+    """Factors of the noise from steps on, such as 0 1.0 500 0.7."""
+    clip_schedule: tuple[tuple[int, float], ...] = ()
+    """Factors of the clip from steps on."""
     noise_bands: Count = 1
     """Bands of correlated noise, with cyclic sampling of as many groups; 1 is DP-SGD."""
+    noise_strategy: Literal[
+        "square_root", "inverse_square_root", "optimized", "column_normalized", "dense", "buffered"
+    ] = "square_root"
+    """Strategy matrix of correlated noise, of jax-privacy; buffered has no bands."""
+    sampling: Literal["poisson", "balls_in_bins", "b_min_sep"] = "poisson"
+    """How batches are drawn; poisson is cyclic with a separation above 1."""
+    separation: Count | None = None
+    """Least number of steps between two with the same example; None is noise_bands."""
+    truncated_batch_size: Count | None = None
+    """Largest batch of Poisson sampling; protects examples in data of a public size."""
     accountant: Literal["pld", "rdp"] = "pld"
     """Privacy accountant: privacy loss distributions or Renyi differential privacy."""
     audit: Annotated[int, Ge(8), Lt(2**31)] | None = None
@@ -73,27 +89,56 @@ class Clipped(GradientMode):
           UserError: if they do not.
         """
         super().check(config)
+        schedules = {"noise_schedule": self.noise_schedule, "clip_schedule": self.clip_schedule}
+        try:
+            check_schedule("grad", **schedules)
+        except ValueError as error:
+            raise UserError(str(error)) from error
         if self.quantile is not None:
             self._check_adaptive()
         if self.is_private:
+            self._check_noise()
             return
         if self.delta is not None:
             raise UserError("grad.delta: needs grad.epsilon or grad.noise_multiplier, too")
-        if self.noise_bands > 1:
-            raise UserError(
-                f"grad.noise_bands: {self.noise_bands}, but there is no noise; give grad.epsilon "
-                "or grad.noise_multiplier, too"
-            )
-        if self.release_only:
-            raise UserError(
-                "grad.release_only: nothing is covered by a guarantee without noise; give "
-                "grad.epsilon or grad.noise_multiplier, too"
-            )
-        if self.insecure_noise_seed is not None:
-            raise UserError(
-                f"grad.insecure_noise_seed: {self.insecure_noise_seed}, but there is no noise; "
-                "give grad.epsilon or grad.noise_multiplier, too"
-            )
+        for name in _OF_NOISE:
+            if getattr(self, name) != getattr(type(self), name):
+                raise UserError(
+                    f"grad.{name}: {getattr(self, name)}, but there is no noise; give "
+                    "grad.epsilon or grad.noise_multiplier, too"
+                )
+
+    def _check_noise(self) -> None:
+        has_bands = self.noise_strategy != "buffered"
+        separation = self.separation or self.noise_bands
+        for is_wrong, message in (
+            (
+                has_bands and self.noise_strategy != "square_root" and self.noise_bands == 1,
+                f"noise_strategy: {self.noise_strategy} with one band is independent noise; give "
+                "grad.noise_bands, too",
+            ),
+            (
+                not has_bands and self.noise_bands > 1,
+                f"noise_bands: {self.noise_bands}, but grad.noise_strategy buffered has no bands; "
+                "give grad.separation",
+            ),
+            (
+                self.sampling == "balls_in_bins" and self.separation is not None,
+                f"separation: {self.separation}, but with grad.sampling balls_in_bins it follows "
+                "from data.batch_size; leave it out",
+            ),
+            (
+                self.sampling == "b_min_sep" and separation == 1,
+                "sampling: b_min_sep needs grad.separation above 1",
+            ),
+            (
+                self.sampling != "poisson" and self.truncated_batch_size is not None,
+                f"truncated_batch_size: no accountant covers it with grad.sampling {self.sampling};"
+                " leave it out",
+            ),
+        ):
+            if is_wrong:
+                raise UserError(f"grad.{message}")
 
     def _check_adaptive(self) -> None:
         if self.per_layer or self.automatic is not None:
@@ -102,11 +147,12 @@ class Clipped(GradientMode):
                 f"grad.quantile: adapts one clip for whole gradients, so that grad.{other} cannot "
                 "be used; give one of them"
             )
-        if self.noise_bands > 1:
-            raise UserError(
-                f"grad.noise_bands: {self.noise_bands}, but grad.quantile needs independent noise; "
-                "give one of them"
-            )
+        for name in ("noise_bands", "noise_strategy", "noise_schedule", "clip_schedule"):
+            if getattr(self, name) != getattr(type(self), name):
+                raise UserError(
+                    f"grad.{name}: {getattr(self, name)}, but grad.quantile needs independent "
+                    "noise and sets the clip; give one of them"
+                )
 
     @override
     def build(
@@ -121,9 +167,11 @@ class Clipped(GradientMode):
                 per_layer=self.per_layer,
                 automatic=self.automatic,
                 microbatches=self.microbatches,
+                noise_schedule=self.noise_schedule,
+                clip_schedule=self.clip_schedule,
                 **({"strategy": privacy.strategy} if privacy else {}),
             )
-            return mode, optimizer
+            return mode, mode.wrap_optimizer(optimizer)
         try:
             adaptive = autodiff.AdaptiveClipping(
                 self.clip,
@@ -183,62 +231,93 @@ class Clipped(GradientMode):
                 f"grad.delta: {self.delta:g} would allow publishing one of {units} "
                 f"{_units(config)}; expected less than 1 / {units} = {1 / units:.2g}"
             )
+        check_accounting()
         sampling = self._sampling(config, units)
-        check_dp_accounting()
-        noise = self._noise(sampling, self.delta, steps)
+        strategy = make_strategy(self.noise_strategy, self.noise_bands, sampling.separation, steps)
         unit: Literal["example", "user"] = "user" if config.examples_per_user else "example"
-        return Privacy(noise, sampling, self.delta, self.accountant, unit)
+        without = Privacy(
+            1.0, sampling, self.delta, self.accountant, unit, strategy, self.noise_schedule
+        )
+        try:
+            return self._with_noise(without, steps)
+        except ValueError as error:  # no accountant covers it, or the target is impossible
+            name = "noise_multiplier" if self.epsilon is None else "epsilon"
+            raise UserError(f"grad.{name}: {error}") from error
 
-    def _noise(self, sampling: PoissonSampling, delta: float, steps: int) -> float:
-        """Return the noise multiplier, given or for the target epsilon."""
+    def _with_noise(self, privacy: Privacy, steps: int) -> Privacy:
+        """Return the guarantee with the noise multiplier, given or for the target epsilon."""
         if self.noise_multiplier is not None:
-            spent = Privacy(self.noise_multiplier, sampling, delta, "rdp").epsilon(steps)
+            privacy = dataclasses.replace(privacy, noise_multiplier=self.noise_multiplier)
+            quick = self.accountant if self.truncated_batch_size else "rdp"
+            spent = dataclasses.replace(privacy, accountant=quick).epsilon(steps)
             if spent > MAX_EPSILON:
                 raise UserError(
                     f"grad.noise_multiplier: {self.noise_multiplier:g} gives no privacy: {steps} "
                     f"steps spend epsilon {spent:.3g}; expected at most {MAX_EPSILON:g}"
                 )
-            return self.noise_multiplier
+            return privacy
         assert self.epsilon is not None
-        try:
-            return calibrate_noise_multiplier(
-                self.epsilon,
-                delta,
-                sampling,
-                steps,
-                strategy=banded_square_root(sampling.bands),
-                accountant=self.accountant,
-            )
-        except ValueError as error:
-            raise UserError(f"grad.epsilon: {error}") from error
+        noise = calibrate_noise_multiplier(
+            self.epsilon,
+            privacy.delta,
+            privacy.sampling,
+            steps,
+            strategy=privacy.strategy,
+            noise_schedule=privacy.noise_schedule,
+            accountant=self.accountant,
+        )
+        return dataclasses.replace(privacy, noise_multiplier=noise)
 
-    def _sampling(self, config: Config, units: int) -> PoissonSampling:
+    def _sampling(self, config: Config, units: int) -> Sampling:
         """Return the sampling of a private run.
 
         Raises:
           UserError: if batches are larger than the training set.
         """
-        size, bands = config.data.batch_size, self.noise_bands
+        size, separation = config.data.batch_size, self.separation or self.noise_bands
         if size > units:
             raise UserError(
                 f"data.batch_size: {size} is more than the {units} {_units(config)}; "
                 "private training samples each at most once per step; give a smaller one"
             )
-        if bands * size > units:
+        if self.sampling == "balls_in_bins":
+            separation = units // size
+        if separation * size > units:
+            name = "noise_bands" if self.separation is None else "separation"
             raise UserError(
-                f"grad.noise_bands: {bands} groups of {units} {_units(config)} are smaller than "
+                f"grad.{name}: {separation} groups of {units} {_units(config)} are smaller than "
                 f"the {size} of data.batch_size; give at most {units // size}"
+            )
+        if self.truncated_batch_size is not None and self.truncated_batch_size < size:
+            raise UserError(
+                f"grad.truncated_batch_size: {self.truncated_batch_size} is less than the {size} "
+                "of data.batch_size; give more"
             )
         # A multiple of 8 for vector units, of the devices, and of the microbatches.
         multiple = math.lcm(8, config.mesh.data * config.mesh.fsdp) * self.microbatches
-        return PoissonSampling(units, size, bands, multiple)
+        of, steps = jax_privacy("batch_selection"), 0
+        if self.sampling == "balls_in_bins":
+            return Sampling(units, of.BallsInBinsSampling(steps, separation), multiple)
+        if self.sampling == "b_min_sep":
+            probability = size / (units - (separation - 1) * size)
+            return Sampling(units, of.BMinSepSampling(probability, steps, separation), multiple)
+        kind = of.PartitionType
+        if self.truncated_batch_size is None:
+            probability, split = separation * size / units, kind.INDEPENDENT
+        else:
+            probability, split = size / (units // separation), kind.EQUAL_SPLIT
+        selection = of.CyclicPoissonSampling(
+            probability, steps, self.truncated_batch_size, separation, split
+        )
+        return Sampling(units, selection, multiple)
 
     @override
     def batch_rows(self, config: Config, units: int) -> int:
         if not self.is_private:
             return config.data.batch_size
         # The search for the largest batch also tries more than the training examples.
-        most = max(self.noise_bands * config.data.batch_size, units)
+        least = (self.separation or self.noise_bands) * config.data.batch_size
+        most = max(least, units)
         return self._sampling(config, most).rows
 
     @override
@@ -249,6 +328,18 @@ class Clipped(GradientMode):
                 f"{self.epsilon:g} over {before} steps, not {now}; use grad.noise_multiplier for a "
                 "run whose length may change"
             )
+        if self.noise_strategy in FOR_SOME_STEPS and before != now:
+            raise UserError(
+                f"train.steps: the noise of grad.noise_strategy {self.noise_strategy} was made "
+                f"for {before} steps, not {now}; keep them, or use square_root"
+            )
+
+
+_OF_NOISE = (
+    "noise_bands", "noise_strategy", "noise_schedule", "sampling", "separation",
+    "truncated_batch_size", "release_only", "insecure_noise_seed",
+)  # fmt: skip
+"""Fields that mean something with noise alone."""
 
 
 def _units(config: Config) -> str:

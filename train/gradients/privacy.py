@@ -7,13 +7,10 @@ from typing import Any, Literal
 
 from fnet import privacy
 from fnet.cpu.heap import release_free_memory
-from fnet.privacy.accounting import (
-    COARSE_GRID,
-    GRID,
-    Accountant,
-    dp_accounting,
-    epsilon,
-)
+from fnet.privacy.accounting import COARSE_GRID, GRID, Accountant, epsilon
+from fnet.privacy.correlated import DP_SGD
+from fnet.privacy.imports import in_double_precision, jax_privacy
+from fnet.privacy.noise import Schedule
 from train.errors import UserError
 
 
@@ -22,7 +19,7 @@ class Privacy:
     """Privacy guarantee of a run: after each step, (epsilon, delta)-differential privacy.
 
     Neighboring datasets differ by adding or removing one training example, or one user with all
-    of their training examples.
+    of their training examples. With truncated batches, it is replaced by one without gradient.
 
     Attributes:
       noise_multiplier: Standard deviation of the noise on a step's sum of clipped gradients,
@@ -32,18 +29,17 @@ class Privacy:
       accountant: "pld" (privacy loss distributions, tight) or "rdp" (Renyi differential privacy,
         looser).
       unit: what is added or removed.
+      strategy: Correlation of the noise over steps.
+      noise_schedule: Factors of the noise from given steps on.
     """
 
     noise_multiplier: float
-    sampling: privacy.PoissonSampling
+    sampling: privacy.Sampling
     delta: float
     accountant: Accountant = "pld"
     unit: Literal["example", "user"] = "example"
-
-    @property
-    def strategy(self) -> privacy.Strategy:
-        """Correlation of the noise over steps."""
-        return privacy.banded_square_root(self.sampling.bands)
+    strategy: privacy.Strategy = DP_SGD
+    noise_schedule: Schedule = ()
 
     def epsilon(self, steps: int) -> float:
         """Return epsilon of the first ``steps`` steps, an upper bound.
@@ -70,7 +66,9 @@ class Privacy:
             "epsilon": self.epsilon(steps),
             "noise_multiplier": self.noise_multiplier,
             "sampling_probability": self.sampling.probability,
-            "noise_bands": self.sampling.bands,
+            "noise_bands": self.strategy.bands,
+            "separation": self.sampling.separation,
+            "neighbors": "missing" if self.sampling.adds_or_removes else "without gradient",
             "delta": self.delta,
             "accountant": self.accountant,
             "unit": self.unit,
@@ -78,29 +76,53 @@ class Privacy:
 
     def describe(self, steps: int) -> str:
         """Describe the guarantee after ``steps`` steps in one line."""
-        bands = self.sampling.bands
+        groups = self.sampling.separation
         return (
             f"epsilon {self.epsilon(steps):.4g} at delta {self.delta:g} after {steps} steps"
             f"{' for each user' if self.unit == 'user' else ''} "
             f"({self.accountant}; noise multiplier {self.noise_multiplier:.4g}, "
             f"sampling probability {self.sampling.probability:.4g}"
-            f"{f' in one of {bands} groups' if bands > 1 else ''})"
+            f"{f', at least {groups} steps apart' if groups > 1 else ''})"
         )
 
 
-def check_dp_accounting() -> None:
-    """Import dp_accounting, without its harmless warnings.
+def check_accounting() -> None:
+    """Import jax-privacy and dp_accounting, without their harmless warnings.
 
     Raises:
       UserError: if it is not installed.
     """
     try:
-        dp_accounting()
+        jax_privacy("accounting")
     except ModuleNotFoundError as error:
         raise UserError(f"grad: {error}") from error
     # It warns about each Renyi order that it skips.
     logger = logging.getLogger("absl")
     logger.setLevel(max(logger.level, logging.ERROR))  # orbax uses the same logger
+
+
+FOR_SOME_STEPS = ("optimized", "column_normalized", "dense", "buffered")
+"""Strategies that are optimized for the length of a run."""
+
+
+@functools.cache
+def make_strategy(name: str, bands: int, separation: int, steps: int) -> privacy.Strategy:
+    """Return the strategy of correlated noise of this name, optimized by jax-privacy."""
+    if name == "square_root":
+        return privacy.banded_square_root(bands)
+    if name == "inverse_square_root":
+        return privacy.banded_inverse_square_root(bands)
+    of = jax_privacy("matrix_factorization")
+    bands = min(bands, steps)
+    optimize = {
+        "optimized": lambda: of.toeplitz.optimize_banded_toeplitz(steps, bands),
+        "column_normalized": lambda: of.banded.optimize(steps, bands=bands),
+        "dense": lambda: of.dense.optimize(steps, bands=bands, equal_norm=True),
+        "buffered": lambda: of.buffered_toeplitz.optimize(
+            n=steps, min_sep=separation, max_participations=None
+        ),
+    }
+    return privacy.Strategy.of(in_double_precision(optimize[name]))
 
 
 @functools.cache
@@ -111,6 +133,7 @@ def _epsilon(run: Privacy, steps: int, grid: float = GRID) -> float:
         run.sampling,
         steps,
         strategy=run.strategy,
+        noise_schedule=run.noise_schedule,
         accountant=run.accountant,
         grid=grid,
     )

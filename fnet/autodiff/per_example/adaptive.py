@@ -1,7 +1,7 @@
 """Adaptive clipping: a bound that follows a quantile of the gradient norms, privately."""
 
 import dataclasses
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -21,20 +21,8 @@ from fnet.autodiff.per_example.modes import (
     per_example_loss,
     summarize,
 )
-from fnet.autodiff.update import Mode, Update, gradient_then_optimizer
+from fnet.autodiff.update import Mode, Update, carried_update, carrying
 from fnet.privacy.noise import add_noise
-
-
-class AdaptiveState(NamedTuple):
-    """State of an optimizer that `AdaptiveClipping.wrap_optimizer` returns.
-
-    Attributes:
-      clip: Bound for the next step, float32 [].
-      inner: State of the wrapped optimizer.
-    """
-
-    clip: Array
-    inner: optax.OptState
 
 
 def adapt_clip(
@@ -119,7 +107,7 @@ class AdaptiveClipping(Mode):
       ... )
       >>> state, metrics = step(state, {"x": jnp.array([[3.0, 4.0], [0.0, 2.0]])})
       >>> # Both were clipped.
-      >>> float(metrics["clip"]), round(float(state.opt_state.clip), 4)
+      >>> float(metrics["clip"]), round(float(state.opt_state.value), 4)
       (1.0, 1.1052)
 
     References:
@@ -175,41 +163,17 @@ class AdaptiveClipping(Mode):
     def wrap_optimizer(
         self, optimizer: optax.GradientTransformation
     ) -> optax.GradientTransformationExtraArgs:
-        """Return the optimizer with the bound in its state."""
-
-        def init(params: Any) -> AdaptiveState:
-            return AdaptiveState(jnp.float32(self.clip), optimizer.init(params))
-
-        def update(
-            grads: Any, state: AdaptiveState, params: Any = None, **extra: Any
-        ) -> tuple[Any, AdaptiveState]:
-            inner = optax.with_extra_args_support(optimizer)
-            updates, inner_state = inner.update(grads, state.inner, params, **extra)
-            return updates, AdaptiveState(state.clip, inner_state)
-
-        return optax.GradientTransformationExtraArgs(init, update)
+        """Return the optimizer with the bound in its state, a `fnet.autodiff.update.Carried`."""
+        return carrying(optimizer, lambda params: jnp.float32(self.clip))
 
     def update(self, loss: Loss, optimizer: optax.GradientTransformation) -> Update:
         """Return the update function of a loss and a wrapped optimizer."""
-        plain_update = gradient_then_optimizer(
-            self._gradient(loss), optimizer, with_loss=not self.noise_multiplier
+        return carried_update(
+            "AdaptiveClipping",
+            self._gradient(loss),
+            optimizer,
+            with_loss=not self.noise_multiplier,
         )
-
-        def update(
-            params: Any, opt_state: Any, model_state: Any, batch: dict[str, Array], key: Array
-        ) -> tuple[Any, Any, Any, dict[str, Array]]:
-            expected = jax.eval_shape(optimizer.init, params)
-            if not isinstance(opt_state, AdaptiveState) or not isinstance(expected, AdaptiveState):
-                raise ValueError(
-                    "AdaptiveClipping: the optimizer has no bound in its state; use "
-                    "mode.wrap_optimizer(optimizer) for both the state and the step"
-                )
-            params, opt_state, (clip, model_state), metrics = plain_update(
-                params, opt_state, (opt_state.clip, model_state), batch, key
-            )
-            return params, opt_state._replace(clip=clip), model_state, metrics
-
-        return update
 
     def _gradient(self, loss: Loss) -> Gradient:
         """Return a gradient function whose model state is ``(clip, model_state)``."""

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import Array
 
 from fnet import checks
@@ -19,11 +20,11 @@ from fnet.autodiff.per_example.clipped import (
     clipped_grad,
 )
 from fnet.autodiff.per_example.gradients import noise_scale
-from fnet.autodiff.update import Mode, squared_norm
+from fnet.autodiff.update import Mode, Update, carried_update, carrying, squared_norm
 from fnet.jaxpr import depends_on
 from fnet.precision import sum_dtype
 from fnet.privacy.correlated import DP_SGD, Strategy, add_correlated_noise
-from fnet.privacy.noise import add_noise
+from fnet.privacy.noise import Schedule, add_noise, check_schedule, factor_at
 
 
 class StepKey(NamedTuple):
@@ -48,14 +49,15 @@ class ClippedMode(Mode):
 
     with the scales s_b of `fnet.clipped_grad` (DP-SGD: Abadi et al. 2016). Noise is drawn in
     float32 from the step's key, with a key of its own for each parameter. With a ``strategy``, the
-    noise is correlated over steps: ``sum_j strategy.noising_coef[j] z[i - j]`` in place of z.
+    noise of step i is correlated over steps: ``sum_j strategy.noising[i, j] z[i - j]`` in place of
+    z. A schedule multiplies the clip or ``noise_multiplier`` by factors from given steps on.
 
     Guarantees:
       - The sum has an L2 sensitivity of ``clip``. Its noise has a standard deviation of
         ``noise_multiplier * clip`` and is added once per step, whatever ``microbatches`` is.
       - Sum and noise are added in float32 or wider, then cast to the dtype of the parameter.
       - Correlated noise is drawn again from the keys of earlier steps and added in place. Nothing
-        is stored. One band equals DP-SGD bit for bit.
+        is stored, unless the strategy has buffers. One band equals DP-SGD bit for bit.
       - With noise, the model state does not depend on the examples.
       - Metrics have no noise. They are not private.
 
@@ -81,14 +83,19 @@ class ClippedMode(Mode):
       per_layer: Whether to clip each parameter array on its own, to an equal share of ``clip``.
       automatic: As in `fnet.clipped_grad`.
       strategy: Correlation of the noise over steps: `fnet.privacy.banded_square_root`,
-        `fnet.privacy.banded_inverse_square_root`. By default the noise is independent.
+        `fnet.privacy.banded_inverse_square_root`, `fnet.privacy.Strategy.of`. By default the noise
+        is independent. One with buffers needs `wrap_optimizer`.
+      noise_schedule: Pairs ``(step, factor)``: the noise multiplier is multiplied by the factor
+        from the step on, until the next pair. Give it to the accounting, too.
+      clip_schedule: The same for the clip. The noise is in units of the clip of the step, so it
+        does not change the privacy.
       microbatches: Number of equal parts of a batch, computed one after the other.
       splittable, per_example: True; see `fnet.autodiff.update.Mode`.
 
     Raises:
       ValueError: An argument is out of range, or there is noise without ``expected_batch_size``
         or with an infinite ``clip``. When called with noise: the model state depends on the
-        examples. When called with correlated noise: the step's number is unknown.
+        examples. When called with correlated noise or a schedule: the step's number is unknown.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, fnet
@@ -118,6 +125,8 @@ class ClippedMode(Mode):
     per_layer: bool = False
     automatic: float | None = None
     strategy: Strategy = DP_SGD
+    noise_schedule: Schedule = ()
+    clip_schedule: Schedule = ()
     microbatches: int = 1
     splittable: ClassVar[bool] = True
     per_example: ClassVar[bool] = True
@@ -128,53 +137,119 @@ class ClippedMode(Mode):
         if self.noise_multiplier and not self.clip < float("inf"):
             raise ValueError(f"clipped: clip must be finite with noise, got {self.clip}")
         check_clip(self.clip, self.per_layer, self.automatic)
+        schedules = {"noise_schedule": self.noise_schedule, "clip_schedule": self.clip_schedule}
+        check_schedule("clipped", **schedules)
+        if self.noise_schedule and not self.strategy.is_independent:
+            raise ValueError(
+                "clipped: no accountant covers a schedule of correlated noise; leave out "
+                "noise_schedule or strategy"
+            )
+
+    @property
+    def _needs_step(self) -> bool:
+        is_correlated = self.noise_multiplier and not self.strategy.is_independent
+        return bool(is_correlated or self.noise_schedule or self.clip_schedule)
+
+    @property
+    def _has_buffers(self) -> bool:
+        return bool(self.noise_multiplier) and self.strategy.buffers is not None
 
     def step_key(self, key: Array, step: Array) -> Any:
-        """Return the randomness of a step; with correlated noise also that of earlier steps."""
+        """Return the randomness of a step, with its number if noise or clip depend on it."""
         key_of_step = super().step_key(key, step)
-        if not self.noise_multiplier or len(self.strategy.noising_coef) == 1:
-            return key_of_step
-        return StepKey(key_of_step, key, step)
+        return StepKey(key_of_step, key, step) if self._needs_step else key_of_step
+
+    def wrap_optimizer(
+        self, optimizer: optax.GradientTransformation
+    ) -> optax.GradientTransformation:
+        """Return the optimizer with the buffers of the strategy in its state, if it has any."""
+        if not self._has_buffers:
+            return optimizer
+        return carrying(
+            optimizer, lambda params: self.strategy.buffers.init_multiply(_widen(params))
+        )
+
+    def update(self, loss: Loss, optimizer: optax.GradientTransformation) -> Update:
+        """Return the update function of a loss and an optimizer, wrapped if there are buffers."""
+        if not self._has_buffers:
+            return super().update(loss, optimizer)
+        return carried_update("clipped", self._gradient(loss), optimizer, with_loss=False)
 
     def __call__(self, loss: Loss) -> Gradient:
         """Return the gradient function of a loss."""
+        if self._has_buffers:
+            raise TypeError(
+                "clipped: the buffers of the noise are updated with the optimizer; use "
+                "fnet.make_step, or mode.update"
+            )
+        with_buffers = self._gradient(loss)
 
         def gradient(
             params: Any, model_state: Any, batch: dict[str, Array], key: Any
         ) -> tuple[Any, Any, dict[str, Array]]:
+            grads, (_, state), metrics = with_buffers(params, (None, model_state), batch, key)
+            return grads, state, metrics
+
+        return gradient
+
+    def _gradient(self, loss: Loss) -> Gradient:
+        """Return a gradient function whose model state is ``(buffers, model_state)``."""
+
+        def gradient(
+            params: Any, state: Any, batch: dict[str, Array], key: Any
+        ) -> tuple[Any, Any, dict[str, Array]]:
+            buffers, model_state = state
+            if self._needs_step and not isinstance(key, StepKey):
+                raise ValueError(
+                    "clipped: correlated noise and schedules depend on the step; use "
+                    "fnet.make_step, or give mode.step_key(key, step) as the key"
+                )
             step_key = key.key if isinstance(key, StepKey) else key
             loss_key, noise_key = jax.random.split(step_key)
             function = per_example_loss(loss, model_state, params)
-            clip = clipped_grad(
+            factor = factor_at(self.clip_schedule, key.step) if self.clip_schedule else None
+            clip = None if factor is None else jnp.asarray(self.clip * factor)
+            clipping = clipped_grad(
                 function, self.clip, per_layer=self.per_layer, automatic=self.automatic,
                 has_aux=True,
             )  # fmt: skip
             sums, info, is_counted = clipped_sum(
-                "clipped", clip, params, model_state, batch, loss_key, self.microbatches
-            )
+                "clipped", clipping, params, model_state, batch, loss_key, self.microbatches,
+                clip,
+            )  # fmt: skip
             if self.noise_multiplier:
                 check_private_state("clipped", function, params, batch, step_key)
-                stddev = self.noise_multiplier * clip.sensitivity()
-                sums = self._add_noise(sums, stddev, key, noise_key)
+                stddev = self.noise_multiplier * clipping.sensitivity()
+                if self._needs_step:
+                    stddev = stddev * factor_at(self.noise_schedule, key.step)
+                    stddev = stddev if factor is None else stddev * factor
+                sums, buffers = self._add_noise(sums, stddev, key, noise_key, buffers)
             metrics, model_state = summarize(info, is_counted, model_state)
-            metrics |= {"clipped": fraction_clipped(self.clip, info, is_counted)}
+            metrics |= {
+                "clipped": fraction_clipped(self.clip if clip is None else clip, info, is_counted)
+            }
+            if clip is not None:
+                metrics["clip"] = clip
             grads = mean_of(sums, self.expected_batch_size, is_counted)
-            return cast_like(grads, params), model_state, metrics
+            return cast_like(grads, params), (buffers, model_state), metrics
 
         return gradient
 
-    def _add_noise(self, sums: Any, stddev: float, key: Any, noise_key: Array) -> Any:
-        coef = self.strategy.noising_coef
-        if isinstance(key, StepKey):
-            return add_correlated_noise(
+    def _add_noise(
+        self, sums: Any, stddev: Any, key: Any, noise_key: Array, buffers: Any
+    ) -> tuple[Any, Any]:
+        """Return the noisy sums and the new buffers."""
+        if self.strategy.is_independent:
+            return add_noise(sums, stddev, noise_key), buffers
+        if not self._has_buffers:
+            noisy = add_correlated_noise(
                 sums, stddev, key.run, key.step, self.strategy, step_key=_noise_key
             )
-        if len(coef) > 1:
-            raise ValueError(
-                "clipped: correlated noise depends on earlier steps; use fnet.make_step, or give "
-                "mode.step_key(key, step) as the key"
-            )
-        return add_noise(sums, stddev * coef[0], noise_key)
+            return noisy, buffers
+        z = add_noise(jax.tree.map(jnp.zeros_like, sums), 1.0, noise_key)
+        with jax.numpy_rank_promotion("allow"):  # jax-privacy relies on it
+            correlated, buffers = self.strategy.buffers.multiply_next(z, buffers)
+        return jax.tree.map(lambda g, n: g + stddev * n.astype(g.dtype), sums, correlated), buffers
 
 
 def _noise_key(run: Array, step: Array) -> Array:

@@ -95,7 +95,7 @@ def test_padding_is_not_counted_and_nonfinite_gradients_are_above_the_bound():
 def test_clip_stays_float32_with_float64_norms(noise):
     mode = AdaptiveClipping(1.0, noise_multiplier=noise, count_noise=5.0, expected_batch_size=4)
     state, _, report = steps(mode, batch_with_norms([0.5, 2.0, 3.0, 4.0]), 2)
-    assert state.opt_state.clip.dtype == jnp.float32
+    assert state.opt_state.value.dtype == jnp.float32
     assert report.donation.aliased_bytes == report.state_bytes
 
 
@@ -118,7 +118,7 @@ def test_noise_has_the_given_deviations():
     draws = [update(params, opt_state, {}, batch, jax.random.key(i)) for i in range(600)]
     gradients = np.stack([p["w"] for p, *_ in draws])
     assert gradients.std(0).mean() == pytest.approx(mode.gradient_noise * 2 / 8, rel=0.06)
-    bounds = np.array([float(o.clip) for _, o, *_ in draws])
+    bounds = np.array([float(o.value) for _, o, *_ in draws])
     votes = 0.5 - np.log(bounds / 2) / 0.01
     assert votes.mean() == pytest.approx(1.0, abs=0.1)
     assert votes.std() == pytest.approx(5 / 8, rel=0.1)

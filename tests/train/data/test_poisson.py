@@ -35,7 +35,7 @@ def take(batches, n):
 
 def test_samples_each_example_independently_with_the_same_probability():
     steps, probability = 2000, 10 / EXAMPLES
-    batches = batches_of(dataset(), 10)
+    batches = batches_of(dataset(), 10, seed=1)
     joined = np.zeros((steps, EXAMPLES))
     for row, batch in zip(joined, batches, strict=False):
         row[sampled_examples(batch)] = 1
@@ -161,31 +161,12 @@ def test_batches_have_the_rows_of_the_arrays_and_resume():
     np.testing.assert_array_equal(resumed["x"], batches[3]["x"])
 
 
-def test_streams_of_a_step_are_independent():
-    """Sampling has stream 0 of a step, augmentation stream 1, and the groups stream 2 of step 0."""
-
-    def uniform(*spawn_key):
-        return np.random.Generator(
-            np.random.Philox(np.random.SeedSequence(5, spawn_key=spawn_key))
-        ).random(EXAMPLES)
-
-    sampling = PoissonSampling(EXAMPLES, 10)
-    np.testing.assert_array_equal(
-        sampling.indices(5, 3), np.flatnonzero(uniform(3, 0) < sampling.probability)
-    )
-    groups = np.random.Generator(np.random.Philox(np.random.SeedSequence(5, spawn_key=(0, 2))))
-    everyone = PoissonSampling(EXAMPLES, EXAMPLES / 4, 4)
-    np.testing.assert_array_equal(
-        everyone.indices(5, 1), np.flatnonzero(groups.integers(4, size=EXAMPLES) == 1)
-    )
-
-
 def test_cyclic_sampling_draws_each_example_in_its_group_only():
     sampling, steps = PoissonSampling(EXAMPLES, 5, bands=4), 4000
     assert sampling.probability == 0.5
-    joined = np.zeros((steps, EXAMPLES))
+    joined, draw = np.zeros((steps, EXAMPLES)), sampling.draws(0)
     for step in range(steps):
-        joined[step, sampling.indices(0, step)] = 1
+        joined[step, draw(step)] = 1
     by_phase = joined.reshape(-1, 4, EXAMPLES).mean(0)
     assert ((by_phase > 0).sum(0) == 1).all()
     spread = np.sqrt(0.25 / (steps / 4))
@@ -207,14 +188,6 @@ def test_groups_are_uniform_and_independent_of_the_other_examples():
     # Multinomial, not an equal split: the variance of a group's size is 3 (1/3) (2/3).
     assert sizes.mean(0) == pytest.approx([1, 1, 1], abs=0.12)
     assert sizes.var(0) == pytest.approx([2 / 3] * 3, rel=0.2)
-
-
-def test_an_example_is_in_the_same_group_after_others_are_removed():
-    """Only removing the last examples keeps the indices of the others."""
-    large, small = PoissonSampling(EXAMPLES, 10, 2), PoissonSampling(EXAMPLES - 5, 10, 2)
-    first = {i for step in range(0, 40, 2) for i in large.indices(0, step)}
-    again = {i for step in range(0, 40, 2) for i in small.indices(0, step)}
-    assert {i for i in first if i < EXAMPLES - 5} == again
 
 
 @pytest.mark.parametrize(
