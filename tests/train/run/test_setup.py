@@ -165,7 +165,7 @@ def test_every_setting_of_clipping_reaches_its_mode(how, monkeypatch):
     monkeypatch.setattr(autodiff, "clipped", recorded)
     grad = Clipped(clip=0.3, microbatches=2, **how)
     setup(Config(data=SMALL, model=Mlp(hidden=()), grad=grad))
-    whole = {"per_layer": False, "automatic": None} | how
+    whole = {"per_layer": False, "automatic": None, "noise_schedule": (), "clip_schedule": ()} | how
     expected = {"clip": 0.3, "noise_multiplier": 0.0, "expected_batch_size": 4, "microbatches": 2}
     assert seen == expected | whole
 
