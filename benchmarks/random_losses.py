@@ -665,8 +665,6 @@ def _rematerialized(f: Block) -> Block:
 
 # Losses of the results.
 
-Reduction = Callable[[Array], Array]
-
 
 def _per_example(make: Make, shape: tuple[int, ...], axis: int) -> Callable[..., Array]:
     """``losses(params, batch, x) -> [batch]``."""

@@ -182,6 +182,7 @@ def test_loops_anywhere_keep_their_gradients(loss, sizes, float64):
     chex.assert_trees_all_close(ours, expected, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_chosen_chunks_need_a_fraction_of_the_bytes(loss):
     plain, plain_flops = temporaries(loss), flops(loss)

@@ -63,10 +63,6 @@ class BatchedTangents:
             arrays = [jax.lax.collapse(a, 0, 2) if a.ndim > 1 else a for a in arrays]
         return dataclasses.replace(self, arrays=arrays)
 
-    def replace_separate(self, tangents: list[list[Array]]) -> "BatchedTangents":
-        """Return other tangents in the layout "separate", given the leaves of each."""
-        return dataclasses.replace(self, arrays=tangents, layout="separate")
-
     def as_tree(self, like: Any) -> Any:
         """Return the tangents as the caller sees them; leaves without a derivative are float0."""
         if self.layout == "separate":
