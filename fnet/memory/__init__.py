@@ -5,6 +5,7 @@ from fnet.memory.cost import estimate_cost as estimate_cost
 from fnet.memory.donation import Donation as Donation
 from fnet.memory.donation import DonationError, donation
 from fnet.memory.fit import remat_to_fit
+from fnet.memory.host_state import state_on_host as state_on_host
 from fnet.memory.peak import CANDIDATE_OPTIONS as CANDIDATE_OPTIONS
 from fnet.memory.peak import Peak as Peak
 from fnet.memory.peak import compile_min_memory as compile_min_memory

@@ -328,7 +328,7 @@ def shapes_on(target: Target, tree: Any) -> Any:
     Args:
       target: A target of `describe` or `from_text`.
       tree: Arrays, typed keys, numbers, or their shapes (``jax.eval_shape``). Shapes with a
-        sharding over the target's devices keep it.
+        sharding over the target's devices keep it. What is in the host's memory stays there.
 
     Returns:
       The same tree of `jax.ShapeDtypeStruct`, for ``jitted.lower``.
@@ -346,7 +346,8 @@ def shapes_on(target: Target, tree: Any) -> Any:
     def place(leaf: Any, shape: Any) -> jax.ShapeDtypeStruct:
         sharding = getattr(leaf, "sharding", None) or single
         if not sharding.device_set <= {target.device, *target.devices}:
-            sharding = single
+            on_host = sharding.memory_kind == "pinned_host"
+            sharding = single.with_memory_kind("pinned_host") if on_host else single
         return jax.ShapeDtypeStruct(
             shape.shape, shape.dtype, sharding=sharding, weak_type=shape.weak_type
         )

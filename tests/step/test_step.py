@@ -1,4 +1,3 @@
-import dataclasses
 import functools
 
 import chex
@@ -340,15 +339,6 @@ def test_compile_step_needs_only_shapes():
     leaves = jax.tree.leaves(model.init(jax.random.key(0))[0])
     assert report.parameters == sum(leaf.size for leaf in leaves)
     assert report.as_dict()["peak"]["total"] == report.peak.total
-
-
-def test_rejects_a_state_on_the_host():
-    model, optimizer = classifier(), optax.adam(0.1)
-    state = created(model, optimizer)
-    host = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
-    moved = dataclasses.replace(state, opt_state=jax.device_put(state.opt_state, host))
-    with pytest.raises(ValueError, match=r"state\.opt_state.* in pinned_host\. A step updates"):
-        fnet.compile_step(fnet.make_step(loss_of(model), optimizer), moved, batch_of(6))
 
 
 def test_compiler_options_are_those_given():

@@ -1,0 +1,300 @@
+"""Keep the state of an optimizer in the memory of the host, and fetch it in blocks of rows.
+
+Adam and many other optimizers update each row of a parameter alone, and need its part of the state
+for a moment. So the state stays on the host. One parameter after the other, and a block of rows
+after the other, it is copied to the device, updated there and copied back. `fnet.memory.rows`
+proves that rows are separate in the update, and computes those of a block.
+
+Ren et al. 2021, "ZeRO-Offload: Democratizing Billion-Scale Model Training", also keep the state on
+the host, where a CPU updates it.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
+
+from fnet.autodiff.per_example.batch_axis import BatchAxis, Shared
+from fnet.chunks import fori_chunks
+from fnet.jaxpr import aval, dependencies, evaluate_from, inline, nbytes
+from fnet.memory.rows import Part, RowAxes, Value, run_rows, slice_rows
+
+_LEAST_BYTES = 2**20
+"""The state of a parameter stays on the device if its arrays have fewer bytes."""
+_LEAST_BLOCKS, _MOST_BYTES = 8, 2**24
+"""Blocks of an array, and bytes of one. XLA copies the arrays of few blocks all at once."""
+
+
+def state_on_host(
+    optimizer: optax.GradientTransformation,
+) -> optax.GradientTransformationExtraArgs:
+    """Keep the large arrays of an optimizer's state in the memory of the host.
+
+    The updates are those of the optimizer, up to the order of operations. With Adam, a device holds
+    8 bytes less per float32 parameter. Each step moves the state to the device and back. It takes
+    longer where this is not hidden behind other work, as with small batches.
+
+    On the host are arrays of at least 1 MiB that the update of one parameter alone reads, row by
+    row along the first axis: those of Adam and its relatives, momentum, Lion, 8-bit states. They
+    come to the device in blocks of rows. Numbers that depend on gradients alone, such as their
+    norm, are computed before. So give it all of a chain with `optax.clip_by_global_norm`: XLA
+    holds a second copy of stacked gradients between the two otherwise.
+
+    `jax.eval_shape` forgets where arrays are. So give `fnet.plan_step` or `fnet.compile_step` a
+    state, or shapes with shardings. Donate the parameters and the state of a step of your own, in
+    this order, which is that of its results: otherwise JAX may reuse memory of the host for
+    parameters, and fail. ``make_step(skip_nonfinite=True)`` needs a state on the device.
+
+    Args:
+      optimizer: Any optax transformation.
+
+    Returns:
+      The optimizer whose ``init`` places its state, and whose ``update`` fetches it.
+
+    Raises:
+      ValueError: If the state has large arrays, but none can be on the host, or if parameters are
+        on several devices.
+
+    Example:
+      >>> import fnet, jax.numpy as jnp, optax
+      >>> from fnet import memory
+      >>> optimizer = memory.state_on_host(optax.adam(1e-3))
+      >>> params = {"w": jnp.ones((1024, 512)), "b": jnp.ones(512)}
+      >>> state = optimizer.init(params)
+      >>> moments = state[0].mu
+      >>> [moments[name].sharding.memory_kind for name in ("w", "b")]
+      ['pinned_host', 'device']
+      >>> updates, state = optimizer.update(params, state, params)
+      >>> state[0].mu["w"].sharding.memory_kind
+      'pinned_host'
+    """
+    whole = optax.with_extra_args_support(optimizer)
+
+    def init(params: Any) -> Any:
+        counts = [len(a.sharding.device_set) for a in jax.tree.leaves(params) if _is_placed(a)]
+        if (count := max(counts, default=1)) > 1:
+            raise ValueError(
+                f"state_on_host: parameters must be on one device, got some on {count}; shard the "
+                "state in place of this (fnet.fsdp)"
+            )
+        state = optimizer.init(params)
+        leaves: list[Any]
+        structure: Any
+        leaves, structure = jax.tree.flatten(state)
+        for k in _Update.trace(whole, params, state, params, {}).on_host:
+            leaves[k] = jax.device_put(leaves[k], jax.memory.Space.Host)
+        return structure.unflatten(leaves)
+
+    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        return _Update.trace(whole, grads, state, params, extra).run(grads, state, params)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _is_placed(array: Any) -> bool:
+    return getattr(array, "sharding", None) is not None and not isinstance(array, jax.core.Tracer)
+
+
+class _Update(NamedTuple):
+    """An optimizer's update as equations.
+
+    Attributes:
+      closed: ``(grads, state, params) -> (updates, state)``, flat, without calls.
+      structure: Structure of the results.
+      grads: Number of gradients.
+      scalars: Numbers that depend on no large array of the state, and are computed first.
+      blocks: What is computed in blocks of rows.
+    """
+
+    closed: ClosedJaxpr
+    structure: Any
+    grads: int
+    scalars: list[Var]
+    blocks: "list[_Blocks]"
+
+    @property
+    def on_host(self) -> list[int]:
+        """Arrays of the state, by number, that are on the host."""
+        return [k - self.grads for blocks in self.blocks for k in blocks.numbers[1:]]
+
+    @classmethod
+    def trace(
+        cls,
+        optimizer: optax.GradientTransformationExtraArgs,
+        grads: Any,
+        state: Any,
+        params: Any,
+        extra: dict[str, Any],
+    ) -> "_Update":
+        """Trace the update, as if all arrays were on the device."""
+        args = jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(jnp.shape(a), jnp.result_type(a)),
+            (grads, state, params),
+        )
+
+        def run(grads: Any, state: Any, params: Any) -> Any:
+            # Blocks are chunks already: fnet.optim.compact_adamw needs no loop of its own.
+            return optimizer.update(grads, state, params, **{**extra, "chunked": False})
+
+        traced, results = jax.make_jaxpr(run, return_shape=True)(*args)
+        closed = inline(traced, custom_derivatives=True)
+        jaxpr, count = closed.jaxpr, len(jax.tree.leaves(grads))
+        of_state = jaxpr.invars[count : count + len(jax.tree.leaves(state))]
+        owners = _owners(jaxpr, count, of_state)
+        scalars = _scalars(jaxpr, {of_state[k] for k in owners})
+        found = []
+        for number in sorted(set(owners.values())):
+            owned = [k for k, owner in owners.items() if owner == number]
+            blocks = _Blocks.of(jaxpr, [number, *(count + k for k in owned)], scalars)
+            found += [blocks] if blocks else []
+        if any(nbytes(v) >= _LEAST_BYTES for v in of_state) and not found:
+            raise ValueError(
+                "state_on_host: no array of the state can be on the host, because all updates mix "
+                "rows or parameters; put it inside of optax.MultiSteps or optax.apply_if_finite, "
+                "or use an optimizer with a smaller state, such as fnet.optim.compact_adamw"
+            )
+        return cls(closed, jax.tree.structure(results), count, scalars, found)
+
+    def run(self, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        """Update one parameter after the other."""
+        jaxpr = self.closed.jaxpr
+        arrays = jax.tree.leaves((grads, state, params))
+        values = dict(zip(jaxpr.invars, arrays, strict=True))
+        values |= zip(jaxpr.constvars, self.closed.consts, strict=True)
+        computed = evaluate_from(jaxpr, self.scalars, values)
+        values |= zip(self.scalars, computed, strict=True)
+        results: dict[int, Any] = {}
+        done: Any = None
+        for blocks in self.blocks:
+            given = [values[v] for v in blocks.closed.jaxpr.invars]
+            given, _ = jax.lax.optimization_barrier((given, done))
+            new = blocks.run(given)
+            results |= zip(blocks.numbers, new, strict=True)
+            done = jax.lax.slice(new[0], (0,) * new[0].ndim, (1,) * new[0].ndim)
+        others = [k for k in range(len(jaxpr.outvars)) if k not in results]
+        rest = evaluate_from(jaxpr, [jaxpr.outvars[k] for k in others], values)
+        results |= zip(others, rest, strict=True)
+        updates, new_state = self.structure.unflatten(results[k] for k in range(len(results)))
+        return updates, new_state
+
+
+def _owners(jaxpr: Jaxpr, grads: int, arrays: Sequence[Var]) -> dict[int, int]:
+    """Map arrays of the state to the only update that reads them, if some of these are large."""
+    reads = [set(dependencies(jaxpr, [v])[0]) for v in jaxpr.outvars]
+    readers = [[i for i in range(grads) if v in reads[i]] for v in arrays]
+    owners = {
+        k: found[0] for k, found in enumerate(readers) if len(found) == 1 and aval(arrays[k]).shape
+    }
+    while True:
+        large = {owner for k, owner in owners.items() if nbytes(arrays[k]) >= _LEAST_BYTES}
+        shared = {
+            k
+            for number, needed in enumerate(reads)
+            for k, owner in owners.items()
+            if arrays[k] in needed
+            and owner != (number if number < grads else owners.get(number - grads))
+        }
+        kept = {k: o for k, o in owners.items() if k not in shared and o in large}
+        if kept == owners:
+            return owners
+        owners = kept
+
+
+def _scalars(jaxpr: Jaxpr, large: set[Var]) -> list[Var]:
+    """Numbers that depend on none of these arrays, such as the norm of all gradients."""
+    reads, found = set(large), []
+    for eqn in jaxpr.eqns:
+        if any(isinstance(v, Var) and v in reads for v in eqn.invars):
+            reads |= set(eqn.outvars)
+        else:
+            found += [v for v in eqn.outvars if not aval(v).shape]
+    return found
+
+
+class _Blocks(NamedTuple):
+    """The update of a parameter whose rows are separate.
+
+    Attributes:
+      closed: From all that it reads to the update and the new state.
+      axes: The analysis of it.
+      kinds: Of each of its inputs and results, whether it is rows or a whole.
+      old: The inputs that the results overwrite, the gradient first.
+      numbers: Their numbers in the whole update, which are also those of the results.
+    """
+
+    closed: ClosedJaxpr
+    axes: RowAxes
+    kinds: tuple[list[Any], list[Any]]
+    old: list[Var]
+    numbers: list[int]
+
+    @classmethod
+    def of(cls, jaxpr: Jaxpr, numbers: list[int], scalars: Sequence[Var]) -> "_Blocks | None":
+        """Return the blocks of a parameter, or None if its rows are mixed.
+
+        Args:
+          jaxpr: The whole update.
+          numbers: Numbers of its arguments that are overwritten, and of the results.
+          scalars: Variables that are known before.
+        """
+        results, old = [jaxpr.outvars[k] for k in numbers], [jaxpr.invars[k] for k in numbers]
+        known = {*jaxpr.invars, *jaxpr.constvars, *scalars}
+        needed, eqns = dependencies(jaxpr, results, known)
+        variables = (*results, *old)
+        if any(isinstance(v, Literal) or not aval(v).shape for v in variables):
+            return None
+        if len(sizes := {aval(v).shape[0] for v in variables}) > 1:
+            return None
+        axes = RowAxes(sizes.pop())
+        unknown = jaxpr.debug_info.with_unknown_names()
+        part = ClosedJaxpr(
+            jaxpr.replace(
+                constvars=[], invars=needed, eqns=eqns, outvars=results, debug_info=unknown
+            ),
+            [],
+        )
+        given = [BatchAxis(0) if v in old else Shared() for v in needed]
+        found = axes.run(part, given)
+        is_separate = all(kind == BatchAxis(0) for kind in found)
+        return cls(part, axes, (given, found), old, numbers) if is_separate else None
+
+    def run(self, given: Sequence[Any]) -> list[Any]:
+        """Update one block after the other."""
+        host, device = jax.memory.Space.Host, jax.memory.Space.Device
+        inputs, results = self.closed.jaxpr.invars, self.closed.jaxpr.outvars
+        values = dict(zip(inputs, given, strict=True))
+        pairs = list(zip(self.old, map(aval, results), strict=True))
+        # Another dtype needs another buffer, such as after the first step of some optimizers.
+        in_place = {v for v, new in pairs if v in values and aval(v).dtype == new.dtype}
+        update, *state = [
+            values[v] if v in in_place else jnp.zeros(new.shape, new.dtype) for v, new in pairs
+        ]
+        buffers = [update, *(jax.device_put(a, host) for a in state)]
+        rows = self.axes.batch_size
+
+        def body(start: Any, size: int, current: list[Any]) -> list[Any]:
+            part = Part(jnp.asarray(start, jnp.int32), size, rows)
+            # A buffer still has the old values of the next rows.
+            newer = zip(self.old, current, strict=True)
+            known = values | {v: a for v, a in newer if v in in_place}
+
+            def value(v: Var, kind: Any) -> Value:
+                array = slice_rows(known[v], 0, part) if isinstance(kind, BatchAxis) else known[v]
+                return Value(kind, jax.device_put(array, device) if v in self.old[1:] else array)
+
+            args = list(map(value, inputs, self.kinds[0]))
+            interpreter, new = run_rows(self.closed, args, part, self.axes)
+            update, *state = interpreter.converted(new, self.kinds[1])
+            return [
+                jax.lax.dynamic_update_slice_in_dim(a, b, part.start, 0)
+                for a, b in zip(
+                    current, [update, *(jax.device_put(a, host) for a in state)], strict=True
+                )
+            ]
+
+        bytes_ = max(nbytes(v) for v in results)
+        size = max(1, min(-(-rows // _LEAST_BLOCKS), _MOST_BYTES * rows // bytes_))
+        return fori_chunks(body, buffers, rows, size)

@@ -1,0 +1,154 @@
+"""An optimizer's state in the memory of the host gives the same updates, block by block."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import fnet
+from fnet import memory
+from fnet.jaxpr import find_equations, nbytes
+
+HOST = "pinned_host"
+
+
+def normal(seed, *shape, dtype=jnp.float32):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+def params():
+    return {
+        "kernel": normal(0, 517, 601),  # of many blocks, and a smaller one
+        "stack": normal(1, 3, 300, 301),
+        "half": normal(2, 1024, 1024, dtype=jnp.bfloat16),
+        "bias": normal(3, 601),
+    }
+
+
+def gradients(params, seed):
+    return jax.tree.map(lambda a: normal(seed, *a.shape, dtype=a.dtype), params)
+
+
+def kinds(tree):
+    return {a.sharding.memory_kind for a in jax.tree.leaves(tree) if a.nbytes >= 2**20}
+
+
+def trained(optimizer, steps=3):
+    def step(params, state, grads):
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    step = jax.jit(step, donate_argnums=(0, 1))
+    p = params()
+    state = optimizer.init(p)
+    placed = kinds(state)
+    for i in range(steps):
+        p, state = step(p, state, gradients(p, i))
+    assert kinds(state) == placed
+    return p, state, placed
+
+
+OPTIMIZERS = {
+    "adamw": lambda: optax.adamw(
+        optax.cosine_decay_schedule(1e-2, 10),
+        weight_decay=0.1,
+        mask=lambda p: jax.tree.map(lambda a: a.ndim > 1, p),
+    ),
+    "a norm of all gradients": lambda: optax.chain(
+        optax.clip_by_global_norm(1.0), optax.adam(1e-2)
+    ),
+    "momentum": lambda: optax.sgd(0.1, momentum=0.9),
+    "numbers in the state": lambda: optax.inject_hyperparams(optax.adam)(learning_rate=1e-2),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_updates_are_those_of_the_optimizer(name):
+    optimizer = OPTIMIZERS[name]()
+    expected_params, expected, _ = trained(optimizer)
+    found_params, found, placed = trained(memory.state_on_host(optimizer))
+    assert placed == {HOST}
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    pairs = zip(
+        jax.tree.leaves((found_params, found)),
+        jax.tree.leaves((expected_params, expected)),
+        strict=True,
+    )
+    for a, b in pairs:
+        assert a.dtype == b.dtype
+        np.testing.assert_allclose(np.float32(a), np.float32(b), 1e-5, 1e-6)
+
+
+def test_a_state_of_8_bits_comes_in_blocks_too():
+    optimizer = fnet.optim.compact_adamw(1e-3)
+    p = {"kernel": normal(0, 1001, 1500, dtype=jnp.bfloat16)}
+    grads = {"kernel": normal(1, 1001, 1500, dtype=jnp.bfloat16)}
+    on_host = memory.state_on_host(optimizer)
+    state = on_host.init(p)
+    assert kinds(state) == {HOST}
+    found = jax.tree.leaves(on_host.update(grads, state, p))
+    expected = jax.tree.leaves(optimizer.update(grads, optimizer.init(p), p))
+    for a, b in zip(found, expected, strict=True):
+        assert a.dtype == b.dtype
+        assert np.mean(np.float32(a) != np.float32(b)) < 0.02  # rounding to 8 bits at ties
+
+
+def test_no_more_than_a_block_is_on_the_device():
+    p = {"kernel": normal(0, 517, 601), "bias": normal(3, 601)}
+    optimizer = memory.state_on_host(optax.adam(1e-2))
+    state = optimizer.init(p)
+    assert [state[0].mu[k].sharding.memory_kind for k in ("kernel", "bias")] == [HOST, "device"]
+    traced = jax.make_jaxpr(optimizer.update)(p, state, p)
+    moved = [v for eqn in find_equations(traced, "device_put") for v in eqn.outvars]
+    to_device = [nbytes(v) for v in moved if v.aval.memory_space == jax.memory.Space.Device]
+    assert max(to_device) == -(-517 // 8) * 601 * 4
+
+
+def test_a_step_trains_with_it():
+    def losses(params, model_state, batch, key):
+        return ((jnp.tanh(batch["x"] @ params["w"]) - batch["y"]) ** 2).mean(-1)
+
+    batch = {"x": normal(1, 8, 600), "y": normal(2, 8, 500)}
+
+    def run(optimizer):
+        state = fnet.TrainState.create(
+            params={"w": normal(0, 600, 500)}, optimizer=optimizer, key=jax.random.key(0)
+        )
+        step = fnet.compile_step(fnet.make_step(losses, optimizer), state, batch)
+        assert step.report.donation.aliased_bytes >= memory.tree_bytes(state.opt_state)
+        for _ in range(3):
+            state, metrics = step(state, batch)
+        return state, metrics["loss"]
+
+    momentum = optax.sgd(0.1, momentum=0.9)
+    plain, loss = run(momentum)
+    found, found_loss = run(memory.state_on_host(momentum))
+    assert (kinds(found.opt_state), kinds(found.params)) == ({HOST}, {"device"})
+    np.testing.assert_allclose(found_loss, loss, 1e-5)
+    np.testing.assert_allclose(found.params["w"], plain.params["w"], 1e-5, 1e-6)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        optax.lamb(1e-3),
+        optax.MultiSteps(optax.adam(1e-3), 2),
+        optax.apply_if_finite(optax.adam(1e-3), 2),
+    ],
+    ids=["a norm of each update", "gradients of several steps", "a choice"],
+)
+def test_an_optimizer_that_mixes_rows_is_refused(optimizer):
+    with pytest.raises(ValueError, match="state_on_host: no array of the state can be on the host"):
+        memory.state_on_host(optimizer).init(params())
+    small = {"w": jnp.ones(3)}
+    assert memory.state_on_host(optimizer).init(small) is not None  # nothing to move
+
+
+def test_what_is_on_several_devices_is_refused():
+    mesh = jax.make_mesh((jax.device_count(),), ("data",))
+    if mesh.size == 1:
+        pytest.skip("one device")
+    sharding = jax.NamedSharding(mesh, jax.P("data"))
+    with pytest.raises(ValueError, match="state_on_host: parameters must be on one device"):
+        memory.state_on_host(optax.adam(1e-3)).init(jax.device_put(jnp.ones((8, 2)), sharding))
