@@ -100,6 +100,7 @@ SUITE = (
     Benchmark("pixel_cross_entropy"),
     Benchmark("accumulation"),
     Benchmark("fsdp", cpu=True),
+    ahead_of_time("host_state", "v5e"),
     ahead_of_time("fsdp", "h100"),
     ahead_of_time("fsdp", "v5e"),
     Benchmark("attribution", packages=("scikit-learn", "scipy"), cpu=True),
