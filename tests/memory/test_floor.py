@@ -13,16 +13,11 @@ from benchmarks.foreign_programs import PROGRAMS
 from fnet import memory
 
 N, WIDTH = 128, 32
-FOREIGN = [
-    *(
-        pytest.param(name, marks=pytest.mark.slow)
-        for name in ("CLIP", "batch norm by hand", "ranking in the batch")
-    ),
-    "LSTM, 512 steps",
-    "a number in the batch",
-]
+FOREIGN = (
+    "LSTM, 512 steps", "CLIP", "batch norm by hand", "ranking in the batch", "a number in the batch",
+)  # fmt: skip
 QUICK = settings(
-    max_examples=5, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=3, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck)
 )
 allow_rank_promotion = pytest.fixture(allow_rank_promotion)
 
@@ -82,6 +77,7 @@ def test_the_reason_is_that_of_the_largest_arrays(loss, rows, reason):
         raise error
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("name", FOREIGN)
 def test_no_plan_is_below_the_floor(name, allow_rank_promotion):
     with jax.numpy_dtype_promotion("standard"), jax.debug_key_reuse(False):

@@ -21,7 +21,7 @@ from fnet.memory.regions import NOTHING, Kept, Region, Whole, cut, divide
 from fnet.memory.windows import trace_inlined
 
 QUICK = settings(
-    max_examples=10, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=6, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck)
 )
 THOROUGH = settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
 N, WIDTH = 128, 32

@@ -236,6 +236,7 @@ def test_an_optimizer_sees_the_tree_that_a_user_gives_it():
             seen.clear()
 
 
+@pytest.mark.slow
 def test_nnx_step_takes_what_is_planned():
     def loss(network, x):
         return jnp.square(network(x)).mean()
