@@ -1,12 +1,14 @@
 """Adapter files of PEFT (LoRA, rsLoRA and DoRA), in and out. Pure functions of dicts."""
 
 import glob
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
+from fnet.interop.huggingface.checkpoint import regrouped
 from fnet.lora import Adapters, LoRA
 
 _PREFIX = "base_model.model."
@@ -39,11 +41,14 @@ class Module(NamedTuple):
       path: Path of the weight, keys joined by "/".
       transposed: Whether the weight is [out, in], as in torch and Equinox.
       layer: Number of the layer, if the weight stacks the layers of several modules.
+      grouped: ``(n, m)``, if outputs of the module are n groups of m parts, and of the weight m
+        groups of n parts, such as query, key and value of each head in GPT-NeoX.
     """
 
     path: str
     transposed: bool = False
     layer: int | None = None
+    grouped: tuple[int, int] | None = None
 
 
 Modules = Mapping[str, Sequence[Any]]
@@ -97,7 +102,11 @@ def from_peft(
                 "does not contain; add where its weight is"
             )
         array = np.asarray(tensor, np.float32)
-        parts.setdefault(module, {})[kind] = array.T if kind in ("a", "b") else array.ravel()
+        array = array.T if kind in ("a", "b") else array.ravel()
+        grouped = Module(*modules[module]).grouped
+        if grouped is not None and kind != "a":
+            array = regrouped(array, array.ndim - 1, *grouped)
+        parts.setdefault(module, {})[kind] = array
     if not parts:
         raise ValueError("from_peft: expected the tensors of an adapter, got none")
     rank, dora = int(config["r"]), bool(config.get("use_dora"))
@@ -164,6 +173,8 @@ def to_peft(
         place = places[module]
         for kind, array in adapters[place.path].items():
             own = np.asarray(array if place.layer is None else array[place.layer], np.float32)
+            if place.grouped is not None and kind != "a":
+                own = regrouped(own, own.ndim - 1, *place.grouped[::-1])
             tensors[f"{_PREFIX}{module}.{names[kind]}"] = np.ascontiguousarray(own.T)
     return {
         "peft_type": "LORA",
@@ -204,11 +215,24 @@ def huggingface_modules(model: Any) -> dict[str, Module]:
       ... ].path
       'blocks/0/mixer/query/kernel'
     """
-    return {
-        tensor.name.removesuffix(".weight"): Module(tensor.path)
-        for tensor in model.tensors
-        if tensor.name.endswith(".weight") and tensor.path.endswith("kernel")
-    }
+    modules = {}
+    for tensor in model.tensors:
+        if not (tensor.name.endswith(".weight") and tensor.path.endswith("kernel")):
+            continue
+        # transformers renames the language model of models that also see images when it loads them.
+        name = re.sub(r"^language_model\.(model\.)?", _of_images, tensor.name)
+        grouped = None
+        if tensor.grouped is not None:
+            axis, *grouped = tensor.grouped
+            assert (tensor.layout or "ab")[axis] == "b"  # outputs
+        modules[name.removesuffix(".weight")] = Module(
+            tensor.path, grouped=grouped and (grouped[0], grouped[1])
+        )
+    return modules
+
+
+def _of_images(m: re.Match[str]) -> str:
+    return "model.language_model." if m[1] else ""
 
 
 def _check_config(config: Mapping[str, Any]) -> None:

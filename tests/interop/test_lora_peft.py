@@ -6,9 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from pretrained_cases import CONFIGS, TOKENS, peer
 
 from fnet import lora
-from fnet.interop import from_huggingface
+from fnet.interop import from_huggingface, to_huggingface
+from fnet.interop.huggingface import build_model
 from fnet.interop.peft import from_peft, huggingface_modules, to_peft
 
 MODULES = {
@@ -69,6 +71,37 @@ def test_updates_are_the_products_of_the_tensors():
     np.testing.assert_allclose(merged["first"]["kernel"], product("0").T, rtol=1e-5)
     np.testing.assert_allclose(merged["second"]["weight"], product("2"), rtol=1e-5)
     np.testing.assert_allclose(merged["stack"]["kernel"][1], product("stack.1").T, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_outputs_that_a_file_has_in_another_order_keep_their_adapters(dora):
+    """Query, key and value of each head follow each other in GPT-NeoX."""
+    model = build_model(CONFIGS["gpt_neox"])
+    params, _ = model.init(jax.random.key(0))
+    module = "gpt_neox.layers.1.attention.query_key_value"
+    random = np.random.default_rng(0)
+    tensors = {
+        f"base_model.model.{module}.lora_A.weight": random.normal(size=(2, 32)),
+        f"base_model.model.{module}.lora_B.weight": random.normal(size=(96, 2)),
+    }
+    if dora:
+        tensors[f"base_model.model.{module}.lora_magnitude_vector"] = random.normal(size=96)
+    tensors = {name: a.astype(np.float32) for name, a in tensors.items()}
+    modules = huggingface_modules(model)
+    config, adapters = from_peft(config_of(use_dora=dora), tensors, modules)
+    again = to_peft(config, adapters, modules)[1]
+    for name, array in tensors.items():
+        np.testing.assert_array_equal(again[name], array)
+    before, after = (
+        to_huggingface(model, p)[f"{module}.weight"]
+        for p in (params, lora.merge(config, params, adapters))
+    )
+    a, b, *magnitude = tensors.values()
+    expected = before + 2 * b @ a
+    if dora:
+        norms = np.linalg.norm(expected, axis=1, keepdims=True)
+        expected *= magnitude[0][:, None] / norms
+    np.testing.assert_allclose(after, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -228,3 +261,40 @@ def test_a_published_model_with_an_adapter_equals_transformers(form, tmp_path):
                 else (by_name[name.replace(".default", "").removesuffix(".weight")])
             )
             np.testing.assert_allclose(gradient, tensor.grad, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [n for n in CONFIGS if "mamba" not in n])  # PEFT refuses these
+def test_adapters_of_every_family_equal_those_of_peft(name, tmp_path):
+    """All linear modules but the head; with experts, which transformers stacks, attention alone."""
+    torch, peft = pytest.importorskip("torch"), pytest.importorskip("peft")
+    pytest.importorskip("transformers")
+    load_file = pytest.importorskip("safetensors.numpy").load_file
+    base, base_config, weights = peer(name)
+    model, params = from_huggingface(base_config, weights)
+    modules = huggingface_modules(model)
+    linear = {n for n, m in base.named_modules() if isinstance(m, torch.nn.Linear)}
+    linear |= {n for n, m in base.named_modules() if type(m).__name__ == "Conv1D"}
+    targets = [n for n in modules if n in linear and n != "lm_head"]
+    if any(".experts." in tensor.path.replace("/", ".") for tensor in model.tensors):
+        targets = [n for n in targets if "self_attn" in n]  # PEFT turns the names of gates
+    assert targets
+    torch.manual_seed(0)
+    options = {"r": 2, "lora_alpha": 8, "target_modules": targets}
+    adapted = peft.get_peft_model(base, peft.LoraConfig(**options))
+    for parameter, tensor in adapted.named_parameters():
+        if "lora_" in parameter:
+            tensor.data += 0.1 * torch.randn(tensor.shape)
+    adapted.save_pretrained(tmp_path)
+    adapter_config = json.loads((tmp_path / "adapter_config.json").read_text())
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    config, adapters = from_peft(adapter_config, tensors, modules)
+    again = to_peft(config, adapters, modules)[1]
+    assert again.keys() == tensors.keys()
+    for tensor, array in tensors.items():
+        np.testing.assert_array_equal(again[tensor], array)
+    apply = jax.jit(lambda a, p: lora.wrap(model.apply, config)(a, p, {}, TOKENS, train=False)[0])
+    with torch.no_grad():
+        expected = adapted(torch.tensor(np.asarray(TOKENS))).logits.numpy()
+    y = apply(adapters, params)
+    assert np.abs(y - expected).max() <= 1e-5 * np.abs(expected).max()

@@ -83,7 +83,7 @@ class Tensor(NamedTuple):
             a = a.reshape(-1)
         if self.grouped is not None:
             axis, n, m = self.grouped
-            a = _regrouped(a, axis, n, m)
+            a = regrouped(a, axis, n, m)
         return a.squeeze(self._units).transpose(np.argsort(self._axes)) if self.layout else a
 
     def to_file(self, a: np.ndarray) -> np.ndarray:
@@ -93,7 +93,7 @@ class Tensor(NamedTuple):
             a = np.expand_dims(a.transpose(self._axes), self._units)
         if self.grouped is not None:
             axis, n, m = self.grouped
-            a = _regrouped(a, axis, m, n)
+            a = regrouped(a, axis, m, n)
         return a if self.by_head is None else a.reshape(self.by_head, -1)
 
     @property
@@ -110,7 +110,7 @@ class Tensor(NamedTuple):
         return tuple(slice(None) if c == "1" else index[ord(c) - ord("a")] for c in self.layout)
 
 
-def _regrouped(a: np.ndarray, axis: int, n: int, m: int) -> np.ndarray:
+def regrouped(a: np.ndarray, axis: int, n: int, m: int) -> np.ndarray:
     """Order an axis of n groups of m parts as m groups of n parts."""
     shape = a.shape
     parts = a.reshape(*shape[:axis], n, m, -1, *shape[axis + 1 :])

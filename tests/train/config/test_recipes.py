@@ -22,7 +22,6 @@ from train.config import (
     ResNeXt,
     SegmentationFolder,
     WiderResNet,
-    from_json,
     recipes,
     to_json,
 )
@@ -188,11 +187,3 @@ def test_all_nine_published_experiments_have_a_recipe():
         name for name in recipes.recipes() if name.startswith("imagenet_")
     }
     assert len(IMAGENET) == 9
-
-
-@pytest.mark.parametrize(
-    ("former", "policy"), [("keep", "none"), ("named", "norms"), ("products", "dots")]
-)
-def test_a_config_with_a_former_policy_name_still_loads(former, policy):
-    old = json.dumps({"memory": {"policy": former}})
-    assert from_json(old, "config.json").memory.policy == policy
