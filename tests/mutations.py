@@ -77,12 +77,27 @@ TARGETS = {
     "fnet/privacy/noise.py": "tests/privacy/test_correlated_noise.py",
     "fnet/privacy/sampling.py": "tests/train/data/test_poisson.py",
     "fnet/step.py": "tests/step/test_step.py tests/step/test_skip_nonfinite.py",
+    "fnet/losses/classification.py": "tests/losses/test_cross_entropy.py",
+    "fnet/memory/roofline.py": "tests/memory/test_roofline.py",
+    "fnet/memory/sizes.py": "tests/memory/test_sizes.py",
+    "fnet/memory/timeline.py": "tests/memory/test_timeline.py",
+    "fnet/optim/compact.py": "tests/optim/test_compact.py",
+    "train/data/annotations.py": "tests/train/data/test_annotations.py tests/train/data/test_hostile_files.py",
+    "train/data/augment.py": "tests/train/data/test_augment.py",
+    "train/data/decode.py": "tests/train/data/test_decode.py",
+    "train/data/drawings.py": "tests/train/data/test_annotations.py tests/train/data/test_hostile_files.py",
     "train/data/order.py": "tests/train/data/test_shard_order.py",
     "train/data/packing.py": "tests/train/data/test_packing.py",
+    "train/data/preprocessing.py": "tests/train/data/test_preprocessing.py",
+    "train/data/sampling.py": "tests/train/data/test_sampling.py tests/train/data/test_poisson.py",
+    "train/data/splits.py": "tests/train/data/test_image_folder.py tests/train/data/test_arrays.py tests/train/data/test_users.py",
     "train/limits.py": "tests/train/data/test_hostile_files.py",
     "train/output/logged.py": "tests/train/run/test_metrics.py tests/privacy/test_privacy.py",
     "train/run/evaluation.py": "tests/train/run/test_evaluator.py tests/train/commands/test_evaluation.py",
+    "train/run/input_wait.py": "tests/train/run/test_input_wait.py",
+    "train/run/same_data.py": "tests/train/run/test_same_data.py",
     "train/run/seeds.py": "tests/train/run/test_seeds.py",
+    "train/tasks/scores.py": "tests/train/tasks/test_scores.py",
 }
 """File -> the tests that must notice a mutant of any of its functions."""
 
@@ -198,11 +213,11 @@ def copied(root: Path) -> Path:
     return root
 
 
-def run_tests(root: Path, tests: str) -> tuple[int | None, str]:
+def run_tests(root: Path, tests: str, marks: str = "") -> tuple[int | None, str]:
     """Pytest's exit code and output, from a fresh process; None after `TIME_LIMIT` seconds."""
     log = root / "pytest.txt"
     process = multiprocessing.get_context("forkserver").Process(
-        target=_pytest, args=(root, tests, log)
+        target=_pytest, args=(root, tests, marks, log)
     )
     process.start()
     process.join(TIME_LIMIT)
@@ -213,7 +228,7 @@ def run_tests(root: Path, tests: str) -> tuple[int | None, str]:
     return process.exitcode, log.read_text()
 
 
-def _pytest(root: Path, tests: str, log: Path) -> None:
+def _pytest(root: Path, tests: str, marks: str, log: Path) -> None:
     os.chdir(root)
     sys.dont_write_bytecode = True
     sys.path.insert(0, str(root))
@@ -223,17 +238,17 @@ def _pytest(root: Path, tests: str, log: Path) -> None:
     hypothesis.settings.load_profile("first")
     with log.open("w") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
         options = ["-x", "-q", "--tb=no", "--hypothesis-seed=0", "-p", "no:cacheprovider"]
-        code = pytest.main([*tests.split(), "-m", "", *options])
+        code = pytest.main([*tests.split(), "-m", marks, *options])
     os._exit(code)  # without waiting for JAX's threads
 
 
-def outcome(root: Path, mutant: Mutant) -> tuple[bool, str]:
+def outcome(root: Path, mutant: Mutant, marks: str = "") -> tuple[bool, str]:
     """Whether a test failed with the mutant in place, and which one."""
     place = root / mutant.file
     before = place.read_text()
     place.write_text(mutant.text)
     try:
-        code, log = run_tests(root, TARGETS[mutant.file])
+        code, log = run_tests(root, TARGETS[mutant.file], marks)
     finally:
         place.write_text(before)
     if code == pytest.ExitCode.OK:
@@ -252,6 +267,7 @@ def main() -> int:
     parser.add_argument("--only", metavar="PATTERN", default="", help="regex on addresses")
     parser.add_argument("--sample", type=int, metavar="N", help="draw N of the mutants")
     parser.add_argument("--seed", type=int, default=0, help="seed of the draw")
+    parser.add_argument("--quick", action="store_true", help="leave out the slow tests")
     parser.add_argument("--list", action="store_true", help="show the mutants, run nothing")
     args = parser.parse_args()
     console = Console(width=None if sys.stdout.isatty() else 160)
@@ -273,14 +289,15 @@ def main() -> int:
         }
         multiprocessing.set_forkserver_preload(["chex", "flax.linen", "jax", "optax", "pytest"])
         root = copied(Path(folder) / "copy")
+        marks = "not slow" if args.quick else ""
         for tests in dict.fromkeys(TARGETS[m.file] for m in chosen):
-            code, log = run_tests(root, tests)
+            code, log = run_tests(root, tests, marks)
             if code != pytest.ExitCode.OK:
                 console.print(escape(f"{tests} must pass without a mutant:\n{log}"))
                 return 1
         survivors = 0
         for m in track(chosen, "mutants", console=console, disable=not console.is_terminal):
-            caught, reason = outcome(root, m)
+            caught, reason = outcome(root, m, marks)
             survivors += not caught
             change = " ".join(f"{m.before} -> {m.after}".split())
             console.print(escape(f"{m.address}: {change}: {reason}"), soft_wrap=True)

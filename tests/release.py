@@ -4,12 +4,14 @@
 
 The oldest Python gets the wheel with the lowest versions of all dependencies that pyproject.toml
 allows. Each Python gets the wheel with the newest, and the newest Python also installs the source
-distribution. A Python that this machine lacks is listed. In each environment the commands below
+distribution. For each Python, pip also finds wheels of all extras at once, without their gigabytes.
+A Python that this machine lacks is listed. In each environment the commands below
 run in a folder with a train.py and a configs/ of the user's own, which comes first on the path.
 The script ends with the output of the first command that fails.
 """
 
 import argparse
+import json
 import os
 import re
 import shlex
@@ -100,6 +102,9 @@ def main() -> None:
         wheel, source = build(Path(made) / "dist")
         for path in (wheel, source):
             print(f"{path.name}: {path.stat().st_size / 1e3:.0f} kB", flush=True)
+        for version, python in found.items():
+            count = find_extras(python, wheel, Path(made) / "extras")
+            print(f"Python {version}, all extras: {count} packages", flush=True)
         oldest, newest = next(iter(found)), list(found)[-1]
         tries = [
             (oldest, "lowest versions", [str(wheel), *lowest()]),
@@ -146,6 +151,24 @@ def lowest() -> list[str]:
     wanted = [Requirement(line) for line in project["dependencies"]]
     bounds = {r.name: next(s for s in r.specifier if s.operator == ">=") for r in wanted}
     return [f"{name}=={bound.version}" for name, bound in bounds.items()]
+
+
+def find_extras(python: str, wheel: Path, folder: Path) -> int:
+    """Resolve the wheel with all its extras for a Python; return the number of packages.
+
+    Raises:
+      SystemExit: if a package has no wheel for it, or if two extras exclude each other.
+    """
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = f"{wheel}[{','.join(project['optional-dependencies'])}]"
+    _run([python, "-m", "venv", str(folder)], ROOT)
+    command = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet"]
+    found = folder / "found.json"
+    only_find = ["--dry-run", "--only-binary=:all:", "--ignore-installed", f"--report={found}"]
+    _run([*command, *only_find, wanted], ROOT)
+    count = len(json.loads(found.read_text())["install"])
+    shutil.rmtree(folder)
+    return count
 
 
 def try_out(name: str, python: str, packages: list[str], folder: Path) -> None:

@@ -232,7 +232,7 @@ class Checkpoints:
 
         network = self._newest(read)
         if network is None:
-            raise UserError(f"no checkpoint in {self._folder}: the run has not saved one yet")
+            raise UserError(f"no checkpoint in {self._folder}: none was saved yet, or they are gone")
         return network
 
     def _read(self, step: int, target: Any) -> tuple[Any, dict[str, Any]]:
