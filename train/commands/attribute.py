@@ -156,7 +156,7 @@ def _recorded(folder: RunFolder, run: Setup) -> InRunState:
     with Checkpoints(folder.checkpoints) as checkpoints:
         restored = restore(checkpoints, run.task.model, run.state_shapes)
     if restored is None:
-        raise UserError(f"no checkpoint in {folder.checkpoints}: none was saved yet, or they are gone")
+        raise UserError(f"no checkpoint in {folder.checkpoints}: none was saved, or they are gone")
     state: InRunState = restored.state.opt_state
     return state
 

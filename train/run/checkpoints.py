@@ -232,7 +232,7 @@ class Checkpoints:
 
         network = self._newest(read)
         if network is None:
-            raise UserError(f"no checkpoint in {self._folder}: none was saved yet, or they are gone")
+            raise UserError(f"no checkpoint in {self._folder}: none was saved, or they are gone")
         return network
 
     def _read(self, step: int, target: Any) -> tuple[Any, dict[str, Any]]:

@@ -393,7 +393,7 @@ MISTAKES = [
     ("halves", ("--scale", "1"), "unknown option --scale (did you mean --scales?)"),
     ("halves", ("again",), "unexpected again"),
     ("halves", ("--data.test-split", "test"), "--data.test-split: fnet eval takes the data of the run; give --split NAME"),
-    ("halves", (), "runs/halves/checkpoints: none was saved yet, or they are gone"),
+    ("halves", (), "runs/halves/checkpoints: none was saved, or they are gone"),
 ]  # fmt: skip
 
 

@@ -338,7 +338,7 @@ def test_refuses_a_missing_run(words, capsys):
 def test_refuses_a_run_without_checkpoint(recipe, run_of, capsys):
     shutil.rmtree(run_of(recipe) / "checkpoints")
     assert exit_code("sample", recipe) == 2
-    assert_one_line_error(capsys, "none was saved yet, or they are gone")
+    assert_one_line_error(capsys, "none was saved, or they are gone")
 
 
 PHOTOS = (
