@@ -206,11 +206,12 @@ class TracedLoss(NamedTuple):
 
         On one CPU: arrays of one example stay in the cache. This pays if they are larger than the
         parameters, whose gradients are written and added for each example, and large enough that
-        the start of each operation does not matter. XLA's convolutions of one image are slow.
+        the start of each operation does not matter. XLA's convolutions of one image are slow,
+        unless they are products of patches (as in vision transformers).
         """
         if not is_for_cpu() or batch_devices() > 1 or self.examples.size < 2 or self.closed.effects:
             return False
-        if next(find_equations(self.closed, "conv_general_dilated"), None) is not None:
+        if not all(map(_is_of_patches, find_equations(self.closed, "conv_general_dilated"))):
             return False
         equations, elements = _count(self.closed.jaxpr)
         plan = _Plan.of_one(self.closed, self.leaves)
@@ -417,6 +418,14 @@ class _Plan(NamedTuple):
         }  # fmt: skip
         others = [i for i in range(len(params)) if i not in tables]
         return cls(closed, list(params), len(params), uses.without(others), others, [], [], None)
+
+
+def _is_of_patches(convolution: Any) -> bool:
+    """Whether the windows of a convolution do not overlap."""
+    kernel = aval(convolution.invars[1]).shape
+    _, _, *spatial = convolution.params["dimension_numbers"].rhs_spec
+    sizes: tuple[int, ...] = tuple(kernel[i] for i in spatial)
+    return sizes == tuple(convolution.params["window_strides"])
 
 
 def _count(jaxpr: Jaxpr) -> tuple[int, int]:

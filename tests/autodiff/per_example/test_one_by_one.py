@@ -1,5 +1,7 @@
 """Clipped gradients of one example, or a few, at a time: they equal those of all at once."""
 
+import functools
+
 import chex
 import example_losses
 import jax
@@ -133,11 +135,13 @@ def test_is_not_chosen_with_a_width_effects_or_convolutions(monkeypatch):
     assert gradient_strategies(squares, w, x, width=2) != "one example at a time"
     assert gradient_strategies(printed, w, x) != "one example at a time"
 
-    def convolved(w, x):
-        filtered = jax.lax.conv(x, jnp.ones((1, 4096, 1)), (1,), "SAME")
-        return squares(w, x) + squares(w, filtered)
+    def convolved(stride, w, x):
+        patches = jax.lax.conv(jnp.swapaxes(x, 1, 2), jnp.ones((16, 16, 2)), (stride,), "SAME")
+        return squares(w, x) + squares(w, jnp.swapaxes(patches, 1, 2))
 
-    assert gradient_strategies(convolved, w, x) != "one example at a time"
+    for stride, chosen in ((1, False), (2, True)):  # products of patches are no slow convolutions
+        strategy = gradient_strategies(functools.partial(convolved, stride), w, x)
+        assert (strategy == "one example at a time") == chosen
     monkeypatch.setattr(backward, "ELEMENTS_PER_EQUATION", 1e9)
     assert gradient_strategies(squares, w, x) != "one example at a time"
 
