@@ -35,19 +35,12 @@ class Proposal(NamedTuple):
       bytes: Predicted bytes that are saved or rematerialized at the peak.
       cost: Predicted additional FLOPs and bytes.
       time: Predicted additional time, with fused elementwise operations.
-      window_size: Which set of windows it has.
     """
 
     windows: tuple[Window, ...]
     bytes: int
     cost: Cost
     time: float
-    window_size: int
-
-    @property
-    def saved_arrays(self) -> int:
-        """Number of arrays that are saved by name."""
-        return sum(len(w.saved) for w in self.windows)
 
 
 @dataclasses.dataclass(eq=False)
@@ -109,7 +102,7 @@ class Planner:
         for bound, number in promising[:3]:
             if best is not None and (1 - measured.GAP) * best.time <= bound:
                 continue
-            proposal = self._programs[number].solve(limit, number, plain)
+            proposal = self._programs[number].solve(limit, plain)
             if proposal and (best is None or proposal.time < best.time):
                 best = proposal
         return best
@@ -180,7 +173,7 @@ class KeptRows:
         return self._known[limit]
 
     def _solve(self, limit: int) -> KeptProposal | None:
-        proposal = self._program.solve(limit, 0, plain=False)
+        proposal = self._program.solve(limit, plain=False)
         if proposal is None:
             return None
         names = frozenset(n for w in proposal.windows for n in w.saved)
@@ -390,7 +383,7 @@ class _Program:
         assert solution is not None
         return int(solution[1] * self.unit)
 
-    def solve(self, limit: float, number: int, plain: bool) -> Proposal | None:
+    def solve(self, limit: float, plain: bool) -> Proposal | None:
         """Return the fastest choice that needs at most ``limit`` bytes."""
         solution = self._optimize(limit, integral=True, plain=plain)
         if solution is None:
@@ -403,7 +396,6 @@ class _Program:
             self._peak(x),
             Cost(sum(c.flops for c in cost), sum(c.bytes for c in cost)),
             solution[1],
-            number,
         )
 
     def _peak(self, x: np.ndarray[Any, Any]) -> int:
