@@ -211,6 +211,8 @@ def clip_pytree(
         return_norms=True,
         **how,
     )(jax.tree.map(lambda a: jnp.asarray(a)[None], pytree))
+    if "grid_scale" not in how:  # One tree is no sum: it may have the narrow dtype of its input.
+        clipped = jax.tree.map(lambda c, a: c.astype(jnp.result_type(a)), clipped, pytree)
     return clipped, jax.tree.map(lambda norm: norm[0], norms)
 
 
