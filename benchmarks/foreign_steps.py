@@ -2,13 +2,13 @@
 
     python -m benchmarks.foreign_steps [--programs NAME ...] [--rows FOLDER] [--resident]
 
-The programs are those of `benchmarks.foreign_programs`. Each gets budgets of 95 to 20 % of the peak
+`benchmarks.foreign_programs` has the programs. Each gets budgets of 95 to 20 % of the peak
 of its plain step, with `fnet.memory.remat_to_fit` and a step of optax, and also with
 `fnet.compile_step` if the loss is a mean over examples. Each program runs in a process of its own.
 
 A step fits if its compiled peak is within the budget. Its gradient is compared with the plain one
 by the norm of the difference. FLOPs are counted in traced programs (`fnet.memory.estimate_cost`).
-Planning is in CPU seconds, relative to those of compiling the plain step. With ``--resident``, the
+Planning is in CPU seconds, relative to compiling the plain step. With ``--resident``, the
 steps run, and the high-water mark of the process is compared with the budget. There, arrays from
 64 KiB on are mapped separately. Otherwise, memory that a compiler freed before would not count.
 """
@@ -99,7 +99,7 @@ class Fitted(NamedTuple):
     Attributes:
       choice: How it fits.
       compiled: Number of programs that were compiled to find it.
-      seconds: CPU seconds to find it, relative to those of compiling the plain step.
+      seconds: CPU seconds to find it, relative to compiling the plain step.
       peak: Bytes of the compiled step.
       difference: Of value and gradient from the plain ones.
       flops: FLOPs, relative to the plain ones.

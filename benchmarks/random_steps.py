@@ -2,7 +2,7 @@
 
     python -m benchmarks.random_steps [--seeds FIRST [LAST]] [--shares SHARE ...] [--rows FILE]
 
-The programs are those of `benchmarks.random_losses`, measured as in `benchmarks.foreign_steps`. A
+`benchmarks.random_losses` makes the programs. They are measured as in `benchmarks.foreign_steps`. A
 gradient that differs by more than rounding is computed again in double precision: if it agrees
 there, sums in another order are the reason. XLA generates code without optimizing it.
 

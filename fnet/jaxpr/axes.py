@@ -67,7 +67,7 @@ the first jointly, or in these jointly."""
 
 
 class Row(NamedTuple):
-    """What is known of a primitive.
+    """Facts about a primitive.
 
     Attributes:
       factors: Its factors.
@@ -244,7 +244,7 @@ def rows_by_position(
         positions += jnp.asarray(start, jnp.uint32) * np.uint32(behind)
         if before > 1:
             positions += blocks * np.uint32(out.shape[axis] * behind)
-        # A plan counts equations, and those of the whole are one: these are few.
+        # A plan counts equations. The whole is one, and these are few.
         key = jax.random.key_data(inputs[0])
         high, low = threefry2x32_p.bind(key[0], key[1], jnp.zeros_like(positions), positions)
         bits = high ^ low

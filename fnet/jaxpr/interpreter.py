@@ -300,7 +300,7 @@ class Scan(NamedTuple):
 
         Args:
           body: ``(carry, slices, more) -> (results, outputs)`` for one iteration. The results
-            stand for those of the equation's own body.
+            stand for the results of the equation's own body.
           carry: values that pass from iteration to iteration; pytrees.
           xs: values that the loop goes over; pytrees.
           more: what the loop also goes over, or None.
@@ -323,7 +323,7 @@ class Scan(NamedTuple):
 def switch(
     eqn: JaxprEqn, index: Any, branches: Sequence[Callable[..., Any]], *operands: Any
 ) -> Any:
-    """Call one of the branches that stand for those of a `jax.lax.cond` equation.
+    """Call one of the branches that replace the branches of a `jax.lax.cond` equation.
 
     Branches of `jax.lax.platform_dependent` are lowered for their own platform only, so the
     platform chooses here, too.
@@ -650,7 +650,7 @@ def with_bodies(eqn: JaxprEqn, change: Callable[[Jaxpr, tuple[int, ...]], Jaxpr]
     """Replace the jaxprs inside of a call, loop or branch.
 
     Args:
-      eqn: Any equation; one without inner jaxprs that run as written is returned as it is.
+      eqn: Any equation; one without inner jaxprs that run as written is returned unchanged.
       change: ``(jaxpr, index) -> jaxpr``. The index is () for the body of a call or scan, (0,) and
         (1,) for body and condition of a while loop, and the index of a branch, as in
         `fnet.jaxpr.Site`.
@@ -685,7 +685,7 @@ def splice(
     Args:
       jaxpr: A jaxpr.
       replace: ``(eqn, path) -> eqns``, called after the jaxprs inside of the equation were
-        rewritten. Paths are those of `fnet.jaxpr.Site`.
+        rewritten. For paths, see `fnet.jaxpr.Site`.
       path: Path of the jaxpr.
     """
     eqns: list[JaxprEqn] = []

@@ -38,7 +38,7 @@ S = TypeVar("S")
 
 
 class Site(NamedTuple):
-    """Where an equation is.
+    """The place of an equation.
 
     Attributes:
       path: Its index, preceded by the indices of the equations around it. A branch or the
@@ -210,7 +210,7 @@ class Propagation(abc.ABC, Generic[S]):
         """Repeat the body of a loop until the states of its carry stop changing.
 
         Returns:
-          The states of the carry in every iteration, and those of the other results.
+          The states of the carry in every iteration, and the states of the other results.
         """
         while True:
             results = self.run(body, [*consts, *carry, *slices], site)
@@ -355,7 +355,7 @@ class Dependence(Propagation[bool]):
         return any(states)
 
     def chosen(self, predicate: bool, states: Sequence[bool]) -> Sequence[bool]:
-        """What is chosen depends on the choice."""
+        """A chosen value depends on the choice."""
         return [predicate or state for state in states]
 
 
@@ -370,7 +370,7 @@ def depends_on(closed: ClosedJaxpr, inputs: Sequence[bool]) -> list[bool]:
 
 
 class _Active(Dependence):
-    """What is differentiated, as JAX sees it: derivative rules hide what is inside."""
+    """Differentiated variables, as JAX sees them: derivative rules hide what is inside."""
 
     def __init__(self) -> None:
         self.variables: set[Var] = set()
@@ -394,7 +394,7 @@ class _Active(Dependence):
 
 
 def active_variables(jaxpr: Jaxpr, differentiated: Sequence[bool]) -> set[Var]:
-    """Return the variables that are differentiated, those of inner jaxprs included.
+    """Return the variables that are differentiated, also in inner jaxprs.
 
     Args:
       jaxpr: The program.

@@ -138,7 +138,7 @@ def _separate(held: Any, moments: Any) -> tuple[Any, Any]:
 
 
 class _Result(NamedTuple):
-    """What is known of a loss's result without its arrays.
+    """Shapes and structure of a loss's result.
 
     Attributes:
       has_aux: Whether it is ``(value, aux)``.
@@ -239,7 +239,7 @@ class _Call(NamedTuple):
                     "remat_to_fit: the loss must return a scalar or (scalar, aux), got "
                     f"{_describe(result)}."
                 )
-            # Of weights, the step returns updated ones. Returned as they are, they would be copied.
+            # The step returns updated weights. Returned without an update, they would be copied.
             is_new = lambda path, variable: id(variable.get_value()) not in before  # noqa: E731
             changed = _nnx().state(objects, is_new) if objects else {}
             leaves, structure = jax.tree.flatten((aux, changed))

@@ -96,7 +96,7 @@ def _at_equation(eqn: JaxprEqn, sizes: dict[Var, int], active: set[Var]) -> Floo
 
 
 def _at_scan(eqn: JaxprEqn, scan: Scan, sizes: dict[Var, int], active: set[Var]) -> Floor:
-    """What a loop holds in each iteration, and its largest equation."""
+    """Bytes that a loop holds in each iteration, and its largest equation."""
     consts, _, xs = scan.split(eqn.invars)
     ys = eqn.outvars[scan.num_carry :]
     body = inline(scan.body)
@@ -119,7 +119,7 @@ def _at_scan(eqn: JaxprEqn, scan: Scan, sizes: dict[Var, int], active: set[Var])
 
 
 def _at_region(region: Region, sizes: dict[Var, int]) -> Floor:
-    """What the loop over the chunks of a region holds."""
+    """Bytes that the loop over the chunks of a region holds."""
     arguments, results = region.jaxpr.invars, region.jaxpr.outvars
     row_count, result_count = map(len, region.axes)
     read = sum(sizes.get(v, 0) for v in arguments)

@@ -37,7 +37,7 @@ Name = tuple[int, int]
 
 CARRY = -1
 IN_LOOP = 1 << 20
-"""Number of the first equation in the body of a loop, above those of the function."""
+"""Number of the first equation in the body of a loop, above the numbers of the function."""
 
 # Primitives whose result is an input in another shape, which XLA does not copy, if the size and
 # the number format stay.

@@ -3,7 +3,7 @@
 Adam and many other optimizers update each row of a parameter alone, and need its part of the state
 for a moment. So the state stays on the host. One parameter after the other, and a block of rows
 after the other, it is copied to the device, updated there and copied back. `fnet.memory.rows`
-proves that rows are separate in the update, and computes those of a block.
+proves that rows are separate in the update, and computes a block of them.
 
 Ren et al. 2021, "ZeRO-Offload: Democratizing Billion-Scale Model Training", also keep the state on
 the host, where a CPU updates it.
@@ -33,19 +33,19 @@ def state_on_host(
 ) -> optax.GradientTransformationExtraArgs:
     """Keep the large arrays of an optimizer's state in the memory of the host.
 
-    The updates are those of the optimizer, up to the order of operations. With Adam, a device holds
+    The updates do not change, up to the order of operations. With Adam, a device holds
     8 bytes less per float32 parameter. Each step moves the state to the device and back. It takes
     longer where this is not hidden behind other work, as with small batches.
 
     On the host are arrays of at least 1 MiB that the update of one parameter alone reads, row by
-    row along the first axis: those of Adam and its relatives, momentum, Lion, 8-bit states. They
+    row along the first axis: Adam and its relatives, momentum, Lion, 8-bit states. They
     come to the device in blocks of rows. Numbers that depend on gradients alone, such as their
     norm, are computed before. So give it all of a chain with `optax.clip_by_global_norm`: XLA
     holds a second copy of stacked gradients between the two otherwise.
 
     `jax.eval_shape` forgets where arrays are. So give `fnet.plan_step` or `fnet.compile_step` a
     state, or shapes with shardings. Donate the parameters and the state of a step of your own, in
-    this order, which is that of its results: otherwise JAX may reuse memory of the host for
+    the order of its results: otherwise JAX may reuse memory of the host for
     parameters, and fail. ``make_step(skip_nonfinite=True)`` needs a state on the device.
 
     Args:
@@ -222,7 +222,7 @@ class _Blocks(NamedTuple):
       axes: The analysis of it.
       kinds: Of each of its inputs and results, whether it is rows or a whole.
       old: The inputs that the results overwrite, the gradient first.
-      numbers: Their numbers in the whole update, which are also those of the results.
+      numbers: Their numbers in the whole update. The results have the same numbers.
     """
 
     closed: ClosedJaxpr

@@ -532,7 +532,7 @@ class _Search:
             if more_chunks or (self.limit is not None and self.fits(candidate.peak.total)):
                 continue
             self.inside.remove(known)
-            # What is outside of the loops, or of the chunks.
+            # Equations outside of the loops, or of the chunks.
             is_outside = isinstance(source, _Loops) or attempt.chunks < attempt.policy.chunks
             base = attempt.inner if is_outside else REMAT_POLICIES["none"]
             planned = _Planned(self, attempt, candidate, loss, base)
@@ -570,7 +570,7 @@ def _recorded(f: F, losses: list[_Loss]) -> F:
 
 
 class _Source:
-    """Where attempts come from.
+    """A source of attempts.
 
     Attributes:
       left: Attempts that may be compiled even if they are not predicted to fit, the smallest last.
@@ -652,10 +652,10 @@ class _Cut(_Source):
         self._search, self.first = search, attempt
         self._peaks = {1: plain.peak}  # by number of chunks
         self.largest = max(region.size for region in division.regions)
-        # A bound is of all that may shrink; that of a single region is a prediction.
+        # A bound counts all that may shrink. For a single region it is a prediction.
         some = division.made / max(sum(map(made_bytes, closed.eqns)), 1)
         self._share = min(some, 1.0) if attempt.depth == 1 else 1.0
-        # What several parts compute runs in both passes of each.
+        # Equations of several parts run in both passes of each.
         twice = max(division.time - estimate_cost(closed).time, 0.0)
         self._time, self._rows = plain.cost.time + 3 * twice, rows
         wholes = {v for r in division.regions for v in r.jaxpr.invars[len(r.axes[0]) :]}
@@ -780,7 +780,7 @@ class _Planned(_Source):
         self._equations = self._planner.graph.equations
         self._tried: set[Any] = set()
         self._known: list[tuple[int, int]] = []  # planned bytes and peaks
-        # Of the plain program, at most the planned bytes are temporaries: XLA fuses some away.
+        # At most the planned bytes are temporaries of the plain program: XLA fuses some away.
         planned_bytes = max(self._planner.plain_bytes, 1)
         temporaries = max(plain.peak.temporaries + plain.peak.workspace, 1)
         self._scale = min(1.0, temporaries / planned_bytes)
@@ -820,7 +820,7 @@ class _Planned(_Source):
         near = min(self._known, key=lambda k: abs(k[1] - limit), default=None)
         offset = self._offset if near is None else near[1] - self._scale * near[0]
         bytes_ = (limit - offset) / self._scale
-        # What was too large is a bound, even if the offset says otherwise.
+        # A plan that was too large is a bound, even if the offset says otherwise.
         failed = [fits(total) for _, total in self._known][::-1]
         times = failed.index(True) if True in failed else len(failed)
         bytes_ = min(bytes_, (1 - min(measured.STEP * 2**times, 0.2)) * too_large)

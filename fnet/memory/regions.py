@@ -1,4 +1,4 @@
-"""Regions: run the part of a loss that keeps rows apart in chunks, and the rest as it is.
+"""Regions: run the part of a loss that keeps rows apart in chunks.
 
 A *region* is the equations of a loss in which one axis of some arrays is separate: examples,
 points, rays, edges, rows of a matrix of similarities. It runs as a loop over chunks of the axis;
@@ -6,10 +6,10 @@ sums over the axis are accumulated. The backward pass runs each chunk again. Whe
 in a single number that is differentiated, such as the loss, each chunk's gradient is computed at
 once, and nothing runs twice.
 
-Values and gradients are those of the loss, except for the order of sums: what mixes rows, such as a
+Values and gradients stay the same, except for the order of sums: what mixes rows, such as a
 matrix of similarities or batch statistics, is not in the region and runs for all rows. What is left
 is searched for regions again. This is what GradCache (Gao et al. 2021) does by hand for contrastive
-losses, and gradient accumulation for losses of single examples.
+losses, and gradient accumulation for per-example losses.
 """
 
 import functools
@@ -73,7 +73,7 @@ ONE_ROW = "the batch has one row"
 _NAMED = 0.1
 """Reasons are given for parts without a region that make at least this share of all bytes."""
 MOST_AXES = 6
-"""Classes of axes that are tried, those of the most bytes first."""
+"""Classes of axes that are tried, the most bytes first."""
 MOST_REGIONS = 128
 """Regions that are searched for one after the other."""
 
@@ -169,7 +169,7 @@ class Division(NamedTuple):
         return sum(estimate_cost(j).time for j in (*wholes, *(r.jaxpr for r in self.regions)))
 
     def graph(self) -> Graph:
-        """What the backward pass of the repeated regions reads."""
+        """Arrays that the backward pass of the repeated regions reads."""
         return analyze_regions(
             [(r.jaxpr, r.active, r.active_results, r.row_axes) for r in self.repeated.values()],
             self.held,
@@ -304,7 +304,7 @@ class _Finder:
                 return best
             if promising and bound < whole:  # Another division is better, and the search is long.
                 break
-        return whole, [Whole(eqns, reason or "no argument beside the parameters has rows")]
+        return whole, [Whole(eqns, reason or "no argument but the parameters has rows")]
 
     def _best(
         self,
@@ -359,7 +359,7 @@ class _Finder:
             else:
                 out = axes.visit(eqn, given, Site())
             bad = next((s for s in out if isinstance(s, Mixed | Unknown)), None)
-            # What reads rows for nothing is no part of the region: each chunk would run all of it.
+            # Equations whose results have no rows are outside: each chunk would run all of them.
             is_whole = all(isinstance(s, Shared) for s in out) and not is_identity(eqn)
             if bad is not None or is_whole:
                 if not reason and eqn.effects:
@@ -374,7 +374,7 @@ class _Finder:
                 if is_identity(eqn):
                     pairs = zip(eqn.outvars, eqn.invars, out, strict=False)
                     same |= {v: same.get(u, u) for v, u, s in pairs if isinstance(s, Shared)}
-                else:  # A whole value that is made beside rows is known after the region alone.
+                else:  # A whole value of an equation with rows is known after the region alone.
                     out = [Sum() if isinstance(s, Shared) else s for s in out]
             states |= zip(eqn.outvars, out, strict=True)
         members = {id(e) for e in inside}
@@ -474,7 +474,7 @@ class _Finder:
     def _movable(
         self, before: list[JaxprEqn], after: list[JaxprEqn], found: _Found
     ) -> tuple[list[JaxprEqn], list[JaxprEqn]]:
-        """Divide equations of whole values into those of the region and those before it.
+        """Divide equations of whole values into the region's own and the earlier ones.
 
         Cheap ones that only the region reads are its own: masks, zeros, positions. Those whose
         results are larger than what they read, such as comparisons of pairs, may be in both.
@@ -662,7 +662,7 @@ def _run_region(loop: "_Loop", args: Sequence[Any]) -> tuple[list[Any], dict[int
         function.defvjp(loop.forward, loop.backward)
     else:
         function.defvjp(loop.values_and_grads, loop.scaled)
-    # What follows may have no derivative, such as a loop or a callback of stopped values.
+    # Later equations may have no derivative, such as a loop or a callback of stopped values.
     results, passed = function(active, others)
     pairs = zip(results, region.active_results, strict=True)
     results = [a if is_active else jax.lax.stop_gradient(a) for a, is_active in pairs]
@@ -675,7 +675,7 @@ class _Loop:
 
     Attributes:
       passed: Differentiated rows that later parts read, by number. They are results, too, so that
-        their gradient is added to that of the later parts in place.
+        their gradient is added to the gradient of the later parts in place.
     """
 
     def __init__(
@@ -977,7 +977,7 @@ def cut(
     Returns:
       A function with the same arguments and values. Gradients are the same up to the order of sums.
     """
-    # JAX keeps a traced function and uses it again, so the device is that of now.
+    # JAX keeps a traced function and uses it again, so the device is the current one.
     for_device = traced_for(tracing_platform())
 
     @functools.wraps(f)

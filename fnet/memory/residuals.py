@@ -277,7 +277,7 @@ def _leaf_name(path: Any, names: list[str]) -> str:
 
 
 class _Origin(NamedTuple):
-    """What made an array. The same array under another name has an equal origin.
+    """The origin of an array. The same array under another name has an equal origin.
 
     Attributes:
       order: Position in forward order: the path of the innermost equation that made it.
@@ -403,7 +403,7 @@ class _Origins(Propagation[_State]):
         return state.of if isinstance(state, _Part) else state
 
     def join(self, states: Sequence[_State]) -> _State:
-        """What an iteration makes; else a copy that the loop makes."""
+        """An array of an iteration; else a copy that the loop makes."""
         origins = {state for state in states if isinstance(state, _Origin)}
         if len(set(states)) == 1 or not origins:
             return states[0]

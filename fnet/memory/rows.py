@@ -94,7 +94,7 @@ class RowAxes(BatchAxes):
 
     Args:
       rows: Number of rows.
-      active: Variables that are differentiated, those of inner jaxprs included. A derivative rule
+      active: Variables that are differentiated, also in inner jaxprs. A derivative rule
         is that with respect to the active operands, as JAX calls it.
     """
 
@@ -133,7 +133,7 @@ class RowAxes(BatchAxes):
         sums = [k for k, state in enumerate(states) if isinstance(state, Sum)]
         if not sums or is_identity(eqn):
             return super().equation(eqn, self.indexed(eqn, states), site)
-        if not all(isinstance(state, Shared | Sum) for state in states):  # a sum beside its rows
+        if not all(isinstance(state, Shared | Sum) for state in states):  # a sum and rows
             return [Mixed("", eqn.primitive.name, source_line(eqn))] * len(eqn.outvars)
         if _linear_operands(eqn, sums) is None:
             return self._unknown(eqn)
@@ -244,7 +244,7 @@ def _reads_traced_arrays(programs: Sequence[ClosedJaxpr]) -> bool:
 def rule_of_this_trace(closed: ClosedJaxpr, differentiated: Sequence[bool]) -> JaxprEqn | None:
     """Return an equation whose derivative rule reads traced arrays other than its arguments.
 
-    Such a program cannot be evaluated again: these arrays are those of the trace that made it.
+    Such a program cannot be evaluated again: these arrays belong to the trace that made it.
 
     Args:
       closed: The program.
@@ -633,7 +633,7 @@ class _Interpreter:
             )
             return (None, *(grads.get(i) for i in range(len(states))))
 
-        # What it closes over may be traced, so all of it is an argument.
+        # Arrays that it closes over may be traced, so all are arguments.
         function: Any = jax.custom_vjp(primal)
         function.defvjp(forward, backward)
         with in_scopes(eqn):

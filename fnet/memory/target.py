@@ -412,7 +412,7 @@ def compile_lowered(lowered: jax.stages.Lowered, options: Mapping[str, Any]) -> 
 
     Args:
       lowered: The lowered program.
-      options: XLA options, with those of the target.
+      options: XLA options, including the target's own.
 
     Returns:
       The compiled program.

@@ -318,7 +318,7 @@ def test_what_mixes_rows_is_named():
 
     reasons = division(loss, arguments_of(loss)).reasons
     assert any(r.startswith("sort") and r.endswith("mixes rows") for r in reasons)
-    with pytest.raises(ValueError, match="no argument beside the parameters has rows"):
+    with pytest.raises(ValueError, match="no argument but the parameters has rows"):
         jax.grad(cut(lambda w: jnp.linalg.norm(w), 2))(jnp.ones(4))
 
 
