@@ -94,10 +94,8 @@ def _draw_classifications(run: Setup, evaluation: Evaluation, title: str, path: 
     if kind == "class":
         wrong, certain = known["prediction"] != targets, known["probability"]
         order = np.where(wrong, -certain, 1 + certain)
-        what = "the most confident errors first"
     else:
         wrong, order = known["loss"] != 0, -known["loss"]
-        what = "the largest losses first"
     if kind == "labels":
         wrong = ((known["outputs"] > 0.5) != (targets > 0.5)).any(-1)
     num_images = int((known["weight"] != 0).sum())
@@ -109,9 +107,13 @@ def _draw_classifications(run: Setup, evaluation: Evaluation, title: str, path: 
     if images.ndim == 5:  # several crops of each, of which the center one is shown
         images = images[:, images.shape[1] // 2 - 1]
     captions = [_caption(run, known, row, is_wrong=bool(wrong[row])) for row in shown]
-    if kind != "numbers":
-        what = f"{int((wrong & (known['weight'] != 0)).sum()):,} errors; {what}"
-    title = f"{title}: {num_images:,} test images, {what}"
+    errors = int((wrong & (known["weight"] != 0)).sum())
+    what = "the largest losses first"
+    if kind == "class":
+        what = "the most confident errors first"
+        what = what if errors >= len(shown) else "errors first, then the least confident"
+    counted = "" if kind == "numbers" else f"{errors:,} errors on "
+    title = f"{title}: {counted}{num_images:,} test images; {what}"
     right = [kind == "numbers" or not wrong[row] for row in shown]
     plots.classifications(images, captions, right, title, path)
     return True
