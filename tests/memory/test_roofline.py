@@ -64,7 +64,8 @@ def test_an_update_in_place_writes_the_update_alone():
 
     args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((4096, 256), (1, 256))]
     compiled = jax.jit(f, donate_argnums=0).lower(*args).compile()
-    assert roofline.estimate(compiled, PEAKS).bytes < 16 * 256
+    read = written = 4 * 256
+    assert read + written <= roofline.estimate(compiled, PEAKS).bytes < 16 * 256
 
 
 def test_a_conditional_counts_its_slowest_branch():
@@ -111,6 +112,25 @@ def test_reads_library_calls_and_overlapping_messages_of_a_gpu_program():
     assert e.link_bytes == 7 / 8 * 4096 * 256 * 2
     assert e.seconds == pytest.approx(e.link_bytes / PEAKS.link)  # it outlasts both kernels
     assert e.share["link"] < 1
+
+
+def test_counts_a_message_in_a_computation_of_its_own():
+    program = """HloModule step, is_scheduled=true
+
+%gather (p: f32[512,256]) -> f32[4096,256] {
+  %p = f32[512,256]{1,0} parameter(0)
+  ROOT %all-gather = f32[4096,256]{1,0} all-gather(%p), replica_groups=[1,8]<=[8], dimensions={0}
+}
+
+ENTRY %main (a: f32[512,256]) -> f32[4096,256] {
+  %a = f32[512,256]{1,0} parameter(0)
+  %start = ((f32[512,256]{1,0}), f32[4096,256]{1,0}, u32[]) async-start(%a), calls=%gather
+  ROOT %done = f32[4096,256]{1,0} async-done(%start)
+}
+"""
+    e = roofline.estimate(program, PEAKS)
+    assert e.link_bytes == 7 / 8 * 4096 * 256 * 4
+    assert e.seconds == pytest.approx(e.link_bytes / PEAKS.link)
 
 
 TPU_PROGRAM = """HloModule step, is_scheduled=true, num_partitions=4

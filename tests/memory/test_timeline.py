@@ -156,13 +156,16 @@ ENTRY %main (x: f32[25]) -> f32[50] {
     assert found.live_bytes == [300, 300, 400, 400]
 
 
-@pytest.mark.parametrize(("opcode", "temporary"), [("negate", 0), ("sort", 0), ("reverse", 200)])
-def test_only_elementwise_instructions_and_sorts_overwrite_their_operand(opcode, temporary):
+@pytest.mark.parametrize(
+    ("opcode", "dtype", "temporary"),
+    [("negate", "f32", 0), ("sort", "f32", 0), ("reverse", "f32", 200), ("convert", "s32", 200)],
+)
+def test_only_elementwise_instructions_and_sorts_overwrite_their_operand(opcode, dtype, temporary):
     text = f"""
-ENTRY %main (x: f32[25]) -> f32[50] {{
+ENTRY %main (x: f32[25]) -> {dtype}[50] {{
   %x = f32[25]{{0}} parameter(0)
   %a = f32[50]{{0}} custom-call(%x)
-  ROOT %y = f32[50]{{0}} {opcode}(%a)
+  ROOT %y = {dtype}[50]{{0}} {opcode}(%a)
 }}
 """
     found = timeline(program(text, arguments=100, outputs=200))

@@ -19,6 +19,7 @@ from train.data.augment import (
     ten_crops,
     two_crops,
 )
+from train.data.drawings import fill_polygon
 from train.data.image_batches import ImageOptions
 
 
@@ -58,6 +59,13 @@ def test_resized_crops_have_the_given_areas_and_ratios():
     # Positions are uniform among the possible ones.
     for start, free in ((left, 640 - w), (top, 640 - h)):
         assert abs((start / free).mean() - 0.5) < 0.02
+
+
+def test_each_attempt_of_a_resized_crop_has_an_area_and_a_ratio_of_its_own():
+    draws = np.full(RESIZED_CROP_DRAWS, 0.0)
+    draws[:6] = 0.999, 0.999, 0.999, 0.999, 0.25, 0.5  # two that do not fit, a square
+    box = random_resized_crop(100, 100, 8, draws, area=(0.0, 1.0)).box
+    assert box == (0, 0, 50, 50)
 
 
 @pytest.mark.parametrize(
@@ -285,9 +293,23 @@ def test_a_perspective_moves_the_corners_into_the_image():
         mapped = (a * x + b * y + c) / scale, (d * x + e * y + f) / scale
         np.testing.assert_allclose(mapped, expected, atol=1e-9)
     draws = augment.draw_warp(50, 0.0, 0.5, np.random.default_rng(0))
+    shifts = np.abs(draws[:, 1:])
+    assert (shifts <= 0.25).all()
+    assert (shifts.max(0) > 0.2).all()
     moved = augment.warp(np.full((50, 16, 16, 3), 200, np.uint8), draws, (9, 9, 9))
     assert (moved[:, 0, 0] < 200).any()
     assert (moved[:, 8, 8] == 200).all()
+
+
+@pytest.mark.parametrize("corner", range(4))
+def test_a_moved_corner_leaves_the_fill_beside_the_image(corner):
+    draws = np.zeros((1, 9))
+    inward = np.array([[1, 1], [-1, 1], [-1, -1], [1, -1]])[corner] * (0.3, 0.2)
+    draws[0, 1 + 2 * corner : 3 + 2 * corner] = inward
+    moved = augment.warp(np.full((1, 50, 40, 3), 200, np.uint8), draws, (0, 0, 0))
+    outline = np.array([[0, 0], [40, 0], [40, 50], [0, 50]], float)
+    outline[corner] += inward * (40, 50)
+    np.testing.assert_array_equal(moved[0, ..., 0] == 200, fill_polygon(outline, 50, 40))
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.4])
@@ -306,3 +328,5 @@ def test_cutmix_weighs_labels_by_the_pixels_of_each_image(alpha):
         own = (mixed["image"][i, ..., 0] == i).mean()
         if mixed["label_2"][i] != i and mixed["mix"][i] < 1:
             assert mixed["mix"][i] == pytest.approx(own)
+    uncut = mixed["image"][~is_cut]
+    assert (uncut == uncut[:, :1, :1]).all()
