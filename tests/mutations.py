@@ -104,6 +104,7 @@ TARGETS = {
 EQUIVALENT = {
     "fnet/optim/compact.py::_store_momentum: swap Gt 1": "a CPU converts 0 / 0 to the integer 0",
     "train/data/order.py::ShuffledBatches.__init__: change number 24": "any negative size is -1 to NumPy",
+    "train/data/order.py::_ShuffledLanes.__init__: change number 4": "size of a cache",
 }
 """Address -> why no test can notice this mutant."""
 

@@ -229,6 +229,14 @@ def test_the_flag_raises_the_limits(workplace, capsys):
     assert_one_line_error(capsys, "--limits: expected a number above 0, got x")
 
 
+def test_a_limit_of_memory_counts_what_is_added(monkeypatch):
+    limits.run("hostile_files:npz", (1,))  # loads the readers, which take more than the limit
+    monkeypatch.setattr(limits, "CODE_MEMORY", limits.CODE_MEMORY._replace(value=20 * 2**20))
+    assert limits.run("numpy:zeros", 2**17).nbytes == 2**20
+    with pytest.raises(limits.CodeError):
+        limits.run("numpy:zeros", 2**27)
+
+
 def test_a_process_that_dies_is_an_error_and_starts_again():
     with pytest.raises(limits.CodeLimitError, match=r"ended its process \(SIGABRT\)"):
         limits.run("os:abort")
