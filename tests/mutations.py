@@ -97,7 +97,7 @@ TARGETS = {
     "train/run/input_wait.py": "tests/train/run/test_input_wait.py",
     "train/run/same_data.py": "tests/train/run/test_same_data.py",
     "train/run/seeds.py": "tests/train/run/test_seeds.py",
-    "train/tasks/scores.py": "tests/train/tasks/test_scores.py",
+    "train/tasks/scores.py": "tests/train/tasks/test_scores.py tests/train/tasks/test_segmentation.py",
 }
 """File -> the tests that must notice a mutant of any of its functions."""
 

@@ -58,14 +58,15 @@ def test_flops_of_a_convolution_skip_padding_and_holes():
     assert both.total_flops == pytest.approx(2 * forward.total_flops)
 
 
-def test_an_update_in_place_writes_the_update_alone():
+@pytest.mark.parametrize("factor", [1, 2], ids=["alone", "in a fusion"])
+def test_an_update_in_place_writes_the_update_alone(factor):
     def f(x, row):
-        return jax.lax.dynamic_update_slice(x, row, (3, 0))
+        return jax.lax.dynamic_update_slice(x, factor * row, (3, 0))
 
     args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((4096, 256), (1, 256))]
     compiled = jax.jit(f, donate_argnums=0).lower(*args).compile()
     read = written = 4 * 256
-    assert read + written <= roofline.estimate(compiled, PEAKS).bytes < 16 * 256
+    assert roofline.estimate(compiled, PEAKS).bytes == read + written
 
 
 def test_a_conditional_counts_its_slowest_branch():
