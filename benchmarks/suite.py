@@ -104,7 +104,7 @@ SUITE = (
     ahead_of_time("fsdp", "h100"),
     ahead_of_time("fsdp", "v5e"),
     Benchmark("attribution", packages=("scikit-learn", "scipy"), cpu=True),
-    Benchmark("correlated_noise", packages=("dp_accounting",)),
+    Benchmark("correlated_noise", packages=("jax_privacy",)),
     ahead_of_time("accumulation", "h100"),
     ahead_of_time("clipped_composition", "h100"),
     Benchmark("optimizer_in_backward"),

@@ -210,8 +210,8 @@ class Clipped(GradientMode):
         """Return the guarantee of a run; None without noise.
 
         Raises:
-          UserError: if the guarantee is incomplete, meaningless or impossible, or dp_accounting is
-            not installed.
+          UserError: if the guarantee is incomplete, meaningless or impossible, no accountant covers
+            it, or jax-privacy is not installed.
         """
         if not self.is_private:
             return None

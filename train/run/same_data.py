@@ -193,8 +193,9 @@ def versions() -> dict[str, str]:
     """Return the versions of fnet, Python and libraries, and the device."""
     packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
     installed = {name: importlib.metadata.version(name) for name in packages}
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        installed["dp-accounting"] = importlib.metadata.version("dp-accounting")
+    for name in ("dp-accounting", "jax-privacy"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            installed[name] = importlib.metadata.version(name)
     return {
         "fnet": fnet.__version__,
         "python": platform.python_version(),
