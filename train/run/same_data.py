@@ -166,6 +166,12 @@ def check_data(folder: RunFolder, config: Config, data: dict[str, Any]) -> list[
     if is_private and (change := data_change or config_change):
         raise UserError(f"{change}; the guarantee holds for the same data and config: restore them")
     now = versions()
+    drawn_by = then["versions"].get("jax-privacy")
+    if is_private and drawn_by != now.get("jax-privacy"):
+        raise UserError(
+            f"jax-privacy {drawn_by or 'of an unknown version'} drew the batches of this run, and "
+            f"{now.get('jax-privacy')} may draw others; install the former to resume it"
+        )
     other = [
         f"{n} {v} then, {now.get(n)} now" for n, v in then["versions"].items() if v != now.get(n)
     ]

@@ -186,6 +186,21 @@ def test_a_private_run_does_not_continue_with_an_edited_config(
     assert_one_line_error(capsys, message)
 
 
+@pytest.mark.parametrize("version", ["1.9", None], ids=["another", "not recorded"])
+def test_a_private_run_does_not_continue_with_batches_of_another_library(
+    resumed, version, tmp_path, capsys
+):
+    pytest.importorskip("jax_privacy")
+    path = tmp_path / "run" / "data.json"
+    written = read_sealed(path)
+    written["versions"].pop("jax-privacy")
+    written["versions"] |= {"jax-privacy": version} if version else {}
+    path.write_text(json.dumps(seal(written)))
+    capsys.readouterr()
+    assert exit_code(*resumed) == 2
+    assert_one_line_error(capsys, f"jax-privacy {version or 'of an unknown version'} drew the")
+
+
 def test_release_only_describes_the_data_only_to_the_holder_of_the_seed(private_run):
     written = read_sealed(private_run / "run" / "data.json")
     config = json.loads((private_run / "run" / "config.json").read_text())
