@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import logging
+import sys
 from typing import Any, Literal
 
 from fnet import privacy
@@ -113,6 +114,7 @@ def make_strategy(name: str, bands: int, separation: int, steps: int) -> privacy
     if name == "inverse_square_root":
         return privacy.banded_inverse_square_root(bands)
     of = jax_privacy("matrix_factorization")
+    print(f"fnet: optimizing {name} noise for {steps} steps", file=sys.stderr, flush=True)
     bands = min(bands, steps)
     optimize = {
         "optimized": lambda: of.toeplitz.optimize_banded_toeplitz(steps, bands),
