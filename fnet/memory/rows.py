@@ -45,6 +45,7 @@ from fnet.jaxpr import (
     evaluate,
     factors,
     find_equations,
+    has_backward_rule,
     in_scopes,
     interpret,
     is_floating,
@@ -128,7 +129,8 @@ class RowAxes(BatchAxes):
 
     def equation(self, eqn: JaxprEqn, states: list[Any], site: Site) -> Sequence[Any]:
         """Follow rows along the factors of an equation, and sums through linear ones."""
-        if eqn.effects:
+        is_solve = has_backward_rule(eqn) and not all(isinstance(s, Shared) for s in states)
+        if eqn.effects or is_solve:
             return self._unknown(eqn)
         sums = [k for k, state in enumerate(states) if isinstance(state, Sum)]
         if not sums or is_identity(eqn):

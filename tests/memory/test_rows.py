@@ -204,6 +204,20 @@ def test_what_jax_writes_as_one_primitive_of_high_level():
     np.testing.assert_allclose(vjp(out)[0], expected_vjp(out)[0], 1e-6)
 
 
+def test_a_linear_solve_of_rows_runs_whole():
+    def f(x, w):
+        def solve(matvec, b):
+            return b / w
+
+        return jax.lax.custom_linear_solve(lambda a: w * a, x, solve, symmetric=True)
+
+    args = jnp.ones((4, 3)), jnp.full(3, 2.0)
+    found, _ = in_parts(jax.make_jaxpr(f)(*args), args, (0, None), 4, [(0, 4)])
+    assert [type(state) for state in found] == [Unknown]
+    shared, _ = in_parts(jax.make_jaxpr(f)(*args), args, (None, None), 4, [(0, 4)])
+    assert [type(state) for state in shared] == [Shared]
+
+
 def test_values_in_another_state_than_expected_are_an_error():
     interpreter, _ = run_rows(jax.make_jaxpr(lambda: ())(), [], Part(0, 1, 2), RowAxes(2))
     with pytest.raises(AssertionError):
