@@ -121,6 +121,8 @@ def page(random: list[dict[str, Any]], foreign: list[dict[str, Any]]) -> str:
             "loops, branches, derivative rules, casts and random keys,\nwith a mean over examples "
             "or a loss that couples the batch, and one of seven optimizers.",
             counted(random),
+            "A program has plans of both `remat_to_fit` and, if its loss is a mean over examples, "
+            "`compile_step`.",
             f"The largest difference in float32 is {largest(random):.1e}.",
             by_share(random),
             "A budget below arguments and results of the step can only be refused. "
@@ -131,14 +133,14 @@ def page(random: list[dict[str, Any]], foreign: list[dict[str, Any]]) -> str:
             counted(foreign),
             f"The largest difference in float32 is {largest(foreign):.1e}.",
             by_share(foreign),
-            "FLOPs relative to the plain step, what was chosen, and in parentheses the number of "
-            "programs that were compiled for this budget:",
+            "FLOPs relative to the plain step, what was chosen (none: no remat policy), and in "
+            "parentheses the number of programs that were compiled for this budget:",
             table(foreign),
             *(["### Refused", "\n".join(refused)] if refused else []),
             "## Repeat",
             "```sh\npython -m benchmarks.foreign_steps --shares 0.7 0.5 0.35 0.2 --resident \\\n"
             "    --rows rows\n"
-            "python -m benchmarks.random_steps --seeds 0 159 --rows random.jsonl \\\n"
+            "python -m benchmarks.random_steps --seeds 0 109 --rows random.jsonl \\\n"
             "    --foreign rows --page docs/benchmarks/any_step.md\n```",
             f"jax {version('jax')}, jaxlib {version('jaxlib')}, on a CPU.\n",
         ]

@@ -43,10 +43,10 @@ def state_on_host(
     norm, are computed before. So give it all of a chain with `optax.clip_by_global_norm`: XLA
     holds a second copy of stacked gradients between the two otherwise.
 
-    `jax.eval_shape` forgets where arrays are. So give `fnet.plan_step` or `fnet.compile_step` a
+    Before JAX 0.12, `jax.eval_shape` forgets where arrays are. There, give `fnet.compile_step` a
     state, or shapes with shardings. Donate the parameters and the state of a step of your own, in
-    the order of its results: otherwise JAX may reuse memory of the host for
-    parameters, and fail. ``make_step(skip_nonfinite=True)`` needs a state on the device.
+    the order of its results, with ``keep_unused=True``: otherwise JAX may give memory of the host
+    to parameters, and abort. ``make_step(skip_nonfinite=True)`` needs a state on the device.
 
     Args:
       optimizer: Any optax transformation.
@@ -57,6 +57,8 @@ def state_on_host(
     Raises:
       ValueError: If the state has large arrays, but none can be on the host, or if parameters are
         on several devices.
+        From the update, if the state is on the device, or has effects.
+      TypeError: If the update needs other arguments, as that of `optax.lbfgs`.
 
     Example:
       >>> import fnet, jax.numpy as jnp, optax
@@ -92,6 +94,10 @@ def state_on_host(
         return _Update.trace(whole, grads, state, params, extra).run(grads, state, params)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _is_on_host(array: Any) -> bool:
+    return bool(jax.typeof(array).memory_space == jax.memory.Space.Host)
 
 
 def _is_placed(array: Any) -> bool:
@@ -130,16 +136,33 @@ class _Update(NamedTuple):
         extra: dict[str, Any],
     ) -> "_Update":
         """Trace the update, as if all arrays were on the device."""
-        args = jax.tree.map(
-            lambda a: jax.ShapeDtypeStruct(jnp.shape(a), jnp.result_type(a)),
-            (grads, state, params),
-        )
 
-        def run(grads: Any, state: Any, params: Any) -> Any:
-            # Blocks are chunks already: fnet.optim.compact_adamw needs no loop of its own.
-            return optimizer.update(grads, state, params, **{**extra, "chunked": False})
+        def on_device(a: Any) -> jax.ShapeDtypeStruct:
+            kind = jax.typeof(a)
+            return jax.ShapeDtypeStruct(kind.shape, kind.dtype, weak_type=kind.weak_type)
 
-        traced, results = jax.make_jaxpr(run, return_shape=True)(*args)
+        args = jax.tree.map(on_device, (grads, state, params))
+
+        def make(**options: Any) -> Any:
+            return jax.make_jaxpr(
+                lambda *trees: optimizer.update(*trees, **{**extra, **options}), return_shape=True
+            )(*args)
+
+        try:
+            try:  # Blocks are chunks already: fnet.optim.compact_adamw needs no loop of its own.
+                traced, results = make(chunked=False)
+            except TypeError:
+                traced, results = make()
+        except (TypeError, ValueError) as error:
+            raise type(error)(
+                "state_on_host: optimizer.update fails with gradients, state and parameters: "
+                f"{error}"
+            ) from error
+        if traced.effects:
+            raise ValueError(
+                "state_on_host: optimizer.update must have no effects, such as those of "
+                f"jax.debug.print, got {', '.join(map(str, traced.effects))}"
+            )
         closed = inline(traced, custom_derivatives=True)
         jaxpr, count = closed.jaxpr, len(jax.tree.leaves(grads))
         of_state = jaxpr.invars[count : count + len(jax.tree.leaves(state))]
@@ -153,8 +176,9 @@ class _Update(NamedTuple):
         if any(nbytes(v) >= _LEAST_BYTES for v in of_state) and not found:
             raise ValueError(
                 "state_on_host: no array of the state can be on the host, because all updates mix "
-                "rows or parameters; put it inside of optax.MultiSteps or optax.apply_if_finite, "
-                "or use an optimizer with a smaller state, such as fnet.optim.compact_adamw"
+                "rows or parameters; wrap what is inside of a choice, as in "
+                "optax.MultiSteps(state_on_host(optax.adam(...)), ...), or use an optimizer with "
+                "a smaller state, such as fnet.optim.compact_adamw"
             )
         return cls(closed, jax.tree.structure(results), count, scalars, found)
 
@@ -164,15 +188,22 @@ class _Update(NamedTuple):
         arrays = jax.tree.leaves((grads, state, params))
         values = dict(zip(jaxpr.invars, arrays, strict=True))
         values |= zip(jaxpr.constvars, self.closed.consts, strict=True)
+        blocks = [b for b in self.blocks if all(map(_is_on_host, (values[v] for v in b.old[1:])))]
+        if self.blocks and not blocks:
+            # JAX might give its memory to arrays on the host, and abort.
+            raise ValueError(
+                "state_on_host: expected a state in the memory of the host, got arrays or shapes "
+                "of the device; place it as init does"
+            )
         computed = evaluate_from(jaxpr, self.scalars, values)
         values |= zip(self.scalars, computed, strict=True)
         results: dict[int, Any] = {}
         done: Any = None
-        for blocks in self.blocks:
-            given = [values[v] for v in blocks.closed.jaxpr.invars]
+        for block in blocks:
+            given = [values[v] for v in block.closed.jaxpr.invars]
             given, _ = jax.lax.optimization_barrier((given, done))
-            new = blocks.run(given)
-            results |= zip(blocks.numbers, new, strict=True)
+            new = block.run(given)
+            results |= zip(block.numbers, new, strict=True)
             done = jax.lax.slice(new[0], (0,) * new[0].ndim, (1,) * new[0].ndim)
         others = [k for k in range(len(jaxpr.outvars)) if k not in results]
         rest = evaluate_from(jaxpr, [jaxpr.outvars[k] for k in others], values)
@@ -246,6 +277,11 @@ class _Blocks(NamedTuple):
         variables = (*results, *old)
         if any(isinstance(v, Literal) or not aval(v).shape for v in variables):
             return None
+        pairs = [(aval(a), aval(b)) for a, b in zip(results, old, strict=True)]
+        if any(a.shape != b.shape for a, b in pairs) or any(
+            a.dtype != b.dtype for a, b in pairs[1:]
+        ):
+            return None
         if len(sizes := {aval(v).shape[0] for v in variables}) > 1:
             return None
         axes = RowAxes(sizes.pop())
@@ -266,20 +302,18 @@ class _Blocks(NamedTuple):
         host, device = jax.memory.Space.Host, jax.memory.Space.Device
         inputs, results = self.closed.jaxpr.invars, self.closed.jaxpr.outvars
         values = dict(zip(inputs, given, strict=True))
-        pairs = list(zip(self.old, map(aval, results), strict=True))
-        # Another dtype needs another buffer, such as after the first step of some optimizers.
-        in_place = {v for v, new in pairs if v in values and aval(v).dtype == new.dtype}
-        update, *state = [
-            values[v] if v in in_place else jnp.zeros(new.shape, new.dtype) for v, new in pairs
-        ]
-        buffers = [update, *(jax.device_put(a, host) for a in state)]
+        update, *state = (values.get(v) for v in self.old)
+        shape, dtype = aval(results[0]).shape, aval(results[0]).dtype
+        is_overwritten = update is not None and update.dtype == dtype
+        buffers = [update if is_overwritten else jnp.zeros(shape, dtype), *state]
         rows = self.axes.batch_size
 
         def body(start: Any, size: int, current: list[Any]) -> list[Any]:
             part = Part(jnp.asarray(start, jnp.int32), size, rows)
             # A buffer still has the old values of the next rows.
-            newer = zip(self.old, current, strict=True)
-            known = values | {v: a for v, a in newer if v in in_place}
+            known = values | dict(zip(self.old[1:], current[1:], strict=True))
+            if is_overwritten:
+                known[self.old[0]] = current[0]
 
             def value(v: Var, kind: Any) -> Value:
                 array = slice_rows(known[v], 0, part) if isinstance(kind, BatchAxis) else known[v]

@@ -445,15 +445,16 @@ def describe(folder):
 def test_a_resumed_run_finds_that_shards_changed(tmp_path):
     write("tar", tmp_path / "d")
     folder, config = RunFolder(tmp_path), Config()
+    folder.write_config(config)
     folder.metrics.write_text('{"step": 1}\n')
     write_data(folder, config, describe(tmp_path / "d"))
     os.utime(tmp_path / "d" / "train-0.tar", (0, 0))  # the same content
-    assert check_data(folder, config, describe(tmp_path / "d")) is None
+    assert check_data(folder, config, describe(tmp_path / "d")) == []
     write_tar(tmp_path / "d" / "train-0.tar", range(1, 13))
-    changed = check_data(folder, config, describe(tmp_path / "d"))
+    (changed,) = check_data(folder, config, describe(tmp_path / "d"))
     assert "other rows; the next batches are of the new data" in changed
     write_tar(tmp_path / "d" / "train-2.tar", range(3))
-    changed = check_data(folder, config, describe(tmp_path / "d"))
+    (changed,) = check_data(folder, config, describe(tmp_path / "d"))
     assert "24 training and 6 test examples then, 27 training" in changed
 
 
