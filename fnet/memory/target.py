@@ -342,12 +342,15 @@ def shapes_on(target: Target, tree: Any) -> Any:
       ((2, 3), True)
     """
     single = jax.sharding.SingleDeviceSharding(target.device)
+    # Tracing only sees the memory of shapes with a mesh.
+    mesh = jax.sharding.Mesh([target.device], "one")
+    host = jax.sharding.NamedSharding(mesh, jax.P(), memory_kind="pinned_host")
 
     def place(leaf: Any, shape: Any) -> jax.ShapeDtypeStruct:
         sharding = getattr(leaf, "sharding", None) or single
         if not sharding.device_set <= {target.device, *target.devices}:
             on_host = sharding.memory_kind == "pinned_host"
-            sharding = single.with_memory_kind("pinned_host") if on_host else single
+            sharding = host if on_host else single
         return jax.ShapeDtypeStruct(
             shape.shape, shape.dtype, sharding=sharding, weak_type=shape.weak_type
         )
