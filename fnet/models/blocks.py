@@ -33,6 +33,15 @@ NORMS: dict[str, NormActivation] = {
 """Norms that image networks accept by name."""
 
 
+def check_stages(network: str, blocks: Sequence[int], widths: Sequence[int]) -> None:
+    """Raise ValueError unless each stage has a number of blocks and a width."""
+    if not blocks or len(blocks) != len(widths):
+        raise ValueError(
+            f"{network}: needs one width per stage, got blocks={tuple(blocks)} and "
+            f"widths={tuple(widths)}"
+        )
+
+
 def resolve_norm(
     network: str, norm: str | NormActivation, activation: str, activation_param: float | None
 ) -> NormActivation:

@@ -7,6 +7,7 @@ import numpy as np
 
 from fnet import checks, layers
 from fnet.layer import Layer, residual, serial
+from fnet.models.blocks import check_stages
 
 SIZES = {
     "atto": ((2, 2, 6, 2), (40, 80, 160, 320)),
@@ -75,11 +76,7 @@ def convnext(
       >>> sum(p.size for p in jax.tree.leaves(params))
       28589128
     """
-    if not blocks or len(blocks) != len(widths):
-        raise ValueError(
-            f"convnext: needs one width per stage, got blocks={tuple(blocks)} and "
-            f"widths={tuple(widths)}"
-        )
+    check_stages("convnext", blocks, widths)
     checks.sizes("convnext", patch=patch, blocks=min(blocks))
     norm = functools.partial(layers.layer_norm, eps=eps)
     rates = iter(np.linspace(0, stochastic_depth, sum(blocks)).tolist())

@@ -9,6 +9,7 @@ from fnet.layer import Layer, serial
 from fnet.models.blocks import (
     NormActivation,
     backbone,
+    check_stages,
     convolution,
     post_activation,
     resolve_norm,
@@ -111,11 +112,7 @@ def regnet(
       >>> sum(p.size for p in jax.tree.leaves(params))
       4344144
     """
-    if not blocks or len(blocks) != len(widths):
-        raise ValueError(
-            f"regnet: needs one width per stage, got blocks={tuple(blocks)} and "
-            f"widths={tuple(widths)}"
-        )
+    check_stages("regnet", blocks, widths)
     norm = resolve_norm("regnet", norm, activation, activation_param)
     act = layers.activation(activation, activation_param)
     children = {"stem": serial(conv=convolution(in_channels, stem, 3, stride=2), bn=norm(stem))}
