@@ -119,7 +119,7 @@ def evaluate(eqn: JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
     """
     given = {v: a for v, a in zip(eqn.invars, inputs, strict=True) if not isinstance(v, Literal)}
     # Only a jaxpr carries the equation's named scopes and source line along.
-    jaxpr = _empty_jaxpr().replace(eqns=[eqn], invars=list(given), outvars=eqn.outvars)
+    jaxpr = part_of_jaxpr([eqn], list(given), eqn.outvars)
     outputs: list[Any] = jaxpr_as_fun(ClosedJaxpr(jaxpr, []))(*map(_as_array, given.values()))
     return outputs
 
@@ -531,6 +531,16 @@ def inline(closed: ClosedJaxpr, *, custom_derivatives: bool = False) -> ClosedJa
 
 
 # Parts of a jaxpr.
+
+
+def part_of_jaxpr(
+    eqns: Sequence[JaxprEqn], inputs: Sequence[Var], outputs: Sequence[Atom]
+) -> Jaxpr:
+    """Return some equations as a jaxpr, for example those that `dependencies` finds."""
+    part: Jaxpr = _empty_jaxpr().replace(
+        eqns=list(eqns), invars=list(inputs), outvars=list(outputs)
+    )
+    return part
 
 
 def dependencies(

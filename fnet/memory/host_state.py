@@ -19,7 +19,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 
 from fnet.autodiff.per_example.batch_axis import BatchAxis, Shared
 from fnet.chunks import fori_chunks
-from fnet.jaxpr import aval, dependencies, evaluate_from, inline, nbytes
+from fnet.jaxpr import aval, dependencies, evaluate_from, inline, nbytes, part_of_jaxpr
 from fnet.memory.rows import Part, RowAxes, Value, run_rows, slice_rows
 
 _LEAST_BYTES = 2**20
@@ -285,13 +285,7 @@ class _Blocks(NamedTuple):
         if len(sizes := {aval(v).shape[0] for v in variables}) > 1:
             return None
         axes = RowAxes(sizes.pop())
-        unknown = jaxpr.debug_info.with_unknown_names()
-        part = ClosedJaxpr(
-            jaxpr.replace(
-                constvars=[], invars=needed, eqns=eqns, outvars=results, debug_info=unknown
-            ),
-            [],
-        )
+        part = ClosedJaxpr(part_of_jaxpr(eqns, needed, results), [])
         given = [BatchAxis(0) if v in old else Shared() for v in needed]
         found = axes.run(part, given)
         is_separate = all(kind == BatchAxis(0) for kind in found)

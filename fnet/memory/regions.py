@@ -48,6 +48,7 @@ from fnet.jaxpr import (
     is_floating,
     is_identity,
     nbytes,
+    part_of_jaxpr,
     source_line,
 )
 from fnet.memory.axis_classes import Axis, AxisClasses
@@ -165,7 +166,7 @@ class Division(NamedTuple):
     @property
     def time(self) -> float:
         """Time of a forward pass through all parts."""
-        wholes = (_jaxpr(p.eqns, [], []) for p in self.parts if isinstance(p, Whole))
+        wholes = (part_of_jaxpr(p.eqns, [], []) for p in self.parts if isinstance(p, Whole))
         return sum(estimate_cost(j).time for j in (*wholes, *(r.jaxpr for r in self.regions)))
 
     def graph(self) -> Graph:
@@ -432,9 +433,9 @@ class _Finder:
         # Equations of whole values that the region alone reads, and that are cheap, move into it.
         before = [e for e in rest if self._is_before(e, states) and not e.effects]
         outs = [*crossing, *sums]
-        _, needed = dependencies(_jaxpr(found.eqns, [], outs), outs)
+        _, needed = dependencies(part_of_jaxpr(found.eqns, [], outs), outs)
         _, before = dependencies(
-            _jaxpr(before, [], []), [v for e in needed for v in variables(e.invars)]
+            part_of_jaxpr(before, [], []), [v for e in needed for v in variables(e.invars)]
         )
         is_before = {id(e) for e in before}
         after = [e for e in rest if id(e) not in is_before]
@@ -444,7 +445,7 @@ class _Finder:
         inputs = list(dict.fromkeys(v for e in body for v in variables(e.invars) if v not in made))
         rows = [v for v in inputs if isinstance(states.get(v), BatchAxis)]
         wholes = [v for v in inputs if not isinstance(states.get(v), BatchAxis)]
-        jaxpr = _jaxpr(body, [*rows, *wholes], outs)
+        jaxpr = part_of_jaxpr(body, [*rows, *wholes], outs)
         differentiated = [v for v in outs if v in self.active]
         is_number = len(differentiated) == 1 and differentiated[0] in sums
         is_number = is_number and not aval(differentiated[0]).shape
@@ -590,17 +591,6 @@ def _pair_roots(
             for v, count in uses.items():
                 if count == axes(v).count(pairs) == 1:
                     yield {v: axes(v).index(pairs)}, pairs[1]
-
-
-def _jaxpr(eqns: list[JaxprEqn], inputs: list[Var], outputs: list[Var]) -> Jaxpr:
-    empty = jax.make_jaxpr(lambda: ())().jaxpr
-    jaxpr: Jaxpr = empty.replace(
-        eqns=eqns,
-        invars=inputs,
-        outvars=outputs,
-        debug_info=empty.debug_info.with_unknown_names(),
-    )
-    return jaxpr
 
 
 # Run them.

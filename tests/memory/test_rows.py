@@ -17,9 +17,16 @@ from fnet.autodiff.per_example.batch_axis import (
     Shared,
     Unknown,
 )
-from fnet.jaxpr import active_variables, aval, evaluate, factors, find_equations, inline
+from fnet.jaxpr import (
+    active_variables,
+    aval,
+    evaluate,
+    factors,
+    find_equations,
+    inline,
+    part_of_jaxpr,
+)
 from fnet.jaxpr.axes import ROWS
-from fnet.memory.regions import _jaxpr
 from fnet.memory.rows import Part, RowAxes, Sum, Value, run_rows
 
 allow_rank_promotion = pytest.fixture(autouse=True)(example_losses.allow_rank_promotion)
@@ -76,7 +83,7 @@ def test_parts_of_every_primitive_are_what_the_whole_gives(name):
             or len({*eqn.invars}) < len(eqn.invars)
         ):
             continue
-        closed = ClosedJaxpr(_jaxpr([eqn], list(eqn.invars), eqn.outvars), [])
+        closed = ClosedJaxpr(part_of_jaxpr([eqn], list(eqn.invars), eqn.outvars), [])
         for factor in factors(eqn):
             pairs = [p for p in zip(eqn.invars, factor.operands, strict=True) if p[1] is not None]
             sizes = [(aval(v).shape or (1,))[axis] for v, axis in pairs]
