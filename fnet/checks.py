@@ -1,5 +1,6 @@
 """Checks of arguments, one per kind, in one style: ``function: x must be ..., got ...``."""
 
+import inspect
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -112,3 +113,29 @@ def mask(where: str, given: Array | None, *allowed: tuple[int, ...]) -> None:
         raise ValueError(
             f"{where}: mask must be bool of shape {shapes}, got {given.dtype} {given.shape}"
         )
+
+
+def optimizer(where: str, given: Any) -> None:
+    """Raise TypeError unless an optimizer is a gradient transformation of optax."""
+    if not (hasattr(given, "init") and hasattr(given, "update")) or isinstance(given, type):
+        got = getattr(given, "__name__", None) or type(given).__name__
+        raise TypeError(
+            f"{where}: optimizer must be an optax.GradientTransformation (of an nnx.Optimizer, its "
+            f"tx), got {got}"
+        )
+
+
+def signature(where: str, function: Any, *names: str) -> None:
+    """Raise TypeError for a function that cannot be called with these positional arguments."""
+    wanted = f"({', '.join(names)})"
+    if not callable(function):
+        raise TypeError(f"{where}: expected a function of {wanted}, got {function!r}")
+    try:
+        found = inspect.signature(function)
+    except (TypeError, ValueError):  # of a builtin
+        return
+    try:
+        found.bind(*names)
+    except TypeError:
+        name = getattr(function, "__name__", type(function).__name__)
+        raise TypeError(f"{where}: expected a function of {wanted}, got {name}{found}") from None

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
+from fnet import checks
 from fnet.layer import Layer
 
 
@@ -89,7 +90,7 @@ class TrainState:
 
         Raises:
           TypeError: If not exactly one of ``model`` and ``params`` is given, ``model_state`` comes
-            with a model, or ``optimizer`` or ``key`` is missing.
+            with a model, or ``optimizer`` or ``key`` is missing or of another kind.
           ValueError: If ``params`` were donated.
 
         Example:
@@ -110,6 +111,7 @@ class TrainState:
             raise TypeError(
                 f"TrainState.create: key must be a random key, as jax.random.key(0), got {key!r}"
             )
+        checks.optimizer("TrainState.create", optimizer)
         if any(map(_is_deleted, jax.tree.leaves(params))):
             raise ValueError(
                 "TrainState.create: params were donated to an earlier step; make new ones, or pass "

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
+from fnet import checks
 from fnet.autodiff.accumulate import as_mode
 from fnet.autodiff.coupling import find_coupling
 from fnet.autodiff.mean import Gradient, Loss, losses_and_aux, mean
@@ -66,6 +67,8 @@ class Step:
         Raises:
           ValueError: As `make_step`.
         """
+        checks.optimizer("make_step", self.optimizer)
+        checks.signature("make_step: loss", self.loss, "params", "model_state", "batch", "key")
         if self.ema_decay is not None and not 0 <= self.ema_decay < 1:
             raise ValueError(f"make_step: ema_decay must be in [0, 1), got {self.ema_decay}")
         if self.ema_decay is not None and self.average is not None:
@@ -120,9 +123,8 @@ class Step:
                 "TrainState.create(ema=True) and make_step(ema_decay=...) go together"
             )
         if not isinstance(batch, Mapping):
-            raise TypeError(
-                f"make_step: the batch must be a dict of arrays, got a {type(batch).__name__}"
-            )
+            got = jax.core.typeof(batch) if isinstance(batch, Array) else type(batch).__name__
+            raise TypeError(f"make_step: the batch must be a dict of arrays, got {got}")
         if self.state_sharding is None:
             return self._apply(state, batch)
         # Data comes in, state and metrics go out. Only parameters are gathered: trained ones, and
@@ -245,7 +247,8 @@ def make_step(
       ValueError: If ``ema_decay`` is out of range or comes with ``average``, the remat policy is
         unknown, the mode cannot be split, or ``skip_nonfinite`` is set for a mode that has no
         whole gradient or adds noise. When called: if ``state.ema`` does not match ``ema_decay``.
-      TypeError: If ``mode`` is not a mode. When called: if the loss returns anything but losses or
+      TypeError: If ``mode`` is not a mode, ``optimizer`` not one of optax, or ``loss`` takes other
+        arguments. When called: if the loss returns anything but losses or
         ``(losses, Aux)``, or the batch is not a dict.
 
     Example:

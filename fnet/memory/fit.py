@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
+from fnet import checks
 from fnet.cpu.tracing import traced_for
 from fnet.measured import SPARE_OF_PARAMETERS
 from fnet.memory.plan import Candidate, Plan, plan
@@ -65,7 +66,7 @@ def remat_to_fit(
 
     Raises:
       BudgetError: If nothing fits. The message gives the lowest peak and what to change.
-      TypeError: If the loss does not return a scalar.
+      TypeError: If the loss does not return a scalar, or its arguments are missing.
       ValueError: If the budget cannot be read.
 
     Example:
@@ -86,11 +87,10 @@ def remat_to_fit(
     if budget is None:
         budget, *args = args or (None,)  # type: ignore[assignment]
     limit = parse_bytes(budget, "remat_to_fit: budget")
-    if optimizer is not None and not hasattr(optimizer, "init"):
-        raise TypeError(
-            "remat_to_fit: optimizer must be an optax.GradientTransformation (of an nnx.Optimizer, "
-            f"its tx), got {type(optimizer).__name__}"
-        )
+    if optimizer is not None:
+        checks.optimizer("remat_to_fit", optimizer)
+    if not args:
+        raise TypeError("remat_to_fit: the arguments of the loss are missing, the model first")
     call = _Call.of(tuple(args), kwargs)
     transform = optax.with_extra_args_support(optimizer or optax.sgd(1.0))
     moments, held = _separate(held, jax.eval_shape(transform.init, call.tree(call.params)))

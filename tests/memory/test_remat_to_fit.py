@@ -269,10 +269,11 @@ def test_nnx_step_takes_what_is_planned():
         (({}, 1), {}, "budget: expected a number with a unit .*, got dict"),
         ((None, {}), {}, "budget: expected a number with a unit .*, got None"),
         ((), {}, "budget: expected a number with a unit .*, got None"),
+        (("1GiB",), {}, "the arguments of the loss are missing, the model first"),
         (
             ("1GiB", {}),
             {"optimizer": nnx.Optimizer},
-            "optimizer must be an optax.*, got PytreeMeta",
+            "optimizer must be an optax.*, got Optimizer",
         ),
     ],
 )

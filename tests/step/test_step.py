@@ -220,8 +220,26 @@ def test_a_loss_that_already_averages_is_refused():
 def test_a_batch_without_names_is_refused():
     model, optimizer = classifier(), optax.sgd(0.1)
     step = fnet.make_step(loss_of(model), optimizer)
-    with pytest.raises(TypeError, match="the batch must be a dict of arrays, got a tuple"):
+    with pytest.raises(TypeError, match="the batch must be a dict of arrays, got tuple"):
         step(created(model, optimizer), tuple(batch_of(6).values()))
+
+
+@pytest.mark.parametrize(
+    ("loss", "optimizer", "message"),
+    [
+        (
+            lambda p, b: p,
+            optax.sgd(0.1),
+            r"loss: expected a function of \(params, .* got .*\(p, b\)",
+        ),
+        ("loss", optax.sgd(0.1), "loss: expected a function of .*, got 'loss'"),
+        (lambda p, s, b, k: p, optax.sgd, "optimizer must be an optax.*, got sgd"),
+        (lambda p, s, b, k: p, None, "optimizer must be an optax.*, got NoneType"),
+    ],
+)
+def test_a_loss_or_optimizer_of_another_kind_is_refused(loss, optimizer, message):
+    with pytest.raises(TypeError, match=f"make_step: {message}"):
+        fnet.make_step(loss, optimizer)
 
 
 def test_weights_in_a_column_are_refused():
