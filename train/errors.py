@@ -11,7 +11,10 @@ from pathlib import Path
 
 
 class UserError(Exception):
-    """Mistake of the user. The program prints the message in one line, with exit code 2."""
+    """Mistake of the user. The program prints the message in one line, with exit code 2.
+
+    Whatever reads what a user gave may raise it; a docstring says so where that is not obvious.
+    """
 
 
 class TrainingError(Exception):
@@ -28,11 +31,7 @@ def writing(path: os.PathLike[str], fix: str = "choose another --out") -> Iterat
 
 
 def output_file(given: str | None, default: Path) -> Path:
-    """Return the file to write: the default, or the one of ``--out``.
-
-    Raises:
-      UserError: if ``--out`` names a file that exists.
-    """
+    """Return the file to write: the default, or the one of ``--out``."""
     if given is None:
         return default
     path = Path(given)

@@ -134,11 +134,7 @@ def evaluate_run(folder: RunFolder, options: EvalArguments, console: Console) ->
 
 
 def _setup(folder: RunFolder, config: Config, options: EvalArguments) -> Setup:
-    """Set up the run with its own test examples, or with those that the options name.
-
-    Raises:
-      UserError: if there are none, or their classes are not the run's.
-    """
+    """Set up the run with its own test examples, or with those that the options name."""
     data = config.data
     dataset: Dataset | None = None
     if options.path is not None or options.split is not None:
@@ -257,11 +253,7 @@ def print_scores(run: Setup, evaluation: Evaluation, console: Console) -> None:
 
 
 def apply_options(folder: RunFolder, config: Config, options: EvalArguments) -> Config:
-    """Return the run's config with the evaluation's options.
-
-    Raises:
-      UserError: for an option that runs of this kind do not have.
-    """
+    """Return the run's config with the evaluation's options."""
     data, kind = config.data, kind_of(config)
     changed = [n for n in _PLACE + kind.data_options if n in data.evaluation_options]
     allowed = (*changed, *kind.options)

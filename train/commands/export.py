@@ -93,9 +93,6 @@ def export_model(
 
     Tensors have the names, layouts and dtypes of the published model. Adapters are merged, or
     written alone as PEFT reads them. Models of images have the classes of the run.
-
-    Raises:
-      UserError: if there is no checkpoint, or the folder cannot be written.
     """
     if options.adapters and section.lora_rank is None:
         raise UserError("--adapters: the run has none, because it trains all parameters")

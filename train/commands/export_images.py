@@ -48,9 +48,6 @@ def published_model(
     """Return a trained image network as its library reads it, at the image size of the run.
 
     Learned positions are resized to this size. The logits are compared with the run's.
-
-    Raises:
-      UserError: if the library has no such classifier, or there is no checkpoint.
     """
     classes, shape = read_outputs(folder, config).names, images.image_shape(config)
     network = build_image_network(section, classes, shape, "float32")

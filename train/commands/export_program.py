@@ -48,10 +48,8 @@ def export_program(folder: RunFolder, config: Config, options: ExportArguments) 
     The input is float32 [N, H, W, C] with pixels in [0, 1]. Mean and standard deviation of the run
     are in the program. The output are logits [N, classes], or [N, H, W, classes]. An ONNX program
     also has ``predictions``, probabilities [N, classes] or numbers. Its metadata name the classes,
-    and say how images are resized.
-
-    Returns:
-      The file, and a line that says how its outputs differ from the network's.
+    and say how images are resized. Returns the file, and a line that says how its outputs differ
+    from the network's.
 
     Raises:
       UserError: if the network is not one for images, a library is missing, or the file cannot be

@@ -25,9 +25,6 @@ def train_folds(config: Config, folds: int, out: Path, *, resume: bool, console:
 
     Writes folds.json with mean, standard deviation and values of each test metric, evaluation.csv
     with the rows of all test images, each from the run that was not trained on it, and report.html.
-
-    Raises:
-      UserError: as `train.run.loop.train`, or if the data source has no folds.
     """
     folders = [RunFolder(out / f"fold_{fold}") for fold in range(1, folds + 1)]
     for fold, folder in enumerate(folders, 1):

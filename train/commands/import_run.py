@@ -104,13 +104,8 @@ def import_weights(
 def import_model(config: Config, section: Pretrained, out: Path) -> tuple[ModelFolder, Any]:
     """Create a run at step 0 with the weights of the published model.
 
-    The weights are not copied. Their headers are compared with config.json.
-
-    Returns:
-      The model's folder, and the shapes of its parameters.
-
-    Raises:
-      UserError: if the model is not supported or damaged, or the folder cannot be used.
+    The weights are not copied. Their headers are compared with config.json. Returns the model's
+    folder, and the shapes of its parameters.
     """
     source = read_folder(Path(section.path))
     _, shapes = pretrained.match(source, config.train.precision)
@@ -126,9 +121,6 @@ def default_config(path: Path) -> Config:
     """Return a config that fine-tunes a published model as a whole.
 
     Images have the size, the mean and the standard deviation of preprocessor_config.json.
-
-    Raises:
-      UserError: if the model is not supported or damaged.
     """
     source = read_folder(path)
     data: ChatFile | ImageFolder = ChatFile()

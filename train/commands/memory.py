@@ -51,11 +51,7 @@ def main(argv: list[str]) -> None:
 
 
 def predict_memory(config: Config, options: MemoryArguments, console: Console) -> None:
-    """Print the predicted memory of a train step and write memory.json, memory.png and plan.png.
-
-    Raises:
-      UserError: for a budget that nothing fits, an unknown target or a missing compiler.
-    """
+    """Print the predicted memory of a train step and write memory.json, memory.png and plan.png."""
     log = line_printer(console)
     count = config.mesh.data * config.mesh.fsdp
     targets: list[Target | None] = [None]

@@ -11,10 +11,8 @@ from train.errors import UserError
 def positional(argv: Sequence[str], usage: str, *options: type) -> tuple[list[str], list[str]]:
     """Split the words after a command's name into positional arguments and flags.
 
-    Args:
-      argv: the words.
-      usage: ``"fnet predict RUN IMAGE..."``; dots allow one or more.
-      options: classes of the command's options, for ``--help`` without positional arguments.
+    Dots in a usage, ``"fnet predict RUN IMAGE..."``, allow one or more. Without positional
+    arguments, ``--help`` is that of the ``options``.
 
     Raises:
       UserError: for too few or too many positional arguments.

@@ -117,11 +117,7 @@ def predict(folder: RunFolder, given: Sequence[str], options: PredictArguments) 
 
 
 def find_images(given: Sequence[str]) -> list[str]:
-    """Return the given files, and all images below the given folders.
-
-    Raises:
-      UserError: for a path that does not exist, or a folder without images.
-    """
+    """Return the given files, and all images below the given folders."""
     paths: list[str] = []
     for name in given:
         if not os.path.isdir(name):

@@ -69,11 +69,7 @@ def main(argv: list[str]) -> None:
 
 
 def read_prompts(options: TextArguments) -> list[str]:
-    """Return the prompts of the flags, or those of a file.
-
-    Raises:
-      UserError: if there are both, or the file is unreadable or has none.
-    """
+    """Return the prompts of the flags, or those of a file."""
     path = options.prompts
     if path is None:
         return list(options.prompt)
@@ -91,11 +87,7 @@ def read_prompts(options: TextArguments) -> list[str]:
 
 
 def generate_text(folder: RunFolder, config: Config, options: TextArguments) -> Iterator[str]:
-    """Yield the prompt, then the text that the model adds to it. An answer comes alone.
-
-    Raises:
-      UserError: for an empty prompt, one outside the vocabulary, or a run without a checkpoint.
-    """
+    """Yield the prompt, then the text that the model adds to it. An answer comes alone."""
     generator = TextGenerator(folder, config, options)
     given = options.prompt[0] if options.prompt else "\n"
     prompt = generator.encode(given)
@@ -107,11 +99,7 @@ def generate_text(folder: RunFolder, config: Config, options: TextArguments) -> 
 
 
 def answer_prompts(generator: "TextGenerator", prompts: Sequence[str]) -> Iterator[dict[str, str]]:
-    """Yield each prompt with its answer, in order. Batches have prompts of similar length.
-
-    Raises:
-      UserError: as `generate_text`.
-    """
+    """Yield each prompt with its answer, in order. Batches have prompts of similar length."""
     size, seed = min(generator.options.batch_size, len(prompts)), generator.options.seed
     encoded = [generator.encode(prompt) for prompt in prompts]
     by_length = sorted(range(len(prompts)), key=lambda i: len(encoded[i]))
@@ -126,11 +114,7 @@ def answer_prompts(generator: "TextGenerator", prompts: Sequence[str]) -> Iterat
 
 
 def chat(generator: "TextGenerator") -> None:
-    """Answer one message per line of the standard input.
-
-    Raises:
-      UserError: as `generate_text`.
-    """
+    """Answer one message per line of the standard input."""
     messages = generator.first_messages()
     is_terminal = sys.stdin is not None and sys.stdin.isatty()
     with contextlib.suppress(EOFError):
@@ -154,9 +138,6 @@ class TextGenerator:
 
     Attention of a network that fnet initialized reaches back as far as in training: without a
     window of its own, it gets one of the training rows' length.
-
-    Raises:
-      UserError: for a run without a checkpoint, or without a chat template if one is needed.
     """
 
     def __init__(self, folder: RunFolder, config: Config, options: TextArguments):
@@ -205,11 +186,7 @@ class TextGenerator:
         return self.tokenizer.encode_pieces([text])[0].ids
 
     def stream(self, prompts: Sequence[np.ndarray], seeds: Sequence[int]) -> Iterator[list[str]]:
-        """Yield what is new in the text after each prompt, until all texts have ended.
-
-        Raises:
-          UserError: if the text is longer than the model's positions.
-        """
+        """Yield what is new in the text after each prompt, until all texts have ended."""
         lengths = [len(prompt) for prompt in prompts]
         tokens = np.zeros((len(prompts), max(lengths)), np.int32)
         for row, prompt in zip(tokens, prompts, strict=True):

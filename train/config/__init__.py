@@ -184,11 +184,7 @@ def _rename_keys(plain: dict[str, Any], names: dict[str, str]) -> dict[str, Any]
 
 
 def check(config: Config, where: str) -> Config:
-    """Check the type and range of every field; return an equal config.
-
-    Raises:
-      UserError: as `from_json`; and for a subclass of a section, whose own attributes JSON loses.
-    """
+    """Check the type and range of every field; return an equal config."""
     checked = from_json(to_json(config), where)
     for given, expected in zip(_classes(config), _classes(checked), strict=True):
         if given is not expected:

@@ -26,14 +26,7 @@ def recipes() -> dict[str, str]:
 
 
 def load(given: str) -> Config:
-    """Load a config.
-
-    Args:
-      given: name of a recipe, recipe file, run folder, or config.json.
-
-    Raises:
-      UserError: if it does not exist, or is not a valid config.
-    """
+    """Load a config: the name of a recipe, a recipe file, a run folder or a config.json."""
     import_plugins()
     path, known = Path(given), recipes()
     if given in known:  # before files of that name: recipes load other recipes by name

@@ -74,11 +74,7 @@ _plugins: set[str] = set()
 
 
 def variants(section: str) -> dict[str, Any]:
-    """Return the variants of a section by name, as in ``{"mean": Mean}``; {} if it has none.
-
-    Raises:
-      UserError: if a file of ``FNET_PLUGINS`` cannot be imported.
-    """
+    """Return the variants of a section by name, as in ``{"mean": Mean}``; {} if it has none."""
     if section not in _KINDS:
         return {}
     _import_modules(_KINDS[section].package)
@@ -111,11 +107,7 @@ def _import_modules(name: str) -> None:
 
 
 def import_plugins() -> None:
-    """Import the files of ``FNET_PLUGINS``.
-
-    Raises:
-      UserError: if one cannot be imported.
-    """
+    """Import the files of ``FNET_PLUGINS``."""
     for path in filter(None, os.environ.get(PLUGINS, "").split(os.pathsep)):
         if path in _plugins:
             continue

@@ -87,11 +87,7 @@ class Optim(Section):
         return self.name == "schedule_free_adamw"
 
     def check(self, config: "Config") -> None:
-        """Check that the optimizer fits the dtype of the parameters and its own options.
-
-        Raises:
-          UserError: if it does not.
-        """
+        """Check that the optimizer fits the dtype of the parameters and its own options."""
         if self.freeze_backbone:
             self._check_frozen(config)
         dtype = config.train.params_dtype
@@ -167,11 +163,7 @@ class Train(Section):
     """Evaluations without a better checkpoint.metric after which the run ends; None is never."""
 
     def check(self, config: "Config") -> None:
-        """Check that a private run does not end early.
-
-        Raises:
-          UserError: if it may.
-        """
+        """Check that a private run does not end early."""
         if self.patience is not None and config.is_private:
             raise UserError(
                 f"train.patience: {self.patience}, but a private run takes all steps for which its "

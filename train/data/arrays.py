@@ -161,11 +161,7 @@ class _Split(NamedTuple):
 
 
 def _find_splits(config: ArrayFile) -> list[_Split]:
-    """Find the training split and, if there is one, the test split.
-
-    Raises:
-      UserError: if a file or an array is missing, several match, or both splits are the same.
-    """
+    """Find the training split and, if there is one, the test split."""
     root = Path(config.path)
     given = [*zip_longest(config.images, config.labels), (None, None), (None, None)]
     if root.is_dir():
@@ -222,11 +218,7 @@ def _parse_name(name: str) -> tuple[tuple[str, ...], str] | None:
 
 
 def _array_names(path: Path) -> list[str]:
-    """List the arrays of a file.
-
-    Raises:
-      UserError: if it is missing, or is not an .npz file.
-    """
+    """List the arrays of a file."""
     with storage.reported("data.path", path), storage.open_file(str(path)) as file:
         if not zipfile.is_zipfile(file):
             problem = "is truncated or not an .npz file" if path.stat().st_size else "is empty"
@@ -239,11 +231,7 @@ def _array_names(path: Path) -> list[str]:
 
 
 def _read_array(path: Path, name: str) -> np.ndarray:
-    """Read an array of a file.
-
-    Raises:
-      UserError: if it is damaged, or holds Python objects.
-    """
+    """Read an array of a file."""
     try:
         with np.load(path, allow_pickle=False) as arrays:
             array = arrays[name]

@@ -37,14 +37,9 @@ def bucketed_batches(
     whole batches, are sorted by bucket and cut into batches. So no batch is padded with rows: one
     row and padding would take as large a step as a full batch.
 
-    The iterator's ``get_state()`` returns its position as JSON. After ``set_state`` it continues
-    with the same batches.
-
-    Args:
-      dataset: Dataset with ``length`` in ``train``, whose ``augment`` returns ``tokens``.
-      batch_size: Rows per batch.
-      seed: Seed of the order.
-      longest: Largest bucket, in tokens of input.
+    Rows of ``train`` have a ``length``. The largest bucket is ``longest``. The iterator's
+    ``get_state()`` returns its position as JSON. After ``set_state`` it continues with the same
+    batches.
     """
     lengths = dataset.train["length"]
     buckets = bucket_lengths(lengths.reshape(len(lengths), -1).max(1), longest)

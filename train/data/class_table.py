@@ -42,18 +42,12 @@ class Row(NamedTuple):
 
 
 def find_table(given: str | None, root: Path, default: str | None) -> tuple[tuple[Row, ...], str]:
-    """Return the rows of a class table, and where they come from.
+    """Return the rows of a class table, and where they come from; no rows and "" without one.
 
     Args:
       given: file, or the name of a published data set; None looks for one of `FILES`.
       root: folder of the data. A relative file may be below it.
       default: published data set whose table is used if there is no file, or None.
-
-    Returns:
-      Rows and source; no rows and ``""`` if there is no table.
-
-    Raises:
-      UserError: if the file does not exist, or is no class table.
     """
     if given in PUBLISHED:
         return PUBLISHED[given], given
@@ -74,9 +68,6 @@ def read_table(path: Path) -> tuple[Row, ...]:
 
     Lines are names, ``name,r,g,b`` or ``r g b name``. With a header, columns are ``name``, and
     optionally ``value`` (or ``id``, ``idx``), ``r``, ``g`` and ``b``.
-
-    Raises:
-      UserError: if it cannot be read, names a class twice, or gives two classes one value or color.
     """
     lines = [line for line in read_lines(str(path), "data.class_table") if line.strip()]
     try:

@@ -7,14 +7,8 @@ def balanced_weights(labels: np.ndarray, classes: int) -> tuple[float, ...]:
     """Compute weights that make all classes count alike, as scikit-learn's ``balanced``.
 
     The weight of a class is N / (classes x its examples). Of several labels per image, it is the
-    number of examples without the label by those with it.
-
-    Args:
-      labels: int [N], or float [N, labels] of 0 and 1.
-      classes: number of classes or labels.
-
-    Returns:
-      One weight per class; 1 for a class without examples.
+    number of examples without the label by those with it. Labels are int [N], or [N, labels] of 0
+    and 1. A class without examples has the weight 1.
     """
     if labels.ndim == 2:
         count = labels.sum(0)

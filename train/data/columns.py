@@ -36,9 +36,6 @@ def choose(
       kind: what they are the names of, such as ``"column"``.
       candidates: names that are possible if none is given.
       usual: usual names.
-
-    Raises:
-      UserError: if the given name does not exist, or none or several are possible.
     """
     available = list(names)
     if given is not None:
@@ -65,22 +62,14 @@ def normalized(name: str) -> str:
 
 
 def read_lines(path: str, option: str) -> list[str]:
-    """Read the lines of a text file in UTF-8, perhaps with a byte order mark.
-
-    Raises:
-      UserError: if it cannot be read, or is not UTF-8.
-    """
+    """Read the lines of a text file in UTF-8, perhaps with a byte order mark."""
     with storage.reported(option, path), storage.open_file(path) as file:
         content = file.read()
     return decode_text(content, path, option).splitlines()
 
 
 def decode_text(content: bytes, path: str, option: str) -> str:
-    """Decode a text file in UTF-8, or in UTF-16 with a byte order mark; gzip is unpacked.
-
-    Raises:
-      UserError: if it is neither.
-    """
+    """Decode a text file in UTF-8, or in UTF-16 with a byte order mark; gzip is unpacked."""
     try:
         if content.startswith(b"\x1f\x8b"):
             with gzip.GzipFile(fileobj=io.BytesIO(content)) as file:
@@ -97,11 +86,7 @@ def decode_text(content: bytes, path: str, option: str) -> str:
 
 
 def read_names(path: str, option: str) -> tuple[str, ...]:
-    """Read the names of labels 0, 1, ..., one per line. Empty lines may end the file.
-
-    Raises:
-      UserError: as `read_lines`, or if another line is empty, which would shift the names.
-    """
+    """Read the names of labels 0, 1, ..., one per line. Empty lines may end the file."""
     names = [normalized(line.strip()) for line in read_lines(path, option)]
     while names and not names[-1]:
         names.pop()
@@ -117,13 +102,6 @@ def parse_labels(values: Sequence[Any], where: Callable[[int], str]) -> np.ndarr
 
     Texts are numbers if all of them consist of digits; 1_0 is a name. Space around names does not
     count, nor does their form of Unicode.
-
-    Args:
-      values: integers and texts.
-      where: describes the place of a value, for the error message.
-
-    Raises:
-      UserError: for other types, such as fractions, lists and missing values, and for empty texts.
     """
     texts = []
     for i, value in enumerate(values):
@@ -151,15 +129,7 @@ def parse_integer(text: str) -> int:
 
 
 def as_labels(labels: np.ndarray, what: str) -> np.ndarray:
-    """Convert labels to int32 [N], from integers [N] or [N, 1], or from one-hot rows [N, K].
-
-    Args:
-      labels: array of any shape and dtype.
-      what: config field and array, which begin the error message.
-
-    Raises:
-      UserError: for anything else, and for negative labels.
-    """
+    """Convert labels to int32 [N], from integers [N] or [N, 1], or from one-hot rows [N, K]."""
     shape, kind = labels.shape, labels.dtype.kind
     if not labels.size:
         raise UserError(f"{what} is empty")
@@ -192,11 +162,6 @@ def name_classes(
 ) -> tuple[str, ...]:
     """Return the names of labels 0, 1, ...; ``("0", "1", ...)`` if there are no names.
 
-    Args:
-      labels: training labels, and test labels.
-      names: class names, if there are any.
-      what: config field and array, which begin the error message.
-
     Raises:
       UserError: if the training labels are of one class, a label has no name, a name is not UTF-8,
         or there are more classes than training examples and no names.
@@ -216,11 +181,7 @@ def name_classes(
 
 
 def check_names(names: Iterable[str], what: str) -> tuple[str, ...]:
-    """Return class names, which reports and pictures show.
-
-    Raises:
-      UserError: if one is not UTF-8.
-    """
+    """Return class names, which reports and pictures show."""
     for name in names:
         try:
             name.encode()
@@ -244,16 +205,7 @@ def order_of(classes: Sequence[str], names: Sequence[str]) -> list[int] | None:
 
 
 def check_users(ids: np.ndarray, examples: int, what: str) -> np.ndarray:
-    """Return the users of examples, integers or strings [N].
-
-    Args:
-      ids: one id per example, [N] or [N, 1].
-      examples: number of examples N.
-      what: config field and array, which begin the error message.
-
-    Raises:
-      UserError: for another shape or dtype.
-    """
+    """Return the users of examples, integers or strings [N]."""
     if ids.shape not in ((examples,), (examples, 1)) or ids.dtype.kind not in "uiUS":
         raise UserError(
             f"{what} is {ids.dtype} of shape {ids.shape}; expected one integer or string for each "

@@ -34,11 +34,7 @@ class Digits(Data):
     """Random shift of training images, in pixels per direction."""
 
     def load(self, *, private: bool = False) -> Dataset:
-        """Load images float32 [N, 8, 8, 1] in [0, 1] and labels int32 [N], split within each class.
-
-        Raises:
-          UserError: If a split of that fraction cannot hold every class.
-        """
+        """Load images float32 [N, 8, 8, 1] in [0, 1] and labels int32 [N], split by class."""
         from sklearn.datasets import load_digits  # slow to import
         from sklearn.model_selection import train_test_split
 

@@ -51,14 +51,7 @@ def describe_skipped(files: Iterable[ImageFiles]) -> tuple[str, ...]:
 
 
 def subfolders(folder: Path) -> dict[str, str]:
-    """List the folders in a folder, sorted, without names that begin with a dot.
-
-    Returns:
-      Their names by `normalized` name.
-
-    Raises:
-      UserError: if it cannot be read, or two names differ only in their Unicode form.
-    """
+    """List the folders in a folder, sorted, by `normalized` name, without hidden ones."""
     with storage.reported("data.path", folder), os.scandir(folder) as entries:
         names = sorted(e.name for e in entries if e.is_dir() and not e.name.startswith("."))
     by_name: dict[str, str] = {}

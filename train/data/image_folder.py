@@ -82,11 +82,7 @@ class ImageFolder(LabeledFiles):
         return load(self, trained().names)
 
     def check(self, config: Config) -> None:
-        """Check options that choose training examples, and those of users.
-
-        Raises:
-          UserError: if they do not fit a private run.
-        """
+        """Check options that choose training examples, and those of users."""
         super().check(config)
         if config.is_private and (self.balanced or self.repeats > 1):
             raise UserError(

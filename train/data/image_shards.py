@@ -125,9 +125,6 @@ def _find_shards(config: ImageShards) -> tuple[list[list[str]], list[str]]:
 
     Among the files of folders and patterns, names with train, val or test tell the splits. With a
     ``test_path``, others than training shards are not used.
-
-    Raises:
-      UserError: if there are none, or a shard is in both.
     """
     train: list[list[str]] = []
     tests: dict[str | None, list[str]] = {"val": [], "test": []}
@@ -196,11 +193,7 @@ def _tfds_folder(name: str, field: str) -> str:
 def _check_damage(
     config: ImageShards, paths: Sequence[str], indices: Sequence[Index]
 ) -> tuple[str, ...]:
-    """Check that not too many shards are damaged; return a note on each.
-
-    Raises:
-      UserError: if more than ``max_bad_fraction`` of the shards are.
-    """
+    """Check that not too many shards are damaged; return a note on each."""
     damaged = [
         f"{path} is damaged: {index.problem}"
         for path, index in zip(paths, indices, strict=True)
@@ -218,11 +211,7 @@ def _check_damage(
 def _labels(
     config: ImageShards, paths: Sequence[str], indices: Sequence[Index]
 ) -> tuple[np.ndarray, tuple[str, ...] | None]:
-    """Return the labels of all images, int32 [N], and the class names, if there are any.
-
-    Raises:
-      UserError: if labels are neither integers from 0 nor names, or the class names differ.
-    """
+    """Return the labels of all images, int32 [N], and the class names, if there are any."""
     names = _class_names(config, paths, indices)
     found = [(path, i) for path, i in zip(paths, indices, strict=True) if len(i.labels)]
     if not found:

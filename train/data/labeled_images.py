@@ -50,9 +50,6 @@ def image_dataset(
       files: ``ids -> files``.
       describe: ``id -> text``, the file of an image and its place in it.
       **others: other attributes of the data set.
-
-    Raises:
-      UserError: for options that exclude each other.
     """
     options = ImageOptions.of(config, resize=config.shorter_side)
     _check_options(options)
@@ -125,13 +122,7 @@ def image_dataset(
 
 
 class CachedImages:
-    """Test images that are read at their first use and then stay in memory.
-
-    Args:
-      ids: their ids, which follow each other.
-      options: their options.
-      read: reads rows of ``id``.
-    """
+    """Test images that are read at their first use and then stay in memory."""
 
     def __init__(self, ids: np.ndarray, options: ImageOptions, read: Read):
         self._first, self._read = int(ids[0]), read

@@ -167,19 +167,7 @@ def make_label_map(
     The values come from ``mask_values``, else from the table, else they are 0, 1, ... without the
     ignored ones. The config and the table name ignored values. By default, 255 is ignored, unless
     it is the value of a class. Masks of 0 and 255 alone are binary if there are two classes or an
-    unknown number.
-
-    Args:
-      config: the data source.
-      rows: rows of the class table, or ().
-      source: name of the class table.
-      samples: values of some masks.
-
-    Returns:
-      The map, and notes for the user.
-
-    Raises:
-      UserError: if the number of classes is unknown, or the options exclude each other.
+    unknown number. Returns the map, and notes for the user.
     """
     notes: list[str] = []
     gray: Counter[int] = sum((s.counts for s in samples if s.mask.kind != "color"), Counter())

@@ -102,11 +102,7 @@ def is_model_folder(path: Path) -> bool:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Read ``config.json`` of a model's folder.
-
-    Raises:
-      UserError: if there is none, or it is not JSON.
-    """
+    """Read ``config.json`` of a model's folder."""
     check_folder(path)
     config = load_json(path / "config.json")
     if not config:
@@ -131,11 +127,7 @@ def _check_sizes(path: Path, config: Mapping[str, Any]) -> None:
 
 
 def check_folder(path: Path) -> None:
-    """Check that a path is the folder of a published model, and not something similar.
-
-    Raises:
-      UserError: for a name of the Hugging Face Hub, a single file, GGUF, or adapters of PEFT.
-    """
+    """Check that a path is the folder of a published model, and not something similar."""
     if path.suffix == ".gguf":
         raise UserError(f"model.path: {path} is a GGUF file; {_NO_GGUF}")
     if path.is_file():
@@ -163,11 +155,7 @@ def check_folder(path: Path) -> None:
 
 
 def check_tokenizer(path: Path) -> None:
-    """Check that a model's folder has a tokenizer.
-
-    Raises:
-      UserError: if it has no tokenizer.json.
-    """
+    """Check that a model's folder has a tokenizer."""
     check_folder(path)
     if (path / "tokenizer.json").is_file():
         return
@@ -183,11 +171,7 @@ def check_tokenizer(path: Path) -> None:
 
 
 def read_folder(path: Path) -> ModelFolder:
-    """Read config and headers of a model's folder.
-
-    Raises:
-      UserError: if files are missing or damaged, or there are only pickles.
-    """
+    """Read config and headers of a model's folder."""
     config = read_config(path)
     if (path / INDEX).is_file():
         return ModelFolder(path, config, _read_index(path / INDEX))
@@ -224,9 +208,6 @@ def read_tensors(path: Path) -> tuple[dict[str, FileTensor], dict[str, str]]:
 
     https://huggingface.co/docs/safetensors: 8 bytes with the length of the header, the header as
     JSON, then the tensors.
-
-    Raises:
-      UserError: if the file is missing or damaged.
     """
 
     def damaged(why: str) -> UserError:

@@ -102,14 +102,7 @@ class ShuffledBatches:
 
 
 class _ShuffledLanes:
-    """``lanes(lane, positions) -> rows``: endless shuffled rows of each lane.
-
-    Args:
-      blocks: number of rows in each block, [blocks].
-      lanes: number of lanes, at most the number of rows.
-      window: number of blocks in a window.
-      seed: seed of the order.
-    """
+    """``lanes(lane, positions) -> rows``: rows of each lane, shuffled in windows of blocks."""
 
     def __init__(self, blocks: np.ndarray, lanes: int, window: int, seed: tuple[int, ...]):
         self._blocks, self._seed = blocks, seed

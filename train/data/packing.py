@@ -25,14 +25,7 @@ def pack(lengths: np.ndarray, size: int) -> list[list[int]]:
 
     The longest document comes first, and each goes into the fullest row that has space for it. The
     number of rows is at most 11/9 of the smallest possible one, plus 4. The result depends on
-    nothing but the arguments.
-
-    Args:
-      lengths: Lengths [N], from 1 to ``size``.
-      size: Length of a row.
-
-    Returns:
-      For each row, the indices of its documents.
+    nothing but the arguments. Lengths [N] are from 1 to ``size``; rows have indices of documents.
 
     References:
       Johnson 1973, "Near-optimal bin packing algorithms". Ding et al. 2024, "Fewer truncations

@@ -100,13 +100,7 @@ def apply_operation(image: Image.Image, kind: int, negative: bool, magnitude: in
 
 
 def rand_augment(images: np.ndarray, draws: np.ndarray, magnitude: int) -> np.ndarray:
-    """Apply the operations of each image uint8 [N, H, W, 3], in place.
-
-    Args:
-      images: modified.
-      draws: from `draw_rand_augment`.
-      magnitude: strength of the operations, 0 to `MAX_MAGNITUDE`.
-    """
+    """Apply the operations of each image uint8 [N, H, W, 3], in place."""
     for i, operations in enumerate(draws.tolist()):
         image = Image.fromarray(images[i])
         for kind, negative in operations:

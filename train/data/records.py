@@ -40,11 +40,7 @@ class Record(NamedTuple):
         return next((name for name in names if self.fields.get(name) is not None), None)
 
     def get(self, name: str) -> Any:
-        """Return the value of a field.
-
-        Raises:
-          UserError: if it is missing.
-        """
+        """Return the value of a field."""
         value = self.fields.get(name)
         if value is None:
             names = list(self.fields)
@@ -53,11 +49,7 @@ class Record(NamedTuple):
         return value
 
     def text(self, name: str) -> str:
-        """Return the text of a field, which may be empty.
-
-        Raises:
-          UserError: if it is missing, or not a text.
-        """
+        """Return the text of a field, which may be empty."""
         value = self.get(name)
         if not isinstance(value, str):
             raise UserError(f"{self.where}: {name} must be a text, got {type(value).__name__}")
@@ -71,9 +63,6 @@ def read(path: str, option: str) -> Iterator[Record]:
       path: File, or a folder of .jsonl and .parquet files, which are read by name, at any depth; or
         the URL of one, such as gs://bucket/file.jsonl.
       option: Config field or flag that names it, for error messages.
-
-    Raises:
-      UserError: if a file is unreadable, a line is not a JSON object, or a folder has no files.
     """
     with storage.reported(option, path):
         found = storage.expand(path)

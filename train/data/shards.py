@@ -84,9 +84,6 @@ def index_shards(paths: Sequence[str], fields: Fields) -> list[Index]:
     """Index shards, several at once. Indices are kept in the cache folder.
 
     A truncated shard has the examples before its end, and a ``problem``.
-
-    Raises:
-      UserError: if a file is missing or not a shard, or its examples have no image or no label.
     """
 
     def index(path: str) -> Index:
@@ -391,10 +388,6 @@ def _tfds_classes(path: str, label: str) -> tuple[str, ...]:
 
 class Shards:
     """Reads the encoded images of shards, several at once.
-
-    Args:
-      paths: paths of the shards.
-      indices: their indices.
 
     Attributes:
       paths: paths of the shards.

@@ -57,11 +57,7 @@ def choose_training_split(names: Collection[str]) -> str | None:
 
 
 def choose_test_split(given: str | None, names: Collection[str], where: object) -> str | None:
-    """Return the given name of the test split, else the first usual one, of val before test.
-
-    Raises:
-      UserError: if the given one does not exist, or is the training split.
-    """
+    """Return the given name of the test split, else the first usual one, of val before test."""
     others = sorted(set(names) - {choose_training_split(names)})
     if given is not None and given not in others:
         if given in names:
@@ -95,9 +91,6 @@ def hold_out(
       keys: names of the examples, or of their users; contents or numbers of those without names.
       labels: class of each example, int [N]; None if they have none.
       groups: group of each example; none is both trained and tested on.
-
-    Raises:
-      UserError: if a class, or with groups all examples, cannot be on both sides.
     """
     names = [str(key) for key in keys]
     if config.folds is not None:
@@ -172,9 +165,6 @@ def hold_out_rows(
     """Choose rows of a table by a hash of their numbers, or of the ids of their users, bool [N].
 
     With ``users`` [N], no user is in both splits; then classes do not matter.
-
-    Raises:
-      UserError: if a class has only one row, or there is only one user.
     """
     if users is None:
         return hold_out(config, (f"row {i}" for i in range(len(labels))), labels)
@@ -197,11 +187,7 @@ def hash_names(names: Iterable[str]) -> np.ndarray:
 
 
 def hold_out_contents(config: HeldOut, contents: Sequence[str], what: str) -> np.ndarray:
-    """Choose examples by a hash of their contents; the last ones without ``split_seed``, bool [N].
-
-    Raises:
-      UserError: if that leaves none for training or none for testing.
-    """
+    """Choose examples by a hash of their contents, bool [N]; without a seed, the last ones."""
     if config.split_seed is not None:
         return hold_out(config, contents)
     count = len(contents)
@@ -209,11 +195,7 @@ def hold_out_contents(config: HeldOut, contents: Sequence[str], what: str) -> np
 
 
 def count_held_out(count: int, fraction: float, what: str) -> int:
-    """Return how many of ``count`` are held out.
-
-    Raises:
-      UserError: if that leaves none for training or none for testing.
-    """
+    """Return how many of ``count`` are held out."""
     num_test = round(fraction * count)
     if not 0 < num_test < count:
         raise UserError(

@@ -47,11 +47,7 @@ def reported(option: str, path: object) -> Iterator[None]:
 
 
 def import_parquet(option: str, path: str) -> Any:
-    """Import pyarrow with its reader of Parquet.
-
-    Raises:
-      UserError: if it is not installed.
-    """
+    """Import pyarrow with its reader of Parquet."""
     try:
         import pyarrow.parquet
     except ImportError:
@@ -80,10 +76,6 @@ def scheme(path: str) -> str:
 
 def open_file(path: str, *, buffering: int = -1) -> IO[bytes]:
     """Open a file for reading, a remote one in large blocks.
-
-    Args:
-      path: path or URL.
-      buffering: as in `open`, for a file of this machine.
 
     Raises:
       StorageError: if it cannot be opened.
@@ -183,9 +175,6 @@ def walk(folder: str, skipped: Counter[str]) -> Iterator[str]:
     Links are followed. Those that lead to themselves or to a folder around them are left out and
     counted, like pipes, sockets and devices, which would block. Names that begin with a dot are
     left out. A broken link is a file, which cannot be read later.
-
-    Raises:
-      UserError: if links lead to one folder too often.
     """
     visits = Counter[tuple[int, int]]()
 

@@ -55,11 +55,7 @@ class Synthetic(Data):
 
     @property
     def preprocessor(self) -> Preprocessor:
-        """Resize the whole image.
-
-        Raises:
-          UserError: unless images have 1 or 3 channels.
-        """
+        """Resize the whole image."""
         if self.channels not in (1, 3):
             raise UserError(
                 f"data.source: {self.source} has images of {self.channels} channels; image files "

@@ -61,11 +61,7 @@ class UnreadableFiles:
         return CheckedBatches(batches, self._check)
 
     def look(self) -> None:
-        """Read all files, if they are few, before anything is compiled.
-
-        Raises:
-          UserError: if too many of them are unreadable.
-        """
+        """Read all files, if they are few, before anything is compiled."""
         splits = (self._dataset.train, self._dataset.test)
         ids = [id for rows in splits if "id" in rows for id in rows["id"].tolist()]
         if self._union or not 0 < len(ids) <= _FEW_FILES:
@@ -77,11 +73,7 @@ class UnreadableFiles:
         self._add({id for id, reason in zip(ids, reasons, strict=True) if reason is not None})
 
     def share(self) -> None:
-        """Report what other processes found, too. All processes must call this together.
-
-        Raises:
-          UserError: in all of them, if too many files are unreadable.
-        """
+        """Report what other processes found, too. All processes must call this together."""
         if self._union:
             found, self._found = self._union(self._found), set()
             self._add(found)

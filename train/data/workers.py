@@ -38,10 +38,7 @@ class Workers:
     """``workers(function, rows) -> function(rows)``, with the rows split among processes.
 
     The processes start at the first call with more than one row. They end with the program, even
-    if it is killed.
-
-    Args:
-      count: number of processes; 0 calls the function in this process.
+    if it is killed. Without any, the function is called in this process.
     """
 
     def __init__(self, count: int):
@@ -149,15 +146,7 @@ def _work(
     starts: dict[str, int],
     first: int,
 ) -> Work:
-    """Call the function in a worker, and write its arrays to the memory of the batch.
-
-    Args:
-      function: the function.
-      rows: some rows of the batch.
-      path: file of the memory.
-      starts: first byte of each array of the whole batch.
-      first: number of the first row.
-    """
+    """Call the function in a worker, and write its arrays to the memory of the batch."""
     before = now()
     arrays = function(rows)
     with open(path, "r+b", buffering=0) as file:

@@ -83,11 +83,7 @@ class Clipped(GradientMode):
         return self.audit or 0
 
     def check(self, config: Config) -> None:
-        """Check that the options fit each other and the other sections.
-
-        Raises:
-          UserError: if they do not.
-        """
+        """Check that the options fit each other and the other sections."""
         super().check(config)
         schedules = {"noise_schedule": self.noise_schedule, "clip_schedule": self.clip_schedule}
         try:
@@ -189,11 +185,7 @@ class Clipped(GradientMode):
         return dataclasses.replace(self, microbatches=count)  # batches are padded to a multiple
 
     def draw_canaries(self, params: Any, seed: int) -> GradientCanaries:
-        """Draw the canaries of an audit.
-
-        Raises:
-          UserError: if there are too many for delta or the network.
-        """
+        """Draw the canaries of an audit."""
         count = self.num_canaries
         if self.delta is not None and 2 * count * self.delta > 1:
             raise UserError(
@@ -269,11 +261,7 @@ class Clipped(GradientMode):
         return dataclasses.replace(privacy, noise_multiplier=noise)
 
     def _sampling(self, config: Config, units: int) -> Sampling:
-        """Return the sampling of a private run.
-
-        Raises:
-          UserError: if batches are larger than the training set.
-        """
+        """Return the sampling of a private run."""
         size, separation = config.data.batch_size, self.separation or self.noise_bands
         if size > units:
             raise UserError(

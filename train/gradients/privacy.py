@@ -88,11 +88,7 @@ class Privacy:
 
 
 def check_accounting() -> None:
-    """Import jax-privacy and dp_accounting, without their harmless warnings.
-
-    Raises:
-      UserError: if it is not installed.
-    """
+    """Import jax-privacy and dp_accounting, without their harmless warnings."""
     try:
         jax_privacy("accounting")
     except ModuleNotFoundError as error:

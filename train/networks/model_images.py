@@ -25,11 +25,7 @@ def position_size(config: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def class_names(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of the classifier's outputs in config.json, or () if it has none.
-
-    Raises:
-      UserError: if they are not one name for each of 0, 1, ...
-    """
+    """Return the names of the classifier's outputs in config.json, or () if it has none."""
     names = config.get("label_names") or config.get("id2label") or ()  # of timm, or transformers
     try:
         if isinstance(names, str):
@@ -45,15 +41,7 @@ def class_names(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def image_data(path: Path, config: Mapping[str, Any]) -> ImageFolder:
-    """Return images with the input size, mean and standard deviation of a published model.
-
-    Args:
-      path: folder of the model, perhaps with preprocessor_config.json.
-      config: its config.json.
-
-    Raises:
-      UserError: if the preprocessing is not supported.
-    """
+    """Return images with the input size, mean and standard deviation of a published model."""
     # timm has no other file.
     stored = config if "architecture" in config else load_json(path / "preprocessor_config.json")
     size = position_size(config)[0]

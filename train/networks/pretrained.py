@@ -81,11 +81,7 @@ class Pretrained(Model):
         return network
 
     def complete(self, data: Data) -> Data:
-        """Return text with the tokenizer and the vocabulary of the model, unless it has its own.
-
-        Raises:
-          UserError: if the model has no tokenizer, and the vocabulary is not given.
-        """
+        """Return text with the tokenizer and the vocabulary of the model, unless it has its own."""
         text = data.as_text
         if text is None:
             return data
@@ -283,12 +279,6 @@ def build_image_network(
     Otherwise a new one reads the features of the model. Learned positions are interpolated if the
     images have another size.
 
-    Args:
-      section: the section ``model`` of a config.
-      classes: names of the classes.
-      image_shape: [H, W, C].
-      precision: dtype of activations.
-
     Raises:
       UserError: if a file is missing or damaged, the model is not supported, or its classifier has
         as many classes of other names.
@@ -344,11 +334,7 @@ def build_image_network(
 def _output_order(
     section: Pretrained, names: Sequence[str], classes: Sequence[str]
 ) -> list[int] | None:
-    """Return the output of a published classifier for each class; None keeps their order.
-
-    Raises:
-      UserError: if it names other classes, and the user has not said what to do.
-    """
+    """Return the output of a published classifier for each class; None keeps their order."""
     order = order_of(classes, names)
     are_others = order is None and is_named(names) and is_named(classes)
     if are_others and section.classifier is None:
@@ -418,9 +404,6 @@ def match(folder: ModelFolder, precision: str) -> tuple[PretrainedModel, Any]:
     """Build the model of a folder, and the shapes of its parameters.
 
     Learned positions of images are interpolated if images have another size.
-
-    Raises:
-      UserError: if the model is not supported, or its tensors do not fit config.json.
     """
     try:
         return huggingface.match_tensors(

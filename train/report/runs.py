@@ -320,11 +320,7 @@ class Run:
 
 
 def read_runs(folders: Sequence[RunFolder]) -> list[Run]:
-    """Read the folders of runs.
-
-    Raises:
-      UserError: if a folder holds no run, cannot be read or is given twice.
-    """
+    """Read the folders of runs."""
     paths: dict[Path, Path] = {}
     for folder in folders:
         real = Path(os.path.realpath(folder.path))

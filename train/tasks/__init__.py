@@ -25,21 +25,13 @@ def kind_of(config: Config) -> Kind:
 
 
 def load(config: Config) -> Dataset:
-    """Load the data of a config.
-
-    Raises:
-      UserError: if they are missing or damaged, or do not fit the network.
-    """
+    """Load the data of a config."""
     kind_of(config).check(config)
     return config.model.complete(config.data).load(private=config.is_private)
 
 
 def build(config: Config, dataset: Dataset | None = None) -> Task:
-    """Build the task of a config, with a dataset in place of the one that it describes if given.
-
-    Raises:
-      UserError: if the network is invalid, or the data do not fit it.
-    """
+    """Build the task of a config, with a dataset in place of the one that it describes if given."""
     kind = kind_of(config)
     kind.check(config)
     dataset = dataset or load(config)

@@ -17,11 +17,7 @@ from train.tasks.task import BatchMetrics, Kind, Task
 
 
 def text_source(config: Config) -> Text:
-    """Return the data section of a language model, by default with a published model's tokenizer.
-
-    Raises:
-      UserError: if the data source has no text.
-    """
+    """Return the data of a language model, by default with a published model's tokenizer."""
     text = config.model.complete(config.data).as_text
     if text is None:
         KIND.check(config)
@@ -30,11 +26,7 @@ def text_source(config: Config) -> Text:
 
 
 def chat_template(data: Text, tokenizer: Tokenizer) -> ChatTemplate:
-    """Load the chat template of the data, by default the tokenizer's.
-
-    Raises:
-      UserError: if there is none, or it is unreadable.
-    """
+    """Load the chat template of the data, by default the tokenizer's."""
     path = data.chat_template
     return load_template(tokenizer.folder, Path(path) if path else None)
 
@@ -58,9 +50,6 @@ def build(config: Config, dataset: Dataset) -> Task:
     its own, and batches without privacy weight each row by their number. So packing, buckets,
     microbatches and devices do not change the average. With privacy, all rows count the same,
     because privacy is per row.
-
-    Raises:
-      ValueError: if the network is invalid.
     """
     model = build_network(config)
 

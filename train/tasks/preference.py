@@ -38,9 +38,6 @@ def build(config: Config, dataset: Dataset) -> Task:
     prompt included, as TRL has it::
 
         loss = nll - beta log sigmoid(log odds(m_w) - log odds(m_l));   odds(m) = e^m / (1 - e^m)
-
-    Raises:
-      ValueError: if the network is invalid.
     """
     model, beta = language.build_network(config), config.data.beta
     context = language.text_source(config).context
@@ -160,9 +157,6 @@ def build_reward(config: Config, dataset: Dataset) -> Task:
     follow instructions with human feedback")::
 
         loss = -log sigmoid(r_w - r_l)
-
-    Raises:
-      ValueError: if the network is invalid.
     """
     model = with_head(language.build_network(config), 1)
 

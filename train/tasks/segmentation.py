@@ -35,11 +35,7 @@ class Views(NamedTuple):
 
 
 def build(config: Config, dataset: Dataset) -> Task:
-    """Build the segmentation task of a config.
-
-    Raises:
-      ValueError: if the network is invalid.
-    """
+    """Build the segmentation task of a config."""
     model = images.build_network(config, dataset)
 
     def loss(params: Any, state: Any, batch: Batch, key: Array) -> tuple[Array, fnet.Aux]:

@@ -83,11 +83,7 @@ class Kind(NamedTuple):
     loss_options: tuple[str, ...] = ()
 
     def check(self, config: Config) -> None:
-        """Check that the data source has what the network needs, and the loss what is asked for.
-
-        Raises:
-          UserError: if it has not.
-        """
+        """Check that the data source has what the network needs, and the loss what is asked for."""
         if config.data.content == self.content:
             for name in LOSS_OPTIONS:
                 if (value := getattr(config.optim, name)) and name not in self.loss_options:
