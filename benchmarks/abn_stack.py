@@ -39,13 +39,6 @@ def plain_stack(
 ) -> tuple[Loss, Any]:
     """Plain jnp implementation, optionally with ``jax.checkpoint`` around each block.
 
-    Args:
-      blocks: number of blocks.
-      activation: name of an activation that `fnet.abn` supports.
-      recompute: whether to wrap each block in ``jax.checkpoint``.
-      seed: seed of the parameters.
-      width: C, the number of channels.
-
     Returns:
       ``(loss, params)``: ``loss(params, x)`` is the mean square of the output
       [] for ``x`` [N, H, W, C]; params are one dict per block of ``kernel``

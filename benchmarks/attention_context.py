@@ -201,16 +201,7 @@ def recall_rows(rng: np.random.Generator, rows: int, *, pairs: int, keys: int) -
     """Draw pairs of key and value, then the same pairs in random order; the values are scored.
 
     Arora et al. 2023, "Zoology: Measuring and Improving Recall in Efficient Language Models".
-
-    Args:
-      rng: generator.
-      rows: number of rows.
-      pairs: number of pairs in a row.
-      keys: number of different keys, and of different values.
-
-    Returns:
-      ``tokens`` int32 [rows, 4 pairs], keys from 0 and values from ``keys``, and ``scored`` float32
-      [rows, 4 pairs - 1].
+    Tokens are int32 [rows, 4 pairs], keys from 0 and values from ``keys``.
     """
     key = np.argsort(rng.random((rows, keys)), 1)[:, :pairs]
     value = keys + rng.integers(0, keys, (rows, pairs))
@@ -229,17 +220,7 @@ def copy_rows(
     """Draw symbols among blanks, then a separator and the same symbols, which are scored.
 
     Gu, Dao 2023, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces", 4.1.1.
-
-    Args:
-      rng: generator.
-      rows: number of rows.
-      items: number of symbols in a row.
-      length: number of positions over which they are scattered.
-      symbols: number of different symbols.
-
-    Returns:
-      ``tokens`` int32 [rows, length + 1 + items], 0 for a blank and 1 for the separator, and
-      ``scored`` float32 [rows, length + items].
+    Tokens are int32 [rows, length + 1 + items], 0 for a blank and 1 for the separator.
     """
     at = np.sort(np.argsort(rng.random((rows, length)), 1)[:, :items], 1)
     values = 2 + rng.integers(0, symbols, (rows, items))
@@ -256,17 +237,8 @@ def chain_batches(
 ) -> Iterator[Batch]:
     """Draw from Markov chains with random transitions, another chain every `PERIOD` steps.
 
-    Args:
-      rows: number of rows in a batch.
-      steps_per_row: number of transitions in a row.
-      seed: seed of the chains, their order and the rows.
-      steps: number of batches.
-      chains: number of chains.
-      symbols: number of different tokens.
-      alpha: concentration of the Dirichlet distribution of the transitions.
-
-    Yields:
-      ``tokens`` int32 [rows, steps_per_row + 1].
+    Transitions have a Dirichlet distribution of concentration ``alpha``. Tokens are int32 [rows,
+    steps_per_row + 1].
     """
     rng = np.random.default_rng([seed, 2])
     cumulative = rng.dirichlet(np.full(symbols, alpha), (chains, symbols)).cumsum(-1)
@@ -555,11 +527,7 @@ class Comparison(NamedTuple):
 
 
 def sign(differences: Sequence[float]) -> int:
-    """Sign of the mean, or 0 if its 95 % interval (Student's t) contains 0.
-
-    Args:
-      differences: two or more numbers.
-    """
+    """Sign of the mean, or 0 if its 95 % interval (Student's t) contains 0."""
     n, mean = len(differences), statistics.mean(differences)
     quantile = float(scipy.stats.t.ppf(0.975, n - 1))
     half_width = quantile * statistics.stdev(differences) / n**0.5
@@ -580,32 +548,18 @@ def compare(task: Task, out: Path, quick: bool) -> Comparison:
 # Report
 
 
-def rows(comparisons: Sequence[Comparison]) -> list[dict[str, str]]:
-    """Build the table of losses."""
+def rows(comparisons: Sequence[Comparison], group: int = 0) -> list[dict[str, str]]:
+    """Build the table of losses, or that of the further seeds, of tasks that needed them."""
+    forms = ("lagged", "current")
     return [
         {
             "task and network": c.task.what,
-            "without": spread(c.losses("none")),
-            **{f"{form} - without": spread(c.differences(form)) for form in ("lagged", "current")},
-            **{f"verdict, {form}": c.verdict(form) for form in ("lagged", "current")},
+            "without": spread(c.losses("none", group)),
+            **{f"{form} - without": spread(c.differences(form, group)) for form in forms},
+            **({} if group else {f"verdict, {form}": c.verdict(form) for form in forms}),
         }
         for c in comparisons
-    ]
-
-
-def confirmation_rows(comparisons: Sequence[Comparison]) -> list[dict[str, str]]:
-    """Build the table of the further seeds; only of tasks that needed them."""
-    return [
-        {
-            "task and network": c.task.what,
-            "without": spread(c.losses("none", 1)),
-            **{
-                f"{form} - without": spread(c.differences(form, 1))
-                for form in ("lagged", "current")
-            },
-        }
-        for c in comparisons
-        if len(c.results) == 2
+        if group < len(c.results)
     ]
 
 
@@ -681,7 +635,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         chosen = [t._replace(steps=PERIOD) for t in chosen]
     comparisons = [compare(task, out, args.quick) for task in chosen]
     print("\nHeld-out losses, mean and standard deviation over seeds.\n")
-    tables = [table(comparisons) for table in (rows, confirmation_rows, setting_rows, cost_rows)]
+    confirmation = functools.partial(rows, group=1)
+    tables = [table(comparisons) for table in (rows, confirmation, setting_rows, cost_rows)]
     for table in filter(None, tables):
         print(markdown_table(table) + "\n")
     data = {c.task.name: c.as_json() for c in comparisons}

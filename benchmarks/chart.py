@@ -96,16 +96,13 @@ DARK = Theme(True, "#E8E8E8", "#1E2129")
 def memory_by_depth(
     results: Mapping[str, Mapping[str, Any]], path: Path, theme: Theme = LIGHT
 ) -> bool:
-    """Draw the picture as a PNG or SVG.
+    """Draw the picture as a PNG or SVG, if the results hold data for it; return whether.
 
     Args:
       results: Results by benchmark. The data of `SOURCE` are ``{"depths": [...], "network": text,
         "temporaries": {name: [bytes at each depth]}}``.
       path: Path of the picture; its suffix is the format.
       theme: Colors. The background is opaque.
-
-    Returns:
-      Whether the results hold data to draw.
     """
     result = results.get(SOURCE, {})
     data = result.get("data")

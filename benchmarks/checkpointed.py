@@ -80,14 +80,7 @@ def tokens(batch: int, length: int) -> dict[str, Any]:
 
 
 def linen_blocks(hand: Hand, block: type[nn.Module], calls: int, **options: Any) -> Any:
-    """Return a function in the place of a linen class: it makes blocks, perhaps under ``nn.remat``.
-
-    Args:
-      hand: which blocks.
-      block: class of the blocks.
-      calls: number of blocks in the network.
-      **options: for ``nn.remat``.
-    """
+    """Return a function in place of a linen class: it makes blocks, perhaps under ``nn.remat``."""
     covered: Any = nn.remat(block, policy=hand.policy, **options)
     numbers = itertools.count()
 

@@ -249,16 +249,7 @@ def single_examples(n: Network) -> list[tuple[Array, Array]]:
 
 
 def check(got: Any, expected: Any, rounding: float = 0.0) -> float:
-    """Check gradients and return their difference from the expected ones.
-
-    Args:
-      got: measured gradients.
-      expected: gradients of a loop over examples.
-      rounding: difference of the plain gradient from such a loop.
-
-    Raises:
-      AssertionError: if the difference is above the tolerance and above twice ``rounding``.
-    """
+    """Check gradients, also by the ``rounding`` of the plain one; return their difference."""
     worst = difference(got, expected)
     allowed = max(TOLERANCE, 2 * rounding)
     assert worst <= allowed, f"differs from a loop over examples by {worst:.1e} > {allowed:.1e}"

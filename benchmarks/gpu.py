@@ -272,18 +272,7 @@ def run_all(
     row_seconds: float = ROW_SECONDS,
     written: Callable[[Mapping[str, Any]], None] = lambda results: None,
 ) -> tuple[dict[str, Any], list[str]]:
-    """Run every program and recipe.
-
-    Args:
-      minutes: time limit of all.
-      tiny: whether sizes are for a test on CPU.
-      parallel: number of recipes that run at the same time.
-      row_seconds: time limit of one program or recipe.
-      written: called with all results after each one.
-
-    Returns:
-      Results by name, and names of those that failed, with reasons.
-    """
+    """Run every program and recipe; return results by name, and who failed, with reasons."""
     end = time.monotonic() + 60 * minutes
     results: dict[str, Any] = {}
     failed: list[str] = []

@@ -20,10 +20,6 @@ def interleaved(functions: Mapping[Any, Callable[[], Any]], rounds: int) -> dict
 
     Each round calls every function once, so that a slow moment of the machine affects all of them.
     The first call of each is not counted.
-
-    Args:
-      functions: functions without arguments. Their results are waited for.
-      rounds: number of timed calls of each function.
     """
     for function in functions.values():
         jax.block_until_ready(function())
@@ -79,14 +75,8 @@ def compare(
     """Measure memory and time of several functions.
 
     Each is compiled with the options of `fnet.compile_step`, and the smallest program is used. The
-    baseline is also timed with JAX's default options, and the faster of the two counts.
-
-    Args:
-      baseline: one of the names.
-      functions: jitted functions by name.
-      make_arguments: returns their arguments.
-      rounds: number of timed calls of each function.
-      target: device to compile for instead of this one. Nothing is run then.
+    baseline is also timed with JAX's default options, and the faster of the two counts. With a
+    ``target``, they are compiled for that device, and nothing is run.
     """
     shapes = jax.eval_shape(make_arguments)
     if target:

@@ -48,14 +48,7 @@ class Public(NamedTuple):
 
 
 def cover_calls(hand: Hand, module: type[Any], calls: int, remat: Callable[..., Any]) -> None:
-    """Put calls of a class of modules under a library's ``remat(f, policy=...)``.
-
-    Args:
-      hand: which calls.
-      module: the class; its ``__call__`` is replaced.
-      calls: number of calls in a forward pass.
-      remat: the library's `jax.checkpoint`.
-    """
+    """Put calls of a class of modules under a library's ``remat(f, policy=...)``."""
     plain, numbers = module.__call__, itertools.count()
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -68,12 +61,7 @@ def cover_calls(hand: Hand, module: type[Any], calls: int, remat: Callable[..., 
 
 
 def load(file: Path, **stubs: Any) -> Any:
-    """Import one file of a package whose other files need more packages.
-
-    Args:
-      file: the file.
-      **stubs: names of modules, with ``__`` for dots, that it imports and does not need here.
-    """
+    """Import one file of a package, with stubs of modules (``__`` for dots) that it can lack."""
     for name, stub in stubs.items():
         sys.modules[name.replace("__", ".")] = stub
     spec = importlib.util.spec_from_file_location(file.stem, file)

@@ -785,12 +785,7 @@ def _wrapped(make: Make, block: Block) -> Block:
 
 
 def random_loss(seed: int, most_blocks: int = 4) -> tuple[str, Program]:
-    """Return a description of a random program, and the program.
-
-    Args:
-      seed: Which program.
-      most_blocks: Largest number of blocks.
-    """
+    """Return a description of a random program, and the program."""
     make = Make(seed)
     kind = str(make.choose("rows", "rows", "tokens", "images", "steps"))
     axis = KINDS[kind].batch_axis

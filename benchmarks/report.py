@@ -21,11 +21,6 @@ def write(described: Mapping[str, Any], results: Results, folder: Path) -> list[
     """Write the data, the table and the chart, if there are data for it; return their paths.
 
     The data are written atomically.
-
-    Args:
-      described: result of `machine.describe`.
-      results: results of all benchmarks, in the order of the table.
-      folder: existing folder to write to.
     """
     data, table, picture = (folder / name for name in FILES)
     incomplete = data.with_suffix(".tmp")

@@ -12,8 +12,6 @@ predicted / measured time.
 import argparse
 import contextlib
 import io
-import statistics
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,7 +21,7 @@ import optax
 from flax import linen as nn
 
 import fnet
-from benchmarks.measure import markdown_table
+from benchmarks.measure import interleaved, markdown_table, step_caller
 from fnet.memory import roofline
 from fnet.memory.target import Peaks
 from train.config import recipes
@@ -41,13 +39,7 @@ _CACHE = 8e6
 
 def seconds(call: Callable[[], Any], rounds: int) -> float:
     """Median time of a call whose result is waited for."""
-    jax.block_until_ready(call())
-    times = []
-    for _ in range(rounds):
-        start = time.perf_counter()
-        jax.block_until_ready(call())
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
+    return interleaved({"": call}, rounds)[""]
 
 
 def calibrate(rounds: int = 7) -> Peaks:
@@ -106,13 +98,7 @@ def recipe(name: str) -> Case:
     executable = fnet.compile_step(run.step, run.state_shapes, run.batch_shapes)
     state = jax.jit(run.init)(jax.random.key(0))
     batch = next(run.training_batches(0))
-    box = [state]
-
-    def step() -> Any:
-        box[0], metrics = executable(box[0], batch)
-        return metrics
-
-    return name, executable.compiled, step
+    return name, executable.compiled, step_caller(executable, state, batch)
 
 
 def foreign() -> Iterator[Case]:

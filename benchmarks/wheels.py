@@ -119,17 +119,7 @@ def _copy(wheel: Path, to: Path) -> None:
 
 
 def install(folder: Path = FOLDER) -> list[str]:
-    """Install what is missing, for this process and those that it starts.
-
-    Args:
-      folder: Folder of wheels. Without one nothing is installed.
-
-    Returns:
-      Names and versions of what was installed.
-
-    Raises:
-      SystemExit: if pip fails, with its message.
-    """
+    """Install what is missing, here and for processes that it starts; return names and versions."""
     if not folder.is_dir():
         return []
     packages = folder.parent / "packages"
