@@ -10,7 +10,7 @@ References:
 
 import itertools
 import string
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -368,56 +368,58 @@ def _pad(w: _Writer, eqn: Any, values: list[_Value]) -> list[_Value]:
 def _slice(w: _Writer, eqn: Any, values: list[_Value]) -> list[_Value]:
     p, shape = eqn.params, eqn.invars[0].aval.shape
     strides = p["strides"] or (1,) * len(shape)
-    rows = zip(p["start_indices"], p["limit_indices"], strides, shape, strict=True)
+    rows = zip(shape, p["start_indices"], p["limit_indices"], strides, strict=True)
+    return [_cut(w, values[0], rows, eqn.outvars[0].aval)]
+
+
+def _cut(w: _Writer, value: _Value, rows: Iterable[tuple[Any, ...]], aval: Any) -> _Value:
+    """Cut each axis by its row: size, start, limit and stride."""
     cut = [
         (start, limit, axis, stride)
-        for axis, (start, limit, stride, size) in enumerate(rows)
+        for axis, (size, start, limit, stride) in enumerate(rows)
         if not (start == 0 and _equal(limit, size) and stride == 1)
     ]
-    if not cut:
-        return [values[0]]
     parts = [np.array(column, np.int64) for column in zip(*cut, strict=True)]
-    return [w.add("Slice", [values[0], *parts], eqn.outvars[0].aval)]
+    return w.add("Slice", [value, *parts], aval) if cut else value
 
 
 def _split(w: _Writer, eqn: Any, values: list[_Value]) -> list[_Value]:
-    ends = np.cumsum(eqn.params["sizes"])
-    axis = np.array([eqn.params["axis"]], np.int64)
-    bounds = zip(ends - eqn.params["sizes"], ends, eqn.outvars, strict=True)
+    sizes, at = eqn.params["sizes"], eqn.params["axis"]
+    shape = eqn.invars[0].aval.shape
+    whole, ends = [(size, 0, size, 1) for size in shape], np.cumsum(sizes)
     return [
-        w.add(
-            "Slice",
-            [values[0], np.array([start], np.int64), np.array([end], np.int64), axis],
-            var.aval,
-        )
-        for start, end, var in bounds
+        _cut(w, values[0], [*whole[:at], (shape[at], end - n, end, 1), *whole[at + 1 :]], var.aval)
+        for n, end, var in zip(sizes, ends, eqn.outvars, strict=True)
     ]
 
 
 def _gather(w: _Writer, eqn: Any, values: list[_Value]) -> list[_Value]:
-    """Write the choice of rows of one axis by constant indices."""
+    """Write a slice that begins at a constant index, or the choice of rows of one axis."""
     numbers, indices = eqn.params["dimension_numbers"], values[1]
-    shape, rank = eqn.invars[0].aval.shape, len(eqn.outvars[0].aval.shape)
-    axes = numbers.collapsed_slice_dims
-    others = [
-        _equal(size, dim)
-        for i, (size, dim) in enumerate(zip(eqn.params["slice_sizes"], shape, strict=True))
-        if i not in axes
-    ]
-    is_rows = (
-        isinstance(indices, np.ndarray)
-        and len(axes) == 1
-        and numbers.start_index_map == axes
-        and all(others)
-        # One row leaves the axis out.
-        and (indices.shape, {*range(rank)} - {*numbers.offset_dims})
-        in (((1,), set()), ((indices.size, 1), {*axes}))
-    )
-    if not is_rows:
+    sizes, shape, aval = eqn.params["slice_sizes"], eqn.invars[0].aval.shape, eqn.outvars[0].aval
+    axes, dropped = numbers.start_index_map, numbers.collapsed_slice_dims
+    last = [shape[axis] - sizes[axis] for axis in axes]
+    if not isinstance(indices, np.ndarray) or ((indices < 0) | (indices > last)).any():
+        raise UnsupportedError("no gather by other than constant indices inside an array")
+    if indices.ndim == 1:
+        first = dict(zip(axes, indices.tolist(), strict=True))
+        starts = [first.get(axis, 0) for axis in range(len(shape))]
+        rows = [(dim, i, i + n, 1) for dim, i, n in zip(shape, starts, sizes, strict=True)]
+        y = _cut(w, values[0], rows, aval)
+        return [w.add("Squeeze", [y, np.array(dropped, np.int64)], aval) if dropped else y]
+    others = [*zip(sizes, shape, strict=True)]
+    del others[axes[0]]
+    new = tuple(i for i in range(len(aval.shape)) if i not in numbers.offset_dims)
+    # As rows of one axis, the axes of the indices take its place.
+    expected = tuple(range(axes[0], axes[0] + indices.ndim - 1))
+    if (
+        len(axes) != 1
+        or axes != dropped
+        or not all(itertools.starmap(_equal, others))
+        or new != expected
+    ):
         raise UnsupportedError("no gather of other than constant rows of one axis")
-    assert isinstance(indices, np.ndarray)
-    rows = indices[..., 0].astype(np.int64)
-    return [w.add("Gather", [values[0], rows], eqn.outvars[0].aval, axis=axes[0])]
+    return [w.add("Gather", [values[0], indices[..., 0].astype(np.int64)], aval, axis=axes[0])]
 
 
 def _cast(w: _Writer, eqn: Any, values: list[_Value]) -> list[_Value]:
@@ -445,23 +447,28 @@ def _select(w: _Writer, eqn: Any, values: list[_Value]) -> list[_Value]:
     return [w.add("Where", [which, cases[1], cases[0]], eqn.outvars[0].aval)]
 
 
-def _window_max(w: _Writer, eqn: Any, values: list[_Value]) -> list[_Value]:
-    p, aval = eqn.params, eqn.outvars[0].aval
-    size, strides, padding = p["window_dimensions"], p["window_strides"], p["padding"]
-    if len(size) != 4 or (size[0], size[3], strides[0], strides[3]) != (1, 1, 1, 1):
-        raise UnsupportedError("no window over other than rows and columns")
-    if set(p["window_dilation"]) | set(p["base_dilation"]) != {1}:
-        raise UnsupportedError("no dilated window")
-    first = _transpose(w, values[0], (0, 3, 1, 2))
-    y = w.add(
-        "MaxPool",
-        [first],
-        jax.ShapeDtypeStruct(tuple(aval.shape[i] for i in (0, 3, 1, 2)), aval.dtype),
-        kernel_shape=list(size[1:3]),
-        strides=list(strides[1:3]),
-        pads=[*(p[0] for p in padding[1:3]), *(p[1] for p in padding[1:3])],
-    )
-    return [_transpose(w, y, (0, 2, 3, 1))]
+def _window(kind: str, **options: Any) -> _Emit:
+    def emit(w: _Writer, eqn: Any, values: list[_Value]) -> list[_Value]:
+        p, aval = eqn.params, eqn.outvars[0].aval
+        size, strides, padding = p["window_dimensions"], p["window_strides"], p["padding"]
+        if len(size) != 4 or (size[0], size[3], strides[0], strides[3]) != (1, 1, 1, 1):
+            raise UnsupportedError("no window over other than rows and columns")
+        if {*p["window_dilation"], *p["base_dilation"]} != {1}:
+            raise UnsupportedError("no dilated window")
+        y = w.add(
+            kind,
+            [_transpose(w, values[0], (0, 3, 1, 2))],
+            jax.ShapeDtypeStruct(tuple(aval.shape[i] for i in (0, 3, 1, 2)), aval.dtype),
+            kernel_shape=list(size[1:3]),
+            strides=list(strides[1:3]),
+            pads=[*(p[0] for p in padding[1:3]), *(p[1] for p in padding[1:3])],
+            **options,
+        )
+        y = _transpose(w, y, (0, 2, 3, 1))
+        count = np.array(size[1] * size[2], aval.dtype)
+        return [w.add("Mul", [y, count], aval) if kind == "AveragePool" else y]
+
+    return emit
 
 
 def _power(w: _Writer, eqn: Any, values: list[_Value]) -> list[_Value]:
@@ -503,6 +510,9 @@ _TABLE: Mapping[str, _Emit] = {
     "erfc": lambda w, eqn, values: [
         w.add("Sub", [_one(eqn), w.add("Erf", values, eqn.outvars[0].aval)], eqn.outvars[0].aval)
     ],
+    "expm1": lambda w, eqn, values: [
+        w.add("Sub", [w.add("Exp", values, eqn.outvars[0].aval), _one(eqn)], eqn.outvars[0].aval)
+    ],
     "log1p": lambda w, eqn, values: [
         w.add("Log", [w.add("Add", [_one(eqn), *values], eqn.outvars[0].aval)], eqn.outvars[0].aval)
     ],
@@ -518,7 +528,8 @@ _TABLE: Mapping[str, _Emit] = {
     "reduce_min": _reduce("ReduceMin"),
     "reduce_and": _reduce_bools("ReduceMin"),
     "reduce_or": _reduce_bools("ReduceMax"),
-    "reduce_window_max": _window_max,
+    "reduce_window_max": _window("MaxPool"),
+    "reduce_window_sum": _window("AveragePool", count_include_pad=1),
     "scan": _scan,
     "conv_general_dilated": _convolution,
     "dot_general": _dot,

@@ -1,5 +1,7 @@
 """Group norm, whose statistics do not mix examples."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -113,7 +115,7 @@ def _group_mean(w: Array, groups: int) -> Array:
     n, *positions, c = w.shape
     # Sum over positions first: on CPU this is three times as fast as one sum over both.
     sums = w.sum(tuple(range(1, w.ndim - 1))).reshape(n, groups, c // groups).sum(-1)
-    means = sums * (groups * n / max(w.size, 1))
+    means = sums * (groups / max(math.prod((*positions, c)), 1))
     return jnp.repeat(means, c // groups, axis=1).reshape(n, *[1] * len(positions), c)
 
 

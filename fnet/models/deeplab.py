@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from fnet import layers
@@ -187,6 +188,8 @@ def _sliding_mean(x: Array, size: tuple[int, int]) -> Array:
     for dimensions in ((1, window[0], 1, 1), (1, 1, window[1], 1)):
         sums = jax.lax.reduce_window(sums, 0.0, jax.lax.add, dimensions, (1, 1, 1, 1), "VALID")
     mean = (sums / (window[0] * window[1])).astype(x.dtype)
-    before = [(w - 1) // 2 for w in window]
-    pads = [(b, w - 1 - b) for b, w in zip(before, window, strict=True)]
-    return jnp.pad(mean, [(0, 0), *pads, (0, 0)], mode="edge")
+    rows, columns = (
+        (np.arange(n) - (w - 1) // 2).clip(0, n - w)
+        for n, w in zip(x.shape[1:3], window, strict=True)
+    )
+    return mean[:, rows][:, :, columns]

@@ -62,7 +62,7 @@ def export_program(folder: RunFolder, config: Config, options: ExportArguments) 
     if kind == "stablehlo":
         content, run = _stablehlo(network, shape)
     else:
-        content, run = _onnx(network, shape, written)
+        content, run = _onnx(shape, written)
     try:
         atomic_write(out, content)
     except OSError as error:
@@ -130,7 +130,7 @@ def _stablehlo(network: Apply, shape: tuple[int, ...]) -> _Program:
     return bytes(exported.serialize()), lambda content: export.deserialize(bytearray(content)).call
 
 
-def _onnx(network: Apply, shape: tuple[int, ...], written: _Written) -> _Program:
+def _onnx(shape: tuple[int, ...], written: _Written) -> _Program:
     try:
         import onnxruntime
 

@@ -5,14 +5,19 @@ import json
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pretrained_image_cases
 import pytest
+import torchvision_cases
 import vision_cases
 from PIL import ExifTags, Image, ImageOps
 from program_cases import fnet_command
 
-from fnet import models
+from fnet.interop.huggingface import build_model
+from fnet.layers.activations import ACTIVATIONS
+from train.config import registry
 from train.onnx_program import UnsupportedError, to_onnx
 from train.predictor import Predictor
+from train.tasks import KINDS
 
 pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")
@@ -25,10 +30,13 @@ def session_of(content):
 def assert_same(function, shape):
     """Assert that the program of a function of images computes it, for two batch sizes."""
     session = session_of(to_onnx(lambda x: {"y": function(x)}, shape, {}))
+    x = np.random.default_rng(0).random((3, *shape), np.float32)
+    compiled = jax.jit(function).lower(x).compile({"xla_backend_optimization_level": 0})
+    expected = np.asarray(compiled(x))
     for n in (1, 3):
-        x = np.random.default_rng(n).random((n, *shape), np.float32)
-        (actual,) = session.run(None, {"image": x})
-        np.testing.assert_allclose(actual, function(jnp.asarray(x)), rtol=1e-5, atol=1e-5)
+        (actual,) = session.run(None, {"image": x[:n]})
+        atol = 1e-5 * np.abs(expected).max()
+        np.testing.assert_allclose(actual, expected[:n], rtol=1e-5, atol=atol)
 
 
 @pytest.mark.parametrize(
@@ -43,8 +51,11 @@ def assert_same(function, shape):
             x, -jnp.inf, jax.lax.max, (1, 3, 3, 1), (1, 2, 2, 1), "SAME"
         ),
         lambda x: jnp.pad(x, ((0, 0), (1, 2), (0, 1), (0, 0)), constant_values=3.0),
-        lambda x: jax.lax.map(lambda row: row * 2 + x[:, 0], jnp.arange(12.0).reshape(3, 4, 1)),
+        lambda x: jax.lax.map(
+            lambda row: row * 2 + x[:, 0], jnp.arange(12.0).reshape(3, 4, 1)
+        ).swapaxes(0, 1),
         lambda x: jnp.stack([x.sum((1, 2)), jnp.ones_like(x[:, 0].max(1))], 1) + jnp.arange(3.0),
+        lambda x: jnp.roll(x, (1, -2), (1, 2))[:, 1:] + x[:, jnp.array([3, 0, 3, 1, 5])],
         lambda x: (jnp.isfinite(x) & ~(x > 0.3)).astype(jnp.float32),
     ],
 )
@@ -53,17 +64,71 @@ def test_operations(function):
         assert_same(function, (6, 4, 3))
 
 
+SMALL = {
+    "convnext": {"blocks": (1, 2), "widths": (4, 8)},
+    "deeplab": {"backbone": "resnet18d", "hidden": 4, "pooling_size": (2, 2)},
+    "densenet": {"growth": 2},
+    "mlp": {"hidden": (8,)},
+    "preact_resnet": {"widths": (4, 8), "blocks_per_stage": 1},
+    "resnet": {"depth": 18, "norm": "group"},
+    "resnet9": {},
+    "resnext": {"depth": 50},
+    "revnet": {"widths": (4, 8), "blocks": (1, 1)},
+    "vit": {"width": 12, "blocks": 1, "registers": 2, "pooling": "mean", "layer_scale": 0.1},
+    "wider_resnet": {"depth": 16, "a2": True},
+}
+"""Options of small networks, by ``model.name``."""
+ELSEWHERE = {"efficientnet", "regnet", "swin", "pretrained"}
+"""Networks that have no small variant: their functions are tested with other options."""
+
+
+def assert_same_network(network, shape):
+    """Assert that the program of a network with drawn arrays computes it."""
+    generator = np.random.default_rng(0)
+
+    def draw(leaf):
+        if leaf.ndim < 2:
+            return generator.uniform(0.5, 1.5, leaf.shape).astype(leaf.dtype)
+        size = np.sqrt(np.prod(leaf.shape[:-1]))
+        return (generator.standard_normal(leaf.shape) / size).astype(leaf.dtype)
+
+    arrays = jax.tree.map(draw, jax.eval_shape(network.init, jax.random.key(0)))
+    assert_same(lambda x: network.apply(*arrays, x, train=False)[0], shape)
+
+
 @pytest.mark.parametrize(
-    ("name", "options"),
+    "name",
     [
-        ("preact_resnet", {"widths": (4, 8), "blocks_per_stage": 1}),
-        ("resnet18", {"norm": "batch"}),
+        pytest.param(n, marks=[pytest.mark.slow] * (n in ("densenet", "wider_resnet")))
+        for n in SMALL
     ],
 )
-def test_networks(name, options):
-    network = models.get(name, num_classes=3, **options)
-    params, state = network.init(jax.random.key(0))
-    assert_same(lambda x: network.apply(params, state, x, train=False)[0], (32, 32, 3))
+def test_networks(name):
+    section = registry.variants("model")[name](**SMALL[name])
+    assert_same_network(section.build((32, 32, 3), 3), (32, 32, 3))
+
+
+@pytest.mark.parametrize("name", torchvision_cases.CASES)
+def test_networks_of_torchvision(name):
+    assert_same_network(torchvision_cases.build(name), (45, 37, 3))
+
+
+@pytest.mark.parametrize("name", pretrained_image_cases.CONFIGS)
+def test_published_networks(name):
+    config = pretrained_image_cases.CONFIGS[name]
+    size = pretrained_image_cases.image_size(config)
+    assert_same_network(build_model(config), (*size, 3))
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations(name):
+    activation = ACTIVATIONS[name]
+    assert_same(lambda x: activation.forward(4 * x - 2, activation.default), (4, 2, 3))
+
+
+def test_no_network_that_labels_images_is_left_out():
+    sections = registry.variants("model")
+    assert {n for n, s in sections.items() if KINDS[s.task].predicts} == {*SMALL, *ELSEWHERE}
 
 
 def test_an_operation_that_is_not_written_is_named():
