@@ -9,6 +9,7 @@ import functools
 import inspect
 import math
 import re
+import sysconfig
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -632,9 +633,17 @@ def in_scopes(eqn: JaxprEqn) -> Iterator[None]:
 
 
 def source_line(eqn: JaxprEqn) -> str:
-    """Return ``file:line (function)`` of the innermost frame outside of JAX, "" if unknown."""
-    line = source_info_util.summarize(eqn.source_info)
+    """Return ``file:line (function)`` of the innermost frame of the user's code, "" if unknown.
+
+    That is a line of a model, where its layers are from an installed library.
+    """
+    frames = source_info_util.summarize(eqn.source_info, _FRAMES).split("\n")[::-1]
+    line = next((frame for frame in frames if not frame.startswith(_INSTALLED)), frames[0])
     return "" if line == "unknown" else re.sub(r":(\d+):\d+ \(", r":\1 (", line)
+
+
+_FRAMES = 1000
+_INSTALLED = tuple(map(sysconfig.get_path, ("purelib", "platlib", "scripts")))
 
 
 def argument_names(f: Callable[..., Any], args: Sequence[Any]) -> list[str]:

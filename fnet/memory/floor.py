@@ -1,5 +1,6 @@
 """The floor of a loss: bytes that every plan of it holds at once."""
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -129,6 +130,9 @@ def _at_region(region: Region, sizes: dict[Var, int]) -> Floor:
     # In a loop of its own, gradients may be written over cotangents.
     is_at_once = region.objective is not None
     held = read + made + gradients if is_at_once else max(read + made, gradients)
+    if gradients > read + made:
+        differentiated = [*itertools.compress(arguments, region.active)]
+        return Floor(held, f"gradients of {_few(differentiated)}")
     eqns = sorted(region.jaxpr.eqns, key=lambda e: sum(map(nbytes, e.outvars)))
     largest = "".join(f" with {_name(e)}" for e in eqns[-1:])
     arrays = [v for v in arguments if sizes.get(v)] + list(results)

@@ -365,7 +365,9 @@ class _Search:
     candidates: list[Candidate] = dataclasses.field(default_factory=list)
     compiled: list[_Compiled] = dataclasses.field(default_factory=list)
     sources: "list[_Source]" = dataclasses.field(default_factory=list)
-    inside: "list[tuple[_Attempt, Candidate, _Loss]]" = dataclasses.field(default_factory=list)
+    inside: "list[tuple[_Attempt, Candidate, _Loss | None]]" = dataclasses.field(
+        default_factory=list
+    )
     reason: str = ""
     floor: Floor | None = None
 
@@ -449,13 +451,9 @@ class _Search:
     ) -> None:
         """Compile a program with several options, and report it to its source."""
         losses = [] if losses is None else losses
-        around: list[_Loss] = []
+        is_named = isinstance(attempt.source, _Named)
         if lowered is None:
-            is_recorded = not isinstance(attempt.source, _Planned | _Kept)
-            policy = attempt.recording(losses) if is_recorded else attempt.policy
-            if isinstance(attempt.source, _Cut):
-                cut = policy
-                policy = cut._replace(apply=lambda f: _recorded(cut.apply(f), around))
+            policy = attempt.recording(losses) if is_named else attempt.policy
             try:
                 traced = self.build(policy, attempt.microbatches)
             except ValueError:  # microbatches that are too small for a norm
@@ -482,8 +480,7 @@ class _Search:
         timed = attempt._replace(time=attempt.time or cost.time)
         self.compiled.append(_Compiled(timed, smallest))
         attempt.source.learn(attempt, smallest)
-        is_named = isinstance(attempt.source, _Named)
-        if is_named and losses and (rule := rule_of_this_trace(*losses[0][:2])):
+        if losses and (rule := rule_of_this_trace(*losses[0][:2])):
             self.reason = (
                 f"; nothing is planned, because the derivative rule of {rule.primitive.name} at "
                 f"{source_line(rule)} reads traced arrays that are not its arguments"
@@ -491,13 +488,15 @@ class _Search:
             losses = []
         if not is_named:  # each kind of program may need another option than the plain step
             attempt.source.options = (smallest.compiler_options,)
-        if losses and is_named and self.regions:
+        if losses and self.regions:
             self._find_regions(attempt, made[0], losses[0])
         if losses and self.offloads is not None:
-            self.inside.append((attempt, made[0] if is_named else smallest, losses[0]))
-        if around and self.offloads is not None:
-            base = attempt.policy
-            self.inside.append((attempt._replace(inner=base, chunks=1), smallest, around[0]))
+            self.inside.append((attempt, made[0], losses[0]))
+        if isinstance(attempt.source, _Cut | _Loops) and self.offloads is not None:
+            self.inside.append((attempt, smallest, None))
+        if isinstance(attempt.source, _Cut) and self.offloads is not None:
+            whole = attempt._replace(inner=attempt.policy, chunks=1)
+            self.inside.append((whole, smallest, None))
 
     def _find_regions(self, attempt: _Attempt, candidate: Candidate, loss: "_Loss") -> None:
         division = divide(loss.closed, loss.differentiated)
@@ -535,6 +534,10 @@ class _Search:
             # Equations outside of the loops, or of the chunks.
             is_outside = isinstance(source, _Loops) or attempt.chunks < attempt.policy.chunks
             base = attempt.inner if is_outside else REMAT_POLICIES["none"]
+            if loss is None:  # traced when it is needed, because most programs fit
+                losses: list[_Loss] = []
+                self.build(attempt.recording(losses), attempt.microbatches)
+                (loss,) = losses
             planned = _Planned(self, attempt, candidate, loss, base)
             if planned.saved < _LEAST_SAVED * candidate.peak.total:
                 continue

@@ -3,6 +3,7 @@
 import contextlib
 import weakref
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
@@ -24,6 +25,7 @@ from fnet.jaxpr import (
     interpret,
     rewrite,
     scopes,
+    source_line,
     splice,
     with_bodies,
 )
@@ -315,3 +317,17 @@ def monkeypatched_sine():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jnp, "sin", lambda x: sine(sine(x)))
         yield
+
+
+def test_an_equation_of_an_installed_layer_has_the_line_of_the_model():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(3)(x)
+
+    closed = jax.make_jaxpr(lambda x: Model().init_with_output(jax.random.key(0), x)[0])(
+        jnp.ones((2, 3))
+    )
+    (product,) = (e for e in closed.eqns if e.primitive.name == "dot_general")
+    assert source_line(product).startswith(f"{__file__}:")
+    assert source_line(product).endswith("Model.__call__)")

@@ -48,6 +48,14 @@ def test_a_product_that_mixes_rows_is_named_with_its_line_and_shapes():
     assert f"f32[{N},{WIDTH}], f32[{WIDTH},{WIDTH}] -> f32[{N},{WIDTH}]" in str(error)
 
 
+def test_gradients_are_named_where_they_are_the_largest():
+    def loss(w, x):
+        return jnp.square(jnp.tanh(x @ w) @ w).mean()
+
+    error, _ = refused(loss, normal(0, 64, 64), normal(1, 512, 64))
+    assert "16.00 KiB for gradients of f32[64,64]" in str(error)
+
+
 def with_sort(w, x):
     for axis in (0, 1) * 3:
         x = jnp.sort(x, axis=axis)
