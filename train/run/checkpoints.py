@@ -42,11 +42,15 @@ Content = TypeVar("Content")
 
 
 class Restored(NamedTuple):
-    """State after ``step`` steps, and the position in the data; None for its beginning."""
+    """State after ``step`` steps, the position in the data (None for its beginning), and the log.
+
+    The log is what `RunFolder.logged` returned at that step; None if nothing was said.
+    """
 
     step: int
     state: TrainState
     position: dict[str, Any] | None
+    logged: dict[str, list[int]] | None = None
 
 
 class RestoredNetwork(NamedTuple):
@@ -149,18 +153,24 @@ class Checkpoints:
         return max(self._scores.values(), default=float("-inf"))
 
     def save(
-        self, step: int, state: TrainState, position: dict[str, Any], score: float | None = None
+        self,
+        step: int,
+        state: TrainState,
+        position: dict[str, Any],
+        score: float | None = None,
+        logged: dict[str, list[int]] | None = None,
     ) -> None:
         """Start to save a checkpoint. The state may be donated as soon as this returns.
 
-        The best checkpoint is kept by its score.
+        The best checkpoint is kept by its score. ``logged`` is of `RunFolder.logged`.
 
         Raises:
           TrainingError: if this checkpoint or the one before cannot be written.
         """
         if self.latest_step == step:
             return
-        data = seal({"position": position, "checksums": checksums(state), "score": score})
+        content = {"position": position, "checksums": checksums(state)}
+        data = seal(content | {"score": score, "logged": logged})
         self._scores |= {} if score is None else {step: score}
         with _saving(self._folder):
             self._manager.save(
@@ -193,8 +203,9 @@ class Checkpoints:
 
         def read(step: int) -> Restored:
             self._compare(step, self._manager.item_metadata(step).state.tree, shapes)
-            state, position = self._read(step, target)
-            return Restored(step, jax.tree.map(to_jax_buffer, state), position)
+            state, data = self._read(step, target)
+            state = jax.tree.map(to_jax_buffer, state)
+            return Restored(step, state, data["position"], data.get("logged"))
 
         return self._newest(read)
 
@@ -236,7 +247,7 @@ class Checkpoints:
         return network
 
     def _read(self, step: int, target: Any) -> tuple[Any, dict[str, Any]]:
-        """Read the arrays of a target tree and the position; compare the arrays' checksums."""
+        """Read the arrays of a target tree and the rest; compare the arrays' checksums."""
         data = self._read_data(step)
         part = ocp.args.PyTreeRestore(
             target, ocp.checkpoint_utils.construct_restore_args(target), partial_restore=True
@@ -246,10 +257,10 @@ class Checkpoints:
         different = sorted(name for name in actual if data["checksums"].get(name) != actual[name])
         if different:
             raise DamagedError(f"{different[0]} is not what was saved")
-        return state, data["position"]
+        return state, data
 
     def _read_data(self, step: int) -> dict[str, Any]:
-        """Read what is saved besides the arrays: position, checksums and score."""
+        """Read what is saved besides the arrays: position, checksums, score and log."""
         data = self._manager.restore(step, args=ocp.args.Composite(data=ocp.args.JsonRestore()))
         try:
             return unseal(data.data)

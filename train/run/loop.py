@@ -137,7 +137,8 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
                 log(f"resumed after step {start.step} of {run.steps}")
                 if start.step == run.steps:
                     log("all steps are done; to train longer, raise train.epochs or train.steps")
-            folder.drop_metrics_after(start.step)
+            for changed in folder.drop_metrics_after(start.step, start.logged):
+                log(changed)
             start_time -= folder.seconds_spent()
             loop = _Loop(
                 run, folder, programs, seeds, unreadable, checkpoints, start, start_time, log
@@ -471,7 +472,8 @@ class _Loop:
             return
         with self._meter.paused():
             public = without_frozen(self._seeds.remove_key(self.state))
-            self._checkpoints.save(self.step, public, self._position, score)
+            logged = self._folder.logged
+            self._checkpoints.save(self.step, public, self._position, score, logged)
             if jax.process_index() == 0:
                 mark_saved(self._folder)  # for the checkpoints before, which are on disk
         if score is not None:

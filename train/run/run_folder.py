@@ -236,12 +236,30 @@ class RunFolder:
         with writing(self.path, _OTHER_FOLDER):
             atomic_write(self.config, configs.to_json(config))
 
-    def drop_metrics_after(self, step: int) -> None:
-        """Drop lines that a killed run logged after its last checkpoint."""
+    @property
+    def logged(self) -> dict[str, list[int]]:
+        """Number of lines and checksum of what was logged, by file."""
+        paths = self.metrics, self.bad_steps
+        contents = {p.name: p.read_bytes() if p.exists() else b"" for p in paths}
+        return {name: [c.count(b"\n"), zlib.crc32(c)] for name, c in contents.items()}
+
+    def drop_metrics_after(self, step: int, logged: dict[str, list[int]] | None) -> list[str]:
+        """Drop lines that a killed run logged after its last checkpoint.
+
+        Returns:
+          What is not as it was at that checkpoint, and what that means, in lines for the user.
+        """
         for path in (self.metrics, self.bad_steps):
             if path.exists():
                 lines = [line for line in read_metrics(path) if line["step"] <= step]
                 atomic_write(path, "".join(json.dumps(line) + "\n" for line in lines))
+        now = self.logged
+        return [
+            f"{self.path / name}: damaged, lost or changed: {now[name][0]:,} of {then[0]:,} lines "
+            f"up to step {step} can be read; curves, summary.json and train.patience go by them"
+            for name, then in (logged or {}).items()
+            if now.get(name) != then
+        ]
 
     def seconds_spent(self) -> float:
         """Return the training time until the last line of metrics, over all processes."""

@@ -257,7 +257,8 @@ RESUME = "train", "run/config.json", "--resume", "--train.steps", 3
 def test_nothing_is_said_of_the_same_data(command, pictures, capsys):
     fnet_command(*command)
     out = capsys.readouterr().out
-    assert not any(word in out for word in ("data: changed", "config.json: changed", "versions:"))
+    said = "data: changed", "config.json: changed", "versions:", "damaged"
+    assert not any(words in out for words in said)
 
 
 @pytest.mark.parametrize("command", [("eval", "run"), RESUME], ids=["eval", "resume"])
@@ -314,6 +315,25 @@ def test_an_edited_config_is_reported_but_data_may_move(command, pictures, capsy
     if command == RESUME:  # which begins from the new config
         fnet_command(*RESUME[:-1], 4)
         assert "config.json: changed" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("damage", "left"),
+    [
+        (lambda path: path.unlink(), 0),
+        (lambda path: path.write_bytes(path.read_bytes()[:-9]), 1),
+        (lambda path: path.write_text(path.read_text().replace("loss", "lost")), 2),
+    ],
+    ids=["lost", "cut", "changed"],
+)
+def test_a_damaged_log_is_reported_once(damage, left, pictures, capsys):
+    damage(pictures / "run" / "metrics.jsonl")
+    fnet_command(*RESUME)
+    said = "metrics.jsonl: damaged, lost or changed"
+    out = capsys.readouterr().out
+    assert f"run/{said}: {left} of 2 lines up to step 2 can be read; curves" in out
+    fnet_command(*RESUME[:-1], 4)
+    assert said not in capsys.readouterr().out
 
 
 def test_other_versions_are_reported(pictures, capsys):
