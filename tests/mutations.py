@@ -2,6 +2,7 @@
 
     python -m tests.mutations                               all mutants: hours
     python -m tests.mutations --only "norm.py" --sample 40
+    python -m tests.mutations --quick --each 6              a table by package, for its page
     python -m tests.mutations --list
 
 A mutant is addressed by file, function, operator and a running number, as in
@@ -39,6 +40,12 @@ TIME_LIMIT = 900
 """Seconds after which a test run is stopped."""
 
 TARGETS = {
+    "fnet/attribution/scores.py": "tests/attribution/test_scorers.py",
+    "fnet/attribution/tracin.py": "tests/attribution/test_inner_products.py tests/attribution/test_scorers.py",
+    "fnet/cpu/workspaces.py": "tests/cpu/test_workspaces.py",
+    "fnet/interop/norm_conversion.py": "tests/interop/test_interop_flax_norm.py",
+    "fnet/jaxpr/arrangements.py": "tests/jaxpr/test_arrangements.py",
+    "fnet/jaxpr/propagation.py": "tests/jaxpr/test_propagation.py",
     "fnet/layers/abn.py": "tests/layers/test_abn.py tests/layers/test_abn_transforms.py tests/layers/test_abn_devices.py",
     "fnet/layers/activations.py": "tests/layers/test_activations.py tests/layers/test_abn.py",
     "fnet/layers/attention_context.py": "tests/layers/test_attention_context.py tests/layers/test_stack.py",
@@ -81,7 +88,9 @@ TARGETS = {
     "fnet/memory/roofline.py": "tests/memory/test_roofline.py",
     "fnet/memory/sizes.py": "tests/memory/test_sizes.py",
     "fnet/memory/timeline.py": "tests/memory/test_timeline.py",
+    "fnet/optim/__init__.py": "tests/optim/test_optim.py",
     "fnet/optim/compact.py": "tests/optim/test_compact.py",
+    "train/config/registry.py": "tests/train/config/test_config.py tests/train/config/test_plugins.py",
     "train/data/annotations.py": "tests/train/data/test_annotations.py tests/train/data/test_hostile_files.py",
     "train/data/augment.py": "tests/train/data/test_augment.py",
     "train/data/decode.py": "tests/train/data/test_decode.py",
@@ -92,9 +101,13 @@ TARGETS = {
     "train/data/sampling.py": "tests/train/data/test_sampling.py tests/train/data/test_poisson.py",
     "train/data/splits.py": "tests/train/data/test_image_folder.py tests/train/data/test_arrays.py tests/train/data/test_users.py",
     "train/limits.py": "tests/train/data/test_hostile_files.py",
+    "train/output/formats.py": "tests/train/output/test_progress.py tests/train/run/test_metrics.py tests/train/report/test_report.py",
     "train/output/logged.py": "tests/train/run/test_metrics.py tests/privacy/test_privacy.py",
+    "train/output/progress.py": "tests/train/output/test_progress.py",
+    "train/report/svg.py": "tests/train/report/test_report.py tests/train/report/test_report_page.py",
     "train/run/evaluation.py": "tests/train/run/test_evaluator.py tests/train/commands/test_evaluation.py",
     "train/run/input_wait.py": "tests/train/run/test_input_wait.py",
+    "train/run/metrics.py": "tests/train/run/test_metrics.py tests/train/run/test_input_wait.py",
     "train/run/same_data.py": "tests/train/run/test_same_data.py",
     "train/run/seeds.py": "tests/train/run/test_seeds.py",
     "train/tasks/scores.py": "tests/train/tasks/test_scores.py tests/train/tasks/test_segmentation.py",
@@ -131,6 +144,11 @@ class Mutant(NamedTuple):
     before: str
     after: str
     text: str
+
+    @property
+    def package(self) -> str:
+        """Folder below fnet or train, or the file itself."""
+        return "/".join(self.file.split("/")[:2])
 
 
 def mutants(file: str, source: str) -> list[Mutant]:
@@ -203,6 +221,12 @@ def _with(node: ast.expr, **changes: object) -> ast.expr:
     return new
 
 
+def _drawn(chosen: list[Mutant], size: int, draw: random.Random) -> list[Mutant]:
+    """A random sample in the order of the mutants; all if there are no more."""
+    drawn = set(draw.sample(range(len(chosen)), min(size, len(chosen))))
+    return [m for i, m in enumerate(chosen) if i in drawn]
+
+
 def copied(root: Path) -> Path:
     """A copy of what the tests need."""
     for name in COPIED:
@@ -270,6 +294,7 @@ def main() -> int:
     )
     parser.add_argument("--only", metavar="PATTERN", default="", help="regex on addresses")
     parser.add_argument("--sample", type=int, metavar="N", help="draw N of the mutants")
+    parser.add_argument("--each", type=int, metavar="N", help="draw N of each package's mutants")
     parser.add_argument("--seed", type=int, default=0, help="seed of the draw")
     parser.add_argument("--quick", action="store_true", help="leave out the slow tests")
     parser.add_argument("--list", action="store_true", help="show the mutants, run nothing")
@@ -277,9 +302,13 @@ def main() -> int:
     console = Console(width=None if sys.stdout.isatty() else 160)
     every = [m for file in TARGETS for m in mutants(file, (ROOT / file).read_text())]
     chosen = [m for m in every if re.search(args.only, m.address)]
-    if args.sample is not None and args.sample < len(chosen):
-        drawn = set(random.Random(args.seed).sample(range(len(chosen)), args.sample))
-        chosen = [m for i, m in enumerate(chosen) if i in drawn]
+    draw = random.Random(args.seed)
+    if args.sample is not None:
+        chosen = _drawn(chosen, args.sample, draw)
+    if args.each is not None:
+        packages = dict.fromkeys(m.package for m in chosen)
+        of = {p: _drawn([m for m in chosen if m.package == p], args.each, draw) for p in packages}
+        chosen = [m for drawn in of.values() for m in drawn]
     if args.list:
         for m in chosen:
             console.print(escape(f"{m.address}: {m.before} -> {m.after}"), soft_wrap=True)
@@ -300,11 +329,17 @@ def main() -> int:
                 console.print(escape(f"{tests} must pass without a mutant:\n{log}"))
                 return 1
         survivors = 0
+        verdicts: dict[str, Counter[str]] = {}
         for m in track(chosen, "mutants", console=console, disable=not console.is_terminal):
             caught, reason = outcome(root, m, marks)
             survivors += not caught
+            verdict = "equal" if m.address in EQUIVALENT else "caught" if caught else "survived"
+            verdicts.setdefault(m.package, Counter())[verdict] += 1
             change = " ".join(f"{m.before} -> {m.after}".split())
             console.print(escape(f"{m.address}: {change}: {reason}"), soft_wrap=True)
+    print("| package | drawn | caught | equal programs |\n|---|---:|---:|---:|")
+    for package, of in sorted(verdicts.items()):
+        print(f"| `{package}` | {of.total()} | {of['caught']} | {of['equal']} |")
     console.print(f"{len(chosen) - survivors} of {len(chosen)} mutants caught")
     return 1 if survivors else 0
 

@@ -58,6 +58,7 @@ CLASS_NAME = Limit("the label", 1000, "symbols")
 """An array of names gives each one the longest's bytes."""
 CODE_MEMORY = Limit("a template or a tokenizer", 384 * 2**20, "bytes of memory")
 CODE_TIME = Limit("a template or a tokenizer", 2, "seconds of computing")
+ENTRIES = Limit("the checkpoint", 10**5, "entries")
 HEADER = Limit("the header", 100 * 2**20, "bytes")
 JSON_FILE = Limit("the file", 64 * 2**20, "bytes")
 LABEL_FILE = Limit("the label", 2**20, "bytes")
@@ -65,7 +66,8 @@ LINE = Limit("the line", 2**22, "bytes")
 """Encoding a text takes 60 times its memory."""
 LINKS = Limit("links lead there", 64, "times")
 """Links to folders of links are as many paths as a power of two."""
-TABLE = Limit("the unpacked table", 2**30, "bytes")
+ROWS = Limit("the shard", 10**7, "examples")
+UNPACKED = Limit("the unpacked file", 2**28, "bytes")
 VOCABULARY = Limit("the tokenizer", 10**7, "tokens")
 SIZES = {
     **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "depth"), 10_000),
@@ -75,6 +77,12 @@ SIZES = {
     **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"), 1),
 }
 """Largest value of each size in a model's config.json."""
+
+
+def check_unpacked(unpacked: int, packed: int, where: object) -> None:
+    """Raise `UserError` if a file unpacks to bytes above the limit and 8 times its size."""
+    if unpacked > 8 * packed:
+        UNPACKED.check(unpacked, where)
 
 
 def factor() -> float:

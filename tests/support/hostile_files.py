@@ -20,8 +20,9 @@ from train.data.image_table import ImageTable
 from train.data.model_folder import SINGLE, read_folder, read_tensors
 from train.data.segmentation_folder import SegmentationFolder
 from train.data.text_file import TextFile
+from train.data.tf_example import example_type
 from train.data.tokenizer import load_tokenizer
-from train.errors import UserError
+from train.errors import TrainingError, UserError
 
 VALUES = (
     "1e400", "-1", "0", "1.5", "Infinity", "NaN", "null", "true", "[]", "{}", '""', "[1e9, 1e9]",
@@ -215,12 +216,79 @@ def templates():
     return st.builds(lambda text, size: text % size, grows, sizes) | deep | wrong | st.text()
 
 
+def damaged(content):
+    """Draw the content of a binary file, cut off or with other bytes."""
+    numbers = [
+        b"\0",
+        b"\xff",
+        b"\x7f",
+        b"\xff" * 8,
+        bytes(8),
+        b"\0\0\0\x80",
+        b"\xff\xff\xff\xff\x0f",
+    ]
+    pieces = st.lists(
+        st.tuples(
+            st.integers(0, len(content) - 1), st.sampled_from(numbers) | st.binary(max_size=4)
+        ),
+        min_size=1,
+        max_size=4,
+    )
+
+    def replaced(pieces, cut):
+        whole = bytearray(content)
+        for place, piece in pieces:
+            whole[place : place + len(piece)] = piece
+        return bytes(whole[:cut])
+
+    return st.builds(replaced, pieces, st.none() | st.integers(0, len(content)))
+
+
+def parquet(columns=None, **options):
+    """Return a Parquet file of pictures and chats, or of these columns."""
+    import pyarrow.parquet
+
+    picture = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(picture, "PNG")
+    messages = [CHAT["messages"]] * 6
+    usual = {"image": [picture.getvalue()] * 6, "label": [0, 1] * 3, "messages": messages}
+    file = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.table(columns or usual), file, **options)
+    return file.getvalue()
+
+
+def array_record(path):
+    """Return an ArrayRecord file of pictures, which is written to a path."""
+    from array_record.python.array_record_module import ArrayRecordWriter
+
+    picture = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(picture, "PNG")
+    writer = ArrayRecordWriter(str(path), "group_size:1")
+    for i in range(6):
+        example = example_type()()
+        example.features.feature["image"].bytes_list.value.append(picture.getvalue())
+        example.features.feature["label"].int64_list.value.append(i % 2)
+        writer.write(example.SerializeToString())
+    writer.close()
+    return path.read_bytes()
+
+
+def checkpoint(content=None, **options):
+    """Return a file of torch.save."""
+    import torch
+
+    file = io.BytesIO()
+    network = {"a": torch.ones(2, 3), "b": torch.zeros(4, dtype=torch.bfloat16)}
+    torch.save(content or {"model": network, "epoch": 3, "name": "x"}, file, **options)
+    return file.getvalue()
+
+
 def read(kind, path):
     """Read a file, and return the program's message if it refuses it."""
     path = Path(path)
     try:
         _READERS[kind](path)
-    except UserError as error:
+    except (UserError, TrainingError) as error:
         return str(error)
     return None
 
@@ -245,6 +313,19 @@ def _read_masks(path, format):
     dataset = SegmentationFolder(path=str(root), format=format, **options).load()
     for rows in (dataset.train, dataset.test):
         dataset.prepare(rows)
+
+
+def _read_shards(path):
+    options = {"image_size": 8, "test_fraction": 0.5, "batch_size": 2}
+    dataset = ImageShards(path=(str(path),), **options).load()
+    for _ in evaluation_batches(dataset, 1):
+        pass
+
+
+def _read_checkpoint(path):
+    import train.run.weight_files
+
+    train.run.weight_files.read(str(path))
 
 
 def _read_pictures(path):
@@ -273,6 +354,8 @@ _READERS = {
     "text": lambda path: TextFile(path=str(path), context=8).load(),
     "npz": lambda path: ArrayFile(path=str(path)).load(),
     "tar": lambda path: ImageShards(path=(str(path),)).load(),
+    "shards": _read_shards,
+    "checkpoint": _read_checkpoint,
     "folder": lambda path: ImageFolder(path=str(path), image_size=8).load(),
 }
 

@@ -73,8 +73,8 @@ def decode_text(content: bytes, path: str, option: str) -> str:
     try:
         if content.startswith(b"\x1f\x8b"):
             with gzip.GzipFile(fileobj=io.BytesIO(content)) as file:
-                content = file.read(limits.TABLE.most + 1)
-            limits.TABLE.check(len(content), f"{option}: {path}")
+                content = file.read(limits.UNPACKED.most + 1)
+            limits.UNPACKED.check(len(content), f"{option}: {path}")
         is_utf16 = content.startswith((b"\xff\xfe", b"\xfe\xff"))
         return content.decode("utf-16" if is_utf16 else "utf-8-sig")
     except UnicodeDecodeError as error:
@@ -97,7 +97,7 @@ def read_names(path: str, option: str) -> tuple[str, ...]:
     return tuple(names)
 
 
-def parse_labels(values: Sequence[Any], where: Callable[[int], str]) -> np.ndarray:
+def parse_labels(values: Iterable[Any], where: Callable[[int], str]) -> np.ndarray:
     """Convert labels to int64 [N], or to str [N] if one of them is a name.
 
     Texts are numbers if all of them consist of digits; 1_0 is a name. Space around names does not

@@ -155,14 +155,22 @@ def _hint(line: bytes, path: str) -> str:
 
 def _read_parquet(path: str, option: str) -> Iterator[Record]:
     pyarrow = storage.import_parquet(option, path)
-    row = 0
+    row, most = 0, limits.LINE._replace(what="the row")
+    errors = storage.StorageError, OSError, UnicodeDecodeError, pyarrow.ArrowException
     try:
         with storage.open_file(path) as source, pyarrow.parquet.ParquetFile(source) as file:
-            for batch in file.iter_batches(1024):
-                for fields in batch.to_pylist():
+            for i in range(file.num_row_groups):
+                group = file.metadata.row_group(i)
+                size = group.total_byte_size // max(group.num_rows, 1)
+                most.check(size, f"{option}: {path}, row group {i}, on average")
+            for batch in file.iter_batches(64):
+                for i, fields in enumerate(batch.to_pylist()):
                     row += 1
-                    yield Record(option, f"{path}, row {row}", fields)
-    except (storage.StorageError, OSError, pyarrow.ArrowException) as error:
+                    place = f"{path}, row {row}"
+                    if batch.nbytes > most.most:
+                        most.check(batch.slice(i, 1).nbytes, f"{option}: {place}")
+                    yield Record(option, place, fields)
+    except errors as error:
         raise UserError(f"{option}: {storage.as_storage_error(path, error)}") from error
 
 

@@ -273,11 +273,15 @@ def _index_parquet(path: str, size: int, fields: Fields) -> Index:
                 "data.label", fields.label, schema.names, path, "column",
                 list(classes) or numbers, _LABELS,
             )  # fmt: skip
-            values = file.read(columns=[label]).column(0).to_pylist()
-            labels = parse_labels(values, lambda i: f"data.label: row {i} of {path}")
+            limits.ROWS.check(metadata.num_rows, f"data.path: {path}")
             groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
             block_bytes = max((_column_bytes(group, image) for group in groups), default=0)
-    except pyarrow.ArrowException as error:
+            for unpacked in (block_bytes, sum(_column_bytes(group, label) for group in groups)):
+                limits.check_unpacked(unpacked, size, f"data.path: {path}")
+            batches = file.iter_batches(64, columns=[label])  # few, should each be a megabyte
+            values = (value for batch in batches for value in batch.column(0).to_pylist())
+            labels = parse_labels(values, lambda i: f"data.label: row {i} of {path}")
+    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
         reason = " ".join(str(error).split())
         return Index(_places([]), np.zeros(0, np.int64), problem=f"of {size:,} bytes: {reason}")
     places = [(i, row) for i, group in enumerate(groups) for row in range(group.num_rows)]
@@ -327,9 +331,15 @@ def _index_array_record(path: str, size: int, fields: Fields) -> Index:
     reader = _array_record_reader(path)
     if not reader.ok():
         return Index(_places([]), np.zeros(0, np.int64), problem=_array_record_error(reader, size))
-    count, image, label, values = reader.num_records(), "", "", []
+    count, image, label, values, problem = reader.num_records(), "", "", [], ""
+    limits.ROWS.check(count, f"data.path: {path}")
     for start in range(0, count, 1024):
-        for i, record in enumerate(reader.read(start, min(start + 1024, count)), start):
+        try:
+            records = reader.read(start, min(start + 1024, count))
+        except Exception as error:  # as in `_array_record_error`
+            problem = f"of {size:,} bytes: {_first_part(error)}"
+            break
+        for i, record in enumerate(records, start):
             example = parse_example(record)
             if example is None:
                 raise UserError(f"data.path: record {i} of {path} is not a tf.train.Example")
@@ -342,9 +352,9 @@ def _index_array_record(path: str, size: int, fields: Fields) -> Index:
                 scalars = [n for n, v in example.items() if len(v) == 1 and n != image]
                 label = choose("data.label", fields.label, names, path, "feature", scalars, _LABELS)
             values.append(_only(example.get(label, [])))
-    places = [(i, 0) for i in range(count)]
+    places = [(i, 0) for i in range(len(values))]
     labels = parse_labels(values, lambda i: f"data.label: record {i} of {path}")
-    return Index(_places(places), labels, 0, _tfds_classes(path, label), image)
+    return Index(_places(places), labels, 0, _tfds_classes(path, label), image, problem)
 
 
 def _only(values: list[Any]) -> Any:
@@ -365,8 +375,12 @@ def _array_record_error(reader: Any, size: int) -> str:
     try:
         reader.read([0])
     except Exception as error:  # the binding raises RuntimeError and IndexError
-        return f"of {size:,} bytes: {' '.join(str(error).split()).partition('; ')[0]}"
+        return f"of {size:,} bytes: {_first_part(error)}"
     return f"of {size:,} bytes: it is not an ArrayRecord file"
+
+
+def _first_part(error: Exception) -> str:
+    return " ".join(str(error).split()).partition("; ")[0]
 
 
 def _is_bytes(values: list[Any]) -> bool:
@@ -528,7 +542,7 @@ class Shards:
             self.reads[shard] += 1
             column = column.combine_chunks()
             return column.field("bytes") if is_struct else column
-        except pyarrow.ArrowInvalid as error:
+        except pyarrow.ArrowException as error:
             return UnreadableError(" ".join(str(error).split()))
         except OSError as error:
             if error.errno is None:  # Arrow's own error, of damaged data

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import warnings
+import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ import numpy as np
 from fnet import models
 from fnet.interop import families
 from fnet.layers import activations
+from train import limits
 from train.config import Config
 from train.data import storage
 from train.data.model_folder import SINGLE, is_model_folder, read_config, read_tensors
@@ -230,15 +232,27 @@ def _read_torch(path: Path) -> Mapping[str, Any]:
             "pip install 'fnet-jax[torch]'"
         )
 
+    size, entries, unpacked = path.stat().st_size, 0, 0
+
     def to_numpy(value: Any) -> Any:
+        nonlocal entries, unpacked
         if isinstance(value, Mapping):
+            entries += len(value)  # of one that holds another twice, too
+            limits.ENTRIES.check(entries, path)
             return {str(key): to_numpy(item) for key, item in value.items()}
         if not isinstance(value, torch.Tensor):
             return value
+        unpacked += value.numel() * value.element_size()  # of views, too
+        limits.check_unpacked(unpacked, size, path)
         known = (torch.float16, torch.float32, torch.float64)
         unknown = value.is_floating_point() and value.dtype not in known
         return (value.float() if unknown else value).detach().contiguous().numpy()
 
+    with (
+        contextlib.suppress(OSError, ValueError, zipfile.BadZipFile),
+        zipfile.ZipFile(path) as parts,
+    ):
+        limits.check_unpacked(sum(p.file_size for p in parts.infolist()), size, path)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -76,9 +76,9 @@ def calibration_error(probability: np.ndarray, right: np.ndarray) -> float:
     """Return the expected calibration error: how far probabilities are from the accuracy.
 
     It is the mean of |accuracy - mean probability| over bins of equal width, weighted by their
-    examples (Guo et al. 2017, "On Calibration of Modern Neural Networks").
+    examples (Guo et al. 2017, "On Calibration of Modern Neural Networks"); NaN if one is NaN.
     """
-    at = np.minimum((probability * _BINS).astype(int), _BINS - 1)
+    at = np.minimum((np.nan_to_num(probability) * _BINS).astype(int), _BINS - 1)
     difference = np.bincount(at, right - probability.astype(np.float64), _BINS)
     return float(np.abs(difference).sum() / max(len(right), 1))
 

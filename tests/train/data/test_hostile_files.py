@@ -1,8 +1,10 @@
 """Files that somebody wrote to harm are refused in one line, within limits of memory and time."""
 
 import importlib.util
+import io
 import json
 import os
+import zipfile
 
 import hostile_files
 import numpy as np
@@ -174,6 +176,92 @@ def test_tar_files(name, size, kind, content, tmp_path):
     path = tmp_path / "a.tar"
     path.write_bytes(hostile_files.tar(name, size, kind, content))
     assert_refused_or_read("tar", path)
+
+
+def test_records(tmp_path, monkeypatch):
+    # The library's threads, which take no memory until they run, count as such.
+    monkeypatch.setattr(limits, "CODE_MEMORY", limits.CODE_MEMORY._replace(value=10**9))
+    path = tmp_path / "a.array_record"
+
+    @few
+    @given(hostile_files.damaged(hostile_files.array_record(path)))
+    def check(content):
+        path.write_bytes(content)
+        assert_refused_or_read("shards", path)
+
+    check()
+
+
+@pytest.mark.parametrize("kind", ["shards", "lines"])
+def test_parquet(kind, tmp_path):
+    pytest.importorskip("pyarrow")
+    path = tmp_path / "a.parquet"
+
+    @few
+    @given(hostile_files.damaged(hostile_files.parquet()))
+    def check(content):
+        path.write_bytes(content)
+        assert_refused_or_read(kind, path)
+
+    check()
+
+
+@pytest.mark.parametrize(
+    ("kind", "columns"),
+    [
+        ("shards", {"image": [b"x"] * 999, "label": ["a" * 10**6] * 999}),
+        ("shards", {"image": [bytes(2**28)], "label": [0]}),
+        ("lines", {"text": ["a" * 10**8]}),
+    ],
+)
+def test_parquet_that_unpacks_to_gigabytes(kind, columns, tmp_path):
+    pytest.importorskip("pyarrow")
+    path = tmp_path / "a.parquet"
+    path.write_bytes(hostile_files.parquet(columns, compression="zstd"))
+    assert_refused_or_read(kind, path, may_pass=False)
+
+
+@pytest.fixture
+def torch():
+    return pytest.importorskip("torch")
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_checkpoints(zipped, torch, tmp_path):
+    path = tmp_path / "a.pt"
+    content = hostile_files.checkpoint(_use_new_zipfile_serialization=zipped)
+    path.write_bytes(content)
+    assert limits.run("hostile_files:read", "checkpoint", str(path), size=10**6) is None  # imports
+
+    @few
+    @given(hostile_files.damaged(content))
+    def check(content):
+        path.write_bytes(content)
+        assert_refused_or_read("checkpoint", path)
+
+    check()
+
+
+def test_checkpoints_that_unpack_to_gigabytes(torch, tmp_path):
+    path = tmp_path / "a.pt"
+    nested = {"x": torch.zeros(1)}
+    for _ in range(40):
+        nested = {"a": nested, "b": nested}
+    itself = {}
+    itself["itself"] = itself
+    for content in (
+        {"views": torch.zeros(1).expand(2**31, 2**10)},
+        {"empty": torch.zeros(2**40, device="meta")},
+        nested,
+        itself,
+    ):
+        path.write_bytes(hostile_files.checkpoint(content))
+        assert_refused_or_read("checkpoint", path, may_pass=False)
+    zeros = hostile_files.checkpoint({"a": torch.zeros(2**26 + 1)})
+    with zipfile.ZipFile(io.BytesIO(zeros)) as stored, zipfile.ZipFile(path, "w", 8) as packed:
+        for name in stored.namelist():
+            packed.writestr(name, stored.read(name))
+    assert_refused_or_read("checkpoint", path, may_pass=False)
 
 
 def test_links_that_are_many_paths(tmp_path):

@@ -50,6 +50,8 @@ def test_calibration_error_is_the_distance_from_the_accuracy():
     right = np.array([1, 1, 1, 0, 0, 0], bool)
     expected = (4 * abs(0.9 - 0.75) + 2 * 0.3) / 6
     assert scores.calibration_error(probability, right) == pytest.approx(expected)
+    probability[1] = np.nan
+    assert np.isnan(scores.calibration_error(probability, right))
 
 
 def test_scores_of_labels_and_numbers(generator):
