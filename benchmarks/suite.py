@@ -138,6 +138,7 @@ SUITE = (
     Benchmark("loop_overhead"),
     Benchmark("import_time"),
     Benchmark("kills"),
+    Benchmark("soak", cpu=True),
     Benchmark("processes"),
 )
 
