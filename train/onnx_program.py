@@ -464,9 +464,9 @@ def _window(kind: str, **options: Any) -> _Emit:
             pads=[*(p[0] for p in padding[1:3]), *(p[1] for p in padding[1:3])],
             **options,
         )
-        y = _transpose(w, y, (0, 2, 3, 1))
+        result = _transpose(w, y, (0, 2, 3, 1))
         count = np.array(size[1] * size[2], aval.dtype)
-        return [w.add("Mul", [y, count], aval) if kind == "AveragePool" else y]
+        return [w.add("Mul", [result, count], aval) if kind == "AveragePool" else result]
 
     return emit
 
