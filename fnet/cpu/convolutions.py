@@ -306,17 +306,17 @@ def _algorithm(eqn: JaxprEqn) -> Callable[[Array, Array], Array] | None:
     is_grouped = max(p["feature_group_count"], p["batch_group_count"]) > 1
     is_plain = lhs.dtype == jnp.float32 and len(lhs.shape) == 4
     is_cropped = min(min(pair) for pair in p["padding"]) < 0
-    if not is_plain or is_grouped or is_cropped or tuple(p["lhs_dilation"]) != (1, 1):
+    if not is_plain or is_grouped or is_cropped:
         return None
     padding, dilation = tuple(p["padding"]), tuple(p["rhs_dilation"])
-    strides = tuple(p["window_strides"])
+    strides, spacing = tuple(p["window_strides"]), tuple(p["lhs_dilation"])
     if numbers.lhs_spec == numbers.out_spec == (0, 3, 1, 2) and numbers.rhs_spec[2:] == (0, 1):
-        window = _Window(out.shape[1:3], padding, dilation, strides)
+        window = _Window(out.shape[1:3], padding, dilation, strides, spacing)
         elements = math.prod(rhs.shape[:2])
         channels = lhs.shape[3], out.shape[3]
         if math.prod(lhs.shape[1:3]) < elements <= measured.MOST_ELEMENTS:
             convolve = _convolve_overlaps  # XLA would swap both, and take 50 to 200 times as long
-        elif rhs.shape[:2] != (3, 3) or strides != (1, 1):
+        elif rhs.shape[:2] != (3, 3) or strides != (1, 1) or spacing != (1, 1):
             return None
         elif _pays(window, lhs.shape[0], channels, kernel_gradient=False):
             convolve = _convolve
@@ -329,7 +329,7 @@ def _algorithm(eqn: JaxprEqn) -> Callable[[Array, Array], Array] | None:
         return lambda x, kernel: convolve(x, kernel, window, is_transposed)
     # The gradient by the kernel: channels are the batch, and images the features.
     if numbers.lhs_spec == numbers.rhs_spec == (3, 0, 1, 2) and numbers.out_spec == (2, 3, 0, 1):
-        if out.shape[:2] != (3, 3) or dilation != (1, 1):
+        if out.shape[:2] != (3, 3) or dilation != (1, 1) or spacing != (1, 1):
             return None
         window = _Window(rhs.shape[1:3], padding, strides)
         channels = lhs.shape[3], rhs.shape[3]
@@ -363,29 +363,30 @@ def _is_mostly_padding(window: _Window, shape: tuple[int, ...], channels: tuple[
     """Whether most multiplications of a large convolution are by padding."""
     direct = 9 * math.prod(window.size)
     overlaps = _overlaps(window, shape, (3, 3))
-    used = sum(math.prod(o.stop - o.start for o in outputs) for _, _, outputs in overlaps)
+    used = sum(math.prod(o.stop - o.start for o in outputs) for *_, outputs in overlaps)
     large = shape[0] * direct * math.prod(channels) >= measured.LEAST_MULTIPLICATIONS
     return large and used <= measured.MOST_USED * direct
 
 
 def _overlaps(
     window: _Window, shape: tuple[int, ...], kernel: tuple[int, ...]
-) -> list[tuple[tuple[int, int], list[slice], list[slice]]]:
+) -> list[tuple[tuple[int, int], tuple[slice, slice], tuple[slice, slice]]]:
     """Return each kernel element that meets images, the inputs it meets, and their outputs."""
 
-    def along(axis: int, i: int) -> tuple[slice, slice]:
+    def along(axis: int, i: int) -> list[slice]:
         shift = i * window.dilation[axis] - window.padding[axis][0]
-        stride = window.strides[axis]
-        start = max(0, -(shift // stride))
-        stop = min(window.size[axis], (shape[axis + 1] - shift - 1) // stride + 1)
-        inputs = slice(start * stride + shift, (stop - 1) * stride + shift + 1, stride)
-        return inputs, slice(start, stop)
+        starts = (n * window.strides[axis] + shift for n in range(window.size[axis]))
+        pixels = [(*divmod(start, window.spacing[axis]), n) for n, start in enumerate(starts)]
+        met = [(pixel, n) for pixel, rest, n in pixels if not rest and 0 <= pixel < shape[axis + 1]]
+        steps = [b - a for a, b in zip(met[0], met[1], strict=True)] if met[1:] else [1, 1]
+        ends = zip(met[0], met[-1], steps, strict=True) if met else ()
+        return [slice(first, last + 1, step) for first, last, step in ends]
 
     overlaps = []
     for i, j in itertools.product(*map(range, kernel)):
-        (rows, rows_out), (columns, columns_out) = along(0, i), along(1, j)
-        if rows_out.start < rows_out.stop and columns_out.start < columns_out.stop:
-            overlaps.append(((i, j), [rows, columns], [rows_out, columns_out]))
+        rows, columns = along(0, i), along(1, j)
+        if rows and columns:
+            overlaps.append(((i, j), *zip(rows, columns, strict=True)))
     return overlaps
 
 
@@ -395,7 +396,11 @@ def _convolve_overlaps(x: Array, kernel: Array, window: _Window, is_transposed: 
     y = jnp.zeros((x.shape[0], *window.size, kernel.shape[2 if is_transposed else 3]), x.dtype)
     for element, inputs, outputs in _overlaps(window, x.shape, kernel.shape[:2]):
         product = jnp.einsum(contraction, x[:, *inputs], kernel[element])
-        y = y.at[:, *outputs].add(product)
+        pads = [
+            (o.start, size - o.start - (n - 1) * o.step - 1, o.step - 1)
+            for o, size, n in zip(outputs, window.size, product.shape[1:3], strict=True)
+        ]
+        y += jax.lax.pad(product, jnp.zeros((), x.dtype), [(0, 0, 0), *pads, (0, 0, 0)])
     return y
 
 

@@ -86,6 +86,30 @@ def test_kernels_that_reach_beyond_the_images_match_float64(monkeypatch):
         np.testing.assert_allclose(got, exact, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("size", "kernel", "strides", "left"),
+    [((2, 2), (3, 3), (1, 1), 1), ((4, 3), (3, 3), (2, 2), 2), ((5, 4), (5, 3), (2, 3), 2)],
+)
+def test_kernels_of_more_elements_than_the_images_match_float64(size, kernel, strides, left):
+    rng = np.random.default_rng(0)
+
+    def conv(x, kernel):
+        return convolution(x, kernel, "SAME", window_strides=strides)
+
+    def f(x, kernel, cotangent):
+        y, pull = jax.vjp(conv, x, kernel)
+        return y, *pull(cotangent)
+
+    x = rng.normal(size=(3, *size, 4)).astype(np.float32)
+    weights = rng.normal(size=(*kernel, 4, 5)).astype(np.float32)
+    args = x, weights, rng.normal(size=conv(x, weights).shape).astype(np.float32)
+    assert convolutions_left(for_cpus(f), *args) == left
+    with jax.enable_x64(True):
+        expected = jax.jit(f)(*(np.float64(a) for a in args))
+    for got, exact in zip(jax.jit(for_cpus(f))(*args), expected, strict=True):
+        np.testing.assert_allclose(got, exact, rtol=1e-5, atol=1e-5)
+
+
 # images, channels, groups, kernel, strides, padding, dilation.
 GROUPED = {
     "depthwise": ((3, 6, 5), 4, 4, (3, 3), (1, 1), "SAME", (1, 1)),

@@ -199,14 +199,15 @@ class RunFolder:
         }
         if self.config.name in names:  # of a run, which was refused before it logged anything
             before_first_step |= {self.metrics, self.bad_steps, self.checkpoints}
+            before_first_step |= {self.unreadable, self.augmented}
         allowed = {name for path in before_first_step for name in (path.name, _part(path).name)}
         if names - allowed:
             raise UserError(
                 f"{self.path} is not empty and holds no run: choose another folder with --out"
             )
         with writing(self.path, _OTHER_FOLDER):
-            self.classes.unlink(missing_ok=True)
-            self.config.unlink(missing_ok=True)
+            for path in (self.classes, self.unreadable, self.config):
+                path.unlink(missing_ok=True)
 
     def resume(self, config: Config) -> None:
         """Check that the run here has this config, and update the fields that may change.

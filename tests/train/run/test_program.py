@@ -305,9 +305,11 @@ def test_a_run_that_ended_before_its_first_line_can_begin_again(tmp_path):
     folder.write_config(Config())
     folder.metrics.touch()
     folder.checkpoints.mkdir()
+    folder.unreadable.write_text("file,reason\n")
     assert not folder.has_started
     folder.create()
     assert not folder.config.exists()
+    assert not folder.unreadable.exists()
     folder.write_config(Config())
     folder.metrics.write_text('{"step": 1}\n')
     assert folder.has_started
