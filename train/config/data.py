@@ -19,13 +19,56 @@ Content = Literal["images", "masks", "text", "preferences"]
 """Images with labels or segmentation masks, rows of tokens, or pairs of these."""
 
 
+class _Options:
+    """Options that only some sources have, with what holds without them.
+
+    A source that has one defines a field of this name.
+    """
+
+    source: str
+    """Name of the source."""
+    batch_size: int
+    """Batch size."""
+    path: str | tuple[str, ...] | None = None
+    """Files of the data."""
+    user: str | None = None
+    """Source of users' names; privacy is then per user."""
+    examples_per_user: int | None = None
+    """Largest number of examples of a user per step."""
+    workers: int | None = None
+    """Number of processes that decode images; None if the source never has any."""
+    mean: tuple[float, ...] = ()
+    """Mean that is subtracted from images, per channel; () does not normalize them."""
+    std: tuple[float, ...] = ()
+    """Standard deviation that images are divided by, per channel."""
+    mixup: float = 0.0
+    """Strength of mixup, which gives an image two labels; 0 is none."""
+    cutmix: float = 0.0
+    """Strength of CutMix, which gives an image two labels; 0 is none."""
+    targets: str = "class"
+    """Kind of labels, a name in `train.tasks.targets.KINDS`."""
+    test_fraction: float = 0.0
+    """Fraction of the examples that is held out for testing."""
+    split_seed: int | None = None
+    """Random seed of the choice."""
+    folds: int | None = None
+    """Number of folds of a cross-validation; None holds out a fraction."""
+    fold: int = 1
+    """Fold that is held out."""
+    crops: int = 1
+    """Number of crops of each test image."""
+    beta: float = 0.0
+    """Factor of the rewards of preferred answers."""
+    objective: str = "dpo"
+    """What is learned from preferred answers."""
+
+
 @dataclass(frozen=True)
-class Data(Variant, section="data", tag="source", package="train.data"):
+class Data(_Options, Variant, section="data", tag="source", package="train.data"):
     """A data source.
 
     A subclass is a frozen dataclass with the fields ``source``, its name, ``batch_size`` and its
-    options. It must define `load`. The properties below are options that only some sources have,
-    with what holds without them: a source that has one defines a field of this name.
+    options. It must define `load`.
 
     Attributes:
       content: What an example is.
@@ -37,16 +80,6 @@ class Data(Variant, section="data", tag="source", package="train.data"):
     content: ClassVar[Content] = "images"
     evaluation_options: ClassVar[dict[str, str]] = {}
     is_in_unit_interval: ClassVar[bool] = True
-
-    @property
-    def source(self) -> str:
-        """Name of the source."""
-        raise NotImplementedError
-
-    @property
-    def batch_size(self) -> int:
-        """Batch size."""
-        raise NotImplementedError
 
     def load(self, *, private: bool = False) -> "Dataset":
         """Load the data.
@@ -139,79 +172,9 @@ class Data(Variant, section="data", tag="source", package="train.data"):
         return None
 
     @property
-    def beta(self) -> float:
-        """Factor of the rewards of preferred answers."""
-        return 0.0
-
-    @property
-    def objective(self) -> str:
-        """What is learned from preferred answers."""
-        return "dpo"
-
-    @property
     def as_photos(self) -> "Photos | None":
         """The source itself if it resizes image files to ``image_size``."""
         return None
-
-    @property
-    def path(self) -> str | tuple[str, ...] | None:
-        """Files of the data."""
-        return None
-
-    @property
-    def user(self) -> str | None:
-        """Source of users' names; privacy is then per user."""
-        return None
-
-    @property
-    def examples_per_user(self) -> int | None:
-        """Largest number of examples of a user per step."""
-        return None
-
-    @property
-    def workers(self) -> int | None:
-        """Number of processes that decode images; None if the source never has any."""
-        return None
-
-    @property
-    def mean(self) -> tuple[float, ...]:
-        """Mean that is subtracted from images, per channel; () does not normalize them."""
-        return ()
-
-    @property
-    def std(self) -> tuple[float, ...]:
-        """Standard deviation that images are divided by, per channel."""
-        return ()
-
-    @property
-    def mixup(self) -> float:
-        """Strength of mixup, which gives an image two labels; 0 is none."""
-        return 0.0
-
-    @property
-    def cutmix(self) -> float:
-        """Strength of CutMix, which gives an image two labels; 0 is none."""
-        return 0.0
-
-    @property
-    def targets(self) -> str:
-        """Kind of labels, a name in `train.tasks.targets.KINDS`."""
-        return "class"
-
-    @property
-    def folds(self) -> int | None:
-        """Number of folds of a cross-validation; None holds out a fraction."""
-        return None
-
-    @property
-    def fold(self) -> int:
-        """Fold that is held out."""
-        return 1
-
-    @property
-    def crops(self) -> int:
-        """Number of crops of each test image."""
-        return 1
 
     @property
     def longest_row(self) -> int | None:

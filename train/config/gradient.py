@@ -15,8 +15,21 @@ if TYPE_CHECKING:
     from train.gradients.privacy import Privacy
 
 
+class _Options:
+    """Options that only some modes have, with what holds without them."""
+
+    mode: str
+    """Name of the mode."""
+    release_only: bool = False
+    """Whether the run writes only what its privacy guarantee covers."""
+    delta: float | None = None
+    """Delta of the guarantee."""
+    insecure_noise_seed: int | None = None
+    """Fixed seed of noise and sampling; None draws a secret one."""
+
+
 @dataclass(frozen=True)
-class GradientMode(Variant, section="grad", tag="mode", package="train.gradients"):
+class GradientMode(_Options, Variant, section="grad", tag="mode", package="train.gradients"):
     """A gradient mode.
 
     A subclass is a frozen dataclass with a field ``mode``, the name of the mode, and its options.
@@ -30,11 +43,6 @@ class GradientMode(Variant, section="grad", tag="mode", package="train.gradients
 
     is_per_example: ClassVar[bool] = False
     has_fixed_microbatches: ClassVar[bool] = False
-
-    @property
-    def mode(self) -> str:
-        """Name of the mode."""
-        raise NotImplementedError
 
     def build(
         self,
@@ -86,21 +94,6 @@ class GradientMode(Variant, section="grad", tag="mode", package="train.gradients
     def is_private(self) -> bool:
         """Whether training is differentially private: noise and Poisson sampling."""
         return False
-
-    @property
-    def release_only(self) -> bool:
-        """Whether the run writes only what its privacy guarantee covers."""
-        return False
-
-    @property
-    def delta(self) -> float | None:
-        """Delta of the guarantee."""
-        return None
-
-    @property
-    def insecure_noise_seed(self) -> int | None:
-        """Fixed seed of noise and sampling; None draws a secret one."""
-        return None
 
     @property
     def num_canaries(self) -> int:

@@ -14,8 +14,17 @@ if TYPE_CHECKING:
     from train.networks.pretrained import Pretrained
 
 
+class _Options:
+    """Options that only some networks have, with what holds without them."""
+
+    name: str
+    """Name of the network."""
+    pretrained: str | None = None
+    """Weights to start from."""
+
+
 @dataclass(frozen=True)
-class Model(Variant, section="model", tag="name", package="train.networks"):
+class Model(_Options, Variant, section="model", tag="name", package="train.networks"):
     """The section ``model`` of a config: a `Network`, or a published model.
 
     Attributes:
@@ -23,11 +32,6 @@ class Model(Variant, section="model", tag="name", package="train.networks"):
     """
 
     task: ClassVar[str] = "classification"
-
-    @property
-    def name(self) -> str:
-        """Name of the network."""
-        raise NotImplementedError
 
     def task_for(self, data: Data) -> str:
         """Return the name of the task that trains the network on these data."""
@@ -73,11 +77,6 @@ class Model(Variant, section="model", tag="name", package="train.networks"):
     @property
     def denoiser(self) -> "Denoiser | None":
         """The section itself if it is a diffusion model."""
-        return None
-
-    @property
-    def pretrained(self) -> str | None:
-        """Weights to start from."""
         return None
 
     @property

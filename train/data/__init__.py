@@ -151,17 +151,18 @@ def augment_rows(dataset: Dataset, rows: Arrays, generator: np.random.Generator)
 def sample_batch(dataset: Dataset, batch_size: int) -> Arrays:
     """Make a batch with the shapes and dtypes of a training batch from one example."""
     row = select_rows(dataset.train, np.arange(1))
-    return _repeat(augment_rows(dataset, row, np.random.default_rng(0)), batch_size)
+    return repeat_row(augment_rows(dataset, row, np.random.default_rng(0)), batch_size)
 
 
 def sample_evaluation_batch(dataset: Dataset, batch_size: int) -> Arrays:
     """Make a batch with the shapes and dtypes of an evaluation batch from one example."""
     row = {name: a[:1] for name, a in dataset.test.items()}
-    return _repeat(pad_batch(dataset.prepare(row), 1), batch_size)
+    return repeat_row(pad_batch(dataset.prepare(row), 1), batch_size)
 
 
-def _repeat(example: Arrays, batch_size: int) -> Arrays:
-    return {name: np.broadcast_to(a, (batch_size, *a.shape[1:])) for name, a in example.items()}
+def repeat_row(row: Arrays, *shape: int) -> Arrays:
+    """Repeat arrays of one row to arrays [*shape, ...]."""
+    return {name: np.broadcast_to(a, (*shape, *a.shape[1:])) for name, a in row.items()}
 
 
 def training_batches(

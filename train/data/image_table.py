@@ -216,20 +216,19 @@ def _classes(
             f"{shorten(labels.tolist(), 3)}; to predict them give data.targets numbers"
         )
     names = known or tuple(map(str, np.unique(labels).tolist()))
-    return _numbered(table, [[str(label)] for label in labels.tolist()], names)[:, 0], names
-
-
-def _numbered(table: _Table, texts: Sequence[Sequence[str]], names: Sequence[str]) -> np.ndarray:
-    """Return the numbers of names, int32 [N, 1]."""
     numbers = {normalized(name): i for i, name in enumerate(names)}
-    for row, found in zip(table.rows, texts, strict=True):
-        for name in found:
-            if name not in numbers:
-                raise UserError(
-                    f"data.label: {row.place}: the network knows no label {name}; its labels are "
-                    f"{shorten(names, 12)}"
-                )
-    return np.array([[numbers[name] for name in found] for found in texts], np.int32)
+    rows = zip(table.rows, map(str, labels.tolist()), strict=True)
+    return np.array([_number(row, label, numbers) for row, label in rows], np.int32), names
+
+
+def _number(row: Record, name: str, numbers: Mapping[str, int]) -> int:
+    """Return the number of a label."""
+    if name not in numbers:
+        raise UserError(
+            f"data.label: {row.place}: the network knows no label {name}; its labels are "
+            f"{shorten([*numbers], 12)}"
+        )
+    return numbers[name]
 
 
 def _is_number(text: str) -> bool:
@@ -265,11 +264,10 @@ def _labels(
     names = known or tuple(sorted({name for found in texts for name in found}))
     if not names:
         raise UserError(f"data.label: no row of {config.path} has a label")
+    numbers = {normalized(name): i for i, name in enumerate(names)}
     result = np.zeros((len(texts), len(names)), np.float32)
     for i, (row, found) in enumerate(zip(table.rows, texts, strict=True)):
-        if found:
-            one = _Table([row], [], table.folder)
-            result[i, _numbered(one, [found], names)[0]] = 1
+        result[i, [_number(row, name, numbers) for name in found]] = 1
     return result, names
 
 

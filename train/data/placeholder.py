@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from train.data import Arrays, Dataset, num_examples
+from train.data import Arrays, Dataset, num_examples, repeat_row
 from train.errors import shorten
 
 if TYPE_CHECKING:
@@ -66,13 +66,10 @@ def _rows(batch_size: int) -> Arrays:
 
 
 def _dataset(rows: Arrays, classes: tuple[str, ...], batch: Arrays, test: Arrays) -> Dataset:
-    def repeat(example: Arrays, count: int) -> Arrays:
-        return {name: np.broadcast_to(a, (count, *a.shape[1:])) for name, a in example.items()}
-
     return Dataset(
         train=rows,
         test={"id": rows["id"][:1]},
         classes=classes,
-        augment=lambda chosen, generator: repeat(batch, num_examples(chosen)),
-        prepare=lambda chosen: repeat(test, num_examples(chosen)),
+        augment=lambda chosen, generator: repeat_row(batch, num_examples(chosen)),
+        prepare=lambda chosen: repeat_row(test, num_examples(chosen)),
     )

@@ -3,10 +3,10 @@
 import re
 from collections.abc import Collection, Iterable, Sequence
 from hashlib import blake2b
-from typing import Protocol
 
 import numpy as np
 
+from train.config.data import Data
 from train.data.columns import normalized
 from train.errors import UserError, did_you_mean, list_available
 
@@ -16,27 +16,6 @@ SPLIT_NAMES = {
     "test": ("test", "testing"),
 }
 """Names of the folders, files and arrays of each split."""
-
-
-class HeldOut(Protocol):
-    """Options of a data source that can hold out test examples."""
-
-    @property
-    def test_fraction(self) -> float:
-        """Fraction that is held out."""
-
-    @property
-    def split_seed(self) -> int | None:
-        """Random seed of the choice."""
-
-    @property
-    def folds(self) -> int | None:
-        """Number of folds; None holds out the fraction."""
-
-    @property
-    def fold(self) -> int:
-        """Fold that is held out, from 1."""
-
 
 _WORDS = SPLIT_NAMES | {"val": (*SPLIT_NAMES["val"], "dev")}
 
@@ -74,7 +53,7 @@ def choose_test_split(given: str | None, names: Collection[str], where: object) 
 
 
 def hold_out(
-    config: HeldOut,
+    config: Data,
     keys: Iterable[object],
     labels: np.ndarray | None = None,
     groups: Sequence[str] | None = None,
@@ -117,7 +96,7 @@ def hold_out(
 
 
 def _fold(
-    config: HeldOut, names: Sequence[str], labels: np.ndarray | None, groups: Sequence[str] | None
+    config: Data, names: Sequence[str], labels: np.ndarray | None, groups: Sequence[str] | None
 ) -> np.ndarray:
     """Return which examples are in the fold that is held out, bool [N]."""
     from sklearn.model_selection import GroupKFold, KFold, StratifiedGroupKFold, StratifiedKFold
@@ -146,12 +125,12 @@ def _fold(
     return is_test
 
 
-def describe_hold_out(config: HeldOut) -> str:
+def describe_hold_out(config: Data) -> str:
     """Say by which options examples are held out."""
     return f"fold {config.fold} of {config.folds}" if config.folds else "data.test_fraction"
 
 
-def refuse_folds(config: HeldOut, why: str) -> None:
+def refuse_folds(config: Data, why: str) -> None:
     """Raise `UserError` if folds are asked of data that are split already."""
     if config.folds is not None:
         raise UserError(
@@ -159,9 +138,7 @@ def refuse_folds(config: HeldOut, why: str) -> None:
         )
 
 
-def hold_out_rows(
-    config: HeldOut, labels: np.ndarray, users: np.ndarray | None = None
-) -> np.ndarray:
+def hold_out_rows(config: Data, labels: np.ndarray, users: np.ndarray | None = None) -> np.ndarray:
     """Choose rows of a table by a hash of their numbers, or of the ids of their users, bool [N].
 
     With ``users`` [N], no user is in both splits; then classes do not matter.
@@ -186,7 +163,7 @@ def hash_names(names: Iterable[str]) -> np.ndarray:
     return np.frombuffer(b"".join(digests), "<u8")
 
 
-def hold_out_contents(config: HeldOut, contents: Sequence[str], what: str) -> np.ndarray:
+def hold_out_contents(config: Data, contents: Sequence[str], what: str) -> np.ndarray:
     """Choose examples by a hash of their contents, bool [N]; without a seed, the last ones."""
     if config.split_seed is not None:
         return hold_out(config, contents)

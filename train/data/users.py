@@ -11,6 +11,7 @@ from train.data import (
     augment_rows,
     batches_by_step,
     pad_batch,
+    repeat_row,
     sample_batch,
     select_rows,
 )
@@ -59,6 +60,5 @@ def user_batches(
 def sample_user_batch(dataset: Dataset, users: int, examples_per_user: int) -> Arrays:
     """Make a batch with the shapes and dtypes of `user_batches` from one example."""
     batch = {"weight": np.ones(1, np.float32)} | sample_batch(dataset, 1)
-    shape = users, examples_per_user
-    repeated = {name: np.broadcast_to(a, (*shape, *a.shape[1:])) for name, a in batch.items()}
+    repeated = repeat_row(batch, users, examples_per_user)
     return repeated | {EXAMPLE_WEIGHT: repeated.pop("weight"), "weight": np.ones(users, np.float32)}

@@ -232,13 +232,8 @@ def with_head(network: PretrainedNetwork, outputs: int) -> PretrainedNetwork:
     init = jax.nn.initializers.normal(0.02)
     head = layers.dense(x.shape[-1], outputs, bias=False, kernel_init=init)
 
-    def place(key: Array, arrays: Any) -> tuple[Any, Any]:
-        params, state = network.place(key, arrays)
-        return _with_new(params, head, key), state
-
-    def init_all(key: Array) -> tuple[Any, Any]:
-        params, state = network.init(key)
-        return _with_new(params, head, key), state
+    def with_new(key: Array, params: Any, state: Any) -> tuple[Any, Any]:
+        return params | {CLASSIFIER: head.init(jax.random.fold_in(key, 1))[0]}, state
 
     def apply(
         params: Any,
@@ -257,13 +252,13 @@ def with_head(network: PretrainedNetwork, outputs: int) -> PretrainedNetwork:
         return y, state
 
     return network._replace(
-        init=init_all, apply=apply, decode=None, losses=_no_losses, place=place, new=CLASSIFIER
+        init=lambda key: with_new(key, *network.init(key)),
+        apply=apply,
+        decode=None,
+        losses=_no_losses,
+        place=lambda key, arrays: with_new(key, *network.place(key, arrays)),
+        new=CLASSIFIER,
     )
-
-
-def _with_new(params: Any, head: Layer, key: Array) -> Any:
-    """Add the parameters of a new head, with a key of its own."""
-    return params | {CLASSIFIER: head.init(jax.random.fold_in(key, 1))[0]}
 
 
 CLASSIFIER = "classifier"
