@@ -40,7 +40,7 @@ def fastest(candidates: Mapping[Any, Sequence[Callable[[], Any]]], rounds: int) 
 
 
 def step_caller(
-    program: Callable[..., tuple[Any, Any]], state: Any, batch: Any
+    program: Callable[[Any, Any], tuple[Any, Any]], state: Any, batch: Any
 ) -> Callable[[], Any]:
     """Return a function that takes one train step from the last state, which it donates."""
     box = [state]

@@ -98,7 +98,7 @@ def recipe(name: str) -> Case:
     executable = fnet.compile_step(run.step, run.state_shapes, run.batch_shapes)
     state = jax.jit(run.init)(jax.random.key(0))
     batch = next(run.training_batches(0))
-    return name, executable.compiled, step_caller(executable, state, batch)
+    return name, executable.compiled, step_caller(executable.compiled, state, batch)
 
 
 def foreign() -> Iterator[Case]:

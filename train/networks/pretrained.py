@@ -16,7 +16,6 @@ from typing_extensions import override
 from fnet import layers, lora, quantization
 from fnet.interop import huggingface
 from fnet.interop.huggingface.checkpoint import PretrainedModel, read_params
-from fnet.layer import Layer
 from train.config.data import Data
 from train.config.network import Model
 from train.config.section import Count, Positive
