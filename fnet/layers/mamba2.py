@@ -172,12 +172,8 @@ def mamba2(
       step_limits: lower and upper limit of dt. None: no limits.
 
     Returns:
-      A causal layer, [B, T, D] -> [B, T, D]. Params are float32; apply weight decay only
-      to those named ``kernel``. A ``mask`` [B, T] is accepted but not needed: padding at
-      the end never reaches real tokens. With ``segments`` [B, T], integers, the state restarts at 0
-      where they change, for several documents in a row. `fnet.layer.Decode` is
-      supported with a cache of constant size: the last ``conv - 1`` inputs of the convolution, and
-      the state [B, H, N, P] in float32 or wider.
+      A causal layer, [B, T, D] -> [B, T, D]. Its params, ``mask``, ``segments`` and
+      `fnet.layer.Decode` are as for `fnet.layers.mamba`; its cached state is [B, H, N, P].
 
     Raises:
       ValueError: for a size below 1, if ``head`` or ``norm_groups`` does not divide E, or if

@@ -28,16 +28,13 @@ def preact_resnet(
 
     Args:
       num_classes: number of logits.
-      in_channels: image channels.
+      in_channels, norm, activation_param: as for `fnet.models.resnet`.
       widths: channels per stage.
       blocks_per_stage: residual blocks per stage.
       stem_width: channels of the first convolution. None: as many as the first stage has.
       first_stride: stride of the first stage. With 2 the network is several times cheaper for
         its width.
-      norm: as for `fnet.models.resnet`.
       activation: activation after each norm; see `fnet.abn`.
-      activation_param: negative slope of ``leaky_relu`` (default 0.01) or alpha of ``elu``
-        (default 1).
 
     Returns:
       A layer on NHWC images: [N, H, W, in_channels] -> [N, num_classes].

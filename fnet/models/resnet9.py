@@ -31,12 +31,9 @@ def resnet9(
 
     Args:
       num_classes: number of logits.
-      in_channels: image channels.
+      in_channels, norm, activation_param: as for `fnet.models.resnet`.
       widths: channels per stage.
-      norm: as for `fnet.models.resnet`.
       activation: activation after each norm; see `fnet.abn`.
-      activation_param: negative slope of ``leaky_relu`` (default 0.01) or alpha of ``elu``
-        (default 1).
 
     Returns:
       A layer on NHWC images of at least 9 x 9: [N, H, W, in_channels] -> [N, num_classes].

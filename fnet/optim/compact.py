@@ -154,9 +154,7 @@ def compact_sgd(
       momentum: Decay of the momentum.
       nesterov: Whether to use Nesterov momentum.
       weight_decay: Weight decay, added to the gradient.
-      mask: Leaves that decay, a pytree of bools or a function from parameters to one. None for all.
-      group_size: Number of elements along the last axis that share a scale.
-      chunk_size: Number of elements that are updated at once; see `compact_adamw`.
+      mask, group_size, chunk_size: As for `compact_adamw`.
 
     Returns:
       An optimizer; its state is a `CompactState`.
@@ -202,9 +200,7 @@ def compact_lion(
       b1: Weight of the momentum in the update.
       b2: Decay of the momentum.
       weight_decay: Decoupled weight decay, multiplied by the learning rate.
-      mask: Leaves that decay, a pytree of bools or a function from parameters to one. None for all.
-      group_size: Number of elements along the last axis that share a scale.
-      chunk_size: Number of elements that are updated at once; see `compact_adamw`.
+      mask, group_size, chunk_size: As for `compact_adamw`.
 
     Returns:
       An optimizer; its state is a `CompactState`.
