@@ -148,26 +148,6 @@ def test_classifier_scale_multiplies_the_classifiers_learning_rate(name):
     chex.assert_trees_all_close(scaled["fc"], update(0.5, None)["fc"], rtol=1e-6)
 
 
-@pytest.mark.sweep(3)
-@pytest.mark.parametrize(
-    "name",
-    [
-        "preact_resnet",
-        "resnet9",
-        "revnet",
-        "resnet18",
-        "resnext50",
-        "densenet121",
-        "wider_resnet16",
-    ],
-)
-def test_classifier_mask_finds_the_classifier_of_every_network(name):
-    params, _ = jax.eval_shape(models.get(name, num_classes=7).init, jax.random.key(0))
-    mask = jax.tree.leaves_with_path(fnet.optim.classifier_mask(params))
-    assert any(is_classifier for _, is_classifier in mask)
-    assert not all(is_classifier for _, is_classifier in mask)
-
-
 ADAFACTOR = functools.partial(fnet.optim.make_optimizer, "adafactor")
 
 
@@ -286,13 +266,23 @@ def test_classifier_mask_ignores_nested_layers_of_that_name():
     assert fnet.optim.classifier_mask(params) == expected
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
-    "name", ["preact_resnet", "resnet9", "revnet", "resnet18", "densenet121", "wider_resnet16"]
+    "name",
+    [
+        "preact_resnet",
+        "resnet9",
+        "revnet",
+        "resnet18",
+        "resnext50",
+        "densenet121",
+        "wider_resnet16",
+    ],
 )
 def test_classifier_mask_selects_the_layer_with_num_classes_outputs(name):
     params, _ = jax.eval_shape(models.get(name, num_classes=7).init, jax.random.key(0))
     leaves = jax.tree.leaves(fnet.optim.classifier_mask(params)), jax.tree.leaves(params)
-    assert [mask for mask, a in zip(*leaves, strict=True) if a.shape[-1:] == (7,)]
+    assert 0 < sum(leaves[0]) < len(leaves[0])
     assert all(mask == (a.shape[-1:] == (7,)) for mask, a in zip(*leaves, strict=True))
 
 

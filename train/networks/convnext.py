@@ -5,14 +5,12 @@ from typing import Annotated, Literal
 
 from annotated_types import MinLen
 
-from fnet import models
-from fnet.layer import Layer
-from train.config.network import Network
 from train.config.section import Count, Fraction, Positive
+from train.networks.convolutional import ImageNetwork
 
 
 @dataclass(frozen=True)
-class ConvNeXt(Network):
+class ConvNeXt(ImageNetwork):
     """ConvNeXt, the first and the second version (Liu et al. 2022; Woo et al. 2023)."""
 
     name: Literal["convnext"] = "convnext"
@@ -29,7 +27,3 @@ class ConvNeXt(Network):
     """Initial scale of each block; None is no scale."""
     stochastic_depth: Fraction = 0.0
     """Rate at which the last block is skipped for an image; grows linearly over the blocks."""
-
-    def build(self, image_shape: tuple[int, ...], num_classes: int) -> Layer:
-        """Build the network for images [H, W, C]."""
-        return models.convnext(num_classes=num_classes, in_channels=image_shape[-1], **self.options)

@@ -1,10 +1,11 @@
-"""Fields that convolutional networks have in common."""
+"""What networks for images have in common: how they are built, and fields of convolutional ones."""
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from annotated_types import MaxLen, MinLen
 
+from fnet import models
 from train.config.network import Network
 from train.config.section import Count
 from train.networks.activation import Activation
@@ -15,7 +16,22 @@ Dilation = Annotated[tuple[Count, ...], MinLen(4), MaxLen(4)]
 
 
 @dataclass(frozen=True)
-class Convolutional(Network):
+class ImageNetwork(Network):
+    """A network that `fnet.models` has as a function of its name, or under its field ``variant``.
+
+    The other fields are options of that function.
+    """
+
+    def build(self, image_shape: tuple[int, ...], num_classes: int) -> Any:
+        """Build the network for images [H, W, C]."""
+        options = self.options | {"num_classes": num_classes, "in_channels": image_shape[-1]}
+        if "variant" in options:
+            return models.get(options.pop("variant"), **options)
+        return getattr(models, self.name)(**options)
+
+
+@dataclass(frozen=True)
+class Convolutional(ImageNetwork):
     """A convolutional network with a norm and an activation after each convolution."""
 
     activation: Activation = "leaky_relu"

@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from fnet import models
-from fnet.layer import Layer
 from train.config.section import Count
 from train.networks.convolutional import Convolutional, Dilation, Stem
 
@@ -25,7 +23,3 @@ class DenseNet(Convolutional):
     """Growth rate: channels that each layer adds; None is 48 for depth 161, otherwise 32."""
     stem_norm: bool = False
     """Norm after the stem, as in torchvision and timm."""
-
-    def build(self, image_shape: tuple[int, ...], num_classes: int | None) -> Layer:
-        """Build the network for images [H, W, C]."""
-        return models.densenet(num_classes=num_classes, in_channels=image_shape[-1], **self.options)

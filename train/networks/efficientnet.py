@@ -5,16 +5,13 @@ from typing import Annotated, Any, Literal
 
 from typing_extensions import override
 
-from fnet import models
-from fnet.layer import Layer
 from fnet.models.efficientnet import VARIANTS
-from train.config.network import Network
 from train.config.section import Choice, Fraction, Positive
-from train.networks.convolutional import Norm
+from train.networks.convolutional import ImageNetwork, Norm
 
 
 @dataclass(frozen=True)
-class EfficientNet(Network):
+class EfficientNet(ImageNetwork):
     """EfficientNet, EfficientNetV2 or MobileNetV3 (Tan, Le 2019, 2021; Howard et al. 2019)."""
 
     name: Literal["efficientnet"] = "efficientnet"
@@ -37,10 +34,3 @@ class EfficientNet(Network):
         eps, is_group = self.eps or row["eps"], self.norm == "group"
         padding = row.get("padding", "half")
         return super().options | {"eps": 1e-5 if is_group else eps, "padding": padding}
-
-    def build(self, image_shape: tuple[int, ...], num_classes: int | None) -> Layer:
-        """Build the network for images [H, W, C]."""
-        options = {n: value for n, value in self.options.items() if n != "variant"}
-        return models.get(
-            self.variant, num_classes=num_classes, in_channels=image_shape[-1], **options
-        )

@@ -5,8 +5,6 @@ from typing import Annotated, Literal
 
 from annotated_types import MinLen
 
-from fnet import models
-from fnet.layer import Layer
 from train.config.section import Count
 from train.networks.convolutional import Convolutional
 
@@ -25,9 +23,3 @@ class PreactResNet(Convolutional):
     """Channels of the first convolution; None is the first stage's width."""
     first_stride: Literal[1, 2] = 1
     """Stride of the first stage; 2 makes the network much cheaper."""
-
-    def build(self, image_shape: tuple[int, ...], num_classes: int) -> Layer:
-        """Build the network for images [H, W, C]."""
-        return models.preact_resnet(
-            num_classes=num_classes, in_channels=image_shape[-1], **self.options
-        )

@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from fnet import models
-from fnet.layer import Layer
 from fnet.models.regnet import VARIANTS
 from train.config.section import Choice
 from train.networks.convolutional import Convolutional
@@ -18,10 +16,3 @@ class RegNet(Convolutional):
     """Network; --model.name NAME --help lists the fields of another one."""
     variant: Annotated[str, Choice(lambda: VARIANTS)] = "regnet_y_400mf"
     """Name in torchvision or timm, such as regnet_x_1_6gf or regnety_040."""
-
-    def build(self, image_shape: tuple[int, ...], num_classes: int | None) -> Layer:
-        """Build the network for images [H, W, C]."""
-        options = {n: value for n, value in self.options.items() if n != "variant"}
-        return models.get(
-            self.variant, num_classes=num_classes, in_channels=image_shape[-1], **options
-        )

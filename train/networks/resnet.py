@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from fnet import models
-from fnet.layer import Layer
 from train.config.section import Count
 from train.networks.activation import Activation
 from train.networks.convolutional import Convolutional, Dilation, Stem
@@ -32,7 +30,3 @@ class ResNet(Convolutional):
     """Groups of each 3x3 convolution of bottlenecks (ResNeXt)."""
     group_width: Count = 64
     """Channels of each group in the first stage; 128 in Wide ResNets."""
-
-    def build(self, image_shape: tuple[int, ...], num_classes: int | None) -> Layer:
-        """Build the network for images [H, W, C]."""
-        return models.resnet(num_classes=num_classes, in_channels=image_shape[-1], **self.options)

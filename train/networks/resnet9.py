@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from fnet import models
-from fnet.layer import Layer
 from train.config.section import Count
 from train.networks.convolutional import Convolutional
 
@@ -17,7 +15,3 @@ class ResNet9(Convolutional):
     """Network; --model.name NAME --help lists the fields of another one."""
     widths: tuple[Count, Count, Count] = (128, 256, 512)
     """Channels of the three stages; each halves the resolution."""
-
-    def build(self, image_shape: tuple[int, ...], num_classes: int) -> Layer:
-        """Build the network for images [H, W, C]."""
-        return models.resnet9(num_classes=num_classes, in_channels=image_shape[-1], **self.options)

@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from fnet import models
-from fnet.layer import Layer
 from train.config.section import Count
 from train.networks.convolutional import Convolutional, Dilation, Stem
 
@@ -23,7 +21,3 @@ class ResNeXt(Convolutional):
     """Dilation of each stage; dilated stages have no stride."""
     groups: Count = 64
     """Groups of each 3x3 convolution; must divide 128."""
-
-    def build(self, image_shape: tuple[int, ...], num_classes: int | None) -> Layer:
-        """Build the network for images [H, W, C]."""
-        return models.resnext(num_classes=num_classes, in_channels=image_shape[-1], **self.options)

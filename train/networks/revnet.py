@@ -5,15 +5,13 @@ from typing import Annotated, Literal
 
 from annotated_types import MinLen
 
-from fnet import models
-from fnet.layer import Layer
-from train.config.network import Network
 from train.config.section import Count, EvenCount
 from train.networks.activation import Activation
+from train.networks.convolutional import ImageNetwork
 
 
 @dataclass(frozen=True)
-class RevNet(Network):
+class RevNet(ImageNetwork):
     """RevNet: its backward pass recomputes activations and saves none per block."""
 
     name: Literal["revnet"] = "revnet"
@@ -30,7 +28,3 @@ class RevNet(Network):
     """Slope of leaky_relu (None is 0.01) or alpha of elu (None is 1), above 0."""
     small_images: bool = True
     """Use a stem at full resolution; otherwise it divides height and width by 4."""
-
-    def build(self, image_shape: tuple[int, ...], num_classes: int) -> Layer:
-        """Build the network for images [H, W, C]."""
-        return models.revnet(num_classes=num_classes, in_channels=image_shape[-1], **self.options)

@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from fnet import models
-from fnet.layer import Layer
 from train.networks.convolutional import Convolutional
 
 
@@ -20,9 +18,3 @@ class WiderResNet(Convolutional):
     """Use the A2 variant: strides instead of max pooling, dropout in the last two stages."""
     dilated: bool = False
     """Dilate the last two stages instead of striding them (A2 only)."""
-
-    def build(self, image_shape: tuple[int, ...], num_classes: int | None) -> Layer:
-        """Build the network for images [H, W, C]."""
-        return models.wider_resnet(
-            num_classes=num_classes, in_channels=image_shape[-1], **self.options
-        )

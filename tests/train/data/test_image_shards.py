@@ -141,8 +141,6 @@ def test_finds_labels_in_json_and_in_names_of_folders(tmp_path):
     def in_folder(i):
         return {"png": png(i)}
 
-    import tarfile
-
     with tarfile.open(tmp_path / "b.tar", "w") as shard:
         for i in range(12):
             (tmp_path / "image.png").write_bytes(png(i))
