@@ -34,10 +34,6 @@ def report(folders: Sequence[RunFolder], out: Path | None, console: Console) -> 
     """Write the page about runs, finished or not, and return its path.
 
     By default it is report.html, in the folder of a single run, else in the working directory.
-
-    Raises:
-      UserError: if a folder holds no run or is given twice, or if the page cannot be written
-        or would overwrite a file that is not a report.
     """
     runs = read_runs(folders)
     path = out or (folders[0].report if len(folders) == 1 else Path("report.html"))

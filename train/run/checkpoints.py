@@ -195,9 +195,6 @@ class Checkpoints:
 
         Args:
           shapes: shapes of the state, on one device or with shardings (`train.run.mesh`).
-
-        Raises:
-          UserError: if the names or shapes of the arrays differ, or all checkpoints are damaged.
         """
         target = jax.tree.map(_with_sharding, shapes)
 
@@ -224,10 +221,6 @@ class Checkpoints:
             compared with the checkpoint's; None skips the comparison.
           place: gives shapes their shardings (`train.run.mesh.Layout.fields`). By default all
             arrays are restored to one device.
-
-        Raises:
-          UserError: if there is no checkpoint, if the names or shapes of its arrays differ, or if
-            all checkpoints are damaged.
         """
 
         def read(step: int) -> RestoredNetwork:

@@ -66,9 +66,6 @@ def load_questions(
     lm-evaluation-harness, spaces at the end of the question count as part of the choice, and long
     questions lose their beginning. With a chat template, the question is a user's message and the
     choice the start of the assistant's answer.
-
-    Raises:
-      UserError: if the file is unreadable or has no questions, or a question is wrong.
     """
     questions = [
         _question(record, tokenizer, context, template) for record in records.read(path, option)

@@ -20,12 +20,7 @@ def write_classes(folder: RunFolder, outputs: Outputs) -> None:
 
 
 def check_classes(folder: RunFolder, outputs: Outputs) -> None:
-    """Check that the labels of the data mean the same as when the run began.
-
-    Raises:
-      UserError: for the first label that has another name, for a mask's value that has another
-        label, or for numbers of another mean or deviation.
-    """
+    """Check that the labels of the data mean the same as when the run began."""
     if not folder.classes.is_file():
         return
     saved, began = _read(folder), f"those that {folder.path} began with"
@@ -51,11 +46,7 @@ def check_classes(folder: RunFolder, outputs: Outputs) -> None:
 
 
 def read_outputs(folder: RunFolder, config: Config) -> Outputs:
-    """Return what the outputs mean, from the run's folder or else from its dataset.
-
-    Raises:
-      UserError: if neither has them.
-    """
+    """Return what the outputs mean, from the run's folder or else from its dataset."""
     return _read(folder) if folder.classes.is_file() else tasks.load(config).outputs
 
 

@@ -45,10 +45,6 @@ def join(
 
     Returns:
       Whether this is process 0.
-
-    Raises:
-      UserError: if an argument is missing, the coordinator has no port, or the other processes
-        do not connect.
     """
     if coordinator is not None and not re.fullmatch(r".+:\d+", coordinator):
         raise UserError(f"--coordinator: expected HOST:PORT, got {coordinator}")
@@ -230,9 +226,6 @@ def check_same_data(data: dict[str, Any]) -> None:
     """Check that `train.run.same_data.describe_data` is the same in every process.
 
     Every process must call this.
-
-    Raises:
-      UserError: in every process, if the data differ.
     """
     own = np.asarray([data["train"], data["test"], data["crc32"]], np.uint32)
     every = multihost_utils.process_allgather(own)
@@ -259,9 +252,6 @@ def run_folder(out: Path, prepare: Callable[[RunFolder], None]) -> Iterator[RunF
 
     The other processes write the same files as process 0 into temporary folders. Checkpoints are
     written by all processes together.
-
-    Raises:
-      UserError: in every process, if ``prepare`` raises one.
     """
     with contextlib.ExitStack() as stack:
         refused: UserError | None = None

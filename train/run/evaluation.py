@@ -146,11 +146,7 @@ class Evaluator:
         self.peak = arguments_bytes + program.outputs + program.temporaries + program.workspace
 
     def __call__(self, trained: Trained) -> Evaluation:
-        """Evaluate on all test examples, with averaged parameters if there are any.
-
-        Raises:
-          UserError: if no example or no pixel counts.
-        """
+        """Evaluate on all test examples, with averaged parameters if there are any."""
         # Sums in 64 bits on the host; on the device in 32 bits, as long as no count overflows.
         sums: Any = jax.tree.map(lambda a: a.astype(np.promote_types(a.dtype, "i8")), self._zeros)
         totals, max_count = self._zero_totals(), 0

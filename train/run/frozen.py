@@ -21,11 +21,7 @@ def without_frozen(state: TrainState) -> TrainState:
 
 
 def restore(checkpoints: Checkpoints, model: Any, shapes: TrainState) -> Restored | None:
-    """Restore the newest checkpoint, and read frozen parameters from the published model.
-
-    Raises:
-      UserError: as `Checkpoints.restore`, or if the published model cannot be read.
-    """
+    """Restore the newest checkpoint, and read frozen parameters from the published model."""
     restored = checkpoints.restore(without_frozen(shapes))
     if restored is None or FROZEN not in shapes.model_state:
         return restored
@@ -44,9 +40,6 @@ def load_network(
 
     A run of a published model without a checkpoint, such as `fnet import` makes, has the published
     parameters. ``best`` and ``place`` are those of `Checkpoints` and its ``restore_network``.
-
-    Raises:
-      UserError: as `Checkpoints.restore_network`, or if the published model cannot be read.
     """
 
     def init(key: Array) -> tuple[Any, Any]:

@@ -100,9 +100,6 @@ def load(
 
     Without ``trained_with``, it is the norm in the file's metadata, or the norm of its publisher,
     or the network's. The other options are those of `fnet.interop.torch.load_state_dict`.
-
-    Raises:
-      UserError: if the source cannot be read, or the weights do not fit the network.
     """
     weights = weight_files.read(source)
     names, classes = _classes(weights.metadata), run.task.dataset.classes
@@ -173,11 +170,7 @@ def load(
 
 
 def load_configured(run: Setup) -> InitialWeights | None:
-    """Read the weights of ``model.pretrained``; None without it.
-
-    Raises:
-      UserError: as `load`.
-    """
+    """Read the weights of ``model.pretrained``; None without it."""
     source = run.config.model.pretrained
     return None if source is None else load(run, source)
 

@@ -206,11 +206,7 @@ def _create_folder(
 def _reopen_folder(
     folder: RunFolder, run: Setup, data: dict[str, Any], log: Callable[[str], None]
 ) -> None:
-    """Prepare the folder of a run that is resumed, whose config may have changed.
-
-    Raises:
-      UserError: if the run cannot go on with this config, data or folder.
-    """
+    """Prepare the folder of a run that is resumed, whose config may have changed."""
     begins_again = check_saved(folder)
     before = folder.read_config()
     check_resumed_length(run, before)

@@ -75,11 +75,7 @@ def shardings(shapes: Any) -> Any:
 
 
 def layout(config: Config, devices: Sequence[jax.Device] | None = None) -> Layout:
-    """Return the layout of a config's mesh over devices, by default the first of this machine.
-
-    Raises:
-      UserError: if there are too few devices, or they do not divide a batch evenly.
-    """
+    """Return the layout of a config's mesh over devices, by default the first of this machine."""
     data, fsdp, batch_size = config.mesh.data, config.mesh.fsdp, config.data.batch_size
     devices, count = devices or jax.devices(), data * fsdp
     if count > len(devices):

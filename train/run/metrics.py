@@ -153,9 +153,6 @@ def score_of(metrics: Mapping[str, float], metric: str | None = None) -> float |
     """Return the score of a network, which is larger for a better one; None if it is not finite.
 
     Without a metric, it is mean IoU, else accuracy, else the loss.
-
-    Raises:
-      UserError: if there is no such metric.
     """
     metric = metric or next(n for n in ("mean_iou", "accuracy", "loss") if n in metrics)
     if metric not in metrics:

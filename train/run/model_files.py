@@ -10,11 +10,7 @@ from train.run.run_folder import RunFolder
 
 
 def copy_model_files(folder: RunFolder, config: Config) -> None:
-    """Copy a published model's config and tokenizer to the run; the weights stay where they are.
-
-    Raises:
-      UserError: if a file cannot be read or written.
-    """
+    """Copy a published model's config and tokenizer to the run; the weights stay where they are."""
     if config.model.published is None:
         return
     source = Path(config.model.published.path)
@@ -28,11 +24,7 @@ def copy_model_files(folder: RunFolder, config: Config) -> None:
 
 
 def check_model(folder: RunFolder, config: Config) -> Config:
-    """Return the config of a run, whose published model must be where it was.
-
-    Raises:
-      UserError: if there is no such folder.
-    """
+    """Return the config of a run, whose published model must be where it was."""
     model = config.model.published
     if model is not None and not Path(model.path).is_dir():
         raise UserError(

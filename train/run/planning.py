@@ -55,11 +55,7 @@ class Planned(NamedTuple):
 def compile_step(
     run: Setup, *, target: Target | None = None, progress: Progress | None = None
 ) -> Planned:
-    """Compile the train step of a config, planned if ``config.memory`` has a budget.
-
-    Raises:
-      UserError: for a budget that nothing fits, or a policy that this device does not support.
-    """
+    """Compile the train step of a config, planned if ``config.memory`` has a budget."""
     if run.config.memory.budget:
         return compile_chosen(run, plan(run, target=target, progress=progress), target=target)
     policy, microbatches = _policy(run), run.step.microbatches
@@ -123,11 +119,7 @@ def _difference(first: Any, other: Any) -> str:
 
 
 def check_memory_config(run: Setup) -> None:
-    """Check that this machine supports the policy, and that batches can be split.
-
-    Raises:
-      UserError: if not.
-    """
+    """Check that this machine supports the policy, and that batches can be split."""
     for option in ("jax_debug_nans", "jax_debug_infs"):
         if getattr(jax.config, option):
             raise UserError(
@@ -158,11 +150,7 @@ def compile_chosen(run: Setup, plan: Plan, *, target: Target | None = None) -> P
 
 
 def plan(run: Setup, *, target: Target | None = None, progress: Progress | None = None) -> Plan:
-    """Compile the candidates for ``config.memory`` without running them.
-
-    Raises:
-      UserError: as `compile_step`.
-    """
+    """Compile the candidates for ``config.memory`` without running them."""
     section = run.config.memory
     numbers, most = itertools.count(1), limit(run, target)
     try:

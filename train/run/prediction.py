@@ -93,10 +93,6 @@ def predict_on(
     """Compile the step of a config for a device, by default this machine, and estimate its time.
 
     With ``largest``, the largest batch that fits is found.
-
-    Raises:
-      UserError: if not even the smallest batch fits; for ``largest`` without a limit; or as
-        `train.run.planning.compile_step`.
     """
     run = run.on(layout(run.config, target.devices if target else None))
     most = limit(run, target)
@@ -126,11 +122,7 @@ def predict_on(
 
 
 def target_of(given: str, count: int = 1) -> Target:
-    """Return ``count`` known devices, or devices that a file describes.
-
-    Raises:
-      UserError: for an unknown device, or a missing compiler.
-    """
+    """Return ``count`` known devices, or devices that a file describes."""
     path = Path(given)
     try:
         if path.is_file():

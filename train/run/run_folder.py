@@ -111,11 +111,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """Keep other processes from writing here while entered; a kill releases the lock.
-
-        Raises:
-          UserError: if another process holds the lock, or the folder cannot be written.
-        """
+        """Keep other processes from writing here while entered; a kill releases the lock."""
         check_no_pattern(self.path)
         with writing(self.path, _OTHER_FOLDER):
             is_new = not self.path.exists()
@@ -145,11 +141,7 @@ class RunFolder:
                         self.path.rmdir()
 
     def read_config(self) -> Config:
-        """Return the run's config, with every field.
-
-        Raises:
-          UserError: if there is no run here.
-        """
+        """Return the run's config, with every field."""
         if not self.config.is_file():
             raise UserError(f"no run in {self.path}: it has no config.json{self._similar_run()}")
         if is_model_folder(self.path):
@@ -171,9 +163,6 @@ class RunFolder:
         """Create an empty folder, which becomes a run's with `write_config`.
 
         Files of a run that ended before its first step are removed.
-
-        Raises:
-          UserError: if the folder cannot be written or is not empty. Nothing is overwritten.
         """
         with writing(self.path, _OTHER_FOLDER):
             self.path.mkdir(parents=True, exist_ok=True)
@@ -213,9 +202,6 @@ class RunFolder:
         """Check that the run here has this config, and update the fields that may change.
 
         Before the first step of an imported run, these are all fields but the network's.
-
-        Raises:
-          UserError: if there is no run here, or one of another config.
         """
         different = changed_fields(self.read_config(), config)
         if self.saved_steps == [0]:
@@ -229,11 +215,7 @@ class RunFolder:
         self.write_config(config)
 
     def write_config(self, config: Config) -> None:
-        """Write config.json, which makes the folder a run's.
-
-        Raises:
-          UserError: if it cannot be written.
-        """
+        """Write config.json, which makes the folder a run's."""
         with writing(self.path, _OTHER_FOLDER):
             atomic_write(self.config, configs.to_json(config))
 
@@ -276,11 +258,7 @@ def changed_fields(there: Config, here: Config) -> dict[str, tuple[Any, Any]]:
 
 
 def check_no_pattern(path: Path) -> None:
-    """Refuse a folder in which orbax cannot find checkpoints.
-
-    Raises:
-      UserError: if its absolute path is a glob pattern, has a backslash or is not UTF-8.
-    """
+    """Refuse names in which orbax finds no checkpoints: patterns, backslashes, not UTF-8."""
     absolute = str(path.absolute())
     if absolute != os.fsencode(absolute).decode("utf-8", "replace"):
         raise UserError(

@@ -52,9 +52,6 @@ def create_secret(folder: RunFolder, config: Config) -> None:
     """Draw the secret seed of a new run, into a file that only its owner can read.
 
     Runs that need no secret get no file.
-
-    Raises:
-      UserError: if the file cannot be written.
     """
     if not needs_secret(config):
         return
@@ -68,21 +65,13 @@ def create_secret(folder: RunFolder, config: Config) -> None:
 
 
 def check_secret(folder: RunFolder, config: Config) -> None:
-    """Check that a run can be resumed with its seeds.
-
-    Raises:
-      UserError: if its secret seed is missing or damaged.
-    """
+    """Check that a run can be resumed with its seeds."""
     if needs_secret(config):
         _read_secret(folder.secret_seed)
 
 
 def read_seeds(folder: RunFolder, config: Config) -> Seeds:
-    """Return the seeds of a run. Process 0 reads the secret seed for all processes.
-
-    Raises:
-      UserError: if the secret seed is missing or damaged.
-    """
+    """Return the seeds of a run. Process 0 reads the secret seed for all processes."""
     if needs_secret(config):
         first = jax.process_index() == 0
         secret = _read_secret(folder.secret_seed) if first else bytes(_BYTES)
@@ -117,11 +106,7 @@ def needs_secret(config: Config) -> bool:
 
 
 def keyed_checksum(folder: RunFolder, config: Config, text: str) -> str:
-    """Return a code of a text that tells nothing to someone without the secret seed.
-
-    Raises:
-      UserError: if the secret seed is missing or damaged.
-    """
+    """Return a code of a text that tells nothing to someone without the secret seed."""
     if needs_secret(config):
         key = _read_secret(folder.secret_seed)
     else:

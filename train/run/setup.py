@@ -165,9 +165,6 @@ def setup(config: Config, *, without_data: bool = False, dataset: Dataset | None
       config: Config of the run.
       without_data: Replace data that are not there yet by zeros; see `train.data.placeholder`.
       dataset: Data to use in place of those that the config describes.
-
-    Raises:
-      UserError: if sections of the config do not fit each other or the data.
     """
     for section in config.sections.values():
         section.check(config)
@@ -217,11 +214,7 @@ def setup(config: Config, *, without_data: bool = False, dataset: Dataset | None
 
 
 def check_resumed_length(run: Setup, saved: Config) -> None:
-    """Check that a resumed private run takes as many steps as its noise was calibrated for.
-
-    Raises:
-      UserError: if it takes more or fewer.
-    """
+    """Check that a resumed private run takes as many steps as its noise was calibrated for."""
     config = run.config
     if changed_fields(saved, config):
         return  # another run, which `RunFolder.resume` reports

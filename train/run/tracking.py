@@ -28,11 +28,7 @@ class Tracker(NamedTuple):
 
 
 def check(config: Config) -> None:
-    """Check that the libraries of the config's trackers are installed.
-
-    Raises:
-      UserError: with the package to install.
-    """
+    """Check that the libraries of the config's trackers are installed."""
     for enabled, module, extra in (
         (config.tracking.tensorboard, "tensorboardX", "tensorboard"),
         (config.tracking.wandb, "wandb", "wandb"),
@@ -52,9 +48,6 @@ def tracking(config: Config, folder: Path, start: int) -> Iterator[Tracker]:
 
     Of steps after ``start`` that a killed run logged, TensorBoard drops the old values, and Weights
     & Biases the new ones.
-
-    Raises:
-      UserError: if Weights & Biases does not start, for lack of a login or a network.
     """
     with contextlib.ExitStack() as stack:
         trackers: list[Tracker] = []

@@ -65,10 +65,6 @@ def read(given: str) -> Weights:
       given: a ``.safetensors`` file, which needs no torch; a file of torch.save, perhaps with
         ``#ENTRY``, the entry of a checkpoint; a published folder; or the folder of a run, of which
         the best checkpoint is read, or else the newest.
-
-    Raises:
-      UserError: if there is no such file, if it holds no weights or more than weights, or if
-        torch is needed and not installed.
     """
     path, entry = Path(given), None
     if not path.exists() and "#" in given:
@@ -155,11 +151,7 @@ def _read_file(path: Path) -> Weights:
 
 
 def write(path: Path, arrays: dict[str, np.ndarray], metadata: dict[str, str]) -> None:
-    """Write a safetensors file atomically.
-
-    Raises:
-      UserError: if it cannot be written.
-    """
+    """Write a safetensors file atomically."""
     from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
