@@ -386,7 +386,8 @@ def _overlaps(
     for i, j in itertools.product(*map(range, kernel)):
         rows, columns = along(0, i), along(1, j)
         if rows and columns:
-            overlaps.append(((i, j), *zip(rows, columns, strict=True)))
+            inputs, outputs = zip(rows, columns, strict=True)
+            overlaps.append(((i, j), inputs, outputs))
     return overlaps
 
 
