@@ -70,6 +70,15 @@ def test_an_update_in_place_writes_the_update_alone(factor):
     assert 0 <= indices <= 8
 
 
+def test_a_slice_reads_what_it_writes():
+    def f(x, i):
+        return jax.lax.dynamic_slice(x, (i, 0), (16, 256))
+
+    x = jax.ShapeDtypeStruct((4096, 256), jnp.float32)
+    compiled = jax.jit(f).lower(x, jax.ShapeDtypeStruct((), jnp.int32)).compile()
+    assert 0 <= roofline.estimate(compiled, PEAKS).bytes - 2 * 4 * 16 * 256 <= 16
+
+
 def test_a_conditional_counts_its_slowest_branch():
     def f(x):
         return jax.lax.cond(x[0, 0] > 0, lambda x: x @ x @ x, lambda x: x @ x, x)
