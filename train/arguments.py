@@ -145,6 +145,8 @@ class FitArguments:
     """Rows per step, in microbatches."""
     ways: Annotated[tuple[Way, ...], MinLen(1)] = get_args(Way)
     """Ways to show."""
+    lora_rank: Count = 16
+    """Rank of the adapters."""
     exact: bool = False
     """Compile all blocks of the model instead of a few, which takes minutes for large models."""
 

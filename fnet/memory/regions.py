@@ -195,7 +195,10 @@ class Division(NamedTuple):
 
 
 def divide(
-    closed: ClosedJaxpr, differentiated: Sequence[bool], depth: int = MOST_REGIONS
+    closed: ClosedJaxpr,
+    differentiated: Sequence[bool],
+    depth: int = MOST_REGIONS,
+    params: Collection[Var] | None = None,
 ) -> Division:
     """Divide an inlined loss into regions and the rest.
 
@@ -203,11 +206,12 @@ def divide(
       closed: The loss.
       differentiated: Whether it is differentiated with respect to each argument.
       depth: Regions that are searched for one after the other. 1 is the region that saves most.
+      params: Differentiated arguments that have no rows. By default all of them.
     """
     # Loops may compute more than what is read of them.
     jaxpr, _ = dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
     active = active_variables(jaxpr, differentiated)
-    params = active.intersection(jaxpr.invars)
+    params = active.intersection(jaxpr.invars if params is None else params)
     finder = _Finder(active, params, sum(made_bytes(e) for e in jaxpr.eqns), depth)
     _, parts = finder.find(list(jaxpr.eqns), set(variables(jaxpr.outvars)))
     made = [sum(map(made_bytes, p.jaxpr.eqns)) if isinstance(p, Region) else 0 for p in parts]
@@ -601,8 +605,8 @@ def run_divided(
     args: Sequence[Any],
     division: Division,
     chunks: int,
-    inner: Callable[[Chunk], Chunk],
-    kept: Kept,
+    inner: Callable[[Chunk], Chunk] = lambda f: f,
+    kept: Kept = NOTHING,
 ) -> list[Any]:
     """Evaluate a divided loss.
 

@@ -15,6 +15,7 @@ from fnet.memory.graph import (
     CARRY,
     IN_LOOP,
     Name,
+    Piece,
     array_names,
     as_text,
     merge,
@@ -26,6 +27,8 @@ from fnet.memory.graph import (
 
 F = TypeVar("F", bound=Callable[..., Any])
 CheckpointPolicy = Callable[..., Any]
+Run = Callable[..., list[Any]]
+"""Evaluates a window."""
 
 # Number of limits on the size of a segment that are tried.
 _TRIALS = 200
@@ -69,7 +72,7 @@ def remat_windows(
     def with_remat(*args: Any, **kwargs: Any) -> Any:
         closed, leaves, structure = trace_inlined(f, args, kwargs)
         windows = divide(closed)
-        return jax.tree.unflatten(structure, _run_windows(closed, leaves, windows, policy))
+        return jax.tree.unflatten(structure, run_windows(closed, leaves, windows, policy))
 
     return with_remat  # type: ignore[return-value]
 
@@ -89,13 +92,18 @@ def trace_inlined(
     return inline(traced), leaves, jax.tree.structure(shapes)
 
 
-def _run_windows(
+def run_windows(
     closed: ClosedJaxpr,
     args: Sequence[Any],
     windows: Sequence[Window],
-    policy: CheckpointPolicy | None,
+    policy: CheckpointPolicy | None = None,
+    inner: Callable[[ClosedJaxpr], Run] | None = None,
+    checkpoint: Callable[[Run, ClosedJaxpr], Run] | None = None,
 ) -> list[Any]:
-    """Evaluate a jaxpr window by window."""
+    """Evaluate a jaxpr window by window, each as ``inner`` evaluates it.
+
+    ``checkpoint`` is in place of `jax.checkpoint`.
+    """
     jaxpr = closed.jaxpr
     offloaded = frozenset[Name]().union(*(w.offloaded for w in windows))
     origins = array_names(jaxpr) if offloaded else {}
@@ -120,8 +128,11 @@ def _run_windows(
         names = [origins.get(v) for v in segment.invars]
         on_host = {n for n in names if n in offloaded and n is not None and not is_whole}
         chosen = window._replace(offloaded=window.offloaded | on_host)
-        run = _named(ClosedJaxpr(segment, []), chosen, names)
-        if not window.is_plain or on_host:
+        part = ClosedJaxpr(segment, [])
+        run = inner(part) if inner else _named(part, chosen, names)
+        if checkpoint and not window.is_plain:
+            run = checkpoint(run, part)
+        elif not window.is_plain or on_host:
             run = jax.checkpoint(run, policy=_checkpoint_policy(chosen, policy))
         inputs = read(segment.invars)
         floating = [i for i, v in enumerate(segment.invars) if is_floating(v)]
@@ -205,26 +216,52 @@ def _remat_iterations(
     return scan.evaluate(lambda carry, xs, _: (with_remat(carry, xs), None), carry, xs)[0]
 
 
-def segments(closed: ClosedJaxpr, *, loops_on_host: bool = False) -> list[Window]:
+def segments(closed: ClosedJaxpr, *, loops_on_host: bool = False, chunks: int = 1) -> list[Window]:
     """Divide an inlined function so that the saved bytes and the largest window are smallest.
 
     Args:
       closed: The inlined function.
       loops_on_host: Whether to move the carries of loops to host memory.
+      chunks: Number of chunks in which a window runs, of which one is alive at a time.
 
     Returns:
       The windows. The last one is plain, unless it is a loop.
     """
     parts = pieces(closed.jaxpr)
+    trials = _trials(parts)
+    _, limit = min((saved + limit / chunks, limit) for limit, (saved, _) in trials.items())
+    return _windows(closed, parts, trials[limit][1], loops_on_host)
+
+
+def groups(closed: ClosedJaxpr, *, chunks: int) -> list[Window]:
+    """Divide an inlined function into windows which are divided into `segments` again."""
+    parts = pieces(closed.jaxpr)
+    trials = _trials(parts)
+    _, cuts = min((saved + limit / chunks, cuts) for limit, (saved, cuts) in trials.items())
+
+    def saved_within(starts: Sequence[int]) -> int:
+        bounds = itertools.pairwise([*starts, len(parts)])
+        return max(sum(parts[c].passing for c in cuts if a < c < b) for a, b in bounds)
+
+    _, starts = min((saved + saved_within(starts), starts) for saved, starts in trials.values())
+    return _windows(closed, parts, starts)
+
+
+def _trials(parts: Sequence[Piece]) -> dict[int, tuple[float, list[int]]]:
+    """For limits on the size of a window: the bytes that pass, and the first piece of each."""
     sizes = [piece.made for piece in parts]
     before = [0, *itertools.accumulate(sizes)]
     least = max(sizes, default=0)
     limits = sorted({b - a for a, b in itertools.combinations(before, 2) if b - a >= least}) or [0]
-    trials = limits[:: max(1, len(limits) // _TRIALS)]
-    _, limit = min((merge(parts, sizes, limit)[0] + limit, limit) for limit in trials)
-    starts = [*merge(parts, sizes, limit)[1], len(parts)]
+    step = max(1, len(limits) // _TRIALS)
+    return {limit: merge(parts, sizes, limit) for limit in limits[::step]}
+
+
+def _windows(
+    closed: ClosedJaxpr, parts: Sequence[Piece], starts: list[int], loops_on_host: bool = False
+) -> list[Window]:
     windows = []
-    for first, after in itertools.pairwise(starts):
+    for first, after in itertools.pairwise([*starts, len(parts)]):
         start, end, is_loop = parts[first].start, parts[after - 1].end, parts[first].is_loop
         offloaded: frozenset[Name] = frozenset()
         if loops_on_host and is_loop:

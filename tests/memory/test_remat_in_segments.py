@@ -10,8 +10,17 @@ from layer_cases import initial
 
 import fnet
 from fnet import layers
+from fnet.jaxpr import inner_jaxprs
 from fnet.memory import compile_min_memory, estimate_cost, graph, peak, remat_in_segments, windows
-from fnet.memory.remat import REMAT_POLICIES
+from fnet.memory.remat import REMAT_POLICIES, remat_nested
+
+
+def every_jaxpr(jaxpr):
+    yield jaxpr
+    for eqn in jaxpr.eqns:
+        for inner in inner_jaxprs(eqn):
+            yield from every_jaxpr(getattr(inner, "jaxpr", inner))
+
 
 DEPTH, WIDTH, BATCH = 24, 64, 512
 ACTIVATION = BATCH * WIDTH * 4
@@ -58,7 +67,7 @@ def plain(f):
     ids=["chain", "scan", "jit"],
 )
 @pytest.mark.parametrize(
-    "policy", ["segments", "dots", pytest.param("norms", marks=pytest.mark.slow)]
+    "policy", ["segments", "nested", "dots", pytest.param("norms", marks=pytest.mark.slow)]
 )
 def test_policies_change_neither_values_nor_gradients(f, policy):
     ours = jax.jit(jax.value_and_grad(REMAT_POLICIES[policy].apply(f)))(*inputs())
@@ -72,6 +81,44 @@ def test_temporaries_of_a_deep_network_grow_with_the_root_of_its_depth(f):
     # 24 blocks of three arrays: 2 * sqrt(72) is 17, and the gradients are 3 more.
     assert temporaries(f) > 48
     assert temporaries(remat_in_segments(f)) < 22
+
+
+def test_nested_segments_save_few_inputs_and_no_hidden_layer():
+    depth, wide = 9, 16 * WIDTH
+
+    def f(params, x):
+        for a, b in params:
+            x = x + jnp.tanh(x @ a) @ b
+        return jnp.square(x).sum()
+
+    rng = np.random.default_rng(0)
+    shapes = [[(WIDTH, wide), (wide, WIDTH)]] * depth
+    params = [[rng.normal(size=s).astype(np.float32) / s[0] for s in ab] for ab in shapes]
+    x = inputs()[1]
+
+    def compiled(f):
+        return compile_min_memory(jax.jit(jax.grad(f)).lower(params, x))[0]
+
+    segments, nested = (compiled(g) for g in (remat_in_segments(f), remat_nested(f)))
+    chex.assert_trees_all_close(nested(params, x), jax.grad(f)(params, x), rtol=1e-4, atol=1e-4)
+    # Inputs of three groups and of two more blocks, and little else; a hidden layer is 16 of them.
+    assert peak(segments).temporaries > 2 * 16 * ACTIVATION
+    assert peak(nested).temporaries < 13 * ACTIVATION
+
+
+def test_nested_segments_save_no_mask_of_all_chunks_of_attention():
+    mixer = layers.attention(16, 4, groups=2, causal=True)
+    net = layers.stack(16, [layers.Block(mixer, layers.feed_forward(16, 32))] * 4)
+    params, _ = jax.eval_shape(net.init, jax.random.key(0))
+    tokens = 2048
+
+    def loss(params, x):
+        return net.apply(params, {}, x, train=True)[0].sum()
+
+    shapes = params, jax.ShapeDtypeStruct((1, tokens, 16), "float32")
+    closed = jax.make_jaxpr(jax.grad(remat_nested(loss)))(*shapes)
+    made = [v.aval.size for j in every_jaxpr(closed.jaxpr) for e in j.eqns for v in e.outvars]
+    assert max(made) < tokens**2 / 4
 
 
 def test_a_loop_saves_its_carry_and_rematerializes_each_iteration():

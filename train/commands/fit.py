@@ -42,6 +42,10 @@ _WAYS: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 """Recipe and flags of each way to train."""
 
+_POLICIES = ("none", "segments", "nested")
+"""Remat policies that are tried, the fastest first."""
+_GRADIENT, _BFLOAT16 = 4, 2
+"""Bytes of a number in a gradient, and in the input of a block."""
 _CONTEXT = 2048
 _SHORTEST = 16
 """Contexts are multiples of this, and no shorter one is tried."""
@@ -72,7 +76,7 @@ class Row(NamedTuple):
       trained_bytes: Bytes of trained parameters and of their optimizer state.
       shape: The fastest shape that fits, or the smallest one; None if the state alone is too large.
       cost: Its cost.
-      longest: Longest context that fits in the same shape; None without a shape.
+      longest: Longest context that fits with the most remat; None if none does.
       flags: Flags of ``fnet train``, after the recipe.
     """
 
@@ -94,12 +98,14 @@ class Model(NamedTuple):
       blocks: Number of blocks.
       period: Blocks repeat after so many: sliding windows alternate with full attention.
       positions: Longest context; None for any.
+      width: Features of the input of a block.
     """
 
     folder: ModelFolder
     blocks: int
     period: int
     positions: int | None
+    width: int = 0
 
     def depths(self, exact: bool) -> tuple[int, ...]:
         """Numbers of blocks to compile: all of them, or two numbers to extrapolate from."""
@@ -132,8 +138,8 @@ def fit(path: Path, options: FitArguments, console: Console) -> None:
         f"{sum(int(np.prod(t.shape)) for t in tensors):,} values in "
         f"{format_bytes(model.folder.nbytes)}, {model.blocks} blocks"
     )
-    # Two contexts: the one that was asked for, and another for the longest context.
-    count = len(options.ways) * 2 * len(model.depths(options.exact))
+    # The context that was asked for, and two with the most remat for the longest one.
+    count = len(options.ways) * (2 + len(model.depths(options.exact)))
     console.print(
         f"compiling {count} programs, or more if the first ones do not fit; a line for each"
     )
@@ -142,6 +148,7 @@ def fit(path: Path, options: FitArguments, console: Console) -> None:
         planner = _Planner(
             model=model,
             limit=limit,
+            rank=options.lora_rank,
             target=target,
             depths=model.depths(options.exact),
             shallow=Path(shallow),
@@ -175,7 +182,7 @@ def read_model(path: Path) -> Model:
       UserError: if files are missing or damaged, or the model is not supported.
     """
     folder = read_folder(path)
-    network, _ = pretrained.match(folder, "bfloat16")
+    network, shapes = pretrained.match(folder, "bfloat16")
     if network.losses is None:
         raise UserError(
             f"model.path: {path} is not a language model; for images, give fnet memory "
@@ -185,7 +192,11 @@ def read_model(path: Path) -> Model:
     positions = config.get("max_position_embeddings", config.get("n_positions"))
     is_known = isinstance(positions, int) and positions >= 2
     return Model(
-        folder, len(network.kinds), period_of(network.kinds), positions if is_known else None
+        folder,
+        len(network.kinds),
+        period_of(network.kinds),
+        positions if is_known else None,
+        shapes["embedding"]["embedding"].shape[1],
     )
 
 
@@ -267,6 +278,7 @@ class _Planner:
 
     model: Model
     limit: int
+    rank: int
     target: Target | None
     depths: tuple[int, ...]
     shallow: Path
@@ -280,10 +292,11 @@ class _Planner:
 
     def row(self, way: str, context: int, batch_size: int) -> Row:
         """Plan one way."""
-        shapes = [Shape(policy, batch_size, context) for policy in ("none", "segments")]
+        shapes = [Shape(policy, batch_size, context) for policy in _POLICIES]
         state = self.setup(way, shapes[0], batch_size).state_shapes
         if batch_size > 1 and FROZEN not in state.model_state:
-            shapes.append(Shape("segments", 1, context))  # without a sum of large gradients
+            # Without a sum of large gradients.
+            shapes.append(shapes[-1]._replace(microbatches=1))
         row = Row(
             way=way,
             state_bytes=tree_bytes(state),
@@ -297,13 +310,15 @@ class _Planner:
         for shape in shapes:
             costs[shape] = self.cost(way, shape, batch_size, row.state_bytes)
             if costs[shape].peak <= self.limit:
+                self.log(f"{way}: fits with {_describe(shape)}")
                 break
         chosen = min(costs, key=lambda s: (costs[s].peak > self.limit, costs[s].peak))
+        smallest = chosen._replace(policy=_POLICIES[-1])
         return row._replace(
             shape=chosen,
             cost=costs[chosen],
-            longest=self.longest(way, chosen, batch_size, row.state_bytes, costs[chosen]),
-            flags=_flags(way, self.model.folder.path, chosen, batch_size),
+            longest=self.longest(way, smallest, batch_size, row.state_bytes, costs.get(smallest)),
+            flags=self.flags(way, self.model.folder.path, chosen, batch_size),
         )
 
     def setup(self, way: str, shape: Shape, batch_size: int, depth: int | None = None) -> Setup:
@@ -313,13 +328,30 @@ class _Planner:
             path = self.shallow / str(depth)
             if not path.exists():
                 write_shallow(self.model, depth, path)
-        config = _config(way, _flags(way, path, shape, batch_size))
+        config = _config(way, self.flags(way, path, shape, batch_size))
         return setup(config, without_data=True)
 
+    def flags(self, way: str, path: Path, shape: Shape, batch_size: int) -> tuple[str, ...]:
+        """Return the flags of ``fnet train``, after the recipe."""
+        recipe, flags = _WAYS[way]
+        rank = ("--model.lora-rank", str(self.rank)) if recipe == "finetune_lora" else ()
+        return (
+            *("--model.path", quote(path), "--data.path", "data.jsonl", *flags, *rank),
+            *("--data.context", str(shape.context), "--data.batch-size", str(batch_size)),
+            *("--grad.microbatches", str(shape.microbatches), "--memory.policy", shape.policy),
+            *("--out", f"runs/{way}"),
+        )
+
     def cost(self, way: str, shape: Shape, batch_size: int, state_bytes: int) -> Cost:
-        """Compile a step, and extrapolate linearly to the model's number of blocks."""
+        """Compile a step, and extrapolate to the model's number of blocks: linearly in two depths.
+
+        With nested remat, the peak of one or two blocks may be where no input of a block is alive.
+        So these are added to one depth, and no time is estimated, because groups run again.
+        """
         points = []
-        for depth in self.depths:
+        is_nested = self.is_estimate and shape.policy == "nested"
+        depths = self.depths[:1] if is_nested else self.depths
+        for depth in depths:
             programs = f"{depth} of {self.model.blocks} blocks, {_describe(shape)}"
             self.status(f"{way}: compiling {programs}")
             start = time.perf_counter()
@@ -329,7 +361,7 @@ class _Planner:
                 run, shape.policy, self.target, compiler_options=self.compiler_options
             )
             seconds = None
-            if self.target and self.target.peaks:
+            if self.target and self.target.peaks and not is_nested:
                 seconds = roofline.estimate(planned.executable, self.target.peaks).seconds
             rest = planned.executable.report.peak.total - tree_bytes(run.state_shapes)
             points.append(Cost(rest, seconds))
@@ -337,11 +369,21 @@ class _Planner:
                 f"{way}: {programs}: {format_bytes(rest)} in addition to the state "
                 f"({time.perf_counter() - start:.0f} s)"
             )
-        temporaries = _extrapolate(self.depths, [p.peak for p in points], self.model.blocks)
+        blocks = self.model.blocks
+        temporaries = _extrapolate(depths, [p.peak for p in points], blocks)
+        if is_nested:
+            tokens = shape.context * batch_size // shape.microbatches
+            inputs = held_inputs(blocks) - held_inputs(depths[0])
+            inputs += 2  # the gradient of one, in float32
+            temporaries += _BFLOAT16 * self.model.width * tokens * inputs
+            few, whole = (
+                self.setup(way, shape, batch_size, n).state_shapes.params for n in (*depths, blocks)
+            )
+            temporaries += sum(a.size for a in jax.tree.leaves(whole)) * _GRADIENT
+            temporaries -= sum(a.size for a in jax.tree.leaves(few)) * _GRADIENT
         times = [p.seconds for p in points if p.seconds is not None]
         return Cost(
-            state_bytes + temporaries,
-            _extrapolate(self.depths, times, self.model.blocks) if times else None,
+            state_bytes + temporaries, _extrapolate(depths, times, blocks) if times else None
         )
 
     @property
@@ -352,11 +394,15 @@ class _Planner:
         return dict(memory.CANDIDATE_OPTIONS.get(jax.default_backend(), ({},))[-1])
 
     def longest(
-        self, way: str, shape: Shape, batch_size: int, state_bytes: int, cost: Cost
+        self, way: str, shape: Shape, batch_size: int, state_bytes: int, cost: Cost | None
     ) -> int | None:
-        """Estimate the longest context that fits, from a line through two contexts."""
+        """Estimate the longest context that fits, from a line through two contexts.
+
+        The cost of the shape is computed if it is not known.
+        """
         most = self.model.positions
-        other = 2 * shape.context
+        cost = cost or self.cost(way, shape, batch_size, state_bytes)
+        other = 4 * shape.context
         if (most is not None and other > most) or cost.peak > self.limit:
             other = shape.context // 2
         if other < _SHORTEST:
@@ -372,22 +418,16 @@ class _Planner:
         return length if most is None else min(length, most)
 
 
-def _extrapolate(depths: tuple[int, ...], values: list[float], depth: int) -> float:
+def held_inputs(blocks: int) -> int:
+    """Return how many inputs of blocks nested remat holds at once, of equal blocks."""
+    return min(-(-blocks // size) + size - 1 for size in range(1, blocks + 1))
+
+
+def _extrapolate(depths: Sequence[int], values: list[float], depth: int) -> float:
     if len(values) == 1:
         return values[0]
     slope = (values[1] - values[0]) / (depths[1] - depths[0])
     return values[0] + slope * (depth - depths[0])
-
-
-def _flags(way: str, path: Path, shape: Shape, batch_size: int) -> tuple[str, ...]:
-    """Return the flags of ``fnet train``, after the recipe."""
-    _, flags = _WAYS[way]
-    return (
-        *("--model.path", quote(path), "--data.path", "data.jsonl", *flags),
-        *("--data.context", str(shape.context), "--data.batch-size", str(batch_size)),
-        *("--grad.microbatches", str(shape.microbatches), "--memory.policy", shape.policy),
-        *("--out", f"runs/{way}"),
-    )
 
 
 def _config(way: str, flags: tuple[str, ...]) -> Config:
@@ -436,8 +476,8 @@ def ways_table(rows: list[Row], limit: int, target: Target | None, planner: _Pla
         [cells(row) for row in rows],
         texts=2,
         caption=(
-            "bytes / trained: trained parameters and optimizer state. Longest context: by a line "
-            f"through two contexts{most}."
+            "bytes / trained: trained parameters and optimizer state. Longest context: with remat "
+            f"{_POLICIES[-1]}, by a line through two contexts{most}."
         ),
         styles=["" if fits(row, limit) else "dim" for row in rows],
         is_wide=True,

@@ -221,5 +221,5 @@ class Memory(Section):
 
     budget: Bytes | None = None
     """Memory limit per device, such as 4GiB; the program picks policy and microbatches to fit."""
-    policy: Literal["auto", "none", "norms", "dots", "segments", "offload"] = "auto"
+    policy: Literal["auto", "none", "norms", "dots", "segments", "nested", "offload"] = "auto"
     """Remat policy; auto is the fastest that fits the budget, or none without a budget."""

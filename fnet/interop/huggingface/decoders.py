@@ -170,17 +170,11 @@ norm                            transformer.ln_f
 head                            lm_head
 """)
 
-_GPT2_NAMES = table("""
-embedding                       transformer.wte
-pos_embedding                   transformer.wpe.weight
-blocks/*/mixer_norm             transformer.h.*.ln_1
+_GPT2_NAMES = _BIGCODE_NAMES | table("""
 blocks/*/mixer/query_key_value  transformer.h.*.attn.c_attn  ab
 blocks/*/mixer/output           transformer.h.*.attn.c_proj  ab
-blocks/*/feed_forward_norm      transformer.h.*.ln_2
 blocks/*/feed_forward/expand    transformer.h.*.mlp.c_fc     ab
 blocks/*/feed_forward/contract  transformer.h.*.mlp.c_proj   ab
-norm                            transformer.ln_f
-head                            lm_head
 """)
 
 
@@ -237,21 +231,13 @@ def decoder(
     a parallel block without ``feed_forward_norm``, both branches read one norm.
 
     Args:
-      options: options of the model.
-      names: names of its tensors.
-      dtype: dtype of activations.
       width, blocks, heads, hidden, vocabulary: sizes.
       groups: key and value heads; None: as many as heads.
       head_dim: features of a head; None: ``width / heads``.
-      positions: number of learned positions, or None.
-      norm: norm as a function of the width.
-      activation: activation of feed-forward layers.
-      gated: whether feed-forward layers multiply by a gate.
       fused: whether query, key and value are one array.
       fused_gate: whether gate and up are one; None: as ``fused``.
       bias, output_bias, mlp_bias: whether dense layers have biases: of query, key and value; of the
         output of attention, None: as ``bias``; of feed-forward layers.
-      head_bias: whether logits have a bias.
       parallel: whether attention and feed-forward layer both read the input of their block.
       embed_norm: norm of embeddings, given as ``norm``, or None.
       qk_norm: norm of queries and keys per ``head``, or over all ``heads``; None: no norm.
@@ -260,8 +246,6 @@ def decoder(
       scale: factor of attention's scores; None: ``1 / sqrt(head_dim)``.
       embed_scale, residual_scale, logit_scale: factors of embeddings, of each branch, of logits.
       soft_cap, logit_soft_cap: soft caps of scores and of logits.
-      tied: whether the head is the embedding.
-      window: sliding window of some blocks, or None.
       full_every, full_first: blocks with full attention: each n-th, and the first ones.
       layer_types: ``sliding_attention`` or ``full_attention`` for each block, in place of these.
       rope: rotary embeddings; None: no rotation.

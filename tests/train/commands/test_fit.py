@@ -56,7 +56,9 @@ def headers_of(path, config):
 
 
 def planner_of(model, limit, depths=(1, 2), shallow=None):
-    return fit._Planner(model, limit, None, depths, shallow, lambda line: None, lambda line: None)
+    return fit._Planner(
+        model, limit, 16, None, depths, shallow, lambda line: None, lambda line: None
+    )
 
 
 @pytest.mark.slow
@@ -80,9 +82,10 @@ def test_shows_a_way_and_its_command_without_reading_a_weight(folder, capsys, no
 
 
 @pytest.mark.slow
-def test_the_estimate_is_close_to_all_blocks_compiled(folder):
+@pytest.mark.parametrize("policy", ["segments", "nested"])
+def test_the_estimate_is_close_to_all_blocks_compiled(folder, policy):
     model = fit.read_model(folder / "llama")
-    shape = Shape("segments", 2, 64)
+    shape = Shape(policy, 2, 64)
     shallow = folder / "shallow"
     shallow.mkdir()
     estimate = planner_of(model, 2**40, model.depths(False), shallow).cost("lora", shape, 2, 0)
@@ -117,48 +120,56 @@ def searched(folder, monkeypatch, way, limit, cost):
     return planner.row(way, 32, 4), tried
 
 
-def per_token(none, segments, fixed=0, gradients=0):
+def per_token(none, segments, nested, fixed=0, gradients=0):
     def cost(shape):
         tokens = shape.context * 4 // shape.microbatches
-        rate = none if shape.policy == "none" else segments
+        rate = {"none": none, "segments": segments, "nested": nested}[shape.policy]
         return fixed + rate * tokens + (gradients if shape.microbatches > 1 else 0)
 
     return cost
 
 
 def test_chooses_no_remat_if_it_fits(folder, monkeypatch):
-    row, tried = searched(folder, monkeypatch, "lora", 3600, per_token(100, 10, fixed=400))
+    row, tried = searched(folder, monkeypatch, "lora", 3600, per_token(100, 50, 40, fixed=400))
     assert row.shape == Shape("none", 4, 32)
-    assert row.longest == 32  # 400 + 100 * 32 = 3600
-    assert tried == [Shape("none", 4, 32), Shape("none", 4, 64)]
+    assert row.longest == 80  # 400 + 40 * 80 = 3600
+    assert tried == [Shape("none", 4, 32), Shape("nested", 4, 32), Shape("nested", 4, 128)]
 
 
-def test_chooses_segments_if_it_must(folder, monkeypatch):
-    row, _ = searched(folder, monkeypatch, "lora", 1070, per_token(100, 10, fixed=400))
+def test_chooses_as_little_remat_as_it_must(folder, monkeypatch):
+    row, _ = searched(folder, monkeypatch, "lora", 1070, per_token(100, 20, 10, fixed=400))
     assert row.shape == Shape("segments", 4, 32)
     assert row.longest == 64  # 67 tokens, rounded down to a multiple of 16
     assert "--memory.policy segments" in " ".join(row.flags)
+    row, _ = searched(folder, monkeypatch, "lora", 1070, per_token(100, 50, 10, fixed=400))
+    assert row.shape == Shape("nested", 4, 32)
 
 
 def test_gives_up_microbatches_if_the_sum_of_gradients_does_not_fit(folder, monkeypatch):
-    row, _ = searched(folder, monkeypatch, "full", 1500, per_token(100, 10, gradients=1200))
-    assert row.shape == Shape("segments", 1, 32)
+    cost = per_token(100, 20, 10, gradients=1200)
+    row, _ = searched(folder, monkeypatch, "full", 1500, cost)
+    assert row.shape == Shape("nested", 1, 32)
     assert "--grad.microbatches 1 " in " ".join(row.flags)
-    _, tried = searched(folder, monkeypatch, "lora", 10, per_token(100, 10, gradients=1200))
-    assert Shape("segments", 1, 32) not in tried  # gradients of adapters are small
+    _, tried = searched(folder, monkeypatch, "lora", 10, cost)
+    assert Shape("nested", 1, 32) not in tried  # gradients of adapters are small
 
 
 def test_a_shorter_context_may_fit(folder, monkeypatch):
-    row, _ = searched(folder, monkeypatch, "lora", 700, per_token(100, 20, fixed=300))
+    row, _ = searched(folder, monkeypatch, "lora", 700, per_token(100, 50, 20, fixed=300))
     assert not fit.fits(row, row.state_bytes + 700)
     assert row.longest == 16  # 20 tokens
-    row, _ = searched(folder, monkeypatch, "lora", 200, per_token(100, 20, fixed=300))
+    row, _ = searched(folder, monkeypatch, "lora", 200, per_token(100, 50, 20, fixed=300))
     assert row.longest is None
 
 
 def test_no_context_is_longer_than_the_model_allows(folder, monkeypatch):
-    row, _ = searched(folder, monkeypatch, "lora", 10**9, per_token(100, 20))
+    row, _ = searched(folder, monkeypatch, "lora", 10**9, per_token(100, 50, 20))
     assert row.longest == LLAMA["max_position_embeddings"]
+
+
+def test_nested_remat_holds_the_inputs_of_few_blocks():
+    # Groups of six: the inputs of six groups, and of five more blocks in one of them.
+    assert [fit.held_inputs(n) for n in (1, 2, 9, 32)] == [1, 2, 5, 11]
 
 
 # State bytes of known models, by hand. Parameters of a block: attention 2 h^2 + 2 h k, with k the
@@ -322,8 +333,9 @@ def test_an_image_network_is_one_line(folder, capsys):
 
 def test_every_way_is_a_command(folder):
     assert tuple(fit._WAYS) == FitArguments().ways
+    planner = planner_of(fit.read_model(folder / "llama"), 0)
     for way in fit._WAYS:
-        config = fit._config(way, fit._flags(way, folder / "llama", Shape("none", 2, 16), 4))
+        config = fit._config(way, planner.flags(way, folder / "llama", Shape("none", 2, 16), 4))
         assert config.data.vocabulary == 256
         assert (config.model.lora_rank is None) == (way in ("full", "compact"))
         assert (config.model.quantize or "") == way.partition("_")[2]
