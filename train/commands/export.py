@@ -4,7 +4,7 @@ import contextlib
 import math
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -109,12 +109,16 @@ def export_model(
                 (part / name).write_text(as_json(content))
         return out
     network = pretrained.build_network(section, config.train.precision)
-    if section.task_for(config.data) == "reward":
-        network = pretrained.with_head(network, 1)
+    task = section.task_for(config.data)
+    labels: tuple[str, ...] = ("reward",)
+    if task in ("reward", "text_classification"):
+        if task != "reward":
+            labels = read_outputs(folder, config).names
+        network = pretrained.with_head(network, len(labels))
         if options.adapters:
-            raise UserError("--adapters: a reward model is written whole; leave it out")
+            raise UserError("--adapters: a model with a new head is written whole; leave it out")
         if not all(name.endswith("ForCausalLM") for name in source.config.get("architectures", ())):
-            raise UserError(f"{section.path} with a reward head has no published layout")
+            raise UserError(f"{section.path} with a new head has no published layout")
     trained, state, _ = load_network(folder, network, best=options.best)
     adapters = pretrained.adapters_of(section)
     with _new_folder(out) as part:
@@ -140,15 +144,18 @@ def export_model(
             _write_tensors(part, named, params, dtypes, others)
             copy_small_files(part, folder.model, source.path)
             if network.new:
-                (part / "config.json").write_text(as_json(_with_score(source.config)))
+                (part / "config.json").write_text(as_json(_with_score(source.config, labels)))
     return out
 
 
-def _with_score(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config.json of a reward model as transformers reads it."""
+def _with_score(config: Mapping[str, Any], labels: Sequence[str]) -> dict[str, Any]:
+    """Return the config.json of a model with a head for these labels as transformers reads it."""
     names = config.get("architectures", ())
     names = [name.replace("ForCausalLM", "ForSequenceClassification") for name in names]
-    return dict(config) | {"architectures": names, "num_labels": 1}
+    numbers = {label: i for i, label in enumerate(labels)}
+    by_number = {str(i): label for label, i in numbers.items()}
+    changed = {"architectures": names, "id2label": by_number, "label2id": numbers}
+    return {n: v for n, v in config.items() if n != "num_labels"} | changed
 
 
 @contextlib.contextmanager

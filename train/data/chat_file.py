@@ -35,6 +35,7 @@ _FIELDS = {
 """Names that a field may have if the config names none."""
 _KINDS = {"chat": ("messages",), "answer": ("prompt", "answer"), "text": ("text",)}
 """Fields that the examples of a kind have."""
+_NO_PACKING = ", with --data.no-packing"
 _CHUNK = 1024
 """Number of examples that are encoded at once."""
 _CHUNK_SYMBOLS = 2**22
@@ -53,12 +54,14 @@ class _Text(NamedTuple):
       learned: Spans of characters that are learned.
       where: File and line, which begin an error message.
       user: Id of its user, or None.
+      label: Class of the text, or None.
     """
 
     text: str
     learned: list[range]
     where: str
     user: str | None
+    label: str | None
 
 
 class Document(NamedTuple):
@@ -70,6 +73,7 @@ class Document(NamedTuple):
       bytes: UTF-8 bytes of text that each token stands for, int32 [T].
       where: File and line of its example, which begin an error message.
       user: Id of its user, or None.
+      label: Class of the text, or None.
     """
 
     ids: np.ndarray
@@ -77,6 +81,7 @@ class Document(NamedTuple):
     bytes: np.ndarray
     where: str
     user: str | None = None
+    label: str | None = None
 
     def part(self, start: int, stop: int) -> "Document":
         """Return some of its tokens. The first one has nothing before it, so it is no target."""
@@ -119,6 +124,8 @@ class ChatFile(Text):
     """Field of a plain text; None is text."""
     messages: Annotated[str, MinLen(1)] | None = None
     """Field of a chat's messages; None is messages or conversations."""
+    label: Annotated[str, MinLen(1)] | None = None
+    """Field of a class, a text or an integer; a published model then learns to classify."""
     user: Annotated[str, MinLen(1)] | None = None
     """Field of a user's id; privacy is then per user."""
     examples_per_user: Count | None = None
@@ -140,12 +147,15 @@ class ChatFile(Text):
         of targets / context, so that each target of a batch counts the same. Test batches always
         have it.
 
+        With classes, batches have ``label`` [N] in place of ``loss_mask``, and weight 1. A row is
+        the tokens of an example without an end token, of which the last is classified.
+
         Raises:
           UserError: if a file is unreadable, an example has no answer or does not fit the chat
             template, or there are too few examples.
         """
-        if private and self.user is None:  # cut texts would have several rows
-            return load(dataclasses.replace(self, long=self.long or "truncate"), private=True)
+        if self.label or (private and self.user is None):  # cut texts would have several rows
+            return load(dataclasses.replace(self, long=self.long or "truncate"), private=private)
         return load(self)
 
     def check(self, config: Config) -> None:
@@ -155,6 +165,19 @@ class ChatFile(Text):
           UserError: if it has not.
         """
         super().check(config)
+        if self.label is not None:
+            given = {"packing": self.packing, "long": self.long == "cut"}
+            given |= {"loss_on": self.loss_on != "answers", "user": self.user is not None}
+            for name in (name for name, is_given in given.items() if is_given):
+                raise UserError(
+                    f"data.{name}: {getattr(self, name)}, but with data.label a row is an example "
+                    f"that is classified as a whole; leave it out{_NO_PACKING * self.packing}"
+                )
+            if config.model.published is None:
+                raise UserError(
+                    f"data.label: {self.label}, but texts are classified by published models; give "
+                    "model.name pretrained"
+                )
         if config.is_private and self.packing:
             raise UserError(
                 "data.packing: puts several examples into a row, but privacy is per row; give "
@@ -168,6 +191,8 @@ class ChatFile(Text):
 
     @override
     def placeholder(self) -> Placeholder | None:
+        if self.label is not None:  # the data have the classes
+            return None
         batch: Arrays = {"loss_mask": np.ones((1, self.context), bool)}
         if self.packing:
             batch["segment"] = np.ones((1, self.context + 1), np.int32)
@@ -202,23 +227,29 @@ def load(config: ChatFile, *, private: bool = False) -> Dataset:
     test, test_notes = _fit(config, read.kind, test_examples, "test")
     train_rows, test_rows = _Rows.make(train, config), _Rows.make(test, config)
 
+    found = {d.label for d in train if d.label is not None}
+    classes = tuple(sorted(found, key=int if all(map(str.isdecimal, found)) else None))
+    for rows, documents in ((train_rows, train), (test_rows, test)):
+        if config.label is not None:
+            rows.arrays["label"] = _labels(documents, classes)
+
     def augment(rows: Arrays, generator: np.random.Generator) -> Arrays:
         del generator
         batch = train_rows.gather(rows, config.context)
         if config.packing:
             batch["weight"] = _weight(batch)
-        return batch
+        return _classified(batch, rows) if classes else batch
 
     def prepare(rows: Arrays) -> Arrays:
         batch = test_rows.gather(rows, config.context)
-        return batch | {"weight": _weight(batch)}
+        return _classified(batch, rows) if classes else batch | {"weight": _weight(batch)}
 
     users = None
     if config.user is not None:  # never packed, because users are protected by noise
         users = number_users(_user_ids(train))
     tokens_per_byte = None
     # The text of a chat has special tokens, which nobody writes in bytes.
-    num_bytes = 0 if read.template else sum(int(d.bytes[d.target].sum()) for d in test)
+    num_bytes = 0 if read.template or classes else sum(int(d.bytes[d.target].sum()) for d in test)
     if num_bytes:
         tokens_per_byte = sum(int(d.target.sum()) for d in test) / num_bytes
     if config.packing:
@@ -235,7 +266,7 @@ def load(config: ChatFile, *, private: bool = False) -> Dataset:
     return Dataset(
         train=train_rows.arrays,
         test=test_rows.arrays,
-        classes=(),
+        classes=classes,
         augment=augment,
         prepare=prepare,
         name=lambda row: "; ".join(train_rows.places[row]),
@@ -247,6 +278,29 @@ def load(config: ChatFile, *, private: bool = False) -> Dataset:
         is_chat=read.template is not None,
         rows="rows" if config.packing else "examples",
     )
+
+
+def _labels(documents: list[Document], classes: tuple[str, ...]) -> np.ndarray:
+    """Return the number of each document's class.
+
+    Raises:
+      UserError: for a single class, or one that no training example has.
+    """
+    if len(classes) < 2:
+        raise UserError(f"data.label: all training examples have the class {classes[0]}")
+    for document in documents:
+        if document.label not in classes:
+            raise UserError(
+                f"{document.where}: no training example has the class {document.label}"
+                f"{list_available(list(classes), 'classes')}"
+            )
+    return np.array([classes.index(d.label or "") for d in documents], np.int32)
+
+
+def _classified(batch: Arrays, rows: Arrays) -> Arrays:
+    """Return a batch of texts with a class each."""
+    given = {name: batch[name] for name in ("tokens", "length")}
+    return given | {"label": rows["label"], "weight": np.ones(len(rows["label"]), np.float32)}
 
 
 def _weight(batch: Arrays) -> np.ndarray:
@@ -347,7 +401,7 @@ def _fit(
     num_long = 0
     for example in examples:
         whole = example.part(0, len(example.ids))
-        if not whole.target.any():
+        if config.label is None and not whole.target.any():
             raise UserError(f"{whole.where}: has no token to learn; remove the record")
         if len(whole.ids) <= size:
             documents.append(whole)
@@ -359,7 +413,7 @@ def _fit(
             documents += [part for part in parts if part.target.any()]
         elif way == "truncate":
             part = whole.part(0, size)
-            if not part.target.any():
+            if config.label is None and not part.target.any():
                 raise UserError(
                     f"{whole.where}: the answer begins after the first {size} tokens, so "
                     f"that nothing is left of it; give a larger data.context than "
@@ -489,6 +543,12 @@ class Reader:
             if str(error).startswith(record.where):
                 raise
             raise UserError(f"{record.where}: {error}") from error
+        label = None if self._config.label is None else record.get(self._config.label)
+        if isinstance(label, bool) or not isinstance(label, str | int | None):
+            raise UserError(
+                f"{record.where}: {self._config.label} must be a text or an integer, got {label!r}"
+            )
+        label = None if label is None else str(label)
         if self._config.loss_on == "all":
             texts = [(text, [range(len(text))]) for text, _ in texts]
         user = None if self._config.user is None else record.get(self._config.user)
@@ -497,7 +557,7 @@ class Reader:
                 f"{record.where}: {self._config.user} must be a text or an integer, got {user!r}"
             )
         user = None if user is None else str(user)
-        return [_Text(text, learned, record.where, user) for text, learned in texts]
+        return [_Text(text, learned, record.where, user, label) for text, learned in texts]
 
     def _plain(self, record: Record) -> tuple[str, list[range]]:
         """Read a text, or a prompt followed by its answer, and what is learned of it."""
@@ -525,6 +585,8 @@ class Reader:
             ]
         learned = [message.pop("weight") for message in messages]
         tools = _tools(record)
+        if self._config.label is not None:
+            return [(self.template.render(messages, tools=tools), [])]
         if self._config.loss_on == "all":
             if not all(learned):
                 raise UserError("weight 0 of a message needs data.loss_on answers or last_answer")
@@ -559,9 +621,9 @@ class Reader:
         """Make a document, from a start to an end token. The template of chats writes its own."""
         target, sizes = _overlaps(pieces, text.learned), _bytes(text.text, pieces)
         if self.kind == "chat":
-            return Document(pieces.ids, target, sizes, text.where, text.user)
+            return Document(pieces.ids, target, sizes, text.where, text.user, text.label)
         before, end = self._tokenizer.start_tokens(), self._tokenizer.end_token()
-        has_end = end is None or pieces.ids[-1] == end
+        has_end = end is None or pieces.ids[-1] == end or text.label is not None
         after = np.array([] if has_end else [end], pieces.ids.dtype)
         return Document(
             np.concatenate([before, pieces.ids, after]),
@@ -569,6 +631,7 @@ class Reader:
             np.pad(sizes, (len(before), len(after))),
             text.where,
             text.user,
+            text.label,
         )
 
 

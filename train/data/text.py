@@ -35,6 +35,11 @@ class Text(Data):
         return None
 
     @property
+    def label(self) -> str | None:
+        """Field of the class of a text; None: texts are not classified."""
+        return None
+
+    @property
     @override
     def identity(self) -> tuple[object, ...]:
         return *super().identity, self.tokenizer

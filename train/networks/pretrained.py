@@ -61,7 +61,9 @@ class Pretrained(Model):
     def task_for(self, data: Data) -> str:
         if data.content == "preferences":
             return "reward" if data.objective == "reward" else "preference"
-        return "language" if data.content == "text" else self.task
+        if data.as_text is None:
+            return self.task
+        return "language" if data.as_text.label is None else "text_classification"
 
     @override
     def for_images(

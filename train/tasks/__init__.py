@@ -5,7 +5,14 @@ import jax
 from train.config import Config
 from train.data import Dataset, sample_batch
 from train.errors import UserError
-from train.tasks import classification, diffusion, language, preference, segmentation
+from train.tasks import (
+    classification,
+    diffusion,
+    language,
+    preference,
+    segmentation,
+    text_classification,
+)
 from train.tasks.task import BatchMetrics, Kind, Task
 
 KINDS: dict[str, Kind] = {
@@ -14,6 +21,7 @@ KINDS: dict[str, Kind] = {
     "language": language.KIND,
     "preference": preference.KIND,
     "reward": preference.REWARD,
+    "text_classification": text_classification.KIND,
     "diffusion": diffusion.KIND,
 }
 """Kinds of tasks by the name that a network gives."""

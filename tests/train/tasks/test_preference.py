@@ -317,13 +317,13 @@ def test_a_reward_model_trains_and_is_exported_for_transformers(workplace, write
     assert exit_code("sample", "r", "--prompt", "2+1=") == 2
     assert_one_line_error(capsys, "which generates nothing")
     assert exit_code("export", "r", "--adapters", "--out", "a") == 2
-    assert_one_line_error(capsys, "--adapters: a reward model is written whole")
+    assert_one_line_error(capsys, "--adapters: a model with a new head is written whole")
     fnet_command("export", "r")
     folder = workplace / "r" / "exported"
     config = json.loads((folder / "config.json").read_text())
-    assert (config["architectures"], config["num_labels"]) == (
+    assert (config["architectures"], config["id2label"]) == (
         ["LlamaForSequenceClassification"],
-        1,
+        {"0": "reward"},
     )
     tensors = load_file(folder / "model.safetensors")
     assert tensors["score.weight"].shape == (1, 32)
