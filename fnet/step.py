@@ -123,7 +123,7 @@ class Step:
                 "TrainState.create(ema=True) and make_step(ema_decay=...) go together"
             )
         if not isinstance(batch, Mapping):
-            got = jax.core.typeof(batch) if isinstance(batch, Array) else type(batch).__name__
+            got = jax.typeof(batch) if isinstance(batch, Array) else type(batch).__name__
             raise TypeError(f"make_step: the batch must be a dict of arrays, got {got}")
         if self.state_sharding is None:
             return self._apply(state, batch)

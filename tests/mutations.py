@@ -43,7 +43,7 @@ TARGETS = {
     "fnet/attribution/scores.py": "tests/attribution/test_scorers.py",
     "fnet/attribution/tracin.py": "tests/attribution/test_inner_products.py tests/attribution/test_scorers.py",
     "fnet/cpu/workspaces.py": "tests/cpu/test_workspaces.py",
-    "fnet/interop/norm_conversion.py": "tests/interop/test_interop_flax_norm.py",
+    "fnet/interop/norm_conversion.py": "tests/interop/test_torch_values.py tests/interop/test_torch_checkpoints.py",
     "fnet/jaxpr/arrangements.py": "tests/jaxpr/test_arrangements.py",
     "fnet/jaxpr/propagation.py": "tests/jaxpr/test_propagation.py",
     "fnet/layers/abn.py": "tests/layers/test_abn.py tests/layers/test_abn_transforms.py tests/layers/test_abn_devices.py",
@@ -115,7 +115,12 @@ TARGETS = {
 """File -> the tests that must notice a mutant of any of its functions."""
 
 EQUIVALENT = {
+    "fnet/cpu/workspaces.py::_ynnpack_workspace: swap Mult 1": "XLA gives no transposed convolution to YNNPACK (jaxlib 0.10, 0.12)",
     "fnet/optim/compact.py::_store_momentum: swap Gt 1": "a CPU converts 0 / 0 to the integer 0",
+    "fnet/privacy/sampling.py::PoissonSampling: change number 2": "bands * batch_size is at most examples",
+    "train/output/progress.py::Progress.__init__: change number 1": "refreshes of a terminal in a second",
+    "train/output/progress.py::Progress._steady: change number 1": "every value has a character",
+    "train/run/metrics.py::Meter._computed: change number 2": "stands for a metric that is absent; 1 is finite, too",
     "train/data/order.py::ShuffledBatches.__init__: change number 24": "any negative size is -1 to NumPy",
     "train/data/order.py::_ShuffledLanes.__init__: change number 4": "size of a cache",
 }

@@ -37,80 +37,47 @@ class Stage(NamedTuple):
     activation: str | None = None
 
 
-def _fused(blocks: int, window: int, stride: int, expansion: float, channels: int) -> Stage:
-    return Stage(blocks, window, stride, expansion, channels, squeeze=False, fused=True)
-
-
-_B0 = (
-    Stage(1, 3, 1, 1, 16),
-    Stage(2, 3, 2, 6, 24),
-    Stage(2, 5, 2, 6, 40),
-    Stage(3, 3, 2, 6, 80),
-    Stage(3, 5, 1, 6, 112),
-    Stage(4, 5, 2, 6, 192),
-    Stage(1, 3, 1, 6, 320),
-)
+# Stages are separated by |, and rows of one stage of timm's names by commas. Each row has blocks,
+# window, stride, expansion and channels, then s: squeezed, f: fused, r: ReLU.
+_ROWS = """
+b0    1 3 1 1 16 s | 2 3 2 6 24 s | 2 5 2 6 40 s | 3 3 2 6 80 s | 3 5 1 6 112 s | 4 5 2 6 192 s \
+      | 1 3 1 6 320 s
+v2_s  2 3 1 1 24 f | 4 3 2 4 48 f | 4 3 2 4 64 f | 6 3 2 4 128 s | 9 3 1 6 160 s | 15 3 2 6 256 s
+v2_m  3 3 1 1 24 f | 5 3 2 4 48 f | 5 3 2 4 80 f | 7 3 2 4 160 s | 14 3 1 6 176 s \
+      | 18 3 2 6 304 s | 5 3 1 6 512 s
+v2_l  4 3 1 1 32 f | 7 3 2 4 64 f | 7 3 2 4 96 f | 10 3 2 4 192 s | 19 3 1 6 224 s \
+      | 25 3 2 6 384 s | 7 3 1 6 640 s
+large 1 3 1 1 16 r | 1 3 2 4 24 r, 1 3 1 3 24 r | 3 5 2 3 40 sr \
+      | 1 3 2 6 80 -, 1 3 1 2.5 80 -, 2 3 1 2.3 80 - | 2 3 1 6 112 s | 3 5 2 6 160 s
+small 1 3 2 1 16 sr | 1 3 2 4.5 24 r, 1 3 1 3.67 24 r | 1 5 2 4 40 s, 2 5 1 6 40 s \
+      | 2 5 1 3 48 s | 3 5 2 6 96 s
+"""
 _SCALES = {
-    "b0": (1.0, 1.0),
-    "b1": (1.0, 1.1),
-    "b2": (1.1, 1.2),
-    "b3": (1.2, 1.4),
-    "b4": (1.4, 1.8),
-    "b5": (1.6, 2.2),
-    "b6": (1.8, 2.6),
-    "b7": (2.0, 3.1),
+    **{"b0": (1.0, 1.0), "b1": (1.0, 1.1), "b2": (1.1, 1.2), "b3": (1.2, 1.4)},
+    **{"b4": (1.4, 1.8), "b5": (1.6, 2.2), "b6": (1.8, 2.6), "b7": (2.0, 3.1)},
 }
-_V2 = {
-    "s": (
-        _fused(2, 3, 1, 1, 24),
-        _fused(4, 3, 2, 4, 48),
-        _fused(4, 3, 2, 4, 64),
-        Stage(6, 3, 2, 4, 128),
-        Stage(9, 3, 1, 6, 160),
-        Stage(15, 3, 2, 6, 256),
-    ),
-    "m": (
-        _fused(3, 3, 1, 1, 24),
-        _fused(5, 3, 2, 4, 48),
-        _fused(5, 3, 2, 4, 80),
-        Stage(7, 3, 2, 4, 160),
-        Stage(14, 3, 1, 6, 176),
-        Stage(18, 3, 2, 6, 304),
-        Stage(5, 3, 1, 6, 512),
-    ),
-    "l": (
-        _fused(4, 3, 1, 1, 32),
-        _fused(7, 3, 2, 4, 64),
-        _fused(7, 3, 2, 4, 96),
-        Stage(10, 3, 2, 4, 192),
-        Stage(19, 3, 1, 6, 224),
-        Stage(25, 3, 2, 6, 384),
-        Stage(7, 3, 1, 6, 640),
-    ),
-}
-_RELU = False, False, "relu"  # neither squeezed nor fused
-# A tuple of rows is one stage of timm's names.
-_MOBILE = {
-    "large": (
-        (Stage(1, 3, 1, 1, 16, *_RELU),),
-        (Stage(1, 3, 2, 4, 24, *_RELU), Stage(1, 3, 1, 3, 24, *_RELU)),
-        (Stage(3, 5, 2, 3, 40, activation="relu"),),
-        (
-            Stage(1, 3, 2, 6, 80, False),
-            Stage(1, 3, 1, 2.5, 80, False),
-            Stage(2, 3, 1, 2.3, 80, False),
-        ),
-        (Stage(2, 3, 1, 6, 112),),
-        (Stage(3, 5, 2, 6, 160),),
-    ),
-    "small": (
-        (Stage(1, 3, 2, 1, 16, activation="relu"),),
-        (Stage(1, 3, 2, 4.5, 24, *_RELU), Stage(1, 3, 1, 3.67, 24, *_RELU)),
-        (Stage(1, 5, 2, 4, 40), Stage(2, 5, 1, 6, 40)),
-        (Stage(2, 5, 1, 3, 48),),
-        (Stage(3, 5, 2, 6, 96),),
-    ),
-}
+
+
+def _stage(row: str) -> Stage:
+    blocks, window, stride, expansion, channels, flags = row.split()
+    return Stage(
+        *(int(blocks), int(window), int(stride), float(expansion), int(channels)),
+        squeeze="s" in flags,
+        fused="f" in flags,
+        activation="relu" if "r" in flags else None,
+    )
+
+
+def _read_rows() -> dict[str, tuple[tuple[Stage, ...], ...]]:
+    named = (line.split(maxsplit=1) for line in _ROWS.split("\n")[1:-1])
+    return {
+        name: tuple(tuple(map(_stage, stage.split(","))) for stage in stages.split("|"))
+        for name, stages in named
+    }
+
+
+_STAGES = _read_rows()
+_B0 = tuple(stage for (stage,) in _STAGES["b0"])
 
 
 def _scaled(width: float, depth: float) -> dict[str, Any]:
@@ -129,18 +96,15 @@ def _variants() -> dict[str, dict[str, Any]]:
         eps = 1e-3 if size in ("b5", "b6", "b7") else 1e-5
         variants[f"efficientnet_{size}"] = _scaled(*scale) | {"eps": eps}
         variants[f"tf_efficientnet_{size}"] = _scaled(*scale) | same
-    for size, stages in _V2.items():
-        row: dict[str, Any] = {"stages": stages, "stem": stages[0].channels, "last": 1280}
+    for size in "sml":
+        stages = _STAGES[f"v2_{size}"]
+        row: dict[str, Any] = {"stages": stages, "stem": stages[0][0].channels, "last": 1280}
         variants[f"efficientnet_v2_{size}"] = row | {"eps": 1e-3}
         variants[f"tf_efficientnetv2_{size}"] = row | same
-    for size, groups in _MOBILE.items():
-        row = {
-            "stages": groups,
-            "stem": 16,
-            "last": 6 * groups[-1][-1].channels,
-            "hidden": {"large": 1280, "small": 1024}[size],
-            "activation": "hard_swish",
-        }
+    for size, hidden in (("large", 1280), ("small", 1024)):
+        stages = _STAGES[size]
+        row = {"stages": stages, "stem": 16, "last": 6 * stages[-1][-1].channels, "hidden": hidden}
+        row["activation"] = "hard_swish"
         variants[f"mobilenet_v3_{size}"] = row | {"eps": 1e-3}
         variants[f"mobilenetv3_{size}_100"] = row | {"eps": 1e-5}
         variants[f"tf_mobilenetv3_{size}_100"] = row | same

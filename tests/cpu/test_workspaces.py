@@ -59,6 +59,9 @@ def test_workspace_of_a_convolution_in_ynnpack_holds_the_padded_input():
     x = jax.ShapeDtypeStruct((1, 16, 16, 64), jnp.float32)
     p = peak(compiled(functools.partial(convolution, dilation=12), x, large, options={}))
     assert p.workspace == 4 * (2 * (16 + 24) ** 2 * 64 + large.size)
+    column = jax.ShapeDtypeStruct((8, 4096, 1, 64), jnp.float32)  # one pixel wide
+    tall = jax.ShapeDtypeStruct((3, 1, 64, 64), jnp.float32)
+    assert peak(compiled(convolution, column, tall, options={})).workspace == 4 * 8 * 4098 * 64
 
 
 def test_workspace_of_a_convolution_in_eigen():

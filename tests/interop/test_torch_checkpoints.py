@@ -26,6 +26,14 @@ def test_convert_rejects_gammas_that_in_place_norm_cannot_represent():
     assert gamma.tolist() == np.asarray([0.5, -0.5, 1e-6], np.float32).tolist()
 
 
+def test_a_kernel_absorbs_the_sign_and_size_of_gammas_below_eps():
+    gamma = np.asarray([0.5, -0.5, 1e-6], np.float32)
+    arrays = {"bn1.gamma": gamma, "conv1.kernel": np.ones((1, 3)), "bn1.running_mean": np.ones(3)}
+    converted = norm_conversion.convert(arrays, "batch", "abn")
+    for name in ("conv1.kernel", "bn1.running_mean"):
+        np.testing.assert_allclose(converted[name].reshape(3), [1, -1, 0.1], rtol=1e-6)
+
+
 def test_negative_gammas_are_reported_without_trained_with(arrays):
     count = sum((a < 0).sum() for k, a in arrays.items() if a.ndim == 1 and k.endswith("weight"))
     (note,) = load_state_dict(*shapes(preact()), arrays).report.notes

@@ -19,6 +19,7 @@ from fnet.autodiff.per_example.batch_axis import (
 )
 from fnet.autodiff.per_example.batching import Rows, rows_of, run_for_batch
 from fnet.jaxpr import BackwardPropagation, Dependence, depends_on, inline, is_elementwise
+from fnet.jaxpr.propagation import active_variables
 
 allow_rank_promotion = pytest.fixture(autouse=True)(example_losses.allow_rank_promotion)
 
@@ -30,6 +31,17 @@ OTHER_BATCH = (
 )
 QUICK = settings(max_examples=5, derandomize=True, suppress_health_check=list(HealthCheck))
 THOROUGH = settings(max_examples=500, suppress_health_check=list(HealthCheck))
+
+
+def test_variables_behind_a_stopped_gradient_are_not_active():
+    def f(x):
+        return x * jax.lax.stop_gradient(jnp.sin(x))
+
+    jaxpr = jax.make_jaxpr(f)(1.0).jaxpr
+    names = {str(eqn.primitive): v for eqn in jaxpr.eqns for v in eqn.outvars}
+    stopped = jaxpr.eqns[-1].invars[1]
+    assert active_variables(jaxpr, [True]) == {*jaxpr.invars, names["sin"], names["mul"]}
+    assert stopped not in active_variables(jaxpr, [True])
 
 
 def with_all_values(program):

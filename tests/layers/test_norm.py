@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
 
-from fnet.layers.norm import layer_norm, layer_norm_layer, rms_norm, rms_norm_layer
+from fnet.layers.norm import (
+    invertible_scale,
+    layer_norm,
+    layer_norm_layer,
+    rms_norm,
+    rms_norm_layer,
+)
 
 EPS = 1e-6
 NORMS = ["layer", "layer without bias", "rms"]
@@ -304,6 +310,13 @@ def test_constant_row_gives_the_bias_and_finite_gradients():
 
 def test_empty_batch_gives_an_empty_output():
     assert layer_norm(jnp.ones((0, 3)), jnp.ones(3), jnp.zeros(3)).shape == (0, 3)
+
+
+def test_scales_near_0_become_a_small_number_of_their_sign():
+    floor = 2.0**-100
+    scale = jnp.asarray([floor / 2, -floor / 2, 0.0, -1.0])
+    expected = np.asarray([floor, -floor, floor, -1.0], np.float32)
+    np.testing.assert_array_equal(invertible_scale(scale, scale), expected)
 
 
 def test_layers_are_initialized_without_scale_and_bias():

@@ -4,6 +4,8 @@ import types
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
 
 import fnet
@@ -203,3 +205,30 @@ def test_rejects_programs_without_temporaries():
     compiled = jax.jit(lambda x: x + 1).lower(X).compile()
     with pytest.raises(RematError, match="temporaries 0 bytes before, 0 after"):
         check_remat(compiled, compiled)
+
+
+@pytest.mark.skipif("jax_remat3" not in jax.config.values, reason="this JAX has one checkpoint")
+def test_the_next_implementation_of_checkpoint_is_followed():
+    def losses(params, x):
+        for w in params:
+            x = jax.checkpoint(lambda w, x: jnp.tanh(x @ w) + x)(w, x)
+        return jnp.square(x).mean(-1)
+
+    params = [0.1 * jnp.eye(64) for _ in range(6)]
+    adam, batch = optax.adam(1e-3), {"x": jnp.ones((512, 64))}
+    state = fnet.TrainState.create(params=params, optimizer=adam, key=jax.random.key(0))
+    step = fnet.make_step(lambda params, _, batch, key: losses(params, batch["x"]), adam)
+    peaks, norms = [], []
+    before = jax.config.values["jax_remat3"]
+    try:
+        for switch in (False, True):
+            jax.config.update("jax_remat3", switch)
+            plain = fnet.compile_step(step, state, batch).report.peak.total
+            fitted = fnet.compile_step(step, state, batch, budget=int(0.8 * plain))
+            clipped = fnet.autodiff.clipped_grad(losses, 1.0)
+            peaks.append((plain, fitted.report.peak.total))
+            norms.append(clipped(params, batch["x"][:4])[1].norms)
+    finally:
+        jax.config.update("jax_remat3", before)
+    assert all(fitted <= 0.8 * plain for plain, fitted in peaks)
+    np.testing.assert_allclose(norms[0], norms[1], rtol=1e-5)

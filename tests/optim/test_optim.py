@@ -316,6 +316,7 @@ def test_muon_makes_updates_of_kernels_orthogonal():
             # consistent_rms: 0.2 sqrt(max(12, 8)), and 5 Newton-Schulz steps are not exact
             values = np.linalg.svd(matrix, compute_uv=False) / (0.2 * math.sqrt(12))
             assert 0.6 < values.min() <= values.max() < 1.3
+        assert jnp.vdot(updates[name]["kernel"] + 0.05, grads[name]["kernel"]) < 0
     conv = (-updates["conv"]["kernel"] / 0.1 - 0.5).reshape(36, 8)
     values = np.linalg.svd(conv, compute_uv=False) / (0.2 * 6)
     assert 0.6 < values.min() <= values.max() < 1.3

@@ -222,6 +222,8 @@ def test_a_batch_without_names_is_refused():
     step = fnet.make_step(loss_of(model), optimizer)
     with pytest.raises(TypeError, match="the batch must be a dict of arrays, got tuple"):
         step(created(model, optimizer), tuple(batch_of(6).values()))
+    with pytest.raises(TypeError, match=r"the batch must be a dict of arrays, got float32\[6\]"):
+        step(created(model, optimizer), jnp.ones(6))
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import io
 import itertools
 import json
+import threading
 import zipfile
 from pathlib import Path
 
@@ -281,6 +282,17 @@ def checkpoint(content=None, **options):
     network = {"a": torch.ones(2, 3), "b": torch.zeros(4, dtype=torch.bfloat16)}
     torch.save(content or {"model": network, "epoch": 3, "name": "x"}, file, **options)
     return file.getvalue()
+
+
+def start_threads(count):
+    """Have so many threads at a time, each with its stack."""
+    end = threading.Event()
+    threads = [threading.Thread(target=end.wait) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    end.set()
+    for thread in threads:
+        thread.join()
 
 
 def read(kind, path):

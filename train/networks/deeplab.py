@@ -15,34 +15,15 @@ from fnet.models.resnet import VARIANTS as RESNET_VARIANTS
 from train.config.section import Count
 from train.networks.convolutional import Convolutional
 
+# fmt: off
 Backbone = Literal[
-    "resnet18",
-    "resnet34",
-    "resnet50",
-    "resnet101",
-    "resnet152",
-    "resnet18d",
-    "resnet34d",
-    "resnet50d",
-    "resnet101d",
-    "resnet152d",
-    "wide_resnet50_2",
-    "wide_resnet101_2",
-    "resnext50_32x4d",
-    "resnext101_32x8d",
-    "resnext101_64x4d",
-    "resnext50",
-    "resnext101",
-    "resnext152",
-    "densenet121",
-    "densenet161",
-    "densenet169",
-    "densenet201",
-    "densenet264",
-    "wider_resnet16_a2",
-    "wider_resnet20_a2",
-    "wider_resnet38_a2",
+    "resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "resnet18d", "resnet34d",
+    "resnet50d", "resnet101d", "resnet152d", "wide_resnet50_2", "wide_resnet101_2",
+    "resnext50_32x4d", "resnext101_32x8d", "resnext101_64x4d", "resnext50", "resnext101",
+    "resnext152", "densenet121", "densenet161", "densenet169", "densenet201", "densenet264",
+    "wider_resnet16_a2", "wider_resnet20_a2", "wider_resnet38_a2",
 ]
+# fmt: on
 
 
 @dataclass(frozen=True)

@@ -117,7 +117,7 @@ def load_mistakes(path: Path, notes: list[str]) -> list[Mistake]:
             {
                 name: f"{value:.4g}" if isinstance(value, float) else value
                 for name, value in row.items()
-                if name not in ("file", "split")
+                if name not in ("file", "split") and not name.startswith("probability of ")
             },
             {name: places[id(row)] for name, places in order.items()},
             _thumbnail(row["file"]),

@@ -29,7 +29,7 @@ from train.run.initial_weights import InitialWeights
 from train.run.input_wait import InputWait
 from train.run.interruption import Interrupted, Interruption
 from train.run.mesh import layout
-from train.run.metrics import Meter, score_of
+from train.run.metrics import Meter, best_metric, score_of
 from train.run.model_files import copy_model_files
 from train.run.planning import check_memory_config
 from train.run.process_memory import HighWater
@@ -112,7 +112,7 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
         programs = compile_programs(run, weights, unreadable, console)
         last = max(folder.saved_steps, default=0)  # later lines are dropped
         earlier = [x for x in read_metrics(folder.metrics) if x["step"] <= last] if resume else []
-        score_of(dict.fromkeys(programs.evaluate.metric_names, 0.0), config.checkpoint.metric)
+        score_of(dict.fromkeys(programs.evaluate.metric_names, 0.0), best_metric(config))
         print_facts(console, before_training(programs, earlier))
         if run.privacy:
             log(f"privacy: {run.privacy.describe(run.steps)}")
@@ -326,11 +326,11 @@ class _Loop:
 
     def describe_patience(self) -> str:
         """Say how long the score got no better."""
-        name = self._run.config.checkpoint.metric or "the score"
+        name = best_metric(self._run.config) or "the score"
         return f"{name} got no better in {self._since_best} evaluations"
 
     def _score(self, metrics: Mapping[str, float]) -> float | None:
-        return score_of(metrics, self._run.config.checkpoint.metric)
+        return score_of(metrics, best_metric(self._run.config))
 
     def _judge(self, score: float | None) -> None:
         """Count an evaluation that is no better than all before."""

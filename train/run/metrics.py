@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from train.config import Config
 from train.errors import TrainingError, UserError, did_you_mean, list_available
 from train.output.curves import LOWER_IS_BETTER
 from train.output.logged import NOT_PRIVATE
@@ -147,6 +148,12 @@ def idle_since(metrics: Any) -> float:
     """Wait until the device has computed metrics, and return when that was."""
     jax.block_until_ready(metrics)
     return time.perf_counter()
+
+
+def best_metric(config: Config) -> str | None:
+    """Return the metric of the best checkpoint; numbers have no macro F1, which recipes name."""
+    metric = config.checkpoint.metric
+    return None if metric == "macro_f1" and config.data.targets == "numbers" else metric
 
 
 def score_of(metrics: Mapping[str, float], metric: str | None = None) -> float | None:

@@ -28,6 +28,7 @@ from train.errors import UserError
 from train.gradients.privacy import Privacy
 from train.run.evaluation import Evaluator
 from train.run.mesh import Layout, shardings
+from train.run.metrics import best_metric
 from train.run.run_folder import changed_fields
 from train.tasks import Task
 from train.tasks import build as build_task
@@ -246,6 +247,8 @@ def _notes(config: Config, dataset: Dataset, steps: int, missing: Placeholder | 
     if not config.is_release_only:  # These depend on training examples.
         notes += [f"data: {note}" for note in dataset.notes]
         notes += [] if missing else _few_steps(config, dataset, steps)
+    if (metric := config.checkpoint.metric) != best_metric(config):
+        notes.append(f"checkpoint.metric: loss instead of {metric}, which numbers do not have")
     warmup_steps = _warmup_steps(config, steps)
     if warmup_steps != config.optim.warmup_steps:
         notes.append(

@@ -360,3 +360,8 @@ def test_refuses_gray_levels_that_readers_rescale(save, tmp_path):
     palette.putpalette([7] * 48)
     path = save(palette, "d.png", bits=4)
     assert decode_mask(path).values.tolist() == [[0, 1, 15]]
+
+
+def test_an_array_is_an_image_of_its_colors():
+    pixels = np.arange(90, dtype=np.uint8).reshape(5, 6, 3)
+    np.testing.assert_array_equal(decode(pixels), pixels)

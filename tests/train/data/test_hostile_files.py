@@ -322,7 +322,10 @@ def test_a_limit_of_memory_counts_what_is_added(monkeypatch):
     monkeypatch.setattr(limits, "CODE_MEMORY", limits.CODE_MEMORY._replace(value=20 * 2**20))
     assert limits.run("numpy:zeros", 2**17).nbytes == 2**20
     with pytest.raises(limits.CodeError):
-        limits.run("numpy:zeros", 2**27)
+        limits.run("numpy:zeros", 2**22)
+    assert limits.run("numpy:zeros", 2**22, size=2**16).nbytes == 2**25  # grows with the input
+    monkeypatch.setattr(limits, "CODE_MEMORY", limits.CODE_MEMORY._replace(value=2**21))
+    assert limits.run("hostile_files:start_threads", os.cpu_count()) is None
 
 
 def test_a_process_that_dies_is_an_error_and_starts_again():

@@ -1,13 +1,15 @@
 """Poisson sampling: probabilities, padding, and resuming."""
 
+import dataclasses
 import json
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax_privacy import batch_selection as of
 from scipy.stats import binom
 
-from fnet.privacy import PoissonSampling
+from fnet.privacy import PoissonSampling, Sampling
 from fnet.privacy.sampling import OVERFLOW_PROBABILITY
 from train.data import Dataset, num_examples
 from train.data.poisson import poisson_batches
@@ -135,6 +137,15 @@ def test_rows_are_rounded_up_to_a_multiple():
     assert rounded % 16 == 0
     assert rows <= rounded < rows + 16
     assert PoissonSampling(100, 100).rows == 100
+
+
+def test_groups_of_equal_size_have_fewer_rows():
+    split = of.PartitionType.EQUAL_SPLIT
+    chosen = of.CyclicPoissonSampling(0.5, iterations=8, cycle_length=3, partition_type=split)
+    rows = Sampling(99, chosen).rows
+    assert rows % 2  # no multiple is the default
+    assert rows == binom.isf(OVERFLOW_PROBABILITY, 33, 0.5) == 33
+    assert Sampling(99, dataclasses.replace(chosen, partition_type=None)).rows > 33
 
 
 def test_batch_is_padded_with_weight_zero():

@@ -23,6 +23,7 @@ def generator():
 
 def test_precision_recall_and_f1(generator):
     label, predicted = generator.integers(0, 3, (2, 50))
+    label[0] = predicted[0] = 3  # of a class with one example
     confusion = metrics.confusion_matrix(label, predicted)
     expected = metrics.precision_recall_fscore_support(label, predicted)[:3]
     for values, theirs in zip(scores.by_class(confusion).values(), expected, strict=True):
