@@ -8,9 +8,8 @@ from data_cases import error_message
 from program_cases import assert_one_line_error, exit_code, fnet_command, metrics_of
 
 from tests.pretrained_folder import write_folder
-from train.config import ChatFile
+from train.config import ChatFile, recipes
 from train.data.chat_file import load
-from train.predictor import RunFolder
 from train.run.setup import setup
 
 TEXTS = [{"text": f"{n} and {n}" if n % 2 else f"no {n}", "label": n % 2} for n in range(80)]
@@ -101,7 +100,7 @@ def test_a_classifier_trains_and_transformers_reads_its_logits(workplace, write,
     peer = transformers.AutoModelForSequenceClassification.from_pretrained(
         workplace / "out", pad_token_id=0
     )
-    run = setup(RunFolder(workplace / "r").config())
+    run = setup(recipes.load(str(workplace / "r" / "config.json")))
     batch = run.task.dataset.prepare(run.task.dataset.test)
     tokens = [t[: n + 1].tolist() for t, n in zip(batch["tokens"], batch["length"], strict=True)]
     padded = [[*t, *[0] * (33 - len(t))] for t in tokens]  # no text has a byte 0
