@@ -8,18 +8,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from fnet import checks
-from fnet.attribution.scores import (
-    Scorer,
-    directions_of,
-    gradients,
-    products,
-    sum_of_gradients,
-)
-from fnet.autodiff.examples import PerExampleLoss, examples
-from fnet.autodiff.per_example.backward import per_example_gradients
-
-_LARGEST_SIDE = 4096
-"""Sides of a matrix above this length keep their basis: eigenvectors would take too long."""
+from fnet.attribution.curvature import CovarianceFactors, kfac, mean_squares
+from fnet.attribution.scores import Scorer, directions_of, gradients, products
+from fnet.autodiff.examples import PerExampleLoss
 
 
 def ekfac(
@@ -82,24 +73,15 @@ def ekfac(
         functions", arXiv:2308.03296.
     """
     checks.numbers("ekfac", "> 0", damping=damping)
-    bases = _bases(curvature_loss or loss, params, batches)
+    curvature_loss = curvature_loss or loss
+    factors = kfac(curvature_loss, params, batches)
+    leaves = jax.tree.structure(params).flatten_up_to(factors)
+    bases = [_Basis() if own is None else _Basis.of(own) for own in leaves]
 
-    def squares(grads: Any, _: Array) -> list[Array]:
-        leaves = jax.tree.leaves(grads)
-        return [jnp.square(basis.rotate(g)) for basis, g in zip(bases, leaves, strict=True)]
+    def rotate(grads: list[Array]) -> list[Array]:
+        return [basis.rotate(g) for basis, g in zip(bases, grads, strict=True)]
 
-    @jax.jit
-    def sum_squares(batch: tuple[Any, ...]) -> Any:
-        return sum_of_gradients("ekfac", curvature_loss or loss, params, batch, squares)
-
-    count, totals = 0, None
-    for batch in batches:
-        count += examples("ekfac", batch).size
-        sums = sum_squares(batch)
-        totals = sums if totals is None else jax.tree.map(jnp.add, totals, sums)
-    if totals is None or not count:
-        raise ValueError("ekfac: expected training examples in batches, got none")
-    eigenvalues = [total / count for total in totals]
+    eigenvalues = mean_squares("ekfac", curvature_loss, params, batches, rotate)
 
     def precondition(grads: Any, _: Array) -> Any:
         leaves, treedef = jax.tree.flatten(grads)
@@ -136,6 +118,13 @@ class _Basis(NamedTuple):
     left: Array | None = None
     right: Array | None = None
 
+    @classmethod
+    def of(cls, factors: CovarianceFactors) -> "_Basis":
+        """Return the eigenvectors of both factors."""
+        sides: Any = factors.inputs, factors.cotangents
+        eigenvectors = jax.jit(lambda tree: jax.tree.map(lambda a: jnp.linalg.eigh(a)[1], tree))
+        return cls(factors.as_matrices, *eigenvectors(sides))
+
     def rotate(self, grads: Array) -> Array:
         """Coordinates [n, ...] of gradients [n, *parameter]."""
         if self.as_matrices is None:
@@ -160,35 +149,3 @@ def _multiply(subscripts: str, basis: Array | None, matrices: Array) -> Array:
     if basis is None:
         return matrices
     return jnp.einsum(subscripts, basis, matrices, precision=jax.lax.Precision.HIGHEST)
-
-
-def _covariance(factor: Array) -> Array | None:
-    if factor.shape[-1] > _LARGEST_SIDE:
-        return None
-    return jnp.einsum("gbtr,gbts->grs", factor, factor)
-
-
-def _bases(loss: PerExampleLoss, params: Any, batches: Iterable[tuple[Any, ...]]) -> list[_Basis]:
-    """Return a basis for each parameter: eigenvectors of the covariances of its factors."""
-    maps: dict[int, Callable[[Array], Array]] = {}
-
-    @jax.jit
-    def covariances(batch: tuple[Any, ...]) -> dict[int, tuple[Array | None, Array | None]]:
-        result = per_example_gradients("ekfac", loss, params, examples("ekfac", batch))
-        found = {}
-        for i, g in result.separate().items():
-            if (factors := g.kronecker_factors()) is not None:
-                maps[i] = factors.as_matrices
-                found[i] = _covariance(factors.u), _covariance(factors.v)
-        return found
-
-    totals: Any = None
-    for batch in batches:
-        sums = covariances(batch)
-        totals = sums if totals is None else jax.tree.map(jnp.add, totals, sums)
-    eigenvectors = jax.jit(lambda tree: jax.tree.map(lambda a: jnp.linalg.eigh(a)[1], tree))
-    pairs = eigenvectors(totals or {})
-    return [
-        _Basis(maps[i], *pairs[i]) if i in maps else _Basis()
-        for i in range(len(jax.tree.leaves(params)))
-    ]

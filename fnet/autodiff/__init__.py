@@ -23,11 +23,12 @@ from fnet.autodiff.per_example.clipped import ClippedInfo as ClippedInfo
 from fnet.autodiff.per_example.clipped import clipped_grad as clipped_grad
 from fnet.autodiff.per_example.clipped import gradient_strategies as gradient_strategies
 from fnet.autodiff.per_example.gradients import NoiseScale as NoiseScale
+from fnet.autodiff.per_example.gradients import importance_sampling as importance_sampling
 from fnet.autodiff.per_example.gradients import influence as influence
 from fnet.autodiff.per_example.gradients import noise_scale, per_example_norms
 from fnet.autodiff.per_example.gradients import per_example_grad as per_example_grad
 from fnet.autodiff.per_example.modes import ClippedMode as clipped  # noqa: N813, a mode like `mean`
-from fnet.autodiff.per_example.modes import per_example
+from fnet.autodiff.per_example.modes import PerExampleMode as per_example  # noqa: N813
 from fnet.autodiff.update import Mode as Mode
 from fnet.autodiff.update import Update as Update
 

@@ -19,9 +19,11 @@ class PerExample(GradientMode):
 
     mode: Literal["per_example"] = "per_example"
     """Gradient mode; --grad.mode MODE --help lists the fields of another one."""
+    per_layer: bool = False
+    """Measure the noise scale of each parameter array, too."""
 
     @override
     def build(
         self, config: Any, optimizer: optax.GradientTransformation, privacy: Any
     ) -> tuple[Any, optax.GradientTransformation]:
-        return autodiff.per_example(), optimizer
+        return autodiff.per_example(self.per_layer), optimizer

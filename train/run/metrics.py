@@ -107,8 +107,9 @@ class Meter:
         means = {self._full_name(k): float(np.mean([m[k] for m in applied])) for k in names}
         if len(applied) < len(window):
             means["train/skipped"] = len(window) - len(applied)
-        if means.get("train/grad_sq", 0) > 0:
-            means["train/noise_scale"] = means["train/grad_var"] / means["train/grad_sq"]
+        for name in [n for n in means if n.startswith("train/grad_sq") and means[n] > 0]:
+            var = means[name.replace("grad_sq", "grad_var", 1)]
+            means[name.replace("grad_sq", "noise_scale", 1)] = var / means[name]
         return means | {
             "examples_per_second": examples / seconds,
             "input_wait": self._input_wait / seconds,

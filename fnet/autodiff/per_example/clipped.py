@@ -32,7 +32,11 @@ from fnet import checks
 from fnet.autodiff.examples import PerExampleLoss, check_width, examples
 from fnet.autodiff.per_example.backward import TracedLoss, trace_loss
 from fnet.autodiff.per_example.ghost_norm import computed_once
-from fnet.autodiff.per_example.parameter_gradients import PerExampleGradients
+from fnet.autodiff.per_example.parameter_gradients import (
+    PerExampleGradients,
+    SquaredNorms,
+    sum_of,
+)
 from fnet.mesh import equally_varying
 from fnet.precision import sum_dtype
 
@@ -321,8 +325,6 @@ class ClippedGrad:
             of_rows = [
                 a for a, own in zip(jax.tree.leaves(info.aux), is_batched, strict=True) if own
             ]
-            # Otherwise XLA on CPU computes the scale again for each element of a sum.
-            scales = jax.tree.map(computed_once, scales)
             sums = grads.plus_weighted_sum(sums, scales, is_rough)
             return sums, info._replace(aux=of_rows)
 
@@ -345,31 +347,34 @@ class ClippedGrad:
         self, grads: PerExampleGradients, is_real: Array, clip: Any
     ) -> tuple[Any, dict[int, Array | None], ClippedInfo]:
         """Return the scale of each parameter's gradients, which of them are rough, and the rest."""
-        size = len(is_real)
-        squares, upper_bounds, is_rough = grads.bounded_squared_norms(whole=not self.per_layer)
-        total_squares = _total(squares, size)
-        is_counted = is_real & jnp.isfinite(total_squares)
+        by_param = grads.squared_norms(whole=not self.per_layer)
+        numbers = jax.tree.unflatten(grads.treedef, range(grads.treedef.num_leaves))
+        groups = _clip_groups(clip, numbers, self.per_layer)
+        totals = [SquaredNorms.total([by_param[i] for i in own]) for own in groups.members]
+        squares = jnp.broadcast_to(sum_of([total.values for total in totals]), is_real.shape)
+        is_counted = is_real & jnp.isfinite(squares)
 
-        groups = _clip_groups(clip, squares, self.per_layer)
-        uppers = _clip_groups(clip, upper_bounds, self.per_layer).squares
-        norms, scales, scales_by_param = [], [], []
-        for bound, unit, group, upper in zip(
-            groups.bounds, groups.units, groups.squares, uppers, strict=True
+        scales, scales_by_param = [], []
+        for bound, unit, own, total in zip(
+            groups.bounds, groups.units, groups.members, totals, strict=True
         ):
-            norms.append(jnp.where(is_real, jnp.sqrt(_total(group, size)), 0))
             # Rounding may make the norm too small, see `SquaredNorms`.
-            upper_norms = jnp.sqrt(_total(upper, size))
+            upper_norms = jnp.sqrt(total.upper)
             has_scale = is_counted & (upper_norms >= 0)  # NaN has none.
-            scales.append(jnp.where(has_scale, self._scales(bound, unit, upper_norms), 0))
-            scales_by_param += [scales[-1]] * len(jax.tree.leaves(group))
+            scale = jnp.where(has_scale, self._scales(bound, unit, upper_norms), 0)
+            # Otherwise XLA on CPU computes the scale again for each element of a sum.
+            scales.append(computed_once(scale))
+            scales_by_param += [scales[-1]] * len(own)
+        norms = [jnp.where(is_real, jnp.sqrt(total.values), 0) for total in totals]
         info = ClippedInfo(
             losses=grads.losses,
-            norms=jnp.where(is_real, jnp.sqrt(total_squares), 0),
+            norms=jnp.where(is_real, jnp.sqrt(squares), 0),
             scales=groups.treedef.unflatten(scales),
             nonfinite=(is_real & ~is_counted).sum(),
             aux=grads.aux,
             norms_per_layer=groups.treedef.unflatten(norms) if self.per_layer else None,
         )
+        is_rough = {i: norms.is_rough for i, norms in by_param.items()}
         return jax.tree.unflatten(grads.treedef, scales_by_param), is_rough, info
 
     def _of_complex(
@@ -403,11 +408,6 @@ def _is_real(mask: Array | None, size: int) -> Array:
     if is_real.shape != (size,):
         raise ValueError(f"clipped_grad: mask must have shape [{size}], got {is_real.shape}")
     return is_real
-
-
-def _total(squares: Any, size: int) -> Array:
-    """Sum the squared norms of some parameters, [batch]."""
-    return sum(jax.tree.leaves(squares), jnp.zeros(size))
 
 
 def _add_to_refs(totals: Any, sums: Any) -> None:
@@ -517,31 +517,33 @@ class _Groups(NamedTuple):
       treedef: Structure of the groups.
       bounds: Bound of each.
       units: Its norm if gradients are rescaled to unit norm.
-      squares: Squared norms of its parameters.
+      members: Indices of its parameters.
     """
 
     treedef: Any
     bounds: list[Any]
     units: list[float]
-    squares: list[Any]
+    members: list[list[int]]
 
 
-def _clip_groups(clip: Any, squares: Any, per_layer: bool) -> _Groups:
-    """Split params, here their squared norms, into groups with one bound each."""
+def _clip_groups(clip: Any, numbers: Any, per_layer: bool) -> _Groups:
+    """Split params, here their indices, into groups with one bound each."""
     treedef: Any
     bounds, treedef = jax.tree.flatten(clip)
     if not per_layer:
-        return _Groups(treedef, [clip], [1.0], [squares])
+        return _Groups(treedef, [clip], [1.0], [jax.tree.leaves(numbers)])
     if jax.tree_util.all_leaves([clip]):
-        leaves, treedef = jax.tree.flatten(squares)
+        leaves, treedef = jax.tree.flatten(numbers)
         share = max(len(leaves), 1) ** -0.5
-        return _Groups(treedef, [clip * share] * len(leaves), [share] * len(leaves), leaves)
+        alone = [[i] for i in leaves]
+        return _Groups(treedef, [clip * share] * len(leaves), [share] * len(leaves), alone)
     try:
-        return _Groups(treedef, bounds, [1.0] * len(bounds), treedef.flatten_up_to(squares))
+        members = list(map(jax.tree.leaves, treedef.flatten_up_to(numbers)))
+        return _Groups(treedef, bounds, [1.0] * len(bounds), members)
     except ValueError as error:
         raise ValueError(
             "clipped_grad: with per_layer=True, clip must be a number or a tree that is a prefix "
-            f"of params, {jax.tree.structure(squares)}, got {treedef}"
+            f"of params, {jax.tree.structure(numbers)}, got {treedef}"
         ) from error
 
 

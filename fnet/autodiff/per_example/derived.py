@@ -218,7 +218,7 @@ class DerivedGradients(GroupGradients):
         if whole and self.group.is_placement:
             norms = SquaredNorms.total([g.squared_norms() for g in self.derived])
             zeros = jnp.zeros_like(norms.values)
-            return {numbers[0]: norms} | dict.fromkeys(numbers[1:], SquaredNorms(zeros, zeros))
+            return {numbers[0]: norms} | dict.fromkeys(numbers[1:], SquaredNorms(zeros, 0.0))
 
         def add_squares(k: Array, squares: list[Array], gradients: dict[int, Array]) -> Any:
             own = map(squared_norms_of, gradients.values())
@@ -228,9 +228,7 @@ class DerivedGradients(GroupGradients):
         shape = self._batch() // self._chunks(), self._chunks()
         empty = [jnp.zeros(shape, dtype) for dtype in dtypes]
         squares = [a.ravel() for a in self._in_chunks(add_squares, empty)]
-        return {
-            i: SquaredNorms(a, jnp.zeros_like(a)) for i, a in zip(numbers, squares, strict=True)
-        }
+        return {i: SquaredNorms(a, 0.0) for i, a in zip(numbers, squares, strict=True)}
 
     def materialize(self) -> dict[int, Array]:
         """See `GroupGradients`."""

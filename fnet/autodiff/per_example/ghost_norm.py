@@ -290,9 +290,10 @@ def _weighted_sum(u: Array, v: Array, scales: Array) -> Array:
     size = rows // chunks
 
     def replace_chunk(i: Array, sums: Array) -> Array:
-        chunk = jax.lax.dynamic_slice_in_dim(u, i * size, size, axis=1)
+        positive = {"allow_negative_indices": False}
+        chunk = jax.lax.dynamic_slice_in_dim(u, i * size, size, 1, **positive)
         masked = product(jnp.where(included[:, None], chunk, 0))
-        return jax.lax.dynamic_update_slice_in_dim(sums, masked, i * size, axis=0)
+        return jax.lax.dynamic_update_slice_in_dim(sums, masked, i * size, 0, **positive)
 
     # 0 times infinity is not 0, so ``u`` must be masked too. A masked copy would take as much
     # memory as ``u``. The product is therefore repeated in place, chunk by chunk, and only if
@@ -351,7 +352,9 @@ def every_nth(a: Array, n: int, start: Array, axis: int = 0) -> Array:
     """Return ``a[start::n]`` along an axis whose length is a multiple of ``n``."""
     # The size is given, because a bias has data with an axis of length 0.
     split = a.reshape(*a.shape[:axis], a.shape[axis] // n, n, *a.shape[axis + 1 :])
-    chunk: Array = jax.lax.dynamic_index_in_dim(split, start, axis + 1, keepdims=False)
+    chunk: Array = jax.lax.dynamic_index_in_dim(
+        split, start, axis + 1, keepdims=False, allow_negative_indices=False
+    )
     return chunk
 
 
@@ -408,7 +411,8 @@ def _dense_gram(u: Array, other: Array) -> Array:
 
     def add_block(i: Array, total: Array) -> Array:
         blocks = (
-            jax.lax.dynamic_slice_in_dim(a, first + i * size, size, axis=3) for a in (u, other)
+            jax.lax.dynamic_slice_in_dim(a, first + i * size, size, 3, allow_negative_indices=False)
+            for a in (u, other)
         )
         return total + _dense_gram(*blocks)
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from fnet import checks
 from fnet.autodiff.examples import (
     Examples,
     PerExampleLoss,
@@ -103,19 +104,22 @@ def map_in_chunks(f: Callable[[Examples], Any], e: Examples, width: int) -> Any:
     return jax.tree.map(lambda a, b: jnp.concatenate([a, b]), results, remainder)
 
 
-def per_example_norms(loss: PerExampleLoss, *, has_aux: bool = False) -> Callable[..., Any]:
+def per_example_norms(
+    loss: PerExampleLoss, *, per_layer: bool = False, has_aux: bool = False
+) -> Callable[..., Any]:
     """Compute the gradient norm of every example, at less than the cost of a gradient.
 
-    Norms are over all parameters. Quantiles for the choice of a clip are
-    ``jnp.quantile(norms, q)``.
+    Quantiles for the choice of a clip are ``jnp.quantile(norms, q)``.
 
     Args:
       loss: ``loss(params, *batch) -> losses [batch]``; see `per_example_grad`.
+      per_layer: Whether to return the norms of each parameter array, in place of those over all.
       has_aux: Whether ``loss`` returns ``(losses, aux)``.
 
     Returns:
-      ``norms(params, *batch) -> [batch]``. With ``has_aux`` ``([batch], aux)``; leaves of ``aux``
-      that do not depend on the batch have no batch axis.
+      ``norms(params, *batch) -> [batch]``, or with ``per_layer`` a tree of them like params. With
+      ``has_aux`` ``(norms, aux)``; leaves of ``aux`` that do not depend on the batch have no batch
+      axis.
 
     Raises:
       ValueError, TypeError: As `per_example_grad`.
@@ -132,11 +136,14 @@ def per_example_norms(loss: PerExampleLoss, *, has_aux: bool = False) -> Callabl
     def norms(params: Any, *batch: Any) -> Any:
         e = examples("per_example_norms", batch)
         gradients = per_example_gradients(
-            "per_example_norms", loss, params, e, has_aux=has_aux, remat=True
+            "per_example_norms", loss, params, e, has_aux=has_aux, remat=not per_layer
         )
-        by_param, _, _ = gradients.bounded_squared_norms(whole=True)
-        squares = sum(jax.tree.leaves(by_param), jnp.zeros(e.size))
-        return (jnp.sqrt(squares), gradients.aux) if has_aux else jnp.sqrt(squares)
+        by_param = gradients.squared_norms(whole=not per_layer)
+        squares = [by_param[i].values for i in range(len(by_param))]
+        values: Any = jnp.sqrt(sum(squares, jnp.zeros(e.size)))
+        if per_layer:
+            values = jax.tree.unflatten(gradients.treedef, map(jnp.sqrt, squares))
+        return (values, gradients.aux) if has_aux else values
 
     return norms
 
@@ -214,7 +221,7 @@ class NoiseScale(NamedTuple):
     """The two parts of the gradient noise scale ``grad_var / grad_sq``, in examples.
 
     Batches much larger than the noise scale waste compute. Both parts are noisy: average each
-    over steps before you divide.
+    over steps before you divide. Parts of several parameters add up to those of all of them.
 
     Attributes:
       grad_sq: Unbiased estimate of the squared norm of the true gradient, [].
@@ -238,6 +245,9 @@ def noise_scale(norms: Array, mean_norm: Array, mask: Array | None = None) -> No
 
         |G|^2     = (B |mean g|^2 - mean |g|^2) / (B - 1)
         tr(Sigma) = (mean |g|^2 - |mean g|^2) B / (B - 1)
+
+    With the norms of one parameter (`per_example_norms` with ``per_layer=True``) and of its mean,
+    it is that of a layer.
 
     Args:
       norms: Norms of the per-example gradients, [batch], floating.
@@ -266,3 +276,50 @@ def noise_scale(norms: Array, mean_norm: Array, mask: Array | None = None) -> No
         grad_sq=(count * square_of_mean - mean_square) / (count - 1),
         grad_var=(mean_square - square_of_mean) * count / (count - 1),
     )
+
+
+def importance_sampling(key: Array, norms: Array, size: int) -> tuple[Array, Array]:
+    """Draw examples in proportion to the norms of their gradients, with unbiased weights.
+
+    From B examples, each draw takes b with the probability p_b. The weighted mean of the gradients
+    of the drawn examples has the mean gradient as its expectation:
+
+        p_b = |g_b| / sum_c |g_c|,      E[w_b g_b] = mean g,      w_b = 1 / (B p_b)
+
+    No other probabilities give it a smaller variance. Take the norms from a forward pass over many
+    examples, such as ``1 - p`` of the label, or from `per_example_norms`; any scores above 0 are
+    unbiased. Then train on few.
+
+    Args:
+      key: Random key.
+      norms: Gradient norms, or scores like them, [batch], floating. An example with a norm of 0 is
+        not drawn, nor one with a norm that is not finite. If all are 0, each is as probable.
+      size: Number of examples to draw, with replacement.
+
+    Returns:
+      Indices of the drawn examples, int32 [size], and their weights w, [size] in the dtype of
+      ``norms``. Multiply losses by them: `fnet.autodiff.mean` would divide by the sum of a
+      ``weight``.
+
+    Raises:
+      ValueError: ``size`` is below 1.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from fnet.autodiff import importance_sampling
+      >>> norms = jnp.array([6.0, 0.0, 2.0])
+      >>> indices, weights = importance_sampling(jax.random.key(0), norms, 4)
+      >>> print(indices, weights)
+      [0 2 0 0] [0.44444445 1.3333334  0.44444445 0.44444445]
+
+    References:
+      Katharopoulos and Fleuret 2018, "Not all samples are created equal: deep learning with
+      importance sampling", arXiv:1803.00942.
+    """
+    checks.sizes("importance_sampling", size=size)
+    scores = jnp.where(jnp.isfinite(norms), norms, 0)
+    scores = jnp.where(scores.max() > 0, scores, 1)
+    scores = scores / scores.max()  # The sum of norms may be infinite.
+    p = scores / scores.sum()
+    indices = jax.random.choice(key, len(p), (size,), p=p).astype(jnp.int32)
+    return indices, 1 / (len(p) * p[indices])

@@ -257,7 +257,8 @@ def _noise_key(run: Array, step: Array) -> Array:
     return jax.random.split(jax.random.fold_in(run, step))[1]
 
 
-def per_example() -> "PerExampleMode":
+@dataclasses.dataclass(frozen=True)
+class PerExampleMode(Mode):
     """Use the mean gradient, and measure per-example norms and the gradient noise scale.
 
     The mean counts every example once. `fnet.autodiff.mean` differs if the batch has a
@@ -271,11 +272,14 @@ def per_example() -> "PerExampleMode":
     batch norm                        ValueError, see `fnet.clipped_grad`
     ================================  ===========================================================
 
-    Returns:
-      A mode for `fnet.make_step`. It adds these metrics: ``norm_median`` and ``norm_max``, of
-      the gradient norms; ``nonfinite``, the number of examples with a gradient that is not
-      finite; ``grad_sq`` and ``grad_var`` of `fnet.autodiff.noise_scale`. Their means over steps
-      give the noise scale ``grad_var / grad_sq``, a number of examples.
+    `fnet.make_step` takes this mode. It adds these metrics: ``norm_median`` and ``norm_max``, of
+    the gradient norms; ``nonfinite``, the number of examples with a gradient that is not finite;
+    ``grad_sq`` and ``grad_var`` of `fnet.autodiff.noise_scale`. Their means over steps give the
+    noise scale ``grad_var / grad_sq``, a number of examples.
+
+    Attributes:
+      per_layer: Whether to also measure both parts for each parameter array, as
+        ``grad_sq/NAME`` and ``grad_var/NAME``.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, fnet
@@ -294,12 +298,8 @@ def per_example() -> "PerExampleMode":
       ... }
       {'norm_max': 5.0, 'grad_sq': 4.0, 'grad_var': 9.0}
     """
-    return PerExampleMode()
 
-
-@dataclasses.dataclass(frozen=True)
-class PerExampleMode(Mode):
-    """The mode that `per_example` returns."""
+    per_layer: bool = False
 
     def __call__(self, loss: Loss) -> Gradient:
         """Return the gradient function of a loss."""
@@ -308,14 +308,21 @@ class PerExampleMode(Mode):
             params: Any, model_state: Any, batch: dict[str, Array], key: Array
         ) -> tuple[Any, Any, dict[str, Array]]:
             function = clipped_grad(
-                per_example_loss(loss, model_state, params), float("inf"), has_aux=True
-            )
+                per_example_loss(loss, model_state, params), float("inf"),
+                per_layer=self.per_layer, has_aux=True,
+            )  # fmt: skip
             sums, info = function(_widen(params), batch, key, mask=batch.get("weight"))
             is_counted = _is_counted(info, batch.get("weight"))
             grads = jax.tree.map(lambda g: g / jnp.maximum(is_counted.sum(), 1), sums)
             metrics, model_state = summarize(info, is_counted, model_state)
             scale = noise_scale(info.norms, jnp.sqrt(squared_norm(grads)), is_counted)
-            return cast_like(grads, params), model_state, metrics | scale._asdict()
+            metrics |= scale._asdict()
+            norms = jax.tree_util.tree_leaves_with_path(info.norms_per_layer)
+            for (path, own), mean in zip(norms, jax.tree.leaves(grads), strict=False):
+                scale = noise_scale(own, jnp.sqrt(squared_norm(mean)), is_counted)
+                name = jax.tree_util.keystr(path, simple=True, separator=".")
+                metrics |= {f"{part}/{name}": a for part, a in scale._asdict().items()}
+            return cast_like(grads, params), model_state, metrics
 
         return gradient
 

@@ -17,6 +17,7 @@ once for norms and once for sums. `RematerializedGradients` belong to parameters
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, cast
 
@@ -67,14 +68,14 @@ class SquaredNorms(NamedTuple):
 
     Attributes:
       values: Squared norms, [batch].
-      errors: Bounds of rounding errors of ``values``, [batch].
+      errors: Bounds of rounding errors of ``values``, [batch] or one for all.
       is_rough: Whether most terms of the gradient cancel, [batch]. It is then materialized for
         its norm, and should be for the sum. None if this cannot happen.
       sum_errors: Bounds of the rounding error of a weighted sum for a scale of 1, squared.
     """
 
     values: Array
-    errors: Array
+    errors: Array | float
     is_rough: Array | None = None
     sum_errors: Array | float = 0.0
 
@@ -83,10 +84,10 @@ class SquaredNorms(NamedTuple):
         """Return the squared norms of gradients with respect to several parameters."""
         rough = [n.is_rough for n in norms if n.is_rough is not None]
         return cls(
-            functools.reduce(jnp.add, [n.values for n in norms]),
-            functools.reduce(jnp.add, [n.errors for n in norms]),
+            sum_of([n.values for n in norms]),
+            sum_of([n.errors for n in norms]),
             functools.reduce(jnp.logical_or, rough) if rough else None,
-            functools.reduce(jnp.add, [n.sum_errors for n in norms]),
+            sum_of([n.sum_errors for n in norms]),
         )
 
     @property
@@ -96,10 +97,15 @@ class SquaredNorms(NamedTuple):
         Errors that change the norm by less than 5e-4 do not count, so that ordinary gradients
         are scaled by their norm. Those of sums in less than float32 all do.
         """
-        squares = self.values + jnp.where(
-            self.errors > ghost_norm.NEGLIGIBLE * self.values, self.errors, 0
-        )
+        # An error of NaN is not small.
+        is_small = self.errors <= ghost_norm.NEGLIGIBLE * self.values
+        squares = self.values + jnp.where(is_small, 0, self.errors)
         return jnp.square(jnp.sqrt(squares) + jnp.sqrt(self.sum_errors))
+
+
+def sum_of(terms: Sequence[Any]) -> Any:
+    """Add up arrays and numbers; 0 without any."""
+    return functools.reduce(operator.add, terms) if terms else 0.0
 
 
 def cancels(squares_of_terms: Array, squared_norms: Array) -> Array:
@@ -346,31 +352,31 @@ class FactoredGradients(ParameterGradients):
     @property
     def strategy(self) -> str:
         """See `ParameterGradients`."""
-        strategies = {part.strategy for part in self._parts()}
+        strategies = {part.strategy for part in self._parts}
         return next(strategy for strategy in _STRATEGIES if strategy in strategies)
 
     def squared_norms(self) -> SquaredNorms:
         """See `ParameterGradients`."""
-        return SquaredNorms.total([part.squared_norms() for part in self._parts()])
+        return SquaredNorms.total([part.squared_norms() for part in self._parts])
 
     def squares_of_terms(self) -> Array:
         """See `ParameterGradients`."""
-        squares = [part.squares_of_terms()[0] for part in self._parts() if part.may_cancel()]
+        squares = [part.squares_of_terms()[0] for part in self._parts if part.may_cancel()]
         return functools.reduce(jnp.add, squares, jnp.zeros(()))
 
     def may_cancel(self) -> bool:
         """See `ParameterGradients`."""
-        return any(part.may_cancel() and not part.never_cancels() for part in self._parts())
+        return any(part.may_cancel() and not part.never_cancels() for part in self._parts)
 
     def materialize(self) -> Array:
         """See `ParameterGradients`."""
-        parts = self._parts()
+        parts = self._parts
         grads = [part.materialize() for part in parts]
         return jax.vmap(lambda grads: self._assemble(parts, grads))(grads)
 
     def inner_products(self, direction: Array) -> Array:
         """See `ParameterGradients`."""
-        products = (part.inner_products(direction) for part in self._parts())
+        products = (part.inner_products(direction) for part in self._parts)
         return functools.reduce(jnp.add, products)
 
     def _factors(self) -> tuple[Array, Array] | None:
@@ -419,7 +425,7 @@ class FactoredGradients(ParameterGradients):
 
     def weighted_sum(self, scales: Array, is_rough: Array | None = None) -> Array:
         """See `ParameterGradients`."""
-        parts = self._parts()
+        parts = self._parts
         return self._assemble(parts, [part.weighted_sum(scales, is_rough) for part in parts])
 
     def add_weighted_sum(self, total: Array, scales: Array, is_rough: Array | None) -> Array:
@@ -443,6 +449,7 @@ class FactoredGradients(ParameterGradients):
 
         return FactoredGradients(self.param, [next_rows(i) for i in self.inputs])
 
+    @functools.cached_property
     def _parts(self) -> list["_Part"]:
         """Split the uses into parts of the parameter that have no elements in common."""
         boxes = [Box.of(i.use.view.elements, self.param.shape) for i in self.inputs]
@@ -588,7 +595,8 @@ def reads_whole_rows(use: Use, param: Any) -> bool:
     )
 
 
-class _Part(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Part:
     """Uses of one part of a parameter.
 
     Gradients of a part are [..., *part]: arrays like the box, or like the parameter.
@@ -602,6 +610,11 @@ class _Part(NamedTuple):
     param: Any
     inputs: Sequence[UseInputs]
     box: Box | None
+
+    @functools.cached_property
+    def _arranged(self) -> list[tuple[Any, Any]]:
+        """Data and cotangents of each use, see `UseInputs.arranged`."""
+        return [i.arranged() for i in self.inputs]
 
     @property
     def strategy(self) -> str:
@@ -631,7 +644,7 @@ class _Part(NamedTuple):
 
     def _sums_terms(self) -> bool:
         """See `LinearEquation.sums_terms`."""
-        return self._is_single() and self.inputs[0].use.equation.sums_terms
+        return self._is_single() and bool(self._equation.sums_terms)
 
     def _is_single(self) -> bool:
         """Whether the equation of a single use gives the norms."""
@@ -639,20 +652,24 @@ class _Part(NamedTuple):
 
     def never_cancels(self) -> bool:
         """Whether the gradient is a single term."""
-        i = self.inputs[0]
-        return self._is_single() and i.use.equation.terms(*i.arranged()) == 1
+        return self._is_single() and self._equation.terms(*self._arranged[0]) == 1
+
+    @property
+    def _equation(self) -> Any:
+        """The equation of the first use."""
+        return self.inputs[0].use.equation
 
     def _factors(self) -> list[tuple[Array, Array]] | None:
         """Factors of all uses that give gradients in the same arrangement, or None."""
         if len(self.inputs) == 1:
             return None
         matrices, factors = [], []
-        for i in self.inputs:
+        for i, arranged in zip(self.inputs, self._arranged, strict=True):
             equation = i.use.equation
             if not isinstance(equation, Dot | Embedding):
                 return None
             matrices.append(equation.as_matrix(i.use.view.elements))
-            factors.append(equation.factors(*i.arranged()))
+            factors.append(equation.factors(*arranged))
         aligned = []
         for matrix, (u, v) in zip(matrices, factors, strict=True):
             if is_same_view(matrix, matrices[0]):
@@ -666,19 +683,18 @@ class _Part(NamedTuple):
     def squared_norms(self) -> SquaredNorms:
         """See `ParameterGradients`."""
         if self.is_small():
-            return self._materialized().squared_norms()
+            return self._materialized.squared_norms()
         if self.is_materialized():
             values = self._squared_norms_in_chunks(jnp.zeros(self._batch(), self._dtype()))
             return _accurate(values, self._size())
         if self._sums_terms():
-            (single,) = self.inputs
-            values, _ = single.use.equation.squared_norms(*single.arranged())
-            return _accurate(values, single.arrays[-1].size // self._batch())
-        rounding = self._rounding() ** 2
+            values, _ = self._equation.squared_norms(*self._arranged[0])
+            return _accurate(values, self.inputs[0].arrays[-1].size // self._batch())
+        rounding = self._rounding()
+        rounding = rounding if isinstance(rounding, float) else rounding**2
         if self.never_cancels():
-            (single,) = self.inputs
-            values, _ = single.use.equation.squared_norms(*single.arranged())
-            _, upper = single.use.equation.term_norms(*single.arranged())
+            values, _ = self._equation.squared_norms(*self._arranged[0])
+            _, upper = self._equation.term_norms(*self._arranged[0])
             return SquaredNorms(values, jnp.square(upper) - values, None, rounding * values)
         squares_of_terms, upper = self.squares_of_terms()
         estimate = self._estimate()
@@ -699,26 +715,30 @@ class _Part(NamedTuple):
                 is_rough, self._squared_norms_in_chunks(values, is_rough.any()), values
             )
         # Squares of terms may be infinite.
-        sum_errors = jnp.where(is_rough | (rounding == 0), 0, rounding * squares_of_terms)
+        sum_errors: Any = 0.0
+        if not isinstance(rounding, float):
+            sum_errors = jnp.where(is_rough | (rounding == 0), 0, rounding * squares_of_terms)
         return SquaredNorms(values, errors, is_rough, sum_errors)
 
-    def _rounding(self) -> Array:
-        """See `LinearEquation.rounding`."""
-        errors = (i.use.equation.rounding(i.ct.dtype) for i in self.inputs)
-        largest: Array = functools.reduce(jnp.maximum, errors, jnp.float32(0))
-        return largest
+    def _rounding(self) -> Array | float:
+        """See `LinearEquation.rounding`; a float is 0."""
+        errors = [i.use.equation.rounding(i.ct.dtype) for i in self.inputs]
+        errors = [jnp.asarray(e) for e in errors if not isinstance(e, float) or e]
+        return functools.reduce(jnp.maximum, errors) if errors else 0.0
 
     def squares_of_terms(self) -> tuple[Array, Array]:
         """Squares of the sums of the norms of terms, and upper bounds; see `LinearEquation`."""
-        terms = [i.use.equation.term_norms(*i.arranged()) for i in self.inputs]
+        terms = [
+            i.use.equation.term_norms(*arranged)
+            for i, arranged in zip(self.inputs, self._arranged, strict=True)
+        ]
         sums, upper = (functools.reduce(jnp.add, norms) for norms in zip(*terms, strict=True))
         return jnp.square(sums), jnp.square(upper)
 
     def _estimate(self) -> Estimate | None:
         """Squared norms that do not materialize gradients, or None."""
         if self._is_single():
-            (single,) = self.inputs
-            estimate: Estimate = single.use.equation.squared_norms(*single.arranged())
+            estimate: Estimate = self._equation.squared_norms(*self._arranged[0])
             return estimate
         factors = self._factors()
         return _squared_norms_of_sum(factors) if factors else None
@@ -732,7 +752,10 @@ class _Part(NamedTuple):
 
         def replace_chunk(i: Array, squares: Array) -> Array:
             gradients = ghost_norm.made_alone(i, lambda: part(i).materialize())
-            return squares.at[:, i].set(squared_norms_of(gradients))
+            own = squared_norms_of(gradients)[:, None]
+            return jax.lax.dynamic_update_slice_in_dim(
+                squares, own, i, 1, allow_negative_indices=False
+            )
 
         repeats = jnp.where(needed, chunks, 0)
         squares: Array = jax.lax.fori_loop(0, repeats, replace_chunk, values.reshape(-1, chunks))
@@ -753,10 +776,11 @@ class _Part(NamedTuple):
             axis = len(i.use.scan_lengths)
             return i.map(lambda a: ghost_norm.every_nth(a, chunks, number, axis))
 
+        # A loop gets an object of its own, which has no arrays of another trace.
         if chunks == 1:
-            return 1, lambda number: self
-        return chunks, lambda number: self._replace(
-            inputs=[chunk_of(number, i) for i in self.inputs]
+            return 1, lambda number: dataclasses.replace(self)
+        return chunks, lambda number: dataclasses.replace(
+            self, inputs=[chunk_of(number, i) for i in self.inputs]
         )
 
     def _batch(self) -> int:
@@ -790,13 +814,13 @@ class _Part(NamedTuple):
         if self.box is not None:
             own = jax.lax.dynamic_slice(direction, self.box.start, self.box.shape)
         if self.is_small():
-            return self._materialized().inner_products(own)
+            return self._materialized.inner_products(own)
         if not self.is_materialized():
             total: Array = functools.reduce(
                 jnp.add,
                 [
-                    i.use.equation.inner_products(*i.arranged(), i.from_param(direction))
-                    for i in self.inputs
+                    i.use.equation.inner_products(*arranged, i.from_param(direction))
+                    for i, arranged in zip(self.inputs, self._arranged, strict=True)
                 ],
             )
             return total
@@ -808,6 +832,7 @@ class _Part(NamedTuple):
         products: Array = jax.lax.map(of_chunk, jnp.arange(chunks))
         return products.T.ravel()
 
+    @functools.cached_property
     def _materialized(self) -> "MaterializedGradients":
         return MaterializedGradients(ghost_norm.computed_once(self.materialize()))
 
@@ -817,14 +842,14 @@ class _Part(NamedTuple):
     def weighted_sum(self, scales: Array, is_rough: Array | None) -> Array:
         """Sum of the gradients scaled by ``scales`` [batch], [*part]."""
         if self.is_small():
-            return self._materialized().weighted_sum(scales)
+            return self._materialized.weighted_sum(scales)
         if self.is_materialized():
             shape = self.box.shape if self.box else self.param.shape
             return self._add_in_chunks(jnp.zeros(shape, self._dtype()), scales)
         smooth_scales = scales if is_rough is None else jnp.where(is_rough, 0, scales)
         sums = [
-            self._to_part(i, i.use.equation.weighted_sum(*i.arranged(), smooth_scales))
-            for i in self.inputs
+            self._to_part(i, i.use.equation.weighted_sum(*arranged, smooth_scales))
+            for i, arranged in zip(self.inputs, self._arranged, strict=True)
         ]
         total: Array = jax.tree.reduce(jnp.add, sums)
         if is_rough is None or self.never_cancels():
@@ -838,7 +863,7 @@ class _Part(NamedTuple):
 
         def add_chunk(i: Array, total: Array) -> Array:
             gradients = ghost_norm.made_alone(i, lambda: part(i).materialize())
-            own = scales.reshape(-1, chunks)[:, i]
+            own = ghost_norm.every_nth(scales, chunks, i)
             return total + MaterializedGradients(gradients).weighted_sum(own)
 
         repeats = jnp.where((scales != 0).any(), chunks, 0)
@@ -922,7 +947,7 @@ class MaterializedGradients(ParameterGradients):
 
 def _accurate(values: Array, size: int) -> SquaredNorms:
     """Squared norms of gradients of this size, from the gradients that are summed."""
-    return SquaredNorms(values, jnp.full_like(values, size * _tiny(values)))
+    return SquaredNorms(values, size * _tiny(values))
 
 
 def _tiny(squares: Array) -> float:
@@ -946,7 +971,7 @@ class ZeroGradients(ParameterGradients):
     def squared_norms(self) -> SquaredNorms:
         """See `ParameterGradients`."""
         zeros = jnp.zeros(self.batch_size, jnp.float32)
-        return SquaredNorms(zeros, zeros)
+        return SquaredNorms(zeros, 0.0)
 
     def materialize(self) -> Array:
         """See `ParameterGradients`."""
@@ -1082,7 +1107,7 @@ class RematerializedGradients(GroupGradients):
     def squared_norms(self, whole: bool) -> dict[int, SquaredNorms]:
         """See `GroupGradients`."""
         totals = {i: a.reshape(len(a), -1).sum(1) for i, a in self.squares.items()}
-        return {i: SquaredNorms(a, jnp.zeros_like(a)) for i, a in totals.items()}
+        return {i: SquaredNorms(a, 0.0) for i, a in totals.items()}
 
     def materialize(self) -> dict[int, Array]:
         """See `GroupGradients`."""
@@ -1185,22 +1210,9 @@ class PerExampleGradients(NamedTuple):
     treedef: Any
     groups: Sequence[GroupGradients]
 
-    def bounded_squared_norms(
-        self, *, whole: bool = False
-    ) -> tuple[Any, Any, dict[int, Array | None]]:
-        """Squared norms for clipping, see `SquaredNorms`.
-
-        Args:
-          whole: Whether only their sum is needed.
-
-        Returns:
-          Squared norms and their upper bounds, like params; ``is_rough`` by index of the
-          parameter, for `weighted_sum`.
-        """
-        norms = _merged(group.squared_norms(whole) for group in self.groups)
-        values = self._unflatten({i: n.values for i, n in norms.items()})
-        upper = self._unflatten({i: n.upper for i, n in norms.items()})
-        return values, upper, {i: n.is_rough for i, n in norms.items()}
+    def squared_norms(self, *, whole: bool = False) -> dict[int, SquaredNorms]:
+        """Squared norms by index of the parameter; if ``whole``, only their sum is right."""
+        return _merged(group.squared_norms(whole) for group in self.groups)
 
     def materialize(self) -> Any:
         """Per-example gradients [batch, *parameter], like params."""
@@ -1217,7 +1229,7 @@ class PerExampleGradients(NamedTuple):
         Args:
           scales: Weights [batch] for each parameter, like params. An example with scale 0
             contributes exactly 0, even if its gradient is not finite.
-          is_rough: From `bounded_squared_norms`. Clipped sums need it.
+          is_rough: Those of `squared_norms`, by index of the parameter. Clipped sums need them.
           totals: Mutable arrays like params to add the sums to, in place of returning them.
         """
         scales_by_param = dict(enumerate(jax.tree.leaves(scales)))
