@@ -75,8 +75,9 @@ def ekfac(
     checks.numbers("ekfac", "> 0", damping=damping)
     curvature_loss = curvature_loss or loss
     factors = kfac(curvature_loss, params, batches)
-    leaves = jax.tree.structure(params).flatten_up_to(factors)
-    bases = [_Basis() if own is None else _Basis.of(own) for own in leaves]
+    treedef: Any = jax.tree.structure(params)
+    of_leaves = treedef.flatten_up_to(factors)
+    bases = [_Basis() if own is None else _Basis.of(own) for own in of_leaves]
 
     def rotate(grads: list[Array]) -> list[Array]:
         return [basis.rotate(g) for basis, g in zip(bases, grads, strict=True)]

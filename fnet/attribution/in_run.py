@@ -62,9 +62,9 @@ class InRun(Mode):
     helpful. The equations are those of SGD. With another optimizer, they are scores of the same
     gradients, not of its updates. Mean losses over the run, which find wrong labels, are kept, too.
 
-    Inner products come from the backward pass of the training batch, without any per-example
-    gradient. Layers with one row per example need two small Gram matrices (ghost inner products),
-    other layers one more matrix product.
+    Inner products come from the backward pass of the training batch. Layers with one row per
+    example need two small Gram matrices (ghost inner products). In layers over a sequence, the
+    gradients of a few examples exist at a time, and are added to the sum of all.
 
     Scores are part of the optimizer's state, so the step donates it and checkpoints save it. Wrap
     the optimizer for both the state and the step. The batch has an array ``"row"`` int [batch],
@@ -223,8 +223,8 @@ class InRun(Mode):
                 "InRun: the loss changes the model state, which depends on the examples; train "
                 "without statistics of batches"
             )
-        mean = cast_like(grads.sum_by(weights), params)
         if self.second_order:
+            mean = cast_like(grads.sum_by(weights), params)
 
             def validation_loss(params: Any) -> Array:
                 losses, _ = function(params, validation, validation_key)
@@ -237,7 +237,8 @@ class InRun(Mode):
             direction = jax.tree.map(lambda g, h: g - rate / 2 * h, direction, bend)
             products = grads.inner_products(direction)
         else:
-            products = grads.products_with(of_validation, validation_weights)
+            sums, products = grads.sum_and_products(weights, of_validation, validation_weights)
+            mean = cast_like(sums, params)
         means = {name: weighted_mean(values, weights) for name, values in metrics.items()}
         counts = weights > 0
         scores = jnp.where(counts, rate * weights * products, 0)

@@ -8,8 +8,10 @@ import numpy as np
 import optax
 import pytest
 from example_losses import CASES, loop_over_examples
+from jax.flatten_util import ravel_pytree
 
 from fnet.autodiff.examples import examples
+from fnet.autodiff.per_example import parameter_gradients
 from fnet.autodiff.per_example.backward import per_example_gradients
 
 allow_rank_promotion = pytest.fixture(autouse=True)(example_losses.allow_rank_promotion)
@@ -19,10 +21,13 @@ SLOW = "flax_transformer", "fnet_transformer", "flax_cnn", "convolutions"
 NARROW = ("views",)  # Products of bfloat16.
 
 
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("reads", [32, 0], ids=["", "one gradient at a time"])
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW[:2])) for n in CASES]
 )
-def test_products_match_a_loop_over_examples(name):
+def test_products_match_a_loop_over_examples(name, reads, monkeypatch):
+    monkeypatch.setattr(parameter_gradients, "_READS_AND_WRITES", reads)
     case = CASES[name]()
     weights = jnp.array([0.5, 0.0, -1.0, 2.0, 0.0, 0.1])
     expected_grads = loop_over_examples(case)
@@ -36,14 +41,15 @@ def test_products_match_a_loop_over_examples(name):
     @jax.jit
     def products(params, *batch):
         grads = per_example_gradients("test", case.loss, params, examples("test", batch))
-        return grads.inner_products(direction), grads.products_with(grads, weights)
+        return grads.inner_products(direction), *grads.sum_and_products(weights, grads, weights)
 
     def dot(tree):
         return jax.vmap(optax.tree.vdot, (0, None))(expected_grads, tree)
 
     mean = jax.tree.map(lambda g: jnp.tensordot(weights, g, 1), expected_grads)
-    got = products(case.params, *case.batch)
-    for one, expected in zip(got, (dot(direction), dot(mean)), strict=True):
+    of_direction, total, of_mean = products(case.params, *case.batch)
+    got = ravel_pytree(total)[0], of_direction, of_mean
+    for one, expected in zip(got, (ravel_pytree(mean)[0], dot(direction), dot(mean)), strict=True):
         scale = float(np.abs(expected).max()) + 1e-6
         error = 5e-3 if name in NARROW else 1e-4
         chex.assert_trees_all_close(one / scale, expected / scale, rtol=0, atol=error)

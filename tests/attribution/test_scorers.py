@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import fnet
-from fnet.attribution import Scores, ekfac, scores, tracin, trak
+from fnet.attribution import Scores, ekfac, fisher_diagonal, kfac, scores, tracin, trak
 
 N, Q = 20, 3
 trak_module = sys.modules["fnet.attribution.trak"]
@@ -100,6 +100,33 @@ def block(covariances, squares_of, damping):
 
 
 @pytest.mark.usefixtures("_chunks")
+def test_the_diagonal_of_the_fisher_matrix_is_the_mean_of_squares():
+    params, train, _ = draw(0)
+    grads = fnet.per_example_grad(loss)(params, *train)
+    expected = jax.tree.map(lambda g: jnp.square(g).mean(0), grads)
+    got = fisher_diagonal(loss, params, batches(train))
+    chex.assert_trees_all_close(got, expected, rtol=1e-4, atol=1e-7)
+
+
+def test_factors_give_the_fisher_matrix_of_a_linear_network():
+    """Labels with unit noise: cotangents are independent of the inputs, so K-FAC is exact."""
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(6, 3)), jnp.float32)
+    signs = jnp.asarray([[a, b] for a in (1.0, -1.0) for b in (1.0, -1.0)])
+    rows, noise = (jnp.repeat(x, 4, 0), jnp.tile(signs, (6, 1)))
+
+    def squared(w, x, noise):
+        y = x @ w
+        return 0.5 * jnp.square(y - jax.lax.stop_gradient(y) - noise).sum(-1)
+
+    factors = kfac(squared, jnp.ones((3, 2)), [(rows, noise)])
+    grads = fnet.per_example_grad(squared)(jnp.ones((3, 2)), rows, noise).reshape(24, 6)
+    expected = grads.T @ grads / 24
+    got = jnp.kron(factors.inputs[0], factors.cotangents[0])
+    chex.assert_trees_all_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.usefixtures("_chunks")
 def test_ekfac_matches_dense_matrices():
     params, train, queries = draw(0)
     x, y = train
@@ -141,6 +168,13 @@ def test_ekfac_matches_dense_matrices():
     bias = np.diag(1 / (values + damping * values.mean()))
     for name, inverse in (("kernel", kernel), ("dense", dense), ("bias", bias)):
         expected += rows(grads, name) @ inverse @ rows(of_queries, name).T
+    for name, u, v in (("kernel", patches, of_conv), ("dense", hidden, of_logits)):
+        own = kfac(loss, params, batches(train))[name]
+        positions = 4 if name == "kernel" else 1
+        expected_factors = covariance(u) / (N * positions), covariance(v) / N
+        chex.assert_trees_all_close(
+            (own.inputs[0], own.cotangents[0]), expected_factors, rtol=1e-4, atol=1e-5
+        )
     scorer = ekfac(loss, params, batches(train), queries, damping=damping)
     got = Scores.of(scorer, batches(train)).values
     chex.assert_trees_all_close(got, expected, rtol=2e-3, atol=2e-3 * np.abs(expected).max())

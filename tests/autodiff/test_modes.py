@@ -329,6 +329,13 @@ def test_metrics_of_norms_and_noise_scale():
     expected = {"norm_median": 2.0, "norm_max": 4.0, "grad_sq": 2 / 3, "grad_var": 19 / 3}
     for name, value in expected.items():
         assert float(metrics[name]) == pytest.approx(value, rel=1e-5), name
+    _, _, metrics = autodiff.per_example(per_layer=True)(
+        lambda p, *rest: loss(jnp.concatenate([p["a"], p["b"]["c"]]), *rest)
+    )({"a": jnp.zeros(1), "b": {"c": jnp.zeros(1)}}, *args[1:])
+    # The first column is 1, 2, 0 and the second 0, 0, 4.
+    expected = {"grad_sq/a": 2 / 3, "grad_var/a": 1.0, "grad_sq/b.c": 0.0, "grad_var/b.c": 16 / 3}
+    for name, value in expected.items():
+        assert float(metrics[name]) == pytest.approx(value, rel=1e-5, abs=1e-5), name
     _, _, metrics = autodiff.clipped(1.5)(loss)(*args)
     values = [float(metrics[name]) for name in ("norm_median", "norm_max", "clipped")]
     assert values == pytest.approx([2, 4, 2 / 3])

@@ -319,7 +319,6 @@ def importance_sampling(key: Array, norms: Array, size: int) -> tuple[Array, Arr
     checks.sizes("importance_sampling", size=size)
     scores = jnp.where(jnp.isfinite(norms), norms, 0)
     scores = jnp.where(scores.max() > 0, scores, 1)
-    scores = scores / scores.max()  # The sum of norms may be infinite.
     p = scores / scores.sum()
     indices = jax.random.choice(key, len(p), (size,), p=p).astype(jnp.int32)
     return indices, 1 / (len(p) * p[indices])

@@ -18,7 +18,7 @@ import dataclasses
 import functools
 import math
 import operator
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, cast
 
 import jax
@@ -39,6 +39,7 @@ from fnet.autodiff.per_example.ghost_norm import (
     squared_norms_of,
 )
 from fnet.autodiff.per_example.taps import Use, Weighed, evaluate_with_taps
+from fnet.mesh import equally_varying
 from fnet.precision import sum_dtype, upcast
 
 T = TypeVar("T")
@@ -48,6 +49,9 @@ _FACTORS_RATIO = 4
 
 _OVERLAP_WORK = 10_000
 """Work that `numpy.shares_memory` may take to decide whether two views overlap."""
+
+_READS_AND_WRITES = 32
+"""FLOPs per element that take as long as to write a matrix, to add it and to multiply it."""
 
 _ROUGH = 0.004
 """Gradients are materialized if their squared norm may have an error above this fraction of it."""
@@ -155,9 +159,14 @@ class ParameterGradients(Protocol):
         """Inner product of each example's gradient with a direction [*parameter], [batch]."""
         return MaterializedGradients(self.materialize()).inner_products(direction)
 
-    def products_with(self, other: "ParameterGradients | None", weights: Array) -> Array | None:
-        """Inner products with a weighted sum of other gradients if factors give them, or None."""
-        return None
+    def sum_and_products(
+        self, scales: Array, direction: Array, other: "ParameterGradients | None", weights: Array
+    ) -> tuple[Array, Array]:
+        """The `weighted_sum`, and the `inner_products` with a direction.
+
+        The direction is the sum of ``other`` gradients, weighted by ``weights``.
+        """
+        return self.weighted_sum(scales), self.inner_products(direction)
 
     def kronecker_factors(self) -> "KroneckerFactors | None":
         """Factors whose products are the gradients, or None."""
@@ -238,10 +247,6 @@ class SeparateGradients(GroupGradients):
     """
 
     by_param: Mapping[int, ParameterGradients]
-
-    def without(self, params: Collection[int]) -> "SeparateGradients":
-        """Return the gradients of all but some parameters."""
-        return SeparateGradients({i: g for i, g in self.by_param.items() if i not in params})
 
     def strategies(self) -> dict[int, str]:
         """See `GroupGradients`."""
@@ -398,30 +403,40 @@ class FactoredGradients(ParameterGradients):
 
         return KroneckerFactors(*factors, as_matrices)
 
-    def products_with(self, other: ParameterGradients | None, weights: Array) -> Array | None:
-        """Inner products with a weighted sum of other gradients, from factors alone, [batch].
+    def sum_and_products(
+        self, scales: Array, direction: Array, other: ParameterGradients | None, weights: Array
+    ) -> tuple[Array, Array]:
+        """See `ParameterGradients`. Takes the way that is estimated to be the fastest.
 
-        With few time steps and few other examples this takes fewer FLOPs than a product with their
-        sum: ``sum_j weights_j <u_b, u_j> <v_b, v_j>``. None if it does not.
+        For T positions of an example and S of all others, inner products with the direction take
+        ``T rows cols`` FLOPs, and those with factors of the other gradients ``T S (rows + cols)``:
+        ``sum_j weights_j <u_b, u_j> <v_b, v_j>``. Gradients of a few examples at a time have the
+        FLOPs of the sum, and are read and written.
         """
-        if not isinstance(other, FactoredGradients) or len(self.inputs) != len(other.inputs):
-            return None
-        factors, others = self._factors(), other._factors()
-        if factors is None or others is None or not self.inputs[0].is_like(other.inputs[0]):
-            return None
-        (u, v), (other_u, other_v) = factors, others
-        rows, cols = u.shape[-1], v.shape[-1]
-        if other_u.shape[1] * other_u.shape[2] * (rows + cols) >= rows * cols:
-            return None
+        factors = self._factors()
+        if factors is None or self._parts[0].is_small():
+            return super().sum_and_products(scales, direction, other, weights)
+        (u, v), others = factors, None
+        positions, rows, cols = u.shape[2], u.shape[-1], v.shape[-1]
+        if isinstance(other, FactoredGradients) and len(other.inputs) == 1:
+            others = other._factors() if self.inputs[0].is_like(other.inputs[0]) else None
+        fewest = rows * cols
+        if others is not None:
+            fewest = min(fewest, math.prod(others[0].shape[1:3]) * (rows + cols))
+        if positions * fewest > _READS_AND_WRITES * rows * cols:
+            return self._parts[0].sum_and_products(scales, direction)
+        if others is None or fewest == rows * cols:
+            return super().sum_and_products(scales, direction, other, weights)
         weights = weights[None, :, None, None]
-        other_u = jnp.where(weights != 0, other_u, 0)
-        other_v = jnp.where(weights != 0, other_v * weights, 0).astype(v.dtype)
-        return jnp.einsum(
+        other_u = jnp.where(weights != 0, others[0], 0)
+        other_v = jnp.where(weights != 0, others[1] * weights, 0).astype(v.dtype)
+        products = jnp.einsum(
             "gbjts,gbjts->b",
             jnp.einsum("gbtr,gjsr->gbjts", u, other_u),
             jnp.einsum("gbtc,gjsc->gbjts", v, other_v),
             preferred_element_type=sum_dtype(u, v),
         )
+        return self.weighted_sum(scales), products
 
     def weighted_sum(self, scales: Array, is_rough: Array | None = None) -> Array:
         """See `ParameterGradients`."""
@@ -831,6 +846,20 @@ class _Part:
 
         products: Array = jax.lax.map(of_chunk, jnp.arange(chunks))
         return products.T.ravel()
+
+    def sum_and_products(self, scales: Array, direction: Array) -> tuple[Array, Array]:
+        """Weighted sum and inner products of gradients of a few examples at a time."""
+        chunks, part = self._chunks()
+
+        def add(total: Array, number: Array) -> tuple[Array, Array]:
+            gradients = MaterializedGradients(part(number).materialize())
+            own = ghost_norm.every_nth(scales, chunks, number)
+            return total + gradients.weighted_sum(own), gradients.inner_products(direction)
+
+        zeros = jnp.zeros(self.param.shape, self._dtype())
+        (zeros, _) = equally_varying((zeros, direction))
+        total, products = jax.lax.scan(add, zeros, jnp.arange(chunks))
+        return total, products.T.ravel()
 
     @functools.cached_property
     def _materialized(self) -> "MaterializedGradients":
@@ -1248,26 +1277,36 @@ class PerExampleGradients(NamedTuple):
         products = (group.inner_products(directions) for group in self.groups)
         return functools.reduce(jnp.add, products, jnp.zeros(self.losses.shape))
 
-    def products_with(self, other: "PerExampleGradients", weights: Array) -> Array:
-        """Inner products ``<g_b, sum_j weights_j g'_j>`` with gradients of other examples, [batch].
+    def sum_and_products(
+        self, scales: Array, other: "PerExampleGradients", weights: Array
+    ) -> tuple[Any, Array]:
+        """Weighted sum, and inner products ``<g_b, sum_j weights_j g'_j>`` with other gradients.
 
         Args:
+          scales: Weights [batch] of the examples in the sum.
           other: Gradients with respect to the same parameters.
           weights: Weights of its examples. Those of weight 0 have no effect.
+
+        Returns:
+          The sum, like params, and inner products [batch].
         """
         directions = dict(enumerate(jax.tree.leaves(other.sum_by(weights))))
-        total, done = jnp.zeros(self.losses.shape), set()
-        others = other.separate()
-        for i, gradients in self.separate().items():
-            products = gradients.products_with(others.get(i), weights)
-            if products is not None:
-                total += products
-                done.add(i)
+        scales_by_param = dict.fromkeys(directions, scales)
+        others, sums, products = other.separate(), {}, jnp.zeros(self.losses.shape)
         for group in self.groups:
             if isinstance(group, SeparateGradients):
-                group = group.without(done)
-            total += group.inner_products(directions)
-        return total
+                previous = jnp.zeros(())
+                for i, g in sorted(group.by_param.items(), reverse=True):
+                    own = _wait_for(previous, scales)
+                    sums[i], product = g.sum_and_products(
+                        own, directions[i], others.get(i), weights
+                    )
+                    previous = sums[i] if sums[i].ndim > 1 and sums[i].size else previous
+                    products += product
+            else:
+                sums |= group.weighted_sums(scales_by_param, {})
+                products += group.inner_products(directions)
+        return self._unflatten(sums), products
 
     def sum_by(self, weights: Array) -> Any:
         """Weighted sum of the gradients, like params, with one weight per example [batch]."""

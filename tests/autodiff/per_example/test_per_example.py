@@ -12,7 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fnet
-from fnet.autodiff import influence, noise_scale, per_example_grad, per_example_norms
+from fnet.autodiff import (
+    importance_sampling,
+    influence,
+    noise_scale,
+    per_example_grad,
+    per_example_norms,
+)
 
 allow_rank_promotion = pytest.fixture(autouse=True)(example_losses.allow_rank_promotion)
 
@@ -152,6 +158,45 @@ def test_noise_scale_is_unbiased():
     scale = jax.vmap(noise_scale)(norms, mean)
     chex.assert_trees_all_close(scale.grad_sq.mean(), (true**2).sum(), rtol=0.02)
     chex.assert_trees_all_close(scale.grad_var.mean(), (deviation**2).sum(), rtol=0.02)
+
+
+@pytest.mark.parametrize("name", ["tied_embedding", "stacked_layers"])
+def test_norms_of_each_layer_are_those_of_its_gradients(name):
+    case = CASES[name]()
+    norms = jax.jit(per_example_norms(case.loss, per_layer=True))(case.params, *case.batch)
+    expected = jax.tree.map(
+        lambda g: jnp.linalg.norm(g.reshape(len(g), -1), axis=1), loop_over_examples(case)
+    )
+    chex.assert_trees_all_close(norms, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_importance_sampling_is_unbiased_and_has_the_least_variance():
+    rng = np.random.default_rng(0)
+    g = rng.normal(size=(7, 3)) * 10.0 ** rng.uniform(-1, 1, (7, 1))
+    g[2] = 0
+    norms = np.linalg.norm(g, axis=1)
+    indices, weights = importance_sampling(jax.random.key(0), jnp.asarray(norms), 20_000)
+    p = norms / norms.sum()
+    chex.assert_trees_all_close(weights, 1 / (7 * p[indices]), rtol=1e-5)
+    share = np.bincount(indices, minlength=7) / len(indices)
+    assert np.abs(share - p).max() < 0.01
+    # With these weights, both the mean and its least variance (equation 5) follow from p.
+    drawn = np.asarray(weights)[:, None] * g[indices]
+    assert np.abs(drawn.mean(0) - g.mean(0)).max() < 0.02 * norms.mean()
+    chex.assert_trees_all_close(
+        np.square(drawn).sum(1), np.full(20_000, norms.mean() ** 2), rtol=1e-4
+    )
+
+
+def test_importance_sampling_without_any_norm_is_uniform():
+    _, weights = importance_sampling(jax.random.key(0), jnp.zeros(3), 5)
+    chex.assert_trees_all_close(weights, jnp.ones(5), rtol=1e-6)
+
+
+def test_importance_sampling_leaves_out_what_is_not_finite():
+    norms = jnp.array([jnp.nan, 1.0, jnp.inf, 0.0])
+    indices, weights = importance_sampling(jax.random.key(0), norms, 5)
+    chex.assert_trees_all_equal((indices, weights), (jnp.ones(5, jnp.int32), jnp.full(5, 0.25)))
 
 
 def test_noise_scale_ignores_padding():
