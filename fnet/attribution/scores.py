@@ -76,13 +76,8 @@ def gradients(
 ) -> Any:
     """Compute ``then(gradients, losses)`` of all examples, a few at a time.
 
-    Args:
-      name: Name of the caller, for error messages.
-      loss: Loss of examples.
-      params: Parameters.
-      batch: Its other arguments.
-      then: Function of gradients like params, [n, ...] each and float32, and losses [n]. It returns
-        a tree of arrays [n, ...].
+    It gets gradients like params, [n, ...] each and float32, and losses [n], and returns a tree of
+    arrays [n, ...].
     """
     e = examples(name, batch)
     return map_in_chunks(lambda chunk: _then(name, loss, params, chunk, then), e, _width(params, e))

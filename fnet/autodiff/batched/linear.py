@@ -79,12 +79,8 @@ class Linear:
     ) -> list[Array]:
         """Evaluate ``n`` inputs, ``width`` at a time. The last chunk may be smaller.
 
-        Args:
-          inputs: ``inputs(start, size)`` returns the stacked inputs from ``start`` on.
-          n: number of inputs.
-          width: how many inputs are evaluated at a time. Only as many intermediates exist
-            at once. "auto" is `best_width`.
-          accumulators: [n, ...] to which the outputs are added; None for zeros.
+        ``inputs(start, size)`` returns the stacked inputs from ``start`` on. Outputs are added to
+        ``accumulators`` [n, ...], or to zeros.
         """
         if width == "auto":
             width = self.best_width(n, accumulate=accumulators is not None)

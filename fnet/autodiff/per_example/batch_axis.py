@@ -122,15 +122,10 @@ CONSTANT_SIZE = 2**20
 
 
 def find_batch_axes(closed: ClosedJaxpr, inputs: Sequence[State], batch_size: int) -> list[State]:
-    """Find the batch axis of every result of a traced function.
+    """Find the batch axis of every result of a function that was traced for at least two examples.
 
     The analysis looks into calls, `jax.checkpoint`, branches and loops. It checks functions with
     custom derivatives as they are executed when they are differentiated.
-
-    Args:
-      closed: ``jax.make_jaxpr(f)(*args)``, traced for at least two examples.
-      inputs: State of each argument.
-      batch_size: Number of examples in the trace.
     """
     return BatchAxes(batch_size).run(closed, inputs)
 

@@ -65,29 +65,15 @@ Value = Rows | Any
 def run_for_batch(
     closed: ClosedJaxpr, args: Sequence[Value], batch: int, *, keep_rules: bool = False
 ) -> list[Value]:
-    """Execute the program of one example for all examples.
+    """Execute a program that was traced for one example for all examples.
 
-    Args:
-      closed: The program, traced for one example.
-      args: One value per argument of the program.
-      batch: Number of examples.
-      keep_rules: Whether functions keep their custom derivatives, to differentiate the result.
-
-    Returns:
-      One value per result of the program: what it gives for each example alone.
+    With ``keep_rules`` functions keep their custom derivatives, to differentiate the result.
     """
     return _Interpreter(batch, keep_rules, {}).run(closed, args)
 
 
 def rows_of(value: Value, shape: Sequence[int], batch: int, axis: int = 0) -> Array:
-    """Return the values of all examples with the batch as an axis of its own.
-
-    Args:
-      value: One value per example of this shape, or an array that all examples share.
-      shape: Shape of one example's value.
-      batch: Number of examples.
-      axis: Position of the batch axis in the result.
-    """
+    """Return values of this shape each with the batch as an axis of its own."""
     if not isinstance(value, Rows):
         shared = jnp.expand_dims(value, axis)
         return jnp.broadcast_to(shared, (*shape[:axis], batch, *shape[axis:]))

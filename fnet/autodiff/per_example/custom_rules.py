@@ -57,12 +57,7 @@ def is_linear(eqn: JaxprEqn) -> bool:
 
 
 def scale_of_rule(eqn: JaxprEqn, operand: int) -> float | None:
-    """The number ``c`` if the backward rule of a `jax.custom_vjp` returns ``c ct``, else None.
-
-    Args:
-      eqn: The equation.
-      operand: Index of the operand whose cotangent it is.
-    """
+    """The number ``c`` if the backward rule of a `jax.custom_vjp` returns ``c ct``, else None."""
     shape = aval(eqn.invars[operand]).shape
     is_single = len(eqn.outvars) == 1 and aval(eqn.outvars[0]).shape == shape
     if eqn.primitive.name != "custom_vjp_call" or not is_single:

@@ -114,12 +114,7 @@ def find_derived(closed: ClosedJaxpr, states: Sequence[State]) -> list[Var]:
 
 
 def split_derived(closed: ClosedJaxpr, count: int) -> Split:
-    """Take a traced loss apart into functions of parameters alone and the rest.
-
-    Args:
-      closed: ``(*params, *batch) -> results``, without calls of `jax.jit`.
-      count: Number of parameters.
-    """
+    """Take a traced loss apart into functions of its ``count`` parameters and the rest."""
     jaxpr = closed.jaxpr
     views: list[State] = [View.whole(i, v.aval.shape) for i, v in enumerate(jaxpr.invars[:count])]
     variables = find_derived(closed, [*views, *[DATA] * (len(jaxpr.invars) - count)])

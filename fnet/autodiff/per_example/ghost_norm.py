@@ -101,18 +101,10 @@ class Estimate(NamedTuple):
 def squared_norms(u: Array, v: Array) -> Estimate:
     """Squared norms ``sum_g |G_gb|^2`` of per-example gradients.
 
-    Uses whichever is cheaper for more than one time step: the Gram matrices ``<u_t, u_s>`` and
-    ``<v_t, v_s>``, or the gradients themselves, materialized for a few examples at a time. Only
-    the Gram form loses digits if time steps cancel. For one-hot vectors, cotangents of equal
-    indices are summed, which does not.
-
-    Args:
-      u: Factors [groups, batch, time, rows]. Integers [groups, batch, time] stand for one-hot
-        vectors.
-      v: Factors [groups, batch, time, cols], or integers as for ``u``.
-
-    Returns:
-      [batch], float32 or wider.
+    Integers [groups, batch, time] stand for one-hot vectors. For more than one time step it uses
+    whichever is cheaper: the Gram matrices ``<u_t, u_s>`` and ``<v_t, v_s>``, or gradients of a
+    few examples at a time. Only the Gram form loses digits if time steps cancel. For one-hot
+    vectors, cotangents of equal indices are summed, which does not.
     """
     groups, _, time = u.shape[:3]
     if time == 1:
@@ -139,15 +131,10 @@ def _one_hot_squared_norms(indices: Array, v: Array) -> Array:
 
 
 def sum_equal_rows(indices: Array, rows: Array) -> tuple[Array, Array]:
-    """Sum the rows of equal indices of each example.
+    """Sum the rows [groups, batch, time, cols] of an example's equal indices [groups, batch, time].
 
-    Args:
-      indices: Row numbers, [groups, batch, time].
-      rows: Rows [groups, batch, time, cols].
-
-    Returns:
-      Arrays of these shapes, rows in float32 or wider. Each index of an example is there once.
-      What is left over at the end has the index 0 and rows of 0.
+    Returns arrays of these shapes, rows in float32 or wider, each index of an example once. What
+    is left over at the end has the index 0 and rows of 0.
     """
 
     def of_example(indices: Array, rows: Array) -> tuple[Array, Array]:
@@ -261,17 +248,9 @@ def materialize(u: Array, v: Array) -> Array:
 
 
 def weighted_sum(u: Array, v: Array, scales: Array) -> Array:
-    """Weighted sum ``sum_b scales_b G_gb`` of per-example gradients.
+    """Weighted sum ``sum_b scales_b G_gb`` [groups, rows, cols], float32 or wider.
 
     An example with scale 0 contributes exactly 0, even if its factors are not finite.
-
-    Args:
-      u: Factors [groups, batch, time, rows].
-      v: Factors [groups, batch, time, cols].
-      scales: Weight of each example, [batch].
-
-    Returns:
-      [groups, rows, cols], float32 or wider.
     """
     if u.shape[0] == 1:  # A plain matrix product is faster than a batched one with one group.
         return _weighted_sum(u[0], v[0], scales)[None]
@@ -304,13 +283,10 @@ def _weighted_sum(u: Array, v: Array, scales: Array) -> Array:
 
 
 def scale_rows(v: Array, scales: Array) -> tuple[Array, Array]:
-    """Scale cotangents [batch, time, cols] by ``scales`` [batch].
+    """Scale cotangents [batch, time, cols], and tell which rows have a scale other than 0.
 
-    All readers of one array of cotangents use this shape, so that XLA computes it once.
-
-    Returns:
-      The scaled cotangents [batch * time, cols], and which of these rows belong to an example
-      with a scale other than 0, [batch * time].
+    All readers of one array of cotangents use the shape [batch * time, cols], so that XLA computes
+    it once.
     """
     scales = jnp.broadcast_to(scales[:, None], v.shape[:2]).ravel()
     v = jax.lax.collapse(v, 0, 2)
@@ -325,13 +301,7 @@ def scaled_dtype(ct: jnp.dtype) -> jnp.dtype:
 
 
 def map_in_chunks(f: Callable[..., Any], arrays: Sequence[Array], example_bytes: int) -> Any:
-    """Compute ``f(*arrays)`` for a few examples at a time if its intermediates are large.
-
-    Args:
-      f: Function of arrays [batch, ...] that returns a tree of arrays [batch, ...].
-      arrays: Its arguments.
-      example_bytes: Bytes of its intermediates per example.
-    """
+    """Compute ``f(*arrays)`` for a few examples at a time if its intermediates are large."""
     chunks = number_of_chunks(arrays[0].shape[0], arrays, example_bytes)
     if chunks == 1:
         return f(*arrays)

@@ -51,12 +51,7 @@ class _Value(NamedTuple):
 
 
 def hoist(closed: ClosedJaxpr, count: int) -> ClosedJaxpr:
-    """Inline calls, and compute what depends on parameters alone outside of loops.
-
-    Args:
-      closed: ``(*params, *batch) -> results``.
-      count: Number of parameters.
-    """
+    """Inline calls, and compute what depends on the ``count`` parameters alone outside of loops."""
 
     def function(*args: Any) -> list[Any]:
         values = [_Value(a, i < count, i < count) for i, a in enumerate(args)]

@@ -416,20 +416,10 @@ def clipped_sum(
     microbatches: int,
     clip: Array | None = None,
 ) -> tuple[Any, ClippedInfo, Array]:
-    """Sum the clipped gradients of a batch in float32 or wider.
+    """Sum the clipped gradients of a batch in float32 or wider: ``(sums, info, is_counted)``.
 
-    Args:
-      name: Name of the mode, for error messages.
-      function: What `clipped_grad` returns for a `per_example_loss`.
-      params: Parameters.
-      model_state: Model state.
-      batch: Arrays [batch, ...] by name.
-      key: Random key of the loss.
-      microbatches: Number of equal parts of a batch, computed one after the other.
-      clip: Bound in place of the function's own.
-
-    Returns:
-      ``(sums, info, is_counted [batch])``.
+    ``function`` is what `clipped_grad` returns for a `per_example_loss`, and ``clip`` a bound in
+    place of its own.
     """
     params = _widen(params)
     if microbatches == 1:
@@ -496,13 +486,7 @@ def summarize(
 ) -> tuple[dict[str, Array], Any]:
     """Average metrics over the counted examples, and model states that depend on the batch.
 
-    Args:
-      info: Result of `clipped_grad` for a `per_example_loss`.
-      is_counted: [batch], 1 for the examples to average over, otherwise 0.
-      model_state: The model state before the step.
-
-    Returns:
-      ``(metrics, model_state)``.
+    ``info`` is of a `per_example_loss`, and ``model_state`` that before the step.
     """
     metrics, states = info.aux
     means = {name: weighted_mean(values, is_counted) for name, values in metrics.items()}

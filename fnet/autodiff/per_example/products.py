@@ -72,14 +72,9 @@ def uses_of_factors(
 ) -> list[UseInputs] | None:
     """Give every parameter of a group inputs and cotangents of its own.
 
-    Args:
-      group: Parameters and the values that are derived from them.
-      params: The parameters of the group.
-      inputs: Inputs and cotangents of each derived value.
-
-    Returns:
-      Uses of the parameters. None if the derived values are no sums of matrix products, if they
-      are used in other ways than in matrix products, or if this takes more operations.
+    ``inputs`` are those of each derived value. None if the derived values are no sums of matrix
+    products, if they are used in other ways than in matrix products, or if this takes more
+    operations.
     """
     if group.is_placement or not all(
         isinstance(i.use.equation, Dot) for own in inputs for i in own
@@ -177,12 +172,8 @@ def _uses_of_product(
 ) -> Iterator[UseInputs]:
     """Yield the uses of the factors of a product whose gradient is ``sum_t u_t v_t^T``.
 
-    Args:
-      product: The product.
-      elements: Elements of the product, in any arrangement.
-      matrices: The same elements, as the matrices [groups, rows, cols] of the gradient.
-      u: Factors of the gradient, [groups, batch, time, rows].
-      v: Factors of the gradient, [groups, batch, time, cols].
+    ``elements`` are those of the product in any arrangement, and ``matrices`` the same elements as
+    matrices [groups, rows, cols].
     """
     a, b = product.factors
     groups, rows, rank, cols = *a.shape, b.shape[-1]

@@ -96,12 +96,7 @@ class View(NamedTuple):
         return self._replace(scans=(*self.scans, scan))
 
     def after(self, eqn: JaxprEqn, operand: int = 0) -> list["View"] | None:
-        """Return the views that an equation of this view results in; None if it does more.
-
-        Args:
-          eqn: An equation of this view and constants.
-          operand: Index of the operand that is the view.
-        """
+        """Return the views that an equation of this view results in; None if it does more."""
         if rounds_coarsely(eqn):
             return None
         for scale in (slope(eqn, operand), scale_of_rule(eqn, operand)):
@@ -127,10 +122,8 @@ class View(NamedTuple):
     def to_param(self, cotangent: Array, param: Any) -> Array:
         """Return the parameter's gradient, given the cotangent of the view: a transposition.
 
-        Args:
-          cotangent: An `unscale`d cotangent, shaped like the view with its scans first. The
-            batch axis is 1 long if the parameter was broadcast along the batch.
-          param: The parameter, or its shape.
+        The cotangent is an `unscale`d one, with the scans first. Its batch axis is 1 long if the
+        parameter was broadcast along the batch.
         """
 
         def view_of(p: Any) -> Any:
@@ -273,14 +266,10 @@ class Uses(NamedTuple):
 
 
 def find_uses(closed: ClosedJaxpr, params: int) -> Uses:
-    """Find the equations in which parameters meet data.
+    """Find the equations in which the first ``params`` arguments meet data.
 
     Looks into `jax.jit`, `jax.checkpoint` and `jax.lax.scan`. Functions with custom derivatives
     are single equations.
-
-    Args:
-      closed: ``jax.make_jaxpr(f)(*params, *data)``. Its first result is the loss.
-      params: Number of arguments that are parameters.
     """
     search = _Search()
     views = [View.whole(i, v.aval.shape) for i, v in enumerate(closed.jaxpr.invars[:params])]
