@@ -59,6 +59,9 @@ def kfac(loss: PerExampleLoss, params: Any, batches: Iterable[tuple[Any, ...]]) 
       `CovarianceFactors` in float32 or wider for each parameter, like params. None for parameters
       that are no matrices of one layer.
 
+    Raises:
+      ValueError: There is no example.
+
     Example:
       >>> import jax.numpy as jnp, fnet
       >>> def loss(params, x):
