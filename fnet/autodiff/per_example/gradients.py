@@ -307,10 +307,10 @@ def importance_sampling(key: Array, norms: Array, size: int) -> tuple[Array, Arr
     Example:
       >>> import jax, jax.numpy as jnp
       >>> from fnet.autodiff import importance_sampling
-      >>> norms = jnp.array([6.0, 0.0, 2.0])
+      >>> norms = jnp.array([3.0, 0.0, 3.0])
       >>> indices, weights = importance_sampling(jax.random.key(0), norms, 4)
       >>> print(indices, weights)
-      [0 2 0 0] [0.44444445 1.3333334  0.44444445 0.44444445]
+      [0 0 2 2] [0.6666667 0.6666667 0.6666667 0.6666667]
 
     References:
       Katharopoulos and Fleuret 2018, "Not all samples are created equal: deep learning with
