@@ -159,3 +159,37 @@ def _order_tangents(primals: Any, tangents: Any) -> Any:
 
 
 ad.primitive_jvps[FINISH_TOGETHER] = _order_tangents
+
+
+def constant(x: Array) -> Array:
+    """Return an array that is not differentiated.
+
+    A backward pass of our own has gradients of some arguments alone. Without this, a gradient with
+    respect to another one would be 0.
+
+    Raises:
+      ValueError: When the result is differentiated.
+    """
+    made: Array = CONSTANT.bind(x)
+    return made
+
+
+CONSTANT = Primitive("fnet_constant")
+"""The primitive behind `constant`."""
+
+CONSTANT.def_impl(lambda x: x)
+CONSTANT.def_abstract_eval(lambda aval: aval)
+mlir.register_lowering(CONSTANT, lambda context, x: [x])
+batching.primitive_batchers[CONSTANT] = lambda args, axes: (CONSTANT.bind(*args), axes[0])
+register(CONSTANT.name, IDENTITY)
+
+
+def _refuse(primals: Any, tangents: Any) -> Any:
+    raise ValueError(
+        "a loss that runs in chunks to fit a budget is differentiated with respect to its first "
+        f"argument alone, but here also to {jax.typeof(primals[0])}; make it a part of the first "
+        "argument, as in loss((params, x), ...), and plan again"
+    )
+
+
+ad.primitive_jvps[CONSTANT] = _refuse

@@ -60,7 +60,7 @@ from fnet.memory.graph import (
     variables,
 )
 from fnet.memory.rows import Part, RowAxes, Sum, Value, run_rows, slice_rows
-from fnet.memory.windows import trace_inlined
+from fnet.memory.windows import trace_first
 from fnet.precision import sum_dtype
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -977,9 +977,8 @@ def cut(
     @functools.wraps(f)
     @for_device
     def run(*args: Any, **kwargs: Any) -> Any:
-        closed, leaves, structure = trace_inlined(f, args, kwargs)
-        count = len(jax.tree.leaves(args[:1]))
-        division = divide(closed, [i < count for i in range(len(leaves))], depth)
+        closed, leaves, structure, differentiated = trace_first(f, args, kwargs)
+        division = divide(closed, differentiated, depth)
         if not division.regions:
             raise ValueError("; ".join(division.reasons) or "no array has an axis to cut")
         results = run_divided(closed, leaves, division, chunks, inner, kept)

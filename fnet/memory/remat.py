@@ -23,7 +23,7 @@ from fnet.memory.windows import (
     remat_windows,
     run_windows,
     segments,
-    trace_inlined,
+    trace_first,
 )
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -95,9 +95,8 @@ def remat_nested(f: F) -> F:
     @functools.wraps(f)
     @for_device
     def run(*args: Any, **kwargs: Any) -> Any:
-        closed, leaves, structure = trace_inlined(f, args, kwargs)
-        count = len(jax.tree.leaves(args[:1]))
-        active = active_variables(closed.jaxpr, [i < count for i in range(len(leaves))])
+        closed, leaves, structure, differentiated = trace_first(f, args, kwargs)
+        active = active_variables(closed.jaxpr, differentiated)
         params = active.intersection(closed.jaxpr.invars)
 
         def again(run: Run, part: ClosedJaxpr) -> Run:

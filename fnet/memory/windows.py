@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from fnet.backward_pass import bind_static, finish_together
+from fnet.backward_pass import bind_static, constant, finish_together
 from fnet.jaxpr import Scan, evaluate, in_scopes, inline, is_floating
 from fnet.memory.graph import (
     CARRY,
@@ -90,6 +91,25 @@ def trace_inlined(
 
     traced, shapes = jax.make_jaxpr(flat, return_shape=True)(*leaves)
     return inline(traced), leaves, jax.tree.structure(shapes)
+
+
+def trace_first(
+    f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[ClosedJaxpr, list[Any], Any, list[bool]]:
+    """As `trace_inlined`, and whether each argument is a part of the first one.
+
+    Other arrays, also those that the function closes over, cannot be differentiated.
+    """
+    closed, leaves, structure = trace_inlined(f, args, kwargs)
+    count = len(jax.tree.leaves(args[:1]))
+
+    def fixed(a: Any) -> Any:
+        is_own = isinstance(a, jax.Array) and jnp.issubdtype(a.dtype, jnp.inexact)
+        return constant(a) if is_own else a
+
+    leaves[count:] = map(fixed, leaves[count:])
+    closed = ClosedJaxpr(closed.jaxpr, [*map(fixed, closed.consts)])
+    return closed, leaves, structure, [i < count for i in range(len(leaves))]
 
 
 def run_windows(
