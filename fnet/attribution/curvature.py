@@ -65,7 +65,7 @@ def kfac(loss: PerExampleLoss, params: Any, batches: Iterable[tuple[Any, ...]]) 
     Example:
       >>> import jax.numpy as jnp, fnet
       >>> def loss(params, x):
-      ...     return jnp.square(x @ params["w"] + params["b"]).sum(-1)
+      ...     return jnp.square(x @ params["w"] + params["b"][None]).sum(-1)
       >>> params = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
       >>> factors = fnet.attribution.kfac(loss, params, [(jnp.ones((4, 3)),)])
       >>> factors["w"].inputs.shape, factors["w"].cotangents.shape, factors["b"]

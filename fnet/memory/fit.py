@@ -67,7 +67,8 @@ def remat_to_fit(
     Raises:
       BudgetError: If nothing fits. The message gives the lowest peak and what to change.
       TypeError: If the loss does not return a scalar, or its arguments are missing.
-      ValueError: If the budget cannot be read.
+      ValueError: If the budget cannot be read. When the returned loss is differentiated: if it is
+        with respect to more than its first argument, where it runs in chunks.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax

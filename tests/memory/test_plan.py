@@ -252,7 +252,7 @@ def test_rejects_an_unknown_remat_policy_and_impossible_microbatches(step_and_pe
     with pytest.raises(ValueError, match="microbatches must be at least 1, got 0"):
         step.replace(microbatches=0)
     per_example = fnet.make_step(step.loss, optax.sgd(0.1), fnet.autodiff.per_example())
-    with pytest.raises(ValueError, match=r"mode PerExampleMode\(\) cannot be split"):
+    with pytest.raises(ValueError, match=r"mode PerExampleMode\(per_layer=False\) cannot be split"):
         fnet.plan_step(per_example, state, batch, microbatch_choices=(1, 2))
 
 
