@@ -357,6 +357,7 @@ FURTHER_CASES = {
     "approx_top_k": [(lambda a: lax.approx_max_k(a, 2, reduction_dimension=0), (floats, (4, 3)))],
     "cholesky_update": [(bind("cholesky_update"), (definite, (3, 3)), (floats, (3,)))],
     "device_put": [(jax.device_put, PLANE)],
+    "fnet_constant": [(fnet.backward_pass.constant, PLANE)],
     "fnet_finish_together": [(fnet.backward_pass.finish_together, PLANE, (floats, (3, 2)), (floats, ()))],
     "householder_product": [(lax.linalg.householder_product, (floats, M), (floats, (2, 3)))],
     "iota": [
