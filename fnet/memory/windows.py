@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
-import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
@@ -104,8 +103,7 @@ def trace_first(
     count = len(jax.tree.leaves(args[:1]))
 
     def fixed(a: Any) -> Any:
-        is_own = isinstance(a, jax.Array) and jnp.issubdtype(a.dtype, jnp.inexact)
-        return constant(a) if is_own else a
+        return constant(a) if isinstance(a, jax.Array) and is_floating(a) else a
 
     leaves[count:] = map(fixed, leaves[count:])
     closed = ClosedJaxpr(closed.jaxpr, [*map(fixed, closed.consts)])
