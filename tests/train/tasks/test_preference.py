@@ -28,17 +28,6 @@ PAIRS = [
 PAIRS = [p | {"rejected": p["rejected"] or "none"} for p in PAIRS]
 
 
-@pytest.fixture
-def write(workplace):
-    """``write(records)`` returns the path of a file of JSON lines."""
-
-    def write(records, name="pairs.jsonl"):
-        (workplace / name).write_text("\n".join(map(json.dumps, records)))
-        return str(workplace / name)
-
-    return write
-
-
 def texts_of(batch):
     """(text, learned text) of both answers of each pair."""
     found = []
@@ -254,7 +243,7 @@ def test_thirty_steps_have_the_losses_of_trl(workplace, write):
 @pytest.mark.slow
 def test_a_run_learns_resumes_and_is_sampled(workplace, write, capsys):
     config_of(workplace, write)
-    words = "--model.path", "llama", "--data.path", "pairs.jsonl", "--data.vocabulary", 256, "--data.context", 32, "--train.precision", "float32"  # fmt: skip
+    words = "--model.path", "llama", "--data.path", "data.jsonl", "--data.vocabulary", 256, "--data.context", 32, "--train.precision", "float32"  # fmt: skip
     words += "--optim.schedule", "constant", "--optim.learning-rate", 0.01, "--optim.warmup-steps", 0, "--train.log-every", 1, "--data.batch-size", 16  # fmt: skip
     fnet_command("train", "finetune_dpo", "--out", "whole", "--train.steps", 6, *words)
     fnet_command("train", "finetune_dpo", "--out", "parts", "--train.steps", 3, *words)

@@ -15,17 +15,6 @@ from train.run.setup import setup
 TEXTS = [{"text": f"{n} and {n}" if n % 2 else f"no {n}", "label": n % 2} for n in range(80)]
 
 
-@pytest.fixture
-def write(workplace):
-    """``write(records)`` returns the path of a file of JSON lines."""
-
-    def write(records, name="texts.jsonl"):
-        (workplace / name).write_text("\n".join(map(json.dumps, records)))
-        return str(workplace / name)
-
-    return write
-
-
 def test_rows_are_whole_texts_with_the_number_of_their_class(write):
     names = [{"text": r["text"], "kind": ["ten", "two"][r["label"]]} for r in TEXTS]
     data = load(ChatFile(path=write(names), label="kind", context=16))
