@@ -51,6 +51,7 @@ import numpy as np
 from jax import Array
 from jax.extend.core import JaxprEqn
 
+from fnet.cpu.tracing import is_for_cpu
 from fnet.jaxpr import aval
 from fnet.mesh import argument_like, batch_devices, equally_varying
 from fnet.precision import sum_dtype, upcast
@@ -69,6 +70,9 @@ _BLOCK = 64
 
 _SHORT = 2**13
 """Time steps times columns up to which blocks do not matter."""
+
+_FULL_PRECISION = 7.0
+"""Time of a float32 product in full precision, relative to the default precision of a GPU."""
 
 _REDUCTION = 64
 """Length of the longest chain of additions in a sum over two axes by XLA, a tree of windows."""
@@ -114,7 +118,7 @@ def squared_norms(u: Array, v: Array) -> Estimate:
         size = time * (time if _is_one_hot(v) else 2 * v.shape[-1])
         return Estimate(map_groups_in_chunks(_one_hot_squared_norms, (u, v), 4 * groups * size))
     rows, cols = u.shape[-1], v.shape[-1]
-    if time * (rows + cols) < rows * cols:
+    if time * (rows + cols) * _cost_of_gram(u, v) < rows * cols:
         norms = inner_products(u, v, u, v)
         return norms._replace(values=nonnegative(norms.values))
 
@@ -214,8 +218,7 @@ def _rounding_of_product(dtype: jnp.dtype) -> Array | float:
     """
     if jnp.finfo(dtype).bits < 32:
         return 2.0**-8
-    config: Any = jax.config
-    if jnp.finfo(dtype).bits > 32 or config.jax_default_matmul_precision in ("float32", "highest"):
+    if not _rounds_products(dtype):
         return 0.0
     bound: Array = jax.lax.platform_dependent(
         cpu=lambda: jnp.array(0.0),
@@ -223,6 +226,13 @@ def _rounding_of_product(dtype: jnp.dtype) -> Array | float:
         default=lambda: jnp.array(2.0**-7),
     )
     return bound
+
+
+def _rounds_products(dtype: jnp.dtype) -> bool:
+    """Whether accelerators may round the factors of a product of float32 or wider."""
+    config: Any = jax.config
+    full = config.jax_default_matmul_precision in ("float32", "highest")
+    return bool(jnp.finfo(dtype).bits == 32) and not full
 
 
 def computed_once(a: Any) -> Any:
@@ -363,6 +373,18 @@ def _gram(u: Array, other: Array) -> Array:
         indices = jnp.broadcast_to(other[:, :, None], (*u.shape[:3], other.shape[-1]))
         return jnp.take_along_axis(u, indices, -1)
     return _dense_gram(u, other)
+
+
+def _cost_of_gram(u: Array, v: Array) -> float:
+    """Time per operation of a Gram form of these factors, relative to that of gradients.
+
+    GPUs and TPUs multiply float32 six or seven times as fast in their default precision as in full,
+    and the blocks are sums in memory, of T^2 numbers each.
+    """
+    if is_for_cpu():
+        return 1.0
+    rounds = _rounds_products(sum_dtype(u, v)) and max(u.dtype.itemsize, v.dtype.itemsize) > 2
+    return max(_FULL_PRECISION if rounds else 1.0, u.shape[2] / _BLOCK)
 
 
 def _dense_gram(u: Array, other: Array) -> Array:

@@ -8,6 +8,7 @@ from jax import lax
 
 from fnet.autodiff.per_example import ghost_norm
 from fnet.autodiff.per_example.clipped import clipped_grad, gradient_strategies
+from fnet.cpu.tracing import traced_for
 
 
 def dense(p, u, v):
@@ -302,3 +303,21 @@ def test_worst_rounding_of_a_gram_matrix_is_within_its_bound():
     values, errors = ghost_norm.inner_products(u, v, u, v)
     assert np.abs(np.float64(values) - exact) > 0
     assert np.abs(np.float64(values) - exact) <= errors
+
+
+@pytest.mark.parametrize(
+    ("platform", "dtype", "width", "gram"),
+    [
+        ("cpu", "float32", 768, True),
+        ("cuda", "float32", 768, False),  # full precision takes a GPU seven times as long
+        ("cuda", "bfloat16", 768, False),  # sums of 256 x 256 over 24 blocks
+        ("cuda", "bfloat16", 2560, True),
+    ],
+)
+def test_accelerators_multiply_gradients_where_gram_matrices_cost_more(
+    platform, dtype, width, gram
+):
+    factors = jnp.zeros((2, 1, 2, 256, width), dtype)
+    with traced_for(platform):
+        norms = jax.eval_shape(lambda *uv: ghost_norm.squared_norms(*uv), *factors)
+    assert (norms.errors is not None) is gram  # gradients have no cancelling terms
