@@ -110,16 +110,20 @@ def _shape(atom: Any) -> tuple[int, ...]:
 
 
 def instruction_flops(module: hlo.Module, i: hlo.Instruction) -> tuple[float, str]:
-    """Count FLOPs of a matrix product or a convolution, also by cuBLAS or cuDNN.
+    """Count FLOPs of a matrix product, a convolution or attention, also by cuBLAS or cuDNN.
 
     Args:
       module: The program.
-      i: One of its instructions. Others than products and convolutions count as 0.
+      i: One of its instructions. Others than these count as 0.
 
     Returns:
       FLOPs, and the dtype whose rate it has: ``highest`` for full float32.
     """
     library = i.attribute(r'custom_call_target="([^"]*)"') if i.opcode == "custom-call" else ""
+    if library.startswith("__cudnn$fmha"):
+        q = module.operands(i)[0][0]
+        products = 5 if "Backward" in library else 2
+        return 2.0 * products * _scores(i) * q.shape[-1], q.dtype
     is_product = i.opcode == "dot" or library.startswith("__cublas")
     if not is_product and i.opcode != "convolution" and not library.startswith("__cudnn$conv"):
         return 0.0, ""
@@ -142,6 +146,17 @@ def instruction_flops(module: hlo.Module, i: hlo.Instruction) -> tuple[float, st
 def product_flops(module: hlo.Module) -> int:
     """Count FLOPs of the products and convolutions of a program. A loop counts one iteration."""
     return int(sum(instruction_flops(module, i)[0] for i in module.instructions.values()))
+
+
+def _scores(attention: hlo.Instruction) -> float:
+    """Scores that cuDNN's attention computes: of a causal mask, half of all."""
+    sizes = attention.attribute(r'intermediate_tensor_shape":\{[^}]*?"dimensions":\[([\d",]*)\]')
+    batch, heads, queries, keys = (int(size.strip('"')) for size in sizes.split(","))
+    window = int(attention.attribute(r'"sliding_window_length":"?(\d+)') or 0) or keys
+    if "CAUSAL" not in attention.attribute(r'"mask_type":"(\w+)"'):
+        return batch * heads * float(queries) * keys
+    first = min(window, queries)  # queries whose window begins before the first key
+    return batch * heads * (first * (first + 1) / 2 + (queries - first) * float(window))
 
 
 def _convolution_flops(

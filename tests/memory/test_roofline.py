@@ -124,6 +124,34 @@ def test_reads_library_calls_and_overlapping_messages_of_a_gpu_program():
     assert e.share["link"] < 1
 
 
+ATTENTION = """HloModule step, is_scheduled=true
+
+ENTRY %main (q: bf16[8,4096,16,64]) -> bf16[8,16,4096,64] {
+  %q = bf16[8,4096,16,64]{3,2,1,0} parameter(0)
+  %call = (bf16[8,16,4096,64]{3,1,2,0}, u8[0]{0}) custom-call(%q, %q, %q), custom_call_target="__cudnn$fmhaSoftmaxBackward", backend_config={"operation_queue_id":"0","cudnn_fmha_backend_config":{"fmha_scale":0.125,"intermediate_tensor_shape":{"element_type":"BF16","dimensions":["8","16","4096","4096"],"layout":{}},"mask_type":"NO_MASK","sliding_window_length":0}}
+  ROOT %y = bf16[8,16,4096,64]{3,1,2,0} get-tuple-element(%call), index=0
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("changes", "scores"),
+    [
+        ({}, 4096 * 4096),
+        ({"NO_MASK": "CAUSAL"}, 4096 * 4097 / 2),
+        ({"NO_MASK": "CAUSAL", 'length":0': 'length":100'}, 100 * 101 / 2 + 3996 * 100),
+    ],
+)
+def test_counts_the_scores_of_cudnn_attention(changes, scores):
+    program = ATTENTION
+    for old, new in changes.items():
+        program = program.replace(old, new)
+    # Its backward pass computes the scores again, and four products of their size.
+    assert roofline.estimate(program, PEAKS).flops == {"bfloat16": 2 * 5 * 8 * 16 * scores * 64}
+    forward = roofline.estimate(program.replace("Backward", ""), PEAKS)
+    assert forward.flops == {"bfloat16": 2 * 2 * 8 * 16 * scores * 64}
+
+
 def test_counts_a_message_in_a_computation_of_its_own():
     program = """HloModule step, is_scheduled=true
 
