@@ -39,11 +39,12 @@ import jax.numpy as jnp
 import optax
 
 import fnet
-from benchmarks import abn_stack, attention, clipped_grad, machine, networks
+from benchmarks import abn_stack, attention, clipped_grad, host_state, machine, networks
 from benchmarks import linear_cross_entropy as fused_loss
 from benchmarks import transformer_step as language_model
 from benchmarks.claims import Claim, argument_parser, publish, write
 from benchmarks.measure import interleaved, markdown_table
+from fnet import memory
 from fnet.memory import peak, roofline
 from fnet.memory.target import TARGETS, Gpu
 from train.run.process_memory import HighWater
@@ -152,6 +153,39 @@ def train_step(share: float, tiny: bool) -> Program:
     return Program(compiled.compiled, make, donates=True)
 
 
+def adam_step(on_host: bool, tiny: bool) -> Program:
+    """Train step of `benchmarks.host_state`, with Adam's state on the host or on the device."""
+    width, batch = (512, 8) if tiny else (host_state.WIDTH, host_state.BATCH)
+    params = {str(i): jax.ShapeDtypeStruct((width, width), jnp.float32) for i in range(8)}
+    adam = optax.adam(1e-3)
+    create = functools.partial(fnet.TrainState.create, optimizer=adam, key=jax.random.key(0))
+    state = jax.eval_shape(lambda params: create(params=params), params)
+
+    mesh = jax.sharding.Mesh(jax.devices()[:1], "device")
+
+    def placed(a: jax.ShapeDtypeStruct, kind: str = "device") -> jax.ShapeDtypeStruct:
+        sharding = jax.sharding.NamedSharding(mesh, jax.P(), memory_kind=kind)
+        return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
+
+    kind = "pinned_host" if on_host else "device"
+    moments = jax.tree.map(lambda a: placed(a, kind if a.shape else "device"), state.opt_state)
+    inputs = jax.ShapeDtypeStruct((batch, width), jnp.float32)
+    shapes = (
+        jax.tree.map(placed, state.replace(opt_state=())).replace(opt_state=moments),
+        {"x": placed(inputs)},
+    )
+    optimizer = memory.state_on_host(adam) if on_host else adam
+    step = fnet.make_step(host_state.losses(host_state.layers), optimizer)
+
+    def array(a: jax.ShapeDtypeStruct) -> jax.Array:
+        if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
+            return jax.random.key(0)
+        return jax.jit(lambda: jnp.full(a.shape, 1e-3, a.dtype), out_shardings=a.sharding)()
+
+    compiled = step.jitted.lower(*shapes).compile()
+    return Program(compiled, lambda: jax.tree.map(array, shapes), donates=True)
+
+
 def on(build: Callable[..., Program], *args: Any, **options: Any) -> Callable[[bool], Program]:
     return lambda tiny: build(*args, tiny=tiny, **options)
 
@@ -200,6 +234,14 @@ CASES = {
         {"fnet": "<= 0.3", "fnet, twice as deep": "<= 0.3"},
         {"fnet": "<= 1.6"},
     ),
+    "Adam": Case(
+        {
+            "state on the device": on(adam_step, False),
+            "state on the host": on(adam_step, True),
+        },
+        {"state on the host": "<= 0.6"},
+        {"state on the host": ""},
+    ),
 }
 
 
@@ -207,19 +249,25 @@ def measure(case: str, name: str, tiny: bool) -> dict[str, Any]:
     """Run a program in this process.
 
     Returns:
-      ``predicted`` and ``measured`` bytes (None if unknown), ``seconds`` per call, on a known GPU
+      ``predicted`` and ``measured`` bytes (None if unknown), ``compile_seconds`` with those of
+      building and tracing, ``seconds`` per call, on a known GPU
       the ``estimated`` seconds, and for a program that donates, the share of its buffers that
       are ``in_place``.
     """
+    start = time.monotonic()
     program = CASES[case].programs[name](tiny)
     shapes = jax.eval_shape(program.make)
     compiled = program.function
     if not isinstance(compiled, jax.stages.Compiled):
         compiled = compiled.lower(*shapes).compile()
-    memory = HighWater()
-    compiling = memory.bytes() or 0
+    compile_seconds = time.monotonic() - start
+    high_water = HighWater()
+    compiling = high_water.bytes() or 0
     arguments = program.make()
-    result: dict[str, Any] = {"predicted": peak(compiled).total}
+    result: dict[str, Any] = {
+        "predicted": peak(compiled).total,
+        "compile_seconds": compile_seconds,
+    }
     kind = jax.devices()[0].device_kind
     for known in TARGETS.values():
         if isinstance(known, Gpu) and known.device == kind:
@@ -242,7 +290,7 @@ def measure(case: str, name: str, tiny: bool) -> dict[str, Any]:
             return compiled(*arguments)
 
     seconds = interleaved({name: call}, 2 if tiny else 10)[name]
-    measured = memory.bytes()
+    measured = high_water.bytes()
     is_known = measured is not None and measured > compiling
     return result | {"seconds": seconds, "measured": measured if is_known else None}
 
@@ -325,10 +373,10 @@ def _run(command: list[str], seconds: float) -> str:
 
 def claims(results: Mapping[str, Any]) -> Iterator[Claim]:
     """Claim memory and time relative to the baselines, true predictions, and donation."""
-    for case, (programs, memory, seconds) in CASES.items():
+    for case, (programs, bytes_, seconds) in CASES.items():
         baseline = next(iter(programs))
         for kind, key, targets in (
-            ("measured memory", "measured", memory),
+            ("measured memory", "measured", bytes_),
             ("time", "seconds", seconds),
         ):
             for name, target in targets.items():
@@ -365,6 +413,7 @@ def rows(results: Mapping[str, Any]) -> list[dict[str, str]]:
             "measured / predicted": f"{r['measured'] / r['predicted']:.3f}"
             if r["measured"]
             else "",
+            "compile s": f"{r['compile_seconds']:.0f}" if "compile_seconds" in r else "",
             "ms": f"{r['seconds'] * 1e3:,.2f}" if "seconds" in r else "",
             "estimated / measured": f"{r['estimated'] / r['seconds']:.2f}"
             if "estimated" in r

@@ -4,6 +4,7 @@
 
 This needs ``fnet-jax[target-tpu]``, but no device. Compiled for a GPU that is not there, all
 arguments are in the memory of the device, whatever their sharding says, so that tells nothing.
+`benchmarks.gpu` runs such a step on a GPU.
 """
 
 import functools
@@ -45,14 +46,15 @@ OPTIMIZERS = {
 }
 
 
+def losses(network: Any) -> Any:
+    """The losses of a network."""
+    return lambda params, model_state, batch, key: (network(params, batch["x"]) ** 2).mean(-1)
+
+
 def peak(target: Any, network: Any, params: Any, optimizer: Any) -> memory.Peak:
     """The peak of a donated train step."""
-
-    def losses(params: Any, model_state: Any, batch: Any, key: Any) -> Any:
-        return (network(params, batch["x"]) ** 2).mean(-1)
-
     state = fnet.TrainState.create(params=params, optimizer=optimizer, key=jax.random.key(0))
-    step = fnet.make_step(losses, optimizer)
+    step = fnet.make_step(losses(network), optimizer)
     batch = {"x": jax.ShapeDtypeStruct((BATCH, WIDTH), jnp.float32)}
     return memory.peak(compile_for(target, step.jitted, state, batch))
 

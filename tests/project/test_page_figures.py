@@ -8,10 +8,12 @@ import pytest
 
 FOLDER = Path(__file__).parents[2] / "docs" / "benchmarks"
 RESULTS = json.loads((FOLDER / "benchmarks.json").read_text())["results"]
+RESULTS["gpu"] = json.loads((FOLDER / "gpu.json").read_text())
 
 SHOWN = {
     "attention_context.md": {"attention_context": 12},
     "batched.md": {"batched": 4},
+    "gpu.md": {"gpu": 28},
     "in_place.md": {
         "abn_stack_on_cpu": 16,
         "abn_stack_ahead_of_time_h100": 6,
