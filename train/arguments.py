@@ -228,17 +228,19 @@ class EvalArguments(CheckpointArguments):
 
 @dataclass(frozen=True)
 class PredictArguments(CheckpointArguments):
-    """Predict the labels of images, or of their pixels.
+    """Predict the labels of images, of their pixels, or of texts.
 
-    RUN is a run folder. IMAGE is an image file, or a folder of images.
+    RUN is a run folder. FILE is an image file, or a folder of images. Of a run that classifies
+    texts, it is a file of JSON lines or .parquet, with the fields of the training data but the
+    label.
     """
 
     top_k: Count = 5
-    """Number of labels to report per image: the most probable, or the largest by area."""
+    """Number of labels to report per image or text: the most probable, or the largest by area."""
     json: bool = False
     """Print the predictions as JSON instead of a table."""
     csv: bool = False
-    """Also write predictions.csv: a row per image, with the probability of its label."""
+    """Also write predictions.csv: a row per image or text, with the probability of its label."""
     out: Annotated[str | None, _default("predictions in the run folder")] = None
     """Folder for predictions.json, masks/ and overlays/."""
 

@@ -155,13 +155,16 @@ def config_of_images(folder: RunFolder) -> Config:
     """Return the config of a run that predicts labels of images.
 
     Raises:
-      UserError: if there is no run here, it predicts no labels, or its published model was moved.
+      UserError: if there is no run here, it predicts no labels of images, or its published model
+        was moved.
     """
     config = check_model(folder, folder.read_config())
-    if kind_of(config).predicts is None:
+    kind = kind_of(config)
+    if not kind.labels_images:
+        instead = "; try fnet sample" if kind.generates else ""
         raise UserError(
-            f"{folder.path} is a run of {config.model.name}, which predicts no labels; "
-            "try fnet sample"
+            f"{folder.path} is a run of {config.model.name}, which predicts no labels of images"
+            f"{instead}"
         )
     return config
 

@@ -122,7 +122,7 @@ def evaluate_run(folder: RunFolder, options: EvalArguments, console: Console) ->
         atomic_write(files.json, as_json(content))
         if rows := example_rows(run, evaluation, options.split or "test"):
             atomic_write(files.rows, as_csv(rows))
-            written["images"] = files.rows
+            written["images" if kind_of(run.config).labels_images else "texts"] = files.rows
         pictures = {"confusion matrix": files.confusion, "examples": files.examples}
         drawn = examples.draw_results(run, evaluate, network, evaluation, title, *pictures.values())
         written |= {name: path for name, path in pictures.items() if path in drawn}
@@ -207,7 +207,7 @@ def _chat_template(data: Text, tokenizer: Tokenizer) -> ChatTemplate:
 
 def _text_metrics(run: Setup, evaluation: Evaluation) -> dict[str, float]:
     """Return the perplexity of a language model, and its bits per byte if they are known."""
-    if run.config.data.content != "text":
+    if kind_of(run.config).generates != "text":
         return {}
     loss = evaluation.metrics["loss"]
     with np.errstate(over="ignore"):

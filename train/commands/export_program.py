@@ -83,7 +83,7 @@ def _network(
 ) -> tuple[Apply, tuple[int, ...], _Written]:
     """Return the trained network, from pixels to logits in float32, and the shape of an image."""
     kind = kind_of(config)
-    if kind.predicts is None:
+    if not kind.labels_images:
         raise UserError(
             f"--format {options.format}: is for networks that label images, not for "
             f"{config.model.name}"

@@ -11,7 +11,7 @@ from train.errors import UserError
 def positional(argv: Sequence[str], usage: str, *options: type) -> tuple[list[str], list[str]]:
     """Split the words after a command's name into positional arguments and flags.
 
-    Dots in a usage, ``"fnet predict RUN IMAGE..."``, allow one or more. Without positional
+    Dots in a usage, ``"fnet predict RUN FILE..."``, allow one or more. Without positional
     arguments, ``--help`` is that of the ``options``.
 
     Raises:

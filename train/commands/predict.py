@@ -1,13 +1,15 @@
-"""``fnet predict``: label images, or their pixels, with a trained network."""
+"""``fnet predict``: label images, their pixels, or texts with a trained network."""
 
+import functools
 import json
 import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import jax
 import numpy as np
 from PIL import Image
 from rich.console import Console
@@ -15,6 +17,9 @@ from rich.console import Console
 from train import arguments
 from train.arguments import PredictArguments
 from train.commands.positional import positional
+from train.config import ChatFile
+from train.data import pad_batch
+from train.data.chat_file import load_unlabeled
 from train.data.decode import UnreadableError, decode
 from train.data.files import IMAGE_PATTERNS, list_images
 from train.data.masks import LabelMap, plain_label_map
@@ -27,18 +32,21 @@ from train.output.rows import as_csv
 from train.output.tables import Table, to_rich
 from train.predictor import Predictor, config_of_images
 from train.run.class_names import read_outputs
+from train.run.frozen import load_network
+from train.run.model_files import check_model
 from train.run.run_folder import RunFolder, as_json, atomic_write
-from train.tasks import kind_of
+from train.tasks import kind_of, text_classification
 from train.tasks.targets import describe_output
 
 
 def main(argv: list[str]) -> None:
-    """Run ``fnet predict RUN IMAGE...``."""
-    usage = "fnet predict RUN IMAGE..."
-    (given, *images), flags = positional(argv, usage, PredictArguments)
-    options = arguments.read(PredictArguments, flags, f"fnet predict {given} IMAGE...")
+    """Run ``fnet predict RUN FILE...``."""
+    usage = "fnet predict RUN FILE..."
+    (given, *files), flags = positional(argv, usage, PredictArguments)
+    options = arguments.read(PredictArguments, flags, f"fnet predict {given} FILE...")
     folder = RunFolder.of(given)
-    result = predict(folder, images, options)
+    is_of_texts = kind_of(folder.read_config()).predicts == "labels of texts"
+    result = (predict_texts if is_of_texts else predict)(folder, files, options)
     if options.json:
         print(json.dumps(result, indent=2))
     else:
@@ -94,8 +102,6 @@ def predict(folder: RunFolder, given: Sequence[str], options: PredictArguments) 
     if is_segmentation and (out / "masks").exists() and not (out / "overlays").exists():
         raise UserError(f"--out: {out} has masks that are no predictions; give another folder")
     with writing(out):
-        if is_segmentation or options.csv or not options.json:
-            out.mkdir(parents=True, exist_ok=True)
         for path, output in _outputs(paths, predictor):
             try:
                 if isinstance(output, UnreadableError):
@@ -109,11 +115,60 @@ def predict(folder: RunFolder, given: Sequence[str], options: PredictArguments) 
             "predictions": predictions,
             "unreadable": unreadable,
         }
-        if not options.json:
-            atomic_write(out / "predictions.json", as_json(result))
-        if options.csv:
-            atomic_write(out / "predictions.csv", as_csv(rows))
+        _write(out, result, rows, options)
     return result
+
+
+def predict_texts(
+    folder: RunFolder, given: Sequence[str], options: PredictArguments
+) -> dict[str, Any]:
+    """Predict the classes of the texts of files, which are encoded as the run's test texts are.
+
+    Returns:
+      As `predict`, with the file and line of each text as ``text``.
+
+    Raises:
+      UserError: if the run has no checkpoint, a file is wrong, or the output folder cannot be
+        written.
+    """
+    config = check_model(folder, folder.read_config())
+    found = [load_unlabeled(cast(ChatFile, config.data), path) for path in given]
+    classes = read_outputs(folder, config).names
+    model = text_classification.build_network(config, len(classes))
+    trained = load_network(folder, model, best=options.best)
+    network = jax.jit(functools.partial(text_classification.outputs, model))
+    size, to_prediction = config.data.batch_size, _classification("class", classes, options.top_k)
+    predictions, rows = [], []
+    for places, texts, notes in found:
+        for note in notes:
+            print(printable(f"fnet: {note}"), file=sys.stderr)
+        for start in range(0, len(places), size):
+            names = places[start : start + size]
+            batch = {name: a[start : start + size] for name, a in texts.items()}
+            outputs = network(
+                trained.evaluation_params, trained.model_state, pad_batch(batch, size)
+            )
+            for name, output in zip(names, np.asarray(outputs), strict=False):
+                prediction = to_prediction(name, output)
+                predictions.append({"text": prediction.pop("image")} | prediction)
+                rows.append({"text": name} | describe_output("class", classes, output))
+    out = _out(folder, options)
+    result = {"step": trained.step, "predictions": predictions, "unreadable": []}
+    with writing(out):
+        _write(out, result, rows, options)
+    return result
+
+
+def _write(
+    out: Path, result: dict[str, Any], rows: Sequence[dict[str, Any]], options: PredictArguments
+) -> None:
+    """Write predictions.json and predictions.csv, as the options ask for."""
+    if not options.json:
+        out.mkdir(parents=True, exist_ok=True)
+        atomic_write(out / "predictions.json", as_json(result))
+    if options.csv:
+        out.mkdir(parents=True, exist_ok=True)
+        atomic_write(out / "predictions.csv", as_csv(rows))
 
 
 def find_images(given: Sequence[str]) -> list[str]:
@@ -158,12 +213,19 @@ def print_predictions(result: dict[str, Any], console: Console) -> None:
         score = "share" if "mask" in p else "probability"
         if not console.is_terminal:
             labels = "  ".join(f"{label['label']} {label[score]:.2%}" for label in p["labels"])
-            log(f"{p['image']}  {labels}")
+            log(f"{_name(p)}  {labels}")
         for i, label in enumerate(p["labels"]):
-            rows.append(("" if i else p["image"], label["label"], f"{label[score]:.1%}"))
+            rows.append(("" if i else _name(p), label["label"], f"{label[score]:.1%}"))
     if console.is_terminal and rows:
         last = "pixels" if score == "share" else score
-        console.print(to_rich(Table("", ("image", "label", last), rows, texts=2)))
+        what = "text" if "text" in p else "image"
+        console.print(to_rich(Table("", (what, "label", last), rows, texts=2)))
+
+
+def _name(prediction: dict[str, Any]) -> str:
+    """Return what a prediction is of."""
+    name: str = prediction.get("image") or prediction["text"]
+    return name
 
 
 def _outputs(

@@ -280,6 +280,28 @@ def load(config: ChatFile, *, private: bool = False) -> Dataset:
     )
 
 
+def load_unlabeled(config: ChatFile, path: str) -> tuple[list[str], Arrays, list[str]]:
+    """Load the texts of a file or folder, to be classified; their records need no label.
+
+    Returns:
+      The place of each text, a file and its line, and ``tokens`` [N, context + 1] and ``length``
+      [N] as batches of ``load`` have them, and what was cut off, for the user.
+
+    Raises:
+      UserError: as ``load``.
+    """
+    config = dataclasses.replace(config, long=config.long or "truncate", test_path=path)
+    read = Reader(config, load_tokenizer(config), labeled=False)
+    documents = read.documents(records.read(path, "predict"))
+    if config.long == "drop":
+        config = dataclasses.replace(config, long="truncate")  # each text has a prediction
+    documents, notes = _fit(config, read.kind, documents, "test")
+    rows = _Rows.make(documents, config)
+    batch = rows.gather(rows.arrays, config.context)
+    places = ["; ".join(place) for place in rows.places]
+    return places, {name: batch[name] for name in ("tokens", "length")}, notes
+
+
 def _labels(documents: list[Document], classes: tuple[str, ...]) -> np.ndarray:
     """Return the number of each document's class.
 
@@ -447,8 +469,8 @@ class Reader:
       template: Chat template; None without chats.
     """
 
-    def __init__(self, config: ChatFile, tokenizer: Tokenizer):
-        self._config, self._tokenizer = config, tokenizer
+    def __init__(self, config: ChatFile, tokenizer: Tokenizer, *, labeled: bool = True):
+        self._config, self._tokenizer, self._labeled = config, tokenizer, labeled
         self._fields: dict[str, str] = {}
         self.kind = ""
         self.template: ChatTemplate | None = None
@@ -543,7 +565,9 @@ class Reader:
             if str(error).startswith(record.where):
                 raise
             raise UserError(f"{record.where}: {error}") from error
-        label = None if self._config.label is None else record.get(self._config.label)
+        label = None if self._config.label is None else ""
+        if self._config.label is not None and self._labeled:
+            label = record.get(self._config.label)
         if isinstance(label, bool) or not isinstance(label, str | int | None):
             raise UserError(
                 f"{record.where}: {self._config.label} must be a text or an integer, got {label!r}"

@@ -277,8 +277,8 @@ class Run:
 
     @property
     def has_text(self) -> bool:
-        """Whether the data are text, so that there are no pictures."""
-        return self.config.data.content == "text"
+        """Whether the network generates text, so that its loss is of tokens."""
+        return self.config.model.task_for(self.config.data) == "language"
 
     @property
     def step(self) -> int:

@@ -1,4 +1,4 @@
-"""Rows of evaluation.csv: what is known of each test image."""
+"""Rows of evaluation.csv: what is known of each test image, or text with a class."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -11,11 +11,11 @@ from train.tasks.targets import describe_output, describe_target
 
 
 def example_rows(run: Setup, evaluation: Evaluation, split: str = "test") -> list[dict[str, Any]]:
-    """Return file, split, label, prediction, probability and loss of each test image.
+    """Return file, split, label, prediction, probability and loss of each test image or text.
 
     Several labels per image have the probability of each one, numbers their prediction. Segmented
-    images have the share of right pixels. Unreadable files are left out. Networks that do not label
-    images have no rows, and neither has a private run of which only covered results are written.
+    images have the share of right pixels. Unreadable files are left out. Networks that predict no
+    labels have no rows, and neither has a private run of which only covered results are written.
     """
     if kind_of(run.config).predicts is None or run.config.is_release_only:
         return []
@@ -25,7 +25,7 @@ def example_rows(run: Setup, evaluation: Evaluation, split: str = "test") -> lis
 def _rows(run: Setup, evaluation: Evaluation, split: str) -> Iterator[dict[str, Any]]:
     dataset, examples = run.task.dataset, evaluation.examples
     kind, names, name_of = run.config.data.targets, dataset.classes, dataset.test_name or str
-    is_classifier = kind_of(run.config).predicts == "labels"
+    is_classifier = kind_of(run.config).predicts != "masks"
     for i in range(num_examples(dataset.test)):
         if not examples["weight"][i]:
             continue

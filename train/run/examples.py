@@ -48,10 +48,10 @@ def draw_results(
     if evaluation.confusion is not None:
         plots.confusion_matrix(evaluation.confusion, run.task.dataset.classes, title, confusion)
         written.append(confusion)
-    predicts = kind_of(run.config).predicts
-    if run.config.is_release_only or predicts is None:
+    kind = kind_of(run.config)
+    if run.config.is_release_only or not kind.labels_images:
         return written
-    if predicts == "masks":
+    if kind.predicts == "masks":
         drawn = _draw_segmentations(run, evaluate, trained, title, examples)
     else:
         drawn = _draw_classifications(run, evaluation, title, examples)

@@ -238,7 +238,8 @@ def what_next(run: Setup, folder: RunFolder, written: Sequence[Path]) -> list[st
     chat = " --chat" if run.task.dataset.is_chat else ""
     kind = kind_of(run.config)
     command = f"sample {path}{chat}" if kind.generates else f"eval {path}"
-    command += f", fnet predict {path} IMAGE" if kind.predicts else ""
+    if kind.predicts:
+        command += f", fnet predict {path} {'IMAGE' if kind.labels_images else 'TEXTS.jsonl'}"
     lines = [
         f"files in {folder.path}: {', '.join(p.name for p in written)}",
         f"next: fnet report {path}, fnet {command}",

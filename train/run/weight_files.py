@@ -171,7 +171,7 @@ def write(path: Path, arrays: dict[str, np.ndarray], metadata: dict[str, str]) -
 
 def check_network(config: Config) -> None:
     """Raise `UserError` for a network without counterpart in torch."""
-    if kind_of(config).predicts is None:
+    if not kind_of(config).labels_images:
         raise UserError(
             f"model.name: expected a network for images, got {config.model.name}; torch's names "
             "are known for those only"

@@ -64,7 +64,8 @@ class Kind(NamedTuple):
     Attributes:
       content: Content that the data must have.
       build: Builds the task of a config for a dataset. Raises ValueError if the network is invalid.
-      predicts: What `fnet predict` writes for an image; None if it predicts no labels.
+      predicts: What `fnet predict` writes: labels or masks of images, or labels of texts; None if
+        it predicts no labels.
       generates: What `fnet sample` generates; None if nothing.
       outputs: ``(config, network) -> (params, model_state, images) -> outputs``, the probabilities
         [N, classes] or logits [N, h, w, classes] that predictions come from.
@@ -75,12 +76,17 @@ class Kind(NamedTuple):
 
     content: Content
     build: Callable[[Config, Dataset], Task]
-    predicts: Literal["labels", "masks"] | None = None
+    predicts: Literal["labels", "masks", "labels of texts"] | None = None
     generates: Literal["text", "images"] | None = None
     outputs: Callable[[Config, Any], Callable[[Any, Any, Array], Array]] | None = None
     data_options: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
     loss_options: tuple[str, ...] = ()
+
+    @property
+    def labels_images(self) -> bool:
+        """Whether the network labels images, or their pixels."""
+        return self.predicts in ("labels", "masks")
 
     def check(self, config: Config) -> None:
         """Check that the data source has what the network needs, and the loss what is asked for."""

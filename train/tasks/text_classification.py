@@ -1,7 +1,9 @@
 """Classification of texts by a published language model."""
 
+import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -9,7 +11,7 @@ import fnet
 from train.config import Config
 from train.data import Arrays, Dataset
 from train.data.batch import Batch
-from train.networks.pretrained import with_head
+from train.networks.pretrained import PretrainedNetwork, with_head
 from train.tasks import language
 from train.tasks.targets import OneClass
 from train.tasks.task import BatchMetrics, Kind, Task
@@ -24,12 +26,9 @@ def build(config: Config, dataset: Dataset) -> Task:
     Raises:
       ValueError: if the network is invalid.
     """
-    model = with_head(language.build_network(config), len(dataset.classes))
+    model = build_network(config, len(dataset.classes))
+    logits = functools.partial(_logits, model)
     targets, optim = OneClass(dataset), config.optim
-
-    def logits(params: Any, state: Any, batch: Batch, key: Array | None) -> tuple[Array, Any]:
-        tokens, lengths = batch["tokens"].astype(jnp.int32), batch["length"] + 1
-        return model.apply(params, state, tokens, key=key, train=key is not None, lengths=lengths)
 
     def loss(params: Any, state: Any, batch: Batch, key: Array) -> tuple[Array, fnet.Aux]:
         found, state = logits(params, state, batch, key)
@@ -45,4 +44,21 @@ def build(config: Config, dataset: Dataset) -> Task:
     return Task(dataset, model, loss, measure, scores)
 
 
-KIND = Kind("text", build, loss_options=("label_smoothing", "focal"))
+def build_network(config: Config, classes: int) -> PretrainedNetwork:
+    """Build the network of a config for so many classes."""
+    return with_head(language.build_network(config), classes)
+
+
+def outputs(model: PretrainedNetwork, params: Any, state: Any, batch: Batch) -> Array:
+    """Return the probabilities [N, classes] of a batch of tokens and lengths."""
+    return jax.nn.softmax(_logits(model, params, state, batch, None)[0].astype(jnp.float32))
+
+
+def _logits(
+    model: PretrainedNetwork, params: Any, state: Any, batch: Batch, key: Array | None
+) -> tuple[Array, Any]:
+    tokens, lengths = batch["tokens"].astype(jnp.int32), batch["length"] + 1
+    return model.apply(params, state, tokens, key=key, train=key is not None, lengths=lengths)
+
+
+KIND = Kind("text", build, predicts="labels of texts", loss_options=("label_smoothing", "focal"))

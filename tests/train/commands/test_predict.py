@@ -354,12 +354,12 @@ def test_refuses_numbers_of_channels_that_image_files_lack():
 
 
 MISTAKES = [
-    (("colours",), "missing IMAGE; usage: fnet predict RUN IMAGE"),
-    (("colours", "--top-k", "2"), "missing IMAGE before the flags; usage: fnet predict RUN IMAGE"),
+    (("colours",), "missing FILE; usage: fnet predict RUN FILE"),
+    (("colours", "--top-k", "2"), "missing FILE before the flags; usage: fnet predict RUN FILE"),
     (("colours", "colours", "--top-k", "0"), "--top-k: expected greater than or equal to 1, got 0"),
     (("colours", "colours", "--top-k", "few"), "--top-k: expected an integer, got few"),
     (("colours", "colours", "--topk", "1"), "unknown option --topk (did you mean --top-k?)"),
-    (("colours", "--json", "colours"), "missing IMAGE before the flags; usage: fnet predict RUN IMAGE..."),
+    (("colours", "--json", "colours"), "missing FILE before the flags; usage: fnet predict RUN FILE..."),
     (("colours", "nowhere.png"), "no image nowhere.png: there is no such file or folder"),
     (("colours", "colours", "nowhere.png"), "no image nowhere.png: there is no such file or folder"),
     (("colours", "empty"), "no image in empty; expected files *.jpg"),

@@ -1,5 +1,6 @@
 """Texts with a class each, classified by a published language model."""
 
+import csv
 import json
 
 import numpy as np
@@ -70,6 +71,24 @@ def test_options_that_a_classified_text_has_not_are_refused(workplace, write, ca
     assert_one_line_error(capsys, "data.label: label, but texts are classified by published")
 
 
+def check_predictions(run, write):
+    """A text without a label gets the prediction that it has in evaluation.csv."""
+    with (run / "evaluation.csv").open(newline="") as file:
+        expected = {row["file"]: row for row in csv.DictReader(file)}
+    path = write([{"text": r["text"]} for r in TEXTS])
+    fnet_command("predict", str(run), path, "--csv", "--top-k", 1)
+    predictions = json.loads((run / "predictions" / "predictions.json").read_text())["predictions"]
+    assert len(predictions) == len(TEXTS)
+    found = {p["text"].rpartition(", ")[2]: p["labels"][0] for p in predictions}
+    for place, row in expected.items():
+        label = found[place.rpartition(", ")[2]]
+        assert label["label"] == row["prediction"]
+        assert label["probability"] == pytest.approx(float(row["probability"]), abs=1e-5)
+    table = (run / "predictions" / "predictions.csv").read_text().splitlines()
+    assert table[0].startswith("text,prediction,probability")
+    assert len(table) == 1 + len(TEXTS)
+
+
 @pytest.mark.parametrize("options", [(), ("--model.lora-rank", 2)], ids=["full", "lora"])
 def test_a_classifier_trains_and_transformers_reads_its_logits(workplace, write, capsys, options):
     write_folder(workplace / "llama")
@@ -81,6 +100,9 @@ def test_a_classifier_trains_and_transformers_reads_its_logits(workplace, write,
     assert exit_code("sample", "r", "--prompt", "no") == 2
     assert_one_line_error(capsys, "which generates nothing")
     fnet_command("eval", "r")
+    evaluation = json.loads((workplace / "r" / "evaluation.json").read_text())
+    assert "perplexity" not in evaluation["metrics"]  # its loss is not of tokens
+    check_predictions(workplace / "r", write)
     fnet_command("export", "r", "--out", "out")
     config = json.loads((workplace / "out" / "config.json").read_text())
     assert config["architectures"] == ["LlamaForSequenceClassification"]
