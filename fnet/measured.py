@@ -23,9 +23,10 @@ LEAST_SAVING = 1.15
 MOST_USED = 0.4
 # Below this many multiplications, times do not matter.
 LEAST_MULTIPLICATIONS = 2**24
-# Sums over more kernel elements, and more convolutions of single groups, take long to compile.
+# Sums over more kernel elements take long to compile.
 MOST_ELEMENTS = 11 * 11
-MOST_GROUPS = 16
+# Channels of groups that are convolved as one: fewer fill no vectors, more multiply mostly zeros.
+BLOCK = 32
 
 # python -m benchmarks.cpu_workspaces: jaxlib 0.10, glibc 2.36.
 #
