@@ -74,7 +74,9 @@ class HighWater:
     """Peak memory since this object was created, above the memory in use at that time.
 
     On CPU this is the process's resident memory (Linux only) without pages of files, such as code
-    that is loaded late, divided by its training devices. On other devices the allocator counts it.
+    that is loaded late, divided by its training devices. On other devices the allocator counts it,
+    from the start of the process: there it is unknown until it exceeds what compiling took, because
+    XLA tries kernels on the device.
 
     Args:
       devices: number of training devices of this process.
@@ -89,11 +91,12 @@ class HighWater:
         self._baseline = _in_use()
         self._files = _status("RssFile") or 0
         self._peak = self._new_files = 0
+        self._earlier = 0 if jax.default_backend() == "cpu" else _peak() or 0
 
     def bytes(self) -> int | None:
-        """Return the peak in bytes, or None if this system does not count it."""
+        """Return the peak in bytes, or None if it is not known."""
         peak = _peak()
-        if peak is None or self._baseline is None:
+        if peak is None or self._baseline is None or peak <= self._earlier:
             return None
         if peak > self._peak and jax.default_backend() == "cpu":
             # Files that are read after the peak are not in it.

@@ -90,3 +90,13 @@ def test_small_states_are_written_while_steps_run_and_large_ones_between_them():
     assert large.peak(2**28, step) == large.always + 2**28 + large.checkpoint
     assert small.peak(2**20, step) == small.always + step
     assert "checkpoints 2.00 MiB" in str(small)
+
+
+def test_peak_of_a_device_is_unknown_until_it_exceeds_what_compiling_took(monkeypatch):
+    counted = {"bytes_in_use": 50, "peak_bytes_in_use": 200}
+    monkeypatch.setattr(process_memory.jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(process_memory, "_device", counted.get)
+    memory = HighWater()
+    assert memory.bytes() is None
+    counted["peak_bytes_in_use"] = 300
+    assert memory.bytes() == 250
