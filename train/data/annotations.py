@@ -18,7 +18,7 @@ from train.data.columns import normalized, read_lines, read_names
 from train.data.decode import UnreadableError, upright_size
 from train.data.drawings import Drawing, Shape, decode_runs
 from train.data.files import ImageFiles, check_folder, list_images
-from train.data.mask_layouts import Pair, choose_test
+from train.data.mask_layouts import FoundLayout, Pair, choose_test, find_layout
 from train.data.splits import split_of
 from train.errors import UserError, shorten
 
@@ -98,8 +98,8 @@ class _Read(NamedTuple):
 
 def find_annotations(
     root: Path, format: Format, known: Mapping[str, int] | None = None
-) -> FoundAnnotations:
-    """Read the annotation files of a folder.
+) -> FoundAnnotations | FoundLayout:
+    """Read the annotation files of a folder, or for a trained network find masks that are images.
 
     Values of masks are 0 for the background; then ids of categories (COCO) if these are 1 to 254,
     else 1, 2, ... in their order; labelme's labels count in alphabetical order.
@@ -115,6 +115,9 @@ def find_annotations(
     check_folder(root, "; expected a folder with images and their annotations")
     read = _READERS[format](root)
     if not read.images:
+        if known is not None:  # such as the masks that it predicted
+            with contextlib.suppress(UserError):
+                return find_layout(root, training=False)
         raise UserError(f"data.format: no annotations in the format {format} in {root}")
     objects = [(image, o) for image in read.images for o in image.objects]
     boxes = [image for image, o in objects if not o.polygons and not o.runs]
@@ -245,6 +248,8 @@ def _yolo(root: Path) -> _Read:
     elif (root / "classes.txt").is_file():
         names = read_names(str(root / "classes.txt"), "data.format")
     if not names:
+        if not _files(root, ".txt"):
+            return _Read([], {})
         raise UserError(
             f"data.format: no data.yaml with names, and no classes.txt, in {root}; YOLO's labels "
             "are numbers"

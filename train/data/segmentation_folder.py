@@ -170,6 +170,11 @@ def load(config: SegmentationFolder, trained: LabelMap | None = None) -> Dataset
     found = _find(root, config, trained)
     train, test, files = _find_splits(found, config, test_only=trained is not None)
     notes = list(describe_skipped(files))
+    if config.format not in ("images", "voc") and isinstance(found, FoundLayout):
+        notes.append(
+            f"{root} has no annotations in the format {config.format}; its masks are read as "
+            "images with the values of the run's classes"
+        )
     label_map = trained
     if label_map is None:
         default = None

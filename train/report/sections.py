@@ -213,6 +213,11 @@ def skipped_steps(runs: Sequence[Run]) -> Table:
     return Table(f"Skipped steps, at most {_MOST_ROWS} of each run", columns, rows, texts=5)
 
 
+def _written(value: Any) -> str:
+    """Return a value as on the command line, where values of a tuple are words."""
+    return " ".join(map(str, value)) or "empty" if isinstance(value, tuple) else str(value)
+
+
 def differences(runs: Sequence[Run]) -> tuple[list[dict[str, str]], dict[str, str]]:
     """Return the fields in which runs differ, of each run, and the fields that are equal.
 
@@ -223,7 +228,7 @@ def differences(runs: Sequence[Run]) -> tuple[list[dict[str, str]], dict[str, st
     if len(runs) == 1:
         defaults: Any = {name: type(s)() for name, s in configs[0].sections.items()}
         configs.append(Config(**defaults))
-    flat = [{name: str(value) for name, value in flatten(c).items()} for c in configs]
+    flat = [{name: _written(value) for name, value in flatten(c).items()} for c in configs]
     order = [f.name for f in dataclasses.fields(Config)]
     names = sorted({n: 0 for c in flat for n in c}, key=lambda n: order.index(n.partition(".")[0]))
     columns = [{name: fields.get(name, MISSING) for name in names} for fields in flat]

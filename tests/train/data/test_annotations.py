@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 from data_cases import error_message
-from image_cases import write_image
+from image_cases import write_image, write_mask
 
 from train.data import Outputs, evaluation_batches
 from train.data.annotations import find_annotations
@@ -132,6 +132,24 @@ def test_another_folder_for_a_trained_network_has_the_values_of_its_names(tmp_pa
     message = error_message(config.load_test, lambda: trained)
     assert message.startswith("data.path: the network knows no class cow")
     assert Outputs(*trained).names == ("background", "cat", "dog")
+
+
+@pytest.mark.parametrize("format", ["coco", "labelme", "yolo"])
+def test_masks_of_a_trained_network_are_read_without_annotations(tmp_path, format):
+    write_coco(tmp_path / "coco")
+    trained = load(tmp_path / "coco", "coco").outputs
+    mask = np.full((SIZE, SIZE), 3, np.uint8)
+    mask[0] = 9
+    for i in range(2):
+        write_image(tmp_path / "fed" / "images" / f"{i}.png", i, (SIZE, SIZE))
+        write_mask(tmp_path / "fed" / "masks" / f"{i}.png", mask)
+    (tmp_path / "fed" / "predictions.json").write_text("[]")
+    config = SegmentationFolder(path=str(tmp_path / "fed"), format=format, image_size=SIZE)
+    data = config.load_test(lambda: trained)
+    (batch,) = evaluation_batches(data, 2)
+    assert np.bincount(batch["mask"].ravel()).tolist() == [0, 2 * SIZE * (SIZE - 1), 2 * SIZE]
+    assert "its masks are read as images" in data.notes[0]
+    assert "no annotations in the format" in error_message(config.load)
 
 
 def test_labelme(tmp_path):

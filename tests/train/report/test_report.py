@@ -331,7 +331,7 @@ def test_fields_that_differ_are_compared(make):
     runs = read_runs([make(name, config=x) for name, x in {"a": a, "b": b, "c": c, "d": a}.items()])
     different, equal = differences(runs[:2])
     assert different == [{"optim.learning_rate": "0.1"}, {"optim.learning_rate": "0.2"}]
-    assert equal["model.hidden"] == "(8,)"
+    assert equal["model.hidden"] == "8"
     different, _ = differences([runs[0], runs[2]])
     assert [fields["data.path"] for fields in different] == ["-", "photos"]
     assert [fields["data.source"] for fields in different] == ["digits", "image_folder"]
