@@ -2,11 +2,11 @@
 
 import contextlib
 from collections.abc import Iterator
-from contextvars import ContextVar
 
 import jax
 
-_PLATFORM: ContextVar[str | None] = ContextVar("_PLATFORM", default=None)
+_PLATFORM = jax.make_user_context(default_value=None)
+"""The platform that is not JAX's default. JAX's caches of traced functions know it."""
 
 
 @contextlib.contextmanager
@@ -16,16 +16,14 @@ def traced_for(platform: str | None) -> Iterator[None]:
     Args:
       platform: A `jax.Device.platform`; None for the default.
     """
-    token = _PLATFORM.set(platform)
-    try:
+    with _PLATFORM(None if platform == jax.default_backend() else platform):
         yield
-    finally:
-        _PLATFORM.reset(token)
 
 
 def tracing_platform() -> str:
     """Return the platform for which programs are traced now."""
-    return _PLATFORM.get() or jax.default_backend()
+    platform: str = _PLATFORM.value or jax.default_backend()
+    return platform
 
 
 def is_for_cpu() -> bool:
