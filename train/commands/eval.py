@@ -100,6 +100,9 @@ def evaluate_run(folder: RunFolder, options: EvalArguments, console: Console) ->
         changed = compare_data(folder, config, data)
         if changed:
             log(changed)
+    else:
+        for note in run.task.dataset.notes:
+            log(f"data: {note}")
     unreadable = UnreadableFiles(run.task.dataset, log)
     evaluate = run.compile_evaluation(unreadable, batch_size)
     evaluation = evaluate(network)

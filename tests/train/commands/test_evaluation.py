@@ -188,8 +188,11 @@ def test_evaluates_another_folder_without_the_training_data(run_of, recipes, cap
         run = run_of(recipe)
         shutil.copytree(recipes / given, recipes / "other" / recipe)
         (recipes / "other" / recipe / "classes.txt").unlink(missing_ok=True)
+        folder = next(path.parent for path in (recipes / "other" / recipe).rglob("*.png"))
+        (folder / "notes.txt").touch()
         shutil.move(recipes / recipe, recipes / "away" / recipe)
         output = printed(capsys, run, "--path", f"other/{recipe}")
+        assert "data: left out 1 files that are no images: 1 x .txt\n" in output
         assert f"after step {20 if recipe == 'colours' else 40} with path other/{recipe}" in output
         (path,) = (run / "evaluations").glob("*/evaluation.json")
         result = json.loads(path.read_text())
