@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except OSError as error:
         if error.filename is not None and error.errno in (errno.EACCES, errno.ENAMETOOLONG):
             _fail(f"cannot access {error.filename}: {error.strerror}", 2)
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG):
             raise
         _fail(f"cannot write: {error}", 1)
     except KeyboardInterrupt:

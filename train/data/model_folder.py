@@ -121,8 +121,8 @@ def _check_sizes(path: Path, config: Mapping[str, Any]) -> None:
         values = given if isinstance(given, list) and given else [given]  # perhaps of two axes
         if not all(isinstance(v, int | float) and 0 < v <= most for v in values):
             raise UserError(
-                f"model.path: {path / 'config.json'}: {name} must be above 0 and at most {most:,}, "
-                f"got {given!r:.40}"
+                f"model.path: {path / 'config.json'}: {name} must be above 0 and at most "
+                f"{most:,.15g}, got {given!r:.40}"
             )
 
 

@@ -112,6 +112,7 @@ def test_every_field_has_one_line_of_help(kind):
     [
         (KeyboardInterrupt(), 1, "fnet: interrupted\n"),
         (OSError(errno.ENOSPC, "No space left on device"), 1, "fnet: cannot write: [Errno 28]"),
+        (OSError(errno.EFBIG, "File too large"), 1, "fnet: cannot write: [Errno 27]"),
         (PermissionError(errno.EACCES, "Permission denied", "x"), 2, "fnet: cannot access x: Perm"),
     ],
 )

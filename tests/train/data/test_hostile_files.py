@@ -18,6 +18,8 @@ from program_cases import assert_one_line_error, exit_code
 from train import limits
 from train.data.chat import ChatTemplate
 from train.data.drawings import decode_runs
+from train.data.text_file import TextFile
+from train.data.tokenizer import load_tokenizer
 from train.errors import UserError
 
 few = settings(
@@ -67,6 +69,16 @@ def test_json_of_others(kind, document, tmp_path):
         assert_refused_or_read(kind, tmp_path / kind)
 
     check()
+
+
+def test_a_large_tokenizer_may_not_make_more_tokens_than_fit(tmp_path, monkeypatch):
+    pytest.importorskip("tokenizers")
+    monkeypatch.setattr(limits, "CODE_MEMORY", limits.CODE_MEMORY._replace(value=10**8))
+    long = {"type": "Prepend", "prepend": "a" * 10**6}
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(hostile_files.TOKENIZER | {"normalizer": long}))
+    with pytest.raises(UserError, match=r"needs more than|ended its process"):
+        load_tokenizer(TextFile(tokenizer=str(path))).encode("ab")
 
 
 @pytest.mark.parametrize(
