@@ -5,10 +5,14 @@
 CPU seconds of one core, in float32. The first table has the forward pass and both gradients of
 single convolutions: XLA with JAX's default options, XLA with Eigen's convolutions, fnet's replaced
 convolutions, and torch (oneDNN, channels_last). The second has SGD steps with momentum of ResNet-9
-on images of 32 x 32 and of DeepLabV3 on a ResNet-18 with output stride 8.
+on images of 32 x 32 and of DeepLabV3 on a ResNet-18 with output stride 8. ``--only networks
+--sizes 64 --images 8`` has the same steps of published networks, compared with torchvision's.
 """
 
+import argparse
 import functools
+import importlib
+import itertools
 import os
 import statistics
 import time
@@ -48,6 +52,8 @@ SHAPES: dict[str, tuple[Any, ...]] = {
     "MobileNet, depthwise 3x3": ((8, 56, 56), 128, 128, 1, 128),
     "ResNeXt-50, stage 1, 32 groups": ((8, 28, 28), 256, 256, 1, 32),
 }
+NETWORKS = ("resnet18", "resnet34", "resnet50", "mobilenet_v3_large", "convnext_tiny")
+SIZES = (32, 64, 96, 128, 224)
 OPTIMIZER = optax.sgd(0.1, momentum=0.9)
 TORCH, FLAX, XLA, FNET = (
     "torch, channels_last",
@@ -280,12 +286,45 @@ def steps(name: str, images: int, size: int) -> tuple[dict[str, Callable[[], Any
     return calls, executable.report.peak.total / memory.peak(smallest).total
 
 
+def networks(args: argparse.Namespace) -> None:
+    """Print the time of a step of each network and size, relative to torchvision's."""
+    rows = []
+    for name, size in itertools.product(args.networks, args.sizes):
+        rng = np.random.default_rng(0)
+        x = rng.normal(size=(args.images, size, size, 3)).astype(np.float32)
+        labels = rng.integers(0, 10, args.images, np.uint8)
+        batch = jax.device_put({"image": x, "label": labels})
+        model = models.get(name, num_classes=10)
+        state = jax.jit(lambda key, m=model: fnet.TrainState.create(m, OPTIMIZER, key))(
+            jax.random.key(0)
+        )
+        executable = fnet.compile_step(fnet.make_step(loss_of(model), OPTIMIZER), state, batch)
+        peer = getattr(importlib.import_module("torchvision.models"), name)(num_classes=10)
+        calls = {
+            "fnet": step_caller(executable.__call__, state, batch),
+            "torch": torch_step(peer, x, labels),
+        }
+        seconds = interleaved(calls, args.rounds)
+        cells = {"": f"{name}, {args.images} images of {size} x {size}"}
+        cells |= {name: f"{time:.3f}" for name, time in seconds.items()}
+        rows.append(cells | {"ratio": f"{seconds['fnet'] / seconds['torch']:.2f}"})
+        print(markdown_table(rows[-1:]), flush=True)
+    print(markdown_table(rows))
+
+
 def main() -> None:
     parser = argument_parser(__doc__, rounds=9)
-    parser.add_argument("--only", choices=("shapes", "steps"), help="One of the two tables.")
+    tables = ("shapes", "steps", "networks")
+    parser.add_argument("--only", choices=tables, help="One of the tables.")
+    parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=NETWORKS)
+    parser.add_argument("--sizes", nargs="+", type=int, default=SIZES, help="Sides of images.")
+    parser.add_argument("--images", type=int, default=8, help="Images of a batch.")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=SHAPES, help="Shapes.")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    if args.only == "networks":
+        networks(args)
+        return
     claims = []
     if args.only != "steps":
         rows = []
