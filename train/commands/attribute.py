@@ -32,7 +32,7 @@ from train.run.attribution import (
     write_losses,
     write_query,
 )
-from train.run.checkpoints import Checkpoints, RestoredNetwork
+from train.run.checkpoints import Checkpoints, RestoredNetwork, no_checkpoint
 from train.run.class_names import check_classes
 from train.run.frozen import load_network, restore
 from train.run.model_files import check_model, with_model_files
@@ -156,7 +156,7 @@ def _recorded(folder: RunFolder, run: Setup) -> InRunState:
     with Checkpoints(folder.checkpoints) as checkpoints:
         restored = restore(checkpoints, run.task.model, run.state_shapes)
     if restored is None:
-        raise UserError(f"no checkpoint in {folder.checkpoints}: none was saved, or they are gone")
+        raise no_checkpoint(folder.checkpoints)
     state: InRunState = restored.state.opt_state
     return state
 

@@ -64,6 +64,20 @@ class RestoredNetwork(NamedTuple):
     step: int
 
 
+def no_checkpoint(folder: Path) -> UserError:
+    """Return the error about a folder that should hold checkpoints and has none."""
+    damaged = why_damaged(folder)
+    return UserError(damaged or f"no checkpoint in {folder}: none was saved, or they are gone")
+
+
+def why_damaged(folder: Path) -> str | None:
+    """Return that all checkpoints of a folder were damaged and moved away; None if none was."""
+    damaged = sorted(folder.parent.glob("damaged_checkpoint_*"))
+    if not damaged:
+        return None
+    return f"every checkpoint of {folder.parent} is damaged, such as {damaged[-1]}"
+
+
 class DamagedError(Exception):
     """A checkpoint's arrays are not those that were saved."""
 
@@ -236,7 +250,7 @@ class Checkpoints:
 
         network = self._newest(read)
         if network is None:
-            raise UserError(f"no checkpoint in {self._folder}: none was saved, or they are gone")
+            raise no_checkpoint(self._folder)
         return network
 
     def _read(self, step: int, target: Any) -> tuple[Any, dict[str, Any]]:

@@ -21,6 +21,7 @@ from train.config import Config
 from train.data import Dataset, num_examples
 from train.data.splits import hash_names
 from train.errors import UserError
+from train.run.checkpoints import why_damaged
 from train.run.run_folder import (
     MAY_CHANGE_ON_RESUME,
     RunFolder,
@@ -121,10 +122,9 @@ def check_saved(folder: RunFolder) -> str | None:
     """
     if folder.saved_steps:
         return None
-    damaged = sorted(folder.path.glob("damaged_checkpoint_*"))
     what = f"no checkpoint is left in {folder.checkpoints}"
-    if damaged:
-        what = f"every checkpoint of {folder.path} is damaged, such as {damaged[-1]}"
+    if damaged := why_damaged(folder.checkpoints):
+        what = damaged
     else:
         try:
             if not read_sealed(folder.data)["has_saved"]:
@@ -275,7 +275,9 @@ def _differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
         "gone": np.setdiff1d(old.below(limit), every.below(limit)).size,
     }
     sampled = "" if limit == 2**64 else f" of {_MOST_NAMES:,}"
-    parts += [f"{count:,}{sampled} names are {kind}" for kind, count in changes.items() if count]
+    for kind, count in changes.items():
+        if count:
+            parts.append(f"{count:,}{sampled} {'name is' if count == 1 else 'names are'} {kind}")
     if seen := test.count_in(_trained_on(then), now["test"]):
         parts.append(
             f"{seen:,} of {now['test']:,} test examples were trained on, so that test scores are "

@@ -212,6 +212,8 @@ def test_refuses_to_resume_if_all_checkpoints_are_damaged(run, capsys):
         assert exit_code("train", "tiny.py", "--out", run, "--resume") == 2
         assert message in capsys.readouterr().err
         assert (run / "metrics.jsonl").read_text() == before
+    assert exit_code("eval", run) == 2
+    assert f"every checkpoint of {run} is damaged" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -289,7 +289,7 @@ def test_new_and_missing_images_are_counted(command, pictures, capsys):
     fnet_command(*command)
     out = capsys.readouterr().out
     assert f"{before['train']} training and {before['test']} test examples then, " in out
-    assert "; 2 names are new; 1 names are gone" in out
+    assert "; 2 names are new; 1 name is gone" in out
 
 
 @pytest.mark.parametrize("command", [("eval", "run"), RESUME], ids=["eval", "resume"])
