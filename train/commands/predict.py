@@ -132,7 +132,8 @@ def predict_texts(
         written.
     """
     config = check_model(folder, folder.read_config())
-    found = [load_unlabeled(cast(ChatFile, config.data), path) for path in given]
+    data = cast(ChatFile, config.model.complete(config.data))
+    found = [load_unlabeled(data, path) for path in given]
     classes = read_outputs(folder, config).names
     model = text_classification.build_network(config, len(classes))
     trained = load_network(folder, model, best=options.best)

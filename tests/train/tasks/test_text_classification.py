@@ -75,7 +75,7 @@ def check_predictions(run, write):
     """A text without a label gets the prediction that it has in evaluation.csv."""
     with (run / "evaluation.csv").open(newline="") as file:
         expected = {row["file"]: row for row in csv.DictReader(file)}
-    path = write([{"text": r["text"]} for r in TEXTS])
+    path = write([{"text": r["text"]} for r in TEXTS], "new.jsonl")
     fnet_command("predict", str(run), path, "--csv", "--top-k", 1)
     predictions = json.loads((run / "predictions" / "predictions.json").read_text())["predictions"]
     assert len(predictions) == len(TEXTS)
@@ -87,6 +87,19 @@ def check_predictions(run, write):
     table = (run / "predictions" / "predictions.csv").read_text().splitlines()
     assert table[0].startswith("text,prediction,probability")
     assert len(table) == 1 + len(TEXTS)
+
+
+@pytest.mark.slow
+def test_predicted_texts_are_encoded_by_the_tokenizer_of_the_model(workplace, write):
+    tokenizers = pytest.importorskip("tokenizers")
+    write_folder(workplace / "llama")
+    numbers = {symbol: i for i, symbol in enumerate(reversed("no and0123456789"))}
+    letters = tokenizers.Tokenizer(tokenizers.models.BPE(numbers, []))
+    letters.save(str(workplace / "llama" / "tokenizer.json"))
+    words = "--data.no-packing", "--data.batch-size", 16, "--grad.microbatches", 1
+    fnet_command(*command(write(TEXTS)), *words, "--train.steps", 2, "--out", "r")
+    fnet_command("eval", "r")
+    check_predictions(workplace / "r", write)
 
 
 @pytest.mark.parametrize("options", [(), ("--model.lora-rank", 2)], ids=["full", "lora"])
