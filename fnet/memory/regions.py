@@ -33,7 +33,7 @@ from fnet.autodiff.per_example.batch_axis import (
 )
 from fnet.autodiff.per_example.custom_rules import has_linear_rules
 from fnet.cpu.convolutions import has_convolutions
-from fnet.cpu.tracing import is_for_cpu, traced_for, tracing_platform
+from fnet.cpu.tracing import is_for_cpu
 from fnet.jaxpr import (
     ELEMENTWISE,
     Scan,
@@ -60,7 +60,7 @@ from fnet.memory.graph import (
     variables,
 )
 from fnet.memory.rows import Part, RowAxes, Sum, Value, run_rows, slice_rows
-from fnet.memory.windows import trace_first
+from fnet.memory.windows import evaluate_as
 from fnet.precision import sum_dtype
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -971,20 +971,14 @@ def cut(
     Returns:
       A function with the same arguments and values. Gradients are the same up to the order of sums.
     """
-    # JAX keeps a traced function and uses it again, so the device is the current one.
-    for_device = traced_for(tracing_platform())
 
-    @functools.wraps(f)
-    @for_device
-    def run(*args: Any, **kwargs: Any) -> Any:
-        closed, leaves, structure, differentiated = trace_first(f, args, kwargs)
+    def run(closed: ClosedJaxpr, leaves: list[Any], differentiated: list[bool]) -> list[Any]:
         division = divide(closed, differentiated, depth)
         if not division.regions:
             raise ValueError("; ".join(division.reasons) or "no array has an axis to cut")
-        results = run_divided(closed, leaves, division, chunks, inner, kept)
-        return jax.tree.unflatten(structure, results)
+        return run_divided(closed, leaves, division, chunks, inner, kept)
 
-    return run  # type: ignore[return-value]
+    return evaluate_as(f, run)
 
 
 def wide(a: Any) -> Any:

@@ -9,7 +9,6 @@ from jax.extend.core import ClosedJaxpr
 
 from fnet import hlo
 from fnet.backward_pass import recompute
-from fnet.cpu.tracing import traced_for, tracing_platform
 from fnet.jaxpr import active_variables
 from fnet.memory.cost import product_flops
 from fnet.memory.graph import equation_names
@@ -19,11 +18,11 @@ from fnet.memory.windows import (
     CheckpointPolicy,
     Run,
     Window,
+    evaluate_as,
     groups,
     remat_windows,
     run_windows,
     segments,
-    trace_first,
 )
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -90,12 +89,8 @@ def remat_nested(f: F) -> F:
     Returns:
       A function with the same arguments and values. Gradients are the same up to the order of sums.
     """
-    for_device = traced_for(tracing_platform())
 
-    @functools.wraps(f)
-    @for_device
-    def run(*args: Any, **kwargs: Any) -> Any:
-        closed, leaves, structure, differentiated = trace_first(f, args, kwargs)
+    def run(closed: ClosedJaxpr, leaves: list[Any], differentiated: list[bool]) -> list[Any]:
         active = active_variables(closed.jaxpr, differentiated)
         params = active.intersection(closed.jaxpr.invars)
 
@@ -111,10 +106,9 @@ def remat_nested(f: F) -> F:
             return lambda *args: run_windows(part, args, windows, inner=rows, checkpoint=again)
 
         windows = groups(closed, chunks=_CHUNKS)
-        results = run_windows(closed, leaves, windows, inner=group, checkpoint=again)
-        return jax.tree.unflatten(structure, results)
+        return run_windows(closed, leaves, windows, inner=group, checkpoint=again)
 
-    return run  # type: ignore[return-value]
+    return evaluate_as(f, run)
 
 
 def _computed_again(run: Run, differentiated: Sequence[bool]) -> Run:

@@ -10,6 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from fnet.backward_pass import bind_static, constant, finish_together
+from fnet.cpu.tracing import traced_for, tracing_platform
 from fnet.jaxpr import Scan, evaluate, in_scopes, inline, is_floating
 from fnet.memory.graph import (
     CARRY,
@@ -92,7 +93,25 @@ def trace_inlined(
     return inline(traced), leaves, jax.tree.structure(shapes)
 
 
-def trace_first(
+def evaluate_as(f: F, run: Callable[[ClosedJaxpr, list[Any], list[bool]], Sequence[Any]]) -> F:
+    """Evaluate a function, differentiated with respect to its first argument, as ``run`` does.
+
+    ``run`` gets its equations, the arrays of its arguments, and which of these are a part of the
+    first one. It returns the arrays of the results.
+    """
+    # JAX keeps a traced function and uses it again, so the device is the current one.
+    for_device = traced_for(tracing_platform())
+
+    @functools.wraps(f)
+    @for_device
+    def evaluated(*args: Any, **kwargs: Any) -> Any:
+        closed, leaves, structure, differentiated = _trace_first(f, args, kwargs)
+        return jax.tree.unflatten(structure, run(closed, leaves, differentiated))
+
+    return evaluated  # type: ignore[return-value]
+
+
+def _trace_first(
     f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[ClosedJaxpr, list[Any], Any, list[bool]]:
     """As `trace_inlined`, and whether each argument is a part of the first one.

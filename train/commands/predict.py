@@ -138,7 +138,8 @@ def predict_texts(
     model = text_classification.build_network(config, len(classes))
     trained = load_network(folder, model, best=options.best)
     network = jax.jit(functools.partial(text_classification.outputs, model))
-    size, to_prediction = config.data.batch_size, _classification("class", classes, options.top_k)
+    size = config.data.batch_size
+    to_prediction = _classification("class", classes, options.top_k, "text")
     predictions, rows = [], []
     for places, texts, notes in found:
         for note in notes:
@@ -150,8 +151,7 @@ def predict_texts(
                 trained.evaluation_params, trained.model_state, pad_batch(batch, size)
             )
             for name, output in zip(names, np.asarray(outputs), strict=False):
-                prediction = to_prediction(name, output)
-                predictions.append({"text": prediction.pop("image")} | prediction)
+                predictions.append(to_prediction(name, output))
                 rows.append({"text": name} | describe_output("class", classes, output))
     out = _out(folder, options)
     result = {"step": trained.step, "predictions": predictions, "unreadable": []}
@@ -253,13 +253,17 @@ def _read(prepare: Preprocessor, path: str) -> PreprocessedImage | UnreadableErr
 _ToPrediction = Callable[[str, np.ndarray], dict[str, Any]]
 
 
-def _classification(kind: str, classes: Sequence[str], top_k: int) -> _ToPrediction:
+def _classification(
+    kind: str, classes: Sequence[str], top_k: int, what: str = "image"
+) -> _ToPrediction:
+    """Name a prediction's outputs; ``what`` is the key of what was predicted."""
+
     def to_prediction(path: str, outputs: np.ndarray) -> dict[str, Any]:
         if kind == "numbers":
-            return {"image": path, "numbers": dict(zip(classes, outputs.tolist(), strict=True))}
+            return {what: path, "numbers": dict(zip(classes, outputs.tolist(), strict=True))}
         most_probable = np.argsort(-outputs, kind="stable")[:top_k]
         labels = [{"label": classes[i], "probability": float(outputs[i])} for i in most_probable]
-        return {"image": path, "labels": labels}
+        return {what: path, "labels": labels}
 
     return to_prediction
 

@@ -290,11 +290,10 @@ def load_unlabeled(config: ChatFile, path: str) -> tuple[list[str], Arrays, list
     Raises:
       UserError: as ``load``.
     """
-    config = dataclasses.replace(config, long=config.long or "truncate", test_path=path)
+    # Each text has a prediction, so none is dropped.
+    config = dataclasses.replace(config, long="truncate", test_path=path)
     read = Reader(config, load_tokenizer(config), labeled=False)
     documents = read.documents(records.read(path, "predict"))
-    if config.long == "drop":
-        config = dataclasses.replace(config, long="truncate")  # each text has a prediction
     documents, notes = _fit(config, read.kind, documents, "test")
     rows = _Rows.make(documents, config)
     batch = rows.gather(rows.arrays, config.context)
