@@ -5,11 +5,15 @@
 CPU seconds of one core, in float32. The first table has the forward pass and both gradients of
 single convolutions: XLA with JAX's default options, XLA with Eigen's convolutions, fnet's replaced
 convolutions, and torch (oneDNN, channels_last). The second has SGD steps with momentum of ResNet-9
-on images of 32 x 32 and of DeepLabV3 on a ResNet-18 with output stride 8. ``--only networks
---sizes 64 --images 8`` has the same steps of published networks, compared with torchvision's.
+on images of 32 x 32 and of DeepLabV3 on a ResNet-18 with output stride 8.
+
+``--only networks --sizes 64 --images 8`` has the same steps of published networks, relative to the
+faster layout of torchvision's. ``--only sweep`` has single convolutions of all kinds, and lists
+where fnet takes more than 1.5 times as long as torch.
 """
 
 import argparse
+import collections
 import functools
 import importlib
 import itertools
@@ -54,6 +58,7 @@ SHAPES: dict[str, tuple[Any, ...]] = {
 }
 NETWORKS = ("resnet18", "resnet34", "resnet50", "mobilenet_v3_large", "convnext_tiny")
 SIZES = (32, 64, 96, 128, 224)
+KINDS_OF_GROUPS = {"dense": 1, "32 groups": 32, "depthwise": 0}
 OPTIMIZER = optax.sgd(0.1, momentum=0.9)
 TORCH, FLAX, XLA, FNET = (
     "torch, channels_last",
@@ -82,22 +87,26 @@ def convolutions(
     dilation: int,
     groups: int = 1,
     size: int = 3,
+    stride: int = 1,
     *,
     rounds: int,
+    only_fnet: bool = False,
 ) -> dict[str, float]:
     """Time a convolution and both gradients, each as a program of its own."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=(*images, n_in)).astype(np.float32)
     kernel = rng.normal(size=(size, size, n_in // groups, n_out)).astype(np.float32)
-    y = rng.normal(size=(*images, n_out)).astype(np.float32)
+    padding = dilation * (size // 2)
 
     def convolve(x: Array, kernel: Array) -> Array:
         return jax.lax.conv_general_dilated(
-            *(x, kernel, (1, 1), "SAME"),
+            *(x, kernel, (stride, stride), [(padding, padding)] * 2),
             rhs_dilation=(dilation, dilation),
             dimension_numbers=("NHWC", "HWIO", "NHWC"),
             feature_group_count=groups,
         )
+
+    y = rng.normal(size=jax.eval_shape(convolve, x, kernel).shape).astype(np.float32)
 
     def by_input(y: Array, kernel: Array) -> Array:
         [gradient] = jax.linear_transpose(lambda x: convolve(x, kernel), x)(y)
@@ -107,21 +116,19 @@ def convolutions(
         [gradient] = jax.linear_transpose(lambda k: convolve(x, k), kernel)(y)
         return gradient
 
-    programs: dict[str, list[Callable[[], Any]]] = {"default": [], "Eigen": [], "fnet": []}
+    programs: dict[str, list[Callable[[], Any]]] = collections.defaultdict(list)
     eigen = dict(memory.CANDIDATE_OPTIONS["cpu"][0])
     for f, arguments in ((convolve, (x, kernel)), (by_input, (y, kernel)), (by_kernel, (y, x))):
         arrays = jax.device_put(arguments)
         for name, g, options in (
-            ("default", f, {}),
-            ("Eigen", f, eigen),
             ("fnet", for_cpus(f), eigen),
+            *(() if only_fnet else (("default", f, {}), ("Eigen", f, eigen))),
         ):
             compiled = jax.jit(g).lower(*arrays).compile(compiler_options=options)
             programs[name].append(functools.partial(compiled, *arrays))
     tensors = [channels_last(a) for a in (x, kernel.transpose(3, 0, 1, 2), y)]
     torch_x, torch_kernel, torch_y = tensors
-    padding = dilation * (size // 2)
-    sizes: Any = ([1, 1], [padding] * 2, [dilation] * 2, False, [0, 0], groups)
+    sizes: Any = ([stride] * 2, [padding] * 2, [dilation] * 2, False, [0, 0], groups)
 
     def gradient(mask: list[bool]) -> Any:
         return torch.ops.aten.convolution_backward(
@@ -129,9 +136,7 @@ def convolutions(
         )
 
     programs["torch"] = [
-        lambda: functional.conv2d(
-            torch_x, torch_kernel, padding=padding, dilation=dilation, groups=groups
-        ),
+        lambda: functional.conv2d(torch_x, torch_kernel, None, stride, padding, dilation, groups),
         lambda: gradient([True, False, False]),
         lambda: gradient([False, True, False]),
     ]
@@ -226,11 +231,17 @@ class TorchDeepLab(nn.Module):
         return functional.interpolate(logits, images.shape[2:], mode="bilinear")
 
 
-def torch_step(model: nn.Module, images: np.ndarray, labels: np.ndarray) -> Callable[[], Any]:
+def torch_step(
+    model: nn.Module,
+    images: np.ndarray,
+    labels: np.ndarray,
+    layout: torch.memory_format = torch.channels_last,
+) -> Callable[[], Any]:
     """Return a function that takes one step."""
-    model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    model = model.to(memory_format=layout)  # type: ignore[call-overload]
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    x, y = channels_last(images), torch.from_numpy(labels.astype(np.int64))
+    x = channels_last(images).contiguous(memory_format=layout)
+    y = torch.from_numpy(labels.astype(np.int64))
 
     def step() -> None:
         optimizer.zero_grad()
@@ -286,44 +297,79 @@ def steps(name: str, images: int, size: int) -> tuple[dict[str, Callable[[], Any
     return calls, executable.report.peak.total / memory.peak(smallest).total
 
 
-def networks(args: argparse.Namespace) -> None:
+def networks(args: argparse.Namespace) -> list[Claim]:
     """Print the time of a step of each network and size, relative to torchvision's."""
-    rows = []
-    for name, size in itertools.product(args.networks, args.sizes):
+    rows, claims = [], []
+    for size, images, name in itertools.product(args.sizes, args.images, args.networks):
         rng = np.random.default_rng(0)
-        x = rng.normal(size=(args.images, size, size, 3)).astype(np.float32)
-        labels = rng.integers(0, 10, args.images, np.uint8)
+        x = rng.normal(size=(images, size, size, 3)).astype(np.float32)
+        labels = rng.integers(0, 10, images, np.uint8)
         batch = jax.device_put({"image": x, "label": labels})
         model = models.get(name, num_classes=10)
         state = jax.jit(lambda key, m=model: fnet.TrainState.create(m, OPTIMIZER, key))(
             jax.random.key(0)
         )
         executable = fnet.compile_step(fnet.make_step(loss_of(model), OPTIMIZER), state, batch)
-        peer = getattr(importlib.import_module("torchvision.models"), name)(num_classes=10)
-        calls = {
-            "fnet": step_caller(executable.__call__, state, batch),
-            "torch": torch_step(peer, x, labels),
-        }
+        peer = getattr(importlib.import_module("torchvision.models"), name)
+        calls = {"fnet": step_caller(executable.__call__, state, batch)}
+        for layout in (torch.contiguous_format, torch.channels_last):
+            step = torch_step(peer(num_classes=10), x, labels, layout)
+            calls[f"torch, {str(layout).removeprefix('torch.')}"] = step
         seconds = interleaved(calls, args.rounds)
-        cells = {"": f"{name}, {args.images} images of {size} x {size}"}
+        ratio = seconds["fnet"] / min(s for row, s in seconds.items() if row != "fnet")
+        cells = {"": f"{name}, {images} images of {size} x {size}"}
         cells |= {name: f"{time:.3f}" for name, time in seconds.items()}
-        rows.append(cells | {"ratio": f"{seconds['fnet'] / seconds['torch']:.2f}"})
-        print(markdown_table(rows[-1:]), flush=True)
+        rows.append(cells | {"ratio": f"{ratio:.2f}"})
+        print(markdown_table(rows[-1:]), f"load average {os.getloadavg()[0]:.1f}\n", flush=True)
+        what = f"{name} step on one CPU core, {images} images of {size} x {size}: time"
+        claims.append(Claim(what, "the faster layout of torch", ratio, "<= 1.3", "time"))
     print(markdown_table(rows))
+    return claims
+
+
+def sweep(args: argparse.Namespace) -> None:
+    """Print the time of convolutions of all kinds, relative to torch's, and the slow ones."""
+    slow = []
+    shapes = itertools.product(
+        KINDS_OF_GROUPS, (1, 3, 5, 7), (2, 4, 8, 16, 32), (32, 64, 256), (1, 2), (1, 2)
+    )
+    for groups, size, side, channels, stride, dilation in shapes:
+        if (groups == "32 groups" and channels == 32) or dilation > (
+            1 if size == 1 or stride > 1 else 2
+        ):
+            continue
+        shape = ((8, side, side), channels, channels, dilation, KINDS_OF_GROUPS[groups] or channels)
+        seconds = convolutions(*shape, size, stride, rounds=args.rounds, only_fnet=True)
+        cells = {
+            "": f"{groups}, {size} x {size}, stride {stride}, dilation {dilation}, "
+            f"{channels} channels, {side} x {side}"
+        }
+        ratios = []
+        for i, part in enumerate(("forward", "by input", "by kernel")):
+            own, peer = seconds[f"fnet/{i}"], seconds[f"torch/{i}"]
+            ratios.append(own / peer)
+            cells[part] = f"{1e3 * own:.2f} / {1e3 * peer:.2f} ms = {own / peer:.2f}"
+        print(*cells.values(), sep=" | ", flush=True)
+        if max(ratios) > 1.5:
+            slow.append(cells)
+    print(markdown_table(slow))
 
 
 def main() -> None:
     parser = argument_parser(__doc__, rounds=9)
-    tables = ("shapes", "steps", "networks")
+    tables = ("shapes", "steps", "networks", "sweep")
     parser.add_argument("--only", choices=tables, help="One of the tables.")
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=NETWORKS)
     parser.add_argument("--sizes", nargs="+", type=int, default=SIZES, help="Sides of images.")
-    parser.add_argument("--images", type=int, default=8, help="Images of a batch.")
+    parser.add_argument("--images", nargs="+", type=int, default=(8, 32), help="Images of a batch.")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=SHAPES, help="Shapes.")
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.only == "networks":
-        networks(args)
+        publish(networks(args), args, "jax", "jaxlib", "torch", "torchvision")
+        return
+    if args.only == "sweep":
+        sweep(args)
         return
     claims = []
     if args.only != "steps":

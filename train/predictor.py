@@ -1,8 +1,9 @@
 """Prediction in Python: the network of a run, applied to any images."""
 
+import itertools
 import os
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import IO, Any
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +26,8 @@ from train.tasks import kind_of
 _BATCH_SIZE = 16
 """Largest number of images, or crops, in a batch."""
 
-ImageLike = str | os.PathLike[str] | bytes | Image.Image | np.ndarray
-"""Path of an image file, its content, an image of Pillow, or an array of its pixels."""
+ImageLike = str | os.PathLike[str] | bytes | IO[bytes] | Image.Image | np.ndarray | Array
+"""Path of an image file, its content, the open file, an image of Pillow, or an array of pixels."""
 
 
 class Predictor:
@@ -79,12 +80,13 @@ class Predictor:
             min(_BATCH_SIZE, config.data.batch_size) // self.preprocessor.crops, 1
         )
 
-    def __call__(self, images: Sequence[ImageLike]) -> list[np.ndarray]:
+    def __call__(self, images: Iterable[ImageLike]) -> list[np.ndarray]:
         """Predict images.
 
         Args:
-          images: Each is the path of an image file, the content of one, an image of Pillow of any
-            size and mode, or an array uint8 [H, W, 3], RGBA [H, W, 4] or gray [H, W].
+          images: Each is the path of an image file, the content of one, an open one, an image of
+            Pillow of any size and mode, or an array uint8 [H, W, 3], RGBA [H, W, 4] or gray
+            [H, W], of any library that NumPy converts.
 
         Returns:
           For each image of a segmentation run a mask uint8 [height, width] of labels, of the size
@@ -93,25 +95,32 @@ class Predictor:
 
         Raises:
           UnreadableError: If an image cannot be used; with its path, or its place in the list.
-          TypeError: If one image is given in place of a list.
+          TypeError: If one image is given in place of a list, or an element is no image.
         """
-        is_one = isinstance(images, str | bytes | os.PathLike | Image.Image)
-        if is_one or (isinstance(images, np.ndarray) and images.ndim != 4):
+        source = _source(images)
+        if source is not None and getattr(source, "ndim", 0) not in (1, 4):
             raise TypeError(
                 "Predictor: expected a list of images, got one; write predictor([image])"
             )
         predictions: list[np.ndarray] = []
-        for start in range(0, len(images), self.batch_size):
-            rows = range(start, min(start + self.batch_size, len(images)))
-            predictions += self.predict_batch([self._prepare(images[i], i) for i in rows])
+        numbered = enumerate(images if source is None else source)
+        while rows := list(itertools.islice(numbered, self.batch_size)):
+            predictions += self.predict_batch([self._prepare(image, i) for i, image in rows])
         return predictions
 
     def _prepare(self, image: ImageLike, index: int) -> PreprocessedImage:
+        is_path = isinstance(image, str | os.PathLike)
+        where = str(image) if is_path else f"image {index}"
+        source = _source(image)
+        if source is None:
+            kind = type(image).__name__
+            raise TypeError(
+                f"Predictor: {where}: expected a path, the content of a file, an image of Pillow "
+                f"or an array, got {kind}"
+            )
         try:
-            return self.preprocessor(image)
+            return self.preprocessor(source)
         except UnreadableError as error:
-            is_path = isinstance(image, str | os.PathLike)
-            where = str(image) if is_path else f"image {index}"
             raise UnreadableError(f"{where}: {error}") from None
 
     def predict_batch(self, batch: Sequence[PreprocessedImage]) -> Iterator[np.ndarray]:
@@ -126,6 +135,15 @@ class Predictor:
                 yield predict_mask(output, prepared)
             else:
                 yield self._restore(output)
+
+
+def _source(image: Any) -> Any:
+    """Return what can be decoded, or an array of images; None if it is neither."""
+    if isinstance(image, str | os.PathLike | bytes | Image.Image):
+        return image
+    if hasattr(image, "__array__"):
+        return np.asarray(image)
+    return image.read() if hasattr(image, "read") else None
 
 
 def _in_chunks(

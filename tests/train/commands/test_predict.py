@@ -9,6 +9,7 @@ import shutil
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import vision_cases
@@ -423,9 +424,11 @@ def test_predictor_takes_arrays_contents_and_any_number_of_images(run_of, recipe
     path = next((recipes / "colours" / "val").rglob("*.png"))
     pixels = np.asarray(Image.open(path))
     (expected,) = predictor([path])
-    for image in (str(path), path.read_bytes(), pixels, np.dstack([pixels, pixels[..., :1]])):
+    opaque, content = np.dstack([pixels, pixels[..., :1]]), path.read_bytes()
+    for image in (str(path), content, io.BytesIO(content), pixels, opaque, jnp.asarray(pixels)):
         np.testing.assert_array_equal(predictor([image])[0], expected)
-    for several in ([pixels] * 3, np.stack([pixels] * 3)):
+    rows = [pixels] * 3
+    for several in (rows, iter(rows), np.stack(rows), np.array([str(path)] * 3)):
         np.testing.assert_array_equal(predictor(several), [expected] * 3)
     assert predictor([]) == []
     assert predictor._network._cache_size() == 1  # one program for 1 and 3 images
@@ -437,7 +440,11 @@ def test_predictor_names_what_is_wrong_with_an_image(run_of):
         predictor(["none.png"])
     with pytest.raises(UnreadableError, match=r"^image 1: the array is float64 of shape"):
         predictor([np.zeros((4, 4), np.uint8), np.zeros((4, 4, 3))])
-    for one in ("none.png", b"", np.zeros((4, 4, 3), np.uint8), Image.new("RGB", (4, 4))):
+    for wrong in (None, [1, 2]):
+        with pytest.raises(TypeError, match=r"image 0: expected a path, .* got (NoneType|list)$"):
+            predictor([wrong])
+    pixels = np.zeros((4, 4, 3), np.uint8)
+    for one in ("none.png", b"", io.BytesIO(), pixels, jnp.asarray(pixels), Image.new("L", (4, 4))):
         with pytest.raises(TypeError, match=r"got one; write predictor\(\[image\]\)$"):
             predictor(one)
 
