@@ -49,7 +49,7 @@ def write_pictures(folder: Path) -> None:
         Image.fromarray((pixels * 15.9).astype("uint8")).resize((32, 32)).save(path)
 
 
-def command(pictures: Path, out: Path) -> list[str]:
+def command(pictures: Path, out: Path, checkpoint_every: int) -> list[str]:
     options = {
         "data.source": "image_folder",
         "data.path": pictures,
@@ -61,7 +61,7 @@ def command(pictures: Path, out: Path) -> list[str]:
         "optim.learning-rate": 0.01,
         "train.steps": 10**7,
         "train.eval-every": 200,
-        "checkpoint.every": 100,
+        "checkpoint.every": checkpoint_every,
     }
     words = []
     for key, value in options.items():
@@ -109,7 +109,8 @@ def watch(args: argparse.Namespace, folder: Path) -> list[Sample]:
     write_pictures(pictures)
     samples: list[Sample] = []
     with (folder / "output.txt").open("w") as output:
-        run = subprocess.Popen(command(pictures, out), stdout=output, stderr=subprocess.STDOUT)
+        words = command(pictures, out, args.checkpoint_every)
+        run = subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT)
         began = time.monotonic()
         while time.monotonic() - began < args.hours * 3600 and run.poll() is None:
             time.sleep(args.every)
@@ -135,6 +136,7 @@ def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--hours", type=float, default=2.0, help="Length of the run.")
     parser.add_argument("--every", type=float, default=30.0, help="Seconds between samples.")
+    parser.add_argument("--checkpoint-every", type=int, default=100, help="Steps between them.")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         samples = watch(args, Path(folder))

@@ -67,6 +67,7 @@ LINE = Limit("the line", 2**22, "bytes")
 LINKS = Limit("links lead there", 64, "times")
 """Links to folders of links are as many paths as a power of two."""
 ROWS = Limit("the shard", 10**7, "examples")
+TEMPLATE = Limit("the chat template", 2**20, "bytes")
 UNPACKED = Limit("the unpacked file", 2**28, "bytes")
 VOCABULARY = Limit("the tokenizer", 10**7, "tokens")
 SIZES = {

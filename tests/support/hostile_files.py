@@ -11,7 +11,7 @@ import numpy as np
 from hypothesis import strategies as st
 from PIL import Image
 
-from train.data import evaluation_batches
+from train.data import evaluation_batches, records
 from train.data.arrays import ArrayFile
 from train.data.chat import ChatTemplate, load_generation_settings, load_template
 from train.data.chat_file import ChatFile
@@ -258,18 +258,23 @@ def parquet(columns=None, **options):
     return file.getvalue()
 
 
-def array_record(path):
+def example(label, zeros=0):
+    """Return a serialized tf.train.Example: a picture with so many zeros behind it, and a label."""
+    picture = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(picture, "PNG")
+    example = example_type()()
+    example.features.feature["image"].bytes_list.value.append(picture.getvalue() + bytes(zeros))
+    example.features.feature["label"].int64_list.value.append(label)
+    return example.SerializeToString()
+
+
+def array_record(path, options="group_size:1", zeros=0, count=6):
     """Return an ArrayRecord file of pictures, which is written to a path."""
     from array_record.python.array_record_module import ArrayRecordWriter
 
-    picture = io.BytesIO()
-    Image.new("RGB", (8, 8)).save(picture, "PNG")
-    writer = ArrayRecordWriter(str(path), "group_size:1")
-    for i in range(6):
-        example = example_type()()
-        example.features.feature["image"].bytes_list.value.append(picture.getvalue())
-        example.features.feature["label"].int64_list.value.append(i % 2)
-        writer.write(example.SerializeToString())
+    writer = ArrayRecordWriter(str(path), options)
+    for i in range(count):
+        writer.write(example(i % 2, zeros))
     writer.close()
     return path.read_bytes()
 
@@ -363,6 +368,7 @@ _READERS = {
         path=str(path), chat_template="template", context=8
     ).load(),
     "lines": lambda path: ChatFile(path=str(path), context=512).load(),
+    "records": lambda path: sum(1 for _ in records.read(str(path), "data.path")),
     "text": lambda path: TextFile(path=str(path), context=8).load(),
     "npz": lambda path: ArrayFile(path=str(path)).load(),
     "tar": lambda path: ImageShards(path=(str(path),)).load(),

@@ -239,7 +239,7 @@ def load_template(
     if file and (path or file.is_file()):
         try:
             check_regular(str(file))
-            limits.JSON_FILE.check(file.stat().st_size, file)
+            limits.TEMPLATE.check(file.stat().st_size, file)
             return ChatTemplate(file.read_text("utf-8"), tokens, str(file), now)
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or _one_line(error)
@@ -259,6 +259,7 @@ def load_template(
             f"{folder} has no chat template, neither chat_template.jinja nor chat_template in "
             "tokenizer_config.json; give one as a Jinja file"
         )
+    limits.TEMPLATE.check(len(template), where)
     return ChatTemplate(template, tokens, f"chat_template in {where}", now)
 
 

@@ -159,17 +159,14 @@ def _read_parquet(path: str, option: str) -> Iterator[Record]:
     errors = storage.StorageError, OSError, UnicodeDecodeError, pyarrow.ArrowException
     try:
         with storage.open_file(path) as source, pyarrow.parquet.ParquetFile(source) as file:
-            for i in range(file.num_row_groups):
-                group = file.metadata.row_group(i)
-                size = group.total_byte_size // max(group.num_rows, 1)
-                most.check(size, f"{option}: {path}, row group {i}, on average")
-            for batch in file.iter_batches(64):
-                for i, fields in enumerate(batch.to_pylist()):
+            groups, size = range(file.num_row_groups), storage.stat(path).size
+            for batch in storage.parquet_batches(file, size, f"{option}: {path}", groups):
+                for i in range(batch.num_rows if batch.nbytes > most.most else 0):
+                    place = f"{option}: {path}, row {row + i + 1}"
+                    most.check(batch.slice(i, 1).nbytes, place)
+                for fields in batch.to_pylist():
                     row += 1
-                    place = f"{path}, row {row}"
-                    if batch.nbytes > most.most:
-                        most.check(batch.slice(i, 1).nbytes, f"{option}: {place}")
-                    yield Record(option, place, fields)
+                    yield Record(option, f"{path}, row {row}", fields)
     except errors as error:
         raise UserError(f"{option}: {storage.as_storage_error(path, error)}") from error
 

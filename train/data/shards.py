@@ -9,6 +9,7 @@ import functools
 import json
 import os
 import re
+import struct
 import tarfile
 import threading
 import weakref
@@ -226,7 +227,8 @@ def _tar_members(file: IO[bytes]) -> Iterator[tuple[str, int, int]]:
     headers: Any = _Headers(file)
     try:
         with tarfile.open(fileobj=headers, mode="r:") as tar:
-            for member in tar:
+            while member := tar.next():
+                tar.members.clear()  # it keeps all
                 end = tar.offset
                 if member.isreg() and not member.issparse():
                     yield member.name, member.offset_data, member.size
@@ -277,9 +279,9 @@ def _index_parquet(path: str, size: int, fields: Fields) -> Index:
             groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
             # Not of the column of images, because pyarrow aborts at a damaged one.
             block_bytes = max((group.total_byte_size for group in groups), default=0)
-            limits.check_unpacked(block_bytes, size, f"data.path: {path}")
-            batches = file.iter_batches(64, columns=[label])  # few, should each be a megabyte
-            values = (value for batch in batches for value in batch.column(0).to_pylist())
+            where = f"data.path: {path}"
+            batches = storage.parquet_batches(file, size, where, range(len(groups)), [label])
+            values = (value.as_py() for batch in batches for value in batch.column(0))
             labels = parse_labels(values, lambda i: f"data.label: row {i} of {path}")
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:
         reason = " ".join(str(error).split())
@@ -324,6 +326,7 @@ def _index_array_record(path: str, size: int, fields: Fields) -> Index:
         return Index(_places([]), np.zeros(0, np.int64), problem=_array_record_error(reader, size))
     count, image, label, values, problem = reader.num_records(), "", "", [], ""
     limits.ROWS.check(count, f"data.path: {path}")
+    limits.check_unpacked(_unpacked_records(path), size, f"data.path: {path}")
     for start in range(0, count, 1024):
         try:
             records = reader.read(start, min(start + 1024, count))
@@ -360,6 +363,34 @@ def _array_record_reader(path: str) -> Any:
     # For random access; the defaults read 16 MiB ahead.
     options = "readahead_buffer_size:0,max_parallelism:0"
     return ArrayRecordReader(storage.local_copy(path), options)
+
+
+_BLOCK, _BLOCK_HEADER, _CHUNK_HEADER = 2**16, 24, 40
+"""Bytes of Riegeli's blocks and headers, of which ArrayRecord files consist."""
+
+
+def _unpacked_records(path: str) -> int:
+    """Return the bytes of all records, of which the headers of their chunks tell."""
+    usable = _BLOCK - _BLOCK_HEADER
+
+    def end_of(begin: int, length: int) -> int:  # a header begins each block
+        blocks = (length + (begin + usable - 1) % _BLOCK) // usable
+        return begin + length + blocks * _BLOCK_HEADER
+
+    begin, total = 0, 0
+    with open(storage.local_copy(path), "rb", 0) as file:
+        while True:
+            file.seek(begin)
+            raw = file.read(end_of(begin, _CHUNK_HEADER) - begin)
+            cut = -begin % _BLOCK
+            header = raw[:cut] + raw[cut + _BLOCK_HEADER :]
+            if len(header) < _CHUNK_HEADER:
+                return total
+            _, packed, _, records, unpacked = struct.unpack("<5Q", header)
+            total += unpacked
+            after = begin + (records >> 8)  # as many bytes as records, whose low byte is a type
+            after += max(_BLOCK_HEADER - after % _BLOCK, 0) if after % _BLOCK else 0
+            begin = max(end_of(begin, _CHUNK_HEADER + packed), after)
 
 
 def _array_record_error(reader: Any, size: int) -> str:
@@ -508,13 +539,13 @@ class Shards:
         column = self._row_group(int(shards[0]), int(places[0, 0]))
         if isinstance(column, UnreadableError):
             return [column] * len(places)
-        images = column.take(places[:, 1]).to_pylist()
+        images = [column[row].as_py() for row in places[:, 1].tolist()]
         return [
             UnreadableError("there is no image") if image is None else image for image in images
         ]
 
     def _read_row_group(self, shard: int, group: int) -> Any:
-        """Read the images of a row group: an Arrow array, or an `UnreadableError`."""
+        """Read the images of a row group: a chunked array, or an `UnreadableError`."""
         path = self.paths[shard]
         pyarrow = storage.import_parquet("data.path", path)
         self._check_unchanged(shard)
@@ -529,10 +560,13 @@ class Shards:
                 field = file.schema_arrow.field(self._images[shard])
                 is_struct = pyarrow.types.is_struct(field.type)
                 name = f"{field.name}.bytes" if is_struct else field.name
-                column = file.read_row_group(group, columns=[name], use_threads=False).column(0)
+                size, where = self._stats[shard].size, f"data.path: {path}"
+                batches = storage.parquet_batches(file, size, where, [group], [name])
+                columns = [batch.column(0) for batch in batches]
             self.reads[shard] += 1
-            column = column.combine_chunks()
-            return column.field("bytes") if is_struct else column
+            return pyarrow.chunked_array([c.field("bytes") if is_struct else c for c in columns])
+        except MemoryError:  # one of Arrow's, too
+            raise
         except pyarrow.ArrowException as error:
             return UnreadableError(" ".join(str(error).split()))
         except OSError as error:

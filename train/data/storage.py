@@ -9,7 +9,7 @@ import re
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from hashlib import sha256
 from pathlib import Path
 from stat import S_ISDIR, S_ISREG
@@ -55,6 +55,34 @@ def import_parquet(option: str, path: str) -> Any:
             f"{option}: {path} needs pyarrow; pip install 'fnet-jax[parquet]'"
         ) from None
     return pyarrow
+
+
+def parquet_batches(
+    file: Any, size: int, where: str, groups: Iterable[int], columns: Sequence[str] | None = None
+) -> Iterator[Any]:
+    """Yield batches of rows of some row groups of a `pyarrow.parquet.ParquetFile`.
+
+    A value that many rows share is in the file once, so that its rows are counted as they are read.
+
+    Args:
+      file: file to read.
+      size: its bytes.
+      where: its name, for error messages.
+      groups: indices of the row groups.
+      columns: names of the columns; None for all.
+
+    Raises:
+      UserError: if rows would unpack to bytes above the limit and 8 times the file.
+    """
+    unpacked = 0
+    for group in groups:
+        encoded = file.metadata.row_group(group).total_byte_size
+        limits.check_unpacked(encoded, size, where)
+        rows = min(max(limits.UNPACKED.most // max(encoded, 1), 1), 64)  # each may have all of it
+        for batch in file.iter_batches(rows, row_groups=[group], columns=columns):
+            unpacked += batch.nbytes
+            limits.check_unpacked(unpacked, size, where)
+            yield batch
 
 
 class Stat(NamedTuple):

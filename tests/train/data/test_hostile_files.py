@@ -16,6 +16,7 @@ from PIL import Image
 from program_cases import assert_one_line_error, exit_code
 
 from train import limits
+from train.data import shards
 from train.data.chat import ChatTemplate
 from train.data.drawings import decode_runs
 from train.data.text_file import TextFile
@@ -231,6 +232,67 @@ def test_parquet_that_unpacks_to_gigabytes(kind, columns, tmp_path):
     path = tmp_path / "a.parquet"
     path.write_bytes(hostile_files.parquet(columns, compression="zstd"))
     assert_refused_or_read(kind, path, may_pass=False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [
+        ("shards", {"image": [bytes(2**20)], "label": ["a", "b"]}),
+        ("shards", {"image": [b"x"], "label": ["a" * 2**24]}),
+        ("records", {"text": ["a" * 2**20]}),
+        ("lines", {"text": ["a" * 2**24]}),
+    ],
+)
+def test_parquet_with_one_large_value_in_many_rows(kind, values, tmp_path, monkeypatch):
+    # The stacks of 16 threads, which take no memory until they run, count as such.
+    monkeypatch.setattr(limits, "CODE_MEMORY", limits.CODE_MEMORY._replace(value=650 * 10**6))
+    pyarrow = pytest.importorskip("pyarrow")
+    rows = np.arange(999)
+    table = {
+        name: pyarrow.DictionaryArray.from_arrays(rows % len(array), array)
+        for name, array in values.items()
+    }
+    path = tmp_path / "a.parquet"
+    path.write_bytes(hostile_files.parquet(table, compression="zstd", store_schema=False))
+    assert path.stat().st_size < 2**14
+    assert_refused_or_read(kind, path, may_pass=False)
+
+
+@pytest.mark.parametrize("options", ["group_size:1", "group_size:512"])
+def test_records_that_unpack_to_gigabytes(options, tmp_path):
+    path = tmp_path / "a.array_record"
+    hostile_files.array_record(path, options, zeros=2**20, count=400)
+    assert path.stat().st_size < 2**20
+    assert_refused_or_read("shards", path, may_pass=False)
+
+
+def test_records_are_counted_as_they_are(tmp_path):
+    path = tmp_path / "a.array_record"
+    for options in ("group_size:1", "group_size:7", "group_size:1,uncompressed"):
+        for count, zeros in ((0, 0), (1, 2**17), (700, 0), (400, 999), (9, 2**16)):
+            hostile_files.array_record(path, options, zeros, count)
+            per_record = len(hostile_files.example(0, zeros))
+            extra = shards._unpacked_records(str(path)) - count * per_record
+            assert 0 <= extra < 10 * count + 200, (options, count, zeros)
+
+
+def test_links_in_a_tar_are_not_kept_in_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(limits, "CODE_MEMORY", limits.CODE_MEMORY._replace(value=10 * 2**20))
+    path = tmp_path / "a.tar"
+    path.write_bytes(
+        hostile_files.tar(b"a.png", b"00000000000\0", b"2")[:512] * 2**16 + bytes(1024)
+    )
+    assert_refused_or_read("tar", path, may_pass=False)
+
+
+def test_large_templates(tmp_path):
+    source = "{{ 1 }}" * (limits.TEMPLATE.most // 7 + 1)
+    (tmp_path / "chat.jinja").write_text(source)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": source}))
+    for kind in ("template", "tokenizer_config.json"):
+        path = tmp_path / ("chat.jinja" if kind == "template" else kind)
+        message = limits.run("hostile_files:read", kind, str(path))
+        assert "the chat template has 1,048,57" in message
 
 
 @pytest.fixture
