@@ -104,7 +104,7 @@ def evaluate_run(folder: RunFolder, options: EvalArguments, console: Console) ->
         for note in run.task.dataset.notes:
             log(f"data: {note}")
     unreadable = UnreadableFiles(run.task.dataset, log)
-    evaluate = run.compile_evaluation(unreadable, batch_size)
+    evaluate = run.evaluation(unreadable, batch_size)
     evaluation = evaluate(network)
     evaluation = evaluation._replace(metrics=evaluation.metrics | _text_metrics(run, evaluation))
 

@@ -1,5 +1,6 @@
 """Evaluate a trained network on test examples."""
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
@@ -60,7 +61,7 @@ class PredictedBatch(NamedTuple):
 
 
 class Evaluator:
-    """``evaluate(trained) -> Evaluation``, compiled on creation.
+    """``evaluate(trained) -> Evaluation``, traced on creation and compiled once it is needed.
 
     The last batch is padded with examples of weight 0, so that each example counts exactly once.
 
@@ -71,9 +72,6 @@ class Evaluator:
       watch: wraps the iterator of batches (`UnreadableFiles.watch`).
       layout: layout of the shapes; None for one device.
 
-    Attributes:
-      peak: Peak memory in bytes while it runs: the train state, a batch, and the outputs and
-        temporaries of the compiled program.
     """
 
     def __init__(
@@ -138,12 +136,19 @@ class Evaluator:
         jitted = jax.jit(add_batch, donate_argnums=0, out_shardings=self._replicated)
         # The options keep the order of gathers.
         options = memory.CANDIDATE_OPTIONS.get(jax.default_backend(), ({},))[0] if layout else {}
-        lowered = jitted.lower(self._zero_totals(), *arguments)
-        _, (_, _, self._kept) = lowered.out_info
-        self._add_batch = lowered.compile(compiler_options=dict(options))
+        self._options, self._argument_bytes = dict(options), memory.tree_bytes((shapes, batch))
+        self._lowered = jitted.lower(self._zero_totals(), *arguments)
+        _, (_, _, self._kept) = self._lowered.out_info
+
+    @functools.cached_property
+    def _add_batch(self) -> Any:
+        return self._lowered.compile(compiler_options=self._options)
+
+    @property
+    def peak(self) -> int:
+        """Peak memory in bytes while it runs: train state, a batch, outputs, temporaries."""
         program = memory.peak(self._add_batch)
-        arguments_bytes = memory.tree_bytes((shapes, batch))
-        self.peak = arguments_bytes + program.outputs + program.temporaries + program.workspace
+        return self._argument_bytes + program.outputs + program.temporaries + program.workspace
 
     def __call__(self, trained: Trained) -> Evaluation:
         """Evaluate on all test examples, with averaged parameters if there are any."""

@@ -112,7 +112,6 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
         programs = compile_programs(run, weights, unreadable, console)
         last = max(folder.saved_steps, default=0)  # later lines are dropped
         earlier = [x for x in read_metrics(folder.metrics) if x["step"] <= last] if resume else []
-        score_of(dict.fromkeys(programs.evaluate.metric_names, 0.0), best_metric(config))
         print_facts(console, before_training(programs, earlier))
         if run.privacy:
             log(f"privacy: {run.privacy.describe(run.steps)}")

@@ -14,6 +14,7 @@ from train.run.checkpoints import compile_checksums
 from train.run.evaluation import Evaluator
 from train.run.frozen import without_frozen
 from train.run.initial_weights import InitialWeights
+from train.run.metrics import best_metric, score_of
 from train.run.planning import Planned, StepCache, compile_step, memory_report, overhead
 from train.run.setup import Setup
 
@@ -46,12 +47,16 @@ def compile_programs(
     """Compile the programs of a run, which begins with pretrained weights if they are given.
 
     Raises:
-      UserError: for a budget that nothing fits, or a policy that this device does not support.
+      UserError: for a metric that the evaluation has not, a budget that nothing fits, or a policy
+        that this device does not support.
       DonationError: if the step would not update the state in place.
     """
     with compiling(console) as show:
+        # A wrong name costs a trace, not a compilation.
+        names = run.evaluation(unreadable, run.devices).metric_names
+        score_of(dict.fromkeys(names, 0.0), best_metric(run.config))
         planned = compile_step(run, progress=lambda *c: show(describe_candidate(*c)))
-        evaluate = run.compile_evaluation(unreadable, _evaluation_batch_size(run, planned))
+        evaluate = run.evaluation(unreadable, _evaluation_batch_size(run, planned))
         compile_checksums(without_frozen(run.state_shapes))
         state_bytes = memory.tree_bytes(run.state_shapes) // run.devices
         step_bytes = planned.executable.report.peak.total

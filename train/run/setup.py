@@ -154,8 +154,8 @@ class Setup(NamedTuple):
         compiled = self.lower_init(shapes).compile()
         return lambda key: compiled(key, model.read(shapes))
 
-    def compile_evaluation(self, unreadable: UnreadableFiles, batch_size: int) -> Evaluator:
-        """Compile the evaluation on the test examples."""
+    def evaluation(self, unreadable: UnreadableFiles, batch_size: int) -> Evaluator:
+        """Trace the evaluation on the test examples."""
         return Evaluator(self.task, batch_size, self.state_shapes, unreadable.watch, self.layout)
 
 

@@ -10,6 +10,7 @@ from image_cases import write_image
 from program_cases import assert_one_line_error, exit_code, fnet_command, metrics_of
 
 from train.predictor import Predictor
+from train.run import programs
 from train.run.frozen import load_network
 from train.run.run_folder import RunFolder
 from train.run.setup import setup
@@ -139,7 +140,9 @@ def test_folds_are_reported_together(workplace, capsys):
     assert_one_line_error(capsys, "--folds: data.source digits has no folds")
 
 
-def test_a_run_ends_when_its_metric_gets_no_better_and_resumes_alike(workplace, capsys):
+def test_a_run_ends_when_its_metric_gets_no_better_and_resumes_alike(
+    workplace, monkeypatch, capsys
+):
     flags = ("--optim.learning-rate", 1e-9, "--train.steps", 40, "--train.patience", 3)
     flags += ("--checkpoint.metric", "auc")
     fnet_command("train", "recipe.py", "--out", "r", *flags)
@@ -150,6 +153,7 @@ def test_a_run_ends_when_its_metric_gets_no_better_and_resumes_alike(workplace, 
     assert (summary["ended_early"], summary["steps"]) == (True, steps[-1])
     fnet_command("train", "r", "--resume")  # nothing is left to do
     assert [line["step"] for line in metrics_of(workplace / "r")] == steps
+    monkeypatch.setattr(programs, "compile_step", None)  # a wrong name is found before it compiles
     assert exit_code("train", "recipe.py", "--checkpoint.metric", "f1") == 2
     assert_one_line_error(capsys, "checkpoint.metric: no test metric f1")
 

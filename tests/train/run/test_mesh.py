@@ -146,7 +146,7 @@ def test_evaluation_gathers_parameters_where_it_uses_them():
     peaks = {}
     for mesh in (Mesh(data=4), Mesh(fsdp=4)):
         run = on(mesh, config)
-        evaluate = run.compile_evaluation(UnreadableFiles(run.task.dataset, print), 32)
+        evaluate = run.evaluation(UnreadableFiles(run.task.dataset, print), 32)
         peaks[mesh] = evaluate.peak - memory.tree_bytes(run.state_shapes)
     block = memory.tree_bytes(on(Mesh(), config).state_shapes.params["blocks"]["0"])
     assert peaks[Mesh(fsdp=4)] <= peaks[Mesh(data=4)] + 2 * block
@@ -165,7 +165,7 @@ def test_evaluation_does_not_depend_on_devices(alone):
     runs = [on(Mesh()), on(Mesh(data=4)), on(Mesh(fsdp=4))]
     result = []
     for run in runs:
-        evaluate = run.compile_evaluation(
+        evaluate = run.evaluation(
             UnreadableFiles(run.task.dataset, print), run.config.data.batch_size
         )
         state = jax.device_put(alone[1], jax.tree.map(lambda a: a.sharding, run.state_shapes))
