@@ -30,6 +30,7 @@ from fnet.layers.pooling import global_max_pool as global_max_pool
 from fnet.layers.reversible import reversible as reversible
 from fnet.layers.rg_lru import rg_lru as rg_lru
 from fnet.layers.rotary import rotary as rotary
+from fnet.layers.short_conv import short_conv as short_conv
 from fnet.layers.stack import Block, stack
 from fnet.layers.transformer import reversible_transformer as reversible_transformer
 from fnet.layers.transformer import transformer as transformer

@@ -34,6 +34,7 @@ class Router(NamedTuple):
       bias: Whether logits have a bias.
       choice_bias: Whether experts are chosen by their scores plus a bias, which has no gradient
         (Wang et al. 2024, "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts").
+      epsilon: What is added to the sum by which scores are divided.
 
     Example:
       >>> from fnet.layers.experts import Router
@@ -46,6 +47,7 @@ class Router(NamedTuple):
     scale: float = 1.0
     bias: bool = False
     choice_bias: bool = False
+    epsilon: float = 1e-20
 
 
 def experts(
@@ -255,7 +257,7 @@ def _choose(
     if router.scores == "softmax_of_chosen":
         scores = jax.nn.softmax(scores)
     if router.normalize:
-        scores = scores / (scores.sum(-1, keepdims=True) + 1e-20)
+        scores = scores / (scores.sum(-1, keepdims=True) + router.epsilon)
     return scores * router.scale, index
 
 

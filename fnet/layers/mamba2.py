@@ -139,6 +139,7 @@ def mamba2(
     chunk: int | None = None,
     bias: bool = False,
     conv_bias: bool = True,
+    norm: bool = True,
     norm_groups: int = 1,
     norm_eps: float = 1e-6,
     step_limits: tuple[float, float] | None = None,
@@ -167,6 +168,7 @@ def mamba2(
       chunk: as for `fnet.state_space_dual`.
       bias: whether the dense layers have biases.
       conv_bias: whether the convolution has a bias.
+      norm: whether there is a norm.
       norm_groups: number of groups of channels in the norm; divides E.
       norm_eps: epsilon of the norm.
       step_limits: lower and upper limit of dt. None: no limits.
@@ -213,9 +215,11 @@ def mamba2(
     children = {
         "in": dense(width, 2 * inner + 2 * shared + heads, bias=bias, kernel_init=TORCH_LINEAR),
         "conv": causal_conv_layer(inner + 2 * shared, conv, bias=conv_bias),
-        "norm": rms_norm_layer(inner, eps=norm_eps),
         "out": dense(inner, width, bias=bias, kernel_init=TORCH_LINEAR),
     }
+
+    if norm:
+        children["norm"] = rms_norm_layer(inner, eps=norm_eps)
 
     def init_own(rates_key: Array, steps_key: Array) -> Params:
         rates = jax.random.uniform(rates_key, (heads,), jnp.float32, 1, 16)
@@ -226,6 +230,8 @@ def mamba2(
         }
 
     def normalize(child: Children, y: Array) -> Array:
+        if not norm:
+            return y
         if norm_groups == 1:
             return child("norm", y)
         with jax.named_scope("norm"):

@@ -84,8 +84,8 @@ def recurrent(
     layers: dict[str, Layer],
     init_own: Callable[..., Params],
     draws: int,
-    mix: Callable[..., tuple[Array, Array]],
-    state_shape: tuple[int, ...],
+    mix: Callable[..., tuple[Array, Array | None]],
+    state_shape: tuple[int, ...] | None,
 ) -> Layer:
     """Build a causal layer with a short convolution and a recurrent state.
 
@@ -99,7 +99,7 @@ def recurrent(
         (y, state)``. ``child(name, x)`` applies a child, and ``convolve(u)`` the convolution.
         ``state`` is None at the start of a sequence; it may be returned in any dtype.
         ``position`` is the number of positions before ``x``.
-      state_shape: shape of the state of one example.
+      state_shape: shape of the state of one example; None: only the convolution has one.
 
     Returns:
       A layer, [B, T, width] -> [B, T, width], with `fnet.layer.Decode`. Its ``apply`` takes
@@ -125,8 +125,8 @@ def recurrent(
             return u
 
         child = Children(layers, params, {}, None, False)
-        y, new["state"] = mix(child, convolve, x, cache.get("state"), segments, position)
-        return y, new
+        y, state = mix(child, convolve, x, cache.get("state"), segments, position)
+        return y, new if state is None else new | {"state": state}
 
     def apply(
         params: Params,
@@ -144,8 +144,10 @@ def recurrent(
     def init_cache(batch: int, length: int, dtype: DTypeLike) -> dict[str, Array]:
         conv = layers["conv"].decode
         assert conv is not None
-        state = jnp.zeros((batch, *state_shape), sum_dtype(dtype))
-        return {"conv": conv.init_cache(batch, length, dtype), "state": state}
+        cache = {"conv": conv.init_cache(batch, length, dtype)}
+        if state_shape is not None:
+            cache["state"] = jnp.zeros((batch, *state_shape), sum_dtype(dtype))
+        return cache
 
     def extend(
         params: Params, state: State, cache: Any, x: Array, position: Array

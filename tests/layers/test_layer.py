@@ -60,6 +60,7 @@ def test_init_needs_no_data():
         layers.mamba(4),
         layers.mamba2(4),
         layers.rg_lru(4),
+        layers.short_conv(4),
         layers.stack(4, [layers.Block(layers.attention(4, 2))] * 2, context="lagged", condition=4),
     ],
 )
@@ -190,8 +191,9 @@ def test_rejects_integer_inputs(call):
         pytest.param(layers.mamba(4, state=3), (4, 5, 4), marks=pytest.mark.slow),
         (layers.mamba2(4, state=3, head=2, groups=2, chunk=3), (4, 5, 4)),
         (layers.rg_lru(4, heads=2), (4, 5, 4)),
+        (layers.short_conv(4), (4, 5, 4)),
     ],
-    ids=["avg_pool", "causal_conv", "mamba", "mamba2", "rg_lru"],
+    ids=["avg_pool", "causal_conv", "mamba", "mamba2", "rg_lru", "short_conv"],
 )
 def test_explicit_sharding_over_examples_is_kept(layer, shape):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,))

@@ -1,4 +1,4 @@
-"""Recurrent layers: `mamba`, `mamba2`, `rg_lru`, `causal_conv`."""
+"""Recurrent layers: `mamba`, `mamba2`, `rg_lru`, `short_conv`, `causal_conv`."""
 
 import functools
 
@@ -16,6 +16,7 @@ from fnet.layers.mamba import mamba, selective_scan
 from fnet.layers.mamba2 import mamba2, state_space_dual
 from fnet.layers.norm import rms_norm
 from fnet.layers.rg_lru import rg_lru
+from fnet.layers.short_conv import short_conv
 from fnet.optim import weight_decay_mask
 
 pytestmark = pytest.mark.slow
@@ -26,6 +27,7 @@ LAYERS = {
     "mamba": mamba(D, state=3, chunk=2),
     "mamba2": mamba2(D, head=4, state=3, groups=2, chunk=2),
     "rg_lru": rg_lru(D, heads=2),
+    "short_conv": short_conv(D),
     "causal_conv": causal_conv_layer(D),
 }
 MIXERS = [name for name in LAYERS if name != "causal_conv"]
@@ -175,6 +177,7 @@ def test_rematerialization_does_not_change_values_and_gradients(name):
         ("mamba", {"in", "conv", "select", "dt", "out"}),
         ("mamba2", {"in", "conv", "out"}),
         ("rg_lru", {"gate", "recurrent", "conv", "recurrence_gate", "input_gate", "out"}),
+        ("short_conv", {"in", "conv", "out"}),
     ],
 )
 def test_weight_decay_applies_to_kernels_only(name, expected):

@@ -171,6 +171,7 @@ MIXERS = {
     "rg_lru": layers.rg_lru(WIDTH, heads=2),
     "rg_lru_first": layers.rg_lru(WIDTH, heads=2, scale_first=False),
     "causal_conv": layers.causal_conv(WIDTH, bias=False),
+    "short_conv": layers.short_conv(WIDTH),
 }
 
 

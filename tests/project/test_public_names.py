@@ -66,6 +66,7 @@ SOURCES = {
     "fnet.layers.mamba": "Gu and Dao 2023",
     "fnet.layers.mamba2": "Dao and Gu 2024",
     "fnet.layers.rg_lru": r"De et al\. 2024",
+    "fnet.layers.short_conv": r"Amini et al\. 2025",
     "fnet.layers.rotary": r"Su et al\. 2021",
     "fnet.linear_cross_entropy": "Milakov,? Gimelshein 2018",
     "fnet.linear_recurrence": "Blelloch 1990",

@@ -33,6 +33,16 @@ _MAMBA = {
     "vocab_size": 37, "hidden_size": 32, "state_size": 4, "num_hidden_layers": 2, "conv_kernel": 3,
 }  # fmt: skip
 _MAMBA2 = {"num_heads": 8, "head_dim": 8, "n_groups": 1, "chunk_size": 4}
+_HYBRID = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 4, "mamba_d_conv": 3}
+_GRANITE4 = _HYBRID | {
+    "layer_types": ["mamba", "attention", "mamba"], "shared_intermediate_size": 40, "tie_word_embeddings": True,
+}  # fmt: skip
+_FALCON_H1 = _HYBRID | {
+    "mamba_d_ssm": 64, "attention_in_multiplier": 1.5, "attention_out_multiplier": 0.7,
+    "ssm_in_multiplier": 1.25, "ssm_out_multiplier": 0.6, "key_multiplier": 0.8,
+    "ssm_multipliers": [0.5, 0.8, 1.2, 0.9, 0.7], "mlp_multipliers": [0.9, 0.4],
+    "embedding_multiplier": 3.0, "lm_head_multiplier": 0.5,
+}  # fmt: skip
 _LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
@@ -171,6 +181,27 @@ CONFIGS = {
     | {"model_type": "mamba2", "n_groups": 2, "use_bias": True, "use_conv_bias": False,
        "time_step_limit": [0.3, 0.9], "tie_word_embeddings": True},
     "recurrent_gemma": _BASE | {"attention_window_size": 5, "lru_width": 40, "num_hidden_layers": 4},
+    "lfm2": _BASE
+    | {"block_multiple_of": 8, "conv_bias": True, "layer_types": ["conv", "full_attention", "conv"],
+       "tie_word_embeddings": False},
+    "lfm2_moe": _BASE
+    | _EXPERTS
+    | {"num_experts": 6, "num_dense_layers": 1, "routed_scaling_factor": 1.5,
+       "layer_types": ["full_attention", "conv", "full_attention"]},
+    "granitemoehybrid": _BASE
+    | _GRANITE4
+    | {"num_local_experts": 5, "num_experts_per_tok": 3, "attention_multiplier": 0.3,
+       "embedding_multiplier": 2.0, "residual_multiplier": 0.5, "logits_scaling": 3.0},
+    "granitemoehybrid_dense": _BASE
+    | _GRANITE4
+    | {"model_type": "granitemoehybrid", "num_local_experts": 0, "mamba_n_groups": 2,
+       "position_embedding_type": "rope", "mamba_proj_bias": True, "mamba_conv_bias": False},
+    "falcon_h1": _BASE | _FALCON_H1,
+    "falcon_h1_norm": _BASE
+    | _FALCON_H1
+    | {"model_type": "falcon_h1", "mamba_rms_norm": True, "mamba_norm_before_gate": False,
+       "mamba_d_ssm": None, "mamba_n_groups": 2},
+    "bamba": _BASE | _HYBRID | {"attn_layer_indices": [1]},
 }  # fmt: skip
 CONFIGS = {name: {"model_type": name} | config for name, config in CONFIGS.items()}
 
@@ -254,6 +285,13 @@ LOGITS = {
     "mamba2": [-0.07533, -0.60657, -0.46896, -0.45525],
     "mamba2_groups": [1.19455, -0.82204, 0.22511, -4e-05],
     "recurrent_gemma": [-2.90876, 0.84921, -1.17602, -1.91302],
+    "lfm2": [0.06264, 0.29815, -0.11381, -0.01912],
+    "lfm2_moe": [-0.05518, -0.63877, -0.42996, 0.01698],
+    "falcon_h1": [-0.09606, -0.07717, -0.87854, -0.04537],
+    "falcon_h1_norm": [-0.10301, 0.10408, -0.50817, 0.13888],
+    "granitemoehybrid": [0.12293, 0.12022, -0.18361, 0.25249],
+    "granitemoehybrid_dense": [0.0818, -0.3086, -0.32041, 0.1809],
+    "bamba": [-0.01953, -0.56573, 0.01136, 0.33577],
 }
 """The first logits at the last of the second row's `TOKENS`."""
 

@@ -223,7 +223,8 @@ def decoder(
     hidden_norm: Layer | None = None,
     experts: Layer | None = None,
     sparse: Sequence[int] | None = None,
-    block: Callable[[Any, layers.Block], layers.Block] = lambda kind, block: block,
+    recurrent: Layer | None = None,
+    recurs: Sequence[bool] | None = None,
 ) -> tuple[models.LanguageModel, tuple[Any, ...]]:
     """Build a transformer decoder, for the row of a family.
 
@@ -254,18 +255,20 @@ def decoder(
       hidden_norm: as for `fnet.layers.feed_forward`.
       experts: feed-forward layer of sparse blocks, such as `fnet.layers.experts`; None: none.
       sparse: which blocks have experts, one number per block; None: all.
-      block: ``(kind, block) -> block``, which may change a block, for example its feed-forward
-        layer.
+      recurrent: mixer of blocks without attention, such as `fnet.layers.mamba2`.
+      recurs: which blocks have it; None: none.
 
     Returns:
-      The model, and for each block its kind, (window, whether it rotates, whether it is sparse).
+      The model, and for each block its kind: (window, whether it rotates, whether it is sparse,
+      whether it is recurrent).
     """
     windows = _windows(options, blocks, window, full_every, full_first, layer_types)
     if rotates == "sliding":
         rotates = [w is not None for w in windows]
     rotates = [rope is not None] * blocks if rotates is None else rotates
     sparse = [experts is not None] * blocks if sparse is None else sparse
-    kinds = tuple(zip(windows, map(bool, rotates), map(bool, sparse), strict=True))
+    recurs = [False] * blocks if recurs is None else recurs
+    kinds = tuple(zip(windows, map(bool, rotates), map(bool, sparse), recurs, strict=True))
     head_dim = head_dim or width // heads
     feed_forward = layers.feed_forward(
         width,
@@ -279,8 +282,12 @@ def decoder(
 
     restarts: set[int] = set()
 
-    def block_of(kind: tuple[int | None, bool, bool]) -> layers.Block:
-        own_window, is_rotated, is_sparse = kind
+    def block_of(kind: tuple[int | None, bool, bool, bool]) -> layers.Block:
+        own_window, is_rotated, is_sparse, is_recurrent = kind
+        last = experts if is_sparse else feed_forward
+        if is_recurrent:
+            assert recurrent is not None
+            return layers.Block(recurrent, last)
         rotary = rope.embedding(options, head_dim, own_window) if rope and is_rotated else None
         restarts.update(rotary.restart_lengths if rotary else ())
         attention = layers.attention(
@@ -305,7 +312,7 @@ def decoder(
             scale=scale,
             soft_cap=soft_cap,
         )
-        return block(kind, layers.Block(attention, experts if is_sparse else feed_forward))
+        return layers.Block(attention, last)
 
     built = {kind: block_of(kind) for kind in dict.fromkeys(kinds)}
     post_norm = norm if "blocks/*/mixer_post_norm" in names else None

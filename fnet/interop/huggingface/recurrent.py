@@ -119,7 +119,8 @@ def _head(options: Options) -> int:
     return int(head)
 
 
-def _step_limits(options: Options) -> tuple[float, float] | None:
+def step_limits(options: Options) -> tuple[float, float] | None:
+    """Limits of the time steps of Mamba-2, or None."""
     low, high = (
         float(v["__float__"] if isinstance(v, dict) else v)  # as transformers 5 writes infinity
         for v in options.get("time_step_limit", (0.0, math.inf))
@@ -153,15 +154,9 @@ def _recurrent_gemma(
     kinds = [block_types[i % len(block_types)] for i in range(blocks)]
     expand = (recurrent_width or width) / width
     recurrent = layers.rg_lru(width, expand=expand, heads=heads, conv=conv, scale_first=False)
-    attends = ["sliding_attention" if k == "attention" else "full_attention" for k in kinds]
+    recurs = [kind == "recurrent" for kind in kinds]
     return decoder(
-        options,
-        names,
-        dtype,
-        window=window,
-        layer_types=attends,
-        block=lambda kind, block: block if kind[0] else block._replace(mixer=recurrent),
-        **arguments,
+        options, names, dtype, window=window, recurrent=recurrent, recurs=recurs, **arguments
     )
 
 
@@ -213,7 +208,7 @@ _MAMBA2_ARGUMENTS = {
     "groups": Option("n_groups", 8),
     "norm_groups": Option("n_groups", 8),
     "norm_eps": Option("layer_norm_epsilon", 1e-5),
-    "step_limits": _step_limits,
+    "step_limits": step_limits,
     "tied": Option("tie_word_embeddings", False),
 }
 

@@ -94,7 +94,7 @@ def _gpt_oss_names(options: Options) -> Names:
     }  # fmt: skip
 
 
-def _experts(
+def expert_layers(
     count: Source,
     chosen: Source,
     hidden: Source,
@@ -200,7 +200,7 @@ _MIXTRAL = _LLAMA.like(
     names=_MIXTRAL_NAMES,
     norm=rms_norm(Option("rms_norm_eps", 1e-5)),
     window=Option("sliding_window", None),
-    experts=_experts(
+    experts=expert_layers(
         _COUNT,
         Option("num_experts_per_tok", 2),
         Option("intermediate_size"),
@@ -217,7 +217,9 @@ _QWEN3 = FAMILIES["qwen3"].like(
     full_first=0,
     window=_qwen2_window,
     sparse=_qwen_sparse,
-    experts=_experts(_number_of_experts, _CHOSEN, Option("moe_intermediate_size"), router=_softmax),
+    experts=expert_layers(
+        _number_of_experts, _CHOSEN, Option("moe_intermediate_size"), router=_softmax
+    ),
     ignored=(*_IGNORED, "max_window_layers"),
 )
 _OLMOE = _LLAMA.like(
@@ -228,7 +230,9 @@ _OLMOE = _LLAMA.like(
     mlp_bias=False,
     qk_norm="heads",
     clip=Option("clip_qkv", None),
-    experts=_experts(_number_of_experts, _CHOSEN, Option("intermediate_size"), router=_softmax),
+    experts=expert_layers(
+        _number_of_experts, _CHOSEN, Option("intermediate_size"), router=_softmax
+    ),
     ignored=_IGNORED,
 )
 _GRANITE = FAMILIES["granite"].like(
@@ -236,7 +240,7 @@ _GRANITE = FAMILIES["granite"].like(
     "GraniteMoeForCausalLM",
     names=_GRANITE_NAMES,
     mlp_bias=False,
-    experts=_experts(
+    experts=expert_layers(
         _COUNT,
         Option("num_experts_per_tok", 2),
         Option("intermediate_size"),
@@ -256,7 +260,7 @@ _GLM = _LLAMA.like(
     mlp_bias=False,
     qk_norm=lambda options: "head" if options.get("use_qk_norm", False) else None,
     sparse=_dense_first,
-    experts=_experts(
+    experts=expert_layers(
         Option("n_routed_experts"),
         _CHOSEN,
         Option("moe_intermediate_size"),
@@ -277,7 +281,7 @@ register(
         norm=rms_norm(),
         qk_norm="heads",
         window=None,
-        experts=_experts(
+        experts=expert_layers(
             _COUNT,
             _CHOSEN,
             Option("intermediate_size"),
@@ -304,7 +308,7 @@ register(
         bias=Option("qkv_bias", True),
         output_bias=False,
         layer_types=_qwen2_layer_types,
-        experts=_experts(
+        experts=expert_layers(
             _number_of_experts,
             _CHOSEN,
             Option("moe_intermediate_size"),
@@ -348,7 +352,7 @@ register(
         head_bias=Option("use_bias", False),
         tied=Option("tie_word_embeddings", True),
         sparse=_ernie_sparse,
-        experts=_experts(
+        experts=expert_layers(
             Option("moe_num_experts"),
             Option("moe_k", 6),
             Option("moe_intermediate_size"),
@@ -370,7 +374,7 @@ register(
         mlp_bias=False,
         qk_norm="head",
         norm_rotated=True,
-        experts=_experts(
+        experts=expert_layers(
             _number_of_experts,
             Option("moe_topk", 1),
             Option("intermediate_size"),
@@ -392,7 +396,7 @@ register(
         window=Option("sliding_window", 128),
         layer_types=Option("layer_types", None),
         full_every=2,
-        experts=_experts(
+        experts=expert_layers(
             _COUNT,
             Option("num_experts_per_tok", 4),
             Option("intermediate_size"),

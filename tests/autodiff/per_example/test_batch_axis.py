@@ -120,6 +120,7 @@ FNET_FUNCTIONS = {
     "causal convolution": lambda: state_of_layer(layers.causal_conv(8)),
     "linear recurrence": lambda: state_of(recurrence, X),
     "rg_lru": lambda: state_of_layer(layers.rg_lru(8, heads=2)),
+    "short_conv": lambda: state_of_layer(layers.short_conv(8)),
     "selective scan": lambda: state_of(state_space, X),
     "mamba": lambda: state_of_layer(layers.mamba(8)),
     "mamba 2": lambda: state_of_layer(layers.mamba2(8)),

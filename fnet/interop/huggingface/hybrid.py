@@ -1,0 +1,395 @@
+"""Decoders with attention and another mixer: LFM2, Granite 4, Bamba, Falcon-H1, as rows."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.typing import DTypeLike
+
+from fnet import layers
+from fnet.interop.huggingface.decoders import LLAMA_NAMES, rms_norm
+from fnet.interop.huggingface.family import FAMILIES, activation, register, table
+from fnet.interop.huggingface.options import Option, Options
+from fnet.interop.huggingface.recurrent import step_limits
+from fnet.interop.huggingface.rotary import Rope
+from fnet.interop.huggingface.sparse import expert_layers
+from fnet.layer import Children, Decode, Layer, Params, State, init_children
+from fnet.layers.experts import Router
+from fnet.precision import add
+
+_ATTENTION = ("full_attention", "attention")
+
+_MAMBA2_NAMES = table("""
+blocks/*/mixer/in       model.layers.*.mamba.in_proj
+blocks/*/mixer/conv     model.layers.*.mamba.conv1d   b1a
+blocks/*/mixer/dt_bias  model.layers.*.mamba.dt_bias
+blocks/*/mixer/A_log    model.layers.*.mamba.A_log
+blocks/*/mixer/D        model.layers.*.mamba.D
+blocks/*/mixer/norm     model.layers.*.mamba.norm
+blocks/*/mixer/out      model.layers.*.mamba.out_proj
+""")
+
+_LFM2_NAMES = LLAMA_NAMES | table("""
+blocks/*/mixer_norm                       model.layers.*.operator_norm
+blocks/*/feed_forward_norm                model.layers.*.ffn_norm
+blocks/*/mixer/in                         model.layers.*.conv.in_proj
+blocks/*/mixer/conv                       model.layers.*.conv.conv   b1a
+blocks/*/mixer/out                        model.layers.*.conv.out_proj
+blocks/*/mixer/query_norm                 model.layers.*.self_attn.q_layernorm
+blocks/*/mixer/key_norm                   model.layers.*.self_attn.k_layernorm
+blocks/*/mixer/output                     model.layers.*.self_attn.out_proj
+blocks/*/feed_forward/gate                model.layers.*.feed_forward.w1
+blocks/*/feed_forward/up                  model.layers.*.feed_forward.w3
+blocks/*/feed_forward/contract            model.layers.*.feed_forward.w2
+blocks/*/feed_forward/router              model.layers.*.feed_forward.gate
+blocks/*/feed_forward/router/choice_bias  model.layers.*.feed_forward.expert_bias
+blocks/*/feed_forward/experts/gate        model.layers.*.feed_forward.experts.*.w1
+blocks/*/feed_forward/experts/up          model.layers.*.feed_forward.experts.*.w3
+blocks/*/feed_forward/experts/contract    model.layers.*.feed_forward.experts.*.w2
+norm                                      model.embedding_norm
+""")
+
+_BAMBA_NAMES = (
+    LLAMA_NAMES
+    | _MAMBA2_NAMES
+    | table("""
+blocks/*/mixer_norm             model.layers.*.input_layernorm
+blocks/*/feed_forward_norm      model.layers.*.pre_ff_layernorm
+blocks/*/feed_forward/gate      model.layers.*.feed_forward.gate_proj
+blocks/*/feed_forward/up        model.layers.*.feed_forward.up_proj
+blocks/*/feed_forward/contract  model.layers.*.feed_forward.down_proj
+norm                            model.final_layernorm
+""")
+)
+
+_FALCON_H1_NAMES = {
+    path.replace("mixer/", "mixer/mamba/"): name for path, name in _BAMBA_NAMES.items()
+} | table("""
+blocks/*/mixer/attention/query   model.layers.*.self_attn.q_proj
+blocks/*/mixer/attention/key     model.layers.*.self_attn.k_proj
+blocks/*/mixer/attention/value   model.layers.*.self_attn.v_proj
+blocks/*/mixer/attention/output  model.layers.*.self_attn.o_proj
+""")
+
+_GRANITE_DENSE = table("""
+blocks/*/feed_forward/expand    model.layers.*.shared_mlp.input_linear
+blocks/*/feed_forward/contract  model.layers.*.shared_mlp.output_linear
+""")
+
+
+def _recurs(
+    others: Sequence[str], default: Callable[[Options], Sequence[str]]
+) -> Callable[[Options], list[bool]]:
+    """Which blocks have no attention, from ``layer_types``."""
+
+    def read(options: Options) -> list[bool]:
+        blocks, types = options.get("num_hidden_layers"), options.get("layer_types", None)
+        types = default(options) if types is None else types
+        if len(types) != blocks or set(types) - {*_ATTENTION, *others}:
+            names = " or ".join((*_ATTENTION, *others))
+            raise ValueError(
+                f"{options.kind}: layer_types must name {names} for each of the {blocks} layers, "
+                f"got {types}"
+            )
+        return [kind in others for kind in types]
+
+    return read
+
+
+def _mamba2(options: Options, *, eps: float, ssm: int | None = None, norm: bool = True) -> Layer:
+    width, heads = options.get("hidden_size"), options.get("mamba_n_heads", 128)
+    expanded = int(options.get("mamba_expand", 2) * width)
+    inner = expanded if ssm is None else ssm
+    head = options.get("mamba_d_head", "auto")
+    head = inner // heads if head == "auto" else head
+    if heads * head != inner:
+        raise ValueError(
+            f"{options.kind}: mamba_n_heads * mamba_d_head must be the inner width {inner}, got "
+            f"{heads} * {head}"
+        )
+    options.require("hidden_act", "silu", "swish")
+    groups = options.get("mamba_n_groups", 1)
+    return layers.mamba2(
+        width,
+        expand=inner / width,
+        head=head,
+        state=options.get("mamba_d_state", 256),
+        groups=groups,
+        conv=options.get("mamba_d_conv", 4),
+        bias=options.get("mamba_proj_bias", False),
+        conv_bias=options.get("mamba_conv_bias", True),
+        norm=norm,
+        norm_groups=groups,
+        norm_eps=options.get("rms_norm_eps", eps),
+        step_limits=step_limits(options),
+    )
+
+
+def _bamba_recurs(options: Options) -> list[bool]:
+    attends = options.get("attn_layer_indices", [])
+    return [i not in attends for i in range(options.get("num_hidden_layers"))]
+
+
+def _all_recur(options: Options) -> list[str]:
+    return ["mamba"] * options.get("num_hidden_layers")
+
+
+def _falcon_h1_mixer(options: Options) -> Layer:
+    """Mamba-2 and attention side by side, with factors (muP) of each dense layer's output."""
+    inputs = [options.get(f"{name}_in_multiplier", 1.0) for name in ("ssm", "attention")]
+    outputs = [options.get(f"{name}_out_multiplier", 1.0) for name in ("ssm", "attention")]
+    width, ssm = options.get("hidden_size"), options.nullable("mamba_d_ssm", 1024)
+    inner = options.get("mamba_expand", 2) * width if ssm is None else ssm
+    shared = options.get("mamba_n_groups", 1) * options.get("mamba_d_state", 256)
+    sizes = [inner, inner, shared, shared, options.get("mamba_n_heads", 128)]
+    columns = np.repeat(options.get("ssm_multipliers", [1.0] * 5), sizes) * inputs[0]
+    with_norm = options.get("mamba_rms_norm", False)
+    if options.get("mamba_norm_before_gate", True) and with_norm:
+        options.require("mamba_norm_before_gate", False)
+    mamba = _mamba2(options, eps=1e-5, ssm=ssm, norm=with_norm)
+    heads = options.get("num_attention_heads")
+    head_dim = options.get("head_dim", width // heads)
+    attention = layers.attention(
+        width,
+        heads,
+        groups=options.get("num_key_value_heads", 8),
+        head_dim=head_dim,
+        causal=True,
+        fused=False,
+        rotary=Rope().embedding(options, head_dim, None).frequencies,
+    )
+    return _sum(
+        mamba=_with_factors(mamba, {"in": columns, "out": outputs[0]}),
+        attention=_with_factors(
+            attention,
+            {
+                "query": inputs[1],
+                "key": inputs[1] * options.get("key_multiplier", 1.0),
+                "value": inputs[1],
+                "output": outputs[1],
+            },
+        ),
+    )
+
+
+def _falcon_h1_feed_forward(options: Options) -> Layer:
+    options.require("mlp_bias", False)
+    gate, contract = options.get("mlp_multipliers", [1.0, 1.0])
+    layer = layers.feed_forward(
+        options.get("hidden_size"),
+        options.get("intermediate_size"),
+        activation=options.value(activation("hidden_act", "silu")),
+        fused=False,
+    )
+    return _with_factors(layer, {"gate": gate, "contract": contract})
+
+
+def _with_factors(layer: Layer, factors: dict[str, Any]) -> Layer:
+    """Multiply the outputs of dense layers without biases by constants: numbers, or per feature.
+
+    The kernels are multiplied, which is the same. The parameters stay those of the file.
+    """
+
+    def multiplied(params: Params) -> Params:
+        def kernel(name: str) -> Array:
+            own: Array = params[name]["kernel"]
+            return own * jnp.asarray(factors[name], own.dtype)
+
+        return params | {name: params[name] | {"kernel": kernel(name)} for name in factors}
+
+    def apply(params: Params, state: State, x: Array, **given: Any) -> tuple[Array, State]:
+        return layer.apply(multiplied(params), state, x, **given)
+
+    def extend(params: Params, *rest: Any) -> tuple[Array, Any]:
+        assert layer.decode is not None
+        return layer.decode.extend(multiplied(params), *rest)
+
+    return Layer(layer.init, apply, layer.decode and layer.decode._replace(extend=extend))
+
+
+def _sum(**parts: Layer) -> Layer:
+    """Add the outputs of layers over the sequence that read the same input."""
+    decodes = {name: part.decode for name, part in parts.items() if part.decode is not None}
+
+    def apply(
+        params: Params,
+        state: State,
+        x: Array,
+        *,
+        key: Array | None = None,
+        train: bool,
+        **given: Any,
+    ) -> tuple[Array, State]:
+        child = Children(parts, params, state, key, train)
+        return functools.reduce(add, [child(name, x, **given) for name in parts]), child.state
+
+    def init_cache(batch: int, length: int, dtype: DTypeLike) -> Any:
+        return {name: d.init_cache(batch, length, dtype) for name, d in decodes.items()}
+
+    def extend(
+        params: Params, state: State, cache: Any, x: Array, position: Array
+    ) -> tuple[Array, Any]:
+        del state
+        done = {
+            name: d.extend(params[name], {}, cache[name], x, position)
+            for name, d in decodes.items()
+        }
+        y = functools.reduce(add, [y for y, _ in done.values()])
+        return y, {name: cache for name, (_, cache) in done.items()}
+
+    return Layer(
+        functools.partial(init_children, parts),
+        apply,
+        Decode(init_cache, extend) if len(decodes) == len(parts) else None,
+    )
+
+
+def _lfm2_types(options: Options) -> list[str]:
+    blocks = range(options.get("num_hidden_layers"))
+    attends = options.get("full_attn_idxs", list(blocks))
+    return ["full_attention" if i in attends else "conv" for i in blocks]
+
+
+def _short_conv(options: Options) -> Layer:
+    return layers.short_conv(
+        options.get("hidden_size"),
+        conv=options.get("conv_L_cache", 3),
+        bias=options.get("conv_bias", False),
+    )
+
+
+def _lfm2_hidden(options: Options) -> int:
+    hidden = options.get("block_ff_dim", options.get("intermediate_size", None))
+    if hidden is None:
+        raise ValueError(f"{options.kind}: config.json has no intermediate_size")
+    factor = options.get("block_ffn_dim_multiplier", 1.0)
+    multiple = options.get("block_multiple_of", 256)
+    if not options.get("block_auto_adjust_ff_dim", True):
+        return int(hidden)
+    return multiple * -(-int(factor * int(2 * hidden / 3)) // multiple)
+
+
+def _tied(options: Options) -> bool:
+    return bool(options.get("tie_embedding", options.get("tie_word_embeddings", True)))
+
+
+def _granite_rope(options: Options) -> Rope | None:
+    if options.require("position_embedding_type", None, "nope", "rope") == "rope":
+        return Rope()
+    options.ignore("rope_*")
+    return None
+
+
+def _granite_experts(options: Options) -> Layer | None:
+    if not options.get("num_local_experts", 8):
+        options.ignore("num_experts_per_tok", "intermediate_size")
+        return None
+    experts: Layer = FAMILIES["granitemoe"].arguments["experts"](options)
+    return experts
+
+
+def _granite_names(options: Options) -> Any:
+    names = FAMILIES["granitemoe"].names | _MAMBA2_NAMES
+    return names if options.get("num_local_experts", 8) else names | _GRANITE_DENSE
+
+
+def _lfm2_router(options: Options) -> Router:
+    return Router(
+        "sigmoid",
+        normalize=options.get("norm_topk_prob", True),
+        scale=options.get("routed_scaling_factor", 1.0),
+        choice_bias=options.get("use_expert_bias", True),
+        epsilon=1e-6,
+    )
+
+
+_LFM2 = FAMILIES["llama"].like(
+    "lfm2",
+    "Lfm2ForCausalLM",
+    names=_LFM2_NAMES,
+    norm=rms_norm(Option("norm_eps", 1e-5)),
+    qk_norm="head",
+    groups=Option("num_key_value_heads", 8),
+    bias=False,
+    mlp_bias=False,
+    activation="silu",
+    hidden=_lfm2_hidden,
+    tied=_tied,
+    recurrent=_short_conv,
+    recurs=_recurs(("conv",), _lfm2_types),
+    rope=Rope(1_000_000.0),
+    ignored=(
+        *("block_dim", "block_mlp_init_scale", "block_norm_eps", "block_out_init_scale"),
+        *("block_use_xavier_init", "conv_dim", "conv_dim_out", "conv_use_xavier_init"),
+        *("full_attn_idxs", "num_heads"),
+    ),
+    supported={"block_use_swiglu": (True,), "use_pos_enc": (True,)},
+)
+_BAMBA = FAMILIES["llama"].like(
+    "bamba",
+    "BambaForCausalLM",
+    names=_BAMBA_NAMES,
+    groups=Option("num_key_value_heads", 8),
+    norm=rms_norm(Option("rms_norm_eps", 1e-5)),
+    recurrent=functools.partial(_mamba2, eps=1e-5),
+    recurs=_bamba_recurs,
+    rope=Rope(partial=0.5),
+    ignored=(
+        *("attn_rotary_emb", "mamba_chunk_size", "num_logits_to_keep", "time_step_[fm]*"),
+        "z_loss_coefficient",
+    ),
+)
+register(
+    _LFM2,
+    _LFM2.like(
+        "lfm2_moe",
+        "Lfm2MoeForCausalLM",
+        hidden=Option("intermediate_size"),
+        experts=expert_layers(
+            Option("num_experts", 32),
+            Option("num_experts_per_tok", 4),
+            Option("moe_intermediate_size"),
+            router=_lfm2_router,
+        ),
+        sparse=lambda options: [
+            i >= options.get("num_dense_layers", 2) for i in range(options.get("num_hidden_layers"))
+        ],
+        ignored=("output_router_logits",),
+        supported={"use_pos_enc": (True,)},
+    ),
+    FAMILIES["granitemoe"].like(
+        "granitemoehybrid",
+        "GraniteMoeHybridForCausalLM",
+        names=_granite_names,
+        fused_gate=True,
+        hidden=Option("shared_intermediate_size", 1024),
+        experts=_granite_experts,
+        recurrent=functools.partial(_mamba2, eps=1e-6),
+        recurs=_recurs(("mamba", "linear_attention"), _all_recur),
+        rope=_granite_rope,
+        ignored=(*FAMILIES["granitemoe"].ignored, "init_method", "mamba_chunk_size"),
+        supported={"normalization_function": ("rmsnorm",)},
+    ),
+    _BAMBA,
+    _BAMBA.like(
+        "falcon_h1",
+        "FalconH1ForCausalLM",
+        names=_FALCON_H1_NAMES,
+        experts=_falcon_h1_feed_forward,  # of all blocks
+        recurrent=_falcon_h1_mixer,
+        recurs=lambda options: [True] * options.get("num_hidden_layers"),
+        rope=None,
+        embed_scale=Option("embedding_multiplier", 1.0),
+        logit_scale=Option("lm_head_multiplier", 1.0),
+        ignored=(*_BAMBA.ignored, "mlp_expansion_factor"),
+        supported={
+            "attention_bias": (False,),
+            "mamba_proj_bias": (False,),
+            "projectors_bias": (False,),
+            "mamba_use_mlp": (True,),
+        },
+    ),
+)

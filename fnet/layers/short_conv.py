@@ -1,0 +1,68 @@
+"""The gated short convolution of LFM2."""
+
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from jax import Array
+
+from fnet import checks
+from fnet.layer import Children, Layer
+from fnet.layers.causal_conv import causal_conv_layer
+from fnet.layers.dense import dense
+from fnet.layers.mamba import TORCH_LINEAR
+from fnet.layers.recurrence import recurrent
+
+
+def short_conv(width: int, *, conv: int = 3, bias: bool = False) -> Layer:
+    """Short causal convolution between two gates.
+
+    Amini et al. 2025, "LFM2 Technical Report"::
+
+        B, C, u = split(x W_in)
+        y       = (C * causal_conv(B * u)) W_out
+
+    Each output depends on the last ``conv`` positions. Blocks with attention see further.
+
+    Args:
+      width: D, size of the last axis of input and output.
+      conv: width of the causal convolution.
+      bias: whether both matrices and the convolution have a bias.
+
+    Returns:
+      A causal layer, [B, T, D] -> [B, T, D]. Its params are ``in``, ``conv`` and ``out``; ``mask``,
+      ``segments`` and `fnet.layer.Decode` are as for `fnet.layers.mamba`; it caches the last
+      ``conv - 1`` inputs of the convolution, [B, conv - 1, D].
+
+    Raises:
+      ValueError: for a size below 1; when applied, if ``x`` does not end in ``width``.
+      TypeError: when applied, if ``x`` is not floating.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from fnet import layers
+      >>> layer = layers.short_conv(8)
+      >>> params, state = jax.jit(layer.init)(jax.random.key(0))
+      >>> y, _ = layer.apply(params, state, jnp.ones((2, 16, 8)), train=True)
+      >>> y.shape
+      (2, 16, 8)
+    """
+    checks.sizes("short_conv", width=width, conv=conv)
+    children = {
+        "in": dense(width, 3 * width, bias=bias, kernel_init=TORCH_LINEAR),
+        "conv": causal_conv_layer(width, conv, bias=bias),
+        "out": dense(width, width, bias=bias, kernel_init=TORCH_LINEAR),
+    }
+
+    def mix(
+        child: Children,
+        convolve: Callable[[Array], Array],
+        x: Array,
+        before: None,
+        segments: Array | None,
+        position: Array | int,
+    ) -> tuple[Array, None]:
+        del before, segments, position
+        B, C, u = jnp.split(child("in", x), 3, axis=-1)
+        return child("out", C * convolve(B * u)), None
+
+    return recurrent("short_conv", width, children, dict, 0, mix, None)
