@@ -22,6 +22,7 @@ def feed_forward(
     fused: bool = True,
     dropout: float = 0.0,
     hidden_norm: Layer | None = None,
+    gate_scale: float | None = None,
 ) -> Layer:
     """Feed-forward layer, gated by default: ``y = (act(x Wg) * (x Wu)) Wd``.
 
@@ -41,6 +42,7 @@ def feed_forward(
       dropout: dropout rate of the output in training.
       hidden_norm: a layer [..., hidden] -> [..., hidden] before ``Wd``, which is rematerialized,
         such as `fnet.layers.global_response_norm`; None: no such layer.
+      gate_scale: factor of the gate before its activation; None: no factor.
 
     Returns:
       A layer, [..., D] -> [..., D], without state. Its params are ``expand`` with kernel
@@ -84,6 +86,8 @@ def feed_forward(
         def contract(params: Params, z: list[Array]) -> Array:
             if gated:
                 gate, up = z if len(z) == 2 else jnp.split(z[0], 2, axis=-1)
+                if gate_scale is not None:
+                    gate = gate * jnp.asarray(gate_scale, gate.dtype)
                 h = act(gate, param) * up
             else:
                 h = act(z[0], param)

@@ -1,10 +1,11 @@
 """Mamba-2: a state space layer, and its scan as matrix products over chunks."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jaxtyping import Float, Int
 
@@ -143,6 +144,7 @@ def mamba2(
     norm_groups: int = 1,
     norm_eps: float = 1e-6,
     step_limits: tuple[float, float] | None = None,
+    part_scales: Sequence[float] | None = None,
 ) -> Layer:
     """Mamba-2 block: Mamba with one decay per head, computed as matrix products.
 
@@ -172,6 +174,8 @@ def mamba2(
       norm_groups: number of groups of channels in the norm; divides E.
       norm_eps: epsilon of the norm.
       step_limits: lower and upper limit of dt. None: no limits.
+      part_scales: factors of z, x, B, C and r, which muP has (Zuo et al. 2025, "Falcon-H1"). None:
+        no factors.
 
     Returns:
       A causal layer, [B, T, D] -> [B, T, D]. Its params, ``mask``, ``segments`` and
@@ -250,7 +254,11 @@ def mamba2(
         del position
         params = child.params
         parts = [inner, 2 * inner + 2 * shared]
-        z, u, r = jnp.split(child("in", x), parts, axis=-1)
+        given = child("in", x)
+        if part_scales is not None:
+            columns = np.repeat(part_scales, [inner, inner, shared, shared, heads])
+            given = given * jnp.asarray(columns, x.dtype)[None, None]
+        z, u, r = jnp.split(given, parts, axis=-1)
         u, B, C = jnp.split(jax.nn.silu(convolve(u)), [inner, inner + shared], axis=-1)
         with jax.named_scope("scan"):
             y, last = state_space_dual(

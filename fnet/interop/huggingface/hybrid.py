@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 
@@ -99,7 +98,7 @@ def _recurs(
     return read
 
 
-def _mamba2(options: Options, *, eps: float, ssm: int | None = None, norm: bool = True) -> Layer:
+def _mamba2(options: Options, *, eps: float, ssm: int | None = None, **arguments: Any) -> Layer:
     width, heads = options.get("hidden_size"), options.get("mamba_n_heads", 128)
     expanded = int(options.get("mamba_expand", 2) * width)
     inner = expanded if ssm is None else ssm
@@ -121,10 +120,10 @@ def _mamba2(options: Options, *, eps: float, ssm: int | None = None, norm: bool 
         conv=options.get("mamba_d_conv", 4),
         bias=options.get("mamba_proj_bias", False),
         conv_bias=options.get("mamba_conv_bias", True),
-        norm=norm,
         norm_groups=groups,
         norm_eps=options.get("rms_norm_eps", eps),
         step_limits=step_limits(options),
+        **arguments,
     )
 
 
@@ -138,19 +137,22 @@ def _all_recur(options: Options) -> list[str]:
 
 
 def _falcon_h1_mixer(options: Options) -> Layer:
-    """Mamba-2 and attention side by side, with factors (muP) of each dense layer's output."""
-    inputs = [options.get(f"{name}_in_multiplier", 1.0) for name in ("ssm", "attention")]
-    outputs = [options.get(f"{name}_out_multiplier", 1.0) for name in ("ssm", "attention")]
-    width, ssm = options.get("hidden_size"), options.nullable("mamba_d_ssm", 1024)
-    inner = options.get("mamba_expand", 2) * width if ssm is None else ssm
-    shared = options.get("mamba_n_groups", 1) * options.get("mamba_d_state", 256)
-    sizes = [inner, inner, shared, shared, options.get("mamba_n_heads", 128)]
-    columns = np.repeat(options.get("ssm_multipliers", [1.0] * 5), sizes) * inputs[0]
+    """Mamba-2 and attention side by side, with factors of inputs, keys and outputs (muP)."""
+    width, heads = options.get("hidden_size"), options.get("num_attention_heads")
+    factors = {
+        name: options.get(f"{name}_multiplier", 1.0)
+        for name in ("ssm_in", "ssm_out", "attention_in", "attention_out", "key")
+    }
     with_norm = options.get("mamba_rms_norm", False)
     if options.get("mamba_norm_before_gate", True) and with_norm:
         options.require("mamba_norm_before_gate", False)
-    mamba = _mamba2(options, eps=1e-5, ssm=ssm, norm=with_norm)
-    heads = options.get("num_attention_heads")
+    mamba = _mamba2(
+        options,
+        eps=1e-5,
+        ssm=options.nullable("mamba_d_ssm", 1024),
+        norm=with_norm,
+        part_scales=[f * factors["ssm_in"] for f in options.get("ssm_multipliers", [1.0] * 5)],
+    )
     head_dim = options.get("head_dim", width // heads)
     attention = layers.attention(
         width,
@@ -158,54 +160,42 @@ def _falcon_h1_mixer(options: Options) -> Layer:
         groups=options.get("num_key_value_heads", 8),
         head_dim=head_dim,
         causal=True,
+        bias=False,
         fused=False,
         rotary=Rope().embedding(options, head_dim, None).frequencies,
+        # Without biases, factors of queries and keys are one of the scores.
+        scale=head_dim**-0.5 * factors["attention_in"] ** 2 * factors["key"],
     )
     return _sum(
-        mamba=_with_factors(mamba, {"in": columns, "out": outputs[0]}),
-        attention=_with_factors(
-            attention,
-            {
-                "query": inputs[1],
-                "key": inputs[1] * options.get("key_multiplier", 1.0),
-                "value": inputs[1],
-                "output": outputs[1],
-            },
-        ),
+        mamba=_times(factors["ssm_out"], mamba),
+        attention=_times(factors["attention_in"] * factors["attention_out"], attention),
     )
 
 
 def _falcon_h1_feed_forward(options: Options) -> Layer:
     options.require("mlp_bias", False)
-    gate, contract = options.get("mlp_multipliers", [1.0, 1.0])
+    gate, output = options.get("mlp_multipliers", [1.0, 1.0])
     layer = layers.feed_forward(
         options.get("hidden_size"),
         options.get("intermediate_size"),
         activation=options.value(activation("hidden_act", "silu")),
         fused=False,
+        gate_scale=gate,
     )
-    return _with_factors(layer, {"gate": gate, "contract": contract})
+    return _times(output, layer)
 
 
-def _with_factors(layer: Layer, factors: dict[str, Any]) -> Layer:
-    """Multiply the outputs of dense layers without biases by constants: numbers, or per feature.
-
-    The kernels are multiplied, which is the same. The parameters stay those of the file.
-    """
-
-    def multiplied(params: Params) -> Params:
-        def kernel(name: str) -> Array:
-            own: Array = params[name]["kernel"]
-            return own * jnp.asarray(factors[name], own.dtype)
-
-        return params | {name: params[name] | {"kernel": kernel(name)} for name in factors}
+def _times(factor: float, layer: Layer) -> Layer:
+    """Multiply the outputs of a layer."""
 
     def apply(params: Params, state: State, x: Array, **given: Any) -> tuple[Array, State]:
-        return layer.apply(multiplied(params), state, x, **given)
+        y, state = layer.apply(params, state, x, **given)
+        return y * jnp.asarray(factor, y.dtype), state
 
-    def extend(params: Params, *rest: Any) -> tuple[Array, Any]:
+    def extend(*given: Any) -> tuple[Array, Any]:
         assert layer.decode is not None
-        return layer.decode.extend(multiplied(params), *rest)
+        y, cache = layer.decode.extend(*given)
+        return y * jnp.asarray(factor, y.dtype), cache
 
     return Layer(layer.init, apply, layer.decode and layer.decode._replace(extend=extend))
 
