@@ -51,10 +51,11 @@ class LoRA:
       rank: Rank of the updates.
       alpha: Numerator of the scale s. By default the rank, so that s = 1.
       targets: Patterns of paths. The path of a leaf joins its keys by "/", as in
-        ``"blocks/0/attention/query/kernel"``; `*` also matches "/". A mapping from patterns to
-        layouts names the axes of the weights: ``"oi"`` for Equinox and torch, ``"ioo"`` for the
-        query of flax, ``"iio"`` for its output, and ``"n"`` in front for stacked layers. By
-        default [in, out], [layers, in, out], or a convolution [..., in, out].
+        ``"blocks/0/attention/query/kernel"``; `*` also matches "/", and a pattern behind ``!``
+        leaves out what it matches. A mapping from patterns to layouts names the axes of the
+        weights: ``"oi"`` for Equinox and torch, ``"ioo"`` for the query of flax, ``"iio"`` for its
+        output, and ``"n"`` in front for stacked layers. By default [in, out], [layers, in, out], or
+        a convolution [..., in, out].
       dora: Whether outputs get a trained magnitude m.
       rslora: Whether the scale is ``alpha / sqrt(rank)``.
 

@@ -417,6 +417,8 @@ def _path(keys: Sequence[Any]) -> str:
 def find_targets(where: str, params: Any, targets: Targets) -> dict[str, Layout]:
     """Return the layout of each leaf whose path matches a pattern; the first pattern counts.
 
+    A pattern behind ``!`` leaves out what it matches.
+
     Args:
       where: Name of the caller, for error messages.
       params: Tree of parameters.
@@ -428,14 +430,16 @@ def find_targets(where: str, params: Any, targets: Targets) -> dict[str, Layout]
     """
     if isinstance(targets, str):
         raise TypeError(f"{where}: targets must be a sequence of patterns, got {targets!r}")
-    patterns = dict(targets) if isinstance(targets, Mapping) else dict.fromkeys(targets)
+    given = dict(targets) if isinstance(targets, Mapping) else dict.fromkeys(targets)
+    left_out = [p[1:] for p in given if p.startswith("!")]
+    patterns = {p: layout for p, layout in given.items() if not p.startswith("!")}
     leaves = leaves_with_paths(params)
     found: dict[str, Layout] = {}
     unused = set(patterns)
     for path, leaf in leaves:
         matching = [p for p in patterns if fnmatch.fnmatchcase(path, p)]
         unused -= set(matching)
-        if not matching:
+        if not matching or any(fnmatch.fnmatchcase(path, p) for p in left_out):
             continue
         dtype = getattr(leaf, "dtype", None)
         if dtype is None or not jnp.issubdtype(dtype, jnp.floating):

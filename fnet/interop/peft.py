@@ -217,7 +217,8 @@ def huggingface_modules(model: Any) -> dict[str, Module]:
     """
     modules = {}
     for tensor in model.tensors:
-        if not (tensor.name.endswith(".weight") and tensor.path.endswith("kernel")):
+        is_linear = tensor.path.endswith("kernel") and "1" not in tensor.layout
+        if not (tensor.name.endswith(".weight") and is_linear):
             continue
         # transformers renames the language model of models that also see images when it loads them.
         name = re.sub(r"^language_model\.(model\.)?", _of_images, tensor.name)

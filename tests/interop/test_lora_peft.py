@@ -12,6 +12,8 @@ from fnet import lora
 from fnet.interop import from_huggingface, to_huggingface
 from fnet.interop.huggingface import build_model
 from fnet.interop.peft import from_peft, huggingface_modules, to_peft
+from fnet.quantization import find_targets
+from train.networks.pretrained import Pretrained
 
 MODULES = {
     "0": ("first/kernel", False),
@@ -71,6 +73,19 @@ def test_updates_are_the_products_of_the_tensors():
     np.testing.assert_allclose(merged["first"]["kernel"], product("0").T, rtol=1e-5)
     np.testing.assert_allclose(merged["second"]["weight"], product("2"), rtol=1e-5)
     np.testing.assert_allclose(merged["stack"]["kernel"][1], product("stack.1").T, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["mamba2", "lfm2", "bamba", "falcon_h1"])
+def test_a_convolution_of_each_channel_has_no_adapter(name):
+    """PEFT has none for it, either."""
+    model = build_model(CONFIGS[name])
+    params, _ = jax.eval_shape(model.init, jax.random.key(0))
+    targets = find_targets("test", params, Pretrained().lora_targets)
+    modules = {module.path for module in huggingface_modules(model).values()}
+    blocks = {path for path in modules if path.startswith("blocks/")}
+    assert blocks == targets.keys()
+    assert not any("/conv/" in path for path in blocks)
+    assert any("/conv/" in t.path for t in model.tensors)
 
 
 @pytest.mark.parametrize("dora", [False, True])

@@ -131,6 +131,8 @@ def test_only_targets_are_quantized():
     quantized = quantize(params, "nf4", ["a/*kernel"])
     found = {path: is_quantized(leaf) for path, leaf in leaves_with_paths(quantized)}
     assert found == {"a/kernel": True, "a/bias": False, "b/kernel": False}
+    without = quantize(params, "nf4", ["*/kernel", "!b/*", "!none"])
+    assert {p: is_quantized(leaf) for p, leaf in leaves_with_paths(without)} == found
     assert quantized["b"]["kernel"] is params["b"]["kernel"]
 
 

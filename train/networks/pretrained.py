@@ -27,8 +27,8 @@ from train.networks.model_images import class_names, own_size
 FROZEN = "frozen"
 """Name of the frozen parameters in the model state."""
 
-_QUANTIZED = ("blocks/*/kernel",)
-"""Weights that are stored in fewer bits: the matrices of the blocks."""
+_LINEAR = ("blocks/*/kernel", "!*/conv/kernel")
+"""The matrices of the blocks. A causal convolution has a filter per channel, which is none."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class Pretrained(Model):
     """Rank of LoRA adapters, which alone are trained; None trains all parameters."""
     lora_alpha: Positive | None = None
     """Adapters are scaled by lora_alpha / lora_rank; None is lora_rank."""
-    lora_targets: Annotated[tuple[str, ...], MinLen(1)] = ("blocks/*/kernel",)
-    """Patterns of the weights with adapters, such as blocks/*/query/kernel."""
+    lora_targets: Annotated[tuple[str, ...], MinLen(1)] = _LINEAR
+    """Patterns of the weights with adapters, such as blocks/*/query/kernel; ! leaves out."""
     dora: bool = False
     """Train the magnitude of each output, too (DoRA); needs lora_rank."""
     quantize: Literal["int8", "nf4"] | None = None
@@ -453,7 +453,7 @@ def _quantize(section: Pretrained, shapes: Any) -> Callable[[str, Array], Any]:
     kind = section.quantize
     if kind is None:
         return lambda path, a: a
-    targets = quantization.find_targets("model.quantize", shapes, _QUANTIZED)
+    targets = quantization.find_targets("model.quantize", shapes, _LINEAR)
 
     @jax.jit
     def quantize(a: Array) -> Any:

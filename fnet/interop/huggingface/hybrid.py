@@ -259,7 +259,7 @@ def _lfm2_hidden(options: Options) -> int:
     multiple = options.get("block_multiple_of", 256)
     if not options.get("block_auto_adjust_ff_dim", True):
         return int(hidden)
-    return multiple * -(-int(factor * int(2 * hidden / 3)) // multiple)
+    return int(multiple * -(-int(factor * int(2 * hidden / 3)) // multiple))
 
 
 def _tied(options: Options) -> bool:
