@@ -282,6 +282,20 @@ LONGROPE = CONFIGS["phi3_longrope"]
             "block_types must name attention",
         ),
         (CONFIGS["recurrent_gemma"] | {"hidden_activation": "gelu"}, "must be gelu_pytorch_tanh"),
+        (
+            CONFIGS["lfm2"] | {"layer_types": ["conv"]},
+            "must name full_attention or attention or conv",
+        ),
+        (
+            CONFIGS["falcon_h1"] | {"mamba_rms_norm": True},
+            "mamba_norm_before_gate True is not supp",
+        ),
+        (CONFIGS["falcon_h1"] | {"mamba_d_ssm": 60}, "must be the inner width 60, got 8 . 8"),
+        (CONFIGS["falcon_h1"] | {"attention_bias": True}, "attention_bias True is not supported"),
+        (
+            CONFIGS["granitemoehybrid"] | {"position_embedding_type": "alibi"},
+            "position_embedding_type 'alibi' is not supported",
+        ),
         (CONFIGS["qwen2"] | {"layer_types": ["linear_attention"] * 3}, "layer_types must name"),
         (CONFIGS["gpt2"] | {"scale_attn_weights": False}, "scale_attn_weights False"),
         (LLAMA | {"quantization_config": {"bits": 4}}, "unknown options.*quantization_config"),

@@ -144,8 +144,9 @@ def _falcon_h1_mixer(options: Options) -> Layer:
         for name in ("ssm_in", "ssm_out", "attention_in", "attention_out", "key")
     }
     with_norm = options.get("mamba_rms_norm", False)
-    if options.get("mamba_norm_before_gate", True) and with_norm:
-        options.require("mamba_norm_before_gate", False)
+    before_gate = options.get("mamba_norm_before_gate", True)
+    if with_norm:
+        options.check("mamba_norm_before_gate", before_gate, (False,))
     mamba = _mamba2(
         options,
         eps=1e-5,
@@ -154,6 +155,9 @@ def _falcon_h1_mixer(options: Options) -> Layer:
         part_scales=[f * factors["ssm_in"] for f in options.get("ssm_multipliers", [1.0] * 5)],
     )
     head_dim = options.get("head_dim", width // heads)
+    rotary = Rope().embedding(options, head_dim, None)
+    if rotary.restart_lengths:
+        raise ValueError(f"{options.kind}: longrope is not supported")
     attention = layers.attention(
         width,
         heads,
@@ -162,7 +166,8 @@ def _falcon_h1_mixer(options: Options) -> Layer:
         causal=True,
         bias=False,
         fused=False,
-        rotary=Rope().embedding(options, head_dim, None).frequencies,
+        rotary=rotary.frequencies,
+        rotary_scale=rotary.scale,
         # Without biases, factors of queries and keys are one of the scores.
         scale=head_dim**-0.5 * factors["attention_in"] ** 2 * factors["key"],
     )
