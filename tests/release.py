@@ -2,12 +2,12 @@
 
     python -m tests.release [--pythons 3.11 3.13]
 
-The oldest Python gets the wheel with the lowest versions of all dependencies that pyproject.toml
-allows. Each Python gets the wheel with the newest, and the newest Python also installs the source
-distribution. For each Python, pip also finds wheels of all extras at once, without their gigabytes.
-A Python that this machine lacks is listed. In each environment the commands below
-run in a folder with a train.py and a configs/ of the user's own, which comes first on the path.
-The script ends with the output of the first command that fails.
+The oldest supported Python gets the wheel with the lowest versions of all dependencies that
+pyproject.toml allows. Each Python gets the wheel with the newest, and the newest Python also
+installs the source distribution. For each Python, pip also finds wheels of all extras at once,
+without their gigabytes. A Python that this machine lacks is listed. In each environment the
+commands below run in a folder with a train.py and a configs/ of the user's own, which comes first
+on the path. The script ends with the output of the first command that fails.
 """
 
 import argparse
@@ -105,9 +105,9 @@ def main() -> None:
         for version, python in found.items():
             count = find_extras(python, wheel, Path(made) / "extras")
             print(f"Python {version}, all extras: {count} packages", flush=True)
-        oldest, newest = next(iter(found)), list(found)[-1]
+        oldest, newest = supported()[0], list(found)[-1]
         tries = [
-            (oldest, "lowest versions", [str(wheel), *lowest()]),
+            *((v, "lowest versions", [str(wheel), *lowest()]) for v in found if v == oldest),
             *((version, "newest versions", [str(wheel)]) for version in found),
             (newest, "source distribution", [str(source)]),
         ]
