@@ -29,6 +29,7 @@ TESTS = (
     ),
     *(f"tests/step/test_{name}.py" for name in ("fsdp", "nonfinite", "state")),
     "tests/privacy/test_correlated_noise.py",
+    "tests/train/commands/test_onnx.py",
 )
 LEAST_SECONDS = 180
 """Time below which it is no use to begin."""

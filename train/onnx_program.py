@@ -19,6 +19,8 @@ import numpy as np
 from jax import Array, export
 from jax.extend.core import Literal
 
+from fnet.jaxpr.interpreter import Scan
+
 OPSET, _IR_VERSION = 18, 9
 """Versions that onnxruntime 1.24 and all later ones read."""
 
@@ -251,26 +253,25 @@ def _reduce_bools(kind: str) -> _Emit:
 
 def _scan(w: _Writer, eqn: Any, values: list[_Value]) -> list[_Value]:
     """Write the steps of a loop one after the other."""
-    p = eqn.params
-    first, carried = p["num_consts"], p["num_carry"]
-    consts, rows = values[:first], values[first + carried :]
-    carry = values[first : first + carried]
+    scan = Scan.of(eqn)
+    consts, carry, rows = scan.split(values)
+    body = scan.body.jaxpr
     outputs: list[list[_Value]] = []
-    steps = range(p["length"])
-    for i in reversed(steps) if p["reverse"] else steps:
+    steps = range(scan.length)
+    for i in reversed(steps) if scan.reverse else steps:
         own = [
             row[i]
             if isinstance(row, np.ndarray)
             else w.add("Gather", [row, np.array(i, np.int64)], var.aval, axis=0)
-            for row, var in zip(rows, p["jaxpr"].jaxpr.invars[first + carried :], strict=True)
+            for row, var in zip(rows, scan.split(body.invars)[2], strict=True)
         ]
-        results = w.inline(p["jaxpr"].jaxpr, p["jaxpr"].consts, [*consts, *carry, *own])
-        carry = results[:carried]
-        outputs.append(results[carried:])
-    if p["reverse"]:
+        results = w.inline(body, scan.body.consts, [*consts, *carry, *own])
+        carry = results[: scan.num_carry]
+        outputs.append(results[scan.num_carry :])
+    if scan.reverse:
         outputs.reverse()
     stacked: list[_Value] = []
-    for var, column in zip(eqn.outvars[carried:], zip(*outputs, strict=True), strict=False):
+    for var, column in zip(eqn.outvars[scan.num_carry :], zip(*outputs, strict=True), strict=False):
         axis = np.array([0], np.int64)
         parts = [w.add("Unsqueeze", [value, axis], var.aval) for value in column]
         stacked.append(w.add("Concat", parts, var.aval, axis=0))
