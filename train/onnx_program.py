@@ -19,7 +19,7 @@ import numpy as np
 from jax import Array, export
 from jax.extend.core import Literal
 
-from fnet.jaxpr.interpreter import Scan
+from fnet.jaxpr import Scan
 
 OPSET, _IR_VERSION = 18, 9
 """Versions that onnxruntime 1.24 and all later ones read."""

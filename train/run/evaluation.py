@@ -71,7 +71,6 @@ class Evaluator:
       shapes: shapes of the train state (``jax.eval_shape``).
       watch: wraps the iterator of batches (`UnreadableFiles.watch`).
       layout: layout of the shapes; None for one device.
-
     """
 
     def __init__(
