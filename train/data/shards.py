@@ -227,8 +227,9 @@ def _tar_members(file: IO[bytes]) -> Iterator[tuple[str, int, int]]:
     headers: Any = _Headers(file)
     try:
         with tarfile.open(fileobj=headers, mode="r:") as tar:
+            kept: list[Any] = vars(tar)["members"]  # all, which may be millions
             while member := tar.next():
-                tar.members.clear()  # it keeps all
+                kept.clear()
                 end = tar.offset
                 if member.isreg() and not member.issparse():
                     yield member.name, member.offset_data, member.size

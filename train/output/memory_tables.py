@@ -187,7 +187,7 @@ def describe_candidate(number: int, candidate: Candidate, limit: int | None) -> 
 
     ``limit`` are the bytes that the step may use, or None.
     """
-    count = f"{number}" if limit is None else f"{number} of at most {MOST_PROGRAMS} programs"
+    count = f"{number}" if limit is None else f"{number} of about {MOST_PROGRAMS} programs"
     budget = "" if limit is None else f", budget {format_bytes(max(limit, 0))} for the step"
     peak = format_bytes(candidate.peak.total)
     return f"compiled {count}: {_way(candidate)}, peak {peak}{budget}"
