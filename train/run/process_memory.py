@@ -90,7 +90,7 @@ class HighWater:
             _reset_peak()
         self._baseline = _in_use()
         self._files = _status("RssFile") or 0
-        self._peak = self._new_files = 0
+        self._peak = self._above = 0
         self._earlier = 0 if jax.default_backend() == "cpu" else _peak() or 0
 
     def bytes(self) -> int | None:
@@ -98,11 +98,13 @@ class HighWater:
         peak = _peak()
         if peak is None or self._baseline is None or peak <= self._earlier:
             return None
-        if peak > self._peak and jax.default_backend() == "cpu":
-            # Files that are read after the peak are not in it.
-            self._new_files = max((_status("RssFile") or 0) - self._files, 0)
-        self._peak = max(self._peak, peak)
-        return max(self._peak - self._new_files - self._baseline, 0) // self._devices
+        if peak > self._peak:
+            self._peak = peak
+            files = _status("RssFile") if jax.default_backend() == "cpu" else None
+            # Files may have been read after the peak, so each difference is a lower bound.
+            new_files = max((files or 0) - self._files, 0)
+            self._above = max(self._above, peak - new_files - self._baseline)
+        return self._above // self._devices
 
 
 def _reset_peak() -> None:
