@@ -366,13 +366,22 @@ def _windows(
 
 def _scaled(norm: Norm | None, factor: float, width: int) -> Layer:
     """Return a norm, or the identity, whose output is multiplied by a constant."""
-    layer = norm(width) if norm else stateless(lambda x: x)
+    return scaled(norm(width) if norm else stateless(lambda x: x), factor)
+
+
+def scaled(layer: Layer, factor: float) -> Layer:
+    """Multiply the outputs of a layer by a constant."""
 
     def apply(params: Params, state: State, x: Array, **given: Any) -> tuple[Array, State]:
         y, state = layer.apply(params, state, x, **given)
         return y * jnp.asarray(factor, y.dtype), state
 
-    return Layer(layer.init, apply)
+    def extend(*given: Any) -> tuple[Array, Any]:
+        assert layer.decode is not None
+        y, cache = layer.decode.extend(*given)
+        return y * jnp.asarray(factor, y.dtype), cache
+
+    return Layer(layer.init, apply, layer.decode and layer.decode._replace(extend=extend))
 
 
 _EPS = Option("rms_norm_eps", 1e-6)

@@ -4,18 +4,17 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
 from fnet import layers
-from fnet.interop.huggingface.decoders import LLAMA_NAMES, rms_norm
+from fnet.interop.huggingface.decoders import LLAMA_NAMES, rms_norm, scaled
 from fnet.interop.huggingface.family import FAMILIES, activation, register, table
 from fnet.interop.huggingface.options import Option, Options
 from fnet.interop.huggingface.recurrent import step_limits
 from fnet.interop.huggingface.rotary import Rope
 from fnet.interop.huggingface.sparse import expert_layers
-from fnet.layer import Children, Decode, Layer, Params, State, init_children
+from fnet.layer import Children, Decode, Layer, Params, State, composite
 from fnet.layers.experts import Router
 from fnet.precision import add
 
@@ -172,8 +171,8 @@ def _falcon_h1_mixer(options: Options) -> Layer:
         scale=head_dim**-0.5 * factors["attention_in"] ** 2 * factors["key"],
     )
     return _sum(
-        mamba=_times(factors["ssm_out"], mamba),
-        attention=_times(factors["attention_in"] * factors["attention_out"], attention),
+        mamba=scaled(mamba, factors["ssm_out"]),
+        attention=scaled(attention, factors["attention_in"] * factors["attention_out"]),
     )
 
 
@@ -187,39 +186,15 @@ def _falcon_h1_feed_forward(options: Options) -> Layer:
         fused=False,
         gate_scale=gate,
     )
-    return _times(output, layer)
-
-
-def _times(factor: float, layer: Layer) -> Layer:
-    """Multiply the outputs of a layer."""
-
-    def apply(params: Params, state: State, x: Array, **given: Any) -> tuple[Array, State]:
-        y, state = layer.apply(params, state, x, **given)
-        return y * jnp.asarray(factor, y.dtype), state
-
-    def extend(*given: Any) -> tuple[Array, Any]:
-        assert layer.decode is not None
-        y, cache = layer.decode.extend(*given)
-        return y * jnp.asarray(factor, y.dtype), cache
-
-    return Layer(layer.init, apply, layer.decode and layer.decode._replace(extend=extend))
+    return scaled(layer, output)
 
 
 def _sum(**parts: Layer) -> Layer:
     """Add the outputs of layers over the sequence that read the same input."""
     decodes = {name: part.decode for name, part in parts.items() if part.decode is not None}
 
-    def apply(
-        params: Params,
-        state: State,
-        x: Array,
-        *,
-        key: Array | None = None,
-        train: bool,
-        **given: Any,
-    ) -> tuple[Array, State]:
-        child = Children(parts, params, state, key, train)
-        return functools.reduce(add, [child(name, x, **given) for name in parts]), child.state
+    def apply(child: Children, x: Array, **given: Any) -> Array:
+        return functools.reduce(add, [child(name, x, **given) for name in parts])
 
     def init_cache(batch: int, length: int, dtype: DTypeLike) -> Any:
         return {name: d.init_cache(batch, length, dtype) for name, d in decodes.items()}
@@ -227,19 +202,14 @@ def _sum(**parts: Layer) -> Layer:
     def extend(
         params: Params, state: State, cache: Any, x: Array, position: Array
     ) -> tuple[Array, Any]:
-        del state
         done = {
-            name: d.extend(params[name], {}, cache[name], x, position)
+            name: d.extend(params[name], state.get(name, {}), cache[name], x, position)
             for name, d in decodes.items()
         }
         y = functools.reduce(add, [y for y, _ in done.values()])
         return y, {name: cache for name, (_, cache) in done.items()}
 
-    return Layer(
-        functools.partial(init_children, parts),
-        apply,
-        Decode(init_cache, extend) if len(decodes) == len(parts) else None,
-    )
+    return composite(parts, apply)._replace(decode=Decode(init_cache, extend))
 
 
 def _lfm2_types(options: Options) -> list[str]:
