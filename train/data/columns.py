@@ -15,6 +15,7 @@ from train.data import storage
 from train.errors import UserError, did_you_mean, list_available, shorten
 
 _INTEGER = re.compile(r"-?[0-9]{1,18}")
+_MISSING = ("nan", "<na>", "#n/a")  # as other programs write a label that is missing
 
 
 def choose(
@@ -110,6 +111,8 @@ def parse_labels(values: Iterable[Any], where: Callable[[int], str]) -> np.ndarr
             raise UserError(
                 f"{where(i)} has the label {value!r:.40}; expected an integer from 0, or a name"
             )
+        if text.strip().lower() in _MISSING:
+            raise UserError(f"{where(i)} has the label {text.strip()}, which stands for none")
         limits.CLASS_NAME.check(len(text), where(i))
         texts.append(normalized(text.strip()))
     if all(map(_INTEGER.fullmatch, texts)):
@@ -126,6 +129,17 @@ def parse_integer(text: str) -> int:
     if not _INTEGER.fullmatch(text):
         raise ValueError(f"{text!r} is not an integer")
     return int(text)
+
+
+def parse_number(text: str) -> float:
+    """Return the number that a text stands for.
+
+    Raises:
+      ValueError: for anything else, such as 1_0, which `float` reads.
+    """
+    if "_" in text:
+        raise ValueError(f"{text!r} is not a number")
+    return float(text)
 
 
 def as_labels(labels: np.ndarray, what: str) -> np.ndarray:

@@ -1,7 +1,10 @@
 """Images whose labels are in a table: CSV, JSON lines or Parquet."""
 
 import math
-from collections import Counter
+import os
+import posixpath
+import re
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +16,7 @@ from typing_extensions import override
 
 from train.data import Dataset, Outputs, Scaling, records
 from train.data.class_weights import balanced_weights
-from train.data.columns import check_names, choose, normalized, parse_labels
+from train.data.columns import check_names, choose, normalized, parse_labels, parse_number
 from train.data.decode import EXTENSIONS
 from train.data.files import check_folder, list_images
 from train.data.labeled_images import image_dataset
@@ -103,6 +106,7 @@ def load(config: ImageTable, trained: Outputs | None = None) -> Dataset:
     table, notes = _read(config)
     target, names = _TARGETS[config.targets](config, table, trained.names if trained else None)
     names = check_names(names, "data.label")
+    notes += _check_repeated(config, table, target)
     is_train, is_test = _splits(config, table, target, is_whole=trained is not None)
     if trained is not None:
         is_train = np.zeros(len(is_test), bool)
@@ -122,9 +126,19 @@ def load(config: ImageTable, trained: Outputs | None = None) -> Dataset:
                 f"data.label: no training image of {shorten(lacking)}, which is tested on; give "
                 "other splits"
             )
+    if config.targets == "labels" and trained is None:
+        lacking = [name for name, there in zip(names, train.any(0), strict=True) if not there]
+        if lacking:
+            notes.append(f"no training image has the label {shorten(lacking)}")
     scaling = trained.scaling if trained else None
     if config.targets == "numbers" and scaling is None:
         scaling = Scaling.of(train.astype(np.float64))
+        for name, mean, std, range_ in zip(names, *scaling, np.ptp(train, axis=0), strict=True):
+            if range_ and std < 1e-5 * abs(mean):
+                raise UserError(
+                    f"data.label: {name} is {mean:.9g} +- {std:.3g}, which 32-bit numbers do not "
+                    "tell apart; subtract a constant from it"
+                )
         ranges = zip(names, *scaling, strict=True)
         parts = [f"{name} {mean:.4g} +- {std:.4g}" for name, mean, std in ranges]
         notes.append(f"numbers are standardized for training: {shorten(parts)}")
@@ -155,21 +169,62 @@ def _read(config: ImageTable) -> tuple[_Table, list[str]]:
     column = choose("data.file", config.file, columns, config.path, "column", usual, usual)
     folder = Path(config.path).parent if config.images is None else Path(config.images)
     check_folder(folder)
-    files = [str(row.get(column)).replace("\\", "/") for row in rows]
+    files, notes = _find_files(rows, column, folder)
+    return _Table(rows, files, folder), notes
+
+
+def _find_files(rows: list[Record], column: str, folder: Path) -> tuple[list[str], list[str]]:
+    """Return the path of each row's image below the folder, and what to tell about them.
+
+    Names in another form of Unicode, or without an extension, are looked for in the folder.
+    """
+    files = [posixpath.normpath(str(row.get(column)).replace("\\", "/")) for row in rows]
+    missing = [i for i, name in enumerate(files) if not os.path.isfile(folder / name)]
     notes = []
-    if not (folder / files[0]).is_file():
+    if missing:
         listed = list_images(folder).paths
-        by_stem = {_stem(path): path for path in listed}
-        found = [by_stem.get(normalized(name)) for name in files]
-        if not any(found):
+        by_name, by_stem = {normalized(path): path for path in listed}, defaultdict(list)
+        for path in listed:
+            by_stem[_stem(path)].append(path)
+        for i in missing:
+            stems = by_stem[normalized(files[i])]
+            if len(stems) > 1:
+                raise UserError(
+                    f"data.file: {rows[i].place}: {files[i]} can be {shorten(stems)}; give its "
+                    "extension"
+                )
+            path = by_name.get(normalized(files[i]), stems[0] if stems else None)
+            files[i] = path or files[i]
+            if stems and not notes:
+                notes.append(f"{column} has names without extension, such as {rows[i].get(column)}")
+        if not any(os.path.isfile(folder / name) for name in files):
             raise UserError(
                 f"data.file: {rows[0].place}: no file {folder / files[0]}; {folder} holds "
                 f"{shorten(listed) if listed else 'no images'}; data.images names the folder where "
                 "the paths begin"
             )
-        files = [path or name for path, name in zip(found, files, strict=True)]
-        notes.append(f"{column} has names without extension, such as {rows[0].fields[column]}")
-    return _Table(rows, files, folder), notes
+    return files, notes
+
+
+def _check_repeated(config: ImageTable, table: _Table, target: np.ndarray) -> list[str]:
+    """Return a note about images that have several rows, which `labels` refuses."""
+    by_file: dict[str, list[int]] = defaultdict(list)
+    for i, name in enumerate(table.files):
+        by_file[name].append(i)
+    several = {name: rows for name, rows in by_file.items() if len(rows) > 1}
+    if not several:
+        return []
+    name, rows = next(iter(several.items()))
+    if config.targets == "labels":
+        raise UserError(
+            f"data.label: {table.rows[rows[1]].place}: {name} has another row, but a row has all "
+            "labels of its image; join them"
+        )
+    differ = sum(bool(np.ptp(target[rows], axis=0).any()) for rows in several.values())
+    return [
+        f"images with several rows, each of which is an example: {len(several):,}, such as {name}; "
+        f"{differ:,} of them have different labels"
+    ]
 
 
 def _stem(path: str) -> str:
@@ -186,7 +241,8 @@ def _label_columns(config: ImageTable, table: _Table) -> tuple[str, ...]:
         return config.label
     usual = [name for name in columns if name.lower() in _LABEL_COLUMNS]
     taken = {*_FILE_COLUMNS, config.file, config.group, config.split or "split"}
-    others = usual or [name for name in columns if name.lower() not in taken and name not in taken]
+    index = {"", "unnamed: 0"}  # the index of a table of pandas
+    others = usual or [name for name in columns if not {name, name.lower()} & (taken | index)]
     return (choose("data.label", None, columns, config.path, "column", others, usual),)
 
 
@@ -215,6 +271,9 @@ def _classes(
             f"data.label: {column} of {config.path} has numbers with fractions, such as "
             f"{shorten(labels.tolist(), 3)}; to predict them give data.targets numbers"
         )
+    texts = np.array([*map(normalized, (str(value).strip() for value in values))])
+    if labels.dtype.kind == "i" and any(isinstance(value, str) for value in values):
+        labels = labels if (labels.astype(str) == texts).all() else texts  # 007 is not 7
     names = known or tuple(map(str, np.unique(labels).tolist()))
     numbers = {normalized(name): i for i, name in enumerate(names)}
     rows = zip(table.rows, map(str, labels.tolist()), strict=True)
@@ -233,7 +292,7 @@ def _number(row: Record, name: str, numbers: Mapping[str, int]) -> int:
 
 def _is_number(text: str) -> bool:
     try:
-        return math.isfinite(float(text))
+        return math.isfinite(parse_number(text))
     except ValueError:
         return False
 
@@ -243,8 +302,10 @@ def _labels(
 ) -> tuple[np.ndarray, tuple[str, ...]]:
     """Return which labels each row has, float32 [N, labels], and their names."""
     columns = _label_columns(config, table)
-    first = table.rows[0].fields[columns[0]]
-    if len(columns) > 1 and config.separator is None:
+    values = [row.fields[columns[0]] for row in table.rows if row.find(columns[0])]
+    first = next(iter(values), None)
+    is_boolean = values != [] and all(str(value).strip().lower() in _BOOLEANS for value in values)
+    if (len(columns) > 1 or is_boolean) and config.separator is None:
         names = known or columns
         if {*names} != {*columns}:
             raise UserError(
@@ -275,8 +336,16 @@ def _split_labels(row: Record, column: str, separator: str | None) -> list[str]:
     value = row.fields.get(column)
     if value is None:
         return []
-    parts = value if isinstance(value, list) else str(value).split(separator)
-    return [normalized(str(part).strip()) for part in parts if str(part).strip()]
+    if isinstance(value, str) and re.fullmatch(r"\s*\[.*\]\s*", value, re.DOTALL):
+        raise UserError(
+            f"data.label: {row.place}: {column} is the text of a list, {value!r:.40}; "
+            "separate labels by |, or write lists in .jsonl or .parquet"
+        )
+    if isinstance(value, list):
+        parts = [part for part in value if part is not None]
+    else:  # without a separator, other rows have lists
+        parts = [value] if separator is None else str(value).split(separator)
+    return [normalized(text) for part in parts if (text := str(part).strip())]
 
 
 def _as_boolean(row: Record, column: str) -> float:
@@ -299,9 +368,10 @@ def _numbers(
     def number(row: Record, column: str) -> float:
         value = row.get(column)
         try:
-            if isinstance(value, str | int | float) and math.isfinite(float(value)):
-                return float(value)
-        except ValueError:
+            number = parse_number(value) if isinstance(value, str) else float(value)
+            if abs(number) <= float(np.finfo(np.float32).max):
+                return number
+        except (ValueError, TypeError, OverflowError):
             pass
         raise UserError(
             f"data.label: {row.place}: {column} is {value!r:.40}; expected a finite number; remove "
@@ -332,8 +402,10 @@ def _splits(
         if is_whole:
             return np.zeros(len(target), bool), np.ones(len(target), bool)
         classes = target if config.targets == "class" else None
-        groups = config.group and [str(row.get(config.group)) for row in table.rows]
-        is_test = hold_out(config, table.files, classes, groups or None)
+        groups = _groups(config, table)
+        if groups is None and config.folds is not None and len({*table.files}) < len(table.files):
+            groups = table.files  # an image with several rows is in one fold
+        is_test = hold_out(config, table.files, classes, groups)
         return ~is_test, is_test
     refuse_folds(config, f"{config.path} has the column {column}")
     named = [str(row.get(column)).strip() for row in table.rows]
@@ -347,14 +419,35 @@ def _splits(
             f"data.split: {column} of {config.path} has {shorten([*there])}; expected train, and "
             f"{config.test_split or 'val or test'}"
         )
-    return own == "train", own == test
+    is_train, is_test = own == "train", own == test
+    by = {
+        "data.file: the image": table.files,
+        f"data.group: {config.group}": _groups(config, table),
+    }
+    for what, keys in by.items():
+        both = {*np.array(keys)[is_train]} & {*np.array(keys)[is_test]} if keys else ()
+        if both:
+            raise UserError(
+                f"{what} {shorten(sorted(both), 3)} is in train and in {test} in the column "
+                f"{column} of {config.path}; keep it in one"
+            )
+    return is_train, is_test
+
+
+def _groups(config: ImageTable, table: _Table) -> list[str] | None:
+    """Return the group of each row; None without groups."""
+    if config.group is None:
+        return None
+    columns = [*table.rows[0].fields]
+    column = choose("data.group", config.group, columns, config.path, "column")
+    return [str(row.get(column)) for row in table.rows]
 
 
 def _split_column(config: ImageTable, table: _Table) -> str | None:
     columns = [*table.rows[0].fields]
     if config.split is not None:
         return choose("data.split", config.split, columns, config.path, "column")
-    return "split" if "split" in columns else None
+    return next((name for name in columns if name.lower() == "split"), None)
 
 
 def _describe_split(config: ImageTable, table: _Table, is_test: np.ndarray) -> list[str]:

@@ -44,6 +44,8 @@ class Record(NamedTuple):
         value = self.fields.get(name)
         if value is None:
             names = list(self.fields)
+            if name in names:
+                raise UserError(f"{self.where}: {name} is empty")
             known = did_you_mean(name, names) or list_available(names, "fields")
             raise UserError(f"{self.where}: no field {name}{known}")
         return value

@@ -207,8 +207,7 @@ def walk(folder: str, skipped: Counter[str]) -> Iterator[str]:
     visits = Counter[tuple[int, int]]()
 
     def below(path: str, prefix: str, above: frozenset[tuple[int, int]]) -> Iterator[str]:
-        status = os.stat(path)
-        here = (status.st_dev, status.st_ino)
+        here = _identity(path)
         if here in above:
             skipped["link to itself"] += 1
             return
@@ -232,7 +231,13 @@ def walk(folder: str, skipped: Counter[str]) -> Iterator[str]:
                 else:
                     skipped["pipe, socket or device"] += 1
 
-    return below(folder, "", frozenset())
+    around = [*Path(folder).resolve().parents]
+    return below(folder, "", frozenset(_identity(str(parent)) for parent in around))
+
+
+def _identity(path: str) -> tuple[int, int]:
+    status = os.stat(path)
+    return status.st_dev, status.st_ino
 
 
 def filesystem(path: str) -> Any:

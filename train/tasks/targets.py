@@ -168,6 +168,7 @@ def number_scores(outputs: np.ndarray, target: np.ndarray) -> dict[str, np.ndarr
     R2 is 1 - sum of squared errors / sum of squared distances from the mean; NaN if all numbers of
     the table are equal.
     """
+    target = target.astype(np.float64)
     error = outputs - target
     spread = ((target - target.mean(0)) ** 2).sum(0)
     with np.errstate(divide="ignore", invalid="ignore"):

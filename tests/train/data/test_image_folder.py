@@ -358,11 +358,12 @@ def test_counts_files_that_are_left_out(folder):
     (cat / "notes.txt").write_text("")
     os.mkfifo(cat / "pipe.jpg")
     (cat / "loop.png").symlink_to("loop.png")
-    (cat / "again").symlink_to(cat)
+    for name, folder_above in (("again", cat), ("all", folder)):
+        (cat / name).symlink_to(folder_above)
     data = load(folder)
     assert len(data.train["id"]) == 12
     assert data.notes == (
-        "left out 5 files that are no images: 1 x .db, 1 x .txt, 2 x link to itself, "
+        "left out 6 files that are no images: 1 x .db, 1 x .txt, 3 x link to itself, "
         "1 x pipe, socket or device",
     )
 

@@ -161,8 +161,62 @@ def test_another_table_for_a_trained_network(folder):
 
 
 def test_names_without_extension(folder):
-    data = load(write(folder, {"id": lambda i: f"{i:02}"} | COLOUR))
-    assert data.name(0).endswith(".png")
+    table = write(folder, {"id": lambda i: f"{i:02}"} | COLOUR)
+    assert load(table).name(0).endswith(".png")
+    write_image(folder / "pics" / "07.jpg", 0)
+    assert "line 9: 07 can be 07.jpg, 07.png" in error_message(load, table)
+
+
+def test_names_in_another_form_of_unicode(folder):
+    """A Mac writes file names decomposed; a table has them composed."""
+    (folder / "pics" / "30.png").rename(folder / "pics" / "gru\u0308n.png")
+    data = load(
+        write(folder, {"file": lambda i: "gr\u00fcn.png" if i == 30 else f"{i:02}.png"} | COLOUR)
+    )
+    (row,) = [i for i in range(N) if data.name(i).endswith("n.png")]
+    assert data.explain(row) is None
+
+
+def test_an_image_with_several_rows_is_on_one_side(folder):
+    for spelled, options in ((("", "./"), {}), (("", ""), {"folds": 4})):
+        table = write(folder, {"file": lambda i, s=spelled: f"{s[i % 2]}{i // 2:02}.png"} | COLOUR)
+        data = load(table, **options)
+        train, names = len(data.train["label"]), [data.name(i) for i in range(N)]
+        assert not {*names[:train]} & {*names[train:]}
+        assert "20, such as 00.png; 20 of them have different labels" in data.notes[0]
+
+
+def test_digits_with_zeros_in_front_are_names(folder):
+    data = load(write(folder, FILE | {"label": lambda i: ("007", "12")[i % 2]}))
+    assert data.classes == ("007", "12")
+
+
+def test_lists_of_labels(folder):
+    """A text among lists is one label, and nothing in a list is none."""
+    tags = [None, ["old", None], "very old", []]
+    lines = [json.dumps({"file": f"{i:02}.png", "tags": tags[i % 4]}) for i in range(N)]
+    (folder / "t.jsonl").write_text("\n".join(lines))
+    data = load(folder / "t.jsonl", targets="labels")
+    assert data.classes == ("old", "very old")
+    assert labels(data)["02"].tolist() == [0, 1]
+    assert labels(data)["01"].tolist() == [1, 0]
+
+
+def test_one_label_of_0_and_1(folder):
+    data = load(write(folder, FILE | {"wet": lambda i: i % 2}), targets="labels")
+    assert data.classes == ("wet",)
+    assert labels(data)["05"].tolist() == [1]
+
+
+def test_tells_labels_of_no_training_image(folder):
+    table = write(
+        folder,
+        FILE
+        | {"wet": lambda i: i % 2, "dry": lambda i: int(i == 0)}
+        | {"split": lambda i: "train" if i > 9 else "val"},
+    )
+    data = load(table, targets="labels", label=("wet", "dry"))
+    assert "no training image has the label dry" in data.notes
 
 
 @pytest.mark.parametrize(
@@ -172,7 +226,8 @@ def test_names_without_extension(folder):
         (FILE, {}, "data.label: "),
         ({"file": lambda i: f"x/{i}.png"} | COLOUR, {}, "data.images names the folder"),
         (FILE | {"label": lambda i: i / 2}, {}, "to predict them give data.targets numbers"),
-        (FILE | {"label": lambda i: "a" if i else ""}, {}, "no field label"),
+        (FILE | {"label": lambda i: "a" if i else ""}, {}, "line 2: label is empty"),
+        (FILE | {"label": lambda i: "a" if i else "NaN"}, {}, "line 2 has the label NaN"),
         (FILE | {"label": lambda i: "a"}, {}, "have the same label"),
         (
             FILE | {"a": lambda i: i % 3, "b": int},
@@ -187,6 +242,31 @@ def test_names_without_extension(folder):
         (FILE | {"t": lambda i: "a;b"}, {"targets": "labels"}, "--data.separator ';'"),
         (FILE | {"t": lambda i: "x"}, {"targets": "numbers"}, "expected a finite number"),
         (FILE | {"t": lambda i: "nan"}, {"targets": "numbers"}, "line 2: t is 'nan'"),
+        (FILE | {"t": lambda i: f"1_{i}"}, {"targets": "numbers"}, "line 2: t is '1_0'"),
+        (FILE | {"t": lambda i: f"{i}e38"}, {"targets": "numbers"}, "line 6: t is '4e38'"),
+        (FILE | {"t": lambda i: 10**9 + i}, {"targets": "numbers"}, "subtract a constant"),
+        (
+            FILE | {"t": lambda i: "['a'; 'b']"},
+            {"targets": "labels", "separator": ";"},
+            "line 2: t is the text of a list",
+        ),
+        (
+            {"file": lambda i: f"./{i // 2:02}.png", "t": lambda i: "a|b"},
+            {"targets": "labels", "separator": "|"},
+            "line 3: 00.png has another row",
+        ),
+        (
+            {"file": lambda i: f"{i % 30:02}.png", "split": lambda i: "train" if i < 30 else "val"}
+            | COLOUR,
+            {},
+            "the image 00.png, 01.png, 02.png and 7 more is in train and in val",
+        ),
+        (
+            FILE | COLOUR | {"who": lambda i: i // 3, "Split": lambda i: ("train", "val")[i > 30]},
+            {"group": "who"},
+            "data.group: who 10 is in train and in val in the column Split",
+        ),
+        (FILE | COLOUR | {"who": int}, {"group": "hwo"}, "data.group: no column hwo"),
         (FILE | COLOUR, {"folds": 30}, "data.folds: 30, but a class has only 20"),
         (FILE | COLOUR, {"folds": 3, "fold": 4}, "data.fold: 4, but data.folds is 3"),
         (FILE | COLOUR, {"test_split": "val"}, "has no column of splits"),
