@@ -537,6 +537,8 @@ class _Search:
             if loss is None:  # traced when it is needed, because most programs fit
                 losses: list[_Loss] = []
                 self.build(attempt.recording(losses), attempt.microbatches)
+                if not losses:  # no region is differentiated
+                    continue
                 (loss,) = losses
             planned = _Planned(self, attempt, candidate, loss, base)
             if planned.saved < _LEAST_SAVED * candidate.peak.total:

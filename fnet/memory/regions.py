@@ -91,7 +91,7 @@ class Region(NamedTuple):
       active_results: Results that depend on them, other than by `jax.lax.stop_gradient`.
       objective: Number of the result that is differentiated, if it is a single number, else None.
       row_axes: Axis of the rows of each array that its equations make and that is rows.
-      is_largest: Whether it makes the most bytes of all regions.
+      is_largest: Whether it makes the most bytes of all regions that are differentiated.
     """
 
     jaxpr: Jaxpr
@@ -214,7 +214,10 @@ def divide(
     params = active.intersection(jaxpr.invars if params is None else params)
     finder = _Finder(active, params, sum(made_bytes(e) for e in jaxpr.eqns), depth)
     _, parts = finder.find(list(jaxpr.eqns), set(variables(jaxpr.outvars)))
-    made = [sum(map(made_bytes, p.jaxpr.eqns)) if isinstance(p, Region) else 0 for p in parts]
+    made = [
+        sum(map(made_bytes, p.jaxpr.eqns)) if isinstance(p, Region) and any(p.active) else 0
+        for p in parts
+    ]
     if any(made):
         largest = parts[made.index(max(made))]
         parts[made.index(max(made))] = largest._replace(is_largest=True)  # type: ignore[call-arg]

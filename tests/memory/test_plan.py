@@ -384,3 +384,19 @@ def test_what_is_faster_than_the_smallest_is_compiled_after_it(monkeypatch):
 
     monkeypatch.setitem(plan.__globals__, "MOST_PROGRAMS", 2)  # the plain step, with two options
     assert 1 < plan(build, "700KiB").chosen.policy.chunks < 4096
+
+
+def test_a_region_that_is_not_differentiated_is_cut_but_nothing_is_planned_inside():
+    """Such as a teacher's targets, beside a part that mixes rows."""
+
+    def loss(w, x):
+        targets = x
+        for _ in range(6):
+            targets = jnp.sin(targets * jnp.cumsum(targets, 1))
+        return jnp.linalg.det(jnp.linalg.solve(w, targets[::8]))
+
+    def build(policy, microbatches):
+        return jax.jit(jax.grad(policy.apply(loss))).trace(jnp.eye(64), jnp.zeros((512, 64)))
+
+    with pytest.raises(BudgetError, match="the lowest peak found is"):
+        plan(build, 40_000)

@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.console import Console
 
-from fnet.memory import format_bytes, tree_bytes
+from fnet.memory import format_bytes, parse_bytes, tree_bytes
 from fnet.memory.target import Target
 from train import arguments
 from train import config as configs
@@ -91,6 +91,9 @@ def predict_memory(config: Config, options: MemoryArguments, console: Console) -
             console.print(to_rich(plan_table(plan, process.always)))
             for text in plan_summary(plan, process.always).splitlines():
                 log(text)
+        elif config.memory.budget and not find_batch_size:
+            within = format_bytes(parse_bytes(config.memory.budget))
+            log(f"fits {within} without a plan, so no other way was compiled")
     if process.always:
         state_bytes = tree_bytes(first.run.state_shapes) // first.run.devices
         what = "each device, with the runtime" if first.run.devices > 1 else "the process"

@@ -76,6 +76,13 @@ def test_reports_memory_without_training(workplace, capsys):
     assert {p.name for p in workplace.iterdir()} == {"tiny.py", "deep.py", "out"}
 
 
+def test_a_budget_that_the_plain_step_meets_is_said(capsys):
+    fnet_command("memory", "deep.py", "--budget", "1GB")
+    printed = capsys.readouterr().out
+    assert "fits 953.67 MiB without a plan, so no other way was compiled" in printed
+    assert "Ways to train" not in printed
+
+
 @pytest.mark.slow
 def test_plans_within_a_budget(workplace, capsys):
     fnet_command("memory", "deep.py", "--memory.policy", "none", "--out", "free")
