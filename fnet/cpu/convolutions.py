@@ -9,6 +9,8 @@ A dilated kernel that reaches far beyond the images meets mostly padding. One ma
 each kernel element leaves the padding out. So it is computed as well if the kernel has more
 elements than the image has pixels, such as 3x3 on 2x2: XLA would swap both.
 
+The gradient by a 1x1 kernel is one product, too. XLA would transpose both arrays before.
+
 **Depthwise convolutions** become one fused sum of shifted images. XLA's take 10 to 80 times as
 long, and up to 27 times the memory of the images.
 
@@ -322,12 +324,22 @@ def _algorithm(eqn: JaxprEqn) -> Callable[[Array, Array], Array] | None:
     lhs, rhs = (aval(v) for v in eqn.invars)
     out = aval(eqn.outvars[0])
     is_grouped = max(p["feature_group_count"], p["batch_group_count"]) > 1
-    is_plain = lhs.dtype == jnp.float32 and len(lhs.shape) == 4
-    is_cropped = min(min(pair) for pair in p["padding"]) < 0
-    if not is_plain or is_grouped or is_cropped:
+    if lhs.dtype != jnp.float32 or len(lhs.shape) != 4 or is_grouped:
         return None
     padding, dilation = tuple(p["padding"]), tuple(p["rhs_dilation"])
     strides, spacing = tuple(p["window_strides"]), tuple(p["lhs_dilation"])
+    # The gradient by the kernel: channels are the batch, and images the features.
+    is_kernel_gradient = numbers.lhs_spec == numbers.rhs_spec == (
+        3,
+        0,
+        1,
+        2,
+    ) and numbers.out_spec == (2, 3, 0, 1)
+    if is_kernel_gradient and out.shape[:2] == spacing == (1, 1):
+        window = _Window(rhs.shape[1:3], padding, strides, dilation)
+        return lambda x, cotangent: _overlaps_kernel_gradient(x, cotangent, window, (1, 1))
+    if min(min(pair) for pair in padding) < 0:  # crops
+        return None
     if numbers.lhs_spec == numbers.out_spec == (0, 3, 1, 2) and numbers.rhs_spec[2:] == (0, 1):
         window = _Window(out.shape[1:3], padding, dilation, strides, spacing)
         elements = math.prod(rhs.shape[:2])
@@ -345,8 +357,7 @@ def _algorithm(eqn: JaxprEqn) -> Callable[[Array, Array], Array] | None:
         # The gradient by the input contracts the last axis of the kernel.
         is_transposed = numbers.rhs_spec[0] == 2
         return lambda x, kernel: convolve(x, kernel, window, is_transposed)
-    # The gradient by the kernel: channels are the batch, and images the features.
-    if numbers.lhs_spec == numbers.rhs_spec == (3, 0, 1, 2) and numbers.out_spec == (2, 3, 0, 1):
+    if is_kernel_gradient:
         if out.shape[:2] != (3, 3) or dilation != (1, 1) or spacing != (1, 1):
             return None
         window = _Window(rhs.shape[1:3], padding, strides)
@@ -354,7 +365,7 @@ def _algorithm(eqn: JaxprEqn) -> Callable[[Array, Array], Array] | None:
         if _pays(window, lhs.shape[0], channels, kernel_gradient=True):
             return lambda x, cotangent: _kernel_gradient(x, cotangent, window)
         if _is_mostly_padding(window, lhs.shape, channels):
-            return lambda x, cotangent: _overlaps_kernel_gradient(x, cotangent, window)
+            return lambda x, cotangent: _overlaps_kernel_gradient(x, cotangent, window, (3, 3))
     return None
 
 
@@ -423,12 +434,17 @@ def _convolve_overlaps(x: Array, kernel: Array, window: _Window, is_transposed: 
     return y
 
 
-def _overlaps_kernel_gradient(x: Array, cotangent: Array, window: _Window) -> Array:
+def _overlaps_kernel_gradient(
+    x: Array, cotangent: Array, window: _Window, size: tuple[int, int]
+) -> Array:
     """Return the gradient by the kernel, by one product for each element."""
-    gradient = [jnp.zeros((x.shape[3], cotangent.shape[3]), x.dtype)] * 9
-    for (i, j), inputs, outputs in _overlaps(window, x.shape, (3, 3)):
-        gradient[3 * i + j] = jnp.einsum("nhwc,nhwd->cd", x[:, *inputs], cotangent[:, *outputs])
-    return jnp.stack(gradient).reshape(3, 3, *gradient[0].shape)
+    gradient = [jnp.zeros((x.shape[3], cotangent.shape[3]), x.dtype)] * math.prod(size)
+    for (i, j), inputs, outputs in _overlaps(window, x.shape, size):
+        # With one axis to contract, XLA does not transpose the images before the product.
+        pair = x[:, *inputs], cotangent[:, *outputs]
+        rows = (part.reshape(-1, part.shape[3]) for part in pair)
+        gradient[size[1] * i + j] = jnp.einsum("mc,md->cd", *rows)
+    return jnp.stack(gradient).reshape(*size, *gradient[0].shape)
 
 
 def _images_at_a_time(images: int, window: _Window, channels: tuple[int, int]) -> int | None:

@@ -88,9 +88,15 @@ def test_kernels_that_reach_beyond_the_images_match_float64(monkeypatch):
 
 @pytest.mark.parametrize(
     ("size", "kernel", "strides", "left"),
-    [((2, 2), (3, 3), (1, 1), 1), ((4, 3), (3, 3), (2, 2), 2), ((5, 4), (5, 3), (2, 3), 2)],
+    [
+        ((2, 2), (3, 3), (1, 1), 1),
+        ((4, 3), (3, 3), (2, 2), 2),
+        ((5, 4), (5, 3), (2, 3), 2),
+        ((5, 4), (1, 1), (1, 1), 2),  # the gradient by a 1x1 kernel is one product
+        ((9, 8), (1, 1), (2, 3), 2),
+    ],
 )
-def test_kernels_of_more_elements_than_the_images_match_float64(size, kernel, strides, left):
+def test_one_product_per_element_of_the_kernel_matches_float64(size, kernel, strides, left):
     rng = np.random.default_rng(0)
 
     def conv(x, kernel):

@@ -64,7 +64,7 @@ _KNOWN = {
     "exact": ("images with all labels right", _SHARE),
     "mae": ("mean absolute error", _SCORE),
     "rmse": ("root mean squared error", _SCORE),
-    "r2": ("R2", _SHARE),
+    "r2": ("R2", Scale()),
     "learning_rate": ("learning rate", _AMOUNT),
     "grad_norm": ("gradient norm", _SCORE),
     "noise_scale": ("gradient noise scale", _SCORE),
@@ -192,7 +192,12 @@ def metrics_of(runs: Sequence[Mapping[str, Curve]]) -> list[Metric]:
 
 def describe(name: str) -> tuple[str, Scale]:
     """Return title and scale of a metric."""
-    return _KNOWN.get(name, (name.replace("_", " "), _SCORE))
+    if name in _KNOWN:
+        return _KNOWN[name]
+    kind, _, of = name.partition(" ")  # of one of several numbers
+    if kind in ("mae", "rmse", "r2"):
+        return f"{_KNOWN[kind][0]} of {of}", _KNOWN[kind][1]
+    return name.replace("_", " "), _SCORE
 
 
 def _split(key: str) -> tuple[str, str]:

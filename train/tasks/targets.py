@@ -200,7 +200,7 @@ def describe_output(kind: str, names: Sequence[str], output: np.ndarray) -> dict
 def describe_target(kind: str, names: Sequence[str], target: Any) -> dict[str, Any]:
     """Return the target of an image, for a row of a table."""
     if kind == "numbers":
-        return dict(zip(names, target.tolist(), strict=True))
+        return {f"label {n}": value for n, value in zip(names, target.tolist(), strict=True)}
     if kind == "class":
         return {"label": names[target]}
     return {"label": "; ".join(name for name, t in zip(names, target, strict=True) if t > 0.5)}

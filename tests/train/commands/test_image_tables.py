@@ -31,14 +31,14 @@ N = 24
 TARGETS = {
     "class": (),
     "labels": ("--data.targets", "labels", "--data.label", "red", "late"),
-    "numbers": ("--data.targets", "numbers", "--data.label", "level"),
+    "numbers": ("--data.targets", "numbers", "--data.label", "loss"),
 }
 
 
 @pytest.fixture
 def workplace(workplace):
     (workplace / "recipe.py").write_text(RECIPE)
-    lines = ["file,label,red,late,level"]
+    lines = ["file,label,red,late,loss"]
     for i in range(N):
         write_image(workplace / "pics" / f"{i:02}.png", i)
         lines.append(f"{i:02}.png,{'ab'[i % 2]},{i % 2},{int(i > 12)},{100 + i}")
@@ -50,7 +50,7 @@ def check_captions(kind, rows, captions):
     """Every test image is shown, errors or large losses first."""
     if kind == "numbers":
         rows.sort(key=lambda row: -float(row["loss"]))
-        texts = [f"{float(row['predicted level']):.4g}\nis {row['level']}" for row in rows]
+        texts = [f"{float(row['predicted loss']):.4g}\nis {row['label loss']}" for row in rows]
         assert [text.split(".0")[0] for text in captions] == [t.split(".0")[0] for t in texts]
         assert all(captions.values())
         return
@@ -105,7 +105,7 @@ def test_each_kind_of_target_trains_evaluates_and_predicts(workplace, capsys, ki
         )
     outputs = Predictor("r")(files)
     if kind == "numbers":  # in the units of the table
-        values = [float(row["predicted level"]) for row in rows]
+        values = [float(row["predicted loss"]) for row in rows]
         np.testing.assert_allclose([float(output[0]) for output in outputs], values, rtol=1e-4)
 
 
