@@ -62,6 +62,7 @@ ENTRIES = Limit("the checkpoint", 10**5, "entries")
 HEADER = Limit("the header", 100 * 2**20, "bytes")
 JSON_FILE = Limit("the file", 64 * 2**20, "bytes")
 LABEL_FILE = Limit("the label", 2**20, "bytes")
+LINKS_AND_FOLDERS = Limit("the tar", 10**5, "links and folders")
 LINE = Limit("the line", 2**22, "bytes")
 """Encoding a text takes 60 times its memory."""
 LINKS = Limit("links lead there", 64, "times")

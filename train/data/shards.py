@@ -148,7 +148,7 @@ def _index_tar(path: str, size: int, fields: Fields) -> Index:
     labels: dict[str, bytes] = {}
     with storage.open_file(path) as file:
         problem, last = "", ""
-        for member, start, count in _tar_members(file):
+        for member, start, count in _tar_members(file, path):
             if not member:
                 problem = f"it is damaged at byte {start:,}, after {last or 'no file'}"
                 break
@@ -221,9 +221,9 @@ class _Headers:
         return self._file.read(size)
 
 
-def _tar_members(file: IO[bytes]) -> Iterator[tuple[str, int, int]]:
+def _tar_members(file: IO[bytes], path: str) -> Iterator[tuple[str, int, int]]:
     """Yield name, first byte and number of bytes of each file; a name "" if the tar is damaged."""
-    end = 0
+    end, others = 0, 0
     headers: Any = _Headers(file)
     try:
         with tarfile.open(fileobj=headers, mode="r:") as tar:
@@ -233,6 +233,9 @@ def _tar_members(file: IO[bytes]) -> Iterator[tuple[str, int, int]]:
                 end = tar.offset
                 if member.isreg() and not member.issparse():
                     yield member.name, member.offset_data, member.size
+                else:
+                    others += 1
+                    limits.LINKS_AND_FOLDERS.check(others, f"data.path: {path}")
             end = tar.offset
         file.seek(end)
         if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):

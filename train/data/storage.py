@@ -58,11 +58,12 @@ def import_parquet(option: str, path: str) -> Any:
 
 
 def parquet_batches(
-    file: Any, size: int, where: str, groups: Iterable[int], columns: Sequence[str] | None = None
+    file: Any, size: int, where: str, groups: Sequence[int], columns: Sequence[str] | None = None
 ) -> Iterator[Any]:
     """Yield batches of rows of some row groups of a `pyarrow.parquet.ParquetFile`.
 
-    A value that many rows share is in the file once, so that its rows are counted as they are read.
+    A value that many rows share is in the file once, so that its rows are counted as they are read:
+    those of a small file before the first batch, because what is made of rows takes more memory.
 
     Args:
       file: file to read.
@@ -74,15 +75,23 @@ def parquet_batches(
     Raises:
       UserError: if rows would unpack to bytes above the limit and 8 times the file.
     """
-    unpacked = 0
-    for group in groups:
-        encoded = file.metadata.row_group(group).total_byte_size
-        limits.check_unpacked(encoded, size, where)
-        rows = min(max(limits.UNPACKED.most // max(encoded, 1), 1), 64)  # each may have all of it
-        for batch in file.iter_batches(rows, row_groups=[group], columns=columns):
-            unpacked += batch.nbytes
-            limits.check_unpacked(unpacked, size, where)
-            yield batch
+
+    def batches() -> Iterator[Any]:
+        unpacked = 0
+        for group in groups:
+            encoded = file.metadata.row_group(group).total_byte_size
+            limits.check_unpacked(encoded, size, where)
+            # Each row may have all of it.
+            rows = min(max(limits.UNPACKED.most // 8 // max(encoded, 1), 1), 64)
+            for batch in file.iter_batches(rows, row_groups=[group], columns=columns):
+                unpacked += batch.nbytes
+                limits.check_unpacked(unpacked, size, where)
+                yield batch
+
+    if size <= limits.UNPACKED.most // 8:
+        for _ in batches():
+            pass
+    yield from batches()
 
 
 class Stat(NamedTuple):

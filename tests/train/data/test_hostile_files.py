@@ -243,9 +243,7 @@ def test_parquet_that_unpacks_to_gigabytes(kind, columns, tmp_path):
         ("lines", {"text": ["a" * 2**24]}),
     ],
 )
-def test_parquet_with_one_large_value_in_many_rows(kind, values, tmp_path, monkeypatch):
-    # The stacks of 16 threads, which take no memory until they run, count as such.
-    monkeypatch.setattr(limits, "CODE_MEMORY", limits.CODE_MEMORY._replace(value=650 * 10**6))
+def test_parquet_with_one_large_value_in_many_rows(kind, values, tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     rows = np.arange(999)
     table = {
@@ -283,6 +281,17 @@ def test_links_in_a_tar_are_not_kept_in_memory(tmp_path, monkeypatch):
         hostile_files.tar(b"a.png", b"00000000000\0", b"2")[:512] * 2**16 + bytes(1024)
     )
     assert_refused_or_read("tar", path, may_pass=False)
+
+
+def test_a_tar_of_links_is_not_read_to_its_end(tmp_path):
+    path = tmp_path / "a.tar"
+    link = hostile_files.tar(b"a.png", b"00000000000\0", b"2")[:512]
+    with path.open("wb") as file:
+        file.write(link * 100_001)
+        file.truncate(512 * 2**22)
+    with pytest.raises(UserError, match="has 100,001 links and folders; at most 100,000 are read"):
+        shards.index_shards([str(path)], shards.Fields(None, None))
+
 
 
 def test_large_templates(tmp_path):
