@@ -137,6 +137,13 @@ def find_annotations(
                 f"{shorten([*known], 12)}"
             )
         values |= known
+    by_value: dict[int, str] = {}
+    for name in plain:
+        if (other := by_value.setdefault(values[name], name)) != name:
+            raise UserError(
+                f"data.format: {other} and {name} have the same id in different files of {root}; "
+                "give all files one list of categories"
+            )
     pairs: dict[str, list[Pair]] = {}
     for image in read.images:
         shapes = tuple(Shape(values[o.name], o.polygons, o.runs) for o in image.objects)
@@ -175,23 +182,25 @@ def _coco(root: Path) -> _Read:
             is_plain = all(isinstance(i, int) and 0 < i < 255 for i in ids)
             for number, id in enumerate(ids, 1):
                 values.setdefault(names[id], id if is_plain else number)
+            sizes = {i["id"]: [int(i["height"]), int(i["width"])] for i in content["images"]}
             objects: dict[Any, list[_Object]] = {}
             for a in content["annotations"]:
-                outline = _outline(a.get("segmentation"))
+                outline = _outline(a.get("segmentation"), sizes[a["image_id"]])
                 objects.setdefault(a["image_id"], []).append(
                     _Object(names[a["category_id"]], *outline)
                 )
             for image in content["images"]:
                 name = _locate(root, path, split, str(image["file_name"]))
                 own = objects.get(image["id"], [])
-                size = int(image["height"]), int(image["width"])
-                images.append(_Image(split, name, str(path), *size, own))
+                images.append(_Image(split, name, str(path), *sizes[image["id"]], own))
     return _Read(images, values)
 
 
-def _outline(segmentation: Any) -> tuple[tuple[np.ndarray, ...], tuple[int, ...]]:
-    """Return polygons or runs of COCO; neither for a box."""
+def _outline(segmentation: Any, size: list[int]) -> tuple[tuple[np.ndarray, ...], tuple[int, ...]]:
+    """Return polygons or runs of COCO, in an image of a height and width; neither for a box."""
     if isinstance(segmentation, dict):
+        if [*segmentation.get("size", size)] != size:
+            raise ValueError(f"runs of the size {segmentation['size']} in an image of {size}")
         counts = segmentation["counts"]
         return (), decode_runs(counts) if isinstance(counts, str) else tuple(map(int, counts))
     return tuple(_points(polygon) for polygon in segmentation or () if len(polygon) >= 6), ()
@@ -245,6 +254,10 @@ def _yolo(root: Path) -> _Read:
             content = yaml.safe_load(tables[0].read_text("utf-8"))["names"]
             by_number = content if isinstance(content, dict) else dict(enumerate(content))
             names = [normalized(_scalar(by_number[i])) for i in sorted(by_number)]
+            if [*sorted(by_number)] != [*range(len(names))]:
+                raise ValueError(
+                    f"names has the keys {shorten([*map(str, by_number)])}, not 0, 1, ..."
+                )
     elif (root / "classes.txt").is_file():
         names = read_names(str(root / "classes.txt"), "data.format")
     if not names:
@@ -270,6 +283,11 @@ def _yolo(root: Path) -> _Read:
         if labels.is_file():  # an image without labels shows background alone
             objects = [*_yolo_objects(labels, names, width, height)]
         images.append(_Image(split_of(path) or "", path, str(labels), height, width, objects))
+    if images and not any(image.objects for image in images):
+        raise UserError(
+            f"data.format: none of {len(images):,} images has labels; those of {images[0].path} "
+            f"would be in {images[0].source}"
+        )
     return _Read(images, {name: i for i, name in enumerate(names, 1)})
 
 

@@ -216,8 +216,29 @@ def test_damaged_annotations_name_their_file(tmp_path):
     ):
         path.write_text(content)
         assert expected in error_message(find_annotations, tmp_path, "coco")
-    (tmp_path / "classes.txt").write_text("car\n")
+    turned = {"size": [SIZE // 2, 2 * SIZE], "counts": [SIZE * SIZE]}
+    path.write_text(json.dumps(coco(["a.png"], [(0, 3, turned)])))
+    assert "runs of the size [8, 32] in an image of [16, 16]" in error_message(
+        find_annotations, tmp_path, "coco"
+    )
+    path.unlink()
+    for split, categories in (("train", [(1, "cat")]), ("val", [(1, "dog"), (2, "cat")])):
+        content = coco(["a.png"], [(0, 1, [SQUARE])], categories)
+        (tmp_path / f"instances_{split}.json").write_text(json.dumps(content))
+    message = error_message(find_annotations, tmp_path, "coco")
+    assert "cat and dog have the same id in different files" in message
+    for split in ("train", "val"):
+        (tmp_path / f"instances_{split}.json").unlink()
     write_image(tmp_path / "images" / "a.png")
+    (tmp_path / "data.yaml").write_text("names: {1: car, 2: bus}")
+    assert "names has the keys 1, 2, not 0, 1, ..." in error_message(
+        find_annotations, tmp_path, "yolo"
+    )
+    (tmp_path / "data.yaml").unlink()
+    (tmp_path / "classes.txt").write_text("car\n")
+    assert "none of 1 images has labels; those of images/a.png would be in" in error_message(
+        find_annotations, tmp_path, "yolo"
+    )
     (tmp_path / "labels").mkdir()
     (tmp_path / "labels" / "a.txt").write_text("1 0 0 1 0 1 1\n")
     message = error_message(find_annotations, tmp_path, "yolo")
