@@ -293,7 +293,6 @@ def test_a_tar_of_links_is_not_read_to_its_end(tmp_path):
         shards.index_shards([str(path)], shards.Fields(None, None))
 
 
-
 def test_large_templates(tmp_path):
     source = "{{ 1 }}" * (limits.TEMPLATE.most // 7 + 1)
     (tmp_path / "chat.jinja").write_text(source)
