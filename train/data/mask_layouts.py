@@ -1,6 +1,7 @@
 """Where folders keep images and their masks: one table of layouts."""
 
-from collections.abc import Sequence
+import os
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -127,7 +128,7 @@ class FoundLayout(NamedTuple):
         else:
             masks = _by_name(mask_folder, found[1].paths, layout.mask_suffixes[0])
         if layout.names is not None:
-            names = _read_names(self.root / layout.names.format(split=split))
+            names = _read_names(self.root / layout.names.format(split=split), images)
             images, masks = (
                 {name: by_name[name] for name in names if name in by_name}
                 for by_name in (images, masks)
@@ -231,9 +232,11 @@ def _check_partners(own: _Side, partner: _Side) -> None:
         )
 
 
-def _read_names(path: Path) -> list[str]:
-    """Read the names of a split: the first word of each line, without extension."""
-    lines = read_lines(str(path), "data.path")
-    words = (line.split()[0] for line in lines if line.strip())
-    names = [word.rpartition(".")[0] if "." in Path(word).name else word for word in words]
-    return list(dict.fromkeys(map(normalized, names)))
+def _read_names(path: Path, known: Collection[str]) -> list[str]:
+    """Read the names of a split: a line or its first word, perhaps with an extension."""
+    names: dict[str, None] = {}
+    for line in filter(None, map(str.strip, read_lines(str(path), "data.path"))):
+        texts = [normalized(text) for text in (line, line.split()[0])]
+        possible = [name for text in texts for name in (text, os.path.splitext(text)[0])]
+        names[next((name for name in possible if name in known), possible[-1])] = None
+    return [*names]

@@ -51,6 +51,16 @@ def test_matches_images_with_masks_in_both_forms_of_unicode(tmp_path):
     assert pairs == [(f"images/{image}.jpg", f"masks/{mask}.png")]
 
 
+def test_names_of_a_split_have_spaces_and_dots(tmp_path):
+    for name in ("im 1", "v1.2", "c"):
+        write(tmp_path, f"images/{name}.jpg", f"masks/{name}.png")
+    (tmp_path / "train.txt").write_text("im 1\nv1.2\n")
+    (tmp_path / "val.txt").write_text("c.jpg 1\n")
+    pairs, _ = find_layout(tmp_path).pairs("train")
+    assert [image for image, _ in pairs] == ["images/im 1.jpg", "images/v1.2.jpg"]
+    assert len(find_layout(tmp_path).pairs("val")[0]) == 1
+
+
 def test_finds_the_training_and_validation_folders_of_ade20k(tmp_path):
     for split in ("training", "validation"):
         write(tmp_path, f"images/{split}/a.jpg", f"annotations/{split}/a.png")
