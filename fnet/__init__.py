@@ -38,6 +38,7 @@ from fnet.layers.abn import abn
 from fnet.layers.attention_context import apply_context as apply_context
 from fnet.layers.attention_context import update_context as update_context
 from fnet.layers.dot_product_attention import dot_product_attention as dot_product_attention
+from fnet.layers.gated_delta import gated_delta_rule as gated_delta_rule
 from fnet.layers.group_norm import group_norm as group_norm
 from fnet.layers.mamba import selective_scan as selective_scan
 from fnet.layers.mamba2 import state_space_dual as state_space_dual

@@ -197,7 +197,8 @@ def huggingface_modules(model: Any) -> dict[str, Module]:
       model: A model of `fnet.interop.from_huggingface`.
 
     Returns:
-      Name of each linear module -> `Module`. Embeddings are left out.
+      Name of each linear module -> `Module`. Embeddings are left out, and experts that are one
+      tensor of the file.
 
     Example:
       >>> from fnet.interop.huggingface import build_model
@@ -217,7 +218,8 @@ def huggingface_modules(model: Any) -> dict[str, Module]:
     """
     modules = {}
     for tensor in model.tensors:
-        is_linear = tensor.path.endswith("kernel") and "1" not in tensor.layout
+        is_matrix = len(tensor.shape) - (tensor.row is not None) == 2
+        is_linear = tensor.path.endswith("kernel") and is_matrix and "1" not in tensor.layout
         if not (tensor.name.endswith(".weight") and is_linear):
             continue
         # transformers renames the language model of models that also see images when it loads them.
@@ -227,7 +229,7 @@ def huggingface_modules(model: Any) -> dict[str, Module]:
             axis, *grouped = tensor.grouped
             assert (tensor.layout or "ab")[axis] == "b"  # outputs
         modules[name.removesuffix(".weight")] = Module(
-            tensor.path, grouped=grouped and (grouped[0], grouped[1])
+            tensor.path, layer=tensor.row, grouped=grouped and (grouped[0], grouped[1])
         )
     return modules
 

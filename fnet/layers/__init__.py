@@ -16,6 +16,7 @@ from fnet.layers.embedding import unembed as unembed
 from fnet.layers.experts import experts as experts
 from fnet.layers.feed_forward import feed_forward
 from fnet.layers.fold import fold as fold
+from fnet.layers.gated_delta import gated_delta_net as gated_delta_net
 from fnet.layers.global_response_norm import global_response_norm as global_response_norm
 from fnet.layers.group_norm import group_norm_layer as group_norm
 from fnet.layers.kernel_init import cosine_patches as cosine_patches

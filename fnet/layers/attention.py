@@ -52,6 +52,7 @@ def attention(
     clip: float | None = None,
     sinks: bool = False,
     query_scale: Callable[[Array], Array] | None = None,
+    output_gate: bool = False,
     chunk: int | None = None,
 ) -> Layer:
     """Multi-head self-attention: ``y = softmax(scale q k^T) v W + b``.
@@ -95,6 +96,9 @@ def attention(
       sinks: whether each head has a sink, as for `fnet.dot_product_attention`.
       query_scale: factors of the rotated queries for positions [B, T] or [1, T], as in
         Llama 4; None: 1.
+      output_gate: whether the output of each head is multiplied by the sigmoid of a gate (Qiu et
+        al. 2025, "Gated Attention for Large Language Models"). The dense layer of queries then has
+        2 head_dim features for each head, first its query and then its gate.
       chunk: as for `fnet.dot_product_attention`.
 
     Returns:
@@ -131,7 +135,8 @@ def attention(
     checks.numbers("attention", "> 0", clip=clip)
     head_dim = width // heads if head_dim is None else head_dim
     sizes = {"query": heads * head_dim, "key": groups * head_dim, "value": groups * head_dim}
-    projections = {"query_key_value": sum(sizes.values())} if fused else sizes
+    outputs = sizes | {"query": sizes["query"] * (1 + output_gate)}
+    projections = {"query_key_value": sum(outputs.values())} if fused else outputs
     children = {name: dense(width, n, bias=bias) for name, n in projections.items()}
     output_bias = bias if output_bias is None else output_bias
     children["output"] = dense(sizes["query"], width, bias=output_bias)
@@ -145,8 +150,8 @@ def attention(
         first: Array | int,
         length: int,
         segments: Array | None = None,
-    ) -> tuple[Array, Array, Array]:
-        """Compute queries [B, T, heads, head_dim], keys and values [B, T, groups, head_dim]."""
+    ) -> tuple[Array, Array, Array, Array | None]:
+        """Compute queries, keys, values and gates, each [B, T, heads or groups, head_dim]."""
         if x.ndim != 3:
             raise ValueError(f"attention: expected [B, T, {width}], got {x.shape}")
 
@@ -162,9 +167,13 @@ def attention(
 
         if fused:
             qkv = split_heads(child("query_key_value", x))
-            q, k, v = jnp.split(qkv, (heads, heads + groups), axis=2)
+            own = heads * (1 + output_gate)
+            q, k, v = jnp.split(qkv, (own, own + groups), axis=2)
         else:
             q, k, v = (split_heads(child(name, x)) for name in sizes)
+        gate = None
+        if output_gate:
+            q, gate = jnp.unstack(q.reshape(*q.shape[:2], heads, 2, head_dim), axis=3)
         if not norm_rotated:
             q, k = normalize("query", q), normalize("key", k)
         if clip is not None:
@@ -180,10 +189,14 @@ def attention(
         if query_scale is not None:
             at = positions[None] if segments is None else positions_in_segments(segments)
             q = q * query_scale(at)[..., None, None].astype(q.dtype)
-        return q, k, v
+        return q, k, v, gate
 
     def merge_heads(y: Array) -> Array:
         return y.reshape(*y.shape[:2], -1)
+
+    def write(child: Children, y: Array, gate: Array | None) -> Array:
+        y = y if gate is None else y * jax.nn.sigmoid(gate)
+        return child("output", merge_heads(y))
 
     def apply(
         child: Children,
@@ -192,7 +205,7 @@ def attention(
         mask: Bool[Array, "b t"] | None = None,
         segments: Int[Array, "b t"] | None = None,
     ) -> Float[Array, "b t d"]:
-        q, k, v = project(child, x, 0, x.shape[1], segments)
+        q, k, v, gate = project(child, x, 0, x.shape[1], segments)
         y = dot_product_attention(
             q,
             k,
@@ -206,7 +219,7 @@ def attention(
             sinks=child.params.get("sinks"),
             chunk=chunk,
         )
-        return child("output", merge_heads(save(y)))
+        return write(child, save(y), gate)
 
     def init_cache(batch: int, length: int, dtype: DTypeLike) -> Cache:
         return empty_cache(batch, length, groups, head_dim, dtype, window)
@@ -215,7 +228,7 @@ def attention(
         params: Params, state: State, cache: Any, x: Float[Array, "b t d"], position: Int[Array, ""]
     ) -> tuple[Float[Array, "b t d"], Cache]:
         child = Children(children, params, state, None, False)
-        q, k, v = project(child, x, position, cache["key"].shape[1])
+        q, k, v, gate = project(child, x, position, cache["key"].shape[1])
         y, cache = extend_cache_and_attend(
             cache,
             q,
@@ -227,7 +240,7 @@ def attention(
             soft_cap=soft_cap,
             sinks=params.get("sinks"),
         )
-        return child("output", merge_heads(y)), cache
+        return write(child, y, gate), cache
 
     def init(key: Array) -> tuple[Params, State]:
         params, state = init_children(children, key)

@@ -99,30 +99,25 @@ def state_space_dual(
         raise ValueError(
             f"{where}: x's heads must be a multiple of B's groups, got x {x.shape} and B {B.shape}"
         )
-    _, size = chunks.even(t, min(t, chunk or _CHUNK))
-
     dtype = sum_dtype(*(a for a in (x, dt, A, B, C, initial) if a is not None))
     if initial is None:
         initial = jnp.zeros_like(jnp.repeat(x[:, 0, :, None], n, axis=2), dtype)
     initial, A = initial.astype(dtype), A.astype(dtype)
     x, dt, A, B, C, initial = equally_varying((x, dt, A, B, C, initial))
 
-    # Inside a scan, common subexpressions of forward and backward pass cannot be merged.
-    one_chunk = jax.checkpoint(
-        functools.partial(_one_chunk, A.reshape(groups, h // groups)), prevent_cse=False
+    y, last = scan_chunks(
+        where,
+        functools.partial(_one_chunk, A.reshape(groups, h // groups)),
+        initial.reshape(b, groups, h // groups, n, p),
+        (
+            x.reshape(b, t, groups, h // groups, p),
+            dt.reshape(b, t, groups, h // groups),
+            B,
+            C,
+        ),
+        chunk,
+        segments,
     )
-    by_group = (
-        x.reshape(b, t, groups, h // groups, p),
-        dt.reshape(b, t, groups, h // groups),
-        B,
-        C,
-    )
-    starts = restarts("state_space_dual", segments, (b, t))
-    inputs = jax.tree.map(lambda a: _to_chunks(a, size), (by_group, starts))
-    first_state = initial.reshape(b, groups, h // groups, n, p)
-    last, y = jax.lax.scan(one_chunk, first_state, inputs)
-    # One axis at a time: shardings propagate only through such reshapes.
-    y = jnp.moveaxis(y, 0, 1).reshape(b, y.shape[0] * size, groups, h // groups, p)[:, :t]
     y = y.reshape(b, t, h, p)
     if D is not None:
         y = y + jnp.broadcast_to(D.astype(dtype)[:, None], x.shape) * x.astype(dtype)
@@ -286,39 +281,91 @@ _CHUNK = 64
 def _one_chunk(
     A: Float[Array, "g r"],
     state: Float[Array, "b g r n p"],
-    inputs: tuple[tuple[Array, ...], Array | None],
+    inputs: tuple[Array, ...],
+    documents: Int[Array, "b q"] | None,
 ) -> tuple[Array, Array]:
     """Compute the state after a chunk, and its outputs [B, Q, G, R, P] with R heads per group."""
-    x, dt, B, C = (a.astype(state.dtype) for a in inputs[0])
-    documents = None if inputs[1] is None else jnp.cumsum(inputs[1], axis=1)  # from 0
+    x, dt, B, C = (a.astype(state.dtype) for a in inputs)
     u = x * dt[..., None]
-    log_decays = jnp.moveaxis(dt * A[None, None], 1, 3)
-    logs = _cumsum_by_document(log_decays, documents)  # l, [B, G, R, Q]
+    decays = chunk_decays(jnp.moveaxis(dt * A[None, None], 1, 3), documents)
+    within, from_start, to_end, across = decays
+    from_start, to_end = (jnp.moveaxis(a, 3, 1)[..., None] for a in (from_start, to_end))
+    scores = jnp.einsum("btgn,bsgn->bgts", C, B)
+    y = jnp.einsum("bgrts,bsgrp->btgrp", scores[:, :, None] * within, u)
+    y = y + from_start * jnp.einsum("btgn,bgrnp->btgrp", C, state)
+    added = jnp.einsum("bsgn,bsgrp->bgrnp", B, to_end * u)
+    return across[..., None, None] * state + added, y
+
+
+def scan_chunks(
+    where: str,
+    one_chunk: Callable[..., tuple[Array, Array]],
+    initial: Array,
+    inputs: tuple[Array, ...],
+    chunk: int | None,
+    segments: Int[Array, "b t"] | None,
+) -> tuple[Array, Array]:
+    """Scan over chunks of a sequence, and rematerialize each chunk in the backward pass.
+
+    Args:
+      where: name of the function, for errors.
+      one_chunk: ``(state, inputs, documents) -> (state, y)``, with the documents of a chunk's
+        positions numbered from 0, or None. Inputs of 0 leave the state unchanged.
+      initial: state before the first chunk.
+      inputs: arrays [B, T, ...].
+      chunk: steps per chunk; None: 64.
+      segments: number of the document of each position [B, T], or None.
+
+    Returns:
+      ``(y, state)``: outputs [B, T, ...], and the state after the last chunk.
+    """
+    b, t = inputs[0].shape[:2]
+    _, size = chunks.even(t, min(t, chunk or _CHUNK))
+    starts = restarts(where, segments, (b, t))
+
+    # Inside a scan, common subexpressions of forward and backward pass cannot be merged.
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def step(state: Array, inputs: tuple[tuple[Array, ...], Array | None]) -> tuple[Array, Array]:
+        documents = None if inputs[1] is None else jnp.cumsum(inputs[1], axis=1)
+        return one_chunk(state, inputs[0], documents)
+
+    last, y = jax.lax.scan(
+        step, initial, jax.tree.map(lambda a: _to_chunks(a, size), (inputs, starts))
+    )
+    # One axis at a time: shardings propagate only through such reshapes.
+    y = jnp.moveaxis(y, 0, 1).reshape(b, y.shape[0] * size, *y.shape[3:])[:, :t]
+    return y, last
+
+
+def chunk_decays(
+    log_decays: Float[Array, "b g r q"], documents: Int[Array, "b q"] | None
+) -> tuple[Array, Array, Array, Array]:
+    """Compute decays between the positions of a chunk, 0 between documents.
+
+    Args:
+      log_decays: logarithms of the decay of each step.
+      documents: number of each position's document, from 0. Others than 0 start in the chunk.
+
+    Returns:
+      ``(within, from_start, to_end, across)``: decays from a step s to t [B, G, R, t, s], from
+      before the chunk to t [B, G, R, t], from s to the end, and over the whole chunk [B, G, R].
+    """
+    logs = _cumsum_by_document(log_decays, documents)
     differences = logs[..., :, None] - logs[..., None, :]
     causal = jnp.tril(jnp.ones(differences.shape[-2:], bool))
     allowed = jnp.expand_dims(causal, (0, 1, 2))
+    until_end = logs[..., -1:] - logs
     if documents is not None:
         same = documents[:, :, None] == documents[:, None]
         allowed = allowed & jnp.expand_dims(same, (1, 2))
-    # Select before exp: for future steps exp and its gradient would overflow.
-    decay = jnp.exp(jnp.where(allowed, differences, -jnp.inf))
-    scores = jnp.einsum("btgn,bsgn->bgts", C, B)
-    y = jnp.einsum("bgrts,bsgrp->btgrp", scores[:, :, None] * decay, u)
-    from_start = jnp.moveaxis(jnp.exp(logs), 3, 1)[..., None]  # [B, Q, G, R, 1]
-    if documents is not None:
-        is_first = jnp.expand_dims(documents == 0, (2, 3, 4))
-        from_start = jnp.where(is_first, from_start, 0)
-    y = y + from_start * jnp.einsum("btgn,bgrnp->btgrp", C, state)
-    until_end = logs[..., -1:] - logs
-    if documents is not None:
         is_last = documents == documents[:, -1:]
         until_end = jnp.where(jnp.expand_dims(is_last, (1, 2)), until_end, -jnp.inf)
-    to_end = jnp.moveaxis(jnp.exp(until_end), 3, 1)[..., None]
-    added = jnp.einsum("bsgn,bsgrp->bgrnp", B, to_end * u)
-    across = jnp.exp(logs[..., -1])[..., None, None]
+    # Select before exp: for future steps exp and its gradient would overflow.
+    within = jnp.exp(jnp.where(allowed, differences, -jnp.inf))
+    from_start = jnp.exp(logs)
     if documents is not None:
-        across = jnp.where(jnp.expand_dims(documents[:, -1] == 0, (1, 2, 3, 4)), across, 0)
-    return across * state + added, y
+        from_start = jnp.where(jnp.expand_dims(documents == 0, (1, 2)), from_start, 0)
+    return within, from_start, jnp.exp(until_end), from_start[..., -1]
 
 
 def _cumsum_by_document(

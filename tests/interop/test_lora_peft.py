@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from pretrained_cases import CONFIGS, TOKENS, peer
+from safetensors.numpy import save_file
 
 from fnet import lora
 from fnet.interop import from_huggingface, to_huggingface
@@ -75,7 +76,7 @@ def test_updates_are_the_products_of_the_tensors():
     np.testing.assert_allclose(merged["stack"]["kernel"][1], product("stack.1").T, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["mamba2", "lfm2", "bamba", "falcon_h1"])
+@pytest.mark.parametrize("name", ["mamba2", "lfm2", "bamba", "falcon_h1", "qwen3_5"])
 def test_a_convolution_of_each_channel_has_no_adapter(name):
     """PEFT has none for it, either."""
     model = build_model(CONFIGS[name])
@@ -86,6 +87,30 @@ def test_a_convolution_of_each_channel_has_no_adapter(name):
     assert blocks == targets.keys()
     assert not any("/conv/" in path for path in blocks)
     assert any("/conv/" in t.path for t in model.tensors)
+
+
+def test_each_expert_has_a_module_and_routers_have_no_adapters():
+    model = build_model(CONFIGS["mixtral"])
+    params, _ = jax.jit(model.init)(jax.random.key(0))
+    config = lora.LoRA(2, targets=Pretrained().lora_targets)
+    adapters = lora.init(config, params, jax.random.key(1))
+    assert not any("router" in path for path in adapters)
+    modules = huggingface_modules(model)
+    peft_config, tensors = to_peft(config, adapters, modules)
+    a, b = adapters["blocks/1/feed_forward/experts/up/kernel"].values()
+    name = "base_model.model.model.layers.1.block_sparse_moe.experts.3.w3"
+    np.testing.assert_array_equal(tensors[f"{name}.lora_A.weight"], a[3].T)
+    np.testing.assert_array_equal(tensors[f"{name}.lora_B.weight"], b[3].T)
+    again = from_peft(peft_config, tensors, modules)[1]
+    assert again.keys() == adapters.keys()
+    for path in adapters:
+        np.testing.assert_array_equal(again[path]["a"], adapters[path]["a"])
+
+
+def test_experts_in_one_tensor_have_no_module():
+    modules = huggingface_modules(build_model(CONFIGS["gpt_oss"]))
+    assert not any("experts" in name for name in modules)
+    assert any("router" in name for name in modules)
 
 
 @pytest.mark.parametrize("dora", [False, True])
@@ -293,6 +318,8 @@ def test_adapters_of_every_family_equal_those_of_peft(name, tmp_path):
     targets = [n for n in modules if n in linear and n != "lm_head"]
     if any(".experts." in tensor.path.replace("/", ".") for tensor in model.tensors):
         targets = [n for n in targets if "self_attn" in n]  # PEFT turns the names of gates
+    if name.startswith("falcon_h1"):
+        targets = [n for n in targets if not n.endswith("out_proj")]  # PEFT refuses it
     assert targets
     torch.manual_seed(0)
     options = {"r": 2, "lora_alpha": 8, "target_modules": targets}
@@ -313,3 +340,26 @@ def test_adapters_of_every_family_equal_those_of_peft(name, tmp_path):
         expected = adapted(torch.tensor(np.asarray(TOKENS))).logits.numpy()
     y = apply(adapters, params)
     assert np.abs(y - expected).max() <= 1e-5 * np.abs(expected).max()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bamba", "gemma3", "mixtral", "olmoe", "qwen3_5"])
+def test_exported_adapters_equal_those_of_transformers(name, tmp_path):
+    torch = pytest.importorskip("torch")
+    peft = pytest.importorskip("peft")
+    pytest.importorskip("transformers")
+    theirs, published, tensors = peer(name)
+    model, params = from_huggingface(published, tensors)
+    config = lora.LoRA(2, 4, Pretrained().lora_targets)
+    random = np.random.default_rng(0)
+    adapters = jax.tree.map(
+        lambda a: 0.3 * random.normal(size=a.shape).astype(np.float32),
+        lora.init(config, params, jax.random.key(0)),
+    )
+    adapter_config, arrays = to_peft(config, adapters, huggingface_modules(model))
+    (tmp_path / "adapter_config.json").write_text(json.dumps(adapter_config))
+    save_file(arrays, tmp_path / "adapter_model.safetensors")
+    expected = peft.PeftModel.from_pretrained(theirs, tmp_path)(torch.tensor(TOKENS)).logits
+    merged = lora.merge(config, params, adapters)
+    logits, _ = jax.jit(lambda p: model.apply(p, {}, TOKENS, train=False))(merged)
+    np.testing.assert_allclose(logits, expected.detach(), atol=5e-5 * float(expected.abs().max()))

@@ -59,6 +59,7 @@ def test_init_needs_no_data():
         layers.dynamic_tanh(4, alpha=1),
         layers.mamba(4),
         layers.mamba2(4),
+        layers.gated_delta_net(4, heads=2, head_dim=2),
         layers.rg_lru(4),
         layers.short_conv(4),
         layers.stack(4, [layers.Block(layers.attention(4, 2))] * 2, context="lagged", condition=4),
@@ -190,10 +191,11 @@ def test_rejects_integer_inputs(call):
         (layers.causal_conv(4), (4, 5, 4)),
         pytest.param(layers.mamba(4, state=3), (4, 5, 4), marks=pytest.mark.slow),
         (layers.mamba2(4, state=3, head=2, groups=2, chunk=3), (4, 5, 4)),
+        (layers.gated_delta_net(4, heads=2, head_dim=3, groups=1, chunk=3), (4, 5, 4)),
         (layers.rg_lru(4, heads=2), (4, 5, 4)),
         (layers.short_conv(4), (4, 5, 4)),
     ],
-    ids=["avg_pool", "causal_conv", "mamba", "mamba2", "rg_lru", "short_conv"],
+    ids=["avg_pool", "causal_conv", "mamba", "mamba2", "delta", "rg_lru", "short_conv"],
 )
 def test_explicit_sharding_over_examples_is_kept(layer, shape):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,))

@@ -1,4 +1,4 @@
-"""Recurrent layers: `mamba`, `mamba2`, `rg_lru`, `short_conv`, `causal_conv`."""
+"""Recurrent layers: `mamba`, `mamba2`, `gated_delta_net`, `rg_lru`, `short_conv`, `causal_conv`."""
 
 import functools
 
@@ -12,6 +12,7 @@ import pytest
 
 import fnet
 from fnet.layers.causal_conv import causal_conv, causal_conv_layer
+from fnet.layers.gated_delta import gated_delta_net, gated_delta_rule
 from fnet.layers.mamba import mamba, selective_scan
 from fnet.layers.mamba2 import mamba2, state_space_dual
 from fnet.layers.norm import rms_norm
@@ -26,6 +27,7 @@ B, T, D = 2, 4, 8
 LAYERS = {
     "mamba": mamba(D, state=3, chunk=2),
     "mamba2": mamba2(D, head=4, state=3, groups=2, chunk=2),
+    "gated_delta_net": gated_delta_net(D, heads=4, head_dim=2, groups=2, key_dim=3, chunk=2),
     "rg_lru": rg_lru(D, heads=2),
     "short_conv": short_conv(D),
     "causal_conv": causal_conv_layer(D),
@@ -176,6 +178,7 @@ def test_rematerialization_does_not_change_values_and_gradients(name):
     [
         ("mamba", {"in", "conv", "select", "dt", "out"}),
         ("mamba2", {"in", "conv", "out"}),
+        ("gated_delta_net", {"query_key_value", "gate", "beta", "decay", "conv", "out"}),
         ("rg_lru", {"gate", "recurrent", "conv", "recurrence_gate", "input_gate", "out"}),
         ("short_conv", {"in", "conv", "out"}),
     ],
@@ -244,6 +247,29 @@ def test_mamba2_matches_its_formula(float64):
     chex.assert_trees_all_close(applied("mamba2", params, x), y, rtol=1e-10, atol=1e-12)
 
 
+def test_gated_delta_net_matches_its_formula(float64):
+    params, x = wide("gated_delta_net"), inputs(np.float64)
+
+    def project(name):
+        return x @ params[name]["kernel"]
+
+    mixed = jax.nn.silu(causal_conv(project("query_key_value"), **params["conv"])[0])
+    q, k, v = jnp.split(mixed, [6, 12], axis=-1)
+    q, k = (a.reshape(B, T, 2, 3) for a in (q, k))
+    q, k = (a / jnp.sqrt((a * a).sum(-1, keepdims=True) + 1e-6) for a in (q, k))
+    dt = jax.nn.softplus(project("decay") + params["dt_bias"][None, None])
+    y, _ = gated_delta_rule(
+        q / np.sqrt(3),
+        k,
+        v.reshape(B, T, 4, 2),
+        -jnp.exp(params["A_log"])[None, None] * dt,
+        jax.nn.sigmoid(project("beta")),
+    )
+    y = rms_norm(y, params["norm"]["scale"]).reshape(B, T, 8) * jax.nn.silu(project("gate"))
+    y = y @ params["out"]["kernel"]
+    chex.assert_trees_all_close(applied("gated_delta_net", params, x), y, rtol=1e-10, atol=1e-12)
+
+
 def test_rg_lru_matches_its_formula(float64):
     params, x = wide("rg_lru"), inputs(np.float64)
 
@@ -295,6 +321,8 @@ def test_rejects_inputs_of_the_wrong_shape(name):
         (lambda: mamba2(8, head=4, groups=3), "groups=3 and 4 heads of 4 channels"),
         (lambda: mamba2(8, norm_groups=3), "norm_groups must divide .* = 16, got 3"),
         (lambda: mamba2(8, chunk=0), "mamba2: chunk must be at least 1, got 0"),
+        (lambda: gated_delta_net(8, heads=4, head_dim=0), "head_dim must be at least 1, got 0"),
+        (lambda: gated_delta_net(8, heads=4, head_dim=2, groups=3), "groups=3, heads=4"),
         (lambda: rg_lru(8, heads=3), "heads must divide .* = 8, got heads=3"),
         (lambda: rg_lru(8, heads=0), "rg_lru: heads must be at least 1, got 0"),
         (lambda: causal_conv_layer(0), "causal_conv: channels must be at least 1, got 0"),

@@ -11,6 +11,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from fnet.layers import recurrence
 from fnet.layers.causal_conv import causal_conv
+from fnet.layers.gated_delta import gated_delta_rule
 from fnet.layers.mamba import selective_scan
 from fnet.layers.mamba2 import state_space_dual
 from fnet.layers.recurrence import linear_recurrence
@@ -66,6 +67,19 @@ def dual_inputs(t, dtype=np.float64):
     }
 
 
+def delta_inputs(t, dtype=np.float64):
+    rng = np.random.default_rng(t)
+    draw = functools.partial(normal, rng, dtype=dtype)
+    return {
+        "q": draw(B, t, GROUPS, N),
+        "k": draw(B, t, GROUPS, N),
+        "v": draw(B, t, HEADS, P),
+        "log_decay": -steps(rng, B, t, HEADS, dtype=dtype),
+        "beta": steps(rng, B, t, HEADS, dtype=dtype),
+        "initial": draw(B, HEADS, N, P),
+    }
+
+
 def conv_inputs(t, dtype=np.float64):
     rng = np.random.default_rng(t)
     draw = functools.partial(normal, rng, dtype=dtype)
@@ -104,6 +118,17 @@ def loop_dual(x, dt, A, B, C, D, initial):
     return scan_steps(step, initial, x, dt, each_head(B), each_head(C))
 
 
+def loop_delta(q, k, v, log_decay, beta, initial):
+    def step(h, q, k, v, log_decay, beta):
+        h = jnp.exp(log_decay)[..., None, None] * h
+        written = beta[..., None] * (v - jnp.einsum("bhnp,bhn->bhp", h, k))
+        h = h + jnp.einsum("bhn,bhp->bhnp", k, written)
+        return h, jnp.einsum("bhn,bhnp->bhp", q, h)
+
+    each_head = functools.partial(jnp.repeat, repeats=HEADS // GROUPS, axis=2)
+    return scan_steps(step, initial, each_head(q), each_head(k), v, log_decay, beta)
+
+
 def loop_conv(x, kernel, bias, past):
     inputs = jnp.concatenate([past, x], 1)
     y = [
@@ -117,6 +142,7 @@ SCANS = {
     "linear": (linear_recurrence, loop_recurrence, recurrence_inputs),
     "selective": (selective_scan, loop_selective, selective_inputs),
     "dual": (state_space_dual, loop_dual, dual_inputs),
+    "delta": (gated_delta_rule, loop_delta, delta_inputs),
     "conv": (causal_conv, loop_conv, conv_inputs),
 }
 # (steps, chunk): a single step, fewer steps than a chunk, a chunk that does not divide the steps.
@@ -124,6 +150,7 @@ LENGTHS = {
     "linear": [(5, None)],
     "selective": [(1, 4), (3, None), (7, 3)],
     "dual": [(1, None), (7, 3)],
+    "delta": [(1, None), (7, 3)],
     "conv": [(5, None)],
 }
 
@@ -200,7 +227,7 @@ def test_two_consecutive_scans_match_one_scan(name, float64):
     chex.assert_trees_all_close(past, last, rtol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["selective", "dual", "conv"])
+@pytest.mark.parametrize("name", ["selective", "dual", "delta", "conv"])
 def test_initial_state_is_zero_by_default(name):
     scan, _, inputs = SCANS[name]
     given = inputs(5, np.float32)
@@ -218,7 +245,7 @@ def test_an_empty_batch_gives_empty_outputs(name):
     assert y.shape[:2] == (0, 5)
 
 
-@pytest.mark.parametrize("name", ["selective", "dual"])
+@pytest.mark.parametrize("name", ["selective", "dual", "delta"])
 def test_vmapped_gradients_match_a_loop_over_examples(name, float64):
     scan, _, inputs = SCANS[name]
     examples = [inputs(5), {k: 0.9 * v for k, v in inputs(5).items()}]
@@ -239,7 +266,7 @@ def test_bfloat16_inputs_give_bfloat16_outputs_and_float32_states(name):
     # Both calls get the same numbers, rounded to bfloat16.
     narrow = {
         k: v
-        if k in ("A", "D", "initial", "past") and name in ("selective", "dual")
+        if k in ("A", "D", "initial", "past") and name in ("selective", "dual", "delta")
         else v.astype(jnp.bfloat16)
         for k, v in wide.items()
     }
@@ -247,7 +274,7 @@ def test_bfloat16_inputs_give_bfloat16_outputs_and_float32_states(name):
     run = jax.jit(lambda given: scan(**given))
     got, expected = (jax.tree.leaves(run(given)) for given in (narrow, rounded))
     assert got[0].dtype == jnp.bfloat16
-    if name in ("selective", "dual"):
+    if name in ("selective", "dual", "delta"):
         assert got[1].dtype == jnp.float32
         chex.assert_trees_all_close(got[1], expected[1], rtol=1e-6)
     difference = jnp.abs(got[0].astype(jnp.float32) - expected[0]).max()
@@ -258,7 +285,7 @@ def test_bfloat16_inputs_give_bfloat16_outputs_and_float32_states(name):
 
 @pytest.mark.parametrize(
     ("name", "check_vma"),
-    [("linear", True), ("selective", False), ("dual", True)],
+    [("linear", True), ("selective", False), ("dual", True), ("delta", True)],
 )
 def test_gradients_inside_shard_map_match_the_whole_batch(name, check_vma, float64):
     scan, _, inputs = SCANS[name]
@@ -298,7 +325,7 @@ def test_scans_are_causal(name):
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("selective", {}), ("selective", CANDIDATE_OPTIONS["cpu"][-1]), ("dual", {})],
+    [("selective", {}), ("selective", CANDIDATE_OPTIONS["cpu"][-1]), ("dual", {}), ("delta", {})],
 )
 def test_backward_pass_holds_a_fraction_of_the_states(name, options):
     channels, states = 64, 64
@@ -306,17 +333,20 @@ def test_backward_pass_holds_a_fraction_of_the_states(name, options):
     def temporaries(t):
         f32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
         if name == "selective":
-            scan, decay = selective_scan, f32((channels, states))
             x, dt, bc = f32((1, t, channels)), f32((1, t, channels)), f32((1, t, states))
+            scan, given = selective_scan, (x, dt, f32((channels, states)), bc, bc)
         else:
-            scan, decay = state_space_dual, f32((4,))
             x, dt = f32((1, t, 4, channels // 4)), f32((1, t, 4))
             bc = f32((1, t, 1, states))
+            scan, given = {
+                "dual": (state_space_dual, (x, dt, f32((4,)), bc, bc)),
+                "delta": (gated_delta_rule, (bc, bc, x, dt, dt)),
+            }[name]
 
         def gradient(dy, *given):
             return jax.vjp(lambda *a: scan(*a)[0], *given)[1](dy)
 
-        lowered = jax.jit(gradient).lower(x, x, dt, decay, bc, bc)
+        lowered = jax.jit(gradient).lower(x, *given)
         return peak(lowered.compile(compiler_options=dict(options))).temporaries
 
     short, long = 256, 1024
@@ -360,10 +390,25 @@ F = functools.partial(jnp.ones, dtype=jnp.float32)
         (selective_scan, changed(selective_inputs, initial=F((B, E, N))), ValueError, "initial"),
         (selective_scan, changed(selective_inputs, B=jnp.ones(3, int)), TypeError, "B must be"),
         (state_space_dual, changed(dual_inputs, chunk=0), ValueError, "chunk must be at least 1"),
-        (state_space_dual, changed(dual_inputs, B=F((B, 4, 3, N))), ValueError, "B's groups"),
+        (
+            state_space_dual,
+            changed(dual_inputs, B=F((B, 4, 3, N)), C=F((B, 4, 3, N))),
+            ValueError,
+            "B's groups",
+        ),
         (state_space_dual, changed(dual_inputs, A=F((1,))), ValueError, "A must have"),
         (state_space_dual, changed(dual_inputs, x=F((B, 4, E))), ValueError, "x must have shape"),
         (state_space_dual, changed(dual_inputs, dt=jnp.ones(3, int)), TypeError, "dt must be"),
+        (gated_delta_rule, changed(delta_inputs, chunk=0), ValueError, "chunk must be at least 1"),
+        (gated_delta_rule, changed(delta_inputs, beta=F((B, 4, 1))), ValueError, "beta must have"),
+        (gated_delta_rule, changed(delta_inputs, v=F((B, 4, 3, P))), ValueError, "log_decay must"),
+        (
+            gated_delta_rule,
+            changed(delta_inputs, q=F((B, 4, 3, N)), k=F((B, 4, 3, N))),
+            ValueError,
+            "k's groups",
+        ),
+        (gated_delta_rule, changed(delta_inputs, k=jnp.ones(3, int)), TypeError, "k must be"),
         (causal_conv, changed(conv_inputs, kernel=F((4, 1))), ValueError, "expected x"),
         (causal_conv, changed(conv_inputs, bias=F((1,))), ValueError, "bias must have"),
         (causal_conv, changed(conv_inputs, past=F((B, 4, E))), ValueError, "past must have"),

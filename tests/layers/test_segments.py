@@ -13,6 +13,7 @@ import pytest
 import fnet
 from fnet import layers, models
 from fnet.layers.causal_conv import causal_conv
+from fnet.layers.gated_delta import gated_delta_rule
 from fnet.layers.mamba import selective_scan
 from fnet.layers.mamba2 import state_space_dual
 from fnet.layers.recurrence import linear_recurrence
@@ -40,6 +41,11 @@ DUAL = {
     "B": normal(B, T, 2, N), "C": normal(B, T, 2, N, seed=1), "D": normal(4),
     "initial": normal(B, 4, N, 2),
 }  # fmt: skip
+DELTA = {
+    "q": normal(B, T, 2, N), "k": 0.5 * normal(B, T, 2, N, seed=1), "v": normal(B, T, 4, 2),
+    "log_decay": -positive(B, T, 4), "beta": positive(B, T, 4),
+    "initial": normal(B, 4, N, 2),
+}  # fmt: skip
 LINEAR = {"a": positive(B, T, E, 2), "b": normal(B, T, E, 2), "initial": normal(B, E, 2)}
 CONV = {"x": normal(B, T, E), "kernel": normal(4, E), "bias": normal(E), "past": normal(B, 3, E)}
 STATE = {"conv": "past"}
@@ -54,11 +60,13 @@ SCANS = {
     "linear": (linear, LINEAR),
     "selective": (selective_scan, SELECTIVE),
     "dual": (state_space_dual, DUAL),
+    "delta": (gated_delta_rule, DELTA),
     "conv": (causal_conv, CONV),
 }
 CASES = [("linear", None), ("conv", None)]
-CASES += [(name, chunk) for name in ("selective", "dual") for chunk in (4, None)]
-CASES += [pytest.param(name, 1, marks=pytest.mark.slow) for name in ("selective", "dual")]
+CHUNKED = ("selective", "dual", "delta")
+CASES += [(name, chunk) for name in CHUNKED for chunk in (4, None)]
+CASES += [pytest.param(name, 1, marks=pytest.mark.slow) for name in CHUNKED]
 
 
 def documents(row):
@@ -168,6 +176,9 @@ WIDTH = 8
 MIXERS = {
     "mamba": layers.mamba(WIDTH, state=3, chunk=4),
     "mamba2": layers.mamba2(WIDTH, head=4, state=3, groups=2, chunk=4),
+    "gated_delta_net": layers.gated_delta_net(
+        WIDTH, heads=4, head_dim=2, groups=2, key_dim=3, chunk=4
+    ),
     "rg_lru": layers.rg_lru(WIDTH, heads=2),
     "rg_lru_first": layers.rg_lru(WIDTH, heads=2, scale_first=False),
     "causal_conv": layers.causal_conv(WIDTH, bias=False),

@@ -64,6 +64,7 @@ SOURCES = {
     "fnet.layers.feed_forward": "Shazeer 2020",
     "fnet.layers.fold": r"Jacob et al\. 2018",
     "fnet.layers.mamba": "Gu and Dao 2023",
+    "fnet.layers.gated_delta_net": "Yang, Kautz and Hatamizadeh 2024",
     "fnet.layers.mamba2": "Dao and Gu 2024",
     "fnet.layers.rg_lru": r"De et al\. 2024",
     "fnet.layers.short_conv": r"Amini et al\. 2025",
@@ -80,6 +81,7 @@ SOURCES = {
     "fnet.reversible": "Gomez, Ren, Urtasun, Grosse, .* 2017",
     "fnet.rms_norm": "Zhang, Sennrich 2019",
     "fnet.selective_scan": "Gu and Dao 2023",
+    "fnet.gated_delta_rule": "Yang, Kautz and Hatamizadeh 2024",
     "fnet.state_space_dual": "Dao and Gu 2024",
     "fnet.update_context": "language model written in Rust",
 }

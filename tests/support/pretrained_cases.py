@@ -34,6 +34,17 @@ _MAMBA = {
 }  # fmt: skip
 _MAMBA2 = {"num_heads": 8, "head_dim": 8, "n_groups": 1, "chunk_size": 4}
 _HYBRID = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 4, "mamba_d_conv": 3}
+_QWEN35 = {
+    "linear_num_value_heads": 6, "linear_num_key_heads": 3, "linear_value_head_dim": 8,
+    "linear_key_head_dim": 4, "linear_conv_kernel_dim": 3, "head_dim": 16,
+    "full_attention_interval": 2, "rope_parameters": {
+        "rope_theta": 100.0, "rope_type": "default", "partial_rotary_factor": 0.5,
+        "mrope_section": [2, 1, 1], "mrope_interleaved": True},
+}  # fmt: skip
+_QWEN_VISION = {
+    "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32,
+    "num_position_embeddings": 16,
+}  # fmt: skip
 _GRANITE4 = _HYBRID | {
     "layer_types": ["mamba", "attention", "mamba"], "shared_intermediate_size": 40, "tie_word_embeddings": True,
 }  # fmt: skip
@@ -168,6 +179,7 @@ CONFIGS = {
         "original_max_position_embeddings": 16}},
     "gemma3": {"text_config": _BASE | _GEMMA | {"model_type": "gemma3_text"}, "vision_config": _VISION, "mm_tokens_per_image": 4},
     "mistral3": {
+        "tie_word_embeddings": True,
         "text_config": _BASE | {"model_type": "mistral", "head_dim": 8, "rope_theta": 100.0},
         "vision_config": _VISION | {"model_type": "pixtral", "head_dim": 8}},
     "mamba": _MAMBA,
@@ -201,6 +213,15 @@ CONFIGS = {
     | _FALCON_H1
     | {"model_type": "falcon_h1", "mamba_rms_norm": True, "mamba_norm_before_gate": False,
        "mamba_d_ssm": None, "mamba_n_groups": 2},
+    "qwen3_5_text": _BASE | _QWEN35,
+    "qwen3_5_moe_text": _BASE
+    | _QWEN35
+    | _EXPERTS
+    | {"num_experts": 5, "shared_expert_intermediate_size": 20, "tie_word_embeddings": True},
+    "qwen3_5": {"text_config": _BASE | _QWEN35, "vision_config": _QWEN_VISION},
+    "qwen3_5_moe": {
+        "text_config": _BASE | _QWEN35 | _EXPERTS | {"num_experts": 5, "shared_expert_intermediate_size": 20},
+        "vision_config": _QWEN_VISION},
     "bamba": _BASE | _HYBRID | {"attn_layer_indices": [1]},
 }  # fmt: skip
 CONFIGS = {name: {"model_type": name} | config for name, config in CONFIGS.items()}
@@ -291,6 +312,10 @@ LOGITS = {
     "falcon_h1_norm": [-0.10301, 0.10408, -0.50817, 0.13888],
     "granitemoehybrid": [0.12293, 0.12022, -0.18361, 0.25249],
     "granitemoehybrid_dense": [0.0818, -0.3086, -0.32041, 0.1809],
+    "qwen3_5_text": [0.23072, -1.5517, -0.639, -0.75278],
+    "qwen3_5_moe_text": [0.08727, -0.347, 0.19514, -0.02522],
+    "qwen3_5": [-1.11616, 0.30452, 0.21586, -0.15054],
+    "qwen3_5_moe": [-0.28902, -0.12717, 0.5411, -1.46438],
     "bamba": [-0.01953, -0.56573, 0.01136, 0.33577],
 }
 """The first logits at the last of the second row's `TOKENS`."""
@@ -321,10 +346,8 @@ def peer(name):
     config = transformers.AutoConfig.for_model(
         config.pop("model_type"), pad_token_id=0, bos_token_id=1, eos_token_id=2, **config
     )
-    try:
-        auto = transformers.AutoModelForCausalLM
-        auto.from_config(config)
-    except ValueError:  # such as mistral3, which transformers lists among models of images
+    auto = transformers.AutoModelForCausalLM
+    if "vision_config" in CONFIGS[name]:
         auto = transformers.AutoModelForImageTextToText
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "model.safetensors")

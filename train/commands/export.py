@@ -24,7 +24,7 @@ from train.commands.export_program import export_program
 from train.commands.positional import positional
 from train.config import Config
 from train.data.model_folder import INDEX, SINGLE, read_folder
-from train.errors import UserError, output_file, printable, writing
+from train.errors import UserError, output_file, printable, shorten, writing
 from train.networks import pretrained
 from train.networks.pretrained import Pretrained
 from train.run import weight_files
@@ -36,6 +36,12 @@ from train.run.run_folder import RunFolder, as_json
 
 SHARD_BYTES = 2 * 2**30
 """Largest size of a file, unless one tensor is larger."""
+
+
+_EXPERTS_NOTE = (
+    "adapters of experts: PEFT 0.21 applies them to Mixtral, MiniMax, OLMoE, FlexOlmo, and drops "
+    "them in other models without an error; without --adapters they are merged"
+)
 
 
 def main(argv: list[str]) -> None:
@@ -124,6 +130,13 @@ def export_model(
     with _new_folder(out) as part:
         if options.adapters and adapters is not None:
             modules = huggingface_modules(network.base)
+            if lacking := sorted(set(trained) - {module.path for module in modules.values()}):
+                raise UserError(
+                    f"--adapters: PEFT has no module for {shorten(lacking)}; leave --adapters out "
+                    "to write the merged model"
+                )
+            if any("/experts/" in path for path in trained):
+                print(_EXPERTS_NOTE, file=sys.stderr)
             peft_config, tensors = to_peft(adapters, trained, modules, str(source.path))
             peft_config["task_type"] = "CAUSAL_LM"
             (part / "adapter_config.json").write_text(as_json(peft_config))

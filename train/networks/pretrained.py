@@ -27,8 +27,9 @@ from train.networks.model_images import class_names, own_size
 FROZEN = "frozen"
 """Name of the frozen parameters in the model state."""
 
-_LINEAR = ("blocks/*/kernel", "!*/conv/kernel")
-"""The matrices of the blocks. A causal convolution has a filter per channel, which is none."""
+_LINEAR = ("blocks/*/kernel", "!*/conv/kernel", "!*/router/kernel")
+"""The matrices of the blocks. A causal convolution has a filter per channel, which is none. PEFT
+cannot adapt routers, which transformers does not count as linear."""
 
 
 @dataclass(frozen=True)

@@ -207,6 +207,7 @@ def decoder(
     clip: float | None = None,
     sinks: bool = False,
     query_scale: Callable[[Array], Array] | None = None,
+    output_gate: bool = False,
     scale: float | None = None,
     embed_scale: float | None = None,
     residual_scale: float = 1.0,
@@ -243,7 +244,7 @@ def decoder(
       embed_norm: norm of embeddings, given as ``norm``, or None.
       qk_norm: norm of queries and keys per ``head``, or over all ``heads``; None: no norm.
       norm_rotated: whether this norm comes after the rotation.
-      clip, sinks, query_scale: as for `fnet.layers.attention`.
+      clip, sinks, query_scale, output_gate: as for `fnet.layers.attention`.
       scale: factor of attention's scores; None: ``1 / sqrt(head_dim)``.
       embed_scale, residual_scale, logit_scale: factors of embeddings, of each branch, of logits.
       soft_cap, logit_soft_cap: soft caps of scores and of logits.
@@ -309,6 +310,7 @@ def decoder(
             clip=clip,
             sinks=sinks,
             query_scale=query_scale,
+            output_gate=output_gate,
             scale=scale,
             soft_cap=soft_cap,
         )
@@ -453,14 +455,31 @@ def _text_part(options: Options) -> Options:
     return options.of(text)
 
 
-_IMAGE_PART = re.compile(r"(^|\.)(vision_tower|vision_model|multi_modal_projector)\.")
+_IMAGE_PART = re.compile(
+    r"(^|\.)(vision_tower|vision_model|multi_modal_projector|visual|embed_vision)\.|^mtp\."
+)
 
 
-def _text_names(names: Names) -> Source:
+def within_image_model(family: Family, *, outer: bool = False) -> dict[str, Any]:
+    """Changes of the row of a language model for a model that also sees images.
+
+    Args:
+      family: the row.
+      outer: whether files without ``model.language_model`` have ``language_model.model``.
+    """
+    return {
+        "names": _text_names(family.names, outer),
+        "prefix": None,
+        "part": _text_part,
+        "others": _IMAGE_PART,
+    }
+
+
+def _text_names(names: Source, outer: bool) -> Source:
     """Names of the language model in a model that also sees images, of both ages."""
 
     def within(options: Options) -> Names:
-        is_inner = options.starts("model.language_model.")
+        is_inner = not outer or options.starts("model.language_model.")
 
         def renamed(name: str) -> str:
             if is_inner:
@@ -469,7 +488,7 @@ def _text_names(names: Names) -> Source:
 
         return {
             path: renamed(name) if isinstance(name, str) else (renamed(name[0]), *name[1:])
-            for path, name in names.items()
+            for path, name in options.value(names).items()
         }
 
     return within
@@ -707,10 +726,7 @@ register(
     _MINISTRAL3.like(
         "mistral3",
         "Mistral3ForConditionalGeneration",
-        names=_text_names(LLAMA_NAMES | BEFORE),
-        prefix=None,
-        part=_text_part,
-        others=_IMAGE_PART,
+        **within_image_model(_MINISTRAL3, outer=True),
     ),
     _LLAMA.like(
         "cwm",
@@ -947,10 +963,7 @@ register(
     _GEMMA3.like(
         "gemma3",
         "Gemma3ForConditionalGeneration",
-        names=_text_names(LLAMA_NAMES | AROUND),
-        prefix=None,
-        part=_text_part,
-        others=_IMAGE_PART,
+        **within_image_model(_GEMMA3, outer=True),
     ),
     _GEMMA2.like(
         "vaultgemma",

@@ -1,6 +1,7 @@
-"""Decoders with attention and another mixer: LFM2, Granite 4, Bamba, Falcon-H1, as rows."""
+"""Decoders with attention and another mixer, as rows: Qwen3.5, LFM2, Granite 4, Falcon-H1."""
 
 import functools
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,15 +9,43 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from fnet import layers
-from fnet.interop.huggingface.decoders import LLAMA_NAMES, rms_norm, scaled
+from fnet.interop.huggingface.checkpoint import Names
+from fnet.interop.huggingface.decoders import (
+    BEFORE,
+    LLAMA_NAMES,
+    rms_norm,
+    scaled,
+    within_image_model,
+)
 from fnet.interop.huggingface.family import FAMILIES, activation, register, table
 from fnet.interop.huggingface.options import Option, Options
 from fnet.interop.huggingface.recurrent import step_limits
 from fnet.interop.huggingface.rotary import Rope
-from fnet.interop.huggingface.sparse import expert_layers
+from fnet.interop.huggingface.sparse import EXPERT_NAMES, SHARED_EXPERT_NAMES, expert_layers
 from fnet.layer import Children, Decode, Layer, Params, State, composite
 from fnet.layers.experts import Router
 from fnet.precision import add
+
+_QWEN_NAMES = (
+    LLAMA_NAMES
+    | BEFORE
+    | table("""
+blocks/*/mixer/query_key_value  model.layers.*.linear_attn.in_proj_qkv
+blocks/*/mixer/gate             model.layers.*.linear_attn.in_proj_z
+blocks/*/mixer/beta             model.layers.*.linear_attn.in_proj_b
+blocks/*/mixer/decay            model.layers.*.linear_attn.in_proj_a
+blocks/*/mixer/conv             model.layers.*.linear_attn.conv1d   b1a
+blocks/*/mixer/dt_bias          model.layers.*.linear_attn.dt_bias
+blocks/*/mixer/A_log            model.layers.*.linear_attn.A_log
+blocks/*/mixer/norm             model.layers.*.linear_attn.norm
+blocks/*/mixer/out              model.layers.*.linear_attn.out_proj
+""")
+)
+
+_FUSED_EXPERTS = table("""
+blocks/*/feed_forward/experts/expand/kernel    model.layers.*.mlp.experts.gate_up_proj  acb
+blocks/*/feed_forward/experts/contract/kernel  model.layers.*.mlp.experts.down_proj     acb
+""")
 
 _ATTENTION = ("full_attention", "attention")
 
@@ -124,6 +153,34 @@ def _mamba2(options: Options, *, eps: float, ssm: int | None = None, **arguments
         step_limits=step_limits(options),
         **arguments,
     )
+
+
+def _delta_net(options: Options) -> Layer:
+    options.require("hidden_act", "silu", "swish")
+    return layers.gated_delta_net(
+        options.get("hidden_size"),
+        heads=options.get("linear_num_value_heads", 32),
+        head_dim=options.get("linear_value_head_dim", 128),
+        groups=options.get("linear_num_key_heads", 16),
+        key_dim=options.get("linear_key_head_dim", 128),
+        conv=options.get("linear_conv_kernel_dim", 4),
+        norm_eps=options.get("rms_norm_eps", 1e-6),
+    )
+
+
+def _qwen_types(options: Options) -> list[str]:
+    every = options.get("full_attention_interval", 4)
+    blocks = range(options.get("num_hidden_layers"))
+    return ["linear_attention" if (i + 1) % every else "full_attention" for i in blocks]
+
+
+def _has_fused_experts(options: Options) -> bool:
+    return options.has("mlp.experts.gate_up_proj", False)
+
+
+def _qwen_expert_names(options: Options) -> Names:
+    experts = _FUSED_EXPERTS if _has_fused_experts(options) else EXPERT_NAMES
+    return _QWEN_NAMES | EXPERT_NAMES | experts | SHARED_EXPERT_NAMES
 
 
 def _bamba_recurs(options: Options) -> list[bool]:
@@ -307,7 +364,50 @@ _BAMBA = FAMILIES["llama"].like(
         "z_loss_coefficient",
     ),
 )
+_QWEN = FAMILIES["qwen3"].like(
+    "qwen3_5_text",
+    "Qwen3_5ForCausalLM",
+    names=_QWEN_NAMES,
+    head_dim=Option("head_dim", 256),
+    norm=rms_norm(offset=1.0),
+    mlp_bias=False,
+    output_gate=True,
+    window=None,
+    layer_types=None,
+    recurrent=_delta_net,
+    recurs=_recurs(("linear_attention",), _qwen_types),
+    # All rows of positions are the same without images.
+    rope=Rope(partial=0.25, ignored=("mrope_interleaved", "mrope_section")),
+    others=re.compile(r"^mtp\."),
+    ignored=("full_attention_interval", "mamba_ssm_dtype", "mlp_only_layers", "mtp_*"),
+    supported={"attn_output_gate": (True,)},
+)
+_QWEN_MOE = _QWEN.like(
+    "qwen3_5_moe_text",
+    "Qwen3_5MoeForCausalLM",
+    names=_qwen_expert_names,
+    hidden=Option("moe_intermediate_size", 512),
+    experts=expert_layers(
+        Option("num_experts", 256),
+        Option("num_experts_per_tok", 8),
+        Option("moe_intermediate_size", 512),
+        router=Router(normalize=True),
+        shared=Option("shared_expert_intermediate_size", 512),
+        shared_gate=True,
+        shared_fused=False,
+        fused=_has_fused_experts,
+    ),
+    ignored=(*_QWEN.ignored, "intermediate_size", "output_router_logits", "router_aux_loss_coef"),
+)
 register(
+    _QWEN,
+    _QWEN.like("qwen3_5", "Qwen3_5ForConditionalGeneration", **within_image_model(_QWEN)),
+    _QWEN_MOE,
+    _QWEN_MOE.like(
+        "qwen3_5_moe",
+        "Qwen3_5MoeForConditionalGeneration",
+        **within_image_model(_QWEN_MOE),
+    ),
     _LFM2,
     _LFM2.like(
         "lfm2_moe",

@@ -1,7 +1,6 @@
 """Mixtures of experts for text: Mixtral, Qwen, OLMoE, Granite, gpt-oss, GLM, ERNIE, as rows."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from fnet import layers
 from fnet.interop.huggingface.checkpoint import Names
@@ -12,23 +11,23 @@ from fnet.interop.huggingface.rotary import Rope
 from fnet.layer import Layer
 from fnet.layers.experts import Router
 
-_EXPERTS = (
-    LLAMA_NAMES
-    | BEFORE
-    | table("""
+EXPERT_NAMES = table("""
 blocks/*/feed_forward/router            model.layers.*.mlp.gate
 blocks/*/feed_forward/experts/gate      model.layers.*.mlp.experts.*.gate_proj
 blocks/*/feed_forward/experts/up        model.layers.*.mlp.experts.*.up_proj
 blocks/*/feed_forward/experts/contract  model.layers.*.mlp.experts.*.down_proj
 """)
-)
+"""Names of experts."""
 
-_SHARED_EXPERT = table("""
+_EXPERTS = LLAMA_NAMES | BEFORE | EXPERT_NAMES
+
+SHARED_EXPERT_NAMES = table("""
 blocks/*/feed_forward/shared/gate      model.layers.*.mlp.shared_expert.gate_proj
 blocks/*/feed_forward/shared/up        model.layers.*.mlp.shared_expert.up_proj
 blocks/*/feed_forward/shared/contract  model.layers.*.mlp.shared_expert.down_proj
 blocks/*/feed_forward/shared_gate      model.layers.*.mlp.shared_expert_gate
 """)
+"""Names of the shared expert of Qwen."""
 
 _SHARED_EXPERTS = table("""
 blocks/*/feed_forward/shared/gate         model.layers.*.mlp.shared_experts.gate_proj
@@ -102,14 +101,22 @@ def expert_layers(
     router: Router | Callable[[Options], Router],
     shared: Source = None,
     shared_bias: Source = False,
-    **arguments: Any,
+    shared_fused: bool | None = None,
+    **arguments: Source,
 ) -> Source:
-    """Layers of experts, from options. ``shared``: the hidden size of the shared one, or 0."""
+    """Layers of experts, from options.
+
+    Args:
+      count, chosen, hidden, router, arguments: as for `fnet.layers.experts`.
+      shared: the hidden size of the shared expert, or 0.
+      shared_bias, shared_fused: as for its `fnet.layers.feed_forward`; None: as for the experts.
+    """
 
     def build(options: Options) -> Layer:
-        width, fused = options.get("hidden_size"), arguments.get("fused", False)
+        width = options.get("hidden_size")
         name = ACTIVATIONS[options.require("hidden_act", "silu", *ACTIVATIONS)]
-        own = {"activation": name} | arguments
+        own = {"activation": name} | {k: options.value(v) for k, v in arguments.items()}
+        fused = own.get("fused", False) if shared_fused is None else shared_fused
         size = options.value(shared)
         layer = None
         if size:
@@ -302,7 +309,7 @@ register(
     _QWEN3.like(
         "qwen2_moe",
         "Qwen2MoeForCausalLM",
-        names=_EXPERTS | _SHARED_EXPERT,
+        names=_EXPERTS | SHARED_EXPERT_NAMES,
         head_dim=Option("head_dim", None),
         qk_norm=None,
         bias=Option("qkv_bias", True),

@@ -123,6 +123,7 @@ FNET_FUNCTIONS = {
     "short_conv": lambda: state_of_layer(layers.short_conv(8)),
     "selective scan": lambda: state_of(state_space, X),
     "mamba": lambda: state_of_layer(layers.mamba(8)),
+    "gated delta net": lambda: state_of_layer(layers.gated_delta_net(8, heads=2, head_dim=3)),
     "mamba 2": lambda: state_of_layer(layers.mamba2(8)),
     "attention context": lambda: state_of(lambda x: fnet.apply_context(x, W, W[0, 0]), X),
     "params_first": lambda: state_of(lambda x: fnet.params_first(x, W)[0] @ W, X),

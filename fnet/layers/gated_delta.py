@@ -1,0 +1,270 @@
+"""Gated DeltaNet: a recurrence that corrects its state, as matrix products over chunks."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Int
+
+from fnet import checks
+from fnet.layer import Children, Layer, Params
+from fnet.layers.causal_conv import causal_conv_layer
+from fnet.layers.dense import dense
+from fnet.layers.mamba import TORCH_LINEAR, time_steps
+from fnet.layers.mamba2 import chunk_decays, scan_chunks
+from fnet.layers.norm import rms_norm_layer
+from fnet.layers.recurrence import recurrent
+from fnet.mesh import equally_varying
+from fnet.precision import multiply, sum_dtype, upcast
+
+
+def gated_delta_rule(
+    q: Float[Array, "b t g n"],
+    k: Float[Array, "b t g n"],
+    v: Float[Array, "b t h p"],
+    log_decay: Float[Array, "b t h"],
+    beta: Float[Array, "b t h"],
+    initial: Float[Array, "b h n p"] | None = None,
+    chunk: int | None = None,
+    segments: Int[Array, "b t"] | None = None,
+) -> tuple[Float[Array, "b t h p"], Float[Array, "b h n p"]]:
+    """Run a recurrence that writes what its state does not predict yet, as matrix products.
+
+    Yang, Kautz and Hatamizadeh 2024, "Gated Delta Networks: Improving Mamba2 with Delta Rule". In
+    each head, with q and k of its group::
+
+        h_t = a_t h_{t-1} + k_t u_t^T,  a_t = exp(log_decay_t)
+        u_t = beta_t (v_t - a_t h_{t-1}^T k_t)
+        y_t = h_t^T q_t
+
+    Within a chunk all u_t are the solution of one triangular system. With l_t the sum of log_decay
+    from the start of the chunk to t, and h the state before the chunk::
+
+        u_t + beta_t sum_{s<t} exp(l_t - l_s) (k_t . k_s) u_s = beta_t (v_t - exp(l_t) h^T k_t)
+        y_t = exp(l_t) h^T q_t + sum_{s<=t} exp(l_t - l_s) (q_t . k_s) u_s
+
+    The chunks are scanned and rematerialized in the backward pass, and documents restart the state,
+    as in `fnet.state_space_dual`. The rule is stable for keys of norm at most 1 and beta in [0, 2].
+
+    Args:
+      q: queries [B, T, G, N], T >= 1; float16, bfloat16, float32 or float64. Everything is computed
+        in float32 (float64 if any argument is float64).
+      k: keys [B, T, G, N].
+      v: values [B, T, H, P] with G dividing H. Heads ``[i H / G, (i + 1) H / G)`` use group i.
+      log_decay: [B, T, H], <= 0.
+      beta: [B, T, H]. A step with beta = 0 and log_decay = 0 leaves the state unchanged.
+      initial: h_0, [B, H, N, P]; None: zeros.
+      chunk: steps per chunk; default 64.
+      segments: number of the document of each position [B, T]. The state restarts at 0 where
+        the number changes. ``initial`` belongs to the first document. None: one document.
+
+    Returns:
+      ``(y, h_T)``: y [B, T, H, P] in the dtype of ``v``, and the last state [B, H, N, P]
+      in the dtype of the recurrence.
+
+    Raises:
+      TypeError: if an array is not floating, or the segments are not integers.
+      ValueError: if the shapes do not match, T is 0, or ``chunk < 1``.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, fnet
+      >>> q = k = jnp.full((1, 6, 1, 4), 0.5)
+      >>> v, log_decay, beta = (
+      ...     jnp.ones((1, 6, 2, 3)),
+      ...     jnp.zeros((1, 6, 2)),
+      ...     jnp.ones((1, 6, 2)),
+      ... )
+      >>> y, last = jax.jit(fnet.gated_delta_rule)(q, k, v, log_decay, beta)
+      >>> y.shape, last.shape
+      ((1, 6, 2, 3), (1, 2, 4, 3))
+    """
+    where = "gated_delta_rule"
+    arrays = {"q": q, "k": k, "v": v, "log_decay": log_decay, "beta": beta}
+    checks.floating(where, **arrays, initial=initial)
+    checks.dims(
+        where,
+        k=(k, "b t g n"),
+        v=(v, "b t h p"),
+        q=(q, "b t g n"),
+        log_decay=(log_decay, "b t h"),
+        beta=(beta, "b t h"),
+        initial=(initial, "b h n p"),
+    )
+    (groups, n), (h, p) = k.shape[2:], v.shape[2:]
+    checks.sizes(where, T=k.shape[1], chunk=chunk)
+    if not groups or h % groups:
+        raise ValueError(
+            f"{where}: v's heads must be a multiple of k's groups, got v {v.shape} and k {k.shape}"
+        )
+    dtype = sum_dtype(*arrays.values(), *(() if initial is None else (initial,)))
+    if initial is None:
+        initial = jnp.zeros_like(jnp.repeat(v[:, 0, :, None], n, axis=2), dtype)
+    *inputs, initial = equally_varying((*arrays.values(), initial.astype(dtype)))
+
+    def by_group(a: Array) -> Array:
+        return a.reshape(*a.shape[:2], groups, h // groups, *a.shape[3:])
+
+    q, k, *of_heads = inputs
+    y, last = scan_chunks(
+        where,
+        _one_chunk,
+        initial.reshape(initial.shape[0], groups, h // groups, n, p),
+        (q, k, *map(by_group, of_heads)),
+        chunk,
+        segments,
+    )
+    return y.reshape(v.shape).astype(v.dtype), last.reshape(initial.shape)
+
+
+def _one_chunk(
+    state: Float[Array, "b g r n p"],
+    inputs: tuple[Array, ...],
+    documents: Int[Array, "b q"] | None,
+) -> tuple[Array, Array]:
+    """Compute the state after a chunk, and its outputs [B, Q, G, R, P] with R heads per group."""
+    q, k, v, log_decay, beta = (a.astype(state.dtype) for a in inputs)
+    within, from_start, to_end, across = chunk_decays(jnp.moveaxis(log_decay, 1, 3), documents)
+    v, beta = jnp.moveaxis(v, 1, 3), jnp.moveaxis(beta, 1, 3)[..., None]  # [B, G, R, Q, ...]
+
+    def read(x: Array) -> Array:
+        """Compute what the state before the chunk has for keys or queries: [B, G, R, Q, P]."""
+        return from_start[..., None] * jnp.einsum("btgn,bgrnp->bgrtp", x, state)
+
+    def scores(x: Array) -> Array:
+        return jnp.einsum("btgn,bsgn->bgts", x, k)[:, :, None] * within
+
+    written = jax.lax.linalg.triangular_solve(
+        beta * scores(k), beta * (v - read(k)), left_side=True, lower=True, unit_diagonal=True
+    )
+    y = read(q) + jnp.einsum("bgrts,bgrsp->bgrtp", scores(q), written)
+    added = jnp.einsum("bsgn,bgrsp->bgrnp", k, to_end[..., None] * written)
+    return across[..., None, None] * state + added, jnp.moveaxis(y, 3, 1)
+
+
+def gated_delta_net(
+    width: int,
+    *,
+    heads: int,
+    head_dim: int,
+    groups: int | None = None,
+    key_dim: int | None = None,
+    conv: int = 4,
+    chunk: int | None = None,
+    norm_eps: float = 1e-6,
+) -> Layer:
+    """Gated DeltaNet block: linear attention whose state forgets, and corrects what it holds.
+
+    Yang, Kautz and Hatamizadeh 2024, "Gated Delta Networks", as in Qwen3.5; H heads of P
+    channels, and G <= H queries and keys of N channels::
+
+        q, k, v = split(silu(causal_conv(x W_qkv)))
+        q, k    = q / (|q| sqrt(N)), k / |k|
+        y       = gated_delta_rule(q, k, v, -exp(A_log) softplus(x W_decay + dt_bias),
+                                   sigmoid(x W_beta))
+        y       = (rms_norm(y) * silu(x W_gate)) W_out
+
+    The norm is over the channels of each head. Initially exp(A_log) is uniform in [0.01, 16], and
+    ``dt_bias`` is 1. Norms of queries and keys, decays and recurrence are computed in float32 or
+    wider, everything else in the dtype of the input.
+
+    Args:
+      width: D, size of the last axis of input and output.
+      heads: H, heads of values.
+      head_dim: P, channels of a value.
+      groups: G, queries and keys, each for H / G heads; divides ``heads``. None: H.
+      key_dim: N, channels of a query or key. None: P.
+      conv: width of the causal convolution.
+      chunk: as for `fnet.gated_delta_rule`.
+      norm_eps: epsilon of the norm of outputs.
+
+    Returns:
+      A causal layer, [B, T, D] -> [B, T, D]. Its ``mask``, ``segments`` and
+      `fnet.layer.Decode` are as for `fnet.layers.mamba`; its cached state is [B, H, N, P]. Its
+      params are ``query_key_value``, ``gate``, ``beta``, ``decay``, ``conv``, ``norm``, ``out``,
+      ``A_log`` and ``dt_bias``; there are no biases.
+
+    Raises:
+      ValueError: for a size below 1, or if ``groups`` does not divide ``heads``; when applied, if
+        ``x`` does not end in ``width``.
+      TypeError: when applied, if ``x`` is not floating.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from fnet import layers
+      >>> layer = layers.gated_delta_net(8, heads=2, head_dim=4)
+      >>> params, state = jax.jit(layer.init)(jax.random.key(0))
+      >>> apply = jax.jit(layer.apply, static_argnames="train")
+      >>> y, _ = apply(params, state, jnp.ones((2, 16, 8)), train=True)
+      >>> y.shape
+      (2, 16, 8)
+    """
+    groups = heads if groups is None else groups
+    n = head_dim if key_dim is None else key_dim
+    sizes = {"width": width, "heads": heads, "head_dim": head_dim, "groups": groups, "key_dim": n}
+    checks.sizes("gated_delta_net", **sizes, conv=conv, chunk=chunk)
+    if heads % groups:
+        raise ValueError(
+            f"gated_delta_net: groups must divide heads, got groups={groups}, heads={heads}"
+        )
+    keys, values = groups * n, heads * head_dim
+    outputs = {
+        "query_key_value": 2 * keys + values,
+        "gate": values,
+        "beta": heads,
+        "decay": heads,
+    }
+    children = {
+        name: dense(width, size, bias=False, kernel_init=TORCH_LINEAR)
+        for name, size in outputs.items()
+    } | {
+        "conv": causal_conv_layer(2 * keys + values, conv, bias=False),
+        "norm": rms_norm_layer(head_dim, eps=norm_eps),
+        "out": dense(values, width, bias=False, kernel_init=TORCH_LINEAR),
+    }
+
+    def init_own(key: Array) -> Params:
+        rates = jax.random.uniform(key, (heads,), jnp.float32, 0.01, 16)
+        return {"A_log": jnp.log(rates), "dt_bias": jnp.ones(heads, jnp.float32)}
+
+    def mix(
+        child: Children,
+        convolve: Callable[[Array], Array],
+        x: Array,
+        before: Array | None,
+        segments: Array | None,
+        position: Array | int,
+    ) -> tuple[Array, Array]:
+        del position
+
+        def split(a: Array, count: int) -> Array:
+            return a.reshape(*a.shape[:2], count, -1)
+
+        mixed = jax.nn.silu(convolve(child("query_key_value", x)))
+        q, k, v = jnp.split(mixed, [keys, 2 * keys], axis=-1)
+        q, k = (_normalized(split(a, groups)) for a in (q, k))
+        steps = time_steps(child("decay", x), child.params["dt_bias"])
+        rates = jnp.exp(child.params["A_log"].astype(steps.dtype))
+        with jax.named_scope("scan"):
+            y, last = gated_delta_rule(
+                q * jnp.asarray(n**-0.5, q.dtype),
+                k,
+                split(v, heads),
+                steps * -rates[None, None],
+                jax.nn.sigmoid(upcast(child("beta", x))),
+                before,
+                chunk,
+                segments,
+            )
+        gate = jax.nn.silu(split(child("gate", x), heads))
+        y = multiply(child("norm", y), gate)
+        return child("out", y.reshape(*y.shape[:2], values)), last
+
+    state_shape = heads, n, head_dim
+    return recurrent("gated_delta_net", width, children, init_own, 1, mix, state_shape)
+
+
+def _normalized(x: Float[Array, "b t g n"]) -> Array:
+    """Divide by the norm over the last axis, in float32 or wider."""
+    x = upcast(x)
+    return x * jax.lax.rsqrt(jnp.square(x).sum(-1, keepdims=True) + 1e-6)
