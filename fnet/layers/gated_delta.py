@@ -134,12 +134,28 @@ def _one_chunk(
     def scores(x: Array) -> Array:
         return jnp.einsum("btgn,bsgn->bgts", x, k)[:, :, None] * within
 
-    written = jax.lax.linalg.triangular_solve(
-        beta * scores(k), beta * (v - read(k)), left_side=True, lower=True, unit_diagonal=True
-    )
+    written = _solve(beta * scores(k), beta * (v - read(k)))
     y = read(q) + jnp.einsum("bgrts,bgrsp->bgrtp", scores(q), written)
     added = jnp.einsum("bsgn,bgrsp->bgrnp", k, to_end[..., None] * written)
     return across[..., None, None] * state + added, jnp.moveaxis(y, 3, 1)
+
+
+@jax.custom_jvp
+def _solve(
+    lower: Float[Array, "b g r q q"], b: Float[Array, "b g r q p"]
+) -> Float[Array, "b g r q p"]:
+    """Solve ``(I + L) x = b``, where L is the part of ``lower`` below the diagonal."""
+    return jax.lax.linalg.triangular_solve(lower, b, left_side=True, lower=True, unit_diagonal=True)
+
+
+@_solve.defjvp
+def _solve_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+    # JAX's own rule fails for arrays with explicit shardings (0.10 to 0.12).
+    lower, b = primals
+    x = _solve(lower, b)
+    below = jnp.tril(jnp.ones(lower.shape[-2:], lower.dtype), -1)
+    dlower = tangents[0] * jnp.expand_dims(below, (0, 1, 2))
+    return x, _solve(lower, tangents[1] - dlower @ x)
 
 
 def gated_delta_net(

@@ -183,7 +183,7 @@ def test_values_and_gradients_match_a_loop(name, t, chunk, float64):
     chex.assert_trees_all_close(got, expected, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("name", ["linear", "selective"])
+@pytest.mark.parametrize("name", ["linear", "selective", "delta"])
 def test_second_order_gradients_match_a_loop(name, float64):
     scan, loop, inputs = SCANS[name]
     given = inputs(5)
