@@ -14,11 +14,13 @@ _BACKGROUND: tuple[Color, ...] = ((0, 0, 0), (255, 255, 255), VOID)
 def palette(label_map: LabelMap | None = None) -> np.ndarray:
     """Return the color of each label as uint8 [256, 3].
 
-    Labels without a color of their own get distinct ones.
+    Labels without a color of their own get distinct ones; a background is black.
     """
     table = distinct_colors(256).copy()
     table[IGNORE] = VOID
     if label_map:
+        if label_map.names[:1] == ("background",):
+            table[0] = 0
         table[: len(label_map.colors)] = np.array(label_map.colors, np.uint8).reshape(-1, 3)
         table[IGNORE] = label_map.void
     return table

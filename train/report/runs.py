@@ -18,6 +18,7 @@ from train.config import Config
 from train.data.decode import UnreadableError, View, decode
 from train.errors import UserError
 from train.output.curves import Curve, read_curves
+from train.output.formats import number
 from train.output.logged import finite, read_metrics, throughput
 from train.output.memory_tables import Count, StepMemory, Stored
 from train.run.run_folder import RunFolder
@@ -115,7 +116,7 @@ def load_mistakes(path: Path, notes: list[str]) -> list[Mistake]:
         Mistake(
             row["file"],
             {
-                name: f"{value:.4g}" if isinstance(value, float) else value
+                name.replace("_", " "): number(float(value)) if _is_measured(name) else value
                 for name, value in row.items()
                 if name not in ("file", "split") and not name.startswith("probability of ")
             },
@@ -124,6 +125,13 @@ def load_mistakes(path: Path, notes: list[str]) -> list[Mistake]:
         )
         for row in rows
     ]
+
+
+def _is_measured(column: str) -> bool:
+    """Whether a column has numbers, not names, which may look like numbers."""
+    return column in ("loss", "probability", "pixel_accuracy") or column.startswith(
+        ("predicted ", "label ")
+    )
 
 
 def worst_first(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

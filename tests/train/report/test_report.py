@@ -421,7 +421,7 @@ def test_lists_the_surest_mistakes_with_an_order_for_each_name(make):
     rows = ["file,split,label,prediction,probability,loss"]
     rows += [
         "right.png,test,a,a,0.9,0.1",
-        "sure.png,test,b,a,0.99,4.6",
+        "sure.png,test,007,a,0.98765432,4.6",
         "unsure.png,test,a,b,0.6,0.9",
     ]
     page = page_of(make(files={"evaluation.csv": "\n".join(rows).encode()}))
@@ -429,3 +429,5 @@ def test_lists_the_surest_mistakes_with_an_order_for_each_name(make):
     places = [text.index(name) for name in ("sure.png", "unsure.png", "right.png")]
     assert places == sorted(places)
     assert all(f"{name}" in text for name in ("worst", "loss", "label", "prediction", "file"))
+    assert "label 007" in text
+    assert "probability 0.9877" in text

@@ -180,6 +180,9 @@ def test_given_colors_come_first_in_the_palette():
     )
     assert palette(label_map)[[0, 1, 255]].tolist() == [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
     assert palette()[255].tolist() == [*VOID]
+    plain = LabelMap(("background", "a"), ((0, 0), (1, 1)))
+    assert palette(plain)[0].tolist() == [0, 0, 0]
+    assert palette(plain)[1].tolist() == palette()[1].tolist()
 
 
 def test_overlays_labels_on_the_image():
