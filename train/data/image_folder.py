@@ -198,6 +198,9 @@ def _find_splits(
         f"no val/ or test/ in {root}: {len(test_rows):,} of {len(whole.paths):,} images are held "
         f"out for testing ({describe_hold_out(config)})"
     )
+    others = [name for name in folders.values() if train_name and name != train_name]
+    if others:
+        note += f"; {shorten(others)} beside {train_name} is not read: data.test_split"
     return names, whole.some(rows), whole.some(test_rows)._replace(skipped=Counter()), (note,)
 
 

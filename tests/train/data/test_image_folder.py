@@ -320,6 +320,15 @@ def test_one_more_image_moves_no_other(tmp_path):
     assert test_names(after) - {"-first.png"} == test_names(before)
 
 
+def test_tells_of_a_folder_beside_the_training_images(tmp_path):
+    for split in ("train", "eval"):
+        for name in ("cat", "dog"):
+            for i in range(3):
+                write_image(tmp_path / split / name / f"{i}.png", i)
+    assert load(tmp_path).notes[0].endswith("; eval beside train is not read: data.test_split")
+    assert len(load(tmp_path, test_split="eval").test["label"]) == 6
+
+
 def test_a_class_of_one_image_cannot_be_held_out(tmp_path):
     for name in ("cat/1", "cat/2", "dog/3"):
         write_image(tmp_path / f"{name}.png")
