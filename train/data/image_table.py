@@ -26,7 +26,10 @@ from train.data.records import Record
 from train.data.splits import SPLIT_NAMES, describe_hold_out, hold_out, refuse_folds
 from train.errors import UserError, shorten
 
-_FILE_COLUMNS = ("file", "file_name", "filename", "path", "image", "image_path", "img", "id")
+_FILE_COLUMNS = (
+    *("file", "file_name", "filename", "path", "file_path", "filepath"),
+    *("image", "image_path", "image_name", "img", "image_id", "id"),
+)
 _LABEL_COLUMNS = ("label", "labels", "class", "target", "category", "y")
 _BOOLEANS = {"0": 0.0, "1": 1.0, "false": 0.0, "true": 1.0, "no": 0.0, "yes": 1.0}
 _SEPARATORS = ("|", ";", ",", " ")
