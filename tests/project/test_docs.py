@@ -79,7 +79,6 @@ def test_the_python_of_a_document_runs_from_top_to_bottom(page, tmp_path, monkey
         write_folder(tmp_path / "models" / "mine", LLAMA, ml_dtypes.bfloat16)
         if importlib.util.find_spec("tokenizers"):
             write_tokenizer(tmp_path / "models" / "mine" / "tokenizer.json")
-        (tmp_path / "qa.csv").write_text("question,answer\nWhat is 2 + 2?,4.\n")
     if page.stem == "segmentation":  # the page reads the run that it trained
         monkeypatch.setattr(DeepLab, "build", vision_cases.small)
         vision_cases.write_shapes_run(tmp_path)

@@ -212,7 +212,7 @@ def _reopen_folder(
     check_classes(folder, run.task.dataset.outputs)
     check_secret(folder, before)
     changed = check_data(folder, run.config, data)
-    folder.resume(run.config)
+    folder.resume(run.config, run.steps)
     for line in filter(None, (begins_again, *changed)):
         log(line)
     if needs_secret(run.config) and not needs_secret(before):  # imported, not trained yet
@@ -379,7 +379,7 @@ class _Loop:
 
     def _next_batch(self) -> Any:
         """Return a batch, or None after the last step, a signal or a failure."""
-        if self.step == self._run.steps:
+        if self.step >= self._run.steps:
             return None
         ends_wait = self.interruption.ends_wait if self._is_alone else contextlib.nullcontext
         try:
@@ -393,7 +393,7 @@ class _Loop:
 
     def _end_step(self, progress: Progress, write: Callable[[dict[str, Any]], None]) -> bool:
         """Log, evaluate and save where it is due; return whether the loop stops here."""
-        config, is_last = self._run.config, self.step == self._run.steps
+        config, is_last = self._run.config, self.step >= self._run.steps
         is_logging = self.step % config.train.log_every == 0
         is_evaluating = self.step % self._eval_every == 0 or is_last
         if self._is_alone:

@@ -198,10 +198,11 @@ class RunFolder:
             for path in (self.classes, self.unreadable, self.config):
                 path.unlink(missing_ok=True)
 
-    def resume(self, config: Config) -> None:
+    def resume(self, config: Config, steps: int) -> None:
         """Check that the run here has this config, and update the fields that may change.
 
-        Before the first step of an imported run, these are all fields but the network's.
+        Before the first step of an imported run, these are all fields but the network's. A run
+        cannot have fewer ``steps`` than were saved.
         """
         different = changed_fields(self.read_config(), config)
         if self.saved_steps == [0]:
@@ -211,6 +212,11 @@ class RunFolder:
             raise UserError(
                 f"{self.path} holds a run with another config ({fields}): resume it with "
                 f"`fnet train {quote(self.config)} --resume`, or choose another folder with --out"
+            )
+        if (saved := max(self.saved_steps, default=0)) > steps:
+            raise UserError(
+                f"train.steps: {steps:,}, but {self.path} was saved after step {saved:,}; raise "
+                "train.steps or train.epochs, or choose another folder with --out"
             )
         self.write_config(config)
 

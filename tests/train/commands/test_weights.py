@@ -132,13 +132,13 @@ def test_training_from_imported_weights_equals_training_from_the_same_initial_va
     # Before its first step, all but the network may change.
     folder = RunFolder(place / "new")
     other = dataclasses.replace(config, optim=Optim(name="adamw", learning_rate=0.003))
-    folder.resume(other)
+    folder.resume(other, 1)
     assert folder.read_config() == other
     other = dataclasses.replace(config, model=dataclasses.replace(config.model, first_stride=2))
     if config.model.first_stride != 2:
         with pytest.raises(UserError, match=r"model.first_stride is 1 there and 2 here"):
-            folder.resume(other)
-    folder.resume(config)
+            folder.resume(other, 1)
+    folder.resume(config, 1)
     fnet_command("train", "new", "--resume")
     chex.assert_trees_all_equal(
         checkpoint_of(RunFolder(place / "new")), checkpoint_of(RunFolder(trained))

@@ -207,7 +207,7 @@ def test_reports_are_overwritten_and_folders_created(make, tmp_path, monkeypatch
 def test_a_run_can_be_reported_and_resumed(make):
     folder = make("a")
     written(folder)
-    folder.resume(folder.read_config())
+    folder.resume(folder.read_config(), 1)
 
 
 def test_the_command_reports_runs_and_refuses_folders_without_one(workplace, make, capsys):

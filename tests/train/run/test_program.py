@@ -449,3 +449,14 @@ def test_resuming_a_finished_run_of_an_earlier_version_prints_its_results_and_ch
     again = json.loads((finished_run / "summary.json").read_text())
     for name in ("seconds", "examples_per_second", "peak_bytes_seen"):
         assert again[name] == summary[name] is not None
+
+
+@pytest.mark.parametrize("fewer", [("--train.steps", 7), ("--train.epochs", 0.01)])
+def test_a_run_cannot_have_fewer_steps_than_were_saved(finished_run, fewer, capsys):
+    before = (finished_run / "config.json").read_text(), metrics_of(finished_run)
+    if fewer[0] == "--train.epochs":
+        fewer = *fewer, "--train.steps", None
+    assert exit_code("train", "finished_run", "--resume", *fewer) == 2
+    assert_one_line_error(capsys, "but finished_run was saved after step 8; raise train.steps or")
+    assert before == ((finished_run / "config.json").read_text(), metrics_of(finished_run))
+

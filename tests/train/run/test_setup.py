@@ -107,13 +107,13 @@ def test_resuming_can_change_how_files_are_read_but_not_the_images(tmp_path):
     folder.write_config(config)
     data = dataclasses.replace(config.data, workers=2, cache=True, max_bad_fraction=0.1)
     other = dataclasses.replace(config, data=data)
-    folder.resume(other)
+    folder.resume(other, 1)
     assert folder.read_config() == other
     cropped = dataclasses.replace(config, data=dataclasses.replace(data, crop="padded"))
     with pytest.raises(
         UserError, match=r"another config \(data.crop is center there and padded here\)"
     ):
-        folder.resume(cropped)
+        folder.resume(cropped, 1)
     assert folder.read_config() == other
 
 
