@@ -459,4 +459,3 @@ def test_a_run_cannot_have_fewer_steps_than_were_saved(finished_run, fewer, caps
     assert exit_code("train", "finished_run", "--resume", *fewer) == 2
     assert_one_line_error(capsys, "but finished_run was saved after step 8; raise train.steps or")
     assert before == ((finished_run / "config.json").read_text(), metrics_of(finished_run))
-
