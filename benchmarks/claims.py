@@ -6,6 +6,7 @@ import decimal
 import json
 import math
 import operator
+import platform
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import metadata
@@ -202,7 +203,7 @@ def write(
     """Write what `publish` writes, without printing it."""
     report = {
         "claims": [c.as_json() for c in claims],
-        "versions": installed("fnet-jax", *packages),
+        "versions": installed("fnet-jax", *packages) | {"python": platform.python_version()},
         "missing": list(missing),
         "data": dict(data or {}),
     }

@@ -163,7 +163,7 @@ def test_publish_writes_claims_with_installed_versions(tmp_path, capsys):
     args = argparse.Namespace(json=str(tmp_path / "x.json"))
     claims.publish([Claim("memory", "flax", 0.5, "<= 0.39")], args, "jax", "no-such-package")
     saved = json.loads((tmp_path / "x.json").read_text())
-    assert set(saved["versions"]) == {"fnet-jax", "jax"}
+    assert set(saved["versions"]) == {"fnet-jax", "jax", "python"}
     assert saved["claims"][0]["met"] is False
     printed = capsys.readouterr().out
     assert "- 0.5 (<= 0.39: not met) memory; baseline: flax\n" in printed

@@ -23,6 +23,8 @@ SHOWN = {
         "resnet50_step": 6,
     },
     "memory.md": {
+        "accumulation": 7,
+        "attention": 4,
         "linear_cross_entropy": 3,
         "linear_cross_entropy_h100": 2,
         "budgets": 11,
