@@ -24,12 +24,14 @@ CASES = {
     "without a bias": {"bias": False, "causal": True},
     "window, rotary": {"window": 3, "rotary": 100.0},
     "all together": {"causal": True, "groups": 2, "window": 4, "rotary": 50.0, "chunk": 3},
+    "output gate": {"groups": 2, "output_gate": True},
 }
 CAUSAL = {
     "plain": {},
     "window of one": {"window": 1, "rotary": 100.0},
     "window, grouped, rotary": {"window": 5, "groups": 1, "rotary": 100.0},
     "window longer than all": {"window": 40},
+    "output gate": {"groups": 2, "output_gate": True, "fused": False},
 }
 
 
@@ -37,12 +39,17 @@ def inputs(dtype=np.float32, t=T, seed=0):
     return jnp.asarray(np.random.default_rng(seed).normal(size=(B, t, WIDTH)), dtype)
 
 
-def plain(p, x, *, groups=HEADS, causal=False, window=None, rotary=None, mask=None, **_):
+def plain(
+    p, x, *, groups=HEADS, causal=False, window=None, rotary=None, mask=None, output_gate=False, **_
+):
     """The formula with all scores, in the dtype of ``x``."""
     dense = lambda p, x: x @ p["kernel"] + jnp.asarray(p.get("bias", 0.0)).reshape(1, 1, -1)  # noqa: E731
     head = WIDTH // HEADS
-    z = dense(p["query_key_value"], x).reshape(*x.shape[:2], HEADS + 2 * groups, head)
-    q, k, v = z[:, :, :HEADS], z[:, :, HEADS : HEADS + groups], z[:, :, HEADS + groups :]
+    own = 2 * HEADS if output_gate else HEADS
+    z = dense(p["query_key_value"], x).reshape(*x.shape[:2], own + 2 * groups, head)
+    q, k, v = z[:, :, :own], z[:, :, own : own + groups], z[:, :, own + groups :]
+    if output_gate:
+        q, gate = q[:, :, ::2], q[:, :, 1::2]
     at = np.arange(x.shape[1])
     if rotary:
         q, k = (turned(a, jnp.asarray(at), rotary) for a in (q, k))
@@ -53,6 +60,8 @@ def plain(p, x, *, groups=HEADS, causal=False, window=None, rotary=None, mask=No
     scores = jnp.einsum("bthd,bshd->bhts", q, k) / head**0.5
     weights = jnp.where(seen, jnp.exp(scores - scores.max(-1, keepdims=True)), 0)
     y = jnp.einsum("bhts,bshd->bthd", weights / weights.sum(-1, keepdims=True), v)
+    if output_gate:
+        y = y * jax.nn.sigmoid(gate)
     return dense(p["output"], y.reshape(x.shape))
 
 
