@@ -245,11 +245,52 @@ class _Window(NamedTuple):
 
 def _depthwise(x: Array, kernel: Array, window: _Window) -> Array:
     """Convolve each channel of [N, H, W, C] with its kernel, [rows, columns, 1, 1, 1, C]."""
+    if max(window.spacing) > 1 and window.strides == window.dilation == (1, 1):
+        return _depthwise_of_spaced(x, kernel.astype(jnp.float32), window)
     x = window.pad(x)
     elements = itertools.product(*map(range, kernel.shape[:2]))
     kernel = kernel.astype(jnp.float32)
     terms = [x[:, window.along(0, i), window.along(1, j)] * kernel[i, j] for i, j in elements]
     return functools.reduce(jnp.add, terms)
+
+
+def _depthwise_of_spaced(x: Array, kernel: Array, window: _Window) -> Array:
+    """Convolve images whose pixels are apart, as in the gradient of a strided convolution.
+
+    Outputs of one phase, such as even rows and columns, meet pixels with a part of the kernel. So
+    the spaces between pixels are not multiplied.
+    """
+
+    def phases(axis: int) -> list[tuple[range, int]]:
+        """Return the kernel elements of each phase, and the first pixel that they meet."""
+        padding, step = window.padding[axis][0], window.spacing[axis]
+        firsts = [(padding - phase) % step for phase in range(step)]
+        return [
+            (range(first, kernel.shape[axis], step), (phase + first - padding) // step)
+            for phase, first in enumerate(firsts)
+        ]
+
+    rows, columns = phases(0), phases(1)
+    height, width = (-(-n // step) for n, step in zip(window.size, window.spacing, strict=True))
+    pads = [
+        (
+            max(-min(start for _, start in met), 0),
+            max(max(start + len(elements) for elements, start in met) + length - 1 - n, 0),
+        )
+        for met, length, n in ((rows, height, x.shape[1]), (columns, width, x.shape[2]))
+    ]
+    x = jax.lax.optimization_barrier(jnp.pad(x, [(0, 0), *pads, (0, 0)]))
+
+    def phase(down: tuple[range, int], right: tuple[range, int]) -> Array:
+        total = jnp.zeros((x.shape[0], height, width, x.shape[3]), jnp.float32)
+        for (a, i), (b, j) in itertools.product(enumerate(down[0]), enumerate(right[0])):
+            top, left = pads[0][0] + down[1] + a, pads[1][0] + right[1] + b
+            total += x[:, top : top + height, left : left + width] * kernel[i, j]
+        return total
+
+    y = jnp.stack([jnp.stack([phase(r, c) for c in columns], 3) for r in rows], 2)
+    y = y.reshape(x.shape[0], height * len(rows), width * len(columns), x.shape[3])
+    return y[:, : window.size[0], : window.size[1]]
 
 
 def _depthwise_kernel_gradient(
