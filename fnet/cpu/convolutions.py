@@ -11,8 +11,9 @@ elements than the image has pixels, such as 3x3 on 2x2: XLA would swap both.
 
 The gradient by a 1x1 kernel is one product, too. XLA would transpose both arrays before.
 
-**Depthwise convolutions** become one fused sum of shifted images. XLA's take 10 to 80 times as
-long, and up to 27 times the memory of the images.
+**Depthwise convolutions** become one fused sum of shifted images; by the input of a strided one,
+one sum for each phase of the stride. XLA's take 10 to 80 times as long, and up to 27 times the
+memory of the images.
 
 **Grouped convolutions** become a loop over blocks of about 32 channels. A block is a convolution of
 one group, whose kernel has zeros between the groups, so an input that is not finite reaches the
