@@ -510,6 +510,11 @@ def _ministral3_rope(options: Options) -> dict[str, Any]:
     return {} if options.get("model_type") == "mistral" else _MINISTRAL3_ROPE
 
 
+def _ministral3_eps(options: Options) -> float:
+    default = 1e-6 if options.get("model_type") == "mistral" else 1e-5
+    return float(options.get("rms_norm_eps", default))
+
+
 def _position_scale(options: Options) -> Callable[[Array], Array] | None:
     """Factors of queries far from the start, as in Llama 4."""
     rope = options.get("rope_parameters", None) or options.get("rope_scaling", None)
@@ -649,7 +654,7 @@ _MINISTRAL3 = _LLAMA.like(
     "ministral3",
     "Ministral3ForCausalLM",
     head_dim=Option("head_dim", 128),
-    norm=rms_norm(Option("rms_norm_eps", 1e-5)),
+    norm=rms_norm(_ministral3_eps),
     **_SLIDING | {"window": Option("sliding_window", None)},
     query_scale=_position_scale,
     rope=Rope(
@@ -731,7 +736,7 @@ register(
     _LLAMA.like(
         "cwm",
         "CwmForCausalLM",
-        norm=rms_norm(),
+        norm=rms_norm(Option("rms_norm_eps", 1e-5)),
         window=Option("sliding_window", 8192),
         layer_types=lambda options: (
             options.get("layer_types", None)
@@ -804,7 +809,7 @@ register(
         mlp_bias=True,
         fused=True,
         qk_norm="head",
-        rope=Rope(25_000.0, partial=0.5),
+        rope=Rope(partial=0.5),
         ignored=("hidden_dropout",),
         supported={"qk_layernorm": (True,)},
     ),

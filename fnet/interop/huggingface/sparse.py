@@ -213,6 +213,7 @@ _MIXTRAL = _LLAMA.like(
         Option("intermediate_size"),
         router=Router(normalize=True),
     ),
+    rope=Rope(1_000_000.0),
     ignored=_IGNORED,
 )
 _QWEN3 = FAMILIES["qwen3"].like(
