@@ -427,3 +427,10 @@ def test_takes_the_flag_from_the_words_of_a_command(monkeypatch):
     assert limits.factor() == 2
     assert limits.take_flag(["train"]) == ["train"]
     assert limits.factor() == 1
+
+
+def test_a_large_file_may_unpack_to_eight_times_its_size():
+    most = limits.UNPACKED.most
+    limits.check_unpacked(8 * most, most, "a.parquet")
+    with pytest.raises(UserError, match=r"a\.parquet: the unpacked file has"):
+        limits.check_unpacked(8 * most + 1, most, "a.parquet")
