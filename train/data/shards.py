@@ -118,9 +118,13 @@ def _index(path: str, fields: Fields) -> Index:
     return found._replace(stat=file)
 
 
+# NumPy parses headers as Python, which Python 3.11 cannot do in several threads (CPython #106905).
+_HEADERS = threading.Lock()
+
+
 def _load_index(path: Path) -> Index | None:
     try:
-        with np.load(path, allow_pickle=False) as arrays:
+        with _HEADERS, np.load(path, allow_pickle=False) as arrays:
             texts = json.loads(str(arrays["texts"]))
             texts["classes"] = tuple(texts["classes"])
             return Index(arrays["places"], arrays["labels"], **texts)
