@@ -282,7 +282,8 @@ def _yolo(root: Path) -> _Read:
         objects = []
         if labels.is_file():  # an image without labels shows background alone
             objects = [*_yolo_objects(labels, names, width, height)]
-        images.append(_Image(split_of(path) or "", path, str(labels), height, width, objects))
+        split = split_of(os.path.dirname(path)) or ""
+        images.append(_Image(split, path, str(labels), height, width, objects))
     if images and not any(image.objects for image in images):
         raise UserError(
             f"data.format: none of {len(images):,} images has labels; those of {images[0].path} "

@@ -206,7 +206,11 @@ def _find_files(rows: list[Record], column: str, folder: Path) -> tuple[list[str
                 f"{shorten(listed) if listed else 'no images'}; data.images names the folder where "
                 "the paths begin"
             )
-    return files, notes
+    real = [os.path.realpath(folder / name) for name in files]
+    shortest: dict[str, str] = {}  # one name for a file that rows name differently
+    for path, name in zip(real, files, strict=True):
+        shortest[path] = min(shortest.get(path, name), name, key=lambda n: (len(n), n))
+    return [shortest[path] for path in real], notes
 
 
 def _check_repeated(config: ImageTable, table: _Table, target: np.ndarray) -> list[str]:
@@ -443,7 +447,15 @@ def _groups(config: ImageTable, table: _Table) -> list[str] | None:
         return None
     columns = [*table.rows[0].fields]
     column = choose("data.group", config.group, columns, config.path, "column")
-    return [str(row.get(column)) for row in table.rows]
+    groups = [str(row.get(column)) for row in table.rows]
+    known: dict[str, str] = {}
+    for file, group in zip(table.files, groups, strict=True):
+        if known.setdefault(file, group) != group:
+            raise UserError(
+                f"data.group: {file} has rows of {known[file]} and of {group} in the column "
+                f"{column} of {config.path}, so that no split keeps both apart; give one group"
+            )
+    return groups
 
 
 def _split_column(config: ImageTable, table: _Table) -> str | None:

@@ -186,6 +186,17 @@ def test_yolo(tmp_path):
     assert np.bincount(batch["mask"][0].ravel()).tolist() == [128, 116, 12]
 
 
+def test_the_split_of_an_image_of_yolo_is_that_of_its_folder(tmp_path):
+    (tmp_path / "classes.txt").write_text("car\n")
+    for split, name in (("train", "a"), ("train", "b_test_02"), ("val", "train_03")):
+        write_image(tmp_path / "images" / split / f"{name}.png", 0, (SIZE, SIZE))
+        labels = tmp_path / "labels" / split / f"{name}.txt"
+        labels.parent.mkdir(parents=True, exist_ok=True)
+        labels.write_text("0 0 0 0.5 0 0.5 1 0 1")
+    pairs = find_annotations(tmp_path, "yolo").pairs_by_split
+    assert {split: len(found) for split, found in pairs.items()} == {"train": 2, "val": 1}
+
+
 @pytest.mark.parametrize("format", ["coco", "labelme", "yolo"])
 def test_boxes_alone_are_refused(tmp_path, format):
     write_image(tmp_path / "images" / "a.png", 0, (SIZE, SIZE))

@@ -307,3 +307,25 @@ def test_groups_need_two(folder):
     assert error_message(hold_out, config, range(4), None, ["a"] * 4) == (
         "data.group: all examples are of the group a"
     )
+
+
+def test_rows_that_spell_a_path_differently_are_of_one_image(folder):
+    def spelled(i):
+        name = f"{i // 2:02}.png"
+        odd = (name, str(folder / "pics" / name), f"../pics/{name}")
+        return odd[0] if i % 2 == 0 else odd[1 + i // 2 % 2]
+
+    columns = {"filename": spelled, "label": lambda i: "ab"[i // 2 % 2]}
+    data = load(write(folder, columns))
+    names = [data.name(i) for i in range(N)]
+    train = len(data.train["label"])
+    assert set(names[:train]).isdisjoint(names[train:])
+    assert len({*names}) == N // 2
+    table = write(folder, columns | {"split": lambda i: ("train", "val")[i % 2]})
+    assert "is in train and in val" in error_message(load, table)
+
+
+def test_an_image_of_two_groups_is_refused(folder):
+    columns = {"filename": lambda i: f"{i // 2:02}.png", "label": lambda i: "ab"[i // 2 % 2]}
+    table = write(folder, columns | {"patient": lambda i: f"{'pq'[i % 2]}{i}"})
+    assert "00.png has rows of p0 and of q1" in error_message(load, table, group="patient")
