@@ -192,7 +192,8 @@ def _coco(root: Path) -> _Read:
             for image in content["images"]:
                 name = _locate(root, path, split, str(image["file_name"]))
                 own = objects.get(image["id"], [])
-                images.append(_Image(split, name, str(path), *sizes[image["id"]], own))
+                height, width = sizes[image["id"]]
+                images.append(_Image(split, name, str(path), height, width, own))
     return _Read(images, values)
 
 

@@ -183,7 +183,7 @@ def _find_files(rows: list[Record], column: str, folder: Path) -> tuple[list[str
     """
     files = [posixpath.normpath(str(row.get(column)).replace("\\", "/")) for row in rows]
     missing = [i for i, name in enumerate(files) if not os.path.isfile(folder / name)]
-    notes = []
+    notes: list[str] = []
     if missing:
         listed = list_images(folder).paths
         by_name, by_stem = {normalized(path): path for path in listed}, defaultdict(list)
@@ -196,8 +196,7 @@ def _find_files(rows: list[Record], column: str, folder: Path) -> tuple[list[str
                     f"data.file: {rows[i].place}: {files[i]} can be {shorten(stems)}; give its "
                     "extension"
                 )
-            path = by_name.get(normalized(files[i]), stems[0] if stems else None)
-            files[i] = path or files[i]
+            files[i] = by_name.get(normalized(files[i]), stems[0] if stems else files[i])
             if stems and not notes:
                 notes.append(f"{column} has names without extension, such as {rows[i].get(column)}")
         if not any(os.path.isfile(folder / name) for name in files):
