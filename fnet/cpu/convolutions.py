@@ -371,12 +371,8 @@ def _algorithm(eqn: JaxprEqn) -> Callable[[Array, Array], Array] | None:
     padding, dilation = tuple(p["padding"]), tuple(p["rhs_dilation"])
     strides, spacing = tuple(p["window_strides"]), tuple(p["lhs_dilation"])
     # The gradient by the kernel: channels are the batch, and images the features.
-    is_kernel_gradient = numbers.lhs_spec == numbers.rhs_spec == (
-        3,
-        0,
-        1,
-        2,
-    ) and numbers.out_spec == (2, 3, 0, 1)
+    specs = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
+    is_kernel_gradient = specs == ((3, 0, 1, 2), (3, 0, 1, 2), (2, 3, 0, 1))
     if is_kernel_gradient and out.shape[:2] == spacing == (1, 1):
         window = _Window(rhs.shape[1:3], padding, strides, dilation)
         return lambda x, cotangent: _overlaps_kernel_gradient(x, cotangent, window, (1, 1))

@@ -179,8 +179,8 @@ def _has_fused_experts(options: Options) -> bool:
 
 
 def _qwen_expert_names(options: Options) -> Names:
-    experts = _FUSED_EXPERTS if _has_fused_experts(options) else EXPERT_NAMES
-    return _QWEN_NAMES | EXPERT_NAMES | experts | SHARED_EXPERT_NAMES
+    names = _QWEN_NAMES | EXPERT_NAMES | SHARED_EXPERT_NAMES
+    return names | _FUSED_EXPERTS if _has_fused_experts(options) else names
 
 
 def _bamba_recurs(options: Options) -> list[bool]:
