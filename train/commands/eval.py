@@ -18,25 +18,26 @@ from train.data.tokenizer import Tokenizer, load_tokenizer
 from train.data.unreadable import UnreadableFiles
 from train.errors import UserError, writing
 from train.gradients.mean import Mean
+from train.output.curves import describe
 from train.output.progress import line_printer
 from train.output.rows import as_csv
 from train.output.tables import MISSING, Table, to_rich
 from train.run import examples
 from train.run.choices import load_questions, score_choices
 from train.run.class_names import check_classes, read_outputs
+from train.run.class_scores import class_scores, describe_undefined
 from train.run.evaluation import Evaluation
 from train.run.evaluation_files import evaluation_files
 from train.run.example_rows import example_rows
 from train.run.frozen import load_network
 from train.run.mesh import layout, make_cpu_devices
 from train.run.model_files import check_model, with_model_files
+from train.run.results import test_metrics
 from train.run.run_folder import RunFolder, as_json, atomic_write
 from train.run.same_data import compare_data, describe_data
 from train.run.setup import Setup, setup
 from train.tasks import images, kind_of, language, load
-from train.tasks.scores import accuracy_by_class, by_class, iou_by_class
 from train.tasks.segmentation import Views, make_measure
-from train.tasks.targets import label_scores
 
 _PLACE = ("split", "path")
 """Options that name other test examples."""
@@ -116,8 +117,8 @@ def evaluate_run(folder: RunFolder, options: EvalArguments, console: Console) ->
         content = {
             "step": network.step,
             "options": dataclasses.asdict(options),
-            "metrics": {f"test/{name}": value for name, value in evaluation.metrics.items()},
-            "classes": _class_scores(run, evaluation),
+            "metrics": test_metrics(evaluation.metrics),
+            "classes": class_scores(run, evaluation),
             "description": files.description,
             "unreadable_files": unreadable.count,
             "data_changed": changed,
@@ -231,13 +232,15 @@ def print_scores(run: Setup, evaluation: Evaluation, console: Console) -> None:
     With more than 40 classes, only those with the lowest scores are printed.
     """
     log = line_printer(console)
-    for name, value in evaluation.metrics.items():
-        log(f"test/{name} {value:.6g}")
-    scores = _class_scores(run, evaluation)
+    for name, value in test_metrics(evaluation.metrics).items():
+        log(f"{name} undefined" if value is None else f"{name} {value:.6g}")
+    for line in describe_undefined(run, evaluation):
+        log(line)
+    scores = class_scores(run, evaluation)
     if not scores:
         return
     _, unit, score, *_ = scores[0]
-    title = {"iou": "IoU"}.get(score, score)
+    title, _ = describe(score)
     if len(scores) > _MAX_CLASSES:
         defined = [c for c in scores if c[score] is not None]
         lowest = sorted(defined, key=lambda c: c[score])[:_MAX_CLASSES]
@@ -289,30 +292,3 @@ def given_options(options: EvalArguments) -> dict[str, Any]:
 
 def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
-
-
-def _class_scores(run: Setup, evaluation: Evaluation) -> list[dict[str, Any]]:
-    """Return name, number of examples or pixels, and scores of each class or label, if any."""
-    dataset, confusion = run.task.dataset, evaluation.confusion
-    values: dict[str, np.ndarray]
-    if run.config.data.targets == "labels":
-        there = evaluation.examples["weight"] != 0
-        label = dataset.test["label"][there]
-        values = label_scores(evaluation.examples["outputs"][there], label)
-        unit, count = "examples", label.sum(0)
-    elif confusion is None:
-        return []
-    elif _is_segmentation(run):
-        unit, count, values = "pixels", confusion.sum(1), {"iou": iou_by_class(confusion)}
-    else:
-        values = {"accuracy": accuracy_by_class(confusion)} | by_class(confusion)
-        unit, count = "examples", confusion.sum(1)
-    return [
-        {"name": name, unit: int(count[i])}
-        | {key: None if np.isnan(value[i]) else float(value[i]) for key, value in values.items()}
-        for i, name in enumerate(dataset.classes)
-    ]
-
-
-def _is_segmentation(run: Setup) -> bool:
-    return kind_of(run.config).predicts == "masks"

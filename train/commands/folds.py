@@ -25,6 +25,7 @@ def train_folds(config: Config, folds: int, out: Path, *, resume: bool, console:
 
     Writes folds.json with mean, standard deviation and values of each test metric, evaluation.csv
     with the rows of all test images, each from the run that was not trained on it, and report.html.
+    A value that is undefined is null, and no part of the mean.
     """
     folders = [RunFolder(out / f"fold_{fold}") for fold in range(1, folds + 1)]
     for fold, folder in enumerate(folders, 1):
@@ -40,12 +41,17 @@ def train_folds(config: Config, folds: int, out: Path, *, resume: bool, console:
         return  # a run was interrupted, and has said how it goes on
     by_fold = [json.loads(folder.summary.read_bytes())["metrics"] for folder in folders]
     metrics: dict[str, dict[str, Any]] = {}
-    for name in by_fold[0]:
-        values = [fold[name] for fold in by_fold if name in fold]
-        std = float(np.std(values, ddof=1))
-        metrics[name] = {"mean": float(np.mean(values)), "std": std, "values": values}
+    for name in dict.fromkeys(name for fold in by_fold for name in fold):
+        values = [fold.get(name) for fold in by_fold]
+        defined = [value for value in values if value is not None]
+        mean = float(np.mean(defined)) if defined else None
+        std = float(np.std(defined, ddof=1)) if len(defined) > 1 else None
+        metrics[name] = {"mean": mean, "std": std, "values": values}
         title = describe(name.removeprefix("test/"))[0]
-        log(f"test {title} {number(metrics[name]['mean'])} +- {number(std)} over {folds} folds")
+        text = " +- ".join(number(x) for x in (mean, std) if x is not None) or "undefined"
+        missing = folds - len(defined)
+        others = f"; it is undefined in the other {missing}" if 0 < missing < folds else ""
+        log(f"test {title} {text} over {len(defined) or folds} folds{others}")
     atomic_write(out / "folds.json", as_json({"folds": folds, "metrics": metrics}))
     rows = [
         {"fold": fold} | row

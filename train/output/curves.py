@@ -52,6 +52,8 @@ _KNOWN = {
     "loss": ("loss", _SCORE),
     "accuracy": ("accuracy", _SHARE),
     "mean_iou": ("mean IoU", _SHARE),
+    "iou": ("IoU", _SHARE),
+    "f1": ("F1", _SHARE),
     "pixel_accuracy": ("pixel accuracy", _SHARE),
     "class_accuracy": ("class accuracy", _SHARE),
     "top5": ("top-5 accuracy", _SHARE),

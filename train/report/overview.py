@@ -55,7 +55,7 @@ def figures_of(run: Run, index: int, metrics: Sequence[Metric]) -> dict[str, Cel
     if not figures and run.summary:  # metrics.jsonl may be gone
         for name, value in run.summary.metrics.items():
             title, scale = describe(name.removeprefix("test/"))
-            figures[f"test {title}"] = Cell(scale.text(value))
+            figures[f"test {title}"] = Cell("undefined" if value is None else scale.text(value))
     if (loss := run.last("train/loss")) is not None:
         figures["train loss"] = Cell(number(loss))
     if (loss := run.last(f"{NOT_PRIVATE}/loss")) is not None:

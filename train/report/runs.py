@@ -45,7 +45,7 @@ class Summary(Stored):
 
     steps: Count
     seconds: FiniteFloat
-    metrics: dict[str, float] = Field({})
+    metrics: dict[str, float | None] = Field({})
     noise_scale: float | None = None
     ended_early: bool = False
     input_wait_reason: str | None = None
@@ -73,7 +73,7 @@ class Evaluation(Stored):
 
     step: Count
     description: str = ""
-    metrics: dict[str, float] = Field({})
+    metrics: dict[str, float | None] = Field({})
     classes: tuple[ClassScore, ...] = ()
 
 

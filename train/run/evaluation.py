@@ -30,18 +30,18 @@ class Trained(Protocol):
 
 
 _KEPT_OUTPUTS = 2**22
-"""Largest number of outputs of all test examples that are kept, 16 MiB."""
+"""Largest number of probabilities of classes of all test examples that are kept, 16 MiB."""
 
 
 class Evaluation(NamedTuple):
     """Means of metrics over all test examples, and what is known of each.
 
     Attributes:
-      metrics: {name: mean}.
+      metrics: {name: mean}; NaN if it is undefined.
       confusion: counts of examples or pixels [true, predicted]; None without classes.
       examples: Arrays with a row per test example: its metrics, ``weight``, ``prediction`` and
-        ``probability`` if it has one label, and what `BatchMetrics.examples` names. ``outputs`` are
-        missing if they are more than 16 MiB.
+        ``probability`` if it has one label, and what `BatchMetrics.examples` names. ``outputs`` of
+        classes are missing if they are more than 16 MiB.
     """
 
     metrics: dict[str, float]
@@ -118,7 +118,7 @@ class Evaluator:
         kept = {
             name
             for name, a in measured.examples.items()
-            if name != "outputs" or rows * a.shape[-1] <= _KEPT_OUTPUTS
+            if name != "outputs" or not measured.confusion or rows * a.shape[-1] <= _KEPT_OUTPUTS
         }
         self._scores = task.scores
         self._counts_per_batch = measured.confusion[0].size if measured.confusion else 0
@@ -178,16 +178,12 @@ class Evaluator:
         counted, rows = ({k: a[is_real] for k, a in arrays.items()} for arrays in (examples, test))
         return Evaluation(metrics | self._scores(counted, rows, confusion), confusion, examples)
 
-    @property
-    def metric_names(self) -> list[str]:
-        """Names of the metrics of an evaluation, found on examples of zeros."""
-        rows = {name: a[:2] for name, a in self._dataset.test.items()}
-        n = num_examples(rows)
+    def trial(self) -> dict[str, float]:
+        """Return metrics of outputs of zeros: all names, and NaN where the labels define none."""
+        test, n = self._dataset.test, num_examples(self._dataset.test)
         examples = {name: np.zeros((n, *a.shape[1:]), a.dtype) for name, a in self._kept.items()}
-        confusion = self._zeros[1]
-        with np.errstate(all="ignore"):
-            scores = self._scores(examples, rows, confusion)
-        return [*(name for name in self._zeros[0] if name != "weight"), *scores]
+        scores = self._scores(examples, test, np.eye(len(self._dataset.classes), dtype=int))
+        return {name: 0.0 for name in self._zeros[0] if name != "weight"} | scores
 
     def predict(self, trained: Trained, max_examples: int) -> Iterator[PredictedBatch]:
         """Yield predictions for test examples at regular intervals.

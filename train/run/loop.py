@@ -186,7 +186,8 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
 
 def tested(line: Mapping[str, Any]) -> dict[str, float]:
     """Return the test metrics of a line of metrics.jsonl, by their names in an evaluation."""
-    return {k.removeprefix("test/"): v for k, v in line.items() if k.startswith("test/")}
+    values = {k.removeprefix("test/"): v for k, v in line.items() if k.startswith("test/")}
+    return {name: math.nan if value is None else value for name, value in values.items()}
 
 
 def _create_folder(

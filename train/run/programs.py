@@ -8,6 +8,7 @@ from rich.console import Console
 
 from fnet import TrainState, memory
 from train.data.unreadable import UnreadableFiles
+from train.errors import UserError
 from train.output.memory_tables import describe_candidate
 from train.output.progress import compiling, line_printer
 from train.run.checkpoints import compile_checksums
@@ -47,14 +48,18 @@ def compile_programs(
     """Compile the programs of a run, which begins with pretrained weights if they are given.
 
     Raises:
-      UserError: for a metric that the evaluation has not, a budget that nothing fits, or a policy
-        that this device does not support.
+      UserError: for a metric that the evaluation has not or that is undefined, a budget that
+        nothing fits, or a policy that this device does not support.
       DonationError: if the step would not update the state in place.
     """
     with compiling(console) as show:
         # A wrong name costs a trace, not a compilation.
-        names = run.evaluation(unreadable, run.devices).metric_names
-        score_of(dict.fromkeys(names, 0.0), best_metric(run.config))
+        metric = best_metric(run.config)
+        if score_of(run.evaluation(unreadable, run.devices).trial(), metric) is None:
+            raise UserError(
+                f"checkpoint.metric: {metric} is undefined on these test examples, whose labels do "
+                "not differ; give another metric, or other splits"
+            )
         planned = compile_step(run, progress=lambda *c: show(describe_candidate(*c)))
         evaluate = run.evaluation(unreadable, _evaluation_batch_size(run, planned))
         compile_checksums(without_frozen(run.state_shapes))

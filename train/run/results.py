@@ -1,6 +1,7 @@
 """Printed before a run's first step, and printed and written after its last one."""
 
 import json
+import math
 import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +28,7 @@ from train.run import examples
 from train.run.attribution import TrainingRows, columns_of, write_losses
 from train.run.audit import audit
 from train.run.audit import describe as describe_audit
+from train.run.class_scores import describe_undefined
 from train.run.evaluation import Evaluation
 from train.run.example_rows import example_rows
 from train.run.planning import reserve
@@ -138,7 +140,7 @@ def write_results(
     results = {"audit": audited._asdict() if audited else None} | measured
     summary = _summary(run, read_metrics(folder.metrics), programs, evaluation) | results
     atomic_write(folder.summary, as_json(summary))
-    for text in describe_results(run, summary):
+    for text in [*describe_results(run, summary), *describe_undefined(run, evaluation)]:
         log(text)
     if run.privacy:
         log(f"privacy: {run.privacy.describe(run.steps)}")
@@ -151,9 +153,12 @@ def write_results(
         raise TrainingError(f"test loss is {loss} after the last step: the network is of no use")
 
 
-def test_metrics(metrics: dict[str, float]) -> dict[str, float]:
-    """Return the metrics of an evaluation by their names in metrics.jsonl."""
-    return {f"test/{name}": value for name, value in metrics.items()}
+def test_metrics(metrics: dict[str, float]) -> dict[str, float | None]:
+    """Return the metrics of an evaluation by their names in metrics.jsonl; None if undefined."""
+    return {
+        f"test/{name}": None if math.isnan(value) and name != "loss" else value
+        for name, value in metrics.items()
+    }
 
 
 def unreadable_name(run: Setup) -> str:
@@ -249,11 +254,12 @@ def what_next(run: Setup, folder: RunFolder, written: Sequence[Path]) -> list[st
     return lines
 
 
-def describe_metrics(metrics: Mapping[str, float]) -> str:
+def describe_metrics(metrics: Mapping[str, float | None]) -> str:
     """Write metrics with their names: ``test accuracy 0.9972, test loss 0.006642``."""
 
     def name(key: str) -> str:
         part, _, metric = key.partition("/")
         return f"{part} {describe(metric)[0]}"
 
-    return ", ".join(f"{name(key)} {number(value)}" for key, value in metrics.items())
+    texts = {key: "undefined" if v is None else number(v) for key, v in metrics.items()}
+    return ", ".join(f"{name(key)} {text}" for key, text in texts.items())

@@ -57,8 +57,8 @@ def tracking(config: Config, folder: Path, start: int) -> Iterator[Tracker]:
         if config.tracking.wandb and jax.process_index() == 0:
             trackers.append(stack.enter_context(_wandb(config, folder)))
 
-        def log_all(step: int, line: Mapping[str, float]) -> None:
-            numbers = {k: v for k, v in line.items() if k != "step"}
+        def log_all(step: int, line: Mapping[str, Any]) -> None:
+            numbers = {k: v for k, v in line.items() if k != "step" and v is not None}
             for tracker in trackers:
                 tracker.log(step, numbers)
 

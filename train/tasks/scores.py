@@ -24,7 +24,7 @@ def iou_by_class(confusion: np.ndarray) -> np.ndarray:
 
 
 def pixel_scores(confusion: np.ndarray) -> dict[str, float]:
-    """Return the scores of a segmentation in [0, 1]; 0 without pixels.
+    """Return the scores of a segmentation in [0, 1]; NaN without pixels.
 
     Returns:
       ``mean_iou``: mean over classes that are there or predicted; ``pixel_accuracy``: fraction of
@@ -32,7 +32,7 @@ def pixel_scores(confusion: np.ndarray) -> dict[str, float]:
     """
     return {
         "mean_iou": mean(iou_by_class(confusion)),
-        "pixel_accuracy": float(np.trace(confusion) / max(confusion.sum(), 1)),
+        "pixel_accuracy": float(np.trace(confusion) / (confusion.sum() or np.nan)),
         "class_accuracy": mean(accuracy_by_class(confusion)),
     }
 
@@ -46,17 +46,14 @@ def by_class(confusion: np.ndarray) -> dict[str, np.ndarray]:
 def precision_recall_f1(
     both: np.ndarray, predicted: np.ndarray, there: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return precision, recall and F1 of each class; NaN for a class without examples.
+    """Return precision, recall and F1 of each class, as scikit-learn; NaN where undefined.
 
     ``both`` counts the examples of a class that are predicted as it. The precision of a class that
-    is never predicted is 0, as in scikit-learn.
+    is never predicted is 0 if it is there. Without examples a class has no recall, and unless it is
+    predicted neither precision nor F1; both are 0 if it is.
     """
-    precision = np.where(there > 0, both / np.maximum(predicted, 1), np.nan)
-    return (
-        precision,
-        _divide(both, there),
-        np.where(there > 0, 2 * both / np.maximum(predicted + there, 1), np.nan),
-    )
+    precision = np.where(predicted + there > 0, both / np.maximum(predicted, 1), np.nan)
+    return precision, _divide(both, there), _divide(2 * both, predicted + there)
 
 
 def auc(outputs: np.ndarray, is_class: np.ndarray) -> np.ndarray:
@@ -88,6 +85,6 @@ def _divide(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def mean(values: np.ndarray) -> float:
-    """Return the mean of the values that are no NaN; 0 without any."""
+    """Return the mean of the values that are defined, which are no NaN; NaN without any."""
     defined = values[~np.isnan(values)]
-    return float(defined.mean()) if defined.size else 0.0
+    return float(defined.mean()) if defined.size else np.nan

@@ -9,6 +9,7 @@ import pytest
 from image_cases import write_image
 from program_cases import assert_one_line_error, exit_code, fnet_command, metrics_of
 
+from train.output.curves import describe
 from train.predictor import Predictor
 from train.run import programs
 from train.run.frozen import load_network
@@ -123,6 +124,57 @@ def test_numbers_keep_their_meaning_when_the_table_grows(workplace, capsys):
     capsys.readouterr()
     assert exit_code("train", "r", "--resume", "--train.steps", 6) == 2
     assert_one_line_error(capsys, "restore the table, or start a new run")
+
+
+def test_undefined_scores_are_said_and_are_no_zeros(workplace, capsys):
+    """No test image is a, and all have the same number."""
+    lines = ["file,label,red,late,loss,split"]
+    for i in range(N):
+        split, label = ("val", "b") if i > 15 else ("train", "ab"[i % 2])
+        lines.append(f"{i:02}.png,{label},{i % 2},{int(i < 8)},{100 + i % 16 * (i < 16)},{split}")
+    (workplace / "labels.csv").write_text("\n".join(lines) + "\n")
+    said = "undefined on these test examples, and left out of means: "
+    for kind, undefined, line in (
+        ("class", {"auc"}, "recall, AUC of a; AUC of b; AUC\n"),
+        ("labels", set(), "precision, recall, F1, AUC of late\n"),
+        ("numbers", {"r2"}, "R2\n"),
+    ):
+        fnet_command("train", "recipe.py", "--out", kind, *TARGETS[kind])
+        output = capsys.readouterr().out
+        assert output.count(said) == 1
+        assert f"{said}{line}" in output
+        folder = workplace / kind
+        summary = json.loads((folder / "summary.json").read_bytes())["metrics"]
+        assert {k for k, v in summary.items() if v is None} == {f"test/{k}" for k in undefined}
+        fnet_command("eval", kind)
+        assert f"{said}{line}" in capsys.readouterr().out
+        evaluation = json.loads((folder / "evaluation.json").read_bytes())
+        assert evaluation["metrics"].keys() == summary.keys()
+        assert {k for k, v in evaluation["metrics"].items() if v is None} == {
+            f"test/{k}" for k in undefined
+        }
+        fnet_command("report", kind)
+        page = (folder / "report.html").read_text()
+        assert all(f"{describe(name)[0]} undefined" in page for name in undefined)
+        for name in undefined:
+            named = ("--checkpoint.metric", name, "--out", "x")
+            assert exit_code("train", "recipe.py", *TARGETS[kind], *named) == 2
+            assert_one_line_error(capsys, f"checkpoint.metric: {name} is undefined")
+
+
+def test_folds_without_a_class_leave_undefined_scores_out(workplace, capsys):
+    """The label is that of two images, which are in two folds."""
+    lines = [f"{i:02}.png,{int(i in (3, 4))}" for i in range(N)]
+    (workplace / "labels.csv").write_text("\n".join(["file,late", *lines]) + "\n")
+    fnet_command(
+        *("train", "recipe.py", "--folds", 3, "--out", "f"),
+        *("--data.targets", "labels", "--data.label", "late"),
+    )
+    assert "over 2 folds; it is undefined in the other 1\n" in capsys.readouterr().out
+    auc = json.loads((workplace / "f" / "folds.json").read_bytes())["metrics"]["test/auc"]
+    assert auc["values"].count(None) == 1
+    defined = [value for value in auc["values"] if value is not None]
+    assert (auc["mean"], auc["std"]) == pytest.approx((np.mean(defined), np.std(defined, ddof=1)))
 
 
 def test_folds_are_reported_together(workplace, capsys):

@@ -33,7 +33,56 @@ def test_precision_recall_and_f1(generator):
 def test_a_class_that_is_never_predicted_has_precision_0_and_one_that_is_not_there_none():
     by_class = scores.by_class(np.array([[2, 0, 1], [3, 0, 0], [0, 0, 0]]))
     assert (by_class["precision"][1], by_class["f1"][1]) == (0, 0)
+    assert (by_class["precision"][2], by_class["f1"][2]) == (0, 0)  # it was predicted
+    assert np.isnan(by_class["recall"][2])
+    by_class = scores.by_class(np.array([[2, 1, 0], [3, 0, 0], [0, 0, 0]]))
     assert np.isnan([values[2] for values in by_class.values()]).all()
+
+
+@pytest.mark.filterwarnings("ignore::sklearn.exceptions.UndefinedMetricWarning")
+@pytest.mark.filterwarnings("ignore:y_pred contains classes not in y_true", "ignore:A single label")
+def test_scores_of_few_examples_are_those_of_scikit_learn():
+    """Classes, labels and differences of numbers are often missing among five examples."""
+    undefined = 0
+    for seed in range(60):
+        generator = np.random.default_rng(seed)
+        n, k = int(generator.integers(1, 6)), int(generator.integers(2, 5))
+        label = generator.integers(0, k, n)
+        outputs = generator.random((n, k)).round(1) + 1e-3
+        outputs /= outputs.sum(1, keepdims=True)
+        predicted = outputs.argmax(1)
+        confusion = metrics.confusion_matrix(label, predicted, labels=range(k))
+        examples = {
+            "outputs": outputs,
+            "prediction": predicted,
+            "probability": outputs.max(1).astype(np.float32),
+        }
+        found = OneClass(dataset()).scores(examples, label, confusion)
+        assert found["macro_recall"] == pytest.approx(
+            metrics.balanced_accuracy_score(label, predicted)
+        )
+        kind = {"average": "macro", "zero_division": 0}
+        assert found["macro_f1"] == pytest.approx(metrics.f1_score(label, predicted, **kind))
+        precision = metrics.precision_score(label, predicted, **kind)
+        assert found["macro_precision"] == pytest.approx(precision)
+        expected = [metrics.roc_auc_score(label == i, outputs[:, i]) for i in range(k)]
+        one_hot = np.eye(k)[label]
+        by_label = label_scores(outputs, one_hot)
+        np.testing.assert_allclose(by_label["auc"], expected)
+        if np.isnan(expected).all():
+            undefined += 1
+            assert np.isnan(found["auc"])
+        else:
+            assert found["auc"] == pytest.approx(np.nanmean(expected))
+        iou = metrics.jaccard_score(label, predicted, average="macro", zero_division=0)
+        assert scores.pixel_scores(confusion)["mean_iou"] == pytest.approx(iou)
+        numbers = generator.integers(0, 2, (n, 1)).astype(float)
+        r2 = number_scores(outputs[:, :1], numbers)["r2"][0]
+        if np.ptp(numbers):
+            assert r2 == pytest.approx(metrics.r2_score(numbers, outputs[:, :1]))
+        else:
+            assert np.isnan(r2)
+    assert undefined > 5
 
 
 def test_auc_with_ties(generator):
