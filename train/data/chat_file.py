@@ -17,7 +17,7 @@ from train.config import Config
 from train.config.section import Count, Seed
 from train.data import Arrays, Dataset, records
 from train.data.chat import DATA_DATE, ROLES, ChatTemplate, load_template
-from train.data.columns import number_users
+from train.data.columns import is_missing, normalized, number_users
 from train.data.packing import gather, pack
 from train.data.placeholder import Placeholder, zero_tokens
 from train.data.records import Record
@@ -301,6 +301,16 @@ def load_unlabeled(config: ChatFile, path: str) -> tuple[list[str], Arrays, list
     return places, {name: batch[name] for name in ("tokens", "length")}, notes
 
 
+def _name(record: Record, column: str) -> str:
+    """Return the name of a class or of a user; space around it does not count."""
+    value = record.get(column)
+    if is_missing(value) or (isinstance(value, str) and not value.strip()):
+        raise UserError(f"{record.where}: {column} is {value!r}, which stands for none")
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        raise UserError(f"{record.where}: {column} must be a text or an integer, got {value!r}")
+    return normalized(str(value).strip())
+
+
 def _labels(documents: list[Document], classes: tuple[str, ...]) -> np.ndarray:
     """Return the number of each document's class.
 
@@ -566,20 +576,10 @@ class Reader:
             raise UserError(f"{record.where}: {error}") from error
         label = None if self._config.label is None else ""
         if self._config.label is not None and self._labeled:
-            label = record.get(self._config.label)
-        if isinstance(label, bool) or not isinstance(label, str | int | None):
-            raise UserError(
-                f"{record.where}: {self._config.label} must be a text or an integer, got {label!r}"
-            )
-        label = None if label is None else str(label)
+            label = _name(record, self._config.label)
         if self._config.loss_on == "all":
             texts = [(text, [range(len(text))]) for text, _ in texts]
-        user = None if self._config.user is None else record.get(self._config.user)
-        if not isinstance(user, str | int | None):
-            raise UserError(
-                f"{record.where}: {self._config.user} must be a text or an integer, got {user!r}"
-            )
-        user = None if user is None else str(user)
+        user = None if self._config.user is None else _name(record, self._config.user)
         return [_Text(text, learned, record.where, user, label) for text, learned in texts]
 
     def _plain(self, record: Record) -> tuple[str, list[range]]:

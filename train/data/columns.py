@@ -15,7 +15,11 @@ from train.data import storage
 from train.errors import UserError, did_you_mean, list_available, shorten
 
 _INTEGER = re.compile(r"-?[0-9]{1,18}")
-_MISSING = ("nan", "<na>", "#n/a")  # as other programs write a label that is missing
+_MISSING = (
+    *("#N/A", "#NA", "-NaN", "-nan", "1.#IND", "1.#QNAN", "<NA>", "N/A"),
+    *("NA", "NULL", "NaN", "n/a", "nan", "null"),
+)
+"""Texts that pandas reads as missing, and R writes; None is a usual name of a class."""
 
 
 def choose(
@@ -98,6 +102,13 @@ def read_names(path: str, option: str) -> tuple[str, ...]:
     return tuple(names)
 
 
+def is_missing(value: Any) -> bool:
+    """Whether a cell of a table stands for none: NaN, or a text such as NA."""
+    if isinstance(value, float):
+        return value != value
+    return isinstance(value, str) and value.strip() in _MISSING
+
+
 def parse_labels(values: Iterable[Any], where: Callable[[int], str]) -> np.ndarray:
     """Convert labels to int64 [N], or to str [N] if one of them is a name.
 
@@ -107,12 +118,15 @@ def parse_labels(values: Iterable[Any], where: Callable[[int], str]) -> np.ndarr
     texts = []
     for i, value in enumerate(values):
         text = str(int(value)) if isinstance(value, int) else value
+        if is_missing(value):
+            raise UserError(
+                f"{where(i)} has the label {str(value).strip()}, which stands for none; leave it "
+                "out, or give the class another name"
+            )
         if not isinstance(text, str) or not text.strip():
             raise UserError(
                 f"{where(i)} has the label {value!r:.40}; expected an integer from 0, or a name"
             )
-        if text.strip().lower() in _MISSING:
-            raise UserError(f"{where(i)} has the label {text.strip()}, which stands for none")
         limits.CLASS_NAME.check(len(text), where(i))
         texts.append(normalized(text.strip()))
     if all(map(_INTEGER.fullmatch, texts)):

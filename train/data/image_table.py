@@ -5,10 +5,10 @@ import os
 import posixpath
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 from annotated_types import MinLen
@@ -16,7 +16,14 @@ from typing_extensions import override
 
 from train.data import Dataset, Outputs, Scaling, records
 from train.data.class_weights import balanced_weights
-from train.data.columns import check_names, choose, normalized, parse_labels, parse_number
+from train.data.columns import (
+    check_names,
+    choose,
+    is_missing,
+    normalized,
+    parse_labels,
+    parse_number,
+)
 from train.data.decode import EXTENSIONS
 from train.data.files import check_folder, list_images
 from train.data.labeled_images import image_dataset
@@ -109,8 +116,14 @@ def load(config: ImageTable, trained: Outputs | None = None) -> Dataset:
     table, notes = _read(config)
     target, names = _TARGETS[config.targets](config, table, trained.names if trained else None)
     names = check_names(names, "data.label")
+    if not config.label:
+        column, *others = _usual(table.rows[0].fields, _LABEL_COLUMNS) or [""]
+        notes += [f"labels are in {column}, not in {shorten(others)}: data.label"] if others else []
+    if config.targets == "class" and "None" in names:
+        count = (target == names.index("None")).sum()
+        notes.append(f"None is a class, of {count:,} rows; remove them if it stands for no label")
     notes += _check_repeated(config, table, target)
-    is_train, is_test = _splits(config, table, target, is_whole=trained is not None)
+    is_train, is_test, split_notes = _splits(config, table, target, is_whole=trained is not None)
     if trained is not None:
         is_train = np.zeros(len(is_test), bool)
         is_train[np.flatnonzero(is_test)[0]] = True
@@ -145,8 +158,6 @@ def load(config: ImageTable, trained: Outputs | None = None) -> Dataset:
         ranges = zip(names, *scaling, strict=True)
         parts = [f"{name} {mean:.4g} +- {std:.4g}" for name, mean, std in ranges]
         notes.append(f"numbers are standardized for training: {shorten(parts)}")
-    if trained is None:
-        notes += _describe_split(config, table, is_test)
     return image_dataset(
         config,
         (train, test),
@@ -157,7 +168,7 @@ def load(config: ImageTable, trained: Outputs | None = None) -> Dataset:
         class_weights=None
         if config.class_weights is None or trained
         else balanced_weights(train, len(names)),
-        notes=tuple(notes),
+        notes=(*notes, *split_notes),
     )
 
 
@@ -167,8 +178,7 @@ def _read(config: ImageTable) -> tuple[_Table, list[str]]:
     if not rows:
         raise UserError(f"data.path: {config.path} has no rows")
     columns = [*rows[0].fields]
-    usual = [name for name in columns if name.lower() in _FILE_COLUMNS]
-    usual.sort(key=lambda name: _FILE_COLUMNS.index(name.lower()))
+    usual = _usual(columns, _FILE_COLUMNS)
     column = choose("data.file", config.file, columns, config.path, "column", usual, usual)
     folder = Path(config.path).parent if config.images is None else Path(config.images)
     check_folder(folder)
@@ -176,12 +186,31 @@ def _read(config: ImageTable) -> tuple[_Table, list[str]]:
     return _Table(rows, files, folder), notes
 
 
+def _usual(columns: Iterable[str], names: Sequence[str]) -> list[str]:
+    """Return the columns that have usual names, in the order of these."""
+    usual = [name for name in columns if name.lower() in names]
+    return sorted(usual, key=lambda name: names.index(name.lower()))
+
+
+def _cell(row: Record, column: str, option: str) -> Any:
+    """Return the value of a cell, which must not be missing."""
+    if row.fields.get(column) is None:
+        raise UserError(f"{option}: {row.place}: {column} is empty; remove rows without one")
+    if is_missing(value := row.fields[column]):
+        raise UserError(
+            f"{option}: {row.place}: {column} is {str(value).strip()}, which stands for none; "
+            "remove rows without one, or give another name"
+        )
+    return value
+
+
 def _find_files(rows: list[Record], column: str, folder: Path) -> tuple[list[str], list[str]]:
     """Return the path of each row's image below the folder, and what to tell about them.
 
     Names in another form of Unicode, or without an extension, are looked for in the folder.
     """
-    files = [posixpath.normpath(str(row.get(column)).replace("\\", "/")) for row in rows]
+    given = [str(_cell(row, column, "data.file")) for row in rows]
+    files = [posixpath.normpath(name.replace("\\", "/")) for name in given]
     missing = [i for i, name in enumerate(files) if not os.path.isfile(folder / name)]
     notes: list[str] = []
     if missing:
@@ -190,6 +219,7 @@ def _find_files(rows: list[Record], column: str, folder: Path) -> tuple[list[str
         for path in listed:
             by_stem[_stem(path)].append(path)
         for i in missing:
+            files[i] = files[i].strip()
             stems = by_stem[normalized(files[i])]
             if len(stems) > 1:
                 raise UserError(
@@ -198,7 +228,7 @@ def _find_files(rows: list[Record], column: str, folder: Path) -> tuple[list[str
                 )
             files[i] = by_name.get(normalized(files[i]), stems[0] if stems else files[i])
             if stems and not notes:
-                notes.append(f"{column} has names without extension, such as {rows[i].get(column)}")
+                notes.append(f"{column} has names without extension, such as {given[i]}")
         if not any(os.path.isfile(folder / name) for name in files):
             raise UserError(
                 f"data.file: {rows[0].place}: no file {folder / files[0]}; {folder} holds "
@@ -245,7 +275,7 @@ def _label_columns(config: ImageTable, table: _Table) -> tuple[str, ...]:
         for name in config.label:
             choose("data.label", name, columns, config.path, "column")
         return config.label
-    usual = [name for name in columns if name.lower() in _LABEL_COLUMNS]
+    usual = _usual(columns, _LABEL_COLUMNS)
     taken = {*_FILE_COLUMNS, config.file, config.group, config.split or "split"}
     index = {"", "unnamed: 0"}  # the index of a table of pandas
     others = usual or [name for name in columns if not {name, name.lower()} & (taken | index)]
@@ -270,12 +300,12 @@ def _classes(
     Integers are names of classes, too, in their order.
     """
     column = _one_column(config, table)
-    values = [row.get(column) for row in table.rows]
+    values = [_cell(row, column, "data.label") for row in table.rows]
     labels = parse_labels(values, lambda i: f"data.label: {table.rows[i].place}")
     if labels.dtype.kind == "U" and all(map(_is_number, labels.tolist())):
         raise UserError(
             f"data.label: {column} of {config.path} has numbers with fractions, such as "
-            f"{shorten(labels.tolist(), 3)}; to predict them give data.targets numbers"
+            f"{' and '.join(labels[:3].tolist())}; to predict them give data.targets numbers"
         )
     texts = np.array([*map(normalized, (str(value).strip() for value in values))])
     if labels.dtype.kind == "i" and any(isinstance(value, str) for value in values):
@@ -296,7 +326,12 @@ def _number(row: Record, name: str, numbers: Mapping[str, int]) -> int:
     return numbers[name]
 
 
+_DECIMAL_COMMA = re.compile(r"[-+]?[0-9]*,[0-9]+")
+
+
 def _is_number(text: str) -> bool:
+    if _DECIMAL_COMMA.fullmatch(text):
+        return True
     try:
         return math.isfinite(parse_number(text))
     except ValueError:
@@ -351,11 +386,17 @@ def _split_labels(row: Record, column: str, separator: str | None) -> list[str]:
         parts = [part for part in value if part is not None]
     else:  # without a separator, other rows have lists
         parts = [value] if separator is None else str(value).split(separator)
-    return [normalized(text) for part in parts if (text := str(part).strip())]
+    texts = [normalized(text) for part in parts if (text := str(part).strip())]
+    if missing := next(filter(is_missing, texts), None):
+        raise UserError(
+            f"data.label: {row.place}: {column} has {missing}, which stands for none; leave the "
+            "cell empty if the image has no label, or remove the row"
+        )
+    return texts
 
 
 def _as_boolean(row: Record, column: str) -> float:
-    text = str(row.get(column)).strip().lower()
+    text = str(_cell(row, column, "data.label")).strip().lower()
     text = text.removesuffix(".0")
     if text not in _BOOLEANS:
         raise UserError(
@@ -372,16 +413,17 @@ def _numbers(
     names = known or _label_columns(config, table)
 
     def number(row: Record, column: str) -> float:
-        value = row.get(column)
+        value = _cell(row, column, "data.label")
         try:
             number = parse_number(value) if isinstance(value, str) else float(value)
             if abs(number) <= float(np.finfo(np.float32).max):
                 return number
         except (ValueError, TypeError, OverflowError):
             pass
+        comma = isinstance(value, str) and _DECIMAL_COMMA.fullmatch(value.strip())
         raise UserError(
-            f"data.label: {row.place}: {column} is {value!r:.40}; expected a finite number; remove "
-            "rows without one"
+            f"data.label: {row.place}: {column} is {value!r:.40}; expected a finite number"
+            + (", with a point in place of the comma" if comma else "; remove rows without one")
         )
 
     return np.array(
@@ -397,8 +439,8 @@ _TARGETS: Mapping[str, _Targets] = {"class": _classes, "labels": _labels, "numbe
 
 def _splits(
     config: ImageTable, table: _Table, target: np.ndarray, *, is_whole: bool
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return which rows are trained on, and which are tested on, bool [N] each."""
+) -> tuple[np.ndarray, np.ndarray, list[str]]:
+    """Return which rows are trained on, and which are tested on, bool [N] each, and a note."""
     column = _split_column(config, table)
     if column is None:
         if config.test_split is not None:
@@ -406,15 +448,20 @@ def _splits(
                 f"data.test_split: {config.path} has no column of splits; name one with data.split"
             )
         if is_whole:
-            return np.zeros(len(target), bool), np.ones(len(target), bool)
+            return np.zeros(len(target), bool), np.ones(len(target), bool), []
         classes = target if config.targets == "class" else None
         groups = _groups(config, table)
         if groups is None and config.folds is not None and len({*table.files}) < len(table.files):
             groups = table.files  # an image with several rows is in one fold
         is_test = hold_out(config, table.files, classes, groups)
-        return ~is_test, is_test
+        whole = f" by {config.group}" if config.group else ""
+        note = (
+            f"no column split in {config.path}: {is_test.sum():,} of {len(is_test):,} images are "
+            f"held out for testing{whole} ({describe_hold_out(config)})"
+        )
+        return ~is_test, is_test, [] if is_whole else [note]
     refuse_folds(config, f"{config.path} has the column {column}")
-    named = [str(row.get(column)).strip() for row in table.rows]
+    named = [str(_cell(row, column, "data.split")).strip() for row in table.rows]
     kinds = {name: kind for kind, names in SPLIT_NAMES.items() for name in names}
     own = np.array([kinds.get(name.lower(), name) for name in named])
     there = Counter(own.tolist())
@@ -437,7 +484,9 @@ def _splits(
                 f"{what} {shorten(sorted(both), 3)} is in train and in {test} in the column "
                 f"{column} of {config.path}; keep it in one"
             )
-    return is_train, is_test
+    others = [f"{name} ({n:,})" for name, n in there.items() if name not in ("train", test)]
+    note = f"rows of {shorten(others)} in the column {column} are not read; tested on: {test}"
+    return is_train, is_test, [note] if others and not is_whole else []
 
 
 def _groups(config: ImageTable, table: _Table) -> list[str] | None:
@@ -446,7 +495,7 @@ def _groups(config: ImageTable, table: _Table) -> list[str] | None:
         return None
     columns = [*table.rows[0].fields]
     column = choose("data.group", config.group, columns, config.path, "column")
-    groups = [str(row.get(column)) for row in table.rows]
+    groups = [normalized(str(_cell(row, column, "data.group")).strip()) for row in table.rows]
     known: dict[str, str] = {}
     for file, group in zip(table.files, groups, strict=True):
         if known.setdefault(file, group) != group:
@@ -461,14 +510,5 @@ def _split_column(config: ImageTable, table: _Table) -> str | None:
     columns = [*table.rows[0].fields]
     if config.split is not None:
         return choose("data.split", config.split, columns, config.path, "column")
-    return next((name for name in columns if name.lower() == "split"), None)
-
-
-def _describe_split(config: ImageTable, table: _Table, is_test: np.ndarray) -> list[str]:
-    if _split_column(config, table) is not None:
-        return []
-    whole = f" by {config.group}" if config.group else ""
-    return [
-        f"no column split in {config.path}: {is_test.sum():,} of {len(is_test):,} images are held "
-        f"out for testing{whole} ({describe_hold_out(config)})"
-    ]
+    found = _usual(columns, ("split",))
+    return choose("data.split", None, columns, config.path, "column", found) if found else None

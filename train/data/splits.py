@@ -12,19 +12,17 @@ from train.errors import UserError, did_you_mean, list_available
 
 SPLIT_NAMES = {
     "train": ("train", "training"),
-    "val": ("val", "valid", "validation"),
+    "val": ("val", "valid", "validation", "dev"),
     "test": ("test", "testing"),
 }
 """Names of the folders, files and arrays of each split."""
-
-_WORDS = SPLIT_NAMES | {"val": (*SPLIT_NAMES["val"], "dev")}
 
 
 def split_of(path: str) -> str | None:
     """Find train, val or test in a file's name, or in its folder's; None if there is none."""
     for part in reversed(path.lower().split("/")):
         words = re.split(r"[^a-z]+", part)
-        for split, names in _WORDS.items():
+        for split, names in SPLIT_NAMES.items():
             if not set(names).isdisjoint(words):
                 return split
     return None

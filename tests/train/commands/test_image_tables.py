@@ -11,7 +11,7 @@ from program_cases import assert_one_line_error, exit_code, fnet_command, metric
 
 from train.output.curves import describe
 from train.predictor import Predictor
-from train.run import programs
+from train.run import evaluation, programs
 from train.run.frozen import load_network
 from train.run.run_folder import RunFolder
 from train.run.setup import setup
@@ -148,11 +148,9 @@ def test_undefined_scores_are_said_and_are_no_zeros(workplace, capsys):
         assert {k for k, v in summary.items() if v is None} == {f"test/{k}" for k in undefined}
         fnet_command("eval", kind)
         assert f"{said}{line}" in capsys.readouterr().out
-        evaluation = json.loads((folder / "evaluation.json").read_bytes())
-        assert evaluation["metrics"].keys() == summary.keys()
-        assert {k for k, v in evaluation["metrics"].items() if v is None} == {
-            f"test/{k}" for k in undefined
-        }
+        evaluated = json.loads((folder / "evaluation.json").read_bytes())["metrics"]
+        assert evaluated.keys() == summary.keys()
+        assert all((evaluated[name] is None) == (summary[name] is None) for name in summary)
         fnet_command("report", kind)
         page = (folder / "report.html").read_text()
         assert all(f"{describe(name)[0]} undefined" in page for name in undefined)
@@ -160,6 +158,16 @@ def test_undefined_scores_are_said_and_are_no_zeros(workplace, capsys):
             named = ("--checkpoint.metric", name, "--out", "x")
             assert exit_code("train", "recipe.py", *TARGETS[kind], *named) == 2
             assert_one_line_error(capsys, f"checkpoint.metric: {name} is undefined")
+
+
+def test_labels_and_numbers_of_many_images_are_kept(workplace, monkeypatch):
+    """Only probabilities of classes are too many to be kept."""
+    monkeypatch.setattr(evaluation, "_KEPT_OUTPUTS", 1)
+    for kind, metric in (("class", "accuracy"), ("labels", "auc"), ("numbers", "r2")):
+        fnet_command("train", "recipe.py", "--out", kind, *TARGETS[kind])
+        metrics = json.loads((workplace / kind / "summary.json").read_bytes())["metrics"]
+        assert metrics.keys() & {"test/accuracy", "test/auc", "test/r2"} == {f"test/{metric}"}
+        fnet_command("eval", kind)
 
 
 def test_folds_without_a_class_leave_undefined_scores_out(workplace, capsys):

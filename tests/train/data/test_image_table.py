@@ -144,8 +144,10 @@ def test_a_column_tells_the_splits(folder):
     assert {int(data.name(i)[-6:-4]) % 5 for i in range(24, 32)} == {4}
     message = error_message(load, table, folds=3)
     assert message.startswith("data.folds: 3, but ")
-    message = error_message(load, table, test_split="dev")
-    assert "has train, val, test; expected train, and dev" in message
+    assert "rows of test (8) in the column split are not read; tested on: val" in load(table).notes
+    assert len(load(table, test_split="dev").test["id"]) == N // 5  # another name of val
+    message = error_message(load, table, test_split="eval")
+    assert "has train, val, test; expected train, and eval" in message
 
 
 def test_another_table_for_a_trained_network(folder):
@@ -227,7 +229,11 @@ def test_tells_labels_of_no_training_image(folder):
         ({"file": lambda i: f"x/{i}.png"} | COLOUR, {}, "data.images names the folder"),
         (FILE | {"label": lambda i: i / 2}, {}, "to predict them give data.targets numbers"),
         (FILE | {"label": lambda i: "a" if i else ""}, {}, "line 2: label is empty"),
-        (FILE | {"label": lambda i: "a" if i else "NaN"}, {}, "line 2 has the label NaN"),
+        (
+            FILE | {"label": lambda i: "a" if i else "NaN"},
+            {},
+            "data.label: {t}, line 2: label is NaN",
+        ),
         (FILE | {"label": lambda i: "a"}, {}, "have the same label"),
         (
             FILE | {"a": lambda i: i % 3, "b": int},
@@ -241,7 +247,7 @@ def test_tells_labels_of_no_training_image(folder):
         ),
         (FILE | {"t": lambda i: "a;b"}, {"targets": "labels"}, "--data.separator ';'"),
         (FILE | {"t": lambda i: "x"}, {"targets": "numbers"}, "expected a finite number"),
-        (FILE | {"t": lambda i: "nan"}, {"targets": "numbers"}, "line 2: t is 'nan'"),
+        (FILE | {"t": lambda i: "nan"}, {"targets": "numbers"}, "line 2: t is nan, which"),
         (FILE | {"t": lambda i: f"1_{i}"}, {"targets": "numbers"}, "line 2: t is '1_0'"),
         (FILE | {"t": lambda i: f"{i}e38"}, {"targets": "numbers"}, "line 6: t is '4e38'"),
         (FILE | {"t": lambda i: 10**9 + i}, {"targets": "numbers"}, "subtract a constant"),
@@ -270,12 +276,70 @@ def test_tells_labels_of_no_training_image(folder):
         (FILE | COLOUR, {"folds": 30}, "data.folds: 30, but a class has only 20"),
         (FILE | COLOUR, {"folds": 3, "fold": 4}, "data.fold: 4, but data.folds is 3"),
         (FILE | COLOUR, {"test_split": "val"}, "has no column of splits"),
+        (
+            FILE | COLOUR | {"split": lambda i: "train", "Split": lambda i: "val"},
+            {},
+            "data.split: {t} has several columns (split, Split) that can be the split; name one",
+        ),
+        (
+            FILE | {"t": lambda i: f'"{i},5"'},
+            {"targets": "numbers"},
+            "expected a finite number, with a point in place of the comma",
+        ),
+        (FILE | {"t": lambda i: f'"{i},5"'}, {}, "such as 0,5 and 1,5 and 2,5; to predict them"),
     ],
 )
 def test_refuses_in_one_line(folder, columns, options, expected):
-    message = error_message(load, write(folder, columns), **options)
-    assert expected in message
+    table = write(folder, columns)
+    message = error_message(load, table, **options)
+    assert expected.replace("{t}", str(table)) in message
     assert "\n" not in message
+
+
+@pytest.mark.parametrize("missing", ["", " ", "NA", "null", "NaN", "n/a", "#N/A", "<NA>"])
+def test_missing_cells_are_no_values(folder, missing):
+    """As in pandas, which writes nothing, and R, which writes NA."""
+
+    def but(value):
+        return lambda i: value(i) if i != 7 else missing
+
+    every = {"who": lambda i: f"p{i // 4}", "split": lambda i: ("train", "dev")[i > 30]}
+    for options, given in (
+        ({"file": None}, {"filename": but(FILE["filename"])} | COLOUR),
+        ({"label": ("label",)}, FILE | {"label": but(COLOUR["label"])}),
+        ({"label": ("n",), "targets": "numbers"}, FILE | {"n": but(float)}),
+        ({"label": ("n", "m"), "targets": "labels"}, FILE | {"n": but(lambda i: i % 2)}),
+        ({"group": "who"}, FILE | COLOUR | {"who": but(every["who"])}),
+        ({"split": "split"}, FILE | COLOUR | {"split": but(every["split"])}),
+    ):
+        columns = {"m": lambda i: i % 2} | every | given
+        (option,) = options.keys() - {"targets"}
+        table = write(folder, columns)
+        message = error_message(load, table, **options)
+        assert message.startswith(f"data.{option}: {table}, line 9: ")
+        assert ("is empty" if not missing.strip() else f"{missing}, which stands") in message
+    tags = FILE | {"tags": but(lambda i: "ab"[i % 2])}
+    if missing.strip():
+        message = error_message(load, write(folder, tags), targets="labels", separator="|")
+        assert f"line 9: tags has {missing}, which stands for none" in message
+    else:
+        data = load(write(folder, tags), targets="labels", separator="|")
+        assert labels(data)["07"].tolist() == [0, 0]
+
+
+def test_what_a_table_may_mean_is_told(folder):
+    table = write(
+        folder,
+        FILE
+        | {"class": lambda i: i % 2, "label": lambda i: ("None", "Na")[i % 2]}
+        | {"who": lambda i: f"{' ' * (i % 2)}p{i // 4} "},
+    )
+    data = load(table, group="who")
+    assert "labels are in label, not in class: data.label" in data.notes
+    assert "None is a class, of 20 rows; remove them if it stands for no label" in data.notes
+    train = len(data.train["id"])
+    number = [int(data.name(i)[-6:-4]) // 4 for i in range(N)]
+    assert {*number[:train]}.isdisjoint(number[train:])
 
 
 def test_damaged_tables_name_the_line(tmp_path):

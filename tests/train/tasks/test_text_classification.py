@@ -17,7 +17,8 @@ TEXTS = [{"text": f"{n} and {n}" if n % 2 else f"no {n}", "label": n % 2} for n 
 
 
 def test_rows_are_whole_texts_with_the_number_of_their_class(write):
-    names = [{"text": r["text"], "kind": ["ten", "two"][r["label"]]} for r in TEXTS]
+    spaced = [{"text": r["text"], "kind": ["ten", "two"][r["label"]]} for r in TEXTS]
+    names = [row | {"kind": f" {row['kind']}"} if i % 3 else row for i, row in enumerate(spaced)]
     data = load(ChatFile(path=write(names), label="kind", context=16))
     assert data.classes == ("ten", "two")
     batch = data.prepare({name: a[:3] for name, a in data.test.items()})
@@ -35,6 +36,9 @@ def test_rows_are_whole_texts_with_the_number_of_their_class(write):
     [
         ({"text": "a"}, "line 81: no field label"),
         ({"text": "a", "label": 0.5}, "line 81: label must be a text or an integer, got 0.5"),
+        ({"text": "a", "label": "NA"}, "line 81: label is 'NA', which stands for none"),
+        ({"text": "a", "label": " "}, "line 81: label is ' ', which stands for none"),
+        ({"text": "a", "label": True}, "line 81: label must be a text or an integer, got True"),
         ({"text": "a", "label": "x"}, "line 81: no training example has the class x"),
     ],
 )
