@@ -20,6 +20,7 @@ from train.data.files import (
     IMAGE_PATTERNS,
     ImageFiles,
     check_folder,
+    describe_copies,
     describe_skipped,
     list_images,
     subfolders,
@@ -107,6 +108,9 @@ def load(config: ImageFolder, trained: tuple[str, ...] | None = None) -> Dataset
     def describe(id: int) -> str:
         return str(root / os.fsdecode(paths[id]))
 
+    if trained is None:
+        files = [describe(id) for id in range(len(paths))]
+        notes += describe_copies(files[: len(train.paths)], files[len(train.paths) :])
     return image_dataset(
         config,
         (train.labels, test.labels),

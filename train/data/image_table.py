@@ -25,7 +25,7 @@ from train.data.columns import (
     parse_number,
 )
 from train.data.decode import EXTENSIONS
-from train.data.files import check_folder, list_images
+from train.data.files import check_folder, describe_copies, list_images
 from train.data.labeled_images import image_dataset
 from train.data.photos import LabeledFiles
 from train.data.placeholder import Placeholder
@@ -146,6 +146,9 @@ def load(config: ImageTable, trained: Outputs | None = None) -> Dataset:
         lacking = [name for name, there in zip(names, train.any(0), strict=True) if not there]
         if lacking:
             notes.append(f"no training image has the label {shorten(lacking)}")
+    if trained is None:
+        paths = [str(table.folder / name) for name in files]
+        notes += describe_copies(paths[: len(train)], paths[len(train) :])
     scaling = trained.scaling if trained else None
     if config.targets == "numbers" and scaling is None:
         scaling = Scaling.of(train.astype(np.float64))

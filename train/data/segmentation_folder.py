@@ -20,7 +20,7 @@ from train.data.augment import fit, to_uint8
 from train.data.class_table import PUBLISHED, find_table
 from train.data.decode import UnreadableError, View, file_bytes, upright_size
 from train.data.drawings import Mask, mask_size, read_mask
-from train.data.files import ImageFiles, describe_skipped
+from train.data.files import ImageFiles, describe_copies, describe_skipped
 from train.data.image_batches import ImageOptions, decode_pair, read_local, read_masked
 from train.data.mask_layouts import FoundLayout, Pair, find_layout
 from train.data.masks import (
@@ -198,6 +198,7 @@ def load(config: SegmentationFolder, trained: LabelMap | None = None) -> Dataset
         most = config.max_bad_fraction * len(train)
         _check_sizes(root, some, config, most)
         check_masks(label_map, samples, len(train), most, "training", source)
+        notes += describe_copies(*([str(root / name) for name, _ in s] for s in (train, test)))
     some, others = _divide(test)
     most = config.max_bad_fraction * len(test)
     _check_sizes(root, some, config, most)

@@ -327,6 +327,15 @@ def test_missing_cells_are_no_values(folder, missing):
         assert labels(data)["07"].tolist() == [0, 0]
 
 
+def test_copies_in_both_splits_are_told(folder):
+    (folder / "pics" / "39.png").write_bytes((folder / "pics" / "00.png").read_bytes())
+    table = write(folder, FILE | COLOUR | {"split": lambda i: ("train", "val")[i > 30]})
+    (note,) = load(table).notes
+    assert "39.png of " in note
+    config = ImageTable(path=str(table), images=str(folder / "pics"), image_size=8)
+    assert config.load_test(lambda: Outputs(("grün", "rot"))).notes == ()
+
+
 def test_what_a_table_may_mean_is_told(folder):
     table = write(
         folder,
