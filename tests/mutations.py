@@ -2,7 +2,7 @@
 
     python -m tests.mutations                               all mutants: hours
     python -m tests.mutations --only "norm.py" --sample 40
-    python -m tests.mutations --quick --each 6              a table by package, for its page
+    python -m tests.mutations --quick --minutes 60          a table by package, for its page
     python -m tests.mutations --list
 
 A mutant is addressed by file, function, operator and a running number, as in
@@ -22,6 +22,7 @@ import re
 import shutil
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,84 +36,81 @@ from rich.markup import escape
 from rich.progress import track
 
 ROOT = Path(__file__).resolve().parents[1]
-COPIED = ("fnet", "train", "tests", "configs", "pyproject.toml")
+COPIED = ("fnet", "train", "tests", "configs", "benchmarks", "docs", "pyproject.toml")
 TIME_LIMIT = 900
 """Seconds after which a test run is stopped."""
 
-TARGETS = {
+NAMED = {
     "fnet/attribution/scores.py": "tests/attribution/test_scorers.py",
     "fnet/attribution/tracin.py": "tests/attribution/test_inner_products.py tests/attribution/test_scorers.py",
-    "fnet/cpu/workspaces.py": "tests/cpu/test_workspaces.py",
+    "fnet/attribution/trak.py": "tests/attribution/test_scorers.py",
+    "fnet/autodiff/accumulate.py": "tests/autodiff/test_accumulate.py tests/step/test_step.py",
+    "fnet/autodiff/mean.py": "tests/step/test_step.py",
+    "fnet/autodiff/per_example/backward.py": "tests/autodiff/per_example/test_clipped.py tests/autodiff/per_example/test_clipped_errors.py",
+    "fnet/autodiff/per_example/batch_axis.py": "tests/autodiff/per_example/test_batch_axis.py tests/autodiff/per_example/test_clipped_errors.py tests/autodiff/per_example/test_sensitivity.py",
+    "fnet/autodiff/per_example/batching.py": "tests/autodiff/per_example/test_batching.py tests/autodiff/per_example/test_clipped.py",
+    "fnet/autodiff/per_example/clipped.py": "tests/autodiff/per_example/test_clipped.py tests/autodiff/per_example/test_clipped_errors.py",
+    "fnet/autodiff/per_example/derived.py": "tests/autodiff/per_example/test_derived.py tests/autodiff/per_example/test_parameter_parts.py",
+    "fnet/autodiff/per_example/ghost_norm.py": "tests/autodiff/per_example/test_ghost_norm.py tests/autodiff/per_example/test_parameter_parts.py tests/autodiff/per_example/test_clipped.py",
+    "fnet/autodiff/per_example/hoist.py": "tests/autodiff/per_example/test_derived.py tests/autodiff/per_example/test_clipped_remat.py",
+    "fnet/autodiff/per_example/modes.py": "tests/autodiff/test_modes.py",
+    "fnet/autodiff/per_example/parameter_gradients.py": "tests/autodiff/per_example/test_ghost_norm.py tests/autodiff/per_example/test_parameter_parts.py tests/autodiff/per_example/test_clipped.py",
+    "fnet/autodiff/per_example/taps.py": "tests/autodiff/per_example/test_clipped.py tests/autodiff/per_example/test_clipped_remat.py",
+    "fnet/diffusion/schedules.py": "tests/diffusion/test_diffusion_schedules.py",
+    "fnet/diffusion/targets.py": "tests/diffusion/test_diffusion_targets.py",
+    "fnet/fsdp.py": "tests/step/test_fsdp.py",
+    "fnet/generate.py": "tests/models/test_language_model.py",
+    "fnet/interop/families.py": "tests/interop/test_torch_keys.py tests/interop/test_torch_values.py",
+    "fnet/interop/huggingface/decoders.py": "tests/interop/test_interop_huggingface.py",
+    "fnet/interop/huggingface/hybrid.py": "tests/interop/test_interop_huggingface.py",
+    "fnet/interop/huggingface/rotary.py": "tests/interop/test_interop_huggingface.py",
     "fnet/interop/norm_conversion.py": "tests/interop/test_torch_values.py tests/interop/test_torch_checkpoints.py",
-    "fnet/jaxpr/arrangements.py": "tests/jaxpr/test_arrangements.py",
-    "fnet/jaxpr/propagation.py": "tests/jaxpr/test_propagation.py",
+    "fnet/interop/peft.py": "tests/interop/test_lora_peft.py tests/interop/test_lora.py",
     "fnet/layers/abn.py": "tests/layers/test_abn.py tests/layers/test_abn_transforms.py tests/layers/test_abn_devices.py",
     "fnet/layers/activations.py": "tests/layers/test_activations.py tests/layers/test_abn.py",
     "fnet/layers/attention_context.py": "tests/layers/test_attention_context.py tests/layers/test_stack.py",
     "fnet/layers/dynamic_tanh.py": "tests/layers/test_feed_forward.py",
-    "fnet/layers/fold.py": "tests/layers/test_fold.py",
-    "fnet/layers/group_norm.py": "tests/layers/test_group_norm.py",
-    "fnet/layers/norm.py": "tests/layers/test_norm.py",
-    "fnet/layers/pooling.py": "tests/layers/test_pooling.py",
-    "fnet/layers/reversible.py": "tests/layers/test_reversible.py",
-    "fnet/losses/linear_cross_entropy.py": "tests/losses/test_linear_cross_entropy.py",
-    "fnet/diffusion/schedules.py": "tests/diffusion/test_diffusion_schedules.py",
-    "fnet/diffusion/targets.py": "tests/diffusion/test_diffusion_targets.py",
-    "fnet/diffusion/samplers.py": "tests/diffusion/test_samplers.py",
-    "fnet/autodiff/accumulate.py": "tests/autodiff/test_accumulate.py tests/step/test_step.py",
-    "fnet/autodiff/mean.py": "tests/step/test_step.py",
-    "fnet/autodiff/per_example/batch_axis.py": (
-        "tests/autodiff/per_example/test_batch_axis.py tests/autodiff/per_example/test_clipped_errors.py tests/autodiff/per_example/test_sensitivity.py"
-    ),
-    "fnet/autodiff/per_example/batching.py": "tests/autodiff/per_example/test_batching.py tests/autodiff/per_example/test_clipped.py",
-    "fnet/autodiff/per_example/backward.py": "tests/autodiff/per_example/test_clipped.py tests/autodiff/per_example/test_clipped_errors.py",
-    "fnet/autodiff/per_example/derived.py": "tests/autodiff/per_example/test_derived.py tests/autodiff/per_example/test_parameter_parts.py",
-    "fnet/autodiff/per_example/products.py": "tests/autodiff/per_example/test_products.py",
-    "fnet/autodiff/per_example/hoist.py": "tests/autodiff/per_example/test_derived.py tests/autodiff/per_example/test_clipped_remat.py",
-    "fnet/autodiff/per_example/taps.py": "tests/autodiff/per_example/test_clipped.py tests/autodiff/per_example/test_clipped_remat.py",
-    "fnet/autodiff/per_example/adaptive.py": "tests/autodiff/per_example/test_adaptive.py",
-    "fnet/autodiff/per_example/clipped.py": "tests/autodiff/per_example/test_clipped.py tests/autodiff/per_example/test_clipped_errors.py",
-    "fnet/autodiff/per_example/ghost_norm.py": (
-        "tests/autodiff/per_example/test_ghost_norm.py tests/autodiff/per_example/test_parameter_parts.py tests/autodiff/per_example/test_clipped.py"
-    ),
-    "fnet/autodiff/per_example/parameter_gradients.py": (
-        "tests/autodiff/per_example/test_ghost_norm.py tests/autodiff/per_example/test_parameter_parts.py tests/autodiff/per_example/test_clipped.py"
-    ),
-    "fnet/autodiff/per_example/modes.py": "tests/autodiff/test_modes.py",
+    "fnet/layers/gated_delta.py": "tests/layers/test_recurrence.py tests/layers/test_mamba.py",
+    "fnet/layers/mamba.py": "tests/layers/test_mamba.py tests/layers/test_recurrence.py",
+    "fnet/layers/mamba2.py": "tests/layers/test_mamba.py",
+    "fnet/losses/classification.py": "tests/losses/test_cross_entropy.py",
+    "fnet/losses/segmentation.py": "tests/losses/test_pixel_cross_entropy.py tests/train/tasks/test_segmentation.py",
+    "fnet/memory/fit.py": "tests/memory/test_remat_to_fit.py",
+    "fnet/memory/graph.py": "tests/memory/test_proposals.py tests/memory/test_residuals.py",
+    "fnet/models/blocks.py": "tests/models/test_models.py",
+    "fnet/models/swin.py": "tests/models/test_image_networks.py tests/interop/test_torchvision_networks.py",
+    "fnet/optim/__init__.py": "tests/optim/test_optim.py",
     "fnet/privacy/accounting.py": "tests/privacy/test_privacy.py tests/privacy/test_combinations.py",
     "fnet/privacy/correlated.py": "tests/privacy/test_correlated_noise.py",
     "fnet/privacy/noise.py": "tests/privacy/test_correlated_noise.py",
     "fnet/privacy/sampling.py": "tests/train/data/test_poisson.py",
+    "fnet/quantization.py": "tests/interop/test_quantization.py",
+    "fnet/represented.py": "tests/interop/test_quantization.py tests/interop/test_lora.py",
     "fnet/step.py": "tests/step/test_step.py tests/step/test_skip_nonfinite.py",
-    "fnet/losses/classification.py": "tests/losses/test_cross_entropy.py",
-    "fnet/memory/roofline.py": "tests/memory/test_roofline.py",
-    "fnet/memory/sizes.py": "tests/memory/test_sizes.py",
-    "fnet/memory/timeline.py": "tests/memory/test_timeline.py",
-    "fnet/optim/__init__.py": "tests/optim/test_optim.py",
-    "fnet/optim/compact.py": "tests/optim/test_compact.py",
     "train/config/registry.py": "tests/train/config/test_config.py tests/train/config/test_plugins.py",
     "train/data/annotations.py": "tests/train/data/test_annotations.py tests/train/data/test_hostile_files.py",
-    "train/data/augment.py": "tests/train/data/test_augment.py",
-    "train/data/decode.py": "tests/train/data/test_decode.py",
+    "train/data/buckets.py": "tests/train/data/test_text_file.py tests/train/data/test_chat_file.py",
+    "train/data/columns.py": "tests/train/data/test_image_table.py",
     "train/data/drawings.py": "tests/train/data/test_annotations.py tests/train/data/test_hostile_files.py",
+    "train/data/image_batches.py": "tests/train/data/test_augment.py tests/train/data/test_image_folder.py",
     "train/data/order.py": "tests/train/data/test_shard_order.py",
-    "train/data/packing.py": "tests/train/data/test_packing.py",
-    "train/data/preprocessing.py": "tests/train/data/test_preprocessing.py",
+    "train/data/preference_file.py": "tests/train/tasks/test_preference.py",
     "train/data/sampling.py": "tests/train/data/test_sampling.py tests/train/data/test_poisson.py",
+    "train/data/shards.py": "tests/train/data/test_image_shards.py tests/train/data/test_shard_order.py",
     "train/data/splits.py": "tests/train/data/test_image_folder.py tests/train/data/test_arrays.py tests/train/data/test_users.py",
+    "train/gradients/clipped.py": "tests/privacy/test_privacy.py",
     "train/limits.py": "tests/train/data/test_hostile_files.py",
+    "train/output/curves.py": "tests/train/report/test_report.py",
     "train/output/formats.py": "tests/train/output/test_progress.py tests/train/run/test_metrics.py tests/train/report/test_report.py",
     "train/output/logged.py": "tests/train/run/test_metrics.py tests/privacy/test_privacy.py",
-    "train/output/progress.py": "tests/train/output/test_progress.py",
+    "train/output/palette.py": "tests/train/output/test_plots.py tests/train/data/test_masks.py",
     "train/report/svg.py": "tests/train/report/test_report.py tests/train/report/test_report_page.py",
     "train/run/evaluation.py": "tests/train/run/test_evaluator.py tests/train/commands/test_evaluation.py",
-    "train/run/input_wait.py": "tests/train/run/test_input_wait.py",
     "train/run/metrics.py": "tests/train/run/test_metrics.py tests/train/run/test_input_wait.py",
-    "train/run/same_data.py": "tests/train/run/test_same_data.py",
-    "train/run/seeds.py": "tests/train/run/test_seeds.py",
     "train/tasks/scores.py": "tests/train/tasks/test_scores.py tests/train/tasks/test_segmentation.py",
+    "train/tasks/targets.py": "tests/train/tasks/test_scores.py",
 }
-"""File -> the tests that must notice a mutant of any of its functions."""
+"""File -> the tests that must notice a mutant of its functions, where `mirrored` is not enough."""
 
 EQUIVALENT = {
     "fnet/cpu/workspaces.py::_ynnpack_workspace: swap Mult 1": "XLA gives no transposed convolution to YNNPACK (jaxlib 0.10, 0.12)",
@@ -131,6 +129,27 @@ _SWAPS: dict[type[ast.AST], type[ast.AST]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt,
     ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.And: ast.Or, ast.Or: ast.And,
 }  # fmt: skip
+
+
+def mirrored(file: str) -> str:
+    """The file's own tests: ``tests/layers/test_norm.py`` of ``fnet/layers/norm.py``."""
+    path = Path(file.removeprefix("fnet/"))
+    return str("tests" / path.with_name(f"test_{path.name}"))
+
+
+def suite_of(file: str) -> str:
+    """Files of tests that must notice a mutant of a file; empty if none is known."""
+    own = mirrored(file)
+    return NAMED.get(file) or (own if (ROOT / own).is_file() else "")
+
+
+FILES = [
+    str(path.relative_to(ROOT))
+    for package in ("fnet", "train")
+    for path in sorted((ROOT / package).rglob("*.py"))
+    if suite_of(str(path.relative_to(ROOT)))
+]
+"""Files that are mutated."""
 
 
 class Mutant(NamedTuple):
@@ -232,6 +251,16 @@ def _drawn(chosen: list[Mutant], size: int, draw: random.Random) -> list[Mutant]
     return [m for i, m in enumerate(chosen) if i in drawn]
 
 
+def _in_turn(chosen: list[Mutant], draw: random.Random) -> list[Mutant]:
+    """All mutants in a random order, one of each package, another of each, and so on."""
+    numbers: Counter[str] = Counter()
+    rounds = []
+    for m in draw.sample(chosen, len(chosen)):
+        numbers[m.package] += 1
+        rounds.append((numbers[m.package], m.package, m))
+    return [m for *_, m in sorted(rounds, key=lambda r: r[:2])]
+
+
 def copied(root: Path) -> Path:
     """A copy of what the tests need."""
     for name in COPIED:
@@ -281,7 +310,7 @@ def outcome(root: Path, mutant: Mutant, marks: str = "") -> tuple[bool, str]:
     before = place.read_text()
     place.write_text(mutant.text)
     try:
-        code, log = run_tests(root, TARGETS[mutant.file], marks)
+        code, log = run_tests(root, suite_of(mutant.file), marks)
     finally:
         place.write_text(before)
     if code == pytest.ExitCode.OK:
@@ -299,21 +328,19 @@ def main() -> int:
     )
     parser.add_argument("--only", metavar="PATTERN", default="", help="regex on addresses")
     parser.add_argument("--sample", type=int, metavar="N", help="draw N of the mutants")
-    parser.add_argument("--each", type=int, metavar="N", help="draw N of each package's mutants")
+    parser.add_argument("--minutes", type=float, help="draw of each package in turn, for a time")
     parser.add_argument("--seed", type=int, default=0, help="seed of the draw")
     parser.add_argument("--quick", action="store_true", help="leave out the slow tests")
     parser.add_argument("--list", action="store_true", help="show the mutants, run nothing")
     args = parser.parse_args()
     console = Console(width=None if sys.stdout.isatty() else 160)
-    every = [m for file in TARGETS for m in mutants(file, (ROOT / file).read_text())]
+    every = [m for file in FILES for m in mutants(file, (ROOT / file).read_text())]
     chosen = [m for m in every if re.search(args.only, m.address)]
     draw = random.Random(args.seed)
     if args.sample is not None:
         chosen = _drawn(chosen, args.sample, draw)
-    if args.each is not None:
-        packages = dict.fromkeys(m.package for m in chosen)
-        of = {p: _drawn([m for m in chosen if m.package == p], args.each, draw) for p in packages}
-        chosen = [m for drawn in of.values() for m in drawn]
+    if args.minutes is not None:
+        chosen = _in_turn(chosen, draw)
     if args.list:
         for m in chosen:
             console.print(escape(f"{m.address}: {m.before} -> {m.after}"), soft_wrap=True)
@@ -322,20 +349,27 @@ def main() -> int:
         # As in tests/conftest.py, which the preloaded modules come before.
         os.environ |= {
             "JAX_PLATFORMS": "cpu",
+            "PYTHONDONTWRITEBYTECODE": "1",
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "JAX_COMPILATION_CACHE_DIR": str(Path(folder) / "compiled"),
         }
         multiprocessing.set_forkserver_preload(["chex", "flax.linen", "jax", "optax", "pytest"])
         root = copied(Path(folder) / "copy")
         marks = "not slow" if args.quick else ""
-        for tests in dict.fromkeys(TARGETS[m.file] for m in chosen):
-            code, log = run_tests(root, tests, marks)
-            if code != pytest.ExitCode.OK:
-                console.print(escape(f"{tests} must pass without a mutant:\n{log}"))
-                return 1
+        passed: set[str] = set()
         survivors = 0
         verdicts: dict[str, Counter[str]] = {}
+        end = time.monotonic() + 60 * (args.minutes or float("inf"))
         for m in track(chosen, "mutants", console=console, disable=not console.is_terminal):
+            if time.monotonic() > end:
+                break
+            tests = suite_of(m.file)
+            if tests not in passed:
+                code, log = run_tests(root, tests, marks)
+                if code != pytest.ExitCode.OK:
+                    console.print(escape(f"{tests} must pass without a mutant:\n{log}"))
+                    return 1
+                passed.add(tests)
             caught, reason = outcome(root, m, marks)
             survivors += not caught
             verdict = "equal" if m.address in EQUIVALENT else "caught" if caught else "survived"
@@ -345,7 +379,8 @@ def main() -> int:
     print("| package | drawn | caught | equal programs |\n|---|---:|---:|---:|")
     for package, of in sorted(verdicts.items()):
         print(f"| `{package}` | {of.total()} | {of['caught']} | {of['equal']} |")
-    console.print(f"{len(chosen) - survivors} of {len(chosen)} mutants caught")
+    drawn = sum(of.total() for of in verdicts.values())
+    console.print(f"{drawn - survivors} of {drawn} mutants caught")
     return 1 if survivors else 0
 
 

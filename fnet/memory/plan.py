@@ -830,7 +830,7 @@ class _Planned(_Source):
         times = failed.index(True) if True in failed else len(failed)
         bytes_ = min(bytes_, (1 - min(measured.STEP * 2**times, 0.2)) * too_large)
         if fitting and bytes_ < fitting:
-            bytes_ = (fitting + too_large) / 2
+            bytes_ = (fitting + min(too_large, self.saved)) / 2
         smallest = self._planner.smallest
         limits = [(bytes_, True)] if bytes_ >= smallest else []
         if not fitting:

@@ -155,6 +155,8 @@ CASES = {
     "map": (mapped, {}),
 }
 
+WITHOUT_GRADIENT = "integer and empty parameters", "a key among parameters", "a raw key"
+
 
 def arguments(given):
     return given.get("params", weights()), {"x": X} | given.get("batch", {})
@@ -205,6 +207,20 @@ def test_odd_program_fits_with_the_same_gradient_or_is_refused(name):
     check(loss, *arguments(given))
 
 
+def step_of(name):
+    """A train step of a case, its state and its batch."""
+    loss, given = CASES[name]
+    params, batch = arguments(given)
+    batch.setdefault("key", KEY)
+
+    def losses(params, model_state, batch, key):
+        return jnp.broadcast_to(loss(params, batch), batch["x"].shape[:1])
+
+    optimizer = optax.sgd(0.1)
+    state = fnet.TrainState.create(params=params, optimizer=optimizer, key=jax.random.key(0))
+    return fnet.make_step(losses, optimizer), state, batch
+
+
 def test_double_precision():
     with jax.enable_x64(True):
         params = weights(jnp.float64)
@@ -218,19 +234,11 @@ def test_double_precision():
         if n in ("ordered print", "callback in a scan")
         else pytest.param(n, marks=pytest.mark.slow)
         for n in CASES
+        if n not in WITHOUT_GRADIENT
     ],
 )
 def test_odd_step_fits_with_the_same_update_or_is_refused(name):
-    loss, given = CASES[name]
-    params, batch = arguments(given)
-    batch.setdefault("key", KEY)
-
-    def losses(params, model_state, batch, key):
-        return jnp.broadcast_to(loss(params, batch), batch["x"].shape[:1])
-
-    optimizer = optax.sgd(0.1)
-    state = fnet.TrainState.create(params=params, optimizer=optimizer, key=jax.random.key(0))
-    step = fnet.make_step(losses, optimizer)
+    step, state, batch = step_of(name)
     expected = fnet.compile_step(step, state, batch)
     try:
         fitted = fnet.compile_step(step, state, batch, budget=int(0.7 * expected.report.peak.total))
@@ -238,3 +246,10 @@ def test_odd_step_fits_with_the_same_update_or_is_refused(name):
         return
     new, old = (f(jax.tree.map(jnp.copy, state), batch)[0] for f in (fitted, expected))
     assert_equal(new.params, old.params)
+
+
+@pytest.mark.parametrize("name", WITHOUT_GRADIENT)
+def test_a_step_refuses_parameters_that_have_no_gradient(name):
+    step, state, batch = step_of(name)
+    with pytest.raises(TypeError, match="real- or complex-valued"):
+        fnet.compile_step(step, state, batch)

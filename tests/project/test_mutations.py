@@ -4,7 +4,7 @@ import ast
 
 import pytest
 
-from tests.mutations import EQUIVALENT, ROOT, TARGETS, mutants
+from tests.mutations import EQUIVALENT, FILES, NAMED, ROOT, mirrored, mutants, suite_of
 
 SOURCE = '''
 def scaled(x, n=2):
@@ -43,15 +43,18 @@ def test_a_mutant_differs_in_one_place():
 
 
 @pytest.mark.sweep(4)
-@pytest.mark.parametrize("file", TARGETS)
+@pytest.mark.parametrize("file", FILES)
 def test_each_target_has_tests_and_its_mutants_are_programs(file):
-    assert all((ROOT / tests).is_file() for tests in TARGETS[file].split())
-    found = mutants(file, (ROOT / file).read_text())
-    assert found
-    for mutant in found[::10]:
+    assert all((ROOT / tests).is_file() for tests in suite_of(file).split())
+    for mutant in mutants(file, (ROOT / file).read_text())[::10]:
         ast.parse(mutant.text)
 
 
 def test_equivalent_mutants_exist():
-    addresses = {m.address for file in TARGETS for m in mutants(file, (ROOT / file).read_text())}
+    addresses = {m.address for file in FILES for m in mutants(file, (ROOT / file).read_text())}
     assert set(EQUIVALENT) <= addresses
+
+
+def test_named_files_exist_and_need_more_than_their_mirror():
+    assert set(NAMED) <= set(FILES)
+    assert not [file for file, tests in NAMED.items() if tests == mirrored(file)]

@@ -363,7 +363,7 @@ TRAINING_MISTAKES = [
     (("images.py", "--model.patch", "3"), "patch must divide height and width, got patch=3"),
     ((*PHOTOS, "--data.mixup", "0.2"), "data.mixup: 0.2, but a denoiser needs one label per image"),
     ((*PHOTOS, "--data.crops", "10"), "data.crops: 10, but a denoiser needs one crop per image"),
-    (("images.py", "--optim.label-smoothing", "0.1"), "optim.label_smoothing: 0.1, but a denoiser does not predict labels"),
+    (("images.py", "--optim.label-smoothing", "0.1"), "optim.label_smoothing: 0.1, but the loss of images has none"),
     (("images.py", "--model.steps", "1"), "model.steps: expected greater than or equal to 2, got 1"),
 ]  # fmt: skip
 
