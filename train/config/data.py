@@ -1,5 +1,6 @@
 """Data sources: what a run, an evaluation and a prediction ask of one."""
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
@@ -108,9 +109,16 @@ class Data(_Options, Variant, section="data", tag="source", package="train.data"
         """Return the section with a fold of a cross-validation held out.
 
         Raises:
-          UserError: if the source has no folds.
+          UserError: if the source has no folds, or the section is of one of them.
         """
-        raise UserError(f"--folds: data.source {self.source} has no folds; give another source")
+        if "folds" not in {field.name for field in dataclasses.fields(self)}:
+            raise UserError(f"--folds: data.source {self.source} has no folds; give another source")
+        if self.folds is not None:
+            raise UserError(
+                f"--folds: {folds}, but data.folds is {self.folds}, of which one run holds out "
+                f"fold {self.fold}; give one of them"
+            )
+        return self.replace(fold=fold, folds=folds)
 
     def without_users(self) -> Self:
         """Return the section without users, for an evaluation without training examples."""
@@ -138,11 +146,15 @@ class Data(_Options, Variant, section="data", tag="source", package="train.data"
         )
 
     def check(self, config: "Config") -> None:
-        """Check the options of users.
+        """Check the options of folds and users.
 
         Raises:
-          UserError: if they are incomplete, or the run is not private.
+          UserError: if they are incomplete, or the run has users and is not private.
         """
+        if self.folds is None and self.fold != 1:
+            raise UserError(
+                f"data.fold: {self.fold}, but there are no folds; give data.folds, or leave it out"
+            )
         most = self.examples_per_user
         if self.user is None:
             if most is not None:

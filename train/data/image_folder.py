@@ -85,6 +85,11 @@ class ImageFolder(LabeledFiles):
     def check(self, config: Config) -> None:
         """Check options that choose training examples, and those of users."""
         super().check(config)
+        if self.balanced and self.class_weights:
+            raise UserError(
+                "data.class_weights: data.balanced draws all classes equally often already; give "
+                "one of them"
+            )
         if config.is_private and (self.balanced or self.repeats > 1):
             raise UserError(
                 "data: balanced and repeats choose training examples, but privacy needs Poisson "

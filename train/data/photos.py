@@ -144,10 +144,6 @@ class LabeledFiles(Photos):
     """Keep decoded images in memory and read each file once; not with resized crops."""
 
     @override
-    def with_fold(self, fold: int, folds: int) -> Self:
-        return self.replace(fold=fold, folds=folds)
-
-    @override
     def placeholder(self) -> Placeholder | None:
         paths = (self.path,) if isinstance(self.path, str) else self.path
         if (missing := missing_paths(paths)) is None:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
@@ -125,10 +125,6 @@ class SegmentationFolder(Data):
         return load(self, outputs.label_map or plain_label_map(outputs.names))
 
     @override
-    def with_fold(self, fold: int, folds: int) -> Self:
-        return self.replace(fold=fold, folds=folds)
-
-    @override
     def placeholder(self) -> Placeholder | None:
         if (missing := missing_paths((self.path,))) is None:
             return None
@@ -191,10 +187,15 @@ def load(config: SegmentationFolder, trained: LabelMap | None = None) -> Dataset
                 "data.classes or data.class_table"
             )
         some, others = _divide(train)
-        sampled = list(_samples(root, some, config))
+        samples = _samples(root, some + others, config)
+        sampled = [*itertools.islice(samples, len(some))]
         label_map, more = make_label_map(config, rows, source, sampled)
         notes += more
-        samples = itertools.chain(sampled, _samples(root, others, config))
+        if lossy := [sample.path for sample in sampled if sample.mask.is_lossy]:
+            notes.append(
+                f"masks are JPEG files, whose compression changes values: {shorten(lossy, 3)}"
+            )
+        samples = itertools.chain(sampled, samples)
         most = config.max_bad_fraction * len(train)
         _check_sizes(root, some, config, most)
         check_masks(label_map, samples, len(train), most, "training", source)
@@ -329,14 +330,18 @@ def _divide(pairs: Sequence[Pair]) -> tuple[list[Pair], list[Pair]]:
 
 
 def _samples(root: Path, pairs: Sequence[Pair], config: SegmentationFolder) -> Iterator[Sample]:
-    """Read masks one at a time; skip unreadable ones."""
+    """Read masks one at a time; skip unreadable ones, unless all are."""
+    errors: list[str] = []
     for _, mask in pairs:
         path = _below(root, mask)
+        source = path if isinstance(path, str) else path.source
         try:
             values = read_mask(path, config.max_pixels)
-            yield Sample.of(path if isinstance(path, str) else path.source, values)
-        except UnreadableError:
-            continue  # counted in training, with images that are unreadable
+            yield Sample.of(source, values)
+        except UnreadableError as error:  # counted in training, with images that are unreadable
+            errors.append(f"{source}: {error}")
+    if errors and len(errors) == len(pairs):
+        raise UserError(f"data.path: none of {len(pairs):,} masks can be read, such as {errors[0]}")
 
 
 def _check_sizes(

@@ -241,6 +241,24 @@ def test_says_that_a_rotated_image_needs_a_rotated_mask(folder):
     assert "00.jpg is 24 x 40, its mask 40 x 24; the image has an EXIF" in load_error(folder)
 
 
+def test_masks_of_which_none_can_be_read_say_why(folder):
+    for path in folder.glob("**/masks/*.png"):
+        values = np.asarray(Image.open(path), np.float32)
+        path.unlink()
+        Image.fromarray(values).save(path.with_suffix(".tif"))
+    message = load_error(folder)
+    assert "masks can be read, such as " in message
+    assert "00.tif: its mode is F; a mask is a gray" in message
+
+
+def test_jpeg_masks_are_told(folder):
+    for path in folder.glob("**/masks/*.png"):
+        Image.open(path).convert("L").save(path.with_suffix(".jpg"), quality=100)
+        path.unlink()
+    notes = load(folder, mask_values=tuple(range(255))).notes
+    assert any(note.startswith("masks are JPEG files, whose compression") for note in notes)
+
+
 def test_class_names_of_a_published_layout_are_announced(tmp_path):
     for split in ("train", "val"):
         for i in range(2):
