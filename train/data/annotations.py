@@ -144,6 +144,14 @@ def find_annotations(
                 f"data.format: {other} and {name} have the same id in different files of {root}; "
                 "give all files one list of categories"
             )
+    first: dict[str, _Image] = {}
+    for image in read.images:
+        earlier = first.setdefault(image.path, image)
+        if earlier is not image and (root / image.path).is_file():
+            raise UserError(
+                f"data.format: {image.path} is annotated twice, in {earlier.source} and in "
+                f"{image.source}; give all its objects in one place"
+            )
     pairs: dict[str, list[Pair]] = {}
     for image in read.images:
         shapes = tuple(Shape(values[o.name], o.polygons, o.runs) for o in image.objects)
@@ -177,10 +185,13 @@ def _coco(root: Path) -> _Read:
     values: dict[str, int] = {}
     for split, (path, content) in found.items():
         with _damaged(path):
+            for key in ("images", "categories"):
+                ids = Counter(item["id"] for item in content[key])
+                if twice := [id for id, count in ids.items() if count > 1]:
+                    raise ValueError(f"two of its {key} have the id {twice[0]}")
             names = {c["id"]: normalized(str(c["name"])) for c in content["categories"]}
-            ids = sorted(names)
-            is_plain = all(isinstance(i, int) and 0 < i < 255 for i in ids)
-            for number, id in enumerate(ids, 1):
+            is_plain = all(isinstance(id, int) and 0 < id < 255 for id in names)
+            for number, id in enumerate(sorted(names), 1):
                 values.setdefault(names[id], id if is_plain else number)
             sizes = {i["id"]: [int(i["height"]), int(i["width"])] for i in content["images"]}
             objects: dict[Any, list[_Object]] = {}
@@ -222,8 +233,7 @@ def _labelme(root: Path) -> _Read:
             continue
         with _damaged(path):
             split = split_of(str(path.relative_to(root).parent)) or ""
-            name = str(content["imagePath"]).replace("\\", "/")
-            image = _locate(root, path, split, name)
+            image = _locate(root, path, split, str(content["imagePath"]))
             size = int(content["imageHeight"]), int(content["imageWidth"])
             objects = [_labelme_object(shape) for shape in content["shapes"]]
             images.append(_Image(split, image, str(path), *size, objects))
@@ -341,6 +351,7 @@ def _load(path: Path) -> Any:
 
 def _locate(root: Path, annotations: Path, split: str, name: str) -> str:
     """Return the path of an image below the root, where such files have them."""
+    name = name.replace("\\", "/")
     stem = annotations.stem.removeprefix("instances_")
     own = os.path.relpath(annotations.parent, root)
     folders = (

@@ -227,6 +227,17 @@ def test_damaged_annotations_name_their_file(tmp_path):
     ):
         path.write_text(content)
         assert expected in error_message(find_annotations, tmp_path, "coco")
+    write_image(tmp_path / "pics" / "a.png", 0, (SIZE, SIZE))
+    twice = coco(["pics\\a.png", "pics/a.png"], [(0, 3, [SQUARE]), (1, 9, [SQUARE])])
+    path.write_text(json.dumps(twice))
+    message = error_message(find_annotations, tmp_path, "coco")
+    assert f"pics/a.png is annotated twice, in {path} and in {path}; give all" in message
+    for key, what in (("images", 7), ("categories", 3)):
+        same = coco(["a.png", "b.png"], [])
+        same[key][1]["id"] = what
+        path.write_text(json.dumps(same))
+        message = error_message(find_annotations, tmp_path, "coco")
+        assert f"a.json: two of its {key} have the id {what}" in message
     turned = {"size": [SIZE // 2, 2 * SIZE], "counts": [SIZE * SIZE]}
     path.write_text(json.dumps(coco(["a.png"], [(0, 3, turned)])))
     assert "runs of the size [8, 32] in an image of [16, 16]" in error_message(
