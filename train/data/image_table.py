@@ -119,6 +119,12 @@ def load(config: ImageTable, trained: Outputs | None = None) -> Dataset:
     if not config.label:
         column, *others = _usual(table.rows[0].fields, _LABEL_COLUMNS) or [""]
         notes += [f"labels are in {column}, not in {shorten(others)}: data.label"] if others else []
+    alike = {name.casefold(): name for name in names}
+    notes += [
+        f"{name} and {alike[name.casefold()]} are two classes, which differ in their case alone"
+        for name in names
+        if alike[name.casefold()] != name
+    ][:3]
     if config.targets == "class" and "None" in names:
         count = (target == names.index("None")).sum()
         notes.append(f"None is a class, of {count:,} rows; remove them if it stands for no label")
@@ -200,9 +206,10 @@ def _cell(row: Record, column: str, option: str) -> Any:
     if row.fields.get(column) is None:
         raise UserError(f"{option}: {row.place}: {column} is empty; remove rows without one")
     if is_missing(value := row.fields[column]):
+        other = ", or give another name" if isinstance(value, str) else ""
         raise UserError(
             f"{option}: {row.place}: {column} is {str(value).strip()}, which stands for none; "
-            "remove rows without one, or give another name"
+            f"remove rows without one{other}"
         )
     return value
 
@@ -387,6 +394,12 @@ def _split_labels(row: Record, column: str, separator: str | None) -> list[str]:
         )
     if isinstance(value, list):
         parts = [part for part in value if part is not None]
+        is_name = all(isinstance(part, str | int) for part in parts)
+        if not is_name or len({*parts}) < len(parts):
+            raise UserError(
+                f"data.label: {row.place}: {column} is {value!r:.40}; expected names of labels, "
+                "each once"
+            )
     else:  # without a separator, other rows have lists
         parts = [value] if separator is None else str(value).split(separator)
     texts = [normalized(text) for part in parts if (text := str(part).strip())]

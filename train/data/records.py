@@ -4,6 +4,7 @@ import csv
 import io
 import itertools
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -14,6 +15,7 @@ from train.data.columns import decode_text, normalized
 from train.errors import UserError, did_you_mean, list_available
 
 _PARQUET = (".parquet", ".pq")
+_QUOTED = re.compile(r'\s+".*"\s*', re.DOTALL)  # the quotes would be part of the value
 _SEPARATORS = {".csv": ",", ".tsv": "\t"}
 
 
@@ -84,14 +86,17 @@ def _read_file(path: str, option: str) -> Iterator[Record]:
 
 
 def _read_csv(path: str, option: str) -> Iterator[Record]:
-    """Read a table whose first line names its columns; a semicolon may separate those of .csv."""
+    """Read a table whose first line names its columns.
+
+    If it has no comma (.csv) or tab (.tsv), one of the others or a semicolon or | separates them.
+    """
     with storage.reported(option, path), storage.open_file(path) as file:
         content = file.read()
     text = decode_text(content, path, option)
     separator = _SEPARATORS[Path(path.removesuffix(".gz")).suffix.lower()]
-    head = text.partition("\n")[0]
-    if separator == "," and head.count(";") > head.count(","):
-        separator = ";"
+    head = text.lstrip().partition("\n")[0]
+    if separator not in head or (separator == "," and head.count(";") > head.count(",")):
+        separator = max((separator, *",;\t|"), key=head.count)
     csv.field_size_limit(limits.LINE.most)
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
     columns: list[str] = []
@@ -109,6 +114,10 @@ def _read_csv(path: str, option: str) -> Iterator[Record]:
                 raise UserError(
                     f"{option}: {place}: {len(values)} values, but the first line names "
                     f"{len(columns)} columns"
+                )
+            if quoted := [v for v in values if _QUOTED.fullmatch(v)]:
+                raise UserError(
+                    f"{option}: {place}: a quote follows a space: {quoted[0]!r:.40}; remove it"
                 )
             fields = {k: v if v.strip() else None for k, v in zip(columns, values, strict=True)}
             yield Record(option, place, fields)

@@ -66,7 +66,10 @@ def test_one_more_image_moves_no_other_between_the_splits(folder):
     assert after - {str(folder / "pics" / "40.png")} == before
 
 
-@pytest.mark.parametrize(("name", "separator"), [("a.csv", ";"), ("a.tsv", "\t")])
+@pytest.mark.parametrize(
+    ("name", "separator"),
+    [("a.csv", ";"), ("a.tsv", "\t"), ("a.tsv", ","), ("a.csv", "\t"), ("a.csv", "|")],
+)
 def test_other_separators_of_columns(folder, name, separator):
     assert load(write(folder, FILE | COLOUR, name, separator)).classes == ("grün", "rot")
 
@@ -202,6 +205,10 @@ def test_lists_of_labels(folder):
     assert data.classes == ("old", "very old")
     assert labels(data)["02"].tolist() == [0, 1]
     assert labels(data)["01"].tolist() == [1, 0]
+    for hot in ([0, 1, 1], [0.0, 1.0], [["a"]]):
+        (folder / "t.jsonl").write_text("\n".join([json.dumps({"file": "0", "tags": hot}), *lines]))
+        message = error_message(load, folder / "t.jsonl", targets="labels")
+        assert f"line 1: tags is {hot}; expected names of labels, each once" in message
 
 
 def test_one_label_of_0_and_1(folder):
@@ -346,6 +353,8 @@ def test_what_a_table_may_mean_is_told(folder):
     data = load(table, group="who")
     assert "labels are in label, not in class: data.label" in data.notes
     assert "None is a class, of 20 rows; remove them if it stands for no label" in data.notes
+    cases = load(write(folder, FILE | {"label": lambda i: ("cat", "Cat", "dog")[i % 3]}))
+    assert "Cat and cat are two classes, which differ in their case alone" in cases.notes
     train = len(data.train["id"])
     number = [int(data.name(i)[-6:-4]) // 4 for i in range(N)]
     assert {*number[:train]}.isdisjoint(number[train:])
@@ -362,6 +371,8 @@ def test_damaged_tables_name_the_line(tmp_path):
     )
     assert "two columns are called a" in error_message(read, b"a,a\n1,2\n")
     assert "line 2: " in error_message(read, b'a,b\n"1,2\n')
+    message = error_message(read, b'a,b\n"1", "2"\n')
+    assert message.endswith("line 2: a quote follows a space: ' \"2\"'; remove it")
     assert "is not UTF-8 at byte 4" in error_message(read, b"a,b\n\xff,2\n")
     assert "is damaged: " in error_message(read, b"\x1f\x8b\x08\0 no gzip", "t.csv.gz")
 
