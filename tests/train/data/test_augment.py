@@ -68,6 +68,13 @@ def test_each_attempt_of_a_resized_crop_has_an_area_and_a_ratio_of_its_own():
     assert box == (0, 0, 50, 50)
 
 
+def test_random_crops_reach_the_last_pixel():
+    draws = np.array([0.25, *[0.5] * (RESIZED_CROP_DRAWS - 3), 0.999, 0.999])
+    assert random_resized_crop(100, 100, 8, draws, area=(0.0, 1.0)).box == (50, 50, 100, 100)
+    placed = random_scale_crop(16, 16, 8, np.array([0.5, 0.999, 0.999]), (2.0, 2.0))
+    assert placed.view.box == (8, 8, 16, 16)
+
+
 @pytest.mark.parametrize(
     ("width", "height", "box"),
     [

@@ -105,10 +105,17 @@ def test_lanes_shuffle_their_windows_differently():
     assert (places[0] != places[1]).mean() > 0.9
 
 
-def test_a_window_has_at_most_eight_blocks():
+def test_windows_of_at_most_eight_blocks_are_shuffled_differently():
     batches = order([100] * 64, batch_size=1, block_bytes=1)
-    rows = np.concatenate([batches(i) for i in range(800)])
-    assert len(np.unique(rows // 100)) == 8
+    rows = np.concatenate([batches(i) for i in range(1600)])
+    assert len(np.unique(rows[:800] // 100)) == 8
+    assert (rows[:800] % 100 != rows[800:] % 100).mean() > 0.9
+
+
+def test_a_window_leaves_room_for_one_more_block():
+    batches = order([100] * 64, batch_size=1, block_bytes=2**20, budget=2**22)
+    rows = np.concatenate([batches(i) for i in range(300)])
+    assert len(np.unique(rows // 100)) == 3
 
 
 def test_sources_alternate_evenly():
