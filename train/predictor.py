@@ -26,7 +26,17 @@ from train.tasks import kind_of
 _BATCH_SIZE = 16
 """Largest number of images, or crops, in a batch."""
 
-ImageLike = str | os.PathLike[str] | bytes | IO[bytes] | Image.Image | np.ndarray | Array
+ImageLike = (
+    str
+    | os.PathLike[str]
+    | bytes
+    | bytearray
+    | memoryview
+    | IO[bytes]
+    | Image.Image
+    | np.ndarray
+    | Array
+)
 """Path of an image file, its content, the open file, an image of Pillow, or an array of pixels."""
 
 
@@ -141,9 +151,12 @@ def _source(image: Any) -> Any:
     """Return what can be decoded, or an array of images; None if it is neither."""
     if isinstance(image, str | os.PathLike | bytes | Image.Image):
         return image
+    if isinstance(image, bytearray | memoryview):
+        return bytes(image)
     if hasattr(image, "__array__"):
         return np.asarray(image)
-    return image.read() if hasattr(image, "read") else None
+    content = image.read() if hasattr(image, "read") else None
+    return content if isinstance(content, bytes) else None  # a text is no content of an image
 
 
 def _in_chunks(

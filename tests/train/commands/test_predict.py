@@ -425,7 +425,8 @@ def test_predictor_takes_arrays_contents_and_any_number_of_images(run_of, recipe
     pixels = np.asarray(Image.open(path))
     (expected,) = predictor([path])
     opaque, content = np.dstack([pixels, pixels[..., :1]]), path.read_bytes()
-    for image in (str(path), content, io.BytesIO(content), pixels, opaque, jnp.asarray(pixels)):
+    contents = content, bytearray(content), memoryview(content), io.BytesIO(content)
+    for image in (str(path), *contents, pixels, opaque, jnp.asarray(pixels)):
         np.testing.assert_array_equal(predictor([image])[0], expected)
     rows = [pixels] * 3
     for several in (rows, iter(rows), np.stack(rows), np.array([str(path)] * 3)):
@@ -443,6 +444,8 @@ def test_predictor_names_what_is_wrong_with_an_image(run_of):
     for wrong in (None, [1, 2]):
         with pytest.raises(TypeError, match=r"image 0: expected a path, .* got (NoneType|list)$"):
             predictor([wrong])
+    with pytest.raises(TypeError, match=r"image 0: expected a path, .* got StringIO$"):
+        predictor([io.StringIO("none.png")])  # a file that is opened as text
     pixels = np.zeros((4, 4, 3), np.uint8)
     for one in ("none.png", b"", io.BytesIO(), pixels, jnp.asarray(pixels), Image.new("L", (4, 4))):
         with pytest.raises(TypeError, match=r"got one; write predictor\(\[image\]\)$"):
