@@ -85,11 +85,6 @@ class ImageFolder(LabeledFiles):
     def check(self, config: Config) -> None:
         """Check options that choose training examples, and those of users."""
         super().check(config)
-        if self.balanced and self.class_weights:
-            raise UserError(
-                "data.class_weights: data.balanced draws all classes equally often already; give "
-                "one of them"
-            )
         if config.is_private and (self.balanced or self.repeats > 1):
             raise UserError(
                 "data: balanced and repeats choose training examples, but privacy needs Poisson "
@@ -116,6 +111,11 @@ def load(config: ImageFolder, trained: tuple[str, ...] | None = None) -> Dataset
     if trained is None:
         files = [describe(id) for id in range(len(paths))]
         notes += describe_copies(files[: len(train.paths)], files[len(train.paths) :])
+        if config.balanced and config.class_weights:
+            notes += (
+                "rare classes count twice: data.balanced draws all classes equally often, and "
+                "data.class_weights makes the loss of rare ones larger; leave one of them out",
+            )
     return image_dataset(
         config,
         (train.labels, test.labels),

@@ -202,9 +202,6 @@ def test_folds_are_reported_together(workplace, capsys):
     assert_one_line_error(capsys, "--folds: 3, but data.folds is 4, of which one run holds out")
     assert exit_code("train", "recipe.py", "--data.fold", 2) == 2
     assert_one_line_error(capsys, "data.fold: 2, but there are no folds")
-    balanced = "--data.balanced", "--data.class-weights", "balanced"
-    assert exit_code("train", "classify", *balanced) == 2
-    assert_one_line_error(capsys, "data.class_weights: data.balanced draws all classes equally")
 
 
 def test_a_run_ends_when_its_metric_gets_no_better_and_resumes_alike(

@@ -118,6 +118,13 @@ def test_test_images_are_resized_and_center_cropped(tmp_path):
     chex.assert_trees_all_equal(ten[:, 4], image)
 
 
+def test_classes_that_are_balanced_twice_are_told(folder):
+    once = load(folder, balanced=True).notes + load(folder, class_weights="balanced").notes
+    assert "rare classes" not in "".join(once)
+    twice = load(folder, balanced=True, class_weights="balanced").notes
+    assert any(note.startswith("rare classes count twice: ") for note in twice)
+
+
 def test_a_small_middle_of_test_images_is_noted(folder):
     *_, note = load(folder, image_size=8, resize=32).notes
     assert note.startswith("only the middle 6% of each test image is seen: data.resize 32 is much")

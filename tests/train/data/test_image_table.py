@@ -383,7 +383,8 @@ def test_balanced_weights_are_those_of_scikit_learn():
     y = np.array([0, 0, 0, 1, 2, 2])
     expected = compute_class_weight("balanced", classes=np.arange(3), y=y)
     np.testing.assert_allclose(balanced_weights(y, 3), expected)
-    assert balanced_weights(np.array([[1, 0], [1, 0], [0, 0], [0, 0]]), 2) == (1.0, 1.0)
+    labels = np.array([[1, 0, 1], [1, 0, 1], [1, 0, 1], [0, 0, 1]])
+    np.testing.assert_allclose(balanced_weights(labels, 3), (1 / 3, 1, 1))
 
 
 def test_groups_need_two(folder):
