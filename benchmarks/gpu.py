@@ -9,9 +9,10 @@ allocator's high-water mark is the program's. The process counts from before its
 A recipe is trained for a few steps by the command line program, and its summary is read. Nothing
 needs the network.
 
-The programs come in order of worth. Each has a time limit, and is written to ``--json`` when it is
-done. When the minutes are over, the programs that are left are skipped. Programs and tuned kernels
-are cached, so that a second run compiles less.
+The programs come in order of worth. Several compile side by side, and each is timed alone. Each
+has a time limit, and is written to ``--json`` when it is done. When the minutes are over, the
+programs that are left are skipped. Programs and tuned kernels are cached, so that a second run
+compiles less.
 
 XLA tries kernels while it compiles, which takes memory too. Where a program never exceeds that,
 its peak is unknown, which the table shows.
@@ -20,6 +21,8 @@ its peak is unknown, which the table shows.
 """
 
 import argparse
+import contextlib
+import fcntl
 import functools
 import importlib.util
 import json
@@ -28,8 +31,9 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -57,8 +61,11 @@ RECIPES = (
     "digits_revnet",
     "digits_diffusion",
 )
-ROW_SECONDS = 150
+ROW_SECONDS = 240
 CACHE = Path("runs", "compiled").absolute()
+PROCESSES = 5
+DEVICE = Path(tempfile.gettempdir(), "fnet-benchmarks-gpu.lock")
+"""Held by all processes that compile, or by the one that is timed."""
 MEGABYTE = 1e6
 TOLERANCE = 0.05, 16 * MEGABYTE
 """Largest difference of predicted and measured bytes: a share of the prediction, or these bytes."""
@@ -118,7 +125,7 @@ def example_gradients(gradient: Any, tiny: bool) -> Program:
 
 
 def attention_gradient(side: str, tiny: bool) -> Program:
-    shape = (1, 64, 2, 16) if tiny else (8, 4096, 16, 64)
+    shape = (1, 64, 2, 16) if tiny else (1, 4096, 16, 64)
     function = attention.gradient(attention.sides(True, None)[side])
 
     def make() -> tuple[jax.Array, ...]:
@@ -245,8 +252,16 @@ CASES = {
 }
 
 
+@contextlib.contextmanager
+def device(use: int) -> Iterator[None]:
+    """Use the device, as ``fcntl.LOCK_SH`` beside others or as ``fcntl.LOCK_EX`` alone."""
+    with DEVICE.open("w") as file:
+        fcntl.flock(file, use)
+        yield
+
+
 def measure(case: str, name: str, tiny: bool) -> dict[str, Any]:
-    """Run a program in this process.
+    """Compile a program beside those of other processes, then run it alone.
 
     Returns:
       ``predicted`` and ``measured`` bytes (None if unknown), ``compile_seconds`` with those of
@@ -255,25 +270,31 @@ def measure(case: str, name: str, tiny: bool) -> dict[str, Any]:
       are ``in_place``.
     """
     start = time.monotonic()
-    program = CASES[case].programs[name](tiny)
-    shapes = jax.eval_shape(program.make)
-    compiled = program.function
-    if not isinstance(compiled, jax.stages.Compiled):
-        compiled = compiled.lower(*shapes).compile()
-    compile_seconds = time.monotonic() - start
+    with device(fcntl.LOCK_SH):
+        program = CASES[case].programs[name](tiny)
+        compiled = program.function
+        if not isinstance(compiled, jax.stages.Compiled):
+            compiled = compiled.lower(*jax.eval_shape(program.make)).compile()
+        result: dict[str, Any] = {
+            "predicted": peak(compiled).total,
+            "compile_seconds": time.monotonic() - start,
+        }
+        kind = jax.devices()[0].device_kind
+        for known in TARGETS.values():
+            if isinstance(known, Gpu) and known.device == kind:
+                result["estimated"] = roofline.estimate(compiled, known.peaks).seconds
+    with device(fcntl.LOCK_EX):
+        return result | run(compiled, program.make, program.donates, 2 if tiny else 10)
+
+
+def run(
+    compiled: Any, make: Callable[[], tuple[Any, ...]], donates: bool, rounds: int
+) -> dict[str, Any]:
+    """Run a compiled program; return ``seconds``, ``measured`` bytes and what is ``in_place``."""
     high_water = HighWater()
-    arguments = program.make()
-    result: dict[str, Any] = {
-        "predicted": peak(compiled).total,
-        "compile_seconds": compile_seconds,
-    }
-    kind = jax.devices()[0].device_kind
-    for known in TARGETS.values():
-        if isinstance(known, Gpu) and known.device == kind:
-            result["estimated"] = roofline.estimate(compiled, known.peaks).seconds
-    if program.donates:
-        state, *rest = arguments
-        del arguments
+    state, *rest = make()
+    result = {}
+    if donates:
         before = _pointers(state)
         box = [compiled(state, *rest)[0]]
         del state
@@ -286,9 +307,9 @@ def measure(case: str, name: str, tiny: bool) -> dict[str, Any]:
     else:
 
         def call() -> Any:
-            return compiled(*arguments)
+            return compiled(state, *rest)
 
-    seconds = interleaved({name: call}, 2 if tiny else 10)[name]
+    seconds = interleaved({"": call}, rounds)[""]
     return result | {"seconds": seconds, "measured": high_water.bytes()}
 
 
@@ -302,11 +323,16 @@ def _pointers(tree: Any) -> list[int]:
 
 
 def train_recipe(recipe: str, folder: Path, seconds: float) -> dict[str, Any]:
-    """Train a recipe for a few steps with the program; return its predicted and measured bytes."""
+    """Train a recipe for a few steps with the program; return its predicted and measured bytes.
+
+    It is trained twice. What XLA tries while it compiles would hide the peak of the first run.
+    """
     out = folder / recipe
-    command = [sys.executable, "-m", "fnet", "train", recipe, "--out", str(out)]
-    _run([*command, "--train.steps", "8"], seconds)
-    summary = json.loads((out / "summary.json").read_text())
+    command = [sys.executable, "-m", "fnet", "train", recipe]
+    with device(fcntl.LOCK_SH):
+        for run in ("first", "second"):
+            _run([*command, "--out", str(out / run), "--train.steps", "8"], seconds)
+    summary = json.loads((out / "second" / "summary.json").read_text())
     return {"predicted": summary["peak_bytes_predicted"], "measured": summary["peak_bytes_seen"]}
 
 
@@ -315,38 +341,57 @@ def run_all(
     tiny: bool,
     parallel: int,
     row_seconds: float = ROW_SECONDS,
+    only: Sequence[str] = ("",),
     written: Callable[[Mapping[str, Any]], None] = lambda results: None,
 ) -> tuple[dict[str, Any], list[str]]:
     """Run every program and recipe; return results by name, and who failed, with reasons."""
     end = time.monotonic() + 60 * minutes
     results: dict[str, Any] = {}
-    failed: list[str] = []
+    reasons: dict[str, str] = {}
+    lock = threading.Lock()
 
-    def attempt(name: str, run: Callable[[float], Any]) -> None:
+    def attempt(name: str, row: Callable[[float], Any]) -> None:
         left = end - time.monotonic()
-        try:
-            if left <= 0:
-                raise RuntimeError("no time left")
-            results[name] = run(min(left, row_seconds))
-        except subprocess.TimeoutExpired as error:
-            failed.append(f"{name}: more than {error.timeout:.0f} s")
-        except RuntimeError as error:
-            failed.append(f"{name}: {error}")
-        written(dict(results))
-        print(f"{name}: {results.get(name, failed[-1:])}", file=sys.stderr, flush=True)
+        answer, reason = None, "no time left"
+        if left > 0:
+            try:
+                answer = row(min(left, row_seconds))
+            except subprocess.TimeoutExpired as error:
+                reason = f"more than {error.timeout:.0f} s"
+            except RuntimeError as error:
+                reason = str(error)
+        with lock:
+            if answer is None:
+                reasons[name] = reason
+            else:
+                results[name] = answer
+            written(dict(results))
+            print(f"{name}: {answer or reason}", file=sys.stderr, flush=True)
 
-    for case, (programs, *_) in CASES.items():
-        for name in programs:
-            words = ["--worker", case, name, *["--tiny"] * tiny]
-            command = [sys.executable, "-m", "benchmarks.gpu", *words]
-            attempt(f"{case}, {name}", lambda left, c=command: json.loads(_run(c, left)))  # type: ignore[misc]
+    def measured(case: str, name: str, seconds: float) -> Any:
+        command = [sys.executable, "-m", "benchmarks.gpu", "--worker", case, name]
+        return json.loads(_run([*command, *["--tiny"] * tiny], seconds))
+
     has_digits = importlib.util.find_spec("sklearn") is not None
     recipes = [r for r in RECIPES if has_digits or not r.startswith("digits")]
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(parallel) as pool:
-        for recipe in recipes[:1] if tiny else recipes:
-            train = functools.partial(train_recipe, recipe, Path(folder))
-            pool.submit(attempt, f"recipe {recipe}", train)
-    return results, failed
+    with tempfile.TemporaryDirectory() as folder:
+        programs = {
+            f"{case}, {name}": functools.partial(measured, case, name)
+            for case in CASES
+            for name in CASES[case].programs
+        }
+        trained = {
+            f"recipe {recipe}": functools.partial(train_recipe, recipe, Path(folder))
+            for recipe in (recipes[:1] if tiny else recipes)
+        }
+        # One after the other: recipes would keep programs from being alone.
+        for attempts in programs, trained:
+            chosen = {n: row for n, row in attempts.items() if any(part in n for part in only)}
+            with ThreadPoolExecutor(parallel) as pool:
+                list(pool.map(attempt, chosen, chosen.values()))
+    names = [*programs, *trained]
+    in_order = {name: results[name] for name in names if name in results}
+    return in_order, [f"{name}: {reasons[name]}" for name in names if name in reasons]
 
 
 def _run(command: list[str], seconds: float) -> str:
@@ -361,7 +406,12 @@ def _run(command: list[str], seconds: float) -> str:
         capture_output=True,
         text=True,
         env=os.environ
-        | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "JAX_COMPILATION_CACHE_DIR": str(CACHE)},
+        | {
+            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+            "JAX_COMPILATION_CACHE_DIR": str(CACHE),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
+        },
     )
     if answer.returncode:
         raise RuntimeError((answer.stderr.strip() or answer.stdout.strip()).splitlines()[-1])
@@ -423,6 +473,7 @@ def rows(results: Mapping[str, Any]) -> list[dict[str, str]]:
 def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--minutes", type=float, default=8.5, help="Time limit.")
+    parser.add_argument("--only", nargs="+", default=("",), help="Parts of the names of rows.")
     parser.add_argument("--tiny", action="store_true", help="Small sizes, to try it on CPU.")
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -442,8 +493,8 @@ def main() -> None:
         if args.json:
             write(args.json, claimed(results), *packages, data=results)
 
-    parallel = max(machine.cores() // 2, 1)
-    results, failed = run_all(args.minutes, args.tiny, parallel, written=written)
+    parallel = min(max(machine.cores() // 2, 1), PROCESSES)
+    results, failed = run_all(args.minutes, args.tiny, parallel, only=args.only, written=written)
     print(f"{', '.join(machine.describe()['devices'])}, {time.monotonic() - start:.0f} s.\n")
     if results:
         print(markdown_table(rows(results)))

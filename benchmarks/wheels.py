@@ -80,10 +80,11 @@ def main() -> None:
 
 
 def requirements() -> list[str]:
-    """Return the dependencies in pyproject.toml, without JAX and what the folder leaves out."""
+    """Return what training needs, privately too, without JAX and what the folder leaves out."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    skipped = {"jax", *LEFT_OUT}
-    return [line for line in project["dependencies"] if _name(line) not in skipped]
+    lines = [*project["dependencies"], *project["optional-dependencies"]["privacy"]]
+    skipped = {*FROM_JAX, *LEFT_OUT}
+    return [line for line in lines if _name(line) not in skipped]
 
 
 def _name(requirement: str) -> str:

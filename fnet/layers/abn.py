@@ -58,7 +58,7 @@ def abn(
     activation                               saved for the backward pass
     ======================================== ==================================
     identity, leaky_relu, elu, softplus      y
-    relu, gelu, silu, tanh, sigmoid          z, and residuals of the activation,
+    relu, gelu, silu, tanh, sigmoid          z; the next layer saves its input y,
                                              which `fnet.recompute` rematerializes
     ======================================== ==================================
 
@@ -145,10 +145,9 @@ def abn(
             "decay=1 - 1 / count, or use layers.abn(decay=None), which keeps the count"
         )
 
-    act = activations.get(activation)
     # With running statistics there is no sum over devices, so the axes need not exist.
     axes = None if frozen else axis_name
-    spec = _Spec(activation if act.inverse else "identity", activation_param, eps, axis, axes)
+    spec = _Spec(activation, activation_param, eps, axis, axes)
     channels = x.shape[axis]
     # The derivative at gamma = 0 is taken as +1.
     g = (
@@ -159,8 +158,6 @@ def abn(
     b = jnp.zeros(channels, sum_dtype(x)) if beta is None else beta
     statistics = (running_mean, running_var) if frozen else None
     y, mean, var, n = _normalize(spec, *equally_varying((x, g, b, statistics, mask)))
-    if not act.inverse:
-        y = _zero_padding(mask, act.forward(y, activation_param))
     if not train or running_mean is None or running_var is None or decay is None:
         return y, running_mean, running_var
     if mask is not None:  # a batch of padding only does not update the statistics
@@ -356,26 +353,23 @@ def _normalize_fwd(
         mean, var = statistics
     inv = jax.lax.rsqrt(var + spec.eps)
     z = (w - spec.expand(mean, w)) * spec.expand(inv * g, w) + spec.expand(beta, w)
-    y = activations.get(spec.activation).forward(z, spec.param).astype(x.dtype)
-    y, inv = save(_zero_padding(mask, y)), save(inv)
-    return (y, mean, var, n), (y, inv, g, beta, mask, None if statistics else n)
+    activation = activations.get(spec.activation)
+    if activation.inverse:
+        z = activation.forward(z, spec.param)
+    saved, inv = save(_zero_padding(mask, z.astype(x.dtype))), save(inv)
+    y = saved if activation.inverse else activation.forward(saved, spec.param)
+    y = _zero_padding(mask, y)
+    return (y, mean, var, n), (saved, inv, g, beta, mask, None if statistics else n)
 
 
 def _normalize_bwd(
     spec: _Spec, residuals: tuple[Any, ...], cotangents: tuple[Array, ...]
 ) -> tuple[Any, ...]:
-    y, inv, g, beta, mask, n = residuals
-    activation = activations.get(spec.activation)
-    inverse = activation.inverse
-    assert inverse is not None
+    saved, inv, g, beta, mask, n = residuals
     # Without the barrier XLA may compute z, as large as y, before dy is known.
-    y, dy = jax.lax.optimization_barrier((y, cotangents[0]))
-    z, slope = inverse(upcast(y), spec.param)
-    if activation.min_output is not None and y.dtype.itemsize < 4:
-        # An output that saturated in its own dtype looks unsaturated in a wider one: clip z.
-        min_y = jnp.asarray(activation.min_output(spec.param, y.dtype), z.dtype)
-        z = jnp.maximum(z, inverse(min_y, spec.param)[0])
-    dz = _zero_padding(mask, upcast(dy) * slope)
+    saved, dy = jax.lax.optimization_barrier((saved, cotangents[0]))
+    z, dz = _invert(spec, saved, dy)
+    dz = _zero_padding(mask, dz)
     xhat = _zero_padding(mask, (z - spec.expand(beta, z)) / spec.expand(g, z))
     dbeta, dg = spec.sum(dz), spec.sum(dz * xhat)
     dx = dz
@@ -384,7 +378,21 @@ def _normalize_bwd(
         means = (spec.expand(spec.sum_over_devices(s * g) / (n * g), z) for s in (dbeta, dg))
         dx = dx - next(means) - xhat * next(means)
     dx = _zero_padding(mask, dx * spec.expand(inv * g, z))
-    return dx.astype(y.dtype), dg.astype(g.dtype), dbeta.astype(beta.dtype), None, None
+    return dx.astype(saved.dtype), dg.astype(g.dtype), dbeta.astype(beta.dtype), None, None
+
+
+def _invert(spec: _Spec, saved: Array, dy: Array) -> tuple[Array, Array]:
+    """Compute z and its cotangent, float32 or wider, from what was saved."""
+    activation = activations.get(spec.activation)
+    if activation.inverse is None:
+        _, vjp = jax.vjp(lambda z: activation.forward(z, spec.param), saved)
+        return upcast(saved), upcast(vjp(dy)[0])
+    z, slope = activation.inverse(upcast(saved), spec.param)
+    if activation.min_output is not None and saved.dtype.itemsize < 4:
+        # An output that saturated in its own dtype looks unsaturated in a wider one: clip z.
+        min_y = jnp.asarray(activation.min_output(spec.param, saved.dtype), z.dtype)
+        z = jnp.maximum(z, activation.inverse(min_y, spec.param)[0])
+    return z, upcast(dy) * slope
 
 
 _normalize.defvjp(_normalize_fwd, _normalize_bwd)

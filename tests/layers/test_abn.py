@@ -1,5 +1,7 @@
 """Golden equations: Rota Bulo et al. 2018 and mapillary/inplace_abn, checked through autodiff."""
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -149,6 +151,14 @@ def test_derivative_at_gamma_0_is_one_sided(gamma):
     )
     chex.assert_trees_all_close(dgamma, expected, rtol=1e-6)
     chex.assert_trees_all_close(dbeta, expected_beta, rtol=1e-10)
+
+
+@pytest.mark.parametrize("activation", ["leaky_relu", "elu", "relu", "gelu", "silu"])
+def test_one_array_of_the_size_of_x_is_saved(activation):
+    x, gamma, beta, _ = inputs((64, 4), 4, dtype=jnp.float32)
+    abn = functools.partial(in_place, activation=activation, param=1.0)
+    _, vjp = jax.vjp(lambda *a: abn(*a).sum(), x, gamma, beta)
+    assert sum(a.size >= x.size for a in jax.tree.leaves(vjp)) == 1
 
 
 @pytest.mark.parametrize(("gamma", "error"), [(1.0, 1e-6), (1e-2, 1e-5), (1e-5, 5e-3)])

@@ -8,12 +8,14 @@ import pytest
 
 FOLDER = Path(__file__).parents[2] / "docs" / "benchmarks"
 RESULTS = json.loads((FOLDER / "benchmarks.json").read_text())["results"]
-RESULTS["gpu"] = json.loads((FOLDER / "gpu.json").read_text())
+RESULTS |= {
+    name: json.loads((FOLDER / f"{name}.json").read_text()) for name in ("gpu_h100", "gpu_h200")
+}
 
 SHOWN = {
     "attention_context.md": {"attention_context": 12},
     "batched.md": {"batched": 4},
-    "gpu.md": {"gpu": 28},
+    "gpu.md": {"gpu_h100": 22, "gpu_h200": 39},
     "in_place.md": {
         "abn_stack_on_cpu": 16,
         "abn_stack_ahead_of_time_h100": 6,

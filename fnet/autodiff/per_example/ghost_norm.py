@@ -62,6 +62,11 @@ _FACTOR_BYTES_RATIO = 4
 _MIN_BYTES = 2**20
 """Bytes that intermediates may take in any case."""
 
+_FILLS_A_GPU = 2**28
+"""Bytes of intermediates up to which products on accelerators become faster: on an H200, chunks of
+64 MB took a transformer's clipped gradients 1.70 times the plain gradient's time, and of 256 MB
+1.50 times."""
+
 _MASKED_CHUNKS = 32
 """Number of chunks in which `weighted_sum` masks examples that are left out."""
 
@@ -348,7 +353,9 @@ def number_of_chunks(
     """
     devices = batch_devices() if batch % batch_devices() == 0 else 1
     local = batch // devices
-    allowed = max(_MIN_BYTES, sum(a.nbytes for a in arrays) // (devices * _FACTOR_BYTES_RATIO))
+    factors = sum(a.nbytes for a in arrays) // devices
+    wide = 0 if is_for_cpu() else min(factors, _FILLS_A_GPU)
+    allowed = max(_MIN_BYTES, factors // _FACTOR_BYTES_RATIO, wide)
     fitting = allowed // max(example_bytes, 1)
     largest = fitting if width is None else min(fitting, width)
     divisors = (n for n in range(1, local + 1) if local % n == 0)

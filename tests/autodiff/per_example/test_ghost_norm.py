@@ -321,3 +321,17 @@ def test_accelerators_multiply_gradients_where_gram_matrices_cost_more(
     with traced_for(platform):
         norms = jax.eval_shape(ghost_norm.squared_norms, *factors)
     assert (norms.errors is not None) is gram  # gradients have no cancelling terms
+
+
+@pytest.mark.parametrize(
+    ("platform", "batch", "chunks"),
+    [
+        ("cpu", 64, 16),  # of a quarter of the factors' bytes
+        ("cuda", 64, 4),  # as large as the factors
+        ("cuda", 256, 16),  # but not larger than 256 MiB, or a quarter of the factors
+    ],
+)
+def test_chunks_are_large_enough_for_an_accelerator(platform, batch, chunks):
+    factors = [np.broadcast_to(np.float32(0), (batch, 256, n)) for n in (768, 3072)]
+    with traced_for(platform):
+        assert ghost_norm.number_of_chunks(batch, factors, 4 * 768 * 3072) == chunks
