@@ -40,12 +40,14 @@ class FoundAnnotations(NamedTuple):
       pairs_by_split: Paths of images below the root, with their masks.
       rows: Class table.
       source: File that names the classes.
+      notes: What is left out.
     """
 
     root: Path
     pairs_by_split: dict[str, list[Pair]]
     rows: tuple[Row, ...]
     source: str
+    notes: tuple[str, ...]
 
     @property
     def splits(self) -> list[str]:
@@ -90,10 +92,11 @@ class _Image(NamedTuple):
 
 
 class _Read(NamedTuple):
-    """Annotated images, and values of classes by name, which the format gives or None."""
+    """Annotated images, values of classes by name, which the format gives or none, and notes."""
 
     images: list[_Image]
     values: dict[str, int]
+    notes: tuple[str, ...] = ()
 
 
 def find_annotations(
@@ -163,7 +166,9 @@ def find_annotations(
     )
     if len({*pairs}) > 1 and "train" not in pairs:
         raise UserError(f"data.path: {root} has the splits {shorten(sorted(pairs))}, but no train")
-    return FoundAnnotations(root, pairs, rows, read.images[0].source)
+    others = sorted({*list_images(root).paths} - first.keys())
+    notes = (f"images without annotations are left out: {shorten(others, 3)}",) if others else ()
+    return FoundAnnotations(root, pairs, rows, read.images[0].source, read.notes + notes)
 
 
 def _coco(root: Path) -> _Read:
@@ -189,7 +194,7 @@ def _coco(root: Path) -> _Read:
                 ids = Counter(item["id"] for item in content[key])
                 if twice := [id for id, count in ids.items() if count > 1]:
                     raise ValueError(f"two of its {key} have the id {twice[0]}")
-            names = {c["id"]: normalized(str(c["name"])) for c in content["categories"]}
+            names = {c["id"]: _name(c["name"]) for c in content["categories"]}
             is_plain = all(isinstance(id, int) and 0 < id < 255 for id in names)
             for number, id in enumerate(sorted(names), 1):
                 values.setdefault(names[id], id if is_plain else number)
@@ -241,7 +246,7 @@ def _labelme(root: Path) -> _Read:
 
 
 def _labelme_object(shape: Mapping[str, Any]) -> _Object:
-    name, points = normalized(str(shape["label"])), _points(np.ravel(shape["points"]).tolist())
+    name, points = _name(shape["label"]), _points(np.ravel(shape["points"]).tolist())
     kind = shape.get("shape_type") or "polygon"
     if kind == "circle":
         center, edge = points
@@ -252,6 +257,8 @@ def _labelme_object(shape: Mapping[str, Any]) -> _Object:
         return _Object(name)
     elif kind != "polygon":
         raise ValueError(f"a shape is a {kind}; expected polygons or circles")
+    if len(points) < 3:
+        raise ValueError(f"an outline of {name} has {len(points)} points; expected three or more")
     return _Object(name, (points,))
 
 
@@ -264,7 +271,7 @@ def _yolo(root: Path) -> _Read:
             limits.LABEL_FILE.check(tables[0].stat().st_size, f"data.format: {tables[0]}")
             content = yaml.safe_load(tables[0].read_text("utf-8"))["names"]
             by_number = content if isinstance(content, dict) else dict(enumerate(content))
-            names = [normalized(_scalar(by_number[i])) for i in sorted(by_number)]
+            names = [_name(by_number[i]) for i in sorted(by_number)]
             if [*sorted(by_number)] != [*range(len(names))]:
                 raise ValueError(
                     f"names has the keys {shorten([*map(str, by_number)])}, not 0, 1, ..."
@@ -278,6 +285,8 @@ def _yolo(root: Path) -> _Read:
             f"data.format: no data.yaml with names, and no classes.txt, in {root}; YOLO's labels "
             "are numbers"
         )
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
+        raise UserError(f"data.format: two classes of {root} are called {twice[0]}")
     images = []
     for path in listed:
         parts = path.rpartition(".")[0].split("/")
@@ -300,14 +309,20 @@ def _yolo(root: Path) -> _Read:
             f"data.format: none of {len(images):,} images has labels; those of {images[0].path} "
             f"would be in {images[0].source}"
         )
-    return _Read(images, {name: i for i, name in enumerate(names, 1)})
+    texts = _files(root, ".txt")
+    there = {str(path) for path in texts if "labels" in path.relative_to(root).parts}
+    lost = sorted(there - {image.source for image in images})
+    lacking = [image.path for image in images if image.source not in there]
+    notes = [f"labels without an image are left out: {shorten(lost, 3)}"] if lost else []
+    notes += [f"images without labels are background: {shorten(lacking, 3)}"] if lacking else []
+    return _Read(images, {name: i for i, name in enumerate(names, 1)}, tuple(notes))
 
 
-def _scalar(value: Any) -> str:
-    """Return a value of YAML as text. Lists of references to lists would be too much."""
+def _name(value: Any) -> str:
+    """Return the name of a class. Lists of references to lists would be too much in YAML."""
     if not isinstance(value, str | int | float):
         raise TypeError(f"a name is a {type(value).__name__}; expected a text")
-    return str(value)
+    return normalized(str(value).strip())
 
 
 def _yolo_objects(path: Path, names: Sequence[str], width: int, height: int) -> Iterator[_Object]:

@@ -218,6 +218,13 @@ def check_names(names: Iterable[str], what: str) -> tuple[str, ...]:
     return tuple(names)
 
 
+def describe_alike(names: Sequence[str]) -> tuple[str, ...]:
+    """Return notes about names of classes that differ in their case alone."""
+    last = {name.casefold(): name for name in names}
+    pairs = [(name, last[name.casefold()]) for name in names if last[name.casefold()] != name]
+    return tuple(f"{a} and {b} are two classes, which differ in their case" for a, b in pairs[:3])
+
+
 def is_named(names: Sequence[str]) -> bool:
     """Whether outputs of a classifier have names, not numbers such as LABEL_0."""
     return not all(re.fullmatch(r"(LABEL_)?[0-9]+", name) for name in names)

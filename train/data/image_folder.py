@@ -15,7 +15,7 @@ from train.config import Config
 from train.config.section import Count
 from train.data import Dataset, Outputs
 from train.data.class_weights import balanced_weights
-from train.data.columns import check_names, choose, normalized, number_users
+from train.data.columns import check_names, choose, describe_alike, normalized, number_users
 from train.data.files import (
     IMAGE_PATTERNS,
     ImageFiles,
@@ -111,6 +111,7 @@ def load(config: ImageFolder, trained: tuple[str, ...] | None = None) -> Dataset
     if trained is None:
         files = [describe(id) for id in range(len(paths))]
         notes += describe_copies(files[: len(train.paths)], files[len(train.paths) :])
+        notes += describe_alike(classes)
         if config.balanced and config.class_weights:
             notes += (
                 "rare classes count twice: data.balanced draws all classes equally often, and "

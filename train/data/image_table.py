@@ -19,6 +19,7 @@ from train.data.class_weights import balanced_weights
 from train.data.columns import (
     check_names,
     choose,
+    describe_alike,
     is_missing,
     normalized,
     parse_labels,
@@ -119,12 +120,7 @@ def load(config: ImageTable, trained: Outputs | None = None) -> Dataset:
     if not config.label:
         column, *others = _usual(table.rows[0].fields, _LABEL_COLUMNS) or [""]
         notes += [f"labels are in {column}, not in {shorten(others)}: data.label"] if others else []
-    alike = {name.casefold(): name for name in names}
-    notes += [
-        f"{name} and {alike[name.casefold()]} are two classes, which differ in their case alone"
-        for name in names
-        if alike[name.casefold()] != name
-    ][:3]
+    notes += describe_alike(names)
     if config.targets == "class" and "None" in names:
         count = (target == names.index("None")).sum()
         notes.append(f"None is a class, of {count:,} rows; remove them if it stands for no label")

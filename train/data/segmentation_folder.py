@@ -18,6 +18,7 @@ from train.data import Arrays, Dataset, Outputs, num_examples
 from train.data.annotations import FoundAnnotations, find_annotations
 from train.data.augment import fit, to_uint8
 from train.data.class_table import PUBLISHED, find_table
+from train.data.columns import describe_alike
 from train.data.decode import UnreadableError, View, file_bytes, upright_size
 from train.data.drawings import Mask, mask_size, read_mask
 from train.data.files import ImageFiles, describe_copies, describe_skipped
@@ -166,6 +167,7 @@ def load(config: SegmentationFolder, trained: LabelMap | None = None) -> Dataset
     found = _find(root, config, trained)
     train, test, files = _find_splits(found, config, test_only=trained is not None)
     notes = list(describe_skipped(files))
+    notes += found.notes if isinstance(found, FoundAnnotations) else ()
     if config.format not in ("images", "voc") and isinstance(found, FoundLayout):
         notes.append(
             f"{root} has no annotations in the format {config.format}; its masks are read as "
@@ -190,7 +192,7 @@ def load(config: SegmentationFolder, trained: LabelMap | None = None) -> Dataset
         samples = _samples(root, some + others, config)
         sampled = [*itertools.islice(samples, len(some))]
         label_map, more = make_label_map(config, rows, source, sampled)
-        notes += more
+        notes += (*more, *describe_alike(label_map.names))
         if lossy := [sample.path for sample in sampled if sample.mask.is_lossy]:
             notes.append(
                 f"masks are JPEG files, whose compression changes values: {shorten(lossy, 3)}"

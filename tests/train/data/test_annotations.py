@@ -162,8 +162,10 @@ def test_labelme(tmp_path):
         ]
         content = {"imagePath": f"{i}.png", "imageHeight": SIZE, "imageWidth": SIZE}
         (tmp_path / f"{i}.json").write_text(json.dumps(content | {"shapes": shapes}))
+    write_image(tmp_path / "other.png", 9, (SIZE, SIZE))
     data = load(tmp_path, "labelme")
     assert data.classes == ("background", "bud", "leaf")
+    assert data.notes == ("images without annotations are left out: other.png",)
     (batch,) = evaluation_batches(data, len(data.test["id"]))
     count = np.bincount(batch["mask"][0].ravel(), minlength=256)
     assert count[2] == 12
@@ -180,8 +182,13 @@ def test_yolo(tmp_path):
             labels.parent.mkdir(parents=True, exist_ok=True)
             lines = ["0 0 0 0.5 0 0.5 1 0 1", f"1 {' '.join(str(x / SIZE) for x in SQUARE)}"]
             labels.write_text("\n".join(lines) if i == 0 else "")
+    (tmp_path / "labels" / "train" / "3.txt").rename(tmp_path / "labels" / "train" / "03.txt")
     data = load(tmp_path, "yolo")
     assert data.classes == ("background", "car", "bus")
+    assert data.notes[:2] == (
+        f"labels without an image are left out: {tmp_path / 'labels' / 'train' / '03.txt'}",
+        "images without labels are background: images/train/3.png",
+    )
     (batch,) = evaluation_batches(data, 2)
     assert np.bincount(batch["mask"][0].ravel()).tolist() == [128, 116, 12]
 
@@ -243,6 +250,14 @@ def test_damaged_annotations_name_their_file(tmp_path):
     assert "runs of the size [8, 32] in an image of [16, 16]" in error_message(
         find_annotations, tmp_path, "coco"
     )
+    square = np.reshape(SQUARE, (-1, 2)).tolist()
+    for label, points, expected in (
+        (None, square, "a.json: a name is a NoneType; expected a text"),
+        (" leaf ", square[:2], "a.json: an outline of leaf has 2 points; expected three or more"),
+    ):
+        sizes = {"imagePath": "a.png", "imageHeight": SIZE, "imageWidth": SIZE}
+        path.write_text(json.dumps(sizes | {"shapes": [{"label": label, "points": points}]}))
+        assert error_message(find_annotations, tmp_path, "labelme").endswith(expected)
     path.unlink()
     for split, categories in (("train", [(1, "cat")]), ("val", [(1, "dog"), (2, "cat")])):
         content = coco(["a.png"], [(0, 1, [SQUARE])], categories)
@@ -257,6 +272,8 @@ def test_damaged_annotations_name_their_file(tmp_path):
         find_annotations, tmp_path, "yolo"
     )
     (tmp_path / "data.yaml").unlink()
+    (tmp_path / "classes.txt").write_text("car\ncar \n")
+    assert "two classes of" in error_message(find_annotations, tmp_path, "yolo")
     (tmp_path / "classes.txt").write_text("car\n")
     assert "none of 1 images has labels; those of images/a.png would be in" in error_message(
         find_annotations, tmp_path, "yolo"
