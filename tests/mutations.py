@@ -53,7 +53,7 @@ NAMED = {
     "fnet/autodiff/per_example/derived.py": "tests/autodiff/per_example/test_derived.py tests/autodiff/per_example/test_parameter_parts.py",
     "fnet/autodiff/per_example/ghost_norm.py": "tests/autodiff/per_example/test_ghost_norm.py tests/autodiff/per_example/test_parameter_parts.py tests/autodiff/per_example/test_clipped.py",
     "fnet/autodiff/per_example/hoist.py": "tests/autodiff/per_example/test_derived.py tests/autodiff/per_example/test_clipped_remat.py",
-    "fnet/autodiff/per_example/modes.py": "tests/autodiff/test_modes.py",
+    "fnet/autodiff/per_example/modes.py": "tests/autodiff/test_modes.py tests/privacy/test_combinations.py",
     "fnet/autodiff/per_example/parameter_gradients.py": "tests/autodiff/per_example/test_ghost_norm.py tests/autodiff/per_example/test_parameter_parts.py tests/autodiff/per_example/test_clipped.py",
     "fnet/autodiff/per_example/taps.py": "tests/autodiff/per_example/test_clipped.py tests/autodiff/per_example/test_clipped_remat.py",
     "fnet/diffusion/schedules.py": "tests/diffusion/test_diffusion_schedules.py",

@@ -109,6 +109,16 @@ def test_all_logits_and_greedy_text_match_transformers(name):
         np.testing.assert_array_equal(tokens[row], text.numpy())
 
 
+def test_sizes_of_delta_nets_that_a_config_leaves_out_are_those_of_transformers():
+    config = {n: v for n, v in CONFIGS["qwen3_5_text"].items() if not n.startswith("linear_")}
+    shapes = file_shapes(build_model(config))
+    values, keys, width = 32 * 128, 16 * 128, config["hidden_size"]
+    block = "model.layers.0.linear_attn."
+    assert shapes[block + "in_proj_qkv.weight"] == (2 * keys + values, width)
+    assert shapes[block + "conv1d.weight"] == (2 * keys + values, 1, 4)
+    assert shapes[block + "norm.weight"] == (128,)
+
+
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", ["gemma3_text", "gpt2", "phi3"])
 def test_fused_losses_match_the_logits(name):

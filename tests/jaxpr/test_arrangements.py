@@ -44,6 +44,11 @@ def test_numpy_only_changes_strides(name):
         assert np.may_share_memory(arrange(array), array)
 
 
+def test_a_split_has_three_parts():
+    (eqn,) = jax.make_jaxpr(lambda x: jax.lax.split(x, (1, 2, 3)))(jnp.arange(6)).eqns
+    assert [f(np.arange(6)).tolist() for f in arrangements(eqn)] == [[0], [1, 2], [3, 4, 5]]
+
+
 def test_equations_that_do_more_have_no_arrangement():
     for name in ("dot_general", "sin", "add", "gather", "rev", "cumsum", "concatenate"):
         for equation in equations(name, 1):

@@ -106,6 +106,8 @@ def test_a_batch_with_statistics_is_not_split():
     message = r"must have the step's own number, 1, .* updates model_state\['1'\]\['running_mean'\]"
     with pytest.raises(ValueError, match=message):
         fnet.plan_step(step, state, batch, microbatch_choices=(2,))
+    plan = fnet.plan_step(step, state, batch, microbatch_choices=(1, 2))
+    assert {c.microbatches for c in plan.candidates} == {1}
     with pytest.raises(BudgetError, match="the lowest peak found is"):
         fnet.compile_step(step, state, batch, budget=memory.tree_bytes(state) + 1)
 

@@ -198,3 +198,4 @@ def test_rejects_other_images():
         models.vit(num_classes=2, pooling="map")
     with pytest.raises(ValueError, match="heads must divide width"):
         attention_pooling(8, 3, layers.feed_forward(8, 8))
+    assert attention_pooling(8, 1, layers.feed_forward(8, 8))

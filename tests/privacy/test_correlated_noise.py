@@ -399,3 +399,7 @@ def test_rejects_correlated_noise_without_a_step():
 def test_rejects_invalid_strategies(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_a_banded_matrix_has_its_number_of_bands():
+    assert Strategy.of(np.eye(4) + 0.5 * np.eye(4, k=-1)).bands == 2

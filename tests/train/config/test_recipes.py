@@ -28,6 +28,12 @@ from train.config import (
 from train.errors import UserError
 from train.run.setup import setup
 
+
+def test_a_recipe_is_listed_with_the_first_line_of_its_docstring():
+    text = "Residual network with in-place activated batch norm on 8 x 8 handwritten digits."
+    assert recipes.recipes()["digits"] == text
+
+
 LARGE = (
     *("imagenet_densenet264", "imagenet_resnet101", "imagenet_resnext101_512"),
     *("imagenet_resnext101_batchnorm", "imagenet_resnext152", "imagenet_wider_resnet38"),
