@@ -32,7 +32,7 @@ from train.data.photos import LabeledFiles
 from train.data.placeholder import Placeholder
 from train.data.records import Record
 from train.data.splits import SPLIT_NAMES, describe_hold_out, hold_out, refuse_folds
-from train.errors import UserError, shorten
+from train.errors import UserError, list_available, shorten
 
 _FILE_COLUMNS = (
     *("file", "file_name", "filename", "path", "file_path", "filepath"),
@@ -127,6 +127,8 @@ def load(config: ImageTable, trained: Outputs | None = None) -> Dataset:
     notes += _check_repeated(config, table, target)
     is_train, is_test, split_notes = _splits(config, table, target, is_whole=trained is not None)
     if trained is not None:
+        if config.images is not None:
+            notes.append(f"paths begin in {config.images}, as in the run; others must be absolute")
         is_train = np.zeros(len(is_test), bool)
         is_train[np.flatnonzero(is_test)[0]] = True
     rows = np.concatenate([np.flatnonzero(is_train), np.flatnonzero(is_test)])
@@ -199,7 +201,10 @@ def _usual(columns: Iterable[str], names: Sequence[str]) -> list[str]:
 
 def _cell(row: Record, column: str, option: str) -> Any:
     """Return the value of a cell, which must not be missing."""
-    if row.fields.get(column) is None:
+    if column not in row.fields:
+        others = list_available([*row.fields], "columns")
+        raise UserError(f"{option}: {row.place}: no column {column}{others}")
+    if row.fields[column] is None:
         raise UserError(f"{option}: {row.place}: {column} is empty; remove rows without one")
     if is_missing(value := row.fields[column]):
         other = ", or give another name" if isinstance(value, str) else ""

@@ -160,9 +160,15 @@ def test_another_table_for_a_trained_network(folder):
     assert (len(data.test["id"]), *data.test["label"][:2]) == (N, 1, 2)
     message = error_message(config.load_test, lambda: Outputs(("rot", "blau")))
     assert "line 2: the network knows no label grün" in message
+    message = error_message(
+        config.replace(label=("x",)).load_test, lambda: Outputs(("rot", "grün"))
+    )
+    assert "data.label: no column x in" in message
     numbers = config.replace(targets="numbers", path=str(write(folder, FILE | {"a": int}, "n.csv")))
     scaling = Scaling((1.0,), (2.0,))
     assert numbers.load_test(lambda: Outputs(("a",), None, scaling)).scaling == scaling
+    message = error_message(numbers.load_test, lambda: Outputs(("b",), None, scaling))
+    assert "line 2: no column b; there are filename, a" in message
 
 
 def test_names_without_extension(folder):
@@ -340,7 +346,8 @@ def test_copies_in_both_splits_are_told(folder):
     (note,) = load(table).notes
     assert "39.png of " in note
     config = ImageTable(path=str(table), images=str(folder / "pics"), image_size=8)
-    assert config.load_test(lambda: Outputs(("grün", "rot"))).notes == ()
+    notes = config.load_test(lambda: Outputs(("grün", "rot"))).notes
+    assert notes == (f"paths begin in {folder / 'pics'}, as in the run; others must be absolute",)
 
 
 def test_what_a_table_may_mean_is_told(folder):
