@@ -173,7 +173,7 @@ def load(config: ImageTable, trained: Outputs | None = None) -> Dataset:
         classes=names,
         scaling=scaling,
         class_weights=None
-        if config.class_weights is None or trained
+        if config.class_weights is None or trained or config.targets == "numbers"
         else balanced_weights(train, len(names)),
         notes=(*notes, *split_notes),
     )
@@ -282,6 +282,12 @@ def _stem(path: str) -> str:
 def _label_columns(config: ImageTable, table: _Table) -> tuple[str, ...]:
     """Return the columns of labels."""
     columns = [*table.rows[0].fields]
+    if config.separator is not None and config.targets != "labels":
+        raise UserError(
+            f"data.separator: {config.separator}, but data.targets is {config.targets}; give labels"
+        )
+    if twice := [name for name, count in Counter(config.label).items() if count > 1]:
+        raise UserError(f"data.label: {twice[0]} is given twice")
     if config.label:
         for name in config.label:
             choose("data.label", name, columns, config.path, "column")

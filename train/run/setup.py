@@ -247,6 +247,14 @@ def _notes(config: Config, dataset: Dataset, steps: int, missing: Placeholder | 
     if not config.is_release_only:  # These depend on training examples.
         notes += [f"data: {note}" for note in dataset.notes]
         notes += [] if missing else _few_steps(config, dataset, steps)
+    if config.data.targets == "numbers":
+        options = {
+            "data.class_weights": getattr(config.data, "class_weights", None),
+            "optim.label_smoothing": config.optim.label_smoothing,
+            "optim.focal": config.optim.focal,
+        }
+        if given := [name for name, value in options.items() if value]:
+            notes.append(f"{', '.join(given)}: no effect, because numbers have no classes")
     if (metric := config.checkpoint.metric) != best_metric(config):
         notes.append(f"checkpoint.metric: loss instead of {metric}, which numbers do not have")
     warmup_steps = _warmup_steps(config, steps)

@@ -111,9 +111,12 @@ def test_each_kind_of_target_trains_evaluates_and_predicts(workplace, capsys, ki
 
 
 def test_numbers_keep_their_meaning_when_the_table_grows(workplace, capsys):
-    named = ("--checkpoint.metric", "macro_f1")  # by `classify`
+    named = ("--checkpoint.metric", "macro_f1", "--data.class-weights", "balanced")
+    named += ("--optim.label-smoothing", 0.1)  # by `classify`
     fnet_command("train", "recipe.py", "--out", "r", *TARGETS["numbers"], *named)
-    assert "checkpoint.metric: loss instead of macro_f1" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "checkpoint.metric: loss instead of macro_f1" in output
+    assert "data.class_weights, optim.label_smoothing: no effect, because numbers" in output
     before = {row["file"]: row for row in rows_of(workplace / "r" / "evaluation.csv")}
     with (workplace / "labels.csv").open("a") as file:
         file.write("24.png,a,1,1,1000\n")

@@ -289,6 +289,12 @@ def test_tells_labels_of_no_training_image(folder):
         (FILE | COLOUR, {"folds": 30}, "data.folds: 30, but a class has only 20"),
         (FILE | COLOUR, {"folds": 3, "fold": 4}, "data.fold: 4, but data.folds is 3"),
         (FILE | COLOUR, {"test_split": "val"}, "has no column of splits"),
+        (FILE | COLOUR, {"separator": "|"}, "data.separator: |, but data.targets is class"),
+        (
+            FILE | {"a": lambda i: i % 2},
+            {"targets": "labels", "label": ("a", "a")},
+            "data.label: a is given twice",
+        ),
         (
             FILE | COLOUR | {"split": lambda i: "train", "Split": lambda i: "val"},
             {},
