@@ -121,6 +121,14 @@ def test_max_pool_of_overlapping_or_padded_patches(window, stride, padding):
     np.testing.assert_array_equal(got, np.moveaxis(np.asarray(expected), 2, 0))
 
 
+def test_partial_patches_average_the_pixels_that_they_have():
+    x = np.arange(35.0, dtype=np.float32).reshape(1, 5, 7, 1)
+    whole = np.pad(x, [(0, 0), (0, 1), (0, 1), (0, 0)], constant_values=np.nan)
+    expected = np.nanmean(whole.reshape(1, 3, 2, 4, 2, 1), (2, 4))
+    y = pooled(layers.avg_pool(2, partial=True), jnp.asarray(x))
+    np.testing.assert_allclose(y, expected, rtol=1e-6)
+
+
 def test_avg_pool_and_global_avg_pool_are_means():
     x = jnp.arange(16.0).reshape(1, 4, 4, 1)
     chex.assert_trees_all_equal(

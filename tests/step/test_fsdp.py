@@ -98,6 +98,15 @@ def alone(params, batch):
     return jnp.square(batch["x"] @ w).sum(-1) + 0.1 * jnp.square(params["w"][0]).sum()
 
 
+def by_devices(params, batch):
+    """A part that is written for one device's rows."""
+    mesh = mesh_of(2, 2)
+    rows = PartitionSpec(("data", "fsdp"))
+    specs = {"in_specs": (rows, PartitionSpec()), "out_specs": rows}
+    product = jax.shard_map(jnp.matmul, mesh=mesh, **specs)
+    return jnp.square(product(batch["x"], params["w"][0])).sum(-1)
+
+
 def matrices(n):
     return {"w": [normal(i, WIDTH, WIDTH) for i in range(n)]}
 
@@ -168,6 +177,10 @@ def test_trains_as_on_one_device(f):
     rtol = 1e-2 if f is cast else 2e-5  # sums of bfloat16 are rounded in another order
     is_stack = f in (scanned, checkpointed)
     assert_equal_on(mesh_of(2, 2), f, LOSSES[f], rtol, scanned=is_stack)
+
+
+def test_a_part_that_is_written_for_devices_stays():
+    assert_equal_on(mesh_of(2, 2), by_devices, matrices(1))
 
 
 @pytest.mark.slow
