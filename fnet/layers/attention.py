@@ -53,6 +53,9 @@ def attention(
     sinks: bool = False,
     query_scale: Callable[[Array], Array] | None = None,
     output_gate: bool = False,
+    value_norm: Callable[[int], Layer] | None = None,
+    values: Literal["own", "keys"] = "own",
+    keys: Literal["own", "passed_on", "given"] = "own",
     chunk: int | None = None,
 ) -> Layer:
     """Multi-head self-attention: ``y = softmax(scale q k^T) v W + b``.
@@ -99,15 +102,21 @@ def attention(
       output_gate: whether the output of each head is multiplied by the sigmoid of a gate (Qiu et
         al. 2025, "Gated Attention for Large Language Models"). The dense layer of queries then has
         2 head_dim features for each head, first its query and then its gate.
+      value_norm: norm of the values of a head, ``size -> layer``; None: no norm.
+      values: whether values have a dense layer of their ``own``, or are the outputs of that of the
+        ``keys``, before norm and rotation. Then ``fused`` must be False.
+      keys: whether keys and values are the layer's ``own``; its own and ``passed_on`` to later
+        blocks of a stack; or ``given``, those of an earlier block (Gemma 4), so that there is
+        nothing but queries and output. See ``reads`` of `fnet.layers.Block`.
       chunk: as for `fnet.dot_product_attention`.
 
     Returns:
       A layer, [B, T, D] -> [B, T, D], without state. Its params are ``query_key_value``, whose
-      kernel is [D, (heads + 2 groups) head_dim] in this order, or ``query``, ``key`` and
-      ``value``; ``output``; with ``qk_norm`` ``query_norm`` and ``key_norm``; and with ``sinks``
-      an array of that name, [heads]. Dense layers have ``{"kernel", "bias"}``. ``apply`` also takes
-      ``mask`` [B, T] bool, True for real tokens;
-      others are not attended to. Causal attention ignores it, so padding must be at the end.
+      kernel is [D, (heads + 2 groups) head_dim] in this order, or those of ``query``, ``key`` and
+      ``value`` that it has; ``output``; with ``qk_norm`` ``query_norm`` and ``key_norm``; and with
+      ``sinks`` an array of that name, [heads]. Dense layers have ``{"kernel", "bias"}``. ``apply``
+      also takes ``mask`` [B, T] bool, True for real tokens; others
+      are not attended to. Causal attention ignores it, so padding must be at the end.
       ``segments`` [B, T], integers, numbers the documents of a row; positions attend only within
       their document. Causal attention has `fnet.layer.Decode`. Its ``init_cache`` raises
       ValueError for ``length < 1``, and ``extend`` for more positions than fit into a cache
@@ -115,7 +124,8 @@ def attention(
 
     Raises:
       ValueError: if ``heads`` does not divide ``width`` and there is no ``head_dim``, ``groups``
-        does not divide ``heads``, ``window``, ``head_dim`` or ``chunk`` is below 1, ``rotary`` is
+        does not divide ``heads``, a fused layer lacks keys or values, ``window``, ``head_dim`` or
+        ``chunk`` is below 1, ``rotary`` is
         not above 0, or the features of a head are odd with ``rotary``; when applied, if ``x``,
         ``mask`` or ``segments`` has another shape, or ``mask`` is not bool.
       TypeError: when applied, if ``x`` is not floating, or ``segments`` are not integers.
@@ -135,14 +145,22 @@ def attention(
     checks.numbers("attention", "> 0", clip=clip)
     head_dim = width // heads if head_dim is None else head_dim
     sizes = {"query": heads * head_dim, "key": groups * head_dim, "value": groups * head_dim}
+    if values == "keys":
+        del sizes["value"]
+    if keys == "given":
+        sizes = {"query": sizes["query"]}
+    if fused and len(sizes) < 3:
+        raise ValueError(f"attention: with values={values!r}, keys={keys!r} give fused=False")
     outputs = sizes | {"query": sizes["query"] * (1 + output_gate)}
     projections = {"query_key_value": sum(outputs.values())} if fused else outputs
     children = {name: dense(width, n, bias=bias) for name, n in projections.items()}
     output_bias = bias if output_bias is None else output_bias
     children["output"] = dense(sizes["query"], width, bias=output_bias)
     if qk_norm is not None:
-        for name in ("query", "key"):
+        for name in [name for name in ("query", "key") if name in sizes]:
             children[f"{name}_norm"] = qk_norm(head_dim if qk_norm_over == "head" else sizes[name])
+    if value_norm is not None and keys != "given":
+        children["value_norm"] = value_norm(head_dim)
 
     def project(
         child: Children,
@@ -150,8 +168,8 @@ def attention(
         first: Array | int,
         length: int,
         segments: Array | None = None,
-    ) -> tuple[Array, Array, Array, Array | None]:
-        """Compute queries, keys, values and gates, each [B, T, heads or groups, head_dim]."""
+    ) -> tuple[Array, tuple[Array, Array] | None, Array | None]:
+        """Compute queries, the layer's own keys and values, and gates."""
         if x.ndim != 3:
             raise ValueError(f"attention: expected [B, T, {width}], got {x.shape}")
 
@@ -168,28 +186,42 @@ def attention(
         if fused:
             qkv = split_heads(child("query_key_value", x))
             own = heads * (1 + output_gate)
-            q, k, v = jnp.split(qkv, (own, own + groups), axis=2)
+            parts = dict(zip(sizes, jnp.split(qkv, (own, own + groups), axis=2), strict=True))
         else:
-            q, k, v = (split_heads(child(name, x)) for name in sizes)
+            parts = {name: split_heads(child(name, x)) for name in sizes}
         gate = None
         if output_gate:
-            q, gate = jnp.unstack(q.reshape(*q.shape[:2], heads, 2, head_dim), axis=3)
+            q = parts["query"].reshape(*x.shape[:2], heads, 2, head_dim)
+            parts["query"], gate = jnp.unstack(q, axis=3)
+        if values == "keys" and "key" in parts:
+            parts["value"] = parts["key"]
+        rotated = [name for name in ("query", "key") if name in parts]
         if not norm_rotated:
-            q, k = normalize("query", q), normalize("key", k)
+            parts |= {name: normalize(name, parts[name]) for name in rotated}
+        if "value_norm" in child:
+            parts["value"] = child("value_norm", parts["value"])
         if clip is not None:
-            q, k, v = (jnp.clip(a, -clip, clip) for a in (q, k, v))
+            parts = {name: jnp.clip(a, -clip, clip) for name, a in parts.items()}
         positions = first + jnp.arange(x.shape[1])
         if rotary is not None:
             base = rotary(length) if callable(rotary) else rotary
-            q, k = (
-                apply_rotary(a, positions, base, rotary_scale, rotary_interleaved) for a in (q, k)
-            )
+            options = positions, base, rotary_scale, rotary_interleaved
+            parts |= {name: apply_rotary(parts[name], *options) for name in rotated}
         if norm_rotated:
-            q, k = normalize("query", q), normalize("key", k)
+            parts |= {name: normalize(name, parts[name]) for name in rotated}
+        q = parts["query"]
         if query_scale is not None:
             at = positions[None] if segments is None else positions_in_segments(segments)
             q = q * query_scale(at)[..., None, None].astype(q.dtype)
-        return q, k, v, gate
+        return q, None if keys == "given" else (parts["key"], parts["value"]), gate
+
+    def checked(given: Any) -> Any:  # what an earlier block passed on, or None
+        if (given is None) == (keys == "given"):
+            raise ValueError(
+                f"attention: built with keys={keys!r}, got keys of "
+                f"{'no' if given is None else 'an'} earlier block; see reads of fnet.layers.Block"
+            )
+        return given
 
     def merge_heads(y: Array) -> Array:
         return y.reshape(*y.shape[:2], -1)
@@ -204,8 +236,12 @@ def attention(
         *,
         mask: Bool[Array, "b t"] | None = None,
         segments: Int[Array, "b t"] | None = None,
+        given: tuple[Array, Array] | None = None,
     ) -> Float[Array, "b t d"]:
-        q, k, v, gate = project(child, x, 0, x.shape[1], segments)
+        q, own, gate = project(child, x, 0, x.shape[1], segments)
+        k, v = checked(given) if own is None else own
+        if keys == "passed_on":
+            child.state = child.state | {"passed_on": (k, v)}
         y = dot_product_attention(
             q,
             k,
@@ -222,24 +258,32 @@ def attention(
         return write(child, save(y), gate)
 
     def init_cache(batch: int, length: int, dtype: DTypeLike) -> Cache:
+        if keys == "given":
+            return {}
         return empty_cache(batch, length, groups, head_dim, dtype, window)
 
     def extend(
-        params: Params, state: State, cache: Any, x: Float[Array, "b t d"], position: Int[Array, ""]
-    ) -> tuple[Float[Array, "b t d"], Cache]:
+        params: Params,
+        state: State,
+        cache: Any,
+        x: Float[Array, "b t d"],
+        position: Int[Array, ""],
+        given: Past | None = None,
+    ) -> tuple[Float[Array, "b t d"], Any]:
         child = Children(children, params, state, None, False)
-        q, k, v, gate = project(child, x, position, cache["key"].shape[1])
-        y, cache = extend_cache_and_attend(
-            cache,
-            q,
-            k,
-            v,
-            position,
-            window=window,
-            scale=scale,
-            soft_cap=soft_cap,
-            sinks=params.get("sinks"),
+        past = checked(given)
+        length = (past.key if keys == "given" else cache["key"]).shape[1]
+        q, own, gate = project(child, x, position, length)
+        if own is not None:
+            cache, past = extend_cache(cache, *own, position, window=window)
+        scores = _Scores(
+            head_dim**-0.5 if scale is None else scale,
+            soft_cap,
+            params["sinks"].astype(sum_dtype(q)).reshape(1, groups, -1, 1, 1) if sinks else None,
         )
+        y = _attend_from(scores, q, *past)
+        if keys == "passed_on":
+            cache = cache | {"passed_on": past}
         return write(child, y, gate), cache
 
     def init(key: Array) -> tuple[Params, State]:
@@ -299,19 +343,32 @@ def empty_cache(
     return {name: jnp.zeros((batch, slots, groups, head_dim), dtype) for name in ("key", "value")}
 
 
-def extend_cache_and_attend(
+class Past(NamedTuple):
+    """Keys and values [B, S, groups, head_dim] that t new positions may attend to.
+
+    Attributes:
+      key, value: Keys after rotation, and values, with those of the new positions.
+      at: Index of the first new position.
+      first: Index of the first position; those before it hold nothing.
+      window: How many positions each of the new ones sees, with itself.
+    """
+
+    key: Array
+    value: Array
+    at: ArrayLike
+    first: ArrayLike
+    window: int
+
+
+def extend_cache(
     cache: Cache,
-    q: Float[Array, "b t h d"],
     k: Float[Array, "b t k d"],
     v: Float[Array, "b t k d"],
     position: Int[Array, ""],
     *,
     window: int | None,
-    scale: float | None = None,
-    soft_cap: float | None = None,
-    sinks: Float[Array, " h"] | None = None,
-) -> tuple[Float[Array, "b t h d"], Cache]:
-    """Write new positions to the cache, and attend from them to the past and to each other.
+) -> tuple[Cache, Past]:
+    """Write new positions to the cache; return what they may attend to, too.
 
     Position i is stored in slot i modulo the number of slots. So the cache of a window is a
     ring buffer: a position overwrites, in place, the one that just left the window.
@@ -319,11 +376,7 @@ def extend_cache_and_attend(
     It is not checked that ``position + t`` exceeds the slots; the output of the last positions is
     then wrong.
     """
-    t, slots = q.shape[1], cache["key"].shape[1]
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    if sinks is not None:
-        sinks = sinks.astype(sum_dtype(q)).reshape(1, k.shape[2], -1, 1, 1)
-    scores = _Scores(scale, soft_cap, sinks)
+    t, slots = k.shape[1], cache["key"].shape[1]
     new = {"key": k.astype(cache["key"].dtype), "value": v.astype(cache["value"].dtype)}
     if window is None and t > slots:
         raise ValueError(f"attention: {t} positions do not fit into a cache for {slots}")
@@ -334,7 +387,7 @@ def extend_cache_and_attend(
             for name in cache
         }
         at = position if window is None else jnp.minimum(position, slots - 1)
-        return _attend_from(scores, q, cache["key"], cache["value"], at, 0, slots), cache
+        return cache, Past(**cache, at=at, first=0, window=slots)
     # Sort the ring buffer by position, append the new positions, and keep the last ones.
     both = {
         name: jnp.concatenate([jnp.roll(cache[name], -position % slots, axis=1), new[name]], axis=1)
@@ -342,8 +395,7 @@ def extend_cache_and_attend(
     }
     cache = {name: jnp.roll(a[:, t:], (position + t) % slots, axis=1) for name, a in both.items()}
     first = jnp.maximum(slots - position, 0)
-    span = min(window, slots + t)
-    return _attend_from(scores, q, both["key"], both["value"], slots, first, span), cache
+    return cache, Past(**both, at=slots, first=first, window=min(window, slots + t))
 
 
 # Chunk sizes. On CPU a loop over chunks of keys copies only a few positions of the cache, and

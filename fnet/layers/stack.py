@@ -50,6 +50,10 @@ class Block(NamedTuple):
         must accept ``mask`` if the stack gets one.
       feed_forward: A layer on each position, [B, T, D] -> [B, T, D], without state; or None. What
         `fnet.layers.experts` returns in training enters the state of the stack.
+      output: A layer of the block's output [B, T, D] -> [B, T, D], without state, or None. If the
+        stack gets ``inputs`` [B, T, blocks, P], it gets those of its block as ``given``.
+      reads: Number of an earlier block whose keys and values the mixer attends to, or None. Both
+        mixers must be `fnet.layers.attention`, with ``keys="passed_on"`` and ``keys="given"``.
 
     Example:
       >>> from fnet import layers
@@ -57,11 +61,13 @@ class Block(NamedTuple):
       ...     layers.attention(8, heads=2), layers.feed_forward(8, 32)
       ... )
       >>> block._fields
-      ('mixer', 'feed_forward')
+      ('mixer', 'feed_forward', 'output', 'reads')
     """
 
     mixer: Layer
     feed_forward: Layer | None = None
+    output: Layer | None = None
+    reads: int | None = None
 
 
 def stack(
@@ -123,18 +129,18 @@ def stack(
     Returns:
       A layer, [B, T, D] -> [B, T, D]. ``apply`` also takes ``mask`` [B, T], True for real
       tokens, ``segments`` [B, T], the number of each token's document, which mixers must then
-      accept, and ``condition`` [B, condition]. Its params are ``{"0": {"mixer_norm", "mixer",
-      "mixer_post_norm", "feed_forward_norm", "feed_forward", "feed_forward_post_norm",
-      "modulation", "strength"}, ...}``. Its
+      accept, ``condition`` [B, condition], and ``inputs`` [B, T, blocks, P] of the blocks' outputs.
+      Its params are ``{"0": {"mixer_norm", "mixer", "mixer_post_norm", "feed_forward_norm",
+      "feed_forward", "feed_forward_post_norm", "output", "modulation", "strength"}, ...}``. Its
       state is ``{"1": {"context": [D, D]}, ...}``, updated in training and read in
       evaluation. It supports `fnet.layer.Decode` if all mixers do and there is no
       condition.
 
     Raises:
-      ValueError: without blocks, for a width below 1, a dropout rate outside [0, 1), an unknown
-        ``norm``, ``context`` or ``parallel``, or a condition of parallel blocks; when initialized,
-        if a feed-forward has state; when applied, if the condition is missing, unexpected, or not
-        one vector per example.
+      ValueError: without blocks, for a block that reads a later one, for a width below 1, a
+        dropout rate outside [0, 1), an unknown ``norm``, ``context`` or ``parallel``, or a
+        condition of parallel blocks; when initialized, if a feed-forward has state; when applied,
+        if the condition is missing, unexpected, or not one vector per example.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -160,6 +166,10 @@ def stack(
     checks.choice("stack", (None, *get_args(Parallel)), parallel=parallel)
     if parallel and condition:
         raise ValueError("stack: parallel blocks do not support a condition")
+    reads = [block.reads for block in blocks]
+    for i, j in enumerate(reads):
+        if j is not None and not 0 <= j < i:
+            raise ValueError(f"stack: block {i} must read an earlier block, not {j}")
     build = functools.partial(_children, width, parallel, norms, condition, dropout)
     blocks_children = [build(block) for block in blocks]
 
@@ -194,11 +204,13 @@ def stack(
         mask: Bool[Array, "b t"] | None = None,
         segments: Int[Array, "b t"] | None = None,
         condition: Float[Array, "b c"] | None = None,
+        inputs: Float[Array, "b t n p"] | None = None,
     ) -> tuple[Float[Array, "b t d"], State]:
         _check_condition(blocks_children, condition, x)
         x, dtype = as_residual(x)
-        given = {"mask": mask, "segments": segments}
-        inputs = {name: a for name, a in given.items() if a is not None}
+        every = {"mask": mask, "segments": segments}
+        given: dict[str, Any] = {name: a for name, a in every.items() if a is not None}
+        passed_on: dict[int | None, Any] = {}
         mixer_input, mixer_output = x, x  # of the previous block
         for i, children in enumerate(blocks_children):
             name, k = str(i), None if key is None else jax.random.fold_in(key, i)
@@ -216,8 +228,13 @@ def stack(
                         block_context = updated if context == "current" else block_context
                     x = apply_context(x, block_context, child.params["strength"])
                 mixer_input = x
-                mix = functools.partial(child, "mixer", **inputs)
+                read = {"given": passed_on[reads[i]]} if reads[i] is not None else {}
+                mix = functools.partial(child, "mixer", **given, **read)
                 x, mixer_output = _block(child, parallel, x, mix, condition, dtype)
+                x = _output(child, x, inputs, i)
+            if "passed_on" in (own := child.state.get("mixer", {})):
+                passed_on[i] = own["passed_on"]
+                child.state = {n: s for n, s in child.state.items() if n != "mixer"}
             state = state | {name: child.state} if child.state else state
         return x, state
 
@@ -225,18 +242,30 @@ def stack(
         return {str(i): decode.init_cache(batch, length, dtype) for i, decode in enumerate(decodes)}
 
     def extend(
-        params: Params, state: State, cache: Any, x: Array, position: Array
+        params: Params,
+        state: State,
+        cache: Any,
+        x: Array,
+        position: Array,
+        inputs: Array | None = None,
     ) -> tuple[Array, Any]:
         x, dtype = as_residual(x)
+        passed_on: dict[int | None, Any] = {}
         for i, (children, decode) in enumerate(zip(blocks_children, decodes, strict=True)):
             name = str(i)
             child = Children(children, params[name], state.get(name, {}), None, False)
             with jax.named_scope(name):
                 if "strength" in child.params:
                     x = apply_context(x, child.state["context"], child.params["strength"])
-                mix = _Extend(child, decode, cache[name], position)
+                read = {"given": passed_on[reads[i]]} if reads[i] is not None else {}
+                mix = _Extend(child, decode, cache[name], position, **read)
                 x, _ = _block(child, parallel, x, mix, None, dtype)
-            cache = cache | {name: mix.cache}
+                x = _output(child, x, inputs, i)
+            own = mix.cache
+            if isinstance(own, dict) and "passed_on" in own:
+                passed_on[i] = own["passed_on"]
+                own = {n: a for n, a in own.items() if n != "passed_on"}
+            cache = cache | {name: own}
         return x, cache
 
     decodes = [c["mixer"].decode for c in blocks_children if c["mixer"].decode]
@@ -247,15 +276,22 @@ def stack(
 class _Extend:
     """Extends the mixer of a block, and holds its cache."""
 
-    def __init__(self, child: Children, decode: Decode, cache: Any, position: Array):
+    def __init__(self, child: Children, decode: Decode, cache: Any, position: Array, **given: Any):
         self.cache = cache
         arrays = child.params.get("mixer", {}), child.state.get("mixer", {})
-        self._extend = functools.partial(decode.extend, *arrays)
+        self._extend = functools.partial(decode.extend, *arrays, **given)
         self._position = position
 
     def __call__(self, x: Array) -> Array:
         y, self.cache = self._extend(self.cache, x, self._position)
         return y
+
+
+def _output(child: Children, x: Array, inputs: Array | None, i: int) -> Array:
+    """Apply the layer of the output of block i."""
+    if "output" not in child:
+        return x
+    return child("output", x, **({} if inputs is None else {"given": inputs[:, :, i]}))
 
 
 def _children(
@@ -268,7 +304,7 @@ def _children(
 ) -> dict[str, Layer]:
     """Build the layers of a block, by name."""
     children: dict[str, Layer] = {}
-    for branch, layer in zip(_BRANCHES, block, strict=True):
+    for branch, layer in zip(_BRANCHES, (block.mixer, block.feed_forward), strict=True):
         if layer is None:
             continue
         if "norm" in norms and (branch == "mixer" or parallel != "one_norm"):
@@ -282,6 +318,8 @@ def _children(
         zeros = jax.nn.initializers.zeros
         numbers = 3 * width * (2 if block.feed_forward else 1)
         children["modulation"] = dense(condition, numbers, kernel_init=zeros)
+    if block.output is not None:
+        children["output"] = block.output
     return children
 
 

@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, Int
 
 from fnet import checks
-from fnet.layer import Children, Decode, Params, State, init_children
+from fnet.layer import Children, Decode, Layer, Params, State, init_children
 from fnet.layers.attention_context import RATE, Passing
 from fnet.layers.dense import dense
 from fnet.layers.dot_product_attention import cap
@@ -64,6 +64,7 @@ def language_model(
     post_norm: Norm | None = None,
     parallel: Parallel | None = None,
     embed_norm: Norm | None = None,
+    block_inputs: Layer | None = None,
     positions: int | None = None,
     embed_scale: float | None = None,
     logit_scale: float | None = None,
@@ -91,6 +92,9 @@ def language_model(
       post_norm: norm after each mixer and each feed-forward layer; see `fnet.layers.stack`.
       parallel: whether both branches of a block read its input; see `fnet.layers.stack`.
       embed_norm: norm of the embeddings, given as ``norm``; None: no norm.
+      block_inputs: what each block gets besides the output of the one before, from the
+        embeddings [B, T, D], and the tokens [B, T] as ``tokens``: a layer to [B, T, blocks, P].
+        Blocks need an ``output`` that takes it; see `fnet.layers.Block`. None: nothing.
       positions: number of learned position embeddings, the longest sequence. None: no such
         embeddings.
       embed_scale: factor of the token embeddings, sqrt(D) in Gemma. None: 1.
@@ -107,8 +111,8 @@ def language_model(
 
     Returns:
       A language model with params ``{"embedding", "blocks", "norm"}``, ``pos_embedding``
-      [positions, D] if positions are learned, ``embed_norm``, and ``head`` if it is not tied. With
-      an attention context it has state ``{"blocks"}``.
+      [positions, D] if positions are learned, ``embed_norm``, ``block_inputs``, and ``head`` if it
+      is not tied. With an attention context it has state ``{"blocks"}``.
 
     Raises:
       ValueError: for sizes below 1, for an unknown norm, for a bias of a tied head, and as
@@ -153,6 +157,8 @@ def language_model(
         children["head"] = dense(width, vocabulary, bias=head_bias)
     if embed_norm is not None:
         children["embed_norm"] = resolve_norm("language_model", embed_norm)(width)
+    if block_inputs is not None:
+        children["block_inputs"] = block_inputs
 
     def embed(params: Params, tokens: Array, at: Array) -> Float[Array, "b t d"]:
         """Embed tokens at positions ``at`` [T] or [B, T]."""
@@ -170,6 +176,11 @@ def language_model(
     ) -> Children:
         return Children(children, params, state, key, train)
 
+    def inputs_of_blocks(params: Params, x: Array, tokens: Array) -> dict[str, Array]:
+        if block_inputs is None:
+            return {}
+        return {"inputs": bind(params, {})("block_inputs", x, tokens=tokens)}
+
     def normed(
         child: Children, tokens: Array, real: Array | None, segments: Array | None
     ) -> Float[Array, "b t d"]:
@@ -182,8 +193,10 @@ def language_model(
         if real is not None:  # Padding may have any index, and NaN times 0 is NaN.
             tokens = jnp.where(real, tokens, 0)
         at = jnp.arange(t) if segments is None else positions_in_segments(segments)
-        documents = {} if segments is None else {"segments": segments}
-        x = child("blocks", embed(child.params, tokens, at), mask=real, **documents)
+        given = {} if segments is None else {"segments": segments}
+        x = embed(child.params, tokens, at)
+        given |= inputs_of_blocks(child.params, x, tokens)
+        x = child("blocks", x, mask=real, **given)
         return final_norm(child.params, x)
 
     def final_norm(params: Params, x: Array) -> Array:
@@ -292,9 +305,10 @@ def language_model(
         params: Params, state: State, cache: Any, tokens: Int[Array, "b t"], position: Array
     ) -> tuple[Float[Array, "b v"], Any]:
         x = embed(params, tokens, position + jnp.arange(tokens.shape[1]))
+        inputs = inputs_of_blocks(params, x, tokens)
         with jax.named_scope("blocks"):
             x, cache = decode_blocks.extend(
-                params["blocks"], state.get("blocks", {}), cache, x, position
+                params["blocks"], state.get("blocks", {}), cache, x, position, **inputs
             )
         return head(params, final_norm(params, x[:, -1])), cache
 

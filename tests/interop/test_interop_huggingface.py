@@ -145,7 +145,11 @@ def test_bfloat16_tensors_stay_bfloat16(name):
 
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize(
-    "name", ["mamba_biases", "falcon_mamba", "mamba2_groups", "qwen3_5_text", "recurrent_gemma"]
+    "name",
+    [
+        *("mamba_biases", "falcon_mamba", "mamba2_groups"),
+        *("qwen3_5_text", "recurrent_gemma", "gemma4_keys"),
+    ],
 )
 def test_decoding_and_packing_give_the_logits_of_the_sequence(name):
     model, params, _ = loaded(name)
@@ -183,6 +187,27 @@ def test_a_tied_head_in_the_file_must_equal_the_embedding():
     chex.assert_trees_all_equal(fnet.interop.to_huggingface(model, read), both)
     with pytest.raises(ValueError, match=r"lm_head.weight differs from model.embed_tokens.weight"):
         fnet.interop.from_huggingface(CONFIGS["gemma"], both | {"lm_head.weight": table + 1})
+
+
+def test_gemma4_ignores_keys_of_layers_that_read_those_of_others():
+    _, params, tensors = loaded("gemma4_keys")
+    unused = {f"model.layers.4.self_attn.{n}.weight": np.ones(1) for n in ("k_proj", "v_proj")}
+    model, read = fnet.interop.from_huggingface(CONFIGS["gemma4_keys"], tensors | unused)
+    chex.assert_trees_all_equal(read, params)
+    assert len(model.kinds) == len(set(model.kinds))  # so that `fnet fit` compiles all blocks
+    wrong = {"model.layers.2.self_attn.v_proj.weight": np.ones(1)}
+    with pytest.raises(ValueError, match=r"attention_k_eq_v, but .* layers.2.self_attn.v_proj"):
+        fnet.interop.from_huggingface(CONFIGS["gemma4_keys"], tensors | wrong)
+    with pytest.raises(ValueError, match="enable_moe_block True is not supported"):
+        build_model(CONFIGS["gemma4_text"] | {"enable_moe_block": True})
+    by_layer = {"1": {"head_dim": 16}, "2": {"head_dim": 8}}
+    with pytest.raises(ValueError, match="per_layer_config must give all layers"):
+        build_model(CONFIGS["gemma4_text"] | {"per_layer_config": by_layer})
+    with pytest.raises(ValueError, match="share keys, some have the window 4, and no layer"):
+        build_model(
+            CONFIGS["gemma4_keys"]
+            | {"layer_types": ["full_attention"] * 3 + ["sliding_attention"] * 3}
+        )
 
 
 def test_experts_may_be_one_tensor():

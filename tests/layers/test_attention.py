@@ -302,3 +302,18 @@ def test_decoding_inside_shard_map_matches_one_device(window):
 
     f = jax.jit(jax.shard_map(read, mesh=mesh, in_specs=(every, rows), out_specs=rows))
     chex.assert_trees_all_close(f(params, inputs()), whole(layer, params, inputs()), atol=1e-5)
+
+
+def test_blocks_read_only_earlier_blocks_and_fused_layers_have_all_three():
+    with pytest.raises(ValueError, match="with values='keys', keys='own' give fused=False"):
+        layers.attention(8, 2, causal=True, values="keys")
+    own = layers.attention(8, 2, causal=True, keys="passed_on", fused=False)
+    given = layers.attention(8, 2, causal=True, keys="given", fused=False)
+    assert sorted(jax.eval_shape(given.init, jax.random.key(0))[0]) == ["output", "query"]
+    with pytest.raises(ValueError, match="keys='given', got keys of no earlier block"):
+        jax.eval_shape(
+            lambda key: given.apply(*given.init(key), jnp.ones((1, 2, 8)), train=True),
+            jax.random.key(0),
+        )
+    with pytest.raises(ValueError, match="block 1 must read an earlier block, not 1"):
+        layers.stack(8, [layers.Block(own), layers.Block(given, reads=1)])

@@ -26,6 +26,11 @@ _VISION = {
 }  # fmt: skip
 _EXPERTS = {"moe_intermediate_size": 24, "num_experts_per_tok": 3}
 _GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 4}
+_GEMMA4 = {
+    "head_dim": 8, "global_head_dim": 16, "sliding_window": 4, "hidden_size_per_layer_input": 6,
+    "vocab_size_per_layer_input": 37,
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+}  # fmt: skip
 _LONGROPE = {
     "type": "longrope", "short_factor": [1.0, 1.1, 1.5, 2.0], "long_factor": [1.2, 2.0, 4.0, 7.5],
 }  # fmt: skip
@@ -178,6 +183,19 @@ CONFIGS = {
         "rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "truncate": False,
         "original_max_position_embeddings": 16}},
     "gemma3": {"text_config": _BASE | _GEMMA | {"model_type": "gemma3_text"}, "vision_config": _VISION, "mm_tokens_per_image": 4},
+    "gemma4_text": _BASE | _GEMMA4,
+    "gemma4_keys": _BASE
+    | _GEMMA4
+    | {"model_type": "gemma4_text", "num_hidden_layers": 6, "num_kv_shared_layers": 3,
+       "use_double_wide_mlp": True, "attention_k_eq_v": True, "num_global_key_value_heads": 1,
+       "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+       "final_logit_softcapping": 2.0},
+    "gemma4_plain": _BASE
+    | _GEMMA4
+    | {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0, "tie_word_embeddings": False},
+    "gemma4": {
+        "text_config": _BASE | _GEMMA4 | {"model_type": "gemma4_text"},
+        "vision_config": _VISION | {"model_type": "gemma4_vision", "num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 16}},
     "mistral3": {
         "tie_word_embeddings": True,
         "text_config": _BASE | {"model_type": "mistral", "head_dim": 8, "rope_theta": 100.0},
@@ -299,6 +317,10 @@ LOGITS = {
     "hunyuan_v1_moe": [-0.19436, -0.82095, 0.6985, 0.15588],
     "gpt_oss": [0.5027, -0.59027, -0.20444, -0.0946],
     "gemma3": [-2.07442, -0.38655, -1.14332, -0.98083],
+    "gemma4_text": [0.7913, 0.43214, -0.58053, 0.49634],
+    "gemma4_keys": [-0.91177, -0.28692, -0.38456, 0.10137],
+    "gemma4_plain": [-0.04786, 0.2496, 0.55111, 0.4089],
+    "gemma4": [0.85504, 0.18979, -0.42161, -0.43146],
     "mistral3": [-0.43371, 0.80918, 0.18752, -0.43931],
     "mamba": [0.21, -0.09257, 0.11762, -0.10448],
     "mamba_biases": [0.40397, -0.35873, 0.26824, -0.06552],

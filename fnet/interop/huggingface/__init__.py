@@ -12,7 +12,7 @@ from jax import Array
 from jax.sharding import Sharding
 from jax.typing import DTypeLike
 
-from fnet.interop.huggingface import hybrid, timm, vision  # noqa: F401  (register rows)
+from fnet.interop.huggingface import gemma4, hybrid, timm, vision  # noqa: F401  (register rows)
 from fnet.interop.huggingface.checkpoint import (
     PretrainedModel,
     file_shapes,

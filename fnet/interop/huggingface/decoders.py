@@ -3,7 +3,8 @@
 import functools
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal
 
 import jax
@@ -226,6 +227,12 @@ def decoder(
     sparse: Sequence[int] | None = None,
     recurrent: Layer | None = None,
     recurs: Sequence[bool] | None = None,
+    value_norm: Norm | None = None,
+    full: Mapping[str, Any] = MappingProxyType({}),
+    shared: int = 0,
+    shared_hidden: int | None = None,
+    output: Layer | None = None,
+    block_inputs: Callable[[DTypeLike], Layer] | None = None,
 ) -> tuple[models.LanguageModel, tuple[Any, ...]]:
     """Build a transformer decoder, for the row of a family.
 
@@ -258,10 +265,18 @@ def decoder(
       sparse: which blocks have experts, one number per block; None: all.
       recurrent: mixer of blocks without attention, such as `fnet.layers.mamba2`.
       recurs: which blocks have it; None: none.
+      value_norm: as for `fnet.layers.attention`.
+      full: arguments of attention in blocks without a window, in place of the others.
+      shared: how many of the last blocks read the keys and values of the last earlier block with
+        the same window.
+      shared_hidden: ``hidden`` of these; None: as in others.
+      output, block_inputs: as for `fnet.layers.Block` and `fnet.models.language_model`, the latter
+        as a function of the dtype.
 
     Returns:
       The model, and for each block its kind: (window, whether it rotates, whether it is sparse,
-      whether it is recurrent).
+      whether it is recurrent, what becomes of its keys). Where blocks depend on their number, that
+      is a part of it.
     """
     windows = _windows(options, blocks, window, full_every, full_first, layer_types)
     if rotates == "sliding":
@@ -269,11 +284,12 @@ def decoder(
     rotates = [rope is not None] * blocks if rotates is None else rotates
     sparse = [experts is not None] * blocks if sparse is None else sparse
     recurs = [False] * blocks if recurs is None else recurs
-    kinds = tuple(zip(windows, map(bool, rotates), map(bool, sparse), recurs, strict=True))
+    reads, keys = _shared_keys(options, windows, shared)
+    kinds = tuple(zip(windows, map(bool, rotates), map(bool, sparse), recurs, keys, strict=True))
     head_dim = head_dim or width // heads
-    feed_forward = layers.feed_forward(
+    build_feed_forward = functools.partial(
+        layers.feed_forward,
         width,
-        hidden,
         activation=activation,
         gated=gated,
         bias=mlp_bias,
@@ -283,19 +299,21 @@ def decoder(
 
     restarts: set[int] = set()
 
-    def block_of(kind: tuple[int | None, bool, bool, bool]) -> layers.Block:
-        own_window, is_rotated, is_sparse, is_recurrent = kind
-        last = experts if is_sparse else feed_forward
+    def block_of(kind: tuple[int | None, bool, bool, bool, _Keys]) -> layers.Block:
+        own_window, is_rotated, is_sparse, is_recurrent, own_keys = kind
+        own_hidden = shared_hidden if own_keys == "given" else None
+        last = experts if is_sparse else build_feed_forward(own_hidden or hidden)
         if is_recurrent:
             assert recurrent is not None
             return layers.Block(recurrent, last)
-        rotary = rope.embedding(options, head_dim, own_window) if rope and is_rotated else None
+        own: dict[str, Any] = {"groups": groups, "head_dim": head_dim}
+        own |= full if own_window is None else {}
+        features = own["head_dim"]
+        rotary = rope.embedding(options, features, own_window) if rope and is_rotated else None
         restarts.update(rotary.restart_lengths if rotary else ())
         attention = layers.attention(
             width,
             heads,
-            groups=groups,
-            head_dim=head_dim,
             causal=True,
             window=own_window,
             rotary=rotary.frequencies if rotary else None,
@@ -313,8 +331,11 @@ def decoder(
             output_gate=output_gate,
             scale=scale,
             soft_cap=soft_cap,
+            value_norm=value_norm,
+            keys=own_keys,
+            **own,
         )
-        return layers.Block(attention, last)
+        return layers.Block(attention, last, output)
 
     built = {kind: block_of(kind) for kind in dict.fromkeys(kinds)}
     post_norm = norm if "blocks/*/mixer_post_norm" in names else None
@@ -324,12 +345,13 @@ def decoder(
     model = models.language_model(
         vocabulary=vocabulary,
         width=width,
-        blocks=[built[kind] for kind in kinds],
+        blocks=[built[kind]._replace(reads=j) for kind, j in zip(kinds, reads, strict=True)],
         norm=norm,
         pre_norm="blocks/*/mixer_norm" in names,
         post_norm=post_norm,
         parallel=branches if parallel else None,
         embed_norm=embed_norm,
+        block_inputs=block_inputs and block_inputs(dtype),
         positions=positions,
         embed_scale=embed_scale,
         logit_scale=logit_scale,
@@ -340,7 +362,32 @@ def decoder(
     )
     assert model.decode is not None  # because all blocks are causal
     lengths = (*model.decode.restart_lengths, *sorted(restarts))
-    return model._replace(decode=model.decode._replace(restart_lengths=lengths)), kinds
+    model = model._replace(decode=model.decode._replace(restart_lengths=lengths))
+    if shared or block_inputs:
+        return model, tuple(enumerate(kinds))
+    return model, kinds
+
+
+_Keys = Literal["own", "passed_on", "given"]
+
+
+def _shared_keys(
+    options: Options, windows: Sequence[int | None], shared: int
+) -> tuple[list[int | None], list[_Keys]]:
+    """Which earlier block each block reads, and what becomes of its own keys."""
+    first = len(windows) - shared
+    last = {window: i for i, window in enumerate(windows[:first])}
+    if missing := set(windows[first:]) - last.keys():
+        raise ValueError(
+            f"{options.kind}: of the layers that share keys, some have the window {missing.pop()}, "
+            "and no layer before them has"
+        )
+    reads = [last[window] if i >= first else None for i, window in enumerate(windows)]
+
+    def of(i: int) -> _Keys:
+        return "given" if i >= first else "passed_on" if i in reads else "own"
+
+    return reads, [of(i) for i in range(len(windows))]
 
 
 def _windows(
@@ -445,7 +492,7 @@ def _fused_per_head(names: Names, layer: str, heads: str) -> Source:
 def _text_part(options: Options) -> Options:
     """Options of the language model in a model that also sees images."""
     options.ignore(
-        *("vision_config", "*_token_index", "*_token_id", "mm_tokens_per_image"),
+        *("vision_config", "audio_config", "*_token_index", "*_token_id", "mm_tokens_per_image"),
         *("multimodal_projector_bias", "projector_hidden_act", "spatial_merge_size"),
         "vision_feature_layer",
     )

@@ -35,6 +35,7 @@ def rotary_embedding(
     divides low frequencies by a factor, and interpolates between low and high ones (Llama Team
     2024, "The Llama 3 Herd of Models"). ``yarn`` interpolates over the features, and scales them
     (Peng et al. 2023, "YaRN: Efficient Context Window Extension of Large Language Models").
+    ``proportional`` leaves out the lowest frequencies: of D / 2 pairs, the first ones rotate.
 
     ``longrope`` divides each by a factor of its own (Ding et al. 2024, "LongRoPE"). There is one
     list of factors for sequences within the original context, and one for longer ones. The length
@@ -62,7 +63,11 @@ def rotary_embedding(
             f"{kind}: rope_type {rope!r} is not supported, only {', '.join(sorted(_SCALINGS))}"
         )
     base = p.pop("rope_theta", 10_000.0)
-    rotated = int(head_dim * p.pop("partial_rotary_factor", 1.0))
+    partial = p.pop("partial_rotary_factor", 1.0)
+    if rope == "proportional":
+        angles = int(head_dim * partial) // 2
+        p = {"factor": 1.0, "still": head_dim // 2 - angles} | p
+    rotated = head_dim if rope == "proportional" else int(head_dim * partial)
     original = p.pop("original_max_position_embeddings", None) or max_positions
     if rope in ("llama3", "yarn", "longrope") and not original:
         raise ValueError(f"{kind}: config.json has no max_position_embeddings, which {rope} needs")
@@ -79,6 +84,12 @@ def rotary_embedding(
 def _linear(frequencies: _Frequencies, p: dict[str, Any], *_: Any) -> Rotary:
     factor = p.pop("factor")
     return Rotary(tuple(f / factor for f in frequencies))
+
+
+def _proportional(frequencies: _Frequencies, p: dict[str, Any], *_: Any) -> Rotary:
+    factor, still = p.pop("factor"), p.pop("still")
+    moving = len(frequencies) - still
+    return Rotary((*(f / factor for f in frequencies[:moving]), *[0.0] * still))
 
 
 def _alpha(
@@ -171,6 +182,7 @@ _SCALINGS: dict[str, Callable[..., Rotary]] = {
     "linear": _linear,
     "llama3": _llama3,
     "longrope": _longrope,
+    "proportional": _proportional,
     "yarn": _yarn,
 }
 
