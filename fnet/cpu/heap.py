@@ -23,6 +23,8 @@ def limit_freed_memory() -> None:
 
     Separate mappings cost a page fault per 4 KiB. The steps of a small ResNet take 1.1 times as
     long as with glibc's defaults. With a threshold of 2 MiB they would take 1.3 times as long.
+    Without any, steps of MobileNetV3 (32 images of 96 x 96) would take 0.66 of the time, but the
+    process would hold 507 MiB instead of 274, where 332 are predicted.
     """
     if library := _glibc():
         library.mallopt(_M_ARENA_MAX, 1)
