@@ -144,8 +144,6 @@ def export_model(
         else:
             dtypes = {name: t.dtype for name, t in source.tensors.items()}
             params, named = pretrained.merge(section, trained, state), network.base.tensors
-            pattern = family_of(source.config).others
-            others = {n: t for n, t in source.tensors.items() if pattern and pattern.search(n)}
             if network.new:
                 score = trained[network.new]["kernel"]
                 params |= {network.new: {"kernel": score}}
@@ -154,6 +152,13 @@ def export_model(
                     Tensor("score.weight", f"{network.new}/kernel", score.shape, "ba"),
                 )
                 dtypes["score.weight"] = np.dtype(np.float32)
+            own = {t.name for t in named}
+            pattern = family_of(source.config).others
+            others = {
+                name: t
+                for name, t in source.tensors.items()
+                if name not in own and pattern and pattern.search(name)
+            }
             _write_tensors(part, named, params, dtypes, others)
             copy_small_files(part, folder.model, source.path)
             if network.new:

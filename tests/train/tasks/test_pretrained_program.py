@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import shutil
 import sys
 
 import chex
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from pretrained_cases import CONFIGS
 from pretrained_folder import LLAMA, VIT, write_folder, write_tokenizer
 from program_cases import assert_one_line_error, exit_code, fnet_command, metrics_of
 from safetensors.numpy import load_file
@@ -38,6 +40,7 @@ def config():
     )
 """
 LORA = "--model.lora-rank", "2"
+GEMMA4 = CONFIGS["gemma4_keys"] | {"vocab_size": 256, "vocab_size_per_layer_input": 256}
 
 
 @pytest.fixture
@@ -193,7 +196,10 @@ def test_export_writes_the_published_tensors(folder, capsys):
 
 
 @pytest.mark.slow
-def test_exported_adapters_are_merged(folder, monkeypatch):
+@pytest.mark.parametrize("published", [LLAMA, GEMMA4], ids=["llama", "gemma4"])
+def test_exported_adapters_are_merged(folder, published):
+    shutil.rmtree(folder / "llama")
+    write_folder(folder / "llama", published, dtype=ml_dtypes.bfloat16)
     fnet_command("train", "tiny.py", "--out", "run", *LORA)
     run = RunFolder(folder / "run")
     config = run.read_config()
@@ -205,7 +211,7 @@ def test_exported_adapters_are_merged(folder, monkeypatch):
     tokens = np.frombuffer(b"2+2=4", np.uint8)[None].astype(np.int32)
     logits, _ = network.apply(trained.evaluation_params, trained.model_state, tokens, train=False)
     merged = load_file(folder / "merged" / "model.safetensors")
-    model, params = fnet.interop.from_huggingface(LLAMA, merged, dtype=jnp.float32)
+    model, params = fnet.interop.from_huggingface(published, merged, dtype=jnp.float32)
     expected, _ = model.apply(params, {}, tokens, train=False)
     assert jnp.abs(logits - expected).max() < 0.02 * jnp.abs(expected).max()  # bfloat16
 
