@@ -193,6 +193,14 @@ CONFIGS = {
     "gemma4_plain": _BASE
     | _GEMMA4
     | {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0, "tie_word_embeddings": False},
+    "gemma4_unified_text": _BASE
+    | {n: v for n, v in _GEMMA4.items() if "per_layer" not in n}
+    | {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    "gemma4_unified": {
+        "text_config": _BASE
+        | {n: v for n, v in _GEMMA4.items() if "per_layer" not in n}
+        | {"model_type": "gemma4_unified_text"},
+        "vision_config": {"model_type": "gemma4_unified_vision", "mm_embed_dim": 32, "mm_posemb_size": 4, "patch_size": 2, "output_proj_dims": 32}},
     "gemma4": {
         "text_config": _BASE | _GEMMA4 | {"model_type": "gemma4_text"},
         "vision_config": _VISION | {"model_type": "gemma4_vision", "num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 16}},
@@ -320,6 +328,8 @@ LOGITS = {
     "gemma4_text": [0.7913, 0.43214, -0.58053, 0.49634],
     "gemma4_keys": [-0.91177, -0.28692, -0.38456, 0.10137],
     "gemma4_plain": [-0.04786, 0.2496, 0.55111, 0.4089],
+    "gemma4_unified_text": [-0.458, -0.39675, -0.2026, 0.39421],
+    "gemma4_unified": [0.49142, 0.2475, -0.46421, -0.22904],
     "gemma4": [0.85504, 0.18979, -0.42161, -0.43146],
     "mistral3": [-0.43371, 0.80918, 0.18752, -0.43931],
     "mamba": [0.21, -0.09257, 0.11762, -0.10448],

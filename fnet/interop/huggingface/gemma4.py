@@ -3,6 +3,7 @@
 Mixtures of experts are not supported.
 """
 
+import functools
 import math
 import re
 from collections.abc import Callable
@@ -36,7 +37,7 @@ blocks/*/output/factor    model.layers.*.layer_scalar
 
 # Layers that read the keys of another have some in published files, too.
 _UNUSED = re.compile(
-    r"(^|\.)(vision_tower|embed_vision|audio_tower|embed_audio)\."
+    r"(^|\.)(vision_tower|vision_embedder|embed_vision|audio_tower|embed_audio)\."
     r"|\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.weight$"
 )
 _ROPE = {
@@ -53,9 +54,9 @@ def _inputs_size(options: Options) -> int:
     return options.nullable("hidden_size_per_layer_input", 256) or 0
 
 
-def _output(options: Options) -> Layer:
+def _output(options: Options, size: int | None = None) -> Layer:
     """Add a gated input of the block to its output, and multiply by a constant of the block."""
-    width, size = options.get("hidden_size"), _inputs_size(options)
+    width, size = options.get("hidden_size"), _inputs_size(options) if size is None else size
     children: dict[str, Layer] = {}
     if size:
         children["gate"] = layers.dense(width, size, bias=False)
@@ -174,11 +175,25 @@ _GEMMA4 = FAMILIES["gemma3_text"].like(
     ignored=("num_experts", "top_k_experts", "moe_intermediate_size"),
 )
 
+_UNIFIED = _GEMMA4.like(
+    "gemma4_unified_text",
+    "Gemma4UnifiedForCausalLM",
+    window=Option("sliding_window", 1024),
+    output=functools.partial(_output, size=0),
+    block_inputs=None,
+)
+
 register(
     _GEMMA4,
     _GEMMA4.like(
         "gemma4",
         "Gemma4ForConditionalGeneration",
         **within_image_model(_GEMMA4) | {"others": _UNUSED},
+    ),
+    _UNIFIED,
+    _UNIFIED.like(
+        "gemma4_unified",
+        "Gemma4UnifiedForConditionalGeneration",
+        **within_image_model(_UNIFIED) | {"others": _UNUSED},
     ),
 )
