@@ -241,6 +241,7 @@ def test_a_run_takes_each_option(name):
     _, metrics = run.step(run.init(jax.random.key(0)), batch)
     assert jnp.isfinite(metrics["grad_norm"])
     privacy = run.privacy
+    assert privacy.sampling.batch_size == pytest.approx(64, rel=0.03)
     expected = epsilon(
         4.0, 1e-5, privacy.sampling, 20,
         strategy=privacy.strategy, noise_schedule=privacy.noise_schedule,

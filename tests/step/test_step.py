@@ -14,6 +14,7 @@ from fnet.autodiff.accumulate import as_mode
 from fnet.autodiff.mean import weighted_mean
 from fnet.autodiff.update import gradient_then_optimizer
 from fnet.memory import DonationError, tree_bytes
+from fnet.step import _microbatch_choices
 
 
 def classifier():
@@ -508,3 +509,12 @@ def test_remat_changes_no_value():
 def test_rejects_a_mode_that_is_no_function():
     with pytest.raises(TypeError, match=r"mode must be .* got str"):
         fnet.make_step(loss_of(classifier()), optax.sgd(0.1), "clipped")
+
+
+@pytest.mark.parametrize(
+    ("mode", "choices"),
+    [(fnet.autodiff.microbatches(2), [2, 4]), (fnet.autodiff.per_example(), [1])],
+)
+def test_only_modes_that_can_be_split_have_a_choice_of_microbatches(mode, choices):
+    step = fnet.make_step(lambda *_: jnp.zeros(4), optax.sgd(0.1), mode)
+    assert _microbatch_choices(step, {"x": jnp.zeros((4, 2))}) == choices

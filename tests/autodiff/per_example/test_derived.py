@@ -9,6 +9,7 @@ from example_losses import B, Case, loop_over_examples, normal, norms_of, row_lo
 
 import fnet
 from fnet.autodiff import gradient_strategies
+from fnet.backward_pass import finish_together
 
 allow_rank_promotion = pytest.fixture(autouse=True)(example_losses.allow_rank_promotion)
 
@@ -92,6 +93,10 @@ CASES = {
     "low-rank update of a tied kernel": (
         low_rank_update, {"w": normal(0, D, D), "a": normal(1, D, 2), "b": normal(2, 2, D)},
         {"w": "materialized in chunks", "a": "ghost norm", "b": "ghost norm"},
+    ),
+    "finished together with data": (
+        lambda p, x: row_losses(jnp.matmul(*finish_together(x, jnp.tanh(p["a"])))),
+        matrices("a"), "derived",
     ),
     "weight decay": (
         lambda p, x: row_losses(x @ p["a"]) + (p["a"] ** 2).sum(), matrices("a"), "derived",
