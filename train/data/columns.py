@@ -226,14 +226,20 @@ def describe_alike(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def is_named(names: Sequence[str]) -> bool:
-    """Whether outputs of a classifier have names, not numbers such as LABEL_0."""
-    return not all(re.fullmatch(r"(LABEL_)?[0-9]+", name) for name in names)
+    """Whether outputs of a classifier have names, not their own numbers, such as LABEL_0."""
+    numbers = [str(i) for i in range(len(names))]
+    return [name.removeprefix("LABEL_") for name in names] != numbers
 
 
 def order_of(classes: Sequence[str], names: Sequence[str]) -> list[int] | None:
-    """Return the place of each class among names; None if these are other names."""
-    places = {normalized(name): i for i, name in enumerate(names)}
+    """Return the output of each class, by its name; None if outputs have other names.
+
+    Of outputs without names, the class 7 is the output 7.
+    """
     wanted = [normalized(name) for name in classes]
+    if not is_named(names):
+        names = [str(i) for i in range(len(classes))]
+    places = {normalized(name): i for i, name in enumerate(names)}
     if len(places) != len(wanted) or {*wanted} != places.keys():
         return None
     return [places[name] for name in wanted]

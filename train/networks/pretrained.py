@@ -111,10 +111,11 @@ class Pretrained(Model):
             )
         own_classes = class_names(read_config(path))
         is_kept = len(own_classes) == len(classes) and self.classifier != "new"
-        if is_kept and is_named(classes) and order_of(classes, own_classes) is None:
+        if is_kept and order_of(classes, own_classes) is None:
+            first, second = ("0", "1") if order_of(classes, ()) else classes[:2]
             notes.append(
                 f"model.classifier: keeps the classifier of {path}, whose outputs are not named as "
-                f"your classes are: output 0 is taken for {classes[0]}, 1 for {classes[1]}, and so "
+                f"your classes are: output 0 is taken for {first}, 1 for {second}, and so "
                 "on; give --model.classifier new for a new one"
             )
         return notes
@@ -333,14 +334,14 @@ def _output_order(
 ) -> list[int] | None:
     """Return the output of a published classifier for each class; None keeps their order."""
     order = order_of(classes, names)
-    are_others = order is None and is_named(names) and is_named(classes)
-    if are_others and section.classifier is None:
+    by_number = order_of(classes, ())
+    if order is None and by_number is None and is_named(names) and section.classifier is None:
         raise UserError(
             f"model.classifier: {section.path} has a classifier of {shorten(names)}, not of "
             f"{shorten(classes)}; give --model.classifier new to train a new one, or keep if these "
             "are other names of the same outputs in this order"
         )
-    return order
+    return order or by_number
 
 
 def _match_images(

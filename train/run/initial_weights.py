@@ -104,8 +104,9 @@ def load(
     weights = weight_files.read(source)
     names, classes = _classes(weights.metadata), run.task.dataset.classes
     order = order_of(classes, names)
-    are_others = order is None and len(names) == len(classes)
-    are_others = are_others and is_named(names) and is_named(classes)
+    by_number = order_of(classes, ())
+    are_others = order is None and len(names) == len(classes) and is_named(names)
+    are_others = are_others and by_number is None
     if are_others and new_classifier is False:
         raise UserError(
             f"{source}: weights for other classes: {shorten(names)}, not {shorten(classes)}; "
@@ -147,11 +148,11 @@ def load(
     is_kept = any(families.is_classifier(name) for name in report.read.values())
     if are_others:
         notes += (f"the classifier is new, because the weights are for {shorten(names)}",)
-    elif is_kept and order is None and is_named(classes):
-        notes += (
-            f"the classifier is kept: its outputs, which have no names, are taken for "
-            f"{shorten(classes)} in this order",
-        )
+    elif is_kept and order is None:
+        own = shorten(names) if is_named(names) else "which have no names"
+        ours = "the classes by number" if by_number else f"{shorten(classes)} in this order"
+        notes += (f"the classifier is kept: its outputs, {own}, are taken for {ours}",)
+    order = order or by_number
 
     def variable(path: Any, a: Any) -> Any:
         """Return an array with its outputs in the order of the classes; None if it is new."""

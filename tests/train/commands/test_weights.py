@@ -190,6 +190,18 @@ def test_the_classifier_of_a_run_goes_with_its_classes(trained):
     assert "which have no names, are taken for class 0, class 1" in unnamed.report.notes[-1]
     np.testing.assert_array_equal(unnamed.variables[0]["head"]["kernel"], kernel)
 
+    # Folders that are numbers are sorted as text, so that "10" comes before "2".
+    names[:] = sorted(map(str, range(number)))[::-1]
+    by_number = kernel[:, [int(name) for name in names]]
+    for without_names in ([str(i) for i in range(number)], [f"LABEL_{i}" for i in range(number)]):
+        loaded = load_trained_on(without_names)
+        np.testing.assert_array_equal(loaded.variables[0]["head"]["kernel"], by_number)
+        assert not loaded.report.notes
+    for named in (others, [str(i + 1) for i in range(number)]):
+        loaded = load_trained_on(named)
+        np.testing.assert_array_equal(loaded.variables[0]["head"]["kernel"], by_number)
+        assert "are taken for the classes by number" in loaded.report.notes[-1]
+
 
 def test_a_run_starts_from_another_run(trained):
     config = recipes.load("tiny.py")

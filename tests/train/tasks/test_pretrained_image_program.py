@@ -1,5 +1,7 @@
 """Published image networks in the program: image size, new classes, export."""
 
+import json
+
 import chex
 import jax
 import numpy as np
@@ -154,6 +156,27 @@ def test_outputs_of_a_published_classifier_get_the_classes_that_it_names(workpla
     published = logits(section, ("tulip", "daisy", "rose"))
     chex.assert_trees_all_close(logits(section, FLOWERS), published[:, [1, 2, 0]], rtol=1e-5)
     assert section.notes(folder_data(16), FLOWERS) == []
+
+
+def test_classes_that_are_numbers_are_outputs_by_number(workplace):
+    kind = VIT | {"id2label": {str(i): f"LABEL_{i}" for i in range(11)}}
+    classes = sorted(map(str, range(11)))
+    write_folder(workplace / "model", kind)
+    image = np.random.default_rng(0).random((2, 16, 16, 3), np.float32)
+
+    def logits(classes):
+        network = Pretrained(path="model").for_images((16, 16, 3), classes, "float32")
+        params, state = jax.eval_shape(network.init, jax.random.key(0))
+        return network.apply(network.read(params), state, image, train=False)[0]
+
+    published = logits([str(i) for i in range(11)])
+    by_number = published[:, [int(name) for name in classes]]
+    chex.assert_trees_all_close(logits(classes), by_number, rtol=1e-5)
+    named = kind | {"id2label": {str(i): f"tench {i}" for i in range(11)}}
+    (workplace / "model" / "config.json").write_text(json.dumps(named))
+    chex.assert_trees_all_close(logits(classes), by_number, rtol=1e-5)
+    (note,) = Pretrained(path="model").notes(folder_data(16), classes)
+    assert "output 0 is taken for 0, 1 for 1, and so on" in note
 
 
 def test_a_published_classifier_of_other_classes_is_refused_until_the_user_decides(workplace):
