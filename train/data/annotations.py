@@ -19,7 +19,7 @@ from train.data.decode import UnreadableError, upright_size
 from train.data.drawings import Drawing, Shape, decode_runs
 from train.data.files import ImageFiles, check_folder, list_images
 from train.data.mask_layouts import FoundLayout, Pair, choose_test, find_layout
-from train.data.splits import split_of
+from train.data.splits import SPLIT_NAMES, split_of
 from train.errors import UserError, shorten
 
 Format = Literal["coco", "labelme", "yolo"]
@@ -164,10 +164,12 @@ def find_annotations(
         Row(_BACKGROUND, 0),
         *(Row(name, values[name]) for name in sorted(plain, key=lambda name: values[name])),
     )
-    if len({*pairs}) > 1 and "train" not in pairs:
+    if (len(pairs) > 1 or (known is None and "" not in pairs)) and "train" not in pairs:
         raise UserError(f"data.path: {root} has the splits {shorten(sorted(pairs))}, but no train")
     others = sorted({*list_images(root).paths} - first.keys())
-    notes = (f"images without annotations are left out: {shorten(others, 3)}",) if others else ()
+    notes = (
+        (f"images that no annotations name are left out: {shorten(others, 3)}",) if others else ()
+    )
     return FoundAnnotations(root, pairs, rows, read.images[0].source, read.notes + notes)
 
 
@@ -237,7 +239,7 @@ def _labelme(root: Path) -> _Read:
         if not isinstance(content, dict) or "shapes" not in content:
             continue
         with _damaged(path):
-            split = split_of(str(path.relative_to(root).parent)) or ""
+            split = split_of(f"{path.relative_to(root).parent}/") or ""
             image = _locate(root, path, split, str(content["imagePath"]))
             size = int(content["imageHeight"]), int(content["imageWidth"])
             objects = [_labelme_object(shape) for shape in content["shapes"]]
@@ -263,19 +265,26 @@ def _labelme_object(shape: Mapping[str, Any]) -> _Object:
 
 
 def _yolo(root: Path) -> _Read:
-    listed = list_images(root).paths
+    paths = [path for path in list_images(root).paths if "images" in path.split("/")[:-1]]
+    splits = {path: split_of(f"{os.path.dirname(path)}/") or "" for path in paths}
     tables = [path for path in _files(root, ".yaml") if path.name in ("data.yaml", "dataset.yaml")]
     names: Sequence[str] = ()
+    if tables[1:]:
+        raise UserError(
+            f"data.format: {tables[0]} and {tables[1]} both describe {root}; move one elsewhere"
+        )
     if tables:
         with _damaged(tables[0]):
             limits.LABEL_FILE.check(tables[0].stat().st_size, f"data.format: {tables[0]}")
-            content = yaml.safe_load(tables[0].read_text("utf-8"))["names"]
-            by_number = content if isinstance(content, dict) else dict(enumerate(content))
+            content = yaml.safe_load(tables[0].read_text("utf-8"))
+            listed = content["names"]
+            by_number = listed if isinstance(listed, dict) else dict(enumerate(listed))
             names = [_name(by_number[i]) for i in sorted(by_number)]
             if [*sorted(by_number)] != [*range(len(names))]:
                 raise ValueError(
                     f"names has the keys {shorten([*map(str, by_number)])}, not 0, 1, ..."
                 )
+            splits = _yolo_splits(root, tables[0], content, paths) or splits
     elif (root / "classes.txt").is_file():
         names = read_names(str(root / "classes.txt"), "data.format")
     if not names:
@@ -288,10 +297,8 @@ def _yolo(root: Path) -> _Read:
     if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise UserError(f"data.format: two classes of {root} are called {twice[0]}")
     images = []
-    for path in listed:
+    for path, split in splits.items():
         parts = path.rpartition(".")[0].split("/")
-        if "images" not in parts[:-1]:
-            continue
         at = len(parts) - 1 - parts[::-1].index("images")
         labels = root.joinpath(*parts[:at], "labels", *parts[at + 1 :]).with_suffix(".txt")
         labels = labels.with_name(parts[-1] + ".txt")
@@ -302,7 +309,6 @@ def _yolo(root: Path) -> _Read:
         objects = []
         if labels.is_file():  # an image without labels shows background alone
             objects = [*_yolo_objects(labels, names, width, height)]
-        split = split_of(os.path.dirname(path)) or ""
         images.append(_Image(split, path, str(labels), height, width, objects))
     if images and not any(image.objects for image in images):
         raise UserError(
@@ -313,9 +319,66 @@ def _yolo(root: Path) -> _Read:
     there = {str(path) for path in texts if "labels" in path.relative_to(root).parts}
     lost = sorted(there - {image.source for image in images})
     lacking = [image.path for image in images if image.source not in there]
-    notes = [f"labels without an image are left out: {shorten(lost, 3)}"] if lost else []
+    unused = "labels whose image is missing or in no split"
+    notes = [f"{unused} are left out: {shorten(lost, 3)}"] if lost else []
     notes += [f"images without labels are background: {shorten(lacking, 3)}"] if lacking else []
+    counts = Counter(image.split for image in images)
+    if counts.keys() - {""}:
+        texts_of = [f"{split or 'none'} {count:,}" for split, count in counts.items()]
+        notes.append(f"images of each split: {', '.join(texts_of)}")
     return _Read(images, {name: i for i, name in enumerate(names, 1)}, tuple(notes))
+
+
+def _yolo_splits(
+    root: Path, table: Path, content: Mapping[str, Any], images: Sequence[str]
+) -> dict[str, str]:
+    """Return the split of each image that data.yaml names; none if it names no splits."""
+    base = os.path.join(table.parent, content.get("path") or "")
+    known = dict.fromkeys(images)
+    splits: dict[str, str] = {}
+    for split, names in SPLIT_NAMES.items():
+        for value in filter(None, map(content.get, names)):
+            for text in value if isinstance(value, list) else [value]:
+                for path in _yolo_images(root, base, text, known):
+                    if (other := splits.setdefault(path, split)) != split:
+                        raise ValueError(
+                            f"{path} is in {other} and {split}; train alone would hold out "
+                            "data.test_fraction"
+                        )
+    return dict.fromkeys(splits, "") if {*splits.values()} == {"train"} else splits
+
+
+def _yolo_images(root: Path, base: str, text: Any, known: Mapping[str, None]) -> Iterator[str]:
+    """Find the images of a folder, or of a file with a path on each line."""
+    if not isinstance(text, str):
+        raise TypeError(f"a split is a {type(text).__name__}; expected a folder or a list")
+    text = text.replace("\\", "/")
+    # Roboflow writes ../ for the folder of data.yaml.
+    places = [os.path.join(base, name) for name in (text, text.removeprefix("../"))]
+    inside = (path for path in places if not os.path.relpath(path, root).startswith(".."))
+    place = next(filter(os.path.exists, inside), None)
+    if place is None:
+        raise ValueError(f"no folder or list {text} in {base}, below {root}")
+    if os.path.isdir(place):
+        start = f"{os.path.relpath(place, root)}/"
+        found = [path for path in known if start == "./" or path.startswith(start)]
+        if not found:
+            raise ValueError(f"no image in {text}; expected some in a folder images")
+        yield from found
+        return
+    for number, line in enumerate(read_lines(place, "data.format"), 1):
+        name = line.strip().replace("\\", "/")
+        possible = [
+            os.path.relpath(os.path.join(folder, name), root)
+            for folder in (os.path.dirname(place), base)
+        ]
+        path = next((path for path in possible if path in known), None)
+        if path is not None:
+            yield path
+        elif name:
+            raise UserError(
+                f"data.format: {place}, line {number}: no image {name} in a folder images of {root}"
+            )
 
 
 def _name(value: Any) -> str:

@@ -19,9 +19,17 @@ SPLIT_NAMES = {
 
 
 def split_of(path: str) -> str | None:
-    """Find train, val or test in a file's name, or in its folder's; None if there is none."""
-    for part in reversed(path.lower().split("/")):
-        words = re.split(r"[^a-z]+", part)
+    """Find train, val or test in a path, of a folder if it ends with ``/``; None if there is none.
+
+    The outermost folder of such a name counts, as train2017; else a word of the file's name, or of
+    the outermost folder that has one, as val_street.
+    """
+    *folders, name = path.lower().split("/")
+    stems = [re.sub(r"[^a-z]+$", "", folder) for folder in folders]
+    for words in (
+        *([stem] for stem in stems),
+        *(re.split(r"[^a-z]+", p) for p in (name, *folders)),
+    ):
         for split, names in SPLIT_NAMES.items():
             if not set(names).isdisjoint(words):
                 return split

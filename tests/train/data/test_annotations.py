@@ -165,7 +165,7 @@ def test_labelme(tmp_path):
     write_image(tmp_path / "other.png", 9, (SIZE, SIZE))
     data = load(tmp_path, "labelme")
     assert data.classes == ("background", "bud", "leaf")
-    assert data.notes == ("images without annotations are left out: other.png",)
+    assert data.notes == ("images that no annotations name are left out: other.png",)
     (batch,) = evaluation_batches(data, len(data.test["id"]))
     count = np.bincount(batch["mask"][0].ravel(), minlength=256)
     assert count[2] == 12
@@ -185,23 +185,85 @@ def test_yolo(tmp_path):
     (tmp_path / "labels" / "train" / "3.txt").rename(tmp_path / "labels" / "train" / "03.txt")
     data = load(tmp_path, "yolo")
     assert data.classes == ("background", "car", "bus")
-    assert data.notes[:2] == (
-        f"labels without an image are left out: {tmp_path / 'labels' / 'train' / '03.txt'}",
+    lost = tmp_path / "labels" / "train" / "03.txt"
+    assert data.notes[:3] == (
+        f"labels whose image is missing or in no split are left out: {lost}",
         "images without labels are background: images/train/3.png",
+        "images of each split: train 4, val 2",
     )
     (batch,) = evaluation_batches(data, 2)
     assert np.bincount(batch["mask"][0].ravel()).tolist() == [128, 116, 12]
 
 
-def test_the_split_of_an_image_of_yolo_is_that_of_its_folder(tmp_path):
-    (tmp_path / "classes.txt").write_text("car\n")
-    for split, name in (("train", "a"), ("train", "b_test_02"), ("val", "train_03")):
-        write_image(tmp_path / "images" / split / f"{name}.png", 0, (SIZE, SIZE))
-        labels = tmp_path / "labels" / split / f"{name}.txt"
+def write_yolo(root, names):
+    (root / "classes.txt").write_text("car\n")
+    for name in names:
+        write_image(root / "images" / f"{name}.png", 0, (SIZE, SIZE))
+        labels = root / "labels" / f"{name}.txt"
         labels.parent.mkdir(parents=True, exist_ok=True)
         labels.write_text("0 0 0 0.5 0 0.5 1 0 1")
-    pairs = find_annotations(tmp_path, "yolo").pairs_by_split
-    assert {split: len(found) for split, found in pairs.items()} == {"train": 2, "val": 1}
+
+
+def yolo_splits(root):
+    pairs = find_annotations(root, "yolo").pairs_by_split
+    return {split: sorted(path for path, _ in found) for split, found in pairs.items()}
+
+
+def test_the_split_of_an_image_of_yolo_is_that_of_its_folder(tmp_path):
+    names = ("train/a", "train/b_test_02", "train/val_street/c", "val/train_03", "val/test/d")
+    write_yolo(tmp_path, names)
+    paths = [f"images/{name}.png" for name in names]
+    assert yolo_splits(tmp_path) == {"train": paths[:3], "val": [paths[4], paths[3]]}
+
+
+@pytest.mark.parametrize(
+    ("splits", "others"),
+    [
+        ({"train": "images/a", "val": "images/b"}, []),
+        ({"path": "images", "train": ["a"], "validation": "./b", "test": None}, []),
+        ({"train": "../images/a", "val": "../images/b/"}, []),  # as Roboflow writes them
+        ({"path": ".", "train": "train.txt", "val": "lists/val.txt"}, ["images/a/2.png"]),
+    ],
+)
+def test_the_splits_of_yolo_are_those_of_its_file(tmp_path, splits, others):
+    root = tmp_path / "data"
+    (root / "lists").mkdir(parents=True)
+    write_yolo(root, ("a/0", "a/1", "a/2", "b/0"))
+    (root / "train.txt").write_text("./images/a/0.png\n\nimages/a/1.png\n")
+    (root / "lists" / "val.txt").write_text("../images/b/0.png\n")
+    (root / "data.yaml").write_text(json.dumps({"names": ["car"], **splits}))
+    train = sorted({"images/a/0.png", "images/a/1.png", "images/a/2.png"} - {*others})
+    assert yolo_splits(root) == {"train": train, "val": ["images/b/0.png"]}
+    notes = load(root, "yolo").notes
+    assert f"images of each split: train {len(train)}, val 1" in notes
+    left_out = f"images that no annotations name are left out: {', '.join(others)}"
+    assert (left_out in notes) == bool(others)
+
+
+def test_images_are_held_out_if_yolo_names_training_images_alone(tmp_path):
+    write_yolo(tmp_path, ("a/0", "a/1", "val/0"))
+    (tmp_path / "data.yaml").write_text('{"names": ["car"], "train": "images/a"}')
+    assert yolo_splits(tmp_path) == {"": ["images/a/0.png", "images/a/1.png"]}
+
+
+def test_splits_of_yolo_that_are_not_there_are_refused(tmp_path):
+    write_yolo(tmp_path, ("a/0", "b/0"))
+    (tmp_path / "list.txt").write_text("images/b/0.png\nimages/a/7.png\n")
+    for splits, expected in (
+        ({"val": "images/c"}, f"data.yaml: no folder or list images/c in {tmp_path}"),
+        ({"val": ".."}, "data.yaml: no folder or list .. in"),
+        ({"path": "/nowhere", "val": "images/b"}, "no folder or list images/a in /nowhere, below"),
+        ({"val": "list.txt"}, "list.txt, line 2: no image images/a/7.png in a folder images of"),
+        ({"val": {"a": 1}}, "data.yaml: a split is a dict; expected a folder or a list"),
+        ({"val": "labels"}, "data.yaml: no image in labels; expected some in a folder images"),
+        ({"val": ["images/b", "images"]}, "data.yaml: images/a/0.png is in train and val; train"),
+        ({"train": None, "val": "images/b"}, "has the splits val, but no train"),
+    ):
+        content = {"names": ["car"], "train": "images/a", **splits}
+        (tmp_path / "data.yaml").write_text(json.dumps(content))
+        assert expected in error_message(find_annotations, tmp_path, "yolo")
+    (tmp_path / "dataset.yaml").write_text("names: [bus]")
+    assert "both describe" in error_message(find_annotations, tmp_path, "yolo")
 
 
 @pytest.mark.parametrize("format", ["coco", "labelme", "yolo"])
