@@ -4,6 +4,7 @@ import contextlib
 import io
 import math
 import os
+import re
 import stat
 from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple, TypeVar
@@ -116,7 +117,7 @@ class MaskValues(NamedTuple):
       values: int32 [height, width]: gray values, palette indices, or colors as 0xRRGGBB.
       kind: meaning of the values.
       palette: color of each palette index as 0xRRGGBB, int32 [256]; -1 beyond the palette.
-      is_lossy: whether the file is a JPEG, which changes values.
+      is_lossy: whether the file is compressed with loss, which changes values.
     """
 
     values: np.ndarray
@@ -139,7 +140,7 @@ def decode_mask(file: File, max_pixels: int = MAX_PIXELS) -> MaskValues:
                 "it has fewer than 256 gray levels, which readers rescale to 0 to 255; save labels "
                 "with 8 or 16 bits, or as a palette image"
             )
-        is_lossy = image.format == "JPEG"
+        is_lossy = _is_lossy(image)
         image = _upright(image)
         if image.mode in ("LA", "PA", "RGBA"):
             if np.asarray(image.getchannel("A")).min(initial=255) < 255:
@@ -185,6 +186,16 @@ def pack_colors(colors: np.ndarray) -> np.ndarray:
     """Return colors [..., 3] as 0xRRGGBB, int32 [...]."""
     r, g, b = np.moveaxis(np.asarray(colors, np.int32), -1, 0)
     return (r << 16) | (g << 8) | b
+
+
+def _is_lossy(image: Image.Image) -> bool:
+    """Whether an image that is not loaded yet is a JPEG or lossy WebP, perhaps in a TIFF."""
+    assert isinstance(image, ImageFile.ImageFile), type(image)
+    kind = image.info.get("compression") if image.format == "TIFF" else image.format
+    if kind in ("webp", "WEBP") and isinstance(image.fp, io.BytesIO):
+        found = re.search(b"VP8[ L]", image.fp.getvalue())
+        return found is not None and found[0] == b"VP8 "
+    return kind in ("jpeg", "JPEG")
 
 
 def _rescales_gray(image: Image.Image) -> bool:

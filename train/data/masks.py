@@ -73,7 +73,7 @@ class LabelMap:
             labels = table[np.minimum(values, len(table) - 1)]
         if labels.min(initial=0) == _INVALID:
             value = int(values[labels == _INVALID][0])
-            hint = f"; JPEG compression changes values: {_PNG}" if mask.is_lossy else ""
+            hint = f"; lossy compression changes values: {_PNG}" if mask.is_lossy else ""
             raise UnreadableError(f"{self._describe_unknown(value, is_color)}{hint}")
         return labels.astype(np.uint8)
 
@@ -354,7 +354,7 @@ def _explain_unknown_classes(
     """Say what masks hold, and how to give their classes."""
     held = _held(gray, samples)
     if any(sample.mask.is_lossy for sample in samples):
-        return f"data.path: masks are JPEG files, whose compression changes values: {held}; {_PNG}"
+        return f"data.path: masks are compressed with loss, which changes values: {held}; {_PNG}"
     if any(sample.mask.kind == "color" for sample in samples):
         return (
             f"data.class_table: {held}; name the class of each color in {path}/classes.csv, "

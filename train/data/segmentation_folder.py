@@ -195,7 +195,7 @@ def load(config: SegmentationFolder, trained: LabelMap | None = None) -> Dataset
         notes += (*more, *describe_alike(label_map.names))
         if lossy := [sample.path for sample in sampled if sample.mask.is_lossy]:
             notes.append(
-                f"masks are JPEG files, whose compression changes values: {shorten(lossy, 3)}"
+                f"masks are compressed with loss, which changes values: {shorten(lossy, 3)}"
             )
         samples = itertools.chain(sampled, samples)
         most = config.max_bad_fraction * len(train)

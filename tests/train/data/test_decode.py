@@ -320,6 +320,19 @@ def test_masks_hold_gray_values_palette_indices_or_colors(save):
     assert (colors.kind, colors.values[0].tolist()) == ("color", [0, 0x010203, 0x020202])
 
 
+def test_tells_masks_that_are_compressed_with_loss(save):
+    for name, options, is_lossy in (
+        ("a.jpg", {}, True),
+        ("b.webp", {"quality": 100}, True),
+        ("c.webp", {"quality": 100, "exif": exif(1)}, True),
+        ("d.webp", {"lossless": True, "exif": exif(1)}, False),
+        ("e.tif", {"compression": "jpeg"}, True),
+        ("f.tif", {"compression": "tiff_lzw"}, False),
+        ("g.png", {}, False),
+    ):
+        assert decode_mask(save(PIXELS, name, **options)).is_lossy == is_lossy, name
+
+
 def test_rotates_masks_by_their_exif_orientation(save):
     labels = np.arange(12, dtype=np.uint8).reshape(3, 4)
     turned = decode_mask(save(labels, "a.png", exif=exif(6))).values

@@ -146,7 +146,7 @@ MISTAKES = [
     ({"masks": [gray(0, 60, 255)], "ignore": (60,)}, "the masks hold 0, 60, 255, as with --data.mask-values 0 255"),
     ({"masks": [gray(255)]}, "the masks hold 255"),
     ({"masks": [colored(RED, GREEN)]}, "data.class_table: the masks hold 2 colors: 0 255 0, 255 0 0; name the class of each color in ./classes.csv, one line name,r,g,b for each"),
-    ({"masks": [gray(0, 3, 255)._replace(is_lossy=True)]}, "data.path: masks are JPEG files, whose compression changes values: the masks hold 0, 3, 255; save masks as PNG"),
+    ({"masks": [gray(0, 3, 255)._replace(is_lossy=True)]}, "data.path: masks are compressed with loss, which changes values: the masks hold 0, 3, 255; save masks as PNG"),
     ({"masks": []}, "no mask can be read"),
     ({"masks": [gray(0)], "classes": 4, "rows": COLORED}, "data.classes: 4, but classes.txt has 2 classes; leave it out, or give another table"),
     ({"masks": [gray(0)], "mask_values": (1, 1)}, "data.mask_values: a value is there twice"),
@@ -183,7 +183,7 @@ REFUSED = [
     ([gray(0, 255)], {"classes": 3}, "data.path: the 1 training masks hold only the class 0, so that there is nothing to learn; if 255"),
     ([gray(0, 0, 0, 11)], {"classes": 11}, "data.path: 0.png: value 11, expected 0 to 10, or 255 to ignore a pixel; pixels of this mask without a class: 11 (25.0%); give --data.ignore 11 to ignore them, or --data.mask-values 0 11 to make every value a class"),
     ([gray(0, 1), gray(2, 3)], {"classes": 3}, "data.path: 1.png: value 3, expected 0 to 2, or 255 to ignore a pixel; pixels of this mask without a class: 3 (50.0%); give --data.ignore 3 to ignore them, or --data.classes 4 to make every value a class"),
-    ([gray(0, 3)._replace(is_lossy=True)], {"classes": 2}, "data.path: 0.png: value 3, expected 0, 1, or 255 to ignore a pixel; JPEG compression changes values: save masks as PNG"),
+    ([gray(0, 3)._replace(is_lossy=True)], {"classes": 2}, "data.path: 0.png: value 3, expected 0, 1, or 255 to ignore a pixel; lossy compression changes values: save masks as PNG"),
     ([gray(0, 3)], {"classes": 2, "table": "classes.txt"}, "data.path: 0.png: value 3, expected 0, 1, or 255 to ignore a pixel; pixels of this mask without a class: 3 (50.0%); give --data.ignore 3 to ignore them, or add their classes to classes.txt"),
     ([colored(RED, GREEN)], {"classes": 2}, "data.class_table: 0.png: the mask holds colors: 0 255 0, 255 0 0; name the class of each color in classes.csv in the folder of the data, one line name,r,g,b for each"),
     ([colored(RED, GREEN)], {"classes": 2, "table": "classes.csv"}, "data.class_table: 0.png: the mask holds colors, but classes.csv has none: 0 255 0, 255 0 0; name the class of each color in classes.csv, one line name,r,g,b for each"),
@@ -200,7 +200,7 @@ def test_refuses_masks_from_which_nothing_can_be_learned(masks, options, message
 
 def test_a_jpeg_is_named_as_the_cause_of_unknown_values():
     mask = gray(0, 3)._replace(is_lossy=True)
-    with pytest.raises(UnreadableError, match="JPEG compression changes values"):
+    with pytest.raises(UnreadableError, match="lossy compression changes values"):
         labels(mask, classes=2)
 
 
