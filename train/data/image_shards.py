@@ -146,9 +146,15 @@ def _find_shards(config: ImageShards) -> tuple[list[list[str]], list[str]]:
     test = tests["val"] or tests["test"]
     if config.test_path:
         test = [file for path in config.test_path for file in _expand(path, "data.test_path")[0]]
-    if both := sorted(set(test) & set(itertools.chain(*train))):
+    trained_on = set(map(_identity, itertools.chain(*train)))
+    if both := sorted(file for file in test if _identity(file) in trained_on):
         raise UserError(f"data.test_path: {shorten(both)} would be trained on, too")
     return train, test
+
+
+def _identity(file: str) -> str:
+    """Return the same name for a local file under any spelling and link."""
+    return file if "://" in file else os.path.realpath(file)
 
 
 def _expand(path: str, field: str) -> tuple[list[str], bool]:

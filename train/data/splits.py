@@ -74,6 +74,7 @@ def hold_out(
     Args:
       config: options of the data source.
       keys: names of the examples, or of their users; contents or numbers of those without names.
+        Examples of equal keys stay together.
       labels: class of each example, int [N]; None if they have none.
       groups: group of each example; none is both trained and tested on.
     """
@@ -90,14 +91,15 @@ def hold_out(
     classes = np.zeros(len(names), int) if labels is None else labels
     order = np.lexsort((hashes, classes))
     for rows in np.split(order, np.flatnonzero(np.diff(classes[order])) + 1):
-        if len(rows) < 2:
+        if hashes[rows[0]] == hashes[rows[-1]]:
             which = "" if labels is None else f" of each class, got only {names[rows[0]]}"
             raise UserError(
                 f"data.test_fraction: {config.test_fraction} needs two or more examples{which}, "
                 "which cannot be both trained and tested on"
             )
-        is_test[rows[0]] = True
-        is_test[rows[-1]] = False
+        # All rows of an image, which may be of several classes.
+        is_test[hashes == hashes[rows[0]]] = True
+        is_test[hashes == hashes[rows[-1]]] = False
     return is_test
 
 

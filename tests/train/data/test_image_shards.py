@@ -335,6 +335,11 @@ def test_a_pattern_without_a_test_shard_holds_out_a_fraction(tmp_path):
     assert (len(explicit.train["id"]), len(explicit.test["id"])) == (24, 6)
     message = error_message(load, tmp_path / "*.tar", test_path=(str(tmp_path / "train-0.tar"),))
     assert message.endswith("train-0.tar would be trained on, too")
+    link = tmp_path / "link.tar"
+    link.symlink_to(tmp_path / "train-0.tar")
+    for other in (link, tmp_path / "x" / ".." / "train-0.tar"):
+        message = error_message(load, tmp_path / "train-*.tar", test_path=(str(other),))
+        assert message.endswith("would be trained on, too")
 
 
 def test_mixes_paths_by_weight(tmp_path):

@@ -12,6 +12,7 @@ from train.data import Outputs, Scaling, evaluation_batches, records
 from train.data.class_weights import balanced_weights
 from train.data.image_table import ImageTable
 from train.data.splits import hold_out
+from train.errors import UserError
 
 N = 40
 
@@ -427,3 +428,16 @@ def test_an_image_of_two_groups_is_refused(folder):
     columns = {"filename": lambda i: f"{i // 2:02}.png", "label": lambda i: "ab"[i // 2 % 2]}
     table = write(folder, columns | {"patient": lambda i: f"{'pq'[i % 2]}{i}"})
     assert "00.png has rows of p0 and of q1" in error_message(load, table, group="patient")
+
+
+def test_rows_of_one_image_are_on_one_side():
+    """Also where one of them is the only example of its class on that side."""
+    config = ImageTable(path="t.csv")
+    for seed in range(30):
+        names = [f"{seed}/{i}.png" for i in range(12)]
+        labels = np.array([0] * 12 + [1, 1])
+        is_test = hold_out(config, [*names, names[0], names[5]], labels)
+        assert (is_test[12], is_test[13]) == (is_test[0], is_test[5])
+        assert is_test[12] != is_test[13]
+        with pytest.raises(UserError, match="needs two or more examples of each class"):
+            hold_out(config, [*names, names[0], names[0]], labels)
