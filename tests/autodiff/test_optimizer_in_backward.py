@@ -146,7 +146,7 @@ def test_padding_whose_derivative_is_nan_changes_nothing():
     model = fnet.serial(blocks=fnet.repeat(block, 2))
 
     def loss(params, model_state, batch, key):
-        x = batch["x"] / jnp.linalg.norm(batch["x"] * params["scale"], axis=-1, keepdims=True)
+        x = batch["x"] / jnp.linalg.norm(batch["x"] * params["scale"][None], axis=-1, keepdims=True)
         y, _ = model.apply({"blocks": params["blocks"]}, {}, x, train=True)
         return (y**2).sum(-1), fnet.Aux(model_state, {})
 
