@@ -114,7 +114,8 @@ class MaskValues(NamedTuple):
     """Values of a mask file.
 
     Attributes:
-      values: int32 [height, width]: gray values, palette indices, or colors as 0xRRGGBB.
+      values: int32 [height, width]: gray values, palette indices, or colors as 0xRRGGBB. If
+        a palette is of different grays, these are the values.
       kind: meaning of the values.
       palette: color of each palette index as 0xRRGGBB, int32 [256]; -1 beyond the palette.
       is_lossy: whether the file is compressed with loss, which changes values.
@@ -150,7 +151,10 @@ def decode_mask(file: File, max_pixels: int = MAX_PIXELS) -> MaskValues:
             palette = np.full(256, -1, np.int32)
             colors = np.array(image.getpalette("RGB") or [], np.int32).reshape(-1, 3)[:256]
             palette[: len(colors)] = pack_colors(colors)
-            return MaskValues(np.asarray(image, np.int32), "palette", palette)
+            values = np.asarray(image, np.int32)
+            if _is_reduced_gray(palette[: len(colors)], values):
+                values, palette = palette[values] & 255, np.arange(256, dtype=np.int32) * 0x010101
+            return MaskValues(values, "palette", palette)
         if image.mode == "RGB":
             pixels = np.asarray(image, np.int32)
             if (pixels == pixels[..., :1]).all():
@@ -186,6 +190,17 @@ def pack_colors(colors: np.ndarray) -> np.ndarray:
     """Return colors [..., 3] as 0xRRGGBB, int32 [...]."""
     r, g, b = np.moveaxis(np.asarray(colors, np.int32), -1, 0)
     return (r << 16) | (g << 8) | b
+
+
+def _is_reduced_gray(palette: np.ndarray, indices: np.ndarray) -> bool:
+    """Whether a palette holds gray values of which unused ones were left out, as in a GIF.
+
+    Up to half of it may fill it up to a power of two.
+    """
+    if (palette != (palette & 255) * 0x010101).any() or 2 * len({*palette.tolist()}) < len(palette):
+        return False
+    held = np.flatnonzero(np.bincount(indices.ravel()))
+    return held[-1] < len(palette) and len({*palette[held].tolist()}) == len(held)
 
 
 def _is_lossy(image: Image.Image) -> bool:

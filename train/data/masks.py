@@ -307,17 +307,30 @@ def check_masks(
 
     Raises:
       UserError: if too many masks have a value without a label, or all pixels are ignored, or all
-        training pixels are of one class.
+        training pixels are of one class, or an index has several colors.
     """
     bad = 0
     found: set[int] = set()
     held: Counter[int] = Counter()
+    meanings: dict[int, tuple[int, str]] = {}
     need = 2 if which == "training" else 1
     samples = iter(samples)
     for i, sample in enumerate(samples):
         if i >= SAMPLED and len(found) >= need:
             break
         held += sample.counts
+        if label_map.palettes == "indices" and sample.mask.palette is not None:
+            indices = sample.mask.values[0]
+            colors = sample.mask.palette[indices].tolist()
+            for index, color in zip(indices.tolist(), colors, strict=True):
+                other, path = meanings.setdefault(index, (color, sample.path))
+                if color != other and min(color, other) >= 0:
+                    raise UserError(
+                        f"data.class_table: the palette index {index} is the color "
+                        f"{_color_text(color)} in {sample.path}, but {_color_text(other)} in "
+                        f"{path}; name the class of each color in classes.csv in the folder of the "
+                        "data, or save masks as gray PNG"
+                    )
         try:
             labels = label_map.labels(sample.mask)
         except UnreadableError as error:

@@ -313,6 +313,17 @@ def test_masks_hold_gray_values_palette_indices_or_colors(save):
     mask = decode_mask(save(palette, "b.png"))
     chex.assert_trees_all_equal(mask.values, labels.astype(np.int32))
     assert (mask.kind, {*mask.palette.tolist()}) == ("palette", {0x070001})
+    levels = Image.fromarray(np.searchsorted([0, 1, 2, 255], labels).astype(np.uint8), "P")
+    levels.putpalette(np.repeat([0, 1, 2, 255], 3).tolist())
+    for path in (save(labels, "h.gif"), save(levels, "i.png")):
+        mask = decode_mask(path)
+        chex.assert_trees_all_equal(mask.values, labels.astype(np.int32))
+        assert mask.palette[[2, 255]].tolist() == [0x020202, 0xFFFFFF]
+    for grays, rest in (([0, 1, 2, 255], [0] * 252), ([0, 1, 2, 2], []), ([0, 1, 2], [])):
+        levels.putpalette(np.repeat(grays + rest, 3).tolist())  # full, the same twice, too short
+        assert decode_mask(save(levels, "j.png")).values.max() == 3
+    levels.putpalette([0, 0, 0, 1, 1, 1, 2, 2, 2, 255, 255, 254])  # one is no gray
+    assert decode_mask(save(levels, "k.png")).values.max() == 3
     bits = decode_mask(save(labels == 1, "d.png"))
     chex.assert_trees_all_equal(bits.values, (labels == 1).astype(np.int32))
     rgb[0, 1] = (1, 2, 3)

@@ -187,6 +187,7 @@ REFUSED = [
     ([gray(0, 3)], {"classes": 2, "table": "classes.txt"}, "data.path: 0.png: value 3, expected 0, 1, or 255 to ignore a pixel; pixels of this mask without a class: 3 (50.0%); give --data.ignore 3 to ignore them, or add their classes to classes.txt"),
     ([colored(RED, GREEN)], {"classes": 2}, "data.class_table: 0.png: the mask holds colors: 0 255 0, 255 0 0; name the class of each color in classes.csv in the folder of the data, one line name,r,g,b for each"),
     ([colored(RED, GREEN)], {"classes": 2, "table": "classes.csv"}, "data.class_table: 0.png: the mask holds colors, but classes.csv has none: 0 255 0, 255 0 0; name the class of each color in classes.csv, one line name,r,g,b for each"),
+    ([indexed(0, 1, colors=[BLACK, RED]), indexed(0, 1, colors=[BLACK, GREEN])], {"classes": 2}, "data.class_table: the palette index 1 is the color 0 255 0 in 1.png, but 255 0 0 in 0.png; name the class of each color in classes.csv in the folder of the data, or save masks as gray PNG"),
     ([gray(*range(99))], {"classes": 98}, "data.path: 0.png: value 98, expected 0 to 97, or 255 to ignore a pixel; pixels of this mask without a class: 98 (1.0%); give --data.ignore 98 to ignore them, or other --data.classes or --data.mask-values"),
 ]  # fmt: skip
 
