@@ -149,9 +149,9 @@ def load(
     if are_others:
         notes += (f"the classifier is new, because the weights are for {shorten(names)}",)
     elif is_kept and order is None:
-        own = shorten(names) if is_named(names) else "which have no names"
+        outputs = shorten(names) if is_named(names) else "which have no names"
         ours = "the classes by number" if by_number else f"{shorten(classes)} in this order"
-        notes += (f"the classifier is kept: its outputs, {own}, are taken for {ours}",)
+        notes += (f"the classifier is kept: its outputs, {outputs}, are taken for {ours}",)
     order = order or by_number
 
     def variable(path: Any, a: Any) -> Any:
