@@ -342,7 +342,8 @@ class _Search(Propagation[State]):
         is_plain = not any(True for _ in inner_jaxprs(eqn))
         shards = {i for i, s in enumerate(states) if isinstance(s, Shard)}
         codes = [i for i in shards if _is_code(eqn.invars[i])]
-        if codes and is_plain and not moves_elements(eqn):
+        stays_code = moves_elements(eqn) and all(map(_is_code, eqn.outvars))
+        if codes and is_plain and not stays_code:
             # Quantized weights are gathered before they are dequantized.
             self._gather(eqn, states, codes, site, self._latest[site.path[:-1]])
             return [DATA] * len(eqn.outvars)
