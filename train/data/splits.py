@@ -87,20 +87,20 @@ def hold_out(
             raise UserError(f"data.group: all examples are of the group {ids[0]}")
         return hold_out(config, ids.tolist())[number]
     hashes = hash_names(f"{config.split_seed} {name}" for name in names)
-    is_test = hashes < config.test_fraction * 2.0**64
+    unique, number = np.unique(hashes, return_inverse=True)
+    is_test = unique < config.test_fraction * 2.0**64  # of each key, with all its rows
     classes = np.zeros(len(names), int) if labels is None else labels
     order = np.lexsort((hashes, classes))
     for rows in np.split(order, np.flatnonzero(np.diff(classes[order])) + 1):
-        if hashes[rows[0]] == hashes[rows[-1]]:
+        if number[rows[0]] == number[rows[-1]]:
             which = "" if labels is None else f" of each class, got only {names[rows[0]]}"
             raise UserError(
                 f"data.test_fraction: {config.test_fraction} needs two or more examples{which}, "
                 "which cannot be both trained and tested on"
             )
-        # All rows of an image, which may be of several classes.
-        is_test[hashes == hashes[rows[0]]] = True
-        is_test[hashes == hashes[rows[-1]]] = False
-    return is_test
+        is_test[number[rows[0]]] = True
+        is_test[number[rows[-1]]] = False
+    return is_test[number]
 
 
 def _fold(

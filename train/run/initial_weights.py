@@ -105,8 +105,8 @@ def load(
     names, classes = _classes(weights.metadata), run.task.dataset.classes
     order = order_of(classes, names)
     by_number = order_of(classes, ())
-    are_others = order is None and len(names) == len(classes) and is_named(names)
-    are_others = are_others and by_number is None
+    is_unknown = order is None and by_number is None
+    are_others = is_unknown and len(names) == len(classes) and is_named(names)
     if are_others and new_classifier is False:
         raise UserError(
             f"{source}: weights for other classes: {shorten(names)}, not {shorten(classes)}; "
