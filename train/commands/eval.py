@@ -1,5 +1,6 @@
 """``fnet eval``: evaluate a run's checkpoint on its test examples."""
 
+import contextlib
 import dataclasses
 from typing import Any
 
@@ -11,8 +12,9 @@ from train import arguments
 from train.arguments import EvalArguments
 from train.commands.positional import positional
 from train.config import Config
-from train.data import Dataset
+from train.data import Dataset, num_examples
 from train.data.chat import ChatTemplate
+from train.data.files import describe_files
 from train.data.text import Text
 from train.data.tokenizer import Tokenizer, load_tokenizer
 from train.data.unreadable import UnreadableFiles
@@ -102,7 +104,7 @@ def evaluate_run(folder: RunFolder, options: EvalArguments, console: Console) ->
         if changed:
             log(changed)
     else:
-        for note in run.task.dataset.notes:
+        for note in (*run.task.dataset.notes, *_trained_on(folder, run.task.dataset)):
             log(f"data: {note}")
     unreadable = UnreadableFiles(run.task.dataset, log)
     evaluate = run.evaluation(unreadable, batch_size)
@@ -153,6 +155,16 @@ def _setup(folder: RunFolder, config: Config, options: EvalArguments) -> Setup:
     # Without the training examples, nothing about gradients can be checked, and nothing needs to.
     plain = dataclasses.replace(config, data=data.without_users(), grad=Mean())
     return setup(plain, dataset=dataset)._replace(config=config)
+
+
+def _trained_on(folder: RunFolder, dataset: Dataset) -> tuple[str, ...]:
+    """Return a note about images that the run was trained on, if its data are still there."""
+    name, count = dataset.test_name, num_examples(dataset.test)
+    with contextlib.suppress(UserError):
+        own = load(folder.read_config())
+        train = map(own.name, range(num_examples(own.train)))
+        return describe_files(train, map(name, range(count))) if name else ()
+    return ()
 
 
 def answer_choices(

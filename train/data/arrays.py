@@ -14,10 +14,18 @@ from annotated_types import Gt, Lt, MaxLen, MinLen
 from train.config.data import Data
 from train.config.section import Count, CountOrZero, Positive, Seed
 from train.data import Arrays, Dataset, num_examples, storage
-from train.data.columns import as_labels, check_users, choose, name_classes, number_users
+from train.data.columns import (
+    as_labels,
+    check_users,
+    choose,
+    describe_classes,
+    name_classes,
+    number_users,
+)
+from train.data.files import describe_files
 from train.data.image_batches import ImageOptions
 from train.data.labeled_images import check_padding
-from train.data.splits import choose_test_split, hold_out_rows
+from train.data.splits import choose_test_split, describe_hold_out, hold_out_rows
 from train.errors import UserError, list_available, shorten
 
 _IMAGE_NAMES = ("x", "image", "images", "data")
@@ -106,7 +114,7 @@ def load(config: ArrayFile) -> Dataset:
     _check_per_channel("mean", config.mean, images[0])
     _check_per_channel("std", config.std, images[0])
     check_padding(config.crop, config.padding, *images[0].shape[1:3])
-    users = None
+    users, notes = None, describe_classes(classes, labels[0])
     if config.user is not None:
         user = choose("data.user", config.user, _array_names(path), path, "array")
         what = f"data.user: {user} in {path}"
@@ -117,6 +125,7 @@ def load(config: ArrayFile) -> Dataset:
         ids = np.arange(offset), offset + np.arange(len(labels[1]))
     else:
         is_test = hold_out_rows(config, labels[0], users)
+        notes += (describe_hold_out(config, is_test, f"no test arrays in {path}"),)
         ids = np.flatnonzero(~is_test), np.flatnonzero(is_test)
         labels = [labels[0][index] for index in ids]
     train, test = (
@@ -124,6 +133,15 @@ def load(config: ArrayFile) -> Dataset:
         for index, label in zip(ids, labels, strict=True)
     )
     options = ImageOptions.of(config)
+
+    def content(id: int) -> bytes:
+        return images[-1][id - offset].tobytes() if id >= offset else images[0][id].tobytes()
+
+    def name(id: int) -> str:
+        split, first = (splits[-1], offset) if id >= offset else (splits[0], 0)
+        return f"image {id - first} of {split.images} in {split.path}"
+
+    notes += describe_files(ids[0].tolist(), ids[1].tolist(), content, name)
 
     def augment(rows: Arrays, generator: np.random.Generator) -> Arrays:
         draws = options.draw(num_examples(rows), generator)
@@ -140,10 +158,9 @@ def load(config: ArrayFile) -> Dataset:
         prepare=prepare,
         contents=tuple(images),
         users=None if users is None else number_users(users[ids[0]]),
-        name=lambda row: f"image {train['id'][row]} of {splits[0].images} in {path}",
-        test_name=lambda row: (
-            f"image {test['id'][row] - offset} of {splits[-1].images} in {splits[-1].path}"
-        ),
+        name=lambda row: name(train["id"][row]),
+        test_name=lambda row: name(test["id"][row]),
+        notes=notes,
     )
 
 

@@ -15,6 +15,7 @@ from train.data import storage
 from train.errors import UserError, did_you_mean, list_available, shorten
 
 _INTEGER = re.compile(r"-?[0-9]{1,18}")
+_PLAIN = re.compile(r"0|-?[1-9][0-9]{0,17}")
 _MISSING = (
     *("#N/A", "#NA", "-NaN", "-nan", "1.#IND", "1.#QNAN", "<NA>", "N/A"),
     *("NA", "NULL", "NaN", "n/a", "nan", "null"),
@@ -112,8 +113,8 @@ def is_missing(value: Any) -> bool:
 def parse_labels(values: Iterable[Any], where: Callable[[int], str]) -> np.ndarray:
     """Convert labels to int64 [N], or to str [N] if one of them is a name.
 
-    Texts are numbers if all of them consist of digits; 1_0 is a name. Space around names does not
-    count, nor does their form of Unicode.
+    Texts are numbers if all of them are written as numbers are; 1_0 and 007 are names. Space around
+    names does not count, nor does their form of Unicode.
     """
     texts = []
     for i, value in enumerate(values):
@@ -129,9 +130,14 @@ def parse_labels(values: Iterable[Any], where: Callable[[int], str]) -> np.ndarr
             )
         limits.CLASS_NAME.check(len(text), where(i))
         texts.append(normalized(text.strip()))
-    if all(map(_INTEGER.fullmatch, texts)):
+    if all(map(_PLAIN.fullmatch, texts)):
         return np.array(texts, np.int64) if texts else np.zeros(0, np.int64)
     return np.array(texts, str)
+
+
+def are_integers(labels: np.ndarray) -> bool:
+    """Whether all labels are integers, perhaps with zeros before them, as 007."""
+    return all(_INTEGER.fullmatch(str(label)) for label in np.unique(labels).tolist())
 
 
 def parse_integer(text: str) -> int:
@@ -218,11 +224,23 @@ def check_names(names: Iterable[str], what: str) -> tuple[str, ...]:
     return tuple(names)
 
 
-def describe_alike(names: Sequence[str]) -> tuple[str, ...]:
-    """Return notes about names of classes that differ in their case alone."""
-    last = {name.casefold(): name for name in names}
-    pairs = [(name, last[name.casefold()]) for name in names if last[name.casefold()] != name]
-    return tuple(f"{a} and {b} are two classes, which differ in their case" for a, b in pairs[:3])
+def describe_classes(names: Sequence[str], labels: np.ndarray | None = None) -> tuple[str, ...]:
+    """Return notes about names that differ in case or zeros alone, and classes without images.
+
+    Args:
+      names: names of the classes.
+      labels: class of each training image, if it has one.
+    """
+    keys = [name.casefold().lstrip("0") for name in names]
+    last = dict(zip(keys, names, strict=True))
+    pairs = [(name, last[key]) for name, key in zip(names, keys, strict=True) if last[key] != name]
+    notes = [f"{a} and {b} are two classes, which differ in case or zeros" for a, b in pairs[:3]]
+    absent = [] if labels is None else np.setdiff1d(np.arange(len(names)), labels).tolist()
+    if absent:
+        rule = "" if is_named(names) else "; labels that are numbers count classes from 0"
+        some = shorten([names[i] for i in absent])
+        notes.append(f"{len(names):,} classes, but no training image of {some}{rule}")
+    return tuple(notes)
 
 
 def is_named(names: Sequence[str]) -> bool:

@@ -23,6 +23,8 @@ Image.MAX_IMAGE_PIXELS = None
 
 # By content, because extensions can be wrong. Some of Pillow's other formats run programs.
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "PPM", "TIFF", "GIF")
+_WITH_FRAMES = (b"\x89PNG", b"GIF8", b"RIFF", b"II*", b"II+", b"MM\0")
+"""First bytes of images that can have several frames or pages; those of a JPEG are no pictures."""
 _TRANSPOSE = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -136,6 +138,8 @@ def decode_mask(file: File, max_pixels: int = MAX_PIXELS) -> MaskValues:
     """
 
     def read(image: Image.Image) -> MaskValues:
+        if _is_animated(image):
+            raise UnreadableError("it has several frames or pages; a mask is one image")
         if _rescales_gray(image):
             raise UnreadableError(
                 "it has fewer than 256 gray levels, which readers rescale to 0 to 255; save labels "
@@ -186,6 +190,21 @@ def upright_size(file: File, max_pixels: int = MAX_PIXELS) -> tuple[int, int, bo
     return _open(file, read, max_pixels)
 
 
+def has_frames(file: File) -> bool:
+    """Whether an image file has several frames or pages; False for a JPEG or an unreadable file."""
+    try:
+        if isinstance(file, UnreadableError):
+            return False
+        start = file[:4] if isinstance(file, bytes) else _read(file, 4)
+        return start.startswith(_WITH_FRAMES) and _open(file, _is_animated, MAX_PIXELS)
+    except UnreadableError:
+        return False
+
+
+def _is_animated(image: Image.Image) -> bool:
+    return bool(getattr(image, "is_animated", False))
+
+
 def pack_colors(colors: np.ndarray) -> np.ndarray:
     """Return colors [..., 3] as 0xRRGGBB, int32 [...]."""
     r, g, b = np.moveaxis(np.asarray(colors, np.int32), -1, 0)
@@ -225,15 +244,18 @@ def _rescales_gray(image: Image.Image) -> bool:
     return False
 
 
-def _read(path: str | os.PathLike[str]) -> bytes:
-    """Read a whole file. A memory-mapped file that is truncated would kill the process."""
+def _read(path: str | os.PathLike[str], size: int = -1) -> bytes:
+    """Read a file, or its first bytes.
+
+    A memory-mapped file that is truncated would kill the process.
+    """
     try:
         # Without O_NONBLOCK, opening a pipe would wait for a writer.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(descriptor, "rb", buffering=0) as file:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise UnreadableError("not a regular file")
-            return file.read()
+            return file.read(size)
     except OSError as error:
         raise UnreadableError(error.strerror or str(error) or type(error).__name__) from error
 

@@ -1,15 +1,17 @@
 """Image files below a folder."""
 
+import io
 import os
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
 from hashlib import blake2b, file_digest
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple, TypeVar
 
 from train.data import storage
 from train.data.columns import normalized
-from train.data.decode import EXTENSIONS
+from train.data.decode import EXTENSIONS, File, UnreadableError, file_bytes, has_frames
+from train.data.masks import spread
 from train.errors import UserError, shorten
 
 IMAGE_PATTERNS = f"files *.{', *.'.join(EXTENSIONS)}"
@@ -17,7 +19,9 @@ IMAGE_PATTERNS = f"files *.{', *.'.join(EXTENSIONS)}"
 
 _MOST_COMPARED = 20_000
 """Files from which on no copies are looked for, because that would take minutes on a disk."""
-_MIDDLE = 1024
+_MIDDLE, _UNREADABLE = 1024, -1
+_MOST_OPENED = 1000
+_Id = TypeVar("_Id", bound=Hashable)
 
 
 class ImageFiles(NamedTuple):
@@ -55,45 +59,70 @@ def describe_skipped(files: Iterable[ImageFiles]) -> tuple[str, ...]:
     return (f"left out {skipped.total():,} files that are no images: {kinds}",)
 
 
-def describe_copies(train: Iterable[str], test: Iterable[str]) -> tuple[str, ...]:
-    """Return a note about test images that have the bytes of a training image, or ().
+def describe_files(
+    train: Iterable[_Id],
+    test: Iterable[_Id],
+    file_of: Callable[[_Id], File] = str,
+    name: Callable[[_Id], str] = str,
+) -> tuple[str, ...]:
+    """Return notes about copies of training images among test images, and about frames.
 
     Of files of the same size the middle is compared, and the whole of those that agree.
+
+    Args:
+      train: training images, by default paths.
+      test: test images.
+      file_of: ``image -> file``.
+      name: ``image -> text``, what the user knows it by.
     """
     splits = [dict.fromkeys(train), dict.fromkeys(test)]
-    if sum(map(len, splits)) > _MOST_COMPARED:
-        return ()
-    for key_of in (os.path.getsize, _middle, _digest):
-        keys = [{path: _key(key_of, path) for path in paths} for paths in splits]
-        common = {*keys[0].values()} & {*keys[1].values()} - {0}
-        splits = [{p: k for p, k in of.items() if k in common} for of in keys]
+    every = [*splits[0], *splits[1]]
+    some = [every[i] for i in spread(len(every), _MOST_OPENED)]
+    several = [id for id in some if has_frames(file_of(id))]
+    notes: tuple[str, ...] = ()
+    if several:
+        of = f" of {len(some):,} that were opened" if len(some) < len(every) else ""
+        notes = (
+            f"images of several frames or pages, of which the first is used: {len(several):,}{of}, "
+            f"such as {name(several[0])}",
+        )
+    if len(every) > _MOST_COMPARED:
+        return notes
+    for key_of in (file_bytes, _middle, _digest):
+        keys = [{id: _key(key_of, file_of(id)) for id in ids} for ids in splits]
+        common = {*keys[0].values()} & {*keys[1].values()} - {_UNREADABLE}
+        splits = [{id: k for id, k in of.items() if k in common} for of in keys]
     if not splits[1]:
-        return ()
-    path, key = next(iter(splits[1].items()))
-    original = next(p for p, k in splits[0].items() if k == key)
+        return notes
+    copy, key = next(iter(splits[1].items()))
+    original = next(id for id, k in splits[0].items() if k == key)
     return (
-        f"{len(splits[1]):,} test images are copies of training images, such as {path} of "
-        f"{original}; they make test scores too good",
+        *notes,
+        f"{len(splits[1]):,} test images are training images or copies of them, such as "
+        f"{name(copy)} of {name(original)}; they make test scores too good",
     )
 
 
-def _key(key_of: Callable[[str], Hashable], path: str) -> Hashable:
+def _key(key_of: Callable[[File], Hashable], file: File) -> Hashable:
     try:
-        return key_of(path)
+        return _UNREADABLE if isinstance(file, UnreadableError) else key_of(file) or _UNREADABLE
     except OSError:  # reported where the image is read
-        return 0
+        return _UNREADABLE
 
 
-def _middle(path: str) -> tuple[int, bytes]:
-    with open(path, "rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(size - _MIDDLE, 0) // 2)
-        return size, file.read(_MIDDLE)
+def _open(file: File) -> IO[bytes]:
+    return io.BytesIO(file) if isinstance(file, bytes) else open(file, "rb")  # type: ignore[arg-type]
 
 
-def _digest(path: str) -> bytes:
-    with open(path, "rb") as file:
-        return file_digest(file, blake2b).digest()
+def _middle(file: File) -> bytes:
+    with _open(file) as opened:
+        opened.seek(max(opened.seek(0, os.SEEK_END) - _MIDDLE, 0) // 2)
+        return opened.read(_MIDDLE)
+
+
+def _digest(file: File) -> bytes:
+    with _open(file) as opened:
+        return file_digest(opened, blake2b).digest()  # type: ignore[arg-type]
 
 
 def subfolders(folder: Path) -> dict[str, str]:

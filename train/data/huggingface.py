@@ -12,11 +12,19 @@ from typing_extensions import override
 
 from train.config.section import Count, Seed
 from train.data import Dataset
-from train.data.columns import as_labels, check_users, choose, name_classes, number_users
+from train.data.columns import (
+    as_labels,
+    check_users,
+    choose,
+    describe_classes,
+    name_classes,
+    number_users,
+)
 from train.data.decode import File, UnreadableError
+from train.data.files import describe_files
 from train.data.labeled_images import image_dataset
 from train.data.photos import Photos
-from train.data.splits import choose_test_split, hold_out_rows
+from train.data.splits import choose_test_split, describe_hold_out, hold_out_rows
 from train.errors import UserError, list_available
 
 _TRAIN = "train"
@@ -99,8 +107,10 @@ def load(config: HuggingFace) -> Dataset:
         what = f"data.user: {user} in {config.path}"
         users = check_users(_read(splits[0], user), len(labels[0]), what)
     index = [np.arange(len(split)) for split in labels]
+    notes: list[str] = []
     if not test:
         is_test = hold_out_rows(config, labels[0], users)
+        notes.append(describe_hold_out(config, is_test, f"no test split in {config.path}"))
         index = [np.flatnonzero(~is_test), np.flatnonzero(is_test)]
         labels = [labels[0][part] for part in index]
     files = [
@@ -115,13 +125,20 @@ def load(config: HuggingFace) -> Dataset:
         content = file and (file["path"] if file["bytes"] is None else file["bytes"])
         return UnreadableError("there is no image") if content is None else content
 
+    def describe(id: int) -> str:
+        return f"image {places[id]} of {names[is_test[id]]} in {config.path}"
+
+    n, every = len(labels[0]), range(len(places))
+    notes += describe_classes(classes, labels[0])
+    notes += describe_files(every[:n], every[n:], read, describe)
     return image_dataset(
         config,
         labels,
         lambda ids: [read(id) for id in ids.tolist()],
-        lambda id: f"image {places[id]} of {names[is_test[id]]} in {config.path}",
+        describe,
         classes=classes,
         users=None if users is None else number_users(users[index[0]]),
+        notes=tuple(notes),
     )
 
 

@@ -15,12 +15,12 @@ from train.config import Config
 from train.config.section import Count
 from train.data import Dataset, Outputs
 from train.data.class_weights import balanced_weights
-from train.data.columns import check_names, choose, describe_alike, normalized, number_users
+from train.data.columns import check_names, choose, describe_classes, normalized, number_users
 from train.data.files import (
     IMAGE_PATTERNS,
     ImageFiles,
     check_folder,
-    describe_copies,
+    describe_files,
     describe_skipped,
     list_images,
     subfolders,
@@ -110,8 +110,8 @@ def load(config: ImageFolder, trained: tuple[str, ...] | None = None) -> Dataset
 
     if trained is None:
         files = [describe(id) for id in range(len(paths))]
-        notes += describe_copies(files[: len(train.paths)], files[len(train.paths) :])
-        notes += describe_alike(classes)
+        notes += describe_files(files[: len(train.paths)], files[len(train.paths) :])
+        notes += describe_classes(classes)
         if config.balanced and config.class_weights:
             notes += (
                 "rare classes count twice: data.balanced draws all classes equally often, and "
@@ -191,6 +191,7 @@ def _find_splits(
     if not classes:
         images = list_images(folder).paths
         hint = f"; its {len(images)} images belong in one folder per class" if images else ""
+        hint += ", or give a table of their labels: data.source image_table" if images else ""
         raise UserError(f"data.path: no folders in {folder}, which are the classes{hint}")
     names = check_names(classes.values(), f"data.path: {folder}")
     if len(names) == 1:
@@ -204,10 +205,7 @@ def _find_splits(
     keys = (path.removeprefix(whole.prefix) for path in whole.paths)
     is_test = hold_out(config, keys, whole.labels)
     rows, test_rows = np.flatnonzero(~is_test), np.flatnonzero(is_test)
-    note = (
-        f"no val/ or test/ in {root}: {len(test_rows):,} of {len(whole.paths):,} images are held "
-        f"out for testing ({describe_hold_out(config)})"
-    )
+    note = describe_hold_out(config, is_test, f"no val/ or test/ in {root}")
     others = [name for name in folders.values() if train_name and name != train_name]
     if others:
         note += f"; {shorten(others)} beside {train_name} is not read: data.test_split"

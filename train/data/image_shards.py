@@ -13,16 +13,19 @@ from typing_extensions import override
 from train.config.section import Positive
 from train.data import Dataset, storage
 from train.data.class_weights import balanced_weights
-from train.data.columns import as_labels, name_classes, read_names
+from train.data.columns import are_integers, as_labels, describe_classes, name_classes, read_names
+from train.data.files import describe_files
 from train.data.labeled_images import image_dataset
 from train.data.order import Rows, ShuffledBatches
 from train.data.photos import LabeledFiles
 from train.data.shards import CACHE_BYTES, EXPECTED, Fields, Index, Shards, format_of, index_shards
-from train.data.splits import hold_out, refuse_folds, split_of
+from train.data.splits import describe_hold_out, hold_out, refuse_folds, split_of
 from train.errors import UserError, shorten
 
 _REMOTE_BATCHES = 2
 """Batches that are made at once, so that decoding does not wait for remote storage."""
+_COMPARED = 2**30
+"""Bytes of shards up to which copies of training images are looked for, which takes seconds."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +79,7 @@ def load(config: ImageShards) -> Dataset:
     paths, test_paths = _find_shards(config)
     every = [*itertools.chain(*paths), *test_paths]
     indices = index_shards(every, Fields(config.image, config.label))
-    notes = _check_damage(config, every, indices)
-    shards = Shards(every, indices)
+    notes = [*_check_damage(config, every, indices)]
     counts = [len(index.labels) for index in indices]
     shard = np.repeat(np.arange(len(every), dtype=np.int32), counts)
     place = np.concatenate([index.places for index in indices])
@@ -96,6 +98,9 @@ def load(config: ImageShards) -> Dataset:
         named = zip(shard.tolist(), place.tolist(), strict=True)
         keys = (f"{os.path.basename(every[i])} {first} {second}" for i, (first, second) in named)
         is_test = hold_out(config, keys, label)
+        notes.append(
+            describe_hold_out(config, is_test, f"no test shards in {shorten(config.path)}")
+        )
         train, test = np.flatnonzero(~is_test), np.flatnonzero(is_test)
     if not len(test):
         raise UserError(f"data.test_path: there are no images in {shorten(test_paths)}")
@@ -104,6 +109,10 @@ def load(config: ImageShards) -> Dataset:
     labels = label[train], label[test]
     n = len(train)
     names = name_classes(labels, names, f"data.label: {shorten(config.path)}")
+    notes += describe_classes(names, labels[0])
+    # Of shards that keep nothing for batches.
+    notes += _describe_images(Shards(every, indices), shard, place, n)
+    shards = Shards(every, indices)
     return image_dataset(
         config,
         labels,
@@ -115,8 +124,22 @@ def load(config: ImageShards) -> Dataset:
         batches_at_once=_REMOTE_BATCHES if shards.are_remote else 1,
         # The sizes of shards stand for those of their images, which are in them.
         file_bytes=lambda id: 0,
-        contents=(np.array([index.stat.size for index in indices]),),
-        notes=notes,
+        contents=(np.array(shards.sizes),),
+        notes=tuple(notes),
+    )
+
+
+def _describe_images(
+    shards: Shards, shard: np.ndarray, place: np.ndarray, train: int
+) -> tuple[str, ...]:
+    """Describe images as `describe_files` does; the first ``train`` of them are trained on."""
+    if shards.are_remote or sum(shards.sizes) > _COMPARED:
+        return ()
+    return describe_files(
+        range(train),
+        range(train, len(shard)),
+        lambda id: shards.read(shard[id : id + 1], place[id : id + 1])[0],
+        lambda id: shards.describe(int(shard[id]), place[id]),
     )
 
 
@@ -223,10 +246,11 @@ def _labels(
     if not found:
         raise UserError(f"data.path: there are no images in {shorten(paths)}")
     kinds = {index.labels.dtype.kind for _, index in found}
-    labels = np.concatenate([index.labels for _, index in found])
-    if kinds == {"i"}:
-        return as_labels(labels, "data.label"), names
-    if len(kinds) > 1:
+    labels = np.concatenate([index.labels for _, index in found])  # numbers become texts
+    is_named = names is None or not {*names}.isdisjoint(labels.tolist())
+    if kinds == {"i"} or (not is_named and are_integers(labels)):
+        return as_labels(labels.astype(np.int64), "data.label"), names
+    if len(kinds) > 1 and not are_integers(labels):
         texts = next(path for path, index in found if index.labels.dtype.kind == "U")
         raise UserError(f"data.label: labels are names in {texts}, but numbers in other shards")
     names = names or tuple(np.unique(labels).tolist())

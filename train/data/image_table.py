@@ -14,19 +14,20 @@ import numpy as np
 from annotated_types import MinLen
 from typing_extensions import override
 
-from train.data import Dataset, Outputs, Scaling, records
+from train.data import Dataset, Outputs, Scaling, records, storage
 from train.data.class_weights import balanced_weights
 from train.data.columns import (
+    are_integers,
     check_names,
     choose,
-    describe_alike,
+    describe_classes,
     is_missing,
     normalized,
     parse_labels,
     parse_number,
 )
 from train.data.decode import EXTENSIONS
-from train.data.files import check_folder, describe_copies, list_images
+from train.data.files import check_folder, describe_files, list_images
 from train.data.labeled_images import image_dataset
 from train.data.photos import LabeledFiles
 from train.data.placeholder import Placeholder
@@ -40,6 +41,7 @@ _FILE_COLUMNS = (
 )
 _LABEL_COLUMNS = ("label", "labels", "class", "target", "category", "y")
 _BOOLEANS = {"0": 0.0, "1": 1.0, "false": 0.0, "true": 1.0, "no": 0.0, "yes": 1.0}
+_TABLES = (".csv", ".tsv", ".jsonl", ".parquet", ".gz")
 _SEPARATORS = ("|", ";", ",", " ")
 
 
@@ -120,7 +122,7 @@ def load(config: ImageTable, trained: Outputs | None = None) -> Dataset:
     if not config.label:
         column, *others = _usual(table.rows[0].fields, _LABEL_COLUMNS) or [""]
         notes += [f"labels are in {column}, not in {shorten(others)}: data.label"] if others else []
-    notes += describe_alike(names)
+    notes += describe_classes(names)
     if config.targets == "class" and "None" in names:
         count = (target == names.index("None")).sum()
         notes.append(f"None is a class, of {count:,} rows; remove them if it stands for no label")
@@ -152,7 +154,7 @@ def load(config: ImageTable, trained: Outputs | None = None) -> Dataset:
             notes.append(f"no training image has the label {shorten(lacking)}")
     if trained is None:
         paths = [str(table.folder / name) for name in files]
-        notes += describe_copies(paths[: len(train)], paths[len(train) :])
+        notes += describe_files(paths[: len(train)], paths[len(train) :])
     scaling = trained.scaling if trained else None
     if config.targets == "numbers" and scaling is None:
         scaling = Scaling.of(train.astype(np.float64))
@@ -181,6 +183,10 @@ def load(config: ImageTable, trained: Outputs | None = None) -> Dataset:
 
 def _read(config: ImageTable) -> tuple[_Table, list[str]]:
     """Read the table, and find its images."""
+    if os.path.isdir(config.path):
+        tables = [p for p in storage.walk(config.path, Counter()) if p.endswith(_TABLES)]
+        found = list_available(sorted(tables), "tables in it")
+        raise UserError(f"data.path: {config.path} is a folder; give one table{found}")
     rows = [*records.read(config.path, "data.path")]
     if not rows:
         raise UserError(f"data.path: {config.path} has no rows")
@@ -220,7 +226,13 @@ def _find_files(rows: list[Record], column: str, folder: Path) -> tuple[list[str
 
     Names in another form of Unicode, or without an extension, are looked for in the folder.
     """
-    given = [str(_cell(row, column, "data.file")) for row in rows]
+    cells = [_cell(row, column, "data.file") for row in rows]
+    if isinstance(cells[0], dict | bytes):
+        raise UserError(
+            f"data.file: {rows[0].place}: {column} holds images; give the column of paths, or "
+            "for one class per image data.source image_shards"
+        )
+    given = [*map(str, cells)]
     files = [posixpath.normpath(name.replace("\\", "/")) for name in given]
     missing = [i for i, name in enumerate(files) if not os.path.isfile(folder / name)]
     notes: list[str] = []
@@ -319,14 +331,11 @@ def _classes(
     column = _one_column(config, table)
     values = [_cell(row, column, "data.label") for row in table.rows]
     labels = parse_labels(values, lambda i: f"data.label: {table.rows[i].place}")
-    if labels.dtype.kind == "U" and all(map(_is_number, labels.tolist())):
+    if not are_integers(labels) and all(map(_is_number, labels.tolist())):
         raise UserError(
             f"data.label: {column} of {config.path} has numbers with fractions, such as "
             f"{' and '.join(labels[:3].tolist())}; to predict them give data.targets numbers"
         )
-    texts = np.array([*map(normalized, (str(value).strip() for value in values))])
-    if labels.dtype.kind == "i" and any(isinstance(value, str) for value in values):
-        labels = labels if (labels.astype(str) == texts).all() else texts  # 007 is not 7
     names = known or tuple(map(str, np.unique(labels).tolist()))
     numbers = {normalized(name): i for i, name in enumerate(names)}
     rows = zip(table.rows, map(str, labels.tolist()), strict=True)
@@ -478,10 +487,7 @@ def _splits(
             groups = table.files  # an image with several rows is in one fold
         is_test = hold_out(config, table.files, classes, groups)
         whole = f" by {config.group}" if config.group else ""
-        note = (
-            f"no column split in {config.path}: {is_test.sum():,} of {len(is_test):,} images are "
-            f"held out for testing{whole} ({describe_hold_out(config)})"
-        )
+        note = describe_hold_out(config, is_test, f"no column split in {config.path}", whole)
         return ~is_test, is_test, [] if is_whole else [note]
     refuse_folds(config, f"{config.path} has the column {column}")
     named = [str(_cell(row, column, "data.split")).strip() for row in table.rows]

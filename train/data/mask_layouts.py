@@ -8,7 +8,7 @@ from typing import NamedTuple
 from train.data.columns import normalized, read_lines
 from train.data.drawings import Mask
 from train.data.files import IMAGE_PATTERNS, ImageFiles, check_folder, list_images, subfolders
-from train.data.splits import choose_test_split, choose_training_split
+from train.data.splits import choose_test_split, choose_training_split, split_of
 from train.errors import UserError, shorten
 
 Pair = tuple[str, Mask]
@@ -38,13 +38,17 @@ class Layout(NamedTuple):
     names: str | None = None
     table: str | None = None
 
+    @property
+    def split(self) -> str:
+        """What a split is below the root: a file of names, or a folder."""
+        return self.names or self.images
+
     def splits(self, root: Path) -> list[str]:
         """Find the splits of a folder in this layout."""
-        pattern = self.names or self.images
-        if "{split}" not in pattern:
+        if "{split}" not in self.split:
             candidates = [_HERE]
         else:
-            before, after = pattern.split("{split}")
+            before, after = self.split.split("{split}")
             parent = root / before if before else root
             if not parent.is_dir():
                 return []
@@ -77,6 +81,7 @@ LAYOUTS = (
     Layout(
         "JPEGImages", "SegmentationClass", names="ImageSets/Segmentation/{split}.txt", table="voc"
     ),
+    Layout("JPEGImages", "SegmentationClass", table="voc"),
     Layout("images", "masks", names="{split}.txt"),
     Layout("images", "masks"),
 )
@@ -178,6 +183,11 @@ def find_layout(root: Path, *, training: bool = True) -> FoundLayout:
         splits = layout.splits(root)
         if splits == [_HERE] or (splits and (not training or choose_training_split(splits))):
             return FoundLayout(layout, root, splits)
+        if any(map(split_of, splits)):
+            raise UserError(
+                f"data.path: no training split {root / layout.split.format(split='train')}; there "
+                f"are {shorten(splits)}"
+            )
     there = [*subfolders(root).values()]
     raise UserError(
         f"data.path: no images with masks in {root}, which holds "

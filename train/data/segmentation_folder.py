@@ -18,10 +18,10 @@ from train.data import Arrays, Dataset, Outputs, num_examples
 from train.data.annotations import FoundAnnotations, find_annotations
 from train.data.augment import fit, to_uint8
 from train.data.class_table import PUBLISHED, find_table
-from train.data.columns import describe_alike
+from train.data.columns import describe_classes
 from train.data.decode import UnreadableError, View, file_bytes, upright_size
 from train.data.drawings import Mask, mask_size, read_mask
-from train.data.files import ImageFiles, describe_copies, describe_skipped
+from train.data.files import ImageFiles, describe_files, describe_skipped
 from train.data.image_batches import ImageOptions, decode_pair, read_local, read_masked
 from train.data.mask_layouts import FoundLayout, Pair, find_layout
 from train.data.masks import (
@@ -37,7 +37,7 @@ from train.data.masks import (
 )
 from train.data.placeholder import Placeholder, missing_paths, zeros
 from train.data.preprocessing import Preprocessor
-from train.data.splits import choose_training_split, hold_out, refuse_folds
+from train.data.splits import choose_training_split, describe_hold_out, hold_out, refuse_folds
 from train.data.workers import Workers
 from train.errors import UserError, shorten
 
@@ -165,8 +165,8 @@ def load(config: SegmentationFolder, trained: LabelMap | None = None) -> Dataset
         raise UserError(f"data.scale: {config.scale[0]} is more than {config.scale[1]}")
     root = Path(config.path)
     found = _find(root, config, trained)
-    train, test, files = _find_splits(found, config, test_only=trained is not None)
-    notes = list(describe_skipped(files))
+    train, test, files, notes = _find_splits(found, config, test_only=trained is not None)
+    notes += describe_skipped(files)
     notes += found.notes if isinstance(found, FoundAnnotations) else ()
     if config.format not in ("images", "voc") and isinstance(found, FoundLayout):
         notes.append(
@@ -192,7 +192,7 @@ def load(config: SegmentationFolder, trained: LabelMap | None = None) -> Dataset
         samples = _samples(root, some + others, config)
         sampled = [*itertools.islice(samples, len(some))]
         label_map, more = make_label_map(config, rows, source, sampled)
-        notes += (*more, *describe_alike(label_map.names))
+        notes += (*more, *describe_classes(label_map.names))
         if lossy := [sample.path for sample in sampled if sample.mask.is_lossy]:
             notes.append(
                 f"masks are compressed with loss, which changes values: {shorten(lossy, 3)}"
@@ -201,7 +201,8 @@ def load(config: SegmentationFolder, trained: LabelMap | None = None) -> Dataset
         most = config.max_bad_fraction * len(train)
         _check_sizes(root, some, config, most)
         check_masks(label_map, samples, len(train), most, "training", source)
-        notes += describe_copies(*([str(root / name) for name, _ in s] for s in (train, test)))
+        paths = [str(root / name) for name, _ in train + test]
+        notes += describe_files(paths[: len(train)], paths[len(train) :])
     some, others = _divide(test)
     most = config.max_bad_fraction * len(test)
     _check_sizes(root, some, config, most)
@@ -217,13 +218,13 @@ def load(config: SegmentationFolder, trained: LabelMap | None = None) -> Dataset
     workers = Workers(options.workers)
     read_masks = functools.partial(read_masked, options, label_map)
 
-    def paths(id: int) -> tuple[str, Mask]:
+    def paths_of(id: int) -> tuple[str, Mask]:
         mask = masks[id] if isinstance(masks, list) else os.fsdecode(masks[id])
         return str(root / os.fsdecode(images[id])), _below(root, mask)
 
     def read(rows: Arrays) -> Arrays:
         chosen = np.empty((num_examples(rows), 2), object)
-        chosen[:] = [paths(id) for id in rows["id"].tolist()] or chosen
+        chosen[:] = [paths_of(id) for id in rows["id"].tolist()] or chosen
         return workers(read_masks, rows | {"file": chosen[:, 0], "mask": chosen[:, 1]})
 
     def augment(rows: Arrays, generator: np.random.Generator) -> Arrays:
@@ -236,7 +237,7 @@ def load(config: SegmentationFolder, trained: LabelMap | None = None) -> Dataset
     def explain(id: int) -> str | None:
         try:
             size = config.image_size
-            decode_pair(*paths(id), label_map, lambda w, h: fit(w, h, size), config.max_pixels)
+            decode_pair(*paths_of(id), label_map, lambda w, h: fit(w, h, size), config.max_pixels)
         except UnreadableError as error:
             return str(error)
         return None
@@ -248,9 +249,9 @@ def load(config: SegmentationFolder, trained: LabelMap | None = None) -> Dataset
         augment=augment,
         prepare=prepare,
         reads_local=True,
-        name=lambda id: paths(id)[0],
-        test_name=lambda row: paths(len(train) + row)[0],
-        file_bytes=lambda id: sum(file_bytes(p) for p in paths(id) if isinstance(p, str)),
+        name=lambda id: paths_of(id)[0],
+        test_name=lambda row: paths_of(len(train) + row)[0],
+        file_bytes=lambda id: sum(file_bytes(p) for p in paths_of(id) if isinstance(p, str)),
         explain=explain,
         max_bad_fraction=config.max_bad_fraction,
         notes=tuple(notes),
@@ -294,8 +295,8 @@ def _below(root: Path, mask: Mask) -> Mask:
 
 def _find_splits(
     found: FoundLayout | FoundAnnotations, config: SegmentationFolder, *, test_only: bool
-) -> tuple[list[Pair], list[Pair], list[ImageFiles]]:
-    """Find training and test pairs, and all files."""
+) -> tuple[list[Pair], list[Pair], list[ImageFiles], list[str]]:
+    """Find training and test pairs, all files, and what to tell about them."""
     root = found.root
     if found.is_split:
         refuse_folds(config, f"{root} has the splits {shorten(found.splits)}")
@@ -307,21 +308,21 @@ def _find_splits(
             )
         pairs, files = found.pairs()
         if test_only:
-            return pairs[:1], pairs, files
+            return pairs[:1], pairs, files, []
         splits: tuple[list[Pair], list[Pair]] = [], []
         held_out = hold_out(config, (image for image, _ in pairs))
         for pair, is_test in zip(pairs, held_out, strict=True):
             splits[bool(is_test)].append(pair)
-        return *splits, files
+        return *splits, files, [describe_hold_out(config, held_out, f"{root} has no splits")]
     test_split = found.test(config.test_split)
     if test_only:
         test, files = found.pairs(test_split)
-        return test[:1], test, files
+        return test[:1], test, files, []
     train_split = choose_training_split(found.splits)
     assert train_split is not None  # `find_layout` has looked for it
     train, files = found.pairs(train_split)
     test, test_files = found.pairs(test_split)
-    return train, test, files + test_files
+    return train, test, files + test_files, []
 
 
 def _divide(pairs: Sequence[Pair]) -> tuple[list[Pair], list[Pair]]:

@@ -43,7 +43,7 @@ _THREADS = 16
 """Shards that are indexed or read at once."""
 CACHE_BYTES = 2**30
 """Bytes of row groups that are kept in memory."""
-_INDEX_VERSION = 2
+_INDEX_VERSION = 3
 
 
 class Fields(NamedTuple):
@@ -451,6 +451,11 @@ class Shards:
         self._records: dict[int, Any] = {}  # readers
         weakref.finalize(self, _close, self._records)  # before the libraries below them end
         self._opening = threading.Lock()
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of the shards."""
+        return [stat.size for stat in self._stats]
 
     @property
     def are_remote(self) -> bool:

@@ -133,9 +133,12 @@ def _fold(
     return is_test
 
 
-def describe_hold_out(config: Data) -> str:
-    """Say by which options examples are held out."""
-    return f"fold {config.fold} of {config.folds}" if config.folds else "data.test_fraction"
+def describe_hold_out(config: Data, is_test: np.ndarray, why: str, by: str = "") -> str:
+    """Say how many images are held out, why, and by which groups and options."""
+    how = f"fold {config.fold} of {config.folds}" if config.folds else "data.test_fraction"
+    return (
+        f"{why}: {is_test.sum():,} of {len(is_test):,} images are held out for testing{by} ({how})"
+    )
 
 
 def refuse_folds(config: Data, why: str) -> None:

@@ -202,6 +202,10 @@ def test_evaluates_another_folder_without_the_training_data(run_of, recipes, cap
         assert total == 15 if recipe == "colours" else total > 15 * 16 * 11  # the whole folder
         assert exit_code("eval", run, "--path", "nowhere") == 2
         assert_one_line_error(capsys, "data.path: nowhere does not exist")
+        assert "are training images" not in output
+        shutil.move(recipes / "away" / recipe, recipes / recipe)
+        output = printed(capsys, run, "--path", f"other/{recipe}")
+        assert ("test images are training images or copies" in output) == (recipe == "halves")
 
 
 @pytest.mark.usefixtures("recipes")

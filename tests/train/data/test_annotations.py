@@ -165,7 +165,10 @@ def test_labelme(tmp_path):
     write_image(tmp_path / "other.png", 9, (SIZE, SIZE))
     data = load(tmp_path, "labelme")
     assert data.classes == ("background", "bud", "leaf")
-    assert data.notes == ("images that no annotations name are left out: other.png",)
+    assert data.notes == (
+        f"{tmp_path} has no splits: 1 of 6 images are held out for testing (data.test_fraction)",
+        "images that no annotations name are left out: other.png",
+    )
     (batch,) = evaluation_batches(data, len(data.test["id"]))
     count = np.bincount(batch["mask"][0].ravel(), minlength=256)
     assert count[2] == 12

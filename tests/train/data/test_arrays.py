@@ -65,6 +65,20 @@ def test_the_test_split_is_val_then_test_or_the_given_one(tmp_path):
     assert read_test_examples == {None: 6, "test": 5, "dev": 7}
 
 
+def test_what_is_held_out_copies_and_classes_without_images_are_told(tmp_path):
+    x, y = make_images(), make_labels() + 1
+    x[1:] = x[:1]
+    rule = "labels that are numbers count classes from 0"
+    absent, held_out, copies = load(path := write_npz(tmp_path / "a.npz", x=x, y=y)).notes
+    assert absent == f"4 classes, but no training image of 0; {rule}"
+    assert held_out.startswith(f"no test arrays in {path}: ")
+    assert (
+        f"such as image 0 of x_val in {path} of image 0 of x in {path}; "
+        in (load(write_npz(path, x=x, y=y, x_val=x[:2], y_val=y[:2])).notes[-1])
+    )
+    assert "test images are training images or copies of them" in copies
+
+
 @pytest.mark.parametrize("part", ["val", "test"])
 def test_a_folder_holds_one_file_per_split(tmp_path, part):
     write_npz(tmp_path / "train.npz", x=make_images(), y_train=make_labels())

@@ -355,6 +355,9 @@ def test_refuses_masks_with_transparent_pixels_and_unusual_modes(save):
     assert "it has transparent pixels" in error_of(save(clear, "a.png"), decode_mask)
     cmyk = Image.new("CMYK", (2, 2))
     assert error_of(save(cmyk, "b.tif"), decode_mask).startswith("its mode is CMYK; a mask is")
+    gray = [Image.new("L", (2, 2), i) for i in range(3)]
+    pages = save(gray[0], "c.tif", save_all=True, append_images=gray[1:])
+    assert error_of(pages, decode_mask) == "it has several frames or pages; a mask is one image"
 
 
 def test_refuses_a_pipe_which_would_block(tmp_path):

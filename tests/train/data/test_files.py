@@ -3,6 +3,8 @@
 import os
 from pathlib import Path
 
+from PIL import Image
+
 from train.data import files
 
 
@@ -28,15 +30,36 @@ def test_copies_of_training_images_are_told(tmp_path, monkeypatch):
         return Path(path).open(mode)
 
     monkeypatch.setattr(files, "open", record, False)
-    assert files.describe_copies(train, test) == (
-        f"1 test images are copies of training images, such as {test[1]} of {train[0]}; they make "
-        "test scores too good",
+    assert files.describe_files(train, test) == (
+        f"1 test images are training images or copies of them, such as {test[1]} of {train[0]}; "
+        "they make test scores too good",
     )
     assert sorted(opened) == sorted(
         [*train[:2], *test[:3], train[0], *test[:2]]  # first their middle, then the whole
     )
-    (note,) = files.describe_copies(train, [*test, link])
+    (note,) = files.describe_files(train, [*test, link])
     assert note.startswith("2 test images")
-    assert files.describe_copies(train, test[2:]) == ()
+    assert files.describe_files(train, test[2:]) == ()
     monkeypatch.setattr(files, "_MOST_COMPARED", 8)
-    assert files.describe_copies(train, test) == ()
+    assert files.describe_files(train, test) == ()
+
+
+def test_images_of_several_frames_are_told(tmp_path, monkeypatch):
+    pages = [Image.new("RGB", (4, 4), (90 * i, 0, 0)) for i in range(3)]
+    paths = [str(tmp_path / f"{i}.{kind}") for i, kind in enumerate(("png", "gif", "tif", "webp"))]
+    for path in paths:
+        pages[0].save(path)
+    assert files.describe_files(paths[:2], paths[2:]) == ()
+    for path in paths:
+        pages[0].save(path, save_all=True, append_images=pages[1:])
+    what = "images of several frames or pages, of which the first is used"
+    assert files.describe_files(paths[:2], paths[2:]) == (f"{what}: 4, such as {paths[0]}",)
+    contents = [Path(path).read_bytes() for path in paths]
+    (note,) = files.describe_files([0, 1], [2, 3], contents.__getitem__, "image {}".format)
+    assert note == f"{what}: 4, such as image 0"
+    monkeypatch.setattr(files, "_MOST_OPENED", 2)
+    (note,) = files.describe_files(paths[:2], paths[2:])
+    assert note.startswith(f"{what}: 2 of 2 that were opened, such as ")
+    # A photo of a phone has another frame, with its depth.
+    pages[0].save(photo := str(tmp_path / "photo.jpg"), "MPO", save_all=True, append_images=pages)
+    assert files.describe_files([photo], paths[:0]) == ()

@@ -121,7 +121,7 @@ def test_test_images_are_resized_and_center_cropped(tmp_path):
 def test_classes_that_differ_in_their_case_are_told(folder):
     for split in ("train", "val"):
         (folder / split / "cat").rename(folder / split / "DOG")
-    assert "DOG and dog are two classes, which differ in their case" in load(folder).notes
+    assert "DOG and dog are two classes, which differ in case or zeros" in load(folder).notes
 
 
 def test_classes_that_are_balanced_twice_are_told(folder):
@@ -388,7 +388,7 @@ def test_counts_files_that_are_left_out(folder):
         "left out 6 files that are no images: 1 x .db, 1 x .txt, 3 x link to itself, "
         "1 x pipe, socket or device"
     )
-    assert data.notes[0].startswith("6 test images are copies of training images, such as ")
+    assert data.notes[0].startswith("6 test images are training images or copies of them, such as ")
 
 
 def trained(*classes):
@@ -417,7 +417,7 @@ def test_refuses_images_outside_of_class_folders(tmp_path):
     (tmp_path / "val").mkdir()
     assert load_error(tmp_path) == (
         f"data.path: no folders in {tmp_path / 'train'}, which are the classes; its 3 images "
-        "belong in one folder per class"
+        "belong in one folder per class, or give a table of their labels: data.source image_table"
     )
 
 

@@ -223,7 +223,35 @@ def test_only_digits_are_numbers_and_names_have_one_form(tmp_path):
     assert load(tmp_path / "c.tar", label="json.y").classes == ("caf\u00e9", "the")
     write_labels(tmp_path / "b.tar", ["1", "0", "02"] * 4)
     data = load(tmp_path / "b.tar", label="json.y", test_fraction=0.25)
+    assert data.classes == ("0", "02", "1")
+
+
+def test_numbers_are_names_if_one_has_zeros_before_it_else_they_count_from_0(tmp_path):
+    write_labels(tmp_path / "a.tar", ["01", "1"] * 6)
+    write_labels(tmp_path / "b.tar", ["10"] * 6)
+    data = load(tmp_path, label="json.y")
+    assert data.classes == ("01", "1", "10")
+    assert "01 and 1 are two classes, which differ in case or zeros" in data.notes
+    (tmp_path / "names.txt").write_text("\n".join(f"class {i}" for i in range(11)))
+    data = load(tmp_path, label="json.y", class_names=str(tmp_path / "names.txt"))
+    assert {*data.train["label"].tolist()} == {1, 10}
+    absent = ", ".join(f"class {i}" for i in (0, 2, 3, 4, 5))
+    assert f"11 classes, but no training image of {absent} and 4 more" in data.notes
+    write_labels(tmp_path / "a.tar", ["1", "2"] * 6)
+    data = load(tmp_path / "a.tar", label="json.y")
     assert data.classes == ("0", "1", "2")
+    rule = "labels that are numbers count classes from 0"
+    assert f"3 classes, but no training image of 0; {rule}" in data.notes
+
+
+def test_copies_in_test_shards_are_told(kind, tmp_path):
+    write(kind, tmp_path, train=6, test=3)
+    assert not any("copies" in note for note in load(tmp_path).notes)
+    (tmp_path / f"train-0.{kind}").rename(tmp_path / f"train-7.{kind}")
+    (tmp_path / f"val-7.{kind}").write_bytes((tmp_path / f"train-7.{kind}").read_bytes())
+    (note,) = (note for note in load(tmp_path).notes if "copies" in note)
+    assert "test images are training images or copies of them, such as " in note
+    assert f"{tmp_path}/val-7.{kind}" in note
 
 
 def test_files_of_class_names_may_have_a_byte_order_mark_but_no_gaps(tmp_path):
@@ -494,8 +522,9 @@ def test_a_truncated_shard_is_named_with_its_end(kind, tmp_path):
     assert f"{len(content) // 2:,}" in message
     assert message.endswith("give data.max_bad_fraction 0.25 to train without what is missing")
     data = load(tmp_path, max_bad_fraction=0.25, test_fraction=0.2)
-    (note,) = data.notes
+    note, held_out = data.notes
     assert note.startswith(f"{path} is damaged")
+    assert held_out.startswith(f"no test shards in {tmp_path}: ")
     images = len(data.train["id"]) + len(data.test["id"])
     assert 18 <= images < 24
     assert (images > 18) == (kind == "tar")  # a tar file is readable up to its end

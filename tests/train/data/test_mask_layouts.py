@@ -109,8 +109,25 @@ def test_a_folder_without_splits_is_one(tmp_path):
 
 def test_a_folder_for_evaluation_needs_no_training_images(tmp_path):
     write(tmp_path, "test/images/a.jpg", "test/masks/a.png")
-    assert error_message(find_layout, tmp_path).startswith("data.path: no images with masks in")
+    assert error_message(find_layout, tmp_path) == (
+        f"data.path: no training split {tmp_path}/train/images; there are test"
+    )
     assert find_layout(tmp_path, training=False).test(None) == "test"
+
+
+def test_voc_without_lists_is_one_split_and_other_lists_are_named(tmp_path):
+    write(tmp_path, *(f"JPEGImages/{i}.jpg" for i in range(3)))
+    write(tmp_path, *(f"SegmentationClass/{i}.png" for i in range(3)))
+    found = find_layout(tmp_path)
+    assert (found.is_split, found.layout.table) == (False, "voc")
+    assert len(found.pairs()[0]) == 3
+    lists = tmp_path / "ImageSets" / "Segmentation"
+    lists.mkdir(parents=True)
+    for name in ("trainval", "val"):
+        (lists / f"{name}.txt").write_text("0\n")
+    assert error_message(find_layout, tmp_path) == (
+        f"data.path: no training split {lists / 'train.txt'}; there are trainval, val"
+    )
 
 
 def test_refuses_folders_that_hold_no_layout(tmp_path):

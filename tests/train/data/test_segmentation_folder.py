@@ -270,7 +270,7 @@ def test_class_names_of_a_published_layout_are_announced(tmp_path):
         "folders are named as in camvid, so its classes are used; for others, give data.classes "
         "or data.class_table"
     )
-    assert data.notes[1].startswith("2 test images are copies of training images, such as ")
+    assert data.notes[1].startswith("2 test images are training images or copies of them")
     assert len(load(tmp_path, classes=None, class_table="camvid").notes) == 1
     assert load(tmp_path, classes=3).classes == ("0", "1", "2")
 
