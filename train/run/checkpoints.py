@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+import tensorstore
 from jax import Array
 from orbax.checkpoint.checkpoint_managers import (
     AnyPreservationPolicy,
@@ -34,6 +35,10 @@ from train.run.run_folder import check_no_pattern, seal, unseal
 
 # Orbax logs each folder it creates and each error in its threads. Errors that matter are raised.
 logging.getLogger("absl").setLevel(logging.CRITICAL)
+
+# Orbax asks for metrics, only to log them. TensorStore never frees what it answers: more than half
+# of what a checkpoint leaves behind.
+tensorstore.experimental_collect_matching_metrics = lambda *_: []
 
 _FOREVER = 10**6
 """Seconds. Orbax measures them by the clock of the day, which jumps on a laptop that slept."""

@@ -31,34 +31,38 @@ class Layout(NamedTuple):
         """Sharding of an array that each device has in full."""
         return NamedSharding(self.mesh, PartitionSpec())
 
-    def put(self, batch: Any) -> Any:
-        """Convert a batch that every process has to arrays sharded over all devices.
+    @property
+    def _rows(self) -> NamedSharding:
+        """Sharding of rows over all devices."""
+        return NamedSharding(self.mesh, PartitionSpec(self.mesh.axis_names))
 
-        With one process, the batch is returned unchanged.
+    def put(self, batch: Any) -> Any:
+        """Copy a batch that every process has to arrays sharded over all devices.
+
+        On a CPU this waits for the copy: a step whose batch is not there yet would be dispatched
+        asynchronously (`make_cpu_devices`).
         """
         if jax.process_count() == 1:
-            return batch
-        return jax.tree.map(
-            lambda a, to: jax.make_array_from_callback(a.shape, to.sharding, lambda i: a[i]),
-            batch,
-            self.batch(batch),
-        )
+            placed = jax.device_put(batch, self._rows, may_alias=False)
+        else:
+            placed = jax.tree.map(
+                lambda a: jax.make_array_from_callback(a.shape, self._rows, lambda i: a[i]), batch
+            )
+        return jax.block_until_ready(placed) if jax.default_backend() == "cpu" else placed
 
     def local_rows(self, rows: int) -> np.ndarray | None:
         """Return which rows of a batch `put` reads in this process, bool [rows]; None for all."""
         if jax.process_count() == 1:
             return None
         is_local = np.zeros(rows, bool)
-        sharding = NamedSharding(self.mesh, PartitionSpec(self.mesh.axis_names))
-        for index in sharding.addressable_devices_indices_map((rows,)).values():
+        for index in self._rows.addressable_devices_indices_map((rows,)).values():
             assert index is not None  # this process has the device
             is_local[index] = True
         return is_local
 
     def batch(self, shapes: Any) -> Any:
         """Return the shapes of a batch, with shardings of its rows over all devices."""
-        rows = NamedSharding(self.mesh, PartitionSpec(self.mesh.axis_names))
-        return jax.tree.map(lambda a: _with_sharding(a, rows), shapes)
+        return jax.tree.map(lambda a: _with_sharding(a, self._rows), shapes)
 
     def state(self, shapes: TrainState) -> TrainState:
         """Return the shapes of a train state, with shardings."""
@@ -106,15 +110,17 @@ def layout(config: Config, devices: Sequence[jax.Device] | None = None) -> Layou
 def make_cpu_devices(mesh: Mesh, processes: int = 1) -> None:
     """Let JAX split the CPU into the devices of a mesh. Call this before JAX looks for devices.
 
-    Nothing changes if ``XLA_FLAGS`` sets a number of devices. XLA's devices on a CPU share threads,
-    and a device that waits for another keeps its thread. With as many threads as cores, or with
-    steps that overlap, all threads may wait for each other.
+    The number stays if ``XLA_FLAGS`` sets one. XLA's devices on a CPU share threads, and a device
+    that waits for another keeps its thread. With as many threads as cores, or with steps that
+    overlap, all threads may wait for each other. On one device a step that is dispatched while the
+    last one runs would begin before the temporaries of that are freed: up to 48 MB more at a time
+    (ResNet-34, 8 images of 128 x 128).
     """
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
     count = mesh.data * mesh.fsdp // processes
     is_set = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     if count > 1 and not is_set:
         os.environ.setdefault("NPROC", str((os.cpu_count() or 1) + 3 * count))  # XLA's threads
-        jax.config.update("jax_cpu_enable_async_dispatch", False)
         # RuntimeError: JAX already has devices, whose number `layout` checks.
         with contextlib.suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", count)

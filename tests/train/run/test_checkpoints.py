@@ -1,6 +1,7 @@
 """Checkpoints: detection of damage, the best checkpoint, and one writer per folder."""
 
 import errno
+import gc
 import json
 import shutil
 import subprocess
@@ -47,6 +48,26 @@ def test_each_bit_changes_the_checksum_of_its_array_only():
             assert {k for k in after if after[k] != before[k]} == {name}
     swapped = checksums({"f": jnp.asarray(tree["f"][::-1])})
     assert swapped["f"] != before["f"]
+
+
+def test_a_checkpoint_leaves_few_objects_behind(tmp_path):
+    """TensorStore keeps those of paths; of its metrics, it would keep as many again."""
+    state = state_of(48, 16)
+    arrays = len(jax.tree.leaves(state))
+    with Checkpoints(
+        tmp_path / "checkpoints", keep=1, shapes=jax.eval_shape(lambda: state)
+    ) as saved:
+
+        def blocks_after(steps):
+            for step in steps:
+                saved.save(step, state, {})
+                saved.wait()
+            gc.collect()
+            return sys.getallocatedblocks()
+
+        before = blocks_after(range(8))
+        growth = (blocks_after(range(8, 28)) - before) / 20
+    assert growth < 6 * arrays, growth
 
 
 def test_checksums_do_not_depend_on_sharding():

@@ -101,3 +101,29 @@ def test_peak_of_a_device_is_unknown_until_it_exceeds_what_compiling_took(monkey
     assert memory.bytes() is None
     counted["peak_bytes_in_use"] = 300
     assert memory.bytes() == 250
+
+
+RUNS_STEPS = """
+import jax, numpy as np
+from train.config import Config, Mesh
+from train.run.mesh import layout, make_cpu_devices
+
+make_cpu_devices(Mesh())
+here = layout(Config())
+
+@jax.jit
+def step(state, batch):
+    return jax.lax.fori_loop(0, 20, lambda i, a: a @ batch, state)
+
+state, batch = here.put((np.eye(384), np.eye(384)))
+step = step.lower(state, batch).compile()
+for i in range(10):
+    state = step(state, here.put(np.eye(384)))
+    assert state.is_ready(), f"step {i} is dispatched asynchronously"
+"""
+
+
+def test_a_step_on_a_cpu_begins_after_the_last_one_has_returned_its_memory():
+    command = [sys.executable, "-c", RUNS_STEPS]
+    env = os.environ | {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+    subprocess.run(command, env=env, check=True)
