@@ -35,6 +35,7 @@ class Router(NamedTuple):
       choice_bias: Whether experts are chosen by their scores plus a bias, which has no gradient
         (Wang et al. 2024, "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts").
       epsilon: What is added to the sum by which scores are divided.
+      expert_scale: Whether each expert has a trained factor of its scores.
 
     Example:
       >>> from fnet.layers.experts import Router
@@ -48,6 +49,7 @@ class Router(NamedTuple):
     bias: bool = False
     choice_bias: bool = False
     epsilon: float = 1e-20
+    expert_scale: bool = False
 
 
 def experts(
@@ -64,6 +66,9 @@ def experts(
     up_offset: float = 0.0,
     shared: Layer | None = None,
     shared_gate: bool = False,
+    norm: Layer | None = None,
+    router_norm: Layer | None = None,
+    post_norm: Layer | None = None,
 ) -> Layer:
     """Mixture of experts, without dropped positions: ``y = sum_i s_i expert_i(x)``.
 
@@ -92,10 +97,13 @@ def experts(
       up_offset: added to ``x Wu``.
       shared: a layer [..., D] -> [..., D] that computes every position, and is added; None: none.
       shared_gate: whether its output is multiplied by the sigmoid of a dense layer of the input.
+      norm, router_norm, post_norm: layers without state before the experts, before the router, and
+        of the weighted sum of experts, [..., T, D] -> [..., T, D]; None: none.
 
     Returns:
       A layer, [..., T, D] -> [..., T, D]. Its params are ``router`` with kernel [D, E], perhaps
-      ``bias`` and ``choice_bias`` [E]; ``experts``; ``shared`` and ``shared_gate``. Experts have
+      ``bias``, ``choice_bias`` and ``expert_scale`` [E]; ``experts``; those of the layers that are
+      given, by their argument; and ``shared_gate``. Experts have
       ``gate`` and ``up`` with kernels [E, D, hidden], or ``expand`` [E, D, 2 hidden], and
       ``contract`` [E, hidden, D]. Biases are [E, ...]. It has no state, but in training ``apply``
       returns what `balance_loss` reads: ``probabilities`` [..., T, E] and ``chosen`` [..., T,
@@ -127,8 +135,8 @@ def experts(
     own = {name: _per_expert(count, width, n, bias) for name, n in sizes.items()}
     own["contract"] = _per_expert(count, hidden, width, bias)
     children = {"experts": serial(**own), "router": dense(width, count, bias=router.bias)}
-    if shared is not None:
-        children["shared"] = shared
+    further = {"shared": shared, "norm": norm, "router_norm": router_norm, "post_norm": post_norm}
+    children |= {name: layer for name, layer in further.items() if layer is not None}
     if shared_gate:
         children["shared_gate"] = dense(width, 1, bias=False)
 
@@ -136,6 +144,8 @@ def experts(
         params, _ = init_children(children, key)
         if router.choice_bias:
             params["router"]["choice_bias"] = jnp.zeros(count, jnp.float32)
+        if router.expert_scale:
+            params["router"]["expert_scale"] = jnp.ones(count, jnp.float32)
         return params, {}
 
     def expert(params: Params, x: Float[Array, "n d"]) -> Float[Array, "n d"]:
@@ -166,12 +176,15 @@ def experts(
         if x.ndim < 2:
             raise ValueError(f"experts: expected x [..., T, {width}], got {x.shape}")
         child = Children(children, params, state, key, train)
-        choice_bias = params["router"].get("choice_bias")
-        logits = child("router", upcast(x))
-        scores, index = _choose(router, logits, chosen, choice_bias)
-        examples = [a.reshape(-1, *a.shape[-2:]) for a in (x, scores, index)]
+
+        def optional(name: str, x: Array) -> Array:
+            return child(name, x) if name in child else x
+
+        logits = child("router", upcast(optional("router_norm", x)))
+        scores, index = _choose(router, logits, chosen, params["router"])
+        examples = [a.reshape(-1, *a.shape[-2:]) for a in (optional("norm", x), scores, index)]
         y = jax.vmap(functools.partial(of_example, params["experts"]))(*examples)
-        y = y.reshape(x.shape)
+        y = optional("post_norm", y.reshape(x.shape))
         if shared is not None:
             z = child("shared", x)
             y = add(y, z * jax.nn.sigmoid(child("shared_gate", x)) if shared_gate else z)
@@ -243,7 +256,7 @@ def _linear(x: Array, params: Params) -> Array:
 
 
 def _choose(
-    router: Router, logits: Array, chosen: int, choice_bias: Array | None
+    router: Router, logits: Array, chosen: int, params: Params
 ) -> tuple[Float[Array, "... k"], Int[Array, "... k"]]:
     """Return scores and numbers of the chosen experts."""
     scores = logits
@@ -251,13 +264,17 @@ def _choose(
         scores = jax.nn.softmax(logits)
     if router.scores == "sigmoid":
         scores = jax.nn.sigmoid(logits)
-    ranked = scores if choice_bias is None else scores + expand(upcast(choice_bias), scores)
+    ranked = scores
+    if router.choice_bias:
+        ranked = scores + expand(upcast(params["choice_bias"]), scores)
     _, index = jax.lax.top_k(jax.lax.stop_gradient(ranked), chosen)
     scores = jnp.take_along_axis(scores, index, axis=-1)
     if router.scores == "softmax_of_chosen":
         scores = jax.nn.softmax(scores)
     if router.normalize:
         scores = scores / (scores.sum(-1, keepdims=True) + router.epsilon)
+    if router.expert_scale:
+        scores = scores * upcast(params["expert_scale"])[index]
     return scores * router.scale, index
 
 

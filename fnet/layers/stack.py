@@ -54,6 +54,7 @@ class Block(NamedTuple):
         stack gets ``inputs`` [B, T, blocks, P], it gets those of its block as ``given``.
       reads: Number of an earlier block whose keys and values the mixer attends to, or None. Both
         mixers must be `fnet.layers.attention`, with ``keys="passed_on"`` and ``keys="given"``.
+      feed_forward_norm: Whether the stack normalizes the input of the feed-forward.
 
     Example:
       >>> from fnet import layers
@@ -61,13 +62,14 @@ class Block(NamedTuple):
       ...     layers.attention(8, heads=2), layers.feed_forward(8, 32)
       ... )
       >>> block._fields
-      ('mixer', 'feed_forward', 'output', 'reads')
+      ('mixer', 'feed_forward', 'output', 'reads', 'feed_forward_norm')
     """
 
     mixer: Layer
     feed_forward: Layer | None = None
     output: Layer | None = None
     reads: int | None = None
+    feed_forward_norm: bool = True
 
 
 def stack(
@@ -304,10 +306,11 @@ def _children(
 ) -> dict[str, Layer]:
     """Build the layers of a block, by name."""
     children: dict[str, Layer] = {}
+    has_second_norm = parallel != "one_norm" and block.feed_forward_norm
     for branch, layer in zip(_BRANCHES, (block.mixer, block.feed_forward), strict=True):
         if layer is None:
             continue
-        if "norm" in norms and (branch == "mixer" or parallel != "one_norm"):
+        if "norm" in norms and (branch == "mixer" or has_second_norm):
             children[f"{branch}_norm"] = norms["norm"](width)
         children[branch] = layer
         if "post_norm" in norms:

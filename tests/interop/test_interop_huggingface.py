@@ -198,8 +198,8 @@ def test_gemma4_ignores_keys_of_layers_that_read_those_of_others():
     wrong = {"model.layers.2.self_attn.v_proj.weight": np.ones(1)}
     with pytest.raises(ValueError, match=r"attention_k_eq_v, but .* layers.2.self_attn.v_proj"):
         fnet.interop.from_huggingface(CONFIGS["gemma4_keys"], tensors | wrong)
-    with pytest.raises(ValueError, match="enable_moe_block True is not supported"):
-        build_model(CONFIGS["gemma4_text"] | {"enable_moe_block": True})
+    with pytest.raises(ValueError, match="use_double_wide_mlp True is not supported"):
+        build_model(CONFIGS["gemma4_experts"] | {"use_double_wide_mlp": True})
     by_layer = {"1": {"head_dim": 16}, "2": {"head_dim": 8}}
     with pytest.raises(ValueError, match="per_layer_config must give all layers"):
         build_model(CONFIGS["gemma4_text"] | {"per_layer_config": by_layer})

@@ -193,6 +193,10 @@ CONFIGS = {
     "gemma4_plain": _BASE
     | _GEMMA4
     | {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0, "tie_word_embeddings": False},
+    "gemma4_experts": _BASE
+    | _GEMMA4
+    | {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0, "enable_moe_block": True,
+       "num_experts": 5, "top_k_experts": 3, "moe_intermediate_size": 24},
     "gemma4_unified_text": _BASE
     | {n: v for n, v in _GEMMA4.items() if "per_layer" not in n}
     | {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
@@ -328,6 +332,7 @@ LOGITS = {
     "gemma4_text": [0.7913, 0.43214, -0.58053, 0.49634],
     "gemma4_keys": [-0.91177, -0.28692, -0.38456, 0.10137],
     "gemma4_plain": [-0.04786, 0.2496, 0.55111, 0.4089],
+    "gemma4_experts": [0.2237, 0.00797, 0.25741, -0.10574],
     "gemma4_unified_text": [-0.458, -0.39675, -0.2026, 0.39421],
     "gemma4_unified": [0.49142, 0.2475, -0.46421, -0.22904],
     "gemma4": [0.85504, 0.18979, -0.42161, -0.43146],

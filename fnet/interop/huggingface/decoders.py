@@ -237,7 +237,8 @@ def decoder(
     """Build a transformer decoder, for the row of a family.
 
     Which norms a block has follows from the names: ``mixer_norm``, ``mixer_post_norm``, or both. In
-    a parallel block without ``feed_forward_norm``, both branches read one norm.
+    a parallel block without ``feed_forward_norm``, both branches read one norm. In another block
+    without it, the feed-forward layer normalizes its input itself.
 
     Args:
       width, blocks, heads, hidden, vocabulary: sizes.
@@ -297,6 +298,7 @@ def decoder(
         hidden_norm=hidden_norm,
     )
 
+    has_second_norm = "blocks/*/feed_forward_norm" in names
     restarts: set[int] = set()
 
     def block_of(kind: tuple[int | None, bool, bool, bool, _Keys]) -> layers.Block:
@@ -335,13 +337,13 @@ def decoder(
             keys=own_keys,
             **own,
         )
-        return layers.Block(attention, last, output)
+        return layers.Block(attention, last, output, feed_forward_norm=has_second_norm)
 
     built = {kind: block_of(kind) for kind in dict.fromkeys(kinds)}
     post_norm = norm if "blocks/*/mixer_post_norm" in names else None
     if residual_scale != 1:
         post_norm = functools.partial(_scaled, post_norm, residual_scale)
-    branches: Parallel = "two_norms" if "blocks/*/feed_forward_norm" in names else "one_norm"
+    branches: Parallel = "two_norms" if has_second_norm else "one_norm"
     model = models.language_model(
         vocabulary=vocabulary,
         width=width,

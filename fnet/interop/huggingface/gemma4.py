@@ -1,6 +1,6 @@
 """Gemma 4: inputs of each block, keys and values that blocks share, other heads in full attention.
 
-Mixtures of experts are not supported.
+With experts, a block adds them to its feed-forward layer, and both have norms of their own.
 """
 
 import functools
@@ -15,11 +15,19 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from fnet import layers
-from fnet.interop.huggingface.decoders import AROUND, LLAMA_NAMES, rms_norm, within_image_model
+from fnet.interop.huggingface.checkpoint import Names
+from fnet.interop.huggingface.decoders import (
+    AROUND,
+    LLAMA_NAMES,
+    rms_norm,
+    scaled,
+    within_image_model,
+)
 from fnet.interop.huggingface.family import FAMILIES, register, table
 from fnet.interop.huggingface.options import Option, Options
 from fnet.interop.huggingface.rotary import Rope
-from fnet.layer import Children, Layer, Params, State, composite, init_children
+from fnet.layer import Children, Layer, Params, State, composite, init_children, serial
+from fnet.layers.experts import Router
 
 _NAMES = (
     LLAMA_NAMES
@@ -35,6 +43,21 @@ blocks/*/output/factor    model.layers.*.layer_scalar
 """)
 )
 
+_EXPERT_NAMES = table("""
+blocks/*/feed_forward/norm                        model.layers.*.pre_feedforward_layernorm_2
+blocks/*/feed_forward/post_norm                   model.layers.*.post_feedforward_layernorm_2
+blocks/*/feed_forward/router_norm/scale           model.layers.*.router.scale
+blocks/*/feed_forward/router                      model.layers.*.router.proj
+blocks/*/feed_forward/router/expert_scale         model.layers.*.router.per_expert_scale
+blocks/*/feed_forward/experts/expand/kernel       model.layers.*.experts.gate_up_proj  acb
+blocks/*/feed_forward/experts/contract/kernel     model.layers.*.experts.down_proj     acb
+blocks/*/feed_forward/shared/norm                 model.layers.*.pre_feedforward_layernorm
+blocks/*/feed_forward/shared/post_norm            model.layers.*.post_feedforward_layernorm_1
+blocks/*/feed_forward/shared/feed_forward/gate      model.layers.*.mlp.gate_proj
+blocks/*/feed_forward/shared/feed_forward/up        model.layers.*.mlp.up_proj
+blocks/*/feed_forward/shared/feed_forward/contract  model.layers.*.mlp.down_proj
+""")
+
 # Layers that read the keys of another have some in published files, too.
 _UNUSED = re.compile(
     r"(^|\.)(vision_tower|vision_embedder|embed_vision|audio_tower|embed_audio)\."
@@ -48,6 +71,41 @@ _ROPE = {
         "rope_theta": 1_000_000.0,
     },
 }
+
+
+def _names(options: Options) -> Names:
+    if not options.get("enable_moe_block", False):
+        return _NAMES
+    names = _NAMES | _EXPERT_NAMES
+    del names["blocks/*/feed_forward_norm"]
+    return names
+
+
+def _experts(options: Options) -> Layer | None:
+    """A feed-forward layer and experts, which read the same input through norms of their own."""
+    if not options.get("enable_moe_block", False):
+        return None
+    options.require("use_double_wide_mlp", False)
+    width, norm = options.get("hidden_size"), options.value(rms_norm())
+    activation = options.value(_ACTIVATION)
+    hidden = options.get("intermediate_size")
+    return layers.experts(
+        width,
+        options.get("moe_intermediate_size"),
+        options.get("num_experts"),
+        options.get("top_k_experts"),
+        router=Router(normalize=True, epsilon=0.0, expert_scale=True),
+        activation=activation,
+        fused=True,
+        shared=serial(
+            norm=norm(width),
+            feed_forward=layers.feed_forward(width, hidden, activation=activation, fused=False),
+            post_norm=norm(width),
+        ),
+        norm=norm(width),
+        router_norm=scaled(norm(width), width**-0.5),
+        post_norm=norm(width),
+    )
 
 
 def _inputs_size(options: Options) -> int:
@@ -150,10 +208,12 @@ def _shared_hidden(options: Options) -> int | None:
     return 2 * int(options.get("intermediate_size", 9216)) if wide else None
 
 
-_GEMMA4 = FAMILIES["gemma3_text"].like(
+_GEMMA3 = FAMILIES["gemma3_text"]
+_ACTIVATION = _GEMMA3.arguments["activation"]
+_GEMMA4 = _GEMMA3.like(
     "gemma4_text",
     "Gemma4ForCausalLM",
-    names=_NAMES,
+    names=_names,
     others=_UNUSED,
     norm=rms_norm(),
     value_norm=lambda options: options.value(rms_norm(scale=False)),
@@ -168,10 +228,8 @@ _GEMMA4 = FAMILIES["gemma3_text"].like(
     shared_hidden=_shared_hidden,
     output=_output,
     block_inputs=_block_inputs,
-    supported={
-        "use_bidirectional_attention": ("vision", None),
-        "enable_moe_block": (False,),
-    },
+    experts=_experts,
+    supported={"use_bidirectional_attention": ("vision", None)},
     ignored=("num_experts", "top_k_experts", "moe_intermediate_size"),
 )
 
