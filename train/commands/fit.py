@@ -13,7 +13,8 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from fnet import memory
+from fnet import TrainState, memory
+from fnet.layer import Params
 from fnet.memory import format_bytes, roofline, tree_bytes
 from fnet.memory.target import Target
 from train import arguments
@@ -300,7 +301,7 @@ class _Planner:
         row = Row(
             way=way,
             state_bytes=tree_bytes(state),
-            trained=sum(a.size for a in jax.tree.leaves(state.params)),
+            trained=_size(state.params),
             trained_bytes=tree_bytes((state.params, state.opt_state)),
         )
         if row.state_bytes > self.limit:
@@ -308,7 +309,7 @@ class _Planner:
             return row
         costs: dict[Shape, Cost] = {}
         for shape in shapes:
-            costs[shape] = self.cost(way, shape, batch_size, row.state_bytes)
+            costs[shape] = self.cost(way, shape, batch_size, state)
             if costs[shape].peak <= self.limit:
                 self.log(f"{way}: fits with {_describe(shape)}")
                 break
@@ -317,7 +318,7 @@ class _Planner:
         return row._replace(
             shape=chosen,
             cost=costs[chosen],
-            longest=self.longest(way, smallest, batch_size, row.state_bytes, costs.get(smallest)),
+            longest=self.longest(way, smallest, batch_size, state, costs.get(smallest)),
             flags=self.flags(way, self.model.folder.path, chosen, batch_size),
         )
 
@@ -342,8 +343,10 @@ class _Planner:
             *("--out", f"runs/{way}"),
         )
 
-    def cost(self, way: str, shape: Shape, batch_size: int, state_bytes: int) -> Cost:
+    def cost(self, way: str, shape: Shape, batch_size: int, state: TrainState) -> Cost:
         """Compile a step, and extrapolate to the model's number of blocks: linearly in two depths.
+
+        ``state`` has the shapes of all blocks.
 
         With nested remat, the peak of one or two blocks may be where no input of a block is alive.
         So these are added to one depth, and no time is estimated, because groups run again.
@@ -376,14 +379,11 @@ class _Planner:
             inputs = held_inputs(blocks) - held_inputs(depths[0])
             inputs += 2  # the gradient of one, in float32
             temporaries += _BFLOAT16 * self.model.width * tokens * inputs
-            few, whole = (
-                self.setup(way, shape, batch_size, n).state_shapes.params for n in (*depths, blocks)
-            )
-            temporaries += sum(a.size for a in jax.tree.leaves(whole)) * _GRADIENT
-            temporaries -= sum(a.size for a in jax.tree.leaves(few)) * _GRADIENT
+            few = run.state_shapes.params
+            temporaries += _GRADIENT * (_size(state.params) - _size(few))
         times = [p.seconds for p in points if p.seconds is not None]
         return Cost(
-            state_bytes + temporaries, _extrapolate(depths, times, blocks) if times else None
+            tree_bytes(state) + temporaries, _extrapolate(depths, times, blocks) if times else None
         )
 
     @property
@@ -394,20 +394,20 @@ class _Planner:
         return dict(memory.CANDIDATE_OPTIONS.get(jax.default_backend(), ({},))[-1])
 
     def longest(
-        self, way: str, shape: Shape, batch_size: int, state_bytes: int, cost: Cost | None
+        self, way: str, shape: Shape, batch_size: int, state: TrainState, cost: Cost | None
     ) -> int | None:
         """Estimate the longest context that fits, from a line through two contexts.
 
         The cost of the shape is computed if it is not known.
         """
         most = self.model.positions
-        cost = cost or self.cost(way, shape, batch_size, state_bytes)
+        cost = cost or self.cost(way, shape, batch_size, state)
         other = 4 * shape.context
         if (most is not None and other > most) or cost.peak > self.limit:
             other = shape.context // 2
         if other < _SHORTEST:
             return shape.context if cost.peak <= self.limit else None
-        second = self.cost(way, shape._replace(context=other), batch_size, state_bytes)
+        second = self.cost(way, shape._replace(context=other), batch_size, state)
         slope = (second.peak - cost.peak) / (other - shape.context)
         if slope <= 0:  # too short to matter
             return most if cost.peak <= self.limit else None
@@ -416,6 +416,10 @@ class _Planner:
         if length < _SHORTEST:
             return None
         return length if most is None else min(length, most)
+
+
+def _size(params: Params) -> int:
+    return sum(a.size for a in jax.tree.leaves(params))
 
 
 def held_inputs(blocks: int) -> int:

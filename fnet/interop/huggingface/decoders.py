@@ -505,7 +505,8 @@ def _text_part(options: Options) -> Options:
 
 
 _IMAGE_PART = re.compile(
-    r"(^|\.)(vision_tower|vision_model|multi_modal_projector|visual|embed_vision)\.|^mtp\."
+    r"(^|\.)(vision_tower|vision_model|vision_embedder|multi_modal_projector|visual|embed_vision"
+    r"|audio_tower|embed_audio)\.|^mtp\."
 )
 
 
@@ -516,11 +517,14 @@ def within_image_model(family: Family, *, outer: bool = False) -> dict[str, Any]
       family: the row.
       outer: whether files without ``model.language_model`` have ``language_model.model``.
     """
+    others = _IMAGE_PART
+    if family.others:
+        others = re.compile(f"{family.others.pattern}|{others.pattern}")
     return {
         "names": _text_names(family.names, outer),
         "prefix": None,
         "part": _text_part,
-        "others": _IMAGE_PART,
+        "others": others,
     }
 
 

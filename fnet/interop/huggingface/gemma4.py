@@ -59,10 +59,7 @@ blocks/*/feed_forward/shared/feed_forward/contract  model.layers.*.mlp.down_proj
 """)
 
 # Layers that read the keys of another have some in published files, too.
-_UNUSED = re.compile(
-    r"(^|\.)(vision_tower|vision_embedder|embed_vision|audio_tower|embed_audio)\."
-    r"|\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.weight$"
-)
+_UNUSED = re.compile(r"\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.weight$")
 _ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
     "full_attention": {
@@ -243,15 +240,11 @@ _UNIFIED = _GEMMA4.like(
 
 register(
     _GEMMA4,
-    _GEMMA4.like(
-        "gemma4",
-        "Gemma4ForConditionalGeneration",
-        **within_image_model(_GEMMA4) | {"others": _UNUSED},
-    ),
+    _GEMMA4.like("gemma4", "Gemma4ForConditionalGeneration", **within_image_model(_GEMMA4)),
     _UNIFIED,
     _UNIFIED.like(
         "gemma4_unified",
         "Gemma4UnifiedForConditionalGeneration",
-        **within_image_model(_UNIFIED) | {"others": _UNUSED},
+        **within_image_model(_UNIFIED),
     ),
 )
