@@ -254,17 +254,17 @@ CASES = {
 
 @contextlib.contextmanager
 def device(use: int) -> Iterator[None]:
-    """Use the device, as ``fcntl.LOCK_SH`` beside others or as ``fcntl.LOCK_EX`` alone."""
+    """Use the device, with others (``fcntl.LOCK_SH``) or alone (``fcntl.LOCK_EX``)."""
     with DEVICE.open("w") as file:
         fcntl.flock(file, use)
         yield
 
 
 def measure(case: str, name: str, tiny: bool) -> dict[str, Any]:
-    """Compile a program beside those of other processes, then run it alone.
+    """Compile a program while other processes compile theirs, then run it alone.
 
     Returns:
-      ``predicted`` and ``measured`` bytes (None if unknown), ``compile_seconds`` with those of
+      ``predicted`` and ``measured`` bytes (None if unknown), ``compile_seconds`` with
       building and tracing, ``seconds`` per call, on a known GPU
       the ``estimated`` seconds, and for a program that donates, the share of its buffers that
       are ``in_place``.

@@ -6,7 +6,7 @@
 
 PHOTOS holds one folder per class, or train/ and val/ that hold them; for labels in a table add
 --data.source image_table --data.path TABLE --data.images PHOTOS. ResNet-18 as torchvision's, so its
-weights fit: with fewer than a few thousand images, start from them. The best checkpoint is that of
+weights fit: with fewer than a few thousand images, start from them. The best checkpoint has
 the highest macro F1, which counts rare classes as much as others. The run ends after ten
 evaluations without a better one. Not tuned on any data set.
 """

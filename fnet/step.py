@@ -356,7 +356,7 @@ def compile_step(
       batch: A batch, or its shapes.
       budget: Limit on the bytes of the compiled step per device, such as "4GiB", "4GB" or an int.
         Parts of the loss that keep rows of the batch apart run in chunks; what mixes rows runs
-        whole, so the gradient stays as it is.
+        whole, so the gradient does not change.
       compiler_options: XLA options to compile with. By default, it compiles with each of the
         backend's `fnet.memory.CANDIDATE_OPTIONS` and returns the smallest program.
       progress: Called with each candidate for the budget after it is compiled. ``print`` is
@@ -447,7 +447,7 @@ def plan_step(
       policies: Keys of `fnet.memory.REMAT_POLICIES` to choose from. By default every array is
         planned; see `fnet.memory.plan`.
       microbatch_choices: Numbers of microbatches to choose from. By default the step's own number:
-        a budget runs parts of the loss in chunks instead, which leaves any gradient as it is; see
+        a budget runs parts of the loss in chunks instead, which changes no gradient; see
         `fnet.memory.regions`. Modes and shardings without chunks choose from multiples of the
         step's number by powers of two that divide the batch. Numbers other than the step's own
         are dropped if the loss of an example is not shown to depend on this example alone, and if
@@ -542,7 +542,7 @@ def _coupling(step: Step, state: TrainState, batch: Any) -> str | None:
 
 
 def _updated_model_state(step: Step, state: TrainState, batch: Any) -> str:
-    """The first array of the model state that the loss does not return as it is; "" if none."""
+    """The first array of the model state that the loss does not return unchanged; "" if none."""
     if not jax.tree.leaves(state.model_state):
         return ""
     updated: list[str] = []

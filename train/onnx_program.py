@@ -207,7 +207,7 @@ def _elementwise(kind: str) -> _Emit:
 
 
 def _bitwise(kind: str) -> _Emit:
-    """Return a logical operation, or that of the bits of integers."""
+    """Return a logical operation, bitwise for integers."""
 
     def emit(w: _Writer, eqn: Any, values: list[_Value]) -> list[_Value]:
         aval = eqn.outvars[0].aval

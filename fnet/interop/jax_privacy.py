@@ -1,6 +1,6 @@
 """`jax_privacy.clipped_grad` without materialized per-example gradients.
 
-Change the import, and leave the rest of a program as it is::
+Change the import, and nothing else in a program::
 
     from jax_privacy.clipping import clipped_grad  # before
     from fnet.interop.jax_privacy import clipped_grad  # after

@@ -103,10 +103,10 @@ def attention(
         al. 2025, "Gated Attention for Large Language Models"). The dense layer of queries then has
         2 head_dim features for each head, first its query and then its gate.
       value_norm: norm of the values of a head, ``size -> layer``; None: no norm.
-      values: whether values have a dense layer of their ``own``, or are the outputs of that of the
-        ``keys``, before norm and rotation. Then ``fused`` must be False.
+      values: whether values have a dense layer of their ``own``, or are the ``keys`` before norm
+        and rotation. Then ``fused`` must be False.
       keys: whether keys and values are the layer's ``own``; its own and ``passed_on`` to later
-        blocks of a stack; or ``given``, those of an earlier block (Gemma 4), so that there is
+        blocks of a stack; or ``given`` by an earlier block (Gemma 4), so that there is
         nothing but queries and output. See ``reads`` of `fnet.layers.Block`.
       chunk: as for `fnet.dot_product_attention`.
 
@@ -347,7 +347,7 @@ class Past(NamedTuple):
     """Keys and values [B, S, groups, head_dim] that t new positions may attend to.
 
     Attributes:
-      key, value: Keys after rotation, and values, with those of the new positions.
+      key, value: Keys after rotation, and values, also of the new positions.
       at: Index of the first new position.
       first: Index of the first position; those before it hold nothing.
       window: How many positions each of the new ones sees, with itself.

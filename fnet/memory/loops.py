@@ -86,7 +86,7 @@ class LoopPolicy(NamedTuple):
 def chunk_loops(f: F, sizes: Sequence[int]) -> F:
     """Run every differentiated `jax.lax.scan` in chunks, each under a `jax.checkpoint`.
 
-    That includes loops inside of loops, branches and `jax.checkpoint`, but not those of functions
+    That includes loops inside of loops, branches and `jax.checkpoint`, but no loops of functions
     with derivative rules of their own. ``jax.lax.while_loop`` and loops with effects stay whole.
     The last chunk is shorter if the size does not divide the length.
 

@@ -24,7 +24,7 @@ class Stage(NamedTuple):
       squeeze: whether there is squeeze and excitation.
       fused: whether one convolution expands and has the window, in place of a 1x1 convolution and
         one per channel.
-      activation: activation; None: that of the network.
+      activation: activation; None: the network's.
     """
 
     blocks: int

@@ -119,6 +119,16 @@ def test_sizes_of_delta_nets_that_a_config_leaves_out_are_those_of_transformers(
     assert shapes[block + "norm.weight"] == (128,)
 
 
+@pytest.mark.parametrize(
+    ("options", "hidden"),
+    [({}, 32), ({"block_auto_adjust_ff_dim": False}, 48), ({"block_ffn_dim_multiplier": 1.5}, 48)],
+)
+def test_hidden_units_of_lfm2_are_a_multiple_of_two_thirds(options, hidden):
+    config = CONFIGS["lfm2"] | {"block_ff_dim": 48, "block_multiple_of": 16} | options
+    shapes = file_shapes(build_model(config))
+    assert shapes["model.layers.0.feed_forward.w1.weight"] == (hidden, config["hidden_size"])
+
+
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", ["gemma3_text", "gpt2", "phi3"])
 def test_fused_losses_match_the_logits(name):

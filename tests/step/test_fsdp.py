@@ -364,6 +364,37 @@ def test_what_depends_on_parameters_alone_is_not_gathered():
     assert shapes == [(WIDTH, WIDTH), ()]  # the product's weight, and the penalty
 
 
+def constraints(f, shardings, *args, out=None):
+    """Return the specs that the results of equations get, in order."""
+    closed = jax.make_jaxpr(gather_at_use(f, shardings, out))(*args)
+    return [tuple(e.params["sharding"].spec) for e in find_equations(closed, "sharding_constraint")]
+
+
+def test_a_stack_that_a_scan_makes_of_parameters_is_sharded_as_its_rows():
+    def f(stack, x):
+        _, changed = jax.lax.scan(lambda _, w: (None, jnp.tanh(w)), None, stack)
+        return jnp.einsum("bi,nio->nbo", x, changed)
+
+    sharding = sharding_of(mesh_of(1, 4), STACK["w"].shape, scanned=True)
+    specs = constraints(f, (sharding, None), STACK["w"], batch_of()["x"])
+    assert specs == [(None, None, "fsdp"), (None, None, None)]
+
+
+def test_each_of_several_results_is_sharded_as_itself():
+    mesh = mesh_of(1, 4)
+    rows, columns = (
+        NamedSharding(mesh, PartitionSpec(*spec)) for spec in (("fsdp",), (None, "fsdp"))
+    )
+    specs = constraints(
+        lambda w, x: jnp.split(x @ w, 2),
+        (columns, None),
+        jnp.ones((8, 16)),
+        jnp.ones((4, 8)),
+        out=[rows, columns],
+    )
+    assert specs == [(None, "fsdp"), (None, None), ("fsdp", None), (None, "fsdp")]
+
+
 def test_axes_of_tensor_parallelism_are_not_gathered():
     mesh = mesh_of(2, 2)
     w = NamedSharding(mesh, PartitionSpec("fsdp", "data"))

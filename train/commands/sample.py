@@ -69,7 +69,7 @@ def main(argv: list[str]) -> None:
 
 
 def read_prompts(options: TextArguments) -> list[str]:
-    """Return the prompts of the flags, or those of a file."""
+    """Return the prompts of the flags or of a file."""
     path = options.prompts
     if path is None:
         return list(options.prompt)

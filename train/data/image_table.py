@@ -60,7 +60,7 @@ class ImageTable(LabeledFiles):
     path: str = "labels.csv"
     """Table with a row per image: .csv, .tsv, .jsonl or .parquet, perhaps .gz."""
     images: str | None = None
-    """Folder of the images, where the paths in the table begin; None is that of the table."""
+    """Folder of the images, where the paths in the table begin; by default the table's."""
     file: Annotated[str, MinLen(1)] | None = None
     """Column of the paths; None is a usual name, such as file, filename or image."""
     label: tuple[Annotated[str, MinLen(1)], ...] = ()

@@ -59,8 +59,8 @@ from train.run.skipped_steps import SkippedSteps
 def train(config: Config, out: Path, *, resume: bool, console: Console, profile: int = 0) -> None:
     """Train what a config describes and write everything about the run to a folder.
 
-    With ``resume``, the run in the folder goes on, if there is one. The result equals that of an
-    uninterrupted run bit for bit. ``profile`` steps are traced.
+    With ``resume``, the run in the folder goes on, if there is one. The result equals an
+    uninterrupted run's bit for bit. ``profile`` steps are traced.
 
     Raises:
       UserError: for a mistake in config or folder, before anything is written, or for too many

@@ -303,7 +303,7 @@ def unseal(sealed: Any) -> dict[str, Any]:
         raise ValueError("an earlier version wrote it, or it is damaged")
     content = {name: value for name, value in sealed.items() if name != "checksum"}
     if sealed["checksum"] != _checksum(content):
-        raise ValueError("it is damaged: its checksum is not that of its contents")
+        raise ValueError("it is damaged: its checksum differs from its contents'")
     return content
 
 

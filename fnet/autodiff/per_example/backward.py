@@ -118,7 +118,7 @@ def trace_loss(
 ) -> "TracedLoss":
     """Trace a loss, and check that it treats each example alone.
 
-    The arguments are those of `per_example_gradients`.
+    It takes the arguments of `per_example_gradients`.
 
     Raises:
       TypeError: Parameters or losses are not floating-point, or the loss does not return a pair
@@ -194,7 +194,7 @@ class TracedLoss(NamedTuple):
         """Differentiate the loss of one example like `jax.grad`, but for tables of embeddings.
 
         Args:
-          number: A number from 0 on that is not constant, such as that of an iteration.
+          number: A number from 0 on that is not constant, such as an iteration's.
           examples: A single example.
         """
         plan = _Plan.of_one(self.closed, self.leaves)
@@ -353,7 +353,7 @@ def _check_effects(name: str, closed: ClosedJaxpr) -> None:
 
 
 class _Plan(NamedTuple):
-    """What one backward pass computes.
+    """Results of one backward pass.
 
     Leaves are numbered as in `Split`: the parameters, then the values derived from them.
 
@@ -388,7 +388,7 @@ class _Plan(NamedTuple):
         # Taps give the gradients of leaves that meet data in single equations. Other leaves are
         # differentiated themselves, now or in chunks.
         materialized, too_large = _split_nonlinear(uses, leaves, size, width)
-        # The gradients of a group need those of all its members.
+        # A group's gradients need the gradients of all its members.
         skipped = too_large.union(*(g.leaves for g in split.groups if g.leaves & too_large))
         groups = [g for g in split.groups if not g.leaves & skipped]
         tapped = uses.without({*materialized, *skipped})
@@ -407,7 +407,7 @@ class _Plan(NamedTuple):
 
     @classmethod
     def of_one(cls, closed: ClosedJaxpr, params: Sequence[Any]) -> "_Plan":
-        """Differentiate parameters themselves, but those of which an example reads a few rows."""
+        """Differentiate all parameters, except where an example reads a few rows."""
         uses = find_uses(closed, len(params))
         by_param: dict[int, list[Use]] = {}
         for use in uses.uses:
@@ -532,7 +532,7 @@ def _trace_derivative(name: str, plan: _Plan, examples: Examples) -> tuple[Close
 def _differentiate(name: str, plan: _Plan, examples: Examples) -> _Results:
     """Differentiate the loss of one example, and execute the result for all examples."""
     program, shapes = _trace_derivative(name, plan, examples)
-    # The program is that of one example, so it cannot mix examples, whatever the loss does.
+    # The program computes one example, so it cannot mix examples, whatever the loss does.
     rows = [Rows(a, 0) for a in examples.leaves]
     values = run_for_batch(program, [*plan.leaves, *rows], examples.size)
     results = _results(plan, values, shapes, examples.size)
@@ -541,7 +541,7 @@ def _differentiate(name: str, plan: _Plan, examples: Examples) -> _Results:
 
 
 def _differentiate_one(name: str, plan: _Plan, examples: Examples, number: Array) -> _Results:
-    """Differentiate the loss of a single example; ``number`` is that of an iteration."""
+    """Differentiate the loss of a single example; ``number`` counts iterations."""
     program, shapes = _trace_derivative(name, plan, examples)
 
     products = _products_of_parameters(program, plan.leaves)
@@ -615,11 +615,11 @@ def _results(plan: _Plan, values: Sequence[Value], shapes: Any, size: int) -> _R
 def _inputs_of(use: Use, x: Any, ct: Any, shape: Any, size: int, width: int | None) -> UseInputs:
     """Return data and cotangents of a use as arrays [*scan_lengths, batch, ...].
 
-    ``shape`` is that of the data of one example.
+    ``shape`` is the shape of one example's data.
     """
     axis, equation = len(use.scan_lengths), use.equation
     if isinstance(equation, AnyEquation):
-        # What all examples share stays one array, such as the other operands of a layer.
+        # Arrays that all examples share stay single, such as the other operands of a layer.
         operands = dict(zip(equation.data, x, strict=True))
         shared = {k: a for k, a in operands.items() if not isinstance(a, Rows)}
         pairs = zip(operands.items(), shape, strict=True)

@@ -148,7 +148,7 @@ class ParameterGradients(Protocol):
         """Sum of the gradients scaled by ``scales`` [batch], [*parameter].
 
         float32 or wider. An example with scale 0 contributes exactly 0, even if its gradient is
-        not finite. ``is_rough`` is that of `SquaredNorms`.
+        not finite. See `SquaredNorms` for ``is_rough``.
         """
 
     def add_weighted_sum(self, total: Array, scales: Array, is_rough: Array | None) -> Array:
@@ -214,7 +214,7 @@ class GroupGradients(Protocol):
 
         Args:
           scales: Weights [batch] by index of the parameter.
-          is_rough: By index of the parameter; those of `SquaredNorms`.
+          is_rough: By index of the parameter; see `SquaredNorms`.
         """
 
     def plus_weighted_sums(
@@ -505,7 +505,7 @@ class Box(NamedTuple):
 
     @classmethod
     def of(cls, elements: np.ndarray, shape: tuple[int, ...]) -> "Box | None":
-        """Return the box whose elements are those of a view, each once; None if there is none.
+        """Return the box that has each element of a view once; None if there is none.
 
         Args:
           elements: See `View`.
@@ -1172,7 +1172,7 @@ class RematerializedGradients(GroupGradients):
             accumulate.with_refs({i: totals[i] for i in self.squares})(jnp.ones_like(value))
 
         # Without any weight, gradients may be infinite. XLA copies the arrays that a
-        # `jax.lax.cond` updates, but not those of a loop.
+        # `jax.lax.cond` updates, but no arrays that a loop updates.
         jax.lax.fori_loop(0, included.any().astype(jnp.int32), add, None)
 
     def _total_loss(

@@ -136,7 +136,7 @@ def test_a_private_run_continues_with_the_same_data(resumed, capsys):
         (lambda path: path.write_text('{"train": 24}'), "an earlier version wrote it"),
         (
             lambda path: path.write_text(path.read_text().replace("true", "false")),
-            "it is damaged: its checksum is not that of its contents",
+            "it is damaged: its checksum differs from its contents'",
         ),
         (
             lambda path: path.write_text(json.dumps(seal({"train": 24}))),
@@ -298,7 +298,7 @@ def test_a_damaged_description_is_reported(command, pictures, capsys):
     path.write_text(path.read_text().replace('"test": ', '"test": 1'))
     fnet_command(*command)
     out = capsys.readouterr().out
-    assert "cannot read run/data.json (it is damaged: its checksum is not that of its" in out
+    assert "cannot read run/data.json (it is damaged: its checksum differs from its" in out
 
 
 @pytest.mark.parametrize("command", [("eval", "run"), RESUME], ids=["eval", "resume"])
