@@ -18,6 +18,7 @@ from train.output.rows import as_csv
 from train.report import report
 from train.run.loop import train
 from train.run.run_folder import RunFolder, as_json, atomic_write
+from train.tasks import load
 
 
 def train_folds(config: Config, folds: int, out: Path, *, resume: bool, console: Console) -> None:
@@ -28,14 +29,12 @@ def train_folds(config: Config, folds: int, out: Path, *, resume: bool, console:
     A value that is undefined is null, and no part of the mean.
     """
     folders = [RunFolder(out / f"fold_{fold}") for fold in range(1, folds + 1)]
-    for fold, folder in enumerate(folders, 1):
-        data = config.data.with_fold(fold, folds)
-        train(
-            dataclasses.replace(config, data=data),
-            folder.path,
-            resume=resume,
-            console=console,
-        )
+    sections = [config.data.with_fold(fold, folds) for fold in range(1, folds + 1)]
+    configs = [dataclasses.replace(config, data=data) for data in sections]
+    for own in configs:  # a fold that cannot be trained ends all before the first
+        load(own)
+    for own, folder in zip(configs, folders, strict=True):
+        train(own, folder.path, resume=resume, console=console)
     log = line_printer(console)
     if not all(folder.summary.is_file() for folder in folders):
         return  # a run was interrupted, and has said how it goes on

@@ -249,18 +249,17 @@ def is_named(names: Sequence[str]) -> bool:
     return [name.removeprefix("LABEL_") for name in names] != numbers
 
 
-def order_of(classes: Sequence[str], names: Sequence[str]) -> list[int] | None:
-    """Return the output of each class, by its name; None if outputs have other names.
+def order_of(classes: Sequence[str], names: Sequence[str]) -> tuple[list[int] | None, bool]:
+    """Return the output of each class, and whether the names of the outputs say so.
 
-    Of outputs without names, the class 7 is the output 7.
+    Without such names, the class 7 is the output 7. None if classes are neither names nor numbers.
     """
     wanted = [normalized(name) for name in classes]
-    if not is_named(names):
-        names = [str(i) for i in range(len(classes))]
-    places = {normalized(name): i for i, name in enumerate(names)}
-    if len(places) != len(wanted) or {*wanted} != places.keys():
-        return None
-    return [places[name] for name in wanted]
+    for own in (names, [str(i) for i in range(len(classes))]):
+        places = {normalized(name): i for i, name in enumerate(own)}
+        if len(places) == len(wanted) and {*wanted} == places.keys():
+            return [places[name] for name in wanted], own is names or not is_named(names)
+    return None, False
 
 
 def check_users(ids: np.ndarray, examples: int, what: str) -> np.ndarray:

@@ -1,5 +1,6 @@
 """Images whose labels are in a table: CSV, JSON lines or Parquet."""
 
+import functools
 import math
 import os
 import posixpath
@@ -8,6 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from stat import S_ISREG
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
@@ -234,7 +236,21 @@ def _find_files(rows: list[Record], column: str, folder: Path) -> tuple[list[str
         )
     given = [*map(str, cells)]
     files = [posixpath.normpath(name.replace("\\", "/")) for name in given]
-    missing = [i for i, name in enumerate(files) if not os.path.isfile(folder / name)]
+    folders = functools.cache(os.path.realpath)
+
+    def resolve(name: str) -> str | None:
+        """Return the path of a file without links; None if there is no such file."""
+        path = os.path.join(folder, name)
+        try:
+            is_plain = S_ISREG(os.lstat(path).st_mode)
+        except (OSError, ValueError):
+            return None
+        if is_plain:
+            return os.path.join(folders(os.path.dirname(path)), os.path.basename(path))
+        return os.path.realpath(path) if os.path.isfile(path) else None
+
+    real = [*map(resolve, files)]
+    missing = [i for i, path in enumerate(real) if path is None]
     notes: list[str] = []
     if missing:
         listed = list_images(folder).paths
@@ -250,19 +266,20 @@ def _find_files(rows: list[Record], column: str, folder: Path) -> tuple[list[str
                     "extension"
                 )
             files[i] = by_name.get(normalized(files[i]), stems[0] if stems else files[i])
+            real[i] = resolve(files[i])
             if stems and not notes:
                 notes.append(f"{column} has names without extension, such as {given[i]}")
-        if not any(os.path.isfile(folder / name) for name in files):
+        if not any(real):
             raise UserError(
                 f"data.file: {rows[0].place}: no file {folder / files[0]}; {folder} holds "
                 f"{shorten(listed) if listed else 'no images'}; data.images names the folder where "
                 "the paths begin"
             )
-    real = [os.path.realpath(folder / name) for name in files]
+    keys = [path or name for path, name in zip(real, files, strict=True)]
     shortest: dict[str, str] = {}  # one name for a file that rows name differently
-    for path, name in zip(real, files, strict=True):
-        shortest[path] = min(shortest.get(path, name), name, key=lambda n: (len(n), n))
-    return [shortest[path] for path in real], notes
+    for key, name in zip(keys, files, strict=True):
+        shortest[key] = min(shortest.get(key, name), name, key=lambda n: (len(n), n))
+    return [shortest[key] for key in keys], notes
 
 
 def _check_repeated(config: ImageTable, table: _Table, target: np.ndarray) -> list[str]:

@@ -111,12 +111,18 @@ class Pretrained(Model):
             )
         own_classes = class_names(read_config(path))
         is_kept = len(own_classes) == len(classes) and self.classifier != "new"
-        if is_kept and order_of(classes, own_classes) is None:
-            first, second = ("0", "1") if order_of(classes, ()) else classes[:2]
+        order, is_said = order_of(classes, own_classes)
+        if is_kept and not is_said:
+            first, second = ("0", "1") if order else classes[:2]
             notes.append(
                 f"model.classifier: keeps the classifier of {path}, whose outputs are not named as "
                 f"your classes are: output 0 is taken for {first}, 1 for {second}, and so "
                 "on; give --model.classifier new for a new one"
+            )
+        if len(own_classes) != len(classes) and own_classes and classes and self.classifier is None:
+            notes.append(
+                f"model.classifier: new, because that of {path} is of {len(own_classes):,} "
+                f"classes, not of {len(classes):,}"
             )
         return notes
 
@@ -291,6 +297,12 @@ def build_image_network(
     if head and size == len(classes) and section.classifier != "new":
         order = _output_order(section, class_names(folder.config), classes)
     else:
+        if section.classifier == "keep":
+            theirs = f"a classifier of {size} classes" if head else "no classifier"
+            raise UserError(
+                f"model.classifier: keep, but {section.path} has {theirs}, and the data have "
+                f"{len(classes)}; leave it out to train a new one"
+            )
         if head:
             tensors = {name: t for name, t in folder.tensors.items() if name not in head}
             folder = folder._replace(config=without_classes(folder.config), tensors=tensors)
@@ -333,15 +345,14 @@ def _output_order(
     section: Pretrained, names: Sequence[str], classes: Sequence[str]
 ) -> list[int] | None:
     """Return the output of a published classifier for each class; None keeps their order."""
-    order = order_of(classes, names)
-    by_number = order_of(classes, ())
-    if order is None and by_number is None and is_named(names) and section.classifier is None:
+    order, _ = order_of(classes, names)
+    if order is None and is_named(names) and section.classifier is None:
         raise UserError(
             f"model.classifier: {section.path} has a classifier of {shorten(names)}, not of "
             f"{shorten(classes)}; give --model.classifier new to train a new one, or keep if these "
             "are other names of the same outputs in this order"
         )
-    return order or by_number
+    return order
 
 
 def _match_images(

@@ -103,10 +103,8 @@ def load(
     """
     weights = weight_files.read(source)
     names, classes = _classes(weights.metadata), run.task.dataset.classes
-    order = order_of(classes, names)
-    by_number = order_of(classes, ())
-    is_unknown = order is None and by_number is None
-    are_others = is_unknown and len(names) == len(classes) and is_named(names)
+    order, is_said = order_of(classes, names)
+    are_others = order is None and len(names) == len(classes) and is_named(names)
     if are_others and new_classifier is False:
         raise UserError(
             f"{source}: weights for other classes: {shorten(names)}, not {shorten(classes)}; "
@@ -148,11 +146,10 @@ def load(
     is_kept = any(families.is_classifier(name) for name in report.read.values())
     if are_others:
         notes += (f"the classifier is new, because the weights are for {shorten(names)}",)
-    elif is_kept and order is None:
+    elif is_kept and not is_said:
         outputs = shorten(names) if is_named(names) else "which have no names"
-        ours = "the classes by number" if by_number else f"{shorten(classes)} in this order"
+        ours = "the classes by number" if order else f"{shorten(classes)} in this order"
         notes += (f"the classifier is kept: its outputs, {outputs}, are taken for {ours}",)
-    order = order or by_number
 
     def variable(path: Any, a: Any) -> Any:
         """Return an array with its outputs in the order of the classes; None if it is new."""

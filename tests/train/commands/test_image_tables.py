@@ -207,6 +207,15 @@ def test_folds_are_reported_together(workplace, capsys):
     assert_one_line_error(capsys, "data.fold: 2, but there are no folds")
 
 
+def test_a_fold_that_cannot_be_trained_ends_all_before_the_first(workplace, capsys):
+    lines = [f"{i:02}.png,{int(i >= 18)},{i % 3 if i < 18 else 0}" for i in range(N)]
+    (workplace / "labels.csv").write_text("\n".join(["file,label,patient", *lines]) + "\n")
+    flags = ("--folds", 3, "--data.group", "patient", "--out", "g")
+    assert exit_code("train", "recipe.py", *flags, "--data.split-seed", 2) == 2
+    assert_one_line_error(capsys, "data.label: all 12 training images of labels.csv have the same")
+    assert not (workplace / "g").exists()
+
+
 def test_a_run_ends_when_its_metric_gets_no_better_and_resumes_alike(
     workplace, monkeypatch, capsys
 ):

@@ -191,6 +191,18 @@ def test_a_published_classifier_of_other_classes_is_refused_until_the_user_decid
     assert "output 0 is taken for daisy, 1 for rose" in note
 
 
+def test_a_published_classifier_of_more_classes_is_new_unless_it_is_to_be_kept(workplace):
+    write_folder(workplace / "model", VIT | {"id2label": {str(i): f"tench {i}" for i in range(5)}})
+    assert Pretrained(path="model").for_images((16, 16, 3), FLOWERS, "float32").new == "classifier"
+    (note,) = Pretrained(path="model").notes(folder_data(16), FLOWERS)
+    assert note == "model.classifier: new, because that of model is of 5 classes, not of 3"
+    message = (
+        "model.classifier: keep, but model has a classifier of 5 classes, and the data have 3; "
+    )
+    with pytest.raises(UserError, match=message):
+        Pretrained(path="model", classifier="keep").for_images((16, 16, 3), FLOWERS, "float32")
+
+
 def test_a_published_classifier_without_names_is_kept_with_a_note(workplace):
     write_folder(workplace / "model", VIT | {"id2label": {str(i): f"LABEL_{i}" for i in range(3)}})
     section = Pretrained(path="model")
