@@ -56,6 +56,8 @@ class _Options:
     """Number of folds of a cross-validation; None holds out a fraction."""
     fold: int = 1
     """Fold that is held out."""
+    class_weights: str | None = None
+    """Weights of classes in the loss; None weighs all alike."""
     crops: int = 1
     """Number of crops of each test image."""
     beta: float = 0.0

@@ -229,14 +229,15 @@ def describe_classes(names: Sequence[str], labels: np.ndarray | None = None) -> 
 
     Args:
       names: names of the classes.
-      labels: class of each training image, if it has one.
+      labels: class of each training image, [N], or which labels it has, [N, labels].
     """
     keys = [name.casefold().lstrip("0") for name in names]
     last = dict(zip(keys, names, strict=True))
     pairs = [(name, last[key]) for name, key in zip(names, keys, strict=True) if last[key] != name]
     notes = [f"{a} and {b} are two classes, which differ in case or zeros" for a, b in pairs[:3]]
-    absent = [] if labels is None else np.setdiff1d(np.arange(len(names)), labels).tolist()
-    if absent:
+    held = np.arange(len(names)) if labels is None else labels
+    held = np.flatnonzero(held.any(0)) if held.ndim == 2 else held
+    if absent := np.setdiff1d(np.arange(len(names)), held).tolist():
         rule = "" if is_named(names) else "; labels that are numbers count classes from 0"
         some = shorten([names[i] for i in absent])
         notes.append(f"{len(names):,} classes, but no training image of {some}{rule}")

@@ -16,12 +16,10 @@ from train.data.columns import (
     as_labels,
     check_users,
     choose,
-    describe_classes,
     name_classes,
     number_users,
 )
 from train.data.decode import File, UnreadableError
-from train.data.files import describe_files
 from train.data.labeled_images import image_dataset
 from train.data.photos import Photos
 from train.data.splits import choose_test_split, describe_hold_out, hold_out_rows
@@ -128,17 +126,18 @@ def load(config: HuggingFace) -> Dataset:
     def describe(id: int) -> str:
         return f"image {places[id]} of {names[is_test[id]]} in {config.path}"
 
-    n, every = len(labels[0]), range(len(places))
-    notes += describe_classes(classes, labels[0])
-    notes += describe_files(every[:n], every[n:], read, describe)
+    def files_of(ids: np.ndarray) -> list[File]:
+        return [read(id) for id in ids.tolist()]
+
     return image_dataset(
         config,
         labels,
-        lambda ids: [read(id) for id in ids.tolist()],
+        files_of,
         describe,
         classes=classes,
+        compared=files_of,
         users=None if users is None else number_users(users[index[0]]),
-        notes=tuple(notes),
+        notes=notes,
     )
 
 

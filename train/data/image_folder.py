@@ -14,13 +14,11 @@ from annotated_types import MinLen
 from train.config import Config
 from train.config.section import Count
 from train.data import Dataset, Outputs
-from train.data.class_weights import balanced_weights
-from train.data.columns import check_names, choose, describe_classes, normalized, number_users
+from train.data.columns import check_names, choose, normalized, number_users
 from train.data.files import (
     IMAGE_PATTERNS,
     ImageFiles,
     check_folder,
-    describe_files,
     describe_skipped,
     list_images,
     subfolders,
@@ -108,26 +106,24 @@ def load(config: ImageFolder, trained: tuple[str, ...] | None = None) -> Dataset
     def describe(id: int) -> str:
         return str(root / os.fsdecode(paths[id]))
 
-    if trained is None:
-        files = [describe(id) for id in range(len(paths))]
-        notes += describe_files(files[: len(train.paths)], files[len(train.paths) :])
-        notes += describe_classes(classes)
-        if config.balanced and config.class_weights:
-            notes += (
-                "rare classes count twice: data.balanced draws all classes equally often, and "
-                "data.class_weights makes the loss of rare ones larger; leave one of them out",
-            )
+    def files(ids: np.ndarray) -> list[str]:
+        return [describe(id) for id in ids.tolist()]
+
+    if config.balanced and config.class_weights and trained is None:
+        notes += (
+            "rare classes count twice: data.balanced draws all classes equally often, and "
+            "data.class_weights makes the loss of rare ones larger; leave one of them out",
+        )
     return image_dataset(
         config,
         (train.labels, test.labels),
-        lambda ids: [describe(id) for id in ids.tolist()],
+        files,
         describe,
         classes=classes,
+        compared=files,
+        trained=trained is not None,
         users=None if config.user is None or trained else _users(root, train),
         order=_order(config, train.labels),
-        class_weights=None
-        if config.class_weights is None or trained
-        else balanced_weights(train.labels, len(classes)),
         notes=notes + describe_skipped([ImageFiles([], train.skipped + test.skipped)]),
     )
 

@@ -12,9 +12,7 @@ from typing_extensions import override
 
 from train.config.section import Positive
 from train.data import Dataset, storage
-from train.data.class_weights import balanced_weights
-from train.data.columns import are_integers, as_labels, describe_classes, name_classes, read_names
-from train.data.files import describe_files
+from train.data.columns import are_integers, as_labels, name_classes, read_names
 from train.data.labeled_images import image_dataset
 from train.data.order import Rows, ShuffledBatches
 from train.data.photos import LabeledFiles
@@ -109,37 +107,22 @@ def load(config: ImageShards) -> Dataset:
     labels = label[train], label[test]
     n = len(train)
     names = name_classes(labels, names, f"data.label: {shorten(config.path)}")
-    notes += describe_classes(names, labels[0])
-    # Of shards that keep nothing for batches.
-    notes += _describe_images(Shards(every, indices), shard, place, n)
+    others = Shards(every, indices)  # which keep nothing for batches
     shards = Shards(every, indices)
+    is_small = not shards.are_remote and sum(shards.sizes) <= _COMPARED
     return image_dataset(
         config,
         labels,
         lambda ids: shards.read(shard[ids], place[ids]),
         lambda id: shards.describe(int(shard[id]), place[id]),
         classes=names,
-        class_weights=config.class_weights and balanced_weights(labels[0], len(names)),
+        compared=(lambda ids: others.read(shard[ids], place[ids])) if is_small else None,
         order=_order(config, source[train], shard[:n], place[:n], indices),
         batches_at_once=_REMOTE_BATCHES if shards.are_remote else 1,
         # The sizes of shards stand for those of their images, which are in them.
         file_bytes=lambda id: 0,
         contents=(np.array(shards.sizes),),
-        notes=tuple(notes),
-    )
-
-
-def _describe_images(
-    shards: Shards, shard: np.ndarray, place: np.ndarray, train: int
-) -> tuple[str, ...]:
-    """Describe images as `describe_files` does; the first ``train`` of them are trained on."""
-    if shards.are_remote or sum(shards.sizes) > _COMPARED:
-        return ()
-    return describe_files(
-        range(train),
-        range(train, len(shard)),
-        lambda id: shards.read(shard[id : id + 1], place[id : id + 1])[0],
-        lambda id: shards.describe(int(shard[id]), place[id]),
+        notes=notes,
     )
 
 

@@ -17,19 +17,17 @@ from annotated_types import MinLen
 from typing_extensions import override
 
 from train.data import Dataset, Outputs, Scaling, records, storage
-from train.data.class_weights import balanced_weights
 from train.data.columns import (
     are_integers,
     check_names,
     choose,
-    describe_classes,
     is_missing,
     normalized,
     parse_labels,
     parse_number,
 )
 from train.data.decode import EXTENSIONS
-from train.data.files import check_folder, describe_files, list_images
+from train.data.files import check_folder, list_images
 from train.data.labeled_images import image_dataset
 from train.data.photos import LabeledFiles
 from train.data.placeholder import Placeholder
@@ -124,7 +122,6 @@ def load(config: ImageTable, trained: Outputs | None = None) -> Dataset:
     if not config.label:
         column, *others = _usual(table.rows[0].fields, _LABEL_COLUMNS) or [""]
         notes += [f"labels are in {column}, not in {shorten(others)}: data.label"] if others else []
-    notes += describe_classes(names)
     if config.targets == "class" and "None" in names:
         count = (target == names.index("None")).sum()
         notes.append(f"None is a class, of {count:,} rows; remove them if it stands for no label")
@@ -137,7 +134,7 @@ def load(config: ImageTable, trained: Outputs | None = None) -> Dataset:
         is_train[np.flatnonzero(is_test)[0]] = True
     rows = np.concatenate([np.flatnonzero(is_train), np.flatnonzero(is_test)])
     train, test = target[is_train], target[is_test]
-    files = [table.files[row] for row in rows]
+    paths = [os.path.join(table.folder, table.files[row]) for row in rows]
     if trained is None and not np.ptp(train, axis=0).any():
         raise UserError(
             f"data.label: all {len(train):,} training images of {config.path} have the same label, "
@@ -150,13 +147,6 @@ def load(config: ImageTable, trained: Outputs | None = None) -> Dataset:
                 f"data.label: no training image of {shorten(lacking)}, which is tested on; give "
                 "other splits"
             )
-    if config.targets == "labels" and trained is None:
-        lacking = [name for name, there in zip(names, train.any(0), strict=True) if not there]
-        if lacking:
-            notes.append(f"no training image has the label {shorten(lacking)}")
-    if trained is None:
-        paths = [str(table.folder / name) for name in files]
-        notes += describe_files(paths[: len(train)], paths[len(train) :])
     scaling = trained.scaling if trained else None
     if config.targets == "numbers" and scaling is None:
         scaling = Scaling.of(train.astype(np.float64))
@@ -169,16 +159,19 @@ def load(config: ImageTable, trained: Outputs | None = None) -> Dataset:
         ranges = zip(names, *scaling, strict=True)
         parts = [f"{name} {mean:.4g} +- {std:.4g}" for name, mean, std in ranges]
         notes.append(f"numbers are standardized for training: {shorten(parts)}")
+
+    def files(ids: np.ndarray) -> list[str]:
+        return [paths[id] for id in ids.tolist()]
+
     return image_dataset(
         config,
         (train, test),
-        lambda ids: [str(table.folder / files[id]) for id in ids.tolist()],
-        lambda id: str(table.folder / files[id]),
+        files,
+        paths.__getitem__,
         classes=names,
+        compared=files,
+        trained=trained is not None,
         scaling=scaling,
-        class_weights=None
-        if config.class_weights is None or trained or config.targets == "numbers"
-        else balanced_weights(train, len(names)),
         notes=(*notes, *split_notes),
     )
 

@@ -7,9 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from train.data import Arrays, Dataset, num_examples
+from train.data import Arrays, Dataset, Scaling, num_examples
 from train.data.augment import draw_mixup, mixup, resize_shorter_side
+from train.data.class_weights import balanced_weights
+from train.data.columns import describe_classes
 from train.data.decode import File, UnreadableError, decode, file_bytes
+from train.data.files import describe_files
 from train.data.image_batches import (
     Crop,
     ImageOptions,
@@ -35,6 +38,12 @@ def image_dataset(
     labels: Sequence[np.ndarray],
     files: Callable[[np.ndarray], Iterable[File]],
     describe: Callable[[int], str],
+    *,
+    classes: Sequence[str],
+    compared: Callable[[np.ndarray], Iterable[File]] | None,
+    trained: bool = False,
+    scaling: Scaling | None = None,
+    notes: Iterable[str] = (),
     **others: Any,
 ) -> Dataset:
     """Return a data set whose batches read its files.
@@ -49,6 +58,11 @@ def image_dataset(
       labels: labels of the training images, and of the test images.
       files: ``ids -> files``.
       describe: ``id -> text``, the file of an image and its place in it.
+      classes: names of the outputs.
+      compared: ``ids -> files``, to look for copies of training images; None looks for none.
+      trained: whether the data are for a trained network, so that only test images matter.
+      scaling: scaling of labels that are numbers.
+      notes: what to tell about the data, besides what is found here.
       **others: other attributes of the data set.
     """
     options = ImageOptions.of(config, resize=config.shorter_side)
@@ -96,12 +110,19 @@ def image_dataset(
             return f"{describe(id)}: {error}"
         return None
 
+    notes, class_weights = [*notes], None
+    if not trained:
+        notes += describe_classes(classes, None if scaling else labels[0])
+        if config.class_weights and not scaling:
+            class_weights = balanced_weights(labels[0], len(classes))
+    if compared is not None and not trained:
+        splits = ids[:num_train].tolist(), ids[num_train:].tolist()
+        notes += describe_files(*splits, lambda id: next(iter(compared(ids[[id]]))), describe)
     seen = (options.image_size / options.resize) ** 2
     if options.crops == 1 and seen < _LEAST_SEEN:
-        others["notes"] = (
-            *others.get("notes", ()),
+        notes.append(
             f"only the middle {seen:.0%} of each test image is seen: data.resize {options.resize} "
-            f"is much more than data.image_size {options.image_size}; leave it out to see 77 %",
+            f"is much more than data.image_size {options.image_size}; leave it out to see 77 %"
         )
 
     def size(id: int) -> int:
@@ -110,6 +131,7 @@ def image_dataset(
     return Dataset(
         train={"id": ids[:num_train], "label": labels[0]},
         test={"id": ids[num_train:], "label": labels[1]},
+        classes=tuple(classes),
         augment=augment,
         prepare=prepare,
         reads_local=True,
@@ -117,6 +139,9 @@ def image_dataset(
         test_name=lambda row: describe(num_train + row),
         explain=explain,
         max_bad_fraction=config.max_bad_fraction,
+        class_weights=class_weights,
+        scaling=scaling,
+        notes=tuple(notes),
         **{"file_bytes": size} | others,
     )
 

@@ -384,11 +384,11 @@ def test_counts_files_that_are_left_out(folder):
         (cat / name).symlink_to(folder_above)
     data = load(folder)
     assert len(data.train["id"]) == 12
-    assert data.notes[1] == (
+    assert data.notes[0] == (
         "left out 6 files that are no images: 1 x .db, 1 x .txt, 3 x link to itself, "
         "1 x pipe, socket or device"
     )
-    assert data.notes[0].startswith("6 test images are training images or copies of them, such as ")
+    assert data.notes[1].startswith("6 test images are training images or copies of them, such as ")
 
 
 def trained(*classes):

@@ -232,7 +232,7 @@ def test_tells_labels_of_no_training_image(folder):
         | {"split": lambda i: "train" if i > 9 else "val"},
     )
     data = load(table, targets="labels", label=("wet", "dry"))
-    assert "no training image has the label dry" in data.notes
+    assert "2 classes, but no training image of dry" in data.notes
 
 
 @pytest.mark.parametrize(
