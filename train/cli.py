@@ -120,9 +120,11 @@ def _prepare_jax(caches: bool = True) -> None:
 
     from fnet.cpu.heap import limit_freed_memory
     from train.platform import choose_platform
+    from train.run.process_memory import keeps_freed_memory
 
     choose_platform()
-    limit_freed_memory()
+    if not keeps_freed_memory():
+        limit_freed_memory()
     if not caches:
         jax.config.update("jax_enable_compilation_cache", False)
     elif not os.environ.get("JAX_COMPILATION_CACHE_DIR"):

@@ -21,7 +21,7 @@ from train.config import ChatFile
 from train.data import pad_batch
 from train.data.chat_file import load_unlabeled
 from train.data.decode import UnreadableError, decode
-from train.data.files import IMAGE_PATTERNS, list_images
+from train.data.files import IMAGE_PATTERNS, describe_files, list_images
 from train.data.masks import LabelMap, plain_label_map
 from train.data.preprocessing import PreprocessedImage, Preprocessor
 from train.errors import UserError, printable, writing
@@ -87,6 +87,8 @@ def predict(folder: RunFolder, given: Sequence[str], options: PredictArguments) 
     """
     config = config_of_images(folder)
     paths = find_images(given)
+    for note in describe_files(paths, ()):
+        print(printable(f"fnet: {note}"), file=sys.stderr)
     predictor = Predictor(folder.path, best=options.best)
     classes = predictor.classes
     is_segmentation = kind_of(config).predicts == "masks"

@@ -18,6 +18,7 @@ from train.data.columns import (
     choose,
     name_classes,
     number_users,
+    parse_labels,
 )
 from train.data.decode import File, UnreadableError
 from train.data.labeled_images import image_dataset
@@ -50,7 +51,7 @@ class HuggingFace(Photos):
     image: Annotated[str, MinLen(1)] | None = None
     """Name of the image column; None is the only one."""
     label: Annotated[str, MinLen(1)] | None = None
-    """Name of the label column; None is the only column of class labels."""
+    """Name of the column of labels or class names; None is the only one of class labels."""
     test_split: Annotated[str, MinLen(1)] | None = None
     """Split to test on; None is validation, val or test, or test_fraction of train."""
     test_fraction: Annotated[float, Gt(0), Lt(1)] = 0.2
@@ -67,8 +68,8 @@ class HuggingFace(Photos):
 
         Raises:
           UserError: if the library is missing or cannot load the data; if a split or column is
-            missing or ambiguous; if labels are not integers from 0 or have one class; or for
-            options that exclude each other.
+            missing or ambiguous; if labels are neither names nor integers from 0, or have one
+            class; or for options that exclude each other.
         """
         return load(self)
 
@@ -92,12 +93,20 @@ def load(config: HuggingFace) -> Dataset:
     splits = [available[name] for name in names]
     image, label = _choose_columns(datasets, config, splits[0].features)
     _compare_features(names[1], splits[1].features, splits[0].features, (image, label))
-    labels = [
-        as_labels(_read(split, label), f"data.label: {label} of {name} in {config.path}")
-        for name, split in zip(names, splits, strict=True)
-    ]
+    values = [_read(split, label) for split in splits]
     feature = splits[0].features[label]
     given_names = feature.names if isinstance(feature, datasets.ClassLabel) else None
+    if all(own.dtype.kind == "U" for own in values):
+        texts = parse_labels(
+            np.concatenate(values).tolist(),
+            lambda i: f"data.label: example {i} of {label} in {config.path}",
+        )
+        found, numbers = np.unique(texts, return_inverse=True)
+        given_names, values = [*map(str, found)], np.split(numbers, [len(values[0])])
+    labels = [
+        as_labels(own, f"data.label: {label} of {name} in {config.path}")
+        for name, own in zip(names, values, strict=True)
+    ]
     classes = name_classes(labels, given_names, f"data.label: {label} in {config.path}")
     users = None
     if config.user is not None:

@@ -1,6 +1,7 @@
 """Measured memory of the process, next to what the compiler predicted."""
 
 import gc
+import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,6 +13,11 @@ from fnet.memory import format_bytes, tree_bytes
 
 IN_FLIGHT = 32 * 2**20
 """Bytes of a state, besides its largest array, that are written or read at a time on CPU."""
+
+
+def keeps_freed_memory() -> bool:
+    """Whether GLIBC_TUNABLES says from which size on glibc returns arrays to the system."""
+    return "glibc.malloc.mmap_threshold" in os.environ.get("GLIBC_TUNABLES", "")
 
 
 class Overhead(NamedTuple):

@@ -29,6 +29,7 @@ from train.gradients.privacy import Privacy
 from train.run.evaluation import Evaluator
 from train.run.mesh import Layout, shardings
 from train.run.metrics import best_metric
+from train.run.process_memory import keeps_freed_memory
 from train.run.run_folder import changed_fields
 from train.tasks import Task
 from train.tasks import build as build_task
@@ -243,13 +244,20 @@ def _refuse_mixing(step: Step, state_shapes: TrainState, batch_shapes: Any) -> N
 def _notes(config: Config, dataset: Dataset, steps: int, missing: Placeholder | None) -> list[str]:
     """Say where the run differs from its config, or is too short."""
     notes = [f"data: {missing.note}"] if missing else []
+    if keeps_freed_memory() and jax.default_backend() == "cpu":
+        if config.memory.budget is not None:
+            raise UserError(
+                f"memory.budget: {config.memory.budget}, but GLIBC_TUNABLES keeps freed memory, so "
+                "that the process holds more than is predicted; leave one of them out"
+            )
+        notes.append("memory: the process may hold more than predicted (GLIBC_TUNABLES)")
     notes += config.model.notes(config.data, dataset.classes)
     if not config.is_release_only:  # These depend on training examples.
         notes += [f"data: {note}" for note in dataset.notes]
         notes += [] if missing else _few_steps(config, dataset, steps)
     if config.data.targets == "numbers":
         options = {
-            "data.class_weights": getattr(config.data, "class_weights", None),
+            "data.class_weights": config.data.class_weights,
             "optim.label_smoothing": config.optim.label_smoothing,
             "optim.focal": config.optim.focal,
         }

@@ -306,17 +306,19 @@ def test_reports_unreadable_images_and_predicts_the_others(run_of, recipes, caps
     run = run_of("colours")
     (recipes / "new").mkdir()
     (recipes / "new" / "a.png").write_bytes(b"no image")
-    shutil.copy(recipes / "colours" / "val" / "red" / "0.png", recipes / "new" / "b.png")
+    pages = [Image.open(recipes / "colours" / "val" / "red" / "0.png")] * 2
+    pages[0].save(recipes / "new" / "b.tif", save_all=True, append_images=pages[1:])
     (recipes / "new" / "c.jpg").write_bytes(b"")
     assert exit_code("predict", run, "new", "--json") == 2
     output = capsys.readouterr()
     result = json.loads(output.out)
-    assert [p["image"] for p in result["predictions"]] == ["new/b.png"]
+    assert [p["image"] for p in result["predictions"]] == ["new/b.tif"]
     assert [p["image"] for p in result["unreadable"]] == ["new/a.png", "new/c.jpg"]
     lines = output.err.splitlines()
-    assert len(lines) == 2
-    assert lines[0].startswith("fnet: cannot read new/a.png: ")
-    assert lines[1] == "fnet: cannot read new/c.jpg: zero bytes"
+    assert len(lines) == 3
+    assert lines[0].startswith("fnet: images of several frames or pages, of which the first is ")
+    assert lines[1].startswith("fnet: cannot read new/a.png: ")
+    assert lines[2] == "fnet: cannot read new/c.jpg: zero bytes"
     assert exit_code("predict", run, "new/a.png", "--json") == 2
     assert json.loads(capsys.readouterr().out)["predictions"] == []
 

@@ -131,6 +131,16 @@ def test_batches_have_the_images_of_their_ids(hub):
     assert (batches[0]["image"][2] == color(14)).all()
 
 
+def test_labels_can_be_the_names_of_classes(hub):
+    for part in hub["animals"].values():
+        part.columns["kind"] = [CLASSES[i].title() for i in part.columns["label"]]
+        part.features["kind"] = Value("string")
+    data = load(label="kind")
+    assert data.classes == ("Ape", "Bear", "Cat")
+    assert data.train["label"].tolist() == load().train["label"].tolist()
+    assert data.test["label"].tolist() == load().test["label"].tolist()
+
+
 def test_loads_a_data_set_by_name_subset_and_revision(hub):
     load(subset="small", revision="v2")
     assert hub["calls"] == [("animals", "small", "v2")]

@@ -1,5 +1,6 @@
 """Measured memory of the process."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -9,9 +10,12 @@ import numpy as np
 import pytest
 from program_cases import state_of
 
+from train.config import Memory, recipes
+from train.errors import UserError
 from train.run import process_memory
 from train.run.checkpoints import Checkpoints
 from train.run.process_memory import IN_FLIGHT, HighWater, overhead
+from train.run.setup import setup
 
 pytestmark = pytest.mark.skipif(
     not os.access("/proc/self/clear_refs", os.W_OK), reason="Linux only"
@@ -69,6 +73,17 @@ def test_arrays_do_not_spread_over_occupied_gaps():
     child = [sys.executable, "-c", USES_GAPS]
     printed = subprocess.run(child, check=True, capture_output=True, text=True).stdout
     assert printed.split() == ["True", "False"]
+
+
+def test_users_may_keep_freed_memory_but_then_no_budget_holds(monkeypatch):
+    config = recipes.load("digits")
+    small = dataclasses.replace(config, memory=Memory(budget="1GB"))
+    setup(small)
+    assert not any("GLIBC_TUNABLES" in note for note in setup(config).notes)
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.arena_max=1:glibc.malloc.mmap_threshold=9")
+    assert any("may hold more than predicted" in note for note in setup(config).notes)
+    with pytest.raises(UserError, match=r"memory\.budget: 1GB, but GLIBC_TUNABLES keeps freed"):
+        setup(small)
 
 
 @pytest.mark.slow
