@@ -407,7 +407,8 @@ class _Program:
         saved: list[set[Name]] = [set() for _ in range(self.windows[-1] + 1)]
         offloaded: list[set[Name]] = [set() for _ in saved]
         for t in self.always:
-            saved[self.windows[t.piece]].add(t.name or (0, 0))
+            assert t.name is not None
+            saved[self.windows[t.piece]].add(t.name)
         for kind, key in chosen:
             if kind == "save":
                 saved[self.windows[key.piece]].add(key.name)

@@ -16,6 +16,7 @@ from pretrained_cases import CONFIGS, LOGITS, TOKENS, file_shapes, peer, weights
 import fnet
 from fnet.interop.huggingface import FAMILIES, build_model
 from fnet.interop.huggingface.checkpoint import Tensor
+from fnet.interop.huggingface.decoders import _xielu
 from fnet.interop.huggingface.rotary import rotary_embedding
 
 
@@ -127,6 +128,15 @@ def test_hidden_units_of_lfm2_are_a_multiple_of_two_thirds(options, hidden):
     config = CONFIGS["lfm2"] | {"block_ff_dim": 48, "block_multiple_of": 16} | options
     shapes = file_shapes(build_model(config))
     assert shapes["model.layers.0.feed_forward.w1.weight"] == (hidden, config["hidden_size"])
+
+
+def test_xielu_is_its_formula():
+    params = {"alpha_p": jnp.full(1, 0.3), "alpha_n": jnp.full(1, -0.7)}
+    x = np.linspace(-3, 3, 13)
+    positive, negative = np.log1p(np.exp(0.3)), 0.5 + np.log1p(np.exp(-0.7))
+    curve = np.where(x > 0, positive * x**2, negative * (np.expm1(np.minimum(x, -1e-6)) - x))
+    y, _ = _xielu().apply(params, {}, jnp.float32(x), train=True)
+    np.testing.assert_allclose(y, curve + 0.5 * x, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.sweep(3)

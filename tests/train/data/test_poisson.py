@@ -54,6 +54,20 @@ def test_samples_each_example_independently_with_the_same_probability():
     assert joined.sum(1).var() == pytest.approx(variance, rel=0.15)
 
 
+@pytest.mark.parametrize(
+    "selection",
+    [
+        of.BMinSepSampling(0.25, 400, min_sep=4),
+        of.CyclicPoissonSampling(0.5, 400, cycle_length=4),
+        of.BallsInBinsSampling(400, cycle_length=8),
+    ],
+    ids=lambda selection: type(selection).__name__,
+)
+def test_batches_have_the_batch_size_on_average(selection):
+    draw = (sampling := Sampling(200, selection)).draws(3)
+    assert np.mean([len(draw(i)) for i in range(400)]) == pytest.approx(sampling.batch_size, abs=1)
+
+
 def test_samples_without_duplicates_and_pads_with_zeros_of_weight_zero():
     rows = PoissonSampling(EXAMPLES, 10).rows
     for batch in take(batches_of(dataset(), 10), 20):
