@@ -36,6 +36,13 @@ def test_a_row_of_the_confusion_matrix_is_a_true_class_in_shares(drawn, tmp_path
     assert ax.get_title() == "a title: 87.50% correct"
 
 
+def test_a_grid_of_images_grows_with_its_rows_and_columns(drawn, tmp_path):
+    for names, columns in (("a", 2), ("abc", 5)):
+        plots.image_grid(np.zeros((len(names), columns, 4, 4, 1)), names, "", tmp_path / "a.png")
+    small, large = (figure.get_size_inches() for figure in drawn)
+    np.testing.assert_allclose(large - small, [3 * 0.6, 2 * 0.6])
+
+
 @pytest.mark.filterwarnings("error")
 def test_names_without_glyphs_are_drawn_as_codes(tmp_path, monkeypatch):
     monkeypatch.setattr(glyphs, "_other_families", lambda: ())

@@ -93,8 +93,11 @@ def test_headings_are_in_order_and_links_lead_somewhere(make):
         assert head.attributes["scope"] in ("row", "col")
 
 
-def test_charts_take_their_colors_from_the_style_sheet(make):
+def test_charts_take_their_sizes_from_one_place_and_colors_from_the_style_sheet(make):
     page = page_of(*(make(f"r{i}") for i in range(len(COLORS) + 1)))
+    charts = [e for e in page.all("svg") if "aria-label" in e.attributes]
+    assert charts
+    assert {e.attributes["viewbox"] for e in charts} == {"0 0 400 190"}
     colors = {e.attributes.get(key) for e in page.elements for key in ("stroke", "fill")}
     assert colors >= {f"var(--c{i})" for i in range(len(COLORS))} | {"var(--rule)"}
     assert not any(str(color).startswith("#") for color in colors)
