@@ -156,6 +156,19 @@ ENTRY %main (x: f32[25]) -> f32[50] {
     assert found.live_bytes == [300, 300, 400, 400]
 
 
+def test_a_temporary_overwrites_a_temporary():
+    text = """
+ENTRY %main (x: f32[25]) -> f32[25] {
+  %x = f32[25]{0} parameter(0)
+  %a = f32[50]{0} custom-call(%x)
+  %b = f32[50]{0} negate(%a)
+  ROOT %y = f32[25]{0} custom-call(%b)
+}
+"""
+    found = timeline(program(text, arguments=100, outputs=100))
+    assert found.live_bytes == [200, 400, 400, 400]
+
+
 @pytest.mark.parametrize(
     ("opcode", "dtype", "temporary"),
     [("negate", "f32", 0), ("sort", "f32", 0), ("reverse", "f32", 200), ("convert", "s32", 200)],

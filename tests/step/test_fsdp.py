@@ -395,6 +395,13 @@ def test_each_of_several_results_is_sharded_as_itself():
     assert specs == [(None, "fsdp"), (None, None), ("fsdp", None), (None, "fsdp")]
 
 
+def test_codes_of_an_equation_with_several_results_are_gathered():
+    codes = jnp.zeros((4, 16), jnp.int8)
+    sharding = sharding_of(mesh_of(1, 4), codes.shape)
+    specs = constraints(lambda codes, x: jax.lax.top_k(codes, 2)[1] * x, (sharding, None), codes, 2)
+    assert specs == [(None, "fsdp"), (None, None)]
+
+
 def test_axes_of_tensor_parallelism_are_not_gathered():
     mesh = mesh_of(2, 2)
     w = NamedSharding(mesh, PartitionSpec("fsdp", "data"))

@@ -294,6 +294,13 @@ def test_ema_without_its_decay_or_the_other_way_round_is_refused(ema, decay):
         step(state, batch_of(6))
 
 
+def test_an_average_without_memory_is_the_parameters():
+    model, optimizer = classifier(), optax.sgd(0.1)
+    step = fnet.make_step(loss_of(model), optimizer, ema_decay=0.0)
+    state, _ = step(created(model, optimizer, ema=True), batch_of(6))
+    chex.assert_trees_all_equal(state.ema, state.params)
+
+
 @pytest.mark.parametrize("decay", [-0.1, 1.0, float("nan")])
 def test_an_ema_decay_out_of_range_is_refused(decay):
     with pytest.raises(ValueError, match=r"ema_decay must be in \[0, 1\), got"):
