@@ -10,7 +10,14 @@ from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
-from PIL import ExifTags, Image, ImageFile, JpegImagePlugin, UnidentifiedImageError
+from PIL import (
+    ExifTags,
+    Image,
+    ImageFile,
+    JpegImagePlugin,
+    TiffImagePlugin,
+    UnidentifiedImageError,
+)
 
 EXTENSIONS = ("jpg", "jpeg", "png", "ppm", "bmp", "pgm", "tif", "tiff", "webp", "gif")
 """Extensions of image files, as in torchvision's ImageFolder, and GIF."""
@@ -25,6 +32,9 @@ Image.MAX_IMAGE_PIXELS = None
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "PPM", "TIFF", "GIF")
 _WITH_FRAMES = (b"\x89PNG", b"GIF8", b"RIFF", b"II*", b"II+", b"MM\0")
 """First bytes of images that can have several frames or pages; those of a JPEG are no pictures."""
+_SMALLER_OR_MASK = 0b101
+"""Bits of NewSubfileType of a TIFF's page (TIFF 6.0, section 8)."""
+_MOST_PAGES = 32
 _TRANSPOSE = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -202,7 +212,17 @@ def has_frames(file: File) -> bool:
 
 
 def _is_animated(image: Image.Image) -> bool:
-    return bool(getattr(image, "is_animated", False))
+    """Whether an image has other frames or pages than smaller copies of itself and its mask."""
+    if not getattr(image, "is_animated", False):
+        return False
+    if not isinstance(image, TiffImagePlugin.TiffImageFile):
+        return True
+    kinds = []
+    for page in range(1, min(image.n_frames, _MOST_PAGES)):
+        image.seek(page)
+        kinds.append(image.tag_v2.get(ExifTags.Base.NewSubfileType, 0))
+    image.seek(0)
+    return not all(kind & _SMALLER_OR_MASK for kind in kinds)
 
 
 def pack_colors(colors: np.ndarray) -> np.ndarray:

@@ -3,10 +3,10 @@
 import io
 import os
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from hashlib import blake2b, file_digest
 from pathlib import Path
-from typing import IO, NamedTuple, TypeVar
+from typing import IO, Any, NamedTuple, TypeVar
 
 from train.data import storage
 from train.data.columns import normalized
@@ -67,7 +67,8 @@ def describe_files(
 ) -> tuple[str, ...]:
     """Return notes about copies of training images among test images, and about frames.
 
-    Of files of the same size the middle is compared, and the whole of those that agree.
+    Of files of the same size the middle is compared, and the whole of those that agree. Of more
+    than 20,000 images, only paths are compared.
 
     Args:
       train: training images, by default paths.
@@ -86,9 +87,12 @@ def describe_files(
             f"images of several frames or pages, of which the first is used: {len(several):,}{of}, "
             f"such as {name(several[0])}",
         )
+    keys_of: Sequence[Callable[[Any], Hashable]] = (file_bytes, _middle, _digest)
     if len(every) > _MOST_COMPARED:
-        return notes
-    for key_of in (file_bytes, _middle, _digest):
+        if file_of is not str:
+            return notes
+        keys_of = (os.path.abspath,)
+    for key_of in keys_of:
         keys = [{id: _key(key_of, file_of(id)) for id in ids} for ids in splits]
         common = {*keys[0].values()} & {*keys[1].values()} - {_UNREADABLE}
         splits = [{id: k for id, k in of.items() if k in common} for of in keys]

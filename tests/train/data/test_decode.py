@@ -9,10 +9,18 @@ import zlib
 import chex
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, TiffImagePlugin
 
 from train.data.augment import resize_shorter_side
-from train.data.decode import MAX_PIXELS, UnreadableError, View, decode, decode_mask, whole
+from train.data.decode import (
+    MAX_PIXELS,
+    UnreadableError,
+    View,
+    decode,
+    decode_mask,
+    has_frames,
+    whole,
+)
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (20, 30, 3), np.uint8)
 IMAGE = Image.fromarray(PIXELS)
@@ -358,6 +366,17 @@ def test_refuses_masks_with_transparent_pixels_and_unusual_modes(save):
     gray = [Image.new("L", (2, 2), i) for i in range(3)]
     pages = save(gray[0], "c.tif", save_all=True, append_images=gray[1:])
     assert error_of(pages, decode_mask) == "it has several frames or pages; a mask is one image"
+
+
+def test_a_tiff_may_have_smaller_copies_of_itself():
+    labels, file = Image.new("L", (8, 8), 3), io.BytesIO()
+    with TiffImagePlugin.AppendingTiffWriter(file, new=True) as writer:
+        for page, kind in ((labels, 0), (labels.resize((4, 4)), 1)):
+            page.save(writer, "TIFF", tiffinfo={254: kind})
+            writer.newFrame()
+    assert Image.open(io.BytesIO(file.getvalue())).n_frames == 2
+    assert (decode_mask(file.getvalue()).values == np.full((8, 8), 3)).all()
+    assert not has_frames(file.getvalue())
 
 
 def test_refuses_a_pipe_which_would_block(tmp_path):

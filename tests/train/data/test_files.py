@@ -42,6 +42,8 @@ def test_copies_of_training_images_are_told(tmp_path, monkeypatch):
     assert files.describe_files(train, test[2:]) == ()
     monkeypatch.setattr(files, "_MOST_COMPARED", 8)
     assert files.describe_files(train, test) == ()
+    (note,) = files.describe_files(train, [*test, os.path.relpath(train[1])])
+    assert note.startswith("1 test images")
 
 
 def test_images_of_several_frames_are_told(tmp_path, monkeypatch):
