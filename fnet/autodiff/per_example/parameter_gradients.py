@@ -44,8 +44,11 @@ from fnet.precision import sum_dtype, upcast
 
 T = TypeVar("T")
 
-_FACTORS_RATIO = 4
-"""Gradients are materialized if their factors are at least this many times larger."""
+_MATERIALIZED = 2
+"""Gradients are materialized if they take at most this many times the memory of their factors.
+
+They are one product, and free the factors. A ghost norm is a second product.
+"""
 
 _OVERLAP_WORK = 10_000
 """Work that `numpy.shares_memory` may take to decide whether two views overlap."""
@@ -643,11 +646,15 @@ class _Part:
         return math.prod(self.box.shape) if self.box else self.param.size
 
     def is_small(self) -> bool:
-        """Whether the gradients take much less memory than the factors."""
-        small: bool = _FACTORS_RATIO * self._batch() * self._size() <= sum(
-            a.size for i in self.inputs for a in i.arrays
-        )
-        return small
+        """Whether the gradients take little memory in comparison to the factors.
+
+        A single term is an outer product, whose factors have the norm already.
+        """
+        if not self.is_materialized() and self.never_cancels():
+            return False
+        arrays = [a for i in self.inputs for a in i.arrays]
+        factors: int = sum(a.size * a.dtype.itemsize for a in arrays)
+        return self._batch() * self._size() * self._dtype().itemsize <= _MATERIALIZED * factors
 
     def is_materialized(self) -> bool:
         """Whether gradients have no formula, and are materialized for norms and sums."""

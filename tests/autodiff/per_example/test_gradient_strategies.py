@@ -124,3 +124,32 @@ def test_strategy_of_each_parameter():
     )
     assert strategies["nonlinear_uses", "w"] == "derived"
     assert strategies["nonlinear_uses", "unused"] == "unused"
+
+
+@pytest.mark.usefixtures("real_sizes")
+def test_gradients_are_materialized_if_they_take_little_memory():
+    """Convolutions over a sequence, and dense layers on each position: one product, not two."""
+    params = {"convolution": jnp.ones((2, 16, 32)), "dense": jnp.ones((32, 64)), "b": jnp.ones(64)}
+    x = jax.random.normal(jax.random.key(0), (16, 24, 16))
+    numbers = ("NHC", "HIO", "NHC")
+
+    def loss(p, x):
+        y = jax.lax.conv_general_dilated(
+            x, p["convolution"], (1,), [(1, 0)], dimension_numbers=numbers
+        )
+        return ((jnp.tanh(y) @ p["dense"] + p["b"]) ** 2).sum((1, 2))
+
+    assert set(gradient_strategies(loss, params, x).values()) == {"materialized"}
+    # A dense layer on one position has a single term, whose factors give the norm.
+    assert gradient_strategies(lambda w, x: (x @ w).sum(1), jnp.ones((4, 4)), x[:, 0, :4]) == (
+        "ghost norm"
+    )
+    grads = jax.vmap(jax.grad(lambda p, x: loss(p, x[None])[0]), (None, 0))(params, x)
+    squares = sum((g**2).reshape(16, -1).sum(1) for g in jax.tree.leaves(grads))
+    scales = jnp.minimum(1, 3 / jnp.sqrt(squares))
+    expected = jax.tree.map(lambda g: jnp.tensordot(scales, g, 1), grads)
+    clipped = jax.jit(lambda p, x: clipped_grad(loss, 3.0)(p, x)[0])
+    chex.assert_trees_all_close(clipped(params, x), expected, rtol=1e-5, atol=1e-5)
+    plain = jax.jit(jax.grad(lambda p, x: loss(p, x).mean()))
+    flops = [f.lower(params, x).compile().cost_analysis()["flops"] for f in (clipped, plain)]
+    assert flops[0] <= 1.15 * flops[1]
