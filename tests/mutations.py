@@ -78,6 +78,7 @@ NAMED = {
     "fnet/losses/segmentation.py": "tests/losses/test_pixel_cross_entropy.py tests/train/tasks/test_segmentation.py",
     "fnet/memory/fit.py": "tests/memory/test_remat_to_fit.py",
     "fnet/memory/graph.py": "tests/memory/test_proposals.py tests/memory/test_residuals.py",
+    "fnet/memory/plan.py": "tests/memory/test_plan.py tests/memory/test_largest_size.py",
     "fnet/models/blocks.py": "tests/models/test_models.py",
     "fnet/models/swin.py": "tests/models/test_image_networks.py tests/interop/test_torchvision_networks.py",
     "fnet/optim/__init__.py": "tests/optim/test_optim.py",
@@ -115,6 +116,7 @@ NAMED = {
 
 EQUIVALENT = {
     "fnet/cpu/workspaces.py::_ynnpack_workspace: swap Mult 1": "XLA gives no transposed convolution to YNNPACK (jaxlib 0.10, 0.12)",
+    "fnet/fsdp.py::_ShardResults.equation: change number 1": "a new reference has one operand",
     "fnet/generate.py::sample_token: drop USub 2": "logits are [batch, vocabulary]",
     "fnet/generate.py::sample_token: drop USub 11": "logits are [batch, vocabulary]",
     "fnet/memory/regions.py::_roots: swap Lt 1": "the same roots are tried twice",

@@ -298,7 +298,7 @@ def raising(code, message):
     def refuse(compiler_options):
         raise error(f"{code}: {message}")
 
-    return types.SimpleNamespace(compile=refuse)
+    return types.types.SimpleNamespace(compile=refuse)
 
 
 @pytest.mark.parametrize(
@@ -370,6 +370,17 @@ def test_another_budget_starts_from_what_is_known():
         again, none = compiled(budget)
         assert again is small
         assert not none
+
+
+def test_the_peak_of_loops_corrects_their_prediction():
+    kind = plan.__globals__["_Loops"]
+    loops = kind.__new__(kind)
+    loops._scale, loops._known = 0.5, []
+    loops.learn(
+        types.SimpleNamespace(bytes=100),
+        types.SimpleNamespace(peak=types.SimpleNamespace(total=1000)),
+    )
+    assert [loops.predict(types.SimpleNamespace(bytes=n)) for n in (100, 300)] == [1000, 1100]
 
 
 def test_what_is_faster_than_the_smallest_is_compiled_after_it(monkeypatch):
