@@ -380,6 +380,25 @@ def test_a_stack_that_a_scan_makes_of_parameters_is_sharded_as_its_rows():
     assert specs == [(None, None, "fsdp"), (None, None, None)]
 
 
+def test_rows_of_a_result_are_sharded_where_a_scan_makes_them():
+    mesh = mesh_of(1, 4)
+    stack, result = (
+        NamedSharding(mesh, PartitionSpec(*s)) for s in ((None, None, "fsdp"), (None, "fsdp"))
+    )
+
+    def f(stack, x):
+        return jax.lax.scan(lambda _, w: (None, x @ w), None, stack)[1]
+
+    specs = constraints(f, (stack, None), STACK["w"], batch_of()["x"], out=result)
+    assert specs == [(None, "fsdp"), (None, None), ("fsdp", None)]
+
+
+def test_a_number_of_the_data_gathers_nothing():
+    w = jnp.ones((4, 16))
+    shardings = sharding_of(mesh_of(1, 4), w.shape), None
+    assert constraints(lambda w, rate: w * rate, shardings, w, jnp.float32(0.1)) == []
+
+
 def test_each_of_several_results_is_sharded_as_itself():
     mesh = mesh_of(1, 4)
     rows, columns = (
