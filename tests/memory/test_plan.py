@@ -298,7 +298,7 @@ def raising(code, message):
     def refuse(compiler_options):
         raise error(f"{code}: {message}")
 
-    return types.types.SimpleNamespace(compile=refuse)
+    return types.SimpleNamespace(compile=refuse)
 
 
 @pytest.mark.parametrize(
