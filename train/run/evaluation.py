@@ -14,6 +14,7 @@ from fnet.fsdp import gather_at_use
 from train.data import Arrays, evaluation_batches, num_examples, sample_evaluation_batch
 from train.errors import UserError
 from train.run.mesh import Layout, shardings
+from train.run.process_memory import FirstApart
 from train.tasks import Task
 
 
@@ -140,13 +141,17 @@ class Evaluator:
         _, (_, _, self._kept) = self._lowered.out_info
 
     @functools.cached_property
-    def _add_batch(self) -> Any:
+    def _compiled(self) -> Any:
         return self._lowered.compile(compiler_options=self._options)
+
+    @functools.cached_property
+    def _add_batch(self) -> FirstApart:
+        return FirstApart(self._compiled)
 
     @property
     def peak(self) -> int:
         """Peak memory in bytes while it runs: train state, a batch, outputs, temporaries."""
-        program = memory.peak(self._add_batch)
+        program = memory.peak(self._compiled)
         return self._argument_bytes + program.outputs + program.temporaries + program.workspace
 
     def __call__(self, trained: Trained) -> Evaluation:

@@ -20,7 +20,7 @@ from train.data import PREFETCHED_BATCHES
 from train.errors import UserError
 from train.run import process_memory
 from train.run.frozen import without_frozen
-from train.run.process_memory import Overhead
+from train.run.process_memory import FirstApart, Overhead
 from train.run.setup import Setup
 
 Progress = Callable[[int, Candidate, int | None], None]
@@ -74,7 +74,8 @@ class StepCache:
 
     def __init__(self, planned: Planned, log: Callable[[str], None]):
         self._run, self._planned, self._log = planned.run, planned, log
-        self._executables = {_signature(planned.run.batch_shapes): planned.executable}
+        first = FirstApart(planned.executable)
+        self._executables = {_signature(planned.run.batch_shapes): first}
 
     @property
     def num_programs(self) -> int:
@@ -86,18 +87,21 @@ class StepCache:
         signature = _signature(batch)
         if signature not in self._executables:
             start = time.perf_counter()
-            self._executables[signature] = _compile(
+            compiled = _compile(
                 self._run.with_batch_shapes(jax.eval_shape(lambda b: b, batch)),
                 self._planned.policy,
                 self._planned.microbatches,
                 None,
                 self._planned.executable.report.compiler_options,
             )
+            self._executables[signature] = FirstApart(compiled)
             self._log(
                 f"compiled again in {time.perf_counter() - start:.1f} s "
                 f"({self.num_programs} programs): {_difference(self._run.batch_shapes, batch)}"
             )
-        return self._executables[signature](state, self._run.put(batch))
+        stepped: tuple[TrainState, dict[str, jax.Array]]
+        stepped = self._executables[signature](state, self._run.put(batch))
+        return stepped
 
 
 def _signature(batch: Any) -> tuple[tuple[tuple[int, ...], np.dtype], ...]:
