@@ -2,7 +2,6 @@
 
 import gc
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -80,7 +79,7 @@ def overhead(state: Any, batch: Any, batches: int) -> Overhead:
 class FirstApart:
     """A compiled program whose first run leaves no gaps in the heap (`separate_mappings`)."""
 
-    def __init__(self, program: Callable[..., Any]) -> None:
+    def __init__(self, program: Any) -> None:
         self._program, self._has_run = program, False
 
     def __call__(self, *args: Any) -> Any:
