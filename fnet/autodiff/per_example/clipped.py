@@ -16,9 +16,9 @@ per example. `clipped_grad` takes about the time and memory of a plain gradient 
    backward pass.
 
 `parameter_gradients` chooses for each parameter whether steps 3 and 5 go this way. If per-example
-gradients are smaller than inputs and cotangents, they are materialized. Parameters that are used in
-other ways get theirs by automatic differentiation, perhaps in chunks. `gradient_strategies` shows
-the choices.
+gradients take at most twice the memory of inputs and cotangents, they are materialized. Parameters
+that are used in other ways get theirs by automatic differentiation, perhaps in chunks.
+`gradient_strategies` shows the choices.
 """
 
 import dataclasses
