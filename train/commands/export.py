@@ -86,8 +86,7 @@ def export_weights(folder: RunFolder, config: Config, options: ExportArguments) 
     except ValueError as error:
         raise UserError(f"{folder.path}: {weight_files.with_flags(error)}") from error
     metadata = {"names": names, "norm": options.for_norm or norm, "fnet": fnet.__version__}
-    if folder.classes.is_file():
-        metadata |= weight_files.describe_classes(read_outputs(folder, config).names)
+    metadata |= weight_files.describe_outputs_of(folder, config)
     weight_files.write(out, arrays, {"format": "pt"} | network | metadata)
     return out
 

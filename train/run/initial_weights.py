@@ -5,11 +5,13 @@ import math
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from fnet.interop import families
 from fnet.interop import torch as interop
+from train.data import Scaling
 from train.data.columns import is_named, order_of
 from train.errors import UserError, shorten
 from train.run import weight_files
@@ -144,6 +146,11 @@ def load(
         } | options
     notes = (*map(weight_files.with_flags, report.notes), *_differences(options, network))
     is_kept = any(families.is_classifier(name) for name in report.read.values())
+    old, new = _scaling(weights.metadata), run.task.dataset.scaling
+    if is_kept and new and not old:
+        notes += ("the scale of its outputs is not known: they count as standardized numbers",)
+    if is_kept and old and not new:
+        notes += ("its outputs were standardized numbers",)
     if are_others:
         notes += (f"the classifier is new, because the weights are for {shorten(names)}",)
     elif is_kept and not is_said:
@@ -156,7 +163,15 @@ def load(
         if isinstance(a, jax.ShapeDtypeStruct):
             return None
         name = jax.tree_util.keystr(path, simple=True, separator=".")
-        return a[..., order] if order and families.is_classifier(name) else a
+        if not families.is_classifier(name):
+            return a
+        a = a[..., order] if order else a
+        if not (old and new):
+            return a
+        # The same numbers, with the scaling of this run.
+        mean, std = (np.asarray(v)[list(order)] if order else np.asarray(v) for v in old)
+        shift = mean - np.asarray(new.mean) if name.endswith("bias") else 0.0
+        return ((np.asarray(a) * std + shift) / np.asarray(new.std)).astype(a.dtype)
 
     params = jax.tree_util.tree_map_with_path(variable, loaded.params)
     variables = params, jax.tree_util.tree_map_with_path(variable, loaded.state)
@@ -179,6 +194,14 @@ def _classes(metadata: dict[str, str]) -> tuple[str, ...]:
         return tuple(map(str, json.loads(metadata.get("classes", "[]"))))
     except (ValueError, TypeError):  # a field of another program
         return ()
+
+
+def _scaling(metadata: dict[str, str]) -> Scaling | None:
+    """Return the scaling of outputs that are numbers; None for others."""
+    try:
+        return Scaling(**json.loads(metadata["scaling"]))
+    except (KeyError, ValueError, TypeError):  # none, or a field of another program
+        return None
 
 
 def _differences(theirs: dict[str, str], ours: dict[str, str]) -> tuple[str, ...]:

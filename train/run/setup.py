@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -328,8 +329,15 @@ def _optimizer(config: Config, schedule: optax.Schedule) -> optax.GradientTransf
         galore_every=section.galore_every,
     )
 
-    if section.freeze_backbone:  # the gradients of the others are 0, and stay so
-        optimizer = optax.masked(optimizer, optim.classifier_mask)
+    if section.freeze_backbone:
+
+        def is_frozen(params: Any) -> Any:
+            return jax.tree.map(operator.not_, optim.classifier_mask(params))
+
+        # The gradients of the others are 0, but private noise is not.
+        optimizer = optax.chain(
+            optax.masked(optimizer, optim.classifier_mask), optax.transforms.freeze(is_frozen)
+        )
 
     def init(params: Any) -> Any:
         has_classifier = any(jax.tree.leaves(optim.classifier_mask(params)))

@@ -10,7 +10,7 @@ import os
 import re
 import warnings
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from fnet.interop import families
 from fnet.layers import activations
 from train import limits
 from train.config import Config
-from train.data import storage
+from train.data import Outputs, storage
 from train.data.model_folder import SINGLE, is_model_folder, read_config, read_tensors
 from train.errors import UserError
 from train.networks.model_images import class_names
@@ -105,7 +105,7 @@ def _read_published(path: Path) -> Weights:
     tensors, metadata = read_tensors(path / SINGLE)
     options = families.variant_options(str(name), "timm")
     metadata |= {option: str(value) for option, value in options.items()}
-    return Weights(tensors, metadata | describe_classes(class_names(config)))
+    return Weights(tensors, metadata | describe_outputs(Outputs(class_names(config))))
 
 
 def _read_run(folder: RunFolder) -> Weights:
@@ -124,8 +124,7 @@ def _read_run(folder: RunFolder) -> Weights:
         jax.tree_util.keystr(path[1:], simple=True, separator="."): np.asarray(a)
         for path, a in jax.tree_util.tree_flatten_with_path(variables)[0]
     }
-    classes = read_outputs(folder, config).names if folder.classes.is_file() else ()
-    return Weights(arrays, describe_network(config) | describe_classes(classes))
+    return Weights(arrays, describe_network(config) | describe_outputs_of(folder, config))
 
 
 def _read_file(path: Path) -> Weights:
@@ -190,9 +189,17 @@ def describe_network(config: Config) -> dict[str, str]:
     return {"norm": "abn"} | text
 
 
-def describe_classes(classes: Sequence[str]) -> dict[str, str]:
-    """Return the names of the outputs as text; {} without names."""
-    return {"classes": json.dumps(list(classes))} if classes else {}
+def describe_outputs_of(folder: RunFolder, config: Config) -> dict[str, str]:
+    """Return the meaning of a run's outputs as text; {} without its file of classes."""
+    return describe_outputs(read_outputs(folder, config)) if folder.classes.is_file() else {}
+
+
+def describe_outputs(outputs: Outputs) -> dict[str, str]:
+    """Return the names of outputs, and the scaling of those that are numbers, as text."""
+    text = {"classes": json.dumps(list(outputs.names))} if outputs.names else {}
+    if outputs.scaling:
+        text["scaling"] = json.dumps(outputs.scaling._asdict())
+    return text
 
 
 def with_flags(message: Exception | str) -> str:

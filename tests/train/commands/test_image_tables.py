@@ -11,7 +11,7 @@ from program_cases import assert_one_line_error, exit_code, fnet_command, metric
 
 from train.output.curves import describe
 from train.predictor import Predictor
-from train.run import evaluation, programs
+from train.run import evaluation, initial_weights, programs
 from train.run.frozen import load_network
 from train.run.run_folder import RunFolder
 from train.run.setup import setup
@@ -34,6 +34,9 @@ TARGETS = {
     "labels": ("--data.targets", "labels", "--data.label", "red", "late"),
     "numbers": ("--data.targets", "numbers", "--data.label", "loss"),
 }
+
+PRIVATE = ("--grad.mode", "clipped", "--grad.noise-multiplier", 1, "--grad.delta", 1e-3)
+PRIVATE = (*PRIVATE, "--optim.clip-norm", "None")
 
 
 @pytest.fixture
@@ -234,10 +237,35 @@ def test_a_run_ends_when_its_metric_gets_no_better_and_resumes_alike(
     assert_one_line_error(capsys, "checkpoint.metric: no test metric f1")
 
 
-def test_a_frozen_backbone_keeps_its_parameters_and_statistics(workplace, capsys):
-    fnet_command("train", "recipe.py", "--out", "r")
+def test_a_kept_head_predicts_the_same_numbers_with_another_scaling(workplace, capsys):
+    table = (workplace / "labels.csv").read_text().splitlines()
+    larger = [f"{line},{int(line.split(',')[-1]) * 100 + 5000}" for line in table[1:]]
+    (workplace / "other.csv").write_text(
+        "\n".join([table[0].replace("loss", "old") + ",loss", *larger]) + "\n"
+    )
+    fnet_command("train", "recipe.py", *TARGETS["numbers"], "--out", "r")
+    fnet_command("export", "r", "--out", "r.safetensors")
+    fnet_command(
+        "train", "recipe.py", *TARGETS["numbers"], "--data.path", "other.csv", "--out", "s"
+    )
+    runs = [setup(RunFolder(workplace / name).read_config()) for name in "rs"]
+    for source in ("r", "r.safetensors"):
+        heads = [initial_weights.load(run, source).variables[0]["head"] for run in runs]
+        heads = jax.tree.map(np.asarray, heads)
+        numbers = [
+            run.task.dataset.scaling.restore(np.ones((1, 4)) @ head["kernel"] + head["bias"])
+            for run, head in zip(runs, heads, strict=True)
+        ]
+        np.testing.assert_allclose(*numbers, rtol=1e-5)
+        assert (heads[0]["kernel"] != heads[1]["kernel"]).all()
+
+
+@pytest.mark.parametrize("private", [(), PRIVATE], ids=["plain", "private"])
+def test_a_frozen_backbone_keeps_its_parameters_and_statistics(workplace, capsys, private):
+    norm = ("--model.norm", "group") if private else ()
+    fnet_command("train", "recipe.py", "--out", "r", *norm)
     flags = ("--model.pretrained", "r", "--optim.freeze-backbone", "--optim.weight-decay", 0.1)
-    fnet_command("train", "recipe.py", "--out", "s", *flags)
+    fnet_command("train", "recipe.py", "--out", "s", *flags, *norm, *private)
     networks = []
     for name in "rs":
         folder = RunFolder(workplace / name)
