@@ -230,6 +230,14 @@ def test_gemma4_ignores_keys_of_layers_that_read_those_of_others():
         )
 
 
+def test_a_share_of_rotated_features_is_refused_where_transformers_ignores_it():
+    given = {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}
+    with pytest.raises(ValueError, match=r"llama: partial_rotary_factor 0.5 is not supported"):
+        build_model(CONFIGS["llama"] | given)
+    with pytest.raises(ValueError, match=r"qwen3: partial_rotary_factor 0.5 is not supported"):
+        build_model(CONFIGS["qwen3"] | {"partial_rotary_factor": 0.5})
+
+
 def test_experts_may_be_one_tensor():
     name = "qwen3_5_moe"
     model, params, tensors = loaded(name)

@@ -136,6 +136,13 @@ def export_model(
                 )
             if any("/experts/" in path for path in trained):
                 print(_EXPERTS_NOTE, file=sys.stderr)
+            if section.quantize:
+                print(
+                    f"adapters trained over {section.quantize} weights: load the published model "
+                    "quantized alike, or export without --adapters; over other weights results "
+                    "differ",
+                    file=sys.stderr,
+                )
             peft_config, tensors = to_peft(adapters, trained, modules, str(source.path))
             peft_config["task_type"] = "CAUSAL_LM"
             (part / "adapter_config.json").write_text(as_json(peft_config))

@@ -629,9 +629,8 @@ class Reader:
             texts = [(text, [a for a in answers if next(left)]) for text, answers in texts]
         texts = [(text, answers) for text, answers in texts if any(answers)]
         if not texts:
-            raise UserError(
-                "the last message is not an assistant's" if last else "no assistant's message"
-            )
+            missing = "no assistant's message" if all(learned) else "every answer has weight 0"
+            raise UserError("the last message is not an assistant's" if last else missing)
         return texts
 
     def _encode(self, text: _Text) -> Pieces:
@@ -679,6 +678,8 @@ def _messages(record: Record, name: str) -> list[dict[str, Any]]:
     given = record.get(name)
     if not isinstance(given, list) or not given:
         raise UserError(f"{record.where}: {name} must be a list of messages, got {given!r:.40}")
+    if record.fields.get("weight") not in (None, 1):
+        raise UserError(f"{record.where}: weight is a key of an answer, not of a record")
     messages = []
     for number, message in enumerate(given, 1):
         where = f"{record.where}, message {number}"
@@ -707,7 +708,8 @@ def _messages(record: Record, name: str) -> list[dict[str, Any]]:
         elif content is None:
             raise _missing(where, "content", message)
         elif not isinstance(content, str):
-            raise UserError(f"{where}: content must be a text, got {type(content).__name__}")
+            given = type(content).__name__
+            raise UserError(f"{where}: content must be a text or a list of texts, got {given}")
         elif role == _ASSISTANT and not content.strip() and "tool_calls" not in read:
             raise UserError(f"{where}: the answer is empty; remove the record")
         messages.append(read)

@@ -1105,7 +1105,7 @@ register(
         norm=rms_norm(Option("rms_norm_eps", 1e-5)),
         fused=True,
         **_SLIDING | {"window": Option("sliding_window", None)},
-        rope=Rope(original=4096),
+        rope=Rope(partial=1.0, original=4096),
         ignored=("full_attn_mod", "interpolate_factor"),
         supported={"lm_head_bias": (False,)},
     ),

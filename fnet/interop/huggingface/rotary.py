@@ -192,7 +192,7 @@ class Rope(NamedTuple):
 
     Attributes:
       theta: Base of the frequencies.
-      partial: Share of a head that is rotated.
+      partial: Share of a head that is rotated; None: all, and no option changes it.
       original: Original context.
       local_theta: Base in blocks with a window; None: as in others.
       interleaved: Whether neighboring features form pairs.
@@ -202,7 +202,7 @@ class Rope(NamedTuple):
     """
 
     theta: Source = 10_000.0
-    partial: Source = 1.0
+    partial: Source = None
     original: int | None = None
     local_theta: Source = None
     interleaved: bool = False
@@ -224,7 +224,9 @@ class Rope(NamedTuple):
         p = {k: v for k, v in (by_kind["full_attention"] or {}).items() if k not in self.ignored}
         theta, partial = options.value(self.theta), options.value(self.partial)
         p.setdefault("rope_theta", options.get("rope_theta", theta))
-        p.setdefault("partial_rotary_factor", options.get("partial_rotary_factor", partial))
+        p.setdefault("partial_rotary_factor", options.get("partial_rotary_factor", partial or 1.0))
+        if partial is None and p.get("rope_type") != "proportional":
+            options.check("partial_rotary_factor", p["partial_rotary_factor"], (1.0,))
         # transformers prefers it to that of the parameters.
         original = options.get("original_max_position_embeddings", self.original)
         if original is not None:

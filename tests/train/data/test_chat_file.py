@@ -422,10 +422,10 @@ def test_a_csv_file_is_a_table_of_fields(load, write):
         ([{"content": "a"}], "message 1: no role; there are content"),
         ([{"role": "user", "contnt": "a"}], "message 1: no content; there are role, contnt"),
         ([{"role": "human", "content": "a"}], "message 1: expected a role of system, developer, user, assistant, tool, got 'human'"),
-        ([{"role": "user", "content": ["a"]}], "message 1: content must be a text, got list"),
+        ([{"role": "user", "content": ["a"]}], "message 1: content must be a text or a list of texts, got list"),
         ([{"role": "assistant", "content": " "}], "message 1: the answer is empty; remove the record"),
         ([{"role": "user", "content": "a"}], "line 1: no assistant's message"),
-        ([{"role": "assistant", "content": "a", "weight": 0}], "line 1: no assistant's message"),
+        ([{"role": "assistant", "content": "a", "weight": 0}], "line 1: every answer has weight 0"),
         ([{"role": "assistant", "content": "a", "weight": 0.5}], "message 1: weight must be 0 or 1, got 0.5"),
         ([{"role": "assistant", "content": "", "tool_calls": "f()"}], "message 1: tool_calls must be a list of objects, got 'f()'"),
     ],
@@ -434,6 +434,12 @@ def test_a_mistake_in_a_chat_names_its_line(load, template, messages, message):
     given = error_message(load, [{"messages": messages}] * 2, chat_template=template)
     assert "data.jsonl, line 1" in given
     assert message in given
+
+
+def test_a_weight_of_a_record_is_refused(load, template):
+    record = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    given = error_message(load, [record | {"weight": 0}] * 2, chat_template=template)
+    assert "line 1: weight is a key of an answer, not of a record" in given
 
 
 def chat_of(*turns, **keys):
