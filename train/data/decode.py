@@ -51,6 +51,10 @@ _LAST_COLUMN_FIRST, _LAST_ROW_FIRST = {2, 3, 6, 7}, {3, 4, 7, 8}
 _REDUCING_GAP = 2.0
 
 
+_GRAYS = np.arange(256, dtype=np.int32) * 0x010101
+_BLACK_WHITE = np.array([0, 0xFFFFFF, *[-1] * 254], np.int32)
+
+
 class UnreadableError(Exception):
     """An image file cannot be used. The message is the reason, without the path."""
 
@@ -129,7 +133,8 @@ class MaskValues(NamedTuple):
       values: int32 [height, width]: gray values, palette indices, or colors as 0xRRGGBB. If
         a palette is of different grays, these are the values.
       kind: meaning of the values.
-      palette: color of each palette index as 0xRRGGBB, int32 [256]; -1 beyond the palette.
+      palette: color of each value of a palette, RGB or black and white image as 0xRRGGBB, int32
+        [256], -1 beyond the palette; None for a gray image, and for colors.
       is_lossy: whether the file is compressed with loss, which changes values.
     """
 
@@ -167,18 +172,19 @@ def decode_mask(file: File, max_pixels: int = MAX_PIXELS) -> MaskValues:
             palette[: len(colors)] = pack_colors(colors)
             values = np.asarray(image, np.int32)
             if _is_reduced_gray(palette[: len(colors)], values):
-                values, palette = palette[values] & 255, np.arange(256, dtype=np.int32) * 0x010101
+                values, palette = palette[values] & 255, _GRAYS
             return MaskValues(values, "palette", palette)
         if image.mode == "RGB":
             pixels = np.asarray(image, np.int32)
             if (pixels == pixels[..., :1]).all():
-                return MaskValues(pixels[..., 0], "gray", is_lossy=is_lossy)
+                return MaskValues(pixels[..., 0], "gray", _GRAYS, is_lossy)
             return MaskValues(pack_colors(pixels), "color", is_lossy=is_lossy)
         if image.mode not in ("1", "L") and not image.mode.startswith("I"):
             raise UnreadableError(
                 f"its mode is {image.mode}; a mask is a gray, a palette or an RGB image"
             )
-        return MaskValues(np.asarray(image).astype(np.int32), "gray", is_lossy=is_lossy)
+        colors = _BLACK_WHITE if image.mode == "1" else None
+        return MaskValues(np.asarray(image).astype(np.int32), "gray", colors, is_lossy)
 
     return _open(file, read, max_pixels)
 

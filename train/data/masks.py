@@ -8,7 +8,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 import numpy as np
@@ -38,7 +38,9 @@ class LabelMap:
       names: Class names by label.
       values: Pairs of a gray value or palette index and its label; ignored ones have `IGNORE`.
       codes: The same for colors, as 0xRRGGBB; () without.
-      palettes: Whether palette images are read by their indices or by their colors.
+      palettes: Whether palette images, and RGB or black and white images of grays, are read by
+        their values or by their colors.
+      grays: Whether gray images are read by their values or as colors.
       colors: Color of each label in pictures; () chooses distinct ones.
       void: Color of ignored pixels in pictures.
     """
@@ -47,6 +49,7 @@ class LabelMap:
     values: tuple[tuple[int, int], ...]
     codes: tuple[tuple[int, int], ...] = ()
     palettes: Literal["indices", "colors"] = "indices"
+    grays: Literal["indices", "colors"] = "indices"
     colors: tuple[Color, ...] = ()
     void: Color = VOID
 
@@ -56,10 +59,8 @@ class LabelMap:
         Raises:
           UnreadableError: if a value has no label.
         """
-        values, is_color = mask.values, mask.kind == "color"
-        if mask.kind == "palette" and self.palettes == "colors":
-            assert mask.palette is not None
-            values, is_color = mask.palette[values], True
+        is_color = self.reads_color(mask)
+        values = _colors(mask) if is_color else mask.values
         if is_color and not self.codes:
             raise UnreadableError(
                 "it has colors; give data.class_table a file with the color of each class"
@@ -76,6 +77,11 @@ class LabelMap:
             hint = f"; lossy compression changes values: {_PNG}" if mask.is_lossy else ""
             raise UnreadableError(f"{self._describe_unknown(value, is_color)}{hint}")
         return labels.astype(np.uint8)
+
+    def reads_color(self, mask: MaskValues) -> bool:
+        """Whether a mask is read by its colors."""
+        by = self.grays if mask.palette is None else self.palettes
+        return mask.kind == "color" or (by == "colors" and mask.values.max(initial=0) < 256)
 
     def mask_values(self) -> np.ndarray:
         """Return the value in masks of each label, int [classes]; the inverse of `labels`."""
@@ -109,10 +115,12 @@ class LabelMap:
             tuple((int(value), int(label)) for value, label in plain[name])
             for name in ("values", "codes")
         )
-        if plain["palettes"] not in ("indices", "colors"):
-            raise ValueError(f"palettes are {plain['palettes']}")
+        palettes, grays = plain["palettes"], plain.get("grays", "indices")
+        if not {palettes, grays} <= {"indices", "colors"}:
+            raise ValueError(f"palettes are {palettes}, grays {grays}")
         *colors, void = ((int(r), int(g), int(b)) for r, g, b in (*plain["colors"], plain["void"]))
-        return cls(tuple(plain["classes"]), values, codes, plain["palettes"], tuple(colors), void)
+        names = tuple(plain["classes"])
+        return cls(names, values, codes, palettes, grays, tuple(colors), void)
 
 
 def plain_label_map(names: tuple[str, ...]) -> LabelMap:
@@ -135,6 +143,13 @@ def _sorted(pairs: tuple[tuple[int, int], ...]) -> tuple[np.ndarray, np.ndarray]
     """Return values in rising order and their labels; the last value is above all others."""
     known, labels = zip(*sorted(pairs), (2**31 - 1, _INVALID), strict=True)
     return np.array(known, np.int32), np.array(labels, np.int16)
+
+
+def _colors(mask: MaskValues) -> np.ndarray:
+    """Return the colors of a mask whose values are at most 255, or colors, as 0xRRGGBB."""
+    if mask.kind == "color":
+        return mask.values
+    return mask.values * 0x010101 if mask.palette is None else mask.palette[mask.values]
 
 
 class Sample(NamedTuple):
@@ -191,12 +206,24 @@ def make_label_map(
             f"data.class_table: {source} names {len(classes)} classes; expected 2 to {IGNORE}"
         )
 
+    numbers = iter(range(len(classes)))
+    labels = [IGNORE if row.is_void else next(numbers) for row in rows]
+    codes = {
+        int(pack_colors(np.array(row.color))): label
+        for row, label in zip(rows, labels, strict=True)
+        if row.color is not None
+    }
+    colors = tuple(row.color for row in classes if row.color is not None)
+    voids = [row.color for row in rows if row.is_void and row.color is not None]
+    if len(colors) < len(classes):
+        codes, colors, voids = {}, (), []
     is_binary = (
         len(classes) == 2
         and not config.mask_values
         and config.ignore is None
         and all(row.value is None for row in rows)
         and {*gray} == {0, 255}
+        and not {0, 0xFFFFFF} <= codes.keys()
     )
     if is_binary:
         values = {0: 0, 255: 1}
@@ -217,25 +244,15 @@ def make_label_map(
             raise UserError(f"data.ignore: {value} is the value of class {name}; give another")
         values.setdefault(value, IGNORE)
 
-    numbers = iter(range(len(classes)))
-    labels = [IGNORE if row.is_void else next(numbers) for row in rows]
-    codes = {
-        int(pack_colors(np.array(row.color))): label
-        for row, label in zip(rows, labels, strict=True)
-        if row.color is not None
-    }
-    colors = tuple(row.color for row in classes if row.color is not None)
-    voids = [row.color for row in rows if row.is_void and row.color is not None]
-    if len(colors) < len(classes):
-        codes, colors, voids = {}, (), []
-    return LabelMap(
+    label_map = LabelMap(
         names=tuple(row.name for row in classes),
         values=tuple(sorted(values.items())),
         codes=tuple(sorted(codes.items())),
-        palettes=_palettes(samples, values, codes),
         colors=colors,
         void=next(iter(voids), VOID),
-    ), notes
+    )
+    label_map, more = choose_readings(config, label_map, samples)
+    return label_map, notes + more
 
 
 def _ignored(
@@ -270,20 +287,44 @@ def _guess_binary(gray: Counter[int], samples: Sequence[Sample]) -> tuple[str, .
     return _BINARY if is_gray and {*gray} in ({0, 1}, {0, 255}) else None
 
 
-def _palettes(
-    samples: Sequence[Sample], values: Mapping[int, int], codes: Mapping[int, int]
-) -> Literal["indices", "colors"]:
-    """Read palettes by color if all their colors are known and say something else than indices."""
-    differ = False
-    for sample in samples:
-        if sample.mask.palette is None:
-            continue
-        indices = sample.mask.values[0]
-        by_color = [codes.get(color, _INVALID) for color in sample.mask.palette[indices].tolist()]
-        if _INVALID in by_color:
-            return "indices"
-        differ |= by_color != [values.get(index, _INVALID) for index in indices.tolist()]
-    return "colors" if differ else "indices"
+def choose_readings(
+    config: "SegmentationFolder", label_map: LabelMap, samples: Sequence[Sample]
+) -> tuple[LabelMap, list[str]]:
+    """Decide whether masks that are no color images are read by value or by color.
+
+    What more of them allow counts. If both are possible, they are read by color, but gray images
+    whose values are all classes, or are given as options, are read by value. Returns notes where
+    that matters.
+    """
+    if not label_map.codes:
+        return label_map, []
+    values, codes = dict(label_map.values), dict(label_map.codes)
+    given = bool(config.mask_values) or config.ignore is not None
+    chosen: dict[str, Literal["indices", "colors"]] = {}
+    notes, is_colored = [], False
+    for name, what in (("palettes", "masks with colors"), ("grays", "gray masks")):
+        readings, held = [], set[int]()
+        for _, _, mask in samples:
+            if (mask.kind != "color" and mask.palette is None) != (name == "grays"):
+                continue
+            numbers = mask.values[0].tolist() if mask.kind != "color" else [_INVALID]
+            colors = _colors(mask)[0].tolist() if max(numbers) < 256 else [_INVALID]
+            by_color = [codes.get(color, _INVALID) for color in colors]
+            readings.append(([values.get(number, _INVALID) for number in numbers], by_color))
+            held |= {*numbers}
+        votes = sum((_INVALID not in v) - (_INVALID not in c) for v, c in readings)
+        are_classes = held and all(values.get(value, IGNORE) != IGNORE for value in held)
+        prefers_values = name == "grays" and (given or (are_classes and not is_colored))
+        chosen[name] = "indices" if votes > 0 or (votes == 0 and prefers_values) else "colors"
+        is_colored = bool(readings) and chosen[name] == "colors"
+        if votes == 0 and any(v != c and _INVALID not in v + c for v, c in readings):
+            by, other = ("values", "colors") if chosen[name] == "indices" else ("colors", "values")
+            notes.append(f"{what} are read by their {by}; by their {other}, classes would differ")
+    is_gray = all(color == (color & 255) * 0x010101 for color in codes)
+    if is_gray and not given and "indices" not in chosen.values():
+        grays = tuple((color & 255, label) for color, label in label_map.codes)
+        label_map = replace(label_map, values=grays)
+    return replace(label_map, palettes=chosen["palettes"], grays=chosen["grays"]), notes
 
 
 def check_masks(
@@ -319,7 +360,8 @@ def check_masks(
         if i >= SAMPLED and len(found) >= need:
             break
         held += sample.counts
-        if label_map.palettes == "indices" and sample.mask.palette is not None:
+        if sample.mask.kind == "palette" and not label_map.reads_color(sample.mask):
+            assert sample.mask.palette is not None
             indices = sample.mask.values[0]
             colors = sample.mask.palette[indices].tolist()
             for index, color in zip(indices.tolist(), colors, strict=True):
@@ -397,7 +439,7 @@ def _explain_bad(
     message = f"data.path: {sample.path}: {error}"
     if sample.mask.is_lossy:
         return message
-    if sample.mask.kind == "color" or label_map.palettes == "colors":
+    if label_map.reads_color(sample.mask):
         if not label_map.codes:
             colors = shorten([_color_text(color) for color in sorted(sample.counts)])
             lacks = f", but {table} has none" if table else ""

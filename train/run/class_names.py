@@ -1,5 +1,6 @@
 """Classes of a run, saved in its folder so that prediction does not need the training data."""
 
+import dataclasses
 import itertools
 import json
 
@@ -30,7 +31,11 @@ def check_classes(folder: RunFolder, outputs: Outputs) -> None:
                 f"data: the classes differ from {began}: label {label} was {then or 'none'}, is "
                 f"{now or 'none'}"
             )
-    then_map, now_map = saved.label_map, outputs.label_map
+    # How files are read follows from them; the classes of values and colors must stay.
+    then_map, now_map = (
+        m and dataclasses.replace(m, palettes="indices", grays="indices")
+        for m in (saved.label_map, outputs.label_map)
+    )
     if then_map and now_map and then_map != now_map:
         raise UserError(
             f"data: the values of masks differ from {began}: they were "

@@ -1,13 +1,15 @@
 """What the values of masks mean, decided from a config, a class table and some masks."""
 
+import io
 from collections import Counter
 
 import chex
 import numpy as np
 import pytest
+from PIL import Image
 
 from train.data.class_table import PUBLISHED, Row, find_table, read_table
-from train.data.decode import MaskValues, UnreadableError, pack_colors
+from train.data.decode import MaskValues, UnreadableError, decode_mask, pack_colors
 from train.data.masks import (
     LabelMap,
     Sample,
@@ -25,6 +27,12 @@ COLORED = (Row("red", None, RED), Row("green", None, GREEN), Row("void", None, B
 
 def gray(*values):
     return MaskValues(np.array([values], np.int32), "gray")
+
+
+def rgb(*values, mode="RGB"):
+    file = io.BytesIO()
+    Image.fromarray(np.array([values], np.uint8)).convert(mode).save(file, "PNG")
+    return decode_mask(file.getvalue())
 
 
 def colored(*colors):
@@ -124,15 +132,46 @@ def test_colors_are_looked_up_in_the_table():
         labels(colored(RED, GREEN), classes=2)
 
 
-def test_palettes_are_read_by_color_if_their_indices_say_something_else():
+def test_palettes_are_read_by_color_if_the_table_has_their_colors():
     swapped = indexed(0, 1, 2, colors=[GREEN, RED, BLACK])
-    assert labels(swapped, rows=COLORED) == [1, 0, 255]
     as_in_table = indexed(0, 1, 2, colors=[RED, GREEN, BLACK])
-    assert decide(as_in_table, rows=COLORED)[0].palettes == "indices"
+    assert labels(swapped, rows=COLORED) == [1, 0, 255]
+    assert labels(swapped, as_in_table, rows=COLORED) == [1, 0, 255]
+    label_map, notes = decide(as_in_table, rows=COLORED)  # which has seen no other order
+    assert (label_map.labels(swapped)[0].tolist(), notes) == ([1, 0, 255], [])
+    assert decide(swapped, rows=COLORED)[1] == [
+        "masks with colors are read by their colors; by their values, classes would differ"
+    ]
     other_colors = indexed(0, 1, 2, colors=[(9, 9, 9), RED, GREEN])
     assert labels(other_colors, rows=COLORED) == [0, 1, 255]
     rows = (Row("a", 0, RED), Row("b", 1, GREEN))
     assert labels(indexed(0, 1, colors=[(5, 5, 5), (6, 6, 6)]), rows=rows) == [0, 1]
+
+
+def test_rgb_masks_of_one_gray_are_read_by_color_like_the_others():
+    label_map, notes = decide(rgb(0), colored(RED, GREEN, BLACK), rows=COLORED)
+    assert (label_map.labels(rgb(0))[0].tolist(), notes) == ([255], [])
+    assert label_map.labels(gray(0))[0].tolist() == [255]  # as an optimizer of PNG stores it
+    assert labels(rgb(0, 1, 2), rgb(0), rows=COLORED) == [0, 1, 255]  # numbers of classes
+    assert labels(rgb(0, 1), classes=2) == [0, 1]
+
+
+def test_gray_masks_are_read_by_the_grays_of_a_table_unless_they_are_numbers_of_classes():
+    white = (255, 255, 255)
+    rows = (Row("road", None, white), Row("rest", None, BLACK))
+    for mask in (gray(0, 255), rgb(0, 255)):
+        label_map, _ = decide(mask, gray(0), rows=rows)
+        assert label_map.labels(mask)[0].tolist() == [1, 0]
+        assert label_map.mask_values().tolist() == [255, 0]
+    assert labels(rgb(0, 255, mode="1"), rows=rows) == [1, 0]
+    assert labels(gray(0, 255), rows=rows, mask_values=(0, 255)) == [0, 1]
+    assert labels(gray(0, 255), rows=rows, ignore=(255,)) == [0, 255]
+    assert labels(gray(0, 1), rows=rows) == [0, 1]
+    label_map, notes = decide(gray(0, 255), rows=(*rows, Row("sky", None, RED)))
+    assert label_map.labels(gray(0, 255))[0].tolist() == [1, 0]
+    assert notes == ["gray masks are read by their colors; by their values, classes would differ"]
+    with pytest.raises(UnreadableError, match="value 300, expected 0 to 2"):
+        label_map.labels(gray(300))
 
 
 def test_classes_of_a_table_can_be_ignored_by_name_or_value():
