@@ -67,9 +67,11 @@ def read_table(path: Path) -> tuple[Row, ...]:
     """Read a class table.
 
     Lines are names, ``name,r,g,b`` or ``r g b name``. With a header, columns are ``name``, and
-    optionally ``value`` (or ``id``, ``idx``), ``r``, ``g`` and ``b``.
+    optionally ``value`` (or ``id``, ``idx``), ``r``, ``g`` and ``b``. A header of names alone is
+    ``name``, ``class``, ``class name`` or ``label``. Lines that begin with # are comments.
     """
-    lines = [line for line in read_lines(str(path), "data.class_table") if line.strip()]
+    lines = read_lines(str(path), "data.class_table")
+    lines = [line for line in lines if line.strip() and not line.lstrip().startswith("#")]
     try:
         rows = tuple(_rows(lines))
         for what in ("name", "value", "color"):
@@ -86,8 +88,7 @@ def read_table(path: Path) -> tuple[Row, ...]:
 _COLOR_FIRST = re.compile(r"\s*(\d+)\s+(\d+)\s+(\d+)\s+(\S.*)")
 _COLOR_LAST = re.compile(r"(.*\S)\s*[,;\t]\s*(\d+)\s*[,;\t]\s*(\d+)\s*[,;\t]\s*(\d+)\s*")
 _COLUMNS = {
-    "name": "name",
-    "class": "name",
+    **dict.fromkeys(("name", "class", "class name", "class_name"), "name"),
     **dict.fromkeys(("value", "id", "idx", "index", "label"), "value"),
     **{name: name[0] for name in ("r", "g", "b", "red", "green", "blue")},
 }
@@ -102,7 +103,9 @@ def _rows(lines: list[str]) -> Iterator[Row]:
             return
     separator = next((c for c in "\t;," if lines and c in lines[0]), None)
     if separator is None:
-        yield from (Row(line.strip()) for line in lines)
+        head = lines[0].strip().lower() if lines else ""
+        has_head = head == "label" or _COLUMNS.get(head) == "name"
+        yield from (Row(line.strip()) for line in lines[has_head:])
         return
     head, *body = csv.reader(lines, delimiter=separator)
     columns = [_COLUMNS.get(column.strip().lower(), "") for column in head]

@@ -3,6 +3,7 @@
 This module runs in the processes of `train.data.workers`, so it must not import JAX.
 """
 
+import contextlib
 import functools
 import itertools
 import math
@@ -40,18 +41,18 @@ class LabelMap:
       codes: The same for colors, as 0xRRGGBB; () without.
       palettes: Whether palette images, and RGB or black and white images of grays, are read by
         their values or by their colors.
-      grays: Whether gray images are read by their values or as colors.
       colors: Color of each label in pictures; () chooses distinct ones.
       void: Color of ignored pixels in pictures.
+      grays: Whether gray images are read by their values or as colors.
     """
 
     names: tuple[str, ...]
     values: tuple[tuple[int, int], ...]
     codes: tuple[tuple[int, int], ...] = ()
     palettes: Literal["indices", "colors"] = "indices"
-    grays: Literal["indices", "colors"] = "indices"
     colors: tuple[Color, ...] = ()
     void: Color = VOID
+    grays: Literal["indices", "colors"] = "indices"
 
     def labels(self, mask: MaskValues) -> np.ndarray:
         """Return the labels of a mask, uint8 [height, width].
@@ -120,7 +121,7 @@ class LabelMap:
             raise ValueError(f"palettes are {palettes}, grays {grays}")
         *colors, void = ((int(r), int(g), int(b)) for r, g, b in (*plain["colors"], plain["void"]))
         names = tuple(plain["classes"])
-        return cls(names, values, codes, palettes, grays, tuple(colors), void)
+        return cls(names, values, codes, palettes, tuple(colors), void, grays)
 
 
 def plain_label_map(names: tuple[str, ...]) -> LabelMap:
@@ -325,6 +326,15 @@ def choose_readings(
         grays = tuple((color & 255, label) for color, label in label_map.codes)
         label_map = replace(label_map, values=grays)
     return replace(label_map, palettes=chosen["palettes"], grays=chosen["grays"]), notes
+
+
+def held_labels(label_map: LabelMap, samples: Iterable[Sample]) -> set[int]:
+    """Return the labels that the masks hold, without those that have a value of no class."""
+    held: set[int] = set()
+    for sample in samples:
+        with contextlib.suppress(UnreadableError):
+            held |= {*label_map.labels(sample.mask).ravel().tolist()}
+    return held
 
 
 def check_masks(

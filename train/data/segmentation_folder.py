@@ -30,6 +30,7 @@ from train.data.masks import (
     LabelMap,
     Sample,
     check_masks,
+    held_labels,
     make_label_map,
     median_frequency_weights,
     plain_label_map,
@@ -203,6 +204,9 @@ def load(config: SegmentationFolder, trained: LabelMap | None = None) -> Dataset
         check_masks(label_map, samples, len(train), most, "training", source)
         paths = [str(root / name) for name, _ in train + test]
         notes += describe_files(paths[: len(train)], paths[len(train) :])
+        if absent := sorted({*range(len(label_map.names))} - held_labels(label_map, sampled)):
+            lacking = shorten([label_map.names[label] for label in absent])
+            notes.append(f"no pixel of {lacking} in the {len(sampled)} masks that were looked at")
     some, others = _divide(test)
     most = config.max_bad_fraction * len(test)
     _check_sizes(root, some, config, most)

@@ -275,6 +275,10 @@ TABLES = {
     "name,r,g,b\nAnimal,64,128,64\n": [Row("Animal", None, (64, 128, 64))],
     "id;name\n4;a\n7;b, c\n": [Row("a", 4), Row("b, c", 7)],
     "Idx\tRatio\tTrain\tName\n1\t0.1\t11664\twall\n2\t0.2\t6046\tbuilding, edifice\n": [Row("wall", 1), Row("building, edifice", 2)],
+    "Class Name\nred\nlabel\n": [Row("red"), Row("label")],
+    "# from 2020\nlabel\nsky\n # all\nname\n": [Row("sky"), Row("name")],
+    "red\ngreen\n": [Row("red"), Row("green")],
+    "# name,r,g,b\nAnimal,64,128,64\n": [Row("Animal", None, (64, 128, 64))],
     "name,value,red,green,blue\na,0,1,2,3\n": [Row("a", 0, (1, 2, 3))],
 }  # fmt: skip
 
