@@ -88,8 +88,8 @@ SPARE_OF_PARAMETERS = 0.75
 #
 # Clipped gradients are computed one example at a time if the results of all operations for one
 # example have this many elements for each parameter, and for each operation.
-ELEMENTS_PER_PARAMETER = 4.0
-ELEMENTS_PER_EQUATION = 2000
+ELEMENTS_PER_PARAMETER = 3.0
+ELEMENTS_PER_EQUATION = 1500
 # Rows of a table that an example reads are summed apart from it if they are this many times
 # smaller.
 FEW_ROWS = 4
