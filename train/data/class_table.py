@@ -63,6 +63,12 @@ def find_table(given: str | None, root: Path, default: str | None) -> tuple[tupl
     return (PUBLISHED[default], default) if default else ((), "")
 
 
+def find_own_table(given: str | None, root: Path) -> tuple[tuple[Row, ...], str]:
+    """Return the class table in a folder that a run was not trained on; no rows without one."""
+    is_there = given is None or (given not in PUBLISHED and (root / given).is_file())
+    return find_table(given, root, None) if is_there else ((), "")
+
+
 def read_table(path: Path) -> tuple[Row, ...]:
     """Read a class table.
 
@@ -87,7 +93,7 @@ def read_table(path: Path) -> tuple[Row, ...]:
 
 _COLOR_FIRST = re.compile(r"\s*(\d+)\s+(\d+)\s+(\d+)\s+(\S.*)")
 _COLOR_LAST = re.compile(r"(.*\S)\s*[,;\t]\s*(\d+)\s*[,;\t]\s*(\d+)\s*[,;\t]\s*(\d+)\s*")
-_COLUMNS = {
+_COLUMNS: dict[str, str] = {
     **dict.fromkeys(("name", "class", "class name", "class_name"), "name"),
     **dict.fromkeys(("value", "id", "idx", "index", "label"), "value"),
     **{name: name[0] for name in ("r", "g", "b", "red", "green", "blue")},
@@ -103,8 +109,8 @@ def _rows(lines: list[str]) -> Iterator[Row]:
             return
     separator = next((c for c in "\t;," if lines and c in lines[0]), None)
     if separator is None:
-        head = lines[0].strip().lower() if lines else ""
-        has_head = head == "label" or _COLUMNS.get(head) == "name"
+        first = lines[0].strip().lower() if lines else ""
+        has_head = first == "label" or _COLUMNS.get(first) == "name"
         yield from (Row(line.strip()) for line in lines[has_head:])
         return
     head, *body = csv.reader(lines, delimiter=separator)

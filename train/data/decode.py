@@ -167,7 +167,7 @@ def decode_mask(file: File, max_pixels: int = MAX_PIXELS) -> MaskValues:
                 raise UnreadableError("it has transparent pixels; save masks without transparency")
             image = image.convert("L" if image.mode == "LA" else "RGB")
         if image.mode == "P":
-            palette = np.full(256, -1, np.int32)
+            palette: np.ndarray = np.full(256, -1, np.int32)
             colors = np.array(image.getpalette("RGB") or [], np.int32).reshape(-1, 3)[:256]
             palette[: len(colors)] = pack_colors(colors)
             values = np.asarray(image, np.int32)

@@ -5,6 +5,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from train.data.class_table import FILES as TABLES
 from train.data.columns import normalized, read_lines
 from train.data.drawings import Mask
 from train.data.files import IMAGE_PATTERNS, ImageFiles, check_folder, list_images, subfolders
@@ -53,7 +54,7 @@ class Layout(NamedTuple):
             if not parent.is_dir():
                 return []
             if after and "/" not in after:  # a file of names
-                found = (path.name for path in parent.iterdir() if path.is_file())
+                found = {path.name for path in parent.iterdir() if path.is_file()} - {*TABLES}
                 candidates = [n.removesuffix(after) for n in found if n.endswith(after)]
             else:
                 candidates = [*subfolders(parent).values()]

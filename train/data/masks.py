@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 import numpy as np
 
 from train.data.class_table import VOID, Color, Row
+from train.data.columns import is_named
 from train.data.decode import MaskValues, UnreadableError, pack_colors
 from train.errors import UserError, shorten
 
@@ -326,6 +327,59 @@ def choose_readings(
         grays = tuple((color & 255, label) for color, label in label_map.codes)
         label_map = replace(label_map, values=grays)
     return replace(label_map, palettes=chosen["palettes"], grays=chosen["grays"]), notes
+
+
+def translate(
+    config: "SegmentationFolder",
+    trained: LabelMap,
+    rows: Sequence[Row],
+    source: str,
+    samples: Sequence[Sample],
+) -> tuple[LabelMap, list[str]]:
+    """Read other masks with the classes of a run, by name if they have a class table.
+
+    Args:
+      config: options of the run.
+      trained: the map of the run.
+      rows: class table of the other masks; () without one.
+      source: where that comes from.
+      samples: some of the masks.
+
+    Raises:
+      UserError: if the table names a class that the run does not have.
+    """
+    notes = []
+    if rows and not is_named(trained.names):
+        notes.append(f"the classes of the run have no names, so that {source} is not used")
+    elif rows:
+        named = {row.name for row in rows}
+        if config.ignore is not None:
+            kept = tuple(i for i in config.ignore if isinstance(i, int) or i in named)
+            config = replace(config, ignore=kept)
+        ignored, own_rows = _ignored(config, rows)
+        names = [row.name for row in own_rows if not row.is_void]
+        if unknown := [name for name in names if name not in trained.names]:
+            raise UserError(
+                f"data.path: {source} has the class {unknown[0]}, but the run has "
+                f"{shorten(trained.names)}; give it the name of one of them, or void"
+            )
+        label_of = {i: trained.names.index(name) for i, name in enumerate(names)}
+        own, _ = make_label_map(replace(config, classes=None), rows, source, samples)
+        values, codes, places = (
+            {value: label_of.get(label, IGNORE) for value, label in pairs}
+            for pairs in (own.values, own.codes, _table_values(own_rows, ignored).items())
+        )
+        known, given = dict(trained.values), {row.value for row in own_rows}
+        differs = any(known.get(v, -1 if v in given else i) != i for v, i in places.items())
+        if differs or not codes.items() <= {*trained.codes}:
+            changed = replace(trained, values=(*values.items(),), codes=(*codes.items(),))
+            if changed != trained:
+                notes.append(
+                    f"{source} differs from the run, whose classes have its values by name"
+                )
+            trained = changed
+    trained, more = choose_readings(config, trained, samples)
+    return trained, notes + more
 
 
 def held_labels(label_map: LabelMap, samples: Iterable[Sample]) -> set[int]:

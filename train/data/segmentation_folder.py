@@ -17,7 +17,7 @@ from train.config.section import Count, CountOrZero, Fraction, NonNegative, Posi
 from train.data import Arrays, Dataset, Outputs, num_examples
 from train.data.annotations import FoundAnnotations, find_annotations
 from train.data.augment import fit, to_uint8
-from train.data.class_table import PUBLISHED, find_table
+from train.data.class_table import PUBLISHED, find_own_table, find_table
 from train.data.columns import describe_classes
 from train.data.decode import UnreadableError, View, file_bytes, upright_size
 from train.data.drawings import Mask, mask_size, read_mask
@@ -35,6 +35,7 @@ from train.data.masks import (
     median_frequency_weights,
     plain_label_map,
     spread,
+    translate,
 )
 from train.data.placeholder import Placeholder, missing_paths, zeros
 from train.data.preprocessing import Preprocessor
@@ -210,7 +211,14 @@ def load(config: SegmentationFolder, trained: LabelMap | None = None) -> Dataset
     some, others = _divide(test)
     most = config.max_bad_fraction * len(test)
     _check_sizes(root, some, config, most)
-    check_masks(label_map, _samples(root, some + others, config), len(test), most, "test")
+    samples = _samples(root, some + others, config)
+    if trained is not None and isinstance(found, FoundLayout):
+        sampled = [*itertools.islice(samples, len(some))]
+        rows, source = find_own_table(config.class_table, root)
+        label_map, more = translate(config, trained, rows, source, sampled)
+        notes += more
+        samples = itertools.chain(sampled, samples)
+    check_masks(label_map, samples, len(test), most, "test")
 
     # As bytes, which take less than half the memory of strings.
     images = np.array([os.fsencode(image) for image, _ in train + test])

@@ -11,6 +11,7 @@ from PIL import ExifTags, Image
 
 from train.config import Config, from_json, to_json
 from train.data import evaluation_batches
+from train.data.masks import plain_label_map
 from train.data.segmentation_folder import SegmentationFolder
 
 
@@ -274,6 +275,47 @@ def test_class_names_of_a_published_layout_are_announced(tmp_path):
     assert data.notes[2].startswith("no pixel of Road, ")
     assert load(tmp_path, classes=None, class_table="camvid").notes == data.notes[1:]
     assert load(tmp_path, classes=3).classes == ("0", "1", "2")
+
+
+def test_other_masks_have_the_classes_of_their_own_table_by_name(folder, tmp_path_factory):
+    (folder / "classes.txt").write_text("x\ny\nz\n")
+    outputs = load(folder, classes=None).outputs
+    other = tmp_path_factory.mktemp("other")
+    for i in range(2):
+        write_pair(other, f"{i}", make_mask(24, 40))
+
+    def test_masks(**options):
+        data = SegmentationFolder(path=str(other), image_size=40, **options)
+        data = data.load_test(lambda: outputs)
+        mask = next(evaluation_batches(data, 1))["mask"][0]
+        return [mask[0, 0], mask[10, 0], mask[10, 39]], [*data.notes]
+
+    assert test_masks() == ([0, 1, 2], [])
+    (other / "classes.txt").write_text("x\ny\nz\n")
+    assert test_masks(classes=3) == ([0, 1, 2], [])
+    (other / "classes.txt").write_text("z\nvoid\nx\n")
+    notes = [f"{other}/classes.txt differs from the run, whose classes have its values by name"]
+    assert test_masks(classes=3) == ([2, 255, 0], notes)
+    assert test_masks(class_table="elsewhere.csv") == ([0, 1, 2], [])
+    (other / "classes.txt").write_text("x\ny\nw\n")
+    words = f"data.path: {other}/classes.txt has the class w, but the run has x, y, z; give it"
+    assert error_message(test_masks).startswith(words)
+    outputs = outputs._replace(label_map=plain_label_map(("0", "1", "2")))
+    note = f"the classes of the run have no names, so that {other}/classes.txt is not used"
+    assert test_masks() == ([0, 1, 2], [note])
+
+
+def test_masks_of_numbers_test_a_run_of_masks_of_colors(folder, tmp_path_factory):
+    (folder / "classes.csv").write_text("x,9,9,0\ny,0,9,9\nz,0,0,9\n")
+    colors = np.array([[9, 9, 0], [0, 9, 9], [0, 0, 9]], np.uint8)
+    other = tmp_path_factory.mktemp("other")
+    write_pair(other, "a", make_mask(24, 40))
+    for path in folder.glob("*/masks/*.png"):
+        Image.fromarray(colors[np.asarray(Image.open(path))]).save(path)
+    outputs = load(folder).outputs
+    data = SegmentationFolder(path=str(other), image_size=40).load_test(lambda: outputs)
+    mask = next(evaluation_batches(data, 1))["mask"][0]
+    assert [mask[0, 0], mask[10, 0], mask[10, 39]] == [0, 1, 2]
 
 
 def test_masks_ignore_pixels_with_255(folder):
