@@ -109,8 +109,8 @@ def _rows(lines: list[str]) -> Iterator[Row]:
             return
     separator = next((c for c in "\t;," if lines and c in lines[0]), None)
     if separator is None:
-        first = lines[0].strip().lower() if lines else ""
-        has_head = first == "label" or _COLUMNS.get(first) == "name"
+        title = lines[0].strip().lower() if lines else ""
+        has_head = title == "label" or _COLUMNS.get(title) == "name"
         yield from (Row(line.strip()) for line in lines[has_head:])
         return
     head, *body = csv.reader(lines, delimiter=separator)

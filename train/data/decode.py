@@ -167,7 +167,7 @@ def decode_mask(file: File, max_pixels: int = MAX_PIXELS) -> MaskValues:
                 raise UnreadableError("it has transparent pixels; save masks without transparency")
             image = image.convert("L" if image.mode == "LA" else "RGB")
         if image.mode == "P":
-            palette: np.ndarray = np.full(256, -1, np.int32)
+            palette = np.full(256, -1, np.int32)
             colors = np.array(image.getpalette("RGB") or [], np.int32).reshape(-1, 3)[:256]
             palette[: len(colors)] = pack_colors(colors)
             values = np.asarray(image, np.int32)
@@ -183,25 +183,26 @@ def decode_mask(file: File, max_pixels: int = MAX_PIXELS) -> MaskValues:
             raise UnreadableError(
                 f"its mode is {image.mode}; a mask is a gray, a palette or an RGB image"
             )
-        colors = _BLACK_WHITE if image.mode == "1" else None
-        return MaskValues(np.asarray(image).astype(np.int32), "gray", colors, is_lossy)
+        known = _BLACK_WHITE if image.mode == "1" else None
+        return MaskValues(np.asarray(image).astype(np.int32), "gray", known, is_lossy)
 
     return _open(file, read, max_pixels)
 
 
-def upright_size(file: File, max_pixels: int = MAX_PIXELS) -> tuple[int, int, bool]:
-    """Read width and height of an image, and whether its EXIF orientation exchanged them.
+def upright_size(file: File, max_pixels: int = MAX_PIXELS) -> tuple[int, int, int]:
+    """Read width and height of an upright image, and its EXIF orientation, 1 to 8.
+
+    Orientations from 5 exchange width and height of the stored image.
 
     Raises:
       UnreadableError: if the file is unreadable.
     """
 
-    def read(image: Image.Image) -> tuple[int, int, bool]:
+    def read(image: Image.Image) -> tuple[int, int, int]:
         if image.format != "JPEG":  # Pillow rotates a TIFF, and a PNG's EXIF can follow its pixels
             image.load()
-        is_transposed = _orientation(image) >= 5
-        size = image.size[::-1] if is_transposed else image.size
-        return *size, is_transposed
+        orientation = _orientation(image)
+        return *(image.size[::-1] if orientation >= 5 else image.size), orientation
 
     return _open(file, read, max_pixels)
 

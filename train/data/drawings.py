@@ -78,15 +78,15 @@ def read_mask(mask: Mask, max_pixels: int) -> MaskValues:
     return MaskValues(mask.draw(), "gray")
 
 
-def mask_size(mask: Mask, max_pixels: int) -> tuple[int, int]:
-    """Return width and height of a mask.
+def mask_size(mask: Mask, max_pixels: int) -> tuple[int, int, int]:
+    """Return width and height of an upright mask, and its EXIF orientation; outlines have 1.
 
     Raises:
       UnreadableError: if its file is unreadable.
     """
     if isinstance(mask, str):
-        return upright_size(mask, max_pixels)[:2]
-    return mask.width, mask.height
+        return upright_size(mask, max_pixels)
+    return mask.width, mask.height, 1
 
 
 def fill_polygon(polygon: np.ndarray, height: int, width: int) -> np.ndarray:

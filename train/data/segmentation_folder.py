@@ -201,7 +201,7 @@ def load(config: SegmentationFolder, trained: LabelMap | None = None) -> Dataset
             )
         samples = itertools.chain(sampled, samples)
         most = config.max_bad_fraction * len(train)
-        _check_sizes(root, some, config, most)
+        notes += _check_sizes(root, some, config, most)
         check_masks(label_map, samples, len(train), most, "training", source)
         paths = [str(root / name) for name, _ in train + test]
         notes += describe_files(paths[: len(train)], paths[len(train) :])
@@ -210,7 +210,7 @@ def load(config: SegmentationFolder, trained: LabelMap | None = None) -> Dataset
             notes.append(f"no pixel of {lacking} in the {len(sampled)} masks that were looked at")
     some, others = _divide(test)
     most = config.max_bad_fraction * len(test)
-    _check_sizes(root, some, config, most)
+    notes += _check_sizes(root, some, config, most)
     samples = _samples(root, some + others, config)
     if trained is not None and isinstance(found, FoundLayout):
         sampled = [*itertools.islice(samples, len(some))]
@@ -361,18 +361,22 @@ def _samples(root: Path, pairs: Sequence[Pair], config: SegmentationFolder) -> I
 
 def _check_sizes(
     root: Path, pairs: Sequence[Pair], config: SegmentationFolder, max_bad: float
-) -> None:
-    """Raise `UserError` if too many masks have another size than their image."""
-    differ = []
+) -> list[str]:
+    """Raise `UserError` if too many masks have another size than their image.
+
+    Returns a note about images that are turned while their masks are not.
+    """
+    differ, turned = [], 0
     for image, mask in pairs:
         try:
-            width, height, is_transposed = upright_size(str(root / image), config.max_pixels)
-            mask_width, mask_height = mask_size(_below(root, mask), config.max_pixels)
+            width, height, turn = upright_size(str(root / image), config.max_pixels)
+            mask_width, mask_height, mask_turn = mask_size(_below(root, mask), config.max_pixels)
         except UnreadableError:
             continue  # counted in training
+        turned += turn != 1 and mask_turn == 1
         if (width, height) != (mask_width, mask_height):
             text = f"{root / image} is {width} x {height}, its mask {mask_width} x {mask_height}"
-            if is_transposed and (width, height) == (mask_height, mask_width):
+            if turn >= 5 and (width, height) == (mask_height, mask_width):
                 text += "; the image has an EXIF orientation, so its mask must be rotated too"
             differ.append(text)
     if len(differ) > max_bad:
@@ -382,6 +386,12 @@ def _check_sizes(
             + (f"; {others} more of {len(pairs)} pairs differ" if others else "")
             + "; give each mask the size of its image"
         )
+    if not turned:
+        return []
+    return [
+        f"{turned} of {len(pairs)} images that were opened are turned by their EXIF orientation; "
+        "their masks have none and are read as they are stored"
+    ]
 
 
 def _class_weights(

@@ -242,6 +242,22 @@ def test_says_that_a_rotated_image_needs_a_rotated_mask(folder):
     assert "00.jpg is 24 x 40, its mask 40 x 24; the image has an EXIF" in load_error(folder)
 
 
+def test_images_that_are_turned_without_their_masks_are_counted(folder):
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 3
+    for name in ("01", "02"):
+        path = folder / "train" / "images" / f"{name}.bmp"
+        Image.open(path).save(path.with_suffix(".jpg"), exif=exif)
+        path.unlink()
+    mask = folder / "train" / "masks" / "02.png"
+    Image.open(mask).save(mask, exif=exif)
+    note = (
+        "1 of 6 images that were opened are turned by their EXIF orientation; their masks have "
+        "none and are read as they are stored"
+    )
+    assert [text for text in load(folder).notes if "EXIF" in text] == [note]
+
+
 def test_masks_of_which_none_can_be_read_say_why(folder):
     for path in folder.glob("**/masks/*.png"):
         values = np.asarray(Image.open(path), np.float32)
