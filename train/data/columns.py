@@ -231,10 +231,7 @@ def describe_classes(names: Sequence[str], labels: np.ndarray | None = None) -> 
       names: names of the classes.
       labels: class of each training image, [N], or which labels it has, [N, labels].
     """
-    keys = [name.casefold().lstrip("0") for name in names]
-    last = dict(zip(keys, names, strict=True))
-    pairs = [(name, last[key]) for name, key in zip(names, keys, strict=True) if last[key] != name]
-    notes = [f"{a} and {b} are two classes, which differ in case or zeros" for a, b in pairs[:3]]
+    notes = describe_alike(names, "classes")
     held = np.arange(len(names)) if labels is None else labels
     held = np.flatnonzero(held.any(0)) if held.ndim == 2 else held
     if absent := np.setdiff1d(np.arange(len(names)), held).tolist():
@@ -242,6 +239,14 @@ def describe_classes(names: Sequence[str], labels: np.ndarray | None = None) -> 
         some = shorten([names[i] for i in absent])
         notes.append(f"{len(names):,} classes, but no training image of {some}{rule}")
     return tuple(notes)
+
+
+def describe_alike(names: Iterable[str], what: str) -> list[str]:
+    """Return notes about up to three pairs of names that differ in case or zeros, as 1 and 01.0."""
+    key_of = {n: re.sub(r"\A(\d+)\.0*\Z", r"\1", n).casefold().lstrip("0") for n in names}
+    last = {key: name for name, key in key_of.items()}
+    pairs = [(name, last[key]) for name, key in key_of.items() if last[key] != name]
+    return [f"{a} and {b} are two {what}, which differ in case or zeros" for a, b in pairs[:3]]
 
 
 def is_named(names: Sequence[str]) -> bool:

@@ -31,7 +31,7 @@ from train.data.splits import (
     choose_test_split,
     choose_training_split,
     describe_hold_out,
-    hold_out,
+    hold_out_files,
     refuse_folds,
 )
 from train.errors import UserError, list_available, shorten
@@ -198,8 +198,8 @@ def _find_splits(
         _compare_classes(folder, classes, root / test_name, subfolders(root / test_name))
         return names, _find(root, train_name, names), _find(root, test_name, names), ()
     whole = _find(root, train_name, names)
-    keys = (path.removeprefix(whole.prefix) for path in whole.paths)
-    is_test = hold_out(config, keys, whole.labels)
+    keys = [path.removeprefix(whole.prefix) for path in whole.paths]
+    is_test = hold_out_files(config, keys, whole.labels)
     rows, test_rows = np.flatnonzero(~is_test), np.flatnonzero(is_test)
     note = describe_hold_out(config, is_test, f"no val/ or test/ in {root}")
     others = [name for name in folders.values() if train_name and name != train_name]

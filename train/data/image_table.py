@@ -21,6 +21,7 @@ from train.data.columns import (
     are_integers,
     check_names,
     choose,
+    describe_alike,
     is_missing,
     normalized,
     parse_labels,
@@ -32,7 +33,7 @@ from train.data.labeled_images import image_dataset
 from train.data.photos import LabeledFiles
 from train.data.placeholder import Placeholder
 from train.data.records import Record
-from train.data.splits import SPLIT_NAMES, describe_hold_out, hold_out, refuse_folds
+from train.data.splits import SPLIT_NAMES, describe_hold_out, hold_out_files, refuse_folds
 from train.errors import UserError, list_available, shorten
 
 _FILE_COLUMNS = (
@@ -482,8 +483,10 @@ _TARGETS: Mapping[str, _Targets] = {"class": _classes, "labels": _labels, "numbe
 def _splits(
     config: ImageTable, table: _Table, target: np.ndarray, *, is_whole: bool
 ) -> tuple[np.ndarray, np.ndarray, list[str]]:
-    """Return which rows are trained on, and which are tested on, bool [N] each, and a note."""
+    """Return which rows are trained on, and which are tested on, bool [N] each, and notes."""
     column = _split_column(config, table)
+    groups = None if is_whole and column is None else _groups(config, table)
+    notes = [] if is_whole else describe_alike(groups or (), f"groups in {config.path}")
     if column is None:
         if config.test_split is not None:
             raise UserError(
@@ -492,13 +495,10 @@ def _splits(
         if is_whole:
             return np.zeros(len(target), bool), np.ones(len(target), bool), []
         classes = target if config.targets == "class" else None
-        groups = _groups(config, table)
-        if groups is None and config.folds is not None and len({*table.files}) < len(table.files):
-            groups = table.files  # an image with several rows is in one fold
-        is_test = hold_out(config, table.files, classes, groups)
+        is_test = hold_out_files(config, table.files, classes, groups)
         whole = f" by {config.group}" if config.group else ""
         note = describe_hold_out(config, is_test, f"no column split in {config.path}", whole)
-        return ~is_test, is_test, [] if is_whole else [note]
+        return ~is_test, is_test, [] if is_whole else [note, *notes]
     refuse_folds(config, f"{config.path} has the column {column}")
     named = [str(_cell(row, column, "data.split")).strip() for row in table.rows]
     kinds = {name: kind for kind, names in SPLIT_NAMES.items() for name in names}
@@ -514,7 +514,7 @@ def _splits(
     is_train, is_test = own == "train", own == test
     by = {
         "data.file: the image": table.files,
-        f"data.group: {config.group}": _groups(config, table),
+        f"data.group: {config.group}": groups,
     }
     for what, keys in by.items():
         both = {*np.array(keys)[is_train]} & {*np.array(keys)[is_test]} if keys else ()
@@ -525,7 +525,7 @@ def _splits(
             )
     others = [f"{name} ({n:,})" for name, n in there.items() if name not in ("train", test)]
     note = f"rows of {shorten(others)} in the column {column} are not read; tested on: {test}"
-    return is_train, is_test, [note] if others and not is_whole else []
+    return is_train, is_test, [note, *notes] if others and not is_whole else notes
 
 
 def _groups(config: ImageTable, table: _Table) -> list[str] | None:

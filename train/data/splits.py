@@ -1,6 +1,8 @@
 """Training and test examples: names of splits, and examples that are held out."""
 
+import os
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from hashlib import blake2b
 
@@ -101,6 +103,23 @@ def hold_out(
         is_test[number[rows[0]]] = True
         is_test[number[rows[-1]]] = False
     return is_test[number]
+
+
+def hold_out_files(
+    config: Data,
+    paths: Sequence[str],
+    labels: np.ndarray | None = None,
+    groups: Sequence[str] | None = None,
+) -> np.ndarray:
+    """Choose images by their paths, as `hold_out` does, bool [N]; rows of one image stay together.
+
+    So do files that differ in their extension alone, which can be one picture in two formats.
+    """
+    stems = Counter(os.path.splitext(path)[0] for path in {*paths})
+    keys = [stem if stems[stem := os.path.splitext(path)[0]] > 1 else path for path in paths]
+    if groups is None and config.folds is not None and len({*keys}) < len(keys):
+        groups = keys
+    return hold_out(config, keys, labels, groups)
 
 
 def _fold(

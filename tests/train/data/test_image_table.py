@@ -11,7 +11,7 @@ from image_cases import write_image
 from train.data import Outputs, Scaling, evaluation_batches, records
 from train.data.class_weights import balanced_weights
 from train.data.image_table import ImageTable
-from train.data.splits import hold_out
+from train.data.splits import hold_out, hold_out_files
 from train.errors import UserError
 
 N = 40
@@ -127,6 +127,27 @@ def test_no_group_is_on_both_sides(folder):
         number = [int(data.name(i)[-6:-4]) // 4 for i in range(N)]
         split = len(data.train["id"])
         assert {*number[:split]}.isdisjoint(number[split:])
+
+
+def test_groups_that_differ_in_case_or_zeros_are_told(folder):
+    ids = ("p1", "P1", "7", "07.0", "7.5")
+    table = write(folder, FILE | COLOUR | {"patient": lambda i: ids[i % 5]})
+    assert load(table, group="patient").notes[-2:] == (
+        f"p1 and P1 are two groups in {table}, which differ in case or zeros",
+        f"7 and 07.0 are two groups in {table}, which differ in case or zeros",
+    )
+
+
+@pytest.mark.parametrize("options", [{}, {"folds": 3}])
+def test_a_picture_in_two_formats_is_on_one_side(options):
+    paths = [f"a/{i}.{kind}" for i in range(40) for kind in ("png", "webp")]
+    config, labels = ImageTable(path="t.csv", **options), np.arange(80) // 2 % 2
+    is_test = hold_out_files(config, paths, labels)
+    assert 0 < is_test.sum() < 80
+    np.testing.assert_array_equal(is_test[::2], is_test[1::2])
+    np.testing.assert_array_equal(
+        hold_out_files(config, paths[::2], labels[::2]), hold_out(config, paths[::2], labels[::2])
+    )
 
 
 def test_folds_hold_out_each_image_once_with_its_class_in_proportion(folder):
