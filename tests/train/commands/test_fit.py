@@ -3,6 +3,7 @@
 import json
 import shlex
 
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
@@ -83,17 +84,18 @@ def test_shows_a_way_and_its_command_without_reading_a_weight(folder, capsys, no
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["segments", "nested"])
-def test_the_estimate_is_close_to_all_blocks_compiled(folder, policy):
+@pytest.mark.parametrize(("policy", "context"), [("segments", 64), ("nested", 256)])
+def test_the_estimate_is_close_to_all_blocks_compiled(folder, policy, context):
     model = fit.read_model(folder / "llama")
-    shape = Shape(policy, 2, 64)
+    shape = Shape(policy, 2, context)
     shallow = folder / "shallow"
     shallow.mkdir()
     planners = [planner_of(model, 2**40, model.depths(exact), shallow) for exact in (False, True)]
     state = planners[0].setup("lora", shape, 2).state_shapes
-    estimate, exact = (
-        planner.cost("lora", shape, 2, state).peak - tree_bytes(state) for planner in planners
-    )
+    with jax.debug_key_reuse(False):  # the backward pass of nested remat draws the same again
+        estimate, exact = (
+            planner.cost("lora", shape, 2, state).peak - tree_bytes(state) for planner in planners
+        )
     assert estimate == pytest.approx(exact, rel=0.1)
 
 
