@@ -37,10 +37,9 @@ def check_classes(folder: RunFolder, outputs: Outputs) -> None:
         for m in (saved.label_map, outputs.label_map)
     )
     if then_map and now_map and then_map != now_map:
-        raise UserError(
-            f"data: the values of masks differ from {began}: they were "
-            f"{then_map.describe_values()}; they are {now_map.describe_values()}"
-        )
+        values = [m.describe_values() for m in (then_map, now_map)]
+        how = f": they were {values[0]}; they are {values[1]}" if values[0] != values[1] else ""
+        raise UserError(f"data: the values or colors of masks differ from {began}{how}")
     before, after = saved.scaling, outputs.scaling
     if before and after and before != after:
         raise UserError(

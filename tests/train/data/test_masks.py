@@ -264,6 +264,8 @@ def test_samples_count_values():
 def test_maps_survive_json():
     label_map, _ = decide(colored(RED, GREEN), rows=COLORED)
     assert LabelMap.from_dict(label_map.as_dict()) == label_map
+    older = {name: value for name, value in label_map.as_dict().items() if name != "grays"}
+    assert LabelMap.from_dict(older).grays == "indices"
     with pytest.raises(ValueError, match="palettes are x"):
         LabelMap.from_dict(label_map.as_dict() | {"palettes": "x"})
 

@@ -26,7 +26,10 @@ from train.config import (
     Train,
     flatten,
 )
+from train.data import Outputs
+from train.data.masks import LabelMap
 from train.errors import UserError
+from train.run.class_names import check_classes, write_classes
 from train.run.run_folder import MAY_CHANGE_ON_RESUME, RunFolder
 from train.run.setup import check_resumed_length, setup
 
@@ -254,3 +257,14 @@ def test_kernels_are_bfloat16_and_their_average_is_float32():
     chex.assert_trees_all_equal_shapes_and_dtypes(state, run.state_shapes)
     new, _ = run.step(state, {n: jnp.zeros(a.shape, a.dtype) for n, a in run.batch_shapes.items()})
     chex.assert_trees_all_equal_shapes_and_dtypes(new, run.state_shapes)
+
+
+def test_classes_stay_the_same_however_files_of_masks_are_read(tmp_path):
+    codes = ((0, 0), (0xFF0000, 1))
+    began = LabelMap(("a", "b"), ((0, 0), (1, 1)), codes)
+    write_classes(RunFolder(tmp_path), Outputs(began.names, began, None))
+    now = dataclasses.replace(began, palettes="colors", grays="colors")
+    check_classes(RunFolder(tmp_path), Outputs(now.names, now, None))
+    other = dataclasses.replace(now, codes=((0, 1), (0xFF0000, 0)))
+    with pytest.raises(UserError, match="the values or colors of masks differ from those that"):
+        check_classes(RunFolder(tmp_path), Outputs(other.names, other, None))
