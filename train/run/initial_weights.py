@@ -86,8 +86,8 @@ class InitialWeights(NamedTuple):
             more = ["..."] if len(names) > _EXAMPLES else []
             examples = ", ".join([*names[:_EXAMPLES], *more])
             texts.append(f"  {kind:<5} {len(names):>6,} arrays {count:>13,} values  {examples}")
-        texts += [f"note: {note}" for note in report.notes]
-        return Group(*(Text(text, no_wrap=True, overflow="ellipsis") for text in texts))
+        notes = [Text(f"note: {note}") for note in report.notes]
+        return Group(*(Text(text, no_wrap=True, overflow="ellipsis") for text in texts), *notes)
 
 
 def load(

@@ -48,8 +48,9 @@ class Weights(NamedTuple):
     Attributes:
       state_dict: ``{key: array}``, or a dict that wraps one. Arrays of safetensors files are read
         by ``tensor[...]``.
-      metadata: text fields of a safetensors file, or the network of a run; else {}. ``classes``
-        names the outputs, as a JSON list.
+      metadata: text fields of a safetensors file, or the network of a run; of other files the
+        outputs alone. ``classes`` names the outputs, as a JSON list, and ``scaling`` has mean and
+        standard deviation of those that are numbers.
       entry: entry of the checkpoint that the user chose, or None.
     """
 
@@ -146,7 +147,20 @@ def _read_file(path: Path) -> Weights:
             f"{path} is not a checkpoint: it begins with {start!r}, unlike files of torch.save; "
             "the name of a safetensors file ends in .safetensors"
         )
-    return Weights(_read_torch(path), {})
+    content = _read_torch(path)
+    return Weights(content, describe_outputs(Outputs(_torch_classes(content))))
+
+
+def _torch_classes(content: Mapping[str, Any]) -> tuple[str, ...]:
+    """Names of the outputs, where a checkpoint of torch has them as torchvision's data sets do."""
+    numbers, names = content.get("class_to_idx"), content.get("classes")
+    if isinstance(numbers, Mapping) and sorted(map(str, numbers.values())) == sorted(
+        map(str, range(len(numbers)))
+    ):
+        return tuple(sorted(map(str, numbers), key=lambda name: int(numbers[name])))
+    if isinstance(names, list | tuple) and all(isinstance(name, str) for name in names):
+        return tuple(names)
+    return ()
 
 
 def write(path: Path, arrays: dict[str, np.ndarray], metadata: dict[str, str]) -> None:

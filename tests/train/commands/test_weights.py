@@ -25,6 +25,7 @@ from fnet.losses.segmentation import bilinear_weights
 from train.config import Optim, recipes
 from train.data import Outputs
 from train.errors import TrainingError, UserError
+from train.run import weight_files
 from train.run.checkpoints import Checkpoints
 from train.run.class_names import write_classes
 from train.run.initial_weights import load, load_configured
@@ -201,6 +202,20 @@ def test_the_classifier_of_a_run_goes_with_its_classes(trained):
         loaded = load_trained_on(named)
         np.testing.assert_array_equal(loaded.variables[0]["head"]["kernel"], by_number)
         assert "are taken for the classes by number" in loaded.report.notes[-1]
+
+
+@pytest.mark.parametrize(
+    ("content", "classes"),
+    [
+        ({"class_to_idx": {"cat": 2, "ant": 0, "bee": 1}}, ("ant", "bee", "cat")),
+        ({"class_to_idx": {"cat": 2, "ant": 0}}, ()),
+        ({"classes": ["cat", "ant"], "state_dict": {}}, ("cat", "ant")),
+        ({"classes": 3}, ()),
+        ({}, ()),
+    ],
+)
+def test_classes_of_a_torch_checkpoint_are_read(content, classes):
+    assert weight_files._torch_classes(content) == classes
 
 
 def test_a_run_starts_from_another_run(trained):
