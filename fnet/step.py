@@ -154,7 +154,9 @@ class Step:
         )
         ema = state.ema
         if self.ema_decay is not None:
-            ema = optax.incremental_update(params, ema, step_size=1 - self.ema_decay)
+            # Written so that the average of a parameter that does not change is that parameter.
+            decay = self.ema_decay
+            ema = jax.tree.map(lambda new, old: new + decay * (old - new), params, ema)
         if self.average is not None:
             ema = self.average(opt_state, params)
         new = {

@@ -294,9 +294,10 @@ def test_ema_without_its_decay_or_the_other_way_round_is_refused(ema, decay):
         step(state, batch_of(6))
 
 
-def test_an_average_without_memory_is_the_parameters():
-    model, optimizer = classifier(), optax.sgd(0.1)
-    step = fnet.make_step(loss_of(model), optimizer, ema_decay=0.0)
+@pytest.mark.parametrize(("rate", "decay"), [(0.1, 0.0), (0.0, 0.9)])
+def test_an_average_without_memory_or_of_what_does_not_change_is_the_parameters(rate, decay):
+    model, optimizer = classifier(), optax.sgd(rate)
+    step = fnet.make_step(loss_of(model), optimizer, ema_decay=decay)
     state, _ = step(created(model, optimizer, ema=True), batch_of(6))
     chex.assert_trees_all_equal(state.ema, state.params)
 

@@ -111,9 +111,16 @@ def decode(
     if isinstance(source, Image.Image):
         with _unreadable():
             _check_pixels(source, max_pixels)
+            _check_range(source)
             # Decoding a JPEG at reduced size would change the size of the caller's image.
             return np.asarray(_apply_view(source.copy(), view, max_pixels))
-    return np.asarray(_open(source, lambda image: _apply_view(image, view, max_pixels), max_pixels))
+
+
+    def read(image: Image.Image) -> np.ndarray:
+        _check_range(image)
+        return np.asarray(_apply_view(image, view, max_pixels))
+
+    return _open(source, read, max_pixels)
 
 
 def _from_array(pixels: np.ndarray) -> Image.Image:
@@ -216,6 +223,17 @@ def has_frames(file: File) -> bool:
         return start.startswith(_WITH_FRAMES) and _open(file, _is_animated, MAX_PIXELS)
     except UnreadableError:
         return False
+
+
+def largest_of_16_bits(file: File) -> int | None:
+    """Return the largest value of an image with 16 bits; None for others, or an unreadable one."""
+
+    def read(image: Image.Image) -> int | None:
+        return int(np.asarray(image).max()) if image.mode.startswith("I") else None
+
+    with contextlib.suppress(UnreadableError):
+        return _open(file, read, MAX_PIXELS)
+    return None
 
 
 def _is_animated(image: Image.Image) -> bool:
@@ -332,6 +350,14 @@ def _check_pixels(image: Image.Image, max_pixels: int) -> None:
         )
 
 
+def _check_range(image: Image.Image) -> None:
+    """Raise an error for values whose black and white are not defined by the format."""
+    # Of PNG and PNM, mode I has 16 bits.
+    if image.mode == "F" or (image.mode == "I" and image.format not in ("PNG", "PPM")):
+        kind = "floating-point" if image.mode == "F" else "32-bit"
+        raise UnreadableError(f"{kind} values, whose range is undefined; save 8 or 16 bits")
+
+
 def _apply_view(image: Image.Image, view: ViewOf, max_pixels: int) -> Image.Image:
     scale = orientation = 1
     if isinstance(image, JpegImagePlugin.JpegImageFile):
@@ -387,12 +413,8 @@ def _rgb(image: Image.Image) -> Image.Image:
     if image.mode == "RGB":
         return image
     if image.mode.startswith("I"):  # Pillow's own conversion clips at 255
-        values = np.asarray(image).astype(np.int64)
-        if values.min() < 0 or values.max() > 65535:
-            raise UnreadableError(f"values {values.min()} to {values.max()} are more than 16 bits")
+        values = np.asarray(image).astype(np.int32)
         image = Image.fromarray(((values + 128) // 257).astype(np.uint8))
-    elif image.mode == "F":
-        raise UnreadableError("floating-point values, whose range is undefined")
     elif image.mode == "P" and isinstance(image.info.get("transparency"), bytes):
         image = image.convert("RGBA")  # Pillow warns about the direct conversion
     return image.convert("RGB")

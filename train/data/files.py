@@ -10,7 +10,14 @@ from typing import IO, Any, NamedTuple, TypeVar
 
 from train.data import storage
 from train.data.columns import normalized
-from train.data.decode import EXTENSIONS, File, UnreadableError, file_bytes, has_frames
+from train.data.decode import (
+    EXTENSIONS,
+    File,
+    UnreadableError,
+    file_bytes,
+    has_frames,
+    largest_of_16_bits,
+)
 from train.data.masks import spread
 from train.errors import UserError, shorten
 
@@ -20,7 +27,9 @@ IMAGE_PATTERNS = f"files *.{', *.'.join(EXTENSIONS)}"
 _MOST_COMPARED = 20_000
 """Files from which on no copies are looked for, because that would take minutes on a disk."""
 _MIDDLE, _UNREADABLE = 1024, -1
-_MOST_OPENED = 1000
+_MOST_OPENED, _MOST_DECODED = 1000, 32
+_SHALLOW = 2**14
+"""Largest value from which on images of 16 bits are taken to use them."""
 _Id = TypeVar("_Id", bound=Hashable)
 
 
@@ -65,7 +74,7 @@ def describe_files(
     file_of: Callable[[_Id], File] = str,
     name: Callable[[_Id], str] = str,
 ) -> tuple[str, ...]:
-    """Return notes about copies of training images among test images, and about frames.
+    """Return notes about copies of training images among test images, frames and dark images.
 
     Of files of the same size the middle is compared, and the whole of those that agree. Of more
     than 20,000 images, only paths are compared.
@@ -86,6 +95,14 @@ def describe_files(
         notes = (
             f"images of several frames or pages, of which the first is used: {len(several):,}{of}, "
             f"such as {name(several[0])}",
+        )
+    few = [some[i] for i in spread(len(some), _MOST_DECODED)]
+    deep = [largest_of_16_bits(file_of(id)) for id in few]
+    largest = max((value for value in deep if value is not None), default=_SHALLOW)
+    if largest < _SHALLOW:
+        notes += (
+            f"images of 16 bits have values of at most {largest:,} of 65,535, so that they become "
+            "dark; scale them before saving",
         )
     keys_of: Sequence[Callable[[Any], Hashable]] = (file_bytes, _middle, _digest)
     if len(every) > _MOST_COMPARED:

@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+import numpy as np
 from PIL import Image
 
 from train.data import files
@@ -65,3 +66,13 @@ def test_images_of_several_frames_are_told(tmp_path, monkeypatch):
     # A photo of a phone has another frame, with its depth.
     pages[0].save(photo := str(tmp_path / "photo.jpg"), "MPO", save_all=True, append_images=pages)
     assert files.describe_files([photo], paths[:0]) == ()
+
+
+def test_images_that_use_few_of_16_bits_are_told(tmp_path):
+    paths = [str(tmp_path / f"{i}.{kind}") for i, kind in enumerate(("png", "tif", "pgm"))]
+    for path in paths:
+        Image.fromarray(np.array([[0, 4095]], np.uint16)).save(path)
+    (note,) = files.describe_files(paths[:2], paths[2:])
+    assert note.startswith("images of 16 bits have values of at most 4,095 of 65,535, so that")
+    Image.fromarray(np.array([[0, 60_000]], np.uint16)).save(paths[0])
+    assert files.describe_files(paths[:2], paths[2:]) == ()
