@@ -149,7 +149,7 @@ def _digest(file: File) -> bytes:
 def subfolders(folder: Path) -> dict[str, str]:
     """List the folders in a folder, sorted, by `normalized` name, without hidden ones."""
     with storage.reported("data.path", folder), os.scandir(folder) as entries:
-        names = sorted(e.name for e in entries if e.is_dir() and not e.name.startswith("."))
+        names = sorted(e.name for e in entries if e.is_dir() and not storage.is_hidden(e.name))
     by_name: dict[str, str] = {}
     for name in names:
         if normalized(name) in by_name:

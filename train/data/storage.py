@@ -180,7 +180,7 @@ def expand(path: str) -> list[str] | None:
     """List the files that a folder or a pattern stands for, sorted; None for a path of one file.
 
     Patterns have ``*``, ``?``, ``[...]``, or braces as in WebDataset: ``{000..099}``, ``{a,b}``.
-    Folders are searched at any depth. Names that begin with a dot are skipped.
+    Folders are searched at any depth. Hidden names are skipped.
 
     Raises:
       StorageError: if the storage is not accessible.
@@ -201,7 +201,7 @@ def expand(path: str) -> list[str] | None:
             return None
         root = files.unstrip_protocol(files._strip_protocol(path)).rstrip("/")
         found = [files.unstrip_protocol(name) for name in files.find(path)]
-        return sorted(f for f in found if not _is_hidden(f.removeprefix(root).strip("/")))
+        return sorted(f for f in found if not is_hidden(f.removeprefix(root).strip("/")))
     except Exception as error:
         raise as_storage_error(path, error) from error
 
@@ -210,8 +210,8 @@ def walk(folder: str, skipped: Counter[str]) -> Iterator[str]:
     """Yield the files below a folder of this machine, relative to it.
 
     Links are followed. Those that lead to themselves or to a folder around them are left out and
-    counted, like pipes, sockets and devices, which would block. Names that begin with a dot are
-    left out. A broken link is a file, which cannot be read later.
+    counted, like pipes, sockets and devices, which would block. Hidden names are left
+    out. A broken link is a file, which cannot be read later.
     """
     visits = Counter[tuple[int, int]]()
 
@@ -224,7 +224,7 @@ def walk(folder: str, skipped: Counter[str]) -> Iterator[str]:
         limits.LINKS.check(visits[here], path)
         with os.scandir(path) as entries:
             for entry in entries:
-                if entry.name.startswith("."):
+                if is_hidden(entry.name):
                     continue
                 try:
                     is_folder, is_file = entry.is_dir(), entry.is_file()
@@ -317,8 +317,10 @@ def local_copy(path: str) -> str:
     return str(copy)
 
 
-def _is_hidden(path: str) -> bool:
-    return any(part.startswith(".") for part in re.split(r"[/\\]", path))
+def is_hidden(path: str) -> bool:
+    """Whether a part of a path begins with a dot, or is the folder that macOS adds to archives."""
+    parts = re.split(r"[/\\]", path)
+    return any(part.startswith(".") or part == "__MACOSX" for part in parts)
 
 
 def _expand_braces(path: str) -> Iterator[str]:

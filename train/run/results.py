@@ -62,6 +62,8 @@ def before_training(programs: Programs, lines: list[dict[str, Any]]) -> dict[str
     path = path if isinstance(path, str) else shorten(path)
     num_train = num_examples(dataset.train) - dataset.canaries
     classes = f", {len(dataset.classes):,} classes" if dataset.classes else ""
+    if config.data.targets != "class":
+        classes = f", {config.data.targets} {shorten(dataset.classes)}"
     frozen = jax.tree.leaves(run.state_shapes.model_state.get(FROZEN, ()))
     per_device = " per device" if run.devices > 1 else ""
     step = format_bytes(report.peak.total)

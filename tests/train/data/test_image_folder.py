@@ -58,6 +58,7 @@ def test_skips_hidden_files_and_other_files(folder):
     before = load(folder).train["id"]
     write_image(folder / "train" / "cat" / ".hidden.png")
     write_image(folder / "train" / ".cache" / "x.png")
+    write_image(folder / "train" / "__MACOSX" / "cat" / "._a.png")
     (folder / "train" / "cat" / "notes.txt").write_text("no image")
     (folder / "train" / "Thumbs.db").write_text("no image")
     chex.assert_trees_all_equal(load(folder).train["id"], before)
