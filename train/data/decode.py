@@ -115,7 +115,6 @@ def decode(
             # Decoding a JPEG at reduced size would change the size of the caller's image.
             return np.asarray(_apply_view(source.copy(), view, max_pixels))
 
-
     def read(image: Image.Image) -> np.ndarray:
         _check_range(image)
         return np.asarray(_apply_view(image, view, max_pixels))
