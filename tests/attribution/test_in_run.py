@@ -125,6 +125,7 @@ def test_the_update_is_that_of_the_weighted_mean():
     real = batch | {"x": jnp.nan_to_num(x)}
     scores = explicit(params, validation, real, weights / weights.sum(), 1)
     chex.assert_trees_all_close(state.opt_state.scores[batch["row"]], scores, rtol=1e-4)
+    chex.assert_trees_all_equal(state.opt_state.counts[batch["row"]] > 0, weights > 0)
 
 
 def test_a_part_of_the_validation_examples_is_drawn_for_each_step():

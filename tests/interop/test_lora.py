@@ -155,6 +155,36 @@ def test_layers_of_a_stack_by_number(form, quantized):
     assert (3, 8, 8) not in products
 
 
+@pytest.mark.parametrize("own", ["nio", "noi"])
+@pytest.mark.parametrize("other", ["nbi", "bni", "bin", "nbo", "bno", "bon"])
+def test_products_of_every_layer_of_a_stack(own, other):
+    config = lora.LoRA(2, targets={"*kernel": "nio"}, alpha=3.0)
+    result = "nb" + ("o" if "i" in other else "i")
+
+    def f(params, x):
+        w = params["kernel"] if own == "nio" else params["kernel"].transpose(0, 2, 1)
+        right = jnp.einsum(f"{other},{own}->{result}", x, w)
+        return jnp.tanh(right) + jnp.einsum(f"{own},{other}->{result}", w, x)
+
+    sizes = {"n": 3, "b": 2, "i": 8, "o": 6}
+    x = normal(*(sizes[axis] for axis in other), seed=2)
+    assert_same(config, {"kernel": normal(3, 8, 6)}, f, x)
+
+
+@pytest.mark.parametrize("quantized", [None, "int8"])
+@pytest.mark.parametrize("axes", [0, 1, 2])
+def test_each_example_may_have_its_own_layer_of_a_stack(axes, quantized):
+    def f(params, x, numbers):
+        w = jnp.take(params["kernel"], numbers, 0, mode="clip")
+        y = jnp.tanh(jnp.einsum("...i,...io->...o", x, w))
+        return y.sum(-1, keepdims=True) + jnp.einsum("...o,...io->...i", y, w)
+
+    numbers = jnp.array([[2, 0], [1, 2], [0, 0]])[((slice(None),) * axes + (0, 0))[:2]]
+    x = normal(*numbers.shape, 8, seed=2)
+    config = lora.LoRA(2, targets={"*kernel": "nio"}, alpha=3.0)
+    assert_same(config, {"kernel": normal(3, 8, 6)}, f, x, numbers, quantized=quantized)
+
+
 def test_weights_inside_of_while_and_cond():
     def f(params, x):
         w = params["w"]

@@ -349,6 +349,11 @@ def test_rejects_invalid_arguments():
         ValueError, match=r"mask must have shape \(2, 4, 11, 11\) .* got \(11, 11\)"
     ):
         dot_product_attention(q, k, v, mask=jnp.ones((T, T), bool))
+    for segments, keys in ((jnp.ones((2, 10), int), T), (jnp.ones((2, T), int), T - 1)):
+        with pytest.raises(ValueError, match=r"segments must have shape \(2, 11\), \[B, T\]"):
+            dot_product_attention(q, k[:, :keys], v[:, :keys], segments=segments)
+    whole = dot_product_attention(q, k, v, segments=jnp.ones((2, T), int))
+    chex.assert_trees_all_close(whole, dot_product_attention(q, k, v), atol=1e-6)
     with pytest.raises(ValueError, match="chunk must be at least 1, got 0"):
         dot_product_attention(q, k, v, chunk=0)
     with pytest.raises(ValueError, match="window must be at least 1, got 0"):

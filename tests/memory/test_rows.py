@@ -126,6 +126,24 @@ def test_rows_keep_their_positions():
     assert "random_bits" not in str(rows)
 
 
+@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize("dimension", [0, 1, 2])
+def test_numbers_follow_from_positions(dimension, axis):
+    def f(x):
+        return x + jax.lax.broadcasted_iota(jnp.float32, x.shape, dimension)
+
+    args = (jnp.zeros((4, 6, 5)),)
+    closed, size = jax.make_jaxpr(f)(*args), args[0].shape[axis]
+
+    def rows(x):
+        return in_parts(closed, (x,), (axis,), size, [(0, 1), (1, 2), (3, size - 3)])[1]
+
+    np.testing.assert_array_equal(rows(*args)[0], f(*args))
+    # No part needs the numbers of all rows.
+    made = find_equations(jax.make_jaxpr(rows)(*args), "iota")
+    assert all(aval(e.outvars[0]).shape[axis] < size for e in made)
+
+
 @pytest.mark.parametrize("bits", [8, 16, 32])
 @pytest.mark.parametrize("axis", [0, 1, 2])
 def test_random_bits_follow_from_positions(bits, axis):

@@ -399,19 +399,33 @@ def test_a_number_of_the_data_gathers_nothing():
     assert constraints(lambda w, rate: w * rate, shardings, w, jnp.float32(0.1)) == []
 
 
-def test_each_of_several_results_is_sharded_as_itself():
+@pytest.mark.parametrize(
+    "of_results", [(("fsdp",), (None, None, "fsdp")), ((None, "fsdp"), (None, None, "fsdp"))]
+)
+def test_each_of_several_results_is_sharded_as_itself(of_results):
     mesh = mesh_of(1, 4)
-    rows, columns = (
-        NamedSharding(mesh, PartitionSpec(*spec)) for spec in (("fsdp",), (None, "fsdp"))
-    )
-    specs = constraints(
-        lambda w, x: jnp.split(x @ w, 2),
-        (columns, None),
-        jnp.ones((8, 16)),
-        jnp.ones((4, 8)),
-        out=[rows, columns],
-    )
-    assert specs == [(None, "fsdp"), (None, None), ("fsdp", None), (None, "fsdp")]
+    out = [NamedSharding(mesh, PartitionSpec(*spec)) for spec in of_results]
+    columns = NamedSharding(mesh, PartitionSpec(None, "fsdp"))
+
+    def f(w, x):
+        return jnp.split(x @ w, 2)
+
+    specs = constraints(f, (columns, None), jnp.ones((8, 16)), jnp.ones((8, 4, 8)), out=out)
+    padded = [(*spec, None, None)[:3] for spec in of_results]
+    assert specs == [(None, "fsdp"), (None, None), *padded]
+
+
+def test_what_is_added_to_a_reference_is_sharded_as_the_reference():
+    result = NamedSharding(mesh_of(1, 4), PartitionSpec(None, None, "fsdp"))
+
+    def f(x):
+        total = jax.new_ref(jnp.zeros((2, 8, 16)))
+        jax.ref.addupdate(total, ..., x @ jnp.ones((16, 16)))
+        jax.ref.addupdate(total, 1, x[0] @ jnp.ones((16, 16)))  # one layer
+        return total[...]
+
+    specs = constraints(f, (None,), jnp.ones((2, 8, 16)), out=result)
+    assert specs == [(None, None, "fsdp"), (None, "fsdp")]
 
 
 def test_codes_of_an_equation_with_several_results_are_gathered():

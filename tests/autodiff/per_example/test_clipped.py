@@ -222,6 +222,20 @@ def test_norm_is_zero_if_rounding_makes_its_square_negative():
     chex.assert_tree_all_finite((total, info.scales))
 
 
+def test_terms_that_are_too_large_to_square_may_cancel():
+    """Two terms of norm 2^63: the square of their sum is infinite in float32, that of 2^57 is not."""
+    x = 2.0**30 * jnp.ones((2, 2, 8))
+    cotangent = 2.0**30 * jnp.ones((2, 2, 8)).at[:, 1].set(-(1 + 2.0**-6))
+
+    def loss(w, x, cotangent):
+        return ((x @ w) * cotangent).sum((1, 2))
+
+    assert gradient_strategies(loss, jnp.zeros((8, 8)), x, cotangent) == "ghost norm"
+    total, info = jax.jit(clipped_grad(loss, 1.0))(jnp.zeros((8, 8)), x, cotangent)
+    chex.assert_trees_all_close(info.norms, jnp.full(2, 2.0**57), rtol=1e-3)
+    chex.assert_trees_all_close(total, jnp.full((8, 8), -2 / 8), rtol=1e-3)
+
+
 def test_clip_may_be_traced():
     gradient = clipped_grad(halves, 1.0)
     total = jax.jit(lambda clip: gradient(jnp.float32(2), X, clip=clip)[0])(2.5)

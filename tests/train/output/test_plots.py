@@ -1,5 +1,7 @@
 """Pictures of a run: panels and tiles stand where their labels say."""
 
+from xml.etree import ElementTree
+
 import matplotlib as mpl
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from train.output.curves import MOST_POINTS, read_curves, thin
 from train.output.formats import duration, number, percent
 from train.output.palette import overlay_labels, palette
 from train.output.tables import Cell, Table, to_rich
+from train.report.svg import to_svg
 
 
 @pytest.fixture
@@ -139,6 +142,16 @@ def test_curves_have_a_panel_for_each_metric_with_train_and_test_by_step(drawn, 
     assert points == {"train 1": [[10, 2.0], [20, 1.0]], "test 0.5": [[20, 0.5]]}
     assert rate.get_ylim()[0] == 0
     assert loss.get_xlim() == (0, 20)
+
+
+def test_the_axis_of_a_small_chart_is_named_in_the_margin_below_it(drawn):
+    with pytest.raises(ElementTree.ParseError):  # nothing was saved
+        to_svg(lambda ax: ax.plot([0, 1], [2, 3]), "step", "loss", {})
+    (ax,), (text,) = drawn[0].axes, drawn[0].texts
+    left, bottom = text.get_position()
+    assert text.get_text() == "step"
+    assert 0 <= left < ax.get_position().x0 / 2
+    assert 0 < bottom < ax.get_position().y0 - 0.05  # about the height of a letter
 
 
 def test_a_run_without_lines_has_an_empty_picture(tmp_path):
