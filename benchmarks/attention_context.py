@@ -9,8 +9,8 @@ current ones (`fnet.layers.stack`). The forms differ by one trained parameter pe
    with contexts it then chooses the rate of the moving average, and a factor of the strengths'
    learning rate. This favors the forms with contexts.
 2. Comparison. Five other seeds train each form. A seed sets the examples, their order and the
-   initial values, which are equal for the three forms. Held-out examples differ from those of the
-   selection.
+   initial values, which are equal for the three forms. Held-out examples differ from the
+   selection's.
 3. Verdict. A form helps or hurts if the 95 % interval of the mean difference to "without" does not
    contain 0 (Student's t, paired by seed), and if it does not for five further seeds either, with
    the same sign. Otherwise there is no difference.
@@ -549,7 +549,7 @@ def compare(task: Task, out: Path, quick: bool) -> Comparison:
 
 
 def rows(comparisons: Sequence[Comparison], group: int = 0) -> list[dict[str, str]]:
-    """Build the table of losses, or that of the further seeds, of tasks that needed them."""
+    """Build the table of losses, or the table of further seeds, for tasks that needed them."""
     forms = ("lagged", "current")
     return [
         {

@@ -7,7 +7,7 @@
 Each network is one that other libraries' tutorials train, at a size that a CPU trains. All programs
 of a row run in turns in one process, in float32, without noise. A time is the median over rounds of
 its ratio to the plain gradient of the mean loss in the same round, so that a busy machine matters
-less. Sums are compared with those of `fnet.clipped_grad` for all examples at once. The programs:
+less. Sums are compared with `fnet.clipped_grad`'s for all examples at once. The programs:
 
 - "at once", "one": `fnet.clipped_grad` with ``microbatch_size=batch`` and ``microbatch_size=1``
 - "fnet": the one of both that `fnet.clipped_grad` chooses by itself

@@ -3,11 +3,11 @@
     JAX_PLATFORMS=cpu python -m benchmarks.contexts --target h100
     JAX_PLATFORMS=cpu python -m benchmarks.contexts --target h100 --tunix  # needs google-tunix
 
-The step is that of `finetune_lora` with nf4 weights, rank 32, one row and remat ``nested``, for
+The step is `finetune_lora`'s, with nf4 weights, rank 32, one row and remat ``nested``, for
 a model of one block and for two contexts; `fnet fit` extends it to 32 blocks. The model is
 a config and a file of headers, written here. Memory of a card is as many 10^9 bytes as its name
 says, so 24 GB are 22.4 GiB: about 5 % of a card is left for the runtime. The figures of Unsloth are
-those of its documentation, with offloaded activations. ``--tunix`` compiles the LoRA step of
+from its documentation, with offloaded activations. ``--tunix`` compiles the LoRA step of
 google-tunix for the same target: its model, loss and remat of whole layers, nf4 weights by qwix.
 """
 

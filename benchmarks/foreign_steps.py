@@ -383,7 +383,7 @@ def faults(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
         "steps over the budget": list(filter(is_over, rows)),
         "tracebacks": [row for row in rows if "traceback" in row],
         "budgets refused although a smaller one fits": not_monotone(rows),
-        "steps with more FLOPs than that of a smaller budget": worse_than_smaller(rows),
+        "steps with more FLOPs than the step of a smaller budget": worse_than_smaller(rows),
     }
     if any("resident" in row for row in rows):
         what = "steps that take more than 1.02 of the budget and 16 MB in a process"

@@ -3,7 +3,7 @@
     python -m benchmarks.optimizer_state
 
 The model is Llama-3.1-8B with 8,030,261,248 parameters. Nothing is allocated or compiled: the
-bytes are those of `jax.eval_shape`. Gradients and activations are not included. With
+bytes are of `jax.eval_shape`. Gradients and activations are not included. With
 `fnet.autodiff.optimizer_in_backward`, gradients are of one layer.
 """
 

@@ -14,9 +14,11 @@ failure, its number alone repeats it: ``python -m benchmarks.random_steps --seed
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
+import textwrap
 import traceback
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -104,7 +106,14 @@ def page(random: list[dict[str, Any]], foreign: list[dict[str, Any]]) -> str:
         return max(row["difference"] for row in is_float32)
 
     refused = [
-        f"- {row['program']}, {row['route']}, {row['share']:.0%}: {row['refused']}"
+        textwrap.fill(
+            f"{row['program']}, {row['route']}, {row['share']:.0%}: "
+            + re.sub(r"/\S*/(?=benchmarks/|site-packages/)", "", row["refused"]),
+            78,
+            subsequent_indent="    ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
         for row in foreign
         if "refused" in row
     ]
@@ -133,10 +142,10 @@ def page(random: list[dict[str, Any]], foreign: list[dict[str, Any]]) -> str:
             counted(foreign),
             f"The largest difference in float32 is {largest(foreign):.1e}.",
             by_share(foreign),
-            "FLOPs relative to the plain step, what was chosen (none: no remat policy), and in "
-            "parentheses the number of programs that were compiled for this budget:",
+            "Each entry has FLOPs relative to the plain step, and what was chosen (none: no remat "
+            "policy). The number of programs that were compiled for this budget is in parentheses.",
             table(foreign),
-            *(["### Refused", "\n".join(refused)] if refused else []),
+            *(["### Refused", "\n".join(["```text", *refused, "```"])] if refused else []),
             "## Repeat",
             "```sh\npython -m benchmarks.foreign_steps --shares 0.7 0.5 0.35 0.2 --resident \\\n"
             "    --rows rows\n"

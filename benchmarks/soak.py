@@ -29,7 +29,7 @@ from benchmarks.claims import Claim, argument_parser, publish
 
 
 class Sample(NamedTuple):
-    """What one look at the run and its child processes found."""
+    """One measurement of the run and its child processes."""
 
     seconds: float
     step: int

@@ -43,7 +43,7 @@ IN_SUCCESSION = 3
 # python -m benchmarks.checkpoint_memory, python -m benchmarks.budgets: glibc 2.36.
 #
 # Arrays from this size on are mapped separately, and returned to the system at once. The heap
-# returns this much at its end.
+# returns free memory at its top from this size on.
 MAPPED_SEPARATELY = 2**24
 TRIMMED = 2**25
 # Blocks that occupy gaps of the heap. Smaller gaps do not add up.

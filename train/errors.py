@@ -13,7 +13,7 @@ from pathlib import Path
 class UserError(Exception):
     """Mistake of the user. The program prints the message in one line, with exit code 2.
 
-    Whatever reads what a user gave may raise it; a docstring says so where that is not obvious.
+    Any function that reads a user's input may raise it. Docstrings mention it if it is not obvious.
     """
 
 

@@ -119,7 +119,7 @@ def take_flag(words: Sequence[str]) -> list[str]:
 
 
 class CodeError(Exception):
-    """What others wrote failed. The message is the reason."""
+    """Foreign code failed, such as a template. The message is the reason."""
 
 
 class CodeLimitError(CodeError):
@@ -213,7 +213,7 @@ def advice() -> str:
 
 
 def _data_bytes() -> int:
-    """Return the memory that this process has by now, and that of the stacks of more threads."""
+    """Return the memory that this process has by now, plus the stacks of more threads."""
     with open("/proc/self/statm") as file:
         pages = int(file.read().split()[5])
     return pages * resource.getpagesize() + (os.cpu_count() or 1) * 2**23

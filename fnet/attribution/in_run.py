@@ -59,7 +59,7 @@ class InRun(Mode):
         eta s_i <g_i, g_val - eta / 2 H_val sum_j s_j g_j>                          second order
 
     summed over the steps that it was in (Wang et al. 2024). Positive scores are
-    helpful. The equations are those of SGD. With another optimizer, they are scores of the same
+    helpful. The equations hold for SGD. With another optimizer, they are scores of the same
     gradients, not of its updates. Mean losses over the run, which find wrong labels, are kept, too.
 
     Inner products come from the backward pass of the training batch. Layers with one row per

@@ -2,8 +2,8 @@
 
 A batch may be split into microbatches if it does not. The check is the one of per-example
 gradients, `fnet.autodiff.per_example.batch_axis`, with two differences. Random numbers may differ
-from row to row, because other rows of a dropout mask are as good. And two things beside the losses
-of the batch must not change with it: numbers, as in ``penalty / len(x)``, and what a custom
+from row to row, because other rows of a dropout mask are as good. And two things besides the
+losses must not change with the batch: numbers, as in ``penalty / len(x)``, and what a custom
 derivative rule makes of the cotangent of a parameter, which is a sum over the batch.
 """
 
@@ -118,7 +118,7 @@ def _place(state: Mixed | Unknown) -> str:
 
 
 _CONSTANT, _PARAMETER, _EXAMPLES = range(3)
-"""What a value is computed from. Together with examples, it is of examples."""
+"""Sources of a value. Parameters together with examples count as examples."""
 
 
 def _find_rules_of_parameters(

@@ -169,7 +169,7 @@ def gradient_of(objective: Objective) -> Gradient:
 def replace_padding(batch: dict[str, Array]) -> dict[str, Array]:
     """Replace each example of weight 0 by the first example that counts.
 
-    The derivative of a loss may be NaN where the example is zeros, such as that of a norm, and 0
+    The derivative of a loss may be NaN where the example is zeros, such as a norm's, and 0
     times NaN is NaN. So padding needs inputs at which the loss is differentiable, and an example
     of the batch is the only one at hand. Weights stay. Without an example that counts, or without
     weights of shape [batch], the batch stays.

@@ -137,7 +137,7 @@ _TORCH_HEAD = re.compile(r"(fc|classifier|head|cls|aux_classifier)\.")
 
 
 class Weights(NamedTuple):
-    """What a file of weights holds, by its names and shapes.
+    """Contents of a file of weights, by its names and shapes.
 
     Attributes:
       title: publisher and name, such as ``"torchvision's wide_resnet50_2"``.

@@ -98,7 +98,7 @@ def clipped_grad(
     """Clip per-example gradients and sum them, with the signature of jax_privacy.
 
     The gradient of example b is the gradient of ``fun`` for a batch that holds b alone. Norms and
-    sums are those of `fnet.clipped_grad`, so gradients are not materialized. They are materialized
+    sums come from `fnet.clipped_grad`, so gradients are not materialized. They are materialized
     with ``pre_clipping_transform``, ``spmd_axis_name`` or ``grid_scale``, as in jax_privacy.
 
     Guarantees:

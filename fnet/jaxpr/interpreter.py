@@ -142,8 +142,8 @@ def differentiate(
       operands: indices of the inputs to differentiate with respect to.
 
     Returns:
-      One array per output, and the function from cotangents of the inexact outputs to those of the
-      operands.
+      One array per output, and the function from cotangents of the inexact outputs to cotangents
+      of the operands.
     """
 
     def function(*chosen: Any) -> tuple[list[Any], list[Any]]:

@@ -112,8 +112,8 @@ def attention(
 
     Returns:
       A layer, [B, T, D] -> [B, T, D], without state. Its params are ``query_key_value``, whose
-      kernel is [D, (heads + 2 groups) head_dim] in this order, or those of ``query``, ``key`` and
-      ``value`` that it has; ``output``; with ``qk_norm`` ``query_norm`` and ``key_norm``; and with
+      kernel is [D, (heads + 2 groups) head_dim] in this order, or ``query``, ``key`` and ``value``,
+      as far as it has them; ``output``; with ``qk_norm`` ``query_norm`` and ``key_norm``; and with
       ``sinks`` an array of that name, [heads]. Dense layers have ``{"kernel", "bias"}``. ``apply``
       also takes ``mask`` [B, T] bool, True for real tokens; others
       are not attended to. Causal attention ignores it, so padding must be at the end.

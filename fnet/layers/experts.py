@@ -102,8 +102,8 @@ def experts(
 
     Returns:
       A layer, [..., T, D] -> [..., T, D]. Its params are ``router`` with kernel [D, E], perhaps
-      ``bias``, ``choice_bias`` and ``expert_scale`` [E]; ``experts``; those of the layers that are
-      given, by their argument; and ``shared_gate``. Experts have
+      ``bias``, ``choice_bias`` and ``expert_scale`` [E]; ``experts``; the params of
+      given layers, by their argument; and ``shared_gate``. Experts have
       ``gate`` and ``up`` with kernels [E, D, hidden], or ``expand`` [E, D, 2 hidden], and
       ``contract`` [E, hidden, D]. Biases are [E, ...]. It has no state, but in training ``apply``
       returns what `balance_loss` reads: ``probabilities`` [..., T, E] and ``chosen`` [..., T,

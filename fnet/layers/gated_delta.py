@@ -169,7 +169,7 @@ def _solve_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> t
 def _inverse(lower: Float[Array, "*batch q q"]) -> Float[Array, "*batch q q"]:
     """Invert ``I + L``, where L is the part of ``lower`` below the diagonal, by halves.
 
-    The inverse of ``[[A, 0], [C, B]]`` is ``[[A', 0], [-B' C A', B']]``, with those of A and B.
+    The inverse of ``[[A, 0], [C, B]]`` is ``[[A', 0], [-B' C A', B']]``, A' inverse to A.
     """
     q = lower.shape[-1]
     if q == 1:

@@ -51,7 +51,7 @@ class Block(NamedTuple):
       feed_forward: A layer on each position, [B, T, D] -> [B, T, D], without state; or None. What
         `fnet.layers.experts` returns in training enters the state of the stack.
       output: A layer of the block's output [B, T, D] -> [B, T, D], without state, or None. If the
-        stack gets ``inputs`` [B, T, blocks, P], it gets those of its block as ``given``.
+        stack gets ``inputs`` [B, T, blocks, P], it gets its block's part as ``given``.
       reads: Number of an earlier block whose keys and values the mixer attends to, or None. Both
         mixers must be `fnet.layers.attention`, with ``keys="passed_on"`` and ``keys="given"``.
       feed_forward_norm: Whether the stack normalizes the input of the feed-forward.

@@ -58,7 +58,7 @@ def state_on_host(
       ValueError: If the state has large arrays, but none can be on the host, or if parameters are
         on several devices.
         From the update, if the state is on the device, or has effects.
-      TypeError: If the update needs other arguments, as that of `optax.lbfgs`.
+      TypeError: If the update needs other arguments, as `optax.lbfgs`'s does.
 
     Example:
       >>> import fnet, jax.numpy as jnp, optax
@@ -160,8 +160,8 @@ class _Update(NamedTuple):
             ) from error
         if traced.effects:
             raise ValueError(
-                "state_on_host: optimizer.update must have no effects, such as those of "
-                f"jax.debug.print, got {', '.join(map(str, traced.effects))}"
+                "state_on_host: optimizer.update must have no effects, such as "
+                f"jax.debug.print's, got {', '.join(map(str, traced.effects))}"
             )
         closed = inline(traced, custom_derivatives=True)
         jaxpr, count = closed.jaxpr, len(jax.tree.leaves(grads))

@@ -163,7 +163,7 @@ def pre_activation(
     1x1 convolution of ``a`` if the size or the number of channels changes. Parameter names
     follow mapillary/inplace_abn.
 
-    ``channels`` and ``groups`` are those of `post_activation`. ``dropout`` is the rate at which
+    ``channels`` and ``groups`` are as in `post_activation`. ``dropout`` is the rate at which
     whole channels are dropped before the last convolution.
     """
     layers_by_name: dict[str, Layer] = {}

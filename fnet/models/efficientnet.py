@@ -150,7 +150,7 @@ def efficientnet(
     Args:
       num_classes: number of logits. None: the network returns features [N, last], or [N, hidden].
       in_channels: image channels.
-      stages: rows of `Stage`; `VARIANTS` has those of published networks. A sequence in place of a
+      stages: rows of `Stage`; `VARIANTS` has published networks' rows. A sequence in place of a
         row is one stage whose blocks differ.
       stem: channels of the first convolution.
       last: channels of the convolution after the stages.

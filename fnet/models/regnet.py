@@ -85,7 +85,7 @@ def regnet(
     """RegNetX, or RegNetY with squeeze and excitation.
 
     Radosavovic, Kosaraju, Girshick, He, Dollar, "Designing Network Design Spaces", CVPR 2020.
-    Blocks are those of `fnet.models.resnet` with as many channels inside as outside. The default
+    Blocks are as in `fnet.models.resnet`, with as many channels inside as outside. The default
     is RegNetY with 400 million multiplications; `VARIANTS` has the others.
 
     Args:

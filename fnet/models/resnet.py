@@ -86,7 +86,7 @@ def resnet(
       dilation: dilation of the 3x3 convolutions, per stage. A dilated stage has no stride, and
         with a dilated first stage the stem has no pooling.
       dilate_first: whether the first 3x3 convolution of a stage has the stage's dilation.
-        False: it has that of the stage before, as in torchvision and timm.
+        False: it has the dilation of the stage before, as in torchvision and timm.
       shortcut: ``"conv"``: a 1x1 convolution has the stride of the shortcut. ``"pool"``: average
         pooling has it, as in timm's networks with the suffixes d and t.
       groups: groups of the 3x3 convolutions of bottlenecks (ResNeXt).

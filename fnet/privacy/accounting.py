@@ -1,6 +1,6 @@
 """Privacy accounting: epsilon of a run, and the noise for a target epsilon.
 
-Mechanisms are those of jax-privacy, and accountants those of dp_accounting: optional dependencies.
+Mechanisms are jax-privacy's, and accountants dp_accounting's: optional dependencies.
 """
 
 import functools
@@ -61,7 +61,7 @@ def epsilon(
     truncated                    any other                 none: ValueError
     ===========================  ========================  =======================================
 
-    Here `separation` is that of the sampling: 1 for Poisson sampling. Random balls in bins and
+    Here `separation` is the sampling's: 1 for Poisson sampling. Random balls in bins and
     b-min-sep batches amplify privacy, too. jax-privacy can only simulate by how much, which bounds
     nothing, so it is not counted.
 

@@ -116,7 +116,7 @@ class GradientCanaries:
         """Return each canary's entry times its sign, [m].
 
         Training on a canary decreases its value. A score for `audit_epsilon` is the value of the
-        initial parameters minus that of the final ones.
+        initial parameters minus the value of the final ones.
         """
         return self._values(params, jnp.arange(len(self.rows)))
 

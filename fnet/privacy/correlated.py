@@ -167,7 +167,7 @@ class Strategy:
 
     @classmethod
     def _buffered(cls, matrix: Any) -> "Strategy":
-        # In float32, as its buffers: the sensitivity is that of the matrix which makes the noise.
+        # In float32, as its buffers: the matrix which makes the noise has this sensitivity.
         wide = dataclasses.replace(
             matrix,
             buf_decay=np.asarray(matrix.buf_decay, np.float32).astype(np.float64),

@@ -290,7 +290,7 @@ class _Draws:
     def __call__(self, step: int) -> np.ndarray:
         with self.lock:
             if step < self.next:
-                # Other streams of the seed are those of augmentation and canaries.
+                # Augmentation and canaries use other streams of the seed.
                 sequence = np.random.SeedSequence(self.seed, spawn_key=(0, 0))
                 self.rng, self.next = np.random.default_rng(sequence), 0
                 selection = dataclasses.replace(self.sampling.selection, iterations=_ENDLESS)

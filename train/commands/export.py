@@ -207,8 +207,8 @@ def _write_tensors(
 ) -> None:
     """Write safetensors files, and an index if there are several.
 
-    ``others`` are tensors of the published model that the network does not have, such as those of
-    an image tower. They are copied.
+    ``others`` are tensors of the published model that the network does not have, such as an
+    image tower's. They are copied.
     """
 
     def array(t: Tensor) -> np.ndarray:

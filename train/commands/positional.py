@@ -12,7 +12,7 @@ def positional(argv: Sequence[str], usage: str, *options: type) -> tuple[list[st
     """Split the words after a command's name into positional arguments and flags.
 
     Dots in a usage, ``"fnet predict RUN FILE..."``, allow one or more. Without positional
-    arguments, ``--help`` is that of the ``options``.
+    arguments, ``--help`` shows the ``options``.
 
     Raises:
       UserError: for too few or too many positional arguments.

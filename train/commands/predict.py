@@ -76,8 +76,8 @@ def predict(folder: RunFolder, given: Sequence[str], options: PredictArguments) 
 
     Returns:
       The content of predictions.json: ``step``, ``predictions`` of the readable images and
-      ``unreadable`` ones. A prediction has ``labels``, the most probable first, or those of the
-      largest share of pixels, or ``numbers`` by name. That of a segmented image also has paths:
+      ``unreadable`` ones. A prediction has ``labels``, the most probable first, or the labels
+      with most pixels first, or ``numbers`` by name. A segmented image's also has paths:
       ``mask``, a palette PNG of the image's size with the values of the run's masks, and
       ``overlay``, the image with the mask's colors over it.
 

@@ -63,7 +63,7 @@ class _Options:
     beta: float = 0.0
     """Factor of the rewards of preferred answers."""
     objective: str = "dpo"
-    """What is learned from preferred answers."""
+    """Objective of training on preferred answers."""
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,7 @@ class Dataset(NamedTuple):
       name: Describes a row of ``train`` to the user: its file, or its index.
       test_name: The same for a row of ``test``; None if examples have no names, only numbers.
       file_bytes: Size of the files that only this row points to, -1 if unreadable. Rows of
-        ``test`` follow those of ``train``.
+        ``test`` come after ``train``'s.
       contents: Arrays that rows point into, such as all tokens, or sizes of shared files.
       explain: Says why the example with this ``id`` has weight 0: its file and the error. None if
         it can be read.
@@ -125,7 +125,7 @@ class Dataset(NamedTuple):
 
     @property
     def outputs(self) -> Outputs:
-        """What the outputs of a network mean."""
+        """Meaning of the outputs of a network."""
         return Outputs(self.classes, self.label_map, self.scaling)
 
 

@@ -312,8 +312,8 @@ def _yolo(root: Path) -> _Read:
         images.append(_Image(split, path, str(labels), height, width, objects))
     if images and not any(image.objects for image in images):
         raise UserError(
-            f"data.format: none of {len(images):,} images has labels; those of {images[0].path} "
-            f"would be in {images[0].source}"
+            f"data.format: none of {len(images):,} images has labels; {images[0].path} would "
+            f"have them in {images[0].source}"
         )
     texts = _files(root, ".txt")
     there = {str(path) for path in texts if "labels" in path.relative_to(root).parts}

@@ -226,10 +226,10 @@ def _find_arrays(path: Path, suffixes: Sequence[str], given: Sequence[str | None
 
 def _parse_name(name: str) -> tuple[tuple[str, ...], str] | None:
     """``"X_train"`` -> ``(_IMAGE_NAMES, "train")``, ``"label"`` -> ``(_LABEL_NAMES, "")``."""
-    words = re.split(r"[_\-. ]", name.lower())
+    parts = re.split(r"[_\-. ]", name.lower())
     for stems in (_IMAGE_NAMES, _LABEL_NAMES):
-        rest = [word for word in words if word not in stems]
-        if len(rest) == len(words) - 1 < 2:
+        rest = [part for part in parts if part not in stems]
+        if len(rest) == len(parts) - 1 < 2:
             return stems, "".join(rest)
     return None
 

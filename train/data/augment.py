@@ -299,7 +299,7 @@ def draw_warp(
 def warp(images: np.ndarray, draws: np.ndarray, fill: tuple[int, ...]) -> np.ndarray:
     """Turn and distort images uint8 [N, H, W, 3] by `draw_warp`, bilinearly, in place.
 
-    ``fill`` is the color beside the image.
+    ``fill`` is the color outside the image.
     """
     _, height, width, _ = images.shape
     corners = np.array([[0, 0], [width, 0], [width, height], [0, height]], np.float64)

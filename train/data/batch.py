@@ -11,8 +11,8 @@ else:  # processes that decode images must not import JAX
 class Batch(TypedDict, total=False):
     """Arrays with one leading axis of examples; each source has some of them.
 
-    With users, the leading axes are those of users and of each one's examples, and ``weight`` is of
-    users.
+    With users, the leading axes are users and the examples of each, and ``weight`` has one number
+    per user.
 
     Attributes:
       image: uint8 or floating [N, H, W, C], or [N, crops, H, W, C] in evaluation with several.

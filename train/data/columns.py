@@ -256,7 +256,7 @@ def is_named(names: Sequence[str]) -> bool:
 
 
 def order_of(classes: Sequence[str], names: Sequence[str]) -> tuple[list[int] | None, bool]:
-    """Return the output of each class, and whether the names of the outputs say so.
+    """Return the output of each class, and whether it follows from the names of the outputs.
 
     Without such names, the class 7 is the output 7. None if classes are neither names nor numbers.
     """

@@ -31,7 +31,7 @@ Image.MAX_IMAGE_PIXELS = None
 # By content, because extensions can be wrong. Some of Pillow's other formats run programs.
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "PPM", "TIFF", "GIF")
 _WITH_FRAMES = (b"\x89PNG", b"GIF8", b"RIFF", b"II*", b"II+", b"MM\0")
-"""First bytes of images that can have several frames or pages; those of a JPEG are no pictures."""
+"""First bytes of images with several frames or pages. A JPEG's further frames are no pictures."""
 _SMALLER_OR_MASK = 0b101
 """Bits of NewSubfileType of a TIFF's page (TIFF 6.0, section 8)."""
 _MOST_PAGES = 32

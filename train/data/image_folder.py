@@ -81,7 +81,7 @@ class ImageFolder(LabeledFiles):
         return load(self, trained().names)
 
     def check(self, config: Config) -> None:
-        """Check options that choose training examples, and those of users."""
+        """Check options that choose training examples, and options for users."""
         super().check(config)
         if config.is_private and (self.balanced or self.repeats > 1):
             raise UserError(
@@ -155,7 +155,7 @@ class _Split(NamedTuple):
     prefix: str = ""
 
     def some(self, index: np.ndarray) -> "_Split":
-        """Return some of the images; the files that are left out are those of all."""
+        """Return some of the images. The counts of skipped files stay."""
         return self._replace(paths=[self.paths[i] for i in index], labels=self.labels[index])
 
 
@@ -204,7 +204,7 @@ def _find_splits(
     note = describe_hold_out(config, is_test, f"no val/ or test/ in {root}")
     others = [name for name in folders.values() if train_name and name != train_name]
     if others:
-        note += f"; {shorten(others)} beside {train_name} is not read: data.test_split"
+        note += f"; {shorten(others)} next to {train_name} is not read: data.test_split"
     return names, whole.some(rows), whole.some(test_rows)._replace(skipped=Counter()), (note,)
 
 

@@ -119,7 +119,7 @@ def load(config: ImageShards) -> Dataset:
         compared=(lambda ids: others.read(shard[ids], place[ids])) if is_small else None,
         order=_order(config, source[train], shard[:n], place[:n], indices),
         batches_at_once=_REMOTE_BATCHES if shards.are_remote else 1,
-        # The sizes of shards stand for those of their images, which are in them.
+        # The sizes of shards stand for the images in them.
         file_bytes=lambda id: 0,
         contents=(np.array(shards.sizes),),
         notes=notes,

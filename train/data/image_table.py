@@ -67,7 +67,7 @@ class ImageTable(LabeledFiles):
     label: tuple[Annotated[str, MinLen(1)], ...] = ()
     """Columns of the labels; empty is a usual name, such as label, or the only other column."""
     targets: Literal["class", "labels", "numbers"] = "class"
-    """What labels are: a class, any number of labels per image, or numbers to predict."""
+    """Kind of labels: a class, any number of labels per image, or numbers to predict."""
     separator: Annotated[str, MinLen(1)] | None = None
     """Separates the labels in one column, such as |; None: each label is a column of 0 and 1."""
     split: Annotated[str, MinLen(1)] | None = None

@@ -1,4 +1,4 @@
-"""Where folders keep images and their masks: one table of layouts."""
+"""Layouts of folders of images and masks, in one table."""
 
 import os
 from collections.abc import Collection, Sequence
@@ -41,7 +41,7 @@ class Layout(NamedTuple):
 
     @property
     def split(self) -> str:
-        """What a split is below the root: a file of names, or a folder."""
+        """Path of a split below the root: a file of names, or a folder."""
         return self.names or self.images
 
     def splits(self, root: Path) -> list[str]:
@@ -228,7 +228,7 @@ def _by_name(folder: Path, files: Sequence[str], suffix: str) -> dict[str, str]:
 
 
 _Side = tuple[str, Path, dict[str, str]]
-"""What files are, their folder, and the files by name."""
+"""Kind of the files, their folder, and the files by name."""
 
 
 def _check_partners(own: _Side, partner: _Side) -> None:

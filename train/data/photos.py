@@ -31,7 +31,7 @@ class Photos(Data):
     source: str = ""
     """Data source; --data.source NAME --help lists the fields of another one."""
     path: str | tuple[str, ...] = "."
-    """Where the images are."""
+    """Folder of the images."""
     batch_size: Count = 64
     """Batch size."""
     image_size: Count = 224

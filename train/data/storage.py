@@ -62,8 +62,8 @@ def parquet_batches(
 ) -> Iterator[Any]:
     """Yield batches of rows of some row groups of a `pyarrow.parquet.ParquetFile`.
 
-    A value that many rows share is in the file once, so that its rows are counted as they are read:
-    those of a small file before the first batch, because what is made of rows takes more memory.
+    A value that many rows share is in the file once, so that its rows are counted as they are read.
+    In a small file that is before the first batch, because what is made of rows takes more memory.
 
     Args:
       file: file to read.
@@ -324,7 +324,7 @@ def is_hidden(path: str) -> bool:
 
 
 def _expand_braces(path: str) -> Iterator[str]:
-    """Expand ``{000..099}`` and ``{a,b}``; a path with other braces is returned as it is."""
+    """Expand ``{000..099}`` and ``{a,b}``; a path with other braces is returned unchanged."""
     parts = re.split(r"\{(\d+\.\.\d+|[^{}]*,[^{}]*)\}", path)
     choices = []
     for text in parts[1::2]:

@@ -1,4 +1,4 @@
-"""Where the time of making batches goes: computing, waiting for files, waiting for a core.
+"""Time of making batches, by its use: computing, waiting for files, waiting for a core.
 
 Processes that decode images import this module, so it must not import JAX.
 """

@@ -1,4 +1,4 @@
-"""What networks for images have in common: how they are built, and fields of convolutional ones."""
+"""Common parts of networks for images: how they are built, and fields of convolutional ones."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal

@@ -121,8 +121,8 @@ class Pretrained(Model):
             )
         if len(own_classes) != len(classes) and own_classes and classes and self.classifier is None:
             notes.append(
-                f"model.classifier: new, because that of {path} is of {len(own_classes):,} "
-                f"classes, not of {len(classes):,}"
+                f"model.classifier: new, because {path} has one of {len(own_classes):,} classes, "
+                f"not of {len(classes):,}"
             )
         return notes
 

@@ -37,8 +37,8 @@ def draw_results(
     """Draw the confusion matrix, and test images with labels and predictions.
 
     24 classified images are shown: first errors, by decreasing probability, then correct ones, by
-    increasing probability; with several labels or numbers, those of the largest losses. From up to
-    60 segmented images, six are shown with both masks, from the worst to the best. A private run
+    increasing probability; with several labels or numbers, the largest losses. From up to 60
+    segmented images, six are shown with both masks, from the worst to the best. A private run
     of which only covered results are written shows no test images.
 
     Returns:

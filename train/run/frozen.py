@@ -39,7 +39,7 @@ def load_network(
     """Restore the network of a run, with frozen parameters from the published model.
 
     A run of a published model without a checkpoint, such as `fnet import` makes, has the published
-    parameters. ``best`` and ``place`` are those of `Checkpoints` and its ``restore_network``.
+    parameters. ``best`` and ``place`` are as in `Checkpoints` and its ``restore_network``.
     """
 
     def init(key: Array) -> tuple[Any, Any]:

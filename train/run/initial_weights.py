@@ -101,7 +101,7 @@ def load(
     """Read weights for the network of a run, from a file or folder as for `weight_files.read`.
 
     Without ``trained_with``, it is the norm in the file's metadata, or the norm of its publisher,
-    or the network's. The other options are those of `fnet.interop.torch.load_state_dict`.
+    or the network's. The other options are as in `fnet.interop.torch.load_state_dict`.
     """
     weights = weight_files.read(source)
     names, classes = _classes(weights.metadata), run.task.dataset.classes
@@ -205,7 +205,7 @@ def _scaling(metadata: dict[str, str]) -> Scaling | None:
 
 
 def _differences(theirs: dict[str, str], ours: dict[str, str]) -> tuple[str, ...]:
-    """Compare the network's options with those of the weights, which array shapes do not show."""
+    """Compare the network's options with the weights' options, which array shapes do not show."""
     return tuple(
         f"{name} is {ours[name]} here; the weights were trained with {theirs[name]}"
         for name in ours

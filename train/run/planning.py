@@ -279,7 +279,7 @@ def _compile(
 ) -> Executable:
     """Compile a step with each of several options, and return the smallest program.
 
-    By default, the options are the target's, or those of `fnet.compile_step`. The step is traced
+    By default, the options are the target's, or `fnet.compile_step`'s. The step is traced
     once: a network of many layers takes longer to trace than to compile.
     """
     options: Sequence[dict[str, Any] | None] = compiler_options or (

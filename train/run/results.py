@@ -53,7 +53,7 @@ def print_facts(console: Console, facts: Mapping[str, str]) -> None:
 def before_training(programs: Programs, lines: list[dict[str, Any]]) -> dict[str, str]:
     """Summarize a run whose step is compiled: data, network, memory, steps and time.
 
-    ``lines`` are those of metrics.jsonl of an earlier part of the run.
+    ``lines`` are from metrics.jsonl of an earlier part of the run.
     """
     planned = programs.planned
     run, report = planned.run, planned.executable.report

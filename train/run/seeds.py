@@ -96,7 +96,7 @@ def describe_seeds(folder: RunFolder, config: Config) -> str:
         )
     return (
         f"NO PRIVACY: grad.insecure_noise_seed {config.grad.insecure_noise_seed} is in "
-        "config.json, and whoever knows it can subtract the noise"
+        "config.json, and anybody who knows it can subtract the noise"
     )
 
 

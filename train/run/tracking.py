@@ -16,7 +16,7 @@ from train.errors import UserError
 
 
 class Tracker(NamedTuple):
-    """Where a run sends what it measures and draws.
+    """Receiver of what a run measures and draws.
 
     Attributes:
       log: ``log(step, line)`` for a line of metrics.

@@ -153,7 +153,7 @@ def _losses(
 def build_reward(config: Config, dataset: Dataset) -> Task:
     """Build the task of a reward model, a language model with a head for one number.
 
-    The reward r is that of an answer's last token (Ouyang et al. 2022, "Training language models to
+    The reward r belongs to an answer's last token (Ouyang et al. 2022, "Training language models to
     follow instructions with human feedback")::
 
         loss = -log sigmoid(r_w - r_l)

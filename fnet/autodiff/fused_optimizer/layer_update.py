@@ -61,7 +61,7 @@ class LayerUpdate:
     Attributes:
       closed: jaxpr ``(grads, opt_state, params) -> (params, opt_state)`` without calls.
       grads: variables of the gradients, in the order of the parameters' leaves.
-      slots: the leaves of the parameters, then those of the optimizer's state.
+      slots: the leaves of the parameters, then the leaves of the optimizer's state.
     """
 
     closed: ClosedJaxpr
@@ -212,7 +212,7 @@ def trace_update(
 
     Args:
       optimizer: an optax gradient transformation.
-      params: all parameters or their shapes; those of a stack are [n, ...].
+      params: all parameters or their shapes; [n, ...] in a stack.
       opt_state: state of the optimizer, as from ``optimizer.init(params)``.
       owners: pytree like ``params``, with the number of each leaf's stack, or `REST`.
 
@@ -333,7 +333,7 @@ class _Source(NamedTuple):
 
 
 class _Dependence(NamedTuple):
-    """What a value depends on.
+    """Dependence of a value.
 
     Attributes:
       sources: gradients and arrays of stacks.

@@ -447,7 +447,7 @@ def gradient_strategies(
                                   materialize
     ``"materialized in chunks"``  are such products, or come from automatic differentiation of one
                                   operation, a few examples at a time
-    ``"derived"``                 follow from those of a value that is computed from parameters
+    ``"derived"``                 follow from gradients of a value that is computed from parameters
                                   alone, such as a masked or normalized kernel
     ``"rematerialized"``          are inside of `jax.checkpoint`: norms are computed in the backward
                                   pass, sums in a second one, and nothing is saved

@@ -329,7 +329,7 @@ def _widened(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
 
     def handle(eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
         if any(True for _ in inner_jaxprs(eqn)):
-            # What is inside computes in its own dtypes, for each example alone.
+            # Inner equations compute in their own dtypes, for each example alone.
             given = (a.astype(aval(v).dtype) for a, v in zip(inputs, eqn.invars, strict=True))
             return list(map(widen, evaluate(eqn, list(given))))
         if any(map(is_narrow, eqn.outvars)):

@@ -383,7 +383,7 @@ def _gram(u: Array, other: Array) -> Array:
 
 
 def _cost_of_gram(u: Array, v: Array) -> float:
-    """Time per operation of a Gram form of these factors, relative to that of gradients.
+    """Time per operation of a Gram form of these factors, relative to gradients.
 
     GPUs and TPUs multiply float32 six or seven times as fast in their default precision as in full,
     and the blocks are sums in memory, of T^2 numbers each.

@@ -221,7 +221,7 @@ class NoiseScale(NamedTuple):
     """The two parts of the gradient noise scale ``grad_var / grad_sq``, in examples.
 
     Batches much larger than the noise scale waste compute. Both parts are noisy: average each
-    over steps before you divide. Parts of several parameters add up to those of all of them.
+    over steps before you divide. Parts of several parameters add up to the parts of all.
 
     Attributes:
       grad_sq: Unbiased estimate of the squared norm of the true gradient, [].
@@ -247,7 +247,7 @@ def noise_scale(norms: Array, mean_norm: Array, mask: Array | None = None) -> No
         tr(Sigma) = (mean |g|^2 - |mean g|^2) B / (B - 1)
 
     With the norms of one parameter (`per_example_norms` with ``per_layer=True``) and of its mean,
-    it is that of a layer.
+    it is the layer's.
 
     Args:
       norms: Norms of the per-example gradients, [batch], floating.

@@ -72,7 +72,7 @@ def uses_of_factors(
 ) -> list[UseInputs] | None:
     """Give every parameter of a group inputs and cotangents of its own.
 
-    ``inputs`` are those of each derived value. None if the derived values are no sums of matrix
+    ``inputs`` has the inputs of each derived value. None if derived values are no sums of matrix
     products, if they are used in other ways than in matrix products, or if this takes more
     operations.
     """
@@ -172,7 +172,7 @@ def _uses_of_product(
 ) -> Iterator[UseInputs]:
     """Yield the uses of the factors of a product whose gradient is ``sum_t u_t v_t^T``.
 
-    ``elements`` are those of the product in any arrangement, and ``matrices`` the same elements as
+    ``elements`` are the product's in any arrangement, and ``matrices`` the same elements as
     matrices [groups, rows, cols].
     """
     a, b = product.factors

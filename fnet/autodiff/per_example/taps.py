@@ -404,7 +404,7 @@ class _Evaluation(NamedTuple):
                 if k is not None and eqn.invars[k] in computed:
                     inputs[k] = _with_tangent(inputs[k])
                 outs, data[number] = self._tapped(eqn, use, inputs, taps[number])
-                # The cotangent of a sum with a bias is that of its terms.
+                # A sum with a bias and its terms have the same cotangent.
                 following = [(*path, i) for v in eqn.outvars for i in readers.get(v, [])]
                 uses = [self.uses[n] for p in following if (n := self.at_path.get(p)) is not None]
                 if len(following) == 1 and any(isinstance(u.equation, BiasAdd) for u in uses):
@@ -552,7 +552,7 @@ def _weigh(
     """Return ``out``. The cotangent of ``given.wide`` is ``scale`` times the operand's gradient.
 
     It is float32 or wider, and so is the sum over a batch, whatever the dtype of the equation.
-    The cotangent of ``out`` is not scaled, so the backward pass before it is that of the loss.
+    The cotangent of ``out`` is not scaled, so the backward pass before it is the loss's own.
     """
     operand, data = use.operand, use.equation.data
     wide_eqn = with_dtypes(eqn, lambda _: given.wide.dtype)

@@ -39,7 +39,7 @@ def rotary_embedding(
 
     ``longrope`` divides each by a factor of its own (Ding et al. 2024, "LongRoPE"). There is one
     list of factors for sequences within the original context, and one for longer ones. The length
-    is that of the row, or the number of positions that a cache can hold. A text that outgrows the
+    is the row's, or the number of positions that a cache can hold. A text that outgrows the
     original context while it is generated is read again, as in transformers.
 
     Args:
@@ -227,7 +227,7 @@ class Rope(NamedTuple):
         p.setdefault("partial_rotary_factor", options.get("partial_rotary_factor", partial or 1.0))
         if partial is None and p.get("rope_type") != "proportional":
             options.check("partial_rotary_factor", p["partial_rotary_factor"], (1.0,))
-        # transformers prefers it to that of the parameters.
+        # transformers prefers it to the one in the parameters.
         original = options.get("original_max_position_embeddings", self.original)
         if original is not None:
             p["original_max_position_embeddings"] = original

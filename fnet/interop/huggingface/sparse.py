@@ -151,7 +151,7 @@ def _sigmoid(options: Options) -> Router:
 
 
 def _number_of_experts(options: Options) -> int:
-    # Files that transformers 5 writes have another name than those of before.
+    # transformers 5 writes another name than versions before.
     return int(options.get("num_experts", None) or options.get("num_local_experts"))
 
 

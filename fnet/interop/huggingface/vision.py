@@ -17,7 +17,7 @@ from fnet.models.vit import Pooling, attention_pooling, distilled_head, image_tr
 
 
 class Head(NamedTuple):
-    """What follows the blocks of an image transformer; see `fnet.models.image_transformer`.
+    """Layers after the blocks of an image transformer; see `fnet.models.image_transformer`.
 
     Attributes:
       pooling: Which tokens become features.

@@ -340,7 +340,7 @@ def test_damaged_annotations_name_their_file(tmp_path):
     (tmp_path / "classes.txt").write_text("car\ncar \n")
     assert "two classes of" in error_message(find_annotations, tmp_path, "yolo")
     (tmp_path / "classes.txt").write_text("car\n")
-    assert "none of 1 images has labels; those of images/a.png would be in" in error_message(
+    assert "none of 1 images has labels; images/a.png would have them in" in error_message(
         find_annotations, tmp_path, "yolo"
     )
     (tmp_path / "labels").mkdir()

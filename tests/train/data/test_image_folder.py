@@ -339,7 +339,7 @@ def test_tells_of_a_folder_beside_the_training_images(tmp_path):
         for name in ("cat", "dog"):
             for i in range(3):
                 write_image(tmp_path / split / name / f"{i}.png", i)
-    assert load(tmp_path).notes[0].endswith("; eval beside train is not read: data.test_split")
+    assert load(tmp_path).notes[0].endswith("; eval next to train is not read: data.test_split")
     assert len(load(tmp_path, test_split="eval").test["label"]) == 6
 
 

@@ -195,7 +195,7 @@ def test_a_published_classifier_of_more_classes_is_new_unless_it_is_to_be_kept(w
     write_folder(workplace / "model", VIT | {"id2label": {str(i): f"tench {i}" for i in range(5)}})
     assert Pretrained(path="model").for_images((16, 16, 3), FLOWERS, "float32").new == "classifier"
     (note,) = Pretrained(path="model").notes(folder_data(16), FLOWERS)
-    assert note == "model.classifier: new, because that of model is of 5 classes, not of 3"
+    assert note == "model.classifier: new, because model has one of 5 classes, not of 3"
     message = (
         "model.classifier: keep, but model has a classifier of 5 classes, and the data have 3; "
     )
