@@ -140,11 +140,12 @@ def test_reports_a_nonfinite_parameter_and_does_not_save_it(
 )
 def test_a_run_that_ends_with_nan_fails(first, message, workplace, monkeypatch, capsys):
     class Spoiling(programs.StepCache):
-        """Set one parameter to NaN before a step."""
+        """Set one parameter and its average to NaN before a step."""
 
         def __call__(self, state, batch):
             if state.step == first:
-                state.params["head"]["bias"] = state.params["head"]["bias"].at[2].set(jnp.nan)
+                for tree in (state.params, state.ema):
+                    tree["head"]["bias"] = tree["head"]["bias"].at[2].set(jnp.nan)
             return super().__call__(state, batch)
 
     monkeypatch.setattr(programs, "StepCache", Spoiling)

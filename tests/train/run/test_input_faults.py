@@ -211,11 +211,12 @@ def test_a_folder_that_changed_between_two_parts_of_a_run_is_reported(workplace,
     out = capsys.readouterr().out
     assert (
         "data: changed since run was last trained: 12 training and 6 test examples then, "
-        "13 training and 6 test examples now; the next batches are of the new data"
+        "13 training and 6 test examples now; 1 name is new; the next batches are of the new data"
     ) in out
     (images / "train" / "cat" / "new.png").rename(images / "train" / "cat" / "other.png")
     fnet_command(*TRAIN, "--resume", "--train.steps", 9)
-    assert "data: changed since run was last trained: other rows;" in capsys.readouterr().out
+    line = "data: changed since run was last trained: 1 name is new; 1 name is gone;"
+    assert line in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -234,4 +235,4 @@ def test_a_private_run_refuses_data_that_changed(workplace, images, capsys):
     write_image(images / "train" / "cat" / "new.png")
     capsys.readouterr()
     assert exit_code(*TRAIN, *private, "--resume") == 2
-    assert_one_line_error(capsys, "the guarantee holds for the same data: restore them")
+    assert_one_line_error(capsys, "the guarantee holds for the same data and config: restore them")
