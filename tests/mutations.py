@@ -304,6 +304,7 @@ def _pytest(root: Path, tests: str, marks: str, log: Path) -> None:
     os.chdir(root)
     sys.dont_write_bytecode = True
     sys.path.insert(0, str(root))
+    os.environ["PYTHONPATH"] = str(root)  # for processes that tests start
     # One failing example is enough; hypothesis would look for the smallest.
     phases = hypothesis.Phase.explicit, hypothesis.Phase.generate
     hypothesis.settings.register_profile("first", phases=phases, database=None)

@@ -150,7 +150,6 @@ def test_depthwise_convolutions_of_bfloat16_are_summed_in_float32():
         np.testing.assert_array_equal(y, jnp.bfloat16(exact))
 
 
-@pytest.mark.sweep(3)
 @pytest.mark.parametrize("one_device", [True, False])
 @pytest.mark.parametrize("case", GROUPED)
 def test_grouped_convolutions_match_float64(case, one_device, monkeypatch):

@@ -29,6 +29,19 @@ def test_counts_every_iteration_of_a_loop():
     assert weights <= e.bytes < 3 * weights + 7 * 6 * activations < 7 * weights
 
 
+def test_each_kernel_of_each_iteration_is_launched():
+    def f(x):
+        return jax.lax.fori_loop(0, 7, lambda i, x: jnp.sort(jnp.sin(x)), x)
+
+    once, launched = (
+        estimate(f, (64,), peaks=PEAKS._replace(launch=seconds)) for seconds in (0.0, 1.0)
+    )
+    assert launched.seconds - once.seconds >= 7
+    assert launched.share["launch"] == pytest.approx(1, abs=1e-6)
+    for e in (once, launched):
+        assert sum(e.share.values()) == pytest.approx(1)
+
+
 def test_a_product_is_limited_by_compute_and_a_sum_by_memory():
     product = estimate(lambda a, b: a @ b, (1024, 1024), (1024, 1024))
     assert product.seconds == pytest.approx(2 * 1024**3 / 1e12)

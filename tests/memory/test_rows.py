@@ -144,13 +144,14 @@ def test_numbers_follow_from_positions(dimension, axis):
     assert all(aval(e.outvars[0]).shape[axis] < size for e in made)
 
 
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
 @pytest.mark.parametrize("bits", [8, 16, 32])
 @pytest.mark.parametrize("axis", [0, 1, 2])
-def test_random_bits_follow_from_positions(bits, axis):
+def test_random_bits_of_parts_are_those_of_the_whole(axis, bits, impl):
     def f(x, key):
         return x + jax.random.bits(key, x.shape, f"uint{bits}").astype(jnp.float32)
 
-    args = jnp.zeros((4, 6, 5)), jax.random.key(3)
+    args = jnp.zeros((4, 6, 5)), jax.random.key(3, impl=impl)
     closed = inline(jax.make_jaxpr(f)(*args))
     size = args[0].shape[axis]
     _, (out,) = in_parts(closed, args, (axis, None), size, [(0, 1), (1, size - 1)])

@@ -288,6 +288,8 @@ def test_temperature_applies_before_top_k_and_top_k_before_top_p():
     assert sampled(temperature=0.5, top_p=0.6) == {0}  # token 0 has 16/22
     assert sampled(top_k=2, top_p=0.6) == {0}  # token 0 has 2/3 of two
     assert sampled(top_k=9) == {0, 1, 2, 3}  # more than V
+    assert sampled(top_k=1) == sampled(min_p=1) == sampled(top_p=1e-6) == {0}
+    assert sampled(top_p=1) == sampled(min_p=0) == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize("options", [{"temperature": -1}, {"top_k": 0}, {"top_p": 1.5}])

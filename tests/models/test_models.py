@@ -231,6 +231,29 @@ def test_preact_resnet_matches_its_formula(float64):
     chex.assert_trees_all_close(y, x @ p["head"]["kernel"] + p["head"]["bias"], rtol=1e-9)
 
 
+@pytest.mark.parametrize("channels", [(4, 6), (2, 4, 6)])
+@pytest.mark.parametrize(("n_in", "stride"), [(6, 1), (6, 2), (4, 1), (4, 2)])
+def test_a_block_of_pre_activations_matches_its_formula(channels, n_in, stride, float64):
+    norm = blocks.resolve_norm("test", "batch", "relu", None)
+    block = blocks.pre_activation(n_in, channels, norm, stride=stride)
+    x = np.random.default_rng(1).normal(size=(2, 6, 6, n_in))
+    y, p, s = evaluate(block, x)
+    activated = z = batch_norm_relu(p["bn1"], s["bn1"], x)
+    for i in range(1, len(channels) + 1):
+        q, t = p["convs"], s["convs"]
+        z = batch_norm_relu(q[f"bn{i}"], t[f"bn{i}"], z) if i > 1 else z
+        kernel = q[f"conv{i}"]["kernel"]
+        assert kernel.shape[-1] == channels[i - 1]
+        half = len(kernel) // 2
+        z = conv(z, kernel, stride if i == 1 else 1, [(half, half)] * 2)
+    if (n_in, stride) == (6, 1):
+        assert "proj_conv" not in p
+        chex.assert_trees_all_close(y, x + z, rtol=1e-9)
+    else:
+        shortcut = conv(activated, p["proj_conv"]["kernel"], stride, "VALID")
+        chex.assert_trees_all_close(y, shortcut + z, rtol=1e-9)
+
+
 def test_resnet9_matches_its_formula(float64):
     network = models.resnet9(num_classes=5, widths=(4, 6, 8), norm="batch", activation="relu")
     x = images(18)

@@ -273,11 +273,13 @@ def test_a_private_run_can_have_more_microbatches_than_examples(private):
     assert loss[8] == pytest.approx(loss[1], rel=1e-5)
 
 
-def test_private_batches_are_sharded_evenly(private):
+@pytest.mark.parametrize("mesh", [Mesh(data=11), Mesh(fsdp=11), Mesh(data=3, fsdp=5)])
+def test_private_batches_are_sharded_evenly(mesh, private):
     config = recipes.load("private.py")
     data = dataclasses.replace(config.data, batch_size=66)
-    run = setup(dataclasses.replace(config, data=data, mesh=Mesh(data=11)))
-    assert run.batch_shapes["weight"].shape[0] % 11 == 0
+    run = setup(dataclasses.replace(config, data=data, mesh=mesh))
+    rows = run.batch_shapes["weight"].shape[0]
+    assert rows % (mesh.data * mesh.fsdp) == rows % 8 == 0
 
 
 @pytest.mark.slow

@@ -41,7 +41,7 @@ def load(given: str) -> Config:
     except OSError as error:
         raise UserError(f"cannot read {given}: {error.strerror or error}") from error
     others = "a recipe file, a run folder or a config.json"
-    if path.is_dir() or len(path.parts) > 1:
+    if len(path.parts) > 1:
         missing, siblings = _first_missing(path)
         near = did_you_mean(missing.name, siblings)
         raise UserError(

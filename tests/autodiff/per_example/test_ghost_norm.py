@@ -292,6 +292,14 @@ def test_error_bounds_of_inner_products_hold():
         assert (np.abs(np.float64(values) - exact) <= errors).all()
 
 
+@pytest.mark.parametrize("precision", [None, "bfloat16", "tensorfloat32", "float32", "highest"])
+def test_accelerators_round_factors_of_float32_unless_full_precision_is_asked_for(precision):
+    with jax.default_matmul_precision(precision):
+        assert ghost_norm._rounds_products(jnp.float32) == (precision not in ("float32", "highest"))
+        assert not ghost_norm._rounds_products(jnp.float64)
+        assert ghost_norm._rounding_of_product(jnp.bfloat16) == 2.0**-8
+
+
 def test_worst_rounding_of_a_gram_matrix_is_within_its_bound():
     # Each of n additions is wrong by a roundoff, as 1 + e = 1.
     u, v = (

@@ -140,6 +140,24 @@ def test_a_folder_named_like_a_recipe_does_not_replace_it(workplace):
     assert recipes.load("./imagenet_resnet50") == other
 
 
+@pytest.mark.parametrize(
+    ("given", "missing"),
+    [
+        ("runs/other", "no other in runs; give"),
+        ("runs/own/conf.json", "no conf.json in runs/own (did you mean config.json?)"),
+        ("nowhere/own/config.json", "no nowhere in ."),
+        ("runs/own", "no config.json in runs/own"),
+        ("nothing", "no recipe nothing"),
+    ],
+)
+def test_what_is_missing_on_a_path_is_named(workplace, given, missing):
+    (workplace / "runs" / "own").mkdir(parents=True)
+    if "conf.json" in given:
+        (workplace / "runs" / "own" / "config.json").touch()
+    with pytest.raises(UserError, match=re.escape(missing)):
+        recipes.load(given)
+
+
 @pytest.mark.parametrize("kind", ["Config", "Mlp"])
 def test_refuses_subclasses_in_a_recipe(workplace, kind):
     own = f"from train.config import *\nclass Own({kind}):\n    def build(self, *_): return None\n"

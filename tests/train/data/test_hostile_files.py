@@ -429,6 +429,13 @@ def test_takes_the_flag_from_the_words_of_a_command(monkeypatch):
     assert limits.factor() == 1
 
 
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "1e999", "x", ""])
+def test_a_limit_is_a_number_above_0(value):
+    for words in (["--limits", value], [f"--limits={value}"]):
+        with pytest.raises(UserError, match=f"--limits: expected a number above 0, got {value}"):
+            limits.take_flag(words)
+
+
 def test_a_large_file_may_unpack_to_eight_times_its_size():
     most = limits.UNPACKED.most
     limits.check_unpacked(8 * most, most, "a.parquet")

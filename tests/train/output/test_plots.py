@@ -61,6 +61,16 @@ def test_names_without_glyphs_are_drawn_as_codes(tmp_path, monkeypatch):
     glyphs._add_font.cache_clear()
 
 
+def test_colors_of_classes_are_far_from_each_other_and_from_the_background():
+    colors = palette()[:255].astype(int)
+    assert np.isin(colors, np.linspace(0, 255, 9).round()).all()
+    assert len(np.unique(colors, axis=0)) == 255
+    # By a plain distance between colors, which is not the one that chose them.
+    first = np.concatenate([[[0, 0, 0], [255, 255, 255]], colors[:8]])
+    distances = np.abs(first[:, None] - first[None]).sum(2) + 1000 * np.eye(len(first), dtype=int)
+    assert distances.min() >= 90  # of 765
+
+
 def test_another_font_draws_what_the_first_one_lacks(monkeypatch):
     monkeypatch.setattr(glyphs, "_other_families", lambda: ("STIXGeneral",))
     glyphs._add_font.cache_clear()

@@ -68,6 +68,16 @@ def test_a_run_of_few_steps_is_reported():
     )
 
 
+@pytest.mark.parametrize(
+    ("epochs", "examples", "steps"),
+    [(0.01, 10, 1), (0.4, 10, 1), (1, 10, 3), (2, 10, 5), (15, 12, 45)],
+)
+def test_a_run_has_at_least_one_step_and_the_last_epoch_is_whole(epochs, examples, steps):
+    data = Synthetic(examples=examples, batch_size=4, image_size=4, channels=1, classes=2)
+    run = setup(Config(data=data, model=Mlp(hidden=(2,)), train=Train(epochs=epochs)))
+    assert run.steps == steps
+
+
 def test_decay_epochs_are_converted_to_steps():
     data = Synthetic(examples=10, batch_size=4, image_size=4, channels=1, classes=2)  # 2.5 steps
     optim = Optim(learning_rate=1.0, schedule="multistep", decay_epochs=(2, 4), decay_rate=0.5)

@@ -104,6 +104,20 @@ def test_calibration_error_is_the_distance_from_the_accuracy():
     assert np.isnan(scores.calibration_error(probability, right))
 
 
+@pytest.mark.parametrize("n", [0, 1, 30, 31])
+def test_calibration_error_is_a_sum_over_bins(n, generator):
+    """The last of 15 bins includes 1."""
+    for _ in range(10):
+        probability = (generator.permutation(31)[:n] / 30 + 1e-3).clip(0, 1)
+        right = generator.random(n) < 0.5
+        expected = 0.0
+        for k in range(15):
+            inside = (k / 15 <= probability) & ((probability < (k + 1) / 15) | (k == 14))
+            if inside.any():
+                expected += inside.sum() * abs(right[inside].mean() - probability[inside].mean())
+        assert scores.calibration_error(probability, right) == pytest.approx(expected / max(n, 1))
+
+
 def test_scores_of_labels_and_numbers(generator):
     outputs, label = generator.random((40, 3)), generator.integers(0, 2, (40, 3))
     by_label = label_scores(outputs, label)
