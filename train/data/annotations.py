@@ -14,7 +14,7 @@ import yaml  # type: ignore[import-untyped]
 from train import limits
 from train.data import storage
 from train.data.class_table import Row
-from train.data.columns import normalized, read_lines, read_names
+from train.data.columns import normalized, parse_integer, read_lines, read_names
 from train.data.decode import UnreadableError, upright_size
 from train.data.drawings import Drawing, Shape, decode_runs
 from train.data.files import ImageFiles, check_folder, list_images
@@ -25,11 +25,19 @@ from train.errors import UserError, shorten
 Format = Literal["coco", "labelme", "yolo"]
 
 _BACKGROUND = "background"
-_BACKGROUNDS = frozenset({"background", "_background_", "__background__"})
-_IGNORED = frozenset({"ignore", "__ignore__", "void"})
+_NOTHING = (None, "", "null", "~")
+"""Fields of YAML without a value."""
 _BOXES = (
     "a mask needs outlines: export polygons or RLE from the tool, or masks from a model such as SAM"
 )
+
+
+def _is_background(name: str) -> bool:
+    return name.strip("_").lower() == _BACKGROUND
+
+
+def _is_ignored(name: str) -> bool:
+    return Row(name.strip("_")).is_void
 
 
 class FoundAnnotations(NamedTuple):
@@ -130,11 +138,12 @@ def find_annotations(
             f"without outlines, such as in {boxes[0].path}; {_BOXES}"
         )
     names = {o.name for _, o in objects} if format == "labelme" else {*read.values}
-    plain = sorted(names - _BACKGROUNDS - _IGNORED)
+    plain = sorted(name for name in names if not (_is_background(name) or _is_ignored(name)))
     values = read.values or {name: i for i, name in enumerate(plain, 1)}
-    values |= dict.fromkeys(names & _BACKGROUNDS, 0) | dict.fromkeys(names & _IGNORED, 255)
+    values |= {name: 0 for name in names if _is_background(name)}
+    values |= {name: 255 for name in names if _is_ignored(name)}
     if known is not None:
-        if unknown := sorted({o.name for _, o in objects} - known.keys() - _BACKGROUNDS - _IGNORED):
+        if unknown := sorted({o.name for _, o in objects} & {*plain} - known.keys()):
             raise UserError(
                 f"data.path: the network knows no class {shorten(unknown)}; its classes are "
                 f"{shorten([*known], 12)}"
@@ -276,9 +285,13 @@ def _yolo(root: Path) -> _Read:
     if tables:
         with _damaged(tables[0]):
             limits.LABEL_FILE.check(tables[0].stat().st_size, f"data.format: {tables[0]}")
-            content = yaml.safe_load(tables[0].read_text("utf-8"))
+            # All scalars are texts: a class can be called no.
+            content = yaml.load(tables[0].read_text("utf-8"), yaml.BaseLoader)
             listed = content["names"]
+            if not isinstance(listed, dict | list):
+                raise TypeError("names is a text; expected a list")
             by_number = listed if isinstance(listed, dict) else dict(enumerate(listed))
+            by_number = {parse_integer(str(i)): name for i, name in by_number.items()}
             names = [_name(by_number[i]) for i in sorted(by_number)]
             if [*sorted(by_number)] != [*range(len(names))]:
                 raise ValueError(
@@ -333,11 +346,13 @@ def _yolo_splits(
     root: Path, table: Path, content: Mapping[str, Any], images: Sequence[str]
 ) -> dict[str, str]:
     """Return the split of each image that data.yaml names; none if it names no splits."""
-    base = os.path.join(table.parent, content.get("path") or "")
+    base = content.get("path")
+    base = os.path.join(table.parent, "" if base in _NOTHING else base)
     known = dict.fromkeys(images)
     splits: dict[str, str] = {}
     for split, names in SPLIT_NAMES.items():
-        for value in filter(None, map(content.get, names)):
+        given = [content.get(name) for name in names]
+        for value in (value for value in given if value not in _NOTHING):
             for text in value if isinstance(value, list) else [value]:
                 for path in _yolo_images(root, base, text, known):
                     if (other := splits.setdefault(path, split)) != split:
@@ -383,9 +398,9 @@ def _yolo_images(root: Path, base: str, text: Any, known: Mapping[str, None]) ->
 
 def _name(value: Any) -> str:
     """Return the name of a class. Lists of references to lists would be too much in YAML."""
-    if not isinstance(value, str | int | float):
+    if not isinstance(value, str):
         raise TypeError(f"a name is a {type(value).__name__}; expected a text")
-    return normalized(str(value).strip())
+    return normalized(value.strip())
 
 
 def _yolo_objects(path: Path, names: Sequence[str], width: int, height: int) -> Iterator[_Object]:

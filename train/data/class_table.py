@@ -2,11 +2,11 @@
 
 import csv
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from train.data.columns import parse_integer, read_lines
+from train.data.columns import normalized, parse_integer, read_lines
 from train.errors import UserError
 
 Color = tuple[int, int, int]
@@ -15,8 +15,14 @@ Color = tuple[int, int, int]
 VOID: Color = (224, 224, 192)
 """Color of ignored pixels in pictures, as in PASCAL VOC, if no table has another."""
 
-FILES = ("classes.csv", "classes.txt", "class_dict.csv", "label_colors.txt", "objectInfo150.txt")
+FILES = (
+    *("classes.csv", "classes.txt", "class_dict.csv", "label_colors.txt"),
+    *("objectInfo150.txt", "class_names.txt"),
+)
 """Names of class tables that are looked for in the folder of the data."""
+
+MASK_VALUES = range(-(2**15), 2**16)
+"""Values that masks can have."""
 
 VOID_NAMES = frozenset({"void", "ignore", "ignored", "unlabeled", "unlabelled"})
 """Names of rows that are no class; their pixels are ignored."""
@@ -52,9 +58,14 @@ def find_table(given: str | None, root: Path, default: str | None) -> tuple[tupl
     if given in PUBLISHED:
         return PUBLISHED[given], given
     paths = [root / given, Path(given)] if given is not None else [root / name for name in FILES]
-    for path in paths:
-        if path.is_file():
-            return read_table(path), str(path)
+    tables = [(path, read_table(path)) for path in paths if path.is_file()]
+    for path, rows in tables:
+        if given is None and [row[:2] for row in rows] != [row[:2] for row in tables[0][1]]:
+            raise UserError(
+                f"data.class_table: {tables[0][0]} and {path} differ; move one elsewhere"
+            )
+    if tables:
+        return tables[0][1], str(tables[0][0])
     if given is not None:
         raise UserError(
             f"data.class_table: no file {given}, here or in {root}; give a file, or one of "
@@ -64,20 +75,27 @@ def find_table(given: str | None, root: Path, default: str | None) -> tuple[tupl
 
 
 def find_own_table(given: str | None, root: Path) -> tuple[tuple[Row, ...], str]:
-    """Return the class table in a folder that a run was not trained on; no rows without one."""
-    is_there = given is None or (given not in PUBLISHED and (root / given).is_file())
+    """Return the class table of masks that a run was not trained on; no rows without one."""
+    is_there = (
+        given is None or given in PUBLISHED or any(p.is_file() for p in (root / given, Path(given)))
+    )
     return find_table(given, root, None) if is_there else ((), "")
 
 
 def read_table(path: Path) -> tuple[Row, ...]:
     """Read a class table.
 
-    Lines are names, ``name,r,g,b`` or ``r g b name``. With a header, columns are ``name``, and
-    optionally ``value`` (or ``id``, ``idx``), ``r``, ``g`` and ``b``. A header of names alone is
-    ``name``, ``class``, ``class name`` or ``label``. Lines that begin with # are comments.
+    Lines are names; or a name with a value, or with a color r, g, b or #rrggbb, in either order.
+    With a header, columns are ``name``, and optionally ``value`` (or ``id``, ``class_id``, ...),
+    ``r``, ``g`` and ``b``, or ``color``. A header of names alone is ``name``, ``class``, ``class
+    name`` or ``label``. Lines that begin with # and no color are comments.
+
+    Raises:
+      UserError: for a damaged file; or if a column of another title holds integers or colors, but
+        none has the values or colors.
     """
     lines = read_lines(str(path), "data.class_table")
-    lines = [line for line in lines if line.strip() and not line.lstrip().startswith("#")]
+    lines = [line for line in lines if line.strip() and not _COMMENT.match(line)]
     try:
         rows = tuple(_rows(lines))
         for what in ("name", "value", "color"):
@@ -91,47 +109,120 @@ def read_table(path: Path) -> tuple[Row, ...]:
     return rows
 
 
-_COLOR_FIRST = re.compile(r"\s*(\d+)\s+(\d+)\s+(\d+)\s+(\S.*)")
-_COLOR_LAST = re.compile(r"(.*\S)\s*[,;\t]\s*(\d+)\s*[,;\t]\s*(\d+)\s*[,;\t]\s*(\d+)\s*")
+_COMMENT = re.compile(r"\s*#(?![0-9a-fA-F]{6}\b)")
+_RGB = r"\d{1,3}(?:\s*[,;\s]\s*\d{1,3}){2}"
+_PARTS = {
+    "sep": r"\s*[,;:=\t ]\s*",
+    "stop": r"\s*[,;:=\t]\s*",  # names can end in " 1"
+    "color": rf"(?P<color>{_RGB}|#[0-9a-fA-F]{{6}})",
+    "value": r"(?P<value>-?\d+)",
+}
+_LINES = tuple(
+    re.compile(pattern.format(**_PARTS))
+    for pattern in (
+        r"{color}{sep}(?P<name>\S.*)",
+        r"{value}{sep}(?P<name>\D.*?){sep}{color}",
+        r"(?P<name>.*?\S){sep}{color}",
+        r"{value}{sep}(?P<name>\D.*)",
+        r"(?P<name>.*\D){stop}{value}",
+    )
+)
+"""Lines without a header, of which all must be alike."""
+_FOUR = re.compile(r"\D*(\d+\W+){3,}\d+\W*")
 _COLUMNS: dict[str, str] = {
-    **dict.fromkeys(("name", "class", "class name", "class_name"), "name"),
-    **dict.fromkeys(("value", "id", "idx", "index", "label"), "value"),
+    **dict.fromkeys(("name", "class", "classname"), "name"),
+    **dict.fromkeys(("value", "id", "idx", "index", "label", "number", "gray", "grey"), "value"),
+    **dict.fromkeys(("classid", "labelid", "pixel", "pixelvalue", "maskvalue"), "value"),
+    **dict.fromkeys(("color", "colour", "rgb", "hex"), "color"),
     **{name: name[0] for name in ("r", "g", "b", "red", "green", "blue")},
 }
+"""Meanings of titles, which are compared without case, spaces and remarks in brackets."""
 
 
 def _rows(lines: list[str]) -> Iterator[Row]:
-    for pattern, name, first in ((_COLOR_FIRST, 4, 1), (_COLOR_LAST, 1, 2)):
-        matches = [match for line in lines if (match := pattern.fullmatch(line))]
+    if lines and all(_FOUR.fullmatch(line.strip()) for line in lines):
+        raise ValueError("lines of four numbers need a first line such as name,value,r,g,b")
+    for pattern in _LINES:
+        matches = [match for line in lines if (match := pattern.fullmatch(line.strip()))]
         if lines and len(matches) == len(lines):
-            for match in matches:
-                yield Row(match[name].strip(), None, _color(*match.groups()[first - 1 : first + 2]))
+            yield from (_row(match.groupdict()) for match in matches)
             return
     separator = next((c for c in "\t;," if lines and c in lines[0]), None)
     if separator is None:
-        title = lines[0].strip().lower() if lines else ""
+        title = _plain(lines[0]) if lines else ""
         has_head = title == "label" or _COLUMNS.get(title) == "name"
-        yield from (Row(line.strip()) for line in lines[has_head:])
+        yield from (_row({"name": line}) for line in lines[has_head:])
         return
     head, *body = csv.reader(lines, delimiter=separator)
-    columns = [_COLUMNS.get(column.strip().lower(), "") for column in head]
+    columns = [_COLUMNS.get(_plain(title), "") for title in head]
     if "name" not in columns:
         raise ValueError(f"no column name in its first line, {lines[0].strip()}")
     for line, texts in zip(lines[1:], body, strict=True):
         if len(texts) != len(columns):
             raise ValueError(f"{len(texts)} columns instead of {len(columns)} in {line.strip()}")
+    _check_columns(head, columns, [*zip(*body, strict=True)])
+    for texts in body:
         fields = {c: text.strip() for c, text in zip(columns, texts, strict=True) if c}
-        has_color = all(channel in fields for channel in "rgb")
-        color = _color(*(fields[channel] for channel in "rgb")) if has_color else None
-        yield Row(
-            fields["name"], parse_integer(fields["value"]) if "value" in fields else None, color
+        if "r" in fields:
+            fields["color"] = " ".join(fields[channel] for channel in "rgb")
+        yield _row(fields)
+
+
+def _plain(title: str) -> str:
+    return re.sub(r"[(\[].*|[\s_]", "", title.lower())
+
+
+def _check_columns(
+    titles: Sequence[str], columns: list[str], texts: Sequence[Sequence[str]]
+) -> None:
+    """Name a column ``class`` of numbers ``value``, and refuse columns of an unclear meaning."""
+    for i, (title, cells) in enumerate(zip(titles, texts, strict=False)):
+        is_number, is_color = (
+            all(pattern.fullmatch(cell.strip()) for cell in cells)
+            for pattern in (_INTEGER, _ANY_COLOR)
         )
+        if is_number and columns[i] == "name" and columns.count("name") == 2:
+            columns[i] = "value"
+        what = "color" if is_color and not is_number else "value"
+        has_one = what in columns or (what == "color" and "r" in columns)
+        if not columns[i] and (is_number or is_color) and not has_one:
+            raise ValueError(
+                f"its column {title.strip()} may hold the {what} of each class; call it {what}, or "
+                "leave it out"
+            )
+    for column in {*columns} - {""}:
+        same = [title.strip() for title, c in zip(titles, columns, strict=True) if c == column]
+        if len(same) > 1:
+            raise ValueError(f"its columns {same[0]} and {same[1]} mean the same; leave one out")
+    if 0 < len({*"rgb"} & {*columns}) < 3:
+        raise ValueError(f"it has some of r, g and b, but not all: {', '.join(titles)}")
 
 
-def _color(*texts: str) -> Color:
-    r, g, b = map(parse_integer, texts)
+_INTEGER = re.compile(r"-?\d+")
+_ANY_COLOR = re.compile(rf"#?[0-9a-fA-F]{{6}}|[(\[]?{_RGB}[)\]]?")
+
+
+def _row(fields: dict[str, str]) -> Row:
+    """Return a row from texts by ``name``, ``value`` and ``color``."""
+    value = parse_integer(fields["value"]) if "value" in fields else None
+    if value is not None and value not in MASK_VALUES:
+        raise ValueError(f"the value {value} is not from {MASK_VALUES[0]:,} to {MASK_VALUES[-1]:,}")
+    color = _color(fields["color"]) if "color" in fields else None
+    row = Row(normalized(fields["name"].strip()), value, color)
+    if value is not None and value < 0 and not row.is_void:
+        raise ValueError(f"the class {row.name} has the value {value}; call it void, or change it")
+    return row
+
+
+def _color(text: str) -> Color:
+    hexadecimal = re.fullmatch("#?([0-9a-fA-F]{6})", text.strip())
+    if hexadecimal:
+        r, g, b = bytes.fromhex(hexadecimal[1])
+        return r, g, b
+    parts = re.split(r"\s*[,;\s]\s*", text.strip("()[] "))
+    r, g, b = map(parse_integer, parts) if len(parts) == 3 else (-1, -1, -1)
     if max(r, g, b) > 255 or min(r, g, b) < 0:
-        raise ValueError(f"the color {r} {g} {b} is not from 0 to 255")
+        raise ValueError(f"the color {text} is not of three integers from 0 to 255, or #rrggbb")
     return r, g, b
 
 

@@ -136,35 +136,50 @@ class MaskValues(NamedTuple):
     """Values of a mask file.
 
     Attributes:
-      values: int32 [height, width]: gray values, palette indices, or colors as 0xRRGGBB. If
-        a palette is of different grays, these are the values.
-      kind: meaning of the values.
-      palette: color of each value of a palette, RGB or black and white image as 0xRRGGBB, int32
-        [256], -1 beyond the palette; None for a gray image, and for colors.
+      values: int32 [height, width]: gray values, 0 and 1 of a black and white image, palette
+        indices, or colors as 0xRRGGBB. If all colors of an RGB image are gray, these are the
+        values.
+      kind: what the file holds.
+      palette: color of each value as 0xRRGGBB, int32 [256], -1 beyond a palette; None for gray
+        values, which are their colors, and for colors.
       is_lossy: whether the file is compressed with loss, which changes values.
     """
 
     values: np.ndarray
-    kind: Literal["gray", "palette", "color"]
+    kind: Literal["gray", "bits", "palette", "rgb"]
     palette: np.ndarray | None = None
     is_lossy: bool = False
+
+    @property
+    def holds_colors(self) -> bool:
+        """Whether the values are colors."""
+        return self.kind == "rgb" and self.palette is None
+
+    def as_gray(self) -> "MaskValues | None":
+        """Return a palette image of different grays as a gray image; None for another palette."""
+        assert self.palette is not None
+        held = np.unique(self.values)
+        colors, grays = self.palette[self.palette >= 0], self.palette[held]
+        is_gray = (colors == (colors & 255) * 0x010101).all() and grays.min(initial=0) >= 0
+        if not is_gray or len(np.unique(grays)) < len(held):
+            return None
+        return MaskValues(self.palette[self.values] & 255, "gray")
 
 
 def decode_mask(file: File, max_pixels: int = MAX_PIXELS) -> MaskValues:
     """Decode a mask file to its upright values. Colors that are all gray become gray values.
 
     Raises:
-      UnreadableError: if the file is unreadable, has transparent pixels, or has gray values that
-        readers rescale.
+      UnreadableError: if the file is unreadable, has transparent pixels, or has values that
+        readers change.
     """
 
     def read(image: Image.Image) -> MaskValues:
         if _is_animated(image):
             raise UnreadableError("it has several frames or pages; a mask is one image")
-        if _rescales_gray(image):
+        if reason := _changed_by_readers(image):
             raise UnreadableError(
-                "it has fewer than 256 gray levels, which readers rescale to 0 to 255; save labels "
-                "with 8 or 16 bits, or as a palette image"
+                f"it has {reason}; save labels with 8 or 16 bits, or as a palette image"
             )
         is_lossy = _is_lossy(image)
         image = _upright(image)
@@ -177,20 +192,20 @@ def decode_mask(file: File, max_pixels: int = MAX_PIXELS) -> MaskValues:
             colors = np.array(image.getpalette("RGB") or [], np.int32).reshape(-1, 3)[:256]
             palette[: len(colors)] = pack_colors(colors)
             values = np.asarray(image, np.int32)
-            if _is_reduced_gray(palette[: len(colors)], values):
-                values, palette = palette[values] & 255, _GRAYS
             return MaskValues(values, "palette", palette)
         if image.mode == "RGB":
             pixels = np.asarray(image, np.int32)
             if (pixels == pixels[..., :1]).all():
-                return MaskValues(pixels[..., 0], "gray", _GRAYS, is_lossy)
-            return MaskValues(pack_colors(pixels), "color", is_lossy=is_lossy)
+                return MaskValues(pixels[..., 0], "rgb", _GRAYS, is_lossy)
+            return MaskValues(pack_colors(pixels), "rgb", is_lossy=is_lossy)
         if image.mode not in ("1", "L") and not image.mode.startswith("I"):
             raise UnreadableError(
                 f"its mode is {image.mode}; a mask is a gray, a palette or an RGB image"
             )
-        known = _BLACK_WHITE if image.mode == "1" else None
-        return MaskValues(np.asarray(image).astype(np.int32), "gray", known, is_lossy)
+        values = np.asarray(image).astype(np.int32)
+        if image.mode == "1":
+            return MaskValues(values, "bits", _BLACK_WHITE, is_lossy)
+        return MaskValues(values, "gray", is_lossy=is_lossy)
 
     return _open(file, read, max_pixels)
 
@@ -255,17 +270,6 @@ def pack_colors(colors: np.ndarray) -> np.ndarray:
     return (r << 16) | (g << 8) | b
 
 
-def _is_reduced_gray(palette: np.ndarray, indices: np.ndarray) -> bool:
-    """Whether a palette holds gray values of which unused ones were left out, as in a GIF.
-
-    Up to half of it may fill it up to a power of two.
-    """
-    if (palette != (palette & 255) * 0x010101).any() or 2 * len({*palette.tolist()}) < len(palette):
-        return False
-    held = np.flatnonzero(np.bincount(indices.ravel()))
-    return held[-1] < len(palette) and len({*palette[held].tolist()}) == len(held)
-
-
 def _is_lossy(image: Image.Image) -> bool:
     """Whether an image that is not loaded yet is a JPEG or lossy WebP, perhaps in a TIFF."""
     assert isinstance(image, ImageFile.ImageFile), type(image)
@@ -276,16 +280,17 @@ def _is_lossy(image: Image.Image) -> bool:
     return kind in ("jpeg", "JPEG")
 
 
-def _rescales_gray(image: Image.Image) -> bool:
-    """Whether Pillow rescales gray values when it loads the image: 2 of 3 becomes 170."""
+def _changed_by_readers(image: Image.Image) -> str:
+    """Say what of an image Pillow changes when it loads it, or ``""``: 2 of 3 becomes 170."""
     assert isinstance(image, ImageFile.ImageFile), type(image)
     for tile in image.tile:
         args = tile.args if isinstance(tile.args, tuple) else (tile.args,)
-        if tile.codec_name.startswith("ppm"):
-            return args[-1] not in (255, 65535)
-        if str(args[0]).startswith(("L;2", "L;4")):
-            return True
-    return False
+        kind, is_ppm = str(args[0]), tile.codec_name.startswith("ppm")
+        if kind.startswith(("L;2", "L;4")) or (is_ppm and args[-1] not in (255, 65535)):
+            return "fewer than 256 gray levels, which readers rescale to 0 to 255"
+        if re.match("(RGB.?|LA);16", kind) or (is_ppm and kind == "RGB" and args[-1] > 255):
+            return "several channels of 16 bits, of which readers keep 8"
+    return ""
 
 
 def _read(path: str | os.PathLike[str], size: int = -1) -> bytes:

@@ -31,6 +31,7 @@ from train.data.splits import (
     choose_test_split,
     choose_training_split,
     describe_hold_out,
+    describe_splits,
     hold_out_files,
     refuse_folds,
 )
@@ -196,7 +197,8 @@ def _find_splits(
         )
     if test_name is not None:
         _compare_classes(folder, classes, root / test_name, subfolders(root / test_name))
-        return names, _find(root, train_name, names), _find(root, test_name, names), ()
+        notes = describe_splits(train_name or "", test_name, usual & {*folders})
+        return names, _find(root, train_name, names), _find(root, test_name, names), notes
     whole = _find(root, train_name, names)
     keys = [path.removeprefix(whole.prefix) for path in whole.paths]
     is_test = hold_out_files(config, keys, whole.labels)

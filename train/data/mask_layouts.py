@@ -44,25 +44,26 @@ class Layout(NamedTuple):
         """Path of a split below the root: a file of names, or a folder."""
         return self.names or self.images
 
+    def candidates(self, root: Path) -> list[str]:
+        """Return what may be splits of a folder in this layout."""
+        if "{split}" not in self.split:
+            return [_HERE]
+        before, after = self.split.split("{split}")
+        parent = root / before if before else root
+        if not parent.is_dir():
+            return []
+        if after and "/" not in after:  # a file of names
+            found = {path.name for path in parent.iterdir() if path.is_file()} - {*TABLES}
+            return sorted(n.removesuffix(after) for n in found if n.endswith(after))
+        return sorted(subfolders(parent).values())
+
     def splits(self, root: Path) -> list[str]:
         """Find the splits of a folder in this layout."""
-        if "{split}" not in self.split:
-            candidates = [_HERE]
-        else:
-            before, after = self.split.split("{split}")
-            parent = root / before if before else root
-            if not parent.is_dir():
-                return []
-            if after and "/" not in after:  # a file of names
-                found = {path.name for path in parent.iterdir() if path.is_file()} - {*TABLES}
-                candidates = [n.removesuffix(after) for n in found if n.endswith(after)]
-            else:
-                candidates = [*subfolders(parent).values()]
-        return sorted(split for split in candidates if self._holds(root, split))
+        return [s for s in self.candidates(root) if all(f.is_dir() for f in self.folders(root, s))]
 
-    def _holds(self, root: Path, split: str) -> bool:
-        folders = (root / p.format(split=split) for p in (self.images, self.masks))
-        return all(folder.is_dir() for folder in folders)
+    def folders(self, root: Path, split: str) -> tuple[Path, Path]:
+        """Return the folders of images and masks of a split."""
+        return root / self.images.format(split=split), root / self.masks.format(split=split)
 
 
 LAYOUTS = (
@@ -89,11 +90,12 @@ LAYOUTS = (
 
 
 class FoundLayout(NamedTuple):
-    """A folder's layout, and the splits that it holds."""
+    """A folder's layout, the splits that it holds, and notes about what is not read."""
 
     layout: Layout
     root: Path
     splits: list[str]
+    notes: tuple[str, ...] = ()
 
     @property
     def is_split(self) -> bool:
@@ -183,7 +185,7 @@ def find_layout(root: Path, *, training: bool = True) -> FoundLayout:
     for layout in LAYOUTS:
         splits = layout.splits(root)
         if splits == [_HERE] or (splits and (not training or choose_training_split(splits))):
-            return FoundLayout(layout, root, splits)
+            return FoundLayout(layout, root, splits, _left_out(layout, root, splits))
         if any(map(split_of, splits)):
             raise UserError(
                 f"data.path: no training split {root / layout.split.format(split='train')}; there "
@@ -196,6 +198,21 @@ def find_layout(root: Path, *, training: bool = True) -> FoundLayout:
         "masks, train/images with train/masks, or the folders of CamVid, Cityscapes, ADE20K or "
         "PASCAL VOC"
     )
+
+
+def _left_out(layout: Layout, root: Path, splits: Sequence[str]) -> tuple[str, ...]:
+    """Return notes about splits without masks, and other masks of the same images."""
+    notes = []
+    for split in layout.candidates(root):
+        images, masks = layout.folders(root, split)
+        if split_of(f"{split}/") == split.lower() and images.is_dir() and not masks.is_dir():
+            notes.append(f"{images} is not read: there is no {masks}")
+    for other in LAYOUTS:
+        if other.images == layout.images and other.masks != layout.masks and other.splits(root):
+            (_, masks), (_, others) = (x.folders(root, splits[0]) for x in (layout, other))
+            if others.is_dir():
+                notes.append(f"masks are read from {masks}; {others} is not read")
+    return tuple(notes)
 
 
 def _hint(root: Path, there: Sequence[str]) -> str:

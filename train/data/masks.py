@@ -3,12 +3,11 @@
 This module runs in the processes of `train.data.workers`, so it must not import JAX.
 """
 
-import contextlib
 import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
@@ -32,6 +31,11 @@ _MAX_MASK_VALUES = 32
 _BINARY = ("background", "foreground")
 
 
+Reading = Literal["indices", "colors"]
+_KINDS = {"palettes": ("palette",), "rgbs": ("rgb",), "grays": ("gray", "bits")}
+"""Kinds of masks that are read alike, by the field of `LabelMap` that says how."""
+
+
 @dataclass(frozen=True)
 class LabelMap:
     """Classes, and the labels 0, 1, ... that the values of masks stand for.
@@ -40,20 +44,25 @@ class LabelMap:
       names: Class names by label.
       values: Pairs of a gray value or palette index and its label; ignored ones have `IGNORE`.
       codes: The same for colors, as 0xRRGGBB; () without.
-      palettes: Whether palette images, and RGB or black and white images of grays, are read by
-        their values or by their colors.
+      palettes: Whether palette images are read by their values or by their colors.
       colors: Color of each label in pictures; () chooses distinct ones.
       void: Color of ignored pixels in pictures.
-      grays: Whether gray images are read by their values or as colors.
+      grays: The same as ``palettes`` for gray images, and black and white ones.
+      rgbs: The same for RGB images of grays.
+      gray_palettes: Whether palettes are of grays, which are the values.
+      shown: Pairs of a label and its color as 0xRRGGBB in palettes that are read by their values.
     """
 
     names: tuple[str, ...]
     values: tuple[tuple[int, int], ...]
     codes: tuple[tuple[int, int], ...] = ()
-    palettes: Literal["indices", "colors"] = "indices"
+    palettes: Reading = "indices"
     colors: tuple[Color, ...] = ()
     void: Color = VOID
-    grays: Literal["indices", "colors"] = "indices"
+    grays: Reading = "indices"
+    rgbs: Reading = "indices"
+    shown: tuple[tuple[int, int], ...] = ()
+    gray_palettes: bool = False
 
     def labels(self, mask: MaskValues) -> np.ndarray:
         """Return the labels of a mask, uint8 [height, width].
@@ -61,8 +70,13 @@ class LabelMap:
         Raises:
           UnreadableError: if a value has no label.
         """
+        if self.gray_palettes and mask.kind == "palette":
+            gray = mask.as_gray()
+            if gray is None:
+                raise UnreadableError("its palette has colors, but those of other masks are grays")
+            mask = gray
         is_color = self.reads_color(mask)
-        values = _colors(mask) if is_color else mask.values
+        values = _colors(mask) if is_color else self.numbers(mask)
         if is_color and not self.codes:
             raise UnreadableError(
                 "it has colors; give data.class_table a file with the color of each class"
@@ -72,8 +86,8 @@ class LabelMap:
             at = np.searchsorted(known, values)
             labels = np.where(known[at] == values, label_of[at], _INVALID)
         else:
-            table = _table(self.values)
-            labels = table[np.minimum(values, len(table) - 1)]
+            below, table = _table(self.values)
+            labels = table[np.clip(values - below, 0, len(table) - 1)]
         if labels.min(initial=0) == _INVALID:
             value = int(values[labels == _INVALID][0])
             hint = f"; lossy compression changes values: {_PNG}" if mask.is_lossy else ""
@@ -82,8 +96,14 @@ class LabelMap:
 
     def reads_color(self, mask: MaskValues) -> bool:
         """Whether a mask is read by its colors."""
-        by = self.grays if mask.palette is None else self.palettes
-        return mask.kind == "color" or (by == "colors" and mask.values.max(initial=0) < 256)
+        by = next(getattr(self, name) for name, kinds in _KINDS.items() if mask.kind in kinds)
+        return mask.holds_colors or (by == "colors" and mask.values.max(initial=0) < 256)
+
+    def numbers(self, mask: MaskValues) -> np.ndarray:
+        """Return the values of a mask; white is 1, or 255 if that is a class and 1 is unknown."""
+        known = dict(self.values)
+        is_255 = mask.kind == "bits" and 1 not in known and known.get(255, IGNORE) != IGNORE
+        return mask.values * 255 if is_255 else mask.values
 
     def mask_values(self) -> np.ndarray:
         """Return the value in masks of each label, int [classes]; the inverse of `labels`."""
@@ -101,6 +121,12 @@ class LabelMap:
             return f"value {value}, expected {self.describe_values()}"
         return f"the color {_color_text(value)} is of no class"
 
+    def without_readings(self) -> Self:
+        """Return the classes of values and colors, without how the files at hand are read."""
+        return replace(
+            self, palettes="indices", grays="indices", rgbs="indices", shown=(), gray_palettes=False
+        )
+
     def as_dict(self) -> dict[str, Any]:
         """Return the map for JSON."""
         plain = asdict(self)
@@ -117,12 +143,16 @@ class LabelMap:
             tuple((int(value), int(label)) for value, label in plain[name])
             for name in ("values", "codes")
         )
+        # Older runs read RGB images of grays like palettes.
         palettes, grays = plain["palettes"], plain.get("grays", "indices")
-        if not {palettes, grays} <= {"indices", "colors"}:
-            raise ValueError(f"palettes are {palettes}, grays {grays}")
+        rgbs, shown = plain.get("rgbs", palettes), plain.get("shown", ())
+        if not {palettes, grays, rgbs} <= {"indices", "colors"}:
+            raise ValueError(f"palettes are {palettes}, grays {grays}, RGB images {rgbs}")
         *colors, void = ((int(r), int(g), int(b)) for r, g, b in (*plain["colors"], plain["void"]))
         names = tuple(plain["classes"])
-        return cls(names, values, codes, palettes, tuple(colors), void, grays)
+        by_label = tuple((int(label), int(color)) for label, color in shown)
+        readings = rgbs, by_label, bool(plain.get("gray_palettes"))
+        return cls(names, values, codes, palettes, tuple(colors), void, grays, *readings)
 
 
 def plain_label_map(names: tuple[str, ...]) -> LabelMap:
@@ -132,12 +162,13 @@ def plain_label_map(names: tuple[str, ...]) -> LabelMap:
 
 
 @functools.lru_cache(maxsize=8)
-def _table(pairs: tuple[tuple[int, int], ...]) -> np.ndarray:
-    """Return the label of each value from 0; the last entry is of larger values."""
-    values, labels = zip(*pairs, strict=True)
-    table = np.full(max(values) + 2, _INVALID, np.int16)
-    table[list(values)] = labels
-    return table
+def _table(pairs: tuple[tuple[int, int], ...]) -> tuple[int, np.ndarray]:
+    """Return a value, and the labels from there on; the first and the last one are of no class."""
+    values, labels = map(np.array, zip(*pairs, strict=True))
+    below = min(values) - 1
+    table = np.full(max(values) - below + 2, _INVALID, np.int16)
+    table[values - below] = labels
+    return below, table
 
 
 @functools.lru_cache(maxsize=8)
@@ -149,7 +180,7 @@ def _sorted(pairs: tuple[tuple[int, int], ...]) -> tuple[np.ndarray, np.ndarray]
 
 def _colors(mask: MaskValues) -> np.ndarray:
     """Return the colors of a mask whose values are at most 255, or colors, as 0xRRGGBB."""
-    if mask.kind == "color":
+    if mask.holds_colors:
         return mask.values
     return mask.values * 0x010101 if mask.palette is None else mask.palette[mask.values]
 
@@ -186,15 +217,26 @@ def make_label_map(
     it is the value of a class. Masks of 0 and 255 alone are binary if there are two classes or an
     unknown number. Returns the map, and notes for the user.
     """
-    notes: list[str] = []
-    gray: Counter[int] = sum((s.counts for s in samples if s.mask.kind != "color"), Counter())
     ignored_values, rows = _ignored(config, rows)
+    for value in ignored_values or ():
+        if value in range(len(rows)) and rows[value].value is None:
+            name = rows[value].name
+            raise UserError(
+                f"data.ignore: {value} may also be {name}, because the rows of {source} count from "
+                f"0; give the table a column value, or ignore {name} by its name"
+            )
     num_given = len(config.mask_values) or config.classes
+    classes_of = _table_values(rows or (Row(""),) * (num_given or 0), ignored_values)
+    numbers = {value for value, label in classes_of.items() if label != IGNORE}
+    gray_palettes, notes = _have_grays(samples, {*config.mask_values} or numbers)
+    samples = [_as_gray(sample) if gray_palettes else sample for sample in samples]
+    gray = _count_numbers(samples)
     if not rows and num_given is None:
         names = _guess_binary(gray, samples)
         if names is None:
             raise UserError(_explain_unknown_classes(gray, samples, ignored_values, config.path))
         rows = tuple(Row(name) for name in names)
+    is_numbered = not rows
     rows = rows or tuple(Row(str(i)) for i in range(num_given or 0))
     classes = [row for row in rows if not row.is_void]
     if num_given is not None and len(classes) != num_given:
@@ -208,8 +250,8 @@ def make_label_map(
             f"data.class_table: {source} names {len(classes)} classes; expected 2 to {IGNORE}"
         )
 
-    numbers = iter(range(len(classes)))
-    labels = [IGNORE if row.is_void else next(numbers) for row in rows]
+    number = iter(range(len(classes)))
+    labels = [IGNORE if row.is_void else next(number) for row in rows]
     codes = {
         int(pack_colors(np.array(row.color))): label
         for row, label in zip(rows, labels, strict=True)
@@ -245,6 +287,9 @@ def make_label_map(
             name = classes[values[value]].name
             raise UserError(f"data.ignore: {value} is the value of class {name}; give another")
         values.setdefault(value, IGNORE)
+    others = [f"{i} is the value {v}" for v, i in values.items() if i not in (v, IGNORE)]
+    if is_numbered and others and not is_binary:
+        notes.append(f"classes are called by their numbers: {shorten(others)}")
 
     label_map = LabelMap(
         names=tuple(row.name for row in classes),
@@ -252,9 +297,106 @@ def make_label_map(
         codes=tuple(sorted(codes.items())),
         colors=colors,
         void=next(iter(voids), VOID),
+        gray_palettes=gray_palettes,
     )
     label_map, more = choose_readings(config, label_map, samples)
-    return label_map, notes + more
+    if config.ignore is None and all(row.value is None for row in rows):
+        _refuse_two_whites(label_map, samples, is_trained=False)
+    shown = tuple(sorted(_palette_colors(label_map, samples).items()))
+    if not colors and len(shown) == len(classes):
+        colors = tuple((color >> 16, color >> 8 & 255, color & 255) for _, color in shown)
+    return replace(label_map, shown=shown, colors=colors), notes + more
+
+
+def _have_grays(samples: Sequence[Sample], classes: Collection[int]) -> tuple[bool, list[str]]:
+    """Return whether the grays of palettes are the values of masks, and a note if that matters.
+
+    They are if all palettes are of grays, and if an index has several, or is no class, or if all
+    grays are classes: files of few colors, such as GIF, renumber gray values.
+    """
+    masks = [sample.mask for sample in samples if sample.mask.kind == "palette"]
+    grays = [mask.as_gray() for mask in masks]
+    pairs = {
+        pair
+        for mask, gray in zip(masks, grays, strict=True)
+        if gray is not None
+        for pair in zip(mask.values[0].tolist(), gray.values[0].tolist(), strict=True)
+    }
+    if None in grays or all(index == gray for index, gray in pairs):
+        return None not in grays, []
+    indices, held = {index for index, _ in pairs}, {gray for _, gray in pairs}
+    is_by_index = len(indices) == len(pairs) and (not classes or indices <= {*classes})
+    if is_by_index and not (classes and held <= {*classes}):
+        return False, []
+    return True, ["the palettes of masks are of grays, which count as values, not their indices"]
+
+
+def _as_gray(sample: Sample) -> Sample:
+    """Return a mask with the grays of its palette as values, if it has a palette of grays."""
+    gray = sample.mask.as_gray() if sample.mask.kind == "palette" else None
+    if gray is None:
+        return sample
+    new, old = gray.values[0].tolist(), sample.mask.values[0].tolist()
+    counts = Counter({n: sample.counts[o] for o, n in zip(old, new, strict=True)})
+    return Sample(sample.path, counts, gray)
+
+
+def _count_numbers(samples: Sequence[Sample]) -> Counter[int]:
+    """Count values that are no colors. White of a black and white image is 1, or 255 as others."""
+    numbers = [s for s in samples if not s.mask.holds_colors]
+    counts: Counter[int] = sum((s.counts for s in numbers if s.mask.kind != "bits"), Counter())
+    bits: Counter[int] = sum((s.counts for s in numbers if s.mask.kind == "bits"), Counter())
+    white = 255 if 255 in counts and 1 not in counts else 1
+    return counts + Counter({0: bits[0], white: bits[1]})
+
+
+def _refuse_two_whites(label_map: LabelMap, samples: Sequence[Sample], *, is_trained: bool) -> None:
+    """Refuse masks that may mean 1 by 255, which is ignored.
+
+    They hold no 1, but other masks do, or those of the run did; and no mask holds both.
+    """
+    if label_map.values != ((0, 0), (1, 1), (IGNORE, IGNORE)):
+        return
+    numbers = [s for s in samples if s.mask.kind != "bits" and not label_map.reads_color(s.mask)]
+    whites = [s.path for s in numbers if 255 in s.counts and 1 not in s.counts]
+    ones = [s.path for s in numbers if 1 in s.counts]
+    is_both = any(255 in s.counts and 1 in s.counts for s in numbers)
+    if not whites or is_both or not (ones or is_trained):
+        return
+    where = "the masks of the run hold 1 there" if is_trained else f"{ones[0]} holds 1 there"
+    remedy = (
+        "name both values in a classes.csv beside the masks, with a first line name,value"
+        if is_trained
+        else "save all alike, or give data.ignore 255 if such pixels do not count"
+    )
+    raise UserError(f"data.path: {whites[0]} holds 0 and 255, but {where}; {remedy}")
+
+
+def _palette_colors(label_map: LabelMap, samples: Iterable[Sample]) -> dict[int, int]:
+    """Return the color of each label in palettes that are read by their values.
+
+    Raises:
+      UserError: if a label has several.
+    """
+    found: dict[int, tuple[int, str]] = {}
+    for path, _, mask in samples:
+        if mask.kind != "palette" or label_map.reads_color(mask):
+            continue
+        assert mask.palette is not None
+        label_of = dict(label_map.values)
+        for index in mask.values.ravel().tolist():
+            label, color = label_of.get(index, IGNORE), int(mask.palette[index])
+            if label == IGNORE or color < 0:
+                continue
+            other, earlier = found.setdefault(label, (color, path))
+            if color != other:
+                raise UserError(
+                    f"data.class_table: the palette index {index} is the color "
+                    f"{_color_text(color)} in {path}, but {_color_text(other)} in {earlier}; name "
+                    "the class of each color in classes.csv in the folder of the data, or save "
+                    "masks as gray PNG"
+                )
+    return {label: color for label, (color, _) in found.items()}
 
 
 def _ignored(
@@ -285,7 +427,7 @@ def _table_values(rows: Sequence[Row], ignored: set[int] | None) -> dict[int, in
 
 def _guess_binary(gray: Counter[int], samples: Sequence[Sample]) -> tuple[str, ...] | None:
     """Return the names of two classes if masks hold two values as binary masks do."""
-    is_gray = all(sample.mask.kind != "color" for sample in samples)
+    is_gray = not any(sample.mask.holds_colors for sample in samples)
     return _BINARY if is_gray and {*gray} in ({0, 1}, {0, 255}) else None
 
 
@@ -294,39 +436,66 @@ def choose_readings(
 ) -> tuple[LabelMap, list[str]]:
     """Decide whether masks that are no color images are read by value or by color.
 
-    What more of them allow counts. If both are possible, they are read by color, but gray images
-    whose values are all classes, or are given as options, are read by value. Returns notes where
-    that matters.
+    For each kind of file, what more of them allow counts. If both are possible, they are read by
+    color, but gray images whose values are all classes, or are given as options, are read by value.
+    Returns notes where that matters.
     """
     if not label_map.codes:
         return label_map, []
-    values, codes = dict(label_map.values), dict(label_map.codes)
+    values = dict(label_map.values)
     given = bool(config.mask_values) or config.ignore is not None
-    chosen: dict[str, Literal["indices", "colors"]] = {}
+    chosen: dict[str, Reading] = {}
     notes, is_colored = [], False
-    for name, what in (("palettes", "masks with colors"), ("grays", "gray masks")):
-        readings, held = [], set[int]()
-        for _, _, mask in samples:
-            if (mask.kind != "color" and mask.palette is None) != (name == "grays"):
-                continue
-            numbers = mask.values[0].tolist() if mask.kind != "color" else [_INVALID]
-            colors = _colors(mask)[0].tolist() if max(numbers) < 256 else [_INVALID]
-            by_color = [codes.get(color, _INVALID) for color in colors]
-            readings.append(([values.get(number, _INVALID) for number in numbers], by_color))
-            held |= {*numbers}
-        votes = sum((_INVALID not in v) - (_INVALID not in c) for v, c in readings)
-        are_classes = held and all(values.get(value, IGNORE) != IGNORE for value in held)
+    for name, what in _NAMES.items():
+        masks = [s.mask for s in samples if s.mask.kind in _KINDS[name]]
+        readings = [_both_readings(label_map, mask) for mask in masks]
+        alone = [(_INVALID not in v) - (_INVALID not in c) for v, c in readings]
+        votes = sum(alone)
+        labels = {
+            i for m, (v, _) in zip(masks, readings, strict=True) if m.kind == "gray" for i in v
+        }
+        are_classes = bool(labels) and not labels & {IGNORE, _INVALID}
         prefers_values = name == "grays" and (given or (are_classes and not is_colored))
         chosen[name] = "indices" if votes > 0 or (votes == 0 and prefers_values) else "colors"
-        is_colored = bool(readings) and chosen[name] == "colors"
-        if votes == 0 and any(v != c and _INVALID not in v + c for v, c in readings):
+        is_colored |= bool(masks) and chosen[name] == "colors"
+        is_open = votes == 0 or (1 if chosen[name] == "colors" else -1) in alone
+        if is_open and any(v != c and _INVALID not in v + c for v, c in readings):
             by, other = ("values", "colors") if chosen[name] == "indices" else ("colors", "values")
             notes.append(f"{what} are read by their {by}; by their {other}, classes would differ")
-    is_gray = all(color == (color & 255) * 0x010101 for color in codes)
-    if is_gray and not given and "indices" not in chosen.values():
-        grays = tuple((color & 255, label) for color, label in label_map.codes)
-        label_map = replace(label_map, values=grays)
-    return replace(label_map, palettes=chosen["palettes"], grays=chosen["grays"]), notes
+    # Masks that are written have the values of those that were read.
+    own = _values_of_colors(label_map, samples)
+    are_all = {*range(len(label_map.names))} <= {*own.values()}
+    if are_all and not given and "indices" not in chosen.values():
+        values = own
+    label_map = replace(
+        label_map, palettes=chosen["palettes"], rgbs=chosen["rgbs"], grays=chosen["grays"]
+    )
+    return replace(label_map, values=tuple(values.items())), notes
+
+
+def _values_of_colors(label_map: LabelMap, samples: Sequence[Sample]) -> dict[int, int]:
+    """Return the label of each gray of the table, or index that all palettes have for a color."""
+    grays = {c & 255: label for c, label in label_map.codes if c == (c & 255) * 0x010101}
+    codes, found = dict(label_map.codes), dict[int, int]()
+    for mask in (s.mask for s in samples if s.mask.kind == "palette"):
+        assert mask.palette is not None
+        for index in mask.values[0].tolist():
+            label = codes.get(int(mask.palette[index]), IGNORE)
+            if found.setdefault(index, label) != label:
+                return grays
+    return found or grays
+
+
+_NAMES = {"palettes": "palette masks", "rgbs": "RGB masks of grays", "grays": "gray masks"}
+
+
+def _both_readings(label_map: LabelMap, mask: MaskValues) -> tuple[list[int], list[int]]:
+    """Return the labels of a mask's values by value and by color; -1 for none."""
+    values, codes = dict(label_map.values), dict(label_map.codes)
+    numbers = [_INVALID] if mask.holds_colors else label_map.numbers(mask).ravel().tolist()
+    has_colors = mask.holds_colors or max(numbers) < 256
+    colors = _colors(mask).ravel().tolist() if has_colors else [_INVALID]
+    return [values.get(i, _INVALID) for i in numbers], [codes.get(c, _INVALID) for c in colors]
 
 
 def translate(
@@ -348,7 +517,12 @@ def translate(
     Raises:
       UserError: if the table names a class that the run does not have.
     """
-    notes = []
+    numbers = {value for value, label in trained.values if label != IGNORE}
+    gray_palettes, notes = _have_grays(samples, numbers)
+    label_map = replace(trained, gray_palettes=gray_palettes)
+    viewed = [_as_gray(sample) if gray_palettes else sample for sample in samples]
+    label_map, more = choose_readings(config, label_map, viewed)
+    notes += more
     if rows and not is_named(trained.names):
         notes.append(f"the classes of the run have no names, so that {source} is not used")
     elif rows:
@@ -356,39 +530,102 @@ def translate(
         if config.ignore is not None:
             kept = tuple(i for i in config.ignore if isinstance(i, int) or i in named)
             config = replace(config, ignore=kept)
-        ignored, own_rows = _ignored(config, rows)
-        names = [row.name for row in own_rows if not row.is_void]
+        names = [row.name for row in _ignored(config, rows)[1] if not row.is_void]
         if unknown := [name for name in names if name not in trained.names]:
             raise UserError(
                 f"data.path: {source} has the class {unknown[0]}, but the run has "
                 f"{shorten(trained.names)}; give it the name of one of them, or void"
             )
-        label_of = {i: trained.names.index(name) for i, name in enumerate(names)}
-        own, _ = make_label_map(replace(config, classes=None), rows, source, samples)
-        values, codes, places = (
-            {value: label_of.get(label, IGNORE) for value, label in pairs}
-            for pairs in (own.values, own.codes, _table_values(own_rows, ignored).items())
+        own, more = make_label_map(replace(config, classes=None), rows, source, samples)
+        label_of = {i: trained.names.index(name) for i, name in enumerate(names)} | {IGNORE: IGNORE}
+        own = replace(
+            own,
+            names=trained.names,
+            values=tuple((value, label_of[label]) for value, label in own.values),
+            codes=tuple((color, label_of[label]) for color, label in own.codes),
+            colors=trained.colors,
+            void=trained.void,
+            shown=trained.shown,
         )
-        known, given = dict(trained.values), {row.value for row in own_rows}
-        differs = any(known.get(v, -1 if v in given else i) != i for v, i in places.items())
-        if differs or not codes.items() <= {*trained.codes}:
-            changed = replace(trained, values=(*values.items(),), codes=(*codes.items(),))
-            if changed != trained:
-                notes.append(
-                    f"{source} differs from the run, whose classes have its values by name"
+        read, read_by_run = ([_try(m, s.mask) for s in samples] for m in (own, label_map))
+        # A table of names alone may stand beside masks with the values of the run.
+        has_names_alone = all(row.value is None and row.color is None for row in rows)
+        if has_names_alone and None in read and None not in read_by_run:
+            notes.append(f"the masks have the values of the run, and not the rows of {source}")
+        else:
+            known = dict(trained.values)
+            is_new = any(known.get(value, label) != label for value, label in own.values)
+            differs = f"{source} differs from the run, whose classes have its values by name"
+            notes = [*more, differs] if is_new or read != read_by_run else more
+            label_map = own
+            viewed = [_as_gray(sample) if own.gray_palettes else sample for sample in samples]
+    if all(row.value is None for row in rows):
+        if config.ignore is None:
+            _refuse_two_whites(label_map, viewed, is_trained=True)
+        notes += _compare_palettes(label_map, viewed)
+    return label_map, notes
+
+
+def _try(label_map: LabelMap, mask: MaskValues) -> list[int] | None:
+    """Return the labels of a mask's values; None if one is of no class."""
+    try:
+        labels: list[int] = label_map.labels(mask).ravel().tolist()
+        return labels
+    except UnreadableError:
+        return None
+
+
+def _compare_palettes(label_map: LabelMap, samples: Sequence[Sample]) -> list[str]:
+    """Compare palettes that are read by their values with those of the run.
+
+    Raises:
+      UserError: if a class has the color that another class has there.
+    """
+    shown = dict(label_map.shown)
+    differing = {
+        label: color
+        for label, color in _palette_colors(label_map, samples).items()
+        if shown.get(label, color) != color
+    }
+    for label, color in differing.items():
+        for other, of_run in shown.items():
+            if of_run == color:
+                raise UserError(
+                    f"data.path: {label_map.names[label]} has the palette color "
+                    f"{_color_text(color)}, which {label_map.names[other]} has in the masks of the "
+                    "run; name the values of the classes in a classes.csv beside the masks, with a "
+                    "first line name,value"
                 )
-            trained = changed
-    trained, more = choose_readings(config, trained, samples)
-    return trained, notes + more
+    if not differing:
+        return []
+    names = shorten([label_map.names[label] for label in differing])
+    return [f"palette masks have other colors than in the run for {names}; their values count"]
 
 
-def held_labels(label_map: LabelMap, samples: Iterable[Sample]) -> set[int]:
-    """Return the labels that the masks hold, without those that have a value of no class."""
-    held: set[int] = set()
-    for sample in samples:
-        with contextlib.suppress(UnreadableError):
-            held |= {*label_map.labels(sample.mask).ravel().tolist()}
-    return held
+def describe_labels(label_map: LabelMap, samples: Sequence[Sample], which: str) -> list[str]:
+    """Return notes about some masks: the share of each label, classes without one, and losses.
+
+    Masks with a value of no class are left out.
+    """
+    notes, held = [], Counter[int]()
+    for _, counts, mask in samples:
+        for value, label in zip(mask.values[0].tolist(), _try(label_map, mask) or (), strict=False):
+            held[label] += counts[value]
+    names = dict(enumerate(label_map.names)) | {IGNORE: "ignored"}
+    if held:
+        shares = [
+            f"{names[i]} {n / held.total():.1%}" for i, n in held.most_common() if i != IGNORE
+        ]
+        ignored = f", ignored {held[IGNORE] / held.total():.1%}" if held[IGNORE] else ""
+        notes.append(f"{len(samples)} {which} masks were looked at: {shorten(shares)}{ignored}")
+    absent = [name for label, name in names.items() if label != IGNORE and label not in held]
+    if absent and which == "training":
+        notes.append(f"no pixel of {shorten(absent)} in the {which} masks that were looked at")
+    if lossy := [sample.path for sample in samples if sample.mask.is_lossy]:
+        notes.append(
+            f"{which} masks are compressed with loss, which changes values: {shorten(lossy, 3)}"
+        )
+    return notes
 
 
 def check_masks(
@@ -397,7 +634,7 @@ def check_masks(
     num_masks: int,
     max_bad: float,
     which: str,
-    table: str = "",
+    table: str | None = "",
 ) -> int:
     """Check that masks have labels, before anything is compiled.
 
@@ -408,35 +645,21 @@ def check_masks(
       num_masks: number of masks.
       max_bad: largest number of masks without labels to tolerate.
       which: "training" or "test".
-      table: class table of the map, or "".
+      table: class table of the map, or ""; None for a network that is trained.
 
     Raises:
       UserError: if too many masks have a value without a label, or all pixels are ignored, or all
-        training pixels are of one class, or an index has several colors.
+        training pixels are of one class.
     """
     bad = 0
     found: set[int] = set()
     held: Counter[int] = Counter()
-    meanings: dict[int, tuple[int, str]] = {}
     need = 2 if which == "training" else 1
-    samples = iter(samples)
+    samples = (_as_gray(s) if label_map.gray_palettes else s for s in samples)
     for i, sample in enumerate(samples):
         if i >= SAMPLED and len(found) >= need:
             break
         held += sample.counts
-        if sample.mask.kind == "palette" and not label_map.reads_color(sample.mask):
-            assert sample.mask.palette is not None
-            indices = sample.mask.values[0]
-            colors = sample.mask.palette[indices].tolist()
-            for index, color in zip(indices.tolist(), colors, strict=True):
-                other, path = meanings.setdefault(index, (color, sample.path))
-                if color != other and min(color, other) >= 0:
-                    raise UserError(
-                        f"data.class_table: the palette index {index} is the color "
-                        f"{_color_text(color)} in {sample.path}, but {_color_text(other)} in "
-                        f"{path}; name the class of each color in classes.csv in the folder of the "
-                        "data, or save masks as gray PNG"
-                    )
         try:
             labels = label_map.labels(sample.mask)
         except UnreadableError as error:
@@ -450,7 +673,7 @@ def check_masks(
     if len(found) >= need or not num_masks:
         return bad
     hint = ""
-    if 255 in held and dict(label_map.values).get(255) == IGNORE:
+    if 255 in held and dict(label_map.values).get(255) == IGNORE and table is not None:
         hint = "; if 255 is a class, give data.mask_values, such as 0 255"
     if not found:
         raise UserError(
@@ -474,7 +697,7 @@ def _explain_unknown_classes(
     held = _held(gray, samples)
     if any(sample.mask.is_lossy for sample in samples):
         return f"data.path: masks are compressed with loss, which changes values: {held}; {_PNG}"
-    if any(sample.mask.kind == "color" for sample in samples):
+    if any(sample.mask.holds_colors for sample in samples):
         return (
             f"data.class_table: {held}; name the class of each color in {path}/classes.csv, "
             "one line name,r,g,b for each"
@@ -497,12 +720,19 @@ def _options(values: Iterable[int]) -> str:
 
 
 def _explain_bad(
-    label_map: LabelMap, sample: Sample, error: UnreadableError, held: Counter[int], table: str
+    label_map: LabelMap,
+    sample: Sample,
+    error: UnreadableError,
+    held: Counter[int],
+    table: str | None,
 ) -> str:
     """Say what a mask holds, and which options would accept it."""
     message = f"data.path: {sample.path}: {error}"
     if sample.mask.is_lossy:
         return message
+    if table is None:
+        what = "name,r,g,b" if label_map.reads_color(sample.mask) else "name,value"
+        return f"{message}; name its class in a classes.csv beside the masks, first line {what}"
     if label_map.reads_color(sample.mask):
         if not label_map.codes:
             colors = shorten([_color_text(color) for color in sorted(sample.counts)])
@@ -529,7 +759,7 @@ def _explain_bad(
 
 def _held(gray: Counter[int], samples: Sequence[Sample]) -> str:
     """Describe the values of some masks."""
-    colors = {color for s in samples if s.mask.kind == "color" for color in s.counts}
+    colors = {color for s in samples if s.mask.holds_colors for color in s.counts}
     if colors:
         texts = [_color_text(color) for color in sorted(colors)]
         return f"the masks hold {len(colors)} colors: {shorten(texts)}"

@@ -3,10 +3,10 @@
 import functools
 import itertools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import numpy as np
 from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
@@ -17,7 +17,7 @@ from train.config.section import Count, CountOrZero, Fraction, NonNegative, Posi
 from train.data import Arrays, Dataset, Outputs, num_examples
 from train.data.annotations import FoundAnnotations, find_annotations
 from train.data.augment import fit, to_uint8
-from train.data.class_table import PUBLISHED, find_own_table, find_table
+from train.data.class_table import MASK_VALUES, PUBLISHED, find_own_table, find_table
 from train.data.columns import describe_classes
 from train.data.decode import UnreadableError, View, file_bytes, upright_size
 from train.data.drawings import Mask, mask_size, read_mask
@@ -30,7 +30,7 @@ from train.data.masks import (
     LabelMap,
     Sample,
     check_masks,
-    held_labels,
+    describe_labels,
     make_label_map,
     median_frequency_weights,
     plain_label_map,
@@ -39,9 +39,17 @@ from train.data.masks import (
 )
 from train.data.placeholder import Placeholder, missing_paths, zeros
 from train.data.preprocessing import Preprocessor
-from train.data.splits import choose_training_split, describe_hold_out, hold_out, refuse_folds
+from train.data.splits import (
+    choose_training_split,
+    describe_hold_out,
+    describe_splits,
+    hold_out,
+    refuse_folds,
+)
 from train.data.workers import Workers
 from train.errors import UserError, shorten
+
+MaskValue = Annotated[int, Ge(min(MASK_VALUES)), Le(max(MASK_VALUES))]
 
 _WEIGHED = 2000
 """Largest number of masks that class frequencies are measured on."""
@@ -80,7 +88,7 @@ class SegmentationFolder(Data):
     """File of class names, mask values and colors, or camvid, cityscapes or voc."""
     mask_values: Annotated[tuple[Annotated[int, Ge(0), Lt(2**16)], ...], MaxLen(255)] = ()
     """Value of each class in masks, as 0 255; empty is the class table's, or 0, 1, ..."""
-    ignore: tuple[Annotated[int, Ge(0), Lt(2**16)] | str, ...] | None = None
+    ignore: tuple[MaskValue | str, ...] | None = None
     """Mask values, or names in the class table, that do not count; None is 255."""
     class_weights: Literal["median_frequency"] | None = None
     """Weights of classes in the loss; median_frequency favors rare ones."""
@@ -128,6 +136,14 @@ class SegmentationFolder(Data):
         return load(self, outputs.label_map or plain_label_map(outputs.names))
 
     @override
+    def for_evaluation(self, options: Mapping[str, Any]) -> Self:
+        data = super().for_evaluation(options)
+        if data.path == self.path or self.class_table is None:
+            return data
+        is_there = (Path(data.path) / self.class_table).is_file()
+        return data if is_there else data.replace(class_table=None)
+
+    @override
     def placeholder(self) -> Placeholder | None:
         if (missing := missing_paths((self.path,))) is None:
             return None
@@ -169,14 +185,21 @@ def load(config: SegmentationFolder, trained: LabelMap | None = None) -> Dataset
     found = _find(root, config, trained)
     train, test, files, notes = _find_splits(found, config, test_only=trained is not None)
     notes += describe_skipped(files)
-    notes += found.notes if isinstance(found, FoundAnnotations) else ()
+    notes += found.notes
     if config.format not in ("images", "voc") and isinstance(found, FoundLayout):
         notes.append(
             f"{root} has no annotations in the format {config.format}; its masks are read as "
             "images with the values of the run's classes"
         )
-    label_map = trained
-    if label_map is None:
+    splits = {"training": train, "test": test} if trained is None else {"test": test}
+    parts = {which: _divide(pairs) for which, pairs in splits.items()}
+    later = {
+        which: _samples(root, some + others, config) for which, (some, others) in parts.items()
+    }
+    sampled = {which: [*itertools.islice(later[which], len(parts[which][0]))] for which in parts}
+    every = [sample for samples in sampled.values() for sample in samples]
+    source = None
+    if trained is None:
         default = None
         if isinstance(found, FoundAnnotations):
             _refuse_values(config)
@@ -190,35 +213,22 @@ def load(config: SegmentationFolder, trained: LabelMap | None = None) -> Dataset
                 f"folders are named as in {source}, so its classes are used; for others, give "
                 "data.classes or data.class_table"
             )
-        some, others = _divide(train)
-        samples = _samples(root, some + others, config)
-        sampled = [*itertools.islice(samples, len(some))]
-        label_map, more = make_label_map(config, rows, source, sampled)
-        notes += (*more, *describe_classes(label_map.names))
-        if lossy := [sample.path for sample in sampled if sample.mask.is_lossy]:
-            notes.append(
-                f"masks are compressed with loss, which changes values: {shorten(lossy, 3)}"
-            )
-        samples = itertools.chain(sampled, samples)
-        most = config.max_bad_fraction * len(train)
-        notes += _check_sizes(root, some, config, most)
-        check_masks(label_map, samples, len(train), most, "training", source)
+        label_map, more = make_label_map(config, rows, source, every)
         paths = [str(root / name) for name, _ in train + test]
-        notes += describe_files(paths[: len(train)], paths[len(train) :])
-        if absent := sorted({*range(len(label_map.names))} - held_labels(label_map, sampled)):
-            lacking = shorten([label_map.names[label] for label in absent])
-            notes.append(f"no pixel of {lacking} in the {len(sampled)} masks that were looked at")
-    some, others = _divide(test)
-    most = config.max_bad_fraction * len(test)
-    notes += _check_sizes(root, some, config, most)
-    samples = _samples(root, some + others, config)
-    if trained is not None and isinstance(found, FoundLayout):
-        sampled = [*itertools.islice(samples, len(some))]
-        rows, source = find_own_table(config.class_table, root)
-        label_map, more = translate(config, trained, rows, source, sampled)
-        notes += more
-        samples = itertools.chain(sampled, samples)
-    check_masks(label_map, samples, len(test), most, "test")
+        more += describe_classes(label_map.names)
+        more += describe_files(paths[: len(train)], paths[len(train) :])
+    elif isinstance(found, FoundLayout):
+        rows, own = find_own_table(config.class_table, root)
+        label_map, more = translate(config, trained, rows, own, every)
+    else:
+        label_map, more = trained, []
+    notes += more
+    for which, pairs in splits.items():
+        most = config.max_bad_fraction * len(pairs)
+        notes += _check_sizes(root, parts[which][0], config, most)
+        samples = itertools.chain(sampled[which], later[which])
+        check_masks(label_map, samples, len(pairs), most, which, source)
+        notes += describe_labels(label_map, sampled[which], which)
 
     # As bytes, which take less than half the memory of strings.
     images = np.array([os.fsencode(image) for image, _ in train + test])
@@ -334,7 +344,12 @@ def _find_splits(
     assert train_split is not None  # `find_layout` has looked for it
     train, files = found.pairs(train_split)
     test, test_files = found.pairs(test_split)
-    return train, test, files + test_files, []
+    return (
+        train,
+        test,
+        files + test_files,
+        [*describe_splits(train_split, test_split, found.splits)],
+    )
 
 
 def _divide(pairs: Sequence[Pair]) -> tuple[list[Pair], list[Pair]]:
@@ -364,7 +379,7 @@ def _check_sizes(
 ) -> list[str]:
     """Raise `UserError` if too many masks have another size than their image.
 
-    Returns a note about images that are turned while their masks are not.
+    Returns a note about images that are turned otherwise than their masks.
     """
     differ, turned = [], 0
     for image, mask in pairs:
@@ -373,7 +388,7 @@ def _check_sizes(
             mask_width, mask_height, mask_turn = mask_size(_below(root, mask), config.max_pixels)
         except UnreadableError:
             continue  # counted in training
-        turned += turn != 1 and mask_turn == 1
+        turned += turn != mask_turn
         if (width, height) != (mask_width, mask_height):
             text = f"{root / image} is {width} x {height}, its mask {mask_width} x {mask_height}"
             if turn >= 5 and (width, height) == (mask_height, mask_width):
@@ -389,8 +404,8 @@ def _check_sizes(
     if not turned:
         return []
     return [
-        f"{turned} of {len(pairs)} images that were opened are turned by their EXIF orientation; "
-        "their masks have none and are read as they are stored"
+        f"{turned} of {len(pairs)} images that were opened have another EXIF orientation than "
+        "their masks; each is turned by its own"
     ]
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from train.config.data import Data
 from train.data.columns import normalized
-from train.errors import UserError, did_you_mean, list_available
+from train.errors import UserError, did_you_mean, list_available, shorten
 
 SPLIT_NAMES = {
     "train": ("train", "training"),
@@ -58,6 +58,14 @@ def choose_test_split(given: str | None, names: Collection[str], where: object) 
         )
     usual = (*SPLIT_NAMES["val"], *SPLIT_NAMES["test"])
     return given or next((name for name in usual if name in others), None)
+
+
+def describe_splits(train: str, test: str, splits: Iterable[str]) -> tuple[str, ...]:
+    """Return a note about other splits than the one to train on and the one to test on."""
+    others = sorted({*splits} - {train, test})
+    if not others:
+        return ()
+    return (f"trained on {train}, tested on {test}; not read: {shorten(others)} (data.test_split)",)
 
 
 def hold_out(

@@ -1,6 +1,5 @@
 """Classes of a run, saved in its folder so that prediction does not need the training data."""
 
-import dataclasses
 import itertools
 import json
 
@@ -32,10 +31,7 @@ def check_classes(folder: RunFolder, outputs: Outputs) -> None:
                 f"{now or 'none'}"
             )
     # How files are read follows from them; the classes of values and colors must stay.
-    then_map, now_map = (
-        m and dataclasses.replace(m, palettes="indices", grays="indices")
-        for m in (saved.label_map, outputs.label_map)
-    )
+    then_map, now_map = (m and m.without_readings() for m in (saved.label_map, outputs.label_map))
     if then_map and now_map and then_map != now_map:
         values = [m.describe_values() for m in (then_map, now_map)]
         how = f": they were {values[0]}; they are {values[1]}" if values[0] != values[1] else ""

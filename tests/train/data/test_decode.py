@@ -317,27 +317,28 @@ def test_masks_hold_gray_values_palette_indices_or_colors(save):
     grays = save(labels, "a.png"), save(labels.astype(np.uint16), "c.png")
     for path in (*grays, save(rgb, "e.png"), save(rgba, "f.png")):
         mask = decode_mask(path)
-        assert (mask.kind, mask.palette is None) == ("gray", path in grays)
+        kind = "gray" if path in grays else "rgb"
+        assert (mask.kind, mask.palette is None) == (kind, path in grays)
         chex.assert_trees_all_equal(mask.values, labels.astype(np.int32))
     mask = decode_mask(save(palette, "b.png"))
     chex.assert_trees_all_equal(mask.values, labels.astype(np.int32))
     assert (mask.kind, {*mask.palette.tolist()}) == ("palette", {0x070001})
+    gif = decode_mask(save(labels, "h.gif"))
+    chex.assert_trees_all_equal(gif.as_gray().values, labels.astype(np.int32))
     levels = Image.fromarray(np.searchsorted([0, 1, 2, 255], labels).astype(np.uint8), "P")
-    levels.putpalette(np.repeat([0, 1, 2, 255], 3).tolist())
-    for path in (save(labels, "h.gif"), save(levels, "i.png")):
-        mask = decode_mask(path)
-        chex.assert_trees_all_equal(mask.values, labels.astype(np.int32))
-        assert mask.palette[[2, 255]].tolist() == [0x020202, 0xFFFFFF]
     for grays, rest in (([0, 1, 2, 255], [0] * 252), ([0, 1, 2, 2], []), ([0, 1, 2], [])):
         levels.putpalette(np.repeat(grays + rest, 3).tolist())  # full, the same twice, too short
-        assert decode_mask(save(levels, "j.png")).values.max() == 3
+        mask = decode_mask(save(levels, "j.png"))
+        assert (mask.values.max(), mask.as_gray() is None) == (3, not rest)
     levels.putpalette([0, 0, 0, 1, 1, 1, 2, 2, 2, 255, 255, 254])  # one is no gray
-    assert decode_mask(save(levels, "k.png")).values.max() == 3
+    assert decode_mask(save(levels, "k.png")).as_gray() is None
     bits = decode_mask(save(labels == 1, "d.png"))
+    assert (bits.kind, bits.palette[1]) == ("bits", 0xFFFFFF)
     chex.assert_trees_all_equal(bits.values, (labels == 1).astype(np.int32))
     rgb[0, 1] = (1, 2, 3)
     colors = decode_mask(save(rgb, "g.png"))
-    assert (colors.kind, colors.values[0].tolist()) == ("color", [0, 0x010203, 0x020202])
+    assert (colors.kind, colors.holds_colors) == ("rgb", True)
+    assert colors.values[0].tolist() == [0, 0x010203, 0x020202]
 
 
 def test_tells_masks_that_are_compressed_with_loss(save):

@@ -44,6 +44,22 @@ def test_finds_images_with_their_masks(layout, tmp_path):
     assert pairs == [tuple(f.format(split="train", name=name) for f in files) for name in "ab"]
 
 
+def test_what_is_not_read_is_told(tmp_path):
+    for split in ("train", "val", "test"):
+        write(tmp_path, f"{split}/images/a.png", f"{split}/masks/a.png")
+    assert find_layout(tmp_path).notes == ()
+    (tmp_path / "val" / "masks").rename(tmp_path / "val" / "labels")
+    found = find_layout(tmp_path)
+    where = tmp_path / "val"
+    note = f"{where / 'images'} is not read: there is no {where / 'masks'}"
+    assert (found.splits, found.notes) == (["test", "train"], (note,))
+    for split in ("train", "val"):
+        write(tmp_path / "2", f"{split}/a.png", f"{split}_labels/a.png", f"{split}_masks/a.png")
+    where = tmp_path / "2"
+    note = f"masks are read from {where / 'train_labels'}; {where / 'train_masks'} is not read"
+    assert find_layout(where).notes == (note,)
+
+
 def test_matches_images_with_masks_in_both_forms_of_unicode(tmp_path):
     image, mask = (unicodedata.normalize(form, "é") for form in ("NFC", "NFD"))
     write(tmp_path, f"images/{image}.jpg", f"masks/{mask}.png")

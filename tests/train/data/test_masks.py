@@ -1,5 +1,6 @@
 """What the values of masks mean, decided from a config, a class table and some masks."""
 
+import contextlib
 import io
 from collections import Counter
 
@@ -17,6 +18,7 @@ from train.data.masks import (
     make_label_map,
     median_frequency_weights,
     spread,
+    translate,
 )
 from train.data.segmentation_folder import SegmentationFolder
 from train.errors import UserError
@@ -36,7 +38,7 @@ def rgb(*values, mode="RGB"):
 
 
 def colored(*colors):
-    return MaskValues(pack_colors(np.array([colors])), "color")
+    return MaskValues(pack_colors(np.array([colors])), "rgb")
 
 
 def indexed(*indices, colors):
@@ -82,7 +84,9 @@ def test_masks_of_0_and_1_are_binary_if_nothing_else_is_given():
     [
         ([gray(0, 255)], {"classes": 2, "ignore": (255,)}),
         ([gray(0, 255)], {"classes": 3}),
-        ([gray(0, 255), gray(1)], {"classes": 2}),
+        ([gray(0, 255), gray(1, 255)], {"classes": 2}),
+        ([gray(0, 255), gray(1)], {"classes": 2, "ignore": (255,)}),
+        ([gray(0, 255), gray(1)], {"rows": (Row("a"), Row("b"), Row("void", 255))}),
         ([gray(255)], {"classes": 2}),
     ],
 )
@@ -91,6 +95,34 @@ def test_255_is_ignored_if_masks_may_not_be_binary(masks, options):
     label_map, notes = decide(*masks, **options)
     assert label_map.labels(gray(255, 0))[0].tolist() == [255, 0]
     assert notes == []
+
+
+def test_masks_that_mean_1_by_255_are_refused_beside_others():
+    message = "data.path: 1.png holds 0 and 255, but 0.png holds 1 there; save all alike, or give"
+    for options in ({"classes": 2}, {"rows": (Row("a"), Row("b"))}):
+        with pytest.raises(UserError, match=message):
+            decide(gray(0, 1), gray(0, 255), **options)
+
+
+def test_white_of_black_and_white_images_is_1_or_255():
+    bits = rgb(0, 255, mode="1")
+    assert labels(bits, gray(0, 1), classes=2) == [0, 1]
+    assert labels(bits, gray(0, 255)) == [0, 1]
+    assert labels(bits) == [0, 1]
+    assert labels(bits, gray(0, 128, 255), mask_values=(0, 128, 255)) == [0, 2]
+    with pytest.raises(UnreadableError, match="value 0, expected 10, 20"):
+        labels(bits, mask_values=(10, 20))
+
+
+def test_negative_and_large_values_are_of_no_class():
+    for value in (-1, -256, -9999, 257, 2**31 - 1):
+        with pytest.raises(UnreadableError, match=f"value {value}, expected 0 to 2"):
+            labels(gray(0, value), classes=3)
+    rows = (Row("a", 0), Row("b", 1), Row("void", -1), Row("c", 300))
+    assert labels(gray(0, -1, 1, 300), rows=rows) == [0, 255, 1, 2]
+    assert labels(gray(0, -1, 1), classes=2, ignore=(-1,)) == [0, 255, 1]
+    with pytest.raises(UnreadableError, match="value 301, expected 0, 1, 300, or -1"):
+        labels(gray(0, 301), rows=rows)
 
 
 def test_mask_values_name_the_value_of_each_class():
@@ -140,7 +172,7 @@ def test_palettes_are_read_by_color_if_the_table_has_their_colors():
     label_map, notes = decide(as_in_table, rows=COLORED)  # which has seen no other order
     assert (label_map.labels(swapped)[0].tolist(), notes) == ([1, 0, 255], [])
     assert decide(swapped, rows=COLORED)[1] == [
-        "masks with colors are read by their colors; by their values, classes would differ"
+        "palette masks are read by their colors; by their values, classes would differ"
     ]
     other_colors = indexed(0, 1, 2, colors=[(9, 9, 9), RED, GREEN])
     assert labels(other_colors, rows=COLORED) == [0, 1, 255]
@@ -154,6 +186,8 @@ def test_rgb_masks_of_one_gray_are_read_by_color_like_the_others():
     assert label_map.labels(gray(0))[0].tolist() == [255]  # as an optimizer of PNG stores it
     assert labels(rgb(0, 1, 2), rgb(0), rows=COLORED) == [0, 1, 255]  # numbers of classes
     assert labels(rgb(0, 1), classes=2) == [0, 1]
+    others = [indexed(0, 1, 2, colors=[(9, 9, 9), (8, 9, 9), (7, 9, 9)])] * 2  # by value
+    assert labels(rgb(0), colored(RED, GREEN, BLACK), *others, rows=COLORED) == [255]
 
 
 def test_gray_masks_are_read_by_the_grays_of_a_table_unless_they_are_numbers_of_classes():
@@ -191,6 +225,7 @@ MISTAKES = [
     ({"masks": [gray(0)], "mask_values": (1, 1)}, "data.mask_values: a value is there twice"),
     ({"masks": [gray(0)], "mask_values": (0, 255), "ignore": (255,)}, "data.ignore: 255 is the value of class 1"),
     ({"masks": [gray(0)], "rows": COLORED, "ignore": ("blue",)}, "data.ignore: no class blue in the class table"),
+    ({"masks": [gray(0, 1, 2)], "rows": (Row("a"), Row("b"), Row("c")), "ignore": (1,)}, "data.ignore: 1 may also be b, because the rows of classes.txt count from 0; give the table a column value, or ignore b by its name"),
     ({"masks": [gray(0)], "rows": (Row("a"),)}, "data.class_table: classes.txt names 1 classes; expected 2 to 255"),
 ]  # fmt: skip
 
@@ -204,6 +239,188 @@ def test_refuses_unknown_and_contradictory_classes(options, message):
     assert message in str(caught.value)
 
 
+GRAYS = (0, 1, 2, 3, 128, 255)
+
+
+class Folder:
+    """Masks of random files, drawn from classes that a random table describes."""
+
+    def __init__(self, rng, names):
+        self.names = [*rng.permutation(names)]
+        rows = rng.permutation([*self.names, *["void"] * rng.integers(2)])
+        n = len(rows)
+        colors = [(g, g, g) for g in rng.permutation(GRAYS)[:n]]
+        colors = [
+            (*rng.integers(256, size=3).tolist(),) if rng.random() < 0.4 else c for c in colors
+        ]
+        values = [range(n), rng.permutation(n), rng.permutation(GRAYS)][rng.integers(3)]
+        has_value, has_color = rng.random(2) < 0.5
+        numbers = np.array(values[:n] if has_value else range(n))
+        self.rows = [
+            Row(name, int(v) if has_value else None, color if has_color else None)
+            for name, v, color in zip(rows, numbers, colors, strict=True)
+        ]
+        palette, others = rng.permutation(n), rng.integers(4, 250, (256, 3))
+        kinds = {"gray": lambda i: gray(*numbers[i]), "rgb": lambda i: rgb(*numbers[i])}
+        kinds["other palette"] = lambda i: indexed(*numbers[i], colors=others)
+        if has_color:
+            shades = np.array(colors)
+            kinds["colors"] = lambda i: rgb(*shades[i])
+            kinds["palette"] = lambda i: indexed(*palette[i], colors=shades[np.argsort(palette)])
+        most = 1 if rng.random() < 0.8 else 2
+        used = [kinds[kind] for kind in rng.permutation([*kinds])[:most]]
+        drawn = [rng.integers(n, size=rng.integers(1, 6)) for _ in range(8)]
+        self.masks = [used[i % most](indices) for i, indices in enumerate(drawn)]
+        self.truth = [[rows[i] for i in indices] for indices in drawn]
+        self.samples = [Sample.of(f"{i}.png", mask) for i, mask in enumerate(self.masks)]
+
+    def read(self, label_map):
+        """Return the names of pixels; None for masks that are refused."""
+        names = dict(enumerate(label_map.names)) | {255: "void"}
+        for mask in self.masks:
+            try:
+                yield [names[label] for label in label_map.labels(mask)[0].tolist()]
+            except UnreadableError:
+                yield None
+
+    def is_right(self, label_map):
+        pairs = zip(self.read(label_map), self.truth, strict=True)
+        return all(names in (None, truth) for names, truth in pairs)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_masks_are_read_as_they_were_drawn_or_a_note_says_how(seed):
+    for rng in np.random.default_rng(seed).spawn(30):
+        check_random_folders(rng)
+
+
+def check_random_folders(rng):
+    config = SegmentationFolder()
+    first = Folder(rng, ["ant", "bee", "cow", "dog"][: rng.integers(2, 5)])
+    try:
+        label_map, notes = make_label_map(config, first.rows, "classes.csv", first.samples)
+    except UserError:
+        return
+    assert first.is_right(label_map) or notes
+    other = Folder(rng, first.names)
+    with contextlib.suppress(UserError):
+        translated, notes = translate(config, label_map, other.rows, "classes.csv", other.samples)
+        assert other.is_right(translated) or any("by their" in note for note in notes)
+
+
+def read_elsewhere(label_map, *masks, rows=(), **options):
+    """Return the labels of other masks than those of a run, and the notes."""
+    samples = [Sample.of(f"{i}.png", mask) for i, mask in enumerate(masks)]
+    config = SegmentationFolder(**options)
+    other, notes = translate(config, label_map, rows, "classes.txt", samples)
+    return [other.labels(mask)[0].tolist() for mask in masks], notes
+
+
+def test_masks_elsewhere_mean_what_their_own_table_says():
+    rows = (Row("a"), Row("b"), Row("c"))
+    swapped = (Row("a"), Row("c"), Row("b"))
+    differs = ["classes.txt differs from the run, whose classes have its values by name"]
+    spread_values = {"mask_values": (0, 128, 255)}
+    label_map, _ = decide(gray(0, 128, 255), rows=rows, **spread_values)
+    for own, expected, notes in ((rows, [0, 1, 2], []), (swapped, [0, 2, 1], differs)):
+        found = read_elsewhere(label_map, gray(0, 128, 255), rows=own, **spread_values)
+        assert found == ([expected], notes)
+    valued = (Row("a", 128), Row("b", 32), Row("c", 0))
+    label_map, _ = decide(gray(0, 128, 32), rows=valued)
+    assert read_elsewhere(label_map, gray(0, 1, 2), rows=swapped) == ([[0, 2, 1]], differs)
+    beside = ["the masks have the values of the run, and not the rows of classes.txt"]
+    assert read_elsewhere(label_map, gray(0, 32, 128), rows=swapped) == ([[2, 1, 0]], beside)
+    assert read_elsewhere(label_map, gray(0, 32, 128)) == ([[2, 1, 0]], [])
+
+
+def test_masks_elsewhere_that_mean_1_by_255_are_refused():
+    label_map, _ = decide(gray(0, 1), classes=2)
+    with pytest.raises(UserError, match=r"1\.png holds 0 and 255, but the masks of the run hold 1"):
+        read_elsewhere(label_map, gray(0), gray(0, 255))
+    assert read_elsewhere(label_map, gray(0, 255), gray(1, 255))[0] == [[0, 255], [1, 255]]
+    assert read_elsewhere(label_map, gray(0, 255), ignore=(255,))[0] == [[0, 255]]
+    label_map, _ = decide(gray(0, 1))
+    rows = (Row("background", 0), Row("foreground", 255))
+    assert read_elsewhere(label_map, gray(0, 255), rows=rows)[0] == [[0, 1]]
+
+
+def test_palettes_elsewhere_have_the_colors_of_the_run():
+    rows = (Row("a"), Row("b"))
+    label_map, _ = decide(indexed(0, 1, colors=[RED, GREEN]), rows=rows)
+    assert label_map.shown == ((0, 0xFF0000), (1, 0x00FF00))
+    assert label_map.colors == (RED, GREEN)  # in pictures, too
+    assert decide(indexed(1, 255, colors=[RED, GREEN]), rows=rows)[0].colors == ()
+    same = indexed(1, 1, colors=[RED, GREEN])
+    assert read_elsewhere(label_map, same) == ([[1, 1]], [])
+    swapped = indexed(1, 1, colors=[GREEN, RED])
+    with pytest.raises(UserError, match="b has the palette color 255 0 0, which a has in the mas"):
+        read_elsewhere(label_map, swapped)
+    valued = (Row("b", 0), Row("a", 1))
+    assert read_elsewhere(label_map, swapped, rows=valued)[0] == [[0, 0]]
+    others = indexed(1, 1, colors=[BLACK, (9, 9, 200)])
+    note = "palette masks have other colors than in the run for b; their values count"
+    assert read_elsewhere(label_map, others) == ([[1, 1]], [note])
+
+
+def grays_of(*values, palette):
+    """Return a palette mask of gray values, by index."""
+    return indexed(*(palette.index(v) for v in values), colors=[(v, v, v) for v in palette])
+
+
+def test_palettes_of_grays_have_gray_values_if_the_indices_of_all_files_cannot_be_labels():
+    note = ["the palettes of masks are of grays, which count as values, not their indices"]
+    gif = grays_of(0, 255, palette=[0, 255]), grays_of(255, 255, palette=[255])
+    label_map, notes = decide(*gif)
+    assert [label_map.labels(mask)[0].tolist() for mask in gif] == [[0, 1], [1, 1]]
+    assert notes[:1] == note
+    mask = grays_of(0, 128, 255, palette=[0, 128, 255])
+    assert labels(mask, mask_values=(0, 128, 255)) == [0, 1, 2]
+    assert labels(mask, classes=3) == [0, 1, 2]  # by index
+    assert labels(grays_of(1, 2, palette=[1, 2]), classes=3) == [1, 2]
+    inverted = grays_of(255, 0, palette=[255, 0])
+    rows = (Row("white", 0), Row("black", 1))
+    assert (labels(inverted, rows=rows), labels(inverted)) == ([0, 1], [0, 1])
+    # With a color in one file, no palette is of grays: files of few colors leave out the rest.
+    few = indexed(0, 1, colors=[BLACK, (255, 255, 255)])
+    many = indexed(0, 1, 2, colors=[BLACK, (255, 255, 255), RED])
+    assert labels(few, many, classes=3) == [0, 1]
+    label_map, _ = decide(*gif)
+    with pytest.raises(UnreadableError, match="its palette has colors, but those of other masks"):
+        label_map.labels(many)
+    samples = [Sample.of("0.png", grays_of(0, 9, palette=[0, 9]))]
+    message = r"value 9, .*: 9 \(50.0%\); give --data.ignore 9 to ignore them"
+    label_map, _ = make_label_map(
+        SegmentationFolder(classes=2),
+        (),
+        "",
+        [samples[0], Sample.of("1.png", grays_of(9, palette=[9]))],
+    )
+    with pytest.raises(UserError, match=message):
+        check_masks(label_map, samples, 1, 0, "training")
+    assert read_elsewhere(decide(gray(0, 255))[0], *gif) == ([[0, 1], [1, 1]], note)
+
+
+def test_written_masks_have_the_values_of_masks_that_are_read_by_color():
+    rows = (Row("road", None, (128, 128, 128)), Row("rest", None, BLACK))
+    label_map, _ = decide(gray(0, 128), rows=(*rows, Row("void", None, RED)))
+    assert label_map.mask_values().tolist() == [128, 0]
+    rows = (Row("red", None, RED), Row("green", None, GREEN), Row("black", None, BLACK))
+    own = indexed(0, 1, 2, colors=[BLACK, RED, GREEN])
+    assert decide(own, rows=rows)[0].mask_values().tolist() == [1, 2, 0]
+    other = indexed(0, 1, 2, colors=[GREEN, RED, BLACK])
+    assert decide(own, other, rows=rows)[0].mask_values().tolist() == [0, 1, 2]
+
+
+def test_the_random_folders_are_almost_always_read():
+    folders = [Folder(np.random.default_rng(seed), ["ant", "bee", "cow"]) for seed in range(100)]
+    right = 0
+    for folder in folders:
+        with contextlib.suppress(UserError):
+            args = SegmentationFolder(), folder.rows, "classes.csv", folder.samples
+            right += [*folder.read(make_label_map(*args)[0])] == folder.truth
+    assert right >= 85
+
+
 def check(*masks, which="training", max_bad=0.0, table="", **options):
     samples = [Sample.of(f"{i}.png", mask) for i, mask in enumerate(masks)]
     label_map = make_label_map(SegmentationFolder(**options), (), "", samples)[0]
@@ -214,6 +431,17 @@ def test_accepts_masks_with_two_classes_and_some_bad_ones():
     assert check(gray(0), gray(1), classes=2) == 0
     assert check(gray(0, 1), gray(9), classes=2, max_bad=1) == 1
     assert check(gray(0), gray(255), which="test", classes=2, ignore=(255,)) == 0
+
+
+def test_masks_of_a_trained_network_without_a_class_are_refused_without_options_to_train():
+    of_colors, of_values = decide(colored(RED, GREEN), rows=COLORED)[0], decide(gray(0, 1))[0]
+    for label_map, mask, what in (
+        (of_values, gray(0, 3), "value"),
+        (of_colors, colored(RED, (1, 2, 3)), "r,g,b"),
+    ):
+        samples = [Sample.of("0.png", mask)]
+        with pytest.raises(UserError, match=f"beside the masks, first line name,{what}$"):
+            check_masks(label_map, samples, 1, 0, "test", None)
 
 
 REFUSED = [
@@ -266,6 +494,8 @@ def test_maps_survive_json():
     assert LabelMap.from_dict(label_map.as_dict()) == label_map
     older = {name: value for name, value in label_map.as_dict().items() if name != "grays"}
     assert LabelMap.from_dict(older).grays == "indices"
+    older = {name: value for name, value in label_map.as_dict().items() if name != "rgbs"}
+    assert LabelMap.from_dict(older | {"palettes": "colors"}).rgbs == "colors"
     with pytest.raises(ValueError, match="palettes are x"):
         LabelMap.from_dict(label_map.as_dict() | {"palettes": "x"})
 
@@ -282,6 +512,19 @@ TABLES = {
     "red\ngreen\n": [Row("red"), Row("green")],
     "# name,r,g,b\nAnimal,64,128,64\n": [Row("Animal", None, (64, 128, 64))],
     "name,value,red,green,blue\na,0,1,2,3\n": [Row("a", 0, (1, 2, 3))],
+    "name,class_id,Red (0-255),Green (0-255),Blue (0-255)\na,4,1,2,3\n": [Row("a", 4, (1, 2, 3))],
+    "name,color,supercategory\na,#ff0080,x\nb,\"1, 2, 3\",y\n": [Row("a", None, (255, 0, 128)), Row("b", None, (1, 2, 3))],
+    "cat 255 0 0\nbig dog 0 255 0\n": [Row("cat", None, RED), Row("big dog", None, GREEN)],
+    "#ff0000 cat\n# a comment\n#00ff00 dog\n": [Row("cat", None, RED), Row("dog", None, GREEN)],
+    "cat: #ff0000\ndog: #00ff00\n": [Row("cat", None, RED), Row("dog", None, GREEN)],
+    "2 cat\n1 dog\n": [Row("cat", 2), Row("dog", 1)],
+    "2: cat\n-1: void\n": [Row("cat", 2), Row("void", -1)],
+    "cat=2\ndog=0\n": [Row("cat", 2), Row("dog", 0)],
+    "2,cat,255,0,0\n0,dog,0,255,0\n": [Row("cat", 2, RED), Row("dog", 0, GREEN)],
+    "type 1\ntype 2\n": [Row("type 1"), Row("type 2")],
+    "class,name\n1,cat\n0,dog\n": [Row("cat", 1), Row("dog", 0)],
+    "name,class\ncat,1\ndog,0\n": [Row("cat", 1), Row("dog", 0)],
+    "Class_Name,Mask Value\ncafe\u0301,1\ndog,0\n": [Row("caf\xe9", 1), Row("dog", 0)],
 }  # fmt: skip
 
 
@@ -300,7 +543,15 @@ def test_reads_class_tables_of_several_kinds(text, tmp_path):
         ("name,r,g,b\nx,1,2\n", "3 columns instead of 4 in x,1,2"),
         ("a\na\n", "the name a is there twice"),
         ("name,value\na,1\nb,1\n", "the value 1 is there twice"),
-        ("a,1,2,300\n", "the color 1 2 300 is not from 0 to 255"),
+        ("a,1,2,300\n", "the color 1,2,300 is not of three integers from 0 to 255, or #rrggbb"),
+        ("a,1,2,3,4\nb,5,6,7,8\n", "lines of four numbers need a first line such as name,value,r"),
+        ("name,color\na,red\n", "the color red is not of three integers"),
+        ("name,value,id\na,1,2\n", "its columns value and id mean the same; leave one out"),
+        ("name,r,g\na,1,2\n", "it has some of r, g and b, but not all: name, r, g"),
+        ("name,x\na,1\nb,2\n", "its column x may hold the value of each class; call it value"),
+        ("name,x\na,ff0000\nb,00ff00\n", "its column x may hold the color of each class"),
+        ("name,value\na,1\nb,-1\n", "the class b has the value -1; call it void, or change it"),
+        ("name,value\na,1\nb,70000\n", "the value 70000 is not from -32,768 to 65,535"),
         ("name,value\na,x\n", "'x' is not an integer"),
     ],
 )
@@ -316,6 +567,16 @@ def test_finds_published_tables_and_names_missing_files(tmp_path):
     assert find_table(None, tmp_path, None) == ((), "")
     with pytest.raises(UserError, match=r"no file x\.csv, here or in .*camvid, cityscapes, voc"):
         find_table("x.csv", tmp_path, None)
+
+
+def test_two_class_tables_must_agree(tmp_path):
+    (tmp_path / "classes.csv").write_text("name,r,g,b\na,1,2,3\nb,4,5,6\n")
+    (tmp_path / "classes.txt").write_text("a\nb\n")
+    assert find_table(None, tmp_path, None)[1] == str(tmp_path / "classes.csv")
+    (tmp_path / "classes.txt").write_text("b\na\n")
+    with pytest.raises(UserError, match=r"classes\.csv and .*classes\.txt differ; move one els"):
+        find_table(None, tmp_path, None)
+    assert find_table("classes.txt", tmp_path, None)[0] == (Row("b"), Row("a"))
 
 
 def test_rare_classes_weigh_more():

@@ -252,8 +252,8 @@ def test_images_that_are_turned_without_their_masks_are_counted(folder):
     mask = folder / "train" / "masks" / "02.png"
     Image.open(mask).save(mask, exif=exif)
     note = (
-        "1 of 6 images that were opened are turned by their EXIF orientation; their masks have "
-        "none and are read as they are stored"
+        "1 of 6 images that were opened have another EXIF orientation than their masks; each is "
+        "turned by its own"
     )
     assert [text for text in load(folder).notes if "EXIF" in text] == [note]
 
@@ -273,7 +273,8 @@ def test_jpeg_masks_are_told(folder):
         Image.open(path).convert("L").save(path.with_suffix(".jpg"), quality=100)
         path.unlink()
     notes = load(folder, mask_values=tuple(range(255))).notes
-    assert any(note.startswith("masks are compressed with loss") for note in notes)
+    for which in ("training", "test"):
+        assert any(note.startswith(f"{which} masks are compressed with loss") for note in notes)
 
 
 def test_class_names_of_a_published_layout_are_announced(tmp_path):
@@ -288,7 +289,11 @@ def test_class_names_of_a_published_layout_are_announced(tmp_path):
         "or data.class_table"
     )
     assert data.notes[1].startswith("2 test images are training images or copies of them")
-    assert data.notes[2].startswith("no pixel of Road, ")
+    assert data.notes[2:4] == (
+        "2 training masks were looked at: Building 37.5%, Pole 37.5%, Sky 25.0%",
+        "no pixel of Road, Pavement, Tree, SignSymbol, Fence and 3 more in the training masks that "
+        "were looked at",
+    )
     assert load(tmp_path, classes=None, class_table="camvid").notes == data.notes[1:]
     assert load(tmp_path, classes=3).classes == ("0", "1", "2")
 
@@ -304,7 +309,7 @@ def test_other_masks_have_the_classes_of_their_own_table_by_name(folder, tmp_pat
         data = SegmentationFolder(path=str(other), image_size=40, **options)
         data = data.load_test(lambda: outputs)
         mask = next(evaluation_batches(data, 1))["mask"][0]
-        return [mask[0, 0], mask[10, 0], mask[10, 39]], [*data.notes]
+        return [mask[0, 0], mask[10, 0], mask[10, 39]], [*data.notes[:-1]]
 
     assert test_masks() == ([0, 1, 2], [])
     (other / "classes.txt").write_text("x\ny\nz\n")
@@ -319,6 +324,16 @@ def test_other_masks_have_the_classes_of_their_own_table_by_name(folder, tmp_pat
     outputs = outputs._replace(label_map=plain_label_map(("0", "1", "2")))
     note = f"the classes of the run have no names, so that {other}/classes.txt is not used"
     assert test_masks() == ([0, 1, 2], [note])
+
+
+def test_a_class_table_that_was_given_stays_with_the_folder_of_the_run(folder):
+    (folder / "mine.csv").write_text("x\ny\nz\n")
+    here = SegmentationFolder(path=str(folder), class_table="mine.csv")
+    assert here.for_evaluation({"split": "train"}).class_table == "mine.csv"
+    assert here.for_evaluation({"path": str(folder)}).class_table == "mine.csv"
+    assert here.for_evaluation({"path": str(folder / "val")}).class_table is None
+    voc = here.replace(class_table="voc")
+    assert voc.for_evaluation({"path": str(folder / "val")}).class_table is None
 
 
 def test_masks_of_numbers_test_a_run_of_masks_of_colors(folder, tmp_path_factory):
