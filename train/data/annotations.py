@@ -149,13 +149,6 @@ def find_annotations(
                 f"{shorten([*known], 12)}"
             )
         values |= known
-    by_value: dict[int, str] = {}
-    for name in plain:
-        if (other := by_value.setdefault(values[name], name)) != name:
-            raise UserError(
-                f"data.format: {other} and {name} have the same id in different files of {root}; "
-                "give all files one list of categories"
-            )
     first: dict[str, _Image] = {}
     for image in read.images:
         earlier = first.setdefault(image.path, image)
@@ -198,17 +191,17 @@ def _coco(root: Path) -> _Read:
             )
         found[split] = path, content
     images: list[_Image] = []
-    values: dict[str, int] = {}
+    ids: dict[str, Any] = {}
+    there = _by_normalized_path(root)
     for split, (path, content) in found.items():
         with _damaged(path):
             for key in ("images", "categories"):
-                ids = Counter(item["id"] for item in content[key])
-                if twice := [id for id, count in ids.items() if count > 1]:
+                counts = Counter(item["id"] for item in content[key])
+                if twice := [id for id, count in counts.items() if count > 1]:
                     raise ValueError(f"two of its {key} have the id {twice[0]}")
             names = {c["id"]: _name(c["name"]) for c in content["categories"]}
-            is_plain = all(isinstance(id, int) and 0 < id < 255 for id in names)
-            for number, id in enumerate(sorted(names), 1):
-                values.setdefault(names[id], id if is_plain else number)
+            for id in sorted(names):
+                ids.setdefault(names[id], id)
             sizes = {i["id"]: [int(i["height"]), int(i["width"])] for i in content["images"]}
             objects: dict[Any, list[_Object]] = {}
             for a in content["annotations"]:
@@ -217,11 +210,15 @@ def _coco(root: Path) -> _Read:
                     _Object(names[a["category_id"]], *outline)
                 )
             for image in content["images"]:
-                name = _locate(root, path, split, str(image["file_name"]))
+                name = _locate(there, root, path, split, str(image["file_name"]))
                 own = objects.get(image["id"], [])
                 height, width = sizes[image["id"]]
                 images.append(_Image(split, name, str(path), height, width, own))
-    return _Read(images, values)
+    classes = [name for name in ids if not (_is_background(name) or _is_ignored(name))]
+    own = [ids[name] for name in classes]
+    is_plain = all(isinstance(id, int) and 0 < id < 255 for id in own) and len({*own}) == len(own)
+    numbers = {name: number for number, name in enumerate(classes, 1)}
+    return _Read(images, ids if is_plain else dict.fromkeys(ids, 0) | numbers)
 
 
 def _outline(segmentation: Any, size: list[int]) -> tuple[tuple[np.ndarray, ...], tuple[int, ...]]:
@@ -242,14 +239,14 @@ def _points(flat: Sequence[float]) -> np.ndarray:
 
 
 def _labelme(root: Path) -> _Read:
-    images = []
+    images, there = [], _by_normalized_path(root)
     for path in _files(root, ".json"):
         content = _load(path)
         if not isinstance(content, dict) or "shapes" not in content:
             continue
         with _damaged(path):
             split = split_of(f"{path.relative_to(root).parent}/") or ""
-            image = _locate(root, path, split, str(content["imagePath"]))
+            image = _locate(there, root, path, split, str(content["imagePath"]))
             size = int(content["imageHeight"]), int(content["imageWidth"])
             objects = [_labelme_object(shape) for shape in content["shapes"]]
             images.append(_Image(split, image, str(path), *size, objects))
@@ -442,8 +439,12 @@ def _load(path: Path) -> Any:
         return json.loads(path.read_bytes())
 
 
-def _locate(root: Path, annotations: Path, split: str, name: str) -> str:
-    """Return the path of an image below the root, where such files have them."""
+def _by_normalized_path(root: Path) -> dict[str, str]:
+    return {normalized(path): path for path in list_images(root).paths}
+
+
+def _locate(there: Mapping[str, str], root: Path, annotations: Path, split: str, name: str) -> str:
+    """Return the path of an image below the root, of those by `normalized` path in ``there``."""
     name = name.replace("\\", "/")
     stem = annotations.stem.removeprefix("instances_")
     own = os.path.relpath(annotations.parent, root)
@@ -458,7 +459,8 @@ def _locate(root: Path, annotations: Path, split: str, name: str) -> str:
         f"{split}/images",
     )
     paths = [os.path.normpath(os.path.join(folder, name)) for folder in folders]
-    return next((path for path in paths if (root / path).is_file()), paths[0])
+    found = (there[normalized(path)] for path in paths if normalized(path) in there)
+    return next(found, paths[0])
 
 
 @contextlib.contextmanager

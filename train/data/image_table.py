@@ -192,6 +192,8 @@ def _read(config: ImageTable) -> tuple[_Table, list[str]]:
     folder = Path(config.path).parent if config.images is None else Path(config.images)
     check_folder(folder)
     files, notes = _find_files(rows, column, folder)
+    if others := [name for name in usual if config.file is None and name != column]:
+        notes.append(f"images are in {column}, not in {shorten(others)}: data.file")
     return _Table(rows, files, folder), notes
 
 

@@ -1,12 +1,12 @@
 """Layouts of folders of images and masks, in one table."""
 
-import os
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from train.data.class_table import FILES as TABLES
 from train.data.columns import normalized, read_lines
+from train.data.decode import EXTENSIONS
 from train.data.drawings import Mask
 from train.data.files import IMAGE_PATTERNS, ImageFiles, check_folder, list_images, subfolders
 from train.data.splits import choose_test_split, choose_training_split, split_of
@@ -260,11 +260,16 @@ def _check_partners(own: _Side, partner: _Side) -> None:
         )
 
 
+def _without_extension(name: str) -> str:
+    stem, dot, extension = name.rpartition(".")
+    return stem if dot and extension.lower() in EXTENSIONS else name
+
+
 def _read_names(path: Path, known: Collection[str]) -> list[str]:
     """Read the names of a split: a line or its first word, perhaps with an extension."""
     names: dict[str, None] = {}
     for line in filter(None, map(str.strip, read_lines(str(path), "data.path"))):
         texts = [normalized(text) for text in (line, line.split()[0])]
-        possible = [name for text in texts for name in (text, os.path.splitext(text)[0])]
+        possible = [name for text in texts for name in (text, _without_extension(text))]
         names[next((name for name in possible if name in known), possible[-1])] = None
     return [*names]

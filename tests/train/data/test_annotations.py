@@ -1,6 +1,7 @@
 """Masks from outlines: COCO, labelme and YOLO; boxes are refused."""
 
 import json
+import unicodedata
 
 import chex
 import numpy as np
@@ -133,6 +134,31 @@ def test_another_folder_for_a_trained_network_has_the_values_of_its_names(tmp_pa
     message = error_message(config.load_test, lambda: trained)
     assert message.startswith("data.path: the network knows no class cow")
     assert Outputs(*trained).names == ("background", "cat", "dog")
+
+
+def test_coco_with_other_categories_and_names_in_another_form_of_unicode(tmp_path):
+    write_coco(tmp_path)
+    path = tmp_path / "annotations" / "instances_val2017.json"
+    other = json.loads(path.read_text())
+    names = {category["id"]: category["name"] for category in other["categories"]}
+    assert names == {3: "cat", 9: "dog"}
+    # dog has the id that cat has in the other file
+    other["categories"] = [{"id": 1, "name": "cow"}, {"id": 3, "name": "dog"}]
+    for annotation in other["annotations"]:
+        annotation["category_id"] = 3
+    for image in other["images"]:
+        file = tmp_path / "val2017" / image["file_name"]
+        file = file if file.is_file() else next(tmp_path.glob(f"**/{image['file_name']}"))
+        file.rename(file.with_name(unicodedata.normalize("NFD", f"é{file.name}")))
+        image["file_name"] = unicodedata.normalize("NFC", f"é{image['file_name']}")
+    path.write_text(json.dumps(other))
+    data = load(tmp_path, "coco")
+    assert {*data.classes} == {"background", "cat", "dog", "cow"}
+    assert data.label_map.mask_values().tolist() == [0, 1, 3, 9]
+    (batch,) = evaluation_batches(data, 2)
+    assert batch["weight"].tolist() == [1, 1]
+    held = np.unique(batch["mask"][0]).tolist()
+    assert held == [0, data.classes.index("dog")]
 
 
 @pytest.mark.parametrize("name", ["Void", "unlabeled", "__ignore__", "Background"])
@@ -344,8 +370,8 @@ def test_damaged_annotations_name_their_file(tmp_path):
     for split, categories in (("train", [(1, "cat")]), ("val", [(1, "dog"), (2, "cat")])):
         content = coco(["a.png"], [(0, 1, [SQUARE])], categories)
         (tmp_path / f"instances_{split}.json").write_text(json.dumps(content))
-    message = error_message(find_annotations, tmp_path, "coco")
-    assert "cat and dog have the same id in different files" in message
+    classes = [(row.name, row.value) for row in find_annotations(tmp_path, "coco").rows]
+    assert classes == [("background", 0), ("cat", 1), ("dog", 2)]  # by name: cat and dog are 1
     for split in ("train", "val"):
         (tmp_path / f"instances_{split}.json").unlink()
     write_image(tmp_path / "images" / "a.png")

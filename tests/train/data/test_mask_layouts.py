@@ -44,6 +44,15 @@ def test_finds_images_with_their_masks(layout, tmp_path):
     assert pairs == [tuple(f.format(split="train", name=name) for f in files) for name in "ab"]
 
 
+def test_a_name_of_a_list_loses_the_extension_of_an_image_alone(tmp_path):
+    write(tmp_path, "images/x.png", "images/y.v1.png", "masks/x.png", "masks/y.v1.png")
+    (tmp_path / "train.txt").write_text("y.v1\nx.JPG\n")
+    pairs, _ = find_layout(tmp_path).pairs("train")
+    assert [image for image, _ in pairs] == ["images/y.v1.png", "images/x.png"]
+    (tmp_path / "train.txt").write_text("x.7\n")
+    assert error_message(find_layout(tmp_path).pairs, "train").startswith("data.path: no image ")
+
+
 def test_what_is_not_read_is_told(tmp_path):
     for split in ("train", "val", "test"):
         write(tmp_path, f"{split}/images/a.png", f"{split}/masks/a.png")
