@@ -396,17 +396,28 @@ def _read(
         by_path = dict(quantization.leaves_with_paths(targets))
         shardings = {path: _sharding(leaf) for path, leaf in by_path.items()}
         is_placed = None not in shardings.values()
+
+        def checked(path: str, a: Array) -> Any:
+            if jnp.issubdtype(a.dtype, jnp.floating) and (bad := int(_count_nonfinite(a))):
+                raise ValueError(f"{path} has {bad:,} values that are NaN or infinite")
+            return convert(path, a.astype(by_path[path].dtype))
+
         try:
             return read_params(
                 model,
                 folder.tensors,
                 (lambda path, shape: shardings[path]) if is_placed else None,
-                lambda path, a: convert(path, a.astype(by_path[path].dtype)),
+                checked,
             )
         except (OSError, ValueError) as error:
             raise UserError(f"model.path: {folder.path}: {error}") from error
 
     return read
+
+
+@jax.jit
+def _count_nonfinite(a: Array) -> Array:
+    return jnp.sum(~jnp.isfinite(a))
 
 
 def match(folder: ModelFolder, precision: str) -> tuple[PretrainedModel, Any]:

@@ -417,7 +417,7 @@ class FactoredGradients(ParameterGradients):
         FLOPs of the sum, and are read and written.
         """
         factors = self._factors()
-        if factors is None or self._parts[0].is_small():
+        if factors is None or self._parts[0].is_small:
             return super().sum_and_products(scales, direction, other, weights)
         (u, v), others = factors, None
         positions, rows, cols = u.shape[2], u.shape[-1], v.shape[-1]
@@ -637,7 +637,7 @@ class _Part:
     @property
     def strategy(self) -> str:
         """See `ParameterGradients`."""
-        if self.is_small():
+        if self.is_small:
             return "materialized"
         has_formula = not self.is_materialized() and (self._is_single() or self._factors())
         return "ghost norm" if has_formula else "materialized in chunks"
@@ -645,6 +645,7 @@ class _Part:
     def _size(self) -> int:
         return math.prod(self.box.shape) if self.box else self.param.size
 
+    @functools.cached_property
     def is_small(self) -> bool:
         """Whether the gradients take little memory in comparison to the factors.
 
@@ -662,7 +663,7 @@ class _Part:
 
     def may_cancel(self) -> bool:
         """Whether norms and sums follow from terms that may cancel."""
-        return not (self.is_small() or self.is_materialized() or self._sums_terms())
+        return not (self.is_small or self.is_materialized() or self._sums_terms())
 
     def _sums_terms(self) -> bool:
         """See `LinearEquation.sums_terms`."""
@@ -704,7 +705,7 @@ class _Part:
 
     def squared_norms(self) -> SquaredNorms:
         """See `ParameterGradients`."""
-        if self.is_small():
+        if self.is_small:
             return self._materialized.squared_norms()
         if self.is_materialized():
             values = self._squared_norms_in_chunks(jnp.zeros(self._batch(), self._dtype()))
@@ -835,7 +836,7 @@ class _Part:
         own = direction
         if self.box is not None:
             own = jax.lax.dynamic_slice(direction, self.box.start, self.box.shape)
-        if self.is_small():
+        if self.is_small:
             return self._materialized.inner_products(own)
         if not self.is_materialized():
             total: Array = functools.reduce(
@@ -877,7 +878,7 @@ class _Part:
 
     def weighted_sum(self, scales: Array, is_rough: Array | None) -> Array:
         """Sum of the gradients scaled by ``scales`` [batch], [*part]."""
-        if self.is_small():
+        if self.is_small:
             return self._materialized.weighted_sum(scales)
         if self.is_materialized():
             shape = self.box.shape if self.box else self.param.shape

@@ -3,10 +3,13 @@
 import subprocess
 import sys
 
+import jax
 import numpy as np
 import pytest
 
 from tests.pretrained_folder import write_folder
+from train.errors import UserError
+from train.networks.pretrained import Pretrained, build_network
 
 CONFIG = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 8000,
@@ -41,3 +44,15 @@ def test_reading_takes_the_largest_tensor_and_200_mb(tmp_path, kind):
     )
     largest = max(a.nbytes for a in tensors.values())
     assert int(ran.stdout.split()[-1]) <= largest + 200e6
+
+
+@pytest.mark.parametrize("kind", [None, "int8"])
+def test_weights_that_are_not_finite_are_refused(tmp_path, kind):
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors = write_folder(tmp_path)
+    tensors[name][0, :3] = np.nan, np.inf, -np.inf
+    write_folder(tmp_path, tensors=tensors)
+    network = build_network(Pretrained(path=str(tmp_path), quantize=kind, lora_rank=2), "bfloat16")
+    shapes = network.pretrained(*jax.eval_shape(network.init, jax.random.key(0)))
+    with pytest.raises(UserError, match=r"blocks.* has 3 values that are NaN or infinite"):
+        network.read(shapes)
