@@ -3,6 +3,8 @@
 import importlib.metadata
 from typing import Any
 
+IS_JAXLIB_0_10 = importlib.metadata.version("jaxlib").startswith("0.10.")
+
 # YNNPACK takes twice as long as Eigen for gradients of convolutions by their kernels. For matrix
 # products it is faster, and fused reductions take less memory. jaxlib 0.10 gives it all three.
 # XLA rejects options that it does not know, and other versions were not measured.
@@ -12,7 +14,7 @@ _EIGEN_CONVOLUTIONS = (
             "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT,LIBRARY_FUSION_TYPE_REDUCE"
         )
     }
-    if importlib.metadata.version("jaxlib").startswith("0.10.")
+    if IS_JAXLIB_0_10
     else {}
 )
 # jax 0.10's CPU compiler drops the barriers of jax.checkpoint, then merges the rematerialized

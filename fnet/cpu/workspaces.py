@@ -8,8 +8,11 @@ import math
 from collections.abc import Iterator
 
 from fnet import hlo, measured
+from fnet.cpu.options import IS_JAXLIB_0_10
 
 _WORKSPACES = ("convolution", "dot")
+_HAS_TILES = not IS_JAXLIB_0_10
+"""Whether convolutions and products are computed in tiles, which need no copies of whole inputs."""
 
 
 def workspace(text: str) -> int:
@@ -53,12 +56,16 @@ def _workspaces(module: hlo.Module, computation: str, *, by_ynnpack: bool = Fals
 
 
 def _dot_workspace(dot: hlo.Instruction, lhs: hlo.Array, rhs: hlo.Array) -> int:
-    """Packed operands, by measurements of 18 products."""
+    """Packed operands, by measurements of 18 products, and of 9 in tiles."""
     batch, contracted = (
         [int(d) for d in dot.attribute(rf"lhs_{kind}_dims=\{{([\d,]*)\}}").split(",") if d]
         for kind in ("batch", "contracting")
     )
     result = dot.arrays[0]
+    if _HAS_TILES:
+        # Of a batch, one right-hand side after the other is packed.
+        matrix = rhs.bytes // math.prod(lhs.shape[d] for d in batch) if batch else 0
+        return matrix if matrix >= measured.LEAST_PACKED else 0
     # A transposed left-hand side is packed, and so is the right-hand side of a batch.
     is_transposed = contracted != [len(lhs.shape) - 1]
     packed = lhs.bytes + result.bytes if is_transposed else rhs.bytes if batch else 0
@@ -73,6 +80,9 @@ def _ynnpack_workspace(convolution: hlo.Instruction, lhs: hlo.Array, rhs: hlo.Ar
         length = lhs.shape[labels.index(str(d))]
         padded_length = max((length - 1) * w.lhs_dilate + 1 + w.low + w.high, 1)
         padded = padded * padded_length // max(length, 1)
+    if _HAS_TILES:
+        # The kernel is packed. Images of few channels are copied.
+        return rhs.bytes + (padded if lhs.shape[labels.index("f")] % 4 else 0)
     if rhs.bytes < measured.YNNPACK_LARGE_KERNEL or any(w.lhs_dilate > 1 for w in windows):
         return padded
     return 2 * padded + rhs.bytes
