@@ -40,8 +40,9 @@ YNNPACK_LARGE_KERNEL = 3 * 2**17
 EIGEN_PACKED_OF_GROUP = 2**21
 # Matrix products with less workspace are not counted: 18 products.
 LEAST_PACKED = 2**20
-# The CPU client starts an operation before it frees the workspace of the last two.
-IN_SUCCESSION = 3
+# The CPU client starts an operation before it frees the workspace of the last two. In tiles, a
+# chain of operations takes one workspace, and a backward pass two.
+IN_SUCCESSION, IN_SUCCESSION_IN_TILES = 3, 2
 
 # python -m benchmarks.checkpoint_memory, python -m benchmarks.budgets: glibc 2.36.
 #

@@ -25,9 +25,10 @@ def workspace(text: str) -> int:
         return 0
     module = hlo.read(text)
     sizes = list(_workspaces(module, module.entry))
+    at_once = measured.IN_SUCCESSION_IN_TILES if _HAS_TILES else measured.IN_SUCCESSION
     largest = 0
     for k in range(len(sizes)):
-        *window, own = sorted(sizes[k : k + measured.IN_SUCCESSION])
+        *window, own = sorted(sizes[k : k + at_once])
         # Larger ones are returned to the system at once.
         stays = sum(min(size, measured.MAPPED_SEPARATELY) for size in window)
         largest = max(largest, own + stays)
