@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from train.data.columns import normalized, parse_integer, read_lines
-from train.errors import UserError
+from train.errors import UserError, shorten
 
 Color = tuple[int, int, int]
 """Red, green and blue, 0 to 255."""
@@ -98,6 +98,13 @@ def read_table(path: Path) -> tuple[Row, ...]:
     lines = [line for line in lines if line.strip() and not _COMMENT.match(line)]
     try:
         rows = tuple(_rows(lines))
+        names = [row.name for row in rows]
+        are_numbers = bool(rows) and all(map(_INTEGER.fullmatch, names))
+        if are_numbers and rows[0].value is None and names != [str(i) for i in range(len(rows))]:
+            raise ValueError(
+                f"its names are numbers, {shorten(names)}, but not 0, 1, ...; name each value in "
+                "lines value,name"
+            )
         for what in ("name", "value", "color"):
             found = [getattr(row, what) for row in rows if getattr(row, what) is not None]
             twice = [value for i, value in enumerate(found) if value in found[:i]]
@@ -111,26 +118,25 @@ def read_table(path: Path) -> tuple[Row, ...]:
 
 _COMMENT = re.compile(r"\s*#(?![0-9a-fA-F]{6}\b)")
 _RGB = r"\d{1,3}(?:\s*[,;\s]\s*\d{1,3}){2}"
-_PARTS = {
-    "sep": r"\s*[,;:=\t ]\s*",
-    "stop": r"\s*[,;:=\t]\s*",  # names can end in " 1"
-    "color": rf"(?P<color>{_RGB}|#[0-9a-fA-F]{{6}})",
-    "value": r"(?P<value>-?\d+)",
+_NUMBER = r"(?:-?\d+|#[0-9a-fA-F]{6})"
+_SEPARATOR = r"\s*[,;:=\t ]\s*"
+_LINE = re.compile(rf"((?:{_NUMBER}{_SEPARATOR})*)(\S.*?)((?:{_SEPARATOR}{_NUMBER})*)")
+"""A line without a header: numbers, a name, and numbers."""
+_RED_GREEN_BLUE = ("color",) * 3
+_SHAPES: dict[str, tuple[str, ...]] = {
+    "n": (),
+    **dict.fromkeys(("1n", "n1"), ("value",)),
+    **dict.fromkeys(("#n", "n#"), ("color",)),
+    **dict.fromkeys(("111n", "n111"), _RED_GREEN_BLUE),
+    **dict.fromkeys(("1#n", "1n#", "n1#"), ("value", "color")),
+    **dict.fromkeys(("#1n", "#n1", "n#1"), ("color", "value")),
+    "1n111": ("value", *_RED_GREEN_BLUE),
+    "111n1": (*_RED_GREEN_BLUE, "value"),
 }
-_LINES = tuple(
-    re.compile(pattern.format(**_PARTS))
-    for pattern in (
-        r"{color}{sep}(?P<name>\S.*)",
-        r"{value}{sep}(?P<name>\D.*?){sep}{color}",
-        r"(?P<name>.*?\S){sep}{color}",
-        r"{value}{sep}(?P<name>\D.*)",
-        r"(?P<name>.*\D){stop}{value}",
-    )
-)
-"""Lines without a header, of which all must be alike."""
-_FOUR = re.compile(r"\D*(\d+\W+){3,}\d+\W*")
+"""Meaning of the numbers (1) and colors (#) before and after the name (n) of a line."""
+_NAMES = ("name", "names", "class", "classes", "classname", "classnames", "category", "categories")
 _COLUMNS: dict[str, str] = {
-    **dict.fromkeys(("name", "class", "classname"), "name"),
+    **dict.fromkeys(_NAMES, "name"),
     **dict.fromkeys(("value", "id", "idx", "index", "label", "number", "gray", "grey"), "value"),
     **dict.fromkeys(("classid", "labelid", "pixel", "pixelvalue", "maskvalue"), "value"),
     **dict.fromkeys(("color", "colour", "rgb", "hex"), "color"),
@@ -140,23 +146,20 @@ _COLUMNS: dict[str, str] = {
 
 
 def _rows(lines: list[str]) -> Iterator[Row]:
-    if lines and all(_FOUR.fullmatch(line.strip()) for line in lines):
-        raise ValueError("lines of four numbers need a first line such as name,value,r,g,b")
-    for pattern in _LINES:
-        matches = [match for line in lines if (match := pattern.fullmatch(line.strip()))]
-        if lines and len(matches) == len(lines):
-            yield from (_row(match.groupdict()) for match in matches)
-            return
-    separator = next((c for c in "\t;," if lines and c in lines[0]), None)
-    if separator is None:
-        title = _plain(lines[0]) if lines else ""
-        has_head = title == "label" or _COLUMNS.get(title) == "name"
-        yield from (_row({"name": line}) for line in lines[has_head:])
+    if not lines:
         return
+    words = [_COLUMNS.get(_plain(word)) for word in lines[0].split()]
+    separator = next((c for c in "\t;," if c in lines[0]), None)
+    if separator is None and len({*words}) == len(words) > 1 and None not in words:
+        separator, lines = " ", [" ".join(line.split()) for line in lines]
+    titles = lines[0].split(separator) if separator else []
+    if "name" not in map(_COLUMNS.get, map(_plain, titles)):
+        has_head = separator is None and _plain(lines[0]) in ("label", *_NAMES)
+        yield from map(_row, _without_head(lines[has_head:]))
+        return
+    assert separator is not None
     head, *body = csv.reader(lines, delimiter=separator)
     columns = [_COLUMNS.get(_plain(title), "") for title in head]
-    if "name" not in columns:
-        raise ValueError(f"no column name in its first line, {lines[0].strip()}")
     for line, texts in zip(lines[1:], body, strict=True):
         if len(texts) != len(columns):
             raise ValueError(f"{len(texts)} columns instead of {len(columns)} in {line.strip()}")
@@ -169,7 +172,34 @@ def _rows(lines: list[str]) -> Iterator[Row]:
 
 
 def _plain(title: str) -> str:
-    return re.sub(r"[(\[].*|[\s_]", "", title.lower())
+    return re.sub(r"[(\[].*|[\s_:]", "", title.lower())
+
+
+def _without_head(lines: Sequence[str]) -> list[dict[str, str]]:
+    """Return name, value and color of lines that have the same of them."""
+    rows, shapes = [], set()
+    for line in lines:
+        match = _LINE.fullmatch(line.strip())
+        assert match is not None  # because a name can be anything
+        first, name, last = match.groups()
+        if re.fullmatch(r"\s+-?\d+", last):
+            name, last = name + last, ""  # such as "lane 1"
+        before, after = (re.findall(_NUMBER, part) for part in (first, last))
+        kinds = ["#" if number[0] == "#" else "1" for number in (*before, *after)]
+        shape = "".join((*kinds[: len(before)], "n", *kinds[len(before) :]))
+        shapes.add(shape)
+        row = {"name": name}
+        for meaning, number in zip(_SHAPES.get(shape, ""), (*before, *after), strict=False):
+            row[meaning] = f"{row[meaning]} {number}" if meaning in row else number
+        rows.append(row)
+    if len(shapes) > 1 and not any(re.search("[,;:=\t#]", line) for line in lines):
+        return [{"name": line} for line in lines]  # such as "car" and "2 wheeler"
+    if len(shapes) > 1 or not shapes <= _SHAPES.keys() or (shapes == {"n"} and "," in lines[0]):
+        raise ValueError(
+            f"no column name in its first line, {lines[0].strip()}, and the lines are not all a "
+            "name, with a value or a color"
+        )
+    return rows
 
 
 def _check_columns(

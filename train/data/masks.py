@@ -86,6 +86,8 @@ class LabelMap:
             at = np.searchsorted(known, values)
             labels = np.where(known[at] == values, label_of[at], _INVALID)
         else:
+            if mask.kind == "palette" and self.shown:
+                self._compare_palette(mask)
             below, table = _table(self.values)
             labels = table[np.clip(values - below, 0, len(table) - 1)]
         if labels.min(initial=0) == _INVALID:
@@ -93,6 +95,20 @@ class LabelMap:
             hint = f"; lossy compression changes values: {_PNG}" if mask.is_lossy else ""
             raise UnreadableError(f"{self._describe_unknown(value, is_color)}{hint}")
         return labels.astype(np.uint8)
+
+    def _compare_palette(self, mask: MaskValues) -> None:
+        """Raise an error for a mask whose palette has a class in the color of another one."""
+        assert mask.palette is not None
+        shown, values = dict(self.shown), dict(self.values)
+        of_color = {color: label for label, color in self.shown}
+        for index in np.flatnonzero(np.bincount(mask.values.ravel())).tolist():
+            label, color = values.get(index, IGNORE), int(mask.palette[index])
+            other = of_color.get(color, label)
+            if other != label and shown.get(label, color) != color:
+                raise UnreadableError(
+                    f"its palette index {index} is {_color_text(color)}, the color of "
+                    f"{self.names[other]} in other masks"
+                )
 
     def reads_color(self, mask: MaskValues) -> bool:
         """Whether a mask is read by its colors."""
@@ -323,7 +339,7 @@ def _have_grays(samples: Sequence[Sample], classes: Collection[int]) -> tuple[bo
         for pair in zip(mask.values[0].tolist(), gray.values[0].tolist(), strict=True)
     }
     if None in grays or all(index == gray for index, gray in pairs):
-        return None not in grays, []
+        return bool(masks) and None not in grays, []
     indices, held = {index for index, _ in pairs}, {gray for _, gray in pairs}
     is_by_index = len(indices) == len(pairs) and (not classes or indices <= {*classes})
     if is_by_index and not (classes and held <= {*classes}):
@@ -545,7 +561,7 @@ def translate(
             codes=tuple((color, label_of[label]) for color, label in own.codes),
             colors=trained.colors,
             void=trained.void,
-            shown=trained.shown,
+            shown=tuple((label_of[label], color) for label, color in own.shown),
         )
         read, read_by_run = ([_try(m, s.mask) for s in samples] for m in (own, label_map))
         # A table of names alone may stand beside masks with the values of the run.
@@ -560,6 +576,7 @@ def translate(
             label_map = own
             viewed = [_as_gray(sample) if own.gray_palettes else sample for sample in samples]
     if all(row.value is None for row in rows):
+        label_map = replace(label_map, shown=trained.shown)
         if config.ignore is None:
             _refuse_two_whites(label_map, viewed, is_trained=True)
         notes += _compare_palettes(label_map, viewed)
@@ -686,7 +703,7 @@ def check_masks(
     )
 
 
-SAMPLED = 32
+SAMPLED = 64
 """Number of masks that are read before training to check them."""
 
 

@@ -141,7 +141,8 @@ class SegmentationFolder(Data):
         if data.path == self.path or self.class_table is None:
             return data
         is_there = (Path(data.path) / self.class_table).is_file()
-        return data if is_there else data.replace(class_table=None)
+        is_own = is_there and not Path(self.class_table).is_absolute()
+        return data if is_own else data.replace(class_table=None)
 
     @override
     def placeholder(self) -> Placeholder | None:

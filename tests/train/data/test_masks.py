@@ -357,6 +357,8 @@ def test_palettes_elsewhere_have_the_colors_of_the_run():
         read_elsewhere(label_map, swapped)
     valued = (Row("b", 0), Row("a", 1))
     assert read_elsewhere(label_map, swapped, rows=valued)[0] == [[0, 0]]
+    with pytest.raises(UnreadableError, match="index 1 is 255 0 0, the color of a in other masks"):
+        label_map.labels(swapped)  # one that was not looked at
     others = indexed(1, 1, colors=[BLACK, (9, 9, 200)])
     note = "palette masks have other colors than in the run for b; their values count"
     assert read_elsewhere(label_map, others) == ([[1, 1]], [note])
@@ -380,6 +382,8 @@ def test_palettes_of_grays_have_gray_values_if_the_indices_of_all_files_cannot_b
     inverted = grays_of(255, 0, palette=[255, 0])
     rows = (Row("white", 0), Row("black", 1))
     assert (labels(inverted, rows=rows), labels(inverted)) == ([0, 1], [0, 1])
+    colors = indexed(0, 1, colors=[RED, GREEN])
+    assert decide(gray(0, 1))[0].labels(colors).tolist() == [[0, 1]]  # with no palette before
     # With a color in one file, no palette is of grays: files of few colors leave out the rest.
     few = indexed(0, 1, colors=[BLACK, (255, 255, 255)])
     many = indexed(0, 1, 2, colors=[BLACK, (255, 255, 255), RED])
@@ -522,6 +526,15 @@ TABLES = {
     "cat=2\ndog=0\n": [Row("cat", 2), Row("dog", 0)],
     "2,cat,255,0,0\n0,dog,0,255,0\n": [Row("cat", 2, RED), Row("dog", 0, GREEN)],
     "type 1\ntype 2\n": [Row("type 1"), Row("type 2")],
+    "car\n2 wheeler\nroute 66\n": [Row("car"), Row("2 wheeler"), Row("route 66")],
+    "name value\ncat 2\ndog  0\n": [Row("cat", 2), Row("dog", 0)],
+    "name r g b\ncat 255 0 0\n": [Row("cat", None, RED)],
+    "Categories:\ncat\ndog\n": [Row("cat"), Row("dog")],
+    "cat,2,#ff0000\ndog,0,#00ff00\n": [Row("cat", 2, RED), Row("dog", 0, GREEN)],
+    "#ff0000 2 cat\n#00ff00 0 dog\n": [Row("cat", 2, RED), Row("dog", 0, GREEN)],
+    "2,#ff0000,cat\n0,#00ff00,dog\n": [Row("cat", 2, RED), Row("dog", 0, GREEN)],
+    "255,0,0,cat,2\n0,255,0,dog,0\n": [Row("cat", 2, RED), Row("dog", 0, GREEN)],
+    "0\n1\n": [Row("0"), Row("1")],
     "class,name\n1,cat\n0,dog\n": [Row("cat", 1), Row("dog", 0)],
     "name,class\ncat,1\ndog,0\n": [Row("cat", 1), Row("dog", 0)],
     "Class_Name,Mask Value\ncafe\u0301,1\ndog,0\n": [Row("caf\xe9", 1), Row("dog", 0)],
@@ -543,8 +556,13 @@ def test_reads_class_tables_of_several_kinds(text, tmp_path):
         ("name,r,g,b\nx,1,2\n", "3 columns instead of 4 in x,1,2"),
         ("a\na\n", "the name a is there twice"),
         ("name,value\na,1\nb,1\n", "the value 1 is there twice"),
-        ("a,1,2,300\n", "the color 1,2,300 is not of three integers from 0 to 255, or #rrggbb"),
-        ("a,1,2,3,4\nb,5,6,7,8\n", "lines of four numbers need a first line such as name,value,r"),
+        ("a,1,2,300\n", "the color 1 2 300 is not of three integers from 0 to 255, or #rrggbb"),
+        ("a,1,2,3,4\nb,5,6,7,8\n", "no column name in its first line, a,1,2,3,4, and the lines"),
+        ("1 255 0 0 a\n0 0 0 0 b\n", "no column name in its first line, 1 255 0 0 a"),
+        ("a,1,2\nb,5,6\n", "no column name in its first line, a,1,2"),
+        ("a,1\nb\n", "no column name in its first line, a,1"),
+        ("class,r,g,b\n1,1,2,3\n2,4,5,6\n", "its names are numbers, 1, 2, but not 0, 1, ...; na"),
+        ("2\n1\n0\n", "its names are numbers, 2, 1, 0, but not 0, 1, ...; name each value"),
         ("name,color\na,red\n", "the color red is not of three integers"),
         ("name,value,id\na,1,2\n", "its columns value and id mean the same; leave one out"),
         ("name,r,g\na,1,2\n", "it has some of r, g and b, but not all: name, r, g"),

@@ -332,6 +332,8 @@ def test_a_class_table_that_was_given_stays_with_the_folder_of_the_run(folder):
     assert here.for_evaluation({"split": "train"}).class_table == "mine.csv"
     assert here.for_evaluation({"path": str(folder)}).class_table == "mine.csv"
     assert here.for_evaluation({"path": str(folder / "val")}).class_table is None
+    given = here.replace(class_table=str(folder / "mine.csv"))
+    assert given.for_evaluation({"path": str(folder / "val")}).class_table is None
     voc = here.replace(class_table="voc")
     assert voc.for_evaluation({"path": str(folder / "val")}).class_table is None
 
