@@ -234,8 +234,10 @@ def make_label_map(
     unknown number. Returns the map, and notes for the user.
     """
     ignored_values, rows = _ignored(config, rows)
-    for value in ignored_values or ():
-        if value in range(len(rows)) and rows[value].value is None:
+    if config.mask_values and any(row.value is not None for row in rows):
+        raise UserError(f"data.mask_values: {source} has the values of classes; give one of them")
+    for value in _row_numbers(rows) & (ignored_values or set()):
+        if not rows[value].is_void:
             name = rows[value].name
             raise UserError(
                 f"data.ignore: {value} may also be {name}, because the rows of {source} count from "
@@ -327,8 +329,8 @@ def make_label_map(
 def _have_grays(samples: Sequence[Sample], classes: Collection[int]) -> tuple[bool, list[str]]:
     """Return whether the grays of palettes are the values of masks, and a note if that matters.
 
-    They are if all palettes are of grays, and if an index has several, or is no class, or if all
-    grays are classes: files of few colors, such as GIF, renumber gray values.
+    They are if all palettes are of grays, and if an index has several, or is no class: files of few
+    colors, such as GIF, renumber gray values.
     """
     masks = [sample.mask for sample in samples if sample.mask.kind == "palette"]
     grays = [mask.as_gray() for mask in masks]
@@ -341,9 +343,9 @@ def _have_grays(samples: Sequence[Sample], classes: Collection[int]) -> tuple[bo
     if None in grays or all(index == gray for index, gray in pairs):
         return bool(masks) and None not in grays, []
     indices, held = {index for index, _ in pairs}, {gray for _, gray in pairs}
-    is_by_index = len(indices) == len(pairs) and (not classes or indices <= {*classes})
-    if is_by_index and not (classes and held <= {*classes}):
-        return False, []
+    if len(indices) == len(pairs) and (not classes or indices <= {*classes}):
+        note = "the palettes of masks are of grays; indices count as values, not the grays"
+        return False, [note] if held <= {*classes} else []
     return True, ["the palettes of masks are of grays, which count as values, not their indices"]
 
 
@@ -427,6 +429,11 @@ def _ignored(
     values = {value for value in config.ignore if isinstance(value, int)}
     kept = (row for row in rows if row.value is None or row.value not in values)
     return values, tuple(row._replace(name="void") if row.name in names else row for row in kept)
+
+
+def _row_numbers(rows: Sequence[Row]) -> set[int]:
+    """Return the numbers of rows without a value, which are their values."""
+    return {number for number, row in enumerate(rows) if row.value is None}
 
 
 def _table_values(rows: Sequence[Row], ignored: set[int] | None) -> dict[int, int]:
@@ -543,9 +550,13 @@ def translate(
         notes.append(f"the classes of the run have no names, so that {source} is not used")
     elif rows:
         named = {row.name for row in rows}
-        if config.ignore is not None:
-            kept = tuple(i for i in config.ignore if isinstance(i, int) or i in named)
-            config = replace(config, ignore=kept)
+        classes = {row.value for row in rows if not row.is_void} | _row_numbers(rows)
+        if config.ignore is not None:  # as far as it is not about other values or names
+            kept = (i in named if isinstance(i, str) else i not in classes for i in config.ignore)
+            config = replace(config, ignore=tuple(itertools.compress(config.ignore, kept)))
+        num_classes = sum(not row.is_void for row in rows)
+        if len(config.mask_values) != num_classes or len(_row_numbers(rows)) < len(rows):
+            config = replace(config, mask_values=())
         names = [row.name for row in _ignored(config, rows)[1] if not row.is_void]
         if unknown := [name for name in names if name not in trained.names]:
             raise UserError(

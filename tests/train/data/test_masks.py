@@ -226,6 +226,7 @@ MISTAKES = [
     ({"masks": [gray(0)], "mask_values": (0, 255), "ignore": (255,)}, "data.ignore: 255 is the value of class 1"),
     ({"masks": [gray(0)], "rows": COLORED, "ignore": ("blue",)}, "data.ignore: no class blue in the class table"),
     ({"masks": [gray(0, 1, 2)], "rows": (Row("a"), Row("b"), Row("c")), "ignore": (1,)}, "data.ignore: 1 may also be b, because the rows of classes.txt count from 0; give the table a column value, or ignore b by its name"),
+    ({"masks": [gray(0)], "rows": (Row("a", 1), Row("b", 0)), "mask_values": (0, 1)}, "data.mask_values: classes.txt has the values of classes; give one of them"),
     ({"masks": [gray(0)], "rows": (Row("a"),)}, "data.class_table: classes.txt names 1 classes; expected 2 to 255"),
 ]  # fmt: skip
 
@@ -333,6 +334,20 @@ def test_masks_elsewhere_mean_what_their_own_table_says():
     assert read_elsewhere(label_map, gray(0, 32, 128)) == ([[2, 1, 0]], [])
 
 
+def test_values_of_a_table_elsewhere_count_more_than_options_of_the_run():
+    rows, options = (Row("a"), Row("b"), Row("c")), {"mask_values": (0, 80, 160)}
+    label_map, _ = decide(gray(0, 80, 160), rows=rows, **options)
+    valued = (Row("a", 0), Row("b", 160), Row("c", 80))
+    assert read_elsewhere(label_map, gray(0, 80, 160), rows=valued, **options)[0] == [[0, 2, 1]]
+    fewer = (Row("c", 0), Row("a", 1))
+    assert read_elsewhere(label_map, gray(0, 1), rows=fewer, **options)[0] == [[2, 0]]
+    assert read_elsewhere(label_map, gray(0, 1), rows=rows[1:], **options)[0] == [[1, 2]]
+    label_map, _ = decide(gray(0, 1, 2, 3), rows=rows, ignore=(3,))
+    others = (Row("void"), Row("c"), Row("b"), Row("a"))
+    assert read_elsewhere(label_map, gray(0, 1, 3), rows=others, ignore=(3,))[0] == [[255, 2, 0]]
+    assert labels(gray(0, 1, 2, 3), rows=(*rows, Row("void")), ignore=(3,)) == [0, 1, 2, 255]
+
+
 def test_masks_elsewhere_that_mean_1_by_255_are_refused():
     label_map, _ = decide(gray(0, 1), classes=2)
     with pytest.raises(UserError, match=r"1\.png holds 0 and 255, but the masks of the run hold 1"):
@@ -378,7 +393,14 @@ def test_palettes_of_grays_have_gray_values_if_the_indices_of_all_files_cannot_b
     mask = grays_of(0, 128, 255, palette=[0, 128, 255])
     assert labels(mask, mask_values=(0, 128, 255)) == [0, 1, 2]
     assert labels(mask, classes=3) == [0, 1, 2]  # by index
-    assert labels(grays_of(1, 2, palette=[1, 2]), classes=3) == [1, 2]
+    assert labels(grays_of(1, 2, palette=[1, 2]), grays_of(0, palette=[0]), classes=3) == [1, 2]
+    label_map, notes = decide(grays_of(1, 2, palette=[1, 2]), classes=3)
+    assert label_map.labels(grays_of(1, 2, palette=[1, 2])).tolist() == [[0, 1]]
+    assert notes == ["the palettes of masks are of grays; indices count as values, not the grays"]
+    written = indexed(255, 0, colors=[(255, 255, 255), *[BLACK] * 255])
+    rows = (Row("paper", 0, (255, 255, 255)), Row("ink", 255, BLACK))
+    assert labels(written, rows=rows) == [1, 0]
+    assert labels(written, mask_values=(0, 255)) == [1, 0]
     inverted = grays_of(255, 0, palette=[255, 0])
     rows = (Row("white", 0), Row("black", 1))
     assert (labels(inverted, rows=rows), labels(inverted)) == ([0, 1], [0, 1])
