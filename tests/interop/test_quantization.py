@@ -1,5 +1,7 @@
 """Quantized weights: codes and scales against numpy, bytes, layouts, errors."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +16,7 @@ from fnet.quantization import (
     dequantize,
     is_quantized,
     leaves_with_paths,
+    map_with_paths,
     quantize,
     report,
 )
@@ -107,6 +110,29 @@ def test_a_layout_quantizes_the_matrix_of_inputs_and_outputs(kind, layout, shape
     assert leaf.shape == shape
     restored = np.asarray(leaf.dequantize()).transpose(order).reshape(-1, n_out)
     np.testing.assert_array_equal(restored, plain.dequantize())
+
+
+@dataclasses.dataclass
+class Holder:
+    value: object
+
+
+jax.tree_util.register_dataclass(Holder, ["value"], [])
+
+
+@pytest.mark.parametrize(
+    ("tree", "paths"),
+    [
+        ({"a": {"b": 1, "c": (2, 3)}}, ["a/b", "a/c/0", "a/c/1"]),
+        ({"a": Holder(1)}, ["a"]),  # as a variable of nnx
+        (Holder(1), ["value"]),
+        (Holder({"value": 1}), ["value/value"]),
+        (1, [""]),
+    ],
+)
+def test_a_path_joins_keys_and_a_variable_has_the_path_of_its_array(tree, paths):
+    assert [path for path, _ in leaves_with_paths(tree)] == paths
+    assert jax.tree.leaves(map_with_paths(lambda path, leaf: path, tree)) == paths
 
 
 @pytest.mark.sweep(2)

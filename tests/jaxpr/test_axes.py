@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from equation_cases import NOT_RUN, equations
-from jax.extend.core import Literal
+from jax.extend.core import Literal, Primitive
 
 from fnet.jaxpr import (
     Factor,
@@ -519,6 +519,29 @@ CONFIRMED = {
     moves_elements: moves,
     places_once: moves_to_one_place,
 }
+
+
+@pytest.mark.parametrize(
+    ("options", "present", "known"),
+    [
+        ({}, (0, 1, 2), True),
+        ({}, (0, 1, 2, 3, 4, 5), True),
+        ({}, (0, 1, 2, 6), False),  # offsets of documents
+        ({}, (0, 1, 2, 9), False),  # pages
+        ({"dropout_rate": 0.1}, (0, 1, 2), False),
+        ({"variadic_args": (True, True)}, (0, 1, 2), False),
+    ],
+)
+def test_attention_of_cudnn_computes_each_example_alone(options, present, known):
+    attention = Primitive("dot_product_attention_fwd_wrapper")
+    attention.multiple_results = True
+    attention.def_abstract_eval(lambda q, *others, **_: [q, q])
+    params = {"dropout_rate": 0.0, "variadic_args": (True, False)} | options
+    arrays = [jnp.ones((2, 3, 4, 5) if i in present else (0,)) for i in range(10)]
+    (eqn,) = jax.make_jaxpr(lambda *a: attention.bind(*a, **params))(*arrays).eqns
+    axes = tuple(0 if i in present else None for i in range(10))
+    expected = [(axes, (0, 0))] if known else []
+    assert [(f.operands, f.results) for f in factors(eqn)] == expected
 
 
 @pytest.mark.sweep(7)

@@ -436,6 +436,11 @@ def test_a_limit_is_a_number_above_0(value):
             limits.take_flag(words)
 
 
+def test_a_limit_that_is_left_out_is_named():
+    with pytest.raises(UserError, match="--limits: expected a number above 0, got nothing"):
+        limits.take_flag(["train", "x", "--limits"])
+
+
 def test_a_large_file_may_unpack_to_eight_times_its_size():
     most = limits.UNPACKED.most
     limits.check_unpacked(8 * most, most, "a.parquet")
