@@ -30,7 +30,7 @@ def workspace(text: str) -> int:
     for k in range(len(sizes)):
         *window, own = sorted(sizes[k : k + at_once])
         # Larger ones are returned to the system at once.
-        stays = sum(min(size, measured.MAPPED_SEPARATELY) for size in window)
+        stays = sum(size for size in window if size < measured.MAPPED_SEPARATELY)
         largest = max(largest, own + stays)
     return largest
 

@@ -428,6 +428,15 @@ def test_what_is_added_to_a_reference_is_sharded_as_the_reference():
     assert specs == [(None, None, "fsdp"), (None, "fsdp")]
 
 
+def test_a_result_of_several_parts_is_sharded_as_a_whole():
+    result = NamedSharding(mesh_of(1, 4), PartitionSpec(None, "fsdp"))
+
+    def f(x):
+        return jnp.concatenate([x @ jnp.ones((8, 16)), jnp.tanh(x @ jnp.ones((8, 16)))])
+
+    assert constraints(f, (None,), jnp.ones((4, 8)), out=result) == [(None, "fsdp")]
+
+
 def test_codes_of_an_equation_with_several_results_are_gathered():
     codes = jnp.zeros((4, 16), jnp.int8)
     sharding = sharding_of(mesh_of(1, 4), codes.shape)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 
 from fnet.cpu.heap import release_free_memory, separate_mappings
-from fnet.measured import ALLOCATOR, RUNTIME
+from fnet.measured import ALLOCATOR, LARGEST_GAPS, RUNTIME
 from fnet.memory import format_bytes, tree_bytes
 
 IN_FLIGHT = 32 * 2**20
@@ -64,15 +64,16 @@ def overhead(state: Any, batch: Any, batches: int) -> Overhead:
 
     State and batch are shapes; ``batches`` is the number of batches that exist at once.
     """
-    sizes = [tree_bytes(leaf) for leaf in jax.tree.leaves(state)]
+    sizes = sorted(tree_bytes(leaf) for leaf in jax.tree.leaves(state))
     in_background = sum(sizes) <= IN_FLIGHT
     in_flight = 0 if in_background else IN_FLIGHT + max(sizes)
     return Overhead(
         runtime=RUNTIME,
         batches=batches * tree_bytes(batch),
-        background=2 * sum(sizes) if in_background else 0,  # the copy, and what is written
+        # The copy, and two arrays that are written at a time.
+        background=sum(sizes) + sum(sizes[-2:]) if in_background else 0,
         checkpoint=in_flight,
-        allocator=int(ALLOCATOR * sum(sizes)),
+        allocator=min(int(ALLOCATOR * sum(sizes)), LARGEST_GAPS),
     )
 
 
