@@ -17,7 +17,7 @@ VOID: Color = (224, 224, 192)
 
 FILES = (
     *("classes.csv", "classes.txt", "class_dict.csv", "label_colors.txt"),
-    *("objectInfo150.txt", "class_names.txt"),
+    *("objectInfo150.txt", "class_names.txt", "labelmap.txt"),
 )
 """Names of class tables that are looked for in the folder of the data."""
 
@@ -134,7 +134,9 @@ _SHAPES: dict[str, tuple[str, ...]] = {
     "111n1": (*_RED_GREEN_BLUE, "value"),
 }
 """Meaning of the numbers (1) and colors (#) before and after the name (n) of a line."""
-_NAMES = ("name", "names", "class", "classes", "classname", "classnames", "category", "categories")
+_NAMES = ("name", "class", "classname")
+_TITLES = (*_NAMES, "names", "classes", "classnames", "category", "categories", "label")
+"""First lines of a list of names that are no name."""
 _COLUMNS: dict[str, str] = {
     **dict.fromkeys(_NAMES, "name"),
     **dict.fromkeys(("value", "id", "idx", "index", "label", "number", "gray", "grey"), "value"),
@@ -152,14 +154,16 @@ def _rows(lines: list[str]) -> Iterator[Row]:
     separator = next((c for c in "\t;," if c in lines[0]), None)
     if separator is None and len({*words}) == len(words) > 1 and None not in words:
         separator, lines = " ", [" ".join(line.split()) for line in lines]
-    titles = lines[0].split(separator) if separator else []
-    if "name" not in map(_COLUMNS.get, map(_plain, titles)):
-        has_head = separator is None and _plain(lines[0]) in ("label", *_NAMES)
+    titles = [_plain(title) for title in lines[0].split(separator)] if separator else []
+    if not any(title == "label" or title in _NAMES for title in titles):
+        has_head = separator is None and _plain(lines[0]) in _TITLES
         yield from map(_row, _without_head(lines[has_head:]))
         return
     assert separator is not None
     head, *body = csv.reader(lines, delimiter=separator)
     columns = [_COLUMNS.get(_plain(title), "") for title in head]
+    if "name" not in columns:
+        columns[[*map(_plain, head)].index("label")] = "name"
     for line, texts in zip(lines[1:], body, strict=True):
         if len(texts) != len(columns):
             raise ValueError(f"{len(texts)} columns instead of {len(columns)} in {line.strip()}")
@@ -179,10 +183,10 @@ def _without_head(lines: Sequence[str]) -> list[dict[str, str]]:
     """Return name, value and color of lines that have the same of them."""
     rows, shapes = [], set()
     for line in lines:
-        match = _LINE.fullmatch(line.strip())
+        match = _LINE.fullmatch(line.strip().rstrip(":"))  # CVAT's labelmap.txt has empty fields
         assert match is not None  # because a name can be anything
         first, name, last = match.groups()
-        if re.fullmatch(r"\s+-?\d+", last):
+        if re.fullmatch(r" +-?\d+", last):
             name, last = name + last, ""  # such as "lane 1"
         before, after = (re.findall(_NUMBER, part) for part in (first, last))
         kinds = ["#" if number[0] == "#" else "1" for number in (*before, *after)]
@@ -192,8 +196,9 @@ def _without_head(lines: Sequence[str]) -> list[dict[str, str]]:
         for meaning, number in zip(_SHAPES.get(shape, ""), (*before, *after), strict=False):
             row[meaning] = f"{row[meaning]} {number}" if meaning in row else number
         rows.append(row)
-    if len(shapes) > 1 and not any(re.search("[,;:=\t#]", line) for line in lines):
-        return [{"name": line} for line in lines]  # such as "car" and "2 wheeler"
+    are_names = len(shapes) > 1 or len({row["name"] for row in rows}) < len(rows)
+    if are_names and not any(re.search("[,;:=\t#]", line) for line in lines):
+        return [{"name": line} for line in lines]  # such as "car" and "2 wheeler", or "10 km/h"
     if len(shapes) > 1 or not shapes <= _SHAPES.keys() or (shapes == {"n"} and "," in lines[0]):
         raise ValueError(
             f"no column name in its first line, {lines[0].strip()}, and the lines are not all a "
@@ -215,7 +220,8 @@ def _check_columns(
             columns[i] = "value"
         what = "color" if is_color and not is_number else "value"
         has_one = what in columns or (what == "color" and "r" in columns)
-        if not columns[i] and (is_number or is_color) and not has_one:
+        is_index = _plain(title) in ("", "unnamed0")  # of pandas
+        if not (columns[i] or is_index or has_one) and (is_number or is_color):
             raise ValueError(
                 f"its column {title.strip()} may hold the {what} of each class; call it {what}, or "
                 "leave it out"

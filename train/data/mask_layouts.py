@@ -207,11 +207,11 @@ def _left_out(layout: Layout, root: Path, splits: Sequence[str]) -> tuple[str, .
         images, masks = layout.folders(root, split)
         if split_of(f"{split}/") == split.lower() and images.is_dir() and not masks.is_dir():
             notes.append(f"{images} is not read: there is no {masks}")
-    for other in LAYOUTS:
-        if other.images == layout.images and other.masks != layout.masks and other.splits(root):
-            (_, masks), (_, others) = (x.folders(root, splits[0]) for x in (layout, other))
-            if others.is_dir():
-                notes.append(f"masks are read from {masks}; {others} is not read")
+    read = [layout.folders(root, split) for split in splits]
+    others = [other.folders(root, s) for other in LAYOUTS for s in other.splits(root)]
+    for images, masks in dict.fromkeys(others):
+        if not any(masks.is_relative_to(m) or m.is_relative_to(masks) for _, m in read):
+            notes.append(f"masks are read from {read[0][1]}; {masks} of {images} is not read")
     return tuple(notes)
 
 

@@ -49,6 +49,9 @@ class LabelMap:
       void: Color of ignored pixels in pictures.
       grays: The same as ``palettes`` for gray images, and black and white ones.
       rgbs: The same for RGB images of grays.
+      decided: Fields ``palettes``, ``grays`` and ``rgbs`` that masks of the run decided.
+      indices: Pairs of an index and its label in palettes that are read by color, which gray masks
+        have, too; () if these have ``values``.
       gray_palettes: Whether palettes are of grays, which are the values.
       shown: Pairs of a label and its color as 0xRRGGBB in palettes that are read by their values.
     """
@@ -63,6 +66,8 @@ class LabelMap:
     rgbs: Reading = "indices"
     shown: tuple[tuple[int, int], ...] = ()
     gray_palettes: bool = False
+    indices: tuple[tuple[int, int], ...] = ()
+    decided: tuple[str, ...] = ()
 
     def labels(self, mask: MaskValues) -> np.ndarray:
         """Return the labels of a mask, uint8 [height, width].
@@ -88,13 +93,17 @@ class LabelMap:
         else:
             if mask.kind == "palette" and self.shown:
                 self._compare_palette(mask)
-            below, table = _table(self.values)
+            below, table = _table(self.values_of(mask))
             labels = table[np.clip(values - below, 0, len(table) - 1)]
         if labels.min(initial=0) == _INVALID:
             value = int(values[labels == _INVALID][0])
             hint = f"; lossy compression changes values: {_PNG}" if mask.is_lossy else ""
             raise UnreadableError(f"{self._describe_unknown(value, is_color)}{hint}")
         return labels.astype(np.uint8)
+
+    def values_of(self, mask: MaskValues) -> tuple[tuple[int, int], ...]:
+        """Return pairs of a value and its label for a mask that is read by its values."""
+        return self.indices if self.indices and mask.kind in _KINDS["grays"] else self.values
 
     def _compare_palette(self, mask: MaskValues) -> None:
         """Raise an error for a mask whose palette has a class in the color of another one."""
@@ -117,13 +126,17 @@ class LabelMap:
 
     def numbers(self, mask: MaskValues) -> np.ndarray:
         """Return the values of a mask; white is 1, or 255 if that is a class and 1 is unknown."""
-        known = dict(self.values)
+        known = dict(self.values_of(mask))
         is_255 = mask.kind == "bits" and 1 not in known and known.get(255, IGNORE) != IGNORE
         return mask.values * 255 if is_255 else mask.values
 
     def mask_values(self) -> np.ndarray:
         """Return the value in masks of each label, int [classes]; the inverse of `labels`."""
-        value_of = {label: value for value, label in reversed(self.values)}
+        pairs, grays = self.indices or self.values, _grays_of(self.codes)
+        are_colors = (self.palettes, self.rgbs, self.grays) == ("colors",) * 3
+        if are_colors and not self.indices and {*range(len(self.names))} <= {*grays.values()}:
+            pairs = tuple(grays.items())
+        value_of = {label: value for value, label in reversed(pairs)}
         return np.array([value_of[label] for label in range(len(self.names))])
 
     def describe_values(self) -> str:
@@ -139,9 +152,7 @@ class LabelMap:
 
     def without_readings(self) -> Self:
         """Return the classes of values and colors, without how the files at hand are read."""
-        return replace(
-            self, palettes="indices", grays="indices", rgbs="indices", shown=(), gray_palettes=False
-        )
+        return type(self)(self.names, self.values, self.codes)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the map for JSON."""
@@ -167,8 +178,15 @@ class LabelMap:
         *colors, void = ((int(r), int(g), int(b)) for r, g, b in (*plain["colors"], plain["void"]))
         names = tuple(plain["classes"])
         by_label = tuple((int(label), int(color)) for label, color in shown)
-        readings = rgbs, by_label, bool(plain.get("gray_palettes"))
+        indices = tuple((int(index), int(label)) for index, label in plain.get("indices", ()))
+        decided = tuple(name for name in plain.get("decided", ()) if name in _KINDS)
+        readings = rgbs, by_label, bool(plain.get("gray_palettes")), indices, decided
         return cls(names, values, codes, palettes, tuple(colors), void, grays, *readings)
+
+
+def _grays_of(codes: Iterable[tuple[int, int]]) -> dict[int, int]:
+    """Return the label of each gray among colors."""
+    return {c & 255: label for c, label in codes if c == (c & 255) * 0x010101}
 
 
 def plain_label_map(names: tuple[str, ...]) -> LabelMap:
@@ -318,12 +336,12 @@ def make_label_map(
         gray_palettes=gray_palettes,
     )
     label_map, more = choose_readings(config, label_map, samples)
+    has_values = bool(config.mask_values) or all(row.value is not None for row in rows)
     if config.ignore is None and all(row.value is None for row in rows):
         _refuse_two_whites(label_map, samples, is_trained=False)
-    shown = tuple(sorted(_palette_colors(label_map, samples).items()))
-    if not colors and len(shown) == len(classes):
-        colors = tuple((color >> 16, color >> 8 & 255, color & 255) for _, color in shown)
-    return replace(label_map, shown=shown, colors=colors), notes + more
+    compared = [] if has_values and not codes else samples
+    shown = tuple(sorted(_palette_colors(label_map, compared).items()))
+    return replace(label_map, shown=shown), notes + more
 
 
 def _have_grays(samples: Sequence[Sample], classes: Collection[int]) -> tuple[bool, list[str]]:
@@ -465,10 +483,9 @@ def choose_readings(
     """
     if not label_map.codes:
         return label_map, []
-    values = dict(label_map.values)
     given = bool(config.mask_values) or config.ignore is not None
     chosen: dict[str, Reading] = {}
-    notes, is_colored = [], False
+    notes, is_colored, decided = [], False, [*label_map.decided]
     for name, what in _NAMES.items():
         masks = [s.mask for s in samples if s.mask.kind in _KINDS[name]]
         readings = [_both_readings(label_map, mask) for mask in masks]
@@ -480,33 +497,60 @@ def choose_readings(
         are_classes = bool(labels) and not labels & {IGNORE, _INVALID}
         prefers_values = name == "grays" and (given or (are_classes and not is_colored))
         chosen[name] = "indices" if votes > 0 or (votes == 0 and prefers_values) else "colors"
+        if name in label_map.decided and all(
+            _INVALID not in (v if getattr(label_map, name) == "indices" else c) for v, c in readings
+        ):
+            chosen[name] = getattr(label_map, name)
+        elif masks:
+            decided.append(name)
         is_colored |= bool(masks) and chosen[name] == "colors"
+        # Some masks speak for the other reading; a color is rather a class than an ignored value.
         is_open = votes == 0 or (1 if chosen[name] == "colors" else -1) in alone
+        is_open |= any(IGNORE in v and not {IGNORE, _INVALID} & {*c} for v, c in readings)
         if is_open and any(v != c and _INVALID not in v + c for v, c in readings):
             by, other = ("values", "colors") if chosen[name] == "indices" else ("colors", "values")
             notes.append(f"{what} are read by their {by}; by their {other}, classes would differ")
-    # Masks that are written have the values of those that were read.
-    own = _values_of_colors(label_map, samples)
-    are_all = {*range(len(label_map.names))} <= {*own.values()}
-    if are_all and not given and "indices" not in chosen.values():
-        values = own
+        if name == "palettes" and chosen[name] == "colors":
+            label_map, more = _with_indices(config, label_map, samples)
+            notes += more
     label_map = replace(
-        label_map, palettes=chosen["palettes"], rgbs=chosen["rgbs"], grays=chosen["grays"]
+        label_map,
+        palettes=chosen["palettes"],
+        rgbs=chosen["rgbs"],
+        grays=chosen["grays"],
+        decided=tuple(dict.fromkeys(decided)),
     )
-    return replace(label_map, values=tuple(values.items())), notes
+    return label_map, notes
 
 
-def _values_of_colors(label_map: LabelMap, samples: Sequence[Sample]) -> dict[int, int]:
-    """Return the label of each gray of the table, or index that all palettes have for a color."""
-    grays = {c & 255: label for c, label in label_map.codes if c == (c & 255) * 0x010101}
-    codes, found = dict(label_map.codes), dict[int, int]()
-    for mask in (s.mask for s in samples if s.mask.kind == "palette"):
+def _with_indices(
+    config: "SegmentationFolder", label_map: LabelMap, samples: Sequence[Sample]
+) -> tuple[LabelMap, list[str]]:
+    """Let gray masks have the indices of palettes that are read by color.
+
+    Only if no values are given, every class has one, and an index has the same color in all files.
+    """
+    masks = [sample.mask for sample in samples if sample.mask.kind == "palette"]
+    if config.mask_values or any(isinstance(value, int) for value in config.ignore or ()):
+        return label_map, []
+    codes, values, own = dict(label_map.codes), dict(label_map.values), dict[int, int]()
+    for mask in masks:
         assert mask.palette is not None
-        for index in mask.values[0].tolist():
-            label = codes.get(int(mask.palette[index]), IGNORE)
-            if found.setdefault(index, label) != label:
-                return grays
-    return found or grays
+        held = {*mask.values[0].tolist()}
+        for index, color in enumerate(mask.palette.tolist()):
+            label = codes.get(color, IGNORE)
+            if index not in held and (color not in codes or label in own.values()):
+                continue  # of no class, or a filler
+            if own.setdefault(index, label) != label:
+                return label_map, []
+    if not {*range(len(label_map.names))} <= {*own.values()}:
+        return label_map, []
+    if values.get(255) == IGNORE:
+        own.setdefault(255, IGNORE)
+    grays = {v for s in samples if s.mask.kind == "gray" for v in s.mask.values[0].tolist()}
+    differ = any(own.get(value) != values.get(value) for value in grays)
+    note = "gray masks have the indices of the palettes; by the rows of the table, classes differ"
+    return replace(label_map, indices=tuple(own.items())), [note] if differ else []
 
 
 _NAMES = {"palettes": "palette masks", "rgbs": "RGB masks of grays", "grays": "gray masks"}
@@ -514,7 +558,7 @@ _NAMES = {"palettes": "palette masks", "rgbs": "RGB masks of grays", "grays": "g
 
 def _both_readings(label_map: LabelMap, mask: MaskValues) -> tuple[list[int], list[int]]:
     """Return the labels of a mask's values by value and by color; -1 for none."""
-    values, codes = dict(label_map.values), dict(label_map.codes)
+    values, codes = dict(label_map.values_of(mask)), dict(label_map.codes)
     numbers = [_INVALID] if mask.holds_colors else label_map.numbers(mask).ravel().tolist()
     has_colors = mask.holds_colors or max(numbers) < 256
     colors = _colors(mask).ravel().tolist() if has_colors else [_INVALID]
@@ -553,7 +597,7 @@ def translate(
         classes = {row.value for row in rows if not row.is_void} | _row_numbers(rows)
         if config.ignore is not None:  # as far as it is not about other values or names
             kept = (i in named if isinstance(i, str) else i not in classes for i in config.ignore)
-            config = replace(config, ignore=tuple(itertools.compress(config.ignore, kept)))
+            config = replace(config, ignore=(*itertools.compress(config.ignore, kept),) or None)
         num_classes = sum(not row.is_void for row in rows)
         if len(config.mask_values) != num_classes or len(_row_numbers(rows)) < len(rows):
             config = replace(config, mask_values=())
@@ -577,7 +621,10 @@ def translate(
         read, read_by_run = ([_try(m, s.mask) for s in samples] for m in (own, label_map))
         # A table of names alone may stand beside masks with the values of the run.
         has_names_alone = all(row.value is None and row.color is None for row in rows)
-        if has_names_alone and None in read and None not in read_by_run:
+        held = {label for labels in read_by_run for label in labels or (_INVALID,)}
+        if {*own.values} == {*trained.values} and {*own.codes} == {*trained.codes}:
+            pass
+        elif has_names_alone and None in read and held <= {*label_of.values()}:
             notes.append(f"the masks have the values of the run, and not the rows of {source}")
         else:
             known = dict(trained.values)
@@ -590,7 +637,8 @@ def translate(
         label_map = replace(label_map, shown=trained.shown)
         if config.ignore is None:
             _refuse_two_whites(label_map, viewed, is_trained=True)
-        notes += _compare_palettes(label_map, viewed)
+        shown = [*_palette_colors(label_map, viewed).items()]
+        notes += compare_palettes(label_map, shown, "the masks of the run")
     return label_map, notes
 
 
@@ -603,31 +651,34 @@ def _try(label_map: LabelMap, mask: MaskValues) -> list[int] | None:
         return None
 
 
-def _compare_palettes(label_map: LabelMap, samples: Sequence[Sample]) -> list[str]:
-    """Compare palettes that are read by their values with those of the run.
+def compare_palettes(
+    label_map: LabelMap, shown: Sequence[tuple[int, int]], where: str
+) -> list[str]:
+    """Compare the colors of palettes that are read by their values with those of a run.
+
+    Args:
+      label_map: the map of the run.
+      shown: pairs of a label and its color in other masks.
+      where: text for those of the run.
 
     Raises:
-      UserError: if a class has the color that another class has there.
+      UserError: if a class has the color that another class has in the run.
     """
-    shown = dict(label_map.shown)
-    differing = {
-        label: color
-        for label, color in _palette_colors(label_map, samples).items()
-        if shown.get(label, color) != color
-    }
-    for label, color in differing.items():
-        for other, of_run in shown.items():
-            if of_run == color:
-                raise UserError(
-                    f"data.path: {label_map.names[label]} has the palette color "
-                    f"{_color_text(color)}, which {label_map.names[other]} has in the masks of the "
-                    "run; name the values of the classes in a classes.csv beside the masks, with a "
-                    "first line name,value"
-                )
-    if not differing:
+    of_run = dict(label_map.shown)
+    names = []
+    for label, color in shown:
+        other = next((i for i, c in of_run.items() if c == color), label)
+        if of_run.get(label, color) != color and other != label:
+            raise UserError(
+                f"data.path: {label_map.names[label]} has the palette color {_color_text(color)}, "
+                f"which {label_map.names[other]} has in {where}; name the values of the classes in "
+                "a classes.csv beside the masks, with a first line name,value"
+            )
+        if of_run.get(label, color) != color:
+            names.append(label_map.names[label])
+    if not names:
         return []
-    names = shorten([label_map.names[label] for label in differing])
-    return [f"palette masks have other colors than in the run for {names}; their values count"]
+    return [f"palette masks have other colors than in {where} for {shorten(names)}; values count"]
 
 
 def describe_labels(label_map: LabelMap, samples: Sequence[Sample], which: str) -> list[str]:
@@ -778,6 +829,8 @@ def _explain_bad(
     options = _options(value for value in held if known.get(value) != IGNORE)
     if table:
         other = f"or add their classes to {table}"
+        if unknown == [len(label_map.names)] and 0 in held:
+            other += ", or put void first if its rows count from 1"
     elif options:
         other = f"or {options} to make every value a class"
     else:

@@ -62,7 +62,7 @@ def choose_test_split(given: str | None, names: Collection[str], where: object) 
 
 def describe_splits(train: str, test: str, splits: Iterable[str]) -> tuple[str, ...]:
     """Return a note about other splits than the one to train on and the one to test on."""
-    others = sorted({*splits} - {train, test})
+    others = sorted(name for name in {*splits} - {train, test} if split_of(f"{name}/"))
     if not others:
         return ()
     return (f"trained on {train}, tested on {test}; not read: {shorten(others)} (data.test_split)",)

@@ -14,7 +14,8 @@ _BACKGROUND: tuple[Color, ...] = ((0, 0, 0), (255, 255, 255), VOID)
 def palette(label_map: LabelMap | None = None) -> np.ndarray:
     """Return the color of each label as uint8 [256, 3].
 
-    Labels without a color of their own get distinct ones; a background is black.
+    Colors are those of the class table or of palettes. Other labels get distinct ones; a background
+    is black.
     """
     table = distinct_colors(256).copy()
     table[IGNORE] = VOID
@@ -22,6 +23,10 @@ def palette(label_map: LabelMap | None = None) -> np.ndarray:
         if label_map.names[:1] == ("background",):
             table[0] = 0
         table[: len(label_map.colors)] = np.array(label_map.colors, np.uint8).reshape(-1, 3)
+        if not label_map.colors and label_map.shown:
+            own = {i: [c >> 16, c >> 8 & 255, c & 255] for i, c in label_map.shown}
+            others = iter([color for color in table.tolist() if color not in own.values()])
+            table[:IGNORE] = [own[i] if i in own else next(others) for i in range(IGNORE)]
         table[IGNORE] = label_map.void
     return table
 

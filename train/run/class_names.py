@@ -6,7 +6,7 @@ import json
 from train import tasks
 from train.config import Config
 from train.data import Outputs, Scaling
-from train.data.masks import LabelMap
+from train.data.masks import LabelMap, compare_palettes
 from train.errors import UserError
 from train.run.run_folder import RunFolder, as_json, atomic_write
 
@@ -36,6 +36,8 @@ def check_classes(folder: RunFolder, outputs: Outputs) -> None:
         values = [m.describe_values() for m in (then_map, now_map)]
         how = f": they were {values[0]}; they are {values[1]}" if values[0] != values[1] else ""
         raise UserError(f"data: the values or colors of masks differ from {began}{how}")
+    if saved.label_map and outputs.label_map:
+        compare_palettes(saved.label_map, outputs.label_map.shown, began)
     before, after = saved.scaling, outputs.scaling
     if before and after and before != after:
         raise UserError(

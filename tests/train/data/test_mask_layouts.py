@@ -65,8 +65,19 @@ def test_what_is_not_read_is_told(tmp_path):
     for split in ("train", "val"):
         write(tmp_path / "2", f"{split}/a.png", f"{split}_labels/a.png", f"{split}_masks/a.png")
     where = tmp_path / "2"
-    note = f"masks are read from {where / 'train_labels'}; {where / 'train_masks'} is not read"
-    assert find_layout(where).notes == (note,)
+    assert find_layout(where).notes == tuple(
+        f"masks are read from {where / 'train_labels'}; {where / f'{split}_masks'} of "
+        f"{where / split} is not read"
+        for split in ("train", "val")
+    )
+    for folder in ("images", "masks", "train/images", "train/masks"):
+        write(tmp_path / "3", f"{folder}/a.png")
+    where = tmp_path / "3"
+    (note,) = find_layout(where).notes
+    assert note.endswith(f"; {where / 'masks'} of {where / 'images'} is not read")
+    for split in ("train", "val"):
+        write(tmp_path / "4", f"images/{split}/a.png", f"masks/{split}/a.png")
+    assert find_layout(tmp_path / "4").notes == ()
 
 
 def test_matches_images_with_masks_in_both_forms_of_unicode(tmp_path):

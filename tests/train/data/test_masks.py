@@ -22,6 +22,7 @@ from train.data.masks import (
 )
 from train.data.segmentation_folder import SegmentationFolder
 from train.errors import UserError
+from train.output.palette import distinct_colors, palette
 
 RED, GREEN, BLACK = (255, 0, 0), (0, 255, 0), (0, 0, 0)
 COLORED = (Row("red", None, RED), Row("green", None, GREEN), Row("void", None, BLACK))
@@ -334,6 +335,17 @@ def test_masks_elsewhere_mean_what_their_own_table_says():
     assert read_elsewhere(label_map, gray(0, 32, 128)) == ([[2, 1, 0]], [])
 
 
+def test_masks_elsewhere_are_read_as_those_of_the_run_if_they_can_be():
+    rows = (Row("white", None, (255, 255, 255)), Row("black", None, BLACK))
+    label_map, _ = decide(gray(0, 255), rows=rows)
+    assert read_elsewhere(label_map, gray(0, 0), rows=rows)[0] == [[1, 1]]
+    assert read_elsewhere(label_map, gray(0, 0))[0] == [[1, 1]]
+    names = (Row("a"), Row("b"), Row("c"))
+    label_map, _ = decide(gray(0, 80, 160), rows=names, mask_values=(0, 80, 160))
+    with pytest.raises(UnreadableError, match="value 80"):  # the table has no b
+        read_elsewhere(label_map, gray(0, 80), rows=(Row("a"), Row("c")), mask_values=(0, 80, 160))
+
+
 def test_values_of_a_table_elsewhere_count_more_than_options_of_the_run():
     rows, options = (Row("a"), Row("b"), Row("c")), {"mask_values": (0, 80, 160)}
     label_map, _ = decide(gray(0, 80, 160), rows=rows, **options)
@@ -342,6 +354,9 @@ def test_values_of_a_table_elsewhere_count_more_than_options_of_the_run():
     fewer = (Row("c", 0), Row("a", 1))
     assert read_elsewhere(label_map, gray(0, 1), rows=fewer, **options)[0] == [[2, 0]]
     assert read_elsewhere(label_map, gray(0, 1), rows=rows[1:], **options)[0] == [[1, 2]]
+    label_map, _ = decide(gray(1, 2, 3, 0), rows=(Row("void"), *rows), ignore=(0,))
+    own = (Row("b"), Row("a"))
+    assert read_elsewhere(label_map, gray(0, 255), rows=own, ignore=(0,))[0] == [[1, 0]]
     label_map, _ = decide(gray(0, 1, 2, 3), rows=rows, ignore=(3,))
     others = (Row("void"), Row("c"), Row("b"), Row("a"))
     assert read_elsewhere(label_map, gray(0, 1, 3), rows=others, ignore=(3,))[0] == [[255, 2, 0]]
@@ -363,8 +378,10 @@ def test_palettes_elsewhere_have_the_colors_of_the_run():
     rows = (Row("a"), Row("b"))
     label_map, _ = decide(indexed(0, 1, colors=[RED, GREEN]), rows=rows)
     assert label_map.shown == ((0, 0xFF0000), (1, 0x00FF00))
-    assert label_map.colors == (RED, GREEN)  # in pictures, too
-    assert decide(indexed(1, 255, colors=[RED, GREEN]), rows=rows)[0].colors == ()
+    assert palette(label_map)[:2].tolist() == [[*RED], [*GREEN]]
+    black = decide(indexed(1, 255, colors=[RED, distinct_colors(1)[0]]), rows=rows)[0]
+    assert palette(black)[1].tolist() == distinct_colors(1)[0].tolist()
+    assert len({*map(tuple, palette(black)[:20].tolist())}) == 20
     same = indexed(1, 1, colors=[RED, GREEN])
     assert read_elsewhere(label_map, same) == ([[1, 1]], [])
     swapped = indexed(1, 1, colors=[GREEN, RED])
@@ -375,7 +392,7 @@ def test_palettes_elsewhere_have_the_colors_of_the_run():
     with pytest.raises(UnreadableError, match="index 1 is 255 0 0, the color of a in other masks"):
         label_map.labels(swapped)  # one that was not looked at
     others = indexed(1, 1, colors=[BLACK, (9, 9, 200)])
-    note = "palette masks have other colors than in the run for b; their values count"
+    note = "palette masks have other colors than in the masks of the run for b; values count"
     assert read_elsewhere(label_map, others) == ([[1, 1]], [note])
 
 
@@ -426,6 +443,13 @@ def test_palettes_of_grays_have_gray_values_if_the_indices_of_all_files_cannot_b
     assert read_elsewhere(decide(gray(0, 255))[0], *gif) == ([[0, 1], [1, 1]], note)
 
 
+def test_palettes_of_named_values_may_differ():
+    rows = (Row("a", 0), Row("b", 1))
+    masks = indexed(0, 1, colors=[RED, GREEN]), indexed(0, 1, colors=[GREEN, BLACK])
+    assert labels(*masks, rows=rows) == [0, 1]
+    assert labels(*masks, mask_values=(0, 1)) == [0, 1]
+
+
 def test_written_masks_have_the_values_of_masks_that_are_read_by_color():
     rows = (Row("road", None, (128, 128, 128)), Row("rest", None, BLACK))
     label_map, _ = decide(gray(0, 128), rows=(*rows, Row("void", None, RED)))
@@ -435,6 +459,16 @@ def test_written_masks_have_the_values_of_masks_that_are_read_by_color():
     assert decide(own, rows=rows)[0].mask_values().tolist() == [1, 2, 0]
     other = indexed(0, 1, 2, colors=[GREEN, RED, BLACK])
     assert decide(own, other, rows=rows)[0].mask_values().tolist() == [0, 1, 2]
+    # The palette has classes that no mask shows, and filler.
+    some = indexed(0, 2, colors=[BLACK, RED, GREEN, BLACK])
+    label_map, _ = decide(some, rows=rows)
+    assert label_map.mask_values().tolist() == [1, 2, 0]
+    assert decide(some, rows=rows, ignore=("red",))[0].mask_values().tolist() == [2, 0]
+    # Gray masks have the indices of the palettes.
+    label_map, notes = decide(gray(0, 1, 2), own, own, rows=rows)
+    assert label_map.labels(gray(0, 1, 2)).tolist() == [[2, 0, 1]]
+    assert any(note.startswith("gray masks have the indices of the palettes") for note in notes)
+    assert LabelMap.from_dict(label_map.as_dict()) == label_map
 
 
 def test_the_random_folders_are_almost_always_read():
@@ -477,6 +511,7 @@ REFUSED = [
     ([gray(0, 0, 0, 11)], {"classes": 11}, "data.path: 0.png: value 11, expected 0 to 10, or 255 to ignore a pixel; pixels of this mask without a class: 11 (25.0%); give --data.ignore 11 to ignore them, or --data.mask-values 0 11 to make every value a class"),
     ([gray(0, 1), gray(2, 3)], {"classes": 3}, "data.path: 1.png: value 3, expected 0 to 2, or 255 to ignore a pixel; pixels of this mask without a class: 3 (50.0%); give --data.ignore 3 to ignore them, or --data.classes 4 to make every value a class"),
     ([gray(0, 3)._replace(is_lossy=True)], {"classes": 2}, "data.path: 0.png: value 3, expected 0, 1, or 255 to ignore a pixel; lossy compression changes values: save masks as PNG"),
+    ([gray(0, 1, 2)], {"classes": 2, "table": "classes.txt"}, "data.path: 0.png: value 2, expected 0, 1, or 255 to ignore a pixel; pixels of this mask without a class: 2 (33.3%); give --data.ignore 2 to ignore them, or add their classes to classes.txt, or put void first if its rows count from 1"),
     ([gray(0, 3)], {"classes": 2, "table": "classes.txt"}, "data.path: 0.png: value 3, expected 0, 1, or 255 to ignore a pixel; pixels of this mask without a class: 3 (50.0%); give --data.ignore 3 to ignore them, or add their classes to classes.txt"),
     ([colored(RED, GREEN)], {"classes": 2}, "data.class_table: 0.png: the mask holds colors: 0 255 0, 255 0 0; name the class of each color in classes.csv in the folder of the data, one line name,r,g,b for each"),
     ([colored(RED, GREEN)], {"classes": 2, "table": "classes.csv"}, "data.class_table: 0.png: the mask holds colors, but classes.csv has none: 0 255 0, 255 0 0; name the class of each color in classes.csv, one line name,r,g,b for each"),
@@ -544,6 +579,12 @@ TABLES = {
     "#ff0000 cat\n# a comment\n#00ff00 dog\n": [Row("cat", None, RED), Row("dog", None, GREEN)],
     "cat: #ff0000\ndog: #00ff00\n": [Row("cat", None, RED), Row("dog", None, GREEN)],
     "2 cat\n1 dog\n": [Row("cat", 2), Row("dog", 1)],
+    "cat\t2\ndog\t1\n": [Row("cat", 2), Row("dog", 1)],
+    "name,id,trainId,category\ncat,2,0,pet\n": [Row("cat", 2)],
+    "10 km/h\n20 km/h\n": [Row("10 km/h"), Row("20 km/h")],
+    "# label:color_rgb:parts:actions\ncat:255,0,0::\nbig dog:0,255,0::\n": [Row("cat", None, RED), Row("big dog", None, GREEN)],
+    "label,r,g,b\ncat,255,0,0\ndog,0,255,0\n": [Row("cat", None, RED), Row("dog", None, GREEN)],
+    ",name,value\n0,cat,2\n1,dog,1\n": [Row("cat", 2), Row("dog", 1)],
     "2: cat\n-1: void\n": [Row("cat", 2), Row("void", -1)],
     "cat=2\ndog=0\n": [Row("cat", 2), Row("dog", 0)],
     "2,cat,255,0,0\n0,dog,0,255,0\n": [Row("cat", 2, RED), Row("dog", 0, GREEN)],
