@@ -22,7 +22,7 @@ from train.data import pad_batch
 from train.data.chat_file import load_unlabeled
 from train.data.decode import UnreadableError, decode
 from train.data.files import IMAGE_PATTERNS, describe_files, list_images
-from train.data.masks import LabelMap, plain_label_map
+from train.data.label_map import LabelMap, plain_label_map
 from train.data.preprocessing import PreprocessedImage, Preprocessor
 from train.errors import UserError, printable, writing
 from train.output.formats import number

@@ -10,7 +10,7 @@ from train.data.work import RECORD
 if TYPE_CHECKING:
     import grain
 
-    from train.data.masks import LabelMap
+    from train.data.label_map import LabelMap
 
 Arrays = dict[str, np.ndarray]
 """Named arrays with one leading axis of examples."""

@@ -33,7 +33,7 @@ from train.data.augment import (
 )
 from train.data.decode import MAX_PIXELS, File, UnreadableError, View, decode
 from train.data.drawings import Mask, read_mask
-from train.data.masks import IGNORE, LabelMap
+from train.data.label_map import IGNORE, LabelMap
 from train.data.rand_augment import draw_erasing, draw_rand_augment, rand_augment, random_erasing
 
 Crop = Literal["resized", "padded", "reflected", "center", "scaled"]

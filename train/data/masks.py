@@ -1,222 +1,39 @@
-"""Labels of mask files: one map from gray values, palette indices or colors.
+"""Labels of mask files: decided from a config, a class table and some of the files.
 
 This module runs in the processes of `train.data.workers`, so it must not import JAX.
 """
 
-import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import numpy as np
 
-from train.data.class_table import VOID, Color, Row
+from train.data.class_table import VOID, Row
 from train.data.columns import is_named
 from train.data.decode import MaskValues, UnreadableError, pack_colors
+from train.data.label_map import (
+    IGNORE,
+    INVALID,
+    KINDS,
+    PNG,
+    LabelMap,
+    Reading,
+    color_text,
+    colors_of,
+    ranges,
+)
 from train.errors import UserError, shorten
 
 if TYPE_CHECKING:
     from train.data.segmentation_folder import SegmentationFolder
 
-IGNORE = 255
-"""Label of pixels that count neither in the loss nor in metrics."""
-
-_INVALID = -1
-_PNG = "save masks as PNG"
 _MAX_MASK_VALUES = 32
 """Most values that an error message proposes as classes."""
 _BINARY = ("background", "foreground")
-
-
-Reading = Literal["indices", "colors"]
-_KINDS = {"palettes": ("palette",), "rgbs": ("rgb",), "grays": ("gray", "bits")}
-"""Kinds of masks that are read alike, by the field of `LabelMap` that says how."""
-
-
-@dataclass(frozen=True)
-class LabelMap:
-    """Classes, and the labels 0, 1, ... that the values of masks stand for.
-
-    Attributes:
-      names: Class names by label.
-      values: Pairs of a gray value or palette index and its label; ignored ones have `IGNORE`.
-      codes: The same for colors, as 0xRRGGBB; () without.
-      palettes: Whether palette images are read by their values or by their colors.
-      colors: Color of each label in pictures; () chooses distinct ones.
-      void: Color of ignored pixels in pictures.
-      grays: The same as ``palettes`` for gray images, and black and white ones.
-      rgbs: The same for RGB images of grays.
-      decided: Fields ``palettes``, ``grays`` and ``rgbs`` that masks of the run decided.
-      indices: Pairs of an index and its label in palettes that are read by color, which gray masks
-        have, too; () if these have ``values``.
-      gray_palettes: Whether palettes are of grays, which are the values.
-      shown: Pairs of a label and its color as 0xRRGGBB in palettes that are read by their values.
-    """
-
-    names: tuple[str, ...]
-    values: tuple[tuple[int, int], ...]
-    codes: tuple[tuple[int, int], ...] = ()
-    palettes: Reading = "indices"
-    colors: tuple[Color, ...] = ()
-    void: Color = VOID
-    grays: Reading = "indices"
-    rgbs: Reading = "indices"
-    shown: tuple[tuple[int, int], ...] = ()
-    gray_palettes: bool = False
-    indices: tuple[tuple[int, int], ...] = ()
-    decided: tuple[str, ...] = ()
-
-    def labels(self, mask: MaskValues) -> np.ndarray:
-        """Return the labels of a mask, uint8 [height, width].
-
-        Raises:
-          UnreadableError: if a value has no label.
-        """
-        if self.gray_palettes and mask.kind == "palette":
-            gray = mask.as_gray()
-            if gray is None:
-                raise UnreadableError("its palette has colors, but those of other masks are grays")
-            mask = gray
-        is_color = self.reads_color(mask)
-        values = _colors(mask) if is_color else self.numbers(mask)
-        if is_color and not self.codes:
-            raise UnreadableError(
-                "it has colors; give data.class_table a file with the color of each class"
-            )
-        if is_color:
-            known, label_of = _sorted(self.codes)
-            at = np.searchsorted(known, values)
-            labels = np.where(known[at] == values, label_of[at], _INVALID)
-        else:
-            if mask.kind == "palette" and self.shown:
-                self._compare_palette(mask)
-            below, table = _table(self.values_of(mask))
-            labels = table[np.clip(values - below, 0, len(table) - 1)]
-        if labels.min(initial=0) == _INVALID:
-            value = int(values[labels == _INVALID][0])
-            hint = f"; lossy compression changes values: {_PNG}" if mask.is_lossy else ""
-            raise UnreadableError(f"{self._describe_unknown(value, is_color)}{hint}")
-        return labels.astype(np.uint8)
-
-    def values_of(self, mask: MaskValues) -> tuple[tuple[int, int], ...]:
-        """Return pairs of a value and its label for a mask that is read by its values."""
-        return self.indices if self.indices and mask.kind in _KINDS["grays"] else self.values
-
-    def _compare_palette(self, mask: MaskValues) -> None:
-        """Raise an error for a mask whose palette has a class in the color of another one."""
-        assert mask.palette is not None
-        shown, values = dict(self.shown), dict(self.values)
-        of_color = {color: label for label, color in self.shown}
-        for index in np.flatnonzero(np.bincount(mask.values.ravel())).tolist():
-            label, color = values.get(index, IGNORE), int(mask.palette[index])
-            other = of_color.get(color, label)
-            if other != label and shown.get(label, color) != color:
-                raise UnreadableError(
-                    f"its palette index {index} is {_color_text(color)}, the color of "
-                    f"{self.names[other]} in other masks"
-                )
-
-    def reads_color(self, mask: MaskValues) -> bool:
-        """Whether a mask is read by its colors."""
-        by = next(getattr(self, name) for name, kinds in _KINDS.items() if mask.kind in kinds)
-        return mask.holds_colors or (by == "colors" and mask.values.max(initial=0) < 256)
-
-    def numbers(self, mask: MaskValues) -> np.ndarray:
-        """Return the values of a mask; white is 1, or 255 if that is a class and 1 is unknown."""
-        known = dict(self.values_of(mask))
-        is_255 = mask.kind == "bits" and 1 not in known and known.get(255, IGNORE) != IGNORE
-        return mask.values * 255 if is_255 else mask.values
-
-    def mask_values(self) -> np.ndarray:
-        """Return the value in masks of each label, int [classes]; the inverse of `labels`."""
-        pairs, grays = self.indices or self.values, _grays_of(self.codes)
-        are_colors = (self.palettes, self.rgbs, self.grays) == ("colors",) * 3
-        if are_colors and not self.indices and {*range(len(self.names))} <= {*grays.values()}:
-            pairs = tuple(grays.items())
-        value_of = {label: value for value, label in reversed(pairs)}
-        return np.array([value_of[label] for label in range(len(self.names))])
-
-    def describe_values(self) -> str:
-        """Return ``"0 to 10, or 11 to ignore a pixel"``."""
-        expected = _ranges([value for value, label in self.values if label != IGNORE])
-        ignored = _ranges([value for value, label in self.values if label == IGNORE])
-        return f"{expected}, or {ignored} to ignore a pixel" if ignored else expected
-
-    def _describe_unknown(self, value: int, is_color: bool) -> str:
-        if not is_color:
-            return f"value {value}, expected {self.describe_values()}"
-        return f"the color {_color_text(value)} is of no class"
-
-    def without_readings(self) -> Self:
-        """Return the classes of values and colors, without how the files at hand are read."""
-        return type(self)(self.names, self.values, self.codes)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the map for JSON."""
-        plain = asdict(self)
-        return {"classes": plain.pop("names")} | plain
-
-    @classmethod
-    def from_dict(cls, plain: Mapping[str, Any]) -> Self:
-        """Return the map that `as_dict` wrote.
-
-        Raises:
-          KeyError, TypeError, ValueError: for anything else.
-        """
-        values, codes = (
-            tuple((int(value), int(label)) for value, label in plain[name])
-            for name in ("values", "codes")
-        )
-        # Older runs read RGB images of grays like palettes.
-        palettes, grays = plain["palettes"], plain.get("grays", "indices")
-        rgbs, shown = plain.get("rgbs", palettes), plain.get("shown", ())
-        if not {palettes, grays, rgbs} <= {"indices", "colors"}:
-            raise ValueError(f"palettes are {palettes}, grays {grays}, RGB images {rgbs}")
-        *colors, void = ((int(r), int(g), int(b)) for r, g, b in (*plain["colors"], plain["void"]))
-        names = tuple(plain["classes"])
-        by_label = tuple((int(label), int(color)) for label, color in shown)
-        indices = tuple((int(index), int(label)) for index, label in plain.get("indices", ()))
-        decided = tuple(name for name in plain.get("decided", ()) if name in _KINDS)
-        readings = rgbs, by_label, bool(plain.get("gray_palettes")), indices, decided
-        return cls(names, values, codes, palettes, tuple(colors), void, grays, *readings)
-
-
-def _grays_of(codes: Iterable[tuple[int, int]]) -> dict[int, int]:
-    """Return the label of each gray among colors."""
-    return {c & 255: label for c, label in codes if c == (c & 255) * 0x010101}
-
-
-def plain_label_map(names: tuple[str, ...]) -> LabelMap:
-    """Return the map of masks whose values are the labels, and 255 to ignore a pixel."""
-    values = [(label, label) for label in range(len(names))]
-    return LabelMap(names, (*values, (IGNORE, IGNORE)))
-
-
-@functools.lru_cache(maxsize=8)
-def _table(pairs: tuple[tuple[int, int], ...]) -> tuple[int, np.ndarray]:
-    """Return a value, and the labels from there on; the first and the last one are of no class."""
-    values, labels = map(np.array, zip(*pairs, strict=True))
-    below = min(values) - 1
-    table = np.full(max(values) - below + 2, _INVALID, np.int16)
-    table[values - below] = labels
-    return below, table
-
-
-@functools.lru_cache(maxsize=8)
-def _sorted(pairs: tuple[tuple[int, int], ...]) -> tuple[np.ndarray, np.ndarray]:
-    """Return values in rising order and their labels; the last value is above all others."""
-    known, labels = zip(*sorted(pairs), (2**31 - 1, _INVALID), strict=True)
-    return np.array(known, np.int32), np.array(labels, np.int16)
-
-
-def _colors(mask: MaskValues) -> np.ndarray:
-    """Return the colors of a mask whose values are at most 255, or colors, as 0xRRGGBB."""
-    if mask.holds_colors:
-        return mask.values
-    return mask.values * 0x010101 if mask.palette is None else mask.palette[mask.values]
 
 
 class Sample(NamedTuple):
@@ -428,7 +245,7 @@ def _palette_colors(label_map: LabelMap, samples: Iterable[Sample]) -> dict[int,
             if color != other:
                 raise UserError(
                     f"data.class_table: the palette index {index} is the color "
-                    f"{_color_text(color)} in {path}, but {_color_text(other)} in {earlier}; name "
+                    f"{color_text(color)} in {path}, but {color_text(other)} in {earlier}; name "
                     "the class of each color in classes.csv in the folder of the data, or save "
                     "masks as gray PNG"
                 )
@@ -487,18 +304,18 @@ def choose_readings(
     chosen: dict[str, Reading] = {}
     notes, is_colored, decided = [], False, [*label_map.decided]
     for name, what in _NAMES.items():
-        masks = [s.mask for s in samples if s.mask.kind in _KINDS[name]]
+        masks = [s.mask for s in samples if s.mask.kind in KINDS[name]]
         readings = [_both_readings(label_map, mask) for mask in masks]
-        alone = [(_INVALID not in v) - (_INVALID not in c) for v, c in readings]
+        alone = [(INVALID not in v) - (INVALID not in c) for v, c in readings]
         votes = sum(alone)
         labels = {
             i for m, (v, _) in zip(masks, readings, strict=True) if m.kind == "gray" for i in v
         }
-        are_classes = bool(labels) and not labels & {IGNORE, _INVALID}
+        are_classes = bool(labels) and not labels & {IGNORE, INVALID}
         prefers_values = name == "grays" and (given or (are_classes and not is_colored))
         chosen[name] = "indices" if votes > 0 or (votes == 0 and prefers_values) else "colors"
         if name in label_map.decided and all(
-            _INVALID not in (v if getattr(label_map, name) == "indices" else c) for v, c in readings
+            INVALID not in (v if getattr(label_map, name) == "indices" else c) for v, c in readings
         ):
             chosen[name] = getattr(label_map, name)
         elif masks:
@@ -506,8 +323,8 @@ def choose_readings(
         is_colored |= bool(masks) and chosen[name] == "colors"
         # Some masks speak for the other reading; a color is rather a class than an ignored value.
         is_open = votes == 0 or (1 if chosen[name] == "colors" else -1) in alone
-        is_open |= any(IGNORE in v and not {IGNORE, _INVALID} & {*c} for v, c in readings)
-        if is_open and any(v != c and _INVALID not in v + c for v, c in readings):
+        is_open |= any(IGNORE in v and not {IGNORE, INVALID} & {*c} for v, c in readings)
+        if is_open and any(v != c and INVALID not in v + c for v, c in readings):
             by, other = ("values", "colors") if chosen[name] == "indices" else ("colors", "values")
             notes.append(f"{what} are read by their {by}; by their {other}, classes would differ")
         if name == "palettes" and chosen[name] == "colors":
@@ -559,10 +376,10 @@ _NAMES = {"palettes": "palette masks", "rgbs": "RGB masks of grays", "grays": "g
 def _both_readings(label_map: LabelMap, mask: MaskValues) -> tuple[list[int], list[int]]:
     """Return the labels of a mask's values by value and by color; -1 for none."""
     values, codes = dict(label_map.values_of(mask)), dict(label_map.codes)
-    numbers = [_INVALID] if mask.holds_colors else label_map.numbers(mask).ravel().tolist()
+    numbers = [INVALID] if mask.holds_colors else label_map.numbers(mask).ravel().tolist()
     has_colors = mask.holds_colors or max(numbers) < 256
-    colors = _colors(mask).ravel().tolist() if has_colors else [_INVALID]
-    return [values.get(i, _INVALID) for i in numbers], [codes.get(c, _INVALID) for c in colors]
+    colors = colors_of(mask).ravel().tolist() if has_colors else [INVALID]
+    return [values.get(i, INVALID) for i in numbers], [codes.get(c, INVALID) for c in colors]
 
 
 def translate(
@@ -621,7 +438,7 @@ def translate(
         read, read_by_run = ([_try(m, s.mask) for s in samples] for m in (own, label_map))
         # A table of names alone may stand beside masks with the values of the run.
         has_names_alone = all(row.value is None and row.color is None for row in rows)
-        held = {label for labels in read_by_run for label in labels or (_INVALID,)}
+        held = {label for labels in read_by_run for label in labels or (INVALID,)}
         if {*own.values} == {*trained.values} and {*own.codes} == {*trained.codes}:
             pass
         elif has_names_alone and None in read and held <= {*label_of.values()}:
@@ -670,7 +487,7 @@ def compare_palettes(
         other = next((i for i, c in of_run.items() if c == color), label)
         if of_run.get(label, color) != color and other != label:
             raise UserError(
-                f"data.path: {label_map.names[label]} has the palette color {_color_text(color)}, "
+                f"data.path: {label_map.names[label]} has the palette color {color_text(color)}, "
                 f"which {label_map.names[other]} has in {where}; name the values of the classes in "
                 "a classes.csv beside the masks, with a first line name,value"
             )
@@ -757,7 +574,7 @@ def check_masks(
     if not found:
         raise UserError(
             f"data.ignore: all pixels of the {num_masks:,} {which} masks are ignored; they hold "
-            f"{_ranges(sorted(held))}{hint}"
+            f"{ranges(sorted(held))}{hint}"
         )
     raise UserError(
         f"data.path: the {num_masks:,} {which} masks hold only the class "
@@ -775,7 +592,7 @@ def _explain_unknown_classes(
     """Say what masks hold, and how to give their classes."""
     held = _held(gray, samples)
     if any(sample.mask.is_lossy for sample in samples):
-        return f"data.path: masks are compressed with loss, which changes values: {held}; {_PNG}"
+        return f"data.path: masks are compressed with loss, which changes values: {held}; {PNG}"
     if any(sample.mask.holds_colors for sample in samples):
         return (
             f"data.class_table: {held}; name the class of each color in {path}/classes.csv, "
@@ -814,7 +631,7 @@ def _explain_bad(
         return f"{message}; name its class in a classes.csv beside the masks, first line {what}"
     if label_map.reads_color(sample.mask):
         if not label_map.codes:
-            colors = shorten([_color_text(color) for color in sorted(sample.counts)])
+            colors = shorten([color_text(color) for color in sorted(sample.counts)])
             lacks = f", but {table} has none" if table else ""
             where = table or "classes.csv in the folder of the data"
             return (
@@ -842,25 +659,9 @@ def _held(gray: Counter[int], samples: Sequence[Sample]) -> str:
     """Describe the values of some masks."""
     colors = {color for s in samples if s.mask.holds_colors for color in s.counts}
     if colors:
-        texts = [_color_text(color) for color in sorted(colors)]
+        texts = [color_text(color) for color in sorted(colors)]
         return f"the masks hold {len(colors)} colors: {shorten(texts)}"
-    return f"the masks hold {_ranges(sorted(gray))}" if gray else "no mask can be read"
-
-
-def _color_text(color: int) -> str:
-    return f"{color >> 16} {color >> 8 & 255} {color & 255}"
-
-
-def _ranges(values: Iterable[int]) -> str:
-    """Return ``"0 to 10, 13"``."""
-    runs: list[list[int]] = []
-    for value in sorted(values):
-        if runs and value == runs[-1][-1] + 1:
-            runs[-1].append(value)
-        else:
-            runs.append([value])
-    texts = [f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
-    return shorten(texts)
+    return f"the masks hold {ranges(sorted(gray))}" if gray else "no mask can be read"
 
 
 def spread(n: int, most: int) -> np.ndarray:

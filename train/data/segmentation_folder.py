@@ -23,17 +23,15 @@ from train.data.decode import UnreadableError, View, file_bytes, upright_size
 from train.data.drawings import Mask, mask_size, read_mask
 from train.data.files import ImageFiles, describe_files, describe_skipped
 from train.data.image_batches import ImageOptions, decode_pair, read_local, read_masked
+from train.data.label_map import IGNORE, LabelMap, plain_label_map
 from train.data.mask_layouts import FoundLayout, Pair, find_layout
 from train.data.masks import (
-    IGNORE,
     SAMPLED,
-    LabelMap,
     Sample,
     check_masks,
     describe_labels,
     make_label_map,
     median_frequency_weights,
-    plain_label_map,
     spread,
     translate,
 )

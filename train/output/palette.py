@@ -5,7 +5,7 @@ import functools
 import numpy as np
 
 from train.data.class_table import VOID, Color
-from train.data.masks import IGNORE, LabelMap
+from train.data.label_map import IGNORE, LabelMap
 
 _BACKGROUND: tuple[Color, ...] = ((0, 0, 0), (255, 255, 255), VOID)
 """Colors that no class may resemble."""

@@ -6,7 +6,8 @@ import json
 from train import tasks
 from train.config import Config
 from train.data import Outputs, Scaling
-from train.data.masks import LabelMap, compare_palettes
+from train.data.label_map import LabelMap
+from train.data.masks import compare_palettes
 from train.errors import UserError
 from train.run.run_folder import RunFolder, as_json, atomic_write
 

@@ -8,7 +8,8 @@ import numpy as np
 
 from train import data
 from train.data import Arrays
-from train.data.masks import IGNORE, spread
+from train.data.label_map import IGNORE
+from train.data.masks import spread
 from train.output import plots
 from train.output.palette import palette
 from train.run.evaluation import Evaluation, Evaluator, Trained

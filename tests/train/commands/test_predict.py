@@ -26,7 +26,7 @@ from train.config import Config, Digits, ImageFolder, SegmentationFolder, Synthe
 from train.config.recipes import load
 from train.data import Outputs, evaluation_batches
 from train.data.decode import UnreadableError, decode_mask
-from train.data.masks import LabelMap
+from train.data.label_map import LabelMap
 from train.data.preprocessing import PreprocessedImage
 from train.errors import UserError
 from train.output.palette import palette

@@ -26,7 +26,7 @@ from train.data.augment import color_jitter, cutout, horizontal_flip, shift
 from train.data.files import subfolders
 from train.data.image_batches import ImageOptions
 from train.data.image_folder import ImageFolder
-from train.data.masks import plain_label_map
+from train.data.label_map import plain_label_map
 from train.data.rand_augment import rand_augment, random_erasing
 from train.errors import UserError
 from train.run.setup import setup

@@ -11,8 +11,8 @@ from PIL import Image
 
 from train.data.class_table import PUBLISHED, Row, find_table, read_table
 from train.data.decode import MaskValues, UnreadableError, decode_mask, pack_colors
+from train.data.label_map import LabelMap
 from train.data.masks import (
-    LabelMap,
     Sample,
     check_masks,
     make_label_map,

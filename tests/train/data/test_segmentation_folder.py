@@ -11,7 +11,7 @@ from PIL import ExifTags, Image
 
 from train.config import Config, from_json, to_json
 from train.data import evaluation_batches
-from train.data.masks import plain_label_map
+from train.data.label_map import plain_label_map
 from train.data.segmentation_folder import SegmentationFolder
 
 

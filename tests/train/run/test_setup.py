@@ -27,7 +27,7 @@ from train.config import (
     flatten,
 )
 from train.data import Outputs
-from train.data.masks import LabelMap
+from train.data.label_map import LabelMap
 from train.errors import UserError
 from train.run.class_names import check_classes, write_classes
 from train.run.run_folder import MAY_CHANGE_ON_RESUME, RunFolder

@@ -15,7 +15,7 @@ from program_cases import assert_one_line_error, exit_code
 from train.config import Config, DeepLab, Optim, PreactResNet
 from train.data import evaluation_batches
 from train.data.class_table import PUBLISHED, VOID, voc_color
-from train.data.masks import LabelMap
+from train.data.label_map import LabelMap
 from train.data.segmentation_folder import SegmentationFolder
 from train.networks.deeplab import Backbone
 from train.output.palette import distinct_colors, overlay_labels, palette
