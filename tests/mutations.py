@@ -117,6 +117,7 @@ NAMED = {
 """File -> the tests that must notice a mutant of its functions, where `mirrored` is not enough."""
 
 EQUIVALENT = {
+    "fnet/autodiff/per_example/parameter_gradients.py::_Part.squared_norms: drop USub 1": "equations whose terms are summed have one array of data",
     "fnet/cpu/workspaces.py::_ynnpack_workspace: swap Mult 1": "XLA gives no transposed convolution to YNNPACK (jaxlib 0.10, 0.12)",
     "fnet/fsdp.py::_ShardResults.equation: change number 1": "a new reference has one operand",
     "fnet/generate.py::sample_token: drop USub 2": "logits are [batch, vocabulary]",
