@@ -91,13 +91,18 @@ RUNS: dict[str, tuple[str, ...]] = {
 }
 """Options of each recipe's run."""
 
+_WRITTEN = (
+    "A checkpoint in the background holds up to two copies of the state. How much of them exists "
+    "at a step's peak differs from run to run."
+)
 REASONS = {
     "digits_diffusion": "The step's temporaries of 15.2 MiB come from the heap, where other arrays "
     "leave gaps that the next step's do not fit. glibc maps arrays separately from 16 MiB on. "
     "Mapped from 8 MiB on, the step needs 28 MiB instead of 58, and takes 1.16 times as long.",
-    "cifar10_resnet": "A checkpoint in the background, 32 MB, is counted with the largest step, "
-    "and takes 21. With JAX 0.12, convolutions are given to YNNPACK, whose workspaces were "
-    "measured with jaxlib 0.10: a gradient by a kernel is predicted to take 58 MB and takes 34.",
+    "cifar10_resnet": f"{_WRITTEN} 32 MB are counted, and 166 MB were measured in three runs.",
+    "finetune_full": f"{_WRITTEN} 65 MB are counted, and 167 to 192 MB were measured in four runs.",
+    "finetune_private": f"{_WRITTEN} 34 MB are counted, and 64 to 83 MB were measured in three "
+    "runs.",
     "text_mamba": "Not explained. Without occupied gaps of the heap, the process takes 163 MB.",
     "vit_finetune": "Not explained. Without occupied gaps of the heap, the process takes 404 MB.",
     "camvid_deeplab": "Buffers of convolutions, which XLA does not count, are estimated at 48 MiB.",

@@ -64,14 +64,13 @@ def overhead(state: Any, batch: Any, batches: int) -> Overhead:
 
     State and batch are shapes; ``batches`` is the number of batches that exist at once.
     """
-    sizes = sorted(tree_bytes(leaf) for leaf in jax.tree.leaves(state))
+    sizes = [tree_bytes(leaf) for leaf in jax.tree.leaves(state)]
     in_background = sum(sizes) <= IN_FLIGHT
     in_flight = 0 if in_background else IN_FLIGHT + max(sizes)
     return Overhead(
         runtime=RUNTIME,
         batches=batches * tree_bytes(batch),
-        # The copy, and two arrays that are written at a time.
-        background=sum(sizes) + sum(sizes[-2:]) if in_background else 0,
+        background=2 * sum(sizes) if in_background else 0,  # the copy, and what is written
         checkpoint=in_flight,
         allocator=min(int(ALLOCATOR * sum(sizes)), LARGEST_GAPS),
     )

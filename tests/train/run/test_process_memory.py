@@ -100,7 +100,7 @@ def test_small_states_are_written_while_steps_run_and_large_ones_between_them():
         return {"w": jax.ShapeDtypeStruct((size // 4,), np.float32)}
 
     small, large = (overhead(shapes(size), {}, 1) for size in (2**20, 2**28))
-    assert (small.background, small.checkpoint) == (2**21, 0)  # one array, and its copy
+    assert (small.background, small.checkpoint) == (2**21, 0)
     assert (large.background, large.checkpoint) == (0, 2**28 + IN_FLIGHT)
     step = 2**28 + 2**20
     assert large.peak(2**28, step) == large.always + 2**28 + large.checkpoint
