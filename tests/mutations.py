@@ -124,6 +124,8 @@ EQUIVALENT = {
     "fnet/generate.py::sample_token: drop USub 11": "logits are [batch, vocabulary]",
     "fnet/memory/regions.py::_roots: swap Lt 1": "the same roots are tried twice",
     "fnet/optim/compact.py::_store_momentum: swap Gt 1": "a CPU converts 0 / 0 to the integer 0",
+    "fnet/attribution/in_run.py::_weights: change number 1": "keeps a sum of weights above 0",
+    "fnet/privacy/sampling.py::_Draws.__call__: swap Gt 1": "all rows, chosen from all rows and sorted",
     "fnet/privacy/sampling.py::PoissonSampling: change number 2": "bands * batch_size is at most examples",
     "train/tasks/preference.py::build.dpo: change number 3": "JAX takes the last element for an index beyond it",
     "train/data/decode.py::_rgb: swap And 1": "Pillow converts a palette to the same colors by RGBA",

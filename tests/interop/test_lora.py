@@ -171,6 +171,17 @@ def test_products_of_every_layer_of_a_stack(own, other):
     assert_same(config, {"kernel": normal(3, 8, 6)}, f, x)
 
 
+@FORMS
+@pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (1, 0, 2), (2, 0, 1), (2, 1, 0)])
+def test_weights_of_three_axes_in_any_order(order, form):
+    def f(params, x):
+        w = params["kernel"].transpose(order)
+        return jnp.tanh(jnp.tensordot(x, w, (1, order.index(0))))
+
+    config = lora.LoRA(2, targets={"*kernel": "ioo"}, **form)
+    assert_same(config, {"kernel": normal(8, 4, 3)}, f, normal(5, 8, seed=2), axes=(1, 2))
+
+
 @pytest.mark.parametrize("quantized", [None, "int8"])
 @pytest.mark.parametrize("axes", [0, 1, 2])
 def test_each_example_may_have_its_own_layer_of_a_stack(axes, quantized):
