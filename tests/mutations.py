@@ -123,6 +123,7 @@ EQUIVALENT = {
     "fnet/generate.py::sample_token: drop USub 2": "logits are [batch, vocabulary]",
     "fnet/generate.py::sample_token: drop USub 11": "logits are [batch, vocabulary]",
     "fnet/memory/regions.py::_roots: swap Lt 1": "the same roots are tried twice",
+    "fnet/optim/compact.py::_Step.__call__: drop term 10": "a hash of values, which differ between moments",
     "fnet/optim/compact.py::_store_momentum: swap Gt 1": "a CPU converts 0 / 0 to the integer 0",
     "fnet/attribution/in_run.py::_weights: change number 1": "keeps a sum of weights above 0",
     "fnet/privacy/sampling.py::_Draws.__call__: swap Gt 1": "all rows, chosen from all rows and sorted",

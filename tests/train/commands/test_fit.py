@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import types
 
 import jax
 import ml_dtypes
@@ -166,6 +167,21 @@ def test_a_shorter_context_may_fit(folder, monkeypatch):
     assert row.longest == 16  # 20 tokens
     row, _ = searched(folder, monkeypatch, "lora", 200, per_token(100, 50, 20, fixed=300))
     assert row.longest is None
+
+
+@pytest.mark.parametrize(
+    ("given", "positions", "used"),
+    [
+        (None, 128, 128),
+        (None, None, 2048),
+        (None, 10**6, 2048),
+        (128, 128, 128),
+        (1, 128, 1),
+        (10**6, None, 10**6),
+    ],
+)
+def test_a_context_has_at_most_the_positions_of_the_model(given, positions, used):
+    assert fit._context(given, types.SimpleNamespace(positions=positions)) == used
 
 
 def test_no_context_is_longer_than_the_model_allows(folder, monkeypatch):
