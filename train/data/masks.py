@@ -69,15 +69,7 @@ def make_label_map(
     unknown number. Returns the map, and notes for the user.
     """
     ignored_values, rows = _ignored(config, rows)
-    if config.mask_values and any(row.value is not None for row in rows):
-        raise UserError(f"data.mask_values: {source} has the values of classes; give one of them")
-    for value in _row_numbers(rows) & (ignored_values or set()):
-        if not rows[value].is_void:
-            name = rows[value].name
-            raise UserError(
-                f"data.ignore: {value} may also be {name}, because the rows of {source} count from "
-                f"0; give the table a column value, or ignore {name} by its name"
-            )
+    _refuse_contradictions(config, rows, source, ignored_values)
     num_given = len(config.mask_values) or config.classes
     classes_of = _table_values(rows or (Row(""),) * (num_given or 0), ignored_values)
     numbers = {value for value, label in classes_of.items() if label != IGNORE}
@@ -128,21 +120,11 @@ def make_label_map(
             f"masks hold 0 and 255 only: 0 is {classes[0].name}, 255 is {classes[1].name} "
             "(data.ignore 255 would ignore it)"
         )
-    elif config.mask_values:
-        values = {value: label for label, value in enumerate(config.mask_values)}
-        if len(values) < len(config.mask_values):
-            raise UserError("data.mask_values: a value is there twice")
     else:
-        values = _table_values(rows, ignored_values)
-    ignored = {255} if ignored_values is None else ignored_values
-    for value in ignored:
-        if ignored_values is not None and values.get(value, IGNORE) != IGNORE:
-            name = classes[values[value]].name
-            raise UserError(f"data.ignore: {value} is the value of class {name}; give another")
-        values.setdefault(value, IGNORE)
-    others = [f"{i} is the value {v}" for v, i in values.items() if i not in (v, IGNORE)]
-    if is_numbered and others and not is_binary:
-        notes.append(f"classes are called by their numbers: {shorten(others)}")
+        values = _values(config, rows, ignored_values)
+        others = [f"{i} is the value {v}" for v, i in values.items() if i not in (v, IGNORE)]
+        if is_numbered and others:
+            notes.append(f"classes are called by their numbers: {shorten(others)}")
 
     label_map = LabelMap(
         names=tuple(row.name for row in classes),
@@ -159,6 +141,38 @@ def make_label_map(
     compared = [] if has_values and not codes else samples
     shown = tuple(sorted(_palette_colors(label_map, compared).items()))
     return replace(label_map, shown=shown), notes + more
+
+
+def _refuse_contradictions(
+    config: "SegmentationFolder", rows: Sequence[Row], source: str, ignored: set[int] | None
+) -> None:
+    """Refuse options that say something else than a class table."""
+    if config.mask_values and any(row.value is not None for row in rows):
+        raise UserError(f"data.mask_values: {source} has the values of classes; give one of them")
+    for value in _row_numbers(rows) & (ignored or set()):
+        if not rows[value].is_void:
+            name = rows[value].name
+            raise UserError(
+                f"data.ignore: {value} may also be {name}, because the rows of {source} count from "
+                f"0; give the table a column value, or ignore {name} by its name"
+            )
+
+
+def _values(
+    config: "SegmentationFolder", rows: Sequence[Row], ignored: set[int] | None
+) -> dict[int, int]:
+    """Return the label of each value, from the config or the rows of a table."""
+    values = _table_values(rows, ignored)
+    if config.mask_values:
+        values = {value: label for label, value in enumerate(config.mask_values)}
+        if len(values) < len(config.mask_values):
+            raise UserError("data.mask_values: a value is there twice")
+    for value in {255} if ignored is None else ignored:
+        if ignored is not None and values.get(value, IGNORE) != IGNORE:
+            name = [row.name for row in rows if not row.is_void][values[value]]
+            raise UserError(f"data.ignore: {value} is the value of class {name}; give another")
+        values.setdefault(value, IGNORE)
+    return values
 
 
 def _have_grays(samples: Sequence[Sample], classes: Collection[int]) -> tuple[bool, list[str]]:
@@ -431,6 +445,7 @@ def translate(
             names=trained.names,
             values=tuple((value, label_of[label]) for value, label in own.values),
             codes=tuple((color, label_of[label]) for color, label in own.codes),
+            indices=tuple((index, label_of[label]) for index, label in own.indices),
             colors=trained.colors,
             void=trained.void,
             shown=tuple((label_of[label], color) for label, color in own.shown),

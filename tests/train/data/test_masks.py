@@ -335,6 +335,14 @@ def test_masks_elsewhere_mean_what_their_own_table_says():
     assert read_elsewhere(label_map, gray(0, 32, 128)) == ([[2, 1, 0]], [])
 
 
+def test_gray_masks_elsewhere_have_the_indices_of_palettes_there():
+    rows = (Row("red", None, RED), Row("green", None, GREEN), Row("black", None, BLACK))
+    label_map, _ = decide(colored(RED, GREEN, BLACK), rows=rows)
+    masks = indexed(0, 1, 2, colors=[BLACK, RED, GREEN]), gray(0, 1, 2)
+    found, _ = read_elsewhere(label_map, *masks, rows=(rows[1], rows[0], rows[2]))
+    assert found == [[2, 0, 1], [2, 0, 1]]
+
+
 def test_masks_elsewhere_are_read_as_those_of_the_run_if_they_can_be():
     rows = (Row("white", None, (255, 255, 255)), Row("black", None, BLACK))
     label_map, _ = decide(gray(0, 255), rows=rows)
