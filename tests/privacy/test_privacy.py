@@ -181,6 +181,25 @@ def test_noise_of_a_run_is_correlated_and_sampling_is_cyclic(private):
     assert run.step.mode.strategy == banded_square_root(1)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"noise_bands": 4},
+        {"truncated_batch_size": 80},
+        {"truncated_batch_size": 80, "noise_bands": 4},
+        {"sampling": "balls_in_bins"},
+        {"sampling": "b_min_sep", "separation": 3},
+    ],
+    ids=str,
+)
+def test_batches_have_the_mean_size_of_the_config_with_every_sampling(options, private):
+    config = recipes.load("private.py")
+    config = dataclasses.replace(config, grad=dataclasses.replace(config.grad, **options))
+    sampling = config.grad._sampling(config, 1437)
+    assert sampling.batch_size == pytest.approx(config.data.batch_size, rel=0.03)  # whole bins
+
+
 def test_truncating_an_overflowing_batch_does_not_change_epsilon():
     """The exact accounting of a step that keeps a uniform choice of an overflowing batch."""
     examples, size, noise, steps = 1437, 512, 8.0, 300
