@@ -101,8 +101,8 @@ REASONS = {
     "Mapped from 8 MiB on, the step needs 28 MiB instead of 58, and takes 1.16 times as long.",
     "cifar10_resnet": f"{_WRITTEN} 32 MB are counted. With JAX 0.12, 219 MB are predicted and "
     "198 measured.",
-    "finetune_full": f"{_WRITTEN} 65 MB are counted, and 167 to 192 MB were measured in four runs.",
-    "finetune_private": f"{_WRITTEN} 34 MB are counted, and 64 to 85 MB were measured in four runs.",
+    "finetune_full": f"{_WRITTEN} 65 MB are counted; four runs took 167 to 192 MB.",
+    "finetune_private": f"{_WRITTEN} 34 MB are counted; four runs took 64 to 85 MB.",
     "imagenet_resnext101": "Workspaces of convolutions are estimated at 28 MB, and took 16.",
     "text_mamba": "Not explained. Without occupied gaps of the heap, the process takes 163 MB.",
     "vit_finetune": "Not explained. Without occupied gaps of the heap, the process takes 404 MB.",
