@@ -64,7 +64,7 @@ def _dot_workspace(dot: hlo.Instruction, lhs: hlo.Array, rhs: hlo.Array) -> int:
     )
     result = dot.arrays[0]
     if _HAS_TILES:
-        # Of a batch, one right-hand side after the other is packed.
+        # In a batch, one right-hand side after the other is packed.
         matrix = rhs.bytes // math.prod(lhs.shape[d] for d in batch) if batch else 0
         return matrix if matrix >= measured.LEAST_PACKED else 0
     # A transposed left-hand side is packed, and so is the right-hand side of a batch.
