@@ -106,7 +106,7 @@ REASONS = {
     "imagenet_resnext101": "Workspaces of convolutions are estimated at 28 MB, and took 16.",
     "text_mamba": "Not explained. Without occupied gaps of the heap, the process takes 163 MB.",
     "vit_finetune": "Not explained. Without occupied gaps of the heap, the process takes 404 MB.",
-    "camvid_deeplab": "Buffers of convolutions, which XLA does not count, are estimated at 48 MiB.",
+    "camvid_deeplab": "Buffers of convolutions, which XLA does not count, are estimated at 28 MiB.",
     "segmentation": "As `camvid_deeplab`.",
 }
 """Known causes of predictions that leave the bound."""
