@@ -356,7 +356,7 @@ def _check_pixels(image: Image.Image, max_pixels: int) -> None:
 
 def _check_range(image: Image.Image) -> None:
     """Raise an error for values whose black and white are not defined by the format."""
-    # Of PNG and PNM, mode I has 16 bits.
+    # Mode I of PNG and PNM has 16 bits.
     if image.mode == "F" or (image.mode == "I" and image.format not in ("PNG", "PPM")):
         kind = "floating-point" if image.mode == "F" else "32-bit"
         raise UnreadableError(f"{kind} values, whose range is undefined; save 8 or 16 bits")

@@ -1,4 +1,4 @@
-"""What the values and colors of masks stand for.
+"""Labels, and the values and colors of masks that stand for them.
 
 This module runs in the processes of `train.data.workers`, so it must not import JAX.
 """
@@ -67,7 +67,9 @@ class LabelMap:
         if self.gray_palettes and mask.kind == "palette":
             gray = mask.as_gray()
             if gray is None:
-                raise UnreadableError("its palette has colors, but those of other masks are grays")
+                raise UnreadableError(
+                    "its palette has colors, but other masks have palettes of grays"
+                )
             mask = gray
         is_color = self.reads_color(mask)
         values = colors_of(mask) if is_color else self.numbers(mask)

@@ -220,7 +220,7 @@ def _count_numbers(samples: Sequence[Sample]) -> Counter[int]:
 def _refuse_two_whites(label_map: LabelMap, samples: Sequence[Sample], *, is_trained: bool) -> None:
     """Refuse masks that may mean 1 by 255, which is ignored.
 
-    They hold no 1, but other masks do, or those of the run did; and no mask holds both.
+    They hold no 1, but other masks do, or the masks of the run did. No mask holds both.
     """
     if label_map.values != ((0, 0), (1, 1), (IGNORE, IGNORE)):
         return
@@ -232,7 +232,7 @@ def _refuse_two_whites(label_map: LabelMap, samples: Sequence[Sample], *, is_tra
         return
     where = "the masks of the run hold 1 there" if is_trained else f"{ones[0]} holds 1 there"
     remedy = (
-        "name both values in a classes.csv beside the masks, with a first line name,value"
+        "name both values in a classes.csv next to the masks, with a first line name,value"
         if is_trained
         else "save all alike, or give data.ignore 255 if such pixels do not count"
     )
@@ -451,7 +451,7 @@ def translate(
             shown=tuple((label_of[label], color) for label, color in own.shown),
         )
         read, read_by_run = ([_try(m, s.mask) for s in samples] for m in (own, label_map))
-        # A table of names alone may stand beside masks with the values of the run.
+        # A table of names alone may come with masks that have the values of the run.
         has_names_alone = all(row.value is None and row.color is None for row in rows)
         held = {label for labels in read_by_run for label in labels or (INVALID,)}
         if {*own.values} == {*trained.values} and {*own.codes} == {*trained.codes}:
@@ -486,12 +486,12 @@ def _try(label_map: LabelMap, mask: MaskValues) -> list[int] | None:
 def compare_palettes(
     label_map: LabelMap, shown: Sequence[tuple[int, int]], where: str
 ) -> list[str]:
-    """Compare the colors of palettes that are read by their values with those of a run.
+    """Compare the colors of palettes that are read by their values with the palettes of a run.
 
     Args:
       label_map: the map of the run.
       shown: pairs of a label and its color in other masks.
-      where: text for those of the run.
+      where: text for the palettes of the run.
 
     Raises:
       UserError: if a class has the color that another class has in the run.
@@ -504,7 +504,7 @@ def compare_palettes(
             raise UserError(
                 f"data.path: {label_map.names[label]} has the palette color {color_text(color)}, "
                 f"which {label_map.names[other]} has in {where}; name the values of the classes in "
-                "a classes.csv beside the masks, with a first line name,value"
+                "a classes.csv next to the masks, with a first line name,value"
             )
         if of_run.get(label, color) != color:
             names.append(label_map.names[label])
@@ -643,7 +643,7 @@ def _explain_bad(
         return message
     if table is None:
         what = "name,r,g,b" if label_map.reads_color(sample.mask) else "name,value"
-        return f"{message}; name its class in a classes.csv beside the masks, first line {what}"
+        return f"{message}; name its class in a classes.csv next to the masks, first line {what}"
     if label_map.reads_color(sample.mask):
         if not label_map.codes:
             colors = shorten([color_text(color) for color in sorted(sample.counts)])

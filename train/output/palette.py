@@ -14,7 +14,7 @@ _BACKGROUND: tuple[Color, ...] = ((0, 0, 0), (255, 255, 255), VOID)
 def palette(label_map: LabelMap | None = None) -> np.ndarray:
     """Return the color of each label as uint8 [256, 3].
 
-    Colors are those of the class table or of palettes. Other labels get distinct ones; a background
+    Colors come from the class table or from palettes. Other labels get distinct ones; a background
     is black.
     """
     table = distinct_colors(256).copy()

@@ -436,7 +436,9 @@ def test_palettes_of_grays_have_gray_values_if_the_indices_of_all_files_cannot_b
     many = indexed(0, 1, 2, colors=[BLACK, (255, 255, 255), RED])
     assert labels(few, many, classes=3) == [0, 1]
     label_map, _ = decide(*gif)
-    with pytest.raises(UnreadableError, match="its palette has colors, but those of other masks"):
+    with pytest.raises(
+        UnreadableError, match="its palette has colors, but other masks have palettes"
+    ):
         label_map.labels(many)
     samples = [Sample.of("0.png", grays_of(0, 9, palette=[0, 9]))]
     message = r"value 9, .*: 9 \(50.0%\); give --data.ignore 9 to ignore them"
@@ -508,7 +510,7 @@ def test_masks_of_a_trained_network_without_a_class_are_refused_without_options_
         (of_colors, colored(RED, (1, 2, 3)), "r,g,b"),
     ):
         samples = [Sample.of("0.png", mask)]
-        with pytest.raises(UserError, match=f"beside the masks, first line name,{what}$"):
+        with pytest.raises(UserError, match=f"next to the masks, first line name,{what}$"):
             check_masks(label_map, samples, 1, 0, "test", None)
 
 
