@@ -14,7 +14,7 @@ from train.commands.positional import positional
 from train.config import Config
 from train.data import Dataset, num_examples
 from train.data.chat import ChatTemplate
-from train.data.files import describe_files
+from train.data.files import describe_copies, describe_images
 from train.data.text import Text
 from train.data.tokenizer import Tokenizer, load_tokenizer
 from train.data.unreadable import UnreadableFiles
@@ -104,7 +104,7 @@ def evaluate_run(folder: RunFolder, options: EvalArguments, console: Console) ->
         if changed:
             log(changed)
     else:
-        for note in (*run.task.dataset.notes, *_trained_on(folder, run.task.dataset)):
+        for note in (*run.task.dataset.notes, *_describe_test_images(folder, run.task.dataset)):
             log(f"data: {note}")
     unreadable = UnreadableFiles(run.task.dataset, log)
     evaluate = run.evaluation(unreadable, batch_size)
@@ -157,14 +157,18 @@ def _setup(folder: RunFolder, config: Config, options: EvalArguments) -> Setup:
     return setup(plain, dataset=dataset)._replace(config=config)
 
 
-def _trained_on(folder: RunFolder, dataset: Dataset) -> tuple[str, ...]:
-    """Return a note about images that the run was trained on, if its data are still there."""
-    name, count = dataset.test_name, num_examples(dataset.test)
-    with contextlib.suppress(UserError):
+def _describe_test_images(folder: RunFolder, dataset: Dataset) -> tuple[str, ...]:
+    """Return notes about images of several frames, and those that the run was trained on."""
+    if dataset.test_name is None:
+        return ()
+    test = [*map(dataset.test_name, range(num_examples(dataset.test)))]
+    notes = describe_images(test)
+    with contextlib.suppress(UserError):  # the data of the run may be gone
         own = load(folder.read_config())
-        train = map(own.name, range(num_examples(own.train)))
-        return describe_files(train, map(name, range(count))) if name else ()
-    return ()
+        if own.name is not None:
+            train = map(own.name, range(num_examples(own.train)))
+            notes += describe_copies(train, test)
+    return notes
 
 
 def answer_choices(

@@ -74,10 +74,7 @@ def describe_files(
     file_of: Callable[[_Id], File] = str,
     name: Callable[[_Id], str] = str,
 ) -> tuple[str, ...]:
-    """Return notes about copies of training images among test images, frames and dark images.
-
-    Of files of the same size the middle is compared, and the whole of those that agree. Of more
-    than 20,000 images, only paths are compared.
+    """Return the notes of `describe_images` and `describe_copies`.
 
     Args:
       train: training images, by default paths.
@@ -85,8 +82,18 @@ def describe_files(
       file_of: ``image -> file``.
       name: ``image -> text``, what the user knows it by.
     """
-    splits = [dict.fromkeys(train), dict.fromkeys(test)]
-    every = [*splits[0], *splits[1]]
+    train, test = [*train], [*test]
+    notes = describe_images([*train, *test], file_of, name)
+    return notes + describe_copies(train, test, file_of, name)
+
+
+def describe_images(
+    images: Iterable[_Id],
+    file_of: Callable[[_Id], File] = str,
+    name: Callable[[_Id], str] = str,
+) -> tuple[str, ...]:
+    """Return notes about images of several frames, and about dark ones. See `describe_files`."""
+    every = [*dict.fromkeys(images)]
     some = [every[i] for i in spread(len(every), _MOST_OPENED)]
     several = [id for id in some if has_frames(file_of(id))]
     notes: tuple[str, ...] = ()
@@ -104,21 +111,35 @@ def describe_files(
             f"images of 16 bits have values of at most {largest:,} of 65,535, so that they become "
             "dark; scale them before saving",
         )
+    return notes
+
+
+def describe_copies(
+    train: Iterable[_Id],
+    test: Iterable[_Id],
+    file_of: Callable[[_Id], File] = str,
+    name: Callable[[_Id], str] = str,
+) -> tuple[str, ...]:
+    """Return a note about copies of training images among test images. See `describe_files`.
+
+    Of files of the same size the middle is compared, and the whole of those that agree. Of more
+    than 20,000 images, only paths are compared.
+    """
+    splits = [dict.fromkeys(train), dict.fromkeys(test)]
     keys_of: Sequence[Callable[[Any], Hashable]] = (file_bytes, _middle, _digest)
-    if len(every) > _MOST_COMPARED:
+    if sum(map(len, splits)) > _MOST_COMPARED:
         if file_of is not str:
-            return notes
+            return ()
         keys_of = (os.path.abspath,)
     for key_of in keys_of:
         keys = [{id: _key(key_of, file_of(id)) for id in ids} for ids in splits]
         common = {*keys[0].values()} & {*keys[1].values()} - {_UNREADABLE}
         splits = [{id: k for id, k in of.items() if k in common} for of in keys]
     if not splits[1]:
-        return notes
+        return ()
     copy, key = next(iter(splits[1].items()))
     original = next(id for id, k in splits[0].items() if k == key)
     return (
-        *notes,
         f"{len(splits[1]):,} test images are training images or copies of them, such as "
         f"{name(copy)} of {name(original)}; they make test scores too good",
     )

@@ -461,7 +461,7 @@ def translate(
         else:
             known = dict(trained.values)
             is_new = any(known.get(value, label) != label for value, label in own.values)
-            differs = f"{source} differs from the run, whose classes have its values by name"
+            differs = f"{source} gives the values, and its names stand for the classes of the run"
             notes = [*more, differs] if is_new or read != read_by_run else more
             label_map = own
             viewed = [_as_gray(sample) if own.gray_palettes else sample for sample in samples]
@@ -676,7 +676,8 @@ def _held(gray: Counter[int], samples: Sequence[Sample]) -> str:
     if colors:
         texts = [color_text(color) for color in sorted(colors)]
         return f"the masks hold {len(colors)} colors: {shorten(texts)}"
-    return f"the masks hold {ranges(sorted(gray))}" if gray else "no mask can be read"
+    kind = "palette indices " if any(s.mask.kind == "palette" for s in samples) else ""
+    return f"the masks hold {kind}{ranges(sorted(gray))}" if gray else "no mask can be read"
 
 
 def spread(n: int, most: int) -> np.ndarray:

@@ -321,7 +321,7 @@ def read_elsewhere(label_map, *masks, rows=(), **options):
 def test_masks_elsewhere_mean_what_their_own_table_says():
     rows = (Row("a"), Row("b"), Row("c"))
     swapped = (Row("a"), Row("c"), Row("b"))
-    differs = ["classes.txt differs from the run, whose classes have its values by name"]
+    differs = ["classes.txt gives the values, and its names stand for the classes of the run"]
     spread_values = {"mask_values": (0, 128, 255)}
     label_map, _ = decide(gray(0, 128, 255), rows=rows, **spread_values)
     for own, expected, notes in ((rows, [0, 1, 2], []), (swapped, [0, 2, 1], differs)):

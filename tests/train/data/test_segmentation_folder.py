@@ -315,7 +315,9 @@ def test_other_masks_have_the_classes_of_their_own_table_by_name(folder, tmp_pat
     (other / "classes.txt").write_text("x\ny\nz\n")
     assert test_masks(classes=3) == ([0, 1, 2], [])
     (other / "classes.txt").write_text("z\nvoid\nx\n")
-    notes = [f"{other}/classes.txt differs from the run, whose classes have its values by name"]
+    notes = [
+        f"{other}/classes.txt gives the values, and its names stand for the classes of the run"
+    ]
     assert test_masks(classes=3) == ([2, 255, 0], notes)
     assert test_masks(class_table="elsewhere.csv") == ([0, 1, 2], [])
     (other / "classes.txt").write_text("x\ny\nw\n")

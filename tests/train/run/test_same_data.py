@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 from image_cases import write_image, write_mask
+from PIL import Image
 from program_cases import assert_one_line_error, exit_code, fnet_command
 
 from train.config import ArrayFile, ChatFile, ImageFolder, SegmentationFolder, TextFile
@@ -279,6 +280,24 @@ def test_test_images_that_were_trained_on_are_reported(command, pictures, capsys
         assert f"{seen} of {len(tests)} test examples were trained on" in capsys.readouterr().out
         evaluation = json.loads((pictures / "run" / "evaluation.json").read_text())
         assert "trained on" in evaluation["data_changed"]
+
+
+def test_notes_of_an_evaluation_are_about_the_images_of_a_folder_alone(pictures, capsys):
+    shutil.copytree("data", "other")
+    for path in pictures.glob("*/a/*.png"):
+        frames = [Image.new("RGB", (9, 9), color) for color in ("red", "blue")]
+        frames[0].save(path, save_all=True, append_images=frames[1:])
+    count = len([*pictures.glob("other/a/*.png")])
+    note = (
+        f"images of several frames or pages, of which the first is used: {count}, such as other/a"
+    )
+    for is_there in (True, False):
+        if not is_there:
+            shutil.rmtree("data")
+        fnet_command("eval", "run", "--path", "other")
+        out = capsys.readouterr().out
+        assert note in out
+        assert ("test images are training images or copies of them" in out) == is_there
 
 
 @pytest.mark.parametrize("command", [("eval", "run"), RESUME], ids=["eval", "resume"])
