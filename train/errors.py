@@ -56,8 +56,11 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def closest_name(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name that is closest to ``name``, or None if none is close."""
-    return next(iter(difflib.get_close_matches(name, list(known), n=1)), None)
+    """Return the known name with the initials ``name``, or the closest one, or None."""
+    known = list(known)
+    # Such as --optim.lr for --optim.learning-rate.
+    short = [k for k in known if re.sub(r"([a-z])[a-z]*-([a-z])[a-z]*$", r"\1\2", k) == name]
+    return next(iter([*short, *difflib.get_close_matches(name, known, n=1)]), None)
 
 
 def shorten(names: Sequence[str], most: int = 5) -> str:

@@ -203,6 +203,7 @@ MISTAKES = [
     (("trian", "digits"), "no command trian (did you mean train?)"),
     (("train", "tiny.py", "--optim.lerning-rate", "1"), "unknown option --optim.lerning-rate (did you mean --optim.learning-rate?)"),
     (("train", "tiny.py", "--no-train.warm"), "unknown option --no-train.warm"),
+    (("train", "tiny.py", "--optim.lr", "1"), "unknown option --optim.lr (did you mean --optim.learning-rate?)"),
     (("train", "tiny.py", "--no-nonfinite.skip"), "unknown option --no-nonfinite.skip (did you mean --nonfinite.no-skip?)"),
     (("train", "tiny.py", "--nonfinite.no-skip", "yes"), "--nonfinite.no-skip: expected no value, got yes"),
     (("train", "tiny.py", "--optim.learning-rate", "fast"), "--optim.learning-rate: expected a number, got fast"),
