@@ -134,8 +134,8 @@ def make_label_map(
         void=next(iter(voids), VOID),
         gray_palettes=gray_palettes,
     )
-    label_map, more = choose_readings(config, label_map, samples)
     has_values = bool(config.mask_values) or all(row.value is not None for row in rows)
+    label_map, more = choose_readings(config, label_map, samples, has_values=has_values)
     if config.ignore is None and all(row.value is None for row in rows):
         _refuse_two_whites(label_map, samples, is_trained=False)
     compared = [] if has_values and not codes else samples
@@ -304,13 +304,17 @@ def _guess_binary(gray: Counter[int], samples: Sequence[Sample]) -> tuple[str, .
 
 
 def choose_readings(
-    config: "SegmentationFolder", label_map: LabelMap, samples: Sequence[Sample]
+    config: "SegmentationFolder",
+    label_map: LabelMap,
+    samples: Sequence[Sample],
+    *,
+    has_values: bool,
 ) -> tuple[LabelMap, list[str]]:
     """Decide whether masks that are no color images are read by value or by color.
 
     For each kind of file, what more of them allow counts. If both are possible, they are read by
     color, but gray images whose values are all classes, or are given as options, are read by value.
-    Returns notes where that matters.
+    Returns notes where that matters. If the class table has values, gray masks have these.
     """
     if not label_map.codes:
         return label_map, []
@@ -341,7 +345,7 @@ def choose_readings(
         if is_open and any(v != c and INVALID not in v + c for v, c in readings):
             by, other = ("values", "colors") if chosen[name] == "indices" else ("colors", "values")
             notes.append(f"{what} are read by their {by}; by their {other}, classes would differ")
-        if name == "palettes" and chosen[name] == "colors":
+        if name == "palettes" and chosen[name] == "colors" and not has_values:
             label_map, more = _with_indices(config, label_map, samples)
             notes += more
     label_map = replace(
@@ -419,7 +423,8 @@ def translate(
     gray_palettes, notes = _have_grays(samples, numbers)
     label_map = replace(trained, gray_palettes=gray_palettes)
     viewed = [_as_gray(sample) if gray_palettes else sample for sample in samples]
-    label_map, more = choose_readings(config, label_map, viewed)
+    has_values = "palettes" in trained.decided and not trained.indices
+    label_map, more = choose_readings(config, label_map, viewed, has_values=has_values)
     notes += more
     if rows and not is_named(trained.names):
         notes.append(f"the classes of the run have no names, so that {source} is not used")

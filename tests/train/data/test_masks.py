@@ -479,6 +479,9 @@ def test_written_masks_have_the_values_of_masks_that_are_read_by_color():
     assert label_map.labels(gray(0, 1, 2)).tolist() == [[2, 0, 1]]
     assert any(note.startswith("gray masks have the indices of the palettes") for note in notes)
     assert LabelMap.from_dict(label_map.as_dict()) == label_map
+    valued = [row._replace(value=value) for row, value in zip(rows, (0, 1, 2), strict=True)]
+    label_map, _ = decide(gray(0, 1, 2), own, own, rows=valued)
+    assert label_map.labels(gray(0, 1, 2)).tolist() == [[0, 1, 2]]  # as the table says
 
 
 def test_the_random_folders_are_almost_always_read():
