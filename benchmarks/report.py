@@ -1,6 +1,8 @@
 """Log of all claims as Markdown and JSON, with the machine that they were measured on."""
 
 import json
+import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -80,12 +82,25 @@ def claims_of(result: Mapping[str, Any]) -> list[Claim]:
     return [Claim.from_json(c) for c in result.get("claims", ())]
 
 
+def with_earlier(new: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, Any]:
+    """Add ``earlier`` to a result: the claims of the same benchmark with another version of JAX."""
+    versions = [result.get("versions", {}).get("jax") for result in (old, new)]
+    if all(versions) and versions[0] != versions[1]:
+        earlier = {"jax": versions[0], "claims": old["claims"]}
+    else:
+        earlier = old.get("earlier")
+    return dict(new) | ({"earlier": earlier} if earlier else {})
+
+
 def _section(name: str, result: Mapping[str, Any]) -> str:
     """Format one benchmark: how it ran, its claims, and what it lacked."""
     parts = [f"## {name}"]
     if "seconds" in result:
         parts.append(_run(result))
-    if rows := [_row(c) for c in claims_of(result)]:
+    claims, others = claims_of(result), _others(result)
+    if rows := [
+        _row(c) | {k: cells[i] for k, cells in others.items()} for i, c in enumerate(claims)
+    ]:
         parts.append(markdown_table(rows, left=2))
     parts += [
         f'The target for "{c.claim}" is a limit. {c.limit}' for c in claims_of(result) if c.limit
@@ -110,6 +125,23 @@ def _run(result: Mapping[str, Any]) -> str:
     )
 
 
+def _others(result: Mapping[str, Any]) -> dict[str, list[str]]:
+    """A column of the figures with an earlier JAX, where compiled programs differ by over 1 %."""
+    earlier = result.get("earlier", {})
+    before = {_name(c): c for c in claims_of(earlier)}
+    cells = []
+    for c in claims_of(result):
+        old = before.get(_name(c), c)
+        differs = KINDS[c.kind].deterministic and not math.isclose(old.ratio, c.ratio, rel_tol=0.01)
+        cells.append(old.shown if differs else "")
+    return {f"jax {earlier['jax']}": cells} if any(cells) else {}
+
+
+def _name(c: Claim) -> tuple[str, ...]:
+    """What a claim is about, without the figures that end its texts."""
+    return tuple(re.sub(r"[\d.]+$", "", text) for text in (c.claim, c.baseline))
+
+
 def _row(c: Claim) -> dict[str, str]:
     cells = {
         "claim": c.claim,
@@ -131,7 +163,9 @@ def _dates(results: Results) -> str:
 def _legend() -> str:
     lines = [
         "Ratios are relative to the baseline, in three digits or more, rounded to the worse side. "
-        "Targets are internal, and compared with the unrounded figure. Kinds:",
+        "Targets are internal, and compared with the unrounded figure. A further column has "
+        "figures of an earlier JAX: those that are the same in every run, and differ by over 1 %. "
+        "Kinds:",
         "",
     ]
     for name, kind in KINDS.items():

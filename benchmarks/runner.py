@@ -126,7 +126,8 @@ def _run_all(
             with console.status(f"{b.name}: {escape(b.summary)}"):
                 runs = args.out / "runs" / b.name
                 command = b.command(paths, args.quick, runs)
-                results[b.name] = run(b.name, command, b.environment, args.out / "logs")
+                new = run(b.name, command, b.environment, args.out / "logs")
+                results[b.name] = report.with_earlier(new, results.get(b.name, {}))
             if "why" in results[b.name]:
                 code = FAILED
             else:

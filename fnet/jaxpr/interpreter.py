@@ -11,6 +11,7 @@ import math
 import re
 import sysconfig
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -643,7 +644,10 @@ def source_line(eqn: JaxprEqn) -> str:
 
 
 _FRAMES = 1000
-_INSTALLED = tuple(map(sysconfig.get_path, ("purelib", "platlib", "scripts")))
+_INSTALLED = (
+    *map(sysconfig.get_path, ("purelib", "platlib", "scripts")),
+    str(Path(__file__).parents[1]),  # fnet itself, which may be installed from a clone
+)
 
 
 def argument_names(f: Callable[..., Any], args: Sequence[Any]) -> list[str]:

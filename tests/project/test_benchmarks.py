@@ -248,6 +248,28 @@ def test_log_says_how_a_limit_was_found():
     assert '\nThe target for "time" is a limit. The products alone took 1.01.\n' in page
 
 
+def test_log_has_figures_of_an_earlier_jax_where_programs_differ():
+    old = RESULTS["stack"]
+    claims = [
+        Claim("temporaries", "flax | linen", 0.35, "<= 0.39"),
+        Claim("time", "flax", 0.7, "<= 1.0", "time"),
+        Claim("saved", "flax: 3.00", 1.0),
+    ]
+    new = {"claims": [c.as_json() for c in claims], "versions": {"jax": "0.12.0"}}
+    old = old | {"claims": [*old["claims"][:2], Claim("saved", "flax: 2.99", 1.002).as_json()]}
+    both = report.with_earlier(new, old)
+    lines = report.as_markdown(MACHINE, {"stack": both}).splitlines()
+    assert any(line.endswith("| kind | jax 0.10.2 |") for line in lines)
+    assert "| temporaries | flax \\| linen | 0.35 | <= 0.39 | yes | memory | 0.391 |" in lines
+    assert "| time | flax | 0.7 | <= 1.0 | yes | time |  |" in lines
+    assert "| saved | flax: 3.00 | 1.0 |  |  | memory |  |" in lines
+    # Measured once more with the same JAX, or not at all, it keeps the earlier one's.
+    again = report.with_earlier(new, both)
+    assert again == both
+    assert report.with_earlier({"why": "no"}, both)["earlier"] == both["earlier"]
+    assert report.with_earlier(old, {"why": "no"}) == old
+
+
 def test_log_has_machine_dates_and_summary():
     page = report.as_markdown(MACHINE, RESULTS)
     assert "A CPU, 2 cores, 8 GiB, Linux, Python 3.11.1; JAX's devices: 2 x cpu. Measured" in page
