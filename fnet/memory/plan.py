@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import itertools
+import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -281,11 +282,12 @@ def plan(
     if not search.fits(least.peak.total):
         fixed = least.peak.total - least.peak.temporaries - least.peak.workspace
         floor = fixed + search.floor.bytes + reserve if search.floor else None
+        enough = format_bytes(math.ceil(1.01 * (least.peak.total + reserve)))
         raise BudgetError(
             f"no policy fits a budget of {format_bytes(limit or 0)}: the lowest peak found is "
             f"{format_bytes(least.peak.total)}, by {_way(least)}{reserved}. "
-            f"{_explain_floor(fixed, search.floor)}Raise the budget, or use a smaller batch, a "
-            f"smaller optimizer state or more devices{search.reason}",
+            f"{_explain_floor(fixed, search.floor)}Raise the budget to {enough}, or use a smaller "
+            f"batch, a smaller optimizer state or more devices{search.reason}",
             floor,
         )
     if limit is None:  # the smallest of equally fast ones

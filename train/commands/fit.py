@@ -21,7 +21,7 @@ from train import arguments
 from train.arguments import FitArguments, TrainArguments
 from train.commands.positional import positional
 from train.config import Config, recipes
-from train.data.model_folder import DTYPES, SINGLE, ModelFolder, read_folder
+from train.data.model_folder import DTYPES, SINGLE, ModelFolder, check_tokenizer, read_folder
 from train.errors import UserError, writing
 from train.networks import pretrained
 from train.networks.pretrained import FROZEN
@@ -496,7 +496,11 @@ def _millions(count: int) -> str:
 
 
 def _notes(rows: list[Row], limit: int, target: Target | None, planner: _Planner) -> Iterator[str]:
-    """Say what the figures mean."""
+    """Say what the figures mean, and what training would lack."""
+    try:
+        check_tokenizer(planner.model.folder.path)
+    except UserError as error:
+        yield f"For training, {str(error).removeprefix('model.path: ')}."
     if planner.is_estimate and any(row.cost for row in rows):
         few = " and ".join(map(str, planner.depths))
         yield (

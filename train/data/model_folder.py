@@ -135,10 +135,12 @@ def check_folder(path: Path) -> None:
     if not path.is_dir():
         name = _HUB_NAME.fullmatch(str(path))
         if name and not path.parent.is_dir():
-            model = name["model"]
+            model, is_hub = name["model"], path.parent.name != "models"
             raise UserError(
-                f"model.path: {path} is not a folder; if it is a model's name on Hugging Face, "
-                f"download it: hf download {model} --local-dir models/{Path(model).name}"
+                f"model.path: {path} is not a folder; "
+                + ("if it is a model's name on Hugging Face, " if is_hub else "")
+                + f"download it: hf download {model if is_hub else f'OWNER/{path.name}'} "
+                f"--local-dir models/{path.name}"
             )
         raise UserError(f"model.path: {path} is not a folder; give a published model's folder")
     if (path / "config.json").is_file():

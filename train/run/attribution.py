@@ -206,7 +206,8 @@ def print_examples(
         return
     for example, label, *values in lines:
         scores = (f"{name} {value}" for name, value in zip(columns, values, strict=True))
-        line_printer(console)("  ".join([f"{kind}: {example}", *filter(None, [label]), *scores]))
+        named = [f"label {label}"] if label else []
+        line_printer(console)("  ".join([f"{kind}: {example}", *named, *scores]))
 
 
 def _draw(path: Path, rows: TrainingRows, shown: dict[int, bool], title: str) -> bool:

@@ -107,6 +107,7 @@ def test_a_state_above_the_budget_is_not_compiled(folder, capsys, monkeypatch, n
     assert "lora: the train state alone takes" in printed
     assert "too large" in printed
     assert "fnet train" not in printed
+    assert "For training, llama has no tokenizer.json; download it" in printed
 
 
 # Searching a shape, with costs that are known.

@@ -97,6 +97,12 @@ def test_a_name_of_the_hub_is_answered_by_its_download(prefix):
         check_folder(Path(f"{prefix}nobody/Llama-0.1B"))
 
 
+def test_a_folder_of_models_is_not_taken_for_an_owner():
+    command = "hf download OWNER/Llama-0.1B --local-dir models/Llama-0.1B"
+    with pytest.raises(UserError, match=f"not a folder; download it: {command}"):
+        check_folder(Path("models/Llama-0.1B"))
+
+
 def test_folders_that_are_no_models_are_one_line(tmp_path):
     def error():
         with pytest.raises(UserError) as raised:
