@@ -6,8 +6,10 @@
     python -m tests.mutations --list
 
 A mutant is addressed by file, function, operator and a running number, as in
-``fnet/layers/norm.py::_backward: drop factor 2``. The tests of each file first run on the
-unchanged copy and must pass. The exit code is 1 if a mutant survives that is not in `EQUIVALENT`.
+``fnet/layers/norm.py::_backward: drop factor 2``. The tests that run its line must notice it, and
+those of the file's own name. Which tests run a line is measured first, if `--map` or if
+dist/mutations is empty: half an hour. A test that fails must pass without the mutant. The exit
+code is 1 if a mutant survives that is not in `EQUIVALENT`.
 """
 
 import argparse
@@ -15,6 +17,7 @@ import ast
 import compileall
 import contextlib
 import copy
+import functools
 import multiprocessing
 import os
 import random
@@ -35,86 +38,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import track
 
+from tests import line_map
+from tests.line_map import LineMap, in_turn
+
 ROOT = Path(__file__).resolve().parents[1]
 COPIED = ("fnet", "train", "tests", "configs", "benchmarks", "docs", "pyproject.toml")
 TIME_LIMIT = 900
 """Seconds after which a test run is stopped."""
-
-NAMED = {
-    "fnet/attribution/scores.py": "tests/attribution/test_scorers.py",
-    "fnet/attribution/tracin.py": "tests/attribution/test_inner_products.py tests/attribution/test_scorers.py",
-    "fnet/attribution/trak.py": "tests/attribution/test_scorers.py",
-    "fnet/autodiff/accumulate.py": "tests/autodiff/test_accumulate.py tests/step/test_step.py",
-    "fnet/autodiff/mean.py": "tests/step/test_step.py",
-    "fnet/autodiff/per_example/backward.py": "tests/autodiff/per_example/test_clipped.py tests/autodiff/per_example/test_clipped_errors.py",
-    "fnet/autodiff/per_example/batch_axis.py": "tests/autodiff/per_example/test_batch_axis.py tests/autodiff/per_example/test_clipped_errors.py tests/autodiff/per_example/test_sensitivity.py",
-    "fnet/autodiff/per_example/batching.py": "tests/autodiff/per_example/test_batching.py tests/autodiff/per_example/test_clipped.py",
-    "fnet/autodiff/per_example/clipped.py": "tests/autodiff/per_example/test_clipped.py tests/autodiff/per_example/test_clipped_errors.py",
-    "fnet/autodiff/per_example/derived.py": "tests/autodiff/per_example/test_derived.py tests/autodiff/per_example/test_parameter_parts.py",
-    "fnet/autodiff/per_example/ghost_norm.py": "tests/autodiff/per_example/test_ghost_norm.py tests/autodiff/per_example/test_parameter_parts.py tests/autodiff/per_example/test_clipped.py",
-    "fnet/autodiff/per_example/hoist.py": "tests/autodiff/per_example/test_derived.py tests/autodiff/per_example/test_clipped_remat.py",
-    "fnet/autodiff/per_example/modes.py": "tests/autodiff/test_modes.py tests/privacy/test_combinations.py",
-    "fnet/autodiff/per_example/parameter_gradients.py": "tests/attribution/test_in_run.py tests/autodiff/per_example/test_ghost_norm.py tests/autodiff/per_example/test_parameter_parts.py tests/autodiff/per_example/test_clipped.py",
-    "fnet/autodiff/per_example/taps.py": "tests/autodiff/per_example/test_clipped.py tests/autodiff/per_example/test_clipped_remat.py",
-    "fnet/diffusion/schedules.py": "tests/diffusion/test_diffusion_schedules.py",
-    "fnet/diffusion/targets.py": "tests/diffusion/test_diffusion_targets.py",
-    "fnet/fsdp.py": "tests/step/test_fsdp.py",
-    "fnet/generate.py": "tests/models/test_language_model.py",
-    "fnet/interop/families.py": "tests/interop/test_torch_keys.py tests/interop/test_torch_values.py",
-    "fnet/interop/huggingface/decoders.py": "tests/interop/test_interop_huggingface.py",
-    "fnet/interop/huggingface/hybrid.py": "tests/interop/test_interop_huggingface.py",
-    "fnet/interop/huggingface/rotary.py": "tests/interop/test_interop_huggingface.py",
-    "fnet/interop/norm_conversion.py": "tests/interop/test_torch_values.py tests/interop/test_torch_checkpoints.py",
-    "fnet/interop/peft.py": "tests/interop/test_lora_peft.py tests/interop/test_lora.py",
-    "fnet/jaxpr/axes.py": "tests/jaxpr/test_axes.py tests/memory/test_rows.py",
-    "fnet/layers/abn.py": "tests/layers/test_abn.py tests/layers/test_abn_transforms.py tests/layers/test_abn_devices.py",
-    "fnet/layers/activations.py": "tests/layers/test_activations.py tests/layers/test_abn.py",
-    "fnet/layers/attention_context.py": "tests/layers/test_attention_context.py tests/layers/test_stack.py",
-    "fnet/layers/dot_product_attention.py": "tests/layers/test_dot_product_attention.py tests/layers/test_pretrained_layers.py",
-    "fnet/layers/dynamic_tanh.py": "tests/layers/test_feed_forward.py",
-    "fnet/layers/gated_delta.py": "tests/layers/test_recurrence.py tests/layers/test_mamba.py",
-    "fnet/layers/mamba.py": "tests/layers/test_mamba.py tests/layers/test_recurrence.py",
-    "fnet/layers/mamba2.py": "tests/layers/test_mamba.py",
-    "fnet/losses/classification.py": "tests/losses/test_cross_entropy.py",
-    "fnet/losses/segmentation.py": "tests/losses/test_pixel_cross_entropy.py tests/train/tasks/test_segmentation.py",
-    "fnet/memory/fit.py": "tests/memory/test_remat_to_fit.py",
-    "fnet/memory/graph.py": "tests/memory/test_proposals.py tests/memory/test_residuals.py",
-    "fnet/memory/plan.py": "tests/memory/test_plan.py tests/memory/test_largest_size.py",
-    "fnet/models/blocks.py": "tests/models/test_models.py",
-    "fnet/models/swin.py": "tests/models/test_image_networks.py tests/interop/test_torchvision_networks.py",
-    "fnet/optim/__init__.py": "tests/optim/test_optim.py",
-    "fnet/privacy/accounting.py": "tests/privacy/test_privacy.py tests/privacy/test_combinations.py",
-    "fnet/privacy/correlated.py": "tests/privacy/test_correlated_noise.py",
-    "fnet/privacy/noise.py": "tests/privacy/test_correlated_noise.py",
-    "fnet/privacy/sampling.py": "tests/train/data/test_poisson.py",
-    "fnet/quantization.py": "tests/interop/test_quantization.py",
-    "fnet/represented.py": "tests/interop/test_quantization.py tests/interop/test_lora.py",
-    "fnet/step.py": "tests/step/test_step.py tests/step/test_skip_nonfinite.py tests/memory/test_plan.py",
-    "train/commands/predict.py": "tests/train/commands/test_predict.py tests/train/tasks/test_text_classification.py",
-    "train/config/registry.py": "tests/train/config/test_config.py tests/train/config/test_plugins.py",
-    "train/data/annotations.py": "tests/train/data/test_annotations.py tests/train/data/test_hostile_files.py",
-    "train/data/buckets.py": "tests/train/data/test_text_file.py tests/train/data/test_chat_file.py",
-    "train/data/columns.py": "tests/train/data/test_image_table.py",
-    "train/data/drawings.py": "tests/train/data/test_annotations.py tests/train/data/test_hostile_files.py",
-    "train/data/image_batches.py": "tests/train/data/test_augment.py tests/train/data/test_image_folder.py",
-    "train/data/order.py": "tests/train/data/test_shard_order.py",
-    "train/data/preference_file.py": "tests/train/tasks/test_preference.py",
-    "train/data/sampling.py": "tests/train/data/test_sampling.py tests/train/data/test_poisson.py",
-    "train/data/shards.py": "tests/train/data/test_image_shards.py tests/train/data/test_shard_order.py",
-    "train/data/splits.py": "tests/train/data/test_image_folder.py tests/train/data/test_arrays.py tests/train/data/test_users.py",
-    "train/gradients/clipped.py": "tests/privacy/test_privacy.py tests/privacy/test_combinations.py",
-    "train/limits.py": "tests/train/data/test_hostile_files.py",
-    "train/output/curves.py": "tests/train/report/test_report.py tests/train/output/test_plots.py",
-    "train/output/formats.py": "tests/train/output/test_progress.py tests/train/run/test_metrics.py tests/train/report/test_report.py",
-    "train/output/logged.py": "tests/train/run/test_metrics.py tests/privacy/test_privacy.py",
-    "train/output/palette.py": "tests/train/output/test_plots.py tests/train/data/test_masks.py",
-    "train/report/svg.py": "tests/train/report/test_report.py tests/train/output/test_plots.py",
-    "train/run/evaluation.py": "tests/train/run/test_evaluator.py tests/train/commands/test_evaluation.py",
-    "train/run/metrics.py": "tests/train/run/test_metrics.py tests/train/run/test_input_wait.py",
-    "train/tasks/scores.py": "tests/train/tasks/test_scores.py tests/train/tasks/test_segmentation.py",
-    "train/tasks/targets.py": "tests/train/tasks/test_scores.py",
-}
-"""File -> the tests that must notice a mutant of its functions, where `mirrored` is not enough."""
 
 EQUIVALENT = {
     "fnet/autodiff/per_example/parameter_gradients.py::_Part.squared_norms: drop USub 1": "equations whose terms are summed have one array of data",
@@ -152,17 +82,10 @@ def mirrored(file: str) -> str:
     return str("tests" / path.with_name(f"test_{path.name}"))
 
 
-def suite_of(file: str) -> str:
-    """Files of tests that must notice a mutant of a file; empty if none is known."""
-    own = mirrored(file)
-    return NAMED.get(file) or (own if (ROOT / own).is_file() else "")
-
-
 FILES = [
     str(path.relative_to(ROOT))
     for package in ("fnet", "train")
     for path in sorted((ROOT / package).rglob("*.py"))
-    if suite_of(str(path.relative_to(ROOT)))
 ]
 """Files that are mutated."""
 
@@ -176,6 +99,8 @@ class Mutant(NamedTuple):
       before: Source of the changed expression.
       after: Its replacement.
       text: The whole file with the change.
+      statement: Its lines; of a statement with a body, those above the body.
+      function: Lines of the innermost function or class.
     """
 
     address: str
@@ -183,6 +108,8 @@ class Mutant(NamedTuple):
     before: str
     after: str
     text: str
+    statement: range
+    function: range
 
     @property
     def package(self) -> str:
@@ -196,7 +123,7 @@ def mutants(file: str, source: str) -> list[Mutant]:
     starts = [sum(map(len, lines[:i])) for i in range(len(lines) + 1)]
     numbers: Counter[tuple[str, str]] = Counter()
     found = []
-    for function, node in _expressions(ast.parse(source)):
+    for function, node, *places in _expressions(ast.parse(source)):
         for operator, new in _changed(node):
             numbers[function, operator] += 1
             begin = starts[node.lineno - 1] + node.col_offset
@@ -204,32 +131,37 @@ def mutants(file: str, source: str) -> list[Mutant]:
             whole, after = source.encode(), ast.unparse(new)
             text = (whole[:begin] + f"({after})".encode() + whole[end:]).decode()
             address = f"{file}::{function}: {operator} {numbers[function, operator]}"
-            found.append(Mutant(address, file, whole[begin:end].decode(), after, text))
+            found.append(Mutant(address, file, whole[begin:end].decode(), after, text, *places))
     return found
 
 
-def _expressions(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
-    """Every expression in a function's body, with the function's qualified name.
+def _expressions(tree: ast.Module) -> Iterator[tuple[str, ast.expr, range, range]]:
+    """Every expression in a function's body, with the function's qualified name, and the lines of
+    the statement and of the function.
 
     Errors and their messages are left alone: only what a function computes is changed.
     """
 
-    def visit(node: ast.AST, name: str) -> Iterator[tuple[str, ast.expr]]:
+    def visit(node: ast.AST, name: str, *places: range) -> Iterator[tuple]:
         if isinstance(node, ast.Raise | ast.JoinedStr | ast.Assert):
             return
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             inner = f"{name}.{node.name}" if name else node.name
             for child in node.body:
-                yield from visit(child, inner)
+                yield from visit(child, inner, range(0), range(node.lineno, node.end_lineno + 1))
             return
+        if isinstance(node, ast.stmt) and places:
+            body = getattr(node, "body", None)
+            end = max(body[0].lineno, node.lineno + 1) if body else node.end_lineno + 1
+            places = range(node.lineno, end), places[1]
         if name and isinstance(node, ast.expr):
-            yield name, node
+            yield name, node, *places
         for field, value in ast.iter_fields(node):
             if field in ("annotation", "returns", "type_comment"):
                 continue
             for child in value if isinstance(value, list) else [value]:
                 if isinstance(child, ast.AST):
-                    yield from visit(child, name)
+                    yield from visit(child, name, *places)
 
     yield from visit(tree, "")
 
@@ -266,16 +198,6 @@ def _drawn(chosen: list[Mutant], size: int, draw: random.Random) -> list[Mutant]
     return [m for i, m in enumerate(chosen) if i in drawn]
 
 
-def _in_turn(chosen: list[Mutant], draw: random.Random) -> list[Mutant]:
-    """All mutants in a random order, one of each package, another of each, and so on."""
-    numbers: Counter[str] = Counter()
-    rounds = []
-    for m in draw.sample(chosen, len(chosen)):
-        numbers[m.package] += 1
-        rounds.append((numbers[m.package], m.package, m))
-    return [m for *_, m in sorted(rounds, key=lambda r: r[:2])]
-
-
 def copied(root: Path) -> Path:
     """A copy of what the tests need."""
     for name in COPIED:
@@ -290,49 +212,88 @@ def copied(root: Path) -> Path:
     return root
 
 
-def run_tests(root: Path, tests: str, marks: str = "") -> tuple[int | None, str]:
-    """Pytest's exit code and output, from a fresh process; None after `TIME_LIMIT` seconds."""
-    log = root / "pytest.txt"
-    process = multiprocessing.get_context("forkserver").Process(
-        target=_pytest, args=(root, tests, marks, log)
-    )
-    process.start()
-    process.join(TIME_LIMIT)
-    if process.is_alive():
-        process.kill()
-        process.join()
-        return None, f"no end after {TIME_LIMIT} s"
-    return process.exitcode, log.read_text()
+class Runner:
+    """Runs the tests on mutants, in a copy of the project."""
+
+    def __init__(self, root: Path, lines: LineMap, marks: str) -> None:
+        self._root, self._lines, self._marks = root, lines, marks
+        self._passes = functools.cache(lambda test: self._run([test], None)[0] == 0)
+
+    def outcome(self, mutant: Mutant) -> tuple[str, str]:
+        """Whether a mutant is caught, survives or equals the program, and by which test or why."""
+        tests = self._lines.tests(
+            mutant.file, mutant.statement, mutant.function, mirrored(mutant.file)
+        )
+        place = self._root / mutant.file
+        before = place.read_text()
+        place.write_text(mutant.text)
+        try:
+            code, failed = self._run(tests, self._lines.known) if tests else (0, "")
+        finally:
+            place.write_text(before)
+        if code in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+            reason = EQUIVALENT.get(mutant.address)
+            return ("equal", reason) if reason else ("survived", "" if tests else "not run")
+        if "::" in failed and not self._passes(failed):
+            self._lines.known.add(failed)
+            self._lines.times.pop(failed, None)
+            return self.outcome(mutant)
+        return "caught", failed or f"pytest's exit code is {code}"
+
+    def _run(self, tests: list[str], known: set[str] | None) -> tuple[int | None, str]:
+        """Pytest's exit code, None after `TIME_LIMIT` seconds, and the test that failed.
+
+        With ``known``, also tests of the same files that are not known: new ones and slow ones.
+        """
+        log = self._root / "failed.txt"
+        log.write_text("")
+        process = multiprocessing.get_context("forkserver").Process(
+            target=_pytest, args=(self._root, self._marks, _Chosen(tests, known, log))
+        )
+        process.start()
+        process.join(TIME_LIMIT)
+        if process.is_alive():
+            process.kill()
+            process.join()
+            return None, f"no end after {TIME_LIMIT} s"
+        return process.exitcode, log.read_text()
 
 
-def _pytest(root: Path, tests: str, marks: str, log: Path) -> None:
+class _Chosen:
+    """A plugin of pytest: runs tests in this order and writes the address of one that fails."""
+
+    def __init__(self, tests: list[str], known: set[str] | None, log: Path) -> None:
+        self.files = [*dict.fromkeys(map(line_map.file_of, tests))]
+        self._order = {test: i for i, test in enumerate(tests)}
+        self._known, self._log = known, log
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        order, known = self._order, self._known
+        new = {i.nodeid for i in items} - known if known is not None else ()
+        items[:] = [i for i in items if i.nodeid in order or i.nodeid in new]
+        items.sort(key=lambda item: order.get(item.nodeid, len(order)))
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self._log.write_text(report.nodeid)
+
+    pytest_collectreport = pytest_runtest_logreport
+
+
+def _pytest(root: Path, marks: str, chosen: _Chosen) -> None:
     os.chdir(root)
     sys.dont_write_bytecode = True
     sys.path.insert(0, str(root))
     os.environ["PYTHONPATH"] = str(root)  # for processes that tests start
     # One failing example is enough; hypothesis would look for the smallest.
     phases = hypothesis.Phase.explicit, hypothesis.Phase.generate
-    hypothesis.settings.register_profile("first", phases=phases, database=None)
-    hypothesis.settings.load_profile("first")
-    with log.open("w") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
-        options = ["-x", "-q", "--tb=no", "--hypothesis-seed=0", "-p", "no:cacheprovider"]
-        code = pytest.main([*tests.split(), "-m", marks, *options])
+    hypothesis.settings.register_profile("first", phases=phases, database=None, deadline=None)
+    options = ["-x", "-q", "--tb=no", "-p", "no:cacheprovider", "-m", marks]
+    options += ["--hypothesis-seed=0", "--hypothesis-profile=first"]
+    with open(os.devnull, "w") as null, contextlib.redirect_stdout(null):
+        code = pytest.main([*chosen.files, *options], plugins=[chosen])
     os._exit(code)  # without waiting for JAX's threads
-
-
-def outcome(root: Path, mutant: Mutant, marks: str = "") -> tuple[bool, str]:
-    """Whether a test failed with the mutant in place, and which one."""
-    place = root / mutant.file
-    before = place.read_text()
-    place.write_text(mutant.text)
-    try:
-        code, log = run_tests(root, suite_of(mutant.file), marks)
-    finally:
-        place.write_text(before)
-    if code == pytest.ExitCode.OK:
-        return mutant.address in EQUIVALENT, EQUIVALENT.get(mutant.address, "SURVIVED")
-    failed = re.search(r"^(?:FAILED|ERROR) \S*?::(.*?)(?: - .*)?$", log, re.MULTILINE)
-    return True, failed[1] if failed else f"pytest's exit code is {code}"
 
 
 def main() -> int:
@@ -347,6 +308,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, help="draw of each package in turn, for a time")
     parser.add_argument("--seed", type=int, default=0, help="seed of the draw")
     parser.add_argument("--quick", action="store_true", help="leave out the slow tests")
+    parser.add_argument("--map", action="store_true", help="measure again which tests run a line")
     parser.add_argument("--list", action="store_true", help="show the mutants, run nothing")
     args = parser.parse_args()
     console = Console(width=None if sys.stdout.isatty() else 160)
@@ -356,11 +318,17 @@ def main() -> int:
     if args.sample is not None:
         chosen = _drawn(chosen, args.sample, draw)
     if args.minutes is not None:
-        chosen = _in_turn(chosen, draw)
+        chosen = in_turn(draw.sample(chosen, len(chosen)), lambda m: m.package)
     if args.list:
         for m in chosen:
             console.print(escape(f"{m.address}: {m.before} -> {m.after}"), soft_wrap=True)
         return 0
+    made = ROOT / line_map.MADE
+    if args.map or not made.is_dir():
+        with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
+            line_map.make(copied(Path(folder) / "copy"))
+            shutil.rmtree(made, ignore_errors=True)
+            shutil.move(Path(folder) / "copy" / line_map.MADE, made)
     with tempfile.TemporaryDirectory(prefix="mutations-", ignore_cleanup_errors=True) as folder:
         # As in tests/conftest.py, which the preloaded modules come before.
         os.environ |= {
@@ -371,36 +339,22 @@ def main() -> int:
         }
         multiprocessing.set_forkserver_preload(["chex", "flax.linen", "jax", "optax", "pytest"])
         root = copied(Path(folder) / "copy")
-        marks = "not slow" if args.quick else ""
-        passed: set[str] = set()
-        survivors = 0
+        runner = Runner(root, LineMap(made, root), "not slow" if args.quick else "")
         verdicts: dict[str, Counter[str]] = {}
         end = time.monotonic() + 60 * (args.minutes or float("inf"))
         for m in track(chosen, "mutants", console=console, disable=not console.is_terminal):
             if time.monotonic() > end:
                 break
-            tests = suite_of(m.file)
-            if tests not in passed:
-                code, log = run_tests(root, tests, marks)
-                if code == pytest.ExitCode.NO_TESTS_COLLECTED:
-                    console.print(escape(f"{m.address}: not drawn: {tests} is slow"))
-                    continue
-                if code != pytest.ExitCode.OK:
-                    console.print(escape(f"{tests} must pass without a mutant:\n{log}"))
-                    return 1
-                passed.add(tests)
-            caught, reason = outcome(root, m, marks)
-            survivors += not caught
-            verdict = "equal" if m.address in EQUIVALENT else "caught" if caught else "survived"
+            verdict, reason = runner.outcome(m)
             verdicts.setdefault(m.package, Counter())[verdict] += 1
             change = " ".join(f"{m.before} -> {m.after}".split())
-            console.print(escape(f"{m.address}: {change}: {reason}"), soft_wrap=True)
+            console.print(escape(f"{m.address}: {change}: {verdict}: {reason}"), soft_wrap=True)
     print("| package | drawn | caught | equal programs |\n|---|---:|---:|---:|")
     for package, of in sorted(verdicts.items()):
         print(f"| `{package}` | {of.total()} | {of['caught']} | {of['equal']} |")
-    drawn = sum(of.total() for of in verdicts.values())
-    console.print(f"{drawn - survivors} of {drawn} mutants caught")
-    return 1 if survivors else 0
+    total = sum(verdicts.values(), Counter())
+    console.print(f"{total['caught']} of {total.total() - total['equal']} mutants caught")
+    return 1 if total["survived"] else 0
 
 
 if __name__ == "__main__":

@@ -638,9 +638,9 @@ def _iota(eqn: JaxprEqn) -> Iterator[Factor]:
 
 
 def _prefix(eqn: JaxprEqn) -> Iterator[Factor]:
-    """The axes of the operands of lowest rank are the first ones of the result."""
-    for axis in range(min([_rank(v) for v in (*eqn.invars, *eqn.outvars)])):
-        yield Factor((axis,) * len(eqn.invars), (axis,) * len(eqn.outvars))
+    """The axes of the lower rank are the first ones of the other."""
+    for axis in range(min(_rank(eqn.invars[0]), _rank(eqn.outvars[0]))):
+        yield Factor((axis,), (axis,))
 
 
 def _top_k(eqn: JaxprEqn) -> Iterator[Factor]:

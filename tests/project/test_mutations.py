@@ -1,10 +1,13 @@
 """Mutants are programs; `python -m tests.mutations` runs the tests on each of them."""
 
 import ast
+import shutil
 
 import pytest
 
-from tests.mutations import EQUIVALENT, FILES, NAMED, ROOT, mirrored, mutants, suite_of
+from tests import line_map
+from tests.line_map import LineMap
+from tests.mutations import EQUIVALENT, FILES, ROOT, Runner, mutants
 
 SOURCE = '''
 def scaled(x, n=2):
@@ -42,19 +45,122 @@ def test_a_mutant_differs_in_one_place():
     assert mutant.text == SOURCE.replace("-x * n", "(-x)")
 
 
-@pytest.mark.sweep(4)
-@pytest.mark.parametrize("file", FILES)
-def test_each_target_has_tests_and_its_mutants_are_programs(file):
-    assert all((ROOT / tests).is_file() for tests in suite_of(file).split())
-    for mutant in mutants(file, (ROOT / file).read_text())[::10]:
-        ast.parse(mutant.text)
+def test_a_mutant_knows_the_lines_of_its_statement_and_function():
+    places = {m.address.split("::")[1]: (m.statement, m.function) for m in mutants("a.py", SOURCE)}
+    assert places["scaled: swap Lt 1"] == (range(4, 5), range(2, 7))
+    assert places["scaled: swap Add 1"] == (range(6, 7), range(2, 7))
+    assert places["Point.norm: swap And 1"] == (range(11, 12), range(10, 12))
+
+
+def test_mutants_are_programs():
+    for file in FILES[::8]:
+        for mutant in mutants(file, (ROOT / file).read_text())[::10]:
+            ast.parse(mutant.text)
 
 
 def test_equivalent_mutants_exist():
-    addresses = {m.address for file in FILES for m in mutants(file, (ROOT / file).read_text())}
+    files = {address.split("::")[0] for address in EQUIVALENT}
+    addresses = {m.address for file in files for m in mutants(file, (ROOT / file).read_text())}
     assert set(EQUIVALENT) <= addresses
 
 
-def test_named_files_exist_and_need_more_than_their_mirror():
-    assert set(NAMED) <= set(FILES)
-    assert not [file for file, tests in NAMED.items() if tests == mirrored(file)]
+CORE = """
+def half(x):
+    if x < 0:
+        return x * 2
+    return x / 2
+
+def third(x):
+    return x / 3
+
+SIZES = [half(n) for n in (8,)]
+
+def unused(x):
+    return x + 1
+
+def own_result(x):
+    return x + 2
+"""
+
+TESTS = """
+import pathlib, subprocess, sys
+from fnet import core
+
+def test_half():
+    assert core.half(4) == 2
+
+def test_third():
+    command = "from fnet import core; assert core.third(3) == 1"
+    subprocess.run([sys.executable, "-c", command], check=True)
+
+def test_negative():
+    core.half(-1)
+
+def test_passes_once():
+    assert core.own_result(1) and not pathlib.Path("dist/ran").exists()
+    pathlib.Path("dist/ran").touch()
+"""
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    """A small project with a map, and its runner."""
+    root = tmp_path_factory.mktemp("small")
+    for name, text in {
+        "fnet/__init__.py": "",
+        "fnet/core.py": CORE,
+        "train/__init__.py": "",
+        "tests/test_small.py": TESTS,
+        "pyproject.toml": (ROOT / "pyproject.toml").read_text(),
+    }.items():
+        (root / name).parent.mkdir(exist_ok=True)
+        (root / name).write_text(text)
+    line_map.make(root, 0)
+    shutil.copytree(root / line_map.MADE / "fnet", root / "fnet")
+    (root / "fnet/core.py").write_text("# A line more.\n" + CORE)
+    return root
+
+
+def mutants_of(project):
+    """The small project's mutants and a map for its tests."""
+    found = mutants("fnet/core.py", (project / "fnet/core.py").read_text())
+    lines = LineMap(project / line_map.MADE, project, share=1)
+    return {m.address.split("::")[1]: m for m in found}, lines
+
+
+def test_a_line_belongs_to_the_tests_that_run_it(project):
+    found, lines = mutants_of(project)
+
+    def tests(address):
+        m = found[address]
+        names = lines.tests(m.file, m.statement, m.function, "tests/test_small.py")
+        return [name.split("::")[1] for name in names]
+
+    assert tests("half: swap Mult 1")[0] == "test_negative"
+    assert set(tests("half: swap Mult 1")) == {
+        "test_negative",
+        "test_half",
+        "test_third",
+        "test_passes_once",
+    }
+    assert tests("half: swap Div 1")[0] == "test_half"
+    assert tests("third: swap Div 1")[0] == "test_third"
+    assert not tests("unused: swap Add 1")
+
+
+@pytest.mark.slow
+def test_a_mutant_is_caught_by_a_test_that_passes_without_it(project):
+    found, lines = mutants_of(project)
+    runner = Runner(project, lines, "not slow")
+
+    def outcome(address):
+        return runner.outcome(found[address])
+
+    assert outcome("half: swap Div 1") == ("caught", "tests/test_small.py::test_half")
+    assert outcome("third: swap Div 1") == ("caught", "tests/test_small.py::test_third")
+    assert outcome("unused: swap Add 1") == ("survived", "not run")
+    assert outcome("own_result: swap Add 1") == ("survived", "")  # its test always fails
+    assert outcome("half: swap Mult 1") == ("survived", "")
+    new = "def test_sign(): assert core.half(-1) == -2"
+    (project / "tests/test_small.py").write_text(TESTS + new)
+    assert outcome("half: swap Mult 1") == ("caught", "tests/test_small.py::test_sign")

@@ -389,7 +389,8 @@ class FactoredGradients(ParameterGradients):
 
     def _factors(self) -> tuple[Array, Array] | None:
         """Factors of the gradients, see `OuterProducts`, if a single use gives them, or None."""
-        (first, *others), equation = self.inputs, self.inputs[0].use.equation
+        first, *others = self.inputs
+        equation = first.use.equation
         if others or first.use.view.has_repeats or not isinstance(equation, Dot | Convolution):
             return None
         return equation.factors(*first.arranged())
