@@ -101,19 +101,20 @@ class LineMap:
         self._lines = functools.cache(self._read_lines)
 
     def _read_lines(self, file: str) -> dict[int, set[str]]:
-        """Contexts of each line that was run; lines that changed since have none."""
+        """Contexts of each line; a line that changed since has that of imports."""
         measured = [path for path in self._measured if path.endswith(f"/{file}")]
-        if not measured:
-            return {}
-        contexts = self._data.contexts_by_lineno(*measured)
-        then, now = (Path(p, file).read_text().split("\n") for p in (self._made, self._root))
-        blocks = difflib.SequenceMatcher(None, then, now, autojunk=False).get_matching_blocks()
-        return {
-            b.b + i + 1: set(contexts[b.a + i + 1])
-            for b in blocks
-            for i in range(b.size)
-            if b.a + i + 1 in contexts
-        }
+        contexts = self._data.contexts_by_lineno(measured[0]) if measured else {}
+        before, now = self._made / file, (self._root / file).read_text().split("\n")
+        then = before.read_text().split("\n") if before.is_file() else []
+        lines = {n: {""} for n in range(1, len(now) + 1)}
+        for b in difflib.SequenceMatcher(None, then, now, autojunk=False).get_matching_blocks():
+            for i in range(1, b.size + 1):
+                lines[b.b + i] = set(contexts.get(b.a + i, ()))
+        return lines
+
+    def is_run(self, file: str, statement: range) -> bool:
+        """Whether a test or an import runs a statement, or it changed since."""
+        return any(map(self._lines(file).get, statement))
 
     def tests(self, file: str, statement: range, function: range, own: str) -> list[str]:
         """Tests that must notice a changed statement, in the order to run them.
@@ -123,8 +124,7 @@ class LineMap:
         it, all that run the file. Of each kind the fastest of each test file come first, then the
         next ones, for a share of the suite's time. The list is empty if nothing runs the statement.
         """
-        lines = self._lines(file)
-        if not any(map(lines.get, statement)):
+        if not self.is_run(file, statement):
             return []
         first = self._that_run(file, statement)
         files = {file_of(test) for test in first}
@@ -132,7 +132,12 @@ class LineMap:
         beside = [test for test in self.times if file_of(test) in files]
         chosen: dict[str, int] = {}
         left = self._share * sum(self.times.values())
-        for tests in (first, self._that_run(file, function), beside, self._that_run(file, lines)):
+        for tests in (
+            first,
+            self._that_run(file, function),
+            beside,
+            self._that_run(file, self._lines(file)),
+        ):
             for test in in_turn(sorted(tests, key=self.times.get), file_of):
                 if test not in chosen and left > 0:
                     left -= self.times[test]

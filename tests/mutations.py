@@ -193,12 +193,6 @@ def _with(node: ast.expr, **changes: object) -> ast.expr:
     return new
 
 
-def _drawn(chosen: list[Mutant], size: int, draw: random.Random) -> list[Mutant]:
-    """A random sample in the order of the mutants; all if there are no more."""
-    drawn = set(draw.sample(range(len(chosen)), min(size, len(chosen))))
-    return [m for i, m in enumerate(chosen) if i in drawn]
-
-
 def copied(root: Path) -> Path:
     """A copy of what the tests need."""
     for name in COPIED:
@@ -317,7 +311,7 @@ def main() -> int:
     chosen = [m for m in every if re.search(args.only, m.address)]
     draw = random.Random(args.seed)
     if args.sample is not None:
-        chosen = _drawn(chosen, args.sample, draw)
+        chosen = draw.sample(chosen, min(args.sample, len(chosen)))
     if args.minutes is not None:
         chosen = in_turn(draw.sample(chosen, len(chosen)), lambda m: m.package)
     if args.list:
@@ -336,12 +330,14 @@ def main() -> int:
             "JAX_PLATFORMS": "cpu",
             "PYTHONDONTWRITEBYTECODE": "1",
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            "JAX_COMPILATION_CACHE_DIR": str(Path(folder) / "compiled"),
+            "JAX_COMPILATION_CACHE_DIR": str(made / "compiled"),
         }
         preloaded = "chex flax.linen grain.python jax matplotlib.figure optax pytest scipy.stats"
         multiprocessing.set_forkserver_preload(preloaded.split())
         root = copied(Path(folder) / "copy")
-        runner = Runner(root, LineMap(made, root), "not slow" if args.quick else "")
+        lines = LineMap(made, root)
+        idle = Counter(m.package for m in every if not lines.is_run(m.file, m.statement))
+        runner = Runner(root, lines, "not slow" if args.quick else "")
         verdicts: dict[str, Counter[str]] = {}
         end = time.monotonic() + 60 * (args.minutes or float("inf"))
         for m in track(chosen, "mutants", console=console, disable=not console.is_terminal):
@@ -351,9 +347,13 @@ def main() -> int:
             verdicts.setdefault(m.package, Counter())[verdict] += 1
             change = " ".join(f"{m.before} -> {m.after}".split())
             console.print(escape(f"{m.address}: {change}: {verdict}: {reason}"), soft_wrap=True)
-    print("| package | drawn | caught | equal programs |\n|---|---:|---:|---:|")
+    print(
+        "| package | drawn | caught | equal programs | not run, of all |\n|---|---:|---:|---:|---:|"
+    )
+    sizes = Counter(m.package for m in every)
     for package, of in sorted(verdicts.items()):
-        print(f"| `{package}` | {of.total()} | {of['caught']} | {of['equal']} |")
+        share = f"{idle[package] / sizes[package]:.1%}"
+        print(f"| `{package}` | {of.total()} | {of['caught']} | {of['equal']} | {share} |")
     total = sum(verdicts.values(), Counter())
     console.print(f"{total['caught']} of {total.total() - total['equal']} mutants caught")
     return 1 if total["survived"] else 0

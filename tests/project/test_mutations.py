@@ -148,6 +148,16 @@ def test_a_line_belongs_to_the_tests_that_run_it(project):
     assert not tests("unused: swap Add 1")
 
 
+def test_a_line_that_changed_belongs_to_the_tests_of_its_function(project):
+    text = (project / "fnet/core.py").read_text()
+    (project / "fnet/core.py").write_text(text.replace("x * 2", "2 * x"))
+    found, lines = mutants_of(project)
+    m = found["half: swap Mult 1"]
+    names = lines.tests(m.file, m.statement, m.function, "")
+    assert "tests/test_small.py::test_negative" in names
+    (project / "fnet/core.py").write_text(text)
+
+
 @pytest.mark.slow
 def test_a_mutant_is_caught_by_a_test_that_passes_without_it(project):
     found, lines = mutants_of(project)
