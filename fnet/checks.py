@@ -27,8 +27,13 @@ def sizes(where: str, **values: int | None) -> None:
 
 
 def numbers(where: str, bound: str, **values: float | None) -> None:
-    """Raise ValueError if a number, or NaN, is out of a bound such as ``> 0``; None is skipped."""
+    """Raise ValueError if a number, or NaN, is out of a bound such as ``> 0``; None is skipped.
+
+    TypeError if it is an array.
+    """
     for name, value in values.items():
+        if shape := getattr(value, "shape", ()):
+            raise TypeError(f"{where}: {name} must be a number, got an array of shape {shape}")
         if value is not None and not _BOUNDS[bound](value):
             raise ValueError(f"{where}: {name} must be {bound}, got {value}")
 

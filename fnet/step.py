@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple, cast
@@ -116,6 +117,7 @@ class Step:
     def apply(self, state: TrainState, batch: dict[str, Array]) -> tuple[TrainState, Metrics]:
         """Take one step without jit or donation: the pure function behind ``__call__``."""
         check_state("make_step", state)
+        _check_optimizer(self.optimizer, state)
         if (state.ema is None) != (self.ema_decay is None and self.average is None):
             raise ValueError(
                 f"make_step: ema_decay={self.ema_decay}, but the state "
@@ -293,6 +295,20 @@ def _update_whole_arrays(
     )
 
 
+def _check_optimizer(optimizer: optax.GradientTransformation, state: TrainState) -> None:
+    """Raise ValueError if a state was created with another optimizer."""
+    own = jax.eval_shape(optimizer.init, state.params)
+    names = [
+        " ".join(dict.fromkeys(re.findall(r"\w+State\b", str(jax.tree.structure(s))))) or "no state"
+        for s in (own, state.opt_state)
+    ]
+    if names[0] != names[1]:
+        raise ValueError(
+            f"make_step: the optimizer has {names[0]}, and the train state {names[1]}: it was "
+            "created with another optimizer"
+        )
+
+
 class Report(NamedTuple):
     """Cost of a compiled step, known before it runs. On several devices, bytes are per device.
 
@@ -333,7 +349,11 @@ class Executable(NamedTuple):
     step: Any
 
     def __call__(self, state: TrainState, batch: dict[str, Array]) -> tuple[TrainState, Metrics]:
-        """Take one step in the buffers of ``state``."""
+        """Take one step in the buffers of ``state``.
+
+        Raises:
+          TypeError: If a shape or dtype is not the one that the step was compiled for.
+        """
         return cast(tuple[TrainState, Metrics], self.compiled(state, batch))
 
 
@@ -451,9 +471,9 @@ def plan_step(
       microbatch_choices: Numbers of microbatches to choose from. By default the step's own number:
         a budget runs parts of the loss in chunks instead, which changes no gradient; see
         `fnet.memory.regions`. Modes and shardings without chunks choose from multiples of the
-        step's number by powers of two that divide the batch. Numbers other than the step's own
-        are dropped if the loss of an example is not shown to depend on this example alone, and if
-        they leave too few examples for the network.
+        step's number that divide the batch; see `divisors`. Numbers other than the step's own are
+        dropped if the loss of an example is not shown to depend on this example alone, and if they
+        leave too few examples for the network.
       reserve: Bytes of the budget that are needed outside of the compiled step.
       target: A device to plan for. By default this machine's.
       progress: Called with each candidate after it is compiled.
@@ -563,11 +583,27 @@ def _updated_model_state(step: Step, state: TrainState, batch: Any) -> str:
     return next(iter(updated), "")
 
 
+def divisors(rows: int, first: int = 1) -> list[int]:
+    """Divisors of a number of rows from ``first`` on, each a multiple of the one before.
+
+    Each step multiplies by the smallest prime factor that is left: 1, 2, 4, 12 of 12.
+
+    Args:
+      rows: Number of rows, at least 1.
+      first: The first divisor; the result if it does not divide ``rows``.
+    """
+    found, prime = [first], 2
+    while (rest := rows // found[-1]) > 1 and rows % first == 0:
+        while rest % prime:
+            prime = prime + 1 if prime * prime <= rest else rest
+        found.append(found[-1] * prime)
+    return found
+
+
 def _microbatch_choices(step: Step, batch: Any) -> list[int]:
-    """The step's number of microbatches, times the powers of two that divide the batch."""
+    """The step's number of microbatches, and multiples that divide the batch."""
     sizes: set[Any] = {getattr(leaf, "shape", ())[:1] for leaf in jax.tree.leaves(batch)}
     if not step.mode.splittable or len(sizes) != 1 or () in sizes:  # scalars cannot be split
         return [step.microbatches]
     (rows,) = sizes.pop()
-    choices = (step.microbatches * 2**i for i in range(rows.bit_length()))
-    return [n for n in choices if rows % n == 0] or [step.microbatches]
+    return divisors(rows, step.microbatches)

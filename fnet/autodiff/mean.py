@@ -58,7 +58,7 @@ def losses_and_aux(result: Any, model_state: Any) -> tuple[Array, Aux]:
       ``(losses, aux)``.
 
     Raises:
-      TypeError: If ``result`` is anything else.
+      TypeError: If ``result`` is anything else, or the model state has another structure.
     """
     if isinstance(result, Array):
         return result, Aux(model_state, {})
@@ -66,6 +66,12 @@ def losses_and_aux(result: Any, model_state: Any) -> tuple[Array, Aux]:
         raise TypeError(
             "loss: expected losses [batch] or (losses [batch], fnet.Aux(model_state, metrics)), "
             f"got {jax.tree.structure(result)}"
+        )
+    given, new = jax.tree.structure(model_state), jax.tree.structure(result[1].model_state)
+    if new != given:
+        raise TypeError(
+            f"loss: Aux(model_state, metrics) needs a model state like the given one, {given}, got "
+            f"{new}; pass on model_state if it does not change"
         )
     return result
 

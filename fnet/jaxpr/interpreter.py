@@ -11,7 +11,6 @@ import math
 import re
 import sysconfig
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -646,7 +645,7 @@ def source_line(eqn: JaxprEqn) -> str:
 _FRAMES = 1000
 _INSTALLED = (
     *map(sysconfig.get_path, ("purelib", "platlib", "scripts")),
-    str(Path(__file__).parents[1]),  # fnet itself, which may be installed from a clone
+    __file__.rpartition("jaxpr")[0],  # fnet itself, which may be installed from a clone
 )
 
 

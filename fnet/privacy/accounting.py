@@ -185,6 +185,11 @@ def calibrate_noise_multiplier(
 def _check(
     name: str, delta: float, sampling: Sampling, steps: int, accountant: str, schedule: Schedule
 ) -> None:
+    if not isinstance(sampling, Sampling):
+        raise TypeError(
+            f"{name}: expected a Sampling, such as PoissonSampling(examples, batch_size), got "
+            f"{type(sampling).__name__}"
+        )
     if not 0 < delta < 1 / sampling.examples:
         raise ValueError(
             f"{name}: delta must be > 0 and less than 1 / examples = {1 / sampling.examples:.2g}, "

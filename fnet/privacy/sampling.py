@@ -210,11 +210,14 @@ class Sampling:
                 f"Sampling: expected arrays by name, as {{'x': x, 'y': y}}, got "
                 f"{type(arrays).__name__}"
             )
+        if "weight" in arrays:
+            raise ValueError("Sampling: weight is the array that marks padding; rename yours")
         for name, array in arrays.items():
-            if name == "weight" or len(array) != self.examples:
+            shape = getattr(array, "shape", None)
+            if shape is None or shape[:1] != (self.examples,):
+                got = type(array).__name__ if shape is None else f"shape {shape}"
                 raise ValueError(
-                    f"Sampling: arrays need {self.examples} rows and any name but weight, got "
-                    f"{name} with {len(array)}"
+                    f"Sampling: expected arrays of {self.examples} rows, got {got} for {name}"
                 )
         draw = self.draws(seed)
         for step in range(start, steps):

@@ -38,6 +38,9 @@ def per_user(loss: Loss) -> Loss:
       A loss for batches of users with ``example_weight`` [users, k]. A user without examples has
       loss 0. Metrics are averaged in the same way.
 
+    Raises:
+      ValueError: When called with a batch without ``example_weight``.
+
     Example:
       >>> import jax.numpy as jnp
       >>> from fnet.privacy.users import per_user
@@ -59,6 +62,11 @@ def per_user(loss: Loss) -> Loss:
     def user_loss(
         params: Any, model_state: Any, batch: dict[str, Array], key: Array
     ) -> tuple[Array, Aux]:
+        if EXAMPLE_WEIGHT not in batch:
+            raise ValueError(
+                f"per_user: the batch needs {EXAMPLE_WEIGHT} [users, k], 0 for padding; it has "
+                f"{', '.join(batch)}"
+            )
         weight = batch[EXAMPLE_WEIGHT]
         arrays = {n: a for n, a in batch.items() if n not in (EXAMPLE_WEIGHT, "weight")}
         arrays = jax.vmap(replace_padding)(arrays | {"weight": weight})

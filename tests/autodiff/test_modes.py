@@ -339,3 +339,8 @@ def test_metrics_of_norms_and_noise_scale():
     _, _, metrics = autodiff.clipped(1.5)(loss)(*args)
     values = [float(metrics[name]) for name in ("norm_median", "norm_max", "clipped")]
     assert values == pytest.approx([2, 4, 2 / 3])
+
+
+def test_rejects_a_clip_that_leaves_nothing():
+    with pytest.raises(ValueError, match="clipped: clip must be > 0, got 0"):
+        autodiff.clipped(0)

@@ -33,7 +33,7 @@ from fnet.privacy import (
 )
 from train.config import Clipped, Memory, Mesh, recipes
 from train.errors import UserError
-from train.gradients.privacy import Privacy, check_accounting
+from train.gradients.privacy import Privacy, at_most, check_accounting
 from train.output.logged import noise_scale, noise_scale_course
 from train.run.planning import compile_step, largest_batch
 from train.run.setup import setup
@@ -138,6 +138,12 @@ def test_rejects_a_delta_or_a_number_of_steps_out_of_range(function, delta, step
         function(1.0, delta, PoissonSampling(100, 8), steps)
 
 
+@pytest.mark.parametrize("function", [epsilon, calibrate_noise_multiplier])
+def test_rejects_a_rate_in_place_of_a_sampling(function):
+    with pytest.raises(TypeError, match=r"expected a Sampling, such as .*, got float"):
+        function(1.0, 1e-5, 0.1, 60)
+
+
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize(("noise", "size"), [(2.7, 256), (1.0, 4), (24.0, 1024)])
 def test_epsilon_of_progress_lines_is_a_close_upper_bound(noise, size):
@@ -209,6 +215,11 @@ def test_truncating_an_overflowing_batch_does_not_change_epsilon():
     assert epsilon(noise, 1e-5, sampling, steps) == pytest.approx(exactly, rel=1e-7)
 
 
+def test_an_epsilon_is_rounded_up():
+    assert [at_most(x) for x in (7.99832, 1.0, 0.12341, 3)] == ["7.999", "1", "0.1235", "3"]
+    assert (at_most(float("inf")), at_most(float("nan"))) == ("inf", "nan")
+
+
 def test_a_private_run_reports_epsilon_before_and_after(finished_private_run):
     folder, printed = finished_private_run
     guarantee = guarantee_of(folder)
@@ -227,8 +238,10 @@ def test_a_private_run_reports_epsilon_before_and_after(finished_private_run):
     }
     before, after = printed.split("step 2/8")
     for part in (before, after):
-        assert f"privacy: epsilon {guarantee['epsilon']:.4g} at delta 1e-05 after 8 steps" in part
-    assert f"epsilon {privacy.spent(2, 8):.4g}  " in after
+        assert (
+            f"privacy: epsilon {at_most(guarantee['epsilon'])} at delta 1e-05 after 8 steps" in part
+        )
+    assert f"epsilon {at_most(privacy.spent(2, 8))}  " in after
     lines = metrics_of(folder)
     assert [r["privacy/epsilon"] for r in lines] == [privacy.spent(n, 8) for n in (2, 4, 6, 8)]
     # Of the metrics of a step only the norm of the noisy gradient is covered by the guarantee.

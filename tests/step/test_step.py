@@ -1,4 +1,6 @@
 import functools
+import itertools
+import math
 
 import chex
 import jax
@@ -14,7 +16,7 @@ from fnet.autodiff.accumulate import as_mode
 from fnet.autodiff.mean import weighted_mean
 from fnet.autodiff.update import gradient_then_optimizer
 from fnet.memory import DonationError, tree_bytes
-from fnet.step import _microbatch_choices
+from fnet.step import _microbatch_choices, divisors
 
 
 def classifier():
@@ -514,6 +516,32 @@ def test_remat_changes_no_value():
     chex.assert_trees_all_close(got.params, expected.params, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize(
+    ("own", "other"),
+    [
+        (optax.adam(0.1), optax.sgd(0.1)),
+        (optax.sgd(0.1), optax.adam(0.1)),
+        (optax.sgd(0.1, momentum=0.9), optax.sgd(0.1)),
+    ],
+)
+def test_rejects_a_state_of_another_optimizer(own, other):
+    model = classifier()
+    step = fnet.make_step(loss_of(model), own)
+    with pytest.raises(ValueError, match=r"the optimizer has .*: it was created with another"):
+        step(created(model, other), batch_of(2))
+
+
+def test_rejects_a_model_state_of_another_structure():
+    def loss(params, model_state, batch, key):
+        return batch["x"] @ params, fnet.Aux(None, {})
+
+    state = fnet.TrainState.create(
+        params=jnp.ones(2), optimizer=optax.sgd(0.1), key=jax.random.key(0)
+    )
+    with pytest.raises(TypeError, match=r"Aux\(model_state, metrics\) needs .*; pass on model_st"):
+        fnet.make_step(loss, optax.sgd(0.1))(state, {"x": jnp.ones((3, 2))})
+
+
 def test_rejects_a_mode_that_is_no_function():
     with pytest.raises(TypeError, match=r"mode must be .* got str"):
         fnet.make_step(loss_of(classifier()), optax.sgd(0.1), "clipped")
@@ -526,3 +554,16 @@ def test_rejects_a_mode_that_is_no_function():
 def test_only_modes_that_can_be_split_have_a_choice_of_microbatches(mode, choices):
     step = fnet.make_step(lambda *_: jnp.zeros(4), optax.sgd(0.1), mode)
     assert _microbatch_choices(step, {"x": jnp.zeros((4, 2))}) == choices
+
+
+@pytest.mark.parametrize("rows", [1, 2, 12, 97, 183, 256, 1000])
+def test_rows_are_split_by_their_prime_factors_one_after_the_other(rows):
+    chain = divisors(rows)
+    assert (chain[0], chain[-1]) == (1, rows)
+    factors = [b // a for a, b in itertools.pairwise(chain)]
+    assert math.prod(factors) == rows
+    assert factors == sorted(factors)
+    assert all(factor % n for factor in factors for n in range(2, factor))
+    if rows % 4 == 0:
+        assert divisors(rows, 4) == chain[2:]
+    assert divisors(rows, 7) == [7]

@@ -1,6 +1,7 @@
 """Privacy guarantee of a run, and the epsilon spent so far."""
 
 import dataclasses
+import decimal
 import functools
 import logging
 import sys
@@ -13,6 +14,12 @@ from fnet.privacy.correlated import DP_SGD
 from fnet.privacy.imports import in_double_precision, jax_privacy
 from fnet.privacy.noise import Schedule
 from train.errors import UserError
+
+
+def at_most(epsilon: float) -> str:
+    """Write an epsilon with four digits, rounded up: ``7.99832 -> "7.999"``."""
+    upward = decimal.Context(4, decimal.ROUND_CEILING)
+    return f"{float(upward.create_decimal(repr(float(epsilon)))):.4g}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +86,7 @@ class Privacy:
         """Describe the guarantee after ``steps`` steps in one line."""
         groups = self.sampling.separation
         return (
-            f"epsilon {self.epsilon(steps):.4g} at delta {self.delta:g} after {steps} steps"
+            f"epsilon {at_most(self.epsilon(steps))} at delta {self.delta:g} after {steps} steps"
             f"{' for each user' if self.unit == 'user' else ''} "
             f"({self.accountant}; noise multiplier {self.noise_multiplier:.4g}, "
             f"sampling probability {self.sampling.probability:.4g}"

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from fnet.memory import format_bytes
 from train.errors import printable
+from train.gradients.privacy import at_most
 from train.output.formats import clock, duration, number
 
 _SHOWN = {
@@ -173,7 +174,8 @@ class Progress:
         score = next((key for key in _SCORES if key in metrics), None)
         for key, (name, rank) in _SHOWN.items():
             if key in metrics:
-                value = self._steady(name, number(metrics[key]))
+                text = at_most if key == "privacy/epsilon" else number
+                value = self._steady(name, text(metrics[key]))
                 yield Field(min(rank, 5) if key == score else rank, f"{name} {value}")
         if "examples_per_second" in metrics:
             rate = self._steady("rate", number(metrics["examples_per_second"]))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from fnet.memory import format_bytes
+from train.gradients.privacy import at_most
 from train.output.curves import LOWER_IS_BETTER, SCORES, Metric, describe
 from train.output.formats import duration, number
 from train.output.logged import NOT_PRIVATE
@@ -77,7 +78,7 @@ def figures_of(run: Run, index: int, metrics: Sequence[Metric]) -> dict[str, Cel
         figures["predicted peak"] = Cell(format_bytes(predicted), note)
     epsilon, delta = run.last("privacy/epsilon"), run.config.grad.delta
     if epsilon is not None and delta is not None:
-        figures["epsilon"] = Cell(number(epsilon), f"at delta {delta:g}")
+        figures["epsilon"] = Cell(at_most(epsilon), f"at delta {delta:g}")
     if run.summary and (audit := run.summary.audit):
         note = (
             f"{audit.confidence:.0%} confidence, {audit.correct} of {audit.guesses} guesses right"

@@ -8,7 +8,7 @@ import numpy as np
 from fnet.privacy.audit import Audit, audit_epsilon
 from fnet.privacy.canaries import GradientCanaries
 from train.data.canaries import draw_included
-from train.gradients.privacy import Privacy
+from train.gradients.privacy import Privacy, at_most
 from train.run.setup import Setup
 
 
@@ -32,7 +32,7 @@ def audit(
 
 def describe(result: Audit, privacy: Privacy | None, steps: int) -> str:
     """Describe both bounds on epsilon in one line."""
-    upper = f"at most {privacy.epsilon(steps):.4g}" if privacy else "unbounded without noise"
+    upper = f"at most {at_most(privacy.epsilon(steps))}" if privacy else "unbounded without noise"
     text = (
         f"audit: epsilon is at least {result.epsilon:.3g} with {result.confidence:.0%} confidence, "
         f"and {upper} ({result.correct} of {result.guesses} guesses about {result.canaries} "

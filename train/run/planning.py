@@ -15,7 +15,7 @@ from fnet.cpu.options import WITHOUT_OPTIMIZED_CODE
 from fnet.memory import Candidate, LayerResiduals, Plan, Policy, RematReport
 from fnet.memory.remat import policies_for
 from fnet.memory.target import Target, shapes_on
-from fnet.step import Executable, plan_step
+from fnet.step import Executable, divisors, plan_step
 from train.data import PREFETCHED_BATCHES
 from train.errors import UserError
 from train.run import process_memory
@@ -258,7 +258,7 @@ def _microbatch_choices(run: Setup) -> tuple[int, ...] | None:
     if choices or run.devices == 1 or not run.config.memory.budget:
         return choices
     shard = jax.tree.leaves(run.batch_shapes)[0].shape[0] // run.devices
-    return tuple(2**i for i in range(shard.bit_length()) if shard % 2**i == 0)
+    return tuple(divisors(shard))
 
 
 def _policy(run: Setup) -> str:

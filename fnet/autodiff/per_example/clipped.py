@@ -49,7 +49,7 @@ class ClippedInfo(NamedTuple):
       norms: Gradient norms over all parameters before clipping, [batch]; 0 for padding.
       scales: Factors that the gradients were multiplied by, [batch]. With ``per_layer`` a tree of
         them, like ``clip``, or like params if ``clip`` is a number.
-      nonfinite: Number of examples whose gradient is not finite, [].
+      nonfinite: Number of examples whose loss or gradient is not finite, [].
       aux: Auxiliary output of the loss. Leaves are [batch, ...], or of any shape if they do not
         depend on the batch.
       norms_per_layer: Gradient norms of each group of parameters, a tree like ``scales``; 0 for
@@ -122,7 +122,8 @@ def clipped_grad(
     batch of 0 examples               a sum of 0
     all examples masked               a sum of 0
     gradient of norm 0                contributes 0, also with ``rescale_to_unit_norm``
-    NaN or infinity in a gradient     contributes 0, and ``info.nonfinite`` counts it
+    NaN or infinity in loss or        contributes 0, and ``info.nonfinite`` counts it; its norm
+    gradient                          is NaN
     norm above 1e19 in float32        as infinity, because its square is
     ``clip=inf``                      the plain sum of gradients; 0 with ``rescale_to_unit_norm``
     ``clip=0``                        a sum of 0; with ``rescale_to_unit_norm`` each gradient is
@@ -352,6 +353,8 @@ class ClippedGrad:
         groups = _clip_groups(clip, numbers, self.per_layer)
         totals = [SquaredNorms.total([by_param[i] for i in own]) for own in groups.members]
         squares = jnp.broadcast_to(sum_of([total.values for total in totals]), is_real.shape)
+        # The gradient of a loss without a value may be finite: a label out of range.
+        squares = jnp.where(jnp.isfinite(grads.losses), squares, jnp.nan)
         is_counted = is_real & jnp.isfinite(squares)
 
         scales, scales_by_param = [], []

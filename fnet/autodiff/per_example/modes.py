@@ -65,14 +65,14 @@ class ClippedMode(Mode):
     edge case                         result
     ================================  ===========================================================
     ``weight`` 0 in the batch         padding: contributes 0; any other weight counts as 1
-    gradient that is not finite       contributes 0, and the metric ``nonfinite`` counts it
+    loss or gradient is not finite    contributes 0, and the metric ``nonfinite`` counts it
     batch of padding only             noise, or 0 without noise
     batch norm                        ValueError, see `fnet.clipped_grad`
     ================================  ===========================================================
 
     `fnet.make_step` takes this mode. It adds these metrics: ``clipped``, the fraction of examples
     whose gradient norm is above ``clip``; ``norm_median`` and ``norm_max``, of the gradient norms;
-    ``nonfinite``, the number of examples with a gradient that is not finite.
+    ``nonfinite``, the number of examples with a loss or a gradient that is not finite.
 
     Attributes:
       clip: Largest norm of an example's gradient.
@@ -137,6 +137,7 @@ class ClippedMode(Mode):
         if self.noise_multiplier and not self.clip < float("inf"):
             raise ValueError(f"clipped: clip must be finite with noise, got {self.clip}")
         check_clip(self.clip, self.per_layer, self.automatic)
+        checks.numbers("clipped", "> 0", clip=self.clip)  # 0 would train nothing
         schedules = {"noise_schedule": self.noise_schedule, "clip_schedule": self.clip_schedule}
         check_schedule("clipped", **schedules)
         if self.noise_schedule and not self.strategy.is_independent:
@@ -268,14 +269,14 @@ class PerExampleMode(Mode):
     edge case                         result
     ================================  ===========================================================
     ``weight`` 0 in the batch         padding: contributes 0; any other weight counts as 1
-    gradient that is not finite       contributes 0, and the metric ``nonfinite`` counts it
+    loss or gradient is not finite    contributes 0, and the metric ``nonfinite`` counts it
     batch norm                        ValueError, see `fnet.clipped_grad`
     ================================  ===========================================================
 
     `fnet.make_step` takes this mode. It adds these metrics: ``norm_median`` and ``norm_max``, of
-    the gradient norms; ``nonfinite``, the number of examples with a gradient that is not finite;
-    ``grad_sq`` and ``grad_var`` of `fnet.autodiff.noise_scale`. Their means over steps give the
-    noise scale ``grad_var / grad_sq``, a number of examples.
+    the gradient norms; ``nonfinite``, the number of examples with a loss or a gradient that is not
+    finite; ``grad_sq`` and ``grad_var`` of `fnet.autodiff.noise_scale`. Their means over steps
+    give the noise scale ``grad_var / grad_sq``, a number of examples.
 
     Attributes:
       per_layer: Whether to also measure both parts for each parameter array, as

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from fnet import layers
+from fnet import layers, losses
 from fnet.autodiff.per_example.clipped import clipped_grad, gradient_strategies
 from fnet.autodiff.per_example.gradients import per_example_norms
 from fnet.jaxpr import find_equations
@@ -254,6 +254,20 @@ def test_nonfinite_examples_contribute_zero_and_are_counted(name, bad):
     chex.assert_tree_all_finite(total)
     chex.assert_trees_all_close(total, expected, rtol=1e-5, atol=1e-6)
     assert info.nonfinite == 1
+
+
+def test_examples_whose_loss_alone_is_not_finite_contribute_zero_and_are_counted():
+    def loss(w, x, label):  # its gradient is finite for a label out of range
+        return losses.cross_entropy(x @ w, label)
+
+    x, label = jax.random.normal(jax.random.key(0), (4, 5)), jnp.array([0, 7, 2, 1])
+    gradient = clipped_grad(loss, 1.0)
+    total, info = gradient(jnp.ones((5, 3)), x, label)
+    expected, _ = gradient(jnp.ones((5, 3)), x, label % 3, mask=label < 3)
+    chex.assert_trees_all_close(total, expected, rtol=1e-6)
+    assert jnp.isnan(info.losses[1])
+    assert (info.nonfinite, info.scales[1]) == (1, 0)
+    assert jnp.isnan(info.norms[1])
 
 
 @pytest.mark.parametrize("size", [0, 1])

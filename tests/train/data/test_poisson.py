@@ -231,9 +231,21 @@ def test_rejects_invalid_sampling(arguments, message):
         PoissonSampling(**arguments)
 
 
-@pytest.mark.parametrize("arrays", [{"x": np.zeros(7)}, {"weight": np.zeros(8)}])
-def test_rejects_arrays_that_do_not_fit(arrays):
-    with pytest.raises(ValueError, match="arrays need 8 rows and any name but weight"):
+def test_rejects_an_array_for_a_number():
+    with pytest.raises(TypeError, match=r"examples must be a number, got an array of shape \(3,\)"):
+        PoissonSampling(np.ones(3), 2)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"x": np.zeros(7)}, r"expected arrays of 8 rows, got shape \(7,\) for x"),
+        ({"x": [0] * 8}, "expected arrays of 8 rows, got list for x"),
+        ({"weight": np.zeros(8)}, "weight is the array that marks padding; rename yours"),
+    ],
+)
+def test_rejects_arrays_that_do_not_fit(arrays, message):
+    with pytest.raises(ValueError, match=message):
         next(PoissonSampling(8, 2).batches(arrays, 0, 1))
 
 

@@ -103,6 +103,13 @@ def test_a_user_changes_the_sum_by_at_most_the_clip(problem):
         assert 0 < change <= clip * 1.0001
 
 
+def test_rejects_a_batch_without_weights_of_examples(problem):
+    params, batch, _ = problem
+    batch = {name: array for name, array in batch.items() if name != "example_weight"}
+    with pytest.raises(ValueError, match=r"needs example_weight \[users, k\], 0 for padding"):
+        per_user(loss)(params, {}, batch, None)
+
+
 def test_metrics_are_means_over_a_users_examples(problem):
     params, batch, count = problem
     _, aux = per_user(loss)(params, {}, batch, None)
