@@ -1,5 +1,6 @@
 """The ``fnet`` command: dispatch, exit codes and JAX's configuration."""
 
+import _thread
 import contextlib
 import errno
 import importlib
@@ -7,8 +8,10 @@ import io
 import os
 import signal
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 
 from train import limits
 from train.errors import TrainingError, UserError, did_you_mean, is_out_of_memory, printable
@@ -59,6 +62,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     The exit code is 0 if all went well, 2 for a mistake of the user and 1 for anything else.
     """
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _interrupt)
     if sys.stdout is None:  # closed by the caller
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):  # some names are not in a terminal's encoding
@@ -94,6 +100,17 @@ def main(argv: Sequence[str] | None = None) -> None:
             "with --memory.budget",
             1,
         )
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """Raise KeyboardInterrupt; later, where Python would drop it: in the garbage collection."""
+    del number
+    while frame is not None:
+        if frame.f_code.co_name in ("_xla_gc_callback", "__del__"):
+            threading.Timer(0.1, _thread.interrupt_main).start()
+            return
+        frame = frame.f_back
+    raise KeyboardInterrupt
 
 
 def _fail(error: Exception | str, code: int) -> None:

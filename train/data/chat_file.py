@@ -705,10 +705,15 @@ def _messages(record: Record, name: str) -> list[dict[str, Any]]:
         read["weight"] = int(all(weights.values()))
         if content is None and "tool_calls" in read:
             read["content"] = content = ""
+        elif content is None and "content" in message:
+            raise UserError(f"{where}: content is null; give a text, or remove the message")
         elif content is None:
             raise _missing(where, "content", message)
         elif not isinstance(content, str):
-            given = type(content).__name__
+            others = (
+                [p for p in content if not _is_text_part(p)] if isinstance(content, list) else []
+            )
+            given = f"a part {others[0]!r:.60}" if others else type(content).__name__
             raise UserError(f"{where}: content must be a text or a list of texts, got {given}")
         elif role == _ASSISTANT and not content.strip() and "tool_calls" not in read:
             raise UserError(f"{where}: the answer is empty; remove the record")

@@ -139,8 +139,10 @@ def _read_json_lines(path: str, option: str) -> Iterator[Record]:
             try:
                 fields = json.loads(line)
             except (ValueError, RecursionError) as error:
+                # The line is known; a decoder counts lines and columns from its start.
+                why = getattr(error, "msg", None) or error
                 raise UserError(
-                    f"{option}: {place}: not JSON: {error}; each line must be a JSON object{hint}"
+                    f"{option}: {place}: not JSON: {why}; each line must be a JSON object{hint}"
                 ) from None
             if not isinstance(fields, dict):
                 raise UserError(

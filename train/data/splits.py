@@ -215,6 +215,7 @@ def count_held_out(count: int, fraction: float, what: str) -> int:
     if not 0 < num_test < count:
         raise UserError(
             f"data.test_fraction: {fraction} of {count} {what} leaves {num_test} for testing and "
-            f"{count - num_test} for training; expected at least one each"
+            f"{count - num_test} for training; expected at least one each; give more, or another "
+            "fraction"
         )
     return num_test

@@ -142,6 +142,11 @@ class RunFolder:
 
     def read_config(self) -> Config:
         """Return the run's config, with every field."""
+        if (self.path / "adapter_config.json").is_file() and not self.config.is_file():
+            raise UserError(
+                f"{self.path} has adapters of PEFT, not a model; merge them into their base model "
+                "with peft's merge_and_unload, and give the merged folder"
+            )
         if not self.config.is_file():
             raise UserError(f"no run in {self.path}: it has no config.json{self._similar_run()}")
         if is_model_folder(self.path):

@@ -1,5 +1,6 @@
 """``fnet train`` and ``fnet eval`` in this process, on a network that trains in a second."""
 
+import contextlib
 import io
 import itertools
 import json
@@ -7,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import chex
 import jax
@@ -15,6 +17,7 @@ import pytest
 from program_cases import assert_one_line_error, exit_code, final_state, fnet_command, metrics_of
 
 import fnet
+from train import cli
 from train.config import Config, Mlp, Synthetic, Train, recipes
 from train.errors import UserError
 from train.output.formats import number
@@ -75,6 +78,27 @@ def test_writes_the_documented_files(finished_run, tmp_path_factory):
     place = shelf / "finished_run"
     commands = f"fnet report {place}", f"fnet eval {place}", f"fnet predict {place} IMAGE"
     assert after["next:"] == ", ".join(commands)
+
+
+def test_ctrl_c_during_a_garbage_collection_is_not_lost(monkeypatch, capsys):
+    def command(argv):
+        def _xla_gc_callback():
+            signal.raise_signal(signal.SIGINT)
+
+        with contextlib.suppress(KeyboardInterrupt):  # as Python does around such a callback
+            _xla_gc_callback()
+        ended.append("callback")
+        time.sleep(60)
+
+    ended = []
+    monkeypatch.setattr(cli, "_dispatch", command)
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert exit_code("train") == 1
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert ended == ["callback"]
+    assert capsys.readouterr().err == "fnet: interrupted\n"
 
 
 @pytest.mark.slow
