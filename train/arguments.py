@@ -508,6 +508,12 @@ def _first_mistake(kind: Any, defaults: Any, flags: Sequence[str], prog: str) ->
             return f"unexpected {' '.join(values)}; see {prog} --help"
         name = flag.removeprefix("--").replace("-", "_")
         if name not in known:
+            section, _, field = name.partition(".")
+            kinds = registry.variants(section).items()
+            owners = [k for k, v in kinds if field in v.__dataclass_fields__]
+            if owners:
+                tag = f"--{section}.{registry.tag_of(section)}"
+                return f"{flag}: an option of {tag} {' or '.join(owners)}; see {prog} --help"
             names = ["--" + k.replace("_", "-") for k in known]
             meant = re.sub(r"^--no-(.*\.)", r"--\1no-", flag)  # "no" goes with the field
             return f"unknown option {flag}{did_you_mean(meant, names)}; see {prog} --help"

@@ -225,6 +225,7 @@ MISTAKES = [
     (("train", "nowhere/run.py"), "nowhere/run.py: no nowhere in .; give the name of a recipe"),
     (("train",), "missing CONFIG; usage: fnet train CONFIG"),
     (("trian", "digits"), "no command trian (did you mean train?)"),
+    (("train", "tiny.py", "--grad.epsilon", "3"), "--grad.epsilon: an option of --grad.mode clipped; see fnet"),
     (("train", "tiny.py", "--optim.lerning-rate", "1"), "unknown option --optim.lerning-rate (did you mean --optim.learning-rate?)"),
     (("train", "tiny.py", "--no-train.warm"), "unknown option --no-train.warm"),
     (("train", "tiny.py", "--optim.lr", "1"), "unknown option --optim.lr (did you mean --optim.learning-rate?)"),
