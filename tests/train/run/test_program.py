@@ -289,7 +289,7 @@ MISTAKES = [
     (("train", "parts.json"), "grad.microbatches: 3 do not divide data.batch_size 64"),
     (("train", "tiny.py", "--grad.mode", "clip"), "--grad.mode: expected one of attribution, clipped, mean, microbatch, per_example, got clip"),
     (("train", "tiny.py", "--grad.mode", "microbatch", "--grad.microbatches", "3"), "grad.microbatches: 3 do not divide data.batch_size 16"),
-    (("train", "tiny.py", "--grad.mode", "microbatch", "--grad.clip", "3"), "unknown option --grad.clip"),
+    (("train", "tiny.py", "--grad.mode", "microbatch", "--grad.clip", "3"), "--grad.clip: an option of --grad.mode clipped"),
     (("configs", "all"), "unexpected all; usage: fnet configs"),
 ]  # fmt: skip
 
