@@ -237,8 +237,8 @@ def as_page(described: Mapping[str, Any], runs: Mapping[str, Mapping[str, Any]])
         "# Predicted and measured memory",
         "[Memory](../memory.md) explains the prediction. Each recipe trains for a few steps on "
         "the CPU, in a fresh process.\nThe table compares `peak_bytes_predicted` with "
-        "`peak_bytes_seen` of `summary.json`, one run each. The last column has both with an earlier "
-        "JAX, where one of them differs by over 5 %.",
+        "`peak_bytes_seen` of `summary.json`, one run each. The last column has both with an "
+        "earlier JAX, where one of them differs by over 5 %.",
         f"{sum(good)} of {len(good)} recipes are within the bound: {BOUND} of the measured bytes, "
         "whichever is larger.\n`tests/train/run/test_predictions.py` (slow) fails if another one "
         "leaves it. "

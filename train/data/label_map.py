@@ -82,8 +82,12 @@ class LabelMap:
             at = np.searchsorted(known, values)
             labels = np.where(known[at] == values, label_of[at], INVALID)
         else:
-            if mask.kind == "palette" and self.shown:
-                self._compare_palette(mask)
+            for index, label, color in self.palette_colors(mask) if self.shown else ():
+                if (owner := self.owner_of(label, color)) != label:
+                    raise UnreadableError(
+                        f"its palette index {index} is {color_text(color)}, the color of "
+                        f"{self.names[owner]} in other masks"
+                    )
             below, table = _table(self.values_of(mask))
             labels = table[np.clip(values - below, 0, len(table) - 1)]
         if labels.min(initial=0) == INVALID:
@@ -96,19 +100,20 @@ class LabelMap:
         """Return pairs of a value and its label for a mask that is read by its values."""
         return self.indices if self.indices and mask.kind in KINDS["grays"] else self.values
 
-    def _compare_palette(self, mask: MaskValues) -> None:
-        """Raise an error for a mask whose palette has a class in the color of another one."""
+    def palette_colors(self, mask: MaskValues) -> list[tuple[int, int, int]]:
+        """Return each held index, its label and its color, of a palette that is read by values."""
+        if mask.kind != "palette" or self.reads_color(mask):
+            return []
         assert mask.palette is not None
-        shown, values = dict(self.shown), dict(self.values)
-        of_color = {color: label for label, color in self.shown}
-        for index in np.flatnonzero(np.bincount(mask.values.ravel())).tolist():
-            label, color = values.get(index, IGNORE), int(mask.palette[index])
-            other = of_color.get(color, label)
-            if other != label and shown.get(label, color) != color:
-                raise UnreadableError(
-                    f"its palette index {index} is {color_text(color)}, the color of "
-                    f"{self.names[other]} in other masks"
-                )
+        label_of = dict(self.values)
+        held = np.flatnonzero(np.bincount(mask.values.ravel())).tolist()
+        return [(i, label_of.get(i, IGNORE), int(mask.palette[i])) for i in held]
+
+    def owner_of(self, label: int, color: int) -> int:
+        """Return the label that has this color in the palettes of the run; ``label`` if none."""
+        if dict(self.shown).get(label, color) == color:
+            return label
+        return next((other for other, shown in self.shown if shown == color), label)
 
     def reads_color(self, mask: MaskValues) -> bool:
         """Whether a mask is read by its colors."""

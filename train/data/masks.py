@@ -74,7 +74,7 @@ def make_label_map(
     classes_of = _table_values(rows or (Row(""),) * (num_given or 0), ignored_values)
     numbers = {value for value, label in classes_of.items() if label != IGNORE}
     gray_palettes, notes = _have_grays(samples, {*config.mask_values} or numbers)
-    samples = [_as_gray(sample) if gray_palettes else sample for sample in samples]
+    samples = [*map(_as_gray, samples)] if gray_palettes else samples
     gray = _count_numbers(samples)
     if not rows and num_given is None:
         names = _guess_binary(gray, samples)
@@ -247,12 +247,7 @@ def _palette_colors(label_map: LabelMap, samples: Iterable[Sample]) -> dict[int,
     """
     found: dict[int, tuple[int, str]] = {}
     for path, _, mask in samples:
-        if mask.kind != "palette" or label_map.reads_color(mask):
-            continue
-        assert mask.palette is not None
-        label_of = dict(label_map.values)
-        for index in mask.values.ravel().tolist():
-            label, color = label_of.get(index, IGNORE), int(mask.palette[index])
+        for index, label, color in label_map.palette_colors(mask):
             if label == IGNORE or color < 0:
                 continue
             other, earlier = found.setdefault(label, (color, path))
@@ -422,7 +417,7 @@ def translate(
     numbers = {value for value, label in trained.values if label != IGNORE}
     gray_palettes, notes = _have_grays(samples, numbers)
     label_map = replace(trained, gray_palettes=gray_palettes)
-    viewed = [_as_gray(sample) if gray_palettes else sample for sample in samples]
+    viewed = [*map(_as_gray, samples)] if gray_palettes else samples
     has_values = "palettes" in trained.decided and not trained.indices
     label_map, more = choose_readings(config, label_map, viewed, has_values=has_values)
     notes += more
@@ -469,7 +464,7 @@ def translate(
             differs = f"{source} gives the values, and its names stand for the classes of the run"
             notes = [*more, differs] if is_new or read != read_by_run else more
             label_map = own
-            viewed = [_as_gray(sample) if own.gray_palettes else sample for sample in samples]
+            viewed = [*map(_as_gray, samples)] if own.gray_palettes else samples
     if all(row.value is None for row in rows):
         label_map = replace(label_map, shown=trained.shown)
         if config.ignore is None:
@@ -504,8 +499,8 @@ def compare_palettes(
     of_run = dict(label_map.shown)
     names = []
     for label, color in shown:
-        other = next((i for i, c in of_run.items() if c == color), label)
-        if of_run.get(label, color) != color and other != label:
+        other = label_map.owner_of(label, color)
+        if other != label:
             raise UserError(
                 f"data.path: {label_map.names[label]} has the palette color {color_text(color)}, "
                 f"which {label_map.names[other]} has in {where}; name the values of the classes in "
@@ -571,7 +566,7 @@ def check_masks(
     found: set[int] = set()
     held: Counter[int] = Counter()
     need = 2 if which == "training" else 1
-    samples = (_as_gray(s) if label_map.gray_palettes else s for s in samples)
+    samples = map(_as_gray, samples) if label_map.gray_palettes else samples
     for i, sample in enumerate(samples):
         if i >= SAMPLED and len(found) >= need:
             break
