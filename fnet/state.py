@@ -118,6 +118,11 @@ class TrainState:
                 "copies, jax.tree.map(jnp.copy, params), to the first state"
             )
         init_key, key = jax.random.split(key)
+        if model is not None and not hasattr(model, "init"):
+            raise TypeError(
+                "TrainState.create: expected a layer with init as the model, got "
+                f"{type(model).__name__}; give parameters as params="
+            )
         if model is not None:
             if model_state is not None:
                 raise TypeError("TrainState.create: model_state comes with params, not a model")

@@ -87,6 +87,10 @@ def remat_to_fit(
     """
     if budget is None:
         budget, *args = args or (None,)  # type: ignore[assignment]
+        if not isinstance(budget, str) and not jnp.isscalar(budget):
+            raise TypeError(
+                "remat_to_fit: no budget; give it as budget= or in front of the loss's arguments"
+            )
     limit = parse_bytes(budget, "remat_to_fit: budget")
     if optimizer is not None:
         checks.optimizer("remat_to_fit", optimizer)
@@ -240,6 +244,11 @@ class _Call(NamedTuple):
                     "remat_to_fit: the loss must return a scalar or (scalar, aux), got "
                     f"{_describe(result)}."
                 )
+            if aux is not None and _like(aux, args[0]):
+                raise TypeError(
+                    "remat_to_fit: the loss returned a value and arrays like its first argument: "
+                    "pass the loss itself, not jax.value_and_grad of it."
+                )
             # The step returns updated weights. Returned without an update, they would be copied.
             is_new = lambda path, variable: id(variable.get_value()) not in before  # noqa: E731
             changed = _nnx().state(objects, is_new) if objects else {}
@@ -272,6 +281,17 @@ def _nnx() -> Any:
 
 def _is_array(leaf: Any) -> bool:
     return hasattr(leaf, "dtype") and hasattr(leaf, "shape")
+
+
+def _like(a: Any, b: Any) -> bool:
+    """Whether two trees of several floating arrays have the same structure and shapes."""
+    leaves, other = jax.tree.leaves(a), jax.tree.leaves(b)
+    return (
+        jax.tree.structure(a) == jax.tree.structure(b)
+        and len(leaves) > 1
+        and all(_is_array(leaf) and _is_floating(leaf) for leaf in leaves + other)
+        and all(x.shape == y.shape for x, y in zip(leaves, other, strict=True))
+    )
 
 
 def _is_scalar(value: Any) -> bool:

@@ -410,6 +410,8 @@ class _Program:
             assert t.name is not None
             saved[self.windows[t.piece]].add(t.name)
         for kind, key in chosen:
+            if kind in ("save", "offload") and key.name is None:
+                continue  # it cannot be named, but a later window holds it as its input
             if kind == "save":
                 saved[self.windows[key.piece]].add(key.name)
             elif kind == "offload":

@@ -2,6 +2,7 @@
 
 import re
 
+import chex
 import equinox as eqx
 import haiku as hk
 import jax
@@ -268,9 +269,10 @@ def test_nnx_step_takes_what_is_planned():
 @pytest.mark.parametrize(
     ("args", "options", "message"),
     [
-        (({}, 1), {}, "budget: expected a number with a unit .*, got dict"),
-        ((None, {}), {}, "budget: expected a number with a unit .*, got None"),
-        ((), {}, "budget: expected a number with a unit .*, got None"),
+        (({}, 1), {}, "no budget; give it as budget= or in front"),
+        ((None, {}), {}, "no budget; give it as budget= or in front"),
+        ((), {}, "no budget; give it as budget= or in front"),
+        (("10%", {}), {}, "budget: expected a number with a unit .*, got '10%'"),
         (("1GiB",), {}, "the arguments of the loss are missing, the model first"),
         (
             ("1GiB", {}),
@@ -339,3 +341,37 @@ def test_a_rule_that_reads_traced_arrays_around_it_is_named(kind):
     args = jnp.ones((32, 32)), jnp.ones((512, 32))
     with pytest.raises(memory.BudgetError, match="reads traced arrays"):
         memory.remat_to_fit(loss, *args, budget="100KiB", optimizer=optax.sgd(0.1))
+
+
+def test_rejects_a_gradient_in_place_of_a_loss():
+    def loss(p, x):
+        return jnp.tanh(x @ p["w"] + p["b"][None]).sum()
+
+    p, x = {"w": jnp.ones((4, 4)), "b": jnp.ones(4)}, jnp.ones((8, 4))
+    with pytest.raises(TypeError, match=r"pass the loss itself, not jax\.value_and_grad of it"):
+        memory.remat_to_fit(jax.value_and_grad(loss), "1GiB", p, x)
+    # One array of the same shape may be anything.
+    memory.remat_to_fit(lambda w: (w.sum(), jnp.sin(w)), "1GiB", jnp.ones(8))
+
+
+def test_keys_that_the_loss_splits_for_a_loop_pass_between_windows():
+    """Keys cannot be named for a checkpoint policy, and are inputs of the loop's window."""
+
+    def loss(p, x, key):
+        def body(carry, inputs):
+            w, k = inputs
+            kept = jax.random.bernoulli(k, 0.9, carry.shape)
+            h = jnp.where(kept, jax.nn.gelu(carry @ w), 0)
+            return carry + h - h.mean(0, keepdims=True), None
+
+        y, _ = jax.lax.scan(body, x, (p["w"], jax.random.split(key, 4)))
+        return jnp.square(y).mean() + jnp.square(jnp.tanh(y) @ p["v"]).mean()
+
+    p = {"w": jnp.full((4, 16, 16), 0.1), "v": jnp.ones((16, 16))}
+    arguments = p, jax.random.normal(jax.random.key(1), (128, 16)), jax.random.key(0)
+    gradient = lambda f: jax.jit(jax.grad(f))(*arguments)  # noqa: E731
+    plain = memory.remat_to_fit(loss, "1GB", *arguments)[1].chosen.peak.total
+    fitted, plan = memory.remat_to_fit(loss, plain // 2, *arguments)
+    assert plan.chosen.policy.name == "planned"
+    with jax.debug_key_reuse(False):  # the same key twice, on purpose
+        chex.assert_trees_all_close(gradient(fitted), gradient(loss), rtol=1e-5)
