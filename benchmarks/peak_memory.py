@@ -99,9 +99,9 @@ REASONS = {
     "digits_diffusion": "The step's temporaries of 15.2 MiB come from the heap, where other arrays "
     "leave gaps that the next step's do not fit. glibc maps arrays separately from 16 MiB on. "
     "Mapped from 8 MiB on, the step needs 28 MiB instead of 58, and takes 1.16 times as long.",
-    "cifar10_resnet": f"{_WRITTEN} 32 MB are counted. With JAX 0.12, 219 MB are predicted and "
-    "198 measured.",
-    "finetune_full": f"{_WRITTEN} 65 MB are counted; four runs took 167 to 192 MB.",
+    "cifar10_resnet": f"{_WRITTEN} 32 MB are counted.",
+    "finetune_full": f"{_WRITTEN} 65 MB are counted; seven runs took 167 to 192 MB.",
+    "finetune_lora": f"{_WRITTEN} Three runs took 58, 71 and 79 MB.",
     "finetune_private": f"{_WRITTEN} 34 MB are counted; four runs took 64 to 85 MB.",
     "imagenet_resnext101": "Workspaces of convolutions are estimated at 28 MB, and took 16.",
     "vit_finetune": "Not explained. Without occupied gaps of the heap, the process takes 404 MB.",
