@@ -3,8 +3,8 @@
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -188,9 +188,14 @@ class Step:
         return jax.jit(step, static_argnames="cpus", donate_argnums=0, keep_unused=True)
 
     def __call__(self, state: TrainState, batch: dict[str, Array]) -> tuple[TrainState, Metrics]:
-        """Take one step; ``state`` is donated."""
+        """Take one step; ``state`` is donated.
+
+        Raises:
+          RuntimeError: If ``state`` was donated to an earlier step.
+        """
         cpus = count_cpus((state.step, batch))
-        return cast(tuple[TrainState, Metrics], self.jitted(state, batch, cpus=cpus))
+        with _explain_donation():
+            return cast(tuple[TrainState, Metrics], self.jitted(state, batch, cpus=cpus))
 
     def trace(self, state: TrainState, batch: dict[str, Array]) -> jax.stages.Traced:
         """Trace the step for these arguments or their shapes; see ``jax.jit(f).trace``."""
@@ -295,6 +300,20 @@ def _update_whole_arrays(
     )
 
 
+@contextmanager
+def _explain_donation() -> Iterator[None]:
+    """Say what to do where JAX says that an array of the state or of the batch is deleted."""
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:  # by the way the step is called
+        if "has been deleted" not in str(error):
+            raise
+        raise RuntimeError(
+            "make_step: the state, or an array of the batch, was donated to an earlier step: use "
+            f"the state that the step returned, or pass a copy ({error})"
+        ) from error
+
+
 def _check_optimizer(optimizer: optax.GradientTransformation, state: TrainState) -> None:
     """Raise ValueError if a state was created with another optimizer."""
     own = jax.eval_shape(optimizer.init, state.params)
@@ -352,9 +371,11 @@ class Executable(NamedTuple):
         """Take one step in the buffers of ``state``.
 
         Raises:
+          RuntimeError: If ``state`` was donated to an earlier step.
           TypeError: If a shape or dtype is not the one that the step was compiled for.
         """
-        return cast(tuple[TrainState, Metrics], self.compiled(state, batch))
+        with _explain_donation():
+            return cast(tuple[TrainState, Metrics], self.compiled(state, batch))
 
 
 def compile_step(

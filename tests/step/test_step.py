@@ -516,6 +516,18 @@ def test_remat_changes_no_value():
     chex.assert_trees_all_close(got.params, expected.params, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_state_that_was_donated_is_named(compiled):
+    model, optimizer = classifier(), optax.sgd(0.1)
+    state, batch = created(model, optimizer), batch_of(2)
+    step = fnet.make_step(loss_of(model), optimizer)
+    if compiled:
+        step = fnet.compile_step(step, state, batch)
+    step(state, batch)
+    with pytest.raises(RuntimeError, match="donated to an earlier step: use the state that the"):
+        step(state, batch)
+
+
 @pytest.mark.parametrize(
     ("own", "other"),
     [

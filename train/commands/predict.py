@@ -21,7 +21,7 @@ from train.config import ChatFile
 from train.data import pad_batch
 from train.data.chat_file import load_unlabeled
 from train.data.decode import UnreadableError, decode
-from train.data.files import IMAGE_PATTERNS, describe_files, list_images
+from train.data.files import IMAGE_PATTERNS, describe_files, describe_skipped, list_images
 from train.data.label_map import LabelMap, plain_label_map
 from train.data.preprocessing import PreprocessedImage, Preprocessor
 from train.errors import UserError, printable, writing
@@ -86,10 +86,10 @@ def predict(folder: RunFolder, given: Sequence[str], options: PredictArguments) 
         image, or the output folder cannot be written.
     """
     config = config_of_images(folder)
-    paths = find_images(given)
-    for note in describe_files(paths, ()):
-        print(printable(f"fnet: {note}"), file=sys.stderr)
+    paths, notes = find_images(given)
     predictor = Predictor(folder.path, best=options.best)
+    for note in (*notes, *describe_files(paths, ())):
+        print(printable(f"fnet: {note}"), file=sys.stderr)
     classes = predictor.classes
     is_segmentation = kind_of(config).predicts == "masks"
     out = _out(folder, options)
@@ -174,9 +174,10 @@ def _write(
         atomic_write(out / "predictions.csv", as_csv(rows))
 
 
-def find_images(given: Sequence[str]) -> list[str]:
-    """Return the given files, and all images below the given folders."""
+def find_images(given: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the given files and all images below the given folders, and notes about others."""
     paths: list[str] = []
+    notes: list[str] = []
     for name in given:
         if not os.path.isdir(name):
             if not os.path.exists(name):
@@ -184,13 +185,14 @@ def find_images(given: Sequence[str]) -> list[str]:
             paths.append(name)
             continue
         try:
-            below = list_images(Path(name)).paths
+            below = list_images(Path(name))
         except UserError as error:
             raise UserError(str(error).removeprefix("data.path: ")) from error
-        if not below:
+        if not below.paths:
             raise UserError(f"no image in {name}; expected {IMAGE_PATTERNS}")
-        paths += [os.path.join(name, image) for image in below]
-    return paths
+        notes += [f"{name}: {note}" for note in describe_skipped([below])]
+        paths += [os.path.join(name, image) for image in below.paths]
+    return paths, notes
 
 
 def _row(

@@ -341,12 +341,16 @@ def _optimizer(config: Config, schedule: optax.Schedule) -> optax.GradientTransf
 
     def init(params: Any) -> Any:
         has_classifier = any(jax.tree.leaves(optim.classifier_mask(params)))
-        options = ("classifier_learning_rate", "freeze_backbone")
+        options = {
+            "classifier_learning_rate": "--optim.classifier-learning-rate None",
+            "freeze_backbone": "--optim.no-freeze-backbone",
+        }
         needs = [name for name in options if getattr(section, name)]
         if needs and not has_classifier:
+            without = options[needs[0]]
             raise UserError(
                 f"optim.{needs[0]}: the network {config.model.name} has no layer "
-                f"named {' or '.join(sorted(optim.CLASSIFIERS))}"
+                f"named {' or '.join(sorted(optim.CLASSIFIERS))}; add {without}"
             )
         try:
             return optimizer.init(params)

@@ -309,12 +309,14 @@ def test_reports_unreadable_images_and_predicts_the_others(run_of, recipes, caps
     pages = [Image.open(recipes / "colours" / "val" / "red" / "0.png")] * 2
     pages[0].save(recipes / "new" / "b.tif", save_all=True, append_images=pages[1:])
     (recipes / "new" / "c.jpg").write_bytes(b"")
+    (recipes / "new" / "notes.txt").write_text("no image")
     assert exit_code("predict", run, "new", "--json") == 2
     output = capsys.readouterr()
     result = json.loads(output.out)
     assert [p["image"] for p in result["predictions"]] == ["new/b.tif"]
     assert [p["image"] for p in result["unreadable"]] == ["new/a.png", "new/c.jpg"]
     lines = output.err.splitlines()
+    assert lines.pop(0) == "fnet: new: left out 1 files that are no images: 1 x .txt"
     assert len(lines) == 3
     assert lines[0].startswith("fnet: images of several frames or pages, of which the first is ")
     assert lines[1].startswith("fnet: cannot read new/a.png: ")

@@ -245,7 +245,7 @@ MISTAKES = [
     (("train", "tiny.py", "--data.batch-size", "100000000000000000000"), "data.batch_size: expected less than 2147483648"),
     (("train", "tiny.py", "--train.steps", "None", "--train.epochs", "1e308"), "train.epochs: 1e+308 gives 2^31 steps or more"),
     (("train", "tiny.py", "--optim.schedule", "step", "--optim.decay-epochs", "1", "2"), "optim.decay_epochs: 1, 2, counted in steps: make_schedule: step needs one decay_steps > 0, got ("),
-    (("train", "tiny.py", "--model.name", "mlp", "--optim.classifier-learning-rate", "1"), "optim.classifier_learning_rate: the network mlp has no layer named "),
+    (("train", "tiny.py", "--model.name", "mlp", "--optim.classifier-learning-rate", "1"), "named classifier or cls or fc or head; add --optim.classifier-learning-rate None"),
     (("train", "a" * 300), "cannot read aaa"),
     (("eval", "a" * 300), "a" * 300),
     (("train", "tiny.py", "--out", "a" * 300), "cannot write aaa"),
