@@ -85,6 +85,7 @@ def claims_of(result: Mapping[str, Any]) -> list[Claim]:
 def with_earlier(new: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, Any]:
     """Add ``earlier`` to a result: the claims of the same benchmark with another version of JAX."""
     versions = [result.get("versions", {}).get("jax") for result in (old, new)]
+    earlier: Mapping[str, Any] | None
     if all(versions) and versions[0] != versions[1]:
         earlier = {"jax": versions[0], "claims": old["claims"]}
     else:

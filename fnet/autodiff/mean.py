@@ -67,8 +67,8 @@ def losses_and_aux(result: Any, model_state: Any) -> tuple[Array, Aux]:
             "loss: expected losses [batch] or (losses [batch], fnet.Aux(model_state, metrics)), "
             f"got {jax.tree.structure(result)}"
         )
-    given, new = jax.tree.structure(model_state), jax.tree.structure(result[1].model_state)
-    if new != given:
+    given: Any = jax.tree.structure(model_state)
+    if (new := jax.tree.structure(result[1].model_state)) != given:
         raise TypeError(
             f"loss: Aux(model_state, metrics) needs a model state like the given one, {given}, got "
             f"{new}; pass on model_state if it does not change"

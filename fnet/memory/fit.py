@@ -286,8 +286,9 @@ def _is_array(leaf: Any) -> bool:
 def _like(a: Any, b: Any) -> bool:
     """Whether two trees of several floating arrays have the same structure and shapes."""
     leaves, other = jax.tree.leaves(a), jax.tree.leaves(b)
+    structure: Any = jax.tree.structure(a)
     return (
-        jax.tree.structure(a) == jax.tree.structure(b)
+        structure == jax.tree.structure(b)
         and len(leaves) > 1
         and all(_is_array(leaf) and _is_floating(leaf) for leaf in leaves + other)
         and all(x.shape == y.shape for x, y in zip(leaves, other, strict=True))
