@@ -285,10 +285,12 @@ def _changed_by_readers(image: Image.Image) -> str:
     assert isinstance(image, ImageFile.ImageFile), type(image)
     for tile in image.tile:
         args = tile.args if isinstance(tile.args, tuple) else (tile.args,)
-        kind, is_ppm = str(args[0]), tile.codec_name.startswith("ppm")
-        if kind.startswith(("L;2", "L;4")) or (is_ppm and args[-1] not in (255, 65535)):
+        kind, most = str(args[0]), 255
+        if tile.codec_name.startswith("ppm") and args[1:]:  # bits have no largest value
+            most = args[1]
+        if kind.startswith(("L;2", "L;4")) or most not in (255, 65535):
             return "fewer than 256 gray levels, which readers rescale to 0 to 255"
-        if re.match("(RGB.?|LA);16", kind) or (is_ppm and kind == "RGB" and args[-1] > 255):
+        if re.match("(RGB.?|LA);16", kind) or (kind == "RGB" and most > 255):
             return "several channels of 16 bits, of which readers keep 8"
     return ""
 

@@ -404,6 +404,8 @@ def test_refuses_gray_levels_that_readers_rescale(save, tmp_path):
         assert error_of(path, decode_mask).startswith("it has fewer than 256 gray levels")
     (tmp_path / "c.pgm").write_bytes(b"P5 3 1 255\n" + bytes([0, 1, 20]))
     assert decode_mask(str(tmp_path / "c.pgm")).values.tolist() == [[0, 1, 20]]
+    (tmp_path / "c.pbm").write_bytes(b"P1 3 1\n0 1 0\n")
+    assert decode_mask(str(tmp_path / "c.pbm")).values.tolist() == [[1, 0, 1]]
     palette = Image.fromarray(np.array([[0, 1, 15]], np.uint8), "P")
     palette.putpalette([7] * 48)
     path = save(palette, "d.png", bits=4)
