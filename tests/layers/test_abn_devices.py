@@ -17,8 +17,8 @@ from fnet import layers
 # Real examples per device: 3, 0, 4, 1.
 UNEVEN = np.array([1, 1, 1, 0, 0, 0, 0, 0, 1, 1, 1, 1, 0, 1, 0, 0], bool)
 BATCHES = {
-    "uneven, empty on one device": (16, UNEVEN),
     "one sample a device": (4, None),
+    "uneven, empty on one device": (16, UNEVEN),
 }
 ROWS = P("d")
 BOTH_MODES = pytest.mark.parametrize(
