@@ -90,7 +90,7 @@ class LineMap:
       times: Seconds of those that passed.
     """
 
-    def __init__(self, made: Path, root: Path, share: float = 1 / 32) -> None:
+    def __init__(self, made: Path, root: Path, share: float = 1 / 16) -> None:
         times = json.loads((made / "times.json").read_text())
         self.known = set(times)
         self.times: dict[str, float] = {test: t for test, t in times.items() if t is not None}

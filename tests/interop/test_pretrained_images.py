@@ -172,7 +172,7 @@ def test_only_image_networks_interpolate_positions():
         build_model(CONFIGS["convnext"], interpolate_positions=True)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("architecture", "parameters"),
     [  # timm 1.0.31

@@ -19,6 +19,7 @@ from fnet.jaxpr import (
     evaluate,
     evaluate_from,
     find_equations,
+    has_backward_rule,
     in_scopes,
     inline,
     inner_jaxprs,
@@ -331,3 +332,19 @@ def test_an_equation_of_an_installed_layer_has_the_line_of_the_model():
     (product,) = (e for e in closed.eqns if e.primitive.name == "dot_general")
     assert source_line(product).startswith(f"{__file__}:")
     assert source_line(product).endswith("Model.__call__)")
+
+
+def test_derivative_rules_and_solves_have_a_backward_rule():
+    @jax.custom_jvp
+    def by_rule(x):
+        return jnp.sin(x)
+
+    by_rule.defjvps(lambda t, y, x: t * jnp.cos(x))
+
+    def f(x):
+        x = jax.lax.custom_linear_solve(lambda x: 2 * x, x, lambda _, b: b / 2, symmetric=True)
+        return by_rule(jnp.cos(x))
+
+    eqns = jax.make_jaxpr(f)(1.0).eqns
+    ruled = [eqn.primitive.name for eqn in eqns if has_backward_rule(eqn)]
+    assert ruled == ["custom_linear_solve", "custom_jvp_call"]

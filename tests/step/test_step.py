@@ -240,6 +240,7 @@ def test_a_batch_without_names_is_refused():
         ("loss", optax.sgd(0.1), "loss: expected a function of .*, got 'loss'"),
         (lambda p, s, b, k: p, optax.sgd, "optimizer must be an optax.*, got sgd"),
         (lambda p, s, b, k: p, None, "optimizer must be an optax.*, got NoneType"),
+        (lambda p, s, b, k: p, layers.dense(1, 1), "optimizer must be an optax.*, got Layer"),
     ],
 )
 def test_a_loss_or_optimizer_of_another_kind_is_refused(loss, optimizer, message):

@@ -18,8 +18,6 @@ from train.config import Digits, PreactResNet
 from train.run import programs
 from train.run.checkpoints import Checkpoints
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture
 def small_disk(workplace):
@@ -35,6 +33,7 @@ def small_disk(workplace):
     subprocess.run(["umount", "--lazy", str(place)], check=True)
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_the_run_and_keeps_saved_checkpoints(small_disk, capsys):
     run = small_disk / "run"
     often = "--checkpoint.every", 1, "--checkpoint.keep", 1000, "--train.steps", 1000
@@ -49,6 +48,7 @@ def test_a_full_disk_ends_the_run_and_keeps_saved_checkpoints(small_disk, capsys
     assert f"resumed after step {saved} of {saved}" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_signal_during_a_save_loses_nothing(workplace, finished_run, monkeypatch):
     write = ocp.PyTreeCheckpointHandler.async_save
     steps = iter((3, 4, 6, 8))
@@ -68,6 +68,7 @@ def test_a_signal_during_a_save_loses_nothing(workplace, finished_run, monkeypat
     chex.assert_trees_all_equal(final_state(finished_run), final_state(workplace / "parts"))
 
 
+@pytest.mark.slow
 def test_reports_the_layer_of_a_nonfinite_gradient(workplace, monkeypatch):
     """The forward pass is finite; the gradient of one example is not."""
 
@@ -106,6 +107,7 @@ def test_reports_the_layer_of_a_nonfinite_gradient(workplace, monkeypatch):
     chex.assert_tree_all_finite(final_state(workplace / "r"))
 
 
+@pytest.mark.slow
 def test_reports_a_nonfinite_parameter_and_does_not_save_it(
     workplace, finished_run, monkeypatch, capsys
 ):
@@ -131,6 +133,7 @@ def test_reports_a_nonfinite_parameter_and_does_not_save_it(
     chex.assert_trees_all_equal(final_state(finished_run), final_state(workplace / "r"))
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("first", "message"),
     [
@@ -153,5 +156,6 @@ def test_a_run_that_ends_with_nan_fails(first, message, workplace, monkeypatch, 
     assert exit_code("train", "tiny.py", *many, "--out", "r") == 1
     captured = capsys.readouterr()
     assert message in captured.err
+    assert (workplace / "r" / "checkpoints" / "8").is_dir()
     if first:
         assert "5 of 8 steps were skipped; their examples are in r/bad_steps" in captured.out
