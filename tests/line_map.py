@@ -27,7 +27,7 @@ _file = ""
 
 
 def make(root: Path, processes: int = 2) -> None:
-    """Run a project's quick tests to find out which lines each runs: both cores for half an hour.
+    """Run a project's quick tests to find out which lines each runs: 32 minutes of CPU time.
 
     The project is a copy: its sources move into the folder `MADE`.
     """

@@ -8,7 +8,7 @@
 A mutant is addressed by file, function, operator and a running number, as in
 ``fnet/layers/norm.py::_backward: drop factor 2``. The tests that run its line must notice it, and
 those of the file's own name. Which tests run a line is measured first, if `--map` or if
-dist/mutations is empty: half an hour. A test that fails must pass without the mutant. The exit
+dist/mutations is missing: 32 minutes of CPU time. A test that fails must pass without the mutant. The exit
 code is 1 if a mutant survives that is not in `EQUIVALENT`.
 """
 
