@@ -87,6 +87,7 @@ def epsilon(
 
     Raises:
       ModuleNotFoundError: If jax-privacy is not installed.
+      TypeError: If ``sampling`` is no `Sampling`.
       ValueError: If an argument is out of range, or no accountant covers the combination.
 
     Example:
@@ -138,6 +139,7 @@ def calibrate_noise_multiplier(
 
     Raises:
       ModuleNotFoundError: If jax-privacy is not installed.
+      TypeError: If ``sampling`` is no `Sampling`.
       ValueError: As `fnet.privacy.epsilon`, or even a noise multiplier of 1024 spends more.
 
     Example:
