@@ -97,7 +97,7 @@ def test_rejects_the_state_of_another_optimizer():
     create = functools.partial(TrainState.create, SMALL, optax.adam(0.1))
     state = jax.eval_shape(create, jax.random.key(0))
     step = fnet.make_step(loss_of(SMALL), optax.sgd(0.1), IN_BACKWARD)
-    with pytest.raises(ValueError, match=r"does not match optimizer\.init\(params\)"):
+    with pytest.raises(ValueError, match=r"created with another optimizer"):
         step.lower(state, BATCH)
 
 
