@@ -592,12 +592,12 @@ def _updated_model_state(step: Step, state: TrainState, batch: Any) -> str:
 
     def loss(params: Any, model_state: Any, batch: Any, key: Array) -> None:
         _, aux = losses_and_aux(step.loss(params, model_state, batch, key), model_state)
-        passed_on = {id(leaf) for leaf in jax.tree.leaves(model_state)}
+        passed_on = dict(jax.tree_util.tree_leaves_with_path(model_state))
         leaves = jax.tree_util.tree_leaves_with_path(aux.model_state)
         updated.extend(
             f"model_state{jax.tree_util.keystr(path)}"
             for path, leaf in leaves
-            if id(leaf) not in passed_on
+            if leaf is not passed_on.get(path)
         )
 
     jax.eval_shape(loss, state.params, state.model_state, batch, state.key)

@@ -2,9 +2,9 @@
 
 `interpreter` evaluates a jaxpr equation by equation. `axes` states, for every primitive, which axis
 of an operand is which axis of a result. `arrangements` and `linearity` state which equations only
-move elements, and which are linear. `propagation` follows any state, such as an axis, through
-equations, calls, loops and branches: `Propagation` from arguments to results, and
-`BackwardPropagation` back.
+move elements, and which are linear. A `Layout` says which element of an array is where.
+`propagation` follows any state, such as an axis, through equations, calls, loops and branches:
+`Propagation` from arguments to results, and `BackwardPropagation` back.
 """
 
 from fnet.jaxpr.arrangements import Arrangement, arrangements
@@ -66,6 +66,7 @@ from fnet.jaxpr.interpreter import (
     switch,
     with_bodies,
 )
+from fnet.jaxpr.layout import Factors, Layout, NoLayoutError, merged
 from fnet.jaxpr.linearity import has_backward_rule, is_linear, rounds_coarsely, solver
 from fnet.jaxpr.propagation import (
     BackwardPropagation,
@@ -85,6 +86,9 @@ __all__ = [
     "BackwardPropagation",
     "Dependence",
     "Factor",
+    "Factors",
+    "Layout",
+    "NoLayoutError",
     "Propagation",
     "Row",
     "Scan",
@@ -123,6 +127,7 @@ __all__ = [
     "is_separable",
     "joined_axis",
     "lengthen",
+    "merged",
     "moves_elements",
     "nbytes",
     "part_of_jaxpr",

@@ -1,7 +1,6 @@
 """Equations that put the elements of an array into other places, as functions of arrays.
 
-NumPy carries them out by strides alone, without touching an element. So a NumPy array that is never
-read can say which element of a parameter is where, see `fnet.autodiff.per_example.taps.View`.
+The same functions rearrange a `fnet.jaxpr.Layout`, which says which element is where.
 """
 
 from collections.abc import Callable
@@ -13,9 +12,10 @@ from jax.extend.core import JaxprEqn
 
 from fnet.jaxpr.axes import is_elementwise, is_identity, places_once
 from fnet.jaxpr.interpreter import aval
+from fnet.jaxpr.layout import Layout
 
 Arrangement = Callable[[Any], Any]
-"""A rearrangement of elements, for NumPy and JAX arrays with further axes first."""
+"""A rearrangement of elements, for arrays and layouts with further axes first."""
 
 
 def arrangements(eqn: JaxprEqn, leading: int = 0) -> list[Arrangement] | None:
@@ -46,7 +46,7 @@ def _broadcast_in_dim(eqn: JaxprEqn, leading: int) -> list[Arrangement]:
         for axis, size in zip(dimensions, a.shape[leading:], strict=True):
             sizes[axis] = size
         a = a.reshape((*a.shape[:leading], *sizes))
-        broadcast_to: Any = np.broadcast_to if isinstance(a, np.ndarray) else jnp.broadcast_to
+        broadcast_to: Any = Layout.broadcast_to if isinstance(a, Layout) else jnp.broadcast_to
         return broadcast_to(a, (*a.shape[:leading], *shape))
 
     return [broadcast]
@@ -68,6 +68,13 @@ def _slice(eqn: JaxprEqn, leading: int) -> list[Arrangement]:
     return [_indexed((*(slice(None),) * leading, *slices))]
 
 
+def _rev(eqn: JaxprEqn, leading: int) -> list[Arrangement]:
+    reverse, whole = slice(None, None, -1), slice(None)
+    reversed_axes, ndim = eqn.params["dimensions"], aval(eqn.invars[0]).ndim
+    slices = (reverse if i in reversed_axes else whole for i in range(ndim))
+    return [_indexed((*(whole,) * leading, *slices))]
+
+
 def _unstack(eqn: JaxprEqn, leading: int) -> list[Arrangement]:
     before = (slice(None),) * (leading + eqn.params["axis"])
     return [_indexed((*before, i)) for i in range(len(eqn.outvars))]
@@ -82,6 +89,7 @@ def _split(eqn: JaxprEqn, leading: int) -> list[Arrangement]:
 _ARRANGEMENTS: dict[str, Callable[[JaxprEqn, int], list[Arrangement] | None]] = {
     "broadcast_in_dim": _broadcast_in_dim,
     "reshape": _reshape,
+    "rev": _rev,
     "slice": _slice,
     "split": _split,
     "squeeze": _reshape,

@@ -235,7 +235,7 @@ class _Call(NamedTuple):
 
         def f(params: list[Any], others: list[Any]) -> tuple[Array, list[Any]]:
             args, kwargs, objects = self.merge(params, others)
-            before = set(map(id, jax.tree.leaves(_nnx().state(objects)))) if objects else set()
+            before = _values_by_path(objects)
             result = loss(*args, **kwargs)
             has_aux = isinstance(result, tuple) and len(result) == 2
             value, aux = result if has_aux else (result, None)
@@ -250,8 +250,13 @@ class _Call(NamedTuple):
                     "pass the loss itself, not jax.value_and_grad of it."
                 )
             # The step returns updated weights. Returned without an update, they would be copied.
-            is_new = lambda path, variable: id(variable.get_value()) not in before  # noqa: E731
-            changed = _nnx().state(objects, is_new) if objects else {}
+            changed = (
+                _nnx().state(
+                    objects, lambda path, variable: variable.get_value() is not before.get(path)
+                )
+                if objects
+                else {}
+            )
             leaves, structure = jax.tree.flatten((aux, changed))
             known = [None if _is_array(leaf) else (leaf,) for leaf in leaves]
 
@@ -277,6 +282,14 @@ class _Call(NamedTuple):
 def _nnx() -> Any:
     """Return flax nnx if it is imported. Without it, no argument can be an nnx object."""
     return sys.modules.get("flax.nnx")
+
+
+def _values_by_path(objects: Any) -> dict[Any, Any]:
+    """The values of the variables of nnx objects."""
+    values: dict[Any, Any] = {}
+    if objects:
+        _nnx().state(objects, lambda path, variable: values.update({path: variable.get_value()}))
+    return values
 
 
 def _is_array(leaf: Any) -> bool:

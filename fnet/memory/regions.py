@@ -385,8 +385,8 @@ class _Finder:
                 else:  # A whole value of an equation with rows is known after the region alone.
                     out = [Sum() if isinstance(s, Shared) else s for s in out]
             states |= zip(eqn.outvars, out, strict=True)
-        members = {id(e) for e in inside}
-        rest = [_with_operands(e, same) for e in eqns if id(e) not in members]
+        members = set(inside)
+        rest = [_with_operands(e, same) for e in eqns if e not in members]
         crossing = self._crossing(rest, inside, states, results)
         read = {v for e in rest for v in variables(e.invars)}
         sums = {v for e in inside for v in e.outvars if v in read and isinstance(states[v], Sum)}
@@ -423,17 +423,17 @@ class _Finder:
     ) -> tuple[Region, list[JaxprEqn], list[JaxprEqn]]:
         """Return a region, and what runs before and after it."""
         states, crossing = found.states, found.crossing
-        members = {id(e) for e in found.eqns}
+        members = set(found.eqns)
         made_by = {v: e for e in found.eqns for v in e.outvars}
-        rest = [_with_operands(e, found.same) for e in eqns if id(e) not in members]
+        rest = [_with_operands(e, found.same) for e in eqns if e not in members]
         # Rows that are cheaper to compute in the rest.
         read = {v for e in rest for v in variables(e.invars)}.union(found.results)
         kept = set(crossing)
         again = [
             v for v in made_by if v in read - kept and isinstance(states[v], BatchAxis | Indices)
         ]
-        own = {id(e) for v in again for e in _slice(v, made_by, kept)}
-        rest = [_with_operands(e, found.same) for e in eqns if id(e) not in members or id(e) in own]
+        own = {e for v in again for e in _slice(v, made_by, kept)}
+        rest = [_with_operands(e, found.same) for e in eqns if e not in members or e in own]
         read = {v for e in rest for v in variables(e.invars)}.union(found.results)
         read -= {v for e in rest for v in e.outvars}
         sums = [v for v in made_by if v in read and isinstance(states[v], Sum | Shared)]
@@ -444,8 +444,8 @@ class _Finder:
         _, before = dependencies(
             part_of_jaxpr(before, [], []), [v for e in needed for v in variables(e.invars)]
         )
-        is_before = {id(e) for e in before}
-        after = [e for e in rest if id(e) not in is_before]
+        is_before = set(before)
+        after = [e for e in rest if e not in is_before]
         moved, before = self._movable(before, after, found)
         body = [*moved, *needed]
         made = {v for e in body for v in e.outvars}
@@ -526,15 +526,15 @@ def _with_operands(eqn: JaxprEqn, same: dict[Var, Any]) -> JaxprEqn:
 
 def _slice(v: Var, made_by: dict[Var, JaxprEqn], known: Iterable[Var] = ()) -> list[JaxprEqn]:
     """Equations that an array is computed with."""
-    found: dict[int, JaxprEqn] = {}
+    found: dict[JaxprEqn, None] = {}
     todo, stop = [v], set(known)
     while todo:
         u = todo.pop()
         eqn = made_by.get(u)
-        if eqn is not None and id(eqn) not in found and u not in stop:
-            found[id(eqn)] = eqn
+        if eqn is not None and eqn not in found and u not in stop:
+            found[eqn] = None
             todo += variables(eqn.invars)
-    return list(found.values())
+    return list(found)
 
 
 def _roots(

@@ -313,7 +313,7 @@ class _Origins(Propagation[_State]):
     """Follows arrays from what made them: through renamings, calls, loops and branches."""
 
     def __init__(self) -> None:
-        self._constants: dict[int, int] = {}
+        self._constants: dict[int, tuple[int, Any]] = {}  # An id is of a value that is alive.
         self._around: list[_Origin] = []  # loops
         self._line_of_call: str | None = None
 
@@ -321,7 +321,7 @@ class _Origins(Propagation[_State]):
         """A literal is a number. Constants are numbered by their objects."""
         if np.ndim(value) == 0:
             return None
-        number = self._constants.setdefault(id(value), len(self._constants))
+        number, _ = self._constants.setdefault(id(value), (len(self._constants), value))
         return _Origin((0,), (number,), alias_of="constant")
 
     def equation(self, eqn: JaxprEqn, states: list[_State], site: Site) -> list[_State]:

@@ -103,7 +103,7 @@ class RowAxes(BatchAxes):
         super().__init__(rows, is_differentiated=bool(active))
         self.active = active
         # With its equation, which stays alive, so that no other one gets its id.
-        self.rules: dict[tuple[int, tuple[Any, ...]], tuple[JaxprEqn, Rule | None]] = {}
+        self.rules: dict[tuple[JaxprEqn, tuple[Any, ...]], Rule | None] = {}
 
     def _fits_any_row(self, state: Shared, axis: int, shape: Sequence[int]) -> bool:
         return True  # Each row meets its own.
@@ -188,10 +188,10 @@ class RowAxes(BatchAxes):
 
     def rule(self, eqn: JaxprEqn, states: Sequence[Any], results: Sequence[Any]) -> Rule | None:
         """Return the derivative rule of an equation; None if it does not keep rows apart."""
-        key = id(eqn), tuple(s if isinstance(s, BatchAxis) else None for s in states)
+        key = eqn, tuple(s if isinstance(s, BatchAxis) else None for s in states)
         if key not in self.rules:
-            self.rules[key] = eqn, self._find_rule(eqn, states, results)
-        return self.rules[key][1]
+            self.rules[key] = self._find_rule(eqn, states, results)
+        return self.rules[key]
 
     def _find_rule(
         self, eqn: JaxprEqn, states: Sequence[Any], results: Sequence[Any]

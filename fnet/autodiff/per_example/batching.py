@@ -288,7 +288,7 @@ class _Interpreter(NamedTuple):
 
         Otherwise a loop inside of a loop would be traced twice for each time that loop is.
         """
-        key = id(eqn), *_axes_of(operands)
+        key = eqn, *_axes_of(operands)
         if key not in self.found:
             self.found[key] = find()
         return self.found[key]

@@ -664,7 +664,7 @@ class OuterProducts(LinearEquation, Protocol):
     def as_matrix(self, elements: Any) -> Any:
         """Arrange [*stack, *parameter] like the gradient of `factors`: [groups, rows, cols].
 
-        An array of NumPy or JAX.
+        An array or a `fnet.jaxpr.Layout`.
         """
 
     def squared_norms(self, x: Array, ct: Array) -> Estimate:
@@ -752,7 +752,7 @@ class Dot(OuterProducts):
         order = (self.batch_dims[1], self.contracting_dims[1], self._free_dims())
         axes = [stack + i for dims in order for i in dims]
         sizes = [math.prod(self.parameter[i] for i in dims) for dims in order[1:]]
-        return elements.transpose(*range(stack), *axes).reshape(-1, *sizes)
+        return elements.transpose((*range(stack), *axes)).reshape((-1, *sizes))
 
     def _free_dims(self) -> list[int]:
         taken = self.batch_dims[1] + self.contracting_dims[1]
@@ -896,8 +896,8 @@ class Embedding(OuterProducts):
     def as_matrix(self, elements: Any) -> Any:
         """See `OuterProducts`."""
         stack, order = elements.ndim - len(self.parameter), self._order()
-        elements = elements.transpose(*range(stack), *(stack + i for i in order))
-        return elements.reshape(-1, self._height(), self._width())
+        elements = elements.transpose((*range(stack), *(stack + i for i in order)))
+        return elements.reshape((-1, self._height(), self._width()))
 
     def materialize(self, x: Array, ct: Array) -> Array:
         """See `LinearEquation`."""

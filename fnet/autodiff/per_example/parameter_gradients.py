@@ -39,6 +39,7 @@ from fnet.autodiff.per_example.ghost_norm import (
     squared_norms_of,
 )
 from fnet.autodiff.per_example.taps import Use, Weighed, evaluate_with_taps
+from fnet.jaxpr import Layout, merged
 from fnet.mesh import equally_varying
 from fnet.precision import sum_dtype, upcast
 
@@ -49,9 +50,6 @@ _MATERIALIZED = 2
 
 They are one product, and free the factors. A ghost norm is a second product.
 """
-
-_OVERLAP_WORK = 10_000
-"""Work that `numpy.shares_memory` may take to decide whether two views overlap."""
 
 _READS_AND_WRITES = 32
 """FLOPs per element that take as long as to write a matrix, to add it and to multiply it."""
@@ -331,8 +329,8 @@ class UseInputs(NamedTuple):
 
     def is_like(self, other: "UseInputs") -> bool:
         """Whether an equation of another trace uses the same elements in the same way."""
-        views = [_relative_layout(use.view.elements) for use in (self.use, other.use)]
-        return views[0] == views[1] and bool(self.use.equation == other.use.equation)
+        same_elements = self.use.view.layout == other.use.view.layout
+        return same_elements and bool(self.use.equation == other.use.equation)
 
     def from_param(self, param: Array) -> Array:
         """Return the view of an array like the parameter, [stack, *view]."""
@@ -390,15 +388,15 @@ class FactoredGradients(ParameterGradients):
     def _factors(self) -> tuple[Array, Array] | None:
         """Factors of the gradients, see `OuterProducts`, if a single use gives them, or None."""
         first, *others = self.inputs
-        equation = first.use.equation
-        if others or first.use.view.has_repeats or not isinstance(equation, Dot | Convolution):
+        equation, has_repeats = first.use.equation, first.use.view.layout.has_repeats
+        if others or has_repeats or not isinstance(equation, Dot | Convolution):
             return None
         return equation.factors(*first.arranged())
 
     def kronecker_factors(self) -> KroneckerFactors | None:
         """See `ParameterGradients`."""
         first, factors = self.inputs[0], self._factors()
-        if factors is None or first.use.view.elements.size != self.param.size:
+        if factors is None or first.use.view.layout.size != self.param.size:
             return None
 
         def as_matrices(param: Array) -> Array:
@@ -428,7 +426,8 @@ class FactoredGradients(ParameterGradients):
         if others is not None:
             fewest = min(fewest, math.prod(others[0].shape[1:3]) * (rows + cols))
         if positions * fewest > _READS_AND_WRITES * rows * cols:
-            return self._parts[0].sum_and_products(scales, direction)
+            total, products = self._parts[0].sum_and_products(scales, direction)
+            return self._assemble(self._parts, [total]), products
         if others is None or fewest == rows * cols:
             return super().sum_and_products(scales, direction, other, weights)
         weights = weights[None, :, None, None]
@@ -471,12 +470,11 @@ class FactoredGradients(ParameterGradients):
     @functools.cached_property
     def _parts(self) -> list["_Part"]:
         """Split the uses into parts of the parameter that have no elements in common."""
-        boxes = [Box.of(i.use.view.elements, self.param.shape) for i in self.inputs]
-        views = list(zip(boxes, (i.use.view.elements for i in self.inputs), strict=True))
+        layouts = [i.use.view.layout for i in self.inputs]
         parts = []
-        for numbers in _connected(views):
+        for numbers in _connected(layouts):
             inputs = [self.inputs[n] for n in numbers]
-            (box, *others) = {boxes[n] for n in numbers}
+            (box, *others) = {Box.of(layouts[n]) for n in numbers}
             is_proper = box is not None and not others and box.shape != self.param.shape
             parts.append(_Part(self.param, inputs, box if is_proper else None))
         return parts
@@ -508,111 +506,45 @@ class Box(NamedTuple):
     shape: tuple[int, ...]
 
     @classmethod
-    def of(cls, elements: np.ndarray, shape: tuple[int, ...]) -> "Box | None":
-        """Return the box that has each element of a view once; None if there is none.
-
-        Args:
-          elements: See `View`.
-          shape: Shape of the parameter.
-        """
-        whole = _whole(elements)
-        if not elements.size or whole.shape != shape:
+    def of(cls, layout: Layout) -> "Box | None":
+        """Return the box that has each element of a view once; None if there is none."""
+        # A box counts through all axes in their order, so its strides descend.
+        factors = sorted(layout.factors, key=lambda factor: -factor[1])
+        if not layout.size or any(stride <= 0 for _, stride in factors):
             return None
-        first = _address(elements) - _address(whole)
-        last = first + sum(
-            s * (n - 1) for n, s in zip(elements.shape, elements.strides, strict=True)
-        )
-        corners = [np.unravel_index(k, shape) for k in (first, last)] if shape else [(), ()]
-        start, end = (tuple(map(int, corner)) for corner in corners)
-        if not all(i <= j for i, j in zip(start, end, strict=True)):
+        last = layout.start + sum((n - 1) * stride for n, stride in factors)
+        corners = (np.unravel_index(k, layout.whole) for k in (layout.start, last))
+        ranges = [slice(int(i), int(j) + 1) for i, j in zip(*corners, strict=True)]
+        box = Layout.of(layout.whole)[tuple(ranges)]
+        if not box.size or merged(box.factors) != merged(factors):
             return None
-        box = whole[tuple(slice(i, j + 1) for i, j in zip(start, end, strict=True))]
-        in_order = elements.transpose(_memory_order(elements))
-        # The same addresses in the same order, if NumPy needs no copy to reshape the box.
-        reshaped = box.reshape(in_order.shape) if box.size == in_order.size else box
-        return cls(start, box.shape) if is_same_view(reshaped, in_order) else None
+        return cls(tuple(own.start for own in ranges), box.shape)
 
-    def arrange(self, gradient: Array, elements: np.ndarray) -> Array:
-        """Arrange the gradient of the view ``elements`` like the box."""
-        return gradient.transpose(_memory_order(elements)).reshape(self.shape)
-
-    def overlaps(self, other: "Box") -> bool:
-        """Whether two boxes have an element in common."""
-        return all(
-            max(i, j) < min(i + n, j + m)
-            for i, n, j, m in zip(self.start, self.shape, other.start, other.shape, strict=True)
-        )
+    def arrange(self, gradient: Array, layout: Layout) -> Array:
+        """Arrange the gradient of a view like the box."""
+        factors = layout.factors
+        order = sorted(range(len(factors)), key=lambda k: -factors[k][1])
+        return gradient.reshape([n for n, _ in factors]).transpose(order).reshape(self.shape)
 
 
-def _memory_order(elements: np.ndarray) -> list[int]:
-    """Axes in the order of their strides, largest first."""
-    return sorted(range(elements.ndim), key=lambda i: (-elements.strides[i], i))
-
-
-def _whole(elements: np.ndarray) -> np.ndarray:
-    """Return the array that the elements are a view of."""
-    while isinstance(elements.base, np.ndarray):
-        elements = elements.base
-    return elements
-
-
-def _relative_layout(elements: np.ndarray) -> tuple[Any, ...]:
-    """Describe a view, equally for equal views of different arrays."""
-    whole = _whole(elements)
-    return _address(elements) - _address(whole), whole.shape, *_layout(elements)[1:]
-
-
-def _address(a: np.ndarray) -> int:
-    address: int = a.__array_interface__["data"][0]
-    return address
-
-
-def is_same_view(a: np.ndarray, b: np.ndarray) -> bool:
-    """Whether two views of one array have the same elements in the same order."""
-    return _layout(a) == _layout(b)
-
-
-def _layout(a: np.ndarray) -> tuple[Any, ...]:
-    strides = tuple((n, s) for n, s in zip(a.shape, a.strides, strict=True) if n > 1)
-    return _address(a), a.shape, strides
-
-
-def _connected(views: Sequence[tuple[Box | None, np.ndarray]]) -> list[list[int]]:
+def _connected(layouts: Sequence[Layout]) -> list[list[int]]:
     """Numbers of views in groups, so that views of different groups have no common element."""
-    alike: dict[Any, list[int]] = {}
-    for number, (box, elements) in enumerate(views):
-        alike.setdefault(box or _layout(elements), []).append(number)
     groups: list[list[int]] = []
-    for numbers in alike.values():
-        view = views[numbers[0]]
-        overlapping = [g for g in groups if any(_overlap(view, views[n]) for n in g)]
+    for number, layout in enumerate(layouts):
+        overlapping = [g for g in groups if any(layout.may_overlap(layouts[n]) for n in g)]
         groups = [g for g in groups if g not in overlapping]
-        groups.append(sorted(sum(overlapping, numbers)))
+        groups.append(sorted(sum(overlapping, [number])))
     return sorted(groups)
-
-
-def _overlap(a: tuple[Box | None, np.ndarray], b: tuple[Box | None, np.ndarray]) -> bool:
-    """Whether two views may have an element in common."""
-    if a[0] is not None and b[0] is not None:
-        return a[0].overlaps(b[0])
-    if _whole(a[1]) is not _whole(b[1]):
-        return True  # Addresses of two dummies of one parameter cannot be compared.
-    max_work: Any = _OVERLAP_WORK
-    try:
-        return np.shares_memory(a[1], b[1], max_work=max_work)
-    except np.exceptions.TooHardError:
-        return True
 
 
 def reads_whole_rows(use: Use, param: Any) -> bool:
     """Whether a use reads rows of the whole parameter."""
-    elements, equation = use.view.elements, use.equation
+    equation = use.equation
     return (
         isinstance(equation, Embedding)
         and equation.is_in_order
         and not use.view.scans
-        and elements.shape == param.shape
-        and bool(elements.flags.c_contiguous)
+        and use.view.layout == Layout.of(param.shape)
     )
 
 
@@ -674,7 +606,7 @@ class _Part:
 
     def _is_single(self) -> bool:
         """Whether the equation of a single use gives the norms."""
-        return len(self.inputs) == 1 and not self.inputs[0].use.view.has_repeats
+        return len(self.inputs) == 1 and not self.inputs[0].use.view.layout.has_repeats
 
     def never_cancels(self) -> bool:
         """Whether the gradient is a single term."""
@@ -694,13 +626,13 @@ class _Part:
             equation = i.use.equation
             if not isinstance(equation, Dot | Embedding):
                 return None
-            matrices.append(equation.as_matrix(i.use.view.elements))
+            matrices.append(equation.as_matrix(i.use.view.layout))
             factors.append(equation.factors(*arranged))
         aligned = []
         for matrix, (u, v) in zip(matrices, factors, strict=True):
-            if is_same_view(matrix, matrices[0]):
+            if matrix == matrices[0]:
                 aligned.append((u, v))
-            elif is_same_view(matrix.transpose(0, 2, 1), matrices[0]):
+            elif matrix.transpose((0, 2, 1)) == matrices[0]:
                 aligned.append((v, u))
             else:
                 return None
@@ -836,9 +768,7 @@ class _Part:
 
     def inner_products(self, direction: Array) -> Array:
         """Inner products with a direction like the whole parameter, [batch]."""
-        own = direction
-        if self.box is not None:
-            own = jax.lax.dynamic_slice(direction, self.box.start, self.box.shape)
+        own = self._of_part(direction)
         if self.is_small:
             return self._materialized.inner_products(own)
         if not self.is_materialized():
@@ -858,16 +788,26 @@ class _Part:
         products: Array = jax.lax.map(of_chunk, jnp.arange(chunks))
         return products.T.ravel()
 
+    def _of_part(self, param: Array) -> Array:
+        """The elements [*part] of an array like the parameter."""
+        if self.box is None:
+            return param
+        return jax.lax.dynamic_slice(param, self.box.start, self.box.shape)
+
     def sum_and_products(self, scales: Array, direction: Array) -> tuple[Array, Array]:
-        """Weighted sum and inner products of gradients of a few examples at a time."""
+        """Weighted sum [*part] and inner products of gradients of a few examples at a time.
+
+        The direction is like the whole parameter.
+        """
         chunks, part = self._chunks()
+        own_direction = self._of_part(direction)
 
         def add(total: Array, number: Array) -> tuple[Array, Array]:
             gradients = MaterializedGradients(part(number).materialize())
             own = ghost_norm.every_nth(scales, chunks, number)
-            return total + gradients.weighted_sum(own), gradients.inner_products(direction)
+            return total + gradients.weighted_sum(own), gradients.inner_products(own_direction)
 
-        zeros = jnp.zeros(self.param.shape, self._dtype())
+        zeros = jnp.zeros(own_direction.shape, self._dtype())
         (zeros, _) = equally_varying((zeros, direction))
         total, products = jax.lax.scan(add, zeros, jnp.arange(chunks))
         return total, products.T.ravel()
@@ -916,7 +856,7 @@ class _Part:
             return i.to_param(gradient, self.param)
         view = i.use.view
         stack = tuple(i.use.scan_lengths[k] for k in view.scans)
-        return self.box.arrange(gradient.reshape(*stack, *gradient.shape[1:]), view.elements)
+        return self.box.arrange(gradient.reshape(*stack, *gradient.shape[1:]), view.layout)
 
 
 def _squared_norms_of_sum(factors: Sequence[tuple[Array, Array]]) -> Estimate:

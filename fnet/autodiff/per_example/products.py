@@ -11,20 +11,28 @@ So each parameter gets inputs and cotangents of its own, as if it met data direc
 follow from them (`ghost_norm`), and ``G`` is never materialized.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 from jax.extend.core import JaxprEqn
 
 from fnet.autodiff.per_example.derived import Group
 from fnet.autodiff.per_example.ghost_norm import Dot
-from fnet.autodiff.per_example.parameter_gradients import UseInputs, is_same_view
+from fnet.autodiff.per_example.parameter_gradients import UseInputs
 from fnet.autodiff.per_example.taps import Use, View
-from fnet.jaxpr import called_jaxpr, evaluate, interpret, is_linear_in, slope, stops_gradients
+from fnet.jaxpr import (
+    Layout,
+    called_jaxpr,
+    evaluate,
+    interpret,
+    is_linear_in,
+    slope,
+    stops_gradients,
+)
 from fnet.precision import sum_dtype
 
 
@@ -140,14 +148,14 @@ def _as_matrices(
     """Arrange an operand of ``dot_general`` as [batch, rows, rank] or [batch, rank, cols]."""
     free = [i for i in range(len(shape)) if i not in (*batch, *contracting)]
     order = (batch, free, contracting) if is_left else (batch, contracting, free)
-    sizes = [int(np.prod([shape[i] for i in axes], dtype=int)) for axes in order]
+    sizes = [math.prod(shape[i] for i in axes) for axes in order]
     axes = [i for part in order for i in part]
     return lambda a: a.transpose(axes).reshape(sizes)
 
 
 def _arranged(view: View, arrange: Callable[[Any], Any]) -> View:
     arranged = view.arranged(arrange)
-    if arranged is None or arranged.has_repeats:
+    if arranged is None or arranged.layout.has_repeats:
         raise _NotASumError
     return arranged
 
@@ -163,27 +171,20 @@ def _uses(terms: Sum, i: UseInputs) -> Iterator[UseInputs]:
         else:
             equation = i.use.equation
             u, v = equation.factors(*cotangents.arranged())
-            matrices = equation.as_matrix(of_source.elements)
-            yield from _uses_of_product(source, of_source.elements, matrices, u, v)
+            yield from _uses_of_product(source, equation.as_matrix(of_source.layout), u, v)
 
 
-def _uses_of_product(
-    product: Product, elements: np.ndarray, matrices: np.ndarray, u: Array, v: Array
-) -> Iterator[UseInputs]:
+def _uses_of_product(product: Product, matrices: Layout, u: Array, v: Array) -> Iterator[UseInputs]:
     """Yield the uses of the factors of a product whose gradient is ``sum_t u_t v_t^T``.
 
-    ``elements`` are the product's in any arrangement, and ``matrices`` the same elements as
-    matrices [groups, rows, cols].
+    ``matrices`` [groups, rows, cols] says which element of the product is where in the gradient.
     """
     a, b = product.factors
     groups, rows, rank, cols = *a.shape, b.shape[-1]
-    whole = elements
-    while isinstance(whole.base, np.ndarray):
-        whole = whole.base
-    own = whole.reshape(groups, rows, cols)
-    if is_same_view(matrices.transpose(0, 2, 1), own):
+    own = Layout.of(product.shape).reshape((groups, rows, cols))
+    if matrices.transpose((0, 2, 1)) == own:
         u, v = v, u
-    elif not is_same_view(matrices, own):
+    elif matrices != own:
         raise _NotASumError
     time = u.shape[2]
     if time * rank * (rows + cols) > rows * cols * (time + 2 * rank):
@@ -201,12 +202,12 @@ def _uses_of_product(
             if isinstance(source, int):
                 yield _use(view, x, scaled)
             else:
-                yield from _uses_of_product(source, view.elements, view.elements, x, scaled)
+                yield from _uses_of_product(source, view.layout, x, scaled)
 
 
 def _use(view: View, u: Array, v: Array) -> UseInputs:
     """A use of a view [groups, rows, cols] with these factors of its gradient."""
-    shape = view.elements.shape
+    shape = view.layout.shape
     equation = Dot(0, ((0,), (0,)), ((2,), (1,)), shape)
     x, ct = (jnp.swapaxes(a, 0, 1) for a in (u, v))
     out = jax.ShapeDtypeStruct(ct.shape[1:], ct.dtype)

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
@@ -36,6 +35,8 @@ from fnet.autodiff.per_example.ghost_norm import (
 )
 from fnet.jaxpr import (
     Arrangement,
+    Layout,
+    NoLayoutError,
     Propagation,
     Scan,
     Site,
@@ -65,16 +66,15 @@ class View(NamedTuple):
 
     Attributes:
       param: Index of the parameter.
-      elements: A NumPy array whose strides say which element of the parameter is where, in
-        units of elements. Its contents are never read.
+      layout: Which element of the parameter is where.
       from_param: ``parameter -> view``, without casts and scales.
       scans: Numbers of the enclosing scans that slice the parameter, outermost first. Each is a
-        leading axis of ``elements``.
+        leading axis of ``layout``.
       scale: Factor that the elements were multiplied by. Added constants do not change gradients.
     """
 
     param: int
-    elements: np.ndarray
+    layout: Layout
     from_param: Callable[[Any], Any]
     scans: tuple[int, ...] = ()
     scale: float = 1.0
@@ -82,14 +82,7 @@ class View(NamedTuple):
     @classmethod
     def whole(cls, param: int, shape: tuple[int, ...]) -> "View":
         """Return the view of a whole parameter."""
-        # The array is never written to, so the operating system assigns no memory to it.
-        return cls(param, np.empty(shape, np.int8), lambda p: p)
-
-    @property
-    def has_repeats(self) -> bool:
-        """Whether an element may occur more than once, after a broadcast."""
-        axes = zip(self.elements.shape, self.elements.strides, strict=True)
-        return any(size > 1 and stride == 0 for size, stride in axes)
+        return cls(param, Layout.of(shape), lambda p: p)
 
     def sliced_by_scan(self, scan: int) -> "View":
         """Return the view in one iteration of a scan over its leading axis."""
@@ -109,11 +102,13 @@ class View(NamedTuple):
         return None if None in views else [view for view in views if view] or None
 
     def arranged(self, arrange: Arrangement) -> "View | None":
-        """Return the view in another arrangement; None if no strides describe it."""
-        elements, from_param = arrange(self.elements), self.from_param
-        if elements.size != 0 and not np.may_share_memory(elements, self.elements):
-            return None  # NumPy had to copy: no strides describe the result.
-        return self._replace(elements=elements, from_param=lambda p: arrange(from_param(p)))
+        """Return the view in another arrangement; None if it has no `Layout`."""
+        from_param = self.from_param
+        try:
+            layout = arrange(self.layout)
+        except NoLayoutError:
+            return None
+        return self._replace(layout=layout, from_param=lambda p: arrange(from_param(p)))
 
     def unscale(self, cotangent: Array) -> Array:
         """Return the cotangent of the elements, given the cotangent of the scaled view."""
@@ -322,8 +317,8 @@ class _Search(Propagation[State]):
         path, lengths = site.path, site.lengths
         shapes = [jax.ShapeDtypeStruct(aval(v).shape, aval(v).dtype) for v in eqn.outvars]
         linear = linear_equation(eqn, operand)
-        if linear and not (linear.requires_unique_elements and view.has_repeats):
-            is_one_view = len(lengths) == len(view.scans) and not view.has_repeats
+        if linear and not (linear.requires_unique_elements and view.layout.has_repeats):
+            is_one_view = len(lengths) == len(view.scans) and not view.layout.has_repeats
             may_give_norm = site.in_checkpoint and is_one_view and linear.norm_fits(eqn)
             self.uses.append(Use(path, view, linear, lengths, shapes[0], operand, may_give_norm))
             return True
