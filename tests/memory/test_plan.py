@@ -112,6 +112,21 @@ def test_a_batch_with_statistics_is_not_split():
         fnet.compile_step(step, state, batch, budget=memory.tree_bytes(state) + 1)
 
 
+def test_a_batch_of_a_loss_that_swaps_state_is_not_split():
+    def loss(params, model_state, batch, key):
+        swapped = {"a": model_state["b"], "b": model_state["a"]}
+        return jnp.square(batch["x"] @ params["w"]).sum(1), fnet.Aux(swapped, {})
+
+    optimizer = optax.sgd(0.1)
+    state = fnet.TrainState.create(
+        params={"w": jnp.eye(WIDTH)}, optimizer=optimizer, key=jax.random.key(0),
+        model_state={"a": jnp.zeros(()), "b": jnp.ones(())},
+    )  # fmt: skip
+    batch = {"x": jax.ShapeDtypeStruct((BATCH, WIDTH), jnp.float32)}
+    with pytest.raises(ValueError, match=r"the loss updates model_state\['a'\]"):
+        fnet.plan_step(fnet.make_step(loss, optimizer), state, batch, microbatch_choices=(2,))
+
+
 def contrastive(mode=fnet.autodiff.mean):
     """A step whose losses compare each example with all others."""
 
