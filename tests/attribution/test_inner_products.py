@@ -53,3 +53,20 @@ def test_products_match_a_loop_over_examples(name, reads, monkeypatch):
         scale = float(np.abs(expected).max()) + 1e-6
         error = 5e-3 if name in NARROW else 1e-4
         chex.assert_trees_all_close(one / scale, expected / scale, rtol=0, atol=error)
+
+
+def test_products_of_a_slice_of_a_parameter(monkeypatch):
+    monkeypatch.setattr(parameter_gradients, "_MATERIALIZED", 0)
+    p, x = (jnp.asarray(np.random.default_rng(0).normal(size=s)) for s in ((64, 192), (6, 40, 64)))
+    p = p / 8
+
+    def loss(p, x):
+        return jnp.square(jnp.tanh(x @ p[:, 64:128])).sum((1, 2))
+
+    weights = jnp.arange(6.0)
+    grads = jax.vmap(jax.grad(lambda p, x: loss(p, x[None])[0]), (None, 0))(p, x)
+    expected = jnp.tensordot(weights, grads, 1)
+    own = per_example_gradients("test", loss, p, examples("test", (x,)))
+    total, products = own.sum_and_products(weights, own, weights)
+    chex.assert_trees_all_close(total, expected, rtol=1e-4, atol=1e-3)
+    chex.assert_trees_all_close(products, jnp.tensordot(grads, expected, 2), rtol=1e-4)
