@@ -54,7 +54,6 @@ from fnet.autodiff.per_example.parameter_gradients import (
     RematerializedGradients,
     SeparateGradients,
     UseInputs,
-    ZeroGradients,
     reads_whole_rows,
 )
 from fnet.autodiff.per_example.products import uses_of_factors
@@ -181,7 +180,7 @@ class TracedLoss(NamedTuple):
         size = examples.size
         if not size:
             losses, aux = self.loss(self.leaves, examples.rebuild_batch(examples.leaves))
-            none = {i: ZeroGradients(leaf, 0) for i, leaf in enumerate(self.leaves)}
+            none = {i: FactoredGradients(leaf, 0, []) for i, leaf in enumerate(self.leaves)}
             is_batched = [False] * len(jax.tree.leaves(aux))
             return PerExampleGradients(
                 losses, aux, is_batched, self.treedef, [SeparateGradients(none)]
@@ -665,9 +664,7 @@ def _gradients(
     def of_leaf(i: int) -> ParameterGradients:
         if leaves[i].size and i in result.materialized:
             return MaterializedGradients(result.materialized[i])
-        if leaves[i].size and i in inputs:
-            return FactoredGradients(leaves[i], inputs[i])
-        return ZeroGradients(leaves[i], size)
+        return FactoredGradients(leaves[i], size, inputs.get(i, []) if leaves[i].size else [])
 
     def of_group(group: Group) -> GroupGradients:
         met = [i for i in group.params if i in inputs or i in result.materialized]

@@ -13,7 +13,6 @@ needs a single backward pass of ``h``.
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -23,16 +22,9 @@ from jax import Array
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 
 from fnet.autodiff.per_example.custom_rules import is_narrow
-from fnet.autodiff.per_example.ghost_norm import (
-    computed_once,
-    every_nth,
-    made_alone,
-    number_of_chunks,
-    squared_norms_of,
-)
+from fnet.autodiff.per_example.ghost_norm import number_of_chunks
 from fnet.autodiff.per_example.parameter_gradients import (
-    GroupGradients,
-    MaterializedGradients,
+    GroupInChunks,
     ParameterGradients,
     SquaredNorms,
 )
@@ -186,7 +178,7 @@ def _connected(
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class DerivedGradients(GroupGradients):
+class DerivedGradients(GroupInChunks):
     """Gradients with respect to the parameters of a group.
 
     Attributes:
@@ -202,106 +194,66 @@ class DerivedGradients(GroupGradients):
     direct: Mapping[int, ParameterGradients]
     derived: Sequence[ParameterGradients]
 
+    @property
+    def indices(self) -> Sequence[int]:
+        return self.group.params
+
+    @property
+    def size(self) -> int:
+        return self.derived[0].size
+
+    @functools.cached_property
+    def chunks(self) -> int:
+        sizes = [v.aval.size for v in self.group.function.jaxpr.outvars]
+        nbytes = 4 * sum([*sizes, *(p.size for p in self.params)])
+        arrays = [a for g in (*self.direct.values(), *self.derived) for a in g.arrays]
+        return number_of_chunks(self.size, arrays, nbytes)
+
+    @property
+    def zeros(self) -> list[Array]:
+        return [jnp.zeros(p.shape, sum_dtype(p)) for p in self.params]
+
     def strategies(self) -> dict[int, str]:
-        """See `GroupGradients`."""
         strategy = self.derived[0].strategy if self.group.is_placement else "derived"
         return dict.fromkeys(self.group.params, strategy)
 
     def squared_norms(self, whole: bool) -> dict[int, SquaredNorms]:
-        """See `GroupGradients`."""
-        numbers = self.group.params
-        if whole and self.group.is_placement:
-            norms = SquaredNorms.total([g.squared_norms() for g in self.derived])
-            zeros = jnp.zeros_like(norms.values)
-            return {numbers[0]: norms} | dict.fromkeys(numbers[1:], SquaredNorms(zeros, 0.0))
-
-        def add_squares(k: Array, squares: list[Array], gradients: dict[int, Array]) -> Any:
-            own = map(squared_norms_of, gradients.values())
-            return [a.at[:, k].set(new) for a, new in zip(squares, own, strict=True)]
-
-        dtypes = [sum_dtype(p) for p in self.params]
-        shape = self._batch() // self._chunks(), self._chunks()
-        empty = [jnp.zeros(shape, dtype) for dtype in dtypes]
-        squares = [a.ravel() for a in self._in_chunks(add_squares, empty)]
-        return {i: SquaredNorms(a, 0.0) for i, a in zip(numbers, squares, strict=True)}
-
-    def materialize(self) -> dict[int, Array]:
-        """See `GroupGradients`."""
-        return self._gradients
+        if not whole or not self.group.is_placement:
+            return super().squared_norms(whole)
+        first, *others = self.group.params
+        norms = SquaredNorms.total([g.squared_norms() for g in self.derived])
+        zeros = SquaredNorms(jnp.zeros_like(norms.values), 0.0)
+        return {first: norms} | dict.fromkeys(others, zeros)
 
     def weighted_sums(
         self, scales: Mapping[int, Array], is_rough: Mapping[int, Array | None]
     ) -> Iterator[tuple[int, Array]]:
-        """See `GroupGradients`.
+        """Yield the sum of each parameter.
 
         Moved elements are summed before they are moved back. Any other function may let gradients
         cancel, and leave the rounding errors of a sum that was made before it.
         """
         numbers = self.group.params
-        if self.group.is_placement:
-            rough, pull_back = is_rough.get(numbers[0]), self._pull_back()
-            # Parameters are usually scaled alike. One backward pass is then enough.
-            for own in {id(scales[i]): scales[i] for i in numbers}.values():
-                totals = pull_back([g.weighted_sum(own, rough) for g in self.derived])
-                pairs = zip(numbers, totals, strict=True)
-                yield from ((i, total) for i, total in pairs if scales[i] is own)
+        if not self.group.is_placement:
+            yield from super().weighted_sums(scales, is_rough)
             return
+        rough, pull_back = is_rough.get(numbers[0]), self._pull_back()
+        # Parameters are usually scaled alike. One backward pass is then enough.
+        for own in {id(scales[i]): scales[i] for i in numbers}.values():
+            totals = pull_back([g.weighted_sum(own, rough) for g in self.derived])
+            pairs = zip(numbers, totals, strict=True)
+            yield from ((i, total) for i, total in pairs if scales[i] is own)
 
-        def add_sums(k: Array, totals: list[Array], gradients: dict[int, Array]) -> list[Array]:
-            sums = [
-                MaterializedGradients(g).weighted_sum(every_nth(scales[i], self._chunks(), k))
-                for i, g in gradients.items()
-            ]
-            return list(map(jnp.add, totals, sums))
-
-        zeros = [jnp.zeros(p.shape, sum_dtype(p)) for p in self.params]
-        yield from zip(numbers, self._in_chunks(add_sums, zeros), strict=True)
-
-    def _rows(self) -> list[Array]:
-        return [a for g in (*self.direct.values(), *self.derived) for a in g.rows()]
-
-    def _batch(self) -> int:
-        return len(self._rows()[0])
-
-    def _chunks(self) -> int:
-        """Number of chunks of the batch with small gradients."""
-        sizes = [v.aval.size for v in self.group.function.jaxpr.outvars]
-        nbytes = 4 * sum([*sizes, *(p.size for p in self.params)])
-        return number_of_chunks(self._batch(), self._rows(), nbytes)
-
-    def _in_chunks(self, add: Callable[..., list[Array]], results: list[Array]) -> list[Array]:
-        """Return ``results`` after ``add(k, results, gradients)`` for each chunk of the batch."""
-        chunks, rows = self._chunks(), self._rows()
-        if chunks == 1:
-            return add(jnp.int32(0), results, self._gradients)
-
-        def add_chunk(k: Array, results: list[Array]) -> list[Array]:
-            def make() -> dict[int, Array]:
-                return self._of([every_nth(a, chunks, k) for a in rows])
-
-            return add(k, results, made_alone(k, make))
-
-        added: list[Array] = jax.lax.fori_loop(0, chunks, add_chunk, results)
-        return added
-
-    @functools.cached_property
-    def _gradients(self) -> dict[int, Array]:
-        return self._of(self._rows())
-
-    def _of(self, rows: Sequence[Array]) -> dict[int, Array]:
-        """Per-example gradients of the parameters for some examples, given their `_rows`."""
-        given = iter(rows)
-
+    def of_chunk(self, chunks: int, number: Array) -> list[Array]:
         def materialize(g: ParameterGradients) -> Array:
-            own = list(itertools.islice(given, len(g.rows())))
-            return g.with_rows(own, len(rows[0])).materialize()
+            return g.every_nth(chunks, number).materialize()
 
         direct = {i: materialize(g) for i, g in self.direct.items()}
         pulled = jax.vmap(self._pull_back())([materialize(g) for g in self.derived])
-        return {
-            i: computed_once(g + direct[i].astype(g.dtype) if i in direct else g)
+        return [
+            g + direct[i].astype(g.dtype) if i in direct else g
             for i, g in zip(self.group.params, pulled, strict=True)
-        }
+        ]
 
     def _pull_back(self) -> Callable[[Sequence[Array]], Sequence[Array]]:
         """Compute the derived values, and return the map from their cotangents to gradients.

@@ -335,6 +335,8 @@ def map_in_chunks(f: Callable[..., Any], arrays: Sequence[Array], example_bytes:
 
 def every_nth(a: Array, n: int, start: Array, axis: int = 0) -> Array:
     """Return ``a[start::n]`` along an axis whose length is a multiple of ``n``."""
+    if n == 1:
+        return a
     # The size is given, because a bias has data with an axis of length 0.
     split = a.reshape(*a.shape[:axis], a.shape[axis] // n, n, *a.shape[axis + 1 :])
     chunk: Array = jax.lax.dynamic_index_in_dim(
@@ -557,11 +559,9 @@ class _Broadcast(LinearEquation, Protocol):
     requires_unique_elements: ClassVar[bool] = False
 
     def squared_norms(self, x: Array, ct: Array) -> Estimate:
-        """See `LinearEquation`."""
         return Estimate(squared_norms_of(jnp.moveaxis(self.materialize(x, ct), 1, 0)))
 
     def terms(self, x: Array, ct: Array) -> int:
-        """See `LinearEquation`."""
         return ct.shape[2] * math.prod(ct.shape[3 + i] for i in self.broadcast_axes)
 
     def term_norms(self, x: Array, ct: Array) -> tuple[Array, Array]:
@@ -574,7 +574,6 @@ class _Broadcast(LinearEquation, Protocol):
         return jnp.sqrt(squares), jnp.sqrt(squares + lost)
 
     def norm_fits(self, eqn: JaxprEqn) -> bool:
-        """See `LinearEquation`."""
         return True
 
     def _summed(self, terms: Array) -> Array:
@@ -600,11 +599,9 @@ class BiasAdd(_Broadcast):
         return cls(_broadcast_axes(eqn, parameter))
 
     def materialize(self, x: Array, ct: Array) -> Array:
-        """See `LinearEquation`."""
         return self._summed(upcast(ct))
 
     def weighted_sum(self, x: Array, ct: Array, scales: Array) -> Array:
-        """See `LinearEquation`."""
         shape = ct.shape[3:]
 
         def bias_gradient(ct: Array) -> Array:
@@ -635,11 +632,9 @@ class Scale(_Broadcast):
         return cls(1 - parameter, _broadcast_axes(eqn, parameter))
 
     def materialize(self, x: Array, ct: Array) -> Array:
-        """See `LinearEquation`."""
         return self._summed(x.astype(sum_dtype(x, ct)) * ct)
 
     def weighted_sum(self, x: Array, ct: Array, scales: Array) -> Array:
-        """See `LinearEquation`."""
         grads = self.materialize(x, ct)
         scales = scales.reshape(1, -1, *[1] * (grads.ndim - 2))
         return jnp.where(scales != 0, grads * scales, 0).sum(1)
@@ -668,11 +663,9 @@ class OuterProducts(LinearEquation, Protocol):
         """
 
     def squared_norms(self, x: Array, ct: Array) -> Estimate:
-        """See `LinearEquation`."""
         return squared_norms(*self.factors(x, ct))
 
     def terms(self, x: Array, ct: Array) -> int:
-        """See `LinearEquation`."""
         u, _ = jax.eval_shape(self.factors, x, ct)
         return int(u.shape[2])
 
@@ -687,11 +680,9 @@ class OuterProducts(LinearEquation, Protocol):
         return (upcast(rows) * v).sum((0, 2, 3))
 
     def term_norms(self, x: Array, ct: Array) -> tuple[Array, Array]:
-        """See `LinearEquation`."""
         return term_norms(*self.factors(x, ct))
 
     def norm_fits(self, eqn: JaxprEqn) -> bool:
-        """See `LinearEquation`."""
         assert self.data is not None
         arrays = [aval(v) for v in (eqn.invars[self.data], eqn.outvars[0])]
         shapes = [jax.ShapeDtypeStruct((1, 1, 1, *a.shape), a.dtype) for a in arrays]
@@ -747,7 +738,6 @@ class Dot(OuterProducts):
         return u, _arrange(ct, range(first), time, free)
 
     def as_matrix(self, elements: Any) -> Any:
-        """See `OuterProducts`."""
         stack = elements.ndim - len(self.parameter)
         order = (self.batch_dims[1], self.contracting_dims[1], self._free_dims())
         axes = [stack + i for dims in order for i in dims]
@@ -771,15 +761,12 @@ class Dot(OuterProducts):
         return g.transpose(0, *middle_axes, *(source[i] for i in range(len(order))))
 
     def materialize(self, x: Array, ct: Array) -> Array:
-        """See `LinearEquation`."""
         return self._as_parameter(materialize(*self.factors(x, ct)), x.shape[0])
 
     def rounding(self, ct: jnp.dtype) -> Array | float:
-        """See `LinearEquation`."""
         return _rounding_of_product(scaled_dtype(ct))
 
     def weighted_sum(self, x: Array, ct: Array, scales: Array) -> Array:
-        """See `LinearEquation`."""
         return self._as_parameter(weighted_sum(*self.factors(x, ct), scales), x.shape[0])
 
 
@@ -894,13 +881,11 @@ class Embedding(OuterProducts):
         return g.transpose(*range(n), *(n + order.index(i) for i in range(len(order))))
 
     def as_matrix(self, elements: Any) -> Any:
-        """See `OuterProducts`."""
         stack, order = elements.ndim - len(self.parameter), self._order()
         elements = elements.transpose((*range(stack), *(stack + i for i in order)))
         return elements.reshape((-1, self._height(), self._width()))
 
     def materialize(self, x: Array, ct: Array) -> Array:
-        """See `LinearEquation`."""
         indices, rows = self.factors(x, ct)
         table = self._zeros(rows)
         scatter_add: Callable[[Array, Array], Array] = jax.vmap(
@@ -931,11 +916,9 @@ class Embedding(OuterProducts):
         return indices, computed_once(rows)
 
     def squared_norms(self, x: Array, ct: Array) -> Estimate:
-        """See `LinearEquation`."""
         return Estimate(_squares(self._summed_rows(x, ct)[1]).sum((0, 2)))
 
     def weighted_sum(self, x: Array, ct: Array, scales: Array) -> Array:
-        """See `LinearEquation`."""
         indices, rows = self._summed_rows(x, ct)
         table = self._zeros(rows)
 
@@ -1044,12 +1027,10 @@ class Convolution(LinearEquation):
         return estimate
 
     def terms(self, x: Array, ct: Array) -> int:
-        """See `LinearEquation`."""
         u, _ = jax.eval_shape(self.factors, x, ct)
         return int(u.shape[2])
 
     def term_norms(self, x: Array, ct: Array) -> tuple[Array, Array]:
-        """See `LinearEquation`."""
         p, groups = self.params, self.params["feature_group_count"]
         x, ct = self._channels_last(x, "lhs_spec"), self._channels_last(ct, "out_spec")
 
@@ -1079,7 +1060,6 @@ class Convolution(LinearEquation):
         return a.reshape(*a.shape[:2], -1, *a.shape[4:])
 
     def materialize(self, x: Array, ct: Array) -> Array:
-        """See `LinearEquation`."""
 
         def gradients(x: Array, ct: Array) -> Array:
             kernels = self._as_kernels(materialize(*self.factors(x, ct)), len(x))

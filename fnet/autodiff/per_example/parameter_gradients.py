@@ -1,17 +1,16 @@
-"""Per-example gradients in the cheapest form: as factors, materialized, or recomputed.
+"""Per-example gradients in the cheapest form: as factors, materialized, or rematerialized.
 
 `PerExampleGradients` is the result of one backward pass. It computes norms and weighted sums of
-the gradients of all examples. Each parameter is in one group (`GroupGradients`). Most are in
-`SeparateGradients`, each in one of these forms (`ParameterGradients`):
+the gradients of all examples, of which there are three forms:
 
-  - `FactoredGradients`: data and cotangents, whose products are the gradients. They stay
-    factors unless the gradients take less memory.
-  - `MaterializedGradients`: an array [batch, *parameter].
-  - `ZeroGradients`: for parameters that the losses do not depend on.
-
-`ChunkedGradients` store nothing but the loss. It is differentiated for a few examples at a time,
-once for norms and once for sums. `RematerializedGradients` belong to parameters inside of
-`jax.checkpoint`: norms come from the first backward pass, and sums from a second one.
+  - `FactoredGradients`: data and cotangents, whose products are the gradients. Parts of a parameter
+    that have no elements in common are apart. A part stays factors unless its gradients take less
+    memory. A parameter that the losses do not depend on has no parts.
+  - `MaterializedGradients`: an array [batch, *parameter]. Gradients `InChunks` are such an array
+    for a few examples at a time, once for norms and once for sums. `ChunkedGradients` differentiate
+    the loss for it, and `fnet.autodiff.per_example.derived.DerivedGradients` pull gradients back.
+  - `RematerializedGradients`: parameters inside of `jax.checkpoint`. Norms come from the first
+    backward pass, and sums from a second one.
 """
 
 import dataclasses
@@ -173,19 +172,16 @@ class ParameterGradients(Protocol):
         """Factors whose products are the gradients, or None."""
         return None
 
-    def rows(self) -> list[Array]:
-        """The arrays behind the gradients, [batch, ...]."""
+    @property
+    def arrays(self) -> list[Array]:
+        """The arrays behind the gradients."""
 
-    def with_rows(self, rows: Sequence[Array], size: int) -> "ParameterGradients":
-        """Return the gradients of other examples, ``size`` of them, given their `rows`."""
+    @property
+    def size(self) -> int:
+        """Number of examples."""
 
-    def may_cancel(self) -> bool:
-        """Whether norms and sums follow from several terms, which may cancel."""
-        return False
-
-    def squares_of_terms(self) -> Array:
-        """Squares of the sums of the norms of terms that may cancel, [batch]."""
-        return jnp.zeros(())
+    def every_nth(self, n: int, start: Array) -> "ParameterGradients":
+        """The gradients of every n-th example."""
 
 
 class GroupGradients(Protocol):
@@ -239,6 +235,124 @@ class GroupGradients(Protocol):
             jax.ref.addupdate(totals[i], ..., total.astype(totals[i].dtype))
 
 
+class InChunks(Protocol):
+    """Gradients that are materialized for a few examples at a time.
+
+    All that follows from them sees equal numbers, see `ghost_norm.made_alone`. So what is added to
+    a sum is what was counted in a norm.
+    """
+
+    @property
+    def size(self) -> int:
+        """Number of examples."""
+
+    @property
+    def chunks(self) -> int:
+        """Number of chunks of the batch. A chunk is every n-th example."""
+
+    @property
+    def zeros(self) -> list[Array]:
+        """Sums of no gradients: an array for each parameter."""
+
+    def of_chunk(self, chunks: int, number: Array) -> list[Array]:
+        """Per-example gradients of a chunk, [batch / chunks, *parameter] for each parameter."""
+
+    @functools.cached_property
+    def whole(self) -> list[Array]:
+        """All gradients, of a batch that is one chunk."""
+        return list(map(ghost_norm.computed_once, self.of_chunk(1, jnp.int32(0))))
+
+    def squares_in_chunks(self, values: list[Array], needed: Array | None = None) -> list[Array]:
+        """Squared norms [batch] for each parameter. They are ``values`` if not ``needed``."""
+
+        def replace(number: Array, squares: list[Array], gradients: list[Array]) -> list[Array]:
+            pairs = zip(squares, map(squared_norms_of, gradients), strict=True)
+            return [_set_chunk(a, number, own) for a, own in pairs]
+
+        carry = [a.reshape(-1, self.chunks) for a in values]
+        return [a.ravel() for a in self._for_each(replace, carry, needed)]
+
+    def add_in_chunks(
+        self, totals: list[Array], scales: Sequence[Array], needed: Array | None = None
+    ) -> list[Array]:
+        """Add the gradients, scaled by ``scales`` [batch] for each parameter, if ``needed``."""
+        return self.add_and_products_in_chunks(totals, scales, (), needed)[0]
+
+    def add_and_products_in_chunks(
+        self,
+        totals: list[Array],
+        scales: Sequence[Array],
+        directions: Sequence[Array],
+        needed: Array | None = None,
+    ) -> tuple[list[Array], Array]:
+        """Add scaled gradients; also return inner products with directions [*parameter], [batch].
+
+        Without totals or directions, it returns what the other argument asks for.
+        """
+
+        def update(number: Array, carry: Any, gradients: list[Array]) -> Any:
+            (sums, products), grads = carry, list(map(MaterializedGradients, gradients))
+            own = [ghost_norm.every_nth(a, self.chunks, number) for a in scales]
+            sums = [a + g.weighted_sum(b) for a, g, b in zip(sums, grads, own, strict=False)]
+            pairs = zip(grads, directions, strict=False)
+            values = jnp.asarray(sum_of([g.inner_products(d) for g, d in pairs]))
+            return sums, _set_chunk(products, number, values) if directions else products
+
+        dtype = sum_dtype(*directions) if directions else jnp.float32
+        products = jnp.zeros((self.size // self.chunks, self.chunks), dtype)
+        sums, products = self._for_each(update, (totals, products), needed)
+        return sums, products.ravel()
+
+    def _for_each(self, update: Callable[..., T], carry: T, needed: Array | None) -> T:
+        """Return ``carry = update(number, carry, gradients)`` after all chunks, if ``needed``."""
+        if self.chunks == 1 and needed is None:
+            return update(jnp.int32(0), carry, self.whole)
+
+        def step(number: Array, carry: T) -> T:
+            gradients = ghost_norm.made_alone(number, lambda: self.of_chunk(self.chunks, number))
+            return update(number, carry, gradients)
+
+        repeats = self.chunks if needed is None else jnp.where(needed, self.chunks, 0)
+        carry, _ = equally_varying((carry, self.zeros))
+        result: T = jax.lax.fori_loop(0, repeats, step, carry)
+        return result
+
+
+def _set_chunk(rows: Array, number: Array, values: Array) -> Array:
+    """Set a chunk's values [batch / chunks] in an array [batch / chunks, chunks]."""
+    column = values[:, None].astype(rows.dtype)
+    return jax.lax.dynamic_update_slice_in_dim(
+        rows, column, number, 1, allow_negative_indices=False
+    )
+
+
+class GroupInChunks(GroupGradients, InChunks, Protocol):
+    """The gradients of some parameters `InChunks`."""
+
+    @property
+    def indices(self) -> Sequence[int]:
+        """Indices of the parameters."""
+
+    def squared_norms(self, whole: bool) -> dict[int, SquaredNorms]:
+        squares = self.squares_in_chunks([jnp.zeros(self.size, a.dtype) for a in self.zeros])
+        rows = zip(self.indices, squares, self.zeros, strict=True)
+        return {i: _accurate(values, zero.size) for i, values, zero in rows}
+
+    def materialize(self) -> dict[int, Array]:
+        gradients = self.whole if self.chunks == 1 else self.of_chunk(1, jnp.int32(0))
+        return dict(zip(self.indices, gradients, strict=True))
+
+    def inner_products(self, directions: Mapping[int, Array]) -> Array:
+        own = [directions[i] for i in self.indices]
+        return self.add_and_products_in_chunks([], (), own)[1]
+
+    def weighted_sums(
+        self, scales: Mapping[int, Array], is_rough: Mapping[int, Array | None]
+    ) -> Iterator[tuple[int, Array]]:
+        sums = self.add_in_chunks(self.zeros, [scales[i] for i in self.indices])
+        yield from zip(self.indices, sums, strict=True)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class SeparateGradients(GroupGradients):
     """Gradients of parameters whose norms and sums have nothing in common.
@@ -250,19 +364,15 @@ class SeparateGradients(GroupGradients):
     by_param: Mapping[int, ParameterGradients]
 
     def strategies(self) -> dict[int, str]:
-        """See `GroupGradients`."""
         return {i: g.strategy for i, g in self.by_param.items()}
 
     def squared_norms(self, whole: bool) -> dict[int, SquaredNorms]:
-        """See `GroupGradients`."""
         return {i: g.squared_norms() for i, g in self.by_param.items()}
 
     def materialize(self) -> dict[int, Array]:
-        """See `GroupGradients`."""
         return {i: g.materialize() for i, g in self.by_param.items()}
 
     def inner_products(self, directions: Mapping[int, Array]) -> Array:
-        """See `GroupGradients`."""
         products = (g.inner_products(directions[i]) for i, g in self.by_param.items())
         total: Array = functools.reduce(jnp.add, products, jnp.zeros(()))
         return total
@@ -283,7 +393,6 @@ class SeparateGradients(GroupGradients):
         scales: Mapping[int, Array],
         is_rough: Mapping[int, Array | None],
     ) -> dict[int, Array]:
-        """See `GroupGradients`."""
         return {
             i: g.add_weighted_sum(totals[i], scales[i], is_rough.get(i))
             for i, g in self.by_param.items()
@@ -311,6 +420,11 @@ class UseInputs(NamedTuple):
     def map(self, f: Callable[[Array], Array]) -> "UseInputs":
         """Apply a function to data and cotangents."""
         return self._replace(x=jax.tree.map(f, self.x), ct=jax.tree.map(f, self.ct))
+
+    def every_nth(self, n: int, start: Array) -> "UseInputs":
+        """Data and cotangents of every n-th example."""
+        axis = len(self.use.scan_lengths)
+        return self.map(lambda a: ghost_norm.every_nth(a, n, start, axis))
 
     def arranged(self) -> tuple[Any, Any]:
         """Return ``x`` and ``ct`` as [stack, batch, time, ...], see `ghost_norm`."""
@@ -349,55 +463,53 @@ class FactoredGradients(ParameterGradients):
 
     Attributes:
       param: The parameter.
+      batch: Number of examples.
       inputs: Data and cotangents of each use. The gradient is the sum over uses.
     """
 
     param: Any
+    batch: int
     inputs: Sequence[UseInputs]
 
     @property
+    def size(self) -> int:
+        return self.batch
+
+    @property
     def strategy(self) -> str:
-        """See `ParameterGradients`."""
         strategies = {part.strategy for part in self._parts}
-        return next(strategy for strategy in _STRATEGIES if strategy in strategies)
+        return next((strategy for strategy in _STRATEGIES if strategy in strategies), "unused")
 
     def squared_norms(self) -> SquaredNorms:
-        """See `ParameterGradients`."""
-        return SquaredNorms.total([part.squared_norms() for part in self._parts])
-
-    def squares_of_terms(self) -> Array:
-        """See `ParameterGradients`."""
-        squares = [part.squares_of_terms()[0] for part in self._parts if part.may_cancel()]
-        return functools.reduce(jnp.add, squares, jnp.zeros(()))
-
-    def may_cancel(self) -> bool:
-        """See `ParameterGradients`."""
-        return any(part.may_cancel() and not part.never_cancels() for part in self._parts)
+        norms = [part.squared_norms() for part in self._parts]
+        return SquaredNorms.total(norms or [SquaredNorms(jnp.zeros(self.size), 0.0)])
 
     def materialize(self) -> Array:
-        """See `ParameterGradients`."""
         parts = self._parts
+        if not parts:
+            return jnp.zeros((self.size, *self.param.shape), self.param.dtype)
         grads = [part.materialize() for part in parts]
         return jax.vmap(lambda grads: self._assemble(parts, grads))(grads)
 
     def inner_products(self, direction: Array) -> Array:
-        """See `ParameterGradients`."""
         products = (part.inner_products(direction) for part in self._parts)
-        return functools.reduce(jnp.add, products)
+        return functools.reduce(jnp.add, products, jnp.zeros(self.size))
 
     def _factors(self) -> tuple[Array, Array] | None:
         """Factors of the gradients, see `OuterProducts`, if a single use gives them, or None."""
-        first, *others = self.inputs
+        if len(self.inputs) != 1:
+            return None
+        (first,) = self.inputs
         equation, has_repeats = first.use.equation, first.use.view.layout.has_repeats
-        if others or has_repeats or not isinstance(equation, Dot | Convolution):
+        if has_repeats or not isinstance(equation, Dot | Convolution):
             return None
         return equation.factors(*first.arranged())
 
     def kronecker_factors(self) -> KroneckerFactors | None:
-        """See `ParameterGradients`."""
-        first, factors = self.inputs[0], self._factors()
-        if factors is None or first.use.view.layout.size != self.param.size:
+        factors = self._factors()
+        if factors is None or self.inputs[0].use.view.layout.size != self.param.size:
             return None
+        first = self.inputs[0]
 
         def as_matrices(param: Array) -> Array:
             matrices: Array = first.use.equation.as_matrix(first.from_param(param))
@@ -442,30 +554,24 @@ class FactoredGradients(ParameterGradients):
         return self.weighted_sum(scales), products
 
     def weighted_sum(self, scales: Array, is_rough: Array | None = None) -> Array:
-        """See `ParameterGradients`."""
         parts = self._parts
         return self._assemble(parts, [part.weighted_sum(scales, is_rough) for part in parts])
 
     def add_weighted_sum(self, total: Array, scales: Array, is_rough: Array | None) -> Array:
         """See `ParameterGradients`. Rows of a table are added in place."""
-        (first, *others) = self.inputs
-        if others or not reads_whole_rows(first.use, self.param):
+        first = self.inputs[0] if len(self.inputs) == 1 else None
+        if first is None or not reads_whole_rows(first.use, self.param):
             return super().add_weighted_sum(total, scales, is_rough)
         added: Array = first.use.equation.add_weighted_sum(total, *first.arranged(), scales)
         return added
 
-    def rows(self) -> list[Array]:
-        """See `ParameterGradients`."""
-        return [jnp.moveaxis(a, len(i.use.scan_lengths), 0) for i in self.inputs for a in i.arrays]
+    @property
+    def arrays(self) -> list[Array]:
+        return [a for i in self.inputs for a in i.arrays]
 
-    def with_rows(self, rows: Sequence[Array], size: int) -> ParameterGradients:
-        """See `ParameterGradients`."""
-        given = iter(rows)
-
-        def next_rows(i: UseInputs) -> UseInputs:
-            return i.map(lambda _: jnp.moveaxis(next(given), 0, len(i.use.scan_lengths)))
-
-        return FactoredGradients(self.param, [next_rows(i) for i in self.inputs])
+    def every_nth(self, n: int, start: Array) -> ParameterGradients:
+        inputs = [i.every_nth(n, start) for i in self.inputs]
+        return FactoredGradients(self.param, self.size // n, inputs)
 
     @functools.cached_property
     def _parts(self) -> list["_Part"]:
@@ -476,13 +582,13 @@ class FactoredGradients(ParameterGradients):
             inputs = [self.inputs[n] for n in numbers]
             (box, *others) = {Box.of(layouts[n]) for n in numbers}
             is_proper = box is not None and not others and box.shape != self.param.shape
-            parts.append(_Part(self.param, inputs, box if is_proper else None))
+            parts.append(_Part(self.param, self.size, inputs, box if is_proper else None))
         return parts
 
     def _assemble(self, parts: Sequence["_Part"], grads: Sequence[Array]) -> Array:
         """Put gradients of parts into one gradient of the parameter."""
         whole = [g for part, g in zip(parts, grads, strict=True) if part.box is None]
-        dtype = jnp.result_type(*grads)
+        dtype = jnp.result_type(jnp.float32, *grads)
         total = jax.tree.reduce(jnp.add, whole) if whole else jnp.zeros(self.param.shape, dtype)
         for part, g in zip(parts, grads, strict=True):
             if part.box is not None:
@@ -549,20 +655,26 @@ def reads_whole_rows(use: Use, param: Any) -> bool:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Part:
+class _Part(InChunks):
     """Uses of one part of a parameter.
 
     Gradients of a part are [..., *part]: arrays like the box, or like the parameter.
 
     Attributes:
       param: The parameter.
+      batch: Number of examples.
       inputs: Data and cotangents of the uses.
       box: Elements of each use, or None if uses differ in them or use all.
     """
 
     param: Any
+    batch: int
     inputs: Sequence[UseInputs]
     box: Box | None
+
+    @property
+    def size(self) -> int:
+        return self.batch
 
     @functools.cached_property
     def _arranged(self) -> list[tuple[Any, Any]]:
@@ -571,14 +683,15 @@ class _Part:
 
     @property
     def strategy(self) -> str:
-        """See `ParameterGradients`."""
         if self.is_small:
             return "materialized"
-        has_formula = not self.is_materialized() and (self._is_single() or self._factors())
+        has_formula = not self._has_no_formula and (self._is_single() or self._factors())
         return "ghost norm" if has_formula else "materialized in chunks"
 
-    def _size(self) -> int:
-        return math.prod(self.box.shape) if self.box else self.param.size
+    @property
+    def _shape(self) -> tuple[int, ...]:
+        shape: tuple[int, ...] = self.box.shape if self.box else self.param.shape
+        return shape
 
     @functools.cached_property
     def is_small(self) -> bool:
@@ -586,19 +699,34 @@ class _Part:
 
         A single term is an outer product, whose factors have the norm already.
         """
-        if not self.is_materialized() and self.never_cancels():
+        if not self._has_no_formula and self.never_cancels():
             return False
-        arrays = [a for i in self.inputs for a in i.arrays]
-        factors: int = sum(a.size * a.dtype.itemsize for a in arrays)
-        return self._batch() * self._size() * self._dtype().itemsize <= _MATERIALIZED * factors
+        factors: int = sum(a.size * a.dtype.itemsize for i in self.inputs for a in i.arrays)
+        nbytes = self.size * math.prod(self._shape) * self._dtype().itemsize
+        return nbytes <= _MATERIALIZED * factors
 
-    def is_materialized(self) -> bool:
-        """Whether gradients have no formula, and are materialized for norms and sums."""
+    @property
+    def _has_no_formula(self) -> bool:
+        """Whether gradients are materialized for norms and sums, whatever their size."""
         return any(isinstance(i.use.equation, AnyEquation) for i in self.inputs)
 
-    def may_cancel(self) -> bool:
-        """Whether norms and sums follow from terms that may cancel."""
-        return not (self.is_small or self.is_materialized() or self._sums_terms())
+    @property
+    def chunks(self) -> int:
+        if self.is_small:
+            return 1
+        arrays = [a for i in self.inputs for a in i.arrays]
+        width = min((w for i in self.inputs if (w := i.use.equation.width)), default=None)
+        nbytes = 4 * math.prod(self._shape)
+        return ghost_norm.number_of_chunks(self.size, arrays, nbytes, width)
+
+    @property
+    def zeros(self) -> list[Array]:
+        return [jnp.zeros(self._shape, self._dtype())]
+
+    def of_chunk(self, chunks: int, number: Array) -> list[Array]:
+        # A loop gets an object of its own, which has no arrays of another trace.
+        inputs = [i.every_nth(chunks, number) for i in self.inputs]
+        return [dataclasses.replace(self, batch=self.batch // chunks, inputs=inputs).materialize()]
 
     def _sums_terms(self) -> bool:
         """See `LinearEquation.sums_terms`."""
@@ -639,39 +767,35 @@ class _Part:
         return aligned
 
     def squared_norms(self) -> SquaredNorms:
-        """See `ParameterGradients`."""
-        if self.is_small:
-            return self._materialized.squared_norms()
-        if self.is_materialized():
-            values = self._squared_norms_in_chunks(jnp.zeros(self._batch(), self._dtype()))
-            return _accurate(values, self._size())
+        if self.is_small or self._has_no_formula:
+            (values,) = self.squares_in_chunks([jnp.zeros(self.size, self._dtype())])
+            return _accurate(values, math.prod(self._shape))
         if self._sums_terms():
             values, _ = self._equation.squared_norms(*self._arranged[0])
-            return _accurate(values, self.inputs[0].arrays[-1].size // self._batch())
+            return _accurate(values, self.inputs[0].arrays[-1].size // self.size)
         rounding = self._rounding()
         rounding = rounding if isinstance(rounding, float) else rounding**2
         if self.never_cancels():
             values, _ = self._equation.squared_norms(*self._arranged[0])
             _, upper = self._equation.term_norms(*self._arranged[0])
             return SquaredNorms(values, jnp.square(upper) - values, None, rounding * values)
-        squares_of_terms, upper = self.squares_of_terms()
+        squares_of_terms, upper = self._squares_of_terms()
         estimate = self._estimate()
         if estimate is None:
-            values = self._squared_norms_in_chunks(squares_of_terms)
+            (values,) = self.squares_in_chunks([squares_of_terms])
         else:
             values = estimate.values
         is_rough = cancels(squares_of_terms, values)
         # Squares that were rounded to 0, in the norm or in lengths of factors.
-        errors = self._size() * _tiny(values) + jnp.where(
+        errors = math.prod(self._shape) * _tiny(values) + jnp.where(
             upper > 1.001 * squares_of_terms, upper, 0
         )
         if estimate is not None and estimate.errors is not None:
             is_rough |= estimate.errors > _ROUGH * values
             errors += jnp.where(is_rough, 0, estimate.errors)
         if estimate is not None:
-            values = jnp.where(
-                is_rough, self._squared_norms_in_chunks(values, is_rough.any()), values
-            )
+            (exact,) = self.squares_in_chunks([values], is_rough.any())
+            values = jnp.where(is_rough, exact, values)
         # Squares of terms may be infinite.
         sum_errors: Any = 0.0
         if not isinstance(rounding, float):
@@ -684,7 +808,7 @@ class _Part:
         errors = [jnp.asarray(e) for e in errors if not isinstance(e, float) or e]
         return functools.reduce(jnp.maximum, errors) if errors else 0.0
 
-    def squares_of_terms(self) -> tuple[Array, Array]:
+    def _squares_of_terms(self) -> tuple[Array, Array]:
         """Squares of the sums of the norms of terms, and upper bounds; see `LinearEquation`."""
         terms = [
             i.use.equation.term_norms(*arranged)
@@ -700,50 +824,6 @@ class _Part:
             return estimate
         factors = self._factors()
         return _squared_norms_of_sum(factors) if factors else None
-
-    def _squared_norms_in_chunks(self, values: Array, needed: Array | bool = True) -> Array:
-        """Squared norms of gradients that are materialized for a few examples at a time.
-
-        They are ``values`` if they are not ``needed``.
-        """
-        chunks, part = self._chunks()
-
-        def replace_chunk(i: Array, squares: Array) -> Array:
-            gradients = ghost_norm.made_alone(i, lambda: part(i).materialize())
-            own = squared_norms_of(gradients)[:, None]
-            return jax.lax.dynamic_update_slice_in_dim(
-                squares, own, i, 1, allow_negative_indices=False
-            )
-
-        repeats = jnp.where(needed, chunks, 0)
-        squares: Array = jax.lax.fori_loop(0, repeats, replace_chunk, values.reshape(-1, chunks))
-        return squares.ravel()
-
-    def _chunks(self) -> tuple[int, Callable[[Array], "_Part"]]:
-        """Number of chunks of the batch with small gradients, and the chunk of each number.
-
-        A chunk is every n-th example, as in `ghost_norm.map_in_chunks`.
-        """
-        arrays = [a for i in self.inputs for a in i.arrays]
-        batch = self._batch()
-        widths = (i.use.equation.width for i in self.inputs)
-        width = min((w for w in widths if w), default=None)
-        chunks = ghost_norm.number_of_chunks(batch, arrays, 4 * self._size(), width)
-
-        def chunk_of(number: Array, i: UseInputs) -> UseInputs:
-            axis = len(i.use.scan_lengths)
-            return i.map(lambda a: ghost_norm.every_nth(a, chunks, number, axis))
-
-        # A loop gets an object of its own, which has no arrays of another trace.
-        if chunks == 1:
-            return 1, lambda number: dataclasses.replace(self)
-        return chunks, lambda number: dataclasses.replace(
-            self, inputs=[chunk_of(number, i) for i in self.inputs]
-        )
-
-    def _batch(self) -> int:
-        first = self.inputs[0]
-        return int(first.arrays[-1].shape[len(first.use.scan_lengths)])
 
     def _dtype(self) -> jnp.dtype:
         """The dtype of sums."""
@@ -768,25 +848,15 @@ class _Part:
 
     def inner_products(self, direction: Array) -> Array:
         """Inner products with a direction like the whole parameter, [batch]."""
-        own = self._of_part(direction)
-        if self.is_small:
-            return self._materialized.inner_products(own)
-        if not self.is_materialized():
-            total: Array = functools.reduce(
-                jnp.add,
-                [
-                    i.use.equation.inner_products(*arranged, i.from_param(direction))
-                    for i, arranged in zip(self.inputs, self._arranged, strict=True)
-                ],
-            )
-            return total
-        chunks, part = self._chunks()
-
-        def of_chunk(number: Array) -> Array:
-            return MaterializedGradients(part(number).materialize()).inner_products(own)
-
-        products: Array = jax.lax.map(of_chunk, jnp.arange(chunks))
-        return products.T.ravel()
+        if self.is_small or self._has_no_formula:
+            return self.add_and_products_in_chunks([], (), [self._of_part(direction)])[1]
+        pairs = zip(self.inputs, self._arranged, strict=True)
+        products = [
+            i.use.equation.inner_products(*arranged, i.from_param(direction))
+            for i, arranged in pairs
+        ]
+        total: Array = sum_of(products)
+        return total
 
     def _of_part(self, param: Array) -> Array:
         """The elements [*part] of an array like the parameter."""
@@ -799,22 +869,9 @@ class _Part:
 
         The direction is like the whole parameter.
         """
-        chunks, part = self._chunks()
-        own_direction = self._of_part(direction)
-
-        def add(total: Array, number: Array) -> tuple[Array, Array]:
-            gradients = MaterializedGradients(part(number).materialize())
-            own = ghost_norm.every_nth(scales, chunks, number)
-            return total + gradients.weighted_sum(own), gradients.inner_products(own_direction)
-
-        zeros = jnp.zeros(own_direction.shape, self._dtype())
-        (zeros, _) = equally_varying((zeros, direction))
-        total, products = jax.lax.scan(add, zeros, jnp.arange(chunks))
-        return total, products.T.ravel()
-
-    @functools.cached_property
-    def _materialized(self) -> "MaterializedGradients":
-        return MaterializedGradients(ghost_norm.computed_once(self.materialize()))
+        own = [self._of_part(direction)]
+        (total,), products = self.add_and_products_in_chunks(self.zeros, [scales], own)
+        return total, products
 
     def _adds_rows(self, i: UseInputs) -> bool:
         return reads_whole_rows(i.use, self.param)
@@ -822,10 +879,9 @@ class _Part:
     def weighted_sum(self, scales: Array, is_rough: Array | None) -> Array:
         """Sum of the gradients scaled by ``scales`` [batch], [*part]."""
         if self.is_small:
-            return self._materialized.weighted_sum(scales)
-        if self.is_materialized():
-            shape = self.box.shape if self.box else self.param.shape
-            return self._add_in_chunks(jnp.zeros(shape, self._dtype()), scales)
+            return MaterializedGradients(self.whole[0]).weighted_sum(scales)
+        if self._has_no_formula:
+            return self.add_in_chunks(self.zeros, [scales])[0]
         smooth_scales = scales if is_rough is None else jnp.where(is_rough, 0, scales)
         sums = [
             self._to_part(i, i.use.equation.weighted_sum(*arranged, smooth_scales))
@@ -835,20 +891,8 @@ class _Part:
         if is_rough is None or self.never_cancels():
             return total
         # Large terms of such a gradient would leave their rounding errors in the sum.
-        return self._add_in_chunks(total, jnp.where(is_rough, scales, 0))
-
-    def _add_in_chunks(self, total: Array, scales: Array) -> Array:
-        """Add gradients that are materialized for a few examples at a time, scaled."""
-        chunks, part = self._chunks()
-
-        def add_chunk(i: Array, total: Array) -> Array:
-            gradients = ghost_norm.made_alone(i, lambda: part(i).materialize())
-            own = ghost_norm.every_nth(scales, chunks, i)
-            return total + MaterializedGradients(gradients).weighted_sum(own)
-
-        repeats = jnp.where((scales != 0).any(), chunks, 0)
-        added: Array = jax.lax.fori_loop(0, repeats, add_chunk, total)
-        return added
+        rough_scales = jnp.where(is_rough, scales, 0)
+        return self.add_in_chunks([total], [rough_scales], (rough_scales != 0).any())[0]
 
     def _to_part(self, i: UseInputs, gradient: Array) -> Array:
         """Return the gradient of the part, given the gradient [stack, *view] of a use."""
@@ -889,16 +933,13 @@ class MaterializedGradients(ParameterGradients):
     strategy: ClassVar[str] = "autodiff"
 
     def squared_norms(self) -> SquaredNorms:
-        """See `ParameterGradients`."""
         # The sum has no other gradients than these.
         return _accurate(squared_norms_of(self.gradients), math.prod(self.gradients.shape[1:]))
 
     def materialize(self) -> Array:
-        """See `ParameterGradients`."""
         return self.gradients
 
     def weighted_sum(self, scales: Array, is_rough: Array | None = None) -> Array:
-        """See `ParameterGradients`."""
         if len(scales) == 1:  # Fused with what adds the sum to others.
             gradient = self.gradients[0].astype(sum_dtype(self.gradients))
             return jnp.where(scales[0] != 0, scales[0].astype(gradient.dtype) * gradient, 0)
@@ -912,17 +953,19 @@ class MaterializedGradients(ParameterGradients):
         return total.reshape(self.gradients.shape[1:])
 
     def inner_products(self, direction: Array) -> Array:
-        """See `ParameterGradients`."""
         rows = self.gradients.reshape(len(self.gradients), -1)
         return jnp.matmul(upcast(rows), upcast(direction.ravel()))
 
-    def rows(self) -> list[Array]:
-        """See `ParameterGradients`."""
+    @property
+    def arrays(self) -> list[Array]:
         return [self.gradients]
 
-    def with_rows(self, rows: Sequence[Array], size: int) -> ParameterGradients:
-        """See `ParameterGradients`."""
-        return MaterializedGradients(rows[0])
+    @property
+    def size(self) -> int:
+        return len(self.gradients)
+
+    def every_nth(self, n: int, start: Array) -> ParameterGradients:
+        return MaterializedGradients(ghost_norm.every_nth(self.gradients, n, start))
 
 
 def _accurate(values: Array, size: int) -> SquaredNorms:
@@ -936,129 +979,58 @@ def _tiny(squares: Array) -> float:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class ZeroGradients(ParameterGradients):
-    """Gradients with respect to a parameter that the losses do not depend on.
-
-    Attributes:
-      param: The parameter.
-      batch_size: Number of examples.
-    """
-
-    param: Any
-    batch_size: int
-    strategy: ClassVar[str] = "unused"
-
-    def squared_norms(self) -> SquaredNorms:
-        """See `ParameterGradients`."""
-        zeros = jnp.zeros(self.batch_size, jnp.float32)
-        return SquaredNorms(zeros, 0.0)
-
-    def materialize(self) -> Array:
-        """See `ParameterGradients`."""
-        return jnp.zeros((self.batch_size, *self.param.shape), self.param.dtype)
-
-    def weighted_sum(self, scales: Array, is_rough: Array | None = None) -> Array:
-        """See `ParameterGradients`."""
-        return jnp.zeros(self.param.shape, jnp.float32)
-
-    def rows(self) -> list[Array]:
-        """See `ParameterGradients`."""
-        return []
-
-    def with_rows(self, rows: Sequence[Array], size: int) -> ParameterGradients:
-        """See `ParameterGradients`."""
-        return ZeroGradients(self.param, size)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class ChunkedGradients(GroupGradients):
-    """Gradients with respect to large parameters, recomputed for a few examples at a time.
+class ChunkedGradients(GroupInChunks):
+    """Gradients with respect to large parameters, differentiated for a few examples at a time.
 
     Attributes:
       loss: The traced loss of a batch of one: ``(*params, *batch) -> (losses, ...)``.
       params: All parameters.
       examples: The batch.
-      indices: Indices of the parameters to differentiate.
-      width: Number of examples at a time.
+      selected: Indices of the parameters to differentiate.
+      width: Largest number of examples at a time.
     """
 
     loss: ClosedJaxpr
     params: Sequence[Any]
     examples: Examples
-    indices: Sequence[int]
+    selected: Sequence[int]
     width: int
 
+    @property
+    def indices(self) -> Sequence[int]:
+        return self.selected
+
+    @property
+    def size(self) -> int:
+        return self.examples.size
+
+    @property
+    def chunks(self) -> int:
+        return ghost_norm.number_of_chunks(self.size, (), 0, self.width)
+
+    @property
+    def zeros(self) -> list[Array]:
+        return [jnp.zeros(self.params[i].shape, sum_dtype(self.params[i])) for i in self.indices]
+
     def strategies(self) -> dict[int, str]:
-        """See `GroupGradients`."""
         return dict.fromkeys(self.indices, "autodiff in chunks")
 
-    def squared_norms(self, whole: bool) -> dict[int, SquaredNorms]:
-        """See `GroupGradients`."""
+    def of_chunk(self, chunks: int, number: Array) -> list[Array]:
+        def gradient(example: Sequence[Array]) -> list[Array]:
+            def loss(selected: list[Any]) -> Array:
+                params = list(self.params)
+                for i, p in zip(self.indices, selected, strict=True):
+                    params[i] = p
+                losses: Array = jaxpr_as_fun(self.loss)(*params, *(a[None] for a in example))[0]
+                return losses[0]
 
-        def squares(_: list[Array], gradients: list[Array], __: list[Array]) -> Any:
-            return [], list(map(squared_norms_of, gradients))
+            grads: list[Array] = jax.grad(loss)([self.params[i] for i in self.indices])
+            return grads
 
-        _, values = self._scan(squares, [], [])
-        rows = zip(self.indices, values, strict=True)
-        size = self.examples.size
-        return {i: _accurate(a.ravel()[:size], self.params[i].size) for i, a in rows}
-
-    def materialize(self) -> dict[int, Array]:
-        """See `GroupGradients`."""
-        gradients = self.examples.map(self._gradient, self.width)
-        return dict(zip(self.indices, gradients, strict=True))
-
-    def weighted_sums(
-        self, scales: Mapping[int, Array], is_rough: Mapping[int, Array | None]
-    ) -> Iterator[tuple[int, Array]]:
-        """See `GroupGradients`."""
-
-        def add(sums: list[Array], gradients: list[Array], weights: list[Array]) -> Any:
-            triples = zip(sums, map(MaterializedGradients, gradients), weights, strict=True)
-            return [total + g.weighted_sum(weight) for total, g, weight in triples], None
-
-        zeros = [jnp.zeros(self.params[i].shape, sum_dtype(self.params[i])) for i in self.indices]
-        sums, _ = self._scan(add, zeros, [scales[i] for i in self.indices])
-        yield from zip(self.indices, sums, strict=True)
-
-    def inner_products(self, directions: Mapping[int, Array]) -> Array:
-        """See `GroupGradients`."""
-
-        def products(example: Sequence[Array]) -> Array:
-            grads = zip(self.indices, self._gradient(example), strict=True)
-            return functools.reduce(jnp.add, [jnp.vdot(directions[i], g) for i, g in grads])
-
-        result: Array = self.examples.map(products, self.width)
-        return result
-
-    def _scan(self, f: Callable[..., Any], init: list[Array], weights: list[Array]) -> Any:
-        """Scan ``f(carry, gradients, weights)`` over chunks. Padding examples have weight 0."""
-        size, width = self.examples.size, min(self.width, self.examples.size)
-        chunks = -(-size // width)
-        padding = chunks * width - size
-
-        def split(a: Array) -> Array:
-            a = jnp.concatenate([a, jnp.broadcast_to(a[:1], (padding, *a.shape[1:]))])
-            return a.reshape(chunks, width, *a.shape[1:])
-
-        def step(carry: list[Array], chunk: Any) -> Any:
-            number, rows, weights = chunk
-            gradients = ghost_norm.made_alone(number, lambda: jax.vmap(self._gradient)(rows))
-            return f(carry, gradients, weights)
-
-        own = [split(a).at[-1, width - padding :].set(0) for a in weights]
-        rows = [split(a) for a in self.examples.leaves]
-        return jax.lax.scan(step, init, (jnp.arange(chunks), rows, own))
-
-    def _gradient(self, example: Sequence[Array]) -> list[Array]:
-        def loss(selected: list[Any]) -> Array:
-            params = list(self.params)
-            for i, p in zip(self.indices, selected, strict=True):
-                params[i] = p
-            losses: Array = jaxpr_as_fun(self.loss)(*params, *(a[None] for a in example))[0]
-            return losses[0]
-
-        grads: list[Array] = jax.grad(loss)([self.params[i] for i in self.indices])
+        # The same masks for norms and for sums.
+        leaves = [jax.random.clone(a) if is_key(a) else a for a in self.examples.leaves]
+        rows = [ghost_norm.every_nth(a, chunks, number) for a in leaves]
+        grads: list[Array] = jax.vmap(gradient)(rows)
         return grads
 
 
@@ -1081,16 +1053,13 @@ class RematerializedGradients(GroupGradients):
     squares: dict[int, Array]
 
     def strategies(self) -> dict[int, str]:
-        """See `GroupGradients`."""
         return dict.fromkeys(self.squares, "rematerialized")
 
     def squared_norms(self, whole: bool) -> dict[int, SquaredNorms]:
-        """See `GroupGradients`."""
         totals = {i: a.reshape(len(a), -1).sum(1) for i, a in self.squares.items()}
         return {i: SquaredNorms(a, 0.0) for i, a in totals.items()}
 
     def materialize(self) -> dict[int, Array]:
-        """See `GroupGradients`."""
         chunks = ChunkedGradients(
             self.loss, self.leaves, self.examples, list(self.squares), self.examples.size
         )
