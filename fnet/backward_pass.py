@@ -12,6 +12,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from fnet.jaxpr.axes import IDENTITY, register
+from fnet.jaxpr.interpreter import AnyPrimitive
 from fnet.mesh import equally_varying
 
 SAVED = "fnet_saved"
@@ -64,7 +65,7 @@ def recompute(f: F) -> F:
       >>> grads["0"]["kernel"].shape
       (3, 3, 3, 4)
     """
-    policy = jax.checkpoint_policies.save_only_these_names(SAVED)
+    policy = AnyPrimitive(jax.checkpoint_policies.save_only_these_names(SAVED))
 
     @functools.wraps(f)
     def run(*args: Any, **kwargs: Any) -> Any:

@@ -34,6 +34,7 @@ from fnet.jaxpr.axes import (
 from fnet.jaxpr.interpreter import (
     CHECKPOINT,
     CUSTOM_DERIVATIVES,
+    AnyPrimitive,
     Atom,
     Scan,
     ShardMap,
@@ -81,6 +82,7 @@ __all__ = [
     "CHECKPOINT",
     "CUSTOM_DERIVATIVES",
     "ELEMENTWISE",
+    "AnyPrimitive",
     "Arrangement",
     "Atom",
     "BackwardPropagation",

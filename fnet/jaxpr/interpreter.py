@@ -5,6 +5,7 @@
 """
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import math
@@ -228,6 +229,25 @@ def _expansion(primitive: Any, arrays: tuple[tuple[tuple[int, ...], Any], ...]) 
 def is_checkpoint(eqn: JaxprEqn) -> bool:
     """Whether an equation is a `jax.checkpoint`."""
     return eqn.primitive.name in CHECKPOINT
+
+
+@dataclasses.dataclass(frozen=True)
+class AnyPrimitive:
+    """A policy of `jax.checkpoint` for equations of any library.
+
+    JAX calls a policy with the parameters of an equation by their names. Equinox's primitives have
+    one named ``prim``, as is the first argument of JAX's own policies.
+
+    Attributes:
+      policy: A policy that does not read ``prim``, such as one of ``jax.checkpoint_policies``.
+    """
+
+    policy: Callable[..., Any]
+
+    def __call__(self, primitive: Any, /, *avals: Any, **params: Any) -> Any:
+        """Return what the policy says of an equation."""
+        params.pop("prim", None)
+        return self.policy(primitive, *avals, **params)
 
 
 def call_like(eqn: JaxprEqn, f: Callable[..., T]) -> Callable[..., T]:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
 from fnet.jaxpr import (
+    AnyPrimitive,
     Scan,
     active_variables,
     aval,
@@ -48,7 +49,7 @@ _TRIED = ((0, 1.0), (1, 0.25), (1, 0.5), (1, 0.75), (1, 1.0), (2, 1.0), (3, 1.0)
 
 # More FLOPs must save at least this share of what the plain loops save.
 _LEAST_SAVING = 0.005
-_PRODUCTS = jax.checkpoint_policies.dots_saveable
+_PRODUCTS = AnyPrimitive(jax.checkpoint_policies.dots_saveable)
 # Sizes that are tried besides the divisors of a length, per factor of 2.
 _SIZES_PER_OCTAVE = 2
 

@@ -11,7 +11,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from fnet.backward_pass import bind_static, constant, finish_together
 from fnet.cpu.tracing import traced_for, tracing_platform
-from fnet.jaxpr import Scan, evaluate, in_scopes, inline, is_floating
+from fnet.jaxpr import AnyPrimitive, Scan, evaluate, in_scopes, inline, is_floating
 from fnet.memory.graph import (
     CARRY,
     IN_LOOP,
@@ -219,17 +219,15 @@ def _named(
 def _checkpoint_policy(window: Window, policy: CheckpointPolicy | None) -> CheckpointPolicy | None:
     saved, offloaded = ([as_text(n) for n in ns] for ns in (window.saved, window.offloaded))
     if offloaded:
-        on_host: CheckpointPolicy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        policy = jax.checkpoint_policies.save_and_offload_only_these_names(
             names_which_can_be_saved=saved,
             names_which_can_be_offloaded=offloaded,
             offload_src="device",
             offload_dst="pinned_host",
         )
-        return on_host
-    if saved:
-        by_name: CheckpointPolicy = jax.checkpoint_policies.save_only_these_names(*saved)
-        return by_name
-    return policy
+    elif saved:
+        policy = jax.checkpoint_policies.save_only_these_names(*saved)
+    return AnyPrimitive(policy) if policy else None
 
 
 def _remat_iterations(

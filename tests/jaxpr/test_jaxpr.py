@@ -7,10 +7,12 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
+from jax.interpreters import ad
 
 from fnet.jaxpr import (
     CHECKPOINT,
+    AnyPrimitive,
     Dependence,
     Scan,
     call_like,
@@ -348,3 +350,20 @@ def test_derivative_rules_and_solves_have_a_backward_rule():
     eqns = jax.make_jaxpr(f)(1.0).eqns
     ruled = [eqn.primitive.name for eqn in eqns if has_backward_rule(eqn)]
     assert ruled == ["custom_linear_solve", "custom_jvp_call"]
+
+
+def test_policies_meet_equations_with_a_parameter_named_prim():
+    named = Primitive("named")
+    named.def_impl(lambda x, prim: x)
+    named.def_abstract_eval(lambda x, prim: x)
+    ad.deflinear2(named, lambda ct, _, prim: [ct])
+    dots = jax.checkpoint_policies.dots_saveable
+
+    def gradient(policy):
+        f = jax.checkpoint(lambda x: jnp.sin(named.bind(jnp.sin(x), prim=1)), policy=policy)
+        return jax.make_jaxpr(jax.grad(f))(1.0)
+
+    with pytest.raises(TypeError, match="prim"):
+        gradient(dots)
+    assert len(gradient(AnyPrimitive(dots)).eqns) > 1
+    assert AnyPrimitive(dots) == AnyPrimitive(dots)
