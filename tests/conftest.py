@@ -83,6 +83,13 @@ def float64():
         yield
 
 
+@pytest.fixture
+def allow_key_reuse():
+    """Allow several calls with one key, which a comparison needs."""
+    with jax.debug_key_reuse(False):
+        yield
+
+
 @pytest.fixture(scope="session")
 def compiled_programs(tmp_path_factory):
     """The folder where the program keeps what it compiled, for all tests: most train one recipe."""

@@ -19,11 +19,7 @@ from fnet.autodiff.coupling import find_coupling
 allow_rank_promotion = pytest.fixture(autouse=True)(example_losses.allow_rank_promotion)
 
 
-@pytest.fixture(autouse=True)
-def allow_key_reuse():
-    """Allow several losses with one key, which a comparison needs."""
-    with jax.debug_key_reuse(False):
-        yield
+pytestmark = pytest.mark.usefixtures("allow_key_reuse")
 
 
 B, T, D = 8, 4, 8

@@ -30,11 +30,7 @@ from fnet.jaxpr.axes import ROWS
 allow_rank_promotion = pytest.fixture(autouse=True)(example_losses.allow_rank_promotion)
 
 
-@pytest.fixture(autouse=True)
-def allow_key_reuse():
-    """Equations run several times."""
-    with jax.debug_key_reuse(False):
-        yield
+pytestmark = pytest.mark.usefixtures("allow_key_reuse")
 
 
 # Coverage.

@@ -32,11 +32,7 @@ from fnet.memory.rows import Part, RowAxes, Sum, Value, run_rows
 allow_rank_promotion = pytest.fixture(autouse=True)(example_losses.allow_rank_promotion)
 
 
-@pytest.fixture(autouse=True)
-def allow_key_reuse():
-    """Equations run several times."""
-    with jax.debug_key_reuse(False):
-        yield
+pytestmark = pytest.mark.usefixtures("allow_key_reuse")
 
 
 def in_parts(closed, args, axes, size, parts):

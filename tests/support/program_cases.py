@@ -32,6 +32,11 @@ def fnet_command(*words):
     cli.main([str(w) for w in words])
 
 
+def output_of(capsys, *words):
+    fnet_command(*words)
+    return capsys.readouterr().out
+
+
 def exit_code(*words):
     with pytest.raises(SystemExit) as exit_:
         fnet_command(*words)

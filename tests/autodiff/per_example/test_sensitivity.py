@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import private_programs
 import pytest
 from flax import nnx
 from jax import lax
@@ -36,11 +37,7 @@ import fnet
 allow_rank_promotion = pytest.fixture(autouse=True)(example_losses.allow_rank_promotion)
 
 
-@pytest.fixture(autouse=True)
-def allow_key_reuse():
-    """Allow several calls with one key, which a comparison needs."""
-    with jax.debug_key_reuse(False):
-        yield
+pytestmark = pytest.mark.usefixtures("allow_key_reuse")
 
 
 B = D = 4
@@ -914,13 +911,6 @@ def cg(p):
     return jax.scipy.sparse.linalg.cg(lambda v: SPD @ v, p, maxiter=2)[0]
 
 
-def solve_with_own_transpose(p):
-    def solve(_, b):
-        return b / (1 + jnp.linalg.norm(b))
-
-    return lax.custom_linear_solve(lambda v: v, p, solve, solve)
-
-
 COMPUTED_LOSSES |= {
     "concatenated, used twice": of_concatenated(lambda w, x: (x @ w + x @ w.reshape(-1).reshape(D, D)).sum(1)),
     "concatenated, transposed": of_concatenated(lambda w, x: row_losses(x @ w) + row_losses(x @ w.T)),
@@ -943,7 +933,7 @@ COMPUTED_LOSSES |= {
     "iterations that solve for a parameter": Case(lambda p, x: row_losses(x @ cg(p)), tolerance=2e-3),
     "solve for a parameter": Case(lambda p, x: row_losses(x @ jnp.linalg.solve(SPD, p))),
     "solve for a parameter in a checkpoint": Case(jax.checkpoint(lambda p, x: row_losses(x @ cg(p))), tolerance=2e-3),
-    "solve with an own transpose": Case(lambda p, x: row_losses(x @ solve_with_own_transpose(p))),
+    "solve with an own transpose": Case(lambda p, x: row_losses(x @ private_programs.solved(p))),
     "reshape that transposes": Case(lambda p, x: row_losses(lax.reshape(jnp.tanh(x @ p)[..., None] * jnp.arange(3.0), (len(x), 12), (0, 2, 1)) * jnp.arange(12.0))),
 }  # fmt: skip
 

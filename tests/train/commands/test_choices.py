@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from data_cases import error_message
 from pretrained_folder import LLAMA, write_folder
-from program_cases import assert_one_line_error, exit_code, fnet_command
+from program_cases import assert_one_line_error, exit_code, fnet_command, output_of
 
 from train.config import ChatFile, LanguageModel, TextFile, recipes
 from train.data.chat import ChatTemplate
@@ -240,8 +240,9 @@ def folder(workplace):
 
 @pytest.mark.slow
 def test_a_run_is_evaluated_on_text_and_on_questions(folder, capsys):
-    fnet_command("train", "answers.py", "--out", "run")
-    assert "data: 36 examples packed into" in capsys.readouterr().out
+    assert "data: 36 examples packed into" in output_of(
+        capsys, "train", "answers.py", "--out", "run"
+    )
     fnet_command("eval", "run")
     printed = dict(
         line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("test/")
@@ -252,8 +253,7 @@ def test_a_run_is_evaluated_on_text_and_on_questions(folder, capsys):
     np.testing.assert_allclose(metrics["test/bits_per_byte"], loss / np.log(2))
     assert printed["test/perplexity"] == f"{np.exp(loss):.6g}"
 
-    fnet_command("eval", "run", "--choices", "questions.jsonl")
-    lines = capsys.readouterr().out.splitlines()
+    lines = output_of(capsys, "eval", "run", "--choices", "questions.jsonl").splitlines()
     run = RunFolder(folder / "run")
     model = language.build_network(recipes.load("run"))
     with Checkpoints(run.checkpoints) as checkpoints:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import vision_cases
 from matplotlib.figure import Figure
-from program_cases import assert_one_line_error, exit_code, fnet_command
+from program_cases import assert_one_line_error, exit_code, fnet_command, output_of
 from rich.console import Console
 
 from train.arguments import EvalArguments
@@ -106,15 +106,10 @@ def test_top5_is_whether_the_label_is_among_the_five_most_probable():
     assert result.metrics["top5"].tolist() == [float(rank < 5) for rank in ranks]
 
 
-def printed(capsys, *words):
-    fnet_command("eval", *words)
-    return capsys.readouterr().out
-
-
 def test_eval_prints_and_writes_the_accuracy_of_each_class(run_of, capsys):
     run = run_of("colours")
     (run / "confusion.png").unlink()
-    output = printed(capsys, run)
+    output = output_of(capsys, "eval", run)
     result = json.loads((run / "evaluation.json").read_text())
     assert result["step"] == 20
     assert result["metrics"] == json.loads((run / "summary.json").read_text())["metrics"]
@@ -133,7 +128,7 @@ def test_eval_prints_and_writes_the_accuracy_of_each_class(run_of, capsys):
 
 def test_eval_prints_and_writes_the_iou_of_each_class(run_of, capsys):
     run = run_of("halves")
-    output = printed(capsys, run)
+    output = output_of(capsys, "eval", run)
     result = json.loads((run / "evaluation.json").read_text())
     assert result["metrics"] == json.loads((run / "summary.json").read_text())["metrics"]
     assert result["metrics"].keys() == {
@@ -166,7 +161,7 @@ def test_eval_prints_and_writes_the_iou_of_each_class(run_of, capsys):
 def test_options_do_not_change_the_run(recipe, words, name, given, run_of, capsys):
     run = run_of(recipe)
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
-    output = printed(capsys, run, *words)
+    output = output_of(capsys, "eval", run, *words)
     folder = run / "evaluations" / name
     assert f"evaluation: {folder / 'evaluation.json'}" in output
     result = json.loads((folder / "evaluation.json").read_text())
@@ -191,7 +186,7 @@ def test_evaluates_another_folder_without_the_training_data(run_of, recipes, cap
         folder = next(path.parent for path in (recipes / "other" / recipe).rglob("*.png"))
         (folder / "notes.txt").touch()
         shutil.move(recipes / recipe, recipes / "away" / recipe)
-        output = printed(capsys, run, "--path", f"other/{recipe}")
+        output = output_of(capsys, "eval", run, "--path", f"other/{recipe}")
         assert "data: left out 1 files that are no images: 1 x .txt\n" in output
         assert f"after step {20 if recipe == 'colours' else 40} with path other/{recipe}" in output
         (path,) = (run / "evaluations").glob("*/evaluation.json")
@@ -204,7 +199,7 @@ def test_evaluates_another_folder_without_the_training_data(run_of, recipes, cap
         assert_one_line_error(capsys, "data.path: nowhere does not exist")
         assert "are training images" not in output
         shutil.move(recipes / "away" / recipe, recipes / recipe)
-        output = printed(capsys, run, "--path", f"other/{recipe}")
+        output = output_of(capsys, "eval", run, "--path", f"other/{recipe}")
         assert ("test images are training images or copies" in output) == (recipe == "halves")
 
 
@@ -250,7 +245,7 @@ def test_names_and_counts_unreadable_images(run_of, recipes, capsys):
         config.read_text().replace('"max_bad_fraction": 0.01', '"max_bad_fraction": 0.5')
     )
     (recipes / "colours" / "val" / "red" / "0.png").write_bytes(b"")
-    output = printed(capsys, run)
+    output = output_of(capsys, "eval", run)
     assert "red/0.png: zero bytes" in output
     result = json.loads((run / "evaluation.json").read_text())
     assert result["unreadable_files"] == 1

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from pretrained_folder import LLAMA, write_folder
-from program_cases import assert_one_line_error, exit_code, fnet_command
+from program_cases import assert_one_line_error, exit_code, fnet_command, output_of
 from published_configs import LLAMA_3_2_1B, LLAMA_3_8B, QWEN_2_5_0_5B
 
 from fnet.interop.huggingface import build_model
@@ -102,8 +102,7 @@ def test_the_estimate_is_close_to_all_blocks_compiled(folder, policy, context):
 
 def test_a_state_above_the_budget_is_not_compiled(folder, capsys, monkeypatch, no_weights):
     monkeypatch.setattr(planning, "analyze", None)
-    fnet_command("fit", "llama", "--budget", "1kB", "--ways", "lora", "lora_nf4")
-    printed = capsys.readouterr().out
+    printed = output_of(capsys, "fit", "llama", "--budget", "1kB", "--ways", "lora", "lora_nf4")
     assert "lora: the train state alone takes" in printed
     assert "too large" in printed
     assert "fnet train" not in printed

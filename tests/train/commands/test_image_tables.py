@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 from image_cases import write_image
-from program_cases import assert_one_line_error, exit_code, fnet_command, metrics_of
+from program_cases import assert_one_line_error, exit_code, fnet_command, metrics_of, output_of
 
 from train.output.curves import describe
 from train.predictor import Predictor
@@ -116,8 +116,7 @@ def test_each_kind_of_target_trains_evaluates_and_predicts(workplace, capsys, ki
 def test_numbers_keep_their_meaning_when_the_table_grows(workplace, capsys):
     named = ("--checkpoint.metric", "macro_f1", "--data.class-weights", "balanced")
     named += ("--optim.label-smoothing", 0.1)  # by `classify`
-    fnet_command("train", "recipe.py", "--out", "r", *TARGETS["numbers"], *named)
-    output = capsys.readouterr().out
+    output = output_of(capsys, "train", "recipe.py", "--out", "r", *TARGETS["numbers"], *named)
     assert "checkpoint.metric: loss instead of macro_f1" in output
     assert "data.class_weights, optim.label_smoothing: no effect, because numbers" in output
     before = {row["file"]: row for row in rows_of(workplace / "r" / "evaluation.csv")}
@@ -145,15 +144,13 @@ def test_undefined_scores_are_said_and_are_no_zeros(workplace, capsys):
         ("labels", set(), "precision, recall, F1, AUC of late\n"),
         ("numbers", {"r2"}, "R2\n"),
     ):
-        fnet_command("train", "recipe.py", "--out", kind, *TARGETS[kind])
-        output = capsys.readouterr().out
+        output = output_of(capsys, "train", "recipe.py", "--out", kind, *TARGETS[kind])
         assert output.count(said) == 1
         assert f"{said}{line}" in output
         folder = workplace / kind
         summary = json.loads((folder / "summary.json").read_bytes())["metrics"]
         assert {k for k, v in summary.items() if v is None} == {f"test/{k}" for k in undefined}
-        fnet_command("eval", kind)
-        assert f"{said}{line}" in capsys.readouterr().out
+        assert f"{said}{line}" in output_of(capsys, "eval", kind)
         evaluated = json.loads((folder / "evaluation.json").read_bytes())["metrics"]
         assert evaluated.keys() == summary.keys()
         assert all((evaluated[name] is None) == (summary[name] is None) for name in summary)

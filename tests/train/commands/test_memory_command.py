@@ -6,7 +6,7 @@ from unittest.mock import Mock
 
 import jax
 import pytest
-from program_cases import assert_one_line_error, exit_code, fnet_command
+from program_cases import assert_one_line_error, exit_code, fnet_command, output_of
 from rich.console import Console
 
 from fnet import memory
@@ -57,8 +57,7 @@ def microbatches(n):
 
 
 def test_reports_memory_without_training(workplace, capsys):
-    fnet_command("memory", "tiny.py", "--out", "out")
-    printed = capsys.readouterr().out
+    printed = output_of(capsys, "memory", "tiny.py", "--out", "out")
     for word in ("parameters", "arguments", "aliased", "peak", "Residuals", "none"):
         assert word in printed
     assert "stage0/block0" in printed
@@ -77,8 +76,7 @@ def test_reports_memory_without_training(workplace, capsys):
 
 
 def test_a_budget_that_the_plain_step_meets_is_said(capsys):
-    fnet_command("memory", "deep.py", "--budget", "1GB")
-    printed = capsys.readouterr().out
+    printed = output_of(capsys, "memory", "deep.py", "--budget", "1GB")
     assert "fits 953.67 MiB without a plan, so no other way was compiled" in printed
     assert "Ways to train" not in printed
 
@@ -89,8 +87,7 @@ def test_plans_within_a_budget(workplace, capsys):
     plain = json.loads((workplace / "free" / "memory.json").read_text())["peak"]["total"]
     capsys.readouterr()
     budget = int(0.7 * plain)
-    fnet_command("memory", "deep.py", "--budget", f"{budget}B", "--out", "tight")
-    printed = capsys.readouterr().out
+    printed = output_of(capsys, "memory", "deep.py", "--budget", f"{budget}B", "--out", "tight")
     assert "too large" in printed
     assert "\\n" not in printed
     recorded = json.loads((workplace / "tight" / "memory.json").read_text())
@@ -220,8 +217,7 @@ def test_compares_several_targets_with_a_mesh(workplace, monkeypatch, capsys):
 
     monkeypatch.setattr("train.run.prediction.describe", describe)
     words = "--target", "small,large", "--mesh.fsdp", 2, "--memory.policy", "none", "--out", "both"
-    fnet_command("memory", "deep.py", *words)
-    assert "Estimate on 2 devices" in capsys.readouterr().out
+    assert "Estimate on 2 devices" in output_of(capsys, "memory", "deep.py", *words)
     small, large = json.loads((workplace / "both" / "memory.json").read_text())["predictions"]
     assert (small["fits"], large["fits"]) == (False, True)
     assert small["peak"] == large["peak"]

@@ -15,7 +15,7 @@ import pytest
 import vision_cases
 from image_cases import write_image
 from PIL import ExifTags, Image
-from program_cases import assert_one_line_error, exit_code, fnet_command
+from program_cases import assert_one_line_error, exit_code, fnet_command, output_of
 from rich.console import Console
 
 from train import data
@@ -43,11 +43,6 @@ begun = pytest.fixture(vision_cases.begun)
 saved = pytest.fixture(vision_cases.saved)
 
 
-def printed(capsys, *words):
-    fnet_command("predict", *words)
-    return capsys.readouterr().out
-
-
 def evaluated(run):
     """Test examples of a run, with the predictions of its checkpoint."""
     folder = RunFolder(run)
@@ -61,7 +56,7 @@ def evaluated(run):
 
 def test_predicts_the_same_labels_as_evaluation(run_of, recipes, capsys):
     run = run_of("colours")
-    output = printed(capsys, run, "colours/val", "--top-k", 2)
+    output = output_of(capsys, "predict", run, "colours/val", "--top-k", 2)
     result = json.loads((run / "predictions" / "predictions.json").read_text())
     assert result["step"] == 20
     assert result["unreadable"] == []
@@ -88,7 +83,7 @@ def test_predicts_the_same_labels_as_evaluation(run_of, recipes, capsys):
 def test_json_prints_only_json_and_writes_nothing(run_of, recipes, capsys):
     run = run_of("colours")
     before = {p: p.read_bytes() for p in recipes.rglob("*") if p.is_file()}
-    result = json.loads(printed(capsys, run, "colours/val/red/0.png", "--json"))
+    result = json.loads(output_of(capsys, "predict", run, "colours/val/red/0.png", "--json"))
     (prediction,) = result["predictions"]
     assert prediction.keys() == {"image", "labels"}
     assert prediction["labels"][0]["label"] == "red"
@@ -135,7 +130,7 @@ def test_masks_have_the_size_of_the_image_and_are_accurate(run_of, recipes, caps
     config = RunFolder(run).read_config()
     names = [f"{i:02}" for i in range(15)]
     given = [f"halves/images/{name}.png" for name in names]
-    output = printed(capsys, run, *given, "--out", "out")
+    output = output_of(capsys, "predict", run, *given, "--out", "out")
     result = json.loads((recipes / "out" / "predictions.json").read_text())
     assert output.splitlines()[-2:] == ["masks: out/masks", "overlays: out/overlays"]
     right = []
@@ -206,7 +201,7 @@ def test_predicts_probabilities_of_images_of_pillow(run_of, recipes, capsys):
     run = run_of("colours")
     path = "colours/val/red/0.png"
     (probabilities,) = Predictor(run)([Image.open(path)])
-    (prediction,) = json.loads(printed(capsys, run, path, "--json"))["predictions"]
+    (prediction,) = json.loads(output_of(capsys, "predict", run, path, "--json"))["predictions"]
     expected = {label["label"]: label["probability"] for label in prediction["labels"]}
     result = dict(zip(vision_cases.CLASSES, probabilities.tolist(), strict=True))
     assert result == pytest.approx(expected)
@@ -254,11 +249,11 @@ def test_images_of_the_same_name_get_files_of_their_own(run_of, recipes, capsys)
     for folder in ("a", "b"):
         (recipes / "new" / folder).mkdir(parents=True)
         shutil.copy(recipes / "halves" / "images" / "00.png", recipes / "new" / folder / "x.png")
-    printed(capsys, run, "new/a", "new/b/x.png", "--out", "out")
+    output_of(capsys, "predict", run, "new/a", "new/b/x.png", "--out", "out")
     masks = sorted(str(p.relative_to(recipes / "out")) for p in recipes.glob("out/masks/**/*.png"))
     assert masks == ["masks/a/x.png", "masks/b/x.png"]
     Image.open(recipes / "new" / "a" / "x.png").save(recipes / "new" / "a" / "x.bmp")
-    printed(capsys, run, "new/a", "--out", "both")
+    output_of(capsys, "predict", run, "new/a", "--out", "both")
     assert sorted(p.name for p in recipes.glob("both/masks/*")) == ["x.bmp.png", "x.png.png"]
 
 
@@ -272,7 +267,7 @@ def test_reads_digits_in_gray_at_their_size(saved, recipes, capsys):
     prepared = np.stack([load("digits.py").data.preprocessor(f"{i}.png").image for i in range(5)])
     chex.assert_type(prepared, np.float32)
     chex.assert_trees_all_close(prepared, some, atol=1 / 255)
-    output = printed(capsys, run, *(f"{i}.png" for i in range(5)), "--top-k", 1)
+    output = output_of(capsys, "predict", run, *(f"{i}.png" for i in range(5)), "--top-k", 1)
     assert len(output.splitlines()) == 6
     assert all(line.split()[1] in dataset.classes for line in output.splitlines()[:5])
 
@@ -334,7 +329,7 @@ def test_does_not_need_the_data_if_the_run_has_class_names(run_of, recipes, caps
     shutil.move(recipes / "colours" / "val" / "red" / "0.png", recipes / "x.png")
     shutil.rmtree(recipes / "colours")
     assert read_outputs(folder, config).names == ("a", "b", "c")
-    assert "x.png  c " in printed(capsys, folder.path, "x.png")
+    assert "x.png  c " in output_of(capsys, "predict", folder.path, "x.png")
     for text in ("{", '{"classes": []}', '{"classes": [1, 2]}', "[]"):
         (folder.path / "classes.json").write_text(text)
         with pytest.raises(UserError, match=r"cannot read .*classes\.json: "):
@@ -416,7 +411,7 @@ def test_prints_a_mark_for_bytes_that_are_not_utf_8(run_of, recipes, capsys):
     run = run_of("colours")
     name = os.fsdecode(b"caf\xe9.png")
     shutil.copy(recipes / "colours" / "val" / "red" / "0.png", recipes / name)
-    assert "caf\ufffd.png  red " in printed(capsys, run, name)
+    assert "caf\ufffd.png  red " in output_of(capsys, "predict", run, name)
     result = predict(RunFolder(run), [name], PredictArguments())
     text = io.StringIO()
     print_predictions(result, Console(file=text, force_terminal=True, width=100))

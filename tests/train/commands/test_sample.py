@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from image_cases import write_class_folders
 from matplotlib import image as pictures
-from program_cases import assert_one_line_error, exit_code, fnet_command
+from program_cases import assert_one_line_error, exit_code, fnet_command, output_of
 
 import fnet
 from fnet import diffusion
@@ -75,19 +75,14 @@ def run_of(recipes, shelf, capsys):
     return find
 
 
-def printed(capsys, *words):
-    fnet_command("sample", *words)
-    return capsys.readouterr().out
-
-
 def test_text_continues_the_prompt_and_depends_on_the_seed(run_of, capsys):
     run_of("text")
-    text = printed(capsys, "text", "--prompt", "to be", "--length", 40)
+    text = output_of(capsys, "sample", "text", "--prompt", "to be", "--length", 40)
     assert text.startswith("to be")
     assert len(text.encode()) > len("to be\n")
     assert text.endswith("\n")
-    assert printed(capsys, "text", "--prompt", "to be", "--length", 40) == text
-    other = printed(capsys, "text", "--prompt", "to be", "--length", 40, "--seed", 1)
+    assert output_of(capsys, "sample", "text", "--prompt", "to be", "--length", 40) == text
+    other = output_of(capsys, "sample", "text", "--prompt", "to be", "--length", 40, "--seed", 1)
     assert other.startswith("to be")
     assert other != text
 
@@ -95,11 +90,11 @@ def test_text_continues_the_prompt_and_depends_on_the_seed(run_of, capsys):
 def test_greedy_text_does_not_depend_on_the_seed(run_of, capsys):
     run_of("text")
     words = ("text", "--prompt", "to be", "--length", 20, "--temperature", 0)
-    text = printed(capsys, *words)
-    assert printed(capsys, *words, "--seed", 1) == text
+    text = output_of(capsys, "sample", *words)
+    assert output_of(capsys, "sample", *words, "--seed", 1) == text
     # With top-k 1, only the most probable token can be sampled.
     words = ("text", "--prompt", "to be", "--length", 20, "--top-k", 1)
-    assert printed(capsys, *words) == text
+    assert output_of(capsys, "sample", *words) == text
 
 
 def test_text_is_streamed(run_of, capsys):
@@ -110,47 +105,50 @@ def test_text_is_streamed(run_of, capsys):
     later = list(pieces)
     assert len(later) >= 3
     whole = "to be" + "".join(later) + "\n"
-    assert printed(capsys, "text", "--prompt", "to be", "--length", 40) == whole
+    assert output_of(capsys, "sample", "text", "--prompt", "to be", "--length", 40) == whole
 
 
 def test_prompts_are_answered_as_each_is_alone(run_of, recipes, capsys):
     run_of("text")
     prompts = ["to be", 'question"', "to", "or not to be, that is"]
     options = "--length", 20, "--repetition-penalty", 1.2, "--min-p", 0.05
-    output = printed(capsys, "text", "--prompt", *prompts, "--batch-size", 3, *options)
+    output = output_of(capsys, "sample", "text", "--prompt", *prompts, "--batch-size", 3, *options)
     answers = [json.loads(line) for line in output.splitlines()]
     assert [answer["prompt"] for answer in answers] == prompts
     for seed, answer in enumerate(answers):
         prompt = answer["prompt"]
-        alone = printed(capsys, "text", "--prompt", prompt, *options, "--seed", seed)
+        alone = output_of(capsys, "sample", "text", "--prompt", prompt, *options, "--seed", seed)
         assert prompt + answer["answer"] + "\n" == alone
 
     (recipes / "prompts.txt").write_text("\n\n".join(prompts))
     (recipes / "prompts.jsonl").write_text("\n".join(json.dumps({"prompt": p}) for p in prompts))
     for name in ("prompts.txt", "prompts.jsonl"):
-        assert printed(capsys, "text", "--prompts", name, "--batch-size", 2, *options) == output
+        assert (
+            output_of(capsys, "sample", "text", "--prompts", name, "--batch-size", 2, *options)
+            == output
+        )
 
 
 def test_a_stop_text_ends_the_text_and_is_not_printed(run_of, capsys):
     run_of("text")
     words = "text", "--prompt", "to be", "--length", 60
-    whole = printed(capsys, *words)
+    whole = output_of(capsys, "sample", *words)
     stop = whole[12:15]
     end = whole.index(stop, 5)
-    assert printed(capsys, *words, "--stop", "never", stop) == whole[:end] + "\n"
+    assert output_of(capsys, "sample", *words, "--stop", "never", stop) == whole[:end] + "\n"
     # Half of a stop text is printed if the other half does not come.
-    assert printed(capsys, *words, "--stop", whole[-5:-1] + "never") == whole
+    assert output_of(capsys, "sample", *words, "--stop", whole[-5:-1] + "never") == whole
 
 
 def test_sampling_text_does_not_need_the_training_text(run_of, recipes, capsys):
     run_of("text")
     (recipes / "text.txt").unlink()
-    assert printed(capsys, "text/config.json", "--length", 3).startswith("\n")
+    assert output_of(capsys, "sample", "text/config.json", "--length", 3).startswith("\n")
 
 
 def test_continues_a_prompt_that_is_not_utf_8(run_of, capsys):
     run_of("text")
-    text = printed(capsys, "text", "--prompt", "to be\udcff", "--length", 3)
+    text = output_of(capsys, "sample", "text", "--prompt", "to be\udcff", "--length", 3)
     assert text.startswith("to be\ufffd")
 
 
@@ -169,7 +167,7 @@ def tokenizer(recipes):
 def test_samples_with_a_tokenizer(tokenizer, capsys):
     fnet_command("train", "text.py", "--out", "words", "--data.tokenizer", "words.json")
     capsys.readouterr()
-    text = printed(capsys, "words", "--prompt", "to be", "--length", 8)
+    text = output_of(capsys, "sample", "words", "--prompt", "to be", "--length", 8)
     assert text.startswith("to be ")
     assert len(text.split()) == 2 + 8
 
@@ -198,16 +196,18 @@ def test_a_prompt_has_no_end_token(tokenizer, monkeypatch, capsys):
     stream = lambda *given, **_: read.append(given[3].tolist()) or iter(())  # noqa: E731
     monkeypatch.setattr(fnet, "stream", stream)
     capsys.readouterr()
-    assert printed(capsys, "words", "--prompt", "to be") == "to be\n"
+    assert output_of(capsys, "sample", "words", "--prompt", "to be") == "to be\n"
     assert read == [[[0, 1]]]
 
 
 def test_draws_one_row_of_images_per_label(run_of, recipes, capsys):
     run_of("images")
-    path = printed(capsys, "images", "--count", 2).strip()
+    path = output_of(capsys, "sample", "images", "--count", 2).strip()
     assert path == "images/samples.png"
     whole = pictures.imread(recipes / path)
-    printed(capsys, "images", "--count", 2, "--steps", 3, "--labels", 3, 7, "--out", "two.png")
+    output_of(
+        capsys, "sample", "images", "--count", 2, "--steps", 3, "--labels", 3, 7, "--out", "two.png"
+    )
     two = pictures.imread(recipes / "two.png")
     # The first picture has ten rows, the second one two.
     assert whole.shape[0] > 3 * two.shape[0]
@@ -226,7 +226,7 @@ def test_refuses_to_sample_if_class_names_changed(run_of, recipes, capsys):
 def test_writes_a_picture_without_suffix(run_of, recipes, capsys):
     run_of("images")
     few = "--labels", 3, "--count", 1, "--steps", 2
-    assert printed(capsys, "images", *few, "--out", "drawn") == "drawn\n"
+    assert output_of(capsys, "sample", "images", *few, "--out", "drawn") == "drawn\n"
     assert (recipes / "drawn").read_bytes().startswith(b"\x89PNG")
 
 
@@ -259,7 +259,7 @@ def test_samples_images_from_a_run_on_an_image_folder(recipes, capsys):
     arrays = "--data.source", "arrays", "--data.path", "x.npz", "--data.batch-size", 8
     fnet_command("train", "images.py", "--out", "r", *arrays)
     capsys.readouterr()
-    path = printed(capsys, "r", "--count", 2, "--steps", 3).strip()
+    path = output_of(capsys, "sample", "r", "--count", 2, "--steps", 3).strip()
     assert path == "r/samples.png"
     assert (recipes / path).is_file()
 

@@ -16,7 +16,7 @@ import chex
 import jax
 import numpy as np
 import pytest
-from program_cases import assert_one_line_error, exit_code, fnet_command
+from program_cases import assert_one_line_error, exit_code, fnet_command, output_of
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
@@ -99,19 +99,14 @@ def state_dict(name, **changes):
     return to_torch(params, state, **changes)
 
 
-def printed(capsys, *words):
-    fnet_command(*words)
-    return capsys.readouterr().out
-
-
 def test_exporting_and_importing_keeps_the_metrics(trained, place, capsys):
-    assert printed(capsys, "export", "trained").strip() == "trained/weights.safetensors"
-    output = printed(capsys, "import", "tiny.py", "trained/weights.safetensors", "--out", "new")
+    assert output_of(capsys, "export", "trained").strip() == "trained/weights.safetensors"
+    output = output_of(capsys, "import", "tiny.py", "trained/weights.safetensors", "--out", "new")
     assert (
         "wrote new at step 0; evaluate it with fnet eval new, train it with fnet train new --resume"
         in output
     )
-    before, after = printed(capsys, "eval", "trained"), printed(capsys, "eval", "new")
+    before, after = output_of(capsys, "eval", "trained"), output_of(capsys, "eval", "new")
     assert "new after step 0" in after
     metrics = [line for line in before.splitlines() if line.startswith("test/")]
     assert len(metrics) >= 2
@@ -232,7 +227,7 @@ def test_a_run_starts_from_another_run(trained):
 
 
 def test_an_exported_program_computes_the_logits_for_any_batch_size(trained, capsys):
-    path = printed(capsys, "export", "trained", "--format", "stablehlo").strip()
+    path = output_of(capsys, "export", "trained", "--format", "stablehlo").strip()
     config = RunFolder(trained).read_config()
     run = setup(config)
     with Checkpoints(trained / "checkpoints") as checkpoints:
@@ -261,7 +256,7 @@ def test_arguments_in_messages_become_flags():
 
 
 def test_exported_metadata_describe_the_network(trained, capsys):
-    path = printed(capsys, "export", "trained", "--out", "w.safetensors").strip()
+    path = output_of(capsys, "export", "trained", "--out", "w.safetensors").strip()
     with safe_open(path, framework="numpy") as file:
         recorded = file.metadata()
     expected = {"format": "pt", "network": "preact_resnet", "norm": "abn", "names": "reference", "activation": "leaky_relu", "activation_param": "0.01"}  # fmt: skip
@@ -274,7 +269,7 @@ def test_importing_and_exporting_a_resnet_keeps_every_bit(names, capsys):
     arrays = state_dict("resnet.py", names=names)
     save_file(arrays, "given.safetensors", {"format": "pt"})
     in_place = ("--trained-with", "abn")
-    output = printed(capsys, "import", "resnet.py", "given.safetensors", "--out", "r", *in_place)
+    output = output_of(capsys, "import", "resnet.py", "given.safetensors", "--out", "r", *in_place)
     whose = {"reference": "mapillary/inplace_abn", "torchvision": "torchvision"}[names]
     assert f"{whose}'s resnet18: given.safetensors" in output
     fnet_command("export", "r", "--out", "found.safetensors", "--names", names)
@@ -313,7 +308,7 @@ def test_the_report_lists_read_renamed_and_unused_arrays(place, capsys):
     arrays = state_dict("resnet.py")
     left = "aux_classifier.[/b]"  # not markup of rich
     save_file(arrays | {left: np.zeros(1)}, "given.safetensors")
-    output = printed(capsys, "import", "resnet.py", "given.safetensors", "--out", "r")
+    output = output_of(capsys, "import", "resnet.py", "given.safetensors", "--out", "r")
     assert "mod1.bn1.bias -> bn1.beta" in output
     assert left in output
     report = json.loads((place / "r" / "import.json").read_text())

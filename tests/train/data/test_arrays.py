@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from array_cases import CLASSES, N, X, Y, load, load_error, make_images, make_labels, write_npz
 from data_cases import sampled_counts, take_batches
-from program_cases import assert_one_line_error, exit_code, fnet_command
+from program_cases import assert_one_line_error, exit_code, fnet_command, output_of
 
 from train.config import ArrayFile, Config, Denoiser, Digits, Mlp, from_json, to_json
 from train.data import arrays, evaluation_batches
@@ -338,10 +338,8 @@ def test_the_program_trains_evaluates_and_resumes_on_arrays(workplace, capsys):
     words = ("--data.source", "arrays", "--optim.name", "adafactor", "--data.crop", "padded")
     given = ("train", "tiny.py", *words, "--out", "run", "--data.batch-size", 8)
     fnet_command(*given)
-    fnet_command(*given, "--resume")
-    assert "resumed after step 8 of 8" in capsys.readouterr().out
-    fnet_command("eval", "run")
-    assert "accuracy of 1: " in capsys.readouterr().out
+    assert "resumed after step 8 of 8" in output_of(capsys, *given, "--resume")
+    assert "accuracy of 1: " in output_of(capsys, "eval", "run")
     (workplace / "data.npz").unlink()
     assert exit_code("eval", "run") == 2
     assert_one_line_error(capsys, "data.path: data.npz does not exist")

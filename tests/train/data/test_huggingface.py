@@ -13,7 +13,7 @@ import pytest
 from data_cases import error_message, take_batches
 from image_cases import color, write_class_folders, write_image
 from PIL import Image
-from program_cases import assert_one_line_error, exit_code, fnet_command
+from program_cases import assert_one_line_error, exit_code, fnet_command, output_of
 
 from train.config import Config, HuggingFace, ImageFolder, from_json, to_json
 from train.data import evaluation_batches
@@ -316,8 +316,7 @@ def test_the_program_trains_and_evaluates(hub, workplace, capsys):
         "train", "tiny.py", "--data.source", "huggingface", *options, "--out", "run",
         "--train.steps", 2,
     )  # fmt: skip
-    fnet_command("eval", "run")
-    assert "accuracy of bear: " in capsys.readouterr().out
+    assert "accuracy of bear: " in output_of(capsys, "eval", "run")
     hub.pop("animals")
     assert exit_code("eval", "run") == 2
     assert_one_line_error(capsys, "data.path: datasets cannot load animals: no such data set")

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import report_cases
-from program_cases import exit_code, fnet_command
+from program_cases import exit_code, output_of
 from report_cases import EVIL, LINES, MEMORY, NOW, PNG, Page, line, page_of, written
 
 from train import report as report_package
@@ -215,8 +215,7 @@ def test_a_run_can_be_reported_and_resumed(make):
 
 def test_the_command_reports_runs_and_refuses_folders_without_one(workplace, make, capsys):
     folders = [make("a").path, make("b").path]
-    fnet_command("report", *folders, "--out", "both.html")
-    assert capsys.readouterr().out == "report: both.html\n"
+    assert output_of(capsys, "report", *folders, "--out", "both.html") == "report: both.html\n"
     assert (workplace / "both.html").read_text().startswith("<!doctype html>")
     assert exit_code("report", "nowhere") == 2
     assert "no run in nowhere" in capsys.readouterr().err

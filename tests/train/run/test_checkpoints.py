@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from program_cases import assert_one_line_error, exit_code, fnet_command, state_of
+from program_cases import assert_one_line_error, exit_code, fnet_command, output_of, state_of
 
 from train.config import Config, recipes
 from train.errors import TrainingError, UserError, printable
@@ -165,8 +165,7 @@ def test_restores_the_checkpoint_before_a_damaged_one(damage, run, capsys):
     assert (run / "checkpoints" / "8").is_dir()  # reading does not move it
 
     expected = (run / "metrics.jsonl").read_text().splitlines()[-1]
-    fnet_command("train", "tiny.py", "--out", run, "--resume")
-    printed = capsys.readouterr().out
+    printed = output_of(capsys, "train", "tiny.py", "--out", run, "--resume")
     assert "checkpoints/8 is damaged (" in printed
     assert "compiling; a large network takes minutes on a CPU" in printed
     assert "resumed after step 6 of 8" in printed

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-from program_cases import exit_code, fnet_command
+from program_cases import exit_code, fnet_command, output_of
 
 from train.config import ArrayFile
 from train.errors import UserError
@@ -222,8 +222,7 @@ def test_reports_that_another_process_was_interrupted(monkeypatch, capsys):
     }
     here = SimpleNamespace(run_folder=distributed.run_folder, **others)
     monkeypatch.setattr(loop, "distributed", here)
-    fnet_command("train", "tiny.py", "--out", "r")
-    output = capsys.readouterr().out
+    output = output_of(capsys, "train", "tiny.py", "--out", "r")
     assert "another process was interrupted: saved after step 2 of 8" in output
 
 

@@ -13,7 +13,14 @@ import numpy as np
 import pytest
 from data_cases import take_batches
 from image_cases import write_class_folders, write_image, write_mask
-from program_cases import assert_one_line_error, exit_code, final_state, fnet_command, metrics_of
+from program_cases import (
+    assert_one_line_error,
+    exit_code,
+    final_state,
+    fnet_command,
+    metrics_of,
+    output_of,
+)
 
 from train.config import ArrayFile, ChatFile, SegmentationFolder, TextFile
 from train.data import (
@@ -122,8 +129,7 @@ def at_step(step, monkeypatch, what):
 
 def assert_resumes(workplace, undisturbed, capsys, step):
     capsys.readouterr()
-    fnet_command(*TRAIN, "--resume")
-    printed = capsys.readouterr().out
+    printed = output_of(capsys, *TRAIN, "--resume")
     assert f"resumed after step {step} of 8" in printed
     assert "data: changed" not in printed
     chex.assert_trees_all_equal(final_state(undisturbed / "run"), final_state(workplace / "run"))
@@ -207,8 +213,7 @@ def test_files_that_appear_during_a_run_change_nothing(workplace, images, undist
 def test_a_folder_that_changed_between_two_parts_of_a_run_is_reported(workplace, images, capsys):
     fnet_command(*TRAIN, "--train.steps", 4)
     write_image(images / "train" / "cat" / "new.png")
-    fnet_command(*TRAIN, "--resume")
-    out = capsys.readouterr().out
+    out = output_of(capsys, *TRAIN, "--resume")
     assert (
         "data: changed since run was last trained: 12 training and 6 test examples then, "
         "13 training and 6 test examples now; 1 name is new; the next batches are of the new data"

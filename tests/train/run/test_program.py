@@ -14,7 +14,14 @@ import chex
 import jax
 import numpy as np
 import pytest
-from program_cases import assert_one_line_error, exit_code, final_state, fnet_command, metrics_of
+from program_cases import (
+    assert_one_line_error,
+    exit_code,
+    final_state,
+    fnet_command,
+    metrics_of,
+    output_of,
+)
 
 import fnet
 from train import cli
@@ -119,15 +126,13 @@ def test_a_run_that_crashed_and_was_interrupted_ends_with_the_same_bits(
 
     # Before step 4, at whose end an evaluation is due.
     interrupted_at(0, monkeypatch, lambda: signal.raise_signal(signal.SIGINT))
-    fnet_command("train", "tiny.py", "--out", "parts", "--resume")
-    printed = capsys.readouterr().out
+    printed = output_of(capsys, "train", "tiny.py", "--out", "parts", "--resume")
     assert "resumed after step 3 of 8" in printed
     assert "SIGINT: saved after step 4 of 8" in printed
     assert "fnet train parts/config.json --resume" in printed
     assert not (workplace / "parts" / "summary.json").exists()
 
-    fnet_command("train", "parts/config.json", "--resume")
-    printed = capsys.readouterr().out
+    printed = output_of(capsys, "train", "parts/config.json", "--resume")
     assert "  time      about " in printed
     assert "for 4 steps, as fast as before" in printed
     chex.assert_trees_all_equal(final_state(finished_run), final_state(workplace / "parts"))
@@ -195,8 +200,7 @@ def test_trains_again_from_the_config_of_a_run(workplace, finished_run):
 
 
 def test_configs_lists_each_recipe_with_its_first_line(capsys):
-    fnet_command("configs")
-    lines = capsys.readouterr().out.splitlines()
+    lines = output_of(capsys, "configs").splitlines()
     recorded = dict(line.split(maxsplit=1) for line in lines)
     assert recorded == recipes.recipes()
     assert recorded.keys() >= {"digits", "digits_mlp"}
@@ -460,15 +464,13 @@ def test_resuming_a_finished_run_of_an_earlier_version_prints_its_results_and_ch
     config["memory"]["policy"] = "keep"
     path.write_text(json.dumps(config))
     capsys.readouterr()
-    fnet_command("eval", "finished_run")
-    printed = capsys.readouterr().out
+    printed = output_of(capsys, "eval", "finished_run")
     assert "after step 8" in printed
     assert f"test/accuracy {summary['metrics']['test/accuracy']:.6g}" in printed
 
     config["memory"]["policy"] = "auto"
     path.write_text(json.dumps(config))
-    fnet_command("train", "finished_run", "--resume")
-    printed = capsys.readouterr().out
+    printed = output_of(capsys, "train", "finished_run", "--resume")
     assert "resumed after step 8 of 8" in printed
     assert f"result: test accuracy {number(summary['metrics']['test/accuracy'])}" in printed
     chex.assert_trees_all_equal(before, (final_state(finished_run), metrics_of(finished_run)))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from image_cases import write_image, write_mask
 from PIL import Image
-from program_cases import assert_one_line_error, exit_code, fnet_command
+from program_cases import assert_one_line_error, exit_code, fnet_command, output_of
 
 from train.config import ArrayFile, ChatFile, ImageFolder, SegmentationFolder, TextFile
 from train.data import Dataset
@@ -124,8 +124,7 @@ def resumed(private_run, tmp_path, monkeypatch):
 
 
 def test_a_private_run_continues_with_the_same_data(resumed, capsys):
-    fnet_command(*resumed)
-    assert "resumed after step 2 of 3" in capsys.readouterr().out
+    assert "resumed after step 2 of 3" in output_of(capsys, *resumed)
 
 
 @pytest.mark.parametrize(
@@ -256,8 +255,7 @@ RESUME = "train", "run/config.json", "--resume", "--train.steps", 3
 
 @pytest.mark.parametrize("command", [("eval", "run"), RESUME], ids=["eval", "resume"])
 def test_nothing_is_said_of_the_same_data(command, pictures, capsys):
-    fnet_command(*command)
-    out = capsys.readouterr().out
+    out = output_of(capsys, *command)
     said = "data: changed", "config.json: changed", "versions:", "damaged"
     assert not any(words in out for words in said)
 
@@ -270,8 +268,7 @@ def test_test_images_that_were_trained_on_are_reported(command, pictures, capsys
     trained = {*map(before.name, before.train["id"])}
     tests = [*map(after.name, after.test["id"])]
     config.write_text(config.read_text().replace('"split_seed": 0', '"split_seed": 1'))
-    fnet_command(*command)
-    out = capsys.readouterr().out
+    out = output_of(capsys, *command)
     seen = sum(name in trained for name in tests)
     assert seen > 0
     assert f"{seen} of {len(tests)} test examples were trained on, so that test scores" in out
@@ -294,8 +291,7 @@ def test_notes_of_an_evaluation_are_about_the_images_of_a_folder_alone(pictures,
     for is_there in (True, False):
         if not is_there:
             shutil.rmtree("data")
-        fnet_command("eval", "run", "--path", "other")
-        out = capsys.readouterr().out
+        out = output_of(capsys, "eval", "run", "--path", "other")
         assert note in out
         assert ("test images are training images or copies of them" in out) == is_there
 
@@ -305,8 +301,7 @@ def test_new_and_missing_images_are_counted(command, pictures, capsys):
     before = read_sealed(pictures / "run" / "data.json")
     write_image(pictures / "data" / "a" / "new.png")
     (pictures / "data" / "b" / "01.png").rename(pictures / "data" / "b" / "renamed.png")
-    fnet_command(*command)
-    out = capsys.readouterr().out
+    out = output_of(capsys, *command)
     assert f"{before['train']} training and {before['test']} test examples then, " in out
     assert "; 2 names are new; 1 name is gone" in out
 
@@ -315,8 +310,7 @@ def test_new_and_missing_images_are_counted(command, pictures, capsys):
 def test_a_damaged_description_is_reported(command, pictures, capsys):
     path = pictures / "run" / "data.json"
     path.write_text(path.read_text().replace('"test": ', '"test": 1'))
-    fnet_command(*command)
-    out = capsys.readouterr().out
+    out = output_of(capsys, *command)
     assert "cannot read run/data.json (it is damaged: its checksum differs from its" in out
 
 
@@ -326,14 +320,12 @@ def test_an_edited_config_is_reported_but_data_may_move(command, pictures, capsy
     (pictures / "data").rename(pictures / "moved")
     text = config.read_text().replace('"path": "data"', '"path": "moved"')
     config.write_text(text.replace('"resize": 8', '"resize": 12'))
-    fnet_command(*command)
-    out = capsys.readouterr().out
+    out = output_of(capsys, *command)
     assert (
         "run/config.json: changed since the run was last trained: data.resize was 8, is 12" in out
     )
     if command == RESUME:  # which begins from the new config
-        fnet_command(*RESUME[:-1], 4)
-        assert "config.json: changed" not in capsys.readouterr().out
+        assert "config.json: changed" not in output_of(capsys, *RESUME[:-1], 4)
 
 
 @pytest.mark.parametrize(
@@ -351,8 +343,7 @@ def test_a_damaged_log_is_reported_once(damage, left, pictures, capsys):
     said = "metrics.jsonl: damaged, lost or changed"
     out = capsys.readouterr().out
     assert f"run/{said}: {left} of 2 lines up to step 2 can be read; curves" in out
-    fnet_command(*RESUME[:-1], 4)
-    assert said not in capsys.readouterr().out
+    assert said not in output_of(capsys, *RESUME[:-1], 4)
 
 
 def test_other_versions_are_reported(pictures, capsys):

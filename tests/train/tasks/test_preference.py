@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from data_cases import error_message
-from program_cases import assert_one_line_error, exit_code, fnet_command, metrics_of
+from program_cases import assert_one_line_error, exit_code, fnet_command, metrics_of, output_of
 from safetensors.numpy import load_file
 
 from tests.pretrained_folder import write_folder, write_tokenizer
@@ -252,8 +252,7 @@ def test_a_run_learns_resumes_and_is_sampled(workplace, write, capsys):
     assert metrics_of(workplace / "parts")[-1]["train/loss"] == whole[-1]["train/loss"]
     assert whole[0]["train/loss"] == pytest.approx(np.log(2), abs=1e-5)
     assert whole[-1]["train/loss"] < 0.6
-    fnet_command("eval", "whole")
-    assert "margin" in capsys.readouterr().out
+    assert "margin" in output_of(capsys, "eval", "whole")
     fnet_command("sample", "whole", "--prompt", "2+1=", "--length", 3)
     fnet_command("export", "whole")
     assert (workplace / "whole" / "exported" / "config.json").is_file()

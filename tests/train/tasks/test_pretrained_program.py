@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from pretrained_cases import CONFIGS
 from pretrained_folder import LLAMA, VIT, write_folder, write_tokenizer
-from program_cases import assert_one_line_error, exit_code, fnet_command, metrics_of
+from program_cases import assert_one_line_error, exit_code, fnet_command, metrics_of, output_of
 from safetensors.numpy import load_file
 
 import fnet
@@ -132,8 +132,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(folder, options):
 @pytest.mark.slow
 def test_an_imported_model_is_a_run(folder, capsys):
     data = "--data.vocabulary", 256, "--data.path", "sums.jsonl", "--data.context", 12
-    fnet_command("import", "llama", "--out", "run", *data)
-    out = capsys.readouterr().out
+    out = output_of(capsys, "import", "llama", "--out", "run", *data)
     assert "34,976" in out
     assert "bfloat16" in out
     assert (
@@ -143,8 +142,7 @@ def test_an_imported_model_is_a_run(folder, capsys):
     assert sorted(p.name for p in (folder / "run").iterdir()) == ["config.json", "model"]
 
     words = "--prompt", "2+2=", "--length", 6, "--temperature", 0
-    fnet_command("sample", "run", *words)
-    text = capsys.readouterr().out
+    text = output_of(capsys, "sample", "run", *words)
     model, params = published(folder)
     prompt = np.frombuffer(b"2+2=", np.uint8)[None].astype(np.int32)
     model = fnet.interop.huggingface.build_model(LLAMA, dtype=jnp.bfloat16)
@@ -153,8 +151,7 @@ def test_an_imported_model_is_a_run(folder, capsys):
     assert text.encode().startswith(b"2+2=")
     assert text == "2+2=" + bytes(tokens[0].tolist()).decode("utf-8", "replace") + "\n"
 
-    fnet_command("eval", "run")
-    assert "perplexity" in capsys.readouterr().out
+    assert "perplexity" in output_of(capsys, "eval", "run")
     # Before the first step, any field may change.
     fnet_command("train", "run", "--train.steps", 1, "--data.context", 16, "--resume")
     assert RunFolder(folder / "run").read_config().data.context == 16
@@ -172,8 +169,7 @@ def test_a_published_folder_is_sampled_as_it_is(folder, capsys):
     assert sorted(folder.rglob("*")) == files
     fnet_command("import", "llama", "--out", "run")
     capsys.readouterr()
-    fnet_command("sample", "run", "--prompt", "2+2=", "--length", 6)
-    assert capsys.readouterr().out == printed.out
+    assert output_of(capsys, "sample", "run", "--prompt", "2+2=", "--length", 6) == printed.out
     assert exit_code("eval", "llama") == 2
     message = "llama is a published model; make a run of it with fnet import llama --out runs/base"
     assert_one_line_error(capsys, message)
@@ -238,8 +234,7 @@ def test_adapters_train_with_sharded_frozen_parameters(folder):
 def test_private_fine_tuning(folder, capsys):
     pytest.importorskip("dp_accounting")
     private = "--grad.mode", "clipped", "--grad.epsilon", 8, "--grad.delta", 0.01
-    fnet_command("train", "tiny.py", "--out", "run", *LORA, *private)
-    assert "privacy: " in capsys.readouterr().out
+    assert "privacy: " in output_of(capsys, "train", "tiny.py", "--out", "run", *LORA, *private)
 
 
 def image_config(folder, num_classes):
@@ -365,8 +360,7 @@ def test_chat_answers_until_the_end_token(folder, capsys, monkeypatch):
     fnet_command("sample", "run", "--chat", "--prompt", "hello")
     assert capsys.readouterr().out.split() == ["there", "you"]
     monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n\nyou\n"))
-    fnet_command("sample", "run", "--chat")
-    assert capsys.readouterr().out.split() == ["there", "you"] * 2
+    assert output_of(capsys, "sample", "run", "--chat").split() == ["there", "you"] * 2
 
 
 @pytest.mark.parametrize(
