@@ -1,9 +1,8 @@
 """Whether the loss of an example depends on the batch that it is in.
 
-A batch may be split into microbatches if it does not. The check is the one of per-example
-gradients, `fnet.autodiff.per_example.batch_axis`, with two differences. Random numbers may differ
-from row to row, because other rows of a dropout mask are as good. And two things besides the
-losses must not change with the batch: numbers, as in ``penalty / len(x)``, and what a custom
+A batch may be split into microbatches if it does not. The check is `fnet.jaxpr.batch_axis`, with
+two differences. Random numbers may differ from row to row, because other rows of a dropout mask are
+as good. And numbers must not change with the batch, as in ``penalty / len(x)``, nor what a custom
 derivative rule makes of the cotangent of a parameter, which is a sum over the batch.
 """
 
@@ -16,16 +15,6 @@ from jax import Array
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from fnet.autodiff.mean import Loss, losses_and_aux
-from fnet.autodiff.per_example.batch_axis import (
-    KEY,
-    BatchAxis,
-    Mixed,
-    Shared,
-    State,
-    Unknown,
-    find_batch_axes,
-)
-from fnet.autodiff.per_example.custom_rules import has_linear_rules
 from fnet.jaxpr import (
     Scan,
     aval,
@@ -36,6 +25,16 @@ from fnet.jaxpr import (
     interpret,
     source_line,
 )
+from fnet.jaxpr.batch_axis import (
+    KEY,
+    BatchAxis,
+    Mixed,
+    Shared,
+    State,
+    Unknown,
+    find_batch_axes,
+)
+from fnet.jaxpr.custom_rules import has_linear_rules
 
 
 def find_coupling(

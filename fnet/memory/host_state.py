@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import optax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 
-from fnet.autodiff.per_example.batch_axis import BatchAxis, Shared
 from fnet.chunks import fori_chunks
 from fnet.jaxpr import aval, dependencies, evaluate_from, inline, nbytes, part_of_jaxpr
+from fnet.jaxpr.batch_axis import BatchAxis, Shared
 from fnet.memory.rows import Part, RowAxes, Value, run_rows, slice_rows
 
 _LEAST_BYTES = 2**20

@@ -24,14 +24,6 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from fnet.autodiff.per_example.batch_axis import (
-    BatchAxis,
-    Indices,
-    Mixed,
-    Shared,
-    Unknown,
-)
-from fnet.autodiff.per_example.custom_rules import has_linear_rules
 from fnet.cpu.convolutions import has_convolutions
 from fnet.cpu.tracing import is_for_cpu
 from fnet.jaxpr import (
@@ -51,6 +43,14 @@ from fnet.jaxpr import (
     part_of_jaxpr,
     source_line,
 )
+from fnet.jaxpr.batch_axis import (
+    BatchAxis,
+    Indices,
+    Mixed,
+    Shared,
+    Unknown,
+)
+from fnet.jaxpr.custom_rules import has_linear_rules
 from fnet.memory.axis_classes import Axis, AxisClasses
 from fnet.memory.cost import estimate_cost
 from fnet.memory.graph import (

@@ -20,15 +20,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
-from fnet.autodiff.per_example.batch_axis import (
-    CONSTANT_SIZE,
-    BatchAxes,
-    BatchAxis,
-    Indices,
-    Mixed,
-    Shared,
-    Unknown,
-)
 from fnet.jaxpr import (
     CUSTOM_DERIVATIVES,
     Factor,
@@ -57,6 +48,15 @@ from fnet.jaxpr import (
     separate_factor,
     source_line,
     switch,
+)
+from fnet.jaxpr.batch_axis import (
+    CONSTANT_SIZE,
+    BatchAxes,
+    BatchAxis,
+    Indices,
+    Mixed,
+    Shared,
+    Unknown,
 )
 
 

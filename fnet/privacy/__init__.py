@@ -4,11 +4,11 @@ Clipping is `fnet.clipped_grad`, and `fnet.autodiff.clipped` is the gradient mod
 adds noise.
 """
 
+from fnet.noise.correlated import Strategy as Strategy
+from fnet.noise.correlated import banded_inverse_square_root as banded_inverse_square_root
+from fnet.noise.correlated import banded_square_root as banded_square_root
+from fnet.noise.gaussian import add_noise
 from fnet.privacy.accounting import calibrate_noise_multiplier, epsilon
-from fnet.privacy.correlated import Strategy as Strategy
-from fnet.privacy.correlated import banded_inverse_square_root as banded_inverse_square_root
-from fnet.privacy.correlated import banded_square_root as banded_square_root
-from fnet.privacy.noise import add_noise
 from fnet.privacy.sampling import PoissonSampling
 from fnet.privacy.sampling import Sampling as Sampling
 from fnet.privacy.sensitivity import Sensitivity as Sensitivity

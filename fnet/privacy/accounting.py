@@ -7,9 +7,9 @@ import functools
 from typing import Any, Literal, get_args
 
 from fnet import checks
-from fnet.privacy.correlated import DP_SGD, Strategy
-from fnet.privacy.imports import dp_accounting, jax_privacy
-from fnet.privacy.noise import Schedule, check_schedule
+from fnet.noise.correlated import DP_SGD, Strategy
+from fnet.noise.gaussian import Schedule, check_schedule
+from fnet.noise.imports import dp_accounting, jax_privacy
 from fnet.privacy.sampling import Sampling
 
 MAX_NOISE_MULTIPLIER = 1024.0

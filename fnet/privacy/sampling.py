@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from fnet import checks
-from fnet.privacy.imports import jax_privacy
+from fnet.noise.imports import jax_privacy
 
 OVERFLOW_PROBABILITY = 1e-15
 """Largest probability that a step draws more examples than its arrays have rows."""

@@ -11,14 +11,14 @@ from hypothesis import HealthCheck, given, settings
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from random_programs import ANY_PROGRAMS, BATCH, PARAMS, ROWWISE_PROGRAMS, B, normal, run
 
-from fnet.autodiff.per_example.batch_axis import (
+from fnet.autodiff.per_example.batching import Rows, rows_of, run_for_batch
+from fnet.jaxpr import BackwardPropagation, Dependence, depends_on, inline, is_elementwise
+from fnet.jaxpr.batch_axis import (
     BatchAxis,
     Indices,
     Shared,
     find_batch_axes,
 )
-from fnet.autodiff.per_example.batching import Rows, rows_of, run_for_batch
-from fnet.jaxpr import BackwardPropagation, Dependence, depends_on, inline, is_elementwise
 from fnet.jaxpr.propagation import active_variables
 
 allow_rank_promotion = pytest.fixture(autouse=True)(example_losses.allow_rank_promotion)

@@ -9,14 +9,6 @@ import pytest
 from equation_cases import equations
 from jax.extend.core import ClosedJaxpr, Literal
 
-from fnet.autodiff.per_example.batch_axis import (
-    BatchAxes,
-    BatchAxis,
-    Indices,
-    Mixed,
-    Shared,
-    Unknown,
-)
 from fnet.jaxpr import (
     active_variables,
     aval,
@@ -27,6 +19,14 @@ from fnet.jaxpr import (
     part_of_jaxpr,
 )
 from fnet.jaxpr.axes import ROWS
+from fnet.jaxpr.batch_axis import (
+    BatchAxes,
+    BatchAxis,
+    Indices,
+    Mixed,
+    Shared,
+    Unknown,
+)
 from fnet.memory.rows import Part, RowAxes, Sum, Value, run_rows
 
 allow_rank_promotion = pytest.fixture(autouse=True)(example_losses.allow_rank_promotion)

@@ -21,6 +21,8 @@ from jax_privacy.experimental.execution_plan import BandMFExecutionPlanConfig
 from jax_privacy.matrix_factorization import banded, sensitivity, toeplitz
 
 import fnet
+from fnet.noise.correlated import DP_SGD
+from fnet.noise.imports import in_double_precision
 from fnet.privacy import (
     PoissonSampling,
     Sampling,
@@ -30,8 +32,6 @@ from fnet.privacy import (
     calibrate_noise_multiplier,
     epsilon,
 )
-from fnet.privacy.correlated import DP_SGD
-from fnet.privacy.imports import in_double_precision
 from train.config import Clipped, Config, Digits, Mlp, Train
 from train.errors import UserError
 from train.run.setup import setup

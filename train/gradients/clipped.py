@@ -10,10 +10,10 @@ from annotated_types import Ge, Gt, Le, Lt
 from typing_extensions import override
 
 from fnet import autodiff
+from fnet.noise.gaussian import check_schedule
+from fnet.noise.imports import jax_privacy
 from fnet.privacy import Sampling, calibrate_noise_multiplier
 from fnet.privacy.canaries import GradientCanaries
-from fnet.privacy.imports import jax_privacy
-from fnet.privacy.noise import check_schedule
 from train.config import Config
 from train.config.gradient import GradientMode
 from train.config.section import Count, Positive, Seed

@@ -9,10 +9,10 @@ from typing import Any, Literal
 
 from fnet import privacy
 from fnet.cpu.heap import release_free_memory
+from fnet.noise.correlated import DP_SGD
+from fnet.noise.gaussian import Schedule
+from fnet.noise.imports import in_double_precision, jax_privacy
 from fnet.privacy.accounting import COARSE_GRID, GRID, Accountant, epsilon
-from fnet.privacy.correlated import DP_SGD
-from fnet.privacy.imports import in_double_precision, jax_privacy
-from fnet.privacy.noise import Schedule
 from train.errors import UserError
 
 

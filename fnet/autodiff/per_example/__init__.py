@@ -4,7 +4,7 @@ Read `clipped` first: it explains the algorithm. Then follow one call of `clippe
 is the driver, and calls the others:
 
 - `backward` traces and differentiates the loss of one example.
-- `batch_axis` refuses losses of a whole batch that mix examples or depend on their position.
+- `fnet.jaxpr.batch_axis` refuses losses that mix examples or depend on their position.
 - `hoist` and `derived` find values that are computed from parameters alone.
 - `products` gives each factor of a matrix product, such as a low-rank update, factors of its own.
 - `taps` finds the equations that combine parameters with data, and gets cotangents there.

@@ -22,7 +22,7 @@ from fnet.autodiff.per_example.modes import (
     summarize,
 )
 from fnet.autodiff.update import Mode, Update, carried_update, carrying
-from fnet.privacy.noise import add_noise
+from fnet.noise.gaussian import add_noise
 
 
 def adapt_clip(

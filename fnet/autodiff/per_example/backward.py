@@ -30,17 +30,7 @@ from fnet.autodiff.examples import (
     check_width,
     is_key,
 )
-from fnet.autodiff.per_example.batch_axis import (
-    KEY,
-    BatchAxis,
-    Mixed,
-    Shared,
-    State,
-    Unknown,
-    find_batch_axes,
-)
 from fnet.autodiff.per_example.batching import Rows, Value, rows_of, run_for_batch
-from fnet.autodiff.per_example.custom_rules import AnyEquation
 from fnet.autodiff.per_example.derived import DerivedGradients, Group, split_derived
 from fnet.autodiff.per_example.ghost_norm import computed_once
 from fnet.autodiff.per_example.hoist import hoist
@@ -71,6 +61,16 @@ from fnet.jaxpr import (
     is_separable,
     source_line,
 )
+from fnet.jaxpr.batch_axis import (
+    KEY,
+    BatchAxis,
+    Mixed,
+    Shared,
+    State,
+    Unknown,
+    find_batch_axes,
+)
+from fnet.jaxpr.custom_rules import AnyEquation
 from fnet.measured import ELEMENTS_PER_EQUATION, ELEMENTS_PER_PARAMETER, FEW_ROWS
 from fnet.mesh import batch_devices, equally_varying
 

@@ -21,7 +21,6 @@ import jax.numpy as jnp
 from jax import Array
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 
-from fnet.autodiff.per_example.custom_rules import is_narrow
 from fnet.autodiff.per_example.ghost_norm import number_of_chunks
 from fnet.autodiff.per_example.parameter_gradients import (
     GroupInChunks,
@@ -40,6 +39,7 @@ from fnet.jaxpr import (
     slope,
     with_dtypes,
 )
+from fnet.jaxpr.custom_rules import is_narrow
 from fnet.precision import sum_dtype, upcast
 
 

@@ -29,7 +29,6 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from fnet.autodiff.examples import Examples, is_key
 from fnet.autodiff.per_example import ghost_norm
 from fnet.autodiff.per_example.batching import Rows, rows_from, rows_of, run_for_batch
-from fnet.autodiff.per_example.custom_rules import AnyEquation
 from fnet.autodiff.per_example.ghost_norm import (
     Convolution,
     Dot,
@@ -39,6 +38,7 @@ from fnet.autodiff.per_example.ghost_norm import (
 )
 from fnet.autodiff.per_example.taps import Use, Weighed, evaluate_with_taps
 from fnet.jaxpr import Layout, merged
+from fnet.jaxpr.custom_rules import AnyEquation
 from fnet.mesh import equally_varying
 from fnet.precision import sum_dtype, upcast
 

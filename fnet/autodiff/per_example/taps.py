@@ -21,12 +21,6 @@ import jax.numpy as jnp
 from jax import Array
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from fnet.autodiff.per_example.custom_rules import (
-    AnyEquation,
-    has_linear_rules,
-    is_narrow,
-    scale_of_rule,
-)
 from fnet.autodiff.per_example.ghost_norm import (
     BiasAdd,
     computed_once,
@@ -54,6 +48,12 @@ from fnet.jaxpr import (
     slope,
     stops_gradients,
     with_dtypes,
+)
+from fnet.jaxpr.custom_rules import (
+    AnyEquation,
+    has_linear_rules,
+    is_narrow,
+    scale_of_rule,
 )
 from fnet.mesh import argument_like
 

@@ -9,7 +9,7 @@ from example_losses import B, Case, loop_over_examples, normal, norms_of, row_lo
 
 import fnet
 from fnet.autodiff import gradient_strategies
-from fnet.autodiff.per_example.custom_rules import is_linear
+from fnet.jaxpr.custom_rules import is_linear
 
 allow_rank_promotion = pytest.fixture(autouse=True)(example_losses.allow_rank_promotion)
 

@@ -11,7 +11,7 @@ from example_losses import CASES, B, normal, row_losses, tokens
 
 import fnet
 from fnet import layers
-from fnet.autodiff.per_example.batch_axis import (
+from fnet.jaxpr.batch_axis import (
     KEY,
     BatchAxis,
     Mixed,

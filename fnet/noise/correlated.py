@@ -17,8 +17,8 @@ import numpy as np
 from jax import Array
 
 from fnet import checks
-from fnet.privacy.imports import in_double_precision, jax_privacy
-from fnet.privacy.noise import add_noise, add_noise_to
+from fnet.noise.gaussian import add_noise, add_noise_to
+from fnet.noise.imports import in_double_precision, jax_privacy
 
 _NEGLIGIBLE = 2.0**-24
 """L2 norm of the dropped coefficients relative to the others: less than float32 rounds away."""
@@ -330,7 +330,7 @@ def add_correlated_noise(
     Example:
       >>> import jax, jax.numpy as jnp
       >>> from fnet import privacy
-      >>> from fnet.privacy.correlated import add_correlated_noise
+      >>> from fnet.noise.correlated import add_correlated_noise
       >>> strategy, key = privacy.banded_inverse_square_root(4), jax.random.key(0)
       >>> noise = [
       ...     add_correlated_noise(jnp.zeros(10_000), 1.0, key, i, strategy)

@@ -17,6 +17,8 @@ from scipy.optimize import brentq
 from scipy.stats import norm
 
 import fnet
+from fnet.noise.correlated import DP_SGD, Strategy, add_correlated_noise
+from fnet.noise.imports import in_double_precision
 from fnet.privacy import (
     PoissonSampling,
     add_noise,
@@ -24,8 +26,6 @@ from fnet.privacy import (
     banded_square_root,
     epsilon,
 )
-from fnet.privacy.correlated import DP_SGD, Strategy, add_correlated_noise
-from fnet.privacy.imports import in_double_precision
 
 ROWS, SIZE = 4, 8.0
 SGD = optax.sgd(1.0)

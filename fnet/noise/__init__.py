@@ -1,0 +1,1 @@
+"""Gaussian noise, independent or correlated over steps, for gradient modes and accounting."""
