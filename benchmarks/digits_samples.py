@@ -32,7 +32,7 @@ from benchmarks.measure import markdown_table
 from train import cli
 from train.arguments import ImageArguments
 from train.commands.sample import sample_images
-from train.config import Config
+from train.config import Config, Denoiser
 from train.run.checkpoints import Checkpoints
 from train.run.run_folder import RunFolder
 from train.tasks import images
@@ -109,8 +109,8 @@ def evaluate(
     held_out = operator.attrgetter("source", "test_fraction", "split_seed")
     if held_out(config.data) != held_out(judge.data):
         raise SystemExit(f"{run.path} and the classifier hold out different test digits")
-    section, dataset = config.model.denoiser, config.data.load()
-    assert section is not None  # because the run is of digits_diffusion
+    section, dataset = config.model, config.data.load()
+    assert isinstance(section, Denoiser)  # because the run is of digits_diffusion
     network = dataset, images.build_network(config, dataset)
     with Checkpoints(run.checkpoints) as checkpoints:
         params, state, _ = checkpoints.restore_network(network[1].init)

@@ -1,7 +1,6 @@
 """Plans: the fastest way to train within a memory budget, found by compiling without running."""
 
 import dataclasses
-import hashlib
 import itertools
 import math
 import os
@@ -275,8 +274,8 @@ def plan(
         offloads=None if policies is not None else _OFFLOADS.get(platform, on_host),
         options=options,
         progress=progress,
-    ).start([REMAT_POLICIES[n] for n in named])
-    predicted = search.run()
+    )
+    predicted = search.run([REMAT_POLICIES[n] for n in named])
     ranked = tuple(sorted(search.candidates, key=search.order))
     least = min(ranked, key=lambda c: c.peak.total)
     if not search.fits(least.peak.total):
@@ -336,9 +335,6 @@ class _Attempt(NamedTuple):
 
 _LEAST_SAVED = 0.02
 """Programs that may save a smaller share of the peak are not compiled."""
-_MOST_SEARCHES = 4
-_searches: "dict[Any, _Search]" = {}
-"""The last searches, by program. Another budget for one of them starts from what it knows."""
 
 
 class _Compiled(NamedTuple):
@@ -350,10 +346,7 @@ class _Compiled(NamedTuple):
 
 @dataclasses.dataclass
 class _Search:
-    """Best-first search: compile the fastest attempt that may fit, and learn from its peak.
-
-    What it knows holds for any limit, so a search is kept for the next budget of the same program.
-    """
+    """Best-first search: compile the fastest attempt that may fit, and learn from its peak."""
 
     build: Build
     limit: int | None
@@ -386,35 +379,16 @@ class _Search:
         """Attempts that fit."""
         return [c.attempt for c in self.compiled if self.fits(c.candidate.peak.total)]
 
-    def start(self, policies: Sequence[Policy]) -> "_Search":
-        """Compile the named policies, or return the search that knows the same program already."""
-        named = [_Named(self, p) for p in policies]
-        losses: list[_Loss] = []
-        first = named[0].first()
-        traced = self.build(first.recording(losses), first.microbatches)
-        lowered = traced.lower()
-        names = tuple(p.name for p in policies)
-        target = self.target.name if self.target else ""
-        text = hashlib.sha256(lowered.as_text().encode()).hexdigest()
-        key = text, target, names, tuple(self.choices), self.regions, self.offloads
-        if (known := _searches.pop(key, None)) is None:
-            self.sources += named
-            self.compile(first, (traced, lowered), losses)
-            for source in named[1:]:
-                self.compile(source.first())
-            known = self
-        _searches[key] = known
-        while len(_searches) > _MOST_SEARCHES:
-            del _searches[next(iter(_searches))]
-        known.build, known.limit, known.progress = self.build, self.limit, self.progress
-        return known
-
-    def run(self) -> tuple[tuple[int, Cost], ...]:
-        """Compile candidates until the fastest one that fits is found.
+    def run(self, policies: Sequence[Policy]) -> tuple[tuple[int, Cost], ...]:
+        """Compile the named policies, then candidates until the fastest one that fits is found.
 
         Returns:
           The predicted front.
         """
+        named = [_Named(self, p) for p in policies]
+        self.sources += named
+        for source in named:
+            self.compile(source.first())
         self._plan_inside()
         if self.limit is None:
             planned = [s for s in self.sources if isinstance(s, _Planned)]
@@ -445,29 +419,22 @@ class _Search:
                 break
             self.compile(attempt)
 
-    def compile(
-        self,
-        attempt: _Attempt,
-        lowered: tuple[jax.stages.Traced, jax.stages.Lowered] | None = None,
-        losses: "list[_Loss] | None" = None,
-    ) -> None:
+    def compile(self, attempt: _Attempt) -> None:
         """Compile a program with several options, and report it to its source."""
-        losses = [] if losses is None else losses
+        losses: list[_Loss] = []
         is_named = isinstance(attempt.source, _Named)
-        if lowered is None:
-            policy = attempt.recording(losses) if is_named else attempt.policy
-            try:
-                traced = self.build(policy, attempt.microbatches)
-            except ValueError:  # microbatches that are too small for a norm
-                if attempt.microbatches == self.choices[0]:
-                    raise
-                attempt.source.learn(attempt, None)
-                return
-            lowered = traced, traced.lower()
-        cost = estimate_cost(lowered[0].jaxpr)
+        policy = attempt.recording(losses) if is_named else attempt.policy
+        try:
+            traced = self.build(policy, attempt.microbatches)
+        except ValueError:  # microbatches that are too small for a norm
+            if attempt.microbatches == self.choices[0]:
+                raise
+            attempt.source.learn(attempt, None)
+            return
+        lowered, cost = traced.lower(), estimate_cost(traced.jaxpr)
 
         def compile_one(given: Mapping[str, Any]) -> Candidate:
-            estimate = estimate_peak(lowered[1], given, self.target)
+            estimate = estimate_peak(lowered, given, self.target)
             return Candidate(attempt.policy, attempt.microbatches, cost, estimate, dict(given))
 
         made = []

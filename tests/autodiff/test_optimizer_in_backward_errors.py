@@ -84,8 +84,7 @@ def test_rejects_an_update_that_changes_the_dtype():
         lambda params: jax.tree.map(jnp.zeros_like, params),
         lambda g, state, params=None: (g, jax.tree.map(lambda a: a.astype(jnp.bfloat16), g)),
     )
-    message = error_message(TypeError, rule)
-    assert "from float32[1, 8] to bfloat16[1, 8]" in message
+    assert "from float32[1, 8] to bfloat16[1, 8]" in error_message(TypeError, rule)
 
 
 def test_rejects_an_update_that_changes_the_states_structure():

@@ -216,8 +216,7 @@ def test_wishes_reach_the_arguments(name):
     jaxpr, wishes = Halved().run(closed.jaxpr, [None], [wish])
     assert wishes == [expected]
     assert [eqn.primitive for eqn in jaxpr.eqns] == [eqn.primitive for eqn in closed.eqns]
-    got = jaxpr_as_fun(ClosedJaxpr(jaxpr, closed.consts))(W)[0]
-    assert jnp.array_equal(got, f(W))
+    assert jnp.array_equal(jaxpr_as_fun(ClosedJaxpr(jaxpr, closed.consts))(W)[0], f(W))
 
 
 def test_results_that_nobody_wants_are_not_visited():

@@ -95,8 +95,7 @@ def test_a_conditional_counts_its_slowest_branch():
     def f(x):
         return jax.lax.cond(x[0, 0] > 0, lambda x: x @ x @ x, lambda x: x @ x, x)
 
-    e = estimate(f, (64, 64))
-    assert e.total_flops == 2 * 2 * 64**3
+    assert estimate(f, (64, 64)).total_flops == 2 * 2 * 64**3
 
 
 def test_counts_the_bytes_that_devices_exchange():

@@ -82,12 +82,6 @@ def test_rejects_a_description_that_lacks_a_needed_property(field):
         target.from_text("mine", text)
 
 
-def test_rejects_a_needed_property_that_is_zero():
-    text = TARGETS["h100"].as_text().replace("threads_per_warp: 32", "threads_per_warp: 0")
-    with pytest.raises(ValueError, match=r"missing: threads_per_warp$"):
-        target.from_text("mine", text)
-
-
 def test_rejects_other_text_and_shows_where_xla_writes_descriptions():
     message = r"GpuTargetConfigProto in text, .*gpu_target_config.pbtxt of XLA_FLAGS=.*: all of it$"
     with pytest.raises(ValueError, match=message) as error:
@@ -95,10 +89,12 @@ def test_rejects_other_text_and_shows_where_xla_writes_descriptions():
     assert "\n" not in str(error.value)
 
 
-def test_rejects_a_gpu_of_another_vendor():
-    text = TARGETS["h100"].as_text().replace('"CUDA"', '"ROCM"')
+def test_rejects_a_gpu_of_another_vendor_and_a_needed_property_that_is_zero():
+    text = TARGETS["h100"].as_text()
     with pytest.raises(ValueError, match='expected platform_name: "CUDA", got "ROCM"'):
-        target.from_text("mi300", text)
+        target.from_text("mi300", text.replace('"CUDA"', '"ROCM"'))
+    with pytest.raises(ValueError, match=r"missing: threads_per_warp$"):
+        target.from_text("mine", text.replace("threads_per_warp: 32", "threads_per_warp: 0"))
 
 
 @pytest.mark.parametrize(("name", "extra"), [("h200", "target-gpu"), ("v6e", "target-tpu")])

@@ -270,8 +270,7 @@ ENTRY %main (x: f32[8,128]) -> f32[8,128] {
   ROOT %y = f32[8,128]{1,0:T(8,128)} custom-call(%near, %few)
 }
 """
-    found = timeline(program(text, arguments=4096, outputs=4096))
-    assert set(found.live_bytes) == {8192}
+    assert set(timeline(program(text, arguments=4096, outputs=4096)).live_bytes) == {8192}
 
 
 @pytest.mark.parametrize(

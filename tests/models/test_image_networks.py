@@ -43,8 +43,7 @@ def output_shapes(model, size=64, *, train=True):
 def test_parameter_counts_and_feature_shapes_match_the_reference(
     name, parameters, strides, channels
 ):
-    model = models.get(name, num_classes=1000)
-    assert count(shapes(model)[0]) == parameters
+    assert count(shapes(models.get(name, num_classes=1000))[0]) == parameters
     features = output_shapes(models.get(name, num_classes=None))
     assert [f.shape for f in features] == [
         (2, 64 // s, 64 // s, c) for s, c in zip(strides, channels, strict=True)

@@ -183,8 +183,7 @@ def test_noise_of_a_run_is_correlated_and_sampling_is_cyclic(private):
     run = setup(config)
     assert run.step.mode.strategy == banded_square_root(4)
     assert run.privacy.sampling.separation == 4
-    run = setup(recipes.load("private.py"))
-    assert run.step.mode.strategy == banded_square_root(1)
+    assert setup(recipes.load("private.py")).step.mode.strategy == banded_square_root(1)
 
 
 @pytest.mark.parametrize(

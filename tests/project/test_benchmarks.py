@@ -264,8 +264,7 @@ def test_log_has_figures_of_an_earlier_jax_where_programs_differ():
     assert "| time | flax | 0.7 | <= 1.0 | yes | time |  |" in lines
     assert "| saved | flax: 3.00 | 1.0 |  |  | memory |  |" in lines
     # Measured once more with the same JAX, or not at all, it keeps the earlier one's.
-    again = report.with_earlier(new, both)
-    assert again == both
+    assert report.with_earlier(new, both) == both
     assert report.with_earlier({"why": "no"}, both)["earlier"] == both["earlier"]
     assert report.with_earlier(old, {"why": "no"}) == old
 

@@ -1,39 +1,61 @@
-"""Imports between the packages of the program go down."""
+"""Imports go down, in no circle, and change nothing in the process."""
 
 import ast
+import graphlib
+import subprocess
+import sys
 from pathlib import Path
 
-import pytest
+ROOT = Path(__file__).parents[2]
+FLOORS = {
+    "fnet": (
+        *("__main__", "testing", "interop", "models"),
+        *("layers generate lora step", "fsdp", "state", "layer", "attribution privacy"),
+        *("autodiff memory", "represented", "quantization", "diffusion losses noise optim"),
+        *("nonfinite cpu backward_pass", "jaxpr", "precision mesh hlo measured checks chunks"),
+    ),
+    "train": (
+        *("__main__", "cli", "commands", "predictor", "report", "run", "output", "tasks"),
+        *("gradients", "networks", "data", "arguments", "config", "platform onnx_program"),
+        *("limits", "errors"),
+    ),
+}
+"""Packages and modules from the top. One imports only those behind it, and none beside it."""
+MODULES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for top in FLOORS
+    for path in (ROOT / top).rglob("*.py")
+}
 
-TRAIN = Path(__file__).parents[2] / "train"
-FNET = TRAIN.parent / "fnet"
-FLOORS = (
-    *("commands", "report", "run", "output", "tasks"),
-    *("gradients", "networks", "data", "config"),
-)
-"""Packages of `train` from the top. A package imports only those behind it."""
+
+def imports(module):
+    """Modules that a module of fnet or train imports, for annotations alone, too."""
+    names = set()
+    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            whole = {f"{node.module}.{alias.name}" for alias in node.names}
+            names |= whole if whole <= {*MODULES} else {node.module, *whole}
+    return names & {*MODULES} - {module}
 
 
-def imports(node):
-    """Yield the nodes of a module, without imports for annotations alone."""
-    if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-        return
-    yield node
-    for child in ast.iter_child_nodes(node):
-        yield from imports(child)
+IMPORTS = {module: imports(module) for module in MODULES}
 
 
-@pytest.mark.parametrize("package", FLOORS)
-def test_a_package_imports_only_packages_below_it(package):
-    above = FLOORS[: FLOORS.index(package)]
-    wrong = [
-        f"{path.relative_to(TRAIN)}: {node.module}"
-        for path in (TRAIN / package).rglob("*.py")
-        for node in imports(ast.parse(path.read_text()))
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("train.")
-        if node.module.split(".")[1] in above
-    ]
-    assert not wrong, "\n".join(wrong)
+def test_imports_go_down():
+    for top, floors in FLOORS.items():
+        floor_of = {name: i for i, floor in enumerate(floors) for name in floor.split()}
+        package_of = {name: name.split(".")[1] for name in MODULES if name.startswith(f"{top}.")}
+        assert {*package_of.values()} == {*floor_of}
+        for module, above in package_of.items():
+            for name in IMPORTS[module] & {*package_of}:
+                below = package_of[name]
+                assert above == below or floor_of[above] < floor_of[below], f"{module}: {name}"
+
+
+def test_no_module_imports_itself_through_others():
+    graphlib.TopologicalSorter(IMPORTS).prepare()
 
 
 OUTSIDE = {"ctypes", "io", "logging", "os", "pathlib", "shutil", "subprocess", "tempfile", "time"}
@@ -50,9 +72,10 @@ REACHES_OUT = {
 
 def test_the_library_is_pure_but_for_the_exceptions_on_the_map():
     found = {}
-    for path in sorted(FNET.rglob("*.py")):
-        names = set()
-        for node in ast.walk(ast.parse(path.read_text())):
+    for path in sorted((ROOT / "fnet").rglob("*.py")):
+        text, names = path.read_text(), set()
+        assert "cpu.heap" not in text, path  # only the program changes it
+        for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.Import):
                 names |= {alias.name.split(".")[0] for alias in node.names} & OUTSIDE
             elif isinstance(node, ast.ImportFrom):
@@ -62,10 +85,53 @@ def test_the_library_is_pure_but_for_the_exceptions_on_the_map():
             elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                 names |= {node.func.id} & {"open", "print"}
         if names:
-            found[str(path.relative_to(FNET))] = names
+            found[str(path.relative_to(ROOT / "fnet"))] = names
     assert found == REACHES_OUT
 
 
-def test_only_the_program_changes_the_heap():
-    for path in FNET.rglob("*.py"):
-        assert "cpu.heap" not in path.read_text(), path
+REGISTRIES = {
+    *("fnet.interop.huggingface.family.FAMILIES", "train.config.registry._KINDS"),
+    *("train.config.registry._VARIANTS", "train.config.registry._plugins"),
+}
+"""Tables that begin empty: modules and users add definitions."""
+
+
+def test_no_module_has_state_but_registries():
+    found = {
+        f"{module}.{ast.unparse(getattr(node, 'targets', None) or node.target)}"
+        for module, path in MODULES.items()
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value
+        if ast.unparse(node.value) in ("{}", "[]", "set()", "dict()", "list()")
+    }
+    assert found == REGISTRIES
+
+
+WATCHED = """
+import os, signal, sys, warnings, jax, PIL.Image, tensorstore
+from logging import root; loggers = root.manager.loggerDict
+import grain, matplotlib.pyplot, optax, orbax.checkpoint, pydantic, rich, sklearn.metrics, tyro
+def state():
+    return {
+        "log levels": {n: log.level for n, log in loggers.items() if getattr(log, "level", 0)},
+        "Pillow": PIL.Image.MAX_IMAGE_PIXELS,
+        "TensorStore": tensorstore.experimental_collect_matching_metrics,
+        "hooks": (sys.excepthook, sys.unraisablehook, signal.getsignal(signal.SIGINT)),
+        "settings": (*warnings.filters, dict(os.environ), dict(matplotlib.rcParams)),
+        "JAX": dict(jax.config.values),
+    }
+
+before = state()
+for name in sys.argv[1:]:
+    try: __import__(name)
+    except ModuleNotFoundError as error: assert error.name.split(".")[0] not in ("fnet", "train")
+after = state()
+print(*(name for name in before if before[name] != after[name]), sep=", ")
+"""
+
+
+def test_imports_change_nothing_in_the_process():
+    names = sorted(name for name in MODULES if not name.endswith("__main__"))
+    command = [sys.executable, "-c", WATCHED, *names]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (run.stdout, run.returncode) == ("\n", 0), run.stdout + run.stderr

@@ -9,14 +9,14 @@ ROOT = Path(__file__).parents[2]
 LEDGER = {
     "fnet/jaxpr": 3_179,
     "fnet/autodiff": 9_712,
-    "fnet/memory": 8_533,
+    "fnet/memory": 8_500,
     "fnet/layers": 6_237,
     "fnet/models + fnet/interop": 9_926,
     "fnet, the rest": 11_402,
-    "train/data": 11_622,
-    "train/run + train/commands": 9_042,
-    "train, the rest": 8_455,
-    "tests": 60_097,
+    "train/data": 11_641,
+    "train/run + train/commands": 9_060,
+    "train, the rest": 8_412,
+    "tests": 60_136,
     "benchmarks": 16_527,
 }
 """Lines of ``*.py``. A row of its own takes a package out of the rest."""
@@ -24,8 +24,7 @@ SLACK = 30
 """Lines that a row may be below its number, so that not every commit has to edit the ledger."""
 
 
-def rows():
-    """Count the lines of each row."""
+def lines_of_rows():
     row_of = {folder: row for row in LEDGER for folder in row.split(" + ")}
     lines = Counter()
     for top in ("fnet", "train", "tests", "benchmarks"):
@@ -38,7 +37,7 @@ def rows():
 
 @pytest.mark.parametrize("row", LEDGER)
 def test_lines_of_a_package_only_fall(row):
-    lines = rows()[row]
+    lines = lines_of_rows()[row]
     more = lines - LEDGER[row]
     assert more <= 0, (
         f"{row} has {more} lines more than the ledger allows. Delete as many there, or delete them "

@@ -24,6 +24,7 @@ from train.commands.export_program import export_program
 from train.commands.positional import positional
 from train.config import Config
 from train.data.model_folder import INDEX, SINGLE, read_folder
+from train.data.text import Text
 from train.errors import UserError, output_file, printable, shorten, writing
 from train.networks import pretrained
 from train.networks.pretrained import Pretrained
@@ -53,8 +54,8 @@ def main(argv: list[str]) -> None:
     checked = ""
     if options.format != "safetensors":
         path, checked = export_program(folder, config, options)
-    elif (section := config.model.published) is not None:
-        path = export_model(folder, config, section, options)
+    elif isinstance(config.model, Pretrained):
+        path = export_model(folder, config, config.model, options)
     else:
         path = export_weights(folder, config, options)
     print(printable(str(path)))
@@ -105,7 +106,7 @@ def export_model(
     if out.is_file() or (out.exists() and any(out.iterdir())):
         raise UserError(f"--out: {out} is not an empty folder; give a new one")
     source = read_folder(Path(section.path))
-    if config.data.as_text is None:
+    if not isinstance(config.data, Text):
         model = export_images.published_model(folder, config, section, source, best=options.best)
         with _new_folder(out) as part:
             _write_tensors(part, model.tensors, model.params, model.dtypes)

@@ -12,6 +12,7 @@ from fnet.interop.huggingface.checkpoint import PretrainedModel, Tensor
 from fnet.models.vit import resize_positions
 from train.config import Config
 from train.data.model_folder import ModelFolder
+from train.data.photos import Photos
 from train.errors import UserError
 from train.networks.model_images import position_size
 from train.networks.pretrained import Pretrained, build_image_network, without_classes
@@ -158,8 +159,8 @@ def _is_close(model: PretrainedModel, params: Any, image: Any, expected: Any) ->
 
 def _preprocessor(config: Config, model_config: dict[str, Any]) -> dict[str, Any]:
     """Return files that prepare images as `fnet predict` does."""
-    data = config.data.as_photos
-    if data is None:
+    data = config.data
+    if not isinstance(data, Photos):
         return {}
     size, shorter = data.image_size, data.shorter_side
     mean, std = list(data.mean), list(data.std)

@@ -15,6 +15,7 @@ from fnet.losses.segmentation import bilinear_weights
 from train.arguments import ExportArguments
 from train.config import Config
 from train.data import Outputs
+from train.data.photos import Photos
 from train.errors import TrainingError, UserError, output_file
 from train.onnx_program import UnsupportedError, to_onnx
 from train.run.class_names import read_outputs
@@ -163,11 +164,10 @@ def _metadata(config: Config, outputs: Outputs) -> dict[str, str]:
     }
     if outputs.label_map:
         texts["mask_values"] = json.dumps(outputs.label_map.mask_values().tolist())
-    photos = data.as_photos
-    if photos is not None:
+    if isinstance(data, Photos):
         texts |= {
-            "resize_shorter_side": str(photos.shorter_side),
-            "center_crop": str(photos.image_size),
+            "resize_shorter_side": str(data.shorter_side),
+            "center_crop": str(data.image_size),
             "interpolation": "bilinear with antialiasing, as Pillow's",
         }
     return texts

@@ -22,9 +22,10 @@ from train.arguments import FitArguments, TrainArguments
 from train.commands.positional import positional
 from train.config import Config, recipes
 from train.data.model_folder import DTYPES, SINGLE, ModelFolder, check_tokenizer, read_folder
+from train.data.text import Text
 from train.errors import UserError, writing
 from train.networks import pretrained
-from train.networks.pretrained import FROZEN
+from train.networks.pretrained import FROZEN, Pretrained
 from train.output.progress import line_printer
 from train.output.tables import Table, to_rich
 from train.platform import use_cpu
@@ -440,12 +441,11 @@ def _config(way: str, flags: tuple[str, ...]) -> Config:
     _, config = arguments.read_with_config(
         TrainArguments, recipes.load(recipe), flags, f"fnet train {recipe}"
     )
-    model, text = config.model.published, config.data.as_text
-    assert model is not None  # because all ways fine-tune a published model
-    assert text is not None
+    model, text = config.model, config.data
+    assert isinstance(model, Pretrained)  # because all ways fine-tune a published model
+    assert isinstance(text, Text)
     vocabulary = int(read_folder(Path(model.path)).config["vocab_size"])
-    data = dataclasses.replace(text, vocabulary=vocabulary)
-    return dataclasses.replace(config, data=data)
+    return config.replace(data=text.replace(vocabulary=vocabulary))
 
 
 # Output.

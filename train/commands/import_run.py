@@ -15,6 +15,7 @@ from train.data.chat import has_template
 from train.data.chat_file import ChatFile
 from train.data.image_folder import ImageFolder
 from train.data.model_folder import ModelFolder, is_model_folder, read_folder
+from train.data.text import Text
 from train.errors import UserError
 from train.networks import pretrained
 from train.networks.model_images import image_data
@@ -43,8 +44,7 @@ def main(argv: list[str]) -> None:
             ImportModelArguments, default_config(Path(given)), flags, f"fnet import {given}"
         )
         out = Path(options.out or f"runs/{config.name}")
-        section = config.model.published
-        if section is None:
+        if not isinstance(section := config.model, Pretrained):
             raise UserError(f"model.name: expected pretrained, got {config.model.name}")
         folder, shapes = import_model(config, section, out)
         console.print(to_rich(model_table(folder, shapes)))
@@ -158,7 +158,7 @@ def _next_commands(config: Config, section: Pretrained, run: str) -> str:
     """Name the commands that sample and train an imported model."""
     adapters = section.lora_rank is not None
     what = "adapters" if adapters else "all parameters"
-    if config.data.as_text is None:
+    if not isinstance(config.data, Text):
         return f"Train {what} with fnet train {run} --data.path FOLDER --resume"
     path, model = quote(Path(str(config.data.path))), Path(section.path)
     chat = " --chat" if has_template(model) else ""

@@ -28,6 +28,7 @@ from train.data.tokenizer import Tokenizer, load_tokenizer
 from train.errors import UserError, output_file, printable
 from train.networks import pretrained
 from train.networks.denoiser import Denoiser
+from train.networks.pretrained import Pretrained
 from train.output import plots
 from train.run.checkpoints import Checkpoints
 from train.run.class_names import check_classes
@@ -160,8 +161,8 @@ class TextGenerator:
         config = dataclasses.replace(config, model=config.model.for_sampling(data.context))
         model: Any = language.build_network(config)
         params, state, _ = load_network(folder, model, best=options.best)
-        if (section := config.model.published) is not None:
-            params, state, model = pretrained.merge(section, params, state), {}, model.base
+        if isinstance(config.model, Pretrained):
+            params, state, model = pretrained.merge(config.model, params, state), {}, model.base
         self._network = model, params, state
 
     def first_messages(self) -> list[dict[str, str]]:
@@ -266,8 +267,8 @@ def draw_images(folder: RunFolder, config: Config, options: ImageArguments) -> P
       UserError: for an option that does not fit the run, data whose classes changed, a run
         without a checkpoint, or a picture that cannot be written.
     """
-    section = config.model.denoiser
-    assert section is not None  # because it generates images
+    section = config.model
+    assert isinstance(section, Denoiser)  # because it generates images
     dataset = load_data(config)
     model = images.build_network(config, dataset)
     check_classes(folder, dataset.outputs)

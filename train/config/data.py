@@ -3,18 +3,11 @@
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from train.config.registry import Variant
+from train.config.section import WholeConfig
 from train.errors import UserError
-
-if TYPE_CHECKING:
-    from train.config import Config
-    from train.data import Dataset, Outputs
-    from train.data.photos import Photos
-    from train.data.placeholder import Placeholder
-    from train.data.preprocessing import Preprocessor
-    from train.data.text import Text
 
 Content = Literal["images", "masks", "text", "preferences"]
 """Images with labels or segmentation masks, rows of tokens, or pairs of these."""
@@ -84,8 +77,8 @@ class Data(_Options, Variant, section="data", tag="source", package="train.data"
     evaluation_options: ClassVar[dict[str, str]] = {}
     is_in_unit_interval: ClassVar[bool] = True
 
-    def load(self, *, private: bool = False) -> "Dataset":
-        """Load the data.
+    def load(self, *, private: bool = False) -> Any:
+        """Load the data as a `train.data.Dataset`.
 
         Args:
           private: whether training is differentially private, so that each example must be in one
@@ -96,8 +89,8 @@ class Data(_Options, Variant, section="data", tag="source", package="train.data"
         """
         raise NotImplementedError
 
-    def load_test(self, trained: "Callable[[], Outputs]") -> "Dataset | None":
-        """Load the test examples alone, for a network whose outputs ``trained`` describes.
+    def load_test(self, trained: Callable[[], Any]) -> Any:
+        """Load the test examples alone, for a network whose `train.data.Outputs` are ``trained()``.
 
         A folder without splits is used whole. None if the source cannot do that.
         """
@@ -126,8 +119,8 @@ class Data(_Options, Variant, section="data", tag="source", package="train.data"
         """Return the section without users, for an evaluation without training examples."""
         return self if self.user is None else self.replace(user=None, examples_per_user=None)
 
-    def placeholder(self) -> "Placeholder | None":
-        """Return zeros in place of data that are not there, to predict the memory of a run."""
+    def placeholder(self) -> Any:
+        """Return a `train.data.placeholder.Placeholder` for data that are not there, or None."""
         return None
 
     @property
@@ -136,8 +129,8 @@ class Data(_Options, Variant, section="data", tag="source", package="train.data"
         return None
 
     @property
-    def preprocessor(self) -> "Preprocessor":
-        """Conversion of any image file to the network's input, as in evaluation.
+    def preprocessor(self) -> Any:
+        """`train.data.preprocessing.Preprocessor` of image files, as in evaluation.
 
         Raises:
           UserError: if the source does not define it.
@@ -147,7 +140,7 @@ class Data(_Options, Variant, section="data", tag="source", package="train.data"
             "and value range; use a run on image_folder, for example"
         )
 
-    def check(self, config: "Config") -> None:
+    def check(self, config: WholeConfig) -> None:
         """Check the options of folds and users.
 
         Raises:
@@ -179,16 +172,6 @@ class Data(_Options, Variant, section="data", tag="source", package="train.data"
     def identity(self) -> tuple[object, ...]:
         """Identity of the data: equal for two runs of the same data."""
         return self.source, self.path
-
-    @property
-    def as_text(self) -> "Text | None":
-        """The source itself if it is text."""
-        return None
-
-    @property
-    def as_photos(self) -> "Photos | None":
-        """The source itself if it resizes image files to ``image_size``."""
-        return None
 
     @property
     def longest_row(self) -> int | None:

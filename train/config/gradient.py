@@ -4,15 +4,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from train.config.registry import Variant
+from train.config.section import WholeConfig
 from train.errors import UserError
 
 if TYPE_CHECKING:
     import optax
 
     from fnet.privacy.canaries import GradientCanaries
-    from train.config import Config
-    from train.data import Dataset
-    from train.gradients.privacy import Privacy
 
 
 class _Options:
@@ -46,25 +44,25 @@ class GradientMode(_Options, Variant, section="grad", tag="mode", package="train
 
     def build(
         self,
-        config: "Config",
+        config: WholeConfig,
         optimizer: "optax.GradientTransformation",
-        privacy: "Privacy | None",
+        privacy: Any,
     ) -> "tuple[Any, optax.GradientTransformation]":
         """Return the mode for `fnet.make_step`, and the optimizer with the state it may add."""
         raise NotImplementedError
 
     def build_for(
         self,
-        config: "Config",
+        config: WholeConfig,
         optimizer: "optax.GradientTransformation",
-        privacy: "Privacy | None",
-        dataset: "Dataset",
+        privacy: Any,
+        dataset: Any,
         schedule: "optax.Schedule",
     ) -> "tuple[Any, optax.GradientTransformation]":
         """As `build`, for modes that also need the data or the learning rates."""
         return self.build(config, optimizer, privacy)
 
-    def check(self, config: "Config") -> None:
+    def check(self, config: WholeConfig) -> None:
         """Check that the other sections allow gradients per example.
 
         Raises:
@@ -104,7 +102,7 @@ class GradientMode(_Options, Variant, section="grad", tag="mode", package="train
         """Draw the canaries of an audit for parameters of these shapes."""
         raise NotImplementedError
 
-    def privacy(self, config: "Config", units: int, steps: int) -> "Privacy | None":
+    def privacy(self, config: WholeConfig, units: int, steps: int) -> Any:
         """Return the guarantee of a run; None without noise.
 
         Args:
@@ -114,7 +112,7 @@ class GradientMode(_Options, Variant, section="grad", tag="mode", package="train
         """
         return None
 
-    def batch_rows(self, config: "Config", units: int) -> int:
+    def batch_rows(self, config: WholeConfig, units: int) -> int:
         """Return the number of rows of a batch; a private run pads its batches."""
         return config.data.batch_size
 

@@ -2,16 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from typing_extensions import override
 
 from train.config.data import Data
 from train.config.registry import Variant
-
-if TYPE_CHECKING:
-    from train.networks.denoiser import Denoiser
-    from train.networks.pretrained import Pretrained
 
 
 class _Options:
@@ -29,9 +25,11 @@ class Model(_Options, Variant, section="model", tag="name", package="train.netwo
 
     Attributes:
       task: Name of the task in `train.tasks.KINDS` that trains the network.
+      is_published: Whether it is a published model, whose files have its weights.
     """
 
     task: ClassVar[str] = "classification"
+    is_published: ClassVar[bool] = False
 
     def task_for(self, data: Data) -> str:
         """Return the name of the task that trains the network on these data."""
@@ -68,16 +66,6 @@ class Model(_Options, Variant, section="model", tag="name", package="train.netwo
     def notes(self, data: Data, classes: Sequence[str]) -> list[str]:
         """Tell the user where data or classes differ from those that the network is made for."""
         return []
-
-    @property
-    def published(self) -> "Pretrained | None":
-        """The section itself if it is a published model, whose files have its weights."""
-        return None
-
-    @property
-    def denoiser(self) -> "Denoiser | None":
-        """The section itself if it is a diffusion model."""
-        return None
 
     @property
     def options(self) -> dict[str, Any]:

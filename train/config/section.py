@@ -2,14 +2,13 @@
 
 import dataclasses
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import Annotated, Any, Self, TypeAlias
 
 from annotated_types import Ge, Gt, Lt, MultipleOf
 from pydantic import AfterValidator, ConfigDict
 
-if TYPE_CHECKING:
-    from train.config import Config
-
+WholeConfig: TypeAlias = Any
+"""The `train.config.Config` that a section is part of: it imports the sections, not they it."""
 Count = Annotated[int, Ge(1), Lt(2**31)]
 CountOrZero = Annotated[int, Ge(0), Lt(2**31)]
 EvenCount = Annotated[int, Ge(2), Lt(2**31), MultipleOf(2)]
@@ -61,5 +60,5 @@ class Section:
         section: Any = self  # a dataclass
         return dataclasses.replace(section, **changes)
 
-    def check(self, config: "Config") -> None:
+    def check(self, config: WholeConfig) -> None:
         """Raise `UserError` if the section does not fit itself or the others of a config."""

@@ -1,7 +1,7 @@
 """Optimizer, length, memory, devices and outputs of a run."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from annotated_types import Gt, Le, Lt
 
@@ -14,11 +14,9 @@ from train.config.section import (
     Positive,
     Section,
     Seed,
+    WholeConfig,
 )
 from train.errors import UserError
-
-if TYPE_CHECKING:
-    from train.config import Config
 
 
 @dataclass(frozen=True)
@@ -86,7 +84,7 @@ class Optim(Section):
         """Whether the optimizer averages parameters instead of decaying the learning rate."""
         return self.name == "schedule_free_adamw"
 
-    def check(self, config: "Config") -> None:
+    def check(self, config: WholeConfig) -> None:
         """Check that the optimizer fits the dtype of the parameters and its own options."""
         if self.freeze_backbone:
             self._check_frozen(config)
@@ -122,15 +120,15 @@ class Optim(Section):
                     f"optim.{field}: {value:g}, but optim.name {self.name} has one learning rate "
                     "for all layers; give None"
                 )
-        if self.layer_decay is not None and config.data.as_text is not None:
+        if self.layer_decay is not None and config.data.content in ("text", "preferences"):
             raise UserError(
                 f"optim.layer_decay: {self.layer_decay:g}, but it is for image networks"
             )
 
-    def _check_frozen(self, config: "Config") -> None:
+    def _check_frozen(self, config: WholeConfig) -> None:
         if config.model.task_for(config.data) != "classification":
             raise UserError("optim.freeze_backbone: is for classifiers of images; give False")
-        if config.model.pretrained is None and config.model.published is None:
+        if config.model.pretrained is None and not config.model.is_published:
             raise UserError(
                 "optim.freeze_backbone: the backbone has random weights; give model.pretrained"
             )
@@ -162,7 +160,7 @@ class Train(Section):
     patience: Count | None = None
     """Evaluations without a better checkpoint.metric after which the run ends; None is never."""
 
-    def check(self, config: "Config") -> None:
+    def check(self, config: WholeConfig) -> None:
         """Check that a private run does not end early."""
         if self.patience is not None and config.is_private:
             raise UserError(

@@ -173,7 +173,7 @@ class ChatFile(Text):
                     f"data.{name}: {getattr(self, name)}, but with data.label a row is an example "
                     f"that is classified as a whole; leave it out{_NO_PACKING * self.packing}"
                 )
-            if config.model.published is None:
+            if not config.model.is_published:
                 raise UserError(
                     f"data.label: {self.label}, but texts are classified by published models; give "
                     "model.name pretrained"

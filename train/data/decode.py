@@ -6,6 +6,7 @@ import math
 import os
 import re
 import stat
+import threading
 from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple, TypeVar
 
@@ -25,8 +26,30 @@ EXTENSIONS = ("jpg", "jpeg", "png", "ppm", "bmp", "pgm", "tif", "tiff", "webp", 
 MAX_PIXELS = 2**30 // 12
 """Default of the largest image that is decoded, about 89 million pixels."""
 
-# Pillow would warn about images of more pixels than `MAX_PIXELS`. `_open` checks them itself.
-Image.MAX_IMAGE_PIXELS = None
+
+class _PixelLimit:
+    """Pillow's limit of pixels, which is the process's: lifted while any thread decodes here.
+
+    Pillow would warn about images that `_check_pixels` allows or refuses itself.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._threads, self._limit = threading.Lock(), 0, Image.MAX_IMAGE_PIXELS
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._threads:
+                self._limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
+            self._threads += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._threads -= 1
+            if not self._threads:
+                Image.MAX_IMAGE_PIXELS = self._limit
+
+
+_PIXEL_LIMIT = _PixelLimit()
 
 # By content, because extensions can be wrong. Some of Pillow's other formats run programs.
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "PPM", "TIFF", "GIF")
@@ -336,9 +359,10 @@ def _open(file: File, use: Callable[[Image.Image], _T], max_pixels: int) -> _T:
 
 @contextlib.contextmanager
 def _unreadable() -> Iterator[None]:
-    """Turn every exception into an `UnreadableError`."""
+    """Turn every exception of Pillow into an `UnreadableError`."""
     try:
-        yield
+        with _PIXEL_LIMIT:
+            yield
     except UnreadableError:
         raise
     except UnidentifiedImageError:

@@ -8,7 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
 
@@ -28,12 +28,23 @@ from train.data.label_map import (
 )
 from train.errors import UserError, shorten
 
-if TYPE_CHECKING:
-    from train.data.segmentation_folder import SegmentationFolder
-
 _MAX_MASK_VALUES = 32
 """Most values that an error message proposes as classes."""
 _BINARY = ("background", "foreground")
+
+
+class _Config(Protocol):
+    """What a `SegmentationFolder` says of masks. Its module would load pydantic in each worker."""
+
+    @property
+    def path(self) -> str: ...
+    @property
+    def classes(self) -> int | None: ...
+    @property
+    def mask_values(self) -> tuple[int, ...]: ...
+    @property
+    def ignore(self) -> tuple[int | str, ...] | None: ...
+    def replace(self, **changes: Any) -> Self: ...
 
 
 class Sample(NamedTuple):
@@ -59,7 +70,7 @@ class Sample(NamedTuple):
 
 
 def make_label_map(
-    config: "SegmentationFolder", rows: Sequence[Row], source: str, samples: Sequence[Sample]
+    config: _Config, rows: Sequence[Row], source: str, samples: Sequence[Sample]
 ) -> tuple[LabelMap, list[str]]:
     """Decide what the values of masks mean, from the config, a class table and some masks.
 
@@ -144,7 +155,7 @@ def make_label_map(
 
 
 def _refuse_contradictions(
-    config: "SegmentationFolder", rows: Sequence[Row], source: str, ignored: set[int] | None
+    config: _Config, rows: Sequence[Row], source: str, ignored: set[int] | None
 ) -> None:
     """Refuse options that say something else than a class table."""
     if config.mask_values and any(row.value is not None for row in rows):
@@ -158,9 +169,7 @@ def _refuse_contradictions(
             )
 
 
-def _values(
-    config: "SegmentationFolder", rows: Sequence[Row], ignored: set[int] | None
-) -> dict[int, int]:
+def _values(config: _Config, rows: Sequence[Row], ignored: set[int] | None) -> dict[int, int]:
     """Return the label of each value, from the config or the rows of a table."""
     values = _table_values(rows, ignored)
     if config.mask_values:
@@ -261,9 +270,7 @@ def _palette_colors(label_map: LabelMap, samples: Iterable[Sample]) -> dict[int,
     return {label: color for label, (color, _) in found.items()}
 
 
-def _ignored(
-    config: "SegmentationFolder", rows: Sequence[Row]
-) -> tuple[set[int] | None, tuple[Row, ...]]:
+def _ignored(config: _Config, rows: Sequence[Row]) -> tuple[set[int] | None, tuple[Row, ...]]:
     """Return the ignored values, and the rows; rows of ignored names become void."""
     if config.ignore is None:
         return None, tuple(rows)
@@ -299,7 +306,7 @@ def _guess_binary(gray: Counter[int], samples: Sequence[Sample]) -> tuple[str, .
 
 
 def choose_readings(
-    config: "SegmentationFolder",
+    config: _Config,
     label_map: LabelMap,
     samples: Sequence[Sample],
     *,
@@ -354,7 +361,7 @@ def choose_readings(
 
 
 def _with_indices(
-    config: "SegmentationFolder", label_map: LabelMap, samples: Sequence[Sample]
+    config: _Config, label_map: LabelMap, samples: Sequence[Sample]
 ) -> tuple[LabelMap, list[str]]:
     """Let gray masks have the indices of palettes that are read by color.
 
@@ -396,7 +403,7 @@ def _both_readings(label_map: LabelMap, mask: MaskValues) -> tuple[list[int], li
 
 
 def translate(
-    config: "SegmentationFolder",
+    config: _Config,
     trained: LabelMap,
     rows: Sequence[Row],
     source: str,
@@ -428,17 +435,17 @@ def translate(
         classes = {row.value for row in rows if not row.is_void} | _row_numbers(rows)
         if config.ignore is not None:  # as far as it is not about other values or names
             kept = (i in named if isinstance(i, str) else i not in classes for i in config.ignore)
-            config = replace(config, ignore=(*itertools.compress(config.ignore, kept),) or None)
+            config = config.replace(ignore=(*itertools.compress(config.ignore, kept),) or None)
         num_classes = sum(not row.is_void for row in rows)
         if len(config.mask_values) != num_classes or len(_row_numbers(rows)) < len(rows):
-            config = replace(config, mask_values=())
+            config = config.replace(mask_values=())
         names = [row.name for row in _ignored(config, rows)[1] if not row.is_void]
         if unknown := [name for name in names if name not in trained.names]:
             raise UserError(
                 f"data.path: {source} has the class {unknown[0]}, but the run has "
                 f"{shorten(trained.names)}; give it the name of one of them, or void"
             )
-        own, more = make_label_map(replace(config, classes=None), rows, source, samples)
+        own, more = make_label_map(config.replace(classes=None), rows, source, samples)
         label_of = {i: trained.names.index(name) for i, name in enumerate(names)} | {IGNORE: IGNORE}
         own = replace(
             own,

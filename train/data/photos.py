@@ -71,11 +71,6 @@ class Photos(Data):
     max_pixels: Count = 2**30 // 12
     """Largest image to decode, in pixels; larger files are reported and skipped."""
 
-    @property
-    @override
-    def as_photos(self) -> "Photos":
-        return self
-
     @override
     def for_evaluation(self, options: Mapping[str, Any]) -> Self:
         """Return the section with options; at another size, images show as much as before."""

@@ -2,15 +2,13 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from train.data import Arrays, Dataset, num_examples, repeat_row
+from train.data.text import Text
 from train.errors import shorten
-
-if TYPE_CHECKING:
-    from train.data.text import Text
 
 _BATCHES = 100
 """Length of an epoch, which is unknown and does not change the memory."""
@@ -47,7 +45,7 @@ def zeros(
     return Placeholder(_dataset(rows, names, common | batch, common | test), note)
 
 
-def zero_tokens(data: "Text", batch: Arrays, test: Arrays) -> Placeholder | None:
+def zero_tokens(data: Text, batch: Arrays, test: Arrays) -> Placeholder | None:
     """Return zeros in place of text whose vocabulary is given."""
     if data.vocabulary is None:
         return None

@@ -25,11 +25,6 @@ class Text(Data):
     """Context length: tokens per row."""
 
     @property
-    @override
-    def as_text(self) -> "Text":
-        return self
-
-    @property
     def chat_template(self) -> str | None:
         """Jinja file; None is the template of the tokenizer's folder."""
         return None

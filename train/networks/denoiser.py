@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Lt
-from typing_extensions import override
 
 from fnet import layers, models
 from train.config.section import Count, Fraction
@@ -34,11 +33,6 @@ class Denoiser(Transformer):
     """Loss weighting over noise levels: uniform, or Min-SNR with gamma 5."""
     label_dropout: Fraction = 0.1
     """Fraction of examples trained without their label, for classifier-free guidance."""
-
-    @property
-    @override
-    def denoiser(self) -> "Denoiser":
-        return self
 
     def build(self, image_shape: tuple[int, ...], num_classes: int) -> models.Denoiser:
         """Build the network for images [H, W, C]."""

@@ -1,10 +1,9 @@
 """Published models as networks of a run: all parameters, or adapters on frozen ones."""
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +20,8 @@ from train.config.network import Model
 from train.config.section import Count, Positive
 from train.data.columns import is_named, order_of
 from train.data.model_folder import ModelFolder, check_tokenizer, read_config, read_folder
+from train.data.photos import Photos
+from train.data.text import Text
 from train.errors import UserError, shorten
 from train.networks.model_images import class_names, own_size
 
@@ -35,6 +36,8 @@ cannot adapt routers, which transformers does not count as linear."""
 @dataclass(frozen=True)
 class Pretrained(Model):
     """Published language model of Hugging Face, to train as a whole or with LoRA adapters."""
+
+    is_published: ClassVar[bool] = True
 
     name: Literal["pretrained"] = "pretrained"
     """Network; --model.name NAME --help lists the fields of another one."""
@@ -53,18 +56,13 @@ class Pretrained(Model):
     classifier: Literal["keep", "new"] | None = None
     """Classifier of images; None keeps it for as many classes, unless their names differ."""
 
-    @property
-    @override
-    def published(self) -> "Pretrained":
-        return self
-
     @override
     def task_for(self, data: Data) -> str:
         if data.content == "preferences":
             return "reward" if data.objective == "reward" else "preference"
-        if data.as_text is None:
+        if not isinstance(data, Text):
             return self.task
-        return "language" if data.as_text.label is None else "text_classification"
+        return "language" if data.label is None else "text_classification"
 
     @override
     def for_images(
@@ -84,26 +82,25 @@ class Pretrained(Model):
 
     def complete(self, data: Data) -> Data:
         """Return text with the tokenizer and the vocabulary of the model, unless it has its own."""
-        text = data.as_text
-        if text is None:
+        if not isinstance(data, Text):
             return data
-        vocabulary = text.vocabulary
+        vocabulary = data.vocabulary
         if vocabulary is None and (Path(self.path) / "config.json").is_file():
             config = read_config(Path(self.path))
             part = config.get("text_config", {})  # of a model that also sees images
             vocabulary = config.get("vocab_size", part.get("vocab_size"))
         tokenizer = Path(self.path) / "tokenizer.json"
-        if text.tokenizer is None and tokenizer.is_file():
-            text = dataclasses.replace(text, tokenizer=str(tokenizer))
-        elif text.tokenizer is None and text.vocabulary is None:
+        if data.tokenizer is None and tokenizer.is_file():
+            data = data.replace(tokenizer=str(tokenizer))
+        elif data.tokenizer is None and data.vocabulary is None:
             check_tokenizer(Path(self.path))
-        return dataclasses.replace(text, vocabulary=vocabulary)
+        return data.replace(vocabulary=vocabulary)
 
     def notes(self, data: Data, classes: Sequence[str]) -> list[str]:
         """Tell the user if images have another size than the model's own, or outputs no names."""
-        if data.as_photos is None:
+        if not isinstance(data, Photos):
             return []
-        path, size, notes = Path(self.path), data.as_photos.image_size, []
+        path, size, notes = Path(self.path), data.image_size, []
         if (own := own_size(path)) != size:
             notes.append(
                 f"data.image_size: {size}, but {path} has images of {own} x {own}; "

@@ -33,13 +33,6 @@ from train.run.distributed import any_process, lost_connection
 from train.run.process_memory import IN_FLIGHT
 from train.run.run_folder import check_no_pattern, seal, unseal
 
-# Orbax logs each folder it creates and each error in its threads. Errors that matter are raised.
-logging.getLogger("absl").setLevel(logging.CRITICAL)
-
-# Orbax asks for metrics, only to log them. TensorStore never frees what it answers: more than half
-# of what a checkpoint leaves behind.
-tensorstore.experimental_collect_matching_metrics = lambda *_: []
-
 _FOREVER = 10**6
 """Seconds. Orbax measures them by the clock of the day, which jumps on a laptop that slept."""
 
@@ -123,42 +116,45 @@ class Checkpoints:
         self._folder, self._log, self._read_only = folder.absolute(), log, keep is None
         self._best, self._scores = best, dict[int, float]()
         check_no_pattern(folder)
-        if not self._read_only:
-            _drop_late_callbacks()
-        policies = [LatestN(keep), *[_Best(self._scores)] * keep_best]
-        gigabytes = _gigabytes_in_flight(shapes)
-        self._manager = ocp.CheckpointManager(
-            self._folder,
-            options=ocp.CheckpointManagerOptions(
-                preservation_policy=AnyPreservationPolicy(policies),
-                cleanup_tmp_directories=not self._read_only,
-                read_only=self._read_only,
-                create=not self._read_only,
-                enable_async_checkpointing=_in_background(shapes),
-                async_options=ocp.AsyncOptions(timeout_secs=_FOREVER),
-            ),
-            item_handlers={
-                "state": ocp.PyTreeCheckpointHandler(
-                    save_concurrent_gb=gigabytes, restore_concurrent_gb=gigabytes
+        with contextlib.ExitStack() as settings:
+            settings.enter_context(_quiet_libraries())
+            if not self._read_only:
+                _drop_late_callbacks()
+            policies = [LatestN(keep), *[_Best(self._scores)] * keep_best]
+            gigabytes = _gigabytes_in_flight(shapes)
+            self._manager = ocp.CheckpointManager(
+                self._folder,
+                options=ocp.CheckpointManagerOptions(
+                    preservation_policy=AnyPreservationPolicy(policies),
+                    cleanup_tmp_directories=not self._read_only,
+                    read_only=self._read_only,
+                    create=not self._read_only,
+                    enable_async_checkpointing=_in_background(shapes),
+                    async_options=ocp.AsyncOptions(timeout_secs=_FOREVER),
                 ),
-                "data": ocp.JsonCheckpointHandler(),
-            },
-        )
-        for step in self._manager.all_steps():
-            try:
-                score = self._read_data(step)["score"]
-            except Exception as error:  # logged once, when the checkpoint is read
-                if best:
-                    self._log_damaged(step, _reason(error))
-            else:
-                self._scores |= {} if score is None else {step: score}
+                item_handlers={
+                    "state": ocp.PyTreeCheckpointHandler(
+                        save_concurrent_gb=gigabytes, restore_concurrent_gb=gigabytes
+                    ),
+                    "data": ocp.JsonCheckpointHandler(),
+                },
+            )
+            for step in self._manager.all_steps():
+                try:
+                    score = self._read_data(step)["score"]
+                except Exception as error:  # logged once, when the checkpoint is read
+                    if best:
+                        self._log_damaged(step, _reason(error))
+                else:
+                    self._scores |= {} if score is None else {step: score}
+            self._settings = settings.pop_all()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # Don't mask an exception that is already propagating.
-        with contextlib.suppress(Exception) if kind else _saving(self._folder):
+        with self._settings, contextlib.suppress(Exception) if kind else _saving(self._folder):
             self._manager.close()
 
     @property
@@ -465,11 +461,29 @@ def _on_one_device(shape: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=here)
 
 
+@contextlib.contextmanager
+def _quiet_libraries() -> Iterator[None]:
+    """Settings of other libraries, which are the process's, while checkpoints are open."""
+    # Orbax logs each folder it creates, and errors in its threads. Those that matter are raised.
+    logger, collect = logging.getLogger("absl"), tensorstore.experimental_collect_matching_metrics
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    # Orbax asks for metrics, only to log them. TensorStore never frees what it answers: more than
+    # half of what a checkpoint leaves behind.
+    tensorstore.experimental_collect_matching_metrics = lambda *_: []
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        tensorstore.experimental_collect_matching_metrics = collect
+
+
 @functools.cache
 def _drop_late_callbacks() -> None:
     """Print nothing of what is left of a save that failed, such as on a full disk: only its error.
 
-    TensorStore's threads and orbax's coroutines outlive the loop that ran them.
+    TensorStore's threads and orbax's coroutines outlive the loop that ran them, and the checkpoints
+    that are written: only the program does that, whose process this is.
     """
     warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
     print_error = sys.unraisablehook

@@ -10,6 +10,7 @@ from train import data
 from train.data import Arrays
 from train.data.label_map import IGNORE
 from train.data.masks import spread
+from train.data.photos import Photos
 from train.output import plots
 from train.output.palette import palette
 from train.run.evaluation import Evaluation, Evaluator, Trained
@@ -65,7 +66,7 @@ def draw_augmented(run: Setup, path: Path) -> bool:
     They are spread over the training images, and their random numbers are no run's own.
     """
     dataset, data_section = run.task.dataset, run.config.data
-    if data_section.as_photos is None or run.config.is_release_only:
+    if not isinstance(data_section, Photos) or run.config.is_release_only:
         return False
     rows = data.select_rows(dataset.train, spread(data.num_examples(dataset.train), _NUM_AUGMENTED))
     batch = data.augment_rows(dataset, rows, np.random.default_rng(0))

@@ -1,19 +1,20 @@
 """Files of a published model that a run keeps: its config and its tokenizer."""
 
-import dataclasses
 from pathlib import Path
 
 from train.config import Config
 from train.data.model_folder import SMALL_FILES
+from train.data.text import Text
 from train.errors import UserError
+from train.networks.pretrained import Pretrained
 from train.run.run_folder import RunFolder
 
 
 def copy_model_files(folder: RunFolder, config: Config) -> None:
     """Copy a published model's config and tokenizer to the run; the weights stay where they are."""
-    if config.model.published is None:
+    if not isinstance(config.model, Pretrained):
         return
-    source = Path(config.model.published.path)
+    source = Path(config.model.path)
     try:
         folder.model.mkdir(exist_ok=True)
         copy_small_files(folder.model, source)
@@ -25,8 +26,8 @@ def copy_model_files(folder: RunFolder, config: Config) -> None:
 
 def check_model(folder: RunFolder, config: Config) -> Config:
     """Return the config of a run, whose published model must be where it was."""
-    model = config.model.published
-    if model is not None and not Path(model.path).is_dir():
+    model = config.model
+    if isinstance(model, Pretrained) and not Path(model.path).is_dir():
         raise UserError(
             f"model.path: {model.path} is not a folder; if the model was moved, change "
             f"model.path in {folder.config}"
@@ -51,9 +52,9 @@ def with_model_files(folder: RunFolder, config: Config) -> Config:
 
     So a tokenizer that changes later does not change the run.
     """
-    tokenizer, text = folder.model / "tokenizer.json", config.data.as_text
-    if config.model.published is None or not tokenizer.is_file():
+    tokenizer, text = folder.model / "tokenizer.json", config.data
+    if not config.model.is_published or not tokenizer.is_file():
         return config
-    if text is None or text.tokenizer is not None:
+    if not isinstance(text, Text) or text.tokenizer is not None:
         return config
-    return dataclasses.replace(config, data=dataclasses.replace(text, tokenizer=str(tokenizer)))
+    return config.replace(data=text.replace(tokenizer=str(tokenizer)))

@@ -251,7 +251,7 @@ def what_next(run: Setup, folder: RunFolder, written: Sequence[Path]) -> list[st
         f"files in {folder.path}: {', '.join(p.name for p in written)}",
         f"next: fnet report {path}, fnet {command}",
     ]
-    if run.config.model.published:
+    if run.config.model.is_published:
         lines[-1] += f", fnet export {path}"
     return lines
 

@@ -136,7 +136,7 @@ class Setup(NamedTuple):
         """Lower ``(key, variables) -> TrainState``; see `compile_init`."""
         out_shardings = shardings(self.state_shapes) if self.layout else None
         # The new state takes the buffers of what is read from a published model.
-        donated = (1,) if self.config.model.published else ()
+        donated = (1,) if self.config.model.is_published else ()
         init = jax.jit(self.init, out_shardings=out_shardings, donate_argnums=donated)
         return init.lower(jax.random.key(0), variables)
 
@@ -149,7 +149,7 @@ class Setup(NamedTuple):
             of its files, whatever is given.
         """
         model = self.task.model
-        if self.config.model.published is None:
+        if not self.config.model.is_published:
             compiled = self.lower_init(variables).compile()
             return lambda key: compiled(key, variables)
         shapes = model.pretrained(self.state_shapes.params, self.state_shapes.model_state)
@@ -368,8 +368,7 @@ def _init(
     def init(key: Array, variables: Any = None) -> TrainState:
         model = task.model
         if variables is not None:
-            is_published = config.model.published is not None
-            place = model.place if is_published else functools.partial(_place, model)
+            place = model.place if config.model.is_published else functools.partial(_place, model)
             model = model._replace(init=lambda key: place(key, variables))
         model = _with_params_dtype(model, config)
         return TrainState.create(model, optimizer, key, ema=has_ema)

@@ -111,7 +111,7 @@ def _read_published(path: Path) -> Weights:
 
 def _read_run(folder: RunFolder) -> Weights:
     config = folder.read_config()
-    if config.model.published:
+    if config.model.is_published:
         raise UserError(
             f"{folder.path} is a run of a published model: export it with fnet export, and train "
             "the exported folder with --model.name pretrained --model.path"

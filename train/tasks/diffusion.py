@@ -30,8 +30,8 @@ def build(config: Config, dataset: Dataset) -> Task:
       UserError: for images outside [0, 1], mixup, several crops or label smoothing.
       ValueError: if the network is invalid.
     """
-    section = config.model.denoiser
-    assert section is not None  # whose task it is
+    section = config.model
+    assert isinstance(section, Denoiser)  # whose task it is
     _check_options(config)
     if not config.data.is_in_unit_interval:
         _check_unit_interval(dataset)

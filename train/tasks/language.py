@@ -18,10 +18,10 @@ from train.tasks.task import BatchMetrics, Kind, Task
 
 def text_source(config: Config) -> Text:
     """Return the data of a language model, by default with a published model's tokenizer."""
-    text = config.model.complete(config.data).as_text
-    if text is None:
+    text = config.model.complete(config.data)
+    if not isinstance(text, Text):
         KIND.check(config)
-    assert text is not None  # because its content is text
+    assert isinstance(text, Text)  # because its content is text
     return text
 
 
