@@ -28,8 +28,7 @@ TESTS = (
         for name in ("check_remat", "donation", "odd_programs", "peak", "plan", "residuals", "rows")
     ),
     *(f"tests/step/test_{name}.py" for name in ("fsdp", "nonfinite", "state")),
-    "tests/privacy/test_correlated_noise.py",
-    "tests/train/commands/test_onnx.py",
+    *("tests/noise", "tests/memory/test_host_state.py", "tests/train/commands/test_onnx.py"),
 )
 LEAST_SECONDS = 180
 """Time below which it is no use to begin."""

@@ -33,9 +33,9 @@ def state_on_host(
 ) -> optax.GradientTransformationExtraArgs:
     """Keep the large arrays of an optimizer's state in the memory of the host.
 
-    The updates do not change, up to the order of operations. With Adam, a device holds
-    8 bytes less per float32 parameter. Each step moves the state to the device and back. It takes
-    longer where this is not hidden behind other work, as with small batches.
+    Updates and state are the same to one rounding of the state's dtype, if it is bfloat16, and else
+    up to the order of operations. With Adam, a device holds 8 bytes less per float32 parameter.
+    Each step moves the state to the device and back, which takes longer if no other work hides it.
 
     On the host are arrays of at least 1 MiB that the update of one parameter alone reads, row by
     row along the first axis: Adam and its relatives, momentum, Lion, 8-bit states. They

@@ -316,8 +316,7 @@ def _read_template(path):
 
 
 def _read_model(path):
-    folder = read_folder(path.parent)
-    assert folder.nbytes < 2**20
+    assert read_folder(path.parent).nbytes < 2**20
 
 
 def _read_tokenizer(path):

@@ -245,8 +245,7 @@ def test_names_and_counts_unreadable_images(run_of, recipes, capsys):
         config.read_text().replace('"max_bad_fraction": 0.01', '"max_bad_fraction": 0.5')
     )
     (recipes / "colours" / "val" / "red" / "0.png").write_bytes(b"")
-    output = output_of(capsys, "eval", run)
-    assert "red/0.png: zero bytes" in output
+    assert "red/0.png: zero bytes" in output_of(capsys, "eval", run)
     result = json.loads((run / "evaluation.json").read_text())
     assert result["unreadable_files"] == 1
     assert [c["examples"] for c in result["classes"]] == [5, 5, 4]
@@ -468,5 +467,4 @@ def test_padding_does_not_count():
 
     state = jax.jit(run.init)(jax.random.key(0))
     task = run.task._replace(measure=measure, scores=lambda *arrays: {})
-    evaluate = Evaluator(task, 4, run.state_shapes)
-    assert evaluate(state).metrics == {"loss": 1.0}
+    assert Evaluator(task, 4, run.state_shapes)(state).metrics == {"loss": 1.0}

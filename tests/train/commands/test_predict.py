@@ -394,8 +394,7 @@ def test_suggests_a_run_of_a_similar_name(begun, recipes, capsys):
 
 
 def test_reports_a_folder_that_cannot_be_written(run_of, capsys):
-    run = run_of("halves")
-    assert exit_code("predict", run, "halves/images", "--out", "halves.py") == 2
+    assert exit_code("predict", run_of("halves"), "halves/images", "--out", "halves.py") == 2
     assert "fnet: cannot write halves.py: " in capsys.readouterr().err
 
 

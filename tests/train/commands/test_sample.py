@@ -172,8 +172,7 @@ def test_samples_with_a_tokenizer(tokenizer, capsys):
     assert len(text.split()) == 2 + 8
 
     assert exit_code("sample", "words", "--prompt", "to err") == 2
-    error = capsys.readouterr().err
-    assert error == "fnet: words.json has no token for some of 'to err'\n"
+    assert capsys.readouterr().err == "fnet: words.json has no token for some of 'to err'\n"
     assert exit_code("sample", "words", "--prompt", "to\udcff") == 2
     assert_one_line_error(capsys, "words.json reads only UTF-8, and symbol 2 of the text is not")
     assert exit_code("sample", "words", "--prompt", "\n") == 2

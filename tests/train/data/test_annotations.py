@@ -38,8 +38,7 @@ def test_polygons_cover_the_pixels_whose_center_is_inside():
     np.testing.assert_array_equal(fill_polygon(square, 7, 9), expected)
     np.testing.assert_array_equal(fill_polygon(square[::-1], 7, 9), expected)
     np.testing.assert_array_equal(fill_polygon(square - 100, 7, 9), np.zeros((7, 9)))
-    everything = np.array([[-5, -5], [50, -5], [50, 50], [-5, 50.0]])
-    assert fill_polygon(everything, 7, 9).all()
+    assert fill_polygon(np.array([[-5, -5], [50, -5], [50, 50], [-5, 50.0]]), 7, 9).all()
 
 
 def test_polygons_equal_a_test_of_each_point():
@@ -157,8 +156,7 @@ def test_coco_with_other_categories_and_names_in_another_form_of_unicode(tmp_pat
     assert data.label_map.mask_values().tolist() == [0, 1, 3, 9]
     (batch,) = evaluation_batches(data, 2)
     assert batch["weight"].tolist() == [1, 1]
-    held = np.unique(batch["mask"][0]).tolist()
-    assert held == [0, data.classes.index("dog")]
+    assert np.unique(batch["mask"][0]).tolist() == [0, data.classes.index("dog")]
 
 
 @pytest.mark.parametrize("name", ["Void", "unlabeled", "__ignore__", "Background"])
@@ -392,5 +390,4 @@ def test_damaged_annotations_name_their_file(tmp_path):
     assert message.endswith("a.txt, line 1: the class 1 is none of 0 to 0")
     message = error_message(load, tmp_path, "coco", classes=3)
     assert "no annotations" in message
-    message = error_message(load, tmp_path, "voc")
-    assert "boxes in Annotations/*.xml are no masks" in message
+    assert "boxes in Annotations/*.xml are no masks" in error_message(load, tmp_path, "voc")

@@ -64,8 +64,7 @@ def test_resized_crops_have_the_given_areas_and_ratios():
 def test_each_attempt_of_a_resized_crop_has_an_area_and_a_ratio_of_its_own():
     draws = np.full(RESIZED_CROP_DRAWS, 0.0)
     draws[:6] = 0.999, 0.999, 0.999, 0.999, 0.25, 0.5  # two that do not fit, a square
-    box = random_resized_crop(100, 100, 8, draws, area=(0.0, 1.0)).box
-    assert box == (0, 0, 50, 50)
+    assert random_resized_crop(100, 100, 8, draws, area=(0.0, 1.0)).box == (0, 0, 50, 50)
 
 
 def test_random_crops_reach_the_last_pixel():

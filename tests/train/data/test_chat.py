@@ -235,8 +235,7 @@ def test_training_data_have_a_fixed_date():
 
 def test_missing_values_are_not_written():
     messages = [{"role": "user", "content": "a", "name": None}]
-    source = "{{ messages[0].name is defined }}"
-    assert template(source).render(messages) == "False"
+    assert template("{{ messages[0].name is defined }}").render(messages) == "False"
 
 
 @pytest.mark.parametrize(

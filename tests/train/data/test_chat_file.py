@@ -176,8 +176,7 @@ def test_privacy_per_row_refuses_several_rows_of_a_chat(thoughts):
         build, config
     )
     last = dataclasses.replace(config.data, loss_on="last_answer")
-    rows = build(dataclasses.replace(config, data=last)).dataset.train
-    assert len(rows["start"]) == 4
+    assert len(build(dataclasses.replace(config, data=last)).dataset.train["start"]) == 4
 
 
 def test_fields_can_have_other_names(load):

@@ -174,8 +174,7 @@ def test_a_view_refers_to_the_upright_image(save):
 
     part = decode(save(stored, "a.jpg", exif=exif(6), quality=95), view)
     assert seen == [(40, 64)]
-    upright = np.rot90(stored, -1)
-    assert np.abs(part.astype(int) - upright[:30, :20]).max() <= 8
+    assert np.abs(part.astype(int) - np.rot90(stored, -1)[:30, :20]).max() <= 8
 
 
 def test_ignores_damaged_exif(save):
@@ -408,8 +407,7 @@ def test_refuses_gray_levels_that_readers_rescale(save, tmp_path):
     assert decode_mask(str(tmp_path / "c.pbm")).values.tolist() == [[1, 0, 1]]
     palette = Image.fromarray(np.array([[0, 1, 15]], np.uint8), "P")
     palette.putpalette([7] * 48)
-    path = save(palette, "d.png", bits=4)
-    assert decode_mask(path).values.tolist() == [[0, 1, 15]]
+    assert decode_mask(save(palette, "d.png", bits=4)).values.tolist() == [[0, 1, 15]]
 
 
 def test_an_array_is_an_image_of_its_colors():

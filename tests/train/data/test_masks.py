@@ -390,13 +390,11 @@ def test_palettes_elsewhere_have_the_colors_of_the_run():
     black = decide(indexed(1, 255, colors=[RED, distinct_colors(1)[0]]), rows=rows)[0]
     assert palette(black)[1].tolist() == distinct_colors(1)[0].tolist()
     assert len({*map(tuple, palette(black)[:20].tolist())}) == 20
-    same = indexed(1, 1, colors=[RED, GREEN])
-    assert read_elsewhere(label_map, same) == ([[1, 1]], [])
+    assert read_elsewhere(label_map, indexed(1, 1, colors=[RED, GREEN])) == ([[1, 1]], [])
     swapped = indexed(1, 1, colors=[GREEN, RED])
     with pytest.raises(UserError, match="b has the palette color 255 0 0, which a has in the mas"):
         read_elsewhere(label_map, swapped)
-    valued = (Row("b", 0), Row("a", 1))
-    assert read_elsewhere(label_map, swapped, rows=valued)[0] == [[0, 0]]
+    assert read_elsewhere(label_map, swapped, rows=(Row("b", 0), Row("a", 1)))[0] == [[0, 0]]
     with pytest.raises(UnreadableError, match="index 1 is 255 0 0, the color of a in other masks"):
         label_map.labels(swapped)  # one that was not looked at
     others = indexed(1, 1, colors=[BLACK, (9, 9, 200)])

@@ -112,8 +112,7 @@ def test_bucketed_batches_are_full_and_have_power_of_two_lengths_and_every_row_a
 
 def test_a_batch_is_full_even_if_there_are_fewer_rows(tmp_path):
     data = documents(tmp_path, [3, 10, 17, 30]).load()
-    batch = next(bucketed_batches(data, 24, 0, 64))
-    assert (batch["weight"] > 0).sum() == 24
+    assert (next(bucketed_batches(data, 24, 0, 64))["weight"] > 0).sum() == 24
 
 
 def test_bucketed_batches_resume_at_a_saved_position(tmp_path):

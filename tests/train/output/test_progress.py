@@ -119,8 +119,7 @@ def test_the_remaining_time_counts_only_steps_of_this_process_and_falls_during_a
 def test_an_evaluation_is_shown_in_the_place_of_the_remaining_time():
     progress, _ = progress_at(500, 50.0, LINE, in_terminal(80))
     with progress.doing("evaluating"):
-        text = render(progress, 80)
-        assert " 500/1,348  evaluating  train loss" in text
+        assert " 500/1,348  evaluating  train loss" in render(progress, 80)
     assert "evaluating" not in render(progress, 80)
 
 

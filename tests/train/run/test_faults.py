@@ -124,8 +124,7 @@ def test_reports_a_nonfinite_parameter_and_does_not_save_it(
         patch.setattr(programs, "StepCache", Spoiling)
         few = "--nonfinite.max-skipped", 2, "--checkpoint.every", 2
         assert exit_code("train", "tiny.py", *few, "--out", "r") == 1
-    error = capsys.readouterr().err
-    assert "params['head']['bias'] has inf" in error
+    assert "params['head']['bias'] has inf" in capsys.readouterr().err
     assert {p.name for p in (workplace / "r" / "checkpoints").iterdir()} == {"2"}
     bad = map(json.loads, (workplace / "r" / "bad_steps.jsonl").read_text().splitlines())
     assert [line["step"] for line in bad] == [4, 5, 6]

@@ -88,8 +88,7 @@ def test_a_mask_that_vanishes_is_one_line_and_its_image_does_not_count(tmp_path)
     gone.unlink()
     batches = UnreadableFiles(dataset, lines.append).watch(training_batches(dataset, 4, 0))
     for _ in range(2):
-        batch = next(batches)
-        assert batch["weight"].sum() == 3
+        assert next(batches)["weight"].sum() == 3
     (line,) = lines
     assert line.startswith("cannot read ")
     assert f"{gone}: No such file" in line

@@ -60,8 +60,7 @@ def test_the_secret_is_in_no_other_file_and_only_its_owner_can_read_it(private, 
     others = [p for p in (private / "run").rglob("*") if p.is_file() and p != secret_file]
     assert len(others) > 10
     for path in others:
-        content = path.read_bytes()
-        assert not any(form in content for form in forms), path
+        assert not any(form in path.read_bytes() for form in forms), path
     *_, saved_key = final_state(private / "run")[0]
     np.testing.assert_array_equal(saved_key, 0)
 
