@@ -15,10 +15,11 @@ def add_noise(tree: Any, stddev: Array | float, key: Array) -> Any:
 
     Add it once to a sum of clipped gradients, with ``stddev = noise_multiplier * sensitivity``
     (the Gaussian mechanism). Each array gets a key of its own. Noise is drawn and added in float32
-    or wider, then cast to the dtype of the array.
+    or wider, then cast to the dtype of the array. A complex number gets noise of this standard
+    deviation in each part.
 
     Args:
-      tree: Floating arrays of any shapes.
+      tree: Floating or complex arrays of any shapes.
       stddev: Standard deviation [].
       key: Random key, used for nothing else.
 
@@ -43,6 +44,8 @@ def add_noise(tree: Any, stddev: Array | float, key: Array) -> Any:
 def add_noise_to(array: Array, stddev: Array | float, key: Array, i: int) -> Array:
     """Add the noise of `add_noise` to the tree's array number ``i``."""
     noise = jax.random.normal(jax.random.fold_in(key, i), array.shape, sum_dtype(array))
+    if jnp.iscomplexobj(array):  # JAX draws parts of variance 1/2.
+        noise *= 2**0.5
     return (array + stddev * noise).astype(array.dtype)
 
 

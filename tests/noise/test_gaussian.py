@@ -1,0 +1,38 @@
+"""Noise of each way to train privately: its standard deviation in each real number."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import fnet
+from fnet import privacy
+from fnet.autodiff import AdaptiveClipping, clipped
+
+SIZE, PRIVATE = 20_000, {"noise_multiplier": 2.0, "expected_batch_size": 10.0}
+ADAPTIVE = AdaptiveClipping(1.0, count_noise=100.0, **PRIVATE)
+MODES = {
+    "independent": (clipped(1.0, **PRIVATE), 0.2),
+    # The first noise is that of a column of the matrix: (1, 1/2, 3/8, 5/16).
+    "banded": (
+        clipped(1.0, strategy=privacy.banded_square_root(4), **PRIVATE),
+        0.2 * 381**0.5 / 16,
+    ),
+    "adaptive": (ADAPTIVE, ADAPTIVE.gradient_noise / 10),
+}
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.complex64])
+@pytest.mark.parametrize("name", MODES)
+def test_first_step_has_the_stated_noise(name, dtype):
+    mode, expected = MODES[name]
+    optimizer = mode.wrap_optimizer(optax.sgd(1.0))
+    state = fnet.TrainState.create(
+        params={"w": jnp.zeros(SIZE, dtype)}, optimizer=optimizer, key=jax.random.key(0)
+    )
+    step = fnet.make_step(lambda p, _, b, __: jnp.abs(b["x"] @ p["w"]) ** 2, optimizer, mode)
+    state, _ = step(state, {"x": jnp.zeros((4, SIZE))})
+    parts = jnp.stack([state.params["w"].real, state.params["w"].imag])[
+        : jnp.dtype(dtype).itemsize // 4
+    ]
+    assert parts.std(1) == pytest.approx(expected, rel=0.03)
