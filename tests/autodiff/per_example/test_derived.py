@@ -52,6 +52,14 @@ def normalized_in_checkpoint(p, x):
     return row_losses(layer(layer(x, p["a"]), p["b"]))
 
 
+def stacked(p, x):
+    def layer(x, p):
+        return jnp.tanh(x @ p["a"]), None
+
+    stack = jax.tree.map(lambda a: jnp.stack([a, 0.7 * a]), p)
+    return row_losses(jax.lax.scan(jax.checkpoint(layer), x, stack)[0])
+
+
 def weight_norm(p, x):
     kernel = p["a"] / jnp.linalg.norm(p["a"], axis=0) * p["g"]
     return row_losses(jnp.tanh(x @ kernel) @ p["b"])
@@ -82,6 +90,7 @@ CASES = {
     "slices by a counter": (loop_over_slices, STACK, "ghost norm"),
     "normalized in a scan": (normalized_in_scan, STACK, "derived"),
     "normalized in jax.checkpoint": (normalized_in_checkpoint, matrices("a", "b"), "derived"),
+    "stacked, one unused": (stacked, matrices("a", "unused"), "derived"),
     "weight norm": (
         weight_norm, matrices("a", "b") | {"g": normal(5, D)},
         {"a": "derived", "b": "ghost norm", "g": "derived"},
