@@ -2,6 +2,7 @@
 
 from fnet.layers.abn import abn_layer as abn
 from fnet.layers.activations import activation
+from fnet.layers.attention import AttentionVariant as AttentionVariant
 from fnet.layers.attention import attention
 from fnet.layers.attention_context import apply_context as apply_context
 from fnet.layers.attention_context import update_context as update_context
@@ -30,6 +31,7 @@ from fnet.layers.pooling import avg_pool, global_avg_pool, max_pool
 from fnet.layers.pooling import global_max_pool as global_max_pool
 from fnet.layers.reversible import reversible as reversible
 from fnet.layers.rg_lru import rg_lru as rg_lru
+from fnet.layers.rotary import Rotary as Rotary
 from fnet.layers.rotary import rotary as rotary
 from fnet.layers.short_conv import short_conv as short_conv
 from fnet.layers.stack import Block, stack

@@ -1,7 +1,7 @@
 """The self-attention layer, for whole sequences and for decoding with a key-value cache."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -21,13 +21,80 @@ from fnet.layers.dot_product_attention import (
     join_chunks,
     query_chunks,
 )
-from fnet.layers.rotary import rotary as apply_rotary
+from fnet.layers.rotary import Rotary
 from fnet.layers.segments import positions_in_segments
 from fnet.mesh import equally_varying
 from fnet.precision import sum_dtype
 
 Cache = dict[str, Array]
 """Keys and values of past positions: ``{"key", "value"}``."""
+
+
+class Past(NamedTuple):
+    """Keys and values [B, S, groups, head_dim] that t new positions may attend to.
+
+    Attributes:
+      key, value: Keys after rotation, and values, also of the new positions.
+      at: Index of the first new position.
+      first: Index of the first position; those before it hold nothing.
+      window: How many positions each of the new ones sees, with itself.
+    """
+
+    key: Array
+    value: Array
+    at: ArrayLike
+    first: ArrayLike
+    window: int
+
+
+class AttentionVariant(NamedTuple):
+    """What published models change in `attention`. The defaults are the plain layer.
+
+    Attributes:
+      output_bias: whether the output's dense layer has a bias. None: as ``bias``.
+      qk_norm: norm of queries and keys, ``size -> layer`` (Henry et al. 2020,
+        "Query-Key Normalization for Transformers"); None: no norm.
+      qk_norm_over: whether ``qk_norm`` is over the features of each ``head``, with parameters
+        that heads share, or over all ``heads`` together.
+      norm_rotated: whether ``qk_norm`` comes after the rotation.
+      value_norm: norm of the values of a head, ``size -> layer``; None: no norm.
+      scale: factor of the scores. None: 1 / sqrt(head_dim).
+      soft_cap: as for `fnet.dot_product_attention`.
+      clip: limit of the absolute values of queries, keys and values before the rotation, > 0; None:
+        no limit.
+      sinks: whether each head has a sink, as for `fnet.dot_product_attention`.
+      query_scale: factors of the rotated queries for positions [B, T] or [1, T], as in
+        Llama 4; None: 1.
+      output_gate: whether the output of each head is multiplied by the sigmoid of a gate (Qiu et
+        al. 2025, "Gated Attention for Large Language Models"). The dense layer of queries then has
+        2 head_dim features for each head, first its query and then its gate.
+      values: whether values have a dense layer of their ``own``, or are the ``keys`` before norm
+        and rotation. Then ``fused`` must be False.
+      keys: whether keys and values are the layer's ``own``; its own and ``passed_on`` to later
+        blocks of a stack; or ``given`` by an earlier block (Gemma 4), so that there is
+        nothing but queries and output. See ``reads`` of `fnet.layers.Block`.
+
+    Example:
+      >>> from fnet import layers
+      >>> gemma2 = layers.AttentionVariant(scale=256**-0.5, soft_cap=50.0)
+      >>> layer = layers.attention(8, heads=2, causal=True, variant=gemma2)
+      >>> gemma2.output_gate
+      False
+    """
+
+    output_bias: bool | None = None
+    qk_norm: Callable[[int], Layer] | None = None
+    qk_norm_over: Literal["head", "heads"] = "head"
+    norm_rotated: bool = False
+    value_norm: Callable[[int], Layer] | None = None
+    scale: float | None = None
+    soft_cap: float | None = None
+    clip: float | None = None
+    sinks: bool = False
+    query_scale: Callable[[Array], Array] | None = None
+    output_gate: bool = False
+    values: Literal["own", "keys"] = "own"
+    keys: Literal["own", "passed_on", "given"] = "own"
 
 
 def attention(
@@ -38,24 +105,10 @@ def attention(
     head_dim: int | None = None,
     causal: bool = False,
     window: int | None = None,
-    rotary: float | Sequence[float] | Callable[[int], Sequence[float]] | None = None,
-    rotary_scale: float = 1.0,
-    rotary_interleaved: bool = False,
+    rotary: float | Rotary | None = None,
     bias: bool = True,
-    output_bias: bool | None = None,
     fused: bool = True,
-    qk_norm: Callable[[int], Layer] | None = None,
-    qk_norm_over: Literal["head", "heads"] = "head",
-    norm_rotated: bool = False,
-    scale: float | None = None,
-    soft_cap: float | None = None,
-    clip: float | None = None,
-    sinks: bool = False,
-    query_scale: Callable[[Array], Array] | None = None,
-    output_gate: bool = False,
-    value_norm: Callable[[int], Layer] | None = None,
-    values: Literal["own", "keys"] = "own",
-    keys: Literal["own", "passed_on", "given"] = "own",
+    variant: AttentionVariant | None = None,
     chunk: int | None = None,
 ) -> Layer:
     """Multi-head self-attention: ``y = softmax(scale q k^T) v W + b``.
@@ -78,36 +131,11 @@ def attention(
       head_dim: features per head. None: width / heads.
       causal: whether each position attends only to itself and earlier positions.
       window: sliding window, as for `fnet.dot_product_attention`.
-      rotary: base of the rotary position embedding, 10000.0 in the paper, or its frequencies, as
-        for `fnet.layers.rotary`; None: no position embedding. If they depend on the length: a
-        function that returns the frequencies for a number of positions, T of a sequence or
-        the positions that a cache can hold.
-      rotary_scale, rotary_interleaved: factor of rotated features, and which of them form pairs,
-        as for `fnet.layers.rotary`.
-      bias: whether the dense layers of queries, keys and values have biases.
-      output_bias: whether the output's dense layer has a bias. None: as ``bias``.
+      rotary: base of the rotary position embedding, 10000.0 in the paper, or a
+        `fnet.layers.Rotary`; None: no position embedding.
+      bias: whether the dense layers have biases.
       fused: whether one dense layer computes queries, keys and values. Otherwise there are three.
-      qk_norm: norm of queries and keys, ``size -> layer`` (Henry et al. 2020,
-        "Query-Key Normalization for Transformers"); None: no norm.
-      qk_norm_over: whether ``qk_norm`` is over the features of each ``head``, with parameters
-        that heads share, or over all ``heads`` together.
-      norm_rotated: whether ``qk_norm`` comes after the rotation.
-      scale: factor of the scores. None: 1 / sqrt(head_dim).
-      soft_cap: as for `fnet.dot_product_attention`.
-      clip: limit of the absolute values of queries, keys and values before the rotation, > 0; None:
-        no limit.
-      sinks: whether each head has a sink, as for `fnet.dot_product_attention`.
-      query_scale: factors of the rotated queries for positions [B, T] or [1, T], as in
-        Llama 4; None: 1.
-      output_gate: whether the output of each head is multiplied by the sigmoid of a gate (Qiu et
-        al. 2025, "Gated Attention for Large Language Models"). The dense layer of queries then has
-        2 head_dim features for each head, first its query and then its gate.
-      value_norm: norm of the values of a head, ``size -> layer``; None: no norm.
-      values: whether values have a dense layer of their ``own``, or are the ``keys`` before norm
-        and rotation. Then ``fused`` must be False.
-      keys: whether keys and values are the layer's ``own``; its own and ``passed_on`` to later
-        blocks of a stack; or ``given`` by an earlier block (Gemma 4), so that there is
-        nothing but queries and output. See ``reads`` of `fnet.layers.Block`.
+      variant: what published models change; None: nothing.
       chunk: as for `fnet.dot_product_attention`.
 
     Returns:
@@ -141,28 +169,136 @@ def attention(
       (2, 5, 8)
     """
     groups = heads if groups is None else groups
-    _check(width, heads, groups, head_dim, window, rotary, chunk)
-    checks.numbers("attention", "> 0", clip=clip)
+    variant = AttentionVariant() if variant is None else variant
+    rotary = rotary if rotary is None or isinstance(rotary, Rotary) else Rotary(rotary)
+    checks.sizes("attention", head_dim=head_dim, window=window, chunk=chunk)
+    checks.numbers("attention", "> 0", clip=variant.clip)
+    if heads < 1 or (head_dim is None and width % heads):
+        raise ValueError(
+            f"attention: heads must divide width, got heads={heads}, width={width}; "
+            "or give head_dim"
+        )
+    if groups < 1 or heads % groups:
+        raise ValueError(f"attention: groups must divide heads, got groups={groups}, heads={heads}")
     head_dim = width // heads if head_dim is None else head_dim
-    sizes = {"query": heads * head_dim, "key": groups * head_dim, "value": groups * head_dim}
-    if values == "keys":
-        del sizes["value"]
-    if keys == "given":
-        sizes = {"query": sizes["query"]}
-    if fused and len(sizes) < 3:
-        raise ValueError(f"attention: with values={values!r}, keys={keys!r} give fused=False")
-    outputs = sizes | {"query": sizes["query"] * (1 + output_gate)}
-    projections = {"query_key_value": sum(outputs.values())} if fused else outputs
-    children = {name: dense(width, n, bias=bias) for name, n in projections.items()}
-    output_bias = bias if output_bias is None else output_bias
-    children["output"] = dense(sizes["query"], width, bias=output_bias)
-    if qk_norm is not None:
-        for name in [name for name in ("query", "key") if name in sizes]:
-            children[f"{name}_norm"] = qk_norm(head_dim if qk_norm_over == "head" else sizes[name])
-    if value_norm is not None and keys != "given":
-        children["value_norm"] = value_norm(head_dim)
+    if rotary is not None:
+        rotary.check("attention", head_dim)
+    built = _Attention(
+        width, heads, groups, head_dim, causal, window, rotary, fused, variant, chunk
+    )
+    children = built.children(bias)
+
+    def init(key: Array) -> tuple[Params, State]:
+        params, state = init_children(children, key)
+        return params | ({"sinks": jnp.zeros(heads, jnp.float32)} if variant.sinks else {}), state
+
+    def init_cache(batch: int, length: int, dtype: DTypeLike) -> Cache:
+        if variant.keys == "given":
+            return {}
+        return empty_cache(batch, length, groups, head_dim, dtype, window)
+
+    def extend(
+        params: Params, state: State, cache: Any, x: Array, position: Array, given: Any = None
+    ) -> tuple[Array, Any]:
+        child = Children(children, params, state, None, False)
+        return built.extend(child, cache, x, position, given)
+
+    layer = composite(children, built.apply, init=init, random=False)
+    restarts = () if rotary is None else rotary.restart_lengths
+    return layer._replace(decode=Decode(init_cache, extend, restarts) if causal else None)
+
+
+class _Attention(NamedTuple):
+    """The static arguments of a layer, and how it is computed."""
+
+    width: int
+    heads: int
+    groups: int
+    head_dim: int
+    causal: bool
+    window: int | None
+    rotary: Rotary | None
+    fused: bool
+    variant: AttentionVariant
+    chunk: int | None
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Features of the layer's own queries, keys and values."""
+        key = self.groups * self.head_dim
+        sizes = {"query": self.heads * self.head_dim, "key": key, "value": key}
+        if self.variant.values == "keys":
+            del sizes["value"]
+        return {"query": sizes["query"]} if self.variant.keys == "given" else sizes
+
+    def children(self, bias: bool) -> dict[str, Layer]:
+        v, sizes = self.variant, self.sizes
+        if self.fused and len(sizes) < 3:
+            raise ValueError(
+                f"attention: with values={v.values!r}, keys={v.keys!r} give fused=False"
+            )
+        outputs = sizes | {"query": sizes["query"] * (1 + v.output_gate)}
+        projections = {"query_key_value": sum(outputs.values())} if self.fused else outputs
+        children = {name: dense(self.width, n, bias=bias) for name, n in projections.items()}
+        output_bias = bias if v.output_bias is None else v.output_bias
+        children["output"] = dense(sizes["query"], self.width, bias=output_bias)
+        if v.qk_norm is not None:
+            for name in [name for name in ("query", "key") if name in sizes]:
+                over = self.head_dim if v.qk_norm_over == "head" else sizes[name]
+                children[f"{name}_norm"] = v.qk_norm(over)
+        if v.value_norm is not None and v.keys != "given":
+            children["value_norm"] = v.value_norm(self.head_dim)
+        return children
+
+    def apply(
+        self,
+        child: Children,
+        x: Float[Array, "b t d"],
+        *,
+        mask: Bool[Array, "b t"] | None = None,
+        segments: Int[Array, "b t"] | None = None,
+        given: tuple[Array, Array] | None = None,
+    ) -> Float[Array, "b t d"]:
+        q, own, gate = self.project(child, x, 0, x.shape[1], segments)
+        k, v = self.checked(given) if own is None else own
+        if self.variant.keys == "passed_on":
+            child.state = child.state | {"passed_on": (k, v)}
+        y = dot_product_attention(
+            q,
+            k,
+            v,
+            causal=self.causal,
+            window=self.window,
+            mask=_key_mask(mask, x, self.causal),
+            segments=segments,
+            scale=self.variant.scale,
+            soft_cap=self.variant.soft_cap,
+            sinks=child.params.get("sinks"),
+            chunk=self.chunk,
+        )
+        return _write(child, save(y), gate)
+
+    def extend(
+        self, child: Children, cache: Any, x: Array, position: Array, given: Past | None
+    ) -> tuple[Array, Any]:
+        past = self.checked(given)
+        length = (cache["key"] if past is None else past.key).shape[1]
+        q, own, gate = self.project(child, x, position, length)
+        if own is not None:
+            cache, past = extend_cache(cache, *own, position, window=self.window)
+        scale, sinks = self.variant.scale, child.params.get("sinks")
+        if sinks is not None:
+            sinks = sinks.astype(sum_dtype(q)).reshape(1, self.groups, -1, 1, 1)
+        scores = _Scores(
+            self.head_dim**-0.5 if scale is None else scale, self.variant.soft_cap, sinks
+        )
+        y = _attend_from(scores, q, *past)
+        if self.variant.keys == "passed_on":
+            cache = cache | {"passed_on": past}
+        return _write(child, y, gate), cache
 
     def project(
+        self,
         child: Children,
         x: Array,
         first: Array | int,
@@ -171,127 +307,72 @@ def attention(
     ) -> tuple[Array, tuple[Array, Array] | None, Array | None]:
         """Compute queries, the layer's own keys and values, and gates."""
         if x.ndim != 3:
-            raise ValueError(f"attention: expected [B, T, {width}], got {x.shape}")
-
-        def split_heads(x: Array) -> Array:
-            return x.reshape(*x.shape[:2], -1, head_dim)
-
-        def normalize(name: str, x: Array) -> Array:
-            if qk_norm is None:
-                return x
-            if qk_norm_over == "head":
-                return child(f"{name}_norm", x)
-            return split_heads(child(f"{name}_norm", merge_heads(x)))
-
-        if fused:
-            qkv = split_heads(child("query_key_value", x))
-            own = heads * (1 + output_gate)
-            parts = dict(zip(sizes, jnp.split(qkv, (own, own + groups), axis=2), strict=True))
-        else:
-            parts = {name: split_heads(child(name, x)) for name in sizes}
-        gate = None
-        if output_gate:
-            q = parts["query"].reshape(*x.shape[:2], heads, 2, head_dim)
-            parts["query"], gate = jnp.unstack(q, axis=3)
-        if values == "keys" and "key" in parts:
+            raise ValueError(f"attention: expected [B, T, {self.width}], got {x.shape}")
+        parts, gate = self.split(child, x)
+        v = self.variant
+        if v.values == "keys" and "key" in parts:
             parts["value"] = parts["key"]
         rotated = [name for name in ("query", "key") if name in parts]
-        if not norm_rotated:
-            parts |= {name: normalize(name, parts[name]) for name in rotated}
+        if not v.norm_rotated:
+            parts |= {name: self.normalize(child, name, parts[name]) for name in rotated}
         if "value_norm" in child:
             parts["value"] = child("value_norm", parts["value"])
-        if clip is not None:
-            parts = {name: jnp.clip(a, -clip, clip) for name, a in parts.items()}
+        if v.clip is not None:
+            parts = {name: jnp.clip(a, -v.clip, v.clip) for name, a in parts.items()}
         positions = first + jnp.arange(x.shape[1])
-        if rotary is not None:
-            base = rotary(length) if callable(rotary) else rotary
-            options = positions, base, rotary_scale, rotary_interleaved
-            parts |= {name: apply_rotary(parts[name], *options) for name in rotated}
-        if norm_rotated:
-            parts |= {name: normalize(name, parts[name]) for name in rotated}
+        if self.rotary is not None:
+            turn = functools.partial(self.rotary.apply, positions=positions, length=length)
+            parts |= {name: turn(parts[name]) for name in rotated}
+        if v.norm_rotated:
+            parts |= {name: self.normalize(child, name, parts[name]) for name in rotated}
         q = parts["query"]
-        if query_scale is not None:
+        if v.query_scale is not None:
             at = positions[None] if segments is None else positions_in_segments(segments)
-            q = q * query_scale(at)[..., None, None].astype(q.dtype)
-        return q, None if keys == "given" else (parts["key"], parts["value"]), gate
+            q = q * v.query_scale(at)[..., None, None].astype(q.dtype)
+        return q, None if v.keys == "given" else (parts["key"], parts["value"]), gate
 
-    def checked(given: Any) -> Any:  # what an earlier block passed on, or None
-        if (given is None) == (keys == "given"):
+    def split(self, child: Children, x: Array) -> tuple[dict[str, Array], Array | None]:
+        """Project to heads [B, T, heads, head_dim] by name, and gates."""
+        if self.fused:
+            qkv = self.split_heads(child("query_key_value", x))
+            own = self.heads * (1 + self.variant.output_gate)
+            arrays = jnp.split(qkv, (own, own + self.groups), axis=2)
+            parts = dict(zip(self.sizes, arrays, strict=True))
+        else:
+            parts = {name: self.split_heads(child(name, x)) for name in self.sizes}
+        if not self.variant.output_gate:
+            return parts, None
+        q = parts["query"].reshape(*x.shape[:2], self.heads, 2, self.head_dim)
+        parts["query"], gate = jnp.unstack(q, axis=3)
+        return parts, gate
+
+    def split_heads(self, x: Array) -> Array:
+        return x.reshape(*x.shape[:2], -1, self.head_dim)
+
+    def normalize(self, child: Children, name: str, x: Array) -> Array:
+        if self.variant.qk_norm is None:
+            return x
+        if self.variant.qk_norm_over == "head":
+            return child(f"{name}_norm", x)
+        return self.split_heads(child(f"{name}_norm", _merge_heads(x)))
+
+    def checked(self, given: Any) -> Any:
+        """Return what an earlier block passed on, or None."""
+        if (given is None) == (self.variant.keys == "given"):
             raise ValueError(
-                f"attention: built with keys={keys!r}, got keys of "
+                f"attention: built with keys={self.variant.keys!r}, got keys of "
                 f"{'no' if given is None else 'an'} earlier block; see reads of fnet.layers.Block"
             )
         return given
 
-    def merge_heads(y: Array) -> Array:
-        return y.reshape(*y.shape[:2], -1)
 
-    def write(child: Children, y: Array, gate: Array | None) -> Array:
-        y = y if gate is None else y * jax.nn.sigmoid(gate)
-        return child("output", merge_heads(y))
+def _merge_heads(y: Array) -> Array:
+    return y.reshape(*y.shape[:2], -1)
 
-    def apply(
-        child: Children,
-        x: Float[Array, "b t d"],
-        *,
-        mask: Bool[Array, "b t"] | None = None,
-        segments: Int[Array, "b t"] | None = None,
-        given: tuple[Array, Array] | None = None,
-    ) -> Float[Array, "b t d"]:
-        q, own, gate = project(child, x, 0, x.shape[1], segments)
-        k, v = checked(given) if own is None else own
-        if keys == "passed_on":
-            child.state = child.state | {"passed_on": (k, v)}
-        y = dot_product_attention(
-            q,
-            k,
-            v,
-            causal=causal,
-            window=window,
-            mask=_key_mask(mask, x, causal),
-            segments=segments,
-            scale=scale,
-            soft_cap=soft_cap,
-            sinks=child.params.get("sinks"),
-            chunk=chunk,
-        )
-        return write(child, save(y), gate)
 
-    def init_cache(batch: int, length: int, dtype: DTypeLike) -> Cache:
-        if keys == "given":
-            return {}
-        return empty_cache(batch, length, groups, head_dim, dtype, window)
-
-    def extend(
-        params: Params,
-        state: State,
-        cache: Any,
-        x: Float[Array, "b t d"],
-        position: Int[Array, ""],
-        given: Past | None = None,
-    ) -> tuple[Float[Array, "b t d"], Any]:
-        child = Children(children, params, state, None, False)
-        past = checked(given)
-        length = (past.key if keys == "given" else cache["key"]).shape[1]
-        q, own, gate = project(child, x, position, length)
-        if own is not None:
-            cache, past = extend_cache(cache, *own, position, window=window)
-        scores = _Scores(
-            head_dim**-0.5 if scale is None else scale,
-            soft_cap,
-            params["sinks"].astype(sum_dtype(q)).reshape(1, groups, -1, 1, 1) if sinks else None,
-        )
-        y = _attend_from(scores, q, *past)
-        if keys == "passed_on":
-            cache = cache | {"passed_on": past}
-        return write(child, y, gate), cache
-
-    def init(key: Array) -> tuple[Params, State]:
-        params, state = init_children(children, key)
-        return params | ({"sinks": jnp.zeros(heads, jnp.float32)} if sinks else {}), state
-
-    decode = Decode(init_cache, extend) if causal else None
-    return composite(children, apply, init=init, random=False)._replace(decode=decode)
+def _write(child: Children, y: Array, gate: Array | None) -> Array:
+    y = y if gate is None else y * jax.nn.sigmoid(gate)
+    return child("output", _merge_heads(y))
 
 
 def _key_mask(mask: Array | None, x: Array, causal: bool) -> Array | None:
@@ -302,37 +383,6 @@ def _key_mask(mask: Array | None, x: Array, causal: bool) -> Array | None:
     return None if causal else mask[:, None, None]
 
 
-def _check(
-    width: int,
-    heads: int,
-    groups: int,
-    head_dim: int | None,
-    window: int | None,
-    rotary: float | Sequence[float] | Callable[[int], Sequence[float]] | None,
-    chunk: int | None,
-) -> None:
-    if heads < 1 or (head_dim is None and width % heads):
-        raise ValueError(
-            f"attention: heads must divide width, got heads={heads}, width={width}; "
-            "or give head_dim"
-        )
-    if groups < 1 or heads % groups:
-        raise ValueError(f"attention: groups must divide heads, got groups={groups}, heads={heads}")
-    checks.sizes("attention", head_dim=head_dim, window=window, chunk=chunk)
-    if rotary is None:
-        return
-    if not isinstance(rotary, Sequence) and not callable(rotary) and not rotary > 0:
-        raise ValueError(
-            f"attention: rotary is a base and must be > 0, got {rotary}; None disables it"
-        )
-    features = width // heads if head_dim is None else head_dim
-    if features % 2:
-        raise ValueError(
-            f"attention: rotary rotates pairs of features, got {features} per head; choose an even "
-            "head_dim, or heads so that width / heads is even"
-        )
-
-
 def empty_cache(
     batch: int, length: int, groups: int, head_dim: int, dtype: DTypeLike, window: int | None
 ) -> Cache:
@@ -341,23 +391,6 @@ def empty_cache(
         raise ValueError(f"attention: a cache needs a length of at least 1, got {length}")
     slots = length if window is None else min(length, window)
     return {name: jnp.zeros((batch, slots, groups, head_dim), dtype) for name in ("key", "value")}
-
-
-class Past(NamedTuple):
-    """Keys and values [B, S, groups, head_dim] that t new positions may attend to.
-
-    Attributes:
-      key, value: Keys after rotation, and values, also of the new positions.
-      at: Index of the first new position.
-      first: Index of the first position; those before it hold nothing.
-      window: How many positions each of the new ones sees, with itself.
-    """
-
-    key: Array
-    value: Array
-    at: ArrayLike
-    first: ArrayLike
-    window: int
 
 
 def extend_cache(

@@ -1,6 +1,7 @@
 """Rotary position embedding (RoPE)."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
@@ -96,3 +97,46 @@ def rotary(
     if 2 * half == x.shape[-1]:
         return rotated
     return jnp.concatenate([rotated, x[..., 2 * half :]], axis=-1)
+
+
+class Rotary(NamedTuple):
+    """A rotary position embedding of `fnet.layers.attention`.
+
+    Attributes:
+      base: base or frequencies, as for `rotary`. If they depend on the length: a function that
+        returns the frequencies for a number of positions, T of a sequence or the positions that a
+        cache can hold.
+      scale, interleaved: as for `rotary`.
+      restart_lengths: lengths up to which the frequencies are the same, as for `fnet.layer.Decode`.
+
+    Example:
+      >>> from fnet import layers
+      >>> half = layers.Rotary(
+      ...     [1.0, 0.1], interleaved=True
+      ... )  # of eight features, four rotate
+      >>> layer = layers.attention(16, heads=2, causal=True, rotary=half)
+      >>> half.scale
+      1.0
+    """
+
+    base: float | Sequence[float] | Callable[[int], Sequence[float]] = 10000.0
+    scale: float = 1.0
+    interleaved: bool = False
+    restart_lengths: tuple[int, ...] = ()
+
+    def check(self, where: str, head_dim: int) -> None:
+        """Raise ValueError for a base that is not above 0, or an odd number of features."""
+        if isinstance(self.base, int | float) and not self.base > 0:
+            raise ValueError(
+                f"{where}: rotary is a base and must be > 0, got {self.base}; None disables it"
+            )
+        if head_dim % 2:
+            raise ValueError(
+                f"{where}: rotary rotates pairs of features, got {head_dim} per head; choose an "
+                "even head_dim, or heads so that width / heads is even"
+            )
+
+    def apply(self, x: Array, positions: Array, length: int) -> Array:
+        """Rotate queries or keys [B, T, H, D] at ``positions`` [T] of ``length`` positions."""
+        base = self.base(length) if callable(self.base) else self.base
+        return rotary(x, positions, base, self.scale, self.interleaved)

@@ -271,8 +271,10 @@ def stack(
         return x, cache
 
     decodes = [c["mixer"].decode for c in blocks_children if c["mixer"].decode]
-    can_decode = condition is None and len(decodes) == len(blocks)
-    return Layer(init, apply, Decode(init_cache, extend) if can_decode else None)
+    if condition is not None or len(decodes) < len(blocks):
+        return Layer(init, apply)
+    restarts = {length for decode in decodes for length in decode.restart_lengths}
+    return Layer(init, apply, Decode(init_cache, extend, tuple(sorted(restarts))))
 
 
 class _Extend:

@@ -15,6 +15,7 @@ from fnet.models.densenet import densenet as densenet
 from fnet.models.efficientnet import VARIANTS as _EFFICIENTNETS
 from fnet.models.efficientnet import efficientnet as efficientnet
 from fnet.models.language_model import LanguageModel as LanguageModel
+from fnet.models.language_model import LanguageModelVariant as LanguageModelVariant
 from fnet.models.language_model import language_model
 from fnet.models.mlp import mlp as mlp
 from fnet.models.preact_resnet import preact_resnet as preact_resnet

@@ -54,28 +54,60 @@ class LanguageModel(NamedTuple):
     features: Callable[..., tuple[Array, State]]
 
 
+class LanguageModelVariant(NamedTuple):
+    """What published models change in `language_model`. The defaults are the plain model.
+
+    Attributes:
+      pre_norm: whether mixers and feed-forward layers have a norm before them.
+      post_norm: norm after each mixer and each feed-forward layer; see `fnet.layers.stack`.
+      parallel: whether both branches of a block read its input; see `fnet.layers.stack`.
+      embed_norm: norm of the embeddings, given as ``norm``; None: no norm.
+      embed_scale: factor of the token embeddings, sqrt(D) in Gemma. None: 1.
+      block_inputs: what each block gets besides the output of the one before, from the
+        embeddings [B, T, D], and the tokens [B, T] as ``tokens``: a layer to [B, T, blocks, P].
+        Blocks need an ``output`` that takes it; see `fnet.layers.Block`. None: nothing.
+      logit_scale: factor of the logits. None: 1.
+      logit_soft_cap: c, > 0: logits become ``c tanh(logits / c)``. None: no cap.
+      head_bias: whether logits have a bias; needs a head of its own.
+
+    Example:
+      >>> import fnet
+      >>> gemma = fnet.models.LanguageModelVariant(
+      ...     embed_scale=32**0.5, logit_soft_cap=30.0
+      ... )
+      >>> block = fnet.layers.Block(fnet.layers.rg_lru(32))
+      >>> model = fnet.models.language_model(
+      ...     vocabulary=256, width=32, blocks=[block], variant=gemma
+      ... )
+      >>> gemma.pre_norm
+      True
+    """
+
+    pre_norm: bool = True
+    post_norm: Norm | None = None
+    parallel: Parallel | None = None
+    embed_norm: Norm | None = None
+    embed_scale: float | None = None
+    block_inputs: Layer | None = None
+    logit_scale: float | None = None
+    logit_soft_cap: float | None = None
+    head_bias: bool = False
+
+
 def language_model(
     *,
     vocabulary: int,
     width: int,
     blocks: Sequence[Block],
     norm: Norm = "rms",
-    pre_norm: bool = True,
-    post_norm: Norm | None = None,
-    parallel: Parallel | None = None,
-    embed_norm: Norm | None = None,
-    block_inputs: Layer | None = None,
     positions: int | None = None,
-    embed_scale: float | None = None,
-    logit_scale: float | None = None,
     tied: bool = True,
-    head_bias: bool = False,
-    soft_cap: float | None = None,
     context: Passing | None = None,
     context_rate: float = RATE,
     dropout: float = 0.0,
     dtype: DTypeLike = jnp.float32,
     residual_dtype: DTypeLike | None = None,
+    variant: LanguageModelVariant | None = None,
 ) -> LanguageModel:
     """Language model ``logits = norm(stack(E[tokens])) E^T``, with a tied embedding.
 
@@ -88,26 +120,16 @@ def language_model(
       blocks: at least one block; see `fnet.layers.stack`.
       norm: norm before each mixer, each feed-forward layer and the head: a name, or a function
         ``width -> layer``.
-      pre_norm: whether mixers and feed-forward layers have a norm before them.
-      post_norm: norm after each mixer and each feed-forward layer; see `fnet.layers.stack`.
-      parallel: whether both branches of a block read its input; see `fnet.layers.stack`.
-      embed_norm: norm of the embeddings, given as ``norm``; None: no norm.
-      block_inputs: what each block gets besides the output of the one before, from the
-        embeddings [B, T, D], and the tokens [B, T] as ``tokens``: a layer to [B, T, blocks, P].
-        Blocks need an ``output`` that takes it; see `fnet.layers.Block`. None: nothing.
       positions: number of learned position embeddings, the longest sequence. None: no such
         embeddings.
-      embed_scale: factor of the token embeddings, sqrt(D) in Gemma. None: 1.
-      logit_scale: factor of the logits. None: 1.
       tied: whether the head shares the embedding. Otherwise its kernel is [D, V].
-      head_bias: whether logits have a bias; needs a head of its own.
-      soft_cap: c, > 0: logits become ``c tanh(logits / c)``. None: no cap.
       context: how blocks pass on the attention context. None: no attention context.
       context_rate: weight of the current batch in the running context.
       dropout: dropout rate on each residual branch.
       dtype: dtype of activations. Parameters, contexts and losses are float32.
       residual_dtype: dtype of the sum of the branches, as for `fnet.layers.stack`. The last
         norm is computed in it, too. None: ``dtype``.
+      variant: what published models change; None: nothing.
 
     Returns:
       A language model with params ``{"embedding", "blocks", "norm"}``, ``pos_embedding``
@@ -135,17 +157,18 @@ def language_model(
       >>> logits.shape, losses.shape
       ((2, 8, 256), (2, 7))
     """
+    variant = LanguageModelVariant() if variant is None else variant
     checks.sizes("language_model", positions=positions)
-    if tied and head_bias:
+    if tied and variant.head_bias:
         raise ValueError("language_model: a tied head has no bias; set head_bias or tied to False")
     children = {
         "embedding": embedding(vocabulary, width, dtype=dtype),
         "blocks": stack(
             width,
             blocks,
-            norm=norm if pre_norm else None,
-            post_norm=post_norm,
-            parallel=parallel,
+            norm=norm if variant.pre_norm else None,
+            post_norm=variant.post_norm,
+            parallel=variant.parallel,
             context=context,
             context_rate=context_rate,
             dropout=dropout,
@@ -154,68 +177,39 @@ def language_model(
         "norm": resolve_norm("language_model", norm)(width),
     }
     if not tied:
-        children["head"] = dense(width, vocabulary, bias=head_bias)
-    if embed_norm is not None:
-        children["embed_norm"] = resolve_norm("language_model", embed_norm)(width)
-    if block_inputs is not None:
-        children["block_inputs"] = block_inputs
+        children["head"] = dense(width, vocabulary, bias=variant.head_bias)
+    if variant.embed_norm is not None:
+        children["embed_norm"] = resolve_norm("language_model", variant.embed_norm)(width)
+    if variant.block_inputs is not None:
+        children["block_inputs"] = variant.block_inputs
+    net = _Network(children, width, positions, dtype, residual_dtype, variant)
+    decode = children["blocks"].decode
+    if decode is not None:
+        restarts = decode.restart_lengths if positions is None else (positions,)
+        decode = Decode(net.init_cache, net.extend, restarts)
+    return LanguageModel(net.init, net.apply, decode, net.losses, net.features)
 
-    def embed(params: Params, tokens: Array, at: Array) -> Float[Array, "b t d"]:
-        """Embed tokens at positions ``at`` [T] or [B, T]."""
-        x = bind(params, {})("embedding", tokens)
-        if embed_scale is not None:
-            x = x * jnp.asarray(embed_scale, x.dtype)
-        if positions is not None:
-            with jax.named_scope("pos_embedding"):
-                rows = params["pos_embedding"].at[at].get(mode="fill", fill_value=jnp.nan)
-                x = add(x, rows if at.ndim == 2 else rows[None])
-        return x if embed_norm is None else bind(params, {})("embed_norm", x)
 
-    def bind(
-        params: Params, state: State, key: Array | None = None, train: bool = False
-    ) -> Children:
-        return Children(children, params, state, key, train)
+class _Network(NamedTuple):
+    """The static arguments of a model, and how it is computed."""
 
-    def inputs_of_blocks(params: Params, x: Array, tokens: Array) -> dict[str, Array]:
-        if block_inputs is None:
-            return {}
-        return {"inputs": bind(params, {})("block_inputs", x, tokens=tokens)}
+    children: dict[str, Layer]
+    width: int
+    positions: int | None
+    dtype: DTypeLike
+    residual_dtype: DTypeLike | None
+    variant: LanguageModelVariant
 
-    def normed(
-        child: Children, tokens: Array, real: Array | None, segments: Array | None
-    ) -> Float[Array, "b t d"]:
-        t = tokens.shape[-1]
-        if positions is not None and t > positions:
-            raise ValueError(
-                f"language_model: {t} tokens, but positions are learned for {positions}; "
-                "give shorter sequences"
-            )
-        if real is not None:  # Padding may have any index, and NaN times 0 is NaN.
-            tokens = jnp.where(real, tokens, 0)
-        at = jnp.arange(t) if segments is None else positions_in_segments(segments)
-        given = {} if segments is None else {"segments": segments}
-        x = embed(child.params, tokens, at)
-        given |= inputs_of_blocks(child.params, x, tokens)
-        x = child("blocks", x, mask=real, **given)
-        return final_norm(child.params, x)
-
-    def final_norm(params: Params, x: Array) -> Array:
-        x = bind(params, {})("norm", x)
-        return x if residual_dtype is None else x.astype(dtype)
-
-    def scaled(x: Array) -> Array:
-        return x if logit_scale is None else x * jnp.asarray(logit_scale, x.dtype)
-
-    def head(params: Params, x: Array) -> Array:
-        x = scaled(x)
-        if tied:
-            with jax.named_scope("head"):
-                logits = unembed(x, params["embedding"]["embedding"])
-        else:
-            logits = bind(params, {})("head", x)
-        return cap(logits, soft_cap)
+    def init(self, key: Array) -> tuple[Params, State]:
+        params, state = init_children(self.children, key)
+        if self.positions is not None:
+            pos_key = jax.random.fold_in(key, len(self.children))
+            shape = self.positions, self.width
+            params["pos_embedding"] = 0.02 * jax.random.normal(pos_key, shape, jnp.float32)
+        return params, state
 
     def apply(
+        self,
         params: Params,
         state: State,
         tokens: Int[Array, "b t"],
@@ -225,12 +219,13 @@ def language_model(
         lengths: Int[Array, " b"] | None = None,
         segments: Int[Array, "b t"] | None = None,
     ) -> tuple[Float[Array, "b t v"], State]:
-        x, state = features(
+        x, state = self.features(
             params, state, tokens, key=key, train=train, lengths=lengths, segments=segments
         )
-        return head(params, x), state
+        return self.head(params, x), state
 
     def features(
+        self,
         params: Params,
         state: State,
         tokens: Int[Array, "b t"],
@@ -240,11 +235,12 @@ def language_model(
         lengths: Int[Array, " b"] | None = None,
         segments: Int[Array, "b t"] | None = None,
     ) -> tuple[Float[Array, "b t d"], State]:
-        child = bind(params, state, key, train)
-        x = normed(child, tokens, _real_tokens(tokens, lengths), segments)
+        child = self.bind(params, state, key, train)
+        x = self.normed(child, tokens, _real_tokens(tokens, lengths), segments)
         return x, _routing(child.state)[1]
 
     def losses(
+        self,
         params: Params,
         state: State,
         tokens: Int[Array, "b t"],
@@ -258,21 +254,22 @@ def language_model(
         smoothing: float = 0.0,
         balance: float = 0.0,
     ) -> tuple[Float[Array, "b t"], State]:
-        child = bind(params, state, key, train)
+        child = self.bind(params, state, key, train)
         real = _real_tokens(tokens, lengths)
-        x = scaled(normed(child, tokens, real, segments))
+        x = self.scaled(self.normed(child, tokens, real, segments))
         checks.mask("language_model: loss_mask", loss_mask, tokens.shape)
         learned = loss_mask if real is None else real if loss_mask is None else real & loss_mask
+        tied = "head" not in child
         kernel = params["embedding"]["embedding"] if tied else params["head"]["kernel"]
         with jax.named_scope("head"):
             losses = linear_cross_entropy(
                 x,
                 kernel,
                 labels,
-                bias=params["head"]["bias"] if head_bias else None,
+                bias=params["head"]["bias"] if self.variant.head_bias else None,
                 mask=learned,
                 smoothing=smoothing,
-                soft_cap=soft_cap,
+                soft_cap=self.variant.logit_soft_cap,
                 vocab_axis=0 if tied else 1,
             )
         routing, state = _routing(child.state)
@@ -281,39 +278,86 @@ def language_model(
             losses += term if learned is None else jnp.where(learned, term, 0)
         return losses, state
 
-    def init(key: Array) -> tuple[Params, State]:
-        params, state = init_children(children, key)
-        if positions is not None:
-            pos_key = jax.random.fold_in(key, len(children))
-            pos_embedding = jax.random.normal(pos_key, (positions, width), jnp.float32)
-            params["pos_embedding"] = 0.02 * pos_embedding
-        return params, state
-
-    decode_blocks = children["blocks"].decode
-    if decode_blocks is None:
-        return LanguageModel(init, apply, None, losses, features)
-
-    def init_cache(batch: int, length: int, dtype: DTypeLike = dtype) -> Any:
-        if positions is not None and length > positions:
+    def init_cache(self, batch: int, length: int, dtype: DTypeLike | None = None) -> Any:
+        if self.positions is not None and length > self.positions:
             raise ValueError(
                 f"language_model: a cache for {length} tokens, but positions are learned for "
-                f"{positions}; ask for fewer tokens"
+                f"{self.positions}; ask for fewer tokens"
             )
-        return decode_blocks.init_cache(batch, length, dtype)
+        decode = self.children["blocks"].decode
+        assert decode is not None
+        return decode.init_cache(batch, length, self.dtype if dtype is None else dtype)
 
     def extend(
-        params: Params, state: State, cache: Any, tokens: Int[Array, "b t"], position: Array
+        self, params: Params, state: State, cache: Any, tokens: Array, position: Array
     ) -> tuple[Float[Array, "b v"], Any]:
-        x = embed(params, tokens, position + jnp.arange(tokens.shape[1]))
-        inputs = inputs_of_blocks(params, x, tokens)
+        decode = self.children["blocks"].decode
+        assert decode is not None
+        x = self.embed(params, tokens, position + jnp.arange(tokens.shape[1]))
+        inputs = self.inputs_of_blocks(params, x, tokens)
         with jax.named_scope("blocks"):
-            x, cache = decode_blocks.extend(
-                params["blocks"], state.get("blocks", {}), cache, x, position, **inputs
-            )
-        return head(params, final_norm(params, x[:, -1])), cache
+            arrays = params["blocks"], state.get("blocks", {}), cache, x, position
+            x, cache = decode.extend(*arrays, **inputs)
+        return self.head(params, self.final_norm(params, x[:, -1])), cache
 
-    restarts = () if positions is None else (positions,)
-    return LanguageModel(init, apply, Decode(init_cache, extend, restarts), losses, features)
+    def bind(
+        self, params: Params, state: State, key: Array | None = None, train: bool = False
+    ) -> Children:
+        return Children(self.children, params, state, key, train)
+
+    def embed(self, params: Params, tokens: Array, at: Array) -> Float[Array, "b t d"]:
+        """Embed tokens at positions ``at`` [T] or [B, T]."""
+        child = self.bind(params, {})
+        x = child("embedding", tokens)
+        if self.variant.embed_scale is not None:
+            x = x * jnp.asarray(self.variant.embed_scale, x.dtype)
+        if self.positions is not None:
+            with jax.named_scope("pos_embedding"):
+                rows = params["pos_embedding"].at[at].get(mode="fill", fill_value=jnp.nan)
+                x = add(x, rows if at.ndim == 2 else rows[None])
+        return child("embed_norm", x) if "embed_norm" in child else x
+
+    def inputs_of_blocks(self, params: Params, x: Array, tokens: Array) -> dict[str, Array]:
+        child = self.bind(params, {})
+        if "block_inputs" not in child:
+            return {}
+        return {"inputs": child("block_inputs", x, tokens=tokens)}
+
+    def normed(
+        self, child: Children, tokens: Array, real: Array | None, segments: Array | None
+    ) -> Float[Array, "b t d"]:
+        """Compute what the head reads, without a factor of logits."""
+        t = tokens.shape[-1]
+        if self.positions is not None and t > self.positions:
+            raise ValueError(
+                f"language_model: {t} tokens, but positions are learned for {self.positions}; "
+                "give shorter sequences"
+            )
+        if real is not None:  # Padding may have any index, and NaN times 0 is NaN.
+            tokens = jnp.where(real, tokens, 0)
+        at = jnp.arange(t) if segments is None else positions_in_segments(segments)
+        given = {} if segments is None else {"segments": segments}
+        x = self.embed(child.params, tokens, at)
+        given |= self.inputs_of_blocks(child.params, x, tokens)
+        x = child("blocks", x, mask=real, **given)
+        return self.final_norm(child.params, x)
+
+    def final_norm(self, params: Params, x: Array) -> Array:
+        x = self.bind(params, {})("norm", x)
+        return x if self.residual_dtype is None else x.astype(self.dtype)
+
+    def scaled(self, x: Array) -> Array:
+        scale = self.variant.logit_scale
+        return x if scale is None else x * jnp.asarray(scale, x.dtype)
+
+    def head(self, params: Params, x: Array) -> Array:
+        x, child = self.scaled(x), self.bind(params, {})
+        if "head" in child:
+            logits = child("head", x)
+        else:
+            with jax.named_scope("head"):
+                logits = unembed(x, params["embedding"]["embedding"])
+        return cap(logits, self.variant.logit_soft_cap)
 
 
 def _routing(state: State) -> tuple[list[dict[str, Array]], State]:

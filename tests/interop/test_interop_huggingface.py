@@ -418,8 +418,8 @@ def test_rejects_tensors_that_do_not_fit():
 def test_llama3_frequencies():
     scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
                "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}  # fmt: skip
-    plain = rotary_embedding("llama", 128, {"rope_theta": 500_000.0}, 0).frequencies
-    scaled = rotary_embedding("llama", 128, {"rope_theta": 500_000.0} | scaling, 0).frequencies
+    plain = rotary_embedding("llama", 128, {"rope_theta": 500_000.0}, 0).base
+    scaled = rotary_embedding("llama", 128, {"rope_theta": 500_000.0} | scaling, 0).base
     ratio = np.array(scaled) / np.array(plain)
     # Wavelengths below 8192 / 4 stay; those above 8192 are divided by 8.
     wavelengths = 2 * np.pi / np.array(plain)
@@ -431,8 +431,8 @@ def test_llama3_frequencies():
 def test_yarn_keeps_high_frequencies_and_divides_low_ones():
     plain = rotary_embedding("qwen2", 128, {"rope_theta": 1e6}, 32768)
     yarn = rotary_embedding("qwen2", 128, {"rope_theta": 1e6} | YARN, 32768)
-    ratio = np.array(yarn.frequencies) / np.array(plain.frequencies)
-    turns = 32768 * np.array(plain.frequencies) / (2 * np.pi)  # within the original context
+    ratio = np.array(yarn.base) / np.array(plain.base)
+    turns = 32768 * np.array(plain.base) / (2 * np.pi)  # within the original context
     assert turns.max() > 32
     assert turns.min() < 1
     # The ramp begins and ends at whole features, next to 32 turns and 1.
@@ -447,9 +447,9 @@ def test_yarn_keeps_high_frequencies_and_divides_low_ones():
 def test_longrope_takes_the_length_of_the_sequence_or_of_the_cache():
     parameters = LONGROPE["rope_scaling"] | {"original_max_position_embeddings": 4, "type": "su"}
     rotary = rotary_embedding("phi3", 8, parameters, 64)
-    plain = np.array(rotary_embedding("phi3", 8, {}, 64).frequencies)
+    plain = np.array(rotary_embedding("phi3", 8, {}, 64).base)
     for length, factor in ((4, "short_factor"), (5, "long_factor")):
-        np.testing.assert_allclose(rotary.frequencies(length), plain / parameters[factor])
+        np.testing.assert_allclose(rotary.base(length), plain / parameters[factor])
     np.testing.assert_allclose(rotary.scale, np.sqrt(1 + np.log(64 / 4) / np.log(4)))
 
     model, params, _ = loaded("phi3_longrope")

@@ -11,7 +11,7 @@ from layer_cases import initial
 
 import fnet
 from fnet import layers
-from fnet.layers.attention import attention
+from fnet.layers.attention import AttentionVariant, attention
 from fnet.layers.rotary import rotary as turned
 from fnet.memory import peak
 
@@ -24,14 +24,14 @@ CASES = {
     "without a bias": {"bias": False, "causal": True},
     "window, rotary": {"window": 3, "rotary": 100.0},
     "all together": {"causal": True, "groups": 2, "window": 4, "rotary": 50.0, "chunk": 3},
-    "output gate": {"groups": 2, "output_gate": True},
+    "output gate": {"groups": 2, "variant": AttentionVariant(output_gate=True)},
 }
 CAUSAL = {
     "plain": {},
     "window of one": {"window": 1, "rotary": 100.0},
     "window, grouped, rotary": {"window": 5, "groups": 1, "rotary": 100.0},
     "window longer than all": {"window": 40},
-    "output gate": {"groups": 2, "output_gate": True, "fused": False},
+    "output gate": {"groups": 2, "variant": AttentionVariant(output_gate=True), "fused": False},
 }
 
 
@@ -40,11 +40,11 @@ def inputs(dtype=np.float32, t=T, seed=0):
 
 
 def plain(
-    p, x, *, groups=HEADS, causal=False, window=None, rotary=None, mask=None, output_gate=False, **_
+    p, x, *, groups=HEADS, causal=False, window=None, rotary=None, mask=None, variant=None, **_
 ):
     """The formula with all scores, in the dtype of ``x``."""
     dense = lambda p, x: x @ p["kernel"] + jnp.asarray(p.get("bias", 0.0)).reshape(1, 1, -1)  # noqa: E731
-    head = WIDTH // HEADS
+    head, output_gate = WIDTH // HEADS, variant is not None and variant.output_gate
     own = 2 * HEADS if output_gate else HEADS
     z = dense(p["query_key_value"], x).reshape(*x.shape[:2], own + 2 * groups, head)
     q, k, v = z[:, :, :own], z[:, :, own : own + groups], z[:, :, own + groups :]
@@ -306,9 +306,11 @@ def test_decoding_inside_shard_map_matches_one_device(window):
 
 def test_blocks_read_only_earlier_blocks_and_fused_layers_have_all_three():
     with pytest.raises(ValueError, match="with values='keys', keys='own' give fused=False"):
-        layers.attention(8, 2, causal=True, values="keys")
-    own = layers.attention(8, 2, causal=True, keys="passed_on", fused=False)
-    given = layers.attention(8, 2, causal=True, keys="given", fused=False)
+        layers.attention(8, 2, causal=True, variant=AttentionVariant(values="keys"))
+    own, given = (
+        layers.attention(8, 2, causal=True, variant=AttentionVariant(keys=keys), fused=False)
+        for keys in ("passed_on", "given")
+    )
     assert sorted(jax.eval_shape(given.init, jax.random.key(0))[0]) == ["output", "query"]
     with pytest.raises(ValueError, match="keys='given', got keys of no earlier block"):
         jax.eval_shape(

@@ -100,9 +100,11 @@ def test_separate_projections_equal_fused_ones():
 @pytest.mark.parametrize("window", [None, 3])
 def test_decoding_matches_the_whole_sequence(over, window):
     layer = layers.attention(
-        8, heads=2, groups=1, head_dim=6, causal=True, window=window, rotary=[1.0, 0.1],
-        bias=False, output_bias=True, qk_norm=layers.rms_norm, qk_norm_over=over,
-        scale=0.8, soft_cap=2.0,
+        8, heads=2, groups=1, head_dim=6, causal=True, window=window, bias=False,
+        rotary=layers.Rotary([1.0, 0.1]),
+        variant=layers.AttentionVariant(
+            output_bias=True, qk_norm=layers.rms_norm, qk_norm_over=over, scale=0.8, soft_cap=2.0
+        ),
     )  # fmt: skip
     params, _ = layer.init(jax.random.key(0))
     sizes = {"head": (6, 6), "heads": (12, 6)}[over]
@@ -189,6 +191,9 @@ def test_rms_norm_with_offset_stores_scale_minus_one():
     chex.assert_trees_all_close(y, expected, rtol=1e-6)
 
 
+SCALED = models.LanguageModelVariant(embed_scale=2.0, logit_soft_cap=3.0)
+
+
 def small_model(**options):
     mixer = layers.attention(8, 2, causal=True, rotary=100.0)
     block = layers.Block(mixer, layers.feed_forward(8, 16))
@@ -202,7 +207,7 @@ def small_model(**options):
 
 
 def test_packed_documents_have_the_losses_of_separate_rows():
-    model = small_model(positions=6, tied=False, soft_cap=3.0, embed_scale=2.0)
+    model = small_model(positions=6, tied=False, variant=SCALED)
     params, _ = model.init(jax.random.key(0))
     tokens = jax.random.randint(jax.random.key(1), (1, 10), 0, 13)
     labels = jnp.roll(tokens, -1, axis=1)
@@ -210,7 +215,7 @@ def test_packed_documents_have_the_losses_of_separate_rows():
     with pytest.raises(ValueError, match="10 tokens, but positions are learned for 6"):
         model.losses(params, {}, tokens, labels, segments=segments, train=True)
 
-    model = small_model(positions=10, tied=False, soft_cap=3.0, embed_scale=2.0)
+    model = small_model(positions=10, tied=False, variant=SCALED)
     params, _ = model.init(jax.random.key(0))
     packed, _ = model.losses(params, {}, tokens, labels, segments=segments, train=True)
     parts = [
@@ -226,7 +231,7 @@ def test_packed_documents_have_the_losses_of_separate_rows():
 
 @pytest.mark.slow
 def test_learned_positions_decode():
-    model = small_model(positions=9, tied=False, embed_scale=2.0, soft_cap=5.0)
+    model = small_model(positions=9, tied=False, variant=SCALED._replace(logit_soft_cap=5.0))
     params, _ = model.init(jax.random.key(0))
     assert params["pos_embedding"].shape == (9, 8)
     assert params["head"]["kernel"].shape == (8, 13)

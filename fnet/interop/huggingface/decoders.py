@@ -5,7 +5,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,8 @@ from fnet.precision import upcast
 
 Norm = Callable[[int], Layer]
 """A norm as a function of the width."""
+
+_Keys = Literal["own", "passed_on", "given"]
 
 LLAMA_NAMES = table("""
 embedding                       model.embed_tokens
@@ -179,60 +181,91 @@ blocks/*/feed_forward/contract  transformer.h.*.mlp.c_proj   ab
 """)
 
 
+class Decoder(NamedTuple):
+    """The arguments of `decoder` that are no fields of a variant.
+
+    Attributes:
+      width, blocks, heads, hidden, vocabulary: sizes.
+      norm: norm as a function of the width.
+      groups: key and value heads; None: as many as heads.
+      head_dim: features of a head; None: ``width / heads``.
+      positions, tied: as for `fnet.models.language_model`.
+      activation, gated, hidden_norm: as for `fnet.layers.feed_forward`.
+      fused: whether query, key and value are one array.
+      fused_gate: whether gate and up are one; None: as ``fused``.
+      bias, mlp_bias: whether dense layers have biases: of attention, of feed-forward layers.
+      parallel: whether attention and feed-forward layer both read the input of their block.
+      qk_norm: norm of queries and keys per ``head``, or over all ``heads``; None: no norm.
+      residual_scale: factor of each branch.
+      window: window of sliding attention.
+      full_every, full_first: blocks with full attention: each n-th, and the first ones.
+      layer_types: ``sliding_attention`` or ``full_attention`` for each block, in place of these.
+      rope: rotary embeddings; None: no rotation.
+      rotates: blocks that rotate: ``sliding`` for those with a window, one number per block, or
+        None for all.
+      experts: feed-forward layer of sparse blocks, such as `fnet.layers.experts`; None: none.
+      sparse: which blocks have experts, one number per block; None: all.
+      recurrent: mixer of blocks without attention, such as `fnet.layers.mamba2`.
+      recurs: which blocks have it; None: none.
+      full: arguments of attention in blocks without a window, in place of the others: ``head_dim``,
+        ``groups`` and ``values``.
+      shared: how many of the last blocks read the keys and values of the last earlier block with
+        the same window.
+      shared_hidden: ``hidden`` of these; None: as in others.
+      output: as for `fnet.layers.Block`.
+      inputs: ``block_inputs`` of the model, as a function of the dtype.
+
+    Example:
+      >>> import functools
+      >>> from fnet import layers
+      >>> from fnet.interop.huggingface.decoders import Decoder
+      >>> norm = functools.partial(layers.rms_norm, eps=1e-5)
+      >>> small = Decoder(
+      ...     width=8, blocks=2, heads=2, hidden=16, vocabulary=11, norm=norm
+      ... )
+      >>> small.gated
+      True
+    """
+
+    width: int
+    blocks: int
+    heads: int
+    hidden: int
+    vocabulary: int
+    norm: Norm
+    groups: int | None = None
+    head_dim: int | None = None
+    positions: int | None = None
+    tied: bool = False
+    activation: str = "silu"
+    gated: bool = True
+    hidden_norm: Layer | None = None
+    fused: bool = False
+    fused_gate: bool | None = None
+    bias: bool = False
+    mlp_bias: bool = False
+    parallel: bool = False
+    qk_norm: Literal["head", "heads"] | None = None
+    residual_scale: float = 1.0
+    window: int | None = None
+    full_every: int | None = None
+    full_first: int = 0
+    layer_types: Sequence[str] | None = None
+    rope: Rope | None = None
+    rotates: Sequence[int] | Literal["sliding"] | None = None
+    experts: Layer | None = None
+    sparse: Sequence[int] | None = None
+    recurrent: Layer | None = None
+    recurs: Sequence[bool] | None = None
+    full: Mapping[str, Any] = MappingProxyType({})
+    shared: int = 0
+    shared_hidden: int | None = None
+    output: Layer | None = None
+    inputs: Callable[[DTypeLike], Layer] | None = None
+
+
 def decoder(
-    options: Options,
-    names: Names,
-    dtype: DTypeLike,
-    *,
-    width: int,
-    blocks: int,
-    heads: int,
-    hidden: int,
-    vocabulary: int,
-    groups: int | None = None,
-    head_dim: int | None = None,
-    positions: int | None = None,
-    norm: Norm,
-    activation: str = "silu",
-    gated: bool = True,
-    fused: bool = False,
-    fused_gate: bool | None = None,
-    bias: bool = False,
-    output_bias: bool | None = None,
-    mlp_bias: bool = False,
-    head_bias: bool = False,
-    parallel: bool = False,
-    embed_norm: Norm | None = None,
-    qk_norm: Literal["head", "heads"] | None = None,
-    norm_rotated: bool = False,
-    clip: float | None = None,
-    sinks: bool = False,
-    query_scale: Callable[[Array], Array] | None = None,
-    output_gate: bool = False,
-    scale: float | None = None,
-    embed_scale: float | None = None,
-    residual_scale: float = 1.0,
-    logit_scale: float | None = None,
-    soft_cap: float | None = None,
-    logit_soft_cap: float | None = None,
-    tied: bool = False,
-    window: int | None = None,
-    full_every: int | None = None,
-    full_first: int = 0,
-    layer_types: Sequence[str] | None = None,
-    rope: Rope | None = None,
-    rotates: Sequence[int] | Literal["sliding"] | None = None,
-    hidden_norm: Layer | None = None,
-    experts: Layer | None = None,
-    sparse: Sequence[int] | None = None,
-    recurrent: Layer | None = None,
-    recurs: Sequence[bool] | None = None,
-    value_norm: Norm | None = None,
-    full: Mapping[str, Any] = MappingProxyType({}),
-    shared: int = 0,
-    shared_hidden: int | None = None,
-    output: Layer | None = None,
-    block_inputs: Callable[[DTypeLike], Layer] | None = None,
+    options: Options, names: Names, dtype: DTypeLike, **arguments: Any
 ) -> tuple[models.LanguageModel, tuple[Any, ...]]:
     """Build a transformer decoder, for the row of a family.
 
@@ -241,136 +274,121 @@ def decoder(
     without it, the feed-forward layer normalizes its input itself.
 
     Args:
-      width, blocks, heads, hidden, vocabulary: sizes.
-      groups: key and value heads; None: as many as heads.
-      head_dim: features of a head; None: ``width / heads``.
-      fused: whether query, key and value are one array.
-      fused_gate: whether gate and up are one; None: as ``fused``.
-      bias, output_bias, mlp_bias: whether dense layers have biases: of query, key and value; of the
-        output of attention, None: as ``bias``; of feed-forward layers.
-      parallel: whether attention and feed-forward layer both read the input of their block.
-      embed_norm: norm of embeddings, given as ``norm``, or None.
-      qk_norm: norm of queries and keys per ``head``, or over all ``heads``; None: no norm.
-      norm_rotated: whether this norm comes after the rotation.
-      clip, sinks, query_scale, output_gate: as for `fnet.layers.attention`.
-      scale: factor of attention's scores; None: ``1 / sqrt(head_dim)``.
-      embed_scale, residual_scale, logit_scale: factors of embeddings, of each branch, of logits.
-      soft_cap, logit_soft_cap: soft caps of scores and of logits.
-      full_every, full_first: blocks with full attention: each n-th, and the first ones.
-      layer_types: ``sliding_attention`` or ``full_attention`` for each block, in place of these.
-      rope: rotary embeddings; None: no rotation.
-      rotates: blocks that rotate: ``sliding`` for those with a window, one number per block, or
-        None for all.
-      hidden_norm: as for `fnet.layers.feed_forward`.
-      experts: feed-forward layer of sparse blocks, such as `fnet.layers.experts`; None: none.
-      sparse: which blocks have experts, one number per block; None: all.
-      recurrent: mixer of blocks without attention, such as `fnet.layers.mamba2`.
-      recurs: which blocks have it; None: none.
-      value_norm: as for `fnet.layers.attention`.
-      full: arguments of attention in blocks without a window, in place of the others.
-      shared: how many of the last blocks read the keys and values of the last earlier block with
-        the same window.
-      shared_hidden: ``hidden`` of these; None: as in others.
-      output, block_inputs: as for `fnet.layers.Block` and `fnet.models.language_model`, the latter
-        as a function of the dtype.
+      options: options of ``config.json``.
+      names: names of the tensors.
+      dtype: dtype of activations.
+      **arguments: fields of `Decoder`; and of `fnet.layers.AttentionVariant` and
+        `fnet.models.LanguageModelVariant`, as far as they do not follow from these.
 
     Returns:
       The model, and for each block its kind: (window, whether it rotates, whether it is sparse,
       whether it is recurrent, what becomes of its keys). Where blocks depend on their number, that
       is a part of it.
     """
-    windows = _windows(options, blocks, window, full_every, full_first, layer_types)
-    if rotates == "sliding":
-        rotates = [w is not None for w in windows]
-    rotates = [rope is not None] * blocks if rotates is None else rotates
-    sparse = [experts is not None] * blocks if sparse is None else sparse
-    recurs = [False] * blocks if recurs is None else recurs
-    reads, keys = _shared_keys(options, windows, shared)
-    kinds = tuple(zip(windows, map(bool, rotates), map(bool, sparse), recurs, keys, strict=True))
-    head_dim = head_dim or width // heads
-    build_feed_forward = functools.partial(
-        layers.feed_forward,
-        width,
-        activation=activation,
-        gated=gated,
-        bias=mlp_bias,
-        fused=fused if fused_gate is None else fused_gate,
-        hidden_norm=hidden_norm,
-    )
-
-    has_second_norm = "blocks/*/feed_forward_norm" in names
-    restarts: set[int] = set()
-
-    def block_of(kind: tuple[int | None, bool, bool, bool, _Keys]) -> layers.Block:
-        own_window, is_rotated, is_sparse, is_recurrent, own_keys = kind
-        own_hidden = shared_hidden if own_keys == "given" else None
-        last = experts if is_sparse else build_feed_forward(own_hidden or hidden)
-        if is_recurrent:
-            assert recurrent is not None
-            return layers.Block(recurrent, last)
-        own: dict[str, Any] = {"groups": groups, "head_dim": head_dim}
-        own |= full if own_window is None else {}
-        features = own["head_dim"]
-        rotary = rope.embedding(options, features, own_window) if rope and is_rotated else None
-        restarts.update(rotary.restart_lengths if rotary else ())
-        attention = layers.attention(
-            width,
-            heads,
-            causal=True,
-            window=own_window,
-            rotary=rotary.frequencies if rotary else None,
-            rotary_scale=rotary.scale if rotary else 1.0,
-            rotary_interleaved=rotary is not None and rotary.interleaved,
-            bias=bias,
-            output_bias=output_bias,
-            fused=fused,
-            qk_norm=norm if qk_norm else None,
-            qk_norm_over=qk_norm or "head",
-            norm_rotated=norm_rotated,
-            clip=clip,
-            sinks=sinks,
-            query_scale=query_scale,
-            output_gate=output_gate,
-            scale=scale,
-            soft_cap=soft_cap,
-            value_norm=value_norm,
-            keys=own_keys,
-            **own,
-        )
-        return layers.Block(attention, last, output, feed_forward_norm=has_second_norm)
-
-    built = {kind: block_of(kind) for kind in dict.fromkeys(kinds)}
-    post_norm = norm if "blocks/*/mixer_post_norm" in names else None
-    if residual_scale != 1:
-        post_norm = functools.partial(_scaled, post_norm, residual_scale)
-    branches: Parallel = "two_norms" if has_second_norm else "one_norm"
+    own, rest = _take(Decoder, arguments)
+    of_attention, of_model = _take(layers.AttentionVariant, rest)
+    d = Decoder(**own)
+    second_norm = "blocks/*/feed_forward_norm" in names
+    reads, kinds = _kinds(options, d)
+    build = functools.partial(_block, options, d, of_attention, second_norm)
+    built = {kind: build(kind) for kind in dict.fromkeys(kinds)}
+    post_norm = d.norm if "blocks/*/mixer_post_norm" in names else None
+    if d.residual_scale != 1:
+        post_norm = functools.partial(_scaled, post_norm, d.residual_scale)
+    branches: Parallel = "two_norms" if second_norm else "one_norm"
     model = models.language_model(
-        vocabulary=vocabulary,
-        width=width,
+        vocabulary=d.vocabulary,
+        width=d.width,
         blocks=[built[kind]._replace(reads=j) for kind, j in zip(kinds, reads, strict=True)],
-        norm=norm,
-        pre_norm="blocks/*/mixer_norm" in names,
-        post_norm=post_norm,
-        parallel=branches if parallel else None,
-        embed_norm=embed_norm,
-        block_inputs=block_inputs and block_inputs(dtype),
-        positions=positions,
-        embed_scale=embed_scale,
-        logit_scale=logit_scale,
-        tied=tied,
-        head_bias=head_bias,
-        soft_cap=logit_soft_cap,
+        norm=d.norm,
+        positions=d.positions,
+        tied=d.tied,
         dtype=dtype,
+        variant=models.LanguageModelVariant(
+            pre_norm="blocks/*/mixer_norm" in names,
+            post_norm=post_norm,
+            parallel=branches if d.parallel else None,
+            block_inputs=d.inputs and d.inputs(dtype),
+            **of_model,
+        ),
     )
     assert model.decode is not None  # because all blocks are causal
-    lengths = (*model.decode.restart_lengths, *sorted(restarts))
-    model = model._replace(decode=model.decode._replace(restart_lengths=lengths))
-    if shared or block_inputs:
-        return model, tuple(enumerate(kinds))
-    return model, kinds
+    return model, tuple(enumerate(kinds)) if d.shared or d.inputs else kinds
 
 
-_Keys = Literal["own", "passed_on", "given"]
+def _take(cls: Any, arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Split off the arguments that are fields of a class."""
+    own = {name: value for name, value in arguments.items() if name in cls._fields}
+    return own, {name: value for name, value in arguments.items() if name not in own}
+
+
+class _Kind(NamedTuple):
+    """What distinguishes the layers of blocks; see the result of `decoder`."""
+
+    window: int | None
+    rotates: bool
+    sparse: bool
+    recurs: bool
+    keys: _Keys
+
+
+def _kinds(options: Options, d: Decoder) -> tuple[list[int | None], tuple[_Kind, ...]]:
+    """Return which earlier block each block reads, and the kind of each."""
+    windows = _windows(options, d)
+    rotates = d.rotates
+    if rotates == "sliding":
+        rotates = [w is not None for w in windows]
+    rotates = [d.rope is not None] * d.blocks if rotates is None else rotates
+    sparse = [d.experts is not None] * d.blocks if d.sparse is None else d.sparse
+    recurs = [False] * d.blocks if d.recurs is None else d.recurs
+    reads, keys = _shared_keys(options, windows, d.shared)
+    rows = zip(windows, map(bool, rotates), map(bool, sparse), recurs, keys, strict=True)
+    return reads, tuple(_Kind(*row) for row in rows)
+
+
+def _block(
+    options: Options,
+    d: Decoder,
+    of_attention: Mapping[str, Any],
+    second_norm: bool,
+    kind: _Kind,
+) -> layers.Block:
+    """Build the layers of a kind of blocks; ``of_attention`` are fields of the variant."""
+    hidden = d.shared_hidden if kind.keys == "given" else None
+    last = d.experts
+    if not kind.sparse:
+        last = layers.feed_forward(
+            d.width,
+            hidden or d.hidden,
+            activation=d.activation,
+            gated=d.gated,
+            bias=d.mlp_bias,
+            fused=d.fused if d.fused_gate is None else d.fused_gate,
+            hidden_norm=d.hidden_norm,
+        )
+    if kind.recurs:
+        assert d.recurrent is not None
+        return layers.Block(d.recurrent, last)
+    own = {"groups": d.groups, "head_dim": d.head_dim or d.width // d.heads}
+    own |= d.full if kind.window is None else {}
+    changed, sizes = _take(layers.AttentionVariant, own)
+    variant = layers.AttentionVariant(
+        qk_norm=d.norm if d.qk_norm else None, qk_norm_over=d.qk_norm or "head", keys=kind.keys
+    )
+    attention = layers.attention(
+        d.width,
+        d.heads,
+        causal=True,
+        window=kind.window,
+        rotary=d.rope.embedding(options, sizes["head_dim"], kind.window)
+        if d.rope and kind.rotates
+        else None,
+        bias=d.bias,
+        fused=d.fused,
+        variant=variant._replace(**of_attention, **changed),
+        **sizes,
+    )
+    return layers.Block(attention, last, d.output, feed_forward_norm=second_norm)
 
 
 def _shared_keys(
@@ -392,27 +410,21 @@ def _shared_keys(
     return reads, [of(i) for i in range(len(windows))]
 
 
-def _windows(
-    options: Options,
-    blocks: int,
-    window: int | None,
-    full_every: int | None,
-    full_first: int,
-    layer_types: Sequence[str] | None,
-) -> list[int | None]:
+def _windows(options: Options, d: Decoder) -> list[int | None]:
     """Sliding window of each block, or None for full attention."""
     sliding, full = "sliding_attention", "full_attention"
+    layer_types = d.layer_types
     if layer_types is None:
         layer_types = [
-            full if i < full_first or (full_every and (i + 1) % full_every == 0) else sliding
-            for i in range(blocks)
+            full if i < d.full_first or (d.full_every and (i + 1) % d.full_every == 0) else sliding
+            for i in range(d.blocks)
         ]
-    if len(layer_types) != blocks or set(layer_types) - {sliding, full}:
+    if len(layer_types) != d.blocks or set(layer_types) - {sliding, full}:
         raise ValueError(
-            f"{options.kind}: layer_types must name {sliding} or {full} for each of the {blocks} "
+            f"{options.kind}: layer_types must name {sliding} or {full} for each of the {d.blocks} "
             f"layers, got {layer_types}"
         )
-    return [window if kind == sliding else None for kind in layer_types]
+    return [d.window if kind == sliding else None for kind in layer_types]
 
 
 def _scaled(norm: Norm | None, factor: float, width: int) -> Layer:

@@ -224,7 +224,7 @@ _GEMMA4 = _GEMMA3.like(
     shared=Option("num_kv_shared_layers", 0),
     shared_hidden=_shared_hidden,
     output=_output,
-    block_inputs=_block_inputs,
+    inputs=_block_inputs,
     experts=_experts,
     supported={"use_bidirectional_attention": ("vision", None)},
     ignored=("num_experts", "top_k_experts", "moe_intermediate_size"),
@@ -235,7 +235,7 @@ _UNIFIED = _GEMMA4.like(
     "Gemma4UnifiedForCausalLM",
     window=Option("sliding_window", 1024),
     output=functools.partial(_output, size=0),
-    block_inputs=None,
+    inputs=None,
 )
 
 register(

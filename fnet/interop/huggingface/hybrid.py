@@ -222,10 +222,11 @@ def _falcon_h1_mixer(options: Options) -> Layer:
         causal=True,
         bias=False,
         fused=False,
-        rotary=rotary.frequencies,
-        rotary_scale=rotary.scale,
-        # Without biases, factors of queries and keys are one of the scores.
-        scale=head_dim**-0.5 * factors["attention_in"] ** 2 * factors["key"],
+        rotary=rotary,
+        variant=layers.AttentionVariant(
+            # Without biases, factors of queries and keys are one of the scores.
+            scale=head_dim**-0.5 * factors["attention_in"] ** 2 * factors["key"],
+        ),
     )
     return _sum(
         mamba=scaled(mamba, factors["ssm_out"]),

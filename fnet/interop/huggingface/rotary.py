@@ -6,24 +6,9 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from fnet.interop.huggingface.options import Options, Source
+from fnet.layers import Rotary
 
 _Frequencies = tuple[float, ...]
-
-
-class Rotary(NamedTuple):
-    """A rotary position embedding, as `fnet.layers.attention` takes it.
-
-    Attributes:
-      frequencies: Radians per position, or a function from the length of the sequence to them.
-      scale: Factor of rotated features.
-      interleaved: Whether neighboring features form pairs.
-      restart_lengths: Lengths up to which the frequencies are the same, as of `fnet.layer.Decode`.
-    """
-
-    frequencies: _Frequencies | Callable[[int], _Frequencies]
-    scale: float = 1.0
-    interleaved: bool = False
-    restart_lengths: tuple[int, ...] = ()
 
 
 def rotary_embedding(
@@ -237,15 +222,14 @@ class Rope(NamedTuple):
         positions = options.get("max_position_embeddings", 0)
         rotary = rotary_embedding(options.kind, head_dim, p, positions)
         # Frequencies depend on the length, but a window's cache does not show it.
-        frequencies = rotary.frequencies
-        if window and callable(frequencies) and frequencies(window) != frequencies(2**31):
+        base = rotary.base
+        if window and callable(base) and base(window) != base(2**31):
             raise ValueError(
                 f"{options.kind}: longrope with sliding_window {window}, within the original "
                 "context, is not supported"
             )
         if self.backwards:
-            frequencies = rotary.frequencies
-            if callable(frequencies):
+            if not isinstance(base, tuple):
                 raise ValueError(f"{options.kind}: longrope is not supported")
-            rotary = rotary._replace(frequencies=tuple(-f for f in frequencies))
+            rotary = rotary._replace(base=tuple(-f for f in base))
         return rotary._replace(interleaved=self.interleaved)

@@ -70,7 +70,8 @@ def transformer(
     feed_forward = functools.partial(
         layers.feed_forward, width, hidden, activation=activation, bias=True
     )
-    attention = layers.attention(width, heads, bias=bias, output_bias=True, fused=fused)
+    variant = layers.AttentionVariant(output_bias=True)
+    attention = layers.attention(width, heads, bias=bias, fused=fused, variant=variant)
     pooling = None
     if head.pooling == "map":
         plain = feed_forward(gated=False)
