@@ -1,38 +1,29 @@
 """Families of published weights of convolutional networks: names of arrays, and what a file holds.
 
 A network is a list of `Tensor`, the names and layouts of its arrays in a file, as for
-`fnet.interop.huggingface`. `recognize` reads the network of a file from its names and shapes.
+`fnet.interop.huggingface`. `recognize` reads the network of a file from its names and shapes. Each
+family is a row of `FAMILIES`.
 """
 
+import functools
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fnet.interop.huggingface.checkpoint import KERNELS, SUFFIXES, Tensor, layer_tensor
-from fnet.models.blocks import STEMS
-from fnet.models.densenet import DEPTHS as DENSENETS
-from fnet.models.efficientnet import VARIANTS as EFFICIENTNETS
+from fnet.models import VARIANTS
+from fnet.models.blocks import STAGES, STEMS
 from fnet.models.efficientnet import Stage
-from fnet.models.regnet import VARIANTS as REGNETS
-from fnet.models.resnet import BASIC, VARIANTS
-from fnet.models.resnet import DEPTHS as RESNETS
-from fnet.models.resnext import DEPTHS as RESNEXTS
-from fnet.models.swin import VARIANTS as SWINS
-from fnet.models.wider_resnet import DEPTHS as WIDER_RESNETS
+from fnet.models.resnet import BASIC
 from fnet.optim import CLASSIFIERS
 
 NAMES = ("reference", "torchvision", "timm")
 """Naming schemes: mapillary/inplace_abn for its networks; torchvision for ResNets, DenseNets and
 DeepLabV3, which timm names alike; both for EfficientNets, MobileNetV3s, RegNets and Swins."""
 
-SUPPORTED = (
-    "ResNet, ResNeXt and Wide ResNet of torchvision and timm with the suffixes c, d, s and t, "
-    "DenseNet, EfficientNet, EfficientNetV2, MobileNetV3, RegNet and Swin of both, torchvision's "
-    "DeepLabV3, all of mapillary/inplace_abn; ViT, DeiT, DINOv2, CLIP, SigLIP and ConvNeXt as "
-    "folders with config.json"
-)
-"""Weights that fnet reads."""
+Shapes = Mapping[str, tuple[int, ...]]
+"""``{key: shape}`` of a file, in torch's layouts."""
 
 Rules = tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...]
 
@@ -169,8 +160,10 @@ def name_tensors(variables: Mapping[str, Any], names: str) -> tuple[Tensor, ...]
     """
     if names == "fnet":
         return tuple(Tensor(name, name.replace(".", "/"), a.shape) for name, a in variables.items())
-    rules = _rules(variables, names)
-    return tuple(_tensor(name, array, rules) for name, array in variables.items())
+    rules = _rules(tuple(variables))
+    if names not in rules:
+        raise ValueError(f"to_torch: the network has no counterpart with names of {names}")
+    return tuple(_tensor(name, array, rules[names]) for name, array in variables.items())
 
 
 def _tensor(name: str, array: Any, rules: Rules) -> Tensor:
@@ -194,28 +187,52 @@ def _tensor(name: str, array: Any, rules: Rules) -> Tensor:
     return tensor._replace(name=key, layout="ba11" if is_hidden else tensor.layout)
 
 
-def _rules(variables: Iterable[str], names: str) -> Rules:
-    variables = tuple(variables)
-    if names not in namings(variables):
-        raise ValueError(f"to_torch: the network has no counterpart with names of {names}")
-    if names == "reference":
-        return _REFERENCE
-    if _has(variables, r"^stage0\.0\.body\."):
-        return _efficientnet_rules(variables, names)
-    if _has(variables, r"^patches\."):
-        return _SWIN[names]
-    if _has(variables, r"^stem\."):
-        return _REGNET[names]
-    if not _has(variables, r"^(body\.)?layer1\."):
-        return _DENSENET + _DEEPLAB
+class Family(NamedTuple):
+    """Networks that name their arrays alike.
+
+    Attributes:
+      model: their function in `fnet.models`, whose variants they are.
+      title: what they are called.
+      marks: pattern of an array that these networks have, and those of later rows do not.
+      rules: ``{naming: rules}`` that rename their arrays, or a function of the names.
+      files: ``{publisher: (variants, weights)}``. The first pattern matches the names of the
+        publisher's variants. The second one matches the weights that compute the output of a block,
+        with groups for the number of the stage, of the block, and for their order in the block.
+      norm, activation: what the publishers train with, as for `Weights`.
+    """
+
+    model: str
+    title: str
+    marks: str
+    rules: Mapping[str, Rules] | Callable[[Sequence[str]], Mapping[str, Rules]]
+    files: Mapping[str, tuple[str, str]] = {}
+    norm: str | None = "batch"
+    activation: str | None = None
+
+
+def _rules(variables: Sequence[str]) -> Mapping[str, Rules]:
+    family = next((f for f in FAMILIES if _has(variables, f.marks)), FAMILIES[-1])
+    return family.rules(variables) if callable(family.rules) else family.rules
+
+
+def _resnet_rules(variables: Sequence[str]) -> Mapping[str, Rules]:
+    dense = _has(variables, r"^(body\.)?tra2\.") and _has(variables, r"^(body\.)?mod1\.bn1\.")
+    has_layers = _has(variables, r"^(body\.)?layer1\.")
+    other_head = _has(variables, "^head") and not _has(variables, r"^head\.0\.convs\.")
+    if other_head or not (dense or has_layers):
+        return {"reference": _REFERENCE}
     deep = _DEEP_STEM if _has(variables, r"^(body\.)?conv3\.") else ()
-    return deep + _DEEPLAB
+    torchvision = (deep if has_layers else _DENSENET) + _DEEPLAB
+    # inplace_abn has neither the shortcut of timm, nor torchvision's stem of a DenseNet and head.
+    if dense or _has(variables, r"^head|downsample\.2\."):
+        return {"torchvision": torchvision}
+    return {"reference": _REFERENCE, "torchvision": torchvision, "timm": torchvision}
 
 
 _PARTS = ("expand", "spatial", "fused", "se", "project")
 
 
-def _efficientnet_rules(variables: Sequence[str], names: str) -> Rules:
+def _efficientnet_rules(names: str, variables: Sequence[str]) -> Rules:
     """Name the parts of each block by their number, which depends on the parts that there are."""
     pattern = re.compile(r"stage(\d+)\.(\d+)\.body\.(\w+)\.")
     parts: defaultdict[tuple[int, int], set[str]] = defaultdict(set)
@@ -276,18 +293,57 @@ def _has(names: Iterable[str], pattern: str) -> bool:
     return any(re.search(pattern, name) for name in names)
 
 
+FAMILIES = (
+    Family(
+        "efficientnet",
+        "EfficientNet, EfficientNetV2, MobileNetV3",
+        r"^stage0\.0\.body\.",
+        lambda variables: {n: _efficientnet_rules(n, variables) for n in ("torchvision", "timm")},
+        {
+            "torchvision": (
+                r"efficientnet_(b|v2)|mobilenet_v3",
+                r"features\.(\d+)\.(?:(\d+)\.)?block\.(\d)\.0\.weight",
+            ),
+            "timm": (
+                r"efficientnet_b|tf_|mobilenetv3",
+                r"blocks\.(\d+)\.(\d+)\.(conv|conv_pwl?)\.weight",
+            ),
+        },
+    ),
+    Family(
+        "regnet",
+        "RegNet",
+        r"^stem\.bn\.",
+        _REGNET,
+        {
+            "torchvision": (
+                "regnet_",
+                r"trunk_output\.block(\d)\.block\d-(\d+)\.f\.(c)\.0\.weight",
+            ),
+            "timm": ("regnet[xy]_", r"s(\d)\.b(\d+)\.(conv3)\.conv\.weight"),
+        },
+        activation="relu",
+    ),
+    Family(
+        "swin",
+        "Swin",
+        r"^patches\.conv\.",
+        _SWIN,
+        {
+            "torchvision": ("swin_.$", r"features\.(\d)\.(\d+)\.attn\.(proj)\.weight"),
+            "timm": ("swin_..", r"layers\.(\d)\.blocks\.(\d+)\.attn\.(proj)\.weight"),
+        },
+        norm=None,
+    ),
+    Family("resnet", "ResNet, ResNeXt, DenseNet, DeepLab", "", _resnet_rules),
+)
+"""Rows of all families; the first one whose ``marks`` fit has a network. Networks that are named by
+their depth have readers of their own, because their options may be others than a variant's."""
+
+
 def namings(variables: Iterable[str]) -> tuple[str, ...]:
     """Naming schemes of `NAMES` that have all of a network's arrays."""
-    variables = tuple(variables)
-    if _has(variables, r"^(stage0\.0\.body|patches\.conv|stem\.bn)\."):
-        return ("torchvision", "timm")
-    dense = _has(variables, r"^(body\.)?tra2\.") and _has(variables, r"^(body\.)?mod1\.bn1\.")
-    other_head = _has(variables, "^head") and not _has(variables, r"^head\.0\.convs\.")
-    if other_head or not (dense or _has(variables, r"^(body\.)?layer1\.")):
-        return ("reference",)
-    # inplace_abn has neither the shortcut of timm, nor torchvision's stem of a DenseNet and head.
-    lacks = dense or _has(variables, r"^head|downsample\.2\.")
-    return ("torchvision",) if lacks else NAMES
+    return tuple(_rules(tuple(variables)))
 
 
 def is_head(name: str) -> bool:
@@ -310,7 +366,7 @@ def current_key(key: str) -> str:
     return _OLD_DENSENET.sub(r"\1\2.", key)
 
 
-def recognize(shapes: Mapping[str, tuple[int, ...]]) -> Weights | None:
+def recognize(shapes: Shapes) -> Weights | None:
     """Recognize the network of a file by the names and shapes of its arrays.
 
     Args:
@@ -341,12 +397,17 @@ def prefixes(keys: Iterable[str]) -> list[str]:
     return ["", *sorted(one), *(sorted(two) if len(two) < _MAX_PREFIXES else [])]
 
 
-def _recognize(shapes: Mapping[str, tuple[int, ...]]) -> Weights | None:
-    readers = (_read_deeplab, _read_densenet, _read_reference, _read_resnet, _read_variant)
+def _recognize(shapes: Shapes) -> Weights | None:
+    readers = [_read_deeplab, _read_densenet, _read_reference, _read_resnet]
+    readers += [
+        functools.partial(_read_variant, family, publisher)
+        for family in FAMILIES
+        for publisher in family.files
+    ]
     return next((found for read in readers if (found := read(shapes)) is not None), None)
 
 
-def _read_deeplab(shapes: Mapping[str, tuple[int, ...]]) -> Weights | None:
+def _read_deeplab(shapes: Shapes) -> Weights | None:
     for prefix, head, logits, publisher in (
         ("body.", "head.map_convs.0.weight", "cls.weight", "mapillary/inplace_abn's"),
         ("backbone.", "classifier.0.convs.0.0.weight", "classifier.4.weight", "torchvision's"),
@@ -380,15 +441,15 @@ def _count(shapes: Iterable[str], pattern: str) -> tuple[int, ...]:
     return tuple(len(stages[stage]) for stage in sorted(stages))
 
 
-def _depth(depths: Mapping[int, tuple[int, ...]], blocks: tuple[int, ...]) -> int | None:
-    return next((depth for depth, counts in depths.items() if counts == blocks), None)
+def _depth(network: str, blocks: tuple[int, ...]) -> int | None:
+    return next((depth for depth, counts in STAGES[network].items() if counts == blocks), None)
 
 
-def _read_densenet(shapes: Mapping[str, tuple[int, ...]]) -> Weights | None:
+def _read_densenet(shapes: Shapes) -> Weights | None:
     if "features.denseblock1.denselayer1.conv1.weight" not in shapes:
         return None
     blocks = _count(shapes, r"features\.denseblock(\d)\.denselayer(\d+)\.")
-    depth = _depth(DENSENETS, blocks)
+    depth = _depth("densenet", blocks)
     if depth is None or "features.conv1.weight" in shapes:  # another depth, or a deep stem
         return None
     growth = shapes["features.denseblock1.denselayer1.conv2.weight"][0]
@@ -404,7 +465,7 @@ def _read_densenet(shapes: Mapping[str, tuple[int, ...]]) -> Weights | None:
     )
 
 
-def _read_reference(shapes: Mapping[str, tuple[int, ...]]) -> Weights | None:
+def _read_reference(shapes: Shapes) -> Weights | None:
     """Read the networks of mapillary/inplace_abn."""
     publisher, classes = "mapillary/inplace_abn's", None
     options: dict[str, Any]
@@ -412,17 +473,17 @@ def _read_reference(shapes: Mapping[str, tuple[int, ...]]) -> Weights | None:
         classes = shapes["classifier.fc.weight"][0]
     stem = {"stem": "3x3" if "mod1.conv3.weight" in shapes else "7x7"}
     if "tra2.conv.weight" in shapes and "mod2.convs3.0.conv.weight" in shapes:
-        depth = _depth(DENSENETS, _count(shapes, r"mod(\d)\.convs1\.(\d+)\."))
+        depth = _depth("densenet", _count(shapes, r"mod(\d)\.convs1\.(\d+)\."))
         growth = shapes["mod2.convs3.0.conv.weight"][0]
         options = {"depth": depth, "growth": growth, "stem_norm": "mod1.bn1.weight" in shapes}
         family, options = "densenet", options | stem
     elif "mod2.block1.bn1.weight" in shapes:
         blocks = _count(shapes, r"mod([2-7])\.block(\d+)\.")
         if len(blocks) == 6:
-            depth, family = _depth(WIDER_RESNETS, blocks), "wider_resnet"
+            depth, family = _depth("wider_resnet", blocks), "wider_resnet"
             options = {"depth": depth}
         else:
-            depth, family = _depth(RESNEXTS, blocks), "resnext"
+            depth, family = _depth("resnext", blocks), "resnext"
             outputs, inputs, *_ = shapes.get("mod2.block1.convs.conv2.weight", (0, 1))
             options = {"depth": depth, "groups": outputs // inputs} | stem
     elif "mod2.block1.convs.conv1.weight" in shapes:
@@ -454,7 +515,7 @@ def _from_reference(key: str) -> str:
     return key.removeprefix("mod1.").removeprefix("classifier.")
 
 
-def _read_resnet(shapes: Mapping[str, tuple[int, ...]]) -> Weights | None:
+def _read_resnet(shapes: Shapes) -> Weights | None:
     """Read the ResNets of torchvision and timm."""
     if not _has(shapes, r"^layer1\.0\.conv"):
         return None
@@ -462,8 +523,8 @@ def _read_resnet(shapes: Mapping[str, tuple[int, ...]]) -> Weights | None:
         return None
     blocks = _count(shapes, r"layer([1-4])\.(\d+)\.")
     bottleneck = "layer1.0.conv3.weight" in shapes
-    depths = {d: n for d, n in RESNETS.items() if bottleneck == (d not in BASIC)}
-    depth = _depth(depths, blocks)
+    of_blocks = (d for d, n in STAGES["resnet"].items() if n == blocks)
+    depth = next((d for d in of_blocks if bottleneck == (d not in BASIC)), None)
     options: dict[str, Any] = {"depth": depth, "stem": _resnet_stem(shapes)}
     pooled = len(shapes.get("layer2.0.downsample.1.weight", ())) == 4
     options["shortcut"] = "pool" if pooled else "conv"
@@ -494,60 +555,43 @@ _IN_TORCHVISION = {
 }
 
 
-_OUTPUTS = (  # family, publisher, weights that compute the output of a block
-    ("efficientnet", "torchvision", r"features\.(\d+)\.(?:(\d+)\.)?block\.(\d)\.0\.weight"),
-    ("efficientnet", "timm", r"blocks\.(\d+)\.(\d+)\.(conv|conv_pwl?)\.weight"),
-    ("regnet", "torchvision", r"trunk_output\.block(\d)\.block\d-(\d+)\.f\.(c)\.0\.weight"),
-    ("regnet", "timm", r"s(\d)\.b(\d+)\.(conv3)\.conv\.weight"),
-    ("swin", "torchvision", r"features\.(\d)\.(\d+)\.attn\.(proj)\.weight"),
-    ("swin", "timm", r"layers\.(\d)\.blocks\.(\d+)\.attn\.(proj)\.weight"),
-)
-_VARIANTS = {"efficientnet": EFFICIENTNETS, "regnet": REGNETS, "swin": SWINS}
-_TORCHVISION = re.compile(r"efficientnet_(b|v2)|mobilenet_v3|regnet_|swin_[tsb]$")
 _HEADS = ("classifier.3", "classifier.1", "classifier", "fc", "head.fc", "head")
 
 
-def _read_variant(shapes: Mapping[str, tuple[int, ...]]) -> Weights | None:
-    """Read the EfficientNets, MobileNetV3s, RegNets and Swins of torchvision and timm."""
-    for family, publisher, pattern in _OUTPUTS:
-        outputs: dict[tuple[int, int], dict[str, int]] = {}
-        for key, shape in shapes.items():
-            if m := re.fullmatch(pattern, key):
-                outputs.setdefault((int(m[1]), int(m[2] or 0)), {})[m[3]] = shape[0]
-        widths = [max(outputs[block].items())[1] for block in sorted(outputs)]
-        if family == "efficientnet" and "conv_head.bias" in shapes:
-            widths = widths[:-1]  # timm's MobileNetV3 counts the last convolution as a block
-        squeezes = _has(shapes, r"\.se\.")
-        table = [s for key, s in shapes.items() if key.endswith("position_bias_table")]
-        names = [
-            name
-            for name, row in _VARIANTS[family].items()
-            if widths == _widths(row)
-            and row.get("squeeze", squeezes) == squeezes
-            and all(n == (2 * row.get("window", 7) - 1) ** 2 for n, _ in table)
-            and _is_of(name, publisher)
-        ]
-        if not widths or not names:
-            continue
-        known = [variant_options(name, publisher) for name in names]
-        options = {k: v for k, v in known[0].items() if all(o.get(k) == v for o in known)}
-        head = next((f"{h}.weight" for h in _HEADS if f"{h}.weight" in shapes), None)
-        return Weights(
-            title=f"{publisher}'s {' or '.join(names)}",
-            model=family,
-            options=options,
-            variant=names[0],
-            norm=None if family == "swin" else "batch",
-            activation="relu" if family == "regnet" else None,
-            classes=None if head is None else shapes[head][0],
-        )
-    return None
-
-
-def _is_of(name: str, publisher: str) -> bool:
-    """Whether a publisher has a variant of this name; both have efficientnet_b0 to b7."""
-    both = name.startswith("efficientnet_b")
-    return both or bool(_TORCHVISION.match(name)) == (publisher == "torchvision")
+def _read_variant(family: Family, publisher: str, shapes: Shapes) -> Weights | None:
+    """Read a network of a family by the output channels of its blocks."""
+    variants, pattern = family.files[publisher]
+    outputs: dict[tuple[int, int], dict[str, int]] = {}
+    for key, shape in shapes.items():
+        if m := re.fullmatch(pattern, key):
+            outputs.setdefault((int(m[1]), int(m[2] or 0)), {})[m[3]] = shape[0]
+    widths = [max(outputs[block].items())[1] for block in sorted(outputs)]
+    if family.model == "efficientnet" and "conv_head.bias" in shapes:
+        widths = widths[:-1]  # timm's MobileNetV3 counts the last convolution as a block
+    squeezes = _has(shapes, r"\.se\.")
+    table = [s for key, s in shapes.items() if key.endswith("position_bias_table")]
+    names = [
+        name
+        for name, row in VARIANTS[family.model].items()
+        if widths == _widths(row)
+        and row.get("squeeze", squeezes) == squeezes
+        and all(n == (2 * row.get("window", 7) - 1) ** 2 for n, _ in table)
+        and re.match(variants, name)
+    ]
+    if not widths or not names:
+        return None
+    known = [variant_options(name, publisher) for name in names]
+    options = {k: v for k, v in known[0].items() if all(o.get(k) == v for o in known)}
+    head = next((f"{h}.weight" for h in _HEADS if f"{h}.weight" in shapes), None)
+    return Weights(
+        title=f"{publisher}'s {' or '.join(names)}",
+        model=family.model,
+        options=options,
+        variant=names[0],
+        norm=family.norm,
+        activation=family.activation,
+        classes=None if head is None else shapes[head][0],
+    )
 
 
 def _widths(row: Mapping[str, Any]) -> list[int]:
@@ -569,17 +613,18 @@ def variant_options(name: str, publisher: str) -> dict[str, Any]:
     Returns:
       ``variant``, and ``eps`` and ``padding`` of an EfficientNet or MobileNetV3; {} for others.
     """
-    if not any(name in rows for rows in _VARIANTS.values()):
+    rows = [VARIANTS[family.model].get(name) for family in FAMILIES if family.files]
+    row = next((row for row in rows if row is not None), None)
+    if row is None:
         return {}
-    if name not in EFFICIENTNETS:
+    if "eps" not in row:
         return {"variant": name}
-    row = EFFICIENTNETS[name]
     of_timm = publisher == "timm" and name.startswith("efficientnet_b")
     eps = 1e-5 if of_timm else row["eps"]
     return {"variant": name, "eps": eps, "padding": row.get("padding", "half")}
 
 
-def _resnet_stem(shapes: Mapping[str, tuple[int, ...]]) -> str | None:
+def _resnet_stem(shapes: Shapes) -> str | None:
     if "conv1.weight" in shapes:
         if "conv3.weight" in shapes:
             return "3x3"
@@ -592,23 +637,24 @@ def _resnet_stem(shapes: Mapping[str, tuple[int, ...]]) -> str | None:
 
 
 def _resnet_variant(options: Mapping[str, Any]) -> str | None:
-    defaults = {"stem": "7x7", "shortcut": "conv", "groups": 1, "group_width": 64}
-    changed = {k: v for k, v in options.items() if k != "depth" and v != defaults[k]}
-    if options["depth"] is None:
-        return None
-    if not changed or changed == {"stem": "3x3"}:
-        return f"resnet{options['depth']}"
-    for name, variant in VARIANTS.items():
-        if variant == (options["depth"], changed):
-            return name
-    return None
+    plain = {"stem": "7x7", "shortcut": "conv", "groups": 1, "group_width": 64}
+    changed = {k: v for k, v in options.items() if v != plain.get(k)}
+    if changed.get("stem") == "3x3" and len(changed) == 2:  # of mapillary/inplace_abn
+        del changed["stem"]
+    return next((name for name, row in VARIANTS["resnet"].items() if row == changed), None)
 
 
 def compare(theirs: Weights | None, ours: Weights | None) -> str:
     """Say what the weights are, how the network differs, and what to change."""
     if theirs is None:
         known = f", the network is {ours.title}" if ours else ""
-        return f"the weights are of no known network{known}; supported are {SUPPORTED}"
+        both = ", ".join(family.title for family in FAMILIES if family.files)
+        return (
+            f"the weights are of no known network{known}; supported are ResNet, ResNeXt and Wide "
+            "ResNet of torchvision and timm with the suffixes c, d, s and t, torchvision's "
+            f"DenseNet and DeepLabV3, {both} of both, all of mapillary/inplace_abn; ViT, DeiT, "
+            "DINOv2, CLIP, SigLIP and ConvNeXt as folders with config.json"
+        )
     if ours is None:
         return f"these are weights of {theirs.title}, the network is another one"
     needed: dict[str, Any] = {}

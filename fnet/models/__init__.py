@@ -1,74 +1,54 @@
 """Networks, by function and by name (`get`)."""
 
+import functools
+import importlib
+import pkgutil
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from fnet.layer import Layer
-from fnet.models.convnext import SIZES as _CONVNEXTS
 from fnet.models.convnext import convnext as convnext
 from fnet.models.deeplab import deeplab
 from fnet.models.denoiser import Denoiser as Denoiser
 from fnet.models.denoiser import denoiser
-from fnet.models.densenet import DEPTHS as _DENSENETS
 from fnet.models.densenet import densenet as densenet
-from fnet.models.efficientnet import VARIANTS as _EFFICIENTNETS
 from fnet.models.efficientnet import efficientnet as efficientnet
 from fnet.models.language_model import LanguageModel as LanguageModel
 from fnet.models.language_model import LanguageModelVariant as LanguageModelVariant
 from fnet.models.language_model import language_model
 from fnet.models.mlp import mlp as mlp
 from fnet.models.preact_resnet import preact_resnet as preact_resnet
-from fnet.models.regnet import VARIANTS as _REGNETS
 from fnet.models.regnet import regnet as regnet
-from fnet.models.resnet import DEPTHS as _RESNETS
-from fnet.models.resnet import VARIANTS as _RESNET_VARIANTS
 from fnet.models.resnet import resnet as resnet
 from fnet.models.resnet9 import resnet9 as resnet9
-from fnet.models.resnext import DEPTHS as _RESNEXTS
 from fnet.models.resnext import resnext as resnext
 from fnet.models.revnet import revnet as revnet
-from fnet.models.swin import VARIANTS as _SWINS
 from fnet.models.swin import swin as swin
-from fnet.models.vit import SIZES as _VITS
 from fnet.models.vit import image_transformer as image_transformer
 from fnet.models.vit import vit as vit
-from fnet.models.wider_resnet import DEPTHS as _WIDER_RESNETS
 from fnet.models.wider_resnet import wider_resnet as wider_resnet
 
+
+def _variants() -> dict[str, dict[str, dict[str, Any]]]:
+    """Find the ``VARIANTS`` of each module, which are options of the function of its name."""
+    names = [info.name for info in pkgutil.iter_modules(__path__)]
+    modules = {name: importlib.import_module(f"{__name__}.{name}") for name in names}
+    return {name: m.VARIANTS for name, m in modules.items() if hasattr(m, "VARIANTS")}
+
+
+def _build(network: str, options: dict[str, Any]) -> Callable[..., Layer]:
+    build = getattr(importlib.import_module(f"{__name__}.{network}"), network)
+    # By position, so that `get` refuses another depth for a name that has one.
+    depth = [options["depth"]] if "depth" in options else []
+    rest = {name: value for name, value in options.items() if name != "depth"}
+    return functools.partial(build, *depth, **rest)
+
+
+VARIANTS = _variants()
+"""Options of published networks, by the name of their function and their own."""
 MODELS: dict[str, Callable[..., Layer]] = {
-    "mlp": mlp,
-    "preact_resnet": preact_resnet,
-    "resnet9": resnet9,
-    "revnet": revnet,
-    **{f"resnet{depth}": partial(resnet, depth) for depth in _RESNETS},
-    **{
-        name: partial(resnet, depth, **options)
-        for name, (depth, options) in _RESNET_VARIANTS.items()
-    },
-    **{f"resnext{depth}": partial(resnext, depth) for depth in _RESNEXTS},
-    **{f"densenet{depth}": partial(densenet, depth) for depth in _DENSENETS},
-    **{f"wider_resnet{depth}": partial(wider_resnet, depth) for depth in _WIDER_RESNETS},
-    **{
-        f"vit_{size}": partial(vit, width=width, blocks=blocks, heads=heads)
-        for size, (width, blocks, heads) in _VITS.items()
-    },
-    **{
-        f"convnext_{size}": partial(convnext, blocks=blocks, widths=widths)
-        for size, (blocks, widths) in _CONVNEXTS.items()
-    },
-    **{
-        f"convnextv2_{size}": partial(
-            convnext, blocks=blocks, widths=widths, response_norm=True, layer_scale=None
-        )
-        for size, (blocks, widths) in _CONVNEXTS.items()
-    },
-    **{name: partial(efficientnet, **options) for name, options in _EFFICIENTNETS.items()},
-    **{name: partial(regnet, **options) for name, options in _REGNETS.items()},
-    **{name: partial(swin, **options) for name, options in _SWINS.items()},
-    **{
-        f"wider_resnet{depth}_a2": partial(wider_resnet, depth, a2=True) for depth in _WIDER_RESNETS
-    },
+    **{"mlp": mlp, "preact_resnet": preact_resnet, "resnet9": resnet9, "revnet": revnet},
+    **{name: _build(n, options) for n, rows in VARIANTS.items() for name, options in rows.items()},
 }
 """Networks that `get` knows, by name."""
 

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax import Array
@@ -237,6 +237,35 @@ def stage(
     return serial(**children)
 
 
+STAGES: dict[str, dict[int, tuple[int, ...]]] = {
+    "resnet": {  # He et al. 2015, table 1; 10, 14, 26 and 200 as in timm
+        10: (1, 1, 1, 1),
+        14: (1, 1, 1, 1),
+        18: (2, 2, 2, 2),
+        26: (2, 2, 2, 2),
+        34: (3, 4, 6, 3),
+        50: (3, 4, 6, 3),
+        101: (3, 4, 23, 3),
+        152: (3, 8, 36, 3),
+        200: (3, 24, 36, 3),
+    },
+    "resnext": {50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)},
+    "densenet": {  # Huang et al. 2017, table 1
+        121: (6, 12, 24, 16),
+        161: (6, 12, 36, 24),
+        169: (6, 12, 32, 32),
+        201: (6, 12, 48, 32),
+        264: (6, 12, 64, 48),
+    },
+    "wider_resnet": {  # Wu et al. 2016
+        16: (1, 1, 1, 1, 1, 1),
+        20: (1, 1, 1, 3, 1, 1),
+        38: (3, 3, 6, 3, 1, 1),
+    },
+}
+"""Blocks per stage of networks that are named by their depth."""
+
+
 STEMS: dict[str, tuple[int, tuple[float, ...]]] = {
     "7x7": (7, (1,)),
     "3x3": (3, (1, 1, 1)),
@@ -272,12 +301,10 @@ def input_stem(
     return stem, n_in
 
 
-def stage_blocks(
-    network: str, depths: Mapping[int, tuple[int, ...]], depth: int
-) -> tuple[int, ...]:
-    """Look up the number of blocks per stage for ``depth``; ValueError for an unknown depth."""
-    checks.choice(network, sorted(depths), depth=depth)
-    return depths[depth]
+def stage_blocks(network: str, depth: int) -> tuple[int, ...]:
+    """Look up the number of blocks per stage in `STAGES`; ValueError for an unknown depth."""
+    checks.choice(network, sorted(STAGES[network]), depth=depth)
+    return STAGES[network][depth]
 
 
 def stage_dilations(network: str, dilation: Sequence[int], stages: int) -> tuple[int, ...]:

@@ -22,6 +22,15 @@ SIZES = {
     "huge": ((3, 3, 27, 3), (352, 704, 1408, 2816)),
 }
 """Blocks and channels of each stage, by size."""
+VARIANTS = {
+    f"{version}_{size}": {"blocks": blocks, "widths": widths} | options
+    for size, (blocks, widths) in SIZES.items()
+    for version, options in (
+        ("convnext", {}),
+        ("convnextv2", {"response_norm": True, "layer_scale": None}),
+    )
+}
+"""Options of the networks that `fnet.models.get` knows, by name."""
 
 
 def convnext(

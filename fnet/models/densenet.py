@@ -8,6 +8,7 @@ from jax import Array
 from fnet import layers
 from fnet.layer import Children, Layer, composite, serial
 from fnet.models.blocks import (
+    STAGES,
     NormActivation,
     convolution,
     input_stem,
@@ -17,14 +18,8 @@ from fnet.models.blocks import (
     stage_dilations,
 )
 
-DEPTHS = {
-    121: (6, 12, 24, 16),
-    161: (6, 12, 36, 24),
-    169: (6, 12, 32, 32),
-    201: (6, 12, 48, 32),
-    264: (6, 12, 64, 48),
-}
-"""Layers per stage, by depth (Huang et al. 2017, table 1)."""
+VARIANTS = {f"densenet{depth}": {"depth": depth} for depth in STAGES["densenet"]}
+"""Options of the networks that `fnet.models.get` knows, by name."""
 GROWTH = {161: 48}
 """Channels that each layer adds by default, by depth, if not 32."""
 _BOTTLENECK = 4
@@ -78,7 +73,7 @@ def densenet(
       >>> params["classifier"]["fc"]["kernel"].shape
       (256, 10)
     """
-    layers_per_stage = stage_blocks("densenet", DEPTHS, depth)
+    layers_per_stage = stage_blocks("densenet", depth)
     dilations = stage_dilations("densenet", dilation, 4)
     norm = resolve_norm("densenet", norm, activation, activation_param)
     growth = GROWTH.get(depth, 32) if growth is None else growth

@@ -7,6 +7,7 @@ from typing import Any
 from fnet import checks, layers
 from fnet.layer import Layer
 from fnet.models.blocks import (
+    STAGES,
     NormActivation,
     backbone,
     input_stem,
@@ -17,36 +18,21 @@ from fnet.models.blocks import (
     stage_dilations,
 )
 
-DEPTHS = {
-    10: (1, 1, 1, 1),
-    14: (1, 1, 1, 1),
-    18: (2, 2, 2, 2),
-    26: (2, 2, 2, 2),
-    34: (3, 4, 6, 3),
-    50: (3, 4, 6, 3),
-    101: (3, 4, 23, 3),
-    152: (3, 8, 36, 3),
-    200: (3, 24, 36, 3),
-}
-"""Blocks per stage, by depth (He et al. 2015, table 1; 10, 14, 26 and 200 as in timm)."""
 BASIC = (10, 18, 34)
 """Depths whose blocks have two convolutions. The others are bottlenecks."""
 _DEEP = {"stem": "deep", "shortcut": "pool"}
-VARIANTS: dict[str, tuple[int, dict[str, Any]]] = {
-    **{f"resnet{depth}d": (depth, _DEEP) for depth in (18, 26, 34, 50, 101, 152, 200)},
-    **{f"resnet{depth}t": (depth, _DEEP | {"stem": "tiered"}) for depth in (10, 14, 26, 50)},
-    **{f"resnet{depth}c": (depth, {"stem": "deep"}) for depth in (50, 101, 152)},
-    **{f"resnet{depth}s": (depth, {"stem": "wide"}) for depth in (50, 101, 152)},
-    **{f"wide_resnet{depth}_2": (depth, {"group_width": 128}) for depth in (50, 101)},
-    "resnext50_32x4d": (50, {"groups": 32, "group_width": 4}),
-    "resnext50d_32x4d": (50, _DEEP | {"groups": 32, "group_width": 4}),
-    "resnext101_32x4d": (101, {"groups": 32, "group_width": 4}),
-    "resnext101_32x8d": (101, {"groups": 32, "group_width": 8}),
-    "resnext101_32x16d": (101, {"groups": 32, "group_width": 16}),
-    "resnext101_32x32d": (101, {"groups": 32, "group_width": 32}),
-    "resnext101_64x4d": (101, {"groups": 64, "group_width": 4}),
+_GROUPS = ((50, 32, 4), (101, 32, 4), (101, 32, 8), (101, 32, 16), (101, 32, 32), (101, 64, 4))
+VARIANTS: dict[str, dict[str, Any]] = {
+    **{f"resnet{depth}": {"depth": depth} for depth in STAGES["resnet"]},
+    **{f"resnet{n}d": {"depth": n, **_DEEP} for n in (18, 26, 34, 50, 101, 152, 200)},
+    **{f"resnet{n}t": {"depth": n, **_DEEP, "stem": "tiered"} for n in (10, 14, 26, 50)},
+    **{f"resnet{n}c": {"depth": n, "stem": "deep"} for n in (50, 101, 152)},
+    **{f"resnet{n}s": {"depth": n, "stem": "wide"} for n in (50, 101, 152)},
+    **{f"wide_resnet{n}_2": {"depth": n, "group_width": 128} for n in (50, 101)},
+    **{f"resnext{n}_{g}x{w}d": {"depth": n, "groups": g, "group_width": w} for n, g, w in _GROUPS},
+    "resnext50d_32x4d": {"depth": 50, **_DEEP, "groups": 32, "group_width": 4},
 }
-"""Depth and options of torchvision's and timm's ResNets by their names there."""
+"""Options of torchvision's and timm's ResNets by their names there."""
 
 
 def resnet(
@@ -110,7 +96,7 @@ def resnet(
       >>> sum(p.size for p in jax.tree.leaves(params))
       11173962
     """
-    blocks_per_stage = stage_blocks("resnet", DEPTHS, depth)
+    blocks_per_stage = stage_blocks("resnet", depth)
     dilations = stage_dilations("resnet", dilation, 4)
     norm = resolve_norm("resnet", norm, activation, activation_param)
     act = layers.activation(activation, activation_param)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from fnet.layer import Layer, serial
 from fnet.models.blocks import (
+    STAGES,
     NormActivation,
     input_stem,
     pre_activation,
@@ -15,8 +16,8 @@ from fnet.models.blocks import (
     stage_dilations,
 )
 
-DEPTHS = {50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
-"""Blocks per stage, by depth."""
+VARIANTS = {f"resnext{depth}": {"depth": depth} for depth in STAGES["resnext"]}
+"""Options of the networks that `fnet.models.get` knows, by name."""
 
 
 def resnext(
@@ -64,7 +65,7 @@ def resnext(
       >>> sorted(params)
       ['bn_out', 'classifier', 'mod1', 'mod2', 'mod3', 'mod4', 'mod5']
     """
-    blocks_per_stage = stage_blocks("resnext", DEPTHS, depth)
+    blocks_per_stage = stage_blocks("resnext", depth)
     dilations = stage_dilations("resnext", dilation, 4)
     norm = resolve_norm("resnext", norm, activation, activation_param)
     stem_layers, n_in = input_stem(stem, in_channels, 64, norm, last_norm=False)

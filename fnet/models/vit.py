@@ -31,14 +31,17 @@ Positions = Literal["all", "class", "patches"]
 Interpolation = Literal["bicubic", "bicubic_antialiased"]
 """How positions are interpolated to another image size; see `resize_positions`."""
 
-SIZES = {
-    "tiny": (192, 12, 3),
-    "small": (384, 12, 6),
-    "base": (768, 12, 12),
-    "large": (1024, 24, 16),
-    "huge": (1280, 32, 16),
+VARIANTS = {
+    f"vit_{size}": {"width": width, "blocks": blocks, "heads": heads}
+    for size, width, blocks, heads in (  # Dosovitskiy et al. 2021; DeiT
+        ("tiny", 192, 12, 3),
+        ("small", 384, 12, 6),
+        ("base", 768, 12, 12),
+        ("large", 1024, 24, 16),
+        ("huge", 1280, 32, 16),
+    )
 }
-"""Width, number of blocks and number of heads by size (Dosovitskiy et al. 2021; DeiT)."""
+"""Options of the networks that `fnet.models.get` knows, by name."""
 
 
 def vit(

@@ -5,6 +5,7 @@ import functools
 from fnet import layers
 from fnet.layer import Layer, serial
 from fnet.models.blocks import (
+    STAGES,
     NormActivation,
     convolution,
     pre_activation,
@@ -14,12 +15,12 @@ from fnet.models.blocks import (
     stage_blocks,
 )
 
-DEPTHS = {
-    16: (1, 1, 1, 1, 1, 1),
-    20: (1, 1, 1, 3, 1, 1),
-    38: (3, 3, 6, 3, 1, 1),
+VARIANTS = {
+    f"wider_resnet{depth}{suffix}": {"depth": depth} | options
+    for depth in STAGES["wider_resnet"]
+    for suffix, options in (("", {}), ("_a2", {"a2": True}))
 }
-"""Blocks per stage, by depth (Wu et al. 2016)."""
+"""Options of the networks that `fnet.models.get` knows, by name."""
 CHANNELS = (
     (128, 128),
     (256, 256),
@@ -74,7 +75,7 @@ def wider_resnet(
       >>> params["classifier"]["fc"]["kernel"].shape
       (4096, 10)
     """
-    blocks_per_stage = stage_blocks("wider_resnet", DEPTHS, depth)
+    blocks_per_stage = stage_blocks("wider_resnet", depth)
     if dilated and not a2:
         raise ValueError("wider_resnet: dilated=True needs a2=True, got a2=False")
     norm = resolve_norm("wider_resnet", norm, activation, activation_param)

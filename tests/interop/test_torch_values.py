@@ -11,8 +11,8 @@ import torch_networks as torch_networks
 from torch_cases import load, preact, random_state_dict, shapes, torch_shapes
 
 from fnet import layers, models
-from fnet.interop import families
 from fnet.interop.torch import from_torch, load_state_dict, to_torch
+from fnet.models.blocks import STAGES
 
 pytestmark = pytest.mark.slow
 
@@ -21,20 +21,15 @@ pytestmark = pytest.mark.slow
 def small(monkeypatch):
     """Networks with few blocks and channels, but all kinds of blocks."""
 
-    def change(family, **constants):
-        for name, value in constants.items():
-            monkeypatch.setattr(sys.modules[f"fnet.models.{family}"], name, value)
-            if name == "DEPTHS":
-                monkeypatch.setattr(families, f"{family.upper()}S", value)
+    def change(family, depths):
+        monkeypatch.setitem(STAGES, family, depths)
 
-    change("resnet", DEPTHS={18: (2, 1, 1, 1), 50: (1, 1, 1, 1)})
-    change("resnext", DEPTHS={50: (2, 1, 1, 1)})
-    change("densenet", DEPTHS={121: (2, 1, 1, 1)})
-    change(
-        "wider_resnet",
-        DEPTHS={16: (2, 1, 1, 1, 1, 1)},
-        CHANNELS=((4, 4), (8, 8), (6, 6), (6, 8), (4, 6, 12), (4, 6, 10)),
-    )
+    change("resnet", {18: (2, 1, 1, 1), 50: (1, 1, 1, 1)})
+    change("resnext", {50: (2, 1, 1, 1)})
+    change("densenet", {121: (2, 1, 1, 1)})
+    change("wider_resnet", {16: (2, 1, 1, 1, 1, 1)})
+    channels = ((4, 4), (8, 8), (6, 6), (6, 8), (4, 6, 12), (4, 6, 10))
+    monkeypatch.setattr(sys.modules["fnet.models.wider_resnet"], "CHANNELS", channels)
 
 
 def build(name, num_classes=5, **options):

@@ -10,8 +10,7 @@ from annotated_types import MinLen
 
 from fnet import models
 from fnet.layer import Layer
-from fnet.models.resnet import DEPTHS as RESNETS
-from fnet.models.resnet import VARIANTS as RESNET_VARIANTS
+from fnet.models.resnet import VARIANTS as RESNETS
 from train.config.section import Count
 from train.networks.convolutional import Convolutional
 
@@ -53,13 +52,13 @@ class DeepLab(Convolutional):
         """Build the network for images [H, W, C]."""
         common = {n: getattr(self, n) for n in ("activation", "activation_param", "norm")}
         wider = self.backbone.startswith("wider")
-        if self.stem != "7x7" and (wider or self.backbone in RESNET_VARIANTS):
+        if self.stem != "7x7" and (wider or len(RESNETS.get(self.backbone, ())) > 1):
             raise ValueError(f"stem: {self.backbone} has its own stem; leave model.stem out")
         dilated: dict[str, Any] = {"dilated": True} if wider else {"dilation": (1, 1, 2, 4)}
         if self.stem != "7x7":
             dilated["stem"] = self.stem
         if not self.dilate_first:
-            if self.backbone not in {*RESNET_VARIANTS, *(f"resnet{depth}" for depth in RESNETS)}:
+            if self.backbone not in RESNETS:
                 raise ValueError(
                     f"dilate_first: only ResNets can leave it out, not {self.backbone}"
                 )

@@ -22,6 +22,7 @@ from safetensors.numpy import load_file, save_file
 
 from fnet.interop.torch import to_torch
 from fnet.losses.segmentation import bilinear_weights
+from fnet.models.blocks import STAGES
 from train.config import Optim, recipes
 from train.data import Outputs
 from train.errors import TrainingError, UserError
@@ -60,9 +61,7 @@ def place(workplace, monkeypatch):
     (workplace / "mobile.py").write_text(MOBILE)
     (workplace / "small.py").write_text(SMALL)
     depths = {18: (1, 1, 1, 1), 34: (2, 1, 1, 1)}
-    for module in ("fnet.models.resnet", "fnet.interop.families"):
-        name = "DEPTHS" if module.endswith("resnet") else "RESNETS"
-        monkeypatch.setattr(sys.modules[module], name, depths)
+    monkeypatch.setitem(STAGES, "resnet", depths)
     return workplace
 
 
