@@ -1,7 +1,6 @@
 """Gated DeltaNet: a recurrence that corrects its state, as matrix products over chunks."""
 
 import functools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -9,13 +8,11 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from fnet import checks
-from fnet.layer import Children, Layer, Params
+from fnet.layer import Layer, Params
 from fnet.layers.causal_conv import causal_conv_layer
-from fnet.layers.dense import dense
-from fnet.layers.mamba import TORCH_LINEAR, time_steps
 from fnet.layers.mamba2 import chunk_decays, scan_chunks
 from fnet.layers.norm import rms_norm_layer
-from fnet.layers.recurrence import recurrent
+from fnet.layers.recurrence import Step, recurrent, time_steps, torch_linear
 from fnet.mesh import equally_varying
 from fnet.precision import multiply, sum_dtype, upcast
 
@@ -74,27 +71,17 @@ def gated_delta_rule(
     Example:
       >>> import jax, jax.numpy as jnp, fnet
       >>> q = k = jnp.full((1, 6, 1, 4), 0.5)
-      >>> v, log_decay, beta = (
-      ...     jnp.ones((1, 6, 2, 3)),
-      ...     jnp.zeros((1, 6, 2)),
-      ...     jnp.ones((1, 6, 2)),
-      ... )
-      >>> y, last = jax.jit(fnet.gated_delta_rule)(q, k, v, log_decay, beta)
+      >>> v, log_decay = jnp.ones((1, 6, 2, 3)), jnp.zeros((1, 6, 2))
+      >>> y, last = jax.jit(fnet.gated_delta_rule)(q, k, v, log_decay, v[..., 0])
       >>> y.shape, last.shape
       ((1, 6, 2, 3), (1, 2, 4, 3))
     """
     where = "gated_delta_rule"
     arrays = {"q": q, "k": k, "v": v, "log_decay": log_decay, "beta": beta}
     checks.floating(where, **arrays, initial=initial)
-    checks.dims(
-        where,
-        k=(k, "b t g n"),
-        v=(v, "b t h p"),
-        q=(q, "b t g n"),
-        log_decay=(log_decay, "b t h"),
-        beta=(beta, "b t h"),
-        initial=(initial, "b h n p"),
-    )
+    of_heads = {"log_decay": (log_decay, "b t h"), "beta": (beta, "b t h")}
+    given = {"k": (k, "b t g n"), "v": (v, "b t h p"), "q": (q, "b t g n")} | of_heads
+    checks.dims(where, **given, initial=(initial, "b h n p"))
     (groups, n), (h, p) = k.shape[2:], v.shape[2:]
     checks.sizes(where, T=k.shape[1], chunk=chunk)
     if not groups or h % groups:
@@ -109,12 +96,12 @@ def gated_delta_rule(
     def by_group(a: Array) -> Array:
         return a.reshape(*a.shape[:2], groups, h // groups, *a.shape[3:])
 
-    q, k, *of_heads = inputs
+    q, k, *rest = inputs
     y, last = scan_chunks(
         where,
         _one_chunk,
         initial.reshape(initial.shape[0], groups, h // groups, n, p),
-        (q, k, *map(by_group, of_heads)),
+        (q, k, *map(by_group, rest)),
         chunk,
         segments,
     )
@@ -251,60 +238,48 @@ def gated_delta_net(
             f"gated_delta_net: groups must divide heads, got groups={groups}, heads={heads}"
         )
     keys, values = groups * n, heads * head_dim
-    outputs = {
-        "query_key_value": 2 * keys + values,
-        "gate": values,
-        "beta": heads,
-        "decay": heads,
-    }
-    children = {
-        name: dense(width, size, bias=False, kernel_init=TORCH_LINEAR)
-        for name, size in outputs.items()
-    } | {
-        "conv": causal_conv_layer(2 * keys + values, conv, bias=False),
-        "norm": rms_norm_layer(head_dim, eps=norm_eps),
-        "out": dense(values, width, bias=False, kernel_init=TORCH_LINEAR),
-    }
 
     def init_own(key: Array) -> Params:
         rates = jax.random.uniform(key, (heads,), jnp.float32, 0.01, 16)
         return {"A_log": jnp.log(rates), "dt_bias": jnp.ones(heads, jnp.float32)}
 
-    def mix(
-        child: Children,
-        convolve: Callable[[Array], Array],
-        x: Array,
-        before: Array | None,
-        segments: Array | None,
-        position: Array | int,
-    ) -> tuple[Array, Array]:
-        del position
+    def split(a: Array, count: int) -> Array:
+        return a.reshape(*a.shape[:2], count, -1)
 
-        def split(a: Array, count: int) -> Array:
-            return a.reshape(*a.shape[:2], count, -1)
-
-        mixed = jax.nn.silu(convolve(child("query_key_value", x)))
+    def mix(step: Step) -> tuple[Array, Array]:
+        mixed = jax.nn.silu(step.convolve(step("query_key_value")))
         q, k, v = jnp.split(mixed, [keys, 2 * keys], axis=-1)
         q, k = (_normalized(split(a, groups)) for a in (q, k))
-        steps = time_steps(child("decay", x), child.params["dt_bias"])
-        rates = jnp.exp(child.params["A_log"].astype(steps.dtype))
+        steps = time_steps(step("decay"), step.child.params["dt_bias"])
+        rates = jnp.exp(step.child.params["A_log"].astype(steps.dtype))
         with jax.named_scope("scan"):
             y, last = gated_delta_rule(
                 q * jnp.asarray(n**-0.5, q.dtype),
                 k,
                 split(v, heads),
                 steps * -rates[None, None],
-                jax.nn.sigmoid(upcast(child("beta", x))),
-                before,
+                jax.nn.sigmoid(upcast(step("beta"))),
+                step.state,
                 chunk,
-                segments,
+                step.segments,
             )
-        gate = jax.nn.silu(split(child("gate", x), heads))
-        y = multiply(child("norm", y), gate)
-        return child("out", y.reshape(*y.shape[:2], values)), last
+        y = multiply(step("norm", y), jax.nn.silu(split(step("gate"), heads)))
+        return step("out", y.reshape(*y.shape[:2], values)), last
 
-    state_shape = heads, n, head_dim
-    return recurrent("gated_delta_net", width, children, init_own, 1, mix, state_shape)
+    return recurrent(
+        "gated_delta_net",
+        width,
+        mix,
+        inputs={"query_key_value": 2 * keys + values, "gate": values}
+        | dict.fromkeys(("beta", "decay"), heads),
+        conv=causal_conv_layer(2 * keys + values, conv, bias=False),
+        inner=values,
+        state_shape=(heads, n, head_dim),
+        linear=functools.partial(torch_linear, bias=False),
+        between={"norm": rms_norm_layer(head_dim, eps=norm_eps)},
+        init_own=init_own,
+        draws=1,
+    )
 
 
 def _normalized(x: Float[Array, "b t g n"]) -> Array:

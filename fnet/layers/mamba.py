@@ -2,7 +2,6 @@
 
 import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,20 +11,13 @@ from jaxtyping import Bool, Float, Int
 
 from fnet import checks, chunks
 from fnet.backward_pass import save
-from fnet.layer import Children, Layer, Params
+from fnet.layer import Layer, Params
 from fnet.layers.causal_conv import causal_conv_layer
-from fnet.layers.dense import dense
 from fnet.layers.norm import rms_norm
-from fnet.layers.recurrence import recurrent
+from fnet.layers.recurrence import Step, init_step_bias, recurrent, time_steps, torch_linear
 from fnet.layers.segments import restarts
 from fnet.mesh import equally_varying
-from fnet.precision import broadcast_like, sum_dtype, upcast
-
-TORCH_LINEAR = jax.nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
-"""Initializer of torch's ``nn.Linear``, which the authors' code uses."""
-
-MIN_STEP, MAX_STEP = 1e-3, 1e-1
-"""Range of the initial time steps."""
+from fnet.precision import broadcast_like, sum_dtype
 
 
 def mamba(
@@ -89,22 +81,8 @@ def mamba(
     """
     inner = round(expand * width)
     rank = math.ceil(width / 16) if dt_rank is None else dt_rank
-    checks.sizes(
-        "mamba",
-        width=width,
-        inner=inner,
-        state=state,
-        conv=conv,
-        dt_rank=rank,
-        chunk=chunk,
-    )
-    children = {
-        "in": dense(width, 2 * inner, bias=bias, kernel_init=TORCH_LINEAR),
-        "conv": causal_conv_layer(inner, conv, bias=conv_bias),
-        "select": dense(inner, rank + 2 * state, bias=False, kernel_init=TORCH_LINEAR),
-        "dt": dense(rank, inner, bias=False, kernel_init=TORCH_LINEAR),
-        "out": dense(inner, width, bias=bias, kernel_init=TORCH_LINEAR),
-    }
+    sizes = {"width": width, "inner": inner, "state": state, "conv": conv, "dt_rank": rank}
+    checks.sizes("mamba", **sizes, chunk=chunk)
 
     def init_own(steps_key: Array) -> Params:
         rates = jnp.arange(1, state + 1, dtype=jnp.float32)
@@ -114,42 +92,33 @@ def mamba(
             "dt_bias": init_step_bias(steps_key, inner),
         }
 
-    def mix(
-        child: Children,
-        convolve: Callable[[Array], Array],
-        x: Array,
-        before: Array | None,
-        segments: Array | None,
-        position: Array | int,
-    ) -> tuple[Array, Array]:
-        del position
-        params = child.params
-        u, z = jnp.split(child("in", x), 2, axis=-1)
-        u = jax.nn.silu(convolve(u))
-        r, B, C = jnp.split(child("select", u), [rank, rank + state], axis=-1)
+    def mix(step: Step) -> tuple[Array, Array]:
+        params = step.child.params
+        u, z = jnp.split(step("in"), 2, axis=-1)
+        u = jax.nn.silu(step.convolve(u))
+        r, B, C = jnp.split(step("select", u), [rank, rank + state], axis=-1)
         if select_norm_eps is not None:
             r, B, C = (rms_norm(a, None, eps=select_norm_eps) for a in (r, B, C))
         with jax.named_scope("scan"):
-            dt = time_steps(child("dt", r), params["dt_bias"])
-            A = -jnp.exp(params["A_log"].astype(sum_dtype(x)))
-            y, last = selective_scan(u, dt, A, B, C, params["D"], before, chunk, segments)
-        return child("out", save(y) * jax.nn.silu(z)), last
+            dt = time_steps(step("dt", r), params["dt_bias"])
+            A = -jnp.exp(params["A_log"].astype(sum_dtype(u)))
+            y, last = selective_scan(u, dt, A, B, C, params["D"], step.state, chunk, step.segments)
+        return step("out", save(y) * jax.nn.silu(z)), last
 
-    return recurrent("mamba", width, children, init_own, 1, mix, (state, inner))
-
-
-def init_step_bias(key: Array, n: int) -> Array:
-    """Draw biases [n] whose softplus is log-uniform in [MIN_STEP, MAX_STEP]."""
-    low, high = math.log(MIN_STEP), math.log(MAX_STEP)
-    dt = jnp.exp(jax.random.uniform(key, (n,), jnp.float32, low, high))
-    return dt + jnp.log(-jnp.expm1(-dt))
-
-
-def time_steps(x: Array, bias: Array, limits: tuple[float, float] | None = None) -> Array:
-    """Compute ``softplus(x + bias)`` for [B, T, C] and [C], within limits, in float32 or wider."""
-    x = upcast(x)
-    dt = jax.nn.softplus(x + broadcast_like(bias, x))
-    return dt if limits is None else jnp.clip(dt, *limits)
+    plain = functools.partial(torch_linear, bias=False)
+    return recurrent(
+        "mamba",
+        width,
+        mix,
+        inputs={"in": 2 * inner},
+        conv=causal_conv_layer(inner, conv, bias=conv_bias),
+        inner=inner,
+        state_shape=(state, inner),
+        linear=functools.partial(torch_linear, bias=bias),
+        between={"select": plain(inner, rank + 2 * state), "dt": plain(rank, inner)},
+        init_own=init_own,
+        draws=1,
+    )
 
 
 def selective_scan(
@@ -231,16 +200,8 @@ def selective_scan(
     """
     where = "selective_scan"
     checks.floating(where, x=x, dt=dt, A=A, B=B, C=C, D=D, initial=initial)
-    lengths = checks.dims(
-        where,
-        x=(x, "b t e"),
-        A=(A, "e n"),
-        dt=(dt, "b t e"),
-        B=(B, "b t n"),
-        C=(C, "b t n"),
-        D=(D, "e"),
-        initial=(initial, "b n e"),
-    )
+    inputs = {"x": (x, "b t e"), "A": (A, "e n"), "dt": (dt, "b t e"), "B": (B, "b t n")}
+    lengths = checks.dims(where, **inputs, C=(C, "b t n"), D=(D, "e"), initial=(initial, "b n e"))
     checks.sizes(where, T=lengths["t"], N=lengths["n"], chunk=chunk)
     t = x.shape[1]
     size = _near_root(t) if chunk is None else min(t, chunk)
@@ -354,7 +315,6 @@ def _near_root(t: int) -> int:
 
 
 def _next_state(h: Array, At: Array, dt: Array, u: Array, B: Array) -> Array:
-    """Advance the state [B, N, E] by one step."""
     return jnp.exp(dt[:, None] * At[None]) * h + u[:, None] * B[..., None]
 
 
@@ -377,5 +337,4 @@ def _to_chunks(arrays: _Inputs, size: int) -> _Inputs:
 
 
 def _from_chunks(a: Array, t: int) -> Array:
-    """[chunks, size, B, ...] -> [B, T, ...]."""
     return jnp.moveaxis(a.reshape(a.shape[0] * a.shape[1], *a.shape[2:])[:t], 0, 1)

@@ -10,12 +10,10 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from fnet import checks, chunks
-from fnet.layer import Children, Layer, Params
+from fnet.layer import Layer, Params
 from fnet.layers.causal_conv import causal_conv_layer
-from fnet.layers.dense import dense
-from fnet.layers.mamba import TORCH_LINEAR, init_step_bias, time_steps
 from fnet.layers.norm import rms_norm, rms_norm_layer
-from fnet.layers.recurrence import recurrent
+from fnet.layers.recurrence import Step, init_step_bias, recurrent, time_steps, torch_linear
 from fnet.layers.segments import restarts
 from fnet.mesh import equally_varying
 from fnet.precision import multiply, sum_dtype
@@ -83,16 +81,8 @@ def state_space_dual(
     """
     where = "state_space_dual"
     checks.floating(where, x=x, dt=dt, A=A, B=B, C=C, D=D, initial=initial)
-    checks.dims(
-        where,
-        x=(x, "b t h p"),
-        B=(B, "b t g n"),
-        dt=(dt, "b t h"),
-        A=(A, "h"),
-        C=(C, "b t g n"),
-        D=(D, "h"),
-        initial=(initial, "b h n p"),
-    )
+    inputs = {"x": (x, "b t h p"), "B": (B, "b t g n"), "dt": (dt, "b t h"), "A": (A, "h")}
+    checks.dims(where, **inputs, C=(C, "b t g n"), D=(D, "h"), initial=(initial, "b h n p"))
     (b, t, h, p), (groups, n) = x.shape, B.shape[2:]
     checks.sizes(where, T=t, chunk=chunk)
     if not groups or h % groups:
@@ -109,12 +99,7 @@ def state_space_dual(
         where,
         functools.partial(_one_chunk, A.reshape(groups, h // groups)),
         initial.reshape(b, groups, h // groups, n, p),
-        (
-            x.reshape(b, t, groups, h // groups, p),
-            dt.reshape(b, t, groups, h // groups),
-            B,
-            C,
-        ),
+        (*(a.reshape(b, t, groups, h // groups, *a.shape[3:]) for a in (x, dt)), B, C),
         chunk,
         segments,
     )
@@ -211,14 +196,6 @@ def mamba2(
             f"{heads} heads of {head} channels"
         )
     shared = groups * state
-    children = {
-        "in": dense(width, 2 * inner + 2 * shared + heads, bias=bias, kernel_init=TORCH_LINEAR),
-        "conv": causal_conv_layer(inner + 2 * shared, conv, bias=conv_bias),
-        "out": dense(inner, width, bias=bias, kernel_init=TORCH_LINEAR),
-    }
-
-    if norm:
-        children["norm"] = rms_norm_layer(inner, eps=norm_eps)
 
     def init_own(rates_key: Array, steps_key: Array) -> Params:
         rates = jax.random.uniform(rates_key, (heads,), jnp.float32, 1, 16)
@@ -228,48 +205,50 @@ def mamba2(
             "dt_bias": init_step_bias(steps_key, heads),
         }
 
-    def normalize(child: Children, y: Array) -> Array:
+    def normalize(step: Step, y: Array) -> Array:
         if not norm:
             return y
         if norm_groups == 1:
-            return child("norm", y)
+            return step("norm", y)
         with jax.named_scope("norm"):
             groups = y.reshape(*y.shape[:2], norm_groups, inner // norm_groups)
-            scale = jnp.expand_dims(child.params["norm"]["scale"], (0, 1))
+            scale = jnp.expand_dims(step.child.params["norm"]["scale"], (0, 1))
             return multiply(rms_norm(groups, None, eps=norm_eps).reshape(y.shape), scale)
 
-    def mix(
-        child: Children,
-        convolve: Callable[[Array], Array],
-        x: Array,
-        before: Array | None,
-        segments: Array | None,
-        position: Array | int,
-    ) -> tuple[Array, Array]:
-        del position
-        params = child.params
-        parts = [inner, 2 * inner + 2 * shared]
-        given = child("in", x)
+    def mix(step: Step) -> tuple[Array, Array]:
+        params, given = step.child.params, step("in")
         if part_scales is not None:
             columns = np.repeat(part_scales, [inner, inner, shared, shared, heads])
-            given = given * jnp.asarray(columns, x.dtype)[None, None]
-        z, u, r = jnp.split(given, parts, axis=-1)
-        u, B, C = jnp.split(jax.nn.silu(convolve(u)), [inner, inner + shared], axis=-1)
+            given = given * jnp.asarray(columns, given.dtype)[None, None]
+        z, u, r = jnp.split(given, [inner, 2 * inner + 2 * shared], axis=-1)
+        u, B, C = jnp.split(jax.nn.silu(step.convolve(u)), [inner, inner + shared], axis=-1)
         with jax.named_scope("scan"):
             y, last = state_space_dual(
                 u.reshape(*u.shape[:2], heads, head),
                 time_steps(r, params["dt_bias"], step_limits),
-                -jnp.exp(params["A_log"].astype(sum_dtype(x))),
+                -jnp.exp(params["A_log"].astype(sum_dtype(u))),
                 B.reshape(*B.shape[:2], groups, state),
                 C.reshape(*C.shape[:2], groups, state),
                 params["D"],
-                before,
+                step.state,
                 chunk,
-                segments,
+                step.segments,
             )
-        return child("out", normalize(child, y.reshape(z.shape) * jax.nn.silu(z))), last
+        return step("out", normalize(step, y.reshape(z.shape) * jax.nn.silu(z))), last
 
-    return recurrent("mamba2", width, children, init_own, 2, mix, (heads, state, head))
+    return recurrent(
+        "mamba2",
+        width,
+        mix,
+        inputs={"in": 2 * inner + 2 * shared + heads},
+        conv=causal_conv_layer(inner + 2 * shared, conv, bias=conv_bias),
+        inner=inner,
+        state_shape=(heads, state, head),
+        linear=functools.partial(torch_linear, bias=bias),
+        last={"norm": rms_norm_layer(inner, eps=norm_eps)} if norm else {},
+        init_own=init_own,
+        draws=2,
+    )
 
 
 # Gradient for 4 and 24 heads of 64, N = 64 and 128, 2,048 steps, on two CPU cores: chunks of

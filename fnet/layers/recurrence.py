@@ -1,7 +1,10 @@
 """Linear recurrence with an in-place backward pass, and a builder for recurrent layers."""
 
-from collections.abc import Callable
-from typing import Any
+import functools
+import math
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +15,18 @@ from jaxtyping import Float, Int
 from fnet import checks
 from fnet.layer import Children, Decode, Layer, Params, State, init_children
 from fnet.layers.causal_conv import causal_conv
+from fnet.layers.dense import dense
 from fnet.layers.segments import restarts
 from fnet.mesh import equally_varying
-from fnet.precision import sum_dtype
+from fnet.precision import broadcast_like, sum_dtype, upcast
+
+torch_linear = functools.partial(
+    dense, kernel_init=jax.nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
+)
+"""A dense layer with the initializer of torch's ``nn.Linear``, as in the authors' code."""
+
+MIN_STEP, MAX_STEP = 1e-3, 1e-1
+"""Range of the initial time steps."""
 
 
 def linear_recurrence(
@@ -78,33 +90,59 @@ def linear_recurrence(
     return _recurrence(*equally_varying((a, b.astype(dtype), initial)))
 
 
+class Step(NamedTuple):
+    """What a recurrent mixer reads in one call; ``step(name, x)`` applies a child."""
+
+    child: Children
+    x: Array  # [B, t, width]
+    convolve: Callable[[Array], Array]
+    state: Any  # None at the start of a sequence
+    segments: Array | None  # number of each position's document
+    position: Array | int  # number of positions before x
+
+    def __call__(self, name: str, x: Array | None = None) -> Array:
+        """Apply a child, to the input if there is no ``x``."""
+        return self.child(name, self.x if x is None else x)
+
+
 def recurrent(
     name: str,
     width: int,
-    layers: dict[str, Layer],
-    init_own: Callable[..., Params],
-    draws: int,
-    mix: Callable[..., tuple[Array, Array | None]],
+    mix: Callable[[Step], tuple[Array, Array | None]],
+    *,
+    inputs: Mapping[str, int],
+    conv: Layer,
+    inner: int,
     state_shape: tuple[int, ...] | None,
+    linear: Callable[[int, int], Layer],
+    between: Mapping[str, Layer] = MappingProxyType({}),
+    last: Mapping[str, Layer] = MappingProxyType({}),
+    init_own: Callable[..., Params] = dict,
+    draws: int = 0,
 ) -> Layer:
-    """Build a causal layer with a short convolution and a recurrent state.
+    """Build a causal layer with dense layers, a short convolution and a recurrent state.
 
     Args:
       name: name of the layer, for errors.
       width: size of the last axis of the input.
-      layers: its children, among them a causal convolution ``conv``.
-      init_own: ``init_own(*keys) -> params`` of the layer itself.
-      draws: number of keys of ``init_own``.
-      mix: ``mix(child, convolve, x [B, t, width], state, segments [B, t] or None, position) ->
-        (y, state)``. ``child(name, x)`` applies a child, and ``convolve(u)`` the convolution.
-        ``state`` is None at the start of a sequence; it may be returned in any dtype.
-        ``position`` is the number of positions before ``x``.
+      mix: ``mix(step) -> (y, state)``; the state may be returned in any dtype.
+      inputs: dense layers of the input, by name, and their output sizes.
+      conv: the causal convolution.
+      inner: input size of the dense layer ``out``, whose output has the width.
       state_shape: shape of the state of one example; None: only the convolution has one.
+      linear: builds these dense layers.
+      between, last: further layers, in the order of their keys before and after ``out``.
+      init_own: ``init_own(*keys) -> params`` of the layer itself.
+      draws: number of its keys.
 
     Returns:
       A layer, [B, T, width] -> [B, T, width], with `fnet.layer.Decode`. Its ``apply`` takes
       ``segments`` [B, T], the number of each position's document.
     """
+    layers = {
+        **{child: linear(width, size) for child, size in inputs.items()},
+        **{"conv": conv, **between, "out": linear(inner, width), **last},
+    }
 
     def init(key: Array) -> tuple[Params, State]:
         children_key, *keys = jax.random.split(key, 1 + draws)
@@ -125,7 +163,7 @@ def recurrent(
             return u
 
         child = Children(layers, params, {}, None, False)
-        y, state = mix(child, convolve, x, cache.get("state"), segments, position)
+        y, state = mix(Step(child, x, convolve, cache.get("state"), segments, position))
         return y, new if state is None else new | {"state": state}
 
     def apply(
@@ -157,6 +195,20 @@ def recurrent(
         return y, jax.tree.map(lambda a, like: a.astype(like.dtype), new, cache)
 
     return Layer(init, apply, Decode(init_cache, extend))
+
+
+def init_step_bias(key: Array, n: int) -> Array:
+    """Draw biases [n] whose softplus is log-uniform in [MIN_STEP, MAX_STEP]."""
+    low, high = math.log(MIN_STEP), math.log(MAX_STEP)
+    dt = jnp.exp(jax.random.uniform(key, (n,), jnp.float32, low, high))
+    return dt + jnp.log(-jnp.expm1(-dt))
+
+
+def time_steps(x: Array, bias: Array, limits: tuple[float, float] | None = None) -> Array:
+    """Compute ``softplus(x + bias)`` for [B, T, C] and [C], within limits, in float32 or wider."""
+    x = upcast(x)
+    dt = jax.nn.softplus(x + broadcast_like(bias, x))
+    return dt if limits is None else jnp.clip(dt, *limits)
 
 
 @jax.custom_vjp
@@ -225,5 +277,4 @@ def _associative_backward(a: Array, dh: Array) -> Array:
 
 
 def _compose(first: tuple[Array, Array], second: tuple[Array, Array]) -> tuple[Array, Array]:
-    """Compose two steps ``h -> a h + b``."""
     return first[0] * second[0], second[0] * first[1] + second[1]

@@ -1,6 +1,6 @@
 """Recurrent block of Griffin: a causal convolution and a gated linear recurrent unit."""
 
-from collections.abc import Callable
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -8,17 +8,16 @@ from jax import Array
 
 from fnet import checks
 from fnet.backward_pass import save
-from fnet.layer import Children, Layer, Params
+from fnet.layer import Layer, Params
 from fnet.layers.causal_conv import causal_conv_layer
 from fnet.layers.dense import dense
-from fnet.layers.recurrence import linear_recurrence, recurrent
+from fnet.layers.recurrence import Step, linear_recurrence, recurrent
 from fnet.layers.segments import restarts
 from fnet.precision import broadcast_like, sum_dtype, upcast
 
 _SHARPNESS = 8.0  # c in the paper
 _MIN_DECAY, _MAX_DECAY = 0.9, 0.999  # range of the initial exp(-c softplus(L))
 
-_LECUN_NORMAL = jax.nn.initializers.lecun_normal()
 _BLOCK_NORMAL = jax.nn.initializers.lecun_normal(in_axis=1, out_axis=2, batch_axis=0)
 
 
@@ -80,12 +79,6 @@ def rg_lru(
             f"rg_lru: heads must divide round(expand * width) = {inner}, got heads={heads}"
         )
     block = inner // heads
-    children = {
-        "gate": dense(width, inner, kernel_init=_LECUN_NORMAL),
-        "recurrent": dense(width, inner, kernel_init=_LECUN_NORMAL),
-        "conv": causal_conv_layer(inner, conv),
-        "out": dense(inner, width, kernel_init=_LECUN_NORMAL),
-    }
 
     def init_own(decay_key: Array, r_key: Array, i_key: Array) -> Params:
         decay = jax.random.uniform(decay_key, (inner,), jnp.float32, _MIN_DECAY, _MAX_DECAY)
@@ -100,16 +93,9 @@ def rg_lru(
             "input_gate": gate(i_key),
         }
 
-    def mix(
-        child: Children,
-        convolve: Callable[[Array], Array],
-        x: Array,
-        before: Array | None,
-        segments: Array | None,
-        position: Array | int,
-    ) -> tuple[Array, Array]:
-        params = child.params
-        u = convolve(child("recurrent", x))
+    def mix(step: Step) -> tuple[Array, Array]:
+        params, x = step.child.params, step.x
+        u = step.convolve(step("recurrent"))
         with jax.named_scope("recurrence_gate"):
             r = _gate(params["recurrence_gate"], u)
         with jax.named_scope("input_gate"):
@@ -119,16 +105,27 @@ def rg_lru(
             log_a = -_SHARPNESS * broadcast_like(rate, r) * r
             scale = _complement(log_a)
             if not scale_first:
-                is_first = (position + jnp.arange(x.shape[1]) == 0)[None]
-                starts = restarts("rg_lru", segments, x.shape[:2])
+                is_first = (step.position + jnp.arange(x.shape[1]) == 0)[None]
+                starts = restarts("rg_lru", step.segments, x.shape[:2])
                 is_first = is_first if starts is None else is_first | starts
                 scale = jnp.where(is_first[..., None], 1, scale)
-            decay = jnp.exp(log_a)
-            h = linear_recurrence(decay, scale * i * u.astype(sum_dtype(x)), before, segments)
-        y = save(h.astype(x.dtype)) * jax.nn.gelu(child("gate", x))
-        return child("out", y), h[:, -1]
+            b = scale * i * u.astype(sum_dtype(x))
+            h = linear_recurrence(jnp.exp(log_a), b, step.state, step.segments)
+        y = save(h.astype(x.dtype)) * jax.nn.gelu(step("gate"))
+        return step("out", y), h[:, -1]
 
-    return recurrent("rg_lru", width, children, init_own, 3, mix, (inner,))
+    return recurrent(
+        "rg_lru",
+        width,
+        mix,
+        inputs=dict.fromkeys(("gate", "recurrent"), inner),
+        conv=causal_conv_layer(inner, conv),
+        inner=inner,
+        state_shape=(inner,),
+        linear=functools.partial(dense, kernel_init=jax.nn.initializers.lecun_normal()),
+        init_own=init_own,
+        draws=3,
+    )
 
 
 def _gate(params: Params, u: Array) -> Array:

@@ -1,16 +1,14 @@
 """The gated short convolution of LFM2."""
 
-from collections.abc import Callable
+import functools
 
 import jax.numpy as jnp
 from jax import Array
 
 from fnet import checks
-from fnet.layer import Children, Layer
+from fnet.layer import Layer
 from fnet.layers.causal_conv import causal_conv_layer
-from fnet.layers.dense import dense
-from fnet.layers.mamba import TORCH_LINEAR
-from fnet.layers.recurrence import recurrent
+from fnet.layers.recurrence import Step, recurrent, torch_linear
 
 
 def short_conv(width: int, *, conv: int = 3, bias: bool = False) -> Layer:
@@ -47,22 +45,18 @@ def short_conv(width: int, *, conv: int = 3, bias: bool = False) -> Layer:
       (2, 16, 8)
     """
     checks.sizes("short_conv", width=width, conv=conv)
-    children = {
-        "in": dense(width, 3 * width, bias=bias, kernel_init=TORCH_LINEAR),
-        "conv": causal_conv_layer(width, conv, bias=bias),
-        "out": dense(width, width, bias=bias, kernel_init=TORCH_LINEAR),
-    }
 
-    def mix(
-        child: Children,
-        convolve: Callable[[Array], Array],
-        x: Array,
-        before: None,
-        segments: Array | None,
-        position: Array | int,
-    ) -> tuple[Array, None]:
-        del before, segments, position
-        B, C, u = jnp.split(child("in", x), 3, axis=-1)
-        return child("out", C * convolve(B * u)), None
+    def mix(step: Step) -> tuple[Array, None]:
+        B, C, u = jnp.split(step("in"), 3, axis=-1)
+        return step("out", C * step.convolve(B * u)), None
 
-    return recurrent("short_conv", width, children, dict, 0, mix, None)
+    return recurrent(
+        "short_conv",
+        width,
+        mix,
+        inputs={"in": 3 * width},
+        conv=causal_conv_layer(width, conv, bias=bias),
+        inner=width,
+        state_shape=None,
+        linear=functools.partial(torch_linear, bias=bias),
+    )

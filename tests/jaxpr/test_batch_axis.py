@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from example_losses import CASES, B, normal, row_losses, tokens
+from pretrained_cases import MIXERS
 
 import fnet
 from fnet import layers
@@ -119,12 +120,8 @@ FNET_FUNCTIONS = {
     "repeat": lambda: state_of_layer(fnet.repeat(layers.transformer(8, heads=2, blocks=1), 2)),
     "causal convolution": lambda: state_of_layer(layers.causal_conv(8)),
     "linear recurrence": lambda: state_of(recurrence, X),
-    "rg_lru": lambda: state_of_layer(layers.rg_lru(8, heads=2)),
-    "short_conv": lambda: state_of_layer(layers.short_conv(8)),
     "selective scan": lambda: state_of(state_space, X),
-    "mamba": lambda: state_of_layer(layers.mamba(8)),
-    "gated delta net": lambda: state_of_layer(layers.gated_delta_net(8, heads=2, head_dim=3)),
-    "mamba 2": lambda: state_of_layer(layers.mamba2(8)),
+    **{name: functools.partial(state_of_layer, mixer) for name, mixer in MIXERS.items()},
     "attention context": lambda: state_of(lambda x: fnet.apply_context(x, W, W[0, 0]), X),
     "params_first": lambda: state_of(lambda x: fnet.params_first(x, W)[0] @ W, X),
     "linear cross-entropy": lambda: state_of(vocabulary_loss, X, TOKENS),

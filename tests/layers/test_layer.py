@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from pretrained_cases import MIXERS
 
 import fnet
 from fnet import Layer, layers, repeat, residual, serial
@@ -57,11 +58,7 @@ def test_init_needs_no_data():
         layers.layer_norm(4),
         layers.rms_norm(4),
         layers.dynamic_tanh(4, alpha=1),
-        layers.mamba(4),
-        layers.mamba2(4),
-        layers.gated_delta_net(4, heads=2, head_dim=2),
-        layers.rg_lru(4),
-        layers.short_conv(4),
+        *MIXERS.values(),
         layers.stack(4, [layers.Block(layers.attention(4, 2))] * 2, context="lagged", condition=4),
     ],
 )

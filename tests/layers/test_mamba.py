@@ -9,6 +9,7 @@ import layer_cases
 import numpy as np
 import optax
 import pytest
+from pretrained_cases import MIXERS
 
 import fnet
 from fnet.layers.causal_conv import causal_conv, causal_conv_layer
@@ -17,22 +18,13 @@ from fnet.layers.mamba import mamba, selective_scan
 from fnet.layers.mamba2 import mamba2, state_space_dual
 from fnet.layers.norm import rms_norm
 from fnet.layers.rg_lru import rg_lru
-from fnet.layers.short_conv import short_conv
 from fnet.optim import weight_decay_mask
 
 pytestmark = pytest.mark.slow
 
-B, T, D = 2, 4, 8
+B, T, D = 2, 5, 8
 
-LAYERS = {
-    "mamba": mamba(D, state=3, chunk=2),
-    "mamba2": mamba2(D, head=4, state=3, groups=2, chunk=2),
-    "gated_delta_net": gated_delta_net(D, heads=4, head_dim=2, groups=2, key_dim=3, chunk=2),
-    "rg_lru": rg_lru(D, heads=2),
-    "short_conv": short_conv(D),
-    "causal_conv": causal_conv_layer(D),
-}
-MIXERS = [name for name in LAYERS if name != "causal_conv"]
+LAYERS = MIXERS | {"causal_conv": causal_conv_layer(D)}
 
 
 def initial(name):
@@ -305,7 +297,8 @@ def test_rg_lru_gradients_are_finite_for_saturated_gates(bias):
 def test_rejects_inputs_of_the_wrong_shape(name):
     params = initial(name)
     for shape in ((B, T, D + 1), (B, D), (B, 0, D)):
-        with pytest.raises(ValueError, match=rf"{name}: expected \[B, T, {D}\] with T >= 1, got"):
+        where = name.removesuffix("_first")
+        with pytest.raises(ValueError, match=rf"{where}: expected \[B, T, {D}\] with T >= 1, got"):
             LAYERS[name].apply(params, {}, jnp.zeros(shape), train=False)
 
 

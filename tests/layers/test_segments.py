@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import layer_cases
 import numpy as np
 import pytest
+from pretrained_cases import MIXERS
 
 import fnet
 from fnet import layers, models
@@ -173,17 +174,7 @@ def test_rejects_segments_that_do_not_fit(name):
 
 
 WIDTH = 8
-MIXERS = {
-    "mamba": layers.mamba(WIDTH, state=3, chunk=4),
-    "mamba2": layers.mamba2(WIDTH, head=4, state=3, groups=2, chunk=4),
-    "gated_delta_net": layers.gated_delta_net(
-        WIDTH, heads=4, head_dim=2, groups=2, key_dim=3, chunk=4
-    ),
-    "rg_lru": layers.rg_lru(WIDTH, heads=2),
-    "rg_lru_first": layers.rg_lru(WIDTH, heads=2, scale_first=False),
-    "causal_conv": layers.causal_conv(WIDTH, bias=False),
-    "short_conv": layers.short_conv(WIDTH),
-}
+LAYERS = MIXERS | {"causal_conv": layers.causal_conv(WIDTH, bias=False)}
 
 
 def loss(layer, params, x, segments=None):
@@ -192,9 +183,9 @@ def loss(layer, params, x, segments=None):
 
 
 @pytest.mark.sweep(3)
-@pytest.mark.parametrize("name", MIXERS)
+@pytest.mark.parametrize("name", LAYERS)
 def test_layers_match_a_call_for_each_document(name, float64):
-    layer = MIXERS[name]
+    layer = LAYERS[name]
     params = jax.tree.map(np.float64, layer_cases.initial(layer)[0])
     x = normal(1, T, WIDTH).astype(np.float64)
 

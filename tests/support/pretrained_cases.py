@@ -15,6 +15,22 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
+from fnet.layers.gated_delta import gated_delta_net
+from fnet.layers.mamba import mamba
+from fnet.layers.mamba2 import mamba2
+from fnet.layers.rg_lru import rg_lru
+from fnet.layers.short_conv import short_conv
+
+MIXERS = {
+    "mamba": mamba(8, state=3, chunk=4),
+    "mamba2": mamba2(8, head=4, state=3, groups=2, chunk=4),
+    "gated_delta_net": gated_delta_net(8, heads=4, head_dim=2, groups=2, key_dim=3, chunk=4),
+    "rg_lru": rg_lru(8, heads=2),
+    "rg_lru_first": rg_lru(8, heads=2, scale_first=False),
+    "short_conv": short_conv(8),
+}
+"""Mixers of published models with a width of 8, which the tests of all mixers share."""
+
 _BASE = {
     "vocab_size": 37, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
