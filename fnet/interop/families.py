@@ -67,60 +67,52 @@ _DEEPLAB: Rules = (
     (r"^cls\.", "classifier.4."),
 )
 
-_SWIN_LAYERS = (
-    (r"\.attention\.body\.layer_norm\.", ".norm1."),
-    (r"\.feed_forward\.body\.layer_norm\.", ".norm2."),
-    (r"\.attention\.body\.mixer\.query_key_value\.", ".attn.qkv."),
-    (r"\.attention\.body\.mixer\.output\.", ".attn.proj."),
-    (r"\.attention\.body\.mixer\.position_bias\.weight", ".attn.relative_position_bias_table"),
-    (r"^patches\.layer_norm\.", "patches.norm."),
-    (r"^(down\d)\.layer_norm\.", r"\1.norm."),
+
+def _table(text: str) -> dict[str, Rules]:
+    """Read rules from lines with a pattern and what replaces it in torchvision and in timm."""
+    rows = [line.split() for line in text.strip().splitlines()]
+    return {
+        naming: tuple((row[0], row[1 + i]) for row in rows if row[1 + i] != "-")
+        for i, naming in enumerate(("torchvision", "timm"))
+    }
+
+
+_SWIN = _table(r"""
+^patches\.conv\.                            features.0.0.  patch_embed.proj.
+^patches\.layer_norm\.                      features.0.2.  patch_embed.norm.
+^(down\d)\.layer_norm\.                     \1.norm.       \1.norm.
+\.attention\.body\.layer_norm\.             .norm1.        .norm1.
+\.feed_forward\.body\.layer_norm\.          .norm2.        .norm2.
+\.attention\.body\.mixer\.query_key_value\. .attn.qkv.     .attn.qkv.
+\.attention\.body\.mixer\.output\.          .attn.proj.    .attn.proj.
+\.attention.*_bias\.weight .attn.relative_position_bias_table .attn.relative_position_bias_table
+\.feed_forward\.body\.mixer\.expand\.       .mlp.0.        .mlp.fc1.
+\.feed_forward\.body\.mixer\.contract\.     .mlp.3.        .mlp.fc2.
+^stage(\d+)\.                              -              layers.\1.blocks.
+^down(\d+)\.                               -              layers.\1.downsample.
+^head\.                                    -              head.fc.
+""")
+_SWIN["torchvision"] += (
+    (r"^stage(\d+)\.", lambda m: f"features.{2 * int(m[1]) + 1}."),
+    (r"^down(\d+)\.", lambda m: f"features.{2 * int(m[1])}."),
 )
-_SWIN: dict[str, Rules] = {
-    "torchvision": (
-        *_SWIN_LAYERS,
-        (r"^patches\.conv\.", "features.0.0."),
-        (r"^patches\.norm\.", "features.0.2."),
-        (r"^stage(\d+)\.", lambda m: f"features.{2 * int(m[1]) + 1}."),
-        (r"^down(\d+)\.", lambda m: f"features.{2 * int(m[1])}."),
-        (r"\.feed_forward\.body\.mixer\.expand\.", ".mlp.0."),
-        (r"\.feed_forward\.body\.mixer\.contract\.", ".mlp.3."),
-    ),
-    "timm": (
-        *_SWIN_LAYERS,
-        (r"^patches\.conv\.", "patch_embed.proj."),
-        (r"^patches\.norm\.", "patch_embed.norm."),
-        (r"^stage(\d+)\.", r"layers.\1.blocks."),
-        (r"^down(\d+)\.", r"layers.\1.downsample."),
-        (r"\.feed_forward\.body\.mixer\.expand\.", ".mlp.fc1."),
-        (r"\.feed_forward\.body\.mixer\.contract\.", ".mlp.fc2."),
-        (r"^head\.", "head.fc."),
-    ),
-}
-_LETTERS = {"1": "a", "2": "b", "3": "c"}
-_REGNET: dict[str, Rules] = {
-    "torchvision": (
-        (r"^stem\.conv\.", "stem.0."),
-        (r"^stem\.bn\.", "stem.1."),
-        (r"^layer(\d)\.(\d+)\.", r"trunk_output.block\1.block\1-\2."),
-        (
-            r"\.(conv|bn)(\d)\.",
-            lambda m: f".f.{_LETTERS[m[2]]}.{0 if m[1] == 'conv' else 1}.",
-        ),
-        (r"\.se\.reduce\.", ".f.se.fc1."),
-        (r"\.se\.expand\.", ".f.se.fc2."),
-        (r"\.downsample\.", ".proj."),
-    ),
-    "timm": (
-        (r"^layer(\d)\.(\d+)\.", lambda m: f"s{m[1]}.b{int(m[2]) + 1}."),
-        (r"\.(conv|bn)(\d)\.", r".conv\2.\1."),
-        (r"\.se\.reduce\.", ".se.fc1."),
-        (r"\.se\.expand\.", ".se.fc2."),
-        (r"\.downsample\.0\.", ".downsample.conv."),
-        (r"\.downsample\.1\.", ".downsample.bn."),
-        (r"^fc\.", "head.fc."),
-    ),
-}
+_REGNET = _table(r"""
+^stem\.conv\.          stem.0.                          stem.conv.
+^stem\.bn\.            stem.1.                          stem.bn.
+^layer(\d)\.(\d+)\.    trunk_output.block\1.block\1-\2.  -
+\.conv1\.              .f.a.0.                          .conv1.conv.
+\.bn1\.                .f.a.1.                          .conv1.bn.
+\.conv2\.              .f.b.0.                          .conv2.conv.
+\.bn2\.                .f.b.1.                          .conv2.bn.
+\.conv3\.              .f.c.0.                          .conv3.conv.
+\.bn3\.                .f.c.1.                          .conv3.bn.
+\.se\.reduce\.         .f.se.fc1.                       .se.fc1.
+\.se\.expand\.         .f.se.fc2.                       .se.fc2.
+\.downsample\.0\.      .proj.0.                         .downsample.conv.
+\.downsample\.1\.      .proj.1.                         .downsample.bn.
+^fc\.                  fc.                              head.fc.
+""")
+_REGNET["timm"] += ((r"^layer(\d)\.(\d+)\.", lambda m: f"s{m[1]}.b{int(m[2]) + 1}."),)
 _OLD_DENSENET = re.compile(r"(\bdenselayer\d+\.(?:norm|conv))\.([12])\.")
 _MAX_PREFIXES = 100
 _CLASSIFIER = re.compile(r"(fc|classifier|classifier\.fc|cls|head)\.(kernel|bias)")
@@ -335,7 +327,12 @@ FAMILIES = (
         },
         norm=None,
     ),
-    Family("resnet", "ResNet, ResNeXt, DenseNet, DeepLab", "", _resnet_rules),
+    Family(
+        "resnet",
+        "ResNet, ResNeXt and Wide ResNet with the suffixes c, d, s and t, DenseNet, DeepLabV3",
+        "",
+        _resnet_rules,
+    ),
 )
 """Rows of all families; the first one whose ``marks`` fit has a network. Networks that are named by
 their depth have readers of their own, because their options may be others than a variant's."""
@@ -409,8 +406,8 @@ def _recognize(shapes: Shapes) -> Weights | None:
 
 def _read_deeplab(shapes: Shapes) -> Weights | None:
     for prefix, head, logits, publisher in (
-        ("body.", "head.map_convs.0.weight", "cls.weight", "mapillary/inplace_abn's"),
-        ("backbone.", "classifier.0.convs.0.0.weight", "classifier.4.weight", "torchvision's"),
+        ("body.", "head.map_convs.0.weight", "cls", "mapillary/inplace_abn's"),
+        ("backbone.", "classifier.0.convs.0.0.weight", "classifier.4", "torchvision's"),
     ):
         if head not in shapes:
             continue
@@ -421,15 +418,19 @@ def _read_deeplab(shapes: Shapes) -> Weights | None:
             options: dict[str, Any] = {"backbone": body.variant, "head": "sum"}
             if prefix == "backbone.":
                 options |= {"head": "concat", "dilate_first": False}
-            classes = shapes[logits][0] if logits in shapes else None
             return body._replace(
                 title=f"{publisher} DeepLabV3 on {body.variant}",
                 model="deeplab",
                 options=options,
                 variant=None,
-                classes=classes,
+                classes=_classes(shapes, logits),
             )
     return None
+
+
+def _classes(shapes: Shapes, *layers: str) -> int | None:
+    """Number of outputs of the first of these layers that there is."""
+    return next((shapes[f"{n}.weight"][0] for n in layers if f"{n}.weight" in shapes), None)
 
 
 def _count(shapes: Iterable[str], pattern: str) -> tuple[int, ...]:
@@ -453,7 +454,6 @@ def _read_densenet(shapes: Shapes) -> Weights | None:
     if depth is None or "features.conv1.weight" in shapes:  # another depth, or a deep stem
         return None
     growth = shapes["features.denseblock1.denselayer1.conv2.weight"][0]
-    classes = shapes["classifier.weight"][0] if "classifier.weight" in shapes else None
     return Weights(
         title=f"torchvision's densenet{depth}",
         model="densenet",
@@ -461,16 +461,13 @@ def _read_densenet(shapes: Shapes) -> Weights | None:
         variant=f"densenet{depth}",
         norm="batch",
         activation="relu",
-        classes=classes,
+        classes=_classes(shapes, "classifier"),
     )
 
 
 def _read_reference(shapes: Shapes) -> Weights | None:
-    """Read the networks of mapillary/inplace_abn."""
-    publisher, classes = "mapillary/inplace_abn's", None
+    publisher = "mapillary/inplace_abn's"
     options: dict[str, Any]
-    if "classifier.fc.weight" in shapes:
-        classes = shapes["classifier.fc.weight"][0]
     stem = {"stem": "3x3" if "mod1.conv3.weight" in shapes else "7x7"}
     if "tra2.conv.weight" in shapes and "mod2.convs3.0.conv.weight" in shapes:
         depth = _depth("densenet", _count(shapes, r"mod(\d)\.convs1\.(\d+)\."))
@@ -502,6 +499,7 @@ def _read_reference(shapes: Shapes) -> Weights | None:
     if depth is None:
         return None
     variant = f"{family}{depth}"
+    classes = _classes(shapes, "classifier.fc")
     return Weights(f"{publisher} {variant}", family, options, variant, classes=classes)
 
 
@@ -516,7 +514,6 @@ def _from_reference(key: str) -> str:
 
 
 def _read_resnet(shapes: Shapes) -> Weights | None:
-    """Read the ResNets of torchvision and timm."""
     if not _has(shapes, r"^layer1\.0\.conv"):
         return None
     if _has(shapes, r"^layer1\.0\.(?!(conv|bn)\d\.\w+$|downsample\.)"):  # attention in blocks
@@ -544,7 +541,7 @@ def _read_resnet(shapes: Shapes) -> Weights | None:
         variant=variant,
         norm="batch" if has_statistics else "group",
         activation="relu",
-        classes=shapes["fc.weight"][0] if "fc.weight" in shapes else None,
+        classes=_classes(shapes, "fc"),
     )
 
 
@@ -553,8 +550,6 @@ _IN_TORCHVISION = {
     *("wide_resnet50_2", "wide_resnet101_2"),
     *("resnext50_32x4d", "resnext101_32x8d", "resnext101_64x4d"),
 }
-
-
 _HEADS = ("classifier.3", "classifier.1", "classifier", "fc", "head.fc", "head")
 
 
@@ -582,7 +577,6 @@ def _read_variant(family: Family, publisher: str, shapes: Shapes) -> Weights | N
         return None
     known = [variant_options(name, publisher) for name in names]
     options = {k: v for k, v in known[0].items() if all(o.get(k) == v for o in known)}
-    head = next((f"{h}.weight" for h in _HEADS if f"{h}.weight" in shapes), None)
     return Weights(
         title=f"{publisher}'s {' or '.join(names)}",
         model=family.model,
@@ -590,7 +584,7 @@ def _read_variant(family: Family, publisher: str, shapes: Shapes) -> Weights | N
         variant=names[0],
         norm=family.norm,
         activation=family.activation,
-        classes=None if head is None else shapes[head][0],
+        classes=_classes(shapes, *_HEADS),
     )
 
 
@@ -613,11 +607,10 @@ def variant_options(name: str, publisher: str) -> dict[str, Any]:
     Returns:
       ``variant``, and ``eps`` and ``padding`` of an EfficientNet or MobileNetV3; {} for others.
     """
-    rows = [VARIANTS[family.model].get(name) for family in FAMILIES if family.files]
-    row = next((row for row in rows if row is not None), None)
-    if row is None:
+    rows = [VARIANTS[f.model][name] for f in FAMILIES if f.files and name in VARIANTS[f.model]]
+    if not rows:
         return {}
-    if "eps" not in row:
+    if "eps" not in (row := rows[0]):
         return {"variant": name}
     of_timm = publisher == "timm" and name.startswith("efficientnet_b")
     eps = 1e-5 if of_timm else row["eps"]
@@ -648,12 +641,11 @@ def compare(theirs: Weights | None, ours: Weights | None) -> str:
     """Say what the weights are, how the network differs, and what to change."""
     if theirs is None:
         known = f", the network is {ours.title}" if ours else ""
-        both = ", ".join(family.title for family in FAMILIES if family.files)
+        titles = ", ".join(family.title for family in FAMILIES)
         return (
-            f"the weights are of no known network{known}; supported are ResNet, ResNeXt and Wide "
-            "ResNet of torchvision and timm with the suffixes c, d, s and t, torchvision's "
-            f"DenseNet and DeepLabV3, {both} of both, all of mapillary/inplace_abn; ViT, DeiT, "
-            "DINOv2, CLIP, SigLIP and ConvNeXt as folders with config.json"
+            f"the weights are of no known network{known}; supported are {titles} of torchvision "
+            "and timm; all of mapillary/inplace_abn; ViT, DeiT, DINOv2, CLIP, SigLIP and ConvNeXt "
+            "as folders with config.json"
         )
     if ours is None:
         return f"these are weights of {theirs.title}, the network is another one"

@@ -316,15 +316,18 @@ def stage_dilations(network: str, dilation: Sequence[int], stages: int) -> tuple
     return tuple(dilation)
 
 
-def backbone(
-    children: dict[str, Layer], features: Sequence[str], head: dict[str, Layer] | None
-) -> Layer:
-    """Apply layers in order and return the head's output, or a tuple of the named outputs.
+def classifier(children: dict[str, Layer], n_in: int, num_classes: int | None) -> Layer:
+    """Add pooling and a dense layer; without classes, return the outputs of ``layer1``, ...
 
     Parameter names are the same in both cases.
     """
-    if head is not None:
-        return serial(**children, **head)
+    if num_classes is None:
+        return outputs_of(children, [name for name in children if name.startswith("layer")])
+    return serial(**children, avgpool=layers.global_avg_pool(), fc=layers.dense(n_in, num_classes))
+
+
+def outputs_of(children: dict[str, Layer], features: Sequence[str]) -> Layer:
+    """Apply layers in order and return a tuple of the named outputs."""
 
     def apply(child: Children, x: Array) -> tuple[Array, ...]:
         outputs = []
@@ -347,6 +350,6 @@ def pre_activation_network(
     children = stages | {"bn_out": norm(n_in)}
     features = [name for name in stages if name.startswith("mod")][1:-1]
     if num_classes is None:
-        return backbone(children, [*features, "bn_out"], None)
+        return outputs_of(children, [*features, "bn_out"])
     logits = serial(avg_pool=layers.global_avg_pool(), fc=layers.dense(n_in, num_classes))
     return serial(**children, classifier=logits)

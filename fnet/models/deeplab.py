@@ -82,11 +82,7 @@ def deeplab(
     else:
         joined = concat_aspp(n_in, hidden, norm, dilations=dilations)
         aspp_head = serial(joined, convolution(hidden, hidden, 3), norm(hidden))
-    children = {
-        "body": body,
-        "head": aspp_head,
-        "cls": layers.conv(hidden, num_classes, 1),
-    }
+    children = {"body": body, "head": aspp_head, "cls": layers.conv(hidden, num_classes, 1)}
 
     def apply(child: Children, x: Array) -> Array:
         y = child("body", x)

@@ -8,8 +8,8 @@ from fnet import layers
 from fnet.layer import Layer, serial
 from fnet.models.blocks import (
     NormActivation,
-    backbone,
     check_stages,
+    classifier,
     convolution,
     post_activation,
     resolve_norm,
@@ -128,7 +128,4 @@ def regnet(
         first = {"stride": 2}
         children[f"layer{i}"] = stage(n_in, (width,) * 3, depth, block, first, "{}", 0)
         n_in = width
-    head = None
-    if num_classes is not None:
-        head = {"avgpool": layers.global_avg_pool(), "fc": layers.dense(n_in, num_classes)}
-    return backbone(children, [f"layer{i}" for i in range(1, len(blocks) + 1)], head)
+    return classifier(children, n_in, num_classes)

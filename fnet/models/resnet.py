@@ -9,7 +9,7 @@ from fnet.layer import Layer
 from fnet.models.blocks import (
     STAGES,
     NormActivation,
-    backbone,
+    classifier,
     input_stem,
     post_activation,
     resolve_norm,
@@ -126,7 +126,4 @@ def resnet(
         }
         children[f"layer{i + 1}"] = stage(n_in, channels, num_blocks, block, first, "{}", 0)
         n_in = channels[-1]
-    head = None
-    if num_classes is not None:
-        head = {"avgpool": layers.global_avg_pool(), "fc": layers.dense(n_in, num_classes)}
-    return backbone(children, [f"layer{i}" for i in range(1, 5)], head)
+    return classifier(children, n_in, num_classes)

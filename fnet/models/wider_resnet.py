@@ -21,14 +21,7 @@ VARIANTS = {
     for suffix, options in (("", {}), ("_a2", {"a2": True}))
 }
 """Options of the networks that `fnet.models.get` knows, by name."""
-CHANNELS = (
-    (128, 128),
-    (256, 256),
-    (512, 512),
-    (512, 1024),
-    (512, 1024, 2048),
-    (1024, 2048, 4096),
-)
+CHANNELS = ((128, 128), (256, 256), (512, 512), (512, 1024), (512, 1024, 2048), (1024, 2048, 4096))
 """Output channels of the convolutions of a block, per stage."""
 
 

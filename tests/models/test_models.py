@@ -11,6 +11,20 @@ from fnet import layers, models
 from fnet.models import blocks
 
 
+def test_a_name_with_a_depth_refuses_another_one():
+    with pytest.raises(TypeError, match="multiple values for argument 'depth'"):
+        models.get("resnet50", num_classes=10, depth=18)
+
+
+def test_the_names_of_published_networks_are_those_of_their_files():
+    assert {"resnet", "resnext", "densenet", "regnet", "efficientnet", "swin"} < set(
+        models.VARIANTS
+    )
+    names = [name for rows in models.VARIANTS.values() for name in rows]
+    assert len(names) == len(set(names))
+    assert set(names) < set(models.MODELS)
+
+
 # Parameter counts of torchvision 0.20.
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize(

@@ -10,10 +10,10 @@ from annotated_types import MinLen
 
 from fnet import models
 from fnet.layer import Layer
-from fnet.models.resnet import VARIANTS as RESNETS
 from train.config.section import Count
 from train.networks.convolutional import Convolutional
 
+# Not all of `models.VARIANTS`: only networks that can be dilated are backbones.
 # fmt: off
 Backbone = Literal[
     "resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "resnet18d", "resnet34d",
@@ -51,19 +51,20 @@ class DeepLab(Convolutional):
     def build(self, image_shape: tuple[int, ...], num_classes: int) -> Layer:
         """Build the network for images [H, W, C]."""
         common = {n: getattr(self, n) for n in ("activation", "activation_param", "norm")}
-        wider = self.backbone.startswith("wider")
-        if self.stem != "7x7" and (wider or len(RESNETS.get(self.backbone, ())) > 1):
+        network = next(n for n, names in models.VARIANTS.items() if self.backbone in names)
+        wider, own = network == "wider_resnet", models.VARIANTS[network][self.backbone]
+        if self.stem != "7x7" and (wider or own.keys() > {"depth"}):
             raise ValueError(f"stem: {self.backbone} has its own stem; leave model.stem out")
         dilated: dict[str, Any] = {"dilated": True} if wider else {"dilation": (1, 1, 2, 4)}
         if self.stem != "7x7":
             dilated["stem"] = self.stem
         if not self.dilate_first:
-            if self.backbone not in RESNETS:
+            if network != "resnet":
                 raise ValueError(
                     f"dilate_first: only ResNets can leave it out, not {self.backbone}"
                 )
             dilated["dilate_first"] = False
-        if self.backbone.startswith("densenet") and self.head == "concat":
+        if network == "densenet" and self.head == "concat":
             dilated["stem_norm"] = True
         channels = image_shape[-1]
         backbone = models.get(
