@@ -198,17 +198,15 @@ class Children:
         if key is not None:
             key = jax.random.fold_in(key, list(self._layers).index(name))
         with jax.named_scope(name):
-            y, state = self._layers[name].apply(
-                self.params.get(name, {}),
-                self.state.get(name, {}),
-                x,
-                key=key,
-                train=self.train,
-                **inputs,
-            )
+            own = self.params.get(name, {}), self.state.get(name, {})
+            y, state = self._layers[name].apply(*own, x, key=key, train=self.train, **inputs)
         if state:
             self.state = self.state | {name: state}
         return y
+
+    def optional(self, name: str, x: Array) -> Array:
+        """Apply a child if there is one of this name."""
+        return self(name, x) if name in self else x
 
     def __contains__(self, name: str) -> bool:
         """Whether there is a child of this name."""

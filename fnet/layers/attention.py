@@ -22,6 +22,7 @@ from fnet.layers.dot_product_attention import (
     query_chunks,
 )
 from fnet.layers.rotary import Rotary
+from fnet.layers.rotary import rotary as apply_rotary
 from fnet.layers.segments import positions_in_segments
 from fnet.mesh import equally_varying
 from fnet.precision import sum_dtype
@@ -78,8 +79,6 @@ class AttentionVariant(NamedTuple):
       >>> from fnet import layers
       >>> gemma2 = layers.AttentionVariant(scale=256**-0.5, soft_cap=50.0)
       >>> layer = layers.attention(8, heads=2, causal=True, variant=gemma2)
-      >>> gemma2.output_gate
-      False
     """
 
     output_bias: bool | None = None
@@ -181,36 +180,61 @@ def attention(
     if groups < 1 or heads % groups:
         raise ValueError(f"attention: groups must divide heads, got groups={groups}, heads={heads}")
     head_dim = width // heads if head_dim is None else head_dim
-    if rotary is not None:
-        rotary.check("attention", head_dim)
-    built = _Attention(
-        width, heads, groups, head_dim, causal, window, rotary, fused, variant, chunk
+    if rotary is not None and isinstance(rotary.base, int | float) and not rotary.base > 0:
+        raise ValueError(
+            f"attention: rotary is a base and must be > 0, got {rotary.base}; None disables it"
+        )
+    if rotary is not None and head_dim % 2:
+        raise ValueError(
+            f"attention: rotary rotates pairs of features, got {head_dim} per head; choose an even "
+            "head_dim, or heads so that width / heads is even"
+        )
+    sizes = {"query": heads * head_dim, "key": groups * head_dim, "value": groups * head_dim}
+    if variant.values == "keys":
+        del sizes["value"]
+    if variant.keys == "given":
+        sizes = {"query": sizes["query"]}
+    if fused and len(sizes) < 3:
+        raise ValueError(
+            f"attention: with values={variant.values!r}, keys={variant.keys!r} give fused=False"
+        )
+    children = _children(width, head_dim, sizes, bias, fused, variant)
+    net = _Attention(
+        children, width, heads, groups, head_dim, causal, window, rotary, chunk, variant
     )
-    children = built.children(bias)
-
-    def init(key: Array) -> tuple[Params, State]:
-        params, state = init_children(children, key)
-        return params | ({"sinks": jnp.zeros(heads, jnp.float32)} if variant.sinks else {}), state
-
-    def init_cache(batch: int, length: int, dtype: DTypeLike) -> Cache:
-        if variant.keys == "given":
-            return {}
-        return empty_cache(batch, length, groups, head_dim, dtype, window)
-
-    def extend(
-        params: Params, state: State, cache: Any, x: Array, position: Array, given: Any = None
-    ) -> tuple[Array, Any]:
-        child = Children(children, params, state, None, False)
-        return built.extend(child, cache, x, position, given)
-
-    layer = composite(children, built.apply, init=init, random=False)
+    layer = composite(children, net.apply, init=net.init, random=False)
     restarts = () if rotary is None else rotary.restart_lengths
-    return layer._replace(decode=Decode(init_cache, extend, restarts) if causal else None)
+    decode = Decode(net.init_cache, net.extend, restarts) if causal else None
+    return layer._replace(decode=decode)
+
+
+def _children(
+    width: int,
+    head_dim: int,
+    sizes: dict[str, int],
+    bias: bool,
+    fused: bool,
+    variant: AttentionVariant,
+) -> dict[str, Layer]:
+    """Build the layers; ``sizes`` are the features of the layer's own queries, keys and values."""
+    outputs = sizes | {"query": sizes["query"] * (1 + variant.output_gate)}
+    projections = {"query_key_value": sum(outputs.values())} if fused else outputs
+    children = {name: dense(width, n, bias=bias) for name, n in projections.items()}
+    output_bias = bias if variant.output_bias is None else variant.output_bias
+    children["output"] = dense(sizes["query"], width, bias=output_bias)
+    if variant.qk_norm is not None:
+        for name in [name for name in ("query", "key") if name in sizes]:
+            over = head_dim if variant.qk_norm_over == "head" else sizes[name]
+            children[f"{name}_norm"] = variant.qk_norm(over)
+    if variant.value_norm is not None and variant.keys != "given":
+        children["value_norm"] = variant.value_norm(head_dim)
+    return children
 
 
 class _Attention(NamedTuple):
     """The static arguments of a layer, and how it is computed."""
 
+    layers: dict[str, Layer]
     width: int
     heads: int
     groups: int
@@ -218,37 +242,23 @@ class _Attention(NamedTuple):
     causal: bool
     window: int | None
     rotary: Rotary | None
-    fused: bool
-    variant: AttentionVariant
     chunk: int | None
+    variant: AttentionVariant
 
-    @property
-    def sizes(self) -> dict[str, int]:
-        """Features of the layer's own queries, keys and values."""
-        key = self.groups * self.head_dim
-        sizes = {"query": self.heads * self.head_dim, "key": key, "value": key}
-        if self.variant.values == "keys":
-            del sizes["value"]
-        return {"query": sizes["query"]} if self.variant.keys == "given" else sizes
+    def init(self, key: Array) -> tuple[Params, State]:
+        params, state = init_children(self.layers, key)
+        sinks = {"sinks": jnp.zeros(self.heads, jnp.float32)} if self.variant.sinks else {}
+        return params | sinks, state
 
-    def children(self, bias: bool) -> dict[str, Layer]:
-        v, sizes = self.variant, self.sizes
-        if self.fused and len(sizes) < 3:
-            raise ValueError(
-                f"attention: with values={v.values!r}, keys={v.keys!r} give fused=False"
-            )
-        outputs = sizes | {"query": sizes["query"] * (1 + v.output_gate)}
-        projections = {"query_key_value": sum(outputs.values())} if self.fused else outputs
-        children = {name: dense(self.width, n, bias=bias) for name, n in projections.items()}
-        output_bias = bias if v.output_bias is None else v.output_bias
-        children["output"] = dense(sizes["query"], self.width, bias=output_bias)
-        if v.qk_norm is not None:
-            for name in [name for name in ("query", "key") if name in sizes]:
-                over = self.head_dim if v.qk_norm_over == "head" else sizes[name]
-                children[f"{name}_norm"] = v.qk_norm(over)
-        if v.value_norm is not None and v.keys != "given":
-            children["value_norm"] = v.value_norm(self.head_dim)
-        return children
+    def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> Cache:
+        """Build a cache of zeros for ``length`` positions, or for the last ``window`` of them."""
+        if self.variant.keys == "given":
+            return {}
+        if length < 1:
+            raise ValueError(f"attention: a cache needs a length of at least 1, got {length}")
+        slots = length if self.window is None else min(length, self.window)
+        shape = batch, slots, self.groups, self.head_dim
+        return {name: jnp.zeros(shape, dtype) for name in ("key", "value")}
 
     def apply(
         self,
@@ -279,8 +289,15 @@ class _Attention(NamedTuple):
         return _write(child, save(y), gate)
 
     def extend(
-        self, child: Children, cache: Any, x: Array, position: Array, given: Past | None
-    ) -> tuple[Array, Any]:
+        self,
+        params: Params,
+        state: State,
+        cache: Any,
+        x: Float[Array, "b t d"],
+        position: Int[Array, ""],
+        given: Past | None = None,
+    ) -> tuple[Float[Array, "b t d"], Any]:
+        child = Children(self.layers, params, state, None, False)
         past = self.checked(given)
         length = (cache["key"] if past is None else past.key).shape[1]
         q, own, gate = self.project(child, x, position, length)
@@ -321,8 +338,9 @@ class _Attention(NamedTuple):
             parts = {name: jnp.clip(a, -v.clip, v.clip) for name, a in parts.items()}
         positions = first + jnp.arange(x.shape[1])
         if self.rotary is not None:
-            turn = functools.partial(self.rotary.apply, positions=positions, length=length)
-            parts |= {name: turn(parts[name]) for name in rotated}
+            base, scale, interleaved, _ = self.rotary
+            options = positions, base(length) if callable(base) else base, scale, interleaved
+            parts |= {name: apply_rotary(parts[name], *options) for name in rotated}
         if v.norm_rotated:
             parts |= {name: self.normalize(child, name, parts[name]) for name in rotated}
         q = parts["query"]
@@ -333,13 +351,14 @@ class _Attention(NamedTuple):
 
     def split(self, child: Children, x: Array) -> tuple[dict[str, Array], Array | None]:
         """Project to heads [B, T, heads, head_dim] by name, and gates."""
-        if self.fused:
+        names = ("query", "key", "value")
+        if "query_key_value" in child:
             qkv = self.split_heads(child("query_key_value", x))
             own = self.heads * (1 + self.variant.output_gate)
             arrays = jnp.split(qkv, (own, own + self.groups), axis=2)
-            parts = dict(zip(self.sizes, arrays, strict=True))
+            parts = dict(zip(names, arrays, strict=True))
         else:
-            parts = {name: self.split_heads(child(name, x)) for name in self.sizes}
+            parts = {n: self.split_heads(child(n, x)) for n in names if n in child}
         if not self.variant.output_gate:
             return parts, None
         q = parts["query"].reshape(*x.shape[:2], self.heads, 2, self.head_dim)
@@ -354,7 +373,7 @@ class _Attention(NamedTuple):
             return x
         if self.variant.qk_norm_over == "head":
             return child(f"{name}_norm", x)
-        return self.split_heads(child(f"{name}_norm", _merge_heads(x)))
+        return self.split_heads(child(f"{name}_norm", x.reshape(*x.shape[:2], -1)))
 
     def checked(self, given: Any) -> Any:
         """Return what an earlier block passed on, or None."""
@@ -366,13 +385,9 @@ class _Attention(NamedTuple):
         return given
 
 
-def _merge_heads(y: Array) -> Array:
-    return y.reshape(*y.shape[:2], -1)
-
-
 def _write(child: Children, y: Array, gate: Array | None) -> Array:
     y = y if gate is None else y * jax.nn.sigmoid(gate)
-    return child("output", _merge_heads(y))
+    return child("output", y.reshape(*y.shape[:2], -1))
 
 
 def _key_mask(mask: Array | None, x: Array, causal: bool) -> Array | None:
@@ -381,16 +396,6 @@ def _key_mask(mask: Array | None, x: Array, causal: bool) -> Array | None:
         return None
     checks.mask("attention", mask, x.shape[:2])
     return None if causal else mask[:, None, None]
-
-
-def empty_cache(
-    batch: int, length: int, groups: int, head_dim: int, dtype: DTypeLike, window: int | None
-) -> Cache:
-    """Build a cache of zeros for ``length`` positions, or for the last ``window`` of them."""
-    if length < 1:
-        raise ValueError(f"attention: a cache needs a length of at least 1, got {length}")
-    slots = length if window is None else min(length, window)
-    return {name: jnp.zeros((batch, slots, groups, head_dim), dtype) for name in ("key", "value")}
 
 
 def extend_cache(

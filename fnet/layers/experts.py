@@ -14,6 +14,7 @@ from fnet import checks
 from fnet.layer import Children, Layer, Params, State, init_children, serial
 from fnet.layers import activations
 from fnet.layers.dense import HE_NORMAL, dense
+from fnet.layers.norm import expand_like
 from fnet.precision import add, upcast
 
 Scores = Literal["softmax", "softmax_of_chosen", "sigmoid"]
@@ -176,15 +177,13 @@ def experts(
         if x.ndim < 2:
             raise ValueError(f"experts: expected x [..., T, {width}], got {x.shape}")
         child = Children(children, params, state, key, train)
-
-        def optional(name: str, x: Array) -> Array:
-            return child(name, x) if name in child else x
-
-        logits = child("router", upcast(optional("router_norm", x)))
+        logits = child("router", upcast(child.optional("router_norm", x)))
         scores, index = _choose(router, logits, chosen, params["router"])
-        examples = [a.reshape(-1, *a.shape[-2:]) for a in (optional("norm", x), scores, index)]
+        examples = [
+            a.reshape(-1, *a.shape[-2:]) for a in (child.optional("norm", x), scores, index)
+        ]
         y = jax.vmap(functools.partial(of_example, params["experts"]))(*examples)
-        y = optional("post_norm", y.reshape(x.shape))
+        y = child.optional("post_norm", y.reshape(x.shape))
         if shared is not None:
             z = child("shared", x)
             y = add(y, z * jax.nn.sigmoid(child("shared_gate", x)) if shared_gate else z)
@@ -238,7 +237,6 @@ def balance_loss(routing: list[dict[str, Array]], mask: Array | None = None) -> 
 
 
 def _per_expert(count: int, n_in: int, n_out: int, bias: bool) -> Layer:
-    """Return params of ``count`` dense layers."""
 
     def init(key: Array) -> tuple[Params, State]:
         layer = dense(n_in, n_out, bias=bias, kernel_init=HE_NORMAL)
@@ -258,7 +256,6 @@ def _linear(x: Array, params: Params) -> Array:
 def _choose(
     router: Router, logits: Array, chosen: int, params: Params
 ) -> tuple[Float[Array, "... k"], Int[Array, "... k"]]:
-    """Return scores and numbers of the chosen experts."""
     scores = logits
     if router.scores == "softmax":
         scores = jax.nn.softmax(logits)
@@ -266,7 +263,7 @@ def _choose(
         scores = jax.nn.sigmoid(logits)
     ranked = scores
     if router.choice_bias:
-        ranked = scores + expand(upcast(params["choice_bias"]), scores)
+        ranked = scores + expand_like(params["choice_bias"], scores)
     _, index = jax.lax.top_k(jax.lax.stop_gradient(ranked), chosen)
     scores = jnp.take_along_axis(scores, index, axis=-1)
     if router.scores == "softmax_of_chosen":
@@ -276,11 +273,6 @@ def _choose(
     if router.expert_scale:
         scores = scores * upcast(params["expert_scale"])[index]
     return scores * router.scale, index
-
-
-def expand(v: Array, like: Array) -> Array:
-    """[E] -> [1, ..., E] with the rank of ``like``."""
-    return jnp.expand_dims(v, range(like.ndim - 1))
 
 
 def _by_expert(

@@ -115,28 +115,9 @@ class Rotary(NamedTuple):
       ...     [1.0, 0.1], interleaved=True
       ... )  # of eight features, four rotate
       >>> layer = layers.attention(16, heads=2, causal=True, rotary=half)
-      >>> half.scale
-      1.0
     """
 
     base: float | Sequence[float] | Callable[[int], Sequence[float]] = 10000.0
     scale: float = 1.0
     interleaved: bool = False
     restart_lengths: tuple[int, ...] = ()
-
-    def check(self, where: str, head_dim: int) -> None:
-        """Raise ValueError for a base that is not above 0, or an odd number of features."""
-        if isinstance(self.base, int | float) and not self.base > 0:
-            raise ValueError(
-                f"{where}: rotary is a base and must be > 0, got {self.base}; None disables it"
-            )
-        if head_dim % 2:
-            raise ValueError(
-                f"{where}: rotary rotates pairs of features, got {head_dim} per head; choose an "
-                "even head_dim, or heads so that width / heads is even"
-            )
-
-    def apply(self, x: Array, positions: Array, length: int) -> Array:
-        """Rotate queries or keys [B, T, H, D] at ``positions`` [T] of ``length`` positions."""
-        base = self.base(length) if callable(self.base) else self.base
-        return rotary(x, positions, base, self.scale, self.interleaved)

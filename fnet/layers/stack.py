@@ -173,77 +173,123 @@ def stack(
         if j is not None and not 0 <= j < i:
             raise ValueError(f"stack: block {i} must read an earlier block, not {j}")
     build = functools.partial(_children, width, parallel, norms, condition, dropout)
-    blocks_children = [build(block) for block in blocks]
+    children = tuple(map(build, blocks))
+    decodes = [c["mixer"].decode for c in children if c["mixer"].decode]
+    net = _Stack(children, decodes, reads, width, parallel, context, context_rate, residual_dtype)
+    if condition is not None or len(decodes) < len(blocks):
+        return Layer(net.init, net.apply)
+    restarts = {length for decode in decodes for length in decode.restart_lengths}
+    return Layer(net.init, net.apply, Decode(net.init_cache, net.extend, tuple(sorted(restarts))))
 
-    def as_residual(x: Array) -> tuple[Array, DTypeLike | None]:
-        """Cast the input, and return the dtype to which branches must cast it back."""
-        return (x, None) if residual_dtype is None else (x.astype(residual_dtype), x.dtype)
 
-    def init(key: Array) -> tuple[Params, State]:
+class _Stack(NamedTuple):
+    """The static arguments of a stack, and how it is computed."""
+
+    blocks: tuple[dict[str, Layer], ...]
+    decodes: list[Decode]
+    reads: list[int | None]
+    width: int
+    parallel: Parallel | None
+    context: Passing | None
+    context_rate: float
+    residual_dtype: DTypeLike | None
+
+    def init(self, key: Array) -> tuple[Params, State]:
         params: Params = {}
         state: State = {}
-        for i, children in enumerate(blocks_children):
+        for i, children in enumerate(self.blocks):
             p, s = init_children(children, jax.random.fold_in(key, i))
             if "feed_forward" in s:
                 raise ValueError(
                     f"stack: the feed-forward of block {i} has state {sorted(s['feed_forward'])}, "
                     "which a stack does not support; use layers without state, such as rms_norm"
                 )
-            if context and i:
+            if self.context and i:
                 p |= {"strength": jnp.zeros((), jnp.float32)}
-                s |= {"context": jnp.zeros((width, width), jnp.float32)}
+                s |= {"context": jnp.zeros((self.width, self.width), jnp.float32)}
             params |= {str(i): p}
             state |= {str(i): s} if s else {}
         return params, state
 
     def apply(
+        self,
         params: Params,
         state: State,
         x: Float[Array, "b t d"],
         *,
-        key: Array | None = None,
         train: bool,
-        mask: Bool[Array, "b t"] | None = None,
         segments: Int[Array, "b t"] | None = None,
-        condition: Float[Array, "b c"] | None = None,
-        inputs: Float[Array, "b t n p"] | None = None,
+        **others: Any,
     ) -> tuple[Float[Array, "b t d"], State]:
-        _check_condition(blocks_children, condition, x)
-        x, dtype = as_residual(x)
-        every = {"mask": mask, "segments": segments}
+        _check_condition(self.blocks, others.get("condition"), x)
+        every = {"mask": others.get("mask"), "segments": segments}
         given: dict[str, Any] = {name: a for name, a in every.items() if a is not None}
         passed_on: dict[int | None, Any] = {}
-        mixer_input, mixer_output = x, x  # of the previous block
-        for i, children in enumerate(blocks_children):
+
+        def mix(i: int, child: Children, h: Array) -> Array:
+            y = child("mixer", h, **given, **self.read(i, passed_on))
+            if "passed_on" in (own := child.state.get("mixer", {})):
+                passed_on[i] = own["passed_on"]
+                child.state = {n: s for n, s in child.state.items() if n != "mixer"}
+            return y
+
+        return self.run(mix, params, state, x, train=train, **others)
+
+    def run(
+        self,
+        mix: Callable[[int, Children, Array], Array],
+        params: Params,
+        state: State,
+        x: Array,
+        *,
+        key: Array | None = None,
+        train: bool = False,
+        mask: Bool[Array, "b t"] | None = None,
+        condition: Float[Array, "b c"] | None = None,
+        inputs: Float[Array, "b t n p"] | None = None,
+    ) -> tuple[Array, State]:
+        """Apply all blocks, with ``mix(i, child, h)`` in place of the mixer of block i."""
+        dtype = None
+        if self.residual_dtype is not None:
+            x, dtype = x.astype(self.residual_dtype), x.dtype
+        before = x, x  # input and output of the previous block's mixer
+        for i, children in enumerate(self.blocks):
             name, k = str(i), None if key is None else jax.random.fold_in(key, i)
             child = Children(children, params[name], state.get(name, {}), k, train)
             with jax.named_scope(name):
                 if "strength" in child.params:
-                    block_context = child.state["context"]
-                    if train:
-                        updated = update_context(
-                            block_context, mixer_input, mixer_output, rate=context_rate, mask=mask
-                        )
-                        # A delayed update would keep the mixer's input and output alive.
-                        x, updated = jax.lax.optimization_barrier((x, updated))
-                        child.state = child.state | {"context": updated}
-                        block_context = updated if context == "current" else block_context
-                    x = apply_context(x, block_context, child.params["strength"])
-                mixer_input = x
-                read = {"given": passed_on[reads[i]]} if reads[i] is not None else {}
-                mix = functools.partial(child, "mixer", **given, **read)
-                x, mixer_output = _block(child, parallel, x, mix, condition, dtype)
-                x = _output(child, x, inputs, i)
-            if "passed_on" in (own := child.state.get("mixer", {})):
-                passed_on[i] = own["passed_on"]
-                child.state = {n: s for n, s in child.state.items() if n != "mixer"}
+                    x = self.pass_context(child, x, before, mask)
+                own_mix = functools.partial(mix, i, child)
+                y, mixed = _block(child, self.parallel, x, own_mix, condition, dtype)
+                before = x, mixed
+                x = y
+                if "output" in child:
+                    x = child("output", x, **({} if inputs is None else {"given": inputs[:, :, i]}))
             state = state | {name: child.state} if child.state else state
         return x, state
 
-    def init_cache(batch: int, length: int, dtype: DTypeLike) -> Any:
-        return {str(i): decode.init_cache(batch, length, dtype) for i, decode in enumerate(decodes)}
+    def read(self, i: int, passed_on: dict[int | None, Any]) -> dict[str, Any]:
+        """Return what the mixer of block i reads of an earlier block."""
+        return {"given": passed_on[self.reads[i]]} if self.reads[i] is not None else {}
+
+    def pass_context(
+        self, child: Children, x: Array, before: tuple[Array, Array], mask: Array | None
+    ) -> Array:
+        """Update the context with the mixer of the previous block in training, and apply it."""
+        block_context = child.state["context"]
+        if child.train:
+            updated = update_context(block_context, *before, rate=self.context_rate, mask=mask)
+            # A delayed update would keep the mixer's input and output alive.
+            x, updated = jax.lax.optimization_barrier((x, updated))
+            child.state = child.state | {"context": updated}
+            block_context = updated if self.context == "current" else block_context
+        return apply_context(x, block_context, child.params["strength"])
+
+    def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> Any:
+        return {str(i): d.init_cache(batch, length, dtype) for i, d in enumerate(self.decodes)}
 
     def extend(
+        self,
         params: Params,
         state: State,
         cache: Any,
@@ -251,51 +297,20 @@ def stack(
         position: Array,
         inputs: Array | None = None,
     ) -> tuple[Array, Any]:
-        x, dtype = as_residual(x)
         passed_on: dict[int | None, Any] = {}
-        for i, (children, decode) in enumerate(zip(blocks_children, decodes, strict=True)):
-            name = str(i)
-            child = Children(children, params[name], state.get(name, {}), None, False)
-            with jax.named_scope(name):
-                if "strength" in child.params:
-                    x = apply_context(x, child.state["context"], child.params["strength"])
-                read = {"given": passed_on[reads[i]]} if reads[i] is not None else {}
-                mix = _Extend(child, decode, cache[name], position, **read)
-                x, _ = _block(child, parallel, x, mix, None, dtype)
-                x = _output(child, x, inputs, i)
-            own = mix.cache
-            if isinstance(own, dict) and "passed_on" in own:
-                passed_on[i] = own["passed_on"]
-                own = {n: a for n, a in own.items() if n != "passed_on"}
-            cache = cache | {name: own}
+
+        def mix(i: int, child: Children, h: Array) -> Array:
+            nonlocal cache
+            own = child.params.get("mixer", {}), child.state.get("mixer", {}), cache[str(i)]
+            y, new = self.decodes[i].extend(*own, h, position, **self.read(i, passed_on))
+            if isinstance(new, dict) and "passed_on" in new:
+                passed_on[i] = new["passed_on"]
+                new = {n: a for n, a in new.items() if n != "passed_on"}
+            cache = cache | {str(i): new}
+            return y
+
+        x, _ = self.run(mix, params, state, x, inputs=inputs)
         return x, cache
-
-    decodes = [c["mixer"].decode for c in blocks_children if c["mixer"].decode]
-    if condition is not None or len(decodes) < len(blocks):
-        return Layer(init, apply)
-    restarts = {length for decode in decodes for length in decode.restart_lengths}
-    return Layer(init, apply, Decode(init_cache, extend, tuple(sorted(restarts))))
-
-
-class _Extend:
-    """Extends the mixer of a block, and holds its cache."""
-
-    def __init__(self, child: Children, decode: Decode, cache: Any, position: Array, **given: Any):
-        self.cache = cache
-        arrays = child.params.get("mixer", {}), child.state.get("mixer", {})
-        self._extend = functools.partial(decode.extend, *arrays, **given)
-        self._position = position
-
-    def __call__(self, x: Array) -> Array:
-        y, self.cache = self._extend(self.cache, x, self._position)
-        return y
-
-
-def _output(child: Children, x: Array, inputs: Array | None, i: int) -> Array:
-    """Apply the layer of the output of block i."""
-    if "output" not in child:
-        return x
-    return child("output", x, **({} if inputs is None else {"given": inputs[:, :, i]}))
 
 
 def _children(
@@ -306,7 +321,6 @@ def _children(
     dropout: float,
     block: Block,
 ) -> dict[str, Layer]:
-    """Build the layers of a block, by name."""
     children: dict[str, Layer] = {}
     has_second_norm = parallel != "one_norm" and block.feed_forward_norm
     for branch, layer in zip(_BRANCHES, (block.mixer, block.feed_forward), strict=True):
@@ -344,9 +358,6 @@ def _block(
     Returns the output and the mixer's output.
     """
 
-    def optional(name: str, x: Array) -> Array:
-        return child(name, x) if name in child else x
-
     def as_branch(x: Array) -> Array:
         return x if dtype is None else x.astype(dtype)
 
@@ -360,14 +371,14 @@ def _block(
         }
 
     def normalize(branch: str, x: Array) -> Array:
-        h = optional(f"{branch}_norm", as_branch(x))
+        h = child.optional(f"{branch}_norm", as_branch(x))
         if branch not in modulation:
             return h
         scale, shift, _ = modulation[branch]
         return add(multiply(h, 1 + scale), shift)
 
     def add_branch(branch: str, x: Array, y: Array) -> Array:
-        y = optional(f"{branch}_dropout", optional(f"{branch}_post_norm", y))
+        y = child.optional(f"{branch}_dropout", child.optional(f"{branch}_post_norm", y))
         return x + (multiply(y, modulation[branch][2]) if branch in modulation else y)
 
     h = normalize("mixer", x)

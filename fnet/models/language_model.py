@@ -79,8 +79,6 @@ class LanguageModelVariant(NamedTuple):
       >>> model = fnet.models.language_model(
       ...     vocabulary=256, width=32, blocks=[block], variant=gemma
       ... )
-      >>> gemma.pre_norm
-      True
     """
 
     pre_norm: bool = True
@@ -182,8 +180,8 @@ def language_model(
         children["embed_norm"] = resolve_norm("language_model", variant.embed_norm)(width)
     if variant.block_inputs is not None:
         children["block_inputs"] = variant.block_inputs
-    net = _Network(children, width, positions, dtype, residual_dtype, variant)
     decode = children["blocks"].decode
+    net = _Network(children, decode, width, positions, dtype, residual_dtype, variant)
     if decode is not None:
         restarts = decode.restart_lengths if positions is None else (positions,)
         decode = Decode(net.init_cache, net.extend, restarts)
@@ -194,6 +192,7 @@ class _Network(NamedTuple):
     """The static arguments of a model, and how it is computed."""
 
     children: dict[str, Layer]
+    decode: Any  # of the blocks
     width: int
     positions: int | None
     dtype: DTypeLike
@@ -209,19 +208,9 @@ class _Network(NamedTuple):
         return params, state
 
     def apply(
-        self,
-        params: Params,
-        state: State,
-        tokens: Int[Array, "b t"],
-        *,
-        key: Array | None = None,
-        train: bool,
-        lengths: Int[Array, " b"] | None = None,
-        segments: Int[Array, "b t"] | None = None,
+        self, params: Params, state: State, tokens: Int[Array, "b t"], **given: Any
     ) -> tuple[Float[Array, "b t v"], State]:
-        x, state = self.features(
-            params, state, tokens, key=key, train=train, lengths=lengths, segments=segments
-        )
+        x, state = self.features(params, state, tokens, **given)
         return self.head(params, x), state
 
     def features(
@@ -284,20 +273,16 @@ class _Network(NamedTuple):
                 f"language_model: a cache for {length} tokens, but positions are learned for "
                 f"{self.positions}; ask for fewer tokens"
             )
-        decode = self.children["blocks"].decode
-        assert decode is not None
-        return decode.init_cache(batch, length, self.dtype if dtype is None else dtype)
+        return self.decode.init_cache(batch, length, self.dtype if dtype is None else dtype)
 
     def extend(
         self, params: Params, state: State, cache: Any, tokens: Array, position: Array
     ) -> tuple[Float[Array, "b v"], Any]:
-        decode = self.children["blocks"].decode
-        assert decode is not None
         x = self.embed(params, tokens, position + jnp.arange(tokens.shape[1]))
         inputs = self.inputs_of_blocks(params, x, tokens)
         with jax.named_scope("blocks"):
             arrays = params["blocks"], state.get("blocks", {}), cache, x, position
-            x, cache = decode.extend(*arrays, **inputs)
+            x, cache = self.decode.extend(*arrays, **inputs)
         return self.head(params, self.final_norm(params, x[:, -1])), cache
 
     def bind(
@@ -315,7 +300,7 @@ class _Network(NamedTuple):
             with jax.named_scope("pos_embedding"):
                 rows = params["pos_embedding"].at[at].get(mode="fill", fill_value=jnp.nan)
                 x = add(x, rows if at.ndim == 2 else rows[None])
-        return child("embed_norm", x) if "embed_norm" in child else x
+        return child.optional("embed_norm", x)
 
     def inputs_of_blocks(self, params: Params, x: Array, tokens: Array) -> dict[str, Array]:
         child = self.bind(params, {})

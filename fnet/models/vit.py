@@ -1,7 +1,7 @@
 """Vision transformers (ViT): images as sequences of patches."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal, get_args
 
 import jax
@@ -273,32 +273,33 @@ def image_transformer(
         if masked is not None and not mask_token:
             raise ValueError("image_transformer: masked needs mask_token=True")
 
-        def optional(name: str, x: Array) -> Array:
-            return child(name, x) if name in child else x
-
         with jax.named_scope("embed"):
             x = embed(child.params, x, child("patches", x), masked)
-        x = child("blocks", optional("input_norm", x))
-        return optional("head", pool(x, functools.partial(optional, "norm"), child))
-
-    def pool(x: Array, norm: Callable[[Array], Array], child: Children) -> Array:
-        # Only tokens that the head reads pass the final norm.
-        match pooling:
-            case "token":
-                return norm(x[:, 0])
-            case "tokens":
-                return norm(x[:, : class_token + distillation_token])
-            case "mean":
-                return norm(_mean(x[:, prefix:]))
-            case "mean_of_norm":
-                return _mean(norm(x[:, prefix:]))
-            case "token_and_mean":
-                return jnp.concatenate([norm(x[:, 0]), _mean(norm(x[:, prefix:]))], axis=-1)
-            case "map":
-                return child("pooling", norm(x[:, prefix:]))
-        return norm(x)
+        x = child("blocks", child.optional("input_norm", x))
+        return child.optional(
+            "head", _pool(child, pooling, x, class_token + distillation_token, prefix)
+        )
 
     return composite(children, apply, init=init)
+
+
+def _pool(child: Children, pooling: Pooling, x: Array, classes: int, prefix: int) -> Array:
+    """Read features of class tokens, other tokens up to ``prefix``, and patches."""
+    norm = functools.partial(child.optional, "norm")
+    match pooling:  # Only tokens that the head reads pass the final norm.
+        case "token":
+            return norm(x[:, 0])
+        case "tokens":
+            return norm(x[:, :classes])
+        case "mean":
+            return norm(_mean(x[:, prefix:]))
+        case "mean_of_norm":
+            return _mean(norm(x[:, prefix:]))
+        case "token_and_mean":
+            return jnp.concatenate([norm(x[:, 0]), _mean(norm(x[:, prefix:]))], axis=-1)
+        case "map":
+            return child("pooling", norm(x[:, prefix:]))
+    return norm(x)
 
 
 def attention_pooling(
