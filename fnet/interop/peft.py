@@ -86,9 +86,8 @@ def from_peft(
       ...     "base_model.model.head.lora_B.weight": np.ones((3, 2), np.float32),
       ... }
       >>> config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4}
-      >>> lora_config, adapters = from_peft(
-      ...     config, tensors, {"head": ("head/kernel", False)}
-      ... )
+      >>> modules = {"head": ("head/kernel", False)}
+      >>> lora_config, adapters = from_peft(config, tensors, modules)
       >>> lora_config.scale, adapters["head/kernel"]["a"].shape
       (2.0, (6, 2))
     """
@@ -150,12 +149,9 @@ def to_peft(
       >>> from fnet import lora
       >>> from fnet.interop.peft import to_peft
       >>> config = lora.LoRA(rank=2)
-      >>> adapters = lora.init(
-      ...     config, {"kernel": jnp.ones((6, 3))}, jax.random.key(0)
-      ... )
-      >>> adapter_config, tensors = to_peft(
-      ...     config, adapters, {"head": ("kernel", False)}
-      ... )
+      >>> params, modules = {"kernel": jnp.ones((6, 3))}, {"head": ("kernel", False)}
+      >>> adapters = lora.init(config, params, jax.random.key(0))
+      >>> adapter_config, tensors = to_peft(config, adapters, modules)
       >>> {name: array.shape for name, array in tensors.items()}
       {'base_model.model.head.lora_A.weight': (2, 6), 'base_model.model.head.lora_B.weight': (3, 2)}
       >>> adapter_config["target_modules"]
@@ -203,17 +199,10 @@ def huggingface_modules(model: Any) -> dict[str, Module]:
     Example:
       >>> from fnet.interop.huggingface import build_model
       >>> from fnet.interop.peft import huggingface_modules
-      >>> config = {
-      ...     "model_type": "llama",
-      ...     "vocab_size": 11,
-      ...     "hidden_size": 8,
-      ...     "intermediate_size": 16,
-      ...     "num_hidden_layers": 1,
-      ...     "num_attention_heads": 2,
-      ... }
-      >>> huggingface_modules(build_model(config))[
-      ...     "model.layers.0.self_attn.q_proj"
-      ... ].path
+      >>> config = {"model_type": "llama", "vocab_size": 11, "hidden_size": 8}
+      >>> config |= {"intermediate_size": 16, "num_hidden_layers": 1}
+      >>> model = build_model(config | {"num_attention_heads": 2})
+      >>> huggingface_modules(model)["model.layers.0.self_attn.q_proj"].path
       'blocks/0/mixer/query/kernel'
     """
     modules = {}

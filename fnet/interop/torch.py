@@ -520,7 +520,6 @@ def _check_arrays(
     variables: Mapping[str, Any],
     prefix: str,
 ) -> None:
-    """Check that the given arrays have the keys and shapes of the network."""
     problems = {}
     for key, a in given.items():
         shape = tuple(a.shape)

@@ -1,8 +1,6 @@
 """In-place activated batch norm (ABN): saves its output and runs backward from it.
 
-Source: Rota Bulo, Porzi, Kontschieder, "In-Place Activated BatchNorm for
-Memory-Optimized Training of DNNs", CVPR 2018, and its reference implementation
-mapillary/inplace_abn, which uses |gamma| + eps as the scale.
+As in the reference implementation, mapillary/inplace_abn, the scale is |gamma| + eps.
 """
 
 import functools
@@ -121,14 +119,9 @@ def abn(
     Example:
       >>> import jax, jax.numpy as jnp, fnet
       >>> x = jax.random.normal(jax.random.key(0), (64, 8, 8, 3))
-      >>> gamma, beta, mean, var = (
-      ...     jnp.ones(3),
-      ...     jnp.zeros(3),
-      ...     jnp.zeros(3),
-      ...     jnp.ones(3),
-      ... )
+      >>> zeros, ones = jnp.zeros(3), jnp.ones(3)
       >>> abn = jax.jit(fnet.abn, static_argnames="train")
-      >>> y, mean, var = abn(x, gamma, beta, mean, var, train=True)
+      >>> y, mean, var = abn(x, ones, zeros, zeros, ones, train=True)
       >>> y.shape, bool(abs(mean).max() < 0.1)
       ((64, 8, 8, 3), True)
     """
@@ -250,7 +243,6 @@ def abn_layer(
 
 
 def _check_arrays(x: Array, axis: int, mask: Array | None, **pair: Array | None) -> None:
-    """Raise if the input, the mask and a pair of channel vectors do not match."""
     checks.floating("abn", x=x)
     if x.ndim < 2 or not -x.ndim <= axis < x.ndim:
         raise ValueError(f"abn: x must have rank >= 2 and an axis {axis}, got shape {x.shape}")
@@ -315,7 +307,6 @@ def initial_arrays(channels: int) -> tuple[Params, State]:
 
 
 def _zero_padding(mask: Array | None, a: Array) -> Array:
-    """Set the rows of ``a`` [N, ...] that are padding to 0."""
     if mask is None:
         return a
     return jnp.where(jnp.expand_dims(mask, range(1, a.ndim)), a, jnp.zeros_like(a))

@@ -4,8 +4,7 @@ The context is a [D, D] matrix, an exponential moving average of how the feature
 into a mixer correlate with those that come out. The next block adds a multiple of
 ``x @ context`` to its input.
 
-Source: the component of that name in a language model written in Rust, whose
-transformer, state-space and diffusion blocks share it.
+Source: the component of that name in a language model written in Rust.
 """
 
 from typing import Literal
@@ -152,7 +151,6 @@ def update_context(
 
 
 def _real_positions(shape: tuple[int, ...], mask: Array | None) -> Bool[Array, "b t"]:
-    """Broadcast the mask to [B, T]."""
     examples = shape[:2]
     if mask is None:
         return jnp.ones(examples, bool)
@@ -178,7 +176,6 @@ _CORRELATIONS = 2**20
 
 
 def _sum_over_examples(x: Float[Array, "b r d"], y: Float[Array, "b r d"]) -> Float[Array, "d d"]:
-    """Sum ``tanh(corr)`` over examples, a group of examples at a time."""
     b, r, d = x.shape
     group = max(g for g in range(1, b + 1) if b % g == 0 and g * d * d <= max(_CORRELATIONS, d * d))
 

@@ -330,7 +330,6 @@ def _check(
     window: int | None,
     soft_cap: float | None,
 ) -> None:
-    """Raise if dtypes, shapes or options do not match."""
     where = "dot_product_attention"
     if not jnp.issubdtype(q.dtype, jnp.floating) or not q.dtype == k.dtype == v.dtype:
         raise TypeError(

@@ -62,10 +62,8 @@ def fold(
     Example:
       >>> import jax, jax.numpy as jnp
       >>> from fnet import layers
-      >>> conv, abn = (
-      ...     layers.conv(3, 8, bias=False),
-      ...     layers.abn(8, activation="identity"),
-      ... )
+      >>> conv = layers.conv(3, 8, bias=False)
+      >>> abn = layers.abn(8, activation="identity")
       >>> params, _ = conv.init(jax.random.key(0))
       >>> norm_params, norm_state = abn.init(jax.random.key(1))
       >>> x = jnp.ones((2, 4, 4, 3))

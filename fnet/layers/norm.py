@@ -151,15 +151,7 @@ def layer_norm_layer(
       >>> y.shape
       (2, 8)
     """
-    checks.sizes("layer_norm", d=d)
-
-    def apply(params: Params, x: Array) -> Array:
-        given = {name: upcast(a) for name, a in params.items()}  # pretrained may be bfloat16
-        factors = given["scale"] + offset if offset else given.get("scale")
-        return layer_norm(x, factors, given.get("bias"), eps=eps)
-
-    initial = 1 - offset if scale else None
-    return from_function(lambda key: scale_and_bias(d, initial, bias=bias), apply)
+    return _norm_layer("layer_norm", d, scale, bias, eps, offset)
 
 
 def rms_norm_layer(d: int, *, scale: bool = True, eps: float = 1e-6, offset: float = 0.0) -> Layer:
@@ -189,16 +181,20 @@ def rms_norm_layer(d: int, *, scale: bool = True, eps: float = 1e-6, offset: flo
       >>> y.shape
       (2, 8)
     """
-    checks.sizes("rms_norm", d=d)
+    return _norm_layer("rms_norm", d, scale, False, eps, offset)
+
+
+def _norm_layer(where: str, d: int, scale: bool, bias: bool, eps: float, offset: float) -> Layer:
+    checks.sizes(where, d=d)
 
     def apply(params: Params, x: Array) -> Array:
-        if not scale:
-            return rms_norm(x, None, eps=eps)
-        factors = upcast(params["scale"])  # pretrained weights may be bfloat16
-        return rms_norm(x, factors + offset if offset else factors, eps=eps)
+        given = {name: upcast(a) for name, a in params.items()}  # pretrained may be bfloat16
+        factors = given["scale"] + offset if offset and scale else given.get("scale")
+        check_parameters(where, x, scale=factors, bias=given.get("bias"))
+        return _norm(where == "layer_norm", eps, x, factors, given.get("bias"))
 
     initial = 1 - offset if scale else None
-    return from_function(lambda key: scale_and_bias(d, initial, bias=False), apply)
+    return from_function(lambda key: scale_and_bias(d, initial, bias=bias), apply)
 
 
 def scale_and_bias(d: int, scale: float | None = 1, *, bias: bool = True) -> Params:
@@ -248,7 +244,6 @@ def _normalize(center: bool, eps: float, x: Array, scale: Array, bias: Array) ->
 def _forward(
     center: bool, eps: float, x: Array, scale: Array, bias: Array
 ) -> tuple[Array, Array, Array]:
-    """Compute the output, xhat and the inverse deviation."""
     w = upcast(x)
     if center:
         w = w - w.mean(-1, keepdims=True)

@@ -192,10 +192,8 @@ def global_avg_pool() -> Layer:
     Example:
       >>> import jax.numpy as jnp
       >>> from fnet import layers
-      >>> y, _ = layers.global_avg_pool().apply(
-      ...     {}, {}, jnp.ones((2, 4, 4, 3)), train=True
-      ... )
-      >>> y.shape
+      >>> x = jnp.ones((2, 4, 4, 3))
+      >>> layers.global_avg_pool().apply({}, {}, x, train=True)[0].shape
       (2, 3)
     """
     return _image_layer("global_avg_pool", lambda x: x.mean((1, 2)))
@@ -210,10 +208,8 @@ def global_max_pool() -> Layer:
     Example:
       >>> import jax.numpy as jnp
       >>> from fnet import layers
-      >>> y, _ = layers.global_max_pool().apply(
-      ...     {}, {}, jnp.ones((2, 4, 4, 3)), train=True
-      ... )
-      >>> y.shape
+      >>> x = jnp.ones((2, 4, 4, 3))
+      >>> layers.global_max_pool().apply({}, {}, x, train=True)[0].shape
       (2, 3)
     """
     return _image_layer("global_max_pool", lambda x: x.max((1, 2)))

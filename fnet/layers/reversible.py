@@ -108,14 +108,12 @@ class _Stack(NamedTuple):
 def _bind(
     stack: _Stack, train: bool, i: int, params: Params, state: State, key: Array | None
 ) -> Children:
-    """Bind the halves of block ``i`` to its part of the arguments."""
     name = str(i)
     key = None if key is None else jax.random.fold_in(key, i)
     return Children(stack.pairs[i], params.get(name, {}), state.get(name, {}), key, train)
 
 
 def _half(child: Children, i: int, which: str, x: Array) -> Array:
-    """Apply ``f`` or ``g`` of block ``i``."""
     with jax.named_scope(str(i)):
         y = child(which, x)
     if y.shape != x.shape:
@@ -189,7 +187,6 @@ def _forward(
 def _backward(
     static: tuple[_Stack, bool], residuals: tuple[Any, ...], dy: Array
 ) -> tuple[Params, Array]:
-    """Compute the cotangents of params and input."""
     stack, train = static
     params, state, key, (y1, y2, saved) = residuals
 

@@ -81,14 +81,8 @@ def build_model(
     Example:
       >>> import fnet, jax
       >>> from fnet.interop.huggingface import build_model
-      >>> config = {
-      ...     "model_type": "gpt2",
-      ...     "vocab_size": 50257,
-      ...     "n_embd": 768,
-      ...     "n_layer": 12,
-      ...     "n_head": 12,
-      ...     "n_positions": 1024,
-      ... }
+      >>> config = {"model_type": "gpt2", "vocab_size": 50257, "n_positions": 1024}
+      >>> config |= {"n_embd": 768, "n_layer": 12, "n_head": 12}
       >>> params, _ = jax.eval_shape(build_model(config).init, jax.random.key(0))
       >>> sum(p.size for p in jax.tree.leaves(params))
       124439808
@@ -149,14 +143,9 @@ def from_huggingface(
     Example:
       >>> import fnet, jax, numpy as np
       >>> from fnet.interop.huggingface import build_model
-      >>> config = {
-      ...     "model_type": "llama",
-      ...     "vocab_size": 11,
-      ...     "hidden_size": 8,
-      ...     "intermediate_size": 16,
-      ...     "num_hidden_layers": 1,
-      ...     "num_attention_heads": 2,
-      ... }
+      >>> config = {"model_type": "llama", "vocab_size": 11, "hidden_size": 8}
+      >>> config |= {"intermediate_size": 16, "num_hidden_layers": 1}
+      >>> config |= {"num_attention_heads": 2}
       >>> model = build_model(config)
       >>> params, _ = model.init(jax.random.key(0))
       >>> tensors = fnet.interop.to_huggingface(model, params)
@@ -195,23 +184,14 @@ def match_tensors(
 
     Example:
       >>> import jax, numpy as np
-      >>> from fnet.interop.huggingface import (
-      ...     build_model,
-      ...     match_tensors,
-      ...     to_huggingface,
-      ... )
-      >>> config = {
-      ...     "model_type": "gpt2",
-      ...     "vocab_size": 11,
-      ...     "n_embd": 8,
-      ...     "n_layer": 1,
-      ...     "n_head": 2,
-      ...     "n_positions": 16,
-      ... }
+      >>> from fnet.interop import huggingface, to_huggingface
+      >>> config = {"model_type": "gpt2", "vocab_size": 11, "n_positions": 16}
+      >>> config |= {"n_embd": 8, "n_layer": 1, "n_head": 2}
+      >>> build_model = huggingface.build_model
       >>> params, _ = build_model(config).init(jax.random.key(0))
       >>> tensors = to_huggingface(build_model(config), params)
       >>> half = {name: a.astype(np.float16) for name, a in tensors.items()}
-      >>> model, shapes = match_tensors(config, half)
+      >>> model, shapes = huggingface.match_tensors(config, half)
       >>> shapes["pos_embedding"].shape, str(shapes["pos_embedding"].dtype)
       ((16, 8), 'float16')
     """
@@ -241,15 +221,8 @@ def to_huggingface(model: PretrainedModel, params: Params) -> dict[str, np.ndarr
     Example:
       >>> import fnet, jax
       >>> from fnet.interop.huggingface import build_model
-      >>> config = {
-      ...     "model_type": "gpt2",
-      ...     "vocab_size": 11,
-      ...     "n_embd": 8,
-      ...     "n_layer": 1,
-      ...     "n_head": 2,
-      ...     "n_positions": 16,
-      ... }
-      >>> model = build_model(config)
+      >>> config = {"model_type": "gpt2", "vocab_size": 11, "n_positions": 16}
+      >>> model = build_model(config | {"n_embd": 8, "n_layer": 1, "n_head": 2})
       >>> params, _ = model.init(jax.random.key(0))
       >>> tensors = fnet.interop.to_huggingface(model, params)
       >>> tensors["transformer.wpe.weight"].shape

@@ -302,7 +302,6 @@ def read_params(
 
 
 def _reader(t: Tensor, tensor: Any) -> Callable[[tuple[slice, ...] | None], np.ndarray]:
-    """Return a function that reads a part of a parameter."""
 
     def read(index: tuple[slice, ...] | None) -> np.ndarray:
         assert index is not None

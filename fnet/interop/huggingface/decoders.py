@@ -216,14 +216,9 @@ class Decoder(NamedTuple):
       inputs: ``block_inputs`` of the model, as a function of the dtype.
 
     Example:
-      >>> import functools
       >>> from fnet import layers
       >>> from fnet.interop.huggingface.decoders import Decoder
-      >>> norm = functools.partial(layers.rms_norm, eps=1e-5)
-      >>> small = Decoder(
-      ...     width=8, blocks=2, heads=2, hidden=16, vocabulary=11, norm=norm
-      ... )
-      >>> small.gated
+      >>> Decoder(8, 2, 2, 16, vocabulary=11, norm=layers.rms_norm).gated
       True
     """
 
@@ -317,7 +312,6 @@ def decoder(
 
 
 def _take(cls: Any, arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split off the arguments that are fields of a class."""
     own = {name: value for name, value in arguments.items() if name in cls._fields}
     return own, {name: value for name, value in arguments.items() if name not in own}
 
@@ -333,7 +327,6 @@ class _Kind(NamedTuple):
 
 
 def _kinds(options: Options, d: Decoder) -> tuple[list[int | None], tuple[_Kind, ...]]:
-    """Return which earlier block each block reads, and the kind of each."""
     windows = _windows(options, d)
     rotates = d.rotates
     if rotates == "sliding":
@@ -394,7 +387,6 @@ def _block(
 def _shared_keys(
     options: Options, windows: Sequence[int | None], shared: int
 ) -> tuple[list[int | None], list[_Keys]]:
-    """Which earlier block each block reads, and what becomes of its own keys."""
     first = len(windows) - shared
     last = {window: i for i, window in enumerate(windows[:first])}
     if missing := set(windows[first:]) - last.keys():
@@ -411,7 +403,6 @@ def _shared_keys(
 
 
 def _windows(options: Options, d: Decoder) -> list[int | None]:
-    """Sliding window of each block, or None for full attention."""
     sliding, full = "sliding_attention", "full_attention"
     layer_types = d.layer_types
     if layer_types is None:
@@ -481,7 +472,8 @@ def _exaone_rotates(options: Options) -> str | None:
     return None if options.nullable("sliding_window", 4096) is None else "sliding"
 
 
-def _optional_window(options: Options) -> int | None:
+def optional_window(options: Options) -> int | None:
+    """Return the window of Qwen, or None."""
     window = options.nullable("sliding_window", 4096)
     return window if options.get("use_sliding_window", False) else None
 
@@ -689,7 +681,7 @@ _QWEN3 = _LLAMA.like(
     "Qwen3ForCausalLM",
     head_dim=Option("head_dim", 128),
     qk_norm="head",
-    **_SLIDING | {"window": _optional_window},
+    **_SLIDING | {"window": optional_window},
     full_first=Option("max_window_layers", 28),
 )
 

@@ -46,16 +46,11 @@ def preprocessing(config: Mapping[str, Any]) -> Preprocessing:
 
     Example:
       >>> from fnet.interop.huggingface import preprocessing
-      >>> config = {
-      ...     "crop_size": 224,
-      ...     "do_center_crop": True,
-      ...     "do_normalize": True,
-      ...     "do_resize": True,
-      ...     "feature_extractor_type": "CLIPFeatureExtractor",
+      >>> config = {"size": 224, "crop_size": 224, "do_center_crop": True}
+      >>> config |= {"feature_extractor_type": "CLIPFeatureExtractor", "resample": 3}
+      >>> config |= {
       ...     "image_mean": [0.48, 0.46, 0.41],
       ...     "image_std": [0.27, 0.26, 0.28],
-      ...     "resample": 3,
-      ...     "size": 224,
       ... }
       >>> how = preprocessing(config)
       >>> how.resize, how.interpolation, how.size

@@ -80,7 +80,6 @@ def _stack(
     residual_in_fp32: bool,
     **mixer_options: Any,
 ) -> tuple[models.LanguageModel, tuple[Any, ...]]:
-    """Stack equal mixers without feed-forward layers."""
     del names
     options.require("hidden_act", "silu", "swish")
     # Converted checkpoints of the authors repeat their own names of the sizes.

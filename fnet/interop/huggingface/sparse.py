@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from fnet import layers
 from fnet.interop.huggingface.checkpoint import Names
-from fnet.interop.huggingface.decoders import AFTER, BEFORE, LLAMA_NAMES, rms_norm
+from fnet.interop.huggingface.decoders import AFTER, BEFORE, LLAMA_NAMES, optional_window, rms_norm
 from fnet.interop.huggingface.family import ACTIVATIONS, FAMILIES, register, table
 from fnet.interop.huggingface.options import Option, Options, Source
 from fnet.interop.huggingface.rotary import Rope
@@ -173,11 +173,6 @@ def _ernie_sparse(options: Options) -> Sequence[int]:
     return [first <= i <= last and (i + 1) % step == 0 for i in range(blocks)]
 
 
-def _qwen2_window(options: Options) -> int | None:
-    window = options.nullable("sliding_window", 4096)
-    return window if options.get("use_sliding_window", False) else None
-
-
 def _qwen2_layer_types(options: Options) -> list[str]:
     first, blocks = options.get("max_window_layers", 28), options.get("num_hidden_layers")
     default = [
@@ -223,7 +218,7 @@ _QWEN3 = FAMILIES["qwen3"].like(
     mlp_bias=False,
     layer_types=None,
     full_first=0,
-    window=_qwen2_window,
+    window=optional_window,
     sparse=_qwen_sparse,
     experts=expert_layers(
         _number_of_experts, _CHOSEN, Option("moe_intermediate_size"), router=_softmax

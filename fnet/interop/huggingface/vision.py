@@ -100,7 +100,6 @@ def convnext(
 
 
 def _of_floating_images(layer: Layer, dtype: DTypeLike) -> Layer:
-    """Cast images to a dtype."""
 
     def apply(params: Any, state: Any, x: Array, **given: Any) -> tuple[Array, Any]:
         checks.floating("images", x=x)  # integers are pixels that nobody normalized
