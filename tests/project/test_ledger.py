@@ -16,7 +16,7 @@ LEDGER = {
     "train/data": 11_641,
     "train/run + train/commands": 9_060,
     "train, the rest": 8_412,
-    "tests": 60_201,
+    "tests": 60_200,
     "benchmarks": 16_527,
 }
 """Lines of ``*.py``. A row of its own takes a package out of the rest."""

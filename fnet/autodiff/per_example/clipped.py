@@ -284,9 +284,7 @@ class ClippedGrad:
         if self._microbatch_size(traced) < traced.examples.size:
             sums, info = self._in_turn(traced, is_real, clip)
             if totals is not None:
-                jax.tree.map(
-                    lambda a, g: jax.ref.addupdate(a, ..., g.astype(a.dtype)), totals, sums
-                )
+                _add_to_refs(totals, sums)
             return sums, info
         grads = traced.gradients(traced.examples, width=self.width, remat=not self.per_layer)
         scales, is_rough, info = self._scale(grads, is_real, clip)

@@ -122,6 +122,7 @@ def split_derived(closed: ClosedJaxpr, count: int) -> Split:
     for members in _connected(closed, variables, number):
         inputs, eqns = dependencies(jaxpr, members)
         params = [v for v in inputs if v in number]
+        read = {v for e in rest.eqns for v in e.invars if not isinstance(v, Literal)}
         own_constants = {v: constants[v] for v in inputs if v in constants}
         function = jaxpr.replace(
             constvars=list(own_constants),
@@ -136,25 +137,21 @@ def split_derived(closed: ClosedJaxpr, count: int) -> Split:
                 tuple(count + variables.index(v) for v in members),
                 # From JAX 0.12 on, `function.constvars` are inputs until they have values.
                 ClosedJaxpr(function, list(own_constants.values())),
-                _is_placement(function, eqns_of_rest=eqns_reading(rest.eqns, params)),
+                _is_placement(function, is_read=not read.isdisjoint(params)),
             )
         )
     return Split(ClosedJaxpr(rest, closed.consts), groups)
 
 
-def eqns_reading(eqns: Sequence[JaxprEqn], variables: Sequence[Var]) -> bool:
-    """Whether an equation reads one of these variables."""
-    return any(v in variables for e in eqns for v in e.invars if not isinstance(v, Literal))
+def _is_placement(function: Jaxpr, is_read: bool) -> bool:
+    """Whether a function of parameters only moves elements, each to one place.
 
-
-def _is_placement(function: Jaxpr, eqns_of_rest: bool) -> bool:
-    """Whether a function of parameters only moves elements, each to one place."""
+    Elsewhere, a parameter that ``is_read`` has another place.
+    """
     # A result that another result is computed from is in two places.
     atoms = [*(v for e in function.eqns for v in e.invars), *function.outvars]
     read = [v for v in atoms if not isinstance(v, Literal)]
-    return (
-        not eqns_of_rest and len(read) == len(set(read)) and all(map(_keeps_lengths, function.eqns))
-    )
+    return not is_read and len(read) == len(set(read)) and all(map(_keeps_lengths, function.eqns))
 
 
 def _keeps_lengths(eqn: JaxprEqn) -> bool:
@@ -206,8 +203,11 @@ class DerivedGradients(GroupInChunks):
     def chunks(self) -> int:
         sizes = [v.aval.size for v in self.group.function.jaxpr.outvars]
         nbytes = 4 * sum([*sizes, *(p.size for p in self.params)])
-        arrays = [a for g in (*self.direct.values(), *self.derived) for a in g.arrays]
-        return number_of_chunks(self.size, arrays, nbytes)
+        return number_of_chunks(self.size, self.arrays, nbytes)
+
+    @property
+    def arrays(self) -> list[Array]:
+        return [a for g in (*self.direct.values(), *self.derived) for a in g.arrays]
 
     @property
     def zeros(self) -> list[Array]:

@@ -112,11 +112,6 @@ def sum_of(terms: Sequence[Any]) -> Any:
     return functools.reduce(operator.add, terms) if terms else 0.0
 
 
-def cancels(squares_of_terms: Array, squared_norms: Array) -> Array:
-    """Whether terms cancel so much that their sum should not be left to a weighted sum."""
-    return squares_of_terms > _CANCELLATION**2 * squared_norms
-
-
 class KroneckerFactors(NamedTuple):
     """Factors of the gradients of one parameter: ``G_b = sum_t u_bt v_bt^T`` in each group.
 
@@ -131,7 +126,19 @@ class KroneckerFactors(NamedTuple):
     as_matrices: Callable[[Array], Array]
 
 
-class ParameterGradients(Protocol):
+class _OfExamples(Protocol):
+    """Gradients of some examples."""
+
+    @property
+    def size(self) -> int:
+        """Number of examples."""
+
+    @property
+    def arrays(self) -> list[Array]:
+        """The arrays behind the gradients."""
+
+
+class ParameterGradients(_OfExamples, Protocol):
     """The gradients of all examples with respect to one parameter."""
 
     @property
@@ -171,14 +178,6 @@ class ParameterGradients(Protocol):
     def kronecker_factors(self) -> "KroneckerFactors | None":
         """Factors whose products are the gradients, or None."""
         return None
-
-    @property
-    def arrays(self) -> list[Array]:
-        """The arrays behind the gradients."""
-
-    @property
-    def size(self) -> int:
-        """Number of examples."""
 
     def every_nth(self, n: int, start: Array) -> "ParameterGradients":
         """The gradients of every n-th example."""
@@ -235,16 +234,12 @@ class GroupGradients(Protocol):
             jax.ref.addupdate(totals[i], ..., total.astype(totals[i].dtype))
 
 
-class InChunks(Protocol):
+class InChunks(_OfExamples, Protocol):
     """Gradients that are materialized for a few examples at a time.
 
     All that follows from them sees equal numbers, see `ghost_norm.made_alone`. So what is added to
     a sum is what was counted in a norm.
     """
-
-    @property
-    def size(self) -> int:
-        """Number of examples."""
 
     @property
     def chunks(self) -> int:
@@ -313,7 +308,7 @@ class InChunks(Protocol):
             return update(number, carry, gradients)
 
         repeats = self.chunks if needed is None else jnp.where(needed, self.chunks, 0)
-        carry, _ = equally_varying((carry, self.zeros))
+        carry, _ = equally_varying((carry, self.arrays))
         result: T = jax.lax.fori_loop(0, repeats, step, carry)
         return result
 
@@ -701,7 +696,7 @@ class _Part(InChunks):
         """
         if not self._has_no_formula and self.never_cancels():
             return False
-        factors: int = sum(a.size * a.dtype.itemsize for i in self.inputs for a in i.arrays)
+        factors: int = sum(a.size * a.dtype.itemsize for a in self.arrays)
         nbytes = self.size * math.prod(self._shape) * self._dtype().itemsize
         return nbytes <= _MATERIALIZED * factors
 
@@ -714,10 +709,13 @@ class _Part(InChunks):
     def chunks(self) -> int:
         if self.is_small:
             return 1
-        arrays = [a for i in self.inputs for a in i.arrays]
         width = min((w for i in self.inputs if (w := i.use.equation.width)), default=None)
         nbytes = 4 * math.prod(self._shape)
-        return ghost_norm.number_of_chunks(self.size, arrays, nbytes, width)
+        return ghost_norm.number_of_chunks(self.size, self.arrays, nbytes, width)
+
+    @property
+    def arrays(self) -> list[Array]:
+        return [a for i in self.inputs for a in i.arrays]
 
     @property
     def zeros(self) -> list[Array]:
@@ -785,7 +783,7 @@ class _Part(InChunks):
             (values,) = self.squares_in_chunks([squares_of_terms])
         else:
             values = estimate.values
-        is_rough = cancels(squares_of_terms, values)
+        is_rough = squares_of_terms > _CANCELLATION**2 * values
         # Squares that were rounded to 0, in the norm or in lengths of factors.
         errors = math.prod(self._shape) * _tiny(values) + jnp.where(
             upper > 1.001 * squares_of_terms, upper, 0
@@ -1011,6 +1009,10 @@ class ChunkedGradients(GroupInChunks):
     @property
     def zeros(self) -> list[Array]:
         return [jnp.zeros(self.params[i].shape, sum_dtype(self.params[i])) for i in self.indices]
+
+    @property
+    def arrays(self) -> list[Array]:
+        return self.examples.leaves
 
     def strategies(self) -> dict[int, str]:
         return dict.fromkeys(self.indices, "autodiff in chunks")

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fnet import layers, losses
+from fnet.autodiff.per_example import ghost_norm
 from fnet.autodiff.per_example.clipped import clipped_grad, gradient_strategies
 from fnet.autodiff.per_example.gradients import per_example_norms
 from fnet.jaxpr import find_equations
@@ -455,12 +456,14 @@ def test_scales_beyond_the_range_of_float16():
 
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_inside_shard_map_examples_of_all_devices_stay_apart(check_vma):
-    case = CASES["dense_over_sequence"]()
+@pytest.mark.parametrize("name", ["dense_over_sequence", "nonlinear_uses", "scaled_parameters"])
+def test_inside_shard_map_examples_of_all_devices_stay_apart(name, check_vma, monkeypatch):
+    monkeypatch.setattr(ghost_norm, "_MIN_BYTES", 1)  # A few examples at a time.
+    case = CASES[name]()
     mesh = Mesh(jax.devices()[:2], ("data",))
 
     def sharded(params, *batch):
-        return jax.lax.psum(clipped_grad(case.loss, 0.5)(params, *batch)[0], "data")
+        return jax.lax.psum(clipped_grad(case.loss, 0.5, width=1)(params, *batch)[0], "data")
 
     data = PartitionSpec("data")
     gradient = jax.shard_map(
