@@ -6,6 +6,7 @@ The same functions rearrange a `fnet.jaxpr.Layout`, which says which element is 
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
@@ -58,7 +59,22 @@ def _transpose(eqn: JaxprEqn, leading: int) -> list[Arrangement]:
 
 
 def _indexed(index: tuple[Any, ...]) -> Arrangement:
-    return lambda a: a[index]
+    def arrange(a: Any) -> Any:
+        is_reversed = any(isinstance(k, slice) and k.step == -1 for k in index)
+        if isinstance(a, Layout) or is_reversed or not a.ndim:
+            return a[index]
+        of_axes = [*index, *[slice(None)] * (a.ndim - len(index))]
+        own = [
+            range(n)[k] if isinstance(k, slice) else range(k, k + 1)
+            for k, n in zip(of_axes, a.shape, strict=True)
+        ]
+        # Without strides, JAX cannot add the gradient of a slice to a mutable array.
+        part = jax.lax.slice(a, *zip(*((r.start, r.stop, r.step) for r in own), strict=True))
+        return part.reshape(
+            [len(r) for r, k in zip(own, of_axes, strict=True) if isinstance(k, slice)]
+        )
+
+    return arrange
 
 
 def _slice(eqn: JaxprEqn, leading: int) -> list[Arrangement]:

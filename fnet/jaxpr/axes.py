@@ -361,7 +361,8 @@ def slope(eqn: JaxprEqn, operand: int) -> float | None:
         return None
     numbers.insert(operand, 1.0)
     with jax.ensure_compile_time_eval():
-        found = float(eqn.primitive.bind(*map(np.float32, numbers), **eqn.params))
+        wide = jnp.promote_types(arrays[0].dtype, jnp.float32)
+        found = float(eqn.primitive.bind(*map(wide.type, numbers), **eqn.params))
     return found if math.isfinite(found) else None
 
 

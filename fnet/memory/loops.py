@@ -84,45 +84,12 @@ class LoopPolicy(NamedTuple):
     chunks: tuple[Chunks, ...]
 
 
-def chunk_loops(f: F, sizes: Sequence[int]) -> F:
-    """Run every differentiated `jax.lax.scan` in chunks, each under a `jax.checkpoint`.
-
-    That includes loops inside of loops, branches and `jax.checkpoint`, but no loops of functions
-    with derivative rules of their own. ``jax.lax.while_loop`` and loops with effects stay whole.
-    The last chunk is shorter if the size does not divide the length.
-
-    Args:
-      f: A function of pytrees of arrays that is differentiated with respect to its first argument.
-        Keyword arguments that are a bool, a string or None are static.
-      sizes: Iterations of a chunk, then of the smaller chunks that it consists of, and so on. Each
-        number adds the FLOPs of one forward pass. With 1 at the end, each iteration is under a
-        `jax.checkpoint`.
-
-    Returns:
-      A function with the same arguments, values and gradients.
-
-    Example:
-      >>> import jax, jax.numpy as jnp
-      >>> from fnet import memory
-      >>> from fnet.memory.loops import chunk_loops
-      >>> def loss(w, x):
-      ...     step = lambda x, _: (jnp.tanh(jnp.sin(x @ w)), None)
-      ...     return jax.lax.scan(step, x, length=100)[0].sum()
-      >>> w, x = jnp.eye(8), jnp.ones((4, 8))
-      >>> def saved_arrays(f):
-      ...     return sum(r.added for r in memory.residuals(f, w, x)) // x.nbytes
-      >>> saved_arrays(loss) >= 300, saved_arrays(chunk_loops(loss, [10]))
-      (True, 10)
-    """
-    chunks = Chunks(tuple(sizes))
-    return _chunked(f, lambda part: dict.fromkeys(part.all_loops(), chunks))
-
-
 def remat_loops(f: F, passes: int, share: float = 1.0) -> F:
     """Run loops in the chunks that are predicted to need the fewest bytes.
 
     Args:
-      f: As for `chunk_loops`.
+      f: A function of pytrees of arrays that is differentiated with respect to its first argument.
+        Keyword arguments that are a bool, a string or None are static.
       passes: Largest number of additional forward passes of a loop. Two save about the cube root of
         the length in carries.
       share: Share of the iterations that run again. The others save matrix products, or all
@@ -350,7 +317,6 @@ def _like(x: Any, data: Any) -> Any:
 
 
 def _changes(scan: Scan) -> list[bool]:
-    """Whether a scan changes each carry."""
     _, carry, _ = scan.split(scan.body.jaxpr.invars)
     return [v is not w for v, w in zip(carry, scan.body.jaxpr.outvars, strict=False)]
 

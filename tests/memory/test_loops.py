@@ -21,8 +21,12 @@ from fnet.memory import (
     remat_to_fit,
     tree_bytes,
 )
-from fnet.memory.loops import chunk_loops, loop_policies, remat_loops
+from fnet.memory.loops import Chunks, _chunked, loop_policies, remat_loops
 from fnet.memory.windows import trace_inlined
+
+
+def chunk_loops(f, sizes):
+    return _chunked(f, lambda part: dict.fromkeys(part.all_loops(), Chunks(tuple(sizes))))
 
 
 def integers(*shape, seed=0):

@@ -82,40 +82,33 @@ def _draw_use(rng: np.random.Generator, shape: tuple[int, ...]) -> tuple[str, An
     way = names[rng.integers(len(names))]
     factor = float(rng.choice([-1.0, 0.5, 3.0]))
     of_other, other = _draw_view(rng, shape, target)
+    is_matrix = kind in ("matrix", "transposed")
+    ways = {
+        "direct": lambda p, v: v,
+        "rounded": lambda p, v: v.astype(jnp.bfloat16).astype(jnp.float32),
+        "scaled": lambda p, v: factor * v,
+        "checkpoint": lambda p, v: jax.checkpoint(lambda v: v * 1.0)(v),
+        "jit": lambda p, v: jax.jit(jnp.negative)(v),
+        "sum": lambda p, v: (
+            v + (p["a"] @ p["b"] if is_matrix else jnp.broadcast_to(p["g"], v.shape))
+        ),
+        "norm": lambda p, v: v / jnp.sqrt(1 + jnp.square(v).sum(-1, keepdims=True)),
+        "two": lambda p, v: v + factor * other(p["w"]),
+    }
 
     def value(p: Any) -> Any:
-        v = view(p["w"])
-        if way == "rounded":
-            return v.astype(jnp.bfloat16).astype(jnp.float32)
-        if way == "scaled":
-            return factor * v
-        if way == "checkpoint":
-            return jax.checkpoint(lambda v: v * 1.0)(v)
-        if way == "jit":
-            return jax.jit(jnp.negative)(v)
-        if way == "sum" and kind in ("matrix", "transposed"):
-            return v + p["a"] @ p["b"]
-        if way == "sum":
-            return v + jnp.broadcast_to(p["g"], v.shape)
-        if way == "norm":
-            scale = jnp.sqrt(1 + jnp.square(v).sum(-1, keepdims=True))
-            return v / scale
-        if way == "two":
-            return v + factor * other(p["w"])
-        return v
+        return ways[way](p, view(p["w"]))
 
     meets = ["plain", "plain", "checkpoint", "vmap", "scan"][rng.integers(5)]
 
-    def meet(v: Any, h: Any, tokens: Any) -> Any:
-        if kind == "bias":
-            return h + v[None, None]
-        if kind == "scale":
-            return h * v[None, None]
-        if kind == "table":
-            return h + v[tokens]
-        if kind == "stack":
-            return jax.lax.scan(lambda h, m: (jnp.tanh(h @ m), None), h, v)[0]
-        return h @ (v.T if kind == "transposed" else v)
+    meet = {
+        "bias": lambda v, h, tokens: h + v[None, None],
+        "scale": lambda v, h, tokens: h * v[None, None],
+        "table": lambda v, h, tokens: h + v[tokens],
+        "stack": lambda v, h, tokens: jax.lax.scan(lambda h, m: (jnp.tanh(h @ m), None), h, v)[0],
+        "matrix": lambda v, h, tokens: h @ v,
+        "transposed": lambda v, h, tokens: h @ v.T,
+    }[kind]
 
     def use(p: Any, h: Any, tokens: Any) -> Any:
         if meets == "checkpoint":

@@ -17,43 +17,26 @@ from train.run.class_names import write_classes
 from train.run.run_folder import RunFolder
 from train.run.setup import setup
 
+RECIPE = """
+from train.config import Config, DeepLab, Digits, ImageFolder, Optim, PreactResNet
+from train.config import SegmentationFolder, Train
+
+RESNET = PreactResNet(widths=(4,), blocks_per_stage=1)
+
+def config():
+    return Config(
+        name="{0}", data={1}, model={2}, optim={3},
+        train=Train(steps={4}, log_every={4}, eval_every={4}),
+    )
+"""
+SGD = "Optim(learning_rate=0.1)"
+COLOURS = 'ImageFolder(path="colours", image_size=8, batch_size=20, crop="center")'
+HALVES = 'SegmentationFolder(path="halves", image_size=16, batch_size=6, scale=(0.9, 1.1))'
+ADAM = 'Optim(name="adam", learning_rate=0.05)'
 RECIPES = {
-    "digits": """
-from train.config import Checkpoint, Config, Digits, Optim, PreactResNet, Train
-
-def config():
-    return Config(
-        name="digits",
-        data=Digits(batch_size=32, max_shift=0),
-        model=PreactResNet(widths=(4,), blocks_per_stage=1),
-        optim=Optim(learning_rate=0.1),
-        train=Train(steps=20, log_every=20, eval_every=20),
-    )
-""",
-    "colours": """
-from train.config import Config, ImageFolder, Optim, PreactResNet, Train
-
-def config():
-    return Config(
-        name="colours",
-        data=ImageFolder(path="colours", image_size=8, batch_size=20, crop="center"),
-        model=PreactResNet(widths=(4,), blocks_per_stage=1),
-        optim=Optim(learning_rate=0.1),
-        train=Train(steps=20, log_every=20, eval_every=20),
-    )
-""",
-    "halves": """
-from train.config import Config, DeepLab, Optim, SegmentationFolder, Train
-
-def config():
-    return Config(
-        name="halves",
-        data=SegmentationFolder(path="halves", image_size=16, batch_size=6, scale=(0.9, 1.1)),
-        model=DeepLab(),
-        optim=Optim(name="adam", learning_rate=0.05),
-        train=Train(steps=40, log_every=40, eval_every=40),
-    )
-""",
+    "digits": RECIPE.format("digits", "Digits(batch_size=32, max_shift=0)", "RESNET", SGD, 20),
+    "colours": RECIPE.format("colours", COLOURS, "RESNET", SGD, 20),
+    "halves": RECIPE.format("halves", HALVES, "DeepLab()", ADAM, 40),
 }
 
 CLASSES = ("blue", "green", "red")

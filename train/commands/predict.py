@@ -228,7 +228,6 @@ def print_predictions(result: dict[str, Any], console: Console) -> None:
 
 
 def _name(prediction: dict[str, Any]) -> str:
-    """Return what a prediction is of."""
     name: str = prediction.get("image") or prediction["text"]
     return name
 

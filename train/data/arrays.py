@@ -235,7 +235,6 @@ def _parse_name(name: str) -> tuple[tuple[str, ...], str] | None:
 
 
 def _array_names(path: Path) -> list[str]:
-    """List the arrays of a file."""
     with storage.reported("data.path", path), storage.open_file(str(path)) as file:
         if not zipfile.is_zipfile(file):
             problem = "is truncated or not an .npz file" if path.stat().st_size else "is empty"

@@ -305,7 +305,6 @@ def _stem(path: str) -> str:
 
 
 def _label_columns(config: ImageTable, table: _Table) -> tuple[str, ...]:
-    """Return the columns of labels."""
     columns = [*table.rows[0].fields]
     if config.separator is not None and config.targets != "labels":
         raise UserError(

@@ -283,7 +283,6 @@ def _ignored(config: _Config, rows: Sequence[Row]) -> tuple[set[int] | None, tup
 
 
 def _row_numbers(rows: Sequence[Row]) -> set[int]:
-    """Return the numbers of rows without a value, which are their values."""
     return {number for number, row in enumerate(rows) if row.value is None}
 
 

@@ -193,7 +193,6 @@ def tested(line: Mapping[str, Any]) -> dict[str, float]:
 def _create_folder(
     folder: RunFolder, run: Setup, data: dict[str, Any], weights: InitialWeights | None
 ) -> None:
-    """Create the folder of a new run."""
     folder.create()
     create_secret(folder, run.config)
     copy_model_files(folder, run.config)

@@ -657,7 +657,6 @@ def _take_products_apart(
 def _gradients(
     plan: _Plan, result: _Results, closed: ClosedJaxpr, examples: Examples
 ) -> list[GroupGradients]:
-    """Return the gradients of all parameters."""
     size, leaves, params = examples.size, plan.leaves, plan.leaves[: plan.num_params]
     inputs, groups = _take_products_apart(plan, result)
 

@@ -404,7 +404,6 @@ class ClippedGrad:
 
 
 def _is_real(mask: Array | None, size: int) -> Array:
-    """Which examples are real, bool [size]."""
     is_real = jnp.ones(size, bool) if mask is None else jnp.asarray(mask) != 0
     if is_real.shape != (size,):
         raise ValueError(f"clipped_grad: mask must have shape [{size}], got {is_real.shape}")
@@ -534,9 +533,9 @@ def _clip_groups(clip: Any, numbers: Any, per_layer: bool) -> _Groups:
     if not per_layer:
         return _Groups(treedef, [clip], [1.0], [jax.tree.leaves(numbers)])
     if jax.tree_util.all_leaves([clip]):
-        leaves, treedef = jax.tree.flatten(numbers)
+        leaves, treedef = jax.tree.flatten(numbers, is_leaf=lambda a: isinstance(a, _Parts))
         share = max(len(leaves), 1) ** -0.5
-        alone = [[i] for i in leaves]
+        alone = list(map(jax.tree.leaves, leaves))
         return _Groups(treedef, [clip * share] * len(leaves), [share] * len(leaves), alone)
     try:
         members = list(map(jax.tree.leaves, treedef.flatten_up_to(numbers)))

@@ -258,36 +258,44 @@ class DerivedGradients(GroupInChunks):
     def _pull_back(self) -> Callable[[Sequence[Array]], Sequence[Array]]:
         """Compute the derived values, and return the map from their cotangents to gradients.
 
-        All in float32 or wider: in bfloat16, the error of a sum grows with the number of examples.
+        It is differentiated at these values, but its sums are float32 or wider: in bfloat16, their
+        error grows with the number of examples.
         """
-        outputs, backward = jax.vjp(
-            lambda *params: _widened(self.group.function, params), *map(upcast, self.params)
-        )
+        outputs, backward = jax.vjp(jaxpr_as_fun(self.group.function), *self.params)
+        program = jax.make_jaxpr(backward)(list(outputs))
 
         def pull_back(cotangents: Sequence[Array]) -> Sequence[Array]:
-            gradients: Sequence[Array] = backward(
-                [ct.astype(out.dtype) for ct, out in zip(cotangents, outputs, strict=True)]
-            )
-            return gradients
+            wide = [_Wide(upcast(ct)) for ct in cotangents]
+            return [upcast(_array(g)) for g in interpret(program, wide, _widened, lambda a: a)]
 
         return pull_back
 
 
-def _widened(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
-    """Evaluate a function of parameters in float32 or wider, whatever dtypes it casts to."""
+class _Wide(NamedTuple):
+    """A cotangent in float32 or wider, whatever the program casts it to."""
 
-    def widen(a: Any) -> Any:
-        return upcast(a) if jnp.issubdtype(jnp.result_type(a), jnp.floating) else a
+    array: Any
 
-    def handle(eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
-        if any(True for _ in inner_jaxprs(eqn)):
-            # Inner equations compute in their own dtypes, for each example alone.
-            given = (a.astype(aval(v).dtype) for a, v in zip(inputs, eqn.invars, strict=True))
-            return list(map(widen, evaluate(eqn, list(given))))
-        if any(map(is_narrow, eqn.outvars)):
-            eqn = with_dtypes(eqn, sum_dtype)
-        # Literals, too, are wide.
-        results = eqn.primitive.bind(*map(widen, inputs), **eqn.params)
-        return list(results) if eqn.primitive.multiple_results else [results]
 
-    return interpret(closed, list(map(widen, args)), handle, jnp.asarray)
+def _array(value: Any) -> Any:
+    return value.array if isinstance(value, _Wide) else value
+
+
+def _widened(eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
+    """Evaluate an equation of a backward pass. What depends on no cotangent has its own dtype."""
+    arrays = list(map(_array, inputs))
+    if not any(isinstance(a, _Wide) for a in inputs):
+        return evaluate(eqn, arrays)
+    if any(True for _ in inner_jaxprs(eqn)):
+        # Inner equations compute in their own dtypes, for each example alone.
+        given = [a.astype(aval(v).dtype) for a, v in zip(arrays, eqn.invars, strict=True)]
+        return [_Wide(_upcast(a)) for a in evaluate(eqn, given)]
+    if any(map(is_narrow, eqn.outvars)):
+        eqn = with_dtypes(eqn, sum_dtype)
+    # Literals, too, are wide.
+    results = eqn.primitive.bind(*map(_upcast, arrays), **eqn.params)
+    return list(map(_Wide, results if eqn.primitive.multiple_results else [results]))
+
+
+def _upcast(a: Any) -> Any:
+    return upcast(a) if jnp.issubdtype(jnp.result_type(a), jnp.floating) else a

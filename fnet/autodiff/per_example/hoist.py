@@ -220,7 +220,8 @@ def _counted_slices(
 
 def _increment(eqn: JaxprEqn | None, v: Var) -> int | None:
     """The number ``c`` if the equation is ``v + c``."""
-    if eqn is None or eqn.primitive.name != "add" or aval(v).shape:
+    is_counter = not aval(v).shape and jnp.issubdtype(aval(v).dtype, jnp.integer)
+    if eqn is None or eqn.primitive.name != "add" or not is_counter:
         return None
     numbers = [a.val for a in eqn.invars if isinstance(a, Literal)]
     reads = any(a is v for a in eqn.invars)

@@ -824,7 +824,6 @@ class _Part(InChunks):
         return _squared_norms_of_sum(factors) if factors else None
 
     def _dtype(self) -> jnp.dtype:
-        """The dtype of sums."""
         return sum_dtype(*(jnp.result_type(*jax.tree.leaves(i.ct)) for i in self.inputs))
 
     def materialize(self) -> Array:

@@ -92,9 +92,14 @@ class View(NamedTuple):
         """Return the views that an equation of this view results in; None if it does more."""
         if rounds_coarsely(eqn):
             return None
-        for scale in (slope(eqn, operand), scale_of_rule(eqn, operand)):
-            if scale is not None:
-                return [self._replace(scale=self.scale * scale)]
+        for factor in (slope(eqn, operand), scale_of_rule(eqn, operand)):
+            if factor is not None:
+                scale, info = (
+                    self.scale * factor,
+                    jnp.finfo(jnp.promote_types(aval(eqn.outvars[0]).dtype, jnp.float32)),
+                )
+                is_in_range = float(info.tiny) <= abs(scale) <= float(info.max) or not factor
+                return [self._replace(scale=scale)] if is_in_range else None
         is_real = jnp.issubdtype(aval(eqn.outvars[0]).dtype, jnp.floating)
         if not is_real or not is_linear_in(eqn, [operand]):
             return None

@@ -574,6 +574,10 @@ def test_complex_parameters_have_the_gradients_of_jax_grad():
     chex.assert_trees_all_close(info.norms, jnp.array(norms), rtol=1e-5)
     chex.assert_trees_all_close(total, expected, rtol=1e-5)
     chex.assert_trees_all_equal_dtypes(total, p)
+    # A number bounds each array by an equal share, real and imaginary part together.
+    each = dict.fromkeys(p, clip / 2**0.5)
+    by_number, by_tree = (clipped_grad(loss, c, per_layer=True)(p, x) for c in (clip, each))
+    chex.assert_trees_all_close(by_number, by_tree, rtol=1e-5)
 
 
 AFFINE = {

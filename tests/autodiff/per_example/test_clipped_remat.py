@@ -215,3 +215,17 @@ def test_a_backward_rule_that_is_not_linear_stays_within_the_clip():
     expected = sum(g * jnp.minimum(1, 0.1 / jnp.linalg.norm(g)) for g in gradients)
     chex.assert_trees_all_close(total["in"], expected, rtol=2e-5, atol=2e-6)
     assert gradient_strategies(one_layer, PARAMS, X)["in"] == "rematerialized"
+
+
+@pytest.mark.parametrize("part", [lambda p: p[:3], lambda p: p[1:2], lambda p: jnp.split(p, 2)[1]])
+def test_microbatches_add_the_gradient_of_a_slice_in_a_checkpoint(part):
+    def loss(p, _, batch, __):
+        inner = jax.checkpoint(lambda p, x: jnp.tanh(x[:, : len(part(p))] + part(p)[None]))
+        return jnp.square(inner(p["e"], batch["x"])).sum((1, 2))
+
+    def gradient(microbatches):
+        mode = fnet.autodiff.clipped(1.0, microbatches=microbatches)
+        args = {"e": jnp.ones((8, 4))}, None, {"x": example_losses.normal(0, 4, 4, 4)}
+        return jax.jit(mode(loss))(*args, jax.random.key(0))[0]
+
+    chex.assert_trees_all_close(gradient(2), gradient(1), rtol=1e-5)

@@ -37,6 +37,14 @@ def loop_over_slices(p, x):
     return row_losses(jax.lax.fori_loop(1, 4, body, x))
 
 
+def slices_by_a_float(p, x):
+    def body(carry, _):
+        i, x = carry
+        return (i + 1.5, jnp.tanh(x @ p[i.astype(jnp.int32)])), None
+
+    return row_losses(jax.lax.scan(body, (0.0, x), None, length=3)[0][1])
+
+
 def normalized_in_scan(p, x):
     def layer(x, w):
         return jnp.tanh(x @ (w / jnp.linalg.norm(w))), None
@@ -88,6 +96,7 @@ CASES = {
         matrices("a", "b"), "ghost norm",
     ),
     "slices by a counter": (loop_over_slices, STACK, "ghost norm"),
+    "slices by a float": (slices_by_a_float, STACK, "autodiff"),
     "normalized in a scan": (normalized_in_scan, STACK, "derived"),
     "normalized in jax.checkpoint": (normalized_in_checkpoint, matrices("a", "b"), "derived"),
     "stacked, one unused": (stacked, matrices("a", "unused"), "derived"),
@@ -170,3 +179,31 @@ def test_embedded_positions_in_chunks_of_examples():
     expected = jax.tree.map(lambda g: g.sum(0), per_example)
     chex.assert_trees_all_close(total, expected, rtol=2e-5, atol=2e-5)
     chex.assert_trees_all_close(info.norms, norms_of(per_example), rtol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "derive",
+    [
+        lambda w: jnp.where(w + 256 > 256, w * w, 0.1 * w),
+        lambda w: ((w + 256) - 256) ** 2,
+        lambda w: jnp.copysign(jnp.sqrt(jnp.abs(w) + 1), w),
+    ],
+)
+def test_values_in_bfloat16_are_differentiated_where_they_are(derive):
+    def loss(w, x):
+        return row_losses((x @ derive(w)).astype(jnp.float32))
+
+    w, x = (normal(i, D, D).astype(jnp.bfloat16) for i in range(2))
+    total, info = jax.jit(fnet.clipped_grad(loss, float("inf")))(w, x)
+    one, expected = jax.jit(fnet.clipped_grad(loss, float("inf"), microbatch_size=1))(w, x)
+    chex.assert_trees_all_close(info.norms, expected.norms, rtol=2**-6)
+    chex.assert_trees_all_close(total, one, atol=2**-6 * float(jnp.abs(one).max()))
+
+
+def test_a_scale_below_the_range_of_float32(float64):
+    def loss(w, x):
+        return ((1e60 * x) @ (w * 1e-60)).sum(-1)
+
+    w, x = jnp.ones((2, 2)), jnp.array([[1.0, 2.0]])
+    total, _ = fnet.clipped_grad(loss, float("inf"))(w, x)
+    chex.assert_trees_all_close(total, jnp.array([[1.0, 1.0], [2.0, 2.0]]))
