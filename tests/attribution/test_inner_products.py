@@ -21,7 +21,7 @@ SLOW = "flax_transformer", "fnet_transformer", "flax_cnn", "convolutions"
 NARROW = ("views",)  # Products of bfloat16.
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize("reads", [32, 0], ids=["", "one gradient at a time"])
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW[:2])) for n in CASES]

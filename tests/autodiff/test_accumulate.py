@@ -53,7 +53,7 @@ WEIGHTS = {
 }
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 @looped_and_unrolled
 @pytest.mark.parametrize("weight", WEIGHTS.values(), ids=WEIGHTS)
 def test_gradient_and_metrics_equal_the_whole_batch(weight, unroll):
@@ -96,7 +96,7 @@ def test_gradients_equal_golden_values(unroll):
     chex.assert_trees_all_equal(dw1, jnp.asarray([[-2.0, 4.0], [-2.0, 4.0]]))
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @looped_and_unrolled
 def test_accumulates_every_use_of_a_parameter(unroll):
     def loss(params, state, batch, key):
@@ -193,7 +193,7 @@ def compiled_step(optimizer, mode, *, scanned, batch=64, width=128):
     return fnet.compile_step(step, state, batch).report, tree_bytes(state.params)
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("scanned", [False, True])
 @pytest.mark.parametrize(
     ("optimizer", "copies"),
@@ -282,7 +282,7 @@ def test_sharded_batch_gives_the_same_gradient_and_moves_no_example(axis_type):
         assert moving not in program
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 @looped_and_unrolled
 @pytest.mark.parametrize("per_device", [False, True])
 def test_gradients_inside_shard_map_are_summed_as_by_jax_grad(per_device, unroll):

@@ -41,7 +41,7 @@ def saved_per_block(activation, **options):
     return (many - few) / 6
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize(
     "activation",
     ["leaky_relu", "gelu", *(pytest.param(a, marks=pytest.mark.slow) for a in ("elu", "relu"))],

@@ -47,7 +47,7 @@ def test_vjps_adds_to_accumulators_and_donates_them(seed, width):
     np.testing.assert_array_equal(twice, [12.0] * 4)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize(
     ("layout", "sizes", "batch", "n", "width"),
     [
@@ -144,7 +144,7 @@ def evaluated_eagerly():
     return params, x, tangents, jvps(output, (params, x), (tangents, None), primal=False)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("width", [1, 2, "auto"])
 def test_results_are_the_same_under_jit_and_vmap(width):
     params, x, tangents, expected = evaluated_eagerly()
@@ -159,7 +159,7 @@ def test_results_are_the_same_under_jit_and_vmap(width):
     chex.assert_trees_all_close(got, (expected, expected), atol=1e-5)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("width", [1, 2, "auto"])
 def test_jvps_and_vjps_can_be_differentiated(width):
     params, x, tangents, _ = evaluated_eagerly()
@@ -185,7 +185,7 @@ def test_jvps_and_vjps_can_be_differentiated(width):
     chex.assert_trees_all_close(*penalties, atol=1e-3)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("width", [1, 2, "auto"])
 def test_bfloat16_gradients_stay_bfloat16(width):
     half = jax.tree.map(lambda a: jnp.asarray(a, jnp.bfloat16), evaluated_eagerly()[:2])

@@ -199,7 +199,7 @@ ORDINARY = {
 }  # fmt: skip
 
 
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(15)
 @pytest.mark.parametrize("name", ORDINARY)
 def test_ordinary_losses_may_be_split_and_the_gradient_is_the_same(name):
     loss, params = ORDINARY[name]()
@@ -207,7 +207,7 @@ def test_ordinary_losses_may_be_split_and_the_gradient_is_the_same(name):
     assert off_by(loss, params) < 1e-4
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize("name", ORDINARY)
 def test_dropout_does_not_couple_examples(name):
     assert coupling(*ORDINARY[name](rate=0.5)) is None
@@ -290,7 +290,7 @@ COUPLED = {
 }
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("name", COUPLED)
 def test_losses_whose_gradient_changes_if_the_batch_is_split_are_found_with_their_line(name):
     loss, operation = COUPLED[name]

@@ -35,7 +35,7 @@ def gradient(mode, batch):
     return jax.jit(mode(model_loss))(params, state, batch, jax.random.key(2))
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize("weight", [None, [1, 0, 1, 1, 0, 1]])
 @pytest.mark.parametrize(
     "mode", [autodiff.per_example(), autodiff.clipped(1e6), autodiff.clipped(float("inf"))]
@@ -133,7 +133,7 @@ def test_state_as_long_as_a_microbatch_is_not_averaged():
     chex.assert_trees_all_equal(new_state, state)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("parts", [1, 3])
 def test_rejects_noise_if_the_state_depends_on_examples(parts):
     def loss(params, state, batch, key):
@@ -188,7 +188,7 @@ def test_state_that_does_not_depend_on_examples_is_updated_with_noise():
         assert run()["n"] == 4
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("microbatches", [1, 3])
 def test_state_that_depends_on_the_batch_is_averaged(microbatches):
     def loss(params, state, batch, key):
@@ -273,7 +273,7 @@ def test_rejects_invalid_arguments(arguments, message):
         autodiff.clipped(**arguments)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("options", [{"per_layer": True}, {"automatic": 0.5}], ids=str)
 def test_mode_clips_like_clipped_grad(options):
     grads, _, _ = gradient(autodiff.clipped(0.05, **options), batch())
@@ -290,7 +290,7 @@ def test_mode_clips_like_clipped_grad(options):
     assert max(float(jnp.abs(a - b).max()) for a, b in pairs) > 1e-4
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize(
     "mode", [autodiff.mean, autodiff.microbatches(2), autodiff.per_example(), autodiff.clipped(1.0)]
 )

@@ -86,7 +86,7 @@ OPTIMIZERS = {
 QUICK = "momentum", "adam", "partly frozen"
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize(
     "optimizer",
     [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in OPTIMIZERS],
@@ -284,7 +284,7 @@ def wide_step(optimizer, mode, dtype=jnp.float32):
     return (step, state, batch), tree_bytes(state.params)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize(("optimizer", "copies"), [("sgd", 1), ("adam", 3)])
 def test_peak_is_little_more_than_the_state(optimizer, copies):
     step, params = wide_step(optimizer, IN_BACKWARD)

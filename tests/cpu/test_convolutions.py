@@ -57,7 +57,7 @@ def convolutions_left(f, *args):
     return len(list(find_equations(jax.make_jaxpr(f)(*args), "conv_general_dilated")))
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_outputs_and_gradients_match_float64(shape, any_size):
     args = arrays(*SHAPES[shape])

@@ -223,7 +223,7 @@ def test_dpm_solver_is_more_accurate_than_ddim_with_equal_steps(name):
     assert dpm_solver_error < 0.6 * ddim_error < 0.1
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize(
     "predicts", [pytest.param(t, marks=[pytest.mark.slow] * (t != "v")) for t in TARGETS]
 )
@@ -303,7 +303,7 @@ def test_denoiser_sees_timesteps_of_the_schedule(sampler):
     np.testing.assert_array_equal(seen, np.stack([sampling_timesteps(schedule, 7)] * 2, -1))
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_samplers_support_jit_and_vmap_and_trace_the_model_once(sampler):
     schedule, traces = schedules.linear(100), []

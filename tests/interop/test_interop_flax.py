@@ -134,7 +134,7 @@ def random_like(tree, seed=1):
     return jax.tree.map(lambda a: jnp.asarray(rng.uniform(0.5, 1.5, a.shape), a.dtype), tree)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 @APIS
 @pytest.mark.parametrize("train", [True, False])
 def test_matches_batch_norm_and_leaky_relu(model, train):

@@ -62,7 +62,7 @@ def test_scale_and_bias_are_optional_as_in_batch_norm(norm, use_scale, use_bias)
     chex.assert_trees_all_close(norm(x, **options)(x, False), expected, atol=1e-4)
 
 
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(15)
 @NORMS
 @pytest.mark.parametrize(
     ("input_dtype", "given"),

@@ -38,7 +38,7 @@ def test_the_page_lists_every_family():
     assert {f for f in FAMILIES if f"`{f}`" not in rows} == set()
 
 
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(15)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logits_match_those_of_transformers(name):
     model, params, tensors = loaded(name)
@@ -139,7 +139,7 @@ def test_xielu_is_its_formula():
     np.testing.assert_allclose(y, curve + 0.5 * x, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize("name", ["gemma3_text", "gpt2", "phi3"])
 def test_fused_losses_match_the_logits(name):
     model, params, _ = loaded(name)
@@ -150,7 +150,7 @@ def test_fused_losses_match_the_logits(name):
     chex.assert_trees_all_close(losses, expected, atol=1e-5)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("name", ["gemma2", "mamba2_groups", "qwen3_5_text", "recurrent_gemma"])
 def test_bfloat16_tensors_stay_bfloat16(name):
     _, _, tensors = loaded(name)
@@ -163,7 +163,7 @@ def test_bfloat16_tensors_stay_bfloat16(name):
     chex.assert_trees_all_equal(fnet.interop.to_huggingface(model, params), tensors)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize(
     "name",
     [

@@ -46,7 +46,7 @@ GRADS, NORMS = per_example()
 CLIP = float(np.median(NORMS))
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("microbatch_size", [None, 1, 3, 6])
 @pytest.mark.parametrize("materialized", [False, True])
 def test_sum_equals_a_loop_over_examples(microbatch_size, materialized):
@@ -216,7 +216,7 @@ def test_sums_on_a_grid_are_integers_within_the_bound():
     )
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("microbatch_size", [None, 256])
 def test_sums_in_bfloat16_are_accumulated_in_float32(microbatch_size):
     params, x = jnp.zeros(1, jnp.bfloat16), jnp.ones((1024, 1), jnp.bfloat16)

@@ -89,7 +89,7 @@ FORMS = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(12)
 @FORMS
 @pytest.mark.parametrize("quantized", [None, "int8", "nf4"])
 def test_products_of_every_form(form, quantized):
@@ -104,7 +104,7 @@ def test_products_of_every_form(form, quantized):
     assert_same(config, params, f, normal(2, 3, 64, seed=2), quantized=quantized)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @FORMS
 def test_other_operations_get_the_whole_weight(form):
     def f(params, x, rows):
@@ -117,7 +117,7 @@ def test_other_operations_get_the_whole_weight(form):
     assert_same(config, params, f, normal(3, 4, seed=2), jnp.array([0, 4, 4]))
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 @FORMS
 @pytest.mark.parametrize("quantized", [None, "nf4"])
 def test_stacked_layers_in_a_scan(form, quantized):
@@ -136,7 +136,7 @@ def test_stacked_layers_in_a_scan(form, quantized):
     assert_same(config, params, f, normal(2, 8, seed=2), quantized=quantized)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 @FORMS
 @pytest.mark.parametrize("quantized", [None, "nf4"])
 def test_layers_of_a_stack_by_number(form, quantized):
@@ -231,7 +231,7 @@ def test_weights_inside_of_branches_for_platforms():
     np.testing.assert_allclose(result, expected, rtol=1e-5)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @FORMS
 def test_linen(form):
     class Network(linen.Module):
@@ -247,7 +247,7 @@ def test_linen(form):
     assert_same(config, params, lambda p, x: network.apply({"params": p}, x), x)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 @FORMS
 @pytest.mark.parametrize("name", ["query", "out"])
 def test_attention_of_nnx(form, name):
@@ -261,7 +261,7 @@ def test_attention_of_nnx(form, name):
     )
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @FORMS
 def test_equinox(form):
     eqx = pytest.importorskip("equinox")
@@ -307,7 +307,7 @@ def model_loss(params, model_state, batch, key):
     return jnp.square(y).mean((1, 2)), fnet.Aux(model_state, {})
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @FORMS
 def test_layers_of_fnet(form):
     model = fnet.serial(
@@ -363,7 +363,7 @@ def test_an_adapter_for_each_example():
         np.testing.assert_allclose(y, apply(adapter, params, row), rtol=1e-5)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 @FORMS
 @pytest.mark.parametrize("quantized", [None, "int8"])
 def test_inside_of_shard_map(form, quantized):
@@ -412,7 +412,7 @@ def test_a_is_uniform_up_to_the_bound():
     np.testing.assert_allclose(a.std(), 0.05 / 3**0.5, rtol=0.03)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 @FORMS
 @pytest.mark.parametrize("quantized", [None, "int8"])
 def test_merged_weights_have_the_function_of_the_adapters(form, quantized):
@@ -450,7 +450,7 @@ MODES = {
 }
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize("mode", MODES)
 def test_a_step_trains_the_adapters_alone(mode):
     params, _ = MODEL.init(new_key())
@@ -467,7 +467,7 @@ def test_a_step_trains_the_adapters_alone(mode):
     assert all(jnp.abs(a["b"]).max() > 0 for a in state.params.values())
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize("mode", [*MODES, "remat"])
 def test_no_array_of_the_frozen_size_exists_besides_the_frozen_weights(mode):
     width, depth = 64, 8

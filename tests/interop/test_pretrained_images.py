@@ -51,7 +51,7 @@ def evaluate(model, params, x):
     return jax.jit(lambda p: model.apply(p, {}, x, train=False)[0])(params)
 
 
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(15)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_outputs_match_those_of_the_peer(name):
     tensors = tensors_of(name)
@@ -61,7 +61,7 @@ def test_outputs_match_those_of_the_peer(name):
     chex.assert_trees_all_equal(fnet.interop.to_huggingface(model, params), tensors)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize("name", OTHER_SIZES)
 def test_interpolated_positions_match_those_of_the_peer(name):
     load = functools.partial(fnet.interop.from_huggingface, CONFIGS[name], tensors_of(name))
@@ -172,7 +172,7 @@ def test_only_image_networks_interpolate_positions():
         build_model(CONFIGS["convnext"], interpolate_positions=True)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize(
     ("architecture", "parameters"),
     [  # timm 1.0.31

@@ -48,7 +48,7 @@ def test_nf4_levels_are_those_of_the_paper():
     np.testing.assert_allclose(NF4_LEVELS, levels / levels.max(), atol=1e-6)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("rows", [64, 192, 70])
 def test_nf4_takes_the_nearest_level_of_each_block(rows):
     matrix = weights(rows, 5)
@@ -76,7 +76,7 @@ def test_int8_rounds_to_the_scale_of_the_output():
     assert (error[:, 0] > 0).any()
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("kind", ["int8", "nf4"])
 def test_codes_make_up_for_the_rounding_of_scales(kind):
     matrix = weights(256, 64)
@@ -89,7 +89,7 @@ def test_codes_make_up_for_the_rounding_of_scales(kind):
     assert errors[jnp.bfloat16] < 1.05 * errors[jnp.float32]
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize("kind", ["int8", "nf4"])
 @pytest.mark.parametrize(
     ("layout", "shape", "order"),
@@ -135,7 +135,7 @@ def test_a_path_joins_keys_and_a_variable_has_the_path_of_its_array(tree, paths)
     assert jax.tree.leaves(map_with_paths(lambda path, leaf: path, tree)) == paths
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("kind", ["int8", "nf4"])
 def test_stacked_layers_are_quantized_one_by_one(kind):
     weight = weights(3, 64, 4)

@@ -106,7 +106,7 @@ def test_weights_of_plain_norm_give_the_same_logits_in_place(name):
         ),
     ],
 )
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 def test_files_of_published_networks_are_recognized(name, names, title, options):
     found = families.recognize(torch_shapes(models.get(name, num_classes=10), names))
     assert (found.title, dict(found.options), found.classes) == (title, options, 10)

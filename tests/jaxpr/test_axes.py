@@ -208,7 +208,7 @@ NAMES = sorted(set(ROWS) & (set(equation_cases.CASES) | set(equation_cases.COLLE
 SUM_BUT_UNKNOWN = {"psum", "reduce", "reduce_and", "reduce_or", "scatter", "scatter-max"}
 
 
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(15)
 @pytest.mark.parametrize("name", NAMES)
 def test_factors(name):
     for equation in equations(name, 2):
@@ -234,7 +234,7 @@ def merged(rows, axis, first, is_scalar):
     return from_host(np.concatenate(hosts, first + axis), rows[0])
 
 
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(15)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_longer_axis_equals_vmap(name):
     for equation in equations(name, B):
@@ -271,7 +271,7 @@ def test_a_longer_axis_of_copies():
     assert close(longer[0], np.concatenate(equation.run(equation.draws[0]) * 2))
 
 
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(15)
 @pytest.mark.parametrize("name", [name for name in NAMES if ROWS[name].broadcasts])
 def test_operands_that_are_repeated(name):
     for equation in equations(name, 1):
@@ -348,7 +348,7 @@ LINEAR_BUT_UNKNOWN = {
 }
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize("name", NAMES)
 def test_linearity(name):
     for equation in equations(name, 3):
@@ -540,7 +540,7 @@ def test_attention_of_cudnn_computes_each_example_alone(options, present, known)
     assert [(f.operands, f.results) for f in factors(eqn)] == expected
 
 
-@pytest.mark.sweep(7)
+@pytest.mark.sweep(21)
 @pytest.mark.parametrize("question", BUT_UNKNOWN, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("name", NAMES)
 def test_elements(name, question):

@@ -134,7 +134,7 @@ FNET_FUNCTIONS = {
 }
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize("name", FNET_FUNCTIONS)
 def test_custom_backward_rules_of_fnet_keep_one_row_per_example(name):
     assert FNET_FUNCTIONS[name]() == BatchAxis(0)

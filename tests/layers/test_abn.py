@@ -66,7 +66,7 @@ def both_gradients(f, g, *arguments):
     return compiled(pullback(f), pullback(g))(*arguments)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("activation", list(ACTIVATIONS))
 @pytest.mark.usefixtures("float64")
 def test_output_and_gradients_match_the_formula(activation):
@@ -109,7 +109,7 @@ def test_gradients_match_autodiff_on_random_shapes_and_axes(
         chex.assert_trees_all_close(got, expected, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize(
     "activation",
     ["elu", "gelu"]
@@ -172,7 +172,7 @@ def test_gradient_of_a_tiny_gamma_has_the_documented_error(gamma, error):
         assert float(jnp.abs(got - exact).max() / jnp.abs(exact).max()) < error
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize("outlier", [1e3, 1e6])
 @pytest.mark.parametrize("activation", ["elu", "softplus", "leaky_relu"])
 def test_gradients_are_finite_with_a_huge_outlier(activation, outlier):
@@ -204,7 +204,7 @@ def test_constant_channel_gives_beta_and_finite_gradients():
     chex.assert_tree_all_finite(grads)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64])
 @pytest.mark.usefixtures("float64")
 def test_output_has_the_dtype_of_the_input_and_statistics_are_float32_or_wider(dtype):

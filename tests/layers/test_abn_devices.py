@@ -30,7 +30,7 @@ def mesh(shape=(4,), names=("d",), axis_type=AxisType.Auto):
     return jax.make_mesh(shape, names, axis_types=(axis_type,) * len(names))
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize(
     ("axis_type", "mask", "activation"),
     [
@@ -96,7 +96,7 @@ def mapped(body, check_vma, mask, out_specs, devices=None, rows=ROWS):
     )
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 @BOTH_MODES
 @pytest.mark.parametrize("train", [True, False])
 @pytest.mark.parametrize("batch", list(BATCHES))
@@ -158,7 +158,7 @@ def test_noninvertible_activation_gradients_match_one_device(check_vma):
     chex.assert_trees_all_close(got, expected, atol=1e-12)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @BOTH_MODES
 @pytest.mark.parametrize("axis_name", [("d", "e"), "d"])
 @pytest.mark.usefixtures("float64")
@@ -275,7 +275,7 @@ def matmul():
     )
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @BOTH_MODES
 @pytest.mark.parametrize("activation", ["leaky_relu", "gelu"])
 @pytest.mark.usefixtures("float64")
@@ -337,7 +337,7 @@ def test_rejects_one_sample_over_all_devices():
 # axis_name under vmap
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("train", [True, False])
 @pytest.mark.parametrize("activation", ["elu", pytest.param("gelu", marks=pytest.mark.slow)])
 @pytest.mark.usefixtures("float64")

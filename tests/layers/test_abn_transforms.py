@@ -30,7 +30,7 @@ def images(n=4):
     return jnp.asarray(np.random.default_rng(3).normal(size=(n, 5, 5, 2)))
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize(("batch", "serialised"), [("6", False), ("n", True)])
 def test_exported_network_matches_the_network(batch, serialised):
     network = small_network()
@@ -66,7 +66,7 @@ def training_loss(apply):
     return jax.value_and_grad(f, (0, 1), has_aux=True)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("remember", [jax.checkpoint, fnet.recompute])
 @pytest.mark.usefixtures("float64")
 def test_rematerialization_changes_neither_gradients_nor_state(remember):
@@ -90,7 +90,7 @@ def test_rematerialization_changes_neither_gradients_nor_state(remember):
     assert float(new_state["3"]["count"]) == 1
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize(
     ("activation", "remember"), [("leaky_relu", lambda f: f), ("gelu", fnet.recompute)]
 )
@@ -159,7 +159,7 @@ def test_forward_over_reverse_matches_reverse_over_reverse(activation, train):
     chex.assert_trees_all_close(forward, differences, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize(
     ("layer", "shape"), [(layers.dense(C, 2), (4, C)), (layers.conv(C, 2), (2, 4, 4, C))]
 )

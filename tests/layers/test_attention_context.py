@@ -202,7 +202,7 @@ def test_denominator_threshold_separates_zero_from_correlation():
     chex.assert_trees_all_close(small, plain, rtol=1e-4, atol=1e-7)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize(("examples", "width"), [(6, 512), (5, 600), (1, 1100)])
 def test_sum_over_groups_of_examples_matches_one_sum(examples, width):
     x, y = arrays(examples, 8, width, n=2)

@@ -137,7 +137,7 @@ def test_rejects_invalid_sizes(make, message):
         make()
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activations_and_gradients_match_their_formulas(name):
     z = jnp.linspace(-3, 3, 25)  # includes 0

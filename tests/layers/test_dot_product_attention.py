@@ -92,7 +92,7 @@ def assert_equal(ours, theirs, arrays, tolerance):
     chex.assert_trees_all_close(got, expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize("name", CASES)
 def test_attention_matches_a_plain_softmax_in_float64(name, float64):
     arrays, kwargs = case(name, np.float64)
@@ -100,7 +100,7 @@ def test_attention_matches_a_plain_softmax_in_float64(name, float64):
     assert_equal(ours, functools.partial(plain, **kwargs), arrays, 1e-10)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize(
     "name", ["plain", "longer keys, causal", "mask of heads, grouped", "scale"]
 )
@@ -110,7 +110,7 @@ def test_attention_matches_jax_nn_in_float32(name):
     assert_equal(ours, functools.partial(jax_nn, **kwargs), arrays, 1e-5)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize(("t", "chunk"), [(1, 4), (17, 2)])
 def test_chunks_work_for_any_length(t, chunk, float64):
     ours = functools.partial(dot_product_attention, causal=True, chunk=chunk)
@@ -314,7 +314,7 @@ def test_shard_map_over_the_batch_matches_one_device():
     chex.assert_trees_all_close(jax.device_get(got), jax.jit(f)(*arrays), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_sharding_over_batch_and_heads_is_preserved(axis_type):
     mesh = jax.make_mesh((2, 2), ("data", "heads"), axis_types=(axis_type,) * 2)

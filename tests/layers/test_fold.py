@@ -61,7 +61,7 @@ def assert_folded_equals_unfolded(make, x, *, bias, activation="leaky_relu", **o
     assert_close_to_the_largest(*folded_and_unfolded(x))
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize(
     ("options", "bias"),
     [
@@ -79,7 +79,7 @@ def test_folded_convolution_equals_convolution_and_norm(options, bias):
     )
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize(
     ("activation", "bias"), [("identity", True), ("elu", False), ("relu", True), ("gelu", False)]
 )

@@ -29,7 +29,7 @@ def flax_group_norm(x, scale, bias, *, groups):
     return norm.apply({"params": {"scale": scale, "bias": bias}}, x)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize(
     ("shape", "groups"),
     [((3, 4, 5, 12), 3), ((2, 3, 8), 8), ((2, 3, 8), 1), ((4, 6), 2), ((1, 2, 2, 2, 4), 4)],

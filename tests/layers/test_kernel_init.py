@@ -37,7 +37,7 @@ def test_cosine_patches_reject_another_number_of_channels():
         layers.cosine_patches(jax.random.key(0), (2, 2, 3, 16))
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize(("n_in", "n_out", "window"), [(3, 5, 3), (5, 3, 2), (4, 4, 3)])
 def test_partly_identity_copies_channels(n_in, n_out, window):
     conv = layers.conv(n_in, n_out, window, bias=False, kernel_init=layers.partly_identity)

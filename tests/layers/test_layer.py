@@ -180,7 +180,7 @@ def test_rejects_integer_inputs(call):
         call()
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize(
     ("layer", "shape"),
     [

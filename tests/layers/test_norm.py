@@ -101,7 +101,7 @@ def test_output_and_gradients_match_the_formula_on_random_shapes(shape, norm, se
         chex.assert_trees_all_close(*gradients, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("norm", ["layer", "rms"])
 @pytest.mark.usefixtures("float64")
 def test_gradients_match_finite_differences_to_second_order(norm):
@@ -116,7 +116,7 @@ def compiled_hessian(f):
     return jax.jit(jax.hessian(lambda x, s, b, dy: ((f(x, s, b) + 1) ** 3 * dy).sum(), (0, 1, 2)))
 
 
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(15)
 @pytest.mark.parametrize("scale", [1.0, 1e-3, 0.0, -0.0])
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.usefixtures("float64")
@@ -137,7 +137,7 @@ def test_backward_pass_saves_only_the_output(norm):
     assert saved[0].unsafe_buffer_pointer() == y.unsafe_buffer_pointer()
 
 
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(15)
 @pytest.mark.parametrize("scale", [1.0, 1e-3, -1e-6, 1e-12, 1e-25, 1e-31, 0.0, -0.0])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("norm", ["layer", "rms"])
@@ -224,7 +224,7 @@ def test_bias_in_the_next_dense_layer_is_accurate_for_small_scales():
     assert max(relative_errors(gradients(in_place, x, scale, bias, dy), exact)) > 1e-3
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("norm", ["layer", "rms"])
 @pytest.mark.usefixtures("float64")
@@ -272,7 +272,7 @@ def test_vmap_matches_a_loop(norm):
     )
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("norm", ["layer", "rms"])
 def test_parameter_gradients_are_summed_over_devices(norm, check_vma):
@@ -359,7 +359,7 @@ def temporaries_in_activations(norm, depth, width=128, rows=2048):
 
 # Measured with jax 0.10.2: a block adds exactly 2 (y and the dense layer's output) where the
 # formula adds 4 (layer norm) or 3 (RMS norm); six blocks need 18.0 instead of 28.1 or 22.1.
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize(("norm", "ratio"), [("layer", 0.66), ("rms", 0.84)])
 def test_stack_of_blocks_needs_fewer_temporaries_than_the_formula(norm, ratio):
     ours, formula = pair(norm)

@@ -33,7 +33,7 @@ def max_pool(window, stride, padding):
     return lambda x: pooled(layers.max_pool(window, stride=stride, padding=padding), x)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 @PATCHES
 def test_max_pool_derivatives_match_windowed_reductions(window, stride, padding):
     ours, theirs = (make(window, stride, padding) for make in (max_pool, reduction))

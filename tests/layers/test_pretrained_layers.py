@@ -28,7 +28,7 @@ def naive_attention(q, k, v, *, causal, window, segments, scale, soft_cap):
     return np.einsum("bhts,bshd->bthd", weights / weights.sum(-1, keepdims=True), v)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("soft_cap", [None, 0.7])
@@ -95,7 +95,7 @@ def test_separate_projections_equal_fused_ones():
     chex.assert_trees_all_close(y, z, atol=1e-6)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("over", ["head", "heads"])
 @pytest.mark.parametrize("window", [None, 3])
 def test_decoding_matches_the_whole_sequence(over, window):

@@ -44,7 +44,7 @@ def value_and_gradients(layer, params, state, x, key=None):
     return compiled(layer)(params, x, state, key)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("blocks", [1, 4, pytest.param(16, marks=pytest.mark.slow)])
 def test_gradients_equal_those_without_restoration_bit_for_bit(blocks):
     pairs = [(convolution_block(4), convolution_block(4))] * blocks
@@ -196,7 +196,7 @@ def scaled(factor):
     return Layer(lambda key: ({}, {}), lambda p, s, x, *, key=None, train: (factor * x, s))
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("bad", [jnp.nan, jnp.inf, -jnp.inf, 2 * LIMIT, -2 * LIMIT])
 def test_output_of_an_example_is_nan_if_restoration_is_impossible(bad):
     layer = reversible([(scaled(1.0), scaled(1.0))])

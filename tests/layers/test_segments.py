@@ -91,7 +91,7 @@ def one_document_at_a_time(name, given):
     return y, jnp.concatenate([row[-1][1] for row in rows])
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize(("name", "chunk"), CASES)
 def test_values_and_gradients_match_a_call_for_each_document(name, chunk, float64):
     scan, given = SCANS[name]
@@ -131,7 +131,7 @@ def test_second_derivatives_match_a_call_for_each_document(float64):
     chex.assert_trees_all_close(got, expected, rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("name", SCANS)
 def test_gradients_stay_within_a_document(name):
     scan, given = SCANS[name]
@@ -182,7 +182,7 @@ def loss(layer, params, x, segments=None):
     return jnp.sin(3 * y).sum()
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers_match_a_call_for_each_document(name, float64):
     layer = LAYERS[name]

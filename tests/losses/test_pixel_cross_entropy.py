@@ -79,7 +79,7 @@ GRIDS = {
 }
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize(
     ("grid", "size"),
     [

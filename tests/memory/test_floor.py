@@ -85,7 +85,7 @@ def test_the_reason_is_that_of_the_largest_arrays(loss, rows, reason):
         raise error
 
 
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(15)
 @pytest.mark.parametrize("name", FOREIGN)
 def test_no_plan_is_below_the_floor(name, allow_rank_promotion):
     with jax.numpy_dtype_promotion("standard"), jax.debug_key_reuse(False):

@@ -186,7 +186,7 @@ def test_loops_anywhere_keep_their_gradients(loss, sizes, float64):
     chex.assert_trees_all_close(ours, expected, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_chosen_chunks_need_a_fraction_of_the_bytes(loss):
     plain, plain_flops = temporaries(loss), flops(loss)
@@ -238,7 +238,7 @@ def test_a_function_without_loops_has_no_policies():
     assert len(loop_policies(closed, [True])) == 1
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize("loss", [recurrent_from_the_end, dropout, loop_of_loops, fori])
 @pytest.mark.parametrize("share", [0.3, 0.5])
 def test_iterations_between_chunks_keep_gradients(loss, share, float64):

@@ -200,7 +200,7 @@ def check(loss, params, batch, rtol=1e-5):
     assert_equal(gradient(fitted, params, batch), gradient(loss, params, batch), rtol)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("name", CASES)
 def test_odd_program_fits_with_the_same_gradient_or_is_refused(name):
     loss, given = CASES[name]

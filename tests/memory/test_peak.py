@@ -71,7 +71,7 @@ def step(request):
     return step_of(*NETS[name]()).compile(compiler_options=OPTIONS[candidate])
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 def test_the_curve_of_a_train_step_stays_within_the_assigned_bytes(step):
     p = peak(step)
     # The rest are gaps between buffers, a larger share in a small net.

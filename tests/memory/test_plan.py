@@ -254,7 +254,7 @@ def test_progress_is_called_with_each_candidate_on_one_thread(step_and_peaks):
     assert threads == {threading.get_ident()}
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("budget", [None, "1GiB"])
 def test_accepts_a_batch_with_a_scalar(step_and_peaks, budget):
     (step, state, batch), *_ = step_and_peaks

@@ -70,7 +70,7 @@ def flops(f):
     return estimate_cost(jax.make_jaxpr(jax.grad(f))(*inputs())).flops
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("f", [unrolled, scanned, chain])
 def test_a_planned_policy_changes_neither_value_nor_gradients(f):
     p = planner(f)
@@ -80,7 +80,7 @@ def test_a_planned_policy_changes_neither_value_nor_gradients(f):
     chex.assert_trees_all_close(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("f", [unrolled, scanned])
 def test_the_compiled_program_is_smaller_by_the_predicted_bytes(f):
     p = planner(f)

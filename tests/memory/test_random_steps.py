@@ -24,13 +24,13 @@ def check(seed, shares, most_blocks, routes):
     assert not failures(rows), "\n".join(failures(rows))
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("seed", WITH_REMAT_TO_FIT)
 def test_a_loss_stays_exact_in_a_budget(seed):
     check(seed, [(0.7, 0.5, 0.35)[seed % 3]], 2, ["remat_to_fit"])
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("seed", WITH_COMPILE_STEP)
 def test_a_step_stays_exact_in_a_budget(seed):
     check(seed, [(0.7, 0.5, 0.35)[seed % 3]], 2, ["compile_step"])

@@ -173,7 +173,7 @@ def every(f, args, step):
     return Kept(frozenset(names[::step]), tuple(e.primitive.name for e in eqns))
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize(("chunks", "step"), [(3, None), (16, None), (3, 1), (5, 2)])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_values_and_gradients_stay(loss, chunks, step):

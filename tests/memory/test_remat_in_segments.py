@@ -60,7 +60,7 @@ def plain(f):
     return jax.jit(jax.value_and_grad(f))(*inputs())
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize(
     "f",
     [chain, scanned, pytest.param(jax.jit(chain), marks=pytest.mark.slow)],

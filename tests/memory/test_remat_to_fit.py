@@ -190,7 +190,7 @@ def peak_of_step(loss, optimizer, options=None):
     ).total
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_step_of_an_optimizer_takes_what_is_planned_to_the_byte(name):
     optimizer = OPTIMIZERS[name]

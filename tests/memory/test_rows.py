@@ -68,7 +68,7 @@ def to_numbers(a):
     return np.asarray(jax.random.key_data(a) if is_key else a).astype(np.complex128)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize("name", sorted(set(ROWS) & set(equation_cases.CASES)))
 def test_parts_of_every_primitive_are_what_the_whole_gives(name):
     for equation in equations(name, 1):

@@ -20,7 +20,7 @@ def initial(layer):
 
 
 # Woo et al. 2023, table 6, and Liu et al. 2022, table 1, in millions.
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize(
     ("name", "millions"),
     [
@@ -80,7 +80,7 @@ def test_a_feed_forward_layer_rematerializes_its_hidden_norm():
     assert bytes_saved(hidden_norm=layers.global_response_norm(16)) == bytes_saved() > 0
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("response_norm", [False, True])
 def test_a_block_matches_its_formula(response_norm):
     model = models.convnext(**SMALL | {"response_norm": response_norm, "layer_scale": 0.5})

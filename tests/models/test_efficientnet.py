@@ -13,7 +13,7 @@ from fnet.models.swin import window_attention
 from fnet.optim import layer_scales
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize(
     ("name", "parameters"),
     [  # torchvision 0.29.1 and timm 1.0.31

@@ -50,7 +50,7 @@ def test_parameter_counts_and_feature_shapes_match_the_reference(
     ]
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize(
     ("name", "options", "strides"),
     [

@@ -26,7 +26,7 @@ def test_the_names_of_published_networks_are_those_of_their_files():
 
 
 # Parameter counts of torchvision 0.20.
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize(
     ("depth", "parameters"),
     [(18, 11_689_512), (34, 21_797_672), (50, 25_557_032), (101, 44_549_160), (152, 60_192_808)],
@@ -66,7 +66,7 @@ def test_group_norm_accepts_widths_not_divisible_by_32(name):
     assert state == {}
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize(("channels", "groups"), [(24, 8), (64, 32), (16, 16)])
 def test_number_of_groups_is_gcd_of_32_and_channels(channels, groups):
     layer = blocks.group_norm_activation(channels, activation="identity", activation_param=0.01)
@@ -91,7 +91,7 @@ def test_default_revnet_is_about_as_large_as_resnet50():
     assert count(params) == pytest.approx(25_557_032, rel=0.05)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize(
     "model",
     [

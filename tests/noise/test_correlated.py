@@ -94,7 +94,7 @@ def strategy_matrix(strategy, size):
     return np.linalg.inv(matrix)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("make", [banded_square_root, banded_inverse_square_root])
 def test_one_band_equals_dp_sgd_bit_for_bit(make):
     batch = {"x": jax.random.normal(jax.random.key(0), (ROWS, 8))}
@@ -107,7 +107,7 @@ def test_one_band_equals_dp_sgd_bit_for_bit(make):
     chex.assert_trees_all_equal(*states)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_noise_combines_the_noise_of_dp_sgd_at_earlier_steps(name):
     strategy, steps = STRATEGIES[name], 9
@@ -117,7 +117,7 @@ def test_noise_combines_the_noise_of_dp_sgd_at_earlier_steps(name):
     chex.assert_trees_all_close(noise_of(noisy_mode(strategy), 8, steps), expected, atol=2e-5)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize("name", ["dp_sgd", *STRATEGIES])
 def test_mean_variance_and_covariance_of_the_noise(name):
     strategy, steps, width = STRATEGIES.get(name, DP_SGD), 8, 96
@@ -138,7 +138,7 @@ def test_mean_variance_and_covariance_of_the_noise(name):
     assert (np.abs(shifted) < 5 * scale / math.sqrt(count)).all()
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("strategy", [DP_SGD, STRATEGIES["banded"]], ids=["dp_sgd", "banded"])
 def test_noise_is_normal(strategy):
     z = np.sort(noise_of(noisy_mode(strategy), 64, 1)["a"].ravel())
@@ -158,14 +158,14 @@ def test_noise_follows_from_the_step_alone():
         np.testing.assert_allclose(last, noise[5], atol=1e-4)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("strategy", [DP_SGD, *STRATEGIES.values()])
 def test_microbatches_add_noise_once(strategy):
     whole = noise_of(noisy_mode(strategy), 8, 3)
     chex.assert_trees_all_equal(noise_of(noisy_mode(strategy, microbatches=4), 8, 3), whole)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("strategy", [DP_SGD, STRATEGIES["banded"]], ids=["dp_sgd", "banded"])
 def test_noise_does_not_depend_on_the_sharding(strategy):
     mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(AxisType.Auto,))
@@ -302,7 +302,7 @@ def gaussian_epsilon(noise, delta):
     return brentq(excess, 0, 200)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize("noise", [1.5, 4.0])
 @pytest.mark.parametrize(("steps", "bands"), [(64, 8), (60, 8), (5, 8), (12, 1)])
 def test_epsilon_without_subsampling_is_that_of_one_gaussian_mechanism(noise, steps, bands):
@@ -314,7 +314,7 @@ def test_epsilon_without_subsampling_is_that_of_one_gaussian_mechanism(noise, st
     assert spent >= expected * (1 - 1e-6)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("separation", [1, 3, 8])
 def test_epsilon_of_other_strategies_follows_from_the_sensitivity(separation):
     """Also of a banded strategy whose bands are more than the separation of sampling."""
@@ -337,7 +337,7 @@ def subsampled_delta(eps, noise, probability):
     return max(np.trapezoid(np.maximum(p - math.exp(eps) * q, 0), x) for p, q in pairs)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize(("noise", "probability"), [(1.0, 0.25), (0.7, 0.5)])
 def test_epsilon_of_a_subsampled_step_equals_numerical_integration(noise, probability):
     sampling = PoissonSampling(1000, 1000 * probability / 4, bands=4)
@@ -356,7 +356,7 @@ AMPLIFIED = [
 ]
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize(("noise", "sampling", "steps", "expected"), AMPLIFIED)
 def test_amplified_epsilon_equals_that_of_jax_privacy(noise, sampling, steps, expected):
     strategy = banded_square_root(sampling.separation)

@@ -45,7 +45,7 @@ def master(p, correction):
     return p + np.asarray(correction, np.float64) / 127 * half_ulp(p)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("jitted", [False, True])
 def test_parameters_and_corrections_are_the_master_weights(jitted):
     keys = jax.random.split(jax.random.key(0), 5)
@@ -120,7 +120,7 @@ def test_float32_parameters_are_updated_as_by_optax(name):
     chex.assert_trees_all_close(params, expected, rtol=1e-6)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize("name", PAIRS)
 def test_bfloat16_parameters_follow_float32_ones(name):
     compact, plain = PAIRS[name]
@@ -208,7 +208,7 @@ def test_moments_round_to_a_neighbour_and_are_unbiased():
             np.testing.assert_allclose(restored[small].mean(), (value[small] ** 2).mean(), rtol=0.1)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize("dtype", [BFLOAT16, jnp.float32])
 @pytest.mark.parametrize("shape", [(64, 96), (3, 5, 40), (7, 50), (33,), ()])
 def test_chunks_equal_the_whole(shape, dtype):

@@ -130,7 +130,7 @@ def test_rejects_clip_norm_not_above_0(clip_norm):
 SCALABLE = [n for n in fnet.optim.OPTIMIZERS if not n.startswith(("compact_", "schedule_free_"))]
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize("name", SCALABLE)
 def test_classifier_scale_multiplies_the_classifiers_learning_rate(name):
     params = {"layer1": {"kernel": jnp.ones((2, 2))}, "fc": {"kernel": jnp.ones((2, 2))}}
@@ -227,7 +227,7 @@ def make_loss(model):
     return loss
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("ema_decay", [None, 0.99])
 def test_whole_state_of_adafactor_is_updated_in_place(ema_decay):
     model = layers.mlp((128, 128, 3))
@@ -266,7 +266,7 @@ def test_classifier_mask_ignores_nested_layers_of_that_name():
     assert fnet.optim.classifier_mask(params) == expected
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize(
     "name",
     [

@@ -85,7 +85,7 @@ def released_once(strategy, separation):
     return analysis.SingleReleaseTrainingAccountant(PLD).compute_epsilon(STEPS, params)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_epsilon_of_each_combination_is_that_of_jax_privacy_or_refused(name, strategy):
@@ -235,7 +235,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_a_run_takes_each_option(name):
     run = setup(config(**OPTIONS[name]))

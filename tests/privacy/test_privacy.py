@@ -103,7 +103,7 @@ SPENT = [
 ]
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize(("noise", "sampling", "steps", "accountant", "expected"), SPENT)
 def test_epsilon_equals_that_of_published_accountants(noise, sampling, steps, accountant, expected):
     digits = len(str(expected).split(".")[1])
@@ -113,7 +113,7 @@ def test_epsilon_equals_that_of_published_accountants(noise, sampling, steps, ac
     )
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])
 @pytest.mark.parametrize(("target", "size", "steps"), [(3, 356, 300), (0.5, 10, 1000)])
 def test_calibrated_noise_spends_the_target(target, size, steps, accountant):
@@ -144,7 +144,7 @@ def test_rejects_a_rate_in_place_of_a_sampling(function):
         function(1.0, 1e-5, 0.1, 60)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize(("noise", "size"), [(2.7, 256), (1.0, 4), (24.0, 1024)])
 def test_epsilon_of_progress_lines_is_a_close_upper_bound(noise, size):
     privacy = Privacy(noise, PoissonSampling(1437, size), 1e-5)
@@ -505,7 +505,7 @@ def test_a_mistake_in_a_guarantee_is_one_line_and_writes_nothing(words, message,
     assert not (private / "run").exists()
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("grad", ["Clipped(epsilon=1.0, delta=1e-5)", "PerExample()"])
 def test_refuses_batch_norm_by_name(grad, workplace, capsys):
     write_other(workplace, grad, model="PreactResNet(widths=(4,), blocks_per_stage=1)")

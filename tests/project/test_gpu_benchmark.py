@@ -14,7 +14,7 @@ PROGRAMS = [(case, name) for case, (programs, *_) in gpu.CASES.items() for name 
 QUICK = [(case, name) for case, name in PROGRAMS if name != gpu.HALF]
 
 
-@pytest.mark.sweep(7)
+@pytest.mark.sweep(21)
 @pytest.mark.parametrize(("case", "name"), QUICK)
 def test_programs_run_and_report_bytes_and_seconds(case, name):
     with jax.numpy_rank_promotion("allow"):  # the baselines promote ranks

@@ -171,7 +171,7 @@ def assert_equal_on(mesh, f, params, rtol=2e-5, **options):
     chex.assert_trees_all_close(params, expected, rtol=10 * rtol, atol=10 * rtol)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize("f", LOSSES, ids=lambda f: f.__name__)
 def test_trains_as_on_one_device(f):
     rtol = 1e-2 if f is cast else 2e-5  # sums of bfloat16 are rounded in another order
@@ -325,7 +325,7 @@ def test_a_loop_over_time_gathers_its_weights_once():
         assert all(any(s.spec) for s in inner)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("repeats", [0, 1, 3])
 def test_a_loop_of_unknown_length_gathers_one_layer_at_a_time(repeats):
     mesh = mesh_of(1, 4)

@@ -130,7 +130,7 @@ MODULATED = {
 }
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("name", MODULATED)
 def test_gradients_of_modulations_are_summed_in_float32(name):
     model, shape, conditions = MODULATED[name]

@@ -311,7 +311,7 @@ def test_an_ema_decay_out_of_range_is_refused(decay):
         fnet.make_step(loss_of(classifier()), optax.sgd(0.1), ema_decay=decay)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize(
     ("optimizer", "ema_decay"),
     [

@@ -266,7 +266,8 @@ class DerivedGradients(GroupInChunks):
 
         def pull_back(cotangents: Sequence[Array]) -> Sequence[Array]:
             wide = [_Wide(upcast(ct)) for ct in cotangents]
-            return [upcast(_array(g)) for g in interpret(program, wide, _widened, lambda a: a)]
+            grads = interpret(program, wide, _widened, lambda a: a)
+            return [upcast(g.array if isinstance(g, _Wide) else g) for g in grads]
 
         return pull_back
 
@@ -277,18 +278,17 @@ class _Wide(NamedTuple):
     array: Any
 
 
-def _array(value: Any) -> Any:
-    return value.array if isinstance(value, _Wide) else value
-
-
 def _widened(eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
     """Evaluate an equation of a backward pass. What depends on no cotangent has its own dtype."""
-    arrays = list(map(_array, inputs))
+    arrays = [a.array if isinstance(a, _Wide) else a for a in inputs]
     if not any(isinstance(a, _Wide) for a in inputs):
         return evaluate(eqn, arrays)
     if any(True for _ in inner_jaxprs(eqn)):
         # Inner equations compute in their own dtypes, for each example alone.
-        given = [a.astype(aval(v).dtype) for a, v in zip(arrays, eqn.invars, strict=True)]
+        given = [
+            a.array.astype(aval(v).dtype) if isinstance(a, _Wide) else a
+            for a, v in zip(inputs, eqn.invars, strict=True)
+        ]
         return [_Wide(_upcast(a)) for a in evaluate(eqn, given)]
     if any(map(is_narrow, eqn.outvars)):
         eqn = with_dtypes(eqn, sum_dtype)

@@ -51,7 +51,7 @@ def test_clip_follows_the_geometric_update():
     assert metrics[0]["clipped"] == 0.75
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize(("quantile", "first"), [(0.1, 1e3), (0.5, 1e-3), (0.9, 1e-3)])
 def test_clip_converges_to_the_quantile(quantile, first):
     norms = np.random.default_rng(1).lognormal(size=101)
@@ -89,7 +89,7 @@ def test_padding_is_not_counted_and_nonfinite_gradients_are_above_the_bound():
     assert metrics[0]["nonfinite"] == 1
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("noise", [0.0, 1.0])
 def test_clip_stays_float32_with_float64_norms(noise):

@@ -43,7 +43,7 @@ def assert_matches_a_loop(case):
     chex.assert_trees_all_close(total, expected, rtol=2e-5, atol=1e-6)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("name", RULES)
 def test_weights_quantized_by_a_custom_vjp(name):
     backward, strategy = RULES[name]

@@ -122,7 +122,7 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(15)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("per_layer", [False, True])
 def test_matches_a_loop_over_examples(name, per_layer):

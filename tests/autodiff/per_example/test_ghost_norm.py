@@ -112,7 +112,7 @@ def sequences(time, rows, cols):
     return tuple(float32(np.stack(a)) for a in zip(*pairs, strict=True))
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize(
     "shape",
     [
@@ -219,7 +219,7 @@ def test_repeated_tokens_are_clipped():
     check_clipped(lambda p, t, v: (p[t] * v).sum((1, 2)), jnp.zeros((200, 64)), (tokens, v), grads)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize(("window", "groups"), [(1, 1), (2, 1), (2, 2)])
 def test_convolutions_of_flat_images_are_clipped(window, groups):
     rng = np.random.default_rng(0)

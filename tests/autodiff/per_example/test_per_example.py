@@ -26,7 +26,7 @@ allow_rank_promotion = pytest.fixture(autouse=True)(example_losses.allow_rank_pr
 LOSSES = "tied_embedding", "convolutions", "stacked_layers", "nonlinear_uses", "dropout"
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "convolutions")) for n in LOSSES]
 )

@@ -107,7 +107,7 @@ DERIVED = {
 """Losses whose gradients are materialized for norms."""
 
 
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(15)
 @pytest.mark.parametrize("name", CASES | DERIVED)
 def test_matches_a_loop_over_examples(name):
     loss, params = (CASES | DERIVED)[name]

@@ -979,7 +979,7 @@ def test_refuses_losses_that_mix_examples_or_depend_on_the_position(name):
     assert refusal_of(call_once, REFUSED[name])
 
 
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(15)
 @pytest.mark.parametrize("name", COMPUTED)
 def test_computes_losses_that_treat_each_example_alone(name):
     check_bound(COMPUTED[name])
@@ -1018,7 +1018,7 @@ SENSITIVITY_OPTIONS = {
 }
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize("name", SENSITIVITY_OPTIONS)
 def test_removing_an_example_moves_the_sum_by_at_most_the_sensitivity(name):
     def loss(p, x):
@@ -1112,7 +1112,7 @@ NARROW = {
 }  # fmt: skip
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize("name", NARROW)
 def test_sums_of_many_gradients_are_not_rounded_to_bfloat16(name):
     def loss(p, x):

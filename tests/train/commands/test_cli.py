@@ -99,7 +99,7 @@ SECTIONS = [Config, *all_variants()]
 SECTIONS += [Optim, Train, Nonfinite, Memory, Mesh, Checkpoint, Tracking]
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("kind", [*SECTIONS, *itertools.chain(*OPTIONS.values())])
 def test_every_field_has_one_line_of_help(kind):
     helptexts = {f.name: field_help(kind, f.name) for f in dataclasses.fields(kind)}

@@ -38,7 +38,7 @@ def run(folder, *command):
     ).stdout
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("command", [MODULE, SCRIPT], ids=["module", "script"])
 def test_ignores_a_train_module_of_the_user(command, folder):
     assert "digits" in run(folder, *command, "configs")

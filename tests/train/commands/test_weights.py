@@ -401,7 +401,7 @@ IMPORTING = [
 ]  # fmt: skip
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize(("words", "message"), IMPORTING, ids=lambda v: " ".join(v) if isinstance(v, tuple) else "")  # fmt: skip
 def test_failing_to_import_is_one_line_and_writes_nothing(words, message, files, capsys):
     before = sorted(files.rglob("*"))

@@ -31,7 +31,7 @@ def tables(monkeypatch):
 SHORT = ("--train.steps", 4, "--train.log-every", 2)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize(
     ("page", "flags", "section", "name"),
     [

@@ -748,7 +748,7 @@ def test_privacy_per_user_splits_by_user_and_allows_cut_rows(write):
     assert not {t for _, t in by_user} & set(batch_of(dataset, "test")["tokens"][:, 0].tolist())
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("grad", [PRIVATE, Microbatch(2)])
 def test_steps_take_rows_with_loss_masks(write, grad):
     data = ChatFile(path=write(answers(40)), context=32, batch_size=4)

@@ -47,18 +47,6 @@ def wide_limits_of_the_process(monkeypatch):
     monkeypatch.setattr(limits, "CODE_TIME", limits.CODE_TIME._replace(value=5))
 
 
-def check_damaged(kind, document, folder):
-    """Try damaged JSON files of a kind."""
-
-    @few
-    @given(damaged_json(document))
-    def check(content):
-        (folder / kind).write_bytes(content)
-        assert_refused_or_read(kind, folder / kind)
-
-    check()
-
-
 @pytest.mark.parametrize(
     ("kind", "document"),
     [
@@ -74,7 +62,14 @@ def test_json_of_others(kind, document, tmp_path):
     if kind == "tokenizer.json" and not importlib.util.find_spec("tokenizers"):
         pytest.skip("needs tokenizers")
     hostile_files.write_model(tmp_path)
-    check_damaged(kind, document, tmp_path)
+
+    @few
+    @given(damaged_json(document))
+    def check(content):
+        (tmp_path / kind).write_bytes(content)
+        assert_refused_or_read(kind, tmp_path / kind)
+
+    check()
 
 
 def test_a_large_tokenizer_may_not_make_more_tokens_than_fit(tmp_path, monkeypatch):
@@ -93,7 +88,14 @@ def test_a_large_tokenizer_may_not_make_more_tokens_than_fit(tmp_path, monkeypat
 )
 def test_annotations(kind, document, tmp_path):
     hostile_files.write_annotated(tmp_path)
-    check_damaged(kind, document, tmp_path)
+
+    @few
+    @given(damaged_json(document))
+    def check(content):
+        (tmp_path / kind).write_bytes(content)
+        assert_refused_or_read(kind, tmp_path / kind)
+
+    check()
 
 
 @few

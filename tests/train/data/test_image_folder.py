@@ -221,7 +221,7 @@ def test_batches_resume_at_a_saved_position_with_any_number_of_workers(folder):
     assert not np.array_equal(more[0]["image"], before[0]["image"])
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("options", [{}, {"workers": 1}, {"crops": 10, "resize": 10}])
 def test_cached_images_equal_read_images(folder, options):
     (folder / "train" / "cat" / "004.png").write_bytes(b"")

@@ -197,7 +197,7 @@ def test_damaged_files_are_named_and_the_rest_is_shown(make):
     assert "stage0/conv" in page.section("memory")
 
 
-@pytest.mark.sweep(7)
+@pytest.mark.sweep(21)
 @pytest.mark.parametrize("seed", range(60))
 def test_whatever_is_damaged_there_is_a_page_or_one_line(make, seed):
     generator = np.random.default_rng(seed)

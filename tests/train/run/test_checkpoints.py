@@ -175,7 +175,7 @@ def test_restores_the_checkpoint_before_a_damaged_one(damage, run, capsys):
         assert checkpoints.latest_step == 8
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize(
     ("error", "output"),
     [

@@ -132,7 +132,7 @@ def test_reports_a_nonfinite_parameter_and_does_not_save_it(
     chex.assert_trees_all_equal(final_state(finished_run), final_state(workplace / "r"))
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize(
     ("first", "message"),
     [

@@ -64,7 +64,8 @@ def test_the_loop_is_one_step_ahead_of_the_device():
             made += steps(meter, 1)
             yield {"step": len(made)}
 
-    assert [meter.next_batch(batches())["step"] for _ in range(4)] == [1, 2, 3, 4]
+    source = batches()
+    assert [meter.next_batch(source)["step"] for _ in range(4)] == [1, 2, 3, 4]
     assert seen == [[], [False], [True, False], [True, True, False]]
 
 

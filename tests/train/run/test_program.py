@@ -377,7 +377,7 @@ def test_python_m_train_runs_the_command(workplace):
     assert "digits_mlp" in done.stdout
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("words", [("configs",), ("train", "--help")], ids=" ".join)
 def test_ends_without_traceback_if_nobody_reads_the_output(words):
     read, write = os.pipe()

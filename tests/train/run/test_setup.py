@@ -212,7 +212,7 @@ def training_jaxpr(section):
     return str(jax.make_jaxpr(apply)(params, state, key))
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize(
     ("section", "field"), [(s, f) for s, others in OTHER_VALUES.items() for f in others]
 )

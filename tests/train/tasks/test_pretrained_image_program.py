@@ -53,7 +53,7 @@ def logits_of_run(folder, config, x):
     return network.apply(trained.evaluation_params, {}, x, train=False)[0]
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("name", ["vit", "dinov2", "timm_vit"])
 def test_an_exported_folder_has_the_new_classes_and_the_size_of_the_run(workplace, name):
     folder, run = make_run(workplace, name, folder_data(24, resize=32), tensors_of(name))

@@ -243,7 +243,7 @@ def image_config(folder, num_classes):
     return Config(data=data, model=section, train=Train(steps=1))
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("num_classes", [7, 3])
 def test_images_are_classified_by_the_published_model(folder, num_classes):
     run = setup(image_config(folder, num_classes))
