@@ -118,11 +118,11 @@ def split_derived(closed: ClosedJaxpr, count: int) -> Split:
         debug_info=jaxpr.debug_info.with_unknown_names(),
     )
     number = {v: i for i, v in enumerate(jaxpr.invars[:count])}
+    read = {v for e in rest.eqns for v in e.invars if not isinstance(v, Literal)}
     groups = []
     for members in _connected(closed, variables, number):
         inputs, eqns = dependencies(jaxpr, members)
         params = [v for v in inputs if v in number]
-        read = {v for e in rest.eqns for v in e.invars if not isinstance(v, Literal)}
         own_constants = {v: constants[v] for v in inputs if v in constants}
         function = jaxpr.replace(
             constvars=list(own_constants),

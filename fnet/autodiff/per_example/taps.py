@@ -94,10 +94,8 @@ class View(NamedTuple):
             return None
         for factor in (slope(eqn, operand), scale_of_rule(eqn, operand)):
             if factor is not None:
-                scale, info = (
-                    self.scale * factor,
-                    jnp.finfo(jnp.promote_types(aval(eqn.outvars[0]).dtype, jnp.float32)),
-                )
+                scale = self.scale * factor
+                info = jnp.finfo(jnp.promote_types(aval(eqn.outvars[0]).dtype, jnp.float32))
                 is_in_range = float(info.tiny) <= abs(scale) <= float(info.max) or not factor
                 return [self._replace(scale=scale)] if is_in_range else None
         is_real = jnp.issubdtype(aval(eqn.outvars[0]).dtype, jnp.floating)
