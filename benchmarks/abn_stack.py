@@ -71,7 +71,7 @@ def reversible_stack(
     """
     half = width // 2
     block = serial(conv=layers.conv(half, half, bias=False), abn=_abn(half, activation))
-    return _from_layer(layers.reversible([(block, block)] * blocks, restore=restore), seed)
+    return _from_layer(fnet.reversible([(block, block)] * blocks, restore=restore), seed)
 
 
 def flax_stack(

@@ -26,7 +26,7 @@ from jax import Array
 from benchmarks.claims import Claim, argument_parser, publish
 from benchmarks.measure import interleaved, markdown_table, temporaries
 from fnet import layers, serial
-from fnet.autodiff.batched import jvps, vjps
+from fnet.autodiff.batched.derivatives import jvps, vjps
 
 BATCH = 64
 LANES = (1, 4, 16, 64)

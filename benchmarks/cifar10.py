@@ -39,8 +39,8 @@ class FlaxResNet9(ResNet9):
     def build(self, image_shape: tuple[int, ...], num_classes: int) -> Layer:
         """Build the network for images [H, W, C]."""
         flax = {"norm": flax_norm, "activation": "relu"}
-        return models.resnet9(
-            num_classes=num_classes, in_channels=image_shape[-1], **self.options | flax
+        return models.get(
+            "resnet9", num_classes=num_classes, in_channels=image_shape[-1], **self.options | flax
         )
 
 

@@ -39,7 +39,7 @@ from benchmarks.claims import Claim, argument_parser, publish
 from benchmarks.measure import markdown_table, step_caller
 from benchmarks.vision_networks import flax_norm
 from fnet import Layer, losses, memory, models
-from fnet.cpu import for_cpus
+from fnet.cpu.convolutions import for_cpus
 from fnet.step import Step
 
 # Images, height and width; channels in and out; dilation; groups and kernel size, if not 1 and 3.
@@ -252,11 +252,11 @@ def torch_step(
 
 
 def resnet9(**options: Any) -> Layer:
-    return models.resnet9(num_classes=10, **options)
+    return models.get("resnet9", num_classes=10, **options)
 
 
 def deeplab(**options: Any) -> Layer:
-    body = models.resnet(18, num_classes=None, dilation=(1, 1, 2, 4), **options)
+    body = models.get("resnet", depth=18, num_classes=None, dilation=(1, 1, 2, 4), **options)
     return models.deeplab(body, 512, num_classes=11, interpolate=False, **options)
 
 

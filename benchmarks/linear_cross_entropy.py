@@ -22,7 +22,7 @@ from jax import Array
 
 from benchmarks.claims import Claim, argument_parser, publish
 from benchmarks.measure import Measured, compare, markdown_table
-from fnet.losses import linear_cross_entropy
+from fnet.losses.linear_cross_entropy import linear_cross_entropy
 from fnet.memory.target import Target, describe
 
 Losses = Callable[[Array, Array, Array], Array]

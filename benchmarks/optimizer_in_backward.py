@@ -22,7 +22,7 @@ import fnet
 from benchmarks.claims import Claim, argument_parser, publish
 from benchmarks.measure import compile_with_each_option, fastest, markdown_table, step_caller
 from fnet import Layer, TrainState, layers
-from fnet.autodiff.fused_optimizer import optimizer_in_backward
+from fnet.autodiff.fused_optimizer.mode import optimizer_in_backward
 from fnet.memory import peak, tree_bytes
 from fnet.memory.target import compile_for, describe
 

@@ -21,7 +21,7 @@ import fnet
 from benchmarks.claims import Claim, argument_parser, publish
 from benchmarks.measure import markdown_table
 from benchmarks.networks import image_loss
-from fnet import Layer, layers, models
+from fnet import Layer, models
 from fnet.layer import Children, Params, State
 
 BATCH, EPOCHS = 64, 15
@@ -46,11 +46,12 @@ def coupled(blocks: Sequence[tuple[Layer, Layer]], *, restore: bool = True) -> L
     return Layer(REVERSIBLE(blocks).init, apply)
 
 
-REVERSIBLE = layers.reversible
+REVERSIBLE = fnet.reversible
 
 
 def network() -> Layer:
-    return models.revnet(
+    return models.get(
+        "revnet",
         num_classes=10,
         in_channels=1,
         widths=(32, 64),
@@ -91,7 +92,7 @@ def main() -> None:
     args = parser.parse_args()
     seeds = range(args.seeds)
     with_grid = [train(network(), seed) for seed in seeds]
-    with mock.patch.object(layers, "reversible", coupled):
+    with mock.patch("fnet.models.revnet.reversible", coupled):
         without = [train(network(), seed) for seed in seeds]
     rows = [
         {

@@ -9,7 +9,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from fnet import checks
-from fnet.autodiff.fused_optimizer import StackPlaceholder
+from fnet.autodiff.fused_optimizer.stack import StackPlaceholder
 
 Params = dict[str, Any]
 State = dict[str, Any]

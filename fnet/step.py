@@ -17,7 +17,7 @@ from fnet.autodiff.accumulate import as_mode
 from fnet.autodiff.coupling import find_coupling
 from fnet.autodiff.mean import Gradient, Loss, losses_and_aux, mean
 from fnet.autodiff.update import Mode
-from fnet.cpu import count_cpus, for_cpus
+from fnet.cpu.convolutions import count_cpus, for_cpus
 from fnet.fsdp import gather_at_use
 from fnet.memory import REMAT_POLICIES, BudgetError, format_bytes, parse_bytes
 from fnet.memory.donation import Donation, donation

@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array
 from PIL import Image
 
-from fnet.cpu import count_cpus, for_cpus
+from fnet.cpu.convolutions import count_cpus, for_cpus
 from train.config import Config
 from train.data import pad_batch
 from train.data.decode import UnreadableError

@@ -7,15 +7,11 @@ checkpoints: they return a function of a training batch, and `Scores.of` calls i
 `kfac` and `fisher_diagonal` are the curvature that influence functions and optimizers use.
 """
 
-from fnet.attribution.curvature import CovarianceFactors as CovarianceFactors
 from fnet.attribution.curvature import fisher_diagonal as fisher_diagonal
 from fnet.attribution.curvature import kfac as kfac
-from fnet.attribution.ekfac import ekfac
-from fnet.attribution.in_run import InRun
+from fnet.attribution.ekfac import ekfac as ekfac
+from fnet.attribution.in_run import InRun as InRun
 from fnet.attribution.in_run import InRunState as InRunState
-from fnet.attribution.scores import Ranking as Ranking
-from fnet.attribution.scores import Scores
-from fnet.attribution.tracin import tracin
-from fnet.attribution.trak import trak
-
-__all__ = ["InRun", "Scores", "ekfac", "tracin", "trak"]
+from fnet.attribution.scores import Scores as Scores
+from fnet.attribution.tracin import tracin as tracin
+from fnet.attribution.trak import trak as trak

@@ -7,11 +7,11 @@ Modes turn one loss per example into an update: `mean`, `microbatches` (gradient
 
 from fnet.autodiff.accumulate import accumulate_grad as accumulate_grad
 from fnet.autodiff.accumulate import microbatches
-from fnet.autodiff.batched import hvps
-from fnet.autodiff.batched import jacobian as jacobian
-from fnet.autodiff.batched import jvps as jvps
-from fnet.autodiff.batched import vjps as vjps
-from fnet.autodiff.fused_optimizer import optimizer_in_backward
+from fnet.autodiff.batched.derivatives import hvps
+from fnet.autodiff.batched.derivatives import jacobian as jacobian
+from fnet.autodiff.batched.derivatives import jvps as jvps
+from fnet.autodiff.batched.derivatives import vjps as vjps
+from fnet.autodiff.fused_optimizer.mode import optimizer_in_backward
 from fnet.autodiff.mean import Aux as Aux
 from fnet.autodiff.mean import Gradient as Gradient
 from fnet.autodiff.mean import Loss as Loss

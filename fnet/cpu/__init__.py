@@ -2,6 +2,3 @@
 
 The page docs/cpu.md explains each of them.
 """
-
-from fnet.cpu.convolutions import count_cpus as count_cpus
-from fnet.cpu.convolutions import for_cpus as for_cpus

@@ -46,7 +46,7 @@ def denoising_losses(
       key: random key for timesteps and noise.
       schedule: noise schedule, from `fnet.diffusion.schedules`.
       predicts: target that ``denoise`` predicts: ``eps``, ``x0`` or ``v``
-        (`fnet.diffusion.TARGETS`).
+        (`fnet.diffusion.targets.TARGETS`).
       weighting: ``uniform``: 1; ``min_snr``: `min_snr_weight`.
       gamma: gamma of ``min_snr``.
       stratified: whether to spread the timesteps of a batch evenly (`sample_timesteps`).
@@ -105,7 +105,7 @@ def min_snr_weight(
     is its limit, which is finite.
 
     Args:
-      predicts: prediction target, one of `fnet.diffusion.TARGETS`.
+      predicts: prediction target, one of `fnet.diffusion.targets.TARGETS`.
       alpha: signal level [...], with ``alpha^2 + sigma^2 = 1``.
       sigma: noise level [...], of the same shape.
       gamma: largest weight of an error of x0, > 0.

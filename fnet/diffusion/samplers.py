@@ -9,6 +9,7 @@ They differ in the four coefficients, which depend only on the schedule. The coe
 computed in float64 when the sampler is traced. The last step goes to the clean example.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -25,48 +26,6 @@ from fnet.diffusion.targets import check_target, denoised
 
 Denoise = Callable[[Array, Array], Array]
 """``denoise(x [B, ...], t [B] int32) -> prediction [B, ...]``, with a timestep t per example."""
-
-
-def ddpm(
-    denoise: Denoise,
-    schedule: Schedule,
-    x: Float[Array, "b ..."],
-    steps: int,
-    *,
-    predicts: str = "eps",
-    clip: float | None = None,
-    key: PRNGKeyArray | None = None,
-) -> Float[Array, "b ..."]:
-    """Ancestral sampling (Ho, Jain & Abbeel, NeurIPS 2020, equations 6 and 7).
-
-    Samples from ``q(x' | x, x0)``, with the smaller of the paper's two variances. With alpha' and
-    sigma' of the next timestep visited, and ``beta = 1 - (alpha / alpha')^2``::
-
-        mean = alpha/alpha' (sigma'/sigma)^2 x + alpha' beta/sigma^2 x0
-        x'   = mean + sigma'/sigma sqrt(beta) noise
-
-    This is `ddim` with ``eta=1``. With few steps the samples have too little variance; use another
-    sampler then.
-
-    Args:
-      denoise, schedule, x, steps, predicts, clip: as for `ddim`.
-      key: random key for the noise; required.
-
-    Returns:
-      Examples [B, ...], of the shape and dtype of ``x``.
-
-    Raises:
-      TypeError, ValueError: as `ddim`.
-
-    Example:
-      >>> import fnet, jax
-      >>> schedule = fnet.diffusion.schedules.cosine(100)
-      >>> denoise = lambda x, t: 0.5 * x  # a model of x0
-      >>> key, x = jax.random.key(1), jax.random.normal(jax.random.key(0), (2, 8))
-      >>> fnet.diffusion.ddpm(denoise, schedule, x, 10, predicts="x0", key=key).shape
-      (2, 8)
-    """
-    return ddim(denoise, schedule, x, steps, predicts=predicts, eta=1.0, clip=clip, key=key)
 
 
 def ddim(
@@ -87,7 +46,9 @@ def ddim(
         d  = eta sigma'/sigma sqrt(1 - (alpha / alpha')^2)
         x' = alpha' x0 + sqrt(sigma'^2 - d^2) eps + d noise
 
-    With ``eta=0`` sampling is deterministic: a first-order solver of the probability flow ODE.
+    With ``eta=0`` sampling is deterministic: a first-order solver of the probability flow ODE. With
+    ``eta=1`` it is ancestral sampling (DDPM: Ho, Jain & Abbeel, NeurIPS 2020, equations 6 and 7,
+    with the smaller of the paper's two variances), whose samples vary too little after few steps.
 
     Args:
       denoise: ``denoise(x [B, ...], t [B] int32) -> prediction [B, ...]``.
@@ -95,7 +56,7 @@ def ddim(
       x: standard normal noise [B, ...], float32 or float64.
       steps: number of timesteps to visit (`sampling_timesteps`); static.
       predicts: target that ``denoise`` predicts: ``eps``, ``x0`` or ``v``.
-      eta: amount of noise, in [0, 1]; 1: `ddpm`.
+      eta: amount of noise, in [0, 1]; 1: DDPM.
       clip: clip every x0 to [-clip, clip]. None: no clipping.
       key: random key, required for ``eta > 0``. The noise of timestep t is drawn with
         ``fold_in(key, t)``.
@@ -177,7 +138,11 @@ def dpm_solver(
     return _sample(denoise, timesteps, levels, coefficients, x, predicts, clip, None)
 
 
-SAMPLERS: dict[str, Callable[..., Array]] = {"ddpm": ddpm, "ddim": ddim, "dpm_solver": dpm_solver}
+SAMPLERS: dict[str, Callable[..., Array]] = {
+    "ddpm": functools.partial(ddim, eta=1.0),
+    "ddim": ddim,
+    "dpm_solver": dpm_solver,
+}
 """Samplers by name."""
 
 

@@ -9,7 +9,7 @@ from fnet.layers.abn import AxisName, abn, initial_arrays
 from fnet.layers.norm import check_parameters
 
 
-def batch_norm_layer(
+def batch_norm(
     channels: int,
     *,
     activation: str = "identity",

@@ -41,7 +41,7 @@ def feed_forward(
         two.
       dropout: dropout rate of the output in training.
       hidden_norm: a layer [..., hidden] -> [..., hidden] before ``Wd``, which is rematerialized,
-        such as `fnet.layers.global_response_norm`; None: no such layer.
+        such as that of ConvNeXt V2; None: no such layer.
       gate_scale: factor of the gate before its activation; None: no factor.
 
     Returns:

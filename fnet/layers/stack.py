@@ -100,7 +100,7 @@ def stack(
 
     With ``post_norm``, the output of each mixer and each feed-forward passes another norm before it
     is added: ``r = x' + post_norm(m)``. Gemma 2 has both norms, OLMo 2 only the second. Any layer
-    without state may be the post-norm, such as `fnet.layers.layer_scale`.
+    without state may be the post-norm, such as a layer scale.
 
     With ``parallel``, both branches read the input: ``y = x' + mixer(norm(x')) +
     feed_forward(norm(x'))``, with ``one_norm`` or ``two_norms`` (Wang, Komatsuzaki 2021,

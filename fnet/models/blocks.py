@@ -45,7 +45,7 @@ def check_stages(network: str, blocks: Sequence[int], widths: Sequence[int]) -> 
 def resolve_norm(
     network: str, norm: str | NormActivation, activation: str, activation_param: float | None
 ) -> NormActivation:
-    """Look up a norm, as for `fnet.models.resnet`, and set its default activation.
+    """Look up a norm, as for `fnet.models.resnet.resnet`, and set its default activation.
 
     Returns ``(channels) -> Layer``. Pass ``activation="identity"`` for the norm alone.
     """
@@ -282,9 +282,9 @@ def input_stem(
 ) -> tuple[dict[str, Layer], int]:
     """Build the layers before the first stage, by name, and the number of output channels.
 
-    ``kind`` is the ``stem`` of `fnet.models.resnet`. A 3x3 max pooling with stride 2 follows all
-    but ``"small"``, so the image shrinks by 4 in each direction. Pass ``last_norm=False`` if the
-    first block begins with a norm.
+    ``kind`` is the ``stem`` of a ResNet. A 3x3 max pooling with stride 2 follows all but
+    ``"small"``, so the image shrinks by 4 in each direction. Pass ``last_norm=False`` if the first
+    block begins with a norm.
     """
     checks.choice("input_stem", tuple(STEMS), stem=kind)
     window, shares = STEMS[kind]

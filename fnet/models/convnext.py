@@ -7,6 +7,8 @@ import numpy as np
 
 from fnet import checks, layers
 from fnet.layer import Layer, residual, serial
+from fnet.layers.global_response_norm import global_response_norm
+from fnet.layers.layer_scale import layer_scale as layer_scale_layer
 from fnet.models.blocks import check_stages
 
 SIZES = {
@@ -61,7 +63,7 @@ def convnext(
       blocks: number of blocks of each stage.
       widths: channels of each stage. Each stage after the first halves the resolution.
       patch: window and stride of the first convolution.
-      response_norm: whether `fnet.layers.global_response_norm` follows each activation.
+      response_norm: whether a global response norm follows each activation.
       layer_scale: initial scale of each block; None: no scale.
       stochastic_depth: rate at which the last block is skipped for an image in training; rates
         grow linearly from 0 (Huang et al. 2016, "Deep Networks with Stochastic Depth").
@@ -97,7 +99,7 @@ def convnext(
             activation=activation,
             gated=False,
             bias=True,
-            hidden_norm=layers.global_response_norm(4 * width) if response_norm else None,
+            hidden_norm=global_response_norm(4 * width) if response_norm else None,
         )
         body = {
             "conv": layers.conv(width, width, 7, groups=width),
@@ -105,7 +107,7 @@ def convnext(
             "feed_forward": feed_forward,
         }
         if layer_scale is not None:
-            body["scale"] = layers.layer_scale(width, initial=layer_scale)
+            body["scale"] = layer_scale_layer(width, initial=layer_scale)
         if rate:
             body["stochastic_depth"] = layers.dropout(rate, shared_axes=(1, 2, 3))
         return residual(serial(**body))

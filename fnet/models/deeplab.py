@@ -36,10 +36,10 @@ def deeplab(
 
     Args:
       body: backbone that maps images to features, or to a tuple of features, of which the last
-        are used. Build one with ``num_classes=None``, as in `fnet.models.resnet`.
+        are used. Build one with ``num_classes=None``, as in `fnet.models.resnet.resnet`.
       n_in: channels of the features.
       num_classes: number of classes per pixel.
-      activation, activation_param, norm: as for `fnet.models.resnet`.
+      activation, activation_param, norm: as for `fnet.models.resnet.resnet`.
       hidden: channels of each branch of the head and of its output.
       dilations: dilations of the head's 3x3 convolutions.
       pooling_size: height and width of the head's pooling in evaluation, in features; None: global
@@ -58,7 +58,9 @@ def deeplab(
 
     Example:
       >>> import fnet, jax
-      >>> body = fnet.models.resnet(18, num_classes=None, dilation=(1, 1, 2, 4))
+      >>> body = fnet.models.get(
+      ...     "resnet", depth=18, num_classes=None, dilation=(1, 1, 2, 4)
+      ... )
       >>> model = fnet.models.deeplab(
       ...     body, 512, num_classes=21, hidden=32, interpolate=False
       ... )

@@ -49,7 +49,7 @@ def densenet(
       depth: 121, 161, 169, 201 or 264.
       num_classes: number of logits. None returns the features of the four stages instead; the
         last ones are normalized and activated.
-      in_channels, activation, activation_param, norm, stem: as for `fnet.models.resnet`.
+      in_channels, activation, activation_param, norm, stem: as for `fnet.models.resnet.resnet`.
       dilation: dilation of the 3x3 convolutions, per stage. There is no pooling before a dilated
         stage, except that the stem's pooling stays.
       growth: channels that each layer adds. The stem has twice as many. None: 48 for depth 161,
@@ -68,7 +68,7 @@ def densenet(
 
     Example:
       >>> import fnet, jax
-      >>> model = fnet.models.densenet(121, num_classes=10, growth=8)
+      >>> model = fnet.models.get("densenet", depth=121, num_classes=10, growth=8)
       >>> params, state = jax.eval_shape(model.init, jax.random.key(0))
       >>> params["classifier"]["fc"]["kernel"].shape
       (256, 10)

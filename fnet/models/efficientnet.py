@@ -157,11 +157,11 @@ def efficientnet(
       hidden: width of a hidden layer of the head, as in MobileNetV3, whose gates are piecewise
         linear and as wide as a quarter of a block; None: no such layer.
       activation: activation of stages that do not name one.
-      norm: as for `fnet.models.resnet`.
+      norm: as for `fnet.models.resnet.resnet`.
       eps: added to the variance by the norms ``batch`` and ``abn``.
       padding: ``"half"``: half a window on each side, as in torch. ``"same"``: as in TensorFlow.
       stochastic_depth: rate at which the last block is skipped for an image in training, as for
-        `fnet.models.convnext`.
+        `fnet.models.convnext.convnext`.
       dropout: dropout rate before the logits in training.
 
     Returns:

@@ -18,7 +18,7 @@ from fnet.layers.embedding import embedding, unembed
 from fnet.layers.experts import balance_loss
 from fnet.layers.segments import positions_in_segments
 from fnet.layers.stack import Block, Norm, Parallel, resolve_norm, stack
-from fnet.losses import linear_cross_entropy
+from fnet.losses.linear_cross_entropy import linear_cross_entropy
 from fnet.precision import add
 
 

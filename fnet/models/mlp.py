@@ -30,7 +30,9 @@ def mlp(
 
     Example:
       >>> import fnet, jax
-      >>> model = fnet.models.mlp(num_classes=10, in_shape=(28, 28), hidden=[64])
+      >>> model = fnet.models.get(
+      ...     "mlp", num_classes=10, in_shape=(28, 28), hidden=[64]
+      ... )
       >>> params, state = model.init(jax.random.key(0))
       >>> logits, _ = model.apply(
       ...     params, state, jax.numpy.ones((3, 28, 28)), train=False

@@ -28,7 +28,7 @@ def preact_resnet(
 
     Args:
       num_classes: number of logits.
-      in_channels, norm, activation_param: as for `fnet.models.resnet`.
+      in_channels, norm, activation_param: as for `fnet.models.resnet.resnet`.
       widths: channels per stage.
       blocks_per_stage: residual blocks per stage.
       stem_width: channels of the first convolution. None: as many as the first stage has.
@@ -44,7 +44,7 @@ def preact_resnet(
 
     Example:
       >>> import fnet, jax
-      >>> model = fnet.models.preact_resnet(num_classes=10, widths=[8, 16])
+      >>> model = fnet.models.get("preact_resnet", num_classes=10, widths=[8, 16])
       >>> params, state = jax.eval_shape(model.init, jax.random.key(0))
       >>> sorted(params)
       ['abn', 'head', 'stage0', 'stage1', 'stem']

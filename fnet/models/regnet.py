@@ -85,12 +85,12 @@ def regnet(
     """RegNetX, or RegNetY with squeeze and excitation.
 
     Radosavovic, Kosaraju, Girshick, He, Dollar, "Designing Network Design Spaces", CVPR 2020.
-    Blocks are as in `fnet.models.resnet`, with as many channels inside as outside. The default
-    is RegNetY with 400 million multiplications; `VARIANTS` has the others.
+    Blocks are those of a ResNet, with as many channels inside as outside. The default is RegNetY
+    with 400 million multiplications; `VARIANTS` has the others.
 
     Args:
       num_classes: number of logits. None returns the features of the stages instead.
-      in_channels, activation, activation_param, norm: as for `fnet.models.resnet`.
+      in_channels, activation, activation_param, norm: as for `fnet.models.resnet.resnet`.
       blocks: number of blocks of each stage.
       widths: channels of each stage. Each stage halves the resolution.
       group_width: channels of each group of the 3x3 convolutions, at most the width of the stage.

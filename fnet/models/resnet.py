@@ -91,7 +91,7 @@ def resnet(
 
     Example:
       >>> import fnet, jax
-      >>> model = fnet.models.resnet(18, num_classes=10, stem="small")
+      >>> model = fnet.models.get("resnet", depth=18, num_classes=10, stem="small")
       >>> params, state = jax.eval_shape(model.init, jax.random.key(0))
       >>> sum(p.size for p in jax.tree.leaves(params))
       11173962

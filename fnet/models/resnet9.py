@@ -2,6 +2,8 @@
 
 from fnet import layers
 from fnet.layer import Layer, residual, serial, stateless
+from fnet.layers.kernel_init import cosine_patches, partly_identity
+from fnet.layers.pooling import global_max_pool
 from fnet.models.blocks import NormActivation, resolve_norm
 
 _LOGIT_SCALE = 0.125
@@ -25,13 +27,13 @@ def resnet9(
     layer whose logits are multiplied by 1/8. As in part 8, the pooling precedes the norm, so the
     norm sees a quarter of the values.
 
-    There are two differences. `fnet.layers.cosine_patches` and a norm whiten 2x2 patches, where
+    There are two differences. `cosine_patches` and a norm whiten 2x2 patches, where
     Page computes a kernel from the data. The convolutions between stages are initialized by
-    `fnet.layers.partly_identity` (Jordan 2024).
+    `partly_identity` (Jordan 2024).
 
     Args:
       num_classes: number of logits.
-      in_channels, norm, activation_param: as for `fnet.models.resnet`.
+      in_channels, norm, activation_param: as for `fnet.models.resnet.resnet`.
       widths: channels per stage.
       activation: activation after each norm; see `fnet.abn`.
 
@@ -43,7 +45,7 @@ def resnet9(
 
     Example:
       >>> import fnet, jax
-      >>> model = fnet.models.resnet9(num_classes=10, widths=(8, 16, 32))
+      >>> model = fnet.models.get("resnet9", num_classes=10, widths=(8, 16, 32))
       >>> params, state = jax.eval_shape(model.init, jax.random.key(0))
       >>> sorted(params)
       ['head', 'stage0', 'stage1', 'stage2', 'stem']
@@ -57,7 +59,7 @@ def resnet9(
 
     def stage(n_in: int, n_out: int) -> Layer:
         return serial(
-            conv=layers.conv(n_in, n_out, 3, bias=False, kernel_init=layers.partly_identity),
+            conv=layers.conv(n_in, n_out, 3, bias=False, kernel_init=partly_identity),
             pool=layers.max_pool(2),
             abn=abn(n_out),
         )
@@ -72,14 +74,14 @@ def resnet9(
         _WINDOW,
         bias=False,
         padding="VALID",
-        kernel_init=layers.cosine_patches,
+        kernel_init=cosine_patches,
     )
     return serial(
         stem=serial(conv=stem, abn=abn(patches)),
         stage0=with_residual_block(stage(patches, widths[0]), widths[0]),
         stage1=stage(widths[0], widths[1]),
         stage2=with_residual_block(stage(widths[1], widths[2]), widths[2]),
-        pool=layers.global_max_pool(),
+        pool=global_max_pool(),
         head=layers.dense(widths[2], num_classes, bias=False),
         scale=stateless(lambda logits: _LOGIT_SCALE * logits),
     )

@@ -33,7 +33,7 @@ def resnext(
     groups: int = 64,
     base_channels: Sequence[int] = (128, 128, 256),
 ) -> Layer:
-    """ResNeXt for images, with pre-activation. `fnet.models.resnet` has post-activation.
+    """ResNeXt for images, with pre-activation. `fnet.models.resnet.resnet` has post-activation.
 
     Xie, Girshick, Dollar, Tu, He, "Aggregated Residual Transformations for Deep Neural
     Networks", CVPR 2017, with the pre-activation blocks of mapillary/inplace_abn.
@@ -42,7 +42,7 @@ def resnext(
       depth: 50, 101 or 152.
       num_classes: number of logits. None returns the features of the four stages instead; the
         last ones are normalized and activated.
-      in_channels, activation, activation_param, norm, stem: as for `fnet.models.resnet`.
+      in_channels, activation, activation_param, norm, stem: as for `fnet.models.resnet.resnet`.
       dilation: dilation of the 3x3 convolutions, per stage. A dilated stage has no stride. The
         stem's pooling stays.
       groups: groups of each 3x3 convolution.
@@ -60,7 +60,7 @@ def resnext(
 
     Example:
       >>> import fnet, jax
-      >>> model = fnet.models.resnext(50, num_classes=10, groups=32)
+      >>> model = fnet.models.get("resnext", depth=50, num_classes=10, groups=32)
       >>> params, state = jax.eval_shape(model.init, jax.random.key(0))
       >>> sorted(params)
       ['bn_out', 'classifier', 'mod1', 'mod2', 'mod3', 'mod4', 'mod5']

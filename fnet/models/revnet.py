@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from fnet import layers
 from fnet.layer import Layer, serial
+from fnet.layers.reversible import reversible
 
 
 def revnet(
@@ -49,7 +50,9 @@ def revnet(
 
     Example:
       >>> import fnet, jax
-      >>> model = fnet.models.revnet(num_classes=10, widths=[16, 32], blocks=[1, 1])
+      >>> model = fnet.models.get(
+      ...     "revnet", num_classes=10, widths=[16, 32], blocks=[1, 1]
+      ... )
       >>> params, state = jax.eval_shape(model.init, jax.random.key(0))
       >>> sorted(params)
       ['abn', 'down1', 'head', 'stage0', 'stage1', 'stem']
@@ -89,7 +92,7 @@ def revnet(
                 conv=layers.conv(widths[i - 1], width, 1, bias=False),
             )
         pair = (half(width // 2), half(width // 2))
-        stages[f"stage{i}"] = layers.reversible([pair] * num_blocks, restore=restore)
+        stages[f"stage{i}"] = reversible([pair] * num_blocks, restore=restore)
     return serial(
         stem=stem,
         **stages,

@@ -67,7 +67,7 @@ def swin(
       window: side of a window, in patches. Images of any size are padded to whole windows, and a
         side without room for a second window is not shifted.
       patch: side of a patch, in pixels.
-      stochastic_depth: as for `fnet.models.convnext`.
+      stochastic_depth: as for `fnet.models.convnext.convnext`.
       eps: added to the variance in each norm.
 
     Returns:

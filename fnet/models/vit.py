@@ -161,7 +161,7 @@ def image_transformer(
       norm: norm before each mixer and each feed-forward layer, and of the output.
       input_norm: whether a norm precedes the blocks, as in CLIP.
       final_norm: whether a norm follows the blocks.
-      post_norm: as for `fnet.layers.stack`, such as `fnet.layers.layer_scale`.
+      post_norm: as for `fnet.layers.stack`, such as a layer scale.
       pooling: input of the head. ``token``: the class token. ``tokens``: class and distillation
         token [N, 2, D]. ``mean``: the mean of the patches, then the final norm. ``mean_of_norm``:
         the final norm, then the mean. ``token_and_mean``: both [N, 2 D], after the final norm.

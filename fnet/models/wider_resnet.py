@@ -45,7 +45,7 @@ def wider_resnet(
       depth: 16, 20 or 38.
       num_classes: number of logits. None returns the features of the six stages instead; the
         last ones are normalized and activated.
-      in_channels, activation, activation_param, norm: as for `fnet.models.resnet`.
+      in_channels, activation, activation_param, norm: as for `fnet.models.resnet.resnet`.
       a2: whether to build the paper's variant A2. It has max pooling before the first two stages
         and strides in the next three, and its last two stages have dropout with rates 0.3 and
         0.5. Otherwise max pooling precedes each of the first five stages.
@@ -63,7 +63,7 @@ def wider_resnet(
 
     Example:
       >>> import fnet, jax
-      >>> model = fnet.models.wider_resnet(16, num_classes=10)
+      >>> model = fnet.models.get("wider_resnet", depth=16, num_classes=10)
       >>> params, state = jax.eval_shape(model.init, jax.random.key(0))
       >>> params["classifier"]["fc"]["kernel"].shape
       (4096, 10)

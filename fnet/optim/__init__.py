@@ -19,26 +19,11 @@ import optax
 import optax.contrib
 
 from fnet import checks
-from fnet.optim.compact import CompactState, compact_adamw, compact_lion, compact_sgd
+from fnet.optim.compact import compact_adamw as compact_adamw
+from fnet.optim.compact import compact_lion as compact_lion
+from fnet.optim.compact import compact_sgd as compact_sgd
 
-__all__ = [
-    "CLASSIFIERS",
-    "OPTIMIZERS",
-    "SCHEDULES",
-    "CompactState",
-    "classifier_mask",
-    "compact_adamw",
-    "compact_lion",
-    "compact_sgd",
-    "layer_scales",
-    "make_optimizer",
-    "make_schedule",
-    "schedule_free_params",
-    "weight_decay_mask",
-]
-
-SCHEDULES = ("constant", "cosine", "linear", "step", "multistep", "exponential")
-"""Names of learning rate schedules that `make_schedule` knows."""
+_SCHEDULES = ("constant", "cosine", "linear", "step", "multistep", "exponential")
 
 
 def make_schedule(
@@ -82,7 +67,7 @@ def make_schedule(
     """
     if not 0 <= warmup_steps <= steps:
         raise ValueError(f"make_schedule: warmup_steps must be in [0, {steps}], got {warmup_steps}")
-    checks.choice("make_schedule", SCHEDULES, schedule=name)
+    checks.choice("make_schedule", _SCHEDULES, schedule=name)
     steps_after_warmup = max(steps - warmup_steps, 1)
     if name in ("step", "multistep", "exponential"):
         needed = "some" if name == "multistep" else "one"

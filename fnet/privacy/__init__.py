@@ -7,16 +7,9 @@ adds noise.
 from fnet.noise.correlated import Strategy as Strategy
 from fnet.noise.correlated import banded_inverse_square_root as banded_inverse_square_root
 from fnet.noise.correlated import banded_square_root as banded_square_root
-from fnet.noise.gaussian import add_noise
-from fnet.privacy.accounting import calibrate_noise_multiplier, epsilon
-from fnet.privacy.sampling import PoissonSampling
+from fnet.noise.gaussian import add_noise as add_noise
+from fnet.privacy.accounting import calibrate_noise_multiplier as calibrate_noise_multiplier
+from fnet.privacy.accounting import epsilon as epsilon
+from fnet.privacy.sampling import PoissonSampling as PoissonSampling
 from fnet.privacy.sampling import Sampling as Sampling
-from fnet.privacy.sensitivity import Sensitivity as Sensitivity
 from fnet.privacy.sensitivity import check_sensitivity as check_sensitivity
-
-__all__ = [
-    "PoissonSampling",
-    "add_noise",
-    "calibrate_noise_multiplier",
-    "epsilon",
-]

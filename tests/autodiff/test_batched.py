@@ -21,7 +21,7 @@ from batched_cases import (
 )
 from jax.sharding import PartitionSpec
 
-from fnet.autodiff.batched import jvps, vjps
+from fnet.autodiff.batched.derivatives import jvps, vjps
 
 
 # Golden values from Rust's tests of Enzyme's batch mode (rust-lang/rust pull request 137880).

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from batched_cases import network, normal, pack, params_of
 
-from fnet.autodiff.batched import jvps, vjps
+from fnet.autodiff.batched.derivatives import jvps, vjps
 from fnet.autodiff.batched.linear import Linear
 from fnet.memory import donation, peak, tree_bytes
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from batched_cases import WIDTHS, double, square
 
-from fnet.autodiff.batched import jvps, vjps
+from fnet.autodiff.batched.derivatives import jvps, vjps
 
 # As in Rust's tests of Enzyme's batch mode (rust-lang/rust pull request 137880).
 M = np.asarray(

@@ -7,7 +7,7 @@ import pytest
 from batched_cases import double, normal, square
 
 import fnet
-from fnet.autodiff.batched import hvps, jacobian
+from fnet.autodiff.batched.derivatives import hvps, jacobian
 
 
 @pytest.mark.parametrize(

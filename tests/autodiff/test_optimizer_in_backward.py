@@ -16,8 +16,8 @@ from layer_cases import initial
 import fnet
 from fnet import Layer, TrainState, layers, repeat, residual, serial
 from fnet.autodiff import mean
-from fnet.autodiff.fused_optimizer import optimizer_in_backward
 from fnet.autodiff.fused_optimizer.layer_update import REST, trace_update
+from fnet.autodiff.fused_optimizer.mode import optimizer_in_backward
 from fnet.memory import peak, tree_bytes
 from fnet.memory.timeline import layer_of
 

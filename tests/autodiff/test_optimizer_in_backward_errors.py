@@ -12,7 +12,7 @@ from fused_optimizer_cases import BATCH, IN_BACKWARD, SMALL, WIDTH, loss_of, sma
 
 import fnet
 from fnet import TrainState, layers, repeat, serial
-from fnet.autodiff.fused_optimizer import optimizer_in_backward
+from fnet.autodiff.fused_optimizer.mode import optimizer_in_backward
 
 
 def error_message(error, optimizer=None, mode=IN_BACKWARD, loss=None, model=None):

@@ -6,8 +6,9 @@ import pytest
 
 import fnet
 from fnet import layers, measured, models
-from fnet.cpu import for_cpus
+from fnet.cpu.convolutions import for_cpus
 from fnet.jaxpr import find_equations
+from fnet.layers.pooling import global_max_pool
 
 # images, channels in and out, padding, dilation: odd sizes, uneven padding, holes.
 SHAPES = {
@@ -236,7 +237,7 @@ def step_of(model, size, batch=16):
 
 @pytest.mark.slow
 def test_a_step_for_one_cpu_takes_little_more_memory_than_with_convolutions():
-    model = models.resnet9(num_classes=10, widths=(64, 128, 128))
+    model = models.get("resnet9", num_classes=10, widths=(64, 128, 128))
     step, state, batch = step_of(model, (32, 32, 3))
     options = fnet.memory.CANDIDATE_OPTIONS["cpu"][1]
     plain, fast = (
@@ -247,7 +248,7 @@ def test_a_step_for_one_cpu_takes_little_more_memory_than_with_convolutions():
 
 
 def test_a_step_for_several_devices_keeps_its_convolutions():
-    model = fnet.serial(conv=layers.conv(64, 64), pool=layers.global_max_pool())
+    model = fnet.serial(conv=layers.conv(64, 64), pool=global_max_pool())
     step, state, batch = step_of(model, (16, 16, 64))
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))

@@ -8,7 +8,6 @@ import pytest
 from diffusion_cases import images
 
 from fnet.diffusion import (
-    TARGETS,
     add_noise,
     denoised,
     denoising_losses,
@@ -17,6 +16,7 @@ from fnet.diffusion import (
     schedules,
     target,
 )
+from fnet.diffusion.targets import TARGETS
 
 
 def test_min_snr_weights_match_the_paper():

@@ -5,7 +5,8 @@ import jax
 import numpy as np
 import pytest
 
-from fnet.diffusion import SCHEDULES, Schedule, sampling_timesteps, schedules
+from fnet.diffusion import Schedule, sampling_timesteps, schedules
+from fnet.diffusion.schedules import SCHEDULES
 
 
 def test_cosine_matches_the_paper():

@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import pytest
 from diffusion_cases import images
 
-from fnet.diffusion import TARGETS, add_noise, denoised, target
+from fnet.diffusion import add_noise, denoised, target
+from fnet.diffusion.targets import TARGETS
 
 
 @pytest.mark.parametrize("name", TARGETS)

@@ -9,13 +9,9 @@ import numpy as np
 import pytest
 
 from fnet.diffusion import (
-    SAMPLERS,
-    SCHEDULES,
-    TARGETS,
     Schedule,
     add_noise,
     ddim,
-    ddpm,
     denoised,
     dpm_solver,
     samplers,
@@ -23,7 +19,11 @@ from fnet.diffusion import (
     schedules,
     target,
 )
+from fnet.diffusion.samplers import SAMPLERS
+from fnet.diffusion.schedules import SCHEDULES
+from fnet.diffusion.targets import TARGETS
 
+ddpm = SAMPLERS["ddpm"]
 MEAN, STD = 0.4, 0.5
 
 

@@ -204,8 +204,8 @@ def test_a_classifier_that_does_not_fit_is_new(arrays):
 
 
 def test_weights_of_another_kind_of_network_are_named(arrays):
-    transformer = models.vit(
-        num_classes=3, image_shape=(8, 8, 3), patch=4, width=8, blocks=1, heads=1
+    transformer = models.get(
+        "vit", num_classes=3, image_shape=(8, 8, 3), patch=4, width=8, blocks=1, heads=1
     )
     for given, message in (
         (

@@ -56,11 +56,12 @@ def test_arrays_that_torch_computes_are_left_out():
 
 @pytest.mark.parametrize("name", ["efficientnet", "regnet_y"])
 def test_weights_of_plain_norm_give_the_same_logits_in_place(name):
-    function, options = CASES[name]
+    network, options = CASES[name]
     options = {n: o for n, o in options.items() if n != "eps"}
     activation = {"activation": "relu"} if name == "regnet_y" else {}
     in_place, plain = (
-        function(num_classes=4, norm=norm, **options, **activation) for norm in ("abn", "batch")
+        models.get(network, num_classes=4, norm=norm, **options, **activation)
+        for norm in ("abn", "batch")
     )
     arrays = draw(torch_shapes(plain, "torchvision"))
     expected = evaluate(plain, *load(plain, arrays, norm="batch"))

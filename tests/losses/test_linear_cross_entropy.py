@@ -17,7 +17,7 @@ from linear_cross_entropy_cases import (
 )
 
 from fnet import losses
-from fnet.losses import linear_cross_entropy
+from fnet.losses.linear_cross_entropy import linear_cross_entropy
 
 
 def optax_losses(x, kernel, labels, *, bias):

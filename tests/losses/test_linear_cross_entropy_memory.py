@@ -8,7 +8,7 @@ import optax
 import pytest
 from linear_cross_entropy_cases import ALL_OPTIONS
 
-from fnet.losses import linear_cross_entropy
+from fnet.losses.linear_cross_entropy import linear_cross_entropy
 from fnet.memory import compile_min_memory, peak
 
 S = jax.ShapeDtypeStruct

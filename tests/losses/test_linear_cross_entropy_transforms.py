@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from linear_cross_entropy_cases import arrays, reference_losses, value_and_gradients
 
 from fnet.backward_pass import recompute
-from fnet.losses import linear_cross_entropy
+from fnet.losses.linear_cross_entropy import linear_cross_entropy
 
 
 @pytest.mark.usefixtures("float64")

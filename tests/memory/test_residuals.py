@@ -173,7 +173,7 @@ def test_a_reversible_stack_saves_nothing_per_block():
     half = serial(conv=layers.conv(3, 3, bias=False), abn=layers.abn(3))
 
     def kept(blocks, restore):
-        layer = layers.reversible([(half, half)] * blocks, restore=restore)
+        layer = fnet.reversible([(half, half)] * blocks, restore=restore)
         return added(residuals(*loss_of(layer), IMAGES))
 
     assert kept(2, True) == kept(6, True) == ONE

@@ -9,6 +9,7 @@ from jax.test_util import check_grads
 
 from fnet import layers, models
 from fnet.layers.feed_forward import feed_forward
+from fnet.layers.global_response_norm import global_response_norm
 from fnet.memory import residuals
 
 IMAGES = np.random.default_rng(0).standard_normal((2, 16, 16, 3)).astype(np.float32)
@@ -37,7 +38,7 @@ def test_parameter_counts_match_the_papers(name, millions):
 
 
 def test_global_response_norm_matches_its_formula():
-    layer = layers.global_response_norm(4, eps=0.1)
+    layer = global_response_norm(4, eps=0.1)
     rng = np.random.default_rng(0)
     x, scale, bias = (
         rng.standard_normal((2, 3, 5, 4)),
@@ -53,7 +54,7 @@ def test_global_response_norm_matches_its_formula():
 
 
 def test_gradients_of_global_response_norm():
-    layer = layers.global_response_norm(3)
+    layer = global_response_norm(3)
     params = {"scale": jnp.array([0.5, -1.0, 2.0]), "bias": jnp.zeros(3)}
 
     def f(params, x):
@@ -77,13 +78,13 @@ def test_a_feed_forward_layer_rematerializes_its_hidden_norm():
         )
         return sum(r.added for r in saved)
 
-    assert bytes_saved(hidden_norm=layers.global_response_norm(16)) == bytes_saved() > 0
+    assert bytes_saved(hidden_norm=global_response_norm(16)) == bytes_saved() > 0
 
 
 @pytest.mark.sweep(6)
 @pytest.mark.parametrize("response_norm", [False, True])
 def test_a_block_matches_its_formula(response_norm):
-    model = models.convnext(**SMALL | {"response_norm": response_norm, "layer_scale": 0.5})
+    model = models.get("convnext", **SMALL | {"response_norm": response_norm, "layer_scale": 0.5})
     params = initial(model)
     body = params["stage0"]["block0"]["body"]
     if response_norm:
@@ -105,7 +106,7 @@ def test_a_block_matches_its_formula(response_norm):
             run(layers.dense(8, 32), body["feed_forward"]["expand"], h), approximate=False
         )
         if response_norm:
-            h = run(layers.global_response_norm(32), body["feed_forward"]["hidden_norm"], h)
+            h = run(global_response_norm(32), body["feed_forward"]["hidden_norm"], h)
         return x + 0.5 * run(layers.dense(32, 8), body["feed_forward"]["contract"], h)
 
     @jax.jit
@@ -113,7 +114,8 @@ def test_a_block_matches_its_formula(response_norm):
         x = run(layers.conv(3, 8, 2, stride=2, padding="VALID"), params["stem"]["conv"], x)
         return block(run(layers.layer_norm(8), params["stem"]["norm"], x))
 
-    one_stage = models.convnext(
+    one_stage = models.get(
+        "convnext",
         num_classes=None,
         blocks=(1,),
         widths=(8,),
@@ -131,7 +133,9 @@ def test_a_block_matches_its_formula(response_norm):
 
 @pytest.mark.slow
 def test_stochastic_depth_skips_blocks_of_whole_images():
-    model = models.convnext(**SMALL | {"layer_scale": None, "stochastic_depth": 0.9, "patch": 4})
+    model = models.get(
+        "convnext", **SMALL | {"layer_scale": None, "stochastic_depth": 0.9, "patch": 4}
+    )
     params = initial(model)
     same = np.repeat(IMAGES[:1], 64, axis=0)
 
@@ -149,4 +153,4 @@ def test_stochastic_depth_skips_blocks_of_whole_images():
 
 def test_rejects_stages_without_width():
     with pytest.raises(ValueError, match=r"one width per stage, got blocks=\(1,\) and widths="):
-        models.convnext(num_classes=2, blocks=(1,), widths=(8, 8))
+        models.get("convnext", num_classes=2, blocks=(1,), widths=(8, 8))

@@ -38,12 +38,17 @@ def test_parameter_counts_match_those_of_the_publishers(name, parameters):
 @pytest.mark.parametrize(
     ("network", "features"),
     [
-        (models.efficientnet(num_classes=None, stages=(Stage(1, 3, 1, 1, 8),), last=5), (5,)),
         (
-            models.efficientnet(num_classes=None, stages=(Stage(1, 3, 1, 1, 8),), last=5, hidden=7),
+            models.get("efficientnet", num_classes=None, stages=(Stage(1, 3, 1, 1, 8),), last=5),
+            (5,),
+        ),
+        (
+            models.get(
+                "efficientnet", num_classes=None, stages=(Stage(1, 3, 1, 1, 8),), last=5, hidden=7
+            ),
             (7,),
         ),
-        (models.swin(num_classes=None, width=4, blocks=(1, 1), heads=1, window=2), (8,)),
+        (models.get("swin", num_classes=None, width=4, blocks=(1, 1), heads=1, window=2), (8,)),
     ],
 )
 def test_without_classes_a_network_returns_its_features(network, features):
@@ -77,7 +82,9 @@ def test_squeeze_and_excitation_matches_its_formula():
 
 def test_padding_as_in_tensorflow_begins_windows_at_the_first_pixel():
     half, same = (
-        models.efficientnet(num_classes=None, stages=(Stage(1, 3, 1, 1, 8),), padding=padding)
+        models.get(
+            "efficientnet", num_classes=None, stages=(Stage(1, 3, 1, 1, 8),), padding=padding
+        )
         for padding in ("half", "same")
     )
     params, state = half.init(jax.random.key(0))
@@ -140,11 +147,20 @@ def test_a_window_as_large_as_the_image_is_not_shifted():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: models.efficientnet(num_classes=2, padding="valid"), "padding must be one of"),
-        (lambda: models.regnet(num_classes=2, blocks=(1,), widths=(8, 8)), "one width per stage"),
-        (lambda: models.regnet(num_classes=2, widths=(48, 104, 208, 443)), "groups must divide"),
-        (lambda: models.swin(num_classes=2, width=10), "heads must divide width"),
-        (lambda: models.swin(num_classes=2, blocks=()), "blocks must be at least 1"),
+        (
+            lambda: models.get("efficientnet", num_classes=2, padding="valid"),
+            "padding must be one of",
+        ),
+        (
+            lambda: models.get("regnet", num_classes=2, blocks=(1,), widths=(8, 8)),
+            "one width per stage",
+        ),
+        (
+            lambda: models.get("regnet", num_classes=2, widths=(48, 104, 208, 443)),
+            "groups must divide",
+        ),
+        (lambda: models.get("swin", num_classes=2, width=10), "heads must divide width"),
+        (lambda: models.get("swin", num_classes=2, blocks=()), "blocks must be at least 1"),
     ],
 )
 def test_rejects_invalid_options(make, message):

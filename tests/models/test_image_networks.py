@@ -302,14 +302,35 @@ def test_batch_norm_under_recompute_saves_one_array_per_block():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: models.resnext(18, num_classes=3), r"resnext: depth must be one of \[50, 101"),
-        (lambda: models.densenet(100, num_classes=3), r"densenet: depth must be one of \[121"),
-        (lambda: models.wider_resnet(50, num_classes=3), r"wider_resnet: depth must be one of"),
-        (lambda: models.wider_resnet(16, num_classes=3, dilated=True), "needs a2=True"),
-        (lambda: models.resnet(18, num_classes=3, stem="5x5"), r"stem must be one of .* got '5x5'"),
-        (lambda: models.resnet(18, num_classes=3, dilation=(1, 2)), r"4 numbers .* got \(1, 2\)"),
-        (lambda: models.resnext(50, num_classes=3, groups=3), "groups must divide"),
-        (lambda: models.resnext(50, num_classes=3, norm="sync"), "resnext: norm must be one of"),
+        (
+            lambda: models.get("resnext", depth=18, num_classes=3),
+            r"resnext: depth must be one of \[50, 101",
+        ),
+        (
+            lambda: models.get("densenet", depth=100, num_classes=3),
+            r"densenet: depth must be one of \[121",
+        ),
+        (
+            lambda: models.get("wider_resnet", depth=50, num_classes=3),
+            r"wider_resnet: depth must be one of",
+        ),
+        (
+            lambda: models.get("wider_resnet", depth=16, num_classes=3, dilated=True),
+            "needs a2=True",
+        ),
+        (
+            lambda: models.get("resnet", depth=18, num_classes=3, stem="5x5"),
+            r"stem must be one of .* got '5x5'",
+        ),
+        (
+            lambda: models.get("resnet", depth=18, num_classes=3, dilation=(1, 2)),
+            r"4 numbers .* got \(1, 2\)",
+        ),
+        (lambda: models.get("resnext", depth=50, num_classes=3, groups=3), "groups must divide"),
+        (
+            lambda: models.get("resnext", depth=50, num_classes=3, norm="sync"),
+            "resnext: norm must be one of",
+        ),
     ],
 )
 def test_rejects_invalid_options(make, message):

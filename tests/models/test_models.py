@@ -128,7 +128,7 @@ def test_resnet9_has_the_convolutions_of_its_source():
     x = jnp.ones((2, 9, 9, 1))
     assert small.apply(params, state, x, train=False)[0].shape == (2, 3)
     with pytest.raises(ValueError, match="widths must have 3 numbers"):
-        models.resnet9(num_classes=3, widths=(4, 8))
+        models.get("resnet9", num_classes=3, widths=(4, 8))
     with pytest.raises(ValueError, match="window 2 is larger than the image 1 x 1"):
         jax.eval_shape(lambda p: small.apply(p, state, x[:, :4, :4], train=False), params)
 
@@ -173,19 +173,20 @@ def test_rejects_wrong_sizes():
     with pytest.raises(
         ValueError, match=r"depth must be one of \[10, 14, 18, 26, .*, 200\], got 20"
     ):
-        models.resnet(20, num_classes=3)
+        models.get("resnet", depth=20, num_classes=3)
     with pytest.raises(
         ValueError, match=r"norm must be one of \['abn', 'batch', 'group'\], got 'sync'"
     ):
-        models.resnet(18, num_classes=3, norm="sync")
+        models.get("resnet", depth=18, num_classes=3, norm="sync")
     with pytest.raises(ValueError, match=r"got widths=\(8, 9\), blocks=\(1, 1\)"):
-        models.revnet(num_classes=3, widths=(8, 9), blocks=(1, 1))
+        models.get("revnet", num_classes=3, widths=(8, 9), blocks=(1, 1))
     with pytest.raises(ValueError, match=r"got widths=\(\), blocks_per_stage=2"):
-        models.preact_resnet(num_classes=3, widths=())
+        models.get("preact_resnet", num_classes=3, widths=())
 
 
 def test_preact_resnet_first_stride_and_stem_width():
-    model = models.preact_resnet(
+    model = models.get(
+        "preact_resnet",
         num_classes=3, in_channels=3, widths=(4, 8), blocks_per_stage=1, stem_width=6,
         first_stride=2,
     )  # fmt: skip
@@ -227,8 +228,13 @@ def images(size):
 
 
 def test_preact_resnet_matches_its_formula(float64):
-    network = models.preact_resnet(
-        num_classes=5, in_channels=3, widths=(4, 6), norm="batch", activation="relu"
+    network = models.get(
+        "preact_resnet",
+        num_classes=5,
+        in_channels=3,
+        widths=(4, 6),
+        norm="batch",
+        activation="relu",
     )
     x = images(6)
     y, p, s = evaluate(network, x)
@@ -269,7 +275,9 @@ def test_a_block_of_pre_activations_matches_its_formula(channels, n_in, stride, 
 
 
 def test_resnet9_matches_its_formula(float64):
-    network = models.resnet9(num_classes=5, widths=(4, 6, 8), norm="batch", activation="relu")
+    network = models.get(
+        "resnet9", num_classes=5, widths=(4, 6, 8), norm="batch", activation="relu"
+    )
     x = images(18)
     y, p, s = evaluate(network, x)
 
@@ -291,7 +299,8 @@ def test_resnet9_matches_its_formula(float64):
 
 
 def test_revnet_matches_its_formula(float64):
-    network = models.revnet(
+    network = models.get(
+        "revnet",
         num_classes=5, in_channels=3, widths=(4, 8), blocks=(1, 2), bottleneck=False,
         small_images=True, activation="relu",
     )  # fmt: skip

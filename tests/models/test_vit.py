@@ -39,7 +39,9 @@ def test_parameter_counts_match_the_papers(name, millions):
 
 @pytest.mark.slow
 def test_vit_learns_to_tell_a_bright_half():
-    model = models.vit(num_classes=2, image_shape=(8, 8, 1), patch=4, width=16, blocks=1, heads=2)
+    model = models.get(
+        "vit", num_classes=2, image_shape=(8, 8, 1), patch=4, width=16, blocks=1, heads=2
+    )
     rng = np.random.default_rng(0)
     labels = rng.integers(0, 2, 64)
     x = 0.5 * rng.standard_normal((64, 8, 8, 1))
@@ -195,7 +197,7 @@ def test_rejects_other_images():
     with pytest.raises(ValueError, match=r"an image of 2 x 12 is smaller than a patch"):
         apply(network(interpolate="bicubic"), IMAGES[:, :2])
     with pytest.raises(ValueError, match=r"vit: pooling must be one of .*'mean'.*, got 'map'"):
-        models.vit(num_classes=2, pooling="map")
+        models.get("vit", num_classes=2, pooling="map")
     with pytest.raises(ValueError, match="heads must divide width"):
         attention_pooling(8, 3, layers.feed_forward(8, 8))
     assert attention_pooling(8, 1, layers.feed_forward(8, 8))

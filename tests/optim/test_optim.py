@@ -210,7 +210,7 @@ def test_adafactor_state_bytes_follow_from_shapes(name, less_than_adam):
 
 
 def test_adafactor_state_of_small_arrays_is_half_of_adams():
-    model = models.preact_resnet(num_classes=10, in_channels=1, widths=(16, 32))
+    model = models.get("preact_resnet", num_classes=10, in_channels=1, widths=(16, 32))
     params, _ = jax.eval_shape(model.init, jax.random.key(0))
     adafactor_bytes, adam_bytes = (
         tree_bytes(jax.eval_shape(fnet.optim.make_optimizer(name, 1e-3).init, params))

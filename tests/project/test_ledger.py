@@ -8,16 +8,16 @@ import pytest
 ROOT = Path(__file__).parents[2]
 LEDGER = {
     "fnet/jaxpr": 3_218,
-    "fnet/autodiff": 9_723,
+    "fnet/autodiff": 9_712,
     "fnet/memory": 8_465,
-    "fnet/layers": 6_235,
-    "fnet/models + fnet/interop": 9_921,
-    "fnet, the rest": 11_323,
+    "fnet/layers": 6_170,
+    "fnet/models + fnet/interop": 9_881,
+    "fnet, the rest": 11_217,
     "train/data": 11_638,
-    "train/run + train/commands": 9_058,
-    "train, the rest": 8_412,
-    "tests": 60_210,
-    "benchmarks": 16_527,
+    "train/run + train/commands": 9_059,
+    "train, the rest": 8_411,
+    "tests": 60_254,
+    "benchmarks": 16_528,
 }
 """Lines of ``*.py``. A row of its own takes a package out of the rest."""
 SLACK = 30

@@ -100,7 +100,7 @@ SHARED = {
     "a convolution's bias": lambda v, x: affine(layers.conv(2, 2, 1), EYE[None, None], v, x[None]),
     "a causal convolution's kernel": lambda v, x: causal_conv(x, v[None])[0],
     "a causal convolution's bias": lambda v, x: causal_conv(x, EYE, v)[0],
-    "a context's strength": lambda v, x: layers.apply_context(x, EYE, v.sum()),
+    "a context's strength": lambda v, x: fnet.apply_context(x, EYE, v.sum()),
     "an image's mean": lambda v, x: add(x[None], v[None, None, None]),
     "a broadcast array": lambda v, x: broadcast_like(v, x),
 }

@@ -323,7 +323,9 @@ def test_an_ema_decay_out_of_range_is_refused(decay):
     ],
 )
 def test_the_whole_state_of_a_recipe_is_renewed_in_place(optimizer, ema_decay):
-    model = models.preact_resnet(num_classes=3, in_channels=1, widths=(4,), blocks_per_stage=1)
+    model = models.get(
+        "preact_resnet", num_classes=3, in_channels=1, widths=(4,), blocks_per_stage=1
+    )
     rule = fnet.optim.make_optimizer(optimizer, 0.1, weight_decay=1e-4, clip_norm=1.0)
     state = jax.eval_shape(
         functools.partial(fnet.TrainState.create, model, rule, ema=ema_decay is not None),

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 import fnet
 from fnet import layers, losses, repeat, serial
-from fnet.autodiff.fused_optimizer import optimizer_in_backward
+from fnet.autodiff.fused_optimizer.mode import optimizer_in_backward
 
 WIDTH = 8
 IN_BACKWARD = optimizer_in_backward("blocks")

@@ -12,7 +12,7 @@ from fnet.models.efficientnet import Stage
 
 CASES = {
     "efficientnet": (
-        models.efficientnet,
+        "efficientnet",
         {
             "stages": (
                 Stage(2, 3, 1, 1, 8, squeeze=False, fused=True),
@@ -26,7 +26,7 @@ CASES = {
         },
     ),
     "mobilenet": (
-        models.efficientnet,
+        "efficientnet",
         {
             "stages": (
                 (Stage(1, 3, 2, 1, 16, activation="relu"),),
@@ -40,13 +40,13 @@ CASES = {
         },
     ),
     "regnet_x": (
-        models.regnet,
+        "regnet",
         {"blocks": (1, 2), "widths": (8, 24), "group_width": 8, "squeeze": False},
     ),
-    "regnet_y": (models.regnet, {"blocks": (2, 1), "widths": (8, 16), "group_width": 16}),
-    "swin": (models.swin, {"width": 8, "blocks": (2, 2, 1), "heads": 2, "window": 3, "patch": 2}),
+    "regnet_y": ("regnet", {"blocks": (2, 1), "widths": (8, 16), "group_width": 16}),
+    "swin": ("swin", {"width": 8, "blocks": (2, 2, 1), "heads": 2, "window": 3, "patch": 2}),
 }
-"""Function and options by name."""
+"""Name and options for `fnet.models.get`, by case."""
 
 LOGITS = {
     "efficientnet": [-0.28985, 0.38704, -0.83628, 0.43548],
@@ -62,9 +62,9 @@ CLASSES = 4
 
 def build(name):
     """The network of a case."""
-    function, options = CASES[name]
+    network, options = CASES[name]
     own = {"activation": "relu", "norm": "batch"} if "regnet" in name else {}
-    return function(num_classes=CLASSES, **options, **own)
+    return models.get(network, num_classes=CLASSES, **options, **own)
 
 
 def images():

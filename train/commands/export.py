@@ -14,8 +14,8 @@ import numpy as np
 
 import fnet
 from fnet.interop import torch as interop
-from fnet.interop.huggingface import family_of
 from fnet.interop.huggingface.checkpoint import Tensor, leaf
+from fnet.interop.huggingface.timm import family_of
 from fnet.interop.peft import huggingface_modules, to_peft
 from train import arguments
 from train.arguments import ExportArguments

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fnet.interop.huggingface import build_model, family_of
+from fnet.interop.huggingface import build_model
 from fnet.interop.huggingface.checkpoint import PretrainedModel, Tensor
+from fnet.interop.huggingface.timm import family_of
 from fnet.models.vit import resize_positions
 from train.config import Config
 from train.data.model_folder import ModelFolder

@@ -17,7 +17,7 @@ Dilation = Annotated[tuple[Count, ...], MinLen(4), MaxLen(4)]
 
 @dataclass(frozen=True)
 class ImageNetwork(Network):
-    """A network that `fnet.models` has as a function of its name, or under its field ``variant``.
+    """A network that `fnet.models.get` knows by its name, or by its field ``variant``.
 
     The other fields are options of that function.
     """
@@ -25,9 +25,7 @@ class ImageNetwork(Network):
     def build(self, image_shape: tuple[int, ...], num_classes: int) -> Any:
         """Build the network for images [H, W, C]."""
         options = self.options | {"num_classes": num_classes, "in_channels": image_shape[-1]}
-        if "variant" in options:
-            return models.get(options.pop("variant"), **options)
-        return getattr(models, self.name)(**options)
+        return models.get(options.pop("variant", self.name), **options)
 
 
 @dataclass(frozen=True)

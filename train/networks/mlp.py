@@ -23,4 +23,4 @@ class Mlp(Network):
 
     def build(self, image_shape: tuple[int, ...], num_classes: int) -> Layer:
         """Build the network for images of a shape."""
-        return models.mlp(num_classes=num_classes, in_shape=image_shape, **self.options)
+        return models.get("mlp", num_classes=num_classes, in_shape=image_shape, **self.options)

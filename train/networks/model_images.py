@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fnet.interop.huggingface import preprocessing
+from fnet.interop.huggingface.images import preprocessing
 from train.data.chat import load_json
 from train.data.image_folder import ImageFolder
 from train.data.model_folder import read_config

@@ -13,8 +13,9 @@ from jax import Array
 from typing_extensions import override
 
 from fnet import layers, lora, quantization
-from fnet.interop import huggingface
 from fnet.interop.huggingface.checkpoint import PretrainedModel, read_params
+from fnet.interop.huggingface.loading import match_tensors
+from fnet.interop.huggingface.timm import family_of
 from train.config.data import Data
 from train.config.network import Model
 from train.config.section import Count, Positive
@@ -423,11 +424,11 @@ def match(folder: ModelFolder, precision: str) -> tuple[PretrainedModel, Any]:
     Learned positions of images are interpolated if images have another size.
     """
     try:
-        return huggingface.match_tensors(
+        return match_tensors(
             folder.config,
             folder.tensors,
             dtype=jnp.dtype(precision),
-            interpolate_positions=huggingface.family_of(folder.config).interpolation is not None,
+            interpolate_positions=family_of(folder.config).interpolation is not None,
         )
     except (TypeError, ValueError, ArithmeticError) as error:
         raise UserError(f"model.path: {folder.path}: {error}") from error

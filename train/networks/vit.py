@@ -36,4 +36,4 @@ class ViT(Network):
 
     def build(self, image_shape: tuple[int, ...], num_classes: int) -> Layer:
         """Build the network for images [H, W, C]."""
-        return models.vit(num_classes=num_classes, image_shape=image_shape, **self.options)
+        return models.get("vit", num_classes=num_classes, image_shape=image_shape, **self.options)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fnet import TrainState, memory
-from fnet.cpu import count_cpus, for_cpus
+from fnet.cpu.convolutions import count_cpus, for_cpus
 from fnet.fsdp import gather_at_use
 from train.data import Arrays, evaluation_batches, num_examples, sample_evaluation_batch
 from train.errors import UserError

@@ -45,7 +45,7 @@ def preprocessing(config: Mapping[str, Any]) -> Preprocessing:
       ValueError: for an operation that is not supported, or an unknown option, with its name.
 
     Example:
-      >>> from fnet.interop.huggingface import preprocessing
+      >>> from fnet.interop.huggingface.images import preprocessing
       >>> config = {"size": 224, "crop_size": 224, "do_center_crop": True}
       >>> config |= {"feature_extractor_type": "CLIPFeatureExtractor", "resample": 3}
       >>> config |= {

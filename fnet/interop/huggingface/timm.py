@@ -6,7 +6,7 @@ from typing import Any
 
 from fnet import layers
 from fnet.interop.huggingface.checkpoint import Names
-from fnet.interop.huggingface.family import Family, activation, table
+from fnet.interop.huggingface.family import FAMILIES, Family, activation, table
 from fnet.interop.huggingface.options import Option, Options
 from fnet.interop.huggingface.vision import Head, convnext, transformer
 from fnet.models.convnext import SIZES
@@ -90,12 +90,19 @@ def _convnext_arguments(v2: str | None, size: str, mlp: str | None) -> dict[str,
     return args | ({"head_hidden_size": args["dims"][-1]} if mlp else {})
 
 
-def family(architecture: str) -> Family:
-    """Return the family of an ``architecture`` of timm.
+def family_of(config: Mapping[str, Any]) -> Family:
+    """Look up the family of a ``config.json``, of transformers or of timm.
 
     Raises:
-      ValueError: if it is not known.
+      ValueError: if it is not supported.
     """
+    kind = config.get("model_type")
+    if kind is not None or "architecture" not in config:
+        if kind not in FAMILIES:
+            known = ", ".join(sorted(FAMILIES))
+            raise ValueError(f"huggingface: model_type {kind!r} is not supported, only {known}")
+        return FAMILIES[kind]
+    architecture = str(config["architecture"])
     if _arguments(architecture) is None:
         raise ValueError(
             f"timm: architecture {architecture!r} is not supported, only vit_*, deit_*, deit3_* "

@@ -13,6 +13,7 @@ from fnet.interop.huggingface.checkpoint import Names
 from fnet.interop.huggingface.family import Family, activation, register, table
 from fnet.interop.huggingface.options import Option, Options
 from fnet.layer import Layer, serial
+from fnet.layers.layer_scale import layer_scale
 from fnet.models.vit import Pooling, attention_pooling, distilled_head, image_transformer
 
 
@@ -82,7 +83,7 @@ def transformer(
         width=width,
         blocks=[layers.Block(attention, feed_forward(gated=gated))] * blocks,
         norm=norm,
-        post_norm=None if scale is None else functools.partial(layers.layer_scale, initial=scale),
+        post_norm=None if scale is None else functools.partial(layer_scale, initial=scale),
         pooling=head.pooling,
         map_pooling=pooling,
         head=head.layer,
@@ -94,9 +95,9 @@ def transformer(
 def convnext(
     options: Options, names: Names, dtype: DTypeLike, **arguments: Any
 ) -> tuple[Layer, tuple[Any, ...]]:
-    """Build a ConvNeXt, for the row of a family, with arguments of `fnet.models.convnext`."""
+    """Build a ConvNeXt, for the row of a family."""
     del options, names
-    return _of_floating_images(models.convnext(**arguments), dtype), ()
+    return _of_floating_images(models.get("convnext", **arguments), dtype), ()
 
 
 def _of_floating_images(layer: Layer, dtype: DTypeLike) -> Layer:

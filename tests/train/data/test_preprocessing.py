@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fnet.interop.huggingface import preprocessing
+from fnet.interop.huggingface.images import preprocessing
 
 HALF = (0.5, 0.5, 0.5)
 NORMALIZE = {

@@ -11,7 +11,7 @@ from pretrained_image_cases import CONFIGS
 from program_cases import assert_one_line_error, exit_code, fnet_command
 
 import fnet
-from fnet.interop.huggingface import preprocessing
+from fnet.interop.huggingface.images import preprocessing
 from tests.interop.test_pretrained_images import tensors_of
 from train.arguments import ExportArguments
 from train.commands.export import export_model
