@@ -126,8 +126,7 @@ def params_first(x: Array, params: P) -> tuple[Array, P]:
 def finish_together(*args: Any) -> tuple[Any, ...]:
     """Return the arguments; in the backward pass, wait for the gradients of all of them.
 
-    XLA may postpone the gradients of parameters to the end. It must then hold what they are
-    computed from, of every layer.
+    See `params_first`.
     """
     return tuple(FINISH_TOGETHER.bind(*args))
 
@@ -163,13 +162,10 @@ ad.primitive_jvps[FINISH_TOGETHER] = _order_tangents
 
 
 def constant(x: Array) -> Array:
-    """Return an array that is not differentiated.
+    """Return an array that is not differentiated, or raise ValueError where it is.
 
     A backward pass of our own has gradients of some arguments alone. Without this, a gradient with
     respect to another one would be 0.
-
-    Raises:
-      ValueError: When the result is differentiated.
     """
     made: Array = CONSTANT.bind(x)
     return made

@@ -183,14 +183,13 @@ def gather_at_use(
       A function with the same arguments and results, to be called inside of `jax.jit`.
 
     Example:
-      >>> import jax, jax.numpy as jnp
+      >>> import jax, jax.numpy as jnp, fnet
       >>> from jax.sharding import AxisType, NamedSharding, PartitionSpec
-      >>> from fnet.fsdp import gather_at_use
       >>> mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(AxisType.Auto,))
       >>> rows = NamedSharding(mesh, PartitionSpec("fsdp"))
       >>> grad = jax.grad(lambda w, x: jnp.sin(x @ w).sum())
       >>> w, x = jax.device_put((jnp.ones((8, 4)), jnp.ones((16, 8))), rows)
-      >>> sharded = gather_at_use(grad, (rows, None), rows)
+      >>> sharded = fnet.fsdp.gather_at_use(grad, (rows, None), rows)
       >>> bool(jnp.allclose(jax.jit(sharded)(w, x), grad(w, x)))
       True
 
@@ -240,7 +239,6 @@ def _is_sharded(sharding: Any) -> bool:
 
 
 def _names(spec: Sequence[Any]) -> Iterator[str]:
-    """Yield the mesh axes of a spec."""
     for entry in spec:
         if entry is not None:
             yield from entry if isinstance(entry, tuple) else (entry,)
@@ -265,10 +263,8 @@ def _specs(shardings: Any, tree: Any) -> list[Spec | None]:
 class Shard(NamedTuple):
     """A value that stays sharded: a parameter, or what depends on parameters alone.
 
-    Attributes:
-      spec: Its sharding; None if unknown.
-      size: Number of elements, without those that a broadcast repeats.
-      params: Indices of the parameters.
+    ``spec`` is None if unknown. ``size`` counts no elements that a broadcast repeats, and
+    ``params`` are indices of parameters.
     """
 
     spec: Spec | None
@@ -284,24 +280,16 @@ State = Shard | str | None
 
 
 class _Gather(NamedTuple):
-    """Gathers in front of an equation.
-
-    Attributes:
-      specs: Sharding of the operands to gather, by their index.
-      after: Variables of data that the gathers wait for.
-    """
+    """The sharding of operands to gather, by index, and variables that the gathers wait for."""
 
     specs: dict[int, Spec | None]
     after: list[Any]
 
 
 class _Search(Propagation[State]):
-    """Find where sharded parameters meet data.
+    """Find where sharded parameters meet data: the ``gathers``, by the path of the equation.
 
-    Attributes:
-      gathers: By the path of the equation.
-      gathered: Parameters that are gathered somewhere.
-      stacked_params: Parameters that a scan slices.
+    It also notes which parameters are gathered somewhere, and which a scan slices.
     """
 
     def __init__(self, before: "_Search | None" = None) -> None:
@@ -312,7 +300,6 @@ class _Search(Propagation[State]):
         self._latest: dict[tuple[int, ...], list[Any]] = {}
 
     def constant(self, value: Any) -> State:
-        """Constants need no gather."""
         return None
 
     def join(self, states: Sequence[State]) -> State:
@@ -330,7 +317,6 @@ class _Search(Propagation[State]):
         return super().run(closed, inputs, site)
 
     def visit(self, eqn: JaxprEqn, states: list[State], site: Site) -> Sequence[State]:
-        """Visit any equation."""
         self.gathers.pop(site.path, None)  # of an earlier iteration of a fixed point
         results = self._results(eqn, states, site)
         latest = _arrays_of_data(eqn.outvars, results)[-1:]
@@ -352,7 +338,6 @@ class _Search(Propagation[State]):
         return super().visit(eqn, states, site)
 
     def equation(self, eqn: JaxprEqn, states: list[State], site: Site) -> Sequence[State]:
-        """Gather the parameters of an equation that combines them with data."""
         if is_identity(eqn):
             return states
         shards = {i: s for i, s in enumerate(states) if isinstance(s, Shard)}
@@ -451,8 +436,6 @@ class _Search(Propagation[State]):
 def _insert_gathers(
     mesh: Mesh, axes: frozenset[str], jaxpr: Jaxpr, gathers: Mapping[tuple[int, ...], _Gather]
 ) -> Jaxpr:
-    """Gather the operands of equations right in front of them."""
-
     def gathered(spec: Spec | None, a: Any) -> Any:
         if spec is None:
             return _constrained(mesh, (), a)
@@ -491,7 +474,6 @@ def _is_code(atom: Any) -> bool:
 
 
 def _without(axes: frozenset[str], entry: Any) -> Any:
-    """Return the mesh axes of one array axis, without some."""
     rest = tuple(n for n in _names([entry]) if n not in axes)
     return rest or None
 
@@ -560,7 +542,6 @@ class _ShardResults(BackwardPropagation[Spec]):
         return wish[1:] if wish and wish[0] is None and any(wish[1:]) else None
 
     def stacked(self, wish: Spec | None) -> Spec | None:
-        """A stack is sharded along the axes of its rows."""
         return wish and (None, *wish)
 
     def equation(
@@ -632,11 +613,8 @@ def _spliced(
 ) -> tuple[list[JaxprEqn], list[Any]]:
     """Return the equations of a function of some variables, and the variables of its results.
 
-    Args:
-      f: A function whose results are arrays.
-      variables: Its arguments.
-      like: The equation whose named scopes and source line the new ones get.
-      as_result: Whether ``variables`` are the results instead. Then the arguments are returned.
+    They get the named scopes and source line of ``like``. With ``as_result``, ``variables`` are the
+    results instead, and the arguments are returned.
     """
     shapes = [
         jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type)

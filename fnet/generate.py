@@ -19,7 +19,7 @@ class Decodable(Protocol):
 
     @property
     def decode(self) -> Decode | None:
-        """Incremental decoding, or None if the model does not support it."""
+        """Incremental decoding, or None."""
         ...
 
 
@@ -96,8 +96,6 @@ def _check_sampling(
 
 
 class _Sampling(NamedTuple):
-    """Options of `stream` that say how tokens are sampled."""
-
     temperature: float = 1.0
     top_k: int | None = None
     top_p: float | None = None
@@ -106,7 +104,6 @@ class _Sampling(NamedTuple):
 
     @property
     def of_token(self) -> dict[str, Any]:
-        """Options of `sample_token`."""
         return {n: a for n, a in self._asdict().items() if n != "repetition_penalty"}
 
 
@@ -315,8 +312,7 @@ def _read(
 ) -> tuple[Any, int]:
     """Read most of the tokens before ``known``, but not the last one.
 
-    Returns:
-      The cache, and the position of the second token that is not in it.
+    Returns the cache, and the position of the second token that is not in it.
     """
     start = 0
     for size in _PROMPT_CHUNKS:
@@ -349,13 +345,7 @@ def _prefill(
 
 
 class _Run(NamedTuple):
-    """What `_decode` knows of the rows of a batch.
-
-    Attributes:
-      ends: length of each prompt [B].
-      known: number of tokens of each row that are not sampled (again) [B].
-      key: random key, [] or [B].
-    """
+    """Lengths of prompts [B], how many tokens of each row are not sampled (again) [B], and keys."""
 
     ends: Array
     known: Array

@@ -20,12 +20,8 @@ Path = tuple[int, ...]
 class Array(NamedTuple):
     """One array of an instruction's result.
 
-    Attributes:
-      bytes: Size in the device's main memory, with the padding of a TPU's tiles. 0 for an array
-        in another memory.
-      shape: Shape without padding.
-      dtype: NumPy's name of the element type.
-      layout: Order of the dimensions in memory, tiles and memory space, as printed.
+    ``bytes`` is its size in the device's main memory, with the padding of a TPU's tiles; 0 in
+    another memory. ``layout`` is the order of dimensions, tiles and memory space, as printed.
     """
 
     bytes: int
@@ -37,14 +33,8 @@ class Array(NamedTuple):
 class Instruction(NamedTuple):
     """One instruction of a computation.
 
-    Attributes:
-      name: Name, unique in the module.
-      opcode: ``fusion``, ``while``, ...
-      result: Type of the result as printed. `arrays` parses it.
-      operands: Names of the operands.
-      attributes: Text after the operands, including metadata. For a parameter it starts with the
-        parameter's number.
-      is_root: Whether this is the result of the computation.
+    ``result`` is its type as printed, and ``operands`` are names. ``attributes`` is the text after
+    the operands, including metadata; for a parameter it starts with the parameter's number.
     """
 
     name: str
@@ -56,17 +46,14 @@ class Instruction(NamedTuple):
 
     @property
     def arrays(self) -> list[Array]:
-        """Arrays of the result, in order."""
         return list(arrays(self.result).values())
 
     @property
     def parameter_number(self) -> int:
-        """Position of a parameter among the arguments."""
         return int(self.attributes.partition(")")[0])
 
     @property
     def tuple_index(self) -> int:
-        """Index of a get-tuple-element."""
         return int(self.attribute(r"index=(\d+)"))
 
     @property
@@ -76,7 +63,6 @@ class Instruction(NamedTuple):
 
     @property
     def fused_computation(self) -> str:
-        """Name of the computation of a fusion."""
         return self.attribute(r"calls=%([^\s,)]+)")
 
     @property
@@ -103,14 +89,10 @@ class Instruction(NamedTuple):
 
 
 class Module(NamedTuple):
-    """A scheduled HLO module.
+    """A scheduled HLO module: its instructions by computation, in scheduled order, and by name.
 
-    Attributes:
-      computations: Instructions of each computation, in scheduled order.
-      instructions: All instructions, by name.
-      entry: Name of the entry computation.
-      donated: For each output that lives in a parameter's buffer, by its path: the parameter's
-        number and the path in the parameter.
+    ``donated`` has, for each output that lives in a parameter's buffer, by its path, the
+    parameter's number and the path in the parameter.
     """
 
     computations: dict[str, list[Instruction]]
@@ -124,11 +106,9 @@ class Module(NamedTuple):
         return sorted(parameters, key=lambda i: i.parameter_number)
 
     def operands(self, instruction: Instruction) -> list[list[Array]]:
-        """Return the arrays of each operand."""
         return [self.instructions[name].arrays for name in instruction.operands]
 
     def root(self, computation: str) -> Instruction:
-        """Return the instruction that gives a computation's result."""
         return next(i for i in self.computations[computation] if i.is_root)
 
     def schedule(self, computation: str | None = None) -> Iterator[Instruction]:
@@ -191,17 +171,7 @@ class Module(NamedTuple):
 
 
 def read(text: str) -> Module:
-    """Parse the text of a compiled program.
-
-    Args:
-      text: ``compiled.as_text()``.
-
-    Returns:
-      The module.
-
-    Raises:
-      ValueError: If the program is not scheduled, for example because it is not compiled.
-    """
+    """Parse ``compiled.as_text()``; ValueError for a program that is not compiled."""
     header, _, body = text.partition("\n")
     if "is_scheduled=true" not in header:
         raise ValueError(
@@ -227,16 +197,11 @@ def read(text: str) -> Module:
 
 
 def is_elementwise_opcode(opcode: str) -> bool:
-    """Whether an operation computes each element of its result from one of each operand."""
     return opcode in _ELEMENTWISE
 
 
 def unwrap(compiled: Any) -> jax.stages.Compiled:
-    """Return JAX's compiled program, also of a `fnet.step.Executable` or of ``flax.nnx.jit``.
-
-    Raises:
-      TypeError: If it is not compiled. The message says what to call.
-    """
+    """Return JAX's compiled program, also of an `Executable` or of ``flax.nnx.jit``."""
     program = getattr(compiled, "compiled", compiled)
     if hasattr(program, "as_text") and not hasattr(program, "compile"):
         return cast(jax.stages.Compiled, program)

@@ -115,10 +115,9 @@ def init(config: LoRA, params: Any, key: Array) -> dict[str, dict[str, Array]]:
       TypeError: If a matching leaf is not floating.
 
     Example:
-      >>> import jax, jax.numpy as jnp
-      >>> from fnet import lora
+      >>> import jax, jax.numpy as jnp, fnet
       >>> params = {"head": {"kernel": jnp.ones((6, 3)), "bias": jnp.zeros(3)}}
-      >>> adapters = lora.init(lora.LoRA(rank=2), params, jax.random.key(0))
+      >>> adapters = fnet.lora.init(fnet.lora.LoRA(rank=2), params, jax.random.key(0))
       >>> jax.tree.map(jnp.shape, adapters)
       {'head/kernel': {'a': (6, 2), 'b': (2, 3)}}
     """
@@ -162,11 +161,10 @@ def wrap(f: Callable[..., Any], config: LoRA) -> Callable[..., Any]:
       ValueError: When called, if the adapters do not belong to the parameters.
 
     Example:
-      >>> import jax, jax.numpy as jnp
-      >>> from fnet import lora
+      >>> import jax, jax.numpy as jnp, fnet
       >>> params, x = {"kernel": jnp.eye(3, 2)}, jnp.ones((1, 3))
-      >>> config = lora.LoRA(rank=1)
-      >>> apply = lora.wrap(lambda params, x: x @ params["kernel"], config)
+      >>> config = fnet.lora.LoRA(rank=1)
+      >>> apply = fnet.lora.wrap(lambda params, x: x @ params["kernel"], config)
       >>> adapters = {"kernel": {"a": jnp.ones((3, 1)), "b": jnp.ones((1, 2))}}
       >>> print(apply(adapters, params, x))
       [[4. 4.]]
@@ -207,18 +205,17 @@ def loss(f: Loss, config: LoRA) -> Loss:
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, fnet
-      >>> from fnet import lora
       >>> def loss(params, model_state, batch, key):
       ...     return jnp.square(batch["x"] @ params["kernel"]).sum(-1)
-      >>> config, optimizer = lora.LoRA(rank=1), optax.sgd(0.1)
+      >>> config, optimizer = fnet.lora.LoRA(rank=1), optax.sgd(0.1)
       >>> params = {"kernel": jnp.ones((3, 2))}
       >>> state = fnet.TrainState.create(
-      ...     params=lora.init(config, params, jax.random.key(0)),
+      ...     params=fnet.lora.init(config, params, jax.random.key(0)),
       ...     optimizer=optimizer,
       ...     key=jax.random.key(1),
       ...     model_state={"frozen": params, "model": {}},
       ... )
-      >>> step = fnet.make_step(lora.loss(loss, config), optimizer)
+      >>> step = fnet.make_step(fnet.lora.loss(loss, config), optimizer)
       >>> state, metrics = step(state, {"x": jnp.ones((4, 3))})
       >>> (
       ...     float(metrics["loss"]),
@@ -253,11 +250,10 @@ def merge(config: LoRA, params: Any, adapters: Adapters) -> Any:
       ValueError: If the adapters do not belong to the parameters.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> from fnet import lora
+      >>> import jax.numpy as jnp, fnet
       >>> params = {"kernel": jnp.eye(2)}
       >>> adapters = {"kernel": {"a": jnp.ones((2, 1)), "b": jnp.ones((1, 2))}}
-      >>> print(lora.merge(lora.LoRA(rank=1), params, adapters)["kernel"])
+      >>> print(fnet.lora.merge(fnet.lora.LoRA(rank=1), params, adapters)["kernel"])
       [[2. 1.]
        [1. 2.]]
     """
@@ -273,7 +269,7 @@ def merge(config: LoRA, params: Any, adapters: Adapters) -> Any:
 
 
 def _layouts(where: str, config: LoRA, params: Any, adapters: Adapters) -> dict[str, Layout]:
-    """Return the layout of each adapted weight, after a check that the adapters fit."""
+    """Return the layout of each adapted weight, if the adapters fit."""
     layouts = find_targets(where, params, config.targets)
     if layouts.keys() != adapters.keys():
         raise ValueError(

@@ -24,22 +24,6 @@ def cast_kernels(params: Any, dtype: DTypeLike) -> Any:
 
     Biases, scales of norms and parameters of recurrences keep their dtype. They are few, and some
     need float32.
-
-    Args:
-      params: Nested dicts of arrays. Kernels and embeddings are called so.
-      dtype: A floating dtype, such as bfloat16.
-
-    Returns:
-      The parameters.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from fnet.precision import cast_kernels
-      >>> cast = cast_kernels(
-      ...     {"kernel": jnp.ones(2), "scale": jnp.ones(2)}, jnp.bfloat16
-      ... )
-      >>> print(cast["kernel"].dtype, cast["scale"].dtype)
-      bfloat16 float32
     """
 
     def cast(path: Any, a: Array) -> Array:

@@ -42,21 +42,16 @@ _LAYOUTS = {2: "io", 3: "nio", 4: "iiio", 5: "iiiio"}
 
 
 class Layout(NamedTuple):
-    """Role of each axis of a weight. Leading axes without a role count stacked layers.
+    """Role of each of the last axes of a weight: ``"i"`` for inputs or ``"o"`` for outputs.
 
-    Attributes:
-      roles: ``"i"`` for inputs or ``"o"`` for outputs, for each of the last axes.
+    Leading axes without a role count stacked layers.
     """
 
     roles: str
 
     @classmethod
     def of(cls, where: str, path: str, ndim: int, text: str | None) -> "Layout":
-        """Read a layout such as ``"nio"``, or use the default for a number of axes.
-
-        Raises:
-          ValueError: If the weight has another number of axes, or ``text`` is no layout.
-        """
+        """Read a layout such as ``"nio"``; None is the default for this number of axes."""
         text = _LAYOUTS.get(ndim, "") if text is None else text
         roles = text.lstrip("n")
         if {*roles} != {"i", "o"} or len(text) != ndim:
@@ -87,12 +82,7 @@ class Layout(NamedTuple):
         return matrix.reshape(*stack, self.size(weight.shape, "i"), self.size(weight.shape, "o"))
 
     def from_matrix(self, matrix: Array, sizes: Sequence[int]) -> Array:
-        """Return [*stack, in, out] in this layout.
-
-        Args:
-          matrix: [*stack, in, out] of any dtype.
-          sizes: Lengths of the axes that have a role.
-        """
+        """Return [*stack, in, out] in this layout, with ``sizes`` of the axes that have a role."""
         stack = matrix.shape[:-2]
         order = [a + len(sizes) for a in (*self.axes("i"), *self.axes("o"))]
         weight = matrix.reshape(*stack, *(sizes[a] for a in order))
@@ -121,10 +111,9 @@ class Quantized:
       dtype: Dtype of the weight.
 
     Example:
-      >>> import jax, jax.numpy as jnp
-      >>> from fnet import quantization
+      >>> import jax, jax.numpy as jnp, fnet
       >>> params = {"kernel": jax.random.normal(jax.random.key(0), (128, 32))}
-      >>> weight = quantization.quantize(params, "nf4")["kernel"]
+      >>> weight = fnet.quantization.quantize(params, "nf4")["kernel"]
       >>> weight.shape, weight.codes.shape, weight.scales.shape
       ((128, 32), (64, 32), (2, 32))
     """
@@ -143,7 +132,7 @@ class Quantized:
 
     @property
     def ndim(self) -> int:
-        """Number of axes of the weight."""
+        """Number of axes."""
         return len(self.shape)
 
     @property
@@ -158,7 +147,7 @@ class Quantized:
 
 
 def is_quantized(leaf: Any) -> bool:
-    """Whether a node of a tree is a `Quantized` weight: for ``jax.tree.map(..., is_leaf=)``."""
+    """Whether a node of a tree is a `Quantized` weight."""
     return isinstance(leaf, Quantized)
 
 
@@ -417,16 +406,9 @@ def _path(keys: Sequence[Any]) -> str:
 def find_targets(where: str, params: Any, targets: Targets) -> dict[str, Layout]:
     """Return the layout of each leaf whose path matches a pattern; the first pattern counts.
 
-    A pattern behind ``!`` leaves out what it matches.
-
-    Args:
-      where: Name of the caller, for error messages.
-      params: Tree of parameters.
-      targets: Patterns, or patterns with layouts.
-
-    Raises:
-      ValueError: If a pattern matches no leaf, or a layout does not fit its leaf.
-      TypeError: If ``targets`` is a string, or a matching leaf is not a floating weight.
+    A pattern behind ``!`` leaves out what it matches. It is a ValueError if a pattern matches no
+    leaf or a layout does not fit, and a TypeError if a leaf is no floating weight. ``where`` is the
+    caller, for errors.
     """
     if isinstance(targets, str):
         raise TypeError(f"{where}: targets must be a sequence of patterns, got {targets!r}")

@@ -315,7 +315,6 @@ def _explain_donation() -> Iterator[None]:
 
 
 def _check_optimizer(optimizer: optax.GradientTransformation, state: TrainState) -> None:
-    """Raise ValueError if a state was created with another optimizer."""
     own = jax.eval_shape(optimizer.init, state.params)
     names = [
         " ".join(dict.fromkeys(re.findall(r"\w+State\b", str(jax.tree.structure(s))))) or "no state"
@@ -607,11 +606,8 @@ def _updated_model_state(step: Step, state: TrainState, batch: Any) -> str:
 def divisors(rows: int, first: int = 1) -> list[int]:
     """Divisors of a number of rows from ``first`` on, each a multiple of the one before.
 
-    Each step multiplies by the smallest prime factor that is left: 1, 2, 4, 12 of 12.
-
-    Args:
-      rows: Number of rows, at least 1.
-      first: The first divisor; the result if it does not divide ``rows``.
+    Each step multiplies by the smallest prime factor that is left: 1, 2, 4, 12 of 12. If ``first``
+    does not divide the rows, it is the only one.
     """
     found, prime = [first], 2
     while (rest := rows // found[-1]) > 1 and rows % first == 0:
@@ -622,7 +618,6 @@ def divisors(rows: int, first: int = 1) -> list[int]:
 
 
 def _microbatch_choices(step: Step, batch: Any) -> list[int]:
-    """The step's number of microbatches, and multiples that divide the batch."""
     sizes: set[Any] = {getattr(leaf, "shape", ())[:1] for leaf in jax.tree.leaves(batch)}
     if not step.mode.splittable or len(sizes) != 1 or () in sizes:  # scalars cannot be split
         return [step.microbatches]

@@ -108,11 +108,8 @@ def ekfac(
 class _Basis(NamedTuple):
     """A basis in which the curvature of a parameter is taken to be diagonal.
 
-    Attributes:
-      as_matrices: ``[*parameter] -> [groups, rows, cols]``, which moves elements; None for the
-        basis of the parameter itself.
-      left: Orthogonal matrices [groups, rows, rows]; None does not rotate the rows.
-      right: Orthogonal matrices [groups, cols, cols]; None does not rotate the columns.
+    ``as_matrices`` moves elements to [groups, rows, cols]; None for the basis of the parameter
+    itself. Orthogonal matrices rotate the rows and the columns; None does not.
     """
 
     as_matrices: Callable[[Array], Array] | None = None

@@ -246,7 +246,6 @@ class InRun(Mode):
         return mean, means | {"loss": weighted_mean(grads.losses, weights), _SCORES: of_examples}
 
     def _draw(self, key: Array) -> dict[str, Array]:
-        """Draw the validation examples of a step."""
         if self.validation_batch is None:
             return self.validation
         chosen = jax.random.choice(key, self._size, (self.validation_batch,), replace=False)

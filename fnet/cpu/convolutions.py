@@ -52,35 +52,16 @@ def count_cpus(tree: Any) -> int:
 
 
 def for_cpus(f: Callable[..., Any], count: int = 1) -> Callable[..., Any]:
-    """Make a function compute its convolutions in ways that are faster on a CPU.
+    """Make a function that is jitted compute its convolutions in ways that are faster on a CPU.
 
     It replaces float32 convolutions, their gradients by input and their gradients by kernel, also
     inside of scans and remat: large 3x3 ones of stride 1, depthwise ones and grouped ones. Values
     differ by rounding: about 1e-6, relative to the largest. Differentiate the function before, not
     after.
 
-    Args:
-      f: A function of pytrees of arrays.
-      count: Number of CPUs that the program runs on; 0 for other devices, which changes nothing.
-        On several, loops over images would gather sharded batches: 3x3 convolutions and kernel
-        gradients of depthwise ones stay.
-
-    Returns:
-      A function with the same arguments and results, to be called inside of `jax.jit`.
-
-    Example:
-      >>> import jax, jax.numpy as jnp
-      >>> from fnet import cpu, layers
-      >>> conv = layers.conv(32, 32)
-      >>> params, _ = jax.jit(conv.init)(jax.random.key(0))
-      >>> def gradient(x):
-      ...     return jax.grad(
-      ...         lambda p: (conv.apply(p, {}, x, train=True)[0] ** 2).sum()
-      ...     )(params)
-      >>> x = jax.random.normal(jax.random.key(1), (4, 32, 32, 32))
-      >>> a, b = jax.jit(gradient)(x), jax.jit(cpu.for_cpus(gradient))(x)
-      >>> bool(jnp.allclose(a["kernel"], b["kernel"], rtol=1e-4, atol=1e-2))
-      True
+    ``count`` is the number of CPUs that the program runs on; 0 for other devices, which changes
+    nothing. On several, loops over images would gather sharded batches: 3x3 convolutions and kernel
+    gradients of depthwise ones stay.
     """
     if not count:
         return f
@@ -197,12 +178,8 @@ def _by_groups(eqn: JaxprEqn, *, one_device: bool) -> Callable[[Array, Array], A
 class _Window(NamedTuple):
     """A window over images [N, H, W, C]. Winograd's algorithm is for 3x3 of stride 1.
 
-    Attributes:
-      size: Height and width of the output.
-      padding: (low, high) per spatial axis.
-      dilation: Distance between kernel elements, per spatial axis.
-      strides: Distance between outputs, per spatial axis.
-      spacing: Distance between pixels of the images, per spatial axis.
+    ``size`` is that of the output, ``padding`` is (low, high) per axis, and ``spacing`` the
+    distance between pixels of the images.
     """
 
     size: tuple[int, ...]
@@ -221,7 +198,6 @@ class _Window(NamedTuple):
 
     @property
     def num_tiles(self) -> int:
-        """Number of tiles of an image."""
         return math.prod(self.tiles) * math.prod(self.dilation)
 
     @property

@@ -82,7 +82,6 @@ def separate_mappings() -> Iterator[None]:
 
 @functools.cache
 def _glibc() -> Any:
-    """The C library, or None if it is not glibc."""
     try:
         library = ctypes.CDLL("libc.so.6")  # a name that only glibc has
         library.malloc.restype = library.sbrk.restype = ctypes.c_void_p

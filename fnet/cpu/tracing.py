@@ -11,11 +11,7 @@ _PLATFORM = jax.make_user_context(default_value=None)
 
 @contextlib.contextmanager
 def traced_for(platform: str | None) -> Iterator[None]:
-    """Trace for a platform that is not JAX's default, such as a target's.
-
-    Args:
-      platform: A `jax.Device.platform`; None for the default.
-    """
+    """Trace for a `jax.Device.platform` that is not JAX's default, such as a target's."""
     with _PLATFORM(None if platform == jax.default_backend() else platform):
         yield
 

@@ -16,11 +16,7 @@ _HAS_TILES = not IS_JAXLIB_0_10
 
 
 def workspace(text: str) -> int:
-    """Estimate the most bytes that a program's operations allocate at once.
-
-    Args:
-      text: Text of a program compiled for CPUs.
-    """
+    """Estimate the most bytes that the operations of a program for CPUs allocate at once."""
     if not any(f" {opcode}(" in text for opcode in _WORKSPACES):
         return 0
     module = hlo.read(text)
@@ -36,7 +32,6 @@ def workspace(text: str) -> int:
 
 
 def _workspaces(module: hlo.Module, computation: str, *, by_ynnpack: bool = False) -> Iterator[int]:
-    """Yield workspaces in scheduled order."""
     for instruction in module.computations[computation]:
         for called in instruction.called_computations:
             yield from _workspaces(module, called, by_ynnpack=by_ynnpack)

@@ -168,7 +168,7 @@ def get(name: str) -> Callable[..., Array]:
 
 
 class _Coefficients(NamedTuple):
-    """Coefficients of n sampling steps, ``x' = a x + b x0 + c x0_previous + d noise``; all [n]."""
+    """Coefficients of n steps, ``x' = a x + b x0 + c x0_previous + d noise``; all [n]."""
 
     a: np.ndarray
     b: np.ndarray
@@ -219,7 +219,6 @@ def _sample(
     clip: float | None,
     key: Array | None,
 ) -> Array:
-    """Run the sampling steps in one scan."""
     _check(x, levels, predicts, clip)
     # Skip the previous x0 and the noise if no step uses them.
     uses_previous, uses_noise = bool(coefficients.c.any()), bool(coefficients.d.any())

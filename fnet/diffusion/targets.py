@@ -151,7 +151,6 @@ def check_target(name: str) -> None:
 
 
 def _linear_combination(x: Array, y: Array, a: ArrayLike, b: ArrayLike) -> Array:
-    """``a x + b y``."""
     checks.shapes("diffusion", f"x0 {x.shape}", noise=(y, x.shape))
     return _per_example(a, x) * x + _per_example(b, x) * y
 

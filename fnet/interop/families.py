@@ -141,14 +141,10 @@ class Weights(NamedTuple):
 
 
 def name_tensors(variables: Mapping[str, Any], names: str) -> tuple[Tensor, ...]:
-    """Name a network's arrays as a file does.
+    """Name a network's arrays, such as ``"layer1.0.bn1.gamma"``, as a file does.
 
-    Args:
-      variables: arrays or shapes of a network by name, such as ``"layer1.0.bn1.gamma"``.
-      names: one of `NAMES`, or ``"fnet"`` for the names and layouts of the network itself.
-
-    Raises:
-      ValueError: for an array that networks in this naming scheme do not have.
+    ``names`` is one of `NAMES`, or ``"fnet"`` for the names and layouts of the network itself. It
+    is a ValueError if networks in this naming scheme lack an array.
     """
     if names == "fnet":
         return tuple(Tensor(name, name.replace(".", "/"), a.shape) for name, a in variables.items())
@@ -600,12 +596,8 @@ def _widths(row: Mapping[str, Any]) -> list[int]:
 def variant_options(name: str, publisher: str) -> dict[str, Any]:
     """Return the options of a published EfficientNet, MobileNetV3, RegNet or Swin.
 
-    Args:
-      name: its name, such as ``"tf_efficientnetv2_s"``.
-      publisher: ``"torchvision"`` or ``"timm"``. Theirs of the same name have other epsilons.
-
-    Returns:
-      ``variant``, and ``eps`` and ``padding`` of an EfficientNet or MobileNetV3; {} for others.
+    torchvision's and timm's of the same name have other epsilons. Returns ``variant``, for an
+    EfficientNet or MobileNetV3 also ``eps`` and ``padding``; {} for other networks.
     """
     rows = [VARIANTS[f.model][name] for f in FAMILIES if f.files and name in VARIANTS[f.model]]
     if not rows:

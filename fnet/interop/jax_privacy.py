@@ -203,7 +203,6 @@ def clipped_grad(
         params = tuple(args[i] for i in numbers)
 
         def value_and_aux(params: Any, row: Any) -> tuple[Array, Any]:
-            """Call ``fun`` for one example."""
             given, keywords = row
             if keep_batch_dim:
                 given = given | jax.tree.map(
@@ -219,8 +218,6 @@ def clipped_grad(
             return value, aux
 
         def fused(rows: Any, is_padding: Array) -> tuple[Any, Array, AuxiliaryOutput]:
-            """Sum the clipped gradients without materializing them."""
-
             def losses(wide: Any, rows: Any) -> Any:
                 own = jax.tree.map(lambda p, like: p.astype(jnp.result_type(like)), wide, params)
                 return jax.vmap(lambda row: value_and_aux(own, row))(rows)
@@ -237,8 +234,6 @@ def clipped_grad(
             return total, info.nonfinite, AuxiliaryOutput(info.losses, norms, aux)
 
         def materialized(rows: Any, is_padding: Array) -> tuple[Any, Array, AuxiliaryOutput]:
-            """Materialize gradients, then clip and sum them."""
-
             def values_and_grad(row: Any) -> Any:
                 (value, aux), grads = jax.value_and_grad(value_and_aux, has_aux=True)(params, row)
                 grads = grads[0] if isinstance(argnums, int) else grads
@@ -370,10 +365,7 @@ def _inner_products(params: Any, grads: Any) -> Any:
 
 
 def _clip_for_grid(clip: Any, grid_scale: int, elements: int) -> Any:
-    """Lower a bound by the largest norm of a rounding error on the grid.
-
-    Rounding changes each of the elements by at most half a step.
-    """
+    """Lower a bound by the norm of rounding errors on the grid, half a step per element."""
     lowered = clip * (1 - elements**0.5 / (2 * grid_scale))
     if not isinstance(lowered, jax.core.Tracer) and not lowered > 0:
         raise ValueError(
@@ -384,8 +376,6 @@ def _clip_for_grid(clip: Any, grid_scale: int, elements: int) -> Any:
 
 
 def _sum_on_grid(grads: Any, scales: Array) -> Any:
-    """Scale gradients [batch, ...], round them to integers and sum them."""
-
     def total(g: Array) -> Array:
         s = scales.reshape(-1, *[1] * (g.ndim - 1))
         return jnp.round(jnp.where(s > 0, g * s, 0)).astype(jnp.int64).sum(0)

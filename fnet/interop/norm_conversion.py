@@ -13,7 +13,7 @@ _RESNET_NORM = re.compile(r"((?:body\.)?(?:layer\d\.\d+\.)?)bn(\d)\.gamma")
 
 
 def convert(arrays: dict[str, np.ndarray], trained_with: str, norm: str) -> dict[str, np.ndarray]:
-    """Convert the arrays of a network that was trained with another norm.
+    """Convert the arrays of a network, by name, that was trained with another norm.
 
     In-place norm multiplies by ``|gamma| + eps``, plain batch norm by ``gamma``::
 
@@ -21,24 +21,13 @@ def convert(arrays: dict[str, np.ndarray], trained_with: str, norm: str) -> dict
         "batch" -> "abn":   m = max(|gamma|, eps);   s = gamma / m;   gamma' = m - eps
                             kernel' = s kernel;      running_mean' = s running_mean
 
-    The kernel belongs to the convolution before the norm. The first conversion is exact. The
-    second gives the same function in evaluation, up to rounding. In training it is the same where
+    The kernel belongs to the convolution before the norm. The first conversion is exact. The second
+    gives the same function in evaluation, up to rounding. In training it is the same where
     ``|gamma| >= eps``, because s is a sign there. Elsewhere training scales by at most eps instead
     of ``|gamma|``.
 
-    The second needs a convolution whose output only the norm reads. All norms of a ResNet have
-    one. In other networks no gamma may be below eps.
-
-    Args:
-      arrays: arrays by name in the network (``"layer1.0.bn1.gamma"``).
-      trained_with, norm: ``"abn"`` or ``"batch"``. If they are equal, nothing changes.
-
-    Returns:
-      Converted arrays by name; the given dict is not changed.
-
-    Raises:
-      ValueError: for another norm, or if a gamma is below eps and no convolution can absorb its
-        sign. The message says how many there are and in which norms.
+    The second needs a convolution whose output only the norm reads. All norms of a ResNet have one.
+    In other networks no gamma may be below eps: a ValueError says how many are, and where.
     """
     if trained_with == norm:
         return arrays
@@ -73,10 +62,9 @@ def convert(arrays: dict[str, np.ndarray], trained_with: str, norm: str) -> dict
 
 
 def convolution_before(gamma: str) -> str | None:
-    """Name of the kernel of the convolution whose output only this norm reads.
+    """Name of the kernel of the convolution whose output only this norm reads, or None.
 
-    None for the norms of all networks but ResNets, RegNets and EfficientNets, and the heads of
-    torchvision's DeepLabs.
+    ResNets, RegNets, EfficientNets and the heads of torchvision's DeepLabs have them.
     """
     if match := _RESNET_NORM.fullmatch(gamma):
         return f"{match[1]}conv{match[2]}.kernel"

@@ -145,12 +145,11 @@ def to_peft(
       ValueError: If an adapted path is in no module.
 
     Example:
-      >>> import jax, jax.numpy as jnp
-      >>> from fnet import lora
+      >>> import jax, jax.numpy as jnp, fnet
       >>> from fnet.interop.peft import to_peft
-      >>> config = lora.LoRA(rank=2)
+      >>> config = fnet.lora.LoRA(rank=2)
       >>> params, modules = {"kernel": jnp.ones((6, 3))}, {"head": ("kernel", False)}
-      >>> adapters = lora.init(config, params, jax.random.key(0))
+      >>> adapters = fnet.lora.init(config, params, jax.random.key(0))
       >>> adapter_config, tensors = to_peft(config, adapters, modules)
       >>> {name: array.shape for name, array in tensors.items()}
       {'base_model.model.head.lora_A.weight': (2, 6), 'base_model.model.head.lora_B.weight': (3, 2)}

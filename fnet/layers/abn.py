@@ -196,9 +196,8 @@ def abn_layer(
       TypeError: when applied, as `fnet.abn`.
 
     Example:
-      >>> import jax
-      >>> from fnet import layers
-      >>> layer = layers.abn(3)
+      >>> import jax, fnet
+      >>> layer = fnet.layers.abn(3)
       >>> params, state = layer.init(jax.random.key(0))
       >>> x = jax.random.normal(jax.random.key(1), (64, 8, 8, 3))
       >>> y, state = layer.apply(params, state, x, train=True)

@@ -158,13 +158,11 @@ def attention(
       TypeError: when applied, if ``x`` is not floating, or ``segments`` are not integers.
 
     Example:
-      >>> import jax, jax.numpy as jnp
-      >>> from fnet import layers
-      >>> layer = layers.attention(8, heads=2, causal=True, rotary=10000.0)
+      >>> import jax, jax.numpy as jnp, fnet
+      >>> layer = fnet.layers.attention(8, heads=2, causal=True, rotary=10000.0)
       >>> params, state = jax.jit(layer.init)(jax.random.key(0))
       >>> apply = jax.jit(layer.apply, static_argnames="train")
-      >>> y, _ = apply(params, state, jnp.ones((2, 5, 8)), train=True)
-      >>> y.shape
+      >>> apply(params, state, jnp.ones((2, 5, 8)), train=True)[0].shape
       (2, 5, 8)
     """
     groups = heads if groups is None else groups
@@ -408,11 +406,9 @@ def extend_cache(
 ) -> tuple[Cache, Past]:
     """Write new positions to the cache; return what they may attend to, too.
 
-    Position i is stored in slot i modulo the number of slots. So the cache of a window is a
-    ring buffer: a position overwrites, in place, the one that just left the window.
-
-    It is not checked that ``position + t`` exceeds the slots; the output of the last positions is
-    then wrong.
+    Position i is stored in slot i modulo the number of slots. So the cache of a window is a ring
+    buffer: a position overwrites, in place, the one that just left the window. If ``position + t``
+    exceeds the slots, the output of the last positions is wrong, which is not checked.
     """
     t, slots = k.shape[1], cache["key"].shape[1]
     new = {"key": k.astype(cache["key"].dtype), "value": v.astype(cache["value"].dtype)}

@@ -46,9 +46,8 @@ def batch_norm(
       TypeError: when applied, if ``x`` is not floating.
 
     Example:
-      >>> import jax, jax.numpy as jnp
-      >>> from fnet import layers
-      >>> layer = layers.batch_norm(3, activation="relu")
+      >>> import jax, jax.numpy as jnp, fnet
+      >>> layer = fnet.layers.batch_norm(3, activation="relu")
       >>> params, state = layer.init(jax.random.key(0))
       >>> x = jax.random.normal(jax.random.key(1), (64, 3))
       >>> y, state = layer.apply(params, state, x, train=True)

@@ -27,20 +27,10 @@ def causal_conv(
 
         y_t[c] = sum_w kernel[w, c] x_{t - W + 1 + w}[c] + bias[c]
 
-    It is computed as a sum of W shifted products. A depthwise ``lax.conv`` of this size is
-    slower on CPU, and many times slower inside a scan.
-
-    Args:
-      x: [B, T, C].
-      kernel: [W, C], cast to the dtype of ``x``. Its last row multiplies the current step.
-      bias: [C], cast to the dtype of ``x``; None: 0.
-      past: the W - 1 inputs before ``x``, oldest first; None: zeros.
-      segments: number of the document of each position [B, T]. Inputs of other documents count as
-        zeros. ``past`` belongs to the first one. None: one document.
-
-    Returns:
-      ``(y, past)``: y [B, T, C] in the dtype of ``x``, and the last W - 1 inputs for the
-      next call, in the dtype of ``past``.
+    It is computed as a sum of W shifted products. A depthwise ``lax.conv`` of this size is slower
+    on CPU, and many times slower inside a scan. ``past`` are the W - 1 inputs before ``x``, oldest
+    first; None: zeros. Inputs of other documents count as zeros, and ``past`` belongs to the first
+    one. Returns y in the dtype of ``x``, and the last W - 1 inputs for the next call.
     """
     if x.ndim != 3 or kernel.ndim != 2 or not kernel.shape[0] or kernel.shape[1] != x.shape[2]:
         raise ValueError(
@@ -91,12 +81,10 @@ def causal_conv_layer(channels: int, width: int = 4, *, bias: bool = True) -> La
       TypeError: when applied, if ``x`` is not floating.
 
     Example:
-      >>> import jax, jax.numpy as jnp
-      >>> from fnet import layers
-      >>> layer = layers.causal_conv(8, width=4)
+      >>> import jax, jax.numpy as jnp, fnet
+      >>> layer = fnet.layers.causal_conv(8, width=4)
       >>> params, state = layer.init(jax.random.key(0))
-      >>> y, _ = layer.apply(params, state, jnp.ones((2, 10, 8)), train=True)
-      >>> y.shape
+      >>> layer.apply(params, state, jnp.ones((2, 10, 8)), train=True)[0].shape
       (2, 10, 8)
     """
     checks.sizes("causal_conv", channels=channels, width=width)

@@ -56,12 +56,10 @@ def conv(
       TypeError: when applied, if the input is not floating.
 
     Example:
-      >>> import jax, jax.numpy as jnp
-      >>> from fnet import layers
-      >>> layer = layers.conv(3, 8, stride=2)
+      >>> import jax, jax.numpy as jnp, fnet
+      >>> layer = fnet.layers.conv(3, 8, stride=2)
       >>> params, state = jax.jit(layer.init)(jax.random.key(0))
-      >>> y, _ = layer.apply(params, state, jnp.ones((2, 6, 6, 3)), train=True)
-      >>> y.shape
+      >>> layer.apply(params, state, jnp.ones((2, 6, 6, 3)), train=True)[0].shape
       (2, 3, 3, 8)
     """
     sides = {"window": _pair(window), "stride": _pair(stride), "dilation": _pair(dilation)}

@@ -43,12 +43,10 @@ def dense(
       TypeError: when applied, if ``x`` is not floating.
 
     Example:
-      >>> import jax, jax.numpy as jnp
-      >>> from fnet import layers
-      >>> layer = layers.dense(3, 8)
+      >>> import jax, jax.numpy as jnp, fnet
+      >>> layer = fnet.layers.dense(3, 8)
       >>> params, state = layer.init(jax.random.key(0))
-      >>> y, _ = layer.apply(params, state, jnp.ones((2, 3)), train=True)
-      >>> y.shape
+      >>> layer.apply(params, state, jnp.ones((2, 3)), train=True)[0].shape
       (2, 8)
     """
     checks.sizes("dense", n_in=n_in, n_out=n_out)
@@ -79,14 +77,12 @@ def mlp(sizes: Sequence[int], activation: str = "relu") -> Layer:
       ValueError: for fewer than two sizes, a size below 1, or an unknown activation.
 
     Example:
-      >>> import jax, jax.numpy as jnp
-      >>> from fnet import layers
-      >>> net = layers.mlp([4, 16, 3])
+      >>> import jax, jax.numpy as jnp, fnet
+      >>> net = fnet.layers.mlp([4, 16, 3])
       >>> params, state = net.init(jax.random.key(0))
       >>> sorted(params)
       ['dense_0', 'dense_1']
-      >>> y, _ = net.apply(params, state, jnp.ones((2, 4)), train=True)
-      >>> y.shape
+      >>> net.apply(params, state, jnp.ones((2, 4)), train=True)[0].shape
       (2, 3)
     """
     if len(sizes) < 2:

@@ -33,9 +33,8 @@ def dropout(rate: float, *, shared_axes: tuple[int, ...] = ()) -> Layer:
       TypeError: when applied in training with ``rate`` > 0, if ``x`` is not floating.
 
     Example:
-      >>> import jax, jax.numpy as jnp
-      >>> from fnet import layers
-      >>> layer = layers.dropout(0.5)
+      >>> import jax, jax.numpy as jnp, fnet
+      >>> layer = fnet.layers.dropout(0.5)
       >>> y, _ = layer.apply({}, {}, jnp.ones(100), key=jax.random.key(0), train=True)
       >>> sorted(set(y.tolist()))
       [0.0, 2.0]

@@ -44,9 +44,8 @@ def dynamic_tanh(d: int, alpha: float = 0.5) -> Layer:
       TypeError: when applied, if ``x`` is not floating; from JAX in forward mode.
 
     Example:
-      >>> import jax, jax.numpy as jnp
-      >>> from fnet import layers
-      >>> layer = layers.dynamic_tanh(4)
+      >>> import jax, jax.numpy as jnp, fnet
+      >>> layer = fnet.layers.dynamic_tanh(4)
       >>> params, state = layer.init(jax.random.key(0))
       >>> x = jax.random.normal(jax.random.key(1), (2, 4))
       >>> y, _ = layer.apply(params, state, x, train=True)

@@ -33,12 +33,10 @@ def embedding(vocab_size: int, width: int, *, dtype: DTypeLike = jnp.float32) ->
       TypeError: when applied, if the tokens are not integers.
 
     Example:
-      >>> import jax, jax.numpy as jnp
-      >>> from fnet import layers
-      >>> layer = layers.embedding(vocab_size=256, width=8)
+      >>> import jax, jax.numpy as jnp, fnet
+      >>> layer = fnet.layers.embedding(vocab_size=256, width=8)
       >>> params, state = layer.init(jax.random.key(0))
-      >>> y, _ = layer.apply(params, state, jnp.array([[1, 2, 255]]), train=True)
-      >>> y.shape
+      >>> layer.apply(params, state, jnp.array([[1, 2, 255]]), train=True)[0].shape
       (1, 3, 8)
     """
     checks.sizes("embedding", vocab_size=vocab_size, width=width)
@@ -82,9 +80,8 @@ def unembed(x: Float[Array, "... d"], embedding: Float[Array, "v d"]) -> Float[A
       TypeError: if ``x`` is not floating.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> from fnet import layers
-      >>> layers.unembed(jnp.ones((1, 3, 8)), jnp.ones((256, 8))).shape
+      >>> import jax.numpy as jnp, fnet
+      >>> fnet.layers.unembed(jnp.ones((1, 3, 8)), jnp.ones((256, 8))).shape
       (1, 3, 256)
     """
     checks.last_axis("unembed", x, embedding.shape[-1])

@@ -115,14 +115,12 @@ def experts(
         scores, or a gate without a shared layer.
 
     Example:
-      >>> import jax, jax.numpy as jnp
-      >>> from fnet import layers
-      >>> layer = layers.experts(8, 16, count=4, chosen=2)
+      >>> import jax, jax.numpy as jnp, fnet
+      >>> layer = fnet.layers.experts(8, 16, count=4, chosen=2)
       >>> params, _ = layer.init(jax.random.key(0))
       >>> jax.tree.map(jnp.shape, params["experts"]["contract"])
       {'kernel': (4, 16, 8)}
-      >>> y, _ = layer.apply(params, {}, jnp.ones((2, 5, 8)), train=True)
-      >>> y.shape
+      >>> layer.apply(params, {}, jnp.ones((2, 5, 8)), train=True)[0].shape
       (2, 5, 8)
     """
     checks.sizes("experts", width=width, hidden=hidden, count=count, chosen=chosen)

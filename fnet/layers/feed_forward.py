@@ -55,14 +55,12 @@ def feed_forward(
         rate is not in [0, 1); when applied in training with dropout and without a key.
 
     Example:
-      >>> import jax, jax.numpy as jnp
-      >>> from fnet import layers
-      >>> layer = layers.feed_forward(8, 32)
+      >>> import jax, jax.numpy as jnp, fnet
+      >>> layer = fnet.layers.feed_forward(8, 32)
       >>> params, state = layer.init(jax.random.key(0))
       >>> jax.tree.map(jnp.shape, params)
       {'contract': {'kernel': (32, 8)}, 'expand': {'kernel': (8, 64)}}
-      >>> y, _ = layer.apply(params, state, jnp.ones((2, 5, 8)), train=True)
-      >>> y.shape
+      >>> layer.apply(params, state, jnp.ones((2, 5, 8)), train=True)[0].shape
       (2, 5, 8)
     """
     checks.sizes("feed_forward", width=width, hidden=hidden)

@@ -60,19 +60,18 @@ def fold(
         or ``norm`` is unknown.
 
     Example:
-      >>> import jax, jax.numpy as jnp
-      >>> from fnet import layers
-      >>> conv = layers.conv(3, 8, bias=False)
-      >>> abn = layers.abn(8, activation="identity")
+      >>> import jax, jax.numpy as jnp, fnet
+      >>> conv = fnet.layers.conv(3, 8, bias=False)
+      >>> abn = fnet.layers.abn(8, activation="identity")
       >>> params, _ = conv.init(jax.random.key(0))
       >>> norm_params, norm_state = abn.init(jax.random.key(1))
       >>> x = jnp.ones((2, 4, 4, 3))
       >>> y, _ = conv.apply(params, {}, x, train=False)
       >>> y, _ = abn.apply(norm_params, norm_state, y, train=False)
-      >>> kernel, bias = layers.fold(
+      >>> kernel, bias = fnet.layers.fold(
       ...     params["kernel"], None, **norm_params, **norm_state
       ... )
-      >>> folded = layers.conv(3, 8)
+      >>> folded = fnet.layers.conv(3, 8)
       >>> z, _ = folded.apply({"kernel": kernel, "bias": bias}, {}, x, train=False)
       >>> bool(jnp.allclose(y, z, atol=1e-5))
       True

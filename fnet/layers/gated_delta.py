@@ -137,8 +137,8 @@ def _solve(
 ) -> Float[Array, "b g r q p"]:
     """Solve ``(I + L) x = b``, where L is the part of ``lower`` below the diagonal.
 
-    With the inverse, because a triangular solve of so small matrices takes several times as long on
-    a CPU, and JAX's gradient of one fails for explicit shardings.
+    A triangular solve of so small matrices takes several times as long as the inverse on a CPU, and
+    JAX's gradient of one fails for explicit shardings.
     """
     return _matmul(_inverse(lower), b)
 
@@ -220,13 +220,11 @@ def gated_delta_net(
       TypeError: when applied, if ``x`` is not floating.
 
     Example:
-      >>> import jax, jax.numpy as jnp
-      >>> from fnet import layers
-      >>> layer = layers.gated_delta_net(8, heads=2, head_dim=4)
+      >>> import jax, jax.numpy as jnp, fnet
+      >>> layer = fnet.layers.gated_delta_net(8, heads=2, head_dim=4)
       >>> params, state = jax.jit(layer.init)(jax.random.key(0))
       >>> apply = jax.jit(layer.apply, static_argnames="train")
-      >>> y, _ = apply(params, state, jnp.ones((2, 16, 8)), train=True)
-      >>> y.shape
+      >>> apply(params, state, jnp.ones((2, 16, 8)), train=True)[0].shape
       (2, 16, 8)
     """
     groups = heads if groups is None else groups

@@ -17,26 +17,8 @@ def global_response_norm(d: int, *, eps: float = 1e-6) -> Layer:
 
         g_c = ||x_c||;   y = x + scale x g / (mean_c(g) + eps) + bias
 
-    Args:
-      d: number of channels.
-      eps: added to the mean of the norms.
-
-    Returns:
-      A layer, x [N, H, W, d] -> [N, H, W, d] in the dtype of x, without state. Its params are
-      ``scale`` [d] and ``bias`` [d], float32, initially zeros, so the layer starts as the identity.
-
-    Raises:
-      ValueError: if ``d`` is below 1; when applied, if the input is not [N, H, W, d].
-      TypeError: when applied, if ``x`` is not floating.
-
-    Example:
-      >>> import jax, jax.numpy as jnp
-      >>> from fnet import layers
-      >>> layer = layers.global_response_norm(3)
-      >>> params, state = layer.init(jax.random.key(0))
-      >>> y, _ = layer.apply(params, state, jnp.ones((1, 4, 4, 3)), train=True)
-      >>> bool((y == 1).all())
-      True
+    x [N, H, W, d] -> [N, H, W, d]. Params are ``scale`` [d] and ``bias`` [d], initially zeros, so
+    the layer starts as the identity.
     """
     checks.sizes("global_response_norm", d=d)
 

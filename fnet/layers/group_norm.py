@@ -94,12 +94,10 @@ def group_norm_layer(channels: int, groups: int = 32, *, eps: float = 1e-5) -> L
       TypeError: when applied, if ``x`` is not floating.
 
     Example:
-      >>> import jax, jax.numpy as jnp
-      >>> from fnet import layers
-      >>> layer = layers.group_norm(8, groups=4)
+      >>> import jax, jax.numpy as jnp, fnet
+      >>> layer = fnet.layers.group_norm(8, groups=4)
       >>> params, state = layer.init(jax.random.key(0))
-      >>> y, _ = layer.apply(params, state, jnp.ones((2, 5, 5, 8)), train=True)
-      >>> y.shape
+      >>> layer.apply(params, state, jnp.ones((2, 5, 5, 8)), train=True)[0].shape
       (2, 5, 5, 8)
     """
     checks.sizes("group_norm", channels=channels)

@@ -22,32 +22,11 @@ def cosine_patches(
         K[i, j, c, (a, b, k)] = D_kh[a, i] D_kw[b, j] D_C[k, c],    K[..., n:] = -K[..., :n]
         D_n[a, i] = sqrt((1 + [a > 0]) / n) cos(pi a (2 i + 1) / (2 n))
 
-    The cosine transform nearly decorrelates natural images (Ahmed, Natarajan, Rao 1974).
-    Over the color channels it gives brightness, red against blue, and green against both.
-    Followed by a norm it whitens patches. Page ("How to Train Your ResNet", part 8, 2019) and
-    Jordan ("94% on CIFAR-10 in 3.29 Seconds", 2024) whiten with a kernel computed from
-    the data. On 2 x 2 patches of CIFAR-10 the variances equal the principal components'
-    variances to three digits. The negatives serve activations that pass one sign.
-
-    Args:
-      key: unused: the kernel is constant.
-      shape: [kh, kw, C, 2 kh kw C].
-      dtype: dtype of the kernel; float32 by default.
-      out_sharding: unused; part of the signature of JAX's initializers.
-
-    Returns:
-      The kernel [kh, kw, C, 2 kh kw C].
-
-    Raises:
-      ValueError: for another shape.
-
-    Example:
-      >>> import jax
-      >>> from fnet import layers
-      >>> layer = layers.conv(3, 24, 2, bias=False, kernel_init=layers.cosine_patches)
-      >>> params, _ = jax.jit(layer.init)(jax.random.key(0))
-      >>> params["kernel"].shape
-      (2, 2, 3, 24)
+    The cosine transform nearly decorrelates natural images (Ahmed, Natarajan, Rao 1974), so with a
+    norm it whitens patches. Page ("How to Train Your ResNet", part 8, 2019) and Jordan ("94% on
+    CIFAR-10 in 3.29 Seconds", 2024) whiten with a kernel computed from the data. On 2 x 2 patches
+    of CIFAR-10 the variances equal the principal components' to three digits. The negatives serve
+    activations that pass one sign. The kernel is constant, [kh, kw, C, 2 kh kw C].
     """
     del key, out_sharding
     *patch, n_out = shape
@@ -74,25 +53,6 @@ def partly_identity(
 
     Jordan, "94% on CIFAR-10 in 3.29 Seconds on a Single GPU" (2024), after the Dirac kernels of
     Zagoruyko, Komodakis, "DiracNets" (2017).
-
-    Args:
-      key: a typed key for the other outputs.
-      shape: [kh, kw, n_in, n_out].
-      dtype: dtype of the kernel; float32 by default.
-      out_sharding: unused; part of the signature of JAX's initializers.
-
-    Returns:
-      The kernel [kh, kw, n_in, n_out].
-
-    Example:
-      >>> import jax, jax.numpy as jnp
-      >>> from fnet import layers
-      >>> layer = layers.conv(3, 8, bias=False, kernel_init=layers.partly_identity)
-      >>> params, _ = jax.jit(layer.init)(jax.random.key(0))
-      >>> x = jnp.ones((1, 4, 4, 3))
-      >>> y, _ = layer.apply(params, {}, x, train=True)
-      >>> bool((y[..., :3] == x).all())
-      True
     """
     del out_sharding
     height, width, n_in, n_out = shape

@@ -70,13 +70,11 @@ def mamba(
       TypeError: when applied, if ``x`` is not floating.
 
     Example:
-      >>> import jax, jax.numpy as jnp
-      >>> from fnet import layers
-      >>> layer = layers.mamba(8, state=4)
+      >>> import jax, jax.numpy as jnp, fnet
+      >>> layer = fnet.layers.mamba(8, state=4)
       >>> params, state = jax.jit(layer.init)(jax.random.key(0))
       >>> apply = jax.jit(layer.apply, static_argnames="train")
-      >>> y, _ = apply(params, state, jnp.ones((2, 16, 8)), train=True)
-      >>> y.shape
+      >>> apply(params, state, jnp.ones((2, 16, 8)), train=True)[0].shape
       (2, 16, 8)
     """
     inner = round(expand * width)

@@ -167,13 +167,11 @@ def mamba2(
       TypeError: when applied, if ``x`` is not floating.
 
     Example:
-      >>> import jax, jax.numpy as jnp
-      >>> from fnet import layers
-      >>> layer = layers.mamba2(8, head=4, state=4)
+      >>> import jax, jax.numpy as jnp, fnet
+      >>> layer = fnet.layers.mamba2(8, head=4, state=4)
       >>> params, state = jax.jit(layer.init)(jax.random.key(0))
       >>> apply = jax.jit(layer.apply, static_argnames="train")
-      >>> y, _ = apply(params, state, jnp.ones((2, 16, 8)), train=True)
-      >>> y.shape
+      >>> apply(params, state, jnp.ones((2, 16, 8)), train=True)[0].shape
       (2, 16, 8)
     """
     inner = round(expand * width)
@@ -286,17 +284,9 @@ def scan_chunks(
 ) -> tuple[Array, Array]:
     """Scan over chunks of a sequence, and rematerialize each chunk in the backward pass.
 
-    Args:
-      where: name of the function, for errors.
-      one_chunk: ``(state, inputs, documents) -> (state, y)``, with the documents of a chunk's
-        positions numbered from 0, or None. Inputs of 0 leave the state unchanged.
-      initial: state before the first chunk.
-      inputs: arrays [B, T, ...].
-      chunk: steps per chunk; None: 64.
-      segments: number of the document of each position [B, T], or None.
-
-    Returns:
-      ``(y, state)``: outputs [B, T, ...], and the state after the last chunk.
+    ``one_chunk(state, inputs, documents) -> (state, y)`` gets the documents of a chunk's positions,
+    numbered from 0, or None. Inputs [B, T, ...] of 0 must leave the state unchanged. Returns the
+    outputs [B, T, ...] and the state after the last chunk.
     """
     b, t = inputs[0].shape[:2]
     _, size = chunks.even(t, min(t, chunk or _CHUNK))
@@ -319,15 +309,10 @@ def scan_chunks(
 def chunk_decays(
     log_decays: Float[Array, "b g r q"], documents: Int[Array, "b q"] | None
 ) -> tuple[Array, Array, Array, Array]:
-    """Compute decays between the positions of a chunk, 0 between documents.
+    """Compute decays between the positions of a chunk from the logarithms of each step's decay.
 
-    Args:
-      log_decays: logarithms of the decay of each step.
-      documents: number of each position's document, from 0. Others than 0 start in the chunk.
-
-    Returns:
-      ``(within, from_start, to_end, across)``: decays from a step s to t [B, G, R, t, s], from
-      before the chunk to t [B, G, R, t], from s to the end, and over the whole chunk [B, G, R].
+    Returns the decays from a step s to t [B, G, R, t, s], 0 between documents, from before the
+    chunk to t [B, G, R, t], from s to the end, and over the whole chunk [B, G, R].
     """
     logs = _cumsum_by_document(log_decays, documents)
     differences = logs[..., :, None] - logs[..., None, :]

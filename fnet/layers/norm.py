@@ -143,12 +143,10 @@ def layer_norm_layer(
       TypeError: when applied, if ``x`` is not floating.
 
     Example:
-      >>> import jax, jax.numpy as jnp
-      >>> from fnet import layers
-      >>> layer = layers.layer_norm(8)
+      >>> import jax, jax.numpy as jnp, fnet
+      >>> layer = fnet.layers.layer_norm(8)
       >>> params, state = layer.init(jax.random.key(0))
-      >>> y, _ = layer.apply(params, state, jnp.ones((2, 8)), train=True)
-      >>> y.shape
+      >>> layer.apply(params, state, jnp.ones((2, 8)), train=True)[0].shape
       (2, 8)
     """
     return _norm_layer("layer_norm", d, scale, bias, eps, offset)
@@ -173,12 +171,10 @@ def rms_norm_layer(d: int, *, scale: bool = True, eps: float = 1e-6, offset: flo
       TypeError: when applied, if ``x`` is not floating.
 
     Example:
-      >>> import jax, jax.numpy as jnp
-      >>> from fnet import layers
-      >>> layer = layers.rms_norm(8)
+      >>> import jax, jax.numpy as jnp, fnet
+      >>> layer = fnet.layers.rms_norm(8)
       >>> params, state = layer.init(jax.random.key(0))
-      >>> y, _ = layer.apply(params, state, jnp.ones((2, 8)), train=True)
-      >>> y.shape
+      >>> layer.apply(params, state, jnp.ones((2, 8)), train=True)[0].shape
       (2, 8)
     """
     return _norm_layer("rms_norm", d, scale, False, eps, offset)

@@ -34,10 +34,9 @@ def max_pool(window: int = 2, *, stride: int | None = None, padding: int = 0) ->
         input is not [N, H, W, C], or the padded image is smaller than the window.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> from fnet import layers
+      >>> import jax.numpy as jnp, fnet
       >>> x = jnp.arange(16.0).reshape(1, 4, 4, 1)
-      >>> y, _ = layers.max_pool(2).apply({}, {}, x, train=True)
+      >>> y, _ = fnet.layers.max_pool(2).apply({}, {}, x, train=True)
       >>> y.ravel().tolist()
       [5.0, 7.0, 13.0, 15.0]
     """
@@ -144,13 +143,12 @@ def avg_pool(window: int = 2, *, partial: bool = False) -> Layer:
         the image is smaller than the window.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> from fnet import layers
+      >>> import jax.numpy as jnp, fnet
       >>> x = jnp.arange(16.0).reshape(1, 4, 4, 1)
-      >>> y, _ = layers.avg_pool(2).apply({}, {}, x, train=True)
+      >>> y, _ = fnet.layers.avg_pool(2).apply({}, {}, x, train=True)
       >>> y.ravel().tolist()
       [2.5, 4.5, 10.5, 12.5]
-      >>> y, _ = layers.avg_pool(3, partial=True).apply({}, {}, x, train=True)
+      >>> y, _ = fnet.layers.avg_pool(3, partial=True).apply({}, {}, x, train=True)
       >>> y.ravel().tolist()
       [5.0, 7.0, 13.0, 15.0]
     """
@@ -190,28 +188,16 @@ def global_avg_pool() -> Layer:
       ValueError: when applied, if the input is not [N, H, W, C].
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> from fnet import layers
+      >>> import jax.numpy as jnp, fnet
       >>> x = jnp.ones((2, 4, 4, 3))
-      >>> layers.global_avg_pool().apply({}, {}, x, train=True)[0].shape
+      >>> fnet.layers.global_avg_pool().apply({}, {}, x, train=True)[0].shape
       (2, 3)
     """
     return _image_layer("global_avg_pool", lambda x: x.mean((1, 2)))
 
 
 def global_max_pool() -> Layer:
-    """Maximum over height and width: x [N, H, W, C] -> [N, C].
-
-    Raises:
-      ValueError: when applied, if the input is not [N, H, W, C].
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from fnet import layers
-      >>> x = jnp.ones((2, 4, 4, 3))
-      >>> layers.global_max_pool().apply({}, {}, x, train=True)[0].shape
-      (2, 3)
-    """
+    """Maximum over height and width: x [N, H, W, C] -> [N, C]."""
     return _image_layer("global_max_pool", lambda x: x.max((1, 2)))
 
 

@@ -122,22 +122,12 @@ def recurrent(
 ) -> Layer:
     """Build a causal layer with dense layers, a short convolution and a recurrent state.
 
-    Args:
-      name: name of the layer, for errors.
-      width: size of the last axis of the input.
-      mix: ``mix(step) -> (y, state)``; the state may be returned in any dtype.
-      inputs: dense layers of the input, by name, and their output sizes.
-      conv: the causal convolution.
-      inner: input size of the dense layer ``out``, whose output has the width.
-      state_shape: shape of the state of one example; None: only the convolution has one.
-      linear: builds these dense layers.
-      between, last: further layers, in the order of their keys before and after ``out``.
-      init_own: ``init_own(*keys) -> params`` of the layer itself.
-      draws: number of its keys.
-
-    Returns:
-      A layer, [B, T, width] -> [B, T, width], with `fnet.layer.Decode`. Its ``apply`` takes
-      ``segments`` [B, T], the number of each position's document.
+    ``inputs`` are dense layers of the input by name, with their output sizes. ``mix(step) -> (y,
+    state)`` may return the state in any dtype. ``inner`` is the input size of the dense layer
+    ``out``, and ``state_shape`` the state of one example, or None if only the convolution has one.
+    ``linear`` builds dense layers. ``between`` and ``last`` are further layers, in the order of
+    their keys before and after ``out``. ``init_own`` makes params of the layer itself from
+    ``draws`` keys.
     """
     layers = {
         **{child: linear(width, size) for child, size in inputs.items()},

@@ -63,13 +63,11 @@ def rg_lru(
       TypeError: when applied, if ``x`` is not floating.
 
     Example:
-      >>> import jax, jax.numpy as jnp
-      >>> from fnet import layers
-      >>> layer = layers.rg_lru(8, heads=2)
+      >>> import jax, jax.numpy as jnp, fnet
+      >>> layer = fnet.layers.rg_lru(8, heads=2)
       >>> params, state = jax.jit(layer.init)(jax.random.key(0))
       >>> apply = jax.jit(layer.apply, static_argnames="train")
-      >>> y, _ = apply(params, state, jnp.ones((2, 16, 8)), train=True)
-      >>> y.shape
+      >>> apply(params, state, jnp.ones((2, 16, 8)), train=True)[0].shape
       (2, 16, 8)
     """
     inner = round(expand * width)

@@ -55,10 +55,9 @@ def rotary(
       TypeError: if ``x`` is not floating.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> from fnet import layers
+      >>> import jax.numpy as jnp, fnet
       >>> q = jnp.ones((1, 3, 2, 4))
-      >>> y = layers.rotary(q, jnp.arange(3))
+      >>> y = fnet.layers.rotary(q, jnp.arange(3))
       >>> y.shape, bool((y[:, 0] == q[:, 0]).all())
       ((1, 3, 2, 4), True)
     """

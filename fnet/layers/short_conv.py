@@ -36,12 +36,10 @@ def short_conv(width: int, *, conv: int = 3, bias: bool = False) -> Layer:
       TypeError: when applied, if ``x`` is not floating.
 
     Example:
-      >>> import jax, jax.numpy as jnp
-      >>> from fnet import layers
-      >>> layer = layers.short_conv(8)
+      >>> import jax, jax.numpy as jnp, fnet
+      >>> layer = fnet.layers.short_conv(8)
       >>> params, state = jax.jit(layer.init)(jax.random.key(0))
-      >>> y, _ = layer.apply(params, state, jnp.ones((2, 16, 8)), train=True)
-      >>> y.shape
+      >>> layer.apply(params, state, jnp.ones((2, 16, 8)), train=True)[0].shape
       (2, 16, 8)
     """
     checks.sizes("short_conv", width=width, conv=conv)

@@ -150,7 +150,6 @@ def _check_arrays(
     mask: Array | None,
     vocab_axis: int,
 ) -> None:
-    """Check dtypes and shapes."""
     where = "linear_cross_entropy"
     checks.floating(where, x=x, kernel=kernel, bias=bias)
     checks.integers(where, labels=labels)
@@ -190,13 +189,7 @@ def _check_numbers(
 
 
 class _Statistics(NamedTuple):
-    """Reductions of the logits [..., V] over the vocabulary; all [...].
-
-    Attributes:
-      logsumexp: logsumexp of the logits.
-      label_logit: logit of the label, 0 if the label is out of range.
-      mean: mean of the logits, or None without smoothing.
-    """
+    """Reductions of the logits [..., V]. A label out of range has the logit 0."""
 
     logsumexp: Array
     label_logit: Array
@@ -204,15 +197,12 @@ class _Statistics(NamedTuple):
 
 
 class _Spec(NamedTuple):
-    """Static arguments of the custom derivative, and the logits of one chunk."""
-
     chunk: int
     vocab_axis: int
     soft_cap: float | None
     with_mean: bool
 
     def slice_kernel(self, kernel: Array, start: Start, size: int, dtype: DTypeLike) -> Array:
-        """The kernel's slice of one chunk."""
         kernel = jax.lax.dynamic_slice_in_dim(kernel, start, size, self.vocab_axis)
         return kernel.astype(dtype)
 

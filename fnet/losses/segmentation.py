@@ -182,8 +182,6 @@ def pixel_predictions(
 
 
 class _Spec(NamedTuple):
-    """Static arguments of the custom derivative."""
-
     smoothing: float
     rows: int
     dtype: DTypeLike
@@ -191,15 +189,10 @@ class _Spec(NamedTuple):
 
 
 class _Upsampling(NamedTuple):
-    """Logits and the bilinear weights that upsample them, as two matrix products.
+    """Logits [h, N, k, w] and the bilinear weights that upsample them, as two matrix products.
 
-    The logits are [h, N, k, w], so that each product is a plain matrix product, and the
-    reduction over classes is not over the last axis, where it would not vectorize.
-
-    Attributes:
-      logits: [h, N, k, w], float32 or wider.
-      row_weights: [H, h]; None if H is h.
-      column_weights: [W, w]; None if W is w.
+    Each product is a plain matrix product, and the reduction over classes is not over the last
+    axis, where it would not vectorize. Weights [H, h] and [W, w] are None for sides that stay.
     """
 
     logits: Array
@@ -393,7 +386,6 @@ def _label_dtype(classes: int) -> Any:
 def _check(
     where: str, logits: Array, shape: Sequence[int], labels: Array | None, rows: int | None
 ) -> None:
-    """Check that logits, the prediction's shape [N, H, W] and labels match."""
     checks.floating(where, logits=logits)
     checks.integers(where, labels=labels)
     checks.sizes(where, rows=rows)

@@ -9,12 +9,12 @@ import jax
 
 
 def dp_accounting() -> ModuleType:
-    """Import dp_accounting; ModuleNotFoundError tells how to install it."""
+    """Import dp_accounting, or say how to install it."""
     return _import("dp_accounting")
 
 
 def jax_privacy(module: str) -> ModuleType:
-    """Import a module of jax-privacy; ModuleNotFoundError tells how to install it."""
+    """Import a module of jax-privacy, or say how to install it."""
     return _import(f"jax_privacy.{module}")
 
 

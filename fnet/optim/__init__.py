@@ -100,8 +100,6 @@ def make_schedule(
 
 
 class _Options(NamedTuple):
-    """Options of an optimizer."""
-
     learning_rate: optax.ScalarOrSchedule
     momentum: float
     nesterov: bool
@@ -126,7 +124,6 @@ class _Options(NamedTuple):
         return mask
 
     def coupled(self, optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-        """Add the weight decay to the gradient."""
         return optax.chain(self.decay, optimizer) if self.weight_decay else optimizer
 
     def decoupled(self, *direction: optax.GradientTransformation) -> optax.GradientTransformation:

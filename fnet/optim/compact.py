@@ -231,10 +231,8 @@ def compact_lion(
 class _Rule(NamedTuple):
     """An optimizer's update of one array, in float32.
 
-    Attributes:
-      moments: Names of its moments, and whether each is signed.
-      decoupled: Whether weight decay is multiplied by the learning rate alone.
-      update: ``(grad, moments, t) -> (direction of the step, new moments)``.
+    ``moments`` says which are signed, and ``decoupled`` whether the weight decay is multiplied by
+    the learning rate alone. ``update(grad, moments, t) -> (direction of the step, new moments)``.
     """
 
     moments: dict[str, bool]
@@ -367,8 +365,6 @@ def _scale_shape(shape: tuple[int, ...], group_size: int) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class _Step:
-    """One step of an optimizer for one array."""
-
     rule: _Rule
     rate: Any
     weight_decay: float
@@ -378,7 +374,6 @@ class _Step:
     def _decayed(
         self, w: Array, grad: Array, moments: dict[str, Array]
     ) -> tuple[Array, dict[str, Array]]:
-        """Return the change of a weight and the new moments."""
         if self.weight_decay and not self.rule.decoupled:
             grad = grad + self.weight_decay * w
         direction, moments = self.rule.update(grad, moments, self.count)
@@ -389,7 +384,6 @@ class _Step:
     def plain(
         self, p: Array, grad: Array, moments: dict[str, Array]
     ) -> tuple[Array, dict[str, Array]]:
-        """Return the update and the moments of a parameter that is not compressed."""
         wide = jnp.promote_types(p.dtype, jnp.float32)
         change, moments = self._decayed(p.astype(wide), grad.astype(wide), moments)
         return change.astype(p.dtype), moments
@@ -432,7 +426,6 @@ class _Step:
         return new
 
     def __call__(self, p: Array, leaf: _Leaf) -> _Leaf:
-        """Update a bfloat16 parameter at once."""
         signed, columns = self.rule.moments, p.shape[-1]
         moments = {
             m: (_momentum if signed[m] else _variance)(q, self._spread(leaf.scales[m], columns))

@@ -103,26 +103,10 @@ def p_value(canaries: int, guesses: int, correct: int, epsilon: float, delta: fl
 
         P[W >= correct] + delta canaries max_i (2 / i) P[correct > W >= correct - i]
 
-    Args:
-      canaries: Number of canaries m, each included independently with probability 1/2.
-      guesses: Number of canaries about which a guess was made.
-      correct: Number of correct guesses.
-      epsilon: Epsilon >= 0.
-      delta: Delta, from 0 to 1 / (2 m).
+    (Steinke, Nasr and Jagielski 2023, Theorem 5.2). It rises with epsilon, and is at most 1.
 
-    Returns:
-      The bound, at most 1. It rises with epsilon.
-
-    Raises:
-      ValueError: If an argument is out of range.
-
-    Example:
-      >>> from fnet.privacy.audit import p_value
-      >>> round(p_value(100, 100, 75, epsilon=0.5, delta=0.0), 4)
-      0.0048
-
-    References:
-      Steinke, Nasr and Jagielski 2023, Theorem 5.2, arXiv:2305.08846.
+    >>> round(p_value(100, 100, 75, epsilon=0.5, delta=0.0), 4)
+    0.0048
     """
     from scipy.stats import binom  # slow to import
 
@@ -146,7 +130,7 @@ def p_value(canaries: int, guesses: int, correct: int, epsilon: float, delta: fl
 
 
 def _guess_counts(canaries: int) -> list[int]:
-    """Return the numbers of guesses to try, which do not depend on the scores."""
+    """Numbers of guesses to try, which do not depend on the scores."""
     doublings = range(_FEWEST_GUESSES.bit_length() - 1, canaries.bit_length())
     return sorted({canaries} | {2**i for i in doublings if 2**i < canaries})
 

@@ -61,12 +61,11 @@ def check_sensitivity(
         two examples, or `fnet.clipped_grad` rejects the loss.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> from fnet import privacy
+      >>> import jax.numpy as jnp, fnet
       >>> def loss(params, x, y):
       ...     return (x @ params - y) ** 2
       >>> x, y = jnp.arange(12.0).reshape(4, 3), jnp.arange(4.0)
-      >>> moved = privacy.check_sensitivity(loss, jnp.ones(3), x, y)
+      >>> moved = fnet.privacy.check_sensitivity(loss, jnp.ones(3), x, y)
       >>> moved.worst <= 1.001, list(moved.by_strategy)
       (True, ['ghost norm'])
     """
@@ -114,13 +113,7 @@ def check_sensitivity(
 
 
 class _Drawn(NamedTuple):
-    """A batch: which rows it consists of, and how they are scaled.
-
-    Attributes:
-      rows: Numbers of the rows, [batch].
-      factors: Factors of the losses, [batch].
-      scales: Factors of floating data, [batch].
-    """
+    """A batch: numbers of its rows, and factors of their losses and floating data, [batch]."""
 
     rows: Any
     factors: Any

@@ -149,13 +149,7 @@ def leaves(tree: Params) -> dict[str, Any]:
 def name_tensors(shapes: Params, names: Names, root: str) -> tuple[Tensor, ...]:
     """Name each parameter of a network as the checkpoint does. A tied head may be there, too.
 
-    Args:
-      shapes: shapes of the parameters.
-      names: names of layers and parameters.
-      root: replaces ``ROOT`` in names.
-
-    Raises:
-      KeyError: for a parameter without a name.
+    ``root`` replaces ``ROOT`` in names. A parameter without a name is a KeyError.
     """
     tensors = [t for path, a in leaves(shapes).items() for t in _named(path, a.shape, names)]
     if "head" in names and "embedding" in shapes and "head" not in shapes:
@@ -204,18 +198,10 @@ def match_names(
     prefix: str | None,
     others: re.Pattern[str] | None = None,
 ) -> tuple[Tensor, ...]:
-    """Rename a model's tensors as the checkpoint names them.
+    """Rename a model's tensors as the checkpoint does; ValueError for missing or unknown ones.
 
-    Checkpoints of a network without its head lack the prefix that the others have.
-
-    Args:
-      tensors: tensors of the model with the usual names.
-      names: names in the checkpoint.
-      prefix: what the checkpoint's names may lack, such as ``"model."``.
-      others: names of tensors that belong to another model in the same checkpoint.
-
-    Raises:
-      ValueError: for missing or unknown tensors.
+    Checkpoints of a network without its head lack the ``prefix`` that the others have, such as
+    ``"model."``. ``others`` are tensors of another model in the same checkpoint.
     """
     found = set(names)
     if prefix and not any(name.startswith(prefix) for name in names):
@@ -236,9 +222,8 @@ def match_names(
 def file_shapes(model: PretrainedModel, tensors: Mapping[str, Any]) -> Params:
     """Return the shapes of the parameters with the dtypes of the file.
 
-    Raises:
-      ValueError: if a tensor has another shape than its parameter.
-      TypeError: if it is not floating.
+    Raises ValueError for a tensor of another shape than its parameter, and TypeError for one that
+    is not floating.
     """
     shapes: Params = {}
     for t in model.tensors:
@@ -259,17 +244,10 @@ def read_params(
     sharding: Callable[[str, tuple[int, ...]], Sharding] | None,
     convert: Callable[[str, Array], Any] | None,
 ) -> Params:
-    """Read the parameters one at a time.
+    """Read the parameters one at a time, for the arguments of `from_huggingface`.
 
-    Args:
-      model: a model with the names of the checkpoint.
-      tensors: ``{name: tensor}``. Each tensor has ``shape`` and ``dtype``, and is read by
-        ``tensor[slices]``, which returns a NumPy array.
-      sharding: ``(path, shape) -> sharding`` of each parameter; None: the default device.
-      convert: ``(path, array) -> leaf``, applied to each parameter right after reading.
-
-    Raises:
-      ValueError: if two tensors hold the same parameter with different values.
+    Each tensor is read by ``tensor[slices]``, which returns a NumPy array. It is a ValueError if
+    two tensors hold the same parameter with different values.
     """
     params: Params = {}
     parts_of: dict[str, list[Tensor]] = {}

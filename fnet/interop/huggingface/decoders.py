@@ -517,9 +517,7 @@ _IMAGE_PART = re.compile(
 def within_image_model(family: Family, *, outer: bool = False) -> dict[str, Any]:
     """Changes of the row of a language model for a model that also sees images.
 
-    Args:
-      family: the row.
-      outer: whether files without ``model.language_model`` have ``language_model.model``.
+    With ``outer``, files without ``model.language_model`` have ``language_model.model``.
     """
     others = _IMAGE_PART
     if family.others:

@@ -155,12 +155,8 @@ def activation(name: str, default: str) -> Source:
 def table(text: str) -> Names:
     """Read names of tensors from lines ``PATH NAME`` or ``PATH NAME LAYOUT``; see `Names`.
 
-    Args:
-      text: The lines.
-
-    Example:
-      >>> table("blocks/*/mixer/output  h.*.attn.c_proj  ab")
-      {'blocks/*/mixer/output': ('h.*.attn.c_proj', 'ab')}
+    >>> table("blocks/*/mixer/output  h.*.attn.c_proj  ab")
+    {'blocks/*/mixer/output': ('h.*.attn.c_proj', 'ab')}
     """
     rows = [line.split() for line in text.splitlines() if line.strip()]
     return {path: name[0] if len(name) == 1 else (name[0], name[1]) for path, *name in rows}

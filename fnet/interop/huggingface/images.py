@@ -35,12 +35,6 @@ class Preprocessing(NamedTuple):
 def preprocessing(config: Mapping[str, Any]) -> Preprocessing:
     """Read a ``preprocessor_config.json`` of transformers, or a ``config.json`` of timm.
 
-    Args:
-      config: the file as a dict.
-
-    Returns:
-      The operations. Nothing is applied.
-
     Raises:
       ValueError: for an operation that is not supported, or an unknown option, with its name.
 
@@ -48,10 +42,6 @@ def preprocessing(config: Mapping[str, Any]) -> Preprocessing:
       >>> from fnet.interop.huggingface.images import preprocessing
       >>> config = {"size": 224, "crop_size": 224, "do_center_crop": True}
       >>> config |= {"feature_extractor_type": "CLIPFeatureExtractor", "resample": 3}
-      >>> config |= {
-      ...     "image_mean": [0.48, 0.46, 0.41],
-      ...     "image_std": [0.27, 0.26, 0.28],
-      ... }
       >>> how = preprocessing(config)
       >>> how.resize, how.interpolation, how.size
       (224, 'bicubic', (224, 224))

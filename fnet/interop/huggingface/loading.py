@@ -118,8 +118,7 @@ def from_huggingface(
       >>> tensors["model.layers.0.mlp.gate_proj.weight"].shape
       (16, 8)
       >>> model, params = fnet.interop.from_huggingface(config, tensors)
-      >>> logits, _ = model.apply(params, {}, np.array([[1, 2, 3]]), train=False)
-      >>> logits.shape
+      >>> model.apply(params, {}, np.array([[1, 2, 3]]), train=False)[0].shape
       (1, 3, 11)
     """
     model, _ = match_tensors(

@@ -52,13 +52,8 @@ Read = Callable[["Options"], Any]
 class Options:
     """Options of a ``config.json`` that knows which of them were read.
 
-    Attributes:
-      kind: The model type, such as ``"llama"``, or the architecture of timm.
-
-    Args:
-      config: ``config.json`` as a dict.
-      kind: The model type.
-      names: Names of the tensors of the checkpoint, if they are known.
+    ``kind`` is the model type, such as ``"llama"``, or the architecture of timm. ``names`` are
+    those of the checkpoint's tensors, if they are known.
     """
 
     def __init__(self, config: Mapping[str, Any], kind: str, names: Iterable[str] | None = None):
@@ -89,11 +84,7 @@ class Options:
         return source(self) if callable(source) else source
 
     def get(self, name: str, default: Any = _REQUIRED) -> Any:
-        """Read an option. A missing or null one is the ``default``.
-
-        Raises:
-          ValueError: if it is missing and has no default.
-        """
+        """Read an option; if missing or null, the ``default``, or a ValueError if there is none."""
         self._read.add(name)
         value = self._config.get(name)
         if value is not None:
@@ -108,19 +99,11 @@ class Options:
         return self._config.get(name, default)
 
     def require(self, name: str, *supported: Any) -> Any:
-        """Read an option that must have one of the supported values; the first is the default.
-
-        Raises:
-          ValueError: for another value.
-        """
+        """Read an option that must have one of the supported values; the first is the default."""
         return self.check(name, self.get(name, supported[0]), supported)
 
     def check(self, name: str, value: Any, supported: Iterable[Any]) -> Any:
-        """Return a value of an option if it is supported.
-
-        Raises:
-          ValueError: if it is not.
-        """
+        """Return a value of an option if it is supported, else raise ValueError."""
         if value not in supported:
             expected = " or ".join(repr(v) for v in supported)
             raise ValueError(f"{self.kind}: {name} {value!r} is not supported, only {expected}")
@@ -132,11 +115,7 @@ class Options:
             self._read.update(fnmatch.filter(self._config, pattern))
 
     def reject_unread(self) -> None:
-        """Raise for options that nobody read, unless they are null, false or empty.
-
-        Raises:
-          ValueError: with the names and values.
-        """
+        """Raise ValueError for options that nobody read, unless they are null, false or empty."""
         unread = {
             name: value
             for name, value in self._config.items()

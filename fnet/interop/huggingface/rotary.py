@@ -27,14 +27,7 @@ def rotary_embedding(
     is the row's, or the number of positions that a cache can hold. A text that outgrows the
     original context while it is generated is read again, as in transformers.
 
-    Args:
-      kind: model type, for errors.
-      head_dim: D, features per head.
-      parameters: options of the embedding, such as ``rope_theta`` and ``rope_type``.
-      max_positions: ``max_position_embeddings``, 0 if unknown.
-
-    Raises:
-      ValueError: for another type, an unknown option or a missing one.
+    Raises ValueError for another type, an unknown option or a missing one.
     """
     p = dict(parameters)
     rope = p.pop("rope_type", None) or p.pop("type", None) or "default"

@@ -104,12 +104,10 @@ def expert_layers(
     shared_fused: bool | None = None,
     **arguments: Source,
 ) -> Source:
-    """Layers of experts, from options.
+    """Layers of experts, from options; see `fnet.layers.experts`.
 
-    Args:
-      count, chosen, hidden, router, arguments: as for `fnet.layers.experts`.
-      shared: the hidden size of the shared expert, or 0.
-      shared_bias, shared_fused: as for its `fnet.layers.feed_forward`; None: as for the experts.
+    ``shared`` is the hidden size of the shared expert, or 0. ``shared_bias`` and ``shared_fused``
+    are as for its feed-forward layer; None: as for the experts.
     """
 
     def build(options: Options) -> Layer:

@@ -91,11 +91,7 @@ def _convnext_arguments(v2: str | None, size: str, mlp: str | None) -> dict[str,
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
-    """Look up the family of a ``config.json``, of transformers or of timm.
-
-    Raises:
-      ValueError: if it is not supported.
-    """
+    """Look up the family of a ``config.json``, of transformers or of timm, or raise ValueError."""
     kind = config.get("model_type")
     if kind is not None or "architecture" not in config:
         if kind not in FAMILIES:
