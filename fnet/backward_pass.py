@@ -94,12 +94,11 @@ def params_first(x: Array, params: P) -> tuple[Array, P]:
     runs. XLA may postpone the parameters' gradients to the end. It must then hold the input
     and the output cotangent of every layer until then, one more activation per layer.
 
-    Pass a layer's input and parameters through this function to prevent that. It adds a
-    barrier (`jax.lax.optimization_barrier`) to the cotangents, so that the layer below gets
-    the cotangent of ``x`` only after the gradients of ``params`` are computed. fnet's dense and
-    convolution layers do it. Use it in a layer of your own if its parameters are matrices or
-    kernels. Values and gradients do not change. Nothing happens if only one of the two is
-    differentiated.
+    Pass a layer's input and parameters through this function to prevent that. It adds a barrier
+    (`jax.lax.optimization_barrier`) to the cotangents, so that the layer below gets the cotangent
+    of ``x`` only after the gradients of ``params`` are computed. fnet's dense and convolution
+    layers do it. Use it in a layer of your own if its parameters are matrices or kernels. Values
+    and gradients do not change. Nothing happens if only one of the two is differentiated.
 
     Args:
       x: input of the layer, [...], of any dtype.

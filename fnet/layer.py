@@ -334,9 +334,8 @@ def residual(body: Layer, shortcut: Layer | None = None) -> Layer:
 def repeat(layer: Layer, n: int) -> Layer:
     """Apply ``n`` copies of a layer in order, as a ``lax.scan`` over stacked parameters.
 
-    The layer is compiled once. The copies differ in parameters, state and keys. To train
-    them without materializing all their gradients at once, use
-    `fnet.autodiff.optimizer_in_backward`.
+    The layer is compiled once. The copies differ in parameters, state and keys. To train them
+    without materializing all their gradients at once, use `fnet.autodiff.optimizer_in_backward`.
 
     On CPU a convolution inside a scan is many times slower than outside. There, write
     ``serial(*[layer] * n)``, which unrolls.

@@ -401,8 +401,7 @@ def compile_step(
         whole, so the gradient does not change.
       compiler_options: XLA options to compile with. By default, it compiles with each of the
         backend's `fnet.memory.CANDIDATE_OPTIONS` and returns the smallest program.
-      progress: Called with each candidate for the budget after it is compiled. ``print`` is
-        enough.
+      progress: Called with each candidate for the budget after it is compiled. ``print`` is enough.
 
     Returns:
       An executable ``(state, batch) -> (state, metrics)`` with ``.report``, ``.compiled`` and

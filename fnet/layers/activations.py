@@ -24,17 +24,6 @@ class Activation(NamedTuple):
       default: Value of the parameter if the user gives none.
       min_output: ``(param, dtype) -> y``, the smallest output in that dtype that still
         determines z. None if every output does.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from fnet.layers.activations import Activation
-      >>> arcsinh = Activation(
-      ...     forward=lambda z, _: jnp.arcsinh(z),
-      ...     inverse=lambda y, _: (jnp.sinh(y), 1 / jnp.cosh(y)),
-      ... )
-      >>> z, slope = arcsinh.inverse(arcsinh.forward(2.0, 0.0), 0.0)
-      >>> round(float(z), 3), round(float(slope), 3)
-      (2.0, 0.447)
     """
 
     forward: Callable[[Array, float], Array]

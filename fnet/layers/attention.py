@@ -115,12 +115,11 @@ def attention(
     Vaswani et al., "Attention Is All You Need", NeurIPS 2017, computed by
     `fnet.dot_product_attention`. Under `fnet.recompute` the output of the attention is saved.
 
-    Causal attention supports decoding with a key-value cache. The cache is
-    ``{"key", "value"}``, each [B, length, groups, head_dim], with keys after rotation.
-    With a window it holds the last min(length, window) positions, so the cost of a token
-    does not depend on the number of positions before it. If the cache is donated, a token is
-    written in place. On CPU at most a few positions of the cache are copied at a time,
-    except in 16 bits, which XLA converts to float32 there.
+    Causal attention supports decoding with a key-value cache. The cache is ``{"key", "value"}``,
+    each [B, length, groups, head_dim], with keys after rotation. With a window it holds the last
+    min(length, window) positions, so the cost of a token does not depend on the number of positions
+    before it. If the cache is donated, a token is written in place. On CPU at most a few positions
+    of the cache are copied at a time, except in 16 bits, which XLA converts to float32 there.
 
     Args:
       width: D, size of the last axis of input and output.
@@ -142,27 +141,25 @@ def attention(
       kernel is [D, (heads + 2 groups) head_dim] in this order, or ``query``, ``key`` and ``value``,
       as far as it has them; ``output``; with ``qk_norm`` ``query_norm`` and ``key_norm``; and with
       ``sinks`` an array of that name, [heads]. Dense layers have ``{"kernel", "bias"}``. ``apply``
-      also takes ``mask`` [B, T] bool, True for real tokens; others
-      are not attended to. Causal attention ignores it, so padding must be at the end.
-      ``segments`` [B, T], integers, numbers the documents of a row; positions attend only within
-      their document. Causal attention has `fnet.layer.Decode`. Its ``init_cache`` raises
-      ValueError for ``length < 1``, and ``extend`` for more positions than fit into a cache
-      without a window.
+      also takes ``mask`` [B, T] bool, True for real tokens; others are not attended to. Causal
+      attention ignores it, so padding must be at the end. ``segments`` [B, T], integers, numbers
+      the documents of a row; positions attend only within their document. Causal attention has
+      `fnet.layer.Decode`. Its ``init_cache`` raises ValueError for ``length < 1``, and ``extend``
+      for more positions than fit into a cache without a window.
 
     Raises:
       ValueError: if ``heads`` does not divide ``width`` and there is no ``head_dim``, ``groups``
         does not divide ``heads``, a fused layer lacks keys or values, ``window``, ``head_dim`` or
-        ``chunk`` is below 1, ``rotary`` is
-        not above 0, or the features of a head are odd with ``rotary``; when applied, if ``x``,
-        ``mask`` or ``segments`` has another shape, or ``mask`` is not bool.
+        ``chunk`` is below 1, ``rotary`` is not above 0, or the features of a head are odd with
+        ``rotary``; when applied, if ``x``, ``mask`` or ``segments`` has another shape, or ``mask``
+        is not bool.
       TypeError: when applied, if ``x`` is not floating, or ``segments`` are not integers.
 
     Example:
       >>> import jax, jax.numpy as jnp, fnet
       >>> layer = fnet.layers.attention(8, heads=2, causal=True, rotary=10000.0)
       >>> params, state = jax.jit(layer.init)(jax.random.key(0))
-      >>> apply = jax.jit(layer.apply, static_argnames="train")
-      >>> apply(params, state, jnp.ones((2, 5, 8)), train=True)[0].shape
+      >>> layer.apply(params, state, jnp.ones((2, 5, 8)), train=True)[0].shape
       (2, 5, 8)
     """
     groups = heads if groups is None else groups

@@ -1,11 +1,4 @@
-"""The attention context: each block passes feature correlations to the next block.
-
-The context is a [D, D] matrix, an exponential moving average of how the features that go
-into a mixer correlate with those that come out. The next block adds a multiple of
-``x @ context`` to its input.
-
-Source: the component of that name in a language model written in Rust.
-"""
+"""The attention context: each block passes feature correlations to the next block."""
 
 from typing import Literal
 
@@ -105,8 +98,7 @@ def update_context(
     most about 2^20 correlations, or one example's, are materialized at a time.
 
     Args:
-      context: [D, D], float32 or float64, initially zeros. The update is computed in its
-        dtype.
+      context: [D, D], float32 or float64, initially zeros. The update is computed in its dtype.
       x: [T, D] or [B, T, D], the input of the mixer's norm.
       mixed: the output of the mixer, of the shape of ``x``.
       rate: weight of the current batch, in [0, 1].

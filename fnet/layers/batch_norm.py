@@ -3,7 +3,7 @@
 from jax import Array
 
 from fnet import checks
-from fnet.layer import Layer, Params, State
+from fnet.layer import Children, Layer, composite
 from fnet.layers import activations
 from fnet.layers.abn import AxisName, abn, initial_arrays
 from fnet.layers.norm import check_parameters
@@ -58,22 +58,15 @@ def batch_norm(
     act = activations.get(activation)
     param = activations.parameter_of(activation, activation_param)
 
-    def init(key: Array) -> tuple[Params, State]:
-        del key
-        return initial_arrays(channels)
-
-    def apply(
-        params: Params, state: State, x: Array, *, key: Array | None = None, train: bool
-    ) -> tuple[Array, State]:
-        del key
+    def apply(child: Children, x: Array) -> Array:
+        params, state = child.params, child.state
         check_parameters("batch_norm", x, **params, **state)
         y, mean, var = abn(
             x,
             None,
             None,
-            state["running_mean"],
-            state["running_var"],
-            train=train,
+            **state,
+            train=child.train,
             activation="identity",
             eps=eps,
             decay=decay,
@@ -82,7 +75,7 @@ def batch_norm(
         channels_last = (1,) * (x.ndim - 1) + x.shape[-1:]
         gamma, beta = (params[name].reshape(channels_last) for name in ("gamma", "beta"))
         # Not in place: the normalized x is saved anyway.
-        y = act.forward((y * gamma + beta).astype(x.dtype), param)
-        return y, {"running_mean": mean, "running_var": var}
+        child.state = {"running_mean": mean, "running_var": var}
+        return act.forward((y * gamma + beta).astype(x.dtype), param)
 
-    return Layer(init, apply)
+    return composite({}, apply, init=lambda key: initial_arrays(channels), random=False)

@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from fnet import checks
-from fnet.layer import Decode, Layer, Params, State
+from fnet.layer import Children, Decode, Layer, Params, State, composite
 from fnet.layers.segments import restarts
 from fnet.precision import broadcast_like
 
@@ -76,8 +76,7 @@ def causal_conv_layer(channels: int, width: int = 4, *, bias: bool = True) -> La
       `fnet.layer.Decode` is supported; the cache holds the last W - 1 inputs.
 
     Raises:
-      ValueError: if ``channels`` or ``width`` is below 1; when applied, if the shapes do
-        not match.
+      ValueError: if ``channels`` or ``width`` is below 1; when applied, if the shapes do not match.
       TypeError: when applied, if ``x`` is not floating.
 
     Example:
@@ -95,17 +94,10 @@ def causal_conv_layer(channels: int, width: int = 4, *, bias: bool = True) -> La
         return {"kernel": kernel} | ({"bias": jnp.zeros(channels, jnp.float32)} if bias else {}), {}
 
     def apply(
-        params: Params,
-        state: State,
-        x: Array,
-        *,
-        key: Array | None = None,
-        train: bool,
-        mask: Array | None = None,
-        segments: Array | None = None,
-    ) -> tuple[Array, State]:
-        del key, train, mask
-        return causal_conv(x, **params, segments=segments)[0], state
+        child: Children, x: Array, mask: Array | None = None, segments: Array | None = None
+    ) -> Array:
+        del mask
+        return causal_conv(x, **child.params, segments=segments)[0]
 
     def init_cache(batch: int, length: int, dtype: DTypeLike) -> Array:
         del length
@@ -117,4 +109,5 @@ def causal_conv_layer(channels: int, width: int = 4, *, bias: bool = True) -> La
         del state, position
         return causal_conv(x, **params, past=cache)
 
-    return Layer(init, apply, Decode(init_cache, extend))
+    layer = composite({}, apply, init=init, random=False)
+    return layer._replace(decode=Decode(init_cache, extend))

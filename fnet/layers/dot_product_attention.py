@@ -41,24 +41,22 @@ def dot_product_attention(
 
         weights = exp(scores - max(scores));  y = (weights v) / sum(weights)
 
-    Since the division comes last, the derivative with respect to the sum is computed from
-    ``y`` (Dao et al. 2022, "FlashAttention"). Causal attention skips most later keys: the
-    queries form up to four bands of at least two chunks, and each band reads the keys up to
-    its end. With four bands, 5/8 of all scores are computed. With a window, a chunk reads
-    only the keys that its queries attend to, so compute grows as T times the window.
-    Shardings over B and H are preserved.
+    Since the division comes last, the derivative with respect to the sum is computed from ``y``
+    (Dao et al. 2022, "FlashAttention"). Causal attention skips most later keys: the queries form up
+    to four bands of at least two chunks, and each band reads the keys up to its end. With four
+    bands, 5/8 of all scores are computed. With a window, a chunk reads only the keys that its
+    queries attend to, so compute grows as T times the window. Shardings over B and H are preserved.
 
     A query without keys to attend to gives 0 and receives no gradient.
     `jax.nn.dot_product_attention` gives the mean of v over all keys instead.
 
-    On NVIDIA GPUs from Ampere on, the fused kernel of cuDNN is used if cuDNN is found at
-    trace time and supports the shapes
-    (``jax.nn.dot_product_attention(implementation="cudnn")``). It is used for float16 and
-    bfloat16 without a mask, segments, sinks or a soft cap, for even T and S. Causal attention also
-    needs T = S, and a window needs causal attention. The kernel saves q, k, v, the output and one
-    number per row. It supports neither forward mode (`jax.jvp`), nor second derivatives,
-    nor a `jax.vmap` over only some of q, k, v and the cotangent. Chunks support all of these: pass
-    ``chunk`` to use them.
+    On NVIDIA GPUs from Ampere on, the fused kernel of cuDNN is used if cuDNN is found at trace time
+    and supports the shapes (``jax.nn.dot_product_attention(implementation="cudnn")``). It is used
+    for float16 and bfloat16 without a mask, segments, sinks or a soft cap, for even T and S. Causal
+    attention also needs T = S, and a window needs causal attention. The kernel saves q, k, v, the
+    output and one number per row. It supports neither forward mode (`jax.jvp`), nor second
+    derivatives, nor a `jax.vmap` over only some of q, k, v and the cotangent. Chunks support all of
+    these: pass ``chunk`` to use them.
 
     Args:
       q: queries [B, T, H, D]; float16, bfloat16, float32 or float64. Scores and
@@ -157,13 +155,6 @@ def _default_chunk(q: Array, k: Array, window: int | None) -> int:
     return max(_QUERIES, _SCORES // (s * examples_and_heads))
 
 
-def _span(size: int, causal: bool, window: int | None) -> float:
-    """Return the number of keys that ``size`` consecutive queries attend to."""
-    if window is None:
-        return math.inf
-    return size + (window - 1) * (1 if causal else 2)
-
-
 # Checkpointed twice: here, to save q, k and v in their own dtype, and around each chunk.
 @functools.partial(jax.checkpoint, static_argnums=(7, 8, 9, 10))
 def _in_chunks(
@@ -192,7 +183,8 @@ def _in_chunks(
     if sinks is not None:
         sinks = upcast(sinks).reshape(1, groups, -1, 1, 1)
 
-    span = _span(size, causal, window)
+    # Number of keys that the queries of a chunk attend to.
+    span = math.inf if window is None else size + (window - 1) * (1 if causal else 2)
     bands = max(1, min(_BANDS, n // 2)) if causal and span >= s else 1
     parts = []
     for first, last in itertools.pairwise(n * i // bands for i in range(bands + 1)):
@@ -268,8 +260,7 @@ def _attend(
         allowed = of_queries[:, :, None] == of_keys[:, None]
         scores = jnp.where(jnp.expand_dims(allowed, (1, 2)), scores, MASKED_SCORE)
 
-    top = jax.lax.stop_gradient(scores.max(-1, keepdims=True))
-    shift = top
+    shift = top = jax.lax.stop_gradient(scores.max(-1, keepdims=True))
     if sinks is not None:
         shift = jnp.maximum(top, jax.lax.stop_gradient(sinks))
     weights = jnp.exp(scores - shift)

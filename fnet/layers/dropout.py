@@ -6,7 +6,7 @@ from jax import Array
 from jaxtyping import Float
 
 from fnet import checks
-from fnet.layer import Layer, Params, State
+from fnet.layer import Children, Layer, composite
 from fnet.precision import upcast
 
 
@@ -41,19 +41,11 @@ def dropout(rate: float, *, shared_axes: tuple[int, ...] = ()) -> Layer:
     """
     checks.numbers("dropout", "in [0, 1)", rate=rate)
 
-    def apply(
-        params: Params,
-        state: State,
-        x: Float[Array, "..."],
-        *,
-        key: Array | None = None,
-        train: bool,
-    ) -> tuple[Float[Array, "..."], State]:
-        del params
-        if not train or rate == 0:
-            return x, state
+    def apply(child: Children, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        if not child.train or rate == 0:
+            return x
         checks.floating("dropout", x=x)
-        if key is None:
+        if child.key is None:
             raise ValueError(
                 f"dropout: needs a key in training with rate {rate}; pass key=jax.random.key(...), "
                 "or train=False"
@@ -71,6 +63,7 @@ def dropout(rate: float, *, shared_axes: tuple[int, ...] = ()) -> Layer:
             # mean by 0.2 %.
             return jnp.where(mask, (upcast(x) / (1 - rate)).astype(x.dtype), 0)
 
-        return drop(key, x), state
+        y: Array = drop(child.key, x)
+        return y
 
-    return Layer(lambda key: ({}, {}), apply)
+    return composite({}, apply)

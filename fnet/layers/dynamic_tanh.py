@@ -88,11 +88,8 @@ def _dynamic_tanh_bwd(
     residuals: tuple[Array, Array, Array, Array], dy: Array
 ) -> tuple[Array, Array, Array, Array]:
     y, alpha, scale, bias = residuals
-    a, s, b = (
-        invertible_scale(alpha, y),
-        expand_like(invertible_scale(scale, y), y),
-        expand_like(bias, y),
-    )
+    a, b = invertible_scale(alpha, y), expand_like(bias, y)
+    s = expand_like(invertible_scale(scale, y), y)
     noise = float(jnp.finfo(y.dtype).eps) * jnp.abs(b)
     # If y rounds by more than the scale, t cannot be recovered.
     t = (upcast(y) - b) * jnp.where(jnp.abs(s) > noise, 1 / s, 0)
@@ -108,12 +105,8 @@ def _dynamic_tanh_bwd(
     dalpha = (dz * jnp.where(jnp.abs(a * s) > noise, x, 0)).sum()
     # Compute the sums before dx: otherwise XLA may delay them, and keep dy alive.
     dalpha, dscale, dbias, a = jax.lax.optimization_barrier((dalpha, dscale, dbias, a))
-    return (
-        (dz * a).astype(y.dtype),
-        dalpha.astype(alpha.dtype),
-        dscale.astype(scale.dtype),
-        dbias.astype(bias.dtype),
-    )
+    dscale, dbias = dscale.astype(scale.dtype), dbias.astype(bias.dtype)
+    return (dz * a).astype(y.dtype), dalpha.astype(alpha.dtype), dscale, dbias
 
 
 _dynamic_tanh.defvjp(_dynamic_tanh_fwd, _dynamic_tanh_bwd)

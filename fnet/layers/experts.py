@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Float, Int
 
 from fnet import checks
-from fnet.layer import Children, Layer, Params, State, init_children, serial
+from fnet.layer import Children, Layer, Params, State, composite, init_children, serial
 from fnet.layers import activations
 from fnet.layers.dense import HE_NORMAL, dense
 from fnet.layers.norm import expand_like
@@ -37,11 +37,6 @@ class Router(NamedTuple):
         (Wang et al. 2024, "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts").
       epsilon: What is added to the sum by which scores are divided.
       expert_scale: Whether each expert has a trained factor of its scores.
-
-    Example:
-      >>> from fnet.layers.experts import Router
-      >>> Router(normalize=True).scores
-      'softmax'
     """
 
     scores: Scores = "softmax"
@@ -79,10 +74,8 @@ def experts(
     Positions are sorted by expert, for each example alone, so that no loss depends on other
     examples. A loop multiplies blocks of positions of one expert each, which computes at most 1.5
     times the rows that are needed. `jax.lax.ragged_dot` computes all experts for all positions on
-    CPUs, and in JAX 0.10 on GPUs, too: for 4,096 rows of 512 in bfloat16 and 32 experts,
-    compiled for an H100, it holds every row 32 times (134 MB).
-
-    The backward pass saves ``x Wg`` and ``x Wu`` of the chosen experts.
+    CPUs, and in JAX 0.10 on GPUs, too. The backward pass saves ``x Wg`` and ``x Wu`` of the chosen
+    experts.
 
     Args:
       width: D, size of the last axis of input and output.
@@ -103,12 +96,11 @@ def experts(
 
     Returns:
       A layer, [..., T, D] -> [..., T, D]. Its params are ``router`` with kernel [D, E], perhaps
-      ``bias``, ``choice_bias`` and ``expert_scale`` [E]; ``experts``; the params of
-      given layers, by their argument; and ``shared_gate``. Experts have
-      ``gate`` and ``up`` with kernels [E, D, hidden], or ``expand`` [E, D, 2 hidden], and
-      ``contract`` [E, hidden, D]. Biases are [E, ...]. It has no state, but in training ``apply``
-      returns what `balance_loss` reads: ``probabilities`` [..., T, E] and ``chosen`` [..., T,
-      chosen].
+      ``bias``, ``choice_bias`` and ``expert_scale`` [E]; ``experts``; the params of given layers,
+      by their argument; and ``shared_gate``. Experts have ``gate`` and ``up`` with kernels [E, D,
+      hidden], or ``expand`` [E, D, 2 hidden], and ``contract`` [E, hidden, D]. Biases are [E, ...].
+      It has no state, but in training ``apply`` returns what `balance_loss` reads:
+      ``probabilities`` [..., T, E] and ``chosen`` [..., T, chosen].
 
     Raises:
       ValueError: for sizes below 1, more ``chosen`` than experts, an unknown activation or kind of
@@ -163,32 +155,25 @@ def experts(
         y = _by_expert(expert, params, count, x, index)
         return jnp.einsum("tkd,tk->td", upcast(y), upcast(scores)).astype(x.dtype)
 
-    def apply(
-        params: Params,
-        state: State,
-        x: Float[Array, "... t d"],
-        *,
-        key: Array | None = None,
-        train: bool,
-    ) -> tuple[Float[Array, "... t d"], State]:
+    def apply(child: Children, x: Float[Array, "... t d"]) -> Float[Array, "... t d"]:
         checks.last_axis("experts", x, width)
         if x.ndim < 2:
             raise ValueError(f"experts: expected x [..., T, {width}], got {x.shape}")
-        child = Children(children, params, state, key, train)
         logits = child("router", upcast(child.optional("router_norm", x)))
-        scores, index = _choose(router, logits, chosen, params["router"])
+        scores, index = _choose(router, logits, chosen, child.params["router"])
         examples = [
             a.reshape(-1, *a.shape[-2:]) for a in (child.optional("norm", x), scores, index)
         ]
-        y = jax.vmap(functools.partial(of_example, params["experts"]))(*examples)
+        y = jax.vmap(functools.partial(of_example, child.params["experts"]))(*examples)
         y = child.optional("post_norm", y.reshape(x.shape))
         if shared is not None:
             z = child("shared", x)
             y = add(y, z * jax.nn.sigmoid(child("shared_gate", x)) if shared_gate else z)
         routing = {"probabilities": jax.nn.softmax(logits), "chosen": index}
-        return y, routing if train else {}
+        child.state = routing if child.train else {}
+        return y
 
-    return Layer(init, apply)
+    return composite(children, apply, init=init)
 
 
 def balance_loss(routing: list[dict[str, Array]], mask: Array | None = None) -> Float[Array, " b"]:
@@ -209,16 +194,6 @@ def balance_loss(routing: list[dict[str, Array]], mask: Array | None = None) -> 
 
     Raises:
       ValueError: without layers.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from fnet.layers.experts import balance_loss
-      >>> uniform = {
-      ...     "probabilities": jnp.full((1, 4, 2), 0.5),
-      ...     "chosen": jnp.array([[[0], [1], [0], [1]]]),
-      ... }
-      >>> balance_loss([uniform]).tolist()
-      [1.0]
     """
     if not routing:
         raise ValueError("balance_loss: expected the routing of layers of experts, got none")

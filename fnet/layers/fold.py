@@ -28,15 +28,13 @@ def fold(
 
         z = (x - running_mean) * s + beta,    s = (|gamma| + eps) / sqrt(running_var + eps)
 
-    This equals the same linear layer with other parameters (Jacob et al. 2018,
-    "Quantization and Training of Neural Networks for Efficient
-    Integer-Arithmetic-Only Inference", section 3.2)::
+    This equals the same linear layer with other parameters (Jacob et al. 2018, "Quantization and
+    Training of Neural Networks for Efficient Integer-Arithmetic-Only Inference", section 3.2)::
 
         kernel' = kernel * s                  (over the output channels)
         bias'   = (bias - running_mean) * s + beta
 
-    The activation is not folded: apply `fnet.layers.activation` to the output of the
-    folded layer.
+    The activation is not folded: apply `fnet.layers.activation` to the output of the folded layer.
 
     Args:
       kernel: [H, W, I, O] of a convolution with any stride, dilation, padding and groups,
@@ -68,25 +66,19 @@ def fold(
       >>> x = jnp.ones((2, 4, 4, 3))
       >>> y, _ = conv.apply(params, {}, x, train=False)
       >>> y, _ = abn.apply(norm_params, norm_state, y, train=False)
-      >>> kernel, bias = fnet.layers.fold(
-      ...     params["kernel"], None, **norm_params, **norm_state
-      ... )
+      >>> given = norm_params | norm_state
+      >>> kernel, bias = fnet.layers.fold(params["kernel"], None, **given)
       >>> folded = fnet.layers.conv(3, 8)
       >>> z, _ = folded.apply({"kernel": kernel, "bias": bias}, {}, x, train=False)
       >>> bool(jnp.allclose(y, z, atol=1e-5))
       True
     """
-    vectors = {
-        "bias": bias,
-        "gamma": gamma,
-        "beta": beta,
-        "running_mean": running_mean,
-        "running_var": running_var,
-    }
+    vectors = {"bias": bias, "gamma": gamma, "beta": beta}
+    vectors |= {"running_mean": running_mean, "running_var": running_var}
     if kernel.ndim < 2:
         raise ValueError(f"fold: kernel must have rank >= 2, channels last, got {kernel.shape}")
-    expected = {name: (v, kernel.shape[-1:]) for name, v in vectors.items()}
     checks.floating("fold", kernel=kernel, **vectors)
+    expected = {name: (v, kernel.shape[-1:]) for name, v in vectors.items()}
     checks.shapes("fold", f"kernel {kernel.shape}, output channels last", **expected)
     checks.choice("fold", ("abn", "batch"), norm=norm)
     dtypes = [v.dtype for v in vectors.values() if v is not None]

@@ -55,18 +55,14 @@ def gated_delta_rule(
       v: values [B, T, H, P] with G dividing H. Heads ``[i H / G, (i + 1) H / G)`` use group i.
       log_decay: [B, T, H], <= 0.
       beta: [B, T, H]. A step with beta = 0 and log_decay = 0 leaves the state unchanged.
-      initial: h_0, [B, H, N, P]; None: zeros.
-      chunk: steps per chunk; default 64.
-      segments: number of the document of each position [B, T]. The state restarts at 0 where
-        the number changes. ``initial`` belongs to the first document. None: one document.
+      initial, chunk, segments: as for `fnet.state_space_dual`.
 
     Returns:
       ``(y, h_T)``: y [B, T, H, P] in the dtype of ``v``, and the last state [B, H, N, P]
       in the dtype of the recurrence.
 
     Raises:
-      TypeError: if an array is not floating, or the segments are not integers.
-      ValueError: if the shapes do not match, T is 0, or ``chunk < 1``.
+      TypeError, ValueError: as for `fnet.state_space_dual`.
 
     Example:
       >>> import jax, jax.numpy as jnp, fnet
@@ -109,9 +105,7 @@ def gated_delta_rule(
 
 
 def _one_chunk(
-    state: Float[Array, "b g r n p"],
-    inputs: tuple[Array, ...],
-    documents: Int[Array, "b q"] | None,
+    state: Float[Array, "b g r n p"], inputs: tuple[Array, ...], documents: Int[Array, "b q"] | None
 ) -> tuple[Array, Array]:
     """Compute the state after a chunk, and its outputs [B, Q, G, R, P] with R heads per group."""
     q, k, v, log_decay, beta = (a.astype(state.dtype) for a in inputs)
@@ -223,8 +217,7 @@ def gated_delta_net(
       >>> import jax, jax.numpy as jnp, fnet
       >>> layer = fnet.layers.gated_delta_net(8, heads=2, head_dim=4)
       >>> params, state = jax.jit(layer.init)(jax.random.key(0))
-      >>> apply = jax.jit(layer.apply, static_argnames="train")
-      >>> apply(params, state, jnp.ones((2, 16, 8)), train=True)[0].shape
+      >>> layer.apply(params, state, jnp.ones((2, 16, 8)), train=True)[0].shape
       (2, 16, 8)
     """
     groups = heads if groups is None else groups

@@ -23,9 +23,8 @@ def cosine_patches(
         D_n[a, i] = sqrt((1 + [a > 0]) / n) cos(pi a (2 i + 1) / (2 n))
 
     The cosine transform nearly decorrelates natural images (Ahmed, Natarajan, Rao 1974), so with a
-    norm it whitens patches. Page ("How to Train Your ResNet", part 8, 2019) and Jordan ("94% on
-    CIFAR-10 in 3.29 Seconds", 2024) whiten with a kernel computed from the data. On 2 x 2 patches
-    of CIFAR-10 the variances equal the principal components' to three digits. The negatives serve
+    norm it whitens patches, as Page ("How to Train Your ResNet", part 8, 2019) and Jordan ("94% on
+    CIFAR-10 in 3.29 Seconds", 2024) do with a kernel computed from the data. The negatives serve
     activations that pass one sign. The kernel is constant, [kh, kw, C, 2 kh kw C].
     """
     del key, out_sharding

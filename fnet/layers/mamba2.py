@@ -60,8 +60,7 @@ def state_space_dual(
       D: [H]; None: 0.
       initial: h_0, [B, H, N, P]; None: zeros.
       chunk: steps per chunk; default 64.
-      segments: number of the document of each position [B, T]. The state restarts at 0 where
-        the number changes. ``initial`` belongs to the first document. None: one document.
+      segments: as for `fnet.linear_recurrence`.
 
     Returns:
       ``(y, h_T)``: y [B, T, H, P] in the dtype of ``x``, and the last state [B, H, N, P]
@@ -170,8 +169,7 @@ def mamba2(
       >>> import jax, jax.numpy as jnp, fnet
       >>> layer = fnet.layers.mamba2(8, head=4, state=4)
       >>> params, state = jax.jit(layer.init)(jax.random.key(0))
-      >>> apply = jax.jit(layer.apply, static_argnames="train")
-      >>> apply(params, state, jnp.ones((2, 16, 8)), train=True)[0].shape
+      >>> layer.apply(params, state, jnp.ones((2, 16, 8)), train=True)[0].shape
       (2, 16, 8)
     """
     inner = round(expand * width)

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from fnet import checks
-from fnet.layer import Children, Decode, Layer, Params, State, init_children
+from fnet.layer import Children, Decode, Layer, Params, State, composite, init_children
 from fnet.layers.causal_conv import causal_conv
 from fnet.layers.dense import dense
 from fnet.layers.segments import restarts
@@ -79,11 +79,7 @@ def linear_recurrence(
     dtype = jnp.result_type(a, b) if initial is None else jnp.result_type(a, b, initial)
     if initial is None:
         initial = jnp.zeros_like(b[:, 0], dtype)
-    if initial.shape != shape:
-        raise ValueError(
-            f"linear_recurrence: initial must have shape {shape} for a {a.shape}, "
-            f"got {initial.shape}"
-        )
+    checks.shapes("linear_recurrence", f"a {a.shape}", initial=(initial, shape))
     starts = restarts("linear_recurrence", segments, a.shape[:2])
     if starts is not None:
         a = jnp.where(jnp.expand_dims(starts, range(2, a.ndim)), 0, a)
@@ -157,17 +153,10 @@ def recurrent(
         return y, new if state is None else new | {"state": state}
 
     def apply(
-        params: Params,
-        state: State,
-        x: Float[Array, "b t d"],
-        *,
-        key: Array | None = None,
-        train: bool,
-        mask: Array | None = None,
-        segments: Int[Array, "b t"] | None = None,
-    ) -> tuple[Float[Array, "b t d"], State]:
-        del key, train, mask  # real tokens come first and do not see the padding after them
-        return run(params, {}, x, segments, 0)[0], state
+        child: Children, x: Array, mask: Array | None = None, segments: Array | None = None
+    ) -> Array:
+        del mask  # real tokens come first and do not see the padding after them
+        return run(child.params, {}, x, segments, 0)[0]
 
     def init_cache(batch: int, length: int, dtype: DTypeLike) -> dict[str, Array]:
         conv = layers["conv"].decode
@@ -184,7 +173,8 @@ def recurrent(
         y, new = run(params, cache, x, None, position)
         return y, jax.tree.map(lambda a, like: a.astype(like.dtype), new, cache)
 
-    return Layer(init, apply, Decode(init_cache, extend))
+    layer = composite(layers, apply, init=init, random=False)
+    return layer._replace(decode=Decode(init_cache, extend))
 
 
 def init_step_bias(key: Array, n: int) -> Array:

@@ -1,11 +1,4 @@
-"""Reversible stacks: the backward pass restores activations from the output.
-
-Source: Gomez, Ren, Urtasun, Grosse, "The Reversible Residual Network:
-Backpropagation Without Storing Activations", NeurIPS 2017, for the coupling;
-fixed-point streams that restore exactly as in Maclaurin, Duvenaud, Adams,
-"Gradient-based Hyperparameter Optimization through Reversible Learning", ICML
-2015, and Zhang et al., "On Exact Bit-level Reversible Transformers", 2024.
-"""
+"""Reversible stacks: the backward pass restores activations from the output."""
 
 import functools
 from collections.abc import Sequence
@@ -30,21 +23,18 @@ LIMIT = 2.0**15
 def reversible(blocks: Sequence[tuple[Layer, Layer]], *, restore: bool = True) -> Layer:
     """Stack blocks whose activations are restored in the backward pass instead of saved.
 
-    Gomez, Ren, Urtasun, Grosse, "The Reversible Residual Network", NeurIPS 2017. With
-    ``x1, x2`` the halves of the last axis, each block ``(f, g)`` computes::
+    With ``x1, x2`` the halves of the last axis, each block ``(f, g)`` computes::
 
-        y1 = x1 + f(x2)
-        y2 = x2 + g(y1)
+        y1 = x1 + f(x2);    y2 = x2 + g(y1)
+        x2 = y2 - g(y1);    x1 = y1 - f(x2)    (backward pass)
 
-    Its backward pass starts from ``y1, y2``::
-
-        x2 = y2 - g(y1)
-        x1 = y1 - f(x2)
-
-    The streams are fixed-point numbers, multiples of 2^-16 in an int32. The inputs and the
-    values of ``f`` and ``g`` are rounded to the nearest multiple, with a straight-through
-    gradient. Integer arithmetic is exact, so restored activations equal the original ones
-    bit for bit at any depth, and so do the gradients. Each ``f`` and ``g`` runs twice.
+    The streams are fixed-point numbers, multiples of 2^-16 in an int32. The inputs and the values
+    of ``f`` and ``g`` are rounded to the nearest multiple, with a straight-through gradient.
+    Integer arithmetic is exact, so restored activations equal the original ones bit for bit at any
+    depth, and so do the gradients. Each ``f`` and ``g`` runs twice. Gomez, Ren, Urtasun, Grosse,
+    "The Reversible Residual Network", NeurIPS 2017, for the coupling; fixed-point streams as in
+    Maclaurin, Duvenaud, Adams, "Gradient-based Hyperparameter Optimization through Reversible
+    Learning", ICML 2015, and Zhang et al., "On Exact Bit-level Reversible Transformers", 2024.
 
     Args:
       blocks: pairs of layers, each mapping [..., C / 2] to the same shape. Layers may have
@@ -69,8 +59,7 @@ def reversible(blocks: Sequence[tuple[Layer, Layer]], *, restore: bool = True) -
       >>> from fnet import layers
       >>> net = fnet.reversible([(layers.dense(4, 4), layers.dense(4, 4))] * 3)
       >>> params, state = jax.jit(net.init)(jax.random.key(0))
-      >>> apply = jax.jit(net.apply, static_argnames="train")
-      >>> y, _ = apply(params, state, jnp.ones((2, 8)), train=True)
+      >>> y, _ = net.apply(params, state, jnp.ones((2, 8)), train=True)
       >>> y.shape, sorted(params), sorted(params["0"])
       ((2, 8), ['0', '1', '2'], ['f', 'g'])
     """

@@ -22,12 +22,7 @@ _BLOCK_NORMAL = jax.nn.initializers.lecun_normal(in_axis=1, out_axis=2, batch_ax
 
 
 def rg_lru(
-    width: int,
-    *,
-    expand: float = 1,
-    heads: int = 4,
-    conv: int = 4,
-    scale_first: bool = True,
+    width: int, *, expand: float = 1, heads: int = 4, conv: int = 4, scale_first: bool = True
 ) -> Layer:
     """Recurrent block with a real-gated linear recurrent unit (RG-LRU).
 
@@ -66,8 +61,7 @@ def rg_lru(
       >>> import jax, jax.numpy as jnp, fnet
       >>> layer = fnet.layers.rg_lru(8, heads=2)
       >>> params, state = jax.jit(layer.init)(jax.random.key(0))
-      >>> apply = jax.jit(layer.apply, static_argnames="train")
-      >>> apply(params, state, jnp.ones((2, 16, 8)), train=True)[0].shape
+      >>> layer.apply(params, state, jnp.ones((2, 16, 8)), train=True)[0].shape
       (2, 16, 8)
     """
     inner = round(expand * width)

@@ -20,11 +20,10 @@ def rotary(
 ) -> Float[Array, "b t h d"]:
     """Apply rotary position embedding to queries or keys.
 
-    Su et al. 2021, "RoFormer: Enhanced Transformer with Rotary Position Embedding". Each
-    pair of features is rotated by an angle proportional to the position. Features i and
-    i + D / 2 form a pair, for i = 0 ... D / 2 - 1. GPT-NeoX and the public
-    Llama weights use this half-split convention. The paper pairs neighboring features, as here with
-    ``interleaved``::
+    Su et al. 2021, "RoFormer: Enhanced Transformer with Rotary Position Embedding". Each pair of
+    features is rotated by an angle proportional to the position. Features i and i + D / 2 form a
+    pair, for i = 0 ... D / 2 - 1. GPT-NeoX and the public Llama weights use this half-split
+    convention. The paper pairs neighboring features, as here with ``interleaved``::
 
         angle = position * base^(-2 i / D)
         y[i]         = x[i] cos(angle) - x[i + D / 2] sin(angle)
@@ -110,9 +109,7 @@ class Rotary(NamedTuple):
 
     Example:
       >>> from fnet import layers
-      >>> half = layers.Rotary(
-      ...     [1.0, 0.1], interleaved=True
-      ... )  # of eight features, four rotate
+      >>> half = layers.Rotary([1.0, 0.1])  # of eight features, four rotate
       >>> layer = layers.attention(16, heads=2, causal=True, rotary=half)
     """
 

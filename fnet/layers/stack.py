@@ -58,9 +58,8 @@ class Block(NamedTuple):
 
     Example:
       >>> from fnet import layers
-      >>> block = layers.Block(
-      ...     layers.attention(8, heads=2), layers.feed_forward(8, 32)
-      ... )
+      >>> mixer = layers.attention(8, heads=2)
+      >>> block = layers.Block(mixer, layers.feed_forward(8, 32))
       >>> block._fields
       ('mixer', 'feed_forward', 'output', 'reads', 'feed_forward_norm')
     """
@@ -106,10 +105,9 @@ def stack(
     feed_forward(norm(x'))``, with ``one_norm`` or ``two_norms`` (Wang, Komatsuzaki 2021,
     "GPT-J-6B"; Cohere's models have one, GPT-NeoX has two).
 
-    With ``condition``, a dense layer of a vector per example scales and shifts the output
-    of each norm and scales each branch. Its parameters are initially 0, so each block
-    starts as the identity (adaLN-Zero: Peebles, Xie 2023, "Scalable Diffusion Models with
-    Transformers")::
+    With ``condition``, a dense layer of a vector per example scales and shifts the output of each
+    norm and scales each branch. Its parameters are initially 0, so each block starts as the
+    identity (adaLN-Zero: Peebles, Xie 2023, "Scalable Diffusion Models with Transformers")::
 
         m = mixer(norm(x') (1 + s1) + b1);   r = x' + g1 m
 
@@ -129,14 +127,13 @@ def stack(
         feed-forwards are computed in the dtype of the input. None: that dtype.
 
     Returns:
-      A layer, [B, T, D] -> [B, T, D]. ``apply`` also takes ``mask`` [B, T], True for real
-      tokens, ``segments`` [B, T], the number of each token's document, which mixers must then
-      accept, ``condition`` [B, condition], and ``inputs`` [B, T, blocks, P] of the blocks' outputs.
-      Its params are ``{"0": {"mixer_norm", "mixer", "mixer_post_norm", "feed_forward_norm",
+      A layer, [B, T, D] -> [B, T, D]. ``apply`` also takes ``mask`` [B, T], True for real tokens,
+      ``segments`` [B, T], the number of each token's document, which mixers must then accept,
+      ``condition`` [B, condition], and ``inputs`` [B, T, blocks, P] of the blocks' outputs. Its
+      params are ``{"0": {"mixer_norm", "mixer", "mixer_post_norm", "feed_forward_norm",
       "feed_forward", "feed_forward_post_norm", "output", "modulation", "strength"}, ...}``. Its
-      state is ``{"1": {"context": [D, D]}, ...}``, updated in training and read in
-      evaluation. It supports `fnet.layer.Decode` if all mixers do and there is no
-      condition.
+      state is ``{"1": {"context": [D, D]}, ...}``, updated in training and read in evaluation. It
+      supports `fnet.layer.Decode` if all mixers do and there is no condition.
 
     Raises:
       ValueError: without blocks, for a block that reads a later one, for a width below 1, a
@@ -151,8 +148,7 @@ def stack(
       >>> blocks = [layers.Block(attention, layers.feed_forward(8, 32))] * 2
       >>> net = layers.stack(8, blocks, context="lagged")
       >>> params, state = jax.jit(net.init)(jax.random.key(0))
-      >>> apply = jax.jit(net.apply, static_argnames="train")
-      >>> y, state = apply(params, state, jnp.ones((2, 5, 8)), train=True)
+      >>> y, state = net.apply(params, state, jnp.ones((2, 5, 8)), train=True)
       >>> y.shape, jax.tree.map(jnp.shape, state)
       ((2, 5, 8), {'1': {'context': (8, 8)}})
     """

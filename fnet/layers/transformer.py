@@ -28,8 +28,7 @@ def transformer(
         y1 = x1 + attention(norm(x2))
         y2 = x2 + mlp(norm(y1))
 
-    For padded sequences, which need a mask, and for incremental decoding, use
-    `fnet.layers.stack`.
+    For padded sequences, which need a mask, and for incremental decoding, use `fnet.layers.stack`.
 
     Args:
       width: D, size of the last axis of input and output, or of each stream.
@@ -52,8 +51,7 @@ def transformer(
       >>> import jax, jax.numpy as jnp, fnet
       >>> net = fnet.layers.transformer(8, heads=2, blocks=1, reversible=True)
       >>> params, state = jax.jit(net.init)(jax.random.key(0))
-      >>> apply = jax.jit(net.apply, static_argnames="train")
-      >>> apply(params, state, jnp.ones((2, 5, 16)), train=True)[0].shape
+      >>> net.apply(params, state, jnp.ones((2, 5, 16)), train=True)[0].shape
       (2, 5, 16)
     """
     hidden = 4 * width if hidden is None else hidden

@@ -103,9 +103,8 @@ def linear_cross_entropy(
       Losses [...] in nats, float32 (float64 for float64).
 
     Raises:
-      TypeError: if x, kernel or bias are not floating, or labels not integers. From JAX in
-        forward mode (``jax.jvp``), which is supported for the gradient but not for the loss
-        itself.
+      TypeError: if x, kernel or bias are not floating, or labels not integers. From JAX in forward
+        mode (``jax.jvp``), which is supported for the gradient but not for the loss itself.
       ValueError: for shapes that do not match, a number out of range, or a kernel or bias that
         is explicitly sharded over the vocabulary.
 

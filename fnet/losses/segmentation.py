@@ -48,11 +48,10 @@ def pixel_cross_entropy(
 
         loss = logsumexp(z) - (1 - a) z[y] - a mean(z)
 
-    The upsampled logits may be the largest array of a segmentation network: 22 MB per image for
-    21 classes at 512 x 512, and more than twice that with gradients. This function upsamples a
-    few rows at a time. If a gradient is needed, the forward pass computes it too, at the
-    resolution of the input logits. That gradient is the only residual, and nothing is
-    rematerialized.
+    The upsampled logits may be the largest array of a segmentation network: 22 MB per image for 21
+    classes at 512 x 512, and more than twice that with gradients. This function upsamples a few
+    rows at a time. If a gradient is needed, the forward pass computes it too, at the resolution of
+    the input logits. That gradient is the only residual, and nothing is rematerialized.
 
     The table compares value and gradient, from a 64 x 64 grid at 512 x 512 in float32, with a
     baseline of ``jax.image.resize`` and optax. Memory is fnet vs. baseline, and the baseline with

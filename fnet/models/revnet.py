@@ -22,10 +22,9 @@ def revnet(
 ) -> Layer:
     """Reversible residual network (RevNet) for images.
 
-    Gomez, Ren, Urtasun, Grosse, "The Reversible Residual Network", NeurIPS 2017. Each stage
-    couples pre-activation blocks on the two halves of the channels (`fnet.reversible`). The
-    transitions between stages are not reversible: a norm, 2x2 average pooling and a 1x1
-    convolution.
+    Gomez, Ren, Urtasun, Grosse, "The Reversible Residual Network", NeurIPS 2017. Each stage couples
+    pre-activation blocks on the two halves of the channels (`fnet.reversible`). The transitions
+    between stages are not reversible: a norm, 2x2 average pooling and a 1x1 convolution.
 
     Args:
       num_classes: number of logits.

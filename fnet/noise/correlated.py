@@ -63,9 +63,8 @@ class Strategy:
       >>> strategy.bands, round(strategy.sensitivity(steps=100, separation=25), 4)
       (4, 2.0)
 
-    References:
-      Denisov et al. 2022, "Improved differential privacy for SGD via optimal private linear
-      operators on adaptive streams", Theorem 2.1, arXiv:2202.08312.
+    References: Denisov et al. 2022, "Improved differential privacy for SGD via optimal private
+      linear operators on adaptive streams", Theorem 2.1, arXiv:2202.08312.
     """
 
     noising: np.ndarray | None = dataclasses.field(
@@ -251,10 +250,9 @@ def banded_square_root(bands: int) -> Strategy:
       ... )
       (4, (1, 44), -0.61)
 
-    References:
-      Kalinin and Lampert 2024, "Banded square root matrix factorization for differentially private
-      model training", arXiv:2405.13763. Choquette-Choo et al. 2023, "(Amplified) banded matrix
-      factorization", arXiv:2306.08153.
+    References: Kalinin and Lampert 2024, "Banded square root matrix factorization for
+      differentially private model training", arXiv:2405.13763. Choquette-Choo et al. 2023,
+      "(Amplified) banded matrix factorization", arXiv:2306.08153.
     """
     return _square_root("banded_square_root", bands, "optimal_max_error_strategy_coefs")
 
@@ -285,9 +283,8 @@ def banded_inverse_square_root(bands: int) -> Strategy:
       >>> banded_inverse_square_root(4).noising.tolist()
       [[1.0, -0.5, -0.125, -0.0625]]
 
-    References:
-      Kalinin et al. 2025, "Back to square roots: an optimal bound on the matrix factorization
-      error for multi-epoch differentially private SGD", arXiv:2505.12128.
+    References: Kalinin et al. 2025, "Back to square roots: an optimal bound on the matrix
+      factorization error for multi-epoch differentially private SGD", arXiv:2505.12128.
     """
     return _square_root("banded_inverse_square_root", bands, "optimal_max_error_noising_coefs")
 

@@ -255,13 +255,11 @@ def make_optimizer(
       >>> print(updates["kernel"], updates["bias"])  # the bias does not decay
       [-0.05] [-0.]
 
-    References:
-      Jordan 2024, "Muon: An optimizer for hidden layers in neural networks".
-      Liu et al. 2025, "Muon is Scalable for LLM Training", arXiv:2502.16982.
-      Defazio et al. 2024, "The Road Less Scheduled", arXiv:2405.15682.
-      Zhao et al. 2024, "GaLore: Memory-Efficient LLM Training by Gradient Low-Rank Projection",
-      arXiv:2403.03507.
-      Shazeer & Stern 2018, "Adafactor", arXiv:1804.04235.
+    References: Jordan 2024, "Muon: An optimizer for hidden layers in neural networks". Liu et al.
+      2025, "Muon is Scalable for LLM Training", arXiv:2502.16982. Defazio et al. 2024, "The Road
+      Less Scheduled", arXiv:2405.15682. Zhao et al. 2024, "GaLore: Memory-Efficient LLM Training by
+      Gradient Low-Rank Projection", arXiv:2403.03507. Shazeer & Stern 2018, "Adafactor",
+      arXiv:1804.04235.
     """
     checks.choice("make_optimizer", OPTIMIZERS, optimizer=name)
     checks.numbers("make_optimizer", "> 0", clip_norm=clip_norm)
@@ -451,9 +449,8 @@ def layer_scales(params: Any, decay: float) -> Any:
       >>> scales["stem"], scales["blocks"], scales["norm"], scales["head"]
       (0.125, {'0': 0.25, '1': 0.5}, 1.0, 1.0)
 
-    References:
-      Clark et al. 2020, "ELECTRA", arXiv:2003.10555.
-      Bao et al. 2022, "BEiT", arXiv:2106.08254.
+    References: Clark et al. 2020, "ELECTRA", arXiv:2003.10555. Bao et al. 2022, "BEiT",
+      arXiv:2106.08254.
     """
     checks.numbers("layer_scales", "in (0, 1]", decay=decay)
 

@@ -115,10 +115,9 @@ def compact_adamw(
       >>> print(params["kernel"][0, 0])
       0.996094
 
-    References:
-      Gonzalez Ortiz et al. 2026, "FlashOptim: Optimizers for Memory Efficient Training",
-      arXiv:2602.23349, for the master weights and the companding. There, rounding is to nearest
-      and scales are float16; here it is stochastic, and scales are bfloat16, rounded up.
+    References: Gonzalez Ortiz et al. 2026, "FlashOptim: Optimizers for Memory Efficient Training",
+      arXiv:2602.23349, for the master weights and the companding. There, rounding is to nearest and
+      scales are float16; here it is stochastic, and scales are bfloat16, rounded up.
     """
 
     def update(grad: Array, moments: _Moments, count: Array) -> tuple[Array, _Moments]:
@@ -215,8 +214,7 @@ def compact_lion(
       >>> sorted(state.moments)
       ['momentum']
 
-    References:
-      Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms", arXiv:2302.06675.
+    References: Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms", arXiv:2302.06675.
     """
 
     def update(grad: Array, moments: _Moments, count: Array) -> tuple[Array, _Moments]:

@@ -95,13 +95,12 @@ def epsilon(
       >>> round(epsilon(1.1, 1e-5, PoissonSampling(60_000, 256), steps=3515), 2)
       1.13
 
-    References:
-      Abadi et al. 2016, "Deep learning with differential privacy", arXiv:1607.00133. Koskela et
-      al. 2020, "Computing tight differential privacy guarantees using FFT", arXiv:1906.03049.
-      Mironov et al. 2019, "Renyi differential privacy of the sampled Gaussian mechanism",
-      arXiv:1908.10530. Choquette-Choo et al. 2023, "(Amplified) banded matrix factorization",
-      arXiv:2306.08153. Denisov et al. 2022, "Improved differential privacy for SGD via optimal
-      private linear operators on adaptive streams", Theorem 2.1, arXiv:2202.08312.
+    References: Abadi et al. 2016, "Deep learning with differential privacy", arXiv:1607.00133.
+      Koskela et al. 2020, "Computing tight differential privacy guarantees using FFT",
+      arXiv:1906.03049. Mironov et al. 2019, "Renyi differential privacy of the sampled Gaussian
+      mechanism", arXiv:1908.10530. Choquette-Choo et al. 2023, "(Amplified) banded matrix
+      factorization", arXiv:2306.08153. Denisov et al. 2022, "Improved differential privacy for SGD
+      via optimal private linear operators on adaptive streams", Theorem 2.1, arXiv:2202.08312.
     """
     _check("epsilon", delta, sampling, steps, accountant, noise_schedule)
     checks.numbers("epsilon", "> 0", noise_multiplier=noise_multiplier)

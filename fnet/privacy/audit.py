@@ -70,9 +70,8 @@ def audit_epsilon(
       >>> round(audit.epsilon, 2), audit.guesses, audit.correct
       (1.66, 128, 118)
 
-    References:
-      Steinke, Nasr and Jagielski 2023, "Privacy auditing with one (1) training run", Algorithm 1
-      and Theorem 5.2, arXiv:2305.08846.
+    References: Steinke, Nasr and Jagielski 2023, "Privacy auditing with one (1) training run",
+      Algorithm 1 and Theorem 5.2, arXiv:2305.08846.
     """
     scores, included = np.asarray(scores, np.float64), np.asarray(included, bool)
     if scores.ndim != 1 or scores.shape != included.shape or not len(scores):

@@ -49,9 +49,8 @@ class GradientCanaries:
       >>> [round(float(norm), 3) for norm in info.norms]
       [10.0, 2.449]
 
-    References:
-      Steinke, Nasr and Jagielski 2023, "Privacy auditing with one (1) training run", section 6,
-      arXiv:2305.08846.
+    References: Steinke, Nasr and Jagielski 2023, "Privacy auditing with one (1) training run",
+      section 6, arXiv:2305.08846.
     """
 
     path: tuple[Any, ...]

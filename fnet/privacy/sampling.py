@@ -65,10 +65,9 @@ class Sampling:
       >>> indices.shape, sampling.batch_size, sampling.separation
       ((56,), 20.0, 5)
 
-    References:
-      Poisson: Abadi et al. 2016, arXiv:1607.00133. Cyclic: Choquette-Choo et al. 2023, Algorithm 2,
-      arXiv:2306.08153. Truncated: Ganesh 2025, arXiv:2508.15089. Balls in bins: Choquette-Choo et
-      al. 2024, arXiv:2410.06266. b-min-sep: arXiv:2602.09338.
+    References: Poisson: Abadi et al. 2016, arXiv:1607.00133. Cyclic: Choquette-Choo et al. 2023,
+      Algorithm 2, arXiv:2306.08153. Truncated: Ganesh 2025, arXiv:2508.15089. Balls in bins:
+      Choquette-Choo et al. 2024, arXiv:2410.06266. b-min-sep: arXiv:2602.09338.
     """
 
     examples: int
@@ -259,10 +258,9 @@ def PoissonSampling(  # noqa: N802  a kind of Sampling
       >>> indices.shape, weights.shape, int(weights.sum())
       ((393,), (393,), 250)
 
-    References:
-      Abadi et al. 2016, "Deep learning with differential privacy", arXiv:1607.00133. Cyclic
-      sampling: Choquette-Choo et al. 2023, "(Amplified) banded matrix factorization", Algorithm 2,
-      arXiv:2306.08153.
+    References: Abadi et al. 2016, "Deep learning with differential privacy", arXiv:1607.00133.
+      Cyclic sampling: Choquette-Choo et al. 2023, "(Amplified) banded matrix factorization",
+      Algorithm 2, arXiv:2306.08153.
     """
     checks.numbers("PoissonSampling", ">= 1", examples=examples, bands=bands, multiple=multiple)
     checks.numbers("PoissonSampling", "> 0", batch_size=batch_size)

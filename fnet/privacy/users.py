@@ -54,8 +54,7 @@ def per_user(loss: Loss) -> Loss:
       >>> losses.tolist()
       [2.0, 5.0]
 
-    References:
-      McMahan et al. 2018, "Learning differentially private recurrent language models",
+    References: McMahan et al. 2018, "Learning differentially private recurrent language models",
       arXiv:1710.06963.
     """
 
