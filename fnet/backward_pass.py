@@ -52,8 +52,7 @@ def recompute(f: F) -> F:
       A function with the same arguments, values and gradients.
 
     Example:
-      >>> import jax, jax.numpy as jnp
-      >>> import fnet
+      >>> import jax, jax.numpy as jnp, fnet
       >>> model = fnet.serial(
       ...     fnet.layers.conv(3, 4), fnet.layers.abn(4, activation="gelu")
       ... )
@@ -108,8 +107,7 @@ def params_first(x: Array, params: P) -> tuple[Array, P]:
       ``(x, params)`` unchanged, with x [...].
 
     Example:
-      >>> import jax, jax.numpy as jnp
-      >>> import fnet
+      >>> import jax, jax.numpy as jnp, fnet
       >>> def dense(kernel, x):
       ...     x, kernel = fnet.params_first(x, kernel)
       ...     return x @ kernel

@@ -71,19 +71,14 @@ def shard_state(state: S, mesh: Mesh, *, axis: str = "fsdp", min_size: int = 204
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, fnet
+      >>> from fnet import TrainState
       >>> from jax.sharding import AxisType
       >>> mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(AxisType.Auto,))
-      >>> def create(key):
-      ...     params = {
-      ...         "kernel": jnp.ones((64, 256)),
-      ...         "bias": jnp.zeros(256),
-      ...     }
-      ...     return fnet.TrainState.create(
-      ...         params=params, optimizer=optax.adam(1e-3), key=key
-      ...     )
-      >>> shapes = fnet.fsdp.shard_state(
-      ...     jax.eval_shape(create, jax.random.key(0)), mesh
-      ... )
+      >>> params = {"kernel": jnp.ones((64, 256)), "bias": jnp.zeros(256)}
+      >>> def create(key, optimizer=optax.adam(1e-3)):
+      ...     return TrainState.create(params=params, optimizer=optimizer, key=key)
+      >>> state = jax.eval_shape(create, jax.random.key(0))
+      >>> shapes = fnet.fsdp.shard_state(state, mesh)
       >>> shapes.params["kernel"].sharding.spec, shapes.params["bias"].sharding.spec
       (P(None, 'fsdp'), P())
       >>> shardings = jax.tree.map(lambda a: a.sharding, shapes)
@@ -91,9 +86,8 @@ def shard_state(state: S, mesh: Mesh, *, axis: str = "fsdp", min_size: int = 204
       >>> state.params["kernel"].addressable_shards[0].data.shape
       (64, 64)
 
-    References:
-      Rajbhandari et al. 2020, "ZeRO: memory optimizations toward training trillion parameter
-      models", arXiv:1910.02054, stage 3.
+    References: Rajbhandari et al. 2020, "ZeRO: memory optimizations toward training trillion
+      parameter models", arXiv:1910.02054, stage 3.
     """
     check_state("shard_state", state)
     if axis not in mesh.shape:
@@ -192,10 +186,6 @@ def gather_at_use(
       >>> sharded = fnet.fsdp.gather_at_use(grad, (rows, None), rows)
       >>> bool(jnp.allclose(jax.jit(sharded)(w, x), grad(w, x)))
       True
-
-    References:
-      Rajbhandari et al. 2020, "ZeRO: memory optimizations toward training trillion parameter
-      models", arXiv:1910.02054, stage 3.
     """
     meshes = [s.mesh for s in jax.tree.leaves((in_shardings, out_shardings)) if _is_sharded(s)]
     if not meshes or AxisType.Explicit in meshes[0].axis_types:
@@ -228,10 +218,6 @@ def gather_at_use(
     return sharded
 
 
-def _is_sharding(sharding: Any) -> bool:
-    return isinstance(sharding, jax.sharding.Sharding)
-
-
 def _is_sharded(sharding: Any) -> bool:
     return isinstance(sharding, NamedSharding) and any(
         sharding.mesh.shape[name] > 1 for name in _names(tuple(sharding.spec))
@@ -245,7 +231,6 @@ def _names(spec: Sequence[Any]) -> Iterator[str]:
 
 
 def _specs(shardings: Any, tree: Any) -> list[Spec | None]:
-    """Return the spec of each leaf of a tree; None if it is not sharded."""
     specs: list[Spec | None] = []
 
     def add(sharding: Any, subtree: Any) -> None:
@@ -253,7 +238,8 @@ def _specs(shardings: Any, tree: Any) -> list[Spec | None]:
             padding = [None] * (leaf.ndim - len(sharding.spec)) if _is_sharded(sharding) else []
             specs.append((*sharding.spec, *padding) if _is_sharded(sharding) else None)
 
-    jax.tree.map(add, shardings, tree, is_leaf=lambda s: s is None or _is_sharding(s))
+    leaves = jax.sharding.Sharding, type(None)
+    jax.tree.map(add, shardings, tree, is_leaf=lambda s: isinstance(s, leaves))
     return specs
 
 
@@ -308,7 +294,6 @@ class _Search(Propagation[State]):
         return DATA if len(different) > 1 else next(iter(different), None)
 
     def chosen(self, predicate: State, states: Sequence[State]) -> Sequence[State]:
-        """A choice leaves shards where they are."""
         return states
 
     def run(self, closed: ClosedJaxpr, inputs: Sequence[State], site: Site = Site()) -> list[State]:  # noqa: B008
@@ -347,7 +332,6 @@ class _Search(Propagation[State]):
         return [DATA] * len(eqn.outvars)
 
     def shard_map(self, eqn: JaxprEqn, states: list[State], site: Site) -> Sequence[State]:
-        """Devices get their parts as the program says."""
         return [DATA] * len(eqn.outvars)
 
     def _gather(
@@ -380,7 +364,6 @@ class _Search(Propagation[State]):
         return state._replace(spec=state.spec and (None, *state.spec))
 
     def scan(self, eqn: JaxprEqn, states: list[State], site: Site) -> Sequence[State]:
-        """Decide which parameters enter a scan sharded."""
         scan, length = Scan.of(eqn), eqn.params["length"]
         consts, carry, xs = scan.split(states)
         slices = [
@@ -397,7 +380,6 @@ class _Search(Propagation[State]):
         return [*carry, *stacked]
 
     def loop(self, eqn: JaxprEqn, states: list[State], site: Site) -> Sequence[State]:
-        """Decide which parameters enter a while loop sharded."""
         loop = While.of(eqn)
         condition, consts, carry = loop.split(states)
         inside = [site._replace(path=(*site.path, i)) for i in range(2)]
@@ -426,7 +408,6 @@ class _Search(Propagation[State]):
     def _gather_inputs(
         self, eqn: JaxprEqn, states: Sequence[State], inside: Sequence[State], site: Site
     ) -> None:
-        """Gather the operands of a loop that are data inside of it."""
         pairs = enumerate(zip(states, inside, strict=True))
         positions = [i for i, (s, own) in pairs if isinstance(s, Shard) and own == DATA]
         if positions:
@@ -451,7 +432,7 @@ def _insert_gathers(
         # Compilers merge gathers that nothing orders. One gather would then serve several layers,
         # or both the forward and the backward pass, and its result would stay alive in between.
         waiting = list(dict.fromkeys([*(atoms[i] for i in gather.specs), *gather.after]))
-        eqns, results = _spliced(_barrier, waiting, eqn)
+        eqns, results = _spliced(lambda *a: jax.lax.optimization_barrier(a), waiting, eqn)
         renamed = dict(zip(waiting, results, strict=True))
         atoms = [v if isinstance(v, Literal) else renamed.get(v, v) for v in atoms]
         for i, spec in gather.specs.items():
@@ -479,7 +460,6 @@ def _without(axes: frozenset[str], entry: Any) -> Any:
 
 
 def _is_elementwise(eqn: JaxprEqn, shards: Sequence[Shard]) -> bool:
-    """Whether an equation combines shards elementwise with arrays of their shape."""
     shape = aval(eqn.outvars[0]).shape
     shapes = {aval(v).shape for v in eqn.invars} - {()}
     is_whole = all(s.size == math.prod(shape) for s in shards)
@@ -489,14 +469,14 @@ def _is_elementwise(eqn: JaxprEqn, shards: Sequence[Shard]) -> bool:
 def _after(eqn: JaxprEqn, shards: Mapping[int, Shard]) -> list[State]:
     """Return the states of the results of an equation that keeps its operands sharded."""
     params = frozenset().union(*(s.params for s in shards.values()))
-    arrays = {k: s for k, s in shards.items() if s.size > 1}
-    operand = next(iter(arrays), None)
-    is_known = operand is not None and len({s.spec for s in arrays.values()}) == 1
+    arrays = {k: s.spec for k, s in shards.items() if s.size > 1}
+    operand, whole = next(iter(arrays.items()), (0, None))
+    is_known = whole is not None and {*arrays.values()} == {whole}
     states: list[State] = []
     for number, v in enumerate(eqn.outvars):
-        spec = arrays[operand].spec if is_known else None  # type: ignore[index]
-        if spec is not None and operand is not None:
-            spec = _along_factors(eqn, spec, ("operands", operand), ("results", number))
+        spec = None
+        if whole is not None and is_known:
+            spec = _along_factors(eqn, whole, ("operands", operand), ("results", number))
         size = aval(v).size
         if is_elementwise(eqn) or moves_elements(eqn):
             # A bias that is broadcast to all rows of a batch still has the elements of one row.
@@ -598,10 +578,6 @@ class _ShardResults(BackwardPropagation[Spec]):
 def _is_array(atom: Any) -> bool:
     is_key = jnp.issubdtype(aval(atom).dtype, jax.dtypes.extended)
     return not is_key and not is_reference(atom)
-
-
-def _barrier(*arrays: Any) -> Any:
-    return jax.lax.optimization_barrier(arrays)
 
 
 def _constrained(mesh: Mesh, spec: Spec, a: Any) -> Any:

@@ -85,14 +85,10 @@ def sample_token(
 def _check_sampling(
     temperature: float, top_k: int | None, top_p: float | None, min_p: float | None
 ) -> None:
-    if not temperature >= 0:
-        raise ValueError(f"temperature must be >= 0, got {temperature}")
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"top_k must be >= 1, got {top_k}")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise ValueError(f"top_p must be in (0, 1], got {top_p}")
-    if min_p is not None and not 0 <= min_p <= 1:
-        raise ValueError(f"min_p must be in [0, 1], got {min_p}")
+    checks.numbers("sampling", ">= 0", temperature=temperature)
+    checks.numbers("sampling", ">= 1", top_k=top_k)
+    checks.numbers("sampling", "in (0, 1]", top_p=top_p)
+    checks.numbers("sampling", "in [0, 1]", min_p=min_p)
 
 
 class _Sampling(NamedTuple):
@@ -114,13 +110,7 @@ def generate(
     prompt: Int[Array, "b p"],
     key: Array,
     length: int,
-    *,
-    prompt_lengths: Sequence[int] | None = None,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
-    repetition_penalty: float | None = None,
+    **options: Any,
 ) -> Int[Array, "b n"]:
     """Generate ``length`` tokens after each prompt.
 
@@ -128,11 +118,8 @@ def generate(
     ``length``, ``prompt_lengths`` and the sampling options static.
 
     Args:
-      model, params, state, key: as for `stream`.
-      prompt: tokens [B, P], P >= 1, integers.
-      length: number of tokens, >= 1.
-      prompt_lengths, repetition_penalty: as for `stream`.
-      temperature, top_k, top_p, min_p: as for `sample_token`.
+      model, params, state, prompt, key, length: as for `stream`.
+      **options: ``prompt_lengths`` and the sampling options of `stream`.
 
     Returns:
       Tokens, int32 [B, length].
@@ -146,28 +133,12 @@ def generate(
       >>> model = fnet.models.language_model(vocabulary=10, width=8, blocks=[block])
       >>> def generate(key, prompt):
       ...     params, state = model.init(key)
-      ...     return fnet.generate(
-      ...         model, params, state, prompt, key, 5, temperature=0.0
-      ...     )
+      ...     return fnet.generate(model, params, state, prompt, key, length=5)
       >>> prompt = jax.ShapeDtypeStruct((2, 3), "int32")
       >>> jax.eval_shape(generate, jax.random.key(0), prompt).shape
       (2, 5)
     """
-    chunks = stream(
-        model,
-        params,
-        state,
-        prompt,
-        key,
-        length,
-        chunk=max(length, 1),
-        prompt_lengths=prompt_lengths,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-    )
+    chunks = stream(model, params, state, prompt, key, length, chunk=max(length, 1), **options)
     return jnp.concatenate(list(chunks), axis=1)
 
 

@@ -37,10 +37,9 @@ class Decode(NamedTuple):
       >>> x = jax.random.normal(jax.random.key(1), (1, 6, 3))
       >>> whole, _ = layer.apply(params, {}, x, train=False)
       >>> cache = layer.decode.init_cache(1, 6, jnp.float32)
-      >>> first, cache = layer.decode.extend(
-      ...     params, {}, cache, x[:, :4], jnp.int32(0)
-      ... )
-      >>> last, cache = layer.decode.extend(params, {}, cache, x[:, 4:], jnp.int32(4))
+      >>> extend = layer.decode.extend
+      >>> first, cache = extend(params, {}, cache, x[:, :4], jnp.int32(0))
+      >>> last, cache = extend(params, {}, cache, x[:, 4:], jnp.int32(4))
       >>> bool(jnp.allclose(jnp.concatenate([first, last], axis=1), whole))
       True
     """
@@ -112,10 +111,8 @@ def from_function(init: Callable[[Array], Params], f: Callable[[Params, Array], 
 
     Example:
       >>> import jax, jax.numpy as jnp, fnet
-      >>> layer = fnet.layer.from_function(
-      ...     lambda key: {"scale": jnp.ones(1)},
-      ...     lambda params, x: params["scale"] * x,
-      ... )
+      >>> init = lambda key: {"scale": jnp.ones(1)}
+      >>> layer = fnet.layer.from_function(init, lambda p, x: p["scale"] * x)
       >>> params, state = layer.init(jax.random.key(0))
       >>> y, _ = layer.apply(params, state, jnp.array([3.0]), train=True)
       >>> y.tolist()
@@ -186,7 +183,6 @@ class Children:
     def __init__(
         self, layers: dict[str, Layer], params: Params, state: State, key: Array | None, train: bool
     ):
-        """Bind the layers to the arguments of their parent's ``apply``."""
         self._layers = layers
         self.params, self.state, self.key, self.train = params, state, key, train
 
@@ -207,7 +203,6 @@ class Children:
         return self(name, x) if name in self else x
 
     def __contains__(self, name: str) -> bool:
-        """Whether there is a child of this name."""
         return name in self._layers
 
     def in_order(self, names: Iterable[str], x: Array) -> Array:
@@ -238,10 +233,8 @@ def composite(
 
     Example:
       >>> import jax, jax.numpy as jnp, fnet
-      >>> net = fnet.layer.composite(
-      ...     {"gate": fnet.layers.dense(3, 3), "up": fnet.layers.dense(3, 3)},
-      ...     lambda children, x: children("gate", x) * children("up", x),
-      ... )
+      >>> children = dict.fromkeys(("gate", "up"), fnet.layers.dense(3, 3))
+      >>> net = fnet.layer.composite(children, lambda c, x: c("gate", x) * c("up", x))
       >>> params, state = net.init(jax.random.key(0))
       >>> y, state = net.apply(params, state, jnp.ones((2, 3)), train=True)
       >>> sorted(params), y.shape

@@ -24,13 +24,7 @@ from jax import Array
 
 from fnet import represented
 from fnet.autodiff.mean import Aux, Loss, losses_and_aux
-from fnet.quantization import (
-    Layout,
-    Targets,
-    find_targets,
-    leaves_with_paths,
-    map_with_paths,
-)
+from fnet.quantization import Layout, Targets, find_targets, leaves_with_paths, map_with_paths
 
 Adapters = Mapping[str, Mapping[str, Any]]
 """Path of a weight -> ``{"a", "b"}``, with DoRA also ``"magnitude"``."""
@@ -64,9 +58,7 @@ class LoRA:
 
     Example:
       >>> from fnet import lora
-      >>> lora.LoRA(
-      ...     rank=8, alpha=16, targets=("*query/kernel", "*value/kernel")
-      ... ).scale
+      >>> lora.LoRA(8, alpha=16, targets=("*query/kernel", "*value/kernel")).scale
       2.0
 
     References:
@@ -84,7 +76,6 @@ class LoRA:
     rslora: bool = False
 
     def __post_init__(self) -> None:
-        """Reject a rank below 1."""
         if self.rank < 1:
             raise ValueError(f"LoRA: rank must be at least 1, got {self.rank}")
 
@@ -208,20 +199,14 @@ def loss(f: Loss, config: LoRA) -> Loss:
       >>> def loss(params, model_state, batch, key):
       ...     return jnp.square(batch["x"] @ params["kernel"]).sum(-1)
       >>> config, optimizer = fnet.lora.LoRA(rank=1), optax.sgd(0.1)
-      >>> params = {"kernel": jnp.ones((3, 2))}
-      >>> state = fnet.TrainState.create(
-      ...     params=fnet.lora.init(config, params, jax.random.key(0)),
-      ...     optimizer=optimizer,
-      ...     key=jax.random.key(1),
-      ...     model_state={"frozen": params, "model": {}},
-      ... )
+      >>> key, params = jax.random.key(0), {"kernel": jnp.ones((3, 2))}
+      >>> given = {"params": fnet.lora.init(config, params, key), "key": key}
+      >>> given |= {"model_state": {"frozen": params, "model": {}}}
+      >>> state = fnet.TrainState.create(optimizer=optimizer, **given)
       >>> step = fnet.make_step(fnet.lora.loss(loss, config), optimizer)
       >>> state, metrics = step(state, {"x": jnp.ones((4, 3))})
-      >>> (
-      ...     float(metrics["loss"]),
-      ...     bool((state.model_state["frozen"]["kernel"] == 1).all()),
-      ... )
-      (18.0, True)
+      >>> float(metrics["loss"])
+      18.0
     """
     of_adapters = wrap(f, config)
 

@@ -198,10 +198,9 @@ def quantize(
       >>> print(quantized["kernel"].codes)
       [[ 127 -127]
        [  64   16]]
-      >>> jnp.abs(
-      ...     quantization.dequantize(quantized)["kernel"] - params["kernel"]
-      ... ).max() < 0.01
-      Array(True, dtype=bool)
+      >>> restored = quantization.dequantize(quantized)["kernel"]
+      >>> bool(jnp.abs(restored - params["kernel"]).max() < 0.01)
+      True
 
     References:
       Dettmers et al. 2023, "QLoRA: Efficient finetuning of quantized LLMs", arXiv:2305.14314.

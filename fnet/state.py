@@ -148,7 +148,6 @@ def _is_deleted(a: Any) -> bool:
 
 
 def _average_dtype(p: Any) -> Any:
-    """Cast 16-bit parameters to float32."""
     dtype = getattr(p, "dtype", None)
     is_narrow = dtype is not None and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
     return p.astype(jnp.float32) if is_narrow else p

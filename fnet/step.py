@@ -39,17 +39,9 @@ class Step:
     called, traced or lowered, and donates its state.
 
     Attributes:
-      loss: ``loss(params, model_state, batch, key) -> losses [batch]``, or ``(losses, Aux)``.
-      optimizer: An optax gradient transformation.
+      loss, optimizer, ema_decay, average, state_sharding: As for `make_step`.
+      skip_nonfinite, remat, gather_axes: As for `make_step`.
       mode: How losses become an update; see `fnet.autodiff`.
-      ema_decay: Decay of the moving average of the parameters, or None.
-      average: ``(opt_state, params) -> average``, in place of a decay, or None.
-      state_sharding: Tree of `jax.sharding.Sharding` for the state (FSDP), or None.
-      skip_nonfinite: Whether steps with a non-finite loss or gradient change nothing.
-      remat: Remat policy of the loss: a key of `fnet.memory.REMAT_POLICIES`, or a policy that
-        `plan_step` chose.
-      gather_axes: Mesh axes over which parameters are gathered where they are used, or None for
-        all; see `fnet.fsdp.gather_at_use`.
     """
 
     loss: Loss
@@ -63,11 +55,6 @@ class Step:
     average: Callable[[optax.OptState, Any], Any] | None = None
 
     def __post_init__(self) -> None:
-        """Reject settings that contradict each other.
-
-        Raises:
-          ValueError: As `make_step`.
-        """
         checks.optimizer("make_step", self.optimizer)
         checks.signature("make_step: loss", self.loss, "params", "model_state", "batch", "key")
         if self.ema_decay is not None and not 0 <= self.ema_decay < 1:
@@ -161,12 +148,7 @@ class Step:
             ema = jax.tree.map(lambda new, old: new + decay * (old - new), params, ema)
         if self.average is not None:
             ema = self.average(opt_state, params)
-        new = {
-            "params": params,
-            "model_state": model_state,
-            "opt_state": opt_state,
-            "ema": ema,
-        }
+        new = {"params": params, "model_state": model_state, "opt_state": opt_state, "ema": ema}
         if self.skip_nonfinite:
             finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
             old = {name: getattr(state, name) for name in new}
@@ -188,11 +170,7 @@ class Step:
         return jax.jit(step, static_argnames="cpus", donate_argnums=0, keep_unused=True)
 
     def __call__(self, state: TrainState, batch: dict[str, Array]) -> tuple[TrainState, Metrics]:
-        """Take one step; ``state`` is donated.
-
-        Raises:
-          RuntimeError: If ``state`` was donated to an earlier step.
-        """
+        """Take one step; ``state`` is donated. RuntimeError if it was donated before."""
         cpus = count_cpus((state.step, batch))
         with _explain_donation():
             return cast(tuple[TrainState, Metrics], self.jitted(state, batch, cpus=cpus))
@@ -265,9 +243,8 @@ def make_step(
       >>> def loss(params, model_state, batch, key):
       ...     return (batch["x"] @ params["w"] - batch["y"]) ** 2
       >>> optimizer = optax.sgd(0.1)
-      >>> state = fnet.TrainState.create(
-      ...     params={"w": jnp.zeros(3)}, optimizer=optimizer, key=jax.random.key(0)
-      ... )
+      >>> params, key = {"w": jnp.zeros(3)}, jax.random.key(0)
+      >>> state = fnet.TrainState.create(params=params, optimizer=optimizer, key=key)
       >>> step = fnet.make_step(loss, optimizer, microbatches=2)
       >>> state, metrics = step(state, {"x": jnp.ones((4, 3)), "y": jnp.ones(4)})
       >>> sorted(metrics), int(state.step)
@@ -276,17 +253,8 @@ def make_step(
     mode = as_mode(mode)
     if microbatches is not None:
         mode = mode.split(microbatches)
-    return Step(
-        loss,
-        optimizer,
-        mode,
-        ema_decay,
-        state_sharding,
-        skip_nonfinite,
-        remat,
-        gather_axes,
-        average,
-    )
+    options = ema_decay, state_sharding, skip_nonfinite, remat, gather_axes, average
+    return Step(loss, optimizer, mode, *options)
 
 
 def _update_whole_arrays(
@@ -294,10 +262,8 @@ def _update_whole_arrays(
 ) -> optax.GradientTransformationExtraArgs:
     """Return the optimizer without loops over parts of an array, which cut across its shards."""
     update = optax.with_extra_args_support(optimizer).update
-    return optax.GradientTransformationExtraArgs(
-        optimizer.init,
-        functools.partial(update, chunked=False),
-    )
+    in_one = functools.partial(update, chunked=False)
+    return optax.GradientTransformationExtraArgs(optimizer.init, in_one)
 
 
 @contextmanager
@@ -346,10 +312,7 @@ class Report(NamedTuple):
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as plain nested dicts."""
-        return self._asdict() | {
-            "peak": self.peak.as_dict(),
-            "donation": self.donation._asdict(),
-        }
+        return self._asdict() | {"peak": self.peak.as_dict(), "donation": self.donation._asdict()}
 
 
 class Executable(NamedTuple):
@@ -367,12 +330,7 @@ class Executable(NamedTuple):
     step: Any
 
     def __call__(self, state: TrainState, batch: dict[str, Array]) -> tuple[TrainState, Metrics]:
-        """Take one step in the buffers of ``state``.
-
-        Raises:
-          RuntimeError: If ``state`` was donated to an earlier step.
-          TypeError: If a shape or dtype is not the one that the step was compiled for.
-        """
+        """Take one step in the buffers of ``state``; TypeError for other shapes or dtypes."""
         with _explain_donation():
             return cast(tuple[TrainState, Metrics], self.compiled(state, batch))
 
@@ -420,15 +378,10 @@ def compile_step(
       >>> def loss(params, model_state, batch, key):
       ...     return (jnp.tanh(batch["x"] @ params["w"]) ** 2).sum(-1)
       >>> optimizer = optax.adam(1e-3)
-      >>> state = fnet.TrainState.create(
-      ...     params={"w": jnp.ones((64, 64))},
-      ...     optimizer=optimizer,
-      ...     key=jax.random.key(0),
-      ... )
-      >>> batch = {"x": jnp.ones((32, 64))}
-      >>> step = fnet.compile_step(
-      ...     fnet.make_step(loss, optimizer), state, batch, budget="1MiB"
-      ... )
+      >>> params, key = {"w": jnp.ones((64, 64))}, jax.random.key(0)
+      >>> state = fnet.TrainState.create(params=params, optimizer=optimizer, key=key)
+      >>> step, batch = fnet.make_step(loss, optimizer), {"x": jnp.ones((32, 64))}
+      >>> step = fnet.compile_step(step, state, batch, budget="1MiB")
       >>> step.report.peak.total <= 2**20, step.report.parameters
       (True, 4096)
       >>> state, metrics = step(state, batch)
@@ -481,9 +434,7 @@ def plan_step(
     ``compile_step(..., compiler_options=chosen.compiler_options)``.
 
     Args:
-      step: A step of `make_step`.
-      state: The state, or its shapes (``jax.eval_shape``).
-      batch: A batch, or its shapes.
+      step, state, batch: As for `compile_step`. It must be a step of `make_step`.
       budget: Bytes, or text as ``4GiB``, ``4GB``, ``4096MiB``. None for no limit.
       policies: Keys of `fnet.memory.REMAT_POLICIES` to choose from. By default every array is
         planned; see `fnet.memory.plan`.
@@ -512,15 +463,10 @@ def plan_step(
       >>> def loss(params, model_state, batch, key):
       ...     return (jnp.tanh(batch["x"] @ params["w"]) ** 2).sum(-1)
       >>> optimizer = optax.sgd(0.1)
-      >>> state = fnet.TrainState.create(
-      ...     params={"w": jnp.ones((8, 8))},
-      ...     optimizer=optimizer,
-      ...     key=jax.random.key(0),
-      ... )
-      >>> step = fnet.make_step(loss, optimizer)
-      >>> plan = fnet.plan_step(
-      ...     step, state, {"x": jnp.ones((4, 8))}, policies=("none", "dots")
-      ... )
+      >>> params, key = {"w": jnp.ones((8, 8))}, jax.random.key(0)
+      >>> state = fnet.TrainState.create(params=params, optimizer=optimizer, key=key)
+      >>> step, batch = fnet.make_step(loss, optimizer), {"x": jnp.ones((4, 8))}
+      >>> plan = fnet.plan_step(step, state, batch, policies=("none", "dots"))
       >>> plan.chosen.policy.name, plan.chosen.microbatches, len(plan.candidates) >= 2
       ('none', 1, True)
     """

@@ -22,14 +22,6 @@ class CovarianceFactors(NamedTuple):
       inputs: Mean of ``u u^T`` over examples and positions, [groups, rows, rows].
       cotangents: Mean over examples of the sum of ``v v^T`` over positions, [groups, cols, cols].
       as_matrices: Moves the elements of an array like the parameter: [groups, rows, cols].
-
-    Example:
-      >>> import jax.numpy as jnp, fnet
-      >>> x = jnp.array([[1.0, 0.0], [3.0, 0.0]])
-      >>> factors = fnet.attribution.kfac(lambda w, x: x @ w, jnp.ones(2), [(x,)])
-      >>> print(factors.inputs)
-      [[[5. 0.]
-        [0. 0.]]]
     """
 
     inputs: Array | None
@@ -124,15 +116,11 @@ def fisher_diagonal(loss: PerExampleLoss, params: Any, batches: Iterable[tuple[A
     Example:
       >>> import jax.numpy as jnp, fnet
       >>> x = jnp.array([[1.0, 2.0], [3.0, 0.0]])
-      >>> print(
-      ...     fnet.attribution.fisher_diagonal(
-      ...         lambda w, x: x @ w, jnp.ones(2), [(x,)]
-      ...     )
-      ... )
+      >>> loss = lambda w, x: x @ w
+      >>> print(fnet.attribution.fisher_diagonal(loss, jnp.ones(2), [(x,)]))
       [5. 2.]
 
-    References:
-      Kirkpatrick et al. 2017, "Overcoming catastrophic forgetting in neural networks",
+    References: Kirkpatrick et al. 2017, "Overcoming catastrophic forgetting in neural networks",
       arXiv:1612.00796.
     """
     squares = mean_squares("fisher_diagonal", loss, params, batches, lambda grads: grads)
@@ -162,7 +150,6 @@ def mean_squares(
 def _sum_over(
     name: str, batches: Iterable[tuple[Any, ...]], f: Callable[..., Any]
 ) -> tuple[int, Any]:
-    """Return the number of examples, and the sum of ``f`` over batches."""
     count, totals = 0, None
     for batch in batches:
         count += examples(name, batch).size

@@ -60,9 +60,8 @@ def ekfac(
       >>> def loss(params, x, y):
       ...     return fnet.losses.cross_entropy(x @ params, y)
       >>> x, y = jax.random.normal(jax.random.key(0), (8, 4)), jnp.arange(8) % 2
-      >>> scorer = fnet.attribution.ekfac(
-      ...     loss, jnp.ones((4, 2)), [(x, y)], (x[:3], y[:3])
-      ... )
+      >>> params, queries = jnp.ones((4, 2)), (x[:3], y[:3])
+      >>> scorer = fnet.attribution.ekfac(loss, params, [(x, y)], queries)
       >>> scorer(x, y).shape
       (8, 3)
 
@@ -118,7 +117,6 @@ class _Basis(NamedTuple):
 
     @classmethod
     def of(cls, factors: CovarianceFactors) -> "_Basis":
-        """Return the eigenvectors of both factors."""
         sides: Any = factors.inputs, factors.cotangents
         eigenvectors = jax.jit(lambda tree: jax.tree.map(lambda a: jnp.linalg.eigh(a)[1], tree))
         return cls(factors.as_matrices, *eigenvectors(sides))

@@ -70,14 +70,9 @@ class InRun(Mode):
     the optimizer for both the state and the step. The batch has an array ``"row"`` int [batch],
     which training example each is.
 
-    ================================  ===========================================================
-    edge case                         result
-    ================================  ===========================================================
-    ``weight`` in the batch           s_i is proportional to it; 0 is padding
-    score or loss is not finite       is not added
-    row out of range                  is not added
-    batch norm                        ValueError, see `fnet.clipped_grad`
-    ================================  ===========================================================
+    With ``weight`` in the batch, s_i is proportional to it; 0 is padding. A score or loss that is
+    not finite is not added, nor are those of a row out of range. Batch norm is a ValueError, see
+    `fnet.clipped_grad`.
 
     Attributes:
       validation: Arrays [size, ...] of validation examples, with the names of a training batch.
@@ -101,16 +96,14 @@ class InRun(Mode):
       >>> mode = fnet.attribution.InRun(validation, train_size=3, learning_rate=0.1)
       >>> optimizer = mode.wrap_optimizer(optax.sgd(0.1))
       >>> step = fnet.make_step(loss, optimizer, mode)
-      >>> state = fnet.TrainState.create(
-      ...     params={"w": jnp.zeros(2)}, optimizer=optimizer, key=jax.random.key(0)
-      ... )
+      >>> params, key = {"w": jnp.zeros(2)}, jax.random.key(0)
+      >>> state = fnet.TrainState.create(params=params, optimizer=optimizer, key=key)
       >>> x, y = jnp.array([[1.0, 0.0], [1.0, 0.0]]), jnp.array([2.0, -2.0])
       >>> state, _ = step(state, {"x": x, "y": y, "row": jnp.array([0, 2])})
       >>> print(state.opt_state.scores)
       [ 0.8  0.  -0.8]
 
-    References:
-      Wang, Mittal, Song, Jia 2024, "Data Shapley in one training run", arXiv:2406.11011.
+    References: Wang, Mittal, Song, Jia 2024, "Data Shapley in one training run", arXiv:2406.11011.
     """
 
     validation: dict[str, Any]
@@ -121,7 +114,6 @@ class InRun(Mode):
     per_example: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        """Reject sizes out of range before anything is traced."""
         size = self._size
         if self.validation_batch is not None and not 1 <= self.validation_batch <= size:
             raise ValueError(
@@ -254,6 +246,5 @@ class InRun(Mode):
 
 
 def _weights(batch: dict[str, Array], grads: PerExampleGradients) -> Array:
-    """Weights of the examples in their mean, [batch]."""
     weight = batch.get("weight", jnp.ones(grads.losses.shape))
     return weight / jnp.maximum(weight.sum(), 1e-12)

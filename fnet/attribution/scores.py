@@ -26,12 +26,6 @@ class Ranking(NamedTuple):
     Attributes:
       helpful: Their indices, the highest score first, int [k].
       harmful: Their indices, the lowest score first, int [k].
-
-    Example:
-      >>> import numpy as np, fnet
-      >>> scores = fnet.attribution.Scores(np.array([[0.5], [-2.0], [1.0]]))
-      >>> scores.top(0, 2).helpful.tolist(), scores.top(0, 1).harmful.tolist()
-      ([2, 0], [1])
     """
 
     helpful: np.ndarray

@@ -50,9 +50,8 @@ def tracin(
       [[ 0.5]
        [-0.5]]
 
-    References:
-      Pruthi et al. 2020, "Estimating training data influence by tracing gradient descent",
-      arXiv:2002.08484.
+    References: Pruthi et al. 2020, "Estimating training data influence by tracing gradient
+      descent", arXiv:2002.08484.
     """
     if not checkpoints or len(checkpoints) != len(learning_rates):
         raise ValueError(

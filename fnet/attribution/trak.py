@@ -57,20 +57,15 @@ def trak(
       >>> import jax, jax.numpy as jnp, fnet
       >>> def loss(params, x, y):
       ...     return fnet.losses.cross_entropy(x @ params, y)
-      >>> x, y = jax.random.normal(jax.random.key(0), (8, 4)), jnp.arange(8) % 2
+      >>> key, y = jax.random.key(0), jnp.arange(8) % 2
+      >>> x = jax.random.normal(key, (8, 4))
       >>> scorer = fnet.attribution.trak(
-      ...     loss,
-      ...     [jnp.ones((4, 2))],
-      ...     [(x, y)],
-      ...     (x[:3], y[:3]),
-      ...     jax.random.key(1),
-      ...     dim=4,
+      ...     loss, [jnp.ones((4, 2))], [(x, y)], (x[:3], y[:3]), key, dim=4
       ... )
       >>> scorer(x, y).shape
       (8, 3)
 
-    References:
-      Park et al. 2023, "TRAK: Attributing model behavior at scale", arXiv:2303.14186.
+    References: Park et al. 2023, "TRAK: Attributing model behavior at scale", arXiv:2303.14186.
     """
     checks.numbers("trak", ">= 1", dim=dim)
     checks.numbers("trak", ">= 0 and finite", damping=damping)

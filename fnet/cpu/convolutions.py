@@ -20,9 +20,8 @@ one group, whose kernel has zeros between the groups, so an input that is not fi
 outputs of all groups of its block. XLA's take two to seven times as long with groups of 4 to 16
 channels. XLA's kernel gradients, a plain loop, take 25 times as long or more.
 
-References:
-  Lavin and Gray 2016, "Fast algorithms for convolutional neural networks", CVPR, arXiv:1509.09308,
-  section 4.1: F(2x2, 3x3) and its matrices.
+References: Lavin and Gray 2016, "Fast algorithms for convolutional neural networks", CVPR,
+  arXiv:1509.09308, section 4.1: F(2x2, 3x3) and its matrices.
 """
 
 import functools
@@ -121,7 +120,6 @@ def _has_default_precision(eqn: JaxprEqn) -> bool:
 
 
 def _by_groups(eqn: JaxprEqn, *, one_device: bool) -> Callable[[Array, Array], Array] | None:
-    """Return a faster function of a grouped convolution's inputs, or None."""
     p = eqn.params
     lhs, rhs, out = (aval(v) for v in (*eqn.invars, *eqn.outvars))
     rank = len(lhs.shape) - 2
@@ -202,7 +200,6 @@ class _Window(NamedTuple):
 
     @property
     def covered(self) -> tuple[int, int]:
-        """Height and width of the outputs of whole tiles."""
         (rows, columns), (down, right) = self.tiles, self.dilation
         return 2 * down * rows, 2 * right * columns
 
@@ -336,7 +333,6 @@ def _in_blocks(eqn: JaxprEqn, groups: int, x: Array, y: Array) -> Array:
 
 
 def _algorithm(eqn: JaxprEqn) -> Callable[[Array, Array], Array] | None:
-    """Return a faster function of a 3x3 convolution's inputs, or None."""
     p = eqn.params
     numbers = p["dimension_numbers"]
     lhs, rhs = (aval(v) for v in eqn.invars)
@@ -386,7 +382,6 @@ def _algorithm(eqn: JaxprEqn) -> Callable[[Array, Array], Array] | None:
 def _pays(
     window: _Window, images: int, channels: tuple[int, int], *, kernel_gradient: bool
 ) -> bool:
-    """Whether Winograd's algorithm is estimated to be faster."""
     direct = 9 * images * math.prod(window.size) * math.prod(channels)
     chunk = _images_at_a_time(images, window, channels)
     if direct < measured.LEAST_MULTIPLICATIONS or chunk is None:
@@ -403,7 +398,6 @@ def _pays(
 
 
 def _is_mostly_padding(window: _Window, shape: tuple[int, ...], channels: tuple[int, int]) -> bool:
-    """Whether most multiplications of a large convolution are by padding."""
     direct = 9 * math.prod(window.size)
     overlaps = _overlaps(window, shape, (3, 3))
     used = sum(math.prod(o.stop - o.start for o in outputs) for *_, outputs in overlaps)
@@ -488,7 +482,6 @@ def _convolve(x: Array, kernel: Array, window: _Window, is_transposed: bool) -> 
 
 
 def _kernel_gradient(x: Array, cotangent: Array, window: _Window) -> Array:
-    """Return the gradient by the kernel, [3, 3, C, D]."""
     channels = x.shape[3], cotangent.shape[3]
 
     def add(total: Array, chunk: tuple[Array, Array]) -> tuple[Array, None]:
@@ -541,7 +534,6 @@ def _transform_cotangents(y: Array, window: _Window) -> Array:
 def _pads(
     lows: Sequence[int], needed: tuple[int, int], shape: tuple[int, ...]
 ) -> list[tuple[int, int]]:
-    """Return the padding that makes images as high and wide as needed."""
     pads = [(low, n - size - low) for low, n, size in zip(lows, needed, shape[1:3], strict=True)]
     return [(0, 0), *pads, (0, 0)]
 

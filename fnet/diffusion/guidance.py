@@ -1,7 +1,4 @@
-"""Classifier-free guidance: extrapolate from the unconditional to the conditional prediction.
-
-Source: Ho and Salimans, "Classifier-Free Diffusion Guidance", 2022.
-"""
+"""Classifier-free guidance: extrapolate from the unconditional to the conditional prediction."""
 
 from collections.abc import Callable
 
@@ -49,9 +46,8 @@ def guided(
     Example:
       >>> import fnet, jax.numpy as jnp
       >>> denoise = lambda x, t, labels: x + labels[:, None]
-      >>> guided = fnet.diffusion.guided(
-      ...     denoise, jnp.array([1, 2]), null_label=0, scale=3.0
-      ... )
+      >>> labels = jnp.array([1, 2])
+      >>> guided = fnet.diffusion.guided(denoise, labels, null_label=0, scale=3.0)
       >>> guided(jnp.zeros((2, 1)), jnp.zeros(2, int)).tolist()
       [[3.0], [6.0]]
     """
@@ -105,9 +101,8 @@ def drop_labels(
 
     Example:
       >>> import fnet, jax, jax.numpy as jnp
-      >>> labels = fnet.diffusion.drop_labels(
-      ...     jax.random.key(0), jnp.arange(5), 10, rate=0.5
-      ... )
+      >>> key, labels = jax.random.key(0), jnp.arange(5)
+      >>> labels = fnet.diffusion.drop_labels(key, labels, 10, rate=0.5)
       >>> labels.shape, bool(((labels == 10) | (labels == jnp.arange(5))).all())
       ((5,), True)
     """

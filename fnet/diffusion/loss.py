@@ -65,10 +65,8 @@ def denoising_losses(
       >>> import fnet, jax, jax.numpy as jnp
       >>> schedule = fnet.diffusion.schedules.cosine(100)
       >>> denoise = lambda x, t: jnp.zeros_like(x)  # predicts no noise
-      >>> x0 = jnp.zeros((4, 8, 8, 1))
-      >>> losses = fnet.diffusion.denoising_losses(
-      ...     denoise, x0, jax.random.key(0), schedule
-      ... )
+      >>> x0, key = jnp.zeros((4, 8, 8, 1)), jax.random.key(0)
+      >>> losses = fnet.diffusion.denoising_losses(denoise, x0, key, schedule)
       >>> losses.shape, bool(jnp.allclose(losses, 1, atol=0.5))
       ((4,), True)
     """
@@ -149,9 +147,8 @@ def sample_timesteps(
 
     Example:
       >>> import fnet, jax
-      >>> t = fnet.diffusion.sample_timesteps(
-      ...     jax.random.key(0), 4, 100, stratified=True
-      ... )
+      >>> key = jax.random.key(0)
+      >>> t = fnet.diffusion.sample_timesteps(key, 4, 100, stratified=True)
       >>> sorted((t // 25).tolist())  # one per quarter
       [0, 1, 2, 3]
     """

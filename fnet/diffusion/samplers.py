@@ -72,10 +72,8 @@ def ddim(
         ``eps``, because x0 cannot be computed from eps then.
 
     Example:
-      >>> import fnet, jax
-      >>> import jax.numpy as jnp
+      >>> import jax, jax.numpy as jnp, fnet
       >>> schedule = fnet.diffusion.schedules.cosine(100)
-      >>> # a model of x0 that is certain
       >>> denoise = lambda x, t: jnp.full_like(x, 0.5)
       >>> x = jax.random.normal(jax.random.key(0), (2, 8))
       >>> samples = fnet.diffusion.ddim(denoise, schedule, x, 10, predicts="x0")
@@ -122,10 +120,8 @@ def dpm_solver(
       TypeError, ValueError: as `ddim`.
 
     Example:
-      >>> import fnet, jax
-      >>> import jax.numpy as jnp
+      >>> import jax, jax.numpy as jnp, fnet
       >>> schedule = fnet.diffusion.schedules.cosine(100)
-      >>> # a model of x0 that is certain
       >>> denoise = lambda x, t: jnp.full_like(x, 0.5)
       >>> x = jax.random.normal(jax.random.key(0), (2, 8))
       >>> samples = fnet.diffusion.dpm_solver(denoise, schedule, x, 10, predicts="x0")

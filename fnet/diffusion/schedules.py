@@ -27,12 +27,8 @@ class Schedule(NamedTuple):
     Example:
       >>> import fnet
       >>> schedule = fnet.diffusion.schedules.cosine(1000)
-      >>> (
-      ...     schedule.steps,
-      ...     bool(schedule.alpha[0] > 0.99),
-      ...     bool(schedule.alpha[-1] < 0.01),
-      ... )
-      (1000, True, True)
+      >>> schedule.steps, bool(schedule.alpha[-1] < 0.01 < 0.99 < schedule.alpha[0])
+      (1000, True)
     """
 
     alpha: np.ndarray
@@ -154,11 +150,8 @@ def karras(
     return Schedule(alpha=1 / np.hypot(1, s), sigma=s / np.hypot(1, s))
 
 
-SCHEDULES: dict[str, Callable[..., Schedule]] = {
-    "cosine": cosine,
-    "linear": linear,
-    "karras": karras,
-}
+SCHEDULES: dict[str, Callable[..., Schedule]]
+SCHEDULES = {"cosine": cosine, "linear": linear, "karras": karras}
 """Noise schedules by name."""
 
 
@@ -215,25 +208,7 @@ def sampling_timesteps(schedule: Schedule, steps: int) -> np.ndarray:
 
 
 def check(schedule: Schedule) -> None:
-    """Check that a schedule is valid.
-
-    Args:
-      schedule: the schedule.
-
-    Raises:
-      TypeError: if its arrays are traced.
-      ValueError: if its arrays are not vectors of the same length >= 1, if alpha does not decrease
-        or is not in [0, 1], if sigma is 0, or if ``alpha^2 + sigma^2`` is not 1.
-
-    Example:
-      >>> import fnet, numpy as np
-      >>> increasing = fnet.diffusion.Schedule(
-      ...     np.array([0.6, 0.8]), np.array([0.8, 0.6])
-      ... )
-      >>> fnet.diffusion.schedules.check(increasing)
-      Traceback (most recent call last):
-      ValueError: schedule: alpha / sigma must decrease, got 0.75 at timestep 0 and 1.33333 at 1
-    """
+    """Raise ValueError unless the levels of a schedule are valid; TypeError if they are traced."""
     arrays: tuple[Any, ...] = tuple(schedule)
     if any(isinstance(a, jax.core.Tracer) for a in arrays):
         raise TypeError(
@@ -267,7 +242,6 @@ def check(schedule: Schedule) -> None:
 
 
 def _from_betas(betas: np.ndarray) -> Schedule:
-    """Build the schedule with variances ``betas`` [steps] of the forward process."""
     # log1p and expm1 are precise for the first sigmas, which are small.
     log_alpha_bar = np.cumsum(np.log1p(-betas))
     return Schedule(alpha=np.exp(log_alpha_bar / 2), sigma=np.sqrt(-np.expm1(log_alpha_bar)))

@@ -120,13 +120,9 @@ def denoised(
       >>> x0, noise = jnp.full((2, 1), 0.5), jnp.ones((2, 1))
       >>> x = fnet.diffusion.add_noise(x0, noise, 0.6, 0.8)
       >>> v = fnet.diffusion.target("v", x0, noise, 0.6, 0.8)
-      >>> [
-      ...     bool(jnp.allclose(a, b))
-      ...     for a, b in zip(
-      ...         fnet.diffusion.denoised("v", v, x, 0.6, 0.8), (x0, noise)
-      ...     )
-      ... ]
-      [True, True]
+      >>> got = fnet.diffusion.denoised("v", v, x, 0.6, 0.8)
+      >>> bool(jnp.allclose(got[0], x0)), bool(jnp.allclose(got[1], noise))
+      (True, True)
     """
     check_target(name)
     checks.numbers("denoised", "> 0", clip=clip)

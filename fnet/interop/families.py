@@ -585,7 +585,6 @@ def _read_variant(family: Family, publisher: str, shapes: Shapes) -> Weights | N
 
 
 def _widths(row: Mapping[str, Any]) -> list[int]:
-    """Output channels of each block of a variant."""
     if "stages" in row:
         groups = [[s] if isinstance(s, Stage) else s for s in row["stages"]]
         return [s.channels for group in groups for s in group for _ in range(s.blocks)]

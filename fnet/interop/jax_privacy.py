@@ -168,8 +168,7 @@ def clipped_grad(
       >>> print(total, aux.grad_norms, gradient.sensitivity())
       [0.3  0.65] [5.  0.5] 0.5
 
-    References:
-      `jax_privacy.clipping.clipped_grad`, https://github.com/google-deepmind/jax_privacy.
+    References: `jax_privacy.clipping.clipped_grad`, https://github.com/google-deepmind/jax_privacy.
     """
     if dtype is not None and jnp.dtype(dtype).itemsize < 4:
         warnings.warn(
@@ -341,8 +340,6 @@ def _check_padding(is_padding: Array | None, size: int) -> Array:
 
 
 def _widened(params: Any) -> Any:
-    """Cast params to the dtype that sums have before they are rounded."""
-
     def widened(p: Any) -> Any:
         is_floating = jnp.issubdtype(jnp.result_type(p), jnp.floating)
         return jnp.asarray(p, sum_dtype(p)) if is_floating else p  # `clipped_grad` rejects others.

@@ -434,7 +434,6 @@ def _keystr(path: Any) -> str:
 
 
 def _flatten(tree: Any) -> dict[str, Any]:
-    """Flatten variables to ``{"layer1.0.conv1.kernel": leaf}``."""
     return {_keystr(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
 
 
@@ -543,7 +542,6 @@ def _check_arrays(
 
 
 def _describe(variables: Mapping[str, Any]) -> Weights | None:
-    """Describe a network as `families.recognize` describes a file."""
     for names in families.namings(variables):
         try:
             tensors = families.name_tensors(variables, names)

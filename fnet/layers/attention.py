@@ -371,7 +371,6 @@ class _Attention(NamedTuple):
         return self.split_heads(child(f"{name}_norm", x.reshape(*x.shape[:2], -1)))
 
     def checked(self, given: Any) -> Any:
-        """Return what an earlier block passed on, or None."""
         if (given is None) == (self.variant.keys == "given"):
             raise ValueError(
                 f"attention: built with keys={self.variant.keys!r}, got keys of "

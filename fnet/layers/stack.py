@@ -265,7 +265,6 @@ class _Stack(NamedTuple):
         return x, state
 
     def read(self, i: int, passed_on: dict[int | None, Any]) -> dict[str, Any]:
-        """Return what the mixer of block i reads of an earlier block."""
         return {"given": passed_on[self.reads[i]]} if self.reads[i] is not None else {}
 
     def pass_context(

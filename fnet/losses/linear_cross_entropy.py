@@ -55,17 +55,9 @@ def linear_cross_entropy(
     more matrix product besides the usual three. It is partly offset by the memory bandwidth that
     full logits would need.
 
-    The table is for the value and the gradients with respect to x and kernel, for 1,024 tokens
-    in float32. The baseline is optax on ``x @ kernel``. Memory is fnet vs. baseline, and times
-    are relative to the baseline:
-
-    =====  =======  =======================  =======================  =========
-    D      V        temporaries, CPU         compiled for H100        time, CPU
-    =====  =======  =======================  =======================  =========
-    256    32,768   6.3 vs. 268 MB: 0.023    9.5 vs. 268 MB: 0.035    1.0
-    256    131,072  6.3 vs. 1,074 MB         9.5 vs. 1,074 MB         1.0
-    768    32,768   10.5 vs. 268 MB: 0.039   7.4 vs. 268 MB: 0.027    1.2
-    =====  =======  =======================  =======================  =========
+    For 1,024 tokens of 256 features and V = 32,768 in float32, the value and the gradients with
+    respect to x and kernel have 6.3 MB of temporaries on a CPU, and 9.5 MB compiled for an H100.
+    optax on ``x @ kernel`` has 268 MB on both, and takes as long on the CPU.
 
     Second derivatives are correct. Forward over reverse stays chunked; reverse over reverse
     saves the logits of every chunk.
@@ -112,9 +104,7 @@ def linear_cross_entropy(
       >>> import fnet, jax.numpy as jnp
       >>> x, kernel = jnp.ones((4, 16)), jnp.ones((16, 1000))
       >>> labels = jnp.array([1, 2, 3, -100])
-      >>> losses = fnet.linear_cross_entropy(
-      ...     x, kernel, labels, mask=labels >= 0, chunk=256
-      ... )
+      >>> losses = fnet.linear_cross_entropy(x, kernel, labels, mask=labels >= 0)
       >>> print(losses.round(2))  # log(1000), and 0 for padding
       [6.91 6.91 6.91 0.  ]
     """

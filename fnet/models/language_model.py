@@ -361,7 +361,6 @@ def _routing(state: State) -> tuple[list[dict[str, Array]], State]:
 
 
 def _real_tokens(tokens: Array, lengths: Array | None) -> Bool[Array, "b t"] | None:
-    """Return where the real tokens are; None if all are."""
     if lengths is None:
         return None
     checks.integers("language_model", lengths=lengths)

@@ -243,12 +243,8 @@ def banded_square_root(bands: int) -> Strategy:
     Example:
       >>> from fnet.privacy import banded_square_root
       >>> strategy = banded_square_root(4)
-      >>> (
-      ...     strategy.bands,
-      ...     strategy.noising.shape,
-      ...     float(strategy.noising[0, 1].round(2)),
-      ... )
-      (4, (1, 44), -0.61)
+      >>> strategy.noising.shape, float(strategy.noising[0, 1].round(2))
+      ((1, 44), -0.61)
 
     References: Kalinin and Lampert 2024, "Banded square root matrix factorization for
       differentially private model training", arXiv:2405.13763. Choquette-Choo et al. 2023,

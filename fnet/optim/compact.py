@@ -268,25 +268,21 @@ def _compact(
         def nothing(_: Any) -> optax.MaskedNode:
             return optax.MaskedNode()
 
+        def wide(p: Any) -> Array:
+            return jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32))
+
+        def scale(p: Any) -> Array:
+            return jnp.zeros(_scale_shape(_shape(p), group_size), jnp.bfloat16)
+
         def zeros(dtype: Any) -> Callable[[Any], Array]:
             return lambda p: jnp.zeros(_shape(p), dtype)
 
+        codes = {True: zeros(jnp.int8), False: zeros(jnp.uint8)}
         return CompactState(
             count=jnp.zeros((), jnp.int32),
-            correction=compressed(zeros(jnp.int8), nothing),
-            moments={
-                moment: compressed(
-                    zeros(jnp.int8 if signed else jnp.uint8),
-                    lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32)),
-                )
-                for moment, signed in rule.moments.items()
-            },
-            scales={
-                moment: compressed(
-                    lambda p: jnp.zeros(_scale_shape(_shape(p), group_size), jnp.bfloat16), nothing
-                )
-                for moment in rule.moments
-            },
+            correction=compressed(codes[True], nothing),
+            moments={m: compressed(codes[signed], wide) for m, signed in rule.moments.items()},
+            scales={m: compressed(scale, nothing) for m in rule.moments},
         )
 
     def update(

@@ -48,22 +48,14 @@ def epsilon(
     With groups of equal size (``PartitionType.EQUAL_SPLIT``, for truncation), the example is
     instead replaced by one without gradient.
 
-    ===========================  ========================  =======================================
-    sampling                     strategy                  mechanism
-    ===========================  ========================  =======================================
-    Poisson, cyclic              at most `separation`      ``ceil(steps / separation)`` times the
-                                 bands; DP-SGD has one     noise, subsampled:
-                                                           ``amplified_bandmf_event``
-    the same, truncated          the same                  the same, truncated:
-                                                           ``truncated_amplified_bandmf_event``
-    any that is not truncated    any other                 once ``noise_multiplier / sensitivity``,
-                                                           not subsampled: ``GaussianDpEvent``
-    truncated                    any other                 none: ValueError
-    ===========================  ========================  =======================================
+    For Poisson and cyclic sampling with at most as many bands as the sampling's `separation`, 1 for
+    DP-SGD, the mechanism is ``ceil(steps / separation)`` times the noise, subsampled:
+    ``amplified_bandmf_event``, or ``truncated_amplified_bandmf_event`` for truncated batches. Any
+    other strategy or sampling is one Gaussian mechanism, not subsampled, with the noise
+    ``noise_multiplier / sensitivity``: ``GaussianDpEvent``. It does not cover truncated batches.
 
-    Here `separation` is the sampling's: 1 for Poisson sampling. Random balls in bins and
-    b-min-sep batches amplify privacy, too. jax-privacy can only simulate by how much, which bounds
-    nothing, so it is not counted.
+    Random balls in bins and b-min-sep batches amplify privacy, too. jax-privacy can only simulate
+    by how much, which bounds nothing, so it is not counted.
 
     Args:
       noise_multiplier: Standard deviation of the noise on a step's sum of clipped gradients,
@@ -126,12 +118,9 @@ def calibrate_noise_multiplier(
 
     Args:
       target_epsilon: Largest epsilon of the whole run.
-      delta: As in `fnet.privacy.epsilon`.
-      sampling: As in `fnet.privacy.epsilon`.
+      delta, sampling, strategy, accountant: As in `fnet.privacy.epsilon`.
       steps: Length of the run.
-      strategy: As in `fnet.privacy.epsilon`.
       noise_schedule: As in `fnet.privacy.epsilon`. The result is the noise at factor 1.
-      accountant: As in `fnet.privacy.epsilon`.
 
     Returns:
       The noise multiplier, at most 0.5 % above the smallest.
@@ -217,7 +206,7 @@ def _accountant(kind: Accountant, sampling: Sampling, grid: float) -> Any:
 def _event(
     noise: float, sampling: Sampling, steps: int, strategy: Strategy, schedule: Schedule
 ) -> Any:
-    """Return the mechanism of a run; the table is in `epsilon`."""
+    """Return the mechanism of a run, as `epsilon` says."""
     of = jax_privacy("experimental.accounting")
     separation, probability = sampling.separation, sampling.probability
     is_banded = strategy.bands is not None and strategy.bands <= separation

@@ -25,17 +25,14 @@ _ENDLESS = 2**62
 class Sampling:
     """Batches of a strategy of jax-privacy, with padding: arrays have one size, batches do not.
 
-    ============================  =================================================================
-    ``selection``                 an example joins
-    ============================  =================================================================
-    ``CyclicPoissonSampling``     each ``cycle_length``-th step of its group, independently with
-                                  ``sampling_prob``; `PoissonSampling` makes one
-    the same, truncated           the same; of more than ``truncated_batch_size`` examples, so many
-                                  are kept. Needs ``PartitionType.EQUAL_SPLIT``
-    ``BallsInBinsSampling``       each ``cycle_length``-th step, from a random one on
-    ``BMinSepSampling``           each step with ``sampling_prob``, if it was in none of the
-                                  ``min_sep - 1`` steps before
-    ============================  =================================================================
+    The ``selection`` says which steps an example joins:
+
+      - ``CyclicPoissonSampling``: each ``cycle_length``-th step of its group, independently with
+        ``sampling_prob``; `PoissonSampling` makes one. Truncated, it keeps ``truncated_batch_size``
+        of more examples, and needs ``PartitionType.EQUAL_SPLIT``.
+      - ``BallsInBinsSampling``: each ``cycle_length``-th step, from a random one on.
+      - ``BMinSepSampling``: each step with ``sampling_prob``, if it was in none of the
+        ``min_sep - 1`` steps before.
 
     For privacy per user, count users as examples. Padding has weight 0.
 
@@ -75,7 +72,6 @@ class Sampling:
     multiple: int = 1
 
     def __post_init__(self) -> None:
-        """Reject values out of range."""
         checks.numbers("Sampling", ">= 1", examples=self.examples, multiple=self.multiple)
         of, chosen = jax_privacy("batch_selection"), self.selection
         known = of.CyclicPoissonSampling, of.BallsInBinsSampling, of.BMinSepSampling
@@ -134,7 +130,6 @@ class Sampling:
 
     @property
     def _share(self) -> float:
-        """Probability with which an example joins a step."""
         if hasattr(self.selection, "min_sep"):
             return 1 / (self.separation - 1 + 1 / self.probability) if self.probability else 0.0
         return self.probability / self.separation
@@ -258,9 +253,7 @@ def PoissonSampling(  # noqa: N802  a kind of Sampling
       >>> indices.shape, weights.shape, int(weights.sum())
       ((393,), (393,), 250)
 
-    References: Abadi et al. 2016, "Deep learning with differential privacy", arXiv:1607.00133.
-      Cyclic sampling: Choquette-Choo et al. 2023, "(Amplified) banded matrix factorization",
-      Algorithm 2, arXiv:2306.08153.
+    References: As `Sampling`.
     """
     checks.numbers("PoissonSampling", ">= 1", examples=examples, bands=bands, multiple=multiple)
     checks.numbers("PoissonSampling", "> 0", batch_size=batch_size)

@@ -120,7 +120,6 @@ class _Drawn(NamedTuple):
     scales: Any
 
     def of(self, a: Any) -> Any:
-        """Return an array of the batch. Scalars stay."""
         a = jnp.asarray(a)
         if not a.ndim:
             return a

@@ -81,7 +81,6 @@ def preprocessing(config: Mapping[str, Any]) -> Preprocessing:
 
 
 def _size(size: Any, *, shorter_side: bool) -> Any:
-    """A shorter side, or (height, width)."""
     if isinstance(size, int):
         return size if shorter_side else (size, size)
     if set(size) == {"shortest_edge"}:

@@ -127,7 +127,6 @@ def _hidden(options: Options) -> int:
 
 
 def _norm_after(options: Options) -> bool:
-    """Whether the final norm follows the pooling."""
     pool = options.get("global_pool", "token")
     after = bool(options.get("fc_norm", pool == "avg"))
     if after and pool == "map":
