@@ -10,7 +10,6 @@ from jax.typing import ArrayLike
 from jaxtyping import Float, Int, PRNGKeyArray
 
 from fnet import checks
-from fnet.diffusion import schedules
 from fnet.diffusion.schedules import Schedule
 from fnet.diffusion.targets import add_noise, check_target, target
 from fnet.precision import upcast
@@ -71,7 +70,7 @@ def denoising_losses(
       ((4,), True)
     """
     check_target(predicts)
-    schedules.check(schedule)
+    schedule.check()
     checks.choice("denoising_losses", WEIGHTINGS, weighting=weighting)
     checks.numbers("denoising_losses", "> 0", gamma=gamma)
     checks.floating("denoising_losses", x0=x0)

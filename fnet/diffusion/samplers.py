@@ -199,7 +199,7 @@ def _dpm_solver_coefficients(levels: Schedule) -> _Coefficients:
 
 def _visited(schedule: Schedule, steps: int) -> tuple[np.ndarray, Schedule]:
     """Timesteps visited [n], and the levels at them and at the clean end [n + 1]."""
-    schedules.check(schedule)
+    schedule.check()
     timesteps = schedules.sampling_timesteps(schedule, steps)
     alpha, sigma = (np.asarray(a, np.float64)[timesteps] for a in schedule)
     return timesteps, Schedule(np.append(alpha, 1.0), np.append(sigma, 0.0))

@@ -39,6 +39,39 @@ class Schedule(NamedTuple):
         """Number of timesteps."""
         return len(self.alpha)
 
+    def check(self) -> None:
+        """Raise ValueError unless the levels are valid, or TypeError if they are traced."""
+        arrays: tuple[Any, ...] = tuple(self)
+        if any(isinstance(a, jax.core.Tracer) for a in arrays):
+            raise TypeError(
+                "schedule: alpha and sigma must be constants, got traced arrays; "
+                "close over the schedule instead of passing it through jax.jit"
+            )
+        alpha, sigma = (np.asarray(a, np.float64) for a in arrays)
+        if alpha.ndim != 1 or alpha.shape != sigma.shape or not alpha.size:
+            raise ValueError(
+                "schedule: alpha and sigma must be vectors of the same length >= 1, "
+                f"got shapes {alpha.shape} and {sigma.shape}"
+            )
+        if not (alpha.min() >= 0 and sigma.min() > 0):
+            raise ValueError(
+                "schedule: needs alpha >= 0 and sigma > 0 at every timestep, "
+                f"got minima of {alpha.min():.4g} and {sigma.min():.4g}"
+            )
+        if not np.allclose(alpha**2 + sigma**2, 1, rtol=0, atol=1e-5):
+            worst = np.abs(alpha**2 + sigma**2 - 1).argmax()
+            raise ValueError(
+                f"schedule: alpha^2 + sigma^2 must be 1, got alpha={alpha[worst]:.6g} and "
+                f"sigma={sigma[worst]:.6g} at timestep {worst}; divide both by the root of the sum"
+            )
+        if (np.diff(alpha / sigma) >= 0).any():
+            t = int((np.diff(alpha / sigma) >= 0).argmax())
+            raise ValueError(
+                "schedule: alpha / sigma must decrease, "
+                f"got {alpha[t] / sigma[t]:.6g} at timestep {t} and "
+                f"{alpha[t + 1] / sigma[t + 1]:.6g} at {t + 1}"
+            )
+
 
 def cosine(steps: int = 1000, *, s: float = 0.008, max_beta: float = 0.999) -> Schedule:
     """Cosine schedule of Nichol & Dhariwal, "Improved DDPM", ICML 2021, equation 17.
@@ -205,40 +238,6 @@ def sampling_timesteps(schedule: Schedule, steps: int) -> np.ndarray:
             f"sampling: steps must be in [1, {schedule.steps}] for this schedule, got {steps}"
         )
     return (schedule.steps - 1 - np.arange(steps) * schedule.steps // steps).astype(np.int32)
-
-
-def check(schedule: Schedule) -> None:
-    """Raise ValueError unless the levels of a schedule are valid; TypeError if they are traced."""
-    arrays: tuple[Any, ...] = tuple(schedule)
-    if any(isinstance(a, jax.core.Tracer) for a in arrays):
-        raise TypeError(
-            "schedule: alpha and sigma must be constants, got traced arrays; "
-            "close over the schedule instead of passing it through jax.jit"
-        )
-    alpha, sigma = (np.asarray(a, np.float64) for a in arrays)
-    if alpha.ndim != 1 or alpha.shape != sigma.shape or not alpha.size:
-        raise ValueError(
-            "schedule: alpha and sigma must be vectors of the same length >= 1, "
-            f"got shapes {alpha.shape} and {sigma.shape}"
-        )
-    if not (alpha.min() >= 0 and sigma.min() > 0):
-        raise ValueError(
-            "schedule: needs alpha >= 0 and sigma > 0 at every timestep, "
-            f"got minima of {alpha.min():.4g} and {sigma.min():.4g}"
-        )
-    if not np.allclose(alpha**2 + sigma**2, 1, rtol=0, atol=1e-5):
-        worst = np.abs(alpha**2 + sigma**2 - 1).argmax()
-        raise ValueError(
-            f"schedule: alpha^2 + sigma^2 must be 1, got alpha={alpha[worst]:.6g} and "
-            f"sigma={sigma[worst]:.6g} at timestep {worst}; divide both by sqrt(alpha^2 + sigma^2)"
-        )
-    if (np.diff(alpha / sigma) >= 0).any():
-        t = int((np.diff(alpha / sigma) >= 0).argmax())
-        raise ValueError(
-            "schedule: alpha / sigma must decrease, "
-            f"got {alpha[t] / sigma[t]:.6g} at timestep {t} and "
-            f"{alpha[t + 1] / sigma[t + 1]:.6g} at {t + 1}"
-        )
 
 
 def _from_betas(betas: np.ndarray) -> Schedule:

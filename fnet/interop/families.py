@@ -70,11 +70,9 @@ _DEEPLAB: Rules = (
 
 def _table(text: str) -> dict[str, Rules]:
     """Read rules from lines with a pattern and what replaces it in torchvision and in timm."""
-    rows = [line.split() for line in text.strip().splitlines()]
-    return {
-        naming: tuple((row[0], row[1 + i]) for row in rows if row[1 + i] != "-")
-        for i, naming in enumerate(("torchvision", "timm"))
-    }
+    patterns, *columns = zip(*(line.split() for line in text.strip().splitlines()), strict=True)
+    rules = [tuple(r for r in zip(patterns, c, strict=True) if r[1] != "-") for c in columns]
+    return {"torchvision": rules[0], "timm": rules[1]}
 
 
 _SWIN = _table(r"""
@@ -380,6 +378,11 @@ def recognize(shapes: Shapes) -> Weights | None:
                 return weights._replace(title=f"{weights.title} in a larger network")
             return weights
     return None
+
+
+def shapes_of(given: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of arrays, as `recognize` takes them."""
+    return {key: tuple(a.shape) for key, a in given.items()}
 
 
 def prefixes(keys: Iterable[str]) -> list[str]:

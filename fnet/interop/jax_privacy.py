@@ -30,16 +30,6 @@ class AuxiliaryOutput(NamedTuple):
       grad_norms: Gradient norms before clipping, [batch], 0 for padding. With a tree of bounds,
         a tree like it, with the norm of each group.
       aux: Auxiliary output of the function, [batch, ...].
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from fnet.interop.jax_privacy import clipped_grad
-      >>> def loss(w, x):
-      ...     return jnp.mean(x @ w)
-      >>> gradient = clipped_grad(loss, l2_clip_norm=1.0, return_values=True)
-      >>> _, aux = gradient(jnp.ones(2), jnp.array([[3.0, 4.0], [0.0, 0.5]]))
-      >>> print(aux.values, aux.grad_norms)
-      [7.  0.5] None
     """
 
     values: Any
@@ -55,11 +45,6 @@ class BoundedSensitivityCallable:
       bounded_sensitivity_fun: The function.
       l2_norm_bound: Largest change of the norm of its result if one example is added or removed.
       has_aux: Whether it returns ``(result, AuxiliaryOutput)``.
-
-    Example:
-      >>> from fnet.interop.jax_privacy import BoundedSensitivityCallable
-      >>> BoundedSensitivityCallable(abs, 1.0, False).sensitivity("REPLACE_ONE")
-      2.0
     """
 
     bounded_sensitivity_fun: Callable[..., Any]
@@ -106,14 +91,9 @@ def clipped_grad(
         the returned function.
       - Results of one example do not depend on other examples.
 
-    ================================  ===========================================================
-    differs from jax_privacy          here
-    ================================  ===========================================================
-    dtypes                            sums are float32 or wider, also for bfloat16 parameters
-    padding                           has a ``grad_norms`` of 0
-    microbatches of padding only      are skipped wherever they are, not only at the end
-    ``nan_safe=False``                the whole sum is NaN if a gradient is not finite
-    ================================  ===========================================================
+    In contrast to jax_privacy, sums are float32 or wider also for bfloat16 parameters, padding has
+    a ``grad_norms`` of 0, microbatches of padding are skipped wherever they are, and with
+    ``nan_safe=False`` the whole sum is NaN if a gradient is not finite.
 
     Args:
       fun: ``fun(*args, **kwargs) -> value []``, or ``(value, aux)`` with ``has_aux``.
@@ -157,14 +137,10 @@ def clipped_grad(
     Example:
       >>> import jax.numpy as jnp
       >>> from fnet.interop.jax_privacy import clipped_grad
-      >>> def loss(params, x):
-      ...     # The gradients of this loss are its inputs.
-      ...     return jnp.mean(x @ params)
-      >>> x = jnp.array([[3.0, 4.0], [0.0, 0.5]])
-      >>> gradient = clipped_grad(
-      ...     loss, l2_clip_norm=1.0, normalize_by=2.0, return_grad_norms=True
-      ... )
-      >>> total, aux = gradient(jnp.zeros(2), x)
+      >>> loss = lambda params, x: jnp.mean(x @ params)  # its gradients are x
+      >>> options = {"normalize_by": 2.0, "return_grad_norms": True}
+      >>> gradient = clipped_grad(loss, l2_clip_norm=1.0, **options)
+      >>> total, aux = gradient(jnp.zeros(2), jnp.array([[3.0, 4.0], [0.0, 0.5]]))
       >>> print(total, aux.grad_norms, gradient.sensitivity())
       [0.3  0.65] [5.  0.5] 0.5
 

@@ -28,38 +28,14 @@ class InPlaceABN(nnx.Module):
     The variables have the names of BatchNorm's, so its checkpoints load: `nnx.Param`
     ``scale`` and ``bias``, `nnx.BatchStat` ``mean`` and ``var``, all [num_features].
     ``train()``, ``eval()`` and `nnx.view` set ``use_running_average`` as in BatchNorm. The
-    equations are the same as for `fnet.abn`. Differences to BatchNorm:
-
-    ========================= ==========================================================
-    scale                     multiplies as ``|scale| + epsilon``: its sign is lost
-    running variance          tracks the unbiased variance, n / (n - 1) of BatchNorm's
-    mask                      is per example, [N]; the output of masked examples is 0
-    use_scale=False           uses a constant scale of 1, ``use_bias=False`` a bias of 0
-    dtype                     never narrows parameters and statistics below float32
-    axis_index_groups         does not exist; nor do ``use_fast_variance`` (never) and
-                              ``promote_dtype``
-    ========================= ==========================================================
+    equations are the same as for `fnet.abn`. It differs from BatchNorm as the layer for linen does,
+    `fnet.interop.linen.InPlaceABN`, and has no ``promote_dtype``.
 
     Args:
       num_features: size of the channel axis.
-      use_running_average: True: normalize with ``mean`` and ``var``. False: normalize with the
-        statistics of the batch and update ``mean`` and ``var``. None: given at the call.
-      axis: channel axis, one integer.
-      momentum: decay of the running statistics.
-      epsilon: constant added to the variance and to ``|scale|``.
-      dtype: dtype of the output. None: the widest of input, parameters and statistics.
-      param_dtype: dtype of ``scale`` and ``bias``, float32 or wider.
-      use_bias: whether ``bias`` is a parameter.
-      use_scale: whether ``scale`` is a parameter.
-      bias_init: initializer of ``bias``.
-      scale_init: initializer of ``scale``.
-      axis_name: mesh axes over which the statistics of the batch are averaged. Ignored with
-        running statistics.
-      activation: activation after the norm: ``identity``, ``leaky_relu``, ``elu`` or ``softplus``,
-        which are inverted in the backward pass, or ``relu``, ``gelu``, ``silu``, ``tanh``,
-        ``sigmoid``; see `fnet.abn`.
-      activation_param: negative slope of ``leaky_relu`` (default 0.01) or alpha of ``elu``
-        (default 1); > 0.
+      use_running_average, axis, momentum, epsilon, dtype, param_dtype: as for linen.
+      use_bias, use_scale, bias_init, scale_init, axis_name: as for linen.
+      activation, activation_param: as for linen.
       rngs: random keys; ``params`` is used.
       bias_metadata: metadata of the variable ``bias``, such as its sharding.
       scale_metadata: metadata of the variable ``scale``.
@@ -130,17 +106,7 @@ class InPlaceABN(nnx.Module):
         *,
         mask: Bool[Array, " n"] | None = None,
     ) -> Float[Array, "..."]:
-        """Normalize and activate the input.
-
-        Args:
-          x: [N, ..., C] for ``axis=-1``, rank >= 2.
-          use_running_average: takes precedence over the attribute.
-          mask: [N], True for a real example. Others do not enter the statistics; their
-            output is 0 and they receive no gradient.
-
-        Returns:
-          An array of the shape of ``x``.
-        """
+        """Normalize and activate ``x`` [N, ..., C]; an argument precedes the attribute."""
         if use_running_average is None:
             use_running_average = self.use_running_average
         if use_running_average is None:
@@ -174,10 +140,6 @@ class InPlaceABN(nnx.Module):
         return y
 
     def set_view(self, use_running_average: bool | None = None) -> None:
-        """Set attributes for `nnx.view`.
-
-        Args:
-          use_running_average: True: normalize with the running statistics. None: no change.
-        """
+        """Set attributes for `nnx.view`; None changes nothing."""
         if use_running_average is not None:
             self.use_running_average = use_running_average

@@ -130,7 +130,7 @@ def from_torch(
     """
     if isinstance(network, str):
         if num_classes is None:
-            weights = families.recognize(shapes_of(unwrap(state_dict).arrays))
+            weights = families.recognize(families.shapes_of(unwrap(state_dict).arrays))
             num_classes = weights.classes if weights else None
         if norm != "abn":
             options["norm"] = norm
@@ -280,7 +280,7 @@ def load_state_dict(
 
     read = {key: _name(t) for key, t in expected.items()}
     names = (*sorted(skipped), *unused)
-    weights = None if match.names == "fnet" else families.recognize(shapes_of(given))
+    weights = None if match.names == "fnet" else families.recognize(families.shapes_of(given))
     report = LoadReport(match.names, read, names, initial, notes, weights)
     return Loaded(
         jax.tree_util.tree_map_with_path(load, params),
@@ -322,11 +322,8 @@ def to_torch(
       >>> import fnet, jax
       >>> model = fnet.serial(linear=fnet.layers.dense(3, 2))
       >>> params, state = model.init(jax.random.key(0))
-      >>> {
-      ...     key: array.shape
-      ...     for key, array in fnet.interop.to_torch(params, state).items()
-      ... }
-      {'linear.bias': (2,), 'linear.weight': (2, 3)}
+      >>> sorted(fnet.interop.to_torch(params, state))
+      ['linear.bias', 'linear.weight']
     """
     arrays = {name: np.asarray(leaf) for name, leaf in (_flatten(params) | _flatten(state)).items()}
     known = families.namings(arrays)
@@ -486,22 +483,6 @@ def _match(variables: Mapping[str, Any], given: Mapping[str, Any]) -> _Match:
     return best
 
 
-def shapes_of(given: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of arrays, as `families.recognize` takes them.
-
-    Args:
-      given: ``{key: array}``.
-
-    Returns:
-      ``{key: shape}``.
-
-    Example:
-      >>> shapes_of({"fc.bias": np.zeros(10)})
-      {'fc.bias': (10,)}
-    """
-    return {key: tuple(a.shape) for key, a in given.items()}
-
-
 def _misfits(heads: set[str], shapes: Mapping[str, Any], given: Mapping[str, Any]) -> set[str]:
     """Return the layers of a head of which an array is missing or has another shape."""
     layers = {
@@ -536,7 +517,7 @@ def _check_arrays(
             f"from_torch: weights for other classes: {next(iter(problems.values()))}; "
             "new_classifier=True leaves the classifier at its initial values"
         )
-    theirs, ours = families.recognize(shapes_of(given)), _describe(variables)
+    theirs, ours = families.recognize(families.shapes_of(given)), _describe(variables)
     hint = families.compare(theirs, ours) if theirs or ours else "neither is a known network"
     raise ValueError(f"from_torch: weights of another network: {others[0]}; {hint}")
 

@@ -79,13 +79,6 @@ def convnext(
     Raises:
       ValueError: unless there is a width for each number of blocks; for a size below 1, or a rate
         outside [0, 1).
-
-    Example:
-      >>> import fnet, jax
-      >>> model = fnet.models.get("convnext_tiny", num_classes=1000)
-      >>> params, _ = jax.eval_shape(model.init, jax.random.key(0))
-      >>> sum(p.size for p in jax.tree.leaves(params))
-      28589128
     """
     check_stages("convnext", blocks, widths)
     checks.sizes("convnext", patch=patch, blocks=min(blocks))

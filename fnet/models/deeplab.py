@@ -58,18 +58,12 @@ def deeplab(
 
     Example:
       >>> import fnet, jax
-      >>> body = fnet.models.get(
-      ...     "resnet", depth=18, num_classes=None, dilation=(1, 1, 2, 4)
-      ... )
-      >>> model = fnet.models.deeplab(
-      ...     body, 512, num_classes=21, hidden=32, interpolate=False
-      ... )
+      >>> body = fnet.models.get("resnet18", num_classes=None, dilation=(1, 1, 2, 4))
+      >>> model = fnet.models.deeplab(body, 512, num_classes=21, interpolate=False)
       >>> def logits(key, images):
-      ...     params, state = model.init(key)
-      ...     return model.apply(params, state, images, train=False)[0]
+      ...     return model.apply(*model.init(key), images, train=False)[0]
       >>> images = jax.ShapeDtypeStruct((2, 64, 64, 3), "float32")
-      >>> # output stride 8
-      >>> jax.eval_shape(logits, jax.random.key(0), images).shape
+      >>> jax.eval_shape(logits, jax.random.key(0), images).shape  # output stride 8
       (2, 8, 8, 21)
     """
     norm = resolve_norm("deeplab", norm, activation, activation_param)

@@ -72,20 +72,17 @@ def denoiser(
 
     Example:
       >>> import fnet, jax
-      >>> block = fnet.layers.Block(
-      ...     fnet.layers.attention(32, 2), fnet.layers.feed_forward(32, 64)
+      >>> mixer, feed_forward = (
+      ...     fnet.layers.attention(32, 2),
+      ...     fnet.layers.mlp([32, 32]),
       ... )
-      >>> model = fnet.models.denoiser(
-      ...     image_shape=(8, 8, 1), width=32, blocks=[block], num_classes=10, patch=2
-      ... )
-      >>> def predict(key, images, t, label):
-      ...     params, state = model.init(key)
-      ...     return model.apply(
-      ...         params, state, images, timestep=t, label=label, train=False
-      ...     )[0]
-      >>> t = label = jax.ShapeDtypeStruct((5,), "int32")
+      >>> blocks = [fnet.layers.Block(mixer, feed_forward)]
+      >>> model = fnet.models.denoiser(image_shape=(8, 8, 1), width=32, blocks=blocks)
+      >>> def predict(key, images, t):
+      ...     return model.apply(*model.init(key), images, timestep=t, train=False)[0]
       >>> images = jax.ShapeDtypeStruct((5, 8, 8, 1), "float32")
-      >>> jax.eval_shape(predict, jax.random.key(0), images, t, label).shape
+      >>> t = jax.ShapeDtypeStruct((5,), "int32")
+      >>> jax.eval_shape(predict, jax.random.key(0), images, t).shape
       (5, 8, 8, 1)
     """
     image_height, image_width, channels = image_shape

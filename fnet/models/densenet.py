@@ -65,13 +65,6 @@ def densenet(
     Raises:
       ValueError: for an unknown depth, norm, stem or activation, a wrong number of dilations, or
         an activation that the norm does not support.
-
-    Example:
-      >>> import fnet, jax
-      >>> model = fnet.models.get("densenet", depth=121, num_classes=10, growth=8)
-      >>> params, state = jax.eval_shape(model.init, jax.random.key(0))
-      >>> params["classifier"]["fc"]["kernel"].shape
-      (256, 10)
     """
     layers_per_stage = stage_blocks("densenet", depth)
     dilations = stage_dilations("densenet", dilation, 4)

@@ -170,13 +170,6 @@ def efficientnet(
     Raises:
       ValueError: for a size below 1, an unknown norm, activation or padding, or a rate outside
         [0, 1).
-
-    Example:
-      >>> import fnet, jax
-      >>> model = fnet.models.get("efficientnet_b0", num_classes=1000)
-      >>> params, _ = jax.eval_shape(model.init, jax.random.key(0))
-      >>> sum(p.size for p in jax.tree.leaves(params))
-      5288548
     """
     checks.choice("efficientnet", ("half", "same"), padding=padding)
     norm = resolve_norm("efficientnet", norm, activation, None)

@@ -73,12 +73,13 @@ class LanguageModelVariant(NamedTuple):
     Example:
       >>> import fnet
       >>> gemma = fnet.models.LanguageModelVariant(
-      ...     embed_scale=32**0.5, logit_soft_cap=30.0
+      ...     embed_scale=8.0, logit_soft_cap=30.0
       ... )
-      >>> block = fnet.layers.Block(fnet.layers.rg_lru(32))
-      >>> model = fnet.models.language_model(
-      ...     vocabulary=256, width=32, blocks=[block], variant=gemma
-      ... )
+      >>> options = {
+      ...     "blocks": [fnet.layers.Block(fnet.layers.rg_lru(64))],
+      ...     "variant": gemma,
+      ... }
+      >>> model = fnet.models.language_model(vocabulary=256, width=64, **options)
     """
 
     pre_norm: bool = True
@@ -143,17 +144,14 @@ def language_model(
       >>> mixer = fnet.layers.attention(32, 2, causal=True, rotary=10_000.0)
       >>> block = fnet.layers.Block(mixer, fnet.layers.feed_forward(32, 64))
       >>> model = fnet.models.language_model(vocabulary=256, width=32, blocks=[block])
-      >>> def outputs(key, tokens):
+      >>> def losses(key, tokens):
       ...     params, state = model.init(key)
-      ...     logits, _ = model.apply(params, state, tokens, train=False)
-      ...     losses, _ = model.losses(
+      ...     return model.losses(
       ...         params, state, tokens[:, :-1], tokens[:, 1:], train=True
       ...     )
-      ...     return logits, losses
       >>> tokens = jax.ShapeDtypeStruct((2, 8), "int32")
-      >>> logits, losses = jax.eval_shape(outputs, jax.random.key(0), tokens)
-      >>> logits.shape, losses.shape
-      ((2, 8, 256), (2, 7))
+      >>> jax.eval_shape(losses, jax.random.key(0), tokens)[0].shape
+      (2, 7)
     """
     variant = LanguageModelVariant() if variant is None else variant
     checks.sizes("language_model", positions=positions)

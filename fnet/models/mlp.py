@@ -27,18 +27,6 @@ def mlp(
 
     Raises:
       ValueError: for a size below 1, or an unknown activation.
-
-    Example:
-      >>> import fnet, jax
-      >>> model = fnet.models.get(
-      ...     "mlp", num_classes=10, in_shape=(28, 28), hidden=[64]
-      ... )
-      >>> params, state = model.init(jax.random.key(0))
-      >>> logits, _ = model.apply(
-      ...     params, state, jax.numpy.ones((3, 28, 28)), train=False
-      ... )
-      >>> logits.shape
-      (3, 10)
     """
     sizes = [math.prod(in_shape), *hidden, num_classes]
     return serial(

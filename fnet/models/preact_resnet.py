@@ -41,13 +41,6 @@ def preact_resnet(
 
     Raises:
       ValueError: for an unknown norm, or if there is no stage or no block.
-
-    Example:
-      >>> import fnet, jax
-      >>> model = fnet.models.get("preact_resnet", num_classes=10, widths=[8, 16])
-      >>> params, state = jax.eval_shape(model.init, jax.random.key(0))
-      >>> sorted(params)
-      ['abn', 'head', 'stage0', 'stage1', 'stem']
     """
     if not widths or blocks_per_stage < 1:
         raise ValueError(

@@ -104,13 +104,6 @@ def regnet(
     Raises:
       ValueError: unless there is a width for each number of blocks; for a group width that does not
         divide a width; for an unknown norm or activation.
-
-    Example:
-      >>> import fnet, jax
-      >>> model = fnet.models.get("regnet_y_400mf", num_classes=1000)
-      >>> params, _ = jax.eval_shape(model.init, jax.random.key(0))
-      >>> sum(p.size for p in jax.tree.leaves(params))
-      4344144
     """
     check_stages("regnet", blocks, widths)
     norm = resolve_norm("regnet", norm, activation, activation_param)

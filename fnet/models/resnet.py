@@ -88,13 +88,6 @@ def resnet(
       ValueError: for an unknown depth, norm, stem or activation, a wrong number of dilations, or
         an activation that the norm does not support; for an unknown shortcut, or groups without
         bottlenecks.
-
-    Example:
-      >>> import fnet, jax
-      >>> model = fnet.models.get("resnet", depth=18, num_classes=10, stem="small")
-      >>> params, state = jax.eval_shape(model.init, jax.random.key(0))
-      >>> sum(p.size for p in jax.tree.leaves(params))
-      11173962
     """
     blocks_per_stage = stage_blocks("resnet", depth)
     dilations = stage_dilations("resnet", dilation, 4)

@@ -42,13 +42,6 @@ def resnet9(
 
     Raises:
       ValueError: for an unknown norm, a wrong number of widths, or (when applied) a smaller image.
-
-    Example:
-      >>> import fnet, jax
-      >>> model = fnet.models.get("resnet9", num_classes=10, widths=(8, 16, 32))
-      >>> params, state = jax.eval_shape(model.init, jax.random.key(0))
-      >>> sorted(params)
-      ['head', 'stage0', 'stage1', 'stage2', 'stem']
     """
     if len(widths) != 3:
         raise ValueError(f"resnet9: widths must have 3 numbers, one per stage, got {tuple(widths)}")

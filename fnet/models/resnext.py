@@ -57,13 +57,6 @@ def resnext(
     Raises:
       ValueError: for an unknown depth, norm, stem or activation, a wrong number of dilations,
         groups that do not divide the channels, or an activation that the norm does not support.
-
-    Example:
-      >>> import fnet, jax
-      >>> model = fnet.models.get("resnext", depth=50, num_classes=10, groups=32)
-      >>> params, state = jax.eval_shape(model.init, jax.random.key(0))
-      >>> sorted(params)
-      ['bn_out', 'classifier', 'mod1', 'mod2', 'mod3', 'mod4', 'mod5']
     """
     blocks_per_stage = stage_blocks("resnext", depth)
     dilations = stage_dilations("resnext", dilation, 4)

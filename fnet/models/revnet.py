@@ -46,15 +46,6 @@ def revnet(
 
     Raises:
       ValueError: if ``widths`` and ``blocks`` differ in length, or a width is odd.
-
-    Example:
-      >>> import fnet, jax
-      >>> model = fnet.models.get(
-      ...     "revnet", num_classes=10, widths=[16, 32], blocks=[1, 1]
-      ... )
-      >>> params, state = jax.eval_shape(model.init, jax.random.key(0))
-      >>> sorted(params)
-      ['abn', 'down1', 'head', 'stage0', 'stage1', 'stem']
     """
     if len(widths) != len(blocks) or not widths or any(w % 2 for w in widths):
         raise ValueError(

@@ -75,13 +75,6 @@ def swin(
 
     Raises:
       ValueError: for a size below 1, heads that do not divide the width, or a rate outside [0, 1).
-
-    Example:
-      >>> import fnet, jax
-      >>> model = fnet.models.get("swin_t", num_classes=1000)
-      >>> params, _ = jax.eval_shape(model.init, jax.random.key(0))
-      >>> sum(p.size for p in jax.tree.leaves(params))
-      28288354
     """
     checks.sizes("swin", patch=patch, window=window, blocks=min(blocks, default=0), heads=heads)
     if width % heads:

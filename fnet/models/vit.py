@@ -84,13 +84,6 @@ def vit(
     Raises:
       ValueError: for a size below 1, an unknown pooling, or heads that do not divide the width;
         when applied, for another image shape.
-
-    Example:
-      >>> import fnet, jax
-      >>> model = fnet.models.get("vit_base", num_classes=1000)
-      >>> params, _ = jax.eval_shape(model.init, jax.random.key(0))
-      >>> sum(p.size for p in jax.tree.leaves(params))
-      86567656
     """
     checks.choice("vit", ("token", "mean"), pooling=pooling)
     hidden = 4 * width if hidden is None else hidden
@@ -184,11 +177,10 @@ def image_transformer(
 
     Example:
       >>> import fnet, jax, jax.numpy as jnp
-      >>> block = fnet.layers.Block(
-      ...     fnet.layers.attention(8, 2), fnet.layers.feed_forward(8, 16)
-      ... )
+      >>> mixer, feed_forward = fnet.layers.attention(8, 2), fnet.layers.mlp([8, 8])
+      >>> options = {"width": 8, "blocks": [fnet.layers.Block(mixer, feed_forward)]}
       >>> model = fnet.models.image_transformer(
-      ...     image_shape=(8, 8, 3), patch=4, width=8, blocks=[block]
+      ...     image_shape=(8, 8, 3), patch=4, **options
       ... )
       >>> params, _ = model.init(jax.random.key(0))
       >>> features, _ = model.apply(params, {}, jnp.ones((2, 8, 8, 3)), train=False)

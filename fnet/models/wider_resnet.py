@@ -60,13 +60,6 @@ def wider_resnet(
     Raises:
       ValueError: for an unknown depth, norm or activation, ``dilated`` without ``a2``, or an
         activation that the norm does not support.
-
-    Example:
-      >>> import fnet, jax
-      >>> model = fnet.models.get("wider_resnet", depth=16, num_classes=10)
-      >>> params, state = jax.eval_shape(model.init, jax.random.key(0))
-      >>> params["classifier"]["fc"]["kernel"].shape
-      (4096, 10)
     """
     blocks_per_stage = stage_blocks("wider_resnet", depth)
     if dilated and not a2:

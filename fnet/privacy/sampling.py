@@ -253,7 +253,7 @@ def PoissonSampling(  # noqa: N802  a kind of Sampling
       >>> indices.shape, weights.shape, int(weights.sum())
       ((393,), (393,), 250)
 
-    References: As `Sampling`.
+    References: Abadi et al. 2016, arXiv:1607.00133; for cyclic sampling as `Sampling`.
     """
     checks.numbers("PoissonSampling", ">= 1", examples=examples, bands=bands, multiple=multiple)
     checks.numbers("PoissonSampling", "> 0", batch_size=batch_size)

@@ -66,7 +66,7 @@ def test_karras_matches_the_paper():
 @pytest.mark.parametrize("steps", [30, 1000])
 def test_schedules_preserve_variance_and_decrease_the_signal(name, steps):
     got = schedules.get(name, steps)
-    schedules.check(got)
+    got.check()
     assert got.steps == steps
     assert got.alpha.shape == got.sigma.shape == (steps,)
     assert got.alpha.dtype == got.sigma.dtype == np.float64
@@ -135,7 +135,7 @@ def test_schedules_reject_invalid_numbers(make, message):
 )
 def test_check_rejects_invalid_arrays(alpha, sigma, message):
     with pytest.raises(ValueError, match=message):
-        schedules.check(Schedule(np.asarray(alpha), np.asarray(sigma)))
+        Schedule(np.asarray(alpha), np.asarray(sigma)).check()
 
 
 def test_check_rejects_traced_schedule():

@@ -11,12 +11,12 @@ LEDGER = {
     "fnet/autodiff": 9_712,
     "fnet/memory": 8_465,
     "fnet/layers": 5_798,
-    "fnet/models + fnet/interop": 9_747,
-    "fnet, the rest": 10_696,
+    "fnet/models + fnet/interop": 9_486,
+    "fnet, the rest": 10_694,
     "train/data": 11_638,
     "train/run + train/commands": 9_059,
     "train, the rest": 8_411,
-    "tests": 60_254,
+    "tests": 60_262,
     "benchmarks": 16_528,
 }
 """Lines of ``*.py``. A row of its own takes a package out of the rest."""

@@ -116,7 +116,7 @@ def load(
     norm, shapes = network["norm"], run.state_shapes
     try:
         found = interop.unwrap(weights.state_dict, weights.entry)
-        publisher = families.recognize(interop.shapes_of(found.arrays))
+        publisher = families.recognize(families.shapes_of(found.arrays))
         trained_with = trained_with or weights.metadata.get("norm")
         if trained_with is None and publisher is not None:
             trained_with = publisher.norm
@@ -175,7 +175,7 @@ def load(
 
     params = jax.tree_util.tree_map_with_path(variable, loaded.params)
     variables = params, jax.tree_util.tree_map_with_path(variable, loaded.state)
-    sizes = {key: math.prod(shape) for key, shape in interop.shapes_of(found.arrays).items()}
+    sizes = {key: math.prod(shape) for key, shape in families.shapes_of(found.arrays).items()}
     taken = sum(sizes[key] for key in report.read)
     total = sum(a.size for a in jax.tree.leaves((shapes.params, shapes.model_state)))
     values = Values(taken, total - taken, sum(sizes.values()) - taken)

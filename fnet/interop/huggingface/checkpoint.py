@@ -312,17 +312,6 @@ def _rows_reader(
     return read
 
 
-def to_tensors(model: PretrainedModel, params: Params) -> dict[str, np.ndarray]:
-    """Convert parameters to the tensors of a checkpoint, in their own dtypes."""
-    arrays: dict[str, np.ndarray] = {}
-    path, whole = "", np.zeros(0)
-    for t in model.tensors:
-        if t.path != path:  # The rows of a parameter follow each other.
-            path, whole = t.path, np.asarray(leaf(params, t.path))
-        arrays[t.name] = np.ascontiguousarray(t.to_file(whole))
-    return arrays
-
-
 def leaf(tree: Params, path: str) -> Any:
     """Return the leaf at a path joined by ``/``."""
     for part in path.split("/"):

@@ -14,7 +14,8 @@ from jax.typing import DTypeLike
 
 from fnet import layers, models
 from fnet.interop.huggingface.checkpoint import Names
-from fnet.interop.huggingface.family import Family, activation, register, table
+from fnet.interop.huggingface.family import Family, activation, register
+from fnet.interop.huggingface.names import mlp, norms, qk_norms, table
 from fnet.interop.huggingface.options import Option, Options, Source
 from fnet.interop.huggingface.rotary import Rope
 from fnet.layer import Layer, Params, State, from_function, stateless
@@ -45,35 +46,16 @@ head                            lm_head
 """)
 """Names of Llama, fused or not, but for the norms of blocks."""
 
-BEFORE = table("""
-blocks/*/mixer_norm         model.layers.*.input_layernorm
-blocks/*/feed_forward_norm  model.layers.*.post_attention_layernorm
-""")
+BEFORE = norms(mixer="input_layernorm", feed_forward="post_attention_layernorm")
 """Norms before mixer and feed-forward layer."""
 
-AFTER = table("""
-blocks/*/mixer_post_norm         model.layers.*.post_attention_layernorm
-blocks/*/feed_forward_post_norm  model.layers.*.post_feedforward_layernorm
-""")
+AFTER = norms(mixer_post="post_attention_layernorm", feed_forward_post="post_feedforward_layernorm")
 """Norms after mixer and feed-forward layer."""
 
-AROUND = AFTER | table("""
-blocks/*/mixer_norm         model.layers.*.input_layernorm
-blocks/*/feed_forward_norm  model.layers.*.pre_feedforward_layernorm
-""")
+AROUND = AFTER | norms(mixer="input_layernorm", feed_forward="pre_feedforward_layernorm")
 """Norms before and after both."""
 
-_GLM4_NORMS = table("""
-blocks/*/mixer_norm              model.layers.*.input_layernorm
-blocks/*/mixer_post_norm         model.layers.*.post_self_attn_layernorm
-blocks/*/feed_forward_norm       model.layers.*.post_attention_layernorm
-blocks/*/feed_forward_post_norm  model.layers.*.post_mlp_layernorm
-""")
-
-_STARCODER_NAMES = table("""
-blocks/*/feed_forward/expand    model.layers.*.mlp.c_fc
-blocks/*/feed_forward/contract  model.layers.*.mlp.c_proj
-""")
+_GLM4_NORMS = norms(mixer_post="post_self_attn_layernorm", feed_forward_post="post_mlp_layernorm")
 
 _NEOX_NAMES = table("""
 embedding                       gpt_neox.embed_in
@@ -111,54 +93,25 @@ norm                            transformer.ln_f
 head                            lm_head
 """)
 
-_PHI_NAMES = table("""
-blocks/*/mixer_norm             model.layers.*.input_layernorm
+_DENSE_NAMES = LLAMA_NAMES | table("""
 blocks/*/mixer/output           model.layers.*.self_attn.dense
-blocks/*/feed_forward/expand    model.layers.*.mlp.fc1
-blocks/*/feed_forward/contract  model.layers.*.mlp.fc2
 norm                            model.final_layernorm
 """)
 
-_PERSIMMON_NAMES = BEFORE | table("""
-blocks/*/mixer/output           model.layers.*.self_attn.dense
-blocks/*/mixer/query_norm       model.layers.*.self_attn.q_layernorm
-blocks/*/mixer/key_norm         model.layers.*.self_attn.k_layernorm
-blocks/*/feed_forward/expand    model.layers.*.mlp.dense_h_to_4h
-blocks/*/feed_forward/contract  model.layers.*.mlp.dense_4h_to_h
-norm                            model.final_layernorm
-""")
+_PERSIMMON_NAMES = _DENSE_NAMES | BEFORE | qk_norms("q_layernorm", "k_layernorm")
 
-_PLAIN_NAMES = (
-    LLAMA_NAMES
-    | BEFORE
-    | table("""
-blocks/*/feed_forward/expand    model.layers.*.mlp.up_proj
-blocks/*/feed_forward/contract  model.layers.*.mlp.down_proj
-""")
-)
+_PLAIN_NAMES = LLAMA_NAMES | BEFORE | mlp("up_proj", "down_proj")
 """Names of a Llama whose feed-forward layers have no gate."""
 
-_APERTUS_NAMES = _PLAIN_NAMES | table("""
-blocks/*/mixer_norm         model.layers.*.attention_layernorm
-blocks/*/feed_forward_norm  model.layers.*.feedforward_layernorm
+_APERTUS_NORMS = norms(mixer="attention_layernorm", feed_forward="feedforward_layernorm")
+_APERTUS_NAMES = (
+    _PLAIN_NAMES
+    | _APERTUS_NORMS
+    | table("""
 blocks/*/feed_forward/hidden_norm/alpha_p  model.layers.*.mlp.act_fn.alpha_p
 blocks/*/feed_forward/hidden_norm/alpha_n  model.layers.*.mlp.act_fn.alpha_n
 """)
-
-_NANOCHAT_NAMES = table("""
-blocks/*/feed_forward/expand    model.layers.*.mlp.fc1
-blocks/*/feed_forward/contract  model.layers.*.mlp.fc2
-""")
-
-_HUNYUAN_NAMES = table("""
-blocks/*/mixer/query_norm  model.layers.*.self_attn.query_layernorm
-blocks/*/mixer/key_norm    model.layers.*.self_attn.key_layernorm
-""")
-
-_HYPERCLOVA_NAMES = table("""
-blocks/*/mixer_post_norm         model.layers.*.post_norm1
-blocks/*/feed_forward_post_norm  model.layers.*.post_norm2
-""")
+)
 
 _BIGCODE_NAMES = table("""
 embedding                       transformer.wte
@@ -557,7 +510,8 @@ def _stablelm_names(options: Options) -> Names:
 
 
 def _hyperclova_names(options: Options) -> Names:
-    return LLAMA_NAMES | BEFORE | (_HYPERCLOVA_NAMES if options.get("use_post_norm", True) else {})
+    after = norms(mixer_post="post_norm1", feed_forward_post="post_norm2")
+    return LLAMA_NAMES | BEFORE | (after if options.get("use_post_norm", True) else {})
 
 
 def _ministral3_rope(options: Options) -> dict[str, Any]:
@@ -842,7 +796,7 @@ register(
     _PLAIN.like(
         "nanochat",
         "NanoChatForCausalLM",
-        names=_PLAIN_NAMES | _NANOCHAT_NAMES,
+        names=_PLAIN_NAMES | mlp("fc1", "fc2"),
         norm=rms_norm(scale=False),
         mlp_bias=False,
         qk_norm="head",
@@ -854,7 +808,7 @@ register(
         "persimmon",
         "PersimmonForCausalLM",
         names=_fused_per_head(
-            LLAMA_NAMES | _PERSIMMON_NAMES,
+            _PERSIMMON_NAMES | mlp("dense_h_to_4h", "dense_4h_to_h"),
             "model.layers.*.self_attn.query_key_value",
             "num_attention_heads",
         ),
@@ -871,7 +825,7 @@ register(
     _LLAMA.like(
         "phi",
         "PhiForCausalLM",
-        names={p: n for p, n in LLAMA_NAMES.items() if "feed_forward" not in p} | _PHI_NAMES,
+        names=_DENSE_NAMES | norms(mixer="input_layernorm") | mlp("fc1", "fc2"),
         norm=layer_norm(_LAYER_NORM),
         activation=activation("hidden_act", "gelu_new"),
         gated=False,
@@ -974,7 +928,7 @@ register(
     _LLAMA.like(
         "hunyuan_v1_dense",
         "HunYuanDenseV1ForCausalLM",
-        names=LLAMA_NAMES | BEFORE | _HUNYUAN_NAMES,
+        names=LLAMA_NAMES | BEFORE | qk_norms("query_layernorm", "key_layernorm"),
         norm=rms_norm(Option("rms_norm_eps", 1e-5)),
         mlp_bias=False,
         qk_norm="head",
@@ -1067,7 +1021,7 @@ register(
         rope=Rope(500_000.0, interleaved=True),
     ),
     _GLM,
-    _GLM.like("glm4", "Glm4ForCausalLM", names=LLAMA_NAMES | _GLM4_NORMS),
+    _GLM.like("glm4", "Glm4ForCausalLM", names=LLAMA_NAMES | BEFORE | _GLM4_NORMS),
     _LLAMA.like(
         "seed_oss",
         "SeedOssForCausalLM",
@@ -1091,7 +1045,7 @@ register(
     _LLAMA.like(
         "starcoder2",
         "Starcoder2ForCausalLM",
-        names=LLAMA_NAMES | BEFORE | _STARCODER_NAMES,
+        names=LLAMA_NAMES | BEFORE | mlp("c_fc", "c_proj"),
         norm=layer_norm(Option("norm_epsilon", 1e-5)),
         activation=activation("hidden_act", "gelu_pytorch_tanh"),
         gated=False,

@@ -52,6 +52,11 @@ class Family:
       interpolation: How learned positions are resized for images of other sizes; None: there are
         no positions of image patches.
       part: Returns the options of the network, where they are a part of ``config.json``.
+
+    Example:
+      >>> from fnet.interop.huggingface import FAMILIES
+      >>> FAMILIES["mistral"].architectures
+      ('MistralForCausalLM',)
     """
 
     model_type: str
@@ -150,13 +155,3 @@ def register(*families: Family) -> None:
 def activation(name: str, default: str) -> Source:
     """An option with the name of an activation in transformers or timm, as fnet's name."""
     return lambda options: ACTIVATIONS[options.require(name, default, *ACTIVATIONS)]
-
-
-def table(text: str) -> Names:
-    """Read names of tensors from lines ``PATH NAME`` or ``PATH NAME LAYOUT``; see `Names`.
-
-    >>> table("blocks/*/mixer/output  h.*.attn.c_proj  ab")
-    {'blocks/*/mixer/output': ('h.*.attn.c_proj', 'ab')}
-    """
-    rows = [line.split() for line in text.splitlines() if line.strip()]
-    return {path: name[0] if len(name) == 1 else (name[0], name[1]) for path, *name in rows}

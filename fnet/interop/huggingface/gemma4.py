@@ -23,7 +23,8 @@ from fnet.interop.huggingface.decoders import (
     scaled,
     within_image_model,
 )
-from fnet.interop.huggingface.family import FAMILIES, register, table
+from fnet.interop.huggingface.family import FAMILIES, register
+from fnet.interop.huggingface.names import gated, table
 from fnet.interop.huggingface.options import Option, Options
 from fnet.interop.huggingface.rotary import Rope
 from fnet.layer import Children, Layer, Params, State, composite, init_children, serial
@@ -53,9 +54,6 @@ blocks/*/feed_forward/experts/expand/kernel       model.layers.*.experts.gate_up
 blocks/*/feed_forward/experts/contract/kernel     model.layers.*.experts.down_proj     acb
 blocks/*/feed_forward/shared/norm                 model.layers.*.pre_feedforward_layernorm
 blocks/*/feed_forward/shared/post_norm            model.layers.*.post_feedforward_layernorm_1
-blocks/*/feed_forward/shared/feed_forward/gate      model.layers.*.mlp.gate_proj
-blocks/*/feed_forward/shared/feed_forward/up        model.layers.*.mlp.up_proj
-blocks/*/feed_forward/shared/feed_forward/contract  model.layers.*.mlp.down_proj
 """)
 
 # Layers that read the keys of another have some in published files, too.
@@ -73,7 +71,7 @@ _ROPE = {
 def _names(options: Options) -> Names:
     if not options.get("enable_moe_block", False):
         return _NAMES
-    names = _NAMES | _EXPERT_NAMES
+    names = _NAMES | _EXPERT_NAMES | gated("/shared/feed_forward", "mlp")
     del names["blocks/*/feed_forward_norm"]
     return names
 

@@ -17,7 +17,8 @@ from fnet.interop.huggingface.decoders import (
     scaled,
     within_image_model,
 )
-from fnet.interop.huggingface.family import FAMILIES, activation, register, table
+from fnet.interop.huggingface.family import FAMILIES, activation, register
+from fnet.interop.huggingface.names import gated, norms, qk_norms, table
 from fnet.interop.huggingface.options import Option, Options
 from fnet.interop.huggingface.recurrent import step_limits
 from fnet.interop.huggingface.rotary import Rope
@@ -59,47 +60,34 @@ blocks/*/mixer/norm     model.layers.*.mamba.norm
 blocks/*/mixer/out      model.layers.*.mamba.out_proj
 """)
 
-_LFM2_NAMES = LLAMA_NAMES | table("""
-blocks/*/mixer_norm                       model.layers.*.operator_norm
-blocks/*/feed_forward_norm                model.layers.*.ffn_norm
+_LFM2_NAMES = {
+    **LLAMA_NAMES,
+    **norms(mixer="operator_norm", feed_forward="ffn_norm"),
+    **qk_norms("q_layernorm", "k_layernorm"),
+    **gated("", "feed_forward", "w1", "w3", "w2"),
+    **gated("/experts", "feed_forward.experts.*", "w1", "w3", "w2"),
+    **table("""
 blocks/*/mixer/in                         model.layers.*.conv.in_proj
 blocks/*/mixer/conv                       model.layers.*.conv.conv   b1a
 blocks/*/mixer/out                        model.layers.*.conv.out_proj
-blocks/*/mixer/query_norm                 model.layers.*.self_attn.q_layernorm
-blocks/*/mixer/key_norm                   model.layers.*.self_attn.k_layernorm
 blocks/*/mixer/output                     model.layers.*.self_attn.out_proj
-blocks/*/feed_forward/gate                model.layers.*.feed_forward.w1
-blocks/*/feed_forward/up                  model.layers.*.feed_forward.w3
-blocks/*/feed_forward/contract            model.layers.*.feed_forward.w2
 blocks/*/feed_forward/router              model.layers.*.feed_forward.gate
 blocks/*/feed_forward/router/choice_bias  model.layers.*.feed_forward.expert_bias
-blocks/*/feed_forward/experts/gate        model.layers.*.feed_forward.experts.*.w1
-blocks/*/feed_forward/experts/up          model.layers.*.feed_forward.experts.*.w3
-blocks/*/feed_forward/experts/contract    model.layers.*.feed_forward.experts.*.w2
 norm                                      model.embedding_norm
-""")
+"""),
+}
 
-_BAMBA_NAMES = (
-    LLAMA_NAMES
-    | _MAMBA2_NAMES
-    | table("""
-blocks/*/mixer_norm             model.layers.*.input_layernorm
-blocks/*/feed_forward_norm      model.layers.*.pre_ff_layernorm
-blocks/*/feed_forward/gate      model.layers.*.feed_forward.gate_proj
-blocks/*/feed_forward/up        model.layers.*.feed_forward.up_proj
-blocks/*/feed_forward/contract  model.layers.*.feed_forward.down_proj
-norm                            model.final_layernorm
-""")
-)
+_BAMBA_NAMES = {
+    **(LLAMA_NAMES | _MAMBA2_NAMES | gated("", "feed_forward")),
+    **norms(mixer="input_layernorm", feed_forward="pre_ff_layernorm"),
+    "norm": "model.final_layernorm",
+}
 
 _FALCON_H1_NAMES = {
-    path.replace("mixer/", "mixer/mamba/"): name for path, name in _BAMBA_NAMES.items()
-} | table("""
-blocks/*/mixer/attention/query   model.layers.*.self_attn.q_proj
-blocks/*/mixer/attention/key     model.layers.*.self_attn.k_proj
-blocks/*/mixer/attention/value   model.layers.*.self_attn.v_proj
-blocks/*/mixer/attention/output  model.layers.*.self_attn.o_proj
-""")
+    path.replace("mixer/", f"mixer/{part}/"): name
+    for part, names in (("attention", LLAMA_NAMES), ("mamba", _BAMBA_NAMES))
+    for path, name in names.items()
+}
 
 _GRANITE_DENSE = table("""
 blocks/*/feed_forward/expand    model.layers.*.shared_mlp.input_linear

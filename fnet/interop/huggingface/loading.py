@@ -13,9 +13,9 @@ from fnet.interop.huggingface import gemma4, hybrid, vision  # noqa: F401  (regi
 from fnet.interop.huggingface.checkpoint import (
     PretrainedModel,
     file_shapes,
+    leaf,
     match_names,
     read_params,
-    to_tensors,
 )
 from fnet.interop.huggingface.options import Options
 from fnet.interop.huggingface.timm import family_of
@@ -109,14 +109,11 @@ def from_huggingface(
     Example:
       >>> import fnet, jax, numpy as np
       >>> from fnet.interop.huggingface import build_model
-      >>> config = {"model_type": "llama", "vocab_size": 11, "hidden_size": 8}
-      >>> config |= {"intermediate_size": 16, "num_hidden_layers": 1}
-      >>> config |= {"num_attention_heads": 2}
+      >>> config = {"model_type": "gpt2", "vocab_size": 11, "n_positions": 16}
+      >>> config |= {"n_embd": 8, "n_layer": 1, "n_head": 2}
       >>> model = build_model(config)
       >>> params, _ = model.init(jax.random.key(0))
       >>> tensors = fnet.interop.to_huggingface(model, params)
-      >>> tensors["model.layers.0.mlp.gate_proj.weight"].shape
-      (16, 8)
       >>> model, params = fnet.interop.from_huggingface(config, tensors)
       >>> model.apply(params, {}, np.array([[1, 2, 3]]), train=False)[0].shape
       (1, 3, 11)
@@ -172,4 +169,10 @@ def to_huggingface(model: PretrainedModel, params: Params) -> dict[str, np.ndarr
       >>> tensors["transformer.wpe.weight"].shape
       (16, 8)
     """
-    return to_tensors(model, params)
+    arrays: dict[str, np.ndarray] = {}
+    path, whole = "", np.zeros(0)
+    for t in model.tensors:
+        if t.path != path:  # The rows of a parameter follow each other.
+            path, whole = t.path, np.asarray(leaf(params, t.path))
+        arrays[t.name] = np.ascontiguousarray(t.to_file(whole))
+    return arrays

@@ -36,6 +36,11 @@ class Option(NamedTuple):
       name: Its name.
       default: Its value if it is missing; without one, the option is required.
       nullable: Whether null means None, and not the default.
+
+    Example:
+      >>> from fnet.interop.huggingface import Option
+      >>> Option("head_dim", 128).default
+      128
     """
 
     name: str

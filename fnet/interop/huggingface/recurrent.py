@@ -12,7 +12,8 @@ from jax.typing import DTypeLike
 from fnet import layers, models
 from fnet.interop.huggingface.checkpoint import Names
 from fnet.interop.huggingface.decoders import decoder, rms_norm
-from fnet.interop.huggingface.family import FAMILIES, Family, activation, register, table
+from fnet.interop.huggingface.family import FAMILIES, Family, activation, register
+from fnet.interop.huggingface.names import gated, table
 from fnet.interop.huggingface.options import Option, Options
 from fnet.interop.huggingface.rotary import Rope
 from fnet.layer import Layer
@@ -57,9 +58,6 @@ blocks/*/mixer/input_gate/bias         model.layers.*.temporal_block.rg_lru.inpu
 blocks/*/mixer/recurrence_gate/kernel  model.layers.*.temporal_block.rg_lru.recurrent_gate_weight
 blocks/*/mixer/recurrence_gate/bias    model.layers.*.temporal_block.rg_lru.recurrent_gate_bias
 blocks/*/feed_forward_norm             model.layers.*.channel_pre_norm
-blocks/*/feed_forward/gate             model.layers.*.mlp_block.gate_proj
-blocks/*/feed_forward/up               model.layers.*.mlp_block.up_proj
-blocks/*/feed_forward/contract         model.layers.*.mlp_block.down_proj
 norm                                   model.final_norm
 head                                   lm_head
 """)
@@ -160,7 +158,8 @@ def _recurrent_gemma(
 
 
 def _recurrent_gemma_names(options: Options) -> Names:
-    heads, names = options.get("num_attention_heads"), dict(_RECURRENT_GEMMA_NAMES)
+    heads = options.get("num_attention_heads")
+    names = _RECURRENT_GEMMA_NAMES | gated("", "mlp_block")
     for path in ("blocks/*/mixer/input_gate/bias", "blocks/*/mixer/recurrence_gate/bias"):
         names[path] = (str(names[path]), "", heads)
     return names

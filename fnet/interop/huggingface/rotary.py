@@ -9,6 +9,7 @@ from fnet.interop.huggingface.options import Options, Source
 from fnet.layers import Rotary
 
 _Frequencies = tuple[float, ...]
+_Given = dict[str, Any]
 
 
 def rotary_embedding(
@@ -34,8 +35,7 @@ def rotary_embedding(
     p.pop("type", None)
     if "short_factor" in p and rope in ("su", "yarn"):  # names in old configs of Phi-3
         rope = "longrope"
-    if rope == "dynamic" and "alpha" in p:
-        rope = "dynamic with alpha"
+    rope = "dynamic with alpha" if rope == "dynamic" and "alpha" in p else rope
     if rope not in _SCALINGS:
         raise ValueError(
             f"{kind}: rope_type {rope!r} is not supported, only {', '.join(sorted(_SCALINGS))}"
@@ -59,22 +59,19 @@ def rotary_embedding(
     return rotary
 
 
-def _linear(frequencies: _Frequencies, p: dict[str, Any], *_: Any) -> Rotary:
+def _linear(frequencies: _Frequencies, p: _Given, *_: Any) -> Rotary:
     factor = p.pop("factor")
     return Rotary(tuple(f / factor for f in frequencies))
 
 
-def _proportional(frequencies: _Frequencies, p: dict[str, Any], *_: Any) -> Rotary:
+def _proportional(frequencies: _Frequencies, p: _Given, *_: Any) -> Rotary:
     factor, still = p.pop("factor"), p.pop("still")
     moving = len(frequencies) - still
     return Rotary((*(f / factor for f in frequencies[:moving]), *[0.0] * still))
 
 
-def _alpha(
-    frequencies: _Frequencies, p: dict[str, Any], base: float, original: int, max_positions: int
-) -> Rotary:
+def _alpha(frequencies: _Frequencies, p: _Given, base: float, *_: Any) -> Rotary:
     """A larger base, as in Hunyuan. Without alpha, the base would depend on the length."""
-    del original, max_positions
     alpha, rotated = p.pop("alpha"), 2 * len(frequencies)
     for name in ("beta_fast", "beta_slow", "factor", "mscale", "mscale_all_dim"):
         p.pop(name, None)  # without effect
@@ -82,10 +79,7 @@ def _alpha(
     return Rotary(tuple(base ** (-i / rotated) for i in range(0, rotated, 2)))
 
 
-def _llama3(
-    frequencies: _Frequencies, p: dict[str, Any], base: float, original: int, max_positions: int
-) -> Rotary:
-    del base, max_positions
+def _llama3(frequencies: _Frequencies, p: _Given, _: float, original: int, *__: Any) -> Rotary:
     factor, low, high = (p.pop(n) for n in ("factor", "low_freq_factor", "high_freq_factor"))
 
     def scaled(f: float) -> float:
@@ -97,10 +91,8 @@ def _llama3(
     return Rotary(tuple(scaled(f) for f in frequencies))
 
 
-def _yarn(
-    frequencies: _Frequencies, p: dict[str, Any], base: float, original: int, max_positions: int
-) -> Rotary:
-    factor = p.pop("factor", None) or max_positions / original
+def _yarn(frequencies: _Frequencies, p: _Given, base: float, original: int, most: int) -> Rotary:
+    factor = p.pop("factor", None) or most / original
     mscale, mscale_all_dim = p.pop("mscale", None), p.pop("mscale_all_dim", None)
     scale = p.pop("attention_factor", None)
     if scale is None:
@@ -129,13 +121,10 @@ def _yarn_scale(factor: float, mscale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1
 
 
-def _longrope(
-    frequencies: _Frequencies, p: dict[str, Any], base: float, original: int, max_positions: int
-) -> Rotary:
-    del base
+def _longrope(frequencies: _Frequencies, p: _Given, _: float, original: int, most: int) -> Rotary:
     factor, scale = p.pop("factor", None), p.pop("attention_factor", None)
     if scale is None:
-        factor = factor or max_positions / original
+        factor = factor or most / original
         scale = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
     factors = {name: p.pop(f"{name}_factor") for name in ("short", "long")}
     for name, values in factors.items():

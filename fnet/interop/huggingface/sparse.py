@@ -5,64 +5,40 @@ from collections.abc import Callable, Sequence
 from fnet import layers
 from fnet.interop.huggingface.checkpoint import Names
 from fnet.interop.huggingface.decoders import AFTER, BEFORE, LLAMA_NAMES, optional_window, rms_norm
-from fnet.interop.huggingface.family import ACTIVATIONS, FAMILIES, register, table
+from fnet.interop.huggingface.family import ACTIVATIONS, FAMILIES, register
+from fnet.interop.huggingface.names import gated, qk_norms, table
 from fnet.interop.huggingface.options import Option, Options, Source
 from fnet.interop.huggingface.rotary import Rope
 from fnet.layer import Layer
 from fnet.layers.experts import Router
 
-EXPERT_NAMES = table("""
-blocks/*/feed_forward/router            model.layers.*.mlp.gate
-blocks/*/feed_forward/experts/gate      model.layers.*.mlp.experts.*.gate_proj
-blocks/*/feed_forward/experts/up        model.layers.*.mlp.experts.*.up_proj
-blocks/*/feed_forward/experts/contract  model.layers.*.mlp.experts.*.down_proj
-""")
+_ROUTER = "blocks/*/feed_forward/router"
+
+EXPERT_NAMES = gated("/experts", "mlp.experts.*") | {_ROUTER: "model.layers.*.mlp.gate"}
 """Names of experts."""
 
 _EXPERTS = LLAMA_NAMES | BEFORE | EXPERT_NAMES
 
-SHARED_EXPERT_NAMES = table("""
-blocks/*/feed_forward/shared/gate      model.layers.*.mlp.shared_expert.gate_proj
-blocks/*/feed_forward/shared/up        model.layers.*.mlp.shared_expert.up_proj
-blocks/*/feed_forward/shared/contract  model.layers.*.mlp.shared_expert.down_proj
-blocks/*/feed_forward/shared_gate      model.layers.*.mlp.shared_expert_gate
-""")
+SHARED_EXPERT_NAMES = gated("/shared", "mlp.shared_expert") | {
+    "blocks/*/feed_forward/shared_gate": "model.layers.*.mlp.shared_expert_gate"
+}
 """Names of the shared expert of Qwen."""
 
-_SHARED_EXPERTS = table("""
-blocks/*/feed_forward/shared/gate         model.layers.*.mlp.shared_experts.gate_proj
-blocks/*/feed_forward/shared/up           model.layers.*.mlp.shared_experts.up_proj
-blocks/*/feed_forward/shared/contract     model.layers.*.mlp.shared_experts.down_proj
-blocks/*/feed_forward/router/choice_bias  model.layers.*.mlp.gate.e_score_correction_bias
-""")
-
-_ERNIE_NAMES = _SHARED_EXPERTS | {
-    "blocks/*/feed_forward/router/choice_bias": (
-        "model.layers.*.mlp.moe_statics.e_score_correction_bias",
-        "1a",
-    )
+_SHARED_EXPERTS = gated("/shared", "mlp.shared_experts") | {
+    f"{_ROUTER}/choice_bias": "model.layers.*.mlp.gate.e_score_correction_bias"
 }
 
-_HUNYUAN_NAMES = table("""
-blocks/*/mixer/query_norm              model.layers.*.self_attn.query_layernorm
-blocks/*/mixer/key_norm                model.layers.*.self_attn.key_layernorm
-blocks/*/feed_forward/router           model.layers.*.mlp.gate.wg
-blocks/*/feed_forward/shared/gate      model.layers.*.mlp.shared_mlp.gate_proj
-blocks/*/feed_forward/shared/up        model.layers.*.mlp.shared_mlp.up_proj
-blocks/*/feed_forward/shared/contract  model.layers.*.mlp.shared_mlp.down_proj
-""")
+_ERNIE_NAMES = _SHARED_EXPERTS | {
+    f"{_ROUTER}/choice_bias": ("model.layers.*.mlp.moe_statics.e_score_correction_bias", "1a")
+}
 
-_MIXTRAL_NAMES = (
-    LLAMA_NAMES
-    | BEFORE
-    | table("""
-blocks/*/feed_forward/router              model.layers.*.block_sparse_moe.gate
-blocks/*/feed_forward/router/choice_bias  model.layers.*.block_sparse_moe.e_score_correction_bias
-blocks/*/feed_forward/experts/gate        model.layers.*.block_sparse_moe.experts.*.w1
-blocks/*/feed_forward/experts/up          model.layers.*.block_sparse_moe.experts.*.w3
-blocks/*/feed_forward/experts/contract    model.layers.*.block_sparse_moe.experts.*.w2
-""")
-)
+_HUNYUAN_NAMES = qk_norms("query_layernorm", "key_layernorm") | gated("/shared", "mlp.shared_mlp")
+
+_MIXTRAL_EXPERTS = gated("/experts", "block_sparse_moe.experts.*", "w1", "w3", "w2")
+_MIXTRAL_NAMES = (LLAMA_NAMES | BEFORE | _MIXTRAL_EXPERTS) | {
+    _ROUTER: "model.layers.*.block_sparse_moe.gate",
+    f"{_ROUTER}/choice_bias": "model.layers.*.block_sparse_moe.e_score_correction_bias",
+}
 
 _GRANITE_NAMES = (
     LLAMA_NAMES
@@ -370,7 +346,7 @@ register(
     _LLAMA.like(
         "hunyuan_v1_moe",
         "HunYuanMoEV1ForCausalLM",
-        names=_EXPERTS | _HUNYUAN_NAMES,
+        names=_EXPERTS | _HUNYUAN_NAMES | {_ROUTER: "model.layers.*.mlp.gate.wg"},
         norm=rms_norm(Option("rms_norm_eps", 1e-5)),
         mlp_bias=False,
         qk_norm="head",

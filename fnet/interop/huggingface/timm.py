@@ -6,7 +6,8 @@ from typing import Any
 
 from fnet import layers
 from fnet.interop.huggingface.checkpoint import Names
-from fnet.interop.huggingface.family import FAMILIES, Family, activation, table
+from fnet.interop.huggingface.family import FAMILIES, Family, activation
+from fnet.interop.huggingface.names import table
 from fnet.interop.huggingface.options import Option, Options
 from fnet.interop.huggingface.vision import Head, convnext, transformer
 from fnet.models.convnext import SIZES

@@ -10,7 +10,8 @@ from jax.typing import DTypeLike
 
 from fnet import checks, layers, models
 from fnet.interop.huggingface.checkpoint import Names
-from fnet.interop.huggingface.family import Family, activation, register, table
+from fnet.interop.huggingface.family import Family, activation, register
+from fnet.interop.huggingface.names import table
 from fnet.interop.huggingface.options import Option, Options
 from fnet.layer import Layer, serial
 from fnet.layers.layer_scale import layer_scale
@@ -54,17 +55,9 @@ def transformer(
 ) -> tuple[Layer, tuple[Any, ...]]:
     """Build an image transformer, for the row of a family.
 
-    Args:
-      options, names, dtype: as for `decoder`.
-      size, channels, patch: sides and channels of images, sides of patches.
-      width, blocks, heads, hidden: sizes.
-      head: pooling and head.
-      activation, eps: activation, and epsilon of norms.
-      bias: whether query, key and value have biases.
-      fused: whether they are one array.
-      gated: whether feed-forward layers multiply by a gate.
-      scale: initial value of layer scales; None: there are none.
-      **others: further arguments of `fnet.models.image_transformer`.
+    ``size`` and ``patch`` are sides. ``fused`` says whether query, key and value, with ``bias`` or
+    without, are one array. ``scale`` is the initial value of layer scales, or None. ``others`` are
+    further arguments of `fnet.models.image_transformer`.
     """
     del options, names
     norm = functools.partial(layers.layer_norm, eps=eps)

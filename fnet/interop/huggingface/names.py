@@ -1,0 +1,37 @@
+"""Names of tensors, as tables and as functions of what families have in common."""
+
+from fnet.interop.huggingface.checkpoint import Names
+
+
+def table(text: str) -> Names:
+    """Read names of tensors from lines ``PATH NAME`` or ``PATH NAME LAYOUT``; see `Names`.
+
+    >>> table("blocks/*/mixer/output  h.*.attn.c_proj  ab")
+    {'blocks/*/mixer/output': ('h.*.attn.c_proj', 'ab')}
+    """
+    rows = [line.split() for line in text.splitlines() if line.strip()]
+    return {path: name[0] if len(name) == 1 else (name[0], name[1]) for path, *name in rows}
+
+
+def norms(**names: str) -> Names:
+    """Name norms of blocks by branch, as in ``mixer="input_layernorm"``."""
+    return {f"blocks/*/{part}_norm": f"model.layers.*.{name}" for part, name in names.items()}
+
+
+def qk_norms(query: str, key: str) -> Names:
+    """Name the norms of queries and keys."""
+    names = {"query": query, "key": key}
+    return {f"blocks/*/mixer/{p}_norm": f"model.layers.*.self_attn.{n}" for p, n in names.items()}
+
+
+def mlp(expand: str, contract: str) -> Names:
+    """Name the layers of feed-forward layers without a gate."""
+    names = {"expand": expand, "contract": contract}
+    return {f"blocks/*/feed_forward/{p}": f"model.layers.*.mlp.{n}" for p, n in names.items()}
+
+
+def gated(path: str, layer: str, *names: str) -> Names:
+    """Name the three parts of a gated feed-forward layer at a path."""
+    names = names or ("gate_proj", "up_proj", "down_proj")
+    parts = zip(("gate", "up", "contract"), names, strict=True)
+    return {f"blocks/*/feed_forward{path}/{p}": f"model.layers.*.{layer}.{n}" for p, n in parts}
