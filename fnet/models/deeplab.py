@@ -1,13 +1,13 @@
 """DeepLabV3: semantic segmentation from the features of a dilated network."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from fnet import layers
+from fnet import checks, layers
 from fnet.layer import Children, Layer, composite, serial, stateless
 from fnet.models.blocks import NormActivation, convolution, resolve_norm
 from fnet.precision import add, upcast
@@ -44,7 +44,7 @@ def deeplab(
       dilations: dilations of the head's 3x3 convolutions.
       pooling_size: height and width of the head's pooling in evaluation, in features; None: global
         (`aspp`).
-      head: ``"sum"``: `aspp`. ``"concat"``: `concat_aspp` and a 3x3 convolution, as in torchvision.
+      head: ``"sum"``: `aspp`. ``"concat"``: `concat_aspp`, as in torchvision.
       interpolate: whether to upsample the logits to the size of the images, bilinearly. Without
         upsampling, pass the logits to `fnet.losses.pixel_cross_entropy` or
         `fnet.losses.pixel_predictions`, which upsample a few rows at a time.
@@ -67,18 +67,16 @@ def deeplab(
       (2, 8, 8, 21)
     """
     norm = resolve_norm("deeplab", norm, activation, activation_param)
-    if head == "sum":
-        aspp_head = aspp(n_in, hidden, norm, dilations=dilations, pooling_size=pooling_size)
-    elif head != "concat":
-        raise ValueError(f"deeplab: head must be 'sum' or 'concat', got {head!r}")
-    elif pooling_size is not None:
+    checks.choice("deeplab", tuple(HEADS), head=head)
+    if head == "concat" and pooling_size is not None:
         raise ValueError(
             f"deeplab: pooling_size must be None with head 'concat', got {pooling_size}"
         )
-    else:
-        joined = concat_aspp(n_in, hidden, norm, dilations=dilations)
-        aspp_head = serial(joined, convolution(hidden, hidden, 3), norm(hidden))
-    children = {"body": body, "head": aspp_head, "cls": layers.conv(hidden, num_classes, 1)}
+    children = {
+        "body": body,
+        "head": HEADS[head](n_in, hidden, norm, dilations, pooling_size),
+        "cls": layers.conv(hidden, num_classes, 1),
+    }
 
     def apply(child: Children, x: Array) -> Array:
         y = child("body", x)
@@ -96,9 +94,8 @@ def aspp(
     n_in: int,
     hidden: int,
     norm: NormActivation,
-    *,
-    dilations: Sequence[int] = (12, 24, 36),
-    pooling_size: tuple[int, int] | None = None,
+    dilations: Sequence[int],
+    pooling_size: tuple[int, int] | None,
 ) -> Layer:
     """Atrous spatial pyramid pooling: parallel convolutions plus a pooled branch, summed.
 
@@ -133,14 +130,13 @@ def aspp(
 
 
 def concat_aspp(
-    n_in: int, hidden: int, norm: NormActivation, *, dilations: Sequence[int] = (12, 24, 36)
+    n_in: int, hidden: int, norm: NormActivation, dilations: Sequence[int], _: None
 ) -> Layer:
     """Atrous spatial pyramid pooling as in torchvision: the branches are concatenated.
 
     A norm follows each branch. A 1x1 convolution, a norm and dropout with rate 0.5 follow the
-    concatenation. Parameter names are torchvision's.
-
-    One 1x1 convolution is added to the 3x3 convolutions with ``dilations``.
+    concatenation, then a 3x3 convolution and a norm. Parameter names are torchvision's. One 1x1
+    convolution is added to the 3x3 convolutions with ``dilations``.
     [N, H, W, n_in] -> [N, H, W, hidden]. Training needs a key.
     """
     branches = [serial(convolution(n_in, hidden, 1), norm(hidden))]
@@ -150,11 +146,15 @@ def concat_aspp(
     pool = stateless(lambda x: x.mean((1, 2), keepdims=True))
     branches.append(serial(pool, convolution(n_in, hidden, 1), norm(hidden)))
     project = convolution(hidden * len(branches), hidden, 1)
-    children = {
-        "convs": _concatenated(branches),
-        "project": serial(project, norm(hidden), layers.dropout(_DROPOUT)),
-    }
-    return serial(**children)
+    joined = serial(
+        convs=_concatenated(branches),
+        project=serial(project, norm(hidden), layers.dropout(_DROPOUT)),
+    )
+    return serial(joined, convolution(hidden, hidden, 3), norm(hidden))
+
+
+HEADS: dict[str, Callable[..., Layer]] = {"sum": aspp, "concat": concat_aspp}
+"""Heads by name: of mapillary/inplace_abn, and of torchvision."""
 
 
 def _concatenated(branches: Sequence[Layer]) -> Layer:

@@ -123,6 +123,7 @@ _SEPARATOR = r"\s*[,;:=\t ]\s*"
 _LINE = re.compile(rf"((?:{_NUMBER}{_SEPARATOR})*)(\S.*?)((?:{_SEPARATOR}{_NUMBER})*)")
 """A line without a header: numbers, a name, and numbers."""
 _RED_GREEN_BLUE = ("color",) * 3
+# Data sets agree on no order of the fields, and on no separator: the kinds of the fields decide.
 _SHAPES: dict[str, tuple[str, ...]] = {
     "n": (),
     **dict.fromkeys(("1n", "n1"), ("value",)),

@@ -191,15 +191,13 @@ def _have_grays(samples: Sequence[Sample], classes: Collection[int]) -> tuple[bo
     colors, such as GIF, renumber gray values.
     """
     masks = [sample.mask for sample in samples if sample.mask.kind == "palette"]
-    grays = [mask.as_gray() for mask in masks]
-    pairs = {
-        pair
-        for mask, gray in zip(masks, grays, strict=True)
-        if gray is not None
-        for pair in zip(mask.values[0].tolist(), gray.values[0].tolist(), strict=True)
-    }
-    if None in grays or all(index == gray for index, gray in pairs):
-        return bool(masks) and None not in grays, []
+    pairs: set[tuple[int, int]] = set()
+    for mask in masks:
+        if (gray := mask.as_gray()) is None:
+            return False, []
+        pairs |= {*zip(mask.values[0].tolist(), gray.values[0].tolist(), strict=True)}
+    if all(index == gray for index, gray in pairs):
+        return bool(masks), []
     indices, held = {index for index, _ in pairs}, {gray for _, gray in pairs}
     if len(indices) == len(pairs) and (not classes or indices <= {*classes}):
         note = "the palettes of masks are of grays; indices count as values, not the grays"

@@ -98,15 +98,14 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
         log(f"training {config.name} in {folder.path}")
         write_classes(folder, run.task.dataset.outputs)
         seeds = read_seeds(folder, config)
-        # The names of training files are not covered by a guarantee.
-        unreadable = UnreadableFiles(
-            run.task.dataset,
-            (lambda line: None) if config.is_release_only else log,
-            distributed.union if distributed.has_other_processes() else None,
-            (lambda rows: None)
-            if config.is_release_only
-            else lambda rows: atomic_write(folder.unreadable, as_csv(rows)),
-        )
+        dataset = run.task.dataset
+        union = distributed.union if distributed.has_other_processes() else None
+        if config.is_release_only:  # The names of training files are not covered by a guarantee.
+            unreadable = UnreadableFiles(dataset, lambda line: None, union)
+        else:
+            unreadable = UnreadableFiles(
+                dataset, log, union, lambda rows: atomic_write(folder.unreadable, as_csv(rows))
+            )
         unreadable.look()
         run.task.before_batches(folder.path)
         programs = compile_programs(run, weights, unreadable, console)

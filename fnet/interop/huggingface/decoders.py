@@ -134,6 +134,8 @@ blocks/*/feed_forward/contract  transformer.h.*.mlp.c_proj   ab
 """)
 
 
+# Fields and not arguments of a function: a family gives any of them, next to those of variants,
+# and `decoder` tells them apart by their names.
 class Decoder(NamedTuple):
     """The arguments of `decoder` that are no fields of a variant.
 
