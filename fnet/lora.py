@@ -200,9 +200,10 @@ def loss(f: Loss, config: LoRA) -> Loss:
       ...     return jnp.square(batch["x"] @ params["kernel"]).sum(-1)
       >>> config, optimizer = fnet.lora.LoRA(rank=1), optax.sgd(0.1)
       >>> key, params = jax.random.key(0), {"kernel": jnp.ones((3, 2))}
-      >>> given = {"params": fnet.lora.init(config, params, key), "key": key}
+      >>> given = {"params": fnet.lora.init(config, params, key)}
       >>> given |= {"model_state": {"frozen": params, "model": {}}}
-      >>> state = fnet.TrainState.create(optimizer=optimizer, **given)
+      >>> key = jax.random.key(1)
+      >>> state = fnet.TrainState.create(optimizer=optimizer, key=key, **given)
       >>> step = fnet.make_step(fnet.lora.loss(loss, config), optimizer)
       >>> state, metrics = step(state, {"x": jnp.ones((4, 3))})
       >>> float(metrics["loss"])

@@ -57,8 +57,8 @@ def trak(
       >>> import jax, jax.numpy as jnp, fnet
       >>> def loss(params, x, y):
       ...     return fnet.losses.cross_entropy(x @ params, y)
-      >>> key, y = jax.random.key(0), jnp.arange(8) % 2
-      >>> x = jax.random.normal(key, (8, 4))
+      >>> key, y = jax.random.key(1), jnp.arange(8) % 2
+      >>> x = jax.random.normal(jax.random.key(0), (8, 4))
       >>> scorer = fnet.attribution.trak(
       ...     loss, [jnp.ones((4, 2))], [(x, y)], (x[:3], y[:3]), key, dim=4
       ... )

@@ -358,18 +358,9 @@ def current_key(key: str) -> str:
 
 
 def recognize(shapes: Shapes) -> Weights | None:
-    """Recognize the network of a file by the names and shapes of its arrays.
+    """Recognize the network of a file by the shapes of its arrays; None if it is unknown.
 
-    Args:
-      shapes: ``{key: shape}`` in torch's layouts. Keys may have a prefix.
-
-    Returns:
-      What the file holds; None if it is unknown.
-
-    Example:
-      >>> from fnet.interop.families import recognize
-      >>> recognize({"features.0.weight": (64, 3, 3, 3)}) is None
-      True
+    Shapes are in torch's layouts, and keys may have a prefix.
     """
     for prefix in prefixes(shapes):
         part = {k.removeprefix(prefix): s for k, s in shapes.items() if k.startswith(prefix)}

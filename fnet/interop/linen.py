@@ -104,17 +104,7 @@ class InPlaceABN(nn.Module):
         *,
         mask: Bool[Array, " n"] | None = None,
     ) -> Float[Array, "..."]:
-        """Normalize and activate the input.
-
-        Args:
-          x: [N, ..., C] for ``axis=-1``, rank >= 2.
-          use_running_average: as the attribute; give it if the attribute is None.
-          mask: [N], True for a real example. Others do not enter the statistics; their
-            output is 0 and they receive no gradient.
-
-        Returns:
-          An array of the shape of ``x``.
-        """
+        """Normalize and activate ``x`` [N, ..., C]; ``mask`` is as for `fnet.abn`."""
         use_running_average = nn.merge_param(
             "use_running_average", self.use_running_average, use_running_average
         )

@@ -106,7 +106,7 @@ class InPlaceABN(nnx.Module):
         *,
         mask: Bool[Array, " n"] | None = None,
     ) -> Float[Array, "..."]:
-        """Normalize and activate ``x`` [N, ..., C]; an argument precedes the attribute."""
+        """Normalize and activate ``x`` [N, ..., C]; ``mask`` is as for `fnet.abn`."""
         if use_running_average is None:
             use_running_average = self.use_running_average
         if use_running_average is None:

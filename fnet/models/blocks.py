@@ -87,15 +87,12 @@ def post_activation(
 ) -> Layer:
     """Post-activation residual block: ``act(shortcut(x) + body(x))``.
 
-    He, Zhang, Ren, Sun, "Deep Residual Learning for Image Recognition", CVPR 2016. The last
-    norm of the body has no activation. The first 3x3 convolution has the stride. Parameter
-    names are torchvision's.
-
-    ``channels`` are the output channels of two convolutions (3x3, 3x3) or three (1x1, 3x3 in
-    ``groups``, 1x1). If the stride is not 1, or the number of channels changes, the shortcut is a
-    1x1 convolution and a norm. With ``shortcut="pool"``, average pooling has its stride (He et al.,
-    "Bag of Tricks for Image Classification", CVPR 2019). ``first_dilation`` is the dilation of the
-    first 3x3 convolution. ``squeeze`` puts `squeeze_excitation` before the last convolution.
+    He, Zhang, Ren, Sun, "Deep Residual Learning for Image Recognition", CVPR 2016. ``channels`` are
+    the output channels of two convolutions (3x3, 3x3) or three (1x1, 3x3 in ``groups``, 1x1). The
+    first 3x3 has the stride and ``first_dilation``, and the last norm no activation. If the size or
+    the channels change, the shortcut is a 1x1 convolution and a norm; with ``shortcut="pool"``,
+    average pooling has its stride (He et al., "Bag of Tricks for Image Classification", CVPR 2019).
+    ``squeeze`` puts `squeeze_excitation` before the last convolution. Names are torchvision's.
     """
     convs = _convolutions(
         n_in, channels, dilation, groups, stride=stride, first_dilation=first_dilation
@@ -158,13 +155,11 @@ def pre_activation(
 ) -> Layer:
     """Pre-activation residual block: ``shortcut + body(a)`` with ``a = act(norm(x))``.
 
-    He, Zhang, Ren, Sun, "Identity Mappings in Deep Residual Networks", ECCV 2016, in the layout
-    of mapillary/inplace_abn: the first convolution has the stride. The shortcut is ``x``, or a
-    1x1 convolution of ``a`` if the size or the number of channels changes. Parameter names
-    follow mapillary/inplace_abn.
-
-    ``channels`` and ``groups`` are as in `post_activation`. ``dropout`` is the rate at which
-    whole channels are dropped before the last convolution.
+    He, Zhang, Ren, Sun, "Identity Mappings in Deep Residual Networks", ECCV 2016, in the layout and
+    with the names of mapillary/inplace_abn: the first convolution has the stride. The shortcut is
+    ``x``, or a 1x1 convolution of ``a`` if the size or the channels change. ``channels`` and
+    ``groups`` are as in `post_activation`. ``dropout`` drops whole channels before the last
+    convolution.
     """
     layers_by_name: dict[str, Layer] = {}
     parts = _convolutions(n_in, channels, dilation, groups, first_stride=stride)

@@ -47,8 +47,7 @@ def densenet(
 
     Args:
       depth: 121, 161, 169, 201 or 264.
-      num_classes: number of logits. None returns the features of the four stages instead; the
-        last ones are normalized and activated.
+      num_classes: as for `fnet.models.resnet.resnet`; the last features have a norm.
       in_channels, activation, activation_param, norm, stem: as for `fnet.models.resnet.resnet`.
       dilation: dilation of the 3x3 convolutions, per stage. There is no pooling before a dilated
         stage, except that the stem's pooling stays.

@@ -40,8 +40,7 @@ def resnext(
 
     Args:
       depth: 50, 101 or 152.
-      num_classes: number of logits. None returns the features of the four stages instead; the
-        last ones are normalized and activated.
+      num_classes: as for `fnet.models.resnet.resnet`; the last features have a norm.
       in_channels, activation, activation_param, norm, stem: as for `fnet.models.resnet.resnet`.
       dilation: dilation of the 3x3 convolutions, per stage. A dilated stage has no stride. The
         stem's pooling stays.

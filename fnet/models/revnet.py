@@ -28,15 +28,13 @@ def revnet(
 
     Args:
       num_classes: number of logits.
-      in_channels: image channels.
+      in_channels, activation_param: as for `fnet.models.resnet.resnet`.
       widths: channels per stage, for both halves together. They must be even. The defaults give
         24.7 million parameters, about as many as a ResNet-50.
       blocks: coupled blocks per stage. Each corresponds to two residual blocks.
       bottleneck: True: 1x1, 3x3 and 1x1 convolutions with half the channels in between.
         False: two 3x3 convolutions.
       activation: activation after each norm.
-      activation_param: negative slope of ``leaky_relu`` (default 0.01) or alpha of ``elu``
-        (default 1).
       small_images: True: the stem is a 3x3 convolution with stride 1, for images of
         about 32 x 32. False: a 7x7 convolution with stride 2 and 2x2 average pooling.
       restore: as for `fnet.reversible`.

@@ -43,8 +43,7 @@ def wider_resnet(
 
     Args:
       depth: 16, 20 or 38.
-      num_classes: number of logits. None returns the features of the six stages instead; the
-        last ones are normalized and activated.
+      num_classes: as for `fnet.models.resnet.resnet`; the last features have a norm.
       in_channels, activation, activation_param, norm: as for `fnet.models.resnet.resnet`.
       a2: whether to build the paper's variant A2. It has max pooling before the first two stages
         and strides in the next three, and its last two stages have dropout with rates 0.3 and

@@ -140,4 +140,4 @@ def test_check_rejects_invalid_arrays(alpha, sigma, message):
 
 def test_check_rejects_traced_schedule():
     with pytest.raises(TypeError, match="close over the schedule"):
-        jax.jit(lambda s: schedules.check(s))(schedules.cosine(10))
+        jax.jit(lambda s: s.check())(schedules.cosine(10))

@@ -142,17 +142,14 @@ class Decoder(NamedTuple):
     Attributes:
       width, blocks, heads, hidden, vocabulary: sizes.
       norm: norm as a function of the width.
-      groups: key and value heads; None: as many as heads.
-      head_dim: features of a head; None: ``width / heads``.
+      groups, head_dim, fused, window: as for `fnet.layers.attention`.
       positions, tied: as for `fnet.models.language_model`.
       activation, gated, hidden_norm: as for `fnet.layers.feed_forward`.
-      fused: whether query, key and value are one array.
-      fused_gate: whether gate and up are one; None: as ``fused``.
+      fused_gate: whether gate and up are one array; None: as ``fused``.
       bias, mlp_bias: whether dense layers have biases: of attention, of feed-forward layers.
       parallel: whether attention and feed-forward layer both read the input of their block.
       qk_norm: norm of queries and keys per ``head``, or over all ``heads``; None: no norm.
       residual_scale: factor of each branch.
-      window: window of sliding attention.
       full_every, full_first: blocks with full attention: each n-th, and the first ones.
       layer_types: ``sliding_attention`` or ``full_attention`` for each block, in place of these.
       rope: rotary embeddings; None: no rotation.

@@ -18,7 +18,7 @@ from fnet.interop.huggingface.decoders import (
     within_image_model,
 )
 from fnet.interop.huggingface.family import FAMILIES, activation, register
-from fnet.interop.huggingface.names import gated, norms, qk_norms, table
+from fnet.interop.huggingface.names import gated, norms, qk_norms, state_space, table
 from fnet.interop.huggingface.options import Option, Options
 from fnet.interop.huggingface.recurrent import step_limits
 from fnet.interop.huggingface.rotary import Rope
@@ -30,16 +30,12 @@ from fnet.precision import add
 _QWEN_NAMES = (
     LLAMA_NAMES
     | BEFORE
+    | state_space("model.layers.*.linear_attn")
     | table("""
 blocks/*/mixer/query_key_value  model.layers.*.linear_attn.in_proj_qkv
 blocks/*/mixer/gate             model.layers.*.linear_attn.in_proj_z
 blocks/*/mixer/beta             model.layers.*.linear_attn.in_proj_b
 blocks/*/mixer/decay            model.layers.*.linear_attn.in_proj_a
-blocks/*/mixer/conv             model.layers.*.linear_attn.conv1d   b1a
-blocks/*/mixer/dt_bias          model.layers.*.linear_attn.dt_bias
-blocks/*/mixer/A_log            model.layers.*.linear_attn.A_log
-blocks/*/mixer/norm             model.layers.*.linear_attn.norm
-blocks/*/mixer/out              model.layers.*.linear_attn.out_proj
 """)
 )
 
@@ -50,15 +46,7 @@ blocks/*/feed_forward/experts/contract/kernel  model.layers.*.mlp.experts.down_p
 
 _ATTENTION = ("full_attention", "attention")
 
-_MAMBA2_NAMES = table("""
-blocks/*/mixer/in       model.layers.*.mamba.in_proj
-blocks/*/mixer/conv     model.layers.*.mamba.conv1d   b1a
-blocks/*/mixer/dt_bias  model.layers.*.mamba.dt_bias
-blocks/*/mixer/A_log    model.layers.*.mamba.A_log
-blocks/*/mixer/D        model.layers.*.mamba.D
-blocks/*/mixer/norm     model.layers.*.mamba.norm
-blocks/*/mixer/out      model.layers.*.mamba.out_proj
-""")
+_MAMBA2_NAMES = state_space("model.layers.*.mamba")
 
 _LFM2_NAMES = {
     **LLAMA_NAMES,

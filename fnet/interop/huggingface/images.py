@@ -35,16 +35,7 @@ class Preprocessing(NamedTuple):
 def preprocessing(config: Mapping[str, Any]) -> Preprocessing:
     """Read a ``preprocessor_config.json`` of transformers, or a ``config.json`` of timm.
 
-    Raises:
-      ValueError: for an operation that is not supported, or an unknown option, with its name.
-
-    Example:
-      >>> from fnet.interop.huggingface.images import preprocessing
-      >>> config = {"size": 224, "crop_size": 224, "do_center_crop": True}
-      >>> config |= {"feature_extractor_type": "CLIPFeatureExtractor", "resample": 3}
-      >>> how = preprocessing(config)
-      >>> how.resize, how.interpolation, how.size
-      (224, 'bicubic', (224, 224))
+    Raises ValueError for an operation that is not supported, or an unknown option, with its name.
     """
     if "architecture" in config:
         return _of_timm(config)

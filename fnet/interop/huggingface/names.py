@@ -30,6 +30,14 @@ def mlp(expand: str, contract: str) -> Names:
     return {f"blocks/*/feed_forward/{p}": f"model.layers.*.mlp.{n}" for p, n in names.items()}
 
 
+def state_space(layer: str) -> Names:
+    """Name what the layers of state space models have; each of them has some of it."""
+    names = {"in": "in_proj", "out": "out_proj", "norm": "norm", "dt_bias": "dt_bias"}
+    names |= {"A_log": "A_log", "D": "D"}
+    conv: Names = {"blocks/*/mixer/conv": (f"{layer}.conv1d", "b1a")}
+    return conv | {f"blocks/*/mixer/{path}": f"{layer}.{name}" for path, name in names.items()}
+
+
 def gated(path: str, layer: str, *names: str) -> Names:
     """Name the three parts of a gated feed-forward layer at a path."""
     names = names or ("gate_proj", "up_proj", "down_proj")

@@ -13,19 +13,14 @@ from fnet import layers, models
 from fnet.interop.huggingface.checkpoint import Names
 from fnet.interop.huggingface.decoders import decoder, rms_norm
 from fnet.interop.huggingface.family import FAMILIES, Family, activation, register
-from fnet.interop.huggingface.names import gated, table
+from fnet.interop.huggingface.names import gated, state_space, table
 from fnet.interop.huggingface.options import Option, Options
 from fnet.interop.huggingface.rotary import Rope
 from fnet.layer import Layer
 
-_NAMES = table("""
+_NAMES = state_space("backbone.layers.*.mixer") | table("""
 embedding            backbone.embeddings
 blocks/*/mixer_norm  backbone.layers.*.norm
-blocks/*/mixer/in    backbone.layers.*.mixer.in_proj
-blocks/*/mixer/conv  backbone.layers.*.mixer.conv1d   b1a
-blocks/*/mixer/A_log backbone.layers.*.mixer.A_log
-blocks/*/mixer/D     backbone.layers.*.mixer.D
-blocks/*/mixer/out   backbone.layers.*.mixer.out_proj
 norm                 backbone.norm_f
 head                 lm_head
 """)
@@ -34,11 +29,6 @@ _MAMBA_NAMES = table("""
 blocks/*/mixer/select   backbone.layers.*.mixer.x_proj
 blocks/*/mixer/dt       backbone.layers.*.mixer.dt_proj
 blocks/*/mixer/dt_bias  backbone.layers.*.mixer.dt_proj.bias
-""")
-
-_MAMBA2_NAMES = table("""
-blocks/*/mixer/dt_bias  backbone.layers.*.mixer.dt_bias
-blocks/*/mixer/norm     backbone.layers.*.mixer.norm
 """)
 
 _RECURRENT_GEMMA_NAMES = table("""
@@ -221,7 +211,7 @@ register(
         "mamba2",
         "Mamba2ForCausalLM",
         arguments=_MAMBA2_ARGUMENTS,
-        names=_NAMES | _MAMBA2_NAMES,
+        names=_NAMES,
         # transformers ignores norm_before_gate: its norm is an RMS norm of the gated output.
         ignored=(*_MAMBA.ignored, "chunk_size", "time_step_rank", "norm_before_gate"),
     ),
