@@ -47,7 +47,12 @@ def test_an_example_prints_what_it_shows(example):
 
 # What functions give: their examples show it.
 RESULTS = {
-    *("fnet.attribution.InRunState", "fnet.autodiff.Mode", "fnet.memory.Buffer", "fnet.memory.Cost"),
+    *(
+        "fnet.attribution.InRunState",
+        "fnet.autodiff.Mode",
+        "fnet.memory.Buffer",
+        "fnet.memory.Cost",
+    ),
     *("fnet.memory.Candidate", "fnet.memory.Donation", "fnet.memory.LayerResiduals"),
     *("fnet.memory.Peak", "fnet.memory.Plan", "fnet.memory.RematError", "fnet.memory.RematReport"),
     *("fnet.memory.Residual", "fnet.memory.Timeline"),
@@ -55,7 +60,9 @@ RESULTS = {
 }
 
 
-@pytest.mark.parametrize("name", [*functions(), *sorted(classes().keys() & LISTED.keys() - RESULTS)])
+@pytest.mark.parametrize(
+    "name", [*functions(), *sorted(classes().keys() & LISTED.keys() - RESULTS)]
+)
 def test_a_public_name_has_an_example(name):
     doc = (functions().get(name) or classes()[name]).__doc__
     assert ">>>" in doc, f"{name} has no example"
