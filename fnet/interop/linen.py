@@ -47,17 +47,11 @@ class InPlaceABN(nn.Module):
       epsilon: constant added to the variance and to ``|scale|``.
       dtype: dtype of the output. None: the widest of input and parameters.
       param_dtype: dtype of ``scale`` and ``bias``, float32 or wider.
-      use_bias: whether ``bias`` is a parameter.
-      use_scale: whether ``scale`` is a parameter.
-      bias_init: initializer of ``bias``.
-      scale_init: initializer of ``scale``.
+      use_bias, use_scale: whether ``bias`` and ``scale`` are parameters.
+      bias_init, scale_init: initializers of ``bias`` and ``scale``.
       axis_name: mesh axes over which the statistics of the batch are averaged. Ignored in
         ``init`` and with running statistics.
-      activation: activation after the norm: ``identity``, ``leaky_relu``, ``elu`` or ``softplus``,
-        which are inverted in the backward pass, or ``relu``, ``gelu``, ``silu``, ``tanh``,
-        ``sigmoid``; see `fnet.abn`.
-      activation_param: negative slope of ``leaky_relu`` (default 0.01) or alpha of ``elu``
-        (default 1); > 0.
+      activation, activation_param: activation after the norm, as for `fnet.abn`.
 
     Raises:
       ValueError: at construction, for an unknown activation or one whose parameter makes it not

@@ -28,8 +28,9 @@ class InPlaceABN(nnx.Module):
     The variables have the names of BatchNorm's, so its checkpoints load: `nnx.Param`
     ``scale`` and ``bias``, `nnx.BatchStat` ``mean`` and ``var``, all [num_features].
     ``train()``, ``eval()`` and `nnx.view` set ``use_running_average`` as in BatchNorm. The
-    equations are the same as for `fnet.abn`. It differs from BatchNorm as the layer for linen does,
-    `fnet.interop.linen.InPlaceABN`, and has no ``promote_dtype``.
+    equations are the same as for `fnet.abn`. The differences to BatchNorm in scale, variance and
+    mask are those of `fnet.interop.linen.InPlaceABN`. Parameters and statistics are never narrower
+    than float32. There are no ``axis_index_groups``, ``use_fast_variance`` and ``promote_dtype``.
 
     Args:
       num_features: size of the channel axis.

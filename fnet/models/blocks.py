@@ -218,17 +218,16 @@ def stage(
     first: dict[str, Any],
     names: str = "block{}",
     start: int = 1,
+    **options: Any,
 ) -> Layer:
-    """Build blocks in a row, ``block(n_in, channels)``; ``first`` are options of the first alone.
+    """Build blocks in a row, ``block(n_in, channels, **options)``, numbered from ``start``.
 
-    Their names are numbered from ``start``.
+    ``first`` are options of the first block alone.
     """
-    children = {
-        names.format(j + start): block(
-            channels[-1] if j else n_in, channels, **({} if j else first)
-        )
-        for j in range(blocks)
-    }
+    children = {}
+    for j in range(blocks):
+        own = options if j else options | first
+        children[names.format(j + start)] = block(channels[-1] if j else n_in, channels, **own)
     return serial(**children)
 
 

@@ -1,6 +1,5 @@
 """RegNet: ResNets with grouped convolutions whose widths and depths follow one rule."""
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -111,14 +110,10 @@ def regnet(
     children = {"stem": serial(conv=convolution(in_channels, stem, 3, stride=2), bn=norm(stem))}
     n_in = stem
     for i, (depth, width) in enumerate(zip(blocks, widths, strict=True), start=1):
-        block = functools.partial(
-            post_activation,
-            norm=norm,
-            activation=act,
-            groups=width // min(group_width, width),
-            squeeze=squeeze,
+        options: dict[str, Any] = {"norm": norm, "activation": act, "squeeze": squeeze}
+        options |= {"groups": width // min(group_width, width)}
+        children[f"layer{i}"] = stage(
+            n_in, (width,) * 3, depth, post_activation, {"stride": 2}, "{}", 0, **options
         )
-        first = {"stride": 2}
-        children[f"layer{i}"] = stage(n_in, (width,) * 3, depth, block, first, "{}", 0)
         n_in = width
     return classifier(children, n_in, num_classes)

@@ -1,6 +1,5 @@
 """ResNets with in-place activated batch norm, plain batch norm or group norm."""
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -105,18 +104,14 @@ def resnet(
     for i, (num_blocks, rate) in enumerate(zip(blocks_per_stage, dilations, strict=True)):
         width, inner = 64 * 2**i, groups * group_width * 2**i
         channels = (width, width) if depth in BASIC else (inner, inner, 4 * width)
-        block = functools.partial(
-            post_activation,
-            norm=norm,
-            activation=act,
-            dilation=rate,
-            groups=groups,
-            shortcut=shortcut,
-        )
+        options: dict[str, Any] = {"norm": norm, "activation": act, "dilation": rate}
+        options |= {"groups": groups, "shortcut": shortcut}
         first = {
             "stride": 2 if i and rate == 1 else 1,
             "first_dilation": rate if dilate_first else dilations[max(i - 1, 0)],
         }
-        children[f"layer{i + 1}"] = stage(n_in, channels, num_blocks, block, first, "{}", 0)
+        children[f"layer{i + 1}"] = stage(
+            n_in, channels, num_blocks, post_activation, first, "{}", 0, **options
+        )
         n_in = channels[-1]
     return classifier(children, n_in, num_classes)

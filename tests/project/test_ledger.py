@@ -11,12 +11,12 @@ LEDGER = {
     "fnet/autodiff": 9_712,
     "fnet/memory": 8_465,
     "fnet/layers": 5_798,
-    "fnet/models + fnet/interop": 9_433,
+    "fnet/models + fnet/interop": 9_417,
     "fnet, the rest": 10_695,
     "train/data": 11_637,
     "train/run + train/commands": 9_058,
     "train, the rest": 8_411,
-    "tests": 60_262,
+    "tests": 60_269,
     "benchmarks": 16_528,
 }
 """Lines of ``*.py``. A row of its own takes a package out of the rest."""
