@@ -9,14 +9,10 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from fnet import checks
+from fnet import checks, layers
 from fnet.layer import Children, Params, State, composite, init_children, serial
-from fnet.layers.activations import activation
 from fnet.layers.attention_context import RATE, Passing
-from fnet.layers.dense import dense
-from fnet.layers.embedding import embedding
 from fnet.layers.norm import layer_norm
-from fnet.layers.stack import Block, stack
 from fnet.precision import add, multiply
 
 
@@ -38,7 +34,7 @@ def denoiser(
     *,
     image_shape: Sequence[int],
     width: int,
-    blocks: Sequence[Block],
+    blocks: Sequence[layers.Block],
     num_classes: int = 0,
     patch: int = 1,
     norm: str = "rms",
@@ -95,11 +91,13 @@ def denoiser(
     patch_size = patch * patch * channels
     zeros = jax.nn.initializers.zeros
     children = {
-        "patches": dense(patch_size, width),
+        "patches": layers.dense(patch_size, width),
         "timestep": serial(
-            expand=dense(width, width), act=activation("silu"), contract=dense(width, width)
+            expand=layers.dense(width, width),
+            act=layers.activation("silu"),
+            contract=layers.dense(width, width),
         ),
-        "blocks": stack(
+        "blocks": layers.stack(
             width,
             blocks,
             norm=norm,
@@ -108,11 +106,11 @@ def denoiser(
             condition=width,
             dropout=dropout,
         ),
-        "modulation": dense(width, 2 * width, kernel_init=zeros),
-        "output": dense(width, patch_size, kernel_init=zeros),
+        "modulation": layers.dense(width, 2 * width, kernel_init=zeros),
+        "output": layers.dense(width, patch_size, kernel_init=zeros),
     }
     if num_classes:
-        children["label"] = embedding(num_classes + 1, width)
+        children["label"] = layers.embedding(num_classes + 1, width)
 
     def init(key: Array) -> tuple[Params, State]:
         children_key, pos_key = jax.random.split(key)

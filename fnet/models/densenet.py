@@ -7,18 +7,9 @@ from jax import Array
 
 from fnet import layers
 from fnet.layer import Children, Layer, composite, serial
-from fnet.models.blocks import (
-    STAGES,
-    NormActivation,
-    convolution,
-    input_stem,
-    pre_activation_network,
-    resolve_norm,
-    stage_blocks,
-    stage_dilations,
-)
+from fnet.models import blocks as parts
 
-VARIANTS = {f"densenet{depth}": {"depth": depth} for depth in STAGES["densenet"]}
+VARIANTS = {f"densenet{depth}": {"depth": depth} for depth in parts.STAGES["densenet"]}
 """Options of the networks that `fnet.models.get` knows, by name."""
 GROWTH = {161: 48}
 """Channels that each layer adds by default, by depth, if not 32."""
@@ -32,7 +23,7 @@ def densenet(
     in_channels: int = 3,
     activation: str = "leaky_relu",
     activation_param: float | None = None,
-    norm: str | NormActivation = "abn",
+    norm: str | parts.NormActivation = "abn",
     stem: str = "7x7",
     dilation: Sequence[int] = (1, 1, 1, 1),
     growth: int | None = None,
@@ -65,27 +56,27 @@ def densenet(
       ValueError: for an unknown depth, norm, stem or activation, a wrong number of dilations, or
         an activation that the norm does not support.
     """
-    layers_per_stage = stage_blocks("densenet", depth)
-    dilations = stage_dilations("densenet", dilation, 4)
-    norm = resolve_norm("densenet", norm, activation, activation_param)
+    layers_per_stage = parts.stage_blocks("densenet", depth)
+    dilations = parts.stage_dilations("densenet", dilation, 4)
+    norm = parts.resolve_norm("densenet", norm, activation, activation_param)
     growth = GROWTH.get(depth, 32) if growth is None else growth
-    stem_layers, n_in = input_stem(stem, in_channels, 2 * growth, norm, last_norm=stem_norm)
+    stem_layers, n_in = parts.input_stem(stem, in_channels, 2 * growth, norm, last_norm=stem_norm)
     children = {"mod1": serial(**stem_layers)}
     for i, (num_layers, rate) in enumerate(zip(layers_per_stage, dilations, strict=True)):
         if i:
             n_out = int(n_in * compression)
-            transition = {"bn": norm(n_in), "conv": convolution(n_in, n_out, 1)}
+            transition = {"bn": norm(n_in), "conv": parts.convolution(n_in, n_out, 1)}
             if rate == 1:
                 transition["pool"] = layers.avg_pool(2)
             children[f"tra{i + 1}"] = serial(**transition)
             n_in = n_out
         children[f"mod{i + 2}"] = dense_stage(n_in, growth, num_layers, norm, dilation=rate)
         n_in += growth * num_layers
-    return pre_activation_network(children, n_in, norm, num_classes)
+    return parts.pre_activation_network(children, n_in, norm, num_classes)
 
 
 def dense_stage(
-    n_in: int, growth: int, num_layers: int, norm: NormActivation, *, dilation: int = 1
+    n_in: int, growth: int, num_layers: int, norm: parts.NormActivation, *, dilation: int = 1
 ) -> Layer:
     """Layers that each read the stage's input and the outputs of all earlier layers.
 
@@ -93,11 +84,12 @@ def dense_stage(
     convolution to ``growth`` channels. [N, H, W, n_in] -> [N, H, W, n_in + num_layers * growth].
     """
     children, inner = {}, _BOTTLENECK * growth
+    wide = parts.convolution(inner, growth, 3, dilation=dilation)
     for i in range(num_layers):
         n = n_in + i * growth
         children[str(i)] = serial(
-            convs1=serial(bn=norm(n), conv=convolution(n, inner, 1)),
-            convs3=serial(bn=norm(inner), conv=convolution(inner, growth, 3, dilation=dilation)),
+            convs1=serial(bn=norm(n), conv=parts.convolution(n, inner, 1)),
+            convs3=serial(bn=norm(inner), conv=wide),
         )
 
     def apply(child: Children, x: Array) -> Array:

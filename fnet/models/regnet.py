@@ -5,15 +5,7 @@ from typing import Any
 
 from fnet import layers
 from fnet.layer import Layer, serial
-from fnet.models.blocks import (
-    NormActivation,
-    check_stages,
-    classifier,
-    convolution,
-    post_activation,
-    resolve_norm,
-    stage,
-)
+from fnet.models import blocks as parts
 
 # Name in torchvision, or else in timm; other names; blocks and widths per stage; group width. Names
 # with a y have squeeze and excitation.
@@ -79,7 +71,7 @@ def regnet(
     stem: int = 32,
     activation: str = "leaky_relu",
     activation_param: float | None = None,
-    norm: str | NormActivation = "abn",
+    norm: str | parts.NormActivation = "abn",
 ) -> Layer:
     """RegNetX, or RegNetY with squeeze and excitation.
 
@@ -104,16 +96,17 @@ def regnet(
       ValueError: unless there is a width for each number of blocks; for a group width that does not
         divide a width; for an unknown norm or activation.
     """
-    check_stages("regnet", blocks, widths)
-    norm = resolve_norm("regnet", norm, activation, activation_param)
+    parts.check_stages("regnet", blocks, widths)
+    norm = parts.resolve_norm("regnet", norm, activation, activation_param)
     act = layers.activation(activation, activation_param)
-    children = {"stem": serial(conv=convolution(in_channels, stem, 3, stride=2), bn=norm(stem))}
+    conv = parts.convolution(in_channels, stem, 3, stride=2)
+    children = {"stem": serial(conv=conv, bn=norm(stem))}
     n_in = stem
     for i, (depth, width) in enumerate(zip(blocks, widths, strict=True), start=1):
         options: dict[str, Any] = {"norm": norm, "activation": act, "squeeze": squeeze}
         options |= {"groups": width // min(group_width, width)}
-        children[f"layer{i}"] = stage(
-            n_in, (width,) * 3, depth, post_activation, {"stride": 2}, "{}", 0, **options
+        children[f"layer{i}"] = parts.stage(
+            n_in, (width,) * 3, depth, parts.post_activation, {"stride": 2}, "{}", 0, **options
         )
         n_in = width
-    return classifier(children, n_in, num_classes)
+    return parts.classifier(children, n_in, num_classes)

@@ -5,24 +5,14 @@ from typing import Any
 
 from fnet import checks, layers
 from fnet.layer import Layer
-from fnet.models.blocks import (
-    STAGES,
-    NormActivation,
-    classifier,
-    input_stem,
-    post_activation,
-    resolve_norm,
-    stage,
-    stage_blocks,
-    stage_dilations,
-)
+from fnet.models import blocks as parts
 
 BASIC = (10, 18, 34)
 """Depths whose blocks have two convolutions. The others are bottlenecks."""
 _DEEP = {"stem": "deep", "shortcut": "pool"}
 _GROUPS = ((50, 32, 4), (101, 32, 4), (101, 32, 8), (101, 32, 16), (101, 32, 32), (101, 64, 4))
 VARIANTS: dict[str, dict[str, Any]] = {
-    **{f"resnet{depth}": {"depth": depth} for depth in STAGES["resnet"]},
+    **{f"resnet{depth}": {"depth": depth} for depth in parts.STAGES["resnet"]},
     **{f"resnet{n}d": {"depth": n, **_DEEP} for n in (18, 26, 34, 50, 101, 152, 200)},
     **{f"resnet{n}t": {"depth": n, **_DEEP, "stem": "tiered"} for n in (10, 14, 26, 50)},
     **{f"resnet{n}c": {"depth": n, "stem": "deep"} for n in (50, 101, 152)},
@@ -41,7 +31,7 @@ def resnet(
     in_channels: int = 3,
     activation: str = "leaky_relu",
     activation_param: float | None = None,
-    norm: str | NormActivation = "abn",
+    norm: str | parts.NormActivation = "abn",
     stem: str = "7x7",
     dilation: Sequence[int] = (1, 1, 1, 1),
     dilate_first: bool = True,
@@ -88,9 +78,9 @@ def resnet(
         an activation that the norm does not support; for an unknown shortcut, or groups without
         bottlenecks.
     """
-    blocks_per_stage = stage_blocks("resnet", depth)
-    dilations = stage_dilations("resnet", dilation, 4)
-    norm = resolve_norm("resnet", norm, activation, activation_param)
+    blocks_per_stage = parts.stage_blocks("resnet", depth)
+    dilations = parts.stage_dilations("resnet", dilation, 4)
+    norm = parts.resolve_norm("resnet", norm, activation, activation_param)
     act = layers.activation(activation, activation_param)
     checks.choice("resnet", ("conv", "pool"), shortcut=shortcut)
     if depth in BASIC and (groups, group_width) != (1, 64):
@@ -98,7 +88,7 @@ def resnet(
             f"resnet: depth {depth} has no bottlenecks, which groups={groups} and "
             f"group_width={group_width} need; give groups=1 and group_width=64"
         )
-    children, n_in = input_stem(stem, in_channels, 64, norm, last_norm=True)
+    children, n_in = parts.input_stem(stem, in_channels, 64, norm, last_norm=True)
     if dilations[0] > 1:
         children.pop("pool", None)
     for i, (num_blocks, rate) in enumerate(zip(blocks_per_stage, dilations, strict=True)):
@@ -110,8 +100,8 @@ def resnet(
             "stride": 2 if i and rate == 1 else 1,
             "first_dilation": rate if dilate_first else dilations[max(i - 1, 0)],
         }
-        children[f"layer{i + 1}"] = stage(
-            n_in, channels, num_blocks, post_activation, first, "{}", 0, **options
+        children[f"layer{i + 1}"] = parts.stage(
+            n_in, channels, num_blocks, parts.post_activation, first, "{}", 0, **options
         )
         n_in = channels[-1]
-    return classifier(children, n_in, num_classes)
+    return parts.classifier(children, n_in, num_classes)

@@ -4,19 +4,9 @@ import functools
 from collections.abc import Sequence
 
 from fnet.layer import Layer, serial
-from fnet.models.blocks import (
-    STAGES,
-    NormActivation,
-    input_stem,
-    pre_activation,
-    pre_activation_network,
-    resolve_norm,
-    stage,
-    stage_blocks,
-    stage_dilations,
-)
+from fnet.models import blocks as parts
 
-VARIANTS = {f"resnext{depth}": {"depth": depth} for depth in STAGES["resnext"]}
+VARIANTS = {f"resnext{depth}": {"depth": depth} for depth in parts.STAGES["resnext"]}
 """Options of the networks that `fnet.models.get` knows, by name."""
 
 
@@ -27,7 +17,7 @@ def resnext(
     in_channels: int = 3,
     activation: str = "leaky_relu",
     activation_param: float | None = None,
-    norm: str | NormActivation = "abn",
+    norm: str | parts.NormActivation = "abn",
     stem: str = "7x7",
     dilation: Sequence[int] = (1, 1, 1, 1),
     groups: int = 64,
@@ -57,15 +47,15 @@ def resnext(
       ValueError: for an unknown depth, norm, stem or activation, a wrong number of dilations,
         groups that do not divide the channels, or an activation that the norm does not support.
     """
-    blocks_per_stage = stage_blocks("resnext", depth)
-    dilations = stage_dilations("resnext", dilation, 4)
-    norm = resolve_norm("resnext", norm, activation, activation_param)
-    stem_layers, n_in = input_stem(stem, in_channels, 64, norm, last_norm=False)
+    blocks_per_stage = parts.stage_blocks("resnext", depth)
+    dilations = parts.stage_dilations("resnext", dilation, 4)
+    norm = parts.resolve_norm("resnext", norm, activation, activation_param)
+    stem_layers, n_in = parts.input_stem(stem, in_channels, 64, norm, last_norm=False)
     children = {"mod1": serial(**stem_layers)}
     for i, (num_blocks, rate) in enumerate(zip(blocks_per_stage, dilations, strict=True)):
         channels = [c * 2**i for c in base_channels]
-        block = functools.partial(pre_activation, norm=norm, dilation=rate, groups=groups)
+        block = functools.partial(parts.pre_activation, norm=norm, dilation=rate, groups=groups)
         first = {"stride": 2 if i and rate == 1 else 1}
-        children[f"mod{i + 2}"] = stage(n_in, channels, num_blocks, block, first)
+        children[f"mod{i + 2}"] = parts.stage(n_in, channels, num_blocks, block, first)
         n_in = channels[-1]
-    return pre_activation_network(children, n_in, norm, num_classes)
+    return parts.pre_activation_network(children, n_in, norm, num_classes)

@@ -10,16 +10,12 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Float
 
-from fnet import checks
+from fnet import checks, layers
 from fnet.layer import Children, Layer, Params, State, composite, init_children
-from fnet.layers.attention import attention
-from fnet.layers.conv import conv
-from fnet.layers.dense import dense
 from fnet.layers.dot_product_attention import dot_product_attention
 from fnet.layers.feed_forward import feed_forward
 from fnet.layers.layer_scale import layer_scale as layer_scale_layer
-from fnet.layers.norm import layer_norm_layer
-from fnet.layers.stack import Block, Norm, resolve_norm, stack
+from fnet.layers.stack import Norm, resolve_norm
 from fnet.precision import add, broadcast_like, upcast
 
 Pooling = Literal["token", "tokens", "mean", "mean_of_norm", "token_and_mean", "map", "none"]
@@ -88,8 +84,8 @@ def vit(
     checks.choice("vit", ("token", "mean"), pooling=pooling)
     hidden = 4 * width if hidden is None else hidden
     checks.sizes("vit", blocks=blocks, num_classes=num_classes)
-    block = Block(
-        attention(width, heads),
+    block = layers.Block(
+        layers.attention(width, heads),
         feed_forward(width, hidden, activation="gelu_exact", gated=False, bias=True),
     )
     scale = functools.partial(layer_scale_layer, initial=layer_scale) if layer_scale else None
@@ -102,7 +98,7 @@ def vit(
         registers=registers,
         post_norm=scale,
         pooling=pooling,
-        head=None if num_classes is None else dense(width, num_classes),
+        head=None if num_classes is None else layers.dense(width, num_classes),
         dropout=dropout,
     )
 
@@ -112,7 +108,7 @@ def image_transformer(
     image_shape: Sequence[int],
     patch: int | tuple[int, int],
     width: int,
-    blocks: Sequence[Block],
+    blocks: Sequence[layers.Block],
     class_token: bool = True,
     distillation_token: bool = False,
     registers: int = 0,
@@ -120,7 +116,7 @@ def image_transformer(
     positions: Positions = "class",
     interpolate: Interpolation | None = None,
     patch_bias: bool = True,
-    norm: Norm = layer_norm_layer,
+    norm: Norm = layers.layer_norm,
     input_norm: bool = False,
     final_norm: bool = True,
     post_norm: Norm | None = None,
@@ -215,8 +211,10 @@ def image_transformer(
 
     norm_layer = resolve_norm("image_transformer", norm)
     children = {
-        "patches": conv(channels, width, patch, stride=patch, padding="VALID", bias=patch_bias),
-        "blocks": stack(width, blocks, norm=norm, post_norm=post_norm, dropout=dropout),
+        "patches": layers.conv(
+            channels, width, patch, stride=patch, padding="VALID", bias=patch_bias
+        ),
+        "blocks": layers.stack(width, blocks, norm=norm, post_norm=post_norm, dropout=dropout),
     }
     optional = {
         "input_norm": norm_layer(width) if input_norm else None,
@@ -299,7 +297,7 @@ def attention_pooling(
     heads: int,
     feed_forward: Layer,
     *,
-    norm: Norm = layer_norm_layer,
+    norm: Norm = layers.layer_norm,
     fused: bool = True,
 ) -> Layer:
     """Pool tokens by attention from one learned query, followed by a feed-forward layer.
@@ -315,9 +313,9 @@ def attention_pooling(
         raise ValueError(
             f"attention_pooling: heads must divide width, got heads={heads}, width={width}"
         )
-    projections = {"query": dense(width, width), "key_value": dense(width, 2 * width)}
-    children = {"query_key_value": dense(width, 3 * width)} if fused else dict(projections)
-    children["output"] = dense(width, width)
+    projections = {"query": layers.dense(width, width), "key_value": layers.dense(width, 2 * width)}
+    children = {"query_key_value": layers.dense(width, 3 * width)} if fused else dict(projections)
+    children["output"] = layers.dense(width, width)
     children["norm"] = resolve_norm("attention_pooling", norm)(width)
     children["feed_forward"] = feed_forward
 
@@ -353,7 +351,7 @@ def distilled_head(width: int, num_classes: int) -> Layer:
 
     [N, 2, D] -> [N, num_classes]. Params are ``class`` and ``distillation``.
     """
-    children = {name: dense(width, num_classes) for name in ("class", "distillation")}
+    children = {name: layers.dense(width, num_classes) for name in ("class", "distillation")}
 
     def average(child: Children, x: Float[Array, "n t d"]) -> Float[Array, "n c"]:
         first, second = (child(name, x[:, i]) for i, name in enumerate(children))

@@ -4,20 +4,11 @@ import functools
 
 from fnet import layers
 from fnet.layer import Layer, serial
-from fnet.models.blocks import (
-    STAGES,
-    NormActivation,
-    convolution,
-    pre_activation,
-    pre_activation_network,
-    resolve_norm,
-    stage,
-    stage_blocks,
-)
+from fnet.models import blocks as parts
 
 VARIANTS = {
     f"wider_resnet{depth}{suffix}": {"depth": depth} | options
-    for depth in STAGES["wider_resnet"]
+    for depth in parts.STAGES["wider_resnet"]
     for suffix, options in (("", {}), ("_a2", {"a2": True}))
 }
 """Options of the networks that `fnet.models.get` knows, by name."""
@@ -32,7 +23,7 @@ def wider_resnet(
     in_channels: int = 3,
     activation: str = "leaky_relu",
     activation_param: float | None = None,
-    norm: str | NormActivation = "abn",
+    norm: str | parts.NormActivation = "abn",
     a2: bool = False,
     dilated: bool = False,
 ) -> Layer:
@@ -60,24 +51,24 @@ def wider_resnet(
       ValueError: for an unknown depth, norm or activation, ``dilated`` without ``a2``, or an
         activation that the norm does not support.
     """
-    blocks_per_stage = stage_blocks("wider_resnet", depth)
+    blocks_per_stage = parts.stage_blocks("wider_resnet", depth)
     if dilated and not a2:
         raise ValueError("wider_resnet: dilated=True needs a2=True, got a2=False")
-    norm = resolve_norm("wider_resnet", norm, activation, activation_param)
+    norm = parts.resolve_norm("wider_resnet", norm, activation, activation_param)
     dilations = (1, 1, 1, 2, 4, 4) if dilated else (1,) * 6
     dropout = (0, 0, 0, 0, 0.3, 0.5) if a2 else (0,) * 6
     pooled = range(2) if a2 else range(5)
     strided = range(2, 3 if dilated else 5) if a2 else ()
 
-    children = {"mod1": serial(conv1=convolution(in_channels, 64, 3))}
+    children = {"mod1": serial(conv1=parts.convolution(in_channels, 64, 3))}
     n_in = 64
     for i, (num_blocks, channels) in enumerate(zip(blocks_per_stage, CHANNELS, strict=True)):
         if i in pooled:
             children[f"pool{i + 2}"] = layers.max_pool(3, stride=2, padding=1)
         block = functools.partial(
-            pre_activation, norm=norm, dilation=dilations[i], dropout=dropout[i]
+            parts.pre_activation, norm=norm, dilation=dilations[i], dropout=dropout[i]
         )
         first = {"stride": 2 if i in strided else 1}
-        children[f"mod{i + 2}"] = stage(n_in, channels, num_blocks, block, first)
+        children[f"mod{i + 2}"] = parts.stage(n_in, channels, num_blocks, block, first)
         n_in = channels[-1]
-    return pre_activation_network(children, n_in, norm, num_classes)
+    return parts.pre_activation_network(children, n_in, norm, num_classes)

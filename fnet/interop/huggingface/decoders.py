@@ -15,7 +15,16 @@ from jax.typing import DTypeLike
 from fnet import layers, models
 from fnet.interop.huggingface.checkpoint import Names
 from fnet.interop.huggingface.family import Family, activation, register
-from fnet.interop.huggingface.names import mlp, norms, qk_norms, table
+from fnet.interop.huggingface.names import (
+    AFTER,
+    AROUND,
+    BEFORE,
+    LLAMA_NAMES,
+    mlp,
+    norms,
+    qk_norms,
+    table,
+)
 from fnet.interop.huggingface.options import Option, Options, Source
 from fnet.interop.huggingface.rotary import Rope
 from fnet.layer import Layer, Params, State, from_function, stateless
@@ -27,33 +36,6 @@ Norm = Callable[[int], Layer]
 """A norm as a function of the width."""
 
 _Keys = Literal["own", "passed_on", "given"]
-
-LLAMA_NAMES = table("""
-embedding                       model.embed_tokens
-blocks/*/mixer/query            model.layers.*.self_attn.q_proj
-blocks/*/mixer/key              model.layers.*.self_attn.k_proj
-blocks/*/mixer/value            model.layers.*.self_attn.v_proj
-blocks/*/mixer/query_key_value  model.layers.*.self_attn.qkv_proj
-blocks/*/mixer/query_norm       model.layers.*.self_attn.q_norm
-blocks/*/mixer/key_norm         model.layers.*.self_attn.k_norm
-blocks/*/mixer/output           model.layers.*.self_attn.o_proj
-blocks/*/feed_forward/gate      model.layers.*.mlp.gate_proj
-blocks/*/feed_forward/up        model.layers.*.mlp.up_proj
-blocks/*/feed_forward/expand    model.layers.*.mlp.gate_up_proj
-blocks/*/feed_forward/contract  model.layers.*.mlp.down_proj
-norm                            model.norm
-head                            lm_head
-""")
-"""Names of Llama, fused or not, but for the norms of blocks."""
-
-BEFORE = norms(mixer="input_layernorm", feed_forward="post_attention_layernorm")
-"""Norms before mixer and feed-forward layer."""
-
-AFTER = norms(mixer_post="post_attention_layernorm", feed_forward_post="post_feedforward_layernorm")
-"""Norms after mixer and feed-forward layer."""
-
-AROUND = AFTER | norms(mixer="input_layernorm", feed_forward="pre_feedforward_layernorm")
-"""Norms before and after both."""
 
 _GLM4_NORMS = norms(mixer_post="post_self_attn_layernorm", feed_forward_post="post_mlp_layernorm")
 

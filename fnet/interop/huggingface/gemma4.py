@@ -16,15 +16,9 @@ from jax.typing import DTypeLike
 
 from fnet import layers
 from fnet.interop.huggingface.checkpoint import Names
-from fnet.interop.huggingface.decoders import (
-    AROUND,
-    LLAMA_NAMES,
-    rms_norm,
-    scaled,
-    within_image_model,
-)
+from fnet.interop.huggingface.decoders import rms_norm, scaled, within_image_model
 from fnet.interop.huggingface.family import FAMILIES, register
-from fnet.interop.huggingface.names import gated, table
+from fnet.interop.huggingface.names import AROUND, LLAMA_NAMES, gated, table
 from fnet.interop.huggingface.options import Option, Options
 from fnet.interop.huggingface.rotary import Rope
 from fnet.layer import Children, Layer, Params, State, composite, init_children, serial

@@ -10,15 +10,17 @@ from jax.typing import DTypeLike
 
 from fnet import layers
 from fnet.interop.huggingface.checkpoint import Names
-from fnet.interop.huggingface.decoders import (
+from fnet.interop.huggingface.decoders import rms_norm, scaled, within_image_model
+from fnet.interop.huggingface.family import FAMILIES, activation, register
+from fnet.interop.huggingface.names import (
     BEFORE,
     LLAMA_NAMES,
-    rms_norm,
-    scaled,
-    within_image_model,
+    gated,
+    norms,
+    qk_norms,
+    state_space,
+    table,
 )
-from fnet.interop.huggingface.family import FAMILIES, activation, register
-from fnet.interop.huggingface.names import gated, norms, qk_norms, state_space, table
 from fnet.interop.huggingface.options import Option, Options
 from fnet.interop.huggingface.recurrent import step_limits
 from fnet.interop.huggingface.rotary import Rope

@@ -43,3 +43,31 @@ def gated(path: str, layer: str, *names: str) -> Names:
     names = names or ("gate_proj", "up_proj", "down_proj")
     parts = zip(("gate", "up", "contract"), names, strict=True)
     return {f"blocks/*/feed_forward{path}/{p}": f"model.layers.*.{layer}.{n}" for p, n in parts}
+
+
+LLAMA_NAMES = table("""
+embedding                       model.embed_tokens
+blocks/*/mixer/query            model.layers.*.self_attn.q_proj
+blocks/*/mixer/key              model.layers.*.self_attn.k_proj
+blocks/*/mixer/value            model.layers.*.self_attn.v_proj
+blocks/*/mixer/query_key_value  model.layers.*.self_attn.qkv_proj
+blocks/*/mixer/query_norm       model.layers.*.self_attn.q_norm
+blocks/*/mixer/key_norm         model.layers.*.self_attn.k_norm
+blocks/*/mixer/output           model.layers.*.self_attn.o_proj
+blocks/*/feed_forward/gate      model.layers.*.mlp.gate_proj
+blocks/*/feed_forward/up        model.layers.*.mlp.up_proj
+blocks/*/feed_forward/expand    model.layers.*.mlp.gate_up_proj
+blocks/*/feed_forward/contract  model.layers.*.mlp.down_proj
+norm                            model.norm
+head                            lm_head
+""")
+"""Names of Llama, fused or not, but for the norms of blocks."""
+
+BEFORE = norms(mixer="input_layernorm", feed_forward="post_attention_layernorm")
+"""Norms before mixer and feed-forward layer."""
+
+AFTER = norms(mixer_post="post_attention_layernorm", feed_forward_post="post_feedforward_layernorm")
+"""Norms after mixer and feed-forward layer."""
+
+AROUND = AFTER | norms(mixer="input_layernorm", feed_forward="pre_feedforward_layernorm")
+"""Norms before and after both."""

@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 
 from fnet import layers
 from fnet.interop.huggingface.checkpoint import Names
-from fnet.interop.huggingface.decoders import AFTER, BEFORE, LLAMA_NAMES, optional_window, rms_norm
+from fnet.interop.huggingface.decoders import optional_window, rms_norm
 from fnet.interop.huggingface.family import ACTIVATIONS, FAMILIES, register
-from fnet.interop.huggingface.names import gated, qk_norms, table
+from fnet.interop.huggingface.names import AFTER, BEFORE, LLAMA_NAMES, gated, qk_norms, table
 from fnet.interop.huggingface.options import Option, Options, Source
 from fnet.interop.huggingface.rotary import Rope
 from fnet.layer import Layer
