@@ -141,6 +141,10 @@ class InPlaceABN(nnx.Module):
         return y
 
     def set_view(self, use_running_average: bool | None = None) -> None:
-        """Set attributes for `nnx.view`; None changes nothing."""
+        """Set attributes for `nnx.view`, which reads what follows.
+
+        Args:
+          use_running_average: True: normalize with the running statistics. None: no change.
+        """
         if use_running_average is not None:
             self.use_running_average = use_running_average
