@@ -97,26 +97,19 @@ def clipped_grad(
 
     Args:
       fun: ``fun(*args, **kwargs) -> value []``, or ``(value, aux)`` with ``has_aux``.
-      argnums: Arguments to differentiate with respect to.
-      has_aux: Whether ``fun`` returns ``(value, aux)``.
+      argnums, has_aux, normalize_by, keep_batch_dim, return_values: As in jax_privacy.
+      return_grad_norms, prng_argnum, spmd_axis_name: As in jax_privacy.
       l2_clip_norm: Largest norm of an example's gradient, or a tree that is a prefix of the
         gradient with one bound for all arrays below each of its leaves.
       rescale_to_unit_norm: Whether to divide gradients by ``l2_clip_norm``.
-      normalize_by: Divisor of the sum, > 0.
       batch_argnums: Arguments whose arrays have a leading axis of examples. Keyword arguments
         have one too.
-      keep_batch_dim: Whether ``fun`` takes the arguments at ``batch_argnums`` with a leading axis
-        of size 1. Otherwise it takes them without the axis.
-      return_values: Whether to return the values of ``fun``.
-      return_grad_norms: Whether to return gradient norms.
       pre_clipping_transform: Function of an example's gradient that returns what is clipped.
       microbatch_size: Number of examples at a time. By default all.
       nan_safe: Whether examples with a gradient that is not finite contribute 0.
       dtype: Dtype of the result, by default float32 or wider. In a narrower one, the sum of n
         examples is rounded by up to ``n * eps / 2`` bounds, which ``sensitivity()`` leaves out.
         There is a warning; add the noise before you cast.
-      prng_argnum: Argument that is a random key, or a tree of keys. Each example gets its own.
-      spmd_axis_name: See `jax.vmap`.
       grid_scale: Number of steps of a grid per ``l2_clip_norm``: each clipped gradient is divided
         by the step and rounded, for the discrete Gaussian mechanism. It is clipped to
         ``l2_clip_norm - sqrt(elements) * step / 2``, so that its norm is at most ``grid_scale``.

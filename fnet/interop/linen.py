@@ -43,14 +43,10 @@ class InPlaceABN(nn.Module):
         statistics of the batch and update ``batch_stats``, which must be mutable. None: given
         at the call.
       axis: channel axis, one integer.
-      momentum: decay of the running statistics.
+      momentum, use_bias, use_scale, bias_init, scale_init, axis_name: as for BatchNorm.
       epsilon: constant added to the variance and to ``|scale|``.
       dtype: dtype of the output. None: the widest of input and parameters.
       param_dtype: dtype of ``scale`` and ``bias``, float32 or wider.
-      use_bias, use_scale: whether ``bias`` and ``scale`` are parameters.
-      bias_init, scale_init: initializers of ``bias`` and ``scale``.
-      axis_name: mesh axes over which the statistics of the batch are averaged. Ignored in
-        ``init`` and with running statistics.
       activation, activation_param: activation after the norm, as for `fnet.abn`.
 
     Raises:

@@ -9,14 +9,7 @@ from jax import Array
 from jax.sharding import Sharding
 from jax.typing import DTypeLike
 
-from fnet.interop.huggingface import gemma4, hybrid, vision  # noqa: F401  (register rows)
-from fnet.interop.huggingface.checkpoint import (
-    PretrainedModel,
-    file_shapes,
-    leaf,
-    match_names,
-    read_params,
-)
+from fnet.interop.huggingface import checkpoint, gemma4, hybrid, vision  # noqa: F401  (rows)
 from fnet.interop.huggingface.options import Options
 from fnet.interop.huggingface.timm import family_of
 from fnet.layer import Params
@@ -28,7 +21,7 @@ def build_model(
     dtype: DTypeLike = jnp.float32,
     names: Iterable[str] | None = None,
     interpolate_positions: bool = False,
-) -> PretrainedModel:
+) -> checkpoint.PretrainedModel:
     """Build the network of a ``config.json``, without weights.
 
     Args:
@@ -72,7 +65,7 @@ def from_huggingface(
     sharding: Callable[[str, tuple[int, ...]], Sharding] | None = None,
     interpolate_positions: bool = False,
     convert: Callable[[str, Array], Any] | None = None,
-) -> tuple[PretrainedModel, Params]:
+) -> tuple[checkpoint.PretrainedModel, Params]:
     """Load a published model, exactly.
 
     `FAMILIES` has the supported families, and `register` adds more. Outputs equal transformers' and
@@ -121,7 +114,7 @@ def from_huggingface(
     model, _ = match_tensors(
         config, tensors, dtype=dtype, interpolate_positions=interpolate_positions
     )
-    return model, read_params(model, tensors, sharding, convert)
+    return model, checkpoint.read_params(model, tensors, sharding, convert)
 
 
 def match_tensors(
@@ -130,7 +123,7 @@ def match_tensors(
     *,
     dtype: DTypeLike | None = None,
     interpolate_positions: bool = False,
-) -> tuple[PretrainedModel, Params]:
+) -> tuple[checkpoint.PretrainedModel, Params]:
     """Build a model and compare its tensors with a checkpoint's, without reading them.
 
     The arguments are those of `from_huggingface`. Returns the model, and a `jax.ShapeDtypeStruct`
@@ -144,12 +137,12 @@ def match_tensors(
     )
     family = family_of(config)
     model = model._replace(
-        tensors=match_names(model.tensors, list(tensors), family.prefix, family.others)
+        tensors=checkpoint.match_names(model.tensors, list(tensors), family.prefix, family.others)
     )
-    return model, file_shapes(model, tensors)
+    return model, checkpoint.file_shapes(model, tensors)
 
 
-def to_huggingface(model: PretrainedModel, params: Params) -> dict[str, np.ndarray]:
+def to_huggingface(model: checkpoint.PretrainedModel, params: Params) -> dict[str, np.ndarray]:
     """Convert parameters to the tensors of a checkpoint, the inverse of `from_huggingface`.
 
     Args:
@@ -173,6 +166,6 @@ def to_huggingface(model: PretrainedModel, params: Params) -> dict[str, np.ndarr
     path, whole = "", np.zeros(0)
     for t in model.tensors:
         if t.path != path:  # The rows of a parameter follow each other.
-            path, whole = t.path, np.asarray(leaf(params, t.path))
+            path, whole = t.path, np.asarray(checkpoint.leaf(params, t.path))
         arrays[t.name] = np.ascontiguousarray(t.to_file(whole))
     return arrays
