@@ -111,6 +111,21 @@ _REGNET = _table(r"""
 ^fc\.                  fc.                              head.fc.
 """)
 _REGNET["timm"] += ((r"^layer(\d)\.(\d+)\.", lambda m: f"s{m[1]}.b{int(m[2]) + 1}."),)
+_EFFICIENTNET = _table(r"""
+^stem\.conv\.     features.0.0.     conv_stem.
+^stem\.bn\.       features.0.1.     bn1.
+^last\.conv\.     features.LAST.0.  conv_head.
+^last\.bn\.       features.LAST.1.  bn2.
+^classifier\.     classifier.1.     -
+""")
+_MOBILENET = _table(r"""
+^stem\.conv\.     features.0.0.     conv_stem.
+^stem\.bn\.       features.0.1.     bn1.
+^last\.conv\.     features.LAST.0.  blocks.LAST.0.conv.
+^last\.bn\.       features.LAST.1.  blocks.LAST.0.bn1.
+^hidden\.dense\.  classifier.0.     conv_head.
+^classifier\.     classifier.3.     -
+""")
 _OLD_DENSENET = re.compile(r"(\bdenselayer\d+\.(?:norm|conv))\.([12])\.")
 _MAX_PREFIXES = 100
 _CLASSIFIER = re.compile(r"(fc|classifier|classifier\.fc|cls|head)\.(kernel|bias)")
@@ -252,26 +267,12 @@ def _efficientnet_rules(names: str, variables: Sequence[str]) -> Rules:
             }[name]
         )
 
-    blocks = (r"^stage(\d+)\.(\d+)\.body\.(\w+)\.(\w+)\.", part)
-    if torchvision:
-        last = len(numbers) + 1 if is_mobile else last
-        return (
-            blocks,
-            (r"^stem\.conv\.", "features.0.0."),
-            (r"^stem\.bn\.", "features.0.1."),
-            (r"^last\.conv\.", f"features.{last}.0."),
-            (r"^last\.bn\.", f"features.{last}.1."),
-            (r"^classifier\.", "classifier.3." if is_mobile else "classifier.1."),
-            (r"^hidden\.dense\.", "classifier.0."),
-        )
-    before = f"blocks.{last - 1}.0." if is_mobile else ""
+    if is_mobile:
+        last = len(numbers) + 1 if torchvision else last - 1
+    others = (_MOBILENET if is_mobile else _EFFICIENTNET)[names]
     return (
-        blocks,
-        (r"^stem\.conv\.", "conv_stem."),
-        (r"^stem\.bn\.", "bn1."),
-        (r"^last\.conv\.", f"{before}conv." if is_mobile else "conv_head."),
-        (r"^last\.bn\.", f"{before}bn1." if is_mobile else "bn2."),
-        (r"^hidden\.dense\.", "conv_head."),
+        (r"^stage(\d+)\.(\d+)\.body\.(\w+)\.(\w+)\.", part),
+        *((pattern, str(name).replace("LAST", str(last))) for pattern, name in others),
     )
 
 

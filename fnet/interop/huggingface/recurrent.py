@@ -59,24 +59,20 @@ def _stack(
     dtype: DTypeLike,
     *,
     mixer: Callable[..., Layer],
-    vocabulary: int,
-    width: int,
-    inner: int,
-    blocks: int,
-    eps: float,
     tied: bool,
-    residual_in_fp32: bool,
     **mixer_options: Any,
 ) -> tuple[models.LanguageModel, tuple[Any, ...]]:
     del names
+    width, blocks = options.get("hidden_size", 768), options.get("num_hidden_layers")
+    inner, eps = _inner(options), options.get("layer_norm_epsilon", 1e-5)
     options.require("hidden_act", "silu", "swish")
     # Converted checkpoints of the authors repeat their own names of the sizes.
     for name, size in (("d_model", width), ("d_inner", inner), ("n_layer", blocks)):
         options.require(name, size)
     block = layers.Block(mixer(width, expand=inner / width, **mixer_options))
-    wide = residual_in_fp32 and jnp.finfo(dtype).bits < 32
+    wide = options.get("residual_in_fp32", True) and jnp.finfo(dtype).bits < 32
     model = models.language_model(
-        vocabulary=vocabulary,
+        vocabulary=options.get("vocab_size"),
         width=width,
         blocks=[block] * blocks,
         norm=functools.partial(layers.rms_norm, eps=eps),
@@ -166,18 +162,12 @@ _MAMBA = Family(
     _stack,
     {
         "mixer": lambda options: layers.mamba,
-        "vocabulary": Option("vocab_size"),
-        "width": Option("hidden_size", 768),
-        "inner": _inner,
-        "blocks": Option("num_hidden_layers"),
         "state": Option("state_size", 16),
         "conv": Option("conv_kernel", 4),
         "dt_rank": _rank,
         "bias": Option("use_bias", False),
         "conv_bias": Option("use_conv_bias", True),
-        "eps": Option("layer_norm_epsilon", 1e-5),
         "tied": Option("tie_word_embeddings", True),
-        "residual_in_fp32": Option("residual_in_fp32", True),
     },
     _NAMES | _MAMBA_NAMES,
     prefix="backbone.",
