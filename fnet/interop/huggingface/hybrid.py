@@ -16,6 +16,7 @@ from fnet.interop.huggingface.names import (
     BEFORE,
     LLAMA_NAMES,
     gated,
+    mlp,
     norms,
     qk_norms,
     state_space,
@@ -78,11 +79,6 @@ _FALCON_H1_NAMES = {
     for part, names in (("attention", LLAMA_NAMES), ("mamba", _BAMBA_NAMES))
     for path, name in names.items()
 }
-
-_GRANITE_DENSE = table("""
-blocks/*/feed_forward/expand    model.layers.*.shared_mlp.input_linear
-blocks/*/feed_forward/contract  model.layers.*.shared_mlp.output_linear
-""")
 
 
 def _recurs(
@@ -294,7 +290,8 @@ def _granite_experts(options: Options) -> Layer | None:
 
 def _granite_names(options: Options) -> Any:
     names = FAMILIES["granitemoe"].names | _MAMBA2_NAMES
-    return names if options.get("num_local_experts", 8) else names | _GRANITE_DENSE
+    dense = mlp("input_linear", "output_linear", "model.layers.*.shared_mlp")
+    return names if options.get("num_local_experts", 8) else names | dense
 
 
 def _lfm2_router(options: Options) -> Router:

@@ -24,10 +24,10 @@ def qk_norms(query: str, key: str) -> Names:
     return {f"blocks/*/mixer/{p}_norm": f"model.layers.*.self_attn.{n}" for p, n in names.items()}
 
 
-def mlp(expand: str, contract: str) -> Names:
-    """Name the layers of feed-forward layers without a gate."""
+def mlp(expand: str, contract: str, layer: str = "model.layers.*.mlp") -> Names:
+    """Name the two layers of a feed-forward layer: without a gate, or with one in the first."""
     names = {"expand": expand, "contract": contract}
-    return {f"blocks/*/feed_forward/{p}": f"model.layers.*.mlp.{n}" for p, n in names.items()}
+    return {f"blocks/*/feed_forward/{path}": f"{layer}.{name}" for path, name in names.items()}
 
 
 def state_space(layer: str) -> Names:

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from fnet import checks, layers, models
 from fnet.interop.huggingface.checkpoint import Names
 from fnet.interop.huggingface.family import Family, activation, register
-from fnet.interop.huggingface.names import table
+from fnet.interop.huggingface.names import mlp, table
 from fnet.interop.huggingface.options import Option, Options
 from fnet.layer import Layer, serial
 from fnet.layers.layer_scale import layer_scale
@@ -208,10 +208,7 @@ blocks/*/feed_forward/contract        ROOT.encoder.layer.*.mlp.fc2
 blocks/*/feed_forward_post_norm/scale ROOT.encoder.layer.*.layer_scale2.lambda1
 """)
 
-_SWIGLU_NAMES = table("""
-blocks/*/feed_forward/expand    ROOT.encoder.layer.*.mlp.weights_in
-blocks/*/feed_forward/contract  ROOT.encoder.layer.*.mlp.weights_out
-""")
+_SWIGLU_NAMES = mlp("weights_in", "weights_out", "ROOT.encoder.layer.*.mlp")
 
 _TOWER_NAMES = table("""
 class_token                      vision_model.embeddings.class_embedding
