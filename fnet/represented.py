@@ -15,20 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.extend.core import JaxprEqn
 
 from fnet.backward_pass import FINISH_TOGETHER, finish_together
-from fnet.jaxpr import (
-    Scan,
-    While,
-    aval,
-    call_like,
-    called_jaxpr,
-    evaluate,
-    in_scopes,
-    interpret,
-    switch,
-)
+from fnet.jaxpr import Executor, Site, aval, evaluate, in_scopes
 from fnet.precision import multiply, sum_dtype
 from fnet.quantization import Layout, Quantized, is_quantized
 
@@ -190,7 +180,7 @@ def run(f: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -
         return f(*args, **kwargs)
 
     closed, shapes = jax.make_jaxpr(of_arrays, return_shape=True)(*map(_shape, values))
-    results = [_whole(value) for value in interpret(closed, values, _equation)]
+    results = [_whole(value) for value in _InParts().run(closed, values)]
     return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
 
@@ -222,21 +212,44 @@ def _whole(value: Any) -> Any:
 # Equations.
 
 
-def _equation(eqn: JaxprEqn, inputs: list[Any]) -> Sequence[Any]:
-    if not any(isinstance(value, Weight) for value in inputs):
-        return evaluate(eqn, inputs)
-    if (inner := called_jaxpr(eqn)) is not None:
-        with in_scopes(eqn):
-            results: Sequence[Any] = call_like(eqn, functools.partial(_call, inner))(*inputs)
-            return results
-    if eqn.primitive is FINISH_TOGETHER:
-        return _finish_together(inputs)
-    rule = _RULES.get(eqn.primitive.name, _materialized)
-    return rule(eqn, inputs)
+class _InParts(Executor[Any]):
+    """Execute equations on arrays and weights in parts. A loop carries whole weights."""
 
+    def form(self, value: Any) -> bool | None:
+        """Whether a value is in parts."""
+        return isinstance(value, Weight) or None
 
-def _call(inner: ClosedJaxpr, *inputs: Any) -> list[Any]:
-    return interpret(inner, inputs, _equation)
+    def lower(self, value: Any, form: bool | None, atom: Any) -> Any:
+        """Materialize a weight where its parts cannot go."""
+        return value if form else _whole(value)
+
+    def unstack(self, value: Any, atom: Any) -> tuple[Any, bool | None]:
+        """Go over the layers of a weight in parts."""
+        if not isinstance(value, Weight) or not _counts_layers(value):
+            return _whole(value), None
+        return dataclasses.replace(value, view=value.view[1:]), True
+
+    def stack(self, arrays: Any, form: bool | None, atom: Any) -> Any:
+        """Stack the parts of layers."""
+        if not isinstance(arrays, Weight):
+            return arrays
+        return dataclasses.replace(arrays, view=(-arrays.base.ndim, *arrays.view))
+
+    def visit(self, eqn: JaxprEqn, states: list[Any], site: Site) -> Sequence[Any]:
+        """Evaluate equations of arrays as they are."""
+        if not any(isinstance(value, Weight) for value in states):
+            return evaluate(eqn, states)
+        return super().visit(eqn, states, site)
+
+    def custom(self, eqn: JaxprEqn, states: list[Any], site: Site) -> Sequence[Any]:
+        """Keep custom derivatives, which know whole arrays."""
+        return self.equation(eqn, states, site)
+
+    def equation(self, eqn: JaxprEqn, states: list[Any], site: Site) -> Sequence[Any]:
+        """Execute an equation by the rule of its primitive."""
+        if eqn.primitive is FINISH_TOGETHER:
+            return _finish_together(states)
+        return _RULES.get(eqn.primitive.name, _materialized)(eqn, states)
 
 
 def _finish_together(inputs: list[Any]) -> Sequence[Any]:
@@ -448,55 +461,6 @@ def _scaled(weight: Weight, x: Array, scales: Array, role: str, places: Mapping[
     return multiply(x, scales.reshape(shape))
 
 
-def _scan(eqn: JaxprEqn, inputs: list[Any]) -> Sequence[Any]:
-    scan = Scan.of(eqn)
-    consts, carry, xs = scan.split(inputs)
-
-    def body(carry: list[Any], xs: list[Any], _: None) -> tuple[list[Any], None]:
-        slices = [
-            dataclasses.replace(x, view=x.view[1:]) if isinstance(x, Weight) else x for x in xs
-        ]
-        results = interpret(scan.body, [*consts, *carry, *slices], _equation)
-        return [_whole(v) for v in results], None
-
-    with in_scopes(eqn):
-        return scan.evaluate(body, [_whole(v) for v in carry], [_stacked(x) for x in xs])[0]
-
-
-def _stacked(value: Any) -> Any:
-    """Return a scanned value: a weight in parts if the loop goes over its layers."""
-    if not isinstance(value, Weight) or _counts_layers(value):
-        return value
-    return value.materialize()
-
-
-def _while(eqn: JaxprEqn, inputs: list[Any]) -> Sequence[Any]:
-    loop = While.of(eqn)
-    condition_consts, body_consts, carry = loop.split(inputs)
-
-    def condition(carry: Sequence[Any]) -> Any:
-        (result,) = interpret(loop.condition, [*condition_consts, *carry], _equation)
-        return result
-
-    def body(carry: Sequence[Any]) -> Sequence[Any]:
-        return [_whole(v) for v in interpret(loop.body, [*body_consts, *carry], _equation)]
-
-    with in_scopes(eqn):
-        return loop.evaluate(condition, body, [_whole(v) for v in carry])
-
-
-def _cond(eqn: JaxprEqn, inputs: list[Any]) -> Sequence[Any]:
-    index, *operands = inputs
-
-    def branch(closed: ClosedJaxpr) -> Callable[..., list[Any]]:
-        return lambda *operands: [_whole(v) for v in _call(closed, *operands)]
-
-    with in_scopes(eqn):
-        branches = [branch(closed) for closed in eqn.params["branches"]]
-        results: Sequence[Any] = switch(eqn, index, branches, *operands)
-    return results
-
-
 _RULES: dict[str, Callable[[JaxprEqn, list[Any]], Sequence[Any]]] = {
     "convert_element_type": _convert,
     "copy": lambda eqn, inputs: inputs,
@@ -509,7 +473,4 @@ _RULES: dict[str, Callable[[JaxprEqn, list[Any]], Sequence[Any]]] = {
     "squeeze": _squeeze,
     "optimization_barrier": _barrier,
     "dot_general": _dot_general,
-    "scan": _scan,
-    "while": _while,
-    "cond": _cond,
 }

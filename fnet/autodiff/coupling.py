@@ -16,13 +16,12 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from fnet.autodiff.mean import Loss, losses_and_aux
 from fnet.jaxpr import (
-    Scan,
+    Propagation,
+    Site,
     aval,
-    called_jaxpr,
     dependencies,
     find_equations,
     inline,
-    interpret,
     source_line,
 )
 from fnet.jaxpr.batch_axis import (
@@ -92,10 +91,10 @@ def find_coupling(
         return "the loss of an example depends on its position in the batch"
     kinds = [_PARAMETER] * counts[0] + [_CONSTANT] * counts[1] + [_EXAMPLES] * counts[2]
     kinds += [_CONSTANT] * (len(closed.in_avals) - len(kinds))
-    rules: list[JaxprEqn] = []
-    _find_rules_of_parameters(closed, kinds, rules)
-    if rules:
-        rule = f"{rules[0].primitive.name} at {source_line(rules[0])}"
+    sources = _Sources()
+    sources.run(closed, kinds)
+    for eqn in sources.rules.values():
+        rule = f"{eqn.primitive.name} at {source_line(eqn)}"
         return (
             f"it is not known whether the derivative rule of {rule} is linear, which gets the sum "
             "of the examples' cotangents"
@@ -120,32 +119,32 @@ _CONSTANT, _PARAMETER, _EXAMPLES = range(3)
 """Sources of a value. Parameters together with examples count as examples."""
 
 
-def _find_rules_of_parameters(
-    closed: ClosedJaxpr, kinds: Sequence[int], found: list[JaxprEqn]
-) -> list[int]:
-    """Append equations with a rule that gives parameters a cotangent and may not be linear in it.
+class _Sources(Propagation[int]):
+    """Follow what values depend on, and find rules that may not be linear in the cotangent.
 
-    Returns:
-      The kind of each result.
+    Attributes:
+      rules: Equations with such a rule that gives parameters a cotangent, by their path.
     """
 
-    def handle(eqn: JaxprEqn, kinds: list[int]) -> Sequence[int]:
-        if (inner := called_jaxpr(eqn)) is not None:
-            return _find_rules_of_parameters(inner, kinds, found)
-        if eqn.primitive.name == "scan":
-            scan = Scan.of(eqn)
-            consts, carry, xs = scan.split(kinds)
-            while True:
-                out = _find_rules_of_parameters(scan.body, [*consts, *carry, *xs], [])
-                joined = [max(pair) for pair in zip(carry, out[: scan.num_carry], strict=True)]
-                if joined == carry:
-                    return _find_rules_of_parameters(scan.body, [*consts, *carry, *xs], found)
-                carry = joined
-        if _PARAMETER in kinds and not has_linear_rules(eqn):
-            found.append(eqn)
-        return [max(kinds, default=_CONSTANT)] * len(eqn.outvars)
+    def __init__(self) -> None:
+        self.rules: dict[tuple[int, ...], JaxprEqn] = {}
 
-    return interpret(closed, kinds, handle, lambda constant: _CONSTANT)
+    def constant(self, value: Any) -> int:
+        """A constant depends on nothing."""
+        return _CONSTANT
+
+    def equation(self, eqn: JaxprEqn, states: list[int], site: Site) -> Sequence[int]:
+        """Any result depends on all operands."""
+        self.rules.pop(site.path, None)
+        if _PARAMETER in states and not has_linear_rules(eqn):
+            self.rules[site.path] = eqn
+        return [max(states, default=_CONSTANT)] * len(eqn.outvars)
+
+    custom = loop = branches = shard_map = equation
+
+    def join(self, states: Sequence[int]) -> int:
+        """Parameters together with examples count as examples."""
+        return max(states)
 
 
 def _numbers(jaxpr: Jaxpr) -> dict[float, JaxprEqn]:

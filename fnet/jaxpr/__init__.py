@@ -4,7 +4,8 @@
 of an operand is which axis of a result. `arrangements` and `linearity` state which equations only
 move elements, and which are linear. A `Layout` says which element of an array is where.
 `propagation` follows any state, such as an axis, through equations, calls, loops and branches:
-`Propagation` from arguments to results, and `BackwardPropagation` back.
+`Propagation` from arguments to results, and `BackwardPropagation` back. An `Executor` of
+`execution` computes with values of its own kind in the place of arrays.
 """
 
 from fnet.jaxpr.arrangements import Arrangement, arrangements
@@ -31,6 +32,7 @@ from fnet.jaxpr.axes import (
     stops_gradients,
     with_dtypes,
 )
+from fnet.jaxpr.execution import Executor, Form
 from fnet.jaxpr.interpreter import (
     CHECKPOINT,
     CUSTOM_DERIVATIVES,
@@ -87,8 +89,10 @@ __all__ = [
     "Atom",
     "BackwardPropagation",
     "Dependence",
+    "Executor",
     "Factor",
     "Factors",
+    "Form",
     "Layout",
     "NoLayoutError",
     "Propagation",

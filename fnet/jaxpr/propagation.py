@@ -14,7 +14,7 @@ lattice model for static analysis of programs".
 
 import abc
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
@@ -54,7 +54,77 @@ class Site(NamedTuple):
     in_checkpoint: bool = False
 
 
-class Propagation(abc.ABC, Generic[S]):
+class Visitor(abc.ABC, Generic[S]):
+    """Visit every equation of a program, and those of the programs inside of it.
+
+    The base of `Propagation`, whose states stand for values, and of `fnet.jaxpr.Executor`, which
+    computes values of its own. Both say what a loop, a branch or a call does with them.
+    """
+
+    @abc.abstractmethod
+    def constant(self, value: Any) -> S:
+        """Return the state of a constant."""
+
+    @abc.abstractmethod
+    def equation(self, eqn: JaxprEqn, states: list[S], site: Site) -> Sequence[S]:
+        """Return the states of the results of an equation that nothing else here handles."""
+
+    @abc.abstractmethod
+    def call(self, eqn: JaxprEqn, inner: ClosedJaxpr, states: list[S], site: Site) -> Sequence[S]:
+        """Visit a `jax.jit` or a `jax.checkpoint`."""
+
+    @abc.abstractmethod
+    def custom(self, eqn: JaxprEqn, states: list[S], site: Site) -> Sequence[S]:
+        """Visit what has derivative rules of its own."""
+
+    @abc.abstractmethod
+    def scan(self, eqn: JaxprEqn, states: list[S], site: Site) -> Sequence[S]:
+        """Visit a `jax.lax.scan`."""
+
+    @abc.abstractmethod
+    def loop(self, eqn: JaxprEqn, states: list[S], site: Site) -> Sequence[S]:
+        """Visit a `jax.lax.while_loop`."""
+
+    @abc.abstractmethod
+    def branches(self, eqn: JaxprEqn, states: list[S], site: Site) -> Sequence[S]:
+        """Visit a `jax.lax.cond` or `jax.lax.switch`."""
+
+    @abc.abstractmethod
+    def shard_map(self, eqn: JaxprEqn, states: list[S], site: Site) -> Sequence[S]:
+        """Visit a `jax.shard_map`."""
+
+    def run(self, closed: ClosedJaxpr, inputs: Sequence[S], site: Site = Site()) -> list[S]:  # noqa: B008
+        """Return the states of the results of a program.
+
+        Args:
+          closed: The program.
+          inputs: State of each argument.
+          site: Where the program is called.
+        """
+        index = iter(range(len(closed.jaxpr.eqns)))
+
+        def handle(eqn: JaxprEqn, states: list[S]) -> Sequence[S]:
+            path = (*site.path, next(index))
+            here = site._replace(path=path, scopes=site.scopes + scopes(eqn))
+            return self.visit(eqn, states, here)
+
+        return interpret(closed, inputs, handle, self.constant)
+
+    def visit(self, eqn: JaxprEqn, states: list[S], site: Site) -> Sequence[S]:
+        """Return the states of the results of any equation."""
+        if (inner := called_jaxpr(eqn)) is not None:
+            return self.call(eqn, inner, states, site)
+        control = {
+            "scan": self.scan,
+            "while": self.loop,
+            "cond": self.branches,
+            "shard_map": self.shard_map,
+        }
+        plain = self.equation if custom_function(eqn) is None else self.custom
+        return control.get(eqn.primitive.name, plain)(eqn, states, site)
+
+
+class Propagation(Visitor[S]):
     """Follow states through a program: subclass it for states of your own.
 
     States need ``==``. Repeated joins must stop changing, or a loop never ends. Inside of a loop,
@@ -82,14 +152,6 @@ class Propagation(abc.ABC, Generic[S]):
       >>> [sorted(s) for s in Sources().run(closed, [frozenset("x"), frozenset("y")])]
       [['x'], ['x', 'y']]
     """
-
-    @abc.abstractmethod
-    def constant(self, value: Any) -> S:
-        """Return the state of a constant."""
-
-    @abc.abstractmethod
-    def equation(self, eqn: JaxprEqn, states: list[S], site: Site) -> Sequence[S]:
-        """Return the states of the results of an equation that nothing else here handles."""
 
     def join(self, states: Sequence[S]) -> S:
         """Return the state of a value that is one of several values, in loops and branches."""
@@ -119,41 +181,6 @@ class Propagation(abc.ABC, Generic[S]):
     def from_device(self, state: S, splits: Sequence[int]) -> S:
         """Return the state of an array of which each device makes a part: see `to_device`."""
         return state
-
-    def run(self, closed: ClosedJaxpr, inputs: Sequence[S], site: Site = Site()) -> list[S]:  # noqa: B008
-        """Return the states of the results of a program.
-
-        Args:
-          closed: The program.
-          inputs: State of each argument.
-          site: Where the program is called.
-        """
-        index = iter(range(len(closed.jaxpr.eqns)))
-
-        def handle(eqn: JaxprEqn, states: list[S]) -> Sequence[S]:
-            path = (*site.path, next(index))
-            here = site._replace(path=path, scopes=site.scopes + scopes(eqn))
-            return self.visit(eqn, states, here)
-
-        return interpret(closed, inputs, handle, self.constant)
-
-    def visit(self, eqn: JaxprEqn, states: list[S], site: Site) -> Sequence[S]:
-        """Return the states of the results of any equation."""
-        name = eqn.primitive.name
-        if (inner := called_jaxpr(eqn)) is not None:
-            return self.call(eqn, inner, states, site)
-        handle: Callable[[JaxprEqn, list[S], Site], Sequence[S]]
-        if custom_function(eqn) is not None:
-            handle = self.custom
-        else:
-            control = {
-                "scan": self.scan,
-                "while": self.loop,
-                "cond": self.branches,
-                "shard_map": self.shard_map,
-            }
-            handle = control.get(name, self.equation)
-        return handle(eqn, states, site)
 
     def call(self, eqn: JaxprEqn, inner: ClosedJaxpr, states: list[S], site: Site) -> Sequence[S]:
         """Follow a `jax.jit` or a `jax.checkpoint`."""

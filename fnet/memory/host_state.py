@@ -315,7 +315,7 @@ class _Blocks(NamedTuple):
 
             args = list(map(value, inputs, self.kinds[0]))
             interpreter, new = run_rows(self.closed, args, part, self.axes)
-            update, *state = interpreter.converted(new, self.kinds[1])
+            update, *state = interpreter.lowered(new, self.kinds[1], self.closed.jaxpr.outvars)
             return [
                 jax.lax.dynamic_update_slice_in_dim(a, b, part.start, 0)
                 for a, b in zip(

@@ -743,7 +743,7 @@ class _Loop:
             part = Part(start, size, self.region.size)
             interpreter, results = run_rows(self.closed, values, part, self.axes, keep)
             wanted = [Sum() if axis is None else BatchAxis(axis) for axis in self.out_axis]
-            found = interpreter.converted(results, wanted)
+            found = interpreter.lowered(results, wanted, self.closed.jaxpr.outvars)
             return (
                 [found[k] for k in self.floats],
                 [*(a for k, a in enumerate(found) if k not in self.floats), *made],

@@ -9,9 +9,9 @@ rows alone, if that is possible, such as the random bits of a dropout mask.
 `RowAxes` finds the axis of each value, and sums over it. `run_rows` executes.
 """
 
-import functools
+import contextlib
 import itertools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -22,13 +22,12 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
 from fnet.jaxpr import (
     CUSTOM_DERIVATIVES,
+    Executor,
     Factor,
     Scan,
     Site,
-    While,
     active_variables,
     aval,
-    call_like,
     called_jaxpr,
     counted_factor,
     custom_function,
@@ -47,7 +46,6 @@ from fnet.jaxpr import (
     rows_by_position,
     separate_factor,
     source_line,
-    switch,
 )
 from fnet.jaxpr.batch_axis import (
     CONSTANT_SIZE,
@@ -313,7 +311,7 @@ class _Later(NamedTuple):
       eqn: The equation.
       inputs: Its inputs.
       result: Index of the result.
-      memo: Arrays of all results by scope (`_Scope`) and axis of the rows; None for whole arrays.
+      memo: Arrays of all results by scope and axis of the rows; None for whole arrays.
     """
 
     eqn: JaxprEqn
@@ -338,33 +336,68 @@ def run_rows(
       axes: The analysis of the program.
       change: ``change(variable, value) -> value`` sees each value that is made.
     """
-    interpreter = _Interpreter(part, axes)
-
-    def equation(eqn: JaxprEqn, inputs: list[Value]) -> Sequence[Value]:
-        values = interpreter.equation(eqn, inputs)
-        return (
-            [change(v, a) for v, a in zip(eqn.outvars, values, strict=True)] if change else values
-        )
-
-    return interpreter, interpreter.run(closed, args, equation)
+    interpreter = _Interpreter(part, axes, change)
+    return interpreter, interpreter.run(closed, args)
 
 
-class _Interpreter:
+class _Interpreter(Executor[Value]):
     """Evaluates equations for some rows, and converts values between whole arrays, rows and sums.
 
     Attributes:
       part: Which rows.
       axes: The analysis of the program.
-      scope: The function that is traced now, an object that is equal to itself alone.
+      scope: The function that is traced now, an object that is equal to itself alone. JAX allows no
+        array outside of the function that made it, so `_Later.memo` has entries per scope.
     """
 
-    def __init__(self, part: Part, axes: RowAxes) -> None:
-        self.part, self.axes = part, axes
+    def __init__(
+        self, part: Part, axes: RowAxes, change: Callable[[Var, Value], Value] | None = None
+    ) -> None:
+        self.part, self.axes, self._change = part, axes, change
         self.scope = object()
 
-    def run(self, closed: ClosedJaxpr, args: Sequence[Value], equation: Any = None) -> list[Value]:
-        constant = lambda raw: Value(self.axes.constant(raw), raw)  # noqa: E731
-        return interpret(closed, args, equation or self.equation, constant)
+    def constant(self, value: Any) -> Value:
+        """Constants are whole."""
+        return Value(self.axes.constant(value), value)
+
+    # How values enter and leave functions that JAX traces.
+
+    @contextlib.contextmanager
+    def inside(self) -> Iterator[None]:
+        """Compute whole values of an inner function in it."""
+        before, self.scope = self.scope, object()
+        try:
+            yield
+        finally:
+            self.scope = before
+
+    def form(self, value: Value) -> Any:
+        """The state of a value."""
+        return value.state
+
+    def forms(self, eqn: JaxprEqn, values: list[Value], site: Site) -> Sequence[Any]:
+        """The analysis joins the states of iterations and branches."""
+        return self.axes.visit(eqn, [value.state for value in values], Site())
+
+    def lower(self, value: Value, form: Any, atom: Any) -> Any:
+        """Array of a value in a state. What rows do not tell has none, and is not read."""
+        if isinstance(form, Mixed | Unknown):
+            return None
+        if isinstance(form, BatchAxis):
+            return self.rows(value, form.axis)
+        return self.sum(value) if isinstance(form, Sum) else self.whole(value)
+
+    def lift(self, arrays: Any, form: Any) -> Value:
+        """A value of this state."""
+        return Value(form, arrays)
+
+    def unstack(self, value: Value, atom: Any) -> tuple[Any, Any]:
+        """Iterations go over another axis than rows."""
+        return self.whole(value), self.axes.sliced(value.state)
+
+    def stack(self, arrays: Any, form: Any, atom: Any) -> Value:
+        """The axis that a scan made comes first."""
+        return Value(self.axes.stacked(form), arrays)
 
     # Arrays of values.
 
@@ -428,35 +461,34 @@ class _Interpreter:
 
     # Equations.
 
-    def equation(self, eqn: JaxprEqn, inputs: list[Value]) -> Sequence[Value]:
-        states: list[Any] = [value.state for value in inputs]
-        if all(isinstance(state, Shared) for state in states):
+    def visit(self, eqn: JaxprEqn, states: list[Value], site: Site) -> Sequence[Value]:
+        """Execute an equation. What is computed of whole values is computed when it is used."""
+        results = self._visit(eqn, states, site)
+        if self._change is None or len(site.path) > 1:
+            return results
+        return [self._change(v, a) for v, a in zip(eqn.outvars, results, strict=True)]
+
+    def _visit(self, eqn: JaxprEqn, inputs: list[Value], site: Site) -> Sequence[Value]:
+        known: list[Any] = [value.state for value in inputs]
+        is_whole = all(isinstance(state, Shared) for state in known)
+        if not is_whole and called_jaxpr(eqn) is not None:
+            return super().visit(eqn, inputs, site)
+        found = self.axes.visit(eqn, known, Site())
+        if is_whole:
             memo: dict[Any, Any] = {}
-            return [
-                Value(state, _Later(eqn, inputs, index, memo))
-                for index, state in enumerate(self.axes.visit(eqn, states, Site()))
-            ]
-        if (inner := called_jaxpr(eqn)) is not None:
-            return self._call(eqn, inner, inputs)
-        results = self.axes.visit(eqn, states, Site())
-        if all(isinstance(state, Mixed | Unknown) for state in results):
-            return [Value(state, None) for state in results]
-        if (scan := Scan.read(eqn)) is not None:
-            outputs = self._scan(eqn, scan, inputs)
-        elif eqn.primitive.name == "while":
-            outputs = self._while(eqn, inputs, results)
-        elif "branches" in eqn.params:
-            outputs = self._branches(eqn, inputs, results)
-        elif custom_function(eqn) is not None:
-            outputs = self._custom(eqn, inputs, results)
-        elif is_identity(eqn):
-            outputs = evaluate(eqn, [self.whole(v) for v in inputs])
-        else:
-            outputs = self._plain(eqn, inputs)
-        return [Value(state, a) for state, a in zip(results, outputs, strict=True)]
+            return [Value(s, _Later(eqn, inputs, k, memo)) for k, s in enumerate(found)]
+        if all(isinstance(state, Mixed | Unknown) for state in found):
+            return [Value(state, None) for state in found]
+        return super().visit(eqn, inputs, site)
+
+    def equation(self, eqn: JaxprEqn, states: list[Value], site: Site) -> Sequence[Value]:
+        """Evaluate an equation without inner jaxprs."""
+        results = self.forms(eqn, states, site)
+        plain = [self.whole(v) for v in states] if is_identity(eqn) else None
+        outputs = self._plain(eqn, states) if plain is None else evaluate(eqn, plain)
+        return self.lifted(outputs, results)
 
     def _plain(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Any]:
-        """Evaluate an equation without inner jaxprs."""
         states = [value.state for value in inputs]
         if any(isinstance(state, Sum) for state in states):
             return self._add_up(eqn, inputs)
@@ -497,58 +529,12 @@ class _Interpreter:
         before = jnp.where(columns == indices.column, self.part.start, 0)
         return Value(indices, array - before.astype(array.dtype))
 
-    def _call(self, eqn: JaxprEqn, inner: ClosedJaxpr, inputs: list[Value]) -> list[Value]:
-        """Run a function under the `jax.checkpoint` of its equation."""
-        states: list[Any] = []
-        given = [k for k, v in enumerate(inputs) if not isinstance(v.array, _Later)]
-
-        def function(*arrays: Any) -> list[Any]:
-            values = list(inputs)
-            for k, a in zip(given, arrays, strict=True):
-                values[k] = values[k]._replace(array=a)
-            with _Scope(self):
-                results = self.run(inner, values)
-                states[:] = [r.state for r in results]
-                return [self.whole(r) for r in results]
-
-        with in_scopes(eqn):
-            outputs = call_like(eqn, function)(*(inputs[k].array for k in given))
-        return [Value(state, a) for state, a in zip(states, outputs, strict=True)]
-
-    def converted(self, values: Sequence[Value], states: Sequence[Any]) -> list[Any]:
-        """Arrays of values in these states. What rows do not tell has none, and is not read."""
-
-        def convert(value: Value, state: Any) -> Any:
-            if isinstance(state, Mixed | Unknown):
-                return None
-            if isinstance(state, BatchAxis):
-                return self.rows(value, state.axis)
-            return self.sum(value) if isinstance(state, Sum) else self.whole(value)
-
-        return [convert(v, s) for v, s in zip(values, states, strict=True)]
-
-    def _scan(self, eqn: JaxprEqn, scan: Scan, inputs: list[Value]) -> list[Any]:
-        consts, carry, xs = scan.split(inputs)
-        if any(x.state == BatchAxis(0) for x in xs):
-            return self._loop_over_rows(eqn, scan, inputs)
-        slices = [self.axes.sliced(x.state) for x in xs]
-        states, y_states = self.axes.fixed_point(
-            scan.body, [c.state for c in consts], [c.state for c in carry], slices, Site()
-        )
-
-        def body(arrays: list[Any], rows: list[Any], _: None) -> tuple[list[Any], None]:
-            with _Scope(self):
-                given = [
-                    Value(s, a) for s, a in zip([*states, *slices], [*arrays, *rows], strict=True)
-                ]
-                results = self.run(scan.body, [*consts, *given])
-                return self.converted(results, [*states, *y_states]), None
-
-        with in_scopes(eqn):
-            results, _ = scan.evaluate(
-                body, self.converted(carry, states), [self.whole(x) for x in xs]
-            )
-        return results
+    def scan(self, eqn: JaxprEqn, states: list[Value], site: Site) -> Sequence[Value]:
+        """Execute a scan, over the rows or within them."""
+        if any(x.state == BatchAxis(0) for x in Scan.of(eqn).split(states)[2]):
+            results = self._loop_over_rows(eqn, Scan.of(eqn), states)
+            return self.lifted(results, self.forms(eqn, states, site))
+        return super().scan(eqn, states, site)
 
     def _loop_over_rows(self, eqn: JaxprEqn, scan: Scan, inputs: list[Value]) -> list[Any]:
         """Run a scan whose iterations are rows: for the iterations of these rows alone."""
@@ -565,48 +551,17 @@ class _Interpreter:
             )
         return results
 
-    def _while(self, eqn: JaxprEqn, inputs: list[Value], states: Sequence[Any]) -> list[Any]:
-        loop = While.of(eqn)
-        condition_consts, consts, carry = loop.split(inputs)
-
-        def values(arrays: Any) -> list[Value]:
-            return [Value(s, a) for s, a in zip(states, arrays, strict=True)]
-
-        def condition(arrays: Any) -> Any:
-            with _Scope(self):
-                (result,) = self.run(loop.condition, [*condition_consts, *values(arrays)])
-                return self.whole(result)
-
-        def body(arrays: Any) -> Any:
-            with _Scope(self):
-                return self.converted(self.run(loop.body, [*consts, *values(arrays)]), states)
-
-        with in_scopes(eqn):
-            return loop.evaluate(condition, body, self.converted(carry, states))
-
-    def _branches(self, eqn: JaxprEqn, inputs: list[Value], results: Sequence[Any]) -> list[Any]:
-        index, *operands = inputs
-
-        def run(branch: ClosedJaxpr) -> list[Any]:
-            with _Scope(self):
-                return self.converted(self.run(branch, operands), results)
-
-        functions = [functools.partial(run, branch) for branch in eqn.params["branches"]]
-        with in_scopes(eqn):
-            outputs: list[Any] = switch(eqn, self.whole(index), functions)
-        return outputs
-
-    def _custom(self, eqn: JaxprEqn, inputs: list[Value], results: Sequence[Any]) -> list[Any]:
+    def custom(self, eqn: JaxprEqn, states: list[Value], site: Site) -> Sequence[Value]:
         """Run a function with its derivative rule, for these rows."""
-        states: list[Any] = [value.state for value in inputs]
-        inner: Any = custom_function(eqn)
         if not self.axes.operands(eqn):
-            return self.converted(self.run(inner, inputs), results)
-        rule = self.axes.rule(eqn, states, results)
+            return super().custom(eqn, states, site)
+        results, inputs = self.forms(eqn, states, site), [value.state for value in states]
+        inner: Any = custom_function(eqn)
+        rule = self.axes.rule(eqn, inputs, results)
         assert rule is not None
         plain = RowAxes(self.part.total)
         floating, differentiable = rule.floating
-        of_cotangents = [_of_cotangent(states[i]) for i in floating]
+        of_cotangents = [_of_cotangent(inputs[i]) for i in floating]
 
         def run(
             start: Any,
@@ -616,14 +571,14 @@ class _Interpreter:
             wanted: Sequence[Any],
         ) -> list[Any]:
             interpreter = _Interpreter(self.part._replace(start=start), plain)
-            values = [Value(s, a) for s, a in zip(given, arrays, strict=True)]
-            return interpreter.converted(interpreter.run(closed, values), wanted)
+            results = interpreter.run(closed, interpreter.lifted(arrays, given))
+            return interpreter.lowered(results, wanted, closed.jaxpr.outvars)
 
         def primal(start: Any, *arrays: Any) -> list[Any]:
-            return run(start, inner, arrays, states, results)
+            return run(start, inner, arrays, inputs, results)
 
         def forward(start: Any, *arrays: Any) -> tuple[list[Any], Any]:
-            outputs = run(start, rule.forward, arrays, states, [*results, *rule.states])
+            outputs = run(start, rule.forward, arrays, inputs, [*results, *rule.states])
             return outputs[: len(results)], (start, outputs[len(results) :])
 
         def backward(saved: Any, cotangents: list[Any]) -> tuple[Any, ...]:
@@ -633,28 +588,11 @@ class _Interpreter:
             grads = dict(
                 zip(floating, run(start, rule.backward, arrays, given, of_cotangents), strict=True)
             )
-            return (None, *(grads.get(i) for i in range(len(states))))
+            return (None, *(grads.get(i) for i in range(len(inputs))))
 
         # Arrays that it closes over may be traced, so all are arguments.
         function: Any = jax.custom_vjp(primal)
         function.defvjp(forward, backward)
         with in_scopes(eqn):
-            outputs: list[Any] = function(self.part.start, *map(self.whole, inputs))
-        return outputs
-
-
-class _Scope:
-    """An inner function that JAX traces, such as the body of a loop.
-
-    Arrays of whole values that are computed in it stay there: JAX allows no tracer outside of the
-    function that made it. So `_Later.memo` has entries per scope.
-    """
-
-    def __init__(self, interpreter: _Interpreter) -> None:
-        self._interpreter, self._before = interpreter, interpreter.scope
-
-    def __enter__(self) -> None:
-        self._interpreter.scope = object()
-
-    def __exit__(self, *_: Any) -> None:
-        self._interpreter.scope = self._before
+            outputs = function(self.part.start, *map(self.whole, states))
+        return self.lifted(outputs, results)

@@ -51,7 +51,7 @@ def in_parts(closed, args, axes, size, parts):
         if any(isinstance(s, Mixed | Unknown) for s in found):
             return found, outs
         interpreter, results = run_rows(closed, values, Part(start, rows, size), analysis)
-        for k, array in enumerate(interpreter.converted(results, found)):
+        for k, array in enumerate(interpreter.lowered(results, found, closed.jaxpr.outvars)):
             kind = found[k]
             if isinstance(kind, BatchAxis):
                 joined = [array] if outs[k] is None else [outs[k], array]

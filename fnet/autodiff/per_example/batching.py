@@ -16,8 +16,8 @@ one axis is ``batch * s[axis]`` long, with examples outermost.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,21 +25,18 @@ from jax import Array
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
 from fnet.jaxpr import (
+    Executor,
     Factor,
+    Propagation,
     Scan,
+    Site,
     aval,
-    called_jaxpr,
-    custom_function,
     evaluate,
-    in_scopes,
-    interpret,
-    is_checkpoint,
     is_identity,
     is_separable,
     lengthen,
     row_of,
     separate_factor,
-    switch,
 )
 
 
@@ -69,7 +66,7 @@ def run_for_batch(
 
     With ``keep_rules`` functions keep their custom derivatives, to differentiate the result.
     """
-    return _Interpreter(batch, keep_rules, {}).run(closed, args)
+    return _Interpreter(batch, keep_rules).run(closed, args)
 
 
 def rows_of(value: Value, shape: Sequence[int], batch: int, axis: int = 0) -> Array:
@@ -98,37 +95,139 @@ def _merged(shape: Sequence[int], axis: int, batch: int) -> tuple[int, ...]:
     return (*shape[:axis], batch * shape[axis], *shape[axis + 1 :]) if shape else (batch,)
 
 
-class _Interpreter(NamedTuple):
-    batch: int
-    keep_rules: bool
-    found: dict[Any, list[int | None]]
+class _Axes(Propagation[int | None]):
+    """Find the axis of each value's `Rows`; None if all examples share it.
 
-    def run(self, closed: ClosedJaxpr, args: Sequence[Value]) -> list[Value]:
-        return interpret(closed, args, self._equation)
+    Attributes:
+      keep_rules: Whether functions keep their custom derivatives.
+    """
 
-    def _equation(self, eqn: JaxprEqn, operands: list[Value]) -> Sequence[Value]:
-        if not any(isinstance(a, Rows) for a in operands):
-            return evaluate(eqn, operands)
-        if is_checkpoint(eqn):
-            return self._checkpoint(eqn, operands)
-        # A program that was differentiated only has the custom functions it does not
-        # differentiate.
-        inner = called_jaxpr(eqn) or (None if self.keep_rules else custom_function(eqn))
-        if inner is not None:
-            with in_scopes(eqn):
-                return self.run(inner, operands)
-        if (scan := Scan.read(eqn)) is not None:
-            return self._scan(eqn, scan, operands)
-        if "branches" in eqn.params and not isinstance(operands[0], Rows):
-            return self._cond(eqn, operands)
+    def __init__(self, keep_rules: bool) -> None:
+        self.keep_rules = keep_rules
+
+    def constant(self, value: Any) -> None:
+        """All examples share a constant."""
+
+    def visit(self, eqn: JaxprEqn, states: list[int | None], site: Site) -> Sequence[int | None]:
+        """All examples share what is computed from shared values."""
+        if all(axis is None for axis in states):
+            return [None] * len(eqn.outvars)
+        return super().visit(eqn, states, site)
+
+    def equation(self, eqn: JaxprEqn, states: list[int | None], site: Site) -> Sequence[int | None]:
+        """Follow the axis along which the equation executes all examples."""
         if is_identity(eqn):
-            return self._unchanged(eqn, operands)
+            return states
+        factor = _factor(eqn, states) if is_separable(eqn) else None
+        # `jax.vmap` and loops have examples first.
+        return [0] * len(eqn.outvars) if factor is None else factor.results
+
+    shard_map = loop = equation
+
+    def custom(self, eqn: JaxprEqn, states: list[int | None], site: Site) -> Sequence[int | None]:
+        """Follow a function with its rules as one equation."""
+        return (self.equation if self.keep_rules else super().custom)(eqn, states, site)
+
+    def branches(self, eqn: JaxprEqn, states: list[int | None], site: Site) -> Sequence[int | None]:
+        """Follow branches. Where each example chooses its own, `jax.vmap` runs all."""
+        handle = super().branches if states[0] is None else self.equation
+        return handle(eqn, states, site)
+
+    def scan(self, eqn: JaxprEqn, states: list[int | None], site: Site) -> Sequence[int | None]:
+        """Follow a scan. Scalars that it stacks become rows of a vector."""
+        results = super().scan(eqn, states, site)
+        pairs = zip(results, Scan.of(eqn).body.jaxpr.outvars, strict=True)
+        ys = [0 if axis == 1 and not aval(v).shape else axis for axis, v in pairs]
+        count = Scan.of(eqn).num_carry
+        return [*results[:count], *ys[count:]]
+
+    def sliced(self, state: int | None) -> int | None:
+        """The batch axis comes behind the axis that is scanned."""
+        return None if state is None else max(state - 1, 0)
+
+    def stacked(self, state: int | None) -> int | None:
+        """The opposite of `sliced`."""
+        return None if state is None else state + 1
+
+    def join(self, states: Sequence[int | None]) -> int | None:
+        """The first of several values decides, and the others are converted."""
+        return next((axis for axis in states if axis is not None), None)
+
+    def chosen(self, predicate: int | None, states: Sequence[int | None]) -> Sequence[int | None]:
+        """Examples share their choices."""
+        return states
+
+
+class _Interpreter(Executor[Value]):
+    """Execute equations on `Rows`; their form is their axis."""
+
+    def __init__(self, batch: int, keep_rules: bool) -> None:
+        self.batch, self._axes = batch, _Axes(keep_rules)
+
+    def form(self, value: Value) -> int | None:
+        """The axis of rows."""
+        return value.axis if isinstance(value, Rows) else None
+
+    def forms(self, eqn: JaxprEqn, values: list[Value], site: Site) -> Sequence[int | None]:
+        """One axis for all iterations or branches."""
+        return self._axes.visit(eqn, list(map(self.form, values)), site)
+
+    def lower(self, value: Value, form: int | None, atom: Any) -> Value:
+        """Convert a value to a batch axis."""
+        if form is not None:
+            return self._convert(value, aval(atom).shape, form)
+        if isinstance(value, Rows):
+            raise AssertionError("a value has one row per example, and was expected to be shared")
+        return value
+
+    def unstack(self, value: Value, atom: Any) -> tuple[Value, int | None]:
+        """Rows that a scan goes over have their batch axis behind the scanned one."""
+        shape = aval(atom).shape
+        if not isinstance(value, Rows):
+            return value, None
+        if len(shape) == 1:  # [length, batch]
+            return Rows(rows_of(value, shape, self.batch, 1), 0), 0
+        axis = max(value.axis, 1)
+        return Rows(self._convert(value, shape, axis).array, axis - 1), axis - 1
+
+    def stack(self, arrays: Value, form: int | None, atom: Any) -> Value:
+        """The axis that a scan made comes first."""
+        if form is None:
+            return arrays
+        if not aval(atom).shape:  # [length, batch]
+            return Rows(jnp.swapaxes(arrays.array, 0, 1).ravel(), 0)
+        return Rows(arrays.array, form + 1)
+
+    def visit(self, eqn: JaxprEqn, states: list[Value], site: Site) -> Sequence[Value]:
+        """Evaluate equations of shared values as they are."""
+        if not any(isinstance(a, Rows) for a in states):
+            return evaluate(eqn, states)
+        return super().visit(eqn, states, site)
+
+    def custom(self, eqn: JaxprEqn, states: list[Value], site: Site) -> Sequence[Value]:
+        """Execute a function without its rules, unless the result is differentiated.
+
+        A program that was differentiated has no rules but of what it does not differentiate.
+        """
+        return (self.equation if self._axes.keep_rules else super().custom)(eqn, states, site)
+
+    def branches(self, eqn: JaxprEqn, states: list[Value], site: Site) -> Sequence[Value]:
+        """Choose for all examples together, if they share the choice."""
+        handle = self.equation if isinstance(states[0], Rows) else super().branches
+        return handle(eqn, states, site)
+
+    def loop(self, eqn: JaxprEqn, states: list[Value], site: Site) -> Sequence[Value]:
+        """Execute a while loop by `jax.vmap`: each example ends after iterations of its own."""
+        return self.equation(eqn, states, site)
+
+    def equation(self, eqn: JaxprEqn, states: list[Value], site: Site) -> Sequence[Value]:
+        """Execute one equation for all examples."""
+        if is_identity(eqn):
+            return self._unchanged(eqn, states)
         if not is_separable(eqn):
-            return self._one_by_one(eqn, operands)
-        factor = _factor(eqn, _axes_of(operands))
-        if factor is None:
-            return self._vmap(eqn, operands)
-        return self._lengthen(eqn, operands, factor)
+            return self._one_by_one(eqn, states)
+        factor = _factor(eqn, list(map(self.form, states)))
+        return self._vmap(eqn, states) if factor is None else self._lengthen(eqn, states, factor)
 
     def _lengthen(self, eqn: JaxprEqn, operands: list[Value], factor: Factor) -> list[Value]:
         """Execute the equation once, with an axis that is as long as the batch."""
@@ -195,126 +294,6 @@ class _Interpreter(NamedTuple):
             for out, a in zip(outputs, operands, strict=True)
         ]
 
-    def _checkpoint(self, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
-        """Rematerialize the same values as the equation for one example does."""
-        inner: Any = called_jaxpr(eqn)
-        closed, shapes = jax.make_jaxpr(functools.partial(self.run, inner), return_shape=True)(
-            operands
-        )
-        jaxpr = closed.jaxpr
-        jaxpr = jaxpr.replace(
-            constvars=[],
-            invars=[*jaxpr.constvars, *jaxpr.invars],
-            debug_info=jaxpr.debug_info.with_unknown_names(),
-        )
-        prevent_cse = eqn.params["prevent_cse"]
-        if isinstance(prevent_cse, tuple):
-            prevent_cse = (True,) * len(closed.consts) + prevent_cse
-        params = eqn.params | {"jaxpr": jaxpr, "prevent_cse": prevent_cse}
-        with in_scopes(eqn):
-            outputs = eqn.primitive.bind(*closed.consts, *jax.tree.leaves(operands), **params)
-        results: list[Value] = jax.tree.unflatten(jax.tree.structure(shapes), outputs)
-        return results
-
-    def _cond(self, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
-        index, *operands = operands
-        branches = eqn.params["branches"]
-
-        def find() -> list[int | None]:
-            runs = [functools.partial(self.run, branch) for branch in branches]
-            found = [_axes_of(jax.eval_shape(run, operands)) for run in runs]
-            return [_first(axes) for axes in zip(*found, strict=True)]
-
-        def run(branch: ClosedJaxpr, *operands: Value) -> list[Value]:
-            return self._with_axes(self.run(branch, operands), eqn.outvars, axes)
-
-        with in_scopes(eqn):
-            axes = self._found(eqn, operands, find)
-            functions = [functools.partial(run, branch) for branch in branches]
-            results: list[Value] = switch(eqn, index, functions, *operands)
-        return results
-
-    def _scan(self, eqn: JaxprEqn, scan: Scan, operands: list[Value]) -> list[Value]:
-        consts, carry, xs = scan.split(operands)
-        variables, count = scan.body.jaxpr.outvars, len(carry)
-        xs = [self._scanned(*pair) for pair in zip(xs, scan.split(eqn.invars)[2], strict=True)]
-
-        def run(carry: list[Value], slices: list[Value]) -> list[Value]:
-            return self.run(scan.body, [*consts, *carry, *(_moved(x, -1) for x in slices)])
-
-        def find() -> list[int | None]:
-            """Find one axis, for all iterations, of each value that is carried on."""
-            axes = _axes_of(carry)
-
-            def look(carry: list[Value], slices: list[Value], _: None) -> tuple[Any, list[Value]]:
-                return carry, run(carry, slices)
-
-            def results_of_all(carry: list[Value], xs: list[Value]) -> list[Value]:
-                results: list[Value] = scan.evaluate(
-                    look, self._with_axes(carry, variables, axes), xs
-                )[1]
-                return results
-
-            while True:
-                after = _axes_of(jax.eval_shape(results_of_all, carry, xs)[:count])
-                joined = [_first(pair) for pair in zip(axes, after, strict=True)]
-                if joined == axes:
-                    return axes
-                axes = joined
-
-        def body(carry: list[Value], slices: list[Value], _: None) -> tuple[list[Value], None]:
-            results = run(carry, slices)
-            return [*self._with_axes(results[:count], variables, axes), *results[count:]], None
-
-        with in_scopes(eqn):
-            axes = self._found(eqn, operands, find)
-            out, _ = scan.evaluate(body, self._with_axes(carry, variables, axes), xs)
-        ys = zip(out[count:], variables[count:], strict=True)
-        return [*out[:count], *(_stacked(y, v) for y, v in ys)]
-
-    def _scanned(self, x: Value, v: Any) -> Value:
-        """Return a value that a scan goes over with its batch axis behind the scanned one."""
-        shape = aval(v).shape
-        if not isinstance(x, Rows):
-            return x
-        if len(shape) == 1:  # [length, batch]
-            return Rows(rows_of(x, shape, self.batch, 1), 1)
-        return self._convert(x, shape, max(x.axis, 1))
-
-    def _found(
-        self, eqn: JaxprEqn, operands: list[Value], find: Callable[[], list[int | None]]
-    ) -> list[int | None]:
-        """Return what ``find`` returns, but trace the inside of a loop or branch only once for it.
-
-        Otherwise a loop inside of a loop would be traced twice for each time that loop is.
-        """
-        key = eqn, *_axes_of(operands)
-        if key not in self.found:
-            self.found[key] = find()
-        return self.found[key]
-
-    def _with_axes(
-        self, values: Sequence[Value], variables: Sequence[Any], axes: Sequence[int | None]
-    ) -> list[Value]:
-        """Convert values to these batch axes."""
-        converted = []
-        for value, v, axis in zip(values, variables, axes, strict=False):
-            if axis is None and isinstance(value, Rows):
-                raise AssertionError(
-                    "a value has one row per example, and was expected to be shared"
-                )
-            converted.append(value if axis is None else self._convert(value, aval(v).shape, axis))
-        return converted
-
-
-def _first(axes: Sequence[int | None]) -> int | None:
-    """The first of several values decides, and the others are converted."""
-    return next((axis for axis in axes if axis is not None), None)
-
-
-def _axes_of(values: Sequence[Value]) -> list[int | None]:
-    return [a.axis if isinstance(a, Rows) else None for a in values]
-
 
 def _factor(eqn: JaxprEqn, axes: Sequence[int | None]) -> Factor | None:
     """The axis along which an equation executes all examples; None if it needs `jax.vmap`."""
@@ -340,14 +319,3 @@ def _must_repeat(eqn: JaxprEqn, operand: Any, axis: int) -> bool:
 
 def _array(value: Value) -> Any:
     return value.array if isinstance(value, Rows) else value
-
-
-def _moved(value: Value, by: int) -> Value:
-    return dataclasses.replace(value, axis=value.axis + by) if isinstance(value, Rows) else value
-
-
-def _stacked(y: Value, v: Any) -> Value:
-    """Return what a scan stacked, given the axes of one iteration's value."""
-    if isinstance(y, Rows) and not aval(v).shape:  # [length, batch]
-        return Rows(jnp.swapaxes(y.array, 0, 1).ravel(), 0)
-    return _moved(y, 1)
