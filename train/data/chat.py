@@ -4,6 +4,7 @@ import datetime
 import functools
 import json
 import re
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -249,10 +250,10 @@ def load_template(
     where = folder / "tokenizer_config.json"
     template = load_json(where).get("chat_template")
     if isinstance(template, list):  # several, by name
-        by_name = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
+        by_name = {str(t.get("name")): t.get("template") for t in template if isinstance(t, dict)}
         template = by_name.get("default")
         if template is None:
-            names = list_available([str(name) for name in by_name], "templates")
+            names = list_available(list(by_name), "templates")
             raise UserError(f"{where} has no chat template named default{names}")
     if not isinstance(template, str):
         raise UserError(
@@ -337,13 +338,15 @@ def load_generation_settings(folder: Path) -> GenerationSettings:
     def read(name: str, expected: str, is_valid: Callable[[Any], bool]) -> Any:
         value = settings.get(name)
         if value is not None and (isinstance(value, bool) or not is_valid(value)):
-            raise UserError(f"{path}: {name} must be {expected}, got {value!r}")
+            raise UserError(f"{path}: {name} must be {expected}, got {reprlib.repr(value)}")
         return value
 
     ends = settings.get("eos_token_id")
     ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
     if not all(type(token) is int and token >= 0 for token in ends):
-        raise UserError(f"{path}: eos_token_id must be a token or a list of tokens, got {ends!r}")
+        raise UserError(
+            f"{path}: eos_token_id must be a token or a list of tokens, got {reprlib.repr(ends)}"
+        )
     if not has_file:
         return GenerationSettings(end_tokens=tuple(ends))
     temperature = read("temperature", "a number >= 0", lambda v: _is_number(v) and v >= 0)
@@ -352,7 +355,7 @@ def load_generation_settings(folder: Path) -> GenerationSettings:
     min_p = read("min_p", "a number in [0, 1]", lambda v: _is_number(v) and 0 <= v <= 1)
     penalty = read("repetition_penalty", "a number > 0", lambda v: _is_number(v) and v > 0)
     not_applied = tuple(
-        f"{name} {settings[name]}"
+        f"{name} {reprlib.repr(settings[name])}"
         for name, values in _WITHOUT_EFFECT.items()
         if settings.get(name) is not None and settings[name] not in values
     )

@@ -295,8 +295,8 @@ def test_loads_the_template_and_special_tokens_of_a_folder(folder):
         ({"tokenizer_config__json": "{"}, "cannot read .*tokenizer_config.json: Expecting"),
         ({"tokenizer_config__json": [1]}, "expected a JSON object, got list"),
         (
-            {"tokenizer_config__json": {"chat_template": [{"name": "rag", "template": ""}]}},
-            "has no chat template named default; there are rag",
+            {"tokenizer_config__json": {"chat_template": [{"name": ["rag"], "template": ""}]}},
+            r"has no chat template named default; there are \['rag'\]",
         ),
     ],
 )
@@ -356,6 +356,7 @@ def test_without_generation_settings_the_model_names_the_end_tokens(folder):
         ({"top_k": 1.5}, "top_k must be an integer >= 0, got 1.5"),
         ({"eos_token_id": "</s>"}, "eos_token_id must be a token or a list of tokens"),
         ({"eos_token_id": [True]}, "eos_token_id must be a token or a list of tokens"),
+        ({"temperature": [[1] * 99] * 99}, r"temperature must be a number >= 0, got .{,200}$"),
     ],
 )
 def test_refuses_generation_settings_of_a_wrong_type(folder, settings, message):
