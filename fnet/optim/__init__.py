@@ -115,8 +115,6 @@ def make_schedule(
 
 
 class _Options(NamedTuple):
-    """Options of an optimizer."""
-
     learning_rate: optax.ScalarOrSchedule
     momentum: float
     nesterov: bool
