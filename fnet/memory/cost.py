@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -64,9 +64,10 @@ def estimate_cost(program: ClosedJaxpr | Jaxpr) -> Cost:
     return Cost(sum(cost.flops for cost in costs), sum(cost.bytes for cost in costs))
 
 
-def equation_cost(eqn: JaxprEqn) -> Cost:
-    """Count FLOPs and bytes of one equation, as `estimate_cost`."""
-    return Cost(total(eqn, _flops), total(eqn, _bytes))
+def equation_cost(eqn: JaxprEqn, counts: Callable[[JaxprEqn], Any] = lambda eqn: True) -> Cost:
+    """Count FLOPs and bytes of one equation, as `estimate_cost`, of what counts in it."""
+    measures = (lambda e, f=f: f(e) if counts(e) else 0 for f in (_flops, _bytes))
+    return Cost(*(total(eqn, measure) for measure in measures))
 
 
 def _made(eqn: JaxprEqn) -> list[Any]:

@@ -14,13 +14,13 @@ KNOW = {
     "train/onnx_program.py": "it has a writer for each primitive",
     **dict.fromkeys(
         (
-            *("fnet/represented.py", "fnet/memory/loops.py", "fnet/memory/rows.py"),
+            *("fnet/represented.py", "fnet/memory/rows.py"),
             *("fnet/autodiff/coupling.py", "fnet/autodiff/per_example/batching.py"),
         ),
         "it becomes an executor",
     ),
 }
-"""Files that may, and why."""
+"""Files that may, at most 5, and why."""
 VARIABLES = {name: p.name for name, p in vars(primitives).items() if isinstance(p, Primitive)}
 NAMES = {*VARIABLES.values(), *ROWS, *" ".join(WITHOUT_ROW.values()).split()}
 LOOK_UPS = ("find_equations", "startswith", "get", "split")
@@ -75,4 +75,4 @@ def test_only_the_listed_files_know_primitives():
     }
     others = {name: k for name, k in known.items() if k and not name.startswith("fnet/jaxpr/")}
     assert others.keys() == KNOW.keys(), others
-    assert len(KNOW) <= 6
+    assert len(KNOW) <= 5
