@@ -364,17 +364,17 @@ class _Search(Propagation[State]):
         return state._replace(spec=state.spec and (None, *state.spec))
 
     def scan(self, eqn: JaxprEqn, states: list[State], site: Site) -> Sequence[State]:
-        scan, length = Scan.of(eqn), eqn.params["length"]
+        scan = Scan.of(eqn)
         consts, carry, xs = scan.split(states)
         slices = [
-            s._replace(size=s.size // length) if isinstance(s, Shard) else s
+            s._replace(size=s.size // scan.length) if isinstance(s, Shard) else s
             for s in map(self.sliced, xs)
         ]
         consts = self._consts(consts, states)
         carry, ys = self.fixed_point(scan.body, consts, carry, slices, site)
         self._gather_inputs(eqn, states, [*consts, *carry, *slices], site)
         stacked = [
-            s._replace(size=s.size * length) if isinstance(s, Shard) else s
+            s._replace(size=s.size * scan.length) if isinstance(s, Shard) else s
             for s in map(self.stacked, ys)
         ]
         return [*carry, *stacked]

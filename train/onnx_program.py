@@ -19,7 +19,7 @@ import numpy as np
 from jax import Array, export
 from jax.extend.core import Literal
 
-from fnet.jaxpr import Scan
+from fnet.jaxpr import Scan, called_jaxpr, custom_function, evaluate, renames
 
 OPSET, _IR_VERSION = 18, 9
 """Versions that onnxruntime 1.24 and all later ones read."""
@@ -147,17 +147,16 @@ class _Writer:
 
     def _equation(self, eqn: Any, values: list[_Value]) -> list[_Value]:
         name = eqn.primitive.name
-        inner = next((eqn.params[key] for key in _CALLS if key in eqn.params), None)
-        if inner is not None and name not in _NOT_INLINED:
-            return self.inline(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), values)
+        inner = called_jaxpr(eqn) or custom_function(eqn)
+        if inner is not None:
+            return self.inline(inner.jaxpr, inner.consts, values)
         is_open = any(_is_open(dim) for var in eqn.outvars for dim in var.aval.shape)
         is_constant = not any(isinstance(value, _Ref) for value in values) and not is_open
         if is_constant and name != "dim_as_value":
-            results = eqn.primitive.bind(*map(jnp.asarray, values), **eqn.params)
-            results = results if eqn.primitive.multiple_results else [results]
-            return [np.asarray(result) for result in results]
-        if name in _IDENTITIES:
-            return values
+            return [np.asarray(result) for result in evaluate(eqn, values)]
+        pairs = zip(eqn.invars, eqn.outvars, strict=False)
+        if renames(eqn) and all(a.aval.shape == b.aval.shape for a, b in pairs):
+            return values[: len(eqn.outvars)]
         if name not in _TABLE:
             # It may not be needed: the nodes that lead to no output are dropped.
             return [_Ref(f"unsupported {name}", var.aval) for var in eqn.outvars]
@@ -193,13 +192,6 @@ class _Writer:
         batch = self.add("Shape", [_Ref(self._image, None)], aval, start=0, end=1)
         parts = [batch if _is_open(dim) else np.array([dim], np.int64) for dim in dims]
         return self.add("Concat", parts, jax.ShapeDtypeStruct((len(dims),), np.int64), axis=0)
-
-
-_CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
-_NOT_INLINED = frozenset({"while", "scan", "cond"})
-_IDENTITIES = frozenset(
-    {"stop_gradient", "copy", "copy_p", "optimization_barrier", "name", "fnet_finish_together"}
-)
 
 
 def _elementwise(kind: str) -> _Emit:
@@ -536,7 +528,6 @@ _TABLE: Mapping[str, _Emit] = {
     "dot_general": _dot,
     "broadcast_in_dim": _broadcast,
     "reshape": _reshape,
-    "expand_dims": _reshape,
     "squeeze": _reshape,
     "transpose": lambda w, eqn, values: [_transpose(w, values[0], eqn.params["permutation"])],
     "concatenate": lambda w, eqn, values: [

@@ -24,6 +24,7 @@ from fnet.autodiff.mean import (
 from fnet.autodiff.update import GradientFunction, Mode, Update, gradient_then_optimizer
 from fnet.cpu.convolutions import has_convolutions, is_slow_in_loops
 from fnet.jaxpr import rewrite
+from fnet.jaxpr.primitives import Slice
 from fnet.mesh import equally_varying
 from fnet.precision import sum_dtype
 
@@ -293,11 +294,10 @@ def _with_explicit_strides(f: Callable[..., Any], *args: Any) -> Callable[..., A
     """
 
     def with_strides(eqn: JaxprEqn) -> JaxprEqn:
-        if eqn.primitive.name != "slice" or eqn.params["strides"] is not None:
+        part = Slice.read(eqn)
+        if part is None or part.strides is not None:
             return eqn
-        strides = (1,) * len(eqn.params["start_indices"])
-        new: JaxprEqn = eqn.replace(params=eqn.params | {"strides": strides})
-        return new
+        return part.replace(strides=(1,) * len(part.start_indices))
 
     closed, out = jax.make_jaxpr(f, return_shape=True)(*args)
     call = jaxpr_as_fun(rewrite(closed, with_strides))

@@ -36,7 +36,8 @@ from jax import Array
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 
 from fnet import measured
-from fnet.jaxpr import aval, find_equations, rewrite
+from fnet.jaxpr import aval, rewrite
+from fnet.jaxpr.primitives import ConvGeneralDilated
 
 # Sums of 16-bit products are in float32.
 _DTYPES = {jnp.dtype(name) for name in ("float32", "bfloat16", "float16")}
@@ -80,7 +81,7 @@ def for_cpus(f: Callable[..., Any], count: int = 1) -> Callable[..., Any]:
 
 def has_convolutions(jaxpr: Jaxpr | ClosedJaxpr) -> bool:
     """Whether a program has convolutions, inner jaxprs included."""
-    return any(find_equations(jaxpr, "conv_general_dilated"))
+    return any(ConvGeneralDilated.find(jaxpr))
 
 
 def is_slow_in_loops(jaxpr: Jaxpr | ClosedJaxpr) -> bool:
@@ -89,8 +90,8 @@ def is_slow_in_loops(jaxpr: Jaxpr | ClosedJaxpr) -> bool:
     XLA has a fast implementation for the layout [batch, space, features] x [space, in, out]. It
     transposes other layouts, such as in backward passes, but only outside of loops.
     """
-    for eqn in find_equations(jaxpr, "conv_general_dilated"):
-        layout = eqn.params["dimension_numbers"]
+    for conv in ConvGeneralDilated.find(jaxpr):
+        layout = conv.dimension_numbers
         space = tuple(range(1, len(layout.lhs_spec) - 1))
         last = len(space) + 1
         images, kernel = (0, last, *space), (last, last - 1, *(i - 1 for i in space))
@@ -100,11 +101,11 @@ def is_slow_in_loops(jaxpr: Jaxpr | ClosedJaxpr) -> bool:
 
 
 def _replace(eqn: JaxprEqn, *, one_device: bool) -> JaxprEqn:
-    algorithm = None
-    if eqn.primitive.name == "conv_general_dilated" and _has_default_precision(eqn):
-        algorithm = _by_groups(eqn, one_device=one_device)
+    algorithm, conv = None, ConvGeneralDilated.read(eqn)
+    if conv is not None and _has_default_precision(conv):
+        algorithm = _by_groups(conv, one_device=one_device)
         if algorithm is None and one_device:
-            algorithm = _algorithm(eqn)
+            algorithm = _algorithm(conv)
     if algorithm is None:
         return eqn
     inputs = [jax.ShapeDtypeStruct(aval(v).shape, aval(v).dtype) for v in eqn.invars]
@@ -113,17 +114,18 @@ def _replace(eqn: JaxprEqn, *, one_device: bool) -> JaxprEqn:
     return replaced
 
 
-def _has_default_precision(eqn: JaxprEqn) -> bool:
-    dtypes = {aval(v).dtype for v in (*eqn.invars, *eqn.outvars)}
-    is_default = eqn.params["precision"] in (None, (jax.lax.Precision.DEFAULT,) * 2)
+def _has_default_precision(conv: ConvGeneralDilated) -> bool:
+    dtypes = {aval(v).dtype for v in (*conv.eqn.invars, *conv.eqn.outvars)}
+    is_default = conv.precision in (None, (jax.lax.Precision.DEFAULT,) * 2)
     return is_default and len(dtypes) == 1 and dtypes <= _DTYPES
 
 
-def _by_groups(eqn: JaxprEqn, *, one_device: bool) -> Callable[[Array, Array], Array] | None:
-    p = eqn.params
-    lhs, rhs, out = (aval(v) for v in (*eqn.invars, *eqn.outvars))
+def _by_groups(
+    conv: ConvGeneralDilated, *, one_device: bool
+) -> Callable[[Array, Array], Array] | None:
+    lhs, rhs, out = (aval(v) for v in (*conv.eqn.invars, *conv.eqn.outvars))
     rank = len(lhs.shape) - 2
-    groups = max(p["feature_group_count"], p["batch_group_count"])
+    groups = max(conv.feature_group_count, conv.batch_group_count)
     if groups == 1 or rank not in (1, 2):
         return None
 
@@ -134,14 +136,14 @@ def _by_groups(eqn: JaxprEqn, *, one_device: bool) -> Callable[[Array, Array], A
     def images(x: Array) -> Array:
         return x.reshape(x.shape[0], *two(x.shape[1:-1]), x.shape[-1])
 
-    padding = (*[(0, 0)] * (2 - rank), *p["padding"])
-    strides, dilation = two(p["window_strides"]), two(p["rhs_dilation"])
-    spacing = two(p["lhs_dilation"])
+    padding = (*[(0, 0)] * (2 - rank), *conv.padding)
+    strides, dilation = two(conv.window_strides), two(conv.rhs_dilation)
+    spacing = two(conv.lhs_dilation)
     spatial = tuple(range(1, rank + 1))
-    match p["dimension_numbers"]:
+    match conv.dimension_numbers:
         case (lhs_spec, (to_out, to_in, *within), out_spec) if (
             lhs_spec == out_spec == (0, rank + 1, *spatial)
-            and p["feature_group_count"] == lhs.shape[-1] == out.shape[-1]
+            and conv.feature_group_count == lhs.shape[-1] == out.shape[-1]
         ):
             size = two(rhs.shape[d] for d in within)
             window = _Window(two(out.shape[1:-1]), padding, dilation, strides, spacing)
@@ -154,7 +156,7 @@ def _by_groups(eqn: JaxprEqn, *, one_device: bool) -> Callable[[Array, Array], A
         case (lhs_spec, rhs_spec, out_spec) if (
             lhs_spec == rhs_spec == (rank + 1, 0, *spatial)
             and out_spec == (rank, rank + 1, *range(rank))
-            and p["batch_group_count"] == lhs.shape[-1] == rhs.shape[-1]
+            and conv.batch_group_count == lhs.shape[-1] == rhs.shape[-1]
         ):
             # A strided convolution has a dilated cotangent, and a dilated one a strided window.
             window = _Window(two(rhs.shape[1:-1]), padding, strides, dilation, spacing)
@@ -167,7 +169,7 @@ def _by_groups(eqn: JaxprEqn, *, one_device: bool) -> Callable[[Array, Array], A
                 return _depthwise_kernel_gradient(images(x), images(y), shape, window)
 
         case _:
-            return for_cpus(functools.partial(_in_blocks, eqn, groups), 1 if one_device else 2)
+            return for_cpus(functools.partial(_in_blocks, conv, groups), 1 if one_device else 2)
     if math.prod(size) > measured.MOST_ELEMENTS:
         return None
     return lambda x, y: f(x, y).reshape(out.shape).astype(out.dtype)
@@ -291,18 +293,17 @@ def _depthwise_kernel_gradient(
     return total.reshape(shape)
 
 
-def _in_blocks(eqn: JaxprEqn, groups: int, x: Array, y: Array) -> Array:
+def _in_blocks(conv: ConvGeneralDilated, groups: int, x: Array, y: Array) -> Array:
     """Convolve blocks of groups, each as one group whose kernel has zeros between the groups."""
-    p = eqn.params
-    lhs_spec, rhs_spec, out_spec = p["dimension_numbers"]
+    lhs_spec, rhs_spec, out_spec = conv.dimension_numbers
     # In a loop, only [batch, *space, in] x [*space, in, out] is fast.
     x = x.transpose(lhs_spec[0], *lhs_spec[2:], lhs_spec[1])
     y = y.transpose(*rhs_spec[2:], rhs_spec[1], rhs_spec[0])
     last = x.ndim - 1
     images = (0, last, *range(1, last))
     numbers = jax.lax.ConvDimensionNumbers(images, (last, last - 1, *range(last - 1)), images)
-    own = p | {"dimension_numbers": numbers, "feature_group_count": 1, "batch_group_count": 1}
-    is_kernel_gradient = p["batch_group_count"] > 1
+    own = {"dimension_numbers": numbers, "feature_group_count": 1, "batch_group_count": 1}
+    is_kernel_gradient = conv.batch_group_count > 1
     axis = 0 if is_kernel_gradient else last
     n_in, n_out = x.shape[axis] // groups, y.shape[last] // groups
     most = max(measured.BLOCK // max(n_in, n_out), 1)
@@ -319,29 +320,27 @@ def _in_blocks(eqn: JaxprEqn, groups: int, x: Array, y: Array) -> Array:
         part = jax.lax.dynamic_slice_in_dim(x, i * merged * n_in, merged * n_in, axis)
         kernel = jax.lax.dynamic_slice_in_dim(y, i * merged * n_out, merged * n_out, last)
         if is_kernel_gradient:
-            result = diagonal(eqn.primitive.bind(part, kernel, **own), 0)
+            result = diagonal(conv.bind(part, kernel, **own), 0)
             result = result.reshape(merged, n_in, *result.shape[1:]).sum(0)
         else:
             kernel = diagonal(jnp.concatenate([kernel] * merged, last - 1), last - 1)
-            result = eqn.primitive.bind(part, kernel, **own)
+            result = conv.bind(part, kernel, **own)
         return jax.lax.dynamic_update_slice_in_dim(out, result, i * merged * n_out, last)
 
-    shape, to = aval(eqn.outvars[0]).shape, (out_spec[0], *out_spec[2:], out_spec[1])
+    shape, to = aval(conv.eqn.outvars[0]).shape, (out_spec[0], *out_spec[2:], out_spec[1])
     out = jnp.zeros([shape[d] for d in to], x.dtype)
     out = jax.lax.fori_loop(0, groups // merged, block, out)
     return jnp.moveaxis(out, range(last + 1), to)
 
 
-def _algorithm(eqn: JaxprEqn) -> Callable[[Array, Array], Array] | None:
-    p = eqn.params
-    numbers = p["dimension_numbers"]
-    lhs, rhs = (aval(v) for v in eqn.invars)
-    out = aval(eqn.outvars[0])
-    is_grouped = max(p["feature_group_count"], p["batch_group_count"]) > 1
+def _algorithm(conv: ConvGeneralDilated) -> Callable[[Array, Array], Array] | None:
+    numbers = conv.dimension_numbers
+    lhs, rhs, out = (aval(v) for v in (*conv.eqn.invars, *conv.eqn.outvars))
+    is_grouped = max(conv.feature_group_count, conv.batch_group_count) > 1
     if lhs.dtype != jnp.float32 or len(lhs.shape) != 4 or is_grouped:
         return None
-    padding, dilation = tuple(p["padding"]), tuple(p["rhs_dilation"])
-    strides, spacing = tuple(p["window_strides"]), tuple(p["lhs_dilation"])
+    padding, dilation = conv.padding, conv.rhs_dilation
+    strides, spacing = conv.window_strides, conv.lhs_dilation
     # The gradient by the kernel: channels are the batch, and images the features.
     specs = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
     is_kernel_gradient = specs == ((3, 0, 1, 2), (3, 0, 1, 2), (2, 3, 0, 1))

@@ -14,6 +14,7 @@ from jax.extend.core import JaxprEqn
 from fnet.jaxpr.axes import is_elementwise, is_identity, places_once
 from fnet.jaxpr.interpreter import aval
 from fnet.jaxpr.layout import Layout
+from fnet.jaxpr.primitives import Slice
 
 Arrangement = Callable[[Any], Any]
 """A rearrangement of elements, for arrays and layouts with further axes first."""
@@ -78,9 +79,9 @@ def _indexed(index: tuple[Any, ...]) -> Arrangement:
 
 
 def _slice(eqn: JaxprEqn, leading: int) -> list[Arrangement]:
-    p = eqn.params
-    strides = p["strides"] or (1,) * len(p["start_indices"])
-    slices = map(slice, p["start_indices"], p["limit_indices"], strides)
+    part = Slice.of(eqn)
+    strides = part.strides or (1,) * len(part.start_indices)
+    slices = map(slice, part.start_indices, part.limit_indices, strides)
     return [_indexed((*(slice(None),) * leading, *slices))]
 
 

@@ -30,7 +30,8 @@ from jax.extend.core import JaxprEqn, Literal, primitives
 from jax.extend.random import threefry2x32_p
 from jax.lax import GatherDimensionNumbers, ScatterDimensionNumbers
 
-from fnet.jaxpr.interpreter import aval, primitive_names
+from fnet.jaxpr.interpreter import aval, bind, primitive_names
+from fnet.jaxpr.primitives import ConvGeneralDilated, DotGeneral
 
 Axes = tuple[int | None, ...]
 """One axis per operand or result; None where there is none."""
@@ -75,6 +76,7 @@ class Row(NamedTuple):
         "result" by the parameter's name.
       linear: Operands in which it is linear, for fixed others. Empty if in none.
       is_elementwise: Whether each element of a result depends on one element of each operand.
+      is_dear: Whether an element takes many operations, such as the terms of a series.
       is_identity: Whether result i is operand i.
       otherwise: What happens to the positions of an axis without a factor: they are "mixed" or
         selected, or perhaps only moved, which is "unknown".
@@ -88,6 +90,7 @@ class Row(NamedTuple):
     sizes: Mapping[str, str] = {}
     linear: Linear = ()
     is_elementwise: bool = False
+    is_dear: bool = False
     is_identity: bool = False
     otherwise: OneOf["mixed", "unknown"] = "mixed"
     moves: bool = False
@@ -302,6 +305,48 @@ def places_once(eqn: JaxprEqn) -> bool:
     return sizes[0] == sizes[1]
 
 
+def is_cheap(eqn: JaxprEqn) -> bool:
+    """Whether each element of a result follows from its position or one element of each operand."""
+    row = row_of(eqn)
+    is_placed = row is not None and (row.places_once or row.factors in (_iota, _prefix))
+    return is_placed or is_elementwise(eqn)
+
+
+def is_fused(eqn: JaxprEqn) -> bool:
+    """Whether XLA repeats an equation for every reader of its result, which is never stored."""
+    row = row_of(eqn)
+    is_filled = row is not None and row.factors in (_broadcast_in_dim, _iota)
+    return is_filled or (row is not None and row.is_elementwise and not row.is_dear)
+
+
+def is_reduction(eqn: JaxprEqn) -> bool:
+    """Whether elements of one array become one along some axes, such as their sum."""
+    return len(eqn.invars) == 1 and not all(factor.is_separate for factor in factors(eqn))
+
+
+def renames(eqn: JaxprEqn) -> bool:
+    """Whether each result of an equation is the array of the operand of the same number.
+
+    It may have another shape, but the same elements in the same order, and in the same memory.
+    """
+    row = row_of(eqn)
+    if row is None or not row.moves or _order_before_reshape(eqn):
+        return False
+    keeps_order = row.is_identity or row.is_elementwise
+    if not keeps_order and row.factors not in (_reshape, _broadcast_in_dim):
+        return False
+    if eqn.primitive is primitives.reduce_precision_p:  # `jax.checkpoint` adds it with all bits.
+        info = jnp.finfo(aval(eqn.outvars[0]).dtype)
+        if eqn.params != {"exponent_bits": info.nexp, "mantissa_bits": info.nmant}:
+            return False
+
+    def kind(v: Any) -> tuple[Any, ...]:
+        return aval(v).size, aval(v).dtype, getattr(aval(v), "memory_space", None)
+
+    pairs = zip(eqn.invars, eqn.outvars, strict=False)
+    return len(eqn.invars) >= len(eqn.outvars) and all(kind(a) == kind(b) for a, b in pairs)
+
+
 def stops_gradients(eqn: JaxprEqn) -> bool:
     """Whether an equation is a `jax.lax.stop_gradient`."""
     return eqn.primitive.name == "stop_gradient"
@@ -362,7 +407,7 @@ def slope(eqn: JaxprEqn, operand: int) -> float | None:
     numbers.insert(operand, 1.0)
     with jax.ensure_compile_time_eval():
         wide = jnp.promote_types(arrays[0].dtype, jnp.float32)
-        found = float(eqn.primitive.bind(*map(wide.type, numbers), **eqn.params))
+        found = float(*bind(eqn, [*map(wide.type, numbers)]))
     return found if math.isfinite(found) else None
 
 
@@ -522,28 +567,24 @@ def _order_before_reshape(eqn: JaxprEqn) -> tuple[int, ...] | None:
 
 
 def _dot_general(eqn: JaxprEqn) -> Iterator[Factor]:
-    (contracted, batch), ranks = eqn.params["dimension_numbers"], [_rank(v) for v in eqn.invars]
-    yield from (Factor(pair, (i,)) for i, pair in enumerate(zip(*batch, strict=True)))
-    axis = len(batch[0])
-    for k in range(2):
-        for own in range(ranks[k]):
-            if own not in (*contracted[k], *batch[k]):
-                yield Factor((own, None) if k == 0 else (None, own), (axis,))
-                axis += 1
-    for pair in zip(*contracted, strict=True):
-        yield Factor(pair, (None,), is_sum=True)
+    batch, summed, (left, right) = zip(*map(DotGeneral.of(eqn).axes, range(2)), strict=True)
+    own: list[Axes] = [*((i, None) for i in left), *((None, i) for i in right)]
+    kept = [*zip(*batch, strict=True), *own]
+    yield from (Factor(pair, (axis,)) for axis, pair in enumerate(kept))
+    yield from (Factor(pair, (None,), is_sum=True) for pair in zip(*summed, strict=True))
 
 
 def _convolution(eqn: JaxprEqn) -> Iterator[Factor]:
-    dims, p = eqn.params["dimension_numbers"], eqn.params
-    if p["batch_group_count"] == 1:
+    conv = ConvGeneralDilated.of(eqn)
+    dims, groups = conv.dimension_numbers, conv.feature_group_count
+    if conv.batch_group_count == 1:
         yield Factor((dims.lhs_spec[0], None), (dims.out_spec[0],))
-    if p["batch_group_count"] == p["feature_group_count"] == 1:
+    if conv.batch_group_count == groups == 1:
         yield Factor((None, dims.rhs_spec[0]), (dims.out_spec[1],))
         yield Factor((dims.lhs_spec[1], dims.rhs_spec[1]), (None,), is_sum=True)
-    if p["feature_group_count"] > 1:
+    if groups > 1:
         own = (dims.lhs_spec[1], dims.rhs_spec[0])
-        yield Factor(own, (dims.out_spec[1],), parts=p["feature_group_count"])
+        yield Factor(own, (dims.out_spec[1],), parts=groups)
 
 
 def _gather(eqn: JaxprEqn) -> Iterator[Factor]:
@@ -703,14 +744,17 @@ _MATRICES = Row(_leading("... _ _"))
 ROWS: dict[str, Row] = {
     # One element of each operand.
     **_rows(
-        "abs acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clz cos "
-        "cosh digamma eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a "
-        "igammac integer_pow is_finite le le_to lgamma log log1p log2 logistic lt lt_to max min "
-        "mulhi ne nextafter not one_minus_square or polygamma polynomial population_count pow "
-        "random_fold_in random_seed reciprocal regularized_incomplete_beta rem round rsqrt "
-        "shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square tan "
-        "tanh xor zeta",
+        "abs and ceil clz eq eq_to floor ge gt integer_pow is_finite le le_to lt lt_to max min "
+        "mulhi ne nextafter not one_minus_square or polynomial population_count reciprocal round "
+        "shift_left shift_right_arithmetic shift_right_logical sign square xor",
         _ELEMENTWISE,
+    ),
+    **_rows(
+        "acos acosh asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt cos cosh digamma erf "
+        "erf_inv erfc exp exp2 expm1 igamma igamma_grad_a igammac lgamma log log1p log2 logistic "
+        "polygamma pow random_fold_in random_seed regularized_incomplete_beta rem rsqrt sin sinh "
+        "sqrt tan tanh zeta",
+        _ELEMENTWISE._replace(is_dear=True),
     ),
     **_rows("add sub neg complex conj real imag", _ELEMENTWISE._replace(linear="jointly")),
     **_rows(
@@ -718,9 +762,10 @@ ROWS: dict[str, Row] = {
         _ELEMENTWISE._replace(linear="jointly", moves=True, places_once=True),
     ),
     "mul": _ELEMENTWISE._replace(linear="each"),
-    "div": _ELEMENTWISE._replace(linear=(0,)),
+    "div": _ELEMENTWISE._replace(linear=(0,), is_dear=True),
     "add_any": _ELEMENTWISE._replace(linear="jointly", broadcasts=False),
-    **_rows("clamp threefry2x32", _ELEMENTWISE._replace(broadcasts=False)),
+    "clamp": _ELEMENTWISE._replace(broadcasts=False),
+    "threefry2x32": _ELEMENTWISE._replace(broadcasts=False, is_dear=True),
     "select_n": _ELEMENTWISE._replace(linear="cases", broadcasts=False),
     # Result i is operand i.
     **_rows(
@@ -795,64 +840,13 @@ ROWS: dict[str, Row] = {
 }
 """By name of the primitive."""
 
-ELEMENTWISE = frozenset(name for name, row in ROWS.items() if row.is_elementwise)
-"""Primitives whose every output element depends on one element of each input, or on scalars."""
-
-WITHOUT_ROW = {
-    "inner functions, which `Propagation` follows": (
-        "call checkpoint closed_call cond core_call custom_jvp_call custom_lin custom_vjp_call "
-        "eval_jaxpr jit pjit remat2 scan shard_map while"
-    ),
-    "inner functions with rules of their own": (
-        "call_exported call_hi_primitive call_hi_primitive_linearized composite core_map "
-        "custom_jvp_call_jaxpr custom_linear_solve custom_partitioning custom_vmap_call "
-        "linear_call pallas_call remat_opt run_state select_and_scatter stage"
-    ),
-    "side effects and their order": (
-        "accum_grad_in_ref addupdate after_all box_get box_set check create_linear create_token "
-        "dce_sink debug_callback debug_print empty empty2 empty_ref free_ref freeze get "
-        "inspect_sharding io_callback log_extend log_read new_box new_log new_ref pin "
-        "pure_callback shape_assertion swap unpin unreachable"
-    ),
-    "parts of arrays move between devices": (
-        "all_gather all_gather_done all_gather_invariant all_gather_reduced "
-        "all_gather_reduced_start all_gather_start all_to_all all_to_all_done all_to_all_start "
-        "axis_index pbroadcast pbroadcast_done pbroadcast_dynamic pbroadcast_start "
-        "global_array_to_host_local_array host_local_array_to_global_array platform_index "
-        "ppermute_done ppermute_start precv psend psum_done psum_invariant_start psum_start "
-        "ragged_all_to_all reduce_scatter reduce_scatter_done reduce_scatter_start unreduced_pmax "
-        "unreduced_pmin unreduced_psum unreduced_psum_start unreduced_reduce_scatter "
-        "unreduced_reduce_scatter_start"
-    ),
-    "kernels": (
-        "cudnn_fusion dot_product_attention_bwd dot_product_attention_fp8_bwd "
-        "dot_product_attention_fp8_bwd_wrapper dot_product_attention_fp8_fwd "
-        "dot_product_attention_fp8_fwd_wrapper dot_product_attention_fwd ffi_call geqp3 scaled_dot "
-        "scaled_matmul scaled_matmul_wrapper"
-    ),
-    "groups of rows, whose sizes are data": "ragged_dot_general",
-    "random numbers of a whole array": (
-        "iota_2x32_shape philox2x32 philox4x32 random_gamma rng_bit_generator rng_uniform "
-        "threefry4x32"
-    ),
-    "no arrays": "dim_as_value dimension_size",
-    "replaced while tracing": "broadcast_to zeros_like",
-    "sparse arrays": (
-        "bcoo_dot_general bcoo_dot_general_sampled bcoo_extract bcoo_fromdense bcoo_sort_indices "
-        "bcoo_spdot_general bcoo_sum_duplicates bcoo_todense bcoo_transpose bcsr_dot_general "
-        "bcsr_extract bcsr_fromdense bcsr_todense coo_fromdense coo_matmat coo_matvec coo_spmm "
-        "coo_spmv coo_todense csr_fromdense csr_matmat csr_matvec csr_spmm csr_spmv csr_todense "
-        "spsolve todense"
-    ),
-}
-"""Primitives that have no row on purpose, by the reason. Their axes are unknown."""
-
 _VMAPPED = frozenset(
-    (
-        f"{WITHOUT_ROW['inner functions, which `Propagation` follows']} "
-        "all_gather all_to_all axis_index custom_linear_solve debug_callback get pallas_call "
-        "ragged_dot_general random_gamma select_and_scatter swap"
-    ).split()
+    str.split(
+        "all_gather all_to_all axis_index call checkpoint closed_call cond core_call "
+        "custom_jvp_call custom_lin custom_linear_solve custom_vjp_call debug_callback eval_jaxpr "
+        "get jit pallas_call pjit ragged_dot_general random_gamma remat2 scan select_and_scatter "
+        "shard_map swap while"
+    )
 )
 """Primitives without a row that `jax.vmap` applies to each example alone."""
 

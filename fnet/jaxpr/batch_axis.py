@@ -411,7 +411,6 @@ class BatchAxes(Propagation[State]):
 
 
 def _moved(state: State, by: int) -> State:
-    """The state of a value whose axes have moved."""
     if isinstance(state, BatchAxis):
         return BatchAxis(state.axis + by)
     if isinstance(state, Shared) and state.uniform is not None:

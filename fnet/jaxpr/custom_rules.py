@@ -105,7 +105,6 @@ def _backward_of(eqn: JaxprEqn) -> ClosedJaxpr | None:
 
 
 def _backward(eqn: JaxprEqn, inputs: Sequence[Any], cotangents: list[Any]) -> Any:
-    """Cotangents of the floating inputs of an equation."""
     floating = [i for i, a in enumerate(inputs) if jnp.issubdtype(a.dtype, jnp.inexact)]
     _, vjp = differentiate(eqn, inputs, floating)
     return vjp([ct for ct in cotangents if jnp.issubdtype(ct.dtype, jnp.inexact)])

@@ -126,6 +126,12 @@ def evaluate(eqn: JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
     return outputs
 
 
+def bind(eqn: JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
+    """Apply the primitive of an equation without inner jaxprs to arrays, also for its literals."""
+    results = eqn.primitive.bind(*inputs, **eqn.params)
+    return list(results) if eqn.primitive.multiple_results else [results]
+
+
 def _as_array(a: Any) -> Any:
     """Return a NumPy constant as an array of JAX, which a derivative rule may index by a tracer."""
     is_other = isinstance(a, jax.Array | jax.core.Tracer) or not hasattr(a, "__array__")
@@ -459,6 +465,11 @@ class ShardMap(NamedTuple):
         inputs, outputs = splits(p["in_specs"], eqn.invars), splits(p["out_specs"], eqn.outvars)
         return cls(_closed(p["jaxpr"]), inputs, outputs)
 
+    @classmethod
+    def read(cls, eqn: JaxprEqn) -> "ShardMap | None":
+        """Take an equation apart if it is a `jax.shard_map`, else return None."""
+        return cls.of(eqn) if eqn.primitive.name == "shard_map" else None
+
 
 def inner_jaxprs(value: Any) -> Iterator[Jaxpr]:
     """Yield the jaxprs in an equation's parameters, but not the jaxprs inside those."""
@@ -479,7 +490,9 @@ def primitive_names(eqn: JaxprEqn) -> set[str]:
     return {eqn.primitive.name}.union(*map(primitive_names, inner))
 
 
-def find_equations(jaxpr: Jaxpr | ClosedJaxpr, name: str | tuple[str, ...]) -> Iterator[JaxprEqn]:
+def find_equations(
+    jaxpr: Jaxpr | ClosedJaxpr, name: str | tuple[str, ...] = ""
+) -> Iterator[JaxprEqn]:
     """Yield all equations whose primitive's name starts with ``name``, inner jaxprs included."""
     for eqn in jaxpr.eqns:
         if eqn.primitive.name.startswith(name):
@@ -660,6 +673,16 @@ def source_line(eqn: JaxprEqn) -> str:
     frames = source_info_util.summarize(eqn.source_info, _FRAMES).split("\n")[::-1]
     line = next((frame for frame in frames if not frame.startswith(_INSTALLED)), frames[0])
     return "" if line == "unknown" else re.sub(r":(\d+):\d+ \(", r":\1 (", line)
+
+
+def place(eqn: JaxprEqn) -> str:
+    """Name an equation in a message: ``dot_general at model.py:3 (loss)``."""
+    return located(eqn.primitive.name, source_line(eqn))
+
+
+def located(operation: str, line: str) -> str:
+    """Name an operation in a message, with its source line if it is known."""
+    return f"{operation} at {line}" if line else operation
 
 
 _FRAMES = 1000

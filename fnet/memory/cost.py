@@ -2,14 +2,15 @@
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from fnet import hlo
-from fnet.jaxpr import aval, inner_jaxprs, nbytes
+from fnet.jaxpr import aval, nbytes
+from fnet.jaxpr.primitives import DynamicUpdateSlice, product, total
 
 FLOPS_PER_BYTE = 2.0
 """Weight of FLOPs and bytes, to rank candidates.
@@ -59,51 +60,30 @@ def estimate_cost(program: ClosedJaxpr | Jaxpr) -> Cost:
       ... )
       Cost(flops=210, bytes=284)
     """
-    jaxpr = program.jaxpr if isinstance(program, ClosedJaxpr) else program
-    costs = [equation_cost(eqn) for eqn in jaxpr.eqns]
+    costs = list(map(equation_cost, program.eqns))
     return Cost(sum(cost.flops for cost in costs), sum(cost.bytes for cost in costs))
 
 
-def equation_cost(eqn: JaxprEqn) -> Cost:
-    """Count FLOPs and bytes of one equation, as `estimate_cost`."""
-    name = eqn.primitive.name
-    # The inner jaxpr of a scatter or a reduction combines two numbers.
-    combines = name.startswith(("scatter", "reduce", "select_and"))
-    inner = [] if combines else [estimate_cost(jaxpr) for jaxpr in inner_jaxprs(eqn)]
-    if name == "cond":
-        return max(inner)
-    if inner:
-        iterations = eqn.params["length"] if name == "scan" else 1
-        return Cost(
-            iterations * sum(cost.flops for cost in inner),
-            iterations * sum(cost.bytes for cost in inner),
-        )
-    # A slice is written in place.
-    made = eqn.invars[1:2] if name == "dynamic_update_slice" else eqn.outvars
-    input_bytes, output_bytes = (sum(map(nbytes, a)) for a in (eqn.invars, made))
-    elements = sum(math.prod(_shape(v)) for v in made)
-    if name == "dot_general":
-        (contracted, _), _ = eqn.params["dimension_numbers"]
-        shape = _shape(eqn.invars[0])
-        products = math.prod(shape[i] for i in contracted)
-    elif name == "conv_general_dilated":
-        products = _window_size(eqn)
-    else:
-        return Cost(elements, output_bytes)
-    return Cost(2 * elements * products, input_bytes + output_bytes)
+def equation_cost(eqn: JaxprEqn, counts: Callable[[JaxprEqn], Any] = lambda eqn: True) -> Cost:
+    """Count FLOPs and bytes of one equation, as `estimate_cost`, of what counts in it."""
+    measures = (lambda e, f=f: f(e) if counts(e) else 0 for f in (_flops, _bytes))
+    return Cost(*(total(eqn, measure) for measure in measures))
 
 
-def _window_size(convolution: JaxprEqn) -> int:
-    """Multiply-adds per element of a convolution's result."""
-    kernel = _shape(convolution.invars[1])
-    out_channels = kernel[convolution.params["dimension_numbers"].rhs_spec[0]]
-    # The gradient of a strided convolution dilates its argument with zeros, which XLA skips.
-    dilation = math.prod(convolution.params["lhs_dilation"])
-    return int(max(math.prod(kernel) // out_channels // dilation, 1))
+def _made(eqn: JaxprEqn) -> list[Any]:
+    """Arrays that are written: of an update, the part alone."""
+    return eqn.invars[1:2] if DynamicUpdateSlice.read(eqn) else eqn.outvars
 
 
-def _shape(atom: Any) -> tuple[int, ...]:
-    return getattr(aval(atom), "shape", ())
+def _flops(eqn: JaxprEqn) -> int:
+    multiply = product(eqn)
+    if multiply is not None:
+        return multiply.flops
+    return sum(math.prod(getattr(aval(v), "shape", ())) for v in _made(eqn))
+
+
+def _bytes(eqn: JaxprEqn) -> int:
+    return sum(map(nbytes, [*(eqn.invars if product(eqn) else ()), *_made(eqn)]))
 
 
 # Compiled instructions.

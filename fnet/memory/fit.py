@@ -285,7 +285,6 @@ def _nnx() -> Any:
 
 
 def _values_by_path(objects: Any) -> dict[Any, Any]:
-    """The values of the variables of nnx objects."""
     values: dict[Any, Any] = {}
     if objects:
         _nnx().state(objects, lambda path, variable: values.update({path: variable.get_value()}))

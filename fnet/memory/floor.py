@@ -1,13 +1,13 @@
 """The floor of a loss: bytes that every plan of it holds at once."""
 
 import itertools
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
-from fnet.jaxpr import Scan, active_variables, aval, inline, is_floating, nbytes, source_line
+from fnet.jaxpr import Scan, active_variables, aval, inline, is_floating, nbytes, place
+from fnet.jaxpr.primitives import Cond, DotGeneral, product
 from fnet.memory.graph import variables
 from fnet.memory.regions import Division, Region, wide
 
@@ -73,39 +73,40 @@ def _sizes(jaxpr: Jaxpr) -> dict[Var, int]:
 
 def _is_product(eqn: JaxprEqn) -> bool:
     """Whether XLA has the operands and the result in memory; it fuses products with vectors."""
-    if eqn.primitive.name == "conv_general_dilated":
-        return True
-    if eqn.primitive.name != "dot_general":
-        return False
-    contracted, batch = eqn.params["dimension_numbers"]
-    for v, reduced, rows in zip(eqn.invars, contracted, batch, strict=True):
-        shape = aval(v).shape
-        free = [n for i, n in enumerate(shape) if i not in {*reduced, *rows}]
-        if math.prod(free) == 1 or math.prod(shape[i] for i in reduced) == 1:
-            return False
-    return True
+    dot = DotGeneral.read(eqn)
+    if dot is None:
+        return product(eqn) is not None
+    return all(dot.size(k, axes) != 1 for k in range(2) for axes in dot.axes(k)[1:])
 
 
 def _at_equation(eqn: JaxprEqn, sizes: dict[Var, int], active: set[Var]) -> Floor:
     if (scan := Scan.read(eqn)) is not None:
         return _at_scan(eqn, scan, sizes, active)
+    if (cond := Cond.read(eqn)) is not None:
+        given = [not isinstance(v, Literal) and v in active for v in eqn.invars[1:]]
+        return _largest(_inside(branch, given) for branch in cond.branches)
     if not _is_product(eqn):
         return Floor()
     held = {v: sizes.get(v, 0) for v in variables(eqn.invars)} | {v: nbytes(v) for v in eqn.outvars}
     arrays = ", ".join(_shape(v) for v in eqn.invars)
-    return Floor(sum(held.values()), f"{_name(eqn)}: {arrays} -> {_shape(eqn.outvars[0])}")
+    return Floor(sum(held.values()), f"{place(eqn)}: {arrays} -> {_shape(eqn.outvars[0])}")
+
+
+def _inside(closed: ClosedJaxpr, differentiated: Sequence[bool]) -> Floor:
+    """Bytes at the largest equation of an inner function."""
+    body = inline(closed).jaxpr
+    sizes, active = _sizes(body), active_variables(body, differentiated)
+    return _largest(_at_equation(e, sizes, active) for e in body.eqns)
 
 
 def _at_scan(eqn: JaxprEqn, scan: Scan, sizes: dict[Var, int], active: set[Var]) -> Floor:
     """Bytes that a loop holds in each iteration, and its largest equation."""
     consts, _, xs = scan.split(eqn.invars)
     ys = eqn.outvars[scan.num_carry :]
-    body = inline(scan.body)
     given = [not isinstance(v, Literal) and v in active for v in eqn.invars]
     for i in range(scan.num_carry):
         given[scan.num_consts + i] |= eqn.outvars[i] in active
-    inner_sizes, inner_active = _sizes(body.jaxpr), active_variables(body.jaxpr, given)
-    inner = _largest(_at_equation(e, inner_sizes, inner_active) for e in body.jaxpr.eqns)
+    inner = _inside(scan.body, given)
     if scan.length < 2:
         return inner
     forward = [*variables(xs), *ys]
@@ -116,7 +117,7 @@ def _at_scan(eqn: JaxprEqn, scan: Scan, sizes: dict[Var, int], active: set[Var])
     if held < inner.bytes:
         return Floor(held + inner.bytes, inner.place)
     arrays = _few(forward if made >= added else backward)
-    return Floor(held + inner.bytes, f"{_name(eqn)}, {scan.length} iterations: {arrays}")
+    return Floor(held + inner.bytes, f"{place(eqn)}, {scan.length} iterations: {arrays}")
 
 
 def _at_region(region: Region, sizes: dict[Var, int]) -> Floor:
@@ -134,7 +135,7 @@ def _at_region(region: Region, sizes: dict[Var, int]) -> Floor:
         differentiated = [*itertools.compress(arguments, region.active)]
         return Floor(held, f"gradients of {_few(differentiated)}")
     eqns = sorted(region.jaxpr.eqns, key=lambda e: sum(map(nbytes, e.outvars)))
-    largest = "".join(f" with {_name(e)}" for e in eqns[-1:])
+    largest = "".join(f" with {place(e)}" for e in eqns[-1:])
     arrays = [v for v in arguments if sizes.get(v)] + list(results)
     return Floor(held, f"chunks of {region.size} rows{largest}: {_few(arrays)}")
 
@@ -142,11 +143,6 @@ def _at_region(region: Region, sizes: dict[Var, int]) -> Floor:
 def _bytes(v: Any, *, is_row: bool) -> int:
     """Bytes of the buffer in which chunks of an array are written, or its parts added."""
     return int(nbytes(v) if is_row else aval(v).size * wide(aval(v)).itemsize)
-
-
-def _name(eqn: JaxprEqn) -> str:
-    line = source_line(eqn)
-    return f"{eqn.primitive.name} at {line}" if line else eqn.primitive.name
 
 
 def _few(arrays: Sequence[Any]) -> str:

@@ -18,7 +18,6 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from fnet import measured
 from fnet.jaxpr import (
-    ELEMENTWISE,
     Scan,
     active_variables,
     aval,
@@ -26,8 +25,13 @@ from fnet.jaxpr import (
     inline,
     interpret,
     is_checkpoint,
+    is_elementwise,
+    is_fused,
+    is_reduction,
     nbytes,
+    renames,
 )
+from fnet.jaxpr.primitives import CheckpointName, made_bytes
 from fnet.memory.cost import Cost, equation_cost
 
 _PREFIX = "fnet_tensor:"
@@ -38,18 +42,6 @@ Name = tuple[int, int]
 CARRY = -1
 IN_LOOP = 1 << 20
 """Number of the first equation in the body of a loop, above the numbers of the function."""
-
-# Primitives whose result is an input in another shape, which XLA does not copy, if the size and
-# the number format stay.
-_RENAMING = frozenset(
-    "name reshape squeeze expand_dims broadcast_in_dim reduce_precision optimization_barrier copy "  # noqa: SIM905
-    "pvary pcast sharding_constraint stop_gradient".split()
-)
-# Cheap elementwise primitives, which XLA fuses with what reads their result.
-_FUSED = {*ELEMENTWISE, "broadcast_in_dim", "iota"} - {
-    *("cbrt", "cos", "digamma", "div", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "lgamma"),
-    *("log", "log1p", "logistic", "pow", "rem", "rsqrt", "sin", "sqrt", "tan", "tanh"),
-}
 
 
 # The forward pass.
@@ -97,16 +89,6 @@ def linearize(f: Callable[..., Any], args: Sequence[Any], chosen: Sequence[int])
     return Forward(closed, returned, [i for i, r in zip(positions, is_read, strict=False) if r])
 
 
-def renames(eqn: JaxprEqn) -> bool:
-    """Whether each output of an equation is the input at its place, perhaps in another shape."""
-    if eqn.primitive.name not in _RENAMING or len(eqn.invars) < len(eqn.outvars):
-        return False
-    if eqn.primitive.name == "reduce_precision":  # jax.checkpoint adds it with all bits
-        return bool(eqn.params["mantissa_bits"] == jnp.finfo(aval(eqn.outvars[0]).dtype).nmant)
-    pairs = zip(map(aval, eqn.invars), map(aval, eqn.outvars), strict=False)
-    return all(a.size == b.size and a.dtype == b.dtype for a, b in pairs)
-
-
 def variables(atoms: Iterable[Any]) -> Iterator[Var]:
     """Yield the inputs of an equation that are variables."""
     return (a for a in atoms if not isinstance(a, Literal))
@@ -135,7 +117,7 @@ class Piece(NamedTuple):
 
 def pieces(jaxpr: Jaxpr) -> list[Piece]:
     """Divide an inlined jaxpr into small pieces. A loop that makes many bytes is one of its own."""
-    made, passing = _made_bytes(jaxpr), _passing_bytes(jaxpr)
+    made, passing = [*map(made_bytes, jaxpr.eqns)], _passing_bytes(jaxpr)
     count, large = len(jaxpr.eqns), _large_loops(jaxpr, made)
     # A loop whose iterations are under a jax.checkpoint already is whole, and runs once more alone.
     alone = {i for i, e in enumerate(jaxpr.eqns) if _is_checkpointed(e)}
@@ -200,23 +182,11 @@ def segment_of(jaxpr: Jaxpr, start: int, end: int) -> Jaxpr:
     return segment
 
 
-def _made_bytes(jaxpr: Jaxpr) -> list[int]:
-    """Bytes of the results of each equation, and for a loop of all iterations."""
-    return [
-        e.params["length"] * sum(_made_bytes(Scan.of(e).body.jaxpr))
-        if e.primitive.name == "scan"
-        else sum(map(nbytes, e.outvars))
-        for e in jaxpr.eqns
-    ]
-
-
 def _large_loops(jaxpr: Jaxpr, made: Sequence[int]) -> set[int]:
     return {
         i
         for i, e in enumerate(jaxpr.eqns)
-        if e.primitive.name == "scan"
-        and made[i] > measured.LARGE_LOOP * sum(made)
-        and not _is_checkpointed(e)
+        if Scan.read(e) and made[i] > measured.LARGE_LOOP * sum(made) and not _is_checkpointed(e)
     }
 
 
@@ -347,9 +317,9 @@ class Graph(NamedTuple):
     equations: tuple[str, ...]
 
 
-def equation_names(jaxpr: Jaxpr) -> tuple[str, ...]:
-    """Return the names of the primitives of a jaxpr, which identify it at other shapes."""
-    return tuple(e.primitive.name for e in jaxpr.eqns)
+def equation_names(eqns: Iterable[JaxprEqn]) -> tuple[str, ...]:
+    """Return the names of primitives, which identify a program at other shapes."""
+    return tuple(e.primitive.name for e in eqns)
 
 
 def analyze(
@@ -371,7 +341,7 @@ def analyze(
     parts = pieces(jaxpr)
     needs = [builder.add(number, piece) for number, piece in enumerate(parts)]
     fused = _fuse(needs, builder.tensors)
-    return Graph(parts, needs, builder.tensors, fused, equation_names(jaxpr))
+    return Graph(parts, needs, builder.tensors, fused, equation_names(jaxpr.eqns))
 
 
 def analyze_regions(
@@ -404,10 +374,9 @@ def analyze_regions(
             elif v in held:
                 t.saved_bytes = 0
         tensors += builder.tensors
-        parts.append(Piece(start, start + len(jaxpr.eqns), False, sum(_made_bytes(jaxpr)), 0))
-    return Graph(
-        parts, needs, tensors, _fuse(needs, tensors), tuple(e.primitive.name for e in eqns)
-    )
+        made = sum(map(made_bytes, jaxpr.eqns))
+        parts.append(Piece(start, start + len(jaxpr.eqns), False, made, 0))
+    return Graph(parts, needs, tensors, _fuse(needs, tensors), equation_names(eqns))
 
 
 def _useful(jaxpr: Jaxpr, objective: Sequence[bool]) -> set[Var]:
@@ -461,12 +430,12 @@ class _Builder:
 
     def _add_loop(self, number: int, position: int) -> list[Tensor]:
         eqn = self._jaxpr.eqns[position]
-        scan, times = Scan.of(eqn), eqn.params["length"]
+        scan = Scan.of(eqn)
         given = [None if isinstance(v, Literal) else self._made.get(v) for v in eqn.invars]
         consts, _, xs = scan.split(given)
         _, carries, _ = scan.split(scan.body.jaxpr.invars)
         carry = [
-            self._new(Tensor(number, nbytes(v), times * nbytes(v), (CARRY, i)))
+            self._new(Tensor(number, nbytes(v), scan.length * nbytes(v), (CARRY, i)))
             for i, v in enumerate(carries)
         ]
         active = [not isinstance(v, Literal) and v in self._active for v in eqn.invars]
@@ -476,7 +445,7 @@ class _Builder:
             useful[i] |= active[scan.num_consts + i] and any(useful)
         given = [*consts, *carry, *xs]
         _, needs = self._linearized(
-            number, inline(scan.body), given, active, useful, first=IN_LOOP, times=times
+            number, inline(scan.body), given, active, useful, first=IN_LOOP, times=scan.length
         )
         for j, v in enumerate(eqn.outvars):
             self._made[v] = self._new(Tensor(number, nbytes(v), nbytes(v), (position, j)))
@@ -507,8 +476,8 @@ class _Builder:
         for eqn in forward.eqns:
             inputs = tensors(eqn.invars)
             made_from = tuple(dict.fromkeys(t for t in inputs if t is not None))
-            name = eqn.primitive.name
-            if name == "name" and (parsed := _from_text(eqn.params["name"])):
+            mark = CheckpointName.read(eqn)
+            if mark and (parsed := _from_text(mark.name)):
                 (source,) = inputs
                 if source is None or source.operation is None or source.name is not None:
                     known[eqn.outvars[0]] = source  # an argument, or a renamed array
@@ -523,8 +492,8 @@ class _Builder:
                 operation = Operation(
                     Cost(*(times * c for c in equation_cost(eqn))),
                     made_from,
-                    name in _FUSED,
-                    not name.startswith("reduce") and name not in ELEMENTWISE | _FUSED,
+                    is_fused(eqn),
+                    not (is_elementwise(eqn) or is_fused(eqn) or is_reduction(eqn)),
                 )
                 for v in eqn.outvars:
                     size = nbytes(v)

@@ -135,8 +135,6 @@ class _Update(NamedTuple):
         params: Any,
         extra: dict[str, Any],
     ) -> "_Update":
-        """Trace the update, as if all arrays were on the device."""
-
         def on_device(a: Any) -> jax.ShapeDtypeStruct:
             kind = jax.typeof(a)
             return jax.ShapeDtypeStruct(kind.shape, kind.dtype, weak_type=kind.weak_type)

@@ -26,7 +26,6 @@ from fnet.jaxpr import (
     evaluate,
     in_scopes,
     inline,
-    inner_jaxprs,
     interpret,
     is_checkpoint,
     is_floating,
@@ -34,6 +33,7 @@ from fnet.jaxpr import (
     nbytes,
     switch,
 )
+from fnet.jaxpr.primitives import Cond, product
 from fnet.memory.cost import Cost, equation_cost
 from fnet.memory.graph import linearize, variables
 from fnet.memory.remat import Policy
@@ -164,7 +164,7 @@ class _Loop:
         if self.scan:
             return self._run_scan(self.scan, inputs, chunks)
         functions = [functools.partial(body.run_on, chunks) for body in self.bodies]
-        if self.eqn.primitive.name == "cond":
+        if Cond.read(self.eqn):
             results: list[Any] = switch(self.eqn, inputs[0], functions, *inputs[1:])
             return results
         return call_like(self.eqn, functions[0])(*inputs)
@@ -234,8 +234,8 @@ class _Part:
                 inner = [scan.body]
                 for i in range(scan.num_carry):  # the loop may make a carry active
                     given[scan.num_consts + i] |= eqn.outvars[i] in active
-            elif eqn.primitive.name == "cond":
-                inner, given = eqn.params["branches"], given[1:]
+            elif cond := Cond.read(eqn):
+                inner, given = cond.branches, given[1:]
             elif is_checkpoint(eqn) and (called := called_jaxpr(eqn)):
                 inner = [called]
             bodies = [cls.of(inline(body), given) for body in inner]
@@ -445,7 +445,9 @@ def _joined(choices: Sequence[_Choice]) -> _Choice:
 
 def _best_of_loop(loop: _Loop, passes: int, share: float) -> _Choice:
     if loop.scan is None:
-        inner = _joined([_best(body, passes, share) for body in loop.bodies])
+        choices = [_best(body, passes, share) for body in loop.bodies]
+        # JAX saves what all branches need, and runs one.
+        inner = _joined(choices)._replace(cost=max(choice.cost for choice in choices))
         if is_checkpoint(loop.eqn):  # what is inside is alive during its backward pass only
             inner = inner._replace(saved=0, working=inner.bytes)
         return inner
@@ -456,7 +458,7 @@ def _best_of_loop(loop: _Loop, passes: int, share: float) -> _Choice:
     # The backward pass of each level adds up gradients of the constants.
     gradients = sum(nbytes(v) for v, d in zip(consts, body.differentiated, strict=False) if d)
     own = max(body.saved - _best(body, 0).saved, 0)
-    forward, products = equation_cost(loop.eqn), _product_cost(loop.eqn)
+    forward, products = equation_cost(loop.eqn), equation_cost(loop.eqn, product)
     choices = []
     for levels in range(passes + 1):
         inner = _best(body, passes - levels, share)
@@ -496,15 +498,6 @@ def _nearest_divisor(length: int, size: float) -> int:
     divisors = [n for n in _promising(length) if length % n == 0]
     near = min(divisors, key=lambda n: abs(math.log(n / size)), default=1)
     return near if 0.6 < near / size < 1.7 else round(size)
-
-
-def _product_cost(eqn: JaxprEqn) -> Cost:
-    """FLOPs and bytes of the matrix products and convolutions of an equation."""
-    if eqn.primitive.name in ("dot_general", "conv_general_dilated"):
-        return equation_cost(eqn)
-    times = eqn.params["length"] if eqn.primitive.name == "scan" else 1
-    costs = [_product_cost(e) for jaxpr in inner_jaxprs(eqn) for e in jaxpr.eqns]
-    return Cost(times * sum(c.flops for c in costs), times * sum(c.bytes for c in costs))
 
 
 @functools.cache

@@ -15,14 +15,15 @@ from jax.extend.core import ClosedJaxpr
 from fnet import measured
 from fnet.cpu.options import WITHOUT_OPTIMIZED_CODE
 from fnet.cpu.tracing import traced_for
-from fnet.jaxpr import nbytes, source_line
+from fnet.jaxpr import nbytes, place
+from fnet.jaxpr.primitives import made_bytes
 from fnet.memory.cost import Cost, estimate_cost
 from fnet.memory.floor import Floor, find_floor
 from fnet.memory.graph import analyze
 from fnet.memory.loops import loop_policies
 from fnet.memory.peak import CANDIDATE_OPTIONS, Peak, peak
 from fnet.memory.proposals import KeptRows, Offloads, Planner
-from fnet.memory.regions import MOST_REGIONS, NOTHING, ONE_ROW, Division, Kept, divide, made_bytes
+from fnet.memory.regions import MOST_REGIONS, NOTHING, ONE_ROW, Division, Kept, divide
 from fnet.memory.remat import REMAT_POLICIES, Policy, in_chunks, planned, policies_for
 from fnet.memory.rows import rule_of_this_trace
 from fnet.memory.sizes import format_bytes, parse_bytes
@@ -324,7 +325,6 @@ class _Attempt(NamedTuple):
 
     @property
     def policy(self) -> Policy:
-        """The whole policy."""
         return in_chunks(self.chunks, self.inner, self.kept, self.depth)
 
     def recording(self, losses: "list[_Loss]") -> Policy:
@@ -376,7 +376,6 @@ class _Search:
 
     @property
     def fitting(self) -> list[_Attempt]:
-        """Attempts that fit."""
         return [c.attempt for c in self.compiled if self.fits(c.candidate.peak.total)]
 
     def run(self, policies: Sequence[Policy]) -> tuple[tuple[int, Cost], ...]:
@@ -451,8 +450,8 @@ class _Search:
         attempt.source.learn(attempt, smallest)
         if losses and (rule := rule_of_this_trace(*losses[0][:2])):
             self.reason = (
-                f"; nothing is planned, because the derivative rule of {rule.primitive.name} at "
-                f"{source_line(rule)} reads traced arrays that are not its arguments"
+                f"; nothing is planned, because the derivative rule of {place(rule)} reads "
+                "traced arrays that are not its arguments"
             )
             losses = []
         if not is_named:  # each kind of program may need another option than the plain step

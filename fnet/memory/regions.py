@@ -27,21 +27,20 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from fnet.cpu.convolutions import has_convolutions
 from fnet.cpu.tracing import is_for_cpu
 from fnet.jaxpr import (
-    ELEMENTWISE,
-    Scan,
     Site,
     active_variables,
     aval,
     dependencies,
     evaluate,
     factors,
-    inner_jaxprs,
     interpret,
+    is_cheap,
     is_floating,
     is_identity,
+    located,
     nbytes,
     part_of_jaxpr,
-    source_line,
+    place,
 )
 from fnet.jaxpr.batch_axis import (
     BatchAxis,
@@ -51,12 +50,14 @@ from fnet.jaxpr.batch_axis import (
     Unknown,
 )
 from fnet.jaxpr.custom_rules import has_linear_rules
+from fnet.jaxpr.primitives import made_bytes
 from fnet.memory.axis_classes import Axis, AxisClasses
 from fnet.memory.cost import estimate_cost
 from fnet.memory.graph import (
     Graph,
     Name,
     analyze_regions,
+    equation_names,
     variables,
 )
 from fnet.memory.rows import Part, RowAxes, Sum, Value, run_rows, slice_rows
@@ -185,7 +186,7 @@ class Division(NamedTuple):
         """Kept rows by number of the part; none if they are of another program."""
         eqns = [(n, e) for n, region in self.repeated.items() for e in region.jaxpr.eqns]
         found: dict[int, set[Var]] = {}
-        if tuple(e.primitive.name for _, e in eqns) == kept.equations:
+        if equation_names(e for _, e in eqns) == kept.equations:
             for i, j in kept.names:
                 found.setdefault(eqns[i][0], set()).add(eqns[i][1].outvars[j])
         return found
@@ -229,14 +230,6 @@ def divide(
     if reasons and batch and all(aval(v).shape[0] == 1 for v in batch):
         reasons = [ONE_ROW]
     return Division(parts, sorted(reasons, key=lambda r: -wholes.get(r, 0)), active)
-
-
-def made_bytes(eqn: JaxprEqn) -> int:
-    """Bytes that an equation makes, in all iterations of a loop."""
-    if (scan := Scan.read(eqn)) is not None:
-        return scan.length * sum(made_bytes(e) for e in scan.body.jaxpr.eqns)
-    inner = [e for jaxpr in inner_jaxprs(eqn) for e in jaxpr.eqns]
-    return sum(map(made_bytes, inner)) if inner else sum(map(nbytes, eqn.outvars))
 
 
 class _Found(NamedTuple):
@@ -371,10 +364,10 @@ class _Finder:
             is_whole = all(isinstance(s, Shared) for s in out) and not is_identity(eqn)
             if bad is not None or is_whole:
                 if not reason and eqn.effects:
-                    reason = f"{_place(eqn.primitive.name, source_line(eqn))} has an effect"
+                    reason = f"{place(eqn)} has an effect"
                 if not reason and bad and bad.operation:
                     verb = "mixes" if isinstance(bad, Mixed) else "may mix"
-                    reason = f"{_place(bad.operation, bad.line)} {verb} rows"
+                    reason = f"{located(bad.operation, bad.line)} {verb} rows"
                 out = [Unknown()] * len(eqn.outvars)
             else:
                 inside.append(eqn)
@@ -491,7 +484,7 @@ class _Finder:
         inside: list[JaxprEqn] = []
         rest: list[JaxprEqn] = []
         for eqn in reversed(before):
-            cheap = eqn.primitive.name in _CHEAP and not any(v in self.active for v in eqn.outvars)
+            cheap = is_cheap(eqn) and not any(v in self.active for v in eqn.outvars)
             is_read = any(v in outside for v in eqn.outvars)
             grows = sum(map(nbytes, variables(eqn.invars))) < sum(map(nbytes, eqn.outvars))
             is_root = any(v in found.roots for v in eqn.outvars)
@@ -502,17 +495,6 @@ class _Finder:
                 rest.append(eqn)
                 outside |= set(variables(eqn.invars))
         return inside[::-1], rest[::-1]
-
-
-def _place(operation: str, line: str) -> str:
-    return f"{operation} at {line}" if line else operation
-
-
-_CHEAP = {
-    *ELEMENTWISE,
-    *("bitcast_convert_type", "broadcast_in_dim", "concatenate", "iota", "random_bits"),
-    *("reshape", "squeeze", "transpose"),
-}
 
 
 def _with_operands(eqn: JaxprEqn, same: dict[Var, Any]) -> JaxprEqn:

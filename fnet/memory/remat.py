@@ -230,7 +230,7 @@ def planned(windows: Sequence[Window], equations: tuple[str, ...]) -> Policy:
     text += f", {moved} in host memory" if moved else ""
 
     def divide(closed: ClosedJaxpr) -> Sequence[Window]:
-        return windows if equation_names(closed.jaxpr) == equations else segments(closed)
+        return windows if equation_names(closed.eqns) == equations else segments(closed)
 
     return Policy("planned", text, lambda f: remat_windows(f, divide))
 

@@ -21,10 +21,14 @@ from fnet.jaxpr import (
     argument_names,
     aval,
     inner_jaxprs,
+    is_identity,
+    moves_elements,
+    renames,
     scopes,
     source_line,
 )
-from fnet.memory.graph import Forward, linearize, renames
+from fnet.jaxpr.primitives import Cond
+from fnet.memory.graph import Forward, linearize
 from fnet.memory.sizes import leaf_bytes
 
 
@@ -302,9 +306,6 @@ class _Part(NamedTuple):
     of: Any
 
 
-# Primitives that fill an array with a number.
-_FILLING = {"broadcast_in_dim", "convert_element_type", "iota", "empty", "empty2"}
-
 _State = _Origin | _Part | None
 """None is an array of a single repeated number, or an iota, which XLA writes where it is read."""
 
@@ -329,10 +330,10 @@ class _Origins(Propagation[_State]):
         if renames(eqn):
             return states[: len(eqn.outvars)]
         made = self._made(eqn, site)
-        if eqn.primitive.name == "device_put":  # for example to host memory
+        if is_identity(eqn):  # for example in host memory
             return [self._renewed(state, made, i) for i, state in enumerate(states)]
         are_numbers = all(state is None for state in states)
-        fills = eqn.primitive.name in _FILLING
+        fills = not states or (moves_elements(eqn) and len(states) == 1)
         return [
             None
             if are_numbers and (fills or getattr(aval(v), "size", 2) <= 1)
@@ -386,7 +387,7 @@ class _Origins(Propagation[_State]):
         """Results of branches are new arrays, made in the first branch that makes one."""
         results = [
             self.run(branch, states[1:], site._replace(path=(*site.path, i)))
-            for i, branch in enumerate(eqn.params["branches"])
+            for i, branch in enumerate(Cond.of(eqn).branches)
         ]
         made = self._made(eqn, site)
         return [

@@ -113,8 +113,6 @@ def _rate(peaks: Peaks, dtype: str) -> float:
 
 
 class _Cost(NamedTuple):
-    """Cost of one instruction."""
-
     flops: float = 0.0
     dtype: str = ""
     vector: float = 0.0
@@ -162,7 +160,6 @@ class _Run:
         self._pending: list[float] = []
 
     def computation(self, name: str) -> None:
-        """Run the instructions of a computation."""
         for i in self.module.computations[name]:
             kind = i.opcode.removesuffix("-start").removesuffix("-done")
             if i.opcode in ("async-start", "async-done", "async-update") or kind in _COLLECTIVES:

@@ -254,7 +254,6 @@ class _Liveness:
         self.storages = self._assign(self._lives())
 
     def array(self, leaf: _Leaf) -> Array:
-        """The array at a leaf."""
         return self._arrays[leaf[0]][leaf[1]]
 
     def maker(self, leaf: _Leaf) -> tuple[Instruction, Path] | None:

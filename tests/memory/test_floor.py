@@ -48,6 +48,17 @@ def test_a_product_that_mixes_rows_is_named_with_its_line_and_shapes():
     assert f"f32[{N},{WIDTH}], f32[{WIDTH},{WIDTH}] -> f32[{N},{WIDTH}]" in str(error)
 
 
+def test_a_cond_holds_the_largest_product_of_its_branches():
+    def loss(w, x):
+        x = jnp.sort(jnp.tanh(x @ w), axis=0)
+        pairs = jax.lax.cond(x[0, 0] > 0, lambda x: x @ x.T, lambda x: jnp.zeros((N, N)), x)
+        return jnp.square(pairs).mean()
+
+    error, lowest = refused(loss, normal(0, WIDTH, WIDTH), normal(1, N, WIDTH))
+    assert 4 * (WIDTH * WIDTH + N * WIDTH) + 4 * N * N <= error.floor <= lowest
+    assert f"-> f32[{N},{N}]" in str(error)
+
+
 def test_gradients_are_named_where_they_are_the_largest():
     def loss(w, x):
         return jnp.square(jnp.tanh(x @ w) @ w).mean()

@@ -361,3 +361,19 @@ def test_composes_with_vmap_and_jvp():
         return scaled, jax.jvp(lambda *a: f(*a) / 100, inputs(), tangents)
 
     chex.assert_trees_all_close(transformed(f), transformed(recurrent), rtol=1e-3, atol=1e-3)
+
+
+def test_the_cost_of_chunks_counts_the_dearest_branch():
+    def loss(params, xs):
+        def step(h, x):
+            branches = (lambda h: jnp.tanh(h @ params["w"])), (lambda h: jnp.sin(h @ params["u"]))
+            return jax.lax.cond(x.sum() > 0, *branches, h), None
+
+        return jax.lax.scan(step, jnp.ones((BATCH, WIDTH)), xs)[0].sum()
+
+    closed, _, _ = trace_inlined(loss, inputs(), {})
+    policies = loop_policies(closed, [True, True, False])
+    assert len(policies) > 4
+    for p in policies:
+        cost = (flops(loss) + p.cost.flops) / flops(p.policy.apply(loss))
+        assert cost == pytest.approx(1, abs=0.03)

@@ -424,3 +424,21 @@ def test_an_array_saved_twice_counts_once_and_one_never_read_does_not(transform)
         ("", "", (8, 16), "argument x"),
         ("loss/rule", "cos", (8, 16), ""),
     ]
+
+
+def test_a_device_put_makes_an_array_only_if_it_moves_to_other_memory():
+    def loss(w, x):
+        return jnp.sin(jax.device_put(x) @ w).sum()
+
+    w, x = (jax.ShapeDtypeStruct(s, F32) for s in ((128, 256), (64, 128)))
+    found = residuals(loss, w, x)
+    assert [(r.operation, r.alias_of) for r in found] == [("", "argument x"), ("cos", "")]
+    assert added(found) == peak(jax.jit(jax.grad(loss)).lower(w, x).compile()).temporaries == 65_536
+
+    def twice(w, x, space):
+        squares = x * x
+        back = jax.device_put(jax.device_put(squares, space), jax.memory.Space.Device)
+        return (squares @ w).sum() + (back @ w).sum()
+
+    for space, count in ((jax.memory.Space.Device, 1), (jax.memory.Space.Host, 2)):
+        assert added(residuals(functools.partial(twice, space=space), w, x)) == count * 32_768

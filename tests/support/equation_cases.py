@@ -526,6 +526,55 @@ NOT_RUN = {
 }
 """Rows whose primitives do not run here, by the reason."""
 
+WITHOUT_ROW = {
+    "inner functions, which `Propagation` follows": (
+        "call checkpoint closed_call cond core_call custom_jvp_call custom_lin custom_vjp_call "
+        "eval_jaxpr jit pjit remat2 scan shard_map while"
+    ),
+    "inner functions with rules of their own": (
+        "call_exported call_hi_primitive call_hi_primitive_linearized composite core_map "
+        "custom_jvp_call_jaxpr custom_linear_solve custom_partitioning custom_vmap_call "
+        "linear_call pallas_call remat_opt run_state select_and_scatter stage"
+    ),
+    "side effects and their order": (
+        "accum_grad_in_ref addupdate after_all box_get box_set check create_linear create_token "
+        "dce_sink debug_callback debug_print empty empty2 empty_ref free_ref freeze get "
+        "inspect_sharding io_callback log_extend log_read new_box new_log new_ref pin "
+        "pure_callback shape_assertion swap unpin unreachable"
+    ),
+    "parts of arrays move between devices": (
+        "all_gather all_gather_done all_gather_invariant all_gather_reduced "
+        "all_gather_reduced_start all_gather_start all_to_all all_to_all_done all_to_all_start "
+        "axis_index pbroadcast pbroadcast_done pbroadcast_dynamic pbroadcast_start "
+        "global_array_to_host_local_array host_local_array_to_global_array platform_index "
+        "ppermute_done ppermute_start precv psend psum_done psum_invariant_start psum_start "
+        "ragged_all_to_all reduce_scatter reduce_scatter_done reduce_scatter_start unreduced_pmax "
+        "unreduced_pmin unreduced_psum unreduced_psum_start unreduced_reduce_scatter "
+        "unreduced_reduce_scatter_start"
+    ),
+    "kernels": (
+        "cudnn_fusion dot_product_attention_bwd dot_product_attention_fp8_bwd "
+        "dot_product_attention_fp8_bwd_wrapper dot_product_attention_fp8_fwd "
+        "dot_product_attention_fp8_fwd_wrapper dot_product_attention_fwd ffi_call geqp3 scaled_dot "
+        "scaled_matmul scaled_matmul_wrapper"
+    ),
+    "groups of rows, whose sizes are data": "ragged_dot_general",
+    "random numbers of a whole array": (
+        "iota_2x32_shape philox2x32 philox4x32 random_gamma rng_bit_generator rng_uniform "
+        "threefry4x32"
+    ),
+    "no arrays": "dim_as_value dimension_size",
+    "replaced while tracing": "broadcast_to zeros_like",
+    "sparse arrays": (
+        "bcoo_dot_general bcoo_dot_general_sampled bcoo_extract bcoo_fromdense bcoo_sort_indices "
+        "bcoo_spdot_general bcoo_sum_duplicates bcoo_todense bcoo_transpose bcsr_dot_general "
+        "bcsr_extract bcsr_fromdense bcsr_todense coo_fromdense coo_matmat coo_matvec coo_spmm "
+        "coo_spmv coo_todense csr_fromdense csr_matmat csr_matvec csr_spmm csr_spmv csr_todense "
+        "spsolve todense"
+    ),
+}
+"""Primitives that have no row on purpose, by the reason. Their axes are unknown."""
+
 
 class Equation(NamedTuple):
     """An equation with operands from several draws.

@@ -293,7 +293,6 @@ class _Planner:
         return self.depths != (self.model.blocks,)
 
     def row(self, way: str, context: int, batch_size: int) -> Row:
-        """Plan one way."""
         shapes = [Shape(policy, batch_size, context) for policy in _POLICIES]
         state = self.setup(way, shapes[0], batch_size).state_shapes
         if batch_size > 1 and FROZEN not in state.model_state:

@@ -100,7 +100,6 @@ def _adapter() -> TypeAdapter[Config]:
 
 @functools.lru_cache(maxsize=1)
 def _make_adapter(kinds: tuple[type[Section], ...]) -> TypeAdapter[Config]:
-    """Make the adapter for the variants that are registered."""
     return TypeAdapter(Config)
 
 

@@ -178,7 +178,6 @@ class _Split(NamedTuple):
 
 
 def _find_splits(config: ArrayFile) -> list[_Split]:
-    """Find the training split and, if there is one, the test split."""
     root = Path(config.path)
     given = [*zip_longest(config.images, config.labels), (None, None), (None, None)]
     if root.is_dir():
@@ -247,7 +246,6 @@ def _array_names(path: Path) -> list[str]:
 
 
 def _read_array(path: Path, name: str) -> np.ndarray:
-    """Read an array of a file."""
     try:
         with np.load(path, allow_pickle=False) as arrays:
             array = arrays[name]
@@ -330,7 +328,6 @@ def _check_splits(
 
 
 def _read_class_names(config: ArrayFile, path: Path) -> tuple[str, ...] | None:
-    """Read the array of class names, if there is one."""
     names = _array_names(path)
     matches = [n for n in names if n.lower() in _CLASS_NAMES]
     if config.class_names is None and not matches:

@@ -219,5 +219,4 @@ def _compare_features(
 
 
 def _read(split: Any, column: str) -> np.ndarray:
-    """Read a column of numbers or texts, [N]."""
     return np.asarray(split.select_columns([column]).with_format("numpy")[:][column])

@@ -211,7 +211,6 @@ def _find_splits(
 
 
 def _find_test(config: ImageFolder, classes: Sequence[str]) -> _Split:
-    """Find the test images for a trained network."""
     root = Path(config.path)
     check_folder(root)
     known, folders, name = {*map(normalized, classes)}, subfolders(root), config.test_split
@@ -243,7 +242,6 @@ def _users(root: Path, train: _Split) -> np.ndarray:
 def _compare_classes(
     train: Path, classes: dict[str, str], test: Path, test_classes: dict[str, str]
 ) -> None:
-    """Check that the classes are the same for training and test."""
     differences = [
         f"only in {folder}: {shorten(sorted(own[key] for key in own.keys() - others.keys()))}"
         for folder, own, others in ((train, classes, test_classes), (test, test_classes, classes))

@@ -178,7 +178,6 @@ def load(config: ImageTable, trained: Outputs | None = None) -> Dataset:
 
 
 def _read(config: ImageTable) -> tuple[_Table, list[str]]:
-    """Read the table, and find its images."""
     if os.path.isdir(config.path):
         tables = [p for p in storage.walk(config.path, Counter()) if p.endswith(_TABLES)]
         found = list_available(sorted(tables), "tables in it")
@@ -355,7 +354,6 @@ def _classes(
 
 
 def _number(row: Record, name: str, numbers: Mapping[str, int]) -> int:
-    """Return the number of a label."""
     if name not in numbers:
         raise UserError(
             f"data.label: {row.place}: the network knows no label {name}; its labels are "

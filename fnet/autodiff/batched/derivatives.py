@@ -557,7 +557,6 @@ def _check_differentiable(where: str, i: int, primal: Any, fix: str) -> None:
 def _differentiated_arguments(
     primals: tuple[Any, ...], argnums: int | Sequence[int] | None, into: Any
 ) -> list[int]:
-    """Return the arguments that `vjps` differentiates, in order."""
     accumulated = None
     if into is not None:
         into = _as_tuple("vjps", "into", into)

@@ -14,6 +14,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 from fnet.cpu.convolutions import has_convolutions, is_slow_in_loops
 from fnet.cpu.tracing import is_for_cpu
 from fnet.jaxpr import called_jaxpr, interpret, nbytes, places_once, rewrite
+from fnet.jaxpr.primitives import DotGeneral
 from fnet.mesh import equally_varying
 
 Arrays = Sequence[Array]
@@ -170,17 +171,17 @@ def _is_call(eqn: JaxprEqn) -> bool:
 
 
 def _batchable_product(eqn: JaxprEqn) -> JaxprEqn:
-    """Replace a ``dot_general`` by `_product`."""
-    if eqn.primitive.name != "dot_general":
+    dot = DotGeneral.read(eqn)
+    if dot is None:
         return eqn
     avals: list[Any] = [v.aval for v in eqn.invars]
     operands = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
-    (call,) = jax.make_jaxpr(_product(eqn))(*operands).jaxpr.eqns
+    (call,) = jax.make_jaxpr(_product(dot))(*operands).jaxpr.eqns
     new: JaxprEqn = eqn.replace(primitive=call.primitive, params=call.params)
     return new
 
 
-def _product(eqn: JaxprEqn) -> Callable[[Array, Array], Array]:
+def _product(dot: DotGeneral) -> Callable[[Array, Array], Array]:
     """Return the function of a ``dot_general`` with a batching rule that needs no copies.
 
     `jax.vmap` computes the product of a shared matrix with a batch as one larger product.
@@ -189,27 +190,25 @@ def _product(eqn: JaxprEqn) -> Callable[[Array, Array], Array]:
     all results. This rule computes one product per element of the batch instead: as one
     batched product, or in a loop on CPUs if the operands are larger than the results.
     """
-    dot = functools.partial(eqn.primitive.bind, **eqn.params)
-    (contracted, batch) = eqn.params["dimension_numbers"]
-    call = jax.custom_batching.custom_vmap(dot)
+    call = jax.custom_batching.custom_vmap(dot.bind)
 
     @call.def_vmap
     def _batched_product(n: int, batched: Sequence[bool], *operands: Array) -> tuple[Array, bool]:
         axes = [0 if b else None for b in batched]
         k = batched.index(True)
-        free = set(range(operands[k].ndim - 1)).difference(contracted[k], batch[k])
-        batch_comes_first = max(free, default=-1) < min(contracted[k], default=0)
+        _, summed, own = dot.axes(k)
+        batch_comes_first = max(own, default=-1) < min(summed, default=0)
         if all(batched) or batch_comes_first:
-            return jax.vmap(dot, axes)(*operands), True
-        if is_for_cpu() and operands[k][0].nbytes > nbytes(eqn.outvars[0]):
+            return jax.vmap(dot.bind, axes)(*operands), True
+        if is_for_cpu() and operands[k][0].nbytes > nbytes(dot.eqn.outvars[0]):
             # XLA's CPU compiler would first transpose all matrices.
             shared = operands[1 - k]
-            one = (lambda x: dot(x, shared)) if k == 0 else (lambda x: dot(shared, x))
+            one = (lambda x: dot.bind(x, shared)) if k == 0 else (lambda x: dot.bind(shared, x))
             return jax.lax.map(one, operands[k]), True
         a, b = (
             x if is_batched else jnp.broadcast_to(x, (n, *x.shape))
             for x, is_batched in zip(operands, batched, strict=True)
         )
-        return jax.vmap(dot)(a, b), True
+        return jax.vmap(dot.bind)(a, b), True
 
     return call

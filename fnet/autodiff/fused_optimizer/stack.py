@@ -245,7 +245,6 @@ class _LayerVjp:
     def of_layer(
         self, params: Any, saved: list[Array], invariants: dict[Var, Any]
     ) -> Callable[..., Any]:
-        """Return the vjp of the layer with these parameters."""
         values = invariants | dict(zip(self.params, jax.tree.leaves(params), strict=True))
         saved_leaves = [v for v, is_saved in zip(self.leaves, self.saved, strict=True) if is_saved]
         values |= {

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 
 from fnet.autodiff.examples import (
     Examples,
@@ -50,15 +50,16 @@ from fnet.autodiff.per_example.products import uses_of_factors
 from fnet.autodiff.per_example.taps import Use, Uses, evaluate_with_taps, find_uses
 from fnet.cpu.tracing import is_for_cpu
 from fnet.jaxpr import (
-    Scan,
     ShardMap,
     aval,
-    called_jaxpr,
     depends_on,
     evaluate,
     find_equations,
     interpret,
+    is_reference,
     is_separable,
+    located,
+    place,
     source_line,
 )
 from fnet.jaxpr.batch_axis import (
@@ -71,6 +72,7 @@ from fnet.jaxpr.batch_axis import (
     find_batch_axes,
 )
 from fnet.jaxpr.custom_rules import AnyEquation
+from fnet.jaxpr.primitives import ConvGeneralDilated, DotGeneral, total
 from fnet.measured import ELEMENTS_PER_EQUATION, ELEMENTS_PER_PARAMETER, FEW_ROWS
 from fnet.mesh import batch_devices, equally_varying
 
@@ -210,9 +212,11 @@ class TracedLoss(NamedTuple):
         """
         if not is_for_cpu() or batch_devices() > 1 or self.examples.size < 2 or self.closed.effects:
             return False
-        if not all(map(_is_of_patches, find_equations(self.closed, "conv_general_dilated"))):
+        if any(c.window != c.window_strides for c in ConvGeneralDilated.find(self.closed)):
             return False
-        equations, elements = _count(self.closed.jaxpr)
+        eqns = self.closed.eqns
+        equations = sum(total(e, lambda _: 1) for e in eqns)
+        elements = sum(total(e, lambda e: sum(aval(v).size for v in e.outvars)) for e in eqns)
         plan = _Plan.of_one(self.closed, self.leaves)
         params = sum(self.leaves[i].size for i in plan.materialized)
         fewest: float = ELEMENTS_PER_PARAMETER * params + ELEMENTS_PER_EQUATION * equations
@@ -259,7 +263,7 @@ def _batch_axis_of_losses(whole: ClosedJaxpr, examples: Examples) -> State:
 
 
 def _refusal(name: str, state: Mixed | Unknown) -> str:
-    operation = f"{state.operation or 'the loss'}{f' at {state.line}' * bool(state.line)}"
+    operation = located(state.operation or "the loss", state.line)
     if isinstance(state, Unknown):
         return (
             f"{name}: it is not known whether {operation} mixes the examples of a batch. Apply it "
@@ -306,7 +310,7 @@ def _trace_one(
     try:
         closed, (losses, _) = _make_jaxpr(loss, params, examples, 1)
     except Exception as error:
-        eqn = next((e for e in find_equations(whole, "shard_map") if _splits(e)), None)
+        eqn = next(filter(_splits, find_equations(whole)), None)
         if isinstance(error, ValueError) and eqn is not None:
             raise ValueError(
                 f"{name}: the loss of a batch of one example must exist, but jax.shard_map at "
@@ -326,7 +330,8 @@ def _trace_one(
 
 def _splits(eqn: JaxprEqn) -> bool:
     """Whether a `jax.shard_map` gives devices different parts of an input."""
-    return any(n > 1 for splits in ShardMap.of(eqn).inputs for n in splits)
+    mapped = ShardMap.read(eqn)
+    return mapped is not None and any(n > 1 for splits in mapped.inputs for n in splits)
 
 
 def _check_effects(name: str, closed: ClosedJaxpr) -> None:
@@ -343,11 +348,11 @@ def _check_effects(name: str, closed: ClosedJaxpr) -> None:
             "carry values from one example to another. Remove mutable arrays (jax.new_ref) and "
             "ordered callbacks from it."
         )
-    for primitive in ("new_ref", "empty_ref", "freeze"):
-        if eqn := next(find_equations(closed, primitive), None):
+    for eqn in find_equations(closed):
+        if any(map(is_reference, (*eqn.invars, *eqn.outvars))):
             raise ValueError(
-                f"{name}: mutable arrays are not supported in the loss ({primitive} at "
-                f"{source_line(eqn)}). Use functional updates, such as x.at[i].set(y)."
+                f"{name}: mutable arrays are not supported in the loss ({place(eqn)}). Use "
+                "functional updates, such as x.at[i].set(y)."
             )
 
 
@@ -417,32 +422,6 @@ class _Plan(NamedTuple):
         }  # fmt: skip
         others = [i for i in range(len(params)) if i not in tables]
         return cls(closed, list(params), len(params), uses.without(others), others, [], [], None)
-
-
-def _is_of_patches(convolution: Any) -> bool:
-    """Whether the windows of a convolution do not overlap."""
-    kernel = aval(convolution.invars[1]).shape
-    _, _, *spatial = convolution.params["dimension_numbers"].rhs_spec
-    sizes: tuple[int, ...] = tuple(kernel[i] for i in spatial)
-    return sizes == tuple(convolution.params["window_strides"])
-
-
-def _count(jaxpr: Jaxpr) -> tuple[int, int]:
-    """Number of equations, and of elements of their results, in all iterations of scans."""
-    equations = elements = 0
-    for eqn in jaxpr.eqns:
-        scan, inner = Scan.read(eqn), [called_jaxpr(eqn)]
-        if scan is not None:
-            inner = [scan.body]
-        elif "branches" in eqn.params:
-            inner = list(eqn.params["branches"])
-        parts = [_count(closed.jaxpr) for closed in inner if closed is not None]
-        if not parts:
-            parts = [(1, sum(math.prod(aval(v).shape) for v in eqn.outvars))]
-        length = scan.length if scan else 1
-        equations += length * max(part[0] for part in parts)
-        elements += length * max(part[1] for part in parts)
-    return equations, elements
 
 
 def _reads_few_rows(use: Use, table: Any) -> bool:
@@ -590,7 +569,7 @@ def _products_of_parameters(program: ClosedJaxpr, leaves: Sequence[Any]) -> dict
         given = [v for v in eqn.invars if not isinstance(v, Literal)]
         largest = max((aval(v).size for v in given), default=0)
         is_small = all(aval(v).size <= largest for v in eqn.outvars)
-        if eqn.primitive.name == "dot_general" or (is_small and any(v in products for v in given)):
+        if DotGeneral.read(eqn) or (is_small and any(v in products for v in given)):
             products |= {v: known[v] for v in eqn.outvars}
     return products
 

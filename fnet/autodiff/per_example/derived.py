@@ -30,6 +30,7 @@ from fnet.autodiff.per_example.parameter_gradients import (
 from fnet.autodiff.per_example.taps import DATA, Derived, State, View, after_parameters, takes_part
 from fnet.jaxpr import (
     aval,
+    bind,
     dependencies,
     evaluate,
     inner_jaxprs,
@@ -293,8 +294,7 @@ def _widened(eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
     if any(map(is_narrow, eqn.outvars)):
         eqn = with_dtypes(eqn, sum_dtype)
     # Literals, too, are wide.
-    results = eqn.primitive.bind(*map(_upcast, arrays), **eqn.params)
-    return list(map(_Wide, results if eqn.primitive.multiple_results else [results]))
+    return list(map(_Wide, bind(eqn, [*map(_upcast, arrays)])))
 
 
 def _upcast(a: Any) -> Any:

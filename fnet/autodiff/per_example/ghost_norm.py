@@ -53,6 +53,7 @@ from jax.extend.core import JaxprEqn
 
 from fnet.cpu.tracing import is_for_cpu
 from fnet.jaxpr import aval
+from fnet.jaxpr.primitives import Add, Axes, ConvGeneralDilated, DotGeneral, Gather, Mul, Reader
 from fnet.mesh import argument_like, batch_devices, equally_varying
 from fnet.precision import sum_dtype, upcast
 
@@ -546,10 +547,10 @@ def upper_squared_norms(equation: LinearEquation, x: Array, ct: Array) -> Array:
 
 def linear_equation(eqn: JaxprEqn, parameter: int) -> LinearEquation | None:
     """Read an equation as linear in its operand number ``parameter``; None if it is not."""
-    read = _READERS.get(eqn.primitive.name)
-    if read is None or not jnp.issubdtype(aval(eqn.outvars[0]).dtype, jnp.floating):
+    if not jnp.issubdtype(aval(eqn.outvars[0]).dtype, jnp.floating):
         return None
-    return read(eqn, parameter)
+    forms = ((form, reader.read(eqn)) for reader, form in _FORMS.items())
+    return next((form(found, parameter) for form, found in forms if found is not None), None)
 
 
 class _Broadcast(LinearEquation, Protocol):
@@ -592,11 +593,11 @@ class BiasAdd(_Broadcast):
     data: None = None
 
     @classmethod
-    def read(cls, eqn: JaxprEqn, parameter: int) -> "BiasAdd | None":
+    def read(cls, add: Add, parameter: int) -> "BiasAdd | None":
         """Read the equation; None if the parameter is a scalar."""
-        if not aval(eqn.invars[parameter]).ndim:
+        if not aval(add.eqn.invars[parameter]).ndim:
             return None
-        return cls(_broadcast_axes(eqn, parameter))
+        return cls(_broadcast_axes(add.eqn, parameter))
 
     def materialize(self, x: Array, ct: Array) -> Array:
         return self._summed(upcast(ct))
@@ -625,11 +626,11 @@ class Scale(_Broadcast):
     broadcast_axes: tuple[int, ...]
 
     @classmethod
-    def read(cls, eqn: JaxprEqn, parameter: int) -> "Scale | None":
+    def read(cls, mul: Mul, parameter: int) -> "Scale | None":
         """Read the equation; None if an operand is a scalar."""
-        if not all(aval(operand).ndim for operand in eqn.invars):
+        if not all(aval(operand).ndim for operand in mul.eqn.invars):
             return None
-        return cls(1 - parameter, _broadcast_axes(eqn, parameter))
+        return cls(1 - parameter, _broadcast_axes(mul.eqn, parameter))
 
     def materialize(self, x: Array, ct: Array) -> Array:
         return self._summed(x.astype(sum_dtype(x, ct)) * ct)
@@ -702,35 +703,28 @@ class Dot(OuterProducts):
 
     Attributes:
       data: Number of the data operand, 0 or 1.
-      batch_dims: Batch dimensions of data and parameter.
-      contracting_dims: Contracting dimensions of data and parameter.
+      data_axes: Axes of the data: those of the batch, contracted ones and free ones.
+      axes: The same of the parameter.
       parameter: Shape of the parameter.
     """
 
     data: int
-    batch_dims: tuple[tuple[int, ...], tuple[int, ...]]
-    contracting_dims: tuple[tuple[int, ...], tuple[int, ...]]
+    data_axes: tuple[Axes, Axes, Axes]
+    axes: tuple[Axes, Axes, Axes]
     parameter: tuple[int, ...]
 
     @classmethod
-    def read(cls, eqn: JaxprEqn, parameter: int) -> "Dot":
+    def read(cls, dot: DotGeneral, parameter: int) -> "Dot":
         """Read the equation."""
-        contracting, batch = eqn.params["dimension_numbers"]
-        data = 1 - parameter
-        return cls(
-            data,
-            (tuple(batch[data]), tuple(batch[parameter])),
-            (tuple(contracting[data]), tuple(contracting[parameter])),
-            aval(eqn.invars[parameter]).shape,
-        )
+        shape = aval(dot.eqn.invars[parameter]).shape
+        return cls(1 - parameter, dot.axes(1 - parameter), dot.axes(parameter), shape)
 
     def factors(self, x: Array, ct: Array) -> tuple[Array, Array]:
         """Factors [groups, batch, time, contracting] and [groups, batch, time, free]."""
-        batch, contracting = self.batch_dims[0], self.contracting_dims[0]
-        data_free = [i for i in range(x.ndim - 3) if i not in batch + contracting]
+        batch, contracting, data_free = self.data_axes
         u = _arrange(_not_one_hot(x), batch, data_free, contracting)
         # The result has the batch dimensions, then the free ones of the left and right operand.
-        first, parameter_free = len(batch), len(self._free_dims())
+        first, parameter_free = len(batch), len(self.axes[2])
         time = range(first, first + len(data_free))
         if self.data == 1:
             time = range(first + parameter_free, first + parameter_free + len(data_free))
@@ -739,21 +733,15 @@ class Dot(OuterProducts):
 
     def as_matrix(self, elements: Any) -> Any:
         stack = elements.ndim - len(self.parameter)
-        order = (self.batch_dims[1], self.contracting_dims[1], self._free_dims())
-        axes = [stack + i for dims in order for i in dims]
-        sizes = [math.prod(self.parameter[i] for i in dims) for dims in order[1:]]
+        axes = [stack + i for dims in self.axes for i in dims]
+        sizes = [math.prod(self.parameter[i] for i in dims) for dims in self.axes[1:]]
         return elements.transpose((*range(stack), *axes)).reshape((-1, *sizes))
-
-    def _free_dims(self) -> list[int]:
-        taken = self.batch_dims[1] + self.contracting_dims[1]
-        return [i for i in range(len(self.parameter)) if i not in taken]
 
     def _as_parameter(self, g: Array, stack: int) -> Array:
         """Arrange [stack * groups, ..., rows, cols] as [stack, ..., *parameter]."""
-        order = [*self.batch_dims[1], *self.contracting_dims[1], *self._free_dims()]
-        middle = g.shape[1:-2]
+        batch, contracting, free = self.axes
+        order, n, middle = [*batch, *contracting, *free], len(batch), g.shape[1:-2]
         sizes = [self.parameter[i] for i in order]
-        n = len(self.batch_dims[1])
         g = g.reshape(stack, *sizes[:n], *middle, *sizes[n:])
         # Now it is [stack, groups..., middle..., rows..., cols...].
         source = {axis: 1 + k + (len(middle) if k >= n else 0) for k, axis in enumerate(order)}
@@ -813,16 +801,16 @@ class Embedding(OuterProducts):
     sums_terms: ClassVar[bool] = True
 
     @classmethod
-    def read(cls, eqn: JaxprEqn, parameter: int) -> "Embedding | None":
+    def read(cls, gather: Gather, parameter: int) -> "Embedding | None":
         """Read the equation; None for any other gather."""
-        dims, shape = eqn.params["dimension_numbers"], aval(eqn.invars[0]).shape
-        sizes = eqn.params["slice_sizes"]
+        dims, shape = gather.dimension_numbers, aval(gather.eqn.invars[0]).shape
+        sizes = gather.slice_sizes
         started = {*dims.start_index_map, *dims.operand_batching_dims}
         indexed = tuple(i for i in range(len(shape)) if sizes[i] == 1 and i in started)
         is_whole = all(sizes[i] == n for i, n in enumerate(shape) if i not in indexed)
         if parameter != 0 or not indexed or not is_whole:
             return None
-        return cls(1, eqn.params["mode"], shape, dims, indexed)
+        return cls(1, gather.mode, shape, dims, indexed)
 
     def factors(self, x: Array, ct: Array) -> tuple[Array, Array]:
         """Row numbers [stack, batch, time] and cotangents of rows [stack, batch, time, width].
@@ -946,28 +934,27 @@ class Convolution(LinearEquation):
 
     Attributes:
       data: 0, the images.
-      params: Parameters of the equation.
-      kernel: Shape and dtype of the kernel.
+      conv: The equation.
+      kernel: Shape of the kernel.
     """
 
     data: int
-    params: dict[str, Any]
-    kernel: jax.ShapeDtypeStruct
+    conv: ConvGeneralDilated
+    kernel: tuple[int, ...]
 
     @classmethod
-    def read(cls, eqn: JaxprEqn, parameter: int) -> "Convolution | None":
+    def read(cls, conv: ConvGeneralDilated, parameter: int) -> "Convolution | None":
         """Read the equation; None if the parameter is the image."""
-        if parameter != 1 or eqn.params["batch_group_count"] != 1:
+        if parameter != 1 or conv.batch_group_count != 1:
             return None
-        kernel = aval(eqn.invars[1])
-        return cls(0, dict(eqn.params), jax.ShapeDtypeStruct(kernel.shape, kernel.dtype))
+        return cls(0, conv, conv.kernel)
 
     def factors(self, x: Array, ct: Array) -> tuple[Array, Array]:
         """Patches [stack * groups, batch, position, window * in] and cotangents [..., out].
 
         ``groups`` are feature groups; ``in`` and ``out`` are the features of one group.
         """
-        groups = self.params["feature_group_count"]
+        groups = self.conv.feature_group_count
 
         def split_groups(a: Array, window: int) -> Array:
             # [stack, batch, position, window * groups * n] -> [..., batch, position, window * n]
@@ -976,22 +963,17 @@ class Convolution(LinearEquation):
             return a.reshape(-1, *a.shape[2:4], window * a.shape[-1])
 
         u, v = self._patches(_not_one_hot(x)), self._positions(ct)
-        return split_groups(u, math.prod(self._window())), split_groups(v, 1)
-
-    def _window(self) -> tuple[int, ...]:
-        return tuple(self.kernel.shape[i] for i in self.params["dimension_numbers"].rhs_spec[2:])
+        return split_groups(u, math.prod(self.conv.window)), split_groups(v, 1)
 
     def _patches(self, x: Array) -> Array:
         """Input patches, [stack, batch, position, window * features]."""
-        p = self.params
-        x = self._channels_last(x, "lhs_spec")
+        x, conv = self._channels_last(x, "lhs_spec"), self.conv
         padding = [
             (low, high, dilation - 1)
-            for (low, high), dilation in zip(p["padding"], p["lhs_dilation"], strict=True)
+            for (low, high), dilation in zip(conv.padding, conv.lhs_dilation, strict=True)
         ]
         padded = jax.lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0)] * 3 + padding + [(0, 0, 0)])
-        window = self._window()
-        strides, dilations = p["window_strides"], p["rhs_dilation"]
+        window, strides, dilations = conv.window, conv.window_strides, conv.rhs_dilation
         out = [
             (size - (w - 1) * d - 1) // s + 1
             for size, w, d, s in zip(padded.shape[3:-1], window, dilations, strides, strict=True)
@@ -1031,7 +1013,7 @@ class Convolution(LinearEquation):
         return int(u.shape[2])
 
     def term_norms(self, x: Array, ct: Array) -> tuple[Array, Array]:
-        p, groups = self.params, self.params["feature_group_count"]
+        conv, groups = self.conv, self.conv.feature_group_count
         x, ct = self._channels_last(x, "lhs_spec"), self._channels_last(ct, "out_spec")
 
         def squares(a: Array) -> Array:
@@ -1042,20 +1024,20 @@ class Convolution(LinearEquation):
             return (other,) * 3 + tuple(sizes) + (other,)
 
         of_patches = jax.lax.reduce_window(
-            squares(x), 0.0, jax.lax.add, last(self._window(), 1), last(p["window_strides"], 1),
-            last(p["padding"], (0, 0)), last(p["lhs_dilation"], 1), last(p["rhs_dilation"], 1),
+            squares(x), 0.0, jax.lax.add, last(conv.window, 1), last(conv.window_strides, 1),
+            last(conv.padding, (0, 0)), last(conv.lhs_dilation, 1), last(conv.rhs_dilation, 1),
         )  # fmt: skip
         a, b = (
             jax.lax.collapse(jnp.moveaxis(s.reshape(*s.shape[:2], -1, groups), 3, 0), 0, 2)
             for s in (of_patches, squares(ct))
         )
-        spec, kernel = p["dimension_numbers"].rhs_spec, self.kernel.shape
-        rows = kernel[spec[1]] * math.prod(self._window())
-        return sum_term_norms(a, b, (rows, kernel[spec[0]] // groups))
+        spec = conv.dimension_numbers.rhs_spec
+        rows = self.kernel[spec[1]] * math.prod(conv.window)
+        return sum_term_norms(a, b, (rows, self.kernel[spec[0]] // groups))
 
     def _channels_last(self, a: Array, spec: str) -> Array:
         """Arrange [stack, batch, time, *shape] as [stack, batch, image, *space, features]."""
-        image, features, *space = getattr(self.params["dimension_numbers"], spec)
+        image, features, *space = getattr(self.conv.dimension_numbers, spec)
         a = a.transpose(0, 1, 2, *(3 + i for i in (image, *space, features)))
         return a.reshape(*a.shape[:2], -1, *a.shape[4:])
 
@@ -1071,7 +1053,7 @@ class Convolution(LinearEquation):
 
     def _as_kernels(self, g: Array, stack: int) -> Array:
         """Arrange [stack * groups, batch, window * in, out] as [stack, batch, *kernel]."""
-        window, spec = self._window(), self.params["dimension_numbers"].rhs_spec
+        window, spec = self.conv.window, self.conv.dimension_numbers.rhs_spec
         batch, out = g.shape[1], g.shape[-1]
         g = g.reshape(stack, -1, batch, *window, g.shape[2] // math.prod(window), out)
         n = 3 + len(window)  # [stack, groups, batch, *window, in, out]
@@ -1085,11 +1067,11 @@ class Convolution(LinearEquation):
 
         def product(x: Array, ct: Array, kernel: Array) -> Array:
             images, out = self._merge_batch(x, specs[0][0]), self._merge_batch(ct, specs[1][0])
-            y = jax.lax.conv_general_dilated_p.bind(images, kernel.astype(x.dtype), **self.params)
+            y = self.conv.bind(images, kernel.astype(x.dtype))
             y = jnp.moveaxis(upcast(y) * out, specs[1][0], 0)
             return y.reshape(x.shape[0], -1).sum(1)
 
-        dims = self.params["dimension_numbers"]
+        dims = self.conv.dimension_numbers
         specs = dims.lhs_spec, dims.out_spec
         products = [product(x[i], ct[i], direction[i]) for i in range(len(x))]
         return functools.reduce(jnp.add, products)
@@ -1101,10 +1083,10 @@ class Convolution(LinearEquation):
 
     def as_matrix(self, elements: Array) -> Array:
         """See `OuterProducts`; for arrays of JAX [stack, *kernel]."""
-        stack, groups = len(elements), self.params["feature_group_count"]
-        spec = self.params["dimension_numbers"].rhs_spec
-        rows = math.prod(self._window()) * self.kernel.shape[spec[1]]
-        shape = (stack * groups, rows, self.kernel.shape[spec[0]] // groups)
+        stack, groups = len(elements), self.conv.feature_group_count
+        spec = self.conv.dimension_numbers.rhs_spec
+        rows = math.prod(self.conv.window) * self.kernel[spec[1]]
+        shape = (stack * groups, rows, self.kernel[spec[0]] // groups)
 
         def kernels(matrices: Array) -> Array:
             return self._as_kernels(matrices[:, None], stack)[:, 0]
@@ -1122,19 +1104,18 @@ class Convolution(LinearEquation):
         """See `LinearEquation`. This is the transposed convolution of any backward pass."""
         # In a narrow dtype of the kernel, the sum over the batch would be rounded.
         dtype = sum_dtype(x, ct)
-        params = self.params | {"preferred_element_type": None}
-        dims = params["dimension_numbers"]
+        dims = self.conv.dimension_numbers
 
         def kernel_gradient(x: Array, ct: Array) -> Array:
             x = self._merge_batch(x, dims.lhs_spec[0])
             ct = self._merge_batch(ct, dims.out_spec[0])
 
             def convolve(kernel: Array) -> Array:
-                y: Array = jax.lax.conv_general_dilated_p.bind(x, kernel, **params)
+                y: Array = self.conv.bind(x, kernel, preferred_element_type=None)
                 return y
 
             gradient: Array
-            (gradient,) = jax.linear_transpose(convolve, argument_like(self.kernel.shape, ct))(ct)
+            (gradient,) = jax.linear_transpose(convolve, argument_like(self.kernel, ct))(ct)
             return gradient
 
         scales = scales.reshape(1, -1, *[1] * (x.ndim - 2))
@@ -1145,10 +1126,10 @@ class Convolution(LinearEquation):
         return jnp.stack([kernel_gradient(x[i], ct[i]) for i in range(len(x))])
 
 
-_READERS: dict[str, Callable[[JaxprEqn, int], LinearEquation | None]] = {
-    "add": BiasAdd.read,
-    "conv_general_dilated": Convolution.read,
-    "dot_general": Dot.read,
-    "gather": Embedding.read,
-    "mul": Scale.read,
+_FORMS: dict[type[Reader], Callable[[Any, int], LinearEquation | None]] = {
+    Add: BiasAdd.read,
+    ConvGeneralDilated: Convolution.read,
+    DotGeneral: Dot.read,
+    Gather: Embedding.read,
+    Mul: Scale.read,
 }

@@ -33,6 +33,7 @@ from fnet.jaxpr import (
     is_checkpoint,
     is_separable,
 )
+from fnet.jaxpr.primitives import Add, DynamicSlice
 
 
 class _Value(NamedTuple):
@@ -198,13 +199,13 @@ def _counted_slices(
             counters[v] = np.asarray(init.array) + step * np.arange(length, dtype=aval(v).dtype)
     slices: dict[Var, Array] = {}
     for eqn in jaxpr.eqns if counters else ():
-        operand, *starts = eqn.invars
-        sizes = eqn.params.get("slice_sizes", ())
-        if eqn.primitive.name != "dynamic_slice" or operand not in known:
+        row = DynamicSlice.read(eqn)
+        if row is None or eqn.invars[0] not in known:
             continue
+        operand, *starts = eqn.invars
         shape = aval(operand).shape
         inputs, _ = dependencies(jaxpr, starts)
-        if tuple(sizes) != (1, *shape[1:]) or not set(inputs) <= set(counters):
+        if row.slice_sizes != (1, *shape[1:]) or not set(inputs) <= set(counters):
             continue
         with jax.ensure_compile_time_eval():
             first, *others = jax.vmap(lambda values, s=starts: evaluate_from(jaxpr, s, values))(
@@ -221,7 +222,7 @@ def _counted_slices(
 def _increment(eqn: JaxprEqn | None, v: Var) -> int | None:
     """The number ``c`` if the equation is ``v + c``."""
     is_counter = not aval(v).shape and jnp.issubdtype(aval(v).dtype, jnp.integer)
-    if eqn is None or eqn.primitive.name != "add" or not is_counter:
+    if eqn is None or Add.read(eqn) is None or not is_counter:
         return None
     numbers = [a.val for a in eqn.invars if isinstance(a, Literal)]
     reads = any(a is v for a in eqn.invars)

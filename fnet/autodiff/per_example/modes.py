@@ -177,7 +177,6 @@ class ClippedMode(Mode):
         return carried_update("clipped", self._gradient(loss), optimizer, with_loss=False)
 
     def __call__(self, loss: Loss) -> Gradient:
-        """Return the gradient function of a loss."""
         if self._has_buffers:
             raise TypeError(
                 "clipped: the buffers of the noise are updated with the optimizer; use "
@@ -254,7 +253,6 @@ class ClippedMode(Mode):
 
 
 def _noise_key(run: Array, step: Array) -> Array:
-    """Return the key of a step's noise, from the key of the run."""
     return jax.random.split(jax.random.fold_in(run, step))[1]
 
 
@@ -303,8 +301,6 @@ class PerExampleMode(Mode):
     per_layer: bool = False
 
     def __call__(self, loss: Loss) -> Gradient:
-        """Return the gradient function of a loss."""
-
         def gradient(
             params: Any, model_state: Any, batch: dict[str, Array], key: Array
         ) -> tuple[Any, Any, dict[str, Array]]:

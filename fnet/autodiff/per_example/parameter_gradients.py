@@ -581,7 +581,6 @@ class FactoredGradients(ParameterGradients):
         return parts
 
     def _assemble(self, parts: Sequence["_Part"], grads: Sequence[Array]) -> Array:
-        """Put gradients of parts into one gradient of the parameter."""
         whole = [g for part, g in zip(parts, grads, strict=True) if part.box is None]
         dtype = jnp.result_type(jnp.float32, *grads)
         total = jax.tree.reduce(jnp.add, whole) if whole else jnp.zeros(self.param.shape, dtype)
@@ -727,7 +726,6 @@ class _Part(InChunks):
         return [dataclasses.replace(self, batch=self.batch // chunks, inputs=inputs).materialize()]
 
     def _sums_terms(self) -> bool:
-        """See `LinearEquation.sums_terms`."""
         return self._is_single() and bool(self._equation.sums_terms)
 
     def _is_single(self) -> bool:
@@ -801,7 +799,6 @@ class _Part(InChunks):
         return SquaredNorms(values, errors, is_rough, sum_errors)
 
     def _rounding(self) -> Array | float:
-        """See `LinearEquation.rounding`; a float is 0."""
         errors = [i.use.equation.rounding(i.ct.dtype) for i in self.inputs]
         errors = [jnp.asarray(e) for e in errors if not isinstance(e, float) or e]
         return functools.reduce(jnp.maximum, errors) if errors else 0.0

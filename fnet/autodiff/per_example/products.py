@@ -11,7 +11,6 @@ So each parameter gets inputs and cotangents of its own, as if it met data direc
 follow from them (`ghost_norm`), and ``G`` is never materialized.
 """
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -33,6 +32,7 @@ from fnet.jaxpr import (
     slope,
     stops_gradients,
 )
+from fnet.jaxpr.primitives import DotGeneral
 from fnet.precision import sum_dtype
 
 
@@ -108,8 +108,8 @@ def _follow(eqn: JaxprEqn, values: list[_Value]) -> Sequence[_Value]:
         return [_Value(a, ()) for a in arrays]
     if not floating:
         raise _NotASumError
-    if eqn.primitive.name == "dot_general":
-        return [_Value(arrays[0], (_product(eqn, values, arrays[0].shape),))]
+    if (dot := DotGeneral.read(eqn)) is not None:
+        return [_Value(arrays[0], (_product(dot, values, arrays[0].shape),))]
     if len(operands) == 1:
         (k,) = operands
         terms = [(t.source, t.view.after(eqn, k)) for t in values[k].sum]
@@ -131,24 +131,21 @@ def _follow(eqn: JaxprEqn, values: list[_Value]) -> Sequence[_Value]:
     return [_Value(a, tuple(own)) for a, own in zip(arrays, sums, strict=True)]
 
 
-def _product(eqn: JaxprEqn, values: Sequence[_Value], shape: tuple[int, ...]) -> Term:
-    contracting, batch = eqn.params["dimension_numbers"]
+def _product(dot: DotGeneral, values: Sequence[_Value], shape: tuple[int, ...]) -> Term:
     factors, sums = [], []
     for k, value in enumerate(values):
-        arrange = _as_matrices(value.array.shape, batch[k], contracting[k], is_left=k == 0)
+        arrange = _as_matrices(dot, k)
         factors.append(arrange(value.array))
         sums.append(tuple(Term(t.source, _arranged(t.view, arrange)) for t in value.sum))
     product = Product(shape, (factors[0], factors[1]), (sums[0], sums[1]))
     return Term(product, View.whole(-1, shape))
 
 
-def _as_matrices(
-    shape: Sequence[int], batch: Sequence[int], contracting: Sequence[int], is_left: bool
-) -> Callable[[Any], Any]:
+def _as_matrices(dot: DotGeneral, k: int) -> Callable[[Any], Any]:
     """Arrange an operand of ``dot_general`` as [batch, rows, rank] or [batch, rank, cols]."""
-    free = [i for i in range(len(shape)) if i not in (*batch, *contracting)]
-    order = (batch, free, contracting) if is_left else (batch, contracting, free)
-    sizes = [math.prod(shape[i] for i in axes) for axes in order]
+    batch, rank, own = dot.axes(k)
+    order = (batch, own, rank) if k == 0 else (batch, rank, own)
+    sizes = [dot.size(k, axes) for axes in order]
     axes = [i for part in order for i in part]
     return lambda a: a.transpose(axes).reshape(sizes)
 
@@ -208,7 +205,7 @@ def _uses_of_product(product: Product, matrices: Layout, u: Array, v: Array) -> 
 def _use(view: View, u: Array, v: Array) -> UseInputs:
     """A use of a view [groups, rows, cols] with these factors of its gradient."""
     shape = view.layout.shape
-    equation = Dot(0, ((0,), (0,)), ((2,), (1,)), shape)
+    equation = Dot(0, ((0,), (2,), (1,)), ((0,), (1,), (2,)), shape)
     x, ct = (jnp.swapaxes(a, 0, 1) for a in (u, v))
     out = jax.ShapeDtypeStruct(ct.shape[1:], ct.dtype)
     return UseInputs(Use((), view, equation, (), out), x, ct)

@@ -288,7 +288,6 @@ class _Search(Propagation[State]):
         self.unknown: set[int] = set()
 
     def constant(self, value: Any) -> State:
-        """Constants have no gradient."""
         return None
 
     def visit(self, eqn: JaxprEqn, states: list[State], site: Site) -> Sequence[State]:
