@@ -76,7 +76,7 @@ class Row(NamedTuple):
         "result" by the parameter's name.
       linear: Operands in which it is linear, for fixed others. Empty if in none.
       is_elementwise: Whether each element of a result depends on one element of each operand.
-      is_dear: Whether an element takes many operations, such as the terms of a series.
+      is_expensive: Whether an element takes many operations, such as the terms of a series.
       is_identity: Whether result i is operand i.
       otherwise: What happens to the positions of an axis without a factor: they are "mixed" or
         selected, or perhaps only moved, which is "unknown".
@@ -90,7 +90,7 @@ class Row(NamedTuple):
     sizes: Mapping[str, str] = {}
     linear: Linear = ()
     is_elementwise: bool = False
-    is_dear: bool = False
+    is_expensive: bool = False
     is_identity: bool = False
     otherwise: OneOf["mixed", "unknown"] = "mixed"
     moves: bool = False
@@ -316,7 +316,7 @@ def is_fused(eqn: JaxprEqn) -> bool:
     """Whether XLA repeats an equation for every reader of its result, which is never stored."""
     row = row_of(eqn)
     is_filled = row is not None and row.factors in (_broadcast_in_dim, _iota)
-    return is_filled or (row is not None and row.is_elementwise and not row.is_dear)
+    return is_filled or (row is not None and row.is_elementwise and not row.is_expensive)
 
 
 def is_reduction(eqn: JaxprEqn) -> bool:
@@ -754,7 +754,7 @@ ROWS: dict[str, Row] = {
         "erf_inv erfc exp exp2 expm1 igamma igamma_grad_a igammac lgamma log log1p log2 logistic "
         "polygamma pow random_fold_in random_seed regularized_incomplete_beta rem rsqrt sin sinh "
         "sqrt tan tanh zeta",
-        _ELEMENTWISE._replace(is_dear=True),
+        _ELEMENTWISE._replace(is_expensive=True),
     ),
     **_rows("add sub neg complex conj real imag", _ELEMENTWISE._replace(linear="jointly")),
     **_rows(
@@ -762,10 +762,10 @@ ROWS: dict[str, Row] = {
         _ELEMENTWISE._replace(linear="jointly", moves=True, places_once=True),
     ),
     "mul": _ELEMENTWISE._replace(linear="each"),
-    "div": _ELEMENTWISE._replace(linear=(0,), is_dear=True),
+    "div": _ELEMENTWISE._replace(linear=(0,), is_expensive=True),
     "add_any": _ELEMENTWISE._replace(linear="jointly", broadcasts=False),
     "clamp": _ELEMENTWISE._replace(broadcasts=False),
-    "threefry2x32": _ELEMENTWISE._replace(broadcasts=False, is_dear=True),
+    "threefry2x32": _ELEMENTWISE._replace(broadcasts=False, is_expensive=True),
     "select_n": _ELEMENTWISE._replace(linear="cases", broadcasts=False),
     # Result i is operand i.
     **_rows(

@@ -190,7 +190,7 @@ def product(eqn: JaxprEqn) -> DotGeneral | ConvGeneralDilated | None:
 def total(eqn: JaxprEqn, measure: Callable[[JaxprEqn], int]) -> int:
     """Sum a number over what an equation runs.
 
-    A scan counts every iteration, a while loop one, and a cond its dearest branch.
+    A scan counts every iteration, a while loop one, a cond the most expensive branch.
 
     Args:
       eqn: An equation.

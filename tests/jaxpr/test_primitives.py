@@ -54,7 +54,7 @@ def test_a_product_knows_its_axes_and_flops(case):
         assert dot.flops == 2 * aval(v).size * dot.size(1 - k, dot.axes(1 - k)[2])
 
 
-def test_a_cond_counts_as_its_dearest_branch_everywhere():
+def test_a_cond_counts_as_its_most_expensive_branch():
     def step(x, i):
         return lax.switch(i % 3, [lambda x: x @ W @ W, lambda x: x @ W, jnp.sin], x), None
 

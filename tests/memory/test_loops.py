@@ -363,7 +363,7 @@ def test_composes_with_vmap_and_jvp():
     chex.assert_trees_all_close(transformed(f), transformed(recurrent), rtol=1e-3, atol=1e-3)
 
 
-def test_the_cost_of_chunks_counts_the_dearest_branch():
+def test_the_cost_of_chunks_counts_the_most_expensive_branch():
     def loss(params, xs):
         def step(h, x):
             branches = (lambda h: jnp.tanh(h @ params["w"])), (lambda h: jnp.sin(h @ params["u"]))
