@@ -19,6 +19,7 @@ from jax.extend.core import JaxprEqn
 
 from fnet.backward_pass import FINISH_TOGETHER, finish_together
 from fnet.jaxpr import Executor, Site, aval, evaluate, in_scopes
+from fnet.jaxpr.primitives import DotGeneral, Gather, Slice
 from fnet.precision import multiply, sum_dtype
 from fnet.quantization import Layout, Quantized, is_quantized
 
@@ -296,23 +297,24 @@ def _slice_layers(eqn: JaxprEqn, inputs: list[Any]) -> Sequence[Any]:
         return [
             weight.map_parts(lambda a: jax.lax.dynamic_slice_in_dim(a, start, size), weight.view)
         ]
-    p = eqn.params
-    first, last, stride = p["start_indices"][0], p["limit_indices"][0], (p["strides"] or [1])[0]
+    part = Slice.of(eqn)
+    first, last, stride = part.start_indices[0], part.limit_indices[0], (part.strides or (1,))[0]
     return [weight.map_parts(lambda a: jax.lax.slice_in_dim(a, first, last, stride), weight.view)]
 
 
 def _gather_layers(eqn: JaxprEqn, inputs: list[Any]) -> Sequence[Any]:
     """Choose stacked layers by number, as in ``w[i]`` for data ``i``: one, or one per example."""
     weight, indices = inputs
-    n, rank = eqn.params["dimension_numbers"], aval(eqn.outvars[0]).ndim
+    gather, rank = Gather.of(eqn), aval(eqn.outvars[0]).ndim
+    n = gather.dimension_numbers
     sizes, batch = aval(eqn.invars[0]).shape, aval(eqn.invars[1]).ndim - 1
     takes_layers = (
         isinstance(weight, Weight)
         and _counts_layers(weight)
         and (n.collapsed_slice_dims, n.start_index_map, n.operand_batching_dims) == ((0,), (0,), ())
-        and tuple(eqn.params["slice_sizes"]) == (1, *sizes[1:])
+        and gather.slice_sizes == (1, *sizes[1:])
         and n.offset_dims == tuple(range(batch, rank))
-        and eqn.params["mode"] == jax.lax.GatherScatterMode.CLIP
+        and gather.mode == jax.lax.GatherScatterMode.CLIP
         and batch <= 1
     )
     if not takes_layers:
@@ -351,7 +353,7 @@ def _dot_general(eqn: JaxprEqn, inputs: list[Any]) -> Sequence[Any]:
     weight, x = inputs[side], inputs[1 - side]
     if weight.adapter is None:
         return _frozen_product(eqn, inputs)
-    contracted, batch = eqn.params["dimension_numbers"]
+    contracted, batch = DotGeneral.of(eqn).dimension_numbers
     axes = [weight.view[d] for d in contracted[side]]
     roles = [r for r in "io" if sorted(axes) == list(weight.layout.axes(r))]
     if not roles or tuple(weight.view[d] for d in batch[side]) != weight.stack:
@@ -396,7 +398,7 @@ def _low_rank_product(
       axes: Axes of the weight that are contracted, in the order of the axes of ``x``.
     """
     assert weight.adapter is not None
-    contracted, batch = eqn.params["dimension_numbers"]
+    contracted, batch = DotGeneral.of(eqn).dimension_numbers
     layout, stack = weight.layout, len(weight.stack)
     sizes = {r: [weight.base.shape[a] for a in layout.axes(r)] for r in "io"}
     a, b = (weight.adapter[name].astype(x.dtype) for name in ("a", "b"))
@@ -408,7 +410,7 @@ def _low_rank_product(
     start = {"i": stack, "o": stack + 1}
     dims = tuple(start[role] + own.index(axis) for axis in axes)
     stacked = tuple(range(stack))
-    precision, out = eqn.params["precision"], aval(eqn.outvars[0])
+    precision, out = DotGeneral.of(eqn).precision, aval(eqn.outvars[0])
     low = jax.lax.dot_general(
         x, first, ((contracted[1 - side], dims), (batch[1 - side], stacked)), precision=precision
     )
@@ -444,7 +446,6 @@ def _reshape(a: Array, shape: tuple[int, ...]) -> Array:
 def _places(
     weight: Weight, axes: Sequence[int], batch: Sequence[int], dims: Sequence[int]
 ) -> dict[int, int]:
-    """Return the axis of an array for each axis of a weight."""
     return dict(zip(weight.stack, batch, strict=True)) | dict(zip(axes, dims, strict=True))
 
 

@@ -22,7 +22,9 @@ from fnet.jaxpr import (
     dependencies,
     find_equations,
     inline,
-    source_line,
+    is_reference,
+    located,
+    place,
 )
 from fnet.jaxpr.batch_axis import (
     KEY,
@@ -70,8 +72,7 @@ def find_coupling(
     closed = trace(size)
     if closed.out_avals[0].shape != (size,):
         return None  # The mode rejects the loss.
-    mutable = find_equations(closed, ("new_ref", "empty_ref"))
-    effects = [f"{eqn.primitive.name} at {source_line(eqn)}" for eqn in mutable]
+    effects = [place(e) for e in find_equations(closed) if any(map(is_reference, e.outvars))]
     effects += (type(e).__name__ for e in closed.effects if "Debug" not in type(e).__name__)
     if effects:
         return f"it is not known whether side effects ({effects[0]}) mix the examples of the batch"
@@ -80,13 +81,14 @@ def find_coupling(
     states += [BatchAxis(0)] * counts[2]
     states += [KEY] * (len(closed.in_avals) - len(states))
     state = find_batch_axes(*_with_known_keys(closed, states), size)[0]
-    if isinstance(state, Mixed) and state.by_position:
-        return f"the loss of an example depends on its position in the batch ({_place(state)})"
-    if isinstance(state, Mixed):
+    if isinstance(state, Mixed | Unknown):
+        operation = located(state.operation or "the loss", state.line)
+        if isinstance(state, Unknown):
+            return f"it is not known whether {operation} mixes the examples of the batch"
+        if state.by_position:
+            return f"the loss of an example depends on its position in the batch ({operation})"
         within = f", in {state.layer}" * bool(state.layer)
-        return f"{_place(state)} mixes the examples of the batch{within}"
-    if isinstance(state, Unknown):
-        return f"it is not known whether {_place(state)} mixes the examples of the batch"
+        return f"{operation} mixes the examples of the batch{within}"
     if isinstance(state, Shared) and not state.is_uniform(0, (size,)):
         return "the loss of an example depends on its position in the batch"
     kinds = [_PARAMETER] * counts[0] + [_CONSTANT] * counts[1] + [_EXAMPLES] * counts[2]
@@ -94,10 +96,9 @@ def find_coupling(
     sources = _Sources()
     sources.run(closed, kinds)
     for eqn in sources.rules.values():
-        rule = f"{eqn.primitive.name} at {source_line(eqn)}"
         return (
-            f"it is not known whether the derivative rule of {rule} is linear, which gets the sum "
-            "of the examples' cotangents"
+            f"it is not known whether the derivative rule of {place(eqn)} is linear, which gets "
+            "the sum of the examples' cotangents"
         )
     try:
         half = trace(max(size // 2, 1))
@@ -106,13 +107,8 @@ def find_coupling(
         return f"the loss does not work for {max(size // 2, 1)} examples ({reason})"
     numbers, other = _numbers(closed.jaxpr), _numbers(half.jaxpr)
     for number in numbers.keys() - other.keys():
-        eqn = numbers[number]
-        return f"{number:g} in {eqn.primitive.name} at {source_line(eqn)} depends on the batch size"
+        return f"{number:g} in {place(numbers[number])} depends on the batch size"
     return None
-
-
-def _place(state: Mixed | Unknown) -> str:
-    return f"{state.operation or 'the loss'}{f' at {state.line}' * bool(state.line)}"
 
 
 _CONSTANT, _PARAMETER, _EXAMPLES = range(3)
@@ -149,7 +145,7 @@ class _Sources(Propagation[int]):
 
 def _numbers(jaxpr: Jaxpr) -> dict[float, JaxprEqn]:
     """The floating-point numbers of a program, and an equation that reads each."""
-    eqns = find_equations(jaxpr, "")
+    eqns = find_equations(jaxpr)
     literals = ((v, e) for e in eqns for v in e.invars if isinstance(v, Literal))
     return {
         float(v.val): eqn

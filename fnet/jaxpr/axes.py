@@ -148,6 +148,12 @@ def separate_factor(eqn: JaxprEqn, axes: Sequence[int | None], parts: int = 1) -
     return None
 
 
+def is_indexing(eqn: JaxprEqn) -> bool:
+    """Whether an equation is a gather or a scatter."""
+    kinds = GatherDimensionNumbers | ScatterDimensionNumbers
+    return isinstance(eqn.params.get("dimension_numbers"), kinds)
+
+
 def counted_factor(eqn: JaxprEqn, column: int, axis: int) -> Factor | None:
     """Return the factor of an indexing equation whose indices count the rows of an array.
 
@@ -218,7 +224,7 @@ def with_dtypes(eqn: JaxprEqn, change: Callable[[Any], Any]) -> JaxprEqn:
 
 
 def rows_by_position(
-    eqn: JaxprEqn, inputs: Sequence[Any], axis: int, start: Any, size: int
+    eqn: JaxprEqn, inputs: Callable[[], Iterable[Any]], axis: int, start: Any, size: int
 ) -> Any | None:
     """Return a part of the result of an equation whose elements follow from their positions.
 
@@ -227,7 +233,7 @@ def rows_by_position(
 
     Args:
       eqn: An equation.
-      inputs: Its operands.
+      inputs: Returns its operands.
       axis: An axis of its result.
       start: First position along the axis.
       size: Number of positions.
@@ -239,7 +245,7 @@ def rows_by_position(
     part = (*out.shape[:axis], size, *out.shape[axis + 1 :])
     if name == "iota" and axis == eqn.params["dimension"]:
         return jax.lax.broadcasted_iota(out.dtype, part, axis) + jnp.asarray(start, out.dtype)
-    if name == "random_bits" and _follows_from_positions(inputs[0], out):
+    if name == "random_bits" and _follows_from_positions(key := next(iter(inputs())), out):
         before, behind = math.prod(part[:axis]), math.prod(part[axis + 1 :])
         blocks, positions = (
             jax.lax.broadcasted_iota(jnp.uint32, (before, size * behind), k) for k in range(2)
@@ -248,8 +254,8 @@ def rows_by_position(
         if before > 1:
             positions += blocks * np.uint32(out.shape[axis] * behind)
         # A plan counts equations. The whole is one, and these are few.
-        key = jax.random.key_data(inputs[0])
-        high, low = threefry2x32_p.bind(key[0], key[1], jnp.zeros_like(positions), positions)
+        data = jax.random.key_data(key)
+        high, low = threefry2x32_p.bind(data[0], data[1], jnp.zeros_like(positions), positions)
         bits = high ^ low
         return bits.reshape(part).astype(out.dtype)
     return None

@@ -312,7 +312,6 @@ def _is_scalar(value: Any) -> bool:
 
 
 def _describe(result: Any) -> str:
-    """Describe what a loss must not return, in one line."""
     if _is_array(result):
         return str(result.shape)
     if isinstance(result, tuple) and len(result) == 2 and _is_array(result[0]):

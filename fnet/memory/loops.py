@@ -156,7 +156,6 @@ class _Loop:
 
     @functools.cached_property
     def scan(self) -> Scan | None:
-        """The parts of a scan; None for another equation."""
         return Scan.read(self.eqn)
 
     def run(self, inputs: Sequence[Any], chunks: "dict[_Loop, Chunks]") -> list[Any]:

@@ -766,7 +766,6 @@ class _Loop:
     def _rows(
         self, arrays: Sequence[Any], axes: Sequence[int | None], start: Any, size: int
     ) -> Any:
-        """The rows of a chunk, of the arrays that have an axis."""
         part, pairs = Part(start, size, self.region.size), zip(arrays, axes, strict=False)
         return [a if axis is None else slice_rows(a, axis, part) for a, axis in pairs]
 

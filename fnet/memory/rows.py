@@ -28,6 +28,7 @@ from fnet.jaxpr import (
     Site,
     active_variables,
     aval,
+    bind,
     called_jaxpr,
     counted_factor,
     custom_function,
@@ -40,6 +41,7 @@ from fnet.jaxpr import (
     interpret,
     is_floating,
     is_identity,
+    is_indexing,
     is_linear_in,
     lengthen,
     row_of,
@@ -141,7 +143,7 @@ class RowAxes(BatchAxes):
 
     def indexed(self, eqn: JaxprEqn, states: list[Any]) -> list[Any]:
         """Return the states, where whole indices that count the rows are seen as such."""
-        if "dimension_numbers" not in eqn.params or len(states) < 2:
+        if not is_indexing(eqn):
             return states
         array, indices = states[:2]
         if not isinstance(array, BatchAxis) or not isinstance(indices, Shared):
@@ -420,7 +422,6 @@ class _Interpreter(Executor[Value]):
         return jnp.where(self.part.start == 0, array, jnp.zeros_like(array))
 
     def rows(self, value: Value, axis: int) -> Any:
-        """The rows of a value along an axis."""
         if isinstance(value.state, BatchAxis | Indices):
             assert value.state.axis == axis
             return value.array
@@ -439,11 +440,9 @@ class _Interpreter(Executor[Value]):
         eqn, index = later.eqn, later.result
         unit = aval(eqn.outvars[index]).shape[axis] // self.part.total
         size, start = self.part.size * unit, self.part.start * unit
-        if eqn.primitive.name in ("iota", "random_bits"):
-            inputs = [self.whole(v) for v in later.inputs]
-            made = rows_by_position(eqn, inputs, axis, start, size)
-            if made is not None:
-                return {index: made}
+        made = rows_by_position(eqn, lambda: map(self.whole, later.inputs), axis, start, size)
+        if made is not None:
+            return {index: made}
         for factor in factors(eqn):
             if factor.results[index] != axis or (factor.parts or self.part.total) % self.part.total:
                 continue
@@ -520,7 +519,7 @@ class _Interpreter(Executor[Value]):
         shape = aval(eqn.outvars[0]).shape
         arrays = [jnp.broadcast_to(a, shape) if k in linear else a for k, a in enumerate(arrays)]
         with in_scopes(eqn):
-            return [eqn.primitive.bind(*arrays, **eqn.params)]
+            return bind(eqn, arrays)
 
     def _from_first_row(self, value: Value, indices: Indices) -> Value:
         """Count the rows of indices from the first row of the chunk."""

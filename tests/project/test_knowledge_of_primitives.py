@@ -11,14 +11,8 @@ from fnet.jaxpr.axes import ROWS
 
 ROOT = Path(__file__).parents[2]
 KNOW = {
+    "fnet/represented.py": "it has a rule for each primitive that a weight in parts passes through",
     "train/onnx_program.py": "it has a writer for each primitive",
-    **dict.fromkeys(
-        (
-            *("fnet/represented.py", "fnet/memory/rows.py"),
-            *("fnet/autodiff/coupling.py", "fnet/autodiff/per_example/batching.py"),
-        ),
-        "it becomes an executor",
-    ),
 }
 """Files that may, at most 5, and why."""
 VARIABLES = {name: p.name for name, p in vars(primitives).items() if isinstance(p, Primitive)}

@@ -7,16 +7,16 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 LEDGER = {
-    "fnet/jaxpr": 3_640,
-    "fnet/autodiff": 9_626,
-    "fnet/memory": 8_316,
+    "fnet/jaxpr": 3_647,
+    "fnet/autodiff": 9_622,
+    "fnet/memory": 8_312,
     "fnet/layers": 5_798,
     "fnet/models + fnet/interop": 9_346,
-    "fnet, the rest": 10_655,
+    "fnet, the rest": 10_656,
     "train/data": 11_632,
     "train/run + train/commands": 9_057,
     "train, the rest": 8_401,
-    "tests": 60_735,
+    "tests": 60_729,
     "benchmarks": 16_528,
 }
 """Lines of ``*.py``. A row of its own takes a package out of the rest."""
