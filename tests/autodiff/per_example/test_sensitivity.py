@@ -112,7 +112,9 @@ def check_bound(case):
         without = gradient(params, *rows(batch, others), clip=clip)[0]
         pairs = zip(batch, is_single_key, strict=True)
         example = [jax.random.fold_in(a, b) if k else a[b][None] for a, k in pairs]
-        return total, without, jax.grad(lambda p: case.loss(p, *example)[0])(params)
+        value, alone = jax.value_and_grad(lambda p: case.loss(p, *example)[0])(params)
+        # An example whose loss has no value contributes 0.
+        return total, without, jax.tree.map(lambda g: jnp.where(jnp.isfinite(value), g, 0), alone)
 
     everyone = np.ones(B, bool)
     for batch in case.batch, with_row(case.batch, 100), with_row(case.batch, np.nan):
