@@ -123,8 +123,8 @@ _MOBILENET = _table(r"""
 ^stem\.bn\.       features.0.1.     bn1.
 ^last\.conv\.     features.LAST.0.  blocks.LAST.0.conv.
 ^last\.bn\.       features.LAST.1.  blocks.LAST.0.bn1.
-^hidden\.dense\.  classifier.0.     conv_head.
 ^classifier\.     classifier.3.     -
+^hidden\.dense\.  classifier.0.     conv_head.
 """)
 _OLD_DENSENET = re.compile(r"(\bdenselayer\d+\.(?:norm|conv))\.([12])\.")
 _MAX_PREFIXES = 100
