@@ -101,6 +101,11 @@ def test_epsilon_of_each_combination_is_that_of_jax_privacy_or_refused(name, str
     assert spent == pytest.approx(expected, rel=1e-6)
 
 
+def test_truncated_batches_have_no_accountant_for_a_vanishing_delta():
+    with pytest.raises(ValueError, match="no accountant covers truncated batches with delta < "):
+        epsilon(1.0, 1e-14, SAMPLINGS["truncated"], steps=10)
+
+
 @pytest.mark.parametrize("truncated", [None, 60])
 def test_epsilon_and_stddev_equal_an_execution_plan_of_jax_privacy(truncated):
     """Whose event its authors have verified, for groups of equal size."""

@@ -24,6 +24,7 @@ from program_cases import (
     fnet_command,
     metrics_of,
 )
+from scipy.stats import norm
 
 from fnet.privacy import (
     PoissonSampling,
@@ -111,6 +112,27 @@ def test_epsilon_equals_that_of_published_accountants(noise, sampling, steps, ac
     assert Privacy(noise, sampling, 1e-5, accountant).epsilon(steps) == pytest.approx(
         expected, rel=1e-4
     )
+
+
+@pytest.mark.parametrize("delta", [1e-5, 1e-15, 2.0**-80])
+def test_epsilon_of_the_gaussian_mechanism_is_exact_at_any_delta(delta):
+    found = epsilon(100.0, delta, PoissonSampling(1000, 1000), steps=100)
+    # Balle & Wang 2018, "Improving the Gaussian mechanism", theorem 8, for mu = 0.1.
+    first, second = norm.logcdf([0.05 - found / 0.1, -0.05 - found / 0.1])
+    spent = first + np.log(-np.expm1(found + second - first))
+    np.testing.assert_allclose(spent, np.log(delta), rtol=1e-9)
+
+
+def test_epsilon_is_finite_and_grows_as_delta_vanishes():
+    sampling, deltas = PoissonSampling(650_000, 250), (1e-9, 1e-12, 1e-14, 2.0**-80, 1e-200)
+    found = [epsilon(4.0, delta, sampling, steps=10_000) for delta in deltas]
+    assert found == sorted(found)
+    assert found[-1] < 10
+
+
+def test_noise_of_a_large_epsilon_is_small():
+    noise = calibrate_noise_multiplier(1e4, 1e-7, PoissonSampling(1000, 32), steps=100)
+    assert 9e3 < epsilon(noise, 1e-7, PoissonSampling(1000, 32), steps=100) <= 1e4
 
 
 @pytest.mark.sweep(6)
