@@ -12,11 +12,11 @@ LEDGER = {
     "fnet/memory": 8_312,
     "fnet/layers": 5_798,
     "fnet/models + fnet/interop": 9_346,
-    "fnet, the rest": 10_656,
+    "fnet, the rest": 10_681,
     "train/data": 11_632,
     "train/run + train/commands": 9_057,
     "train, the rest": 8_401,
-    "tests": 60_729,
+    "tests": 60_758,
     "benchmarks": 16_528,
 }
 """Lines of ``*.py``. A row of its own takes a package out of the rest."""
