@@ -99,7 +99,6 @@ def donation(compiled: jax.stages.Compiled) -> Donation:
 
 
 def _aliased_arguments(compiled: jax.stages.Compiled) -> set[int]:
-    """Flat positions of the arguments whose buffers hold an output."""
     # jit drops arguments that are never read; their sharding is None.
     tree: Any = compiled.in_tree
     shardings = tree.flatten_up_to(compiled.input_shardings)

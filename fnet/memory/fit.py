@@ -272,7 +272,6 @@ class _Call(NamedTuple):
         return f
 
     def finish(self, value: Array, arrays: list[Any], result: _Result) -> Any:
-        """Update the nnx objects, and return what the loss returns."""
         aux, changed = result.merge(arrays)
         if self.objects:
             _nnx().update(self.objects, changed)

@@ -380,7 +380,6 @@ def analyze_regions(
 
 
 def _useful(jaxpr: Jaxpr, objective: Sequence[bool]) -> set[Var]:
-    """Variables that the objective depends on."""
     useful = {
         v for v, o in zip(jaxpr.outvars, objective, strict=True) if o and not isinstance(v, Literal)
     }
@@ -391,15 +390,12 @@ def _useful(jaxpr: Jaxpr, objective: Sequence[bool]) -> set[Var]:
 
 
 class _Builder:
-    """Collects the arrays of one piece after the other."""
-
     def __init__(self, jaxpr: Jaxpr, active: set[Var], useful: set[Var]):
         self._jaxpr, self._active, self._useful = jaxpr, active, useful
         self.tensors: list[Tensor] = []
         self._made: dict[Var, Tensor] = {}  # of variables that are no arguments
 
     def add(self, number: int, piece: Piece) -> list[Tensor]:
-        """Add a piece, and return what its backward pass needs."""
         if piece.is_loop:
             return self._add_loop(number, piece.start)
         segment = segment_of(self._jaxpr, piece.start, piece.end)

@@ -181,7 +181,6 @@ class _Update(NamedTuple):
         return cls(closed, jax.tree.structure(results), count, scalars, found)
 
     def run(self, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
-        """Update one parameter after the other."""
         jaxpr = self.closed.jaxpr
         arrays = jax.tree.leaves((grads, state, params))
         values = dict(zip(jaxpr.invars, arrays, strict=True))
@@ -290,7 +289,6 @@ class _Blocks(NamedTuple):
         return cls(part, axes, (given, found), old, numbers) if is_separate else None
 
     def run(self, given: Sequence[Any]) -> list[Any]:
-        """Update one block after the other."""
         host, device = jax.memory.Space.Host, jax.memory.Space.Device
         inputs, results = self.closed.jaxpr.invars, self.closed.jaxpr.outvars
         values = dict(zip(inputs, given, strict=True))

@@ -37,7 +37,7 @@ from fnet.jaxpr.primitives import Cond, product
 from fnet.memory.cost import Cost, equation_cost
 from fnet.memory.graph import linearize, variables
 from fnet.memory.remat import Policy
-from fnet.memory.windows import trace_inlined
+from fnet.memory.windows import evaluate_as
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -129,14 +129,11 @@ def loop_policies(closed: ClosedJaxpr, differentiated: Sequence[bool]) -> list[L
 
 
 def _chunked(f: F, choose: "Callable[[_Part], dict[_Loop, Chunks]]") -> F:
-    @functools.wraps(f)
-    def in_chunks(*args: Any, **kwargs: Any) -> Any:
-        closed, leaves, structure = trace_inlined(f, args, kwargs)
-        count = len(jax.tree.leaves(args[:1]))
-        part = _Part.of(closed, [i < count for i in range(len(leaves))])
-        return jax.tree.unflatten(structure, part.run(leaves, choose(part)))
+    def run(closed: ClosedJaxpr, leaves: list[Any], differentiated: list[bool]) -> list[Any]:
+        part = _Part.of(closed, differentiated)
+        return part.run(leaves, choose(part))
 
-    return in_chunks  # type: ignore[return-value]
+    return evaluate_as(f, run, first_alone=False)
 
 
 # Loops of a function, and how they run in chunks.
@@ -159,7 +156,6 @@ class _Loop:
         return Scan.read(self.eqn)
 
     def run(self, inputs: Sequence[Any], chunks: "dict[_Loop, Chunks]") -> list[Any]:
-        """Evaluate the equation, its loops in chunks."""
         if self.scan:
             return self._run_scan(self.scan, inputs, chunks)
         functions = [functools.partial(body.run_on, chunks) for body in self.bodies]
@@ -220,7 +216,6 @@ class _Part:
 
     @classmethod
     def of(cls, closed: ClosedJaxpr, differentiated: Sequence[bool]) -> "_Part":
-        """Find the loops of an inlined jaxpr."""
         active = active_variables(closed.jaxpr, differentiated)
         loops: dict[int, _Loop] = {}
         for number, eqn in enumerate(closed.jaxpr.eqns):
@@ -243,14 +238,12 @@ class _Part:
         return cls(closed, differentiated, loops)
 
     def all_loops(self) -> Iterator[_Loop]:
-        """Yield the loops and those inside of them."""
         for loop in self.loops.values():
             yield loop
             for body in loop.bodies:
                 yield from body.all_loops()
 
     def run(self, args: Sequence[Any], chunks: dict[_Loop, Chunks]) -> list[Any]:
-        """Evaluate the jaxpr, its loops in chunks."""
         numbers = itertools.count()
 
         def handle(eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
@@ -263,7 +256,6 @@ class _Part:
         return interpret(self.closed, args, handle)
 
     def run_on(self, chunks: dict[_Loop, Chunks], *args: Any) -> list[Any]:
-        """As `run`, with separate arguments."""
         return self.run(args, chunks)
 
     @functools.cached_property
@@ -350,7 +342,6 @@ def _scan_chunks(
         return jax.lax.scan(jax.checkpoint(step, prevent_cse=False), carry, xs, length, **options)
 
     def part(size: int, whole: bool = True) -> Callable[..., Any]:
-        """One chunk."""
 
         def run(carry: Any, xs: list[Any]) -> Any:
             smaller = Chunks(sizes[1:])
@@ -360,7 +351,6 @@ def _scan_chunks(
         return jax.checkpoint(run, prevent_cse=not (whole or is_chunk))
 
     def other(carry: Any, xs: list[Any]) -> Any:
-        """The iterations between two chunks."""
         saving = jax.checkpoint(step, prevent_cse=False, policy=policy) if policy else step
         return jax.lax.scan(saving, carry, xs, between, **options)
 
@@ -413,7 +403,6 @@ class _Choice(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Bytes at the peak."""
         return self.saved + self.working
 
 
@@ -433,7 +422,6 @@ def _best(part: _Part, passes: int, share: float = 1.0) -> _Choice:
 
 
 def _joined(choices: Sequence[_Choice]) -> _Choice:
-    """Choices for loops that run one after the other."""
     return _Choice(
         {loop: chunks for c in choices for loop, chunks in c.chunks.items()},
         sum(c.saved for c in choices),

@@ -75,8 +75,6 @@ class Plan(NamedTuple):
       smaller: Fastest candidate with a lower peak than ``chosen``, for a tighter budget. None if
         there is none.
       candidates: All candidates that were compiled, the fastest first.
-      predicted: Predicted peak and cost along the Pareto front of planned policies, without
-        microbatches. Empty if policies are given.
       reserve: Bytes of the budget that the program may not use, such as ``held`` of
         `remat_to_fit`.
     """
@@ -85,7 +83,6 @@ class Plan(NamedTuple):
     chosen: Candidate
     smaller: Candidate | None
     candidates: tuple[Candidate, ...]
-    predicted: tuple[tuple[int, Cost], ...] = ()
     reserve: int = 0
 
     def __str__(self) -> str:
@@ -112,7 +109,6 @@ class Plan(NamedTuple):
 
 
 def _explain_least(state_bytes: int, reserve: int) -> str:
-    """Say what takes more than the whole budget, the larger part first."""
     if not state_bytes:
         return f" for {format_bytes(reserve)} that stay in memory outside of the program."
     parts = [
@@ -128,7 +124,6 @@ def _explain_least(state_bytes: int, reserve: int) -> str:
 
 
 def _explain_floor(fixed: int, floor: Floor | None) -> str:
-    """Say what every plan holds."""
     if floor is None:
         return ""
     place = f", and {format_bytes(floor.bytes)} for {floor.place}" if floor.bytes else ""
@@ -139,7 +134,6 @@ def _explain_floor(fixed: int, floor: Floor | None) -> str:
 
 
 def _way(c: Candidate) -> str:
-    """Describe policy and microbatches."""
     if c.policy.name != "none":
         return str(c).replace("planned", "planned rematerialization", 1)
     if c.microbatches > 1 or c.policy.chunks > 1:
@@ -276,7 +270,7 @@ def plan(
         options=options,
         progress=progress,
     )
-    predicted = search.run([REMAT_POLICIES[n] for n in named])
+    search.run([REMAT_POLICIES[n] for n in named])
     ranked = tuple(sorted(search.candidates, key=search.order))
     least = min(ranked, key=lambda c: c.peak.total)
     if not search.fits(least.peak.total):
@@ -295,7 +289,7 @@ def plan(
     else:
         chosen = next(c for c in ranked if search.fits(c.peak.total))
     smaller = next((c for c in ranked if c.peak.total < chosen.peak.total), None)
-    return Plan(limit, chosen, smaller, ranked, predicted, reserve)
+    return Plan(limit, chosen, smaller, ranked, reserve)
 
 
 class _Attempt(NamedTuple):
@@ -337,13 +331,6 @@ _LEAST_SAVED = 0.02
 """Programs that may save a smaller share of the peak are not compiled."""
 
 
-class _Compiled(NamedTuple):
-    """A compiled attempt: the smallest of its candidates."""
-
-    attempt: _Attempt
-    candidate: Candidate
-
-
 @dataclasses.dataclass
 class _Search:
     """Best-first search: compile the fastest attempt that may fit, and learn from its peak."""
@@ -358,7 +345,7 @@ class _Search:
     options: Sequence[Mapping[str, Any]]
     progress: Callable[[Candidate], None] | None
     candidates: list[Candidate] = dataclasses.field(default_factory=list)
-    compiled: list[_Compiled] = dataclasses.field(default_factory=list)
+    compiled: list[tuple[_Attempt, Candidate]] = dataclasses.field(default_factory=list)
     sources: "list[_Source]" = dataclasses.field(default_factory=list)
     inside: "list[tuple[_Attempt, Candidate, _Loss | None]]" = dataclasses.field(
         default_factory=list
@@ -367,23 +354,17 @@ class _Search:
     floor: Floor | None = None
 
     def order(self, c: Candidate | _Attempt) -> float:
-        """Fastest first."""
         return c.time if isinstance(c, _Attempt) else c.cost.time
 
     def fits(self, bytes_: int) -> bool:
-        """Whether a peak is within the budget."""
         return self.limit is None or bytes_ <= self.limit
 
     @property
     def fitting(self) -> list[_Attempt]:
-        return [c.attempt for c in self.compiled if self.fits(c.candidate.peak.total)]
+        return [attempt for attempt, c in self.compiled if self.fits(c.peak.total)]
 
-    def run(self, policies: Sequence[Policy]) -> tuple[tuple[int, Cost], ...]:
-        """Compile the named policies, then candidates until the fastest one that fits is found.
-
-        Returns:
-          The predicted front.
-        """
+    def run(self, policies: Sequence[Policy]) -> None:
+        """Compile the named policies, then candidates until the fastest one that fits is found."""
         named = [_Named(self, p) for p in policies]
         self.sources += named
         for source in named:
@@ -393,7 +374,7 @@ class _Search:
             planned = [s for s in self.sources if isinstance(s, _Planned)]
             for attempt in planned[0].spread() if planned else ():
                 self.compile(attempt)
-            return planned[0].front() if planned else ()
+            return
         most = MOST_PROGRAMS if len(self.compiled) < 2 else len(self.candidates) + MOST_PROGRAMS
         self._compile_fastest(most)
         for other in () if self.fitting else tuple(self.sources):
@@ -401,7 +382,6 @@ class _Search:
                 self.compile(smallest)
         if len(self.candidates) > most and self.fitting:  # what is between may be much faster
             self._compile_fastest(len(self.candidates) + MOST_PROGRAMS // 2)
-        return ()
 
     def _compile_fastest(self, most: int) -> None:
         """Compile the fastest attempts that may fit, until one does or there are so many."""
@@ -419,7 +399,6 @@ class _Search:
             self.compile(attempt)
 
     def compile(self, attempt: _Attempt) -> None:
-        """Compile a program with several options, and report it to its source."""
         losses: list[_Loss] = []
         is_named = isinstance(attempt.source, _Named)
         policy = attempt.recording(losses) if is_named else attempt.policy
@@ -446,7 +425,7 @@ class _Search:
         self.candidates += made
         smallest = min(made, key=lambda c: c.peak.total)
         timed = attempt._replace(time=attempt.time or cost.time)
-        self.compiled.append(_Compiled(timed, smallest))
+        self.compiled.append((timed, smallest))
         attempt.source.learn(attempt, smallest)
         if losses and (rule := rule_of_this_trace(*losses[0][:2])):
             self.reason = (
@@ -489,7 +468,6 @@ class _Search:
             self.floor = find_floor(loss.closed, loss.differentiated, division)
 
     def _plan_inside(self) -> None:
-        """Plan what is inside of compiled programs that are too large."""
         for known in tuple(self.inside):
             attempt, candidate, loss = known
             source = attempt.source
@@ -558,7 +536,6 @@ class _Source:
         raise NotImplementedError
 
     def small(self) -> _Attempt | None:
-        """An attempt if none is predicted to fit."""
         return next(iter(self.left), None)
 
     def learn(self, attempt: _Attempt, candidate: Candidate | None) -> None:
@@ -577,11 +554,9 @@ class _Named(_Source):
         self._compiled = 0
 
     def first(self) -> _Attempt:
-        """The attempt with the fewest microbatches."""
         return _Attempt(self, self._policy, self._search.choices[0], 0.0)
 
     def next(self) -> _Attempt | None:
-        """The next attempt, or None if none can fit."""
         search = self._search
         if any(search.fits(p.total) for p in self._peaks):
             return None
@@ -593,7 +568,6 @@ class _Named(_Source):
 
     @property
     def left(self) -> Sequence[_Attempt]:  # type: ignore[override]
-        """The most microbatches that are possible, if they were not compiled."""
         larger = [n for n in self._search.choices if n > self._compiled and n not in self._tried]
         return [self._attempt(n) for n in larger[-1:]]
 
@@ -602,7 +576,6 @@ class _Named(_Source):
         return _Attempt(self, self._policy, n, self._time + (n - 1) * self._search.state_bytes)
 
     def learn(self, attempt: _Attempt, candidate: Candidate | None) -> None:
-        """Take the peak of an attempt, or None if it was impossible."""
         self._tried.add(attempt.microbatches)
         if candidate:
             self._compiled = max(self._compiled, attempt.microbatches)
@@ -611,8 +584,6 @@ class _Named(_Source):
 
 
 class _Cut(_Source):
-    """Attempts that run regions of a loss in more and more chunks."""
-
     def __init__(
         self,
         search: _Search,
@@ -635,7 +606,6 @@ class _Cut(_Source):
         self._reads = 3 * sum(map(nbytes, wholes))  # in both passes, and of the gradient
 
     def next(self) -> _Attempt | None:
-        """The fewest chunks that may fit and were not compiled, or None."""
         fits = self._search.fits
         enough = [n for n in self._peaks if fits(self.least(n))]
         too_few = max((n for n in self._peaks if n not in enough), default=1)
@@ -655,12 +625,10 @@ class _Cut(_Source):
 
     @property
     def most(self) -> int:
-        """The most chunks that were compiled."""
         return max(self._peaks)
 
     @property
     def left(self) -> Sequence[_Attempt]:  # type: ignore[override]
-        """The most chunks, if they were not compiled."""
         *_, before, last = [0, 0, *(self._peaks[n].total for n in sorted(self._peaks))]
         # As for `_lower_bound`: more chunks save at most what the last doubling saved.
         is_useless = before - last < _LEAST_SAVED * last and len(self._peaks) > 2
@@ -677,7 +645,6 @@ class _Cut(_Source):
         return self._time + again + (n - 1) * self._reads
 
     def learn(self, attempt: _Attempt, candidate: Candidate | None) -> None:
-        """Take the peak of an attempt."""
         if candidate:
             self._peaks[attempt.chunks] = candidate.peak
 
@@ -691,7 +658,6 @@ class _Kept(_Source):
         self._tried: set[tuple[int, Kept]] = set()
 
     def next(self) -> _Attempt | None:
-        """The fastest attempt that is predicted to fit and was not compiled."""
         if self._search.fits(self._cut.least(1)):
             return None  # The plain step fits, and runs nothing again.
         numbers = (2**k for k in range(1, self._cut.largest.bit_length()))
@@ -702,7 +668,6 @@ class _Kept(_Source):
         return min(found, key=self._search.order, default=None)
 
     def _free(self, n: int) -> int:
-        """Bytes for kept rows with a number of chunks."""
         assert self._search.limit is not None
         known = self._known.get(n, [])
         base = max((peak - bytes_ for bytes_, peak in known), default=self._cut.least(n))
@@ -723,7 +688,6 @@ class _Kept(_Source):
         )
 
     def learn(self, attempt: _Attempt, candidate: Candidate | None) -> None:
-        """Take the peak of an attempt, which corrects the next prediction."""
         self._tried.add((attempt.chunks, attempt.kept))
         if candidate:
             known = self._known.setdefault(attempt.chunks, [])
@@ -761,7 +725,6 @@ class _Planned(_Source):
 
     @property
     def saved(self) -> int:
-        """Bytes that the plain loss saves."""
         return self._planner.plain_bytes
 
     def _attempts(self, limits: Iterable[tuple[float, bool]]) -> Iterator[_Attempt]:
@@ -781,7 +744,6 @@ class _Planned(_Source):
                 )
 
     def next(self) -> _Attempt | None:
-        """The fastest proposal that is predicted to fit and was not compiled."""
         assert self._search.limit is not None
         fits = self._search.fits
         fitting = max((b for b, total in self._known if fits(total)), default=0)
@@ -807,27 +769,14 @@ class _Planned(_Source):
         return next(self._attempts(limits), None)
 
     def spread(self) -> Iterator[_Attempt]:
-        """Attempts between the plain loss and the smallest proposal."""
         most, least = self._planner.plain_bytes, self._planner.smallest
         return self._attempts((least + share * (most - least), True) for share in (0.6, 0.3, 0.05))
 
     def learn(self, attempt: _Attempt, candidate: Candidate | None) -> None:
-        """Take the peak of an attempt, which corrects the next prediction."""
         self._tried.add(attempt.windows)
         if candidate is None:
             return
         self._known.append((attempt.bytes, candidate.peak.total))
-
-    def front(self) -> tuple[tuple[int, Cost], ...]:
-        """Predicted peak and cost from the plain loss to the smallest proposal."""
-        cost = self._plain.cost
-        return tuple(
-            (
-                int(self._offset + self._scale * bytes_),
-                Cost(cost.flops + more.flops, cost.bytes + more.bytes),
-            )
-            for bytes_, more in self._planner.front()
-        )
 
 
 class _Loops(_Source):
@@ -858,11 +807,9 @@ class _Loops(_Source):
         return [a for a in self._all if a.time > least and a not in known]
 
     def next(self) -> _Attempt | None:
-        """The fewest FLOPs that are predicted to fit."""
         return next((a for a in self.left if self._search.fits(self.predict(a))), None)
 
     def predict(self, attempt: _Attempt) -> int:
-        """Bytes at the peak."""
         return int(self._offset + self._scale * attempt.bytes)
 
     def small(self) -> _Attempt | None:
@@ -871,7 +818,6 @@ class _Loops(_Source):
         return next(iter(some or self.left[-1:]), None)
 
     def learn(self, attempt: _Attempt, candidate: Candidate | None) -> None:
-        """Take the peak of an attempt, which corrects the next prediction."""
         if candidate:
             self._known.append((attempt, candidate.peak.total))
             self._offset = candidate.peak.total - self._scale * attempt.bytes

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from fnet import measured
-from fnet.memory.cost import FLOPS_PER_BYTE, Cost
+from fnet.memory.cost import FLOPS_PER_BYTE
 from fnet.memory.graph import Graph, Name, Operation, Tensor, merge
 from fnet.memory.windows import Window
 
@@ -33,13 +33,11 @@ class Proposal(NamedTuple):
     Attributes:
       windows: Windows of the loss, in forward order.
       bytes: Predicted bytes that are saved or rematerialized at the peak.
-      cost: Predicted additional FLOPs and bytes.
       time: Predicted additional time, with fused elementwise operations.
     """
 
     windows: tuple[Window, ...]
     bytes: int
-    cost: Cost
     time: float
 
 
@@ -111,12 +109,6 @@ class Planner:
     def smallest(self) -> int:
         """Lowest number of bytes that a choice is predicted to need."""
         return min(p.smallest for p in self._programs)
-
-    def front(self, points: int = 12) -> list[tuple[int, Cost]]:
-        """Return predicted bytes and additional cost, from the plain loss to the smallest."""
-        limits = np.linspace(self.plain_bytes, self.smallest, points)
-        proposals = [self.solve(int(limit)) for limit in limits]
-        return [(p.bytes, p.cost) for p in proposals if p]
 
 
 class KeptProposal(NamedTuple):
@@ -384,19 +376,12 @@ class _Program:
         return int(solution[1] * self.unit)
 
     def solve(self, limit: float, plain: bool) -> Proposal | None:
-        """Return the fastest choice that needs at most ``limit`` bytes."""
         solution = self._optimize(limit, integral=True, plain=plain)
         if solution is None:
             return None
         x = solution[0]
         chosen = {key for key, column in self.columns.items() if column >= 0 and x[column] > 0.5}
-        cost = [o.cost for kind, o in chosen if kind == "run"]
-        return Proposal(
-            self._as_windows(chosen),
-            self._peak(x),
-            Cost(sum(c.flops for c in cost), sum(c.bytes for c in cost)),
-            solution[1],
-        )
+        return Proposal(self._as_windows(chosen), self._peak(x), solution[1])
 
     def _peak(self, x: np.ndarray[Any, Any]) -> int:
         used = self.unit * (self._matrix @ x)[self.peaks]

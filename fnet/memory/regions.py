@@ -16,7 +16,7 @@ import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -74,6 +74,8 @@ ONE_ROW = "the batch has one row"
 """The reason why such a batch is not cut."""
 _NAMED = 0.1
 """Reasons are given for parts without a region that make at least this share of all bytes."""
+MOST_AGAIN = 0.05
+"""Share of the time that may run twice, because a sum and the rows that meet it need it."""
 MOST_AXES = 6
 """Classes of axes that are tried, the most bytes first."""
 MOST_REGIONS = 128
@@ -213,7 +215,7 @@ def divide(
     jaxpr, _ = dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
     active = active_variables(jaxpr, differentiated)
     params = active.intersection(jaxpr.invars if params is None else params)
-    finder = _Finder(active, params, sum(made_bytes(e) for e in jaxpr.eqns), depth)
+    finder = _Finder(active, params, jaxpr, depth)
     _, parts = finder.find(list(jaxpr.eqns), set(variables(jaxpr.outvars)))
     made = [
         sum(map(made_bytes, p.jaxpr.eqns)) if isinstance(p, Region) and any(p.active) else 0
@@ -247,6 +249,7 @@ class _Found(NamedTuple):
       roots: Arrays that are cut.
       results: What is read later of the equations that it is a part of.
       reason: The first equation that keeps rows together.
+      met: Whole values that follow from sums over the rows, and that rows meet later.
     """
 
     states: dict[Var, Any]
@@ -256,14 +259,16 @@ class _Found(NamedTuple):
     kept: int
     size: int
     same: dict[Var, Any]
-    roots: Collection[Var]
+    roots: dict[Var, int]
     results: Collection[Var]
     reason: str
+    met: Collection[Var]
 
 
 class _Finder:
-    def __init__(self, active: set[Var], params: set[Var], total: int, depth: int) -> None:
-        self.active, self.params, self.total, self.depth = active, params, total, depth
+    def __init__(self, active: set[Var], params: set[Var], jaxpr: Jaxpr, depth: int) -> None:
+        self.active, self.params, self.depth = active, params, depth
+        self.total, self.time = sum(map(made_bytes, jaxpr.eqns)), estimate_cost(jaxpr).time
         self.axes: dict[int, RowAxes] = {}  # by number of rows
 
     def find(
@@ -273,6 +278,7 @@ class _Finder:
         depth: int = 0,
         size: int = 0,
         bound: float = math.inf,
+        can_finish: bool = True,
     ) -> tuple[int, list[Region | Whole]]:
         """Divide equations into parts, so that few bytes are made or kept outside of chunks.
 
@@ -282,6 +288,7 @@ class _Finder:
           depth: Number of regions before.
           size: Number of rows of the region before, which are cut again if they can be.
           bound: Bytes outside of chunks of another division, which is better from there on.
+          can_finish: Whether sums that rows meet later may be computed first.
 
         Returns:
           The bytes outside of chunks, and the parts.
@@ -301,7 +308,11 @@ class _Finder:
             reason = reason or (largest.reason if largest else "")
             promising = [f for f in found if f.score >= max(least, f.kept)]
             promising.sort(key=lambda f: (f.size != size, -f.score))
-            if best := self._best(eqns, results, depth, min(bound, whole), promising):
+            best = self._best(eqns, results, depth, min(bound, whole), promising)
+            if can_finish:
+                limit = best[0] if best else min(bound, whole)
+                best = self._finish_sums(eqns, results, depth, limit, found) or best
+            if best:
                 return best
             if promising and bound < whole:  # Another division is better, and the search is long.
                 break
@@ -329,14 +340,67 @@ class _Finder:
             read |= {*region.jaxpr.invars, *results}
             kept = sum(map(nbytes, region.jaxpr.outvars))
             inner = depth + 1, candidate.size
-            more, parts_before = self.find(before, read, *inner, bound - kept)
+            more, parts_before = self.find(before, read, *inner, bound - kept, False)
             kept += more
-            more, parts_after = self.find(after, results, *inner, bound - kept)
+            more, parts_after = self.find(after, results, *inner, bound - kept, False)
             kept += more
             if kept < bound:
                 bound = kept
                 best = kept, [*parts_before, region, *parts_after]
         return best
+
+    def _finish_sums(
+        self,
+        eqns: list[JaxprEqn],
+        results: Collection[Var],
+        depth: int,
+        bound: float,
+        candidates: Iterable[_Found],
+    ) -> tuple[int, list[Region | Whole]] | None:
+        """Divide equations as `find`, with sums that rows meet later, such as batch statistics.
+
+        These are computed first, in parts of their own. Then they are whole values, and the rows
+        that meet them stay rows. None if no such division is better.
+        """
+        score, size = 0, 0
+        chosen: list[tuple[list[JaxprEqn], Collection[Var]]] = []
+        for found in candidates:
+            steps: list[tuple[list[JaxprEqn], Collection[Var]]] = []
+            rest, again = eqns, 0.0
+            while found.met:
+                first, rest, twice = self._computed_first(rest, found.met, results)
+                again += estimate_cost(part_of_jaxpr(twice, [], [])).time
+                if again > MOST_AGAIN * self.time or any(e.effects for e in first):
+                    break
+                steps.append((first, found.met))
+                found = self._follow(rest, results, found.roots, found.size)
+                if found.score > score:
+                    score, size = found.score, found.size
+                    chosen = [*steps, (rest, results)]
+        kept = 0
+        parts: list[Region | Whole] = []
+        for part, read in chosen:
+            more, some = self.find(part, read, depth, size, bound - kept, False)
+            kept, parts = kept + more, [*parts, *some]
+        return (kept, parts) if parts and kept < bound else None
+
+    def _computed_first(
+        self, eqns: list[JaxprEqn], sums: Collection[Var], results: Collection[Var]
+    ) -> tuple[list[JaxprEqn], list[JaxprEqn], list[JaxprEqn]]:
+        """Return the equations of sums, the rest, and those that are in both.
+
+        The first ones have variables of their own, except for the sums.
+        """
+        _, first = dependencies(part_of_jaxpr(eqns, [], []), sums)
+        members = set(first)
+        others = {v for e in eqns if e not in members for v in variables(e.invars)}
+        _, again = dependencies(part_of_jaxpr(first, [], []), others.union(results), sums)
+        own = {v: Var(v.aval) for e in first for v in e.outvars if v not in sums}
+        self.active |= {new for v, new in own.items() if v in self.active}
+        twice = set(again)
+        known = {v: Var(v.aval) for e in again for v in e.outvars if v in sums}
+        rest = [_renamed(e, {}, known) for e in eqns if e not in members or e in twice]
+        return [_renamed(e, own, own) for e in first], rest, again
 
     def _follow(
         self, eqns: list[JaxprEqn], results: Collection[Var], roots: dict[Var, int], size: int
@@ -345,6 +409,8 @@ class _Finder:
         states: dict[Var, Any] = {v: BatchAxis(a) for v, a in roots.items()}
         same: dict[Any, Any] = {}
         inside: list[JaxprEqn] = []
+        late: set[Var] = set()  # whole values that are known after sums over the rows
+        met: set[Var] = set()
         made, reason = 0, ""
         for eqn in eqns:
             given = [
@@ -362,6 +428,13 @@ class _Finder:
             bad = next((s for s in out if isinstance(s, Mixed | Unknown)), None)
             # Equations whose results have no rows are outside: each chunk would run all of them.
             is_whole = all(isinstance(s, Shared) for s in out) and not is_identity(eqn)
+            states_by_operand = zip(eqn.invars, given, strict=True)
+            rows = [s for v, s in states_by_operand if not isinstance(s, Shared) and v not in late]
+            if not rows:  # What follows a sum alone would run for each chunk, as for a row more.
+                is_whole |= size * sum(map(nbytes, eqn.outvars)) > made and not is_identity(eqn)
+                late |= set(eqn.outvars)
+            elif all(isinstance(s, BatchAxis | Indices) for s in rows):
+                met |= late.intersection(variables(eqn.invars))
             if bad is not None or is_whole:
                 if not reason and eqn.effects:
                     reason = f"{place(eqn)} has an effect"
@@ -378,14 +451,17 @@ class _Finder:
                 else:  # A whole value of an equation with rows is known after the region alone.
                     out = [Sum() if isinstance(s, Shared) else s for s in out]
             states |= zip(eqn.outvars, out, strict=True)
+            late |= {v for v in eqn.outvars if isinstance(states[v], Sum)}
         members = set(inside)
-        rest = [_with_operands(e, same) for e in eqns if e not in members]
+        rest = [_renamed(e, same, {}) for e in eqns if e not in members]
         crossing = self._crossing(rest, inside, states, results)
         read = {v for e in rest for v in variables(e.invars)}
         sums = {v for e in inside for v in e.outvars if v in read and isinstance(states[v], Sum)}
         kept = sum(map(nbytes, {*crossing, *sums}))
         score = made - kept
-        return _Found(states, inside, crossing, score, kept, size, same, roots, results, reason)
+        return _Found(
+            states, inside, crossing, score, kept, size, same, roots, results, reason, met
+        )
 
     def _crossing(
         self,
@@ -418,7 +494,7 @@ class _Finder:
         states, crossing = found.states, found.crossing
         members = set(found.eqns)
         made_by = {v: e for e in found.eqns for v in e.outvars}
-        rest = [_with_operands(e, found.same) for e in eqns if e not in members]
+        rest = [_renamed(e, found.same, {}) for e in eqns if e not in members]
         # Rows that are cheaper to compute in the rest.
         read = {v for e in rest for v in variables(e.invars)}.union(found.results)
         kept = set(crossing)
@@ -426,7 +502,7 @@ class _Finder:
             v for v in made_by if v in read - kept and isinstance(states[v], BatchAxis | Indices)
         ]
         own = {e for v in again for e in _slice(v, made_by, kept)}
-        rest = [_with_operands(e, found.same) for e in eqns if e not in members or e in own]
+        rest = [_renamed(e, found.same, {}) for e in eqns if e not in members or e in own]
         read = {v for e in rest for v in variables(e.invars)}.union(found.results)
         read -= {v for e in rest for v in e.outvars}
         sums = [v for v in made_by if v in read and isinstance(states[v], Sum | Shared)]
@@ -497,12 +573,13 @@ class _Finder:
         return inside[::-1], rest[::-1]
 
 
-def _with_operands(eqn: JaxprEqn, same: dict[Var, Any]) -> JaxprEqn:
-    """Return the equation that reads what some variables are instead of them."""
-    if not any(v in same for v in variables(eqn.invars)):
+def _renamed(eqn: JaxprEqn, operands: Mapping[Var, Any], results: Mapping[Var, Var]) -> JaxprEqn:
+    """Return the equation with others in the place of some operands and results."""
+    invars = [v if isinstance(v, Literal) else operands.get(v, v) for v in eqn.invars]
+    outvars = [results.get(v, v) for v in eqn.outvars]
+    if (invars, outvars) == (eqn.invars, eqn.outvars):
         return eqn
-    operands = [v if isinstance(v, Literal) else same.get(v, v) for v in eqn.invars]
-    new: JaxprEqn = eqn.replace(invars=operands)
+    new: JaxprEqn = eqn.replace(invars=invars, outvars=outvars)
     return new
 
 

@@ -301,8 +301,6 @@ class _Origin(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """A row of a scanned array, or the part of an array on one device."""
-
     of: Any
 
 
@@ -375,16 +373,13 @@ class _Origins(Propagation[_State]):
         ]
 
     def sliced(self, state: _State) -> _State:
-        """A row of an array is an array of its own."""
         return _Part(state)
 
     def loop(self, eqn: JaxprEqn, states: list[_State], site: Site) -> Sequence[_State]:
-        """Results of a while loop are new arrays."""
         results = self._inside(super().loop, eqn, states, site)
         return [self._renewed(r, self._made(eqn, site), i) for i, r in enumerate(results)]
 
     def branches(self, eqn: JaxprEqn, states: list[_State], site: Site) -> Sequence[_State]:
-        """Results of branches are new arrays, made in the first branch that makes one."""
         results = [
             self.run(branch, states[1:], site._replace(path=(*site.path, i)))
             for i, branch in enumerate(Cond.of(eqn).branches)
@@ -396,11 +391,9 @@ class _Origins(Propagation[_State]):
         ]
 
     def to_device(self, state: _State, splits: Sequence[int]) -> _State:
-        """The part of an array on one device is an array of its own."""
         return state if all(n == 1 for n in splits) else _Part(state)
 
     def from_device(self, state: _State, splits: Sequence[int]) -> _State:
-        """Return the array whose part this was."""
         return state.of if isinstance(state, _Part) else state
 
     def join(self, states: Sequence[_State]) -> _State:
@@ -413,7 +406,6 @@ class _Origins(Propagation[_State]):
         return max(inside, default=around)
 
     def chosen(self, predicate: _State, states: Sequence[_State]) -> Sequence[_State]:
-        """A condition makes no arrays."""
         return states
 
     def _inside(

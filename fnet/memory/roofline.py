@@ -215,7 +215,6 @@ class _Run:
             self.flops[cost.dtype] = total
 
     def _loop(self, body: str, trips: int) -> None:
-        """Follow one iteration, and repeat its time."""
         before, self._repeats = self._repeats, self._repeats * trips
         start = self.clock = max(self.clock, self.link_clock)
         self.computation(body)
@@ -224,7 +223,6 @@ class _Run:
         self._repeats = before
 
     def _slowest(self, branches: Iterable[str]) -> None:
-        """Follow all branches, and keep what the slowest one adds."""
         ends = []
         for branch in branches:
             shared: dict[int, Any] = {id(self.module): self.module}
@@ -356,7 +354,6 @@ def _vector(i: Instruction, operands: list[list[Array]]) -> float:
 
 
 def _group_size(i: Instruction, devices: int) -> int:
-    """Number of devices that take part in a collective."""
     if i.opcode.startswith("collective-permute"):
         return 2
     # replica_groups=[2,4]<=[8], {{0,1,2,3},{4,5,6,7}} or mesh['a'=2,'b'=4] {'b'}

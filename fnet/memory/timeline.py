@@ -268,7 +268,6 @@ class _Liveness:
         return self._carriers[self._same_value.find(leaf)]
 
     def _follow(self, i: Instruction) -> None:
-        """Record which values an instruction makes and which it passes on."""
         # (path, operand, path in the operand): arrays of the result that are an operand's.
         passed: list[tuple[Path, str, Path]] = []
         match i.opcode:
@@ -486,8 +485,6 @@ _PASSES_ON = {
 
 
 class _Groups:
-    """Groups of leaves: a union-find forest."""
-
     def __init__(self) -> None:
         self._parent: dict[_Leaf, _Leaf] = {}
 
@@ -527,7 +524,6 @@ class _Labels:
         self._arguments = {i.name for i in module.parameters(module.entry)}
 
     def buffer(self, storage: _Storage, t: int) -> Buffer:
-        """Describe the content of a buffer when instruction ``t`` runs."""
         lives = storage.lives[:1]
         if storage.kind != "argument":
             # A loop carry has no maker of its own, so earlier and later values count too.

@@ -68,14 +68,11 @@ def remat_windows(
     Returns:
       A function with the same arguments, values and gradients.
     """
-
-    @functools.wraps(f)
-    def with_remat(*args: Any, **kwargs: Any) -> Any:
-        closed, leaves, structure = trace_inlined(f, args, kwargs)
-        windows = divide(closed)
-        return jax.tree.unflatten(structure, run_windows(closed, leaves, windows, policy))
-
-    return with_remat  # type: ignore[return-value]
+    return evaluate_as(
+        f,
+        lambda closed, leaves, _: run_windows(closed, leaves, divide(closed), policy),
+        first_alone=False,
+    )
 
 
 def trace_inlined(
@@ -93,40 +90,37 @@ def trace_inlined(
     return inline(traced), leaves, jax.tree.structure(shapes)
 
 
-def evaluate_as(f: F, run: Callable[[ClosedJaxpr, list[Any], list[bool]], Sequence[Any]]) -> F:
-    """Evaluate a function, differentiated with respect to its first argument, as ``run`` does.
+def evaluate_as(
+    f: F,
+    run: Callable[[ClosedJaxpr, list[Any], list[bool]], Sequence[Any]],
+    *,
+    first_alone: bool = True,
+) -> F:
+    """Evaluate a function as ``run`` does.
 
     ``run`` gets its equations, the arrays of its arguments, and which of these are a part of the
-    first one. It returns the arrays of the results.
+    first one. It returns the arrays of the results. With ``first_alone``, other arrays, also those
+    that the function closes over, cannot be differentiated.
     """
+
+    def fixed(a: Any) -> Any:
+        can_be_differentiated = first_alone and isinstance(a, jax.Array) and is_floating(a)
+        return constant(a) if can_be_differentiated else a
+
     # JAX keeps a traced function and uses it again, so the device is the current one.
     for_device = traced_for(tracing_platform())
 
     @functools.wraps(f)
     @for_device
     def evaluated(*args: Any, **kwargs: Any) -> Any:
-        closed, leaves, structure, differentiated = _trace_first(f, args, kwargs)
+        closed, leaves, structure = trace_inlined(f, args, kwargs)
+        count = len(jax.tree.leaves(args[:1]))
+        leaves[count:] = map(fixed, leaves[count:])
+        closed = ClosedJaxpr(closed.jaxpr, [*map(fixed, closed.consts)])
+        differentiated = [i < count for i in range(len(leaves))]
         return jax.tree.unflatten(structure, run(closed, leaves, differentiated))
 
     return evaluated  # type: ignore[return-value]
-
-
-def _trace_first(
-    f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[ClosedJaxpr, list[Any], Any, list[bool]]:
-    """As `trace_inlined`, and whether each argument is a part of the first one.
-
-    Other arrays, also those that the function closes over, cannot be differentiated.
-    """
-    closed, leaves, structure = trace_inlined(f, args, kwargs)
-    count = len(jax.tree.leaves(args[:1]))
-
-    def fixed(a: Any) -> Any:
-        return constant(a) if isinstance(a, jax.Array) and is_floating(a) else a
-
-    leaves[count:] = map(fixed, leaves[count:])
-    closed = ClosedJaxpr(closed.jaxpr, [*map(fixed, closed.consts)])
-    return closed, leaves, structure, [i < count for i in range(len(leaves))]
 
 
 def run_windows(
@@ -233,7 +227,6 @@ def _checkpoint_policy(window: Window, policy: CheckpointPolicy | None) -> Check
 def _remat_iterations(
     loop: JaxprEqn, inputs: Sequence[Any], window: Window, policy: CheckpointPolicy | None
 ) -> list[Any]:
-    """Evaluate a scan with each iteration under a `jax.checkpoint`."""
     scan = Scan.of(loop)
     consts, carry, xs = scan.split(inputs)
     carries: list[Name | None] = [(CARRY, i) for i in range(scan.num_carry)]

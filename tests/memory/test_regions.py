@@ -126,6 +126,21 @@ def normalized(params, batch):
     return jnp.square(h @ params["b"][0]).mean()
 
 
+def standardized(params, batch):
+    x = batch["x"]
+    mean, std = x.mean(0, keepdims=True), x.std(0, keepdims=True)
+    return jnp.square(tower(params["a"], (x - mean) / (std + 1e-3))).mean()
+
+
+def rounds(params, batch):
+    """Two rounds of messages between nodes, which are as many as edges."""
+    h = jnp.pad(batch["nodes"], ((0, 504), (0, 0)))
+    for w in params["a"][:2]:
+        messages = tower(params["b"], h[batch["from"]] - h[batch["to"]])
+        h = jnp.tanh((h + jax.ops.segment_sum(messages, batch["to"], len(h)) / 64) @ w)
+    return jnp.square(h).mean()
+
+
 def ranked(params, batch):
     """Pairs in the order of their labels; the comparison of labels is read twice."""
     score, label = tower(params["a"], batch["x"]).mean(1), batch["y"][:, 0]
@@ -136,7 +151,7 @@ def ranked(params, batch):
 
 LOSSES = [
     contrastive, two_views, policy_gradient, balanced, points, dropout, edges, recurrent, masked,
-    normalized, ranked,
+    normalized, ranked, standardized, rounds,
 ]  # fmt: skip
 SMALLER = {
     "contrastive": 0.35, "two_views": 0.35, "policy_gradient": 0.2, "edges": 0.3, "recurrent": 0.5,
@@ -155,7 +170,7 @@ def arguments():
 
 def arguments_of(loss):
     params, batch, graph = arguments()
-    return params, graph if loss is edges else batch
+    return params, graph if loss in (edges, rounds) else batch
 
 
 def assert_same(f, g, args):
@@ -210,6 +225,16 @@ def test_kept_rows_are_not_computed_again():
     # Those of another program are not kept.
     other = Kept(most.names, rows.graph.equations[1:])
     assert_same(cut(loss, 4, kept=other), loss, args)
+
+
+@pytest.mark.parametrize(("loss", "most"), [(standardized, 1.06), (rounds, 1.55)])
+def test_what_needs_sums_over_rows_runs_once(loss, most):
+    args = arguments_of(loss)
+    plain, chunked = (
+        memory.estimate_cost(jax.make_jaxpr(jax.grad(f))(*args)).flops
+        for f in (loss, cut(loss, 16))
+    )
+    assert chunked < most * plain
 
 
 @pytest.mark.parametrize("loss", LOSSES)

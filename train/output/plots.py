@@ -160,10 +160,6 @@ def plan(plan: Plan, reserved: int, title: str, path: Path) -> None:
         strict=True,
     ):
         unit = _bytes_axis(ax, most, horizontal=True)
-        if plan.predicted:
-            bytes_, costs = zip(*plan.predicted, strict=True)
-            label = "predicted front, planned per array"
-            ax.plot(np.array(bytes_) / unit, list(map(of, costs)), color=COLORS[0], label=label)
         for on_front, label in ((True, "compiled, on the front"), (False, "compiled")):
             group = [c for c in plan.candidates if (id(c) in front) == on_front]
             x, y = [c.peak.total / unit for c in group], [of(c.cost) for c in group]
