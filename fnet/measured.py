@@ -72,8 +72,10 @@ SMALL = 1e-4
 WINDOW_SIZES = (0.0, 0.02, 0.04, 0.07, 0.1, 0.15, 0.2, 0.3, 0.45)
 # Smaller arrays stay on the device: each copy to the host has a cost of its own.
 SMALLEST_OFFLOADED = 2**16
-# Time of one integer program, and the share of the optimum that it may miss.
-SECONDS_PER_PROGRAM = 2.0
+# Nodes that one integer program visits, so that every machine finds the same plan; the seconds
+# after which it ends all the same; the share of the optimum that it may miss.
+NODES = 100
+MOST_SECONDS = 60.0
 GAP = 0.01
 # A plan that fits is improved while the next proposal is so much faster.
 WORTH_COMPILING = 0.005

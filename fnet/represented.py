@@ -287,7 +287,6 @@ def _transpose(eqn: JaxprEqn, inputs: list[Any]) -> Sequence[Any]:
 
 
 def _slice_layers(eqn: JaxprEqn, inputs: list[Any]) -> Sequence[Any]:
-    """Slice stacked layers, as in ``w[i]``."""
     weight, *starts = inputs
     shape, sizes = aval(eqn.invars[0]).shape, aval(eqn.outvars[0]).shape
     if not isinstance(weight, Weight) or not _counts_layers(weight) or sizes[1:] != shape[1:]:

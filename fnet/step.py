@@ -19,7 +19,7 @@ from fnet.autodiff.mean import Gradient, Loss, losses_and_aux, mean
 from fnet.autodiff.update import Mode
 from fnet.cpu.convolutions import count_cpus, for_cpus
 from fnet.fsdp import gather_at_use
-from fnet.memory import REMAT_POLICIES, BudgetError, format_bytes, parse_bytes
+from fnet.memory import REMAT_POLICIES, BudgetError, format_bytes
 from fnet.memory.donation import Donation, donation
 from fnet.memory.peak import Peak, compile_min_memory, peak
 from fnet.memory.plan import Candidate, Plan, plan
@@ -406,9 +406,9 @@ def compile_step(
         donation=donation(compiled),
         compiler_options=options,
     )
-    if budget is not None and report.peak.total > parse_bytes(budget):
+    if budget is not None and report.peak.total > (found.budget or 0):
         raise BudgetError(
-            f"compile_step: planned within {format_bytes(parse_bytes(budget))}, but the final "
+            f"compile_step: planned within {format_bytes(found.budget)}, but the final "
             f"program needs {format_bytes(report.peak.total)}"
         )
     return Executable(compiled, report, step)

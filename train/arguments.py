@@ -33,7 +33,6 @@ from train.errors import UserError, did_you_mean
 
 
 def _default(text: str) -> Any:
-    """Say in --help what the default does."""
     return tyro.conf.arg(help_behavior_hint=f"(default: {text})")
 
 
@@ -382,7 +381,6 @@ def read_with_config(
 
 
 def _in_range(kind: type[A], options: A) -> A:
-    """Check the range of each option, which tyro does not."""
     try:
         return TypeAdapter(kind).validate_python(options.__dict__)
     except ValidationError as error:

@@ -149,8 +149,6 @@ _MEMORY_PER_BYTE, _SECONDS_PER_BYTE = 1000, 2e-5
 
 
 class _Process:
-    """A process that calls functions, one after the other."""
-
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
         # Not a copy of this process, which has JAX's threads and the user's data.
@@ -220,7 +218,6 @@ def _data_bytes() -> int:
 
 
 def _serve(descriptor: int) -> None:
-    """Answer calls until the other end closes."""
     connection = Connection(descriptor)
     while True:
         try:

@@ -96,8 +96,6 @@ def _is_open(dim: Any) -> bool:
 
 
 class _Writer:
-    """Nodes and constants of a graph."""
-
     def __init__(self, image: str):
         self.nodes: list[Any] = []
         self.initializers: list[Any] = []
@@ -106,7 +104,6 @@ class _Writer:
         self._constants: dict[tuple[bytes, str, tuple[int, ...]], str] = {}
 
     def name(self, value: _Value) -> str:
-        """Return the name of a value; a constant becomes an initializer."""
         if isinstance(value, _Ref):
             return value.name
         from onnx import numpy_helper
@@ -119,7 +116,6 @@ class _Writer:
         return self._constants[key]
 
     def add(self, kind: str, inputs: Sequence[_Value], aval: Any, **attributes: Any) -> _Ref:
-        """Add a node with one output."""
         from onnx import helper
 
         ref = _Ref(f"v{next(self._numbers)}", aval)
@@ -128,7 +124,6 @@ class _Writer:
         return ref
 
     def inline(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[_Value]) -> list[_Value]:
-        """Write all equations of a jaxpr; return its results."""
         env: dict[Any, _Value] = {}
 
         def read(atom: Any) -> _Value:
@@ -199,8 +194,6 @@ def _elementwise(kind: str) -> _Emit:
 
 
 def _bitwise(kind: str) -> _Emit:
-    """Return a logical operation, bitwise for integers."""
-
     def emit(w: _Writer, eqn: Any, values: list[_Value]) -> list[_Value]:
         aval = eqn.outvars[0].aval
         return [w.add(kind if aval.dtype == bool else f"Bitwise{kind}", values, aval)]

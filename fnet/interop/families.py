@@ -420,7 +420,6 @@ def _read_deeplab(shapes: Shapes) -> Weights | None:
 
 
 def _classes(shapes: Shapes, *layers: str) -> int | None:
-    """Number of outputs of the first of these layers that there is."""
     return next((shapes[f"{n}.weight"][0] for n in layers if f"{n}.weight" in shapes), None)
 
 
@@ -545,7 +544,6 @@ _HEADS = ("classifier.3", "classifier.1", "classifier", "fc", "head.fc", "head")
 
 
 def _read_variant(family: Family, publisher: str, shapes: Shapes) -> Weights | None:
-    """Read a network of a family by the output channels of its blocks."""
     variants, pattern = family.files[publisher]
     outputs: dict[tuple[int, int], dict[str, int]] = {}
     for key, shape in shapes.items():

@@ -686,7 +686,6 @@ def _iota(eqn: JaxprEqn) -> Iterator[Factor]:
 
 
 def _prefix(eqn: JaxprEqn) -> Iterator[Factor]:
-    """The axes of the lower rank are the first ones of the other."""
     for axis in range(min(_rank(eqn.invars[0]), _rank(eqn.outvars[0]))):
         yield Factor((axis,), (axis,))
 

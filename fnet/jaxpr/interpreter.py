@@ -239,10 +239,11 @@ def is_checkpoint(eqn: JaxprEqn) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class AnyPrimitive:
-    """A policy of `jax.checkpoint` for equations of any library.
+    """A policy of `jax.checkpoint` for equations of any library, and of complex numbers.
 
     JAX calls a policy with the parameters of an equation by their names. Equinox's primitives have
-    one named ``prim``, as is the first argument of JAX's own policies.
+    one named ``prim``, as is the first argument of JAX's own policies. Results of complex numbers
+    are never saved, because JAX 0.10 fails to.
 
     Attributes:
       policy: A policy that does not read ``prim``, such as one of ``jax.checkpoint_policies``.
@@ -253,7 +254,9 @@ class AnyPrimitive:
     def __call__(self, primitive: Any, /, *avals: Any, **params: Any) -> Any:
         """Return what the policy says of an equation."""
         params.pop("prim", None)
-        return self.policy(primitive, *avals, **params)
+        dtypes = (getattr(a, "dtype", jnp.float32) for a in avals)
+        is_complex = any(jnp.issubdtype(dtype, jnp.complexfloating) for dtype in dtypes)
+        return not is_complex and self.policy(primitive, *avals, **params)
 
 
 def call_like(eqn: JaxprEqn, f: Callable[..., T]) -> Callable[..., T]:

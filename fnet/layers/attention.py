@@ -227,8 +227,6 @@ def _children(
 
 
 class _Attention(NamedTuple):
-    """The static arguments of a layer, and how it is computed."""
-
     layers: dict[str, Layer]
     width: int
     heads: int
@@ -317,7 +315,6 @@ class _Attention(NamedTuple):
         length: int,
         segments: Array | None = None,
     ) -> tuple[Array, tuple[Array, Array] | None, Array | None]:
-        """Compute queries, the layer's own keys and values, and gates."""
         if x.ndim != 3:
             raise ValueError(f"attention: expected [B, T, {self.width}], got {x.shape}")
         parts, gate = self.split(child, x)

@@ -274,6 +274,5 @@ def gated_delta_net(
 
 
 def _normalized(x: Float[Array, "b t g n"]) -> Array:
-    """Divide by the norm over the last axis, in float32 or wider."""
     x = upcast(x)
     return x * jax.lax.rsqrt(jnp.square(x).sum(-1, keepdims=True) + 1e-6)

@@ -193,7 +193,6 @@ def time_steps(x: Array, bias: Array, limits: tuple[float, float] | None = None)
 
 @jax.custom_vjp
 def _recurrence(a: Array, b: Array, initial: Array) -> Array:
-    """Compute the states in the dtype of ``b``."""
     dtype = sum_dtype(b)
     arrays = a.astype(dtype), b.astype(dtype), initial.astype(dtype)
     h: Array = jax.lax.platform_dependent(*arrays, cpu=_sequential, default=_associative)

@@ -179,8 +179,6 @@ def stack(
 
 
 class _Stack(NamedTuple):
-    """The static arguments of a stack, and how it is computed."""
-
     blocks: tuple[dict[str, Layer], ...]
     decodes: list[Decode]
     reads: list[int | None]

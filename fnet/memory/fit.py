@@ -49,7 +49,8 @@ def remat_to_fit(
         first argument are differentiated; of an nnx module, its `nnx.Param`.
       *args: Arguments of the loss, or trees of their shapes. The budget may stand before them:
         ``remat_to_fit(loss, "8GiB", model, batch)``.
-      budget: Bytes, or text for `parse_bytes`, such as ``"8GiB"``.
+      budget: Bytes, or text for `parse_bytes`, such as ``"8GiB"``, or a share of the plain step's
+        peak, such as ``"50%"``.
       optimizer: The optimizer of your step. It updates the floating arrays of the first argument:
         of an nnx module its ``nnx.state(module, nnx.Param)``, with None in the place of other
         leaves.
@@ -91,7 +92,7 @@ def remat_to_fit(
             raise TypeError(
                 "remat_to_fit: no budget; give it as budget= or in front of the loss's arguments"
             )
-    limit = parse_bytes(budget, "remat_to_fit: budget")
+    parse_bytes(budget, "remat_to_fit: budget", lambda: 2**40)
     if optimizer is not None:
         checks.optimizer("remat_to_fit", optimizer)
     if not args:
@@ -108,7 +109,17 @@ def remat_to_fit(
         def step(params: list[Any], moments: Any, others: list[Any]) -> Any:
             (value, arrays), grads = jax.value_and_grad(f, has_aux=True)(params, others)
             tree, gradient = call.tree(params), call.tree(grads)
-            updates, moments = transform.update(gradient, moments, tree, value=value, grad=gradient)
+            try:
+                updates, moments = transform.update(
+                    gradient, moments, tree, value=value, grad=gradient
+                )
+            except TypeError as error:
+                if "required keyword-only" not in str(error):
+                    raise
+                raise TypeError(
+                    "remat_to_fit: the update of the optimizer needs more than value= and grad= "
+                    f"({error}); plan without optimizer=, and give its state as held="
+                ) from None
             return optax.apply_updates(tree, updates), moments, value, arrays
 
         arguments = shapes_on(target, arrays) if target else arrays
@@ -116,7 +127,7 @@ def remat_to_fit(
 
     held_bytes = tree_bytes(held)
     spare = 0 if optimizer else int(SPARE_OF_PARAMETERS * tree_bytes(call.params))
-    chosen = plan(build, limit, reserve=held_bytes + spare, target=target, progress=progress)
+    chosen = plan(build, budget, reserve=held_bytes + spare, target=target, progress=progress)
     chosen = chosen._replace(reserve=held_bytes)
     policy = chosen.chosen.policy
 
@@ -125,7 +136,15 @@ def remat_to_fit(
     def fitted(*args: Any, **kwargs: Any) -> Any:
         call = _Call.of(args, kwargs)
         static: list[_Result] = []
-        value, arrays = policy.apply(call.pure(loss, static))(call.params, call.others)
+        try:
+            value, arrays = policy.apply(call.pure(loss, static))(call.params, call.others)
+        except TypeError as error:
+            if "forward-mode" not in str(error):
+                raise
+            raise TypeError(
+                "remat_to_fit: the planned loss has gradients alone, in reverse mode; take jax.jvp "
+                "or jax.jacfwd of the loss itself, or of the gradient of the planned one"
+            ) from None
         return call.finish(value, arrays, static[-1])
 
     return fitted, chosen  # type: ignore[return-value]
@@ -143,12 +162,7 @@ def _separate(held: Any, moments: Any) -> tuple[Any, Any]:
 
 
 class _Result(NamedTuple):
-    """Shapes and structure of a loss's result.
-
-    Attributes:
-      has_aux: Whether it is ``(value, aux)``.
-      merge: Builds ``(aux, state of the nnx objects)`` from arrays.
-    """
+    """Structure of a loss's result; ``merge`` builds its aux and the state of nnx objects."""
 
     has_aux: bool
     merge: Callable[[list[Any]], Any]
@@ -159,10 +173,8 @@ class _Call(NamedTuple):
 
     Attributes:
       params: Differentiated arrays, or their shapes.
-      others: Other arrays.
       merge: ``merge(params, others) -> (args, kwargs, nnx objects)``.
       tree: ``tree(params)`` is the first argument as an optimizer takes it.
-      objects: The nnx objects among the arguments.
     """
 
     params: list[Any]
@@ -243,6 +255,12 @@ class _Call(NamedTuple):
                 raise TypeError(
                     "remat_to_fit: the loss must return a scalar or (scalar, aux), got "
                     f"{_describe(result)}."
+                )
+            if not jnp.issubdtype(dtype := jnp.result_type(value), jnp.floating):
+                function = "real" if jnp.issubdtype(dtype, jnp.complexfloating) else "float32"
+                raise TypeError(
+                    f"remat_to_fit: the loss must be a real floating number, got {dtype}; return "
+                    f"jnp.{function} of it."
                 )
             if aux is not None and _like(aux, args[0]):
                 raise TypeError(

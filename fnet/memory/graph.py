@@ -29,6 +29,7 @@ from fnet.jaxpr import (
     is_fused,
     is_reduction,
     nbytes,
+    part_of_jaxpr,
     renames,
 )
 from fnet.jaxpr.primitives import CheckpointName, made_bytes
@@ -172,14 +173,7 @@ def segment_of(jaxpr: Jaxpr, start: int, end: int) -> Jaxpr:
     inputs = dict.fromkeys(v for e in eqns for v in variables(e.invars) if v not in made)
     read_later = {v for e in jaxpr.eqns[end:] for v in variables(e.invars)}
     read_later |= set(variables(jaxpr.outvars))
-    segment: Jaxpr = jaxpr.replace(
-        eqns=eqns,
-        constvars=[],
-        invars=list(inputs),
-        outvars=[v for v in made if v in read_later],
-        debug_info=jaxpr.debug_info.with_unknown_names(),
-    )
-    return segment
+    return part_of_jaxpr(eqns, list(inputs), [v for v in made if v in read_later])
 
 
 def _large_loops(jaxpr: Jaxpr, made: Sequence[int]) -> set[int]:
@@ -240,7 +234,8 @@ def run_named(closed: ClosedJaxpr, args: Sequence[Any], name_of: Any) -> list[An
 
 def _can_be_named(v: Any) -> bool:
     dtype = getattr(aval(v), "dtype", None)
-    return dtype is not None and not jnp.issubdtype(dtype, jax.dtypes.extended)
+    kinds = jax.dtypes.extended, jnp.complexfloating  # `AnyPrimitive` saves no complex numbers
+    return dtype is not None and not any(jnp.issubdtype(dtype, kind) for kind in kinds)
 
 
 def as_text(name: Name) -> str:
@@ -413,7 +408,6 @@ class _Builder:
         return needs
 
     def add_whole(self, number: int, first: int) -> list[Tensor]:
-        """Add all equations, counted from ``first`` on, and return what the backward pass needs."""
         jaxpr = self._jaxpr
         return self._linearized(
             number,

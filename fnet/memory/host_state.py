@@ -109,7 +109,6 @@ class _Update(NamedTuple):
 
     Attributes:
       closed: ``(grads, state, params) -> (updates, state)``, flat, without calls.
-      structure: Structure of the results.
       grads: Number of gradients.
       scalars: Numbers that depend on no large array of the state, and are computed first.
       blocks: What is computed in blocks of rows.
@@ -263,10 +262,7 @@ class _Blocks(NamedTuple):
     def of(cls, jaxpr: Jaxpr, numbers: list[int], scalars: Sequence[Var]) -> "_Blocks | None":
         """Return the blocks of a parameter, or None if its rows are mixed.
 
-        Args:
-          jaxpr: The whole update.
-          numbers: Numbers of its arguments that are overwritten, and of the results.
-          scalars: Variables that are known before.
+        ``numbers`` are of the arguments that are overwritten; ``scalars`` are known before.
         """
         results, old = [jaxpr.outvars[k] for k in numbers], [jaxpr.invars[k] for k in numbers]
         known = {*jaxpr.invars, *jaxpr.constvars, *scalars}

@@ -20,7 +20,6 @@ from fnet.jaxpr import (
     AnyPrimitive,
     Scan,
     active_variables,
-    aval,
     call_like,
     called_jaxpr,
     evaluate,
@@ -141,12 +140,7 @@ def _chunked(f: F, choose: "Callable[[_Part], dict[_Loop, Chunks]]") -> F:
 
 @dataclasses.dataclass(eq=False)
 class _Loop:
-    """A scan, or another equation that contains scans.
-
-    Attributes:
-      eqn: The equation.
-      bodies: What it runs: one part, or one per branch.
-    """
+    """A scan, or another equation that contains scans: one body, or one per branch."""
 
     eqn: JaxprEqn
     bodies: "list[_Part]"
@@ -202,13 +196,7 @@ class _Loop:
 
 @dataclasses.dataclass(eq=False)
 class _Part:
-    """An inlined jaxpr and its differentiated loops.
-
-    Attributes:
-      closed: The inlined jaxpr.
-      differentiated: Whether each argument is differentiated.
-      loops: Scans, and equations that contain scans, by the number of their equation.
-    """
+    """An inlined jaxpr and its differentiated loops, by the number of their equation."""
 
     closed: ClosedJaxpr
     differentiated: Sequence[bool]
@@ -266,17 +254,9 @@ class _Part:
     @functools.cached_property
     def products(self) -> int:
         """Bytes of the residuals if a `jax.checkpoint` saves matrix products."""
-        results = [v for e in self.closed.jaxpr.eqns for v in e.outvars]
-        # A jax.checkpoint of jax 0.10 can't save complex numbers.
-        if any(
-            jnp.issubdtype(getattr(aval(v), "dtype", jnp.float32), jnp.complexfloating)
-            for v in results
-        ):
-            return self.saved
         return self._saved(functools.partial(jax.checkpoint, policy=_PRODUCTS))
 
     def _saved(self, transform: Callable[[Any], Any]) -> int:
-        """Bytes of the residuals of a transformed jaxpr."""
         variables_ = self.closed.jaxpr.invars
         shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in self.closed.in_avals]
         objective = list(map(is_floating, self.closed.jaxpr.outvars))
@@ -324,14 +304,8 @@ def _scan_chunks(
 ) -> tuple[Any, list[Any]]:
     """Run a loop in chunks, each under a `jax.checkpoint`.
 
-    Args:
-      step: ``step(carry, xs) -> (carry, ys)`` with lists of arrays, for one iteration.
-      carry: Arrays that pass from iteration to iteration.
-      xs: Scanned arrays.
-      length: Number of iterations.
-      chunks: How the loop is divided.
-      is_chunk: Whether this loop is inside of another one.
-      **options: ``reverse`` and ``unroll`` of `jax.lax.scan`.
+    ``step(carry, xs) -> (carry, ys)`` is one iteration, with lists of arrays. ``is_chunk`` is
+    whether this loop is inside of another one.
     """
     sizes, between, policy = chunks
     # A single chunk saves nothing.
@@ -496,7 +470,6 @@ def _sizes(
     Args:
       length: Number of iterations.
       levels: Largest number of sizes.
-      carry: Bytes of the carry.
       residuals: Bytes that a plain iteration saves.
       stacked: Bytes of scanned arrays per iteration, which are copied if a size does not divide.
 

@@ -1,6 +1,7 @@
 """Peak memory of a compiled program, and compiler options that lower it."""
 
 import functools
+import re
 from typing import Any, NamedTuple
 
 import jax
@@ -23,6 +24,11 @@ class _Parts(NamedTuple):
     aliased: int
     temporaries: int
     workspace: int = 0
+    constants: int = 0
+
+
+# XLA does not print the elements of larger constants.
+_CONSTANT = re.compile(r"= (\S+) constant\(\{\.\.\.\}\)")
 
 
 class Peak(_Parts):
@@ -39,14 +45,15 @@ class Peak(_Parts):
       temporaries: Bytes of everything in between.
       workspace: Estimated memory that convolutions and matrix products on CPU allocate outside
         of the compiler's assignment. 0 on other devices.
+      constants: Bytes of arrays that the program contains, such as those that a loss closes over.
     """
 
     _program: jax.stages.Compiled | None = None
 
     @property
     def total(self) -> int:
-        """``assigned + workspace``."""
-        return self.assigned + self.workspace
+        """``assigned + workspace + constants``."""
+        return self.assigned + self.workspace + self.constants
 
     @property
     def assigned(self) -> int:
@@ -111,17 +118,19 @@ def peak(compiled: jax.stages.Compiled) -> Peak:
       >>> p = memory.peak(f.lower(jnp.zeros((64, 64))).compile())
       >>> p.arguments, p.outputs, p.temporaries
       (16384, 16384, 16384)
-      >>> p.total == p.arguments + p.outputs - p.aliased + p.temporaries + p.workspace
+      >>> p.total == p.assigned + p.workspace + p.constants
       True
     """
     compiled = hlo.unwrap(compiled)
     stats: Any = compiled.memory_analysis()
+    text = compiled.as_text() or ""
     measured = Peak(
         arguments=stats.argument_size_in_bytes,
         outputs=stats.output_size_in_bytes,
         aliased=stats.alias_size_in_bytes,
         temporaries=stats.temp_size_in_bytes,
-        workspace=workspace(compiled.as_text() or "") if platform(compiled) == "cpu" else 0,
+        workspace=workspace(text) if platform(compiled) == "cpu" else 0,
+        constants=sum(a.bytes for r in _CONSTANT.findall(text) for a in hlo.arrays(r).values()),
     )
     measured._program = compiled
     return measured

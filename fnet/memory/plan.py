@@ -129,7 +129,7 @@ def _explain_floor(fixed: int, floor: Floor | None) -> str:
     place = f", and {format_bytes(floor.bytes)} for {floor.place}" if floor.bytes else ""
     return (
         f"Every plan needs at least {format_bytes(fixed + floor.bytes)}: {format_bytes(fixed)} for "
-        f"arguments and results{place}. "
+        f"arguments, results and constants{place}. "
     )
 
 
@@ -198,7 +198,8 @@ def plan(
       build: ``build(policy, microbatches)`` traces the train step, with
         ``policy.apply(loss)`` in place of the loss. It may raise ValueError for a number of
         microbatches that the batch cannot be split into, except the smallest number.
-      budget: Bytes, or text for `parse_bytes`. None for no limit.
+      budget: Bytes, or text for `parse_bytes`. ``"50%"`` is a share of the plain step's peak with
+        the compiler's default options, plus ``reserve``. None for no limit.
       policies: Restricts the choice to these keys of `REMAT_POLICIES`. By default every array is
         planned.
       microbatches: Numbers of microbatches, each a multiple of the one before.
@@ -239,12 +240,7 @@ def plan(
       Jain et al., "Checkmate: Breaking the Memory Wall with Optimal Tensor Rematerialization",
       2020.
     """
-    limit = None if budget is None else parse_bytes(budget, "budget")
     reserved = f", plus {format_bytes(reserve)} outside of the program" if reserve else ""
-    if limit is not None and limit < state_bytes + reserve:
-        raise BudgetError(
-            f"a budget of {format_bytes(limit)} is too small{_explain_least(state_bytes, reserve)}"
-        )
     platform = target.device.platform if target else jax.default_backend()
     named: Sequence[str | Policy] = ("none",) if policies is None else tuple(policies)
     supported = policies_for(platform)
@@ -257,10 +253,22 @@ def plan(
         raise ValueError(
             f"plan: needs a policy and microbatches >= 1, got {list(named)} and {choices}."
         )
+    build = traced_for(target and platform)(build)
+
+    def plain() -> int:
+        lowered = build(REMAT_POLICIES["none"], choices[0]).lower()
+        given = target.compiler_options if target else {}
+        return reserve + estimate_peak(lowered, given, target).total
+
+    limit = None if budget is None else parse_bytes(budget, "budget", plain)
+    if limit is not None and limit < state_bytes + reserve:
+        raise BudgetError(
+            f"a budget of {format_bytes(limit)} is too small{_explain_least(state_bytes, reserve)}"
+        )
     options = (target.compiler_options,) if target else CANDIDATE_OPTIONS.get(platform, ({},))
     on_host: Offloads = "loops" if "offload" in supported else "nothing"
     search = _Search(
-        build=traced_for(target and platform)(build),
+        build=build,
         limit=None if limit is None else limit - reserve,
         choices=choices,
         regions=regions,
@@ -296,15 +304,11 @@ class _Attempt(NamedTuple):
     """A program to compile next.
 
     Attributes:
-      source: Where it comes from, which learns its peak.
       inner: Remat policy, without chunks of regions.
-      microbatches: Number of microbatches.
       time: Estimated time, which orders attempts.
       bytes: Predicted bytes of its planned arrays or of its loops; 0 for a named policy.
-      windows: Windows of a planned policy.
-      chunks: Number of chunks in which regions run.
-      kept: Rows that these keep.
       depth: Which regions; see `fnet.memory.regions.divide`.
+      made: Bytes that the loss makes outside of the regions and in them.
     """
 
     source: "_Source"
@@ -316,15 +320,16 @@ class _Attempt(NamedTuple):
     chunks: int = 1
     kept: Kept = NOTHING
     depth: int = MOST_REGIONS
+    made: tuple[int, int] = (0, 0)
 
     @property
     def policy(self) -> Policy:
-        return in_chunks(self.chunks, self.inner, self.kept, self.depth)
+        return in_chunks(self.chunks, self.inner, self.kept, self.depth, self.made)
 
     def recording(self, losses: "list[_Loss]") -> Policy:
         """The policy, which appends what it makes of the loss, or of a chunk of it."""
         inner = self.inner._replace(apply=lambda f: _recorded(self.inner.apply(f), losses))
-        return in_chunks(self.chunks, inner, self.kept, self.depth)
+        return in_chunks(self.chunks, inner, self.kept, self.depth, self.made)
 
 
 _LEAST_SAVED = 0.02
@@ -384,7 +389,6 @@ class _Search:
             self._compile_fastest(len(self.candidates) + MOST_PROGRAMS // 2)
 
     def _compile_fastest(self, most: int) -> None:
-        """Compile the fastest attempts that may fit, until one does or there are so many."""
         while len(self.candidates) < most:
             self._plan_inside()
             attempts = [a for source in self.sources if (a := source.next())]
@@ -452,7 +456,8 @@ class _Search:
             divisions[1] = divide(loss.closed, loss.differentiated, 1)
         for depth, some in divisions.items() if division.regions else ():
             rows = KeptRows(some.graph)
-            chosen = attempt._replace(depth=depth)
+            made = sum(map(made_bytes, loss.closed.eqns))
+            chosen = attempt._replace(depth=depth, made=(made - some.made, some.made))
             cut = _Cut(self, chosen, candidate, some, loss.closed, rows)
             self.sources.append(cut)
             if self.offloads is not None and some.repeated:

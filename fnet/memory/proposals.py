@@ -18,7 +18,7 @@ from fnet.memory.cost import FLOPS_PER_BYTE
 from fnet.memory.graph import Graph, Name, Operation, Tensor, merge
 from fnet.memory.windows import Window
 
-_OUT_OF_TIME = 1  # scipy's status
+_OUT_OF_NODES = 1  # scipy's status
 # Time of moving a byte to or from the host, in the unit of `Cost.time`. An H100 computes 1,200
 # FLOPs in float32 while PCIe 5 x16 moves one byte.
 _HOST_SLOWDOWN = 600.0
@@ -147,8 +147,7 @@ class KeptRows:
         made = sum(t.saved_bytes for ts in self.graph.needs for t in ts)
         windows = range(len(self.graph.pieces))
         small = measured.SMALL * made
-        # The presolve of HiGHS 1.12 prints to the standard output now and then.
-        return _Program(self.graph, windows, small, "nothing", traffic=2.0, presolve=False)
+        return _Program(self.graph, windows, small, "nothing", traffic=2.0)
 
     @functools.cached_property
     def again(self) -> float:
@@ -191,10 +190,9 @@ class _Program:
         offloads: Offloads,
         *,
         traffic: float = 1e-9,
-        presolve: bool = True,
     ):
         self.graph, self.windows = graph, windows
-        self.traffic, self.presolve = traffic, presolve
+        self.traffic = traffic
         self.columns: dict[Any, int] = {}
         self.cost: list[float] = []
         self.integral: list[int] = []
@@ -353,11 +351,13 @@ class _Program:
             bounds=Bounds(0, upper),
             constraints=LinearConstraint(matrix, lower, np.inf),
         )
-        for patience in (1, 10):  # the machine may be busy
-            seconds = patience * measured.SECONDS_PER_PROGRAM
-            options = {"time_limit": seconds, "mip_rel_gap": measured.GAP}
-            result = solve(options=options | {"presolve": self.presolve})
-            if result.x is not None or result.status != _OUT_OF_TIME:
+        # A limit of time would give other plans on a busy machine. The presolve of HiGHS 1.12
+        # prints to the standard output now and then.
+        options = {"time_limit": measured.MOST_SECONDS, "mip_rel_gap": measured.GAP}
+        for patience in (1, 10):
+            nodes = patience * measured.NODES
+            result = solve(options=options | {"node_limit": nodes, "presolve": False})
+            if result.x is not None or result.status != _OUT_OF_NODES:
                 break
         if result.x is None:
             return None
@@ -370,7 +370,6 @@ class _Program:
 
     @functools.cached_property
     def smallest(self) -> int:
-        """Lowest number of bytes, with fractions of arrays."""
         solution = self._optimize(None, integral=False)
         assert solution is not None
         return int(solution[1] * self.unit)

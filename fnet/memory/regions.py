@@ -707,7 +707,6 @@ def run_divided(
 
 
 def _run_region(loop: "_Loop", args: Sequence[Any]) -> tuple[list[Any], dict[int, Any]]:
-    """Return the results, and arguments by number as later parts should read them."""
     region = loop.region
     active = [a for a, is_active in zip(args, region.active, strict=True) if is_active]
     others = [a for a, is_active in zip(args, region.active, strict=True) if not is_active]
@@ -857,7 +856,6 @@ class _Loop:
     def _put(
         self, buffers: list[Any], found: Sequence[Any], axes: Sequence[int | None], start: Any
     ) -> list[Any]:
-        """Write the rows of a chunk, and add its parts."""
         new = []
         for buffer, a, axis in zip(buffers, found, axes, strict=True):
             if axis is None:
@@ -1019,6 +1017,7 @@ def cut(
     inner: Callable[[Chunk], Chunk] = lambda f: f,
     kept: Kept = NOTHING,
     depth: int = MOST_REGIONS,
+    made: tuple[int, int] = (0, 0),
 ) -> F:
     """Run the regions of a function in chunks.
 
@@ -1028,6 +1027,8 @@ def cut(
       inner: Wraps the function of a chunk of the largest region.
       kept: Rows that the backward pass does not compute again.
       depth: As in `divide`.
+      made: Bytes that the function makes outside of its regions and in them, where it was planned.
+        Other arguments that cannot be cut run whole if they make no more than with one chunk.
 
     Returns:
       A function with the same arguments and values. Gradients are the same up to the order of sums.
@@ -1036,7 +1037,14 @@ def cut(
     def run(closed: ClosedJaxpr, leaves: list[Any], differentiated: list[bool]) -> list[Any]:
         division = divide(closed, differentiated, depth)
         if not division.regions:
-            raise ValueError("; ".join(division.reasons) or "no array has an axis to cut")
+            outside, inside = made
+            if sum(map(made_bytes, closed.eqns)) <= outside + inside // chunks:
+                return interpret(closed, leaves, evaluate)
+            reasons = "; ".join(division.reasons) or "no array has an axis to cut"
+            raise ValueError(
+                "a loss that was planned to run in chunks (remat_to_fit, plan_step) cannot be cut "
+                f"for arguments of these shapes: {reasons}; plan again for them"
+            )
         return run_divided(closed, leaves, division, chunks, inner, kept)
 
     return evaluate_as(f, run)

@@ -236,7 +236,11 @@ def planned(windows: Sequence[Window], equations: tuple[str, ...]) -> Policy:
 
 
 def in_chunks(
-    chunks: int, policy: Policy, kept: Kept = NOTHING, depth: int = MOST_REGIONS
+    chunks: int,
+    policy: Policy,
+    kept: Kept = NOTHING,
+    depth: int = MOST_REGIONS,
+    made: tuple[int, int] = (0, 0),
 ) -> Policy:
     """Return a policy that runs regions in chunks, with another one for chunks of the largest."""
     if chunks == 1:
@@ -244,7 +248,7 @@ def in_chunks(
     saves = f"{policy.saves}, in {chunks} chunks"
     saves += f" that keep {len(kept.names)} arrays" if kept.names else ""
     return policy._replace(
-        saves=saves, apply=lambda f: cut(f, chunks, policy.apply, kept, depth), chunks=chunks
+        saves=saves, apply=lambda f: cut(f, chunks, policy.apply, kept, depth, made), chunks=chunks
     )
 
 

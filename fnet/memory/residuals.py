@@ -397,7 +397,6 @@ class _Origins(Propagation[_State]):
         return state.of if isinstance(state, _Part) else state
 
     def join(self, states: Sequence[_State]) -> _State:
-        """An array of an iteration; else a copy that the loop makes."""
         origins = {state for state in states if isinstance(state, _Origin)}
         if len(set(states)) == 1 or not origins:
             return states[0]

@@ -3,7 +3,7 @@
 import math
 import numbers
 import re
-import sys
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
@@ -22,7 +22,10 @@ _UNITS = {
 }
 
 
-def parse_bytes(size: str | float, name: str = "") -> int:
+_MOST = 2**64
+
+
+def parse_bytes(size: str | float, name: str = "", of: Callable[[], int] | None = None) -> int:
     """Parse an amount of memory such as ``"4GiB"``.
 
     Units are B, and K, M, G or T followed by B (powers of 1000) or iB (powers of 1024), in upper
@@ -31,12 +34,13 @@ def parse_bytes(size: str | float, name: str = "") -> int:
     Args:
       size: A number with a unit, or a number of bytes, such as ``0.5 * peak.total``.
       name: What an error starts with, such as the argument's name.
+      of: Returns the bytes that a percentage such as ``"50%"`` is of. By default there is none.
 
     Returns:
       The number of bytes, rounded down.
 
     Raises:
-      ValueError: If ``size`` has another form, is less than one byte, or is not finite.
+      ValueError: If ``size`` has another form, is less than one byte, or above 16 EiB.
 
     Example:
       >>> from fnet import memory
@@ -49,7 +53,7 @@ def parse_bytes(size: str | float, name: str = "") -> int:
       (4000000000, 4294967296, 1536, 768)
     """
     match = isinstance(size, str) and re.fullmatch(
-        r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]+)\s*", size.lower()
+        r"\s*(-?\d+(?:\.\d*)?|-?\.\d+)\s*([a-z]+|%)\s*", size.lower()
     )
     start = f"{name}: " if name else ""
     value: Any
@@ -58,14 +62,17 @@ def parse_bytes(size: str | float, name: str = "") -> int:
         value = int(size) if isinstance(size, numbers.Integral) else float(size)
     elif match and match[2].upper() in _UNITS:
         value = Fraction(match[1]) * _UNITS[match[2].upper()]
+    elif match and match[2] == "%" and of:
+        value = Fraction(match[1]) * of() / 100
     else:
         simple = isinstance(size, str | bool) or size is None
         raise ValueError(
             f"{start}expected a number with a unit (4GB, 4GiB, 4096MiB; B, KB to TB are powers of "
             f"1000, KiB to TiB of 1024), got {repr(size) if simple else type(size).__name__}"
         )
-    if not 1 <= value <= sys.float_info.max:
-        raise ValueError(f"{start}expected at least one byte and a finite number, got {size!r}")
+    if not 1 <= value <= _MOST:
+        shown = f"{size!r:.40}"
+        raise ValueError(f"{start}expected at least one byte and at most 16 EiB, got {shown}")
     return int(value)
 
 

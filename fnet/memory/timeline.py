@@ -189,13 +189,7 @@ _Leaf = tuple[str, Path]
 
 
 class _Life(NamedTuple):
-    """Lifetime of a value.
-
-    Attributes:
-      first: Position of the instruction that makes it.
-      last: Position of its last reader, through which it is alive.
-      value: Where it is made. For a value with several makers, one place that holds it.
-    """
+    """Lifetime of a value, from the instruction that makes it through its last reader."""
 
     first: int
     last: int
@@ -565,7 +559,6 @@ class _Labels:
     def _unless_moved(
         self, i: Instruction, label_of: Callable[[str], tuple[str, str]]
     ) -> tuple[str, str]:
-        """The label of an instruction, or of its operand if it only moves that."""
         label = layer_of(i.op_name)
         # A stack over iterations carries the name of the scan. The stacked array has its own.
         if i.opcode in _MOVED_OPERAND and (not label[0] or i.opcode == "dynamic-update-slice"):

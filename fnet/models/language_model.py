@@ -187,8 +187,6 @@ def language_model(
 
 
 class _Network(NamedTuple):
-    """The static arguments of a model, and how it is computed."""
-
     children: dict[str, Layer]
     decode: Any  # of the blocks
     width: int
@@ -309,7 +307,6 @@ class _Network(NamedTuple):
     def normed(
         self, child: Children, tokens: Array, real: Array | None, segments: Array | None
     ) -> Float[Array, "b t d"]:
-        """Compute what the head reads, without a factor of logits."""
         t = tokens.shape[-1]
         if self.positions is not None and t > self.positions:
             raise ValueError(

@@ -230,7 +230,6 @@ def _accountant(kind: Accountant, sampling: Sampling, grid: float) -> Any:
 def _event(
     noise: float, sampling: Sampling, steps: int, strategy: Strategy, schedule: Schedule
 ) -> Any:
-    """Return the mechanism of a run, as `epsilon` says."""
     of = jax_privacy("experimental.accounting")
     separation, probability = sampling.separation, sampling.probability
     is_banded = strategy.bands is not None and strategy.bands <= separation

@@ -4,6 +4,7 @@ import pickle
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import nnx
@@ -145,10 +146,19 @@ def test_peak_reports_the_numbers_of_the_compiler():
         "aliased": stats.alias_size_in_bytes,
         "temporaries": stats.temp_size_in_bytes,
         "workspace": 0,
+        "constants": 0,
     }
     total = parts["arguments"] + parts["outputs"] - parts["aliased"] + parts["temporaries"]
     assert peak(program).as_dict() == parts | {"total": total}
     assert parts["temporaries"] > 0
+
+
+@pytest.mark.parametrize("make", [np.asarray, jnp.asarray])
+def test_arrays_that_a_program_closes_over_are_a_part_of_its_peak(make):
+    table = make(np.arange(6400, dtype=np.float32).reshape(100, 64))
+    p = peak(compiled(lambda i: jnp.asarray(table)[i], jnp.arange(8)))
+    assert p.constants == 25_600
+    assert p.total == p.assigned + p.constants
 
 
 def test_the_curve_of_a_known_program():

@@ -109,11 +109,11 @@ def test_fewer_bytes_cost_more_time():
     assert all(b >= 0.98 * a for a, b in itertools.pairwise(times))
 
 
-def test_a_solver_that_runs_out_of_time_is_given_more(monkeypatch):
+def test_a_solver_that_runs_out_of_nodes_is_given_more(monkeypatch):
     limits = []
 
-    def on_a_busy_machine(*args, options, **kwargs):
-        limits.append(options["time_limit"])
+    def with_few(*args, options, **kwargs):
+        limits.append(options["node_limit"])
         if len(limits) % 2:
             return scipy.optimize.OptimizeResult(x=None, status=1)
         return milp(*args, options=options, **kwargs)
@@ -122,7 +122,7 @@ def test_a_solver_that_runs_out_of_time_is_given_more(monkeypatch):
     p = planner(unrolled)
     limit = int(0.5 * p.plain_bytes)
     expected = p.solve(limit)
-    monkeypatch.setattr(scipy.optimize, "milp", on_a_busy_machine)
+    monkeypatch.setattr(scipy.optimize, "milp", with_few)
     assert p.solve(limit) == expected
     assert limits[1] == 10 * limits[0]
 

@@ -288,18 +288,25 @@ def test_nnx_step_takes_what_is_planned():
         (({}, 1), {}, "no budget; give it as budget= or in front"),
         ((None, {}), {}, "no budget; give it as budget= or in front"),
         ((), {}, "no budget; give it as budget= or in front"),
-        (("10%", {}), {}, "budget: expected a number with a unit .*, got '10%'"),
+        (("10G", {}), {}, "budget: expected a number with a unit .*, got '10G'"),
+        (("-1GB", {}), {}, "budget: expected at least one byte and at most 16 EiB, got '-1GB'"),
+        ((1e30, {}), {}, "budget: expected at least one byte and at most 16 EiB, got 1e\\+30"),
         (("1GiB",), {}, "the arguments of the loss are missing, the model first"),
         (
             ("1GiB", {}),
             {"optimizer": nnx.Optimizer},
             "optimizer must be an optax.*, got Optimizer",
         ),
+        (
+            ("1GiB", jnp.ones(3), jnp.ones(3)),
+            {"optimizer": optax.lbfgs()},
+            "the update of the optimizer needs .* 'value_fn'.; plan without optimizer=, and give",
+        ),
     ],
 )
 def test_describes_a_wrong_budget_or_optimizer_in_one_line(args, options, message):
     with pytest.raises((TypeError, ValueError), match=f"remat_to_fit: {message}") as error:
-        memory.remat_to_fit(lambda p, x: 0.0, *args, **options)
+        memory.remat_to_fit(lambda p, x: jnp.float32(0), *args, **options)
     assert "\n" not in str(error.value)
 
 
@@ -315,12 +322,94 @@ def test_rejects_losses_per_example():
         (None, "None; pass the loss, not the whole train step"),
         ({i: jnp.ones(2) for i in range(40)}, "dict of 40 arrays; pass the loss, not the whole"),
         (([jnp.ones(2)] * 3, jnp.ones(())), "tuple of 4 arrays; pass the loss, not the whole"),
+        (jnp.ones((), int), "int32; return jnp.float32 of it"),
+        ((1j * jnp.ones(()), {}), "complex64; return jnp.real of it"),
     ],
 )
 def test_describes_results_that_are_no_loss_in_one_line(result, given):
-    with pytest.raises(TypeError, match=f"scalar or .*, got {given}") as error:
+    with pytest.raises(TypeError, match=f"must .*, got {given}") as error:
         memory.remat_to_fit(lambda w: result, "1GiB", jnp.ones(()))
     assert "\n" not in str(error.value)
+
+
+def tanh_layers(params, batch):
+    y = batch["x"]
+    for w in params:
+        y = y + jnp.tanh(jax.nn.gelu(y @ w) * y)
+    return jnp.square(y).mean()
+
+
+@pytest.mark.parametrize("rows", [0, 1, 3, 700])
+def test_the_planned_loss_takes_any_batch(rows):
+    params, x = [0.1 * jnp.eye(64)] * 3, jnp.ones((1024, 64))
+    planned, plan = memory.remat_to_fit(tanh_layers, "40%", params, {"x": x})
+    assert plan.chosen.policy.chunks > 1
+    batch = {"x": x[:rows], "table": jnp.zeros(10)}  # an array that is not cut
+    found, wanted = jax.grad(planned)(params, batch), jax.grad(tanh_layers)(params, batch)
+    for a, b in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("share", [90, 50])
+def test_a_share_is_of_the_plain_peak(share):
+    params, batch = [0.1 * jnp.eye(64)] * 3, {"x": jnp.ones((1024, 64))}
+
+    def update(params, batch):
+        value, grads = jax.value_and_grad(tanh_layers)(params, batch)
+        return jax.tree.map(jnp.subtract, params, grads), value
+
+    step = jax.jit(update, donate_argnums=0)
+    plain = memory.peak(step.lower(params, batch).compile()).total
+    _, plan = memory.remat_to_fit(tanh_layers, f"{share}%", params, batch, optimizer=optax.sgd(1.0))
+    assert plan.budget == pytest.approx(share / 100 * plain, rel=0.01)
+    assert plan.chosen.peak.total <= plan.budget
+
+
+def test_a_planned_loss_names_the_remedy_for_forward_mode():
+    params, batch = [0.1 * jnp.eye(64)] * 3, {"x": jnp.ones((1024, 64))}
+    planned, plan = memory.remat_to_fit(tanh_layers, "40%", params, batch)
+    assert plan.chosen.policy.chunks > 1
+    with pytest.raises(TypeError, match=r"^remat_to_fit: .* take jax\.jvp .* of the loss itself"):
+        jax.jvp(lambda p: planned(p, batch), (params,), (params,))
+
+
+TYPES = {jnp.dtype(t) for t in vars(jnp).values() if isinstance(t, type(jnp.int8))}
+NOT_IN_XLA = {"int1", "uint1", "float6_e2m3fn", "float6_e3m2fn"}
+DTYPES = [t for t in sorted(TYPES, key=str) if t.itemsize < 8 or t == "complex64"]
+
+
+@pytest.mark.parametrize("kind", ["parameter", "batch", "closed over", "aux"])
+def test_arrays_of_every_dtype_are_planned(kind):
+    """In a loss that mixes rows, so that arrays are planned one by one."""
+    known = {str(t): jnp.ones(64, t) for t in DTYPES if str(t) not in NOT_IN_XLA}
+    known["key"] = jax.random.key(0)
+    w, x = 0.1 * jnp.eye(64), jnp.ones((512, 64))
+
+    def total(arrays):
+        numbers = [
+            jnp.real(a.astype(jnp.complex64)).sum() if a.dtype == jnp.complex64
+            else a.astype(jnp.float32).sum()
+            for name, a in arrays.items() if name != "key"
+        ]  # fmt: skip
+        return sum(numbers) + jax.random.normal(jax.random.clone(arrays["key"]))
+
+    def loss(params, batch):
+        y = batch["x"]
+        arrays = {"parameter": params, "batch": batch}.get(kind, {"arrays": known})["arrays"]
+        for _ in range(4):
+            y = jnp.fft.ifft(jnp.fft.fft(y, axis=0) * jnp.exp(1j * y), axis=0).real
+            y = jnp.tanh(y @ params["w"])
+        value = jnp.square(y).mean() + 1e-3 * total(arrays)
+        return (value, arrays) if kind == "aux" else value
+
+    params = {"w": w} | ({"arrays": known} if kind == "parameter" else {})
+    batch = {"x": x} | ({"arrays": known} if kind == "batch" else {})
+    planned, plan = memory.remat_to_fit(loss, "95%", params, batch)
+    assert plan.chosen.peak.total <= plan.budget
+    options = {"has_aux": kind == "aux", "allow_int": True}
+    pairs = (jax.jit(jax.grad(f, **options))(params, batch) for f in (planned, loss))
+    found, wanted = ((g[0] if kind == "aux" else g)["w"] for g in pairs)
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-6)
 
 
 def test_rejects_budget_that_nothing_fits():

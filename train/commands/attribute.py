@@ -226,7 +226,6 @@ def _of_text(config: Config, prompt: str, completion: str, *, is_chat: bool) -> 
 
 
 def _name(file: str) -> str:
-    """Return a name of output files, from an image's."""
     stem = file.replace("\\", "/").rsplit("/", 1)[-1].rsplit(".", 1)[0]
     return "image-" + "".join(c if c.isalnum() or c in "-_" else "_" for c in stem)
 
@@ -240,7 +239,6 @@ def _compute(
     options: AttributeArguments,
     console: Console,
 ) -> dict[str, np.ndarray]:
-    """Compute the loss of each training example, and its score for the query."""
     params = network.evaluation_params
 
     def losses(params: Any, batch: Batch) -> jax.Array:

@@ -185,7 +185,6 @@ def _with_score(config: Mapping[str, Any], labels: Sequence[str]) -> dict[str, A
 
 @contextlib.contextmanager
 def _new_folder(out: Path) -> Iterator[Path]:
-    """Yield a folder that takes the name ``out`` once it is complete."""
     part = out.with_name(f".{out.name}.part")
     with writing(out):
         shutil.rmtree(part, ignore_errors=True)

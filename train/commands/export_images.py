@@ -78,7 +78,6 @@ def published_model(
 def _with_classes(
     source: ModelFolder, classes: tuple[str, ...], *, has_new: bool
 ) -> dict[str, Any]:
-    """Return the config.json of a classifier for these classes."""
     config = without_classes(source.config)
     if "architecture" in config:  # of timm
         return config | {"num_classes": len(classes), "label_names": list(classes)}
@@ -93,7 +92,6 @@ def _with_classes(
 
 
 def _with_size(config: dict[str, Any], shape: tuple[int, ...]) -> dict[str, Any]:
-    """Return a config.json for images of this shape."""
     height, width, channels = shape
     if "architecture" not in config:
         return config | {"image_size": height if height == width else [height, width]}
@@ -111,7 +109,6 @@ def _arrange(
     shape: tuple[int, ...],
     new: str,
 ) -> dict[str, Any]:
-    """Give trained parameters the paths and shapes of the published model's."""
     shapes = {t.path: t.shape for t in model.tensors}
     params = {name: p for name, p in trained.items() if name != new}
     if new:
@@ -137,7 +134,6 @@ def _resized(
     source: ModelFolder,
     patch: tuple[int, int],
 ) -> np.ndarray:
-    """Resize positions as the network does when it is applied."""
     config = source.config
     size = position_size(config)
     before = size[0] // patch[0], size[1] // patch[1]
@@ -148,7 +144,6 @@ def _resized(
 
 
 def _is_close(model: PretrainedModel, params: Any, image: Any, expected: Any) -> bool:
-    """Whether the published model gives the logits of the run."""
     try:
         actual, _ = model.apply(params, {}, image, train=False)
     except (KeyError, TypeError, ValueError):
@@ -159,7 +154,6 @@ def _is_close(model: PretrainedModel, params: Any, image: Any, expected: Any) ->
 
 
 def _preprocessor(config: Config, model_config: dict[str, Any]) -> dict[str, Any]:
-    """Return files that prepare images as `fnet predict` does."""
     data = config.data
     if not isinstance(data, Photos):
         return {}

@@ -289,7 +289,6 @@ class _Planner:
 
     @property
     def is_estimate(self) -> bool:
-        """Whether costs are extrapolated from fewer blocks."""
         return self.depths != (self.model.blocks,)
 
     def row(self, way: str, context: int, batch_size: int) -> Row:
@@ -323,7 +322,6 @@ class _Planner:
         )
 
     def setup(self, way: str, shape: Shape, batch_size: int, depth: int | None = None) -> Setup:
-        """Set up a run, of fewer blocks if a depth is given."""
         path = self.model.folder.path
         if depth not in (None, self.model.blocks):
             path = self.shallow / str(depth)
@@ -333,7 +331,6 @@ class _Planner:
         return setup(config, without_data=True)
 
     def flags(self, way: str, path: Path, shape: Shape, batch_size: int) -> tuple[str, ...]:
-        """Return the flags of ``fnet train``, after the recipe."""
         recipe, flags = _WAYS[way]
         rank = ("--model.lora-rank", str(self.rank)) if recipe == "finetune_lora" else ()
         return (
@@ -488,14 +485,12 @@ def ways_table(rows: list[Row], limit: int, target: Target | None, planner: _Pla
 
 
 def _millions(count: int) -> str:
-    """Write a number of parameters: ``134.5 M``."""
     if count < 1e6:
         return f"{count:,}"
     return f"{count / 1e6:,.4g} M" if count < 1e9 else f"{count / 1e6:,.0f} M"
 
 
 def _notes(rows: list[Row], limit: int, target: Target | None, planner: _Planner) -> Iterator[str]:
-    """Say what the figures mean, and what training would lack."""
     try:
         check_tokenizer(planner.model.folder.path)
     except UserError as error:

@@ -155,7 +155,6 @@ def model_table(folder: ModelFolder, shapes: Any) -> Table:
 
 
 def _next_commands(config: Config, section: Pretrained, run: str) -> str:
-    """Name the commands that sample and train an imported model."""
     adapters = section.lora_rank is not None
     what = "adapters" if adapters else "all parameters"
     if not isinstance(config.data, Text):

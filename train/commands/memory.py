@@ -152,7 +152,6 @@ def devices_table(predictions: list[Prediction]) -> Table:
 
 
 def _largest_batch(p: Prediction) -> str:
-    """Describe the largest batch that fits, and how to train with it."""
     size, devices, budget = p.run.config.data.batch_size, p.run.devices, p.run.config.memory.budget
     way = f"--memory.budget {budget}" if budget else f"--memory.policy {p.planned.policy}"
     each = f", {size // devices} for each of {devices} devices" if devices > 1 else ""

@@ -165,7 +165,6 @@ def predict_texts(
 def _write(
     out: Path, result: dict[str, Any], rows: Sequence[dict[str, Any]], options: PredictArguments
 ) -> None:
-    """Write predictions.json and predictions.csv, as the options ask for."""
     if not options.json:
         out.mkdir(parents=True, exist_ok=True)
         atomic_write(out / "predictions.json", as_json(result))
@@ -235,7 +234,6 @@ def _name(prediction: dict[str, Any]) -> str:
 def _outputs(
     paths: Sequence[str], predictor: Predictor
 ) -> Iterator[tuple[str, np.ndarray | UnreadableError]]:
-    """Yield each path with its prediction, or with its error."""
     size = predictor.batch_size
     for start in range(0, len(paths), size):
         batch_paths = paths[start : start + size]

@@ -27,7 +27,6 @@ from train.errors import UserError, did_you_mean
 
 
 def _default(section: str, name: str) -> Callable[[], Any]:
-    """Return a function that makes a variant with its defaults."""
     return lambda: variants(section)[name]()
 
 
@@ -195,7 +194,6 @@ def check(config: Config, where: str) -> Config:
 
 
 def _classes(config: Config) -> list[type]:
-    """Class of the config and of each section."""
     return [type(config), *map(type, config.sections.values())]
 
 

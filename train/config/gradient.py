@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
 
 class _Options:
-    """Options that only some modes have, with what holds without them."""
-
     mode: str
     """Name of the mode."""
     release_only: bool = False

@@ -265,7 +265,6 @@ def _unreadable(what: object, error: Exception) -> UserError:
 
 
 def _as_images(images: np.ndarray, name: str, path: Path, config: ArrayFile) -> np.ndarray:
-    """View an array as images [N, H, W, C]."""
     what = f"{name} in {path}"
     shape, is_float = images.shape, images.dtype.kind == "f"
     if images.dtype != np.uint8 and not is_float:
@@ -308,7 +307,6 @@ def _check_finite(images: np.ndarray, what: str) -> None:
 def _check_splits(
     splits: Sequence[_Split], images: Sequence[np.ndarray], labels: Sequence[np.ndarray]
 ) -> None:
-    """Check that images and labels match in number, and test images in kind."""
     for (path, image_name, label_name), image, label in zip(splits, images, labels, strict=True):
         if len(image) != len(label):
             raise UserError(
@@ -359,6 +357,5 @@ def _check_per_channel(name: str, values: Sequence[float], images: np.ndarray) -
 
 
 def _select_images(images: np.ndarray, indices: np.ndarray) -> np.ndarray:
-    """Copy some images, as uint8 or float32."""
     selected = np.ascontiguousarray(images[indices])
     return selected if selected.dtype == np.uint8 else selected.astype(np.float32, copy=False)

@@ -329,7 +329,6 @@ def _labels(documents: list[Document], classes: tuple[str, ...]) -> np.ndarray:
 
 
 def _classified(batch: Arrays, rows: Arrays) -> Arrays:
-    """Return a batch of texts with a class each."""
     given = {name: batch[name] for name in ("tokens", "length")}
     return given | {"label": rows["label"], "weight": np.ones(len(rows["label"]), np.float32)}
 
@@ -375,7 +374,6 @@ class _Rows(NamedTuple):
         )
 
     def gather(self, rows: Arrays, context: int) -> Arrays:
-        """Gather the arrays of a batch, as `load` describes them."""
         tokens, index, inside = gather(self.tokens, rows["start"], rows["length"], context)
         batch = {"tokens": tokens, "loss_mask": (self.target[index] & inside)[:, 1:]}
         if self.packed:

@@ -240,7 +240,6 @@ _ANY_COLOR = re.compile(rf"#?[0-9a-fA-F]{{6}}|[(\[]?{_RGB}[)\]]?")
 
 
 def _row(fields: dict[str, str]) -> Row:
-    """Return a row from texts by ``name``, ``value`` and ``color``."""
     value = parse_integer(fields["value"]) if "value" in fields else None
     if value is not None and value not in MASK_VALUES:
         raise ValueError(f"the value {value} is not from {MASK_VALUES[0]:,} to {MASK_VALUES[-1]:,}")

@@ -359,7 +359,6 @@ def _open(file: File, use: Callable[[Image.Image], _T], max_pixels: int) -> _T:
 
 @contextlib.contextmanager
 def _unreadable() -> Iterator[None]:
-    """Turn every exception of Pillow into an `UnreadableError`."""
     try:
         with _PIXEL_LIMIT:
             yield

@@ -156,7 +156,6 @@ class _Split(NamedTuple):
     prefix: str = ""
 
     def some(self, index: np.ndarray) -> "_Split":
-        """Return some of the images. The counts of skipped files stay."""
         return self._replace(paths=[self.paths[i] for i in index], labels=self.labels[index])
 
 

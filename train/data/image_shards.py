@@ -205,7 +205,6 @@ def _tfds_folder(name: str, field: str) -> str:
 def _check_damage(
     config: ImageShards, paths: Sequence[str], indices: Sequence[Index]
 ) -> tuple[str, ...]:
-    """Check that not too many shards are damaged; return a note on each."""
     damaged = [
         f"{path} is damaged: {index.problem}"
         for path, index in zip(paths, indices, strict=True)

@@ -197,13 +197,11 @@ def _read(config: ImageTable) -> tuple[_Table, list[str]]:
 
 
 def _usual(columns: Iterable[str], names: Sequence[str]) -> list[str]:
-    """Return the columns that have usual names, in the order of these."""
     usual = [name for name in columns if name.lower() in names]
     return sorted(usual, key=lambda name: names.index(name.lower()))
 
 
 def _cell(row: Record, column: str, option: str) -> Any:
-    """Return the value of a cell, which must not be missing."""
     if column not in row.fields:
         others = list_available([*row.fields], "columns")
         raise UserError(f"{option}: {row.place}: no column {column}{others}")
@@ -528,7 +526,6 @@ def _splits(
 
 
 def _groups(config: ImageTable, table: _Table) -> list[str] | None:
-    """Return the group of each row; None without groups."""
     if config.group is None:
         return None
     columns = [*table.rows[0].fields]

@@ -166,7 +166,6 @@ class CachedImages:
 
 
 def _check_options(options: ImageOptions) -> None:
-    """Raise `UserError` for options that exclude each other."""
     size = options.image_size
     check_padding(options.crop, options.padding, size, size)
     if size > options.resize:

@@ -216,7 +216,6 @@ def _left_out(layout: Layout, root: Path, splits: Sequence[str]) -> tuple[str, .
 
 
 def _hint(root: Path, there: Sequence[str]) -> str:
-    """Say how a folder in no known layout could become one."""
     annotations = [
         path for name in ("", *there) for path in sorted((root / name).glob("*.json"))[:1]
     ]

@@ -157,7 +157,6 @@ def make_label_map(
 def _refuse_contradictions(
     config: _Config, rows: Sequence[Row], source: str, ignored: set[int] | None
 ) -> None:
-    """Refuse options that say something else than a class table."""
     if config.mask_values and any(row.value is not None for row in rows):
         raise UserError(f"data.mask_values: {source} has the values of classes; give one of them")
     for value in _row_numbers(rows) & (ignored or set()):
@@ -608,7 +607,6 @@ SAMPLED = 64
 def _explain_unknown_classes(
     gray: Counter[int], samples: Sequence[Sample], ignored: set[int] | None, path: str
 ) -> str:
-    """Say what masks hold, and how to give their classes."""
     held = _held(gray, samples)
     if any(sample.mask.is_lossy for sample in samples):
         return f"data.path: masks are compressed with loss, which changes values: {held}; {PNG}"
@@ -641,7 +639,6 @@ def _explain_bad(
     held: Counter[int],
     table: str | None,
 ) -> str:
-    """Say what a mask holds, and which options would accept it."""
     message = f"data.path: {sample.path}: {error}"
     if sample.mask.is_lossy:
         return message
@@ -675,7 +672,6 @@ def _explain_bad(
 
 
 def _held(gray: Counter[int], samples: Sequence[Sample]) -> str:
-    """Describe the values of some masks."""
     colors = {color for s in samples if s.mask.holds_colors for color in s.counts}
     if colors:
         texts = [color_text(color) for color in sorted(colors)]

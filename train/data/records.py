@@ -162,7 +162,6 @@ def _as_utf8(file: IO[bytes], path: str, option: str) -> IO[bytes]:
 
 
 def _hint(line: bytes, path: str) -> str:
-    """Say how to convert a file that is one JSON array."""
     return f"; for an array, jq -c '.[]' {path}" if line.lstrip().startswith(b"[") else ""
 
 

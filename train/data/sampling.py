@@ -54,7 +54,6 @@ class SampledBatches:
         return int(rows[self._permutation(group, epoch)[i]])
 
     def _order(self, turn: int) -> np.ndarray:
-        """Return the order of the groups in a round."""
         return self._permutation(-1, turn)
 
     def _permute(self, group: int, epoch: int) -> np.ndarray:

@@ -286,7 +286,6 @@ def load(config: SegmentationFolder, trained: LabelMap | None = None) -> Dataset
 def _find(
     root: Path, config: SegmentationFolder, trained: LabelMap | None
 ) -> FoundLayout | FoundAnnotations:
-    """Find the images and masks of a folder."""
     if config.format == "images" or config.format == "voc":
         if config.format == "voc" and not (root / "SegmentationClass").is_dir():
             raise UserError(
@@ -301,7 +300,6 @@ def _find(
 
 
 def _refuse_values(config: SegmentationFolder) -> None:
-    """Refuse options that annotation files make meaningless."""
     for name in ("classes", "class_table", "mask_values"):
         if getattr(config, name):
             raise UserError(
@@ -352,7 +350,6 @@ def _find_splits(
 
 
 def _divide(pairs: Sequence[Pair]) -> tuple[list[Pair], list[Pair]]:
-    """Return some pairs that are evenly spread, and the others."""
     first = spread(len(pairs), SAMPLED)
     others = np.setdiff1d(np.arange(len(pairs)), first)
     return [pairs[i] for i in first], [pairs[i] for i in others]

@@ -96,7 +96,6 @@ def index_shards(paths: Sequence[str], fields: Fields) -> list[Index]:
 
 
 def _index(path: str, fields: Fields) -> Index:
-    """Index a shard, or read its index from the cache folder."""
     kind = format_of(path)
     if kind is None:
         if re.search(r"\.(tar\.(gz|bz2|xz|zst)|tgz)$", path):
@@ -522,7 +521,6 @@ class Shards:
         return kind, shard
 
     def _read_tars(self, shards: np.ndarray, places: np.ndarray) -> list[Any]:
-        """Read images of tar files on one kind of storage."""
         for shard in np.unique(shards).tolist():
             self._check_unchanged(shard)
         paths = [self.paths[shard] for shard in shards.tolist()]
@@ -532,7 +530,6 @@ class Shards:
         return [_complete(*part) for part in zip(content, starts, sizes, strict=True)]
 
     def _read_records(self, shards: np.ndarray, places: np.ndarray) -> list[Any]:
-        """Read images of one ArrayRecord file."""
         shard = int(shards[0])
         with self._opening:
             reader = self._records.get(shard)
@@ -548,7 +545,6 @@ class Shards:
         return [_image_in(record, self._images[shard]) for record in records]
 
     def _read_rows(self, shards: np.ndarray, places: np.ndarray) -> list[Any]:
-        """Read images of one row group of a Parquet file."""
         column = self._row_group(int(shards[0]), int(places[0, 0]))
         if isinstance(column, UnreadableError):
             return [column] * len(places)

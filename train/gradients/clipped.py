@@ -261,7 +261,6 @@ class Clipped(GradientMode):
         return dataclasses.replace(privacy, noise_multiplier=noise)
 
     def _sampling(self, config: Config, units: int) -> Sampling:
-        """Return the sampling of a private run."""
         size, separation = config.data.batch_size, self.separation or self.noise_bands
         if size > units:
             raise UserError(

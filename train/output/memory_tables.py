@@ -40,6 +40,7 @@ class StoredPeak(Stored):
     temporaries: Count
     total: Count
     workspace: Count = 0
+    constants: Count = 0
 
 
 class StepMemory(Stored):
@@ -80,6 +81,8 @@ def step_sums(memory: StepMemory) -> dict[str, str]:
     }
     if peak.workspace:
         sums["convolution workspace (estimate)"] = format_bytes(peak.workspace)
+    if peak.constants:
+        sums["constants (arrays in the program)"] = format_bytes(peak.constants)
     sums["peak of the train step"] = format_bytes(peak.total)
     sums["remat policy"] = f"{policy}{saves}"
     if remat := memory.remat:

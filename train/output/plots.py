@@ -185,7 +185,7 @@ def draw_live_bytes(ax: Axes, stored: StepMemory, highest: int = 0) -> None:
 
     The axis reaches to ``highest`` bytes, or to the step's own if these are more.
     """
-    assigned = stored.peak.total - stored.peak.workspace
+    assigned = stored.peak.total - stored.peak.workspace - stored.peak.constants
     live = np.array(stored.live_bytes or (0,), np.float64)
     unit = _bytes_axis(ax, max(highest, assigned, live.max()))
     if stored.live_bytes:

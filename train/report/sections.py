@@ -161,7 +161,8 @@ def _live_bytes(memory: StepMemory, highest: int, name: str) -> Chart:
     most, at = format_bytes(max(live)), f"at instruction {live.index(max(live)):,}"
     draw_memory = functools.partial(draw_live_bytes, stored=memory, highest=highest)
     svg = to_svg(draw_memory, "", name, {"": f"Live bytes, at most {most} {at}."})
-    assigned = format_bytes(memory.peak.total - memory.peak.workspace)
+    peak = memory.peak
+    assigned = format_bytes(peak.total - peak.workspace - peak.constants)
     values = {("peak", "c0 solid"): [most], ("assigned by XLA", "c1 dashed"): [assigned]}
     return Chart("live bytes", f"over the schedule, peak {at} of {len(live):,}", values, svg)
 

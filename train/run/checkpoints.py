@@ -313,7 +313,6 @@ class Checkpoints:
         )
 
     def _move_damaged(self, step: int) -> None:
-        """Move a checkpoint away, so that its step can be saved again."""
         if self._read_only:
             return
         if jax.process_index() == 0:
@@ -441,7 +440,6 @@ def _sizes(shapes: Any) -> list[int]:
 
 
 def _dotted(path: Any) -> str:
-    """Return a leaf's path, ``"opt_state.0.mu"``."""
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 

@@ -149,7 +149,6 @@ def together() -> Iterator[None]:
 
 
 def _client() -> Any:
-    """Return the client of JAX's coordination service, or None."""
     try:
         from jax._src.distributed import global_state
 

@@ -152,7 +152,8 @@ class Evaluator:
     def peak(self) -> int:
         """Peak memory in bytes while it runs: train state, a batch, outputs, temporaries."""
         program = memory.peak(self._compiled)
-        return self._argument_bytes + program.outputs + program.temporaries + program.workspace
+        made = program.outputs + program.temporaries + program.workspace + program.constants
+        return self._argument_bytes + made
 
     def __call__(self, trained: Trained) -> Evaluation:
         """Evaluate on all test examples, with averaged parameters if there are any."""

@@ -197,7 +197,6 @@ def _classes(metadata: dict[str, str]) -> tuple[str, ...]:
 
 
 def _scaling(metadata: dict[str, str]) -> Scaling | None:
-    """Return the scaling of outputs that are numbers; None for others."""
     try:
         return Scaling(**json.loads(metadata["scaling"]))
     except (KeyError, ValueError, TypeError):  # none, or a field of another program

@@ -331,7 +331,6 @@ class _Loop:
         return score_of(metrics, best_metric(self._run.config))
 
     def _judge(self, score: float | None) -> None:
-        """Count an evaluation that is no better than all before."""
         if score is not None and score > self._best_seen:
             self._best_seen, self._since_best = score, 0
         else:

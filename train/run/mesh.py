@@ -33,7 +33,6 @@ class Layout(NamedTuple):
 
     @property
     def _rows(self) -> NamedSharding:
-        """Sharding of rows over all devices."""
         return NamedSharding(self.mesh, PartitionSpec(self.mesh.axis_names))
 
     def put(self, batch: Any) -> Any:

@@ -262,7 +262,6 @@ def _microbatch_choices(run: Setup) -> tuple[int, ...] | None:
 
 
 def _policy(run: Setup) -> str:
-    """Return the policy of a step without a plan."""
     return "none" if run.config.memory.policy == "auto" else run.config.memory.policy
 
 
@@ -319,7 +318,6 @@ def analyze(
 
 
 def _with_remat(planned: Planned, target: Target | None) -> Planned:
-    """Compare the compiled step with the same one without remat."""
     if str(planned.policy) == "none":
         return planned
     options = planned.executable.report.compiler_options

@@ -134,7 +134,6 @@ def target_of(given: str, count: int = 1) -> Target:
 
 
 def _extra_flops(planned: Planned) -> float:
-    """FLOPs of the step relative to those without remat."""
     if str(planned.policy) == "none":
         return 1.0
 

@@ -171,7 +171,6 @@ def unreadable_name(run: Setup) -> str:
 def _summary(
     run: Setup, lines: list[dict[str, Any]], programs: Programs, evaluation: Evaluation
 ) -> dict[str, Any]:
-    """Return what summary.json holds besides what was measured."""
     planned, privacy = programs.planned, None
     report = planned.executable.report
     if run.privacy:

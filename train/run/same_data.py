@@ -224,7 +224,6 @@ def _read(folder: RunFolder, config: Config, data: dict[str, Any]) -> dict[str, 
 def _data_change(
     folder: RunFolder, config: Config, then: dict[str, Any], data: dict[str, Any]
 ) -> str | None:
-    """Say how the data changed; None if they did not."""
     now = _record(folder, config, data)
     parts = [] if config.is_release_only else _differences(then, now)
     if not parts and all(then[name] == value for name, value in now.items()):
@@ -234,7 +233,6 @@ def _data_change(
 
 
 def _config_change(folder: RunFolder, then: dict[str, Any]) -> str | None:
-    """Say how config.json was edited; None if it was not."""
     now = _fields(folder.read_config())
     was = then["config"]
     edited = [
@@ -257,7 +255,6 @@ def _fields(config: Config) -> dict[str, str]:
 
 
 def _differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Describe how the numbers and the names of examples differ."""
     parts = []
     if _count(then) != _count(now):
         parts.append(f"{_count(then)} then, {_count(now)} now")

@@ -134,6 +134,5 @@ def _with_key(state: TrainState, words: np.ndarray) -> TrainState:
 
 
 def _make_key(like: Array, words: np.ndarray) -> Array:
-    """Make a random key with the implementation and sharding of another one."""
     make = functools.partial(jax.random.wrap_key_data, impl=jax.random.key_impl(like))
     return jax.jit(make, out_shardings=like.sharding)(words)

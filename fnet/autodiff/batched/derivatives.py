@@ -415,8 +415,6 @@ def _evaluate(
 def _accumulate(
     linear: Linear, seeds: BatchedTangents, accumulators: list[BatchedTangents], width: Width
 ) -> list[BatchedTangents]:
-    """Add the gradients to the accumulators, in their buffers."""
-
     def add(
         accumulators: list[BatchedTangents], seeds: BatchedTangents, linear: Linear
     ) -> list[BatchedTangents]:

@@ -317,7 +317,6 @@ def _state_owners(
 
 
 def _operations(closed: ClosedJaxpr) -> list[tuple[Any, ...]]:
-    """Return primitives and literals, without shapes."""
     return [
         (e.primitive, *(str(v.val) for v in e.invars if isinstance(v, Literal)))
         for e in closed.jaxpr.eqns

@@ -188,7 +188,6 @@ def _keys(path: str) -> list[str]:
 
 
 def _find(params: Any, path: str) -> Any:
-    """Return the stacked parameters at a path."""
     tree = params
     for key in _keys(path):
         if not isinstance(tree, Mapping) or key not in tree:

@@ -187,8 +187,6 @@ jax.tree_util.register_pytree_node(
 
 
 class _Static(NamedTuple):
-    """The arguments of `_scan` that are not arrays."""
-
     stack: Stack
     body: Body
     mark_updated: Callable[[], None]

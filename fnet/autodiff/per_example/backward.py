@@ -508,7 +508,6 @@ def _trace_derivative(name: str, plan: _Plan, examples: Examples) -> tuple[Close
 
 
 def _differentiate(name: str, plan: _Plan, examples: Examples) -> _Results:
-    """Differentiate the loss of one example, and execute the result for all examples."""
     program, shapes = _trace_derivative(name, plan, examples)
     # The program computes one example, so it cannot mix examples, whatever the loss does.
     rows = [Rows(a, 0) for a in examples.leaves]

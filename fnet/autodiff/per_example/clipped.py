@@ -411,13 +411,10 @@ def _is_real(mask: Array | None, size: int) -> Array:
 
 
 def _add_to_refs(totals: Any, sums: Any) -> None:
-    """Add arrays to mutable ones of the same structure."""
     jax.tree.map(lambda a, g: jax.ref.addupdate(a, ..., g.astype(a.dtype)), totals, sums)
 
 
 class _Parts(NamedTuple):
-    """Real and imaginary part of a complex parameter."""
-
     real: Array
     imag: Array
 

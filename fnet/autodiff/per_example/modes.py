@@ -238,7 +238,6 @@ class ClippedMode(Mode):
     def _add_noise(
         self, sums: Any, stddev: Any, key: Any, noise_key: Array, buffers: Any
     ) -> tuple[Any, Any]:
-        """Return the noisy sums and the new buffers."""
         if self.strategy.is_independent:
             return add_noise(sums, stddev, noise_key), buffers
         if not self._has_buffers:

@@ -127,8 +127,6 @@ class KroneckerFactors(NamedTuple):
 
 
 class _OfExamples(Protocol):
-    """Gradients of some examples."""
-
     @property
     def size(self) -> int:
         """Number of examples."""
@@ -738,7 +736,6 @@ class _Part(InChunks):
 
     @property
     def _equation(self) -> Any:
-        """The equation of the first use."""
         return self.inputs[0].use.equation
 
     def _factors(self) -> list[tuple[Array, Array]] | None:

@@ -312,7 +312,6 @@ class _Search(Propagation[State]):
         return [DATA] * len(eqn.outvars)
 
     def _add_use(self, eqn: JaxprEqn, states: list[State], operand: int, site: Site) -> bool:
-        """Add the equation of data and a view."""
         view = states[operand]
         if not isinstance(view, View):
             return False
@@ -387,7 +386,6 @@ class _Evaluation(NamedTuple):
     def run(
         self, closed: ClosedJaxpr, args: Sequence[Any], path: Path, taps: Mapping[int, Any]
     ) -> tuple[list[Any], _Data]:
-        """Evaluate a jaxpr; ``taps`` are keyed by the index of the use."""
         index = itertools.count()
         data: _Data = {}
         computed, readers = _computed(closed.jaxpr, bool(path)), _readers(closed.jaxpr)

@@ -430,7 +430,6 @@ def _fused_per_head(names: Names, layer: str, heads: str) -> Source:
 
 
 def _text_part(options: Options) -> Options:
-    """Options of the language model in a model that also sees images."""
     options.ignore(
         *("vision_config", "audio_config", "*_token_index", "*_token_id", "mm_tokens_per_image"),
         *("multimodal_projector_bias", "projector_hidden_act", "spatial_merge_size"),

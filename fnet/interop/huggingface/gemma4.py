@@ -153,7 +153,6 @@ def _block_inputs(options: Options) -> Callable[[DTypeLike], Layer] | None:
 
 
 def _full_attention(options: Options) -> dict[str, Any]:
-    """Arguments of the attention of blocks without a window."""
     keys_are_values = options.get("attention_k_eq_v", False)
     head_dim = options.get("global_head_dim", 512)
     groups = options.get("num_global_key_value_heads", None)

@@ -84,8 +84,6 @@ _FALCON_H1_NAMES = {
 def _recurs(
     others: Sequence[str], default: Callable[[Options], Sequence[str]]
 ) -> Callable[[Options], list[bool]]:
-    """Which blocks have no attention, from ``layer_types``."""
-
     def read(options: Options) -> list[bool]:
         blocks, types = options.get("num_hidden_layers"), options.get("layer_types", None)
         types = default(options) if types is None else types

@@ -36,7 +36,6 @@ _SIGLIP_TANH = {("base", 32), ("so400m", 16), ("giantopt", 16)}
 
 
 def _arguments(name: str) -> dict[str, Any] | None:
-    """Arguments of timm's constructor for a name, or None if the name is not known."""
     if convnext := _CONVNEXT_NAME.fullmatch(name):
         return _convnext_arguments(*convnext.groups())
     match = _VIT_NAME.fullmatch(name)
