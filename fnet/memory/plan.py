@@ -18,6 +18,7 @@ from fnet.cpu.tracing import traced_for
 from fnet.jaxpr import nbytes, place
 from fnet.jaxpr.primitives import made_bytes
 from fnet.memory.cost import Cost, estimate_cost
+from fnet.memory.devices import is_on_devices, on_devices
 from fnet.memory.floor import Floor, find_floor
 from fnet.memory.graph import analyze
 from fnet.memory.loops import loop_policies
@@ -324,12 +325,18 @@ class _Attempt(NamedTuple):
 
     @property
     def policy(self) -> Policy:
-        return in_chunks(self.chunks, self.inner, self.kept, self.depth, self.made)
+        policy = in_chunks(self.chunks, self.inner, self.kept, self.depth, self.made)
+        if not self.source.search.is_on_devices or policy is REMAT_POLICIES["none"]:
+            return policy
+        return policy._replace(apply=lambda f: on_devices(f, policy.apply))
 
     def recording(self, losses: "list[_Loss]") -> Policy:
         """The policy, which appends what it makes of the loss, or of a chunk of it."""
-        inner = self.inner._replace(apply=lambda f: _recorded(self.inner.apply(f), losses))
-        return in_chunks(self.chunks, inner, self.kept, self.depth, self.made)
+        divides = self.source.search.is_on_devices
+        inner = self.inner._replace(
+            apply=lambda f: _recorded(self.inner.apply(f), losses, divides=divides)
+        )
+        return self._replace(inner=inner).policy
 
 
 _LEAST_SAVED = 0.02
@@ -357,6 +364,7 @@ class _Search:
     )
     reason: str = ""
     floor: Floor | None = None
+    is_on_devices: bool = False  # whether it plans what is inside of a `jax.shard_map`
 
     def order(self, c: Candidate | _Attempt) -> float:
         return c.time if isinstance(c, _Attempt) else c.cost.time
@@ -408,9 +416,12 @@ class _Search:
         policy = attempt.recording(losses) if is_named else attempt.policy
         try:
             traced = self.build(policy, attempt.microbatches)
-        except ValueError:  # microbatches that are too small for a norm
-            if attempt.microbatches == self.choices[0]:
+        except ValueError as error:  # microbatches that are too small for a norm
+            is_chunk = self.is_on_devices and not is_named
+            if attempt.microbatches == self.choices[0] and not is_chunk:
                 raise
+            if is_chunk:  # JAX refuses some programs whose values vary over fewer axes than chunks
+                self.reason = f"; what devices compute does not run in chunks: {error}"
             attempt.source.learn(attempt, None)
             return
         lowered, cost = traced.lower(), estimate_cost(traced.jaxpr)
@@ -431,7 +442,12 @@ class _Search:
         timed = attempt._replace(time=attempt.time or cost.time)
         self.compiled.append((timed, smallest))
         attempt.source.learn(attempt, smallest)
-        if losses and (rule := rule_of_this_trace(*losses[0][:2])):
+        if losses and is_named and is_on_devices(losses[0].closed):
+            # What is traced apart from the devices does not know their axes, so rows alone are cut.
+            self.is_on_devices, self.offloads = True, None
+            losses = []
+            self.build(attempt.recording(losses), attempt.microbatches)
+        if losses and not self.is_on_devices and (rule := rule_of_this_trace(*losses[0][:2])):
             self.reason = (
                 f"; nothing is planned, because the derivative rule of {place(rule)} reads "
                 "traced arrays that are not its arguments"
@@ -450,17 +466,15 @@ class _Search:
             self.inside.append((whole, smallest, None))
 
     def _find_regions(self, attempt: _Attempt, candidate: Candidate, loss: "_Loss") -> None:
-        division = divide(loss.closed, loss.differentiated)
-        divisions = {MOST_REGIONS: division}
-        if len(division.regions) > 1:
-            divisions[1] = divide(loss.closed, loss.differentiated, 1)
+        divisions = loss.divisions or _divided(loss.closed, loss.differentiated)
+        division = divisions[MOST_REGIONS]
         for depth, some in divisions.items() if division.regions else ():
-            rows = KeptRows(some.graph)
+            rows = None if self.is_on_devices else KeptRows(some.graph)
             made = sum(map(made_bytes, loss.closed.eqns))
             chosen = attempt._replace(depth=depth, made=(made - some.made, some.made))
             cut = _Cut(self, chosen, candidate, some, loss.closed, rows)
             self.sources.append(cut)
-            if self.offloads is not None and some.repeated:
+            if rows and self.offloads is not None and some.repeated:
                 self.sources.append(_Kept(self, cut, rows))
         if division.reasons:
             kind = "a part" if division.regions else "the loss"
@@ -469,7 +483,7 @@ class _Search:
             self.reason += (
                 ": fnet.make_step(..., microbatches=n) splits the batch, and statistics with it"
             )
-        if len(self.choices) == 1:
+        if len(self.choices) == 1 and not self.is_on_devices:
             self.floor = find_floor(loss.closed, loss.differentiated, division)
 
     def _plan_inside(self) -> None:
@@ -500,15 +514,28 @@ class _Search:
 
 
 class _Loss(NamedTuple):
-    """A traced loss: the arguments of `analyze`."""
+    """A traced loss: the arguments of `analyze`, and its divisions if they are known."""
 
     closed: ClosedJaxpr
     differentiated: list[bool]
     objective: list[bool]
+    divisions: dict[int, Division] | None = None
 
 
-def _recorded(f: F, losses: list[_Loss]) -> F:
-    """The same loss, which appends itself to ``losses`` when it is traced."""
+def _divided(closed: ClosedJaxpr, differentiated: list[bool]) -> dict[int, Division]:
+    """The divisions of a loss, by depth."""
+    division = divide(closed, differentiated)
+    found = {MOST_REGIONS: division}
+    if len(division.regions) > 1:
+        found[1] = divide(closed, differentiated, 1)
+    return found
+
+
+def _recorded(f: F, losses: list[_Loss], *, divides: bool) -> F:
+    """The same loss, which appends itself to ``losses`` when it is traced.
+
+    What devices compute is divided where it is traced, because rules of it need their axes.
+    """
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if not losses:
@@ -519,7 +546,9 @@ def _recorded(f: F, losses: list[_Loss]) -> F:
             children = structure.children()
             if structure.node_data() == (tuple, None) and len(children) == 2:
                 objective = [i < children[0].num_leaves for i in range(len(objective))]
-            losses.append(_Loss(closed, [i < count for i in range(len(leaves))], objective))
+            differentiated = [i < count for i in range(len(leaves))]
+            divisions = _divided(closed, differentiated) if divides else None
+            losses.append(_Loss(closed, differentiated, objective, divisions))
         return f(*args, **kwargs)
 
     return run  # type: ignore[return-value]
@@ -533,6 +562,7 @@ class _Source:
       options: Compiler options of the last attempt that were best; None before.
     """
 
+    search: "_Search"
     left: Sequence[_Attempt] = ()
     options: Sequence[Mapping[str, Any]] | None = None
 
@@ -552,17 +582,17 @@ class _Named(_Source):
     """Attempts with a named policy: the whole batch, then more microbatches."""
 
     def __init__(self, search: _Search, policy: Policy):
-        self._search, self._policy = search, policy
+        self.search, self._policy = search, policy
         self._peaks: list[Peak] = []
         self._time = 0.0
         self._tried: set[int] = set()
         self._compiled = 0
 
     def first(self) -> _Attempt:
-        return _Attempt(self, self._policy, self._search.choices[0], 0.0)
+        return _Attempt(self, self._policy, self.search.choices[0], 0.0)
 
     def next(self) -> _Attempt | None:
-        search = self._search
+        search = self.search
         if any(search.fits(p.total) for p in self._peaks):
             return None
         for n in search.choices:
@@ -573,12 +603,12 @@ class _Named(_Source):
 
     @property
     def left(self) -> Sequence[_Attempt]:  # type: ignore[override]
-        larger = [n for n in self._search.choices if n > self._compiled and n not in self._tried]
+        larger = [n for n in self.search.choices if n > self._compiled and n not in self._tried]
         return [self._attempt(n) for n in larger[-1:]]
 
     def _attempt(self, n: int) -> _Attempt:
         # The state is read once per microbatch.
-        return _Attempt(self, self._policy, n, self._time + (n - 1) * self._search.state_bytes)
+        return _Attempt(self, self._policy, n, self._time + (n - 1) * self.search.state_bytes)
 
     def learn(self, attempt: _Attempt, candidate: Candidate | None) -> None:
         self._tried.add(attempt.microbatches)
@@ -596,9 +626,9 @@ class _Cut(_Source):
         plain: Candidate,
         division: Division,
         closed: ClosedJaxpr,
-        rows: KeptRows,
+        rows: KeptRows | None,
     ):
-        self._search, self.first = search, attempt
+        self.search, self.first = search, attempt
         self._peaks = {1: plain.peak}  # by number of chunks
         self.largest = max(region.size for region in division.regions)
         # A bound counts all that may shrink. For a single region it is a prediction.
@@ -607,11 +637,12 @@ class _Cut(_Source):
         # Equations of several parts run in both passes of each.
         twice = max(division.time - estimate_cost(closed).time, 0.0)
         self._time, self._rows = plain.cost.time + 3 * twice, rows
+        self._repeated = sum(estimate_cost(r.jaxpr).time for r in division.repeated.values())
         wholes = {v for r in division.regions for v in r.jaxpr.invars[len(r.axes[0]) :]}
         self._reads = 3 * sum(map(nbytes, wholes))  # in both passes, and of the gradient
 
     def next(self) -> _Attempt | None:
-        fits = self._search.fits
+        fits = self.search.fits
         enough = [n for n in self._peaks if fits(self.least(n))]
         too_few = max((n for n in self._peaks if n not in enough), default=1)
         n = 2 * too_few
@@ -646,38 +677,41 @@ class _Cut(_Source):
 
     def time(self, n: int, again: float | None = None) -> float:
         """Estimated time of a number of chunks, with what runs again in the backward pass."""
-        again = self._rows.again if again is None else again
+        if again is None:
+            again = self._rows.again if self._rows else self._repeated
         return self._time + again + (n - 1) * self._reads
 
     def learn(self, attempt: _Attempt, candidate: Candidate | None) -> None:
         if candidate:
             self._peaks[attempt.chunks] = candidate.peak
+        else:
+            self.search.sources.remove(self)
 
 
 class _Kept(_Source):
     """Attempts that run regions in chunks, and keep rows for the backward pass in what is free."""
 
     def __init__(self, search: _Search, cut: _Cut, rows: KeptRows):
-        self._search, self._cut, self._rows = search, cut, rows
+        self.search, self._cut, self._rows = search, cut, rows
         self._known: dict[int, list[tuple[int, int]]] = {}  # kept bytes and peaks, by chunks
         self._tried: set[tuple[int, Kept]] = set()
 
     def next(self) -> _Attempt | None:
-        if self._search.fits(self._cut.least(1)):
+        if self.search.fits(self._cut.least(1)):
             return None  # The plain step fits, and runs nothing again.
         numbers = (2**k for k in range(1, self._cut.largest.bit_length()))
         free = ((n, self._free(n)) for n in numbers)
         some = itertools.islice(((n, bytes_) for n, bytes_ in free if bytes_ > 0), 3)
         attempts = (self._attempt(n, bytes_) for n, bytes_ in some)
         found = [a for a in attempts if a and (a.chunks, a.kept) not in self._tried]
-        return min(found, key=self._search.order, default=None)
+        return min(found, key=self.search.order, default=None)
 
     def _free(self, n: int) -> int:
-        assert self._search.limit is not None
+        assert self.search.limit is not None
         known = self._known.get(n, [])
         base = max((peak - bytes_ for bytes_, peak in known), default=self._cut.least(n))
-        free = self._search.limit - base
-        failed = [bytes_ for bytes_, peak in known if not self._search.fits(peak)]
+        free = self.search.limit - base
+        failed = [bytes_ for bytes_, peak in known if not self.search.fits(peak)]
         if failed:  # a bound, even if the prediction says otherwise
             free = min(free, int((1 - min(measured.STEP * 2 ** len(failed), 0.5)) * min(failed)))
         return free
@@ -716,9 +750,9 @@ class _Planned(_Source):
         loss: _Loss,
         base: Policy = REMAT_POLICIES["none"],
     ):
-        self._search, self._plain, self._base = search, plain, base
+        self.search, self._plain, self._base = search, plain, base
         self._first = attempt
-        self._planner = Planner(analyze(*loss), search.offloads or "nothing")
+        self._planner = Planner(analyze(*loss[:3]), search.offloads or "nothing")
         self._equations = self._planner.graph.equations
         self._tried: set[Any] = set()
         self._known: list[tuple[int, int]] = []  # planned bytes and peaks
@@ -749,14 +783,14 @@ class _Planned(_Source):
                 )
 
     def next(self) -> _Attempt | None:
-        assert self._search.limit is not None
-        fits = self._search.fits
+        assert self.search.limit is not None
+        fits = self.search.fits
         fitting = max((b for b, total in self._known if fits(total)), default=0)
         too_large = min((b for b, total in self._known if not fits(total)), default=float("inf"))
         if fitting > 0.95 * too_large:
             return None
         # The offset of the program that is nearest to the budget.
-        limit = self._search.limit
+        limit = self.search.limit
         near = min(self._known, key=lambda k: abs(k[1] - limit), default=None)
         offset = self._offset if near is None else near[1] - self._scale * near[0]
         bytes_ = (limit - offset) / self._scale
@@ -788,7 +822,7 @@ class _Loops(_Source):
     """Attempts that run the loops of a loss, or of a chunk of it, in chunks of iterations."""
 
     def __init__(self, search: _Search, attempt: _Attempt, plain: Candidate, loss: _Loss):
-        self._search = search
+        self.search = search
         (first, *policies) = loop_policies(loss.closed, loss.differentiated)
         temporaries = plain.peak.temporaries + plain.peak.workspace
         self._scale = min(1.0, temporaries / max(first.bytes, 1))
@@ -807,19 +841,19 @@ class _Loops(_Source):
     @property
     def left(self) -> Sequence[_Attempt]:  # type: ignore[override]
         """Attempts with more FLOPs than those that are too large, the fewest FLOPs first."""
-        too_large = (a.time for a, total in self._known if not self._search.fits(total))
+        too_large = (a.time for a, total in self._known if not self.search.fits(total))
         least, known = max(too_large, default=0.0), [a for a, _ in self._known]
         return [a for a in self._all if a.time > least and a not in known]
 
     def next(self) -> _Attempt | None:
-        return next((a for a in self.left if self._search.fits(self.predict(a))), None)
+        return next((a for a in self.left if self.search.fits(self.predict(a))), None)
 
     def predict(self, attempt: _Attempt) -> int:
         return int(self._offset + self._scale * attempt.bytes)
 
     def small(self) -> _Attempt | None:
         """The fewest FLOPs with most of the budget left for what is outside of the loops."""
-        some = [a for a in self.left if self._search.fits(4 * a.bytes)]
+        some = [a for a in self.left if self.search.fits(4 * a.bytes)]
         return next(iter(some or self.left[-1:]), None)
 
     def learn(self, attempt: _Attempt, candidate: Candidate | None) -> None:

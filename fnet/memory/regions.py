@@ -62,6 +62,7 @@ from fnet.memory.graph import (
 )
 from fnet.memory.rows import Part, RowAxes, Sum, Value, run_rows, slice_rows
 from fnet.memory.windows import evaluate_as
+from fnet.mesh import equally_varying
 from fnet.precision import sum_dtype
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -710,6 +711,7 @@ def _run_region(loop: "_Loop", args: Sequence[Any]) -> tuple[list[Any], dict[int
     region = loop.region
     active = [a for a, is_active in zip(args, region.active, strict=True) if is_active]
     others = [a for a, is_active in zip(args, region.active, strict=True) if not is_active]
+    active, others = equally_varying((active, others))
     if not active:
         return loop.values([], others)[0], {}
     function: Any = jax.custom_vjp(loop.values)
@@ -822,7 +824,8 @@ class _Loop:
         """Run ``carry = body(start, size, carry, arrays)`` for all chunks, from ``empty(0)`` on."""
         whole, rest = divmod(self.region.size, self.size)
         # XLA would make the zeros of all loops once, at the beginning, and copy them there.
-        zero, arrays = jax.lax.optimization_barrier((jnp.zeros((), jnp.int32), arrays))
+        zero, arrays = equally_varying((jnp.zeros((), jnp.int32), arrays))
+        zero, arrays = jax.lax.optimization_barrier((zero, arrays))
         carry = empty(zero)
         if self.is_unrolled:
             for start in range(0, whole * self.size, self.size):

@@ -230,7 +230,7 @@ def _operands(eqn: JaxprEqn, active: Collection[Var]) -> list[int]:
 
 def _derivative_programs(eqn: JaxprEqn, floating: Sequence[int]) -> tuple[ClosedJaxpr, ClosedJaxpr]:
     """Trace the derivative rule of an equation in reverse mode: the programs of `Rule`."""
-    inputs = [jax.ShapeDtypeStruct(aval(v).shape, aval(v).dtype) for v in eqn.invars]
+    inputs = [aval(v) for v in eqn.invars]  # inside of `jax.shard_map` with the axes they vary over
     forward, (outputs, vjp) = jax.make_jaxpr(
         lambda *inputs: differentiate(eqn, inputs, floating), return_shape=True
     )(*inputs)

@@ -365,6 +365,46 @@ def test_a_share_is_of_the_plain_peak(share):
     assert plan.chosen.peak.total <= plan.budget
 
 
+def over_devices(of_device, check_vma):
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows, whole = jax.P("d"), jax.P()
+    return jax.shard_map(
+        lambda p, b: jax.lax.pmean(of_device(p, b), "d"),
+        mesh=mesh, in_specs=(whole, rows), out_specs=whole, check_vma=check_vma,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_what_devices_compute_runs_in_chunks(check_vma):
+    def of_device(params, batch):
+        x = batch["x"]
+        for w in params:
+            x = x + jax.nn.relu(x @ w) * x
+        return -jax.nn.log_softmax(x)[:, 0].mean()
+
+    loss = over_devices(of_device, check_vma)
+    params, batch = [0.1 * jnp.eye(64)] * 4, {"x": jnp.ones((4096, 64))}
+    planned, plan = memory.remat_to_fit(loss, "50%", params, batch, optimizer=optax.sgd(0.1))
+    assert plan.chosen.policy.chunks > 1
+    pairs = (jax.jit(jax.grad(f))(params, batch) for f in (planned, loss))
+    for a, b in zip(*pairs, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_says_why_what_devices_compute_does_not_run_in_chunks():
+    """With check_vma, JAX has no operation for weights that vary as little as these in a loop."""
+
+    def of_device(params, batch):
+        def cell(h, _):
+            return jnp.tanh(h @ params[0] + batch["x"]), None
+
+        return jnp.square(jax.lax.scan(cell, jnp.zeros_like(batch["x"]), None, 8)[0]).mean()
+
+    params, batch = [0.1 * jnp.eye(64)], {"x": jnp.ones((4096, 64))}
+    with pytest.raises(memory.BudgetError, match="what devices compute does not run in chunks: "):
+        memory.remat_to_fit(over_devices(of_device, True), "50%", params, batch)
+
+
 def test_a_planned_loss_names_the_remedy_for_forward_mode():
     params, batch = [0.1 * jnp.eye(64)] * 3, {"x": jnp.ones((1024, 64))}
     planned, plan = memory.remat_to_fit(tanh_layers, "40%", params, batch)
