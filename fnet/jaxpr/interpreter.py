@@ -443,11 +443,13 @@ class ShardMap(NamedTuple):
       body: the function that each device runs, flat.
       inputs: by how many devices each axis of each input is split.
       outputs: the same for each output.
+      options: arguments of `jax.shard_map` that make it.
     """
 
     body: ClosedJaxpr
     inputs: list[list[int]]
     outputs: list[list[int]]
+    options: dict[str, Any]
 
     @classmethod
     def of(cls, eqn: JaxprEqn) -> "ShardMap":
@@ -466,7 +468,9 @@ class ShardMap(NamedTuple):
             ]
 
         inputs, outputs = splits(p["in_specs"], eqn.invars), splits(p["out_specs"], eqn.outvars)
-        return cls(_closed(p["jaxpr"]), inputs, outputs)
+        options = {name: p[name] for name in ("mesh", "in_specs", "out_specs", "check_vma")}
+        options["axis_names"] = p["newly_manual_axes"]
+        return cls(_closed(p["jaxpr"]), inputs, outputs, options)
 
     @classmethod
     def read(cls, eqn: JaxprEqn) -> "ShardMap | None":

@@ -34,14 +34,16 @@ def on_devices(f: F, transform: Callable[[Any], Any]) -> F:
         active = active_variables(closed.jaxpr, differentiated)
 
         def handle(eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
-            if (mapped := ShardMap.read(eqn)) is None:
+            mapped = ShardMap.read(eqn)
+            if mapped is None:
                 return evaluate(eqn, inputs)
-            body = mapped.body
             is_active = [isinstance(v, Var) and v in active for v in eqn.invars]
 
             def of_lists(chosen: list[Any], others: list[Any]) -> list[Any]:
                 first, rest = iter(chosen), iter(others)
-                return interpret(body, [next(first if a else rest) for a in is_active], evaluate)
+                return interpret(
+                    mapped.body, [next(first if a else rest) for a in is_active], evaluate
+                )
 
             def of_device(*args: Any) -> tuple[Any, ...]:
                 lists: tuple[list[Any], list[Any]] = ([], [])
@@ -49,10 +51,7 @@ def on_devices(f: F, transform: Callable[[Any], Any]) -> F:
                     lists[not is_own].append(a)
                 return tuple(transform(of_lists)(*lists))
 
-            names = ("mesh", "in_specs", "out_specs", "check_vma")
-            options = {name: eqn.params[name] for name in names}
-            axes = eqn.params["newly_manual_axes"]
-            return list(jax.shard_map(of_device, axis_names=axes, **options)(*inputs))
+            return list(jax.shard_map(of_device, **mapped.options)(*inputs))
 
         return interpret(closed, leaves, handle)
 

@@ -7,16 +7,16 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 LEDGER = {
-    "fnet/jaxpr": 3_649,
+    "fnet/jaxpr": 3_653,
     "fnet/autodiff": 9_606,
-    "fnet/memory": 8_283,
+    "fnet/memory": 8_378,
     "fnet/layers": 5_791,
     "fnet/models + fnet/interop": 9_336,
     "fnet, the rest": 10_681,
     "train/data": 11_605,
     "train/run + train/commands": 9_026,
     "train, the rest": 8_384,
-    "tests": 60_888,
+    "tests": 60_928,
     "benchmarks": 16_528,
 }
 """Lines of ``*.py``. A row of its own takes a package out of the rest."""
