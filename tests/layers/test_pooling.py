@@ -146,7 +146,7 @@ def test_avg_pool_and_global_avg_pool_are_means():
 @pytest.mark.parametrize("name", ["max_pool", "avg_pool", "global_max_pool", "global_avg_pool"])
 def test_pools_reject_an_image_without_batch_axis(name):
     with pytest.raises(ValueError, match=rf"{name}: expected \[N, H, W, C\], got \(4, 4, 3\)"):
-        pooled(getattr(layers, name)(), jnp.ones((4, 4, 3)))
+        pooled(getattr(layers.pooling, name)(), jnp.ones((4, 4, 3)))
 
 
 def test_pools_reject_windows_larger_than_the_image():

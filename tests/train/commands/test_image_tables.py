@@ -163,6 +163,7 @@ def test_undefined_scores_are_said_and_are_no_zeros(workplace, capsys):
             assert_one_line_error(capsys, f"checkpoint.metric: {name} is undefined")
 
 
+@pytest.mark.slow
 def test_labels_and_numbers_of_many_images_are_kept(workplace, monkeypatch):
     """Only probabilities of classes are too many to be kept."""
     monkeypatch.setattr(evaluation, "_KEPT_OUTPUTS", 1)
@@ -257,6 +258,7 @@ def test_a_kept_head_predicts_the_same_numbers_with_another_scaling(workplace, c
         assert (heads[0]["kernel"] != heads[1]["kernel"]).all()
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("private", [(), PRIVATE], ids=["plain", "private"])
 def test_a_frozen_backbone_keeps_its_parameters_and_statistics(workplace, capsys, private):
     norm = ("--model.norm", "group") if private else ()

@@ -219,6 +219,7 @@ def test_parquet(kind, tmp_path):
     check()
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("kind", "columns"),
     [

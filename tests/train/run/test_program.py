@@ -87,6 +87,7 @@ def test_writes_the_documented_files(finished_run, tmp_path_factory):
     assert after["next:"] == ", ".join(commands)
 
 
+@pytest.mark.slow
 def test_ctrl_c_during_a_garbage_collection_is_not_lost(monkeypatch, capsys):
     def command(argv):
         def _xla_gc_callback():

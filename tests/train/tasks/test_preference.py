@@ -270,6 +270,7 @@ def reward_config(workplace, write, **options):
     return dataclasses.replace(config, data=dataclasses.replace(config.data, objective="reward"))
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("options", [{}, {"lora_rank": 2}, {"lora_rank": 2, "quantize": "int8"}])
 def test_a_reward_is_read_from_the_last_token_of_an_answer(workplace, write, options):
     run = setup(reward_config(workplace, write, **options))

@@ -106,6 +106,7 @@ def test_predicted_texts_are_encoded_by_the_tokenizer_of_the_model(workplace, wr
     check_predictions(workplace / "r", write)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("options", [(), ("--model.lora-rank", 2)], ids=["full", "lora"])
 def test_a_classifier_trains_and_transformers_reads_its_logits(workplace, write, capsys, options):
     write_folder(workplace / "llama")
