@@ -36,7 +36,6 @@ from fnet.jaxpr.axes import slope as slope
 from fnet.jaxpr.axes import stops_gradients as stops_gradients
 from fnet.jaxpr.axes import with_dtypes as with_dtypes
 from fnet.jaxpr.execution import Executor as Executor
-from fnet.jaxpr.execution import Form as Form
 from fnet.jaxpr.interpreter import CHECKPOINT as CHECKPOINT
 from fnet.jaxpr.interpreter import CUSTOM_DERIVATIVES as CUSTOM_DERIVATIVES
 from fnet.jaxpr.interpreter import AnyPrimitive as AnyPrimitive

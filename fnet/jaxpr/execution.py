@@ -1,7 +1,7 @@
 """Execute a traced program on values of another kind than its arrays.
 
-`fnet.jaxpr.interpret` evaluates one equation after the other. Whoever has values of his own, such
-as the rows of a batch or a weight in parts, must also bring them through loops, branches and
+`fnet.jaxpr.interpret` evaluates one equation after the other. Values of another kind, such
+as the rows of a batch or a weight in parts, must also be brought through loops, branches and
 `jax.checkpoint`, where JAX traces a function of arrays. `Executor` does this once, for all kinds.
 What follows values and computes nothing is a `fnet.jaxpr.Propagation`.
 """
@@ -167,7 +167,8 @@ class Executor(Visitor[V]):
 
     def scan(self, eqn: JaxprEqn, states: list[V], site: Site) -> Sequence[V]:
         """Execute a `jax.lax.scan`."""
-        scan, variables = Scan.of(eqn), Scan.of(eqn).body.jaxpr.outvars
+        scan = Scan.of(eqn)
+        variables = scan.body.jaxpr.outvars
         consts, carry, xs = scan.split(states)
         carried = list(self.forms(eqn, states, site))[: scan.num_carry]
         inside = site._replace(lengths=(*site.lengths, scan.length))

@@ -483,9 +483,9 @@ class _Interpreter(Executor[Value]):
     def equation(self, eqn: JaxprEqn, states: list[Value], site: Site) -> Sequence[Value]:
         """Evaluate an equation without inner jaxprs."""
         results = self.forms(eqn, states, site)
-        plain = [self.whole(v) for v in states] if is_identity(eqn) else None
-        outputs = self._plain(eqn, states) if plain is None else evaluate(eqn, plain)
-        return self.lifted(outputs, results)
+        if is_identity(eqn):
+            return self.lifted(evaluate(eqn, [self.whole(v) for v in states]), results)
+        return self.lifted(self._plain(eqn, states), results)
 
     def _plain(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Any]:
         states = [value.state for value in inputs]
@@ -530,8 +530,9 @@ class _Interpreter(Executor[Value]):
 
     def scan(self, eqn: JaxprEqn, states: list[Value], site: Site) -> Sequence[Value]:
         """Execute a scan, over the rows or within them."""
-        if any(x.state == BatchAxis(0) for x in Scan.of(eqn).split(states)[2]):
-            results = self._loop_over_rows(eqn, Scan.of(eqn), states)
+        scan = Scan.of(eqn)
+        if any(x.state == BatchAxis(0) for x in scan.split(states)[2]):
+            results = self._loop_over_rows(eqn, scan, states)
             return self.lifted(results, self.forms(eqn, states, site))
         return super().scan(eqn, states, site)
 

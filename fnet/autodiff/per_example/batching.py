@@ -135,11 +135,10 @@ class _Axes(Propagation[int | None]):
 
     def scan(self, eqn: JaxprEqn, states: list[int | None], site: Site) -> Sequence[int | None]:
         """Follow a scan. Scalars that it stacks become rows of a vector."""
-        results = super().scan(eqn, states, site)
-        pairs = zip(results, Scan.of(eqn).body.jaxpr.outvars, strict=True)
+        scan, results = Scan.of(eqn), super().scan(eqn, states, site)
+        pairs = zip(results, scan.body.jaxpr.outvars, strict=True)
         ys = [0 if axis == 1 and not aval(v).shape else axis for axis, v in pairs]
-        count = Scan.of(eqn).num_carry
-        return [*results[:count], *ys[count:]]
+        return [*results[: scan.num_carry], *ys[scan.num_carry :]]
 
     def sliced(self, state: int | None) -> int | None:
         """The batch axis comes behind the axis that is scanned."""
