@@ -68,6 +68,7 @@ def explicit(params, validation, batch, weights, order):
     return RATE * weights * (grads @ direction)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("order", [1, 2])
 def test_scores_of_a_step_match_explicit_gradients(order):
     mode, params, validation, batch = setup(second_order=order == 2)
@@ -128,6 +129,7 @@ def test_the_update_is_that_of_the_weighted_mean():
     chex.assert_trees_all_equal(state.opt_state.counts[batch["row"]] > 0, weights > 0)
 
 
+@pytest.mark.slow
 def test_a_part_of_the_validation_examples_is_drawn_for_each_step():
     mode, params, validation, batch = setup(validation_batch=2)
     scores = [

@@ -43,7 +43,9 @@ def batches(train):
     return [(x[:8], y[:8]), (x[8:16], y[8:16]), (x[16:], y[16:])]
 
 
-@pytest.fixture(params=[True, False], ids=["in chunks", "at once"])
+@pytest.fixture(
+    params=[True, pytest.param(False, marks=pytest.mark.slow)], ids=["in chunks", "at once"]
+)
 def _chunks(request, monkeypatch):
     if request.param:
         monkeypatch.setattr(scores, "_CHUNK_BYTES", 3 * 4 * (72 + 4 + 48))

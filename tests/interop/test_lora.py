@@ -571,6 +571,7 @@ def test_clipping_finds_the_factors_by_ghost_norms(form):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), total, expected)
 
 
+@pytest.mark.slow
 def test_frozen_weights_are_sharded_and_gathered_where_they_are_used():
     mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
     params, _ = MODEL.init(new_key())

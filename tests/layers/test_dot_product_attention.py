@@ -360,6 +360,7 @@ def test_rejects_invalid_arguments():
         dot_product_attention(q, k, v, window=0)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("options", [{}, {"window": 3}, {"chunk": 2, "causal": True}])
 def test_sinks_take_part_in_the_softmax(options):
     keys = jax.random.split(jax.random.key(0), 4)

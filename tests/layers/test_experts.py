@@ -69,6 +69,7 @@ def all_experts(p, x, *, router, fused=False, clamp=None, up_offset=0.0, chosen=
     return y
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("case", CASES)
 def test_output_and_gradient_are_those_of_the_formula(case):
     layer, params = built(**CASES[case])
@@ -97,6 +98,7 @@ def mean_of_rows(layer):
     return loss
 
 
+@pytest.mark.slow
 def test_no_loss_depends_on_other_examples():
     layer, params = built(**CASES["normalized"])
     loss, x, key = mean_of_rows(layer), inputs(), jax.random.key(2)
@@ -112,6 +114,7 @@ def test_no_loss_depends_on_other_examples():
     assert optax.tree.norm(clipped) <= 0.5 * len(x)
 
 
+@pytest.mark.slow
 def test_a_budget_splits_a_step_with_experts():
     layer, params = built(**CASES["normalized"])
     loss, batch, key = mean_of_rows(layer), {"x": inputs(16, 64)}, jax.random.key(2)

@@ -207,6 +207,7 @@ def test_rejects_programs_without_temporaries():
         check_remat(compiled, compiled)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif("jax_remat3" not in jax.config.values, reason="this JAX has one checkpoint")
 def test_the_next_implementation_of_checkpoint_is_followed():
     def losses(params, x):

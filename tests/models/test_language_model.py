@@ -89,6 +89,7 @@ def test_padding_may_have_any_index(mixer):
     chex.assert_trees_all_equal(got, expected)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("mixers", FAMILIES, ids="-".join)
 @pytest.mark.parametrize("extra", [{}, {"segments": jnp.array([[1] * 5 + [2] * 7] * 2)}])
 def test_a_loss_does_not_depend_on_which_others_are_learned(mixers, extra):
@@ -139,6 +140,7 @@ def test_one_mask_for_attention_and_loss_is_refused():
         run(lengths=jnp.ones((2, T), int))
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("mixers", FAMILIES, ids="-".join)
 def test_model_is_causal(mixers):
     model, params, state = build(*mixers)
@@ -148,6 +150,7 @@ def test_model_is_causal(mixers):
     assert jnp.abs(run(changed)[:, 7:] - run(tokens())[:, 7:]).max() > 1e-3
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("mixers", FAMILIES, ids="-".join)
 def test_decoding_matches_the_logits_of_the_whole_sequence(mixers):
     model, params, state = build(*mixers)
@@ -310,6 +313,7 @@ def assert_rows_continue_as_they_do_alone(model, params, state, **options):
         chex.assert_trees_all_equal(together[row], alone[0])
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     "mixers",
     [("attention", "window"), pytest.param(("rg_lru", "mamba2", "mamba"), marks=pytest.mark.slow)],
@@ -326,6 +330,7 @@ def test_options_of_sampling_are_those_of_each_row():
     )
 
 
+@pytest.mark.slow
 def test_many_prompts_need_few_programs():
     model, params, state = build("attention", "rg_lru")
     fnet.generate(model, params, state, tokens(40), jax.random.key(0), 5)

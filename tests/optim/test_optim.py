@@ -418,6 +418,7 @@ def foreign_params():
     }
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("library", ["nnx", "haiku", "equinox", "adapters"])
 def test_matrices_of_other_libraries_decay(library):
     params = foreign_params()[library]

@@ -178,6 +178,7 @@ def test_epsilon_of_progress_lines_is_a_close_upper_bound(noise, size):
     assert spent[-1] == exact[-1]
 
 
+@pytest.mark.slow
 def test_epsilon_rises_with_every_step_from_zero():
     spent = [epsilon(1.0, 1e-5, PoissonSampling(100, 5), steps) for steps in range(6)]
     assert spent[0] == 0

@@ -127,6 +127,7 @@ def unit_vectors(params, state, batch, key):
     return losses, fnet.Aux(state, {"length": jnp.linalg.norm(z, axis=-1)})
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("value", [0.0, jnp.nan, jnp.inf])
 @pytest.mark.parametrize(
     "mode",

@@ -49,6 +49,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("size", [1, 2, 5, 9])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_equals_all_examples_at_once(name, size):

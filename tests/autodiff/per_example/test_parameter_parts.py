@@ -92,6 +92,7 @@ def in_checkpoint(v):
     return v * 1.0
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     "uses",
     [

@@ -94,6 +94,7 @@ def test_a_run_records_scores_of_its_training_examples(recorded, capsys):
     assert [line.split()[2] for line in lines] == [row["example"] for row in rows[:2]]
 
 
+@pytest.mark.slow
 def test_scores_go_on_after_a_resume(recorded, recipes):
     out = recipes / "resumed"
     fnet_command("train", recipes / "recorded.py", "--train.steps", "4", "--out", out)
@@ -154,6 +155,7 @@ def test_scores_of_an_image_are_inner_products_with_its_gradient(trained, recipe
     assert out.count("helpful: ") == out.count("harmful: ") == 10
 
 
+@pytest.mark.slow
 def test_a_run_without_records_is_scored_for_its_test_loss(trained, monkeypatch, capsys):
     fnet_command("attribute", trained, "--queries", "20", "--curvature", "100")
     first = table(trained / "attribution.csv")
@@ -195,6 +197,7 @@ def test_mistakes_are_one_line(trained, recipes, words, message, monkeypatch, ca
     assert_one_line_error(capsys, message)
 
 
+@pytest.mark.slow
 def test_a_completion_is_attributed_to_rows_of_text(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text("the cat sat on the mat. a dog ran to the log. " * 20)

@@ -84,6 +84,7 @@ def captions(monkeypatch):
     return drawn
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("kind", TARGETS)
 def test_each_kind_of_target_trains_evaluates_and_predicts(workplace, capsys, kind, captions):
     fnet_command("train", "recipe.py", "--out", "r", *TARGETS[kind])
@@ -113,6 +114,7 @@ def test_each_kind_of_target_trains_evaluates_and_predicts(workplace, capsys, ki
         np.testing.assert_allclose([float(output[0]) for output in outputs], values, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_numbers_keep_their_meaning_when_the_table_grows(workplace, capsys):
     named = ("--checkpoint.metric", "macro_f1", "--data.class-weights", "balanced")
     named += ("--optim.label-smoothing", 0.1)  # by `classify`
@@ -131,6 +133,7 @@ def test_numbers_keep_their_meaning_when_the_table_grows(workplace, capsys):
     assert_one_line_error(capsys, "restore the table, or start a new run")
 
 
+@pytest.mark.slow
 def test_undefined_scores_are_said_and_are_no_zeros(workplace, capsys):
     """No test image is a, and all have the same number."""
     lines = ["file,label,red,late,loss,split"]
@@ -174,6 +177,7 @@ def test_labels_and_numbers_of_many_images_are_kept(workplace, monkeypatch):
         fnet_command("eval", kind)
 
 
+@pytest.mark.slow
 def test_folds_without_a_class_leave_undefined_scores_out(workplace, capsys):
     """The label is that of two images, which are in two folds."""
     lines = [f"{i:02}.png,{int(i in (3, 4))}" for i in range(N)]
@@ -235,6 +239,7 @@ def test_a_run_ends_when_its_metric_gets_no_better_and_resumes_alike(
     assert_one_line_error(capsys, "checkpoint.metric: no test metric f1")
 
 
+@pytest.mark.slow
 def test_a_kept_head_predicts_the_same_numbers_with_another_scaling(workplace, capsys):
     table = (workplace / "labels.csv").read_text().splitlines()
     larger = [f"{line},{int(line.split(',')[-1]) * 100 + 5000}" for line in table[1:]]

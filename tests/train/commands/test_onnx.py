@@ -96,6 +96,7 @@ def assert_same_network(network, shape):
     assert_same(lambda x: network.apply(*arrays, x, train=False)[0], shape)
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(
     "name",
     [
@@ -108,11 +109,13 @@ def test_networks(name):
     assert_same_network(section.build((32, 32, 3), 3), (32, 32, 3))
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", torchvision_cases.CASES)
 def test_networks_of_torchvision(name):
     assert_same_network(torchvision_cases.build(name), (45, 37, 3))
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", pretrained_image_cases.CONFIGS)
 def test_published_networks(name):
     config = pretrained_image_cases.CONFIGS[name]
@@ -187,6 +190,7 @@ def write_odd_pictures(folder):
     return sorted(map(str, folder.iterdir()))
 
 
+@pytest.mark.slow
 def test_onnxruntime_predicts_odd_pictures_as_the_command(workplace, capsys):
     (workplace / "colours.py").write_text(vision_cases.RECIPES["colours"])
     vision_cases.write_colours(workplace / "colours")

@@ -162,6 +162,7 @@ def test_masks_have_the_size_of_the_image_and_are_accurate(run_of, recipes, caps
     assert f"{given[0]}  " in output
 
 
+@pytest.mark.slow
 def test_masks_of_a_data_set_are_not_overwritten(run_of, capsys):
     run = run_of("halves")
     capsys.readouterr()

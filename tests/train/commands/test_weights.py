@@ -225,6 +225,7 @@ def test_a_run_starts_from_another_run(trained):
     chex.assert_trees_all_equal(state.model_state, saved.model_state)
 
 
+@pytest.mark.slow
 def test_an_exported_program_computes_the_logits_for_any_batch_size(trained, capsys):
     path = output_of(capsys, "export", "trained", "--format", "stablehlo").strip()
     config = RunFolder(trained).read_config()
@@ -275,6 +276,7 @@ def test_importing_and_exporting_a_resnet_keeps_every_bit(names, capsys):
     chex.assert_trees_all_equal(load_file("found.safetensors"), arrays)
 
 
+@pytest.mark.slow
 def test_a_folder_of_timm_becomes_a_run_and_a_file_of_timm(place, capsys):
     """Names, classes, and what the arrays do not show: epsilon and padding."""
     arrays = state_dict("mobile.py", names="timm")

@@ -321,6 +321,7 @@ def test_each_target_of_a_batch_counts_the_same(write, network):
     np.testing.assert_allclose(mean, total / count, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_step_averages_over_the_tokens_of_its_batch_however_they_are_arranged(write, network):
     path = write(answers(16))
     task, params, state = network(ChatFile(path=path, context=32, test_fraction=0.25))

@@ -140,6 +140,7 @@ def test_the_loss_is_that_of_the_formula(workplace, write, options):
     chex.assert_trees_all_close(aux.metrics["accuracy"], (margin > 0).astype(jnp.float32))
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("options", [{}, {"lora_rank": 2}])
 def test_the_odds_ratio_loss_is_that_of_trl(workplace, write, options):
     """ORPOTrainer of TRL: nll over prompt and answer, odds of mean log-likelihoods of answers."""
@@ -196,6 +197,7 @@ def test_the_reference_is_computed_once_for_a_run(workplace, write, monkeypatch)
         other.task.before_batches(workplace)
 
 
+@pytest.mark.slow
 def test_microbatches_do_not_change_a_step(workplace, write):
     config = config_of(workplace, write, lora_rank=2)
     states = []
@@ -270,7 +272,7 @@ def reward_config(workplace, write, **options):
     return dataclasses.replace(config, data=dataclasses.replace(config.data, objective="reward"))
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("options", [{}, {"lora_rank": 2}, {"lora_rank": 2, "quantize": "int8"}])
 def test_a_reward_is_read_from_the_last_token_of_an_answer(workplace, write, options):
     run = setup(reward_config(workplace, write, **options))

@@ -384,6 +384,7 @@ def test_rejects_options_of_adapters_without_adapters(folder, capsys):
     assert_one_line_error(capsys, "no parameter matches")
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("options", [{}, {"lora_rank": 2}])
 def test_a_run_adds_the_balance_loss_of_experts(folder, options):
     """It counts in training, by the number of learned tokens, and not in evaluation."""
