@@ -140,7 +140,9 @@ def claims(measured: dict[Sizes, Measured], where: str) -> Iterator[Claim]:
     """Claims at the default size, and about memory with a larger vocabulary."""
     temporaries, seconds = measured[Sizes()]
     what = f"linear_cross_entropy, {Sizes().text}, value and gradients, {where}"
-    yield Claim(f"{what}: temporaries", "optax", temporaries[OURS] / temporaries[OPTAX], "<= 0.03")
+    # A GPU computes the gradient in the forward pass, from a quarter of the logits.
+    limit = "<= 0.03" if where == "cpu" else "<= 0.35"
+    yield Claim(f"{what}: temporaries", "optax", temporaries[OURS] / temporaries[OPTAX], limit)
     if seconds:
         ratio, least = (seconds[name] / seconds[OPTAX] for name in (OURS, PRODUCTS))
         limit = (
@@ -148,6 +150,8 @@ def claims(measured: dict[Sizes, Measured], where: str) -> Iterator[Claim]:
             f"optax's time on two CPU cores. In this run they took {least:.2f}."
         )
         yield Claim(f"{what}: time", "optax", ratio, "<= 1.01", "time", limit)
+    if where != "cpu":
+        return
     large = Sizes(vocabulary=131_072)
     growth = measured[large].temporaries[OURS] / temporaries[OURS]
     what = f"linear_cross_entropy, vocabulary of {large.vocabulary:,}, {where}: temporaries"

@@ -48,7 +48,7 @@ from fnet.autodiff.per_example.parameter_gradients import (
 )
 from fnet.autodiff.per_example.products import uses_of_factors
 from fnet.autodiff.per_example.taps import Use, Uses, evaluate_with_taps, find_uses
-from fnet.cpu.tracing import is_for_cpu
+from fnet.cpu.tracing import examples_apart, is_for_cpu
 from fnet.jaxpr import (
     ShardMap,
     aval,
@@ -143,11 +143,13 @@ def trace_loss(
 
     leaves, rows = equally_varying((leaves, examples.leaves))
     examples = examples._replace(leaves=rows)
-    whole, aux_of_batch = _trace_batch(name, batch_loss, leaves, examples)
+    with examples_apart():
+        whole, aux_of_batch = _trace_batch(name, batch_loss, leaves, examples)
     state = _batch_axis_of_losses(whole, examples)
     if isinstance(state, Mixed):
         raise ValueError(_refusal(name, state))
-    one = _trace_one(name, batch_loss, leaves, examples, whole)
+    with examples_apart():
+        one = _trace_one(name, batch_loss, leaves, examples, whole)
     if isinstance(state, Unknown):
         raise ValueError(_refusal(name, state))
     closed = hoist(one, len(leaves))
