@@ -32,7 +32,7 @@ from fnet.autodiff.examples import (
 )
 from fnet.autodiff.per_example.batching import Rows, Value, rows_of, run_for_batch
 from fnet.autodiff.per_example.derived import DerivedGradients, Group, split_derived
-from fnet.autodiff.per_example.ghost_norm import computed_once
+from fnet.autodiff.per_example.ghost_norm import Dot, computed_once
 from fnet.autodiff.per_example.hoist import hoist
 from fnet.autodiff.per_example.parameter_gradients import (
     ChunkedGradients,
@@ -73,7 +73,13 @@ from fnet.jaxpr.batch_axis import (
 )
 from fnet.jaxpr.custom_rules import AnyEquation
 from fnet.jaxpr.primitives import ConvGeneralDilated, DotGeneral, total
-from fnet.measured import ELEMENTS_PER_EQUATION, ELEMENTS_PER_PARAMETER, FEW_ROWS
+from fnet.measured import (
+    ELEMENTS_PER_EQUATION,
+    ELEMENTS_PER_PARAMETER,
+    FEW_ROWS,
+    KEPT_ELEMENTS_PER_EQUATION,
+    KEPT_TOKEN_BYTES,
+)
 from fnet.mesh import batch_devices, equally_varying
 
 BatchLoss = Callable[[list[Any], Sequence[Any]], tuple[Array, Any]]
@@ -178,9 +184,17 @@ class TracedLoss(NamedTuple):
     aux: Any
 
     def gradients(
-        self, examples: Examples, *, width: int | None = None, remat: bool = False
+        self,
+        examples: Examples,
+        *,
+        width: int | None = None,
+        remat: bool = False,
+        kept: Collection[int] = (),
     ) -> PerExampleGradients:
-        """Differentiate the losses of some examples, see `per_example_gradients`."""
+        """Differentiate the losses of some examples, see `per_example_gradients`.
+
+        The gradients of ``kept`` parameters are materialized at once.
+        """
         size = examples.size
         if not size:
             losses, aux = self.loss(self.leaves, examples.rebuild_batch(examples.leaves))
@@ -189,7 +203,7 @@ class TracedLoss(NamedTuple):
             return PerExampleGradients(
                 losses, aux, is_batched, self.treedef, [SeparateGradients(none)]
             )
-        plan = _Plan.of(self.closed, self.leaves, size, width, remat)
+        plan = _Plan.of(self.closed, self.leaves, size, width, remat, kept)
         result = _differentiate(self.name, plan, examples)
         return self._of(examples, result, _gradients(plan, result, self.closed, examples))
 
@@ -223,6 +237,27 @@ class TracedLoss(NamedTuple):
         params = sum(self.leaves[i].size for i in plan.materialized)
         fewest: float = ELEMENTS_PER_PARAMETER * params + ELEMENTS_PER_EQUATION * equations
         return elements >= fewest
+
+    def pays_to_keep(self) -> tuple[int, list[int]]:
+        """Size of the microbatches in which to keep gradients of examples, and of which parameters.
+
+        On one accelerator: to write and read the gradient of a matrix that meets many tokens is
+        faster than the second product of a norm and a sum apart. Microbatches hold no more bytes
+        than the factors of the whole batch, and are large enough that the start of each operation
+        does not matter. Otherwise the size is that of the batch, without any parameter.
+        """
+        size = self.examples.size
+        never: tuple[int, list[int]] = size, []
+        if is_for_cpu() or batch_devices() > 1 or self.closed.effects:
+            return never
+        factors = _factors_of_many_tokens(self.closed, self.leaves)
+        gradients = 4 * sum(self.leaves[i].size for i in factors)
+        of_one = sum(factors.values())
+        divisors = (n for n in range(size // 2, 1, -1) if size % n == 0)
+        width = next((n for n in divisors if n * gradients <= (size - n) * of_one), 1)
+        equations = sum(total(e, lambda _: 1) for e in self.closed.eqns)
+        pays = width > 1 and width * gradients >= 4 * KEPT_ELEMENTS_PER_EQUATION * equations
+        return (width, sorted(factors)) if pays else never
 
     def shared_aux(self) -> list[Array]:
         """Leaves of the auxiliary output, of which only those are right that examples share."""
@@ -385,7 +420,13 @@ class _Plan(NamedTuple):
 
     @classmethod
     def of(
-        cls, closed: ClosedJaxpr, params: Sequence[Any], size: int, width: int | None, remat: bool
+        cls,
+        closed: ClosedJaxpr,
+        params: Sequence[Any],
+        size: int,
+        width: int | None,
+        remat: bool,
+        kept: Collection[int],
     ) -> "_Plan":
         """Choose how each leaf is differentiated."""
         split, count = split_derived(closed, len(params)), len(params)
@@ -394,6 +435,7 @@ class _Plan(NamedTuple):
         # Taps give the gradients of leaves that meet data in single equations. Other leaves are
         # differentiated themselves, now or in chunks.
         materialized, too_large = _split_nonlinear(uses, leaves, size, width)
+        materialized += kept
         # A group's gradients need the gradients of all its members.
         skipped = too_large.union(*(g.leaves for g in split.groups if g.leaves & too_large))
         groups = [g for g in split.groups if not g.leaves & skipped]
@@ -415,15 +457,30 @@ class _Plan(NamedTuple):
     def of_one(cls, closed: ClosedJaxpr, params: Sequence[Any]) -> "_Plan":
         """Differentiate all parameters, except where an example reads a few rows."""
         uses = find_uses(closed, len(params))
-        by_param: dict[int, list[Use]] = {}
-        for use in uses.uses:
-            by_param.setdefault(use.view.param, []).append(use)
         tables = {
-            i for i, own in by_param.items()
+            i for i, own in uses.by_param().items()
             if i not in uses.nonlinear and len(own) == 1 and _reads_few_rows(own[0], params[i])
         }  # fmt: skip
         others = [i for i in range(len(params)) if i not in tables]
         return cls(closed, list(params), len(params), uses.without(others), others, [], [], None)
+
+
+def _factors_of_many_tokens(closed: ClosedJaxpr, params: Sequence[Any]) -> dict[int, int]:
+    """Parameters that meet many tokens in products alone, with the bytes of their factors."""
+    split = split_derived(closed, len(params))
+    uses = find_uses(split.loss, len(params) + sum(len(group.derived) for group in split.groups))
+    elsewhere = uses.nonlinear.union(*(group.params for group in split.groups))
+    factors = {}
+    for i, own in uses.by_param().items():
+        is_product = all(isinstance(use.equation, Dot) for use in own)
+        if i >= len(params) or i in elsewhere or not is_product:
+            continue
+        nbytes = [math.prod(use.scan_lengths) * use.out.dtype.itemsize for use in own]
+        pairs = list(zip(nbytes, own, strict=True))
+        tokens = sum(n * use.equation.products(use.out) for n, use in pairs)
+        if tokens >= KEPT_TOKEN_BYTES * params[i].size:
+            factors[i] = sum(n * use.equation.factor_size(use.out) for n, use in pairs)
+    return factors
 
 
 def _reads_few_rows(use: Use, table: Any) -> bool:

@@ -281,8 +281,9 @@ class ClippedGrad:
             "clipped_grad", self.loss, params, examples("clipped_grad", batch), has_aux=self.has_aux
         )
         is_real = _is_real(mask, traced.examples.size)
-        if self._microbatch_size(traced) < traced.examples.size:
-            sums, info = self._in_turn(traced, is_real, clip)
+        width, kept = self._microbatches(traced)
+        if width < traced.examples.size:
+            sums, info = self._in_turn(traced, is_real, clip, width, kept)
             if totals is not None:
                 _add_to_refs(totals, sums)
             return sums, info
@@ -290,16 +291,20 @@ class ClippedGrad:
         scales, is_rough, info = self._scale(grads, is_real, clip)
         return grads.weighted_sum(scales, is_rough, totals), info
 
-    def _microbatch_size(self, traced: TracedLoss) -> int:
+    def _microbatches(self, traced: TracedLoss) -> tuple[int, list[int]]:
+        """Return their size, and parameters whose gradients are kept in each."""
         if self.microbatch_size is not None:
-            return self.microbatch_size
-        pays = self.width is None and traced.pays_one_by_one()
-        return 1 if pays else traced.examples.size
+            return self.microbatch_size, []
+        if self.width is not None:
+            return traced.examples.size, []
+        return (1, []) if traced.pays_one_by_one() else traced.pays_to_keep()
 
-    def _in_turn(self, traced: TracedLoss, is_real: Array, clip: Any) -> tuple[Any, ClippedInfo]:
+    def _in_turn(
+        self, traced: TracedLoss, is_real: Array, clip: Any, width: int, kept: list[int]
+    ) -> tuple[Any, ClippedInfo]:
         """Return the sum of microbatches that are computed one after the other."""
         whole = traced.examples
-        size, width = whole.size, self._microbatch_size(traced)
+        size = whole.size
         count = -(-size // width)
         padding = count * width - size
         is_batched: list[bool] = []
@@ -318,7 +323,8 @@ class ClippedGrad:
             if width == 1:
                 grads = traced.gradients_of_one(number, chosen)
             else:
-                grads = traced.gradients(chosen, width=self.width, remat=not self.per_layer)
+                remat = not self.per_layer
+                grads = traced.gradients(chosen, width=self.width, remat=remat, kept=kept)
             scales, is_rough, info = self._scale(grads, is_real, clip)
             is_batched[:] = grads.aux_is_batched
             of_rows = [
@@ -488,7 +494,8 @@ def gradient_strategies(
             one = ["one example at a time"] * len(traced.leaves)
             strategies.append(jax.tree.unflatten(traced.treedef, one))
         else:
-            grads = traced.gradients(traced.examples, width=width, remat=True)
+            kept = traced.pays_to_keep()[1] if width is None else []
+            grads = traced.gradients(traced.examples, width=width, remat=True, kept=kept)
             strategies.append(grads.strategies())
 
     jax.eval_shape(trace, params, batch)

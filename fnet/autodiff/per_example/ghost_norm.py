@@ -731,6 +731,17 @@ class Dot(OuterProducts):
         free = [i for i in range(first, first + parameter_free + len(data_free)) if i not in time]
         return u, _arrange(ct, range(first), time, free)
 
+    def products(self, out: Any) -> int:
+        """Number of multiplications, given the shape of the result."""
+        size: int = out.size * math.prod(self.parameter[i] for i in self.axes[1])
+        return size
+
+    def factor_size(self, out: Any) -> int:
+        """Elements of the data and of the result."""
+        free = math.prod(self.parameter[i] for i in self.axes[2])
+        size: int = out.size + self.products(out) // max(free, 1)
+        return size
+
     def as_matrix(self, elements: Any) -> Any:
         stack = elements.ndim - len(self.parameter)
         axes = [stack + i for dims in self.axes for i in dims]

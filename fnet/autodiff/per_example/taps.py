@@ -258,6 +258,13 @@ class Uses(NamedTuple):
     nonlinear: frozenset[int]
     unknown: frozenset[int]
 
+    def by_param(self) -> dict[int, list[Use]]:
+        """The uses of each parameter."""
+        uses: dict[int, list[Use]] = {}
+        for use in self.uses:
+            uses.setdefault(use.view.param, []).append(use)
+        return uses
+
     def without(self, params: Collection[int]) -> list[Use]:
         """Return the uses of all but some parameters."""
         return [use for use in self.uses if use.view.param not in params]
