@@ -3,6 +3,7 @@
 import functools
 import itertools
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,14 +15,14 @@ from typing_extensions import override
 
 from train.config.data import Content, Data
 from train.config.section import Count, CountOrZero, Fraction, NonNegative, Positive, Seed
-from train.data import Arrays, Dataset, Outputs, num_examples
+from train.data import Arrays, Dataset, Outputs, num_examples, storage
 from train.data.annotations import FoundAnnotations, find_annotations
 from train.data.augment import fit, to_uint8
 from train.data.class_table import MASK_VALUES, PUBLISHED, find_own_table, find_table
 from train.data.columns import describe_classes
 from train.data.decode import UnreadableError, View, file_bytes, upright_size
 from train.data.drawings import Mask, mask_size, read_mask
-from train.data.files import ImageFiles, describe_files, describe_skipped
+from train.data.files import ImageFiles, describe_files
 from train.data.image_batches import ImageOptions, decode_pair, read_local, read_masked
 from train.data.label_map import IGNORE, LabelMap, plain_label_map
 from train.data.mask_layouts import FoundLayout, Pair, find_layout
@@ -183,7 +184,8 @@ def load(config: SegmentationFolder, trained: LabelMap | None = None) -> Dataset
     root = Path(config.path)
     found = _find(root, config, trained)
     train, test, files, notes = _find_splits(found, config, test_only=trained is not None)
-    notes += describe_skipped(files)
+    skipped = sum((f.skipped for f in files), Counter[str]())
+    notes += storage.describe_skipped(skipped)
     notes += found.notes
     if config.format not in ("images", "voc") and isinstance(found, FoundLayout):
         notes.append(

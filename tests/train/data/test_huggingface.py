@@ -253,7 +253,7 @@ def test_unreadable_images_have_weight_0_the_mean_color_and_a_reason(hub):
         assert (batch["image"][batch["weight"] == 0] == (51, 102, 153)).all()
     assert re.fullmatch(r"image 1 of train in animals: .*truncated.*", data.explain(1))
     assert data.explain(2) == "image 2 of train in animals: there is no image"
-    assert "not an image: none of JPEG, PNG" in data.explain(4)
+    assert "not an image: no format" in data.explain(4)
     assert "No such file" in data.explain(5)
     lines = []
     with pytest.raises(UserError, match=r"max_bad_fraction: so far \d of the 12 training files"):
