@@ -16,6 +16,17 @@ from train.errors import UserError, did_you_mean, list_available, shorten
 
 _INTEGER = re.compile(r"-?[0-9]{1,18}")
 _PLAIN = re.compile(r"0|-?[1-9][0-9]{0,17}")
+_NO_TEXT = {
+    b"PAR1": "Parquet",
+    b"PK\x03\x04": "a zip archive, such as .docx or .xlsx",
+    b"%PDF": "PDF",
+    b"SQLite format 3": "a data base of SQLite",
+    b"BZh": "compressed with bzip2",
+    b"\xfd7zXZ": "compressed with xz",
+    b"\x28\xb5\x2f\xfd": "compressed with zstd",
+    b"\x89HDF": "HDF5",
+}
+"""First bytes of files that are no text, and what they are."""
 _MISSING = (
     *("#N/A", "#NA", "-NaN", "-nan", "1.#IND", "1.#QNAN", "<NA>", "N/A"),
     *("NA", "NULL", "NaN", "n/a", "nan", "null"),
@@ -74,15 +85,17 @@ def read_lines(path: str, option: str) -> list[str]:
     return decode_text(content, path, option).splitlines()
 
 
-def decode_text(content: bytes, path: str, option: str) -> str:
+def decode_text(content: bytes, path: str, option: str, errors: str = "strict") -> str:
     """Decode a text file in UTF-8, or in UTF-16 with a byte order mark; gzip is unpacked."""
+    if kind := next((kind for start, kind in _NO_TEXT.items() if content.startswith(start)), ""):
+        raise UserError(f"{option}: {path} is no text, but {kind}; give the text that it holds")
     try:
         if content.startswith(b"\x1f\x8b"):
             with gzip.GzipFile(fileobj=io.BytesIO(content)) as file:
                 content = file.read(limits.UNPACKED.most + 1)
             limits.UNPACKED.check(len(content), f"{option}: {path}")
         is_utf16 = content.startswith((b"\xff\xfe", b"\xfe\xff"))
-        return content.decode("utf-16" if is_utf16 else "utf-8-sig")
+        return content.decode("utf-16" if is_utf16 else "utf-8-sig", errors)
     except UnicodeDecodeError as error:
         raise UserError(
             f"{option}: {path} is not UTF-8 at byte {error.start:,}; convert it"
