@@ -17,7 +17,7 @@ from train.data.class_table import Row
 from train.data.columns import normalized, parse_integer, read_lines, read_names
 from train.data.decode import UnreadableError, upright_size
 from train.data.drawings import Drawing, Shape, decode_runs
-from train.data.files import ImageFiles, check_folder, list_images
+from train.data.files import check_folder, list_images
 from train.data.mask_layouts import FoundLayout, Pair, choose_test, find_layout
 from train.data.splits import SPLIT_NAMES, split_of
 from train.errors import UserError, shorten
@@ -75,9 +75,9 @@ class FoundAnnotations(NamedTuple):
         """
         return choose_test(self.splits, self.root, given)
 
-    def pairs(self, split: str = "") -> tuple[list[Pair], list[ImageFiles]]:
+    def pairs(self, split: str = "") -> list[Pair]:
         """Return the images of a split with their masks."""
-        return self.pairs_by_split[split], []
+        return self.pairs_by_split[split]
 
 
 class _Object(NamedTuple):
@@ -164,6 +164,7 @@ def find_annotations(
         pairs.setdefault(image.split, []).append((image.path, drawing))
     rows = (
         Row(_BACKGROUND, 0),
+        *(Row("void", 255) for _ in [*filter(_is_ignored, names)][:1]),
         *(Row(name, values[name]) for name in sorted(plain, key=lambda name: values[name])),
     )
     if (len(pairs) > 1 or (known is None and "" not in pairs)) and "train" not in pairs:

@@ -1,5 +1,6 @@
 """Names of arrays, columns and classes, and labels, as people write them."""
 
+import csv
 import gzip
 import io
 import re
@@ -16,6 +17,13 @@ from train.errors import UserError, did_you_mean, list_available, shorten
 
 _INTEGER = re.compile(r"-?[0-9]{1,18}")
 _PLAIN = re.compile(r"0|-?[1-9][0-9]{0,17}")
+_COMMENT = re.compile(r"\s*#(?![0-9a-fA-F]{6}\b)")
+"""Start of a line that is a comment, and not a color."""
+_CVAT = re.compile(r":\d+,\d+,\d+")
+"""Color in labelmap.txt of CVAT, whose fields are separated by colons."""
+_BREAK = re.compile(r"\s*[\r\n]+\s*")
+_NEVER = "\x1f"
+"""Separator of fields that no text has, because a name may have a comma."""
 _NO_TEXT = {
     b"PAR1": "Parquet",
     b"PK\x03\x04": "a zip archive, such as .docx or .xlsx",
@@ -104,16 +112,44 @@ def decode_text(content: bytes, path: str, option: str, errors: str = "strict") 
         raise UserError(f"{option}: {path} is damaged: {error}") from error
 
 
+def read_rows(path: str, option: str, separator: str | None = None) -> list[list[str]]:
+    """Read the rows of a small table as `csv` does, without comments: lines that begin with #.
+
+    Args:
+      path: The file.
+      option: Config field that names it, for error messages.
+      separator: Between fields; None is a tab, a semicolon or a comma, whichever the file has.
+
+    Raises:
+      UserError: if it is unreadable, or a line between others is empty, which would count for one
+        reader and not for another.
+    """
+    with storage.reported(option, path), storage.open_file(path) as file:
+        text = decode_text(file.read(), path, option)
+    if separator is None:
+        bare = re.sub('"[^"]*"', "", text)
+        first = next((line for line in bare.splitlines() if not _COMMENT.match(line)), "")
+        separator = next((c for c in "\t;" if c in first), ":" if _CVAT.search(first) else ",")
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
+    rows, empty = [], 0
+    try:
+        for fields in reader:
+            if not "".join(fields).strip():
+                empty = empty or reader.line_num
+            elif not _COMMENT.match(fields[0]):
+                if empty:
+                    raise UserError(
+                        f"{option}: line {empty} of {path} is empty; expected a class name"
+                    )
+                rows.append([normalized(_BREAK.sub(" ", field).strip()) for field in fields])
+    except csv.Error as error:
+        raise UserError(f"{option}: line {reader.line_num} of {path}: {error}") from error
+    return rows
+
+
 def read_names(path: str, option: str) -> tuple[str, ...]:
-    """Read the names of labels 0, 1, ..., one per line. Empty lines may end the file."""
-    names = [normalized(line.strip()) for line in read_lines(path, option)]
-    while names and not names[-1]:
-        names.pop()
-    if "" in names:
-        raise UserError(
-            f"{option}: line {names.index('') + 1} of {path} is empty; expected a class name"
-        )
-    return tuple(names)
+    """Read the names of labels 0, 1, ..., one per line, as `read_rows` does."""
+    return tuple(name for (name,) in read_rows(path, option, _NEVER))
 
 
 def is_missing(value: Any) -> bool:

@@ -3,7 +3,7 @@
 import io
 import os
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Sequence
 from hashlib import blake2b, file_digest
 from pathlib import Path
 from typing import IO, Any, NamedTuple, TypeVar
@@ -45,15 +45,18 @@ class ImageFiles(NamedTuple):
     skipped: Counter[str]
 
 
-def list_images(folder: Path) -> ImageFiles:
-    """Find all image files below a folder, as `storage.walk` does."""
+def list_images(folder: Path, read: Container[str] = ()) -> ImageFiles:
+    """Find all image files below a folder, as `storage.walk` does.
+
+    Names of other files that are ``read`` are not counted as left out.
+    """
     skipped: Counter[str] = Counter()
     paths: list[str] = []
     with storage.reported("data.path", folder):
         for path in storage.walk(str(folder), skipped):
             if (kind := storage.kind_of(path)).lower()[1:] in EXTENSIONS:
                 paths.append(path)
-            else:
+            elif path.rpartition("/")[2] not in read:
                 skipped[kind] += 1
     return ImageFiles(sorted(paths), skipped)
 

@@ -7,7 +7,6 @@ from train import tasks
 from train.config import Config
 from train.data import Outputs, Scaling
 from train.data.label_map import LabelMap
-from train.data.masks import compare_palettes
 from train.errors import UserError
 from train.run.run_folder import RunFolder, as_json, atomic_write
 
@@ -31,14 +30,9 @@ def check_classes(folder: RunFolder, outputs: Outputs) -> None:
                 f"data: the classes differ from {began}: label {label} was {then or 'none'}, is "
                 f"{now or 'none'}"
             )
-    # How files are read follows from them; the classes of values and colors must stay.
-    then_map, now_map = (m and m.without_readings() for m in (saved.label_map, outputs.label_map))
-    if then_map and now_map and then_map != now_map:
-        values = [m.describe_values() for m in (then_map, now_map)]
-        how = f": they were {values[0]}; they are {values[1]}" if values[0] != values[1] else ""
-        raise UserError(f"data: the values or colors of masks differ from {began}{how}")
-    if saved.label_map and outputs.label_map:
-        compare_palettes(saved.label_map, outputs.label_map.shown, began)
+    then_map, now_map = saved.label_map, outputs.label_map
+    if then_map and now_map:
+        _compare_masks(then_map, now_map, began)
     before, after = saved.scaling, outputs.scaling
     if before and after and before != after:
         raise UserError(
@@ -46,6 +40,27 @@ def check_classes(folder: RunFolder, outputs: Outputs) -> None:
             f"{before.mean} and {before.std}; they are {after.mean} and {after.std}; restore the "
             "table, or start a new run"
         )
+
+
+def _compare_masks(then: LabelMap, now: LabelMap, began: str) -> None:
+    """Check that the values of masks mean the same; older runs did not save their reading."""
+    if (then.values, then.codes) != (now.values, now.codes):
+        values = [m.describe_values() for m in (then, now)]
+        how = f": they were {values[0]}; they are {values[1]}" if values[0] != values[1] else ""
+        options = "" if values[0] == values[1] else f"; give {then.describe_options()}"
+        raise UserError(f"data: the values or colors of masks differ from {began}{how}{options}")
+    if then.reading not in (None, now.reading):
+        raise UserError(
+            f"data.mask_reading: masks were read by {then.reading} when {began}; give "
+            f"--data.mask-reading {then.reading}"
+        )
+    known = dict(then.palette)
+    for index, color in now.palette:
+        if known.get(index, color) != color:
+            raise UserError(
+                f"data.path: palette index {index} has another color than in {began}; if indices "
+                "count, give --data.mask-reading index"
+            )
 
 
 def read_outputs(folder: RunFolder, config: Config) -> Outputs:

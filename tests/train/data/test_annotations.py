@@ -207,8 +207,8 @@ def test_labelme(tmp_path):
     assert data.notes == (
         f"{tmp_path} has no splits: 1 of 6 images are held out for testing (data.test_fraction)",
         "images that no annotations name are left out: other.png",
-        "5 training masks were looked at: background 81.2%, bud 12.5%, leaf 4.7%, ignored 1.6%",
-        "1 test masks were looked at: background 81.2%, bud 12.5%, leaf 4.7%, ignored 1.6%",
+        "5 training masks were looked at, by index: background 81.2%, bud 12.5%, leaf 4.7%, ignored 1.6%",
+        "1 test masks were looked at, by index: background 81.2%, bud 12.5%, leaf 4.7%, ignored 1.6%",
     )
     (batch,) = evaluation_batches(data, len(data.test["id"]))
     count = np.bincount(batch["mask"][0].ravel(), minlength=256)
