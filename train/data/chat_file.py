@@ -21,7 +21,7 @@ from train.data.columns import is_missing, normalized, number_users
 from train.data.packing import gather, pack
 from train.data.placeholder import Placeholder, zero_tokens
 from train.data.records import Record
-from train.data.splits import hold_out_contents, hold_out_rows
+from train.data.splits import hold_out_contents, hold_out_users
 from train.data.text import Text
 from train.data.tokenizer import Pieces, Tokenizer, load_tokenizer
 from train.errors import UserError, list_available, shorten
@@ -405,7 +405,7 @@ def _split(config: ChatFile, examples: list[Document]) -> tuple[list[Document], 
     if not count:
         raise UserError(f"data.path: {config.path} holds no examples")
     if config.user is not None:
-        is_test = hold_out_rows(config, np.zeros(count), _user_ids(examples))
+        is_test = hold_out_users(config, _user_ids(examples))
     else:  # The answers of a chat stay together.
         places = [e.where for e in examples]
         contents = {where: e.ids.tobytes().hex() for where, e in zip(places, examples, strict=True)}

@@ -51,7 +51,7 @@ def choose(
     candidates: Sequence[str] = (),
     usual: Sequence[str] = (),
 ) -> str:
-    """Return the given name, else the first usual one of the candidates, else the only candidate.
+    """Return the given name, else the only usual one of the candidates, else the only candidate.
 
     Args:
       option: config field that gives the name, for error messages.
@@ -70,13 +70,15 @@ def choose(
                 f"{list_available(available, f'{kind}s')}"
             )
         return given
-    found = [name for name in usual if name in candidates]
-    if len(candidates) == 1 or found:
-        return found[0] if found else candidates[0]
-    several = f"several {kind}s ({shorten(candidates)})" if candidates else f"no {kind}"
-    what = option.rpartition(".")[2].replace("_", " ")
+    found = [name for name in usual if name in candidates] or [*candidates]
+    if len(found) == 1:
+        return found[0]
+    several = f"several {kind}s ({shorten(found)})" if found else f"no {kind}"
+    what, flag = option.rpartition(".")[2].replace("_", " "), option.replace("_", "-")
+    options = " or ".join(f"--{flag} {name}" for name in found[:2])
     raise UserError(
         f"{option}: {where} has {several} that can be the {what}; name one"
+        f"{f', as with {options}' if found else ''}"
         f"{list_available(available, f'{kind}s')}"
     )
 

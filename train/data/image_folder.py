@@ -196,7 +196,7 @@ def _find_splits(
         )
     if test_name is not None:
         _compare_classes(folder, classes, root / test_name, subfolders(root / test_name))
-        notes = describe_splits(train_name or "", test_name, usual & {*folders})
+        notes = describe_splits(train_name or "", test_name, folders)
         subfolders(root / test_name, skipped)
         train = _find(root, train_name, names, skipped)
         return names, train, _find(root, test_name, names), notes

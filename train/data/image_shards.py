@@ -18,11 +18,12 @@ from train.data.labeled_images import image_dataset
 from train.data.order import Rows, ShuffledBatches
 from train.data.photos import LabeledFiles
 from train.data.shards import CACHE_BYTES, EXPECTED, Fields, Index, Shards, format_of, index_shards
-from train.data.splits import describe_hold_out, hold_out, refuse_folds, split_of
+from train.data.splits import content_keys, describe_hold_out, hold_out, refuse_folds, split_of
 from train.errors import UserError, shorten
 
 _REMOTE_BATCHES = 2
 """Batches that are made at once, so that decoding does not wait for remote storage."""
+_READ_AT_ONCE = 1024
 _COMPARED = 2**30
 """Bytes of shards up to which copies of training images are looked for, which takes seconds."""
 
@@ -92,11 +93,12 @@ def load(config: ImageShards) -> Dataset:
         if not (source == i).any():
             raise UserError(f"data.path: there are no images in {path}")
     train, test = np.flatnonzero(source >= 0), np.flatnonzero(source < 0)
+    others = Shards(every, indices)  # which keep nothing for batches
+    shards = Shards(every, indices)
     if test_paths:
         refuse_folds(config, f"the test shards are {shorten(test_paths)}")
     else:
-        named = zip(shard.tolist(), place.tolist(), strict=True)
-        keys = (f"{os.path.basename(every[i])} {first} {second}" for i, (first, second) in named)
+        keys = _keys(indices, others, shard, place)
         is_test = hold_out(config, keys, label)
         notes.append(
             describe_hold_out(config, is_test, f"no test shards in {shorten(config.path)}")
@@ -109,8 +111,6 @@ def load(config: ImageShards) -> Dataset:
     labels = label[train], label[test]
     n = len(train)
     names = name_classes(labels, names, f"data.label: {shorten(config.path)}")
-    others = Shards(every, indices)  # which keep nothing for batches
-    shards = Shards(every, indices)
     is_small = not shards.are_remote and sum(shards.sizes) <= _COMPARED
     return image_dataset(
         config,
@@ -183,6 +183,21 @@ def _expand(path: str, field: str, skipped: Counter[str]) -> tuple[list[str], bo
         raise UserError(f"{field}: no files in {path}; {EXPECTED}")
     skipped.update(storage.kind_of(file) for file in {*found} - {*shards})
     return shards, True
+
+
+def _keys(
+    indices: Sequence[Index], shards: Shards, shard: np.ndarray, place: np.ndarray
+) -> list[str]:
+    """Return the name of each image; its content if it has none."""
+    keys = [str(key) for index in indices for key in index.keys.tolist()]
+    nameless = np.array([i for i, key in enumerate(keys) if not key], np.int64)
+    for start in range(0, len(nameless), _READ_AT_ONCE):
+        rows = nameless[start : start + _READ_AT_ONCE]
+        read = shards.read(shard[rows], place[rows])
+        contents = (c if isinstance(c, bytes) else str(c).encode() for c in read)
+        for i, key in zip(rows.tolist(), content_keys(contents), strict=True):
+            keys[i] = key
+    return keys
 
 
 def _check_damage(

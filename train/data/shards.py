@@ -41,7 +41,7 @@ _THREADS = 16
 """Shards that are indexed or read at once."""
 CACHE_BYTES = 2**30
 """Bytes of row groups that are kept in memory."""
-_INDEX_VERSION = 3
+_INDEX_VERSION = 4
 
 
 class Fields(NamedTuple):
@@ -58,6 +58,7 @@ class Index(NamedTuple):
       places: Where each example is, int64 [N, 2]. Tar: first byte and number of bytes. Parquet: row
         group and row in it.
       labels: Label of each example, int64 or str [N].
+      keys: Name of each example, str [N]; "" for one without a name.
       block_bytes: Size of the largest row group; 0 if examples are read one by one.
       classes: Names of labels 0, 1, ..., if the shard has them.
       image: Name of the images' field.
@@ -67,6 +68,7 @@ class Index(NamedTuple):
 
     places: np.ndarray
     labels: np.ndarray
+    keys: np.ndarray
     block_bytes: int = 0
     classes: tuple[str, ...] = ()
     image: str = ""
@@ -128,7 +130,7 @@ def _load_index(path: Path) -> Index | None:
         with _HEADERS, np.load(path, allow_pickle=False) as arrays:
             texts = json.loads(str(arrays["texts"]))
             texts["classes"] = tuple(texts["classes"])
-            return Index(arrays["places"], arrays["labels"], **texts)
+            return Index(arrays["places"], arrays["labels"], arrays["keys"], **texts)
     except (OSError, ValueError, KeyError, zipfile.BadZipFile, zlib.error):
         return None  # there is none, or it is damaged
 
@@ -137,7 +139,9 @@ def _save_index(index: Index, path: Path) -> None:
     texts = {name: getattr(index, name) for name in ("block_bytes", "classes", "image")}
 
     def write(file: IO[bytes]) -> None:
-        np.savez(file, places=index.places, labels=index.labels, texts=json.dumps(texts))
+        np.savez(
+            file, places=index.places, labels=index.labels, keys=index.keys, texts=json.dumps(texts)
+        )
 
     with contextlib.suppress(OSError):  # without it, only the next start is slower
         storage.atomic_write(path, write)
@@ -210,7 +214,7 @@ def _index_tar(path: str, size: int, fields: Fields) -> Index:
             )
     keys = list(images)
     found_labels = parse_labels(values, lambda i: f"data.label: {keys[i]} in {path}")
-    return Index(_places(list(images.values())), found_labels, problem=problem)
+    return Index(_places(list(images.values())), found_labels, np.array(keys, str), problem=problem)
 
 
 class _Headers:
@@ -292,11 +296,18 @@ def _index_parquet(path: str, size: int, fields: Fields) -> Index:
             batches = storage.parquet_batches(file, size, where, range(len(groups)), [label])
             values = (value.as_py() for batch in batches for value in batch.column(0))
             labels = parse_labels(values, lambda i: f"data.label: row {i} of {path}")
+            keys = [""] * len(labels)
+            if _has_paths(pyarrow, schema.field(image).type):
+                column = [f"{image}.path"]
+                batches = storage.parquet_batches(file, size, where, range(len(groups)), column)
+                keys = [str(v["path"] or "") for b in batches for v in b.column(0).to_pylist()]
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:
         reason = " ".join(str(error).split())
-        return Index(_places([]), np.zeros(0, np.int64), problem=f"of {size:,} bytes: {reason}")
+        nothing = np.zeros(0, np.int64)
+        return Index(_places([]), nothing, nothing, problem=f"of {size:,} bytes: {reason}")
     places = [(i, row) for i, group in enumerate(groups) for row in range(group.num_rows)]
-    return Index(_places(places), labels, max(block_bytes, 1), classes.get(label, ()), image)
+    names = classes.get(label, ())
+    return Index(_places(places), labels, np.array(keys, str), max(block_bytes, 1), names, image)
 
 
 def _huggingface_classes(schema: Any) -> dict[str, tuple[str, ...]]:
@@ -318,6 +329,11 @@ def _is_image_type(pyarrow: Any, kind: Any) -> bool:
         index = kind.get_field_index("bytes")
         return index >= 0 and _is_image_type(pyarrow, kind.field(index).type)
     return types.is_binary(kind) or types.is_large_binary(kind)
+
+
+def _has_paths(pyarrow: Any, kind: Any) -> bool:
+    index = kind.get_field_index("path") if pyarrow.types.is_struct(kind) else -1
+    return index >= 0 and bool(pyarrow.types.is_string(kind.field(index).type))
 
 
 def _is_label_type(pyarrow: Any, kind: Any) -> bool:

@@ -286,6 +286,27 @@ def test_a_pattern_without_a_test_shard_holds_out_a_fraction(tmp_path):
         assert message.endswith("would be trained on, too")
 
 
+@pytest.mark.parametrize(
+    "options", [{"kind": "tar"}, {"kind": "parquet"}, {"kind": "parquet", "plain": True}]
+)
+def test_one_image_less_moves_no_other(options, tmp_path):
+    kind = options["kind"]
+    if kind == "parquet":
+        pytest.importorskip("pyarrow")
+    others = {name: value for name, value in options.items() if name != "kind"}
+
+    def tested(ids):
+        WRITERS[kind](tmp_path / f"a.{kind}", ids, **others)
+        data = load(tmp_path / f"a.{kind}", test_fraction=0.3, split_seed=1)
+        (batch,) = evaluation_batches(data, len(data.test["id"]))
+        images = {center(i).tobytes(): i for i in ids}
+        return {images[image.tobytes()] for image in batch["image"]}
+
+    whole = tested(range(40))
+    assert 3 < len(whole) < 25
+    assert tested([i for i in range(40) if i != 7]) == whole - {7}
+
+
 def test_mixes_paths_by_weight(tmp_path):
     write_tar(tmp_path / "a.tar", range(12))
     write_tar(tmp_path / "b.tar", range(12, 18))
@@ -622,7 +643,9 @@ def test_a_pipe_is_no_shard(tmp_path):
 
 
 def test_row_groups_that_are_kept_fit_into_the_limit():
-    indices = [Index(np.zeros((1, 2), np.int64), np.zeros(1, np.int64), b) for b in (1, 2**28)]
+    indices = [
+        Index(np.zeros((1, 2), int), np.zeros(1, int), np.zeros(1, str), b) for b in (1, 2**28)
+    ]
     shards = Shards(["a.parquet", "b.parquet"], indices)
     assert shards._row_group.cache_info().maxsize == CACHE_BYTES // 2**28 == 4
 
@@ -632,7 +655,7 @@ def test_the_largest_row_group_of_a_source_decides_its_lanes():
     shard, place = np.repeat([0, 1], count // 2), np.zeros((count, 2), np.int64)
     lanes = []
     for sizes in [(1, 1), (1, CACHE_BYTES // 4), (CACHE_BYTES // 4, 1)]:
-        indices = [Index(place[:1], place[:1, 0], size) for size in sizes]
+        indices = [Index(place[:1], place[:1, 0], np.zeros(1, str), size) for size in sizes]
         order = _order(ImageShards(path=("a",)), np.zeros(count), shard, place, indices)
         lanes.append(order(8, 0).lanes)
     assert lanes == [8, 2, 2]

@@ -26,7 +26,7 @@ from train.tasks.segmentation import Views, logits_by_view, make_measure
 small_deeplab = pytest.fixture(vision_cases.small_deeplab)
 recipes = pytest.fixture(vision_cases.recipes)
 
-DATA = SegmentationFolder(path="halves", image_size=16, batch_size=4)
+DATA = SegmentationFolder(path="halves", ignore=(255,), image_size=16, batch_size=4)
 
 
 @pytest.fixture
