@@ -25,13 +25,7 @@ from train.data.columns import (
 from train.data.files import describe_files
 from train.data.image_batches import ImageOptions
 from train.data.labeled_images import check_padding
-from train.data.splits import (
-    choose_test_split,
-    content_keys,
-    describe_hold_out,
-    hold_out,
-    hold_out_users,
-)
+from train.data.splits import choose_test_split, describe_hold_out, hold_out_rows
 from train.errors import UserError, list_available, shorten
 
 _IMAGE_NAMES = ("x", "image", "images", "data")
@@ -134,11 +128,8 @@ def load(config: ArrayFile) -> Dataset:
         offset = len(labels[0])
         ids = np.arange(offset), offset + np.arange(len(labels[1]))
     else:
-        if users is not None:
-            is_test = hold_out_users(config, users)
-        else:
-            contents = (image.tobytes() for image in images[0])
-            is_test = hold_out(config, content_keys(contents), labels[0])
+        contents = (image.tobytes() for image in images[0])
+        is_test = hold_out_rows(config, contents, labels[0], users)
         notes += (describe_hold_out(config, is_test, f"no test arrays in {path}"),)
         ids = np.flatnonzero(~is_test), np.flatnonzero(is_test)
         labels = [labels[0][index] for index in ids]

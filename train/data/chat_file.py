@@ -315,11 +315,7 @@ def _name(record: Record, column: str) -> str:
 
 
 def _labels(documents: list[Document], classes: tuple[str, ...]) -> np.ndarray:
-    """Return the number of each document's class.
-
-    Raises:
-      UserError: for a single class, or one that no training example has.
-    """
+    """Return the number of each document's class."""
     if len(classes) < 2:
         raise UserError(f"data.label: all training examples have the class {classes[0]}")
     for document in documents:
@@ -423,9 +419,6 @@ def _fit(
 
     Returns:
       The documents, and what was changed in them, for the user.
-
-    Raises:
-      UserError: if nothing is left of an answer, or of all examples.
     """
     size = config.context + 1
     way = config.long or ("cut" if kind == "text" else "truncate")
@@ -688,11 +681,7 @@ def _missing(where: str, key: str, message: Mapping[Any, Any]) -> UserError:
 
 
 def _messages(record: Record, name: str) -> list[dict[str, Any]]:
-    """Read the messages of a chat, whose keys are role and content, or from and value.
-
-    Raises:
-      UserError: if one is not a message, has an unknown role, or is an empty answer.
-    """
+    """Read the messages of a chat, whose keys are role and content, or from and value."""
     given = record.get(name)
     if not isinstance(given, list) or not given:
         raise UserError(f"{record.where}: {name} must be a list of messages, got {given!r:.40}")
@@ -749,11 +738,7 @@ def _is_text_part(part: Any) -> bool:
 
 
 def _tool_calls(where: str, calls: Any) -> list[dict[str, Any]]:
-    """Return calls of tools, whose arguments are objects and not their JSON, as templates expect.
-
-    Raises:
-      UserError: if they are not a list of objects.
-    """
+    """Return calls of tools, whose arguments are objects and not their JSON."""
     if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
         raise UserError(f"{where}: tool_calls must be a list of objects, got {calls!r:.40}")
     read = [dict(call) for call in calls]
@@ -769,11 +754,7 @@ def _tool_calls(where: str, calls: Any) -> list[dict[str, Any]]:
 
 
 def _tools(record: Record) -> list[Any] | None:
-    """Return the tools that a chat may call: JSON schemas, a list or its JSON.
-
-    Raises:
-      UserError: if they are anything else.
-    """
+    """Return the tools that a chat may call: JSON schemas, a list or its JSON."""
     name = record.find("tools", "functions")
     if name is None:
         return None

@@ -249,8 +249,9 @@ def _row(fields: dict[str, str]) -> Row:
     value = parse_integer(fields["value"]) if "value" in fields else None
     if value is not None and value not in MASK_VALUES:
         raise ValueError(f"the value {value} is not from {MASK_VALUES[0]:,} to {MASK_VALUES[-1]:,}")
-    color = _color(fields["color"]) if "color" in fields else None
-    row = Row(fields["name"], value, color)
+    row = Row(fields["name"], value)
+    if fields.get("color") or ("color" in fields and not row.is_void):
+        row = row._replace(color=_color(fields["color"]))
     if value is not None and value < 0 and not row.is_void:
         raise ValueError(f"the class {row.name} has the value {value}; call it void, or change it")
     return row
@@ -268,67 +269,8 @@ def _color(text: str) -> Color:
     return r, g, b
 
 
-def voc_color(label: int) -> Color:
-    """Return the color of a label in PASCAL VOC.
-
-    References:
-      VOClabelcolormap.m of the PASCAL VOC development kit (Everingham et al. 2015). The bits
-      0, 3 and 6 of a label are the highest bits of red, 1, 4 and 7 of green, 2 and 5 of blue.
-    """
-    r, g, b = (
-        sum((label >> (3 * i + channel) & 1) << (7 - i) for i in range(3)) for channel in range(3)
-    )
-    return r, g, b
-
-
-# Names, values and colors as published: Badrinarayanan et al. 2015 (SegNet's version of CamVid),
-# Cordts et al. 2016 (values of labelIds), Everingham et al. 2015.
-_CAMVID = (
-    Row("Sky", 0, (128, 128, 128)),
-    Row("Building", 1, (128, 0, 0)),
-    Row("Pole", 2, (192, 192, 128)),
-    Row("Road", 3, (128, 64, 128)),
-    Row("Pavement", 4, (60, 40, 222)),
-    Row("Tree", 5, (128, 128, 0)),
-    Row("SignSymbol", 6, (192, 128, 128)),
-    Row("Fence", 7, (64, 64, 128)),
-    Row("Car", 8, (64, 0, 128)),
-    Row("Pedestrian", 9, (64, 64, 0)),
-    Row("Bicyclist", 10, (0, 128, 192)),
-    Row("void", 11, (0, 0, 0)),
-)
-_CITYSCAPES = (
-    Row("road", 7, (128, 64, 128)),
-    Row("sidewalk", 8, (244, 35, 232)),
-    Row("building", 11, (70, 70, 70)),
-    Row("wall", 12, (102, 102, 156)),
-    Row("fence", 13, (190, 153, 153)),
-    Row("pole", 17, (153, 153, 153)),
-    Row("traffic light", 19, (250, 170, 30)),
-    Row("traffic sign", 20, (220, 220, 0)),
-    Row("vegetation", 21, (107, 142, 35)),
-    Row("terrain", 22, (152, 251, 152)),
-    Row("sky", 23, (70, 130, 180)),
-    Row("person", 24, (220, 20, 60)),
-    Row("rider", 25, (255, 0, 0)),
-    Row("car", 26, (0, 0, 142)),
-    Row("truck", 27, (0, 0, 70)),
-    Row("bus", 28, (0, 60, 100)),
-    Row("train", 31, (0, 80, 100)),
-    Row("motorcycle", 32, (0, 0, 230)),
-    Row("bicycle", 33, (119, 11, 32)),
-    *(Row("void", value) for value in (0, 1, 2, 3, 4, 5, 6, 9, 10, 14, 15, 16, 18, 29, 30)),
-)
-# fmt: off
-_VOC_NAMES = (
-    "background", "aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "cat", "chair",
-    "cow", "diningtable", "dog", "horse", "motorbike", "person", "pottedplant", "sheep", "sofa",
-    "train", "tvmonitor",
-)
-# fmt: on
-_VOC = (
-    *(Row(name, i, voc_color(i)) for i, name in enumerate(_VOC_NAMES)),
-    Row("void", 255, VOID),
-)
-PUBLISHED = {"camvid": _CAMVID, "cityscapes": _CITYSCAPES, "voc": _VOC}
-"""Class tables of published data sets."""
+PUBLISHED = {
+    path.stem: read_table(path) for path in sorted(Path(__file__).parent.glob("tables/*.csv"))
+}
+"""Class tables of published data sets: of SegNet's CamVid (Badrinarayanan et al. 2015), Cityscapes
+with the values of labelIds (Cordts et al. 2016) and PASCAL VOC (Everingham et al. 2015)."""

@@ -188,16 +188,6 @@ class MaskValues(NamedTuple):
         """Whether the values are colors."""
         return self.kind == "rgb" and self.palette is None
 
-    def as_gray(self) -> "MaskValues | None":
-        """Return a palette image of different grays as a gray image; None for another palette."""
-        assert self.palette is not None
-        held = np.unique(self.values)
-        colors, grays = self.palette[self.palette >= 0], self.palette[held]
-        is_gray = (colors == (colors & 255) * 0x010101).all() and grays.min(initial=0) >= 0
-        if not is_gray or len(np.unique(grays)) < len(held):
-            return None
-        return MaskValues(self.palette[self.values] & 255, "gray")
-
 
 def decode_mask(file: File, max_pixels: int = MAX_PIXELS) -> MaskValues:
     """Decode a mask file to its upright values. Colors that are all gray become gray values.

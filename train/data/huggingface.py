@@ -23,14 +23,7 @@ from train.data.columns import (
 from train.data.decode import File, UnreadableError
 from train.data.labeled_images import image_dataset
 from train.data.photos import Photos
-from train.data.splits import (
-    choose_test_split,
-    content_keys,
-    describe_hold_out,
-    describe_splits,
-    hold_out,
-    hold_out_users,
-)
+from train.data.splits import choose_test_split, describe_hold_out, describe_splits, hold_out_rows
 from train.errors import UserError, list_available
 
 _TRAIN = "train"
@@ -126,10 +119,7 @@ def load(config: HuggingFace) -> Dataset:
     index = [np.arange(len(split)) for split in labels]
     notes = [*describe_splits(_TRAIN, test, available)] if test else []
     if not test:
-        if users is not None:
-            is_test = hold_out_users(config, users)
-        else:
-            is_test = hold_out(config, content_keys(map(_key, files[0])), labels[0])
+        is_test = hold_out_rows(config, map(_key, files[0]), labels[0], users)
         notes.append(describe_hold_out(config, is_test, f"no test split in {config.path}"))
         index = [np.flatnonzero(~is_test), np.flatnonzero(is_test)]
         labels = [labels[0][part] for part in index]

@@ -211,7 +211,7 @@ def _lists(root: Path) -> set[str]:
 
 def _find(root: Path, layout: Layout, files: Sequence[str]) -> FoundLayout | None:
     """Return the images and masks of a layout; None if a folder has none that belong together."""
-    images, masks = (_by_name(root, p, files) for p in (layout.images, layout.masks))
+    (images, twice), (masks, twice_masks) = (_by_name(p, files) for p in layout[:2])
     common = [split for split in images if split in masks]
     ends = {
         end: {split: {n.removesuffix(end): p for n, p in masks[split].items() if n.endswith(end)}
@@ -225,6 +225,9 @@ def _find(root: Path, layout: Layout, files: Sequence[str]) -> FoundLayout | Non
     }
     if not ends:
         return None
+    for split in common:
+        if same := twice.get(split) or twice_masks.get(split):
+            raise UserError(f"data.path: {same} in {root} have the same name")
     if len(ends) > 1:
         choices = [layout.masks.replace("{name}", f"{{name}}{end}") for end in ends]
         options = [str(layout._replace(masks=choice)) for choice in choices[:2]]
@@ -257,9 +260,9 @@ def _by_lists(found: FoundLayout) -> FoundLayout:
     return found._replace(images=by_split[0], masks=by_split[1])
 
 
-def _by_name(root: Path, pattern: str, files: Sequence[str]) -> _Files:
-    """Return the files that match a pattern."""
-    matches, found = _matcher(pattern), dict[str, dict[str, str]]()
+def _by_name(pattern: str, files: Sequence[str]) -> tuple[_Files, dict[str, str]]:
+    """Return the files that match a pattern, and by split two of the same name."""
+    matches, found, twice = _matcher(pattern), dict[str, dict[str, str]](), dict[str, str]()
     for file in files:
         if (match := matches(file)) is None:
             continue
@@ -267,8 +270,8 @@ def _by_name(root: Path, pattern: str, files: Sequence[str]) -> _Files:
         split, name = parts.get("split", _HERE), normalized(parts["name"])
         other = found.setdefault(split, {}).setdefault(name, file)
         if other != file:
-            raise UserError(f"data.path: {other} and {file} in {root} have the same name")
-    return found
+            twice[split] = f"{other} and {file}"
+    return found, twice
 
 
 def _matcher(pattern: str) -> Callable[[str], re.Match[str] | None]:
@@ -288,8 +291,7 @@ def _explain_nothing(root: Path, given: Layout | None, files: Sequence[str]) -> 
     there = [*subfolders(root).values()]
     held = f"{root}, which holds {shorten(there) if there else 'no folders'}"
     if given is not None:
-        images, masks = (_by_name(root, p, files) for p in given[:2])
-        count = [sum(map(len, found.values())) for found in (images, masks)]
+        count = [sum(map(len, _by_name(p, files)[0].values())) for p in given[:2]]
         return (
             f"data.path: no images with masks in {held}; {count[0]:,} files are images "
             f"{given.images} and {count[1]:,} masks {given.masks}"

@@ -161,9 +161,6 @@ def _answers(record: Record) -> Iterator[Record]:
     """Yield the records of the preferred answer and of the other one, as `Reader` reads them.
 
     Answers are texts or the messages of chats, with or without the messages of the prompt.
-
-    Raises:
-      UserError: if they are anything else.
     """
     prompt = record.fields.get("prompt")
     answers = [record.get(name) for name in ("chosen", "rejected")]

@@ -187,6 +187,15 @@ def hold_out_users(config: Data, users: np.ndarray) -> np.ndarray:
     return hold_out(config, ids.tolist())[number]
 
 
+def hold_out_rows(
+    config: Data, contents: Iterable[bytes], labels: np.ndarray, users: np.ndarray | None
+) -> np.ndarray:
+    """Choose rows by a hash of their users, or else of their contents, bool [N]."""
+    if users is not None:
+        return hold_out_users(config, users)
+    return hold_out(config, content_keys(contents), labels)
+
+
 def content_keys(contents: Iterable[bytes]) -> Iterator[str]:
     """Yield the keys of examples that have no names; copies are counted."""
     seen: Counter[str] = Counter()
