@@ -6,7 +6,7 @@ import json
 from train import tasks
 from train.config import Config
 from train.data import Outputs, Scaling
-from train.data.label_map import LabelMap
+from train.data.label_map import IGNORE, LabelMap
 from train.errors import UserError
 from train.run.run_folder import RunFolder, as_json, atomic_write
 
@@ -28,7 +28,7 @@ def check_classes(folder: RunFolder, outputs: Outputs) -> None:
         if then != now:
             raise UserError(
                 f"data: the classes differ from {began}: label {label} was {then or 'none'}, is "
-                f"{now or 'none'}"
+                f"{now or 'none'}" + "; name them in a classes.csv" * bool(outputs.label_map)
             )
     then_map, now_map = saved.label_map, outputs.label_map
     if then_map and now_map:
@@ -43,24 +43,19 @@ def check_classes(folder: RunFolder, outputs: Outputs) -> None:
 
 
 def _compare_masks(then: LabelMap, now: LabelMap, began: str) -> None:
-    """Check that the values of masks mean the same; older runs did not save their reading."""
-    if (then.values, then.codes) != (now.values, now.codes):
-        values = [m.describe_values() for m in (then, now)]
-        how = f": they were {values[0]}; they are {values[1]}" if values[0] != values[1] else ""
-        options = "" if values[0] == values[1] else f"; give {then.describe_options()}"
-        raise UserError(f"data: the values or colors of masks differ from {began}{how}{options}")
-    if then.reading not in (None, now.reading):
-        raise UserError(
-            f"data.mask_reading: masks were read by {then.reading} when {began}; give "
-            f"--data.mask-reading {then.reading}"
-        )
-    known = dict(then.palette)
-    for index, color in now.palette:
-        if known.get(index, color) != color:
-            raise UserError(
-                f"data.path: palette index {index} has another color than in {began}; if indices "
-                "count, give --data.mask-reading index"
-            )
+    """Check that masks mean the same. Older runs saved no reading, and ignored 255 unsaid."""
+    before, after, colors = dict(then.values), dict(now.values), dict(then.palette)
+    if then.reading is None and IGNORE not in after and before.get(IGNORE) == IGNORE:
+        del before[IGNORE]
+    is_same = before == after and then.codes == now.codes and then.reading in (None, now.reading)
+    if is_same and all(colors.get(index, color) == color for index, color in now.palette):
+        return
+    reading = f" --data.mask-reading {then.reading}" if then.reading else ""
+    raise UserError(
+        f"data: the values or colors of masks differ from {began}: they were "
+        f"{then.describe_values()}; they are {now.describe_values()}; give "
+        f"{then.describe_options()}{reading}, or the class table of the run"
+    )
 
 
 def read_outputs(folder: RunFolder, config: Config) -> Outputs:

@@ -31,6 +31,9 @@ MAY_CHANGE_ON_RESUME = frozenset(
         "data.cache",
         "data.max_bad_fraction",
         "data.workers",
+        # How masks are read; `class_names.check_classes` compares what they mean.
+        *("data.ignore", "data.mask_values", "data.mask_reading", "data.class_table"),
+        *("data.format", "data.masks"),
         "nonfinite.max_skipped",
         "tracking.tensorboard",
         "tracking.wandb",
@@ -264,7 +267,8 @@ class RunFolder:
 def changed_fields(there: Config, here: Config) -> dict[str, tuple[Any, Any]]:
     """Return ``{field: (there, here)}`` for fields that differ and may not on resume."""
     a, b = configs.flatten(there), configs.flatten(here)
-    names = sorted((a.keys() | b.keys()) - MAY_CHANGE_ON_RESUME)
+    of_masks = {"data.images", "data.classes"} if there.data.content == "masks" else set()
+    names = sorted((a.keys() | b.keys()) - MAY_CHANGE_ON_RESUME - of_masks)
     return {n: (a.get(n, "absent"), b.get(n, "absent")) for n in names if a.get(n) != b.get(n)}
 
 
