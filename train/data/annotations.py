@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from train.data import annotations_coco, annotations_labelme, annotations_yolo, storage
 from train.data.annotated import (
@@ -14,9 +14,9 @@ from train.data.annotated import (
     is_ignored,
 )
 from train.data.class_table import Row
-from train.data.drawings import Drawing, Shape
+from train.data.drawings import Drawing, Mask, Shape
 from train.data.files import check_folder, list_images
-from train.data.mask_layouts import FoundLayout, Pair, choose_test, find_layout
+from train.data.mask_layouts import FoundLayout, find_layout
 from train.errors import UserError, shorten
 
 Format = Literal["coco", "labelme", "yolo"]
@@ -30,49 +30,9 @@ _BOXES = (
 )
 
 
-class FoundAnnotations(NamedTuple):
-    """Images with described masks, by split.
-
-    Attributes:
-      root: Folder of the data.
-      pairs_by_split: Paths of images below the root, with their masks.
-      rows: Class table.
-      source: File that names the classes.
-      notes: What is left out.
-    """
-
-    root: Path
-    pairs_by_split: dict[str, list[Pair]]
-    rows: tuple[Row, ...]
-    source: str
-    notes: tuple[str, ...]
-
-    @property
-    def splits(self) -> list[str]:
-        """Names of the splits."""
-        return sorted(self.pairs_by_split)
-
-    @property
-    def is_split(self) -> bool:
-        """Whether there are training and test images."""
-        return self.splits != [""]
-
-    def test(self, given: str | None) -> str:
-        """Return the name of the test split.
-
-        Raises:
-          UserError: if there is none.
-        """
-        return choose_test(self.splits, self.root, given)
-
-    def pairs(self, split: str = "") -> list[Pair]:
-        """Return the images of a split with their masks."""
-        return self.pairs_by_split[split]
-
-
 def find_annotations(
     root: Path, format: Format, known: Mapping[str, int] | None = None
-) -> FoundAnnotations | FoundLayout:
+) -> FoundLayout:
     """Read the annotation files of a folder, or for a trained network find masks that are images.
 
     Values of masks are 0 for the background; then ids of categories (COCO) if these are 1 to 254,
@@ -84,7 +44,7 @@ def find_annotations(
       known: values of a trained network's classes by name.
 
     Raises:
-      UserError: if there are none, they are damaged, name unclasses or have no outlines.
+      UserError: if there are none, they are damaged, name unknown classes or have no outlines.
     """
     check_folder(root, "; expected a folder with images and their annotations")
     read = _READERS[format](root)
@@ -120,18 +80,20 @@ def find_annotations(
                 f"data.format: {image.path} is annotated twice, in {earlier.source} and in "
                 f"{image.source}; give all its objects in one place"
             )
-    pairs: dict[str, list[Pair]] = {}
+    images: dict[str, dict[str, str]] = {}
+    masks: dict[str, dict[str, Mask]] = {}
     for image in read.images:
         shapes = tuple(Shape(values[o.name], o.polygons, o.runs) for o in image.objects)
         drawing = Drawing(image.source, image.height, image.width, shapes)
-        pairs.setdefault(image.split, []).append((image.path, drawing))
+        images.setdefault(image.split, {})[image.path] = image.path
+        masks.setdefault(image.split, {})[image.path] = drawing
     rows = (
         Row(BACKGROUND, 0),
         *(Row("void", 255) for _ in [*filter(is_ignored, names)][:1]),
         *(Row(name, values[name]) for name in sorted(plain, key=lambda name: values[name])),
     )
-    if (len(pairs) > 1 or (known is None and "" not in pairs)) and "train" not in pairs:
-        raise UserError(f"data.path: {root} has the splits {shorten(sorted(pairs))}, but no train")
+    if (len(images) > 1 or (known is None and "" not in images)) and "train" not in images:
+        raise UserError(f"data.path: {root} has the splits {shorten(sorted(images))}, but no train")
     sources = {Path(image.source).name for image in read.images}
     files = list_images(root, sources | {"classes.txt", "data.yaml", "dataset.yaml"})
     others = sorted({*files.paths} - first.keys())
@@ -142,4 +104,6 @@ def find_annotations(
         some = shorten(others, 3)
         notes.append(f"{len(others):,} images that no annotations name are left out: {some}")
     notes += storage.describe_skipped(files.skipped)
-    return FoundAnnotations(root, pairs, rows, read.images[0].source, tuple(notes))
+    return FoundLayout(
+        root, images, masks, notes=tuple(notes), rows=rows, source=read.images[0].source
+    )

@@ -4,10 +4,11 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from train.data import storage
 from train.data.class_table import FILES as TABLES
+from train.data.class_table import Row
 from train.data.columns import normalized, read_lines
 from train.data.decode import EXTENSIONS
 from train.data.drawings import Mask
@@ -90,13 +91,25 @@ FORMATS: Mapping[str, Layout] = {
 
 
 class FoundLayout(NamedTuple):
-    """A folder's layout, its images and masks by split and name, and notes about the others."""
+    """Images and masks of a folder.
 
-    layout: Layout
+    Attributes:
+      root: folder of the data.
+      images: paths below it by split and name.
+      masks: masks of these names.
+      layout: patterns of both.
+      notes: what is not read.
+      rows: class table of annotations; () for masks that are images.
+      source: file of annotations that names the classes.
+    """
+
     root: Path
     images: _Files
-    masks: _Files
+    masks: Mapping[str, Mapping[str, Mask]]
+    layout: Layout = Layout("", "")
     notes: tuple[str, ...] = ()
+    rows: tuple[Row, ...] = ()
+    source: str = ""
 
     @property
     def splits(self) -> list[str]:
@@ -114,7 +127,15 @@ class FoundLayout(NamedTuple):
         Raises:
           UserError: if there is none.
         """
-        return choose_test(self.splits, self.root, given)
+        test = choose_test_split(given, self.splits, self.root)
+        if test is None:
+            raise UserError(
+                f"data.path: no split val or test in {self.root}; there are "
+                f"{shorten(self.splits)}; name another one with data.test_split, or move all "
+                "images into images/ and all masks into masks/, so that data.test_fraction of "
+                "them are held out"
+            )
+        return test
 
     def pairs(self, split: str = _HERE) -> list[Pair]:
         """Match the images of a split with their masks.
@@ -123,33 +144,18 @@ class FoundLayout(NamedTuple):
           UserError: if an image or a mask is without the other.
         """
         images, masks = self.images[split], self.masks[split]
+        sides: tuple[tuple[str, str, Mapping[str, Mask]], ...]
         sides = ("image", self.layout.images, images), ("mask", self.layout.masks, masks)
         for (kind, _, own), (other, pattern, others) in (sides, sides[::-1]):
             if single := [name for name in own if name not in others]:
                 missing = self.root / pattern.format(split=split, name=single[0])
+                alone = self.root / str(own[single[0]])
                 raise UserError(
-                    f"data.path: the {kind} {self.root / own[single[0]]} has no {other}: no file "
-                    f"{missing}"
+                    f"data.path: the {kind} {alone} has no {other}: no file {missing}"
                     + (f"; nor have {len(single) - 1} others" if single[1:] else "")
                     + f"; add the {other}, or move the {kind} to another folder"
                 )
         return [(images[name], masks[name]) for name in images]
-
-
-def choose_test(splits: Sequence[str], root: Path, given: str | None) -> str:
-    """Return the given test split, or val, or test.
-
-    Raises:
-      UserError: if there is none.
-    """
-    test = choose_test_split(given, splits, root)
-    if test is None:
-        raise UserError(
-            f"data.path: no split val or test in {root}; there are {shorten(splits)}; name another "
-            "one with data.test_split, or move all images into images/ and all masks into masks/, "
-            "so that data.test_fraction of them are held out"
-        )
-    return test
 
 
 def find_layout(
@@ -193,7 +199,7 @@ def find_layout(
             f"data.path: no training split {root / where.format(split='train', name='*')}; there "
             f"are {shorten(only.splits)}"
         )
-    read = {path for side in only[2:4] for paths in side.values() for path in paths.values()}
+    read = {p for side in only[1:3] for paths in side.values() for p in paths.values()}
     left = Counter(_folder_of(path) for path in files.paths if path not in read)
     return only._replace(notes=storage.describe_skipped(files.skipped + left))
 
@@ -234,7 +240,7 @@ def _find(root: Path, layout: Layout, files: Sequence[str]) -> FoundLayout | Non
         raise UserError(f"data.path: {root} has masks of two kinds; give {', or '.join(options)}")
     ((end, of_splits),) = ends.items()
     layout = layout._replace(masks=layout.masks.replace("{name}", f"{{name}}{end}"))
-    found = FoundLayout(layout, root, {s: images[s] for s in common}, of_splits)
+    found = FoundLayout(root, {s: images[s] for s in common}, of_splits, layout)
     return _by_lists(found) if layout.names else found
 
 
@@ -247,7 +253,7 @@ def _by_lists(found: FoundLayout) -> FoundLayout:
     if not any(map(split_of, lists)):
         return found
     images, masks = found.images[_HERE], found.masks[_HERE]
-    by_split: tuple[_Files, _Files] = {}, {}
+    by_split: tuple[dict[str, Any], dict[str, Any]] = {}, {}
     for split, path in sorted(lists.items()):
         listed = _read_names(path, images)
         if missing := [name for name in listed if name not in images]:
@@ -255,8 +261,8 @@ def _by_lists(found: FoundLayout) -> FoundLayout:
             if split_of(split):
                 raise UserError(f"data.path: no image {root / pattern}, which {path} names")
             continue  # another text
-        for side, files in zip(by_split, (images, masks), strict=True):
-            side[split] = {name: files[name] for name in listed if name in files}
+        by_split[0][split] = {name: images[name] for name in listed if name in images}
+        by_split[1][split] = {name: masks[name] for name in listed if name in masks}
     return found._replace(images=by_split[0], masks=by_split[1])
 
 

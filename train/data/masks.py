@@ -246,15 +246,7 @@ def translate(
 ) -> tuple[LabelMap, list[str]]:
     """Read other masks with the classes of a run, by name if they have a class table.
 
-    Args:
-      config: options of the run.
-      trained: the map of the run.
-      rows: class table of the other masks; () without one.
-      source: where that comes from.
-      samples: some of the masks.
-
-    Returns:
-      The map, and notes for the user.
+    Returns the map, and notes for the user.
 
     Raises:
       UserError: if the table names a class that the run does not have, or names other classes than
@@ -369,18 +361,12 @@ def check_masks(
 ) -> int:
     """Check that masks have labels, before anything is compiled.
 
-    Args:
-      label_map: the map.
-      samples: values of masks, read one at a time. Later ones are read only if the first ones
-        hold too few classes.
-      num_masks: number of masks.
-      max_bad: largest number of masks without labels to tolerate.
-      which: "training" or "test".
-      table: class table of the map, or ""; None for a network that is trained.
+    Samples after the first `SAMPLED` are read only if these hold too few classes. ``table`` is the
+    class table of the map, or ""; None for a network that is trained.
 
     Raises:
-      UserError: if too many masks have a value without a label, or all pixels are ignored, or all
-        training pixels are of one class.
+      UserError: if more than ``max_bad`` masks have a value without a label, or all pixels are
+        ignored, or all training pixels are of one class.
     """
     bad, need = 0, 2 if which == "training" else 1
     found: set[int] = set()

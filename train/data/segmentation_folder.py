@@ -16,7 +16,7 @@ from typing_extensions import override
 from train.config.data import Content, Data
 from train.config.section import Count, CountOrZero, Fraction, NonNegative, Positive, Seed
 from train.data import Arrays, Dataset, Outputs, num_examples
-from train.data.annotations import FoundAnnotations, find_annotations
+from train.data.annotations import find_annotations
 from train.data.augment import fit, to_uint8
 from train.data.class_table import MASK_VALUES, PUBLISHED, find_own_table, find_table
 from train.data.columns import describe_classes
@@ -193,7 +193,7 @@ def load(config: SegmentationFolder, trained: LabelMap | None = None) -> Dataset
     root = Path(config.path)
     found = _find(root, config, trained)
     train, test, notes = _find_splits(found, config, test_only=trained is not None)
-    if config.format not in ("images", *FORMATS) and isinstance(found, FoundLayout):
+    if config.format not in ("images", *FORMATS) and not found.rows:
         notes.append(
             f"{root} has no annotations in the format {config.format}; its masks are read as "
             "images with the values of the run's classes"
@@ -208,7 +208,7 @@ def load(config: SegmentationFolder, trained: LabelMap | None = None) -> Dataset
     every = [sample for samples in sampled.values() for sample in samples]
     source = None
     if trained is None:
-        if isinstance(found, FoundAnnotations):
+        if found.rows:
             _refuse_values(config)
             rows, source = found.rows, found.source
         else:
@@ -219,7 +219,7 @@ def load(config: SegmentationFolder, trained: LabelMap | None = None) -> Dataset
         paths = [str(root / name) for name, _ in train + test]
         more = [*describe_classes(label_map.names)]
         more += describe_files(paths[: len(train)], paths[len(train) :])
-    elif isinstance(found, FoundLayout):
+    elif not found.rows:
         rows, own = find_own_table(config.class_table, root)
         label_map, more = translate(config, trained, rows, own, every)
     else:
@@ -235,7 +235,7 @@ def load(config: SegmentationFolder, trained: LabelMap | None = None) -> Dataset
     # As bytes, which take less than half the memory of strings.
     images = np.array([os.fsencode(image) for image, _ in train + test])
     masks: Any = [mask for _, mask in train + test]
-    if not isinstance(found, FoundAnnotations):
+    if not found.rows:
         masks = np.array([os.fsencode(mask) for mask in masks])
     ids = np.arange(len(images), dtype=np.int32)
     options = ImageOptions.of(config, crop="scaled")
@@ -286,9 +286,7 @@ def load(config: SegmentationFolder, trained: LabelMap | None = None) -> Dataset
     )
 
 
-def _find(
-    root: Path, config: SegmentationFolder, trained: LabelMap | None
-) -> FoundLayout | FoundAnnotations:
+def _find(root: Path, config: SegmentationFolder, trained: LabelMap | None) -> FoundLayout:
     if config.format in ("coco", "labelme", "yolo"):
         known = None
         if trained is not None:
@@ -328,7 +326,7 @@ def _below(root: Path, mask: Mask) -> Mask:
 
 
 def _find_splits(
-    found: FoundLayout | FoundAnnotations, config: SegmentationFolder, *, test_only: bool
+    found: FoundLayout, config: SegmentationFolder, *, test_only: bool
 ) -> tuple[list[Pair], list[Pair], list[str]]:
     """Find training and test pairs, and what to tell about them."""
     root = found.root

@@ -31,9 +31,6 @@ MAY_CHANGE_ON_RESUME = frozenset(
         "data.cache",
         "data.max_bad_fraction",
         "data.workers",
-        # How masks are read; `class_names.check_classes` compares what they mean.
-        *("data.ignore", "data.mask_values", "data.mask_reading", "data.class_table"),
-        *("data.format", "data.masks"),
         "nonfinite.max_skipped",
         "tracking.tensorboard",
         "tracking.wandb",
@@ -42,6 +39,9 @@ MAY_CHANGE_ON_RESUME = frozenset(
     }
 )
 """Fields that change a run's length, input and output, but not what it computes."""
+_OF_MASKS = {f"data.{name}" for name in ("classes", "class_table", "format", "ignore", "images")}
+_OF_MASKS |= {"data.masks", "data.mask_reading", "data.mask_values"}
+"""Fields that say what masks mean, which `class_names.check_classes` compares."""
 
 
 _OTHER_FOLDER = "choose another folder with --out"
@@ -267,8 +267,8 @@ class RunFolder:
 def changed_fields(there: Config, here: Config) -> dict[str, tuple[Any, Any]]:
     """Return ``{field: (there, here)}`` for fields that differ and may not on resume."""
     a, b = configs.flatten(there), configs.flatten(here)
-    of_masks = {"data.images", "data.classes"} if there.data.content == "masks" else set()
-    names = sorted((a.keys() | b.keys()) - MAY_CHANGE_ON_RESUME - of_masks)
+    may_change = MAY_CHANGE_ON_RESUME | (_OF_MASKS if there.data.content == "masks" else set())
+    names = sorted((a.keys() | b.keys()) - may_change)
     return {n: (a.get(n, "absent"), b.get(n, "absent")) for n in names if a.get(n) != b.get(n)}
 
 

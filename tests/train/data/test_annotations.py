@@ -255,8 +255,8 @@ def write_yolo(root, names):
 
 
 def yolo_splits(root):
-    pairs = find_annotations(root, "yolo").pairs_by_split
-    return {split: sorted(path for path, _ in found) for split, found in pairs.items()}
+    images = find_annotations(root, "yolo").images
+    return {split: sorted(found) for split, found in images.items()}
 
 
 def test_the_split_of_an_image_of_yolo_is_that_of_its_folder(tmp_path):
