@@ -20,6 +20,7 @@ LAYOUTS = {
     "kind folders": (None, "images/{split}/{name}.jpg", "masks/{split}/{name}.png"),
     "suffixes": (None, "{split}/images/{name}.jpg", "{split}/masks/{name}_mask.gif"),
     "original CamVid": (None, "{split}/{name}.png", "{split}_labels/{name}_L.png"),
+    "ade20k": (FORMATS["ade20k"], "images/{split}/{name}.jpg", "annotations/{split}/{name}.png"),
     "camvid": (FORMATS["camvid"], "{split}/{name}.png", "{split}annot/{name}.png"),
     "cityscapes": (
         FORMATS["cityscapes"],
@@ -77,28 +78,26 @@ def test_what_is_not_read_is_counted(tmp_path):
     )
 
 
-@pytest.mark.parametrize(
-    ("files", "first", "second"),
-    [
-        (
-            ("train/a.png", "train_labels/a.png", "train_masks/a.png"),
-            "'{split}/{name}.*' --data.masks '{split}_labels/{name}.*'",
-            "'{split}/{name}.*' --data.masks '{split}_masks/{name}.*'",
-        ),
-        (
-            ("images/train/a.png", "masks/train/a.png", "train/images/a.png", "train/masks/a.png"),
-            "'{split}/images/{name}.*' --data.masks '{split}/masks/{name}.*'",
-            "'images/{split}/{name}.*' --data.masks 'masks/{split}/{name}.*'",
-        ),
-        (
-            ("images/a.png", "masks/a.png", "masks/a_mask.png"),
-            "'images/{name}.*' --data.masks 'masks/{name}.*'",
-            "'images/{name}.*' --data.masks 'masks/{name}_mask.*'",
-        ),
-    ],
-)
-def test_masks_in_two_places_are_refused_with_the_options_of_both(files, first, second, tmp_path):
-    write(tmp_path, *files)
+TWO_PLACES = {
+    "train/a.png train_labels/a.png train_masks/a.png": (
+        "'{split}/{name}.*' --data.masks '{split}_labels/{name}.*'",
+        "'{split}/{name}.*' --data.masks '{split}_masks/{name}.*'",
+    ),
+    "images/train/a.png masks/train/a.png train/images/a.png train/masks/a.png": (
+        "'{split}/images/{name}.*' --data.masks '{split}/masks/{name}.*'",
+        "'images/{split}/{name}.*' --data.masks 'masks/{split}/{name}.*'",
+    ),
+    "images/a.png masks/a.png masks/a_mask.png": (
+        "'images/{name}.*' --data.masks 'masks/{name}.*'",
+        "'images/{name}.*' --data.masks 'masks/{name}_mask.*'",
+    ),
+}
+
+
+@pytest.mark.parametrize("files", TWO_PLACES)
+def test_masks_in_two_places_are_refused_with_the_options_of_both(files, tmp_path):
+    write(tmp_path, *files.split())
+    first, second = TWO_PLACES[files]
     message = error_message(find_layout, tmp_path)
     assert message.endswith(f"; give --data.images {first}, or --data.images {second}")
 
@@ -125,14 +124,6 @@ def test_names_of_a_split_have_spaces_and_dots(tmp_path):
     pairs = find_layout(tmp_path).pairs("train")
     assert [image for image, _ in pairs] == ["images/im 1.jpg", "images/v1.2.jpg"]
     assert len(find_layout(tmp_path).pairs("val")) == 1
-
-
-def test_finds_the_training_and_validation_folders_of_ade20k(tmp_path):
-    for split in ("training", "validation"):
-        write(tmp_path, f"images/{split}/a.jpg", f"annotations/{split}/a.png")
-    found = find_layout(tmp_path, FORMATS["ade20k"])
-    assert found.splits == ["training", "validation"]
-    assert found.test(None) == "validation"
 
 
 @pytest.mark.parametrize(
@@ -165,13 +156,6 @@ def test_files_of_names_split_voc(folders, names, tmp_path):
         f"data.path: no image {tmp_path / images / 'x'}.*, which "
         f"{tmp_path / names.format(split='val')} names"
     )
-
-
-def test_a_folder_without_splits_is_one(tmp_path):
-    write(tmp_path, "images/sub/a.jpg", "masks/sub/a.png")
-    found = find_layout(tmp_path)
-    assert not found.is_split
-    assert found.pairs() == [("images/sub/a.jpg", "masks/sub/a.png")]
 
 
 def test_a_folder_for_evaluation_needs_no_training_images(tmp_path):

@@ -205,8 +205,6 @@ def test_classes_of_a_table_can_be_ignored_by_name_or_value():
 
 MISTAKES = [
     ({"masks": [gray(0, 1, 2)]}, "data.classes: give the number of classes, 2 to 255, or name them in data.class_table or in classes.csv in .; the masks hold 0 to 2, as with --data.classes 3"),
-    ({"masks": [gray(0, 60, 255)], "ignore": (60,)}, "the masks hold 0, 60, 255, as with --data.mask-values 0 255"),
-    ({"masks": [gray(255)]}, "the masks hold 255"),
     ({"masks": [gray(0, 255)]}, "the masks hold 0, 255, as with --data.mask-values 0 255"),
     ({"masks": [gray(0, 3, 181, 255)]}, "as with --data.classes 182 --data.ignore 255, or --data.mask-values 0 3 181 255"),
     ({"masks": [gray(0, 1), gray(0, 255)]}, "data.path: 1.png holds 255, but 0.png holds 1; save all alike first"),
@@ -397,12 +395,10 @@ def test_masks_of_a_trained_network_without_a_class_are_refused_without_options_
 
 REFUSED = [
     ([gray(9)], {"classes": 3, "ignore": (9,)}, "data.ignore: all pixels of the 1 training masks are ignored; they hold 9"),
-    ([gray(9)], {"classes": 3, "ignore": (9,), "which": "test"}, "data.ignore: all pixels of the 1 test masks are ignored; they hold 9"),
     ([gray(0, 0)], {"classes": 3}, "data.path: the 1 training masks hold only the class 0, so that there is nothing to learn"),
     ([gray(0, 0, 0, 11)], {"classes": 11}, "data.path: 0.png: value 11, expected 0 to 10; pixels of this mask without a class: 11 (25.0%); give --data.ignore 11 to ignore them, or --data.mask-values 0 11"),
     ([gray(0, 1), gray(2, 3)], {"classes": 3, "ignore": (9,)}, "data.path: 1.png: value 3, expected 0 to 2, or 9 to ignore a pixel; pixels of this mask without a class: 3 (50.0%); give --data.ignore 9 3 to ignore them, or --data.classes 4"),
     ([gray(0, 1, 255)], {"classes": 2}, "data.path: 0.png: value 255, expected 0, 1; pixels of this mask without a class: 255 (33.3%); give --data.ignore 255 to ignore them, or --data.classes 2 --data.ignore 255"),
-    ([gray(0, 1), gray(0, 255)], {"classes": 2}, "data.path: 1.png holds 255, but 0.png holds 1; save all alike first"),
     ([gray(0, 3)._replace(is_lossy=True)], {"classes": 2}, "data.path: 0.png: value 3, expected 0, 1; lossy compression changes values: save masks as PNG"),
     ([gray(0, 3)], {"classes": 2, "table": "classes.txt"}, "data.path: 0.png: value 3, expected 0, 1; pixels of this mask without a class: 3 (50.0%); give --data.ignore 3 to ignore them, or add their classes to classes.txt"),
     ([colored(RED, GREEN)], {"classes": 2}, "data.path: 0.png: it has colors; name the class of each one in a class table; name it in classes.csv in the folder of the data, one line name,r,g,b for each class"),
@@ -416,23 +412,6 @@ def test_refuses_masks_from_which_nothing_can_be_learned(masks, options, message
     with pytest.raises(UserError) as caught:
         check(*masks, **options)
     assert str(caught.value).startswith(message)
-
-
-def test_a_jpeg_is_named_as_the_cause_of_unknown_values():
-    mask = gray(0, 3)._replace(is_lossy=True)
-    with pytest.raises(UnreadableError, match="lossy compression changes values"):
-        labels(mask, classes=2)
-
-
-def test_a_color_of_no_class_is_reported_with_the_class_table():
-    sample = Sample.of("0.png", colored(RED, (1, 2, 3)))
-    label_map = make_label_map(SegmentationFolder(), COLORED, "classes.csv", [sample])
-    with pytest.raises(UserError) as caught:
-        check_masks(label_map, [sample], 1, 0, "training", "classes.csv")
-    assert str(caught.value) == (
-        "data.path: 0.png: the color 1 2 3 is of no class; name it in classes.csv, one line "
-        "name,r,g,b for each class"
-    )
 
 
 def test_samples_count_values():
@@ -459,22 +438,16 @@ TABLES = {
     "Pixel Value, Class\n0, background\n1, car\n": [Row("background", 0), Row("car", 1)],
     "name\ntype 1\ntype 2\n": [Row("type 1"), Row("type 2")],
     "64 128 64\tAnimal\n192 0 128\t\tArch way\n": [Row("Animal", None, (64, 128, 64)), Row("Arch way", None, (192, 0, 128))],
-    "Animal,64,128,64\nSky, 1, 2, 3\n": [Row("Animal", None, (64, 128, 64)), Row("Sky", None, (1, 2, 3))],
-    "name,r,g,b\nAnimal,64,128,64\n": [Row("Animal", None, (64, 128, 64))],
     "id;name\n4;a\n7;b, c\n": [Row("a", 4), Row("b, c", 7)],
     "Idx\tRatio\tTrain\tName\n1\t0.1\t11664\twall\n2\t0.2\t6046\tbuilding, edifice\n": [Row("wall", 1), Row("building, edifice", 2)],
     "Class Name\nred\nlabel\n": [Row("red"), Row("label")],
     "# from 2020\nlabel\nsky\n # all\nname\n": [Row("sky"), Row("name")],
-    "red\ngreen\n": [Row("red"), Row("green")],
-    "# name,r,g,b\nAnimal,64,128,64\n": [Row("Animal", None, (64, 128, 64))],
     "name,value,red,green,blue\na,0,1,2,3\n": [Row("a", 0, (1, 2, 3))],
     "name,class_id,Red (0-255),Green (0-255),Blue (0-255)\na,4,1,2,3\n": [Row("a", 4, (1, 2, 3))],
     "name,color,supercategory\na,#ff0080,x\nb,\"1, 2, 3\",y\n": [Row("a", None, (255, 0, 128)), Row("b", None, (1, 2, 3))],
     "cat 255 0 0\nbig dog 0 255 0\n": [Row("cat", None, RED), Row("big dog", None, GREEN)],
     "#ff0000 cat\n# a comment\n#00ff00 dog\n": [Row("cat", None, RED), Row("dog", None, GREEN)],
     "cat: #ff0000\ndog: #00ff00\n": [Row("cat", None, RED), Row("dog", None, GREEN)],
-    "cat\t2\ndog\t1\n": [Row("cat", 2), Row("dog", 1)],
-    "name,id,trainId,category\ncat,2,0,pet\n": [Row("cat", 2)],
     "# label:color_rgb:parts:actions\ncat:255,0,0::\nbig dog:0,255,0::\n": [Row("cat", None, RED), Row("big dog", None, GREEN)],
     "label,r,g,b\ncat,255,0,0\ndog,0,255,0\n": [Row("cat", None, RED), Row("dog", None, GREEN)],
     ",name,value\n0,cat,2\n1,dog,1\n": [Row("cat", 2), Row("dog", 1)],
@@ -483,9 +456,7 @@ TABLES = {
     "2,cat,255,0,0\n0,dog,0,255,0\n": [Row("cat", 2, RED), Row("dog", 0, GREEN)],
     "car\n2 wheeler\nroute 66\n": [Row("car"), Row("2 wheeler"), Row("route 66")],
     "name value\ncat 2\ndog  0\n": [Row("cat", 2), Row("dog", 0)],
-    "name r g b\ncat 255 0 0\n": [Row("cat", None, RED)],
     "Categories:\ncat\ndog\n": [Row("cat"), Row("dog")],
-    "cat,2,#ff0000\ndog,0,#00ff00\n": [Row("cat", 2, RED), Row("dog", 0, GREEN)],
     "#ff0000 2 cat\n#00ff00 0 dog\n": [Row("cat", 2, RED), Row("dog", 0, GREEN)],
     "2,#ff0000,cat\n0,#00ff00,dog\n": [Row("cat", 2, RED), Row("dog", 0, GREEN)],
     "255,0,0,cat,2\n0,255,0,dog,0\n": [Row("cat", 2, RED), Row("dog", 0, GREEN)],

@@ -173,11 +173,6 @@ def test_reads_class_names_from_a_file(folder):
     )
 
 
-def test_ignores_a_byte_order_mark_in_class_names(folder):
-    (folder / "classes.txt").write_text("sky\nleft\nright\n", "utf-8-sig")  # as Windows writes it
-    assert load(folder, classes=None).classes == ("sky", "left", "right")
-
-
 load_error = functools.partial(error_message, load)
 
 
@@ -266,15 +261,6 @@ def test_masks_of_which_none_can_be_read_say_why(folder):
     message = load_error(folder)
     assert "masks can be read, such as " in message
     assert "00.tif: its mode is F; a mask is a gray" in message
-
-
-def test_jpeg_masks_are_told(folder):
-    for path in folder.glob("**/masks/*.png"):
-        Image.open(path).convert("L").save(path.with_suffix(".jpg"), quality=100)
-        path.unlink()
-    notes = load(folder, mask_values=tuple(range(255))).notes
-    for which in ("training", "test"):
-        assert any(note.startswith(f"{which} masks are compressed with loss") for note in notes)
 
 
 def test_a_format_has_the_layout_and_the_classes_of_published_data(tmp_path):
