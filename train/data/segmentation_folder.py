@@ -156,8 +156,10 @@ class SegmentationFolder(Data):
     def placeholder(self) -> Placeholder | None:
         if (missing := missing_paths((self.path,))) is None:
             return None
-        tables = PUBLISHED.get(self.class_table or ""), PUBLISHED["voc"]
-        rows = next(sum(not row.is_void for row in table) for table in tables if table)
+        layout = FORMATS.get(self.format)
+        names = self.class_table, layout and layout.table, "voc"
+        table = next(PUBLISHED[name] for name in names if name in PUBLISHED)
+        rows = sum(not row.is_void for row in table)
         batch = {
             "image": np.zeros((1, *self.image_shape), np.uint8),
             "mask": np.zeros((1, *self.image_shape[:2]), np.uint8),
