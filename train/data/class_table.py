@@ -147,10 +147,8 @@ _COLUMNS: dict[str, str] = {
 def _rows(lines: Sequence[list[str]]) -> Iterator[Row]:
     if not lines:
         return
-    words = lines[0][0].split() if len(lines[0]) == 1 else []
-    if len(words) > 1 and len({_COLUMNS.get(_plain(word)) for word in words} - {None}) == len(
-        words
-    ):
+    words = [_COLUMNS.get(_plain(word)) for word in " ".join(lines[0]).split()]
+    if len(lines[0]) == 1 and None not in words and len({*words}) == len(words) > 1:
         lines = [line[0].split() for line in lines]  # separated by spaces
     titles = [*map(_plain, lines[0])]
     if len(titles) == 1 or not any(title == "label" or title in _NAMES for title in titles):

@@ -14,7 +14,7 @@ from train.data.decode import EXTENSIONS
 from train.data.drawings import Mask
 from train.data.files import IMAGE_PATTERNS, check_folder, list_images, subfolders
 from train.data.splits import SPLIT_NAMES, choose_test_split, choose_training_split, split_of
-from train.errors import UserError, list_available, shorten
+from train.errors import UserError, shorten
 
 Pair = tuple[str, Mask]
 """Path of an image, relative to the folder of the data, and its mask, of which a path is, too."""
@@ -212,13 +212,16 @@ def _folder_of(path: str) -> str:
 def _lists(root: Path) -> set[str]:
     """Return the names of files that may name the images of splits."""
     folders = root, root / "ImageSets" / "Segmentation"
-    return {path.name for folder in folders for path in folder.glob("*.txt")}
+    return {p.name for folder in folders for p in folder.glob("*.txt") if split_of(p.stem)}
 
 
 def _find(root: Path, layout: Layout, files: Sequence[str]) -> FoundLayout | None:
     """Return the images and masks of a layout; None if a folder has none that belong together."""
     (images, twice), (masks, twice_masks) = (_by_name(p, files) for p in layout[:2])
     common = [split for split in images if split in masks]
+    for split in common:  # in one folder, masks may have the pattern of images
+        are_masks = {*masks[split].values()}
+        images[split] = {n: path for n, path in images[split].items() if path not in are_masks}
     ends = {
         end: {split: {n.removesuffix(end): p for n, p in masks[split].items() if n.endswith(end)}
               for split in common}
@@ -319,7 +322,6 @@ def _explain_nothing(root: Path, given: Layout | None, files: Sequence[str]) -> 
         f"data.path: no images with masks in {held}{hint}; expected "
         f"{IMAGE_PATTERNS} in images/ and masks/, or train/images/ and train/masks/; give two "
         "patterns for others, as --data.images 'img/{name}.jpg' --data.masks 'seg/{name}.png'"
-        f"{list_available([], 'images') * (not files)}"
     )
 
 

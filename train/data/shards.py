@@ -58,7 +58,7 @@ class Index(NamedTuple):
       places: Where each example is, int64 [N, 2]. Tar: first byte and number of bytes. Parquet: row
         group and row in it.
       labels: Label of each example, int64 or str [N].
-      keys: Name of each example, str [N]; "" for one without a name.
+      keys: Name of each example, str [N]; "" for one without a name of its own.
       block_bytes: Size of the largest row group; 0 if examples are read one by one.
       classes: Names of labels 0, 1, ..., if the shard has them.
       image: Name of the images' field.
@@ -300,7 +300,8 @@ def _index_parquet(path: str, size: int, fields: Fields) -> Index:
             if _has_paths(pyarrow, schema.field(image).type):
                 column = [f"{image}.path"]
                 batches = storage.parquet_batches(file, size, where, range(len(groups)), column)
-                keys = [str(v["path"] or "") for b in batches for v in b.column(0).to_pylist()]
+                paths = [str(v["path"] or "") for b in batches for v in b.column(0).to_pylist()]
+                keys = paths if len({*paths}) == len(paths) else keys
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:
         reason = " ".join(str(error).split())
         nothing = np.zeros(0, np.int64)

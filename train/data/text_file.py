@@ -1,6 +1,7 @@
 """Rows of tokens from a text file, for language models."""
 
 import functools
+import os
 import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -225,6 +226,8 @@ def _read_text(config: TextFile) -> str:
     """Read the text; bytes that are not UTF-8 become surrogates."""
     with storage.reported("data.path", _describe_source(config)):
         if config.path is not None:
+            if os.path.isdir(config.path):
+                raise UserError(f"data.path: {config.path} is a folder; give one text file")
             with storage.open_file(config.path) as file:
                 return decode_text(file.read(), config.path, "data.path", "surrogateescape")
         # The order is the same on all machines; the text depends on the version of Python.
