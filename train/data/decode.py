@@ -20,11 +20,11 @@ from PIL import (
     UnidentifiedImageError,
 )
 
-# By content, because extensions can be wrong. EPS and WMF run programs, the others hold no images.
+# By content, because extensions can be wrong. EPS and WMF run programs, others hold no images.
 Image.init()
-_FORMATS = tuple(
-    sorted({*Image.OPEN} - {"EPS", "WMF", "BUFR", "GRIB", "HDF5", "MPEG", "IPTC", "IMT"})
-)
+_USUAL = ("JPEG", "PNG", "WEBP", "BMP", "PPM", "TIFF", "GIF")  # which are tried first
+_LEFT_OUT = {"EPS", "WMF", "BUFR", "GRIB", "HDF5", "MPEG", "IPTC", "IMT"}
+_FORMATS = (*_USUAL, *sorted({*Image.OPEN} - {*_USUAL} - _LEFT_OUT))
 EXTENSIONS = (
     "jpg",
     *(
