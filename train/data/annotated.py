@@ -97,17 +97,9 @@ def locate(there: Mapping[str, str], root: Path, annotations: Path, split: str, 
     name = name.replace("\\", "/")
     stem = annotations.stem.removeprefix("instances_")
     own = os.path.relpath(annotations.parent, root)
-    folders = (
-        own,
-        "",
-        "images",
-        split,
-        f"images/{split}",
-        stem,
-        f"images/{stem}",
-        f"{split}/images",
-    )
-    paths = [os.path.normpath(os.path.join(folder, name)) for folder in folders]
+    folders = own, "", "images", split, stem
+    below = f"images/{split}", f"images/{stem}", f"{split}/images"
+    paths = [os.path.normpath(os.path.join(folder, name)) for folder in folders + below]
     found = (there[normalized(path)] for path in paths if normalized(path) in there)
     return next(found, paths[0])
 

@@ -62,6 +62,8 @@ def _object(shape: Mapping[str, Any], height: int, width: int) -> Object:
 def _runs(text: str, points: np.ndarray, height: int, width: int) -> tuple[int, ...]:
     """Return the runs of a mask of labelme's AI tools: an image of the box between two points."""
     with Image.open(io.BytesIO(base64.b64decode(text)), formats=("PNG",)) as image:
+        if image.width > width or image.height > height or height * width > 2**30:
+            raise ValueError(f"a mask of {image.size} in an image of {width} x {height}")
         inside = np.asarray(image.convert("L")) > 0
     x, y = points.min(0).round().astype(int).tolist()
     whole = np.zeros((height, width), bool)

@@ -57,7 +57,7 @@ def read(root: Path) -> Annotations:
                 raise ValueError(
                     f"names has the keys {shorten([*map(str, by_number)])}, not 0, 1, ..."
                 )
-            splits = _yolo_splits(root, tables[0], content, paths) or splits
+            splits = _splits(root, tables[0], content, paths) or splits
     elif (root / "classes.txt").is_file():
         names = read_names(str(root / "classes.txt"), "data.format")
     if not names:
@@ -81,7 +81,7 @@ def read(root: Path) -> Annotations:
             width = height = 1  # counted in training
         objects = []
         if labels.is_file():  # an image without labels shows background alone
-            objects = [*_yolo_objects(labels, names, width, height)]
+            objects = [*_objects(labels, names, width, height)]
         images.append(AnnotatedImage(split, path, str(labels), height, width, objects))
     if images and not any(image.objects for image in images):
         raise UserError(
@@ -102,7 +102,7 @@ def read(root: Path) -> Annotations:
     return Annotations(images, {name: i for i, name in enumerate(names, 1)}, tuple(notes))
 
 
-def _yolo_splits(
+def _splits(
     root: Path, table: Path, content: Mapping[str, Any], images: Sequence[str]
 ) -> dict[str, str]:
     """Return the split of each image that data.yaml names; none if it names no splits."""
@@ -114,7 +114,7 @@ def _yolo_splits(
         given = [content.get(name) for name in names]
         for value in (value for value in given if value not in _NOTHING):
             for text in value if isinstance(value, list) else [value]:
-                for path in _yolo_images(root, base, text, known):
+                for path in _images_of(root, base, text, known):
                     if (other := splits.setdefault(path, split)) != split:
                         raise ValueError(
                             f"{path} is in {other} and {split}; train alone would hold out "
@@ -123,7 +123,7 @@ def _yolo_splits(
     return dict.fromkeys(splits, "") if {*splits.values()} == {"train"} else splits
 
 
-def _yolo_images(root: Path, base: str, text: Any, known: Mapping[str, None]) -> Iterator[str]:
+def _images_of(root: Path, base: str, text: Any, known: Mapping[str, None]) -> Iterator[str]:
     """Find the images of a folder, or of a file with a path on each line."""
     if not isinstance(text, str):
         raise TypeError(f"a split is a {type(text).__name__}; expected a folder or a list")
@@ -156,7 +156,7 @@ def _yolo_images(root: Path, base: str, text: Any, known: Mapping[str, None]) ->
             )
 
 
-def _yolo_objects(path: Path, names: Sequence[str], width: int, height: int) -> Iterator[Object]:
+def _objects(path: Path, names: Sequence[str], width: int, height: int) -> Iterator[Object]:
     for number, line in enumerate(read_lines(str(path), "data.format"), 1):
         values = line.split()
         if not values:

@@ -374,6 +374,9 @@ def test_every_shape_of_labelme_is_drawn(tmp_path):
     expected[2:5, 1:5][inside] = value_of["mask"]
     np.testing.assert_array_equal(values, expected)
     assert "1 of 4 objects have no outline, and are left out, such as in a.png" in found.notes
+    (tmp_path / "a.json").write_text(json.dumps(content | {"imageWidth": 3}))
+    message = error_message(find_annotations, tmp_path, "labelme")
+    assert message.endswith("a.json: a mask of (4, 3) in an image of 3 x 16")
 
 
 def test_damaged_annotations_name_their_file(tmp_path):

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from train.data.arrays import ArrayFile
 from train.data.chat_file import ChatFile
 from train.data.image_folder import ImageFolder
 from train.data.image_shards import ImageShards
@@ -111,10 +110,8 @@ CASES = {
     "saved from a browser": (classes(end="jfif", kind="jpeg"), ImageFolder, {}, (12, "held out")),
     "AVIF": (classes(end="avif", kind="avif"), ImageFolder, {}, (12, "held out")),
     "a picture next to the classes": (classes() | {"logo.png": PNG, "labels.csv": b""}, ImageFolder, {}, (12, "1 x .csv next to folders, 1 x .png next to folders")),
-    "a folder in a folder": (classes("dataset/"), ImageFolder, {}, "must hold one folder per class, or train/ and val/ or test/ that hold them; there are dataset"),
     "capital splits": (classes("Train/") | classes("Test/"), ImageFolder, {}, "no folder ROOT/train; ROOT must hold"),
     "Roboflow's classes": (classes("train/") | classes("valid/", 2) | classes("test/", 2) | {"README.roboflow.txt": b""}, ImageFolder, {}, (16, "trained on train, tested on valid; not read: test (data.test_split)")),
-    "more than one way to split": (classes("train/") | classes("val/", 2) | classes("train_clean/"), ImageFolder, {}, (16, "not read: train_clean")),
     "ImageNet's flat val": (classes("train/") | {f"val/{i}.png": PNG for i in range(3)}, ImageFolder, {}, "data.path: the classes differ: only in ROOT/train: cat, dog"),
     "Roboflow's masks": ({f"{s}/{i}{end}": image(i) if end == ".jpg" else mask(0, 1) for s in ("train", "valid") for i in range(4) for end in (".jpg", "_mask.png")} | {"train/_classes.csv": b"Pixel Value, Class\n0, background\n1, car\n"}, SegmentationFolder, {"images": "{split}/{name}.jpg", "masks": "{split}/{name}_mask.png", "class_table": "train/_classes.csv"}, (8, "by index: background 50.0%, car 50.0%")),
     "masks next to images": (pairs("d/{name}.png", "d/{name}_mask.png", 0, 1), SegmentationFolder, {"images": "d/{name}.png", "masks": "d/{name}_mask.png", "classes": 2}, (6, "by index")),
@@ -149,7 +146,6 @@ CASES = {
     "PowerShell": ({"a.jsonl": lines(*PAIRS).encode("utf-16")}, ChatFile, {"path": "a.jsonl"}, (20, "")),
     "an archive of macOS as a shard": ({"a.tar": tar({"._000.png": b"x", **SHARD})}, ImageShards, {"path": "a.tar"}, (12, "held out")),
     "shards and others": ({"s/a.tar": tar(SHARD), "s/a.idx": b"", "s/sizes.json": b"{}"}, ImageShards, {"path": "s"}, (12, "1 x .idx, 1 x .json")),
-    "an array too many": ({"a.npz": npz(x=np.random.default_rng(0).integers(0, 256, (20, 8, 8, 3), np.uint8), y=np.arange(20) % 2, weights=np.ones(20))}, ArrayFile, {"path": "a.npz"}, (20, "that are not read: weights")),
 }  # fmt: skip
 
 
