@@ -121,6 +121,16 @@ class FoundLayout(NamedTuple):
         """Whether the folder is split into training and test images."""
         return self.splits != [_HERE]
 
+    @property
+    def train(self) -> str | None:
+        """Name of the training split; None if there is none."""
+        return choose_training_split(self.splits) or self._only("train")
+
+    def _only(self, kind: str) -> str | None:
+        """Return the only split such as train2017; None for several."""
+        found = [split for split in self.splits if _stem(split) in SPLIT_NAMES[kind]]
+        return found[0] if len(found) == 1 else None
+
     def test(self, given: str | None) -> str:
         """Return the name of the test split: the given one, or val, or test.
 
@@ -128,6 +138,7 @@ class FoundLayout(NamedTuple):
           UserError: if there is none.
         """
         test = choose_test_split(given, self.splits, self.root)
+        test = test or self._only("val") or self._only("test")
         if test is None:
             raise UserError(
                 f"data.path: no split val or test in {self.root}; there are "
@@ -179,7 +190,7 @@ def find_layout(
     found = [f for layout in known if (f := _find(root, layout, files.paths))]
     if given is None:  # images/cats/ is no split, and images/train/ is one
         has_folders = [
-            "{split}" in f.layout.images and any(s.lower() in _USUAL for s in f.splits)
+            "{split}" in f.layout.images and not _USUAL.isdisjoint(map(_stem, f.splits))
             for f in found
         ]
         found = [f for f, has in zip(found, has_folders, strict=True) if has] or [
@@ -193,7 +204,7 @@ def find_layout(
             f"{found[1].layout}"
         )
     (only,) = found
-    if training and only.is_split and not choose_training_split(only.splits):
+    if training and only.is_split and not only.train:
         where = only.layout.names or only.layout.images
         raise UserError(
             f"data.path: no training split {root / where.format(split='train', name='*')}; there "
@@ -202,6 +213,10 @@ def find_layout(
     read = {p for side in only[1:3] for paths in side.values() for p in paths.values()}
     left = Counter(_folder_of(path) for path in files.paths if path not in read)
     return only._replace(notes=storage.describe_skipped(files.skipped + left))
+
+
+def _stem(split: str) -> str:
+    return re.sub(r"[^a-z]+$", "", split.lower())
 
 
 def _folder_of(path: str) -> str:
@@ -306,10 +321,13 @@ def _explain_nothing(root: Path, given: Layout | None, files: Sequence[str]) -> 
             f"{given.images} and {count[1]:,} masks {given.masks}"
         )
     for name, layout in FORMATS.items():
-        if _find(root, layout, files):
+        if fits := _find(root, layout, files):
+            is_other = name == "ade20k" and "training" not in fits.splits  # such as COCO-Stuff
+            what = "" if is_other else f"--data.format {name}, or "
+            hint = ", as --data.classes 182 --data.ignore 255" * is_other
             return (
-                f"data.format: the folders in {root} are named as those of {name}; give "
-                f"--data.format {name}, or --data.images and --data.masks, and say what masks hold"
+                f"data.format: masks in {root} are not where they are found without an option; "
+                f"give {what}{layout}, and say what they hold{hint}"
             )
     found = [p for name in ("", *there) for p in sorted((root / name).glob("*.json"))[:1]]
     folders = sorted({path.rpartition("/")[0] for path in files}, key=lambda f: f != "images")

@@ -39,7 +39,6 @@ from train.data.masks import (
 from train.data.placeholder import Placeholder, missing_paths, zeros
 from train.data.preprocessing import Preprocessor
 from train.data.splits import (
-    choose_training_split,
     describe_hold_out,
     describe_splits,
     hold_out,
@@ -352,7 +351,7 @@ def _find_splits(
     if test_only:
         test = found.pairs(test_split)
         return test[:1], test, []
-    train_split = choose_training_split(found.splits)
+    train_split = found.train
     assert train_split is not None  # `find_layout` has looked for it
     notes = [*describe_splits(train_split, test_split, found.splits)]
     return found.pairs(train_split), found.pairs(test_split), notes

@@ -50,8 +50,8 @@ def test_finds_images_with_their_masks(layout, tmp_path):
     assert found.notes == ("left out 1 files and folders: 1 x .png in gtFine/train/ulm",)
     if layout in FORMATS:
         assert error_message(find_layout, tmp_path).startswith(
-            f"data.format: the folders in {tmp_path} are named as those of {layout}; give "
-            f"--data.format {layout}, or --data.images and --data.masks, and say what masks hold"
+            f"data.format: masks in {tmp_path} are not where they are found without an option; give "
+            + f"--data.format {layout}, or --data.images" * (layout != "ade20k")
         )
 
 
