@@ -112,6 +112,11 @@ class FoundLayout(NamedTuple):
     source: str = ""
 
     @property
+    def paths(self) -> set[Mask]:
+        """Images and masks of all splits."""
+        return {p for side in self[1:3] for paths in side.values() for p in paths.values()}
+
+    @property
     def splits(self) -> list[str]:
         """Names of the splits."""
         return sorted(self.images)
@@ -189,13 +194,11 @@ def find_layout(
     known = (given,) if given else LAYOUTS + (() if training else (*FORMATS.values(),))
     found = [f for layout in known if (f := _find(root, layout, files.paths))]
     if given is None:  # images/cats/ is no split, and images/train/ is one
-        has_folders = [
-            "{split}" in f.layout.images and not _USUAL.isdisjoint(map(_stem, f.splits))
-            for f in found
-        ]
-        found = [f for f, has in zip(found, has_folders, strict=True) if has] or [
-            f for f in found if "{split}" not in f.layout.images or not training
-        ]
+        split = [f for f in found if "{split}" in f.layout.images]
+        usual = [f for f in split if not _USUAL.isdisjoint(map(_stem, f.splits))]
+        read = {path for f in usual for path in f.paths}
+        whole = [f for f in found if f not in split and read.isdisjoint(f.paths or read)]
+        found = usual + whole or ([] if training else split)
     if not found:
         raise UserError(_explain_nothing(root, given, files.paths))
     if len(found) > 1:
@@ -210,8 +213,7 @@ def find_layout(
             f"data.path: no training split {root / where.format(split='train', name='*')}; there "
             f"are {shorten(only.splits)}"
         )
-    read = {p for side in only[1:3] for paths in side.values() for p in paths.values()}
-    left = Counter(_folder_of(path) for path in files.paths if path not in read)
+    left = Counter(_folder_of(path) for path in {*files.paths} - only.paths)
     return only._replace(notes=storage.describe_skipped(files.skipped + left))
 
 

@@ -83,9 +83,9 @@ TWO_PLACES = {
         "'{split}/{name}.*' --data.masks '{split}_labels/{name}.*'",
         "'{split}/{name}.*' --data.masks '{split}_masks/{name}.*'",
     ),
-    "images/train/a.png masks/train/a.png train/images/a.png train/masks/a.png": (
+    "train/images/a.png train/masks/a.png images/a.png masks/a.png": (
         "'{split}/images/{name}.*' --data.masks '{split}/masks/{name}.*'",
-        "'images/{split}/{name}.*' --data.masks 'masks/{split}/{name}.*'",
+        "'images/{name}.*' --data.masks 'masks/{name}.*'",
     ),
     "images/a.png masks/a.png masks/a_mask.png": (
         "'images/{name}.*' --data.masks 'masks/{name}.*'",
