@@ -1,5 +1,6 @@
 """Images and labels as arrays in an .npz file, as numpy.savez writes them."""
 
+import os
 import re
 import zipfile
 from collections.abc import Sequence
@@ -119,6 +120,10 @@ def load(config: ArrayFile) -> Dataset:
     unread = [name for name in _array_names(path) if name not in used and not _is_class_names(name)]
     if unread:
         notes += (f"arrays of {path} that are not read: {shorten(unread)}",)
+    if os.path.isdir(config.path):
+        others = {*os.listdir(config.path)} - {split.path.name for split in splits}
+        if others:
+            notes += (f"files of {config.path} that are not read: {shorten(sorted(others))}",)
     if config.user is not None:
         user = choose("data.user", config.user, _array_names(path), path, "array")
         what = f"data.user: {user} in {path}"

@@ -98,6 +98,7 @@ def test_a_folder_holds_one_file_per_split(tmp_path, part):
     write_npz(tmp_path / f"{part}.npz", images=make_images(6, seed=1), labels=make_labels(6))
     chex.assert_trees_all_equal(read_test_examples(load(tmp_path))[0], make_images(6, seed=1))
     (tmp_path / f"{part}.npz").rename(tmp_path / "other.npz")
+    assert load(tmp_path).notes[-2] == f"files of {tmp_path} that are not read: other.npz"
     held_out = read_test_examples(load(tmp_path))[0]
     assert all((image == make_images()).all((1, 2, 3)).any() for image in held_out)
     chex.assert_trees_all_equal(

@@ -105,7 +105,6 @@ CASES = {
     "archive of macOS": (classes() | {"__MACOSX/cat/._0.png": b"x", "cat/.DS_Store": b""}, ImageFolder, {}, (12, "1 x __MACOSX, 1 x hidden")),
     "Windows": (classes() | {"cat/Thumbs.db": b"x", "dog/desktop.ini": b"x"}, ImageFolder, {}, (12, "1 x Thumbs.db, 1 x desktop.ini")),
     "deleted photos of a Synology": (classes() | {"#recycle/a.png": PNG, "cat/@eaDir/a.png": PNG}, ImageFolder, {}, (12, "1 x #recycle, 1 x @eaDir")),
-    "root of a disk": (classes() | {"lost+found/x": b"", "$RECYCLE.BIN/a.png": PNG}, ImageFolder, {}, (12, "1 x $RECYCLE.BIN, 1 x lost+found")),
     "photos of an iPhone": (classes() | {"cat/IMG_1.HEIC": b"x", "cat/IMG_1.MOV": b"x"}, ImageFolder, {}, (12, "1 x .HEIC, 1 x .MOV")),
     "saved from a browser": (classes(end="jfif", kind="jpeg"), ImageFolder, {}, (12, "held out")),
     "AVIF": (classes(end="avif", kind="avif"), ImageFolder, {}, (12, "held out")),
