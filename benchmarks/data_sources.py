@@ -33,7 +33,7 @@ from benchmarks.claims import Claim, argument_parser, installed, publish
 
 BATCH = 128
 SHARD = 1000
-FORMATS = ("folder", "tar", "parquet", "array_record")
+FORMATS = ("folder", "tar", "parquet")
 PEERS = ("torch", "webdataset")
 WARMUP = 8
 """Batches before the clock starts, which fill the queues of all sides."""
@@ -77,7 +77,6 @@ def write(root: Path, images: list[tuple[bytes, int]]) -> None:
     """Write the images in all formats, each with a small split to test on."""
     import pyarrow
     import pyarrow.parquet
-    from array_record.python.array_record_module import ArrayRecordWriter
 
     for i, (content, label) in enumerate(images):
         for split in ("train", "val") if i < 100 else ("train",):
@@ -103,20 +102,6 @@ def write(root: Path, images: list[tuple[bytes, int]]) -> None:
             pyarrow.parquet.write_table(
                 pyarrow.table(columns), paths["parquet"], row_group_size=100
             )
-            writer = ArrayRecordWriter(str(paths["array_record"]), "group_size:1")
-            for _, (content, label) in shard:
-                writer.write(example(content, label))
-            writer.close()
-
-
-def example(image: bytes, label: int) -> bytes:
-    """Encode a tf.train.Example."""
-    from train.data.tf_example import example_type
-
-    message = example_type()()
-    message.features.feature["image"].bytes_list.value.append(image)
-    message.features.feature["label"].int64_list.value.append(label)
-    return message.SerializeToString()
 
 
 # ---- fnet
@@ -295,7 +280,7 @@ def main() -> None:
                     )
     print(markdown_table(rows, left=1))
     missing = [peer for peer in PEERS if peer not in peers]
-    packages = "pillow", "numpy", "grain", "pyarrow", "array_record", *PEERS
+    packages = "pillow", "numpy", "grain", "pyarrow", *PEERS
     publish(claims, args, *packages, missing=missing, data=data)
 
 

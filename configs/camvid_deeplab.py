@@ -21,6 +21,7 @@ def config() -> Config:
         name="camvid_deeplab",
         data=SegmentationFolder(
             path="CamVid",
+            format="camvid",
             batch_size=8,
             image_size=480,
             scale=(0.5, 2.0),

@@ -207,6 +207,10 @@ class EvalArguments(CheckpointArguments):
     """Folder or file of other test examples. A folder without splits is evaluated whole."""
     split: Annotated[str | None, _default("data.test_split of the run")] = None
     """Split to evaluate on, such as test or train."""
+    mask_reading: Annotated[
+        Literal["index", "color"] | None, _default("as the masks of the run")
+    ] = None
+    """Segmentation: whether the numbers of masks count, or their colors."""
     crops: Annotated[Literal[1, 2, 10] | None, _default("data.crops of the run")] = None
     """Test-time crops per image: 1 center crop, 2 with its horizontal flip, 10 for ten-crop."""
     border: Annotated[CountOrZero | None, _default("data.border of the run")] = None

@@ -13,11 +13,11 @@ LEDGER = {
     "fnet/layers": 5_791,
     "fnet/models + fnet/interop": 9_336,
     "fnet, the rest": 10_681,
-    "train/data": 11_605,
-    "train/run + train/commands": 9_026,
-    "train, the rest": 8_384,
-    "tests": 60_915,
-    "benchmarks": 16_528,
+    "train/data": 11_454,
+    "train/run + train/commands": 9_041,
+    "train, the rest": 8_388,
+    "tests": 60_912,
+    "benchmarks": 16_513,
 }
 """Lines of ``*.py``. A row of its own takes a package out of the rest."""
 SLACK = 30

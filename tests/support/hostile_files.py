@@ -21,7 +21,6 @@ from train.data.image_table import ImageTable
 from train.data.model_folder import SINGLE, read_folder, read_tensors
 from train.data.segmentation_folder import SegmentationFolder
 from train.data.text_file import TextFile
-from train.data.tf_example import example_type
 from train.data.tokenizer import load_tokenizer
 from train.errors import TrainingError, UserError
 
@@ -256,27 +255,6 @@ def parquet(columns=None, **options):
     file = io.BytesIO()
     pyarrow.parquet.write_table(pyarrow.table(columns or usual), file, **options)
     return file.getvalue()
-
-
-def example(label, zeros=0):
-    """Return a serialized tf.train.Example: a picture with so many zeros behind it, and a label."""
-    picture = io.BytesIO()
-    Image.new("RGB", (8, 8)).save(picture, "PNG")
-    example = example_type()()
-    example.features.feature["image"].bytes_list.value.append(picture.getvalue() + bytes(zeros))
-    example.features.feature["label"].int64_list.value.append(label)
-    return example.SerializeToString()
-
-
-def array_record(path, options="group_size:1", zeros=0, count=6):
-    """Return an ArrayRecord file of pictures, which is written to a path."""
-    from array_record.python.array_record_module import ArrayRecordWriter
-
-    writer = ArrayRecordWriter(str(path), options)
-    for i in range(count):
-        writer.write(example(i % 2, zeros))
-    writer.close()
-    return path.read_bytes()
 
 
 def checkpoint(content=None, **options):

@@ -2,7 +2,6 @@
 
 import io
 import json
-import struct
 import tarfile
 
 import numpy as np
@@ -49,44 +48,4 @@ def write_parquet(path, ids, *, group=4, names=(), label="label", plain=False):
     pyarrow.parquet.write_table(table, path, row_group_size=group)
 
 
-def write_array_record(path, ids, *, names=()):
-    """Write a shard as TensorFlow Datasets does."""
-    from array_record.python.array_record_module import ArrayRecordWriter
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    writer = ArrayRecordWriter(str(path), "group_size:1")
-    for i in ids:
-        writer.write(example({"image": png(i), "label": i % 3, "id": f"image {i}".encode()}))
-    writer.close()
-    if names:
-        (path.parent / "label.labels.txt").write_text("\n".join(names) + "\n")
-
-
-def example(features):
-    """Encode a tf.train.Example of bytes and integers, by the specification of protocol buffers."""
-
-    def varint(number):
-        out = b""
-        while number > 127:
-            out += bytes([number & 127 | 128])
-            number >>= 7
-        return out + bytes([number])
-
-    def field(number, content):
-        return varint(number << 3 | 2) + varint(len(content)) + content
-
-    def feature(value):
-        if isinstance(value, bytes):
-            return field(1, field(1, value))
-        if isinstance(value, float):
-            return field(2, field(1, struct.pack("<f", value)))
-        return field(3, field(1, varint(value)))
-
-    entries = (
-        field(1, field(1, name.encode()) + field(2, feature(value)))
-        for name, value in features.items()
-    )
-    return field(1, b"".join(entries))
-
-
-WRITERS = {"tar": write_tar, "parquet": write_parquet, "array_record": write_array_record}
+WRITERS = {"tar": write_tar, "parquet": write_parquet}

@@ -31,7 +31,7 @@ def config():
 """
 SGD = "Optim(learning_rate=0.1)"
 COLOURS = 'ImageFolder(path="colours", image_size=8, batch_size=20, crop="center")'
-HALVES = 'SegmentationFolder(path="halves", image_size=16, batch_size=6, scale=(0.9, 1.1))'
+HALVES = 'SegmentationFolder(path="halves", ignore=(255,), image_size=16, batch_size=6, scale=(0.9, 1.1))'
 ADAM = 'Optim(name="adam", learning_rate=0.05)'
 RECIPES = {
     "digits": RECIPE.format("digits", "Digits(batch_size=32, max_shift=0)", "RESNET", SGD, 20),
@@ -102,7 +102,7 @@ def write_shapes_run(root):
     write_halves(root / "shapes")
     names = ("ground", "disk", "box", "triangle")
     (root / "shapes" / "classes.txt").write_text("\n".join(names))
-    data = SegmentationFolder(path=str(root / "shapes"), image_size=96)
+    data = SegmentationFolder(path=str(root / "shapes"), ignore=(255,), image_size=96)
     folder = RunFolder(root / "runs" / "shapes")
     folder.create()
     folder.write_config(Config(data=data, model=DeepLab()))

@@ -56,7 +56,7 @@ def main(argv: list[str]) -> None:
         if flag.startswith("--data."):
             raise UserError(
                 f"{flag}: fnet eval takes the data of the run; give --split NAME or --path FOLDER "
-                "for other examples"
+                "for other examples, or change how masks are read with fnet train RUN --resume"
             )
     options = arguments.read(EvalArguments, flags, f"fnet eval {given}")
     evaluate_run(RunFolder.of(given), options, Console())

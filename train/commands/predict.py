@@ -18,10 +18,10 @@ from train import arguments
 from train.arguments import PredictArguments
 from train.commands.positional import positional
 from train.config import ChatFile
-from train.data import pad_batch
+from train.data import pad_batch, storage
 from train.data.chat_file import load_unlabeled
 from train.data.decode import UnreadableError, decode
-from train.data.files import IMAGE_PATTERNS, describe_files, describe_skipped, list_images
+from train.data.files import IMAGE_PATTERNS, describe_files, list_images
 from train.data.label_map import LabelMap, plain_label_map
 from train.data.preprocessing import PreprocessedImage, Preprocessor
 from train.errors import UserError, printable, writing
@@ -189,7 +189,7 @@ def find_images(given: Sequence[str]) -> tuple[list[str], list[str]]:
             raise UserError(str(error).removeprefix("data.path: ")) from error
         if not below.paths:
             raise UserError(f"no image in {name}; expected {IMAGE_PATTERNS}")
-        notes += [f"{name}: {note}" for note in describe_skipped([below])]
+        notes += [f"{name}: {note}" for note in storage.describe_skipped(below.skipped)]
         paths += [os.path.join(name, image) for image in below.paths]
     return paths, notes
 

@@ -23,6 +23,7 @@ from train.commands.positional import positional
 from train.config import Config
 from train.data import Dataset, records, sample_batch, storage
 from train.data.chat import GenerationSettings, Message, load_generation_settings
+from train.data.columns import decode_text
 from train.data.model_folder import is_model_folder
 from train.data.tokenizer import Tokenizer, load_tokenizer
 from train.errors import UserError, output_file, printable
@@ -76,11 +77,11 @@ def read_prompts(options: TextArguments) -> list[str]:
         return list(options.prompt)
     if options.prompt:
         raise UserError("--prompts: is a file in place of --prompt; give one of them")
-    if Path(path).suffix in (".jsonl", ".parquet"):
+    if Path(path.removesuffix(".gz")).suffix in (".jsonl", ".parquet"):
         prompts = [record.text("prompt") for record in records.read(path, "--prompts")]
     else:
         with storage.reported("--prompts", path), storage.open_file(path) as file:
-            text = file.read().decode("utf-8", "surrogateescape")
+            text = decode_text(file.read(), path, "--prompts", "surrogateescape")
         prompts = [line for line in text.splitlines() if line.strip()]
     if not prompts:
         raise UserError(f"--prompts: {path} holds no prompts")

@@ -1,5 +1,6 @@
 """Images and labels as arrays in an .npz file, as numpy.savez writes them."""
 
+import os
 import re
 import zipfile
 from collections.abc import Sequence
@@ -115,6 +116,14 @@ def load(config: ArrayFile) -> Dataset:
     _check_per_channel("std", config.std, images[0])
     check_padding(config.crop, config.padding, *images[0].shape[1:3])
     users, notes = None, describe_classes(classes, labels[0])
+    used = {name for split in splits for name in split[1:]} | {config.class_names, config.user}
+    unread = [name for name in _array_names(path) if name not in used and not _is_class_names(name)]
+    if unread:
+        notes += (f"arrays of {path} that are not read: {shorten(unread)}",)
+    if os.path.isdir(config.path):
+        others = {*os.listdir(config.path)} - {split.path.name for split in splits}
+        if others:
+            notes += (f"files of {config.path} that are not read: {shorten(sorted(others))}",)
     if config.user is not None:
         user = choose("data.user", config.user, _array_names(path), path, "array")
         what = f"data.user: {user} in {path}"
@@ -124,7 +133,8 @@ def load(config: ArrayFile) -> Dataset:
         offset = len(labels[0])
         ids = np.arange(offset), offset + np.arange(len(labels[1]))
     else:
-        is_test = hold_out_rows(config, labels[0], users)
+        contents = (image.tobytes() for image in images[0])
+        is_test = hold_out_rows(config, contents, labels[0], users)
         notes += (describe_hold_out(config, is_test, f"no test arrays in {path}"),)
         ids = np.flatnonzero(~is_test), np.flatnonzero(is_test)
         labels = [labels[0][index] for index in ids]
@@ -325,9 +335,13 @@ def _check_splits(
         )
 
 
+def _is_class_names(name: str) -> bool:
+    return name.lower() in _CLASS_NAMES
+
+
 def _read_class_names(config: ArrayFile, path: Path) -> tuple[str, ...] | None:
     names = _array_names(path)
-    matches = [n for n in names if n.lower() in _CLASS_NAMES]
+    matches = [*filter(_is_class_names, names)]
     if config.class_names is None and not matches:
         return None
     name = choose("data.class_names", config.class_names, names, path, "array", matches)

@@ -21,10 +21,10 @@ from train.data.columns import is_missing, normalized, number_users
 from train.data.packing import gather, pack
 from train.data.placeholder import Placeholder, zero_tokens
 from train.data.records import Record
-from train.data.splits import hold_out_contents, hold_out_rows
+from train.data.splits import hold_out_contents, hold_out_users
 from train.data.text import Text
 from train.data.tokenizer import Pieces, Tokenizer, load_tokenizer
-from train.errors import UserError, list_available
+from train.errors import UserError, list_available, shorten
 
 _FIELDS = {
     "messages": ("messages", "conversations"),
@@ -211,7 +211,8 @@ def load(config: ChatFile, *, private: bool = False) -> Dataset:
     """Load the data of a config."""
     tokenizer = load_tokenizer(config)
     read = Reader(config, tokenizer)
-    examples = read.documents(records.read(config.path, "data.path"))
+    left_out: list[str] = []
+    examples = read.documents(records.read(config.path, "data.path", left_out))
     num_rows, num_chats = len(examples), len({e.where for e in examples})
     if private and config.user is None and num_chats < num_rows:
         raise UserError(
@@ -222,7 +223,8 @@ def load(config: ChatFile, *, private: bool = False) -> Dataset:
     if config.test_path is None:
         examples, test_examples = _split(config, examples)
     else:
-        test_examples = read.documents(records.read(config.test_path, "data.test_path"))
+        test_records = records.read(config.test_path, "data.test_path", left_out)
+        test_examples = read.documents(test_records)
     train, notes = _fit(config, read.kind, examples, "training")
     test, test_notes = _fit(config, read.kind, test_examples, "test")
     train_rows, test_rows = _Rows.make(train, config), _Rows.make(test, config)
@@ -274,7 +276,7 @@ def load(config: ChatFile, *, private: bool = False) -> Dataset:
         contents=tuple(a for r in (train_rows, test_rows) for a in (r.tokens, r.target, r.first)),
         users=users,
         tokens_per_byte=lambda: tokens_per_byte,
-        notes=(*notes, *test_notes),
+        notes=(*notes, *test_notes, *read.notes, *left_out),
         is_chat=read.template is not None,
         rows="rows" if config.packing else "examples",
     )
@@ -293,12 +295,13 @@ def load_unlabeled(config: ChatFile, path: str) -> tuple[list[str], Arrays, list
     # Each text has a prediction, so none is dropped.
     config = dataclasses.replace(config, long="truncate", test_path=path)
     read = Reader(config, load_tokenizer(config), labeled=False)
-    documents = read.documents(records.read(path, "predict"))
+    left_out: list[str] = []
+    documents = read.documents(records.read(path, "predict", left_out))
     documents, notes = _fit(config, read.kind, documents, "test")
     rows = _Rows.make(documents, config)
     batch = rows.gather(rows.arrays, config.context)
     places = ["; ".join(place) for place in rows.places]
-    return places, {name: batch[name] for name in ("tokens", "length")}, notes
+    return places, {name: batch[name] for name in ("tokens", "length")}, notes + left_out
 
 
 def _name(record: Record, column: str) -> str:
@@ -312,11 +315,7 @@ def _name(record: Record, column: str) -> str:
 
 
 def _labels(documents: list[Document], classes: tuple[str, ...]) -> np.ndarray:
-    """Return the number of each document's class.
-
-    Raises:
-      UserError: for a single class, or one that no training example has.
-    """
+    """Return the number of each document's class."""
     if len(classes) < 2:
         raise UserError(f"data.label: all training examples have the class {classes[0]}")
     for document in documents:
@@ -402,7 +401,7 @@ def _split(config: ChatFile, examples: list[Document]) -> tuple[list[Document], 
     if not count:
         raise UserError(f"data.path: {config.path} holds no examples")
     if config.user is not None:
-        is_test = hold_out_rows(config, np.zeros(count), _user_ids(examples))
+        is_test = hold_out_users(config, _user_ids(examples))
     else:  # The answers of a chat stay together.
         places = [e.where for e in examples]
         contents = {where: e.ids.tobytes().hex() for where, e in zip(places, examples, strict=True)}
@@ -420,9 +419,6 @@ def _fit(
 
     Returns:
       The documents, and what was changed in them, for the user.
-
-    Raises:
-      UserError: if nothing is left of an answer, or of all examples.
     """
     size = config.context + 1
     way = config.long or ("cut" if kind == "text" else "truncate")
@@ -474,6 +470,7 @@ class Reader:
     Attributes:
       kind: ``"text"``, ``"answer"`` or ``"chat"``; "" before the first record.
       template: Chat template; None without chats.
+      notes: Fields that are not read, if there are any.
     """
 
     def __init__(self, config: ChatFile, tokenizer: Tokenizer, *, labeled: bool = True):
@@ -481,6 +478,7 @@ class Reader:
         self._fields: dict[str, str] = {}
         self.kind = ""
         self.template: ChatTemplate | None = None
+        self.notes: list[str] = []
 
     def documents(self, read: Iterable[Record]) -> list[Document]:
         """Encode records in order.
@@ -533,6 +531,17 @@ class Reader:
         kinds = [kind for kind, needed in _KINDS.items() if given.keys() & set(needed)] or [
             kind for kind, needed in _KINDS.items() if all(found[name] for name in needed)
         ]
+        for name, fields_of in _FIELDS.items():
+            several = [field for field in fields_of if record.find(field)]
+            if (
+                len(several) > 1
+                and name not in given
+                and name in _KINDS.get((kinds or [""])[0], ())
+            ):
+                raise UserError(
+                    f"{record.where}: {' and '.join(several)} may both be the {name}; give "
+                    f"--data.{name} {several[0]} or --data.{name} {several[1]}"
+                )
         if not kinds:
             raise UserError(
                 f"{record.where}: expected the fields prompt and answer, messages, or text; name "
@@ -546,6 +555,10 @@ class Reader:
                     f"with data.{name}{fields}"
                 )
             self._fields[name] = found[name] or ""
+        used = [*self._fields.values(), *filter(None, (config.label, config.user))]
+        also = {"input", "tools", "functions"} if self.kind != "text" else {*()}
+        if others := [name for name in record.fields if name not in {*used, *also}]:
+            self.notes = [f"fields {', '.join(used)} are read, and not {shorten(others)}"]
         if self.kind == "answer" and config.as_chat:
             self.kind = "chat"
         if self.kind != "chat":
@@ -668,11 +681,7 @@ def _missing(where: str, key: str, message: Mapping[Any, Any]) -> UserError:
 
 
 def _messages(record: Record, name: str) -> list[dict[str, Any]]:
-    """Read the messages of a chat, whose keys are role and content, or from and value.
-
-    Raises:
-      UserError: if one is not a message, has an unknown role, or is an empty answer.
-    """
+    """Read the messages of a chat, whose keys are role and content, or from and value."""
     given = record.get(name)
     if not isinstance(given, list) or not given:
         raise UserError(f"{record.where}: {name} must be a list of messages, got {given!r:.40}")
@@ -729,11 +738,7 @@ def _is_text_part(part: Any) -> bool:
 
 
 def _tool_calls(where: str, calls: Any) -> list[dict[str, Any]]:
-    """Return calls of tools, whose arguments are objects and not their JSON, as templates expect.
-
-    Raises:
-      UserError: if they are not a list of objects.
-    """
+    """Return calls of tools, whose arguments are objects and not their JSON."""
     if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
         raise UserError(f"{where}: tool_calls must be a list of objects, got {calls!r:.40}")
     read = [dict(call) for call in calls]
@@ -749,11 +754,7 @@ def _tool_calls(where: str, calls: Any) -> list[dict[str, Any]]:
 
 
 def _tools(record: Record) -> list[Any] | None:
-    """Return the tools that a chat may call: JSON schemas, a list or its JSON.
-
-    Raises:
-      UserError: if they are anything else.
-    """
+    """Return the tools that a chat may call: JSON schemas, a list or its JSON."""
     name = record.find("tools", "functions")
     if name is None:
         return None

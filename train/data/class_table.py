@@ -1,12 +1,11 @@
 """Class tables: names of classes, their values in masks, and their colors."""
 
-import csv
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from train.data.columns import normalized, parse_integer, read_lines
+from train.data.columns import parse_integer, read_rows
 from train.errors import UserError, shorten
 
 Color = tuple[int, int, int]
@@ -83,7 +82,7 @@ def find_own_table(given: str | None, root: Path) -> tuple[tuple[Row, ...], str]
 
 
 def read_table(path: Path) -> tuple[Row, ...]:
-    """Read a class table.
+    """Read a class table, whose quotes and line breaks are as in CSV.
 
     Lines are names; or a name with a value, or with a color r, g, b or #rrggbb, in either order.
     With a header, columns are ``name``, and optionally ``value`` (or ``id``, ``class_id``, ...),
@@ -91,11 +90,10 @@ def read_table(path: Path) -> tuple[Row, ...]:
     name`` or ``label``. Lines that begin with # and no color are comments.
 
     Raises:
-      UserError: for a damaged file; or if a column of another title holds integers or colors, but
-        none has the values or colors.
+      UserError: for a damaged file or an empty line; if a column of another title holds integers or
+        colors, but none has the values or colors; or if numbers may be part of the names.
     """
-    lines = read_lines(str(path), "data.class_table")
-    lines = [line for line in lines if line.strip() and not _COMMENT.match(line)]
+    lines = read_rows(str(path), "data.class_table")
     try:
         rows = tuple(_rows(lines))
         names = [row.name for row in rows]
@@ -116,11 +114,9 @@ def read_table(path: Path) -> tuple[Row, ...]:
     return rows
 
 
-_COMMENT = re.compile(r"\s*#(?![0-9a-fA-F]{6}\b)")
 _RGB = r"\d{1,3}(?:\s*[,;\s]\s*\d{1,3}){2}"
 _NUMBER = r"(?:-?\d+|#[0-9a-fA-F]{6})"
-_SEPARATOR = r"\s*[,;:=\t ]\s*"
-_LINE = re.compile(rf"((?:{_NUMBER}{_SEPARATOR})*)(\S.*?)((?:{_SEPARATOR}{_NUMBER})*)")
+_SPACED = re.compile(rf"((?:{_NUMBER}[:=\s,]+)*)(.*?)((?:[:=\s,]+{_NUMBER})*)")
 """A line without a header: numbers, a name, and numbers."""
 _RED_GREEN_BLUE = ("color",) * 3
 # Data sets agree on no order of the fields, and on no separator: the kinds of the fields decide.
@@ -148,29 +144,27 @@ _COLUMNS: dict[str, str] = {
 """Meanings of titles, which are compared without case, spaces and remarks in brackets."""
 
 
-def _rows(lines: list[str]) -> Iterator[Row]:
+def _rows(lines: Sequence[list[str]]) -> Iterator[Row]:
     if not lines:
         return
-    words = [_COLUMNS.get(_plain(word)) for word in lines[0].split()]
-    separator = next((c for c in "\t;," if c in lines[0]), None)
-    if separator is None and len({*words}) == len(words) > 1 and None not in words:
-        separator, lines = " ", [" ".join(line.split()) for line in lines]
-    titles = [_plain(title) for title in lines[0].split(separator)] if separator else []
-    if not any(title == "label" or title in _NAMES for title in titles):
-        has_head = separator is None and _plain(lines[0]) in _TITLES
-        yield from map(_row, _without_head(lines[has_head:]))
+    words = [_COLUMNS.get(_plain(word)) for word in " ".join(lines[0]).split()]
+    if len(lines[0]) == 1 and None not in words and len({*words}) == len(words) > 1:
+        lines = [line[0].split() for line in lines]  # separated by spaces
+    titles = [*map(_plain, lines[0])]
+    if len(titles) == 1 or not any(title == "label" or title in _NAMES for title in titles):
+        has_head = len(titles) == 1 and titles[0] in _TITLES
+        yield from map(_row, _without_head(lines[has_head:], has_head=has_head))
         return
-    assert separator is not None
-    head, *body = csv.reader(lines, delimiter=separator)
-    columns = [_COLUMNS.get(_plain(title), "") for title in head]
+    head, *body = lines
+    columns = [_COLUMNS.get(title, "") for title in titles]
     if "name" not in columns:
-        columns[[*map(_plain, head)].index("label")] = "name"
-    for line, texts in zip(lines[1:], body, strict=True):
+        columns[titles.index("label")] = "name"
+    for texts in body:
         if len(texts) != len(columns):
-            raise ValueError(f"{len(texts)} columns instead of {len(columns)} in {line.strip()}")
+            raise ValueError(f"{len(texts)} columns instead of {len(columns)} in {','.join(texts)}")
     _check_columns(head, columns, [*zip(*body, strict=True)])
     for texts in body:
-        fields = {c: text.strip() for c, text in zip(columns, texts, strict=True) if c}
+        fields = {c: text for c, text in zip(columns, texts, strict=True) if c}
         if "r" in fields:
             fields["color"] = " ".join(fields[channel] for channel in "rgb")
         yield _row(fields)
@@ -180,29 +174,40 @@ def _plain(title: str) -> str:
     return re.sub(r"[(\[].*|[\s_:]", "", title.lower())
 
 
-def _without_head(lines: Sequence[str]) -> list[dict[str, str]]:
+def _without_head(lines: Sequence[list[str]], *, has_head: bool) -> list[dict[str, str]]:
     """Return name, value and color of lines that have the same of them."""
     rows, shapes = [], set()
     for line in lines:
-        match = _LINE.fullmatch(line.strip().rstrip(":"))  # CVAT's labelmap.txt has empty fields
-        assert match is not None  # because a name can be anything
-        first, name, last = match.groups()
-        if re.fullmatch(r" +-?\d+", last):
-            name, last = name + last, ""  # such as "lane 1"
-        before, after = (re.findall(_NUMBER, part) for part in (first, last))
-        kinds = ["#" if number[0] == "#" else "1" for number in (*before, *after)]
-        shape = "".join((*kinds[: len(before)], "n", *kinds[len(before) :]))
+        parts = [field for field in line if field]  # some separators stand twice
+        if len(parts) == 1 and not has_head:
+            match = _SPACED.fullmatch(parts[0].rstrip(":"))  # labelmap.txt of CVAT ends in ::
+            assert match is not None  # because a name can be anything
+            before, last = (re.findall(_NUMBER, match[i]) for i in (1, 3))
+            parts = [*before, match[2], *last]
+        else:
+            spaced = (re.split(r"[,;\s]+", p) if re.fullmatch(_RGB, p) else [p] for p in parts)
+            parts = [number for numbers in spaced for number in numbers]
+        kinds = ["n1#"[bool(re.fullmatch(_NUMBER, p)) + (p[:1] == "#")] for p in parts]
+        if "n" not in kinds and len({*kinds}) == 1 == len(kinds):
+            kinds = ["n"]  # such as 0, 1, ...
+        shape = "".join(kinds)
         shapes.add(shape)
-        row = {"name": name}
-        for meaning, number in zip(_SHAPES.get(shape, ""), (*before, *after), strict=False):
+        row = {"name": parts[kinds.index("n")] if "n" in kinds else ""}
+        numbers = [p for p, kind in zip(parts, kinds, strict=True) if kind != "n"]
+        for meaning, number in zip(_SHAPES.get(shape, ""), numbers, strict=False):
             row[meaning] = f"{row[meaning]} {number}" if meaning in row else number
         rows.append(row)
-    are_names = len(shapes) > 1 or len({row["name"] for row in rows}) < len(rows)
-    if are_names and not any(re.search("[,;:=\t#]", line) for line in lines):
-        return [{"name": line} for line in lines]  # such as "car" and "2 wheeler", or "10 km/h"
-    if len(shapes) > 1 or not shapes <= _SHAPES.keys() or (shapes == {"n"} and "," in lines[0]):
+    is_plain = all(len(line) == 1 and not re.search("[:=#,]", line[0]) for line in lines)
+    if is_plain and not has_head and shapes & {"1n", "n1"} and "n" not in shapes:
         raise ValueError(
-            f"no column name in its first line, {lines[0].strip()}, and the lines are not all a "
+            f"each line has a number, as {lines[0][0]}, which may be a value or part of the name; "
+            "give a first line name,value and lines such as cat,1, or a first line name"
+        )
+    if is_plain and (has_head or len(shapes) > 1):
+        return [{"name": line[0]} for line in lines]  # such as "car" and "2 wheeler"
+    if len(shapes) > 1 or not shapes <= _SHAPES.keys():
+        raise ValueError(
+            f"no column name in its first line, {','.join(lines[0])}, and the lines are not all a "
             "name, with a value or a color"
         )
     return rows
@@ -214,8 +219,7 @@ def _check_columns(
     """Name a column ``class`` of numbers ``value``, and refuse columns of an unclear meaning."""
     for i, (title, cells) in enumerate(zip(titles, texts, strict=False)):
         is_number, is_color = (
-            all(pattern.fullmatch(cell.strip()) for cell in cells)
-            for pattern in (_INTEGER, _ANY_COLOR)
+            all(pattern.fullmatch(cell) for cell in cells) for pattern in (_INTEGER, _ANY_COLOR)
         )
         if is_number and columns[i] == "name" and columns.count("name") == 2:
             columns[i] = "value"
@@ -224,11 +228,11 @@ def _check_columns(
         is_index = _plain(title) in ("", "unnamed0")  # of pandas
         if not (columns[i] or is_index or has_one) and (is_number or is_color):
             raise ValueError(
-                f"its column {title.strip()} may hold the {what} of each class; call it {what}, or "
+                f"its column {title} may hold the {what} of each class; call it {what}, or "
                 "leave it out"
             )
     for column in {*columns} - {""}:
-        same = [title.strip() for title, c in zip(titles, columns, strict=True) if c == column]
+        same = [title for title, c in zip(titles, columns, strict=True) if c == column]
         if len(same) > 1:
             raise ValueError(f"its columns {same[0]} and {same[1]} mean the same; leave one out")
     if 0 < len({*"rgb"} & {*columns}) < 3:
@@ -243,8 +247,9 @@ def _row(fields: dict[str, str]) -> Row:
     value = parse_integer(fields["value"]) if "value" in fields else None
     if value is not None and value not in MASK_VALUES:
         raise ValueError(f"the value {value} is not from {MASK_VALUES[0]:,} to {MASK_VALUES[-1]:,}")
-    color = _color(fields["color"]) if "color" in fields else None
-    row = Row(normalized(fields["name"].strip()), value, color)
+    row = Row(fields["name"], value)
+    if fields.get("color") or ("color" in fields and not row.is_void):
+        row = row._replace(color=_color(fields["color"]))
     if value is not None and value < 0 and not row.is_void:
         raise ValueError(f"the class {row.name} has the value {value}; call it void, or change it")
     return row
@@ -262,67 +267,8 @@ def _color(text: str) -> Color:
     return r, g, b
 
 
-def voc_color(label: int) -> Color:
-    """Return the color of a label in PASCAL VOC.
-
-    References:
-      VOClabelcolormap.m of the PASCAL VOC development kit (Everingham et al. 2015). The bits
-      0, 3 and 6 of a label are the highest bits of red, 1, 4 and 7 of green, 2 and 5 of blue.
-    """
-    r, g, b = (
-        sum((label >> (3 * i + channel) & 1) << (7 - i) for i in range(3)) for channel in range(3)
-    )
-    return r, g, b
-
-
-# Names, values and colors as published: Badrinarayanan et al. 2015 (SegNet's version of CamVid),
-# Cordts et al. 2016 (values of labelIds), Everingham et al. 2015.
-_CAMVID = (
-    Row("Sky", 0, (128, 128, 128)),
-    Row("Building", 1, (128, 0, 0)),
-    Row("Pole", 2, (192, 192, 128)),
-    Row("Road", 3, (128, 64, 128)),
-    Row("Pavement", 4, (60, 40, 222)),
-    Row("Tree", 5, (128, 128, 0)),
-    Row("SignSymbol", 6, (192, 128, 128)),
-    Row("Fence", 7, (64, 64, 128)),
-    Row("Car", 8, (64, 0, 128)),
-    Row("Pedestrian", 9, (64, 64, 0)),
-    Row("Bicyclist", 10, (0, 128, 192)),
-    Row("void", 11, (0, 0, 0)),
-)
-_CITYSCAPES = (
-    Row("road", 7, (128, 64, 128)),
-    Row("sidewalk", 8, (244, 35, 232)),
-    Row("building", 11, (70, 70, 70)),
-    Row("wall", 12, (102, 102, 156)),
-    Row("fence", 13, (190, 153, 153)),
-    Row("pole", 17, (153, 153, 153)),
-    Row("traffic light", 19, (250, 170, 30)),
-    Row("traffic sign", 20, (220, 220, 0)),
-    Row("vegetation", 21, (107, 142, 35)),
-    Row("terrain", 22, (152, 251, 152)),
-    Row("sky", 23, (70, 130, 180)),
-    Row("person", 24, (220, 20, 60)),
-    Row("rider", 25, (255, 0, 0)),
-    Row("car", 26, (0, 0, 142)),
-    Row("truck", 27, (0, 0, 70)),
-    Row("bus", 28, (0, 60, 100)),
-    Row("train", 31, (0, 80, 100)),
-    Row("motorcycle", 32, (0, 0, 230)),
-    Row("bicycle", 33, (119, 11, 32)),
-    *(Row("void", value) for value in (0, 1, 2, 3, 4, 5, 6, 9, 10, 14, 15, 16, 18, 29, 30)),
-)
-# fmt: off
-_VOC_NAMES = (
-    "background", "aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "cat", "chair",
-    "cow", "diningtable", "dog", "horse", "motorbike", "person", "pottedplant", "sheep", "sofa",
-    "train", "tvmonitor",
-)
-# fmt: on
-_VOC = (
-    *(Row(name, i, voc_color(i)) for i, name in enumerate(_VOC_NAMES)),
-    Row("void", 255, VOID),
-)
-PUBLISHED = {"camvid": _CAMVID, "cityscapes": _CITYSCAPES, "voc": _VOC}
-"""Class tables of published data sets."""
+PUBLISHED = {
+    path.stem: read_table(path) for path in sorted(Path(__file__).parent.glob("tables/*.csv"))
+}
+"""Class tables of published data sets: of SegNet's CamVid (Badrinarayanan et al. 2015), Cityscapes
+with the values of labelIds (Cordts et al. 2016) and PASCAL VOC (Everingham et al. 2015)."""

@@ -1,5 +1,6 @@
 """Names of arrays, columns and classes, and labels, as people write them."""
 
+import csv
 import gzip
 import io
 import re
@@ -16,6 +17,24 @@ from train.errors import UserError, did_you_mean, list_available, shorten
 
 _INTEGER = re.compile(r"-?[0-9]{1,18}")
 _PLAIN = re.compile(r"0|-?[1-9][0-9]{0,17}")
+_COMMENT = re.compile(r"\s*#(?![0-9a-fA-F]{6}\b)")
+"""Start of a line that is a comment, and not a color."""
+_CVAT = re.compile(r":\d+,\d+,\d+")
+"""Color in labelmap.txt of CVAT, whose fields are separated by colons."""
+_BREAK = re.compile(r"\s*[\r\n]+\s*")
+_NEVER = "\x1f"
+"""Separator of fields that no text has, because a name may have a comma."""
+_NO_TEXT = {
+    b"PAR1": "Parquet",
+    b"PK\x03\x04": "a zip archive, such as .docx or .xlsx",
+    b"%PDF": "PDF",
+    b"SQLite format 3": "a data base of SQLite",
+    b"BZh": "compressed with bzip2",
+    b"\xfd7zXZ": "compressed with xz",
+    b"\x28\xb5\x2f\xfd": "compressed with zstd",
+    b"\x89HDF": "HDF5",
+}
+"""First bytes of files that are no text, and what they are."""
 _MISSING = (
     *("#N/A", "#NA", "-NaN", "-nan", "1.#IND", "1.#QNAN", "<NA>", "N/A"),
     *("NA", "NULL", "NaN", "n/a", "nan", "null"),
@@ -32,7 +51,7 @@ def choose(
     candidates: Sequence[str] = (),
     usual: Sequence[str] = (),
 ) -> str:
-    """Return the given name, else the first usual one of the candidates, else the only candidate.
+    """Return the given name, else the only usual one of the candidates, else the only candidate.
 
     Args:
       option: config field that gives the name, for error messages.
@@ -51,13 +70,15 @@ def choose(
                 f"{list_available(available, f'{kind}s')}"
             )
         return given
-    found = [name for name in usual if name in candidates]
-    if len(candidates) == 1 or found:
-        return found[0] if found else candidates[0]
-    several = f"several {kind}s ({shorten(candidates)})" if candidates else f"no {kind}"
-    what = option.rpartition(".")[2].replace("_", " ")
+    found = [name for name in usual if name in candidates] or [*candidates]
+    if len(found) == 1:
+        return found[0]
+    several = f"several {kind}s ({shorten(found)})" if found else f"no {kind}"
+    what, flag = option.rpartition(".")[2].replace("_", " "), option.replace("_", "-")
+    options = " or ".join(f"--{flag} {name}" for name in found[:2])
     raise UserError(
         f"{option}: {where} has {several} that can be the {what}; name one"
+        f"{f', as with {options}' if found else ''}"
         f"{list_available(available, f'{kind}s')}"
     )
 
@@ -74,15 +95,17 @@ def read_lines(path: str, option: str) -> list[str]:
     return decode_text(content, path, option).splitlines()
 
 
-def decode_text(content: bytes, path: str, option: str) -> str:
+def decode_text(content: bytes, path: str, option: str, errors: str = "strict") -> str:
     """Decode a text file in UTF-8, or in UTF-16 with a byte order mark; gzip is unpacked."""
+    if kind := next((kind for start, kind in _NO_TEXT.items() if content.startswith(start)), ""):
+        raise UserError(f"{option}: {path} is no text, but {kind}; give the text that it holds")
     try:
         if content.startswith(b"\x1f\x8b"):
             with gzip.GzipFile(fileobj=io.BytesIO(content)) as file:
                 content = file.read(limits.UNPACKED.most + 1)
             limits.UNPACKED.check(len(content), f"{option}: {path}")
         is_utf16 = content.startswith((b"\xff\xfe", b"\xfe\xff"))
-        return content.decode("utf-16" if is_utf16 else "utf-8-sig")
+        return content.decode("utf-16" if is_utf16 else "utf-8-sig", errors)
     except UnicodeDecodeError as error:
         raise UserError(
             f"{option}: {path} is not UTF-8 at byte {error.start:,}; convert it"
@@ -91,16 +114,44 @@ def decode_text(content: bytes, path: str, option: str) -> str:
         raise UserError(f"{option}: {path} is damaged: {error}") from error
 
 
+def read_rows(path: str, option: str, separator: str | None = None) -> list[list[str]]:
+    """Read the rows of a small table as `csv` does, without comments: lines that begin with #.
+
+    Args:
+      path: The file.
+      option: Config field that names it, for error messages.
+      separator: Between fields; None is a tab, a semicolon or a comma, whichever the file has.
+
+    Raises:
+      UserError: if it is unreadable, or a line between others is empty, which would count for one
+        reader and not for another.
+    """
+    with storage.reported(option, path), storage.open_file(path) as file:
+        text = decode_text(file.read(), path, option)
+    if separator is None:
+        bare = re.sub('"[^"]*"', "", text)
+        first = next((line for line in bare.splitlines() if not _COMMENT.match(line)), "")
+        separator = next((c for c in "\t;" if c in first), ":" if _CVAT.search(first) else ",")
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
+    rows, empty = [], 0
+    try:
+        for fields in reader:
+            if not "".join(fields).strip():
+                empty = empty or reader.line_num
+            elif not _COMMENT.match(fields[0]):
+                if empty:
+                    raise UserError(
+                        f"{option}: line {empty} of {path} is empty; expected a class name"
+                    )
+                rows.append([normalized(_BREAK.sub(" ", field).strip()) for field in fields])
+    except csv.Error as error:
+        raise UserError(f"{option}: line {reader.line_num} of {path}: {error}") from error
+    return rows
+
+
 def read_names(path: str, option: str) -> tuple[str, ...]:
-    """Read the names of labels 0, 1, ..., one per line. Empty lines may end the file."""
-    names = [normalized(line.strip()) for line in read_lines(path, option)]
-    while names and not names[-1]:
-        names.pop()
-    if "" in names:
-        raise UserError(
-            f"{option}: line {names.index('') + 1} of {path} is empty; expected a class name"
-        )
-    return tuple(names)
+    """Read the names of labels 0, 1, ..., one per line, as `read_rows` does."""
+    return tuple(name for (name,) in read_rows(path, option, _NEVER))
 
 
 def is_missing(value: Any) -> bool:

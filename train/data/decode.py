@@ -20,8 +20,20 @@ from PIL import (
     UnidentifiedImageError,
 )
 
-EXTENSIONS = ("jpg", "jpeg", "png", "ppm", "bmp", "pgm", "tif", "tiff", "webp", "gif")
-"""Extensions of image files, as in torchvision's ImageFolder, and GIF."""
+# By content, because extensions can be wrong. EPS and WMF run programs, others hold no images.
+Image.init()
+_USUAL = ("JPEG", "PNG", "WEBP", "BMP", "PPM", "TIFF", "GIF")  # which are tried first
+_LEFT_OUT = {"EPS", "WMF", "BUFR", "GRIB", "HDF5", "MPEG", "IPTC", "IMT"}
+_FORMATS = (*_USUAL, *sorted({*Image.OPEN} - {*_USUAL} - _LEFT_OUT))
+EXTENSIONS = (
+    "jpg",
+    *(
+        extension.removeprefix(".")
+        for extension, name in sorted(Image.registered_extensions().items())
+        if (name in _FORMATS or extension == ".mpo") and extension != ".jpg"
+    ),
+)
+"""Extensions of the image files that Pillow opens."""
 
 MAX_PIXELS = 2**30 // 12
 """Default of the largest image that is decoded, about 89 million pixels."""
@@ -51,9 +63,7 @@ class _PixelLimit:
 
 _PIXEL_LIMIT = _PixelLimit()
 
-# By content, because extensions can be wrong. Some of Pillow's other formats run programs.
-_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "PPM", "TIFF", "GIF")
-_WITH_FRAMES = (b"\x89PNG", b"GIF8", b"RIFF", b"II*", b"II+", b"MM\0")
+_WITH_FRAMES = (b"\x89PNG", b"GIF8", b"RIFF", b"II*", b"II+", b"MM\0", b"\0\0\0")
 """First bytes of images with several frames or pages. A JPEG's further frames are no pictures."""
 _SMALLER_OR_MASK = 0b101
 """Bits of NewSubfileType of a TIFF's page (TIFF 6.0, section 8)."""
@@ -178,16 +188,6 @@ class MaskValues(NamedTuple):
         """Whether the values are colors."""
         return self.kind == "rgb" and self.palette is None
 
-    def as_gray(self) -> "MaskValues | None":
-        """Return a palette image of different grays as a gray image; None for another palette."""
-        assert self.palette is not None
-        held = np.unique(self.values)
-        colors, grays = self.palette[self.palette >= 0], self.palette[held]
-        is_gray = (colors == (colors & 255) * 0x010101).all() and grays.min(initial=0) >= 0
-        if not is_gray or len(np.unique(grays)) < len(held):
-            return None
-        return MaskValues(self.palette[self.values] & 255, "gray")
-
 
 def decode_mask(file: File, max_pixels: int = MAX_PIXELS) -> MaskValues:
     """Decode a mask file to its upright values. Colors that are all gray become gray values.
@@ -300,7 +300,7 @@ def _is_lossy(image: Image.Image) -> bool:
     if kind in ("webp", "WEBP") and isinstance(image.fp, io.BytesIO):
         found = re.search(b"VP8[ L]", image.fp.getvalue())
         return found is not None and found[0] == b"VP8 "
-    return kind in ("jpeg", "JPEG")
+    return kind in ("jpeg", "JPEG", "MPO", "AVIF")
 
 
 def _changed_by_readers(image: Image.Image) -> str:
@@ -365,7 +365,7 @@ def _unreadable() -> Iterator[None]:
     except UnreadableError:
         raise
     except UnidentifiedImageError:
-        raise UnreadableError(f"not an image: none of {', '.join(_FORMATS)}") from None
+        raise UnreadableError("not an image: no format that Pillow opens") from None
     except OSError as error:
         raise UnreadableError(error.strerror or str(error) or type(error).__name__) from error
     except Exception as error:  # Pillow's parsers raise anything on a damaged file

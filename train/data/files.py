@@ -3,7 +3,7 @@
 import io
 import os
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Sequence
 from hashlib import blake2b, file_digest
 from pathlib import Path
 from typing import IO, Any, NamedTuple, TypeVar
@@ -19,9 +19,9 @@ from train.data.decode import (
     largest_of_16_bits,
 )
 from train.data.masks import spread
-from train.errors import UserError, shorten
+from train.errors import UserError
 
-IMAGE_PATTERNS = f"files *.{', *.'.join(EXTENSIONS)}"
+IMAGE_PATTERNS = "files *.jpg, *.png, *.webp or others that Pillow opens"
 """Patterns of image files, for error messages."""
 
 _MOST_COMPARED = 20_000
@@ -45,27 +45,20 @@ class ImageFiles(NamedTuple):
     skipped: Counter[str]
 
 
-def list_images(folder: Path) -> ImageFiles:
-    """Find all image files below a folder, as `storage.walk` does."""
+def list_images(folder: Path, read: Container[str] = ()) -> ImageFiles:
+    """Find all image files below a folder, as `storage.walk` does.
+
+    Names of other files that are ``read`` are not counted as left out.
+    """
     skipped: Counter[str] = Counter()
     paths: list[str] = []
     with storage.reported("data.path", folder):
         for path in storage.walk(str(folder), skipped):
-            _, dot, extension = path.rpartition("/")[2].rpartition(".")
-            if extension.lower() in EXTENSIONS:
+            if (kind := storage.kind_of(path)).lower()[1:] in EXTENSIONS:
                 paths.append(path)
-            else:
-                skipped[f"{dot}{extension}" if dot else "no extension"] += 1
+            elif path.rpartition("/")[2] not in read:
+                skipped[kind] += 1
     return ImageFiles(sorted(paths), skipped)
-
-
-def describe_skipped(files: Iterable[ImageFiles]) -> tuple[str, ...]:
-    """Return a note about all files that are left out, or ()."""
-    skipped: Counter[str] = sum((f.skipped for f in files), Counter())
-    if not skipped:
-        return ()
-    kinds = shorten([f"{count:,} x {kind}" for kind, count in sorted(skipped.items())])
-    return (f"left out {skipped.total():,} files that are no images: {kinds}",)
 
 
 def describe_files(
@@ -167,10 +160,18 @@ def _digest(file: File) -> bytes:
         return file_digest(opened, blake2b).digest()  # type: ignore[arg-type]
 
 
-def subfolders(folder: Path) -> dict[str, str]:
-    """List the folders in a folder, sorted, by `normalized` name, without hidden ones."""
+def subfolders(folder: Path, skipped: Counter[str] | None = None) -> dict[str, str]:
+    """List the folders in a folder, sorted, by `normalized` name; count what else there is."""
+    names, skipped = [], Counter() if skipped is None else skipped
     with storage.reported("data.path", folder), os.scandir(folder) as entries:
-        names = sorted(e.name for e in entries if e.is_dir() and not storage.is_hidden(e.name))
+        for entry in entries:
+            if part := storage.hidden_part(entry.name):
+                skipped[part] += 1
+            elif entry.is_dir():
+                names.append(entry.name)
+            else:
+                skipped[f"{storage.kind_of(entry.name)} next to folders"] += 1
+    names.sort()
     by_name: dict[str, str] = {}
     for name in names:
         if normalized(name) in by_name:

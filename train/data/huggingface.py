@@ -23,7 +23,7 @@ from train.data.columns import (
 from train.data.decode import File, UnreadableError
 from train.data.labeled_images import image_dataset
 from train.data.photos import Photos
-from train.data.splits import choose_test_split, describe_hold_out, hold_out_rows
+from train.data.splits import choose_test_split, describe_hold_out, describe_splits, hold_out_rows
 from train.errors import UserError, list_available
 
 _TRAIN = "train"
@@ -113,23 +113,22 @@ def load(config: HuggingFace) -> Dataset:
         user = choose("data.user", config.user, splits[0].features, config.path, "column")
         what = f"data.user: {user} in {config.path}"
         users = check_users(_read(splits[0], user), len(labels[0]), what)
-    index = [np.arange(len(split)) for split in labels]
-    notes: list[str] = []
-    if not test:
-        is_test = hold_out_rows(config, labels[0], users)
-        notes.append(describe_hold_out(config, is_test, f"no test split in {config.path}"))
-        index = [np.flatnonzero(~is_test), np.flatnonzero(is_test)]
-        labels = [labels[0][part] for part in index]
     files = [
         s.select_columns([image]).cast_column(image, datasets.Image(decode=False)) for s in splits
     ]
+    index = [np.arange(len(split)) for split in labels]
+    notes = [*describe_splits(_TRAIN, test, available)] if test else []
+    if not test:
+        is_test = hold_out_rows(config, map(_key, files[0]), labels[0], users)
+        notes.append(describe_hold_out(config, is_test, f"no test split in {config.path}"))
+        index = [np.flatnonzero(~is_test), np.flatnonzero(is_test)]
+        labels = [labels[0][part] for part in index]
     # Which split each image is in, and where.
     is_test = np.repeat([0, 1], [len(part) for part in index])
     places = np.concatenate(index)
 
     def read(id: int) -> File:
-        (file,) = files[is_test[id]][int(places[id])].values()
-        content = file and (file["path"] if file["bytes"] is None else file["bytes"])
+        content = _content(files[is_test[id]][int(places[id])])
         return UnreadableError("there is no image") if content is None else content
 
     def describe(id: int) -> str:
@@ -148,6 +147,18 @@ def load(config: HuggingFace) -> Dataset:
         users=None if users is None else number_users(users[index[0]]),
         notes=notes,
     )
+
+
+def _content(row: Mapping[str, Any]) -> str | bytes | None:
+    """Return the bytes of an image, or the path of its file."""
+    (file,) = row.values()
+    return file and (file["path"] if file["bytes"] is None else file["bytes"])
+
+
+def _key(row: Mapping[str, Any]) -> bytes:
+    """Return what tells an image from others: its content, or the path of its file."""
+    content = _content(row)
+    return content if isinstance(content, bytes) else str(content).encode()
 
 
 def _import_library() -> ModuleType:

@@ -13,13 +13,12 @@ from annotated_types import MinLen
 
 from train.config import Config
 from train.config.section import Count
-from train.data import Dataset, Outputs
+from train.data import Dataset, Outputs, storage
 from train.data.columns import check_names, choose, normalized, number_users
 from train.data.files import (
     IMAGE_PATTERNS,
     ImageFiles,
     check_folder,
-    describe_skipped,
     list_images,
     subfolders,
 )
@@ -125,7 +124,7 @@ def load(config: ImageFolder, trained: tuple[str, ...] | None = None) -> Dataset
         trained=trained is not None,
         users=None if config.user is None or trained else _users(root, train),
         order=_order(config, train.labels),
-        notes=notes + describe_skipped([ImageFiles([], train.skipped + test.skipped)]),
+        notes=notes + storage.describe_skipped(train.skipped + test.skipped),
     )
 
 
@@ -165,7 +164,8 @@ def _find_splits(
     """Find the classes, the training and test images, and what to tell about them."""
     root = Path(config.path)
     check_folder(root, f"; expected a folder with {_EXPECTED}")
-    folders = subfolders(root)
+    skipped = Counter[str]()
+    folders = subfolders(root, skipped)
     usual = {*itertools.chain(*SPLIT_NAMES.values())}
     train_name, test_name = choose_training_split(folders), None
     if train_name or len(folders) < 2 or usual & {name.lower() for name in folders}:
@@ -183,7 +183,7 @@ def _find_splits(
             "them is held out; move the training images into train/"
         )
     folder = root / (train_name or "")
-    classes = subfolders(folder)
+    classes = subfolders(folder, skipped if train_name else None)
     if not classes:
         images = list_images(folder).paths
         hint = f"; its {len(images)} images belong in one folder per class" if images else ""
@@ -196,9 +196,11 @@ def _find_splits(
         )
     if test_name is not None:
         _compare_classes(folder, classes, root / test_name, subfolders(root / test_name))
-        notes = describe_splits(train_name or "", test_name, usual & {*folders})
-        return names, _find(root, train_name, names), _find(root, test_name, names), notes
-    whole = _find(root, train_name, names)
+        notes = describe_splits(train_name or "", test_name, folders)
+        subfolders(root / test_name, skipped)
+        train = _find(root, train_name, names, skipped)
+        return names, train, _find(root, test_name, names), notes
+    whole = _find(root, train_name, names, skipped)
     keys = [path.removeprefix(whole.prefix) for path in whole.paths]
     is_test = hold_out_files(config, keys, whole.labels)
     rows, test_rows = np.flatnonzero(~is_test), np.flatnonzero(is_test)
@@ -251,7 +253,12 @@ def _compare_classes(
 
 
 def _find(
-    root: Path, split: str | None, classes: Sequence[str], *, all_classes: bool = True
+    root: Path,
+    split: str | None,
+    classes: Sequence[str],
+    skipped: Counter[str] | None = None,
+    *,
+    all_classes: bool = True,
 ) -> _Split:
     """Find the images of each class, in a split or in the folder itself."""
     folder, prefix = root / (split or ""), f"{split}/" if split else ""
@@ -272,6 +279,6 @@ def _find(
             for path in f.paths
         ],
         np.repeat(np.arange(len(classes), dtype=np.int32), [len(f.paths) for f in files]),
-        sum((f.skipped for f in files), Counter()),
+        sum((f.skipped for f in files), skipped or Counter()),
         prefix,
     )

@@ -1,7 +1,8 @@
-"""Images in shards: tar files as WebDataset writes them, Parquet, or ArrayRecord."""
+"""Images in shards: tar files as WebDataset writes them, or Parquet."""
 
 import itertools
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -17,18 +18,19 @@ from train.data.labeled_images import image_dataset
 from train.data.order import Rows, ShuffledBatches
 from train.data.photos import LabeledFiles
 from train.data.shards import CACHE_BYTES, EXPECTED, Fields, Index, Shards, format_of, index_shards
-from train.data.splits import describe_hold_out, hold_out, refuse_folds, split_of
+from train.data.splits import content_keys, describe_hold_out, hold_out, refuse_folds, split_of
 from train.errors import UserError, shorten
 
 _REMOTE_BATCHES = 2
 """Batches that are made at once, so that decoding does not wait for remote storage."""
+_READ_AT_ONCE = 1024
 _COMPARED = 2**30
 """Bytes of shards up to which copies of training images are looked for, which takes seconds."""
 
 
 @dataclass(frozen=True)
 class ImageShards(LabeledFiles):
-    """Images in shards: tar files (WebDataset), Parquet, or ArrayRecord (TensorFlow Datasets)."""
+    """Images in shards: tar files (WebDataset) or Parquet (Hugging Face)."""
 
     evaluation_options: ClassVar[dict[str, str]] = {
         "path": "test_path",
@@ -38,15 +40,15 @@ class ImageShards(LabeledFiles):
     source: Literal["image_shards"] = "image_shards"
     """Data source; --data.source NAME --help lists the fields of another one."""
     path: Annotated[tuple[str, ...], MinLen(1)] = (".",)
-    """Files, folders, patterns like 'train-{00..99}.tar', URLs (gs://, s3://), or tfds:NAME."""
+    """Files, folders, patterns like 'train-{00..99}.tar', or URLs (gs://, s3://)."""
     weights: tuple[Positive, ...] = ()
     """Share of each path in the batches; empty is by the number of images."""
     test_path: tuple[str, ...] = ()
     """Shards to test on; empty is those named val or test, or test_fraction of the images."""
     image: Annotated[str, MinLen(1)] | None = None
-    """Extension (tar), column or feature of the image; None finds it by its type or usual names."""
+    """Extension (tar), or column of the image; None finds it by its type or usual names."""
     label: Annotated[str, MinLen(1)] | None = None
-    """Extension (cls, json.FIELD), column or feature of the label; None is a usual one."""
+    """Extension (cls, json.FIELD), or column of the label; None is a usual one."""
     class_names: Annotated[str, MinLen(1)] | None = None
     """File of class names, one per line; None takes those that come with the shards."""
 
@@ -74,10 +76,11 @@ def load(config: ImageShards) -> Dataset:
             f"data.weights: {len(config.weights)} weights, but data.path has {len(config.path)}; "
             "give one per path"
         )
-    paths, test_paths = _find_shards(config)
+    skipped = Counter[str]()
+    paths, test_paths = _find_shards(config, skipped)
     every = [*itertools.chain(*paths), *test_paths]
     indices = index_shards(every, Fields(config.image, config.label))
-    notes = [*_check_damage(config, every, indices)]
+    notes = [*_check_damage(config, every, indices), *storage.describe_skipped(skipped)]
     counts = [len(index.labels) for index in indices]
     shard = np.repeat(np.arange(len(every), dtype=np.int32), counts)
     place = np.concatenate([index.places for index in indices])
@@ -90,11 +93,12 @@ def load(config: ImageShards) -> Dataset:
         if not (source == i).any():
             raise UserError(f"data.path: there are no images in {path}")
     train, test = np.flatnonzero(source >= 0), np.flatnonzero(source < 0)
+    others = Shards(every, indices)  # which keep nothing for batches
+    shards = Shards(every, indices)
     if test_paths:
         refuse_folds(config, f"the test shards are {shorten(test_paths)}")
     else:
-        named = zip(shard.tolist(), place.tolist(), strict=True)
-        keys = (f"{os.path.basename(every[i])} {first} {second}" for i, (first, second) in named)
+        keys = _keys(indices, others, shard, place)
         is_test = hold_out(config, keys, label)
         notes.append(
             describe_hold_out(config, is_test, f"no test shards in {shorten(config.path)}")
@@ -107,8 +111,6 @@ def load(config: ImageShards) -> Dataset:
     labels = label[train], label[test]
     n = len(train)
     names = name_classes(labels, names, f"data.label: {shorten(config.path)}")
-    others = Shards(every, indices)  # which keep nothing for batches
-    shards = Shards(every, indices)
     is_small = not shards.are_remote and sum(shards.sizes) <= _COMPARED
     return image_dataset(
         config,
@@ -126,32 +128,37 @@ def load(config: ImageShards) -> Dataset:
     )
 
 
-def _find_shards(config: ImageShards) -> tuple[list[list[str]], list[str]]:
+def _find_shards(config: ImageShards, skipped: Counter[str]) -> tuple[list[list[str]], list[str]]:
     """Find the training shards of each path, and the test shards, if there are any.
 
     Among the files of folders and patterns, names with train, val or test tell the splits. With a
     ``test_path``, others than training shards are not used.
     """
     train: list[list[str]] = []
+    every: set[str] = set()
     tests: dict[str | None, list[str]] = {"val": [], "test": []}
     for path in config.path:
-        files, has_several = _expand(path, "data.path")
+        files, has_several = _expand(path, "data.path", skipped)
+        every |= {*files}
         root = os.path.commonpath(files) if len(files) > 1 else os.path.dirname(files[0])
         splits = [split_of(file.removeprefix(root)) if has_several else None for file in files]
-        if others := sorted({split for split in splits if split and split in tests}):
+        if found := sorted({split for split in splits if split and split in tests}):
             named = [*zip(splits, files, strict=True)]
-            for split in others:
+            for split in found:
                 tests[split] += [file for own, file in named if own == split]
             training = "train" if "train" in splits else None
             files = [file for own, file in named if own == training]
             if not files:
                 raise UserError(
-                    f"data.path: {path} has shards of {' and '.join(others)}, but none to train on"
+                    f"data.path: {path} has shards of {' and '.join(found)}, but none to train on"
                 )
         train.append(files)
     test = tests["val"] or tests["test"]
     if config.test_path:
-        test = [file for path in config.test_path for file in _expand(path, "data.test_path")[0]]
+        expanded = (_expand(path, "data.test_path", skipped)[0] for path in config.test_path)
+        test = [*itertools.chain(*expanded)]
+    others = every.difference(test, *train)
+    skipped.update(f"{storage.kind_of(file)} of another split" for file in others)
     trained_on = set(map(_identity, itertools.chain(*train)))
     if both := sorted(file for file in test if _identity(file) in trained_on):
         raise UserError(f"data.test_path: {shorten(both)} would be trained on, too")
@@ -163,12 +170,10 @@ def _identity(file: str) -> str:
     return file if "://" in file else os.path.realpath(file)
 
 
-def _expand(path: str, field: str) -> tuple[list[str], bool]:
+def _expand(path: str, field: str, skipped: Counter[str]) -> tuple[list[str], bool]:
     """List the shards of a path, and whether it is a folder or a pattern."""
-    if path.startswith("tfds:"):
-        path = _tfds_folder(path, field)
     with storage.reported(field, path):
-        found = storage.expand(path)
+        found = storage.expand(path, skipped)
     if found is None:
         return [path], False
     shards = [file for file in found if format_of(file)]
@@ -176,30 +181,23 @@ def _expand(path: str, field: str) -> tuple[list[str], bool]:
         raise UserError(f"{field}: no shards in {path}, but {shorten(found)}; {EXPECTED}")
     if not shards:
         raise UserError(f"{field}: no files in {path}; {EXPECTED}")
+    skipped.update(storage.kind_of(file) for file in {*found} - {*shards})
     return shards, True
 
 
-def _tfds_folder(name: str, field: str) -> str:
-    """Find the folder of a data set that TensorFlow Datasets has prepared."""
-    try:
-        import tensorflow_datasets as tfds
-    except ImportError as error:
-        raise UserError(
-            f"{field}: {name} needs tensorflow_datasets ({error}); pip install "
-            "tensorflow-datasets, or give the folder of the data set"
-        ) from None
-    try:
-        builder = tfds.builder(name.removeprefix("tfds:"), file_format="array_record")
-    except Exception as error:  # of the registry, the file system or the network
-        reason = str(error).strip().partition("\n")[0]  # the other lines list all data sets
-        raise UserError(f"{field}: tensorflow_datasets cannot find {name}: {reason}") from error
-    folder = str(builder.data_path)
-    if not builder.is_prepared():
-        raise UserError(
-            f"{field}: {name} is not prepared in {folder}; run "
-            f"tfds build {name.removeprefix('tfds:')} --file_format=array_record"
-        )
-    return folder
+def _keys(
+    indices: Sequence[Index], shards: Shards, shard: np.ndarray, place: np.ndarray
+) -> list[str]:
+    """Return the name of each image; its content if it has none."""
+    keys = [str(key) for index in indices for key in index.keys.tolist()]
+    nameless = np.array([i for i, key in enumerate(keys) if not key], np.int64)
+    for start in range(0, len(nameless), _READ_AT_ONCE):
+        rows = nameless[start : start + _READ_AT_ONCE]
+        read = shards.read(shard[rows], place[rows])
+        contents = (c if isinstance(c, bytes) else str(c).encode() for c in read)
+        for i, key in zip(rows.tolist(), content_keys(contents), strict=True):
+            keys[i] = key
+    return keys
 
 
 def _check_damage(

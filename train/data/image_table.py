@@ -36,9 +36,11 @@ from train.data.records import Record
 from train.data.splits import SPLIT_NAMES, describe_hold_out, hold_out_files, refuse_folds
 from train.errors import UserError, list_available, shorten
 
+_NUMBERED = ("image_id", "id")
+"""Columns of paths in tables that have no other one."""
 _FILE_COLUMNS = (
     *("file", "file_name", "filename", "path", "file_path", "filepath"),
-    *("image", "image_path", "image_name", "img", "image_id", "id"),
+    *("image", "image_path", "image_name", "img", *_NUMBERED),
 )
 _LABEL_COLUMNS = ("label", "labels", "class", "target", "category", "y")
 _BOOLEANS = {"0": 0.0, "1": 1.0, "false": 0.0, "true": 1.0, "no": 0.0, "yes": 1.0}
@@ -121,12 +123,16 @@ def load(config: ImageTable, trained: Outputs | None = None) -> Dataset:
     target, names = _TARGETS[config.targets](config, table, trained.names if trained else None)
     names = check_names(names, "data.label")
     if not config.label:
-        column, *others = _usual(table.rows[0].fields, _LABEL_COLUMNS) or [""]
-        notes += [f"labels are in {column}, not in {shorten(others)}: data.label"] if others else []
+        notes.append(f"labels are in the column {_label_columns(config, table)[0]} (data.label)")
     if config.targets == "class" and "None" in names:
         count = (target == names.index("None")).sum()
         notes.append(f"None is a class, of {count:,} rows; remove them if it stands for no label")
     notes += _check_repeated(config, table, target)
+    if trained is None:
+        listed, named = list_images(table.folder).paths, {*table.files}
+        if others := [name for name in listed if name not in named]:
+            some = shorten(others, 3)
+            notes.append(f"left out {len(others):,} images in {table.folder} of no row: {some}")
     is_train, is_test, split_notes = _splits(config, table, target, is_whole=trained is not None)
     if trained is not None:
         if config.images is not None:
@@ -187,12 +193,13 @@ def _read(config: ImageTable) -> tuple[_Table, list[str]]:
         raise UserError(f"data.path: {config.path} has no rows")
     columns = [*rows[0].fields]
     usual = _usual(columns, _FILE_COLUMNS)
+    usual = [name for name in usual if name.lower() not in _NUMBERED] or usual
     column = choose("data.file", config.file, columns, config.path, "column", usual, usual)
     folder = Path(config.path).parent if config.images is None else Path(config.images)
     check_folder(folder)
     files, notes = _find_files(rows, column, folder)
-    if others := [name for name in usual if config.file is None and name != column]:
-        notes.append(f"images are in {column}, not in {shorten(others)}: data.file")
+    if config.file is None:
+        notes.append(f"images are in the column {column} (data.file)")
     return _Table(rows, files, folder), notes
 
 

@@ -1,15 +1,19 @@
-"""Layouts of folders of images and masks, in one table."""
+"""Layouts of folders of images and masks: two patterns each, in one table."""
 
-from collections.abc import Collection, Sequence
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from train.data import storage
 from train.data.class_table import FILES as TABLES
+from train.data.class_table import Row
 from train.data.columns import normalized, read_lines
 from train.data.decode import EXTENSIONS
 from train.data.drawings import Mask
-from train.data.files import IMAGE_PATTERNS, ImageFiles, check_folder, list_images, subfolders
-from train.data.splits import choose_test_split, choose_training_split, split_of
+from train.data.files import IMAGE_PATTERNS, check_folder, list_images, subfolders
+from train.data.splits import SPLIT_NAMES, choose_test_split, choose_training_split, split_of
 from train.errors import UserError, shorten
 
 Pair = tuple[str, Mask]
@@ -17,90 +21,120 @@ Pair = tuple[str, Mask]
 
 _HERE = ""
 """The split of a layout without splits."""
+_Files = dict[str, dict[str, str]]
+"""Paths by split and name."""
 
 
 class Layout(NamedTuple):
-    """Folders of images and masks; ``{split}`` stands for the name of a split.
+    """Patterns of the paths of images and masks.
+
+    In a pattern, ``{split}`` stands for the name of a split, ``{name}`` for what an image and its
+    mask have in common, at any depth, and ``*`` for any other text, as that of an extension.
 
     Attributes:
-      images: folder of images.
-      masks: folder of masks.
-      image_suffix: end of an image's name that its mask does not have.
-      mask_suffixes: possible ends of a mask's name that its image does not have; the first that
-        occurs counts.
+      images: pattern of images.
+      masks: pattern of masks.
+      suffixes: possible ends of a mask's name that its image does not have.
       names: file of the names of a split, one per line; None takes all files.
       table: published data set whose class table is used if there is no other.
     """
 
     images: str
     masks: str
-    image_suffix: str = ""
-    mask_suffixes: tuple[str, ...] = ("", "_mask", "_label", "_labels", "_L")
+    suffixes: tuple[str, ...] = ("",)
     names: str | None = None
     table: str | None = None
 
-    @property
-    def split(self) -> str:
-        """Path of a split below the root: a file of names, or a folder."""
-        return self.names or self.images
+    def __str__(self) -> str:
+        """Return the options that name the patterns."""
+        return f"--data.images '{self.images}' --data.masks '{self.masks}'"
 
-    def candidates(self, root: Path) -> list[str]:
-        """Return what may be splits of a folder in this layout."""
-        if "{split}" not in self.split:
-            return [_HERE]
-        before, after = self.split.split("{split}")
-        parent = root / before if before else root
-        if not parent.is_dir():
-            return []
-        if after and "/" not in after:  # a file of names
-            found = {path.name for path in parent.iterdir() if path.is_file()} - {*TABLES}
-            return sorted(n.removesuffix(after) for n in found if n.endswith(after))
-        return sorted(subfolders(parent).values())
-
-    def splits(self, root: Path) -> list[str]:
-        """Find the splits of a folder in this layout."""
-        return [s for s in self.candidates(root) if all(f.is_dir() for f in self.folders(root, s))]
-
-    def folders(self, root: Path, split: str) -> tuple[Path, Path]:
-        """Return the folders of images and masks of a split."""
-        return root / self.images.format(split=split), root / self.masks.format(split=split)
+    @classmethod
+    def of(cls, images: str, masks: str) -> "Layout":
+        """Return the layout of two patterns, or of two folders."""
+        images, masks = (
+            pattern if "{name}" in pattern else f"{pattern.rstrip('/')}/{{name}}.*"
+            for pattern in (images, masks)
+        )
+        layout = cls(images, masks)
+        if ("{split}" in images) != ("{split}" in masks):
+            raise UserError(f"data.masks: {layout}: give {{split}} in both patterns, or in none")
+        return layout
 
 
+_USUAL = {name for names in SPLIT_NAMES.values() for name in names}
+_SUFFIXES = ("", "_mask", "_label", "_labels", "_L")
 LAYOUTS = (
-    Layout("{split}/images", "{split}/masks"),
-    Layout("images/{split}", "masks/{split}"),
-    Layout("{split}", "{split}annot", table="camvid"),  # SegNet's CamVid
-    Layout("{split}", "{split}_labels"),  # the original CamVid
-    Layout("{split}", "{split}_masks"),
-    Layout(
-        "leftImg8bit/{split}",
-        "gtFine/{split}",
-        "_leftImg8bit",
-        ("_gtFine_labelIds",),
+    Layout("{split}/images/{name}.*", "{split}/masks/{name}.*", _SUFFIXES),
+    Layout("images/{split}/{name}.*", "masks/{split}/{name}.*", _SUFFIXES),
+    Layout("{split}/{name}.*", "{split}_labels/{name}.*", _SUFFIXES),
+    Layout("{split}/{name}.*", "{split}_masks/{name}.*", _SUFFIXES),
+    Layout("images/{name}.*", "masks/{name}.*", _SUFFIXES, "{split}.txt"),
+)
+"""Layouts that need no option."""
+FORMATS: Mapping[str, Layout] = {
+    "camvid": Layout("{split}/{name}.*", "{split}annot/{name}.*", table="camvid"),
+    "cityscapes": Layout(
+        "leftImg8bit/{split}/{name}_leftImg8bit.*",
+        "gtFine/{split}/{name}_gtFine_labelIds.*",
         table="cityscapes",
     ),
-    Layout("images/{split}", "annotations/{split}"),  # ADE20K
-    Layout(
-        "JPEGImages", "SegmentationClass", names="ImageSets/Segmentation/{split}.txt", table="voc"
+    "ade20k": Layout("images/{split}/{name}.*", "annotations/{split}/{name}.*"),
+    "voc": Layout(
+        "JPEGImages/{name}.*",
+        "SegmentationClass/{name}.*",
+        names="ImageSets/Segmentation/{split}.txt",
+        table="voc",
     ),
-    Layout("JPEGImages", "SegmentationClass", table="voc"),
-    Layout("images", "masks", names="{split}.txt"),
-    Layout("images", "masks"),
-)
+}
+"""Layouts of published data sets, by `data.format`."""
 
 
 class FoundLayout(NamedTuple):
-    """A folder's layout, the splits that it holds, and notes about what is not read."""
+    """Images and masks of a folder.
 
-    layout: Layout
+    Attributes:
+      root: folder of the data.
+      images: paths below it by split and name.
+      masks: masks of these names.
+      layout: patterns of both.
+      notes: what is not read.
+      rows: class table of annotations; () for masks that are images.
+      source: file of annotations that names the classes.
+    """
+
     root: Path
-    splits: list[str]
+    images: _Files
+    masks: Mapping[str, Mapping[str, Mask]]
+    layout: Layout = Layout("", "")
     notes: tuple[str, ...] = ()
+    rows: tuple[Row, ...] = ()
+    source: str = ""
+
+    @property
+    def paths(self) -> set[Mask]:
+        """Images and masks of all splits."""
+        return {p for side in self[1:3] for paths in side.values() for p in paths.values()}
+
+    @property
+    def splits(self) -> list[str]:
+        """Names of the splits."""
+        return sorted(self.images)
 
     @property
     def is_split(self) -> bool:
         """Whether the folder is split into training and test images."""
         return self.splits != [_HERE]
+
+    @property
+    def train(self) -> str | None:
+        """Name of the training split; None if there is none."""
+        return choose_training_split(self.splits) or self._only("train")
+
+    def _only(self, kind: str) -> str | None:
+        """Return the only split such as train2017; None for several."""
+        found = [split for split in self.splits if _stem(split) in SPLIT_NAMES[kind]]
+        return found[0] if len(found) == 1 else None
 
     def test(self, given: str | None) -> str:
         """Return the name of the test split: the given one, or val, or test.
@@ -108,155 +142,207 @@ class FoundLayout(NamedTuple):
         Raises:
           UserError: if there is none.
         """
-        return choose_test(self.splits, self.root, given)
+        test = choose_test_split(given, self.splits, self.root)
+        test = test or self._only("val") or self._only("test")
+        if test is None:
+            raise UserError(
+                f"data.path: no split val or test in {self.root}; there are "
+                f"{shorten(self.splits)}; name another one with data.test_split, or move all "
+                "images into images/ and all masks into masks/, so that data.test_fraction of "
+                "them are held out"
+            )
+        return test
 
-    def pairs(self, split: str = _HERE) -> tuple[list[Pair], list[ImageFiles]]:
+    def pairs(self, split: str = _HERE) -> list[Pair]:
         """Match the images of a split with their masks.
 
-        Returns:
-          The pairs, and all files of both folders.
-
         Raises:
-          UserError: if an image or a mask is without the other, or there is none.
+          UserError: if an image or a mask is without the other.
         """
-        layout = self.layout
-        folders = [text.format(split=split) for text in (layout.images, layout.masks)]
-        found = [list_images(self.root / folder) for folder in folders]
-        for folder, files in zip(folders, found, strict=True):
-            if not files.paths:
+        images, masks = self.images[split], self.masks[split]
+        sides: tuple[tuple[str, str, Mapping[str, Mask]], ...]
+        sides = ("image", self.layout.images, images), ("mask", self.layout.masks, masks)
+        for (kind, _, own), (other, pattern, others) in (sides, sides[::-1]):
+            if single := [name for name in own if name not in others]:
+                missing = self.root / pattern.format(split=split, name=single[0])
+                alone = self.root / str(own[single[0]])
                 raise UserError(
-                    f"data.path: no image in {self.root / folder}; expected {IMAGE_PATTERNS}"
+                    f"data.path: the {kind} {alone} has no {other}: no file {missing}"
+                    + (f"; nor have {len(single) - 1} others" if single[1:] else "")
+                    + f"; add the {other}, or move the {kind} to another folder"
                 )
-        image_folder, mask_folder = (self.root / folder for folder in folders)
-        images = _by_name(image_folder, found[0].paths, layout.image_suffix)
-        for suffix in layout.mask_suffixes:
-            masks = _by_name(mask_folder, found[1].paths, suffix)
-            if images.keys() & masks.keys():
-                break
-        else:
-            masks = _by_name(mask_folder, found[1].paths, layout.mask_suffixes[0])
-        if layout.names is not None:
-            names = _read_names(self.root / layout.names.format(split=split), images)
-            images, masks = (
-                {name: by_name[name] for name in names if name in by_name}
-                for by_name in (images, masks)
-            )
-            if missing := [name for name in names if name not in images]:
-                raise UserError(
-                    f"data.path: no image {image_folder / missing[0]}.*, which "
-                    f"{self.root / layout.names.format(split=split)} names"
-                )
-        sides = ("image", image_folder, images), ("mask", mask_folder, masks)
-        for own, partner in (sides, sides[::-1]):
-            _check_partners(own, partner)
-        pairs: list[Pair] = [
-            (f"{folders[0]}/{images[name]}", f"{folders[1]}/{masks[name]}") for name in images
-        ]
-        return pairs, found
+        return [(images[name], masks[name]) for name in images]
 
 
-def choose_test(splits: Sequence[str], root: Path, given: str | None) -> str:
-    """Return the given test split, or val, or test.
-
-    Raises:
-      UserError: if there is none.
-    """
-    test = choose_test_split(given, splits, root)
-    if test is None:
-        raise UserError(
-            f"data.path: no split val or test in {root}; there are {shorten(splits)}; name another "
-            "one with data.test_split, or move all images into images/ and all masks into masks/, "
-            "so that data.test_fraction of them are held out"
-        )
-    return test
-
-
-def find_layout(root: Path, *, training: bool = True) -> FoundLayout:
-    """Find the layout of a folder.
+def find_layout(
+    root: Path, given: Layout | None = None, *, training: bool = True, table: str | None = None
+) -> FoundLayout:
+    """Find the images and masks of a folder.
 
     Args:
       root: folder that the user gave.
+      given: its layout; None tries all that need no option. A trained network also tries those of
+        published data sets.
       training: whether it must hold training images.
+      table: name of a class table, which is read.
 
     Raises:
-      UserError: if it is in no known layout.
+      UserError: if it is in no known layout, or in several.
     """
     check_folder(root, "; expected a folder with images and masks")
-    for layout in LAYOUTS:
-        splits = layout.splits(root)
-        if splits == [_HERE] or (splits and (not training or choose_training_split(splits))):
-            return FoundLayout(layout, root, splits, _left_out(layout, root, splits))
-        if any(map(split_of, splits)):
-            raise UserError(
-                f"data.path: no training split {root / layout.split.format(split='train')}; there "
-                f"are {shorten(splits)}"
-            )
-    there = [*subfolders(root).values()]
-    raise UserError(
-        f"data.path: no images with masks in {root}, which holds "
-        f"{shorten(there) if there else 'no folders'}{_hint(root, there)}; expected images with "
-        "masks, train/images with train/masks, or the folders of CamVid, Cityscapes, ADE20K or "
-        "PASCAL VOC"
-    )
-
-
-def _left_out(layout: Layout, root: Path, splits: Sequence[str]) -> tuple[str, ...]:
-    """Return notes about splits without masks, and other masks of the same images."""
-    notes = []
-    for split in layout.candidates(root):
-        images, masks = layout.folders(root, split)
-        if split_of(f"{split}/") == split.lower() and images.is_dir() and not masks.is_dir():
-            notes.append(f"{images} is not read: there is no {masks}")
-    read = [layout.folders(root, split) for split in splits]
-    others = [other.folders(root, s) for other in LAYOUTS for s in other.splits(root)]
-    for images, masks in dict.fromkeys(others):
-        if not any(masks.is_relative_to(m) or m.is_relative_to(masks) for _, m in read):
-            notes.append(f"masks are read from {read[0][1]}; {masks} of {images} is not read")
-    return tuple(notes)
-
-
-def _hint(root: Path, there: Sequence[str]) -> str:
-    annotations = [
-        path for name in ("", *there) for path in sorted((root / name).glob("*.json"))[:1]
-    ]
-    if annotations:
-        return f"; for annotations such as {annotations[0]} give data.format coco or labelme"
-    if "images" not in there:
-        return ""
-    others = [name for name in there if name != "images" and list_images(root / name).paths]
-    if len(others) == 1:
-        return f"; if {others[0]} has the masks, rename it to masks"
-    return "; a mask is an image of the labels of all pixels" if not others else ""
-
-
-def _by_name(folder: Path, files: Sequence[str], suffix: str) -> dict[str, str]:
-    """Return files by their names without extension and suffix; those without it are left out."""
-    by_name: dict[str, str] = {}
-    for file in files:
-        name = file.rpartition(".")[0]
-        if not name.endswith(suffix):
-            continue
-        name = normalized(name.removesuffix(suffix))
-        if name in by_name:
-            raise UserError(f"data.path: {by_name[name]} and {file} in {folder} have the same name")
-        by_name[name] = file
-    return by_name
-
-
-_Side = tuple[str, Path, dict[str, str]]
-"""Kind of the files, their folder, and the files by name."""
-
-
-def _check_partners(own: _Side, partner: _Side) -> None:
-    (kind, folder, files), (partner_kind, partner_folder, partners) = own, partner
-    single = [name for name in files if name not in partners]
-    if single:
+    files = list_images(root, {*TABLES, table or "", "data.yaml", *_lists(root)})
+    known = (given,) if given else LAYOUTS + (() if training else (*FORMATS.values(),))
+    found = [f for layout in known if (f := _find(root, layout, files.paths))]
+    if given is None:  # images/cats/ is no split, and images/train/ is one
+        split = [f for f in found if "{split}" in f.layout.images]
+        usual = [f for f in split if not _USUAL.isdisjoint(map(_stem, f.splits))]
+        read = {path for f in usual for path in f.paths}
+        whole = [f for f in found if f not in split and read.isdisjoint(f.paths or read)]
+        found = usual + whole or ([] if training else split)
+    if not found:
+        raise UserError(_explain_nothing(root, given, files.paths))
+    if len(found) > 1:
         raise UserError(
-            f"data.path: the {kind} {folder / files[single[0]]} has no {partner_kind}: no file "
-            f"{partner_folder / single[0]}.*"
-            + (f"; nor have {len(single) - 1} others" if single[1:] else "")
-            + f"; add the {partner_kind}, or move the {kind} to another folder"
+            f"data.path: {root} has masks in two places; give {found[0].layout}, or "
+            f"{found[1].layout}"
         )
+    (only,) = found
+    if training and only.is_split and not only.train:
+        where = only.layout.names or only.layout.images
+        raise UserError(
+            f"data.path: no training split {root / where.format(split='train', name='*')}; there "
+            f"are {shorten(only.splits)}"
+        )
+    left = Counter(_folder_of(path) for path in {*files.paths} - only.paths)
+    return only._replace(notes=storage.describe_skipped(files.skipped + left))
+
+
+def _stem(split: str) -> str:
+    return re.sub(r"[^a-z]+$", "", split.lower())
+
+
+def _folder_of(path: str) -> str:
+    folder = path.rpartition("/")[0]
+    return f"{storage.kind_of(path)} in {folder}" if folder else storage.kind_of(path)
+
+
+def _lists(root: Path) -> set[str]:
+    """Return the names of files that may name the images of splits."""
+    folders = root, root / "ImageSets" / "Segmentation"
+    return {p.name for folder in folders for p in folder.glob("*.txt") if split_of(p.stem)}
+
+
+def _find(root: Path, layout: Layout, files: Sequence[str]) -> FoundLayout | None:
+    """Return the images and masks of a layout; None if a folder has none that belong together."""
+    (images, twice), (masks, twice_masks) = (_by_name(p, files) for p in layout[:2])
+    common = [split for split in images if split in masks]
+    for split in common:  # in one folder, masks may have the pattern of images
+        are_masks = {*masks[split].values()}
+        images[split] = {n: path for n, path in images[split].items() if path not in are_masks}
+    ends = {
+        end: {split: {n.removesuffix(end): p for n, p in masks[split].items() if n.endswith(end)}
+              for split in common}
+        for end in layout.suffixes
+    }  # fmt: skip
+    ends = {
+        end: by_split
+        for end, by_split in ends.items()
+        if any(images[split].keys() & by_split[split].keys() for split in common)
+    }
+    if not ends:
+        return None
+    for split in common:
+        if same := twice.get(split) or twice_masks.get(split):
+            raise UserError(f"data.path: {same} in {root} have the same name")
+    if len(ends) > 1:
+        choices = [layout.masks.replace("{name}", f"{{name}}{end}") for end in ends]
+        options = [str(layout._replace(masks=choice)) for choice in choices[:2]]
+        raise UserError(f"data.path: {root} has masks of two kinds; give {', or '.join(options)}")
+    ((end, of_splits),) = ends.items()
+    layout = layout._replace(masks=layout.masks.replace("{name}", f"{{name}}{end}"))
+    found = FoundLayout(root, {s: images[s] for s in common}, of_splits, layout)
+    return _by_lists(found) if layout.names else found
+
+
+def _by_lists(found: FoundLayout) -> FoundLayout:
+    """Split images and masks by the lists of names, if there are any."""
+    root, names = found.root, found.layout.names or ""
+    folder, _, end = (root / names).as_posix().rpartition("{split}")
+    lists = {path.name.removesuffix(end): path for path in Path(folder).glob(f"*{end}")}
+    lists = {split: path for split, path in lists.items() if path.name not in TABLES}
+    if not any(map(split_of, lists)):
+        return found
+    images, masks = found.images[_HERE], found.masks[_HERE]
+    by_split: tuple[dict[str, Any], dict[str, Any]] = {}, {}
+    for split, path in sorted(lists.items()):
+        listed = _read_names(path, images)
+        if missing := [name for name in listed if name not in images]:
+            pattern = found.layout.images.format(name=missing[0])
+            if split_of(split):
+                raise UserError(f"data.path: no image {root / pattern}, which {path} names")
+            continue  # another text
+        by_split[0][split] = {name: images[name] for name in listed if name in images}
+        by_split[1][split] = {name: masks[name] for name in listed if name in masks}
+    return found._replace(images=by_split[0], masks=by_split[1])
+
+
+def _by_name(pattern: str, files: Sequence[str]) -> tuple[_Files, dict[str, str]]:
+    """Return the files that match a pattern, and by split two of the same name."""
+    matches, found, twice = _matcher(pattern), dict[str, dict[str, str]](), dict[str, str]()
+    for file in files:
+        if (match := matches(file)) is None:
+            continue
+        parts = match.groupdict()
+        split, name = parts.get("split", _HERE), normalized(parts["name"])
+        other = found.setdefault(split, {}).setdefault(name, file)
+        if other != file:
+            twice[split] = f"{other} and {file}"
+    return found, twice
+
+
+def _matcher(pattern: str) -> Callable[[str], re.Match[str] | None]:
+    stem = pattern.removesuffix(".*")
+    texts = {"{split}": "(?P<split>[^/]+)", "{name}": "(?P<name>.+)", "*": "[^/]*"}
+    expression = ""
+    for part in re.split(r"(\{split\}|\{name\}|\*)", stem):
+        group = f"(?P<{part[1:-1]}>"
+        expression += (
+            f"(?P={part[1:-1]})" if group in expression else texts.get(part, re.escape(part))
+        )
+    return re.compile(expression + (r"\.[^./]+" if stem != pattern else "")).fullmatch
+
+
+def _explain_nothing(root: Path, given: Layout | None, files: Sequence[str]) -> str:
+    """Say what a folder holds, and how it could be read."""
+    there = [*subfolders(root).values()]
+    held = f"{root}, which holds {shorten(there) if there else 'no folders'}"
+    if given is not None:
+        count = [sum(map(len, _by_name(p, files)[0].values())) for p in given[:2]]
+        return (
+            f"data.path: no images with masks in {held}; {count[0]:,} files are images "
+            f"{given.images} and {count[1]:,} masks {given.masks}"
+        )
+    for name, layout in FORMATS.items():
+        if fits := _find(root, layout, files):
+            is_other = name == "ade20k" and "training" not in fits.splits  # such as COCO-Stuff
+            what = "" if is_other else f"--data.format {name}, or "
+            hint = ", as --data.classes 182 --data.ignore 255" * is_other
+            return (
+                f"data.format: masks in {root} are not where they are found without an option; "
+                f"give {what}{layout}, and say what they hold{hint}"
+            )
+    found = [p for name in ("", *there) for p in sorted((root / name).glob("*.json"))[:1]]
+    folders = sorted({path.rpartition("/")[0] for path in files}, key=lambda f: f != "images")
+    hint = ""
+    if found:
+        hint = f"; for annotations such as {found[0]} give --data.format coco or labelme"
+    elif len(folders) == 2:
+        hint = f"; give --data.images {folders[0]} --data.masks {folders[1]}"
+    return (
+        f"data.path: no images with masks in {held}{hint}; expected "
+        f"{IMAGE_PATTERNS} in images/ and masks/, or train/images/ and train/masks/; give two "
+        "patterns for others, as --data.images 'img/{name}.jpg' --data.masks 'seg/{name}.png'"
+    )
 
 
 def _without_extension(name: str) -> str:

@@ -74,9 +74,12 @@ class PreferenceFile(Text):
             load_tokenizer(self),
         )
 
+        left_out: list[str] = []
+
         def read(path: str, option: str) -> list[Document]:
             """Encode the answers of a file; the two of a pair follow each other."""
-            answers = (a for record in records.read(path, option) for a in _answers(record))
+            found = records.read(path, option, left_out)
+            answers = (a for record in found for a in _answers(record))
             return reader.documents(answers)
 
         train = read(self.path, "data.path")
@@ -107,7 +110,7 @@ class PreferenceFile(Text):
             name=lambda row: train[2 * row].where.partition(": ")[2],
             test_name=lambda row: test[2 * row].where.partition(": ")[2],
             contents=(train_tokens, learned, test_tokens, test_learned),
-            notes=(first, *notes, *test_notes),
+            notes=(first, *notes, *test_notes, *left_out),
             is_chat=reader.template is not None,
             rows="pairs",
         )
@@ -158,9 +161,6 @@ def _answers(record: Record) -> Iterator[Record]:
     """Yield the records of the preferred answer and of the other one, as `Reader` reads them.
 
     Answers are texts or the messages of chats, with or without the messages of the prompt.
-
-    Raises:
-      UserError: if they are anything else.
     """
     prompt = record.fields.get("prompt")
     answers = [record.get(name) for name in ("chosen", "rejected")]

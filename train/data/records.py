@@ -5,6 +5,7 @@ import io
 import itertools
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -12,9 +13,11 @@ from typing import IO, Any, NamedTuple
 from train import limits
 from train.data import storage
 from train.data.columns import decode_text, normalized
+from train.data.splits import split_of
 from train.errors import UserError, did_you_mean, list_available
 
 _PARQUET = (".parquet", ".pq")
+_OF_FOLDERS = (".jsonl", ".ndjson", *_PARQUET)
 _QUOTED = re.compile(r'\s+".*"\s*', re.DOTALL)  # the quotes would be part of the value
 _SEPARATORS = {".csv": ",", ".tsv": "\t"}
 
@@ -60,26 +63,60 @@ class Record(NamedTuple):
         return value
 
 
-def read(path: str, option: str) -> Iterator[Record]:
+def read(path: str, option: str, notes: list[str] | None = None) -> Iterator[Record]:
     """Yield the records of a file in order: of Parquet or CSV by its suffix, else of JSON lines.
 
     Args:
-      path: File, or a folder of .jsonl and .parquet files, which are read by name, at any depth; or
-        the URL of one, such as gs://bucket/file.jsonl.
+      path: File, or a folder of .jsonl, .jsonl.gz and .parquet files, which are read by name, at
+        any depth; or the URL of one, such as gs://bucket/file.jsonl.
       option: Config field or flag that names it, for error messages.
+      notes: Is told what files of a folder are left out.
+
+    Raises:
+      UserError: if two files of a folder may have the same records, or are of different splits.
     """
+    skipped = Counter[str]()
     with storage.reported(option, path):
-        found = storage.expand(path)
+        found = storage.expand(path, skipped)
     if found is None:
         return _read_file(path, option)
-    files = [file for file in found if Path(file).suffix in (".jsonl", *_PARQUET)]
+    files = [file for file in found if _suffix(file) in _OF_FOLDERS]
+    skipped.update(map(storage.kind_of, {*found} - {*files}))
     if not files:
-        raise UserError(f"{option}: the folder {path} has no .jsonl or .parquet files")
+        left = "; ".join(("", *storage.describe_skipped(skipped)))
+        raise UserError(f"{option}: the folder {path} has no .jsonl or .parquet files{left}")
+    _check_folder(files, path, option)
+    if notes is not None:
+        notes += storage.describe_skipped(skipped)
     return itertools.chain.from_iterable(_read_file(file, option) for file in files)
 
 
+def _suffix(path: str) -> str:
+    return Path(path.lower().removesuffix(".gz")).suffix
+
+
+def _check_folder(files: list[str], path: str, option: str) -> None:
+    """Refuse files of one name, such as a.jsonl and a.jsonl.gz, and of training and testing."""
+    by_name: dict[str, str] = {}
+    of_split: dict[str, str] = {}
+    for file in files:
+        name = file.lower().removesuffix(".gz").removesuffix(_suffix(file))
+        if (other := by_name.setdefault(name, file)) != file:
+            raise UserError(
+                f"{option}: {other} and {file} may have the same records; move one elsewhere"
+            )
+        if split := split_of(file.removeprefix(path).lstrip("/")):
+            of_split.setdefault(split, file)
+    if "train" in of_split and len(of_split) > 1:
+        train, other = of_split.pop("train"), next(iter(of_split.values()))
+        raise UserError(
+            f"{option}: {path} has {train} and {other}, of which one is to train on and one to "
+            "test on; give --data.path and --data.test-path, which may be patterns in quotes"
+        )
+
+
 def _read_file(path: str, option: str) -> Iterator[Record]:
-    suffix = Path(path.removesuffix(".gz")).suffix.lower()
+    suffix = _suffix(path)
     if suffix in _SEPARATORS:
         return _read_csv(path, option)
     return (_read_parquet if suffix in _PARQUET else _read_json_lines)(path, option)
@@ -93,7 +130,7 @@ def _read_csv(path: str, option: str) -> Iterator[Record]:
     with storage.reported(option, path), storage.open_file(path) as file:
         content = file.read()
     text = decode_text(content, path, option)
-    separator = _SEPARATORS[Path(path.removesuffix(".gz")).suffix.lower()]
+    separator = _SEPARATORS[_suffix(path)]
     head = text.lstrip().partition("\n")[0]
     if separator not in head or (separator == "," and head.count(";") > head.count(",")):
         separator = max((separator, *",;\t|"), key=head.count)

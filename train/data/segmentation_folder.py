@@ -1,5 +1,6 @@
 """Images and their segmentation masks in a folder, in one of several layouts."""
 
+import contextlib
 import functools
 import itertools
 import os
@@ -15,16 +16,16 @@ from typing_extensions import override
 from train.config.data import Content, Data
 from train.config.section import Count, CountOrZero, Fraction, NonNegative, Positive, Seed
 from train.data import Arrays, Dataset, Outputs, num_examples
-from train.data.annotations import FoundAnnotations, find_annotations
+from train.data.annotations import find_annotations
 from train.data.augment import fit, to_uint8
 from train.data.class_table import MASK_VALUES, PUBLISHED, find_own_table, find_table
 from train.data.columns import describe_classes
 from train.data.decode import UnreadableError, View, file_bytes, upright_size
 from train.data.drawings import Mask, mask_size, read_mask
-from train.data.files import ImageFiles, describe_files, describe_skipped
+from train.data.files import describe_files
 from train.data.image_batches import ImageOptions, decode_pair, read_local, read_masked
-from train.data.label_map import IGNORE, LabelMap, plain_label_map
-from train.data.mask_layouts import FoundLayout, Pair, find_layout
+from train.data.label_map import IGNORE, LabelMap, Reading, plain_label_map
+from train.data.mask_layouts import FORMATS, FoundLayout, Layout, Pair, find_layout
 from train.data.masks import (
     SAMPLED,
     Sample,
@@ -38,7 +39,6 @@ from train.data.masks import (
 from train.data.placeholder import Placeholder, missing_paths, zeros
 from train.data.preprocessing import Preprocessor
 from train.data.splits import (
-    choose_training_split,
     describe_hold_out,
     describe_splits,
     hold_out,
@@ -61,13 +61,18 @@ class SegmentationFolder(Data):
     evaluation_options: ClassVar[dict[str, str]] = {
         "split": "test_split",
         "path": "path",
+        "mask_reading": "mask_reading",
         "image_size": "image_size",
     }
 
     source: Literal["segmentation_folder"] = "segmentation_folder"
     """Data source; --data.source NAME --help lists the fields of another one."""
     path: str = "."
-    """Folder with images/ and masks/, or as CamVid, Cityscapes, ADE20K or VOC are published."""
+    """Folder with images/ and masks/, or in another layout that format or two patterns name."""
+    images: Annotated[str, MinLen(1)] | None = None
+    """Pattern of images below path, as '{split}/{name}.jpg', or their folder."""
+    masks: Annotated[str, MinLen(1)] | None = None
+    """Pattern of masks, as '{split}/{name}_mask.png', or their folder; with images."""
     test_split: Annotated[str, MinLen(1)] | None = None
     """Split to test on; None is val, or test if there is no val."""
     test_fraction: Annotated[float, Gt(0), Lt(1)] = 0.2
@@ -78,16 +83,20 @@ class SegmentationFolder(Data):
     """Number of folds of a cross-validation, whose fold is held out; see fnet train --folds."""
     fold: Count = 1
     """Fold that is held out, from 1."""
-    format: Literal["images", "coco", "labelme", "yolo", "voc"] = "images"
-    """Masks are images; or outlines in files of COCO, labelme or YOLO; or images as in VOC."""
+    format: Literal[
+        "images", "camvid", "cityscapes", "ade20k", "voc", "coco", "labelme", "yolo"
+    ] = "images"
+    """Masks are images; or as published; or outlines in files of COCO, labelme or YOLO."""
     classes: Annotated[int, Ge(2), Le(255)] | None = None
     """Number of classes; None counts mask_values or the class table."""
     class_table: Annotated[str, MinLen(1)] | None = None
     """File of class names, mask values and colors, or camvid, cityscapes or voc."""
     mask_values: Annotated[tuple[Annotated[int, Ge(0), Lt(2**16)], ...], MaxLen(255)] = ()
     """Value of each class in masks, as 0 255; empty is the class table's, or 0, 1, ..."""
+    mask_reading: Reading | None = None
+    """What counts in masks: numbers (gray value, palette index) or colors; needed if both can."""
     ignore: tuple[MaskValue | str, ...] | None = None
-    """Mask values, or names in the class table, that do not count; None is 255."""
+    """Mask values, as 255, or names in the class table, that do not count."""
     class_weights: Literal["median_frequency"] | None = None
     """Weights of classes in the loss; median_frequency favors rare ones."""
     batch_size: Count = 16
@@ -146,8 +155,10 @@ class SegmentationFolder(Data):
     def placeholder(self) -> Placeholder | None:
         if (missing := missing_paths((self.path,))) is None:
             return None
-        tables = PUBLISHED.get(self.class_table or ""), PUBLISHED["voc"]
-        rows = next(sum(not row.is_void for row in table) for table in tables if table)
+        layout = FORMATS.get(self.format)
+        names = self.class_table, layout and layout.table, "voc"
+        table = next(PUBLISHED[name] for name in names if name in PUBLISHED)
+        rows = sum(not row.is_void for row in table)
         batch = {
             "image": np.zeros((1, *self.image_shape), np.uint8),
             "mask": np.zeros((1, *self.image_shape[:2]), np.uint8),
@@ -182,14 +193,13 @@ def load(config: SegmentationFolder, trained: LabelMap | None = None) -> Dataset
         raise UserError(f"data.scale: {config.scale[0]} is more than {config.scale[1]}")
     root = Path(config.path)
     found = _find(root, config, trained)
-    train, test, files, notes = _find_splits(found, config, test_only=trained is not None)
-    notes += describe_skipped(files)
-    notes += found.notes
-    if config.format not in ("images", "voc") and isinstance(found, FoundLayout):
+    train, test, notes = _find_splits(found, config, test_only=trained is not None)
+    if config.format not in ("images", *FORMATS) and not found.rows:
         notes.append(
             f"{root} has no annotations in the format {config.format}; its masks are read as "
             "images with the values of the run's classes"
         )
+    notes += found.notes
     splits = {"training": train, "test": test} if trained is None else {"test": test}
     parts = {which: _divide(pairs) for which, pairs in splits.items()}
     later = {
@@ -199,24 +209,18 @@ def load(config: SegmentationFolder, trained: LabelMap | None = None) -> Dataset
     every = [sample for samples in sampled.values() for sample in samples]
     source = None
     if trained is None:
-        default = None
-        if isinstance(found, FoundAnnotations):
+        if found.rows:
             _refuse_values(config)
             rows, source = found.rows, found.source
         else:
-            if config.classes is None and not config.mask_values:
-                default = found.layout.table
+            is_given = config.classes is not None or config.mask_values
+            default = None if is_given else found.layout.table
             rows, source = find_table(config.class_table, root, default)
-        if default and source == default and config.class_table is None:
-            notes.append(
-                f"folders are named as in {source}, so its classes are used; for others, give "
-                "data.classes or data.class_table"
-            )
-        label_map, more = make_label_map(config, rows, source, every)
+        label_map = make_label_map(config, rows, source, every)
         paths = [str(root / name) for name, _ in train + test]
-        more += describe_classes(label_map.names)
+        more = [*describe_classes(label_map.names)]
         more += describe_files(paths[: len(train)], paths[len(train) :])
-    elif isinstance(found, FoundLayout):
+    elif not found.rows:
         rows, own = find_own_table(config.class_table, root)
         label_map, more = translate(config, trained, rows, own, every)
     else:
@@ -232,7 +236,7 @@ def load(config: SegmentationFolder, trained: LabelMap | None = None) -> Dataset
     # As bytes, which take less than half the memory of strings.
     images = np.array([os.fsencode(image) for image, _ in train + test])
     masks: Any = [mask for _, mask in train + test]
-    if not isinstance(found, FoundAnnotations):
+    if not found.rows:
         masks = np.array([os.fsencode(mask) for mask in masks])
     ids = np.arange(len(images), dtype=np.int32)
     options = ImageOptions.of(config, crop="scaled")
@@ -283,20 +287,30 @@ def load(config: SegmentationFolder, trained: LabelMap | None = None) -> Dataset
     )
 
 
-def _find(
-    root: Path, config: SegmentationFolder, trained: LabelMap | None
-) -> FoundLayout | FoundAnnotations:
-    if config.format == "images" or config.format == "voc":
-        if config.format == "voc" and not (root / "SegmentationClass").is_dir():
+def _find(root: Path, config: SegmentationFolder, trained: LabelMap | None) -> FoundLayout:
+    if config.format in ("coco", "labelme", "yolo"):
+        known = None
+        if trained is not None:
+            known = dict(zip(trained.names, trained.mask_values().tolist(), strict=True))
+        return find_annotations(root, config.format, known)
+    given = FORMATS.get(config.format)
+    if config.format == "voc" and trained is None and not (root / "SegmentationClass").is_dir():
+        raise UserError(
+            f"data.format: no folder SegmentationClass in {root}, which has the masks of VOC; "
+            "boxes in Annotations/*.xml are no masks"
+        )
+    if config.images is not None or config.masks is not None:
+        if config.images is None or config.masks is None or given:
             raise UserError(
-                f"data.format: no folder SegmentationClass in {root}, which has the masks of VOC; "
-                "boxes in Annotations/*.xml are no masks"
+                "data.masks: give data.images and data.masks together, without data.format"
             )
-        return find_layout(root, training=trained is None)
-    known = None
-    if trained is not None:
-        known = dict(zip(trained.names, trained.mask_values().tolist(), strict=True))
-    return find_annotations(root, config.format, known)
+        given = Layout.of(config.images, config.masks)
+    table = None if config.class_table is None else os.path.basename(config.class_table)
+    if trained is not None and given is not None:  # elsewhere, masks may lie as in any layout
+        with contextlib.suppress(UserError):
+            return find_layout(root, given, training=False, table=table)
+        given = None
+    return find_layout(root, given, training=trained is None, table=table)
 
 
 def _refuse_values(config: SegmentationFolder) -> None:
@@ -313,9 +327,9 @@ def _below(root: Path, mask: Mask) -> Mask:
 
 
 def _find_splits(
-    found: FoundLayout | FoundAnnotations, config: SegmentationFolder, *, test_only: bool
-) -> tuple[list[Pair], list[Pair], list[ImageFiles], list[str]]:
-    """Find training and test pairs, all files, and what to tell about them."""
+    found: FoundLayout, config: SegmentationFolder, *, test_only: bool
+) -> tuple[list[Pair], list[Pair], list[str]]:
+    """Find training and test pairs, and what to tell about them."""
     root = found.root
     if found.is_split:
         refuse_folds(config, f"{root} has the splits {shorten(found.splits)}")
@@ -325,28 +339,22 @@ def _find_splits(
                 f"data.test_split: {root} is not split into folders, and data.test_fraction "
                 "of its images is held out; move the training images into train/"
             )
-        pairs, files = found.pairs()
+        pairs = found.pairs()
         if test_only:
-            return pairs[:1], pairs, files, []
+            return pairs[:1], pairs, []
         splits: tuple[list[Pair], list[Pair]] = [], []
         held_out = hold_out(config, (image for image, _ in pairs))
         for pair, is_test in zip(pairs, held_out, strict=True):
             splits[bool(is_test)].append(pair)
-        return *splits, files, [describe_hold_out(config, held_out, f"{root} has no splits")]
+        return *splits, [describe_hold_out(config, held_out, f"{root} has no splits")]
     test_split = found.test(config.test_split)
     if test_only:
-        test, files = found.pairs(test_split)
-        return test[:1], test, files, []
-    train_split = choose_training_split(found.splits)
+        test = found.pairs(test_split)
+        return test[:1], test, []
+    train_split = found.train
     assert train_split is not None  # `find_layout` has looked for it
-    train, files = found.pairs(train_split)
-    test, test_files = found.pairs(test_split)
-    return (
-        train,
-        test,
-        files + test_files,
-        [*describe_splits(train_split, test_split, found.splits)],
-    )
+    notes = [*describe_splits(train_split, test_split, found.splits)]
+    return found.pairs(train_split), found.pairs(test_split), notes
 
 
 def _divide(pairs: Sequence[Pair]) -> tuple[list[Pair], list[Pair]]:

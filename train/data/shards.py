@@ -9,10 +9,8 @@ import functools
 import json
 import os
 import re
-import struct
 import tarfile
 import threading
-import weakref
 import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
@@ -24,18 +22,18 @@ import numpy as np
 
 from train import limits
 from train.data import storage
-from train.data.columns import choose, parse_labels, read_names
+from train.data.columns import choose, parse_labels
 from train.data.decode import EXTENSIONS, UnreadableError
 from train.data.storage import StorageError
-from train.data.tf_example import parse_example
 from train.errors import TrainingError, UserError, list_available, shorten
 
 _SUFFIXES = {
     "tar": re.compile(r"\.tar$"),
     "parquet": re.compile(r"\.(parquet|pq)$"),
-    "array_record": re.compile(r"\.array_?record(-\d+-of-\d+)?$"),
 }
-EXPECTED = "expected files *.tar, *.parquet or *.array_record"
+EXPECTED = "expected files *.tar or *.parquet"
+_RECORDS = re.compile(r"\.(array_?record|tfrecords?)(-\d+-of-\d+)?$")
+"""Files of TensorFlow Datasets, which have to be converted."""
 _IMAGES = ("image", "img", "jpg", "jpeg", "png", "image/encoded", "pixel_values")
 _LABELS = ("label", "labels", "cls", "class", "target", "fine_label", "image/class/label")
 _DOTTED = tuple(f".{extension}" for extension in EXTENSIONS)
@@ -43,7 +41,7 @@ _THREADS = 16
 """Shards that are indexed or read at once."""
 CACHE_BYTES = 2**30
 """Bytes of row groups that are kept in memory."""
-_INDEX_VERSION = 3
+_INDEX_VERSION = 4
 
 
 class Fields(NamedTuple):
@@ -58,8 +56,9 @@ class Index(NamedTuple):
 
     Attributes:
       places: Where each example is, int64 [N, 2]. Tar: first byte and number of bytes. Parquet: row
-        group and row in it. ArrayRecord: record, and 0.
+        group and row in it.
       labels: Label of each example, int64 or str [N].
+      keys: Name of each example, str [N]; "" for one without a name of its own.
       block_bytes: Size of the largest row group; 0 if examples are read one by one.
       classes: Names of labels 0, 1, ..., if the shard has them.
       image: Name of the images' field.
@@ -69,6 +68,7 @@ class Index(NamedTuple):
 
     places: np.ndarray
     labels: np.ndarray
+    keys: np.ndarray
     block_bytes: int = 0
     classes: tuple[str, ...] = ()
     image: str = ""
@@ -77,7 +77,7 @@ class Index(NamedTuple):
 
 
 def format_of(path: str) -> str | None:
-    """Return the format of a shard by its name: tar, parquet, array_record, or None."""
+    """Return the format of a shard by its name: tar, parquet, or None."""
     return next((name for name, suffix in _SUFFIXES.items() if suffix.search(path)), None)
 
 
@@ -103,6 +103,11 @@ def _index(path: str, fields: Fields) -> Index:
                 f"data.path: {path} is compressed, so that its examples cannot be found one by "
                 "one; decompress it"
             )
+        if _RECORDS.search(path):
+            raise UserError(
+                f"data.path: {path} has records of TensorFlow Datasets, which are not read; "
+                "convert them to Parquet, as the page on shards shows"
+            )
         raise UserError(f"data.path: {path} has no known format; {EXPECTED}")
     file = storage.stat(path)
     key = repr((_INDEX_VERSION, os.path.abspath(path), *file, *fields))
@@ -110,8 +115,7 @@ def _index(path: str, fields: Fields) -> Index:
     saved = storage.cache_folder() / "shards" / f"{name}.npz"
     if known := _load_index(saved):
         return known._replace(stat=file)
-    index = {"tar": _index_tar, "parquet": _index_parquet, "array_record": _index_array_record}
-    found = index[kind](path, file.size, fields)
+    found = (_index_tar if kind == "tar" else _index_parquet)(path, file.size, fields)
     if not found.problem:
         _save_index(found, saved)
     return found._replace(stat=file)
@@ -126,7 +130,7 @@ def _load_index(path: Path) -> Index | None:
         with _HEADERS, np.load(path, allow_pickle=False) as arrays:
             texts = json.loads(str(arrays["texts"]))
             texts["classes"] = tuple(texts["classes"])
-            return Index(arrays["places"], arrays["labels"], **texts)
+            return Index(arrays["places"], arrays["labels"], arrays["keys"], **texts)
     except (OSError, ValueError, KeyError, zipfile.BadZipFile, zlib.error):
         return None  # there is none, or it is damaged
 
@@ -135,7 +139,9 @@ def _save_index(index: Index, path: Path) -> None:
     texts = {name: getattr(index, name) for name in ("block_bytes", "classes", "image")}
 
     def write(file: IO[bytes]) -> None:
-        np.savez(file, places=index.places, labels=index.labels, texts=json.dumps(texts))
+        np.savez(
+            file, places=index.places, labels=index.labels, keys=index.keys, texts=json.dumps(texts)
+        )
 
     with contextlib.suppress(OSError):  # without it, only the next start is slower
         storage.atomic_write(path, write)
@@ -208,7 +214,7 @@ def _index_tar(path: str, size: int, fields: Fields) -> Index:
             )
     keys = list(images)
     found_labels = parse_labels(values, lambda i: f"data.label: {keys[i]} in {path}")
-    return Index(_places(list(images.values())), found_labels, problem=problem)
+    return Index(_places(list(images.values())), found_labels, np.array(keys, str), problem=problem)
 
 
 class _Headers:
@@ -290,11 +296,19 @@ def _index_parquet(path: str, size: int, fields: Fields) -> Index:
             batches = storage.parquet_batches(file, size, where, range(len(groups)), [label])
             values = (value.as_py() for batch in batches for value in batch.column(0))
             labels = parse_labels(values, lambda i: f"data.label: row {i} of {path}")
+            keys = [""] * len(labels)
+            if _has_paths(pyarrow, schema.field(image).type):
+                column = [f"{image}.path"]
+                batches = storage.parquet_batches(file, size, where, range(len(groups)), column)
+                paths = [str(v["path"] or "") for b in batches for v in b.column(0).to_pylist()]
+                keys = paths if len({*paths}) == len(paths) else keys
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:
         reason = " ".join(str(error).split())
-        return Index(_places([]), np.zeros(0, np.int64), problem=f"of {size:,} bytes: {reason}")
+        nothing = np.zeros(0, np.int64)
+        return Index(_places([]), nothing, nothing, problem=f"of {size:,} bytes: {reason}")
     places = [(i, row) for i, group in enumerate(groups) for row in range(group.num_rows)]
-    return Index(_places(places), labels, max(block_bytes, 1), classes.get(label, ()), image)
+    names = classes.get(label, ())
+    return Index(_places(places), labels, np.array(keys, str), max(block_bytes, 1), names, image)
 
 
 def _huggingface_classes(schema: Any) -> dict[str, tuple[str, ...]]:
@@ -318,112 +332,15 @@ def _is_image_type(pyarrow: Any, kind: Any) -> bool:
     return types.is_binary(kind) or types.is_large_binary(kind)
 
 
+def _has_paths(pyarrow: Any, kind: Any) -> bool:
+    index = kind.get_field_index("path") if pyarrow.types.is_struct(kind) else -1
+    return index >= 0 and bool(pyarrow.types.is_string(kind.field(index).type))
+
+
 def _is_label_type(pyarrow: Any, kind: Any) -> bool:
     types = pyarrow.types
     kind = kind.value_type if types.is_dictionary(kind) else kind
     return types.is_integer(kind) or types.is_string(kind) or types.is_large_string(kind)
-
-
-# ---- ArrayRecord files of tf.train.Example, as TensorFlow Datasets writes them.
-
-
-def _index_array_record(path: str, size: int, fields: Fields) -> Index:
-    reader = _array_record_reader(path)
-    if not reader.ok():
-        return Index(_places([]), np.zeros(0, np.int64), problem=_array_record_error(reader, size))
-    count, image, label, values, problem = reader.num_records(), "", "", [], ""
-    limits.ROWS.check(count, f"data.path: {path}")
-    limits.check_unpacked(_unpacked_records(path), size, f"data.path: {path}")
-    for start in range(0, count, 1024):
-        try:
-            records = reader.read(start, min(start + 1024, count))
-        except Exception as error:  # as in `_array_record_error`
-            problem = f"of {size:,} bytes: {_first_part(error)}"
-            break
-        for i, record in enumerate(records, start):
-            example = parse_example(record)
-            if example is None:
-                raise UserError(f"data.path: record {i} of {path} is not a tf.train.Example")
-            if not image:
-                names = list(example)
-                byte_fields = [name for name, value in example.items() if _is_bytes(value)]
-                image = choose(
-                    "data.image", fields.image, names, path, "feature", byte_fields, _IMAGES
-                )
-                scalars = [n for n, v in example.items() if len(v) == 1 and n != image]
-                label = choose("data.label", fields.label, names, path, "feature", scalars, _LABELS)
-            values.append(_only(example.get(label, [])))
-    places = [(i, 0) for i in range(len(values))]
-    labels = parse_labels(values, lambda i: f"data.label: record {i} of {path}")
-    return Index(_places(places), labels, 0, _tfds_classes(path, label), image, problem)
-
-
-def _only(values: list[Any]) -> Any:
-    """Return the only value of a feature, as text if it is bytes."""
-    value = values[0] if len(values) == 1 else values or None
-    return value.decode(errors="surrogateescape") if isinstance(value, bytes) else value
-
-
-def _array_record_reader(path: str) -> Any:
-    from array_record.python.array_record_module import ArrayRecordReader
-
-    # For random access; the defaults read 16 MiB ahead.
-    options = "readahead_buffer_size:0,max_parallelism:0"
-    return ArrayRecordReader(storage.local_copy(path), options)
-
-
-_BLOCK, _BLOCK_HEADER, _CHUNK_HEADER = 2**16, 24, 40
-"""Bytes of Riegeli's blocks and headers, of which ArrayRecord files consist."""
-
-
-def _unpacked_records(path: str) -> int:
-    """Return the bytes of all records, of which the headers of their chunks tell."""
-    usable = _BLOCK - _BLOCK_HEADER
-
-    def end_of(begin: int, length: int) -> int:  # a header begins each block
-        blocks = (length + (begin + usable - 1) % _BLOCK) // usable
-        return begin + length + blocks * _BLOCK_HEADER
-
-    begin, total = 0, 0
-    with open(storage.local_copy(path), "rb", 0) as file:
-        while True:
-            file.seek(begin)
-            raw = file.read(end_of(begin, _CHUNK_HEADER) - begin)
-            cut = -begin % _BLOCK
-            header = raw[:cut] + raw[cut + _BLOCK_HEADER :]
-            if len(header) < _CHUNK_HEADER:
-                return total
-            _, packed, _, records, unpacked = struct.unpack("<5Q", header)
-            total += unpacked
-            after = begin + (records >> 8)  # as many bytes as records, whose low byte is a type
-            after += max(_BLOCK_HEADER - after % _BLOCK, 0) if after % _BLOCK else 0
-            begin = max(end_of(begin, _CHUNK_HEADER + packed), after)
-
-
-def _array_record_error(reader: Any, size: int) -> str:
-    try:
-        reader.read([0])
-    except Exception as error:  # the binding raises RuntimeError and IndexError
-        return f"of {size:,} bytes: {_first_part(error)}"
-    return f"of {size:,} bytes: it is not an ArrayRecord file"
-
-
-def _first_part(error: Exception) -> str:
-    return " ".join(str(error).split()).partition("; ")[0]
-
-
-def _is_bytes(values: list[Any]) -> bool:
-    return len(values) == 1 and isinstance(values[0], bytes)
-
-
-def _tfds_classes(path: str, label: str) -> tuple[str, ...]:
-    """Read the class names that TensorFlow Datasets wrote next to a shard."""
-    names = f"{path.rpartition('/')[0] or '.'}/{label}.labels.txt"
-    try:
-        storage.stat(names)
-    except StorageError:
-        return ()
-    return read_names(names, "data.class_names")
 
 
 # ---- Reading
@@ -447,9 +364,6 @@ class Shards:
         blocks = CACHE_BYTES // max(1, *(index.block_bytes for index in indices))
         self._row_group = functools.lru_cache(max(blocks, 1))(self._read_row_group)
         self._footers: dict[int, Any] = {}
-        self._records: dict[int, Any] = {}  # readers
-        weakref.finalize(self, _close, self._records)  # before the libraries below them end
-        self._opening = threading.Lock()
 
     @property
     def sizes(self) -> list[int]:
@@ -466,9 +380,7 @@ class Shards:
         path, (first, second) = self.paths[shard], place.tolist()
         if self._formats[shard] == "tar":
             return f"{path}, bytes {first:,} to {first + second:,}"
-        if self._formats[shard] == "parquet":
-            return f"{path}, row {second} of row group {first}"
-        return f"{path}, record {first}"
+        return f"{path}, row {second} of row group {first}"
 
     def read(self, shards: np.ndarray, places: np.ndarray) -> np.ndarray:
         """Read encoded images.
@@ -488,11 +400,7 @@ class Shards:
             zip(shards.tolist(), places[:, 0].tolist(), strict=True)
         ):
             groups.setdefault(self._group(shard, first), []).append(i)
-        read = {
-            "tar": self._read_tars,
-            "parquet": self._read_rows,
-            "array_record": self._read_records,
-        }
+        read = {"tar": self._read_tars, "parquet": self._read_rows}
         content = np.empty(len(shards), object)
         futures = [
             (rows, self._threads.submit(read[kind], shards[rows], places[rows]))
@@ -516,9 +424,8 @@ class Shards:
         kind = self._formats[shard]
         if kind == "parquet":
             return kind, shard, first
-        if kind == "tar":  # the client of a remote storage has its own concurrency
-            return kind, storage.scheme(self.paths[shard]) or shard
-        return kind, shard
+        # The client of a remote storage has its own concurrency.
+        return kind, storage.scheme(self.paths[shard]) or shard
 
     def _read_tars(self, shards: np.ndarray, places: np.ndarray) -> list[Any]:
         for shard in np.unique(shards).tolist():
@@ -528,21 +435,6 @@ class Shards:
         content = storage.read_ranges(paths, starts, sizes)
         np.add.at(self.reads, shards, 1)
         return [_complete(*part) for part in zip(content, starts, sizes, strict=True)]
-
-    def _read_records(self, shards: np.ndarray, places: np.ndarray) -> list[Any]:
-        shard = int(shards[0])
-        with self._opening:
-            reader = self._records.get(shard)
-            if reader is None:
-                self._check_unchanged(shard, even_remote=True)
-                reader = self._records[shard] = _array_record_reader(self.paths[shard])
-        try:
-            records = reader.read(places[:, 0].tolist())
-        except Exception as error:  # the binding raises RuntimeError and IndexError
-            reason = " ".join(str(error).split())
-            raise StorageError(f"cannot read {self.paths[shard]}: {reason}") from error
-        np.add.at(self.reads, shards, 1)
-        return [_image_in(record, self._images[shard]) for record in records]
 
     def _read_rows(self, shards: np.ndarray, places: np.ndarray) -> list[Any]:
         column = self._row_group(int(shards[0]), int(places[0, 0]))
@@ -583,29 +475,15 @@ class Shards:
                 return UnreadableError(" ".join(str(error).split()))
             raise storage.as_storage_error(path, error) from error
 
-    def _check_unchanged(self, shard: int, *, even_remote: bool = False) -> None:
+    def _check_unchanged(self, shard: int) -> None:
         """Check that a shard is as it was. Remote ones would be asked for each batch."""
         path, before = self.paths[shard], self._stats[shard]
-        if storage.is_remote(path) and not even_remote:
+        if storage.is_remote(path):
             return
         now = storage.stat(path)
         if now != before:
             size = f"from {before.size:,} to {now.size:,} bytes" if now[0] != before[0] else "in it"
             raise StorageError(f"{path} changed {size} since the run started")
-
-
-def _image_in(record: bytes, name: str) -> Any:
-    """Return the bytes of an image in a tf.train.Example, or an `UnreadableError`."""
-    example = parse_example(record)
-    if example is None:
-        return UnreadableError("it is not a tf.train.Example")
-    values = example.get(name)
-    return values[0] if values else UnreadableError(f"there is no {name}")
-
-
-def _close(readers: dict[int, Any]) -> None:
-    for reader in readers.values():
-        reader.close()
 
 
 def _complete(content: Any, start: int, size: int) -> Any:

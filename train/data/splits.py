@@ -3,7 +3,7 @@
 import os
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from hashlib import blake2b
 
 import numpy as np
@@ -62,7 +62,7 @@ def choose_test_split(given: str | None, names: Collection[str], where: object) 
 
 def describe_splits(train: str, test: str, splits: Iterable[str]) -> tuple[str, ...]:
     """Return a note about other splits than the one to train on and the one to test on."""
-    others = sorted(name for name in {*splits} - {train, test} if split_of(f"{name}/"))
+    others = sorted({*splits} - {train, test})
     if not others:
         return ()
     return (f"trained on {train}, tested on {test}; not read: {shorten(others)} (data.test_split)",)
@@ -83,8 +83,8 @@ def hold_out(
 
     Args:
       config: options of the data source.
-      keys: names of the examples, or of their users; contents or numbers of those without names.
-        Examples of equal keys stay together.
+      keys: names of the examples, or of their users; contents of those without names. Examples
+        of equal keys stay together.
       labels: class of each example, int [N]; None if they have none.
       groups: group of each example; none is both trained and tested on.
     """
@@ -176,13 +176,8 @@ def refuse_folds(config: Data, why: str) -> None:
         )
 
 
-def hold_out_rows(config: Data, labels: np.ndarray, users: np.ndarray | None = None) -> np.ndarray:
-    """Choose rows of a table by a hash of their numbers, or of the ids of their users, bool [N].
-
-    With ``users`` [N], no user is in both splits; then classes do not matter.
-    """
-    if users is None:
-        return hold_out(config, (f"row {i}" for i in range(len(labels))), labels)
+def hold_out_users(config: Data, users: np.ndarray) -> np.ndarray:
+    """Choose rows by a hash of the ids of their users, bool [N]; no user is in both splits."""
     ids, number = np.unique(users, return_inverse=True)
     if len(ids) < 2:
         raise UserError(
@@ -190,6 +185,24 @@ def hold_out_rows(config: Data, labels: np.ndarray, users: np.ndarray | None = N
             "trained and tested on; give examples of more users"
         )
     return hold_out(config, ids.tolist())[number]
+
+
+def hold_out_rows(
+    config: Data, contents: Iterable[bytes], labels: np.ndarray, users: np.ndarray | None
+) -> np.ndarray:
+    """Choose rows by a hash of their users, or else of their contents, bool [N]."""
+    if users is not None:
+        return hold_out_users(config, users)
+    return hold_out(config, content_keys(contents), labels)
+
+
+def content_keys(contents: Iterable[bytes]) -> Iterator[str]:
+    """Yield the keys of examples that have no names; copies are counted."""
+    seen: Counter[str] = Counter()
+    for content in contents:
+        key = blake2b(content, digest_size=16).hexdigest()
+        seen[key] += 1
+        yield f"{key} {seen[key]}"
 
 
 def hash_names(names: Iterable[str]) -> np.ndarray:

@@ -6,17 +6,15 @@ import glob
 import itertools
 import os
 import re
-import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from hashlib import sha256
 from pathlib import Path
 from stat import S_ISDIR, S_ISREG
 from typing import IO, Any, NamedTuple
 
 from train import limits
-from train.errors import UserError
+from train.errors import UserError, shorten
 
 _PACKAGES = {"gs": "gcsfs", "s3": "s3fs"}
 _CREDENTIALS = {
@@ -28,6 +26,19 @@ _REFUSED = re.compile(
     r"credential|forbidden|unauthori[sz]ed|access ?denied|permission|anonymous caller|\b40[13]\b",
     re.IGNORECASE,
 )
+_OF_TOOLS = frozenset(
+    name.casefold()
+    for name in (
+        *("@eaDir", "#recycle", "#snapshot", "@SynoEAStream", "@tmp"),  # Synology
+        *("@Recycle", "@Recently-Snapshot", "@__thumb"),  # QNAP
+        *("lost+found", "Network Trash Folder", "Temporary Items"),
+        *("__MACOSX", "Icon\r"),
+        *("$RECYCLE.BIN", "System Volume Information", "FOUND.000"),
+        *("Thumbs.db", "ehthumbs.db", "ehthumbs_vista.db", "desktop.ini", "ZbThumbnail.info"),
+        *("__pycache__", "Picasa.ini"),
+    )
+)
+"""Files and folders that other programs leave among data, which are never read."""
 _STAMPS = ("generation", "ETag", "etag", "mtime", "LastModified", "updated", "created")
 """Properties of an object that change when it is written."""
 
@@ -176,22 +187,23 @@ def read_ranges(paths: Sequence[str], starts: Sequence[int], sizes: Sequence[int
     ]
 
 
-def expand(path: str) -> list[str] | None:
+def expand(path: str, skipped: Counter[str] | None = None) -> list[str] | None:
     """List the files that a folder or a pattern stands for, sorted; None for a path of one file.
 
     Patterns have ``*``, ``?``, ``[...]``, or braces as in WebDataset: ``{000..099}``, ``{a,b}``.
-    Folders are searched at any depth. Hidden names are skipped.
+    Folders are searched at any depth. What `walk` leaves out is counted in ``skipped``.
 
     Raises:
       StorageError: if the storage is not accessible.
     """
+    skipped = Counter() if skipped is None else skipped
     if (several := list(_expand_braces(path))) != [path]:
-        found = [file for part in several for file in expand(part) or [part]]
+        found = [file for part in several for file in expand(part, skipped) or [part]]
         return list(dict.fromkeys(found))
     try:
         if not is_remote(path):
             if os.path.isdir(path):
-                return sorted(os.path.join(path, file) for file in walk(path, Counter()))
+                return sorted(os.path.join(path, file) for file in walk(path, skipped))
             has_pattern = glob.has_magic(path) and not os.path.exists(path)
             return sorted(glob.glob(path, recursive=True)) if has_pattern else None
         files = filesystem(path)
@@ -201,7 +213,9 @@ def expand(path: str) -> list[str] | None:
             return None
         root = files.unstrip_protocol(files._strip_protocol(path)).rstrip("/")
         found = [files.unstrip_protocol(name) for name in files.find(path)]
-        return sorted(f for f in found if not is_hidden(f.removeprefix(root).strip("/")))
+        hidden = [hidden_part(file.removeprefix(root).strip("/")) for file in found]
+        skipped.update(filter(None, hidden))
+        return sorted(f for f, part in zip(found, hidden, strict=True) if not part)
     except Exception as error:
         raise as_storage_error(path, error) from error
 
@@ -210,8 +224,8 @@ def walk(folder: str, skipped: Counter[str]) -> Iterator[str]:
     """Yield the files below a folder of this machine, relative to it.
 
     Links are followed. Those that lead to themselves or to a folder around them are left out and
-    counted, like pipes, sockets and devices, which would block. Hidden names are left
-    out. A broken link is a file, which cannot be read later.
+    counted, like pipes, sockets and devices, which would block, hidden names, and what other
+    programs leave. A broken link is a file, which cannot be read later.
     """
     visits = Counter[tuple[int, int]]()
 
@@ -224,7 +238,8 @@ def walk(folder: str, skipped: Counter[str]) -> Iterator[str]:
         limits.LINKS.check(visits[here], path)
         with os.scandir(path) as entries:
             for entry in entries:
-                if is_hidden(entry.name):
+                if part := hidden_part(entry.name):
+                    skipped[part] += 1
                     continue
                 try:
                     is_folder, is_file = entry.is_dir(), entry.is_file()
@@ -298,29 +313,28 @@ def atomic_write(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
             raise
 
 
-def local_copy(path: str) -> str:
-    """Return the path of a remote object's copy on this machine, which is made at the first call.
-
-    Raises:
-      StorageError: if it cannot be read, or the copy cannot be written.
-    """
-    if not is_remote(path):
-        return path
-    name = sha256(f"{path}\n{stat(path).stamp}".encode()).hexdigest()[:32]
-    copy = cache_folder() / "copies" / f"{name}-{path.rpartition('/')[2]}"
-    if not copy.is_file():
-        try:
-            with open_file(path) as source:
-                atomic_write(copy, lambda part: shutil.copyfileobj(source, part, _BLOCK))
-        except Exception as error:
-            raise as_storage_error(path, error) from error
-    return str(copy)
+def hidden_part(path: str) -> str:
+    """Return the part of a path that is left out, ``"hidden"`` with a dot before it, or ``""``."""
+    for part in re.split(r"[/\\]", path):
+        if part.casefold() in _OF_TOOLS:
+            return repr(part)[1:-1]
+        if part.startswith("."):
+            return "hidden"
+    return ""
 
 
-def is_hidden(path: str) -> bool:
-    """Whether a part of a path begins with a dot, or is the folder that macOS adds to archives."""
-    parts = re.split(r"[/\\]", path)
-    return any(part.startswith(".") or part == "__MACOSX" for part in parts)
+def kind_of(path: str) -> str:
+    """Return what a file that is left out is counted as: its extension, as ``".txt"``."""
+    _, dot, extension = path.rpartition("/")[2].rpartition(".")
+    return f".{extension}" if dot else "no extension"
+
+
+def describe_skipped(skipped: Counter[str]) -> tuple[str, ...]:
+    """Return a note about all files and folders that are left out, or ()."""
+    if not skipped:
+        return ()
+    kinds = shorten([f"{count:,} x {kind}" for kind, count in sorted(skipped.items())], 8)
+    return (f"left out {skipped.total():,} files and folders: {kinds}",)
 
 
 def _expand_braces(path: str) -> Iterator[str]:

@@ -1,6 +1,7 @@
 """Rows of tokens from a text file, for language models."""
 
 import functools
+import os
 import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing_extensions import override
 
 from train.config.section import Count, Seed
 from train.data import Arrays, Dataset, storage
-from train.data.columns import number_users
+from train.data.columns import decode_text, number_users
 from train.data.packing import gather
 from train.data.placeholder import Placeholder, zero_tokens
 from train.data.splits import hold_out
@@ -225,8 +226,10 @@ def _read_text(config: TextFile) -> str:
     """Read the text; bytes that are not UTF-8 become surrogates."""
     with storage.reported("data.path", _describe_source(config)):
         if config.path is not None:
+            if os.path.isdir(config.path):
+                raise UserError(f"data.path: {config.path} is a folder; give one text file")
             with storage.open_file(config.path) as file:
-                return file.read().decode("utf-8", "surrogateescape")
+                return decode_text(file.read(), config.path, "data.path", "surrogateescape")
         # The order is the same on all machines; the text depends on the version of Python.
         sources = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
         return "\n".join(s.read_text("utf-8", "surrogateescape") for s in sources)

@@ -23,8 +23,8 @@ def palette(label_map: LabelMap | None = None) -> np.ndarray:
         if label_map.names[:1] == ("background",):
             table[0] = 0
         table[: len(label_map.colors)] = np.array(label_map.colors, np.uint8).reshape(-1, 3)
-        if not label_map.colors and label_map.shown:
-            own = {i: [c >> 16, c >> 8 & 255, c & 255] for i, c in label_map.shown}
+        if not label_map.colors and (shown := label_map.shown()):
+            own = {i: [c >> 16, c >> 8 & 255, c & 255] for i, c in shown.items()}
             others = iter([color for color in table.tolist() if color not in own.values()])
             table[:IGNORE] = [own[i] if i in own else next(others) for i in range(IGNORE)]
         table[IGNORE] = label_map.void

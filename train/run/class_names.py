@@ -6,8 +6,7 @@ import json
 from train import tasks
 from train.config import Config
 from train.data import Outputs, Scaling
-from train.data.label_map import LabelMap
-from train.data.masks import compare_palettes
+from train.data.label_map import IGNORE, LabelMap
 from train.errors import UserError
 from train.run.run_folder import RunFolder, as_json, atomic_write
 
@@ -29,16 +28,11 @@ def check_classes(folder: RunFolder, outputs: Outputs) -> None:
         if then != now:
             raise UserError(
                 f"data: the classes differ from {began}: label {label} was {then or 'none'}, is "
-                f"{now or 'none'}"
+                f"{now or 'none'}" + "; name them in a classes.csv" * bool(outputs.label_map)
             )
-    # How files are read follows from them; the classes of values and colors must stay.
-    then_map, now_map = (m and m.without_readings() for m in (saved.label_map, outputs.label_map))
-    if then_map and now_map and then_map != now_map:
-        values = [m.describe_values() for m in (then_map, now_map)]
-        how = f": they were {values[0]}; they are {values[1]}" if values[0] != values[1] else ""
-        raise UserError(f"data: the values or colors of masks differ from {began}{how}")
-    if saved.label_map and outputs.label_map:
-        compare_palettes(saved.label_map, outputs.label_map.shown, began)
+    then_map, now_map = saved.label_map, outputs.label_map
+    if then_map and now_map:
+        _compare_masks(then_map, now_map, began)
     before, after = saved.scaling, outputs.scaling
     if before and after and before != after:
         raise UserError(
@@ -46,6 +40,22 @@ def check_classes(folder: RunFolder, outputs: Outputs) -> None:
             f"{before.mean} and {before.std}; they are {after.mean} and {after.std}; restore the "
             "table, or start a new run"
         )
+
+
+def _compare_masks(then: LabelMap, now: LabelMap, began: str) -> None:
+    """Check that masks mean the same. Older runs saved no reading, and ignored 255 unsaid."""
+    before, after, colors = dict(then.values), dict(now.values), dict(then.palette)
+    if then.reading is None and IGNORE not in after and before.get(IGNORE) == IGNORE:
+        del before[IGNORE]
+    is_same = before == after and then.codes == now.codes and then.reading in (None, now.reading)
+    if is_same and all(colors.get(index, color) == color for index, color in now.palette):
+        return
+    reading = f" --data.mask-reading {then.reading}" if then.reading else ""
+    raise UserError(
+        f"data: the values or colors of masks differ from {began}: they were "
+        f"{then.describe_values()}; they are {now.describe_values()}; give "
+        f"{then.describe_options()}{reading}, or the class table of the run"
+    )
 
 
 def read_outputs(folder: RunFolder, config: Config) -> Outputs:

@@ -39,6 +39,9 @@ MAY_CHANGE_ON_RESUME = frozenset(
     }
 )
 """Fields that change a run's length, input and output, but not what it computes."""
+_OF_MASKS = {f"data.{name}" for name in ("classes", "class_table", "format", "ignore", "images")}
+_OF_MASKS |= {"data.masks", "data.mask_reading", "data.mask_values"}
+"""Fields that say what masks mean, which `class_names.check_classes` compares."""
 
 
 _OTHER_FOLDER = "choose another folder with --out"
@@ -264,7 +267,8 @@ class RunFolder:
 def changed_fields(there: Config, here: Config) -> dict[str, tuple[Any, Any]]:
     """Return ``{field: (there, here)}`` for fields that differ and may not on resume."""
     a, b = configs.flatten(there), configs.flatten(here)
-    names = sorted((a.keys() | b.keys()) - MAY_CHANGE_ON_RESUME)
+    may_change = MAY_CHANGE_ON_RESUME | (_OF_MASKS if there.data.content == "masks" else set())
+    names = sorted((a.keys() | b.keys()) - may_change)
     return {n: (a.get(n, "absent"), b.get(n, "absent")) for n in names if a.get(n) != b.get(n)}
 
 

@@ -116,7 +116,7 @@ KIND = Kind(
     build,
     predicts="masks",
     outputs=_outputs,
-    data_options=("image_size",),
+    data_options=("image_size", "mask_reading"),
     options=("scales", "flip"),
     loss_options=("label_smoothing",),
 )

@@ -187,7 +187,7 @@ def test_evaluates_another_folder_without_the_training_data(run_of, recipes, cap
         (folder / "notes.txt").touch()
         shutil.move(recipes / recipe, recipes / "away" / recipe)
         output = output_of(capsys, "eval", run, "--path", f"other/{recipe}")
-        assert "data: left out 1 files that are no images: 1 x .txt\n" in output
+        assert "data: left out 1 files and folders: 1 x .txt\n" in output
         assert f"after step {20 if recipe == 'colours' else 40} with path other/{recipe}" in output
         (path,) = (run / "evaluations").glob("*/evaluation.json")
         result = json.loads(path.read_text())

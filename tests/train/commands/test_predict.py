@@ -312,7 +312,7 @@ def test_reports_unreadable_images_and_predicts_the_others(run_of, recipes, caps
     assert [p["image"] for p in result["predictions"]] == ["new/b.tif"]
     assert [p["image"] for p in result["unreadable"]] == ["new/a.png", "new/c.jpg"]
     lines = output.err.splitlines()
-    assert lines.pop(0) == "fnet: new: left out 1 files that are no images: 1 x .txt"
+    assert lines.pop(0) == "fnet: new: left out 1 files and folders: 1 x .txt"
     assert len(lines) == 3
     assert lines[0].startswith("fnet: images of several frames or pages, of which the first is ")
     assert lines[1].startswith("fnet: cannot read new/a.png: ")

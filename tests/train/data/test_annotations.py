@@ -1,5 +1,7 @@
-"""Masks from outlines: COCO, labelme and YOLO; boxes are refused."""
+"""Masks from outlines: COCO, labelme and YOLO."""
 
+import base64
+import io
 import json
 import unicodedata
 
@@ -8,6 +10,7 @@ import numpy as np
 import pytest
 from data_cases import error_message
 from image_cases import write_image, write_mask
+from PIL import Image
 
 from train.data import Outputs, evaluation_batches
 from train.data.annotations import find_annotations
@@ -16,6 +19,9 @@ from train.data.drawings import Drawing, Shape, decode_runs, fill_polygon, fill_
 from train.data.segmentation_folder import SegmentationFolder
 
 SIZE = 16
+BOXES = (
+    "a mask needs outlines: export polygons or RLE from the tool, or masks from a model such as SAM"
+)
 SQUARE = [2, 1, 6, 1, 6, 4, 2, 4]
 # pycocotools 2.0.11: encode() of a mask [7, 9] with 1 at [1:4, 2:6], [5, 7] and [0, 0].
 RUNS = "01>2F00000;NI"
@@ -206,9 +212,9 @@ def test_labelme(tmp_path):
     assert data.classes == ("background", "bud", "leaf")
     assert data.notes == (
         f"{tmp_path} has no splits: 1 of 6 images are held out for testing (data.test_fraction)",
-        "images that no annotations name are left out: other.png",
-        "5 training masks were looked at: background 81.2%, bud 12.5%, leaf 4.7%, ignored 1.6%",
-        "1 test masks were looked at: background 81.2%, bud 12.5%, leaf 4.7%, ignored 1.6%",
+        "1 images that no annotations name are left out: other.png",
+        "5 training masks were looked at, by index: background 81.2%, bud 12.5%, leaf 4.7%, ignored 1.6%",
+        "1 test masks were looked at, by index: background 81.2%, bud 12.5%, leaf 4.7%, ignored 1.6%",
     )
     (batch,) = evaluation_batches(data, len(data.test["id"]))
     count = np.bincount(batch["mask"][0].ravel(), minlength=256)
@@ -249,8 +255,8 @@ def write_yolo(root, names):
 
 
 def yolo_splits(root):
-    pairs = find_annotations(root, "yolo").pairs_by_split
-    return {split: sorted(path for path, _ in found) for split, found in pairs.items()}
+    images = find_annotations(root, "yolo").images
+    return {split: sorted(found) for split, found in images.items()}
 
 
 def test_the_split_of_an_image_of_yolo_is_that_of_its_folder(tmp_path):
@@ -280,7 +286,7 @@ def test_the_splits_of_yolo_are_those_of_its_file(tmp_path, splits, others):
     assert yolo_splits(root) == {"train": train, "val": ["images/b/0.png"]}
     notes = load(root, "yolo").notes
     assert f"images of each split: train {len(train)}, val 1" in notes
-    left_out = f"images that no annotations name are left out: {', '.join(others)}"
+    left_out = f"{len(others)} images that no annotations name are left out: {', '.join(others)}"
     assert (left_out in notes) == bool(others)
 
 
@@ -318,7 +324,7 @@ def test_boxes_alone_are_refused(tmp_path, format):
         "coco": coco(["a.png"], [(0, 3, [])]),
         "labelme": {
             **{"imagePath": "images/a.png", "imageHeight": SIZE, "imageWidth": SIZE},
-            "shapes": [{"label": "x", "shape_type": "rectangle", "points": [[0, 0], [4, 4]]}],
+            "shapes": [{"label": "x", "shape_type": "line", "points": [[0, 0], [4, 4]]}],
         },
         "yolo": {},
     }[format]
@@ -326,8 +332,51 @@ def test_boxes_alone_are_refused(tmp_path, format):
     (tmp_path / "labels").mkdir()
     (tmp_path / "labels" / "a.txt").write_text("0 .5 .5 .1 .1\n")
     message = error_message(find_annotations, tmp_path, format)
-    assert "1 of 1 objects are boxes without outlines" in message
+    assert "1 of 1 objects have no outline" in message
     assert message.endswith("or masks from a model such as SAM")
+
+
+def test_objects_without_an_outline_are_left_out_and_counted(tmp_path):
+    for split, count in (("train", 3), ("val", 2)):
+        for i in range(count):
+            write_image(tmp_path / split / f"{i}.png", i, (SIZE, SIZE))
+        content = coco([f"{i}.png" for i in range(count)], [(0, 3, [SQUARE]), (1, 9, [])])
+        (tmp_path / split / "_annotations.coco.json").write_text(json.dumps(content))
+    data = load(tmp_path, "coco")
+    assert data.classes == ("background", "cat", "dog")
+    note = "2 of 4 objects have no outline, and are left out, such as in train/1.png"
+    assert note in data.notes
+
+
+def test_every_shape_of_labelme_is_drawn(tmp_path):
+    inside = np.zeros((3, 4), bool)
+    inside[0, 1] = inside[2] = True
+    file = io.BytesIO()
+    Image.fromarray(inside).save(file, "PNG")
+    shapes = [
+        ("rectangle", [[9, 9], [5, 7]], {}),
+        ("mask", [[1, 2], [4, 4]], {"mask": base64.b64encode(file.getvalue()).decode()}),
+        ("rotation", [[10, 0], [12, 0], [12, 3], [10, 3]], {}),
+        ("point", [[0, 0]], {}),
+    ]
+    content = {"imagePath": "a.png", "imageHeight": SIZE, "imageWidth": SIZE, "shapes": [
+        {"label": kind, "shape_type": kind, "points": points, **others}
+        for kind, points, others in shapes
+    ]}  # fmt: skip
+    (tmp_path / "a.json").write_text(json.dumps(content))
+    found = find_annotations(tmp_path, "labelme")
+    ((_, drawing),) = found.pairs()
+    values = read_mask(drawing, 999).values
+    value_of = {row.name: row.value for row in found.rows}
+    expected = np.zeros((SIZE, SIZE), int)
+    expected[7:9, 5:9] = value_of["rectangle"]
+    expected[0:3, 10:12] = value_of["rotation"]
+    expected[2:5, 1:5][inside] = value_of["mask"]
+    np.testing.assert_array_equal(values, expected)
+    assert "1 of 4 objects have no outline, and are left out, such as in a.png" in found.notes
+    (tmp_path / "a.json").write_text(json.dumps(content | {"imageWidth": 3}))
+    message = error_message(find_annotations, tmp_path, "labelme")
+    assert message.endswith("a.json: a mask of (4, 3) in an image of 3 x 16")
 
 
 def test_damaged_annotations_name_their_file(tmp_path):
@@ -359,7 +408,11 @@ def test_damaged_annotations_name_their_file(tmp_path):
     square = np.reshape(SQUARE, (-1, 2)).tolist()
     for label, points, expected in (
         (None, square, "a.json: a name is a NoneType; expected a text"),
-        (" leaf ", square[:2], "a.json: an outline of leaf has 2 points; expected three or more"),
+        (
+            " leaf ",
+            square[:2],
+            "a.json: 1 of 1 objects have no outline, such as in a.png; " + BOXES,
+        ),
     ):
         sizes = {"imagePath": "a.png", "imageHeight": SIZE, "imageWidth": SIZE}
         path.write_text(json.dumps(sizes | {"shapes": [{"label": label, "points": points}]}))

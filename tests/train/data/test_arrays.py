@@ -65,6 +65,19 @@ def test_the_test_split_is_val_then_test_or_the_given_one(tmp_path):
     assert read_test_examples == {None: 6, "test": 5, "dev": 7}
 
 
+def test_one_row_less_moves_no_other(tmp_path):
+    x, y = make_images(60), np.arange(60) % 3
+
+    def tested(rows):
+        data = load(write_npz(tmp_path / "a.npz", x=x[rows], y=y[rows], extra=y))
+        assert any(note.endswith("that are not read: extra") for note in data.notes)
+        return {rows[id] for id in data.test["id"].tolist()}
+
+    whole = tested([*range(60)])
+    assert 5 < len(whole) < 20
+    assert tested([i for i in range(60) if i != 3]) == whole - {3}
+
+
 def test_what_is_held_out_copies_and_classes_without_images_are_told(tmp_path):
     x, y = make_images(), make_labels() + 1
     x[1:] = x[:1]
@@ -85,6 +98,7 @@ def test_a_folder_holds_one_file_per_split(tmp_path, part):
     write_npz(tmp_path / f"{part}.npz", images=make_images(6, seed=1), labels=make_labels(6))
     chex.assert_trees_all_equal(read_test_examples(load(tmp_path))[0], make_images(6, seed=1))
     (tmp_path / f"{part}.npz").rename(tmp_path / "other.npz")
+    assert load(tmp_path).notes[-2] == f"files of {tmp_path} that are not read: other.npz"
     held_out = read_test_examples(load(tmp_path))[0]
     assert all((image == make_images()).all((1, 2, 3)).any() for image in held_out)
     chex.assert_trees_all_equal(

@@ -58,7 +58,7 @@ MISTAKES = [
     ({"x": X, "y": np.stack([Y, Y], 1)}, {}, "data.labels: y in {} has shape (30, 2), but row 0 is not one-hot: 0, 0"),
     ({"x": X, "y": Y[:, None, None]}, {}, "data.labels: y in {} has shape (30, 1, 1); expected [N], [N, 1] or one-hot [N, K]"),
     ({"x": X, "y": 0 * Y}, {}, "data.labels: y in {} has only the class 0; give examples of two or more"),
-    ({"x": X, "y": np.r_[Y[:-1], 7]}, {}, "data.test_fraction: 0.2 needs two or more examples of each class, got only row 29, which"),
+    ({"x": X, "y": np.r_[Y[:-1], 7]}, {}, "data.test_fraction: 0.2 needs two or more examples of each class, got only 033c0a0aecea8631a1c8618b1d21930d 1, which"),
     ({"x": X, "y": Y, "classes": np.array(["a", "b"])}, {}, "data.labels: y in {} has label 2, but there are 2 class names"),
     ({"x": X, "y": Y, "classes": np.eye(3)}, {}, "data.class_names: classes in {} is float64 of shape (3, 3); expected strings [K]"),
     ({"x": X, "y": Y, "classes": np.eye(3), "class_names": Y}, {}, "data.class_names: {} has several arrays (classes, class_names) that can be the class names; name one"),

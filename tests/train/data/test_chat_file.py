@@ -541,6 +541,7 @@ def test_the_files_of_a_folder_are_read_by_name(load, write, tmp_path):
     data = load([], path=str(tmp_path / "parts"), test_fraction=0.25)
     chex.assert_trees_all_equal(batch_of(data), batch_of(load(records, test_fraction=0.25)))
     assert data.name(8) == f"{tmp_path}/parts/b.jsonl, line 1"
+    assert data.notes[-1] == "left out 1 files and folders: 1 x .md"
     (tmp_path / "empty").mkdir()
     assert "empty has no .jsonl or .parquet files" in error_message(
         load, [], path=str(tmp_path / "empty")

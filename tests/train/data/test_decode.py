@@ -236,7 +236,7 @@ def test_refuses_empty_files(tmp_path):
 )
 def test_refuses_files_that_are_not_images(tmp_path, content):
     (tmp_path / "a.jpg").write_bytes(content)
-    assert error_of(str(tmp_path / "a.jpg")).startswith("not an image: none of JPEG, PNG")
+    assert error_of(str(tmp_path / "a.jpg")).startswith("not an image: no format")
 
 
 def test_refuses_missing_files_and_folders(tmp_path):
@@ -323,14 +323,7 @@ def test_masks_hold_gray_values_palette_indices_or_colors(save):
     chex.assert_trees_all_equal(mask.values, labels.astype(np.int32))
     assert (mask.kind, {*mask.palette.tolist()}) == ("palette", {0x070001})
     gif = decode_mask(save(labels, "h.gif"))
-    chex.assert_trees_all_equal(gif.as_gray().values, labels.astype(np.int32))
-    levels = Image.fromarray(np.searchsorted([0, 1, 2, 255], labels).astype(np.uint8), "P")
-    for grays, rest in (([0, 1, 2, 255], [0] * 252), ([0, 1, 2, 2], []), ([0, 1, 2], [])):
-        levels.putpalette(np.repeat(grays + rest, 3).tolist())  # full, the same twice, too short
-        mask = decode_mask(save(levels, "j.png"))
-        assert (mask.values.max(), mask.as_gray() is None) == (3, not rest)
-    levels.putpalette([0, 0, 0, 1, 1, 1, 2, 2, 2, 255, 255, 254])  # one is no gray
-    assert decode_mask(save(levels, "k.png")).as_gray() is None
+    chex.assert_trees_all_equal(gif.palette[gif.values], labels.astype(np.int32) * 0x010101)
     bits = decode_mask(save(labels == 1, "d.png"))
     assert (bits.kind, bits.palette[1]) == ("bits", 0xFFFFFF)
     chex.assert_trees_all_equal(bits.values, (labels == 1).astype(np.int32))

@@ -191,20 +191,6 @@ def test_tar_files(name, size, kind, content, tmp_path):
     assert_refused_or_read("tar", path)
 
 
-def test_records(tmp_path, monkeypatch):
-    # The library's threads, which take no memory until they run, count as such.
-    monkeypatch.setattr(limits, "CODE_MEMORY", limits.CODE_MEMORY._replace(value=10**9))
-    path = tmp_path / "a.array_record"
-
-    @few
-    @given(hostile_files.damaged(hostile_files.array_record(path)))
-    def check(content):
-        path.write_bytes(content)
-        assert_refused_or_read("shards", path)
-
-    check()
-
-
 @pytest.mark.parametrize("kind", ["shards", "lines"])
 def test_parquet(kind, tmp_path):
     pytest.importorskip("pyarrow")
@@ -255,24 +241,6 @@ def test_parquet_with_one_large_value_in_many_rows(kind, values, tmp_path):
     path.write_bytes(hostile_files.parquet(table, compression="zstd", store_schema=False))
     assert path.stat().st_size < 2**14
     assert_refused_or_read(kind, path, may_pass=False)
-
-
-@pytest.mark.parametrize("options", ["group_size:1", "group_size:512"])
-def test_records_that_unpack_to_gigabytes(options, tmp_path):
-    path = tmp_path / "a.array_record"
-    hostile_files.array_record(path, options, zeros=2**20, count=400)
-    assert path.stat().st_size < 2**20
-    assert_refused_or_read("shards", path, may_pass=False)
-
-
-def test_records_are_counted_as_they_are(tmp_path):
-    path = tmp_path / "a.array_record"
-    for options in ("group_size:1", "group_size:7", "group_size:1,uncompressed"):
-        for count, zeros in ((0, 0), (1, 2**17), (700, 0), (400, 999), (9, 2**16)):
-            hostile_files.array_record(path, options, zeros, count)
-            per_record = len(hostile_files.example(0, zeros))
-            extra = shards._unpacked_records(str(path)) - count * per_record
-            assert 0 <= extra < 10 * count + 200, (options, count, zeros)
 
 
 def test_links_in_a_tar_are_not_kept_in_memory(tmp_path, monkeypatch):

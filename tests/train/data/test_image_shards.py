@@ -1,13 +1,9 @@
-"""Images in tar, Parquet and ArrayRecord shards."""
+"""Images in tar and Parquet shards."""
 
-import functools
-import importlib
 import io
 import json
 import os
-import sys
 import tarfile
-from types import SimpleNamespace
 
 import chex
 import numpy as np
@@ -17,10 +13,8 @@ from PIL import Image
 from shard_cases import (
     CLASSES,
     WRITERS,
-    example,
     pixels,
     png,
-    write_array_record,
     write_parquet,
     write_tar,
 )
@@ -35,7 +29,6 @@ from train.data import (
 from train.data.image_shards import _order
 from train.data.order import MIN_LANE_ROWS
 from train.data.shards import CACHE_BYTES, Fields, Index, Shards, index_shards
-from train.data.tf_example import parse_example
 from train.data.unreadable import UnreadableFiles
 from train.errors import TrainingError
 from train.run.run_folder import RunFolder
@@ -156,10 +149,6 @@ def test_finds_class_names_that_come_with_shards(tmp_path):
     pytest.importorskip("pyarrow")
     write_parquet(tmp_path / "a.parquet", range(12), names=CLASSES)
     assert load(tmp_path / "a.parquet", test_fraction=0.25).classes == CLASSES
-    write_array_record(
-        tmp_path / "tfds" / "x-train.array_record-00000-of-00001", range(12), names=CLASSES
-    )
-    assert load(tmp_path / "tfds", test_fraction=0.25).classes == CLASSES
     (tmp_path / "names.txt").write_text("x\ny\nz\n")
     named = load(
         tmp_path / "a.parquet", test_fraction=0.25, class_names=str(tmp_path / "names.txt")
@@ -176,14 +165,6 @@ def test_finds_columns_by_type_and_by_name(tmp_path):
     message = error_message(load, tmp_path / "a.parquet", label="bred")
     assert message.endswith("(did you mean breed?); there are image, breed")
     assert "data.image: " in error_message(load, tmp_path / "a.parquet", image="picture")
-
-
-def test_parses_examples_as_tensorflow_writes_them():
-    fields = {"image": b"\x00\xff" * 300, "label": 2**40, "text": "é".encode()}
-    assert parse_example(example(fields)) == {name: [value] for name, value in fields.items()}
-    (value,) = parse_example(example({"x": 0.5}))["x"]
-    assert value == 0.5
-    assert parse_example(b"no example") is None
 
 
 def write_labels(path, labels):
@@ -280,71 +261,6 @@ def test_images_with_several_dots_in_their_names_are_not_left_out_silently(tmp_p
     assert message.endswith("rename such files, or give data.image")
 
 
-_BUILDER = """
-import io
-import tensorflow_datasets.public_api as tfds
-from shard_cases import CLASSES, png
-
-class Builder(tfds.core.GeneratorBasedBuilder):
-    VERSION = tfds.core.Version("1.0.0")
-
-    def _info(self):
-        f = tfds.features
-        parts = {"image": f.Image(), "label": f.ClassLabel(names=CLASSES), "name": f.Text()}
-        return self.dataset_info_from_configs(features=f.FeaturesDict(parts))
-
-    def _split_generators(self, manager):
-        return {"train": self._generate_examples(0, 24), "test": self._generate_examples(24, 30)}
-
-    def _generate_examples(self, start, stop):
-        for i in range(start, stop):
-            yield i, {"image": io.BytesIO(png(i)), "label": i % 3, "name": f"image {i}"}
-"""
-
-
-@pytest.mark.slow
-def test_reads_what_tensorflow_datasets_writes(tmp_path, monkeypatch):
-    pytest.importorskip("tensorflow_datasets.public_api", exc_type=ImportError)
-    package = tmp_path / "three_pets"
-    package.mkdir()
-    for name, text in (
-        ("__init__.py", ""),
-        ("README.md", "Pets."),
-        ("TAGS.txt", ""),
-        ("CITATIONS.bib", ""),
-    ):
-        (package / name).write_text(text)
-    (package / "three_pets_dataset_builder.py").write_text(_BUILDER)
-    monkeypatch.syspath_prepend(tmp_path)
-    library = importlib.import_module("tensorflow_datasets")
-    found = functools.partial(library.builder, data_dir=tmp_path / "data")
-    monkeypatch.setattr(library, "builder", found)
-    module = importlib.import_module("three_pets.three_pets_dataset_builder")
-    module.Builder(data_dir=tmp_path / "data", file_format="array_record").download_and_prepare()
-    for path in ("tfds:three_pets", tmp_path / "data" / "three_pets" / "1.0.0"):
-        data = load(path)
-        assert data.classes == CLASSES
-        assert (len(data.train["id"]), len(data.test["id"])) == (24, 6)
-        labels = {center(i).tobytes(): i % 3 for i in range(24)}  # it shuffles
-        for batch in take_batches(data, n=3, size=8)[0]:
-            for image, label in zip(batch["image"], batch["label"], strict=True):
-                assert label == labels.pop(image.tobytes())
-    assert "cannot find tfds:none: Dataset none not found" in error_message(load, "tfds:none")
-
-
-def test_names_of_tensorflow_datasets_need_it_prepared(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "tensorflow_datasets", None)
-    assert "data.path: tfds:x needs tensorflow_datasets" in error_message(load, "tfds:x")
-    builder = SimpleNamespace(data_path=tmp_path, is_prepared=lambda: False)
-    library = SimpleNamespace(builder=lambda name, file_format: builder)
-    monkeypatch.setitem(sys.modules, "tensorflow_datasets", library)
-    assert error_message(load, "tfds:x").endswith("run tfds build x --file_format=array_record")
-    builder.is_prepared = lambda: True
-    write_array_record(tmp_path / "x-train.array_record-00000-of-00001", range(12))
-    write_array_record(tmp_path / "x-test.array_record-00000-of-00001", range(6))
-    assert len(load("tfds:x").test["id"]) == 6
-
-
 @pytest.mark.parametrize(
     "pattern", ["{folder}", "{folder}/*.tar", "{folder}/{{train-{{0..1}},val-0}}.tar"]
 )
@@ -368,6 +284,27 @@ def test_a_pattern_without_a_test_shard_holds_out_a_fraction(tmp_path):
     for other in (link, tmp_path / "x" / ".." / "train-0.tar"):
         message = error_message(load, tmp_path / "train-*.tar", test_path=(str(other),))
         assert message.endswith("would be trained on, too")
+
+
+@pytest.mark.parametrize(
+    "options", [{"kind": "tar"}, {"kind": "parquet"}, {"kind": "parquet", "plain": True}]
+)
+def test_one_image_less_moves_no_other(options, tmp_path):
+    kind = options["kind"]
+    if kind == "parquet":
+        pytest.importorskip("pyarrow")
+    others = {name: value for name, value in options.items() if name != "kind"}
+
+    def tested(ids):
+        WRITERS[kind](tmp_path / f"a.{kind}", ids, **others)
+        data = load(tmp_path / f"a.{kind}", test_fraction=0.3, split_seed=1)
+        (batch,) = evaluation_batches(data, len(data.test["id"]))
+        images = {center(i).tobytes(): i for i in ids}
+        return {images[image.tobytes()] for image in batch["image"]}
+
+    whole = tested(range(40))
+    assert 3 < len(whole) < 25
+    assert tested([i for i in range(40) if i != 7]) == whole - {7}
 
 
 def test_mixes_paths_by_weight(tmp_path):
@@ -522,7 +459,7 @@ def test_a_truncated_shard_is_named_with_its_end(kind, tmp_path):
     assert f"{len(content) // 2:,}" in message
     assert message.endswith("give data.max_bad_fraction 0.25 to train without what is missing")
     data = load(tmp_path, max_bad_fraction=0.25, test_fraction=0.2)
-    note, held_out = data.notes
+    note, _, held_out = data.notes  # a cache lies next to the shards
     assert note.startswith(f"{path} is damaged")
     assert held_out.startswith(f"no test shards in {tmp_path}: ")
     images = len(data.train["id"]) + len(data.test["id"])
@@ -550,7 +487,7 @@ def test_a_damaged_image_is_reported_and_skipped(kind, tmp_path, monkeypatch):
         iter(take_batches(data, n=3, size=8)[0])
     ):
         assert ((batch["weight"] == 0) == (batch["id"] == 7)).all()
-    place = {"tar": "bytes ", "parquet": "row 3 of row group 1", "array_record": "record 7"}[kind]
+    place = {"tar": "bytes ", "parquet": "row 3 of row group 1"}[kind]
     (line,) = lines
     assert line.startswith(f"cannot read {tmp_path}/train-0.{kind}, {place}")
     assert "not an image" in line
@@ -626,12 +563,15 @@ def test_unknown_storage_is_one_line():
 
 def test_says_what_is_wrong_with_the_files(tmp_path):
     assert error_message(load, tmp_path) == (
-        f"data.path: no files in {tmp_path}; expected files *.tar, *.parquet or *.array_record"
+        f"data.path: no files in {tmp_path}; expected files *.tar or *.parquet"
     )
     (tmp_path / "a.txt").write_text("")
     assert "no shards in" in error_message(load, tmp_path)
     (tmp_path / "a.tar.gz").write_text("")
     assert error_message(load, tmp_path / "a.tar.gz").endswith("one by one; decompress it")
+    (tmp_path / "x.array_record-00000-of-00001").write_text("")
+    message = error_message(load, tmp_path / "x.array_record-00000-of-00001")
+    assert message.endswith("are not read; convert them to Parquet, as the page on shards shows")
     assert "does not exist" in error_message(load, tmp_path / "none.tar")
     write_tar(tmp_path / "b.tar", range(3), files=lambda i: {"txt": b"a", "cls": b"0"})
     message = error_message(load, tmp_path / "b.tar")
@@ -657,7 +597,7 @@ def test_memory_of_shards_that_are_not_there_yet(tmp_path):
         for d in (missing.dataset, data)
     ]
     assert shapes[0] == shapes[1]
-    for there in (str(tmp_path / "a.tar"), "s3://bucket/x", "x-*.tar", "tfds:x"):
+    for there in (str(tmp_path / "a.tar"), "s3://bucket/x", "x-*.tar"):
         assert ImageShards(path=("none", there)).placeholder() is None
 
 
@@ -703,7 +643,9 @@ def test_a_pipe_is_no_shard(tmp_path):
 
 
 def test_row_groups_that_are_kept_fit_into_the_limit():
-    indices = [Index(np.zeros((1, 2), np.int64), np.zeros(1, np.int64), b) for b in (1, 2**28)]
+    indices = [
+        Index(np.zeros((1, 2), int), np.zeros(1, int), np.zeros(1, str), b) for b in (1, 2**28)
+    ]
     shards = Shards(["a.parquet", "b.parquet"], indices)
     assert shards._row_group.cache_info().maxsize == CACHE_BYTES // 2**28 == 4
 
@@ -713,7 +655,7 @@ def test_the_largest_row_group_of_a_source_decides_its_lanes():
     shard, place = np.repeat([0, 1], count // 2), np.zeros((count, 2), np.int64)
     lanes = []
     for sizes in [(1, 1), (1, CACHE_BYTES // 4), (CACHE_BYTES // 4, 1)]:
-        indices = [Index(place[:1], place[:1, 0], size) for size in sizes]
+        indices = [Index(place[:1], place[:1, 0], np.zeros(1, str), size) for size in sizes]
         order = _order(ImageShards(path=("a",)), np.zeros(count), shard, place, indices)
         lanes.append(order(8, 0).lanes)
     assert lanes == [8, 2, 2]

@@ -116,7 +116,7 @@ def test_numbers_are_standardized_by_the_training_images(folder):
     np.testing.assert_allclose(
         data.scaling.restore(data.scaling.standardize(train)), train, rtol=1e-5, atol=1e-5
     )
-    assert "numbers are standardized for training: age" in data.notes[0]
+    assert "numbers are standardized for training: age" in data.notes[1]
 
 
 def test_no_group_is_on_both_sides(folder):
@@ -216,7 +216,7 @@ def test_an_image_with_several_rows_is_on_one_side(folder):
         data = load(table, **options)
         train, names = len(data.train["label"]), [data.name(i) for i in range(N)]
         assert not {*names[:train]} & {*names[train:]}
-        assert "20, such as 00.png; 20 of them have different labels" in data.notes[0]
+        assert "20, such as 00.png; 20 of them have different labels" in data.notes[2]
 
 
 def test_digits_with_zeros_in_front_are_names(folder):
@@ -371,11 +371,18 @@ def test_missing_cells_are_no_values(folder, missing):
 def test_copies_in_both_splits_are_told(folder):
     (folder / "pics" / "39.png").write_bytes((folder / "pics" / "00.png").read_bytes())
     table = write(folder, FILE | COLOUR | {"split": lambda i: ("train", "val")[i > 30]})
-    (note,) = load(table).notes
-    assert "39.png of " in note
+    notes = load(table).notes
+    columns = (
+        "images are in the column filename (data.file)",
+        "labels are in the column label (data.label)",
+    )
+    assert notes[:2] == columns
+    assert "39.png of " in notes[2]
     config = ImageTable(path=str(table), images=str(folder / "pics"), image_size=8)
     notes = config.load_test(lambda: Outputs(("grün", "rot"))).notes
-    assert notes == (f"paths begin in {folder / 'pics'}, as in the run; others must be absolute",)
+    assert notes[2:] == (
+        f"paths begin in {folder / 'pics'}, as in the run; others must be absolute",
+    )
 
 
 def test_what_a_table_may_mean_is_told(folder):
@@ -385,8 +392,11 @@ def test_what_a_table_may_mean_is_told(folder):
         | {"class": lambda i: i % 2, "label": lambda i: ("None", "Na")[i % 2]}
         | {"who": lambda i: f"{' ' * (i % 2)}p{i // 4} "},
     )
-    data = load(table, group="who")
-    assert "labels are in label, not in class: data.label" in data.notes
+    several = (
+        "has several columns (label, class) that can be the label; name one, as with --data.label "
+    )
+    assert several + "label or --data.label class" in error_message(load, table, group="who")
+    data = load(table, group="who", label=("label",))
     assert "None is a class, of 20 rows; remove them if it stands for no label" in data.notes
     cases = load(write(folder, FILE | {"label": lambda i: ("cat", "Cat", "dog")[i % 3]}))
     assert "Cat and cat are two classes, which differ in case or zeros" in cases.notes

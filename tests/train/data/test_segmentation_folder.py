@@ -164,18 +164,13 @@ def test_refuses_a_test_folder_for_images_without_split_folders(tmp_path):
 
 
 def test_reads_class_names_from_a_file(folder):
-    (folder / "classes.txt").write_text("sky\nleft half\n\nright half\n")
+    (folder / "classes.txt").write_text("sky\nleft half\nright half\n\n")
     assert load(folder, classes=None).classes == ("sky", "left half", "right half")
     assert load(folder, classes=3).classes == ("sky", "left half", "right half")
     assert load_error(folder, classes=4) == (
         f"data.classes: 4, but {folder / 'classes.txt'} has 3 classes; leave it out, or give "
         "another table"
     )
-
-
-def test_ignores_a_byte_order_mark_in_class_names(folder):
-    (folder / "classes.txt").write_text("sky\nleft\nright\n", "utf-8-sig")  # as Windows writes it
-    assert load(folder, classes=None).classes == ("sky", "left", "right")
 
 
 load_error = functools.partial(error_message, load)
@@ -185,7 +180,7 @@ def test_refuses_an_unknown_number_of_classes(folder):
     path = folder / "classes.txt"
     assert load_error(folder, classes=None) == (
         "data.classes: give the number of classes, 2 to 255, or name them in data.class_table or "
-        f"in classes.txt in {folder}; the masks hold 0 to 2, as with --data.classes 3"
+        f"in classes.csv in {folder}; the masks hold 0 to 2, as with --data.classes 3"
     )
     path.write_text("alone\n")
     assert load_error(folder, classes=None) == (
@@ -213,11 +208,11 @@ def test_skips_invalid_pairs_with_a_reason(folder):
     Image.new("RGB", (40, 28), (1, 2, 3)).save(val / "masks" / "01.png")
     assert unreadable_reasons(load(folder, max_bad_fraction=0.5)) == {
         1: f"{train / 'images' / '01.bmp'}: it is 40 x 28, its mask 40 x 24",
-        2: f"{train / 'masks' / '02.png'}: value 3, expected 0 to 2, or 255 to ignore a pixel",
+        2: f"{train / 'masks' / '02.png'}: value 3, expected 0 to 2",
         3: f"{train / 'images' / '03.bmp'}: zero bytes",
-        6: f"{val / 'masks' / '00.png'}: not an image: none of JPEG, PNG, WEBP, BMP, PPM, TIFF, GIF",
-        7: f"{val / 'masks' / '01.png'}: it has colors; give data.class_table a file with the color "
-        "of each class",
+        6: f"{val / 'masks' / '00.png'}: not an image: no format that Pillow opens",
+        7: f"{val / 'masks' / '01.png'}: it has colors; name the class of each one "
+        "in a class table",
     }
 
 
@@ -268,34 +263,26 @@ def test_masks_of_which_none_can_be_read_say_why(folder):
     assert "00.tif: its mode is F; a mask is a gray" in message
 
 
-def test_jpeg_masks_are_told(folder):
-    for path in folder.glob("**/masks/*.png"):
-        Image.open(path).convert("L").save(path.with_suffix(".jpg"), quality=100)
-        path.unlink()
-    notes = load(folder, mask_values=tuple(range(255))).notes
-    for which in ("training", "test"):
-        assert any(note.startswith(f"{which} masks are compressed with loss") for note in notes)
-
-
-def test_class_names_of_a_published_layout_are_announced(tmp_path):
+def test_a_format_has_the_layout_and_the_classes_of_published_data(tmp_path):
     for split in ("train", "val"):
         for i in range(2):
             write_image(tmp_path / split / f"{i}.png", i, (40, 24))
             write_mask(tmp_path / f"{split}annot" / f"{i}.png", make_mask(24, 40))
-    data = load(tmp_path, classes=None)
+    assert "give --data.format camvid, or --data.images" in load_error(tmp_path, classes=None)
+    data = load(tmp_path, classes=None, format="camvid")
     assert (data.classes[0], len(data.classes)) == ("Sky", 11)
-    assert data.notes[0] == (
-        "folders are named as in camvid, so its classes are used; for others, give data.classes "
-        "or data.class_table"
-    )
-    assert data.notes[1].startswith("2 test images are training images or copies of them")
-    assert data.notes[2:4] == (
-        "2 training masks were looked at: Building 37.5%, Pole 37.5%, Sky 25.0%",
+    assert data.notes[0].startswith("2 test images are training images or copies of them")
+    assert data.notes[1:3] == (
+        "2 training masks were looked at, by index: Building 37.5%, Pole 37.5%, Sky 25.0%",
         "no pixel of Road, Pavement, Tree, SignSymbol, Fence and 3 more in the training masks that "
         "were looked at",
     )
-    assert load(tmp_path, classes=None, class_table="camvid").notes == data.notes[1:]
-    assert load(tmp_path, classes=3).classes == ("0", "1", "2")
+    patterns = {"images": "{split}/{name}.png", "masks": "{split}annot/{name}.png"}
+    assert load(tmp_path, classes=None, class_table="camvid", **patterns).notes == data.notes
+    assert load(tmp_path, classes=3, format="camvid").classes == ("0", "1", "2")
+    for wrong in ({"masks": "x"}, patterns | {"format": "camvid"}):
+        message = "data.masks: give data.images and data.masks together, without data.format"
+        assert load_error(tmp_path, **wrong) == message
 
 
 def test_other_masks_have_the_classes_of_their_own_table_by_name(folder, tmp_path_factory):
@@ -315,10 +302,9 @@ def test_other_masks_have_the_classes_of_their_own_table_by_name(folder, tmp_pat
     (other / "classes.txt").write_text("x\ny\nz\n")
     assert test_masks(classes=3) == ([0, 1, 2], [])
     (other / "classes.txt").write_text("z\nvoid\nx\n")
-    notes = [
-        f"{other}/classes.txt gives the values, and its names stand for the classes of the run"
-    ]
-    assert test_masks(classes=3) == ([2, 255, 0], notes)
+    assert "has names alone, and its rows do not count as" in error_message(test_masks)
+    (other / "classes.txt").write_text("name,value\nz,0\nvoid,1\nx,2\n")
+    assert test_masks(classes=3) == ([2, 255, 0], [])
     assert test_masks(class_table="elsewhere.csv") == ([0, 1, 2], [])
     (other / "classes.txt").write_text("x\ny\nw\n")
     words = f"data.path: {other}/classes.txt has the class w, but the run has x, y, z; give it"
@@ -357,7 +343,8 @@ def test_masks_ignore_pixels_with_255(folder):
     labels = make_mask(24, 40)
     labels[:, :20] = 255
     write_mask(folder / "val" / "masks" / "00.png", labels)
-    data = load(folder)
+    assert "give --data.ignore 255 to ignore them" in load_error(folder)
+    data = load(folder, ignore=(255,))
     batch = next(evaluation_batches(data, 1))
     assert batch["weight"][0] == 1.0
     assert (batch["mask"][0, :12, :10] == 255).all()
@@ -383,24 +370,20 @@ def test_refuses_images_without_masks_and_masks_without_images(folder):
 
 def test_refuses_two_images_with_the_same_name(folder):
     write_image(folder / "train" / "images" / "02.png")
-    assert "02.bmp and 02.png in" in load_error(folder)
+    assert "02.bmp and train/images/02.png in" in load_error(folder)
 
 
 def test_refuses_missing_folders(folder, tmp_path_factory):
     empty = tmp_path_factory.mktemp("empty")
     assert load_error(empty).startswith(
         f"data.path: no images with masks in {empty}, which holds no folders; expected "
-        "images with masks, train/images with train/masks, "
+        "files *.jpg, "
     )
     (folder / "val" / "masks").rename(folder / "val" / "labels")
     assert load_error(folder).startswith("data.path: no split val or ")
     assert load_error(folder, test_split="vall") == (
         f"data.test_split: no split vall in {folder}; there are no others"
     )
-    for split in ("train", "val"):
-        (empty / split / "images").mkdir(parents=True)
-        (empty / split / "masks").mkdir()
-    assert f"no image in {empty / 'train' / 'images'}; expected" in load_error(empty)
 
 
 def test_refuses_scales_in_the_wrong_order(folder):

@@ -19,7 +19,7 @@ from fnet.privacy import PoissonSampling
 from fnet.privacy.users import per_user
 from train.config import ArrayFile, ImageFolder, TextFile, recipes
 from train.data import Dataset, num_examples
-from train.data.splits import hold_out_rows
+from train.data.splits import hold_out_users
 from train.data.users import user_batches
 from train.errors import UserError
 from train.gradients.privacy import Privacy
@@ -198,20 +198,20 @@ def test_unreadable_examples_are_left_out_of_a_users_mean():
 
 def test_a_split_has_no_user_in_both_parts():
     config = ArrayFile(test_fraction=0.3)
-    is_test = hold_out_rows(config, np.zeros(len(USER_OF_ROW)), USER_OF_ROW)
+    is_test = hold_out_users(config, USER_OF_ROW)
     train, test = set(USER_OF_ROW[~is_test]), set(USER_OF_ROW[is_test])
     assert train
     assert test
     assert not train & test
     with pytest.raises(UserError, match=r"data.test_fraction: all examples are of the user ann"):
-        hold_out_rows(config, np.zeros(2), np.array(["ann", "ann"]))
+        hold_out_users(config, np.array(["ann", "ann"]))
 
 
 def test_one_more_user_moves_no_other():
     users, config = np.array([f"user {i}" for i in range(1, 60)]), ArrayFile()
-    before = dict(zip(users, hold_out_rows(config, users, users), strict=True))
+    before = dict(zip(users, hold_out_users(config, users), strict=True))
     more = np.array(["a new one, the first by name", *users])
-    after = dict(zip(more, hold_out_rows(config, more, more), strict=True))
+    after = dict(zip(more, hold_out_users(config, more), strict=True))
     assert after | before == after
 
 

@@ -22,6 +22,7 @@ from train.config import (
     Optim,
     PerExample,
     PreactResNet,
+    SegmentationFolder,
     Synthetic,
     Train,
     flatten,
@@ -30,7 +31,7 @@ from train.data import Outputs
 from train.data.label_map import LabelMap
 from train.errors import UserError
 from train.run.class_names import check_classes, write_classes
-from train.run.run_folder import MAY_CHANGE_ON_RESUME, RunFolder
+from train.run.run_folder import MAY_CHANGE_ON_RESUME, RunFolder, changed_fields
 from train.run.setup import check_resumed_length, setup
 
 NETWORK = PreactResNet(widths=(4,), blocks_per_stage=1)
@@ -269,12 +270,22 @@ def test_kernels_are_bfloat16_and_their_average_is_float32():
     chex.assert_trees_all_equal_shapes_and_dtypes(new, run.state_shapes)
 
 
-def test_classes_stay_the_same_however_files_of_masks_are_read(tmp_path):
-    codes = ((0, 0), (0xFF0000, 1))
-    began = LabelMap(("a", "b"), ((0, 0), (1, 1)), codes)
-    write_classes(RunFolder(tmp_path), Outputs(began.names, began, None))
-    now = dataclasses.replace(began, palettes="colors", grays="colors")
+def test_masks_of_a_resumed_run_mean_the_same(tmp_path):
+    codes, values = ((0, 0), (0xFF0000, 1)), ((0, 0), (1, 1), (255, 255))
+    older = LabelMap(("a", "b"), values, codes)  # ignored 255 unsaid, and saved no reading
+    write_classes(RunFolder(tmp_path), Outputs(older.names, older, None))
+    now = dataclasses.replace(older, values=values[:2], reading="color", palette=((0, 5),))
     check_classes(RunFolder(tmp_path), Outputs(now.names, now, None))
-    other = dataclasses.replace(now, codes=((0, 1), (0xFF0000, 0)))
-    with pytest.raises(UserError, match="the values or colors of masks differ from those that"):
-        check_classes(RunFolder(tmp_path), Outputs(other.names, other, None))
+    write_classes(RunFolder(tmp_path), Outputs(now.names, now, None))
+    options = r"give --data.classes 2 --data.mask-reading color, or the class table of the run"
+    for changes in (
+        {"codes": ((0, 1), (0xFF0000, 0))},
+        {"values": values},
+        {"reading": "index"},
+        {"palette": ((0, 6),)},
+    ):
+        other = dataclasses.replace(now, **changes)
+        with pytest.raises(UserError, match=f"the values or colors of masks differ.*{options}"):
+            check_classes(RunFolder(tmp_path), Outputs(other.names, other, None))
+    there, here = (Config(data=SegmentationFolder(ignore=i)) for i in (None, (255,)))
+    assert not changed_fields(there, here)

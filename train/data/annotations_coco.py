@@ -1,0 +1,82 @@
+"""Annotations of COCO: polygons and runs of all images of a split in one file."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from train.data.annotated import (
+    AnnotatedImage,
+    Annotations,
+    Object,
+    by_normalized_path,
+    class_name,
+    damaged,
+    find_files,
+    is_background,
+    is_ignored,
+    load_json,
+    locate,
+    to_points,
+)
+from train.data.drawings import decode_runs
+from train.data.splits import split_of
+from train.errors import UserError
+
+
+def read(root: Path) -> Annotations:
+    """Read the annotation files of a folder."""
+    files = find_files(root, ".json")
+    named = [path for path in files if "instances" in path.name] or files
+    found: dict[str, tuple[Path, dict[str, Any]]] = {}
+    for path in named:
+        content = load_json(path)
+        if not isinstance(content, dict) or not {"images", "annotations"} <= content.keys():
+            continue
+        split = split_of(str(path.relative_to(root))) or ""
+        if split in found:
+            raise UserError(
+                f"data.format: {found[split][0]} and {path} both annotate "
+                f"{split or 'all'} images; move one elsewhere"
+            )
+        found[split] = path, content
+    images: list[AnnotatedImage] = []
+    ids: dict[str, Any] = {}
+    there = by_normalized_path(root)
+    for split, (path, content) in found.items():
+        with damaged(path):
+            for key in ("images", "categories"):
+                counts = Counter(item["id"] for item in content[key])
+                if twice := [id for id, count in counts.items() if count > 1]:
+                    raise ValueError(f"two of its {key} have the id {twice[0]}")
+            names = {c["id"]: class_name(c["name"]) for c in content["categories"]}
+            for id in sorted(names):
+                ids.setdefault(names[id], id)
+            sizes = {i["id"]: [int(i["height"]), int(i["width"])] for i in content["images"]}
+            objects: dict[Any, list[Object]] = {}
+            for a in content["annotations"]:
+                outline = _outline(a.get("segmentation"), sizes[a["image_id"]])
+                objects.setdefault(a["image_id"], []).append(
+                    Object(names[a["category_id"]], *outline)
+                )
+            for image in content["images"]:
+                name = locate(there, root, path, split, str(image["file_name"]))
+                own = objects.get(image["id"], [])
+                height, width = sizes[image["id"]]
+                images.append(AnnotatedImage(split, name, str(path), height, width, own))
+    classes = [name for name in ids if not (is_background(name) or is_ignored(name))]
+    own = [ids[name] for name in classes]
+    is_plain = all(isinstance(id, int) and 0 < id < 255 for id in own) and len({*own}) == len(own)
+    numbers = {name: number for number, name in enumerate(classes, 1)}
+    return Annotations(images, ids if is_plain else dict.fromkeys(ids, 0) | numbers)
+
+
+def _outline(segmentation: Any, size: list[int]) -> tuple[tuple[np.ndarray, ...], tuple[int, ...]]:
+    """Return polygons or runs of COCO, in an image of a height and width; neither for a box."""
+    if isinstance(segmentation, dict):
+        if [*segmentation.get("size", size)] != size:
+            raise ValueError(f"runs of the size {segmentation['size']} in an image of {size}")
+        counts = segmentation["counts"]
+        return (), decode_runs(counts) if isinstance(counts, str) else tuple(map(int, counts))
+    return tuple(to_points(polygon) for polygon in segmentation or () if len(polygon) >= 6), ()
