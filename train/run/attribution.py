@@ -12,6 +12,7 @@ from rich.console import Console
 from fnet.attribution import InRunState
 from train.data import Arrays, Dataset, augment_rows, num_examples, select_rows
 from train.data.masks import spread
+from train.errors import UserError
 from train.output import plots
 from train.output.progress import line_printer
 from train.output.rows import as_csv
@@ -127,7 +128,7 @@ def counting(console: Console, what: str) -> Iterator[Callable[[int, int], None]
 def _read(path: Path) -> dict[str, Any] | None:
     try:
         return read_sealed(path)
-    except ValueError:
+    except UserError:
         return None
 
 
