@@ -23,8 +23,13 @@ from train.commands import export_images
 from train.commands.export_program import export_program
 from train.commands.positional import positional
 from train.config import Config
+from train.config.data import Data
+from train.data.chat import load_generation_settings, load_json
+from train.data.chat_end import find_end
 from train.data.model_folder import INDEX, SINGLE, read_folder
 from train.data.text import Text
+from train.data.text_file import TextFile
+from train.data.tokenizer import load_tokenizer
 from train.errors import UserError, output_file, printable, shorten, writing
 from train.networks import pretrained
 from train.networks.pretrained import Pretrained
@@ -32,8 +37,9 @@ from train.run import weight_files
 from train.run.checkpoints import Checkpoints
 from train.run.class_names import read_outputs
 from train.run.frozen import load_network
-from train.run.model_files import check_model, copy_small_files
+from train.run.model_files import check_model, copy_small_files, with_model_files
 from train.run.run_folder import RunFolder, as_json
+from train.tasks import language
 
 SHARD_BYTES = 2 * 2**30
 """Largest size of a file, unless one tensor is larger."""
@@ -168,9 +174,24 @@ def export_model(
             }
             _write_tensors(part, named, params, dtypes, others)
             copy_small_files(part, folder.model, source.path)
+            _name_end(part, with_model_files(folder, config).data)
             if network.new:
                 (part / "config.json").write_text(as_json(_with_score(source.config, labels)))
     return out
+
+
+def _name_end(out: Path, data: Data) -> None:
+    """Name the end of answers in generation_config.json, if the run may have learned it."""
+    if isinstance(data, TextFile) or not isinstance(data, Text):
+        return
+    tokenizer = load_tokenizer(data)
+    try:
+        end = find_end(language.chat_template(data, tokenizer), tokenizer)
+    except UserError:  # there is no template, so that these are no chats
+        return
+    ends, path = load_generation_settings(out).end_tokens, out / "generation_config.json"
+    if end and end.token not in ends:
+        path.write_text(as_json(load_json(path) | {"eos_token_id": [*ends, end.token]}))
 
 
 def _with_score(config: Mapping[str, Any], labels: Sequence[str]) -> dict[str, Any]:

@@ -132,7 +132,7 @@ def test_a_private_run_continues_with_the_same_data(resumed, capsys):
     [
         (lambda path: path.unlink(), "No such file or directory"),
         (lambda path: path.write_text(path.read_text()[:10]), "Invalid JSON: EOF"),
-        (lambda path: path.write_text("[]"), "Input should be a valid dictionary"),
+        (lambda path: path.write_text("[]"), "Input should be an object"),
         (lambda path: path.write_text('{"train": 24}'), "an earlier version wrote it"),
         (
             lambda path: path.write_text(path.read_text().replace("true", "false")),
