@@ -145,7 +145,7 @@ class RunFolder:
     def has_saved(self) -> bool:
         """Whether a run here has saved a checkpoint, even if it is gone."""
         try:
-            has_saved = read_sealed(self.data)["has_saved"]
+            has_saved = bool(read_sealed(self.data).get("has_saved"))
         except UserError:
             has_saved = False
         return has_saved or any(self.checkpoints.glob("[0-9]*"))
