@@ -59,7 +59,8 @@ def _cell(value: Any) -> Any:
     if isinstance(value, float):
         if value.is_integer() and abs(value) < 2**53:
             return int(value)  # 20260101 keeps its digits
-        single = np.float32(value)  # its shortest text, if it is one
+        with np.errstate(over="ignore"):
+            single = np.float32(value)  # its shortest text, if it is one
         return str(single if float(single) == value else value)
     return f"'{value}" if isinstance(value, str) and _runs(value) else value
 

@@ -395,8 +395,10 @@ def atomic_write(path: Path, content: str | bytes) -> None:
     try:
         part.write_bytes(content.encode() if isinstance(content, str) else content)
         os.replace(part, path)
-    except OSError:
+    except OSError as error:
         part.unlink(missing_ok=True)
+        if isinstance(error, IsADirectoryError):
+            raise UserError(f"cannot write {path}: it is a folder; remove it") from error
         raise
 
 

@@ -154,6 +154,13 @@ def test_a_private_run_does_not_continue_without_a_description(
     assert_one_line_error(capsys, f"cannot read run/data.json: {reason}")
 
 
+def test_a_private_run_does_not_continue_with_another_secret_seed(resumed, tmp_path, capsys):
+    (tmp_path / "run" / "secret_seed").write_text("00" * 32)
+    capsys.readouterr()
+    assert exit_code(*resumed) == 2
+    assert_one_line_error(capsys, "secret_seed: is not the secret seed that this run began with")
+
+
 def test_a_private_run_does_not_continue_with_other_pixels(resumed, tmp_path, capsys):
     images_in_one_file(tmp_path / "data", changed=True)
     capsys.readouterr()
