@@ -130,6 +130,10 @@ class RunFolder:
             self.check_owner(log.first["run"], path)
         return log
 
+    def origin(self, step: int) -> dict[str, str]:
+        """Return metadata of exported weights: the run and the step that they are of."""
+        return {"run": str(self.id), "step": str(step)}
+
     def check_owner(self, run: str | None, path: Path) -> None:
         """Raise `StoredError` for a file of another run."""
         if run != self.id:
