@@ -4,11 +4,15 @@ People copy, cut and edit such files. One that does not fit its type is refused 
 """
 
 import functools
+import io
 import os
+import zipfile
+import zlib
 from pathlib import Path
 from stat import S_ISREG
 from typing import Annotated, Any, TypeVar
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from train import limits
@@ -57,6 +61,15 @@ def read(kind: type[T], path: Path) -> T | None:
       UserError: if it cannot be read, or is of another type.
     """
     return parse(kind, read_bytes(path), path) if os.path.lexists(path) else None
+
+
+def read_arrays(path: Path) -> dict[str, np.ndarray]:
+    """Return the arrays of an .npy or .npz file by name; {} if it is missing or damaged."""
+    try:
+        loaded = np.load(io.BytesIO(read_bytes(path, limits.LOG)), allow_pickle=False)
+        return {"": loaded} if isinstance(loaded, np.ndarray) else dict(loaded)
+    except (UserError, OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error):
+        return {}
 
 
 def parse(kind: type[T], content: bytes | Any, path: Path) -> T:

@@ -265,6 +265,7 @@ def _compute(
         return jax.jit(loss_and_score)
 
     identity = {
+        "run": folder.id,
         "step": network.step,
         "query": query.text,
         "options": dataclasses.asdict(options),

@@ -57,7 +57,7 @@ def train_folds(config: Config, folds: int, out: Path, *, resume: bool, console:
             own, folder.path, resume=resume, console=console, command=command, run_id=run_of_fold
         ):
             return
-        if own is configs[0]:
+        if not at.exists():  # so that the others are known by it
             atomic_write(at, as_json({"run": run, "folds": folds, "metrics": {}}))
     log = line_printer(console)
     summaries = [folder.read(Summary, folder.summary) for folder in folders]

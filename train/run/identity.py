@@ -1,6 +1,5 @@
 """What a part of a run was made with: a checkpoint or a log says it, and it is compared."""
 
-from collections.abc import Iterable
 from typing import Any, NamedTuple, Self
 
 from train.errors import UserError
@@ -41,7 +40,7 @@ class Owner(NamedTuple):
         """Return the owner of the checkpoints in a folder, as config.json and data.json say."""
         try:
             stamps = read_sealed(folder.data).get("stamps")
-            return cls(folder.id, None if stamps is None else as_stamps(stamps))
+            return cls(folder.id, stamps and tuple(Stamp(*stamp) for stamp in stamps))
         except (UserError, TypeError):  # `train.run.same_data` reports damage
             return cls(folder.id)
 
@@ -56,14 +55,7 @@ class Owner(NamedTuple):
             raise ForeignError(f"of another run: of {run_name(run)}, not of {run_name(self.run)}")
         if saved not in (None, step) or (run and saved is None):
             raise ForeignError(f"of another step: it was saved after step {saved}")
-        if step and run and self.stamps is not None:
-            (stamp,) = as_stamps([given or ["unknown"] * len(Stamp._fields)])
-            if stamp not in self.stamps:
-                last = self.stamps[-1] if self.stamps else stamp
-                other = [n for n in Stamp._fields if getattr(stamp, n) != getattr(last, n)]
-                raise ForeignError(f"of another run: it was trained with another {other[0]}")
-
-
-def as_stamps(plain: Iterable[Iterable[str]]) -> tuple[Stamp, ...]:
-    """Return stamps from JSON."""
-    return tuple(Stamp(*stamp) for stamp in plain)
+        if step and run and self.stamps and (stamp := tuple(given or "???")) not in self.stamps:
+            pairs = zip(Stamp._fields, stamp, self.stamps[-1], strict=True)
+            other = next(name for name, its, ours in pairs if its != ours)
+            raise ForeignError(f"of another run: it was trained with another {other}")

@@ -151,16 +151,15 @@ def train(
             for changed in folder.drop_metrics_after(start.step, start.logged):
                 log(changed)
             start_time -= folder.seconds_spent()
-            part = _Part(run.config, folder, data, start.step)
             loop = _Loop(
-                run, folder, programs, seeds, unreadable, checkpoints, start, start_time, log, part
+                run, folder, programs, seeds, unreadable, checkpoints, start, start_time, log, data
             )
             tracker = stack.enter_context(tracking.tracking(config, folder.path, start.step))
             tracking.draw(tracker, start.step, [folder.augmented])
             with loop.interruption:  # also while the last checkpoint is written
                 loop.run(console, high_water, profile, tracker)
                 checkpoints.wait()
-                part.mark_saved()
+                loop.mark_saved()
         measured_bytes = high_water.bytes()  # before the plots, which are not training
 
         num_params = programs.planned.executable.report.parameters
@@ -252,21 +251,6 @@ def _first_state(
     return Restored(0, init(jax.random.key(run.config.train.seed)), None)
 
 
-class _Part:
-    """What a part of a run, which begins after a step, says in its files of itself."""
-
-    def __init__(self, config: Config, folder: RunFolder, data: dict[str, Any], start: int):
-        self._args, self._start = (folder, config, data), start
-        self._is_first = jax.process_index() == 0  # the others have no files
-        self.stamp = stamp_of(*self._args) if self._is_first else None
-
-    def mark_saved(self) -> None:
-        """Describe the data in data.json as soon as a checkpoint that was trained with them is."""
-        folder, *_ = self._args
-        if self._is_first and max(folder.saved_steps, default=0) > self._start:
-            write_data(*self._args)
-
-
 class _Loop:
     """Steps of a run, with metrics, evaluations and checkpoints.
 
@@ -291,9 +275,11 @@ class _Loop:
         start: Restored,
         start_time: float,
         log: Callable[[str], None],
-        part: _Part,
+        data: dict[str, Any],
     ):
-        self._part = part
+        self._data, self._start = data, start.step
+        self._is_first = jax.process_index() == 0  # the others have no files
+        self._stamp = stamp_of(folder, run.config, data) if self._is_first else None
         self._run, self._folder, self._programs, self._seeds = run, folder, programs, seeds
         self._unreadable, self._checkpoints = unreadable, checkpoints
         self._start_time, self._log = start_time, log
@@ -335,8 +321,8 @@ class _Loop:
 
             def write(line: dict[str, Any]) -> None:
                 if not metrics_file.tell():
-                    stamp = self._part.stamp
-                    first = {"run": folder.id} | (stamp._asdict() if stamp else {})
+                    first = {"run": folder.id}
+                    first |= self._stamp._asdict() if self._stamp else {}
                     metrics_file.write(json.dumps(first) + "\n")
                 metrics_file.write(json.dumps(line) + "\n")
                 tracker.log(self.step, line)
@@ -506,8 +492,12 @@ class _Loop:
         with self._meter.paused():
             public = without_frozen(self._seeds.remove_key(self.state))
             logged = self._folder.logged
-            stamp = self._part.stamp
-            self._checkpoints.save(self.step, public, self._position, score, logged, stamp)
-            self._part.mark_saved()  # for the checkpoints before, which are on disk
+            self._checkpoints.save(self.step, public, self._position, score, logged, self._stamp)
+            self.mark_saved()  # for the checkpoints before, which are on disk
         if score is not None:
             self._best_score = max(self._best_score, score)
+
+    def mark_saved(self) -> None:
+        """Describe the data in data.json, once a checkpoint that was trained with them is saved."""
+        if self._is_first and max(self._folder.saved_steps, default=0) > self._start:
+            write_data(self._folder, self._run.config, self._data)

@@ -24,7 +24,7 @@ from train.data.decode import file_crc
 from train.data.splits import hash_names
 from train.errors import UserError
 from train.run.checkpoints import why_damaged
-from train.run.identity import Stamp, as_stamps
+from train.run.identity import Stamp
 from train.run.run_folder import (
     MAY_CHANGE_ON_RESUME,
     RunFolder,
@@ -127,19 +127,18 @@ def write_data(
     A part of the run that begins only adds its stamp: the rest is about the part that was trained
     last, until this one has saved a checkpoint. So a part that ends before hides no change.
     """
-    stamp, then = stamp_of(folder, config, data), dict[str, Any]()
-    stamps: list[Stamp] | None = []
+    stamp, then = [*stamp_of(folder, config, data)], dict[str, Any](stamps=[])
     if folder.has_trained:
         try:
             then = _read(folder, config, data)
-            stamps = None if then["stamps"] is None else [*as_stamps(then["stamps"])]
         except UserError:  # `check_data` has reported it
-            stamps = None
             if begins:
                 return
-    stamps = stamps if stamps is None or stamp in stamps else [*stamps, stamp]
-    record = then | {"stamps": stamps}
-    if not (begins and then):
+            then = {"stamps": None}  # not known any more
+    stamps = then["stamps"]
+    is_new = stamps is not None and stamp not in stamps
+    record = then | {"stamps": [*stamps, stamp] if is_new else stamps}
+    if not (begins and "run" in then):
         trained_before = then.get("trained_before")
         if "train_names" in then and then["train_names"] != data["train_names"]:
             trained_before = _trained_on(then).as_text()
