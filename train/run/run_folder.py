@@ -284,7 +284,8 @@ class RunFolder:
 
     def write_config(self, config: Config) -> None:
         """Write config.json, which makes the folder a run's."""
-        self._id = self.id or secrets.token_hex(8)
+        if self.id is None and not self.config.exists():  # a run of an earlier version gets none
+            self._id = secrets.token_hex(8)
         with writing(self.path, _OTHER_FOLDER):
             atomic_write(self.config, configs.to_json(config, self._id))
 

@@ -131,19 +131,12 @@ def test_a_private_run_continues_with_the_same_data(resumed, capsys):
     ("damage", "reason"),
     [
         (lambda path: path.unlink(), "No such file or directory"),
-        (lambda path: path.write_text(path.read_text()[:10]), "Invalid JSON: EOF"),
-        (lambda path: path.write_text("[]"), "Input should be an object"),
-        (lambda path: path.write_text('{"train": 24}'), "an earlier version wrote it"),
         (
             lambda path: path.write_text(path.read_text().replace("true", "false")),
             "it is damaged: its checksum differs from its contents'",
         ),
-        (
-            lambda path: path.write_text(json.dumps(seal({"train": 24}))),
-            "an earlier version wrote it",
-        ),
     ],
-    ids=["missing", "truncated", "no object", "no checksum", "other checksum", "other keys"],
+    ids=["missing", "other checksum"],
 )
 def test_a_private_run_does_not_continue_without_a_description(
     resumed, damage, reason, tmp_path, capsys
