@@ -120,15 +120,15 @@ class PreferenceFile(Text):
         if self.long == "drop":
             pairs = [pair for pair, long in zip(pairs, is_long, strict=True) if not long]
         cut = [(a.part(0, size), b.part(0, size)) for a, b in pairs]
-        differing = [(a, b) for a, b in cut if not np.array_equal(a.ids, b.ids)]
-        fitted = [document for pair in differing for document in pair]
-        for document in fitted:
+        for document in (document for pair in cut for document in pair):
             if not document.target.any():
                 raise UserError(
                     f"{document.where}: the answer begins after the first {size} tokens, so that "
                     "nothing is left of it; give a larger data.context, or skip such pairs with "
                     "data.long drop"
                 )
+        differing = [(a, b) for a, b in cut if not np.array_equal(a.ids, b.ids)]
+        fitted = [document for pair in differing for document in pair]
         same = f"{len(cut) - len(differing):,} of {len(cut):,} {split} pairs do not differ"
         if cut and not fitted:
             raise UserError(
