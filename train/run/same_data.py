@@ -44,16 +44,12 @@ _MOST_NAMES = 10_000
 _BLOCK_BYTES = 2**24
 
 
-class _Memory(Stored):
-    """Contents of data.json besides the data.
+class _Record(Stored):
+    """Contents of data.json; the fields with a default are about the data, or a code of them.
 
     Attributes:
-      run: Id of the run.
       stamps: All that parts of the run were trained with; None if that is not known.
-      has_saved: Whether the run has saved a checkpoint.
       trained_before: Names of examples that it was trained on before its data changed.
-      config: Fields that say what it computes.
-      versions: Versions of fnet and libraries.
     """
 
     run: str | None
@@ -62,11 +58,6 @@ class _Memory(Stored):
     trained_before: str | None
     config: dict[str, str]
     versions: dict[str, str]
-
-
-class _Record(_Memory):
-    """Contents of data.json: the data, too, or a code of them."""
-
     train: Count = 0
     test: Count = 0
     crc32: Count = 0
@@ -264,7 +255,8 @@ def _read(folder: RunFolder, config: Config, data: dict[str, Any]) -> dict[str, 
       UserError: if it is missing or damaged.
     """
     then = read_sealed(folder.data)
-    if then.keys() != _record(folder, config, data).keys() | _Memory.model_fields.keys():
+    always = {name for name, field in _Record.model_fields.items() if field.is_required()}
+    if then.keys() != _record(folder, config, data).keys() | always:
         raise StoredError(folder.data, "an earlier version wrote it")
     parse(_Record, then, folder.data)
     return then
