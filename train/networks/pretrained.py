@@ -445,7 +445,7 @@ def adapters_of(section: Pretrained) -> lora.LoRA | None:
         return None
     targets = section.lora_targets
     if targets == _LINEAR and read_config(Path(section.path)).get("model_type") in _NO_OUTPUT:
-        targets = (*targets, "!*/mixer/out/kernel")
+        targets = (*targets, "!*/out/kernel")
     return lora.LoRA(section.lora_rank, section.lora_alpha, targets, dora=section.dora)
 
 
