@@ -68,7 +68,7 @@ def train(folder: Path, processes: int, *arguments: str) -> None:
 def losses(out: Path) -> list[float]:
     """Read the loss of every step."""
     lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
-    return [line["train/loss"] for line in lines]
+    return [line["train/loss"] for line in lines if "step" in line]
 
 
 def read(path: Path) -> Any:

@@ -63,10 +63,12 @@ HEADER = Limit("the header", 100 * 2**20, "bytes")
 JSON_FILE = Limit("the file", 64 * 2**20, "bytes")
 LABEL_FILE = Limit("the label", 2**20, "bytes")
 LINKS_AND_FOLDERS = Limit("the tar", 10**5, "links and folders")
+LOG = Limit("the log", 2**30, "bytes")
 LINE = Limit("the line", 2**22, "bytes")
 """Encoding a text takes 60 times its memory."""
 LINKS = Limit("links lead there", 64, "times")
 """Links to folders of links are as many paths as a power of two."""
+PICTURE = Limit("the picture", 16 * 2**20, "bytes")
 ROWS = Limit("the shard", 10**7, "examples")
 TEMPLATE = Limit("the chat template", 2**20, "bytes")
 UNPACKED = Limit("the unpacked file", 2**28, "bytes")

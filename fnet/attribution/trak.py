@@ -35,7 +35,7 @@ def trak(
         score(z, q) = mean_c [phi(q)^T K^-1 phi(z)] mean_c [1 - p(z)]
 
     with means over checkpoints of independent runs (Park et al. 2023, equation 13). One checkpoint
-    works, and several are better.
+    works, and several are better. An example whose loss rounds to 0 has the score 0.
 
     Args:
       loss: ``loss(params, *batch) -> losses [batch]``, such as a cross-entropy.
@@ -77,10 +77,11 @@ def trak(
 
         def project(grads: Any, losses: Array) -> tuple[Array, Array]:
             doubt = -jnp.expm1(-losses)  # 1 - p, exact for p near 1.
-            doubt = jnp.maximum(doubt, jnp.finfo(doubt.dtype).tiny)
+            # Of a loss that rounds to 0, the margin's gradient is not known: 0 / 0.
+            is_sure = doubt <= 0
             rows = jnp.concatenate([g.reshape(len(g), -1) for g in jax.tree.leaves(grads)], 1)
             # df = -dloss / (1 - p). The sign cancels in the scores.
-            rows = rows / doubt[:, None]
+            rows = jnp.where(is_sure[:, None], 0, rows / jnp.where(is_sure, 1, doubt)[:, None])
             return random_projection(rows, jax.random.fold_in(key, number), dim), doubt
 
         result: tuple[Array, Array] = gradients("trak", loss, checkpoints[number], batch, project)
@@ -96,8 +97,11 @@ def trak(
     def weights_of(number: int) -> Array:
         kernel, (phi, _) = kernels[number], compiled(number, queries)
         ridge = damping * jnp.trace(kernel) / dim
-        solution: Array = jnp.linalg.solve(kernel + ridge * jnp.eye(dim), phi.T)
-        return solution
+        # A pseudoinverse, because K is singular if features are all 0, or without a ridge.
+        inverse = jnp.linalg.pinv(
+            kernel + ridge * jnp.eye(dim), rtol=dim * jnp.finfo(kernel.dtype).eps, hermitian=True
+        )
+        return jnp.matmul(inverse, phi.T, precision=jax.lax.Precision.HIGHEST)
 
     weights = [weights_of(number) for number in range(len(checkpoints))]
 

@@ -259,6 +259,22 @@ def test_random_projection_in_blocks(monkeypatch):
     chex.assert_trees_all_close(got, rows @ signs, rtol=1e-4, atol=1e-5)
 
 
+def test_trak_stays_finite_where_a_loss_rounds_to_zero_or_all_features_are_zero():
+    weights = jnp.array([[-1.0, 1.0], [0.0, 0.0]])
+    x = jnp.array([[10.0, 0.0], [1.0, 0.5], [0.5, -1.0], [-0.5, 0.2]])
+    y = jnp.array([1, 1, 0, 0])
+
+    def losses(weights, x, y):
+        return fnet.losses.cross_entropy(x @ weights, y)
+
+    assert (losses(weights, x, y) == 0).tolist() == [True, False, False, False]
+    key, options = jax.random.key(0), {"dim": 4, "damping": 0.1}
+    scores = trak(losses, [weights], [(x, y)], (x[1:], y[1:]), key, **options)(x, y)
+    rest = trak(losses, [weights], [(x[1:], y[1:])], (x[1:], y[1:]), key, **options)(x[1:], y[1:])
+    np.testing.assert_allclose(scores, np.concatenate([np.zeros((1, 3)), rest]), rtol=1e-4)
+    assert not trak(losses, [weights], [(0 * x, y)], (0 * x, y), key, **options)(0 * x, y).any()
+
+
 def test_trak_rejects_no_checkpoint():
     _, train, queries = draw(0)
     with pytest.raises(ValueError, match="trak: expected at least one checkpoint, got none"):

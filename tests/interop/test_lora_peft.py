@@ -14,7 +14,7 @@ from fnet.interop import from_huggingface, to_huggingface
 from fnet.interop.huggingface import build_model
 from fnet.interop.peft import from_peft, huggingface_modules, to_peft
 from fnet.quantization import find_targets
-from train.networks.pretrained import Pretrained
+from train.networks.pretrained import Pretrained, adapters_of
 
 MODULES = {
     "0": ("first/kernel", False),
@@ -76,7 +76,9 @@ def test_updates_are_the_products_of_the_tensors():
     np.testing.assert_allclose(merged["stack"]["kernel"][1], product("stack.1").T, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["mamba2", "lfm2", "bamba", "falcon_h1", "qwen3_5"])
+@pytest.mark.parametrize(
+    "name", ["mamba2", "lfm2", "bamba", "falcon_h1", "qwen3_5", "recurrent_gemma"]
+)
 def test_a_convolution_of_each_channel_has_no_adapter(name):
     """PEFT has none for it, either."""
     model = build_model(CONFIGS[name])
@@ -87,6 +89,18 @@ def test_a_convolution_of_each_channel_has_no_adapter(name):
     assert blocks == targets.keys()
     assert not any("/conv/" in path for path in blocks)
     assert any("/conv/" in t.path for t in model.tensors)
+
+
+@pytest.mark.parametrize(
+    ("name", "has_output"), [("mamba", False), ("falcon_h1", False), ("bamba", True)]
+)
+def test_default_adapters_leave_out_what_peft_refuses(name, has_output, tmp_path):
+    """PEFT refuses the output projection of Mamba, whose fused kernel reads its weight."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name]))
+    section = Pretrained(path=str(tmp_path), lora_rank=2)
+    params, _ = jax.eval_shape(build_model(CONFIGS[name]).init, jax.random.key(0))
+    paths = find_targets("test", params, adapters_of(section).targets)
+    assert any(path.endswith("/out/kernel") for path in paths) == has_output
 
 
 def test_each_expert_has_a_module_and_routers_have_no_adapters():

@@ -17,7 +17,7 @@ FLOORS = {
     "train": (
         *("__main__", "cli", "commands", "predictor", "report", "run", "output", "tasks"),
         *("gradients", "networks", "data", "arguments", "config", "platform onnx_program"),
-        *("limits", "errors"),
+        *("stored", "limits", "errors"),
     ),
 }
 """Packages and modules from the top. One imports only those behind it, and none beside it."""

@@ -102,11 +102,13 @@ def make_run(place, name="run", *, config=None, lines=None, summary=True, memory
         text = "\n".join(x if isinstance(x, str) else json.dumps(x) for x in lines)
         folder.metrics.write_text(text + "\n")
     if summary:
-        folder.summary.write_text(json.dumps(SUMMARY | (summary if summary is not True else {})))
+        folder.write(folder.summary, SUMMARY | (summary if summary is not True else {}))
     if memory:
-        folder.memory.write_text(json.dumps(MEMORY | (memory if memory is not True else {})))
+        folder.write(folder.memory, MEMORY | (memory if memory is not True else {}))
     for path, content in dict(files).items():
-        (folder.path / path).write_bytes(content)
+        owner = f'{{"run": "{folder.id}", '.encode()
+        is_object = content.startswith(b"{") and path.endswith(".json")
+        (folder.path / path).write_bytes(content.replace(b"{", owner, 1) if is_object else content)
     return folder
 
 

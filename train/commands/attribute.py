@@ -172,7 +172,7 @@ def _query(
         return _of_text(config, options.prompt, options.completion, is_chat=is_chat)
     test = run.task.dataset.test
     chosen = np.asarray(spread(num_examples(test), options.queries))
-    batch = run.task.dataset.prepare({name: a[chosen] for name, a in test.items()})
+    batch = run.task.dataset.test_batch({name: a[chosen] for name, a in test.items()})
     return Query("test", f"the mean loss of {len(chosen):,} test examples", batch)
 
 
@@ -265,6 +265,7 @@ def _compute(
         return jax.jit(loss_and_score)
 
     identity = {
+        "run": folder.id,
         "step": network.step,
         "query": query.text,
         "options": dataclasses.asdict(options),

@@ -35,7 +35,7 @@ from train.run.frozen import load_network
 from train.run.mesh import layout, make_cpu_devices
 from train.run.model_files import check_model, with_model_files
 from train.run.results import test_metrics
-from train.run.run_folder import RunFolder, as_json, atomic_write
+from train.run.run_folder import RunFolder, atomic_write
 from train.run.same_data import compare_data, describe_data
 from train.run.setup import Setup, setup
 from train.tasks import images, kind_of, language, load
@@ -125,7 +125,7 @@ def evaluate_run(folder: RunFolder, options: EvalArguments, console: Console) ->
             "unreadable_files": unreadable.count,
             "data_changed": changed,
         }
-        atomic_write(files.json, as_json(content))
+        folder.write(files.json, content)
         if rows := example_rows(run, evaluation, options.split or "test"):
             atomic_write(files.rows, as_csv(rows))
             written["images" if kind_of(run.config).labels_images else "texts"] = files.rows
@@ -208,7 +208,7 @@ def answer_choices(
         ],
     }
     with writing(folder.path, "make it writable"):
-        atomic_write(folder.choices, as_json(as_dict))
+        folder.write(folder.choices, as_dict)
     log = line_printer(console)
     log(f"{folder.path} after step {step}, {len(questions):,} questions")
     if num_truncated:

@@ -23,8 +23,13 @@ from train.commands import export_images
 from train.commands.export_program import export_program
 from train.commands.positional import positional
 from train.config import Config
+from train.config.data import Data
+from train.data.chat import load_generation_settings, load_json
+from train.data.chat_end import find_end
 from train.data.model_folder import INDEX, SINGLE, read_folder
 from train.data.text import Text
+from train.data.text_file import TextFile
+from train.data.tokenizer import load_tokenizer
 from train.errors import UserError, output_file, printable, shorten, writing
 from train.networks import pretrained
 from train.networks.pretrained import Pretrained
@@ -32,8 +37,9 @@ from train.run import weight_files
 from train.run.checkpoints import Checkpoints
 from train.run.class_names import read_outputs
 from train.run.frozen import load_network
-from train.run.model_files import check_model, copy_small_files
+from train.run.model_files import check_model, copy_small_files, with_model_files
 from train.run.run_folder import RunFolder, as_json
+from train.tasks import language
 
 SHARD_BYTES = 2 * 2**30
 """Largest size of a file, unless one tensor is larger."""
@@ -78,7 +84,7 @@ def export_weights(folder: RunFolder, config: Config, options: ExportArguments) 
     if out.suffix != ".safetensors":
         raise UserError(f"--out: expected a file that ends in .safetensors, got {out}")
     with Checkpoints(folder.checkpoints, best=options.best) as checkpoints:
-        params, state, _ = checkpoints.restore_network()
+        params, state, step = checkpoints.restore_network()
     network = weight_files.describe_network(config)
     norm = network["norm"]
     try:
@@ -88,6 +94,7 @@ def export_weights(folder: RunFolder, config: Config, options: ExportArguments) 
         raise UserError(f"{folder.path}: {weight_files.with_flags(error)}") from error
     metadata = {"names": names, "norm": options.for_norm or norm, "fnet": fnet.__version__}
     metadata |= weight_files.describe_outputs_of(folder, config)
+    metadata |= folder.origin(step)
     weight_files.write(out, arrays, {"format": "pt"} | network | metadata)
     return out
 
@@ -109,7 +116,8 @@ def export_model(
     if not isinstance(config.data, Text):
         model = export_images.published_model(folder, config, section, source, best=options.best)
         with _new_folder(out) as part:
-            _write_tensors(part, model.tensors, model.params, model.dtypes)
+            origin = folder.origin(model.step)
+            _write_tensors(part, model.tensors, model.params, model.dtypes, origin)
             copy_small_files(part, folder.model, source.path)
             for name, content in model.files.items():
                 (part / name).write_text(as_json(content))
@@ -125,7 +133,7 @@ def export_model(
             raise UserError("--adapters: a model with a new head is written whole; leave it out")
         if not all(name.endswith("ForCausalLM") for name in source.config.get("architectures", ())):
             raise UserError(f"{section.path} with a new head has no published layout")
-    trained, state, _ = load_network(folder, network, best=options.best)
+    trained, state, step = load_network(folder, network, best=options.best)
     adapters = pretrained.adapters_of(section)
     with _new_folder(out) as part:
         if options.adapters and adapters is not None:
@@ -147,7 +155,8 @@ def export_model(
             peft_config, tensors = to_peft(adapters, trained, modules, str(source.path))
             peft_config["task_type"] = "CAUSAL_LM"
             (part / "adapter_config.json").write_text(as_json(peft_config))
-            weight_files.write(part / "adapter_model.safetensors", tensors, {"format": "pt"})
+            metadata = {"format": "pt"} | folder.origin(step)
+            weight_files.write(part / "adapter_model.safetensors", tensors, metadata)
         else:
             dtypes = {name: t.dtype for name, t in source.tensors.items()}
             params, named = pretrained.merge(section, trained, state), network.base.tensors
@@ -166,11 +175,26 @@ def export_model(
                 for name, t in source.tensors.items()
                 if name not in own and pattern and pattern.search(name)
             }
-            _write_tensors(part, named, params, dtypes, others)
+            _write_tensors(part, named, params, dtypes, folder.origin(step), others)
             copy_small_files(part, folder.model, source.path)
+            _name_end(part, with_model_files(folder, config).data)
             if network.new:
                 (part / "config.json").write_text(as_json(_with_score(source.config, labels)))
     return out
+
+
+def _name_end(out: Path, data: Data) -> None:
+    """Name the end of answers in generation_config.json, if the run may have learned it."""
+    if isinstance(data, TextFile) or not isinstance(data, Text):
+        return
+    tokenizer = load_tokenizer(data)
+    try:
+        end = find_end(language.chat_template(data, tokenizer), tokenizer)
+    except UserError:  # there is no template, so that these are no chats
+        return
+    ends, path = load_generation_settings(out).end_tokens, out / "generation_config.json"
+    if end and end.token not in ends:
+        path.write_text(as_json(load_json(path) | {"eos_token_id": [*ends, end.token]}))
 
 
 def _with_score(config: Mapping[str, Any], labels: Sequence[str]) -> dict[str, Any]:
@@ -203,6 +227,7 @@ def _write_tensors(
     tensors: tuple[Tensor, ...],
     params: Any,
     dtypes: Mapping[str, np.dtype],
+    origin: Mapping[str, str],
     others: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
     """Write safetensors files, and an index if there are several.
@@ -233,7 +258,7 @@ def _write_tensors(
         if len(shards) > 1:
             name = f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
         arrays = {own: made[own]() for own in shard}
-        weight_files.write(out / name, arrays, {"format": "pt"})
+        weight_files.write(out / name, arrays, {"format": "pt", **origin})
         weight_map |= dict.fromkeys(arrays, name)
     if len(shards) > 1:
         index = {"metadata": {}, "weight_map": dict(sorted(weight_map.items()))}

@@ -36,12 +36,14 @@ class PublishedModel(NamedTuple):
       tensors: Names and layouts.
       params: Parameters.
       dtypes: Dtypes of tensors by name.
+      step: Step of the run.
     """
 
     files: dict[str, Any]
     tensors: tuple[Tensor, ...]
     params: Any
     dtypes: dict[str, np.dtype]
+    step: int
 
 
 def published_model(
@@ -72,6 +74,7 @@ def published_model(
         tensors=tensors,
         params=params,
         dtypes={t.name: published.get(t.path, usual) for t in tensors},
+        step=restored.step,
     )
 
 

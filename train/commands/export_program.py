@@ -113,7 +113,8 @@ def _network(
             predictions = meaning.scaling.restore(predictions)
         return {"logits": logits, "predictions": predictions}
 
-    return apply, shape, _Written(outputs, _metadata(config, meaning))
+    metadata = _metadata(config, meaning) | folder.origin(trained.step)
+    return apply, shape, _Written(outputs, metadata)
 
 
 def _upsample(logits: Array, height: int, width: int) -> Array:

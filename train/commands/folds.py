@@ -1,9 +1,7 @@
 """``fnet train CONFIG --folds K``: cross-validation, with one report of all folds."""
 
-import csv
 import dataclasses
-import io
-import json
+import secrets
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +9,23 @@ import numpy as np
 from rich.console import Console
 
 from train.config import Config
+from train.errors import UserError
 from train.output.curves import describe
 from train.output.formats import number
 from train.output.progress import line_printer
-from train.output.rows import as_csv
+from train.output.rows import as_csv, read_csv
 from train.report import report
+from train.report.runs import Summary
 from train.run.loop import train
-from train.run.run_folder import RunFolder, as_json, atomic_write
+from train.run.run_folder import RunFolder, as_json, atomic_write, quote, run_name
+from train.stored import Stored, read
 from train.tasks import load
+
+
+class _Folds(Stored):
+    """Contents of folds.json: the id that the ids of the folds' runs begin with."""
+
+    run: str
 
 
 def train_folds(config: Config, folds: int, out: Path, *, resume: bool, console: Console) -> None:
@@ -26,19 +33,35 @@ def train_folds(config: Config, folds: int, out: Path, *, resume: bool, console:
 
     Writes folds.json with mean, standard deviation and values of each test metric, evaluation.csv
     with the rows of all test images, each from the run that was not trained on it, and report.html.
-    A value that is undefined is null, and no part of the mean.
+    A value that is undefined is null, and no part of the mean. A signal ends all folds.
+
+    Raises:
+      UserError: for a private run, for a source without folds, or for runs of other folds.
     """
+    if config.is_private:
+        raise UserError(
+            "--folds: each fold spends an epsilon of its own on examples that are in the others, "
+            "too, and their sum is not grad.epsilon; train one private run"
+        )
     folders = [RunFolder(out / f"fold_{fold}") for fold in range(1, folds + 1)]
     sections = [config.data.with_fold(fold, folds) for fold in range(1, folds + 1)]
     configs = [dataclasses.replace(config, data=data) for data in sections]
     for own in configs:  # a fold that cannot be trained ends all before the first
         load(own)
+    at = out / "folds.json"
+    run = _id(at, folders, resume=resume)
+    command = f"{quote(folders[0].config)} --folds {folds} --out {quote(out)}"
     for own, folder in zip(configs, folders, strict=True):
-        train(own, folder.path, resume=resume, console=console)
+        run_of_fold = f"{run}-{folder.path.name}"
+        if not train(
+            own, folder.path, resume=resume, console=console, command=command, run_id=run_of_fold
+        ):
+            return
+        if not at.exists():  # so that the others are known by it
+            atomic_write(at, as_json({"run": run, "folds": folds, "metrics": {}}))
     log = line_printer(console)
-    if not all(folder.summary.is_file() for folder in folders):
-        return  # a run was interrupted, and has said how it goes on
-    by_fold = [json.loads(folder.summary.read_bytes())["metrics"] for folder in folders]
+    summaries = [folder.read(Summary, folder.summary) for folder in folders]
+    by_fold = [summary.metrics for summary in summaries if summary]
     metrics: dict[str, dict[str, Any]] = {}
     for name in dict.fromkeys(name for fold in by_fold for name in fold):
         values = [fold.get(name) for fold in by_fold]
@@ -51,15 +74,35 @@ def train_folds(config: Config, folds: int, out: Path, *, resume: bool, console:
         missing = folds - len(defined)
         others = f"; it is undefined in the other {missing}" if 0 < missing < folds else ""
         log(f"test {title} {text} over {len(defined) or folds} folds{others}")
-    atomic_write(out / "folds.json", as_json({"folds": folds, "metrics": metrics}))
+    atomic_write(at, as_json({"run": run, "folds": folds, "metrics": metrics}))
     rows = [
         {"fold": fold} | row
         for fold, folder in enumerate(folders, 1)
         if folder.rows.is_file()
-        for row in csv.DictReader(io.StringIO(folder.rows.read_text("utf-8"), newline=""))
+        for row in read_csv(folder.rows)
     ]
     if rows:
         atomic_write(out / "evaluation.csv", as_csv(rows))
         log(f"images: {out / 'evaluation.csv'}")
-    log(f"folds: {out / 'folds.json'}")
+    log(f"folds: {at}")
     report(folders, out / "report.html", console)
+
+
+def _id(at: Path, folders: list[RunFolder], *, resume: bool) -> str:
+    """Return the id that the ids of all folds begin with.
+
+    Raises:
+      UserError: if a run there has another one.
+    """
+    known = read(_Folds, at) if resume else None
+    begun = [folder for folder in folders if resume and folder.has_started]
+    run = known.run if known else secrets.token_hex(8)
+    if begun and not known:
+        run = (begun[0].id or "").removesuffix(f"-{begun[0].path.name}")
+    for folder in begun:
+        if folder.id != f"{run}-{folder.path.name}":
+            raise UserError(
+                f"{folder.path} is {run_name(folder.id)}, not that fold of {at.parent}; "
+                "restore it, or choose another folder with --out"
+            )
+    return run

@@ -25,9 +25,10 @@ from train.output.tables import Table, to_rich
 from train.run import weight_files
 from train.run.checkpoints import Checkpoints
 from train.run.class_names import write_classes
+from train.run.identity import Owner
 from train.run.initial_weights import InitialWeights, load
 from train.run.model_files import copy_model_files
-from train.run.run_folder import RunFolder, as_json, atomic_write, quote
+from train.run.run_folder import RunFolder, quote
 from train.run.same_data import describe_data, write_data
 from train.run.seeds import create_secret, read_seeds
 from train.run.setup import setup
@@ -92,12 +93,13 @@ def import_weights(
         seeds = read_seeds(folder, config)
         position = run.training_batches(seeds.data).get_state()
         keep = config.checkpoint.keep
-        with Checkpoints(folder.checkpoints, keep, shapes=run.state_shapes) as checkpoints:
+        owner, shapes = Owner(folder.id), run.state_shapes
+        with Checkpoints(folder.checkpoints, keep, shapes=shapes, owner=owner) as checkpoints:
             checkpoints.save(0, seeds.remove_key(state), position)
             checkpoints.wait()
         write_data(folder, config, describe_data(run.task.dataset, private=config.is_private))
         folder.write_config(config)  # last, so that a folder without weights is not a run
-        atomic_write(folder.imported, as_json(imported.as_dict()))
+        folder.write(folder.imported, imported.as_dict())
     return imported
 
 

@@ -23,6 +23,7 @@ from train.commands.positional import positional
 from train.config import Config
 from train.data import Dataset, records, sample_batch, storage
 from train.data.chat import GenerationSettings, Message, load_generation_settings
+from train.data.chat_end import find_end
 from train.data.columns import decode_text
 from train.data.model_folder import is_model_folder
 from train.data.tokenizer import Tokenizer, load_tokenizer
@@ -155,7 +156,9 @@ class TextGenerator:
             settings = settings._replace(temperature=0.8)
         for note in settings.not_applied:
             print(f"note: generation_config.json: {note} is not applied", file=sys.stderr)
-        self._end_tokens = settings.end_tokens if end is None else (*settings.end_tokens, end)
+        taught = find_end(self.template, self.tokenizer) if self.template else None
+        ends = *settings.end_tokens, end, taught and taught.token
+        self._end_tokens = [token for token in ends if token is not None]
         names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
         given = {name: getattr(options, name) for name in names}
         self._sampling = {n: getattr(settings, n) if v is None else v for n, v in given.items()}

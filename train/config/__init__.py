@@ -120,13 +120,17 @@ _RENAMED_VALUES = {
 }
 
 
-def to_json(config: Config) -> str:
+def to_json(config: Config, run: str | None = None) -> str:
     """Write a config as JSON, which `from_json` reads back as an equal config.
 
-    The key ``fnet_version`` holds the version of fnet that wrote it.
+    The key ``fnet_version`` holds the version of fnet that wrote it, and ``run`` the id of its run.
     """
     # Converted by Python, because pydantic writes nan and infinity as null.
-    plain = {"fnet_version": _version()} | _adapter().dump_python(config, warnings=False)
+    plain = (
+        {"fnet_version": _version()}
+        | ({"run": run} if run else {})
+        | _adapter().dump_python(config, warnings=False)
+    )
     # Values that JSON lacks are paths, or of a wrong type, which `from_json` reports.
     return json.dumps(plain, indent=2, ensure_ascii=False, default=str) + "\n"
 
@@ -164,7 +168,7 @@ def _update_names(text: str | bytes) -> tuple[str | bytes, str | None]:
         return text, None
     if not isinstance(plain, dict):
         return text, None
-    version = plain.pop("fnet_version", None)
+    version, _ = plain.pop("fnet_version", None), plain.pop("run", None)
     plain = _rename_keys(plain, _RENAMED_SECTIONS)
     for name, section in plain.items():
         if isinstance(section, dict):

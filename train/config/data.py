@@ -51,6 +51,10 @@ class _Options:
     """Fold that is held out."""
     class_weights: str | None = None
     """Weights of classes in the loss; None weighs all alike."""
+    balanced: bool = False
+    """Whether to draw training examples of each class equally often."""
+    repeats: int = 1
+    """How often each training example is drawn in a row."""
     crops: int = 1
     """Number of crops of each test image."""
     beta: float = 0.0
@@ -108,7 +112,7 @@ class Data(_Options, Variant, section="data", tag="source", package="train.data"
         """
         if "folds" not in {field.name for field in dataclasses.fields(self)}:
             raise UserError(f"--folds: data.source {self.source} has no folds; give another source")
-        if self.folds is not None:
+        if self.folds not in (None, folds):  # of the config of a fold, all go on
             raise UserError(
                 f"--folds: {folds}, but data.folds is {self.folds}, of which one run holds out "
                 f"fold {self.fold}; give one of them"
@@ -121,6 +125,11 @@ class Data(_Options, Variant, section="data", tag="source", package="train.data"
 
     def placeholder(self) -> Any:
         """Return a `train.data.placeholder.Placeholder` for data that are not there, or None."""
+        return None
+
+    @property
+    def scaling(self) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
+        """Mean and standard deviation of numbers to predict; None measures them."""
         return None
 
     @property
@@ -166,6 +175,36 @@ class Data(_Options, Variant, section="data", tag="source", package="train.data"
             raise UserError(
                 f"data.user: {self.user}, but users are protected by noise only; give grad.mode "
                 "clipped with grad.epsilon or grad.noise_multiplier"
+            )
+
+    def check_statistics(self, *, is_weighed: bool, is_scaled: bool) -> None:
+        """Refuse each number that is computed from training examples, because they are private.
+
+        What is released of them passes through the clipped sum, to which noise is added. There is
+        no other way, so that every such number is asked about here.
+
+        Args:
+          is_weighed: Whether the loss weighs classes by how often they occur.
+          is_scaled: Whether numbers to predict are standardized by their mean and deviation.
+
+        Raises:
+          UserError: if there is one.
+        """
+        computed = {
+            "class_weights": is_weighed or self.class_weights,
+            "balanced": self.balanced,
+            "repeats": self.repeats > 1,
+        }
+        for name in (name for name, is_computed in computed.items() if is_computed):
+            raise UserError(
+                f"data.{name}: {getattr(self, name)}, but this depends on all training examples, "
+                "and a private run releases them only with noise and Poisson sampling; leave it out"
+            )
+        if is_scaled or (self.targets == "numbers" and self.scaling is None):
+            raise UserError(
+                "data.targets: numbers are standardized by mean and deviation of the training "
+                "labels, which no noise hides in a private run; give data.label_mean and "
+                "data.label_std, as far as they are known without the data"
             )
 
     @property

@@ -1,6 +1,6 @@
 """Datasets, and their batches for training and evaluation."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -36,7 +36,9 @@ class Scaling(NamedTuple):
 
     @staticmethod
     def _row(values: tuple[float, ...], like: Any) -> np.ndarray:
-        return np.reshape(values, [1] * (like.ndim - 1) + [-1]).astype(np.float32)
+        row = np.reshape(values, [1] * (like.ndim - 1) + [-1])
+        # On the host in 64 bits, so that 20260101 keeps its digits.
+        return row if isinstance(like, np.ndarray) else row.astype(np.float32)
 
     def standardize(self, numbers: Any) -> Any:
         """Subtract the mean and divide by the standard deviation."""
@@ -82,6 +84,7 @@ class Dataset(NamedTuple):
       test_name: The same for a row of ``test``; None if examples have no names, only numbers.
       file_bytes: Size of the files that only this row points to, -1 if unreadable. Rows of
         ``test`` come after ``train``'s.
+      files: Those files, or their contents. Reading them may take long.
       contents: Arrays that rows point into, such as all tokens, or sizes of shared files.
       explain: Says why the example with this ``id`` has weight 0: its file and the error. None if
         it can be read.
@@ -110,6 +113,7 @@ class Dataset(NamedTuple):
     name: Callable[[int], str] = str
     test_name: Callable[[int], str] | None = None
     file_bytes: Callable[[int], int] = lambda row: 0
+    files: Callable[[int], Iterable[Any]] = lambda row: ()
     contents: tuple[np.ndarray, ...] = ()
     explain: Callable[[int], str | None] = lambda id: None
     max_bad_fraction: float = 0.0
@@ -128,6 +132,16 @@ class Dataset(NamedTuple):
         """Meaning of the outputs of a network."""
         return Outputs(self.classes, self.label_map, self.scaling)
 
+    def test_batch(self, rows: Arrays) -> Arrays:
+        """Make a test batch of rows, with standardized labels if these are numbers."""
+        return self.standardized(self.prepare(rows))
+
+    def standardized(self, batch: Arrays) -> Arrays:
+        """Return a batch as the loss reads it: with standardized labels if these are numbers."""
+        if self.scaling is None:
+            return batch
+        return batch | {"label": self.scaling.standardize(batch["label"]).astype(np.float32)}
+
 
 def num_examples(arrays: Arrays) -> int:
     """Count the examples in named arrays."""
@@ -143,7 +157,7 @@ def augment_rows(dataset: Dataset, rows: Arrays, generator: np.random.Generator)
     """Make a training batch of rows from `select_rows`; ``row`` [batch] is passed on."""
     plain = {name: a for name, a in rows.items() if name != "row"}
     with RECORD.measured():
-        batch = dataset.augment(plain, generator)
+        batch = dataset.standardized(dataset.augment(plain, generator))
     batch.pop("local", None)
     return batch | {"row": rows["row"]}
 
@@ -157,7 +171,7 @@ def sample_batch(dataset: Dataset, batch_size: int) -> Arrays:
 def sample_evaluation_batch(dataset: Dataset, batch_size: int) -> Arrays:
     """Make a batch with the shapes and dtypes of an evaluation batch from one example."""
     row = {name: a[:1] for name, a in dataset.test.items()}
-    return repeat_row(pad_batch(dataset.prepare(row), 1), batch_size)
+    return repeat_row(pad_batch(dataset.test_batch(row), 1), batch_size)
 
 
 def repeat_row(row: Arrays, *shape: int) -> Arrays:
@@ -230,7 +244,7 @@ def evaluation_batches(
         rows = {name: a[start : start + batch_size] for name, a in dataset.test.items()}
         if dataset.reads_local and local is not None:
             rows["local"] = local[: num_examples(rows)]
-        batch = dataset.prepare(rows)
+        batch = dataset.test_batch(rows)
         batch.pop("local", None)
         return pad_batch(batch, batch_size)
 

@@ -12,6 +12,7 @@ from typing import Annotated, ClassVar, Literal, NamedTuple
 import numpy as np
 from annotated_types import Gt, Lt, MaxLen, MinLen
 
+from train import limits
 from train.config.data import Data
 from train.config.section import Count, CountOrZero, Positive, Seed
 from train.data import Arrays, Dataset, num_examples, storage
@@ -250,9 +251,11 @@ def _array_names(path: Path) -> list[str]:
             raise UserError(f"data.path: {path} {problem}; write it with numpy.savez")
     try:
         with np.load(path, allow_pickle=False) as arrays:
-            return list(arrays.files)
+            names, unpacked = list(arrays.files), sum(p.file_size for p in arrays.zip.infolist())
     except Exception as error:  # parsers of a damaged file raise anything
         raise _unreadable(path, error) from error
+    limits.check_unpacked(unpacked, path.stat().st_size, f"data.path: {path}")
+    return names
 
 
 def _read_array(path: Path, name: str) -> np.ndarray:

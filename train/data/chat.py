@@ -72,6 +72,11 @@ class ChatTemplate(NamedTuple):
         text = self._render(messages, add_generation_prompt, tools)
         return text.replace(_OPEN, "").replace(_CLOSE, "")
 
+    @property
+    def has_marks(self) -> bool:
+        """Whether the template encloses answers in ``{% generation %}``."""
+        return re.search(r"\{%-?\s*generation\s*-?%\}", self.source) is not None
+
     def render_answers(
         self, messages: Sequence[Message], *, last: bool = False, tools: Sequence[Any] | None = None
     ) -> list[tuple[str, list[range]]]:
@@ -98,7 +103,7 @@ class ChatTemplate(NamedTuple):
           UserError: as `render`; or if an answer does not continue its prompt, so that it cannot
             be found.
         """
-        if re.search(r"\{%-?\s*generation\s*-?%\}", self.source):
+        if self.has_marks:
             text, spans = _find_marks(self._render(messages, False, tools))
             if last:
                 spans = spans[-1:] if messages[-1]["role"] == "assistant" else []

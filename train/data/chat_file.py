@@ -17,6 +17,7 @@ from train.config import Config
 from train.config.section import Count, Seed
 from train.data import Arrays, Dataset, records
 from train.data.chat import DATA_DATE, ROLES, ChatTemplate, load_template
+from train.data.chat_end import AnswerEnd, find_end
 from train.data.columns import is_missing, normalized, number_users
 from train.data.packing import gather, pack
 from train.data.placeholder import Placeholder, zero_tokens
@@ -264,7 +265,7 @@ def load(config: ChatFile, *, private: bool = False) -> Dataset:
             f"{read.template.where} writes answers differently if other messages follow: "
             f"{num_rows:,} rows of {num_chats:,} chats, one for each answer",
         )
-    notes.insert(0, _describe_lengths(train))
+    notes = [_describe_lengths(train), *notes, *read.ends]
     return Dataset(
         train=train_rows.arrays,
         test=test_rows.arrays,
@@ -471,6 +472,8 @@ class Reader:
       kind: ``"text"``, ``"answer"`` or ``"chat"``; "" before the first record.
       template: Chat template; None without chats.
       notes: Fields that are not read, if there are any.
+      end: How it ends an answer; None if it does not.
+      has_end: Whether the answers that are learned include it.
     """
 
     def __init__(self, config: ChatFile, tokenizer: Tokenizer, *, labeled: bool = True):
@@ -479,6 +482,8 @@ class Reader:
         self.kind = ""
         self.template: ChatTemplate | None = None
         self.notes: list[str] = []
+        self.end: AnswerEnd | None = None
+        self.has_end = True
 
     def documents(self, read: Iterable[Record]) -> list[Document]:
         """Encode records in order.
@@ -576,6 +581,20 @@ class Reader:
             self.template = load_template(folder, path, lambda: DATA_DATE)
         except UserError as error:
             raise UserError(f"{option}: {error}") from error
+        self.end = find_end(self.template, self._tokenizer)
+
+    @property
+    def ends(self) -> list[str]:
+        """Say with what answers of chats end, or that they do not."""
+        if not self.template or self._config.label is not None or not self._tokenizer.folder:
+            return []
+        if self.end and self.has_end:
+            return [f"ends of answers: {self.end.text}"]
+        what = f"{{% generation %}} leaves out {self.end.text}" if self.end else "it writes none"
+        return [
+            f"the end of an answer is not learned, because {what} ({self.template.where}); the "
+            "model does not learn to stop"
+        ]
 
     def _texts(self, record: Record) -> list[_Text]:
         """Return the text of an example, or several: one for each answer of a chat."""
@@ -627,6 +646,11 @@ class Reader:
             return [(self.template.render(messages, tools=tools), [])]
         last = self._config.loss_on == "last_answer"
         texts = self.template.render_answers(messages, last=last, tools=tools)
+        if self.end and self.template.has_marks:
+            learned_texts = [text[a.start : a.stop] for text, own in texts for a in own]
+            self.has_end &= all(self.end.text in text for text in learned_texts)
+        elif self.end:
+            texts = [self.end.add(*text) for text in texts]
         answers = [answer for _, answers in texts for answer in answers]
         if not all(learned):
             weights = [w for w, m in zip(learned, messages, strict=True) if m["role"] == _ASSISTANT]

@@ -7,6 +7,7 @@ import os
 import re
 import stat
 import threading
+import zlib
 from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple, TypeVar
 
@@ -340,6 +341,14 @@ def file_bytes(file: File) -> int:
         return len(file) if isinstance(file, bytes) else os.stat(file).st_size  # type: ignore[arg-type]
     except (OSError, TypeError):
         return -1
+
+
+def file_crc(file: File, crc: int = 0) -> int:
+    """Continue a checksum with the contents of a file; an unreadable one adds nothing."""
+    try:
+        return zlib.crc32(file if isinstance(file, bytes) else _read(file), crc)  # type: ignore[arg-type]
+    except (UnreadableError, TypeError):
+        return crc
 
 
 _T = TypeVar("_T")

@@ -11,7 +11,6 @@ from typing import Annotated, ClassVar, Literal, NamedTuple
 import numpy as np
 from annotated_types import MinLen
 
-from train.config import Config
 from train.config.section import Count
 from train.data import Dataset, Outputs, storage
 from train.data.columns import check_names, choose, normalized, number_users
@@ -79,15 +78,6 @@ class ImageFolder(LabeledFiles):
     def load_test(self, trained: Callable[[], Outputs]) -> Dataset:
         """Load only the test images, for a trained network. They may lack classes."""
         return load(self, trained().names)
-
-    def check(self, config: Config) -> None:
-        """Check options that choose training examples, and options for users."""
-        super().check(config)
-        if config.is_private and (self.balanced or self.repeats > 1):
-            raise UserError(
-                "data: balanced and repeats choose training examples, but privacy needs Poisson "
-                "sampling; leave them out"
-            )
 
 
 def load(config: ImageFolder, trained: tuple[str, ...] | None = None) -> Dataset:

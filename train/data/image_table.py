@@ -13,7 +13,7 @@ from stat import S_ISREG
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
-from annotated_types import MinLen
+from annotated_types import Gt, MinLen
 from typing_extensions import override
 
 from train.data import Dataset, Outputs, Scaling, records, storage
@@ -70,6 +70,10 @@ class ImageTable(LabeledFiles):
     """Columns of the labels; empty is a usual name, such as label, or the only other column."""
     targets: Literal["class", "labels", "numbers"] = "class"
     """Kind of labels: a class, any number of labels per image, or numbers to predict."""
+    label_mean: tuple[float, ...] = ()
+    """Mean of each number to predict, which is subtracted; empty is the training labels'."""
+    label_std: tuple[Annotated[float, Gt(0)], ...] = ()
+    """Standard deviation of each number, by which it is divided; empty is the training labels'."""
     separator: Annotated[str, MinLen(1)] | None = None
     """Separates the labels in one column, such as |; None: each label is a column of 0 and 1."""
     split: Annotated[str, MinLen(1)] | None = None
@@ -79,11 +83,16 @@ class ImageTable(LabeledFiles):
     test_split: Annotated[str, MinLen(1)] | None = None
     """Split to test on; None is val, or test if there is no val."""
 
+    @property
+    @override
+    def scaling(self) -> Scaling | None:
+        return Scaling(self.label_mean, self.label_std) if self.label_mean else None
+
     def load(self, *, private: bool = False) -> Dataset:
         """Read the table; batches read the images, see `image_dataset`.
 
         Labels of batches are int32 [N] for classes, float32 [N, labels] of 0 and 1 for several
-        labels, and float32 [N, numbers] for numbers, as they are in the table.
+        labels, and float32 [N, numbers] for numbers, which are standardized.
 
         Raises:
           UserError: for a damaged table, columns that are not found, labels that are missing or of
@@ -154,15 +163,16 @@ def load(config: ImageTable, trained: Outputs | None = None) -> Dataset:
                 f"data.label: no training image of {shorten(lacking)}, which is tested on; give "
                 "other splits"
             )
-    scaling = trained.scaling if trained else None
+    scaling = trained.scaling if trained else config.scaling
+    count = len(names) if config.targets == "numbers" else 0
+    if not len(config.label_mean) == len(config.label_std) in (0, count):
+        raise UserError(
+            f"data.label_mean, data.label_std: {len(config.label_mean)} and "
+            f"{len(config.label_std)} numbers, but there are {count} to predict"
+        )
     if config.targets == "numbers" and scaling is None:
-        scaling = Scaling.of(train.astype(np.float64))
-        for name, mean, std, range_ in zip(names, *scaling, np.ptp(train, axis=0), strict=True):
-            if range_ and std < 1e-5 * abs(mean):
-                raise UserError(
-                    f"data.label: {name} is {mean:.9g} +- {std:.3g}, which 32-bit numbers do not "
-                    "tell apart; subtract a constant from it"
-                )
+        scaling = Scaling.of(train)
+    if scaling is not None and trained is None:
         ranges = zip(names, *scaling, strict=True)
         parts = [f"{name} {mean:.4g} +- {std:.4g}" for name, mean, std in ranges]
         notes.append(f"numbers are standardized for training: {shorten(parts)}")
@@ -456,7 +466,7 @@ def _as_boolean(row: Record, column: str) -> float:
 def _numbers(
     config: ImageTable, table: _Table, known: tuple[str, ...] | None
 ) -> tuple[np.ndarray, tuple[str, ...]]:
-    """Return the numbers of each row, float32 [N, numbers], and their names."""
+    """Return the numbers of each row, float64 [N, numbers], and their names."""
     names = known or _label_columns(config, table)
 
     def number(row: Record, column: str) -> float:
@@ -474,7 +484,7 @@ def _numbers(
         )
 
     return np.array(
-        [[number(row, name) for name in names] for row in table.rows], np.float32
+        [[number(row, name) for name in names] for row in table.rows], np.float64
     ), names
 
 

@@ -142,6 +142,7 @@ def image_dataset(
         class_weights=class_weights,
         scaling=scaling,
         notes=tuple(notes),
+        files=lambda id: files(np.array([id])),
         **{"file_bytes": size} | others,
     )
 

@@ -122,14 +122,22 @@ class PreferenceFile(Text):
         is_long = [max(len(d.ids) for d in pair) > size for pair in pairs]
         if self.long == "drop":
             pairs = [pair for pair, long in zip(pairs, is_long, strict=True) if not long]
-        fitted = [document.part(0, size) for pair in pairs for document in pair]
-        for document in fitted:
+        cut = [(a.part(0, size), b.part(0, size)) for a, b in pairs]
+        for document in (document for pair in cut for document in pair):
             if not document.target.any():
                 raise UserError(
                     f"{document.where}: the answer begins after the first {size} tokens, so that "
                     "nothing is left of it; give a larger data.context, or skip such pairs with "
                     "data.long drop"
                 )
+        differing = [(a, b) for a, b in cut if not np.array_equal(a.ids, b.ids)]
+        fitted = [document for pair in differing for document in pair]
+        same = f"{len(cut) - len(differing):,} of {len(cut):,} {split} pairs do not differ"
+        if cut and not fitted:
+            raise UserError(
+                f"data.path: {same} in the first {size} tokens, so that nothing can be learned; "
+                "give other pairs, or a larger data.context"
+            )
         if not fitted:
             raise UserError(
                 f"data.path: no {split} pair has at most data.context + 1 = {size} tokens; give "
@@ -137,7 +145,10 @@ class PreferenceFile(Text):
             )
         done = "dropped" if self.long == "drop" else "truncated"
         limit = f"{sum(is_long):,} of {len(is_long):,} {split} pairs were {done}, because they have"
-        return fitted, [f"{limit} more than {size} tokens"] if any(is_long) else []
+        notes = [f"{limit} more than {size} tokens"] if any(is_long) else []
+        if len(differing) < len(cut):
+            notes.append(f"{same} in the first {size} tokens, and are left out")
+        return fitted, notes
 
     @override
     def placeholder(self) -> Placeholder | None:

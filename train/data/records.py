@@ -144,7 +144,8 @@ def _read_csv(path: str, option: str) -> Iterator[Record]:
                 continue
             if not columns:
                 columns = [normalized(value.strip()) for value in values]
-                if twice := [name for i, name in enumerate(columns) if name in columns[:i]]:
+                last = {name: i for i, name in enumerate(columns)}
+                if twice := [name for i, name in enumerate(columns) if last[name] != i]:
                     raise UserError(f"{option}: {place}: two columns are called {twice[0]}")
                 continue
             if len(values) != len(columns):

@@ -277,6 +277,7 @@ def load(config: SegmentationFolder, trained: LabelMap | None = None) -> Dataset
         name=lambda id: paths_of(id)[0],
         test_name=lambda row: paths_of(len(train) + row)[0],
         file_bytes=lambda id: sum(file_bytes(p) for p in paths_of(id) if isinstance(p, str)),
+        files=lambda id: [p for p in paths_of(id) if isinstance(p, str)],
         explain=explain,
         max_bad_fraction=config.max_bad_fraction,
         notes=tuple(notes),

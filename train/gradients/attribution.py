@@ -55,7 +55,7 @@ class Attribution(GradientMode):
         from train.data.masks import spread
 
         chosen = np.asarray(spread(num_examples(dataset.test), self.validation_examples))
-        validation = dataset.prepare({name: a[chosen] for name, a in dataset.test.items()})
+        validation = dataset.test_batch({name: a[chosen] for name, a in dataset.test.items()})
         default = max(config.data.batch_size // 16, 1)
         size = self.validation_batch or default
         mode = InRun(

@@ -29,9 +29,14 @@ from train.networks.model_images import class_names, own_size
 FROZEN = "frozen"
 """Name of the frozen parameters in the model state."""
 
-_LINEAR = ("blocks/*/kernel", "!*/conv/kernel", "!*/router/kernel")
+_LINEAR = (
+    *("blocks/*/kernel", "!*/conv/kernel", "!*/router/kernel"),
+    *("!*/input_gate/kernel", "!*/recurrence_gate/kernel"),
+)
 """The matrices of the blocks. A causal convolution has a filter per channel, which is none. PEFT
-cannot adapt routers, which transformers does not count as linear."""
+cannot adapt routers and recurrent gates, which transformers does not count as linear."""
+_NO_OUTPUT = ("mamba", "mamba2", "falcon_mamba", "falcon_h1")
+"""Families whose output projection PEFT refuses, because a fused kernel reads its weight."""
 
 
 @dataclass(frozen=True)
@@ -438,7 +443,10 @@ def adapters_of(section: Pretrained) -> lora.LoRA | None:
     """Return the config of the adapters, or None if all parameters are trained."""
     if section.lora_rank is None:
         return None
-    return lora.LoRA(section.lora_rank, section.lora_alpha, section.lora_targets, dora=section.dora)
+    targets = section.lora_targets
+    if targets == _LINEAR and read_config(Path(section.path)).get("model_type") in _NO_OUTPUT:
+        targets = (*targets, "!*/out/kernel")
+    return lora.LoRA(section.lora_rank, section.lora_alpha, targets, dora=section.dora)
 
 
 def merge(section: Pretrained, params: Any, model_state: Any) -> Any:

@@ -2,11 +2,16 @@
 
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
+from pydantic import ConfigDict, Field, FiniteFloat, ValidationError
+
+from train import limits
+from train.stored import Stored, adapter_of, read_bytes
 
 NOT_PRIVATE = "not_private"
 """First part of the names of metrics that a guarantee of privacy does not cover."""
@@ -15,22 +20,79 @@ _TOO_LARGE = 1e100
 """Numbers from here on count as infinite, so that ratios of two numbers stay finite."""
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a metrics file, or [] if there is none.
+class MetricsLine(Stored):
+    """A line of metrics.jsonl: numbers, or null for a metric that is undefined.
 
-    Lines without a step, such as one that a kill cut off, are skipped.
+    Values of other types, which somebody added, are left out.
     """
-    if not path.exists():
-        return []
-    lines = []
-    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
+
+    model_config = ConfigDict(strict=True)
+
+    step: Annotated[int, Field(ge=0, lt=2**53)]  # not every larger integer is a float64
+    epoch: FiniteFloat = 0.0
+    seconds: FiniteFloat = 0.0
+
+
+class BadStep(Stored):
+    """A line of bad_steps.jsonl: a step that was skipped."""
+
+    model_config = ConfigDict(strict=True)
+
+    step: Annotated[int, Field(ge=0, lt=2**53)]
+    loss: str
+    grad_norm: str
+    origin: str
+    examples: list[str] = Field([])
+
+
+class _Owner(Stored):
+    """First line of a log."""
+
+    run: str
+
+
+class Log(NamedTuple):
+    """A .jsonl file of a run.
+
+    Attributes:
+      first: Its first line, which says whose it is; None without one.
+      lines: Lines about steps.
+      others: Number of other lines, such as one that a kill cut off.
+    """
+
+    first: dict[str, Any] | None
+    lines: list[dict[str, Any]]
+    others: int
+
+
+def read_log(path: Path, kind: type[Stored] = MetricsLine) -> Log:
+    """Read metrics.jsonl, or the lines of another kind. A missing file has none.
+
+    Raises:
+      UserError: if the file cannot be read.
+    """
+    first, lines, others = None, list[dict[str, Any]](), 0
+    content = read_bytes(path, limits.LOG) if os.path.lexists(path) else b""
+    for i, text in enumerate(content.splitlines()):
         try:
-            line = json.loads(text)
-        except json.JSONDecodeError:
+            is_first = i == 0 and b'"step"' not in text
+            adapter_of(_Owner if is_first else kind).validate_json(text)
+        except ValidationError:
+            others += bool(text.strip())
             continue
-        if isinstance(line, dict) and isinstance(line.get("step"), int):
+        line = json.loads(text)
+        if is_first:
+            first = line
+        elif kind is MetricsLine:
+            lines.append({k: v for k, v in line.items() if type(v) in (int, float, type(None))})
+        else:
             lines.append(line)
-    return lines
+    return Log(first, lines, others)
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of metrics.jsonl about steps, or [] if there are none."""
+    return read_log(path).lines
 
 
 def finite(value: Any) -> float:
@@ -81,7 +143,8 @@ def noise_scale_course(lines: Sequence[Mapping[str, Any]]) -> list[tuple[int, fl
     exponentially (half-life: a tenth of the run) before the division. Steps at which the average of
     |G|^2 is not positive are dropped.
     """
-    measured = [r for r in lines if "train/grad_sq" in r and r["step"] > 0]
+    names = "train/grad_sq", "train/grad_var"
+    measured = [r for r in lines if r["step"] > 0 and None not in map(r.get, names)]
     course = []
     var = sq = last = 0.0
     for line in measured:

@@ -3,9 +3,7 @@
 import re
 import statistics
 from collections.abc import Iterator, Mapping
-from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
 from rich import table as rich_table
 
 from fnet.memory import (
@@ -19,16 +17,9 @@ from fnet.memory import (
 )
 from fnet.memory.plan import MOST_PROGRAMS
 from train.output.tables import Table, to_rich
+from train.stored import Count, Stored
 
 _MOST_LAYERS = 40
-
-Count = Annotated[int, Field(ge=0, lt=2**63)]
-
-
-class Stored(BaseModel):
-    """A JSON object. Fields that nobody reads are ignored."""
-
-    model_config = ConfigDict(frozen=True)
 
 
 class StoredPeak(Stored):

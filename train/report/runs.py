@@ -1,33 +1,32 @@
 """Runs as a report reads them from their folders, complete or not."""
 
 import base64
-import csv
 import io
 import math
 import operator
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from PIL import Image
-from pydantic import Field, FiniteFloat, TypeAdapter, ValidationError
+from pydantic import Field, FiniteFloat
 
 from train.config import Config
 from train.data.decode import UnreadableError, View, decode
 from train.errors import UserError
+from train.limits import PICTURE
 from train.output.curves import Curve, read_curves
 from train.output.formats import number
-from train.output.logged import finite, read_metrics, throughput
-from train.output.memory_tables import Count, StepMemory, Stored
+from train.output.logged import BadStep, MetricsLine, finite, throughput
+from train.output.memory_tables import StepMemory
+from train.output.rows import read_csv
 from train.run.run_folder import RunFolder
-
-T = TypeVar("T")
+from train.stored import Count, Stored, StoredError, T, read_bytes
 
 MOST_STEPS = 2**53
 """Not every integer from here on is a float64."""
-_MOST_PICTURE_BYTES = 16 * 2**20
 
 
 class Audit(Stored):
@@ -97,16 +96,20 @@ _MISTAKES, _SIDE = 24, 96
 """Images in the list of mistakes, and the longer side of their pictures in pixels."""
 
 
-def load_mistakes(path: Path, notes: list[str]) -> list[Mistake]:
-    """Return the images of an evaluation.csv that the network is most wrong about."""
-    if (content := load_bytes(path, notes)) is None:
-        return []
+def load_mistakes(path: Path) -> list[Mistake]:
+    """Return the images of an evaluation.csv that the network is most wrong about.
+
+    Raises:
+      UserError: if it cannot be read.
+    """
     try:
-        rows = [*csv.DictReader(io.StringIO(content.decode("utf-8"), newline=""))]
-        rows = worst_first([row | {"loss": float(row["loss"])} for row in rows])[:_MISTAKES]
-    except (ValueError, KeyError, csv.Error) as error:
-        notes.append(f"{path.name} cannot be read: {error}")
-        return []
+        return _mistakes([row | {"loss": float(row["loss"])} for row in read_csv(path)])
+    except (ValueError, KeyError) as error:
+        raise StoredError(path, error) from error
+
+
+def _mistakes(rows: list[dict[str, Any]]) -> list[Mistake]:
+    rows = worst_first(rows)[:_MISTAKES]
     order = {"worst": {id(row): i for i, row in enumerate(rows)}}
     for name in ("loss", "label", "prediction", "file"):
         if all(name in row for row in rows):
@@ -160,68 +163,49 @@ def _fit(width: int, height: int) -> tuple[int, int]:
     return max(round(width * scale), 1), max(round(height * scale), 1)
 
 
-class BadStep(Stored):
-    """A line of bad_steps.jsonl: a step that was skipped."""
+class _Reader:
+    """Read the files of a run. Why one is left out is added to the notes."""
 
-    step: Count
-    loss: str
-    grad_norm: str
-    origin: str
-    examples: tuple[str, ...] = ()
+    def __init__(self, folder: RunFolder):
+        self._folder, self.notes = folder, list[str]()
 
-
-def load(kind: type[T], path: Path, notes: list[str], value: Any = None) -> T | None:
-    """Return the JSON in a file as a type, or None if there is no file or it does not fit.
-
-    Why it cannot be read is added to the notes. ``value`` is its content, if it is read already.
-    """
-    try:
-        if value is not None:
-            return TypeAdapter(kind).validate_python(value)
-        content = load_bytes(path, notes)
-        return None if content is None else TypeAdapter(kind).validate_json(content)
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = "".join(f"{part}: " for part in first["loc"])
-        notes.append(f"{path.name} cannot be read: {place}{first['msg']}")
+    def read(self, path: Path, read: Callable[[Path], T]) -> T | None:
+        """Return what a function reads, or None if there is no file or it cannot be read."""
+        try:
+            return read(path) if os.path.lexists(path) else None
+        except StoredError as error:
+            self.notes.append(f"{path.name} cannot be read: {error.reason}")
+        except UserError as error:
+            self.notes.append(str(error))
         return None
 
+    def json(self, kind: type[T], path: Path) -> T | None:
+        """Return the JSON in a file of the run as a type."""
+        return self.read(path, lambda path: self._folder.read(kind, path))
 
-def load_lines(path: Path, notes: list[str]) -> tuple[list[dict[str, Any]], float | None]:
-    """Return the lines of a .jsonl file in the order of their steps, and when it was written."""
-    # Read the bytes first: a running process may write more lines before the others are read.
-    if (content := load_bytes(path, notes)) is None:
-        return [], None
-    try:
-        written = path.stat().st_mtime
-        lines = [x for x in read_metrics(path) if 0 <= finite(x["step"]) < MOST_STEPS]
-    except (OSError, ValueError, RecursionError) as error:
-        notes.append(f"{path.name} cannot be read: {error}")
-        return [], None
-    if (bad := sum(map(bool, map(bytes.strip, content.splitlines()))) - len(lines)) > 0:
-        notes.append(f"{path.name}: ignored {bad} incomplete line{'s' * (bad > 1)}")
-    return sorted(lines, key=lambda line: line["step"]), written
+    def log(self, path: Path, kind: type[Stored]) -> list[dict[str, Any]]:
+        """Return the lines of a .jsonl file in the order of their steps."""
+        log = self.read(path, lambda path: self._folder.read_log(path, kind))
+        if log is None:
+            return []
+        if log.others:
+            s = "s" * (log.others > 1)
+            self.notes.append(f"{path.name}: ignored {log.others} incomplete line{s}")
+        return sorted(log.lines, key=lambda line: line["step"])
 
-
-def load_picture(path: Path, notes: list[str]) -> str | None:
-    """Return a PNG file as a data URI."""
-    content = load_bytes(path, notes)
-    if content and len(content) > _MOST_PICTURE_BYTES:
-        notes.append(f"{path.name} is too large to show: {len(content) / 2**20:.0f} MiB")
-    elif content and content.startswith(b"\x89PNG\r\n\x1a\n"):
-        return f"data:image/png;base64,{base64.b64encode(content).decode()}"
-    elif content is not None:
-        notes.append(f"{path.name} is not a PNG")
-    return None
-
-
-def load_bytes(path: Path, notes: list[str]) -> bytes | None:
-    """Return the contents of a file, or None if there is no file or it cannot be read."""
-    try:
-        return path.read_bytes() if path.is_file() else None
-    except OSError as error:
-        notes.append(f"{path.name} cannot be read: {error.strerror or error}")
+    def picture(self, path: Path) -> str | None:
+        """Return a PNG file as a data URI."""
+        content = self.read(path, lambda path: read_bytes(path, PICTURE))
+        if content and content.startswith(b"\x89PNG\r\n\x1a\n"):
+            return f"data:image/png;base64,{base64.b64encode(content).decode()}"
+        if content is not None:
+            self.notes.append(f"{path.name} is not a PNG")
         return None
+
+    def pictures(self, path: Path) -> dict[str, str]:
+        """Return `PICTURES` that are in a folder."""
+        pictures = {name: self.picture(path / name) for name in PICTURES}
+        return {name: uri for name, uri in pictures.items() if uri}
 
 
 PICTURES = {
@@ -342,47 +326,39 @@ def read_runs(folders: Sequence[RunFolder]) -> list[Run]:
 
 
 def _read(folder: RunFolder, label: str) -> Run:
-    try:
-        config = folder.read_config()
-    except OSError as error:
-        raise UserError(f"cannot read {folder.config}: {error.strerror or error}") from error
-    notes: list[str] = []
-    lines, written = load_lines(folder.metrics, notes)
-    bad_steps, _ = load_lines(folder.bad_steps, notes)
+    reader, config = _Reader(folder), folder.read_config()
+    lines = reader.log(folder.metrics, MetricsLine)
+    bad_steps = reader.log(folder.bad_steps, BadStep)
     checkpoints = [p.name for p in folder.checkpoints.glob("[0-9]*") if p.name.isdecimal()]
+    owner = _Reader(folder).read(folder.lock_file, read_bytes) or b""
     return Run(
         label=label,
         folder=folder,
         config=config,
         lines=lines,
         curves=read_curves(lines),
-        written=written,
-        summary=load(Summary, folder.summary, notes),
-        memory=load(StepMemory, folder.memory, notes),
-        evaluations=_read_evaluations(folder, notes),
-        mistakes=load_mistakes(folder.rows, notes),
-        bad_steps=load(list[BadStep], folder.bad_steps, notes, bad_steps) or [],
-        pictures=_read_pictures(folder.path, notes),
+        written=folder.metrics.stat().st_mtime if lines else None,
+        summary=reader.json(Summary, folder.summary),
+        memory=reader.json(StepMemory, folder.memory),
+        evaluations=_read_evaluations(folder, reader),
+        mistakes=reader.read(folder.rows, load_mistakes) or [],
+        bad_steps=[BadStep.model_validate(line) for line in bad_steps],
+        pictures=reader.pictures(folder.path),
         checkpoints=sorted(map(int, checkpoints)),
-        owner=(load_bytes(folder.lock_file, []) or b"").decode(errors="replace").strip() or None,
-        notes=notes,
+        owner=owner.decode(errors="replace").strip() or None,
+        notes=reader.notes,
     )
 
 
-def _read_pictures(path: Path, notes: list[str]) -> dict[str, str]:
-    pictures = {name: load_picture(path / name, notes) for name in PICTURES}
-    return {name: uri for name, uri in pictures.items() if uri}
-
-
-def _read_evaluations(folder: RunFolder, notes: list[str]) -> list[Evaluated]:
-    plain = load(Evaluation, folder.evaluation, notes)
+def _read_evaluations(folder: RunFolder, reader: _Reader) -> list[Evaluated]:
+    plain = reader.json(Evaluation, folder.evaluation)
     evaluations = [Evaluated(plain, {})] if plain else []  # its pictures are the run's
     paths = folder.evaluations.glob(f"*/{folder.evaluation.name}")
-    newest_first = sorted(paths, key=lambda path: (-path.stat().st_mtime, path))
+    newest_first = sorted(paths, key=lambda path: (-path.lstat().st_mtime, path))
     for i, path in enumerate(newest_first):
-        if result := load(Evaluation, path, notes):
-            pictures = _read_pictures(path.parent, notes) if i < _MOST_PICTURED else {}
+        if result := reader.json(Evaluation, path):
+            pictures = reader.pictures(path.parent) if i < _MOST_PICTURED else {}
             evaluations.append(Evaluated(result, pictures))
     if (more := len(newest_first) - _MOST_PICTURED) > 0:
-        notes.append(f"Pictures of {more} more evaluations are in {folder.evaluations}")
+        reader.notes.append(f"Pictures of {more} more evaluations are in {folder.evaluations}")
     return evaluations

@@ -12,11 +12,13 @@ from rich.console import Console
 from fnet.attribution import InRunState
 from train.data import Arrays, Dataset, augment_rows, num_examples, select_rows
 from train.data.masks import spread
+from train.errors import UserError
 from train.output import plots
 from train.output.progress import line_printer
 from train.output.rows import as_csv
 from train.output.tables import Table, to_rich
 from train.run.run_folder import RunFolder, as_json, atomic_write, read_sealed, seal
+from train.stored import read_arrays
 
 _NUM_PICTURED = 24
 _MOST_BLOCKS = 64
@@ -89,17 +91,18 @@ def score_in_blocks(
     blocks, per_block = [], -(-len(rows) // _MOST_BLOCKS)
     for start in range(0, len(rows), per_block):
         path, end = folder / f"{start:08}.npy", min(start + per_block, len(rows))
-        if not path.is_file():
+        block = read_arrays(path).get("")
+        if block is None:
             scorer = scorer or make_scorer()
             scores = []
             for number in range(start, end):
                 batch, count = rows.batch(number), len(rows.indices(number))
                 scores.append(np.asarray(scorer(batch))[:count])
                 progress(number + 1, len(rows))
-            file = io.BytesIO()
-            np.save(file, np.concatenate(scores))
+            file, block = io.BytesIO(), np.concatenate(scores)
+            np.save(file, block)
             atomic_write(path, file.getvalue())
-        blocks.append(np.load(path))
+        blocks.append(block)
     return np.concatenate(blocks)
 
 
@@ -127,7 +130,7 @@ def counting(console: Console, what: str) -> Iterator[Callable[[int, int], None]
 def _read(path: Path) -> dict[str, Any] | None:
     try:
         return read_sealed(path)
-    except ValueError:
+    except UserError:
         return None
 
 

@@ -30,8 +30,9 @@ from fnet import TrainState
 from fnet.cpu.heap import release_free_memory
 from train.errors import TrainingError, UserError, is_machine_error, is_out_of_memory
 from train.run.distributed import any_process, lost_connection
+from train.run.identity import ForeignError, Owner, Stamp
 from train.run.process_memory import IN_FLIGHT
-from train.run.run_folder import check_no_pattern, seal, unseal
+from train.run.run_folder import RunFolder, check_no_pattern, seal, unseal
 
 _FOREVER = 10**6
 """Seconds. Orbax measures them by the clock of the day, which jumps on a laptop that slept."""
@@ -87,8 +88,8 @@ class Checkpoints:
     same memory as the state. There, a state above 32 MiB is written synchronously, a few arrays at
     a time.
 
-    Checksums of all arrays are saved and compared on reading. If a checkpoint is damaged, the one
-    before it is used.
+    Checksums of all arrays are saved and compared on reading, and so are the run and the step. If a
+    checkpoint is damaged or of another run, the one before it is used.
 
     Args:
       folder: folder of the checkpoints.
@@ -98,6 +99,7 @@ class Checkpoints:
         without them it is not limited.
       best: read the checkpoint with the highest score instead of the newest.
       keep_best: keep the checkpoint with the highest score, too.
+      owner: the run that they are of; by default the one of the folder around them.
 
     Raises:
       UserError: for a folder whose path orbax cannot read.
@@ -112,9 +114,11 @@ class Checkpoints:
         shapes: TrainState | None = None,
         best: bool = False,
         keep_best: bool = True,
+        owner: Owner | None = None,
     ):
         self._folder, self._log, self._read_only = folder.absolute(), log, keep is None
         self._best, self._scores = best, dict[int, float]()
+        self._owner = owner or Owner.of(RunFolder(folder.parent))
         check_no_pattern(folder)
         with contextlib.ExitStack() as settings:
             settings.enter_context(_quiet_libraries())
@@ -144,7 +148,7 @@ class Checkpoints:
                     score = self._read_data(step)["score"]
                 except Exception as error:  # logged once, when the checkpoint is read
                     if best:
-                        self._log_damaged(step, _reason(error))
+                        self._log_damaged(step, error)
                 else:
                     self._scores |= {} if score is None else {step: score}
             self._settings = settings.pop_all()
@@ -174,17 +178,20 @@ class Checkpoints:
         position: dict[str, Any],
         score: float | None = None,
         logged: dict[str, list[int]] | None = None,
+        stamp: Stamp | None = None,
     ) -> None:
         """Start to save a checkpoint. The state may be donated as soon as this returns.
 
-        The best checkpoint is kept by its score. ``logged`` is of `RunFolder.logged`.
+        The best checkpoint is kept by its score. ``logged`` is of `RunFolder.logged`; a stamp says
+        what the state was trained with.
 
         Raises:
           TrainingError: if this checkpoint or the one before cannot be written.
         """
         if self.latest_step == step:
             return
-        content = {"position": position, "checksums": checksums(state)}
+        content: dict[str, Any] = {"position": position, "checksums": checksums(state)}
+        content |= {"run": self._owner.run, "step": step, "stamp": stamp and list(stamp)}
         data = seal(content | {"score": score, "logged": logged})
         self._scores |= {} if score is None else {step: score}
         with _saving(self._folder):
@@ -271,9 +278,11 @@ class Checkpoints:
         """Read what is saved besides the arrays: position, checksums, score and log."""
         data = self._manager.restore(step, args=ocp.args.Composite(data=ocp.args.JsonRestore()))
         try:
-            return unseal(data.data)
+            content = unseal(data.data)
         except ValueError as error:
             raise DamagedError(f"its position in the data cannot be used: {error}") from error
+        self._owner.check(content, step)
+        return content
 
     def _newest(self, read: Callable[[int], Content]) -> Content | None:
         """Read the newest intact checkpoint, or the best one; all processes take the same."""
@@ -285,32 +294,34 @@ class Checkpoints:
             if not steps:
                 raise UserError(f"no checkpoint in {self._folder} has a score; leave out --best")
             which, fix = " with a score", "leave out --best"
+        error: Exception | None = None
         for step in steps:
-            error: Exception | None = None
+            error = None
             try:
                 content = read(step)
             except UserError:
                 raise
             except Exception as raised:  # orbax raises many kinds for a damaged file
                 error = raised
-            reason = _reason(error) if error else "found by another process"
             if any_process(error is not None and is_machine_error(error)):
                 if error and is_out_of_memory(error):
                     raise error
                 path = self._folder / str(step)
+                reason = _reason(error) if error else "another process cannot"
                 raise TrainingError(f"cannot read {path}, which is not changed: {reason}")
             if not any_process(error is not None):
                 return content
-            self._log_damaged(step, reason)
+            self._log_damaged(step, error)
             self._move_damaged(step)
         if steps:
-            raise UserError(f"every checkpoint{which} in {self._folder} is damaged; {fix}")
+            damaged = "of another run" if isinstance(error, ForeignError) else "damaged"
+            raise UserError(f"every checkpoint{which} in {self._folder} is {damaged}; {fix}")
         return None
 
-    def _log_damaged(self, step: int, why: str) -> None:
-        self._log(
-            f"checkpoint {self._folder / str(step)} is damaged ({why}); trying the one before"
-        )
+    def _log_damaged(self, step: int, error: Exception | None) -> None:
+        why = _reason(error) if error else "found by another process"
+        why = why if isinstance(error, ForeignError) else f"damaged ({why})"
+        self._log(f"checkpoint {self._folder / str(step)} is {why}; trying the one before")
 
     def _move_damaged(self, step: int) -> None:
         if self._read_only:

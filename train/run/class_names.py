@@ -1,14 +1,30 @@
 """Classes of a run, saved in its folder so that prediction does not need the training data."""
 
 import itertools
-import json
+from typing import Annotated, Any
+
+from pydantic import Field, FiniteFloat
 
 from train import tasks
 from train.config import Config
 from train.data import Outputs, Scaling
 from train.data.label_map import IGNORE, LabelMap
 from train.errors import UserError
-from train.run.run_folder import RunFolder, as_json, atomic_write
+from train.run.run_folder import RunFolder
+from train.stored import Stored, StoredError
+
+
+class _Scaling(Stored):
+    mean: tuple[FiniteFloat, ...]
+    std: tuple[FiniteFloat, ...]
+
+
+class _Classes(Stored):
+    """Contents of classes.json."""
+
+    classes: Annotated[tuple[str, ...], Field(min_length=1)]
+    masks: dict[str, Any] | None = None
+    scaling: _Scaling | None = None
 
 
 def write_classes(folder: RunFolder, outputs: Outputs) -> None:
@@ -16,7 +32,7 @@ def write_classes(folder: RunFolder, outputs: Outputs) -> None:
     if outputs.names:
         masks = {"masks": outputs.label_map.as_dict()} if outputs.label_map else {}
         numbers = {"scaling": outputs.scaling._asdict()} if outputs.scaling else {}
-        atomic_write(folder.classes, as_json({"classes": list(outputs.names)} | masks | numbers))
+        folder.write(folder.classes, {"classes": list(outputs.names)} | masks | numbers)
 
 
 def check_classes(folder: RunFolder, outputs: Outputs) -> None:
@@ -64,16 +80,11 @@ def read_outputs(folder: RunFolder, config: Config) -> Outputs:
 
 
 def _read(folder: RunFolder) -> Outputs:
-    path = folder.classes
+    plain = folder.read(_Classes, folder.classes)
+    assert plain is not None  # the callers have looked
     try:
-        plain = json.loads(path.read_bytes())
-        names = plain["classes"]
-        if not names or not all(isinstance(name, str) for name in names):
-            raise ValueError("it has no class names")
-        label_map = LabelMap.from_dict(plain["masks"]) if "masks" in plain else None
-        scaling = None
-        if "scaling" in plain:
-            scaling = Scaling(*(tuple(map(float, plain["scaling"][n])) for n in Scaling._fields))
+        label_map = None if plain.masks is None else LabelMap.from_dict(plain.masks)
     except (ValueError, TypeError, LookupError) as error:
-        raise UserError(f"cannot read {path}: {error}") from error
-    return Outputs(tuple(names), label_map, scaling)
+        raise StoredError(folder.classes, error) from error
+    scaling = Scaling(plain.scaling.mean, plain.scaling.std) if plain.scaling else None
+    return Outputs(plain.classes, label_map, scaling)

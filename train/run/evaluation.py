@@ -180,6 +180,8 @@ class Evaluator:
         test, n = self._dataset.test, num_examples(self._dataset.test)
         kept = jax.device_get(kept)
         examples = {name: np.concatenate([part[name] for part in kept])[:n] for name in kept[0]}
+        if self._dataset.scaling:
+            examples["outputs"] = self._dataset.scaling.restore(examples["outputs"])
         is_real = examples["weight"] != 0
         counted, rows = ({k: a[is_real] for k, a in arrays.items()} for arrays in (examples, test))
         return Evaluation(metrics | self._scores(counted, rows, confusion), confusion, examples)

@@ -16,7 +16,7 @@ from train.config import Config
 from train.data.unreadable import UnreadableFiles
 from train.errors import TrainingError, UserError
 from train.output import curves, plots
-from train.output.logged import read_metrics
+from train.output.logged import BadStep, read_log, read_metrics
 from train.output.memory_tables import StepMemory
 from train.output.progress import Progress, line_printer
 from train.output.rows import as_csv
@@ -42,8 +42,8 @@ from train.run.results import (
     unreadable_name,
     write_results,
 )
-from train.run.run_folder import RunFolder, as_json, atomic_write, quote
-from train.run.same_data import check_data, check_saved, describe_data, mark_saved, write_data
+from train.run.run_folder import RunFolder, atomic_write, quote
+from train.run.same_data import check_data, check_saved, describe_data, stamp_of, write_data
 from train.run.seeds import (
     Seeds,
     check_secret,
@@ -56,11 +56,24 @@ from train.run.setup import Setup, check_resumed_length, setup
 from train.run.skipped_steps import SkippedSteps
 
 
-def train(config: Config, out: Path, *, resume: bool, console: Console, profile: int = 0) -> None:
+def train(
+    config: Config,
+    out: Path,
+    *,
+    resume: bool,
+    console: Console,
+    profile: int = 0,
+    command: str = "",
+    run_id: str | None = None,
+) -> bool:
     """Train what a config describes and write everything about the run to a folder.
 
     With ``resume``, the run in the folder goes on, if there is one. The result equals an
-    uninterrupted run's bit for bit. ``profile`` steps are traced.
+    uninterrupted run's bit for bit. ``profile`` steps are traced. ``command`` are the words of
+    ``fnet train`` that continue it, by default those of this run. A new run has the id ``run_id``.
+
+    Returns:
+      Whether the run has ended, and was not interrupted.
 
     Raises:
       UserError: for a mistake in config or folder, before anything is written, or for too many
@@ -88,7 +101,7 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
             return
         if resume and not folder.config.is_file():
             log(f"no run in {folder.path} yet: starting a new one")
-        _create_folder(folder, run, data, weights)
+        _create_folder(folder, run, data, weights, run_id)
 
     with distributed.run_folder(out, prepare) as folder, contextlib.ExitStack() as stack:
         for note in run.notes:
@@ -115,7 +128,7 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
         if run.privacy:
             log(f"privacy: {run.privacy.describe(run.steps)}")
             log(describe_seeds(folder, config))
-        atomic_write(folder.memory, as_json(programs.report))
+        folder.write(folder.memory, programs.report)
         title = f"{config.name}: memory of a train step"
         examples.draw_augmented(run, folder.augmented)
         plots.memory(StepMemory.model_validate(programs.report), title, folder.memory_picture)
@@ -139,15 +152,14 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
                 log(changed)
             start_time -= folder.seconds_spent()
             loop = _Loop(
-                run, folder, programs, seeds, unreadable, checkpoints, start, start_time, log
+                run, folder, programs, seeds, unreadable, checkpoints, start, start_time, log, data
             )
             tracker = stack.enter_context(tracking.tracking(config, folder.path, start.step))
             tracking.draw(tracker, start.step, [folder.augmented])
             with loop.interruption:  # also while the last checkpoint is written
                 loop.run(console, high_water, profile, tracker)
                 checkpoints.wait()
-                if jax.process_index() == 0:
-                    mark_saved(folder)
+                loop.mark_saved()
         measured_bytes = high_water.bytes()  # before the plots, which are not training
 
         num_params = programs.planned.executable.report.parameters
@@ -160,8 +172,8 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
             )
             run = run._replace(steps=loop.step)
         if loop.step < run.steps or loop.failure:
-            loop.report_stop()
-            return
+            loop.report_stop(command or quote(folder.config))
+            return False
         loop.check_skipped()
         write_results(
             run,
@@ -181,6 +193,7 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
             },
         )
         tracking.draw(tracker, loop.step, [folder.confusion, folder.examples])
+        return True
 
 
 def tested(line: Mapping[str, Any]) -> dict[str, float]:
@@ -190,15 +203,19 @@ def tested(line: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _create_folder(
-    folder: RunFolder, run: Setup, data: dict[str, Any], weights: InitialWeights | None
+    folder: RunFolder,
+    run: Setup,
+    data: dict[str, Any],
+    weights: InitialWeights | None,
+    run_id: str | None,
 ) -> None:
-    folder.create()
+    folder.create(run_id)
     create_secret(folder, run.config)
     copy_model_files(folder, run.config)
     write_data(folder, run.config, data)
-    folder.write_config(run.config)
+    folder.write_config(run.config)  # last: it makes the folder a run's
     if weights is not None:
-        atomic_write(folder.imported, as_json(weights.as_dict()))
+        folder.write(folder.imported, weights.as_dict())
 
 
 def _reopen_folder(
@@ -206,6 +223,7 @@ def _reopen_folder(
 ) -> None:
     """Prepare the folder of a run that is resumed, whose config may have changed."""
     begins_again = check_saved(folder)
+    folder.read_log(folder.metrics)
     before = folder.read_config()
     check_resumed_length(run, before)
     check_classes(folder, run.task.dataset.outputs)
@@ -216,7 +234,7 @@ def _reopen_folder(
         log(line)
     if needs_secret(run.config) and not needs_secret(before):  # imported, not trained yet
         create_secret(folder, run.config)
-    write_data(folder, run.config, data)
+    write_data(folder, run.config, data, begins=True)
 
 
 def _first_state(
@@ -257,7 +275,11 @@ class _Loop:
         start: Restored,
         start_time: float,
         log: Callable[[str], None],
+        data: dict[str, Any],
     ):
+        self._data, self._start = data, start.step
+        self._is_first = jax.process_index() == 0  # the others have no files
+        self._stamp = stamp_of(folder, run.config, data) if self._is_first else None
         self._run, self._folder, self._programs, self._seeds = run, folder, programs, seeds
         self._unreadable, self._checkpoints = unreadable, checkpoints
         self._start_time, self._log = start_time, log
@@ -277,7 +299,7 @@ class _Loop:
             if "test/loss" in line:
                 self._judge(self._score(tested(line)))
         self._skipped = SkippedSteps(run, folder.bad_steps, log)
-        self._num_skipped = len(read_metrics(folder.bad_steps))
+        self._num_skipped = len(read_log(folder.bad_steps, BadStep).lines)
         self._eval_every = config.train.eval_every or max(round(run.steps_per_epoch), 1)
         self._meter = Meter(
             config.data.batch_size, private=config.is_private, release_only=config.is_release_only
@@ -298,6 +320,10 @@ class _Loop:
         ):
 
             def write(line: dict[str, Any]) -> None:
+                if not metrics_file.tell():
+                    first = {"run": folder.id}
+                    first |= self._stamp._asdict() if self._stamp else {}
+                    metrics_file.write(json.dumps(first) + "\n")
                 metrics_file.write(json.dumps(line) + "\n")
                 tracker.log(self.step, line)
                 progress.log(line, high_water.bytes())
@@ -357,10 +383,10 @@ class _Loop:
         if self._run.config.is_release_only:
             return None
         name, lines = unreadable_name(self._run), read_metrics(self._folder.metrics)
-        return max([self._unreadable.count, *(line.get(name, 0) for line in lines)])
+        return max([self._unreadable.count, *(line.get(name) or 0 for line in lines)])
 
-    def report_stop(self) -> None:
-        """Report where a run stopped before its last step, and how to continue.
+    def report_stop(self, command: str) -> None:
+        """Report where a run stopped before its last step, and the command that continues it.
 
         Raises:
           Exception: the failure, unless it was a signal.
@@ -369,7 +395,7 @@ class _Loop:
         saved = f"saved after step {self.step} of {self._run.steps}"
         saved = saved if self.step else "no step was taken"
         self._log(f"{self.interruption.signal or why}: {saved}; continue with")
-        self._log(f"  fnet train {quote(self._folder.config)} --resume")
+        self._log(f"  fnet train {command} --resume")
         if not self._is_alone:
             self._log("  in every process, with the options that connect them, as before")
         if self.failure is not None and not isinstance(self.failure, Interrupted):
@@ -466,8 +492,12 @@ class _Loop:
         with self._meter.paused():
             public = without_frozen(self._seeds.remove_key(self.state))
             logged = self._folder.logged
-            self._checkpoints.save(self.step, public, self._position, score, logged)
-            if jax.process_index() == 0:
-                mark_saved(self._folder)  # for the checkpoints before, which are on disk
+            self._checkpoints.save(self.step, public, self._position, score, logged, self._stamp)
+            self.mark_saved()  # for the checkpoints before, which are on disk
         if score is not None:
             self._best_score = max(self._best_score, score)
+
+    def mark_saved(self) -> None:
+        """Describe the data in data.json, once a checkpoint that was trained with them is saved."""
+        if self._is_first and max(self._folder.saved_steps, default=0) > self._start:
+            write_data(self._folder, self._run.config, self._data)

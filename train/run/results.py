@@ -1,6 +1,5 @@
 """Printed before a run's first step, and printed and written after its last one."""
 
-import json
 import math
 import textwrap
 import time
@@ -10,13 +9,14 @@ from typing import Any
 
 import jax
 import numpy as np
+from pydantic import FiniteFloat
 from rich.console import Console
 
 from fnet import TrainState
 from fnet.attribution import InRunState
 from fnet.memory import REMAT_POLICIES, format_bytes, parse_bytes, tree_bytes
 from train.data import num_examples
-from train.errors import TrainingError, shorten
+from train.errors import TrainingError, UserError, shorten
 from train.networks.pretrained import FROZEN
 from train.output.curves import describe
 from train.output.formats import duration, number
@@ -33,10 +33,11 @@ from train.run.evaluation import Evaluation
 from train.run.example_rows import example_rows
 from train.run.planning import reserve
 from train.run.programs import Programs
-from train.run.run_folder import RunFolder, as_json, atomic_write, quote
+from train.run.run_folder import RunFolder, atomic_write, quote
 from train.run.same_data import versions
 from train.run.seeds import Seeds, describe_seeds, needs_secret
 from train.run.setup import Setup
+from train.stored import Count, Stored
 from train.tasks import kind_of
 
 
@@ -138,10 +139,10 @@ def write_results(
         audited = audit(run, run.canaries, state.params, seeds.data, initial_known=known)
     measured |= {"seconds": time.perf_counter() - start_time}
     if not is_trained:
-        measured |= _measured_before(folder.summary, run.steps)
+        measured |= _measured_before(folder, run.steps)
     results = {"audit": audited._asdict() if audited else None} | measured
     summary = _summary(run, read_metrics(folder.metrics), programs, evaluation) | results
-    atomic_write(folder.summary, as_json(summary))
+    folder.write(folder.summary, summary)
     for text in [*describe_results(run, summary), *describe_undefined(run, evaluation)]:
         log(text)
     if run.privacy:
@@ -194,16 +195,24 @@ def _summary(
     }
 
 
-def _measured_before(path: Path, step: int) -> dict[str, Any]:
+class _Measured(Stored):
+    """Contents of summary.json that only training can measure."""
+
+    steps: Count
+    seconds: FiniteFloat
+    unreadable_files: Count | None = None
+    peak_bytes_seen: Count | None = None
+
+
+def _measured_before(folder: RunFolder, step: int) -> dict[str, Any]:
     """Return what only training can measure, from the summary of a run that ended at ``step``."""
     try:
-        summary = json.loads(path.read_bytes())
-    except (OSError, ValueError):  # absent or damaged
+        summary = folder.read(_Measured, folder.summary)
+    except UserError:  # it is written again
         return {}
-    if not isinstance(summary, dict) or summary.get("steps") != step:
+    if summary is None or summary.steps != step:
         return {}  # the run was killed between its last checkpoint and its summary
-    names = "seconds", "unreadable_files", "peak_bytes_seen"
-    return {name: summary[name] for name in names if name in summary}
+    return summary.model_dump(exclude={"steps"}, exclude_unset=True)
 
 
 def _of_process(run: Setup) -> str:

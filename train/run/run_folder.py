@@ -5,6 +5,7 @@ import fcntl
 import glob
 import json
 import os
+import secrets
 import shlex
 import zlib
 from collections.abc import Iterator
@@ -12,10 +13,12 @@ from pathlib import Path
 from typing import Any, Self
 
 from train import config as configs
+from train import stored
 from train.config import Config
 from train.data.model_folder import is_model_folder
 from train.errors import UserError, closest_name, writing
-from train.output.logged import read_metrics
+from train.output.logged import BadStep, Log, MetricsLine, read_log, read_metrics
+from train.stored import Stored, StoredError, T
 
 MAY_CHANGE_ON_RESUME = frozenset(
     {
@@ -47,11 +50,22 @@ _OF_MASKS |= {"data.masks", "data.mask_reading", "data.mask_values"}
 _OTHER_FOLDER = "choose another folder with --out"
 
 
+class _Owner(Stored):
+    """The run that a file is of."""
+
+    run: str | None = None
+
+
 class RunFolder:
-    """Paths of a run's files, and operations on them."""
+    """Paths of a run's files, and operations on them.
+
+    A run has an id, which is drawn once and is in each of its files. A file of another run is
+    refused, wherever it lies.
+    """
 
     def __init__(self, path: Path):
         self.path = path
+        self._id: str | None = None
         self.config = path / "config.json"
         self.classes = path / "classes.json"
         self.data = path / "data.json"
@@ -87,6 +101,48 @@ class RunFolder:
         return cls(path.parent if path.name == "config.json" and path.is_file() else path)
 
     @property
+    def id(self) -> str | None:
+        """Id of the run; None of one that an earlier version wrote."""
+        if self._id is None and (owner := stored.read(_Owner, self.config)):
+            self._id = owner.run
+        return self._id
+
+    def write(self, path: Path, content: dict[str, Any]) -> None:
+        """Write a JSON file of the run."""
+        atomic_write(path, as_json({"run": self.id} | content))
+
+    def read(self, kind: type[T], path: Path) -> T | None:
+        """Return a JSON file of the run as a type; None if there is no file.
+
+        Raises:
+          UserError: if it cannot be read, or is of another run.
+        """
+        if (owner := stored.read(_Owner, path)) is None:
+            return None
+        self.check_owner(owner.run, path)
+        return stored.read(kind, path)
+
+    def read_log(self, path: Path, kind: type[Stored] = MetricsLine) -> Log:
+        """Read a .jsonl file of the run.
+
+        Raises:
+          UserError: if it cannot be read, or is of another run.
+        """
+        log = read_log(path, kind)
+        if log.first:
+            self.check_owner(log.first["run"], path)
+        return log
+
+    def origin(self, step: int) -> dict[str, str]:
+        """Return metadata of exported weights: the run and the step that they are of."""
+        return {"run": str(self.id), "step": str(step)}
+
+    def check_owner(self, run: str | None, path: Path) -> None:
+        """Raise `StoredError` for a file of another run."""
+        if run != self.id:
+            raise StoredError(path, f"it is of {run_name(run)}, and this is {run_name(self.id)}")
+
+    @property
     def has_started(self) -> bool:
         """Whether a run here has logged or saved anything, unlike `fnet import` of a model."""
         has_logged = self.metrics.is_file() and self.metrics.stat().st_size > 0
@@ -96,8 +152,8 @@ class RunFolder:
     def has_saved(self) -> bool:
         """Whether a run here has saved a checkpoint, even if it is gone."""
         try:
-            has_saved = read_sealed(self.data)["has_saved"]
-        except ValueError:
+            has_saved = bool(read_sealed(self.data).get("has_saved"))
+        except UserError:
             has_saved = False
         return has_saved or any(self.checkpoints.glob("[0-9]*"))
 
@@ -157,7 +213,7 @@ class RunFolder:
                 f"{self.path} is a published model; make a run of it with fnet import "
                 f"{quote(self.path)} --out runs/base"
             )
-        return configs.from_json(self.config.read_bytes(), str(self.config))
+        return configs.from_json(stored.read_bytes(self.config), str(self.config))
 
     def _similar_run(self) -> str:
         """Return ``" (did you mean runs/shapes?)"`` for a run of a similar name, or ``""``."""
@@ -167,10 +223,10 @@ class RunFolder:
                 return f" (did you mean {self.path.with_name(closest)}?)"
         return ""
 
-    def create(self) -> None:
+    def create(self, run_id: str | None = None) -> None:
         """Create an empty folder, which becomes a run's with `write_config`.
 
-        Files of a run that ended before its first step are removed.
+        The id is drawn, or given. Files of a run that ended before its first step are removed.
         """
         with writing(self.path, _OTHER_FOLDER):
             self.path.mkdir(parents=True, exist_ok=True)
@@ -205,6 +261,7 @@ class RunFolder:
         with writing(self.path, _OTHER_FOLDER):
             for path in (self.classes, self.unreadable, self.config):
                 path.unlink(missing_ok=True)
+        self._id = run_id or secrets.token_hex(8)
 
     def resume(self, config: Config, steps: int) -> None:
         """Check that the run here has this config, and update the fields that may change.
@@ -230,15 +287,17 @@ class RunFolder:
 
     def write_config(self, config: Config) -> None:
         """Write config.json, which makes the folder a run's."""
+        if self.id is None and not self.config.exists():  # a run of an earlier version gets none
+            self._id = secrets.token_hex(8)
         with writing(self.path, _OTHER_FOLDER):
-            atomic_write(self.config, configs.to_json(config))
+            atomic_write(self.config, configs.to_json(config, self._id))
 
     @property
     def logged(self) -> dict[str, list[int]]:
         """Number of lines and checksum of what was logged, by file."""
         paths = self.metrics, self.bad_steps
         contents = {p.name: p.read_bytes() if p.exists() else b"" for p in paths}
-        return {name: [c.count(b"\n"), zlib.crc32(c)] for name, c in contents.items()}
+        return {name: [c.count(b'{"step"'), zlib.crc32(c)] for name, c in contents.items()}
 
     def drop_metrics_after(self, step: int, logged: dict[str, list[int]] | None) -> list[str]:
         """Drop lines that a killed run logged after its last checkpoint.
@@ -246,10 +305,11 @@ class RunFolder:
         Returns:
           What is not as it was at that checkpoint, and what that means, in lines for the user.
         """
-        for path in (self.metrics, self.bad_steps):
+        for path, kind in ((self.metrics, MetricsLine), (self.bad_steps, BadStep)):
             if path.exists():
-                lines = [line for line in read_metrics(path) if line["step"] <= step]
-                atomic_write(path, "".join(json.dumps(line) + "\n" for line in lines))
+                first, lines, _ = self.read_log(path, kind)
+                kept = [first] * bool(first) + [line for line in lines if line["step"] <= step]
+                atomic_write(path, "".join(json.dumps(line) + "\n" for line in kept))
         now = self.logged
         return [
             f"{self.path / name}: damaged, lost or changed: {now[name][0]:,} of {then[0]:,} lines "
@@ -262,6 +322,11 @@ class RunFolder:
         """Return the training time until the last line of metrics, over all processes."""
         lines = read_metrics(self.metrics)
         return float(lines[-1].get("seconds", 0.0)) if lines else 0.0
+
+
+def run_name(run: str | None) -> str:
+    """Return ``"run 1f..."``."""
+    return f"run {run}" if run else "a run without an id"
 
 
 def changed_fields(there: Config, here: Config) -> dict[str, tuple[Any, Any]]:
@@ -320,13 +385,13 @@ def read_sealed(path: Path) -> dict[str, Any]:
     """Read a JSON file with a checksum.
 
     Raises:
-      ValueError: if it is missing or damaged.
+      UserError: if it is missing or damaged.
     """
+    content = stored.parse(dict[str, Any], stored.read_bytes(path), path)
     try:
-        return unseal(json.loads(path.read_bytes()))
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ValueError(f"cannot read {path} ({reason})") from error
+        return unseal(content)
+    except ValueError as error:
+        raise StoredError(path, error) from error
 
 
 def _checksum(content: dict[str, Any]) -> int:
@@ -339,8 +404,10 @@ def atomic_write(path: Path, content: str | bytes) -> None:
     try:
         part.write_bytes(content.encode() if isinstance(content, str) else content)
         os.replace(part, path)
-    except OSError:
+    except OSError as error:
         part.unlink(missing_ok=True)
+        if isinstance(error, IsADirectoryError):
+            raise UserError(f"cannot write {path}: it is a folder; remove it") from error
         raise
 
 

@@ -5,6 +5,7 @@ data.json says what they were. It has a checksum, so that damage is noticed.
 
 import base64
 import contextlib
+import hashlib
 import importlib.metadata
 import json
 import platform
@@ -19,9 +20,11 @@ import fnet
 from train import config as configs
 from train.config import Config
 from train.data import Dataset, num_examples
+from train.data.decode import file_crc
 from train.data.splits import hash_names
 from train.errors import UserError
 from train.run.checkpoints import why_damaged
+from train.run.identity import Stamp
 from train.run.run_folder import (
     MAY_CHANGE_ON_RESUME,
     RunFolder,
@@ -30,7 +33,8 @@ from train.run.run_folder import (
     read_sealed,
     seal,
 )
-from train.run.seeds import keyed_checksum
+from train.run.seeds import describe_seed, keyed_checksum
+from train.stored import Count, Stored, StoredError, parse
 
 _MOST_BYTES, _MOST_FILES = 2**31, 10_000
 """Contents of a checksum unless the run is private: bytes of an array, and rows of a split at
@@ -38,14 +42,28 @@ regular intervals, whose files it names with their sizes."""
 _MOST_NAMES = 10_000
 """Names of a split that data.json holds as hashes: those with the smallest ones."""
 _BLOCK_BYTES = 2**24
-_MEMORY: dict[str, Any] = {
-    "has_saved": False,
-    "trained_before": None,
-    "config": {},
-    "versions": {},
-}
-"""Contents of data.json besides the data: whether the run has saved a checkpoint, names of examples
-that it was trained on before its data changed, and its config and versions."""
+
+
+class _Record(Stored):
+    """Contents of data.json; the fields with a default are about the data, or a code of them.
+
+    Attributes:
+      stamps: All that parts of the run were trained with; None if that is not known.
+      trained_before: Names of examples that it was trained on before its data changed.
+    """
+
+    run: str | None
+    stamps: list[tuple[str, str, str]] | None
+    has_saved: bool
+    trained_before: str | None
+    config: dict[str, str]
+    versions: dict[str, str]
+    train: Count = 0
+    test: Count = 0
+    crc32: Count = 0
+    train_names: str | None = None
+    test_names: str | None = None
+    keyed_checksum: str = ""
 
 
 class _Names(NamedTuple):
@@ -83,33 +101,47 @@ class _Names(NamedTuple):
         return shared if len(own) == of else -(-shared * of // max(len(own), 1))
 
 
-def write_data(folder: RunFolder, config: Config, data: dict[str, Any]) -> None:
-    """Write data.json, by which `check_data` recognizes data and config; it keeps the rest."""
-    memory = _MEMORY
+def stamp_of(folder: RunFolder, config: Config, data: dict[str, Any]) -> Stamp:
+    """Return what a part of the run is trained with."""
+    contents = _fields(config), _record(folder, config, data)
+    texts = (json.dumps(content, sort_keys=True).encode() for content in contents)
+    return Stamp(
+        describe_seed(folder, config), *(hashlib.sha256(text).hexdigest()[:16] for text in texts)
+    )
+
+
+def write_data(
+    folder: RunFolder, config: Config, data: dict[str, Any], *, begins: bool = False
+) -> None:
+    """Write data.json, by which `check_data` recognizes data and config.
+
+    A part of the run that begins only adds its stamp: the rest is about the part that was trained
+    last, until this one has saved a checkpoint. So a part that ends before hides no change.
+    """
+    stamp, then = [*stamp_of(folder, config, data)], dict[str, Any](stamps=[])
     if folder.has_trained:
         try:
-            then = read_sealed(folder.data)
-        except ValueError:  # `check_data` has reported it
-            then = {}
-        memory = {name: then.get(name, value) for name, value in _MEMORY.items()}
+            then = _read(folder, config, data)
+        except UserError:  # `check_data` has reported it
+            if begins:
+                return
+            then = {"stamps": None}  # not known any more
+    stamps = then["stamps"]
+    is_new = stamps is not None and stamp not in stamps
+    record = then | {"stamps": [*stamps, stamp] if is_new else stamps}
+    if not (begins and "run" in then):
+        trained_before = then.get("trained_before")
         if "train_names" in then and then["train_names"] != data["train_names"]:
-            memory |= {"trained_before": _trained_on(then).as_text()}
-    memory = memory | {
-        "has_saved": memory["has_saved"] or bool(folder.saved_steps),
-        "config": _fields(config),
-        "versions": versions(),
-    }
-    atomic_write(folder.data, as_json(seal(_record(folder, config, data) | memory)))
-
-
-def mark_saved(folder: RunFolder) -> None:
-    """Note in data.json that the run has a checkpoint, so that `check_saved` notices its loss."""
-    try:
-        record = read_sealed(folder.data)
-    except ValueError:  # `check_data` will report it
-        return
-    if folder.saved_steps and not record["has_saved"]:
-        atomic_write(folder.data, as_json(seal(record | {"has_saved": True})))
+            trained_before = _trained_on(then).as_text()
+        record |= _record(folder, config, data) | {
+            "run": folder.id,
+            "has_saved": then.get("has_saved", False) or bool(folder.saved_steps),
+            "trained_before": trained_before,
+            "config": _fields(config),
+            "versions": versions(),
+        }
+    if record != then:
+        atomic_write(folder.data, as_json(seal(record)))
 
 
 def check_saved(folder: RunFolder) -> str | None:
@@ -127,9 +159,9 @@ def check_saved(folder: RunFolder) -> str | None:
         what = damaged
     else:
         try:
-            if not read_sealed(folder.data)["has_saved"]:
+            if not read_sealed(folder.data).get("has_saved"):
                 return f"{folder.path} has no checkpoint yet: starting again at step 0"
-        except ValueError as error:
+        except UserError as error:
             what += f", and {error}"
     raise UserError(
         f"{what}: restore one as {folder.checkpoints}/STEP, or start a new run with another --out"
@@ -151,7 +183,7 @@ def check_data(folder: RunFolder, config: Config, data: dict[str, Any]) -> list[
     is_private = config.is_private or folder.secret_seed.exists()
     try:
         then = _read(folder, config, data)
-    except ValueError as error:
+    except UserError as error:
         line = f"{error}: nothing else says which data and config this run began with"
         if not is_private:
             return [f"{line}; if they changed, the next batches are not those that were next"]
@@ -159,6 +191,12 @@ def check_data(folder: RunFolder, config: Config, data: dict[str, Any]) -> list[
             f"{line}, and the guarantee holds for the same ones; restore the file, or start a new "
             "run with another --out"
         ) from error
+    folder.check_owner(then["run"], folder.data)
+    if is_private and describe_seed(folder, config) not in {s[0] for s in then["stamps"] or ()}:
+        raise UserError(
+            f"{folder.secret_seed}: is not the secret seed that this run began with; restore it, "
+            "or start a new run with another --out"
+        )
     data_change, config_change = (
         _data_change(folder, config, then, data),
         _config_change(folder, then),
@@ -189,8 +227,9 @@ def compare_data(folder: RunFolder, config: Config, data: dict[str, Any]) -> str
         return None
     try:
         then = _read(folder, config, data)
+        folder.check_owner(then["run"], folder.data)
         changes = _data_change(folder, config, then, data), _config_change(folder, then)
-    except (ValueError, UserError) as error:
+    except UserError as error:
         return f"{error}: cannot tell whether the data are those that the run was trained on"
     return "; ".join(filter(None, changes)) or None
 
@@ -213,11 +252,13 @@ def _read(folder: RunFolder, config: Config, data: dict[str, Any]) -> dict[str, 
     """Read data.json.
 
     Raises:
-      ValueError: if it is missing or damaged.
+      UserError: if it is missing or damaged.
     """
     then = read_sealed(folder.data)
-    if then.keys() != _record(folder, config, data).keys() | _MEMORY.keys():
-        raise ValueError(f"cannot read {folder.data} (an earlier version wrote it)")
+    always = {name for name, field in _Record.model_fields.items() if field.is_required()}
+    if then.keys() != _record(folder, config, data).keys() | always:
+        raise StoredError(folder.data, "an earlier version wrote it")
+    parse(_Record, then, folder.data)
     return then
 
 
@@ -305,7 +346,7 @@ def _count(data: dict[str, Any]) -> str:
 def describe_data(dataset: Dataset, *, private: bool) -> dict[str, Any]:
     """Return the number of examples, a checksum of their rows, contents and users, and their names.
 
-    If the run is private, the checksum covers all of it, however long that takes.
+    If the run is private, the checksum covers all of it and each file, however long that takes.
     """
     counts = num_examples(dataset.train) - dataset.canaries, num_examples(dataset.test)
     names: list[Iterable[str]] = [map(dataset.name, range(counts[0]))]
@@ -320,6 +361,9 @@ def describe_data(dataset: Dataset, *, private: bool) -> dict[str, Any]:
             rows = np.unique(np.linspace(0, count - 1, _MOST_FILES).astype(int))
         sizes = np.array([dataset.file_bytes(first + i) for i in rows.tolist()], np.int64)
         checksum = zlib.crc32(split[rows].tobytes() + sizes.tobytes(), checksum)
+        for row in range(first, first + count) if private else ():
+            for file in dataset.files(row):
+                checksum = file_crc(file, checksum)
         first += count
     arrays = [
         *((f"train {name}", a) for name, a in sorted(dataset.train.items())),

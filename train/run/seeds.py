@@ -22,6 +22,7 @@ from train.config import Config
 from train.errors import UserError, writing
 from train.run.distributed import from_first_process
 from train.run.run_folder import RunFolder
+from train.stored import StoredError, read_bytes
 
 _BYTES = 32
 """Bytes of a secret seed: 16 for the noise key, of which Threefry uses 8, and 16 for sampling."""
@@ -100,6 +101,13 @@ def describe_seeds(folder: RunFolder, config: Config) -> str:
     )
 
 
+def describe_seed(folder: RunFolder, config: Config) -> str:
+    """Return the seed of a run, or a code that follows from its secret one and does not tell it."""
+    if needs_secret(config):
+        return keyed_checksum(folder, config, f"secret seed of {folder.id}")[:16]
+    return str(config.train.seed)
+
+
 def needs_secret(config: Config) -> bool:
     """Whether noise and sampling of a run follow from a secret seed."""
     return config.is_private and config.grad.insecure_noise_seed is None
@@ -115,17 +123,17 @@ def keyed_checksum(folder: RunFolder, config: Config, text: str) -> str:
 
 
 def _read_secret(path: Path) -> bytes:
-    try:
-        secret = bytes.fromhex(path.read_text())
-    except FileNotFoundError as error:
+    if not path.exists():
         raise UserError(
             f"{path}: the secret seed of this private run is missing, without which it cannot "
             "continue with the same noise; start a new run with another --out"
-        ) from error
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {path}: {error}") from error
+        )
+    try:
+        secret = bytes.fromhex(read_bytes(path).decode())
+    except ValueError as error:
+        raise StoredError(path, error) from error
     if len(secret) != _BYTES:
-        raise UserError(f"cannot read {path}: expected {_BYTES} bytes, got {len(secret)}")
+        raise StoredError(path, f"expected {_BYTES} bytes, got {len(secret)}")
     return secret
 
 

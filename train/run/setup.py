@@ -37,6 +37,8 @@ from train.tasks import build as build_task
 
 _WARMUP_SHARE = 0.1
 """Share of warmup steps in a run that is shorter than its warmup."""
+_MOST_INITIAL = 0.05
+"""Share of the initial network in an average of parameters that is still a result of training."""
 _FEW_STEPS = 20
 """A run of fewer steps is probably too short to learn anything."""
 
@@ -264,6 +266,13 @@ def _notes(config: Config, dataset: Dataset, steps: int, missing: Placeholder | 
         }
         if given := [name for name, value in options.items() if value]:
             notes.append(f"{', '.join(given)}: no effect, because numbers have no classes")
+    decay = config.optim.ema_decay
+    if decay is not None and (initial := decay**steps) > _MOST_INITIAL:
+        notes.append(
+            f"optim.ema_decay: {decay:g}, so that the average that is evaluated is "
+            f"{initial:.0%} the initial network after {steps:,} steps; give "
+            f"{_MOST_INITIAL ** (1 / steps):.2g} or less, or more steps"
+        )
     if (metric := config.checkpoint.metric) != best_metric(config):
         notes.append(f"checkpoint.metric: loss instead of {metric}, which numbers do not have")
     warmup_steps = _warmup_steps(config, steps)

@@ -2,7 +2,6 @@
 
 import contextlib
 import importlib
-import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +12,7 @@ from PIL import Image
 
 from train.config import Config, flatten
 from train.errors import UserError
+from train.run.run_folder import RunFolder
 
 
 class Tracker(NamedTuple):
@@ -101,11 +101,7 @@ def _wandb(config: Config, folder: Path) -> Iterator[Tracker]:
     import wandb
 
     flat: dict[str, Any] = flatten(config)
-    # The id is saved in the folder, so that a resumed run continues the same curves. wandb itself
-    # creates folders named wandb and .wandb.
-    path = folder / "wandb_run.txt"
-    id = path.read_text().strip() if path.is_file() else secrets.token_hex(4)
-    path.write_text(id + "\n")
+    id = RunFolder(folder).id  # so that a resumed run continues the same curves
     try:
         run = wandb.init(
             project="fnet", name=config.name, id=id, resume="allow", config=flat, dir=str(folder)

@@ -18,6 +18,7 @@ from train.data.buckets import bucket_lengths, truncate
 from train.data.storage import atomic_write
 from train.errors import writing
 from train.networks.pretrained import with_head
+from train.stored import read_arrays
 from train.tasks import language
 from train.tasks.task import BatchMetrics, Kind, Task
 
@@ -92,14 +93,13 @@ def build(config: Config, dataset: Dataset) -> Task:
     def fill_reference(folder: Path | None) -> None:
         known = folder / "reference.npz" if folder else None
         identity = _identity(config, dataset)
-        if known and known.is_file():
-            with np.load(known) as file:
-                if str(file["identity"]) == identity:
-                    for (rows, _), name in zip(splits, _SPLITS, strict=True):
-                        rows["reference"][:] = file[name]
-                    return
+        saved = read_arrays(known) if known else {}
+        if str(saved.get("identity")) == identity:
+            for (rows, _), name in zip(splits, _SPLITS, strict=True):
+                rows["reference"][:] = saved[name]
+            return
         compute_reference()
-        if known and not known.exists() and jax.process_index() == 0:
+        if known and not saved and jax.process_index() == 0:
             train, test = (rows["reference"] for rows, _ in splits)
             with writing(known), io.BytesIO() as content:
                 np.savez(content, identity=identity, train=train, test=test)

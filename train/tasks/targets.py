@@ -11,7 +11,7 @@ from jax import Array
 
 from fnet import losses
 from fnet.precision import upcast
-from train.data import Arrays, Dataset, Scaling
+from train.data import Arrays, Dataset
 from train.tasks import scores
 from train.tasks.task import BatchMetrics
 
@@ -127,14 +127,9 @@ class Numbers(NamedTuple):
 
     dataset: Dataset
 
-    @property
-    def _scaling(self) -> Scaling:
-        assert self.dataset.scaling is not None  # because the targets are numbers
-        return self.dataset.scaling
-
     def losses(self, logits: Array, target: Array, smoothing: float, focal: float) -> Array:
         """Return the mean squared error in standard deviations, over the numbers."""
-        return ((upcast(logits) - self._scaling.standardize(target)) ** 2).mean(-1)
+        return ((upcast(logits) - target) ** 2).mean(-1)
 
     def accuracy(self, logits: Array, target: Array) -> dict[str, Array]:
         """Return nothing."""
@@ -147,9 +142,8 @@ class Numbers(NamedTuple):
 
     def measure(self, logits: Array, target: Array) -> BatchMetrics:
         """Return the metrics of a test batch."""
-        values = self._scaling.restore(upcast(logits))
         loss = self.losses(logits, target, 0.0, 0.0)
-        return BatchMetrics({"loss": loss}, examples={"outputs": values})
+        return BatchMetrics({"loss": loss}, examples={"outputs": self.outputs(logits)})
 
     def scores(self, examples: Arrays, target: np.ndarray, confusion: Any) -> dict[str, float]:
         """Return MAE, RMSE and R2, as means over the numbers and of each one."""

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from array_cases import CLASSES, N, X, Y, load, load_error, make_images, make_labels, write_npz
 
+from train import limits
 from train.config import ArrayFile, Config, Denoiser
 from train.errors import UserError
 from train.tasks import build
@@ -101,6 +102,13 @@ def test_files_that_are_not_npz_are_refused(tmp_path):
         file.writestr("x", b"text")
         file.writestr("y.npy", b"text")
     assert load_error(path) == f"data.path: x in {path} is not an array"
+
+
+def test_a_file_that_unpacks_to_much_more_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(limits, "UNPACKED", limits.UNPACKED._replace(value=2**16))
+    zeros = np.zeros((2**10, 16, 16), np.uint8)
+    path = write_npz(tmp_path / "data.npz", np.savez_compressed, x=zeros, y=np.arange(2**10) % 2)
+    assert "the unpacked file has 2" in load_error(path)
 
 
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])

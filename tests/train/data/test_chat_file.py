@@ -652,6 +652,38 @@ def test_chats_get_special_tokens_from_the_template_alone(load, tokenizer):
     np.testing.assert_array_equal(batch["loss_mask"][0, :7], [0, 0, 0, 0, 1, 1, 0])
 
 
+TAGS = "{{ '<' + m.role + '>' }}"
+GENERATION = "{% generation %}{{ m.content }}{% endgeneration %}</>"
+
+
+@pytest.mark.parametrize(
+    ("body", "learned", "note"),
+    [
+        (TAGS + "{{ m.content }}</>", ["No", "</>", "a", "</>"], "ends of answers: </>"),
+        (TAGS + "{{ m.content }}", ["No", "<user>", "a", "<user>"], "ends of answers: <user>"),
+        (TAGS + GENERATION, [], "because {% generation %} leaves out </>"),
+        ("{{ m.content }}.", ["No.", "a."], "because it writes none"),
+    ],
+    ids=["own", "next message", "left out", "none"],
+)
+def test_the_end_of_an_answer_is_learned_or_reported(
+    load, tokenizer, tmp_path, body, learned, note
+):
+    prompt = "{% if add_generation_prompt %}<assistant>{% endif %}" if TAGS in body else ""
+    template = f"{{% for m in messages %}}{body}{{% endfor %}}{prompt}"
+    (tmp_path / "t.jinja").write_text(template)
+    chat = zip(("user", "assistant") * 2, ("ab", "No", "b", "a"), strict=True)
+    record = {"messages": [{"role": role, "content": content} for role, content in chat]}
+    options = {"chat_template": str(tmp_path / "t.jinja"), "tokenizer": tokenizer}
+    data = load([record] * 2, **options, test_fraction=0.5)
+    assert note in data.notes[-1]
+    if learned:
+        read = load_tokenizer(ChatFile(tokenizer=tokenizer))
+        batch = batch_of(data)
+        tokens = batch["tokens"][0, 1:][batch["loss_mask"][0]].tolist()
+        assert tokens == [t for text in learned for t in read.encode_pieces([text])[0].ids]
+
+
 def test_a_symbol_without_a_token_names_its_line(load, tmp_path):
     tokenizers = pytest.importorskip("tokenizers")
     made = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "b": 1}, []))

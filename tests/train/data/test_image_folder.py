@@ -543,8 +543,10 @@ def test_each_option_applies_its_augmentation(name):
 def test_refuses_balanced_classes_with_privacy(folder):
     data = ImageFolder(path=str(folder), image_size=8, batch_size=2, balanced=True)
     grad = Clipped(noise_multiplier=1.0, delta=1e-3)
-    with pytest.raises(UserError, match="data: balanced and repeats choose training examples"):
-        setup(Config(data=data, model=Mlp(hidden=(4,)), grad=grad))
+    for other in ({}, {"repeats": 2}, {"class_weights": "balanced"}):
+        given = data.replace(balanced=not other, **other)
+        with pytest.raises(UserError, match=f"data.{[*other, 'balanced'][0]}: .* depends on all"):
+            setup(Config(data=given, model=Mlp(hidden=(4,)), grad=grad))
 
 
 def test_draws_balanced_classes_and_repeats_from_a_folder(tmp_path):

@@ -61,6 +61,15 @@ def test_warmup_shrinks_to_fit_a_short_run():
     assert not setup(Config(optim=Optim(warmup_steps=30), train=Train(steps=30))).notes
 
 
+def test_an_average_that_is_mostly_the_initial_network_is_reported():
+    (note,) = setup(Config(optim=Optim(ema_decay=0.9999), train=Train(steps=300))).notes
+    assert note == (
+        "optim.ema_decay: 0.9999, so that the average that is evaluated is 97% the initial network "
+        "after 300 steps; give 0.99 or less, or more steps"
+    )
+    assert not setup(Config(optim=Optim(ema_decay=0.99), train=Train(steps=300))).notes
+
+
 def test_a_run_of_few_steps_is_reported():
     (note,) = setup(Config(data=Digits(batch_size=128), train=Train(epochs=1))).notes
     assert note == (

@@ -44,6 +44,17 @@ def texts_of(batch):
     return found
 
 
+def test_pairs_that_do_not_differ_are_counted_and_left_out(write):
+    same = [{"prompt": "Say ", "chosen": "x" * 9 + f"{i}", "rejected": "x" * 9} for i in range(8)]
+    path = write([*PAIRS[:8], *same])
+    data = PreferenceFile(path=path, test_path=write(PAIRS, "test.jsonl"), context=12).load()
+    said = "8 of 16 training pairs do not differ in the first 13 tokens, and are left out"
+    assert said in data.notes
+    assert len(data.train["length"]) == 8
+    message = error_message(PreferenceFile(path=write(same), context=12).load)
+    assert "pairs do not differ in the first 13 tokens, so that nothing can be learned" in message
+
+
 USER = {"role": "user", "content": "Hi"}
 YES, NO = ({"role": "assistant", "content": c} for c in ("yes", "no"))
 

@@ -173,11 +173,12 @@ def test_focal_losses_of_certain_predictions_have_finite_gradients(kind):
 
 
 def test_numbers_have_squared_errors_of_standardized_values(generator):
-    numbers = Numbers(dataset(classes=("x", "y"), scaling=Scaling((10.0, 0.0), (5.0, 0.1))))
-    logits, target = np.zeros((2, 2)), np.array([[15.0, 0.0], [10.0, 0.2]])
+    data = dataset(classes=("x", "y"), scaling=Scaling((10.0, 0.0), (5.0, 0.1)))
+    numbers, logits = Numbers(data), np.zeros((2, 2))
+    target = data.standardized({"label": np.array([[15.0, 0.0], [10.0, 0.2]])})["label"]
     np.testing.assert_allclose(numbers.losses(logits, target, 0, 0), [0.5, 2.0], rtol=1e-5)
-    batch = numbers.measure(logits, target)
-    np.testing.assert_allclose(batch.examples["outputs"], [[10, 0], [10, 0]])
+    outputs = np.asarray(numbers.measure(logits, target).examples["outputs"])
+    np.testing.assert_allclose(data.scaling.restore(outputs), [[10, 0], [10, 0]])
 
 
 def test_every_kind_has_the_same_methods():
