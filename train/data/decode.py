@@ -64,7 +64,7 @@ class _PixelLimit:
 
 _PIXEL_LIMIT = _PixelLimit()
 
-_WITH_FRAMES = (b"\x89PNG", b"GIF8", b"RIFF", b"II*", b"II+", b"MM\0", b"\0\0\0")
+_WITH_FRAMES = (b"\x89PNG", b"GIF8", b"RIFF", b"II*", b"II+", b"MM\0")
 """First bytes of images with several frames or pages. A JPEG's further frames are no pictures."""
 _SMALLER_OR_MASK = 0b101
 """Bits of NewSubfileType of a TIFF's page (TIFF 6.0, section 8)."""
@@ -257,8 +257,9 @@ def has_frames(file: File) -> bool:
     try:
         if isinstance(file, UnreadableError):
             return False
-        start = file[:4] if isinstance(file, bytes) else _read(file, 4)
-        return start.startswith(_WITH_FRAMES) and _open(file, _is_animated, MAX_PIXELS)
+        start = file[:8] if isinstance(file, bytes) else _read(file, 8)
+        may_have = start.startswith(_WITH_FRAMES) or start[4:] == b"ftyp"  # as AVIF
+        return may_have and _open(file, _is_animated, MAX_PIXELS)
     except UnreadableError:
         return False
 
