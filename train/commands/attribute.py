@@ -32,9 +32,8 @@ from train.run.attribution import (
     write_losses,
     write_query,
 )
-from train.run.checkpoints import Checkpoints, RestoredNetwork, no_checkpoint
+from train.run.checkpoints import Checkpoints, RestoredNetwork, load_network, no_checkpoint, restore
 from train.run.class_names import check_classes
-from train.run.frozen import load_network, restore
 from train.run.model_files import check_model, with_model_files
 from train.run.run_folder import RunFolder
 from train.run.same_data import compare_data, describe_data

@@ -25,13 +25,12 @@ from train.output.progress import line_printer
 from train.output.rows import as_csv
 from train.output.tables import MISSING, Table, to_rich
 from train.run import examples
+from train.run.checkpoints import load_network
 from train.run.choices import load_questions, score_choices
 from train.run.class_names import check_classes, read_outputs
-from train.run.class_scores import class_scores, describe_undefined
 from train.run.evaluation import Evaluation
 from train.run.evaluation_files import evaluation_files
-from train.run.example_rows import example_rows
-from train.run.frozen import load_network
+from train.run.evaluation_tables import class_scores, describe_undefined, example_rows
 from train.run.mesh import layout, make_cpu_devices
 from train.run.model_files import check_model, with_model_files
 from train.run.results import test_metrics
@@ -84,7 +83,10 @@ def evaluate_run(folder: RunFolder, options: EvalArguments, console: Console) ->
         answer_choices(folder, config, options, console)
         return
     make_cpu_devices(config.mesh)
-    run = _on_mesh(_setup(folder, config, options))
+    run = _setup(folder, config, options)
+    # On the mesh it was trained on, if this machine has as many devices.
+    if 1 < config.mesh.data * config.mesh.fsdp <= len(jax.devices()):
+        run = run.on(layout(config))
     views = Views(options.scales or (1.0,), options.flip)
     if views != Views():
         run = run._replace(
@@ -111,28 +113,28 @@ def evaluate_run(folder: RunFolder, options: EvalArguments, console: Console) ->
     evaluation = evaluate(network)
     evaluation = evaluation._replace(metrics=evaluation.metrics | _text_metrics(run, evaluation))
 
-    files = evaluation_files(folder, given_options(options))
-    title = files.title(config.name, network.step)
-    written = {"evaluation": files.json}
+    files, description = evaluation_files(folder, given_options(options))
+    title = ", ".join(filter(None, [f"{config.name}, step {network.step}", description]))
+    written = {"evaluation": files.evaluation}
     with writing(folder.path, "make it writable"):
-        files.json.parent.mkdir(parents=True, exist_ok=True)
+        files.path.mkdir(parents=True, exist_ok=True)
         content = {
             "step": network.step,
             "options": dataclasses.asdict(options),
             "metrics": test_metrics(evaluation.metrics),
             "classes": class_scores(run, evaluation),
-            "description": files.description,
+            "description": description,
             "unreadable_files": unreadable.count,
             "data_changed": changed,
         }
-        folder.write(files.json, content)
+        folder.write(files.evaluation, content)
         if rows := example_rows(run, evaluation, options.split or "test"):
             atomic_write(files.rows, as_csv(rows))
             written["images" if kind_of(run.config).labels_images else "texts"] = files.rows
         pictures = {"confusion matrix": files.confusion, "examples": files.examples}
         drawn = examples.draw_results(run, evaluate, network, evaluation, title, *pictures.values())
         written |= {name: path for name, path in pictures.items() if path in drawn}
-    described = f" with {files.description}" if files.description else ""
+    described = f" with {description}" if description else ""
     log(f"{folder.path} after step {network.step}{described}")
     print_scores(run, evaluation, console)
     for name, path in written.items():
@@ -236,12 +238,6 @@ def _text_metrics(run: Setup, evaluation: Evaluation) -> dict[str, float]:
     return metrics if ratio is None else metrics | {"bits_per_byte": loss * ratio / np.log(2)}
 
 
-def _on_mesh(run: Setup) -> Setup:
-    """Return the run on the mesh it was trained on, if this machine has as many devices."""
-    devices = run.config.mesh.data * run.config.mesh.fsdp
-    return run.on(layout(run.config)) if 1 < devices <= len(jax.devices()) else run
-
-
 def print_scores(run: Setup, evaluation: Evaluation, console: Console) -> None:
     """Print metrics and class scores, as a table on a terminal and as lines elsewhere.
 
@@ -301,9 +297,8 @@ def apply_options(folder: RunFolder, config: Config, options: EvalArguments) -> 
 
 def given_options(options: EvalArguments) -> dict[str, Any]:
     """Return the options by name that are not at their default."""
-    fields = {f.name: f.default for f in dataclasses.fields(options)}
-    given = {name: getattr(options, name) for name in fields}
-    return {name: value for name, value in given.items() if value != fields[name]}
+    fields = dataclasses.fields(options)
+    return {f.name: v for f in fields if (v := getattr(options, f.name)) != f.default}
 
 
 def _flag(name: str) -> str:

@@ -34,9 +34,8 @@ from train.errors import UserError, output_file, printable, shorten, writing
 from train.networks import pretrained
 from train.networks.pretrained import Pretrained
 from train.run import weight_files
-from train.run.checkpoints import Checkpoints
+from train.run.checkpoints import Checkpoints, load_network
 from train.run.class_names import read_outputs
-from train.run.frozen import load_network
 from train.run.model_files import check_model, copy_small_files, with_model_files
 from train.run.run_folder import RunFolder, as_json
 from train.tasks import language

@@ -17,8 +17,8 @@ from train.data.photos import Photos
 from train.errors import UserError
 from train.networks.model_images import position_size
 from train.networks.pretrained import Pretrained, build_image_network, without_classes
+from train.run.checkpoints import load_network
 from train.run.class_names import read_outputs
-from train.run.frozen import load_network
 from train.run.run_folder import RunFolder
 from train.tasks import images
 

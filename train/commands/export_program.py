@@ -18,8 +18,8 @@ from train.data import Outputs
 from train.data.photos import Photos
 from train.errors import TrainingError, UserError, output_file
 from train.onnx_program import UnsupportedError, to_onnx
+from train.run.checkpoints import load_network
 from train.run.class_names import read_outputs
-from train.run.frozen import load_network
 from train.run.run_folder import RunFolder, atomic_write
 from train.tasks import images, kind_of
 from train.tasks.targets import KINDS

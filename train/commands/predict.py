@@ -31,8 +31,8 @@ from train.output.progress import line_printer
 from train.output.rows import as_csv
 from train.output.tables import Table, to_rich
 from train.predictor import Predictor, config_of_images
+from train.run.checkpoints import load_network
 from train.run.class_names import read_outputs
-from train.run.frozen import load_network
 from train.run.model_files import check_model
 from train.run.run_folder import RunFolder, as_json, atomic_write
 from train.tasks import kind_of, text_classification

@@ -32,9 +32,8 @@ from train.networks import pretrained
 from train.networks.denoiser import Denoiser
 from train.networks.pretrained import Pretrained
 from train.output import plots
-from train.run.checkpoints import Checkpoints
+from train.run.checkpoints import Checkpoints, load_network
 from train.run.class_names import check_classes
-from train.run.frozen import load_network
 from train.run.model_files import check_model, with_model_files
 from train.run.run_folder import RunFolder
 from train.tasks import images, kind_of, language

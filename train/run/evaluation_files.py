@@ -5,45 +5,20 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from train.run.run_folder import RunFolder
 
 
-class EvaluationFiles(NamedTuple):
-    """Files of an evaluation.
+def evaluation_files(folder: RunFolder, options: Mapping[str, Any]) -> tuple[RunFolder, str]:
+    """Return where an evaluation with some options is written, and ``"split test, flip"``.
 
-    The description names its options: ``"split test, flip"``. It is empty without options.
-    """
-
-    json: Path
-    rows: Path
-    confusion: Path
-    examples: Path
-    description: str
-
-    def title(self, name: str, step: int) -> str:
-        """Return the title of a picture."""
-        return ", ".join(filter(None, [f"{name}, step {step}", self.description]))
-
-
-def evaluation_files(folder: RunFolder, options: Mapping[str, Any]) -> EvaluationFiles:
-    """Return the files of an evaluation with some options, which other options do not overwrite.
-
-    Without options, these are the files that training writes, too.
+    Without options, it is the folder that training writes to, too. Other options do not overwrite.
     """
     if not options:
-        return EvaluationFiles(
-            folder.evaluation, folder.rows, folder.confusion, folder.examples, ""
-        )
+        return folder, ""
     at = folder.evaluations / ",".join(_file_name(*item) for item in options.items())
-    return EvaluationFiles(
-        at / folder.evaluation.name,
-        at / folder.rows.name,
-        at / folder.confusion.name,
-        at / folder.examples.name,
-        ", ".join(_describe(*item) for item in options.items()),
-    )
+    return RunFolder(at), ", ".join(_describe(*item) for item in options.items())
 
 
 def _describe(name: str, value: Any) -> str:

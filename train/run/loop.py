@@ -21,10 +21,9 @@ from train.output.memory_tables import StepMemory
 from train.output.progress import Progress, line_printer
 from train.output.rows import as_csv
 from train.run import distributed, examples, initial_weights, tracking
-from train.run.checkpoints import Checkpoints, Restored
+from train.run.checkpoints import Checkpoints, Restored, load_network, restore, without_frozen
 from train.run.class_names import check_classes, write_classes
 from train.run.evaluation import Evaluation
-from train.run.frozen import load_network, restore, without_frozen
 from train.run.initial_weights import InitialWeights
 from train.run.input_wait import InputWait
 from train.run.interruption import Interrupted, Interruption
@@ -363,20 +362,14 @@ class _Loop:
             self._since_best += 1
 
     def check_skipped(self) -> None:
-        """Report the steps of a whole run that were skipped.
-
-        Raises:
-          TrainingError: if these are all of them, so that nothing was trained.
-        """
+        """Report the steps of a whole run that were skipped; all of them are an error."""
         if not self._num_skipped:
             return
         what = f"{self._num_skipped:,} of {self.step:,} steps were skipped"
+        examples = f"their examples are in {self._folder.bad_steps}"
         if self._num_skipped >= self.step:
-            raise TrainingError(
-                f"{what}, so that nothing was trained; their examples are in "
-                f"{self._folder.bad_steps}"
-            )
-        self._log(f"{what}; their examples are in {self._folder.bad_steps}")
+            raise TrainingError(f"{what}, so that nothing was trained; {examples}")
+        self._log(f"{what}; {examples}")
 
     def unreadable_files(self) -> int | None:
         """Return the number of unreadable files in the whole run; None if it is not released."""
@@ -386,11 +379,7 @@ class _Loop:
         return max([self._unreadable.count, *(line.get(name) or 0 for line in lines)])
 
     def report_stop(self, command: str) -> None:
-        """Report where a run stopped before its last step, and the command that continues it.
-
-        Raises:
-          Exception: the failure, unless it was a signal.
-        """
+        """Report where a run stopped, and how to continue it; raise what was no signal."""
         why = "another process was interrupted" if self.failure is None else "the input failed"
         saved = f"saved after step {self.step} of {self._run.steps}"
         saved = saved if self.step else "no step was taken"
@@ -480,11 +469,7 @@ class _Loop:
         return True
 
     def _save(self, score: float | None, *, even_if_skipped: bool) -> None:
-        """Save a checkpoint, unless the last steps were skipped.
-
-        Raises:
-          TrainingError: if a step that was not skipped is not finite.
-        """
+        """Save a checkpoint, unless the last steps were skipped. The others must be finite."""
         self._skipped.check(self.state, wait=True)
         self._meter.check(self.step)
         if self._skipped.consecutive and not even_if_skipped:

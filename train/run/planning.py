@@ -19,8 +19,9 @@ from fnet.step import Executable, divisors, plan_step
 from train.data import PREFETCHED_BATCHES
 from train.errors import UserError
 from train.run import process_memory
-from train.run.frozen import without_frozen
+from train.run.checkpoints import without_frozen
 from train.run.process_memory import FirstApart, Overhead
+from train.run.run_folder import describe_changes
 from train.run.setup import Setup
 
 Progress = Callable[[int, Candidate, int | None], None]
@@ -117,9 +118,7 @@ def _difference(first: Any, other: Any) -> str:
             f"batch{jax.tree_util.keystr(path)}": f"{a.dtype}{list(a.shape)}" for path, a in leaves
         }
 
-    a, b = describe(first), describe(other)
-    names = sorted(n for n in a | b if a.get(n) != b.get(n))
-    return ", ".join(f"{n} was {a.get(n, 'absent')}, is {b.get(n, 'absent')}" for n in names)
+    return describe_changes(describe(first), describe(other))
 
 
 def check_memory_config(run: Setup) -> None:
@@ -325,9 +324,7 @@ def _with_remat(planned: Planned, target: Target | None) -> Planned:
     try:
         remat = memory.check_remat(baseline.compiled, planned.executable.compiled)
     except memory.RematError as error:
-        if (
-            planned.run.config.memory.policy == "auto"
-        ):  # chosen because it fits, not for its savings
+        if planned.run.config.memory.policy == "auto":  # chosen to fit, not for its savings
             return planned
         raise UserError(f"memory.policy: {planned.policy}: {error}") from error
     return planned._replace(remat=remat)

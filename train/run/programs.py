@@ -11,9 +11,8 @@ from train.data.unreadable import UnreadableFiles
 from train.errors import UserError
 from train.output.memory_tables import describe_candidate
 from train.output.progress import compiling, line_printer
-from train.run.checkpoints import compile_checksums
+from train.run.checkpoints import compile_checksums, without_frozen
 from train.run.evaluation import Evaluator
-from train.run.frozen import without_frozen
 from train.run.initial_weights import InitialWeights
 from train.run.metrics import best_metric, score_of
 from train.run.planning import Planned, StepCache, compile_step, memory_report, overhead

@@ -28,9 +28,8 @@ from train.run import examples
 from train.run.attribution import TrainingRows, columns_of, write_losses
 from train.run.audit import audit
 from train.run.audit import describe as describe_audit
-from train.run.class_scores import describe_undefined
 from train.run.evaluation import Evaluation
-from train.run.example_rows import example_rows
+from train.run.evaluation_tables import describe_undefined, example_rows
 from train.run.planning import reserve
 from train.run.programs import Programs
 from train.run.run_folder import RunFolder, atomic_write, quote

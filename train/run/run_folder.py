@@ -337,19 +337,25 @@ def changed_fields(there: Config, here: Config) -> dict[str, tuple[Any, Any]]:
     return {n: (a.get(n, "absent"), b.get(n, "absent")) for n in names if a.get(n) != b.get(n)}
 
 
+def describe_changes(then: dict[str, str], now: dict[str, str]) -> str:
+    """Return ``"a was 1, is 2"`` for the values that differ, by name."""
+    names = sorted(n for n in then | now if then.get(n) != now.get(n))
+    return ", ".join(f"{n} was {then.get(n, 'absent')}, is {now.get(n, 'absent')}" for n in names)
+
+
 def check_no_pattern(path: Path) -> None:
     """Refuse names in which orbax finds no checkpoints: patterns, backslashes, not UTF-8."""
     absolute = str(path.absolute())
     if absolute != os.fsencode(absolute).decode("utf-8", "replace"):
-        raise UserError(
-            f"{absolute}: checkpoints cannot be saved in a path that is not UTF-8: rename the "
-            "folder, or choose another with --out"
-        )
-    if glob.escape(absolute) != absolute or "\\" in absolute:
-        raise UserError(
-            f"{absolute}: checkpoints cannot be saved in a path with *, ?, [ or \\: rename the "
-            "folder, or choose another with --out"
-        )
+        fault = "that is not UTF-8"
+    elif glob.escape(absolute) != absolute or "\\" in absolute:
+        fault = "with *, ?, [ or \\"
+    else:
+        return
+    raise UserError(
+        f"{absolute}: checkpoints cannot be saved in a path {fault}: rename the folder, or choose "
+        "another with --out"
+    )
 
 
 def quote(path: Path) -> str:

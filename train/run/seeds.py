@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
-from jax import Array
 
 from fnet import TrainState
 from train.config import Config
@@ -138,9 +137,6 @@ def _read_secret(path: Path) -> bytes:
 
 
 def _with_key(state: TrainState, words: np.ndarray) -> TrainState:
-    return dataclasses.replace(state, key=_make_key(state.key, words))
-
-
-def _make_key(like: Array, words: np.ndarray) -> Array:
-    make = functools.partial(jax.random.wrap_key_data, impl=jax.random.key_impl(like))
-    return jax.jit(make, out_shardings=like.sharding)(words)
+    make = functools.partial(jax.random.wrap_key_data, impl=jax.random.key_impl(state.key))
+    key = jax.jit(make, out_shardings=state.key.sharding)(words)
+    return dataclasses.replace(state, key=key)
