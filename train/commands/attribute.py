@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
-from fnet.attribution import InRunState, Scores, ekfac, tracin
+from fnet.attribution import Scores, ekfac, tracin
 from train import arguments
 from train.arguments import AttributeArguments
 from train.commands.positional import positional
@@ -100,7 +100,11 @@ def attribute(folder: RunFolder, options: AttributeArguments, console: Console) 
     is_query = options.example is not None or options.prompt is not None
     if is_recorded and not is_query:
         log("losses and scores are those that the run recorded while it trained")
-        columns, query = columns_of(_recorded(folder, run)), None
+        with Checkpoints(folder.checkpoints) as checkpoints:
+            restored = restore(checkpoints, run.task.model, run.state_shapes)
+        if restored is None:
+            raise no_checkpoint(folder.checkpoints)
+        columns, query = columns_of(restored.state.opt_state), None
     else:
         network = load_network(folder, run.task.model, best=options.best)
         query = _query(run, config, network, options)
@@ -148,16 +152,6 @@ def _check(folder: RunFolder, config: Config, options: AttributeArguments) -> No
             f"{folder.path} is a run of {config.model.name}; expected one that predicts labels of "
             "images or text"
         )
-
-
-def _recorded(folder: RunFolder, run: Setup) -> InRunState:
-    """Return the scores in the newest checkpoint of a run with ``grad.mode attribution``."""
-    with Checkpoints(folder.checkpoints) as checkpoints:
-        restored = restore(checkpoints, run.task.model, run.state_shapes)
-    if restored is None:
-        raise no_checkpoint(folder.checkpoints)
-    state: InRunState = restored.state.opt_state
-    return state
 
 
 def _query(

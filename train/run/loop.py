@@ -154,7 +154,7 @@ def train(
                 run, folder, programs, seeds, unreadable, checkpoints, start, start_time, log, data
             )
             tracker = stack.enter_context(tracking.tracking(config, folder.path, start.step))
-            tracking.draw(tracker, start.step, [folder.augmented])
+            tracker.draw(start.step, folder.augmented)
             with loop.interruption:  # also while the last checkpoint is written
                 loop.run(console, high_water, profile, tracker)
                 checkpoints.wait()
@@ -191,7 +191,8 @@ def train(
                 "peak_bytes_seen": measured_bytes,
             },
         )
-        tracking.draw(tracker, loop.step, [folder.confusion, folder.examples])
+        for picture in (folder.confusion, folder.examples):
+            tracker.draw(loop.step, picture)
         return True
 
 

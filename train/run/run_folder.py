@@ -20,27 +20,16 @@ from train.errors import UserError, closest_name, writing
 from train.output.logged import BadStep, Log, MetricsLine, read_log, read_metrics
 from train.stored import Stored, StoredError, T
 
-MAY_CHANGE_ON_RESUME = frozenset(
-    {
-        "name",
-        "train.epochs",
-        "train.steps",
-        "train.log_every",
-        "train.eval_every",
-        "train.patience",
-        "checkpoint.every",
-        "checkpoint.keep",
-        "checkpoint.best",
-        "data.cache",
-        "data.max_bad_fraction",
-        "data.workers",
-        "nonfinite.max_skipped",
-        "tracking.tensorboard",
-        "tracking.wandb",
-        "mesh.data",
-        "mesh.fsdp",
-    }
-)
+_MAY_CHANGE = {
+    "train": ("epochs", "steps", "log_every", "eval_every", "patience"),
+    "checkpoint": ("every", "keep", "best"),
+    "data": ("cache", "max_bad_fraction", "workers"),
+    "nonfinite": ("max_skipped",),
+    "tracking": ("tensorboard", "wandb"),
+    "mesh": ("data", "fsdp"),
+}
+MAY_CHANGE_ON_RESUME = {f"{section}.{n}" for section, names in _MAY_CHANGE.items() for n in names}
+MAY_CHANGE_ON_RESUME |= {"name"}
 """Fields that change a run's length, input and output, but not what it computes."""
 _OF_MASKS = {f"data.{name}" for name in ("classes", "class_table", "format", "ignore", "images")}
 _OF_MASKS |= {"data.masks", "data.mask_reading", "data.mask_values"}
