@@ -192,7 +192,9 @@ def _of_image(
         known = ", ".join(classes[:10])
         raise UserError(f"--label: no class {options.label}; expected one of {known}")
     batch = {"image": image[None], "label": np.array([label], np.int32)}
-    return Query(_name(file), f"the label {classes[label]} of {file}", batch)
+    stem = file.replace("\\", "/").rsplit("/", 1)[-1].rsplit(".", 1)[0]
+    name = "".join(c if c.isalnum() or c in "-_" else "_" for c in stem)
+    return Query(f"image-{name}", f"the label {classes[label]} of {file}", batch)
 
 
 def _of_text(config: Config, prompt: str, completion: str, *, is_chat: bool) -> Query:
@@ -216,11 +218,6 @@ def _of_text(config: Config, prompt: str, completion: str, *, is_chat: bool) -> 
     is_learned = np.arange(1, len(tokens)) >= len(tokens) - count
     batch = {"tokens": tokens[None], "loss_mask": is_learned[None]}
     return Query("completion", f"{completion!r:.40} after {prompt!r:.40}", batch)
-
-
-def _name(file: str) -> str:
-    stem = file.replace("\\", "/").rsplit("/", 1)[-1].rsplit(".", 1)[0]
-    return "image-" + "".join(c if c.isalnum() or c in "-_" else "_" for c in stem)
 
 
 def _compute(

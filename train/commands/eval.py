@@ -97,7 +97,6 @@ def evaluate_run(folder: RunFolder, options: EvalArguments, console: Console) ->
     network = load_network(folder, run.task.model, best=options.best, place=place)
     # With several crops or views per image, fewer images make a batch of the same size.
     batch_size = config.data.batch_size // max(run.config.data.crops, views.num_views)
-    batch_size = max(batch_size // run.devices, 1) * run.devices
     log = line_printer(console)
     changed = None
     if options.path is None and options.split is None:

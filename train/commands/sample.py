@@ -219,11 +219,7 @@ class TextGenerator:
 
 
 class _Writer:
-    """Turns the tokens of a row into text, as they come.
-
-    Attributes:
-      has_ended: Whether a token or a text has ended it.
-    """
+    """Turns the tokens of a row into text, as they come, until a token or a text ends it."""
 
     def __init__(
         self, tokenizer: Tokenizer, prompt: np.ndarray, ends: Sequence[int], stops: Sequence[str]

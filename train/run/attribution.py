@@ -83,7 +83,10 @@ def score_in_blocks(
     """
     key = folder / "blocks.json"
     folder.mkdir(parents=True, exist_ok=True)
-    if _read(key) != identity:
+    known: dict[str, Any] = {}
+    with contextlib.suppress(UserError):  # none yet, or damaged
+        known = read_sealed(key)
+    if known != identity:
         for path in folder.glob("*.npy"):
             path.unlink()
         atomic_write(key, as_json(seal(identity)))
@@ -125,13 +128,6 @@ def counting(console: Console, what: str) -> Iterator[Callable[[int, int], None]
         return
     with console.status(what) as status:
         yield lambda done, total: status.update(f"{what}: batch {done:,}/{total:,}")
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    try:
-        return read_sealed(path)
-    except UserError:
-        return None
 
 
 def columns_of(state: InRunState) -> dict[str, np.ndarray]:

@@ -24,7 +24,6 @@ from train.run import distributed, examples, initial_weights, tracking
 from train.run.checkpoints import Checkpoints, Restored, load_network, restore, without_frozen
 from train.run.class_names import check_classes, write_classes
 from train.run.evaluation import Evaluation
-from train.run.initial_weights import InitialWeights
 from train.run.input_wait import InputWait
 from train.run.interruption import Interrupted, Interruption
 from train.run.mesh import layout
@@ -100,7 +99,13 @@ def train(
             return
         if resume and not folder.config.is_file():
             log(f"no run in {folder.path} yet: starting a new one")
-        _create_folder(folder, run, data, weights, run_id)
+        folder.create(run_id)
+        create_secret(folder, config)
+        copy_model_files(folder, config)
+        write_data(folder, config, data)
+        folder.write_config(config)  # last: it makes the folder a run's
+        if weights is not None:
+            folder.write(folder.imported, weights.as_dict())
 
     with distributed.run_folder(out, prepare) as folder, contextlib.ExitStack() as stack:
         for note in run.notes:
@@ -166,8 +171,8 @@ def train(
         curves.save(read_metrics(folder.metrics), title, folder.curves)
         if loop.ended_early and not loop.failure:
             log(
-                f"the run ends early: {loop.describe_patience()}; to train longer, raise "
-                "train.patience and --resume"
+                f"the run ends early: {best_metric(config) or 'the score'} got no better in "
+                f"{loop.since_best} evaluations; to train longer, raise train.patience and --resume"
             )
             run = run._replace(steps=loop.step)
         if loop.step < run.steps or loop.failure:
@@ -200,22 +205,6 @@ def tested(line: Mapping[str, Any]) -> dict[str, float]:
     """Return the test metrics of a line of metrics.jsonl, by their names in an evaluation."""
     values = {k.removeprefix("test/"): v for k, v in line.items() if k.startswith("test/")}
     return {name: math.nan if value is None else value for name, value in values.items()}
-
-
-def _create_folder(
-    folder: RunFolder,
-    run: Setup,
-    data: dict[str, Any],
-    weights: InitialWeights | None,
-    run_id: str | None,
-) -> None:
-    folder.create(run_id)
-    create_secret(folder, run.config)
-    copy_model_files(folder, run.config)
-    write_data(folder, run.config, data)
-    folder.write_config(run.config)  # last: it makes the folder a run's
-    if weights is not None:
-        folder.write(folder.imported, weights.as_dict())
 
 
 def _reopen_folder(
@@ -254,14 +243,8 @@ def _first_state(
 class _Loop:
     """Steps of a run, with metrics, evaluations and checkpoints.
 
-    Attributes:
-      step: Number of steps that were taken.
-      state: Train state after them.
-      evaluation: Last evaluation, or None.
-      ended_early: Whether the run ends because the metric of the best checkpoint got no better.
-      failure: Error or signal that ended the loop before its last step, or None.
-      wait: Time in which the device waited for input.
-      interruption: Records a signal while it is entered, which `run` and the last save need.
+    ``failure`` is the error or signal that ended the loop before its last step. ``interruption``
+    records a signal while it is entered, which `run` and the last save need.
     """
 
     def __init__(
@@ -294,10 +277,10 @@ class _Loop:
             self._batches.set_state(start.position)
         self._position: Any = start.position
         self._best_score = checkpoints.best_score
-        self._best_seen, self._since_best = -math.inf, 0
+        self._best_seen, self.since_best = -math.inf, 0
         for line in read_metrics(folder.metrics):
             if "test/loss" in line:
-                self._judge(self._score(tested(line)))
+                self._judge(tested(line))
         self._skipped = SkippedSteps(run, folder.bad_steps, log)
         self._num_skipped = len(read_log(folder.bad_steps, BadStep).lines)
         self._eval_every = config.train.eval_every or max(round(run.steps_per_epoch), 1)
@@ -346,21 +329,16 @@ class _Loop:
     def ended_early(self) -> bool:
         """Whether the run ends before its last step, because its score got no better."""
         patience = self._run.config.train.patience
-        return patience is not None and self._since_best >= patience
+        return patience is not None and self.since_best >= patience
 
-    def describe_patience(self) -> str:
-        """Say how long the score got no better."""
-        name = best_metric(self._run.config) or "the score"
-        return f"{name} got no better in {self._since_best} evaluations"
-
-    def _score(self, metrics: Mapping[str, float]) -> float | None:
-        return score_of(metrics, best_metric(self._run.config))
-
-    def _judge(self, score: float | None) -> None:
+    def _judge(self, metrics: Mapping[str, float]) -> float | None:
+        """Return the score of an evaluation, and count how long it got no better."""
+        score = score_of(metrics, best_metric(self._run.config))
         if score is not None and score > self._best_seen:
-            self._best_seen, self._since_best = score, 0
+            self._best_seen, self.since_best = score, 0
         else:
-            self._since_best += 1
+            self.since_best += 1
+        return score
 
     def check_skipped(self) -> None:
         """Report the steps of a whole run that were skipped; all of them are an error."""
@@ -425,8 +403,7 @@ class _Loop:
             line = self._training_line()
             if is_evaluating and self._evaluate(progress):
                 assert self.evaluation is not None
-                score = self._score(self.evaluation.metrics)
-                self._judge(score)
+                score = self._judge(self.evaluation.metrics)
                 line |= test_metrics(self.evaluation.metrics)
             is_stopping = is_stopping or self.failure is not None
             write(line)

@@ -15,7 +15,7 @@ from fnet.cpu.options import WITHOUT_OPTIMIZED_CODE
 from fnet.memory import Candidate, LayerResiduals, Plan, Policy, RematReport
 from fnet.memory.remat import policies_for
 from fnet.memory.target import Target, shapes_on
-from fnet.step import Executable, divisors, plan_step
+from fnet.step import Executable, plan_step
 from train.data import PREFETCHED_BATCHES
 from train.errors import UserError
 from train.run import process_memory
@@ -163,7 +163,7 @@ def plan(run: Setup, *, target: Target | None = None, progress: Progress | None 
             run.batch_shapes,
             section.budget,
             policies=None if section.policy == "auto" else (section.policy,),
-            microbatch_choices=_microbatch_choices(run),
+            microbatch_choices=run.microbatch_choices,
             reserve=reserve(run, target),
             target=target,
             progress=None if progress is None else lambda c: progress(next(numbers), c, most),
@@ -249,15 +249,6 @@ def overhead(run: Setup, target: Target | None = None) -> Overhead:
 def reserve(run: Setup, target: Target | None = None) -> int:
     """Return the bytes of a budget that the compiled step may not use."""
     return overhead(run, target).always
-
-
-def _microbatch_choices(run: Setup) -> tuple[int, ...] | None:
-    """Return numbers of microbatches that every device can split its shard into."""
-    choices = run.microbatch_choices
-    if choices or run.devices == 1 or not run.config.memory.budget:
-        return choices
-    shard = jax.tree.leaves(run.batch_shapes)[0].shape[0] // run.devices
-    return tuple(divisors(shard))
 
 
 def _policy(run: Setup) -> str:

@@ -48,9 +48,7 @@ _BLOCK_BYTES = 2**24
 class _Record(Stored):
     """Contents of data.json; the fields with a default are about the data, or a code of them.
 
-    Attributes:
-      stamps: All that parts of the run were trained with; None if that is not known.
-      trained_before: Names of examples that it was trained on before its data changed.
+    ``stamps`` are None if they are not known; ``trained_before`` are names of earlier data.
     """
 
     run: str | None

@@ -17,7 +17,7 @@ from fnet import TrainState, optim
 from fnet.precision import cast_kernels
 from fnet.privacy.canaries import GradientCanaries
 from fnet.privacy.users import per_user
-from fnet.step import Step
+from fnet.step import Step, divisors
 from train import data
 from train.config import Config
 from train.data import Dataset, buckets, poisson, users
@@ -92,9 +92,14 @@ class Setup(NamedTuple):
 
     @property
     def microbatch_choices(self) -> tuple[int, ...] | None:
-        """Numbers of microbatches that a memory plan may choose from; None for any."""
-        fixed = self.config.grad.has_fixed_microbatches or self.step.microbatches > 1
-        return (self.step.microbatches,) if fixed else None
+        """Numbers of microbatches that a memory plan may choose from; None for any.
+
+        Every device can split its shard into them.
+        """
+        if self.config.grad.has_fixed_microbatches or self.step.microbatches > 1:
+            return (self.step.microbatches,)
+        rows = jax.tree.leaves(self.batch_shapes)[0].shape[0]
+        return tuple(divisors(rows // self.devices)) if self.devices > 1 else None
 
     def training_batches(self, seed: int) -> grain.DatasetIterator:
         """Return an endless iterator of batches, whose position is in its ``get_state``."""
@@ -158,7 +163,8 @@ class Setup(NamedTuple):
         return lambda key: compiled(key, model.read(shapes))
 
     def evaluation(self, unreadable: UnreadableFiles, batch_size: int) -> Evaluator:
-        """Trace the evaluation on the test examples."""
+        """Trace the evaluation on the test examples, with as many on each device."""
+        batch_size = max(batch_size // self.devices, 1) * self.devices
         return Evaluator(self.task, batch_size, self.state_shapes, unreadable.watch, self.layout)
 
 
