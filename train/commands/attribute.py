@@ -124,7 +124,6 @@ def attribute(folder: RunFolder, options: AttributeArguments, console: Console) 
 
 
 def _check(folder: RunFolder, config: Config, options: AttributeArguments) -> None:
-    """Raise `UserError` for options that contradict each other or do not fit the run."""
     if config.is_release_only:
         raise UserError(
             f"{folder.path} writes only what its privacy guarantee covers (grad.release_only), and "

@@ -2,6 +2,11 @@
 
 import contextlib
 import dataclasses
+import hashlib
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,10 +18,8 @@ from train.arguments import EvalArguments
 from train.commands.positional import positional
 from train.config import Config
 from train.data import Dataset, num_examples
-from train.data.chat import ChatTemplate
 from train.data.files import describe_copies, describe_images
-from train.data.text import Text
-from train.data.tokenizer import Tokenizer, load_tokenizer
+from train.data.tokenizer import load_tokenizer
 from train.data.unreadable import UnreadableFiles
 from train.errors import UserError, writing
 from train.gradients.mean import Mean
@@ -29,7 +32,6 @@ from train.run.checkpoints import load_network
 from train.run.choices import load_questions, score_choices
 from train.run.class_names import check_classes, read_outputs
 from train.run.evaluation import Evaluation
-from train.run.evaluation_files import evaluation_files
 from train.run.evaluation_tables import class_scores, describe_undefined, example_rows
 from train.run.mesh import layout, make_cpu_devices
 from train.run.model_files import check_model, with_model_files
@@ -64,7 +66,7 @@ def main(argv: list[str]) -> None:
 def evaluate_run(folder: RunFolder, options: EvalArguments, console: Console) -> None:
     """Print the metrics and write evaluation.json, confusion.png and examples.png.
 
-    `train.run.evaluation_files` names them after the options.
+    `evaluation_files` names them after the options.
 
     With a file of questions, the answers are evaluated instead, and choices.json is written.
 
@@ -186,7 +188,10 @@ def answer_choices(
     file, data = options.choices, language.text_source(config)
     assert file is not None
     tokenizer = load_tokenizer(data)
-    template = _chat_template(data, tokenizer) if options.chat else None
+    try:
+        template = language.chat_template(data, tokenizer) if options.chat else None
+    except UserError as error:
+        raise UserError(f"--chat: {error}") from error
     questions = load_questions(file, "--choices", tokenizer, data.context, template)
     model = language.build_network(config)
     params, state, step = load_network(folder, model, best=options.best)
@@ -217,13 +222,6 @@ def answer_choices(
     for name, value in metrics.items():
         log(f"{name} {value:.6g}")
     log(f"choices: {folder.choices}")
-
-
-def _chat_template(data: Text, tokenizer: Tokenizer) -> ChatTemplate:
-    try:
-        return language.chat_template(data, tokenizer)
-    except UserError as error:
-        raise UserError(f"--chat: {error}") from error
 
 
 def _text_metrics(run: Setup, evaluation: Evaluation) -> dict[str, float]:
@@ -298,6 +296,38 @@ def given_options(options: EvalArguments) -> dict[str, Any]:
     """Return the options by name that are not at their default."""
     fields = dataclasses.fields(options)
     return {f.name: v for f in fields if (v := getattr(options, f.name)) != f.default}
+
+
+def evaluation_files(folder: RunFolder, options: Mapping[str, Any]) -> tuple[RunFolder, str]:
+    """Return where an evaluation with some options is written, and ``"split test, flip"``.
+
+    Without options, it is the folder that training writes to, too. Other options do not overwrite.
+    """
+    if not options:
+        return folder, ""
+    at = folder.evaluations / ",".join(_file_name(*item) for item in options.items())
+    return RunFolder(at), ", ".join(_describe(*item) for item in options.items())
+
+
+def _describe(name: str, value: Any) -> str:
+    name = name.replace("_", " ")
+    return name if value is True else f"{name} {' '.join(_texts(value))}"
+
+
+def _file_name(name: str, value: Any) -> str:
+    if value is True:
+        return name
+    text = "+".join(_texts(value))
+    safe = re.sub(r"[^\w.+-]", "_", Path(text).name or "root")[-60:]
+    if safe != text:  # two folders can have the same name
+        digest = hashlib.sha256(os.fsencode(os.path.abspath(text))).hexdigest()
+        safe = f"{safe}-{digest[:6]}"
+    return f"{name}={safe}"
+
+
+def _texts(value: Any) -> list[str]:
+    values = value if isinstance(value, tuple) else (value,)
+    return [f"{v:g}" if isinstance(v, float) else str(v) for v in values]
 
 
 def _flag(name: str) -> str:

@@ -17,7 +17,7 @@ from train.commands.export_images import TOLERANCE, difference
 from train.config import Config
 from train.data import Outputs
 from train.data.photos import Photos
-from train.errors import TrainingError, UserError, output_file
+from train.errors import TrainingError, UserError, output_file, writing
 from train.onnx_program import UnsupportedError, to_onnx
 from train.run.checkpoints import load_network
 from train.run.class_names import read_outputs
@@ -57,10 +57,8 @@ def export_program(folder: RunFolder, config: Config, options: ExportArguments) 
         content, run = _stablehlo(network, shape)
     else:
         content, run = _onnx(shape, outputs, metadata)
-    try:
+    with writing(out, "choose --out"):
         atomic_write(out, content)
-    except OSError as error:
-        raise UserError(f"cannot write {out}: {error.strerror or error}; choose --out") from error
     difference = max(_difference(network, run(out.read_bytes()), shape, n) for n in _BATCHES)
     if not difference <= TOLERANCE:
         out.unlink()

@@ -240,7 +240,6 @@ class _Writer:
         return self.end() if self.has_ended else self._print(is_last=False)
 
     def end(self) -> str:
-        """Return the rest of the text."""
         return self._print(is_last=True)
 
     def _print(self, *, is_last: bool) -> str:

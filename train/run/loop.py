@@ -210,7 +210,6 @@ def tested(line: Mapping[str, Any]) -> dict[str, float]:
 def _reopen_folder(
     folder: RunFolder, run: Setup, data: dict[str, Any], log: Callable[[str], None]
 ) -> None:
-    """Prepare the folder of a run that is resumed, whose config may have changed."""
     begins_again = check_saved(folder)
     folder.read_log(folder.metrics)
     before = folder.read_config()

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -53,24 +53,19 @@ class Planned(NamedTuple):
     remat: RematReport | None = None
 
 
-def compile_step(
-    run: Setup, *, target: Target | None = None, progress: Progress | None = None
-) -> Planned:
+def compile_step(run: Setup, *, progress: Progress | None = None) -> Planned:
     """Compile the train step of a config, planned if ``config.memory`` has a budget."""
     if run.config.memory.budget:
-        return compile_chosen(run, plan(run, target=target, progress=progress), target=target)
+        return compile_chosen(run, plan(run, progress=progress))
     policy, microbatches = _policy(run), run.step.microbatches
-    planned = Planned(run, _compile(run, policy, microbatches, target), policy, microbatches)
-    return _with_remat(planned, target)
+    planned = Planned(run, _compile(run, policy, microbatches, None), policy, microbatches)
+    return _with_remat(planned, None)
 
 
 class StepCache:
     """The planned step, compiled for each shape of batch that comes.
 
     The number of shapes is limited: lengths of text are powers of two (`train.data.buckets`).
-
-    Attributes:
-      num_programs: Number of compiled programs.
     """
 
     def __init__(self, planned: Planned, log: Callable[[str], None]):
@@ -110,7 +105,6 @@ def _signature(batch: Any) -> tuple[tuple[tuple[int, ...], np.dtype], ...]:
 
 
 def _difference(first: Any, other: Any) -> str:
-    """Describe the arrays whose shape or dtype differ between two batches."""
 
     def describe(batch: Any) -> dict[str, str]:
         leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
@@ -145,11 +139,11 @@ def check_memory_config(run: Setup) -> None:
         )
 
 
-def compile_chosen(run: Setup, plan: Plan, *, target: Target | None = None) -> Planned:
+def compile_chosen(run: Setup, plan: Plan) -> Planned:
     """Compile the chosen candidate of a plan."""
     c = plan.chosen
-    executable = _compile(run, c.policy, c.microbatches, target, c.compiler_options)
-    return _with_remat(Planned(run, executable, c.policy, c.microbatches, plan), target)
+    executable = _compile(run, c.policy, c.microbatches, None, c.compiler_options)
+    return _with_remat(Planned(run, executable, c.policy, c.microbatches, plan), None)
 
 
 def plan(run: Setup, *, target: Target | None = None, progress: Progress | None = None) -> Plan:
@@ -271,9 +265,7 @@ def _compile(
     By default, the options are the target's, or `fnet.compile_step`'s. The step is traced
     once: a network of many layers takes longer to trace than to compile.
     """
-    options: Sequence[dict[str, Any] | None] = compiler_options or (
-        target.compiler_options if target else None,
-    )
+    options = compiler_options or (target.compiler_options if target else None,)
     try:
         step = run.step.replace(remat=policy, microbatches=microbatches)
         shapes = run.state_shapes, run.batch_shapes

@@ -195,8 +195,6 @@ def _summary(
 
 
 class _Measured(Stored):
-    """Contents of summary.json that only training can measure."""
-
     steps: Count
     seconds: FiniteFloat
     unreadable_files: Count | None = None

@@ -40,8 +40,6 @@ _OTHER_FOLDER = "choose another folder with --out"
 
 
 class _Owner(Stored):
-    """The run that a file is of."""
-
     run: str | None = None
 
 

@@ -387,7 +387,6 @@ def _init(
 
 
 def _place(model: fnet.Layer, key: Array, variables: Any) -> tuple[Any, Any]:
-    """Return initial variables of a network, replaced where others are given."""
 
     def choose(initial: Array, given: Array | None) -> Array:
         return initial if given is None else given.astype(initial.dtype)
