@@ -23,9 +23,8 @@ from train.networks.pretrained import Pretrained
 from train.output.progress import line_printer
 from train.output.tables import Table, to_rich
 from train.run import weight_files
-from train.run.checkpoints import Checkpoints
+from train.run.checkpoints import Checkpoints, Owner
 from train.run.class_names import write_classes
-from train.run.identity import Owner
 from train.run.initial_weights import InitialWeights, load
 from train.run.model_files import copy_model_files
 from train.run.run_folder import RunFolder, quote

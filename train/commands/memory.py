@@ -58,8 +58,6 @@ def predict_memory(config: Config, options: MemoryArguments, console: Console) -
     if options.budget is not None:
         config = config.replace(memory=config.memory.replace(budget=options.budget))
     find_batch_size = options.batch_size == "auto"
-    if find_batch_size and not (config.memory.budget or options.target):
-        raise UserError("--batch-size auto: needs --budget or --target")
     if options.batch_size is not None and not find_batch_size:
         batch_size = _batch_size(options.batch_size)
         config = config.replace(data=config.data.replace(batch_size=batch_size))

@@ -31,9 +31,8 @@ from fnet.cpu.heap import release_free_memory
 from train.errors import TrainingError, UserError, is_machine_error, is_out_of_memory
 from train.networks.pretrained import FROZEN, PretrainedNetwork
 from train.run.distributed import any_process, lost_connection
-from train.run.identity import ForeignError, Owner, Stamp
 from train.run.process_memory import IN_FLIGHT
-from train.run.run_folder import RunFolder, check_no_pattern, seal, unseal
+from train.run.run_folder import RunFolder, check_no_pattern, read_sealed, run_name, seal, unseal
 
 _FOREVER = 10**6
 """Seconds. Orbax measures them by the clock of the day, which jumps on a laptop that slept."""
@@ -76,6 +75,61 @@ def why_damaged(folder: Path) -> str | None:
     if not damaged:
         return None
     return f"every checkpoint of {folder.parent} is damaged, such as {damaged[-1]}"
+
+
+class Stamp(NamedTuple):
+    """What a part of a run was trained with.
+
+    Attributes:
+      seed: Seed of the run; a code that follows from a secret seed.
+      config: Checksum of the fields that say what a run computes.
+      data: Checksum of the description of the data.
+    """
+
+    seed: str
+    config: str
+    data: str
+
+
+class ForeignError(Exception):
+    """A checkpoint belongs to another run or another step."""
+
+
+class Owner(NamedTuple):
+    """The run that checkpoints must be of.
+
+    Attributes:
+      run: Its id; None of a run that an earlier version wrote.
+      stamps: All that it was trained with; None if nothing says it.
+    """
+
+    run: str | None
+    stamps: tuple[Stamp, ...] | None = None
+
+    @classmethod
+    def of(cls, folder: RunFolder) -> Self:
+        """Return the owner of the checkpoints in a folder, as config.json and data.json say."""
+        try:
+            stamps = read_sealed(folder.data).get("stamps")
+            return cls(folder.id, stamps and tuple(Stamp(*stamp) for stamp in stamps))
+        except (UserError, TypeError):  # `train.run.same_data` reports damage
+            return cls(folder.id)
+
+    def check(self, content: dict[str, Any], step: int) -> None:
+        """Check what a checkpoint says of itself.
+
+        Raises:
+          ForeignError: if it is of another run, or of another step.
+        """
+        run, saved, given = (content.get(name) for name in ("run", "step", "stamp"))
+        if run != self.run:
+            raise ForeignError(f"of another run: of {run_name(run)}, not of {run_name(self.run)}")
+        if saved not in (None, step) or (run and saved is None):
+            raise ForeignError(f"of another step: it was saved after step {saved}")
+        if step and run and self.stamps and (stamp := tuple(given or "???")) not in self.stamps:
+            pairs = zip(Stamp._fields, stamp, self.stamps[-1], strict=True)
+            other = next(name for name, its, ours in pairs if its != ours)
+            raise ForeignError(f"of another run: it was trained with another {other}")
 
 
 class DamagedError(Exception):
@@ -126,7 +180,9 @@ class Checkpoints:
             if not self._read_only:
                 _drop_late_callbacks()
             policies = [LatestN(keep), *[_Best(self._scores)] * keep_best]
-            gigabytes = _gigabytes_in_flight(shapes)
+            gigabytes = None
+            if shapes is not None and jax.default_backend() == "cpu":
+                gigabytes = (IN_FLIGHT + max(_sizes(shapes))) / 1e9  # no array may be above it
             self._manager = ocp.CheckpointManager(
                 self._folder,
                 options=ocp.CheckpointManagerOptions(
@@ -496,13 +552,6 @@ def _in_background(shapes: Any) -> bool:
     a small state, below `IN_FLIGHT`, is worth that.
     """
     return jax.default_backend() != "cpu" or sum(_sizes(shapes)) <= IN_FLIGHT
-
-
-def _gigabytes_in_flight(shapes: Any) -> float | None:
-    """Return orbax's limit on gigabytes in flight; None for no limit."""
-    if shapes is None or jax.default_backend() != "cpu":
-        return None
-    return (IN_FLIGHT + max(_sizes(shapes))) / 1e9  # no array may be above the limit
 
 
 def _sizes(shapes: Any) -> list[int]:

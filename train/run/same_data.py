@@ -23,8 +23,7 @@ from train.data import Dataset, num_examples
 from train.data.decode import file_crc
 from train.data.splits import hash_names
 from train.errors import UserError
-from train.run.checkpoints import why_damaged
-from train.run.identity import Stamp
+from train.run.checkpoints import Stamp, why_damaged
 from train.run.run_folder import (
     MAY_CHANGE_ON_RESUME,
     RunFolder,
