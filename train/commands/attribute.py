@@ -32,7 +32,7 @@ from train.run.attribution import (
     write_losses,
     write_query,
 )
-from train.run.checkpoints import Checkpoints, RestoredNetwork, load_network, no_checkpoint, restore
+from train.run.checkpoints import Checkpoints, RestoredNetwork, load_network, no_checkpoint
 from train.run.class_names import check_classes
 from train.run.model_files import check_model, with_model_files
 from train.run.run_folder import RunFolder
@@ -101,7 +101,7 @@ def attribute(folder: RunFolder, options: AttributeArguments, console: Console) 
     if is_recorded and not is_query:
         log("losses and scores are those that the run recorded while it trained")
         with Checkpoints(folder.checkpoints) as checkpoints:
-            restored = restore(checkpoints, run.task.model, run.state_shapes)
+            restored = checkpoints.restore(run.state_shapes, run.task.model)
         if restored is None:
             raise no_checkpoint(folder.checkpoints)
         columns, query = columns_of(restored.state.opt_state), None

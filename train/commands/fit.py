@@ -7,7 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -349,6 +349,10 @@ class _Planner:
         So these are added to one depth, and no time is estimated, because groups run again.
         """
         points = []
+        # One candidate of the backend instead of all.
+        options = dict(memory.CANDIDATE_OPTIONS.get(jax.default_backend(), ({},))[-1])
+        if self.target:
+            options = self.target.compiler_options
         is_nested = self.is_estimate and shape.policy == "nested"
         depths = self.depths[:1] if is_nested else self.depths
         for depth in depths:
@@ -357,9 +361,7 @@ class _Planner:
             start = time.perf_counter()
             run = self.setup(way, shape, batch_size, depth)
             run = run.on(layout(run.config, self.target.devices if self.target else None))
-            planned = planning.analyze(
-                run, shape.policy, self.target, compiler_options=self.compiler_options
-            )
+            planned = planning.analyze(run, shape.policy, self.target, compiler_options=options)
             seconds = None
             if self.target and self.target.peaks and not is_nested:
                 seconds = roofline.estimate(planned.executable, self.target.peaks).seconds
@@ -382,13 +384,6 @@ class _Planner:
         return Cost(
             tree_bytes(state) + temporaries, _extrapolate(depths, times, blocks) if times else None
         )
-
-    @property
-    def compiler_options(self) -> dict[str, Any]:
-        """One candidate of the backend instead of all."""
-        if self.target:
-            return self.target.compiler_options
-        return dict(memory.CANDIDATE_OPTIONS.get(jax.default_backend(), ({},))[-1])
 
     def longest(
         self, way: str, shape: Shape, batch_size: int, state: TrainState, cost: Cost | None

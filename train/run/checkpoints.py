@@ -269,21 +269,27 @@ class Checkpoints:
         with _saving(self._folder):
             self._manager.wait_until_finished()
 
-    def restore(self, shapes: TrainState) -> Restored | None:
+    def restore(self, shapes: TrainState, model: Any = None) -> Restored | None:
         """Restore the newest intact checkpoint, or return None if there is none at all.
 
         Args:
           shapes: shapes of the state, on one device or with shardings (`train.run.mesh`).
+          model: network that reads frozen parameters, if there are any, from a published model.
         """
-        target = jax.tree.map(_with_sharding, shapes)
+        saved = without_frozen(shapes)
+        target = jax.tree.map(_shape_of, saved)
 
         def read(step: int) -> Restored:
-            self._compare(step, self._manager.item_metadata(step).state.tree, shapes)
+            self._compare(step, self._manager.item_metadata(step).state.tree, saved)
             state, data = self._read(step, target)
             state = jax.tree.map(to_jax_buffer, state)
             return Restored(step, state, data["position"], data.get("logged"))
 
-        return self._newest(read)
+        restored = self._newest(read)
+        if restored is None or FROZEN not in shapes.model_state:
+            return restored
+        model_state = restored.state.model_state | {FROZEN: model.read(shapes.model_state[FROZEN])}
+        return restored._replace(state=dataclasses.replace(restored.state, model_state=model_state))
 
     def restore_network(
         self,
@@ -423,15 +429,6 @@ def without_frozen(state: TrainState) -> TrainState:
     return dataclasses.replace(state, model_state=_without(state.model_state))
 
 
-def restore(checkpoints: Checkpoints, model: Any, shapes: TrainState) -> Restored | None:
-    """Restore the newest checkpoint, and read frozen parameters from the published model."""
-    restored = checkpoints.restore(without_frozen(shapes))
-    if restored is None or FROZEN not in shapes.model_state:
-        return restored
-    model_state = restored.state.model_state | {FROZEN: model.read(shapes.model_state[FROZEN])}
-    return restored._replace(state=dataclasses.replace(restored.state, model_state=model_state))
-
-
 def load_network(
     folder: RunFolder,
     model: Any,
@@ -492,7 +489,7 @@ def compile_checksums(shapes: Any) -> None:
 
     XLA's compiler takes tens of MiB, which would add to the peak of training.
     """
-    for leaf in jax.tree.leaves(jax.tree.map(_with_sharding, shapes)):
+    for leaf in jax.tree.leaves(shapes):
         _checksum_program(_shape_of(leaf))
 
 
@@ -502,7 +499,9 @@ def _checksum_program(shape: jax.ShapeDtypeStruct) -> Callable[[Array], Array]:
 
 
 def _shape_of(a: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=getattr(a, "sharding", None))
+    if not getattr(a, "sharding", None):
+        return _on_one_device(a)
+    return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding)
 
 
 def _checksum(a: Array) -> Array:
@@ -568,10 +567,6 @@ def _shapes(tree: Any) -> dict[str, str]:
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     shapes = {_dotted(p): str(tuple(leaf.shape)) for p, leaf in leaves if hasattr(leaf, "shape")}
     return {name: shape for name, shape in shapes.items() if name != "key"}
-
-
-def _with_sharding(shape: Any) -> jax.ShapeDtypeStruct:
-    return shape if shape.sharding else _on_one_device(shape)
 
 
 def _on_one_device(shape: Any) -> jax.ShapeDtypeStruct:

@@ -21,7 +21,7 @@ from train.output.memory_tables import StepMemory
 from train.output.progress import Progress, line_printer
 from train.output.rows import as_csv
 from train.run import distributed, examples, initial_weights, tracking
-from train.run.checkpoints import Checkpoints, Restored, load_network, restore, without_frozen
+from train.run.checkpoints import Checkpoints, Restored, load_network, without_frozen
 from train.run.class_names import check_classes, write_classes
 from train.run.evaluation import Evaluation
 from train.run.input_wait import InputWait
@@ -234,7 +234,7 @@ def _first_state(
         # An imported network: the rest follows from the config, which may have changed.
         network = load_network(folder, run.task.model)
         init = run.compile_init((network.evaluation_params, network.model_state))
-    elif resume and (restored := restore(checkpoints, run.task.model, run.state_shapes)):
+    elif resume and (restored := checkpoints.restore(run.state_shapes, run.task.model)):
         return restored
     return Restored(0, init(jax.random.key(run.config.train.seed)), None)
 
@@ -415,7 +415,6 @@ class _Loop:
         return is_stopping or self.ended_early
 
     def _training_line(self) -> dict[str, Any]:
-        """Return the line of metrics.jsonl for the steps since the last one."""
         run, step = self._run, self.step
         line: dict[str, Any] = {"step": step, "epoch": step / run.steps_per_epoch}
         # Epsilon is computed while the device still works on the step.

@@ -368,6 +368,9 @@ def _init(
 ) -> Callable[..., TrainState]:
     has_ema = ema or config.optim.ema_decay is not None
 
+    def choose(initial: Array, given: Array | None) -> Array:
+        return initial if given is None else given.astype(initial.dtype)
+
     def init(key: Array, variables: Any = None) -> TrainState:
         def variables_of(key: Array) -> tuple[Any, Any]:
             if variables is None:
@@ -375,7 +378,7 @@ def _init(
             elif config.model.is_published:
                 params, state = task.model.place(key, variables)
             else:
-                params, state = _place(task.model, key, variables)
+                params, state = jax.tree.map(choose, task.model.init(key), variables)
             if config.train.params_dtype != "float32":
                 params = cast_kernels(params, config.train.params_dtype)
             return params, state
@@ -384,15 +387,6 @@ def _init(
         return TrainState.create(model, optimizer, key, ema=has_ema)
 
     return init
-
-
-def _place(model: fnet.Layer, key: Array, variables: Any) -> tuple[Any, Any]:
-
-    def choose(initial: Array, given: Array | None) -> Array:
-        return initial if given is None else given.astype(initial.dtype)
-
-    params, state = jax.tree.map(choose, model.init(key), variables)
-    return params, state
 
 
 def _num_steps(config: Config, steps_per_epoch: float) -> int:
