@@ -130,10 +130,9 @@ def _check(folder: RunFolder, config: Config, options: AttributeArguments) -> No
             "scores of training examples are not covered"
         )
     if (options.prompt is None) != (options.completion is None):
-        given, other = "prompt", "completion"
-        if options.prompt is None:
-            given, other = other, given
-        raise UserError(f"--{given}: needs --{other}, too")
+        missing = "prompt" if options.prompt is None else "completion"
+        given = "completion" if options.prompt is None else "prompt"
+        raise UserError(f"--{given}: needs --{missing}, too")
     if options.example is not None and options.prompt is not None:
         raise UserError("--example and --prompt: give one of them")
     if options.label is not None and options.example is None:

@@ -103,8 +103,7 @@ def evaluate_run(folder: RunFolder, options: EvalArguments, console: Console) ->
     changed = None
     if options.path is None and options.split is None:
         data = describe_data(run.task.dataset, private=config.is_private)
-        changed = compare_data(folder, config, data)
-        if changed:
+        if changed := compare_data(folder, config, data):
             log(changed)
     else:
         for note in (*run.task.dataset.notes, *_describe_test_images(folder, run.task.dataset)):

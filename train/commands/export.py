@@ -43,7 +43,6 @@ from train.tasks import language
 SHARD_BYTES = 2 * 2**30
 """Largest size of a file, unless one tensor is larger."""
 
-
 _EXPERTS_NOTE = (
     "adapters of experts: PEFT 0.21 applies them to Mixtral, MiniMax, OLMoE, FlexOlmo, and drops "
     "them in other models without an error; without --adapters they are merged"
@@ -229,11 +228,7 @@ def _write_tensors(
     origin: Mapping[str, str],
     others: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
-    """Write safetensors files, and an index if there are several.
-
-    ``others`` are tensors of the published model that the network does not have, such as an
-    image tower's. They are copied.
-    """
+    """Write safetensors files, and an index if there are several; ``others`` are only copied."""
 
     def array(t: Tensor) -> np.ndarray:
         own = t.to_file(np.asarray(leaf(params, t.path)))

@@ -297,12 +297,8 @@ class _Planner:
         if batch_size > 1 and FROZEN not in state.model_state:
             # Without a sum of large gradients.
             shapes.append(shapes[-1]._replace(microbatches=1))
-        row = Row(
-            way=way,
-            state_bytes=tree_bytes(state),
-            trained=_size(state.params),
-            trained_bytes=tree_bytes((state.params, state.opt_state)),
-        )
+        trained_bytes = tree_bytes((state.params, state.opt_state))
+        row = Row(way, tree_bytes(state), _size(state.params), trained_bytes)
         if row.state_bytes > self.limit:
             self.log(f"{way}: the train state alone takes {format_bytes(row.state_bytes)}")
             return row
@@ -388,10 +384,7 @@ class _Planner:
     def longest(
         self, way: str, shape: Shape, batch_size: int, state: TrainState, cost: Cost | None
     ) -> int | None:
-        """Estimate the longest context that fits, from a line through two contexts.
-
-        The cost of the shape is computed if it is not known.
-        """
+        """Estimate the longest context that fits, from a line through two contexts."""
         most = self.model.positions
         cost = cost or self.cost(way, shape, batch_size, state)
         other = 4 * shape.context

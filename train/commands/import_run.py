@@ -149,10 +149,9 @@ def model_table(folder: ModelFolder, shapes: Any) -> Table:
         "tensors": f"{len(folder.tensors):,}",
     }
     files = {"tokenizer": "tokenizer.json", "generation settings": "generation_config.json"}
-    present = {
-        name: file if (folder.path / file).is_file() else "none" for name, file in files.items()
-    }
-    return Table(str(folder.path), ("", ""), list((facts | present).items()), texts=2)
+    for name, file in files.items():
+        facts[name] = file if (folder.path / file).is_file() else "none"
+    return Table(str(folder.path), ("", ""), list(facts.items()), texts=2)
 
 
 def _next_commands(config: Config, section: Pretrained, run: str) -> str:

@@ -199,14 +199,10 @@ def print_examples(
     console: Console,
 ) -> None:
     """Print examples as a table on a terminal, as lines elsewhere."""
-    lines = [
-        (
-            rows.dataset.name(row),
-            rows.label(row),
-            *(f"{column[row]:.4g}" for column in columns.values()),
-        )
-        for row in chosen
-    ]
+    lines = []
+    for row in chosen:
+        texts = [f"{column[row]:.4g}" for column in columns.values()]
+        lines.append((rows.dataset.name(row), rows.label(row), *texts))
     if console.is_terminal:
         heads = ("training example", "label", *columns)
         console.print(to_rich(Table(kind, heads, lines, texts=2)))

@@ -20,7 +20,7 @@ from train.output.logged import BadStep, read_log, read_metrics
 from train.output.memory_tables import StepMemory
 from train.output.progress import Progress, line_printer
 from train.output.rows import as_csv
-from train.run import distributed, examples, initial_weights, tracking
+from train.run import distributed, examples, initial_weights, results, tracking
 from train.run.checkpoints import Checkpoints, Restored, load_network, without_frozen
 from train.run.class_names import check_classes, write_classes
 from train.run.evaluation import Evaluation
@@ -33,13 +33,6 @@ from train.run.planning import check_memory_config
 from train.run.process_memory import HighWater
 from train.run.profiling import Profile
 from train.run.programs import Programs, compile_programs
-from train.run.results import (
-    before_training,
-    print_facts,
-    test_metrics,
-    unreadable_name,
-    write_results,
-)
 from train.run.run_folder import RunFolder, atomic_write, quote
 from train.run.same_data import check_data, check_saved, describe_data, stamp_of, write_data
 from train.run.seeds import (
@@ -128,7 +121,7 @@ def train(
         programs = compile_programs(run, weights, unreadable, console)
         last = max(folder.saved_steps, default=0)  # later lines are dropped
         earlier = [x for x in read_metrics(folder.metrics) if x["step"] <= last] if resume else []
-        print_facts(console, before_training(programs, earlier))
+        results.print_facts(console, results.before_training(programs, earlier))
         if run.privacy:
             log(f"privacy: {run.privacy.describe(run.steps)}")
             log(describe_seeds(folder, config))
@@ -179,7 +172,7 @@ def train(
             loop.report_stop(command or quote(folder.config))
             return False
         loop.check_skipped()
-        write_results(
+        results.write_results(
             run,
             folder,
             programs,
@@ -353,7 +346,7 @@ class _Loop:
         """Return the number of unreadable files in the whole run; None if it is not released."""
         if self._run.config.is_release_only:
             return None
-        name, lines = unreadable_name(self._run), read_metrics(self._folder.metrics)
+        name, lines = results.unreadable_name(self._run), read_metrics(self._folder.metrics)
         return max([self._unreadable.count, *(line.get(name) or 0 for line in lines)])
 
     def report_stop(self, command: str) -> None:
@@ -403,7 +396,7 @@ class _Loop:
             if is_evaluating and self._evaluate(progress):
                 assert self.evaluation is not None
                 score = self._judge(self.evaluation.metrics)
-                line |= test_metrics(self.evaluation.metrics)
+                line |= results.test_metrics(self.evaluation.metrics)
             is_stopping = is_stopping or self.failure is not None
             write(line)
             self._meter.restart()
@@ -428,7 +421,7 @@ class _Loop:
         num_updates = max(step - 1 - self._num_skipped, 0)
         line["train/learning_rate"] = self._programs.learning_rate(num_updates)
         if self._unreadable.count and not run.config.is_release_only:
-            line[unreadable_name(run)] = self._unreadable.count
+            line[results.unreadable_name(run)] = self._unreadable.count
         return line
 
     def _evaluate(self, progress: Progress) -> bool:

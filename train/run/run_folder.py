@@ -34,8 +34,6 @@ MAY_CHANGE_ON_RESUME |= {"name"}
 _OF_MASKS = {f"data.{name}" for name in ("classes", "class_table", "format", "ignore", "images")}
 _OF_MASKS |= {"data.masks", "data.mask_reading", "data.mask_values"}
 """Fields that say what masks mean, which `class_names.check_classes` compares."""
-
-
 _OTHER_FOLDER = "choose another folder with --out"
 
 
@@ -138,11 +136,10 @@ class RunFolder:
     @property
     def has_saved(self) -> bool:
         """Whether a run here has saved a checkpoint, even if it is gone."""
-        try:
-            has_saved = bool(read_sealed(self.data).get("has_saved"))
-        except UserError:
-            has_saved = False
-        return has_saved or any(self.checkpoints.glob("[0-9]*"))
+        with contextlib.suppress(UserError):  # no data.json, or a damaged one
+            if read_sealed(self.data).get("has_saved"):
+                return True
+        return any(self.checkpoints.glob("[0-9]*"))
 
     @property
     def has_trained(self) -> bool:
