@@ -17,8 +17,8 @@ from train.data import pad_batch
 from train.data.decode import UnreadableError
 from train.data.preprocessing import PreprocessedImage
 from train.errors import UserError
+from train.run.checkpoints import load_network
 from train.run.class_names import read_outputs
-from train.run.frozen import load_network
 from train.run.model_files import check_model
 from train.run.run_folder import RunFolder
 from train.tasks import kind_of

@@ -19,7 +19,7 @@ from train.data import Dataset, num_examples
 from train.data.canaries import add_canaries, draw_included, exclude
 from train.data.poisson import poisson_batches
 from train.gradients.privacy import Privacy
-from train.run.audit import describe
+from train.run.results import describe_audit
 from train.run.setup import setup
 
 PARAMS = {"dense": {"kernel": jnp.ones((4, 3)), "bias": jnp.zeros(3)}, "table": jnp.ones((9, 9))}
@@ -178,9 +178,9 @@ def test_a_run_without_noise_has_a_large_bound(audited, capsys):
 
 def test_a_run_with_less_noise_than_it_claims_is_caught():
     claimed = Privacy(4.0, PoissonSampling(1000, 100), 1e-5)
-    result = describe(Audit(3.4, 1e-5, 0.95, 300, 128, 128), claimed, 10)
+    result = describe_audit(Audit(3.4, 1e-5, 0.95, 300, 128, 128), claimed, 10)
     assert "THE GUARANTEE IS BROKEN" in result
-    assert "BROKEN" not in describe(Audit(0.1, 1e-5, 0.95, 300, 128, 70), claimed, 10)
+    assert "BROKEN" not in describe_audit(Audit(0.1, 1e-5, 0.95, 300, 128, 70), claimed, 10)
 
 
 @pytest.mark.slow

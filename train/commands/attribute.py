@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
-from fnet.attribution import InRunState, Scores, ekfac, tracin
+from fnet.attribution import Scores, ekfac, tracin
 from train import arguments
 from train.arguments import AttributeArguments
 from train.commands.positional import positional
@@ -32,9 +32,8 @@ from train.run.attribution import (
     write_losses,
     write_query,
 )
-from train.run.checkpoints import Checkpoints, RestoredNetwork, no_checkpoint
+from train.run.checkpoints import Checkpoints, RestoredNetwork, load_network, no_checkpoint
 from train.run.class_names import check_classes
-from train.run.frozen import load_network, restore
 from train.run.model_files import check_model, with_model_files
 from train.run.run_folder import RunFolder
 from train.run.same_data import compare_data, describe_data
@@ -101,7 +100,11 @@ def attribute(folder: RunFolder, options: AttributeArguments, console: Console) 
     is_query = options.example is not None or options.prompt is not None
     if is_recorded and not is_query:
         log("losses and scores are those that the run recorded while it trained")
-        columns, query = columns_of(_recorded(folder, run)), None
+        with Checkpoints(folder.checkpoints) as checkpoints:
+            restored = checkpoints.restore(run.state_shapes, run.task.model)
+        if restored is None:
+            raise no_checkpoint(folder.checkpoints)
+        columns, query = columns_of(restored.state.opt_state), None
     else:
         network = load_network(folder, run.task.model, best=options.best)
         query = _query(run, config, network, options)
@@ -121,17 +124,15 @@ def attribute(folder: RunFolder, options: AttributeArguments, console: Console) 
 
 
 def _check(folder: RunFolder, config: Config, options: AttributeArguments) -> None:
-    """Raise `UserError` for options that contradict each other or do not fit the run."""
     if config.is_release_only:
         raise UserError(
             f"{folder.path} writes only what its privacy guarantee covers (grad.release_only), and "
             "scores of training examples are not covered"
         )
     if (options.prompt is None) != (options.completion is None):
-        given, other = "prompt", "completion"
-        if options.prompt is None:
-            given, other = other, given
-        raise UserError(f"--{given}: needs --{other}, too")
+        missing = "prompt" if options.prompt is None else "completion"
+        given = "completion" if options.prompt is None else "prompt"
+        raise UserError(f"--{given}: needs --{missing}, too")
     if options.example is not None and options.prompt is not None:
         raise UserError("--example and --prompt: give one of them")
     if options.label is not None and options.example is None:
@@ -149,16 +150,6 @@ def _check(folder: RunFolder, config: Config, options: AttributeArguments) -> No
             f"{folder.path} is a run of {config.model.name}; expected one that predicts labels of "
             "images or text"
         )
-
-
-def _recorded(folder: RunFolder, run: Setup) -> InRunState:
-    """Return the scores in the newest checkpoint of a run with ``grad.mode attribution``."""
-    with Checkpoints(folder.checkpoints) as checkpoints:
-        restored = restore(checkpoints, run.task.model, run.state_shapes)
-    if restored is None:
-        raise no_checkpoint(folder.checkpoints)
-    state: InRunState = restored.state.opt_state
-    return state
 
 
 def _query(
@@ -199,7 +190,9 @@ def _of_image(
         known = ", ".join(classes[:10])
         raise UserError(f"--label: no class {options.label}; expected one of {known}")
     batch = {"image": image[None], "label": np.array([label], np.int32)}
-    return Query(_name(file), f"the label {classes[label]} of {file}", batch)
+    stem = file.replace("\\", "/").rsplit("/", 1)[-1].rsplit(".", 1)[0]
+    name = "".join(c if c.isalnum() or c in "-_" else "_" for c in stem)
+    return Query(f"image-{name}", f"the label {classes[label]} of {file}", batch)
 
 
 def _of_text(config: Config, prompt: str, completion: str, *, is_chat: bool) -> Query:
@@ -223,11 +216,6 @@ def _of_text(config: Config, prompt: str, completion: str, *, is_chat: bool) -> 
     is_learned = np.arange(1, len(tokens)) >= len(tokens) - count
     batch = {"tokens": tokens[None], "loss_mask": is_learned[None]}
     return Query("completion", f"{completion!r:.40} after {prompt!r:.40}", batch)
-
-
-def _name(file: str) -> str:
-    stem = file.replace("\\", "/").rsplit("/", 1)[-1].rsplit(".", 1)[0]
-    return "image-" + "".join(c if c.isalnum() or c in "-_" else "_" for c in stem)
 
 
 def _compute(

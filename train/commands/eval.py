@@ -2,6 +2,11 @@
 
 import contextlib
 import dataclasses
+import hashlib
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,10 +18,8 @@ from train.arguments import EvalArguments
 from train.commands.positional import positional
 from train.config import Config
 from train.data import Dataset, num_examples
-from train.data.chat import ChatTemplate
 from train.data.files import describe_copies, describe_images
-from train.data.text import Text
-from train.data.tokenizer import Tokenizer, load_tokenizer
+from train.data.tokenizer import load_tokenizer
 from train.data.unreadable import UnreadableFiles
 from train.errors import UserError, writing
 from train.gradients.mean import Mean
@@ -25,13 +28,11 @@ from train.output.progress import line_printer
 from train.output.rows import as_csv
 from train.output.tables import MISSING, Table, to_rich
 from train.run import examples
+from train.run.checkpoints import load_network
 from train.run.choices import load_questions, score_choices
 from train.run.class_names import check_classes, read_outputs
-from train.run.class_scores import class_scores, describe_undefined
 from train.run.evaluation import Evaluation
-from train.run.evaluation_files import evaluation_files
-from train.run.example_rows import example_rows
-from train.run.frozen import load_network
+from train.run.evaluation_tables import class_scores, describe_undefined, example_rows
 from train.run.mesh import layout, make_cpu_devices
 from train.run.model_files import check_model, with_model_files
 from train.run.results import test_metrics
@@ -65,7 +66,7 @@ def main(argv: list[str]) -> None:
 def evaluate_run(folder: RunFolder, options: EvalArguments, console: Console) -> None:
     """Print the metrics and write evaluation.json, confusion.png and examples.png.
 
-    `train.run.evaluation_files` names them after the options.
+    `evaluation_files` names them after the options.
 
     With a file of questions, the answers are evaluated instead, and choices.json is written.
 
@@ -84,7 +85,10 @@ def evaluate_run(folder: RunFolder, options: EvalArguments, console: Console) ->
         answer_choices(folder, config, options, console)
         return
     make_cpu_devices(config.mesh)
-    run = _on_mesh(_setup(folder, config, options))
+    run = _setup(folder, config, options)
+    # On the mesh it was trained on, if this machine has as many devices.
+    if 1 < config.mesh.data * config.mesh.fsdp <= len(jax.devices()):
+        run = run.on(layout(config))
     views = Views(options.scales or (1.0,), options.flip)
     if views != Views():
         run = run._replace(
@@ -95,13 +99,11 @@ def evaluate_run(folder: RunFolder, options: EvalArguments, console: Console) ->
     network = load_network(folder, run.task.model, best=options.best, place=place)
     # With several crops or views per image, fewer images make a batch of the same size.
     batch_size = config.data.batch_size // max(run.config.data.crops, views.num_views)
-    batch_size = max(batch_size // run.devices, 1) * run.devices
     log = line_printer(console)
     changed = None
     if options.path is None and options.split is None:
         data = describe_data(run.task.dataset, private=config.is_private)
-        changed = compare_data(folder, config, data)
-        if changed:
+        if changed := compare_data(folder, config, data):
             log(changed)
     else:
         for note in (*run.task.dataset.notes, *_describe_test_images(folder, run.task.dataset)):
@@ -111,28 +113,28 @@ def evaluate_run(folder: RunFolder, options: EvalArguments, console: Console) ->
     evaluation = evaluate(network)
     evaluation = evaluation._replace(metrics=evaluation.metrics | _text_metrics(run, evaluation))
 
-    files = evaluation_files(folder, given_options(options))
-    title = files.title(config.name, network.step)
-    written = {"evaluation": files.json}
+    files, description = evaluation_files(folder, given_options(options))
+    title = ", ".join(filter(None, [f"{config.name}, step {network.step}", description]))
+    written = {"evaluation": files.evaluation}
     with writing(folder.path, "make it writable"):
-        files.json.parent.mkdir(parents=True, exist_ok=True)
+        files.path.mkdir(parents=True, exist_ok=True)
         content = {
             "step": network.step,
             "options": dataclasses.asdict(options),
             "metrics": test_metrics(evaluation.metrics),
             "classes": class_scores(run, evaluation),
-            "description": files.description,
+            "description": description,
             "unreadable_files": unreadable.count,
             "data_changed": changed,
         }
-        folder.write(files.json, content)
+        folder.write(files.evaluation, content)
         if rows := example_rows(run, evaluation, options.split or "test"):
             atomic_write(files.rows, as_csv(rows))
             written["images" if kind_of(run.config).labels_images else "texts"] = files.rows
         pictures = {"confusion matrix": files.confusion, "examples": files.examples}
         drawn = examples.draw_results(run, evaluate, network, evaluation, title, *pictures.values())
         written |= {name: path for name, path in pictures.items() if path in drawn}
-    described = f" with {files.description}" if files.description else ""
+    described = f" with {description}" if description else ""
     log(f"{folder.path} after step {network.step}{described}")
     print_scores(run, evaluation, console)
     for name, path in written.items():
@@ -185,7 +187,10 @@ def answer_choices(
     file, data = options.choices, language.text_source(config)
     assert file is not None
     tokenizer = load_tokenizer(data)
-    template = _chat_template(data, tokenizer) if options.chat else None
+    try:
+        template = language.chat_template(data, tokenizer) if options.chat else None
+    except UserError as error:
+        raise UserError(f"--chat: {error}") from error
     questions = load_questions(file, "--choices", tokenizer, data.context, template)
     model = language.build_network(config)
     params, state, step = load_network(folder, model, best=options.best)
@@ -218,13 +223,6 @@ def answer_choices(
     log(f"choices: {folder.choices}")
 
 
-def _chat_template(data: Text, tokenizer: Tokenizer) -> ChatTemplate:
-    try:
-        return language.chat_template(data, tokenizer)
-    except UserError as error:
-        raise UserError(f"--chat: {error}") from error
-
-
 def _text_metrics(run: Setup, evaluation: Evaluation) -> dict[str, float]:
     """Return the perplexity of a language model, and its bits per byte if they are known."""
     if kind_of(run.config).generates != "text":
@@ -234,12 +232,6 @@ def _text_metrics(run: Setup, evaluation: Evaluation) -> dict[str, float]:
         metrics = {"perplexity": float(np.exp(loss))}
     ratio = run.task.dataset.tokens_per_byte()
     return metrics if ratio is None else metrics | {"bits_per_byte": loss * ratio / np.log(2)}
-
-
-def _on_mesh(run: Setup) -> Setup:
-    """Return the run on the mesh it was trained on, if this machine has as many devices."""
-    devices = run.config.mesh.data * run.config.mesh.fsdp
-    return run.on(layout(run.config)) if 1 < devices <= len(jax.devices()) else run
 
 
 def print_scores(run: Setup, evaluation: Evaluation, console: Console) -> None:
@@ -301,9 +293,40 @@ def apply_options(folder: RunFolder, config: Config, options: EvalArguments) -> 
 
 def given_options(options: EvalArguments) -> dict[str, Any]:
     """Return the options by name that are not at their default."""
-    fields = {f.name: f.default for f in dataclasses.fields(options)}
-    given = {name: getattr(options, name) for name in fields}
-    return {name: value for name, value in given.items() if value != fields[name]}
+    fields = dataclasses.fields(options)
+    return {f.name: v for f in fields if (v := getattr(options, f.name)) != f.default}
+
+
+def evaluation_files(folder: RunFolder, options: Mapping[str, Any]) -> tuple[RunFolder, str]:
+    """Return where an evaluation with some options is written, and ``"split test, flip"``.
+
+    Without options, it is the folder that training writes to, too. Other options do not overwrite.
+    """
+    if not options:
+        return folder, ""
+    at = folder.evaluations / ",".join(_file_name(*item) for item in options.items())
+    return RunFolder(at), ", ".join(_describe(*item) for item in options.items())
+
+
+def _describe(name: str, value: Any) -> str:
+    name = name.replace("_", " ")
+    return name if value is True else f"{name} {' '.join(_texts(value))}"
+
+
+def _file_name(name: str, value: Any) -> str:
+    if value is True:
+        return name
+    text = "+".join(_texts(value))
+    safe = re.sub(r"[^\w.+-]", "_", Path(text).name or "root")[-60:]
+    if safe != text:  # two folders can have the same name
+        digest = hashlib.sha256(os.fsencode(os.path.abspath(text))).hexdigest()
+        safe = f"{safe}-{digest[:6]}"
+    return f"{name}={safe}"
+
+
+def _texts(value: Any) -> list[str]:
+    values = value if isinstance(value, tuple) else (value,)
+    return [f"{v:g}" if isinstance(v, float) else str(v) for v in values]
 
 
 def _flag(name: str) -> str:

@@ -34,16 +34,14 @@ from train.errors import UserError, output_file, printable, shorten, writing
 from train.networks import pretrained
 from train.networks.pretrained import Pretrained
 from train.run import weight_files
-from train.run.checkpoints import Checkpoints
+from train.run.checkpoints import Checkpoints, load_network
 from train.run.class_names import read_outputs
-from train.run.frozen import load_network
 from train.run.model_files import check_model, copy_small_files, with_model_files
 from train.run.run_folder import RunFolder, as_json
 from train.tasks import language
 
 SHARD_BYTES = 2 * 2**30
 """Largest size of a file, unless one tensor is larger."""
-
 
 _EXPERTS_NOTE = (
     "adapters of experts: PEFT 0.21 applies them to Mixtral, MiniMax, OLMoE, FlexOlmo, and drops "
@@ -230,11 +228,7 @@ def _write_tensors(
     origin: Mapping[str, str],
     others: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
-    """Write safetensors files, and an index if there are several.
-
-    ``others`` are tensors of the published model that the network does not have, such as an
-    image tower's. They are copied.
-    """
+    """Write safetensors files, and an index if there are several; ``others`` are only copied."""
 
     def array(t: Tensor) -> np.ndarray:
         own = t.to_file(np.asarray(leaf(params, t.path)))

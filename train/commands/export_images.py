@@ -17,12 +17,12 @@ from train.data.photos import Photos
 from train.errors import UserError
 from train.networks.model_images import position_size
 from train.networks.pretrained import Pretrained, build_image_network, without_classes
+from train.run.checkpoints import load_network
 from train.run.class_names import read_outputs
-from train.run.frozen import load_network
 from train.run.run_folder import RunFolder
 from train.tasks import images
 
-_TOLERANCE = 1e-4
+TOLERANCE = 1e-4
 """Largest difference of logits, relative to the largest one."""
 _BILINEAR = 2
 """Pillow's number of the filter that resizes images."""
@@ -64,7 +64,11 @@ def published_model(
     params = _arrange(trained, model, source, shape, network.new)
     image = jax.random.normal(jax.random.key(0), (2, *shape))
     expected, _ = network.apply(trained, {}, image, train=False)
-    if not _is_close(model, params, image, expected):
+    try:
+        actual, _ = model.apply(params, {}, image, train=False)
+    except (KeyError, TypeError, ValueError) as error:
+        raise _not_supported(source) from error
+    if not difference(actual, expected) <= TOLERANCE:
         raise _not_supported(source)
     tensors = model.tensors if network.new else network.base.tensors
     published = {t.path: source.tensors[t.name].dtype for t in network.base.tensors}
@@ -125,35 +129,22 @@ def _arrange(
     if positions is not None and positions.shape != shapes["pos_embedding"]:
         patch = params["patches"]["kernel"].shape[:2]
         rows, columns = (side // p for side, p in zip(shape, patch, strict=False))
+        height, width = position_size(source.config)
+        before = height // patch[0], width // patch[1]
         prefix = shapes["pos_embedding"][0] - rows * columns
-        params["pos_embedding"] = _resized(positions, prefix, (rows, columns), source, patch)
+        interpolation = family_of(source.config).interpolation
+        assert interpolation is not None  # because there are positions
+        own = jnp.asarray(positions[prefix:])
+        resized = resize_positions(own, before, (rows, columns), interpolation)
+        params["pos_embedding"] = np.concatenate([positions[:prefix], resized])
     return params
 
 
-def _resized(
-    positions: np.ndarray,
-    prefix: int,
-    grid: tuple[int, int],
-    source: ModelFolder,
-    patch: tuple[int, int],
-) -> np.ndarray:
-    config = source.config
-    size = position_size(config)
-    before = size[0] // patch[0], size[1] // patch[1]
-    interpolation = family_of(config).interpolation
-    assert interpolation is not None  # because there are positions
-    resized = resize_positions(jnp.asarray(positions[prefix:]), before, grid, interpolation)
-    return np.concatenate([positions[:prefix], resized])
-
-
-def _is_close(model: PretrainedModel, params: Any, image: Any, expected: Any) -> bool:
-    try:
-        actual, _ = model.apply(params, {}, image, train=False)
-    except (KeyError, TypeError, ValueError):
-        return False
+def difference(actual: Any, expected: Any) -> float:
+    """Return the largest difference of logits, relative to the largest one."""
     if actual.shape != expected.shape:
-        return False
-    return bool(np.abs(actual - expected).max() <= _TOLERANCE * np.abs(expected).max())
+        return float("inf")
+    return float(np.abs(actual - expected).max() / np.abs(expected).max())
 
 
 def _preprocessor(config: Config, model_config: dict[str, Any]) -> dict[str, Any]:

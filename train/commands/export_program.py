@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +13,14 @@ from jax import Array, export
 import fnet
 from fnet.losses.segmentation import bilinear_weights
 from train.arguments import ExportArguments
+from train.commands.export_images import TOLERANCE, difference
 from train.config import Config
 from train.data import Outputs
 from train.data.photos import Photos
-from train.errors import TrainingError, UserError, output_file
+from train.errors import TrainingError, UserError, output_file, writing
 from train.onnx_program import UnsupportedError, to_onnx
+from train.run.checkpoints import load_network
 from train.run.class_names import read_outputs
-from train.run.frozen import load_network
 from train.run.run_folder import RunFolder, atomic_write
 from train.tasks import images, kind_of
 from train.tasks.targets import KINDS
@@ -29,18 +30,10 @@ PLATFORMS = ("cpu", "cuda", "tpu")
 
 _BATCHES = (1, 3)
 """Batch sizes that the written program is run with."""
-_TOLERANCE = 1e-4
-"""Largest difference of logits, relative to the largest one."""
 
 Apply = Callable[[Array], Array]
+_Outputs = Callable[[Array], dict[str, Array]]
 _Program = tuple[bytes, Callable[[bytes], Any]]
-
-
-class _Written(NamedTuple):
-    """Outputs of an ONNX program by name, and its metadata."""
-
-    outputs: Callable[[Array], dict[str, Array]]
-    metadata: dict[str, str]
 
 
 def export_program(folder: RunFolder, config: Config, options: ExportArguments) -> tuple[Path, str]:
@@ -59,17 +52,15 @@ def export_program(folder: RunFolder, config: Config, options: ExportArguments) 
     """
     kind = options.format
     out = output_file(options.out, folder.path / f"model.{kind}")
-    network, shape, written = _network(folder, config, options)
+    network, shape, outputs, metadata = _network(folder, config, options)
     if kind == "stablehlo":
         content, run = _stablehlo(network, shape)
     else:
-        content, run = _onnx(shape, written)
-    try:
+        content, run = _onnx(shape, outputs, metadata)
+    with writing(out, "choose --out"):
         atomic_write(out, content)
-    except OSError as error:
-        raise UserError(f"cannot write {out}: {error.strerror or error}; choose --out") from error
     difference = max(_difference(network, run(out.read_bytes()), shape, n) for n in _BATCHES)
-    if not difference <= _TOLERANCE:
+    if not difference <= TOLERANCE:
         out.unlink()
         raise TrainingError(
             f"{out}: logits of the written program differ by {difference:.1e} of the largest one; "
@@ -81,8 +72,11 @@ def export_program(folder: RunFolder, config: Config, options: ExportArguments) 
 
 def _network(
     folder: RunFolder, config: Config, options: ExportArguments
-) -> tuple[Apply, tuple[int, ...], _Written]:
-    """Return the trained network, from pixels to logits in float32, and the shape of an image."""
+) -> tuple[Apply, tuple[int, ...], _Outputs, dict[str, str]]:
+    """Return the network, from pixels to logits in float32, and its images' shape; for ONNX, too.
+
+    An ONNX program has outputs by name, and metadata.
+    """
     kind = kind_of(config)
     if not kind.labels_images:
         raise UserError(
@@ -114,7 +108,7 @@ def _network(
         return {"logits": logits, "predictions": predictions}
 
     metadata = _metadata(config, meaning) | folder.origin(trained.step)
-    return apply, shape, _Written(outputs, metadata)
+    return apply, shape, outputs, metadata
 
 
 def _upsample(logits: Array, height: int, width: int) -> Array:
@@ -132,11 +126,11 @@ def _stablehlo(network: Apply, shape: tuple[int, ...]) -> _Program:
     return bytes(exported.serialize()), lambda content: export.deserialize(bytearray(content)).call
 
 
-def _onnx(shape: tuple[int, ...], written: _Written) -> _Program:
+def _onnx(shape: tuple[int, ...], outputs: _Outputs, metadata: dict[str, str]) -> _Program:
     try:
         import onnxruntime
 
-        content = to_onnx(written.outputs, shape, written.metadata)
+        content = to_onnx(outputs, shape, metadata)
     except ImportError as error:
         raise UserError(
             f"--format onnx: needs {error.name}, which is not installed: "
@@ -177,8 +171,4 @@ def _metadata(config: Config, outputs: Outputs) -> dict[str, str]:
 def _difference(network: Apply, run: Any, shape: tuple[int, ...], batch: int) -> float:
     """Return the largest difference of logits, relative to the largest one."""
     x = np.random.default_rng(batch).random((batch, *shape), np.float32)
-    expected = np.asarray(network(jnp.asarray(x)))
-    actual = np.asarray(run(x))
-    if actual.shape != expected.shape:
-        return float("inf")
-    return float(np.abs(actual - expected).max() / np.abs(expected).max())
+    return difference(np.asarray(run(x)), np.asarray(network(jnp.asarray(x))))

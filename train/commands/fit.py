@@ -7,7 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -297,12 +297,8 @@ class _Planner:
         if batch_size > 1 and FROZEN not in state.model_state:
             # Without a sum of large gradients.
             shapes.append(shapes[-1]._replace(microbatches=1))
-        row = Row(
-            way=way,
-            state_bytes=tree_bytes(state),
-            trained=_size(state.params),
-            trained_bytes=tree_bytes((state.params, state.opt_state)),
-        )
+        trained_bytes = tree_bytes((state.params, state.opt_state))
+        row = Row(way, tree_bytes(state), _size(state.params), trained_bytes)
         if row.state_bytes > self.limit:
             self.log(f"{way}: the train state alone takes {format_bytes(row.state_bytes)}")
             return row
@@ -349,6 +345,10 @@ class _Planner:
         So these are added to one depth, and no time is estimated, because groups run again.
         """
         points = []
+        # One candidate of the backend instead of all.
+        options = dict(memory.CANDIDATE_OPTIONS.get(jax.default_backend(), ({},))[-1])
+        if self.target:
+            options = self.target.compiler_options
         is_nested = self.is_estimate and shape.policy == "nested"
         depths = self.depths[:1] if is_nested else self.depths
         for depth in depths:
@@ -357,9 +357,7 @@ class _Planner:
             start = time.perf_counter()
             run = self.setup(way, shape, batch_size, depth)
             run = run.on(layout(run.config, self.target.devices if self.target else None))
-            planned = planning.analyze(
-                run, shape.policy, self.target, compiler_options=self.compiler_options
-            )
+            planned = planning.analyze(run, shape.policy, self.target, compiler_options=options)
             seconds = None
             if self.target and self.target.peaks and not is_nested:
                 seconds = roofline.estimate(planned.executable, self.target.peaks).seconds
@@ -383,20 +381,10 @@ class _Planner:
             tree_bytes(state) + temporaries, _extrapolate(depths, times, blocks) if times else None
         )
 
-    @property
-    def compiler_options(self) -> dict[str, Any]:
-        """One candidate of the backend instead of all."""
-        if self.target:
-            return self.target.compiler_options
-        return dict(memory.CANDIDATE_OPTIONS.get(jax.default_backend(), ({},))[-1])
-
     def longest(
         self, way: str, shape: Shape, batch_size: int, state: TrainState, cost: Cost | None
     ) -> int | None:
-        """Estimate the longest context that fits, from a line through two contexts.
-
-        The cost of the shape is computed if it is not known.
-        """
+        """Estimate the longest context that fits, from a line through two contexts."""
         most = self.model.positions
         cost = cost or self.cost(way, shape, batch_size, state)
         other = 4 * shape.context

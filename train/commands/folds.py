@@ -89,11 +89,7 @@ def train_folds(config: Config, folds: int, out: Path, *, resume: bool, console:
 
 
 def _id(at: Path, folders: list[RunFolder], *, resume: bool) -> str:
-    """Return the id that the ids of all folds begin with.
-
-    Raises:
-      UserError: if a run there has another one.
-    """
+    """Return the id that the ids of all folds begin with; a run of another one is refused."""
     known = read(_Folds, at) if resume else None
     begun = [folder for folder in folders if resume and folder.has_started]
     run = known.run if known else secrets.token_hex(8)

@@ -23,9 +23,8 @@ from train.networks.pretrained import Pretrained
 from train.output.progress import line_printer
 from train.output.tables import Table, to_rich
 from train.run import weight_files
-from train.run.checkpoints import Checkpoints
+from train.run.checkpoints import Checkpoints, Owner
 from train.run.class_names import write_classes
-from train.run.identity import Owner
 from train.run.initial_weights import InitialWeights, load
 from train.run.model_files import copy_model_files
 from train.run.run_folder import RunFolder, quote
@@ -150,10 +149,9 @@ def model_table(folder: ModelFolder, shapes: Any) -> Table:
         "tensors": f"{len(folder.tensors):,}",
     }
     files = {"tokenizer": "tokenizer.json", "generation settings": "generation_config.json"}
-    present = {
-        name: file if (folder.path / file).is_file() else "none" for name, file in files.items()
-    }
-    return Table(str(folder.path), ("", ""), list((facts | present).items()), texts=2)
+    for name, file in files.items():
+        facts[name] = file if (folder.path / file).is_file() else "none"
+    return Table(str(folder.path), ("", ""), list(facts.items()), texts=2)
 
 
 def _next_commands(config: Config, section: Pretrained, run: str) -> str:

@@ -1,8 +1,6 @@
 """``fnet memory``: predict the memory of training, without training."""
 
-import dataclasses
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -58,12 +56,11 @@ def predict_memory(config: Config, options: MemoryArguments, console: Console) -
     if options.target is not None:
         targets = [target_of(name, count) for name in options.target.split(",")]
     if options.budget is not None:
-        config = _replace(config, "memory", budget=options.budget)
+        config = config.replace(memory=config.memory.replace(budget=options.budget))
     find_batch_size = options.batch_size == "auto"
-    if find_batch_size and not (config.memory.budget or options.target):
-        raise UserError("--batch-size auto: needs --budget or --target")
     if options.batch_size is not None and not find_batch_size:
-        config = _replace(config, "data", batch_size=_batch_size(options.batch_size))
+        batch_size = _batch_size(options.batch_size)
+        config = config.replace(data=config.data.replace(batch_size=batch_size))
     run = setup(configs.check(config, "command line"), without_data=True)
     for note in run.notes:
         log(note)
@@ -156,11 +153,6 @@ def _largest_batch(p: Prediction) -> str:
     way = f"--memory.budget {budget}" if budget else f"--memory.policy {p.planned.policy}"
     each = f", {size // devices} for each of {devices} devices" if devices > 1 else ""
     return f"largest batch size that fits: {size}{each}; train with --data.batch-size {size} {way}"
-
-
-def _replace(config: Config, section: str, **values: Any) -> Config:
-    replaced = dataclasses.replace(getattr(config, section), **values)
-    return dataclasses.replace(config, **{section: replaced})
 
 
 def _batch_size(text: str) -> int:

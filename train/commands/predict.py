@@ -31,8 +31,8 @@ from train.output.progress import line_printer
 from train.output.rows import as_csv
 from train.output.tables import Table, to_rich
 from train.predictor import Predictor, config_of_images
+from train.run.checkpoints import load_network
 from train.run.class_names import read_outputs
-from train.run.frozen import load_network
 from train.run.model_files import check_model
 from train.run.run_folder import RunFolder, as_json, atomic_write
 from train.tasks import kind_of, text_classification
@@ -112,11 +112,7 @@ def predict(folder: RunFolder, given: Sequence[str], options: PredictArguments) 
                 rows.append(_row(config.data.targets, classes, predictions[-1], output))
             except UnreadableError as error:
                 unreadable.append({"image": path, "reason": str(error)})
-        result = {
-            "step": predictor.step,
-            "predictions": predictions,
-            "unreadable": unreadable,
-        }
+        result = {"step": predictor.step, "predictions": predictions, "unreadable": unreadable}
         _write(out, result, rows, options)
     return result
 
@@ -211,24 +207,19 @@ def print_predictions(result: dict[str, Any], console: Console) -> None:
     log, rows, score = line_printer(console), [], "probability"
     for p in result["predictions"]:
         if "numbers" in p:
-            texts = [f"{name} {number(value)}" for name, value in p["numbers"].items()]
+            texts = [f"{what} {number(value)}" for what, value in p["numbers"].items()]
             log(f"{p['image']}  {'  '.join(texts)}")
             continue
-        score = "share" if "mask" in p else "probability"
+        score, name = "share" if "mask" in p else "probability", p.get("image") or p["text"]
         if not console.is_terminal:
             labels = "  ".join(f"{label['label']} {label[score]:.2%}" for label in p["labels"])
-            log(f"{_name(p)}  {labels}")
+            log(f"{name}  {labels}")
         for i, label in enumerate(p["labels"]):
-            rows.append(("" if i else _name(p), label["label"], f"{label[score]:.1%}"))
+            rows.append(("" if i else name, label["label"], f"{label[score]:.1%}"))
     if console.is_terminal and rows:
         last = "pixels" if score == "share" else score
         what = "text" if "text" in p else "image"
         console.print(to_rich(Table("", (what, "label", last), rows, texts=2)))
-
-
-def _name(prediction: dict[str, Any]) -> str:
-    name: str = prediction.get("image") or prediction["text"]
-    return name
 
 
 def _outputs(

@@ -32,9 +32,8 @@ from train.networks import pretrained
 from train.networks.denoiser import Denoiser
 from train.networks.pretrained import Pretrained
 from train.output import plots
-from train.run.checkpoints import Checkpoints
+from train.run.checkpoints import Checkpoints, load_network
 from train.run.class_names import check_classes
-from train.run.frozen import load_network
 from train.run.model_files import check_model, with_model_files
 from train.run.run_folder import RunFolder
 from train.tasks import images, kind_of, language
@@ -220,11 +219,7 @@ class TextGenerator:
 
 
 class _Writer:
-    """Turns the tokens of a row into text, as they come.
-
-    Attributes:
-      has_ended: Whether a token or a text has ended it.
-    """
+    """Turns the tokens of a row into text, as they come, until a token or a text ends it."""
 
     def __init__(
         self, tokenizer: Tokenizer, prompt: np.ndarray, ends: Sequence[int], stops: Sequence[str]
@@ -245,7 +240,6 @@ class _Writer:
         return self.end() if self.has_ended else self._print(is_last=False)
 
     def end(self) -> str:
-        """Return the rest of the text."""
         return self._print(is_last=True)
 
     def _print(self, *, is_last: bool) -> str:

@@ -83,7 +83,10 @@ def score_in_blocks(
     """
     key = folder / "blocks.json"
     folder.mkdir(parents=True, exist_ok=True)
-    if _read(key) != identity:
+    known: dict[str, Any] = {}
+    with contextlib.suppress(UserError):  # none yet, or damaged
+        known = read_sealed(key)
+    if known != identity:
         for path in folder.glob("*.npy"):
             path.unlink()
         atomic_write(key, as_json(seal(identity)))
@@ -127,13 +130,6 @@ def counting(console: Console, what: str) -> Iterator[Callable[[int, int], None]
         yield lambda done, total: status.update(f"{what}: batch {done:,}/{total:,}")
 
 
-def _read(path: Path) -> dict[str, Any] | None:
-    try:
-        return read_sealed(path)
-    except UserError:
-        return None
-
-
 def columns_of(state: InRunState) -> dict[str, np.ndarray]:
     """Return what a run recorded of its training examples, [train] each."""
     return {"loss": np.asarray(state.mean_losses), "score": np.asarray(state.scores)}
@@ -146,11 +142,10 @@ def write_losses(
 
     Columns are ``loss`` [train] and ``score`` [train], how much each lowers the test loss.
     """
-    order, table, picture = descending(columns["loss"]), folder.attributions, folder.suspects
-    _write_table(table, rows, columns, order)
+    order = descending(columns["loss"])
+    shown = dict.fromkeys(order[:_NUM_PICTURED], True)
     title = "training images of the highest loss, which may have wrong labels"
-    drawn = _draw(picture, rows, dict.fromkeys(order[:_NUM_PICTURED], True), title)
-    return [table, picture] if drawn else [table]
+    return _write(folder.attributions, rows, columns, order, shown, title)
 
 
 def write_query(
@@ -160,12 +155,10 @@ def write_query(
 
     Columns are ``loss`` [train] and ``score`` [train] for the query, which ``text`` describes.
     """
-    order, table = descending(columns["score"]), folder.attribution / f"{name}.csv"
-    picture, half = table.with_suffix(".png"), _NUM_PICTURED // 2
-    _write_table(table, rows, columns, order)
+    order, half = descending(columns["score"]), _NUM_PICTURED // 2
     shown = {row: bool(columns["score"][row] < 0) for row in order[:half] + order[-half:]}
-    drawn = _draw(picture, rows, shown, f"helpful and, in red, harmful training images for {text}")
-    return [table, picture] if drawn else [table]
+    title = f"helpful and, in red, harmful training images for {text}"
+    return _write(folder.attribution / f"{name}.csv", rows, columns, order, shown, title)
 
 
 def descending(values: np.ndarray) -> list[int]:
@@ -175,16 +168,27 @@ def descending(values: np.ndarray) -> list[int]:
     return order
 
 
-def _write_table(
-    path: Path, rows: TrainingRows, columns: dict[str, np.ndarray], order: Sequence[int]
-) -> None:
-    """Write a CSV file with index, file, label and scores of training examples, in this order."""
-    table = [
+def _write(
+    table: Path,
+    rows: TrainingRows,
+    columns: dict[str, np.ndarray],
+    order: Sequence[int],
+    shown: dict[int, bool],
+    title: str,
+) -> list[Path]:
+    """Write examples in this order as a table, and draw images with some in red beside it."""
+    content = [
         {"row": row, "example": rows.dataset.name(row), "label": rows.label(row)}
         | {name: float(column[row]) for name, column in columns.items()}
         for row in order
     ]
-    atomic_write(path, as_csv(table))
+    atomic_write(table, as_csv(content))
+    if not rows.dataset.classes or "label" not in rows.dataset.train:
+        return [table]
+    images, picture = rows.read(np.array([*shown]))["image"], table.with_suffix(".png")
+    captions = [f"{_end(rows.label(row))}\n{_end(rows.dataset.name(row))}" for row in shown]
+    plots.classifications(images, captions, [not h for h in shown.values()], title, picture)
+    return [table, picture]
 
 
 def print_examples(
@@ -195,14 +199,10 @@ def print_examples(
     console: Console,
 ) -> None:
     """Print examples as a table on a terminal, as lines elsewhere."""
-    lines = [
-        (
-            rows.dataset.name(row),
-            rows.label(row),
-            *(f"{column[row]:.4g}" for column in columns.values()),
-        )
-        for row in chosen
-    ]
+    lines = []
+    for row in chosen:
+        texts = [f"{column[row]:.4g}" for column in columns.values()]
+        lines.append((rows.dataset.name(row), rows.label(row), *texts))
     if console.is_terminal:
         heads = ("training example", "label", *columns)
         console.print(to_rich(Table(kind, heads, lines, texts=2)))
@@ -211,16 +211,6 @@ def print_examples(
         scores = (f"{name} {value}" for name, value in zip(columns, values, strict=True))
         named = [f"label {label}"] if label else []
         line_printer(console)("  ".join([f"{kind}: {example}", *named, *scores]))
-
-
-def _draw(path: Path, rows: TrainingRows, shown: dict[int, bool], title: str) -> bool:
-    """Draw training images with label and file, harmful ones in red; whether these are images."""
-    if not rows.dataset.classes or "label" not in rows.dataset.train:
-        return False
-    images = rows.read(np.array([*shown]))["image"]
-    captions = [f"{_end(rows.label(row))}\n{_end(rows.dataset.name(row))}" for row in shown]
-    plots.classifications(images, captions, [not h for h in shown.values()], title, path)
-    return True
 
 
 def _end(name: str, most: int = 26) -> str:

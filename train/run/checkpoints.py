@@ -29,10 +29,10 @@ from orbax.checkpoint.checkpoint_managers import (
 from fnet import TrainState
 from fnet.cpu.heap import release_free_memory
 from train.errors import TrainingError, UserError, is_machine_error, is_out_of_memory
+from train.networks.pretrained import FROZEN, PretrainedNetwork
 from train.run.distributed import any_process, lost_connection
-from train.run.identity import ForeignError, Owner, Stamp
 from train.run.process_memory import IN_FLIGHT
-from train.run.run_folder import RunFolder, check_no_pattern, seal, unseal
+from train.run.run_folder import RunFolder, check_no_pattern, read_sealed, run_name, seal, unseal
 
 _FOREVER = 10**6
 """Seconds. Orbax measures them by the clock of the day, which jumps on a laptop that slept."""
@@ -75,6 +75,61 @@ def why_damaged(folder: Path) -> str | None:
     if not damaged:
         return None
     return f"every checkpoint of {folder.parent} is damaged, such as {damaged[-1]}"
+
+
+class Stamp(NamedTuple):
+    """What a part of a run was trained with.
+
+    Attributes:
+      seed: Seed of the run; a code that follows from a secret seed.
+      config: Checksum of the fields that say what a run computes.
+      data: Checksum of the description of the data.
+    """
+
+    seed: str
+    config: str
+    data: str
+
+
+class ForeignError(Exception):
+    """A checkpoint belongs to another run or another step."""
+
+
+class Owner(NamedTuple):
+    """The run that checkpoints must be of.
+
+    Attributes:
+      run: Its id; None of a run that an earlier version wrote.
+      stamps: All that it was trained with; None if nothing says it.
+    """
+
+    run: str | None
+    stamps: tuple[Stamp, ...] | None = None
+
+    @classmethod
+    def of(cls, folder: RunFolder) -> Self:
+        """Return the owner of the checkpoints in a folder, as config.json and data.json say."""
+        try:
+            stamps = read_sealed(folder.data).get("stamps")
+            return cls(folder.id, stamps and tuple(Stamp(*stamp) for stamp in stamps))
+        except (UserError, TypeError):  # `train.run.same_data` reports damage
+            return cls(folder.id)
+
+    def check(self, content: dict[str, Any], step: int) -> None:
+        """Check what a checkpoint says of itself.
+
+        Raises:
+          ForeignError: if it is of another run, or of another step.
+        """
+        run, saved, given = (content.get(name) for name in ("run", "step", "stamp"))
+        if run != self.run:
+            raise ForeignError(f"of another run: of {run_name(run)}, not of {run_name(self.run)}")
+        if saved not in (None, step) or (run and saved is None):
+            raise ForeignError(f"of another step: it was saved after step {saved}")
+        if step and run and self.stamps and (stamp := tuple(given or "???")) not in self.stamps:
+            pairs = zip(Stamp._fields, stamp, self.stamps[-1], strict=True)
+            other = next(name for name, its, ours in pairs if its != ours)
+            raise ForeignError(f"of another run: it was trained with another {other}")
 
 
 class DamagedError(Exception):
@@ -125,7 +180,9 @@ class Checkpoints:
             if not self._read_only:
                 _drop_late_callbacks()
             policies = [LatestN(keep), *[_Best(self._scores)] * keep_best]
-            gigabytes = _gigabytes_in_flight(shapes)
+            gigabytes = None
+            if shapes is not None and jax.default_backend() == "cpu":
+                gigabytes = (IN_FLIGHT + max(_sizes(shapes))) / 1e9  # no array may be above it
             self._manager = ocp.CheckpointManager(
                 self._folder,
                 options=ocp.CheckpointManagerOptions(
@@ -212,21 +269,27 @@ class Checkpoints:
         with _saving(self._folder):
             self._manager.wait_until_finished()
 
-    def restore(self, shapes: TrainState) -> Restored | None:
+    def restore(self, shapes: TrainState, model: Any = None) -> Restored | None:
         """Restore the newest intact checkpoint, or return None if there is none at all.
 
         Args:
           shapes: shapes of the state, on one device or with shardings (`train.run.mesh`).
+          model: network that reads frozen parameters, if there are any, from a published model.
         """
-        target = jax.tree.map(_with_sharding, shapes)
+        saved = without_frozen(shapes)
+        target = jax.tree.map(_shape_of, saved)
 
         def read(step: int) -> Restored:
-            self._compare(step, self._manager.item_metadata(step).state.tree, shapes)
+            self._compare(step, self._manager.item_metadata(step).state.tree, saved)
             state, data = self._read(step, target)
             state = jax.tree.map(to_jax_buffer, state)
             return Restored(step, state, data["position"], data.get("logged"))
 
-        return self._newest(read)
+        restored = self._newest(read)
+        if restored is None or FROZEN not in shapes.model_state:
+            return restored
+        model_state = restored.state.model_state | {FROZEN: model.read(shapes.model_state[FROZEN])}
+        return restored._replace(state=dataclasses.replace(restored.state, model_state=model_state))
 
     def restore_network(
         self,
@@ -359,6 +422,56 @@ class _Best(PreservationPolicy):
         return [(self.scores.get(c.step), c.step) == max(scored, default=None) for c in checkpoints]
 
 
+def without_frozen(state: TrainState) -> TrainState:
+    """Return what a checkpoint holds of a state or of its shapes."""
+    if FROZEN not in state.model_state:
+        return state
+    return dataclasses.replace(state, model_state=_without(state.model_state))
+
+
+def load_network(
+    folder: RunFolder,
+    model: Any,
+    *,
+    best: bool = False,
+    place: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+) -> RestoredNetwork:
+    """Restore the network of a run, with frozen parameters from the published model.
+
+    A run of a published model without a checkpoint, such as `fnet import` makes, has the published
+    parameters. ``best`` and ``place`` are as in `Checkpoints` and its ``restore_network``.
+    """
+
+    def init(key: Array) -> tuple[Any, Any]:
+        params, model_state = model.init(key)
+        return params, _without(model_state)
+
+    def placed_shapes() -> tuple[Any, Any]:
+        params, model_state = jax.eval_shape(model.init, jax.random.key(0))
+        shapes = {"params": params, "model_state": model_state}
+        shapes = shapes if place is None else place(shapes)
+        return shapes["params"], shapes["model_state"]
+
+    is_pretrained = isinstance(model, PretrainedNetwork)
+    if is_pretrained and not folder.checkpoints.is_dir():
+        initial = jax.jit(model.place, donate_argnums=1)
+        pretrained = model.read(model.pretrained(*placed_shapes()))
+        params, model_state = initial(jax.random.key(0), pretrained)
+        return RestoredNetwork(params, model_state, 0)
+    with Checkpoints(folder.checkpoints, best=best) as checkpoints:
+        network = checkpoints.restore_network(init, place)
+    if not (is_pretrained and model.is_frozen):
+        return network
+    frozen = {FROZEN: model.read(model.pretrained(*placed_shapes()))}
+    return network._replace(model_state=network.model_state | frozen)
+
+
+def _without(model_state: Any) -> Any:
+    if not isinstance(model_state, dict):
+        return model_state
+    return {name: value for name, value in model_state.items() if name != FROZEN}
+
+
 def checksums(tree: Any) -> dict[str, int]:
     """Return a checksum of each array, ``{"params.stem.kernel": 2873465, ...}``.
 
@@ -376,7 +489,7 @@ def compile_checksums(shapes: Any) -> None:
 
     XLA's compiler takes tens of MiB, which would add to the peak of training.
     """
-    for leaf in jax.tree.leaves(jax.tree.map(_with_sharding, shapes)):
+    for leaf in jax.tree.leaves(shapes):
         _checksum_program(_shape_of(leaf))
 
 
@@ -386,7 +499,9 @@ def _checksum_program(shape: jax.ShapeDtypeStruct) -> Callable[[Array], Array]:
 
 
 def _shape_of(a: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=getattr(a, "sharding", None))
+    if not getattr(a, "sharding", None):
+        return _on_one_device(a)
+    return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding)
 
 
 def _checksum(a: Array) -> Array:
@@ -438,13 +553,6 @@ def _in_background(shapes: Any) -> bool:
     return jax.default_backend() != "cpu" or sum(_sizes(shapes)) <= IN_FLIGHT
 
 
-def _gigabytes_in_flight(shapes: Any) -> float | None:
-    """Return orbax's limit on gigabytes in flight; None for no limit."""
-    if shapes is None or jax.default_backend() != "cpu":
-        return None
-    return (IN_FLIGHT + max(_sizes(shapes))) / 1e9  # no array may be above the limit
-
-
 def _sizes(shapes: Any) -> list[int]:
     """Return bytes of whole arrays, because orbax may read all of an array for one shard."""
     return [a.size * a.dtype.itemsize for a in jax.tree.leaves(shapes)]
@@ -459,10 +567,6 @@ def _shapes(tree: Any) -> dict[str, str]:
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     shapes = {_dotted(p): str(tuple(leaf.shape)) for p, leaf in leaves if hasattr(leaf, "shape")}
     return {name: shape for name, shape in shapes.items() if name != "key"}
-
-
-def _with_sharding(shape: Any) -> jax.ShapeDtypeStruct:
-    return shape if shape.sharding else _on_one_device(shape)
 
 
 def _on_one_device(shape: Any) -> jax.ShapeDtypeStruct:

@@ -20,8 +20,6 @@ class _Scaling(Stored):
 
 
 class _Classes(Stored):
-    """Contents of classes.json."""
-
     classes: Annotated[tuple[str, ...], Field(min_length=1)]
     masks: dict[str, Any] | None = None
     scaling: _Scaling | None = None

@@ -269,11 +269,6 @@ def run_folder(out: Path, prepare: Callable[[RunFolder], None]) -> Iterator[RunF
         yield folder
 
 
-def from_first_process(array: np.ndarray) -> np.ndarray:
-    """Return the array that process 0 gives. Every process must call this with its shape."""
-    return np.asarray(multihost_utils.broadcast_one_to_all(array))
-
-
 def union(numbers: set[int]) -> set[int]:
     """Return the numbers that any process gives. Every process must call this."""
     counts = multihost_utils.process_allgather(np.asarray(len(numbers)))

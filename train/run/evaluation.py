@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,23 +13,13 @@ from fnet.cpu.convolutions import count_cpus, for_cpus
 from fnet.fsdp import gather_at_use
 from train.data import Arrays, evaluation_batches, num_examples, sample_evaluation_batch
 from train.errors import UserError
+from train.run.checkpoints import RestoredNetwork
 from train.run.mesh import Layout, shardings
 from train.run.process_memory import FirstApart
 from train.tasks import Task
 
-
-class Trained(Protocol):
-    """A train state, or its part that evaluation needs."""
-
-    @property
-    def evaluation_params(self) -> Any:
-        """Averaged parameters if there are any, else the parameters."""
-
-    @property
-    def model_state(self) -> Any:
-        """Model state, such as running statistics."""
-
-
+Trained = TrainState | RestoredNetwork
+"""A train state, or its part that evaluation needs."""
 _KEPT_OUTPUTS = 2**22
 """Largest number of probabilities of classes of all test examples that are kept, 16 MiB."""
 

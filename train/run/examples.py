@@ -60,14 +60,14 @@ def draw_results(
     return [*written, examples] if drawn else written
 
 
-def draw_augmented(run: Setup, path: Path) -> bool:
-    """Draw training images as the network sees them, augmented; return whether there are any.
+def draw_augmented(run: Setup, path: Path) -> None:
+    """Draw training images as the network sees them, augmented, if there are any.
 
     They are spread over the training images, and their random numbers are no run's own.
     """
     dataset, data_section = run.task.dataset, run.config.data
     if not isinstance(data_section, Photos) or run.config.is_release_only:
-        return False
+        return
     rows = data.select_rows(dataset.train, spread(data.num_examples(dataset.train), _NUM_AUGMENTED))
     batch = data.augment_rows(dataset, rows, np.random.default_rng(0))
     names, kind = dataset.classes, data_section.targets
@@ -85,7 +85,6 @@ def draw_augmented(run: Setup, path: Path) -> bool:
     plots.classifications(
         batch["image"], captions, [True] * len(captions), f"{run.config.name}: augmented", path
     )
-    return True
 
 
 def _draw_classifications(run: Setup, evaluation: Evaluation, title: str, path: Path) -> bool:

@@ -2,7 +2,8 @@
 
 import json
 import math
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -40,6 +41,9 @@ _NOT_IN_ARRAYS = (
     "padding",
 )
 """Options of networks that the shapes of their arrays do not show."""
+
+
+T = TypeVar("T")
 
 
 class Values(NamedTuple):
@@ -104,7 +108,8 @@ def load(
     or the network's. The other options are as in `fnet.interop.torch.load_state_dict`.
     """
     weights = weight_files.read(source)
-    names, classes = _classes(weights.metadata), run.task.dataset.classes
+    names = _field(weights.metadata, "classes", lambda names: tuple(map(str, names))) or ()
+    classes = run.task.dataset.classes
     order, is_said = order_of(classes, names)
     are_others = order is None and len(names) == len(classes) and is_named(names)
     if are_others and new_classifier is False:
@@ -146,7 +151,8 @@ def load(
         } | options
     notes = (*map(weight_files.with_flags, report.notes), *_differences(options, network))
     is_kept = any(families.is_classifier(name) for name in report.read.values())
-    old, new = _scaling(weights.metadata), run.task.dataset.scaling
+    old = _field(weights.metadata, "scaling", lambda fields: Scaling(**fields))
+    new = run.task.dataset.scaling
     if is_kept and new and not old:
         notes += ("the scale of its outputs is not known: they count as standardized numbers",)
     if is_kept and old and not new:
@@ -188,18 +194,11 @@ def load_configured(run: Setup) -> InitialWeights | None:
     return None if source is None else load(run, source)
 
 
-def _classes(metadata: dict[str, str]) -> tuple[str, ...]:
-    """Return the names of the outputs of weights; () if they are unknown."""
+def _field(metadata: dict[str, str], name: str, make: Callable[[Any], T]) -> T | None:
+    """Return a field of weights as a value; None if it is missing, or of another program."""
     try:
-        return tuple(map(str, json.loads(metadata.get("classes", "[]"))))
-    except (ValueError, TypeError):  # a field of another program
-        return ()
-
-
-def _scaling(metadata: dict[str, str]) -> Scaling | None:
-    try:
-        return Scaling(**json.loads(metadata["scaling"]))
-    except (KeyError, ValueError, TypeError):  # none, or a field of another program
+        return make(json.loads(metadata[name]))
+    except (KeyError, ValueError, TypeError):
         return None
 
 

@@ -5,7 +5,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from types import TracebackType
 from typing import Self
 
 from train.data.work import RECORD, Totals, Work
@@ -62,12 +61,7 @@ class InputWait:
         threading.Thread(target=watch, daemon=True).start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._ended.set()
 
     @contextlib.contextmanager

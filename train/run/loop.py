@@ -20,12 +20,10 @@ from train.output.logged import BadStep, read_log, read_metrics
 from train.output.memory_tables import StepMemory
 from train.output.progress import Progress, line_printer
 from train.output.rows import as_csv
-from train.run import distributed, examples, initial_weights, tracking
-from train.run.checkpoints import Checkpoints, Restored
+from train.run import distributed, examples, initial_weights, results, tracking
+from train.run.checkpoints import Checkpoints, Restored, load_network, without_frozen
 from train.run.class_names import check_classes, write_classes
 from train.run.evaluation import Evaluation
-from train.run.frozen import load_network, restore, without_frozen
-from train.run.initial_weights import InitialWeights
 from train.run.input_wait import InputWait
 from train.run.interruption import Interrupted, Interruption
 from train.run.mesh import layout
@@ -35,13 +33,6 @@ from train.run.planning import check_memory_config
 from train.run.process_memory import HighWater
 from train.run.profiling import Profile
 from train.run.programs import Programs, compile_programs
-from train.run.results import (
-    before_training,
-    print_facts,
-    test_metrics,
-    unreadable_name,
-    write_results,
-)
 from train.run.run_folder import RunFolder, atomic_write, quote
 from train.run.same_data import check_data, check_saved, describe_data, stamp_of, write_data
 from train.run.seeds import (
@@ -101,7 +92,13 @@ def train(
             return
         if resume and not folder.config.is_file():
             log(f"no run in {folder.path} yet: starting a new one")
-        _create_folder(folder, run, data, weights, run_id)
+        folder.create(run_id)
+        create_secret(folder, config)
+        copy_model_files(folder, config)
+        write_data(folder, config, data)
+        folder.write_config(config)  # last: it makes the folder a run's
+        if weights is not None:
+            folder.write(folder.imported, weights.as_dict())
 
     with distributed.run_folder(out, prepare) as folder, contextlib.ExitStack() as stack:
         for note in run.notes:
@@ -124,7 +121,7 @@ def train(
         programs = compile_programs(run, weights, unreadable, console)
         last = max(folder.saved_steps, default=0)  # later lines are dropped
         earlier = [x for x in read_metrics(folder.metrics) if x["step"] <= last] if resume else []
-        print_facts(console, before_training(programs, earlier))
+        results.print_facts(console, results.before_training(programs, earlier))
         if run.privacy:
             log(f"privacy: {run.privacy.describe(run.steps)}")
             log(describe_seeds(folder, config))
@@ -155,7 +152,7 @@ def train(
                 run, folder, programs, seeds, unreadable, checkpoints, start, start_time, log, data
             )
             tracker = stack.enter_context(tracking.tracking(config, folder.path, start.step))
-            tracking.draw(tracker, start.step, [folder.augmented])
+            tracker.draw(start.step, folder.augmented)
             with loop.interruption:  # also while the last checkpoint is written
                 loop.run(console, high_water, profile, tracker)
                 checkpoints.wait()
@@ -167,15 +164,15 @@ def train(
         curves.save(read_metrics(folder.metrics), title, folder.curves)
         if loop.ended_early and not loop.failure:
             log(
-                f"the run ends early: {loop.describe_patience()}; to train longer, raise "
-                "train.patience and --resume"
+                f"the run ends early: {best_metric(config) or 'the score'} got no better in "
+                f"{loop.since_best} evaluations; to train longer, raise train.patience and --resume"
             )
             run = run._replace(steps=loop.step)
         if loop.step < run.steps or loop.failure:
             loop.report_stop(command or quote(folder.config))
             return False
         loop.check_skipped()
-        write_results(
+        results.write_results(
             run,
             folder,
             programs,
@@ -192,7 +189,8 @@ def train(
                 "peak_bytes_seen": measured_bytes,
             },
         )
-        tracking.draw(tracker, loop.step, [folder.confusion, folder.examples])
+        for picture in (folder.confusion, folder.examples):
+            tracker.draw(loop.step, picture)
         return True
 
 
@@ -202,26 +200,9 @@ def tested(line: Mapping[str, Any]) -> dict[str, float]:
     return {name: math.nan if value is None else value for name, value in values.items()}
 
 
-def _create_folder(
-    folder: RunFolder,
-    run: Setup,
-    data: dict[str, Any],
-    weights: InitialWeights | None,
-    run_id: str | None,
-) -> None:
-    folder.create(run_id)
-    create_secret(folder, run.config)
-    copy_model_files(folder, run.config)
-    write_data(folder, run.config, data)
-    folder.write_config(run.config)  # last: it makes the folder a run's
-    if weights is not None:
-        folder.write(folder.imported, weights.as_dict())
-
-
 def _reopen_folder(
     folder: RunFolder, run: Setup, data: dict[str, Any], log: Callable[[str], None]
 ) -> None:
-    """Prepare the folder of a run that is resumed, whose config may have changed."""
     begins_again = check_saved(folder)
     folder.read_log(folder.metrics)
     before = folder.read_config()
@@ -246,7 +227,7 @@ def _first_state(
         # An imported network: the rest follows from the config, which may have changed.
         network = load_network(folder, run.task.model)
         init = run.compile_init((network.evaluation_params, network.model_state))
-    elif resume and (restored := restore(checkpoints, run.task.model, run.state_shapes)):
+    elif resume and (restored := checkpoints.restore(run.state_shapes, run.task.model)):
         return restored
     return Restored(0, init(jax.random.key(run.config.train.seed)), None)
 
@@ -254,14 +235,8 @@ def _first_state(
 class _Loop:
     """Steps of a run, with metrics, evaluations and checkpoints.
 
-    Attributes:
-      step: Number of steps that were taken.
-      state: Train state after them.
-      evaluation: Last evaluation, or None.
-      ended_early: Whether the run ends because the metric of the best checkpoint got no better.
-      failure: Error or signal that ended the loop before its last step, or None.
-      wait: Time in which the device waited for input.
-      interruption: Records a signal while it is entered, which `run` and the last save need.
+    ``failure`` is the error or signal that ended the loop before its last step. ``interruption``
+    records a signal while it is entered, which `run` and the last save need.
     """
 
     def __init__(
@@ -294,10 +269,10 @@ class _Loop:
             self._batches.set_state(start.position)
         self._position: Any = start.position
         self._best_score = checkpoints.best_score
-        self._best_seen, self._since_best = -math.inf, 0
+        self._best_seen, self.since_best = -math.inf, 0
         for line in read_metrics(folder.metrics):
             if "test/loss" in line:
-                self._judge(self._score(tested(line)))
+                self._judge(tested(line))
         self._skipped = SkippedSteps(run, folder.bad_steps, log)
         self._num_skipped = len(read_log(folder.bad_steps, BadStep).lines)
         self._eval_every = config.train.eval_every or max(round(run.steps_per_epoch), 1)
@@ -346,51 +321,36 @@ class _Loop:
     def ended_early(self) -> bool:
         """Whether the run ends before its last step, because its score got no better."""
         patience = self._run.config.train.patience
-        return patience is not None and self._since_best >= patience
+        return patience is not None and self.since_best >= patience
 
-    def describe_patience(self) -> str:
-        """Say how long the score got no better."""
-        name = best_metric(self._run.config) or "the score"
-        return f"{name} got no better in {self._since_best} evaluations"
-
-    def _score(self, metrics: Mapping[str, float]) -> float | None:
-        return score_of(metrics, best_metric(self._run.config))
-
-    def _judge(self, score: float | None) -> None:
+    def _judge(self, metrics: Mapping[str, float]) -> float | None:
+        """Return the score of an evaluation, and count how long it got no better."""
+        score = score_of(metrics, best_metric(self._run.config))
         if score is not None and score > self._best_seen:
-            self._best_seen, self._since_best = score, 0
+            self._best_seen, self.since_best = score, 0
         else:
-            self._since_best += 1
+            self.since_best += 1
+        return score
 
     def check_skipped(self) -> None:
-        """Report the steps of a whole run that were skipped.
-
-        Raises:
-          TrainingError: if these are all of them, so that nothing was trained.
-        """
+        """Report the steps of a whole run that were skipped; all of them are an error."""
         if not self._num_skipped:
             return
         what = f"{self._num_skipped:,} of {self.step:,} steps were skipped"
+        examples = f"their examples are in {self._folder.bad_steps}"
         if self._num_skipped >= self.step:
-            raise TrainingError(
-                f"{what}, so that nothing was trained; their examples are in "
-                f"{self._folder.bad_steps}"
-            )
-        self._log(f"{what}; their examples are in {self._folder.bad_steps}")
+            raise TrainingError(f"{what}, so that nothing was trained; {examples}")
+        self._log(f"{what}; {examples}")
 
     def unreadable_files(self) -> int | None:
         """Return the number of unreadable files in the whole run; None if it is not released."""
         if self._run.config.is_release_only:
             return None
-        name, lines = unreadable_name(self._run), read_metrics(self._folder.metrics)
+        name, lines = results.unreadable_name(self._run), read_metrics(self._folder.metrics)
         return max([self._unreadable.count, *(line.get(name) or 0 for line in lines)])
 
     def report_stop(self, command: str) -> None:
-        """Report where a run stopped before its last step, and the command that continues it.
-
-        Raises:
-          Exception: the failure, unless it was a signal.
-        """
+        """Report where a run stopped, and how to continue it; raise what was no signal."""
         why = "another process was interrupted" if self.failure is None else "the input failed"
         saved = f"saved after step {self.step} of {self._run.steps}"
         saved = saved if self.step else "no step was taken"
@@ -435,9 +395,8 @@ class _Loop:
             line = self._training_line()
             if is_evaluating and self._evaluate(progress):
                 assert self.evaluation is not None
-                score = self._score(self.evaluation.metrics)
-                self._judge(score)
-                line |= test_metrics(self.evaluation.metrics)
+                score = self._judge(self.evaluation.metrics)
+                line |= results.test_metrics(self.evaluation.metrics)
             is_stopping = is_stopping or self.failure is not None
             write(line)
             self._meter.restart()
@@ -449,7 +408,6 @@ class _Loop:
         return is_stopping or self.ended_early
 
     def _training_line(self) -> dict[str, Any]:
-        """Return the line of metrics.jsonl for the steps since the last one."""
         run, step = self._run, self.step
         line: dict[str, Any] = {"step": step, "epoch": step / run.steps_per_epoch}
         # Epsilon is computed while the device still works on the step.
@@ -463,7 +421,7 @@ class _Loop:
         num_updates = max(step - 1 - self._num_skipped, 0)
         line["train/learning_rate"] = self._programs.learning_rate(num_updates)
         if self._unreadable.count and not run.config.is_release_only:
-            line[unreadable_name(run)] = self._unreadable.count
+            line[results.unreadable_name(run)] = self._unreadable.count
         return line
 
     def _evaluate(self, progress: Progress) -> bool:
@@ -480,11 +438,7 @@ class _Loop:
         return True
 
     def _save(self, score: float | None, *, even_if_skipped: bool) -> None:
-        """Save a checkpoint, unless the last steps were skipped.
-
-        Raises:
-          TrainingError: if a step that was not skipped is not finite.
-        """
+        """Save a checkpoint, unless the last steps were skipped. The others must be finite."""
         self._skipped.check(self.state, wait=True)
         self._meter.check(self.step)
         if self._skipped.consecutive and not even_if_skipped:

@@ -1,6 +1,7 @@
 """Data parallelism and FSDP: the device mesh, and the sharding of state and batches over it."""
 
 import contextlib
+import functools
 import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -61,7 +62,8 @@ class Layout(NamedTuple):
 
     def batch(self, shapes: Any) -> Any:
         """Return the shapes of a batch, with shardings of its rows over all devices."""
-        return jax.tree.map(lambda a: _with_sharding(a, self._rows), shapes)
+        new = functools.partial(jax.ShapeDtypeStruct, sharding=self._rows)
+        return jax.tree.map(lambda a: new(a.shape, a.dtype), shapes)
 
     def state(self, shapes: TrainState) -> TrainState:
         """Return the shapes of a train state, with shardings."""
@@ -123,7 +125,3 @@ def make_cpu_devices(mesh: Mesh, processes: int = 1) -> None:
         # RuntimeError: JAX already has devices, whose number `layout` checks.
         with contextlib.suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", count)
-
-
-def _with_sharding(shape: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)

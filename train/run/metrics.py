@@ -28,7 +28,6 @@ class Meter:
         named ``not_private/...`` in place of ``train/...``.
       release_only: Whether to ignore such metrics.
 
-
     Attributes:
       seconds: Time of the window that ended last, without evaluation and checkpoints.
     """
@@ -97,7 +96,7 @@ class Meter:
         Raises:
           TrainingError: if a loss or gradient is not finite.
         """
-        window = self._computed(step)
+        window = self.check(step)
         self.seconds = seconds = time.perf_counter() - self._start
         applied = [m for m in window if not m.get("skipped")]
         counts = zip(self._examples, window, strict=True)
@@ -119,15 +118,12 @@ class Meter:
         covered = not self._private or name in _FROM_NOISY_GRADIENT
         return f"{'train' if covered else NOT_PRIVATE}/{name}"
 
-    def check(self, step: int) -> None:
-        """Wait for the steps of the window, before their state is saved.
+    def check(self, step: int) -> list[dict[str, Any]]:
+        """Wait for the steps of the window, before their state is saved, and return their metrics.
 
         Raises:
           TrainingError: if a loss or gradient is not finite.
         """
-        self._computed(step)
-
-    def _computed(self, step: int) -> list[dict[str, Any]]:
         window = jax.device_get(self._window)
         for number, metrics in enumerate(window, step - len(window) + 1):
             for name, text in (("loss", "loss"), ("grad_norm", "gradient norm")):

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -15,12 +15,13 @@ from fnet.cpu.options import WITHOUT_OPTIMIZED_CODE
 from fnet.memory import Candidate, LayerResiduals, Plan, Policy, RematReport
 from fnet.memory.remat import policies_for
 from fnet.memory.target import Target, shapes_on
-from fnet.step import Executable, divisors, plan_step
+from fnet.step import Executable, plan_step
 from train.data import PREFETCHED_BATCHES
 from train.errors import UserError
 from train.run import process_memory
-from train.run.frozen import without_frozen
+from train.run.checkpoints import without_frozen
 from train.run.process_memory import FirstApart, Overhead
+from train.run.run_folder import describe_changes
 from train.run.setup import Setup
 
 Progress = Callable[[int, Candidate, int | None], None]
@@ -52,24 +53,19 @@ class Planned(NamedTuple):
     remat: RematReport | None = None
 
 
-def compile_step(
-    run: Setup, *, target: Target | None = None, progress: Progress | None = None
-) -> Planned:
+def compile_step(run: Setup, *, progress: Progress | None = None) -> Planned:
     """Compile the train step of a config, planned if ``config.memory`` has a budget."""
     if run.config.memory.budget:
-        return compile_chosen(run, plan(run, target=target, progress=progress), target=target)
+        return compile_chosen(run, plan(run, progress=progress))
     policy, microbatches = _policy(run), run.step.microbatches
-    planned = Planned(run, _compile(run, policy, microbatches, target), policy, microbatches)
-    return _with_remat(planned, target)
+    planned = Planned(run, _compile(run, policy, microbatches, None), policy, microbatches)
+    return _with_remat(planned, None)
 
 
 class StepCache:
     """The planned step, compiled for each shape of batch that comes.
 
     The number of shapes is limited: lengths of text are powers of two (`train.data.buckets`).
-
-    Attributes:
-      num_programs: Number of compiled programs.
     """
 
     def __init__(self, planned: Planned, log: Callable[[str], None]):
@@ -109,7 +105,6 @@ def _signature(batch: Any) -> tuple[tuple[tuple[int, ...], np.dtype], ...]:
 
 
 def _difference(first: Any, other: Any) -> str:
-    """Describe the arrays whose shape or dtype differ between two batches."""
 
     def describe(batch: Any) -> dict[str, str]:
         leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
@@ -117,9 +112,7 @@ def _difference(first: Any, other: Any) -> str:
             f"batch{jax.tree_util.keystr(path)}": f"{a.dtype}{list(a.shape)}" for path, a in leaves
         }
 
-    a, b = describe(first), describe(other)
-    names = sorted(n for n in a | b if a.get(n) != b.get(n))
-    return ", ".join(f"{n} was {a.get(n, 'absent')}, is {b.get(n, 'absent')}" for n in names)
+    return describe_changes(describe(first), describe(other))
 
 
 def check_memory_config(run: Setup) -> None:
@@ -146,11 +139,11 @@ def check_memory_config(run: Setup) -> None:
         )
 
 
-def compile_chosen(run: Setup, plan: Plan, *, target: Target | None = None) -> Planned:
+def compile_chosen(run: Setup, plan: Plan) -> Planned:
     """Compile the chosen candidate of a plan."""
     c = plan.chosen
-    executable = _compile(run, c.policy, c.microbatches, target, c.compiler_options)
-    return _with_remat(Planned(run, executable, c.policy, c.microbatches, plan), target)
+    executable = _compile(run, c.policy, c.microbatches, None, c.compiler_options)
+    return _with_remat(Planned(run, executable, c.policy, c.microbatches, plan), None)
 
 
 def plan(run: Setup, *, target: Target | None = None, progress: Progress | None = None) -> Plan:
@@ -164,7 +157,7 @@ def plan(run: Setup, *, target: Target | None = None, progress: Progress | None 
             run.batch_shapes,
             section.budget,
             policies=None if section.policy == "auto" else (section.policy,),
-            microbatch_choices=_microbatch_choices(run),
+            microbatch_choices=run.microbatch_choices,
             reserve=reserve(run, target),
             target=target,
             progress=None if progress is None else lambda c: progress(next(numbers), c, most),
@@ -252,15 +245,6 @@ def reserve(run: Setup, target: Target | None = None) -> int:
     return overhead(run, target).always
 
 
-def _microbatch_choices(run: Setup) -> tuple[int, ...] | None:
-    """Return numbers of microbatches that every device can split its shard into."""
-    choices = run.microbatch_choices
-    if choices or run.devices == 1 or not run.config.memory.budget:
-        return choices
-    shard = jax.tree.leaves(run.batch_shapes)[0].shape[0] // run.devices
-    return tuple(divisors(shard))
-
-
 def _policy(run: Setup) -> str:
     return "none" if run.config.memory.policy == "auto" else run.config.memory.policy
 
@@ -281,9 +265,7 @@ def _compile(
     By default, the options are the target's, or `fnet.compile_step`'s. The step is traced
     once: a network of many layers takes longer to trace than to compile.
     """
-    options: Sequence[dict[str, Any] | None] = compiler_options or (
-        target.compiler_options if target else None,
-    )
+    options = compiler_options or (target.compiler_options if target else None,)
     try:
         step = run.step.replace(remat=policy, microbatches=microbatches)
         shapes = run.state_shapes, run.batch_shapes
@@ -325,9 +307,7 @@ def _with_remat(planned: Planned, target: Target | None) -> Planned:
     try:
         remat = memory.check_remat(baseline.compiled, planned.executable.compiled)
     except memory.RematError as error:
-        if (
-            planned.run.config.memory.policy == "auto"
-        ):  # chosen because it fits, not for its savings
+        if planned.run.config.memory.policy == "auto":  # chosen to fit, not for its savings
             return planned
         raise UserError(f"memory.policy: {planned.policy}: {error}") from error
     return planned._replace(remat=remat)

@@ -1,5 +1,6 @@
 """Measured memory of the process, next to what the compiler predicted."""
 
+import contextlib
 import gc
 import os
 from pathlib import Path
@@ -104,15 +105,17 @@ class HighWater:
     """
 
     def __init__(self, devices: int = 1) -> None:
-        self._devices = devices if jax.default_backend() == "cpu" else 1
-        if jax.default_backend() == "cpu":
+        is_cpu = jax.default_backend() == "cpu"
+        self._devices = devices if is_cpu else 1
+        if is_cpu:
             gc.collect()
             release_free_memory()
-            _reset_peak()
-        self._baseline = _in_use()
+            with contextlib.suppress(OSError):  # resets the peak
+                Path("/proc/self/clear_refs").write_text("5")
+        self._baseline = _status("VmRSS") if is_cpu else _device("bytes_in_use")
         self._files = _status("RssFile") or 0
         self._peak = self._above = 0
-        self._earlier = 0 if jax.default_backend() == "cpu" else _peak() or 0
+        self._earlier = 0 if is_cpu else _peak() or 0
 
     def bytes(self) -> int | None:
         """Return the peak in bytes, or None if it is not known."""
@@ -126,17 +129,6 @@ class HighWater:
             new_files = max((files or 0) - self._files, 0)
             self._above = max(self._above, peak - new_files - self._baseline)
         return self._above // self._devices
-
-
-def _reset_peak() -> None:
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return
-
-
-def _in_use() -> int | None:
-    return _status("VmRSS") if jax.default_backend() == "cpu" else _device("bytes_in_use")
 
 
 def _peak() -> int | None:

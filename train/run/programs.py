@@ -11,9 +11,8 @@ from train.data.unreadable import UnreadableFiles
 from train.errors import UserError
 from train.output.memory_tables import describe_candidate
 from train.output.progress import compiling, line_printer
-from train.run.checkpoints import compile_checksums
+from train.run.checkpoints import compile_checksums, without_frozen
 from train.run.evaluation import Evaluator
-from train.run.frozen import without_frozen
 from train.run.initial_weights import InitialWeights
 from train.run.metrics import best_metric, score_of
 from train.run.planning import Planned, StepCache, compile_step, memory_report, overhead
@@ -61,7 +60,9 @@ def compile_programs(
                 "not differ; give another metric, or other splits"
             )
         planned = compile_step(run, progress=lambda *c: show(describe_candidate(*c)))
-        evaluate = run.evaluation(unreadable, _evaluation_batch_size(run, planned))
+        # With several crops per image, fewer images make a batch of the size of a microbatch.
+        images = run.config.data.batch_size // planned.microbatches // run.config.data.crops
+        evaluate = run.evaluation(unreadable, images)
         compile_checksums(without_frozen(run.state_shapes))
         state_bytes = memory.tree_bytes(run.state_shapes) // run.devices
         step_bytes = planned.executable.report.peak.total
@@ -74,9 +75,3 @@ def compile_programs(
             memory_report(planned),
             overhead(run).peak(state_bytes, step_bytes, evaluate.peak),
         )
-
-
-def _evaluation_batch_size(run: Setup, planned: Planned) -> int:
-    """Return the number of test images per batch: a microbatch, divided by crops per image."""
-    images = run.config.data.batch_size // planned.microbatches // run.config.data.crops
-    return max(images // run.devices, 1) * run.devices

@@ -15,8 +15,12 @@ from rich.console import Console
 from fnet import TrainState
 from fnet.attribution import InRunState
 from fnet.memory import REMAT_POLICIES, format_bytes, parse_bytes, tree_bytes
+from fnet.privacy.audit import Audit, audit_epsilon
+from fnet.privacy.canaries import GradientCanaries
 from train.data import num_examples
+from train.data.canaries import draw_included
 from train.errors import TrainingError, UserError, shorten
+from train.gradients.privacy import Privacy, at_most
 from train.networks.pretrained import FROZEN
 from train.output.curves import describe
 from train.output.formats import duration, number
@@ -26,11 +30,8 @@ from train.output.progress import line_printer
 from train.output.rows import as_csv
 from train.run import examples
 from train.run.attribution import TrainingRows, columns_of, write_losses
-from train.run.audit import audit
-from train.run.audit import describe as describe_audit
-from train.run.class_scores import describe_undefined
 from train.run.evaluation import Evaluation
-from train.run.example_rows import example_rows
+from train.run.evaluation_tables import describe_undefined, example_rows
 from train.run.planning import reserve
 from train.run.programs import Programs
 from train.run.run_folder import RunFolder, atomic_write, quote
@@ -195,9 +196,38 @@ def _summary(
     }
 
 
-class _Measured(Stored):
-    """Contents of summary.json that only training can measure."""
+def audit(
+    run: Setup, canaries: GradientCanaries, params: Any, seed: int, *, initial_known: bool = True
+) -> Audit:
+    """Compute a lower bound on epsilon from canaries.
 
+    If the initial parameters do not follow from the config, scores are less precise, but the bound
+    holds.
+    """
+    replicated = run.layout.replicated if run.layout else None
+    values = jax.device_get(jax.jit(canaries.values, out_shardings=replicated)(params))
+    initial = np.zeros_like(values)
+    if initial_known:
+        key = jax.random.key(run.config.train.seed)
+        initial = jax.device_get(jax.jit(lambda key: canaries.values(run.init(key).params))(key))
+    scores = np.nan_to_num(initial - values, nan=-np.inf)
+    return audit_epsilon(scores, draw_included(len(scores), seed), run.config.grad.delta or 0.0)
+
+
+def describe_audit(result: Audit, privacy: Privacy | None, steps: int) -> str:
+    """Describe both bounds on epsilon in one line."""
+    upper = f"at most {at_most(privacy.epsilon(steps))}" if privacy else "unbounded without noise"
+    text = (
+        f"audit: epsilon is at least {result.epsilon:.3g} with {result.confidence:.0%} confidence, "
+        f"and {upper} ({result.correct} of {result.guesses} guesses about {result.canaries} "
+        "canaries right)"
+    )
+    if privacy and result.epsilon > privacy.epsilon(steps):
+        text += "; THE GUARANTEE IS BROKEN, unless this is one of the rare wrong bounds"
+    return text
+
+
+class _Measured(Stored):
     steps: Count
     seconds: FiniteFloat
     unreadable_files: Count | None = None

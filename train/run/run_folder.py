@@ -20,39 +20,24 @@ from train.errors import UserError, closest_name, writing
 from train.output.logged import BadStep, Log, MetricsLine, read_log, read_metrics
 from train.stored import Stored, StoredError, T
 
-MAY_CHANGE_ON_RESUME = frozenset(
-    {
-        "name",
-        "train.epochs",
-        "train.steps",
-        "train.log_every",
-        "train.eval_every",
-        "train.patience",
-        "checkpoint.every",
-        "checkpoint.keep",
-        "checkpoint.best",
-        "data.cache",
-        "data.max_bad_fraction",
-        "data.workers",
-        "nonfinite.max_skipped",
-        "tracking.tensorboard",
-        "tracking.wandb",
-        "mesh.data",
-        "mesh.fsdp",
-    }
-)
+_MAY_CHANGE = {
+    "train": ("epochs", "steps", "log_every", "eval_every", "patience"),
+    "checkpoint": ("every", "keep", "best"),
+    "data": ("cache", "max_bad_fraction", "workers"),
+    "nonfinite": ("max_skipped",),
+    "tracking": ("tensorboard", "wandb"),
+    "mesh": ("data", "fsdp"),
+}
+MAY_CHANGE_ON_RESUME = {f"{section}.{n}" for section, names in _MAY_CHANGE.items() for n in names}
+MAY_CHANGE_ON_RESUME |= {"name"}
 """Fields that change a run's length, input and output, but not what it computes."""
 _OF_MASKS = {f"data.{name}" for name in ("classes", "class_table", "format", "ignore", "images")}
 _OF_MASKS |= {"data.masks", "data.mask_reading", "data.mask_values"}
 """Fields that say what masks mean, which `class_names.check_classes` compares."""
-
-
 _OTHER_FOLDER = "choose another folder with --out"
 
 
 class _Owner(Stored):
-    """The run that a file is of."""
-
     run: str | None = None
 
 
@@ -151,11 +136,10 @@ class RunFolder:
     @property
     def has_saved(self) -> bool:
         """Whether a run here has saved a checkpoint, even if it is gone."""
-        try:
-            has_saved = bool(read_sealed(self.data).get("has_saved"))
-        except UserError:
-            has_saved = False
-        return has_saved or any(self.checkpoints.glob("[0-9]*"))
+        with contextlib.suppress(UserError):  # no data.json, or a damaged one
+            if read_sealed(self.data).get("has_saved"):
+                return True
+        return any(self.checkpoints.glob("[0-9]*"))
 
     @property
     def has_trained(self) -> bool:
@@ -337,19 +321,25 @@ def changed_fields(there: Config, here: Config) -> dict[str, tuple[Any, Any]]:
     return {n: (a.get(n, "absent"), b.get(n, "absent")) for n in names if a.get(n) != b.get(n)}
 
 
+def describe_changes(then: dict[str, str], now: dict[str, str]) -> str:
+    """Return ``"a was 1, is 2"`` for the values that differ, by name."""
+    names = sorted(n for n in then | now if then.get(n) != now.get(n))
+    return ", ".join(f"{n} was {then.get(n, 'absent')}, is {now.get(n, 'absent')}" for n in names)
+
+
 def check_no_pattern(path: Path) -> None:
     """Refuse names in which orbax finds no checkpoints: patterns, backslashes, not UTF-8."""
     absolute = str(path.absolute())
     if absolute != os.fsencode(absolute).decode("utf-8", "replace"):
-        raise UserError(
-            f"{absolute}: checkpoints cannot be saved in a path that is not UTF-8: rename the "
-            "folder, or choose another with --out"
-        )
-    if glob.escape(absolute) != absolute or "\\" in absolute:
-        raise UserError(
-            f"{absolute}: checkpoints cannot be saved in a path with *, ?, [ or \\: rename the "
-            "folder, or choose another with --out"
-        )
+        fault = "that is not UTF-8"
+    elif glob.escape(absolute) != absolute or "\\" in absolute:
+        fault = "with *, ?, [ or \\"
+    else:
+        return
+    raise UserError(
+        f"{absolute}: checkpoints cannot be saved in a path {fault}: rename the folder, or choose "
+        "another with --out"
+    )
 
 
 def quote(path: Path) -> str:

@@ -23,13 +23,13 @@ from train.data import Dataset, num_examples
 from train.data.decode import file_crc
 from train.data.splits import hash_names
 from train.errors import UserError
-from train.run.checkpoints import why_damaged
-from train.run.identity import Stamp
+from train.run.checkpoints import Stamp, why_damaged
 from train.run.run_folder import (
     MAY_CHANGE_ON_RESUME,
     RunFolder,
     as_json,
     atomic_write,
+    describe_changes,
     read_sealed,
     seal,
 )
@@ -47,9 +47,7 @@ _BLOCK_BYTES = 2**24
 class _Record(Stored):
     """Contents of data.json; the fields with a default are about the data, or a code of them.
 
-    Attributes:
-      stamps: All that parts of the run were trained with; None if that is not known.
-      trained_before: Names of examples that it was trained on before its data changed.
+    ``stamps`` are None if they are not known; ``trained_before`` are names of earlier data.
     """
 
     run: str | None
@@ -197,10 +195,8 @@ def check_data(folder: RunFolder, config: Config, data: dict[str, Any]) -> list[
             f"{folder.secret_seed}: is not the secret seed that this run began with; restore it, "
             "or start a new run with another --out"
         )
-    data_change, config_change = (
-        _data_change(folder, config, then, data),
-        _config_change(folder, then),
-    )
+    data_change = _data_change(folder, config, then, data)
+    config_change = _config_change(folder, then)
     if is_private and (change := data_change or config_change):
         raise UserError(f"{change}; the guarantee holds for the same data and config: restore them")
     now = versions()
@@ -249,11 +245,6 @@ def versions() -> dict[str, str]:
 
 
 def _read(folder: RunFolder, config: Config, data: dict[str, Any]) -> dict[str, Any]:
-    """Read data.json.
-
-    Raises:
-      UserError: if it is missing or damaged.
-    """
     then = read_sealed(folder.data)
     always = {name for name, field in _Record.model_fields.items() if field.is_required()}
     if then.keys() != _record(folder, config, data).keys() | always:
@@ -273,19 +264,10 @@ def _data_change(
     return f"data: changed since {folder.path} was last trained: {what}"
 
 
-def _config_change(folder: RunFolder, then: dict[str, Any]) -> str | None:
+def _config_change(folder: RunFolder, then: dict[str, Any]) -> str:
     now = _fields(folder.read_config())
-    was = then["config"]
-    edited = [
-        f"{name} was {was.get(name, 'absent')}, is {now.get(name, 'absent')}"
-        for name in sorted(was.keys() | now.keys())
-        if was.get(name) != now.get(name)
-    ]
-    return (
-        f"{folder.config}: changed since the run was last trained: " + ", ".join(edited)
-        if edited
-        else None
-    )
+    edited = describe_changes(then["config"], now)
+    return edited and f"{folder.config}: changed since the run was last trained: {edited}"
 
 
 def _fields(config: Config) -> dict[str, str]:

@@ -15,12 +15,11 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
-from jax import Array
+from jax.experimental import multihost_utils
 
 from fnet import TrainState
 from train.config import Config
 from train.errors import UserError, writing
-from train.run.distributed import from_first_process
 from train.run.run_folder import RunFolder
 from train.stored import StoredError, read_bytes
 
@@ -76,9 +75,9 @@ def read_seeds(folder: RunFolder, config: Config) -> Seeds:
     if needs_secret(config):
         first = jax.process_index() == 0
         secret = _read_secret(folder.secret_seed) if first else bytes(_BYTES)
-        secret = bytes(from_first_process(np.frombuffer(secret, np.uint8)))
-        words = jax.random.key_data(jax.random.key(0)).size
-        key = np.frombuffer(secret, np.uint32)[:words]
+        words = np.frombuffer(secret, np.uint8)
+        secret = bytes(np.asarray(multihost_utils.broadcast_one_to_all(words)))
+        key = np.frombuffer(secret, np.uint32)[: jax.random.key_data(jax.random.key(0)).size]
         return Seeds(int.from_bytes(secret[_BYTES // 2 :], "big"), key)
     if config.is_private:
         seed = config.grad.insecure_noise_seed
@@ -138,9 +137,6 @@ def _read_secret(path: Path) -> bytes:
 
 
 def _with_key(state: TrainState, words: np.ndarray) -> TrainState:
-    return dataclasses.replace(state, key=_make_key(state.key, words))
-
-
-def _make_key(like: Array, words: np.ndarray) -> Array:
-    make = functools.partial(jax.random.wrap_key_data, impl=jax.random.key_impl(like))
-    return jax.jit(make, out_shardings=like.sharding)(words)
+    make = functools.partial(jax.random.wrap_key_data, impl=jax.random.key_impl(state.key))
+    key = jax.jit(make, out_shardings=state.key.sharding)(words)
+    return dataclasses.replace(state, key=key)

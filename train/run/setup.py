@@ -1,7 +1,6 @@
 """Setup of a run: everything that follows from its config."""
 
 import dataclasses
-import functools
 import math
 import operator
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from fnet import TrainState, optim
 from fnet.precision import cast_kernels
 from fnet.privacy.canaries import GradientCanaries
 from fnet.privacy.users import per_user
-from fnet.step import Step
+from fnet.step import Step, divisors
 from train import data
 from train.config import Config
 from train.data import Dataset, buckets, poisson, users
@@ -93,9 +92,14 @@ class Setup(NamedTuple):
 
     @property
     def microbatch_choices(self) -> tuple[int, ...] | None:
-        """Numbers of microbatches that a memory plan may choose from; None for any."""
-        fixed = self.config.grad.has_fixed_microbatches or self.step.microbatches > 1
-        return (self.step.microbatches,) if fixed else None
+        """Numbers of microbatches that a memory plan may choose from; None for any.
+
+        Every device can split its shard into them.
+        """
+        if self.config.grad.has_fixed_microbatches or self.step.microbatches > 1:
+            return (self.step.microbatches,)
+        rows = jax.tree.leaves(self.batch_shapes)[0].shape[0]
+        return tuple(divisors(rows // self.devices)) if self.devices > 1 else None
 
     def training_batches(self, seed: int) -> grain.DatasetIterator:
         """Return an endless iterator of batches, whose position is in its ``get_state``."""
@@ -159,7 +163,8 @@ class Setup(NamedTuple):
         return lambda key: compiled(key, model.read(shapes))
 
     def evaluation(self, unreadable: UnreadableFiles, batch_size: int) -> Evaluator:
-        """Trace the evaluation on the test examples."""
+        """Trace the evaluation on the test examples, with as many on each device."""
+        batch_size = max(batch_size // self.devices, 1) * self.devices
         return Evaluator(self.task, batch_size, self.state_shapes, unreadable.watch, self.layout)
 
 
@@ -201,7 +206,10 @@ def setup(config: Config, *, without_data: bool = False, dataset: Dataset | None
     state_shapes = jax.eval_shape(init, jax.random.key(config.train.seed))
     batch_shapes = _batch_shapes(task, config)
     if config.grad.is_per_example:
-        _refuse_mixing(step, state_shapes, batch_shapes)
+        try:
+            jax.eval_shape(step, state_shapes, batch_shapes)
+        except ValueError as error:  # a network that mixes examples
+            raise UserError(f"grad: {error}") from error
     return Setup(
         config=config,
         task=task,
@@ -236,14 +244,6 @@ def _with_canaries(config: Config, task: Task) -> tuple[Task, GradientCanaries |
     return task._replace(dataset=dataset, loss=canaries.add_to(task.loss)), canaries
 
 
-def _refuse_mixing(step: Step, state_shapes: TrainState, batch_shapes: Any) -> None:
-    """Trace a step with per-example gradients, which some networks do not have."""
-    try:
-        jax.eval_shape(step, state_shapes, batch_shapes)
-    except ValueError as error:
-        raise UserError(f"grad: {error}") from error
-
-
 def _notes(config: Config, dataset: Dataset, steps: int, missing: Placeholder | None) -> list[str]:
     """Say where the run differs from its config, or is too short."""
     notes = [f"data: {missing.note}"] if missing else []
@@ -257,7 +257,13 @@ def _notes(config: Config, dataset: Dataset, steps: int, missing: Placeholder | 
     notes += config.model.notes(config.data, dataset.classes)
     if not config.is_release_only:  # These depend on training examples.
         notes += [f"data: {note}" for note in dataset.notes]
-        notes += [] if missing else _few_steps(config, dataset, steps)
+        if steps < _FEW_STEPS and config.train.steps is None and not missing:
+            notes.append(
+                f"train.epochs: {config.train.epochs:g} is only {steps} step{'s' * (steps > 1)} "
+                f"of {config.data.batch_size} {dataset.rows}, because there are "
+                f"{data.num_examples(dataset.train):,} of them; give more epochs, or a smaller "
+                "data.batch_size"
+            )
     if config.data.targets == "numbers":
         options = {
             "data.class_weights": config.data.class_weights,
@@ -287,18 +293,6 @@ def _notes(config: Config, dataset: Dataset, steps: int, missing: Placeholder | 
 def _num_units(dataset: Dataset) -> int:
     """Count what privacy protects and batches consist of: training examples, or users."""
     return data.num_examples(dataset.train) if dataset.users is None else users.num_users(dataset)
-
-
-def _few_steps(config: Config, dataset: Dataset, steps: int) -> list[str]:
-    """Return a note if the run is probably too short to learn anything."""
-    if steps >= _FEW_STEPS or config.train.steps is not None:
-        return []
-    return [
-        f"train.epochs: {config.train.epochs:g} is only {steps} step{'s' if steps > 1 else ''} "
-        f"of {config.data.batch_size} {dataset.rows}, because there are "
-        f"{data.num_examples(dataset.train):,} of them; give more epochs, or a smaller "
-        "data.batch_size"
-    ]
 
 
 def _warmup_steps(config: Config, steps: int) -> int:
@@ -374,37 +368,25 @@ def _init(
 ) -> Callable[..., TrainState]:
     has_ema = ema or config.optim.ema_decay is not None
 
-    def init(key: Array, variables: Any = None) -> TrainState:
-        model = task.model
-        if variables is not None:
-            place = model.place if config.model.is_published else functools.partial(_place, model)
-            model = model._replace(init=lambda key: place(key, variables))
-        model = _with_params_dtype(model, config)
-        return TrainState.create(model, optimizer, key, ema=has_ema)
-
-    return init
-
-
-def _with_params_dtype(model: fnet.Layer, config: Config) -> fnet.Layer:
-    """Return the network with parameters of ``train.params_dtype``."""
-    if config.train.params_dtype == "float32":
-        return model
-
-    def init(key: Array) -> tuple[Any, Any]:
-        params, state = model.init(key)
-        return cast_kernels(params, config.train.params_dtype), state
-
-    return fnet.Layer(init, model.apply)
-
-
-def _place(model: fnet.Layer, key: Array, variables: Any) -> tuple[Any, Any]:
-    """Return initial variables of a network, replaced where others are given."""
-
     def choose(initial: Array, given: Array | None) -> Array:
         return initial if given is None else given.astype(initial.dtype)
 
-    params, state = jax.tree.map(choose, model.init(key), variables)
-    return params, state
+    def init(key: Array, variables: Any = None) -> TrainState:
+        def variables_of(key: Array) -> tuple[Any, Any]:
+            if variables is None:
+                params, state = task.model.init(key)
+            elif config.model.is_published:
+                params, state = task.model.place(key, variables)
+            else:
+                params, state = jax.tree.map(choose, task.model.init(key), variables)
+            if config.train.params_dtype != "float32":
+                params = cast_kernels(params, config.train.params_dtype)
+            return params, state
+
+        model = fnet.Layer(variables_of, task.model.apply)
+        return TrainState.create(model, optimizer, key, ema=has_ema)
+
+    return init
 
 
 def _num_steps(config: Config, steps_per_epoch: float) -> int:

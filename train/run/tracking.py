@@ -2,7 +2,7 @@
 
 import contextlib
 import importlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,11 +20,11 @@ class Tracker(NamedTuple):
 
     Attributes:
       log: ``log(step, line)`` for a line of metrics.
-      draw: ``draw(step, name, path)`` for a picture, a PNG.
+      draw: ``draw(step, path)`` for a picture, a PNG that is named as its file, if there is one.
     """
 
     log: Callable[[int, Mapping[str, float]], None]
-    draw: Callable[[int, str, Path], None]
+    draw: Callable[[int, Path], None]
 
 
 def check(config: Config) -> None:
@@ -62,18 +62,11 @@ def tracking(config: Config, folder: Path, start: int) -> Iterator[Tracker]:
             for tracker in trackers:
                 tracker.log(step, numbers)
 
-        def draw_all(step: int, name: str, path: Path) -> None:
-            for tracker in trackers:
-                tracker.draw(step, name, path)
+        def draw_all(step: int, path: Path) -> None:
+            for tracker in trackers if path.is_file() else ():
+                tracker.draw(step, path)
 
         yield Tracker(log_all, draw_all)
-
-
-def draw(tracker: Tracker, step: int, pictures: Iterable[Path]) -> None:
-    """Send pictures of a run's folder that exist, under the names of their files."""
-    for path in pictures:
-        if path.is_file():
-            tracker.draw(step, path.stem, path)
 
 
 @contextlib.contextmanager
@@ -87,10 +80,10 @@ def _tensorboard(folder: Path, start: int) -> Iterator[Tracker]:
                 writer.add_scalar(name, value, step)
             writer.flush()
 
-        def draw(step: int, name: str, path: Path) -> None:
+        def draw(step: int, path: Path) -> None:
             with Image.open(path) as image:
                 pixels = np.asarray(image.convert("RGB"))
-            writer.add_image(name, pixels, step, dataformats="HWC")
+            writer.add_image(path.stem, pixels, step, dataformats="HWC")
             writer.flush()
 
         yield Tracker(log, draw)
@@ -112,7 +105,7 @@ def _wandb(config: Config, folder: Path) -> Iterator[Tracker]:
     try:
         yield Tracker(
             lambda step, line: run.log(dict(line), step=step),
-            lambda step, name, path: run.log({name: wandb.Image(str(path))}, step=step),
+            lambda step, path: run.log({path.stem: wandb.Image(str(path))}, step=step),
         )
         exit_code = 0
     finally:

@@ -89,7 +89,6 @@ def check_importable(path: Path) -> None:
 
 
 def _read_published(path: Path) -> Weights:
-    """Read the weights of a convolutional network in a folder of timm."""
     config = read_config(path)
     name = config.get("architecture") or config.get("model_type")
     if "architecture" not in config or not (path / SINGLE).is_file():

@@ -12,7 +12,7 @@ from program_cases import assert_one_line_error, exit_code, fnet_command, metric
 from train.output.curves import describe
 from train.predictor import Predictor
 from train.run import evaluation, initial_weights, programs
-from train.run.frozen import load_network
+from train.run.checkpoints import load_network
 from train.run.run_folder import RunFolder
 from train.run.setup import setup
 

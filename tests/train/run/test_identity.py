@@ -15,8 +15,8 @@ from train.data import Outputs
 from train.errors import UserError
 from train.output.logged import MetricsLine
 from train.report.runs import Summary, read_runs
+from train.run.checkpoints import ForeignError, Owner, Stamp
 from train.run.class_names import read_outputs, write_classes
-from train.run.identity import ForeignError, Owner, Stamp
 from train.run.results import _measured_before
 from train.run.run_folder import RunFolder, read_sealed, seal
 from train.run.same_data import check_data, check_saved, describe_data

@@ -22,8 +22,8 @@ from train.data.model_folder import read_folder
 from train.errors import UserError
 from train.networks import pretrained
 from train.networks.model_images import image_data
+from train.run.checkpoints import load_network
 from train.run.class_names import write_classes
-from train.run.frozen import load_network
 from train.run.run_folder import RunFolder
 from train.tasks import images
 

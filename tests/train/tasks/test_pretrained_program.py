@@ -21,8 +21,7 @@ import fnet
 from train.config import ChatFile, Config, Optim, Pretrained, Synthetic, Train
 from train.data.model_folder import read_folder
 from train.errors import UserError
-from train.run.checkpoints import Checkpoints
-from train.run.frozen import load_network, without_frozen
+from train.run.checkpoints import Checkpoints, load_network, without_frozen
 from train.run.run_folder import RunFolder
 from train.run.setup import setup
 
