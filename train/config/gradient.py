@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 class _Options:
     mode: str
-    """Name of the mode."""
+    """Gradient mode; --grad.mode MODE --help lists the fields of another one."""
     release_only: bool = False
     """Whether the run writes only what its privacy guarantee covers."""
     delta: float | None = None

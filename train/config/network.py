@@ -14,7 +14,7 @@ class _Options:
     """Options that only some networks have, with what holds without them."""
 
     name: str
-    """Name of the network."""
+    """Network; --model.name NAME --help lists the fields of another one."""
     pretrained: str | None = None
     """Weights to start from."""
 
@@ -83,7 +83,6 @@ class Network(Model):
     """
 
     name: str = ""
-    """Network; its class has the value."""
     pretrained: str | None = None
     """Weights to start from: a run, a folder of timm, or FILE or FILE#ENTRY; None is random."""
 

@@ -30,7 +30,6 @@ class Clipped(GradientMode):
     is_per_example: ClassVar[bool] = True
 
     mode: Literal["clipped"] = "clipped"
-    """Gradient mode; --grad.mode MODE --help lists the fields of another one."""
     clip: Positive = 1.0
     """Clipping norm of per-example gradients."""
     per_layer: bool = False

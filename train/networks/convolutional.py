@@ -1,13 +1,15 @@
-"""Common parts of networks for images: how they are built, and fields of convolutional ones."""
+"""Convolutional networks for images, and how networks for images are built."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from annotated_types import MaxLen, MinLen
+from typing_extensions import override
 
 from fnet import models
+from fnet.models import efficientnet, regnet
 from train.config.network import Network
-from train.config.section import Count
+from train.config.section import Choice, Count, EvenCount, Fraction, Positive
 from train.networks.activation import Activation
 
 Norm = Literal["abn", "batch", "group"]
@@ -38,3 +40,167 @@ class Convolutional(ImageNetwork):
     """Slope of leaky_relu (None is 0.01) or alpha of elu (None is 1), above 0."""
     norm: Norm = "abn"
     """Norm: in-place activated batch norm, plain batch norm, or group norm."""
+
+
+@dataclass(frozen=True)
+class ResNet(Convolutional):
+    """ResNet (He et al. 2015)."""
+
+    name: Literal["resnet"] = "resnet"
+    depth: Literal[10, 14, 18, 26, 34, 50, 101, 152, 200] = 50
+    """Number of layers."""
+    activation: Activation = "leaky_relu"
+    """Activation after every norm but a block's last, and after every residual sum."""
+    stem: Stem = "7x7"
+    """Stem: 7x7, three 3x3 (deep, tiered, wide: timm's d, t, s), or one 3x3 (small)."""
+    dilation: Dilation = (1, 1, 1, 1)
+    """Dilation of each stage; dilated stages have no stride."""
+    dilate_first: bool = True
+    """Dilate the first block of a stage, too; torchvision and timm do not."""
+    shortcut: Literal["conv", "pool"] = "conv"
+    """Stride of shortcuts: in a convolution, or in average pooling (timm's suffixes d and t)."""
+    groups: Count = 1
+    """Groups of each 3x3 convolution of bottlenecks (ResNeXt)."""
+    group_width: Count = 64
+    """Channels of each group in the first stage; 128 in Wide ResNets."""
+
+
+@dataclass(frozen=True)
+class ResNet9(Convolutional):
+    """ResNet-9 for small images, which trains in few epochs (Page 2018)."""
+
+    name: Literal["resnet9"] = "resnet9"
+    widths: tuple[Count, Count, Count] = (128, 256, 512)
+    """Channels of the three stages; each halves the resolution."""
+
+
+@dataclass(frozen=True)
+class PreactResNet(Convolutional):
+    """Pre-activation ResNet for small images (He et al. 2016)."""
+
+    name: Literal["preact_resnet"] = "preact_resnet"
+    widths: Annotated[tuple[Count, ...], MinLen(1)] = (16, 32)
+    """Channels of each stage; each stage after the first halves the resolution."""
+    blocks_per_stage: Count = 2
+    """Residual blocks per stage."""
+    stem_width: Count | None = None
+    """Channels of the first convolution; None is the first stage's width."""
+    first_stride: Literal[1, 2] = 1
+    """Stride of the first stage; 2 makes the network much cheaper."""
+
+
+@dataclass(frozen=True)
+class ResNeXt(Convolutional):
+    """ResNeXt with pre-activation (Xie et al. 2017)."""
+
+    name: Literal["resnext"] = "resnext"
+    depth: Literal[50, 101, 152] = 50
+    """Number of layers."""
+    stem: Stem = "7x7"
+    """Stem: a 7x7 convolution, three 3x3, or one 3x3 at full resolution (small)."""
+    dilation: Dilation = (1, 1, 1, 1)
+    """Dilation of each stage; dilated stages have no stride."""
+    groups: Count = 64
+    """Groups of each 3x3 convolution; must divide 128."""
+
+
+@dataclass(frozen=True)
+class WiderResNet(Convolutional):
+    """Wider ResNet with pre-activation (Wu et al. 2016)."""
+
+    name: Literal["wider_resnet"] = "wider_resnet"
+    depth: Literal[16, 20, 38] = 38
+    """Number of layers."""
+    a2: bool = False
+    """Use the A2 variant: strides instead of max pooling, dropout in the last two stages."""
+    dilated: bool = False
+    """Dilate the last two stages instead of striding them (A2 only)."""
+
+
+@dataclass(frozen=True)
+class DenseNet(Convolutional):
+    """DenseNet (Huang et al. 2017)."""
+
+    name: Literal["densenet"] = "densenet"
+    depth: Literal[121, 161, 169, 201, 264] = 121
+    """Number of layers."""
+    stem: Stem = "7x7"
+    """Stem: a 7x7 convolution, three 3x3, or one 3x3 at full resolution (small)."""
+    dilation: Dilation = (1, 1, 1, 1)
+    """Dilation of each stage; there is no pooling before a dilated stage."""
+    growth: Count | None = None
+    """Growth rate: channels that each layer adds; None is 48 for depth 161, otherwise 32."""
+    stem_norm: bool = False
+    """Norm after the stem, as in torchvision and timm."""
+
+
+@dataclass(frozen=True)
+class RevNet(ImageNetwork):
+    """RevNet: its backward pass recomputes activations and saves none per block."""
+
+    name: Literal["revnet"] = "revnet"
+    widths: Annotated[tuple[EvenCount, ...], MinLen(1)] = (32, 64)
+    """Channels of each stage; each stage after the first halves the resolution."""
+    blocks: Annotated[tuple[Count, ...], MinLen(1)] = (3, 3)
+    """Reversible blocks per stage; each is worth two residual blocks."""
+    bottleneck: bool = False
+    """Use bottleneck blocks of three convolutions instead of two."""
+    activation: Activation = "leaky_relu"
+    """Activation of every in-place activated batch norm."""
+    activation_param: float | None = None
+    """Slope of leaky_relu (None is 0.01) or alpha of elu (None is 1), above 0."""
+    small_images: bool = True
+    """Use a stem at full resolution; otherwise it divides height and width by 4."""
+
+
+@dataclass(frozen=True)
+class RegNet(Convolutional):
+    """RegNetX or RegNetY (Radosavovic et al. 2020)."""
+
+    name: Literal["regnet"] = "regnet"
+    variant: Annotated[str, Choice(lambda: regnet.VARIANTS)] = "regnet_y_400mf"
+    """Name in torchvision or timm, such as regnet_x_1_6gf or regnety_040."""
+
+
+@dataclass(frozen=True)
+class EfficientNet(ImageNetwork):
+    """EfficientNet, EfficientNetV2 or MobileNetV3 (Tan, Le 2019, 2021; Howard et al. 2019)."""
+
+    name: Literal["efficientnet"] = "efficientnet"
+    variant: Annotated[str, Choice(lambda: efficientnet.VARIANTS)] = "efficientnet_b0"
+    """Name in torchvision or timm, such as efficientnet_v2_s, mobilenet_v3_large."""
+    norm: Norm = "batch"
+    """Norm: plain batch norm, in-place activated batch norm, or group norm."""
+    eps: Positive | None = None
+    """Added to the variance in each norm but group norm; None is the publisher's."""
+    stochastic_depth: Fraction = 0.0
+    """Rate at which the last block is skipped for an image; grows linearly over the blocks."""
+    dropout: Fraction = 0.0
+    """Dropout rate before the classifier; 0.2 to 0.5 in the papers."""
+
+    @property
+    @override
+    def options(self) -> dict[str, Any]:
+        row = efficientnet.VARIANTS[self.variant]
+        eps, is_group = self.eps or row["eps"], self.norm == "group"
+        padding = row.get("padding", "half")
+        return super().options | {"eps": 1e-5 if is_group else eps, "padding": padding}
+
+
+@dataclass(frozen=True)
+class ConvNeXt(ImageNetwork):
+    """ConvNeXt, the first and the second version (Liu et al. 2022; Woo et al. 2023)."""
+
+    name: Literal["convnext"] = "convnext"
+    blocks: Annotated[tuple[Count, ...], MinLen(1)] = (3, 3, 9, 3)
+    """Number of blocks of each stage."""
+    widths: Annotated[tuple[Count, ...], MinLen(1)] = (96, 192, 384, 768)
+    """Channels of each stage; each stage after the first halves the resolution."""
+    patch: Count = 4
+    """Window and stride of the first convolution, in pixels."""
+    response_norm: bool = False
+    """Use global response norm, as in ConvNeXt V2; then set layer_scale to none."""
+    layer_scale: Positive | None = 1e-6
+    """Initial scale of each block; None is no scale."""
+    stochastic_depth: Fraction = 0.0
+    """Rate at which the last block is skipped for an image; grows linearly over the blocks."""

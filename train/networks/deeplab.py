@@ -32,7 +32,6 @@ class DeepLab(Convolutional):
     task: ClassVar[str] = "segmentation"
 
     name: Literal["deeplab"] = "deeplab"
-    """Network; --model.name NAME --help lists the fields of another one."""
     backbone: Backbone = "resnet50"
     """Backbone, whose features have an eighth of the image's resolution."""
     stem: Literal["7x7", "3x3"] = "7x7"

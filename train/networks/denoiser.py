@@ -20,7 +20,6 @@ class Denoiser(Transformer):
     task: ClassVar[str] = "diffusion"
 
     name: Literal["denoiser"] = "denoiser"
-    """Network; --model.name NAME --help lists the fields of another one."""
     patch: Count = 1
     """Patch size in pixels; must divide height and width."""
     schedule: Literal["cosine", "linear", "karras"] = "cosine"

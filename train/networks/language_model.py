@@ -22,7 +22,6 @@ class LanguageModel(Transformer):
     task: ClassVar[str] = "language"
 
     name: Literal["language_model"] = "language_model"
-    """Network; --model.name NAME --help lists the fields of another one."""
     mixers: Annotated[tuple[Mixer, ...], MinLen(1)] = ("attention",)
     """Token mixer of each block, repeated cyclically from the first block to the last."""
     groups: Count | None = None

@@ -15,7 +15,6 @@ class Mlp(Network):
     """Multilayer perceptron on flattened images."""
 
     name: Literal["mlp"] = "mlp"
-    """Network; --model.name NAME --help lists the fields of another one."""
     hidden: tuple[Count, ...] = (256, 256)
     """Widths of the hidden layers."""
     activation: Activation = "relu"

@@ -46,7 +46,6 @@ class Pretrained(Model):
     is_published: ClassVar[bool] = True
 
     name: Literal["pretrained"] = "pretrained"
-    """Network; --model.name NAME --help lists the fields of another one."""
     path: str = "model"
     """Folder of the model: config.json, safetensors files and tokenizer.json."""
     lora_rank: Count | None = None

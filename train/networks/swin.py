@@ -13,7 +13,6 @@ class Swin(ImageNetwork):
     """Swin transformer (Liu et al. 2021)."""
 
     name: Literal["swin"] = "swin"
-    """Network; --model.name NAME --help lists the fields of another one."""
     variant: Annotated[str, Choice(lambda: VARIANTS)] = "swin_t"
     """Name in torchvision or timm, such as swin_s or swin_base_patch4_window12_384."""
     stochastic_depth: Fraction = 0.0

@@ -14,7 +14,6 @@ class ViT(Network):
     """Vision transformer (Dosovitskiy et al. 2021)."""
 
     name: Literal["vit"] = "vit"
-    """Network; --model.name NAME --help lists the fields of another one."""
     patch: Count = 4
     """Patch size in pixels; pixels beyond the last whole patch are cut off."""
     width: Count = 192
