@@ -17,11 +17,8 @@ class _Options:
     mode: str
     """Gradient mode; --grad.mode MODE --help lists the fields of another one."""
     release_only: bool = False
-    """Whether the run writes only what its privacy guarantee covers."""
     delta: float | None = None
-    """Delta of the guarantee."""
     insecure_noise_seed: int | None = None
-    """Fixed seed of noise and sampling; None draws a secret one."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ class _Options:
     name: str
     """Network; --model.name NAME --help lists the fields of another one."""
     pretrained: str | None = None
-    """Weights to start from."""
 
 
 @dataclass(frozen=True)
