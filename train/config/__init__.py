@@ -93,12 +93,8 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def _adapter() -> TypeAdapter[Config]:
-    return _make_adapter(tuple(all_variants()))
-
-
 @functools.lru_cache(maxsize=1)
-def _make_adapter(kinds: tuple[type[Section], ...]) -> TypeAdapter[Config]:
+def _adapter(kinds: tuple[type[Section], ...]) -> TypeAdapter[Config]:
     return TypeAdapter(Config)
 
 
@@ -129,7 +125,7 @@ def to_json(config: Config, run: str | None = None) -> str:
     plain = (
         {"fnet_version": _version()}
         | ({"run": run} if run else {})
-        | _adapter().dump_python(config, warnings=False)
+        | _adapter(tuple(all_variants())).dump_python(config, warnings=False)
     )
     # Values that JSON lacks are paths, or of a wrong type, which `from_json` reports.
     return json.dumps(plain, indent=2, ensure_ascii=False, default=str) + "\n"
@@ -145,7 +141,7 @@ def from_json(text: str | bytes, where: str) -> Config:
     """
     text, version = _update_names(text)
     try:
-        return _adapter().validate_json(text)
+        return _adapter(tuple(all_variants())).validate_json(text)
     except ValidationError as error:
         written = f" (written by fnet {version}, this is {_version()})"
         raise UserError(

@@ -1,26 +1,17 @@
 """Type of config fields that name an activation."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import tyro
 
 from fnet.layers import activations
 from train.config.section import Choice
 
-
-def _names() -> list[str]:
-    return list(activations.ACTIVATIONS)
-
-
-def _type() -> Any:
-    return Literal[tuple(_names())]
-
-
 Activation = Annotated[
     str,
-    Choice(_names),
+    Choice(lambda: activations.ACTIVATIONS),
     tyro.conf.arg(
-        constructor_factory=_type,
+        constructor_factory=lambda: Literal[tuple(activations.ACTIVATIONS)],
         help_behavior_hint=lambda default: f"(default: {default.strip('[]').strip(chr(39))})",
     ),
 ]

@@ -202,17 +202,13 @@ def build_network(section: Pretrained, precision: str) -> PretrainedNetwork:
     adapters = adapters_of(section)
     apply, losses, features = model.apply, model.losses, model.features
     assert features is not None  # because it is a language model
-    if adapters is None:
-
-        def place(key: Array, params: Any) -> tuple[Any, Any]:
-            del key
-            return params, {}
-
-    else:
+    if adapters is not None:
         apply, losses, features = (_adapted(f, adapters) for f in (apply, losses, features))
 
-        def place(key: Array, params: Any) -> tuple[Any, Any]:
-            return lora.init(adapters, params, key), {FROZEN: params}
+    def place(key: Array, params: Any) -> tuple[Any, Any]:
+        if adapters is None:
+            return params, {}
+        return lora.init(adapters, params, key), {FROZEN: params}
 
     return PretrainedNetwork(
         init=lambda key: place(key, zeros()),

@@ -1,12 +1,14 @@
-"""Vision transformer."""
+"""Vision transformers."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from fnet import models
 from fnet.layer import Layer
+from fnet.models.swin import VARIANTS
 from train.config.network import Network
-from train.config.section import Count, CountOrZero, Fraction, Positive
+from train.config.section import Choice, Count, CountOrZero, Fraction, Positive
+from train.networks.convolutional import ImageNetwork
 
 
 @dataclass(frozen=True)
@@ -36,3 +38,14 @@ class ViT(Network):
     def build(self, image_shape: tuple[int, ...], num_classes: int) -> Layer:
         """Build the network for images [H, W, C]."""
         return models.get("vit", num_classes=num_classes, image_shape=image_shape, **self.options)
+
+
+@dataclass(frozen=True)
+class Swin(ImageNetwork):
+    """Swin transformer (Liu et al. 2021)."""
+
+    name: Literal["swin"] = "swin"
+    variant: Annotated[str, Choice(lambda: VARIANTS)] = "swin_t"
+    """Name in torchvision or timm, such as swin_s or swin_base_patch4_window12_384."""
+    stochastic_depth: Fraction = 0.0
+    """Rate at which the last block is skipped for an image; grows linearly over the blocks."""

@@ -13,7 +13,7 @@ from train.config import Config
 from train.data import Arrays, Dataset, num_examples
 from train.data.batch import Batch
 from train.errors import UserError
-from train.networks.denoiser import Denoiser
+from train.networks.transformer import Denoiser
 from train.tasks import images
 from train.tasks.task import BatchMetrics, Kind, Task
 
@@ -27,7 +27,7 @@ def build(config: Config, dataset: Dataset) -> Task:
     """Build the diffusion task of a config.
 
     Raises:
-      UserError: for images outside [0, 1], mixup, several crops or label smoothing.
+      UserError: for images outside [0, 1], mixup or several crops.
       ValueError: if the network is invalid.
     """
     section = config.model
@@ -79,12 +79,7 @@ def build(config: Config, dataset: Dataset) -> Task:
 
 
 def _check_options(config: Config) -> None:
-    """Refuse options for classifiers: smooth labels, mixed images, and several crops per image."""
-    if config.optim.label_smoothing:
-        raise UserError(
-            f"optim.label_smoothing: {config.optim.label_smoothing:g}, but a denoiser does not "
-            "predict labels; give 0"
-        )
+    """Refuse options for classifiers: mixed images, and several crops per image."""
     for name, strength in (("mixup", config.data.mixup), ("cutmix", config.data.cutmix)):
         if strength:
             raise UserError(

@@ -92,14 +92,11 @@ class Labels(NamedTuple):
 
     def measure(self, logits: Array, target: Array) -> BatchMetrics:
         """Return the metrics of a test batch."""
-        metrics = {"loss": self._plain.losses(logits, target, 0.0, 0.0)}
+        plain = Labels(self.dataset._replace(class_weights=None))
+        metrics = {"loss": plain.losses(logits, target, 0.0, 0.0)}
         right = (logits > 0) == (target > 0.5)
         metrics |= self.accuracy(logits, target) | {"exact": right.all(-1).astype(jnp.float32)}
         return BatchMetrics(metrics, examples={"outputs": self.outputs(logits)})
-
-    @property
-    def _plain(self) -> "Labels":
-        return Labels(self.dataset._replace(class_weights=None))
 
     def scores(self, examples: Arrays, target: np.ndarray, confusion: Any) -> dict[str, float]:
         """Return means over labels."""
