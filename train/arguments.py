@@ -5,7 +5,7 @@ import inspect
 import io
 import re
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import (
     Annotated,
@@ -447,13 +447,31 @@ def _parse(
     kind: Any, defaults: Any, flags: Sequence[str], prog: str, description: str | None = None
 ) -> Any:
     help_requested = bool({"-h", "--help"} & set(flags))
+    markers: list[Any] = [tyro.conf.AvoidSubcommands]
+    if not isinstance(defaults, _WithConfig):
+        markers.append(tyro.conf.DisallowNone)
+
+    def parse(words: Sequence[str]) -> Any:
+        # Tyro prints some errors even with console_outputs=False.
+        with contextlib.nullcontext() if help_requested else _silence():
+            return tyro.cli(
+                kind,
+                prog=prog,
+                description=description,
+                args=list(words),
+                default=defaults,
+                config=markers,
+                console_outputs=help_requested,
+                registry=_REGISTRY,
+            )
+
     _check_repeated(flags)
     try:
-        return _tyro(kind, defaults, flags, prog, description, quiet=not help_requested)
+        return parse(flags)
     except SystemExit:
         if help_requested:
             raise
-        raise UserError(_first_mistake(kind, defaults, flags, prog)) from None
+        raise UserError(_first_mistake(parse, defaults, flags, prog)) from None
 
 
 def _check_repeated(flags: Sequence[str]) -> None:
@@ -469,32 +487,6 @@ def _check_repeated(flags: Sequence[str]) -> None:
             )
 
 
-def _tyro(
-    kind: Any,
-    defaults: Any,
-    flags: Sequence[str],
-    prog: str,
-    description: str | None = None,
-    *,
-    quiet: bool,
-) -> Any:
-    markers: list[Any] = [tyro.conf.AvoidSubcommands]
-    if not isinstance(defaults, _WithConfig):
-        markers.append(tyro.conf.DisallowNone)
-    # Tyro prints some errors even with console_outputs=False.
-    with _silence() if quiet else contextlib.nullcontext():
-        return tyro.cli(
-            kind,
-            prog=prog,
-            description=description,
-            args=list(flags),
-            default=defaults,
-            config=markers,
-            console_outputs=not quiet,
-            registry=_REGISTRY,
-        )
-
-
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
     nowhere = io.StringIO()
@@ -502,7 +494,9 @@ def _silence() -> Iterator[None]:
         yield
 
 
-def _first_mistake(kind: Any, defaults: Any, flags: Sequence[str], prog: str) -> str:
+def _first_mistake(
+    parse: Callable[[Sequence[str]], Any], defaults: Any, flags: Sequence[str], prog: str
+) -> str:
     """Describe the first flag that tyro refuses in one line; its own message fills a screen."""
     known = _flag_types(defaults)
     for flag, values in _split(flags):
@@ -520,7 +514,7 @@ def _first_mistake(kind: Any, defaults: Any, flags: Sequence[str], prog: str) ->
             meant = re.sub(r"^--no-(.*\.)", r"--\1no-", flag)  # "no" goes with the field
             return f"unknown option {flag}{did_you_mean(meant, names)}; see {prog} --help"
         try:
-            _tyro(kind, defaults, [flag, *values], prog, quiet=True)
+            parse([flag, *values])
         except SystemExit:
             got = " ".join(values) if values else "nothing"
             expected = _describe(known[name], none_allowed="." in name)

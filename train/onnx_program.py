@@ -192,10 +192,6 @@ class _Writer:
         return self.add("Concat", parts, jax.ShapeDtypeStruct((len(dims),), np.int64), axis=0)
 
 
-def _elementwise(kind: str) -> _Emit:
-    return lambda w, eqn, values, aval: w.add(kind, values, aval)
-
-
 def _bitwise(kind: str) -> _Emit:
     def emit(w: _Writer, eqn: Any, values: _Values, aval: Any) -> _Value:
         return w.add(kind if aval.dtype == bool else f"Bitwise{kind}", values, aval)
@@ -204,7 +200,7 @@ def _bitwise(kind: str) -> _Emit:
 
 
 def _composed(*kinds: str) -> _Emit:
-    """Apply operations one after the other."""
+    """Apply one elementwise operation after the other."""
 
     def emit(w: _Writer, eqn: Any, values: _Values, aval: Any) -> _Value:
         for kind in kinds:
@@ -467,7 +463,7 @@ _SIMPLE = {
     **{"le": "LessOrEqual", "gt": "Greater", "ge": "GreaterOrEqual", "eq": "Equal"},
 }
 _TABLE: Mapping[str, _Emit] = {
-    **{name: _elementwise(kind) for name, kind in _SIMPLE.items()},
+    **{name: _composed(kind) for name, kind in _SIMPLE.items()},
     **{name: _bitwise(name.capitalize()) for name in ("and", "or", "xor", "not")},
     "rsqrt": _composed("Sqrt", "Reciprocal"),
     "ne": _composed("Equal", "Not"),

@@ -26,17 +26,8 @@ from train.tasks import kind_of
 _BATCH_SIZE = 16
 """Largest number of images, or crops, in a batch."""
 
-ImageLike = (
-    str
-    | os.PathLike[str]
-    | bytes
-    | bytearray
-    | memoryview
-    | IO[bytes]
-    | Image.Image
-    | np.ndarray
-    | Array
-)
+_Content = bytes | bytearray | memoryview | IO[bytes]
+ImageLike = str | os.PathLike[str] | _Content | Image.Image | np.ndarray | Array
 """Path of an image file, its content, the open file, an image of Pillow, or an array of pixels."""
 
 

@@ -24,6 +24,7 @@ class Attribution(GradientMode):
     has_fixed_microbatches: ClassVar[bool] = True
 
     mode: Literal["attribution"] = "attribution"
+    """Gradient mode; --grad.mode MODE --help lists the fields of another one."""
     validation_batch: Count | None = None
     """Test examples that each step is scored with; by default a sixteenth of the batch."""
     validation_examples: Count = 256

@@ -30,6 +30,7 @@ class Clipped(GradientMode):
     is_per_example: ClassVar[bool] = True
 
     mode: Literal["clipped"] = "clipped"
+    """Gradient mode; --grad.mode MODE --help lists the fields of another one."""
     clip: Positive = 1.0
     """Clipping norm of per-example gradients."""
     per_layer: bool = False
@@ -153,31 +154,22 @@ class Clipped(GradientMode):
     def build(
         self, config: Config, optimizer: optax.GradientTransformation, privacy: Privacy | None
     ) -> tuple[Any, optax.GradientTransformation]:
-        noise = privacy.noise_multiplier if privacy else 0.0
-        if self.quantile is None:
-            mode = autodiff.clipped(
-                self.clip,
-                noise_multiplier=noise,
-                expected_batch_size=config.data.batch_size,
-                per_layer=self.per_layer,
-                automatic=self.automatic,
-                microbatches=self.microbatches,
-                noise_schedule=self.noise_schedule,
-                clip_schedule=self.clip_schedule,
-                **({"strategy": privacy.strategy} if privacy else {}),
-            )
-            return mode, mode.wrap_optimizer(optimizer)
-        try:
-            adaptive = autodiff.AdaptiveClipping(
-                self.clip,
-                quantile=self.quantile,
-                noise_multiplier=noise,
-                expected_batch_size=config.data.batch_size,
-                microbatches=self.microbatches,
-            )
-        except ValueError as error:
-            raise UserError(f"grad.quantile: {error}") from error
-        return adaptive, adaptive.wrap_optimizer(optimizer)
+        options: dict[str, Any] = {
+            "noise_multiplier": privacy.noise_multiplier if privacy else 0.0,
+            "expected_batch_size": config.data.batch_size,
+            "microbatches": self.microbatches,
+        }
+        if self.quantile is not None:
+            try:
+                mode: Any = autodiff.AdaptiveClipping(self.clip, quantile=self.quantile, **options)
+            except ValueError as error:
+                raise UserError(f"grad.quantile: {error}") from error
+        else:
+            names = ("per_layer", "automatic", "noise_schedule", "clip_schedule")
+            options |= {name: getattr(self, name) for name in names}
+            options |= {"strategy": privacy.strategy} if privacy else {}
+            mode = autodiff.clipped(self.clip, **options)
+        return mode, mode.wrap_optimizer(optimizer)
 
     @override
     def with_microbatches(self, count: int) -> Self:

@@ -16,6 +16,7 @@ class Mean(GradientMode):
     """Gradient of the mean loss; a memory budget may split the batch into microbatches."""
 
     mode: Literal["mean"] = "mean"
+    """Gradient mode; --grad.mode MODE --help lists the fields of another one."""
 
     @override
     def build(
@@ -31,6 +32,7 @@ class Microbatch(GradientMode):
     has_fixed_microbatches: ClassVar[bool] = True
 
     mode: Literal["microbatch"] = "microbatch"
+    """Gradient mode; --grad.mode MODE --help lists the fields of another one."""
     microbatches: Count = 2
     """Number of microbatches that each batch is split into."""
 
@@ -49,6 +51,7 @@ class PerExample(GradientMode):
     has_fixed_microbatches: ClassVar[bool] = True
 
     mode: Literal["per_example"] = "per_example"
+    """Gradient mode; --grad.mode MODE --help lists the fields of another one."""
     per_layer: bool = False
     """Measure the noise scale of each parameter array, too."""
 

@@ -11,7 +11,7 @@ from annotated_types import MinLen
 from fnet import models
 from fnet.layer import Layer
 from train.config.section import Count
-from train.networks.convolutional import Convolutional
+from train.networks.images import Convolutional
 
 # Not all of `models.VARIANTS`: only networks that can be dilated are backbones.
 # fmt: off
@@ -32,6 +32,7 @@ class DeepLab(Convolutional):
     task: ClassVar[str] = "segmentation"
 
     name: Literal["deeplab"] = "deeplab"
+    """Network; --model.name NAME --help lists the fields of another one."""
     backbone: Backbone = "resnet50"
     """Backbone, whose features have an eighth of the image's resolution."""
     stem: Literal["7x7", "3x3"] = "7x7"

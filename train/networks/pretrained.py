@@ -46,6 +46,7 @@ class Pretrained(Model):
     is_published: ClassVar[bool] = True
 
     name: Literal["pretrained"] = "pretrained"
+    """Network; --model.name NAME --help lists the fields of another one."""
     path: str = "model"
     """Folder of the model: config.json, safetensors files and tokenizer.json."""
     lora_rank: Count | None = None
@@ -392,7 +393,11 @@ def _read(
 
     def read(targets: Any) -> Any:
         by_path = dict(quantization.leaves_with_paths(targets))
-        shardings = {path: _sharding(leaf) for path, leaf in by_path.items()}
+        # The codes of a quantized parameter have its axes.
+        shardings = {
+            path: (leaf.codes if quantization.is_quantized(leaf) else leaf).sharding
+            for path, leaf in by_path.items()
+        }
         is_placed = None not in shardings.values()
 
         def checked(path: str, a: Array) -> Any:
@@ -485,8 +490,3 @@ def _quantize(section: Pretrained, shapes: Any) -> Callable[[str, Array], Any]:
         return quantization.quantize({"w": a}, kind, ("w",))["w"]
 
     return lambda path, a: quantize(a) if path in targets else a
-
-
-def _sharding(leaf: Any) -> Any:
-    """Sharding of a parameter, or of the codes of a quantized one, which have its axes."""
-    return (leaf.codes if quantization.is_quantized(leaf) else leaf).sharding

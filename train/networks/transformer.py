@@ -61,6 +61,7 @@ class LanguageModel(Transformer):
     task: ClassVar[str] = "language"
 
     name: Literal["language_model"] = "language_model"
+    """Network; --model.name NAME --help lists the fields of another one."""
     mixers: Annotated[tuple[Mixer, ...], MinLen(1)] = ("attention",)
     """Token mixer of each block, repeated cyclically from the first block to the last."""
     groups: Count | None = None
@@ -114,6 +115,7 @@ class Denoiser(Transformer):
     task: ClassVar[str] = "diffusion"
 
     name: Literal["denoiser"] = "denoiser"
+    """Network; --model.name NAME --help lists the fields of another one."""
     patch: Count = 1
     """Patch size in pixels; must divide height and width."""
     schedule: Literal["cosine", "linear", "karras"] = "cosine"

@@ -1,17 +1,28 @@
-"""Convolutional networks for images, and how networks for images are built."""
+"""Networks for images, but for those of segmentation and diffusion."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
+import tyro
 from annotated_types import MaxLen, MinLen
 from typing_extensions import override
 
 from fnet import models
-from fnet.models import efficientnet, regnet
+from fnet.layer import Layer
+from fnet.layers import activations
+from fnet.models import efficientnet, regnet, swin
 from train.config.network import Network
-from train.config.section import Choice, Count, EvenCount, Fraction, Positive
-from train.networks.activation import Activation
+from train.config.section import Choice, Count, CountOrZero, EvenCount, Fraction, Positive
 
+Activation = Annotated[
+    str,
+    Choice(lambda: activations.ACTIVATIONS),
+    tyro.conf.arg(
+        constructor_factory=lambda: Literal[tuple(activations.ACTIVATIONS)],
+        help_behavior_hint=lambda default: f"(default: {default.strip('[]').strip(chr(39))})",
+    ),
+]
+"""Name of an activation in `fnet.layers.activations.ACTIVATIONS`, a user's included."""
 Norm = Literal["abn", "batch", "group"]
 Stem = Literal["7x7", "3x3", "deep", "tiered", "wide", "small"]
 Dilation = Annotated[tuple[Count, ...], MinLen(4), MaxLen(4)]
@@ -47,6 +58,7 @@ class ResNet(Convolutional):
     """ResNet (He et al. 2015)."""
 
     name: Literal["resnet"] = "resnet"
+    """Network; --model.name NAME --help lists the fields of another one."""
     depth: Literal[10, 14, 18, 26, 34, 50, 101, 152, 200] = 50
     """Number of layers."""
     activation: Activation = "leaky_relu"
@@ -70,6 +82,7 @@ class ResNet9(Convolutional):
     """ResNet-9 for small images, which trains in few epochs (Page 2018)."""
 
     name: Literal["resnet9"] = "resnet9"
+    """Network; --model.name NAME --help lists the fields of another one."""
     widths: tuple[Count, Count, Count] = (128, 256, 512)
     """Channels of the three stages; each halves the resolution."""
 
@@ -79,6 +92,7 @@ class PreactResNet(Convolutional):
     """Pre-activation ResNet for small images (He et al. 2016)."""
 
     name: Literal["preact_resnet"] = "preact_resnet"
+    """Network; --model.name NAME --help lists the fields of another one."""
     widths: Annotated[tuple[Count, ...], MinLen(1)] = (16, 32)
     """Channels of each stage; each stage after the first halves the resolution."""
     blocks_per_stage: Count = 2
@@ -94,6 +108,7 @@ class ResNeXt(Convolutional):
     """ResNeXt with pre-activation (Xie et al. 2017)."""
 
     name: Literal["resnext"] = "resnext"
+    """Network; --model.name NAME --help lists the fields of another one."""
     depth: Literal[50, 101, 152] = 50
     """Number of layers."""
     stem: Stem = "7x7"
@@ -109,6 +124,7 @@ class WiderResNet(Convolutional):
     """Wider ResNet with pre-activation (Wu et al. 2016)."""
 
     name: Literal["wider_resnet"] = "wider_resnet"
+    """Network; --model.name NAME --help lists the fields of another one."""
     depth: Literal[16, 20, 38] = 38
     """Number of layers."""
     a2: bool = False
@@ -122,6 +138,7 @@ class DenseNet(Convolutional):
     """DenseNet (Huang et al. 2017)."""
 
     name: Literal["densenet"] = "densenet"
+    """Network; --model.name NAME --help lists the fields of another one."""
     depth: Literal[121, 161, 169, 201, 264] = 121
     """Number of layers."""
     stem: Stem = "7x7"
@@ -139,6 +156,7 @@ class RevNet(ImageNetwork):
     """RevNet: its backward pass recomputes activations and saves none per block."""
 
     name: Literal["revnet"] = "revnet"
+    """Network; --model.name NAME --help lists the fields of another one."""
     widths: Annotated[tuple[EvenCount, ...], MinLen(1)] = (32, 64)
     """Channels of each stage; each stage after the first halves the resolution."""
     blocks: Annotated[tuple[Count, ...], MinLen(1)] = (3, 3)
@@ -158,6 +176,7 @@ class RegNet(Convolutional):
     """RegNetX or RegNetY (Radosavovic et al. 2020)."""
 
     name: Literal["regnet"] = "regnet"
+    """Network; --model.name NAME --help lists the fields of another one."""
     variant: Annotated[str, Choice(lambda: regnet.VARIANTS)] = "regnet_y_400mf"
     """Name in torchvision or timm, such as regnet_x_1_6gf or regnety_040."""
 
@@ -167,6 +186,7 @@ class EfficientNet(ImageNetwork):
     """EfficientNet, EfficientNetV2 or MobileNetV3 (Tan, Le 2019, 2021; Howard et al. 2019)."""
 
     name: Literal["efficientnet"] = "efficientnet"
+    """Network; --model.name NAME --help lists the fields of another one."""
     variant: Annotated[str, Choice(lambda: efficientnet.VARIANTS)] = "efficientnet_b0"
     """Name in torchvision or timm, such as efficientnet_v2_s, mobilenet_v3_large."""
     norm: Norm = "batch"
@@ -192,6 +212,7 @@ class ConvNeXt(ImageNetwork):
     """ConvNeXt, the first and the second version (Liu et al. 2022; Woo et al. 2023)."""
 
     name: Literal["convnext"] = "convnext"
+    """Network; --model.name NAME --help lists the fields of another one."""
     blocks: Annotated[tuple[Count, ...], MinLen(1)] = (3, 3, 9, 3)
     """Number of blocks of each stage."""
     widths: Annotated[tuple[Count, ...], MinLen(1)] = (96, 192, 384, 768)
@@ -204,3 +225,61 @@ class ConvNeXt(ImageNetwork):
     """Initial scale of each block; None is no scale."""
     stochastic_depth: Fraction = 0.0
     """Rate at which the last block is skipped for an image; grows linearly over the blocks."""
+
+
+@dataclass(frozen=True)
+class ViT(Network):
+    """Vision transformer (Dosovitskiy et al. 2021)."""
+
+    name: Literal["vit"] = "vit"
+    """Network; --model.name NAME --help lists the fields of another one."""
+    patch: Count = 4
+    """Patch size in pixels; pixels beyond the last whole patch are cut off."""
+    width: Count = 192
+    """Model width: features per patch; 192, 384, 768 and 1024 in the papers."""
+    blocks: Count = 12
+    """Number of blocks."""
+    heads: Count = 3
+    """Number of attention heads; must divide width."""
+    hidden: Count | None = None
+    """Width of the feed-forward layers (GELU); None is 4 times width."""
+    registers: CountOrZero = 0
+    """Number of register tokens, which are neither image nor output."""
+    pooling: Literal["token", "mean"] = "token"
+    """Features of the classifier: the class token, or the mean of the patches."""
+    layer_scale: Positive | None = None
+    """Initial scale of each residual branch; None is no scale."""
+    dropout: Fraction = 0.0
+    """Dropout rate of each residual branch."""
+
+    def build(self, image_shape: tuple[int, ...], num_classes: int) -> Layer:
+        """Build the network for images [H, W, C]."""
+        return models.get("vit", num_classes=num_classes, image_shape=image_shape, **self.options)
+
+
+@dataclass(frozen=True)
+class Swin(ImageNetwork):
+    """Swin transformer (Liu et al. 2021)."""
+
+    name: Literal["swin"] = "swin"
+    """Network; --model.name NAME --help lists the fields of another one."""
+    variant: Annotated[str, Choice(lambda: swin.VARIANTS)] = "swin_t"
+    """Name in torchvision or timm, such as swin_s or swin_base_patch4_window12_384."""
+    stochastic_depth: Fraction = 0.0
+    """Rate at which the last block is skipped for an image; grows linearly over the blocks."""
+
+
+@dataclass(frozen=True)
+class Mlp(Network):
+    """Multilayer perceptron on flattened images."""
+
+    name: Literal["mlp"] = "mlp"
+    """Network; --model.name NAME --help lists the fields of another one."""
+    hidden: tuple[Count, ...] = (256, 256)
+    """Widths of the hidden layers."""
+    activation: Activation = "relu"
+    """Activation between layers."""
+
+    def build(self, image_shape: tuple[int, ...], num_classes: int) -> Layer:
+        """Build the network for images of a shape."""
+        return models.get("mlp", num_classes=num_classes, in_shape=image_shape, **self.options)
