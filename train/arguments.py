@@ -25,7 +25,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from train import config as configs
 from train.config import Config, registry
-from train.config.section import Choice, Count, CountOrZero, Positive, Seed
+from train.config.section import Choice, Count, CountOrZero, NonNegative, Positive, Seed, Share
 from train.errors import UserError, did_you_mean
 
 # Tyro prints the docstrings below for --help: a class for the command, a field for its flag. It
@@ -298,7 +298,7 @@ class TextArguments(CheckpointArguments):
     length: Count = 500
     """Largest number of tokens to generate; a token that ends the text ends it."""
     temperature: Annotated[
-        Annotated[float, Ge(0)] | None, _default("as generation_config.json of the model, or 0.8")
+        NonNegative | None, _default("as generation_config.json of the model, or 0.8")
     ] = None
     """Sampling temperature; 0 is greedy."""
     top_k: Annotated[Count | None, _default("as generation_config.json, or all")] = None
@@ -307,13 +307,11 @@ class TextArguments(CheckpointArguments):
         Annotated[float, Gt(0), Le(1)] | None, _default("as generation_config.json, or 1")
     ] = None
     """Nucleus (top-p) threshold."""
-    min_p: Annotated[
-        Annotated[float, Ge(0), Le(1)] | None, _default("as generation_config.json, or 0")
-    ] = None
+    min_p: Annotated[Share | None, _default("as generation_config.json, or 0")] = None
     """Sample only tokens with this share of the most probable one's probability."""
-    repetition_penalty: Annotated[
-        Annotated[float, Gt(0)] | None, _default("as generation_config.json, or 1")
-    ] = None
+    repetition_penalty: Annotated[Positive | None, _default("as generation_config.json, or 1")] = (
+        None
+    )
     """Penalty of tokens that the text or its prompt has already; 1 is none."""
     stop: tuple[str, ...] = ()
     """Texts that end the answer, and are not printed."""
@@ -333,7 +331,7 @@ class ImageArguments(CheckpointArguments):
     count: Count = 10
     """Number of images per class."""
     guidance: Annotated[
-        Annotated[float, Ge(0)] | None, _default("1.5, or 1 without label_dropout in training")
+        NonNegative | None, _default("1.5, or 1 without label_dropout in training")
     ] = None
     """Classifier-free guidance scale; 0 ignores the label, 1 is no guidance."""
     sampler: Literal["dpm_solver", "ddim", "ddpm"] = "dpm_solver"

@@ -244,12 +244,8 @@ def _scan(w: _Writer, eqn: Any, values: _Values, aval: Any) -> _Values:
         outputs.append(results[scan.num_carry :])
     if scan.reverse:
         outputs.reverse()
-    stacked: _Values = []
-    for var, column in zip(eqn.outvars[scan.num_carry :], zip(*outputs, strict=True), strict=False):
-        axis = np.array([0], np.int64)
-        parts = [w.add("Unsqueeze", [value, axis], var.aval) for value in column]
-        stacked.append(w.add("Concat", parts, var.aval, axis=0))
-    return [*carry, *stacked]
+    columns = zip(eqn.outvars[scan.num_carry :], zip(*outputs, strict=True), strict=False)
+    return [*carry, *(_stack(w, column, 0, var.aval) for var, column in columns)]
 
 
 def _transpose(w: _Writer, value: _Value, permutation: Sequence[int]) -> _Value:
@@ -324,8 +320,7 @@ def _reshape(w: _Writer, eqn: Any, values: _Values, aval: Any) -> _Value:
     return w.add("Reshape", [values[0], np.array(sizes, np.int64)], aval)
 
 
-def _stack(w: _Writer, eqn: Any, values: _Values, aval: Any) -> _Value:
-    axis = eqn.params["axis"]
+def _stack(w: _Writer, values: Iterable[_Value], axis: int, aval: Any) -> _Value:
     parts = [w.add("Unsqueeze", [value, np.array([axis], np.int64)], aval) for value in values]
     return w.add("Concat", parts, aval, axis=axis)
 
@@ -503,7 +498,7 @@ _TABLE: Mapping[str, _Emit] = {
     "concatenate": lambda w, eqn, values, aval: w.add(
         "Concat", values, aval, axis=eqn.params["dimension"]
     ),
-    "stack": _stack,
+    "stack": lambda w, eqn, values, aval: _stack(w, values, eqn.params["axis"], aval),
     "pad": _pad,
     "slice": _slice,
     "split": _split,

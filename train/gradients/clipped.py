@@ -107,34 +107,31 @@ class Clipped(GradientMode):
     def _check_noise(self) -> None:
         has_bands = self.noise_strategy != "buffered"
         separation = self.separation or self.noise_bands
-        for is_wrong, message in (
-            (
-                has_bands and self.noise_strategy != "square_root" and self.noise_bands == 1,
+        message = ""
+        if has_bands and self.noise_strategy != "square_root" and self.noise_bands == 1:
+            message = (
                 f"noise_strategy: {self.noise_strategy} with one band is independent noise; give "
-                "grad.noise_bands, too",
-            ),
-            (
-                not has_bands and self.noise_bands > 1,
+                "grad.noise_bands, too"
+            )
+        elif not has_bands and self.noise_bands > 1:
+            message = (
                 f"noise_bands: {self.noise_bands}, but grad.noise_strategy buffered has no bands; "
-                "give grad.separation",
-            ),
-            (
-                self.sampling == "balls_in_bins" and self.separation is not None,
+                "give grad.separation"
+            )
+        elif self.sampling == "balls_in_bins" and self.separation is not None:
+            message = (
                 f"separation: {self.separation}, but with grad.sampling balls_in_bins it follows "
-                "from data.batch_size; leave it out",
-            ),
-            (
-                self.sampling == "b_min_sep" and separation == 1,
-                "sampling: b_min_sep needs grad.separation above 1",
-            ),
-            (
-                self.sampling != "poisson" and self.truncated_batch_size is not None,
+                "from data.batch_size; leave it out"
+            )
+        elif self.sampling == "b_min_sep" and separation == 1:
+            message = "sampling: b_min_sep needs grad.separation above 1"
+        elif self.sampling != "poisson" and self.truncated_batch_size is not None:
+            message = (
                 f"truncated_batch_size: no accountant covers it with grad.sampling {self.sampling};"
-                " leave it out",
-            ),
-        ):
-            if is_wrong:
-                raise UserError(f"grad.{message}")
+                " leave it out"
+            )
+        if message:
+            raise UserError(f"grad.{message}")
 
     def _check_adaptive(self) -> None:
         if self.per_layer or self.automatic is not None:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from annotated_types import MinLen
 from jax import Array
 from typing_extensions import override
@@ -311,9 +312,6 @@ def build_image_network(
     def reorder(path: str, a: Array) -> Array:
         return a if order is None or not path.startswith("head/") else a[..., np.array(order)]
 
-    def zeros() -> Any:
-        return jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), shapes)
-
     def place(key: Array, params: Any) -> tuple[Any, Any]:
         if classifier is not None:
             params = params | {CLASSIFIER: classifier.init(key)[0]}
@@ -327,7 +325,7 @@ def build_image_network(
         return y, state
 
     return PretrainedNetwork(
-        init=lambda key: place(key, zeros()),
+        init=lambda key: place(key, optax.tree.zeros_like(shapes, dtype=jnp.float32)),
         apply=apply,
         decode=None,
         losses=_no_losses,

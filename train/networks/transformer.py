@@ -4,13 +4,13 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from annotated_types import Ge, Le, Lt, MinLen
+from annotated_types import Ge, Lt, MinLen
 from typing_extensions import override
 
 from fnet import layers, models
 from fnet.layer import Layer
 from train.config.network import Network
-from train.config.section import Count, CountOrZero, Fraction, Positive
+from train.config.section import Count, CountOrZero, Fraction, Positive, Share
 
 Mixer = Literal["attention", "mamba", "mamba2", "rg_lru"]
 
@@ -31,7 +31,7 @@ class Transformer(Network):
     """Norm before each mixer, each feed-forward and the head."""
     attention_context: Literal["none", "lagged", "current"] = "none"
     """Attention context between blocks: none, from the previous step, or from this one."""
-    context_rate: Annotated[float, Ge(0), Le(1)] = 0.01
+    context_rate: Share = 0.01
     """Update rate of the attention context."""
     dropout: Fraction = 0.0
     """Dropout rate of each residual branch."""
@@ -45,13 +45,8 @@ class Transformer(Network):
     def stack_options(self) -> dict[str, Any]:
         """Options that fnet's stacks of blocks have in common."""
         context = None if self.attention_context == "none" else self.attention_context
-        return {
-            "width": self.width,
-            "norm": self.norm,
-            "context": context,
-            "context_rate": self.context_rate,
-            "dropout": self.dropout,
-        }
+        names = ("width", "norm", "context_rate", "dropout")
+        return {name: getattr(self, name) for name in names} | {"context": context}
 
 
 @dataclass(frozen=True)
