@@ -15,7 +15,7 @@ from fnet.noise.imports import jax_privacy
 from fnet.privacy import Sampling, calibrate_noise_multiplier
 from fnet.privacy.canaries import GradientCanaries
 from train.config import Config
-from train.config.gradient import GradientMode
+from train.config.gradient import Built, GradientMode
 from train.config.section import Count, Positive, Seed
 from train.errors import UserError
 from train.gradients.privacy import FOR_SOME_STEPS, Privacy, check_accounting, make_strategy
@@ -150,7 +150,7 @@ class Clipped(GradientMode):
     @override
     def build(
         self, config: Config, optimizer: optax.GradientTransformation, privacy: Privacy | None
-    ) -> tuple[Any, optax.GradientTransformation]:
+    ) -> Built:
         options: dict[str, Any] = {
             "noise_multiplier": privacy.noise_multiplier if privacy else 0.0,
             "expected_batch_size": config.data.batch_size,

@@ -7,7 +7,7 @@ import optax
 from typing_extensions import override
 
 from fnet import autodiff
-from train.config.gradient import GradientMode
+from train.config.gradient import Built, GradientMode
 from train.config.section import Count
 
 
@@ -19,9 +19,7 @@ class Mean(GradientMode):
     """Gradient mode; --grad.mode MODE --help lists the fields of another one."""
 
     @override
-    def build(
-        self, config: Any, optimizer: optax.GradientTransformation, privacy: Any
-    ) -> tuple[Any, optax.GradientTransformation]:
+    def build(self, config: Any, optimizer: optax.GradientTransformation, privacy: Any) -> Built:
         return autodiff.mean, optimizer
 
 
@@ -37,9 +35,7 @@ class Microbatch(GradientMode):
     """Number of microbatches that each batch is split into."""
 
     @override
-    def build(
-        self, config: Any, optimizer: optax.GradientTransformation, privacy: Any
-    ) -> tuple[Any, optax.GradientTransformation]:
+    def build(self, config: Any, optimizer: optax.GradientTransformation, privacy: Any) -> Built:
         return autodiff.microbatches(self.microbatches), optimizer
 
 
@@ -56,7 +52,5 @@ class PerExample(GradientMode):
     """Measure the noise scale of each parameter array, too."""
 
     @override
-    def build(
-        self, config: Any, optimizer: optax.GradientTransformation, privacy: Any
-    ) -> tuple[Any, optax.GradientTransformation]:
+    def build(self, config: Any, optimizer: optax.GradientTransformation, privacy: Any) -> Built:
         return autodiff.per_example(self.per_layer), optimizer

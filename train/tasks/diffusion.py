@@ -80,17 +80,12 @@ def build(config: Config, dataset: Dataset) -> Task:
 
 def _check_options(config: Config) -> None:
     """Refuse options for classifiers: mixed images, and several crops per image."""
-    for name, strength in (("mixup", config.data.mixup), ("cutmix", config.data.cutmix)):
-        if strength:
+    for name, what, only in (("mixup", "label", 0), ("cutmix", "label", 0), ("crops", "crop", 1)):
+        if (value := getattr(config.data, name)) != only:
             raise UserError(
-                f"data.{name}: {strength:g}, but a denoiser needs one label per image; give "
-                f"data.{name} 0"
+                f"data.{name}: {value:g}, but a denoiser needs one {what} per image; give "
+                f"data.{name} {only}"
             )
-    if config.data.crops != 1:
-        raise UserError(
-            f"data.crops: {config.data.crops}, but a denoiser needs one crop per image; give "
-            "data.crops 1"
-        )
 
 
 def _check_unit_interval(dataset: Dataset) -> None:
