@@ -450,8 +450,10 @@ def _parse(
         markers.append(tyro.conf.DisallowNone)
 
     def parse(words: Sequence[str]) -> Any:
-        # Tyro prints some errors even with console_outputs=False.
-        with contextlib.nullcontext() if help_requested else _silence():
+        with contextlib.ExitStack() as stack:
+            if not help_requested:  # Tyro prints some errors even with console_outputs=False.
+                for redirect in (contextlib.redirect_stdout, contextlib.redirect_stderr):
+                    stack.enter_context(redirect(io.StringIO()))
             return tyro.cli(
                 kind,
                 prog=prog,
@@ -483,13 +485,6 @@ def _check_repeated(flags: Sequence[str]) -> None:
                 f"{flag}: given twice, as {' '.join(given[name])} and as {' '.join(text)}; give it "
                 "once"
             )
-
-
-@contextlib.contextmanager
-def _silence() -> Iterator[None]:
-    nowhere = io.StringIO()
-    with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
-        yield
 
 
 def _first_mistake(

@@ -94,7 +94,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
     """Raise KeyboardInterrupt; later, where Python would drop it: in the garbage collection."""
-    del number
     while frame is not None:
         if frame.f_code.co_name in ("_xla_gc_callback", "__del__"):
             threading.Timer(0.1, _thread.interrupt_main).start()

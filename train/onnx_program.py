@@ -154,13 +154,11 @@ class _Writer:
         pairs = zip(eqn.invars, eqn.outvars, strict=False)
         if renames(eqn) and all(a.aval.shape == b.aval.shape for a, b in pairs):
             return values[: len(eqn.outvars)]
-        if name not in _TABLE:
+        unsupported = [f"unsupported {name}"] if name not in _TABLE else []
+        unsupported += [v.name for v in values if isinstance(v, _Ref) and " " in v.name]
+        if unsupported:
             # It may not be needed: the nodes that lead to no output are dropped.
-            return [_Ref(f"unsupported {name}", var.aval) for var in eqn.outvars]
-        if unsupported := [
-            value for value in values if isinstance(value, _Ref) and " " in value.name
-        ]:
-            return [_Ref(unsupported[0].name, var.aval) for var in eqn.outvars]
+            return [_Ref(unsupported[0], var.aval) for var in eqn.outvars]
         written = _TABLE[name](self, eqn, values, eqn.outvars[0].aval)
         return written if isinstance(written, list) else [written]
 

@@ -114,10 +114,9 @@ class Predictor:
         where = str(image) if is_path else f"image {index}"
         source = _source(image)
         if source is None:
-            kind = type(image).__name__
             raise TypeError(
                 f"Predictor: {where}: expected a path, the content of a file, an image of Pillow "
-                f"or an array, got {kind}"
+                f"or an array, got {type(image).__name__}"
             )
         try:
             return self.preprocessor(source)

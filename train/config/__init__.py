@@ -14,15 +14,7 @@ from train.config.gradient import GradientMode
 from train.config.network import Model
 from train.config.registry import PLUGINS, all_variants, tag_of, variants
 from train.config.section import Section
-from train.config.training import (
-    Checkpoint,
-    Memory,
-    Mesh,
-    Nonfinite,
-    Optim,
-    Tracking,
-    Train,
-)
+from train.config.training import Checkpoint, Memory, Mesh, Nonfinite, Optim, Tracking, Train
 from train.errors import UserError, did_you_mean
 
 
@@ -184,17 +176,14 @@ def _rename_keys(plain: dict[str, Any], names: dict[str, str]) -> dict[str, Any]
 def check(config: Config, where: str) -> Config:
     """Check the type and range of every field; return an equal config."""
     checked = from_json(to_json(config), where)
-    for given, expected in zip(_classes(config), _classes(checked), strict=True):
+    classes = ([type(c), *map(type, c.sections.values())] for c in (config, checked))
+    for given, expected in zip(*classes, strict=True):
         if given is not expected:
             raise UserError(
                 f"{where}: expected {expected.__name__}, got {given.__name__}; a config is saved "
                 "as JSON, which cannot hold a subclass"
             )
     return checked
-
-
-def _classes(config: Config) -> list[type]:
-    return [type(config), *map(type, config.sections.values())]
 
 
 def flatten(config: Any, prefix: str = "") -> dict[str, Any]:

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from fnet.privacy.canaries import GradientCanaries
 
 Built: TypeAlias = "tuple[Any, optax.GradientTransformation]"
-"""A mode for `fnet.make_step`, and the optimizer with the state that it may add."""
 
 
 class _Options:

@@ -245,19 +245,13 @@ def with_head(network: PretrainedNetwork, outputs: int) -> PretrainedNetwork:
         return params | {CLASSIFIER: head.init(jax.random.fold_in(key, 1))[0]}, state
 
     def apply(
-        params: Any,
-        state: Any,
-        tokens: Array,
-        *,
-        key: Array | None = None,
-        train: bool,
-        lengths: Array,
+        params: Any, state: Any, tokens: Array, *, lengths: Array, **options: Any
     ) -> tuple[Array, Any]:
         own = {name: p for name, p in params.items() if name != CLASSIFIER}
-        x, state = features(own, state, tokens, key=key, train=train, lengths=lengths)
+        x, state = features(own, state, tokens, lengths=lengths, **options)
         last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]
         with jax.named_scope(CLASSIFIER):
-            y, _ = head.apply(params[CLASSIFIER], {}, last, train=train)
+            y, _ = head.apply(params[CLASSIFIER], {}, last, train=options["train"])
         return y, state
 
     return network._replace(

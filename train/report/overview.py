@@ -57,10 +57,9 @@ def figures_of(run: Run, index: int, metrics: Sequence[Metric]) -> dict[str, Cel
         for name, value in run.summary.metrics.items():
             title, scale = describe(name.removeprefix("test/"))
             figures[f"test {title}"] = Cell("undefined" if value is None else scale.text(value))
-    if (loss := run.last("train/loss")) is not None:
-        figures["train loss"] = Cell(number(loss))
-    if (loss := run.last(f"{NOT_PRIVATE}/loss")) is not None:
-        figures["train loss"] = Cell(number(loss), "not private")
+    for part, note in (("train", ""), (NOT_PRIVATE, "not private")):
+        if (loss := run.last(f"{part}/loss")) is not None:
+            figures["train loss"] = Cell(number(loss), note)
     if run.lines:
         epochs = "" if math.isnan(run.epoch) else f"{number(run.epoch)} epochs"
         figures["steps"] = Cell(f"{run.step:,}", epochs)
