@@ -50,15 +50,17 @@ def printable(text: str) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return ``" (did you mean X?)"`` for the known name that is closest to ``name``, or ``""``.
+    """Return ``" (did you mean X?)"`` for the known name that is closest to ``name``, or ``""``."""
+    closest = closest_name(name, known)
+    return f" (did you mean {closest}?)" if closest else ""
 
-    A known name with the initials ``name`` comes first.
-    """
+
+def closest_name(name: str, known: Iterable[str]) -> str | None:
+    """Return the known name with the initials ``name``, or the closest one, or None."""
     known = list(known)
     # Such as --optim.lr for --optim.learning-rate.
     short = [k for k in known if re.sub(r"([a-z])[a-z]*-([a-z])[a-z]*$", r"\1\2", k) == name]
-    closest = [*short, *difflib.get_close_matches(name, known, n=1)]
-    return f" (did you mean {closest[0]}?)" if closest else ""
+    return next(iter([*short, *difflib.get_close_matches(name, known, n=1)]), None)
 
 
 def shorten(names: Sequence[str], most: int = 5) -> str:
