@@ -8,7 +8,6 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from annotated_types import MinLen
 from jax import Array
 from typing_extensions import override
@@ -319,7 +318,9 @@ def build_image_network(
         return y, state
 
     return PretrainedNetwork(
-        init=lambda key: place(key, optax.tree.zeros_like(shapes, dtype=jnp.float32)),
+        init=lambda key: place(
+            key, jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), shapes)
+        ),
         apply=apply,
         decode=None,
         losses=_no_losses,
