@@ -5,7 +5,7 @@ import inspect
 import io
 import re
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import (
     Annotated,
@@ -25,7 +25,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from train import config as configs
 from train.config import Config, registry
-from train.config.section import Choice, Count, CountOrZero, Positive, Seed
+from train.config.section import Choice, Count, CountOrZero, NonNegative, Positive, Seed, Share
 from train.errors import UserError, did_you_mean
 
 # Tyro prints the docstrings below for --help: a class for the command, a field for its flag. It
@@ -298,7 +298,7 @@ class TextArguments(CheckpointArguments):
     length: Count = 500
     """Largest number of tokens to generate; a token that ends the text ends it."""
     temperature: Annotated[
-        Annotated[float, Ge(0)] | None, _default("as generation_config.json of the model, or 0.8")
+        NonNegative | None, _default("as generation_config.json of the model, or 0.8")
     ] = None
     """Sampling temperature; 0 is greedy."""
     top_k: Annotated[Count | None, _default("as generation_config.json, or all")] = None
@@ -307,13 +307,11 @@ class TextArguments(CheckpointArguments):
         Annotated[float, Gt(0), Le(1)] | None, _default("as generation_config.json, or 1")
     ] = None
     """Nucleus (top-p) threshold."""
-    min_p: Annotated[
-        Annotated[float, Ge(0), Le(1)] | None, _default("as generation_config.json, or 0")
-    ] = None
+    min_p: Annotated[Share | None, _default("as generation_config.json, or 0")] = None
     """Sample only tokens with this share of the most probable one's probability."""
-    repetition_penalty: Annotated[
-        Annotated[float, Gt(0)] | None, _default("as generation_config.json, or 1")
-    ] = None
+    repetition_penalty: Annotated[Positive | None, _default("as generation_config.json, or 1")] = (
+        None
+    )
     """Penalty of tokens that the text or its prompt has already; 1 is none."""
     stop: tuple[str, ...] = ()
     """Texts that end the answer, and are not printed."""
@@ -333,7 +331,7 @@ class ImageArguments(CheckpointArguments):
     count: Count = 10
     """Number of images per class."""
     guidance: Annotated[
-        Annotated[float, Ge(0)] | None, _default("1.5, or 1 without label_dropout in training")
+        NonNegative | None, _default("1.5, or 1 without label_dropout in training")
     ] = None
     """Classifier-free guidance scale; 0 ignores the label, 1 is no guidance."""
     sampler: Literal["dpm_solver", "ddim", "ddpm"] = "dpm_solver"
@@ -447,13 +445,33 @@ def _parse(
     kind: Any, defaults: Any, flags: Sequence[str], prog: str, description: str | None = None
 ) -> Any:
     help_requested = bool({"-h", "--help"} & set(flags))
+    markers: list[Any] = [tyro.conf.AvoidSubcommands]
+    if not isinstance(defaults, _WithConfig):
+        markers.append(tyro.conf.DisallowNone)
+
+    def parse(words: Sequence[str]) -> Any:
+        with contextlib.ExitStack() as stack:
+            if not help_requested:  # Tyro prints some errors even with console_outputs=False.
+                for redirect in (contextlib.redirect_stdout, contextlib.redirect_stderr):
+                    stack.enter_context(redirect(io.StringIO()))
+            return tyro.cli(
+                kind,
+                prog=prog,
+                description=description,
+                args=list(words),
+                default=defaults,
+                config=markers,
+                console_outputs=help_requested,
+                registry=_REGISTRY,
+            )
+
     _check_repeated(flags)
     try:
-        return _tyro(kind, defaults, flags, prog, description, quiet=not help_requested)
+        return parse(flags)
     except SystemExit:
         if help_requested:
             raise
-        raise UserError(_first_mistake(kind, defaults, flags, prog)) from None
+        raise UserError(_first_mistake(parse, defaults, flags, prog)) from None
 
 
 def _check_repeated(flags: Sequence[str]) -> None:
@@ -469,40 +487,9 @@ def _check_repeated(flags: Sequence[str]) -> None:
             )
 
 
-def _tyro(
-    kind: Any,
-    defaults: Any,
-    flags: Sequence[str],
-    prog: str,
-    description: str | None = None,
-    *,
-    quiet: bool,
-) -> Any:
-    markers: list[Any] = [tyro.conf.AvoidSubcommands]
-    if not isinstance(defaults, _WithConfig):
-        markers.append(tyro.conf.DisallowNone)
-    # Tyro prints some errors even with console_outputs=False.
-    with _silence() if quiet else contextlib.nullcontext():
-        return tyro.cli(
-            kind,
-            prog=prog,
-            description=description,
-            args=list(flags),
-            default=defaults,
-            config=markers,
-            console_outputs=not quiet,
-            registry=_REGISTRY,
-        )
-
-
-@contextlib.contextmanager
-def _silence() -> Iterator[None]:
-    nowhere = io.StringIO()
-    with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
-        yield
-
-
-def _first_mistake(kind: Any, defaults: Any, flags: Sequence[str], prog: str) -> str:
+def _first_mistake(
+    parse: Callable[[Sequence[str]], Any], defaults: Any, flags: Sequence[str], prog: str
+) -> str:
     """Describe the first flag that tyro refuses in one line; its own message fills a screen."""
     known = _flag_types(defaults)
     for flag, values in _split(flags):
@@ -520,7 +507,7 @@ def _first_mistake(kind: Any, defaults: Any, flags: Sequence[str], prog: str) ->
             meant = re.sub(r"^--no-(.*\.)", r"--\1no-", flag)  # "no" goes with the field
             return f"unknown option {flag}{did_you_mean(meant, names)}; see {prog} --help"
         try:
-            _tyro(kind, defaults, [flag, *values], prog, quiet=True)
+            parse([flag, *values])
         except SystemExit:
             got = " ".join(values) if values else "nothing"
             expected = _describe(known[name], none_allowed="." in name)

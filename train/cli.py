@@ -41,20 +41,10 @@ fnet train CONFIG --help lists every field of CONFIG with its value.
 fnet COMMAND --limits 2 reads files twice as large, deep or slow as it would trust.
 """
 
-_MODULES = {
-    "train": "train",
-    "eval": "eval",
-    "predict": "predict",
-    "attribute": "attribute",
-    "memory": "memory",
-    "fit": "fit",
-    "sample": "sample",
-    "import": "import_run",
-    "export": "export",
-    "report": "report",
-    "configs": "configs",
-}
-"""Module of `train.commands` for each command."""
+_COMMANDS = (
+    *("train", "eval", "predict", "attribute", "memory", "fit"),
+    *("sample", "import", "export", "report", "configs"),
+)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -104,7 +94,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
     """Raise KeyboardInterrupt; later, where Python would drop it: in the garbage collection."""
-    del number
     while frame is not None:
         if frame.f_code.co_name in ("_xla_gc_callback", "__del__"):
             threading.Timer(0.1, _thread.interrupt_main).start()
@@ -123,12 +112,13 @@ def _dispatch(argv: list[str]) -> None:
         print(USAGE, end="")
         raise SystemExit(0 if argv else 2)
     name, *rest = limits.take_flag(argv)
-    if name not in _MODULES:
-        raise UserError(f"no command {name}{did_you_mean(name, _MODULES)}; see fnet --help")
+    if name not in _COMMANDS:
+        raise UserError(f"no command {name}{did_you_mean(name, _COMMANDS)}; see fnet --help")
     # Programs for a device that is not there cannot be read from the cache: JAX warns.
     _prepare_jax(caches=not any(a.split("=")[0] == "--target" for a in rest))
     # Imported here, so that a command loads only the libraries it needs.
-    importlib.import_module(f"train.commands.{_MODULES[name]}").main(rest)
+    module = "import_run" if name == "import" else name  # import is a keyword
+    importlib.import_module(f"train.commands.{module}").main(rest)
 
 
 def _prepare_jax(caches: bool = True) -> None:

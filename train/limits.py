@@ -110,11 +110,10 @@ def take_flag(words: Sequence[str]) -> list[str]:
             value = words[i + 1] if i + 1 < len(words) else "nothing"
         del rest[i : i + 2 - bool(is_joined)]
         try:
-            is_valid = 0 < float(value) < float("inf")
+            if not 0 < float(value) < float("inf"):
+                raise ValueError
         except ValueError:
-            is_valid = False
-        if not is_valid:
-            raise UserError(f"{FLAG}: expected a number above 0, got {value}")
+            raise UserError(f"{FLAG}: expected a number above 0, got {value}") from None
         os.environ[_VARIABLE] = value
         break
     return rest
@@ -203,7 +202,6 @@ class _Process:
 
 @functools.lru_cache(maxsize=1)
 def _process(pid: int) -> _Process:  # of this process; a fork needs its own
-    del pid
     return _Process()
 
 

@@ -37,7 +37,9 @@ class _Ref(NamedTuple):
 
 
 _Value = _Ref | np.ndarray
-_Emit = Callable[["_Writer", Any, list[_Value]], list[_Value]]
+_Values = list[_Value]
+_Emit = Callable[["_Writer", Any, _Values, Any], _Value | _Values]
+"""Writes an equation with these inputs, whose first result has this shape and dtype."""
 
 
 def to_onnx(
@@ -123,7 +125,7 @@ class _Writer:
         self.nodes.append(helper.make_node(kind, names, [ref.name], **attributes))
         return ref
 
-    def inline(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[_Value]) -> list[_Value]:
+    def inline(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[_Value]) -> _Values:
         env: dict[Any, _Value] = {}
 
         def read(atom: Any) -> _Value:
@@ -140,7 +142,7 @@ class _Writer:
             env.update(zip(eqn.outvars, results, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
-    def _equation(self, eqn: Any, values: list[_Value]) -> list[_Value]:
+    def _equation(self, eqn: Any, values: _Values) -> _Values:
         name = eqn.primitive.name
         inner = called_jaxpr(eqn) or custom_function(eqn)
         if inner is not None:
@@ -152,14 +154,13 @@ class _Writer:
         pairs = zip(eqn.invars, eqn.outvars, strict=False)
         if renames(eqn) and all(a.aval.shape == b.aval.shape for a, b in pairs):
             return values[: len(eqn.outvars)]
-        if name not in _TABLE:
+        unsupported = [f"unsupported {name}"] if name not in _TABLE else []
+        unsupported += [v.name for v in values if isinstance(v, _Ref) and " " in v.name]
+        if unsupported:
             # It may not be needed: the nodes that lead to no output are dropped.
-            return [_Ref(f"unsupported {name}", var.aval) for var in eqn.outvars]
-        if unsupported := [
-            value for value in values if isinstance(value, _Ref) and " " in value.name
-        ]:
-            return [_Ref(unsupported[0].name, var.aval) for var in eqn.outvars]
-        return _TABLE[name](self, eqn, values)
+            return [_Ref(unsupported[0], var.aval) for var in eqn.outvars]
+        written = _TABLE[name](self, eqn, values, eqn.outvars[0].aval)
+        return written if isinstance(written, list) else [written]
 
     def keep_needed(self, results: Sequence[_Value]) -> None:
         """Drop nodes and constants that no result needs.
@@ -189,59 +190,45 @@ class _Writer:
         return self.add("Concat", parts, jax.ShapeDtypeStruct((len(dims),), np.int64), axis=0)
 
 
-def _elementwise(kind: str) -> _Emit:
-    return lambda w, eqn, values: [w.add(kind, values, eqn.outvars[0].aval)]
-
-
 def _bitwise(kind: str) -> _Emit:
-    def emit(w: _Writer, eqn: Any, values: list[_Value]) -> list[_Value]:
-        aval = eqn.outvars[0].aval
-        return [w.add(kind if aval.dtype == bool else f"Bitwise{kind}", values, aval)]
+    def emit(w: _Writer, eqn: Any, values: _Values, aval: Any) -> _Value:
+        return w.add(kind if aval.dtype == bool else f"Bitwise{kind}", values, aval)
 
     return emit
 
 
 def _composed(*kinds: str) -> _Emit:
-    """Apply operations one after the other."""
+    """Apply one elementwise operation after the other."""
 
-    def emit(w: _Writer, eqn: Any, values: list[_Value]) -> list[_Value]:
-        aval = eqn.outvars[0].aval
-        value = w.add(kinds[0], values, aval)
-        for kind in kinds[1:]:
-            value = w.add(kind, [value], aval)
-        return [value]
+    def emit(w: _Writer, eqn: Any, values: _Values, aval: Any) -> _Value:
+        for kind in kinds:
+            values = [w.add(kind, values, aval)]
+        return values[0]
 
     return emit
 
 
-def _one(eqn: Any) -> np.ndarray:
-    return np.ones((), eqn.outvars[0].aval.dtype)
+def _one(aval: Any) -> np.ndarray:
+    return np.ones((), aval.dtype)
 
 
 def _reduce(kind: str) -> _Emit:
-    def emit(w: _Writer, eqn: Any, values: list[_Value]) -> list[_Value]:
+    def emit(w: _Writer, eqn: Any, values: _Values, aval: Any) -> _Value:
         axes = np.array(eqn.params["axes"], np.int64)
-        return [w.add(kind, [values[0], axes], eqn.outvars[0].aval, keepdims=0)]
-
-    return emit
-
-
-def _reduce_bools(kind: str) -> _Emit:
-    def emit(w: _Writer, eqn: Any, values: list[_Value]) -> list[_Value]:
-        aval = eqn.outvars[0].aval
-        axes = np.array(eqn.params["axes"], np.int64)
+        if aval.dtype != bool:
+            return w.add(kind, [values[0], axes], aval, keepdims=0)
         number = _as_dtype(w, values[0], jax.ShapeDtypeStruct(eqn.invars[0].aval.shape, np.int32))
-        return [_as_dtype(w, w.add(kind, [number, axes], aval, keepdims=0), aval)]
+        return _as_dtype(w, w.add(kind, [number, axes], aval, keepdims=0), aval)
 
     return emit
 
 
-def _scan(w: _Writer, eqn: Any, values: list[_Value]) -> list[_Value]:
+def _scan(w: _Writer, eqn: Any, values: _Values, aval: Any) -> _Values:
     """Write the steps of a loop one after the other."""
     scan = Scan.of(eqn)
     consts, carry, rows = scan.split(values)
     body = scan.body.jaxpr
-    outputs: list[list[_Value]] = []
+    outputs: list[_Values] = []
     steps = range(scan.length)
     for i in reversed(steps) if scan.reverse else steps:
         own = [
@@ -255,12 +242,8 @@ def _scan(w: _Writer, eqn: Any, values: list[_Value]) -> list[_Value]:
         outputs.append(results[scan.num_carry :])
     if scan.reverse:
         outputs.reverse()
-    stacked: list[_Value] = []
-    for var, column in zip(eqn.outvars[scan.num_carry :], zip(*outputs, strict=True), strict=False):
-        axis = np.array([0], np.int64)
-        parts = [w.add("Unsqueeze", [value, axis], var.aval) for value in column]
-        stacked.append(w.add("Concat", parts, var.aval, axis=0))
-    return [*carry, *stacked]
+    columns = zip(eqn.outvars[scan.num_carry :], zip(*outputs, strict=True), strict=False)
+    return [*carry, *(_stack(w, column, 0, var.aval) for var, column in columns)]
 
 
 def _transpose(w: _Writer, value: _Value, permutation: Sequence[int]) -> _Value:
@@ -273,8 +256,8 @@ def _transpose(w: _Writer, value: _Value, permutation: Sequence[int]) -> _Value:
     return w.add("Transpose", [value], aval, perm=list(permutation))
 
 
-def _convolution(w: _Writer, eqn: Any, values: list[_Value]) -> list[_Value]:
-    p, aval = eqn.params, eqn.outvars[0].aval
+def _convolution(w: _Writer, eqn: Any, values: _Values, aval: Any) -> _Value:
+    p = eqn.params
     numbers = p["dimension_numbers"]
     if p["batch_group_count"] != 1 or set(p["lhs_dilation"]) != {1}:
         raise UnsupportedError("no transposed convolution")
@@ -289,14 +272,14 @@ def _convolution(w: _Writer, eqn: Any, values: list[_Value]) -> list[_Value]:
         pads=[*before, *after],
         group=p["feature_group_count"],
     )
-    return [_transpose(w, y, np.argsort(numbers.out_spec).tolist())]
+    return _transpose(w, y, np.argsort(numbers.out_spec).tolist())
 
 
-def _dot(w: _Writer, eqn: Any, values: list[_Value]) -> list[_Value]:
+def _dot(w: _Writer, eqn: Any, values: _Values, aval: Any) -> _Value:
     (lhs_sum, rhs_sum), (lhs_batch, rhs_batch) = eqn.params["dimension_numbers"]
     ranks = [len(var.aval.shape) for var in eqn.invars]
     if not lhs_batch and (lhs_sum, rhs_sum) == ((ranks[0] - 1,), (0,)) and ranks[1] == 2:
-        return [w.add("MatMul", values, eqn.outvars[0].aval)]
+        return w.add("MatMul", values, aval)
     letters = iter(string.ascii_lowercase)
     lhs = [next(letters) for _ in range(ranks[0])]
     rhs = [""] * ranks[1]
@@ -307,12 +290,11 @@ def _dot(w: _Writer, eqn: Any, values: list[_Value]) -> list[_Value]:
     out += [x for i, x in enumerate(lhs) if i not in (*lhs_sum, *lhs_batch)]
     out += [x for j, x in enumerate(rhs) if j not in (*rhs_sum, *rhs_batch)]
     equation = f"{''.join(lhs)},{''.join(rhs)}->{''.join(out)}"
-    return [w.add("Einsum", values, eqn.outvars[0].aval, equation=equation)]
+    return w.add("Einsum", values, aval, equation=equation)
 
 
-def _broadcast(w: _Writer, eqn: Any, values: list[_Value]) -> list[_Value]:
+def _broadcast(w: _Writer, eqn: Any, values: _Values, aval: Any) -> _Value:
     shape, at = eqn.params["shape"], eqn.params["broadcast_dimensions"]
-    aval = eqn.outvars[0].aval
     value = values[0]
     new = [i for i in range(len(shape)) if i not in at]
     if new:
@@ -320,42 +302,40 @@ def _broadcast(w: _Writer, eqn: Any, values: list[_Value]) -> list[_Value]:
         value = w.add("Unsqueeze", [value, np.array(new, np.int64)], inner)
     old = dict(zip(at, eqn.invars[0].aval.shape, strict=True))
     if all(i in old and _equal(old[i], dim) for i, dim in enumerate(shape)):
-        return [value]
+        return value
     kept = [1 if i in old and _equal(old[i], dim) else dim for i, dim in enumerate(shape)]
-    return [w.add("Expand", [value, w.shape(kept)], aval)]
+    return w.add("Expand", [value, w.shape(kept)], aval)
 
 
 def _equal(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-def _reshape(w: _Writer, eqn: Any, values: list[_Value]) -> list[_Value]:
-    aval = eqn.outvars[0].aval
+def _reshape(w: _Writer, eqn: Any, values: _Values, aval: Any) -> _Value:
     sizes = [-1 if _is_open(dim) else dim for dim in aval.shape]
     if sizes.count(-1) > 1:
         raise UnsupportedError("no reshape to two open dimensions")
-    return [w.add("Reshape", [values[0], np.array(sizes, np.int64)], aval)]
+    return w.add("Reshape", [values[0], np.array(sizes, np.int64)], aval)
 
 
-def _stack(w: _Writer, eqn: Any, values: list[_Value]) -> list[_Value]:
-    aval, axis = eqn.outvars[0].aval, eqn.params["axis"]
+def _stack(w: _Writer, values: Iterable[_Value], axis: int, aval: Any) -> _Value:
     parts = [w.add("Unsqueeze", [value, np.array([axis], np.int64)], aval) for value in values]
-    return [w.add("Concat", parts, aval, axis=axis)]
+    return w.add("Concat", parts, aval, axis=axis)
 
 
-def _pad(w: _Writer, eqn: Any, values: list[_Value]) -> list[_Value]:
+def _pad(w: _Writer, eqn: Any, values: _Values, aval: Any) -> _Value:
     before, after, inside = zip(*eqn.params["padding_config"], strict=True)
     if any(inside):
         raise UnsupportedError("no padding between elements")
     pads = np.array([*before, *after], np.int64)
-    return [w.add("Pad", [values[0], pads, values[1]], eqn.outvars[0].aval)]
+    return w.add("Pad", [values[0], pads, values[1]], aval)
 
 
-def _slice(w: _Writer, eqn: Any, values: list[_Value]) -> list[_Value]:
+def _slice(w: _Writer, eqn: Any, values: _Values, aval: Any) -> _Value:
     p, shape = eqn.params, eqn.invars[0].aval.shape
     strides = p["strides"] or (1,) * len(shape)
     rows = zip(shape, p["start_indices"], p["limit_indices"], strides, strict=True)
-    return [_cut(w, values[0], rows, eqn.outvars[0].aval)]
+    return _cut(w, values[0], rows, aval)
 
 
 def _cut(w: _Writer, value: _Value, rows: Iterable[tuple[Any, ...]], aval: Any) -> _Value:
@@ -369,7 +349,7 @@ def _cut(w: _Writer, value: _Value, rows: Iterable[tuple[Any, ...]], aval: Any) 
     return w.add("Slice", [value, *parts], aval) if cut else value
 
 
-def _split(w: _Writer, eqn: Any, values: list[_Value]) -> list[_Value]:
+def _split(w: _Writer, eqn: Any, values: _Values, aval: Any) -> _Values:
     sizes, at = eqn.params["sizes"], eqn.params["axis"]
     shape = eqn.invars[0].aval.shape
     whole, ends = [(size, 0, size, 1) for size in shape], np.cumsum(sizes)
@@ -379,10 +359,10 @@ def _split(w: _Writer, eqn: Any, values: list[_Value]) -> list[_Value]:
     ]
 
 
-def _gather(w: _Writer, eqn: Any, values: list[_Value]) -> list[_Value]:
+def _gather(w: _Writer, eqn: Any, values: _Values, aval: Any) -> _Value:
     """Write a slice that begins at a constant index, or the choice of rows of one axis."""
     numbers, indices = eqn.params["dimension_numbers"], values[1]
-    sizes, shape, aval = eqn.params["slice_sizes"], eqn.invars[0].aval.shape, eqn.outvars[0].aval
+    sizes, shape = eqn.params["slice_sizes"], eqn.invars[0].aval.shape
     axes, dropped = numbers.start_index_map, numbers.collapsed_slice_dims
     last = [shape[axis] - sizes[axis] for axis in axes]
     if not isinstance(indices, np.ndarray) or ((indices < 0) | (indices > last)).any():
@@ -392,7 +372,7 @@ def _gather(w: _Writer, eqn: Any, values: list[_Value]) -> list[_Value]:
         starts = [first.get(axis, 0) for axis in range(len(shape))]
         rows = [(dim, i, i + n, 1) for dim, i, n in zip(shape, starts, sizes, strict=True)]
         y = _cut(w, values[0], rows, aval)
-        return [w.add("Squeeze", [y, np.array(dropped, np.int64)], aval) if dropped else y]
+        return w.add("Squeeze", [y, np.array(dropped, np.int64)], aval) if dropped else y
     others = [*zip(sizes, shape, strict=True)]
     del others[axes[0]]
     new = tuple(i for i in range(len(aval.shape)) if i not in numbers.offset_dims)
@@ -405,11 +385,7 @@ def _gather(w: _Writer, eqn: Any, values: list[_Value]) -> list[_Value]:
         or new != expected
     ):
         raise UnsupportedError("no gather of other than constant rows of one axis")
-    return [w.add("Gather", [values[0], indices[..., 0].astype(np.int64)], aval, axis=axes[0])]
-
-
-def _cast(w: _Writer, eqn: Any, values: list[_Value]) -> list[_Value]:
-    return [_as_dtype(w, values[0], eqn.outvars[0].aval)]
+    return w.add("Gather", [values[0], indices[..., 0].astype(np.int64)], aval, axis=axes[0])
 
 
 def _as_dtype(w: _Writer, value: _Value, aval: Any) -> _Ref:
@@ -419,23 +395,22 @@ def _as_dtype(w: _Writer, value: _Value, aval: Any) -> _Ref:
     return w.add("Cast", [value], aval, to=kind)
 
 
-def _arg_max(w: _Writer, eqn: Any, values: list[_Value]) -> list[_Value]:
+def _arg_max(w: _Writer, eqn: Any, values: _Values, aval: Any) -> _Value:
     (axis,) = eqn.params["axes"]
-    aval = eqn.outvars[0].aval
     found = w.add("ArgMax", [values[0]], aval, axis=axis, keepdims=0)
-    return [_as_dtype(w, found, aval)]
+    return _as_dtype(w, found, aval)
 
 
-def _select(w: _Writer, eqn: Any, values: list[_Value]) -> list[_Value]:
+def _select(w: _Writer, eqn: Any, values: _Values, aval: Any) -> _Value:
     which, *cases = values
     if len(cases) != 2 or eqn.invars[0].aval.dtype != bool:
         raise UnsupportedError("no choice of other than two values")
-    return [w.add("Where", [which, cases[1], cases[0]], eqn.outvars[0].aval)]
+    return w.add("Where", [which, cases[1], cases[0]], aval)
 
 
 def _window(kind: str, **options: Any) -> _Emit:
-    def emit(w: _Writer, eqn: Any, values: list[_Value]) -> list[_Value]:
-        p, aval = eqn.params, eqn.outvars[0].aval
+    def emit(w: _Writer, eqn: Any, values: _Values, aval: Any) -> _Value:
+        p = eqn.params
         size, strides, padding = p["window_dimensions"], p["window_strides"], p["padding"]
         if len(size) != 4 or (size[0], size[3], strides[0], strides[3]) != (1, 1, 1, 1):
             raise UnsupportedError("no window over other than rows and columns")
@@ -452,32 +427,25 @@ def _window(kind: str, **options: Any) -> _Emit:
         )
         result = _transpose(w, y, (0, 2, 3, 1))
         count = np.array(size[1] * size[2], aval.dtype)
-        return [w.add("Mul", [result, count], aval) if kind == "AveragePool" else result]
+        return w.add("Mul", [result, count], aval) if kind == "AveragePool" else result
 
     return emit
 
 
-def _power(w: _Writer, eqn: Any, values: list[_Value]) -> list[_Value]:
-    aval = eqn.outvars[0].aval
-    return [w.add("Pow", [values[0], np.array(eqn.params["y"], aval.dtype)], aval)]
-
-
-def _round(w: _Writer, eqn: Any, values: list[_Value]) -> list[_Value]:
+def _round(w: _Writer, eqn: Any, values: _Values, aval: Any) -> _Value:
     if int(eqn.params["rounding_method"]) != 1:
         raise UnsupportedError("no rounding of halves away from zero")
-    return [w.add("Round", values, eqn.outvars[0].aval)]
+    return w.add("Round", values, aval)
 
 
-def _clamp(w: _Writer, eqn: Any, values: list[_Value]) -> list[_Value]:
+def _clamp(w: _Writer, eqn: Any, values: _Values, aval: Any) -> _Value:
     low, x, high = values
-    aval = eqn.outvars[0].aval
-    return [w.add("Min", [w.add("Max", [x, low], aval), high], aval)]
+    return w.add("Min", [w.add("Max", [x, low], aval), high], aval)
 
 
-def _finite(w: _Writer, eqn: Any, values: list[_Value]) -> list[_Value]:
-    aval = eqn.outvars[0].aval
+def _finite(w: _Writer, eqn: Any, values: _Values, aval: Any) -> _Value:
     either = w.add("Or", [w.add("IsNaN", values, aval), w.add("IsInf", values, aval)], aval)
-    return [w.add("Not", [either], aval)]
+    return w.add("Not", [either], aval)
 
 
 _SIMPLE = {
@@ -488,32 +456,34 @@ _SIMPLE = {
     **{"le": "LessOrEqual", "gt": "Greater", "ge": "GreaterOrEqual", "eq": "Equal"},
 }
 _TABLE: Mapping[str, _Emit] = {
-    **{name: _elementwise(kind) for name, kind in _SIMPLE.items()},
+    **{name: _composed(kind) for name, kind in _SIMPLE.items()},
     **{name: _bitwise(name.capitalize()) for name in ("and", "or", "xor", "not")},
     "rsqrt": _composed("Sqrt", "Reciprocal"),
     "ne": _composed("Equal", "Not"),
-    "square": lambda w, eqn, values: [w.add("Mul", values * 2, eqn.outvars[0].aval)],
-    "erfc": lambda w, eqn, values: [
-        w.add("Sub", [_one(eqn), w.add("Erf", values, eqn.outvars[0].aval)], eqn.outvars[0].aval)
-    ],
-    "expm1": lambda w, eqn, values: [
-        w.add("Sub", [w.add("Exp", values, eqn.outvars[0].aval), _one(eqn)], eqn.outvars[0].aval)
-    ],
-    "log1p": lambda w, eqn, values: [
-        w.add("Log", [w.add("Add", [_one(eqn), *values], eqn.outvars[0].aval)], eqn.outvars[0].aval)
-    ],
-    "integer_pow": _power,
+    "square": lambda w, eqn, values, aval: w.add("Mul", values * 2, aval),
+    "erfc": lambda w, eqn, values, aval: w.add(
+        "Sub", [_one(aval), w.add("Erf", values, aval)], aval
+    ),
+    "expm1": lambda w, eqn, values, aval: w.add(
+        "Sub", [w.add("Exp", values, aval), _one(aval)], aval
+    ),
+    "log1p": lambda w, eqn, values, aval: w.add(
+        "Log", [w.add("Add", [_one(aval), *values], aval)], aval
+    ),
+    "integer_pow": lambda w, eqn, values, aval: w.add(
+        "Pow", [values[0], np.array(eqn.params["y"], aval.dtype)], aval
+    ),
     "round": _round,
     "clamp": _clamp,
     "is_finite": _finite,
     "select_n": _select,
-    "convert_element_type": _cast,
+    "convert_element_type": lambda w, eqn, values, aval: _as_dtype(w, values[0], aval),
     "argmax": _arg_max,
     "reduce_sum": _reduce("ReduceSum"),
     "reduce_max": _reduce("ReduceMax"),
     "reduce_min": _reduce("ReduceMin"),
-    "reduce_and": _reduce_bools("ReduceMin"),
-    "reduce_or": _reduce_bools("ReduceMax"),
+    "reduce_and": _reduce("ReduceMin"),
+    "reduce_or": _reduce("ReduceMax"),
     "reduce_window_max": _window("MaxPool"),
     "reduce_window_sum": _window("AveragePool", count_include_pad=1),
     "scan": _scan,
@@ -522,11 +492,11 @@ _TABLE: Mapping[str, _Emit] = {
     "broadcast_in_dim": _broadcast,
     "reshape": _reshape,
     "squeeze": _reshape,
-    "transpose": lambda w, eqn, values: [_transpose(w, values[0], eqn.params["permutation"])],
-    "concatenate": lambda w, eqn, values: [
-        w.add("Concat", values, eqn.outvars[0].aval, axis=eqn.params["dimension"])
-    ],
-    "stack": _stack,
+    "transpose": lambda w, eqn, values, aval: _transpose(w, values[0], eqn.params["permutation"]),
+    "concatenate": lambda w, eqn, values, aval: w.add(
+        "Concat", values, aval, axis=eqn.params["dimension"]
+    ),
+    "stack": lambda w, eqn, values, aval: _stack(w, values, eqn.params["axis"], aval),
     "pad": _pad,
     "slice": _slice,
     "split": _split,

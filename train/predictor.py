@@ -26,17 +26,8 @@ from train.tasks import kind_of
 _BATCH_SIZE = 16
 """Largest number of images, or crops, in a batch."""
 
-ImageLike = (
-    str
-    | os.PathLike[str]
-    | bytes
-    | bytearray
-    | memoryview
-    | IO[bytes]
-    | Image.Image
-    | np.ndarray
-    | Array
-)
+_Content = bytes | bytearray | memoryview | IO[bytes]
+ImageLike = str | os.PathLike[str] | _Content | Image.Image | np.ndarray | Array
 """Path of an image file, its content, the open file, an image of Pillow, or an array of pixels."""
 
 
@@ -123,10 +114,9 @@ class Predictor:
         where = str(image) if is_path else f"image {index}"
         source = _source(image)
         if source is None:
-            kind = type(image).__name__
             raise TypeError(
                 f"Predictor: {where}: expected a path, the content of a file, an image of Pillow "
-                f"or an array, got {kind}"
+                f"or an array, got {type(image).__name__}"
             )
         try:
             return self.preprocessor(source)

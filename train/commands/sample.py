@@ -29,8 +29,8 @@ from train.data.model_folder import is_model_folder
 from train.data.tokenizer import Tokenizer, load_tokenizer
 from train.errors import UserError, output_file, printable
 from train.networks import pretrained
-from train.networks.denoiser import Denoiser
 from train.networks.pretrained import Pretrained
+from train.networks.transformer import Denoiser
 from train.output import plots
 from train.run.checkpoints import Checkpoints, load_network
 from train.run.class_names import check_classes

@@ -14,15 +14,7 @@ from train.config.gradient import GradientMode
 from train.config.network import Model
 from train.config.registry import PLUGINS, all_variants, tag_of, variants
 from train.config.section import Section
-from train.config.training import (
-    Checkpoint,
-    Memory,
-    Mesh,
-    Nonfinite,
-    Optim,
-    Tracking,
-    Train,
-)
+from train.config.training import Checkpoint, Memory, Mesh, Nonfinite, Optim, Tracking, Train
 from train.errors import UserError, did_you_mean
 
 
@@ -93,12 +85,8 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def _adapter() -> TypeAdapter[Config]:
-    return _make_adapter(tuple(all_variants()))
-
-
 @functools.lru_cache(maxsize=1)
-def _make_adapter(kinds: tuple[type[Section], ...]) -> TypeAdapter[Config]:
+def _adapter(kinds: tuple[type[Section], ...]) -> TypeAdapter[Config]:
     return TypeAdapter(Config)
 
 
@@ -129,7 +117,7 @@ def to_json(config: Config, run: str | None = None) -> str:
     plain = (
         {"fnet_version": _version()}
         | ({"run": run} if run else {})
-        | _adapter().dump_python(config, warnings=False)
+        | _adapter(tuple(all_variants())).dump_python(config, warnings=False)
     )
     # Values that JSON lacks are paths, or of a wrong type, which `from_json` reports.
     return json.dumps(plain, indent=2, ensure_ascii=False, default=str) + "\n"
@@ -145,7 +133,7 @@ def from_json(text: str | bytes, where: str) -> Config:
     """
     text, version = _update_names(text)
     try:
-        return _adapter().validate_json(text)
+        return _adapter(tuple(all_variants())).validate_json(text)
     except ValidationError as error:
         written = f" (written by fnet {version}, this is {_version()})"
         raise UserError(
@@ -188,17 +176,14 @@ def _rename_keys(plain: dict[str, Any], names: dict[str, str]) -> dict[str, Any]
 def check(config: Config, where: str) -> Config:
     """Check the type and range of every field; return an equal config."""
     checked = from_json(to_json(config), where)
-    for given, expected in zip(_classes(config), _classes(checked), strict=True):
+    classes = ([type(c), *map(type, c.sections.values())] for c in (config, checked))
+    for given, expected in zip(*classes, strict=True):
         if given is not expected:
             raise UserError(
                 f"{where}: expected {expected.__name__}, got {given.__name__}; a config is saved "
                 "as JSON, which cannot hold a subclass"
             )
     return checked
-
-
-def _classes(config: Config) -> list[type]:
-    return [type(config), *map(type, config.sections.values())]
 
 
 def flatten(config: Any, prefix: str = "") -> dict[str, Any]:

@@ -16,51 +16,35 @@ Content = Literal["images", "masks", "text", "preferences"]
 class _Options:
     """Options that only some sources have, with what holds without them.
 
-    A source that has one defines a field of this name.
+    A source that has one defines a field of this name, whose help text says what it does.
     """
 
     source: str
-    """Name of the source."""
     batch_size: int
-    """Batch size."""
     path: str | tuple[str, ...] | None = None
-    """Files of the data."""
     user: str | None = None
     """Source of users' names; privacy is then per user."""
     examples_per_user: int | None = None
-    """Largest number of examples of a user per step."""
     workers: int | None = None
     """Number of processes that decode images; None if the source never has any."""
     mean: tuple[float, ...] = ()
     """Mean that is subtracted from images, per channel; () does not normalize them."""
     std: tuple[float, ...] = ()
-    """Standard deviation that images are divided by, per channel."""
     mixup: float = 0.0
-    """Strength of mixup, which gives an image two labels; 0 is none."""
     cutmix: float = 0.0
-    """Strength of CutMix, which gives an image two labels; 0 is none."""
     targets: str = "class"
     """Kind of labels, a name in `train.tasks.targets.KINDS`."""
     test_fraction: float = 0.0
-    """Fraction of the examples that is held out for testing."""
     split_seed: int | None = None
-    """Random seed of the choice."""
     folds: int | None = None
     """Number of folds of a cross-validation; None holds out a fraction."""
     fold: int = 1
-    """Fold that is held out."""
     class_weights: str | None = None
-    """Weights of classes in the loss; None weighs all alike."""
     balanced: bool = False
-    """Whether to draw training examples of each class equally often."""
     repeats: int = 1
-    """How often each training example is drawn in a row."""
     crops: int = 1
-    """Number of crops of each test image."""
     beta: float = 0.0
-    """Factor of the rewards of preferred answers."""
     objective: str = "dpo"
-    """Objective of training on preferred answers."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Gradient modes: how a step computes its gradient, and what the run must know about it."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias
 
 from train.config.registry import Variant
 from train.config.section import WholeConfig
@@ -12,16 +12,15 @@ if TYPE_CHECKING:
 
     from fnet.privacy.canaries import GradientCanaries
 
+Built: TypeAlias = "tuple[Any, optax.GradientTransformation]"
+
 
 class _Options:
     mode: str
-    """Name of the mode."""
+    """Gradient mode; --grad.mode MODE --help lists the fields of another one."""
     release_only: bool = False
-    """Whether the run writes only what its privacy guarantee covers."""
     delta: float | None = None
-    """Delta of the guarantee."""
     insecure_noise_seed: int | None = None
-    """Fixed seed of noise and sampling; None draws a secret one."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +40,8 @@ class GradientMode(_Options, Variant, section="grad", tag="mode", package="train
     has_fixed_microbatches: ClassVar[bool] = False
 
     def build(
-        self,
-        config: WholeConfig,
-        optimizer: "optax.GradientTransformation",
-        privacy: Any,
-    ) -> "tuple[Any, optax.GradientTransformation]":
+        self, config: WholeConfig, optimizer: "optax.GradientTransformation", privacy: Any
+    ) -> Built:
         """Return the mode for `fnet.make_step`, and the optimizer with the state it may add."""
         raise NotImplementedError
 
@@ -56,7 +52,7 @@ class GradientMode(_Options, Variant, section="grad", tag="mode", package="train
         privacy: Any,
         dataset: Any,
         schedule: "optax.Schedule",
-    ) -> "tuple[Any, optax.GradientTransformation]":
+    ) -> Built:
         """As `build`, for modes that also need the data or the learning rates."""
         return self.build(config, optimizer, privacy)
 

@@ -14,9 +14,8 @@ class _Options:
     """Options that only some networks have, with what holds without them."""
 
     name: str
-    """Name of the network."""
+    """Network; --model.name NAME --help lists the fields of another one."""
     pretrained: str | None = None
-    """Weights to start from."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,6 @@ class Network(Model):
     """
 
     name: str = ""
-    """Network; its class has the value."""
     pretrained: str | None = None
     """Weights to start from: a run, a folder of timm, or FILE or FILE#ENTRY; None is random."""
 

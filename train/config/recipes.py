@@ -18,11 +18,9 @@ FOLDER = next(
 
 def recipes() -> dict[str, str]:
     """List the recipes that come with fnet: {name: first line of its docstring}."""
-    summaries = {}
-    for path in sorted(FOLDER.glob("*.py")):
-        doc = ast.get_docstring(ast.parse(path.read_bytes())) or ""
-        summaries[path.stem] = doc.split("\n", 1)[0]
-    return summaries
+    trees = {path.stem: ast.parse(path.read_bytes()) for path in sorted(FOLDER.glob("*.py"))}
+    docs = {name: ast.get_docstring(tree) or "" for name, tree in trees.items()}
+    return {name: doc.partition("\n")[0] for name, doc in docs.items()}
 
 
 def load(given: str) -> Config:

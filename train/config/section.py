@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Collection
 from typing import Annotated, Any, Self, TypeAlias
 
-from annotated_types import Ge, Gt, Lt, MultipleOf
+from annotated_types import Ge, Gt, Le, Lt, MultipleOf
 from pydantic import AfterValidator, ConfigDict
 
 WholeConfig: TypeAlias = Any
@@ -16,6 +16,7 @@ Seed = Annotated[int, Ge(0), Lt(2**32)]
 NonNegative = Annotated[float, Ge(0)]
 Positive = Annotated[float, Gt(0)]
 Fraction = Annotated[float, Ge(0), Lt(1)]
+Share = Annotated[float, Ge(0), Le(1)]
 
 
 def _check_bytes(text: str) -> str:

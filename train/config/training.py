@@ -110,11 +110,8 @@ class Optim(Section):
                 f"optim.ema_decay: {self.ema_decay:g}, but optim.name {self.name} evaluates its "
                 "own average; give None"
             )
-        by_layer = {
-            "classifier_learning_rate": self.classifier_learning_rate,
-            "layer_decay": self.layer_decay,
-        }
-        for field, value in by_layer.items():
+        for field in ("classifier_learning_rate", "layer_decay"):
+            value = getattr(self, field)
             if (self.is_compact or self.is_schedule_free) and value is not None:
                 raise UserError(
                     f"optim.{field}: {value:g}, but optim.name {self.name} has one learning rate "

@@ -7,7 +7,7 @@ import numpy as np
 import optax
 from typing_extensions import override
 
-from train.config.gradient import GradientMode
+from train.config.gradient import Built, GradientMode
 from train.config.section import Count
 from train.errors import UserError
 
@@ -49,15 +49,14 @@ class Attribution(GradientMode):
         privacy: Any,
         dataset: "Dataset",
         schedule: optax.Schedule,
-    ) -> tuple[Any, optax.GradientTransformation]:
+    ) -> Built:
         from fnet.attribution import InRun  # imports JAX
         from train.data import num_examples
         from train.data.masks import spread
 
         chosen = np.asarray(spread(num_examples(dataset.test), self.validation_examples))
         validation = dataset.test_batch({name: a[chosen] for name, a in dataset.test.items()})
-        default = max(config.data.batch_size // 16, 1)
-        size = self.validation_batch or default
+        size = self.validation_batch or max(config.data.batch_size // 16, 1)
         mode = InRun(
             validation,
             num_examples(dataset.train),

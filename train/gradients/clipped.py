@@ -15,7 +15,7 @@ from fnet.noise.imports import jax_privacy
 from fnet.privacy import Sampling, calibrate_noise_multiplier
 from fnet.privacy.canaries import GradientCanaries
 from train.config import Config
-from train.config.gradient import GradientMode
+from train.config.gradient import Built, GradientMode
 from train.config.section import Count, Positive, Seed
 from train.errors import UserError
 from train.gradients.privacy import FOR_SOME_STEPS, Privacy, check_accounting, make_strategy
@@ -107,34 +107,31 @@ class Clipped(GradientMode):
     def _check_noise(self) -> None:
         has_bands = self.noise_strategy != "buffered"
         separation = self.separation or self.noise_bands
-        for is_wrong, message in (
-            (
-                has_bands and self.noise_strategy != "square_root" and self.noise_bands == 1,
+        message = ""
+        if has_bands and self.noise_strategy != "square_root" and self.noise_bands == 1:
+            message = (
                 f"noise_strategy: {self.noise_strategy} with one band is independent noise; give "
-                "grad.noise_bands, too",
-            ),
-            (
-                not has_bands and self.noise_bands > 1,
+                "grad.noise_bands, too"
+            )
+        elif not has_bands and self.noise_bands > 1:
+            message = (
                 f"noise_bands: {self.noise_bands}, but grad.noise_strategy buffered has no bands; "
-                "give grad.separation",
-            ),
-            (
-                self.sampling == "balls_in_bins" and self.separation is not None,
+                "give grad.separation"
+            )
+        elif self.sampling == "balls_in_bins" and self.separation is not None:
+            message = (
                 f"separation: {self.separation}, but with grad.sampling balls_in_bins it follows "
-                "from data.batch_size; leave it out",
-            ),
-            (
-                self.sampling == "b_min_sep" and separation == 1,
-                "sampling: b_min_sep needs grad.separation above 1",
-            ),
-            (
-                self.sampling != "poisson" and self.truncated_batch_size is not None,
+                "from data.batch_size; leave it out"
+            )
+        elif self.sampling == "b_min_sep" and separation == 1:
+            message = "sampling: b_min_sep needs grad.separation above 1"
+        elif self.sampling != "poisson" and self.truncated_batch_size is not None:
+            message = (
                 f"truncated_batch_size: no accountant covers it with grad.sampling {self.sampling};"
-                " leave it out",
-            ),
-        ):
-            if is_wrong:
-                raise UserError(f"grad.{message}")
+                " leave it out"
+            )
+        if message:
+            raise UserError(f"grad.{message}")
 
     def _check_adaptive(self) -> None:
         if self.per_layer or self.automatic is not None:
@@ -153,32 +150,23 @@ class Clipped(GradientMode):
     @override
     def build(
         self, config: Config, optimizer: optax.GradientTransformation, privacy: Privacy | None
-    ) -> tuple[Any, optax.GradientTransformation]:
-        noise = privacy.noise_multiplier if privacy else 0.0
-        if self.quantile is None:
-            mode = autodiff.clipped(
-                self.clip,
-                noise_multiplier=noise,
-                expected_batch_size=config.data.batch_size,
-                per_layer=self.per_layer,
-                automatic=self.automatic,
-                microbatches=self.microbatches,
-                noise_schedule=self.noise_schedule,
-                clip_schedule=self.clip_schedule,
-                **({"strategy": privacy.strategy} if privacy else {}),
-            )
-            return mode, mode.wrap_optimizer(optimizer)
-        try:
-            adaptive = autodiff.AdaptiveClipping(
-                self.clip,
-                quantile=self.quantile,
-                noise_multiplier=noise,
-                expected_batch_size=config.data.batch_size,
-                microbatches=self.microbatches,
-            )
-        except ValueError as error:
-            raise UserError(f"grad.quantile: {error}") from error
-        return adaptive, adaptive.wrap_optimizer(optimizer)
+    ) -> Built:
+        options: dict[str, Any] = {
+            "noise_multiplier": privacy.noise_multiplier if privacy else 0.0,
+            "expected_batch_size": config.data.batch_size,
+            "microbatches": self.microbatches,
+        }
+        if self.quantile is not None:
+            try:
+                mode: Any = autodiff.AdaptiveClipping(self.clip, quantile=self.quantile, **options)
+            except ValueError as error:
+                raise UserError(f"grad.quantile: {error}") from error
+        else:
+            names = ("per_layer", "automatic", "noise_schedule", "clip_schedule")
+            options |= {name: getattr(self, name) for name in names}
+            options |= {"strategy": privacy.strategy} if privacy else {}
+            mode = autodiff.clipped(self.clip, **options)
+        return mode, mode.wrap_optimizer(optimizer)
 
     @override
     def with_microbatches(self, count: int) -> Self:

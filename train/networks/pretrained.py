@@ -203,17 +203,13 @@ def build_network(section: Pretrained, precision: str) -> PretrainedNetwork:
     adapters = adapters_of(section)
     apply, losses, features = model.apply, model.losses, model.features
     assert features is not None  # because it is a language model
-    if adapters is None:
-
-        def place(key: Array, params: Any) -> tuple[Any, Any]:
-            del key
-            return params, {}
-
-    else:
+    if adapters is not None:
         apply, losses, features = (_adapted(f, adapters) for f in (apply, losses, features))
 
-        def place(key: Array, params: Any) -> tuple[Any, Any]:
-            return lora.init(adapters, params, key), {FROZEN: params}
+    def place(key: Array, params: Any) -> tuple[Any, Any]:
+        if adapters is None:
+            return params, {}
+        return lora.init(adapters, params, key), {FROZEN: params}
 
     return PretrainedNetwork(
         init=lambda key: place(key, zeros()),
@@ -248,19 +244,13 @@ def with_head(network: PretrainedNetwork, outputs: int) -> PretrainedNetwork:
         return params | {CLASSIFIER: head.init(jax.random.fold_in(key, 1))[0]}, state
 
     def apply(
-        params: Any,
-        state: Any,
-        tokens: Array,
-        *,
-        key: Array | None = None,
-        train: bool,
-        lengths: Array,
+        params: Any, state: Any, tokens: Array, *, lengths: Array, **options: Any
     ) -> tuple[Array, Any]:
         own = {name: p for name, p in params.items() if name != CLASSIFIER}
-        x, state = features(own, state, tokens, key=key, train=train, lengths=lengths)
+        x, state = features(own, state, tokens, lengths=lengths, **options)
         last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]
         with jax.named_scope(CLASSIFIER):
-            y, _ = head.apply(params[CLASSIFIER], {}, last, train=train)
+            y, _ = head.apply(params[CLASSIFIER], {}, last, train=options["train"])
         return y, state
 
     return network._replace(
@@ -315,9 +305,6 @@ def build_image_network(
     def reorder(path: str, a: Array) -> Array:
         return a if order is None or not path.startswith("head/") else a[..., np.array(order)]
 
-    def zeros() -> Any:
-        return jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), shapes)
-
     def place(key: Array, params: Any) -> tuple[Any, Any]:
         if classifier is not None:
             params = params | {CLASSIFIER: classifier.init(key)[0]}
@@ -331,7 +318,9 @@ def build_image_network(
         return y, state
 
     return PretrainedNetwork(
-        init=lambda key: place(key, zeros()),
+        init=lambda key: place(
+            key, jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), shapes)
+        ),
         apply=apply,
         decode=None,
         losses=_no_losses,
@@ -397,7 +386,11 @@ def _read(
 
     def read(targets: Any) -> Any:
         by_path = dict(quantization.leaves_with_paths(targets))
-        shardings = {path: _sharding(leaf) for path, leaf in by_path.items()}
+        # The codes of a quantized parameter have its axes.
+        shardings = {
+            path: (leaf.codes if quantization.is_quantized(leaf) else leaf).sharding
+            for path, leaf in by_path.items()
+        }
         is_placed = None not in shardings.values()
 
         def checked(path: str, a: Array) -> Any:
@@ -490,8 +483,3 @@ def _quantize(section: Pretrained, shapes: Any) -> Callable[[str, Array], Any]:
         return quantization.quantize({"w": a}, kind, ("w",))["w"]
 
     return lambda path, a: quantize(a) if path in targets else a
-
-
-def _sharding(leaf: Any) -> Any:
-    """Sharding of a parameter, or of the codes of a quantized one, which have its axes."""
-    return (leaf.codes if quantization.is_quantized(leaf) else leaf).sharding

@@ -167,16 +167,11 @@ def read_curves(lines: Sequence[Mapping[str, Any]]) -> dict[str, Curve]:
         )
         good = ~np.isnan(values)
         curves[name] = Curve(steps[good], epochs[good], values[good], int((~good).sum()))
-    sq, var = (curves.get(f"train/{name}") for name in ("grad_sq", "grad_var"))
-    if sq and var and np.array_equal(sq.steps, var.steps):
-        pairs = zip(sq.steps.tolist(), sq.values.tolist(), var.values.tolist(), strict=True)
-        means = noise_scale_course(
-            [{"step": s, "train/grad_sq": a, "train/grad_var": b} for s, a, b in pairs]
-        )
-        if means:
-            steps, values = np.array(means, np.float64).T
-            epochs = np.interp(steps, sq.steps, sq.epochs)
-            curves["averaged/noise_scale"] = Curve(steps, epochs, values)
+    if means := noise_scale_course(lines):
+        steps, values = np.array(means, np.float64).T
+        sq = curves["train/grad_sq"]
+        epochs = np.interp(steps, sq.steps, sq.epochs)
+        curves["averaged/noise_scale"] = Curve(steps, epochs, values)
     return curves
 
 

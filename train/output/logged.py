@@ -134,7 +134,7 @@ def noise_scale(lines: Sequence[Mapping[str, Any]]) -> float | None:
     return course[-1][1] if course and course[-1][0] == lines[-1]["step"] else None
 
 
-def noise_scale_course(lines: Sequence[Mapping[str, Any]]) -> list[tuple[int, float]]:
+def noise_scale_course(lines: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
     """Return the simple noise scale over a run, in examples: (step, tr(Sigma) / |G|^2).
 
     This is the batch size at which the noise of the gradient is as large as the gradient
@@ -143,15 +143,15 @@ def noise_scale_course(lines: Sequence[Mapping[str, Any]]) -> list[tuple[int, fl
     exponentially (half-life: a tenth of the run) before the division. Steps at which the average of
     |G|^2 is not positive are dropped.
     """
-    names = "train/grad_sq", "train/grad_var"
-    measured = [r for r in lines if r["step"] > 0 and None not in map(r.get, names)]
+    names = "step", "train/grad_sq", "train/grad_var"
+    rows = [[finite(line.get(name)) for name in names] for line in lines if line["step"] > 0]
+    measured = [row for row in rows if not any(map(math.isnan, row))]
     course = []
     var = sq = last = 0.0
-    for line in measured:
-        step = line["step"]
-        decay = 0.5 ** ((step - last) / (measured[-1]["step"] / 10))
-        var = decay * var + (1 - decay) * line["train/grad_var"]
-        sq = decay * sq + (1 - decay) * line["train/grad_sq"]
+    for step, new_sq, new_var in measured:
+        decay = 0.5 ** ((step - last) / (measured[-1][0] / 10))
+        var = decay * var + (1 - decay) * new_var
+        sq = decay * sq + (1 - decay) * new_sq
         last = step
         if sq > 0:
             course.append((step, var / sq))

@@ -121,7 +121,8 @@ def largest_table(memory: StepMemory) -> Table:
         ("layer", "kind", "array", "bytes"),
         [
             (
-                _path(b.layer) or b.instruction,
+                # An argument's name as a path: state.params['a']['b'] -> params/a/b.
+                re.sub(r"\['([^']*)'\]", r"/\1", b.layer).removeprefix("state.") or b.instruction,
                 (b.phase or b.kind) if b.kind == "temporary" else b.kind,
                 f"{b.dtype}[{','.join(map(str, b.shape))}]",
                 format_bytes(b.bytes),
@@ -131,11 +132,6 @@ def largest_table(memory: StepMemory) -> Table:
         texts=3,
         bars=[b.bytes / longest for b in buffers],
     )
-
-
-def _path(name: str) -> str:
-    """Write the name of an argument as a path: ``state.params['a']['b'] -> params/a/b``."""
-    return re.sub(r"\['([^']*)'\]", r"/\1", name).removeprefix("state.")
 
 
 def plan_table(plan: Plan, reserve: int) -> Table:

@@ -41,10 +41,9 @@ def distinct_colors(n: int) -> np.ndarray:
     levels = np.linspace(0, 255, 9).round()
     grid = np.stack(np.meshgrid(levels, levels, levels, indexing="ij"), -1).reshape(-1, 3)
     lab = _cielab(grid)
-    distance = np.full(len(grid), np.inf)
+    background = _cielab(np.array(_BACKGROUND, float))
+    distance = np.linalg.norm(lab[:, None] - background, axis=2).min(1)
     chosen: list[int] = []
-    for taken in _cielab(np.array(_BACKGROUND, float)):
-        distance = np.minimum(distance, np.linalg.norm(lab - taken, axis=1))
     for _ in range(n):
         chosen.append(int(distance.argmax()))
         distance = np.minimum(distance, np.linalg.norm(lab - lab[chosen[-1]], axis=1))

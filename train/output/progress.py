@@ -58,15 +58,11 @@ def fit(fields: list[Field], width: int) -> tuple[int, str]:
     fills what is left. A field of rank 0 is never dropped.
     """
     by_rank = sorted([*fields, Field(_BAR, " " * _SHORTEST_BAR)], key=lambda field: field.rank)
-    while len(_join(by_rank)) > width and by_rank[-1].rank > 0:
+    while len(_GAP.join(f.text for f in by_rank)) > width and by_rank[-1].rank > 0:
         by_rank.pop()
-    text = _join(field for field in fields if field in by_rank)
+    text = _GAP.join(f.text for f in fields if f in by_rank)
     has_bar = any(field.rank == _BAR for field in by_rank)
     return min(width - len(text) - len(_GAP), _LONGEST_BAR) if has_bar else 0, text
-
-
-def _join(fields: "Iterator[Field] | list[Field]") -> str:
-    return _GAP.join(field.text for field in fields)
 
 
 def line_printer(console: Console) -> Callable[[str], None]:

@@ -57,10 +57,9 @@ def figures_of(run: Run, index: int, metrics: Sequence[Metric]) -> dict[str, Cel
         for name, value in run.summary.metrics.items():
             title, scale = describe(name.removeprefix("test/"))
             figures[f"test {title}"] = Cell("undefined" if value is None else scale.text(value))
-    if (loss := run.last("train/loss")) is not None:
-        figures["train loss"] = Cell(number(loss))
-    if (loss := run.last(f"{NOT_PRIVATE}/loss")) is not None:
-        figures["train loss"] = Cell(number(loss), "not private")
+    for part, note in (("train", ""), (NOT_PRIVATE, "not private")):
+        if (loss := run.last(f"{part}/loss")) is not None:
+            figures["train loss"] = Cell(number(loss), note)
     if run.lines:
         epochs = "" if math.isnan(run.epoch) else f"{number(run.epoch)} epochs"
         figures["steps"] = Cell(f"{run.step:,}", epochs)
@@ -114,7 +113,9 @@ def ranking(runs: Sequence[Run], figures: Sequence[dict[str, Cell]]) -> Table:
     fullest_first = sorted(figures, key=len, reverse=True)
     names = list(dict.fromkeys(name for by_name in fullest_first for name in by_name))
     names.sort(key=lambda name: not name.startswith("test "))
-    comparable = len({_task(run) for run in runs}) == 1
+    # Losses of different tasks or data cannot be compared.
+    configs = [(run.config.model, run.config.data) for run in runs]
+    comparable = len({(*data.identity, model.task_for(data)) for model, data in configs}) == 1
     rows: list[list[Cell | None]] = [[Cell(run.label, run=i)] for i, run in enumerate(runs)]
     for name in names:
         cells = [by_name.get(name) for by_name in figures]
@@ -124,9 +125,3 @@ def ranking(runs: Sequence[Run], figures: Sequence[dict[str, Cell]]) -> Table:
             row.append(cell and cell._replace(strong=cell.rank == best))
     title = "Results, with the best test scores in bold" if comparable else "Results"
     return Table(title, ["run", *names], rows)
-
-
-def _task(run: Run) -> tuple[object, ...]:
-    """Identify task and data, because losses of different tasks cannot be compared."""
-    data = run.config.data
-    return *data.identity, run.config.model.task_for(data)

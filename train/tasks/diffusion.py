@@ -13,7 +13,7 @@ from train.config import Config
 from train.data import Arrays, Dataset, num_examples
 from train.data.batch import Batch
 from train.errors import UserError
-from train.networks.denoiser import Denoiser
+from train.networks.transformer import Denoiser
 from train.tasks import images
 from train.tasks.task import BatchMetrics, Kind, Task
 
@@ -27,7 +27,7 @@ def build(config: Config, dataset: Dataset) -> Task:
     """Build the diffusion task of a config.
 
     Raises:
-      UserError: for images outside [0, 1], mixup, several crops or label smoothing.
+      UserError: for images outside [0, 1], mixup or several crops.
       ValueError: if the network is invalid.
     """
     section = config.model
@@ -79,23 +79,13 @@ def build(config: Config, dataset: Dataset) -> Task:
 
 
 def _check_options(config: Config) -> None:
-    """Refuse options for classifiers: smooth labels, mixed images, and several crops per image."""
-    if config.optim.label_smoothing:
-        raise UserError(
-            f"optim.label_smoothing: {config.optim.label_smoothing:g}, but a denoiser does not "
-            "predict labels; give 0"
-        )
-    for name, strength in (("mixup", config.data.mixup), ("cutmix", config.data.cutmix)):
-        if strength:
+    """Refuse options for classifiers: mixed images, and several crops per image."""
+    for name, what, only in (("mixup", "label", 0), ("cutmix", "label", 0), ("crops", "crop", 1)):
+        if (value := getattr(config.data, name)) != only:
             raise UserError(
-                f"data.{name}: {strength:g}, but a denoiser needs one label per image; give "
-                f"data.{name} 0"
+                f"data.{name}: {value:g}, but a denoiser needs one {what} per image; give "
+                f"data.{name} {only}"
             )
-    if config.data.crops != 1:
-        raise UserError(
-            f"data.crops: {config.data.crops}, but a denoiser needs one crop per image; give "
-            "data.crops 1"
-        )
 
 
 def _check_unit_interval(dataset: Dataset) -> None:

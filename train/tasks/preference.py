@@ -68,17 +68,17 @@ def build(config: Config, dataset: Dataset) -> Task:
     if is_orpo:
         return _task(config, dataset, model, losses)
 
-    splits = (
-        (dataset.train, lambda rows: dataset.augment(rows, np.random.default_rng(0))),
-        (dataset.test, dataset.prepare),
-    )
+    splits: dict[str, Any] = {
+        "train": (dataset.train, lambda rows: dataset.augment(rows, np.random.default_rng(0))),
+        "test": (dataset.test, dataset.prepare),
+    }
 
     def compute_reference() -> None:
         shapes = model.pretrained(*jax.eval_shape(model.init, jax.random.key(0)))
         place = jax.jit(model.place, donate_argnums=1)
         params, state = place(jax.random.key(0), model.read(shapes))
         run = jax.jit(lambda batch: _log_likelihoods(model, params, state, batch))
-        for rows, batch_of in splits:
+        for rows, batch_of in splits.values():
             buckets = bucket_lengths(rows["length"].max(1), context)
             for bucket in np.unique(buckets).tolist():
                 own = np.flatnonzero(buckets == bucket)
@@ -95,20 +95,17 @@ def build(config: Config, dataset: Dataset) -> Task:
         identity = _identity(config, dataset)
         saved = read_arrays(known) if known else {}
         if str(saved.get("identity")) == identity:
-            for (rows, _), name in zip(splits, _SPLITS, strict=True):
+            for name, (rows, _) in splits.items():
                 rows["reference"][:] = saved[name]
             return
         compute_reference()
         if known and not saved and jax.process_index() == 0:
-            train, test = (rows["reference"] for rows, _ in splits)
+            found = {name: rows["reference"] for name, (rows, _) in splits.items()}
             with writing(known), io.BytesIO() as content:
-                np.savez(content, identity=identity, train=train, test=test)
+                np.savez(content, identity=identity, **found)
                 atomic_write(known, lambda file: file.write(content.getvalue()))
 
     return _task(config, dataset, model, losses, before_batches=fill_reference)
-
-
-_SPLITS = ("train", "test")
 
 
 def _identity(config: Config, dataset: Dataset) -> str:

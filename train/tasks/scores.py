@@ -39,21 +39,23 @@ def pixel_scores(confusion: np.ndarray) -> dict[str, float]:
 
 def by_class(confusion: np.ndarray) -> dict[str, np.ndarray]:
     """Return precision, recall and F1 of each class, float64 [classes]."""
-    values = precision_recall_f1(np.diag(confusion), confusion.sum(0), confusion.sum(1))
-    return dict(zip(("precision", "recall", "f1"), values, strict=True))
+    return precision_recall_f1(np.diag(confusion), confusion.sum(0), confusion.sum(1))
 
 
 def precision_recall_f1(
     both: np.ndarray, predicted: np.ndarray, there: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+) -> dict[str, np.ndarray]:
     """Return precision, recall and F1 of each class, as scikit-learn; NaN where undefined.
 
     ``both`` counts the examples of a class that are predicted as it. The precision of a class that
     is never predicted is 0 if it is there. Without examples a class has no recall, and unless it is
     predicted neither precision nor F1; both are 0 if it is.
     """
-    precision = np.where(predicted + there > 0, both / np.maximum(predicted, 1), np.nan)
-    return precision, _divide(both, there), _divide(2 * both, predicted + there)
+    return {
+        "precision": np.where(predicted + there > 0, both / np.maximum(predicted, 1), np.nan),
+        "recall": _divide(both, there),
+        "f1": _divide(2 * both, predicted + there),
+    }
 
 
 def auc(outputs: np.ndarray, is_class: np.ndarray) -> np.ndarray:

@@ -10,7 +10,7 @@ from jax import Array
 import fnet
 from fnet.losses.segmentation import pixel_cross_entropy, pixel_predictions
 from train.config import Config
-from train.data import Arrays, Dataset
+from train.data import Dataset
 from train.data.batch import Batch
 from train.tasks import images
 from train.tasks.scores import pixel_scores
@@ -50,7 +50,8 @@ def build(config: Config, dataset: Dataset) -> Task:
             )
         return result.losses, fnet.Aux(state, {"pixel_accuracy": result.accuracy})
 
-    return Task(dataset, model, loss, make_measure(config, model, Views()), _scores)
+    measure = make_measure(config, model, Views())
+    return Task(dataset, model, loss, measure, lambda examples, rows, counts: pixel_scores(counts))
 
 
 def make_measure(
@@ -75,10 +76,6 @@ def make_measure(
         )
 
     return measure
-
-
-def _scores(examples: Arrays, rows: Arrays, confusion: Any) -> dict[str, float]:
-    return pixel_scores(confusion)
 
 
 def logits_by_view(

@@ -92,34 +92,25 @@ class Labels(NamedTuple):
 
     def measure(self, logits: Array, target: Array) -> BatchMetrics:
         """Return the metrics of a test batch."""
-        metrics = {"loss": self._plain.losses(logits, target, 0.0, 0.0)}
+        plain = Labels(self.dataset._replace(class_weights=None))
+        metrics = {"loss": plain.losses(logits, target, 0.0, 0.0)}
         right = (logits > 0) == (target > 0.5)
         metrics |= self.accuracy(logits, target) | {"exact": right.all(-1).astype(jnp.float32)}
         return BatchMetrics(metrics, examples={"outputs": self.outputs(logits)})
 
-    @property
-    def _plain(self) -> "Labels":
-        return Labels(self.dataset._replace(class_weights=None))
-
     def scores(self, examples: Arrays, target: np.ndarray, confusion: Any) -> dict[str, float]:
         """Return means over labels."""
         by_label = label_scores(examples["outputs"], target)
-        return {f"macro_{name}": scores.mean(by_label[name]) for name in _NAMES} | {
-            "auc": scores.mean(by_label["auc"])
-        }
-
-
-_NAMES = ("precision", "recall", "f1")
+        means = {name: scores.mean(values) for name, values in by_label.items()}
+        return {n if n == "auc" else f"macro_{n}": mean for n, mean in means.items()}
 
 
 def label_scores(outputs: np.ndarray, target: np.ndarray) -> dict[str, np.ndarray]:
     """Return precision, recall, F1 and AUC of each label at a probability of 1/2, [labels]."""
     there, said = target > 0.5, outputs > 0.5
     both = (there & said).sum(0)
-    precision, recall, f1 = scores.precision_recall_f1(both, said.sum(0), there.sum(0))
-    return dict(zip(_NAMES, (precision, recall, f1), strict=True)) | {
-        "auc": scores.auc(outputs, there)
-    }
+    by_label = scores.precision_recall_f1(both, said.sum(0), there.sum(0))
+    return by_label | {"auc": scores.auc(outputs, there)}
 
 
 class Numbers(NamedTuple):

@@ -21,7 +21,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from fnet.layers.activations import ACTIVATIONS
 from train.config import Config, variants
-from train.networks.activation import Activation
+from train.networks.images import Activation
 
 WRONG = st.sampled_from([-1, 0, 1.5, "x", "", None, True, [], {}, [-1]])
 EXCLUDED = {

@@ -17,7 +17,7 @@ from train.data import evaluation_batches
 from train.data.class_table import PUBLISHED, VOID
 from train.data.label_map import LabelMap
 from train.data.segmentation_folder import SegmentationFolder
-from train.networks.deeplab import Backbone
+from train.networks.images import Backbone
 from train.output.palette import distinct_colors, overlay_labels, palette
 from train.tasks import build
 from train.tasks.scores import accuracy_by_class, iou_by_class, pixel_scores
