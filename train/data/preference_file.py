@@ -11,8 +11,7 @@ from typing_extensions import override
 from train.config.data import Content
 from train.config.section import Count, Positive, Seed
 from train.data import Arrays, Dataset, records
-from train.data.chat_file import ChatFile, Document, Reader
-from train.data.packing import gather
+from train.data.chat_file import ChatFile, Document, Reader, Rows
 from train.data.placeholder import Placeholder, zero_tokens
 from train.data.records import Record
 from train.data.splits import hold_out_contents
@@ -94,29 +93,28 @@ class PreferenceFile(Text):
             test = read(self.test_path, "data.test_path")
         train, notes = self._fit(train, "training")
         test, test_notes = self._fit(test, "test")
-        train_rows, train_tokens, learned = _arrays(train)
-        test_rows, test_tokens, test_learned = _arrays(test)
-        lengths = train_rows["length"]
+        train_rows, test_rows = Rows.make(train), Rows.make(test)
+        train_pairs = _pairs(train_rows)
+        lengths = train_pairs["length"]
         first = (
             f"{len(lengths):,} training pairs, {np.median(lengths):,g} tokens each answer with its "
             f"prompt (median), {lengths.max() + 1:,} at most"
         )
         return Dataset(
-            train=train_rows,
-            test=test_rows,
+            train=train_pairs,
+            test=_pairs(test_rows),
             classes=(),
-            augment=lambda rows, _: _gather(rows, train_tokens, learned, self.context),
-            prepare=lambda rows: _gather(rows, test_tokens, test_learned, self.context),
-            name=lambda row: train[2 * row].where.partition(": ")[2],
-            test_name=lambda row: test[2 * row].where.partition(": ")[2],
-            contents=(train_tokens, learned, test_tokens, test_learned),
+            augment=lambda pairs, _: _gather(pairs, train_rows, self.context),
+            prepare=lambda pairs: _gather(pairs, test_rows, self.context),
+            name=lambda row: train_rows.places[2 * row][0],
+            test_name=lambda row: test_rows.places[2 * row][0],
+            contents=tuple(a for r in (train_rows, test_rows) for a in (r.tokens, r.target)),
             notes=(first, *notes, *test_notes, *left_out),
             is_chat=reader.template is not None,
             rows="pairs",
         )
 
     def _fit(self, documents: list[Document], split: str) -> tuple[list[Document], list[str]]:
-        """Truncate or drop the pairs that are longer than a row."""
         size = self.context + 1
         pairs = list(zip(documents[::2], documents[1::2], strict=True))
         is_long = [max(len(d.ids) for d in pair) > size for pair in pairs]
@@ -195,26 +193,14 @@ def _answers(record: Record) -> Iterator[Record]:
         yield record._replace(fields={"messages": [*before, *answer], **tools})
 
 
-def _arrays(documents: list[Document]) -> tuple[Arrays, np.ndarray, np.ndarray]:
-    """Return the rows of pairs, all tokens, and which of them are learned."""
-    lengths = np.array([len(d.ids) for d in documents])
-    rows = {
-        "start": (np.cumsum(lengths) - lengths).reshape(-1, 2),
-        "length": (lengths - 1).astype(np.int32).reshape(-1, 2),
-        "reference": np.zeros((len(documents) // 2, 2), np.float32),
-    }
-    tokens, learned = (np.concatenate([d[i] for d in documents]) for i in (0, 1))
-    return rows, tokens, learned
+def _pairs(rows: Rows) -> Arrays:
+    pairs = {name: a.reshape(-1, 2) for name, a in rows.arrays.items()}
+    return pairs | {"reference": np.zeros((len(rows.places) // 2, 2), np.float32)}
 
 
-def _gather(rows: Arrays, tokens: np.ndarray, learned: np.ndarray, context: int) -> Arrays:
+def _gather(pairs: Arrays, rows: Rows, context: int) -> Arrays:
     """Gather the arrays of a batch, as `PreferenceFile.load` describes them."""
-    start, length = rows["start"].ravel(), rows["length"].ravel()
-    gathered, index, inside = gather(tokens, start, length, context)
-    return {
-        "tokens": gathered.reshape(-1, 2, context + 1),
-        "loss_mask": (learned[index] & inside)[:, 1:].reshape(-1, 2, context),
-        "length": rows["length"],
-        "reference": rows["reference"],
-        "weight": np.ones(len(rows["length"]), np.float32),
-    }
+    batch = rows.gather({name: pairs[name].ravel() for name in ("start", "length")}, context)
+    batch = {name: a.reshape(-1, 2, *a.shape[1:]) for name, a in batch.items()}
+    weight = np.ones(len(pairs["length"]), np.float32)
+    return batch | {"reference": pairs["reference"], "weight": weight}

@@ -135,39 +135,25 @@ class _Rows(NamedTuple):
 
 def _cut_rows(spans: list[range], context: int, *, partial: bool) -> _Rows:
     """Cut spans of tokens into rows; ``partial`` keeps the shorter row at each span's end."""
-    rows = [_Rows(*[np.zeros(0, np.int64)] * 4)]
-    for i, span in enumerate(spans):
-        inputs = len(span) - 1  # the last token is only a target
-        n = max(-(-inputs // context) if partial else inputs // context, 0)
-        start = span.start + context * np.arange(n)
-        left = span.stop - 1 - start
-        rows.append(
-            _Rows(
-                start,
-                np.minimum(left, context),
-                np.minimum(left, 2 * context - 1) - context,
-                np.full(n, i),
-            )
-        )
-    start, length, slack, numbers = map(np.concatenate, zip(*rows, strict=True))
-    return _Rows(start, length.astype(np.int32), slack, numbers)
+    first, last = np.array([(s.start, s.stop - 1) for s in spans], np.int64).reshape(-1, 2).T
+    inputs = last - first  # the last token is only a target
+    counts = np.maximum(-(-inputs // context) if partial else inputs // context, 0)
+    number = np.repeat(np.arange(len(spans)), counts)
+    place = np.arange(len(number)) - np.repeat(np.cumsum(counts) - counts, counts)
+    start = first[number] + context * place
+    left = last[number] - start
+    slack = np.minimum(left, 2 * context - 1) - context
+    return _Rows(start, np.minimum(left, context).astype(np.int32), slack, number)
 
 
 def _gather(tokens: np.ndarray, start: np.ndarray, length: np.ndarray, context: int) -> Arrays:
-    """Gather ``tokens`` [N, context + 1] and ``length`` [N]."""
     return {"tokens": gather(tokens, start, length, context)[0], "length": length}
 
 
 def _read_documents(
     config: TextFile,
 ) -> tuple[np.ndarray, list[range], Callable[[list[range]], int | None]]:
-    """Encode the text.
-
-    Returns:
-      All tokens, the span of each document, and ``count_bytes(spans)``. It counts the UTF-8 bytes
-      of the text of the tokens in spans, without the first token of each. It returns None if
-      the tokens do not decode to the text.
-    """
+    """Return all tokens, the span of each document, and a function that counts bytes of spans."""
     tokenizer = load_tokenizer(config)
     text = _read_text(config)
     documents = text.split(config.separator) if config.separator else [text]
@@ -185,6 +171,7 @@ def _count_bytes(
     documents: list[range],
     parts: list[range],
 ) -> int | None:
+    """Count the UTF-8 bytes of parts but their first tokens; None if these do not decode to it."""
     if tokenizer.folder is None:
         return sum(len(part) - 1 for part in parts if part)
     text = _read_text(config)  # again, because the text was not kept in memory

@@ -65,30 +65,12 @@ def load_tokenizer(config: Text) -> Tokenizer:
         refused when a text has one.
     """
     tokenizer, vocabulary = _load(config), config.vocabulary
-    if vocabulary is None or vocabulary >= tokenizer.vocab_size:
-        return tokenizer
-    if vocabulary < tokenizer.text_size:
+    if vocabulary is not None and vocabulary < tokenizer.text_size:
         raise UserError(
             f"data.tokenizer: has {tokenizer.text_size:,} tokens of text, but the vocabulary has "
             f"{vocabulary:,}; give the model's own tokenizer, or a larger data.vocabulary"
         )
-
-    def check(ids: np.ndarray) -> np.ndarray:
-        if (largest := ids.max(initial=0)) >= vocabulary:
-            raise UserError(
-                f"the text has the special token {largest}, which a vocabulary of "
-                f"{vocabulary:,} does not have; remove it from the text"
-            )
-        return ids
-
-    def encode_pieces(texts: Sequence[str]) -> list[Pieces]:
-        return [p._replace(ids=check(p.ids)) for p in tokenizer.encode_pieces(texts)]
-
-    return tokenizer._replace(
-        encode=lambda text: check(tokenizer.encode(text)),
-        encode_prompt=lambda text: check(tokenizer.encode_prompt(text)),
-        encode_pieces=encode_pieces,
-    )
+    return tokenizer
 
 
 def _load(config: Text) -> Tokenizer:
@@ -159,17 +141,29 @@ def _load(config: Text) -> Tokenizer:
             raise UserError(f"{path} has no token for some of {_shorten(text)!r}")
         return Pieces(ids.astype(dtype), starts, ends)
 
+    def check(ids: np.ndarray) -> np.ndarray:
+        vocabulary, largest = config.vocabulary, ids.max(initial=0)
+        if vocabulary is not None and largest >= vocabulary:
+            raise UserError(
+                f"the text has the special token {largest}, which a vocabulary of "
+                f"{vocabulary:,} does not have; remove it from the text"
+            )
+        return ids
+
     def encode(text: str, *, with_end: bool = True) -> np.ndarray:
         (encoding,) = encodings([text], is_whole=False)
         ids = as_pieces(encoding, text).ids
         if not with_end:  # special tokens after the text, but not those before it
             from_text = np.flatnonzero(~encoding.is_special)
             ids = ids[: np.max(from_text, initial=-1) + 1]
-        return ids
+        return check(ids)
 
     def encode_pieces(texts: Sequence[str]) -> list[Pieces]:
         found = encodings(list(texts), is_whole=True)
-        return [as_pieces(e, text) for e, text in zip(found, texts, strict=True)]
+        pieces = [as_pieces(e, text) for e, text in zip(found, texts, strict=True)]
+        for own in pieces:
+            check(own.ids)
+        return pieces
 
     def decode(ids: Iterable[int]) -> str:
         try:
