@@ -210,7 +210,11 @@ def load(config: SegmentationFolder, trained: LabelMap | None = None) -> Dataset
     source = None
     if trained is None:
         if found.rows:
-            _refuse_values(config)
+            for name in ("classes", "class_table", "mask_values"):
+                if value := getattr(config, name):
+                    raise UserError(
+                        f"data.{name}: {value}, but the annotations name the classes; leave it out"
+                    )
             rows, source = found.rows, found.source
         else:
             is_given = config.classes is not None or config.mask_values
@@ -314,15 +318,6 @@ def _find(root: Path, config: SegmentationFolder, trained: LabelMap | None) -> F
     return find_layout(root, given, training=trained is None, table=table)
 
 
-def _refuse_values(config: SegmentationFolder) -> None:
-    for name in ("classes", "class_table", "mask_values"):
-        if getattr(config, name):
-            raise UserError(
-                f"data.{name}: {getattr(config, name)}, but the annotations name the classes; "
-                "leave it out"
-            )
-
-
 def _below(root: Path, mask: Mask) -> Mask:
     return str(root / mask) if isinstance(mask, str) else mask
 
@@ -332,8 +327,6 @@ def _find_splits(
 ) -> tuple[list[Pair], list[Pair], list[str]]:
     """Find training and test pairs, and what to tell about them."""
     root = found.root
-    if found.is_split:
-        refuse_folds(config, f"{root} has the splits {shorten(found.splits)}")
     if not found.is_split:
         if config.test_split is not None:
             raise UserError(
@@ -348,6 +341,7 @@ def _find_splits(
         for pair, is_test in zip(pairs, held_out, strict=True):
             splits[bool(is_test)].append(pair)
         return *splits, [describe_hold_out(config, held_out, f"{root} has no splits")]
+    refuse_folds(config, f"{root} has the splits {shorten(found.splits)}")
     test_split = found.test(config.test_split)
     if test_only:
         test = found.pairs(test_split)
@@ -417,7 +411,6 @@ def _check_sizes(
 def _class_weights(
     root: Path, pairs: Sequence[Pair], config: SegmentationFolder, label_map: LabelMap
 ) -> tuple[float, ...]:
-    """Measure class frequencies on training masks, and return the weight of each class."""
     counts = []
     for i in spread(len(pairs), _WEIGHED):
         try:
