@@ -176,12 +176,7 @@ def load(config: ArrayFile) -> Dataset:
 
 
 class _Split(NamedTuple):
-    """Location of a split's examples.
-
-    Attributes:
-      path: .npz file.
-      images, labels: names of its arrays.
-    """
+    """A split's .npz file, and the names of its arrays."""
 
     path: Path
     images: str
@@ -223,7 +218,6 @@ def _find_splits(config: ArrayFile) -> list[_Split]:
 
 
 def _find_arrays(path: Path, suffixes: Sequence[str], given: Sequence[str | None]) -> _Split:
-    """Find the arrays of a split by the given names, or by common names for each that is None."""
     names = _array_names(path)
     kinds = ((_IMAGE_NAMES, "images"), (_LABEL_NAMES, "labels"))
     arrays = []
@@ -360,7 +354,6 @@ def _read_class_names(config: ArrayFile, path: Path) -> tuple[str, ...] | None:
 
 
 def _check_per_channel(name: str, values: Sequence[float], images: np.ndarray) -> None:
-    """Check that a mean or standard deviation fits images [N, H, W, C]."""
     if len(values) not in (1, images.shape[-1]):
         raise UserError(
             f"data.{name}: {len(values)} numbers for images of {images.shape[-1]} channels; give "

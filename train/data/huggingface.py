@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from annotated_types import Gt, Lt, MinLen
@@ -35,10 +35,7 @@ _SAVED = ("dataset_dict.json", "state.json")
 class HuggingFace(Photos):
     """Images that Hugging Face's datasets library loads, from the hub or from disk."""
 
-    evaluation_options: ClassVar[dict[str, str]] = {
-        "split": "test_split",
-        **Photos.evaluation_options,
-    }
+    evaluation_options = {"split": "test_split"} | Photos.evaluation_options
 
     source: Literal["huggingface"] = "huggingface"
     """Data source; --data.source NAME --help lists the fields of another one."""
@@ -195,21 +192,13 @@ def _load_splits(datasets: ModuleType, config: HuggingFace) -> Mapping[str, Any]
 def _choose_columns(
     datasets: ModuleType, config: HuggingFace, features: Mapping[str, Any]
 ) -> tuple[str, str]:
-    """Choose the columns of images and labels: the given ones, or the only ones of their type."""
-    image, label = (
-        choose(
-            f"data.{field}",
-            given,
-            features,
-            config.path,
-            "column",
-            [name for name, feature in features.items() if isinstance(feature, kind)],
-        )
-        for field, given, kind in (
-            ("image", config.image, datasets.Image),
-            ("label", config.label, datasets.ClassLabel),
-        )
-    )
+
+    def only(field: str, kind: type) -> str:
+        found = [name for name, feature in features.items() if isinstance(feature, kind)]
+        given = getattr(config, field)
+        return choose(f"data.{field}", given, features, config.path, "column", found)
+
+    image, label = only("image", datasets.Image), only("label", datasets.ClassLabel)
     if not isinstance(features[image], datasets.Image):
         raise UserError(f"data.image: the column {image} has {features[image]}, not images")
     return image, label

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
 from annotated_types import MinLen
@@ -42,11 +42,7 @@ _EXPECTED = "one folder per class, or train/ and val/ or test/ that hold them"
 class ImageFolder(LabeledFiles):
     """Images in one folder per class, as torchvision's ImageFolder reads them."""
 
-    evaluation_options: ClassVar[dict[str, str]] = {
-        "split": "test_split",
-        "path": "path",
-        **LabeledFiles.evaluation_options,
-    }
+    evaluation_options = {"split": "test_split", "path": "path"} | LabeledFiles.evaluation_options
 
     source: Literal["image_folder"] = "image_folder"
     """Data source; --data.source NAME --help lists the fields of another one."""
@@ -130,14 +126,7 @@ def _order(
 
 
 class _Split(NamedTuple):
-    """Images of a split.
-
-    Attributes:
-      paths: paths below the root.
-      labels: int32 [N].
-      skipped: number of files that are left out, by kind.
-      prefix: folder of the split below the root, as ``"train/"``, or "".
-    """
+    """Images of a split, files that are left out, and its folder below the root, as ``train/``."""
 
     paths: list[str]
     labels: np.ndarray
@@ -151,7 +140,6 @@ class _Split(NamedTuple):
 def _find_splits(
     config: ImageFolder,
 ) -> tuple[tuple[str, ...], _Split, _Split, tuple[str, ...]]:
-    """Find the classes, the training and test images, and what to tell about them."""
     root = Path(config.path)
     check_folder(root, f"; expected a folder with {_EXPECTED}")
     skipped = Counter[str]()
@@ -250,7 +238,6 @@ def _find(
     *,
     all_classes: bool = True,
 ) -> _Split:
-    """Find the images of each class, in a split or in the folder itself."""
     folder, prefix = root / (split or ""), f"{split}/" if split else ""
     there = subfolders(folder)
     names = [there.get(normalized(name), name) for name in classes]

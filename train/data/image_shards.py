@@ -5,7 +5,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 from annotated_types import MinLen
@@ -32,10 +32,7 @@ _COMPARED = 2**30
 class ImageShards(LabeledFiles):
     """Images in shards: tar files (WebDataset) or Parquet (Hugging Face)."""
 
-    evaluation_options: ClassVar[dict[str, str]] = {
-        "path": "test_path",
-        **LabeledFiles.evaluation_options,
-    }
+    evaluation_options = {"path": "test_path"} | LabeledFiles.evaluation_options
 
     source: Literal["image_shards"] = "image_shards"
     """Data source; --data.source NAME --help lists the fields of another one."""

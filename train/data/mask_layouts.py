@@ -46,7 +46,6 @@ class Layout(NamedTuple):
     table: str | None = None
 
     def __str__(self) -> str:
-        """Return the options that name the patterns."""
         return f"--data.images '{self.images}' --data.masks '{self.masks}'"
 
     @classmethod
@@ -213,17 +212,13 @@ def find_layout(
             f"data.path: no training split {root / where.format(split='train', name='*')}; there "
             f"are {shorten(only.splits)}"
         )
-    left = Counter(_folder_of(path) for path in {*files.paths} - only.paths)
+    parts = [path.rpartition("/") for path in {*files.paths} - only.paths]
+    left = Counter(f"{storage.kind_of(name)}{slash and f' in {at}'}" for at, slash, name in parts)
     return only._replace(notes=storage.describe_skipped(files.skipped + left))
 
 
 def _stem(split: str) -> str:
     return re.sub(r"[^a-z]+$", "", split.lower())
-
-
-def _folder_of(path: str) -> str:
-    folder = path.rpartition("/")[0]
-    return f"{storage.kind_of(path)} in {folder}" if folder else storage.kind_of(path)
 
 
 def _lists(root: Path) -> set[str]:
@@ -265,7 +260,6 @@ def _find(root: Path, layout: Layout, files: Sequence[str]) -> FoundLayout | Non
 
 
 def _by_lists(found: FoundLayout) -> FoundLayout:
-    """Split images and masks by the lists of names, if there are any."""
     root, names = found.root, found.layout.names or ""
     folder, _, end = (root / names).as_posix().rpartition("{split}")
     lists = {path.name.removesuffix(end): path for path in Path(folder).glob(f"*{end}")}
@@ -313,7 +307,6 @@ def _matcher(pattern: str) -> Callable[[str], re.Match[str] | None]:
 
 
 def _explain_nothing(root: Path, given: Layout | None, files: Sequence[str]) -> str:
-    """Say what a folder holds, and how it could be read."""
     there = [*subfolders(root).values()]
     held = f"{root}, which holds {shorten(there) if there else 'no folders'}"
     if given is not None:

@@ -23,10 +23,7 @@ _CLASSES = 1000
 class Photos(Data):
     """Image files with labels, which are resized and cropped to one size."""
 
-    evaluation_options: ClassVar[dict[str, str]] = {
-        "image_size": "image_size",
-        "resize": "resize",
-    }
+    evaluation_options: ClassVar[dict[str, str]] = {"image_size": "image_size", "resize": "resize"}
 
     source: str = ""
     """Data source; --data.source NAME --help lists the fields of another one."""
@@ -109,11 +106,7 @@ class Photos(Data):
 class LabeledFiles(Photos):
     """Images with labels, from folders or shards."""
 
-    evaluation_options: ClassVar[dict[str, str]] = {
-        "crops": "crops",
-        "border": "border",
-        **Photos.evaluation_options,
-    }
+    evaluation_options = {"crops": "crops", "border": "border"} | Photos.evaluation_options
 
     mixup: NonNegative = 0.0
     """Mixup strength alpha: mixing weights come from Beta(alpha, alpha); 0 is no mixup."""

@@ -173,7 +173,8 @@ def _read_json_lines(path: str, option: str) -> Iterator[Record]:
             limits.LINE.check(len(line), f"{option}: {place}")
             if not line.strip():
                 continue
-            hint = _hint(line, path) if number == 1 else ""
+            is_array = number == 1 and line.lstrip().startswith(b"[")
+            hint = f"; for an array, jq -c '.[]' {path}" if is_array else ""
             try:
                 fields = json.loads(line)
             except (ValueError, RecursionError) as error:
@@ -197,10 +198,6 @@ def _as_utf8(file: IO[bytes], path: str, option: str) -> IO[bytes]:
         text = decode_text(file.read(), path, option)
         return io.BytesIO(text.encode("utf-8", "surrogatepass"))
     return file
-
-
-def _hint(line: bytes, path: str) -> str:
-    return f"; for an array, jq -c '.[]' {path}" if line.lstrip().startswith(b"[") else ""
 
 
 def _read_parquet(path: str, option: str) -> Iterator[Record]:

@@ -48,13 +48,10 @@ class SampledBatches:
 
     def _row(self, place: int) -> int:
         turn, slot = divmod(place, len(self._groups))
-        group = 0 if len(self._groups) == 1 else int(self._order(turn)[slot])
+        group = 0 if len(self._groups) == 1 else int(self._permutation(-1, turn)[slot])
         rows = self._groups[group]
         epoch, i = divmod(turn, len(rows))
         return int(rows[self._permutation(group, epoch)[i]])
-
-    def _order(self, turn: int) -> np.ndarray:
-        return self._permutation(-1, turn)
 
     def _permute(self, group: int, epoch: int) -> np.ndarray:
         count = len(self._groups) if group < 0 else len(self._groups[group])

@@ -27,10 +27,7 @@ from train.data.decode import EXTENSIONS, UnreadableError
 from train.data.storage import StorageError
 from train.errors import TrainingError, UserError, list_available, shorten
 
-_SUFFIXES = {
-    "tar": re.compile(r"\.tar$"),
-    "parquet": re.compile(r"\.(parquet|pq)$"),
-}
+_FORMATS = {".tar": "tar", ".parquet": "parquet", ".pq": "parquet"}
 EXPECTED = "expected files *.tar or *.parquet"
 _RECORDS = re.compile(r"\.(array_?record|tfrecords?)(-\d+-of-\d+)?$")
 """Files of TensorFlow Datasets, which have to be converted."""
@@ -78,7 +75,7 @@ class Index(NamedTuple):
 
 def format_of(path: str) -> str | None:
     """Return the format of a shard by its name: tar, parquet, or None."""
-    return next((name for name, suffix in _SUFFIXES.items() if suffix.search(path)), None)
+    return _FORMATS.get(os.path.splitext(path)[1])
 
 
 def index_shards(paths: Sequence[str], fields: Fields) -> list[Index]:
@@ -312,7 +309,6 @@ def _index_parquet(path: str, size: int, fields: Fields) -> Index:
 
 
 def _huggingface_classes(schema: Any) -> dict[str, tuple[str, ...]]:
-    """Return the class names by column that the datasets library wrote."""
     try:
         features = json.loads(schema.metadata[b"huggingface"])["info"]["features"]
         return {

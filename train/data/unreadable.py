@@ -115,14 +115,11 @@ class UnreadableFiles:
         if error is not None:
             split = next(name for name, ids in self._splits.items() if id in ids)
             self._errors[split].append(error)
-            name = self._name(split, self._splits[split].index(id))
+            name_of = self._dataset.name if split == "training" else self._dataset.test_name or str
+            name = name_of(self._splits[split].index(id))
             reason = error.removeprefix(f"{name}: ")
             self._rows.append({"file": name, "split": split, "reason": reason})
             self._log(f"cannot read {error}; skipped")
-
-    def _name(self, split: str, row: int) -> str:
-        data = self._dataset
-        return data.name(row) if split == "training" else (data.test_name or str)(row)
 
 
 class CheckedBatches:
