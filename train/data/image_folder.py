@@ -22,8 +22,8 @@ from train.data.files import (
     subfolders,
 )
 from train.data.labeled_images import image_dataset
+from train.data.order import SampledBatches
 from train.data.photos import LabeledFiles
-from train.data.sampling import SampledBatches
 from train.data.splits import (
     SPLIT_NAMES,
     choose_test_split,
@@ -173,7 +173,14 @@ def _find_splits(
             f"data.path: {folder} has only the class {names[0]}; give images of two or more"
         )
     if test_name is not None:
-        _compare_classes(folder, classes, root / test_name, subfolders(root / test_name))
+        sides = (folder, classes), (root / test_name, subfolders(root / test_name))
+        differences = [
+            f"only in {path}: {shorten(sorted(own[key] for key in own.keys() - others.keys()))}"
+            for (path, own), (_, others) in (sides, sides[::-1])
+            if own.keys() - others.keys()
+        ]
+        if differences:
+            raise UserError(f"data.path: the classes differ: {'; '.join(differences)}")
         notes = describe_splits(train_name or "", test_name, folders)
         subfolders(root / test_name, skipped)
         train = _find(root, train_name, names, skipped)
@@ -216,18 +223,6 @@ def _users(root: Path, train: _Split) -> np.ndarray:
                 f"data.user: {root / path} is in no folder of a user; expected CLASS/USER/FILE"
             )
     return number_users(np.array([names[1] for names in parts]))
-
-
-def _compare_classes(
-    train: Path, classes: dict[str, str], test: Path, test_classes: dict[str, str]
-) -> None:
-    differences = [
-        f"only in {folder}: {shorten(sorted(own[key] for key in own.keys() - others.keys()))}"
-        for folder, own, others in ((train, classes, test_classes), (test, test_classes, classes))
-        if own.keys() - others.keys()
-    ]
-    if differences:
-        raise UserError(f"data.path: the classes differ: {'; '.join(differences)}")
 
 
 def _find(
