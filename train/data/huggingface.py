@@ -7,10 +7,10 @@ from types import ModuleType
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from annotated_types import Gt, Lt, MinLen
+from annotated_types import MinLen
 from typing_extensions import override
 
-from train.config.section import Count, Seed
+from train.config.section import Count
 from train.data import Dataset
 from train.data.columns import (
     as_labels,
@@ -51,10 +51,6 @@ class HuggingFace(Photos):
     """Name of the column of labels or class names; None is the only one of class labels."""
     test_split: Annotated[str, MinLen(1)] | None = None
     """Split to test on; None is validation, val or test, or test_fraction of train."""
-    test_fraction: Annotated[float, Gt(0), Lt(1)] = 0.2
-    """Approximate fraction of each class to hold out if there is no test split."""
-    split_seed: Seed = 0
-    """Random seed of that split."""
     user: Annotated[str, MinLen(1)] | None = None
     """Name of the column of user ids; privacy is then per user."""
     examples_per_user: Count | None = None
@@ -78,7 +74,13 @@ class HuggingFace(Photos):
 
 def load(config: HuggingFace) -> Dataset:
     """Load the data of a config."""
-    datasets = _import_library()
+    try:
+        import datasets
+    except ImportError:
+        raise UserError(
+            "data.source: huggingface needs the package datasets; pip install "
+            "'fnet-jax[huggingface]'"
+        ) from None
     available = _load_splits(datasets, config)
     if _TRAIN not in available:
         raise UserError(
@@ -89,7 +91,15 @@ def load(config: HuggingFace) -> Dataset:
     names = [_TRAIN, test or _TRAIN]
     splits = [available[name] for name in names]
     image, label = _choose_columns(datasets, config, splits[0].features)
-    _compare_features(names[1], splits[1].features, splits[0].features, (image, label))
+    train, other = splits[0].features, splits[1].features
+    for column in (image, label):  # which both splits must have, of the same kind
+        choose("data.test_split", column, other, f"the split {names[1]}", "column")
+        kinds = [(type(f[column]), getattr(f[column], "names", None)) for f in (other, train)]
+        if kinds[0] != kinds[1]:
+            raise UserError(
+                f"data.test_split: {column} is {other[column]} in the split {names[1]}, but "
+                f"{train[column]} in {_TRAIN}"
+            )
     values = [_read(split, label) for split in splits]
     feature = splits[0].features[label]
     given_names = feature.names if isinstance(feature, datasets.ClassLabel) else None
@@ -158,17 +168,6 @@ def _key(row: Mapping[str, Any]) -> bytes:
     return content if isinstance(content, bytes) else str(content).encode()
 
 
-def _import_library() -> ModuleType:
-    try:
-        import datasets
-    except ImportError:
-        raise UserError(
-            "data.source: huggingface needs the package datasets; pip install "
-            "'fnet-jax[huggingface]'"
-        ) from None
-    return datasets
-
-
 def _load_splits(datasets: ModuleType, config: HuggingFace) -> Mapping[str, Any]:
     """Load the splits by name. A folder with a single saved split is the training set."""
     saved = any((Path(config.path) / name).is_file() for name in _SAVED)
@@ -202,20 +201,6 @@ def _choose_columns(
     if not isinstance(features[image], datasets.Image):
         raise UserError(f"data.image: the column {image} has {features[image]}, not images")
     return image, label
-
-
-def _compare_features(
-    name: str, features: Mapping[str, Any], train: Mapping[str, Any], columns: tuple[str, ...]
-) -> None:
-    """Check that a split has the columns of the training split, of the same kind."""
-    for column in columns:
-        choose("data.test_split", column, features, f"the split {name}", "column")
-        kinds = [(type(f[column]), getattr(f[column], "names", None)) for f in (features, train)]
-        if kinds[0] != kinds[1]:
-            raise UserError(
-                f"data.test_split: {column} is {features[column]} in the split {name}, but "
-                f"{train[column]} in {_TRAIN}"
-            )
 
 
 def _read(split: Any, column: str) -> np.ndarray:

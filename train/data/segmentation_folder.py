@@ -13,8 +13,8 @@ import numpy as np
 from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
 from typing_extensions import override
 
-from train.config.data import Content, Data
-from train.config.section import Count, CountOrZero, Fraction, NonNegative, Positive, Seed
+from train.config.data import Content
+from train.config.section import Count, CountOrZero, Positive
 from train.data import Arrays, Dataset, Outputs, num_examples
 from train.data.annotations import find_annotations
 from train.data.augment import fit, to_uint8
@@ -36,6 +36,7 @@ from train.data.masks import (
     spread,
     translate,
 )
+from train.data.photos import DecodedImages
 from train.data.placeholder import Placeholder, missing_paths, zeros
 from train.data.preprocessing import Preprocessor
 from train.data.splits import (
@@ -54,7 +55,7 @@ _WEIGHED = 2000
 
 
 @dataclass(frozen=True)
-class SegmentationFolder(Data):
+class SegmentationFolder(DecodedImages):
     """Images with segmentation masks: images of the same size whose values are labels."""
 
     content: ClassVar[Content] = "masks"
@@ -77,8 +78,6 @@ class SegmentationFolder(Data):
     """Split to test on; None is val, or test if there is no val."""
     test_fraction: Annotated[float, Gt(0), Lt(1)] = 0.2
     """Approximate fraction of images to hold out if path is not split."""
-    split_seed: Seed = 0
-    """Random seed of that split."""
     folds: Annotated[int, Ge(2), Le(100)] | None = None
     """Number of folds of a cross-validation, whose fold is held out; see fnet train --folds."""
     fold: Count = 1
@@ -105,22 +104,8 @@ class SegmentationFolder(Data):
     """Height and width of the network's input; test images are resized to fit into it."""
     scale: tuple[Positive, Positive] = (0.5, 2.0)
     """Smallest and largest random scale of training images; 1 is the scale of test images."""
-    flip: bool = True
-    """Flip each training image horizontally with probability 1/2."""
-    color_jitter: Fraction = 0.0
-    """Strength of saturation, brightness and contrast jitter in training; 0.4 is common."""
-    lighting: NonNegative = 0.0
-    """Standard deviation of PCA color noise (AlexNet lighting) in training; 0.1 is common."""
-    mean: tuple[Fraction, Fraction, Fraction] = (0.485, 0.456, 0.406)
-    """Mean of each color channel, 0 to 1, subtracted from images."""
-    std: tuple[Positive, Positive, Positive] = (0.229, 0.224, 0.225)
-    """Standard deviation of each color channel, which images are divided by."""
     workers: CountOrZero = 0
     """Number of processes that decode images; 0 decodes in a thread of this process."""
-    max_bad_fraction: Fraction = 0.01
-    """Largest fraction of unreadable files to tolerate; they are reported and skipped."""
-    max_pixels: Count = 2**30 // 12
-    """Largest image to decode, in pixels; larger files are reported and skipped."""
 
     def load(self, *, private: bool = False) -> Dataset:
         """Find images and masks; batches read them.
@@ -165,11 +150,6 @@ class SegmentationFolder(Data):
         }
         classes = self.classes or len(self.mask_values) or rows
         return zeros(self.batch_size, batch, batch, classes=classes, missing=missing)
-
-    @property
-    @override
-    def image_shape(self) -> tuple[int, ...]:
-        return (self.image_size, self.image_size, 3)
 
     @property
     def preprocessor(self) -> Preprocessor:
