@@ -87,8 +87,7 @@ def evaluation_crops(image: np.ndarray, size: int, crops: int, border: int = 0) 
       border: pixels of reflected border that are added to the image first.
     """
     if border:
-        widths = (border, border)
-        image = np.pad(image, (widths, widths, (0, 0)), "reflect")
+        image = np.pad(image, ((border, border), (border, border), (0, 0)), "reflect")
     center, ends = center_crop(image, size), (slice(None, size), slice(-size, None))
     if crops == 1:
         return center
@@ -223,11 +222,8 @@ def color_matrix(
             step = alpha * np.eye(3) + (1 - alpha) * _GRAY
             matrix, offset = step @ matrix, step @ offset
         else:
-            if kind == _CONTRAST:
-                gray = _GRAY @ (matrix @ mean + offset)
-            matrix, offset = alpha * matrix, alpha * offset
-            if kind == _CONTRAST:
-                offset = offset + (1 - alpha) * gray
+            other = _GRAY @ (matrix @ mean + offset) if kind == _CONTRAST else 0.0
+            matrix, offset = alpha * matrix, alpha * offset + (1 - alpha) * other
     offset = offset + 255 * (_EIGENVECTORS @ (light * _EIGENVALUES))
     return np.column_stack([matrix, offset])
 
@@ -291,14 +287,13 @@ def warp(images: np.ndarray, draws: np.ndarray, fill: tuple[int, ...]) -> np.nda
         matrix = np.array([[np.cos(turn), -np.sin(turn)], [np.sin(turn), np.cos(turn)]])
         moved = corners + np.reshape(inward, (4, 2)) * (width, height)
         moved = (moved - center) @ matrix.T + center
-        picture = Image.fromarray(images[i]).transform(
+        images[i] = Image.fromarray(images[i]).transform(
             (width, height),
             Image.Transform.PERSPECTIVE,
             tuple(perspective_from(moved, corners)),
             Image.Resampling.BILINEAR,
             fillcolor=tuple(fill),
         )
-        images[i] = picture
     return images
 
 

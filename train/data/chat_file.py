@@ -241,7 +241,7 @@ def load(config: ChatFile, *, private: bool = False) -> Dataset:
 
     users = None
     if config.user is not None:  # never packed, because users are protected by noise
-        users = number_users(_user_ids(train))
+        users = number_users(np.array([d.user for d in train], np.str_))
     tokens_per_byte = None
     # The text of a chat has special tokens, which nobody writes in bytes.
     num_bytes = 0 if read.template or classes else sum(int(d.bytes[d.target].sum()) for d in test)
@@ -376,17 +376,13 @@ def _describe_lengths(documents: list[Document]) -> str:
     )
 
 
-def _user_ids(documents: list[Document]) -> np.ndarray:
-    return np.array([d.user for d in documents], np.str_)
-
-
 def _split(config: ChatFile, examples: list[Document]) -> tuple[list[Document], list[Document]]:
     """Split examples into training and test; no user is in both."""
     count = len(examples)
     if not count:
         raise UserError(f"data.path: {config.path} holds no examples")
     if config.user is not None:
-        is_test = hold_out_users(config, _user_ids(examples))
+        is_test = hold_out_users(config, np.array([e.user for e in examples], np.str_))
     else:  # The answers of a chat stay together.
         places = [e.where for e in examples]
         contents = {where: e.ids.tobytes().hex() for where, e in zip(places, examples, strict=True)}

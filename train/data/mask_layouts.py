@@ -189,7 +189,9 @@ def find_layout(
       UserError: if it is in no known layout, or in several.
     """
     check_folder(root, "; expected a folder with images and masks")
-    files = list_images(root, {*TABLES, table or "", "data.yaml", *_lists(root)})
+    texts = (p for folder in ("", "ImageSets/Segmentation") for p in (root / folder).glob("*.txt"))
+    lists = {path.name for path in texts if split_of(path.stem)}  # perhaps of a split's images
+    files = list_images(root, {*TABLES, table or "", "data.yaml", *lists})
     known = (given,) if given else LAYOUTS + (() if training else (*FORMATS.values(),))
     found = [f for layout in known if (f := _find(root, layout, files.paths))]
     if given is None:  # images/cats/ is no split, and images/train/ is one
@@ -219,12 +221,6 @@ def find_layout(
 
 def _stem(split: str) -> str:
     return re.sub(r"[^a-z]+$", "", split.lower())
-
-
-def _lists(root: Path) -> set[str]:
-    """Return the names of files that may name the images of splits."""
-    folders = root, root / "ImageSets" / "Segmentation"
-    return {p.name for folder in folders for p in folder.glob("*.txt") if split_of(p.stem)}
 
 
 def _find(root: Path, layout: Layout, files: Sequence[str]) -> FoundLayout | None:

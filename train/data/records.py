@@ -20,6 +20,7 @@ _PARQUET = (".parquet", ".pq")
 _OF_FOLDERS = (".jsonl", ".ndjson", *_PARQUET)
 _QUOTED = re.compile(r'\s+".*"\s*', re.DOTALL)  # the quotes would be part of the value
 _SEPARATORS = {".csv": ",", ".tsv": "\t"}
+_KINDS = {list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
 
 
 class Record(NamedTuple):
@@ -184,8 +185,9 @@ def _read_json_lines(path: str, option: str) -> Iterator[Record]:
                     f"{option}: {place}: not JSON: {why}; each line must be a JSON object{hint}"
                 ) from None
             if not isinstance(fields, dict):
+                kind = _KINDS.get(type(fields), "a number")
                 raise UserError(
-                    f"{option}: {place}: expected a JSON object per line, got {_kind(fields)}{hint}"
+                    f"{option}: {place}: expected a JSON object per line, got {kind}{hint}"
                 )
             yield Record(option, place, fields)
 
@@ -216,8 +218,3 @@ def _read_parquet(path: str, option: str) -> Iterator[Record]:
                     yield Record(option, f"{path}, row {row}", fields)
     except errors as error:
         raise UserError(f"{option}: {storage.as_storage_error(path, error)}") from error
-
-
-def _kind(value: Any) -> str:
-    names = {list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
-    return names.get(type(value), "a number")

@@ -58,13 +58,7 @@ class TextFile(Text):
           UserError: if the text is unreadable, or too short for one row in each split; or for a
             vocabulary that is smaller than the tokenizer's.
         """
-        dataset = load(self)
-        if private and "slack" in dataset.train:
-            # Shifted rows share tokens with their neighbors, but privacy is per row: removing a
-            # row must remove its tokens.
-            no_slack = np.zeros_like(dataset.train["slack"])
-            dataset = dataset._replace(train=dataset.train | {"slack": no_slack})
-        return dataset
+        return load(self, private=private)
 
     @override
     def placeholder(self) -> Placeholder | None:
@@ -77,7 +71,7 @@ class TextFile(Text):
         return self.context if self.separator else None
 
 
-def load(config: TextFile) -> Dataset:
+def load(config: TextFile, *, private: bool = False) -> Dataset:
     """Load the data of a config."""
     tokens, documents, count_bytes = _read_documents(config)
     train, test = _split_documents(tokens, documents, config)
@@ -99,7 +93,9 @@ def load(config: TextFile) -> Dataset:
             shifted = batch["start"] + generator.integers(0, batch["slack"] + 1)
             return {"tokens": tokens[shifted[:, None] + np.arange(context + 1)]}
 
-        rows: Arrays = {"start": start, "slack": slack}
+        # Shifted rows share tokens with their neighbors, but privacy is per row: removing a row
+        # must remove its tokens.
+        rows: Arrays = {"start": start, "slack": np.zeros_like(slack) if private else slack}
     else:
 
         def augment(batch: Arrays, generator: np.random.Generator) -> Arrays:

@@ -167,14 +167,14 @@ def _load(config: Text) -> Tokenizer:
 
     def decode(ids: Iterable[int]) -> str:
         try:
-            text: str = run("decode", [int(i) for i in ids])
+            text: str = run("call", "decode", [int(i) for i in ids])
         except limits.CodeError as error:
             raise UserError(f"{path} cannot decode its tokens: {error}") from error
         return text
 
     def end_token() -> int | None:
         name = special_tokens(path.parent).get("eos_token")
-        token: int | None = None if name is None else run("find_token", name)
+        token: int | None = None if name is None else run("call", "token_to_id", name)
         if name is not None and token is None:
             raise UserError(
                 f"{path} has no token {name!r}, which tokenizer_config.json gives as eos_token"
@@ -257,16 +257,9 @@ def encode(path: str, texts: Sequence[str], is_whole: bool) -> list[Encoding]:
     ]
 
 
-def decode(path: str, ids: Sequence[int]) -> str:
-    """Return the text of tokens."""
-    text: str = _load_library(path)[0].decode(ids)
-    return text
-
-
-def find_token(path: str, name: str) -> int | None:
-    """Return the token of a name, or None."""
-    token: int | None = _load_library(path)[0].token_to_id(name)
-    return token
+def call(path: str, method: str, argument: Any) -> Any:
+    """Call a method of the library's tokenizer."""
+    return getattr(_load_library(path)[0], method)(argument)
 
 
 def find_start_tokens(path: str) -> np.ndarray:
