@@ -58,7 +58,53 @@ class TextFile(Text):
           UserError: if the text is unreadable, or too short for one row in each split; or for a
             vocabulary that is smaller than the tokenizer's.
         """
-        return load(self, private=private)
+        tokens, documents, count_bytes = _read_documents(self)
+        train, test = _split_documents(tokens, documents, self)
+        context = self.context
+        if self.user is not None and self.separator is None:
+            raise UserError("data.user: document needs data.separator, the text between documents")
+        start, length, slack, document = _cut_rows(
+            train, context, partial=self.separator is not None
+        )
+        test_start, test_length, *_ = _cut_rows(test, context, partial=True)
+        if not len(start) or not len(test_start):
+            raise UserError(
+                f"data.path: {_describe_source(self)} is too short: {len(tokens)} tokens, "
+                f"{sum(map(len, train))} for training and {sum(map(len, test))} for testing; a row "
+                f"needs data.context + 1 = {context + 1} tokens"
+            )
+
+        if self.separator is None:
+
+            def augment(batch: Arrays, generator: np.random.Generator) -> Arrays:
+                shifted = batch["start"] + generator.integers(0, batch["slack"] + 1)
+                return {"tokens": tokens[shifted[:, None] + np.arange(context + 1)]}
+
+            # Shifted rows share tokens with their neighbors, but privacy is per row: removing a row
+            # must remove its tokens.
+            rows: Arrays = {"start": start, "slack": np.zeros_like(slack) if private else slack}
+        else:
+
+            def augment(batch: Arrays, generator: np.random.Generator) -> Arrays:
+                del generator
+                return _gather(tokens, batch["start"], batch["length"], context)
+
+            rows = {"start": start, "length": length}
+
+        def tokens_per_byte() -> float | None:
+            num_bytes = count_bytes(test)
+            return int(test_length.sum()) / num_bytes if num_bytes else None
+
+        weight = (test_length / context).astype(np.float32)  # every token counts the same
+        return Dataset(
+            train=rows,
+            test=_gather(tokens, test_start, test_length, context) | {"weight": weight},
+            classes=(),
+            augment=augment,
+            contents=(tokens,),
+            users=None if self.user is None else number_users(document),
+            tokens_per_byte=tokens_per_byte,
+        )
 
     @override
     def placeholder(self) -> Placeholder | None:
@@ -69,55 +115,6 @@ class TextFile(Text):
     @override
     def longest_row(self) -> int | None:
         return self.context if self.separator else None
-
-
-def load(config: TextFile, *, private: bool = False) -> Dataset:
-    """Load the data of a config."""
-    tokens, documents, count_bytes = _read_documents(config)
-    train, test = _split_documents(tokens, documents, config)
-    context = config.context
-    if config.user is not None and config.separator is None:
-        raise UserError("data.user: document needs data.separator, the text between documents")
-    start, length, slack, document = _cut_rows(train, context, partial=config.separator is not None)
-    test_start, test_length, *_ = _cut_rows(test, context, partial=True)
-    if not len(start) or not len(test_start):
-        raise UserError(
-            f"data.path: {_describe_source(config)} is too short: {len(tokens)} tokens, "
-            f"{sum(map(len, train))} for training and {sum(map(len, test))} for testing; a row "
-            f"needs data.context + 1 = {context + 1} tokens"
-        )
-
-    if config.separator is None:
-
-        def augment(batch: Arrays, generator: np.random.Generator) -> Arrays:
-            shifted = batch["start"] + generator.integers(0, batch["slack"] + 1)
-            return {"tokens": tokens[shifted[:, None] + np.arange(context + 1)]}
-
-        # Shifted rows share tokens with their neighbors, but privacy is per row: removing a row
-        # must remove its tokens.
-        rows: Arrays = {"start": start, "slack": np.zeros_like(slack) if private else slack}
-    else:
-
-        def augment(batch: Arrays, generator: np.random.Generator) -> Arrays:
-            del generator
-            return _gather(tokens, batch["start"], batch["length"], context)
-
-        rows = {"start": start, "length": length}
-
-    def tokens_per_byte() -> float | None:
-        num_bytes = count_bytes(test)
-        return int(test_length.sum()) / num_bytes if num_bytes else None
-
-    weight = (test_length / context).astype(np.float32)  # every token counts the same
-    return Dataset(
-        train=rows,
-        test=_gather(tokens, test_start, test_length, context) | {"weight": weight},
-        classes=(),
-        augment=augment,
-        contents=(tokens,),
-        users=None if config.user is None else number_users(document),
-        tokens_per_byte=tokens_per_byte,
-    )
 
 
 class _Rows(NamedTuple):
