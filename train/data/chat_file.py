@@ -84,13 +84,11 @@ class Document(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ChatFile(Text):
-    """Prompts with answers, chats or texts in a JSON lines or Parquet file, for fine-tuning."""
+class AnswerFile(Text):
+    """Examples with answers in a JSON lines or Parquet file."""
 
     evaluation_options: ClassVar[dict[str, str]] = {"path": "test_path"}
 
-    source: Literal["chat_file"] = "chat_file"
-    """Data source; --data.source NAME --help lists the fields of another one."""
     path: str = "data.jsonl"
     """File of JSON lines, .parquet file (fnet-jax[parquet]), a folder of them, or a URL."""
     test_path: str | None = None
@@ -98,7 +96,21 @@ class ChatFile(Text):
     chat_template: str | None = None
     """Jinja file; None is the template of the tokenizer's folder."""
     batch_size: Count = 8
-    """Batch size, in rows."""
+    """Batch size, in rows, or in pairs of answers."""
+    as_chat: bool = False
+    """Write prompts and answers with the chat template, as a user's and an assistant's message."""
+    test_fraction: Annotated[float, Gt(0), Lt(1)] = 0.1
+    """Fraction of the examples that is held out for testing if there is no test_path."""
+    split_seed: Seed | None = None
+    """Random seed of the held-out examples; None holds out the last ones."""
+
+
+@dataclass(frozen=True)
+class ChatFile(AnswerFile):
+    """Prompts with answers, chats or texts in a JSON lines or Parquet file, for fine-tuning."""
+
+    source: Literal["chat_file"] = "chat_file"
+    """Data source; --data.source NAME --help lists the fields of another one."""
     context: Annotated[int, Ge(2), Lt(2**31)] = 512
     """Context length: tokens per row."""
     packing: bool = False
@@ -107,8 +119,6 @@ class ChatFile(Text):
     """Longer examples: cut into rows, truncate, or drop. None cuts texts and truncates others."""
     loss_on: Literal["answers", "last_answer", "all"] = "answers"
     """Tokens that are learned: answers, the last answer of each chat, or all tokens."""
-    as_chat: bool = False
-    """Write prompts and answers with the chat template, as a user's and an assistant's message."""
     prompt: Annotated[str, MinLen(1)] | None = None
     """Field of the prompt; None is prompt, question or instruction."""
     answer: Annotated[str, MinLen(1)] | None = None
@@ -123,10 +133,6 @@ class ChatFile(Text):
     """Field of a user's id; privacy is then per user."""
     examples_per_user: Count | None = None
     """Largest number of rows of a user per step; needed with user."""
-    test_fraction: Annotated[float, Gt(0), Lt(1)] = 0.1
-    """Fraction of the examples that is held out for testing if there is no test_path."""
-    split_seed: Seed | None = None
-    """Random seed of the held-out examples; None holds out the last ones."""
 
     def load(self, *, private: bool = False) -> Dataset:
         """Encode the examples of a file as rows of ``tokens`` [N, context + 1].

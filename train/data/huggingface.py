@@ -159,7 +159,6 @@ def _content(row: Mapping[str, Any]) -> str | bytes | None:
 
 
 def _key(row: Mapping[str, Any]) -> bytes:
-    """Return what tells an image from others: its content, or the path of its file."""
     content = _content(row)
     return content if isinstance(content, bytes) else str(content).encode()
 

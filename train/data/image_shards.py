@@ -98,7 +98,9 @@ class ImageShards(LabeledFiles):
         labels = label[train], label[test]
         n = len(train)
         names = name_classes(labels, names, f"data.label: {shorten(self.path)}")
-        is_small = not shards.are_remote and sum(shards.sizes) <= _COMPARED
+        are_remote = any(map(storage.is_remote, every))
+        sizes = np.array([index.stat.size for index in indices])
+        is_small = not are_remote and sizes.sum() <= _COMPARED
         return image_dataset(
             self,
             labels,
@@ -107,10 +109,10 @@ class ImageShards(LabeledFiles):
             classes=names,
             compared=(lambda ids: others.read(shard[ids], place[ids])) if is_small else None,
             order=_order(self, source[train], shard[:n], place[:n], indices),
-            batches_at_once=_REMOTE_BATCHES if shards.are_remote else 1,
+            batches_at_once=_REMOTE_BATCHES if are_remote else 1,
             # The sizes of shards stand for the images in them.
             file_bytes=lambda id: 0,
-            contents=(np.array(shards.sizes),),
+            contents=(sizes,),
             notes=notes,
         )
 

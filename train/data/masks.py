@@ -29,7 +29,7 @@ from train.data.label_map import (
 from train.errors import UserError, shorten
 
 if TYPE_CHECKING:  # which would load pydantic in each worker
-    from train.data.segmentation_folder import SegmentationFolder
+    from train.data.segmentation_folder import SegmentationFolder as Config
 
 SAMPLED = 64
 """Number of masks that are read before training to check them."""
@@ -60,7 +60,7 @@ class Sample(NamedTuple):
 
 
 def make_label_map(
-    config: "SegmentationFolder", rows: Sequence[Row], source: str, samples: Sequence[Sample]
+    config: "Config", rows: Sequence[Row], source: str, samples: Sequence[Sample]
 ) -> LabelMap:
     """Return what the values of masks mean, as the config and a class table say.
 
@@ -103,7 +103,7 @@ def make_label_map(
     return choose_reading(config.mask_reading, label_map, samples, are_values=are_values)
 
 
-def _without_ignored(config: "SegmentationFolder", rows: Sequence[Row]) -> tuple[Row, ...]:
+def _without_ignored(config: "Config", rows: Sequence[Row]) -> tuple[Row, ...]:
     """Return the rows of a table; those that ``ignore`` names, by name or value, become void."""
     ignored = {*(config.ignore or ())}
     if unknown := {i for i in ignored if isinstance(i, str)} - {row.name for row in rows}:
@@ -112,12 +112,7 @@ def _without_ignored(config: "SegmentationFolder", rows: Sequence[Row]) -> tuple
 
 
 def _values(
-    config: "SegmentationFolder",
-    rows: Sequence[Row],
-    labels: Sequence[int],
-    source: str,
-    *,
-    has_table: bool,
+    config: "Config", rows: Sequence[Row], labels: Sequence[int], source: str, *, has_table: bool
 ) -> dict[int, int]:
     """Return the label of each value. Rows without a value count from 0."""
     ignored = [value for value in config.ignore or () if isinstance(value, int)]
@@ -230,7 +225,7 @@ def _name(label_map: LabelMap, label: int) -> str:
 
 
 def translate(
-    config: "SegmentationFolder",
+    config: "Config",
     trained: LabelMap,
     rows: Sequence[Row],
     source: str,
@@ -280,9 +275,7 @@ def translate(
     ), []
 
 
-def _as_in_run(
-    config: "SegmentationFolder", trained: LabelMap, samples: Sequence[Sample]
-) -> LabelMap:
+def _as_in_run(config: "Config", trained: LabelMap, samples: Sequence[Sample]) -> LabelMap:
     """Read masks as the run did, if they allow it; check that palettes have its colors."""
     given = config.mask_reading
     if given is None and trained.reading is not None:
@@ -390,7 +383,7 @@ def check_masks(
     )
 
 
-def _explain_unknown_classes(samples: Sequence[Sample], config: "SegmentationFolder") -> str:
+def _explain_unknown_classes(samples: Sequence[Sample], config: "Config") -> str:
     colors = {color for s in samples if s.mask.holds_colors for color in s.counts}
     values = {value for s in samples if not s.mask.holds_colors for value in s.counts}
     texts = shorten([color_text(color) for color in sorted(colors)])

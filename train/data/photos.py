@@ -61,6 +61,8 @@ class Photos(DecodedImages):
     """Image files with labels, which are resized and cropped to one size."""
 
     evaluation_options: ClassVar[dict[str, str]] = {"image_size": "image_size", "resize": "resize"}
+    border = 0
+    """Pixels of reflected border that are added to each test image before ten-crop."""
 
     crop: Literal["resized", "padded", "reflected", "center"] = "resized"
     """Training crop: random resized, random with zero or reflection padding, or center."""
@@ -95,11 +97,6 @@ class Photos(DecodedImages):
     def shorter_side(self) -> int:
         """Shorter side of test images before the center crop."""
         return self.resize or round(self.image_size * 8 / 7)
-
-    @property
-    def border(self) -> int:
-        """Pixels of reflected border that are added to each test image before ten-crop."""
-        return 0
 
     @property
     def preprocessor(self) -> Preprocessor:

@@ -5,52 +5,36 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
-from annotated_types import Ge, Gt, Lt
+from annotated_types import Ge, Lt
 from typing_extensions import override
 
 from train.config.data import Content
-from train.config.section import Count, Positive, Seed
+from train.config.section import Positive
 from train.data import Arrays, Dataset, records
-from train.data.chat_file import ChatFile, Document, Reader, Rows
+from train.data.chat_file import AnswerFile, ChatFile, Document, Reader, Rows
 from train.data.placeholder import Placeholder, zero_tokens
 from train.data.records import Record
 from train.data.splits import hold_out_contents
-from train.data.text import Text
 from train.data.tokenizer import load_tokenizer
 from train.errors import UserError
 
 
 @dataclass(frozen=True)
-class PreferenceFile(Text):
+class PreferenceFile(AnswerFile):
     """Pairs of answers of which one is preferred, for DPO, ORPO or a reward model."""
 
     content: ClassVar[Content] = "preferences"
-    evaluation_options: ClassVar[dict[str, str]] = {"path": "test_path"}
 
     source: Literal["preference_file"] = "preference_file"
     """Data source; --data.source NAME --help lists the fields of another one."""
-    path: str = "data.jsonl"
-    """File of JSON lines, .parquet file (fnet-jax[parquet]), a folder of them, or a URL."""
-    test_path: str | None = None
-    """File or folder of test pairs; None holds out test_fraction of path."""
-    chat_template: str | None = None
-    """Jinja file; None is the template of the tokenizer's folder."""
-    batch_size: Count = 8
-    """Batch size, in pairs."""
     context: Annotated[int, Ge(2), Lt(2**31)] = 1024
     """Context length: tokens of a prompt with an answer."""
     long: Literal["truncate", "drop"] = "truncate"
     """Longer pairs: truncate, or drop."""
-    as_chat: bool = False
-    """Write prompts and answers with the chat template, as a user's and an assistant's message."""
     objective: Literal["dpo", "orpo", "reward"] = "dpo"
     """DPO; ORPO, without a reference, also learns the preferred answer; or a reward model."""
     beta: Positive = 0.1
     """DPO: factor of rewards, larger values change the model less. ORPO: weight of preference."""
-    test_fraction: Annotated[float, Gt(0), Lt(1)] = 0.1
-    """Fraction of the pairs that is held out for testing if there is no test_path."""
-    split_seed: Seed | None = None
-    """Random seed of the held-out pairs; None holds out the last ones."""
 
     @override
     def load(self, *, private: bool = False) -> Dataset:

@@ -305,7 +305,6 @@ def _below(root: Path, mask: Mask) -> Mask:
 def _find_splits(
     found: FoundLayout, config: SegmentationFolder, *, test_only: bool
 ) -> tuple[list[Pair], list[Pair], list[str]]:
-    """Find training and test pairs, and what to tell about them."""
     root = found.root
     if not found.is_split:
         if config.test_split is not None:

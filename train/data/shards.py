@@ -133,15 +133,10 @@ def _load_index(path: Path) -> Index | None:
 
 
 def _save_index(index: Index, path: Path) -> None:
-    texts = {name: getattr(index, name) for name in ("block_bytes", "classes", "image")}
-
-    def write(file: IO[bytes]) -> None:
-        np.savez(
-            file, places=index.places, labels=index.labels, keys=index.keys, texts=json.dumps(texts)
-        )
-
+    texts = json.dumps({name: getattr(index, name) for name in ("block_bytes", "classes", "image")})
+    arrays: Any = {name: getattr(index, name) for name in ("places", "labels", "keys")}
     with contextlib.suppress(OSError):  # without it, only the next start is slower
-        storage.atomic_write(path, write)
+        storage.atomic_write(path, lambda file: np.savez(file, texts=texts, **arrays))
 
 
 # ---- Tar files, as WebDataset writes them: files with the same name up to its first dot are an
@@ -360,16 +355,6 @@ class Shards:
         blocks = CACHE_BYTES // max(1, *(index.block_bytes for index in indices))
         self._row_group = functools.lru_cache(max(blocks, 1))(self._read_row_group)
         self._footers: dict[int, Any] = {}
-
-    @property
-    def sizes(self) -> list[int]:
-        """Bytes of the shards."""
-        return [stat.size for stat in self._stats]
-
-    @property
-    def are_remote(self) -> bool:
-        """Whether a shard is in remote storage."""
-        return any(map(storage.is_remote, self.paths))
 
     def describe(self, shard: int, place: np.ndarray) -> str:
         """Describe an example to the user: its file, and its place in it."""

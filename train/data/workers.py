@@ -146,7 +146,6 @@ def _work(
     starts: dict[str, int],
     first: int,
 ) -> Work:
-    """Call the function in a worker, and write its arrays to the memory of the batch."""
     before = now()
     arrays = function(rows)
     with open(path, "r+b", buffering=0) as file:
