@@ -344,8 +344,7 @@ def _samples(root: Path, pairs: Sequence[Pair], config: SegmentationFolder) -> I
         path = _below(root, mask)
         source = path if isinstance(path, str) else path.source
         try:
-            values = read_mask(path, config.max_pixels)
-            yield Sample.of(source, values)
+            yield Sample.of(source, read_mask(path, config.max_pixels))
         except UnreadableError as error:  # counted in training, with images that are unreadable
             errors.append(f"{source}: {error}")
     if errors and len(errors) == len(pairs):
