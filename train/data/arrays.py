@@ -97,91 +97,83 @@ class ArrayFile(Data):
             have another shape or dtype or are not finite; if labels are not integers from 0, do not
             match the images in number or have one class; or if a class is too small to split.
         """
-        return load(self)
+        splits = _find_splits(self)
+        images = [_as_images(_read_array(s.path, s.images), s.images, s.path, self) for s in splits]
+        labels = [
+            as_labels(_read_array(s.path, s.labels), f"data.labels: {s.labels} in {s.path}")
+            for s in splits
+        ]
+        _check_splits(splits, images, labels)
+        path = splits[0].path
+        classes = name_classes(
+            labels, _read_class_names(self, path), f"data.labels: {splits[0].labels} in {path}"
+        )
+        _check_per_channel("mean", self.mean, images[0])
+        _check_per_channel("std", self.std, images[0])
+        check_padding(self.crop, self.padding, *images[0].shape[1:3])
+        users, notes = None, describe_classes(classes, labels[0])
+        used = {name for split in splits for name in split[1:]} | {self.class_names, self.user}
+        unread = [
+            name for name in _array_names(path) if name not in used and not _is_class_names(name)
+        ]
+        if unread:
+            notes += (f"arrays of {path} that are not read: {shorten(unread)}",)
+        if os.path.isdir(self.path):
+            others = {*os.listdir(self.path)} - {split.path.name for split in splits}
+            if others:
+                notes += (f"files of {self.path} that are not read: {shorten(sorted(others))}",)
+        if self.user is not None:
+            user = choose("data.user", self.user, _array_names(path), path, "array")
+            what = f"data.user: {user} in {path}"
+            users = check_users(_read_array(path, user), len(labels[0]), what)
+        offset = 0
+        if len(splits) == 2:
+            offset = len(labels[0])
+            ids = np.arange(offset), offset + np.arange(len(labels[1]))
+        else:
+            contents = (image.tobytes() for image in images[0])
+            is_test = hold_out_rows(self, contents, labels[0], users)
+            notes += (describe_hold_out(self, is_test, f"no test arrays in {path}"),)
+            ids = np.flatnonzero(~is_test), np.flatnonzero(is_test)
+            labels = [labels[0][index] for index in ids]
+        train, test = (
+            {"id": index.astype(np.int32), "label": label}
+            for index, label in zip(ids, labels, strict=True)
+        )
+        options = ImageOptions.of(self)
 
+        def content(id: int) -> bytes:
+            return images[-1][id - offset].tobytes() if id >= offset else images[0][id].tobytes()
 
-def load(config: ArrayFile) -> Dataset:
-    """Load the data of a config."""
-    splits = _find_splits(config)
-    images = [_as_images(_read_array(s.path, s.images), s.images, s.path, config) for s in splits]
-    labels = [
-        as_labels(_read_array(s.path, s.labels), f"data.labels: {s.labels} in {s.path}")
-        for s in splits
-    ]
-    _check_splits(splits, images, labels)
-    path = splits[0].path
-    classes = name_classes(
-        labels, _read_class_names(config, path), f"data.labels: {splits[0].labels} in {path}"
-    )
-    _check_per_channel("mean", config.mean, images[0])
-    _check_per_channel("std", config.std, images[0])
-    check_padding(config.crop, config.padding, *images[0].shape[1:3])
-    users, notes = None, describe_classes(classes, labels[0])
-    used = {name for split in splits for name in split[1:]} | {config.class_names, config.user}
-    unread = [name for name in _array_names(path) if name not in used and not _is_class_names(name)]
-    if unread:
-        notes += (f"arrays of {path} that are not read: {shorten(unread)}",)
-    if os.path.isdir(config.path):
-        others = {*os.listdir(config.path)} - {split.path.name for split in splits}
-        if others:
-            notes += (f"files of {config.path} that are not read: {shorten(sorted(others))}",)
-    if config.user is not None:
-        user = choose("data.user", config.user, _array_names(path), path, "array")
-        what = f"data.user: {user} in {path}"
-        users = check_users(_read_array(path, user), len(labels[0]), what)
-    offset = 0
-    if len(splits) == 2:
-        offset = len(labels[0])
-        ids = np.arange(offset), offset + np.arange(len(labels[1]))
-    else:
-        contents = (image.tobytes() for image in images[0])
-        is_test = hold_out_rows(config, contents, labels[0], users)
-        notes += (describe_hold_out(config, is_test, f"no test arrays in {path}"),)
-        ids = np.flatnonzero(~is_test), np.flatnonzero(is_test)
-        labels = [labels[0][index] for index in ids]
-    train, test = (
-        {"id": index.astype(np.int32), "label": label}
-        for index, label in zip(ids, labels, strict=True)
-    )
-    options = ImageOptions.of(config)
+        def name(id: int) -> str:
+            split, first = (splits[-1], offset) if id >= offset else (splits[0], 0)
+            return f"image {id - first} of {split.images} in {split.path}"
 
-    def content(id: int) -> bytes:
-        return images[-1][id - offset].tobytes() if id >= offset else images[0][id].tobytes()
+        notes += describe_files(ids[0].tolist(), ids[1].tolist(), content, name)
 
-    def name(id: int) -> str:
-        split, first = (splits[-1], offset) if id >= offset else (splits[0], 0)
-        return f"image {id - first} of {split.images} in {split.path}"
+        def augment(rows: Arrays, generator: np.random.Generator) -> Arrays:
+            draws = options.draw(num_examples(rows), generator)
+            return rows | {"image": options.augment(_select_images(images[0], rows["id"]), draws)}
 
-    notes += describe_files(ids[0].tolist(), ids[1].tolist(), content, name)
+        def prepare(rows: Arrays) -> Arrays:
+            return rows | {"image": _select_images(images[-1], rows["id"] - offset)}
 
-    def augment(rows: Arrays, generator: np.random.Generator) -> Arrays:
-        draws = options.draw(num_examples(rows), generator)
-        return rows | {"image": options.augment(_select_images(images[0], rows["id"]), draws)}
-
-    def prepare(rows: Arrays) -> Arrays:
-        return rows | {"image": _select_images(images[-1], rows["id"] - offset)}
-
-    return Dataset(
-        train=train,
-        test=test,
-        classes=classes,
-        augment=augment,
-        prepare=prepare,
-        contents=tuple(images),
-        users=None if users is None else number_users(users[ids[0]]),
-        name=lambda row: name(train["id"][row]),
-        test_name=lambda row: name(test["id"][row]),
-        notes=notes,
-    )
+        return Dataset(
+            train=train,
+            test=test,
+            classes=classes,
+            augment=augment,
+            prepare=prepare,
+            contents=tuple(images),
+            users=None if users is None else number_users(users[ids[0]]),
+            name=lambda row: name(train["id"][row]),
+            test_name=lambda row: name(test["id"][row]),
+            notes=notes,
+        )
 
 
 class _Split(NamedTuple):
-    """Location of a split's examples.
-
-    Attributes:
-      path: .npz file.
-      images, labels: names of its arrays.
-    """
+    """A split's .npz file, and the names of its arrays."""
 
     path: Path
     images: str
@@ -223,7 +215,6 @@ def _find_splits(config: ArrayFile) -> list[_Split]:
 
 
 def _find_arrays(path: Path, suffixes: Sequence[str], given: Sequence[str | None]) -> _Split:
-    """Find the arrays of a split by the given names, or by common names for each that is None."""
     names = _array_names(path)
     kinds = ((_IMAGE_NAMES, "images"), (_LABEL_NAMES, "labels"))
     arrays = []
@@ -360,7 +351,6 @@ def _read_class_names(config: ArrayFile, path: Path) -> tuple[str, ...] | None:
 
 
 def _check_per_channel(name: str, values: Sequence[float], images: np.ndarray) -> None:
-    """Check that a mean or standard deviation fits images [N, H, W, C]."""
     if len(values) not in (1, images.shape[-1]):
         raise UserError(
             f"data.{name}: {len(values)} numbers for images of {images.shape[-1]} channels; give "

@@ -77,36 +77,22 @@ def center_crop(image: np.ndarray, size: int) -> np.ndarray:
     return image[top : top + size, left : left + size]
 
 
-def ten_crops(image: np.ndarray, size: int) -> np.ndarray:
-    """Crop the four corners and the center, and flip each: [10, size, size, C]."""
-    first, last = slice(None, size), slice(-size, None)
-    crops = [image[y, x] for y in (first, last) for x in (first, last)]
-    crops.append(center_crop(image, size))
-    return np.stack([*crops, *(crop[:, ::-1] for crop in crops)])
-
-
-def two_crops(image: np.ndarray, size: int) -> np.ndarray:
-    """Crop the center, and flip it: [2, size, size, C]."""
-    crop = center_crop(image, size)
-    return np.stack([crop, crop[:, ::-1]])
-
-
-_EVALUATION_CROPS = {1: center_crop, 2: two_crops, 10: ten_crops}
-
-
-def evaluation_crops(image: np.ndarray, size: int, crops: int, border: int) -> np.ndarray:
+def evaluation_crops(image: np.ndarray, size: int, crops: int, border: int = 0) -> np.ndarray:
     """Make the crops of a test image: [size, size, C], or [crops, size, size, C].
 
     Args:
       image: [H, W, C], with H and W at least ``size``.
       size: height and width of each crop.
-      crops: number of crops: 1, 2 or 10.
+      crops: 1 is the center, 2 adds its flip, and 10 are the corners and the center, then flips.
       border: pixels of reflected border that are added to the image first.
     """
     if border:
-        widths = (border, border)
-        image = np.pad(image, (widths, widths, (0, 0)), "reflect")
-    return _EVALUATION_CROPS[crops](image, size)
+        image = np.pad(image, ((border, border), (border, border), (0, 0)), "reflect")
+    center, ends = center_crop(image, size), (slice(None, size), slice(-size, None))
+    if crops == 1:
+        return center
+    own = [*([image[y, x] for y in ends for x in ends] if crops == 10 else ()), center]
+    return np.stack([*own, *(crop[:, ::-1] for crop in own)])
 
 
 def shift(images: np.ndarray, offsets: np.ndarray, padding: int, *, reflect: bool) -> np.ndarray:
@@ -171,17 +157,12 @@ def random_scale_crop(
     sides, starts, ends, at = [], [], [], []
     for length, position in zip((width, height), positions, strict=True):
         scaled = max(round(length * factor), 1)
-        if scaled > size:
-            start = int(position * (scaled - size + 1))
-            starts.append(start * length / scaled)
-            ends.append((start + size) * length / scaled)
-            sides.append(size)
-            at.append(0)
-        else:
-            starts.append(0.0)
-            ends.append(float(length))
-            sides.append(scaled)
-            at.append(int(position * (size - scaled + 1)))
+        shift = int(position * (abs(scaled - size) + 1))  # in the image, or on the canvas
+        start, side = (shift, size) if scaled > size else (0, scaled)
+        starts.append(start * length / scaled)
+        ends.append((start + side) * length / scaled)
+        sides.append(side)
+        at.append(0 if scaled > size else shift)
     return Placement(
         View((starts[0], starts[1], ends[0], ends[1]), (sides[0], sides[1])), (at[0], at[1])
     )
@@ -241,11 +222,8 @@ def color_matrix(
             step = alpha * np.eye(3) + (1 - alpha) * _GRAY
             matrix, offset = step @ matrix, step @ offset
         else:
-            if kind == _CONTRAST:
-                gray = _GRAY @ (matrix @ mean + offset)
-            matrix, offset = alpha * matrix, alpha * offset
-            if kind == _CONTRAST:
-                offset = offset + (1 - alpha) * gray
+            other = _GRAY @ (matrix @ mean + offset) if kind == _CONTRAST else 0.0
+            matrix, offset = alpha * matrix, alpha * offset + (1 - alpha) * other
     offset = offset + 255 * (_EIGENVECTORS @ (light * _EIGENVALUES))
     return np.column_stack([matrix, offset])
 
@@ -309,14 +287,13 @@ def warp(images: np.ndarray, draws: np.ndarray, fill: tuple[int, ...]) -> np.nda
         matrix = np.array([[np.cos(turn), -np.sin(turn)], [np.sin(turn), np.cos(turn)]])
         moved = corners + np.reshape(inward, (4, 2)) * (width, height)
         moved = (moved - center) @ matrix.T + center
-        picture = Image.fromarray(images[i]).transform(
+        images[i] = Image.fromarray(images[i]).transform(
             (width, height),
             Image.Transform.PERSPECTIVE,
             tuple(perspective_from(moved, corners)),
             Image.Resampling.BILINEAR,
             fillcolor=tuple(fill),
         )
-        images[i] = picture
     return images
 
 

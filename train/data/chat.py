@@ -214,7 +214,6 @@ def _compile(source: str) -> jinja2.Template:
 
 
 def _find_marks(text: str) -> tuple[str, list[range]]:
-    """Remove the marks of `_Generation` from a text, and return the spans between them."""
     plain, spans = "", []
     for piece in re.split(f"({_OPEN}[^{_OPEN}{_CLOSE}]*{_CLOSE})", text):
         inner = piece.replace(_OPEN, "").replace(_CLOSE, "")

@@ -48,15 +48,7 @@ _WEIGHTS = ("weight", "loss", "train")
 
 
 class _Text(NamedTuple):
-    """Text of an example.
-
-    Attributes:
-      text: All of it.
-      learned: Spans of characters that are learned.
-      where: File and line, which begin an error message.
-      user: Id of its user, or None.
-      label: Class of the text, or None.
-    """
+    """Text of an example and the spans that are learned; the others are as in `Document`."""
 
     text: str
     learned: list[range]
@@ -92,13 +84,11 @@ class Document(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ChatFile(Text):
-    """Prompts with answers, chats or texts in a JSON lines or Parquet file, for fine-tuning."""
+class AnswerFile(Text):
+    """Examples with answers in a JSON lines or Parquet file."""
 
     evaluation_options: ClassVar[dict[str, str]] = {"path": "test_path"}
 
-    source: Literal["chat_file"] = "chat_file"
-    """Data source; --data.source NAME --help lists the fields of another one."""
     path: str = "data.jsonl"
     """File of JSON lines, .parquet file (fnet-jax[parquet]), a folder of them, or a URL."""
     test_path: str | None = None
@@ -106,7 +96,21 @@ class ChatFile(Text):
     chat_template: str | None = None
     """Jinja file; None is the template of the tokenizer's folder."""
     batch_size: Count = 8
-    """Batch size, in rows."""
+    """Batch size, in rows, or in pairs of answers."""
+    as_chat: bool = False
+    """Write prompts and answers with the chat template, as a user's and an assistant's message."""
+    test_fraction: Annotated[float, Gt(0), Lt(1)] = 0.1
+    """Fraction of the examples that is held out for testing if there is no test_path."""
+    split_seed: Seed | None = None
+    """Random seed of the held-out examples; None holds out the last ones."""
+
+
+@dataclass(frozen=True)
+class ChatFile(AnswerFile):
+    """Prompts with answers, chats or texts in a JSON lines or Parquet file, for fine-tuning."""
+
+    source: Literal["chat_file"] = "chat_file"
+    """Data source; --data.source NAME --help lists the fields of another one."""
     context: Annotated[int, Ge(2), Lt(2**31)] = 512
     """Context length: tokens per row."""
     packing: bool = False
@@ -115,8 +119,6 @@ class ChatFile(Text):
     """Longer examples: cut into rows, truncate, or drop. None cuts texts and truncates others."""
     loss_on: Literal["answers", "last_answer", "all"] = "answers"
     """Tokens that are learned: answers, the last answer of each chat, or all tokens."""
-    as_chat: bool = False
-    """Write prompts and answers with the chat template, as a user's and an assistant's message."""
     prompt: Annotated[str, MinLen(1)] | None = None
     """Field of the prompt; None is prompt, question or instruction."""
     answer: Annotated[str, MinLen(1)] | None = None
@@ -131,10 +133,6 @@ class ChatFile(Text):
     """Field of a user's id; privacy is then per user."""
     examples_per_user: Count | None = None
     """Largest number of rows of a user per step; needed with user."""
-    test_fraction: Annotated[float, Gt(0), Lt(1)] = 0.1
-    """Fraction of the examples that is held out for testing if there is no test_path."""
-    split_seed: Seed | None = None
-    """Random seed of the held-out examples; None holds out the last ones."""
 
     def load(self, *, private: bool = False) -> Dataset:
         """Encode the examples of a file as rows of ``tokens`` [N, context + 1].
@@ -228,7 +226,8 @@ def load(config: ChatFile, *, private: bool = False) -> Dataset:
         test_examples = read.documents(test_records)
     train, notes = _fit(config, read.kind, examples, "training")
     test, test_notes = _fit(config, read.kind, test_examples, "test")
-    train_rows, test_rows = _Rows.make(train, config), _Rows.make(test, config)
+    packed = config.context + 1 if config.packing else None
+    train_rows, test_rows = Rows.make(train, packed), Rows.make(test, packed)
 
     found = {d.label for d in train if d.label is not None}
     classes = tuple(sorted(found, key=int if all(map(str.isdecimal, found)) else None))
@@ -236,20 +235,19 @@ def load(config: ChatFile, *, private: bool = False) -> Dataset:
         if config.label is not None:
             rows.arrays["label"] = _labels(documents, classes)
 
-    def augment(rows: Arrays, generator: np.random.Generator) -> Arrays:
-        del generator
-        batch = train_rows.gather(rows, config.context)
-        if config.packing:
-            batch["weight"] = _weight(batch)
-        return _classified(batch, rows) if classes else batch
-
-    def prepare(rows: Arrays) -> Arrays:
-        batch = test_rows.gather(rows, config.context)
-        return _classified(batch, rows) if classes else batch | {"weight": _weight(batch)}
+    def batch_of(own: Rows, rows: Arrays, *, is_weighed: bool) -> Arrays:
+        batch = own.gather(rows, config.context)
+        if classes:
+            given = {name: batch[name] for name in ("tokens", "length")}
+            ones = np.ones(len(rows["label"]), np.float32)
+            return given | {"label": rows["label"], "weight": ones}
+        if is_weighed:
+            batch["weight"] = batch["loss_mask"].mean(1, dtype=np.float32)
+        return batch
 
     users = None
     if config.user is not None:  # never packed, because users are protected by noise
-        users = number_users(_user_ids(train))
+        users = number_users(np.array([d.user for d in train], np.str_))
     tokens_per_byte = None
     # The text of a chat has special tokens, which nobody writes in bytes.
     num_bytes = 0 if read.template or classes else sum(int(d.bytes[d.target].sum()) for d in test)
@@ -270,8 +268,8 @@ def load(config: ChatFile, *, private: bool = False) -> Dataset:
         train=train_rows.arrays,
         test=test_rows.arrays,
         classes=classes,
-        augment=augment,
-        prepare=prepare,
+        augment=lambda rows, _: batch_of(train_rows, rows, is_weighed=config.packing),
+        prepare=lambda rows: batch_of(test_rows, rows, is_weighed=True),
         name=lambda row: "; ".join(train_rows.places[row]),
         test_name=None if config.packing else lambda row: "; ".join(test_rows.places[row]),
         contents=tuple(a for r in (train_rows, test_rows) for a in (r.tokens, r.target, r.first)),
@@ -299,7 +297,7 @@ def load_unlabeled(config: ChatFile, path: str) -> tuple[list[str], Arrays, list
     left_out: list[str] = []
     documents = read.documents(records.read(path, "predict", left_out))
     documents, notes = _fit(config, read.kind, documents, "test")
-    rows = _Rows.make(documents, config)
+    rows = Rows.make(documents)
     batch = rows.gather(rows.arrays, config.context)
     places = ["; ".join(place) for place in rows.places]
     return places, {name: batch[name] for name in ("tokens", "length")}, notes + left_out
@@ -316,7 +314,6 @@ def _name(record: Record, column: str) -> str:
 
 
 def _labels(documents: list[Document], classes: tuple[str, ...]) -> np.ndarray:
-    """Return the number of each document's class."""
     if len(classes) < 2:
         raise UserError(f"data.label: all training examples have the class {classes[0]}")
     for document in documents:
@@ -328,16 +325,7 @@ def _labels(documents: list[Document], classes: tuple[str, ...]) -> np.ndarray:
     return np.array([classes.index(d.label or "") for d in documents], np.int32)
 
 
-def _classified(batch: Arrays, rows: Arrays) -> Arrays:
-    given = {name: batch[name] for name in ("tokens", "length")}
-    return given | {"label": rows["label"], "weight": np.ones(len(rows["label"]), np.float32)}
-
-
-def _weight(batch: Arrays) -> np.ndarray:
-    return batch["loss_mask"].mean(1, dtype=np.float32)
-
-
-class _Rows(NamedTuple):
+class Rows(NamedTuple):
     """Rows of documents whose tokens lie one after the other.
 
     Attributes:
@@ -355,11 +343,12 @@ class _Rows(NamedTuple):
     packed: bool
 
     @classmethod
-    def make(cls, documents: list[Document], config: ChatFile) -> "_Rows":
+    def make(cls, documents: list[Document], packed: int | None = None) -> "Rows":
+        """Make a row of each document, or rows of a packed size that can have several."""
         lengths = np.array([len(d.ids) for d in documents])
         rows = [[d] for d in documents]
-        if config.packing:
-            rows = [[documents[i] for i in row] for row in pack(lengths, config.context + 1)]
+        if packed:
+            rows = [[documents[i] for i in row] for row in pack(lengths, packed)]
         in_order = [d for row in rows for d in row]
         sizes = np.array([sum(len(d.ids) for d in row) for row in rows])
         first = np.zeros(lengths.sum(), bool)
@@ -370,10 +359,11 @@ class _Rows(NamedTuple):
             np.concatenate([d.ids for d in in_order]),
             np.concatenate([d.target for d in in_order]),
             first,
-            config.packing,
+            packed is not None,
         )
 
     def gather(self, rows: Arrays, context: int) -> Arrays:
+        """Return ``tokens``, ``loss_mask``, and ``segment`` or ``length`` of some of `arrays`."""
         tokens, index, inside = gather(self.tokens, rows["start"], rows["length"], context)
         batch = {"tokens": tokens, "loss_mask": (self.target[index] & inside)[:, 1:]}
         if self.packed:
@@ -392,17 +382,13 @@ def _describe_lengths(documents: list[Document]) -> str:
     )
 
 
-def _user_ids(documents: list[Document]) -> np.ndarray:
-    return np.array([d.user for d in documents], np.str_)
-
-
 def _split(config: ChatFile, examples: list[Document]) -> tuple[list[Document], list[Document]]:
     """Split examples into training and test; no user is in both."""
     count = len(examples)
     if not count:
         raise UserError(f"data.path: {config.path} holds no examples")
     if config.user is not None:
-        is_test = hold_out_users(config, _user_ids(examples))
+        is_test = hold_out_users(config, np.array([e.user for e in examples], np.str_))
     else:  # The answers of a chat stay together.
         places = [e.where for e in examples]
         contents = {where: e.ids.tobytes().hex() for where, e in zip(places, examples, strict=True)}
@@ -416,11 +402,7 @@ def _split(config: ChatFile, examples: list[Document]) -> tuple[list[Document], 
 def _fit(
     config: ChatFile, kind: str, examples: list[Document], split: str
 ) -> tuple[list[Document], list[str]]:
-    """Cut, truncate or drop the examples that are longer than a row.
-
-    Returns:
-      The documents, and what was changed in them, for the user.
-    """
+    """Cut, truncate or drop examples that are longer than a row; say what was changed."""
     size = config.context + 1
     way = config.long or ("cut" if kind == "text" else "truncate")
     documents: list[Document] = []
@@ -536,17 +518,6 @@ class Reader:
         kinds = [kind for kind, needed in _KINDS.items() if given.keys() & set(needed)] or [
             kind for kind, needed in _KINDS.items() if all(found[name] for name in needed)
         ]
-        for name, fields_of in _FIELDS.items():
-            several = [field for field in fields_of if record.find(field)]
-            if (
-                len(several) > 1
-                and name not in given
-                and name in _KINDS.get((kinds or [""])[0], ())
-            ):
-                raise UserError(
-                    f"{record.where}: {' and '.join(several)} may both be the {name}; give "
-                    f"--data.{name} {several[0]} or --data.{name} {several[1]}"
-                )
         if not kinds:
             raise UserError(
                 f"{record.where}: expected the fields prompt and answer, messages, or text; name "
@@ -554,6 +525,12 @@ class Reader:
             )
         self.kind = kinds[0]
         for name in _KINDS[self.kind]:
+            several = [field for field in _FIELDS[name] if record.find(field)]
+            if len(several) > 1 and name not in given:
+                raise UserError(
+                    f"{record.where}: {' and '.join(several)} may both be the {name}; give "
+                    f"--data.{name} {several[0]} or --data.{name} {several[1]}"
+                )
             if not found[name]:
                 raise UserError(
                     f"{record.where}: no field {' or '.join(_FIELDS[name])}; name another one "
@@ -613,7 +590,6 @@ class Reader:
         return [_Text(text, learned, record.where, user, label) for text, learned in texts]
 
     def _plain(self, record: Record) -> tuple[str, list[range]]:
-        """Read a text, or a prompt followed by its answer, and what is learned of it."""
         learned = _filled(record, self._fields["answer" if self.kind == "answer" else "text"])
         prompt = self._prompt(record) if self.kind == "answer" else ""
         return prompt + learned, [range(len(prompt), len(prompt) + len(learned))]
@@ -626,7 +602,6 @@ class Reader:
         return prompt
 
     def _chat(self, record: Record) -> list[tuple[str, list[range]]]:
-        """Write a chat with its template, and find the answers that are learned."""
         assert self.template
         if "messages" in self._fields:
             messages = _messages(record, self._fields["messages"])
@@ -676,20 +651,16 @@ class Reader:
 
     def _document(self, text: _Text, pieces: Pieces) -> Document:
         """Make a document, from a start to an end token. The template of chats writes its own."""
-        target, sizes = _overlaps(pieces, text.learned), _bytes(text.text, pieces)
-        if self.kind == "chat":
-            return Document(pieces.ids, target, sizes, text.where, text.user, text.label)
-        before, end = self._tokenizer.start_tokens(), self._tokenizer.end_token()
-        has_end = end is None or pieces.ids[-1] == end or text.label is not None
-        after = np.array([] if has_end else [end], pieces.ids.dtype)
-        return Document(
-            np.concatenate([before, pieces.ids, after]),
-            np.concatenate([np.zeros(len(before), bool), target, np.ones(len(after), bool)]),
-            np.pad(sizes, (len(before), len(after))),
-            text.where,
-            text.user,
-            text.label,
-        )
+        ids, target, sizes = pieces.ids, _overlaps(pieces, text.learned), _bytes(text.text, pieces)
+        if self.kind != "chat":
+            before, end = self._tokenizer.start_tokens(), self._tokenizer.end_token()
+            has_end = end is None or ids[-1] == end or text.label is not None
+            after = np.array([] if has_end else [end], ids.dtype)
+            ids = np.concatenate([before, ids, after])
+            around = len(before), len(after)
+            target = np.pad(target, around, constant_values=(False, True))
+            sizes = np.pad(sizes, around)
+        return Document(ids, target, sizes, text.where, text.user, text.label)
 
 
 def _filled(record: Record, name: str) -> str:

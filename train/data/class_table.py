@@ -256,8 +256,7 @@ def _row(fields: dict[str, str]) -> Row:
 
 
 def _color(text: str) -> Color:
-    hexadecimal = re.fullmatch("#?([0-9a-fA-F]{6})", text.strip())
-    if hexadecimal:
+    if hexadecimal := re.fullmatch("#?([0-9a-fA-F]{6})", text.strip()):
         r, g, b = bytes.fromhex(hexadecimal[1])
         return r, g, b
     parts = re.split(r"\s*[,;\s]\s*", text.strip("()[] "))

@@ -83,8 +83,6 @@ _LAST_COLUMN_FIRST, _LAST_ROW_FIRST = {2, 3, 6, 7}, {3, 4, 7, 8}
 # A JPEG decoded at reduced scale stays at least this many times larger than the result, so that the
 # final resize averages enough pixels (as in Pillow's thumbnails).
 _REDUCING_GAP = 2.0
-
-
 _GRAYS = np.arange(256, dtype=np.int32) * 0x010101
 _BLACK_WHITE = np.array([0, 0xFFFFFF, *[-1] * 254], np.int32)
 
@@ -356,7 +354,6 @@ _T = TypeVar("_T")
 
 
 def _open(file: File, use: Callable[[Image.Image], _T], max_pixels: int) -> _T:
-    """Open an image and call ``use`` on it; raise `UnreadableError` for any problem."""
     if isinstance(file, UnreadableError):
         raise file
     content = file if isinstance(file, bytes) else _read(file)

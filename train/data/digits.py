@@ -13,7 +13,8 @@ from typing_extensions import override
 
 from train.config.data import Data
 from train.config.section import Count, Seed
-from train.data import Arrays, Dataset
+from train.data import Arrays, Dataset, num_examples
+from train.data.augment import shift
 from train.data.preprocessing import Preprocessor, whole_image
 from train.errors import UserError
 
@@ -52,7 +53,9 @@ class Digits(Data):
             ) from error
 
         def augment(batch: Arrays, generator: np.random.Generator) -> Arrays:
-            return batch | {"image": random_shift(batch["image"], self.max_shift, generator)}
+            offsets = generator.integers(0, 2 * self.max_shift + 1, (2, num_examples(batch))).T
+            images = shift(batch["image"].copy(), offsets, self.max_shift, reflect=False)
+            return batch | {"image": images}
 
         return Dataset(
             train={"image": images[train], "label": labels[train]},
@@ -70,12 +73,3 @@ class Digits(Data):
     def preprocessor(self) -> Preprocessor:
         """Resize the whole image, in gray; digits are white on black."""
         return whole_image(8, channels=1)
-
-
-def random_shift(images: np.ndarray, most: int, generator: np.random.Generator) -> np.ndarray:
-    """Shift each image [N, H, W, C] by its own offset of up to ``most`` pixels, padded with 0."""
-    n, h, w, _ = images.shape
-    padded = np.pad(images, ((0, 0), (most, most), (most, most), (0, 0)))
-    dy, dx = generator.integers(0, 2 * most + 1, (2, n, 1, 1))
-    rows, columns = dy + np.arange(h)[:, None], dx + np.arange(w)
-    return padded[np.arange(n)[:, None, None], rows, columns]

@@ -171,15 +171,13 @@ def subfolders(folder: Path, skipped: Counter[str] | None = None) -> dict[str, s
                 names.append(entry.name)
             else:
                 skipped[f"{storage.kind_of(entry.name)} next to folders"] += 1
-    names.sort()
     by_name: dict[str, str] = {}
-    for name in names:
-        if normalized(name) in by_name:
+    for name in sorted(names):
+        if by_name.setdefault(normalized(name), name) != name:
             raise UserError(
                 f"data.path: two folders in {folder} are called {name}, in two forms of Unicode; "
                 "rename one"
             )
-        by_name[normalized(name)] = name
     return by_name
 
 

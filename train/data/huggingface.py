@@ -4,13 +4,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
-from annotated_types import Gt, Lt, MinLen
+from annotated_types import MinLen
 from typing_extensions import override
 
-from train.config.section import Count, Seed
+from train.config.section import Count
 from train.data import Dataset
 from train.data.columns import (
     as_labels,
@@ -35,10 +35,7 @@ _SAVED = ("dataset_dict.json", "state.json")
 class HuggingFace(Photos):
     """Images that Hugging Face's datasets library loads, from the hub or from disk."""
 
-    evaluation_options: ClassVar[dict[str, str]] = {
-        "split": "test_split",
-        **Photos.evaluation_options,
-    }
+    evaluation_options = {"split": "test_split"} | Photos.evaluation_options
 
     source: Literal["huggingface"] = "huggingface"
     """Data source; --data.source NAME --help lists the fields of another one."""
@@ -54,10 +51,6 @@ class HuggingFace(Photos):
     """Name of the column of labels or class names; None is the only one of class labels."""
     test_split: Annotated[str, MinLen(1)] | None = None
     """Split to test on; None is validation, val or test, or test_fraction of train."""
-    test_fraction: Annotated[float, Gt(0), Lt(1)] = 0.2
-    """Approximate fraction of each class to hold out if there is no test split."""
-    split_seed: Seed = 0
-    """Random seed of that split."""
     user: Annotated[str, MinLen(1)] | None = None
     """Name of the column of user ids; privacy is then per user."""
     examples_per_user: Count | None = None
@@ -71,82 +64,92 @@ class HuggingFace(Photos):
             missing or ambiguous; if labels are neither names nor integers from 0, or have one
             class; or for options that exclude each other.
         """
-        return load(self)
+        try:
+            import datasets
+        except ImportError:
+            raise UserError(
+                "data.source: huggingface needs the package datasets; pip install "
+                "'fnet-jax[huggingface]'"
+            ) from None
+        available = _load_splits(datasets, self)
+        if _TRAIN not in available:
+            raise UserError(
+                f"data.path: {self.path} has no split {_TRAIN}"
+                f"{list_available(list(available), 'splits')}"
+            )
+        test = choose_test_split(self.test_split, list(available), self.path)
+        names = [_TRAIN, test or _TRAIN]
+        splits = [available[name] for name in names]
+        image, label = _choose_columns(datasets, self, splits[0].features)
+        train, other = splits[0].features, splits[1].features
+        for column in (image, label):  # which both splits must have, of the same kind
+            choose("data.test_split", column, other, f"the split {names[1]}", "column")
+            kinds = [(type(f[column]), getattr(f[column], "names", None)) for f in (other, train)]
+            if kinds[0] != kinds[1]:
+                raise UserError(
+                    f"data.test_split: {column} is {other[column]} in the split {names[1]}, but "
+                    f"{train[column]} in {_TRAIN}"
+                )
+        values = [_read(split, label) for split in splits]
+        feature = splits[0].features[label]
+        given_names = feature.names if isinstance(feature, datasets.ClassLabel) else None
+        if all(own.dtype.kind == "U" for own in values):
+            texts = parse_labels(
+                np.concatenate(values).tolist(),
+                lambda i: f"data.label: example {i} of {label} in {self.path}",
+            )
+            found, numbers = np.unique(texts, return_inverse=True)
+            given_names, values = [*map(str, found)], np.split(numbers, [len(values[0])])
+        labels = [
+            as_labels(own, f"data.label: {label} of {name} in {self.path}")
+            for name, own in zip(names, values, strict=True)
+        ]
+        classes = name_classes(labels, given_names, f"data.label: {label} in {self.path}")
+        users = None
+        if self.user is not None:
+            user = choose("data.user", self.user, splits[0].features, self.path, "column")
+            what = f"data.user: {user} in {self.path}"
+            users = check_users(_read(splits[0], user), len(labels[0]), what)
+        files = [
+            s.select_columns([image]).cast_column(image, datasets.Image(decode=False))
+            for s in splits
+        ]
+        index = [np.arange(len(split)) for split in labels]
+        notes = [*describe_splits(_TRAIN, test, available)] if test else []
+        if not test:
+            is_test = hold_out_rows(self, map(_key, files[0]), labels[0], users)
+            notes.append(describe_hold_out(self, is_test, f"no test split in {self.path}"))
+            index = [np.flatnonzero(~is_test), np.flatnonzero(is_test)]
+            labels = [labels[0][part] for part in index]
+        # Which split each image is in, and where.
+        is_test = np.repeat([0, 1], [len(part) for part in index])
+        places = np.concatenate(index)
+
+        def read(id: int) -> File:
+            content = _content(files[is_test[id]][int(places[id])])
+            return UnreadableError("there is no image") if content is None else content
+
+        def describe(id: int) -> str:
+            return f"image {places[id]} of {names[is_test[id]]} in {self.path}"
+
+        def files_of(ids: np.ndarray) -> list[File]:
+            return [read(id) for id in ids.tolist()]
+
+        return image_dataset(
+            self,
+            labels,
+            files_of,
+            describe,
+            classes=classes,
+            compared=files_of,
+            users=None if users is None else number_users(users[index[0]]),
+            notes=notes,
+        )
 
     @property
     @override
     def identity(self) -> tuple[object, ...]:
         return *super().identity, self.subset
-
-
-def load(config: HuggingFace) -> Dataset:
-    """Load the data of a config."""
-    datasets = _import_library()
-    available = _load_splits(datasets, config)
-    if _TRAIN not in available:
-        raise UserError(
-            f"data.path: {config.path} has no split {_TRAIN}"
-            f"{list_available(list(available), 'splits')}"
-        )
-    test = choose_test_split(config.test_split, list(available), config.path)
-    names = [_TRAIN, test or _TRAIN]
-    splits = [available[name] for name in names]
-    image, label = _choose_columns(datasets, config, splits[0].features)
-    _compare_features(names[1], splits[1].features, splits[0].features, (image, label))
-    values = [_read(split, label) for split in splits]
-    feature = splits[0].features[label]
-    given_names = feature.names if isinstance(feature, datasets.ClassLabel) else None
-    if all(own.dtype.kind == "U" for own in values):
-        texts = parse_labels(
-            np.concatenate(values).tolist(),
-            lambda i: f"data.label: example {i} of {label} in {config.path}",
-        )
-        found, numbers = np.unique(texts, return_inverse=True)
-        given_names, values = [*map(str, found)], np.split(numbers, [len(values[0])])
-    labels = [
-        as_labels(own, f"data.label: {label} of {name} in {config.path}")
-        for name, own in zip(names, values, strict=True)
-    ]
-    classes = name_classes(labels, given_names, f"data.label: {label} in {config.path}")
-    users = None
-    if config.user is not None:
-        user = choose("data.user", config.user, splits[0].features, config.path, "column")
-        what = f"data.user: {user} in {config.path}"
-        users = check_users(_read(splits[0], user), len(labels[0]), what)
-    files = [
-        s.select_columns([image]).cast_column(image, datasets.Image(decode=False)) for s in splits
-    ]
-    index = [np.arange(len(split)) for split in labels]
-    notes = [*describe_splits(_TRAIN, test, available)] if test else []
-    if not test:
-        is_test = hold_out_rows(config, map(_key, files[0]), labels[0], users)
-        notes.append(describe_hold_out(config, is_test, f"no test split in {config.path}"))
-        index = [np.flatnonzero(~is_test), np.flatnonzero(is_test)]
-        labels = [labels[0][part] for part in index]
-    # Which split each image is in, and where.
-    is_test = np.repeat([0, 1], [len(part) for part in index])
-    places = np.concatenate(index)
-
-    def read(id: int) -> File:
-        content = _content(files[is_test[id]][int(places[id])])
-        return UnreadableError("there is no image") if content is None else content
-
-    def describe(id: int) -> str:
-        return f"image {places[id]} of {names[is_test[id]]} in {config.path}"
-
-    def files_of(ids: np.ndarray) -> list[File]:
-        return [read(id) for id in ids.tolist()]
-
-    return image_dataset(
-        config,
-        labels,
-        files_of,
-        describe,
-        classes=classes,
-        compared=files_of,
-        users=None if users is None else number_users(users[index[0]]),
-        notes=notes,
-    )
 
 
 def _content(row: Mapping[str, Any]) -> str | bytes | None:
@@ -156,20 +159,8 @@ def _content(row: Mapping[str, Any]) -> str | bytes | None:
 
 
 def _key(row: Mapping[str, Any]) -> bytes:
-    """Return what tells an image from others: its content, or the path of its file."""
     content = _content(row)
     return content if isinstance(content, bytes) else str(content).encode()
-
-
-def _import_library() -> ModuleType:
-    try:
-        import datasets
-    except ImportError:
-        raise UserError(
-            "data.source: huggingface needs the package datasets; pip install "
-            "'fnet-jax[huggingface]'"
-        ) from None
-    return datasets
 
 
 def _load_splits(datasets: ModuleType, config: HuggingFace) -> Mapping[str, Any]:
@@ -195,38 +186,16 @@ def _load_splits(datasets: ModuleType, config: HuggingFace) -> Mapping[str, Any]
 def _choose_columns(
     datasets: ModuleType, config: HuggingFace, features: Mapping[str, Any]
 ) -> tuple[str, str]:
-    """Choose the columns of images and labels: the given ones, or the only ones of their type."""
-    image, label = (
-        choose(
-            f"data.{field}",
-            given,
-            features,
-            config.path,
-            "column",
-            [name for name, feature in features.items() if isinstance(feature, kind)],
-        )
-        for field, given, kind in (
-            ("image", config.image, datasets.Image),
-            ("label", config.label, datasets.ClassLabel),
-        )
-    )
+
+    def only(field: str, kind: type) -> str:
+        found = [name for name, feature in features.items() if isinstance(feature, kind)]
+        given = getattr(config, field)
+        return choose(f"data.{field}", given, features, config.path, "column", found)
+
+    image, label = only("image", datasets.Image), only("label", datasets.ClassLabel)
     if not isinstance(features[image], datasets.Image):
         raise UserError(f"data.image: the column {image} has {features[image]}, not images")
     return image, label
-
-
-def _compare_features(
-    name: str, features: Mapping[str, Any], train: Mapping[str, Any], columns: tuple[str, ...]
-) -> None:
-    """Check that a split has the columns of the training split, of the same kind."""
-    for column in columns:
-        choose("data.test_split", column, features, f"the split {name}", "column")
-        kinds = [(type(f[column]), getattr(f[column], "names", None)) for f in (features, train)]
-        if kinds[0] != kinds[1]:
-            raise UserError(
-                f"data.test_split: {column} is {features[column]} in the split {name}, but "
-                f"{train[column]} in {_TRAIN}"
-            )
 
 
 def _read(split: Any, column: str) -> np.ndarray:

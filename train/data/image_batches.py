@@ -34,7 +34,7 @@ from train.data.augment import (
 from train.data.decode import MAX_PIXELS, File, UnreadableError, View, decode
 from train.data.drawings import Mask, read_mask
 from train.data.label_map import IGNORE, LabelMap
-from train.data.rand_augment import draw_erasing, draw_rand_augment, rand_augment, random_erasing
+from train.data.rand_augment import ERASING_DRAWS, draw_rand_augment, rand_augment, random_erasing
 
 Crop = Literal["resized", "padded", "reflected", "center", "scaled"]
 
@@ -103,7 +103,7 @@ class ImageOptions:
         if self.rand_augment:
             draws["operations"] = draw_rand_augment(n, self.rand_augment, generator)
         if self.random_erasing:
-            draws |= draw_erasing(n, generator)
+            draws["erasing"] = generator.random((n, ERASING_DRAWS))
         if self.rotation or self.perspective:
             draws["warp"] = draw_warp(n, self.rotation, self.perspective, generator)
         return draws

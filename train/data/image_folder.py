@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
 from annotated_types import MinLen
@@ -22,8 +22,8 @@ from train.data.files import (
     subfolders,
 )
 from train.data.labeled_images import image_dataset
+from train.data.order import SampledBatches
 from train.data.photos import LabeledFiles
-from train.data.sampling import SampledBatches
 from train.data.splits import (
     SPLIT_NAMES,
     choose_test_split,
@@ -42,11 +42,7 @@ _EXPECTED = "one folder per class, or train/ and val/ or test/ that hold them"
 class ImageFolder(LabeledFiles):
     """Images in one folder per class, as torchvision's ImageFolder reads them."""
 
-    evaluation_options: ClassVar[dict[str, str]] = {
-        "split": "test_split",
-        "path": "path",
-        **LabeledFiles.evaluation_options,
-    }
+    evaluation_options = {"split": "test_split", "path": "path"} | LabeledFiles.evaluation_options
 
     source: Literal["image_folder"] = "image_folder"
     """Data source; --data.source NAME --help lists the fields of another one."""
@@ -130,14 +126,7 @@ def _order(
 
 
 class _Split(NamedTuple):
-    """Images of a split.
-
-    Attributes:
-      paths: paths below the root.
-      labels: int32 [N].
-      skipped: number of files that are left out, by kind.
-      prefix: folder of the split below the root, as ``"train/"``, or "".
-    """
+    """Images of a split, files that are left out, and its folder below the root, as ``train/``."""
 
     paths: list[str]
     labels: np.ndarray
@@ -151,7 +140,6 @@ class _Split(NamedTuple):
 def _find_splits(
     config: ImageFolder,
 ) -> tuple[tuple[str, ...], _Split, _Split, tuple[str, ...]]:
-    """Find the classes, the training and test images, and what to tell about them."""
     root = Path(config.path)
     check_folder(root, f"; expected a folder with {_EXPECTED}")
     skipped = Counter[str]()
@@ -185,7 +173,14 @@ def _find_splits(
             f"data.path: {folder} has only the class {names[0]}; give images of two or more"
         )
     if test_name is not None:
-        _compare_classes(folder, classes, root / test_name, subfolders(root / test_name))
+        sides = (folder, classes), (root / test_name, subfolders(root / test_name))
+        differences = [
+            f"only in {path}: {shorten(sorted(own[key] for key in own.keys() - others.keys()))}"
+            for (path, own), (_, others) in (sides, sides[::-1])
+            if own.keys() - others.keys()
+        ]
+        if differences:
+            raise UserError(f"data.path: the classes differ: {'; '.join(differences)}")
         notes = describe_splits(train_name or "", test_name, folders)
         subfolders(root / test_name, skipped)
         train = _find(root, train_name, names, skipped)
@@ -230,18 +225,6 @@ def _users(root: Path, train: _Split) -> np.ndarray:
     return number_users(np.array([names[1] for names in parts]))
 
 
-def _compare_classes(
-    train: Path, classes: dict[str, str], test: Path, test_classes: dict[str, str]
-) -> None:
-    differences = [
-        f"only in {folder}: {shorten(sorted(own[key] for key in own.keys() - others.keys()))}"
-        for folder, own, others in ((train, classes, test_classes), (test, test_classes, classes))
-        if own.keys() - others.keys()
-    ]
-    if differences:
-        raise UserError(f"data.path: the classes differ: {'; '.join(differences)}")
-
-
 def _find(
     root: Path,
     split: str | None,
@@ -250,7 +233,6 @@ def _find(
     *,
     all_classes: bool = True,
 ) -> _Split:
-    """Find the images of each class, in a split or in the folder itself."""
     folder, prefix = root / (split or ""), f"{split}/" if split else ""
     there = subfolders(folder)
     names = [there.get(normalized(name), name) for name in classes]

@@ -5,7 +5,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 from annotated_types import MinLen
@@ -32,10 +32,7 @@ _COMPARED = 2**30
 class ImageShards(LabeledFiles):
     """Images in shards: tar files (WebDataset) or Parquet (Hugging Face)."""
 
-    evaluation_options: ClassVar[dict[str, str]] = {
-        "path": "test_path",
-        **LabeledFiles.evaluation_options,
-    }
+    evaluation_options = {"path": "test_path"} | LabeledFiles.evaluation_options
 
     source: Literal["image_shards"] = "image_shards"
     """Data source; --data.source NAME --help lists the fields of another one."""
@@ -61,71 +58,68 @@ class ImageShards(LabeledFiles):
           UserError: if there are no shards, too many of them are damaged, images or labels are not
             found, labels are not integers from 0 or names, or for options that exclude each other.
         """
-        return load(self)
+        if self.weights and len(self.weights) != len(self.path):
+            raise UserError(
+                f"data.weights: {len(self.weights)} weights, but data.path has {len(self.path)}; "
+                "give one per path"
+            )
+        skipped = Counter[str]()
+        paths, test_paths = _find_shards(self, skipped)
+        every = [*itertools.chain(*paths), *test_paths]
+        indices = index_shards(every, Fields(self.image, self.label))
+        notes = [*_check_damage(self, every, indices), *storage.describe_skipped(skipped)]
+        counts = [len(index.labels) for index in indices]
+        shard = np.repeat(np.arange(len(every), dtype=np.int32), counts)
+        place = np.concatenate([index.places for index in indices])
+        label, names = _labels(self, every, indices)
+
+        # The source of each image: 0, 1, ... for training, -1 for testing.
+        sources = [i for i, files in enumerate(paths) for _ in files] + [-1] * len(test_paths)
+        source = np.repeat(np.array(sources, np.int64), counts)
+        for i, path in enumerate(self.path):
+            if not (source == i).any():
+                raise UserError(f"data.path: there are no images in {path}")
+        train, test = np.flatnonzero(source >= 0), np.flatnonzero(source < 0)
+        others = Shards(every, indices)  # which keep nothing for batches
+        shards = Shards(every, indices)
+        if test_paths:
+            refuse_folds(self, f"the test shards are {shorten(test_paths)}")
+        else:
+            keys = _keys(indices, others, shard, place)
+            is_test = hold_out(self, keys, label)
+            notes.append(
+                describe_hold_out(self, is_test, f"no test shards in {shorten(self.path)}")
+            )
+            train, test = np.flatnonzero(~is_test), np.flatnonzero(is_test)
+        if not len(test):
+            raise UserError(f"data.test_path: there are no images in {shorten(test_paths)}")
+        rows = np.concatenate([train, test])
+        shard, place = shard[rows], place[rows]
+        labels = label[train], label[test]
+        n = len(train)
+        names = name_classes(labels, names, f"data.label: {shorten(self.path)}")
+        are_remote = any(map(storage.is_remote, every))
+        sizes = np.array([index.stat.size for index in indices])
+        is_small = not are_remote and sizes.sum() <= _COMPARED
+        return image_dataset(
+            self,
+            labels,
+            lambda ids: shards.read(shard[ids], place[ids]),
+            lambda id: shards.describe(int(shard[id]), place[id]),
+            classes=names,
+            compared=(lambda ids: others.read(shard[ids], place[ids])) if is_small else None,
+            order=_order(self, source[train], shard[:n], place[:n], indices),
+            batches_at_once=_REMOTE_BATCHES if are_remote else 1,
+            # The sizes of shards stand for the images in them.
+            file_bytes=lambda id: 0,
+            contents=(sizes,),
+            notes=notes,
+        )
 
     @override
     def for_evaluation(self, options: Mapping[str, Any]) -> Self:
         path = {"path": (options["path"],)} if "path" in options else {}  # of several
         return super().for_evaluation({**options, **path})
-
-
-def load(config: ImageShards) -> Dataset:
-    """Load the data of a config."""
-    if config.weights and len(config.weights) != len(config.path):
-        raise UserError(
-            f"data.weights: {len(config.weights)} weights, but data.path has {len(config.path)}; "
-            "give one per path"
-        )
-    skipped = Counter[str]()
-    paths, test_paths = _find_shards(config, skipped)
-    every = [*itertools.chain(*paths), *test_paths]
-    indices = index_shards(every, Fields(config.image, config.label))
-    notes = [*_check_damage(config, every, indices), *storage.describe_skipped(skipped)]
-    counts = [len(index.labels) for index in indices]
-    shard = np.repeat(np.arange(len(every), dtype=np.int32), counts)
-    place = np.concatenate([index.places for index in indices])
-    label, names = _labels(config, every, indices)
-
-    # The source of each image: 0, 1, ... for training, -1 for testing.
-    sources = [i for i, files in enumerate(paths) for _ in files] + [-1] * len(test_paths)
-    source = np.repeat(np.array(sources, np.int64), counts)
-    for i, path in enumerate(config.path):
-        if not (source == i).any():
-            raise UserError(f"data.path: there are no images in {path}")
-    train, test = np.flatnonzero(source >= 0), np.flatnonzero(source < 0)
-    others = Shards(every, indices)  # which keep nothing for batches
-    shards = Shards(every, indices)
-    if test_paths:
-        refuse_folds(config, f"the test shards are {shorten(test_paths)}")
-    else:
-        keys = _keys(indices, others, shard, place)
-        is_test = hold_out(config, keys, label)
-        notes.append(
-            describe_hold_out(config, is_test, f"no test shards in {shorten(config.path)}")
-        )
-        train, test = np.flatnonzero(~is_test), np.flatnonzero(is_test)
-    if not len(test):
-        raise UserError(f"data.test_path: there are no images in {shorten(test_paths)}")
-    rows = np.concatenate([train, test])
-    shard, place = shard[rows], place[rows]
-    labels = label[train], label[test]
-    n = len(train)
-    names = name_classes(labels, names, f"data.label: {shorten(config.path)}")
-    is_small = not shards.are_remote and sum(shards.sizes) <= _COMPARED
-    return image_dataset(
-        config,
-        labels,
-        lambda ids: shards.read(shard[ids], place[ids]),
-        lambda id: shards.describe(int(shard[id]), place[id]),
-        classes=names,
-        compared=(lambda ids: others.read(shard[ids], place[ids])) if is_small else None,
-        order=_order(config, source[train], shard[:n], place[:n], indices),
-        batches_at_once=_REMOTE_BATCHES if shards.are_remote else 1,
-        # The sizes of shards stand for the images in them.
-        file_bytes=lambda id: 0,
-        contents=(np.array(shards.sizes),),
-        notes=notes,
-    )
 
 
 def _find_shards(config: ImageShards, skipped: Counter[str]) -> tuple[list[list[str]], list[str]]:

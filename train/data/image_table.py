@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from stat import S_ISREG
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 from annotated_types import Gt, MinLen
@@ -46,17 +46,14 @@ _LABEL_COLUMNS = ("label", "labels", "class", "target", "category", "y")
 _BOOLEANS = {"0": 0.0, "1": 1.0, "false": 0.0, "true": 1.0, "no": 0.0, "yes": 1.0}
 _TABLES = (".csv", ".tsv", ".jsonl", ".parquet", ".gz")
 _SEPARATORS = ("|", ";", ",", " ")
+_DECIMAL_COMMA = re.compile(r"[-+]?[0-9]*,[0-9]+")
 
 
 @dataclass(frozen=True)
 class ImageTable(LabeledFiles):
     """Images whose labels are in a table: CSV, JSON lines or Parquet."""
 
-    evaluation_options: ClassVar[dict[str, str]] = {
-        "split": "test_split",
-        "path": "path",
-        **LabeledFiles.evaluation_options,
-    }
+    evaluation_options = {"split": "test_split", "path": "path"} | LabeledFiles.evaluation_options
 
     source: Literal["image_table"] = "image_table"
     """Data source; --data.source NAME --help lists the fields of another one."""
@@ -113,36 +110,37 @@ class ImageTable(LabeledFiles):
 
 
 class _Table(NamedTuple):
-    """Columns of a table.
+    """Records of a table, and the paths of their images below a folder."""
 
-    Attributes:
-      rows: The records.
-      files: Paths of the images below their folder.
-      folder: Folder of the images.
-    """
-
+    config: ImageTable
     rows: list[Record]
     files: list[str]
     folder: Path
+
+    def choose(
+        self, option: str, given: str | None, found: Sequence[str] = (), usual: Sequence[str] = ()
+    ) -> str:
+        columns, path = self.rows[0].fields, self.config.path
+        return choose(f"data.{option}", given, columns, path, "column", found, usual)
 
 
 def load(config: ImageTable, trained: Outputs | None = None) -> Dataset:
     """Load the data of a config."""
     table, notes = _read(config)
-    target, names = _TARGETS[config.targets](config, table, trained.names if trained else None)
+    target, names = _TARGETS[config.targets](table, trained.names if trained else None)
     names = check_names(names, "data.label")
     if not config.label:
-        notes.append(f"labels are in the column {_label_columns(config, table)[0]} (data.label)")
+        notes.append(f"labels are in the column {_label_columns(table)[0]} (data.label)")
     if config.targets == "class" and "None" in names:
         count = (target == names.index("None")).sum()
         notes.append(f"None is a class, of {count:,} rows; remove them if it stands for no label")
-    notes += _check_repeated(config, table, target)
+    notes += _check_repeated(table, target)
     if trained is None:
         listed, named = list_images(table.folder).paths, {*table.files}
         if others := [name for name in listed if name not in named]:
             some = shorten(others, 3)
             notes.append(f"left out {len(others):,} images in {table.folder} of no row: {some}")
-    is_train, is_test, split_notes = _splits(config, table, target, is_whole=trained is not None)
+    is_train, is_test, split_notes = _splits(table, target, is_whole=trained is not None)
     if trained is not None:
         if config.images is not None:
             notes.append(f"paths begin in {config.images}, as in the run; others must be absolute")
@@ -210,7 +208,7 @@ def _read(config: ImageTable) -> tuple[_Table, list[str]]:
     files, notes = _find_files(rows, column, folder)
     if config.file is None:
         notes.append(f"images are in the column {column} (data.file)")
-    return _Table(rows, files, folder), notes
+    return _Table(config, rows, files, folder), notes
 
 
 def _usual(columns: Iterable[str], names: Sequence[str]) -> list[str]:
@@ -292,7 +290,7 @@ def _find_files(rows: list[Record], column: str, folder: Path) -> tuple[list[str
     return [shortest[key] for key in keys], notes
 
 
-def _check_repeated(config: ImageTable, table: _Table, target: np.ndarray) -> list[str]:
+def _check_repeated(table: _Table, target: np.ndarray) -> list[str]:
     """Return a note about images that have several rows, which `labels` refuses."""
     by_file: dict[str, list[int]] = defaultdict(list)
     for i, name in enumerate(table.files):
@@ -301,7 +299,7 @@ def _check_repeated(config: ImageTable, table: _Table, target: np.ndarray) -> li
     if not several:
         return []
     name, rows = next(iter(several.items()))
-    if config.targets == "labels":
+    if table.config.targets == "labels":
         raise UserError(
             f"data.label: {table.rows[rows[1]].place}: {name} has another row, but a row has all "
             "labels of its image; join them"
@@ -318,8 +316,8 @@ def _stem(path: str) -> str:
     return normalized(stem if extension.lower() in EXTENSIONS else path)
 
 
-def _label_columns(config: ImageTable, table: _Table) -> tuple[str, ...]:
-    columns = [*table.rows[0].fields]
+def _label_columns(table: _Table) -> tuple[str, ...]:
+    config, columns = table.config, table.rows[0].fields
     if config.separator is not None and config.targets != "labels":
         raise UserError(
             f"data.separator: {config.separator}, but data.targets is {config.targets}; give labels"
@@ -328,38 +326,35 @@ def _label_columns(config: ImageTable, table: _Table) -> tuple[str, ...]:
         raise UserError(f"data.label: {twice[0]} is given twice")
     if config.label:
         for name in config.label:
-            choose("data.label", name, columns, config.path, "column")
+            table.choose("label", name)
         return config.label
     usual = _usual(columns, _LABEL_COLUMNS)
     taken = {*_FILE_COLUMNS, config.file, config.group, config.split or "split"}
     index = {"", "unnamed: 0"}  # the index of a table of pandas
     others = usual or [name for name in columns if not {name, name.lower()} & (taken | index)]
-    return (choose("data.label", None, columns, config.path, "column", others, usual),)
+    return (table.choose("label", None, others, usual),)
 
 
-def _one_column(config: ImageTable, table: _Table) -> str:
-    columns = _label_columns(config, table)
-    if len(columns) > 1:
-        raise UserError(
-            f"data.label: {shorten(columns)} are {len(columns)} columns, but a class is in one; "
-            "give data.targets labels or numbers"
-        )
-    return columns[0]
+_Names = tuple[str, ...]
 
 
-def _classes(
-    config: ImageTable, table: _Table, known: tuple[str, ...] | None
-) -> tuple[np.ndarray, tuple[str, ...]]:
+def _classes(table: _Table, known: _Names | None) -> tuple[np.ndarray, _Names]:
     """Return the label of each row, int32 [N], and the names of the classes.
 
     Integers are names of classes, too, in their order.
     """
-    column = _one_column(config, table)
+    column, *others = _label_columns(table)
+    if others:
+        columns = [column, *others]
+        raise UserError(
+            f"data.label: {shorten(columns)} are {len(columns)} columns, but a class is in one; "
+            "give data.targets labels or numbers"
+        )
     values = [_cell(row, column, "data.label") for row in table.rows]
     labels = parse_labels(values, lambda i: f"data.label: {table.rows[i].place}")
     if not are_integers(labels) and all(map(_is_number, labels.tolist())):
         raise UserError(
-            f"data.label: {column} of {config.path} has numbers with fractions, such as "
+            f"data.label: {column} of {table.config.path} has numbers with fractions, such as "
             f"{' and '.join(labels[:3].tolist())}; to predict them give data.targets numbers"
         )
     names = known or tuple(map(str, np.unique(labels).tolist()))
@@ -377,9 +372,6 @@ def _number(row: Record, name: str, numbers: Mapping[str, int]) -> int:
     return numbers[name]
 
 
-_DECIMAL_COMMA = re.compile(r"[-+]?[0-9]*,[0-9]+")
-
-
 def _is_number(text: str) -> bool:
     if _DECIMAL_COMMA.fullmatch(text):
         return True
@@ -389,11 +381,9 @@ def _is_number(text: str) -> bool:
         return False
 
 
-def _labels(
-    config: ImageTable, table: _Table, known: tuple[str, ...] | None
-) -> tuple[np.ndarray, tuple[str, ...]]:
+def _labels(table: _Table, known: _Names | None) -> tuple[np.ndarray, _Names]:
     """Return which labels each row has, float32 [N, labels], and their names."""
-    columns = _label_columns(config, table)
+    config, columns = table.config, _label_columns(table)
     values = [row.fields[columns[0]] for row in table.rows if row.find(columns[0])]
     first = next(iter(values), None)
     is_boolean = values != [] and all(str(value).strip().lower() in _BOOLEANS for value in values)
@@ -463,11 +453,9 @@ def _as_boolean(row: Record, column: str) -> float:
     return _BOOLEANS[text]
 
 
-def _numbers(
-    config: ImageTable, table: _Table, known: tuple[str, ...] | None
-) -> tuple[np.ndarray, tuple[str, ...]]:
+def _numbers(table: _Table, known: _Names | None) -> tuple[np.ndarray, _Names]:
     """Return the numbers of each row, float64 [N, numbers], and their names."""
-    names = known or _label_columns(config, table)
+    names = known or _label_columns(table)
 
     def number(row: Record, column: str) -> float:
         value = _cell(row, column, "data.label")
@@ -483,23 +471,21 @@ def _numbers(
             + (", with a point in place of the comma" if comma else "; remove rows without one")
         )
 
-    return np.array(
-        [[number(row, name) for name in names] for row in table.rows], np.float64
-    ), names
+    rows = [[number(row, name) for name in names] for row in table.rows]
+    return np.array(rows, np.float64), names
 
 
-_Targets = Callable[
-    [ImageTable, _Table, tuple[str, ...] | None], tuple[np.ndarray, tuple[str, ...]]
-]
-_TARGETS: Mapping[str, _Targets] = {"class": _classes, "labels": _labels, "numbers": _numbers}
+_Target = Callable[[_Table, _Names | None], tuple[np.ndarray, _Names]]
+_TARGETS: Mapping[str, _Target] = {"class": _classes, "labels": _labels, "numbers": _numbers}
 
 
 def _splits(
-    config: ImageTable, table: _Table, target: np.ndarray, *, is_whole: bool
+    table: _Table, target: np.ndarray, *, is_whole: bool
 ) -> tuple[np.ndarray, np.ndarray, list[str]]:
     """Return which rows are trained on, and which are tested on, bool [N] each, and notes."""
-    column = _split_column(config, table)
-    groups = None if is_whole and column is None else _groups(config, table)
+    config, found = table.config, _usual(table.rows[0].fields, ("split",))
+    column = table.choose("split", config.split, found) if config.split or found else None
+    groups = None if is_whole and column is None else _groups(table)
     notes = [] if is_whole else describe_alike(groups or (), f"groups in {config.path}")
     if column is None:
         if config.test_split is not None:
@@ -526,10 +512,7 @@ def _splits(
             f"{config.test_split or 'val or test'}"
         )
     is_train, is_test = own == "train", own == test
-    by = {
-        "data.file: the image": table.files,
-        f"data.group: {config.group}": groups,
-    }
+    by = {"data.file: the image": table.files, f"data.group: {config.group}": groups}
     for what, keys in by.items():
         both = {*np.array(keys)[is_train]} & {*np.array(keys)[is_test]} if keys else ()
         if both:
@@ -542,25 +525,17 @@ def _splits(
     return is_train, is_test, [note, *notes] if others and not is_whole else notes
 
 
-def _groups(config: ImageTable, table: _Table) -> list[str] | None:
-    if config.group is None:
+def _groups(table: _Table) -> list[str] | None:
+    if table.config.group is None:
         return None
-    columns = [*table.rows[0].fields]
-    column = choose("data.group", config.group, columns, config.path, "column")
+    column = table.choose("group", table.config.group)
     groups = [normalized(str(_cell(row, column, "data.group")).strip()) for row in table.rows]
     known: dict[str, str] = {}
     for file, group in zip(table.files, groups, strict=True):
         if known.setdefault(file, group) != group:
             raise UserError(
                 f"data.group: {file} has rows of {known[file]} and of {group} in the column "
-                f"{column} of {config.path}, so that no split keeps both apart; give one group"
+                f"{column} of {table.config.path}, so that no split keeps both apart; give one "
+                "group"
             )
     return groups
-
-
-def _split_column(config: ImageTable, table: _Table) -> str | None:
-    columns = [*table.rows[0].fields]
-    if config.split is not None:
-        return choose("data.split", config.split, columns, config.path, "column")
-    found = _usual(columns, ("split",))
-    return choose("data.split", None, columns, config.path, "column", found) if found else None

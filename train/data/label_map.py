@@ -62,7 +62,10 @@ class LabelMap:
         if labels.min(initial=0) == _INVALID:
             at = np.unravel_index(labels.argmin(), labels.shape)
             hint = f"; lossy compression changes values: {PNG}" if mask.is_lossy else ""
-            raise UnreadableError(f"{self._describe_unknown(mask, at)}{hint}")
+            what = f"value {mask.values[at]}, expected {self.describe_values()}"
+            if self.reading == "color":
+                what = f"the color {color_text(int(_colors_of(mask)[at]))} is of no class"
+            raise UnreadableError(what + hint)
         return labels.astype(np.uint8)
 
     def _labels_by_number(self, mask: MaskValues) -> np.ndarray:
@@ -111,11 +114,6 @@ class LabelMap:
             f"classes {len(values)}" if is_plain else f"mask-values {' '.join(map(str, values))}"
         )
         return f"--data.{counted}" + (f" --data.ignore {' '.join(ignored)}" if ignored else "")
-
-    def _describe_unknown(self, mask: MaskValues, at: Any) -> str:
-        if self.reading != "color":
-            return f"value {mask.values[at]}, expected {self.describe_values()}"
-        return f"the color {color_text(int(_colors_of(mask)[at]))} is of no class"
 
     def as_dict(self) -> dict[str, Any]:
         """Return the map for JSON."""

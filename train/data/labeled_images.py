@@ -9,7 +9,6 @@ import numpy as np
 
 from train.data import Arrays, Dataset, Scaling, num_examples
 from train.data.augment import draw_mixup, mixup, resize_shorter_side
-from train.data.class_weights import balanced_weights
 from train.data.columns import describe_classes
 from train.data.decode import File, UnreadableError, decode, file_bytes
 from train.data.files import describe_files
@@ -192,3 +191,19 @@ def check_padding(crop: Crop, padding: int, height: int, width: int) -> None:
             f"data.padding: {padding} pixels can shift images of {height} x {width} out of view; "
             "give fewer"
         )
+
+
+def balanced_weights(labels: np.ndarray, classes: int) -> tuple[float, ...]:
+    """Compute weights that make all classes count alike, as scikit-learn's ``balanced``.
+
+    The weight of a class is N / (classes x its examples). Of several labels per image, it is the
+    number of examples without the label by those with it. Labels are int [N], or [N, labels] of 0
+    and 1. A class of no example has the weight 1, and so has a label of all examples.
+    """
+    if labels.ndim == 2:
+        count = labels.sum(0)
+        weights = np.where(count < len(labels), len(labels) - count, count) / np.maximum(count, 1)
+    else:
+        count = np.bincount(labels, minlength=classes)
+        weights = len(labels) / (classes * np.maximum(count, 1))
+    return tuple(np.where(count > 0, weights, 1.0).tolist())

@@ -46,7 +46,6 @@ class Layout(NamedTuple):
     table: str | None = None
 
     def __str__(self) -> str:
-        """Return the options that name the patterns."""
         return f"--data.images '{self.images}' --data.masks '{self.masks}'"
 
     @classmethod
@@ -190,7 +189,9 @@ def find_layout(
       UserError: if it is in no known layout, or in several.
     """
     check_folder(root, "; expected a folder with images and masks")
-    files = list_images(root, {*TABLES, table or "", "data.yaml", *_lists(root)})
+    texts = (p for folder in ("", "ImageSets/Segmentation") for p in (root / folder).glob("*.txt"))
+    lists = {path.name for path in texts if split_of(path.stem)}  # perhaps of a split's images
+    files = list_images(root, {*TABLES, table or "", "data.yaml", *lists})
     known = (given,) if given else LAYOUTS + (() if training else (*FORMATS.values(),))
     found = [f for layout in known if (f := _find(root, layout, files.paths))]
     if given is None:  # images/cats/ is no split, and images/train/ is one
@@ -213,23 +214,13 @@ def find_layout(
             f"data.path: no training split {root / where.format(split='train', name='*')}; there "
             f"are {shorten(only.splits)}"
         )
-    left = Counter(_folder_of(path) for path in {*files.paths} - only.paths)
+    parts = [path.rpartition("/") for path in {*files.paths} - only.paths]
+    left = Counter(f"{storage.kind_of(name)}{slash and f' in {at}'}" for at, slash, name in parts)
     return only._replace(notes=storage.describe_skipped(files.skipped + left))
 
 
 def _stem(split: str) -> str:
     return re.sub(r"[^a-z]+$", "", split.lower())
-
-
-def _folder_of(path: str) -> str:
-    folder = path.rpartition("/")[0]
-    return f"{storage.kind_of(path)} in {folder}" if folder else storage.kind_of(path)
-
-
-def _lists(root: Path) -> set[str]:
-    """Return the names of files that may name the images of splits."""
-    folders = root, root / "ImageSets" / "Segmentation"
-    return {p.name for folder in folders for p in folder.glob("*.txt") if split_of(p.stem)}
 
 
 def _find(root: Path, layout: Layout, files: Sequence[str]) -> FoundLayout | None:
@@ -265,7 +256,6 @@ def _find(root: Path, layout: Layout, files: Sequence[str]) -> FoundLayout | Non
 
 
 def _by_lists(found: FoundLayout) -> FoundLayout:
-    """Split images and masks by the lists of names, if there are any."""
     root, names = found.root, found.layout.names or ""
     folder, _, end = (root / names).as_posix().rpartition("{split}")
     lists = {path.name.removesuffix(end): path for path in Path(folder).glob(f"*{end}")}
@@ -313,7 +303,6 @@ def _matcher(pattern: str) -> Callable[[str], re.Match[str] | None]:
 
 
 def _explain_nothing(root: Path, given: Layout | None, files: Sequence[str]) -> str:
-    """Say what a folder holds, and how it could be read."""
     there = [*subfolders(root).values()]
     held = f"{root}, which holds {shorten(there) if there else 'no folders'}"
     if given is not None:

@@ -20,13 +20,8 @@ _CLASSES = 1000
 
 
 @dataclass(frozen=True)
-class Photos(Data):
-    """Image files with labels, which are resized and cropped to one size."""
-
-    evaluation_options: ClassVar[dict[str, str]] = {
-        "image_size": "image_size",
-        "resize": "resize",
-    }
+class DecodedImages(Data):
+    """Image files, which are decoded, augmented and normalized."""
 
     source: str = ""
     """Data source; --data.source NAME --help lists the fields of another one."""
@@ -36,18 +31,45 @@ class Photos(Data):
     """Batch size."""
     image_size: Count = 224
     """Height and width of the network's input."""
-    crop: Literal["resized", "padded", "reflected", "center"] = "resized"
-    """Training crop: random resized, random with zero or reflection padding, or center."""
-    min_area: Annotated[float, Gt(0), Le(1)] = 0.08
-    """Smallest area of a random resized crop, as a fraction of the image."""
-    padding: CountOrZero = 4
-    """Padding of padded and reflected crops, in pixels per side."""
     flip: bool = True
     """Flip each training image horizontally with probability 1/2."""
     color_jitter: Fraction = 0.0
     """Strength of saturation, brightness and contrast jitter in training; 0.4 is common."""
     lighting: NonNegative = 0.0
     """Standard deviation of PCA color noise (AlexNet lighting) in training; 0.1 is common."""
+    mean: tuple[Fraction, Fraction, Fraction] = (0.485, 0.456, 0.406)
+    """Mean of each color channel, 0 to 1, subtracted from images."""
+    std: tuple[Positive, Positive, Positive] = (0.229, 0.224, 0.225)
+    """Standard deviation of each color channel, which images are divided by."""
+    max_bad_fraction: Fraction = 0.01
+    """Largest fraction of unreadable files to tolerate; they are reported and skipped."""
+    max_pixels: Count = 2**30 // 12
+    """Largest image to decode, in pixels; larger files are reported and skipped."""
+    test_fraction: Annotated[float, Gt(0), Lt(1)] = 0.2
+    """Approximate fraction of each class to hold out if there is no test split."""
+    split_seed: Seed = 0
+    """Random seed of that split."""
+
+    @property
+    @override
+    def image_shape(self) -> tuple[int, ...]:
+        return (self.image_size, self.image_size, 3)
+
+
+@dataclass(frozen=True)
+class Photos(DecodedImages):
+    """Image files with labels, which are resized and cropped to one size."""
+
+    evaluation_options: ClassVar[dict[str, str]] = {"image_size": "image_size", "resize": "resize"}
+    border = 0
+    """Pixels of reflected border that are added to each test image before ten-crop."""
+
+    crop: Literal["resized", "padded", "reflected", "center"] = "resized"
+    """Training crop: random resized, random with zero or reflection padding, or center."""
+    min_area: Annotated[float, Gt(0), Le(1)] = 0.08
+    """Smallest area of a random resized crop, as a fraction of the image."""
+    padding: CountOrZero = 4
+    """Padding of padded and reflected crops, in pixels per side."""
     cutout: CountOrZero = 0
     """Side of the square that cutout removes from training images, in pixels; 0 is none."""
     rand_augment: CountOrZero = 0
@@ -62,14 +84,6 @@ class Photos(Data):
     """Largest random shift of each corner of training images, as a fraction of half the image."""
     resize: Count | None = None
     """Shorter side of test images before the center crop; None is 8/7 of image_size."""
-    mean: tuple[Fraction, Fraction, Fraction] = (0.485, 0.456, 0.406)
-    """Mean of each color channel, 0 to 1, subtracted from images."""
-    std: tuple[Positive, Positive, Positive] = (0.229, 0.224, 0.225)
-    """Standard deviation of each color channel, which images are divided by."""
-    max_bad_fraction: Fraction = 0.01
-    """Largest fraction of unreadable files to tolerate; they are reported and skipped."""
-    max_pixels: Count = 2**30 // 12
-    """Largest image to decode, in pixels; larger files are reported and skipped."""
 
     @override
     def for_evaluation(self, options: Mapping[str, Any]) -> Self:
@@ -83,16 +97,6 @@ class Photos(Data):
     def shorter_side(self) -> int:
         """Shorter side of test images before the center crop."""
         return self.resize or round(self.image_size * 8 / 7)
-
-    @property
-    def border(self) -> int:
-        """Pixels of reflected border that are added to each test image before ten-crop."""
-        return 0
-
-    @property
-    @override
-    def image_shape(self) -> tuple[int, ...]:
-        return (self.image_size, self.image_size, 3)
 
     @property
     def preprocessor(self) -> Preprocessor:
@@ -109,11 +113,7 @@ class Photos(Data):
 class LabeledFiles(Photos):
     """Images with labels, from folders or shards."""
 
-    evaluation_options: ClassVar[dict[str, str]] = {
-        "crops": "crops",
-        "border": "border",
-        **Photos.evaluation_options,
-    }
+    evaluation_options = {"crops": "crops", "border": "border"} | Photos.evaluation_options
 
     mixup: NonNegative = 0.0
     """Mixup strength alpha: mixing weights come from Beta(alpha, alpha); 0 is no mixup."""
@@ -125,10 +125,6 @@ class LabeledFiles(Photos):
     """Pixels of reflected border that are added to each test image before ten-crop."""
     workers: CountOrZero = 0
     """Number of processes that decode images; 0 decodes in a thread of this process."""
-    test_fraction: Annotated[float, Gt(0), Lt(1)] = 0.2
-    """Approximate fraction of each class to hold out if there is no test split."""
-    split_seed: Seed = 0
-    """Random seed of that split."""
     folds: Annotated[int, Ge(2), Le(100)] | None = None
     """Number of folds of a cross-validation, whose fold is held out; see fnet train --folds."""
     fold: Count = 1

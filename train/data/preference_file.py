@@ -5,53 +5,36 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
-from annotated_types import Ge, Gt, Lt
+from annotated_types import Ge, Lt
 from typing_extensions import override
 
 from train.config.data import Content
-from train.config.section import Count, Positive, Seed
+from train.config.section import Positive
 from train.data import Arrays, Dataset, records
-from train.data.chat_file import ChatFile, Document, Reader
-from train.data.packing import gather
+from train.data.chat_file import AnswerFile, ChatFile, Document, Reader, Rows
 from train.data.placeholder import Placeholder, zero_tokens
 from train.data.records import Record
 from train.data.splits import hold_out_contents
-from train.data.text import Text
 from train.data.tokenizer import load_tokenizer
 from train.errors import UserError
 
 
 @dataclass(frozen=True)
-class PreferenceFile(Text):
+class PreferenceFile(AnswerFile):
     """Pairs of answers of which one is preferred, for DPO, ORPO or a reward model."""
 
     content: ClassVar[Content] = "preferences"
-    evaluation_options: ClassVar[dict[str, str]] = {"path": "test_path"}
 
     source: Literal["preference_file"] = "preference_file"
     """Data source; --data.source NAME --help lists the fields of another one."""
-    path: str = "data.jsonl"
-    """File of JSON lines, .parquet file (fnet-jax[parquet]), a folder of them, or a URL."""
-    test_path: str | None = None
-    """File or folder of test pairs; None holds out test_fraction of path."""
-    chat_template: str | None = None
-    """Jinja file; None is the template of the tokenizer's folder."""
-    batch_size: Count = 8
-    """Batch size, in pairs."""
     context: Annotated[int, Ge(2), Lt(2**31)] = 1024
     """Context length: tokens of a prompt with an answer."""
     long: Literal["truncate", "drop"] = "truncate"
     """Longer pairs: truncate, or drop."""
-    as_chat: bool = False
-    """Write prompts and answers with the chat template, as a user's and an assistant's message."""
     objective: Literal["dpo", "orpo", "reward"] = "dpo"
     """DPO; ORPO, without a reference, also learns the preferred answer; or a reward model."""
     beta: Positive = 0.1
     """DPO: factor of rewards, larger values change the model less. ORPO: weight of preference."""
-    test_fraction: Annotated[float, Gt(0), Lt(1)] = 0.1
-    """Fraction of the pairs that is held out for testing if there is no test_path."""
-    split_seed: Seed | None = None
-    """Random seed of the held-out pairs; None holds out the last ones."""
 
     @override
     def load(self, *, private: bool = False) -> Dataset:
@@ -94,29 +77,28 @@ class PreferenceFile(Text):
             test = read(self.test_path, "data.test_path")
         train, notes = self._fit(train, "training")
         test, test_notes = self._fit(test, "test")
-        train_rows, train_tokens, learned = _arrays(train)
-        test_rows, test_tokens, test_learned = _arrays(test)
-        lengths = train_rows["length"]
+        train_rows, test_rows = Rows.make(train), Rows.make(test)
+        train_pairs = _pairs(train_rows)
+        lengths = train_pairs["length"]
         first = (
             f"{len(lengths):,} training pairs, {np.median(lengths):,g} tokens each answer with its "
             f"prompt (median), {lengths.max() + 1:,} at most"
         )
         return Dataset(
-            train=train_rows,
-            test=test_rows,
+            train=train_pairs,
+            test=_pairs(test_rows),
             classes=(),
-            augment=lambda rows, _: _gather(rows, train_tokens, learned, self.context),
-            prepare=lambda rows: _gather(rows, test_tokens, test_learned, self.context),
-            name=lambda row: train[2 * row].where.partition(": ")[2],
-            test_name=lambda row: test[2 * row].where.partition(": ")[2],
-            contents=(train_tokens, learned, test_tokens, test_learned),
+            augment=lambda pairs, _: _gather(pairs, train_rows, self.context),
+            prepare=lambda pairs: _gather(pairs, test_rows, self.context),
+            name=lambda row: train_rows.places[2 * row][0],
+            test_name=lambda row: test_rows.places[2 * row][0],
+            contents=tuple(a for r in (train_rows, test_rows) for a in (r.tokens, r.target)),
             notes=(first, *notes, *test_notes, *left_out),
             is_chat=reader.template is not None,
             rows="pairs",
         )
 
     def _fit(self, documents: list[Document], split: str) -> tuple[list[Document], list[str]]:
-        """Truncate or drop the pairs that are longer than a row."""
         size = self.context + 1
         pairs = list(zip(documents[::2], documents[1::2], strict=True))
         is_long = [max(len(d.ids) for d in pair) > size for pair in pairs]
@@ -195,26 +177,14 @@ def _answers(record: Record) -> Iterator[Record]:
         yield record._replace(fields={"messages": [*before, *answer], **tools})
 
 
-def _arrays(documents: list[Document]) -> tuple[Arrays, np.ndarray, np.ndarray]:
-    """Return the rows of pairs, all tokens, and which of them are learned."""
-    lengths = np.array([len(d.ids) for d in documents])
-    rows = {
-        "start": (np.cumsum(lengths) - lengths).reshape(-1, 2),
-        "length": (lengths - 1).astype(np.int32).reshape(-1, 2),
-        "reference": np.zeros((len(documents) // 2, 2), np.float32),
-    }
-    tokens, learned = (np.concatenate([d[i] for d in documents]) for i in (0, 1))
-    return rows, tokens, learned
+def _pairs(rows: Rows) -> Arrays:
+    pairs = {name: a.reshape(-1, 2) for name, a in rows.arrays.items()}
+    return pairs | {"reference": np.zeros((len(rows.places) // 2, 2), np.float32)}
 
 
-def _gather(rows: Arrays, tokens: np.ndarray, learned: np.ndarray, context: int) -> Arrays:
+def _gather(pairs: Arrays, rows: Rows, context: int) -> Arrays:
     """Gather the arrays of a batch, as `PreferenceFile.load` describes them."""
-    start, length = rows["start"].ravel(), rows["length"].ravel()
-    gathered, index, inside = gather(tokens, start, length, context)
-    return {
-        "tokens": gathered.reshape(-1, 2, context + 1),
-        "loss_mask": (learned[index] & inside)[:, 1:].reshape(-1, 2, context),
-        "length": rows["length"],
-        "reference": rows["reference"],
-        "weight": np.ones(len(rows["length"]), np.float32),
-    }
+    batch = rows.gather({name: pairs[name].ravel() for name in ("start", "length")}, context)
+    batch = {name: a.reshape(-1, 2, *a.shape[1:]) for name, a in batch.items()}
+    weight = np.ones(len(pairs["length"]), np.float32)
+    return batch | {"reference": pairs["reference"], "weight": weight}

@@ -14,8 +14,6 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image, ImageEnhance, ImageOps
 
-from train.data import Arrays
-
 MAX_MAGNITUDE = 30
 """Largest magnitude; 0 changes least."""
 
@@ -43,10 +41,6 @@ def _move(image: Image.Image, *matrix: float) -> Image.Image:
     )
 
 
-def _shear(m: float, w: int, h: int) -> float:
-    return 0.3 * m
-
-
 def _enhance(name: str, kind: Callable[[Image.Image], ImageEnhance._Enhance]) -> Operation:
     return Operation(name, lambda x, s: kind(x).enhance(1 + s), lambda m, w, h: 0.9 * m, True)
 
@@ -57,8 +51,8 @@ def _solarize(image: Image.Image, strength: float) -> Image.Image:
 
 OPERATIONS = (
     Operation("Identity", lambda x, s: x),
-    Operation("ShearX", lambda x, s: _move(x, 1, s, 0, 0, 1, 0), _shear, True),
-    Operation("ShearY", lambda x, s: _move(x, 1, 0, 0, s, 1, 0), _shear, True),
+    Operation("ShearX", lambda x, s: _move(x, 1, s, 0, 0, 1, 0), lambda m, w, h: 0.3 * m, True),
+    Operation("ShearY", lambda x, s: _move(x, 1, 0, 0, s, 1, 0), lambda m, w, h: 0.3 * m, True),
     Operation(
         "TranslateX",
         lambda x, s: _move(x, 1, 0, -int(s), 0, 1, 0),
@@ -143,8 +137,3 @@ def random_erasing(
                 images[i, top : top + h, left : left + w] = fill
                 break
     return images
-
-
-def draw_erasing(n: int, generator: np.random.Generator) -> Arrays:
-    """Draw the arguments of `random_erasing` for n images."""
-    return {"erasing": generator.random((n, ERASING_DRAWS))}

@@ -20,6 +20,7 @@ _PARQUET = (".parquet", ".pq")
 _OF_FOLDERS = (".jsonl", ".ndjson", *_PARQUET)
 _QUOTED = re.compile(r'\s+".*"\s*', re.DOTALL)  # the quotes would be part of the value
 _SEPARATORS = {".csv": ",", ".tsv": "\t"}
+_KINDS = {list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
 
 
 class Record(NamedTuple):
@@ -173,7 +174,8 @@ def _read_json_lines(path: str, option: str) -> Iterator[Record]:
             limits.LINE.check(len(line), f"{option}: {place}")
             if not line.strip():
                 continue
-            hint = _hint(line, path) if number == 1 else ""
+            is_array = number == 1 and line.lstrip().startswith(b"[")
+            hint = f"; for an array, jq -c '.[]' {path}" if is_array else ""
             try:
                 fields = json.loads(line)
             except (ValueError, RecursionError) as error:
@@ -183,8 +185,9 @@ def _read_json_lines(path: str, option: str) -> Iterator[Record]:
                     f"{option}: {place}: not JSON: {why}; each line must be a JSON object{hint}"
                 ) from None
             if not isinstance(fields, dict):
+                kind = _KINDS.get(type(fields), "a number")
                 raise UserError(
-                    f"{option}: {place}: expected a JSON object per line, got {_kind(fields)}{hint}"
+                    f"{option}: {place}: expected a JSON object per line, got {kind}{hint}"
                 )
             yield Record(option, place, fields)
 
@@ -197,10 +200,6 @@ def _as_utf8(file: IO[bytes], path: str, option: str) -> IO[bytes]:
         text = decode_text(file.read(), path, option)
         return io.BytesIO(text.encode("utf-8", "surrogatepass"))
     return file
-
-
-def _hint(line: bytes, path: str) -> str:
-    return f"; for an array, jq -c '.[]' {path}" if line.lstrip().startswith(b"[") else ""
 
 
 def _read_parquet(path: str, option: str) -> Iterator[Record]:
@@ -219,8 +218,3 @@ def _read_parquet(path: str, option: str) -> Iterator[Record]:
                     yield Record(option, f"{path}, row {row}", fields)
     except errors as error:
         raise UserError(f"{option}: {storage.as_storage_error(path, error)}") from error
-
-
-def _kind(value: Any) -> str:
-    names = {list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
-    return names.get(type(value), "a number")

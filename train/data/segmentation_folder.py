@@ -13,8 +13,8 @@ import numpy as np
 from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
 from typing_extensions import override
 
-from train.config.data import Content, Data
-from train.config.section import Count, CountOrZero, Fraction, NonNegative, Positive, Seed
+from train.config.data import Content
+from train.config.section import Count, CountOrZero, Positive
 from train.data import Arrays, Dataset, Outputs, num_examples
 from train.data.annotations import find_annotations
 from train.data.augment import fit, to_uint8
@@ -36,6 +36,7 @@ from train.data.masks import (
     spread,
     translate,
 )
+from train.data.photos import DecodedImages
 from train.data.placeholder import Placeholder, missing_paths, zeros
 from train.data.preprocessing import Preprocessor
 from train.data.splits import (
@@ -54,7 +55,7 @@ _WEIGHED = 2000
 
 
 @dataclass(frozen=True)
-class SegmentationFolder(Data):
+class SegmentationFolder(DecodedImages):
     """Images with segmentation masks: images of the same size whose values are labels."""
 
     content: ClassVar[Content] = "masks"
@@ -77,8 +78,6 @@ class SegmentationFolder(Data):
     """Split to test on; None is val, or test if there is no val."""
     test_fraction: Annotated[float, Gt(0), Lt(1)] = 0.2
     """Approximate fraction of images to hold out if path is not split."""
-    split_seed: Seed = 0
-    """Random seed of that split."""
     folds: Annotated[int, Ge(2), Le(100)] | None = None
     """Number of folds of a cross-validation, whose fold is held out; see fnet train --folds."""
     fold: Count = 1
@@ -105,22 +104,8 @@ class SegmentationFolder(Data):
     """Height and width of the network's input; test images are resized to fit into it."""
     scale: tuple[Positive, Positive] = (0.5, 2.0)
     """Smallest and largest random scale of training images; 1 is the scale of test images."""
-    flip: bool = True
-    """Flip each training image horizontally with probability 1/2."""
-    color_jitter: Fraction = 0.0
-    """Strength of saturation, brightness and contrast jitter in training; 0.4 is common."""
-    lighting: NonNegative = 0.0
-    """Standard deviation of PCA color noise (AlexNet lighting) in training; 0.1 is common."""
-    mean: tuple[Fraction, Fraction, Fraction] = (0.485, 0.456, 0.406)
-    """Mean of each color channel, 0 to 1, subtracted from images."""
-    std: tuple[Positive, Positive, Positive] = (0.229, 0.224, 0.225)
-    """Standard deviation of each color channel, which images are divided by."""
     workers: CountOrZero = 0
     """Number of processes that decode images; 0 decodes in a thread of this process."""
-    max_bad_fraction: Fraction = 0.01
-    """Largest fraction of unreadable files to tolerate; they are reported and skipped."""
-    max_pixels: Count = 2**30 // 12
-    """Largest image to decode, in pixels; larger files are reported and skipped."""
 
     def load(self, *, private: bool = False) -> Dataset:
         """Find images and masks; batches read them.
@@ -167,11 +152,6 @@ class SegmentationFolder(Data):
         return zeros(self.batch_size, batch, batch, classes=classes, missing=missing)
 
     @property
-    @override
-    def image_shape(self) -> tuple[int, ...]:
-        return (self.image_size, self.image_size, 3)
-
-    @property
     def preprocessor(self) -> Preprocessor:
         """Fit the image into a square, at its upper left corner."""
 
@@ -210,7 +190,11 @@ def load(config: SegmentationFolder, trained: LabelMap | None = None) -> Dataset
     source = None
     if trained is None:
         if found.rows:
-            _refuse_values(config)
+            for name in ("classes", "class_table", "mask_values"):
+                if value := getattr(config, name):
+                    raise UserError(
+                        f"data.{name}: {value}, but the annotations name the classes; leave it out"
+                    )
             rows, source = found.rows, found.source
         else:
             is_given = config.classes is not None or config.mask_values
@@ -314,15 +298,6 @@ def _find(root: Path, config: SegmentationFolder, trained: LabelMap | None) -> F
     return find_layout(root, given, training=trained is None, table=table)
 
 
-def _refuse_values(config: SegmentationFolder) -> None:
-    for name in ("classes", "class_table", "mask_values"):
-        if getattr(config, name):
-            raise UserError(
-                f"data.{name}: {getattr(config, name)}, but the annotations name the classes; "
-                "leave it out"
-            )
-
-
 def _below(root: Path, mask: Mask) -> Mask:
     return str(root / mask) if isinstance(mask, str) else mask
 
@@ -330,10 +305,7 @@ def _below(root: Path, mask: Mask) -> Mask:
 def _find_splits(
     found: FoundLayout, config: SegmentationFolder, *, test_only: bool
 ) -> tuple[list[Pair], list[Pair], list[str]]:
-    """Find training and test pairs, and what to tell about them."""
     root = found.root
-    if found.is_split:
-        refuse_folds(config, f"{root} has the splits {shorten(found.splits)}")
     if not found.is_split:
         if config.test_split is not None:
             raise UserError(
@@ -348,6 +320,7 @@ def _find_splits(
         for pair, is_test in zip(pairs, held_out, strict=True):
             splits[bool(is_test)].append(pair)
         return *splits, [describe_hold_out(config, held_out, f"{root} has no splits")]
+    refuse_folds(config, f"{root} has the splits {shorten(found.splits)}")
     test_split = found.test(config.test_split)
     if test_only:
         test = found.pairs(test_split)
@@ -371,8 +344,7 @@ def _samples(root: Path, pairs: Sequence[Pair], config: SegmentationFolder) -> I
         path = _below(root, mask)
         source = path if isinstance(path, str) else path.source
         try:
-            values = read_mask(path, config.max_pixels)
-            yield Sample.of(source, values)
+            yield Sample.of(source, read_mask(path, config.max_pixels))
         except UnreadableError as error:  # counted in training, with images that are unreadable
             errors.append(f"{source}: {error}")
     if errors and len(errors) == len(pairs):
@@ -417,7 +389,6 @@ def _check_sizes(
 def _class_weights(
     root: Path, pairs: Sequence[Pair], config: SegmentationFolder, label_map: LabelMap
 ) -> tuple[float, ...]:
-    """Measure class frequencies on training masks, and return the weight of each class."""
     counts = []
     for i in spread(len(pairs), _WEIGHED):
         try:

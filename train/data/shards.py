@@ -27,10 +27,7 @@ from train.data.decode import EXTENSIONS, UnreadableError
 from train.data.storage import StorageError
 from train.errors import TrainingError, UserError, list_available, shorten
 
-_SUFFIXES = {
-    "tar": re.compile(r"\.tar$"),
-    "parquet": re.compile(r"\.(parquet|pq)$"),
-}
+_FORMATS = {".tar": "tar", ".parquet": "parquet", ".pq": "parquet"}
 EXPECTED = "expected files *.tar or *.parquet"
 _RECORDS = re.compile(r"\.(array_?record|tfrecords?)(-\d+-of-\d+)?$")
 """Files of TensorFlow Datasets, which have to be converted."""
@@ -78,7 +75,7 @@ class Index(NamedTuple):
 
 def format_of(path: str) -> str | None:
     """Return the format of a shard by its name: tar, parquet, or None."""
-    return next((name for name, suffix in _SUFFIXES.items() if suffix.search(path)), None)
+    return _FORMATS.get(os.path.splitext(path)[1])
 
 
 def index_shards(paths: Sequence[str], fields: Fields) -> list[Index]:
@@ -136,15 +133,10 @@ def _load_index(path: Path) -> Index | None:
 
 
 def _save_index(index: Index, path: Path) -> None:
-    texts = {name: getattr(index, name) for name in ("block_bytes", "classes", "image")}
-
-    def write(file: IO[bytes]) -> None:
-        np.savez(
-            file, places=index.places, labels=index.labels, keys=index.keys, texts=json.dumps(texts)
-        )
-
+    texts = json.dumps({name: getattr(index, name) for name in ("block_bytes", "classes", "image")})
+    arrays: Any = {name: getattr(index, name) for name in ("places", "labels", "keys")}
     with contextlib.suppress(OSError):  # without it, only the next start is slower
-        storage.atomic_write(path, write)
+        storage.atomic_write(path, lambda file: np.savez(file, texts=texts, **arrays))
 
 
 # ---- Tar files, as WebDataset writes them: files with the same name up to its first dot are an
@@ -312,7 +304,6 @@ def _index_parquet(path: str, size: int, fields: Fields) -> Index:
 
 
 def _huggingface_classes(schema: Any) -> dict[str, tuple[str, ...]]:
-    """Return the class names by column that the datasets library wrote."""
     try:
         features = json.loads(schema.metadata[b"huggingface"])["info"]["features"]
         return {
@@ -364,16 +355,6 @@ class Shards:
         blocks = CACHE_BYTES // max(1, *(index.block_bytes for index in indices))
         self._row_group = functools.lru_cache(max(blocks, 1))(self._read_row_group)
         self._footers: dict[int, Any] = {}
-
-    @property
-    def sizes(self) -> list[int]:
-        """Bytes of the shards."""
-        return [stat.size for stat in self._stats]
-
-    @property
-    def are_remote(self) -> bool:
-        """Whether a shard is in remote storage."""
-        return any(map(storage.is_remote, self.paths))
 
     def describe(self, shard: int, place: np.ndarray) -> str:
         """Describe an example to the user: its file, and its place in it."""

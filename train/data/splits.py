@@ -218,12 +218,7 @@ def hold_out_contents(config: Data, contents: Sequence[str], what: str) -> np.nd
     """Choose examples by a hash of their contents, bool [N]; without a seed, the last ones."""
     if config.split_seed is not None:
         return hold_out(config, contents)
-    count = len(contents)
-    return np.arange(count) >= count - count_held_out(count, config.test_fraction, what)
-
-
-def count_held_out(count: int, fraction: float, what: str) -> int:
-    """Return how many of ``count`` are held out."""
+    count, fraction = len(contents), config.test_fraction
     num_test = round(fraction * count)
     if not 0 < num_test < count:
         raise UserError(
@@ -231,4 +226,4 @@ def count_held_out(count: int, fraction: float, what: str) -> int:
             f"{count - num_test} for training; expected at least one each; give more, or another "
             "fraction"
         )
-    return num_test
+    return np.arange(count) >= count - num_test

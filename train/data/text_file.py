@@ -58,13 +58,53 @@ class TextFile(Text):
           UserError: if the text is unreadable, or too short for one row in each split; or for a
             vocabulary that is smaller than the tokenizer's.
         """
-        dataset = load(self)
-        if private and "slack" in dataset.train:
-            # Shifted rows share tokens with their neighbors, but privacy is per row: removing a
-            # row must remove its tokens.
-            no_slack = np.zeros_like(dataset.train["slack"])
-            dataset = dataset._replace(train=dataset.train | {"slack": no_slack})
-        return dataset
+        tokens, documents, count_bytes = _read_documents(self)
+        train, test = _split_documents(tokens, documents, self)
+        context = self.context
+        if self.user is not None and self.separator is None:
+            raise UserError("data.user: document needs data.separator, the text between documents")
+        start, length, slack, document = _cut_rows(
+            train, context, partial=self.separator is not None
+        )
+        test_start, test_length, *_ = _cut_rows(test, context, partial=True)
+        if not len(start) or not len(test_start):
+            raise UserError(
+                f"data.path: {_describe_source(self)} is too short: {len(tokens)} tokens, "
+                f"{sum(map(len, train))} for training and {sum(map(len, test))} for testing; a row "
+                f"needs data.context + 1 = {context + 1} tokens"
+            )
+
+        if self.separator is None:
+
+            def augment(batch: Arrays, generator: np.random.Generator) -> Arrays:
+                shifted = batch["start"] + generator.integers(0, batch["slack"] + 1)
+                return {"tokens": tokens[shifted[:, None] + np.arange(context + 1)]}
+
+            # Shifted rows share tokens with their neighbors, but privacy is per row: removing a row
+            # must remove its tokens.
+            rows: Arrays = {"start": start, "slack": np.zeros_like(slack) if private else slack}
+        else:
+
+            def augment(batch: Arrays, generator: np.random.Generator) -> Arrays:
+                del generator
+                return _gather(tokens, batch["start"], batch["length"], context)
+
+            rows = {"start": start, "length": length}
+
+        def tokens_per_byte() -> float | None:
+            num_bytes = count_bytes(test)
+            return int(test_length.sum()) / num_bytes if num_bytes else None
+
+        weight = (test_length / context).astype(np.float32)  # every token counts the same
+        return Dataset(
+            train=rows,
+            test=_gather(tokens, test_start, test_length, context) | {"weight": weight},
+            classes=(),
+            augment=augment,
+            contents=(tokens,),
+            users=None if self.user is None else number_users(document),
+            tokens_per_byte=tokens_per_byte,
+        )
 
     @override
     def placeholder(self) -> Placeholder | None:
@@ -75,53 +115,6 @@ class TextFile(Text):
     @override
     def longest_row(self) -> int | None:
         return self.context if self.separator else None
-
-
-def load(config: TextFile) -> Dataset:
-    """Load the data of a config."""
-    tokens, documents, count_bytes = _read_documents(config)
-    train, test = _split_documents(tokens, documents, config)
-    context = config.context
-    if config.user is not None and config.separator is None:
-        raise UserError("data.user: document needs data.separator, the text between documents")
-    start, length, slack, document = _cut_rows(train, context, partial=config.separator is not None)
-    test_start, test_length, *_ = _cut_rows(test, context, partial=True)
-    if not len(start) or not len(test_start):
-        raise UserError(
-            f"data.path: {_describe_source(config)} is too short: {len(tokens)} tokens, "
-            f"{sum(map(len, train))} for training and {sum(map(len, test))} for testing; a row "
-            f"needs data.context + 1 = {context + 1} tokens"
-        )
-
-    if config.separator is None:
-
-        def augment(batch: Arrays, generator: np.random.Generator) -> Arrays:
-            shifted = batch["start"] + generator.integers(0, batch["slack"] + 1)
-            return {"tokens": tokens[shifted[:, None] + np.arange(context + 1)]}
-
-        rows: Arrays = {"start": start, "slack": slack}
-    else:
-
-        def augment(batch: Arrays, generator: np.random.Generator) -> Arrays:
-            del generator
-            return _gather(tokens, batch["start"], batch["length"], context)
-
-        rows = {"start": start, "length": length}
-
-    def tokens_per_byte() -> float | None:
-        num_bytes = count_bytes(test)
-        return int(test_length.sum()) / num_bytes if num_bytes else None
-
-    weight = (test_length / context).astype(np.float32)  # every token counts the same
-    return Dataset(
-        train=rows,
-        test=_gather(tokens, test_start, test_length, context) | {"weight": weight},
-        classes=(),
-        augment=augment,
-        contents=(tokens,),
-        users=None if config.user is None else number_users(document),
-        tokens_per_byte=tokens_per_byte,
-    )
 
 
 class _Rows(NamedTuple):
@@ -135,39 +128,25 @@ class _Rows(NamedTuple):
 
 def _cut_rows(spans: list[range], context: int, *, partial: bool) -> _Rows:
     """Cut spans of tokens into rows; ``partial`` keeps the shorter row at each span's end."""
-    rows = [_Rows(*[np.zeros(0, np.int64)] * 4)]
-    for i, span in enumerate(spans):
-        inputs = len(span) - 1  # the last token is only a target
-        n = max(-(-inputs // context) if partial else inputs // context, 0)
-        start = span.start + context * np.arange(n)
-        left = span.stop - 1 - start
-        rows.append(
-            _Rows(
-                start,
-                np.minimum(left, context),
-                np.minimum(left, 2 * context - 1) - context,
-                np.full(n, i),
-            )
-        )
-    start, length, slack, numbers = map(np.concatenate, zip(*rows, strict=True))
-    return _Rows(start, length.astype(np.int32), slack, numbers)
+    first, last = np.array([(s.start, s.stop - 1) for s in spans], np.int64).reshape(-1, 2).T
+    inputs = last - first  # the last token is only a target
+    counts = np.maximum(-(-inputs // context) if partial else inputs // context, 0)
+    number = np.repeat(np.arange(len(spans)), counts)
+    place = np.arange(len(number)) - np.repeat(np.cumsum(counts) - counts, counts)
+    start = first[number] + context * place
+    left = last[number] - start
+    slack = np.minimum(left, 2 * context - 1) - context
+    return _Rows(start, np.minimum(left, context).astype(np.int32), slack, number)
 
 
 def _gather(tokens: np.ndarray, start: np.ndarray, length: np.ndarray, context: int) -> Arrays:
-    """Gather ``tokens`` [N, context + 1] and ``length`` [N]."""
     return {"tokens": gather(tokens, start, length, context)[0], "length": length}
 
 
 def _read_documents(
     config: TextFile,
 ) -> tuple[np.ndarray, list[range], Callable[[list[range]], int | None]]:
-    """Encode the text.
-
-    Returns:
-      All tokens, the span of each document, and ``count_bytes(spans)``. It counts the UTF-8 bytes
-      of the text of the tokens in spans, without the first token of each. It returns None if
-      the tokens do not decode to the text.
-    """
+    """Return all tokens, the span of each document, and a function that counts bytes of spans."""
     tokenizer = load_tokenizer(config)
     text = _read_text(config)
     documents = text.split(config.separator) if config.separator else [text]
@@ -185,6 +164,7 @@ def _count_bytes(
     documents: list[range],
     parts: list[range],
 ) -> int | None:
+    """Count the UTF-8 bytes of parts but their first tokens; None if these do not decode to it."""
     if tokenizer.folder is None:
         return sum(len(part) - 1 for part in parts if part)
     text = _read_text(config)  # again, because the text was not kept in memory

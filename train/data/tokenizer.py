@@ -65,30 +65,12 @@ def load_tokenizer(config: Text) -> Tokenizer:
         refused when a text has one.
     """
     tokenizer, vocabulary = _load(config), config.vocabulary
-    if vocabulary is None or vocabulary >= tokenizer.vocab_size:
-        return tokenizer
-    if vocabulary < tokenizer.text_size:
+    if vocabulary is not None and vocabulary < tokenizer.text_size:
         raise UserError(
             f"data.tokenizer: has {tokenizer.text_size:,} tokens of text, but the vocabulary has "
             f"{vocabulary:,}; give the model's own tokenizer, or a larger data.vocabulary"
         )
-
-    def check(ids: np.ndarray) -> np.ndarray:
-        if (largest := ids.max(initial=0)) >= vocabulary:
-            raise UserError(
-                f"the text has the special token {largest}, which a vocabulary of "
-                f"{vocabulary:,} does not have; remove it from the text"
-            )
-        return ids
-
-    def encode_pieces(texts: Sequence[str]) -> list[Pieces]:
-        return [p._replace(ids=check(p.ids)) for p in tokenizer.encode_pieces(texts)]
-
-    return tokenizer._replace(
-        encode=lambda text: check(tokenizer.encode(text)),
-        encode_prompt=lambda text: check(tokenizer.encode_prompt(text)),
-        encode_pieces=encode_pieces,
-    )
+    return tokenizer
 
 
 def _load(config: Text) -> Tokenizer:
@@ -159,28 +141,40 @@ def _load(config: Text) -> Tokenizer:
             raise UserError(f"{path} has no token for some of {_shorten(text)!r}")
         return Pieces(ids.astype(dtype), starts, ends)
 
+    def check(ids: np.ndarray) -> np.ndarray:
+        vocabulary, largest = config.vocabulary, ids.max(initial=0)
+        if vocabulary is not None and largest >= vocabulary:
+            raise UserError(
+                f"the text has the special token {largest}, which a vocabulary of "
+                f"{vocabulary:,} does not have; remove it from the text"
+            )
+        return ids
+
     def encode(text: str, *, with_end: bool = True) -> np.ndarray:
         (encoding,) = encodings([text], is_whole=False)
         ids = as_pieces(encoding, text).ids
         if not with_end:  # special tokens after the text, but not those before it
             from_text = np.flatnonzero(~encoding.is_special)
             ids = ids[: np.max(from_text, initial=-1) + 1]
-        return ids
+        return check(ids)
 
     def encode_pieces(texts: Sequence[str]) -> list[Pieces]:
         found = encodings(list(texts), is_whole=True)
-        return [as_pieces(e, text) for e, text in zip(found, texts, strict=True)]
+        pieces = [as_pieces(e, text) for e, text in zip(found, texts, strict=True)]
+        for own in pieces:
+            check(own.ids)
+        return pieces
 
     def decode(ids: Iterable[int]) -> str:
         try:
-            text: str = run("decode", [int(i) for i in ids])
+            text: str = run("call", "decode", [int(i) for i in ids])
         except limits.CodeError as error:
             raise UserError(f"{path} cannot decode its tokens: {error}") from error
         return text
 
     def end_token() -> int | None:
         name = special_tokens(path.parent).get("eos_token")
-        token: int | None = None if name is None else run("find_token", name)
+        token: int | None = None if name is None else run("call", "token_to_id", name)
         if name is not None and token is None:
             raise UserError(
                 f"{path} has no token {name!r}, which tokenizer_config.json gives as eos_token"
@@ -263,16 +257,9 @@ def encode(path: str, texts: Sequence[str], is_whole: bool) -> list[Encoding]:
     ]
 
 
-def decode(path: str, ids: Sequence[int]) -> str:
-    """Return the text of tokens."""
-    text: str = _load_library(path)[0].decode(ids)
-    return text
-
-
-def find_token(path: str, name: str) -> int | None:
-    """Return the token of a name, or None."""
-    token: int | None = _load_library(path)[0].token_to_id(name)
-    return token
+def call(path: str, method: str, argument: Any) -> Any:
+    """Call a method of the library's tokenizer."""
+    return getattr(_load_library(path)[0], method)(argument)
 
 
 def find_start_tokens(path: str) -> np.ndarray:

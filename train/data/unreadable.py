@@ -93,7 +93,15 @@ class UnreadableFiles:
         new = sorted(found - self._known)
         for id in new:
             self._known.add(id)
-            self._report(id, self._dataset.explain(id))
+            if (error := self._dataset.explain(id)) is None:
+                continue
+            split = next(name for name, ids in self._splits.items() if id in ids)
+            self._errors[split].append(error)
+            name_of = self._dataset.name if split == "training" else self._dataset.test_name or str
+            name = name_of(self._splits[split].index(id))
+            reason = error.removeprefix(f"{name}: ")
+            self._rows.append({"file": name, "split": split, "reason": reason})
+            self._log(f"cannot read {error}; skipped")
         if new:
             self._write(self._rows)
         for split, errors in self._errors.items():
@@ -110,19 +118,6 @@ class UnreadableFiles:
                     f"data.max_bad_fraction: so far {len(errors):,} of the {files:,} {split} files "
                     f"are unreadable, more than {fraction:g} of all; the first is {errors[0]}"
                 )
-
-    def _report(self, id: int, error: str | None) -> None:
-        if error is not None:
-            split = next(name for name, ids in self._splits.items() if id in ids)
-            self._errors[split].append(error)
-            name = self._name(split, self._splits[split].index(id))
-            reason = error.removeprefix(f"{name}: ")
-            self._rows.append({"file": name, "split": split, "reason": reason})
-            self._log(f"cannot read {error}; skipped")
-
-    def _name(self, split: str, row: int) -> str:
-        data = self._dataset
-        return data.name(row) if split == "training" else (data.test_name or str)(row)
 
 
 class CheckedBatches:

@@ -62,9 +62,9 @@ class Workers:
             pool = self._pool
         empty = function({name: a[:0] for name, a in rows.items()})
         shapes = {name: (n, *a.shape[1:]) for name, a in empty.items()}
-        ends = np.cumsum(
-            [_pages(math.prod(shapes[name]) * a.itemsize) for name, a in empty.items()]
-        )
+        sizes = [math.prod(shapes[name]) * a.itemsize for name, a in empty.items()]
+        # Of whole pages, so that each array is aligned.
+        ends = np.cumsum([-(-size // mmap.PAGESIZE) * mmap.PAGESIZE for size in sizes])
         starts = dict(zip(empty, [0, *ends.tolist()], strict=False))
         size = -(-n // (_PARTS * self._count))
         futures = []
@@ -146,7 +146,6 @@ def _work(
     starts: dict[str, int],
     first: int,
 ) -> Work:
-    """Call the function in a worker, and write its arrays to the memory of the batch."""
     before = now()
     arrays = function(rows)
     with open(path, "r+b", buffering=0) as file:
@@ -154,8 +153,3 @@ def _work(
             file.seek(starts[name] + first * a[:1].nbytes)
             file.write(np.ascontiguousarray(a).data)
     return now().plus(before, -1)
-
-
-def _pages(size: int) -> int:
-    """Round a number of bytes up to whole pages, so that each array is aligned."""
-    return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -20,7 +20,7 @@ from fnet.privacy.users import per_user
 from fnet.step import Step, divisors
 from train import data
 from train.config import Config
-from train.data import Dataset, buckets, poisson, users
+from train.data import Dataset, buckets, poisson
 from train.data.canaries import add_canaries, draw_included, exclude
 from train.data.placeholder import Placeholder
 from train.data.unreadable import UnreadableFiles
@@ -108,7 +108,7 @@ class Setup(NamedTuple):
             dataset = exclude(dataset, draw_included(dataset.canaries, seed))
         if self.privacy and self.config.examples_per_user:
             k = self.config.examples_per_user
-            return users.user_batches(dataset, self.privacy.sampling, k, seed)
+            return poisson.user_batches(dataset, self.privacy.sampling, k, seed)
         if self.privacy:
             return poisson.poisson_batches(dataset, self.privacy.sampling, seed)
         if longest := self.config.data.longest_row:
@@ -292,7 +292,7 @@ def _notes(config: Config, dataset: Dataset, steps: int, missing: Placeholder | 
 
 def _num_units(dataset: Dataset) -> int:
     """Count what privacy protects and batches consist of: training examples, or users."""
-    return data.num_examples(dataset.train) if dataset.users is None else users.num_users(dataset)
+    return data.num_examples(dataset.train) if dataset.users is None else poisson.num_users(dataset)
 
 
 def _warmup_steps(config: Config, steps: int) -> int:
@@ -401,7 +401,7 @@ def _batch_shapes(task: Task, config: Config) -> dict[str, jax.ShapeDtypeStruct]
     dataset = task.dataset
     rows = config.grad.batch_rows(config, _num_units(dataset))
     if config.examples_per_user:
-        batch = users.sample_user_batch(dataset, rows, config.examples_per_user)
+        batch = poisson.sample_user_batch(dataset, rows, config.examples_per_user)
     else:
         batch = data.sample_batch(dataset, rows)
         if config.is_private or config.data.longest_row:

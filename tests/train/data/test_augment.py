@@ -10,14 +10,13 @@ from train.data import augment
 from train.data.augment import (
     RESIZED_CROP_DRAWS,
     center_crop,
+    evaluation_crops,
     fit,
     horizontal_flip,
     random_resized_crop,
     random_scale_crop,
     resize_shorter_side,
     shift,
-    ten_crops,
-    two_crops,
 )
 from train.data.drawings import fill_polygon
 from train.data.image_batches import ImageOptions
@@ -104,12 +103,12 @@ def test_center_crop_takes_the_center():
 
 def test_ten_crops_are_corners_and_center_with_their_flips():
     image = images(1, 6, 8)[0]
-    ten = ten_crops(image, 4)
+    ten = evaluation_crops(image, 4, 10)
     # torchvision's order: top left, top right, bottom left, bottom right, center.
     five = [image[:4, :4], image[:4, 4:], image[2:, :4], image[2:, 4:], image[1:5, 2:6]]
     chex.assert_trees_all_equal(ten[:5], np.stack(five))
     chex.assert_trees_all_equal(ten[5:], np.stack(five)[:, :, ::-1])
-    chex.assert_trees_all_equal(two_crops(image, 4), ten[[4, 9]])
+    chex.assert_trees_all_equal(evaluation_crops(image, 4, 2), ten[[4, 9]])
 
 
 @pytest.mark.parametrize("reflect", [False, True])

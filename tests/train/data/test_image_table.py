@@ -11,8 +11,8 @@ from image_cases import write_image
 from train import tasks
 from train.config import Clipped, Config
 from train.data import Outputs, Scaling, evaluation_batches, records
-from train.data.class_weights import balanced_weights
 from train.data.image_table import ImageTable
+from train.data.labeled_images import balanced_weights
 from train.data.splits import hold_out, hold_out_files
 from train.errors import UserError
 

@@ -3,7 +3,7 @@
 import chex
 import numpy as np
 
-from train.data.sampling import SampledBatches
+from train.data.order import SampledBatches
 
 LABELS = np.array([0] * 30 + [1] * 5 + [2])
 

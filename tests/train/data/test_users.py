@@ -19,8 +19,8 @@ from fnet.privacy import PoissonSampling
 from fnet.privacy.users import per_user
 from train.config import ArrayFile, ImageFolder, TextFile, recipes
 from train.data import Dataset, num_examples
+from train.data.poisson import user_batches
 from train.data.splits import hold_out_users
-from train.data.users import user_batches
 from train.errors import UserError
 from train.gradients.privacy import Privacy
 from train.run.setup import setup
