@@ -203,27 +203,6 @@ def test_reason_to_skip():
 # The report
 
 
-def test_log_has_figures_of_an_earlier_jax_where_programs_differ():
-    old = RESULTS["stack"]
-    claims = [
-        Claim("temporaries", "flax | linen", 0.35, "<= 0.39"),
-        Claim("time", "flax", 0.7, "<= 1.0", "time"),
-        Claim("saved", "flax: 3.00", 1.0),
-    ]
-    new = {"claims": [c.as_json() for c in claims], "versions": {"jax": "0.12.0"}}
-    old = old | {"claims": [*old["claims"][:2], Claim("saved", "flax: 2.99", 1.002).as_json()]}
-    both = report.with_earlier(new, old)
-    lines = report.as_markdown(MACHINE, {"stack": both}).splitlines()
-    assert any(line.endswith("| kind | jax 0.10.2 |") for line in lines)
-    assert "| temporaries | flax \\| linen | 0.35 | <= 0.39 | yes | memory | 0.391 |" in lines
-    assert "| time | flax | 0.7 | <= 1.0 | yes | time |  |" in lines
-    assert "| saved | flax: 3.00 | 1.0 |  |  | memory |  |" in lines
-    # Measured once more with the same JAX, or not at all, it keeps the earlier one's.
-    assert report.with_earlier(new, both) == both
-    assert report.with_earlier({"why": "no"}, both)["earlier"] == both["earlier"]
-    assert report.with_earlier(old, {"why": "no"}) == old
-
-
 def test_results_are_read_only_on_the_same_hardware(tmp_path):
     report.write(MACHINE, RESULTS, tmp_path)
     assert report.read(tmp_path, MACHINE | {"python": "3.13.0"}) == RESULTS
