@@ -9,8 +9,10 @@ written over an operand that nothing reads later.
 
 import dataclasses
 import heapq
+import math
+import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
@@ -25,6 +27,8 @@ from fnet.jaxpr import (
     nbytes,
     renames,
 )
+from fnet.jaxpr.axes import ROWS
+from fnet.memory.cost import Cost, equation_cost
 
 # Not computed twice where two operations read the result.
 _EXPENSIVE = frozenset(
@@ -37,9 +41,12 @@ _MOVES = frozenset(
 )
 _UPDATES = frozenset("dynamic_update_slice scatter scatter-add scatter_add".split())  # noqa: SIM905
 _PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot")
-_BARRIER = "optimization_barrier"
+BARRIER = "optimization_barrier"
 # XLA's CPU backend gives sums of more bytes to a library, with what they alone read.
 _LIBRARY_SUM = 2**14
+
+
+_FREE = Cost(0, 0)
 
 
 @dataclasses.dataclass(eq=False)
@@ -73,6 +80,11 @@ class Operation:
       is_elementwise: Whether each element of a result depends on one of each operand.
       is_large: Whether it reads at most one array as large as its result.
       readers: Operations that read its outputs.
+      tag: Equation of the loss that it belongs to, and whether it is of the backward pass.
+      cost: FLOPs and bytes of running it.
+      densities: For each output, FLOPs of computing it again for each byte; see `density`.
+      iterations: Of a scan, how many.
+      body: Of a scan, density, bytes and cost of each equation of an iteration.
     """
 
     name: str
@@ -83,54 +95,43 @@ class Operation:
     is_elementwise: bool = False
     is_large: bool = False
     readers: "list[Operation]" = dataclasses.field(default_factory=list)
+    tag: tuple[int, bool] | None = None
+    cost: Cost = _FREE
+    densities: Sequence[float] = ()
+    iterations: int = 1
+    body: Sequence[tuple[float, int, Cost]] = ()
 
 
-def estimate_step(closed: ClosedJaxpr, donated: int = 0) -> int:
-    """Estimate the peak of a step in bytes.
+class Program:
+    """Collects the operations of a jaxpr.
 
-    Args:
-      closed: The traced step, ``jitted.trace(...).jaxpr``.
-      donated: Number of arguments that are donated, the first ones. The first results are written
-        over them.
-
-    Returns:
-      Arguments, results and temporaries at the peak.
-
-    Example:
-      >>> import jax, jax.numpy as jnp
-      >>> from fnet.memory.estimate import estimate_step
-      >>> f = jax.jit(lambda x: jnp.sort(x) @ x)
-      >>> estimate_step(f.trace(jnp.zeros((64, 64))).jaxpr)
-      49152
+    Attributes:
+      operations: In program order.
     """
-    program = _Program()
-    arguments = [Array(nbytes(v)) for v in closed.jaxpr.invars]
-    results = program.run(closed, arguments)
-    over = {r: a for r, a in zip(results, arguments[:donated], strict=False) if r.bytes == a.bytes}
-    return sum(a.bytes for a in arguments) + _peak(program.operations, results, over)
-
-
-class _Program:
-    """Collects the operations of a jaxpr."""
 
     def __init__(self) -> None:
         self.operations: list[Operation] = []
         self._known: dict[Any, list[Array]] = {}
+        self._tag: tuple[int, bool] | None = None
 
     def run(self, closed: ClosedJaxpr, arguments: Sequence[Array]) -> list[Array]:
         """Add the equations of a jaxpr, and return its results."""
         arrays: dict[Var, Array] = {v: Array(0) for v in closed.jaxpr.constvars}
+        outer = self._tag
         arrays |= zip(closed.jaxpr.invars, arguments, strict=True)
 
         def read(atoms: Iterable[Any]) -> list[Array]:
             return [Array(0) if isinstance(v, Literal) else arrays[v] for v in atoms]
 
         for eqn in closed.jaxpr.eqns:
+            self._tag = outer or _tag_of(eqn)
             arrays |= zip(eqn.outvars, self._equation(eqn, read(eqn.invars)), strict=True)
+        self._tag = outer
         return read(closed.jaxpr.outvars)
 
     def add(self, operation: Operation) -> list[Array]:
         """Add an operation, and return its results."""
+        operation.tag = operation.tag or self._tag
         for a in operation.outputs:
             a.maker = operation
         for a in dict.fromkeys(operation.inputs):
@@ -146,7 +147,7 @@ class _Program:
             if is_checkpoint(eqn) and eqn.params["prevent_cse"] and eqn.params["differentiated"]:
                 inputs = self._barrier(inputs)
             return self.run(called, inputs)
-        if name == _BARRIER:
+        if name == BARRIER:
             return self._barrier(inputs)
         if renames(eqn) and len(inputs) == len(eqn.outvars):
             return inputs
@@ -161,7 +162,7 @@ class _Program:
         return self._known[key]
 
     def _barrier(self, inputs: list[Array]) -> list[Array]:
-        return self.add(Operation(_BARRIER, inputs, [Array(a.bytes, of=a.of) for a in inputs]))
+        return self.add(Operation(BARRIER, inputs, [Array(a.bytes, of=a.of) for a in inputs]))
 
     def _matrix(self, eqn: JaxprEqn, side: int, operand: Array) -> Array:
         """An operand of a product in the order of axes that the product reads; a copy is shared."""
@@ -180,7 +181,15 @@ class _Program:
 
     def _operation(self, eqn: JaxprEqn, inputs: list[Array]) -> Operation:
         operation = Operation(eqn.primitive.name, inputs, [Array(nbytes(v)) for v in eqn.outvars])
+        operation.cost = equation_cost(eqn)
+        operation.densities = [density_of(eqn)] * len(eqn.outvars)
         if (scan := Scan.read(eqn)) is not None:
+            operation.densities = _densities_of_stacks(scan)
+            operation.iterations = scan.length
+            operation.body = [
+                (density_of(e), sum(map(nbytes, e.outvars)), equation_cost(e))
+                for e in _called(scan.body.jaxpr)
+            ]
             first = scan.num_consts
             operation.working = _of_body(scan.body, first, scan.num_carry)
             carry = inputs[first : first + scan.num_carry]
@@ -206,6 +215,59 @@ class _Program:
         return operation
 
 
+def density_of(eqn: JaxprEqn) -> float:
+    """FLOPs of an equation for each byte of its result; see `density`."""
+    return density(eqn.primitive.name, [aval(v) for v in eqn.invars], eqn.params)
+
+
+def density(name: str, avals: Sequence[Any], params: Mapping[str, Any]) -> float:
+    """FLOPs that a byte of a result takes: 0 if it is computed where it is read, 100 if unknown."""
+    row = ROWS.get(name)
+    shapes = [getattr(a, "shape", ()) for a in avals]
+    size = getattr(getattr(avals[0], "dtype", None), "itemsize", 4) if avals else 4
+    if name == "dot_general":
+        (contracted, _), _ = params["dimension_numbers"]
+        return float(2 * math.prod(shapes[0][d] for d in contracted) / size)
+    if name == "conv_general_dilated":
+        features = shapes[1][params["dimension_numbers"].rhs_spec[0]]
+        return float(2 * math.prod(shapes[1]) / features / size)
+    if name in ("iota", *_MOVES - {"gather"}):
+        return 0.0
+    if row is None or "jaxpr" in params or name in ("sort", "top_k"):
+        return 100.0
+    if all(isinstance(d, int) for d in params.get("axes", [None])):
+        return float(max(math.prod(shapes[0][d] for d in params["axes"]), 1)) / size
+    if row.is_identity or (row.is_elementwise and not row.is_expensive):
+        return 0.0
+    return 10 / size if row.is_expensive else 4 / size
+
+
+def _called(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
+    """Equations of a jaxpr and of what it calls."""
+    for eqn in jaxpr.eqns:
+        called = called_jaxpr(eqn, custom_derivatives=True)
+        yield from _called(called.jaxpr) if called else [eqn]
+
+
+def _densities_of_stacks(scan: Scan) -> list[float]:
+    """Of each result of a scan: that of the equation of the body, infinite for a carry."""
+    made = {v: density_of(e) for e in scan.body.jaxpr.eqns for v in e.outvars}
+    return [
+        math.inf if isinstance(v, Literal) else made.get(v, math.inf)
+        for v in scan.body.jaxpr.outvars
+    ]
+
+
+_TAG = re.compile(r"fnet@(\d+)")
+
+
+def _tag_of(eqn: JaxprEqn) -> tuple[int, bool] | None:
+    """The number of the named scope ``fnet@7`` of an equation, and whether it is transposed."""
+    stack = str(eqn.source_info.name_stack)
+    found = _TAG.search(stack) if "@" in stack else None
+    return (int(found[1]), "transpose(" in stack) if found else None
+
+
 def _bytes(array: Array) -> int:
     return array.bytes
 
@@ -224,9 +286,9 @@ def _key(eqn: JaxprEqn, inputs: list[Array]) -> Any:
 def _of_program(inner: ClosedJaxpr | Jaxpr) -> int:
     """Bytes of an inner program besides its arguments."""
     closed = inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, [])
-    program = _Program()
+    program = Program()
     results = program.run(closed, [Array(nbytes(v)) for v in closed.jaxpr.invars])
-    return _peak(program.operations, results, {})
+    return peak_of(program.operations, results, {})
 
 
 def _of_body(body: ClosedJaxpr, first: int, count: int) -> int:
@@ -234,7 +296,7 @@ def _of_body(body: ClosedJaxpr, first: int, count: int) -> int:
 
     Its slices of scanned arrays are made in the iteration, its outputs are written to their stacks.
     """
-    program = _Program()
+    program = Program()
     arguments = [Array(nbytes(v)) for v in body.jaxpr.invars]
     for a in arguments[first + count :]:
         program.add(Operation("dynamic_slice", [], [a]))
@@ -243,7 +305,7 @@ def _of_body(body: ClosedJaxpr, first: int, count: int) -> int:
         program.add(Operation("dynamic_update_slice", [Array(0), a], [Array(0)]))
     carry = arguments[first : first + count]
     over = {r: a for r, a in zip(results[:count], carry, strict=True) if r is not a}
-    return _peak(program.operations, results[:count], over)
+    return peak_of(program.operations, results[:count], over)
 
 
 # What is stored.
@@ -319,7 +381,7 @@ def _needed(operations: Sequence[Operation], results: Sequence[Array]) -> "dict[
 # Schedules, and what is alive.
 
 
-def _peak(
+def peak_of(
     operations: Sequence[Operation], results: Sequence[Array], over: dict[Array, Array]
 ) -> int:
     """Bytes besides the arguments at the worst moment, in the best of three orders."""
@@ -362,7 +424,7 @@ def _freeing_most(stored: _Stored, results: Sequence[Array]) -> list[Operation]:
                 readers[maker].append(o)
 
     def cost(o: Operation) -> int:
-        made = 0 if o.name == _BARRIER else sum(map(_bytes, o.outputs))
+        made = 0 if o.name == BARRIER else sum(map(_bytes, o.outputs))
         counts = Counter(a.of for a in stored.reads[o])
         return made - sum(a.bytes for a, n in counts.items() if a.maker and left[a] == n)
 
@@ -400,7 +462,7 @@ def _most_alive(
     for t, o in enumerate(order):
         dying = [a for a in dict.fromkeys(a.of for a in stored.reads[o]) if last[a] == t]
         free = [a for a in dying if a in alive]
-        for k, a in enumerate(o.outputs if o.name != _BARRIER else ()):
+        for k, a in enumerate(o.outputs if o.name != BARRIER else ()):
             if a in over and last.get(over[a], -1) <= t:
                 continue
             place = _place(o, k, a, free)
