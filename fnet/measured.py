@@ -64,26 +64,13 @@ ALLOCATOR, LARGEST_GAPS = 1 / 12, 2**24
 LARGE_LOOP = 0.2
 # Largest number of pieces. Planning time grows with it, because each is linearized.
 MOST_PIECES = 160
-# XLA fuses chains of elementwise operations up to about this length with their reader.
-FUSED_DEPTH = 6
-# Smaller arrays, relative to all that the plain loss saves, are always saved.
-SMALL = 1e-4
-# Largest sizes of a window that are tried, relative to all that the plain loss saves.
-WINDOW_SIZES = (0.0, 0.02, 0.04, 0.07, 0.1, 0.15, 0.2, 0.3, 0.45)
-# Smaller arrays stay on the device: each copy to the host has a cost of its own.
-SMALLEST_OFFLOADED = 2**16
-# Nodes that one integer program visits, so that every machine finds the same plan; the seconds
-# after which it ends all the same; the share of the optimum that it may miss.
-NODES = 100
-MOST_SECONDS = 60.0
-GAP = 0.01
 # A plan that fits is improved while the next proposal is so much faster.
-WORTH_COMPILING = 0.005
-# The smallest proposals: bytes relative to the bound of the linear program, and whether windows may
-# save all their residuals.
-SMALLEST = ((1.05, True), (1.05, False), (1.01, False))
-# After a peak above the budget, the next proposal is smaller by this share, then by twice as much.
+WORTH_COMPILING = 0.01
+# After a peak above the budget, the next tree is smaller by this share, then by twice as much.
 STEP = 0.01
+# Bytes of windows besides the arguments, relative to the estimate, until one was compiled; and of
+# chunks of rows, which are compiled once a plan fits, if they are faster.
+OF_WINDOWS, TOO_HIGH = 1.1, 0.85
 
 # python -m benchmarks.fitted_steps: jaxlib 0.10.
 #

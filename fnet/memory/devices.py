@@ -8,7 +8,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
 
 from fnet.jaxpr import ShardMap, active_variables, evaluate, interpret
 from fnet.jaxpr.primitives import made_bytes
-from fnet.memory.windows import evaluate_as
+from fnet.memory.apply import evaluate_as
 
 F = TypeVar("F", bound=Callable[..., Any])
 

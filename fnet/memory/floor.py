@@ -8,7 +8,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from fnet.jaxpr import Scan, active_variables, aval, inline, is_floating, nbytes, place
 from fnet.jaxpr.primitives import Cond, DotGeneral, product
-from fnet.memory.graph import variables
+from fnet.memory.apply import variables
 from fnet.memory.regions import Division, Region, wide
 
 

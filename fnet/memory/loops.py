@@ -33,10 +33,9 @@ from fnet.jaxpr import (
     switch,
 )
 from fnet.jaxpr.primitives import Cond, product
+from fnet.memory.apply import evaluate_as, variables
 from fnet.memory.cost import Cost, equation_cost
-from fnet.memory.graph import linearize, variables
-from fnet.memory.remat import Policy
-from fnet.memory.windows import evaluate_as
+from fnet.memory.residuals import linearize
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -67,22 +66,6 @@ class Chunks(NamedTuple):
     policy: Callable[..., Any] | None = None
 
 
-class LoopPolicy(NamedTuple):
-    """A policy that runs loops in chunks, and its prediction.
-
-    Attributes:
-      policy: Remat policy.
-      bytes: Bytes that the loops of the function hold for the backward pass.
-      cost: Additional FLOPs and bytes.
-      chunks: How the loops are divided that are not plain.
-    """
-
-    policy: Policy
-    bytes: int
-    cost: Cost
-    chunks: tuple[Chunks, ...]
-
-
 def remat_loops(f: F, passes: int, share: float = 1.0) -> F:
     """Run loops in the chunks that are predicted to need the fewest bytes.
 
@@ -100,31 +83,17 @@ def remat_loops(f: F, passes: int, share: float = 1.0) -> F:
     return _chunked(f, lambda part: _best(part, passes, share).chunks)
 
 
-def loop_policies(closed: ClosedJaxpr, differentiated: Sequence[bool]) -> list[LoopPolicy]:
-    """Return policies that run the loops of a function in chunks, from the fewest FLOPs on.
-
-    Args:
-      closed: The inlined function.
-      differentiated: Whether each argument is differentiated.
-
-    Returns:
-      The plain function, and policies with fewer and fewer bytes.
-    """
+def loop_choices(
+    closed: ClosedJaxpr, differentiated: Sequence[bool]
+) -> list[tuple[int, float, int]]:
+    """Return arguments of `remat_loops` with the bytes that loops hold, the fewest FLOPs first."""
     part = _Part.of(closed, differentiated)
-    found: list[LoopPolicy] = []
+    found: list[tuple[int, float, int]] = []
     for passes, share in _TRIED:
-        best = _best(part, passes, share)
-        chunks = tuple(c for c in best.chunks.values() if c.sizes)
-        if found and best.bytes >= (1 - _LEAST_SAVING) * found[-1].bytes:
-            continue
-        every = ", ".join(dict.fromkeys("/".join(map(str, c.sizes)) for c in chunks))
-        text = f"a carry per {every} iterations of loops"
-        if share < 1:
-            text += f" in {share:.0%} of them"
-        apply = functools.partial(remat_loops, passes=passes, share=share)
-        policy = Policy("chunked loops", text, apply)
-        found.append(LoopPolicy(policy, best.bytes, best.cost, chunks))
-    return found
+        size = _best(part, passes, share).bytes
+        if not found or size < (1 - _LEAST_SAVING) * found[-1][2]:
+            found.append((passes, share, size))
+    return found[1:]
 
 
 def _chunked(f: F, choose: "Callable[[_Part], dict[_Loop, Chunks]]") -> F:

@@ -51,17 +51,11 @@ from fnet.jaxpr.batch_axis import (
 )
 from fnet.jaxpr.custom_rules import has_linear_rules
 from fnet.jaxpr.primitives import made_bytes
+from fnet.memory.apply import evaluate_as, variables
 from fnet.memory.axis_classes import Axis, AxisClasses
 from fnet.memory.cost import estimate_cost
-from fnet.memory.graph import (
-    Graph,
-    Name,
-    analyze_regions,
-    equation_names,
-    variables,
-)
+from fnet.memory.estimate import density_of
 from fnet.memory.rows import Part, RowAxes, Sum, Value, run_rows, slice_rows
-from fnet.memory.windows import evaluate_as
 from fnet.mesh import equally_varying
 from fnet.precision import sum_dtype
 
@@ -120,21 +114,6 @@ class Whole(NamedTuple):
     reason: str = ""
 
 
-class Kept(NamedTuple):
-    """Rows that the backward pass reads in place of computing them again.
-
-    Attributes:
-      names: Equation and output of each, counted through the repeated regions (`Division.graph`).
-      equations: Primitives of these regions, to recognize the program.
-    """
-
-    names: frozenset[Name] = frozenset()
-    equations: tuple[str, ...] = ()
-
-
-NOTHING = Kept()
-
-
 class Division(NamedTuple):
     """A loss in parts.
 
@@ -173,26 +152,24 @@ class Division(NamedTuple):
         wholes = (part_of_jaxpr(p.eqns, [], []) for p in self.parts if isinstance(p, Whole))
         return sum(estimate_cost(j).time for j in (*wholes, *(r.jaxpr for r in self.regions)))
 
-    def graph(self) -> Graph:
-        """Arrays that the backward pass of the repeated regions reads."""
-        return analyze_regions(
-            [(r.jaxpr, r.active, r.active_results, r.row_axes) for r in self.repeated.values()],
-            self.held,
-        )
-
     @property
     def held(self) -> set[Var]:
         """Arguments of repeated regions, which are in memory until these run again."""
         return {v for r in self.repeated.values() for v in r.jaxpr.invars}
 
-    def rows_of(self, kept: Kept) -> dict[int, set[Var]]:
-        """Kept rows by number of the part; none if they are of another program."""
-        eqns = [(n, e) for n, region in self.repeated.items() for e in region.jaxpr.eqns]
-        found: dict[int, set[Var]] = {}
-        if equation_names(e for _, e in eqns) == kept.equations:
-            for i, j in kept.names:
-                found.setdefault(eqns[i][0], set()).add(eqns[i][1].outvars[j])
-        return found
+    @property
+    def dearest(self) -> list[tuple[int, Var, JaxprEqn]]:
+        """Rows that repeated regions may keep: part, variable, equation, the dearest first."""
+        held = self.held
+        found = [
+            (-density_of(e), n, v, e)
+            for n, region in self.repeated.items()
+            for e in region.jaxpr.eqns
+            for v in e.outvars
+            if v in region.row_axes and v in self.active and v not in held and is_floating(v)
+        ]
+        # To write and read a row takes as long as a few operations on it.
+        return [row[1:] for row in sorted(found, key=lambda row: row[0]) if row[0] < -4]
 
 
 # Find regions.
@@ -669,7 +646,7 @@ def run_divided(
     division: Division,
     chunks: int,
     inner: Callable[[Chunk], Chunk] = lambda f: f,
-    kept: Kept = NOTHING,
+    keep: int = 0,
 ) -> list[Any]:
     """Evaluate a divided loss.
 
@@ -679,10 +656,12 @@ def run_divided(
       division: Its parts.
       chunks: Number of chunks of each region, at most.
       inner: Wraps the function of a chunk of the largest region.
-      kept: Rows that the backward pass does not compute again.
+      keep: Number of arrays of rows that the backward pass does not compute again, the dearest.
     """
-    jaxpr = closed.jaxpr
-    keeps, held = division.rows_of(kept), division.held
+    jaxpr, held = closed.jaxpr, division.held
+    keeps: dict[int, set[Var]] = {}
+    for n, v, _ in division.dearest[:keep]:
+        keeps.setdefault(n, set()).add(v)
     values = dict(zip(jaxpr.constvars, closed.consts, strict=True))
     values |= zip(jaxpr.invars, args, strict=True)
 
@@ -825,12 +804,12 @@ class _Loop:
         whole, rest = divmod(self.region.size, self.size)
         # XLA would make the zeros of all loops once, at the beginning, and copy them there.
         zero, arrays = equally_varying((jnp.zeros((), jnp.int32), arrays))
-        zero, arrays = jax.lax.optimization_barrier((zero, arrays))
+        zero, arrays = _after_one_another((zero, arrays))
         carry = empty(zero)
         if self.is_unrolled:
             for start in range(0, whole * self.size, self.size):
                 # One chunk waits for the other, or both would be in memory.
-                carry, arrays = jax.lax.optimization_barrier((carry, arrays))
+                carry, arrays = _after_one_another((carry, arrays))
                 carry = body(start, self.size, carry, arrays)
         else:
             starts = jnp.arange(whole, dtype=jnp.int32) * self.size
@@ -838,7 +817,7 @@ class _Loop:
                 lambda c, s: (body(s, self.size, c, arrays), None), carry, starts
             )
         if rest:
-            carry, arrays = jax.lax.optimization_barrier((carry, arrays))
+            carry, arrays = _after_one_another((carry, arrays))
             carry = body(whole * self.size, rest, carry, arrays)
         return carry
 
@@ -997,6 +976,15 @@ class _Loop:
         return [(s * ct.astype(s.dtype)).astype(z.dtype) for s, z in pairs], None
 
 
+def _after_one_another(tree: Any) -> Any:
+    """A barrier for arrays. It would count as a use of a random key."""
+    leaves, structure = jax.tree.flatten(tree)
+    chosen = [i for i, a in enumerate(leaves) if not jnp.issubdtype(a.dtype, jax.dtypes.extended)]
+    for i, a in zip(chosen, jax.lax.optimization_barrier([leaves[i] for i in chosen]), strict=True):
+        leaves[i] = a
+    return jax.tree.unflatten(structure, leaves)
+
+
 @jax.custom_jvp
 def _in_place_of(made: Any, known: Any) -> Any:
     """An array that is known, with the derivative of the equation that makes it."""
@@ -1018,7 +1006,7 @@ def cut(
     f: F,
     chunks: int,
     inner: Callable[[Chunk], Chunk] = lambda f: f,
-    kept: Kept = NOTHING,
+    keep: int = 0,
     depth: int = MOST_REGIONS,
     made: tuple[int, int] = (0, 0),
 ) -> F:
@@ -1028,7 +1016,7 @@ def cut(
       f: A function of pytrees of arrays, differentiated with respect to the first argument.
       chunks: Number of chunks.
       inner: Wraps the function of a chunk of the largest region.
-      kept: Rows that the backward pass does not compute again.
+      keep: Number of arrays of rows that the backward pass does not compute again, the dearest.
       depth: As in `divide`.
       made: Bytes that the function makes outside of its regions and in them, where it was planned.
         Other arguments that cannot be cut run whole if they make no more than with one chunk.
@@ -1048,7 +1036,7 @@ def cut(
                 "a loss that was planned to run in chunks (remat_to_fit, plan_step) cannot be cut "
                 f"for arguments of these shapes: {reasons}; plan again for them"
             )
-        return run_divided(closed, leaves, division, chunks, inner, kept)
+        return run_divided(closed, leaves, division, chunks, inner, keep)
 
     return evaluate_as(f, run)
 

@@ -1,6 +1,7 @@
 """Gradient checkpointing (remat, `jax.checkpoint`): policies, segments, check of the result."""
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -10,19 +11,20 @@ from jax.extend.core import ClosedJaxpr
 from fnet import hlo
 from fnet.backward_pass import recompute
 from fnet.jaxpr import active_variables
+from fnet.memory.apply import evaluate_as
 from fnet.memory.cost import product_flops
-from fnet.memory.graph import equation_names
 from fnet.memory.peak import CANDIDATE_OPTIONS, peak, platform
-from fnet.memory.regions import MOST_REGIONS, NOTHING, Kept, cut, divide, run_divided
-from fnet.memory.windows import (
+from fnet.memory.pieces import Piece, merge, pieces
+from fnet.memory.regions import divide, run_divided
+from fnet.memory.tree import (
+    NOTHING,
+    PLAIN,
     CheckpointPolicy,
     Run,
+    Tree,
     Window,
-    evaluate_as,
-    groups,
     remat_windows,
     run_windows,
-    segments,
 )
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -71,6 +73,8 @@ def remat_in_segments(f: F, policy: CheckpointPolicy | None = None) -> F:
     return remat_windows(f, segments, policy)
 
 
+_TRIALS = 200
+"""Limits on the size of a segment that are tried."""
 _CHUNKS = 16
 """Chunks of the rows of a segment, in `remat_nested`."""
 
@@ -111,6 +115,53 @@ def remat_nested(f: F) -> F:
     return evaluate_as(f, run)
 
 
+def segments(closed: ClosedJaxpr, *, loops_on_host: bool = False, chunks: int = 1) -> list[Window]:
+    """Divide an inlined function so that the saved bytes and the largest window are smallest.
+
+    Of ``chunks`` in which a window runs, one is alive at a time. The last window is plain, unless
+    it is a loop.
+    """
+    parts = pieces(closed.jaxpr)
+    trials = _trials(parts)
+    _, limit = min((saved + limit / chunks, limit) for limit, (saved, _) in trials.items())
+    return _windows(parts, trials[limit][1], loops_on_host)
+
+
+def groups(closed: ClosedJaxpr, *, chunks: int) -> list[Window]:
+    """Divide an inlined function into windows which are divided into `segments` again."""
+    parts = pieces(closed.jaxpr)
+    trials = _trials(parts)
+    _, cuts = min((saved + limit / chunks, cuts) for limit, (saved, cuts) in trials.items())
+
+    def saved_within(starts: Sequence[int]) -> int:
+        bounds = itertools.pairwise([*starts, len(parts)])
+        return max(sum(parts[c].passing for c in cuts if a < c < b) for a, b in bounds)
+
+    _, starts = min((saved + saved_within(starts), starts) for saved, starts in trials.values())
+    return _windows(parts, starts)
+
+
+def _trials(parts: Sequence[Piece]) -> dict[int, tuple[float, list[int]]]:
+    """For limits on the size of a window: the bytes that pass, and the first piece of each."""
+    sizes = [piece.made for piece in parts]
+    before = [0, *itertools.accumulate(sizes)]
+    least = max(sizes, default=0)
+    limits = sorted({b - a for a, b in itertools.combinations(before, 2) if b - a >= least}) or [0]
+    step = max(1, len(limits) // _TRIALS)
+    return {limit: merge(parts, sizes, limit) for limit in limits[::step]}
+
+
+def _windows(
+    parts: Sequence[Piece], starts: list[int], loops_on_host: bool = False
+) -> list[Window]:
+    windows = []
+    for first, after in itertools.pairwise([*starts, len(parts)]):
+        start, end, is_loop = parts[first].start, parts[after - 1].end, parts[first].is_loop
+        least = None if after == len(parts) and not is_loop else NOTHING
+        windows.append(Window(start, end, is_loop, least, loops_on_host and is_loop))
+    return windows
+
+
 def _computed_again(run: Run, differentiated: Sequence[bool]) -> Run:
     """Save the arguments alone, as `jax.checkpoint` does.
 
@@ -147,8 +198,7 @@ class Policy(NamedTuple):
       saves: Description of the residuals that are saved.
       apply: Wraps a function of arrays. The values and gradients stay the same.
       platforms: Platforms it works on. Empty for all.
-      chunks: Number of chunks in which the regions of the function run; see
-        `fnet.memory.regions`.
+      tree: The tree of a planned policy, of which ``apply`` is a method; see `fnet.memory.tree`.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -166,22 +216,24 @@ class Policy(NamedTuple):
     saves: str
     apply: Callable[[Any], Any]
     platforms: tuple[str, ...] = ()
-    chunks: int = 1
+    tree: Tree | None = None
+
+    @property
+    def chunks(self) -> int:
+        """Number of chunks in which regions of the function run; see `fnet.memory.regions`."""
+        return self.tree.chunks if self.tree else 1
+
+    @classmethod
+    def of(cls, tree: "Tree | Policy") -> "Policy":
+        """The policy of a tree."""
+        if isinstance(tree, Policy):
+            return tree
+        if tree == PLAIN:
+            return REMAT_POLICIES["none"]
+        return cls(tree.name, str(tree), tree.apply, tree=tree)
 
     def __str__(self) -> str:
         return self.name
-
-    def after(self, other: "Policy") -> "Policy":
-        """Return this policy for a function that another one changes first."""
-        if other is REMAT_POLICIES["none"]:
-            return self
-        return Policy(
-            self.name if other.name == "none" else f"{self.name} with {other.name}",
-            f"{self.saves}; {other.saves}",
-            lambda f: self.apply(other.apply(f)),
-            self.platforms,
-            other.chunks,
-        )
 
 
 class _Policies(dict[str, Policy]):
@@ -211,45 +263,6 @@ REMAT_POLICIES = _Policies(
 
 A policy of a plan is its own key: ``REMAT_POLICIES[policy]`` takes a name or a policy.
 """
-
-
-def planned(windows: Sequence[Window], equations: tuple[str, ...]) -> Policy:
-    """Return a policy that saves chosen arrays.
-
-    Args:
-      windows: Windows of the loss, with the arrays that each saves.
-      equations: `fnet.memory.graph.equation_names` of the loss that they are chosen for. A loss
-        with other equations, as at another sequence length, is divided into segments instead.
-
-    Returns:
-      The policy.
-    """
-    saved = sum(len(w.saved) for w in windows)
-    moved = sum(len(w.offloaded) for w in windows)
-    text = f"{saved} arrays in {len(windows)} windows"
-    text += f", {moved} in host memory" if moved else ""
-
-    def divide(closed: ClosedJaxpr) -> Sequence[Window]:
-        return windows if equation_names(closed.eqns) == equations else segments(closed)
-
-    return Policy("planned", text, lambda f: remat_windows(f, divide))
-
-
-def in_chunks(
-    chunks: int,
-    policy: Policy,
-    kept: Kept = NOTHING,
-    depth: int = MOST_REGIONS,
-    made: tuple[int, int] = (0, 0),
-) -> Policy:
-    """Return a policy that runs regions in chunks, with another one for chunks of the largest."""
-    if chunks == 1:
-        return policy
-    saves = f"{policy.saves}, in {chunks} chunks"
-    saves += f" that keep {len(kept.names)} arrays" if kept.names else ""
-    return policy._replace(
-        saves=saves, apply=lambda f: cut(f, chunks, policy.apply, kept, depth, made), chunks=chunks
-    )
 
 
 def policies_for(platform: str) -> list[str]:

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.interpreters.partial_eval import dce_jaxpr
 from jax.tree_util import keystr, tree_flatten_with_path, tree_leaves_with_path
 
 from fnet.jaxpr import (
@@ -28,7 +29,6 @@ from fnet.jaxpr import (
     source_line,
 )
 from fnet.jaxpr.primitives import Cond
-from fnet.memory.graph import Forward, linearize
 from fnet.memory.sizes import leaf_bytes
 
 
@@ -74,6 +74,48 @@ class LayerResiduals(NamedTuple):
     layer: str
     bytes: int
     arrays: int
+
+
+class Forward(NamedTuple):
+    """The forward pass of a gradient.
+
+    Attributes:
+      closed: Maps arrays to what the function returns and to residuals.
+      returned: Shapes of what the function returns: its value and its aux.
+      residuals: Positions of the results that the backward pass reads.
+    """
+
+    closed: ClosedJaxpr
+    returned: tuple[Any, Any]
+    residuals: list[int]
+
+
+def linearize(f: Callable[..., Any], args: Sequence[Any], chosen: Sequence[int]) -> Forward:
+    """Trace ``jax.vjp`` of a function, and the backward pass to see what it reads.
+
+    Args:
+      f: Function of arrays that returns ``(value, aux)``. The value is differentiated.
+      args: Arrays or their shapes.
+      chosen: Positions of the arguments to differentiate, at least one.
+    """
+
+    def forward(*args: Any) -> Any:
+        def of_chosen(*differentiated: Any) -> Any:
+            given = list(args)
+            for i, a in zip(chosen, differentiated, strict=True):
+                given[i] = a
+            return f(*given)
+
+        value, vjp, aux = jax.vjp(of_chosen, *(args[i] for i in chosen), has_aux=True)
+        return (value, aux), vjp  # a pytree whose leaves are the residuals
+
+    closed, (returned, vjp) = jax.make_jaxpr(forward, return_shape=True)(*args)
+    # A custom_vjp rule may save arrays that its backward pass never reads.
+    backward = jax.make_jaxpr(lambda vjp, cotangent: vjp(cotangent))(vjp, returned[0]).jaxpr
+    _, is_read = dce_jaxpr(backward, [True] * len(backward.outvars))
+    first = len(jax.tree.leaves(returned))
+    positions = range(first, first + len(jax.tree.leaves(vjp)))
+    return Forward(closed, returned, [i for i, r in zip(positions, is_read, strict=False) if r])
 
 
 def residuals(

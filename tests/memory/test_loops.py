@@ -21,8 +21,8 @@ from fnet.memory import (
     remat_to_fit,
     tree_bytes,
 )
-from fnet.memory.loops import Chunks, _chunked, loop_policies, remat_loops
-from fnet.memory.windows import trace_inlined
+from fnet.memory.apply import trace_inlined
+from fnet.memory.loops import Chunks, _chunked, loop_choices, remat_loops
 
 
 def chunk_loops(f, sizes):
@@ -196,22 +196,6 @@ def test_chosen_chunks_need_a_fraction_of_the_bytes(loss):
         assert flops(chosen) < (1 + 0.36 * passes) * plain_flops
 
 
-def test_predicted_bytes_are_those_of_the_compiled_program():
-    closed, _, _ = trace_inlined(recurrent, inputs(), {})
-    plain, *others = loop_policies(closed, [True, True, False])
-    assert not plain.chunks
-    assert [(c.sizes, c.between) for p in others for c in p.chunks] == [
-        *(((4,), 12), ((4,), 4), ((3,), 1), ((4,), 0)),
-        *(((8, 1), 0), ((16, 4, 1), 0)),
-    ]
-    for p in others:
-        predicted = (plain.bytes - p.bytes) / (4 * BATCH * WIDTH)
-        saved = temporaries(recurrent) - temporaries(p.policy.apply(recurrent))
-        assert saved == pytest.approx(predicted, rel=0.15)
-        cost = (flops(recurrent) + p.cost.flops) / flops(p.policy.apply(recurrent))
-        assert cost == pytest.approx(1, abs=0.02)
-
-
 def test_numbers_of_any_kind_keep_their_gradients():
     def loss(given):
         def step(carry, x):
@@ -233,9 +217,9 @@ def test_numbers_of_any_kind_keep_their_gradients():
         chex.assert_trees_all_close(found["x"], gradients[0]["x"], rtol=1e-5)
 
 
-def test_a_function_without_loops_has_no_policies():
+def test_a_function_without_loops_has_no_choices():
     closed, _, _ = trace_inlined(lambda x: jnp.sin(x @ x).sum(), (jnp.ones((4, 4)),), {})
-    assert len(loop_policies(closed, [True])) == 1
+    assert not loop_choices(closed, [True])
 
 
 @pytest.mark.sweep(9)
@@ -297,7 +281,7 @@ def test_the_most_levels_of_chunks_are_tried_before_a_refusal(without_regions):
     with pytest.raises(BudgetError, match="by chunked loops"):
         remat_to_fit(fori, 100_000, *inputs(), progress=candidates.append)
     ways = [c.policy.saves for c in candidates]
-    assert "a carry per 16/4/1 iterations of loops" in ways
+    assert any("iterations of loops in chunks, 3 more passes" in way for way in ways)
 
 
 def test_what_is_outside_of_chunked_loops_is_planned(without_regions):
@@ -361,19 +345,3 @@ def test_composes_with_vmap_and_jvp():
         return scaled, jax.jvp(lambda *a: f(*a) / 100, inputs(), tangents)
 
     chex.assert_trees_all_close(transformed(f), transformed(recurrent), rtol=1e-3, atol=1e-3)
-
-
-def test_the_cost_of_chunks_counts_the_most_expensive_branch():
-    def loss(params, xs):
-        def step(h, x):
-            branches = (lambda h: jnp.tanh(h @ params["w"])), (lambda h: jnp.sin(h @ params["u"]))
-            return jax.lax.cond(x.sum() > 0, *branches, h), None
-
-        return jax.lax.scan(step, jnp.ones((BATCH, WIDTH)), xs)[0].sum()
-
-    closed, _, _ = trace_inlined(loss, inputs(), {})
-    policies = loop_policies(closed, [True, True, False])
-    assert len(policies) > 3
-    for p in policies:
-        cost = (flops(loss) + p.cost.flops) / flops(p.policy.apply(loss))
-        assert cost == pytest.approx(1, abs=0.03)

@@ -3,6 +3,9 @@
 `python -m benchmarks.random_steps` measures many more.
 """
 
+import random
+import re
+
 import example_losses
 import jax
 import pytest
@@ -10,6 +13,7 @@ import pytest
 from benchmarks.foreign_steps import ROUTES, is_over, is_unequal, not_monotone
 from benchmarks.random_losses import BLOCKS, random_loss
 from benchmarks.random_steps import failures, measure_seed
+from fnet import memory
 
 allow_rank_promotion = pytest.fixture(autouse=True)(example_losses.allow_rank_promotion)
 
@@ -40,6 +44,28 @@ def test_a_step_stays_exact_in_a_budget(seed):
 @pytest.mark.parametrize("seed", range(1000, 1100))
 def test_more_steps_stay_exact_in_more_budgets(seed):
     check(seed, [0.85, 0.6, 0.4, 0.25], 4, list(ROUTES))
+
+
+@pytest.mark.parametrize("seed", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in range(60))])
+def test_a_plan_is_a_function_of_program_and_budget(seed):
+    """The order of plans does not matter, more bytes fit too, and the remedy of a refusal works."""
+    program = random_loss(seed, 2)[1]
+
+    def outcome(budget):
+        try:
+            with jax.debug_key_reuse(False):
+                chosen = memory.remat_to_fit(*program[:3], budget=budget)[1].chosen
+        except memory.BudgetError as error:
+            return re.search(r"Raise the budget to (\S+ \S+),", str(error))[1]
+        return chosen.policy.tree, chosen.peak
+
+    shares = random.Random(seed).sample(range(10, 110), 3)
+    found = {n: outcome(f"{n}%") for n in shares}
+    refused = [isinstance(found[n], str) for n in sorted(shares)]
+    assert refused == sorted(refused, reverse=True)
+    assert [outcome(f"{n}%") for n in sorted(shares)] == [found[n] for n in sorted(shares)]
+    for enough in {r for r in found.values() if isinstance(r, str)}:
+        assert not isinstance(outcome(enough), str)
 
 
 def test_a_seed_makes_the_same_step():

@@ -16,9 +16,8 @@ from fnet import memory
 from fnet.cpu.tracing import traced_for
 from fnet.jaxpr import find_equations
 from fnet.memory import regions
-from fnet.memory.proposals import KeptRows
-from fnet.memory.regions import NOTHING, Kept, Region, Whole, cut, divide
-from fnet.memory.windows import trace_inlined
+from fnet.memory.apply import trace_inlined
+from fnet.memory.regions import Region, Whole, cut, divide
 
 QUICK = settings(
     max_examples=6, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck)
@@ -181,20 +180,17 @@ def assert_same(f, g, args):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4 * scale)
 
 
-def every(f, args, step):
-    """Every n-th array of the rows that a backward pass would compute again."""
-    eqns = [e for r in division(f, args).repeated.values() for e in r.jaxpr.eqns]
-    names = [(i, j) for i, e in enumerate(eqns) for j in range(len(e.outvars))]
-    return Kept(frozenset(names[::step]), tuple(e.primitive.name for e in eqns))
+def dearest(f, args, share=1.0):
+    """A number of rows that are dear to compute again."""
+    return round(share * len(division(f, args).dearest))
 
 
 @pytest.mark.sweep(9)
-@pytest.mark.parametrize(("chunks", "step"), [(3, None), (16, None), (3, 1), (5, 2)])
+@pytest.mark.parametrize(("chunks", "share"), [(3, 0.0), (16, 0.0), (3, 1.0), (5, 0.5)])
 @pytest.mark.parametrize("loss", LOSSES)
-def test_values_and_gradients_stay(loss, chunks, step):
+def test_values_and_gradients_stay(loss, chunks, share):
     args = arguments_of(loss)
-    kept = every(loss, args, step) if step else NOTHING
-    assert_same(cut(loss, chunks, kept=kept), loss, args)
+    assert_same(cut(loss, chunks, keep=dearest(loss, args, share)), loss, args)
 
 
 def test_kept_rows_are_not_computed_again():
@@ -205,26 +201,20 @@ def test_kept_rows_are_not_computed_again():
         return jnp.square(h).mean() / (1 + jnp.abs(h).mean())
 
     args = arguments_of(loss)
-    parts = division(loss, args)
-    rows = KeptRows(parts.graph)
-    made = sum(v.aval.size * 4 for r in parts.repeated.values() for v in r.row_axes)
-    some, most = (rows.solve(int(share * made)) for share in (0.04, 1))
-    assert 0 < some.bytes <= 0.04 * made
-    assert rows.again > some.time > most.time
-    chosen = [NOTHING, *(Kept(p.names, rows.graph.equations) for p in (some, most))]
+    some, most = (dearest(loss, args, share) for share in (0.4, 1.0))
+    assert 0 < some < most
     flops = [
         memory.estimate_cost(jax.make_jaxpr(jax.grad(f))(*args)).flops
-        for f in (loss, *(cut(loss, 4, kept=kept) for kept in chosen))
+        for f in (loss, *(cut(loss, 4, keep=keep) for keep in (0, some, most)))
     ]
     ratios = [n / flops[0] for n in flops[1:]]
     assert ratios[0] > 1.3
     assert ratios[0] > ratios[1] > ratios[2]
     assert ratios[2] < 1.12  # elementwise operations alone
-    for kept in chosen:
-        assert_same(cut(loss, 4, kept=kept), loss, args)
-    # Those of another program are not kept.
-    other = Kept(most.names, rows.graph.equations[1:])
-    assert_same(cut(loss, 4, kept=other), loss, args)
+    for keep in (0, some, most):
+        assert_same(cut(loss, 4, keep=keep), loss, args)
+    # Another program has other rows, and as many are kept.
+    assert_same(cut(contrastive, 4, keep=most), contrastive, arguments_of(contrastive))
 
 
 @pytest.mark.parametrize(("loss", "most"), [(standardized, 1.06), (rounds, 1.55)])
@@ -475,8 +465,8 @@ def check(program):
     expected = jax.jit(jax.value_and_grad(loss))(*args)
     if not division(loss, args).regions:
         return False
-    for n, kept in ((2, NOTHING), (3, every(loss, args, 2))):
-        got = jax.jit(jax.value_and_grad(cut(loss, n, kept=kept)))(*args)
+    for n, keep in ((2, 0), (3, dearest(loss, args, 0.5))):
+        got = jax.jit(jax.value_and_grad(cut(loss, n, keep=keep)))(*args)
         for a, b in zip(*map(jax.tree.leaves, (got, expected)), strict=True):
             a, b = np.asarray(a), np.asarray(b)
             if np.isfinite(b).all():

@@ -11,8 +11,9 @@ from layer_cases import initial
 import fnet
 from fnet import layers
 from fnet.jaxpr import inner_jaxprs
-from fnet.memory import compile_min_memory, estimate_cost, graph, peak, remat_in_segments, windows
-from fnet.memory.remat import REMAT_POLICIES, remat_nested
+from fnet.memory import compile_min_memory, estimate_cost, peak, remat_in_segments
+from fnet.memory.pieces import pieces
+from fnet.memory.remat import REMAT_POLICIES, remat_nested, segments
 
 
 def every_jaxpr(jaxpr):
@@ -99,10 +100,10 @@ def test_nested_segments_save_few_inputs_and_no_hidden_layer():
     def compiled(f):
         return compile_min_memory(jax.jit(jax.grad(f)).lower(params, x))[0]
 
-    segments, nested = (compiled(g) for g in (remat_in_segments(f), remat_nested(f)))
+    in_segments, nested = (compiled(g) for g in (remat_in_segments(f), remat_nested(f)))
     chex.assert_trees_all_close(nested(params, x), jax.grad(f)(params, x), rtol=1e-4, atol=1e-4)
     # Inputs of three groups and of two more blocks, and little else; a hidden layer is 16 of them.
-    assert peak(segments).temporaries > 2 * 16 * ACTIVATION
+    assert peak(in_segments).temporaries > 2 * 16 * ACTIVATION
     assert peak(nested).temporaries < 13 * ACTIVATION
 
 
@@ -148,7 +149,7 @@ def test_cuts_are_optimal_with_one_large_part_that_cannot_be_cut():
 
     subsets = (itertools.combinations(range(1, blocks + 1), n) for n in range(blocks + 1))
     best = min(map(needed, itertools.chain(*subsets)))
-    parts, chosen = graph.pieces(closed.jaxpr), windows.segments(closed)
+    parts, chosen = pieces(closed.jaxpr), segments(closed)
     largest = max(sum(p.made for p in parts if w.start <= p.start < w.end) for w in chosen)
     starts = {w.start for w in chosen}
     scalar = 4  # the sum at the end

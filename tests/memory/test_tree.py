@@ -1,0 +1,150 @@
+"""Trees: the same values and gradients, and estimates of a step that was traced once."""
+
+import functools
+import pickle
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fnet
+from fnet.memory import compile_min_memory, estimate_cost, peak, residuals
+from fnet.memory.search import Planner
+from fnet.memory.tree import NOTHING, Blocks, Loops, Rows
+
+DEPTH, WIDTH, BATCH = 8, 32, 1024
+ACTIVATION = 4 * BATCH * WIDTH
+
+
+def block(x, kernels):
+    first, second = kernels
+    return x + jax.nn.gelu(x @ first) @ second
+
+
+def unrolled(params, x):
+    for kernels in zip(*params, strict=True):
+        x = block(x, kernels)
+    return (x**2).mean()
+
+
+def scanned(params, x):
+    return (jax.lax.scan(lambda x, k: (block(x, k), None), x, params)[0] ** 2).mean()
+
+
+def chain(params, x):
+    for kernel in params[0][:, :, :WIDTH]:
+        x = jnp.tanh(x @ kernel)
+    return (x**2).mean()
+
+
+@functools.cache
+def inputs():
+    rng = np.random.default_rng(0)
+    first = rng.normal(size=(DEPTH, WIDTH, 4 * WIDTH)).astype(np.float32) / 8
+    second = rng.normal(size=(DEPTH, 4 * WIDTH, WIDTH)).astype(np.float32) / 8
+    return (first, second), rng.normal(size=(BATCH, WIDTH)).astype(np.float32)
+
+
+@functools.cache
+def planner(f, *more):
+    def build(policy, microbatches):
+        def step(params, x):
+            value, grads = jax.value_and_grad(policy.apply(f))(params, x)
+            return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+        return jax.jit(step, donate_argnums=0).trace(*inputs())
+
+    return Planner(build, [1], None, *more or (True, 0))
+
+
+def fits(limit):
+    return lambda option: option.bytes <= limit
+
+
+def flops(f):
+    return estimate_cost(jax.make_jaxpr(jax.grad(f))(*inputs())).flops
+
+
+TREES = [
+    Blocks(0.2, (NOTHING,)),
+    Blocks(0.05, (2.0,)),
+    Blocks(0.2, (NOTHING,), on_host="all"),
+    Loops(1),
+    Loops(1, 0.5),
+    Rows(4),
+    Rows(3, keep=5, inside=Blocks(0.2, (NOTHING,))),
+    Blocks(0.2, (NOTHING,), of=Rows(4, inside=Loops(1))),
+]
+
+
+@pytest.mark.parametrize("f", [unrolled, scanned])
+@pytest.mark.parametrize("tree", TREES, ids=str)
+def test_a_tree_is_a_value_and_changes_neither_value_nor_gradients(f, tree):
+    assert pickle.loads(pickle.dumps(tree)) == tree
+    assert "\n" not in f"{tree.name} {tree}"
+    ours = jax.jit(jax.value_and_grad(tree.apply(f)))(*inputs())
+    theirs = jax.jit(jax.value_and_grad(f))(*inputs())
+    chex.assert_trees_all_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("f", [unrolled, scanned, chain])
+def test_windows_are_assembled_from_the_trace_of_the_plain_step(f):
+    p = planner(f)
+    plain = p.plain.option
+    for share in (0.75, 0.5):
+        found = p.best(fits(int(share * plain.bytes)))
+        assert found.bytes <= share * plain.bytes
+        if not isinstance(found.tree, Blocks):
+            continue
+        traced = p.trace(found.tree).option
+        assert traced.bytes == pytest.approx(found.bytes, rel=0.12)
+        assert traced.cost.flops == pytest.approx(found.cost.flops, rel=0.02)
+
+
+def test_the_smallest_trees_do_not_depend_on_a_budget():
+    p = planner(chain)
+    assert p.best(fits(1)) is None
+    smallest = p.smallest()
+    assert [o.bytes for o in smallest] == sorted(o.bytes for o in smallest)
+    assert smallest[0].bytes < 0.5 * p.plain.option.bytes
+
+
+def test_inputs_of_windows_are_moved_to_host_memory():
+    found = residuals(Blocks(0.2, (NOTHING,), on_host="all").apply(chain), *inputs())
+    assert sum(r.bytes for r in found if r.alias_of == "host memory") >= ACTIVATION
+    limit = planner(chain, False, 0).smallest()[0].bytes - 1
+    assert planner(chain, False, 0).best(fits(limit)) is None
+    assert planner(chain, False, 0, "all").best(fits(limit)).tree.on_host == "all"
+
+
+def test_a_tree_works_at_another_batch_size_and_on_another_program():
+    p = planner(unrolled)
+    tree = p.windows(int(0.6 * p.plain.option.bytes)).tree
+    params, x = inputs()
+    for f, y in ((unrolled, x[:16]), (chain, x[:16])):
+        chex.assert_trees_all_close(
+            jax.grad(tree.apply(f))(params, y), jax.grad(f)(params, y), rtol=1e-4, atol=1e-6
+        )
+
+
+@pytest.mark.slow
+def test_a_plan_is_never_slower_than_a_checkpoint_around_each_block():
+    def by_hand(params, x):
+        for kernels in zip(*params, strict=True):
+            x = jax.checkpoint(block)(x, kernels)
+        return (x**2).mean()
+
+    (first, second), x = inputs()
+    args = (list(first), list(second)), x
+
+    def build(policy, microbatches):
+        del microbatches
+        return jax.jit(jax.grad(policy.apply(unrolled))).trace(*args)
+
+    compiled, _ = compile_min_memory(jax.jit(jax.grad(by_hand)).lower(*args))
+    budget = peak(compiled).total + 1024  # scalars
+    plan = fnet.memory.plan(build, budget)
+    assert plan.chosen.peak.total <= budget
+    assert plan.chosen.cost.flops <= flops(by_hand)
