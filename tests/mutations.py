@@ -68,7 +68,6 @@ EQUIVALENT = {
     "train/output/progress.py::Progress.__init__: change number 1": "refreshes of a terminal in a second",
     "train/output/progress.py::Progress._steady: change number 1": "every value has a character",
     "train/run/evaluation.py::Evaluator.__init__.add_batch: change number 8": "labels and predictions have one shape",
-    "train/run/metrics.py::Meter._computed: change number 2": "stands for a metric that is absent; 1 is finite, too",
     "train/data/order.py::ShuffledBatches.__init__: change number 24": "any negative size is -1 to NumPy",
     "train/data/order.py::_ShuffledLanes.__init__: change number 4": "size of a cache",
 }

@@ -8,7 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
 
@@ -28,13 +28,26 @@ from train.data.label_map import (
 )
 from train.errors import UserError, shorten
 
-if TYPE_CHECKING:  # which would load pydantic in each worker
-    from train.data.segmentation_folder import SegmentationFolder as Config
-
 SAMPLED = 64
 """Number of masks that are read before training to check them."""
 _MAX_MASK_VALUES = 32
 """Most values that an error message proposes as classes."""
+
+
+class _Config(Protocol):
+    """What a `SegmentationFolder` says of masks. Its module would load pydantic in each worker."""
+
+    @property
+    def path(self) -> str: ...
+    @property
+    def classes(self) -> int | None: ...
+    @property
+    def mask_values(self) -> tuple[int, ...]: ...
+    @property
+    def mask_reading(self) -> Reading | None: ...
+    @property
+    def ignore(self) -> tuple[int | str, ...] | None: ...
+    def replace(self, **changes: Any) -> Self: ...
 
 
 class Sample(NamedTuple):
@@ -60,7 +73,7 @@ class Sample(NamedTuple):
 
 
 def make_label_map(
-    config: "Config", rows: Sequence[Row], source: str, samples: Sequence[Sample]
+    config: _Config, rows: Sequence[Row], source: str, samples: Sequence[Sample]
 ) -> LabelMap:
     """Return what the values of masks mean, as the config and a class table say.
 
@@ -103,7 +116,7 @@ def make_label_map(
     return choose_reading(config.mask_reading, label_map, samples, are_values=are_values)
 
 
-def _without_ignored(config: "Config", rows: Sequence[Row]) -> tuple[Row, ...]:
+def _without_ignored(config: _Config, rows: Sequence[Row]) -> tuple[Row, ...]:
     """Return the rows of a table; those that ``ignore`` names, by name or value, become void."""
     ignored = {*(config.ignore or ())}
     if unknown := {i for i in ignored if isinstance(i, str)} - {row.name for row in rows}:
@@ -112,7 +125,7 @@ def _without_ignored(config: "Config", rows: Sequence[Row]) -> tuple[Row, ...]:
 
 
 def _values(
-    config: "Config", rows: Sequence[Row], labels: Sequence[int], source: str, *, has_table: bool
+    config: _Config, rows: Sequence[Row], labels: Sequence[int], source: str, *, has_table: bool
 ) -> dict[int, int]:
     """Return the label of each value. Rows without a value count from 0."""
     ignored = [value for value in config.ignore or () if isinstance(value, int)]
@@ -225,7 +238,7 @@ def _name(label_map: LabelMap, label: int) -> str:
 
 
 def translate(
-    config: "Config",
+    config: _Config,
     trained: LabelMap,
     rows: Sequence[Row],
     source: str,
@@ -275,7 +288,7 @@ def translate(
     ), []
 
 
-def _as_in_run(config: "Config", trained: LabelMap, samples: Sequence[Sample]) -> LabelMap:
+def _as_in_run(config: _Config, trained: LabelMap, samples: Sequence[Sample]) -> LabelMap:
     """Read masks as the run did, if they allow it; check that palettes have its colors."""
     given = config.mask_reading
     if given is None and trained.reading is not None:
@@ -383,7 +396,8 @@ def check_masks(
     )
 
 
-def _explain_unknown_classes(samples: Sequence[Sample], config: "Config") -> str:
+def _explain_unknown_classes(samples: Sequence[Sample], config: _Config) -> str:
+    """Say what masks hold, and how to give their classes."""
     colors = {color for s in samples if s.mask.holds_colors for color in s.counts}
     values = {value for s in samples if not s.mask.holds_colors for value in s.counts}
     texts = shorten([color_text(color) for color in sorted(colors)])
@@ -440,6 +454,7 @@ def _explain_bad(
     samples: Sequence[Sample],
     table: str | None,
 ) -> str:
+    """Say what a mask holds, and which options would accept it."""
     message = f"data.path: {sample.path}: {error}"
     is_color = label_map.reading == "color" or sample.mask.holds_colors
     known, total = dict(label_map.values), sum(sample.counts.values())

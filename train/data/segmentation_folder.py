@@ -190,11 +190,7 @@ def load(config: SegmentationFolder, trained: LabelMap | None = None) -> Dataset
     source = None
     if trained is None:
         if found.rows:
-            for name in ("classes", "class_table", "mask_values"):
-                if value := getattr(config, name):
-                    raise UserError(
-                        f"data.{name}: {value}, but the annotations name the classes; leave it out"
-                    )
+            _refuse_values(config)
             rows, source = found.rows, found.source
         else:
             is_given = config.classes is not None or config.mask_values
@@ -298,6 +294,15 @@ def _find(root: Path, config: SegmentationFolder, trained: LabelMap | None) -> F
     return find_layout(root, given, training=trained is None, table=table)
 
 
+def _refuse_values(config: SegmentationFolder) -> None:
+    for name in ("classes", "class_table", "mask_values"):
+        if getattr(config, name):
+            raise UserError(
+                f"data.{name}: {getattr(config, name)}, but the annotations name the classes; "
+                "leave it out"
+            )
+
+
 def _below(root: Path, mask: Mask) -> Mask:
     return str(root / mask) if isinstance(mask, str) else mask
 
@@ -306,6 +311,8 @@ def _find_splits(
     found: FoundLayout, config: SegmentationFolder, *, test_only: bool
 ) -> tuple[list[Pair], list[Pair], list[str]]:
     root = found.root
+    if found.is_split:
+        refuse_folds(config, f"{root} has the splits {shorten(found.splits)}")
     if not found.is_split:
         if config.test_split is not None:
             raise UserError(
@@ -320,7 +327,6 @@ def _find_splits(
         for pair, is_test in zip(pairs, held_out, strict=True):
             splits[bool(is_test)].append(pair)
         return *splits, [describe_hold_out(config, held_out, f"{root} has no splits")]
-    refuse_folds(config, f"{root} has the splits {shorten(found.splits)}")
     test_split = found.test(config.test_split)
     if test_only:
         test = found.pairs(test_split)
@@ -389,6 +395,7 @@ def _check_sizes(
 def _class_weights(
     root: Path, pairs: Sequence[Pair], config: SegmentationFolder, label_map: LabelMap
 ) -> tuple[float, ...]:
+    """Measure class frequencies on training masks, and return the weight of each class."""
     counts = []
     for i in spread(len(pairs), _WEIGHED):
         try:

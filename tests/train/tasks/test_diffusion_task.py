@@ -18,7 +18,7 @@ from train.config import (
     Synthetic,
     TextFile,
 )
-from train.run import frozen
+from train.run import checkpoints
 from train.run.checkpoints import RestoredNetwork
 from train.run.run_folder import RunFolder
 from train.tasks import build, language
@@ -112,7 +112,7 @@ def test_generates_text_with_the_options_and_the_window_of_training(
         calls.update(how, prompt=prompt.tolist(), length=length)
         return iter(())
 
-    monkeypatch.setattr(frozen, "Checkpoints", Restored)
+    monkeypatch.setattr(checkpoints, "Checkpoints", Restored)
     monkeypatch.setattr(language, "build_network", recorded)
     monkeypatch.setattr(fnet, "stream", stream)
     network = LanguageModel(blocks=1, width=16, heads=2, window=window)
