@@ -12,11 +12,11 @@ LEDGER = {
     "fnet/memory": 8_392,
     "fnet/layers": 5_791,
     "fnet/models + fnet/interop": 9_336,
-    "fnet, the rest": 10_902,
+    "fnet, the rest": 10_889,
     "train/data": 11_252,
     "train/run + train/commands": 9_017,
     "train, the rest": 8_258,
-    "tests": 60_974,
+    "tests": 60_960,
     "benchmarks": 16_517,
 }
 """Lines of ``*.py``. A row of its own takes a package out of the rest."""
