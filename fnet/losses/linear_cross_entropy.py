@@ -141,7 +141,8 @@ def linear_cross_entropy(
     if one_pass:
         one = jnp.ones_like(labels, sum_dtype(x)) if weights is None else weights
         weights = one if mask is None else jnp.where(mask, one, 0)
-        return _in_one_pass(spec, x, kernel, bias, labels, mask is None, weights).reshape(tokens)
+        spec = spec._replace(every_token=mask is None)
+        return _in_one_pass(spec, _Arguments(x, kernel, bias, labels, weights)).reshape(tokens)
     losses = _in_chunks(spec, *equally_varying((x, kernel, bias, labels)))
     losses = losses if weights is None else weights * losses
     return (losses if mask is None else jnp.where(mask, losses, 0)).reshape(tokens)
@@ -215,6 +216,7 @@ class _Spec(NamedTuple):
     soft_cap: float | None
     smoothing: float
     z_loss: float
+    every_token: bool = True  # counts; asked where the gradient is computed in one pass
 
     def slice_kernel(self, kernel: Array, start: Start, size: int, dtype: DTypeLike) -> Array:
         kernel = jax.lax.dynamic_slice_in_dim(kernel, start, size, self.vocab_axis)
@@ -344,39 +346,32 @@ class _Gradients(NamedTuple):
     bias: Array | None
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 5))
-def _in_one_pass(
-    spec: _Spec,
-    x: Array,
-    kernel: Array,
-    bias: Array | None,
-    labels: Array,
-    every: bool,
-    weights: Array,
-) -> Array:
+class _Arguments(NamedTuple):
+    x: Array
+    kernel: Array
+    bias: Array | None
+    labels: Any  # None among cotangents
+    weights: Array
+
+    def weigh(self, losses: Array) -> Array:
+        """Multiply by the weights; a token of weight 0 has the loss 0, whatever it is."""
+        return jnp.where(self.weights != 0, self.weights * losses, 0)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _in_one_pass(spec: _Spec, arguments: _Arguments) -> Array:
     """Weighted losses [tokens] of x [tokens, D], whose forward pass computes the gradient."""
-    return jnp.where(weights != 0, weights * _in_chunks(spec, x, kernel, bias, labels), 0)
+    return arguments.weigh(_in_chunks(spec, *arguments[:4]))
 
 
-def _in_one_pass_fwd(
-    spec: _Spec,
-    x: Array,
-    kernel: Array,
-    bias: Array | None,
-    labels: Array,
-    every: bool,
-    weights: Array,
-) -> tuple[Array, tuple[Any, ...]]:
-    losses, gradients = _with_gradients(spec, every, x, kernel, bias, labels, weights)
-    arguments = x, kernel, bias, labels, weights
-    return jnp.where(weights != 0, weights * losses, 0), (arguments, losses, gradients)
+def _in_one_pass_fwd(spec: _Spec, arguments: _Arguments) -> tuple[Array, tuple[Any, ...]]:
+    losses, gradients = _with_gradients(spec, arguments)
+    return arguments.weigh(losses), (arguments, losses, gradients)
 
 
-def _in_one_pass_bwd(
-    spec: _Spec, every: bool, residuals: tuple[Any, ...], ct: Array
-) -> tuple[Any, ...]:
-    (*arguments, weights), losses, gradients = residuals
-    counts = weights != 0
+def _in_one_pass_bwd(spec: _Spec, residuals: tuple[Any, ...], ct: Array) -> tuple[_Arguments]:
+    arguments, losses, gradients = residuals
+    counts = arguments.weights != 0
     least = jnp.where(counts, ct, jnp.inf).min()
     most = jnp.where(counts, ct, -jnp.inf).max()
     # A mean over rows that are weighted by their tokens rounds each cotangent.
@@ -388,33 +383,27 @@ def _in_one_pass_bwd(
         return jax.tree.map(lambda g: (most * g).astype(g.dtype), gradients[1:])
 
     def again(_: _Gradients) -> Any:
-        return _with_gradients(spec, every, *arguments, weights * ct)[1][1:]
+        weighted = arguments._replace(weights=arguments.weights * ct)
+        return _with_gradients(spec, weighted)[1][1:]
 
     dkernel, dbias = jax.lax.cond(are_equal, scaled, again, gradients)
     dx = (ct[:, None] * gradients.x).astype(gradients.x.dtype)
-    dkernel = dkernel.astype(arguments[1].dtype)
-    return dx, dkernel, dbias, None, jnp.where(counts, losses * ct, 0)
+    dkernel = dkernel.astype(arguments.kernel.dtype)
+    return (_Arguments(dx, dkernel, dbias, None, jnp.where(counts, losses * ct, 0)),)
 
 
 _in_one_pass.defvjp(_in_one_pass_fwd, _in_one_pass_bwd)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _with_gradients(
-    spec: _Spec,
-    every: bool,
-    x: Array,
-    kernel: Array,
-    bias: Array | None,
-    labels: Array,
-    weights: Array,
-) -> tuple[Array, _Gradients]:
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _with_gradients(spec: _Spec, arguments: _Arguments) -> tuple[Array, _Gradients]:
     """Losses [tokens], 0 where the weight is, and the gradients of their weighted sum."""
+    x, kernel, bias, labels, weights = arguments
     tokens, vocabulary = len(x), kernel.shape[spec.vocab_axis]
     _, size = even(tokens, min(_TOKENS, -(-tokens // 4)))
     order = jnp.arange(tokens)
     counted: Array | int = tokens
-    if not every:
+    if not spec.every_token:
         # Tokens that count come first, and the loop ends behind them.
         order, counted = jnp.argsort(weights == 0, stable=True), (weights != 0).sum()
     narrow = kernel.astype(x.dtype)
@@ -422,8 +411,9 @@ def _with_gradients(
     def body(i: Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
         losses, dx, dkernel, dbias = carry
         position = i * size + jnp.arange(size)
-        # Behind the last token that counts, none is read and none written.
-        rows = jnp.where(position < counted, order[jnp.minimum(position, tokens - 1)], tokens)
+        # Behind the last token that counts, none is read or written. Indices stay unique.
+        known = order[jnp.minimum(position, tokens - 1)]
+        rows = jnp.where(position < counted, known, tokens + position)
         own, label, weight = (
             a.at[rows].get(mode="fill", fill_value=0) for a in (x, labels, weights)
         )
@@ -442,7 +432,8 @@ def _with_gradients(
         dbias = None if dbias is None else dbias + dz.sum(0)
         dz = dz.astype(x.dtype)
         own_dx = _contract(dz, narrow, (1,), (spec.vocab_axis,), dtype=x.dtype)
-        dkernel += _contract(*((own, dz) if spec.vocab_axis else (dz, own)), (0,), (0,))
+        a, b = (own, dz) if spec.vocab_axis else (dz, own)
+        dkernel += _contract(a, b, (0,), (0,))
         put = {"mode": "drop", "unique_indices": True}
         return losses.at[rows].set(loss, **put), dx.at[rows].set(own_dx, **put), dkernel, dbias
 
@@ -454,20 +445,18 @@ def _with_gradients(
 
 
 @_with_gradients.defjvp
-def _(spec: _Spec, every: bool, primals: Any, tangents: Any) -> Any:
+def _(spec: _Spec, primals: Any, tangents: Any) -> Any:
     """Second derivatives are those of the chunks."""
 
-    def in_chunks(
-        x: Array, kernel: Array, bias: Array | None, labels: Array, weights: Array
-    ) -> tuple[Array, _Gradients]:
-        def total(*arguments: Any) -> tuple[Array, Array]:
-            x, kernel, bias = arguments
-            losses = jnp.where(weights != 0, _in_chunks(spec, x, kernel, bias, labels), 0)
-            return (weights * losses).sum(), losses
+    def in_chunks(arguments: _Arguments) -> tuple[Array, _Gradients]:
+        def total(x: Array, kernel: Array, bias: Array | None) -> tuple[Array, Array]:
+            losses = _in_chunks(spec, x, kernel, bias, arguments.labels)
+            losses = jnp.where(arguments.weights != 0, losses, 0)
+            return arguments.weigh(losses).sum(), losses
 
-        gradients, losses = jax.grad(total, (0, 1, 2), has_aux=True)(x, kernel, bias)
+        gradients, losses = jax.grad(total, (0, 1, 2), has_aux=True)(*arguments[:3])
         dx, dkernel, dbias = gradients
-        return losses, _Gradients(dx, dkernel.astype(_wide(kernel)), dbias)
+        return losses, _Gradients(dx, dkernel.astype(_wide(arguments.kernel)), dbias)
 
     return jax.jvp(in_chunks, primals, tangents)
 

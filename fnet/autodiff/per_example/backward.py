@@ -218,6 +218,15 @@ class TracedLoss(NamedTuple):
         result = _differentiate_one(self.name, plan, examples, number)
         return self._of(examples, result, _gradients(plan, result, self.closed, examples))
 
+    def microbatches(self, width: int | None) -> tuple[int, list[int]]:
+        """Return their size, and parameters whose gradients are kept in each.
+
+        All examples are one microbatch if the caller gives a ``width``.
+        """
+        if width is not None:
+            return self.examples.size, []
+        return (1, []) if self.pays_one_by_one() else self.pays_to_keep()
+
     def pays_one_by_one(self) -> bool:
         """Whether `gradients_of_one` of each example is estimated to be faster than `gradients`.
 

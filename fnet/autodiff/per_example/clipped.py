@@ -281,7 +281,9 @@ class ClippedGrad:
             "clipped_grad", self.loss, params, examples("clipped_grad", batch), has_aux=self.has_aux
         )
         is_real = _is_real(mask, traced.examples.size)
-        width, kept = self._microbatches(traced)
+        width, kept = self.microbatch_size, list[int]()
+        if width is None:
+            width, kept = traced.microbatches(self.width)
         if width < traced.examples.size:
             sums, info = self._in_turn(traced, is_real, clip, width, kept)
             if totals is not None:
@@ -290,14 +292,6 @@ class ClippedGrad:
         grads = traced.gradients(traced.examples, width=self.width, remat=not self.per_layer)
         scales, is_rough, info = self._scale(grads, is_real, clip)
         return grads.weighted_sum(scales, is_rough, totals), info
-
-    def _microbatches(self, traced: TracedLoss) -> tuple[int, list[int]]:
-        """Return their size, and parameters whose gradients are kept in each."""
-        if self.microbatch_size is not None:
-            return self.microbatch_size, []
-        if self.width is not None:
-            return traced.examples.size, []
-        return (1, []) if traced.pays_one_by_one() else traced.pays_to_keep()
 
     def _in_turn(
         self, traced: TracedLoss, is_real: Array, clip: Any, width: int, kept: list[int]
@@ -490,11 +484,11 @@ def gradient_strategies(
         name = "gradient_strategies"
         check_width(name, width)
         traced = trace_loss(name, loss, params, examples(name, batch), has_aux=has_aux)
-        if width is None and traced.pays_one_by_one():
+        size, kept = traced.microbatches(width)
+        if size == 1 < traced.examples.size:
             one = ["one example at a time"] * len(traced.leaves)
             strategies.append(jax.tree.unflatten(traced.treedef, one))
         else:
-            kept = traced.pays_to_keep()[1] if width is None else []
             grads = traced.gradients(traced.examples, width=width, remat=True, kept=kept)
             strategies.append(grads.strategies())
 
