@@ -14,7 +14,6 @@ from fnet.cpu.options import WITHOUT_OPTIMIZED_CODE
 from fnet.cpu.tracing import traced_for
 from fnet.measured import OF_WINDOWS, STEP, TOO_HIGH, WORTH_COMPILING
 from fnet.memory.cost import Cost, estimate_cost
-from fnet.memory.floor import Floor
 from fnet.memory.peak import CANDIDATE_OPTIONS, Peak, peak
 from fnet.memory.remat import REMAT_POLICIES, Policy, policies_for
 from fnet.memory.search import Build, Option, Planner
@@ -112,16 +111,6 @@ def _explain_least(state_bytes: int, reserve: int) -> str:
     return f": {taken}. Give more than {format_bytes(state_bytes + reserve)}."
 
 
-def _explain_floor(fixed: int, floor: Floor | None) -> str:
-    if floor is None:
-        return ""
-    place = f", and {format_bytes(floor.bytes)} for {floor.place}" if floor.bytes else ""
-    return (
-        f"Every plan needs at least {format_bytes(fixed + floor.bytes)}: {format_bytes(fixed)} for "
-        f"arguments, results and constants{place}. "
-    )
-
-
 def _way(c: Candidate) -> str:
     if c.policy.name != "none":
         return str(c).replace("planned", "planned rematerialization", 1)
@@ -135,8 +124,8 @@ class BudgetError(ValueError):
     """No candidate fits the budget.
 
     Attributes:
-      floor: Bytes that the step holds under every plan, such as its state. It may be far lower than
-        what a plan reaches. None if the loss was not analyzed.
+      floor: Bytes that the step holds under every plan: its arguments, results and constants. It
+        may be far lower than what a plan reaches. None if nothing was compiled.
 
     Example:
       >>> from fnet import memory
@@ -264,15 +253,14 @@ def plan(
     least = min(ranked, key=lambda c: c.peak.total)
     if not search.fits(least.peak.total):
         fixed = least.peak.total - least.peak.temporaries - least.peak.workspace
-        bound = search.planner.floor
-        floor = fixed + bound.bytes + reserve if bound else None
         enough = format_bytes(math.ceil(1.01 * (least.peak.total + reserve)))
         raise BudgetError(
             f"no policy fits a budget of {format_bytes(limit or 0)}: the lowest peak found is "
             f"{format_bytes(least.peak.total)}, by {_way(least)}{reserved}. "
-            f"{_explain_floor(fixed, bound)}Raise the budget to {enough}, or use a smaller "
-            f"batch, a smaller optimizer state or more devices{search.planner.reason}",
-            floor,
+            f"{format_bytes(fixed)} of it are arguments, results and constants, which every plan "
+            f"needs. Raise the budget to {enough}, or use a smaller batch, a smaller optimizer "
+            f"state or more devices{search.planner.reason}",
+            fixed + reserve,
         )
     if limit is None:  # the smallest of equally fast ones
         chosen = min(ranked, key=lambda c: (c.cost.time, c.peak.total))

@@ -17,7 +17,6 @@ from fnet.jaxpr.primitives import made_bytes
 from fnet.memory.assemble import Loss, Step, divided, tagged
 from fnet.memory.cost import Cost, equation_cost
 from fnet.memory.devices import is_on_devices, on_devices
-from fnet.memory.floor import Floor, find_floor
 from fnet.memory.loops import loop_choices
 from fnet.memory.regions import MOST_REGIONS, ONE_ROW, Division
 from fnet.memory.remat import Policy
@@ -161,15 +160,6 @@ class Planner:
                 ": fnet.make_step(..., microbatches=n) splits the batch, and statistics with it"
             )
         return {depth: division for depth, division in found.items() if division.regions}
-
-    @functools.cached_property
-    def floor(self) -> Floor | None:
-        """What every plan holds, if it is known."""
-        loss, found = self.plain.loss, self.divisions
-        if loss is None or not self.regions or self.is_on_devices or len(self.choices) > 1:
-            return None
-        division = found.get(MOST_REGIONS) or Division([], [], ())
-        return find_floor(loss.closed, loss.differentiated, division)
 
     @functools.cached_property
     def loops(self) -> list[tuple[int, float, int]]:
