@@ -7,6 +7,7 @@ A tree is traced once. From its trace, all ways to run it in windows are assembl
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -184,9 +185,10 @@ class Planner:
             return any(o.cost.time <= slower * plain.option.cost.time for o in found)
 
         found += self._blocks(plain, fits)
-        families = {_FAST: self._rows, _FEW: self._loops, _MUCH: self._both}
-        for slower, family in families.items():
-            found += () if is_done(slower) else family(fits)
+        found += () if is_done(_FAST) else self._rows(fits)
+        found += () if is_done(_FEW) else self._loops(fits)
+        if not is_done(_MUCH):
+            found += self._both(fits, min((o.cost.time for o in found), default=math.inf))
         found += () if is_done(_MUCH) else self._microbatches(fits)
         found += () if found else filter(fits, self._moved())
         return min(found, key=lambda o: o.order, default=None)
@@ -332,14 +334,18 @@ class Planner:
             if tried > 1:
                 return
 
-    def _both(self, fits: Fits) -> Iterator[Option]:
-        """Chunks of rows with windows or loops in and around them."""
+    def _both(self, fits: Fits, bound: float) -> Iterator[Option]:
+        """Chunks of rows with windows or loops in and around them, which add to their time."""
         for depth, division in self.divisions.items():
             tree = self._cut(depth, division)
             counts = self._counts(division)
             for n in dict.fromkeys((*counts[2:3], counts[len(counts) // 2])):
-                if (tree(n), self.choices[0]) in self._known and (around := self.trace(tree(n))):
-                    yield from self._blocks(around, fits)
+                rows = self._known.get((tree(n), self.choices[0]))
+                fewer = (self._known.get((tree(m), self.choices[0])) for m in counts if m <= n)
+                if any(t and t.option.cost.time >= bound for t in fewer):
+                    break
+                if rows:
+                    yield from self._blocks(rows, fits)
                 for inside in self._insides():
                     traced = self.trace(self._cut(depth, division, inside)(n))
                     if traced and fits(traced.option):
