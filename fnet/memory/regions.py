@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.interpreters.partial_eval import dce_jaxpr
 
@@ -807,10 +808,11 @@ class _Loop:
         zero, arrays = _after_one_another((zero, arrays))
         carry = empty(zero)
         if self.is_unrolled:
+            once = jax.jit(body, static_argnums=1, inline=True)  # traced once
             for start in range(0, whole * self.size, self.size):
                 # One chunk waits for the other, or both would be in memory.
                 carry, arrays = _after_one_another((carry, arrays))
-                carry = body(start, self.size, carry, arrays)
+                carry = once(np.int32(start), self.size, carry, arrays)
         else:
             starts = jnp.arange(whole, dtype=jnp.int32) * self.size
             carry, _ = jax.lax.scan(

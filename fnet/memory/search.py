@@ -30,6 +30,7 @@ Build = Callable[[Any, int], jax.stages.Traced]
 SIZES = (0.06, 0.15, 0.3, 0.5, 1.0)
 """Bytes of a window that are tried, as shares of all."""
 _MOST_LEVELS = 10
+_MOST_KEPT = 3  # numbers of kept arrays that are tried
 _FAST, _FEW, _MUCH = 1.01, 1.02, 1.3  # times, relative to the plain one, that are good enough
 
 
@@ -305,18 +306,24 @@ class Planner:
         rows = division.dearest
         sizes = [0, *itertools.accumulate(nbytes(v) for _, v, _ in rows)]
         saved = [0.0, *itertools.accumulate(equation_cost(e).time for _, _, e in rows)]
-        some = []
-        for n in counts[:4]:
-            base = fewest if n == counts[0] else self._guess(line, n)
-            enough = (k for k, s in enumerate(sizes) if fits(base._replace(bytes=base.bytes + s)))
-            if k := max(enough, default=0):
-                some.append((fewest.cost.time - saved[k], n, k))
-        for _, n, most in sorted(some)[:1]:
-            for k in dict.fromkeys((most, 3 * most // 4)):
-                kept = self.trace(dataclasses.replace(tree(n), keep=k)) if k else None
-                if kept and fits(kept.option):
-                    yield kept.option
-                    return
+
+        def most(base: Option) -> int:
+            """How many arrays may be kept besides."""
+            fitting = (k for k, s in enumerate(sizes) if fits(base._replace(bytes=base.bytes + s)))
+            return max(fitting, default=0)
+
+        bases = {n: fewest if n == counts[0] else self._guess(line, n) for n in counts[:4]}
+        n = max(bases, key=lambda n: saved[most(bases[n])])
+        base = bases[n]
+        for _ in range(_MOST_KEPT):
+            k = most(base)
+            kept = self.trace(dataclasses.replace(tree(n), keep=k)) if k else None
+            if kept is None:
+                return
+            if fits(kept.option):
+                yield kept.option
+                return
+            base = kept.option._replace(bytes=kept.option.bytes - sizes[k])
 
     def _loops(self, fits: Fits) -> Iterator[Option]:
         """Iterations of loops in chunks, also with what is outside of them in windows."""
