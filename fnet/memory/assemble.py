@@ -15,7 +15,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from fnet.jaxpr import evaluate, interpret, nbytes
 from fnet.memory.apply import evaluate_as
-from fnet.memory.cost import Cost, estimate_cost
+from fnet.memory.cost import Cost, Rates, estimate_cost
 from fnet.memory.estimate import BARRIER, Array, Operation, Program, peak_of
 from fnet.memory.regions import MOST_REGIONS, Division, divide
 from fnet.memory.tree import NOTHING, Window
@@ -68,6 +68,7 @@ class Step:
     Args:
       closed: The traced step, ``jitted.trace(...).jaxpr``.
       donated: Whether each argument is donated.
+      rates: Of the accelerator that it is for, if it is one.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -77,7 +78,10 @@ class Step:
       49152
     """
 
-    def __init__(self, closed: ClosedJaxpr, donated: Sequence[bool]) -> None:
+    def __init__(
+        self, closed: ClosedJaxpr, donated: Sequence[bool], rates: Rates | None = None
+    ) -> None:
+        self._rates = rates
         program = Program()
         arguments = [Array(nbytes(v)) for v in closed.jaxpr.invars]
         self._results = program.run(closed, arguments)
@@ -98,8 +102,9 @@ class Step:
         assembly = _Assembly(self._operations, windows)
         results = [assembly.now.get(a, a) for a in self._results]
         over = {assembly.now.get(r, r): a for r, a in self._over.items()}
-        size = self.fixed + peak_of(assembly.operations, results, over)
-        return size, Cost(*(a + b for a, b in zip(self._cost, assembly.more, strict=True)))
+        size, launches = peak_of(assembly.operations, results, over)
+        cost = Cost(*(a + b for a, b in zip(self._cost, assembly.more, strict=True)))
+        return self.fixed + size, self._rates.priced(cost, launches) if self._rates else cost
 
     @property
     def densities(self) -> list[float]:
@@ -183,7 +188,7 @@ class _Assembly:
 
     def _barrier(self, arrays: Sequence[Array]) -> list[Array]:
         outputs = [Array(a.bytes, of=a.of) for a in arrays]
-        return self._program.add(Operation(BARRIER, list(arrays), outputs))
+        return self._program.add(Operation(BARRIER, list(arrays), outputs, launches=0))
 
     def _again(
         self,

@@ -20,6 +20,11 @@ plans have about the same. (An H100 in float32 computes 20 FLOPs while it moves 
 """
 
 
+# Of a GPU's highest rate, what large products reach; of the bytes of a traced program, what is left
+# after fusion.
+MATRIX_UNITS, MOVED = 0.6, 0.3
+
+
 class Cost(NamedTuple):
     """Compute and memory traffic of a program, before any compiler.
 
@@ -28,15 +33,40 @@ class Cost(NamedTuple):
         per element of every other result.
       bytes: Bytes read and written: operands and results of matrix products and convolutions,
         results alone of other operations, which XLA fuses with their readers.
+      overhead: What an accelerator takes besides, in the unit of `time`; see `Rates`.
     """
 
     flops: int
     bytes: int
+    overhead: float = 0.0
 
     @property
     def time(self) -> float:
         """Relative time. Moving a byte takes as long as `FLOPS_PER_BYTE` operations."""
-        return self.flops / FLOPS_PER_BYTE + self.bytes
+        return self.flops / FLOPS_PER_BYTE + self.bytes + self.overhead
+
+
+class Rates(NamedTuple):
+    """What an accelerator does in the time of one FLOP of its matrix units.
+
+    Attributes:
+      bytes: FLOPs in the time in which it moves a byte of a traced program.
+      launch: FLOPs in the time in which it starts a kernel.
+    """
+
+    bytes: float
+    launch: float
+
+    @classmethod
+    def of(cls, peaks: Any) -> "Rates":
+        """The rates of a device's `fnet.memory.target.Peaks`."""
+        flops = MATRIX_UNITS * peaks.flops["float32"]
+        return cls(MOVED * flops / peaks.bandwidth, peaks.launch * flops)
+
+    def priced(self, cost: Cost, launches: int) -> Cost:
+        """A cost with what its bytes and its number of kernels take on the accelerator."""
+        flops = self.bytes * cost.bytes + self.launch * launches
+        return cost._replace(overhead=flops / FLOPS_PER_BYTE - cost.bytes)
 
 
 def estimate_cost(program: ClosedJaxpr | Jaxpr) -> Cost:

@@ -76,6 +76,7 @@ class Operation:
       inputs: Arrays that it reads.
       outputs: Arrays that it makes.
       working: Bytes that it takes while it runs, such as the body of a loop.
+      launches: Kernels that start when it runs, if its results are stored.
       over: Inputs that outputs of a loop are written over, by position of the output.
       is_elementwise: Whether each element of a result depends on one of each operand.
       is_large: Whether it reads at most one array as large as its result.
@@ -91,6 +92,7 @@ class Operation:
     inputs: list[Array]
     outputs: list[Array]
     working: int = 0
+    launches: int = 1
     over: dict[int, Array] = dataclasses.field(default_factory=dict)
     is_elementwise: bool = False
     is_large: bool = False
@@ -162,7 +164,8 @@ class Program:
         return self._known[key]
 
     def _barrier(self, inputs: list[Array]) -> list[Array]:
-        return self.add(Operation(BARRIER, inputs, [Array(a.bytes, of=a.of) for a in inputs]))
+        outputs = [Array(a.bytes, of=a.of) for a in inputs]
+        return self.add(Operation(BARRIER, inputs, outputs, launches=0))
 
     def _matrix(self, eqn: JaxprEqn, side: int, operand: Array) -> Array:
         """An operand of a product in the order of axes that the product reads; a copy is shared."""
@@ -191,21 +194,24 @@ class Program:
                 for e in _called(scan.body.jaxpr)
             ]
             first = scan.num_consts
-            operation.working = _of_body(scan.body, first, scan.num_carry)
+            operation.working, launches = _of_body(scan.body, first, scan.num_carry)
+            operation.launches = scan.length * launches
             carry = inputs[first : first + scan.num_carry]
         elif eqn.primitive.name == "while":
             first = eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
             carry = inputs[first:]
             body = eqn.params["body_jaxpr"]
-            operation.working = _of_body(body, eqn.params["body_nconsts"], len(carry))
+            found = _of_body(body, eqn.params["body_nconsts"], len(carry))
+            operation.working, operation.launches = found
         else:
             carry = []
             bodies = (
                 [] if eqn.primitive.name.startswith(("reduce", "scatter")) else inner_jaxprs(eqn)
             )
             own = sum(a.bytes for a in operation.outputs)
-            peaks = map(_of_program, bodies)
-            operation.working = max((max(0, p - own) for p in peaks), default=0)
+            found = [_of_program(body) for body in bodies]
+            operation.working = max((max(0, size - own) for size, _ in found), default=0)
+            operation.launches = max((launches for _, launches in found), default=1)
         if eqn.primitive.name == "random_bits":  # two words of a block cipher
             operation.working = sum(map(_bytes, operation.outputs))
         operation.over = dict(enumerate(carry))
@@ -283,16 +289,16 @@ def _key(eqn: JaxprEqn, inputs: list[Array]) -> Any:
     return eqn.primitive.name, operands, shapes, str(sorted(eqn.params.items(), key=str))
 
 
-def _of_program(inner: ClosedJaxpr | Jaxpr) -> int:
-    """Bytes of an inner program besides its arguments."""
+def _of_program(inner: ClosedJaxpr | Jaxpr) -> tuple[int, int]:
+    """Bytes of an inner program besides its arguments, and its kernels."""
     closed = inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, [])
     program = Program()
     results = program.run(closed, [Array(nbytes(v)) for v in closed.jaxpr.invars])
     return peak_of(program.operations, results, {})
 
 
-def _of_body(body: ClosedJaxpr, first: int, count: int) -> int:
-    """Bytes of one iteration of a loop, whose carry is updated in place.
+def _of_body(body: ClosedJaxpr, first: int, count: int) -> tuple[int, int]:
+    """Bytes and kernels of one iteration of a loop, whose carry is updated in place.
 
     Its slices of scanned arrays are made in the iteration, its outputs are written to their stacks.
     """
@@ -383,11 +389,12 @@ def _needed(operations: Sequence[Operation], results: Sequence[Array]) -> "dict[
 
 def peak_of(
     operations: Sequence[Operation], results: Sequence[Array], over: dict[Array, Array]
-) -> int:
-    """Bytes besides the arguments at the worst moment, in the best of three orders."""
+) -> tuple[int, int]:
+    """Bytes besides the arguments at the worst moment, in the best of three orders, and kernels."""
     stored = _Stored(operations, results)
     orders = (stored.operations, _depth_first(stored, results), _freeing_most(stored, results))
-    return min(_most_alive(order, stored, results, over) for order in orders)
+    most = min(_most_alive(order, stored, results, over) for order in orders)
+    return most, sum(o.launches for o in stored.operations)
 
 
 def _depth_first(stored: _Stored, results: Sequence[Array]) -> list[Operation]:

@@ -13,12 +13,12 @@ import jax
 from fnet.cpu.options import WITHOUT_OPTIMIZED_CODE
 from fnet.cpu.tracing import traced_for
 from fnet.measured import OF_WINDOWS, STEP, TOO_HIGH, WORTH_COMPILING
-from fnet.memory.cost import Cost, estimate_cost
+from fnet.memory.cost import Cost, Rates, estimate_cost
 from fnet.memory.peak import CANDIDATE_OPTIONS, Peak, peak
 from fnet.memory.remat import REMAT_POLICIES, Policy, policies_for
 from fnet.memory.search import Build, Option, Planner
 from fnet.memory.sizes import format_bytes, parse_bytes
-from fnet.memory.target import Target, compile_lowered
+from fnet.memory.target import Target, compile_lowered, peaks_of
 from fnet.memory.tree import Blocks
 
 # XLA's GPU compiler (jaxlib 0.10) completes the copy of an array to the host when the backward pass
@@ -242,6 +242,7 @@ def plan(
             regions,
             state_bytes,
             _ON_HOST.get(platform, "loops" if "offload" in supported else "nothing"),
+            None if platform == "cpu" else Rates.of(peaks_of(target)),
         ),
         limit=None if limit is None else limit - reserve,
         target=target,
@@ -350,7 +351,8 @@ class _Search:
         traced = self.planner.build(policy, option.microbatches)
         lowered, cost = traced.lower(), estimate_cost(traced.jaxpr)
         more = option.microbatches - self.planner.choices[0]
-        cost = Cost(cost.flops, cost.bytes + more * self.planner.state_bytes)
+        size = cost.bytes + more * self.planner.state_bytes
+        cost = Cost(cost.flops, size, option.cost.overhead)
 
         def compile_one(given: Mapping[str, Any]) -> Candidate:
             estimate = estimate_peak(lowered, given, self.target)

@@ -16,7 +16,7 @@ import jax
 from fnet.jaxpr import nbytes, place
 from fnet.jaxpr.primitives import made_bytes
 from fnet.memory.assemble import Loss, Step, divided, tagged
-from fnet.memory.cost import Cost, equation_cost
+from fnet.memory.cost import Cost, Rates, equation_cost
 from fnet.memory.devices import is_on_devices, on_devices
 from fnet.memory.loops import loop_choices
 from fnet.memory.regions import MOST_REGIONS, ONE_ROW, Division
@@ -70,6 +70,7 @@ class Planner:
       regions: Whether rows may run in chunks.
       state_bytes: Bytes that each microbatch reads in addition.
       on_host: What may be moved to the memory of the host.
+      rates: Of an accelerator.
       reason: Why a part of the loss is not computed in chunks, as the end of a message.
       is_on_devices: Whether it plans what is inside of a `jax.shard_map`.
     """
@@ -82,9 +83,10 @@ class Planner:
         regions: bool,
         state_bytes: int,
         on_host: Literal["nothing", "loops", "all"] = "nothing",
+        rates: Rates | None = None,
     ) -> None:
         self.build, self.choices, self.named = build, choices, named
-        self.regions, self.state_bytes = regions, state_bytes
+        self.regions, self.state_bytes, self._rates = regions, state_bytes, rates
         self._on_host: Literal["nothing", "loops", "all"] = on_host
         self.reason, self.is_on_devices = "", False
         self._known: dict[tuple[Node, int], Traced | None] = {}
@@ -124,9 +126,9 @@ class Planner:
 
         traced = self.build(self.policy(tree)._replace(apply=apply), n)
         donated = [a.donated for a in jax.tree.leaves(traced.args_info)]
-        step = Step(traced.jaxpr, donated)
+        step = Step(traced.jaxpr, donated, self._rates)
         size, cost = step.estimate()
-        cost = Cost(cost.flops, cost.bytes + (n - self.choices[0]) * self.state_bytes)
+        cost = cost._replace(bytes=cost.bytes + (n - self.choices[0]) * self.state_bytes)
         return Traced(Option(tree, n, size, cost), step, losses[0] if losses else None)
 
     @functools.cached_property

@@ -290,6 +290,15 @@ def describe(name: str, count: int = 1) -> Target:
     return _tpu(name, known, count)
 
 
+def peaks_of(target: Target | None) -> Peaks:
+    """Rates of a target, or of this machine's device: an H100's if they are unknown."""
+    if target and target.peaks:
+        return target.peaks
+    kind = (target.device if target else jax.devices()[0]).device_kind
+    known = (t for t in TARGETS.values() if isinstance(t, Gpu) and t.device == kind)
+    return next(known, TARGETS["h100"]).peaks
+
+
 def from_text(name: str, text: str, count: int = 1) -> Target:
     """Return a target for an NVIDIA GPU that is not in `TARGETS`, from XLA's description of it.
 
