@@ -334,8 +334,8 @@ class _Search:
         if known := self._peaks.get((option.tree, option.microbatches)):
             return self.fits(known.peak.total)
         start = OF_WINDOWS if isinstance(option.tree, Blocks) else self._least
-        start *= self._scales.get("Tree", 1.0) if not self.planner.is_exact else 1.0
-        scale = self._scales.get(_kind(option.tree), start)
+        # If the plain step was compiled, its estimate errs as those of others do.
+        scale = self._scales.get(_kind(option.tree), start * self._scales.get("Tree", 1.0))
         return self.fits(int(self._fixed + scale * (option.bytes - self._fixed)))
 
     @property
