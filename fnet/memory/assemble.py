@@ -103,7 +103,7 @@ class Step:
         results = [assembly.now.get(a, a) for a in self._results]
         over = {assembly.now.get(r, r): a for r, a in self._over.items()}
         size, launches = peak_of(assembly.operations, results, over)
-        cost = Cost(*(a + b for a, b in zip(self._cost, assembly.more, strict=True)))
+        cost = self._cost.with_more(assembly.more)
         return self.fixed + size, self._rates.priced(cost, launches) if self._rates else cost
 
     @property
@@ -228,12 +228,12 @@ class _Assembly:
         for o in forward:
             if o in needed:
                 self._copy(o, inside)
-                self._add(o.cost)
+                self.more = self.more.with_more(o.cost)
         return inside
 
     def _from_host(self, a: Array) -> Array:
         """An array that is moved to the host, and back."""
-        self._add(Cost(0, 2 * _HOST_SLOWDOWN * a.bytes))
+        self.more = self.more.with_more(Cost(0, 2 * _HOST_SLOWDOWN * a.bytes))
         (moved,) = self._program.add(Operation("to_host", [a], [Array(0)]))
         (back,) = self._program.add(Operation("to_device", [moved], [Array(a.bytes)]))
         return back
@@ -284,7 +284,7 @@ class _Assembly:
                     self.now[a].bytes = 0
             for d, _, cost in o.body:
                 if d < least:
-                    self._add(Cost(*(o.iterations * c for c in cost)))
+                    self.more = self.more.with_more(cost, o.iterations)
             return
         dropped = sum(a.bytes for a in stacks if of[a] < least and a in o.inputs)
         self._copy(o, self.now, working=o.working + dropped // o.iterations)
@@ -293,6 +293,3 @@ class _Assembly:
             new.inputs.append(more)
             assert more.maker
             more.maker.readers.append(new)
-
-    def _add(self, cost: Cost) -> None:
-        self.more = Cost(*(a + b for a, b in zip(self.more, cost, strict=True)))

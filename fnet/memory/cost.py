@@ -45,6 +45,10 @@ class Cost(NamedTuple):
         """Relative time. Moving a byte takes as long as `FLOPS_PER_BYTE` operations."""
         return self.flops / FLOPS_PER_BYTE + self.bytes + self.overhead
 
+    def with_more(self, other: "Cost", times: int = 1) -> "Cost":
+        """The cost of both, of the other one several times."""
+        return Cost(self.flops + times * other.flops, self.bytes + times * other.bytes)
+
 
 class Rates(NamedTuple):
     """What an accelerator does in the time of one FLOP of its matrix units.

@@ -201,17 +201,17 @@ class Program:
             first = eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
             carry = inputs[first:]
             body = eqn.params["body_jaxpr"]
-            found = _of_body(body, eqn.params["body_nconsts"], len(carry))
-            operation.working, operation.launches = found
+            first = eqn.params["body_nconsts"]
+            operation.working, operation.launches = _of_body(body, first, len(carry))
         else:
             carry = []
             bodies = (
                 [] if eqn.primitive.name.startswith(("reduce", "scatter")) else inner_jaxprs(eqn)
             )
             own = sum(a.bytes for a in operation.outputs)
-            found = [_of_program(body) for body in bodies]
-            operation.working = max((max(0, size - own) for size, _ in found), default=0)
-            operation.launches = max((launches for _, launches in found), default=1)
+            inner = [_of_program(body) for body in bodies]
+            operation.working = max((max(0, size - own) for size, _ in inner), default=0)
+            operation.launches = max((launches for _, launches in inner), default=1)
         if eqn.primitive.name == "random_bits":  # two words of a block cipher
             operation.working = sum(map(_bytes, operation.outputs))
         operation.over = dict(enumerate(carry))
