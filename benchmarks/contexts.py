@@ -30,7 +30,7 @@ from fnet.memory.target import Target, compile_for
 from train.commands import fit
 from train.data.model_folder import FileTensor, ModelFolder
 from train.platform import use_cpu
-from train.run.prediction import target_of
+from train.run.planning import target_of
 
 BLOCKS = 32
 LLAMA = {

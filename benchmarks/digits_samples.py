@@ -33,7 +33,7 @@ from train import cli
 from train.arguments import ImageArguments
 from train.commands.sample import sample_images
 from train.config import Config, Denoiser
-from train.run.checkpoints import Checkpoints
+from train.run.open_run import OpenRun
 from train.run.run_folder import RunFolder
 from train.tasks import images
 
@@ -72,9 +72,7 @@ class Judge:
         dataset = config.data.load()
         self.data, self.test = config.data, dataset.test
         self._train_images = _flat(dataset.train["image"])
-        model = images.build_network(config, dataset)
-        with Checkpoints(classifier.checkpoints) as checkpoints:
-            params, state, _ = checkpoints.restore_network(model.init)
+        model, (params, state, _) = OpenRun(classifier).network()
         self._logits = jax.jit(lambda x: model.apply(params, state, x, train=False)[0])
         self._copy_distance = np.quantile(self._nearest(self.test["image"]), 0.01)
 
@@ -109,11 +107,10 @@ def evaluate(
     held_out = operator.attrgetter("source", "test_fraction", "split_seed")
     if held_out(config.data) != held_out(judge.data):
         raise SystemExit(f"{run.path} and the classifier hold out different test digits")
-    section, dataset = config.model, config.data.load()
+    section = config.model
     assert isinstance(section, Denoiser)  # because the run is of digits_diffusion
-    network = dataset, images.build_network(config, dataset)
-    with Checkpoints(run.checkpoints) as checkpoints:
-        params, state, _ = checkpoints.restore_network(network[1].init)
+    model, (params, state, _) = OpenRun(run).network()
+    network = model, images.image_shape(config), 10
     labels = np.repeat(np.arange(10), each)
     results = []
     for sampler, steps, guidance in cases:

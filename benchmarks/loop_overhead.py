@@ -21,7 +21,7 @@ from rich.console import Console
 
 from benchmarks.claims import Claim, argument_parser, publish
 from train.config import Checkpoint, Config, Digits, Optim, PreactResNet, Train
-from train.run import loop, programs
+from train.run import loop, planning
 from train.run.planning import Planned, StepCache
 
 WARMUP = 30
@@ -93,7 +93,7 @@ def main() -> None:
     described = config(args.width, WARMUP + args.rounds * block + 1, args.checkpoint_every)
     terminal = Console(file=io.StringIO(), force_terminal=True)
     with (
-        mock.patch.object(programs, "StepCache", interleaved),
+        mock.patch.object(planning, "StepCache", interleaved),
         tempfile.TemporaryDirectory() as folder,
     ):
         loop.train(described, Path(folder) / "run", resume=False, console=terminal)

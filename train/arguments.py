@@ -3,6 +3,7 @@
 import contextlib
 import inspect
 import io
+import itertools
 import re
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -358,6 +359,40 @@ class _WithConfig(Generic[A]):
 
     options: Annotated[A, tyro.conf.arg(name=""), tyro.conf.DisallowNone]
     config: Annotated[Config, tyro.conf.arg(name="")]
+
+
+def read_command(argv: Sequence[str], usage: str, kind: type[A]) -> tuple[list[str], A]:
+    """Return the positional arguments of a command, and its options."""
+    values, flags = positional(argv, usage, kind)
+    for name, value in zip(usage.split()[2:], values, strict=False):
+        usage = usage if name.endswith("...") else usage.replace(name, value, 1)
+    return values, read(kind, flags, usage)
+
+
+def positional(argv: Sequence[str], usage: str, *options: type) -> tuple[list[str], list[str]]:
+    """Split the words after a command's name into positional arguments and flags.
+
+    Dots in a usage, ``"fnet predict RUN FILE..."``, allow one or more. Without positional
+    arguments, ``--help`` shows the ``options``.
+
+    Raises:
+      UserError: for too few or too many positional arguments.
+      SystemExit: with code 0, after ``--help``.
+    """
+    names = usage.split()[2:]
+    values = list(itertools.takewhile(lambda word: not word.startswith("-"), argv))
+    if len(values) < len(names):
+        if {"-h", "--help"} & set(argv):
+            for kind in options[:-1]:
+                with contextlib.suppress(SystemExit):
+                    read(kind, ["--help"], usage)
+            read(options[-1], ["--help"], usage)
+        name = names[len(values)].removesuffix("...")
+        where = " before the flags" if len(argv) > len(values) else ""
+        raise UserError(f"missing {name}{where}; usage: {usage}")
+    if len(values) > len(names) and not usage.endswith("..."):
+        raise UserError(f"unexpected {values[len(names)]}; usage: {usage}")
+    return values, list(argv[len(values) :])
 
 
 def read(kind: type[A], flags: Sequence[str], prog: str) -> A:

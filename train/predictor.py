@@ -12,16 +12,12 @@ from jax import Array
 from PIL import Image
 
 from fnet.cpu.convolutions import count_cpus, for_cpus
-from train.config import Config
 from train.data import pad_batch
 from train.data.decode import UnreadableError
 from train.data.preprocessing import PreprocessedImage
 from train.errors import UserError
-from train.run.checkpoints import load_network
-from train.run.class_names import read_outputs
-from train.run.model_files import check_model
+from train.run.open_run import OpenRun
 from train.run.run_folder import RunFolder
-from train.tasks import kind_of
 
 _BATCH_SIZE = 16
 """Largest number of images, or crops, in a batch."""
@@ -64,15 +60,17 @@ class Predictor:
     step: int
 
     def __init__(self, run: str | os.PathLike[str], *, best: bool = False):
-        folder = RunFolder.of(os.fspath(run))
-        config = config_of_images(folder)
-        self.classes, _, scaling = read_outputs(folder, config)
+        opened = OpenRun(RunFolder.of(os.fspath(run)))
+        config, kind = opened.config, opened.kind
+        if not kind.labels_images or kind.outputs is None:
+            instead = "; try fnet sample" if kind.generates else ""
+            raise UserError(
+                f"{opened.folder.path} is a run of {config.model.name}, which predicts no labels "
+                f"of images{instead}"
+            )
+        self.classes, _, scaling = opened.outputs
         self.preprocessor = config.data.preprocessor
-        shape, precision = self.preprocessor.shape, config.train.precision
-        model = config.model.for_images(shape, self.classes, precision)
-        params, state, self.step = load_network(folder, model, best=best)
-        kind = kind_of(config)
-        assert kind.outputs is not None  # because it predicts labels
+        model, (params, state, self.step) = opened.network(best=best)
         self._network = jax.jit(_in_chunks(kind.outputs(config, model), count_cpus(params)))
         self._apply = lambda images, count: self._network(params, state, images, count)
         self._restore = scaling.restore if scaling else lambda outputs: outputs
@@ -170,24 +168,6 @@ def _in_chunks(
         return jax.lax.fori_loop(0, count, add_image, jnp.zeros(shape.shape, shape.dtype))
 
     return for_cpus(apply, cpus)
-
-
-def config_of_images(folder: RunFolder) -> Config:
-    """Return the config of a run that predicts labels of images.
-
-    Raises:
-      UserError: if there is no run here, it predicts no labels of images, or its published model
-        was moved.
-    """
-    config = check_model(folder, folder.read_config())
-    kind = kind_of(config)
-    if not kind.labels_images:
-        instead = "; try fnet sample" if kind.generates else ""
-        raise UserError(
-            f"{folder.path} is a run of {config.model.name}, which predicts no labels of images"
-            f"{instead}"
-        )
-    return config
 
 
 def predict_mask(logits: np.ndarray, prepared: PreprocessedImage) -> np.ndarray:

@@ -14,10 +14,10 @@ LEDGER = {
     "fnet/models + fnet/interop": 9_336,
     "fnet, the rest": 10_878,
     "train/data": 11_252,
-    "train/run + train/commands": 9_017,
-    "train, the rest": 8_258,
-    "tests": 60_906,
-    "benchmarks": 16_517,
+    "train/run + train/commands": 8_476,
+    "train, the rest": 8_329,
+    "tests": 60_922,
+    "benchmarks": 16_514,
 }
 """Lines of ``*.py``. A row of its own takes a package out of the rest."""
 SLACK = 30

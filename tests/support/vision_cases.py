@@ -13,7 +13,7 @@ from train.config import Config, DeepLab, SegmentationFolder
 from train.config.recipes import load
 from train.data import Outputs
 from train.run.checkpoints import Checkpoints
-from train.run.class_names import write_classes
+from train.run.open_run import write_classes
 from train.run.run_folder import RunFolder
 from train.run.setup import setup
 

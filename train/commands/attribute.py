@@ -9,11 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
-from fnet.attribution import Scores, ekfac, tracin
-from train import arguments
-from train.arguments import AttributeArguments
-from train.commands.positional import positional
-from train.config import Config
+from fnet.attribution import ekfac, tracin
+from train.arguments import AttributeArguments, read_command
 from train.data import Arrays, num_examples
 from train.data.batch import Batch
 from train.data.decode import UnreadableError
@@ -33,11 +30,10 @@ from train.run.attribution import (
     write_query,
 )
 from train.run.checkpoints import Checkpoints, RestoredNetwork, load_network, no_checkpoint
-from train.run.class_names import check_classes
-from train.run.model_files import check_model, with_model_files
+from train.run.choices import encode_completions
+from train.run.open_run import OpenRun
 from train.run.run_folder import RunFolder
-from train.run.same_data import compare_data, describe_data
-from train.run.setup import Setup, setup
+from train.run.setup import Setup
 from train.tasks import kind_of, language
 
 
@@ -56,8 +52,6 @@ class Query(NamedTuple):
 
 
 class _Curvature(TrainingRows):
-    """Training examples that the curvature is computed from, with progress."""
-
     progress: Callable[[int, int], None]
 
     def __iter__(self) -> Iterator[tuple[Arrays]]:
@@ -68,34 +62,26 @@ class _Curvature(TrainingRows):
 
 def main(argv: list[str]) -> None:
     """Run ``fnet attribute RUN``."""
-    (given,), flags = positional(argv, "fnet attribute RUN", AttributeArguments)
-    options = arguments.read(AttributeArguments, flags, f"fnet attribute {given}")
-    attribute(RunFolder.of(given), options, Console())
+    (given,), options = read_command(argv, "fnet attribute RUN", AttributeArguments)
+    attribute(OpenRun(RunFolder.of(given)), options, Console())
 
 
-def attribute(folder: RunFolder, options: AttributeArguments, console: Console) -> Scores:
-    """Score the training examples [train, 1] of a run for its test loss, or for one prediction.
+def attribute(opened: OpenRun, options: AttributeArguments, console: Console) -> None:
+    """Score the training examples of a run for its test loss, or for one prediction.
 
     Print the most important ones, write all of them as a table to ``attribution/NAME.csv``, and
     draw images.
-
-    Raises:
-      UserError: for a run without a checkpoint, options that do not fit it, or a folder that
-        cannot be written.
     """
-    config = with_model_files(folder, check_model(folder, folder.read_config()))
-    _check(folder, config, options)
-    log = line_printer(console)
-    changes: dict[str, Any] = {"data": config.data.replace(mixup=0.0)} if config.data.mixup else {}
+    folder, config, log = opened.folder, opened.config, line_printer(console)
+    _check(opened, options)
+    mixed = [name for name in ("mixup", "cutmix") if getattr(config.data, name)]
+    opened = opened.replace(data=config.data.replace(**dict.fromkeys(mixed, 0.0)))
     is_recorded = config.grad.mode == "attribution"
-    if not is_recorded:  # Whatever a run's gradient mode is, its scores do not depend on it.
-        changes["grad"] = Mean()
-    run = setup(dataclasses.replace(config, **changes))
-    check_classes(folder, run.task.dataset.outputs)
-    data = describe_data(run.task.dataset, private=config.is_private)
-    if changed := compare_data(folder, config, data):
+    # Whatever a run's gradient mode is, its scores do not depend on it.
+    plain: dict[str, Any] = {"data": opened.config.data.without_users(), "grad": Mean()}
+    run = opened.setup() if is_recorded else opened.setup(**plain)
+    if changed := opened.data_change(run):
         log(changed)
-    run.task.before_batches(folder.path)
     rows = TrainingRows(run.task.dataset, config.data.batch_size)
     is_query = options.example is not None or options.prompt is not None
     if is_recorded and not is_query:
@@ -107,7 +93,7 @@ def attribute(folder: RunFolder, options: AttributeArguments, console: Console) 
         columns, query = columns_of(restored.state.opt_state), None
     else:
         network = load_network(folder, run.task.model, best=options.best)
-        query = _query(run, config, network, options)
+        query = _query(run, network, options)
         columns = _compute(folder, run, network, query, rows, options, console)
     with writing(folder.path, "make it writable"):
         if query is None or not is_query:
@@ -120,10 +106,10 @@ def attribute(folder: RunFolder, options: AttributeArguments, console: Console) 
     for kind, order in groups.items():
         print_examples(kind, rows, columns, order[: options.top_k], console)
     log(f"files: {', '.join(map(str, files))}")
-    return Scores(columns["score"][:, None])
 
 
-def _check(folder: RunFolder, config: Config, options: AttributeArguments) -> None:
+def _check(opened: OpenRun, options: AttributeArguments) -> None:
+    folder, config, kind = opened.folder, opened.config, opened.kind
     if config.is_release_only:
         raise UserError(
             f"{folder.path} writes only what its privacy guarantee covers (grad.release_only), and "
@@ -137,7 +123,6 @@ def _check(folder: RunFolder, config: Config, options: AttributeArguments) -> No
         raise UserError("--example and --prompt: give one of them")
     if options.label is not None and options.example is None:
         raise UserError("--label: is the label of --example; give an image")
-    kind = kind_of(config)
     if options.example is not None and kind.predicts != "labels":
         raise UserError(
             f"--example: {folder.path} is a run of {config.model.name}, which predicts no labels "
@@ -152,67 +137,49 @@ def _check(folder: RunFolder, config: Config, options: AttributeArguments) -> No
         )
 
 
-def _query(
-    run: Setup, config: Config, network: RestoredNetwork, options: AttributeArguments
-) -> Query:
+def _query(run: Setup, network: RestoredNetwork, options: AttributeArguments) -> Query:
     if options.example is not None:
-        return _of_image(run, config, network, options)
+        return _of_image(run, options.example, options.label, network)
     if options.prompt is not None:
         assert options.completion is not None
-        is_chat = run.task.dataset.is_chat
-        return _of_text(config, options.prompt, options.completion, is_chat=is_chat)
+        return _of_text(run, options.prompt, options.completion)
     test = run.task.dataset.test
     chosen = np.asarray(spread(num_examples(test), options.queries))
     batch = run.task.dataset.test_batch({name: a[chosen] for name, a in test.items()})
     return Query("test", f"the mean loss of {len(chosen):,} test examples", batch)
 
 
-def _of_image(
-    run: Setup, config: Config, network: RestoredNetwork, options: AttributeArguments
-) -> Query:
+def _of_image(run: Setup, file: str, name: str | None, network: RestoredNetwork) -> Query:
     """Return the query of an image's label, by default of the predicted one."""
-    file, classes = options.example, run.task.dataset.classes
-    assert file is not None
-    preprocessor = config.data.preprocessor
+    classes, preprocessor = run.task.dataset.classes, run.config.data.preprocessor
     try:
         image = preprocessor(file).image
     except UnreadableError as error:
         raise UserError(f"--example: {file}: {error}") from error
-    if options.label is None:
-        outputs = kind_of(config).outputs
+    if name is None:
+        outputs = kind_of(run.config).outputs
         assert outputs is not None  # because it predicts labels
-        network_of = jax.jit(outputs(config, run.task.model))
+        network_of = jax.jit(outputs(run.config, run.task.model))
         probabilities = network_of(network.evaluation_params, network.model_state, image[None])
         label = int(np.asarray(probabilities)[0].argmax())
-    elif options.label in classes:
-        label = classes.index(options.label)
+    elif name in classes:
+        label = classes.index(name)
     else:
-        known = ", ".join(classes[:10])
-        raise UserError(f"--label: no class {options.label}; expected one of {known}")
+        raise UserError(f"--label: no class {name}; expected one of {', '.join(classes[:10])}")
     batch = {"image": image[None], "label": np.array([label], np.int32)}
     stem = file.replace("\\", "/").rsplit("/", 1)[-1].rsplit(".", 1)[0]
     name = "".join(c if c.isalnum() or c in "-_" else "_" for c in stem)
     return Query(f"image-{name}", f"the label {classes[label]} of {file}", batch)
 
 
-def _of_text(config: Config, prompt: str, completion: str, *, is_chat: bool) -> Query:
+def _of_text(run: Setup, prompt: str, completion: str) -> Query:
     """Return the query of a completion: the mean loss of its tokens after the prompt."""
-    data = language.text_source(config)
+    data = language.text_source(run.config)
     tokenizer = load_tokenizer(data)
-    start, question = tokenizer.start_tokens(), prompt
-    if is_chat:
-        start = start[:0]  # the template writes all special tokens
-        messages = [{"role": "user", "content": prompt}]
-        template = language.chat_template(data, tokenizer)
-        question = template.render(messages, add_generation_prompt=True)
-    texts = [question, question + completion]
-    before, whole = (pieces.ids for pieces in tokenizer.encode_pieces(texts))
-    count = len(whole) - len(before)
-    if not 0 < count <= data.context:
-        raise UserError(
-            f"--completion: has {count} tokens; expected 1 to data.context {data.context}"
-        )
-    tokens = np.concatenate([start, whole])[-(data.context + 1) :].astype(np.int32)
+    template = language.chat_template(data, tokenizer) if run.task.dataset.is_chat else None
+    completions = [(completion, "--completion:")]
+    ((tokens, count),) = encode_completions(tokenizer, prompt, completions, data.context, template)
+    tokens = tokens[-(data.context + 1) :]
     is_learned = np.arange(1, len(tokens)) >= len(tokens) - count
     batch = {"tokens": tokens[None], "loss_mask": is_learned[None]}
     return Query("completion", f"{completion!r:.40} after {prompt!r:.40}", batch)

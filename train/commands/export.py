@@ -17,12 +17,9 @@ from fnet.interop import torch as interop
 from fnet.interop.huggingface.checkpoint import Tensor, leaf
 from fnet.interop.huggingface.timm import family_of
 from fnet.interop.peft import huggingface_modules, to_peft
-from train import arguments
-from train.arguments import ExportArguments
-from train.commands import export_images
+from train.arguments import ExportArguments, read_command
+from train.commands.export_images import published_model
 from train.commands.export_program import export_program
-from train.commands.positional import positional
-from train.config import Config
 from train.config.data import Data
 from train.data.chat import load_generation_settings, load_json
 from train.data.chat_end import find_end
@@ -35,8 +32,7 @@ from train.networks import pretrained
 from train.networks.pretrained import Pretrained
 from train.run import weight_files
 from train.run.checkpoints import Checkpoints, load_network
-from train.run.class_names import read_outputs
-from train.run.model_files import check_model, copy_small_files, with_model_files
+from train.run.open_run import OpenRun, copy_small_files
 from train.run.run_folder import RunFolder, as_json
 from train.tasks import language
 
@@ -51,82 +47,70 @@ _EXPERTS_NOTE = (
 
 def main(argv: list[str]) -> None:
     """Run ``fnet export RUN``."""
-    (given,), flags = positional(argv, "fnet export RUN", ExportArguments)
-    options = arguments.read(ExportArguments, flags, f"fnet export {given}")
-    folder = RunFolder.of(given)
-    config = check_model(folder, folder.read_config())
-    checked = ""
+    (given,), options = read_command(argv, "fnet export RUN", ExportArguments)
+    opened, checked = OpenRun(RunFolder.of(given)), ""
     if options.format != "safetensors":
-        path, checked = export_program(folder, config, options)
-    elif isinstance(config.model, Pretrained):
-        path = export_model(folder, config, config.model, options)
+        path, checked = export_program(opened, options)
+    elif opened.config.model.is_published:
+        path = export_model(opened, options)
     else:
-        path = export_weights(folder, config, options)
+        path = export_weights(opened, options)
     print(printable(str(path)))
     if checked:
         print(checked, file=sys.stderr)
 
 
-def export_weights(folder: RunFolder, config: Config, options: ExportArguments) -> Path:
+def export_weights(opened: OpenRun, options: ExportArguments) -> Path:
     """Write a run's weights with torch's names and layouts and return the path.
 
     The weights are a checkpoint's: averaged parameters if the run has them. The metadata name
     the network, its norm and its activation.
-
-    Raises:
-      UserError: if there is no checkpoint, the network does not have these names, or the file
-        cannot be written.
     """
-    weight_files.check_network(config)
+    folder = opened.folder
+    weight_files.check_network(opened.config)
     out = output_file(options.out, folder.path / "weights.safetensors")
     if out.suffix != ".safetensors":
         raise UserError(f"--out: expected a file that ends in .safetensors, got {out}")
     with Checkpoints(folder.checkpoints, best=options.best) as checkpoints:
         params, state, step = checkpoints.restore_network()
-    network = weight_files.describe_network(config)
-    norm = network["norm"]
+    described = weight_files.describe_run(opened)
+    norm = described["norm"]
     try:
         names = options.names or interop.namings(params, state)[0]
         arrays = interop.to_torch(params, state, names=names, norm=norm, for_norm=options.for_norm)
     except ValueError as error:
         raise UserError(f"{folder.path}: {weight_files.with_flags(error)}") from error
     metadata = {"names": names, "norm": options.for_norm or norm, "fnet": fnet.__version__}
-    metadata |= weight_files.describe_outputs_of(folder, config)
-    metadata |= folder.origin(step)
-    weight_files.write(out, arrays, {"format": "pt"} | network | metadata)
+    metadata = {"format": "pt"} | described | metadata | folder.origin(step)
+    weight_files.write(out, arrays, metadata)
     return out
 
 
-def export_model(
-    folder: RunFolder, config: Config, section: Pretrained, options: ExportArguments
-) -> Path:
+def export_model(opened: OpenRun, options: ExportArguments) -> Path:
     """Write a fine-tuned model with its config and tokenizer, and return the folder.
 
     Tensors have the names, layouts and dtypes of the published model. Adapters are merged, or
     written alone as PEFT reads them. Models of images have the classes of the run.
     """
+    folder, section = opened.folder, opened.config.model
+    assert isinstance(section, Pretrained)  # because it is published
     if options.adapters and section.lora_rank is None:
         raise UserError("--adapters: the run has none, because it trains all parameters")
     out = Path(options.out) if options.out else folder.path / "exported"
     if out.is_file() or (out.exists() and any(out.iterdir())):
         raise UserError(f"--out: {out} is not an empty folder; give a new one")
     source = read_folder(Path(section.path))
-    if not isinstance(config.data, Text):
-        model = export_images.published_model(folder, config, section, source, best=options.best)
+    if opened.kind.content == "images":
+        files, named, params, dtypes, step = published_model(opened, source, best=options.best)
         with _new_folder(out) as part:
-            origin = folder.origin(model.step)
-            _write_tensors(part, model.tensors, model.params, model.dtypes, origin)
+            _write_tensors(part, named, params, dtypes, folder.origin(step))
             copy_small_files(part, folder.model, source.path)
-            for name, content in model.files.items():
+            for name, content in files.items():
                 (part / name).write_text(as_json(content))
         return out
-    network = pretrained.build_network(section, config.train.precision)
-    task = section.task_for(config.data)
-    labels: tuple[str, ...] = ("reward",)
-    if task in ("reward", "text_classification"):
-        if task != "reward":
-            labels = read_outputs(folder, config).names
-        network = pretrained.with_head(network, len(labels))
+    network = opened.build_network()
+    if network.new:
+        labels = opened.outputs.names if opened.kind.predicts else ("reward",)
         if options.adapters:
             raise UserError("--adapters: a model with a new head is written whole; leave it out")
         if not all(name.endswith("ForCausalLM") for name in source.config.get("architectures", ())):
@@ -175,7 +159,7 @@ def export_model(
             }
             _write_tensors(part, named, params, dtypes, folder.origin(step), others)
             copy_small_files(part, folder.model, source.path)
-            _name_end(part, with_model_files(folder, config).data)
+            _name_end(part, opened.config.data)
             if network.new:
                 (part / "config.json").write_text(as_json(_with_score(source.config, labels)))
     return out

@@ -1,7 +1,7 @@
 """A fine-tuned image network in the layout of the published model, with the run's classes."""
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +16,8 @@ from train.data.model_folder import ModelFolder
 from train.data.photos import Photos
 from train.errors import UserError
 from train.networks.model_images import position_size
-from train.networks.pretrained import Pretrained, build_image_network, without_classes
-from train.run.checkpoints import load_network
-from train.run.class_names import read_outputs
-from train.run.run_folder import RunFolder
+from train.networks.pretrained import without_classes
+from train.run.open_run import OpenRun
 from train.tasks import images
 
 TOLERANCE = 1e-4
@@ -28,38 +26,21 @@ _BILINEAR = 2
 """Pillow's number of the filter that resizes images."""
 
 
-class PublishedModel(NamedTuple):
-    """Content of a model's folder.
-
-    Attributes:
-      files: JSON files by name.
-      tensors: Names and layouts.
-      params: Parameters.
-      dtypes: Dtypes of tensors by name.
-      step: Step of the run.
-    """
-
-    files: dict[str, Any]
-    tensors: tuple[Tensor, ...]
-    params: Any
-    dtypes: dict[str, np.dtype]
-    step: int
-
-
 def published_model(
-    folder: RunFolder, config: Config, section: Pretrained, source: ModelFolder, *, best: bool
-) -> PublishedModel:
+    opened: OpenRun, source: ModelFolder, *, best: bool
+) -> tuple[dict[str, Any], tuple[Tensor, ...], Any, dict[str, np.dtype], int]:
     """Return a trained image network as its library reads it, at the image size of the run.
 
-    Learned positions are resized to this size. The logits are compared with the run's.
+    Learned positions are resized to this size. The logits are compared with the run's. Returns JSON
+    files, names and layouts of tensors, parameters, dtypes of tensors, and the step of the run.
     """
-    classes, shape = read_outputs(folder, config).names, images.image_shape(config)
-    network = build_image_network(section, classes, shape, "float32")
+    config = images.in_float32(opened.config)
+    classes, shape = opened.outputs.names, images.image_shape(config)
+    network, restored = opened.replace(train=config.train).network(best=best)
     model_config = _with_classes(source, classes, has_new=bool(network.new))
     model_config = _with_size(model_config, shape)
     names = [t.name for t in network.base.tensors]
     model = build_model(model_config, names=[*names, "classifier.weight"] if network.new else names)
-    restored = load_network(folder, network, best=best)
     trained = jax.tree.map(np.asarray, restored.evaluation_params)
     params = _arrange(trained, model, source, shape, network.new)
     image = jax.random.normal(jax.random.key(0), (2, *shape))
@@ -73,13 +54,9 @@ def published_model(
     tensors = model.tensors if network.new else network.base.tensors
     published = {t.path: source.tensors[t.name].dtype for t in network.base.tensors}
     usual = next(iter(published.values()))
-    return PublishedModel(
-        files={"config.json": model_config} | _preprocessor(config, model_config),
-        tensors=tensors,
-        params=params,
-        dtypes={t.name: published.get(t.path, usual) for t in tensors},
-        step=restored.step,
-    )
+    files = {"config.json": model_config} | _preprocessor(config, model_config)
+    dtypes = {t.name: published.get(t.path, usual) for t in tensors}
+    return files, tensors, params, dtypes, restored.step
 
 
 def _with_classes(

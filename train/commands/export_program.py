@@ -19,9 +19,8 @@ from train.data import Outputs
 from train.data.photos import Photos
 from train.errors import TrainingError, UserError, output_file, writing
 from train.onnx_program import UnsupportedError, to_onnx
-from train.run.checkpoints import load_network
-from train.run.class_names import read_outputs
-from train.run.run_folder import RunFolder, atomic_write
+from train.run.open_run import OpenRun
+from train.run.run_folder import atomic_write
 from train.tasks import images, kind_of
 from train.tasks.targets import KINDS
 
@@ -36,7 +35,7 @@ _Outputs = Callable[[Array], dict[str, Array]]
 _Program = tuple[bytes, Callable[[bytes], Any]]
 
 
-def export_program(folder: RunFolder, config: Config, options: ExportArguments) -> tuple[Path, str]:
+def export_program(opened: OpenRun, options: ExportArguments) -> tuple[Path, str]:
     """Write the network of a run with its weights, for any batch size, and run what was written.
 
     The input is float32 [N, H, W, C] with pixels in [0, 1]. Mean and standard deviation of the run
@@ -51,8 +50,13 @@ def export_program(folder: RunFolder, config: Config, options: ExportArguments) 
       TrainingError: if the outputs of the written program differ from the network's.
     """
     kind = options.format
-    out = output_file(options.out, folder.path / f"model.{kind}")
-    network, shape, outputs, metadata = _network(folder, config, options)
+    if not opened.kind.labels_images:
+        raise UserError(
+            f"--format {kind}: is for networks that label images, not for "
+            f"{opened.config.model.name}"
+        )
+    out = output_file(options.out, opened.folder.path / f"model.{kind}")
+    network, shape, outputs, metadata = _network(opened, options)
     if kind == "stablehlo":
         content, run = _stablehlo(network, shape)
     else:
@@ -71,25 +75,17 @@ def export_program(folder: RunFolder, config: Config, options: ExportArguments) 
 
 
 def _network(
-    folder: RunFolder, config: Config, options: ExportArguments
+    opened: OpenRun, options: ExportArguments
 ) -> tuple[Apply, tuple[int, ...], _Outputs, dict[str, str]]:
     """Return the network, from pixels to logits in float32, and its images' shape; for ONNX, too.
 
     An ONNX program has outputs by name, and metadata.
     """
-    kind = kind_of(config)
-    if not kind.labels_images:
-        raise UserError(
-            f"--format {options.format}: is for networks that label images, not for "
-            f"{config.model.name}"
-        )
-    shape = images.image_shape(config)
+    kind, meaning = opened.kind, opened.outputs
     # The program is float32. The activations of a published model have the config's precision.
-    config = images.in_float32(config)
-    meaning = read_outputs(folder, config)
-    model = config.model.for_images(shape, meaning.names, "float32")
-    trained = load_network(folder, model, best=options.best)
-    params, state = trained.evaluation_params, trained.model_state
+    config = images.in_float32(opened.config)
+    shape = images.image_shape(config)
+    model, (params, state, step) = opened.replace(train=config.train).network(best=options.best)
 
     def apply(image: Array) -> Array:
         x = images.normalize(config, image).astype(jnp.float32)
@@ -107,7 +103,7 @@ def _network(
             predictions = meaning.scaling.restore(predictions)
         return {"logits": logits, "predictions": predictions}
 
-    metadata = _metadata(config, meaning) | folder.origin(trained.step)
+    metadata = _metadata(config, meaning) | opened.folder.origin(step)
     return apply, shape, outputs, metadata
 
 

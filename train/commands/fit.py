@@ -18,8 +18,7 @@ from fnet.layer import Params
 from fnet.memory import format_bytes, roofline, tree_bytes
 from fnet.memory.target import Target
 from train import arguments
-from train.arguments import FitArguments, TrainArguments
-from train.commands.positional import positional
+from train.arguments import FitArguments, TrainArguments, read_command
 from train.config import Config, recipes
 from train.data.model_folder import DTYPES, SINGLE, ModelFolder, check_tokenizer, read_folder
 from train.data.text import Text
@@ -31,7 +30,7 @@ from train.output.tables import Table, to_rich
 from train.platform import use_cpu
 from train.run import planning
 from train.run.mesh import layout
-from train.run.prediction import target_of
+from train.run.planning import target_of
 from train.run.run_folder import quote
 from train.run.setup import Setup, setup
 
@@ -72,12 +71,10 @@ class Row(NamedTuple):
     """One way to train.
 
     Attributes:
-      way: Its name.
       state_bytes: Bytes of the train state, frozen parameters included.
       trained: Number of trained parameters.
       trained_bytes: Bytes of trained parameters and of their optimizer state.
       shape: The fastest shape that fits, or the smallest one; None if the state alone is too large.
-      cost: Its cost.
       longest: Longest context that fits with the most remat; None if none does.
       flags: Flags of ``fnet train``, after the recipe.
     """
@@ -96,7 +93,6 @@ class Model(NamedTuple):
     """A published model, as far as its headers describe it.
 
     Attributes:
-      folder: Config and headers.
       blocks: Number of blocks.
       period: Blocks repeat after so many: sliding windows alternate with full attention.
       positions: Longest context; None for any.
@@ -117,19 +113,14 @@ class Model(NamedTuple):
 
 def main(argv: list[str]) -> None:
     """Run ``fnet fit MODEL``."""
-    (given,), flags = positional(argv, "fnet fit MODEL", FitArguments)
-    options = arguments.read(FitArguments, flags, f"fnet fit {given}")
+    (given,), options = read_command(argv, "fnet fit MODEL", FitArguments)
     if options.target:
         use_cpu()  # nothing runs, so an accelerator of this machine does not matter
     fit(Path(given), options, Console())
 
 
 def fit(path: Path, options: FitArguments, console: Console) -> None:
-    """Print the ways to train a model, and the command of each that fits.
-
-    Raises:
-      UserError: for a bad model, budget, context or target.
-    """
+    """Print the ways to train a model, and the command of each that fits."""
     model = read_model(path)
     target = target_of(options.target) if options.target else None
     limit = _limit(options.budget, target)
@@ -147,15 +138,9 @@ def fit(path: Path, options: FitArguments, console: Console) -> None:
     )
     log = line_printer(console)
     with tempfile.TemporaryDirectory() as shallow, console.status("reading") as status:
+        depths, folder = model.depths(options.exact), Path(shallow)
         planner = _Planner(
-            model=model,
-            limit=limit,
-            rank=options.lora_rank,
-            target=target,
-            depths=model.depths(options.exact),
-            shallow=Path(shallow),
-            log=log,
-            status=status.update,
+            model, limit, options.lora_rank, target, depths, folder, log, status.update
         )
         rows = [planner.row(way, context, options.batch_size) for way in options.ways]
     console.print(to_rich(ways_table(rows, limit, target, planner)))
@@ -174,15 +159,8 @@ def fits(row: Row, limit: int) -> bool:
     return row.cost is not None and row.cost.peak <= limit
 
 
-# Reading the model.
-
-
 def read_model(path: Path) -> Model:
-    """Read config.json and the headers of a model's folder.
-
-    Raises:
-      UserError: if files are missing or damaged, or the model is not supported.
-    """
+    """Read config.json and the headers of a model's folder."""
     folder = read_folder(path)
     network, shapes = pretrained.match(folder, "bfloat16")
     if network.losses is None:
@@ -193,13 +171,9 @@ def read_model(path: Path) -> Model:
     config = folder.config
     positions = config.get("max_position_embeddings", config.get("n_positions"))
     is_known = isinstance(positions, int) and positions >= 2
-    return Model(
-        folder,
-        len(network.kinds),
-        period_of(network.kinds),
-        positions if is_known else None,
-        shapes["embedding"]["embedding"].shape[1],
-    )
+    width, blocks = shapes["embedding"]["embedding"].shape[1], network.kinds
+    positions = positions if is_known else None
+    return Model(folder, len(blocks), period_of(blocks), positions, width)
 
 
 def period_of(kinds: Sequence[Hashable]) -> int:
@@ -213,11 +187,7 @@ _BLOCK = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")
 
 
 def write_shallow(model: Model, depth: int, into: Path) -> None:
-    """Write the first blocks of a model to a new folder: a config, and a file of headers and holes.
-
-    Raises:
-      UserError: if it cannot be written.
-    """
+    """Write the first blocks of a model to a folder: a config, and a file of headers and holes."""
     config = dict(model.folder.config)
     for name, value in config.items():
         if name in ("num_hidden_layers", "n_layer"):
@@ -231,11 +201,8 @@ def write_shallow(model: Model, depth: int, into: Path) -> None:
         if block and int(block[1]) >= depth:
             continue
         offsets = [end, end := end + tensor.nbytes]
-        header[name] = {
-            "dtype": names[tensor.dtype],
-            "shape": tensor.shape,
-            "data_offsets": offsets,
-        }
+        fields = {"dtype": names[tensor.dtype], "shape": tensor.shape}
+        header[name] = fields | {"data_offsets": offsets}
     text = json.dumps(header).encode()
     with writing(into, "set TMPDIR"):
         into.mkdir()
@@ -265,9 +232,6 @@ def _context(context: int | None, model: Model) -> int:
             "(max_position_embeddings)"
         )
     return context
-
-
-# Planning.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -310,12 +274,9 @@ class _Planner:
                 break
         chosen = min(costs, key=lambda s: (costs[s].peak > self.limit, costs[s].peak))
         smallest = chosen._replace(policy=_POLICIES[-1])
-        return row._replace(
-            shape=chosen,
-            cost=costs[chosen],
-            longest=self.longest(way, smallest, batch_size, state, costs.get(smallest)),
-            flags=self.flags(way, self.model.folder.path, chosen, batch_size),
-        )
+        longest = self.longest(way, smallest, batch_size, state, costs.get(smallest))
+        flags = self.flags(way, self.model.folder.path, chosen, batch_size)
+        return row._replace(shape=chosen, cost=costs[chosen], longest=longest, flags=flags)
 
     def setup(self, way: str, shape: Shape, batch_size: int, depth: int | None = None) -> Setup:
         path = self.model.folder.path
@@ -430,9 +391,6 @@ def _config(way: str, flags: tuple[str, ...]) -> Config:
     assert isinstance(text, Text)
     vocabulary = int(read_folder(Path(model.path)).config["vocab_size"])
     return config.replace(data=text.replace(vocabulary=vocabulary))
-
-
-# Output.
 
 
 def _describe(shape: Shape) -> str:

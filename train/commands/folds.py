@@ -12,10 +12,10 @@ from train.config import Config
 from train.errors import UserError
 from train.output.curves import describe
 from train.output.formats import number
+from train.output.logged import Summary
 from train.output.progress import line_printer
 from train.output.rows import as_csv, read_csv
 from train.report import report
-from train.report.runs import Summary
 from train.run.loop import train
 from train.run.run_folder import RunFolder, as_json, atomic_write, quote, run_name
 from train.stored import Stored, read
@@ -34,9 +34,6 @@ def train_folds(config: Config, folds: int, out: Path, *, resume: bool, console:
     Writes folds.json with mean, standard deviation and values of each test metric, evaluation.csv
     with the rows of all test images, each from the run that was not trained on it, and report.html.
     A value that is undefined is null, and no part of the mean. A signal ends all folds.
-
-    Raises:
-      UserError: for a private run, for a source without folds, or for runs of other folds.
     """
     if config.is_private:
         raise UserError(

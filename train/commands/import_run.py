@@ -8,8 +8,7 @@ from rich.console import Console
 
 from fnet.memory import format_bytes
 from train import arguments
-from train.arguments import ImportArguments, ImportModelArguments
-from train.commands.positional import positional
+from train.arguments import ImportArguments, ImportModelArguments, positional
 from train.config import Config, Optim, Train, recipes
 from train.data.chat import has_template
 from train.data.chat_file import ChatFile
@@ -24,13 +23,12 @@ from train.output.progress import line_printer
 from train.output.tables import Table, to_rich
 from train.run import weight_files
 from train.run.checkpoints import Checkpoints, Owner
-from train.run.class_names import write_classes
-from train.run.initial_weights import InitialWeights, load
-from train.run.model_files import copy_model_files
+from train.run.open_run import copy_model_files, write_classes
 from train.run.run_folder import RunFolder, quote
 from train.run.same_data import describe_data, write_data
 from train.run.seeds import create_secret, read_seeds
 from train.run.setup import setup
+from train.run.weight_files import InitialWeights, load
 
 
 def main(argv: list[str]) -> None:

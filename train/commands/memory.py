@@ -8,8 +8,7 @@ from fnet.memory import format_bytes, parse_bytes, tree_bytes
 from fnet.memory.target import Target
 from train import arguments
 from train import config as configs
-from train.arguments import MemoryArguments
-from train.commands.positional import positional
+from train.arguments import MemoryArguments, positional
 from train.config import Config, recipes
 from train.errors import UserError, writing
 from train.output import plots
@@ -24,8 +23,7 @@ from train.output.progress import compiling, line_printer
 from train.output.tables import Table, to_rich
 from train.platform import use_cpu
 from train.run.mesh import make_cpu_devices
-from train.run.planning import memory_report, overhead
-from train.run.prediction import Prediction, predict_on, target_of
+from train.run.planning import Prediction, memory_report, overhead, predict_on, target_of
 from train.run.run_folder import as_json, atomic_write
 from train.run.setup import setup
 

@@ -1,6 +1,5 @@
 """``fnet predict``: label images, their pixels, or texts with a trained network."""
 
-import functools
 import json
 import os
 import sys
@@ -14,39 +13,31 @@ import numpy as np
 from PIL import Image
 from rich.console import Console
 
-from train import arguments
-from train.arguments import PredictArguments
-from train.commands.positional import positional
+from train.arguments import PredictArguments, read_command
 from train.config import ChatFile
 from train.data import pad_batch, storage
 from train.data.chat_file import load_unlabeled
 from train.data.decode import UnreadableError, decode
 from train.data.files import IMAGE_PATTERNS, describe_files, list_images
 from train.data.label_map import LabelMap, plain_label_map
-from train.data.preprocessing import PreprocessedImage, Preprocessor
+from train.data.preprocessing import PreprocessedImage
 from train.errors import UserError, printable, writing
 from train.output.formats import number
 from train.output.palette import overlay_labels, palette
 from train.output.progress import line_printer
 from train.output.rows import as_csv
 from train.output.tables import Table, to_rich
-from train.predictor import Predictor, config_of_images
-from train.run.checkpoints import load_network
-from train.run.class_names import read_outputs
-from train.run.model_files import check_model
+from train.predictor import Predictor
+from train.run.open_run import OpenRun
 from train.run.run_folder import RunFolder, as_json, atomic_write
-from train.tasks import kind_of, text_classification
-from train.tasks.targets import describe_output
+from train.tasks.targets import KINDS
 
 
 def main(argv: list[str]) -> None:
     """Run ``fnet predict RUN FILE...``."""
-    usage = "fnet predict RUN FILE..."
-    (given, *files), flags = positional(argv, usage, PredictArguments)
-    options = arguments.read(PredictArguments, flags, f"fnet predict {given} FILE...")
+    (given, *files), options = read_command(argv, "fnet predict RUN FILE...", PredictArguments)
     folder = RunFolder.of(given)
-    is_of_texts = kind_of(folder.read_config()).predicts == "labels of texts"
-    result = (predict_texts if is_of_texts else predict)(folder, files, options)
+    result = predict(folder, files, options)
     if options.json:
         print(json.dumps(result, indent=2))
     else:
@@ -69,7 +60,7 @@ def _out(folder: RunFolder, options: PredictArguments) -> Path:
 
 
 def predict(folder: RunFolder, given: Sequence[str], options: PredictArguments) -> dict[str, Any]:
-    """Predict labels of images, which are prepared as the run's test images are.
+    """Predict labels of images or of the texts of files, prepared as the run's test examples are.
 
     Masks and overlays of segmented images are written, and predictions.json unless
     ``options.json``.
@@ -79,94 +70,95 @@ def predict(folder: RunFolder, given: Sequence[str], options: PredictArguments) 
       ``unreadable`` ones. A prediction has ``labels``, the most probable first, or the labels
       with most pixels first, or ``numbers`` by name. A segmented image's also has paths:
       ``mask``, a palette PNG of the image's size with the values of the run's masks, and
-      ``overlay``, the image with the mask's colors over it.
-
-    Raises:
-      UserError: if there is no run, it does not label images or has no checkpoint, a path has no
-        image, or the output folder cannot be written.
+      ``overlay``, the image with the mask's colors over it. A text's has file and line as ``text``.
     """
-    config = config_of_images(folder)
-    paths, notes = find_images(given)
-    predictor = Predictor(folder.path, best=options.best)
-    for note in (*notes, *describe_files(paths, ())):
-        print(printable(f"fnet: {note}"), file=sys.stderr)
-    classes = predictor.classes
-    is_segmentation = kind_of(config).predicts == "masks"
-    out = _out(folder, options)
-    if is_segmentation:
-        outputs = read_outputs(folder, config)
-        label_map = outputs.label_map or plain_label_map(outputs.names)
-        max_pixels = predictor.preprocessor.max_pixels
-        to_prediction = _segmentation(out, paths, max_pixels, label_map, options.top_k)
+    opened, out = OpenRun(folder), _out(folder, options)
+    what, targets = "image", KINDS[opened.config.data.targets]
+    if opened.kind.predicts == "labels of texts":
+        what = "text"
+        step, outputs = _outputs_of_texts(opened, given, best=options.best)
     else:
-        to_prediction = _classification(config.data.targets, classes, options.top_k)
+        paths, notes = find_images(given) if opened.kind.labels_images else ([], [])
+        predictor = Predictor(folder.path, best=options.best)
+        for note in (*notes, *describe_files(paths, ())):
+            _note(note)
+        step, outputs = predictor.step, _outputs_of_images(paths, predictor)
+    classes = opened.outputs.names
+    if opened.kind.predicts == "masks":
+        if (out / "masks").exists() and not (out / "overlays").exists():
+            raise UserError(f"--out: {out} has masks that are no predictions; give another folder")
+        label_map = opened.outputs.label_map or plain_label_map(classes)
+        max_pixels = predictor.preprocessor.max_pixels
+        write_mask = _segmentation(out, paths, max_pixels, label_map, options.top_k)
     predictions, unreadable, rows = [], [], []
-    if is_segmentation and (out / "masks").exists() and not (out / "overlays").exists():
-        raise UserError(f"--out: {out} has masks that are no predictions; give another folder")
     with writing(out):
-        for path, output in _outputs(paths, predictor):
+        for name, output in outputs:
             try:
                 if isinstance(output, UnreadableError):
                     raise output
-                predictions.append(to_prediction(path, output))
-                rows.append(_row(config.data.targets, classes, predictions[-1], output))
+                row = {"file" if what == "image" else what: name}
+                if opened.kind.predicts == "masks":
+                    predictions.append(write_mask(name, output))
+                    shares = np.bincount(output.ravel(), minlength=len(classes)) / output.size
+                    named = zip(classes, shares.tolist(), strict=True)
+                    row |= {"mask": predictions[-1]["mask"]}
+                    rows.append(row | {f"share of {name}": share for name, share in named})
+                else:
+                    best = targets.best(classes, output, options.top_k)
+                    predictions.append({what: name} | best)
+                    rows.append(row | targets.row(classes, output))
             except UnreadableError as error:
-                unreadable.append({"image": path, "reason": str(error)})
-        result = {"step": predictor.step, "predictions": predictions, "unreadable": unreadable}
-        _write(out, result, rows, options)
+                unreadable.append({"image": name, "reason": str(error)})
+        result = {"step": step, "predictions": predictions, "unreadable": unreadable}
+        if options.csv or not options.json:
+            out.mkdir(parents=True, exist_ok=True)
+        if not options.json:
+            atomic_write(out / "predictions.json", as_json(result))
+        if options.csv:
+            atomic_write(out / "predictions.csv", as_csv(rows))
     return result
 
 
-def predict_texts(
-    folder: RunFolder, given: Sequence[str], options: PredictArguments
-) -> dict[str, Any]:
-    """Predict the classes of the texts of files, which are encoded as the run's test texts are.
+_Outputs = Iterator[tuple[str, np.ndarray | UnreadableError]]
 
-    Returns:
-      As `predict`, with the file and line of each text as ``text``.
 
-    Raises:
-      UserError: if the run has no checkpoint, a file is wrong, or the output folder cannot be
-        written.
-    """
-    config = check_model(folder, folder.read_config())
-    data = cast(ChatFile, config.model.complete(config.data))
+def _outputs_of_texts(opened: OpenRun, given: Sequence[str], *, best: bool) -> tuple[int, _Outputs]:
+    """Return the step of the weights, and the probabilities of each text of files."""
+    data = cast(ChatFile, opened.config.model.complete(opened.config.data))
     found = [load_unlabeled(data, path) for path in given]
-    classes = read_outputs(folder, config).names
-    model = text_classification.build_network(config, len(classes))
-    trained = load_network(folder, model, best=options.best)
-    network = jax.jit(functools.partial(text_classification.outputs, model))
-    size = config.data.batch_size
-    to_prediction = _classification("class", classes, options.top_k, "text")
-    predictions, rows = [], []
-    for places, texts, notes in found:
-        for note in notes:
-            print(printable(f"fnet: {note}"), file=sys.stderr)
-        for start in range(0, len(places), size):
-            names = places[start : start + size]
-            batch = {name: a[start : start + size] for name, a in texts.items()}
-            outputs = network(
-                trained.evaluation_params, trained.model_state, pad_batch(batch, size)
-            )
-            for name, output in zip(names, np.asarray(outputs), strict=False):
-                predictions.append(to_prediction(name, output))
-                rows.append({"text": name} | describe_output("class", classes, output))
-    out = _out(folder, options)
-    result = {"step": trained.step, "predictions": predictions, "unreadable": []}
-    with writing(out):
-        _write(out, result, rows, options)
-    return result
+    model, (params, state, step) = opened.network(best=best)
+    assert opened.kind.outputs is not None  # because it predicts labels
+    network, size = jax.jit(opened.kind.outputs(opened.config, model)), data.batch_size
+
+    def outputs() -> _Outputs:
+        for places, texts, notes in found:
+            for note in notes:
+                _note(note)
+            for start in range(0, len(places), size):
+                batch = {name: a[start : start + size] for name, a in texts.items()}
+                rows = np.asarray(network(params, state, pad_batch(batch, size)))
+                yield from zip(places[start : start + size], rows, strict=False)
+
+    return step, outputs()
 
 
-def _write(
-    out: Path, result: dict[str, Any], rows: Sequence[dict[str, Any]], options: PredictArguments
-) -> None:
-    if not options.json:
-        out.mkdir(parents=True, exist_ok=True)
-        atomic_write(out / "predictions.json", as_json(result))
-    if options.csv:
-        out.mkdir(parents=True, exist_ok=True)
-        atomic_write(out / "predictions.csv", as_csv(rows))
+def _outputs_of_images(paths: Sequence[str], predictor: Predictor) -> _Outputs:
+    def read(path: str) -> PreprocessedImage | UnreadableError:
+        try:
+            return predictor.preprocessor(path)
+        except UnreadableError as error:
+            return error
+
+    for start in range(0, len(paths), predictor.batch_size):
+        batch = [(path, read(path)) for path in paths[start : start + predictor.batch_size]]
+        readable = [item for _, item in batch if isinstance(item, PreprocessedImage)]
+        outputs = predictor.predict_batch(readable)
+        for path, item in batch:
+            yield path, next(outputs) if isinstance(item, PreprocessedImage) else item
+
+
+def _note(text: str) -> None:
+    print(printable(f"fnet: {text}"), file=sys.stderr)
 
 
 def find_images(given: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -190,18 +182,6 @@ def find_images(given: Sequence[str]) -> tuple[list[str], list[str]]:
     return paths, notes
 
 
-def _row(
-    kind: str, classes: Sequence[str], prediction: dict[str, Any], output: np.ndarray
-) -> dict[str, Any]:
-    """Return a row of predictions.csv; a segmented image's has the share of each class."""
-    row = {"file": prediction["image"]}
-    if "mask" not in prediction:
-        return row | describe_output(kind, classes, output)
-    shares = np.bincount(output.ravel(), minlength=len(classes)) / output.size
-    named = zip(classes, shares.tolist(), strict=True)
-    return row | {"mask": prediction["mask"]} | {f"share of {name}": s for name, s in named}
-
-
 def print_predictions(result: dict[str, Any], console: Console) -> None:
     """Print the predictions as a table on a terminal, as lines elsewhere."""
     log, rows, score = line_printer(console), [], "probability"
@@ -222,51 +202,9 @@ def print_predictions(result: dict[str, Any], console: Console) -> None:
         console.print(to_rich(Table("", (what, "label", last), rows, texts=2)))
 
 
-def _outputs(
-    paths: Sequence[str], predictor: Predictor
-) -> Iterator[tuple[str, np.ndarray | UnreadableError]]:
-    size = predictor.batch_size
-    for start in range(0, len(paths), size):
-        batch_paths = paths[start : start + size]
-        batch = [_read(predictor.preprocessor, path) for path in batch_paths]
-        readable = [item for item in batch if isinstance(item, PreprocessedImage)]
-        outputs = predictor.predict_batch(readable)
-        for path, item in zip(batch_paths, batch, strict=True):
-            yield path, next(outputs) if isinstance(item, PreprocessedImage) else item
-
-
-def _read(prepare: Preprocessor, path: str) -> PreprocessedImage | UnreadableError:
-    try:
-        return prepare(path)
-    except UnreadableError as error:
-        return error
-
-
-_ToPrediction = Callable[[str, np.ndarray], dict[str, Any]]
-
-
-def _classification(
-    kind: str, classes: Sequence[str], top_k: int, what: str = "image"
-) -> _ToPrediction:
-    """Name a prediction's outputs; ``what`` is the key of what was predicted."""
-
-    def to_prediction(path: str, outputs: np.ndarray) -> dict[str, Any]:
-        if kind == "numbers":
-            return {what: path, "numbers": dict(zip(classes, outputs.tolist(), strict=True))}
-        most_probable = np.argsort(-outputs, kind="stable")[:top_k]
-        labels = [{"label": classes[i], "probability": float(outputs[i])} for i in most_probable]
-        return {what: path, "labels": labels}
-
-    return to_prediction
-
-
 def _segmentation(
-    out: Path,
-    paths: Sequence[str],
-    max_pixels: int,
-    label_map: LabelMap,
-    top_k: int,
-) -> _ToPrediction:
+    out: Path, paths: Sequence[str], max_pixels: int, label_map: LabelMap, top_k: int
+) -> Callable[[str, np.ndarray], dict[str, Any]]:
     """Write ``masks/NAME.png`` and ``overlays/NAME.png``, in the same subfolders as the images.
 
     Masks hold the values of the masks that the run was trained on.

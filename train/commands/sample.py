@@ -1,7 +1,6 @@
 """``fnet sample``: text or images from a trained model."""
 
 import contextlib
-import dataclasses
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -17,11 +16,9 @@ import fnet
 from fnet import diffusion
 from fnet.models.denoiser import Denoiser as DenoiserModel
 from train import arguments
-from train.arguments import ImageArguments, TextArguments
+from train.arguments import ImageArguments, TextArguments, positional
 from train.commands.import_run import default_config
-from train.commands.positional import positional
-from train.config import Config
-from train.data import Dataset, records, sample_batch, storage
+from train.data import records, storage
 from train.data.chat import GenerationSettings, Message, load_generation_settings
 from train.data.chat_end import find_end
 from train.data.columns import decode_text
@@ -32,12 +29,9 @@ from train.networks import pretrained
 from train.networks.pretrained import Pretrained
 from train.networks.transformer import Denoiser
 from train.output import plots
-from train.run.checkpoints import Checkpoints, load_network
-from train.run.class_names import check_classes
-from train.run.model_files import check_model, with_model_files
+from train.run.open_run import OpenRun
 from train.run.run_folder import RunFolder
-from train.tasks import images, kind_of, language
-from train.tasks import load as load_data
+from train.tasks import images, language
 from train.tasks.diffusion import build_schedule
 
 
@@ -45,27 +39,26 @@ def main(argv: list[str]) -> None:
     """Run ``fnet sample RUN``."""
     (given,), flags = positional(argv, "fnet sample RUN", TextArguments, ImageArguments)
     folder, prog = RunFolder.of(given), f"fnet sample {given}"
-    is_published = is_model_folder(folder.path)
-    config = default_config(folder.path) if is_published else folder.read_config()
-    generates = kind_of(check_model(folder, config)).generates
+    opened = OpenRun(folder, default_config(folder.path) if is_model_folder(folder.path) else None)
+    generates = opened.kind.generates
     if generates == "text":
         options = arguments.read(TextArguments, flags, prog)
         prompts = read_prompts(options)
         if options.chat and not prompts:
-            chat(TextGenerator(folder, config, options))
+            chat(TextGenerator(opened, options))
         elif len(prompts) > 1 or options.prompts is not None:
-            for answer in answer_prompts(TextGenerator(folder, config, options), prompts):
+            for answer in answer_prompts(TextGenerator(opened, options), prompts):
                 print(json.dumps(answer, ensure_ascii=False), flush=True)
         else:
-            for text in generate_text(folder, config, options):
+            for text in generate_text(opened, options):
                 print(text, end="", flush=True)
             print()
     elif generates == "images":
-        path = draw_images(folder, config, arguments.read(ImageArguments, flags, prog))
+        path = draw_images(opened, arguments.read(ImageArguments, flags, prog))
         print(printable(str(path)))
     else:
         raise UserError(
-            f"{folder.path} is a run of {config.model.name}, which generates nothing; "
+            f"{folder.path} is a run of {opened.config.model.name}, which generates nothing; "
             "expected a run of language_model or pretrained (text) or denoiser (images)"
         )
 
@@ -88,9 +81,9 @@ def read_prompts(options: TextArguments) -> list[str]:
     return prompts
 
 
-def generate_text(folder: RunFolder, config: Config, options: TextArguments) -> Iterator[str]:
+def generate_text(opened: OpenRun, options: TextArguments) -> Iterator[str]:
     """Yield the prompt, then the text that the model adds to it. An answer comes alone."""
-    generator = TextGenerator(folder, config, options)
+    generator = TextGenerator(opened, options)
     given = options.prompt[0] if options.prompt else "\n"
     prompt = generator.encode(given)
     if not options.chat:
@@ -142,9 +135,8 @@ class TextGenerator:
     window of its own, it gets one of the training rows' length.
     """
 
-    def __init__(self, folder: RunFolder, config: Config, options: TextArguments):
-        config = with_model_files(folder, config)
-        data = language.text_source(config)
+    def __init__(self, opened: OpenRun, options: TextArguments):
+        data = language.text_source(opened.config)
         self.options = options
         self.tokenizer = load_tokenizer(data)
         self.template = language.chat_template(data, self.tokenizer) if options.chat else None
@@ -161,11 +153,10 @@ class TextGenerator:
         names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
         given = {name: getattr(options, name) for name in names}
         self._sampling = {n: getattr(settings, n) if v is None else v for n, v in given.items()}
-        config = dataclasses.replace(config, model=config.model.for_sampling(data.context))
-        model: Any = language.build_network(config)
-        params, state, _ = load_network(folder, model, best=options.best)
-        if isinstance(config.model, Pretrained):
-            params, state, model = pretrained.merge(config.model, params, state), {}, model.base
+        section = opened.config.model.for_sampling(data.context)
+        model, (params, state, _) = opened.replace(model=section).network(best=options.best)
+        if isinstance(section, Pretrained):
+            params, state, model = pretrained.merge(section, params, state), {}, model.base
         self._network = model, params, state
 
     def first_messages(self) -> list[dict[str, str]]:
@@ -258,22 +249,14 @@ class _Writer:
         return new
 
 
-def draw_images(folder: RunFolder, config: Config, options: ImageArguments) -> Path:
-    """Sample images, write them as one picture with a row per label and return its path.
-
-    Raises:
-      UserError: for an option that does not fit the run, data whose classes changed, a run
-        without a checkpoint, or a picture that cannot be written.
-    """
-    section = config.model
+def draw_images(opened: OpenRun, options: ImageArguments) -> Path:
+    """Sample images, write them as one picture with a row per label and return its path."""
+    section, classes = opened.config.model, opened.outputs.names
     assert isinstance(section, Denoiser)  # because it generates images
-    dataset = load_data(config)
-    model = images.build_network(config, dataset)
-    check_classes(folder, dataset.outputs)
-    names = options.labels or dataset.classes
+    names = options.labels or classes
     for name in names:
-        if name not in dataset.classes:
-            raise UserError(f"--labels: expected some of {', '.join(dataset.classes)}, got {name}")
+        if name not in classes:
+            raise UserError(f"--labels: expected some of {', '.join(classes)}, got {name}")
     if options.steps and options.steps > section.steps:
         raise UserError(
             f"--steps: expected at most model.steps {section.steps}, got {options.steps}"
@@ -283,14 +266,13 @@ def draw_images(folder: RunFolder, config: Config, options: ImageArguments) -> P
             f"--guidance: expected 1, got {options.guidance:g}; the run was trained with "
             "model.label_dropout 0"
         )
-    path = output_file(options.out, folder.path / "samples.png")
-    with Checkpoints(folder.checkpoints, best=options.best) as checkpoints:
-        params, state, _ = checkpoints.restore_network(model.init)
-    labels = np.repeat([dataset.classes.index(name) for name in names], options.count)
-    network = dataset, model
+    path = output_file(options.out, opened.folder.path / "samples.png")
+    model, (params, state, _) = opened.network(best=options.best)
+    labels = np.repeat([classes.index(name) for name in names], options.count)
+    network = model, images.image_shape(opened.config), len(classes)
     samples = sample_images(section, network, params, state, jnp.asarray(labels), options)
     title = (
-        f"{config.name}: {options.sampler}, {_steps(section, options)} steps, "
+        f"{opened.config.name}: {options.sampler}, {_steps(section, options)} steps, "
         f"guidance {_guidance(section, options):g}"
     )
     rows = np.asarray(samples).reshape(len(names), options.count, *samples.shape[1:])
@@ -303,16 +285,17 @@ def draw_images(folder: RunFolder, config: Config, options: ImageArguments) -> P
 
 def sample_images(
     section: Denoiser,
-    network: tuple[Dataset, DenoiserModel],
+    network: tuple[DenoiserModel, tuple[int, ...], int],
     params: Any,
     state: Any,
     labels: Array,
     options: ImageArguments,
 ) -> Array:
-    """Sample one image per label [N], float32 [N, H, W, C] in [0, 1]."""
-    dataset, model = network
-    # Rows of most datasets are paths, so that the shape of an image is known from a batch.
-    shape, classes = sample_batch(dataset, 1)["image"].shape[1:], len(dataset.classes)
+    """Sample one image per label [N], float32 [N, H, W, C] in [0, 1].
+
+    The network comes with the shape of an image, and the number of classes.
+    """
+    model, shape, classes = network
     sampler, schedule = diffusion.samplers.get(options.sampler), build_schedule(section)
 
     @jax.jit

@@ -6,15 +6,14 @@ from pathlib import Path
 from rich.console import Console
 
 from train import arguments
-from train.arguments import TrainArguments
+from train.arguments import TrainArguments, positional
 from train.commands.folds import train_folds
-from train.commands.positional import positional
 from train.config import recipes
 from train.errors import UserError
 from train.run.distributed import join, together
 from train.run.loop import train
 from train.run.mesh import make_cpu_devices
-from train.run.model_files import check_model
+from train.run.open_run import OpenRun
 from train.run.run_folder import RunFolder
 
 
@@ -33,7 +32,7 @@ def main(argv: list[str]) -> None:
         out = Path(f"runs/{config.name}")
 
     if options.resume and (out / "config.json").is_file():
-        check_model(RunFolder(out), config)
+        OpenRun(RunFolder(out), config)  # its published model must be where it was
 
     if options.folds is not None and (options.distributed or options.profile):
         flag = "--distributed" if options.distributed else "--profile"

@@ -11,7 +11,7 @@ import numpy as np
 from pydantic import ConfigDict, Field, FiniteFloat, ValidationError
 
 from train import limits
-from train.stored import Stored, adapter_of, read_bytes
+from train.stored import Count, Stored, adapter_of, read_bytes
 
 NOT_PRIVATE = "not_private"
 """First part of the names of metrics that a guarantee of privacy does not cover."""
@@ -45,6 +45,35 @@ class BadStep(Stored):
     examples: list[str] = Field([])
 
 
+class Audit(Stored):
+    """Result of an audit, see `fnet.privacy.audit.Audit`."""
+
+    epsilon: FiniteFloat
+    confidence: FiniteFloat
+    canaries: Count
+    guesses: Count
+    correct: Count
+
+
+class Summary(Stored):
+    """Contents of summary.json, as far as anybody reads it back."""
+
+    steps: Count
+    seconds: FiniteFloat
+    metrics: dict[str, float | None] = Field({})
+    noise_scale: float | None = None
+    unreadable_files: Count | None = None
+    ended_early: bool = False
+    input_wait_reason: str | None = None
+    quantization_errors: dict[str, float] = Field({})
+    audit: Audit | None = None
+    parameters: Count | None = None
+    budget_bytes: Count | None = None
+    peak_bytes_predicted: Count | None = None
+    peak_bytes_seen: Count | None = None
+    versions: dict[str, str] = Field({})
+
+
 class _Owner(Stored):
     """First line of a log."""
 
@@ -66,11 +95,7 @@ class Log(NamedTuple):
 
 
 def read_log(path: Path, kind: type[Stored] = MetricsLine) -> Log:
-    """Read metrics.jsonl, or the lines of another kind. A missing file has none.
-
-    Raises:
-      UserError: if the file cannot be read.
-    """
+    """Read metrics.jsonl, or the lines of another kind. A missing file has none."""
     first, lines, others = None, list[dict[str, Any]](), 0
     content = read_bytes(path, limits.LOG) if os.path.lexists(path) else b""
     for i, text in enumerate(content.splitlines()):
@@ -118,9 +143,7 @@ def input_wait(lines: Sequence[Mapping[str, Any]]) -> float | None:
     return waited / sum(seconds for seconds, _ in windows) if windows else None
 
 
-def _windows(
-    lines: Sequence[Mapping[str, Any]],
-) -> list[tuple[Mapping[str, Any], int, float]]:
+def _windows(lines: Sequence[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], int, float]]:
     """Return lines with the number of steps that each stands for, and their speed."""
     steps = np.diff([line["step"] for line in lines], prepend=0).tolist()
     rates = [finite(line.get("examples_per_second")) for line in lines]

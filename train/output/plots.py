@@ -1,23 +1,27 @@
 """Pictures of a run: images with what the network makes of them, and its memory."""
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import matplotlib as mpl
 import numpy as np
-from matplotlib import ticker
+from matplotlib import font_manager, ticker
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties
 from matplotlib.patches import Patch
 
 from fnet.memory import Plan, format_bytes
 from train.output.curves import COLORS, round_ticks, style
-from train.output.glyphs import drawable
 from train.output.memory_tables import StepMemory
 from train.output.palette import overlay_labels
 
 _MOST_POINTS = 400
 """Points of the curve of live bytes."""
+_NO_FONT = "Last Resort"
+"""Begins the name of matplotlib's font that draws any character as a box."""
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
 
@@ -252,3 +256,38 @@ def _tile(
 
 def _shorten(name: str, most: int = 32) -> str:
     return name if len(name) <= most else "…" + name[-most + 1 :]
+
+
+def drawable(text: str) -> str:
+    """Return a text for a picture, with codes such as ``<U+732B>`` for what no font can draw.
+
+    Matplotlib draws with one font, which has no Chinese, for instance. Other installed fonts are
+    added where they are needed. A code is not nice, but unlike a box it tells classes apart.
+    """
+    return "".join(c if c.isascii() or _add_font(ord(c)) else f"<U+{ord(c):04X}>" for c in text)
+
+
+@functools.cache
+def _add_font(code: int) -> bool:
+    """Let matplotlib draw a character with the first font that has it; whether there is one."""
+    families = mpl.rcParams["font.family"]
+    for family in (*families, *_other_families()):
+        if code in _characters(family):
+            mpl.rcParams["font.family"] = [*families, *[family] * (family not in families)]
+            return True
+    return False
+
+
+@functools.cache
+def _other_families() -> tuple[str, ...]:
+    names = {font.name for font in font_manager.fontManager.ttflist}
+    return tuple(sorted(name for name in names if not name.startswith(_NO_FONT)))
+
+
+@functools.cache
+def _characters(family: str) -> frozenset[int]:
+    try:
+        path = font_manager.findfont(FontProperties(family=[family]), fallback_to_default=False)
+        return frozenset(font_manager.get_font(path).get_charmap())
+    except (OSError, RuntimeError, ValueError):  # removed, or not what matplotlib can read
+        return frozenset()

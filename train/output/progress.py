@@ -74,19 +74,23 @@ def line_printer(console: Console) -> Callable[[str], None]:
 
 
 @contextlib.contextmanager
-def compiling(console: Console) -> Iterator[Callable[[str], None]]:
-    """Show that programs are compiled, at the bottom of a terminal or as lines of a log.
-
-    It yields a function that shows another text.
-    """
-    text = "compiling; a large network takes minutes on a CPU"
+def showing(
+    console: Console, text: str, *, log_first: bool = True
+) -> Iterator[Callable[[str], None]]:
+    """Show a text at the bottom of a terminal, or as a line of a log; yield what shows another."""
     if console.is_terminal:
         with console.status(text) as shown:
             yield shown.update
     else:
         log = line_printer(console)
-        log(text)
+        if log_first:
+            log(text)
         yield log
+
+
+def compiling(console: Console) -> contextlib.AbstractContextManager[Callable[[str], None]]:
+    """Show that programs are compiled."""
+    return showing(console, "compiling; a large network takes minutes on a CPU")
 
 
 class Progress:

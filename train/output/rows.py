@@ -34,11 +34,7 @@ def as_csv(rows: Iterable[Mapping[str, Any]]) -> bytes:
 
 
 def read_csv(path: Path) -> list[dict[str, str]]:
-    """Read the rows that `as_csv` wrote.
-
-    Raises:
-      UserError: if the file cannot be read, or a row has too many or too few cells.
-    """
+    """Read the rows that `as_csv` wrote."""
     try:
         text = read_bytes(path, limits.ANNOTATIONS).decode()
         columns, *rows = csv.reader(io.StringIO(text, newline=""), strict=True)

@@ -21,7 +21,6 @@ class Cell(NamedTuple):
     """A cell with more than its text.
 
     Attributes:
-      text: Text of the cell.
       note: Smaller text below it.
       strong: Whether the text is bold.
       run: Index of the run that the cell names. The page puts its line in front.

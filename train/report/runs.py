@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from PIL import Image
-from pydantic import Field, FiniteFloat
+from pydantic import Field
 
 from train.config import Config
 from train.data.decode import UnreadableError, View, decode
@@ -19,7 +19,7 @@ from train.errors import UserError
 from train.limits import PICTURE
 from train.output.curves import Curve, read_curves
 from train.output.formats import number
-from train.output.logged import BadStep, MetricsLine, finite, throughput
+from train.output.logged import BadStep, MetricsLine, Summary, finite, throughput
 from train.output.memory_tables import StepMemory
 from train.output.rows import read_csv
 from train.run.run_folder import RunFolder
@@ -27,34 +27,6 @@ from train.stored import Count, Stored, StoredError, T, read_bytes
 
 MOST_STEPS = 2**53
 """Not every integer from here on is a float64."""
-
-
-class Audit(Stored):
-    """Result of an audit, see `fnet.privacy.audit.Audit`."""
-
-    epsilon: FiniteFloat
-    confidence: FiniteFloat
-    canaries: Count
-    guesses: Count
-    correct: Count
-
-
-class Summary(Stored):
-    """Contents of summary.json."""
-
-    steps: Count
-    seconds: FiniteFloat
-    metrics: dict[str, float | None] = Field({})
-    noise_scale: float | None = None
-    ended_early: bool = False
-    input_wait_reason: str | None = None
-    quantization_errors: dict[str, float] = Field({})
-    audit: Audit | None = None
-    parameters: Count | None = None
-    budget_bytes: Count | None = None
-    peak_bytes_predicted: Count | None = None
-    peak_bytes_seen: Count | None = None
-    versions: dict[str, str] = Field({})
 
 
 class ClassScore(Stored):
@@ -80,7 +52,6 @@ class Mistake(NamedTuple):
     """An image that the network is most wrong about.
 
     Attributes:
-      file: Its file.
       texts: Label, prediction, probability and loss by name.
       order: Its place by each name that the list can be sorted by.
       picture: Small picture as a data URI; None without a file.
@@ -97,11 +68,7 @@ _MISTAKES, _SIDE = 24, 96
 
 
 def load_mistakes(path: Path) -> list[Mistake]:
-    """Return the images of an evaluation.csv that the network is most wrong about.
-
-    Raises:
-      UserError: if it cannot be read.
-    """
+    """Return the images of an evaluation.csv that the network is most wrong about."""
     try:
         return _mistakes([row | {"loss": float(row["loss"])} for row in read_csv(path)])
     except (ValueError, KeyError) as error:
@@ -235,16 +202,12 @@ class Run:
 
     Attributes:
       label: Short name that no other run of the report has.
-      folder: The folder.
-      config: Its config.json.
       lines: Lines of metrics.jsonl that have a step, in the order of their steps.
-      curves: Metrics by name.
       written: Time of the last line in seconds since 1970, or None.
       summary: Its summary.json; None until the run has finished once.
       memory: Its memory.json; None until a step is compiled.
       evaluations: Evaluations by `fnet eval`, the one without options first.
       mistakes: Images of its evaluation.csv that the network is most wrong about.
-      bad_steps: Its bad_steps.jsonl.
       pictures: `PICTURES` that exist, as data URIs.
       checkpoints: Steps that have a checkpoint, in rising order.
       owner: Process that uses the folder or was killed; None without one.

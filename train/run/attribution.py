@@ -14,7 +14,7 @@ from train.data import Arrays, Dataset, augment_rows, num_examples, select_rows
 from train.data.masks import spread
 from train.errors import UserError
 from train.output import plots
-from train.output.progress import line_printer
+from train.output.progress import line_printer, showing
 from train.output.rows import as_csv
 from train.output.tables import Table, to_rich
 from train.run.run_folder import RunFolder, as_json, atomic_write, read_sealed, seal
@@ -28,12 +28,8 @@ _MOST_BLOCKS = 64
 class TrainingRows:
     """Batches ``(batch,)`` of all training examples in order, the last one padded by its rows.
 
-    Examples are prepared as for training, with the same random numbers whenever they are read.
-
-    Args:
-      dataset: Data of the run.
-      size: Number of examples in a batch.
-      most: Largest number of examples, which are then spread evenly; None takes all.
+    Examples are prepared as for training, with the same random numbers whenever they are read. With
+    ``most``, at most so many are read, spread evenly.
     """
 
     def __init__(self, dataset: Dataset, size: int, most: int | None = None):
@@ -78,8 +74,7 @@ def score_in_blocks(
 ) -> np.ndarray:
     """Score all training examples [train, columns]; blocks of an earlier, stopped call are read.
 
-    Blocks in the folder that follow from another identity are removed. A scorer is made if a
-    block is missing. ``progress`` gets the number of batches that are done, and of all.
+    Blocks in the folder that follow from another identity are removed.
     """
     key = folder / "blocks.json"
     folder.mkdir(parents=True, exist_ok=True)
@@ -111,37 +106,30 @@ def score_in_blocks(
 
 @contextlib.contextmanager
 def counting(console: Console, what: str) -> Iterator[Callable[[int, int], None]]:
-    """Show progress at the bottom of a terminal, or as a line per tenth in a log.
+    """Show the batches that are done, of all: at the bottom of a terminal, or a line per tenth."""
+    tenths: set[int] = set()
+    with showing(console, what, log_first=False) as show:
 
-    It yields a function of the number of batches that are done, and of all.
-    """
-    log, tenths = line_printer(console), set()
+        def count(done: int, total: int) -> None:
+            tenth = 10 * done // total
+            if console.is_terminal or tenth not in tenths:
+                tenths.add(tenth)
+                show(f"{what}: batch {done:,}/{total:,}")
 
-    def show_line(done: int, total: int) -> None:
-        tenth = 10 * done // total
-        if tenth not in tenths:
-            tenths.add(tenth)
-            log(f"{what}: batch {done:,}/{total:,}")
-
-    if not console.is_terminal:
-        yield show_line
-        return
-    with console.status(what) as status:
-        yield lambda done, total: status.update(f"{what}: batch {done:,}/{total:,}")
+        yield count
 
 
-def columns_of(state: InRunState) -> dict[str, np.ndarray]:
-    """Return what a run recorded of its training examples, [train] each."""
+Columns = dict[str, np.ndarray]
+"""``loss`` [train], and ``score`` [train]: how much each training example helps a query."""
+
+
+def columns_of(state: InRunState) -> Columns:
+    """Return what a run recorded of its training examples; the query is the test loss."""
     return {"loss": np.asarray(state.mean_losses), "score": np.asarray(state.scores)}
 
 
-def write_losses(
-    folder: RunFolder, rows: TrainingRows, columns: dict[str, np.ndarray]
-) -> list[Path]:
-    """Write attribution.csv and attribution.png: the training examples of the highest loss first.
-
-    Columns are ``loss`` [train] and ``score`` [train], how much each lowers the test loss.
-    """
+def write_losses(folder: RunFolder, rows: TrainingRows, columns: Columns) -> list[Path]:
+    """Write attribution.csv and attribution.png: training examples of the highest loss first."""
     order = descending(columns["loss"])
     shown = dict.fromkeys(order[:_NUM_PICTURED], True)
     title = "training images of the highest loss, which may have wrong labels"
@@ -149,12 +137,9 @@ def write_losses(
 
 
 def write_query(
-    folder: RunFolder, rows: TrainingRows, columns: dict[str, np.ndarray], name: str, text: str
+    folder: RunFolder, rows: TrainingRows, columns: Columns, name: str, text: str
 ) -> list[Path]:
-    """Write attribution/NAME.csv and NAME.png: the training examples that help most first.
-
-    Columns are ``loss`` [train] and ``score`` [train] for the query, which ``text`` describes.
-    """
+    """Write attribution/NAME.csv and NAME.png: the training examples that help most first."""
     order, half = descending(columns["score"]), _NUM_PICTURED // 2
     shown = {row: bool(columns["score"][row] < 0) for row in order[:half] + order[-half:]}
     title = f"helpful and, in red, harmful training images for {text}"
@@ -171,7 +156,7 @@ def descending(values: np.ndarray) -> list[int]:
 def _write(
     table: Path,
     rows: TrainingRows,
-    columns: dict[str, np.ndarray],
+    columns: Columns,
     order: Sequence[int],
     shown: dict[int, bool],
     title: str,
@@ -192,11 +177,7 @@ def _write(
 
 
 def print_examples(
-    kind: str,
-    rows: TrainingRows,
-    columns: dict[str, np.ndarray],
-    chosen: Sequence[int],
-    console: Console,
+    kind: str, rows: TrainingRows, columns: Columns, chosen: Sequence[int], console: Console
 ) -> None:
     """Print examples as a table on a terminal, as lines elsewhere."""
     lines = []

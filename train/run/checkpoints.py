@@ -65,26 +65,18 @@ class RestoredNetwork(NamedTuple):
 
 def no_checkpoint(folder: Path) -> UserError:
     """Return the error about a folder that should hold checkpoints and has none."""
-    damaged = why_damaged(folder)
-    return UserError(damaged or f"no checkpoint in {folder}: none was saved, or they are gone")
+    reason = f"no checkpoint in {folder}: none was saved, or they are gone"
+    return UserError(why_damaged(folder) or reason)
 
 
 def why_damaged(folder: Path) -> str | None:
     """Return that all checkpoints of a folder were damaged and moved away; None if none was."""
-    damaged = sorted(folder.parent.glob("damaged_checkpoint_*"))
-    if not damaged:
-        return None
-    return f"every checkpoint of {folder.parent} is damaged, such as {damaged[-1]}"
+    last = max(folder.parent.glob("damaged_checkpoint_*"), default=None)
+    return f"every checkpoint of {folder.parent} is damaged, such as {last}" if last else None
 
 
 class Stamp(NamedTuple):
-    """What a part of a run was trained with.
-
-    Attributes:
-      seed: Seed of the run; a code that follows from a secret seed.
-      config: Checksum of the fields that say what a run computes.
-      data: Checksum of the description of the data.
-    """
+    """What a part of a run was trained with: a seed, or its code, and checksums of the others."""
 
     seed: str
     config: str
@@ -96,12 +88,7 @@ class ForeignError(Exception):
 
 
 class Owner(NamedTuple):
-    """The run that checkpoints must be of.
-
-    Attributes:
-      run: Its id; None of a run that an earlier version wrote.
-      stamps: All that it was trained with; None if nothing says it.
-    """
+    """The id of the run that checkpoints must be of, and all that it was trained with, if known."""
 
     run: str | None
     stamps: tuple[Stamp, ...] | None = None
@@ -116,11 +103,7 @@ class Owner(NamedTuple):
             return cls(folder.id)
 
     def check(self, content: dict[str, Any], step: int) -> None:
-        """Check what a checkpoint says of itself.
-
-        Raises:
-          ForeignError: if it is of another run, or of another step.
-        """
+        """Raise `ForeignError` if a checkpoint says that it is of another run or step."""
         run, saved, given = (content.get(name) for name in ("run", "step", "stamp"))
         if run != self.run:
             raise ForeignError(f"of another run: of {run_name(run)}, not of {run_name(self.run)}")
@@ -130,10 +113,6 @@ class Owner(NamedTuple):
             pairs = zip(Stamp._fields, stamp, self.stamps[-1], strict=True)
             other = next(name for name, its, ours in pairs if its != ours)
             raise ForeignError(f"of another run: it was trained with another {other}")
-
-
-class DamagedError(Exception):
-    """A checkpoint's arrays are not those that were saved."""
 
 
 class Checkpoints:
@@ -147,9 +126,7 @@ class Checkpoints:
     checkpoint is damaged or of another run, the one before it is used.
 
     Args:
-      folder: folder of the checkpoints.
       keep: number of the newest checkpoints to keep; None opens them for reading only.
-      log: prints a line, by default on stderr.
       shapes: shapes of the states to save, which limit the memory of writing and reading on CPU;
         without them it is not limited.
       best: read the checkpoint with the highest score instead of the newest.
@@ -239,8 +216,7 @@ class Checkpoints:
     ) -> None:
         """Start to save a checkpoint. The state may be donated as soon as this returns.
 
-        The best checkpoint is kept by its score. ``logged`` is of `RunFolder.logged`; a stamp says
-        what the state was trained with.
+        The best checkpoint is kept by its score. ``logged`` is of `RunFolder.logged`.
 
         Raises:
           TrainingError: if this checkpoint or the one before cannot be written.
@@ -261,20 +237,14 @@ class Checkpoints:
         release_free_memory()
 
     def wait(self) -> None:
-        """Wait until all checkpoints are on disk.
-
-        Raises:
-          TrainingError: if one cannot be written.
-        """
+        """Wait until all checkpoints are on disk."""
         with _saving(self._folder):
             self._manager.wait_until_finished()
 
     def restore(self, shapes: TrainState, model: Any = None) -> Restored | None:
         """Restore the newest intact checkpoint, or return None if there is none at all.
 
-        Args:
-          shapes: shapes of the state, on one device or with shardings (`train.run.mesh`).
-          model: network that reads frozen parameters, if there are any, from a published model.
+        The shapes may have shardings. A model reads the frozen parameters of a published one.
         """
         saved = without_frozen(shapes)
         target = jax.tree.map(_shape_of, saved)
@@ -334,7 +304,7 @@ class Checkpoints:
         actual = checksums(state)
         different = sorted(name for name in actual if data["checksums"].get(name) != actual[name])
         if different:
-            raise DamagedError(f"{different[0]} is not what was saved")
+            raise ValueError(f"{different[0]} is not what was saved")
         return state, data
 
     def _read_data(self, step: int) -> dict[str, Any]:
@@ -343,7 +313,7 @@ class Checkpoints:
         try:
             content = unseal(data.data)
         except ValueError as error:
-            raise DamagedError(f"its position in the data cannot be used: {error}") from error
+            raise ValueError(f"its position in the data cannot be used: {error}") from error
         self._owner.check(content, step)
         return content
 
@@ -441,29 +411,27 @@ def load_network(
     A run of a published model without a checkpoint, such as `fnet import` makes, has the published
     parameters. ``best`` and ``place`` are as in `Checkpoints` and its ``restore_network``.
     """
+    is_pretrained = isinstance(model, PretrainedNetwork)
+
+    def published() -> Any:
+        params, model_state = jax.eval_shape(model.init, jax.random.key(0))
+        shapes = {"params": params, "model_state": model_state}
+        shapes = place(shapes) if place else shapes
+        return model.read(model.pretrained(shapes["params"], shapes["model_state"]))
 
     def init(key: Array) -> tuple[Any, Any]:
         params, model_state = model.init(key)
         return params, _without(model_state)
 
-    def placed_shapes() -> tuple[Any, Any]:
-        params, model_state = jax.eval_shape(model.init, jax.random.key(0))
-        shapes = {"params": params, "model_state": model_state}
-        shapes = shapes if place is None else place(shapes)
-        return shapes["params"], shapes["model_state"]
-
-    is_pretrained = isinstance(model, PretrainedNetwork)
     if is_pretrained and not folder.checkpoints.is_dir():
         initial = jax.jit(model.place, donate_argnums=1)
-        pretrained = model.read(model.pretrained(*placed_shapes()))
-        params, model_state = initial(jax.random.key(0), pretrained)
+        params, model_state = initial(jax.random.key(0), published())
         return RestoredNetwork(params, model_state, 0)
     with Checkpoints(folder.checkpoints, best=best) as checkpoints:
         network = checkpoints.restore_network(init, place)
     if not (is_pretrained and model.is_frozen):
         return network
-    frozen = {FROZEN: model.read(model.pretrained(*placed_shapes()))}
-    return network._replace(model_state=network.model_state | frozen)
+    return network._replace(model_state=network.model_state | {FROZEN: published()})
 
 
 def _without(model_state: Any) -> Any:

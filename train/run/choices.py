@@ -1,6 +1,7 @@
 """Multiple choice by likelihood: which answer a language model finds the most probable."""
 
 import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,9 +14,11 @@ from train.data import records
 from train.data.buckets import bucket_lengths
 from train.data.chat import ChatTemplate
 from train.data.records import Record
-from train.data.tokenizer import Tokenizer
-from train.errors import UserError
+from train.data.tokenizer import Tokenizer, load_tokenizer
+from train.errors import UserError, writing
 from train.networks.pretrained import PretrainedNetwork
+from train.run.open_run import OpenRun
+from train.tasks import language
 
 
 class Question(NamedTuple):
@@ -24,7 +27,6 @@ class Question(NamedTuple):
     Attributes:
       rows: Tokens of the question and of each choice, at most context + 1.
       counts: Number of each row's last tokens that are the choice.
-      choices: Texts of the choices.
       answer: Index of the right choice.
       truncated: Whether the beginning of the question was cut off.
     """
@@ -36,28 +38,53 @@ class Question(NamedTuple):
     truncated: bool
 
 
-class ChoiceScores(NamedTuple):
-    """Fractions of questions that a model answers right.
+_LENGTHS: dict[str, Callable[[str], int]] = {
+    "accuracy": lambda choice: 1,  # acc
+    "accuracy_per_character": len,  # acc_norm
+    "accuracy_per_byte": lambda choice: len(choice.encode("utf-8", "surrogateescape")),  # acc_bytes
+}
+"""Lengths that log-likelihoods are divided by, and the names of lm-evaluation-harness."""
 
-    Attributes:
-      accuracy: By the likelihood of the choices (``acc``).
-      accuracy_per_character: By log-likelihood per character of the choice (``acc_norm``).
-      accuracy_per_byte: By log-likelihood per UTF-8 byte of the choice (``acc_bytes``).
-      log_likelihoods: Of the choices of each question, in nats.
+
+def answer_choices(
+    opened: OpenRun, file: str, log: Callable[[str], None], *, best: bool, chat: bool
+) -> None:
+    """Print how many multiple-choice questions the model answers, and write choices.json.
+
+    Neither the training nor the test data of the run are read.
     """
-
-    accuracy: float
-    accuracy_per_character: float
-    accuracy_per_byte: float
-    log_likelihoods: list[np.ndarray]
+    folder, data = opened.folder, language.text_source(opened.config)
+    tokenizer, template = load_tokenizer(data), None
+    if chat:
+        try:
+            template = language.chat_template(data, tokenizer)
+        except UserError as error:
+            raise UserError(f"--chat: {error}") from error
+    questions = load_questions(file, "--choices", tokenizer, data.context, template)
+    model, (params, state, step) = opened.network(best=best)
+    accuracies, log_likelihoods = score_choices(
+        model, params, state, questions, data.batch_size, data.context
+    )
+    metrics = {f"choices/{name}": value for name, value in accuracies.items()}
+    num_truncated = sum(question.truncated for question in questions)
+    answers = [
+        {"answer": q.answer, "log_likelihoods": s.tolist()}
+        for q, s in zip(questions, log_likelihoods, strict=True)
+    ]
+    content = {"step": step, "file": file, "metrics": metrics}
+    content |= {"questions": len(questions), "truncated_questions": num_truncated}
+    with writing(folder.path, "make it writable"):
+        folder.write(folder.choices, content | {"answers": answers})
+    log(f"{folder.path} after step {step}, {len(questions):,} questions")
+    if num_truncated:
+        log(f"{num_truncated:,} questions lost their beginning to fit in {data.context} tokens")
+    for name, value in metrics.items():
+        log(f"{name} {value:.6g}")
+    log(f"choices: {folder.choices}")
 
 
 def load_questions(
-    path: str,
-    option: str,
-    tokenizer: Tokenizer,
-    context: int,
-    template: ChatTemplate | None = None,
+    path: str, option: str, tokenizer: Tokenizer, context: int, template: ChatTemplate | None = None
 ) -> list[Question]:
     """Read questions from a file of JSON lines, or a .parquet file.
 
@@ -88,31 +115,45 @@ def _question(
             f"{record.where}: choices must be a list of two or more texts, got {choices!r:.60}"
         )
     answer = _answer(record, len(choices))
-    rows, counts, truncated = [], [], False
+    prompt, space = text, ""
+    if not template:
+        prompt, space = text.rstrip(), f"{text[len(text.rstrip()) :]} "
+    completions = [(f"{space}{choice}", f"choice {choice!r:.40}") for choice in choices]
     try:
-        if template:
-            start = tokenizer.start_tokens()[:0]  # the template writes all special tokens
-            messages = [{"role": "user", "content": text}]
-            question = template.render(messages, add_generation_prompt=True)
-            texts = [question, *(question + choice for choice in choices)]
-        else:
-            start = tokenizer.start_tokens()
-            texts = [text.rstrip(), *(f"{text} {choice}" for choice in choices)]
-        prompt, *wholes = (pieces.ids for pieces in tokenizer.encode_pieces(texts))
-        for choice, whole in zip(choices, wholes, strict=True):
-            count = len(whole) - len(prompt)
-            if not 0 < count <= context:
-                raise UserError(
-                    f"choice {choice!r:.40} has {count} tokens; expected 1 to data.context "
-                    f"{context}"
-                )
-            row = np.concatenate([start, whole])
-            truncated |= len(row) > context + 1
-            rows.append(row[-(context + 1) :].astype(np.int32))
-            counts.append(count)
+        pieces = [*encode_completions(tokenizer, prompt, completions, context, template)]
     except UserError as error:
         raise UserError(f"{record.where}: {error}") from error
-    return Question(rows, counts, choices, answer, truncated)
+    rows, counts = ([*column] for column in zip(*pieces, strict=True))
+    truncated = any(len(row) > context + 1 for row in rows)
+    return Question([row[-(context + 1) :] for row in rows], counts, choices, answer, truncated)
+
+
+def encode_completions(
+    tokenizer: Tokenizer,
+    prompt: str,
+    completions: Sequence[tuple[str, str]],
+    context: int,
+    template: ChatTemplate | None,
+) -> Iterator[tuple[np.ndarray, int]]:
+    """Yield the tokens of a prompt with each completion, and how many are the completion's.
+
+    With a chat template, the prompt is a user's message and a completion the assistant's answer.
+
+    Raises:
+      UserError: for a completion of no tokens or more than the context, with its name.
+    """
+    start = tokenizer.start_tokens()
+    if template:
+        start = start[:0]  # the template writes all special tokens
+        messages = [{"role": "user", "content": prompt}]
+        prompt = template.render(messages, add_generation_prompt=True)
+    texts = [prompt, *(prompt + completion for completion, _ in completions)]
+    before, *wholes = (pieces.ids for pieces in tokenizer.encode_pieces(texts))
+    for whole, (_, name) in zip(wholes, completions, strict=True):
+        count = len(whole) - len(before)
+        if not 0 < count <= context:
+            raise UserError(f"{name} has {count} tokens; expected 1 to data.context {context}")
+        yield np.concatenate([start, whole]).astype(np.int32), count
 
 
 def _answer(record: Record, count: int) -> int:
@@ -135,10 +176,12 @@ def score_choices(
     questions: list[Question],
     batch_size: int,
     context: int,
-) -> ChoiceScores:
-    """Compute the likelihood of each choice after its question, ``batch_size`` choices at a time.
+) -> tuple[dict[str, float], list[np.ndarray]]:
+    """Return how often the right choice is the likeliest, and the log-likelihoods of choices.
 
-    ``context`` is the largest number of tokens that the model reads.
+    Args:
+      batch_size: number of choices at a time.
+      context: largest number of tokens that the model reads.
     """
     rows = [row for question in questions for row in question.rows]
     counts = np.array([count for question in questions for count in question.counts])
@@ -159,19 +202,14 @@ def score_choices(
     ends = np.cumsum([len(question.rows) for question in questions])
     by_question = np.split(log_likelihoods, ends[:-1])
 
-    def accuracy(size: Any) -> float:
+    accuracies = {}
+    for name, size in _LENGTHS.items():
         right = [
             np.argmax(scores / [size(choice) for choice in question.choices]) == question.answer
             for question, scores in zip(questions, by_question, strict=True)
         ]
-        return float(np.mean(right))
-
-    return ChoiceScores(
-        accuracy(lambda choice: 1),
-        accuracy(len),
-        accuracy(lambda choice: len(choice.encode("utf-8", "surrogateescape"))),
-        by_question,
-    )
+        accuracies[name] = float(np.mean(right))
+    return accuracies, by_question
 
 
 @functools.partial(jax.jit, static_argnums=0)

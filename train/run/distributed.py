@@ -34,17 +34,8 @@ def join(
     """Connect to the other processes. Call this before JAX looks for devices.
 
     Arguments that are None are taken from SLURM, Open MPI, Kubernetes or Cloud TPU
-    (`jax.distributed.initialize`).
-
-    Args:
-      coordinator: host:port of process 0.
-      processes: number of processes.
-      process: index of this process.
-      timeout: seconds after which a process that is still alone gives up. It prints one line and
-        ends with exit code 2.
-
-    Returns:
-      Whether this is process 0.
+    (`jax.distributed.initialize`). A process that is still alone after ``timeout`` seconds prints
+    one line and ends with exit code 2. Returns whether this is process 0.
     """
     if coordinator is not None and not re.fullmatch(r".+:\d+", coordinator):
         raise UserError(f"--coordinator: expected HOST:PORT, got {coordinator}")
@@ -109,11 +100,7 @@ def _gives_up(
 
 @contextlib.contextmanager
 def together() -> Iterator[None]:
-    """End all processes if one fails, each with one line that says why.
-
-    Raises:
-      TrainingError: in place of JAX's errors, if the connection to another process was lost.
-    """
+    """End all processes if one fails, each with one line that says why."""
     client = _client()
     if client is None or not has_other_processes():
         yield

@@ -1,6 +1,7 @@
 """Evaluate a trained network on test examples."""
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -39,16 +40,13 @@ class Evaluation(NamedTuple):
     confusion: np.ndarray | None
     examples: Arrays = {}  # noqa: RUF012 (it is not changed)
 
-
-class PredictedBatch(NamedTuple):
-    """A batch of test examples, whose padding has ``weight`` 0, with predicted labels [batch, ...].
-
-    The probability [batch] of each prediction is None with several per example.
-    """
-
-    batch: Arrays
-    predictions: np.ndarray
-    probability: np.ndarray | None
+    @property
+    def test_metrics(self) -> dict[str, float | None]:
+        """Metrics by their names in metrics.jsonl; None if undefined."""
+        return {
+            f"test/{name}": None if math.isnan(value) and name != "loss" else value
+            for name, value in self.metrics.items()
+        }
 
 
 class Evaluator:
@@ -57,9 +55,7 @@ class Evaluator:
     The last batch is padded with examples of weight 0, so that each example counts exactly once.
 
     Args:
-      task: dataset and measure.
-      batch_size: number of examples per call of the compiled program.
-      shapes: shapes of the train state (``jax.eval_shape``).
+      shapes: shapes of the train state.
       watch: wraps the iterator of batches (`UnreadableFiles.watch`).
       layout: layout of the shapes; None for one device.
     """
@@ -87,14 +83,14 @@ class Evaluator:
             }
             examples |= {"weight": weight}
             if confusion is None:
-                return (sums, counts), (None, None, examples)
+                return (sums, counts), (None, examples)
             if confusion[1].ndim == 1:
                 examples |= {"prediction": confusion[1]}
             if probability is not None:
                 examples |= {"probability": probability}
             weights = weight.reshape(-1, *[1] * (confusion[0].ndim - 1))
             counts = counts.at[confusion].add(weights.astype(counts.dtype), mode="drop")
-            return (sums, counts), (confusion[1], probability, examples)
+            return (sums, counts), (confusion[1], examples)
 
         self._dataset, self._batch_size, self._watch = task.dataset, batch_size, watch
         batch: Any = sample_evaluation_batch(task.dataset, batch_size)
@@ -128,20 +124,16 @@ class Evaluator:
         options = memory.CANDIDATE_OPTIONS.get(jax.default_backend(), ({},))[0] if layout else {}
         self._options, self._argument_bytes = dict(options), memory.tree_bytes((shapes, batch))
         self._lowered = jitted.lower(self._zero_totals(), *arguments)
-        _, (_, _, self._kept) = self._lowered.out_info
-
-    @functools.cached_property
-    def _compiled(self) -> Any:
-        return self._lowered.compile(compiler_options=self._options)
+        _, (_, self._kept) = self._lowered.out_info
 
     @functools.cached_property
     def _add_batch(self) -> FirstApart:
-        return FirstApart(self._compiled)
+        return FirstApart(self._lowered.compile(compiler_options=self._options))
 
     @property
     def peak(self) -> int:
         """Peak memory in bytes while it runs: train state, a batch, outputs, temporaries."""
-        program = memory.peak(self._compiled)
+        program = memory.peak(self._add_batch.program)
         made = program.outputs + program.temporaries + program.workspace + program.constants
         return self._argument_bytes + made
 
@@ -157,7 +149,7 @@ class Evaluator:
                 sums = jax.tree.map(np.add, sums, jax.device_get(totals))
                 totals, max_count = self._zero_totals(), self._counts_per_batch
             arguments = trained.evaluation_params, trained.model_state, self._put(batch)
-            totals, (_, _, examples) = self._add_batch(totals, *arguments)
+            totals, (_, examples) = self._add_batch(totals, *arguments)
             kept.append(examples)
         metric_sums, confusion = jax.tree.map(np.add, sums, jax.device_get(totals))
         weight = float(metric_sums.pop("weight"))
@@ -183,8 +175,8 @@ class Evaluator:
         scores = self._scores(examples, test, np.eye(len(self._dataset.classes), dtype=int))
         return {name: 0.0 for name in self._zeros[0] if name != "weight"} | scores
 
-    def predict(self, trained: Trained, max_examples: int) -> Iterator[PredictedBatch]:
-        """Yield predictions for test examples at regular intervals.
+    def predict(self, trained: Trained, max_examples: int) -> Iterator[tuple[Arrays, np.ndarray]]:
+        """Yield batches of test examples at regular intervals, with predicted labels [batch, ...].
 
         The compiled program of the evaluation is used. Without classes, nothing is yielded.
         """
@@ -197,9 +189,8 @@ class Evaluator:
         test = {name: a[rows] for name, a in self._dataset.test.items()}
         for batch in evaluation_batches(self._dataset._replace(test=test), self._batch_size):
             arguments = trained.evaluation_params, trained.model_state, self._put(batch)
-            _, outputs = self._add_batch(self._zero_totals(), *arguments)
-            predictions, probability, _ = jax.device_get(outputs)
-            yield PredictedBatch(batch, predictions, probability)
+            _, (predictions, _) = self._add_batch(self._zero_totals(), *arguments)
+            yield batch, jax.device_get(predictions)
 
     def _zero_totals(self) -> Any:
         return jax.device_put(self._zeros, self._replicated)

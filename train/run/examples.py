@@ -1,23 +1,32 @@
-"""Picture of test images with their predictions."""
+"""Tables and pictures of an evaluation: scores of classes, and test examples with predictions."""
 
 import math
+from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from rich.console import Console
 
 from train import data
-from train.data import Arrays
 from train.data.label_map import IGNORE
 from train.data.masks import spread
 from train.data.photos import Photos
+from train.errors import shorten
 from train.output import plots
+from train.output.curves import describe
 from train.output.palette import palette
+from train.output.progress import line_printer
+from train.output.tables import MISSING, Table, to_rich
 from train.run.evaluation import Evaluation, Evaluator, Trained
 from train.run.setup import Setup
 from train.tasks import kind_of
-from train.tasks.targets import describe_output, describe_target
+from train.tasks.scores import iou_by_class
+from train.tasks.targets import KINDS, ByClass, Labels, Numbers, OneClass
 
+_MAX_CLASSES = 40
+"""Largest number of rows in the table of classes."""
 _NUM_CLASSIFIED = 24
 _NUM_AUGMENTED = 24
 _MAX_SEGMENTED = 60
@@ -25,6 +34,132 @@ _MAX_SEGMENTED = 60
 _NUM_SEGMENTED = 6
 _MEMORY = 2**27
 """Bytes of segmented images to choose from."""
+
+
+def targets_of(run: Setup) -> OneClass | Labels | Numbers:
+    """Return the targets of a run's images or texts."""
+    return KINDS[run.config.data.targets](run.task.dataset)
+
+
+def class_scores(run: Setup, evaluation: Evaluation) -> list[dict[str, Any]]:
+    """Return name, number of examples or pixels, and scores of each class or label, if any.
+
+    A score that is undefined is None.
+    """
+    dataset, confusion, unit = run.task.dataset, evaluation.confusion, "examples"
+    found: ByClass | None
+    if kind_of(run.config).predicts is None:
+        return []
+    if kind_of(run.config).predicts == "masks":
+        assert confusion is not None  # because there are classes
+        unit, found = "pixels", (confusion.sum(1), {"iou": iou_by_class(confusion)})
+    else:
+        examples, target = evaluation.examples, dataset.test["label"]
+        if "outputs" in examples:
+            there = examples["weight"] != 0
+            examples = {name: a[there] for name, a in examples.items()}
+            target = target[there]
+        found = targets_of(run).by_class(examples, target, confusion)
+    if found is None:
+        return []
+    count, values = found
+    return [
+        {"name": name, unit: int(count[i])}
+        | {key: None if np.isnan(value[i]) else float(value[i]) for key, value in values.items()}
+        for i, name in enumerate(dataset.classes)
+    ]
+
+
+def describe_undefined(run: Setup, evaluation: Evaluation) -> list[str]:
+    """Return a line about the scores of an evaluation that are undefined, or none.
+
+    Such are the recall and the AUC of a class without test examples, and the R2 of a number that is
+    the same in all of them.
+    """
+    if not math.isfinite(evaluation.metrics.get("loss", 0.0)):
+        return []  # the outputs are at fault, not the examples
+    scores_of: dict[str, list[str]] = defaultdict(list)
+    for row in class_scores(run, evaluation):
+        for score, value in row.items():
+            if value is None and score != "accuracy":  # which is the recall
+                scores_of[row["name"]].append(describe(score)[0])
+    names_of: dict[str, list[str]] = defaultdict(list)
+    for name, scores in scores_of.items():
+        names_of[f"{', '.join(scores)} of "].append(name)
+    parts = [scores + shorten(names) for scores, names in names_of.items()]
+    parts += [describe(name)[0] for name, value in evaluation.metrics.items() if math.isnan(value)]
+    if not parts:
+        return []
+    return [f"undefined on these test examples, and left out of means: {'; '.join(parts)}"]
+
+
+def print_scores(run: Setup, evaluation: Evaluation, console: Console) -> None:
+    """Print metrics and class scores, as a table on a terminal and as lines elsewhere.
+
+    With more than 40 classes, only those with the lowest scores are printed.
+    """
+    log = line_printer(console)
+    for name, value in evaluation.test_metrics.items():
+        log(f"{name} undefined" if value is None else f"{name} {value:.6g}")
+    for line in describe_undefined(run, evaluation):
+        log(line)
+    scores = class_scores(run, evaluation)
+    if not scores:
+        return
+    _, unit, score, *_ = scores[0]
+    title, _ = describe(score)
+    if len(scores) > _MAX_CLASSES:
+        defined = [c for c in scores if c[score] is not None]
+        lowest = sorted(defined, key=lambda c: c[score])[:_MAX_CLASSES]
+        log(f"the {len(lowest)} of {len(scores)} classes with the lowest {title}:")
+        scores = lowest
+    if console.is_terminal:
+        rows = [
+            (c["name"], f"{c[unit]:,}", None if c[score] is None else f"{c[score]:.2%}")
+            for c in scores
+        ]
+        console.print(to_rich(Table("", ("class", unit, title), rows)))
+        return
+    for c in scores:
+        shown = MISSING if c[score] is None else f"{c[score]:.4f}"
+        log(f"{title} of {c['name']}: {shown} ({c[unit]:,} {unit})")
+
+
+def text_metrics(run: Setup, evaluation: Evaluation) -> dict[str, float]:
+    """Return the perplexity of a language model, and its bits per byte if they are known."""
+    if kind_of(run.config).generates != "text":
+        return {}
+    loss = evaluation.metrics["loss"]
+    with np.errstate(over="ignore"):
+        metrics = {"perplexity": float(np.exp(loss))}
+    ratio = run.task.dataset.tokens_per_byte()
+    return metrics if ratio is None else metrics | {"bits_per_byte": loss * ratio / np.log(2)}
+
+
+def example_rows(run: Setup, evaluation: Evaluation, split: str = "test") -> list[dict[str, Any]]:
+    """Return file, split, label, prediction, probability and loss of each test image or text.
+
+    Several labels per image have the probability of each one, numbers their prediction. Segmented
+    images have the share of right pixels. Unreadable files are left out. Networks that predict no
+    labels have no rows, and neither has a private run of which only covered results are written.
+    """
+    if kind_of(run.config).predicts is None or run.config.is_release_only:
+        return []
+    dataset, examples = run.task.dataset, evaluation.examples
+    name_of = dataset.test_name or str
+    targets = None if kind_of(run.config).predicts == "masks" else targets_of(run)
+    rows = []
+    for i in range(data.num_examples(dataset.test)):
+        if not examples["weight"][i]:
+            continue
+        row: dict[str, Any] = {"file": name_of(i), "split": split}
+        if targets:
+            row |= targets.describe(dataset.test["label"][i]) | targets.predicted(examples, i)
+        values = {"loss": examples["loss"][i]}
+        if "pixel_accuracy" in examples:
+            values["pixel_accuracy"] = examples["pixel_accuracy"][i]
+        rows.append(row | {name: float(value) for name, value in values.items()})
+    return rows
 
 
 def draw_results(
@@ -70,15 +205,14 @@ def draw_augmented(run: Setup, path: Path) -> None:
         return
     rows = data.select_rows(dataset.train, spread(data.num_examples(dataset.train), _NUM_AUGMENTED))
     batch = data.augment_rows(dataset, rows, np.random.default_rng(0))
-    names, kind = dataset.classes, data_section.targets
-    mix = batch.get("mix")
+    targets, mix = targets_of(run), batch.get("mix")
     shares = {"label": mix} if mix is None else {"label": mix, "label_2": 1 - mix}
     captions = []
     for i in range(data.num_examples(rows)):
         texts = []
         for key, share in shares.items():
             if share is None or share[i] > 0:
-                shown = describe_target(kind, names, batch[key][i])
+                shown = targets.describe(batch[key][i])
                 text = _shorten(", ".join(map(str, shown.values())))
                 texts.append(text if share is None else f"{share[i]:.0%} {text}")
         captions.append("\n".join(texts))
@@ -88,55 +222,41 @@ def draw_augmented(run: Setup, path: Path) -> None:
 
 
 def _draw_classifications(run: Setup, evaluation: Evaluation, title: str, path: Path) -> bool:
-    dataset, known, kind = run.task.dataset, evaluation.examples, run.config.data.targets
-    if kind != "class" and "outputs" not in known:
+    dataset, known, targets = run.task.dataset, evaluation.examples, targets_of(run)
+    if "prediction" not in known and "outputs" not in known:
         return False
-    targets = dataset.test["label"]
-    if kind == "class":
-        wrong, certain = known["prediction"] != targets, known["probability"]
-        order = np.where(wrong, -certain, 1 + certain)
-    else:
-        wrong, order = known["loss"] != 0, -known["loss"]
-    if kind == "labels":
-        wrong = ((known["outputs"] > 0.5) != (targets > 0.5)).any(-1)
-    num_images = int((known["weight"] != 0).sum())
-    order = np.where(known["weight"] != 0, order, np.inf)
+    wrong, order = targets.worst(known, dataset.test["label"])
+    is_counted = known["weight"] != 0
+    num_images = int(is_counted.sum())
+    order = np.where(is_counted, order, np.inf)
     shown = np.argsort(order, kind="stable")[: min(num_images, _NUM_CLASSIFIED)]
     if not len(shown):
         return False
     images = dataset.prepare({name: a[shown] for name, a in dataset.test.items()})["image"]
     if images.ndim == 5:  # several crops of each, of which the center one is shown
         images = images[:, images.shape[1] // 2 - 1]
-    captions = [_caption(run, known, row, is_wrong=bool(wrong[row])) for row in shown]
-    errors = int((wrong & (known["weight"] != 0)).sum())
+    errors = int((wrong & is_counted).sum())
+    counted = f"{errors:,} errors on " if targets.has_errors else ""
     what = "the largest losses first"
-    if kind == "class":
+    if isinstance(targets, OneClass):
         what = "the most confident errors first"
         what = what if errors >= len(shown) else "errors first, then the least confident"
-    counted = "" if kind == "numbers" else f"{errors:,} errors on "
     title = f"{title}: {counted}{num_images:,} test images; {what}"
-    right = [kind == "numbers" or not wrong[row] for row in shown]
+    captions = []
+    for i in shown:
+        found = targets.predicted(known, i)
+        share = f" {found['probability']:.0%}" if "probability" in found else ""
+        text = _join(v for n, v in found.items() if not n.startswith("probability")) + share
+        if wrong[i]:
+            text += f"\nis {_join(targets.describe(dataset.test['label'][i]).values())}"
+        captions.append(text)
+    right = [not (targets.has_errors and wrong[i]) for i in shown]
     plots.classifications(images, captions, right, title, path)
     return True
 
 
-def _caption(run: Setup, known: Arrays, row: int, *, is_wrong: bool) -> str:
-    """Return what is predicted for a test image, and what it is unless both are the same."""
-    kind, names = run.config.data.targets, run.task.dataset.classes
-    target = run.task.dataset.test["label"][row]
-    truth = list(describe_target(kind, names, target).values())
-    if kind == "class":
-        predicted = [names[known["prediction"][row]]]
-        share = f" {known['probability'][row]:.0%}"
-    else:
-        found = describe_output(kind, names, known["outputs"][row])
-        predicted = [found["prediction"]] if kind == "labels" else list(found.values())
-        share = ""
-    texts = [
-        _shorten(", ".join(f"{v:.4g}" if isinstance(v, float) else v or "none" for v in values))
-        for values in (predicted, truth)
-    ]
-    return f"{texts[0]}{share}" + (f"\nis {texts[1]}" if is_wrong else "")
+def _join(values: Iterable[Any]) -> str:
+    return _shorten(", ".join(f"{v:.4g}" if isinstance(v, float) else v or "none" for v in values))
 
 
 def _shorten(name: str, most: int = 22) -> str:
@@ -161,7 +281,7 @@ def _draw_segmentations(
     segmented: list[_Segmented] = []
     pixels = math.prod(run.batch_shapes["mask"].shape[1:])
     most = min(max(_MEMORY // (5 * pixels), _NUM_SEGMENTED), _MAX_SEGMENTED)
-    for batch, predictions, _ in evaluate.predict(trained, most):
+    for batch, predictions in evaluate.predict(trained, most):
         rows = np.flatnonzero(batch["weight"])
         segmented += [_Segmented(batch["image"][i], batch["mask"][i], predictions[i]) for i in rows]
     if not segmented:

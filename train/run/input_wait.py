@@ -24,10 +24,7 @@ class InputWait:
     line do not count, because they include the start of worker processes.
 
     Args:
-      log: Prints a line.
       workers: Number of processes that decode images; None for a source without such processes.
-      cores: Number of cores; by default this process's.
-      now: Clock in seconds.
       totals: Returns the work of all threads so far.
 
     Attributes:
@@ -45,12 +42,10 @@ class InputWait:
         self._log, self._workers = log, workers
         self._cores = cores or len(os.sched_getaffinity(0))
         self._now, self._totals = now, totals
-        self._started = False
+        self._started, self._before = False, totals()
         self._seconds = self._waited = 0.0
-        self._before = totals()
         self._since: float | None = None
-        self._patience = _PATIENCE
-        self._ended = threading.Event()
+        self._patience, self._ended = _PATIENCE, threading.Event()
         self.reason: str | None = None
 
     def __enter__(self) -> Self:
@@ -106,13 +101,10 @@ class InputWait:
 
 
 def explain(work: Work, workers: int | None, cores: int) -> str:
-    """Say why batches are late, and what to do.
+    """Say why batches are late, from the work of the processes or of the thread that made them.
 
-    Args:
-      work: Work of the processes or of the thread that made the batches.
-      workers: Number of these processes; 0 for a thread whose work they could do, None for one
-        whose work they could not do.
-      cores: Number of cores of this machine.
+    ``workers`` is the number of these processes; 0 for a thread whose work they could do, None for
+    one whose work they could not do.
     """
     by, its = (f"{workers} workers", "their") if workers else ("one thread", "its")
     s = "" if workers else "s"

@@ -1,6 +1,7 @@
 """The training loop, from a config to a trained network."""
 
 import contextlib
+import dataclasses
 import json
 import math
 import time
@@ -9,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from rich.console import Console
 
+from fnet.attribution import InRunState
 from fnet.cpu.heap import occupy_gaps
 from train.config import Config
 from train.data.unreadable import UnreadableFiles
@@ -20,19 +23,19 @@ from train.output.logged import BadStep, read_log, read_metrics
 from train.output.memory_tables import StepMemory
 from train.output.progress import Progress, line_printer
 from train.output.rows import as_csv
-from train.run import distributed, examples, initial_weights, results, tracking
+from train.run import distributed, examples, results, tracking, weight_files
+from train.run.attribution import TrainingRows, columns_of, write_losses
 from train.run.checkpoints import Checkpoints, Restored, load_network, without_frozen
-from train.run.class_names import check_classes, write_classes
 from train.run.evaluation import Evaluation
+from train.run.examples import describe_undefined, example_rows
 from train.run.input_wait import InputWait
 from train.run.interruption import Interrupted, Interruption
 from train.run.mesh import layout
 from train.run.metrics import Meter, best_metric, score_of
-from train.run.model_files import copy_model_files
-from train.run.planning import check_memory_config
+from train.run.open_run import check_classes, copy_model_files, write_classes
+from train.run.planning import Programs, check_memory_config, compile_programs
 from train.run.process_memory import HighWater
 from train.run.profiling import Profile
-from train.run.programs import Programs, compile_programs
 from train.run.run_folder import RunFolder, atomic_write, quote
 from train.run.same_data import check_data, check_saved, describe_data, stamp_of, write_data
 from train.run.seeds import (
@@ -81,7 +84,7 @@ def train(
 
     resumes = resume and RunFolder(out).has_started
     is_saved = resumes and RunFolder(out).saved_steps
-    weights = None if is_saved else initial_weights.load_configured(run)
+    weights = None if is_saved else weight_files.load_configured(run)
     data = describe_data(run.task.dataset, private=config.is_private)
     distributed.wait_for_all("data")
     distributed.check_same_data(data)
@@ -154,7 +157,7 @@ def train(
             tracker = stack.enter_context(tracking.tracking(config, folder.path, start.step))
             tracker.draw(start.step, folder.augmented)
             with loop.interruption:  # also while the last checkpoint is written
-                loop.run(console, high_water, profile, tracker)
+                loop.take_steps(console, high_water, profile, tracker)
                 checkpoints.wait()
                 loop.mark_saved()
         measured_bytes = high_water.bytes()  # before the plots, which are not training
@@ -167,28 +170,11 @@ def train(
                 f"the run ends early: {best_metric(config) or 'the score'} got no better in "
                 f"{loop.since_best} evaluations; to train longer, raise train.patience and --resume"
             )
-            run = run._replace(steps=loop.step)
-        if loop.step < run.steps or loop.failure:
+            loop.run = run._replace(steps=loop.step)
+        if loop.step < loop.run.steps or loop.failure:
             loop.report_stop(command or quote(folder.config))
             return False
-        loop.check_skipped()
-        results.write_results(
-            run,
-            folder,
-            programs,
-            loop.state,
-            loop.evaluation,
-            seeds,
-            log,
-            is_trained=loop.step > start.step,
-            start_time=start_time,
-            measured={
-                "unreadable_files": loop.unreadable_files(),
-                "ended_early": loop.ended_early,
-                "input_wait_reason": loop.wait.reason,
-                "peak_bytes_seen": measured_bytes,
-            },
-        )
+        loop.finish(measured_bytes)
         for picture in (folder.confusion, folder.examples):
             tracker.draw(loop.step, picture)
         return True
@@ -232,6 +218,7 @@ def _first_state(
     return Restored(0, init(jax.random.key(run.config.train.seed)), None)
 
 
+@dataclasses.dataclass
 class _Loop:
     """Steps of a run, with metrics, evaluations and checkpoints.
 
@@ -239,59 +226,53 @@ class _Loop:
     records a signal while it is entered, which `run` and the last save need.
     """
 
-    def __init__(
-        self,
-        run: Setup,
-        folder: RunFolder,
-        programs: Programs,
-        seeds: Seeds,
-        unreadable: UnreadableFiles,
-        checkpoints: Checkpoints,
-        start: Restored,
-        start_time: float,
-        log: Callable[[str], None],
-        data: dict[str, Any],
-    ):
-        self._data, self._start = data, start.step
+    run: Setup
+    folder: RunFolder
+    programs: Programs
+    seeds: Seeds
+    unreadable: UnreadableFiles
+    checkpoints: Checkpoints
+    start: Restored
+    start_time: float
+    log: Callable[[str], None]
+    data: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        run, config = self.run, self.run.config
         self._is_first = jax.process_index() == 0  # the others have no files
-        self._stamp = stamp_of(folder, run.config, data) if self._is_first else None
-        self._run, self._folder, self._programs, self._seeds = run, folder, programs, seeds
-        self._unreadable, self._checkpoints = unreadable, checkpoints
-        self._start_time, self._log = start_time, log
-        self.step = start.step
-        self.state = seeds.add_key(start.state)
+        self._stamp = stamp_of(self.folder, config, self.data) if self._is_first else None
+        self.step, self.state = self.start.step, self.seeds.add_key(self.start.state)
         self.evaluation: Evaluation | None = None
         self.failure: BaseException | None = None
-        config = run.config
-        self.wait = InputWait(log, config.data.workers)
-        self._batches = unreadable.watch(run.training_batches(seeds.data))
-        if start.position is not None:
-            self._batches.set_state(start.position)
-        self._position: Any = start.position
-        self._best_score = checkpoints.best_score
+        self.wait = InputWait(self.log, config.data.workers)
+        self._position: Any = self.start.position
+        self._batches = self.unreadable.watch(run.training_batches(self.seeds.data))
+        if self._position is not None:
+            self._batches.set_state(self._position)
+        self._best_score = self.checkpoints.best_score
         self._best_seen, self.since_best = -math.inf, 0
-        for line in read_metrics(folder.metrics):
+        for line in read_metrics(self.folder.metrics):
             if "test/loss" in line:
                 self._judge(tested(line))
-        self._skipped = SkippedSteps(run, folder.bad_steps, log)
-        self._num_skipped = len(read_log(folder.bad_steps, BadStep).lines)
+        self._skipped = SkippedSteps(run, self.folder.bad_steps, self.log)
+        self._num_skipped = len(read_log(self.folder.bad_steps, BadStep).lines)
         self._eval_every = config.train.eval_every or max(round(run.steps_per_epoch), 1)
-        self._meter = Meter(
-            config.data.batch_size, private=config.is_private, release_only=config.is_release_only
-        )
+        is_private, is_release_only = config.is_private, config.is_release_only
+        size = config.data.batch_size
+        self._meter = Meter(size, private=is_private, release_only=is_release_only)
         self.interruption = Interruption()
         self._is_alone = not distributed.has_other_processes()
 
-    def run(
+    def take_steps(
         self, console: Console, high_water: HighWater, profile: int, tracker: tracking.Tracker
     ) -> None:
         """Take steps until the last one, a signal or a failure, and trace ``profile`` of them."""
-        run, folder, first = self._run, self._folder, self.step
+        run, folder, first = self.run, self.folder, self.step
         with (
             Progress(console, run.steps, first) as progress,
             self.wait,
             folder.metrics.open("a", buffering=1) as metrics_file,
-            contextlib.closing(Profile(profile, folder.profile, first, self._log)) as profiler,
+            contextlib.closing(Profile(profile, folder.profile, first, self.log)) as profiler,
         ):
 
             def write(line: dict[str, Any]) -> None:
@@ -308,7 +289,7 @@ class _Loop:
                 self.step += 1
                 with profiler.step(self.step, self.state):
                     self._skipped.check(self.state)
-                    self.state, metrics = self._programs.take_step(self.state, batch)
+                    self.state, metrics = self.programs.take_step(self.state, batch)
                     self._skipped.add(self.step, batch, metrics)
                     self._meter.add(batch, metrics)
                     progress.advance(self.step)
@@ -320,50 +301,90 @@ class _Loop:
     @property
     def ended_early(self) -> bool:
         """Whether the run ends before its last step, because its score got no better."""
-        patience = self._run.config.train.patience
+        patience = self.run.config.train.patience
         return patience is not None and self.since_best >= patience
 
     def _judge(self, metrics: Mapping[str, float]) -> float | None:
         """Return the score of an evaluation, and count how long it got no better."""
-        score = score_of(metrics, best_metric(self._run.config))
+        score = score_of(metrics, best_metric(self.run.config))
         if score is not None and score > self._best_seen:
             self._best_seen, self.since_best = score, 0
         else:
             self.since_best += 1
         return score
 
-    def check_skipped(self) -> None:
-        """Report the steps of a whole run that were skipped; all of them are an error."""
-        if not self._num_skipped:
-            return
-        what = f"{self._num_skipped:,} of {self.step:,} steps were skipped"
-        examples = f"their examples are in {self._folder.bad_steps}"
-        if self._num_skipped >= self.step:
-            raise TrainingError(f"{what}, so that nothing was trained; {examples}")
-        self._log(f"{what}; {examples}")
-
-    def unreadable_files(self) -> int | None:
-        """Return the number of unreadable files in the whole run; None if it is not released."""
-        if self._run.config.is_release_only:
-            return None
-        name, lines = results.unreadable_name(self._run), read_metrics(self._folder.metrics)
-        return max([self._unreadable.count, *(line.get(name) or 0 for line in lines)])
+    def finish(self, peak_bytes: int | None) -> None:
+        """Write the summary and the pictures of the whole run, and print its results."""
+        run, folder, programs, state = self.run, self.folder, self.programs, self.state
+        if self._num_skipped:
+            what = f"{self._num_skipped:,} of {self.step:,} steps were skipped"
+            rows = f"their examples are in {folder.bad_steps}"
+            if self._num_skipped >= self.step:
+                raise TrainingError(f"{what}, so that nothing was trained; {rows}")
+            self.log(f"{what}; {rows}")
+        evaluation = self.evaluation or programs.evaluate(state)  # resumed after its last step
+        written = [folder.summary, folder.curves, folder.memory_picture]
+        pictures = folder.confusion, folder.examples
+        title = f"{run.config.name}, step {run.steps}"
+        evaluate = programs.evaluate
+        written += examples.draw_results(run, evaluate, state, evaluation, title, *pictures)
+        if rows_of_examples := example_rows(run, evaluation):
+            atomic_write(folder.rows, as_csv(rows_of_examples))
+            written.append(folder.rows)
+        if isinstance(state.opt_state, InRunState):
+            training_rows = TrainingRows(run.task.dataset, run.config.data.batch_size)
+            written += write_losses(folder, training_rows, columns_of(state.opt_state))
+        audited = None
+        if run.canaries:  # Pretrained weights have other initial values.
+            is_known, seed = not folder.imported.exists(), self.seeds.data
+            audited = results.audit(run, run.canaries, state.params, seed, initial_known=is_known)
+        lines = read_metrics(folder.metrics)
+        unreadable = None
+        if not run.config.is_release_only:
+            counts = (line.get(results.unreadable_name(run)) or 0 for line in lines)
+            unreadable = max([self.unreadable.count, *counts])
+        summary = results.summary_of(run, lines, programs, evaluation) | {
+            "audit": audited._asdict() if audited else None,
+            "unreadable_files": unreadable,
+            "ended_early": self.ended_early,
+            "input_wait_reason": self.wait.reason,
+            "peak_bytes_seen": peak_bytes,
+            "seconds": time.perf_counter() - self.start_time,
+        }
+        if self.step == self.start.step:
+            summary |= results.measured_before(folder, run.steps)
+        folder.write(folder.summary, summary)
+        for text in results.describe_results(run, summary):
+            self.log(text)
+        for text in describe_undefined(run, evaluation):
+            self.log(text)
+        if run.privacy:
+            self.log(f"privacy: {run.privacy.describe(run.steps)}")
+            self.log(describe_seeds(folder, run.config))
+        if audited:
+            self.log(results.describe_audit(audited, run.privacy, run.steps))
+        for text in results.what_next(run, folder, written):
+            self.log(text)
+        if not np.isfinite(loss := evaluation.metrics.get("loss", 0)):
+            raise TrainingError(
+                f"test loss is {loss} after the last step: the network is of no use"
+            )
 
     def report_stop(self, command: str) -> None:
         """Report where a run stopped, and how to continue it; raise what was no signal."""
         why = "another process was interrupted" if self.failure is None else "the input failed"
-        saved = f"saved after step {self.step} of {self._run.steps}"
+        saved = f"saved after step {self.step} of {self.run.steps}"
         saved = saved if self.step else "no step was taken"
-        self._log(f"{self.interruption.signal or why}: {saved}; continue with")
-        self._log(f"  fnet train {command} --resume")
+        self.log(f"{self.interruption.signal or why}: {saved}; continue with")
+        self.log(f"  fnet train {command} --resume")
         if not self._is_alone:
-            self._log("  in every process, with the options that connect them, as before")
+            self.log("  in every process, with the options that connect them, as before")
         if self.failure is not None and not isinstance(self.failure, Interrupted):
             raise self.failure
 
     def _next_batch(self) -> Any:
         """Return a batch, or None after the last step, a signal or a failure."""
-        if self.step >= self._run.steps:
+        if self.step >= self.run.steps:
             return None
         ends_wait = self.interruption.ends_wait if self._is_alone else contextlib.nullcontext
         try:
@@ -377,7 +398,7 @@ class _Loop:
 
     def _end_step(self, progress: Progress, write: Callable[[dict[str, Any]], None]) -> bool:
         """Log, evaluate and save where it is due; return whether the loop stops here."""
-        config, is_last = self._run.config, self.step >= self._run.steps
+        config, is_last = self.run.config, self.step >= self.run.steps
         is_logging = self.step % config.train.log_every == 0
         is_evaluating = self.step % self._eval_every == 0 or is_last
         if self._is_alone:
@@ -391,12 +412,12 @@ class _Loop:
 
         score = None
         if is_logging or is_evaluating or is_stopping:
-            self._unreadable.share()
+            self.unreadable.share()
             line = self._training_line()
             if is_evaluating and self._evaluate(progress):
                 assert self.evaluation is not None
                 score = self._judge(self.evaluation.metrics)
-                line |= results.test_metrics(self.evaluation.metrics)
+                line |= self.evaluation.test_metrics
             is_stopping = is_stopping or self.failure is not None
             write(line)
             self._meter.restart()
@@ -408,28 +429,28 @@ class _Loop:
         return is_stopping or self.ended_early
 
     def _training_line(self) -> dict[str, Any]:
-        run, step = self._run, self.step
+        run, step = self.run, self.step
         line: dict[str, Any] = {"step": step, "epoch": step / run.steps_per_epoch}
         # Epsilon is computed while the device still works on the step.
         epsilon = run.privacy.spent(step, run.steps) if run.privacy else None
-        line["seconds"] = time.perf_counter() - self._start_time
+        line["seconds"] = time.perf_counter() - self.start_time
         line |= self._meter.means(step)
         self.wait.add(self._meter.seconds, line["input_wait"])
         if epsilon is not None:
             line["privacy/epsilon"] = epsilon
         self._num_skipped += int(line.get("train/skipped", 0))
         num_updates = max(step - 1 - self._num_skipped, 0)
-        line["train/learning_rate"] = self._programs.learning_rate(num_updates)
-        if self._unreadable.count and not run.config.is_release_only:
-            line[results.unreadable_name(run)] = self._unreadable.count
+        line["train/learning_rate"] = self.programs.learning_rate(num_updates)
+        if self.unreadable.count and not run.config.is_release_only:
+            line[results.unreadable_name(run)] = self.unreadable.count
         return line
 
     def _evaluate(self, progress: Progress) -> bool:
         """Evaluate the network; return False for too many unreadable test files."""
         try:
             with progress.doing("evaluating"):
-                self.evaluation = self._programs.evaluate(self.state)
-            self._unreadable.share()
+                self.evaluation = self.programs.evaluate(self.state)
+            self.unreadable.share()
         except (UserError, TrainingError) as error:
             if not self._is_alone:
                 raise
@@ -444,14 +465,14 @@ class _Loop:
         if self._skipped.consecutive and not even_if_skipped:
             return
         with self._meter.paused():
-            public = without_frozen(self._seeds.remove_key(self.state))
-            logged = self._folder.logged
-            self._checkpoints.save(self.step, public, self._position, score, logged, self._stamp)
+            public = without_frozen(self.seeds.remove_key(self.state))
+            logged = self.folder.logged
+            self.checkpoints.save(self.step, public, self._position, score, logged, self._stamp)
             self.mark_saved()  # for the checkpoints before, which are on disk
         if score is not None:
             self._best_score = max(self._best_score, score)
 
     def mark_saved(self) -> None:
         """Describe the data in data.json, once a checkpoint that was trained with them is saved."""
-        if self._is_first and max(self._folder.saved_steps, default=0) > self._start:
-            write_data(self._folder, self._run.config, self._data)
+        if self._is_first and max(self.folder.saved_steps, default=0) > self.start.step:
+            write_data(self.folder, self.run.config, self.data)

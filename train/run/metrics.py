@@ -25,8 +25,7 @@ class Meter:
     Args:
       batch_size: Number of examples of a step; the expected number if batches are sampled.
       private: Whether the gradient has noise. Metrics of training examples do not, and are then
-        named ``not_private/...`` in place of ``train/...``.
-      release_only: Whether to ignore such metrics.
+        named ``not_private/...`` in place of ``train/...``, or with ``release_only`` ignored.
 
     Attributes:
       seconds: Time of the window that ended last, without evaluation and checkpoints.
@@ -54,9 +53,7 @@ class Meter:
         self._start += time.perf_counter() - start
 
     def next_batch(
-        self,
-        batches: Iterator[Any],
-        waiting: contextlib.AbstractContextManager[None] | None = None,
+        self, batches: Iterator[Any], waiting: contextlib.AbstractContextManager[None] | None = None
     ) -> Any:
         """Return the next batch, while the device computes the last step.
 

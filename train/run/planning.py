@@ -1,28 +1,38 @@
-"""Compile a train step within the config's memory budget, and report its memory."""
+"""Compile the programs of a run within its memory budget, here or for other devices."""
 
 import dataclasses
 import itertools
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax import Array
+from rich.console import Console
 
 import fnet
 from fnet import TrainState, memory
 from fnet.cpu.options import WITHOUT_OPTIMIZED_CODE
-from fnet.memory import Candidate, LayerResiduals, Plan, Policy, RematReport
+from fnet.memory import Candidate, LayerResiduals, Plan, Policy, RematReport, roofline
 from fnet.memory.remat import policies_for
-from fnet.memory.target import Target, shapes_on
+from fnet.memory.target import Target, describe, from_text, shapes_on
 from fnet.step import Executable, plan_step
 from train.data import PREFETCHED_BATCHES
+from train.data.unreadable import UnreadableFiles
 from train.errors import UserError
+from train.output.memory_tables import describe_candidate
+from train.output.progress import compiling, line_printer
 from train.run import process_memory
-from train.run.checkpoints import without_frozen
+from train.run.checkpoints import compile_checksums, without_frozen
+from train.run.evaluation import Evaluator
+from train.run.mesh import layout
+from train.run.metrics import best_metric, score_of
 from train.run.process_memory import FirstApart, Overhead
 from train.run.run_folder import describe_changes
 from train.run.setup import Setup
+from train.run.weight_files import InitialWeights
 
 Progress = Callable[[int, Candidate, int | None], None]
 """Called with the number of a plan's compiled program, the candidate, and the limit of `limit`."""
@@ -37,10 +47,7 @@ class Planned(NamedTuple):
     """A compiled train step.
 
     Attributes:
-      run: The run whose step it is.
-      executable: Compiled step with its report.
       policy: Remat policy: a key of `fnet.memory.REMAT_POLICIES`, or one that was planned.
-      microbatches: Number of microbatches.
       plan: Plan it was chosen from; None if the config leaves no choice.
       remat: Effect of the policy on the compiled program; None without remat.
     """
@@ -59,7 +66,7 @@ def compile_step(run: Setup, *, progress: Progress | None = None) -> Planned:
         return compile_chosen(run, plan(run, progress=progress))
     policy, microbatches = _policy(run), run.step.microbatches
     planned = Planned(run, _compile(run, policy, microbatches, None), policy, microbatches)
-    return _with_remat(planned, None)
+    return _with_remat(planned)
 
 
 class StepCache:
@@ -105,14 +112,12 @@ def _signature(batch: Any) -> tuple[tuple[tuple[int, ...], np.dtype], ...]:
 
 
 def _difference(first: Any, other: Any) -> str:
-
-    def describe(batch: Any) -> dict[str, str]:
-        leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
-        return {
-            f"batch{jax.tree_util.keystr(path)}": f"{a.dtype}{list(a.shape)}" for path, a in leaves
-        }
-
-    return describe_changes(describe(first), describe(other))
+    leaves = (jax.tree_util.tree_flatten_with_path(batch)[0] for batch in (first, other))
+    then, now = (
+        {f"batch{jax.tree_util.keystr(path)}": f"{a.dtype}{list(a.shape)}" for path, a in batch}
+        for batch in leaves
+    )
+    return describe_changes(then, now)
 
 
 def check_memory_config(run: Setup) -> None:
@@ -143,7 +148,7 @@ def compile_chosen(run: Setup, plan: Plan) -> Planned:
     """Compile the chosen candidate of a plan."""
     c = plan.chosen
     executable = _compile(run, c.policy, c.microbatches, None, c.compiler_options)
-    return _with_remat(Planned(run, executable, c.policy, c.microbatches, plan), None)
+    return _with_remat(Planned(run, executable, c.policy, c.microbatches, plan))
 
 
 def plan(run: Setup, *, target: Target | None = None, progress: Progress | None = None) -> Plan:
@@ -189,11 +194,7 @@ def predict(
 
 
 def largest_batch(
-    run: Setup,
-    limit: int,
-    *,
-    target: Target | None = None,
-    progress: SizeProgress | None = None,
+    run: Setup, limit: int, *, target: Target | None = None, progress: SizeProgress | None = None
 ) -> Planned | None:
     """Find the largest batch size whose step needs at most ``limit`` bytes; None if none fits.
 
@@ -299,7 +300,7 @@ def analyze(
     return Planned(run, smallest, policy, microbatches)
 
 
-def _with_remat(planned: Planned, target: Target | None) -> Planned:
+def _with_remat(planned: Planned, target: Target | None = None) -> Planned:
     if str(planned.policy) == "none":
         return planned
     options = planned.executable.report.compiler_options
@@ -377,3 +378,190 @@ def _plan_as_dict(plan: Plan) -> dict[str, Any]:
         "smaller": as_dict(plan.smaller) if plan.smaller else None,
         "candidates": [as_dict(c) for c in plan.candidates],
     }
+
+
+class Prediction(NamedTuple):
+    """Memory and time of a train step on a device.
+
+    Attributes:
+      target: The device; None for this machine.
+      limit: Bytes that the compiled step may use; None without a budget.
+      estimate: Estimated time of a step; None on this machine and on GPUs of unknown rates.
+      utilization: Estimated share of the device's peak (MFU); None without an estimate.
+    """
+
+    planned: Planned
+    target: Target | None
+    limit: int | None
+    estimate: roofline.Estimate | None
+    utilization: float | None
+
+    @property
+    def run(self) -> Setup:
+        """Setup of the run on that device."""
+        return self.planned.run
+
+    @property
+    def peak(self) -> memory.Peak:
+        """Peak memory of the step per device."""
+        return self.planned.executable.report.peak
+
+    @property
+    def fits(self) -> bool:
+        """Whether the step fits the limit."""
+        return self.limit is None or self.peak.total <= self.limit
+
+    @property
+    def unit(self) -> str:
+        """Unit of a batch: tokens, images or examples."""
+        names = (name for name in ("tokens", "image") if name in self.run.batch_shapes)
+        return {"tokens": "tokens", "image": "images"}.get(next(names, ""), "examples")
+
+    @property
+    def per_second(self) -> float | None:
+        """Tokens, images or examples per second of all devices together."""
+        if self.estimate is None:
+            return None
+        rows = self.run.config.data.batch_size
+        if self.unit == "tokens":  # the last token of a row is only a target
+            rows *= self.run.batch_shapes["tokens"].shape[-1] - 1
+        return rows / self.estimate.seconds
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the prediction for memory.json."""
+        report, e = self.planned.executable.report, self.estimate
+        return {
+            "target": self.target.name if self.target else None,
+            "devices": self.run.devices,
+            "fits": self.fits,
+            "limit": self.limit,
+            "batch_size": self.run.config.data.batch_size,
+            "policy": str(self.planned.policy),
+            "microbatches": self.planned.microbatches,
+            "peak": report.peak.as_dict(),
+            "seconds_per_step": e.seconds if e else None,
+            f"{self.unit}_per_second": self.per_second,
+            "utilization": self.utilization,
+            "flops": e.total_flops if e else None,
+            "bytes": e.bytes if e else None,
+            "link_bytes": e.link_bytes if e else None,
+            "time_share": e.share if e else None,
+        }
+
+
+def predict_on(
+    run: Setup,
+    target: Target | None,
+    *,
+    largest: bool = False,
+    progress: Progress | None = None,
+    size_progress: SizeProgress | None = None,
+) -> Prediction:
+    """Compile the step of a config for a device, by default this machine, and estimate its time.
+
+    With ``largest``, the largest batch that fits is found.
+    """
+    run = run.on(layout(run.config, target.devices if target else None))
+    most = limit(run, target)
+    if largest:
+        if most is None:
+            raise UserError("--batch-size auto: needs --budget or --target")
+        found = largest_batch(run, most, target=target, progress=size_progress)
+        if found is None:
+            on = f" of {target.name}" if target else ""
+            available = memory.format_bytes(max(most, 0))
+            raise UserError(f"not even the smallest batch fits in {available}{on}")
+        planned = found
+    else:
+        within = most if run.config.memory.budget or run.config.memory.policy == "auto" else None
+        try:
+            planned = predict(run, within, target=target, progress=progress)
+        except UserError:
+            if run.config.memory.budget:
+                raise
+            planned = predict(run, target=target)  # shows by how much it is too large
+    estimate = share = None
+    if target and target.peaks:
+        estimate = roofline.estimate(planned.executable, target.peaks)
+        flops = estimate.total_flops / _extra_flops(planned)
+        share = roofline.utilization(flops, estimate.seconds, estimate, target.peaks)
+    return Prediction(planned, target, most, estimate, share)
+
+
+def target_of(given: str, count: int = 1) -> Target:
+    """Return ``count`` known devices, or devices that a file describes."""
+    path = Path(given)
+    try:
+        if path.is_file():
+            return from_text(path.stem, path.read_text(), count)
+        return describe(given, count)
+    except (ValueError, RuntimeError, OSError) as error:
+        message = str(error).removeprefix("describe: ").removeprefix("from_text: ")
+        raise UserError(f"--target: {message}") from error
+
+
+def _extra_flops(planned: Planned) -> float:
+    if str(planned.policy) == "none":
+        return 1.0
+
+    def flops(policy: Any) -> int:
+        run = planned.run
+        step = run.step.replace(remat=policy, microbatches=planned.microbatches)
+        traced = step.trace(run.state_shapes, run.batch_shapes)
+        return memory.estimate_cost(traced.jaxpr).flops
+
+    return flops(planned.policy) / max(flops("none"), 1)
+
+
+class Programs(NamedTuple):
+    """Compiled programs of a run.
+
+    Attributes:
+      learning_rate: Function ``number of updates -> learning rate``.
+      report: Contents of memory.json.
+      predicted_bytes: Predicted peak memory of the run, per device.
+    """
+
+    planned: Planned
+    take_step: StepCache
+    evaluate: Evaluator
+    init: Callable[[Array], TrainState]
+    learning_rate: Callable[[int], float]
+    report: dict[str, Any]
+    predicted_bytes: int
+
+
+def compile_programs(
+    run: Setup, weights: InitialWeights | None, unreadable: UnreadableFiles, console: Console
+) -> Programs:
+    """Compile the programs of a run, which begins with pretrained weights if they are given.
+
+    Raises:
+      UserError: for a metric that the evaluation has not or that is undefined, a budget that
+        nothing fits, or a policy that this device does not support.
+      DonationError: if the step would not update the state in place.
+    """
+    with compiling(console) as show:
+        # A wrong name costs a trace, not a compilation.
+        metric = best_metric(run.config)
+        if score_of(run.evaluation(unreadable, run.devices).trial(), metric) is None:
+            raise UserError(
+                f"checkpoint.metric: {metric} is undefined on these test examples, whose labels do "
+                "not differ; give another metric, or other splits"
+            )
+        planned = compile_step(run, progress=lambda *c: show(describe_candidate(*c)))
+        # With several crops per image, fewer images make a batch of the size of a microbatch.
+        images = run.config.data.batch_size // planned.microbatches // run.config.data.crops
+        evaluate = run.evaluation(unreadable, images)
+        compile_checksums(without_frozen(run.state_shapes))
+        state_bytes = memory.tree_bytes(run.state_shapes) // run.devices
+        step_bytes = planned.executable.report.peak.total
+        return Programs(
+            planned,
+            StepCache(planned, line_printer(console)),
+            evaluate,
+            run.compile_init(weights.variables if weights else None),
+            run.compile_schedule(),
+            memory_report(planned),
+            overhead(run).peak(state_bytes, step_bytes, evaluate.peak),
+        )

@@ -81,15 +81,15 @@ class FirstApart:
     """A compiled program whose first run leaves no gaps in the heap (`separate_mappings`)."""
 
     def __init__(self, program: Any) -> None:
-        self._program, self._has_run = program, False
+        self.program, self._has_run = program, False
 
     def __call__(self, *args: Any) -> Any:
         """Run the program; the first time, wait for it."""
         if self._has_run or keeps_freed_memory():
-            return self._program(*args)
+            return self.program(*args)
         self._has_run = True
         with separate_mappings():
-            return jax.block_until_ready(self._program(*args))
+            return jax.block_until_ready(self.program(*args))
 
 
 class HighWater:

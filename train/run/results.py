@@ -1,44 +1,33 @@
 """Printed before a run's first step, and printed and written after its last one."""
 
-import math
 import textwrap
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from pydantic import FiniteFloat
 from rich.console import Console
 
-from fnet import TrainState
-from fnet.attribution import InRunState
 from fnet.memory import REMAT_POLICIES, format_bytes, parse_bytes, tree_bytes
 from fnet.privacy.audit import Audit, audit_epsilon
 from fnet.privacy.canaries import GradientCanaries
 from train.data import num_examples
 from train.data.canaries import draw_included
-from train.errors import TrainingError, UserError, shorten
+from train.errors import UserError, shorten
 from train.gradients.privacy import Privacy, at_most
 from train.networks.pretrained import FROZEN
 from train.output.curves import describe
 from train.output.formats import duration, number
-from train.output.logged import NOT_PRIVATE, input_wait, noise_scale, read_metrics, throughput
+from train.output.logged import NOT_PRIVATE, Summary, input_wait, noise_scale, throughput
 from train.output.memory_tables import describe_errors, plan_summary
 from train.output.progress import line_printer
-from train.output.rows import as_csv
-from train.run import examples
-from train.run.attribution import TrainingRows, columns_of, write_losses
 from train.run.evaluation import Evaluation
-from train.run.evaluation_tables import describe_undefined, example_rows
-from train.run.planning import reserve
-from train.run.programs import Programs
-from train.run.run_folder import RunFolder, atomic_write, quote
+from train.run.planning import Programs, reserve
+from train.run.run_folder import RunFolder, quote
 from train.run.same_data import versions
-from train.run.seeds import Seeds, describe_seeds, needs_secret
+from train.run.seeds import needs_secret
 from train.run.setup import Setup
-from train.stored import Count, Stored
 from train.tasks import kind_of
 
 
@@ -103,82 +92,21 @@ def before_training(programs: Programs, lines: list[dict[str, Any]]) -> dict[str
     return facts
 
 
-def write_results(
-    run: Setup,
-    folder: RunFolder,
-    programs: Programs,
-    state: TrainState,
-    evaluation: Evaluation | None,
-    seeds: Seeds,
-    log: Callable[[str], None],
-    *,
-    is_trained: bool,
-    start_time: float,
-    measured: dict[str, Any],
-) -> None:
-    """Write the summary and the pictures of a finished run, and print its results.
-
-    Without an evaluation, because the run was resumed after its last step, the state is evaluated.
-    ``start_time`` is the start of the process, less the time of earlier ones. ``measured`` are
-    fields of summary.json that only training can measure.
-    """
-    evaluation = evaluation or programs.evaluate(state)
-    written = [folder.summary, folder.curves, folder.memory_picture]
-    pictures = folder.confusion, folder.examples
-    title = f"{run.config.name}, step {run.steps}"
-    written += examples.draw_results(run, programs.evaluate, state, evaluation, title, *pictures)
-    if rows := example_rows(run, evaluation):
-        atomic_write(folder.rows, as_csv(rows))
-        written.append(folder.rows)
-    if isinstance(state.opt_state, InRunState):
-        training_rows = TrainingRows(run.task.dataset, run.config.data.batch_size)
-        written += write_losses(folder, training_rows, columns_of(state.opt_state))
-    audited = None
-    if run.canaries:
-        # Pretrained weights have other initial values.
-        known = not folder.imported.exists()
-        audited = audit(run, run.canaries, state.params, seeds.data, initial_known=known)
-    measured |= {"seconds": time.perf_counter() - start_time}
-    if not is_trained:
-        measured |= _measured_before(folder, run.steps)
-    results = {"audit": audited._asdict() if audited else None} | measured
-    summary = _summary(run, read_metrics(folder.metrics), programs, evaluation) | results
-    folder.write(folder.summary, summary)
-    for text in [*describe_results(run, summary), *describe_undefined(run, evaluation)]:
-        log(text)
-    if run.privacy:
-        log(f"privacy: {run.privacy.describe(run.steps)}")
-        log(describe_seeds(folder, run.config))
-    if audited:
-        log(describe_audit(audited, run.privacy, run.steps))
-    for text in what_next(run, folder, written):
-        log(text)
-    if not np.isfinite(loss := evaluation.metrics.get("loss", 0)):
-        raise TrainingError(f"test loss is {loss} after the last step: the network is of no use")
-
-
-def test_metrics(metrics: dict[str, float]) -> dict[str, float | None]:
-    """Return the metrics of an evaluation by their names in metrics.jsonl; None if undefined."""
-    return {
-        f"test/{name}": None if math.isnan(value) and name != "loss" else value
-        for name, value in metrics.items()
-    }
-
-
 def unreadable_name(run: Setup) -> str:
     """Return the name in metrics.jsonl of the number of unreadable files."""
     return f"{NOT_PRIVATE}/unreadable_files" if run.privacy else "unreadable_files"
 
 
-def _summary(
+def summary_of(
     run: Setup, lines: list[dict[str, Any]], programs: Programs, evaluation: Evaluation
 ) -> dict[str, Any]:
+    """Return the contents of summary.json, but what only training can measure."""
     planned, privacy = programs.planned, None
     report = planned.executable.report
     if run.privacy:
         privacy = run.privacy.as_dict(run.steps) | {"secret_noise": needs_secret(run.config)}
     return {
-        "metrics": test_metrics(evaluation.metrics),
+        "metrics": evaluation.test_metrics,
         "privacy": privacy,
         "noise_scale": noise_scale(lines),
         "steps": run.steps,
@@ -227,22 +155,16 @@ def describe_audit(result: Audit, privacy: Privacy | None, steps: int) -> str:
     return text
 
 
-class _Measured(Stored):
-    steps: Count
-    seconds: FiniteFloat
-    unreadable_files: Count | None = None
-    peak_bytes_seen: Count | None = None
-
-
-def _measured_before(folder: RunFolder, step: int) -> dict[str, Any]:
+def measured_before(folder: RunFolder, step: int) -> dict[str, Any]:
     """Return what only training can measure, from the summary of a run that ended at ``step``."""
     try:
-        summary = folder.read(_Measured, folder.summary)
+        summary = folder.read(Summary, folder.summary)
     except UserError:  # it is written again
         return {}
     if summary is None or summary.steps != step:
         return {}  # the run was killed between its last checkpoint and its summary
-    return summary.model_dump(exclude={"steps"}, exclude_unset=True)
+    measured = {"seconds", "unreadable_files", "peak_bytes_seen"}
+    return summary.model_dump(include=measured, exclude_unset=True)
 
 
 def _of_process(run: Setup) -> str:

@@ -97,22 +97,14 @@ class RunFolder:
         atomic_write(path, as_json({"run": self.id} | content))
 
     def read(self, kind: type[T], path: Path) -> T | None:
-        """Return a JSON file of the run as a type; None if there is no file.
-
-        Raises:
-          UserError: if it cannot be read, or is of another run.
-        """
+        """Return a JSON file of the run as a type; None if there is no file."""
         if (owner := stored.read(_Owner, path)) is None:
             return None
         self.check_owner(owner.run, path)
         return stored.read(kind, path)
 
     def read_log(self, path: Path, kind: type[Stored] = MetricsLine) -> Log:
-        """Read a .jsonl file of the run.
-
-        Raises:
-          UserError: if it cannot be read, or is of another run.
-        """
+        """Read a .jsonl file of the run."""
         log = read_log(path, kind)
         if log.first:
             self.check_owner(log.first["run"], path)
@@ -221,18 +213,9 @@ class RunFolder:
                 "or choose another folder with --out"
             )
         before_first_step = {
-            self.lock_file,
-            self.report,
-            self.config,
-            self.classes,
-            self.data,
-            self.secret_seed,
-            self.imported,
-            self.model,
-            self.evaluation,
-            self.choices,
-            self.memory,
-            self.memory_picture,
+            *(self.lock_file, self.report, self.config, self.classes, self.data, self.secret_seed),
+            *(self.imported, self.model, self.evaluation, self.choices),
+            *(self.memory, self.memory_picture),
         }
         if self.config.name in names:  # of a run, which was refused before it logged anything
             before_first_step |= {self.metrics, self.bad_steps, self.checkpoints}
@@ -372,11 +355,7 @@ def unseal(sealed: Any) -> dict[str, Any]:
 
 
 def read_sealed(path: Path) -> dict[str, Any]:
-    """Read a JSON file with a checksum.
-
-    Raises:
-      UserError: if it is missing or damaged.
-    """
+    """Read a JSON file with a checksum."""
     content = stored.parse(dict[str, Any], stored.read_bytes(path), path)
     try:
         return unseal(content)

@@ -10,7 +10,6 @@ import importlib.metadata
 import json
 import platform
 import zlib
-from collections.abc import Iterable
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -195,10 +194,11 @@ def check_data(folder: RunFolder, config: Config, data: dict[str, Any]) -> list[
             f"{folder.secret_seed}: is not the secret seed that this run began with; restore it, "
             "or start a new run with another --out"
         )
-    data_change = _data_change(folder, config, then, data)
-    config_change = _config_change(folder, then)
-    if is_private and (change := data_change or config_change):
-        raise UserError(f"{change}; the guarantee holds for the same data and config: restore them")
+    changes = _changes(folder, config, then, data)
+    if is_private and changes:
+        raise UserError(
+            f"{next(iter(changes))}; the guarantee holds for the same data and config: restore them"
+        )
     now = versions()
     drawn_by = then["versions"].get("jax-privacy")
     if is_private and drawn_by != now.get("jax-privacy"):
@@ -206,15 +206,11 @@ def check_data(folder: RunFolder, config: Config, data: dict[str, Any]) -> list[
             f"jax-privacy {drawn_by or 'of an unknown version'} drew the batches of this run, and "
             f"{now.get('jax-privacy')} may draw others; install the former to resume it"
         )
-    other = [
+    if others := [
         f"{n} {v} then, {now.get(n)} now" for n, v in then["versions"].items() if v != now.get(n)
-    ]
-    changes = {
-        "the next batches are of the new data, in a new order": data_change,
-        "the next steps follow the new config": config_change,
-        "the next steps may be rounded differently": other and f"versions: {', '.join(other)}",
-    }
-    return [f"{change}; {meaning}" for meaning, change in changes.items() if change]
+    ]:
+        changes[f"versions: {', '.join(others)}"] = "the next steps may be rounded differently"
+    return [f"{change}; {meaning}" for change, meaning in changes.items()]
 
 
 def compare_data(folder: RunFolder, config: Config, data: dict[str, Any]) -> str | None:
@@ -224,10 +220,9 @@ def compare_data(folder: RunFolder, config: Config, data: dict[str, Any]) -> str
     try:
         then = _read(folder, config, data)
         folder.check_owner(then["run"], folder.data)
-        changes = _data_change(folder, config, then, data), _config_change(folder, then)
+        return "; ".join(_changes(folder, config, then, data)) or None
     except UserError as error:
         return f"{error}: cannot tell whether the data are those that the run was trained on"
-    return "; ".join(filter(None, changes)) or None
 
 
 def versions() -> dict[str, str]:
@@ -253,21 +248,20 @@ def _read(folder: RunFolder, config: Config, data: dict[str, Any]) -> dict[str, 
     return then
 
 
-def _data_change(
+def _changes(
     folder: RunFolder, config: Config, then: dict[str, Any], data: dict[str, Any]
-) -> str | None:
-    now = _record(folder, config, data)
+) -> dict[str, str]:
+    """Return what changed of data and config, and what that means when the run goes on."""
+    changes, now = {}, _record(folder, config, data)
     parts = [] if config.is_release_only else _differences(then, now)
-    if not parts and all(then[name] == value for name, value in now.items()):
-        return None
-    what = "; ".join(parts) or "other rows"
-    return f"data: changed since {folder.path} was last trained: {what}"
-
-
-def _config_change(folder: RunFolder, then: dict[str, Any]) -> str:
-    now = _fields(folder.read_config())
-    edited = describe_changes(then["config"], now)
-    return edited and f"{folder.config}: changed since the run was last trained: {edited}"
+    if parts or any(then[name] != value for name, value in now.items()):
+        what = "; ".join(parts) or "other rows"
+        change = f"data: changed since {folder.path} was last trained: {what}"
+        changes[change] = "the next batches are of the new data, in a new order"
+    if edited := describe_changes(then["config"], _fields(folder.read_config())):
+        change = f"{folder.config}: changed since the run was last trained: {edited}"
+        changes[change] = "the next steps follow the new config"
+    return changes
 
 
 def _fields(config: Config) -> dict[str, str]:
@@ -278,9 +272,11 @@ def _fields(config: Config) -> dict[str, str]:
 
 
 def _differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    parts = []
-    if _count(then) != _count(now):
-        parts.append(f"{_count(then)} then, {_count(now)} now")
+    counts = [
+        f"{record['train']:,} training and {record['test']:,} test examples"
+        for record in (then, now)
+    ]
+    parts = [f"{counts[0]} then, {counts[1]} now"] if counts[0] != counts[1] else []
     if now["test_names"] is None or then["test_names"] is None:
         return parts
     train, test, old_train, old_test = (
@@ -321,20 +317,15 @@ def _record(folder: RunFolder, config: Config, data: dict[str, Any]) -> dict[str
     return {"keyed_checksum": keyed_checksum(folder, config, json.dumps(data))}
 
 
-def _count(data: dict[str, Any]) -> str:
-    return f"{data['train']:,} training and {data['test']:,} test examples"
-
-
 def describe_data(dataset: Dataset, *, private: bool) -> dict[str, Any]:
     """Return the number of examples, a checksum of their rows, contents and users, and their names.
 
     If the run is private, the checksum covers all of it and each file, however long that takes.
     """
     counts = num_examples(dataset.train) - dataset.canaries, num_examples(dataset.test)
-    names: list[Iterable[str]] = [map(dataset.name, range(counts[0]))]
-    if dataset.test_name is not None:
-        names.append(map(dataset.test_name, range(counts[1])))
-    hashes = [hash_names(split) for split in names]
+    names = map(dataset.name, range(counts[0])), map(dataset.test_name or str, range(counts[1]))
+    named = dataset.test_name is not None
+    hashes = [hash_names(split) for split in names[: 1 + named]]
     checksum = zlib.crc32(b"".join(split.tobytes() for split in hashes)) if private else 0
     first = 0
     for split, count in zip(hashes, counts, strict=False):
@@ -347,25 +338,17 @@ def describe_data(dataset: Dataset, *, private: bool) -> dict[str, Any]:
             for file in dataset.files(row):
                 checksum = file_crc(file, checksum)
         first += count
-    arrays = [
-        *((f"train {name}", a) for name, a in sorted(dataset.train.items())),
-        *((f"test {name}", a) for name, a in sorted(dataset.test.items())),
-        *((f"contents {i}", a) for i, a in enumerate(dataset.contents)),
-    ]
+    arrays = {f"train {name}": a for name, a in sorted(dataset.train.items())}
+    arrays |= {f"test {name}": a for name, a in sorted(dataset.test.items())}
+    arrays |= {f"contents {i}": a for i, a in enumerate(dataset.contents)}
     if dataset.users is not None:
-        arrays.append(("users", dataset.users))
-    for name, a in arrays:
+        arrays["users"] = dataset.users
+    for name, a in arrays.items():
         checksum = zlib.crc32(f"{name} {a.dtype} {a.shape}".encode(), checksum)
         row_bytes = max(a[:1].nbytes, 1)
         step = max(_BLOCK_BYTES // row_bytes, 1)
         for start in range(0, len(a) if private else min(len(a), _MOST_BYTES // row_bytes), step):
             checksum = zlib.crc32(a[start : start + step].tobytes(), checksum)
-    named = dataset.test_name is not None
     texts = [_Names.of(split).as_text() for split in hashes] if named else [None, None]
-    return {
-        "train": counts[0],
-        "test": counts[1],
-        "crc32": checksum,
-        "train_names": texts[0],
-        "test_names": texts[1],
-    }
+    found = {"train": counts[0], "test": counts[1], "crc32": checksum}
+    return found | {"train_names": texts[0], "test_names": texts[1]}

@@ -46,17 +46,11 @@ class Setup(NamedTuple):
     """Everything that follows from a config: data, loss, step and shapes. It compiles on request.
 
     Attributes:
-      config: Config of the run.
-      task: Data, network, loss and metrics.
-      steps: Number of steps of the run.
       steps_per_epoch: Number of steps per epoch, not rounded.
       schedule: Function ``step -> learning rate``.
       init: Function ``(key, variables=None) -> TrainState``; see `compile_init`.
       step: Train step, whose remat policy is not chosen yet.
-      state_shapes: Shapes of the train state.
-      batch_shapes: Shapes of a training batch.
       privacy: Privacy guarantee; None without noise.
-      canaries: Canaries of an audit, or None.
       layout: Layout of the shapes; None before `on`.
       notes: Where the run differs from its config, for the user.
     """
@@ -116,7 +110,7 @@ class Setup(NamedTuple):
         local = self.layout.local_rows(size) if self.layout else None
         return data.training_batches(dataset, size, seed, local)
 
-    def with_batch_size(self, rows: int, microbatches: int = 1) -> "Setup":
+    def with_batch_size(self, rows: int, microbatches: int) -> "Setup":
         """Return the same run with another batch size, for compilation in microbatches."""
         config = dataclasses.replace(
             self.config,
@@ -181,7 +175,12 @@ def setup(config: Config, *, without_data: bool = False, dataset: Dataset | None
 
     missing = config.data.placeholder() if without_data else None
     task = build_task(config, missing.dataset if missing else dataset)
-    task, canaries = _with_canaries(config, task)
+    canaries = None
+    if config.grad.num_canaries:
+        params, _ = jax.eval_shape(task.model.init, jax.random.key(0))
+        canaries = config.grad.draw_canaries(params, config.train.seed)
+        dataset = add_canaries(task.dataset, config.grad.num_canaries)
+        task = task._replace(dataset=dataset, loss=canaries.add_to(task.loss))
     if config.examples_per_user:
         task = task._replace(loss=per_user(task.loss))
 
@@ -232,16 +231,6 @@ def check_resumed_length(run: Setup, saved: Config) -> None:
     if changed_fields(saved, config):
         return  # another run, which `RunFolder.resume` reports
     config.grad.check_length(_num_steps(saved, run.steps_per_epoch), run.steps)
-
-
-def _with_canaries(config: Config, task: Task) -> tuple[Task, GradientCanaries | None]:
-    """Add the canaries of an audit to data and loss, if the config has any."""
-    if not config.grad.num_canaries:
-        return task, None
-    params, _ = jax.eval_shape(task.model.init, jax.random.key(0))
-    canaries = config.grad.draw_canaries(params, config.train.seed)
-    dataset = add_canaries(task.dataset, config.grad.num_canaries)
-    return task._replace(dataset=dataset, loss=canaries.add_to(task.loss)), canaries
 
 
 def _notes(config: Config, dataset: Dataset, steps: int, missing: Placeholder | None) -> list[str]:
@@ -333,14 +322,11 @@ def _optimizer(config: Config, schedule: optax.Schedule) -> optax.GradientTransf
     )
 
     if section.freeze_backbone:
-
-        def is_frozen(params: Any) -> Any:
-            return jax.tree.map(operator.not_, optim.classifier_mask(params))
-
         # The gradients of the others are 0, but private noise is not.
-        optimizer = optax.chain(
-            optax.masked(optimizer, optim.classifier_mask), optax.transforms.freeze(is_frozen)
+        freeze = optax.transforms.freeze(
+            lambda params: jax.tree.map(operator.not_, optim.classifier_mask(params))
         )
+        optimizer = optax.chain(optax.masked(optimizer, optim.classifier_mask), freeze)
 
     def init(params: Any) -> Any:
         has_classifier = any(jax.tree.leaves(optim.classifier_mask(params)))

@@ -82,6 +82,7 @@ def _outputs(config: Config, model: Any) -> Callable[[Any, Any, Array], Array]:
 KIND = Kind(
     "images",
     build,
+    images.network_for,
     predicts="labels",
     outputs=_outputs,
     data_options=("crops", "border", "image_size", "resize"),

@@ -102,4 +102,4 @@ def _check_unit_interval(dataset: Dataset) -> None:
                 )
 
 
-KIND = Kind("images", build, generates="images")
+KIND = Kind("images", build, images.network_for, generates="images")

@@ -1,7 +1,7 @@
 """Networks of images, and the normalization of images."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -22,6 +22,11 @@ def build_network(config: Config, dataset: Dataset) -> Any:
     """
     shape = sample_batch(dataset, 1)["image"].shape[1:]
     return config.model.for_images(shape, dataset.classes, config.train.precision)
+
+
+def network_for(config: Config, names: Callable[[], Sequence[str]]) -> Any:
+    """Build the network of a config for named classes, without data."""
+    return config.model.for_images(image_shape(config), names(), config.train.precision)
 
 
 def training_apply(config: Config, model: Any) -> Callable[..., tuple[Array, Any]]:

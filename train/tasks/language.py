@@ -95,6 +95,7 @@ def build(config: Config, dataset: Dataset) -> Task:
 KIND = Kind(
     "text",
     build,
+    lambda config, names: build_network(config),
     generates="text",
     options=("choices", "chat"),
     loss_options=("label_smoothing", "expert_balance"),

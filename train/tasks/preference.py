@@ -195,5 +195,12 @@ def _task(config: Config, dataset: Dataset, model: Any, losses: Any, **fields: A
     return Task(dataset, model, loss, measure, **fields)
 
 
-KIND = Kind("preferences", build, generates="text", loss_options=("label_smoothing",))
-REWARD = Kind("preferences", build_reward, loss_options=("label_smoothing",))
+KIND = language.KIND._replace(
+    content="preferences", build=build, options=(), loss_options=("label_smoothing",)
+)
+REWARD = Kind(
+    "preferences",
+    build_reward,
+    lambda config, names: with_head(language.build_network(config), 1),
+    loss_options=("label_smoothing",),
+)

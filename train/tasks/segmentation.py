@@ -111,6 +111,7 @@ def _outputs(config: Config, model: Any) -> Callable[[Any, Any, Array], Array]:
 KIND = Kind(
     "masks",
     build,
+    images.network_for,
     predicts="masks",
     outputs=_outputs,
     data_options=("image_size", "mask_reading"),

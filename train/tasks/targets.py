@@ -1,7 +1,8 @@
 """Targets of classifiers of images: one class, several labels at once, or numbers."""
 
+import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -18,13 +19,53 @@ from train.tasks.task import BatchMetrics
 _TOP_K = 5
 
 
-class OneClass(NamedTuple):
-    """One class per image: softmax and cross-entropy."""
+ByClass = tuple[np.ndarray, dict[str, np.ndarray]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Targets:
+    """Targets of a dataset: what networks learn, what outputs [K] mean, and how both are written.
+
+    A kind has ``losses`` [N] of logits, smoothed and focal if asked for, perhaps weighted by class,
+    and ``accuracy``, metrics of training. ``outputs`` are the probabilities or numbers of logits.
+    ``measure`` returns metrics of a test batch, and ``scores`` those of all test examples, from
+    arrays of an evaluation (`train.run.evaluation.Evaluation`). ``worst`` returns which of these
+    are wrong, and a key that sorts the worst to the front. ``describe`` returns the target of an
+    example, and ``row`` the prediction of outputs, both for a row of a table.
+    """
 
     dataset: Dataset
+    has_errors: ClassVar[bool] = True
+    """Whether a prediction is right or wrong, not just near."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the outputs."""
+        return self.dataset.classes
+
+    @staticmethod
+    def row(names: Sequence[str], output: np.ndarray) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def predicted(self, examples: Arrays, i: int) -> dict[str, Any]:
+        """Return the prediction of a test example, as ``row``."""
+        return self.row(self.names, examples["outputs"][i])
+
+    @staticmethod
+    def best(names: Sequence[str], output: np.ndarray, most: int) -> dict[str, Any]:
+        """Return what outputs predict, as JSON: the most probable labels first."""
+        chosen = np.argsort(-output, kind="stable")[:most]
+        return {"labels": [{"label": names[i], "probability": float(output[i])} for i in chosen]}
+
+    def by_class(self, examples: Arrays, target: np.ndarray, confusion: Any) -> ByClass | None:
+        """Return the number of examples and the scores of each class or label; None without any."""
+        return None
+
+
+class OneClass(Targets):
+    """One class per image: softmax and cross-entropy."""
 
     def losses(self, logits: Array, target: Array, smoothing: float, focal: float) -> Array:
-        """Return the cross-entropy, perhaps focal (Lin et al. 2017) and weighted by class."""
         loss = losses.cross_entropy(logits, target, smoothing=smoothing)
         if focal:
             probability = jnp.exp(-losses.cross_entropy(logits, target))
@@ -33,16 +74,13 @@ class OneClass(NamedTuple):
         return loss if weights is None else loss * jnp.array(weights, np.float32)[target]
 
     def accuracy(self, logits: Array, target: Array) -> dict[str, Array]:
-        """Return whether the most probable class is right."""
         return {"accuracy": losses.accuracy(logits, target)}
 
     @staticmethod
     def outputs(logits: Array) -> Array:
-        """Return probabilities."""
         return jax.nn.softmax(upcast(logits))
 
     def measure(self, logits: Array, target: Array) -> BatchMetrics:
-        """Return the metrics of a test batch."""
         metrics = {"loss": losses.cross_entropy(logits, target)} | self.accuracy(logits, target)
         if logits.shape[-1] > _TOP_K:
             top = jax.lax.top_k(logits, _TOP_K)[1]
@@ -51,8 +89,32 @@ class OneClass(NamedTuple):
         examples = {"outputs": outputs}
         return BatchMetrics(metrics, (target, logits.argmax(-1)), outputs.max(-1), examples)
 
+    def describe(self, target: Any) -> dict[str, Any]:
+        return {"label": self.names[target]}
+
+    @staticmethod
+    def row(names: Sequence[str], output: np.ndarray) -> dict[str, Any]:
+        best = int(output.argmax())
+        return {"prediction": names[best], "probability": float(output[best])}
+
+    def predicted(self, examples: Arrays, i: int) -> dict[str, Any]:
+        label, probability = examples["prediction"][i], examples["probability"][i]
+        return {"prediction": self.names[label], "probability": float(probability)}
+
+    def worst(self, examples: Arrays, target: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        wrong, certain = examples["prediction"] != target, examples["probability"]
+        return wrong, np.where(wrong, -certain, 1 + certain)
+
+    def by_class(self, examples: Arrays, target: np.ndarray, confusion: Any) -> ByClass | None:
+        if confusion is None:
+            return None
+        values = {"accuracy": scores.accuracy_by_class(confusion)} | scores.by_class(confusion)
+        if "outputs" in examples:
+            is_class = target[:, None] == np.arange(len(confusion))
+            values["auc"] = scores.auc(examples["outputs"], is_class)
+        return confusion.sum(1), values
+
     def scores(self, examples: Arrays, target: np.ndarray, confusion: Any) -> dict[str, float]:
-        """Return means over classes, and the calibration error."""
         by_class = scores.by_class(confusion)
         result = {f"macro_{name}": scores.mean(values) for name, values in by_class.items()}
         right = examples["prediction"] == target
@@ -63,13 +125,10 @@ class OneClass(NamedTuple):
         return result
 
 
-class Labels(NamedTuple):
+class Labels(Targets):
     """Any number of labels per image: a sigmoid and a binary cross-entropy for each."""
 
-    dataset: Dataset
-
     def losses(self, logits: Array, target: Array, smoothing: float, focal: float) -> Array:
-        """Return the mean over labels, perhaps focal, with rare labels perhaps weighing more."""
         logits = upcast(logits)
         smooth = target * (1 - smoothing) + smoothing / 2
         loss = optax.losses.sigmoid_binary_cross_entropy(logits, smooth)
@@ -82,24 +141,37 @@ class Labels(NamedTuple):
         return loss.mean(-1)
 
     def accuracy(self, logits: Array, target: Array) -> dict[str, Array]:
-        """Return the share of labels that are right."""
         return {"label_accuracy": ((logits > 0) == (target > 0.5)).mean(-1, dtype=jnp.float32)}
 
     @staticmethod
     def outputs(logits: Array) -> Array:
-        """Return the probability of each label."""
         return jax.nn.sigmoid(upcast(logits))
 
     def measure(self, logits: Array, target: Array) -> BatchMetrics:
-        """Return the metrics of a test batch."""
         plain = Labels(self.dataset._replace(class_weights=None))
         metrics = {"loss": plain.losses(logits, target, 0.0, 0.0)}
         right = (logits > 0) == (target > 0.5)
         metrics |= self.accuracy(logits, target) | {"exact": right.all(-1).astype(jnp.float32)}
         return BatchMetrics(metrics, examples={"outputs": self.outputs(logits)})
 
+    def describe(self, target: Any) -> dict[str, Any]:
+        there = zip(self.names, target, strict=True)
+        return {"label": "; ".join(name for name, share in there if share > 0.5)}
+
+    @staticmethod
+    def row(names: Sequence[str], output: np.ndarray) -> dict[str, Any]:
+        values = [*zip(names, output.tolist(), strict=True)]
+        found = "; ".join(name for name, p in values if p > 0.5)
+        return {"prediction": found} | {f"probability of {name}": p for name, p in values}
+
+    def worst(self, examples: Arrays, target: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        wrong = ((examples["outputs"] > 0.5) != (target > 0.5)).any(-1)
+        return wrong, -examples["loss"]
+
+    def by_class(self, examples: Arrays, target: np.ndarray, confusion: Any) -> ByClass | None:
+        return target.sum(0), label_scores(examples["outputs"], target)
+
     def scores(self, examples: Arrays, target: np.ndarray, confusion: Any) -> dict[str, float]:
-        """Return means over labels."""
         by_label = label_scores(examples["outputs"], target)
         means = {name: scores.mean(values) for name, values in by_label.items()}
         return {n if n == "auc" else f"macro_{n}": mean for n, mean in means.items()}
@@ -113,31 +185,42 @@ def label_scores(outputs: np.ndarray, target: np.ndarray) -> dict[str, np.ndarra
     return by_label | {"auc": scores.auc(outputs, there)}
 
 
-class Numbers(NamedTuple):
+class Numbers(Targets):
     """One or several numbers per image: squared errors of standardized numbers."""
 
-    dataset: Dataset
+    has_errors = False
 
     def losses(self, logits: Array, target: Array, smoothing: float, focal: float) -> Array:
-        """Return the mean squared error in standard deviations, over the numbers."""
         return ((upcast(logits) - target) ** 2).mean(-1)
 
     def accuracy(self, logits: Array, target: Array) -> dict[str, Array]:
-        """Return nothing."""
         return {}
 
     @staticmethod
     def outputs(logits: Array) -> Array:
-        """Return standardized numbers; `Scaling.restore` gives the table's."""
         return upcast(logits)
 
     def measure(self, logits: Array, target: Array) -> BatchMetrics:
-        """Return the metrics of a test batch."""
         loss = self.losses(logits, target, 0.0, 0.0)
         return BatchMetrics({"loss": loss}, examples={"outputs": self.outputs(logits)})
 
+    def describe(self, target: Any) -> dict[str, Any]:
+        values = zip(self.names, target.tolist(), strict=True)
+        return {f"label {name}": value for name, value in values}
+
+    @staticmethod
+    def row(names: Sequence[str], output: np.ndarray) -> dict[str, Any]:
+        values = zip(names, output.tolist(), strict=True)
+        return {f"predicted {name}": value for name, value in values}
+
+    @staticmethod
+    def best(names: Sequence[str], output: np.ndarray, most: int) -> dict[str, Any]:
+        return {"numbers": dict(zip(names, output.tolist(), strict=True))}
+
+    def worst(self, examples: Arrays, target: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return examples["loss"] != 0, -examples["loss"]
+
     def scores(self, examples: Arrays, target: np.ndarray, confusion: Any) -> dict[str, float]:
-        """Return MAE, RMSE and R2, as means over the numbers and of each one."""
         by_number = number_scores(examples["outputs"], target)
         result = {name: scores.mean(values) for name, values in by_number.items()}
         names = self.dataset.classes
@@ -167,25 +250,3 @@ KINDS: dict[str, type[OneClass] | type[Labels] | type[Numbers]] = {
     "numbers": Numbers,
 }
 """Targets by the name that a data source gives."""
-
-
-def describe_output(kind: str, names: Sequence[str], output: np.ndarray) -> dict[str, Any]:
-    """Return what is predicted for an image from its outputs [K], for a row of a table."""
-    if kind == "numbers":
-        values = zip(names, output.tolist(), strict=True)
-        return {f"predicted {name}": value for name, value in values}
-    if kind == "class":
-        best = int(output.argmax())
-        return {"prediction": names[best], "probability": float(output[best])}
-    found = "; ".join(name for name, p in zip(names, output, strict=True) if p > 0.5)
-    values = zip(names, output.tolist(), strict=True)
-    return {"prediction": found} | {f"probability of {name}": p for name, p in values}
-
-
-def describe_target(kind: str, names: Sequence[str], target: Any) -> dict[str, Any]:
-    """Return the target of an image, for a row of a table."""
-    if kind == "numbers":
-        return {f"label {n}": value for n, value in zip(names, target.tolist(), strict=True)}
-    if kind == "class":
-        return {"label": names[target]}
-    return {"label": "; ".join(name for name, t in zip(names, target, strict=True) if t > 0.5)}

@@ -64,11 +64,12 @@ class Kind(NamedTuple):
     Attributes:
       content: Content that the data must have.
       build: Builds the task of a config for a dataset. Raises ValueError if the network is invalid.
+      network: Builds the network of a config without data. It may ask for the names of the outputs.
       predicts: What `fnet predict` writes: labels or masks of images, or labels of texts; None if
         it predicts no labels.
       generates: What `fnet sample` generates; None if nothing.
       outputs: ``(config, network) -> (params, model_state, images) -> outputs``, the probabilities
-        [N, classes] or logits [N, h, w, classes] that predictions come from.
+        [N, classes] or logits [N, h, w, classes] that predictions come from. Texts are a batch.
       data_options: Options of ``fnet eval`` that change the data, if the source has them.
       options: Other options of ``fnet eval``.
       loss_options: Fields of `train.config.Optim` that change the loss, of those in `LOSS_OPTIONS`.
@@ -76,9 +77,10 @@ class Kind(NamedTuple):
 
     content: Content
     build: Callable[[Config, Dataset], Task]
+    network: Callable[[Config, Callable[[], tuple[str, ...]]], Any]
     predicts: Literal["labels", "masks", "labels of texts"] | None = None
     generates: Literal["text", "images"] | None = None
-    outputs: Callable[[Config, Any], Callable[[Any, Any, Array], Array]] | None = None
+    outputs: Callable[[Config, Any], Callable[[Any, Any, Any], Array]] | None = None
     data_options: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
     loss_options: tuple[str, ...] = ()

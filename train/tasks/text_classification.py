@@ -1,9 +1,9 @@
 """Classification of texts by a published language model."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -49,9 +49,10 @@ def build_network(config: Config, classes: int) -> PretrainedNetwork:
     return with_head(language.build_network(config), classes)
 
 
-def outputs(model: PretrainedNetwork, params: Any, state: Any, batch: Batch) -> Array:
-    """Return the probabilities [N, classes] of a batch of tokens and lengths."""
-    return jax.nn.softmax(_logits(model, params, state, batch, None)[0].astype(jnp.float32))
+def _outputs(config: Config, model: PretrainedNetwork) -> Callable[[Any, Any, Any], Array]:
+    return lambda params, state, batch: OneClass.outputs(
+        _logits(model, params, state, batch, None)[0]
+    )
 
 
 def _logits(
@@ -61,4 +62,11 @@ def _logits(
     return model.apply(params, state, tokens, key=key, train=key is not None, lengths=lengths)
 
 
-KIND = Kind("text", build, predicts="labels of texts", loss_options=("label_smoothing", "focal"))
+KIND = Kind(
+    "text",
+    build,
+    lambda config, names: build_network(config, len(names())),
+    predicts="labels of texts",
+    outputs=_outputs,
+    loss_options=("label_smoothing", "focal"),
+)

@@ -9,11 +9,16 @@ import numpy as np
 import pytest
 from PIL import Image
 from program_cases import TINY, assert_one_line_error, exit_code, final_state, fnet_command
+from rich.console import Console
 from sklearn.datasets import load_digits
 
 from fnet.autodiff import per_example_grad
-from train.run import attribution
+from train.arguments import AttributeArguments
+from train.commands.attribute import attribute
+from train.config import Config, ImageFolder
+from train.run import attribution, open_run
 from train.run.checkpoints import Checkpoints
+from train.run.open_run import OpenRun
 from train.run.run_folder import RunFolder
 from train.run.setup import setup
 
@@ -153,6 +158,15 @@ def test_scores_of_an_image_are_inner_products_with_its_gradient(trained, recipe
     assert (trained / "attribution" / "image-four.png").is_file()
     out = capsys.readouterr().out
     assert out.count("helpful: ") == out.count("harmful: ") == 10
+
+
+def test_images_are_scored_as_they_are_without_mixing(tmp_path, monkeypatch):
+    seen = {}
+    monkeypatch.setattr(open_run, "load", lambda config: seen.update(data=config.data) or 1 / 0)
+    run = OpenRun(RunFolder(tmp_path), Config(data=ImageFolder(mixup=0.2, cutmix=1.0)))
+    with pytest.raises(ZeroDivisionError):
+        attribute(run, AttributeArguments(), Console(quiet=True))
+    assert (seen["data"].mixup, seen["data"].cutmix) == (0, 0)
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from program_cases import assert_one_line_error, exit_code, fnet_command, output
 from rich.console import Console
 
 from train.arguments import EvalArguments
-from train.commands.eval import apply_options, print_scores
+from train.commands.eval import with_options
 from train.config import Config, DeepLab, ImageFolder, Mlp, SegmentationFolder, Synthetic
 from train.data import evaluation_batches
 from train.data.unreadable import UnreadableFiles
@@ -25,6 +25,7 @@ from train.output import plots
 from train.output.palette import palette
 from train.run import examples
 from train.run.evaluation import Evaluation, Evaluator
+from train.run.open_run import OpenRun
 from train.run.run_folder import RunFolder
 from train.run.setup import setup
 from train.tasks import BatchMetrics, build
@@ -207,17 +208,20 @@ def test_evaluates_another_folder_without_the_training_data(run_of, recipes, cap
 def test_each_option_changes_its_field(tmp_path):
     folder, config = RunFolder(tmp_path), Config(data=DATA, model=MODEL)
     for option in ({"crops": 10}, {"image_size": 12}, {"resize": 20}):
-        changed = apply_options(folder, config, EvalArguments(**option))
-        assert changed == dataclasses.replace(config, data=dataclasses.replace(DATA, **option))
+        changed = with_options(OpenRun(folder, config), EvalArguments(**option))
+        assert changed.config == dataclasses.replace(
+            config, data=dataclasses.replace(DATA, **option)
+        )
     masks = dataclasses.replace(config, data=SegmentationFolder(), model=DeepLab())
-    changed = apply_options(folder, masks, EvalArguments(image_size=24, scales=(0.5,), flip=True))
-    assert changed == dataclasses.replace(masks, data=SegmentationFolder(image_size=24))
+    options = EvalArguments(image_size=24, scales=(0.5,), flip=True)
+    changed = with_options(OpenRun(folder, masks), options)
+    assert changed.config == dataclasses.replace(masks, data=SegmentationFolder(image_size=24))
 
 
 def shown_of(run, confusion, *, terminal):
     text = io.StringIO()
     console = Console(file=text, force_terminal=terminal, width=100)
-    print_scores(run, Evaluation({"accuracy": 0.5}, confusion), console)
+    examples.print_scores(run, Evaluation({"accuracy": 0.5}, confusion), console)
     return text.getvalue()
 
 
@@ -266,11 +270,11 @@ def evaluated(run_of):
 def test_examples_are_spread_over_the_test_set(evaluated):
     _, evaluate, state = evaluated("colours", 4)
     output = list(evaluate.predict(state, 6))
-    ids = np.concatenate([s.batch["id"][s.batch["weight"] > 0] for s in output])
+    ids = np.concatenate([batch["id"][batch["weight"] > 0] for batch, _ in output])
     assert ids.tolist() == [30, 32, 35, 38, 41, 44]  # 15 test images follow 30 training images
-    assert all(len(s.predictions) == len(s.probability) == 4 for s in output)
-    everything = list(evaluate.predict(state, 100))
-    predictions = np.concatenate([s.predictions[s.batch["weight"] > 0] for s in everything])
+    assert all(len(predictions) == 4 for _, predictions in output)
+    everything = evaluate.predict(state, 100)
+    predictions = np.concatenate([labels[batch["weight"] > 0] for batch, labels in everything])
     assert len(predictions) == 15
     matrix = evaluate(state).confusion
     assert np.bincount(predictions, minlength=3).tolist() == matrix.sum(0).tolist()
@@ -278,14 +282,11 @@ def test_examples_are_spread_over_the_test_set(evaluated):
 
 def test_examples_show_confident_errors_first_and_then_unsure_ones(evaluated, monkeypatch, tmp_path):  # fmt: skip
     run, evaluate, state = evaluated("colours", 4)
+    probability = iter(evaluate(state).examples["probability"].tolist())
     everything = [
-        (
-            bool(s.batch["label"][i] == s.predictions[i]),
-            float(s.probability[i]),
-            s.batch["image"][i],
-        )
-        for s in evaluate.predict(state, 1000)
-        for i in np.flatnonzero(s.batch["weight"])
+        (bool(batch["label"][i] == predictions[i]), next(probability), batch["image"][i])
+        for batch, predictions in evaluate.predict(state, 1000)
+        for i in np.flatnonzero(batch["weight"])
     ]
     recorded = {}
 

@@ -11,7 +11,7 @@ from program_cases import assert_one_line_error, exit_code, fnet_command, metric
 
 from train.output.curves import describe
 from train.predictor import Predictor
-from train.run import evaluation, initial_weights, programs
+from train.run import evaluation, planning, weight_files
 from train.run.checkpoints import load_network
 from train.run.run_folder import RunFolder
 from train.run.setup import setup
@@ -234,7 +234,7 @@ def test_a_run_ends_when_its_metric_gets_no_better_and_resumes_alike(
     assert (summary["ended_early"], summary["steps"]) == (True, steps[-1])
     fnet_command("train", "r", "--resume")  # nothing is left to do
     assert [line["step"] for line in metrics_of(workplace / "r")] == steps
-    monkeypatch.setattr(programs, "compile_step", None)  # a wrong name is found before it compiles
+    monkeypatch.setattr(planning, "compile_step", None)  # a wrong name is found before it compiles
     assert exit_code("train", "recipe.py", "--checkpoint.metric", "f1") == 2
     assert_one_line_error(capsys, "checkpoint.metric: no test metric f1")
 
@@ -253,7 +253,7 @@ def test_a_kept_head_predicts_the_same_numbers_with_another_scaling(workplace, c
     )
     runs = [setup(RunFolder(workplace / name).read_config()) for name in "rs"]
     for source in ("r", "r.safetensors"):
-        heads = [initial_weights.load(run, source).variables[0]["head"] for run in runs]
+        heads = [weight_files.load(run, source).variables[0]["head"] for run in runs]
         heads = jax.tree.map(np.asarray, heads)
         numbers = [
             run.task.dataset.scaling.restore(np.ones((1, 4)) @ head["kernel"] + head["bias"])

@@ -14,7 +14,7 @@ from fnet.memory.target import Peaks, Target
 from train.config import Config, Digits, Memory, Mlp
 from train.output.memory_tables import describe_candidate, plan_summary, plan_table
 from train.output.tables import to_rich
-from train.run import planning, programs
+from train.run import planning
 from train.run.process_memory import Overhead, overhead
 from train.run.results import describe_results
 from train.run.setup import setup
@@ -28,7 +28,6 @@ def little_is_reserved(monkeypatch):
         return Overhead() if target else Overhead(runtime=1000)
 
     monkeypatch.setattr(planning, "overhead", little)
-    monkeypatch.setattr(programs, "overhead", little)
 
 
 KEEP_REMAT = {"xla_disable_hlo_passes": "cse_barrier_expander,small-while-loop-hoisting"}

@@ -32,7 +32,7 @@ from train.errors import UserError
 from train.output.palette import palette
 from train.predictor import Predictor, predict_mask
 from train.run.checkpoints import Checkpoints
-from train.run.class_names import read_outputs, write_classes
+from train.run.open_run import OpenRun, write_classes
 from train.run.run_folder import RunFolder
 from train.tasks import build
 
@@ -323,18 +323,17 @@ def test_reports_unreadable_images_and_predicts_the_others(run_of, recipes, caps
 
 def test_does_not_need_the_data_if_the_run_has_class_names(run_of, recipes, capsys):
     folder = RunFolder(run_of("colours"))
-    config = folder.read_config()
     (folder.path / "classes.json").unlink(missing_ok=True)
-    assert read_outputs(folder, config).names == vision_cases.CLASSES  # from the data
+    assert OpenRun(folder).outputs.names == vision_cases.CLASSES  # from the data
     write_classes(folder, Outputs(("a", "b", "c")))
     shutil.move(recipes / "colours" / "val" / "red" / "0.png", recipes / "x.png")
     shutil.rmtree(recipes / "colours")
-    assert read_outputs(folder, config).names == ("a", "b", "c")
+    assert OpenRun(folder).outputs.names == ("a", "b", "c")
     assert "x.png  c " in output_of(capsys, "predict", folder.path, "x.png")
     for text in ("{", '{"classes": []}', '{"classes": [1, 2]}', "[]"):
         (folder.path / "classes.json").write_text(text)
         with pytest.raises(UserError, match=r"cannot read .*classes\.json: "):
-            read_outputs(folder, config)
+            OpenRun(folder).outputs  # noqa: B018 (a property)
 
 
 def test_reports_both_shapes_for_a_checkpoint_of_other_classes(run_of, capsys):

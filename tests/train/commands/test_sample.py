@@ -16,6 +16,7 @@ from train.arguments import ImageArguments, TextArguments
 from train.commands.sample import generate_text
 from train.config import Config, Denoiser, Digits
 from train.run.evaluation import Evaluator
+from train.run.open_run import OpenRun
 from train.run.run_folder import RunFolder
 from train.run.setup import setup
 
@@ -98,9 +99,9 @@ def test_greedy_text_does_not_depend_on_the_seed(run_of, capsys):
 
 
 def test_text_is_streamed(run_of, capsys):
-    folder = RunFolder(run_of("text"))
+    run = OpenRun(RunFolder(run_of("text")))
     options = TextArguments(prompt=("to be",), length=40)
-    pieces = generate_text(folder, folder.read_config(), options)
+    pieces = generate_text(run, options)
     assert next(pieces) == "to be"
     later = list(pieces)
     assert len(later) >= 3

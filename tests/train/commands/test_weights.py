@@ -28,11 +28,10 @@ from train.data import Outputs
 from train.errors import TrainingError, UserError
 from train.run import weight_files
 from train.run.checkpoints import Checkpoints
-from train.run.class_names import write_classes
-from train.run.initial_weights import load, load_configured
+from train.run.open_run import write_classes
 from train.run.run_folder import RunFolder
 from train.run.setup import setup
-from train.run.weight_files import with_flags
+from train.run.weight_files import load, load_configured, with_flags
 from train.tasks import images
 
 RESNET = """

@@ -9,12 +9,12 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from fnet.memory import REMAT_POLICIES, Candidate, Cost, Peak, Plan
-from train.output import curves, glyphs, plots
+from train.output import curves, plots
 from train.output.curves import MOST_POINTS, read_curves, thin
 from train.output.formats import duration, number, percent
 from train.output.palette import overlay_labels, palette
 from train.output.tables import Cell, Table, to_rich
-from train.report.svg import to_svg
+from train.report.sections import to_svg
 
 
 @pytest.fixture
@@ -48,9 +48,9 @@ def test_a_grid_of_images_grows_with_its_rows_and_columns(drawn, tmp_path):
 
 @pytest.mark.filterwarnings("error")
 def test_names_without_glyphs_are_drawn_as_codes(tmp_path, monkeypatch):
-    monkeypatch.setattr(glyphs, "_other_families", lambda: ())
-    glyphs._add_font.cache_clear()
-    assert glyphs.drawable("猫 and café") == "<U+732B> and café"
+    monkeypatch.setattr(plots, "_other_families", lambda: ())
+    plots._add_font.cache_clear()
+    assert plots.drawable("猫 and café") == "<U+732B> and café"
     names = ("猫", "犬", "🐶")
     plots.confusion_matrix(np.eye(3, dtype=int), names, "path=猫", tmp_path / "a.png")
     images = np.zeros((3, 4, 4, 3), np.uint8)
@@ -58,7 +58,7 @@ def test_names_without_glyphs_are_drawn_as_codes(tmp_path, monkeypatch):
     masks = np.arange(3)[:, None, None] * np.ones((3, 4, 4), int)
     colors = palette()
     plots.segmentations(images, masks, masks, names, colors, names, "猫", tmp_path / "c.png")
-    glyphs._add_font.cache_clear()
+    plots._add_font.cache_clear()
 
 
 def test_colors_of_classes_are_far_from_each_other_and_from_the_background():
@@ -72,13 +72,13 @@ def test_colors_of_classes_are_far_from_each_other_and_from_the_background():
 
 
 def test_another_font_draws_what_the_first_one_lacks(monkeypatch):
-    monkeypatch.setattr(glyphs, "_other_families", lambda: ("STIXGeneral",))
-    glyphs._add_font.cache_clear()
+    monkeypatch.setattr(plots, "_other_families", lambda: ("STIXGeneral",))
+    plots._add_font.cache_clear()
     lacking = chr(7553)  # a hooked d, which DejaVu Sans does not have
     with mpl.rc_context():
-        assert glyphs.drawable(f"a{lacking}") == f"a{lacking}"
+        assert plots.drawable(f"a{lacking}") == f"a{lacking}"
         assert mpl.rcParams["font.family"] == ["sans-serif", "STIXGeneral"]
-    glyphs._add_font.cache_clear()
+    plots._add_font.cache_clear()
 
 
 def test_image_mask_and_prediction_stand_side_by_side_under_their_names(drawn, tmp_path):

@@ -15,7 +15,7 @@ from program_cases import assert_one_line_error, exit_code, final_state, fnet_co
 
 import fnet
 from train.config import Digits, PreactResNet
-from train.run import programs
+from train.run import planning
 from train.run.checkpoints import Checkpoints
 
 
@@ -111,7 +111,7 @@ def test_reports_the_layer_of_a_nonfinite_gradient(workplace, monkeypatch):
 def test_reports_a_nonfinite_parameter_and_does_not_save_it(
     workplace, finished_run, monkeypatch, capsys
 ):
-    class Spoiling(programs.StepCache):
+    class Spoiling(planning.StepCache):
         """Set one parameter to infinity after the third step."""
 
         def __call__(self, state, batch):
@@ -121,7 +121,7 @@ def test_reports_a_nonfinite_parameter_and_does_not_save_it(
             return state, metrics
 
     with monkeypatch.context() as patch:
-        patch.setattr(programs, "StepCache", Spoiling)
+        patch.setattr(planning, "StepCache", Spoiling)
         few = "--nonfinite.max-skipped", 2, "--checkpoint.every", 2
         assert exit_code("train", "tiny.py", *few, "--out", "r") == 1
     assert "params['head']['bias'] has inf" in capsys.readouterr().err
@@ -141,7 +141,7 @@ def test_reports_a_nonfinite_parameter_and_does_not_save_it(
     ],
 )
 def test_a_run_that_ends_with_nan_fails(first, message, workplace, monkeypatch, capsys):
-    class Spoiling(programs.StepCache):
+    class Spoiling(planning.StepCache):
         """Set one parameter and its average to NaN before a step."""
 
         def __call__(self, state, batch):
@@ -150,7 +150,7 @@ def test_a_run_that_ends_with_nan_fails(first, message, workplace, monkeypatch, 
                     tree["head"]["bias"] = tree["head"]["bias"].at[2].set(jnp.nan)
             return super().__call__(state, batch)
 
-    monkeypatch.setattr(programs, "StepCache", Spoiling)
+    monkeypatch.setattr(planning, "StepCache", Spoiling)
     many = "--nonfinite.max-skipped", 20, "--train.steps", 8
     assert exit_code("train", "tiny.py", *many, "--out", "r") == 1
     captured = capsys.readouterr()

@@ -13,11 +13,11 @@ from train.commands import folds
 from train.config import Config, ImageFolder
 from train.data import Outputs
 from train.errors import UserError
-from train.output.logged import MetricsLine
-from train.report.runs import Summary, read_runs
+from train.output.logged import MetricsLine, Summary
+from train.report.runs import read_runs
 from train.run.checkpoints import ForeignError, Owner, Stamp
-from train.run.class_names import read_outputs, write_classes
-from train.run.results import _measured_before
+from train.run.open_run import OpenRun, write_classes
+from train.run.results import measured_before
 from train.run.run_folder import RunFolder, read_sealed, seal
 from train.run.same_data import check_data, check_saved, describe_data
 from train.stored import StoredError
@@ -117,10 +117,10 @@ def test_a_damaged_file_is_one_line_with_its_name(damage, tmp_path):
     readers = {
         "report": lambda f: read_runs([f]),
         "config": lambda f: f.read_config(),
-        "outputs": lambda f: read_outputs(f, f.read_config()),
+        "outputs": lambda f: OpenRun(f).outputs,
         "data": lambda f: (check_data(f, f.read_config(), data), check_saved(f)),
         "metrics": lambda f: (f.drop_metrics_after(4, None), f.seconds_spent(), f.has_started),
-        "summary": lambda f: _measured_before(f, 40),
+        "summary": lambda f: measured_before(f, 40),
     }
     names = "config.json", "classes.json", "data.json", "metrics.jsonl", "bad_steps.jsonl"
     for name in (*names, "summary.json", "memory.json", "evaluation.json", "evaluation.csv"):

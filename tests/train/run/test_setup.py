@@ -30,7 +30,7 @@ from train.config import (
 from train.data import Outputs
 from train.data.label_map import LabelMap
 from train.errors import UserError
-from train.run.class_names import check_classes, write_classes
+from train.run.open_run import check_classes, write_classes
 from train.run.run_folder import MAY_CHANGE_ON_RESUME, RunFolder, changed_fields
 from train.run.setup import check_resumed_length, setup
 

@@ -20,6 +20,7 @@ from train.config import (
 )
 from train.run import checkpoints
 from train.run.checkpoints import RestoredNetwork
+from train.run.open_run import OpenRun
 from train.run.run_folder import RunFolder
 from train.tasks import build, language
 
@@ -49,7 +50,7 @@ def test_samples_are_the_networks_prediction_for_their_labels():
         return jnp.broadcast_to(level, x.shape), state
 
     config = Config(data=SMALL, model=Denoiser(predicts="x0", steps=20))
-    network = SMALL.load(), types.SimpleNamespace(apply=apply)
+    network = types.SimpleNamespace(apply=apply), (4, 4, 1), 5
     labels = jnp.array([3, 0, 4])
     options = ImageArguments(steps=3, guidance=1.0)
     got = sample.sample_images(config.model, network, {}, {}, labels, options)
@@ -59,7 +60,7 @@ def test_samples_are_the_networks_prediction_for_their_labels():
 
 def test_each_row_of_the_picture_has_one_label(tmp_path, monkeypatch):
     plotted = {}
-    monkeypatch.setattr(sample, "Checkpoints", Restored)
+    monkeypatch.setattr(checkpoints, "Checkpoints", Restored)
     monkeypatch.setattr(
         sample, "sample_images",
         lambda config, network, params, state, labels, a: jnp.expand_dims(labels, (1, 2, 3)),
@@ -69,7 +70,8 @@ def test_each_row_of_the_picture_has_one_label(tmp_path, monkeypatch):
         lambda images, names, title, path: plotted.update(images=images, names=names),
     )  # fmt: skip
     config = Config(data=SMALL, model=Denoiser(steps=20))
-    sample.draw_images(RunFolder(tmp_path), config, ImageArguments(labels=("3", "1"), count=2))
+    run = OpenRun(RunFolder(tmp_path), config)
+    sample.draw_images(run, ImageArguments(labels=("3", "1"), count=2))
     assert plotted["names"] == ("3", "1")
     assert plotted["images"][..., 0, 0, 0].tolist() == [[3, 3], [1, 1]]
 
@@ -117,8 +119,9 @@ def test_generates_text_with_the_options_and_the_window_of_training(
     monkeypatch.setattr(fnet, "stream", stream)
     network = LanguageModel(blocks=1, width=16, heads=2, window=window)
     config = Config(data=TextFile(context=16), model=network)
+    run = OpenRun(RunFolder(tmp_path), config)
     options = TextArguments(prompt=("ab",), length=3, temperature=0.5, top_k=4, top_p=0.9)
-    assert "".join(sample.generate_text(RunFolder(tmp_path), config, options)) == "ab"
+    assert "".join(sample.generate_text(run, options)) == "ab"
     assert calls == {
         "window": seen, "prompt": [[97, 98]], "length": 3, "temperature": 0.5, "top_k": 4,
         "top_p": 0.9, "min_p": None, "repetition_penalty": None, "prompt_lengths": [2],

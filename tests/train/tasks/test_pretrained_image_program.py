@@ -23,7 +23,7 @@ from train.errors import UserError
 from train.networks import pretrained
 from train.networks.model_images import image_data
 from train.run.checkpoints import load_network
-from train.run.class_names import write_classes
+from train.run.open_run import OpenRun, write_classes
 from train.run.run_folder import RunFolder
 from train.tasks import images
 
@@ -58,7 +58,7 @@ def logits_of_run(folder, config, x):
 def test_an_exported_folder_has_the_new_classes_and_the_size_of_the_run(workplace, name):
     folder, run = make_run(workplace, name, folder_data(24, resize=32), tensors_of(name))
     write_classes(folder, Outputs(FLOWERS))
-    source = read_folder(export_model(folder, run, run.model, ExportArguments()))
+    source = read_folder(export_model(OpenRun(folder, run), ExportArguments()))
     model, params = fnet.interop.from_huggingface(source.config, source.tensors)
     x = jax.random.normal(jax.random.key(1), (2, 24, 24, 3))
     actual, _ = model.apply(params, {}, x, train=False)
@@ -81,7 +81,7 @@ def test_an_exported_folder_keeps_the_classifier_and_the_dtypes_of_the_model(wor
     folder, run = make_run(workplace, "small", folder_data(16))
     tensors = write_folder(workplace / "model", VIT, dtype=np.float16)
     write_classes(folder, Outputs(tuple("abcdefg")))
-    source = read_folder(export_model(folder, run, run.model, ExportArguments()))
+    source = read_folder(export_model(OpenRun(folder, run), ExportArguments()))
     assert source.config["id2label"]["6"] == "g"
     exported = {name: np.asarray(t[...]) for name, t in source.tensors.items()}
     chex.assert_trees_all_equal(exported, tensors)

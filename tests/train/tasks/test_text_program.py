@@ -16,7 +16,7 @@ from program_cases import (
 
 import fnet
 from train.config import LanguageModel, recipes
-from train.run import programs
+from train.run import planning
 from train.run.checkpoints import Checkpoints, checksums
 from train.run.setup import setup
 from train.tasks import language
@@ -119,12 +119,12 @@ def test_fine_tuning_resumes_bit_for_bit(text_folder, packing):
 def test_rows_of_many_lengths_need_few_programs(text_folder, monkeypatch):
     steps = []
 
-    class Watched(programs.StepCache):
+    class Watched(planning.StepCache):
         def __init__(self, *arguments):
             super().__init__(*arguments)
             steps.append(self)
 
-    monkeypatch.setattr(programs, "StepCache", Watched)
+    monkeypatch.setattr(planning, "StepCache", Watched)
     words = "--data.separator", "|", "--data.context", 64
     steps_taken = "--train.steps", 12, "--train.eval-every", 12
     fnet_command("train", "text.py", "--out", "rows", *words, *steps_taken)
