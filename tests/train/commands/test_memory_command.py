@@ -214,7 +214,7 @@ def test_compares_several_targets_with_a_mesh(workplace, monkeypatch, capsys):
         peaks = Peaks({"float32": rate}, rate / 2, rate / 10, rate / 100, rate / 100, 0.0)
         return Target(name, devices[0], bytes_, dict(KEEP_REMAT), devices, peaks)
 
-    monkeypatch.setattr("train.run.prediction.describe", describe)
+    monkeypatch.setattr("train.run.planning.describe", describe)
     words = "--target", "small,large", "--mesh.fsdp", 2, "--memory.policy", "none", "--out", "both"
     assert "Estimate on 2 devices" in output_of(capsys, "memory", "deep.py", *words)
     small, large = json.loads((workplace / "both" / "memory.json").read_text())["predictions"]
