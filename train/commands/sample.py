@@ -18,7 +18,7 @@ from fnet.models.denoiser import Denoiser as DenoiserModel
 from train import arguments
 from train.arguments import ImageArguments, TextArguments, positional
 from train.commands.import_run import default_config
-from train.data import records, storage
+from train.data import records, sample_batch, storage
 from train.data.chat import GenerationSettings, Message, load_generation_settings
 from train.data.chat_end import find_end
 from train.data.columns import decode_text
@@ -29,9 +29,10 @@ from train.networks import pretrained
 from train.networks.pretrained import Pretrained
 from train.networks.transformer import Denoiser
 from train.output import plots
-from train.run.open_run import OpenRun
+from train.run.checkpoints import load_network
+from train.run.open_run import OpenRun, check_classes
 from train.run.run_folder import RunFolder
-from train.tasks import images, language
+from train.tasks import images, language, load
 from train.tasks.diffusion import build_schedule
 
 
@@ -251,8 +252,10 @@ class _Writer:
 
 def draw_images(opened: OpenRun, options: ImageArguments) -> Path:
     """Sample images, write them as one picture with a row per label and return its path."""
-    section, classes = opened.config.model, opened.outputs.names
+    section, dataset = opened.config.model, load(opened.config)
     assert isinstance(section, Denoiser)  # because it generates images
+    check_classes(opened.folder, dataset.outputs)
+    classes = dataset.classes
     names = options.labels or classes
     for name in names:
         if name not in classes:
@@ -267,9 +270,10 @@ def draw_images(opened: OpenRun, options: ImageArguments) -> Path:
             "model.label_dropout 0"
         )
     path = output_file(options.out, opened.folder.path / "samples.png")
-    model, (params, state, _) = opened.network(best=options.best)
+    model = images.build_network(opened.config, dataset)
+    params, state, _ = load_network(opened.folder, model, best=options.best)
     labels = np.repeat([classes.index(name) for name in names], options.count)
-    network = model, images.image_shape(opened.config), len(classes)
+    network = model, sample_batch(dataset, 1)["image"].shape[1:], len(classes)
     samples = sample_images(section, network, params, state, jnp.asarray(labels), options)
     title = (
         f"{opened.config.name}: {options.sampler}, {_steps(section, options)} steps, "
