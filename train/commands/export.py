@@ -78,7 +78,7 @@ def export_weights(folder: RunFolder, config: Config, options: ExportArguments) 
         cannot be written.
     """
     weight_files.check_network(config)
-    out = output_file(options.out, folder.path / "weights.safetensors")
+    out = output_file(options.out, folder.weights)
     if out.suffix != ".safetensors":
         raise UserError(f"--out: expected a file that ends in .safetensors, got {out}")
     with Checkpoints(folder.checkpoints, best=options.best) as checkpoints:
@@ -107,7 +107,7 @@ def export_model(
     """
     if options.adapters and section.lora_rank is None:
         raise UserError("--adapters: the run has none, because it trains all parameters")
-    out = Path(options.out) if options.out else folder.path / "exported"
+    out = Path(options.out) if options.out else folder.exported
     if out.is_file() or (out.exists() and any(out.iterdir())):
         raise UserError(f"--out: {out} is not an empty folder; give a new one")
     source = read_folder(Path(section.path))

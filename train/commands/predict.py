@@ -65,7 +65,7 @@ def main(argv: list[str]) -> None:
 
 
 def _out(folder: RunFolder, options: PredictArguments) -> Path:
-    return Path(options.out) if options.out else folder.path / "predictions"
+    return Path(options.out) if options.out else folder.predictions
 
 
 def predict(folder: RunFolder, given: Sequence[str], options: PredictArguments) -> dict[str, Any]:

@@ -283,7 +283,7 @@ def draw_images(folder: RunFolder, config: Config, options: ImageArguments) -> P
             f"--guidance: expected 1, got {options.guidance:g}; the run was trained with "
             "model.label_dropout 0"
         )
-    path = output_file(options.out, folder.path / "samples.png")
+    path = output_file(options.out, folder.samples)
     with Checkpoints(folder.checkpoints, best=options.best) as checkpoints:
         params, state, _ = checkpoints.restore_network(model.init)
     labels = np.repeat([dataset.classes.index(name) for name in names], options.count)

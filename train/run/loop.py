@@ -92,7 +92,7 @@ def train(
             return
         if resume and not folder.config.is_file():
             log(f"no run in {folder.path} yet: starting a new one")
-        folder.create(run_id)
+        folder.create(config, run_id)
         create_secret(folder, config)
         copy_model_files(folder, config)
         write_data(folder, config, data)
@@ -151,7 +151,7 @@ def train(
             loop = _Loop(
                 run, folder, programs, seeds, unreadable, checkpoints, start, start_time, log, data
             )
-            tracker = stack.enter_context(tracking.tracking(config, folder.path, start.step))
+            tracker = stack.enter_context(tracking.tracking(config, folder, start.step))
             tracker.draw(start.step, folder.augmented)
             with loop.interruption:  # also while the last checkpoint is written
                 loop.run(console, high_water, profile, tracker)
@@ -343,8 +343,8 @@ class _Loop:
         self._log(f"{what}; {examples}")
 
     def unreadable_files(self) -> int | None:
-        """Return the number of unreadable files in the whole run; None if it is not released."""
-        if self._run.config.is_release_only:
+        """Return the number of unreadable files in the whole run; None of a private one."""
+        if self._run.privacy:  # summary.json may be published
             return None
         name, lines = results.unreadable_name(self._run), read_metrics(self._folder.metrics)
         return max([self._unreadable.count, *(line.get(name) or 0 for line in lines)])

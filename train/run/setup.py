@@ -255,6 +255,16 @@ def _notes(config: Config, dataset: Dataset, steps: int, missing: Placeholder | 
             )
         notes.append("memory: the process may hold more than predicted (GLIBC_TUNABLES)")
     notes += config.model.notes(config.data, dataset.classes)
+    if config.is_private and config.checkpoint.best:
+        notes.append(
+            "checkpoint.best: no guarantee covers the test examples, by which the best checkpoint "
+            "is chosen; if they are private, too, publish the last one, with --checkpoint.no-best"
+        )
+    if config.is_private and config.tracking.wandb and not config.is_release_only:
+        notes.append(
+            "tracking.wandb: sends losses and pictures of training examples, which the guarantee "
+            "does not cover; give grad.release_only unless the server may see them"
+        )
     if not config.is_release_only:  # These depend on training examples.
         notes += [f"data: {note}" for note in dataset.notes]
         if steps < _FEW_STEPS and config.train.steps is None and not missing:

@@ -440,7 +440,7 @@ def test_resume_does_not_start_a_run_among_other_files(workplace, capsys):
 
 
 def test_removes_the_folder_of_a_run_that_did_not_start(workplace, monkeypatch):
-    def refuse(folder, run_id):
+    def refuse(folder, config, run_id):
         raise UserError("refused")
 
     monkeypatch.setattr(RunFolder, "create", refuse)
