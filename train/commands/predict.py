@@ -19,7 +19,7 @@ from train.arguments import PredictArguments
 from train.commands.positional import positional
 from train.config import ChatFile
 from train.data import pad_batch, storage
-from train.data.chat_file import load_unlabeled
+from train.data.chat_file import line_of, load_unlabeled
 from train.data.decode import UnreadableError, decode
 from train.data.files import IMAGE_PATTERNS, describe_files, list_images
 from train.data.label_map import LabelMap, plain_label_map
@@ -150,7 +150,8 @@ def predict_texts(
             )
             for name, output in zip(names, np.asarray(outputs), strict=False):
                 predictions.append(to_prediction(name, output))
-                rows.append({"text": name} | describe_output("class", classes, output))
+                row = {"text": name, "index": line_of(name)}
+                rows.append(row | describe_output("class", classes, output))
     out = _out(folder, options)
     result = {"step": trained.step, "predictions": predictions, "unreadable": []}
     with writing(out):

@@ -62,6 +62,7 @@ class Digits(Data):
             test={"image": images[test], "label": labels[test]},
             classes=tuple(str(c) for c in digits.target_names),
             augment=augment,
+            source_index=[*train.tolist(), *test.tolist()].__getitem__,
         )
 
     @property

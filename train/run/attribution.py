@@ -10,7 +10,7 @@ import numpy as np
 from rich.console import Console
 
 from fnet.attribution import InRunState
-from train.data import Arrays, Dataset, augment_rows, num_examples, select_rows
+from train.data import Arrays, Dataset, augment_rows, index_column, num_examples, select_rows
 from train.data.masks import spread
 from train.errors import UserError
 from train.output import plots
@@ -178,7 +178,9 @@ def _write(
 ) -> list[Path]:
     """Write examples in this order as a table, and draw images with some in red beside it."""
     content = [
-        {"row": row, "example": rows.dataset.name(row), "label": rows.label(row)}
+        {"row": row, "example": rows.dataset.name(row)}
+        | index_column(rows.dataset.source_index(row))
+        | {"label": rows.label(row)}
         | {name: float(column[row]) for name, column in columns.items()}
         for row in order
     ]

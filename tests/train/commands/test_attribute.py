@@ -63,7 +63,7 @@ def trained(recipes):
 def table(path):
     with path.open() as file:
         rows = list(csv.DictReader(file))
-    assert rows[0].keys() == {"row", "example", "label", "loss", "score"}
+    assert rows[0].keys() == {"row", "example", "index", "label", "loss", "score"}
     return rows
 
 
