@@ -135,8 +135,7 @@ def export_model(
     adapters = pretrained.adapters_of(section)
     with _new_folder(out) as part:
         if options.adapters and adapters is not None:
-            modules = huggingface_modules(network.base)
-            if lacking := sorted(set(trained) - {module.path for module in modules.values()}):
+            if lacking := pretrained.without_module(network, trained):
                 raise UserError(
                     f"--adapters: PEFT has no module for {shorten(lacking)}; leave --adapters out "
                     "to write the merged model"
@@ -150,7 +149,9 @@ def export_model(
                     "differ",
                     file=sys.stderr,
                 )
-            peft_config, tensors = to_peft(adapters, trained, modules, str(source.path))
+            peft_config, tensors = to_peft(
+                adapters, trained, huggingface_modules(network.base), str(source.path)
+            )
             peft_config["task_type"] = "CAUSAL_LM"
             (part / "adapter_config.json").write_text(as_json(peft_config))
             metadata = {"format": "pt"} | folder.origin(step)
