@@ -137,15 +137,6 @@ class DamagedError(Exception):
     """A checkpoint's arrays are not those that were saved."""
 
 
-class _Metadata(stored.Stored):
-    init_timestamp_nsecs: stored.Count | None = None
-    commit_timestamp_nsecs: stored.Count | None = None
-    item_handlers: dict[str, str] | str | None = None
-    metrics: dict[str, Any] | None = None
-    performance_metrics: dict[str, Any] | None = None
-    custom_metadata: dict[str, Any] | None = None
-
-
 class Checkpoints:
     """Checkpoints of a run; each is either complete or absent.
 
@@ -218,8 +209,9 @@ class Checkpoints:
                 if is_machine_error(error):
                     raise
                 for path in sorted(folder.glob("*/_CHECKPOINT_METADATA")):
-                    stored.read(_Metadata, path)
-                raise UserError(f"cannot read {folder}: {_reason(error)}") from error
+                    stored.read(dict[str, Any], path)
+                what = f"_CHECKPOINT_METADATA of a checkpoint in {folder}"
+                raise UserError(f"cannot read {what}: {_reason(error)}") from error
             for step in self._manager.all_steps():
                 try:
                     score = self._read_data(step)["score"]
