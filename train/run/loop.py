@@ -13,6 +13,7 @@ from rich.console import Console
 
 from fnet.cpu.heap import occupy_gaps
 from train.config import Config
+from train.data import num_examples
 from train.data.unreadable import UnreadableFiles
 from train.errors import TrainingError, UserError
 from train.output import curves, plots
@@ -76,6 +77,12 @@ def train(
     log = line_printer(console)
     run = setup(config)
     run = run.on(layout(config))
+    dataset, size = run.task.dataset, config.data.batch_size
+    if not run.privacy and size > num_examples(dataset.train) * config.data.repeats:
+        raise UserError(
+            f"data.batch_size: {size:,} is more than the {num_examples(dataset.train):,} training "
+            f"{dataset.rows}; give a smaller one"
+        )
     check_memory_config(run)
     tracking.check(config)
 
@@ -108,7 +115,6 @@ def train(
         log(f"training {config.name} in {folder.path}")
         write_classes(folder, run.task.dataset.outputs)
         seeds = read_seeds(folder, config)
-        dataset = run.task.dataset
         union = distributed.union if distributed.has_other_processes() else None
         if config.is_release_only:  # The names of training files are not covered by a guarantee.
             unreadable = UnreadableFiles(dataset, lambda line: None, union)

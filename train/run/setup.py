@@ -186,13 +186,8 @@ def setup(config: Config, *, without_data: bool = False, dataset: Dataset | None
     if config.examples_per_user:
         task = task._replace(loss=per_user(task.loss))
 
-    units, size = _num_units(task.dataset), config.data.batch_size
-    if not (missing or config.is_private) and size > units * config.data.repeats:
-        raise UserError(
-            f"data.batch_size: {size:,} is more than the {units:,} training {task.dataset.rows}; "
-            "give a smaller one"
-        )
-    steps_per_epoch = units / size
+    units = _num_units(task.dataset)
+    steps_per_epoch = units / config.data.batch_size
     steps = _num_steps(config, steps_per_epoch)
     schedule = _schedule(config, steps, steps_per_epoch)
     privacy = config.grad.privacy(config, units, steps)
