@@ -82,8 +82,8 @@ class Dataset(NamedTuple):
       batches_at_once: Number of training batches that threads make at once.
       name: Describes a row of ``train`` to the user: its file, or its index.
       test_name: The same for a row of ``test``; None if examples have no names, only numbers.
-      source_index: Index of a row in the user's array, or line of their file; None if its name is
-        a path. Rows of ``test`` come after ``train``'s.
+      place: Column ``index`` of a row in tables: index in the user's array, or line of their file;
+        {} if its name is a path. Rows of ``test`` come after ``train``'s.
       file_bytes: Size of the files that only this row points to, -1 if unreadable. Rows of
         ``test`` come after ``train``'s.
       files: Those files, or their contents. Reading them may take long.
@@ -114,7 +114,7 @@ class Dataset(NamedTuple):
     batches_at_once: int = 1
     name: Callable[[int], str] = str
     test_name: Callable[[int], str] | None = None
-    source_index: Callable[[int], int | None] = lambda row: None
+    place: Callable[[int], dict[str, int]] = lambda row: {}
     file_bytes: Callable[[int], int] = lambda row: 0
     files: Callable[[int], Iterable[Any]] = lambda row: ()
     contents: tuple[np.ndarray, ...] = ()
@@ -144,11 +144,6 @@ class Dataset(NamedTuple):
         if self.scaling is None:
             return batch
         return batch | {"label": self.scaling.standardize(batch["label"]).astype(np.float32)}
-
-
-def index_column(index: int | None) -> dict[str, int]:
-    """Return the column of a table of examples that has an index in the user's array or file."""
-    return {} if index is None else {"index": index}
 
 
 def num_examples(arrays: Arrays) -> int:

@@ -167,7 +167,7 @@ class ArrayFile(Data):
             contents=tuple(images),
             users=None if users is None else number_users(users[ids[0]]),
             name=lambda row: name(train["id"][row]),
-            source_index=lambda row: every[row] - offset * (every[row] >= offset),
+            place=lambda row: {"index": every[row] - offset * (every[row] >= offset)},
             test_name=lambda row: name(test["id"][row]),
             notes=notes,
         )

@@ -273,7 +273,7 @@ def load(config: ChatFile, *, private: bool = False) -> Dataset:
         prepare=lambda rows: batch_of(test_rows, rows, is_weighed=True),
         name=lambda row: "; ".join(train_rows.places[row]),
         test_name=None if config.packing else lambda row: "; ".join(test_rows.places[row]),
-        source_index=lambda row: None if config.packing else line_of(places[row][0]),
+        place=lambda row: {} if config.packing else {"index": line_of(places[row][0])},
         contents=tuple(a for r in (train_rows, test_rows) for a in (r.tokens, r.target, r.first)),
         users=users,
         tokens_per_byte=lambda: tokens_per_byte,

@@ -10,7 +10,7 @@ import numpy as np
 from rich.console import Console
 
 from fnet.attribution import InRunState
-from train.data import Arrays, Dataset, augment_rows, index_column, num_examples, select_rows
+from train.data import Arrays, Dataset, augment_rows, num_examples, select_rows
 from train.data.masks import spread
 from train.errors import UserError
 from train.output import plots
@@ -179,7 +179,7 @@ def _write(
     """Write examples in this order as a table, and draw images with some in red beside it."""
     content = [
         {"row": row, "example": rows.dataset.name(row)}
-        | index_column(rows.dataset.source_index(row))
+        | rows.dataset.place(row)
         | {"label": rows.label(row)}
         | {name: float(column[row]) for name, column in columns.items()}
         for row in order

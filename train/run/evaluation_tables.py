@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from train.data import index_column, num_examples
+from train.data import num_examples
 from train.errors import shorten
 from train.output.curves import describe
 from train.run.evaluation import Evaluation
@@ -87,7 +87,7 @@ def example_rows(run: Setup, evaluation: Evaluation, split: str = "test") -> lis
         if not examples["weight"][i]:
             continue
         row: dict[str, Any] = {"file": name_of(i), "split": split}
-        row |= index_column(dataset.source_index(num_train + i))
+        row |= dataset.place(num_train + i)
         if is_classifier:
             row |= describe_target(kind, names, dataset.test["label"][i])
             if kind == "class":

@@ -117,9 +117,6 @@ def from_huggingface(
     return model, checkpoint.read_params(model, tensors, sharding, convert)
 
 
-_LAYERS = "num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth"
-
-
 def match_tensors(
     config: Mapping[str, Any],
     tensors: Mapping[str, Any],
@@ -132,9 +129,10 @@ def match_tensors(
     The arguments are those of `from_huggingface`. Returns the model, and a `jax.ShapeDtypeStruct`
     for each parameter with the dtype of the file.
     """
-    for name, layers in {**config, **(config.get("text_config") or {})}.items():
+    named = {**config, **(config.get("text_config") or {})}
+    for name in named.keys() & {"num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth"}:
         # Each layer has a tensor. Building layers that are not there takes long.
-        if name in _LAYERS and isinstance(layers, int) and layers > len(tensors):
+        if isinstance(layers := named[name], int) and layers > len(tensors):
             raise ValueError(f"{name}: {layers:,}, but the checkpoint has {len(tensors):,} tensors")
     if dtype is None:
         largest = max(tensors.values(), key=lambda t: np.prod(t.shape), default=None)
