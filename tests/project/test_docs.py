@@ -64,6 +64,11 @@ def test_api_pages_have_the_signatures_and_first_lines_of_the_code(page):
     assert asset("api_pages").with_lines(text) == text, "run python docs/assets/api_pages.py"
 
 
+def test_the_page_of_private_runs_has_each_file_and_line_of_the_code():
+    text = (DOCS / "private_sharp_edges.md").read_text()
+    assert asset("run_files").with_tables(text) == text, "run python docs/assets/run_files.py"
+
+
 def with_code():
     for page in PAGES:
         if CODE.search(page.read_text()):

@@ -11,12 +11,12 @@ LEDGER = {
     "fnet/autodiff": 9_692,
     "fnet/memory": 8_287,
     "fnet/layers": 5_791,
-    "fnet/models + fnet/interop": 9_336,
+    "fnet/models + fnet/interop": 9_341,
     "fnet, the rest": 10_878,
-    "train/data": 11_252,
-    "train/run + train/commands": 8_480,
-    "train, the rest": 8_329,
-    "tests": 60_922,
+    "train/data": 11_266,
+    "train/run + train/commands": 8_596,
+    "train, the rest": 8_335,
+    "tests": 61_362,
     "benchmarks": 16_514,
 }
 """Lines of ``*.py``. A row of its own takes a package out of the rest."""

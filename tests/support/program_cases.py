@@ -53,7 +53,8 @@ def assert_one_line_error(capsys, message):
 
 def metrics_of(folder):
     """Return the lines of a run's metrics, without times and without the first, of the run."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()[1:]]
+    text = RunFolder(folder).metrics.read_text()
+    lines = [json.loads(line) for line in text.splitlines()[1:]]
     times = {"seconds", "examples_per_second", "input_wait"}
     return [{k: v for k, v in line.items() if k not in times} for line in lines]
 

@@ -95,7 +95,7 @@ def evaluate_run(opened: OpenRun, options: EvalArguments, console: Console) -> N
     title = ", ".join(filter(None, [f"{config.name}, step {network.step}", description]))
     written = {"evaluation": files.evaluation}
     with writing(folder.path, "make it writable"):
-        files.path.mkdir(parents=True, exist_ok=True)
+        files.private.mkdir(parents=True, exist_ok=True)
         content = {
             "step": network.step,
             "options": dataclasses.asdict(options),

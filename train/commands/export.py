@@ -68,7 +68,7 @@ def export_weights(opened: OpenRun, options: ExportArguments) -> Path:
     """
     folder = opened.folder
     weight_files.check_network(opened.config)
-    out = output_file(options.out, folder.path / "weights.safetensors")
+    out = output_file(options.out, folder.weights)
     if out.suffix != ".safetensors":
         raise UserError(f"--out: expected a file that ends in .safetensors, got {out}")
     with Checkpoints(folder.checkpoints, best=options.best) as checkpoints:
@@ -96,7 +96,7 @@ def export_model(opened: OpenRun, options: ExportArguments) -> Path:
     assert isinstance(section, Pretrained)  # because it is published
     if options.adapters and section.lora_rank is None:
         raise UserError("--adapters: the run has none, because it trains all parameters")
-    out = Path(options.out) if options.out else folder.path / "exported"
+    out = Path(options.out) if options.out else folder.exported
     if out.is_file() or (out.exists() and any(out.iterdir())):
         raise UserError(f"--out: {out} is not an empty folder; give a new one")
     source = read_folder(Path(section.path))
@@ -119,8 +119,7 @@ def export_model(opened: OpenRun, options: ExportArguments) -> Path:
     adapters = pretrained.adapters_of(section)
     with _new_folder(out) as part:
         if options.adapters and adapters is not None:
-            modules = huggingface_modules(network.base)
-            if lacking := sorted(set(trained) - {module.path for module in modules.values()}):
+            if lacking := pretrained.without_module(network, trained):
                 raise UserError(
                     f"--adapters: PEFT has no module for {shorten(lacking)}; leave --adapters out "
                     "to write the merged model"
@@ -134,7 +133,9 @@ def export_model(opened: OpenRun, options: ExportArguments) -> Path:
                     "differ",
                     file=sys.stderr,
                 )
-            peft_config, tensors = to_peft(adapters, trained, modules, str(source.path))
+            peft_config, tensors = to_peft(
+                adapters, trained, huggingface_modules(network.base), str(source.path)
+            )
             peft_config["task_type"] = "CAUSAL_LM"
             (part / "adapter_config.json").write_text(as_json(peft_config))
             metadata = {"format": "pt"} | folder.origin(step)

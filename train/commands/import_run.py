@@ -84,7 +84,7 @@ def import_weights(
     state = run.compile_init(imported.variables)(jax.random.key(config.train.seed))
     folder = RunFolder(out)
     with folder.lock():
-        folder.create()
+        folder.create(config)
         write_classes(folder, run.task.dataset.outputs)
         create_secret(folder, config)
         seeds = read_seeds(folder, config)
@@ -110,7 +110,7 @@ def import_model(config: Config, section: Pretrained, out: Path) -> tuple[ModelF
     _, shapes = pretrained.match(source, config.train.precision)
     folder = RunFolder(out)
     with folder.lock():
-        folder.create()
+        folder.create(config)
         copy_model_files(folder, config)
         folder.write_config(config)
     return source, shapes

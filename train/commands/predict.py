@@ -16,7 +16,7 @@ from rich.console import Console
 from train.arguments import PredictArguments, read_command
 from train.config import ChatFile
 from train.data import pad_batch, storage
-from train.data.chat_file import load_unlabeled
+from train.data.chat_file import line_of, load_unlabeled
 from train.data.decode import UnreadableError, decode
 from train.data.files import IMAGE_PATTERNS, describe_files, list_images
 from train.data.label_map import LabelMap, plain_label_map
@@ -56,7 +56,7 @@ def main(argv: list[str]) -> None:
 
 
 def _out(folder: RunFolder, options: PredictArguments) -> Path:
-    return Path(options.out) if options.out else folder.path / "predictions"
+    return Path(options.out) if options.out else folder.predictions
 
 
 def predict(folder: RunFolder, given: Sequence[str], options: PredictArguments) -> dict[str, Any]:
@@ -96,7 +96,9 @@ def predict(folder: RunFolder, given: Sequence[str], options: PredictArguments) 
             try:
                 if isinstance(output, UnreadableError):
                     raise output
-                row = {"file" if what == "image" else what: name}
+                row: dict[str, Any] = {"file": name}
+                if what == "text":
+                    row = {"text": name, "index": line_of(name)}
                 if opened.kind.predicts == "masks":
                     predictions.append(write_mask(name, output))
                     shares = np.bincount(output.ravel(), minlength=len(classes)) / output.size

@@ -269,7 +269,7 @@ def draw_images(opened: OpenRun, options: ImageArguments) -> Path:
             f"--guidance: expected 1, got {options.guidance:g}; the run was trained with "
             "model.label_dropout 0"
         )
-    path = output_file(options.out, opened.folder.path / "samples.png")
+    path = output_file(options.out, opened.folder.samples)
     model = images.build_network(opened.config, dataset)
     params, state, _ = load_network(opened.folder, model, best=options.best)
     labels = np.repeat([classes.index(name) for name in names], options.count)

@@ -82,6 +82,8 @@ class Dataset(NamedTuple):
       batches_at_once: Number of training batches that threads make at once.
       name: Describes a row of ``train`` to the user: its file, or its index.
       test_name: The same for a row of ``test``; None if examples have no names, only numbers.
+      place: Column ``index`` of a row in tables: index in the user's array, or line of their file;
+        {} if its name is a path. Rows of ``test`` come after ``train``'s.
       file_bytes: Size of the files that only this row points to, -1 if unreadable. Rows of
         ``test`` come after ``train``'s.
       files: Those files, or their contents. Reading them may take long.
@@ -112,6 +114,7 @@ class Dataset(NamedTuple):
     batches_at_once: int = 1
     name: Callable[[int], str] = str
     test_name: Callable[[int], str] | None = None
+    place: Callable[[int], dict[str, int]] = lambda row: {}
     file_bytes: Callable[[int], int] = lambda row: 0
     files: Callable[[int], Iterable[Any]] = lambda row: ()
     contents: tuple[np.ndarray, ...] = ()

@@ -140,7 +140,7 @@ class ArrayFile(Data):
             {"id": index.astype(np.int32), "label": label}
             for index, label in zip(ids, labels, strict=True)
         )
-        options = ImageOptions.of(self)
+        options, every = ImageOptions.of(self), np.concatenate(ids).tolist()
 
         def content(id: int) -> bytes:
             return images[-1][id - offset].tobytes() if id >= offset else images[0][id].tobytes()
@@ -167,6 +167,7 @@ class ArrayFile(Data):
             contents=tuple(images),
             users=None if users is None else number_users(users[ids[0]]),
             name=lambda row: name(train["id"][row]),
+            place=lambda row: {"index": every[row] - offset * (every[row] >= offset)},
             test_name=lambda row: name(test["id"][row]),
             notes=notes,
         )

@@ -264,6 +264,7 @@ def load(config: ChatFile, *, private: bool = False) -> Dataset:
             f"{num_rows:,} rows of {num_chats:,} chats, one for each answer",
         )
     notes = [_describe_lengths(train), *notes, *read.ends]
+    places = train_rows.places + test_rows.places
     return Dataset(
         train=train_rows.arrays,
         test=test_rows.arrays,
@@ -272,6 +273,7 @@ def load(config: ChatFile, *, private: bool = False) -> Dataset:
         prepare=lambda rows: batch_of(test_rows, rows, is_weighed=True),
         name=lambda row: "; ".join(train_rows.places[row]),
         test_name=None if config.packing else lambda row: "; ".join(test_rows.places[row]),
+        place=lambda row: {} if config.packing else {"index": line_of(places[row][0])},
         contents=tuple(a for r in (train_rows, test_rows) for a in (r.tokens, r.target, r.first)),
         users=users,
         tokens_per_byte=lambda: tokens_per_byte,
@@ -323,6 +325,11 @@ def _labels(documents: list[Document], classes: tuple[str, ...]) -> np.ndarray:
                 f"{list_available(list(classes), 'classes')}"
             )
     return np.array([classes.index(d.label or "") for d in documents], np.int32)
+
+
+def line_of(place: str) -> int:
+    """Return the line, or the row, of a `train.data.records.Record.place`."""
+    return int(place.rpartition(" ")[2])
 
 
 class Rows(NamedTuple):

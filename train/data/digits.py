@@ -57,11 +57,13 @@ class Digits(Data):
             images = shift(batch["image"].copy(), offsets, self.max_shift, reflect=False)
             return batch | {"image": images}
 
+        numbers = np.concatenate([train, test])
         return Dataset(
             train={"image": images[train], "label": labels[train]},
             test={"image": images[test], "label": labels[test]},
             classes=tuple(str(c) for c in digits.target_names),
             augment=augment,
+            place=lambda row: {"index": int(numbers[row])},
         )
 
     @property

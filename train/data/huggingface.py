@@ -144,6 +144,7 @@ class HuggingFace(Photos):
             compared=files_of,
             users=None if users is None else number_users(users[index[0]]),
             notes=notes,
+            place=lambda row: {"index": int(places[row])},
         )
 
     @property

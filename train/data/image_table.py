@@ -325,7 +325,7 @@ def _label_columns(table: _Table) -> tuple[str, ...]:
     if twice := [name for name, count in Counter(config.label).items() if count > 1]:
         raise UserError(f"data.label: {twice[0]} is given twice")
     if config.label:
-        for name in config.label:
+        for name in (name for name in config.label if name not in columns):
             table.choose("label", name)
         return config.label
     usual = _usual(columns, _LABEL_COLUMNS)

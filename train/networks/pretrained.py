@@ -1,6 +1,6 @@
 """Published models as networks of a run: all parameters, or adapters on frozen ones."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
@@ -16,6 +16,7 @@ from fnet import layers, lora, quantization
 from fnet.interop.huggingface.checkpoint import PretrainedModel, read_params
 from fnet.interop.huggingface.loading import match_tensors
 from fnet.interop.huggingface.timm import family_of
+from fnet.interop.peft import huggingface_modules
 from train.config.data import Data
 from train.config.network import Model
 from train.config.section import Count, Positive
@@ -440,6 +441,11 @@ def adapters_of(section: Pretrained) -> lora.LoRA | None:
     if targets == _LINEAR and read_config(Path(section.path)).get("model_type") in _NO_OUTPUT:
         targets = (*targets, "!*/out/kernel")
     return lora.LoRA(section.lora_rank, section.lora_alpha, targets, dora=section.dora)
+
+
+def without_module(network: PretrainedNetwork, adapters: Iterable[str]) -> list[str]:
+    """Return the adapted weights that PEFT has no module for."""
+    return sorted({*adapters} - {m.path for m in huggingface_modules(network.base).values()})
 
 
 def merge(section: Pretrained, params: Any, model_state: Any) -> Any:

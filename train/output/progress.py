@@ -17,7 +17,7 @@ from train.errors import printable
 from train.gradients.privacy import at_most
 from train.output.formats import clock, duration, number
 
-_SHOWN = {
+SHOWN = {
     "train/loss": ("train loss", 2),
     "not_private/loss": ("train loss (not private)", 2),
     "train/accuracy": ("train accuracy", 9),
@@ -172,7 +172,7 @@ class Progress:
 
     def _fields(self, metrics: Mapping[str, float]) -> Iterator[Field]:
         score = next((key for key in _SCORES if key in metrics), None)
-        for key, (name, rank) in _SHOWN.items():
+        for key, (name, rank) in SHOWN.items():
             if key in metrics:
                 text = at_most if key == "privacy/epsilon" else number
                 value = self._steady(name, text(metrics[key]))

@@ -169,10 +169,10 @@ class _Reader:
             self.notes.append(f"{path.name} is not a PNG")
         return None
 
-    def pictures(self, path: Path) -> dict[str, str]:
-        """Return `PICTURES` that are in a folder."""
-        pictures = {name: self.picture(path / name) for name in PICTURES}
-        return {name: uri for name, uri in pictures.items() if uri}
+    def pictures(self, *folders: Path) -> dict[str, str]:
+        """Return `PICTURES` that are in some folders."""
+        paths = [folder / name for name in PICTURES for folder in {*folders}]
+        return {path.name: uri for path in paths if (uri := self.picture(path))}
 
 
 PICTURES = {
@@ -306,7 +306,7 @@ def _read(folder: RunFolder, label: str) -> Run:
         evaluations=_read_evaluations(folder, reader),
         mistakes=reader.read(folder.rows, load_mistakes) or [],
         bad_steps=[BadStep.model_validate(line) for line in bad_steps],
-        pictures=reader.pictures(folder.path),
+        pictures=reader.pictures(folder.path, folder.private),
         checkpoints=sorted(map(int, checkpoints)),
         owner=owner.decode(errors="replace").strip() or None,
         notes=reader.notes,

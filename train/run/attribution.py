@@ -163,7 +163,9 @@ def _write(
 ) -> list[Path]:
     """Write examples in this order as a table, and draw images with some in red beside it."""
     content = [
-        {"row": row, "example": rows.dataset.name(row), "label": rows.label(row)}
+        {"row": row, "example": rows.dataset.name(row)}
+        | rows.dataset.place(row)
+        | {"label": rows.label(row)}
         | {name: float(column[row]) for name, column in columns.items()}
         for row in order
     ]

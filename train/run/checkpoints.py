@@ -28,6 +28,7 @@ from orbax.checkpoint.checkpoint_managers import (
 
 from fnet import TrainState
 from fnet.cpu.heap import release_free_memory
+from train import stored
 from train.errors import TrainingError, UserError, is_machine_error, is_out_of_memory
 from train.networks.pretrained import FROZEN, PretrainedNetwork
 from train.run.distributed import any_process, lost_connection
@@ -152,6 +153,9 @@ class Checkpoints:
         self._best, self._scores = best, dict[int, float]()
         self._owner = owner or Owner.of(RunFolder(folder.parent))
         check_no_pattern(folder)
+        for path in folder.rglob("*"):  # orbax would wait for the writer of a pipe
+            if path.exists() and not (path.is_file() or path.is_dir()):
+                raise stored.StoredError(path, "it is not a regular file")
         with contextlib.ExitStack() as settings:
             settings.enter_context(_quiet_libraries())
             if not self._read_only:
@@ -160,23 +164,31 @@ class Checkpoints:
             gigabytes = None
             if shapes is not None and jax.default_backend() == "cpu":
                 gigabytes = (IN_FLIGHT + max(_sizes(shapes))) / 1e9  # no array may be above it
-            self._manager = ocp.CheckpointManager(
-                self._folder,
-                options=ocp.CheckpointManagerOptions(
-                    preservation_policy=AnyPreservationPolicy(policies),
-                    cleanup_tmp_directories=not self._read_only,
-                    read_only=self._read_only,
-                    create=not self._read_only,
-                    enable_async_checkpointing=_in_background(shapes),
-                    async_options=ocp.AsyncOptions(timeout_secs=_FOREVER),
-                ),
-                item_handlers={
-                    "state": ocp.PyTreeCheckpointHandler(
-                        save_concurrent_gb=gigabytes, restore_concurrent_gb=gigabytes
+            try:
+                self._manager = ocp.CheckpointManager(
+                    self._folder,
+                    options=ocp.CheckpointManagerOptions(
+                        preservation_policy=AnyPreservationPolicy(policies),
+                        cleanup_tmp_directories=not self._read_only,
+                        read_only=self._read_only,
+                        create=not self._read_only,
+                        enable_async_checkpointing=_in_background(shapes),
+                        async_options=ocp.AsyncOptions(timeout_secs=_FOREVER),
                     ),
-                    "data": ocp.JsonCheckpointHandler(),
-                },
-            )
+                    item_handlers={
+                        "state": ocp.PyTreeCheckpointHandler(
+                            save_concurrent_gb=gigabytes, restore_concurrent_gb=gigabytes
+                        ),
+                        "data": ocp.JsonCheckpointHandler(),
+                    },
+                )
+            except Exception as error:  # of the metadata of any checkpoint
+                if is_machine_error(error):
+                    raise
+                for path in sorted(folder.glob("*/_CHECKPOINT_METADATA")):
+                    stored.read(dict[str, Any], path)
+                what = f"_CHECKPOINT_METADATA of a checkpoint in {folder}"
+                raise UserError(f"cannot read {what}: {_reason(error)}") from error
             for step in self._manager.all_steps():
                 try:
                     score = self._read_data(step)["score"]

@@ -147,12 +147,14 @@ def example_rows(run: Setup, evaluation: Evaluation, split: str = "test") -> lis
         return []
     dataset, examples = run.task.dataset, evaluation.examples
     name_of = dataset.test_name or str
+    num_train = data.num_examples(dataset.train) - dataset.canaries
     targets = None if kind_of(run.config).predicts == "masks" else targets_of(run)
     rows = []
     for i in range(data.num_examples(dataset.test)):
         if not examples["weight"][i]:
             continue
         row: dict[str, Any] = {"file": name_of(i), "split": split}
+        row |= dataset.place(num_train + i)
         if targets:
             row |= targets.describe(dataset.test["label"][i]) | targets.predicted(examples, i)
         values = {"loss": examples["loss"][i]}

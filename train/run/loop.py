@@ -16,6 +16,7 @@ from rich.console import Console
 from fnet.attribution import InRunState
 from fnet.cpu.heap import occupy_gaps
 from train.config import Config
+from train.data import num_examples
 from train.data.unreadable import UnreadableFiles
 from train.errors import TrainingError, UserError
 from train.output import curves, plots
@@ -79,6 +80,12 @@ def train(
     log = line_printer(console)
     run = setup(config)
     run = run.on(layout(config))
+    dataset, size = run.task.dataset, config.data.batch_size
+    if not run.privacy and size > num_examples(dataset.train) * config.data.repeats:
+        raise UserError(
+            f"data.batch_size: {size:,} is more than the {num_examples(dataset.train):,} training "
+            f"{dataset.rows}; give a smaller one"
+        )
     check_memory_config(run)
     tracking.check(config)
 
@@ -95,7 +102,7 @@ def train(
             return
         if resume and not folder.config.is_file():
             log(f"no run in {folder.path} yet: starting a new one")
-        folder.create(run_id)
+        folder.create(config, run_id)
         create_secret(folder, config)
         copy_model_files(folder, config)
         write_data(folder, config, data)
@@ -111,7 +118,6 @@ def train(
         log(f"training {config.name} in {folder.path}")
         write_classes(folder, run.task.dataset.outputs)
         seeds = read_seeds(folder, config)
-        dataset = run.task.dataset
         union = distributed.union if distributed.has_other_processes() else None
         if config.is_release_only:  # The names of training files are not covered by a guarantee.
             unreadable = UnreadableFiles(dataset, lambda line: None, union)
@@ -154,7 +160,7 @@ def train(
             loop = _Loop(
                 run, folder, programs, seeds, unreadable, checkpoints, start, start_time, log, data
             )
-            tracker = stack.enter_context(tracking.tracking(config, folder.path, start.step))
+            tracker = stack.enter_context(tracking.tracking(config, folder, start.step))
             tracker.draw(start.step, folder.augmented)
             with loop.interruption:  # also while the last checkpoint is written
                 loop.take_steps(console, high_water, profile, tracker)
@@ -340,7 +346,7 @@ class _Loop:
             audited = results.audit(run, run.canaries, state.params, seed, initial_known=is_known)
         lines = read_metrics(folder.metrics)
         unreadable = None
-        if not run.config.is_release_only:
+        if not run.privacy:  # summary.json may be published
             counts = (line.get(results.unreadable_name(run)) or 0 for line in lines)
             unreadable = max([self.unreadable.count, *counts])
         summary = results.summary_of(run, lines, programs, evaluation) | {

@@ -15,7 +15,7 @@ from train.errors import TrainingError, UserError, did_you_mean, list_available
 from train.output.curves import LOWER_IS_BETTER
 from train.output.logged import NOT_PRIVATE
 
-_FROM_NOISY_GRADIENT = frozenset({"grad_norm", "clip"})
+FROM_NOISY_GRADIENT = frozenset({"grad_norm", "clip"})
 """Metrics of a private step that the guarantee covers. Others see training examples."""
 
 
@@ -79,7 +79,7 @@ class Meter:
             int(np.count_nonzero(batch["weight"])) if padded else self._batch_size
         )
         if self._release_only:
-            metrics = {k: v for k, v in metrics.items() if k in _FROM_NOISY_GRADIENT}
+            metrics = {k: v for k, v in metrics.items() if k in FROM_NOISY_GRADIENT}
         self._window.append(metrics)
 
     def means(self, step: int) -> dict[str, float]:
@@ -112,7 +112,7 @@ class Meter:
         }
 
     def _full_name(self, name: str) -> str:
-        covered = not self._private or name in _FROM_NOISY_GRADIENT
+        covered = not self._private or name in FROM_NOISY_GRADIENT
         return f"{'train' if covered else NOT_PRIVATE}/{name}"
 
     def check(self, step: int) -> list[dict[str, Any]]:

@@ -208,7 +208,7 @@ def what_next(run: Setup, folder: RunFolder, written: Sequence[Path]) -> list[st
     if kind.predicts:
         command += f", fnet predict {path} {'IMAGE' if kind.labels_images else 'TEXTS.jsonl'}"
     lines = [
-        f"files in {folder.path}: {', '.join(p.name for p in written)}",
+        f"files in {folder.path}: {', '.join(str(p.relative_to(folder.path)) for p in written)}",
         f"next: fnet report {path}, fnet {command}",
     ]
     if run.config.model.is_published:

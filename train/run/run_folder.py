@@ -1,8 +1,10 @@
 """The folder of a run: its files, and which process may write them."""
 
 import contextlib
+import dataclasses
 import fcntl
 import glob
+import hmac
 import json
 import os
 import secrets
@@ -10,7 +12,7 @@ import shlex
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from train import config as configs
 from train import stored
@@ -34,11 +36,32 @@ MAY_CHANGE_ON_RESUME |= {"name"}
 _OF_MASKS = {f"data.{name}" for name in ("classes", "class_table", "format", "ignore", "images")}
 _OF_MASKS |= {"data.masks", "data.mask_reading", "data.mask_values"}
 """Fields that say what masks mean, which `class_names.check_classes` compares."""
-_OTHER_FOLDER = "choose another folder with --out"
+_OTHER_FOLDER, _PRIVATE = "choose another folder with --out", "private"
 
 
 class _Owner(Stored):
     run: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class RunFile:
+    """A file or folder of a run, and who may see it.
+
+    Attributes:
+      name: Its name.
+      kind: In a private run: public follows from config, sizes and test scores, and covered from
+        parameters with noise. Private is in `RunFolder.private`. A secret is published by nobody.
+      content: What it has.
+      released: What a private one has with `grad.release_only`; "" if it is not written.
+    """
+
+    name: str
+    kind: Literal["public", "covered", "private", "secret"]
+    content: str
+    released: str = ""
+
+    def __get__(self, folder: "RunFolder", owner: type) -> Path:
+        return (folder.private if self.kind == "private" else folder.path) / self.name
 
 
 class RunFolder:
@@ -48,36 +71,54 @@ class RunFolder:
     refused, wherever it lies.
     """
 
+    config = RunFile("config.json", "public", "config, and the run's id")
+    classes = RunFile("classes.json", "public", "names of classes, or given scaling of numbers")
+    imported = RunFile("import.json", "public", "pretrained weights that were read")
+    model = RunFile("model", "public", "tokenizer and config of a published model")
+    memory = RunFile("memory.json", "public", "memory of a step")
+    memory_picture = RunFile("memory.png", "public", "memory of a step")
+    profile = RunFile("profile", "public", "times of operations")
+    lock_file = RunFile(".lock", "public", "process that writes here")
+    summary = RunFile("summary.json", "public", "epsilon, test scores, memory, speed, versions")
+    confusion = RunFile("confusion.png", "public", "counts of test examples")
+    choices = RunFile("choices.json", "public", "answers to multiple-choice questions")
+    checkpoints = RunFile("checkpoints", "covered", "parameters and state of the optimizer")
+    weights = RunFile("weights.safetensors", "covered", "exported parameters")
+    exported = RunFile("exported", "covered", "exported parameters of a published model")
+    samples = RunFile("samples.png", "covered", "generated images")
+    predictions = RunFile("predictions", "covered", "predictions for files that you give")
+    secret_seed = RunFile("secret_seed", "secret", "key of noise and sampling")
+    data = RunFile("data.json", "private", "checksums, hashes of names", "a keyed checksum")
+    metrics = RunFile("metrics.jsonl", "private", "training losses", "epsilon, test scores")
+    tensorboard = RunFile("tensorboard", "private", "the same, pictures", "the same")
+    curves = RunFile("curves.png", "private", "training losses", "test scores")
+    augmented = RunFile("augmented.png", "private", "training images")
+    bad_steps = RunFile("bad_steps.jsonl", "private", "training examples of skipped steps")
+    unreadable = RunFile("unreadable.csv", "private", "names of files that cannot be read")
+    evaluation = RunFile("evaluation.json", "private", "changes of the data", "test scores")
+    rows = RunFile("evaluation.csv", "private", "a row per test example")
+    examples = RunFile("examples.png", "private", "test images")
+    evaluations = RunFile("evaluations", "private", "other test examples", "test scores")
+    attributions = RunFile("attribution.csv", "private", "a row per training example")
+    suspects = RunFile("attribution.png", "private", "training images")
+    attribution = RunFile("attribution", "private", "a row per training example and query")
+    report = RunFile("report.html", "private", "what the other files have", "the same")
+
     def __init__(self, path: Path):
         self.path = path
         self._id: str | None = None
-        self.config = path / "config.json"
-        self.classes = path / "classes.json"
-        self.data = path / "data.json"
-        self.imported = path / "import.json"
-        self.model = path / "model"
-        self.secret_seed = path / "secret_seed"
-        self.metrics = path / "metrics.jsonl"
-        self.bad_steps = path / "bad_steps.jsonl"
-        self.unreadable = path / "unreadable.csv"
-        self.summary = path / "summary.json"
-        self.memory = path / "memory.json"
-        self.memory_picture = path / "memory.png"
-        self.curves = path / "curves.png"
-        self.augmented = path / "augmented.png"
-        self.confusion = path / "confusion.png"
-        self.examples = path / "examples.png"
-        self.checkpoints = path / "checkpoints"
-        self.evaluation = path / "evaluation.json"
-        self.rows = path / "evaluation.csv"
-        self.evaluations = path / "evaluations"
-        self.choices = path / "choices.json"
-        self.attributions = path / "attribution.csv"
-        self.suspects = path / "attribution.png"
-        self.attribution = path / "attribution"
-        self.profile = path / "profile"
-        self.report = path / "report.html"
-        self.lock_file = path / ".lock"
+        self._is_private: bool | None = None
+
+    @property
+    def private(self) -> Path:
+        """Folder of private files: `private` of a private run, else the run's own.
+
+        With `grad.release_only` there is none, and nothing private is written.
+        """
+        if self._is_private is None and self.config.is_file():
+            config = self.read_config()
+            self._is_private = config.is_private and not config.is_release_only
+        return self.path / _PRIVATE if self._is_private else self.path
 
     @classmethod
     def of(cls, given: str) -> Self:
@@ -199,36 +240,46 @@ class RunFolder:
                 return f" (did you mean {self.path.with_name(closest)}?)"
         return ""
 
-    def create(self, run_id: str | None = None) -> None:
+    def create(self, config: Config | None = None, run_id: str | None = None) -> None:
         """Create an empty folder, which becomes a run's with `write_config`.
 
-        The id is drawn, or given. Files of a run that ended before its first step are removed.
+        The id is drawn, or given. Files of a run that ended before its first step are removed. The
+        config says whether there are private files.
         """
+        inner = self.path / _PRIVATE
         with writing(self.path, _OTHER_FOLDER):
             self.path.mkdir(parents=True, exist_ok=True)
-            names = {p.name for p in self.path.iterdir()}
+            there = {*self.path.iterdir()} - {inner}
+            there |= {*inner.iterdir()} if inner.is_dir() else set()
         if self.has_started:
             raise UserError(
                 f"{self.path} already holds a run: continue it with --resume, "
                 "or choose another folder with --out"
             )
-        before_first_step = {
-            *(self.lock_file, self.report, self.config, self.classes, self.data, self.secret_seed),
-            *(self.imported, self.model, self.evaluation, self.choices),
-            *(self.memory, self.memory_picture),
-        }
-        if self.config.name in names:  # of a run, which was refused before it logged anything
-            before_first_step |= {self.metrics, self.bad_steps, self.checkpoints}
-            before_first_step |= {self.unreadable, self.augmented}
-        allowed = {name for path in before_first_step for name in (path.name, _part(path).name)}
-        if names - allowed:
+        names = _BEFORE_FIRST_STEP
+        if self.config in there:  # of a run, which was refused before it logged anything
+            names = {file.name for file in FILES}
+        paths = {folder / name for folder in (self.path, inner) for name in names}
+        if there - paths - {*map(_part, paths)}:
             raise UserError(
                 f"{self.path} is not empty and holds no run: choose another folder with --out"
             )
         with writing(self.path, _OTHER_FOLDER):
             for path in (self.classes, self.unreadable, self.config):
                 path.unlink(missing_ok=True)
+            if config:
+                self._begin(config)
         self._id = run_id or secrets.token_hex(8)
+
+    def _begin(self, config: Config) -> None:
+        """Create the folder of private files, with those of an imported run that becomes one."""
+        before, self._is_private = self.private, config.is_private and not config.is_release_only
+        if self.private == before:
+            return
+        self.private.mkdir(exist_ok=True)
+        for file in FILES:
+            if file.kind == "private" and (before / file.name).exists():
+                (before / file.name).rename(self.private / file.name)
 
     def resume(self, config: Config, steps: int) -> None:
         """Check that the run here has this config, and update the fields that may change.
@@ -257,6 +308,7 @@ class RunFolder:
         if self.id is None and not self.config.exists():  # a run of an earlier version gets none
             self._id = secrets.token_hex(8)
         with writing(self.path, _OTHER_FOLDER):
+            self._begin(config)
             atomic_write(self.config, configs.to_json(config, self._id))
 
     @property
@@ -264,7 +316,14 @@ class RunFolder:
         """Number of lines and checksum of what was logged, by file."""
         paths = self.metrics, self.bad_steps
         contents = {p.name: p.read_bytes() if p.exists() else b"" for p in paths}
-        return {name: [c.count(b'{"step"'), zlib.crc32(c)] for name, c in contents.items()}
+        return {name: [c.count(b'{"step"'), self._checksum(c)] for name, c in contents.items()}
+
+    def _checksum(self, content: bytes) -> int:
+        """Return a checksum for a file that may be published, which tells nothing private."""
+        if self.private == self.path or not self.secret_seed.is_file():
+            return zlib.crc32(content)
+        key = stored.read_bytes(self.secret_seed)
+        return int.from_bytes(hmac.digest(key, content, "sha256")[:4])
 
     def drop_metrics_after(self, step: int, logged: dict[str, list[int]] | None) -> list[str]:
         """Drop lines that a killed run logged after its last checkpoint.
@@ -289,6 +348,15 @@ class RunFolder:
         """Return the training time until the last line of metrics, over all processes."""
         lines = read_metrics(self.metrics)
         return float(lines[-1].get("seconds", 0.0)) if lines else 0.0
+
+
+_BEFORE_FIRST_STEP = {
+    *(".lock", "report.html", "config.json", "classes.json", "data.json", "secret_seed", "model"),
+    *("import.json", "evaluation.json", "choices.json", "memory.json", "memory.png"),
+}
+"""Files of a run that was refused before its first step."""
+FILES = [file for file in vars(RunFolder).values() if isinstance(file, RunFile)]
+"""Files of a run."""
 
 
 def run_name(run: str | None) -> str:

@@ -100,7 +100,7 @@ class _Names(NamedTuple):
 
 def stamp_of(folder: RunFolder, config: Config, data: dict[str, Any]) -> Stamp:
     """Return what a part of the run is trained with."""
-    contents = _fields(config), _record(folder, config, data)
+    contents = _fields(config), _record(folder, config, data, keyed=config.is_private)
     texts = (json.dumps(content, sort_keys=True).encode() for content in contents)
     return Stamp(
         describe_seed(folder, config), *(hashlib.sha256(text).hexdigest()[:16] for text in texts)
@@ -307,12 +307,15 @@ def _trained_on(record: dict[str, Any]) -> _Names:
     return _Names.from_text(record["train_names"]).union(earlier)
 
 
-def _record(folder: RunFolder, config: Config, data: dict[str, Any]) -> dict[str, Any]:
+def _record(
+    folder: RunFolder, config: Config, data: dict[str, Any], *, keyed: bool | None = None
+) -> dict[str, Any]:
     """Contents of data.json about the data: all, or a code that tells nothing without the key.
 
-    No guarantee of privacy covers the description, so `grad.release_only` must not write it.
+    No guarantee of privacy covers the description. So `grad.release_only` must not write it, and
+    neither may the files of a private run that are published.
     """
-    if not config.is_release_only:
+    if not (config.is_release_only if keyed is None else keyed):
         return data
     return {"keyed_checksum": keyed_checksum(folder, config, json.dumps(data))}
 

@@ -93,6 +93,7 @@ def describe_seeds(folder: RunFolder, config: Config) -> str:
         return (
             f"noise and sampling follow from {folder.secret_seed}: never publish this file, and "
             "delete it when you will not resume the run"
+            + ("" if config.is_release_only else f"; nor publish what is in {folder.private}")
         )
     return (
         f"NO PRIVACY: grad.insecure_noise_seed {config.grad.insecure_noise_seed} is in "

@@ -24,8 +24,9 @@ from train.data import Dataset, buckets, poisson
 from train.data.canaries import add_canaries, draw_included, exclude
 from train.data.placeholder import Placeholder
 from train.data.unreadable import UnreadableFiles
-from train.errors import UserError
+from train.errors import UserError, shorten
 from train.gradients.privacy import Privacy
+from train.networks.pretrained import PretrainedNetwork, without_module
 from train.run.evaluation import Evaluator
 from train.run.mesh import Layout, shardings
 from train.run.metrics import best_metric
@@ -184,10 +185,11 @@ def setup(config: Config, *, without_data: bool = False, dataset: Dataset | None
     if config.examples_per_user:
         task = task._replace(loss=per_user(task.loss))
 
-    steps_per_epoch = _num_units(task.dataset) / config.data.batch_size
+    units = _num_units(task.dataset)
+    steps_per_epoch = units / config.data.batch_size
     steps = _num_steps(config, steps_per_epoch)
     schedule = _schedule(config, steps, steps_per_epoch)
-    privacy = config.grad.privacy(config, _num_units(task.dataset), steps)
+    privacy = config.grad.privacy(config, units, steps)
     optimizer = _optimizer(config, schedule)
     mode, optimizer = config.grad.build_for(config, optimizer, privacy, task.dataset, schedule)
     average = optim.schedule_free_params if config.optim.is_schedule_free else None
@@ -209,6 +211,13 @@ def setup(config: Config, *, without_data: bool = False, dataset: Dataset | None
             jax.eval_shape(step, state_shapes, batch_shapes)
         except ValueError as error:  # a network that mixes examples
             raise UserError(f"grad: {error}") from error
+    notes, network = _notes(config, task.dataset, steps, missing), task.model
+    has_adapters = isinstance(network, PretrainedNetwork) and network.is_frozen and not network.new
+    if has_adapters and (lacking := without_module(network, state_shapes.params)):
+        notes.append(
+            f"model.lora_targets: PEFT has no module for {shorten(lacking)}, so that fnet export "
+            "writes merged weights only, and refuses --adapters"
+        )
     return Setup(
         config=config,
         task=task,
@@ -221,7 +230,7 @@ def setup(config: Config, *, without_data: bool = False, dataset: Dataset | None
         batch_shapes=batch_shapes,
         privacy=privacy,
         canaries=canaries,
-        notes=tuple(_notes(config, task.dataset, steps, missing)),
+        notes=tuple(notes),
     )
 
 
@@ -244,6 +253,16 @@ def _notes(config: Config, dataset: Dataset, steps: int, missing: Placeholder | 
             )
         notes.append("memory: the process may hold more than predicted (GLIBC_TUNABLES)")
     notes += config.model.notes(config.data, dataset.classes)
+    if config.is_private and config.checkpoint.best:
+        notes.append(
+            "checkpoint.best: no guarantee covers the test examples, by which the best checkpoint "
+            "is chosen; if they are private, too, publish the last one, with --checkpoint.no-best"
+        )
+    if config.is_private and config.tracking.wandb and not config.is_release_only:
+        notes.append(
+            "tracking.wandb: sends losses and pictures of training examples, which the guarantee "
+            "does not cover; give grad.release_only unless the server may see them"
+        )
     if not config.is_release_only:  # These depend on training examples.
         notes += [f"data: {note}" for note in dataset.notes]
         if steps < _FEW_STEPS and config.train.steps is None and not missing:

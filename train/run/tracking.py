@@ -43,7 +43,7 @@ def check(config: Config) -> None:
 
 
 @contextlib.contextmanager
-def tracking(config: Config, folder: Path, start: int) -> Iterator[Tracker]:
+def tracking(config: Config, folder: RunFolder, start: int) -> Iterator[Tracker]:
     """Yield a tracker that sends metrics and pictures to the config's trackers.
 
     Of steps after ``start`` that a killed run logged, TensorBoard drops the old values, and Weights
@@ -52,7 +52,7 @@ def tracking(config: Config, folder: Path, start: int) -> Iterator[Tracker]:
     with contextlib.ExitStack() as stack:
         trackers: list[Tracker] = []
         if config.tracking.tensorboard:
-            trackers.append(stack.enter_context(_tensorboard(folder / "tensorboard", start)))
+            trackers.append(stack.enter_context(_tensorboard(folder.tensorboard, start)))
         # One process is enough. The TensorBoard files of the others are in temporary folders.
         if config.tracking.wandb and jax.process_index() == 0:
             trackers.append(stack.enter_context(_wandb(config, folder)))
@@ -90,14 +90,14 @@ def _tensorboard(folder: Path, start: int) -> Iterator[Tracker]:
 
 
 @contextlib.contextmanager
-def _wandb(config: Config, folder: Path) -> Iterator[Tracker]:
+def _wandb(config: Config, folder: RunFolder) -> Iterator[Tracker]:
     import wandb
 
     flat: dict[str, Any] = flatten(config)
-    id = RunFolder(folder).id  # so that a resumed run continues the same curves
+    id, into = folder.id, str(folder.private)  # a resumed run continues the same curves
     try:
         run = wandb.init(
-            project="fnet", name=config.name, id=id, resume="allow", config=flat, dir=str(folder)
+            project="fnet", name=config.name, id=id, resume="allow", config=flat, dir=into
         )
     except wandb.errors.Error as error:
         raise UserError(f"tracking.wandb: {error}") from error

@@ -383,7 +383,7 @@ def _splits(eqn: JaxprEqn) -> bool:
 def _check_effects(name: str, closed: ClosedJaxpr) -> None:
     """Refuse programs that could carry values from one example to another."""
     effects = [e for e in closed.effects if "Debug" not in type(e).__name__]
-    if axes := [e.name for e in effects if hasattr(e, "name")]:
+    if axes := [e.name for e in effects if type(e).__name__ == "NamedAxisEffect"]:
         raise ValueError(
             f"{name}: the loss communicates over the mesh axis {axes[0]!r}, so the examples of "
             "different devices meet. Remove collectives such as jax.lax.pmean from it."

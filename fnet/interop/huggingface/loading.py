@@ -129,6 +129,11 @@ def match_tensors(
     The arguments are those of `from_huggingface`. Returns the model, and a `jax.ShapeDtypeStruct`
     for each parameter with the dtype of the file.
     """
+    named = {**config, **(config.get("text_config") or {})}
+    for name in named.keys() & {"num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth"}:
+        # Each layer has a tensor. Building layers that are not there takes long.
+        if isinstance(layers := named[name], int) and layers > len(tensors):
+            raise ValueError(f"{name}: {layers:,}, but the checkpoint has {len(tensors):,} tensors")
     if dtype is None:
         largest = max(tensors.values(), key=lambda t: np.prod(t.shape), default=None)
         dtype = jnp.float32 if largest is None else np.dtype(largest.dtype)

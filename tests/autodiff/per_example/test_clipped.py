@@ -556,6 +556,12 @@ def test_a_loss_that_communicates_with_other_devices_is_refused():
         jax.jit(gradient)(jnp.float32(1), jnp.ones(4))
 
 
+def test_a_loss_that_closes_over_a_mutable_array_is_refused():
+    ref = jax.new_ref(jnp.float32(1))
+    with pytest.raises(ValueError, match=r"side effects .*Remove mutable arrays \(jax.new_ref\)"):
+        clipped_grad(lambda w, x: x * w * ref[...], 1.0)(jnp.float32(1), jnp.ones(4))
+
+
 def test_complex_parameters_have_the_gradients_of_jax_grad():
     w = example_losses.normal(0, 4, 3) + 1j * example_losses.normal(1, 4, 3)
     x = example_losses.normal(2, B, 4)

@@ -71,7 +71,8 @@ def test_one_row_less_moves_no_other(tmp_path):
     def tested(rows):
         data = load(write_npz(tmp_path / "a.npz", x=x[rows], y=y[rows], extra=y))
         assert any(note.endswith("that are not read: extra") for note in data.notes)
-        return {rows[id] for id in data.test["id"].tolist()}
+        first, count = len(data.train["id"]), len(data.test["id"])
+        return {rows[data.place(first + i)["index"]] for i in range(count)}
 
     whole = tested([*range(60)])
     assert 5 < len(whole) < 20

@@ -3,11 +3,16 @@
 import itertools
 import json
 import os
+import pickle
 import re
+import shutil
+from pathlib import Path
 
 import pytest
+from image_cases import write_image
 from program_cases import assert_one_line_error, exit_code, fnet_command, output_of
 from report_cases import LINES, make_run
+from safetensors.numpy import load_file
 
 from train.commands import folds
 from train.config import Config, ImageFolder
@@ -71,9 +76,9 @@ def damages():
     """``{name: change}``: what people, disks and programs do to a file."""
 
     def values(text):
-        pattern, count = r'(?<=: )(-?[\d.e+-]+|"[^"]*"|null|true|false)', itertools.count()
-        return lambda path: path.write_text(
-            re.sub(pattern, lambda m: m[0] if next(count) % 3 else text, path.read_text())
+        pattern, count = rb'(?<=: )(-?[\d.e+-]+|"[^"]*"|null|true|false)', itertools.count()
+        return lambda path: path.write_bytes(
+            re.sub(pattern, lambda m: m[0] if next(count) % 3 else text.encode(), path.read_bytes())
         )
 
     def replaced(make):
@@ -133,6 +138,89 @@ def test_a_damaged_file_is_one_line_with_its_name(damage, tmp_path):
         for read in readers.values():
             error = error_of(read, RunFolder(folder.path))
             assert not error or (str(folder.path) in error and "\n" not in error), error
+
+
+COMMANDS = {
+    "train": ("r", "--resume"),
+    "eval": ("r",),
+    "predict": ("r", "4.png"),
+    "attribute": ("r", "--method", "tracin"),
+    "export": ("r", "--out", "w.safetensors"),
+    "report": ("r",),
+}
+RESULTS = {
+    "train": "r/summary.json",
+    "eval": "r/evaluation.json",
+    "predict": "r/predictions/predictions.json",
+    "attribute": "r/attribution.csv",
+    "export": "w.safetensors",
+}
+FILES = (
+    *("config.json", "classes.json", "data.json", "metrics.jsonl", "summary.json"),
+    *("evaluation.csv", "memory.json", "checkpoints/8/_CHECKPOINT_METADATA"),
+    *("checkpoints/8/data/metadata", "checkpoints/8/state/_METADATA"),
+    *("checkpoints/8/state/manifest.ocdbt", "checkpoints/6/_CHECKPOINT_METADATA"),
+)
+
+
+def cases():
+    """Each damage of each file, with the commands in turn."""
+    pairs = [(file, damage) for damage in damages() for file in FILES]
+    names = [*COMMANDS] * 2 + [*COMMANDS][:1]  # 13, so that each file meets each command
+    return [(names[i % len(names)], *pair) for i, pair in enumerate(pairs)]
+
+
+def result_of(command):
+    """Return what a command wrote: all of it, or the numbers in it that no time is in."""
+    if command not in RESULTS:
+        return None
+    if command == "export":
+        return {name: a.tolist() for name, a in load_file(RESULTS[command]).items()}
+    content = Path(RESULTS[command]).read_bytes()
+    if command == "attribute":
+        return content
+    result = json.loads(content)
+    return {name: result[name] for name in ("metrics", "predictions") if name in result}
+
+
+@pytest.fixture
+def results(workplace, finished_run, tmp_path_factory):
+    """Return the results of an intact run by command, and leave a copy of it to damage."""
+    write_image(workplace / "4.png", 4, (8, 8))
+    shelf = tmp_path_factory.getbasetemp() / "results.pickle"
+    if not shelf.exists():
+        found = {}
+        for command, words in COMMANDS.items():
+            shutil.copytree(finished_run, "r")
+            fnet_command(command, *words)
+            found[command] = result_of(command)
+            shutil.rmtree("r")
+        Path("w.safetensors").unlink()
+        shelf.write_bytes(pickle.dumps(found))
+    finished_run.rename("r")
+    return pickle.loads(shelf.read_bytes())
+
+
+@pytest.mark.sweep(53)
+@pytest.mark.parametrize(("command", "file", "damage"), cases())
+def test_a_command_on_a_damaged_run_has_the_right_result_or_one_line(
+    command, file, damage, results, capsys
+):
+    damages()[damage](Path("r", file))
+    code = 0
+    try:
+        fnet_command(command, *COMMANDS[command])
+    except SystemExit as exit_:
+        code = exit_.code
+    output, errors = capsys.readouterr()
+    if code:
+        assert errors.splitlines()[-1].startswith("fnet: "), errors
+        # Another config, such as {}, is of another run than the other files.
+        named = ("r/",) if file == "config.json" else (file.split("/")[0].partition(".")[0],)
+        assert any(name in errors.splitlines()[-1] for name in named), errors
+        return
+    output += errors
+    assert result_of(command) == results[command] or file.split("/")[0] in output
 
 
 def test_files_of_another_run_are_refused_and_left_out_of_a_report(tmp_path):

@@ -295,6 +295,7 @@ MISTAKES = [
     (("train", "tiny.py", "--grad.mode", "clip"), "--grad.mode: expected one of attribution, clipped, mean, microbatch, per_example, got clip"),
     (("train", "tiny.py", "--grad.mode", "microbatch", "--grad.microbatches", "3"), "grad.microbatches: 3 do not divide data.batch_size 16"),
     (("train", "tiny.py", "--grad.mode", "microbatch", "--grad.clip", "3"), "--grad.clip: an option of --grad.mode clipped"),
+    (("train", "tiny.py", "--data.batch-size", "1438"), "data.batch_size: 1,438 is more than the 1,437 training examples; give a smaller one"),
     (("configs", "all"), "unexpected all; usage: fnet configs"),
 ]  # fmt: skip
 
@@ -440,7 +441,7 @@ def test_resume_does_not_start_a_run_among_other_files(workplace, capsys):
 
 
 def test_removes_the_folder_of_a_run_that_did_not_start(workplace, monkeypatch):
-    def refuse(folder, run_id):
+    def refuse(folder, config, run_id):
         raise UserError("refused")
 
     monkeypatch.setattr(RunFolder, "create", refuse)

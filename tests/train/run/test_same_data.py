@@ -15,7 +15,7 @@ from program_cases import assert_one_line_error, exit_code, fnet_command, output
 from train.config import ArrayFile, ChatFile, ImageFolder, SegmentationFolder, TextFile
 from train.data import Dataset
 from train.data.splits import hash_names
-from train.run.run_folder import read_sealed, seal
+from train.run.run_folder import FILES, RunFolder, read_sealed, seal
 from train.run.same_data import _MOST_NAMES, _Names, describe_data
 
 TEXT = "In the beginning there was a text of some length. " * 20
@@ -138,13 +138,12 @@ def test_a_private_run_continues_with_the_same_data(resumed, capsys):
     ],
     ids=["missing", "other checksum"],
 )
-def test_a_private_run_does_not_continue_without_a_description(
-    resumed, damage, reason, tmp_path, capsys
-):
-    damage(tmp_path / "run" / "data.json")
+def test_a_private_run_does_not_continue_without_a_description(resumed, damage, reason, capsys):
+    path = RunFolder(Path("run")).data
+    damage(path)
     capsys.readouterr()
     assert exit_code(*resumed) == 2
-    assert_one_line_error(capsys, f"cannot read run/data.json: {reason}")
+    assert_one_line_error(capsys, f"cannot read {path}: {reason}")
 
 
 def test_a_private_run_does_not_continue_with_another_secret_seed(resumed, tmp_path, capsys):
@@ -187,11 +186,9 @@ def test_a_private_run_does_not_continue_with_an_edited_config(
 
 
 @pytest.mark.parametrize("version", ["1.9", None], ids=["another", "not recorded"])
-def test_a_private_run_does_not_continue_with_batches_of_another_library(
-    resumed, version, tmp_path, capsys
-):
+def test_a_private_run_does_not_continue_with_batches_of_another_library(resumed, version, capsys):
     pytest.importorskip("jax_privacy")
-    path = tmp_path / "run" / "data.json"
+    path = RunFolder(Path("run")).data
     written = read_sealed(path)
     written["versions"].pop("jax-privacy")
     written["versions"] |= {"jax-privacy": version} if version else {}
@@ -202,7 +199,7 @@ def test_a_private_run_does_not_continue_with_batches_of_another_library(
 
 
 def test_release_only_describes_the_data_only_to_the_holder_of_the_seed(private_run):
-    written = read_sealed(private_run / "run" / "data.json")
+    written = read_sealed(RunFolder(private_run / "run").data)
     config = json.loads((private_run / "run" / "config.json").read_text())
     assert written.pop("has_saved")
     assert written.pop("run") == config["run"]
@@ -219,6 +216,15 @@ def test_release_only_describes_the_data_only_to_the_holder_of_the_seed(private_
         data = describe_data(images_in_one_file(Path("data"), changed=False), private=True)
     code = hmac.new(secret, json.dumps(data).encode(), "sha256").hexdigest()
     assert written == {"keyed_checksum": code}
+
+
+def test_private_files_are_in_one_folder_and_nowhere_with_release_only(private_run):
+    run, there = RunFolder(private_run / "run"), set()
+    for file in (file for file in FILES if file.__get__(run, RunFolder).exists()):
+        there.add(file.__get__(run, RunFolder))
+        assert file.kind != "private" or file.released or run.private != run.path
+    assert {*run.path.iterdir(), *run.private.iterdir()} == there | {run.private} - {run.path}
+    assert (run.private != run.path) == (run.private / "evaluation.csv").exists()
 
 
 PICTURES = """

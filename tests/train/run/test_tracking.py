@@ -19,6 +19,7 @@ from train.output.progress import line_printer
 from train.run import tracking
 from train.run.planning import StepCache, compile_step
 from train.run.profiling import Profile
+from train.run.run_folder import RunFolder
 from train.run.setup import setup
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("workplace")]
@@ -63,7 +64,7 @@ def test_tensorboard_drops_later_steps_of_a_killed_run(start, tmp_path, monkeypa
 
     monkeypatch.setitem(sys.modules, "tensorboardX", SimpleNamespace(SummaryWriter=writer))
     config = Config(tracking=Tracking(tensorboard=True))
-    with tracking.tracking(config, tmp_path, start):
+    with tracking.tracking(config, RunFolder(tmp_path), start):
         assert begun == [start + 1]
 
 
@@ -105,7 +106,7 @@ def test_wandb_continues_the_same_run(workplace, wandb):
 
 def test_wandb_records_a_failed_run(tmp_path, wandb):
     config = Config(tracking=Tracking(wandb=True))
-    with pytest.raises(TrainingError), tracking.tracking(config, tmp_path, 0):
+    with pytest.raises(TrainingError), tracking.tracking(config, RunFolder(tmp_path), 0):
         raise TrainingError("the loss is nan")
     assert wandb.ended == [(0, 1)]
 
@@ -121,7 +122,7 @@ def test_wandb_without_a_login_is_a_user_error(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", module)
     config = Config(tracking=Tracking(wandb=True))
     refused = pytest.raises(UserError, match=r"^tracking.wandb: api_key not configured")
-    with refused, tracking.tracking(config, tmp_path, 0):
+    with refused, tracking.tracking(config, RunFolder(tmp_path), 0):
         pass
 
 

@@ -367,6 +367,7 @@ def test_chat_answers_until_the_end_token(folder, capsys, monkeypatch):
         ({"hidden_size": 16}, "expected shape"),
         ({"num_hidden_layers": 1}, "the checkpoint has tensors that the model does not"),
         ({"num_hidden_layers": 3}, "the checkpoint lacks model.layers.2"),
+        ({"num_hidden_layers": 100}, "num_hidden_layers: 100, but the checkpoint has 21 tensors"),
     ],
 )
 def test_rejects_models_that_do_not_fit(folder, capsys, change, message):
@@ -374,6 +375,14 @@ def test_rejects_models_that_do_not_fit(folder, capsys, change, message):
     assert exit_code("import", "llama", "--out", "run") == 2
     assert_one_line_error(capsys, message)
     assert not (folder / "run").exists()
+
+
+def test_adapters_that_peft_has_no_module_for_are_reported_before_training(folder):
+    before = setup(config_of(folder, lora_rank=2)).notes
+    targets = "blocks/*/kernel", "embedding/*"
+    *same, note = setup(config_of(folder, lora_rank=2, lora_targets=targets)).notes
+    assert (*same,) == before
+    assert "PEFT has no module for embedding/embedding, so that fnet export writes merged" in note
 
 
 def test_rejects_options_of_adapters_without_adapters(folder, capsys):

@@ -89,7 +89,7 @@ def check_predictions(run, write):
         assert label["label"] == row["prediction"]
         assert label["probability"] == pytest.approx(float(row["probability"]), abs=1e-5)
     table = (run / "predictions" / "predictions.csv").read_text().splitlines()
-    assert table[0].startswith("text,prediction,probability")
+    assert table[0].startswith("text,index,prediction,probability")
     assert len(table) == 1 + len(TEXTS)
 
 
