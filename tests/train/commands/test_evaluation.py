@@ -382,7 +382,7 @@ MISTAKES = [
     ("colours", ("--crops", "5"), "--crops: expected one of 1, 2, 10"),
     ("colours", ("--resize", "4"), "data.resize: 4 is less than data.image_size 8"),
     ("colours", ("--image-size", "0"), "--image-size: expected greater than or equal to 1, got 0"),
-    ("halves", ("--crops", "10"), "its options: --split, --path, --image-size, --scales, --flip"),
+    ("halves", ("--crops", "10"), "its options: --split, --path, --image-size, --mask-reading, --scales, --flip"),
     ("halves", ("--scales", "0"), "--scales: expected greater than 0"),
     ("halves", ("--scales", "inf"), "--scales: expected a finite number, got inf"),
     ("halves", ("--scales", "0.1"), "--scales: 0.1 resizes images to 2 pixels; expected at least 8 pixels"),
