@@ -167,14 +167,6 @@ class Mul(Reader):
 
 
 @dataclasses.dataclass(frozen=True)
-class CheckpointName(Reader):
-    """A name for the policy of a `jax.checkpoint`, by `jax.ad_checkpoint.checkpoint_name`."""
-
-    primitive = "name"
-    name: str
-
-
-@dataclasses.dataclass(frozen=True)
 class Cond(Reader):
     """A `jax.lax.cond` or `jax.lax.switch`, whose first operand chooses one of the branches."""
 

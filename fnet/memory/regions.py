@@ -148,12 +148,6 @@ class Division(NamedTuple):
         return sum(made_bytes(e) for r in self.regions for e in r.jaxpr.eqns)
 
     @property
-    def time(self) -> float:
-        """Time of a forward pass through all parts."""
-        wholes = (part_of_jaxpr(p.eqns, [], []) for p in self.parts if isinstance(p, Whole))
-        return sum(estimate_cost(j).time for j in (*wholes, *(r.jaxpr for r in self.regions)))
-
-    @property
     def held(self) -> set[Var]:
         """Arguments of repeated regions, which are in memory until these run again."""
         return {v for r in self.repeated.values() for v in r.jaxpr.invars}

@@ -15,7 +15,7 @@ from image_cases import color, write_class_folders, write_image
 from PIL import Image
 from program_cases import assert_one_line_error, exit_code, fnet_command, output_of
 
-from train.config import Config, HuggingFace, ImageFolder, from_json, to_json
+from train.config import HuggingFace, ImageFolder
 from train.data import evaluation_batches
 from train.data.unreadable import UnreadableFiles
 from train.errors import UserError
@@ -302,11 +302,6 @@ def test_invalid_data_sets_are_refused_in_one_line(hub, change, options, message
     if change:
         change(hub)
     assert message in load_error(**options)
-
-
-def test_the_config_section_round_trips_through_json():
-    config = Config(data=HuggingFace(path="x/y", subset="z", mean=(0.1, 0.2, 0.3)))
-    assert from_json(to_json(config), "here") == config
 
 
 @pytest.mark.slow

@@ -9,7 +9,6 @@ from data_cases import error_message, take_batches
 from image_cases import write_image, write_mask
 from PIL import ExifTags, Image
 
-from train.config import Config, from_json, to_json
 from train.data import evaluation_batches
 from train.data.label_map import plain_label_map
 from train.data.segmentation_folder import SegmentationFolder
@@ -388,11 +387,6 @@ def test_refuses_missing_folders(folder, tmp_path_factory):
 
 def test_refuses_scales_in_the_wrong_order(folder):
     assert load_error(folder, scale=(2.0, 0.5)) == "data.scale: 2.0 is more than 0.5"
-
-
-def test_the_config_section_round_trips_through_json():
-    config = Config(data=SegmentationFolder(path="x", classes=21, scale=(0.75, 1.25)))
-    assert from_json(to_json(config), "here") == config
 
 
 @pytest.mark.parametrize(
