@@ -173,6 +173,9 @@ class ArrayFile(Data):
         )
 
 
+load = ArrayFile.load
+
+
 class _Split(NamedTuple):
     """A split's .npz file, and the names of its arrays."""
 
