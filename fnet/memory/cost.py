@@ -92,7 +92,7 @@ def estimate_cost(program: ClosedJaxpr | Jaxpr) -> Cost:
       >>> memory.estimate_cost(
       ...     jax.make_jaxpr(f)(jnp.zeros((3, 5)), jnp.zeros((5, 7)))
       ... )
-      Cost(flops=210, bytes=284)
+      Cost(flops=210, bytes=284, overhead=0.0)
     """
     costs = list(map(equation_cost, program.eqns))
     return Cost(sum(cost.flops for cost in costs), sum(cost.bytes for cost in costs))
