@@ -16,7 +16,7 @@ LEDGER = {
     "train/data": 11_278,
     "train/run + train/commands": 8_596,
     "train, the rest": 8_335,
-    "tests": 61_332,
+    "tests": 61_348,
     "benchmarks": 16_514,
 }
 """Lines of ``*.py``. A row of its own takes a package out of the rest."""

@@ -752,8 +752,8 @@ def test_runs_report_what_was_changed_in_the_data(write):
         "data: 1 of 3 training examples were cut into rows of 33 tokens",
     )
     private = Clipped(noise_multiplier=1.0, delta=1e-2, release_only=True)
-    (note,) = setup(dataclasses.replace(config, grad=private)).notes
-    assert note.startswith("checkpoint.best: ")
+    private = dataclasses.replace(config, grad=private)
+    assert [note[:15] for note in setup(private).notes] == ["checkpoint.best"]
 
 
 PRIVATE = Clipped(noise_multiplier=1.0, delta=1e-5)

@@ -317,6 +317,23 @@ def test_holds_out_a_fraction_of_each_class_without_a_test_folder(tmp_path, inne
     assert [other.name(i) for i in other.test["id"]] != test
 
 
+def test_one_more_image_moves_no_other(tmp_path):
+    for i in range(60):
+        write_image(tmp_path / "data" / ("cat" if i < 45 else "dog") / f"{i:02}é.png", i)
+    before = load(tmp_path / "data", split_seed=3)
+    write_image(tmp_path / "data" / "cat" / "-first.png", 60)
+    for path in (tmp_path / "data" / "dog").iterdir():  # as a Mac writes it
+        path.rename(path.with_name(unicodedata.normalize("NFD", path.name)))
+    (tmp_path / "data").rename(tmp_path / "moved")
+    after = load(tmp_path / "moved", split_seed=3)
+
+    def test_names(data):
+        names = (unicodedata.normalize("NFC", data.name(i)) for i in data.test["id"])
+        return {name.partition("/cat/")[2] or name.partition("/dog/")[2] for name in names}
+
+    assert test_names(after) - {"-first.png"} == test_names(before)
+
+
 def test_tells_of_a_folder_beside_the_training_images(tmp_path):
     for split in ("train", "eval"):
         for name in ("cat", "dog"):
