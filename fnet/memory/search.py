@@ -28,7 +28,7 @@ Build = Callable[[Any, int], jax.stages.Traced]
 """``build(policy, microbatches)`` traces a step, with ``policy.apply(loss)`` as its loss."""
 
 SIZES = (0.06, 0.15, 0.3, 0.5, 1.0)
-"""Bytes of a window that are tried, as shares of all."""
+"""Bytes of a window that are tried, as shares of all; in and around chunks every second one."""
 _MOST_LEVELS = 10
 _MOST_KEPT = 3  # numbers of kept arrays that are tried
 _FAST, _FEW, _MUCH = 1.01, 1.02, 1.3  # times, relative to the plain one, that are good enough
@@ -235,7 +235,7 @@ class Planner:
             return []
         if base.option.tree not in self._paths:
             found: dict[tuple[Window, ...], float] = {}
-            for size in SIZES:
+            for size in SIZES if base is self.plain else SIZES[1::2]:
                 parts = tuple(partition(base.loss.closed.jaxpr, size))
                 found.setdefault(parts, size)
             paths = [_Path(base, size, len(parts)) for parts, size in found.items()]
@@ -248,11 +248,13 @@ class Planner:
 
     def _rows(self, fits: Fits, inside: Node = PLAIN) -> Iterator[Option]:
         """Chunks of rows: the fewest that fit, and more that keep arrays."""
-        for depth, division in self.divisions.items():
+        for depth, division in [*self.divisions.items()]:
             counts = self._counts(division)
             tree = self._cut(depth, division, inside)
             first, line = self._fewest(tree, counts, fits)
             if first is None:
+                if len(line) == 1 and inside == PLAIN:  # these regions save nothing
+                    del self.divisions[depth]
                 continue
             known = self.trace(tree(counts[first]))
             assert known is not None
@@ -280,7 +282,7 @@ class Planner:
                 guesses = (at for at in range(low + 1, high) if fits(self._guess(line, counts[at])))
                 at = next(guesses, min(high, len(counts)) - 1)
             traced = self.trace(tree(counts[at]))
-            if traced is None or traced.option.bytes > line[1.0]:
+            if traced is None or traced.option.bytes >= line[1.0]:
                 return None, line
             line[1 / counts[at]] = traced.option.bytes
             if fits(traced.option):
