@@ -235,7 +235,7 @@ class Planner:
             return []
         if base.option.tree not in self._paths:
             found: dict[tuple[Window, ...], float] = {}
-            for size in SIZES if base is self.plain else SIZES[1::2]:
+            for size in SIZES if base.option.tree == PLAIN else SIZES[1::2]:
                 parts = tuple(partition(base.loss.closed.jaxpr, size))
                 found.setdefault(parts, size)
             paths = [_Path(base, size, len(parts)) for parts, size in found.items()]
