@@ -311,14 +311,12 @@ class Planner:
         sizes = [0, *itertools.accumulate(nbytes(v) for _, v, _ in rows)]
         saved = [0.0, *itertools.accumulate(equation_cost(e).time for _, _, e in rows)]
 
-        def most(base: Option) -> int:
-            """How many arrays may be kept besides."""
+        def most(base: Option) -> int:  # how many arrays may be kept
             fitting = (k for k, s in enumerate(sizes) if fits(base._replace(bytes=base.bytes + s)))
             return max(fitting, default=0)
 
         bases = {n: fewest if n == counts[0] else self._guess(line, n) for n in counts[:4]}
-        n = max(bases, key=lambda n: saved[most(bases[n])])
-        base = bases[n]
+        n, base = max(bases.items(), key=lambda pair: saved[most(pair[1])])
         for _ in range(_MOST_KEPT):
             k = most(base)
             kept = self.trace(dataclasses.replace(tree(n), keep=k)) if k else None
