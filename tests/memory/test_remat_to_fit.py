@@ -516,10 +516,10 @@ def test_keys_that_the_loss_splits_for_a_loop_pass_between_windows():
     p = {"w": jnp.full((4, 16, 16), 0.1), "v": jnp.ones((16, 16))}
     arguments = p, jax.random.normal(jax.random.key(1), (128, 16)), jax.random.key(0)
     gradient = lambda f: jax.jit(jax.grad(f))(*arguments)  # noqa: E731
-    plain = memory.remat_to_fit(loss, "1GB", *arguments)[1].chosen.peak.total
-    fitted, plan = memory.remat_to_fit(loss, plain // 2, *arguments)
+    fitted, plan = memory.remat_to_fit(loss, "50%", *arguments)
     assert plan.chosen.policy.name != "none"
     in_windows = Blocks(0.1, (NOTHING,)).apply(loss)
     with jax.debug_key_reuse(False):  # the same key twice, on purpose
         for f in (fitted, in_windows):
-            chex.assert_trees_all_close(gradient(f), gradient(loss), rtol=1e-5)
+            # Sums of up to 6 over 128 rows, in another order.
+            chex.assert_trees_all_close(gradient(f), gradient(loss), rtol=1e-5, atol=1e-5)
