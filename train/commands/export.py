@@ -33,7 +33,7 @@ from train.networks.pretrained import Pretrained
 from train.run import weight_files
 from train.run.checkpoints import Checkpoints, load_network
 from train.run.open_run import OpenRun, copy_small_files
-from train.run.run_folder import RunFolder, as_json
+from train.run.run_folder import RunFolder, as_json, part_of
 from train.tasks import language
 
 SHARD_BYTES = 2 * 2**30
@@ -192,7 +192,7 @@ def _with_score(config: Mapping[str, Any], labels: Sequence[str]) -> dict[str, A
 
 @contextlib.contextmanager
 def _new_folder(out: Path) -> Iterator[Path]:
-    part = out.with_name(f".{out.name}.part")
+    part = part_of(out)
     with writing(out):
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)

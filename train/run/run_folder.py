@@ -35,7 +35,7 @@ MAY_CHANGE_ON_RESUME |= {"name"}
 """Fields that change a run's length, input and output, but not what it computes."""
 _OF_MASKS = {f"data.{name}" for name in ("classes", "class_table", "format", "ignore", "images")}
 _OF_MASKS |= {"data.masks", "data.mask_reading", "data.mask_values"}
-"""Fields that say what masks mean, which `class_names.check_classes` compares."""
+"""Fields that say what masks mean, which `open_run.check_classes` compares."""
 _OTHER_FOLDER, _PRIVATE = "choose another folder with --out", "private"
 
 
@@ -260,7 +260,7 @@ class RunFolder:
         if self.config in there:  # of a run, which was refused before it logged anything
             names = {file.name for file in FILES}
         paths = {folder / name for folder in (self.path, inner) for name in names}
-        if there - paths - {*map(_part, paths)}:
+        if there - paths - {*map(part_of, paths)}:
             raise UserError(
                 f"{self.path} is not empty and holds no run: choose another folder with --out"
             )
@@ -437,7 +437,7 @@ def _checksum(content: dict[str, Any]) -> int:
 
 def atomic_write(path: Path, content: str | bytes) -> None:
     """Write a file atomically: neither a reader nor a kill finds half of it."""
-    part = _part(path)
+    part = part_of(path)
     try:
         part.write_bytes(content.encode() if isinstance(content, str) else content)
         os.replace(part, path)
@@ -448,6 +448,6 @@ def atomic_write(path: Path, content: str | bytes) -> None:
         raise
 
 
-def _part(path: Path) -> Path:
-    """Return the temporary path of `atomic_write`, which a kill may leave behind."""
+def part_of(path: Path) -> Path:
+    """Return the temporary path of what is written atomically, which a kill may leave behind."""
     return path.with_name(f".{path.name}.part")

@@ -33,7 +33,7 @@ from train.errors import UserError, shorten
 from train.networks.model_images import class_names
 from train.run.checkpoints import Checkpoints
 from train.run.open_run import OpenRun
-from train.run.run_folder import RunFolder
+from train.run.run_folder import RunFolder, part_of
 from train.run.setup import Setup
 from train.tasks import kind_of
 
@@ -344,7 +344,7 @@ def write(path: Path, arrays: dict[str, np.ndarray], metadata: dict[str, str]) -
     from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
-    part = path.with_name(f".{path.name}.part")
+    part = part_of(path)
     try:
         part.touch()  # fails with a shorter message than save_file
         mode = part.stat().st_mode
