@@ -20,8 +20,8 @@ plans have about the same. (An H100 in float32 computes 20 FLOPs while it moves 
 """
 
 
-# Of a GPU's highest rate, what large products reach; of the bytes of a traced program, what is left
-# after fusion.
+# Large products reach a share of a GPU's highest rate; fusion leaves a share of the bytes of a
+# traced program.
 MATRIX_UNITS, MOVED = 0.6, 0.3
 
 
@@ -51,11 +51,11 @@ class Cost(NamedTuple):
 
 
 class Rates(NamedTuple):
-    """What an accelerator does in the time of one FLOP of its matrix units.
+    """FLOPs of an accelerator's matrix units in the time that other work takes.
 
     Attributes:
-      bytes: FLOPs in the time in which it moves a byte of a traced program.
-      launch: FLOPs in the time in which it starts a kernel.
+      bytes: While it moves a byte of a traced program.
+      launch: While it starts a kernel.
     """
 
     bytes: float

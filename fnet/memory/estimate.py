@@ -145,7 +145,7 @@ class Program:
     def _equation(self, eqn: JaxprEqn, inputs: list[Array]) -> list[Array]:
         name = eqn.primitive.name
         if (called := called_jaxpr(eqn, custom_derivatives=True)) is not None:
-            # What runs again in the backward pass is not merged with the first run.
+            # Rematerialized equations are not merged with the first run.
             if is_checkpoint(eqn) and eqn.params["prevent_cse"] and eqn.params["differentiated"]:
                 inputs = self._barrier(inputs)
             return self.run(called, inputs)
@@ -256,7 +256,7 @@ def _called(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
 
 
 def _densities_of_stacks(scan: Scan) -> list[float]:
-    """Of each result of a scan: that of the equation of the body, infinite for a carry."""
+    """The density of each result of a scan: as in its body, infinite for a carry."""
     made = {v: density_of(e) for e in scan.body.jaxpr.eqns for v in e.outvars}
     return [
         math.inf if isinstance(v, Literal) else made.get(v, math.inf)
@@ -279,7 +279,7 @@ def _bytes(array: Array) -> int:
 
 
 def _key(eqn: JaxprEqn, inputs: list[Array]) -> Any:
-    """What makes two operations equal; None for those that are not merged."""
+    """Equal operations have equal keys; None for one that is never merged."""
     if eqn.effects or inner_jaxprs(eqn) or eqn.primitive.name.startswith("random"):
         return None
     operands = tuple(
@@ -314,7 +314,7 @@ def _of_body(body: ClosedJaxpr, first: int, count: int) -> tuple[int, int]:
     return peak_of(program.operations, results[:count], over)
 
 
-# What is stored.
+# Stored results.
 
 
 class _Stored:

@@ -334,7 +334,7 @@ class _Search:
         if known := self._peaks.get((option.tree, option.microbatches)):
             return self.fits(known.peak.total)
         start = OF_WINDOWS if isinstance(option.tree, Blocks) else self._least
-        # If the plain step was compiled, its estimate errs as those of others do.
+        # If the plain step was compiled, its error corrects the estimates of other trees.
         scale = self._scales.get(_kind(option.tree), start * self._scales.get("Tree", 1.0))
         return self.fits(int(self._fixed + scale * (option.bytes - self._fixed)))
 

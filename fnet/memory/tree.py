@@ -190,7 +190,7 @@ class Tree:
 
     @property
     def name(self) -> str:
-        """What it does with residuals, for a table."""
+        """How it treats residuals, for a table."""
         inner = self.held.name if self.held else "none"
         return " with ".join(n for n in (self.kind, inner) if n not in ("", "none")) or "none"
 
