@@ -1,10 +1,9 @@
 """Annotated images as the readers of annotation files return them, and what these share."""
 
 import contextlib
-import json
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +13,7 @@ import yaml  # type: ignore[import-untyped]
 from train import limits
 from train.data import storage
 from train.data.class_table import Row
-from train.data.columns import normalized
+from train.data.columns import clean_name, normalized, parse_json
 from train.data.files import list_images
 from train.errors import UserError
 
@@ -58,19 +57,19 @@ class Annotations(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
-def to_points(flat: Sequence[float]) -> np.ndarray:
-    """Return points [N, 2] from x, y, x, y, ..."""
-    points = np.array(flat, np.float64).reshape(-1, 2)
-    if not np.isfinite(points).all():
-        raise ValueError("a point is not finite")
-    return points
+def to_points(flat: Any) -> np.ndarray:
+    """Return points [N, 2] from x, y, x, y, ..., or from pairs of them."""
+    values = np.array(flat, np.float64).ravel()
+    if values.size % 2 or not np.isfinite(values).all():
+        raise ValueError(f"an outline is {flat!r:.40}; expected finite numbers x, y, x, y, ...")
+    return values.reshape(-1, 2)
 
 
 def class_name(value: Any) -> str:
     """Return the name of a class. Lists of references to lists would be too much in YAML."""
     if not isinstance(value, str):
         raise TypeError(f"a name is a {type(value).__name__}; expected a text")
-    return normalized(value.strip())
+    return clean_name(value)
 
 
 def find_files(root: Path, suffix: str) -> list[Path]:
@@ -84,7 +83,7 @@ def load_json(path: Path) -> Any:
     """Return what a file of annotations holds."""
     limits.ANNOTATIONS.check(path.stat().st_size, f"data.format: {path}")
     with damaged(path):
-        return json.loads(path.read_bytes())
+        return parse_json(path.read_bytes())
 
 
 def by_normalized_path(root: Path) -> dict[str, str]:

@@ -1,6 +1,7 @@
 """Annotations of COCO: polygons and runs of all images of a split in one file."""
 
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,8 @@ from train.errors import UserError
 def read(root: Path) -> Annotations:
     """Read the annotation files of a folder."""
     files = find_files(root, ".json")
-    named = [path for path in files if "instances" in path.name] or files
     found: dict[str, tuple[Path, dict[str, Any]]] = {}
-    for path in named:
+    for path in [path for path in files if "instances" in path.name] or files:
         content = load_json(path)
         if not isinstance(content, dict) or not {"images", "annotations"} <= content.keys():
             continue
@@ -42,24 +42,26 @@ def read(root: Path) -> Annotations:
             )
         found[split] = path, content
     images: list[AnnotatedImage] = []
+    notes: list[str] = []
     ids: dict[str, Any] = {}
     there = by_normalized_path(root)
     for split, (path, content) in found.items():
         with damaged(path):
             for key in ("images", "categories"):
-                counts = Counter(item["id"] for item in content[key])
-                if twice := [id for id, count in counts.items() if count > 1]:
+                if twice := _repeated(item["id"] for item in content[key]):
                     raise ValueError(f"two of its {key} have the id {twice[0]}")
             names = {c["id"]: class_name(c["name"]) for c in content["categories"]}
+            if twice := _repeated(names.values()):
+                notes.append(f"two categories of {path} are called {twice[0]}, and are one class")
             for id in sorted(names):
                 ids.setdefault(names[id], id)
             sizes = {i["id"]: [int(i["height"]), int(i["width"])] for i in content["images"]}
             objects: dict[Any, list[Object]] = {}
-            for a in content["annotations"]:
-                outline = _outline(a.get("segmentation"), sizes[a["image_id"]])
-                objects.setdefault(a["image_id"], []).append(
-                    Object(names[a["category_id"]], *outline)
-                )
+            for i, a in enumerate(content["annotations"], 1):
+                with damaged(path, f", annotation {i}"):
+                    outline = _outline(a.get("segmentation"), sizes[a["image_id"]])
+                    named = Object(names[a["category_id"]], *outline)
+                    objects.setdefault(a["image_id"], []).append(named)
             for image in content["images"]:
                 name = locate(there, root, path, split, str(image["file_name"]))
                 own = objects.get(image["id"], [])
@@ -69,7 +71,11 @@ def read(root: Path) -> Annotations:
     own = [ids[name] for name in classes]
     is_plain = all(isinstance(id, int) and 0 < id < 255 for id in own) and len({*own}) == len(own)
     numbers = {name: number for number, name in enumerate(classes, 1)}
-    return Annotations(images, ids if is_plain else dict.fromkeys(ids, 0) | numbers)
+    return Annotations(images, ids if is_plain else dict.fromkeys(ids, 0) | numbers, tuple(notes))
+
+
+def _repeated(values: Iterable[Any]) -> list[Any]:
+    return [value for value, count in Counter(values).items() if count > 1]
 
 
 def _outline(segmentation: Any, size: list[int]) -> tuple[tuple[np.ndarray, ...], tuple[int, ...]]:
@@ -79,4 +85,5 @@ def _outline(segmentation: Any, size: list[int]) -> tuple[tuple[np.ndarray, ...]
             raise ValueError(f"runs of the size {segmentation['size']} in an image of {size}")
         counts = segmentation["counts"]
         return (), decode_runs(counts) if isinstance(counts, str) else tuple(map(int, counts))
-    return tuple(to_points(polygon) for polygon in segmentation or () if len(polygon) >= 6), ()
+    polygons = map(to_points, segmentation or ())
+    return tuple(polygon for polygon in polygons if len(polygon) > 2), ()

@@ -57,6 +57,8 @@ def read(root: Path) -> Annotations:
                 raise ValueError(
                     f"names has the keys {shorten([*map(str, by_number)])}, not 0, 1, ..."
                 )
+            if content.get("nc", str(len(names))) != str(len(names)):
+                raise ValueError(f"nc is {content['nc']}, but names has {len(names)} classes")
             splits = _splits(root, tables[0], content, paths) or splits
     elif (root / "classes.txt").is_file():
         names = read_names(str(root / "classes.txt"), "data.format")

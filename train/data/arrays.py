@@ -21,6 +21,7 @@ from train.data.columns import (
     check_users,
     choose,
     describe_classes,
+    describe_unread,
     name_classes,
     number_users,
 )
@@ -112,12 +113,9 @@ class ArrayFile(Data):
         _check_per_channel("std", self.std, images[0])
         check_padding(self.crop, self.padding, *images[0].shape[1:3])
         users, notes = None, describe_classes(classes, labels[0])
-        used = {name for split in splits for name in split[1:]} | {self.class_names, self.user}
-        unread = [
-            name for name in _array_names(path) if name not in used and not _is_class_names(name)
-        ]
-        if unread:
-            notes += (f"arrays of {path} that are not read: {shorten(unread)}",)
+        used = [*(name for split in splits for name in split[1:]), self.class_names, self.user]
+        names = [name for name in _array_names(path) if not _is_class_names(name)]
+        notes += (*describe_unread(f"arrays of {path}:", [*filter(None, used)], names),)
         if os.path.isdir(self.path):
             others = {*os.listdir(self.path)} - {split.path.name for split in splits}
             if others:
@@ -289,7 +287,7 @@ def _as_images(images: np.ndarray, name: str, path: Path, config: ArrayFile) -> 
         images = images[..., None]
     elif config.axes == "channels_first":
         images = np.moveaxis(images, 1, -1)
-    elif config.axes is None and shape[1] != shape[2] and shape[3] > max(4, shape[1]):
+    elif config.axes is None and shape[3] > 4 and (shape[1] != shape[2] or shape[2] == shape[3]):
         raise UserError(
             f"data.axes: {what} has shape {shape}, whose channels may be first or last; give "
             "channels_first or channels_last"

@@ -1,5 +1,6 @@
 """Rows of tokens from prompts with answers, chats or texts, for fine-tuning language models."""
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -18,11 +19,11 @@ from train.config.section import Count, Seed
 from train.data import Arrays, Dataset, records
 from train.data.chat import DATA_DATE, ROLES, ChatTemplate, load_template
 from train.data.chat_end import AnswerEnd, find_end
-from train.data.columns import is_missing, normalized, number_users
+from train.data.columns import clean_name, describe_unread, is_missing, number_users
 from train.data.packing import gather, pack
 from train.data.placeholder import Placeholder, zero_tokens
 from train.data.records import Record
-from train.data.splits import hold_out_contents, hold_out_users
+from train.data.splits import describe_common, hold_out_contents, hold_out_users
 from train.data.text import Text
 from train.data.tokenizer import Pieces, Tokenizer, load_tokenizer
 from train.errors import UserError, list_available, shorten
@@ -75,6 +76,11 @@ class Document(NamedTuple):
     where: str
     user: str | None = None
     label: str | None = None
+
+    @property
+    def place(self) -> str:
+        """File and line of its example."""
+        return self.where.partition(": ")[2]
 
     def part(self, start: int, stop: int) -> "Document":
         """Return some of its tokens. The first one has nothing before it, so it is no target."""
@@ -264,6 +270,7 @@ def load(config: ChatFile, *, private: bool = False) -> Dataset:
             f"{num_rows:,} rows of {num_chats:,} chats, one for each answer",
         )
     notes = [_describe_lengths(train), *notes, *read.ends]
+    notes += describe_copies(train, test, "examples")
     places = train_rows.places + test_rows.places
     return Dataset(
         train=train_rows.arrays,
@@ -281,6 +288,19 @@ def load(config: ChatFile, *, private: bool = False) -> Dataset:
         is_chat=read.template is not None,
         rows="rows" if config.packing else "examples",
     )
+
+
+def describe_copies(
+    train: list[Document], test: list[Document], what: str, size: int = 1
+) -> tuple[str, ...]:
+    """Return a note about test examples, of ``size`` documents each, that are trained on, too."""
+
+    def keys(documents: list[Document]) -> Iterator[tuple[str, tuple[int, ...]]]:
+        for i in range(0, len(documents), size):
+            own = documents[i : i + size]
+            yield own[0].place, tuple(hash(d.ids.tobytes()) for d in own)
+
+    return describe_common(keys(train), keys(test), what)
 
 
 def load_unlabeled(config: ChatFile, path: str) -> tuple[list[str], Arrays, list[str]]:
@@ -312,7 +332,7 @@ def _name(record: Record, column: str) -> str:
         raise UserError(f"{record.where}: {column} is {value!r}, which stands for none")
     if isinstance(value, bool) or not isinstance(value, str | int):
         raise UserError(f"{record.where}: {column} must be a text or an integer, got {value!r}")
-    return normalized(str(value).strip())
+    return clean_name(str(value))
 
 
 def _labels(documents: list[Document], classes: tuple[str, ...]) -> np.ndarray:
@@ -361,7 +381,7 @@ class Rows(NamedTuple):
         first = np.zeros(lengths.sum(), bool)
         first[np.cumsum([0, *(len(d.ids) for d in in_order[:-1])])] = True
         return cls(
-            [[d.where.partition(": ")[2] for d in row] for row in rows],
+            [[d.place for d in row] for row in rows],
             {"start": np.cumsum(sizes) - sizes, "length": (sizes - 1).astype(np.int32)},
             np.concatenate([d.ids for d in in_order]),
             np.concatenate([d.target for d in in_order]),
@@ -460,7 +480,6 @@ class Reader:
     Attributes:
       kind: ``"text"``, ``"answer"`` or ``"chat"``; "" before the first record.
       template: Chat template; None without chats.
-      notes: Fields that are not read, if there are any.
       end: How it ends an answer; None if it does not.
       has_end: Whether the answers that are learned include it.
     """
@@ -470,7 +489,9 @@ class Reader:
         self._fields: dict[str, str] = {}
         self.kind = ""
         self.template: ChatTemplate | None = None
-        self.notes: list[str] = []
+        self._used: list[str] = []
+        self._seen: dict[str, None] = {}
+        self._keys: dict[str, bool] = {}  # of messages, and whether the template writes them
         self.end: AnswerEnd | None = None
         self.has_end = True
 
@@ -544,10 +565,9 @@ class Reader:
                     f"with data.{name}{fields}"
                 )
             self._fields[name] = found[name] or ""
-        used = [*self._fields.values(), *filter(None, (config.label, config.user))]
-        also = {"input", "tools", "functions"} if self.kind != "text" else {*()}
-        if others := [name for name in record.fields if name not in {*used, *also}]:
-            self.notes = [f"fields {', '.join(used)} are read, and not {shorten(others)}"]
+        self._used = [*self._fields.values(), *filter(None, (config.label, config.user))]
+        if self._fields.get("prompt") == "instruction":
+            self._used.append("input")
         if self.kind == "answer" and config.as_chat:
             self.kind = "chat"
         if self.kind != "chat":
@@ -568,6 +588,16 @@ class Reader:
         self.end = find_end(self.template, self._tokenizer)
 
     @property
+    def notes(self) -> list[str]:
+        """Fields of records, and keys of messages, that do not count."""
+        tools = ("tools", "functions") * (self.kind == "chat")
+        notes = describe_unread("fields", self._used, (n for n in self._seen if n not in tools))
+        if unwritten := [key for key, is_written in self._keys.items() if not is_written]:
+            assert self.template
+            notes.append(f"{self.template.where} does not write {shorten(unwritten)} of chats")
+        return notes
+
+    @property
     def ends(self) -> list[str]:
         """Say with what answers of chats end, or that they do not."""
         if not self.template or self._config.label is not None or not self._tokenizer.folder:
@@ -582,6 +612,7 @@ class Reader:
 
     def _texts(self, record: Record) -> list[_Text]:
         """Return the text of an example, or several: one for each answer of a chat."""
+        self._seen |= dict.fromkeys(record.fields)
         try:
             texts = self._chat(record) if self.kind == "chat" else [self._plain(record)]
         except UserError as error:
@@ -620,6 +651,7 @@ class Reader:
             ]
         learned = [message.pop("weight") for message in messages]
         tools = _tools(record)
+        self._find_unwritten(messages, tools)
         if self._config.label is not None:
             return [(self.template.render(messages, tools=tools), [])]
         if self._config.loss_on == "all":
@@ -649,6 +681,19 @@ class Reader:
             missing = "no assistant's message" if all(learned) else "every answer has weight 0"
             raise UserError("the last message is not an assistant's" if last else missing)
         return texts
+
+    def _find_unwritten(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> None:
+        """Find out whether the template writes what chats have besides roles and contents."""
+        assert self.template
+        keys = {key for m in messages for key in m} - {"role", "content"}
+        for key in sorted(keys - self._keys.keys()) + ["tools"] * bool(tools):
+            if not self._keys.get(key):
+                others = [{k: v for k, v in m.items() if k != key} for m in messages]
+                self._keys[key] = True
+                with contextlib.suppress(UserError):  # a template that needs the key writes it
+                    whole = self.template.render(messages, tools=tools)
+                    without = self.template.render(others, tools=None if key == "tools" else tools)
+                    self._keys[key] = whole != without
 
     def _encode(self, text: _Text) -> Pieces:
         try:

@@ -3,6 +3,7 @@
 import csv
 import gzip
 import io
+import json
 import re
 import unicodedata
 import zlib
@@ -88,6 +89,36 @@ def normalized(name: str) -> str:
     return unicodedata.normalize("NFC", name)
 
 
+def clean_name(text: str) -> str:
+    """Return the name of a class or user as it counts: in one form, without space around it."""
+    return normalized(_BREAK.sub(" ", text.strip()))
+
+
+def parse_json(content: str | bytes) -> Any:
+    """Parse JSON.
+
+    Raises:
+      ValueError: if it is damaged, or an object has two fields of one name.
+    """
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        fields = dict(pairs)
+        if len(fields) < len(pairs):
+            twice = next(name for i, (name, _) in enumerate(pairs) if name in dict(pairs[:i]))
+            raise ValueError(f"two fields are called {twice}")
+        return fields
+
+    return json.loads(content, object_pairs_hook=unique)
+
+
+def describe_unread(what: str, used: Sequence[str], names: Iterable[str]) -> list[str]:
+    """Return a note about columns, fields or other parts of examples that are not read, or []."""
+    every = dict.fromkeys(names)
+    others = [name for name in every if name and name not in used]
+    read = ", ".join(name for name in used if name in every)
+    return [f"{what} {read} are read, and not {shorten(others)}"] if others else []
+
+
 def read_lines(path: str, option: str) -> list[str]:
     """Read the lines of a text file in UTF-8, perhaps with a byte order mark."""
     with storage.reported(option, path), storage.open_file(path) as file:
@@ -97,21 +128,32 @@ def read_lines(path: str, option: str) -> list[str]:
 
 def decode_text(content: bytes, path: str, option: str, errors: str = "strict") -> str:
     """Decode a text file in UTF-8, or in UTF-16 with a byte order mark; gzip is unpacked."""
-    if kind := next((kind for start, kind in _NO_TEXT.items() if content.startswith(start)), ""):
-        raise UserError(f"{option}: {path} is no text, but {kind}; give the text that it holds")
+    check_text(content, path, option)
     try:
         if content.startswith(b"\x1f\x8b"):
             with gzip.GzipFile(fileobj=io.BytesIO(content)) as file:
                 content = file.read(limits.UNPACKED.most + 1)
             limits.UNPACKED.check(len(content), f"{option}: {path}")
         is_utf16 = content.startswith((b"\xff\xfe", b"\xfe\xff"))
-        return content.decode("utf-16" if is_utf16 else "utf-8-sig", errors)
+        text = content.decode("utf-16" if is_utf16 else "utf-8-sig", errors)
+        if "\0" in text and errors == "strict":
+            raise UserError(
+                f"{option}: {path} has NUL at symbol {text.index(chr(0)):,}, as UTF-16 without a "
+                "byte order mark has; convert it to UTF-8"
+            )
+        return text
     except UnicodeDecodeError as error:
         raise UserError(
             f"{option}: {path} is not UTF-8 at byte {error.start:,}; convert it"
         ) from error
     except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"{option}: {path} is damaged: {error}") from error
+
+
+def check_text(start: bytes, path: str, option: str) -> None:
+    """Raise `UserError` if a file's first bytes say that it is no text."""
+    if kind := next((kind for mark, kind in _NO_TEXT.items() if start.startswith(mark)), ""):
+        raise UserError(f"{option}: {path} is no text, but {kind}; give the text that it holds")
 
 
 def read_rows(path: str, option: str, separator: str | None = None) -> list[list[str]]:
@@ -143,7 +185,7 @@ def read_rows(path: str, option: str, separator: str | None = None) -> list[list
                     raise UserError(
                         f"{option}: line {empty} of {path} is empty; expected a class name"
                     )
-                rows.append([normalized(_BREAK.sub(" ", field).strip()) for field in fields])
+                rows.append([clean_name(field) for field in fields])
     except csv.Error as error:
         raise UserError(f"{option}: line {reader.line_num} of {path}: {error}") from error
     return rows
@@ -180,7 +222,7 @@ def parse_labels(values: Iterable[Any], where: Callable[[int], str]) -> np.ndarr
                 f"{where(i)} has the label {value!r:.40}; expected an integer from 0, or a name"
             )
         limits.CLASS_NAME.check(len(text), where(i))
-        texts.append(normalized(text.strip()))
+        texts.append(clean_name(text))
     if all(map(_PLAIN.fullmatch, texts)):
         return np.array(texts, np.int64) if texts else np.zeros(0, np.int64)
     return np.array(texts, str)
@@ -276,7 +318,7 @@ def check_names(names: Iterable[str], what: str) -> tuple[str, ...]:
 
 
 def describe_classes(names: Sequence[str], labels: np.ndarray | None = None) -> tuple[str, ...]:
-    """Return notes about names that differ in case or zeros alone, and classes without images.
+    """Return notes about names that look alike, and about classes without images.
 
     Args:
       names: names of the classes.
@@ -293,11 +335,14 @@ def describe_classes(names: Sequence[str], labels: np.ndarray | None = None) -> 
 
 
 def describe_alike(names: Iterable[str], what: str) -> list[str]:
-    """Return notes about up to three pairs of names that differ in case or zeros, as 1 and 01.0."""
-    key_of = {n: re.sub(r"\A(\d+)\.0*\Z", r"\1", n).casefold().lstrip("0") for n in names}
+    """Return notes about up to three pairs of names that look alike, as 1 and 01.0."""
+    plain = {n: unicodedata.normalize("NFKC", n).strip().casefold() for n in names}
+    key_of = {n: re.sub(r"\A(\d+)\.0*\Z", r"\1", key).lstrip("0") for n, key in plain.items()}
     last = {key: name for name, key in key_of.items()}
     pairs = [(name, last[key]) for name, key in key_of.items() if last[key] != name]
-    return [f"{a} and {b} are two {what}, which differ in case or zeros" for a, b in pairs[:3]]
+    return [
+        f"{a} and {b} are two {what}, which differ in case, space or zeros" for a, b in pairs[:3]
+    ]
 
 
 def is_named(names: Sequence[str]) -> bool:

@@ -262,15 +262,18 @@ def has_frames(file: File) -> bool:
         return False
 
 
-def largest_of_16_bits(file: File) -> int | None:
-    """Return the largest value of an image with 16 bits; None for others, or an unreadable one."""
+def changes_of_rgb(file: File) -> tuple[int | None, bool]:
+    """Return the largest value of an image with 16 bits, and whether it has transparent pixels."""
 
-    def read(image: Image.Image) -> int | None:
-        return int(np.asarray(image).max()) if image.mode.startswith("I") else None
+    def read(image: Image.Image) -> tuple[int | None, bool]:
+        is_deep, alpha = image.mode.startswith("I"), 255
+        if image.has_transparency_data:
+            alpha = int(np.asarray(image.convert("RGBA").getchannel("A")).min())
+        return int(np.asarray(image).max()) if is_deep else None, alpha < 255
 
     with contextlib.suppress(UnreadableError):
         return _open(file, read, MAX_PIXELS)
-    return None
+    return None, False
 
 
 def _is_animated(image: Image.Image) -> bool:

@@ -14,11 +14,12 @@ from train.data.decode import (
     EXTENSIONS,
     File,
     UnreadableError,
+    changes_of_rgb,
     file_bytes,
     has_frames,
-    largest_of_16_bits,
 )
 from train.data.masks import spread
+from train.data.splits import describe_common
 from train.errors import UserError
 
 IMAGE_PATTERNS = "files *.jpg, *.png, *.webp or others that Pillow opens"
@@ -85,7 +86,7 @@ def describe_images(
     file_of: Callable[[_Id], File] = str,
     name: Callable[[_Id], str] = str,
 ) -> tuple[str, ...]:
-    """Return notes about images of several frames, and about dark ones. See `describe_files`."""
+    """Return notes about images of which 8-bit RGB does not show all. See `describe_files`."""
     every = [*dict.fromkeys(images)]
     some = [every[i] for i in spread(len(every), _MOST_OPENED)]
     several = [id for id in some if has_frames(file_of(id))]
@@ -97,8 +98,13 @@ def describe_images(
             f"such as {name(several[0])}",
         )
     few = [some[i] for i in spread(len(some), _MOST_DECODED)]
-    deep = [largest_of_16_bits(file_of(id)) for id in few]
-    largest = max((value for value in deep if value is not None), default=_SHALLOW)
+    changes = [changes_of_rgb(file_of(id)) for id in few]
+    if clear := [id for id, (_, is_clear) in zip(few, changes, strict=True) if is_clear]:
+        notes += (
+            f"images with transparent pixels, of which the colors below are used: {len(clear):,} "
+            f"of {len(few):,} that were decoded, such as {name(clear[0])}",
+        )
+    largest = max((value for value, _ in changes if value is not None), default=_SHALLOW)
     if largest < _SHALLOW:
         notes += (
             f"images of 16 bits have values of at most {largest:,} of 65,535, so that they become "
@@ -128,14 +134,8 @@ def describe_copies(
         keys = [{id: _key(key_of, file_of(id)) for id in ids} for ids in splits]
         common = {*keys[0].values()} & {*keys[1].values()} - {_UNREADABLE}
         splits = [{id: k for id, k in of.items() if k in common} for of in keys]
-    if not splits[1]:
-        return ()
-    copy, key = next(iter(splits[1].items()))
-    original = next(id for id, k in splits[0].items() if k == key)
-    return (
-        f"{len(splits[1]):,} test images are training images or copies of them, such as "
-        f"{name(copy)} of {name(original)}; they make test scores too good",
-    )
+    named = [[(name(id), key) for id, key in of.items()] for of in splits]
+    return describe_common(named[0], named[1], "images")
 
 
 def _key(key_of: Callable[[File], Hashable], file: File) -> Hashable:

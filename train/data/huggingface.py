@@ -16,6 +16,7 @@ from train.data.columns import (
     as_labels,
     check_users,
     choose,
+    describe_unread,
     name_classes,
     number_users,
     parse_labels,
@@ -116,6 +117,8 @@ class HuggingFace(Photos):
         ]
         index = [np.arange(len(split)) for split in labels]
         notes = [*describe_splits(_TRAIN, test, available)] if test else []
+        used = [name for name in (image, label, self.user) if name]
+        notes += describe_unread("columns", used, splits[0].features)
         if not test:
             is_test = hold_out_rows(self, map(_key, files[0]), labels[0], users)
             notes.append(describe_hold_out(self, is_test, f"no test split in {self.path}"))

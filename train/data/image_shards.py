@@ -68,6 +68,7 @@ class ImageShards(LabeledFiles):
         every = [*itertools.chain(*paths), *test_paths]
         indices = index_shards(every, Fields(self.image, self.label))
         notes = [*_check_damage(self, every, indices), *storage.describe_skipped(skipped)]
+        notes += dict.fromkeys(note for index in indices for note in index.notes)
         counts = [len(index.labels) for index in indices]
         shard = np.repeat(np.arange(len(every), dtype=np.int32), counts)
         place = np.concatenate([index.places for index in indices])

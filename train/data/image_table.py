@@ -22,6 +22,7 @@ from train.data.columns import (
     check_names,
     choose,
     describe_alike,
+    describe_unread,
     is_missing,
     normalized,
     parse_labels,
@@ -110,10 +111,11 @@ class ImageTable(LabeledFiles):
 
 
 class _Table(NamedTuple):
-    """Records of a table, and the paths of their images below a folder."""
+    """Records of a table, and the paths of their images, of a column, below a folder."""
 
     config: ImageTable
     rows: list[Record]
+    column: str
     files: list[str]
     folder: Path
 
@@ -136,6 +138,9 @@ def load(config: ImageTable, trained: Outputs | None = None) -> Dataset:
         notes.append(f"None is a class, of {count:,} rows; remove them if it stands for no label")
     notes += _check_repeated(table, target)
     if trained is None:
+        used = [table.column, *_label_columns(table), _split_column(table), config.group]
+        every = (name for row in table.rows for name in row.fields)
+        notes += describe_unread("columns", [*filter(None, used)], every)
         listed, named = list_images(table.folder).paths, {*table.files}
         if others := [name for name in listed if name not in named]:
             some = shorten(others, 3)
@@ -208,7 +213,7 @@ def _read(config: ImageTable) -> tuple[_Table, list[str]]:
     files, notes = _find_files(rows, column, folder)
     if config.file is None:
         notes.append(f"images are in the column {column} (data.file)")
-    return _Table(config, rows, files, folder), notes
+    return _Table(config, rows, column, files, folder), notes
 
 
 def _usual(columns: Iterable[str], names: Sequence[str]) -> list[str]:
@@ -355,7 +360,8 @@ def _classes(table: _Table, known: _Names | None) -> tuple[np.ndarray, _Names]:
     if not are_integers(labels) and all(map(_is_number, labels.tolist())):
         raise UserError(
             f"data.label: {column} of {table.config.path} has numbers with fractions, such as "
-            f"{' and '.join(labels[:3].tolist())}; to predict them give data.targets numbers"
+            f"{' and '.join(np.unique(labels)[:2].tolist())}; to predict them give data.targets "
+            "numbers; classes are integers or names"
         )
     names = known or tuple(map(str, np.unique(labels).tolist()))
     numbers = {normalized(name): i for i, name in enumerate(names)}
@@ -483,8 +489,7 @@ def _splits(
     table: _Table, target: np.ndarray, *, is_whole: bool
 ) -> tuple[np.ndarray, np.ndarray, list[str]]:
     """Return which rows are trained on, and which are tested on, bool [N] each, and notes."""
-    config, found = table.config, _usual(table.rows[0].fields, ("split",))
-    column = table.choose("split", config.split, found) if config.split or found else None
+    config, column = table.config, _split_column(table)
     groups = None if is_whole and column is None else _groups(table)
     notes = [] if is_whole else describe_alike(groups or (), f"groups in {config.path}")
     if column is None:
@@ -523,6 +528,11 @@ def _splits(
     others = [f"{name} ({n:,})" for name, n in there.items() if name not in ("train", test)]
     note = f"rows of {shorten(others)} in the column {column} are not read; tested on: {test}"
     return is_train, is_test, [note, *notes] if others and not is_whole else notes
+
+
+def _split_column(table: _Table) -> str | None:
+    given, found = table.config.split, _usual(table.rows[0].fields, ("split",))
+    return table.choose("split", given, found) if given or found else None
 
 
 def _groups(table: _Table) -> list[str] | None:

@@ -70,7 +70,7 @@ class LabelMap:
 
     def _labels_by_number(self, mask: MaskValues) -> np.ndarray:
         if mask.holds_colors:
-            raise UnreadableError("it has colors; name the class of each one in a class table")
+            raise UnreadableError("it has colors, and no class table names them")
         known, label_of = dict(self.palette), dict(self.values)
         for index, color in held_colors(mask) if known else ():
             if label_of.get(index, IGNORE) != IGNORE and known.get(index) != color:

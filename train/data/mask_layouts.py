@@ -269,7 +269,10 @@ def _by_lists(found: FoundLayout) -> FoundLayout:
         if missing := [name for name in listed if name not in images]:
             pattern = found.layout.images.format(name=missing[0])
             if split_of(split):
-                raise UserError(f"data.path: no image {root / pattern}, which {path} names")
+                raise UserError(
+                    f"data.path: no image {root / pattern}, which {path} names; give one name, "
+                    "without its folder, on each line"
+                )
             continue  # another text
         by_split[0][split] = {name: images[name] for name in listed if name in images}
         by_split[1][split] = {name: masks[name] for name in listed if name in masks}
@@ -305,12 +308,17 @@ def _matcher(pattern: str) -> Callable[[str], re.Match[str] | None]:
 def _explain_nothing(root: Path, given: Layout | None, files: Sequence[str]) -> str:
     there = [*subfolders(root).values()]
     held = f"{root}, which holds {shorten(there) if there else 'no folders'}"
-    if given is not None:
-        count = [sum(map(len, _by_name(p, files)[0].values())) for p in given[:2]]
-        return (
-            f"data.path: no images with masks in {held}; {count[0]:,} files are images "
-            f"{given.images} and {count[1]:,} masks {given.masks}"
-        )
+    for layout in (given,) if given else LAYOUTS:
+        sides = [
+            [n for by_name in _by_name(p, files)[0].values() for n in by_name] for p in layout[:2]
+        ]
+        names = [f"such as {side[0]}" if side else "none" for side in sides]
+        if given or all(sides):
+            return (
+                f"data.path: no images with masks in {held}; {len(sides[0]):,} files are images "
+                f"{layout.images}, {names[0]}, and {len(sides[1]):,} masks {layout.masks}, "
+                f"{names[1]}; {{name}} must be the same in both"
+            )
     for name, layout in FORMATS.items():
         if fits := _find(root, layout, files):
             is_other = name == "ade20k" and "training" not in fits.splits  # such as COCO-Stuff

@@ -11,7 +11,8 @@ from typing_extensions import override
 from train.config.data import Content
 from train.config.section import Positive
 from train.data import Arrays, Dataset, records
-from train.data.chat_file import AnswerFile, ChatFile, Document, Reader, Rows
+from train.data.chat_file import AnswerFile, ChatFile, Document, Reader, Rows, describe_copies
+from train.data.columns import describe_unread
 from train.data.placeholder import Placeholder, zero_tokens
 from train.data.records import Record
 from train.data.splits import hold_out_contents
@@ -58,12 +59,17 @@ class PreferenceFile(AnswerFile):
         )
 
         left_out: list[str] = []
+        fields: dict[str, None] = {}
 
         def read(path: str, option: str) -> list[Document]:
             """Encode the answers of a file; the two of a pair follow each other."""
-            found = records.read(path, option, left_out)
-            answers = (a for record in found for a in _answers(record))
-            return reader.documents(answers)
+
+            def answers() -> Iterator[Record]:
+                for record in records.read(path, option, left_out):
+                    fields.update(dict.fromkeys(record.fields))
+                    yield from _answers(record)
+
+            return reader.documents(answers())
 
         train = read(self.path, "data.path")
         if self.test_path is None:
@@ -79,6 +85,10 @@ class PreferenceFile(AnswerFile):
         test, test_notes = self._fit(test, "test")
         train_rows, test_rows = Rows.make(train), Rows.make(test)
         train_pairs = _pairs(train_rows)
+        tools = ("tools", "functions") if reader.template else ()
+        unread = describe_unread("fields", ["prompt", "chosen", "rejected", *tools], fields)
+        unread += reader.notes
+        copies = describe_copies(train, test, "pairs", 2)
         lengths = train_pairs["length"]
         first = (
             f"{len(lengths):,} training pairs, {np.median(lengths):,g} tokens each answer with its "
@@ -93,7 +103,7 @@ class PreferenceFile(AnswerFile):
             name=lambda row: train_rows.places[2 * row][0],
             test_name=lambda row: test_rows.places[2 * row][0],
             contents=tuple(a for r in (train_rows, test_rows) for a in (r.tokens, r.target)),
-            notes=(first, *notes, *test_notes, *left_out),
+            notes=(first, *notes, *test_notes, *copies, *unread, *left_out),
             is_chat=reader.template is not None,
             rows="pairs",
         )

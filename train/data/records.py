@@ -3,7 +3,6 @@
 import csv
 import io
 import itertools
-import json
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -12,12 +11,13 @@ from typing import IO, Any, NamedTuple
 
 from train import limits
 from train.data import storage
-from train.data.columns import decode_text, normalized
+from train.data.columns import check_text, decode_text, normalized, parse_json
 from train.data.splits import split_of
 from train.errors import UserError, did_you_mean, list_available
 
 _PARQUET = (".parquet", ".pq")
-_OF_FOLDERS = (".jsonl", ".ndjson", *_PARQUET)
+JSON_LINES = (".jsonl", ".ndjson")
+_OF_FOLDERS = (*JSON_LINES, *_PARQUET)
 _QUOTED = re.compile(r'\s+".*"\s*', re.DOTALL)  # the quotes would be part of the value
 _SEPARATORS = {".csv": ",", ".tsv": "\t"}
 _KINDS = {list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
@@ -176,8 +176,13 @@ def _read_json_lines(path: str, option: str) -> Iterator[Record]:
                 continue
             is_array = number == 1 and line.lstrip().startswith(b"[")
             hint = f"; for an array, jq -c '.[]' {path}" if is_array else ""
+            hint = (
+                hint
+                if _suffix(path) in (*JSON_LINES, ".json")
+                else "; tables are .csv, .tsv or .parquet"
+            )
             try:
-                fields = json.loads(line)
+                fields = parse_json(line)
             except (ValueError, RecursionError) as error:
                 # The line is known; a decoder counts lines and columns from its start.
                 why = getattr(error, "msg", None) or error
@@ -194,9 +199,10 @@ def _read_json_lines(path: str, option: str) -> Iterator[Record]:
 
 def _as_utf8(file: IO[bytes], path: str, option: str) -> IO[bytes]:
     """Return a file in UTF-8 in place of one in UTF-16 or gzip."""
-    first = file.read(2)
+    first = file.read(8)
     file.seek(0)
-    if first == b"\x1f\x8b" or first in (b"\xff\xfe", b"\xfe\xff"):
+    check_text(first, path, option)
+    if first.startswith((b"\x1f\x8b", b"\xff\xfe", b"\xfe\xff")):
         text = decode_text(file.read(), path, option)
         return io.BytesIO(text.encode("utf-8", "surrogatepass"))
     return file

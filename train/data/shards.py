@@ -22,7 +22,7 @@ import numpy as np
 
 from train import limits
 from train.data import storage
-from train.data.columns import choose, parse_labels
+from train.data.columns import choose, describe_unread, parse_labels
 from train.data.decode import EXTENSIONS, UnreadableError
 from train.data.storage import StorageError
 from train.errors import TrainingError, UserError, list_available, shorten
@@ -38,7 +38,7 @@ _THREADS = 16
 """Shards that are indexed or read at once."""
 CACHE_BYTES = 2**30
 """Bytes of row groups that are kept in memory."""
-_INDEX_VERSION = 4
+_INDEX_VERSION = 5
 
 
 class Fields(NamedTuple):
@@ -59,6 +59,7 @@ class Index(NamedTuple):
       block_bytes: Size of the largest row group; 0 if examples are read one by one.
       classes: Names of labels 0, 1, ..., if the shard has them.
       image: Name of the images' field.
+      notes: What of its examples is not read.
       problem: Why the shard, or its end, is unreadable; "" if it is not.
       stat: Size and stamp of the file that was indexed.
     """
@@ -69,6 +70,7 @@ class Index(NamedTuple):
     block_bytes: int = 0
     classes: tuple[str, ...] = ()
     image: str = ""
+    notes: tuple[str, ...] = ()
     problem: str = ""
     stat: storage.Stat = storage.Stat(0, "")
 
@@ -126,14 +128,15 @@ def _load_index(path: Path) -> Index | None:
     try:
         with _HEADERS, np.load(path, allow_pickle=False) as arrays:
             texts = json.loads(str(arrays["texts"]))
-            texts["classes"] = tuple(texts["classes"])
+            texts |= {name: tuple(texts[name]) for name in ("classes", "notes")}
             return Index(arrays["places"], arrays["labels"], arrays["keys"], **texts)
     except (OSError, ValueError, KeyError, zipfile.BadZipFile, zlib.error):
         return None  # there is none, or it is damaged
 
 
 def _save_index(index: Index, path: Path) -> None:
-    texts = json.dumps({name: getattr(index, name) for name in ("block_bytes", "classes", "image")})
+    names = "block_bytes", "classes", "image", "notes"
+    texts = json.dumps({name: getattr(index, name) for name in names})
     arrays: Any = {name: getattr(index, name) for name in ("places", "labels", "keys")}
     with contextlib.suppress(OSError):  # without it, only the next start is slower
         storage.atomic_write(path, lambda file: np.savez(file, texts=texts, **arrays))
@@ -190,6 +193,8 @@ def _index_tar(path: str, size: int, fields: Fields) -> Index:
                 f"first dot and {others[0]} is its kind; rename such files, or give data.image"
             )
     kinds = sorted({extension for parts in samples.values() for extension in parts})
+    used = [kind for kind in kinds if kind in (*names, label)]
+    notes = describe_unread("files", used, kinds)
     if not images and not problem:
         wanted = f"*.{fields.image}" if fields.image else "with an image"
         raise UserError(f"data.image: {path} has no file {wanted}{list_available(kinds, 'files')}")
@@ -206,7 +211,10 @@ def _index_tar(path: str, size: int, fields: Fields) -> Index:
             )
     keys = list(images)
     found_labels = parse_labels(values, lambda i: f"data.label: {keys[i]} in {path}")
-    return Index(_places(list(images.values())), found_labels, np.array(keys, str), problem=problem)
+    if lacking := [key for key in samples if key not in images]:
+        notes.append(f"{len(lacking):,} examples of {path} have no image, such as {lacking[0]}")
+    places = _places(list(images.values()))
+    return Index(places, found_labels, np.array(keys, str), notes=(*notes,), problem=problem)
 
 
 class _Headers:
@@ -299,8 +307,9 @@ def _index_parquet(path: str, size: int, fields: Fields) -> Index:
         nothing = np.zeros(0, np.int64)
         return Index(_places([]), nothing, nothing, problem=f"of {size:,} bytes: {reason}")
     places = [(i, row) for i, group in enumerate(groups) for row in range(group.num_rows)]
-    names = classes.get(label, ())
-    return Index(_places(places), labels, np.array(keys, str), max(block_bytes, 1), names, image)
+    names, notes = classes.get(label, ()), describe_unread("columns", [image, label], schema.names)
+    block_bytes, key_array = max(block_bytes, 1), np.array(keys, str)
+    return Index(_places(places), labels, key_array, block_bytes, names, image, (*notes,))
 
 
 def _huggingface_classes(schema: Any) -> dict[str, tuple[str, ...]]:

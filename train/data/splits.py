@@ -3,7 +3,7 @@
 import os
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from hashlib import blake2b
 
 import numpy as np
@@ -194,6 +194,21 @@ def hold_out_rows(
     if users is not None:
         return hold_out_users(config, users)
     return hold_out(config, content_keys(contents), labels)
+
+
+def describe_common(
+    train: Iterable[tuple[str, Hashable]], test: Iterable[tuple[str, Hashable]], what: str
+) -> tuple[str, ...]:
+    """Return a note about test examples with the key of a training one; each has name and key."""
+    originals: dict[Hashable, str] = {}
+    for name, key in train:
+        originals.setdefault(key, name)
+    copies = [(name, originals[key]) for name, key in test if key in originals]
+    return tuple(
+        f"{len(copies):,} test {what} are training {what} or copies of them, such as {copy} of "
+        f"{original}; they make test scores too good"
+        for copy, original in copies[:1]
+    )
 
 
 def content_keys(contents: Iterable[bytes]) -> Iterator[str]:

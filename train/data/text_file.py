@@ -2,6 +2,7 @@
 
 import functools
 import os
+import re
 import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from train.data import Arrays, Dataset, storage
 from train.data.columns import decode_text, number_users
 from train.data.packing import gather
 from train.data.placeholder import Placeholder, zero_tokens
+from train.data.records import JSON_LINES
 from train.data.splits import hold_out
 from train.data.text import Text
 from train.data.tokenizer import Tokenizer, load_tokenizer
@@ -58,7 +60,7 @@ class TextFile(Text):
           UserError: if the text is unreadable, or too short for one row in each split; or for a
             vocabulary that is smaller than the tokenizer's.
         """
-        tokens, documents, count_bytes = _read_documents(self)
+        tokens, documents, count_bytes, notes = _read_documents(self)
         train, test = _split_documents(tokens, documents, self)
         context = self.context
         if self.user is not None and self.separator is None:
@@ -104,6 +106,7 @@ class TextFile(Text):
             contents=(tokens,),
             users=None if self.user is None else number_users(document),
             tokens_per_byte=tokens_per_byte,
+            notes=notes,
         )
 
     @override
@@ -148,16 +151,24 @@ def _gather(tokens: np.ndarray, start: np.ndarray, length: np.ndarray, context: 
 
 def _read_documents(
     config: TextFile,
-) -> tuple[np.ndarray, list[range], Callable[[list[range]], int | None]]:
-    """Return all tokens, the span of each document, and a function that counts bytes of spans."""
+) -> tuple[np.ndarray, list[range], Callable[[list[range]], int | None], tuple[str, ...]]:
+    """Return all tokens, the span of each document, a counter of bytes of spans, and notes."""
     tokenizer = load_tokenizer(config)
     text = _read_text(config)
+    if config.separator and config.separator not in text:
+        raise UserError(
+            f"data.separator: {config.separator!r} is not in {_describe_source(config)}; for line "
+            "breaks give $'\\n\\n' in a shell"
+        )
     documents = text.split(config.separator) if config.separator else [text]
     encoded = [tokenizer.encode(document) for document in documents if document]
     ends = np.cumsum([0] + [len(e) for e in encoded])
     spans = [range(a, b) for a, b in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True)]
     tokens = np.concatenate([np.zeros(0, np.uint8), *encoded])
-    return tokens, spans, functools.partial(_count_bytes, config, tokenizer, tokens, spans)
+    foreign = len(re.findall("[\0\udc80-\udcff]", text))
+    note = f"{foreign:,} bytes of {config.path} are NUL or not UTF-8, and stay as they are"
+    count_bytes = functools.partial(_count_bytes, config, tokenizer, tokens, spans)
+    return tokens, spans, count_bytes, (note,) * bool(foreign)
 
 
 def _count_bytes(
@@ -211,6 +222,11 @@ def _read_text(config: TextFile) -> str:
         if config.path is not None:
             if os.path.isdir(config.path):
                 raise UserError(f"data.path: {config.path} is a folder; give one text file")
+            if config.path.removesuffix(".gz").endswith(JSON_LINES):
+                raise UserError(
+                    f"data.path: {config.path} has records, not text alone; give data.source "
+                    "chat_file, which reads their fields"
+                )
             with storage.open_file(config.path) as file:
                 return decode_text(file.read(), config.path, "data.path", "surrogateescape")
         # The order is the same on all machines; the text depends on the version of Python.

@@ -383,8 +383,11 @@ def test_damaged_annotations_name_their_file(tmp_path):
     path = tmp_path / "a.json"
     for content, expected in (
         ("{", "a.json: Expecting"),
-        (json.dumps(coco(["a.png"], [(0, 5, [SQUARE])])), "a.json: no field or id 5"),
-        (json.dumps(coco(["a.png"], [(0, 3, [["x"] * 6])])), "a.json: could not convert"),
+        (json.dumps(coco(["a.png"], [(0, 5, [SQUARE])])), "a.json, annotation 1: no field or id 5"),
+        (
+            json.dumps(coco(["a.png"], [(0, 3, [["x"] * 6])])),
+            "a.json, annotation 1: could not convert",
+        ),
         ("{}", "no annotations in the format coco"),
     ):
         path.write_text(content)

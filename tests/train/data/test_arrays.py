@@ -70,7 +70,7 @@ def test_one_row_less_moves_no_other(tmp_path):
 
     def tested(rows):
         data = load(write_npz(tmp_path / "a.npz", x=x[rows], y=y[rows], extra=y))
-        assert any(note.endswith("that are not read: extra") for note in data.notes)
+        assert any(note.endswith("a.npz: x, y are read, and not extra") for note in data.notes)
         first, count = len(data.train["id"]), len(data.test["id"])
         return {rows[data.place(first + i)["index"]] for i in range(count)}
 
@@ -134,7 +134,6 @@ SHAPES = {
     "float64": (make_images(dtype=np.float64), make_images(dtype=np.float64).astype(np.float32)),
     "big endian": (make_images(dtype=">f4"), make_images(dtype=np.float32)),
     "column-major": (np.asfortranarray(make_images()), make_images()),
-    "more channels than rows": (make_images(shape=(8, 5, 7)), make_images(shape=(8, 5, 7))),
     "square with many channels": (make_images(shape=(4, 4, 9)), make_images(shape=(4, 4, 9))),
 }
 

@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from train.data.arrays import ArrayFile
 from train.data.chat_file import ChatFile
 from train.data.image_folder import ImageFolder
 from train.data.image_shards import ImageShards
 from train.data.image_table import ImageTable
+from train.data.preference_file import PreferenceFile
 from train.data.segmentation_folder import SegmentationFolder
 from train.data.text_file import TextFile
 from train.errors import UserError
@@ -96,6 +98,14 @@ def npz(**arrays):
     return file.getvalue()
 
 
+def transparent(content):
+    picture = Image.open(io.BytesIO(content))
+    picture.putalpha(0)
+    picture.save(file := io.BytesIO(), "png")
+    return file.getvalue()
+
+
+COCO = {f"{i}.png": image(i) for i in range(6)}
 SHARD = {f"{i:03}.{end}": [image(i), str(i % 2).encode()][end == "cls"] for i in range(12) for end in ("png", "cls")}  # fmt: skip
 SMALL = {"image_size": 8}
 
@@ -118,7 +128,7 @@ CASES = {
     "trimaps of pets": (pairs("images/{name}.png", "masks/{name}.png", 1, 2, 3), SegmentationFolder, {}, "the masks hold 1 to 3, as with --data.mask-values 1 2 3"),
     "Supervisely": (pairs("ds/img/{name}.png", "ds/masks_machine/{name}.png", 0, 1), SegmentationFolder, {"images": "ds/img", "masks": "ds/masks_machine", "classes": 2}, (6, "by index")),
     "masks of CVAT": (pairs("JPEGImages/{name}.png", "SegmentationClass/{name}.png", 0, 1, mode="P") | {"labelmap.txt": b"# label:color_rgb:parts:actions\nbackground:0,0,0::\ncar:1,1,1::\n"}, SegmentationFolder, {"format": "voc"}, (6, "by index: background 50.0%, car 50.0%")),
-    "brushes of Label Studio": ({f"images/{i}.png": image(i) for i in range(3)} | {"masks/task-1-annotation-2-tag-car-0.png": mask(0, 255)}, SegmentationFolder, {}, "give --data.images images --data.masks masks"),
+    "brushes of Label Studio": ({f"images/{i}.png": image(i) for i in range(3)} | {"masks/task-1-annotation-2-tag-car-0.png": mask(0, 255)}, SegmentationFolder, {}, "such as task-1-annotation-2-tag-car-0; {name} must be the same in both"),
     "masks with transparency": (FOLDER | {f"masks/{i}.png": (lambda f: (Image.new("RGBA", (8, 8)).save(f, "png"), f.getvalue())[1])(io.BytesIO()) for i in range(6)}, SegmentationFolder, {"classes": 2}, "it has transparent pixels; save masks without transparency"),
     "masks in JPEG": (pairs("images/{name}.png", "masks/{name}.jpg", 0, 90, 255, kind="jpeg"), SegmentationFolder, {}, "compressed with loss, which changes values"),
     "black and white bitmaps": (pairs("images/{name}.bmp", "masks/{name}.bmp", 0, 255, mode="1", kind="bmp"), SegmentationFolder, {"classes": 2}, (6, "50.0%")),
@@ -140,10 +150,34 @@ CASES = {
     "a folder of records and others": ({"a.jsonl": lines(*TEXTS).encode(), "b.jsonl.gz": gzip.compress(lines(*TEXTS).encode()), "c.csv": b"x", "README.md": b""}, ChatFile, {"path": ""}, (40, "left out 2 files and folders: 1 x .csv, 1 x .md")),
     "a file and its archive": ({"a.jsonl": lines(*TEXTS).encode(), "a.jsonl.gz": gzip.compress(lines(*TEXTS).encode())}, ChatFile, {"path": ""}, "ROOT/a.jsonl and ROOT/a.jsonl.gz may have the same records; move one elsewhere"),
     "splits in a folder": ({"train.jsonl": lines(*TEXTS).encode(), "test.jsonl": lines(*TEXTS).encode()}, ChatFile, {"path": ""}, "give --data.path and --data.test-path"),
-    "Alpaca": ({"a.jsonl": lines(*({"instruction": f"i{i}", "input": "", "output": f"o{i}", "text": "t"} for i in range(20))).encode()}, ChatFile, {"path": "a.jsonl"}, (20, "fields instruction, output are read, and not text")),
+    "Alpaca": ({"a.jsonl": lines(*({"instruction": f"i{i}", "input": "", "output": f"o{i}", "text": "t"} for i in range(20))).encode()}, ChatFile, {"path": "a.jsonl"}, (20, "fields instruction, output, input are read, and not text")),
     "two answers": ({"a.jsonl": lines(*({"question": "q", "answer": "a", "response": "b"} for _ in range(9))).encode()}, ChatFile, {"path": "a.jsonl"}, "answer and response may both be the answer; give --data.answer answer or --data.answer response"),
     "PowerShell": ({"a.jsonl": lines(*PAIRS).encode("utf-16")}, ChatFile, {"path": "a.jsonl"}, (20, "")),
     "an archive of macOS as a shard": ({"a.tar": tar({"._000.png": b"x", **SHARD})}, ImageShards, {"path": "a.tar"}, (12, "held out")),
+    "outlines as pairs of points": (COCO | {"a.json": coco(*[[[[1, 1], [6, 1], [6, 6]]]] * 6).encode()}, SegmentationFolder, {"format": "coco"}, (6, "cat")),
+    "outlines without lists": (COCO | {"a.json": coco(SQUARE).encode()}, SegmentationFolder, {"format": "coco"}, "ROOT/a.json, annotation 1: an outline is 1; expected finite numbers x, y, x, y, ..."),
+    "fractions in COCO": (COCO | {"a.json": coco([[0.1, 0.1, 0.8, 0.1, 0.8, 0.8]]).encode()}, SegmentationFolder, {"format": "coco"}, "1 of 1 outlines are outside of their image or smaller than a pixel, such as in 0.png; points are in pixels"),
+    "outlines of a larger picture": (COCO | {"a.json": coco([SQUARE], [[90, 90, 99, 90, 99, 99]]).encode()}, SegmentationFolder, {"format": "coco"}, (6, "1 of 2 outlines are outside of their image or smaller than a pixel, such as in 1.png")),
+    "two categories of a name": (COCO | {"a.json": coco([SQUARE], categories=((1, "cat"), (2, "cat"))).encode()}, SegmentationFolder, {"format": "coco"}, (6, "two categories of ROOT/a.json are called cat, and are one class")),
+    "classes of YOLO that do not count": ({"images/0.png": PNG, "labels/0.txt": b"0 0 0 1 0 1 1", "data.yaml": b"nc: 3\nnames: [a]"}, SegmentationFolder, {"format": "yolo"}, "nc is 3, but names has 1 classes"),
+    "masks with zeros before their numbers": (pairs("images/{name}.png", "masks/00{name}.png", 0, 1), SegmentationFolder, {"classes": 2}, "6 files are images images/{name}.*, such as 0, and 6 masks masks/{name}.*, such as 000; {name} must be the same in both"),
+    "splits in a column of another name": (PICTURES | {"t.csv": b"file,label,set\n" + ROWS.replace("\n", ",test\n").encode()}, ImageTable, {"path": "t.csv"}, (12, "columns file, label are read, and not set")),
+    "UTF-16 without its mark": (PICTURES | {"t.csv": f"file,label\n{ROWS}".encode("utf-16-le")}, ImageTable, {"path": "t.csv"}, "ROOT/t.csv has NUL at symbol 1, as UTF-16 without a byte order mark has"),
+    "a table called text": (PICTURES | {"t.txt": f"file,label\n{ROWS}".encode()}, ImageTable, {"path": "t.txt"}, "each line must be a JSON object; tables are .csv, .tsv or .parquet"),
+    "classes with a line break": (PICTURES | {"t.csv": b"file,label\n" + ROWS.replace("cat", '"cat\nb"').replace("dog", "cat b").encode()}, ImageTable, {"path": "t.csv"}, "have the same label"),
+    "classes that differ in a space": (classes() | {"cat /0.png": PNG, "cat /1.png": PNG}, ImageFolder, {}, (14, "cat and cat  are two classes, which differ in case, space or zeros")),
+    "logos": ({name: transparent(content) for name, content in classes().items()}, ImageFolder, {}, (12, "images with transparent pixels, of which the colors below are used: 12 of 12")),
+    "thirteen channels first": ({"a.npz": npz(x=np.zeros((9, 13, 8, 8), np.uint8), y=[0, 1, 2] * 3)}, ArrayFile, {"path": "a.npz"}, "may be first or last; give channels_first or channels_last"),
+    "a field twice": ({"a.jsonl": b'{"text": "a", "text": "b"}\n'}, ChatFile, {"path": "a.jsonl"}, "line 1: not JSON: two fields are called text"),
+    "zstd called JSON lines": ({"a.jsonl": b"\x28\xb5\x2f\xfdrest"}, ChatFile, {"path": "a.jsonl"}, "is no text, but compressed with zstd"),
+    "an example many times": ({"a.jsonl": lines(*([TEXTS[0]] * 20)).encode()}, ChatFile, {"path": "a.jsonl"}, (20, "2 test examples are training examples or copies of them, such as ROOT/a.jsonl, line 19 of ROOT/a.jsonl, line 1;")),
+    "a field from the second line on": ({"a.jsonl": lines(PAIRS[0], *({"input": "i", **pair} for pair in PAIRS)).encode()}, ChatFile, {"path": "a.jsonl"}, (21, "fields prompt, completion are read, and not input")),
+    "tools and thoughts": ({"t.jinja": b"{% for m in messages %}{{ m.role }}{{ m.content }};{% endfor %}", "a.jsonl": lines(*({"messages": [{"role": "user", "content": f"{i}"}, {"role": "assistant", "content": "a", "thought": "t"}], "tools": [{"name": "f"}]} for i in range(20))).encode()}, ChatFile, {"path": "a.jsonl", "chat_template": "t.jinja"}, (20, "t.jinja does not write thought, tools of chats")),
+    "scores of answers": ({"a.jsonl": lines(*({"prompt": f"p{i % 10}", "chosen": "a", "rejected": "b", "score": 1} for i in range(20))).encode()}, PreferenceFile, {"path": "a.jsonl"}, (20, "2 test pairs are training pairs or copies of them, such as ROOT/a.jsonl, line 19 of ROOT/a.jsonl, line 9; they make test scores too good; fields prompt, chosen, rejected are read, and not score")),
+    "records as a text": ({"a.jsonl": lines(*TEXTS).encode()}, TextFile, {"path": "a.jsonl"}, "ROOT/a.jsonl has records, not text alone; give data.source chat_file"),
+    "Latin-1": ({"a.txt": b"caf\xe9 " * 99}, TextFile, {"path": "a.txt", "context": 8}, (62, "99 bytes of ROOT/a.txt are NUL or not UTF-8, and stay as they are")),
+    "a separator of the shell": ({"a.txt": b"text\n\n" * 99}, TextFile, {"path": "a.txt", "separator": "\\n\\n"}, "is not in ROOT/a.txt; for line breaks give $'\\n\\n' in a shell"),
+    "captions and a lost image": ({"a.tar": tar({"0.txt": b"a cat", "x.cls": b"0", **SHARD})}, ImageShards, {"path": "a.tar"}, (12, "files cls, png are read, and not txt; 2 examples of ROOT/a.tar have no image, such as 0")),
     "shards and others": ({"s/a.tar": tar(SHARD), "s/a.idx": b"", "s/sizes.json": b"{}"}, ImageShards, {"path": "s"}, (12, "1 x .idx, 1 x .json")),
 }  # fmt: skip
 
@@ -158,6 +192,8 @@ def test_a_folder_is_read_or_one_line_says_what_to_do(name, tmp_path):
     where = str(tmp_path / options.get("path", ""))
     where = (where,) if source is ImageShards else where
     options = {n: v for n, v in SMALL.items() if n in fields} | options | {"path": where}
+    if "chat_template" in options:
+        options["chat_template"] = str(tmp_path / options["chat_template"])
     message = None
     try:
         data = source(**options).load()

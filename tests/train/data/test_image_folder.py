@@ -122,7 +122,7 @@ def test_test_images_are_resized_and_center_cropped(tmp_path):
 def test_classes_that_differ_in_their_case_are_told(folder):
     for split in ("train", "val"):
         (folder / split / "cat").rename(folder / split / "DOG")
-    assert "DOG and dog are two classes, which differ in case or zeros" in load(folder).notes
+    assert "DOG and dog are two classes, which differ in case, space or zeros" in load(folder).notes
 
 
 def test_classes_that_are_balanced_twice_are_told(folder):

@@ -159,8 +159,14 @@ def test_finds_class_names_that_come_with_shards(tmp_path):
 
 
 def test_finds_columns_by_type_and_by_name(tmp_path):
-    pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
     write_parquet(tmp_path / "a.parquet", range(12), label="breed", plain=True)
+    table = parquet.read_table(tmp_path / "a.parquet").append_column("note", [[""] * 12])
+    parquet.write_table(table, tmp_path / "b.parquet")
+    assert (
+        "columns image, breed are read, and not note"
+        in load(tmp_path / "b.parquet", label="breed").notes
+    )
     assert load(tmp_path / "a.parquet", test_fraction=0.25).classes == ("0", "1", "2")
     message = error_message(load, tmp_path / "a.parquet", label="bred")
     assert message.endswith("(did you mean breed?); there are image, breed")
@@ -212,7 +218,7 @@ def test_numbers_are_names_if_one_has_zeros_before_it_else_they_count_from_0(tmp
     write_labels(tmp_path / "b.tar", ["10"] * 6)
     data = load(tmp_path, label="json.y")
     assert data.classes == ("01", "1", "10")
-    assert "01 and 1 are two classes, which differ in case or zeros" in data.notes
+    assert "01 and 1 are two classes, which differ in case, space or zeros" in data.notes
     (tmp_path / "names.txt").write_text("\n".join(f"class {i}" for i in range(11)))
     data = load(tmp_path, label="json.y", class_names=str(tmp_path / "names.txt"))
     assert {*data.train["label"].tolist()} == {1, 10}

@@ -161,8 +161,8 @@ def test_groups_that_differ_in_case_or_zeros_are_told(folder):
     ids = ("p1", "P1", "7", "07.0", "7.5")
     table = write(folder, FILE | COLOUR | {"patient": lambda i: ids[i % 5]})
     assert load(table, group="patient").notes[-2:] == (
-        f"p1 and P1 are two groups in {table}, which differ in case or zeros",
-        f"7 and 07.0 are two groups in {table}, which differ in case or zeros",
+        f"p1 and P1 are two groups in {table}, which differ in case, space or zeros",
+        f"7 and 07.0 are two groups in {table}, which differ in case, space or zeros",
     )
 
 
@@ -354,7 +354,7 @@ def test_tells_labels_of_no_training_image(folder):
             {"targets": "numbers"},
             "expected a finite number, with a point in place of the comma",
         ),
-        (FILE | {"t": lambda i: f'"{i},5"'}, {}, "such as 0,5 and 1,5 and 2,5; to predict them"),
+        (FILE | {"t": lambda i: f'"{i},5"'}, {}, "such as 0,5 and 1,5; to predict them"),
     ],
 )
 def test_refuses_in_one_line(folder, columns, options, expected):
@@ -426,7 +426,7 @@ def test_what_a_table_may_mean_is_told(folder):
     data = load(table, group="who", label=("label",))
     assert "None is a class, of 20 rows; remove them if it stands for no label" in data.notes
     cases = load(write(folder, FILE | {"label": lambda i: ("cat", "Cat", "dog")[i % 3]}))
-    assert "Cat and cat are two classes, which differ in case or zeros" in cases.notes
+    assert "Cat and cat are two classes, which differ in case, space or zeros" in cases.notes
     train = len(data.train["id"])
     number = [int(data.name(i)[-6:-4]) // 4 for i in range(N)]
     assert {*number[:train]}.isdisjoint(number[train:])

@@ -105,7 +105,10 @@ def test_masks_in_two_places_are_refused_with_the_options_of_both(files, tmp_pat
 def test_patterns_that_match_nothing_are_counted(tmp_path):
     write(tmp_path, "img/a.jpg", "img/b.jpg", "seg/c.png")
     message = error_message(find_layout, tmp_path, Layout.of("img", "seg"))
-    assert message.endswith("; 2 files are images img/{name}.* and 1 masks seg/{name}.*")
+    assert message.endswith(
+        "; 2 files are images img/{name}.*, such as a, and 1 masks seg/{name}.*, such as c; {name} "
+        "must be the same in both"
+    )
     assert "in both patterns, or in none" in error_message(Layout.of, "{split}/{name}.jpg", "seg")
 
 
@@ -154,7 +157,8 @@ def test_files_of_names_split_voc(folders, names, tmp_path):
     (tmp_path / names.format(split="val")).write_text("x\n")
     assert error_message(find_layout, tmp_path, found.layout) == (
         f"data.path: no image {tmp_path / images / 'x'}.*, which "
-        f"{tmp_path / names.format(split='val')} names"
+        f"{tmp_path / names.format(split='val')} names; give one name, without its folder, on "
+        "each line"
     )
 
 

@@ -129,7 +129,7 @@ def test_colors_are_looked_up_in_the_table():
     assert labels(colored(RED, BLACK, GREEN), rows=COLORED) == [0, 255, 1]
     with pytest.raises(UnreadableError, match="the color 1 2 3 is of no class"):
         labels(colored(RED, (1, 2, 3)), colored(RED, GREEN), rows=COLORED)
-    with pytest.raises(UnreadableError, match="it has colors; name the class of each one"):
+    with pytest.raises(UnreadableError, match="it has colors, and no class table names them"):
         labels(colored(RED, GREEN), classes=2)
 
 
@@ -401,7 +401,7 @@ REFUSED = [
     ([gray(0, 1, 255)], {"classes": 2}, "data.path: 0.png: value 255, expected 0, 1; pixels of this mask without a class: 255 (33.3%); give --data.ignore 255 to ignore them, or --data.classes 2 --data.ignore 255"),
     ([gray(0, 3)._replace(is_lossy=True)], {"classes": 2}, "data.path: 0.png: value 3, expected 0, 1; lossy compression changes values: save masks as PNG"),
     ([gray(0, 3)], {"classes": 2, "table": "classes.txt"}, "data.path: 0.png: value 3, expected 0, 1; pixels of this mask without a class: 3 (50.0%); give --data.ignore 3 to ignore them, or add their classes to classes.txt"),
-    ([colored(RED, GREEN)], {"classes": 2}, "data.path: 0.png: it has colors; name the class of each one in a class table; name it in classes.csv in the folder of the data, one line name,r,g,b for each class"),
+    ([colored(RED, GREEN)], {"classes": 2}, "data.path: 0.png: it has colors, and no class table names them; name it in classes.csv in the folder of the data, one line name,r,g,b for each class"),
     ([rgb(0, 255, mode="1")], {"classes": 3, "mask_reading": "color"}, "data.path: 0.png: the color 255 255 255 is of no class; name it in"),
     ([gray(*range(99))], {"classes": 98}, "data.path: 0.png: value 98, expected 0 to 97; pixels of this mask without a class: 98 (1.0%); give --data.ignore 98 to ignore them, or --data.classes 99"),
 ]  # fmt: skip

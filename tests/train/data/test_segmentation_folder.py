@@ -210,8 +210,7 @@ def test_skips_invalid_pairs_with_a_reason(folder):
         2: f"{train / 'masks' / '02.png'}: value 3, expected 0 to 2",
         3: f"{train / 'images' / '03.bmp'}: zero bytes",
         6: f"{val / 'masks' / '00.png'}: not an image: no format that Pillow opens",
-        7: f"{val / 'masks' / '01.png'}: it has colors; name the class of each one "
-        "in a class table",
+        7: f"{val / 'masks' / '01.png'}: it has colors, and no class table names them",
     }
 
 
