@@ -577,7 +577,7 @@ class Reader:
         if folder is None and path is None:
             raise UserError(
                 "data.tokenizer: chats need a tokenizer and its chat template; give the folder of "
-                "a model"
+                "a model, or a template alone with data.chat_template"
             )
         option = "data.chat_template" if path else "data.tokenizer"
         try:

@@ -36,6 +36,7 @@ from train.data.splits import (
 from train.errors import UserError, list_available, shorten
 
 _EXPECTED = "one folder per class, or train/ and val/ or test/ that hold them"
+_TABLE = "give data.source image_table"
 
 
 @dataclass(frozen=True)
@@ -141,12 +142,12 @@ def _find_splits(
     config: ImageFolder,
 ) -> tuple[tuple[str, ...], _Split, _Split, tuple[str, ...]]:
     root = Path(config.path)
-    check_folder(root, f"; expected a folder with {_EXPECTED}")
+    check_folder(root, f"; expected a folder with {_EXPECTED}; for a table {_TABLE}")
     skipped = Counter[str]()
     folders = subfolders(root, skipped)
     usual = {*itertools.chain(*SPLIT_NAMES.values())}
     train_name, test_name = choose_training_split(folders), None
-    if train_name or len(folders) < 2 or usual & {name.lower() for name in folders}:
+    if train_name or len(folders) == 1 or usual & {name.lower() for name in folders}:
         if train_name is None:
             raise UserError(
                 f"data.path: no folder {root / 'train'}; {root} must hold {_EXPECTED}"
@@ -165,7 +166,7 @@ def _find_splits(
     if not classes:
         images = list_images(folder).paths
         hint = f"; its {len(images)} images belong in one folder per class" if images else ""
-        hint += ", or give a table of their labels: data.source image_table" if images else ""
+        hint += f"; for a table of their labels {_TABLE}" if images else ""
         raise UserError(f"data.path: no folders in {folder}, which are the classes{hint}")
     names = check_names(classes.values(), f"data.path: {folder}")
     if len(names) == 1:

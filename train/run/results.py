@@ -14,6 +14,7 @@ from fnet.privacy.audit import Audit, audit_epsilon
 from fnet.privacy.canaries import GradientCanaries
 from train.data import num_examples
 from train.data.canaries import draw_included
+from train.data.columns import is_named
 from train.errors import UserError, shorten
 from train.gradients.privacy import Privacy, at_most
 from train.networks.pretrained import FROZEN
@@ -53,6 +54,7 @@ def before_training(programs: Programs, lines: list[dict[str, Any]]) -> dict[str
     path = path if isinstance(path, str) else shorten(path)
     num_train = num_examples(dataset.train) - dataset.canaries
     classes = f", {len(dataset.classes):,} classes" if dataset.classes else ""
+    classes += f": {shorten(dataset.classes)}" if is_named(dataset.classes) else ""
     if config.data.targets != "class":
         classes = f", {config.data.targets} {shorten(dataset.classes)}"
     frozen = jax.tree.leaves(run.state_shapes.model_state.get(FROZEN, ()))

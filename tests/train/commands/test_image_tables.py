@@ -87,7 +87,9 @@ def captions(monkeypatch):
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("kind", TARGETS)
 def test_each_kind_of_target_trains_evaluates_and_predicts(workplace, capsys, kind, captions):
-    fnet_command("train", "recipe.py", "--out", "r", *TARGETS[kind])
+    output = output_of(capsys, "train", "recipe.py", "--out", "r", *TARGETS[kind])
+    names = {"class": "2 classes: a, b", "labels": "labels red, late", "numbers": "numbers loss"}
+    assert f" test examples, {names[kind]}\n" in output
     check_captions(kind, rows_of(workplace / "r" / "evaluation.csv"), captions["examples.png"])
     metrics = json.loads((workplace / "r" / "summary.json").read_bytes())["metrics"]
     expected = {"class": "test/macro_f1", "labels": "test/exact", "numbers": "test/r2"}

@@ -277,15 +277,14 @@ def test_refuses_missing_folders(tmp_path):
     missing = tmp_path / "nowhere"
     assert load_error(missing) == (
         f"data.path: {missing} does not exist; expected a folder with one folder per class, or "
-        "train/ and val/ or test/ that hold them"
+        "train/ and val/ or test/ that hold them; for a table give data.source image_table"
     )
     missing.write_text("a file")
     assert f"{missing} is not a folder" in load_error(missing)
 
 
 def test_refuses_folders_without_training_or_test_images(tmp_path):
-    assert f"no folder {tmp_path / 'train'}" in load_error(tmp_path)
-    assert "there are no folders" in load_error(tmp_path)
+    assert load_error(tmp_path) == f"data.path: no folders in {tmp_path}, which are the classes"
     write_image(tmp_path / "train" / "cat" / "a.png")
     assert load_error(tmp_path) == (
         f"data.path: {tmp_path / 'train'} has only the class cat; give images of two or more"
@@ -418,7 +417,7 @@ def test_refuses_images_outside_of_class_folders(tmp_path):
     (tmp_path / "val").mkdir()
     assert load_error(tmp_path) == (
         f"data.path: no folders in {tmp_path / 'train'}, which are the classes; its 3 images "
-        "belong in one folder per class, or give a table of their labels: data.source image_table"
+        "belong in one folder per class; for a table of their labels give data.source image_table"
     )
 
 
