@@ -48,6 +48,11 @@ class AnnotatedImage(NamedTuple):
     width: int
     objects: list[Object]
 
+    def shows(self, outline: np.ndarray) -> bool:
+        """Whether an outline has a part inside that is a pixel wide or high."""
+        low, high = np.maximum(outline.min(0), 0), np.minimum(outline.max(0), self[4:2:-1])
+        return bool((high > low).all() and (high - low).max() >= 1)
+
 
 class Annotations(NamedTuple):
     """Annotated images, values of classes by name, which the format gives or none, and notes."""

@@ -1,11 +1,9 @@
 """Annotation files of COCO, labelme and YOLO: outlines of objects, as masks."""
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal
-
-import numpy as np
 
 from train.data import annotations_coco, annotations_labelme, annotations_yolo, storage
 from train.data.annotated import (
@@ -66,7 +64,7 @@ def find_annotations(
     if boxes:
         notes.append(f"{held}, and are left out, such as in {boxes[0].path}")
     outlines = [(image, polygon) for image, o in objects for polygon in o.polygons]
-    if lost := [image for (image, _), i in zip(outlines, _is_seen(outlines), strict=True) if not i]:
+    if lost := [image for image, polygon in outlines if not image.shows(polygon)]:
         held = f"{len(lost):,} of {len(outlines):,} outlines"
         held += f" are outside of their image or smaller than a pixel, such as in {lost[0].path}"
         if len(lost) == len(outlines):
@@ -116,15 +114,3 @@ def find_annotations(
     return FoundLayout(
         root, images, masks, notes=tuple(notes), rows=rows, source=read.images[0].source
     )
-
-
-def _is_seen(outlines: Sequence[tuple[AnnotatedImage, np.ndarray]]) -> np.ndarray:
-    """Return which outlines have a part of a pixel's width or height in their image, bool [N]."""
-    if not outlines:
-        return np.zeros(0, bool)
-    starts = np.cumsum([0, *(len(polygon) for _, polygon in outlines[:-1])])
-    points = np.concatenate([polygon for _, polygon in outlines])
-    sizes = np.array([(image.width, image.height) for image, _ in outlines])
-    low, high = (np.clip(f.reduceat(points, starts), 0, sizes) for f in (np.minimum, np.maximum))
-    inside = high - low
-    return (inside > 0).all(1) & (inside >= 1).any(1)

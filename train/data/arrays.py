@@ -1,6 +1,5 @@
 """Images and labels as arrays in an .npz file, as numpy.savez writes them."""
 
-import os
 import re
 import zipfile
 from collections.abc import Sequence
@@ -29,12 +28,11 @@ from train.data.files import describe_files
 from train.data.image_batches import ImageOptions
 from train.data.labeled_images import check_padding
 from train.data.splits import choose_test_split, describe_hold_out, hold_out_rows
-from train.errors import UserError, list_available, shorten
+from train.errors import UserError, shorten
 
 _IMAGE_NAMES = ("x", "image", "images", "data")
 _LABEL_NAMES = ("y", "label", "labels", "target", "targets")
 _CLASS_NAMES = ("classes", "class_names", "label_names")
-_TRAIN = "train"
 _BYTES_PER_CHECK = 2**24
 """Bytes of images that are checked for nan and infinity at once."""
 
@@ -49,7 +47,7 @@ class ArrayFile(Data):
     source: Literal["arrays"] = "arrays"
     """Data source; --data.source NAME --help lists the fields of another one."""
     path: str = "data.npz"
-    """An .npz file, or a folder with train.npz and optionally val.npz or test.npz."""
+    """An .npz file."""
     images: Annotated[tuple[str, ...], MaxLen(2)] = ()
     """Names of the training and test image arrays; found by common names if empty."""
     labels: Annotated[tuple[str, ...], MaxLen(2)] = ()
@@ -82,7 +80,7 @@ class ArrayFile(Data):
     """Standard deviation of each channel, or one for all, which images are divided by."""
 
     def load(self, *, private: bool = False) -> Dataset:
-        """Load the images of an .npz file, or of a folder with a file for each split.
+        """Load the images of an .npz file.
 
         Arrays are found by the names in the config, or by common names: ``x`` and ``y``;
         ``x_train``, ``y_train``, ``x_test`` and ``y_test`` (Keras); ``train_images``,
@@ -98,14 +96,13 @@ class ArrayFile(Data):
             have another shape or dtype or are not finite; if labels are not integers from 0, do not
             match the images in number or have one class; or if a class is too small to split.
         """
-        splits = _find_splits(self)
-        images = [_as_images(_read_array(s.path, s.images), s.images, s.path, self) for s in splits]
+        path, splits = Path(self.path), _find_splits(self)
+        images = [_as_images(_read_array(path, s.images), s.images, path, self) for s in splits]
         labels = [
-            as_labels(_read_array(s.path, s.labels), f"data.labels: {s.labels} in {s.path}")
+            as_labels(_read_array(path, s.labels), f"data.labels: {s.labels} in {path}")
             for s in splits
         ]
-        _check_splits(splits, images, labels)
-        path = splits[0].path
+        _check_splits(path, splits, images, labels)
         classes = name_classes(
             labels, _read_class_names(self, path), f"data.labels: {splits[0].labels} in {path}"
         )
@@ -113,13 +110,9 @@ class ArrayFile(Data):
         _check_per_channel("std", self.std, images[0])
         check_padding(self.crop, self.padding, *images[0].shape[1:3])
         users, notes = None, describe_classes(classes, labels[0])
-        used = [*(name for split in splits for name in split[1:]), self.class_names, self.user]
+        used = [*(name for split in splits for name in split), self.class_names, self.user]
         names = [name for name in _array_names(path) if not _is_class_names(name)]
         notes += (*describe_unread(f"arrays of {path}:", [*filter(None, used)], names),)
-        if os.path.isdir(self.path):
-            others = {*os.listdir(self.path)} - {split.path.name for split in splits}
-            if others:
-                notes += (f"files of {self.path} that are not read: {shorten(sorted(others))}",)
         if self.user is not None:
             user = choose("data.user", self.user, _array_names(path), path, "array")
             what = f"data.user: {user} in {path}"
@@ -145,7 +138,7 @@ class ArrayFile(Data):
 
         def name(id: int) -> str:
             split, first = (splits[-1], offset) if id >= offset else (splits[0], 0)
-            return f"image {id - first} of {split.images} in {split.path}"
+            return f"image {id - first} of {split.images} in {path}"
 
         notes += describe_files(ids[0].tolist(), ids[1].tolist(), content, name)
 
@@ -171,47 +164,26 @@ class ArrayFile(Data):
         )
 
 
-load = ArrayFile.load
-
-
 class _Split(NamedTuple):
-    """A split's .npz file, and the names of its arrays."""
+    """Names of a split's arrays."""
 
-    path: Path
     images: str
     labels: str
 
 
 def _find_splits(config: ArrayFile) -> list[_Split]:
-    root = Path(config.path)
+    path = Path(config.path)
     given = [*zip_longest(config.images, config.labels), (None, None), (None, None)]
-    if root.is_dir():
-        names = sorted(path.stem for path in root.glob("*.npz"))
-        train = _TRAIN
-        choose("data.path", f"{train}.npz", [f"{name}.npz" for name in names], root, "file")
-    else:
-        parsed = filter(None, map(_parse_name, _array_names(root)))
-        names, train = sorted({suffix for _, suffix in parsed if suffix}), ""
-    test = choose_test_split(config.test_split, names, root)
-    if root.is_dir():
-        if test is None and any(given[1]):
-            raise UserError(
-                f"data.test_split: {root} has no test split; name the file with "
-                f"{' and '.join(filter(None, given[1]))}{list_available(names, 'files')}"
-            )
-        files = [root / f"{name}.npz" for name in (train, test) if name]
-        splits = [
-            _find_arrays(file, ("", file.stem), names)
-            for file, names in zip(files, given, strict=False)
-        ]
-    else:
-        splits = [_find_arrays(root, ("", _TRAIN), given[0])]
-        if test or any(given[1]):
-            splits.append(_find_arrays(root, (test or "test",), given[1]))
-    if len(splits) == 2 and splits[0][:2] == splits[1][:2]:
+    parsed = filter(None, map(_parse_name, _array_names(path)))
+    names = sorted({suffix for _, suffix in parsed if suffix})
+    test = choose_test_split(config.test_split, names, path)
+    splits = [_find_arrays(path, ("", "train"), given[0])]
+    if test or any(given[1]):
+        splits.append(_find_arrays(path, (test or "test",), given[1]))
+    if splits[1:] == splits[:1]:
         raise UserError(
-            f"data.test_split: {splits[0].images} in {splits[0].path} is both the training and "
-            "the test set; name other images for one of them"
+            f"data.test_split: {splits[0].images} in {path} is both the training and the test set; "
+            "name other images for one of them"
         )
     return splits
 
@@ -224,7 +196,7 @@ def _find_arrays(path: Path, suffixes: Sequence[str], given: Sequence[str | None
         known = [(stems, suffix.lower()) for suffix in suffixes]
         matches = [n for n in names if _parse_name(n) in known]
         arrays.append(choose(f"data.{what}", name, names, path, "array", matches))
-    return _Split(path, *arrays)
+    return _Split(*arrays)
 
 
 def _parse_name(name: str) -> tuple[tuple[str, ...], str] | None:
@@ -238,6 +210,8 @@ def _parse_name(name: str) -> tuple[tuple[str, ...], str] | None:
 
 
 def _array_names(path: Path) -> list[str]:
+    if path.is_dir():
+        raise UserError(f"data.path: {path} is a folder; give one .npz file with all arrays")
     with storage.reported("data.path", path), storage.open_file(str(path)) as file:
         if not zipfile.is_zipfile(file):
             problem = "is truncated or not an .npz file" if path.stat().st_size else "is empty"
@@ -311,13 +285,16 @@ def _check_finite(images: np.ndarray, what: str) -> None:
 
 
 def _check_splits(
-    splits: Sequence[_Split], images: Sequence[np.ndarray], labels: Sequence[np.ndarray]
+    path: Path,
+    splits: Sequence[_Split],
+    images: Sequence[np.ndarray],
+    labels: Sequence[np.ndarray],
 ) -> None:
-    for (path, image_name, label_name), image, label in zip(splits, images, labels, strict=True):
+    for split, image, label in zip(splits, images, labels, strict=True):
         if len(image) != len(label):
             raise UserError(
-                f"data.labels: {label_name} in {path} has {len(label):,} labels for the "
-                f"{len(image):,} images in {image_name}"
+                f"data.labels: {split.labels} in {path} has {len(label):,} labels for the "
+                f"{len(image):,} images in {split.images}"
             )
     kinds = [
         f"{'uint8' if image.dtype == np.uint8 else 'floating'} {image.shape[1:]}"
@@ -326,8 +303,8 @@ def _check_splits(
     if len({*kinds}) > 1:
         train, test = splits
         raise UserError(
-            f"data.images: {train.images} in {train.path} has images {kinds[0]}, {test.images} in "
-            f"{test.path} has {kinds[1]}; training and test images must match"
+            f"data.images: {train.images} in {path} has images {kinds[0]}, {test.images} in {path} "
+            f"has {kinds[1]}; training and test images must match"
         )
 
 

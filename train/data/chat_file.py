@@ -502,7 +502,7 @@ class Reader:
           UserError: if one is wrong.
         """
         documents: list[Document] = []
-        records = self._same_fields(iter(read))
+        records = iter(read)
         while texts := self._chunk(records):
             try:
                 pieces = self._tokenizer.encode_pieces([t.text for t in texts])
@@ -510,18 +510,6 @@ class Reader:
                 pieces = [self._encode(t) for t in texts]
             documents += [self._document(t, p) for t, p in zip(texts, pieces, strict=True)]
         return documents
-
-    def _same_fields(self, records: Iterator[Record]) -> Iterator[Record]:
-        """Check that a further file has the fields of the first one, at its first record."""
-        fields = self._fields.values() if self.kind else ()
-        for record in records:
-            if fields and not any(record.find(field) for field in fields):
-                raise UserError(
-                    f"{record.where}: expected the fields of the training examples, "
-                    f"{' and '.join(fields)}{list_available(list(record.fields), 'fields')}"
-                )
-            fields = ()
-            yield record
 
     def _chunk(self, records: Iterator[Record]) -> list[_Text]:
         """Read the texts to encode at once: as many as tokenizers encode fast, or a long one."""

@@ -46,13 +46,16 @@ class Row(NamedTuple):
         return self.name.lower() in VOID_NAMES
 
 
-def find_table(given: str | None, root: Path, default: str | None) -> tuple[tuple[Row, ...], str]:
+def find_table(
+    given: str | None, root: Path, default: str | None, *, is_needed: bool = True
+) -> tuple[tuple[Row, ...], str]:
     """Return the rows of a class table, and where they come from; no rows and "" without one.
 
     Args:
       given: file, or the name of a published data set; None looks for one of `FILES`.
       root: folder of the data. A relative file may be below it.
       default: published data set whose table is used if there is no file, or None.
+      is_needed: whether the given file must be there.
     """
     if given in PUBLISHED:
         return PUBLISHED[given], given
@@ -65,20 +68,12 @@ def find_table(given: str | None, root: Path, default: str | None) -> tuple[tupl
             )
     if tables:
         return tables[0][1], str(tables[0][0])
-    if given is not None:
+    if given is not None and is_needed:
         raise UserError(
             f"data.class_table: no file {given}, here or in {root}; give a file, or one of "
             f"{', '.join(PUBLISHED)}"
         )
     return (PUBLISHED[default], default) if default else ((), "")
-
-
-def find_own_table(given: str | None, root: Path) -> tuple[tuple[Row, ...], str]:
-    """Return the class table of masks that a run was not trained on; no rows without one."""
-    is_there = (
-        given is None or given in PUBLISHED or any(p.is_file() for p in (root / given, Path(given)))
-    )
-    return find_table(given, root, None) if is_there else ((), "")
 
 
 def read_table(path: Path) -> tuple[Row, ...]:

@@ -156,9 +156,6 @@ class HuggingFace(Photos):
         return *super().identity, self.subset
 
 
-load = HuggingFace.load
-
-
 def _content(row: Mapping[str, Any]) -> str | bytes | None:
     """Return the bytes of an image, or the path of its file."""
     (file,) = row.values()

@@ -133,9 +133,6 @@ def load(config: ImageTable, trained: Outputs | None = None) -> Dataset:
     names = check_names(names, "data.label")
     if not config.label:
         notes.append(f"labels are in the column {_label_columns(table)[0]} (data.label)")
-    if config.targets == "class" and "None" in names:
-        count = (target == names.index("None")).sum()
-        notes.append(f"None is a class, of {count:,} rows; remove them if it stands for no label")
     notes += _check_repeated(table, target)
     if trained is None:
         used = [table.column, *_label_columns(table), _split_column(table), config.group]

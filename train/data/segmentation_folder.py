@@ -18,7 +18,7 @@ from train.config.section import Count, CountOrZero, Positive
 from train.data import Arrays, Dataset, Outputs, num_examples
 from train.data.annotations import find_annotations
 from train.data.augment import fit, to_uint8
-from train.data.class_table import MASK_VALUES, PUBLISHED, find_own_table, find_table
+from train.data.class_table import MASK_VALUES, PUBLISHED, find_table
 from train.data.columns import describe_classes
 from train.data.decode import UnreadableError, View, file_bytes, upright_size
 from train.data.drawings import Mask, mask_size, read_mask
@@ -201,7 +201,7 @@ def load(config: SegmentationFolder, trained: LabelMap | None = None) -> Dataset
         more = [*describe_classes(label_map.names)]
         more += describe_files(paths[: len(train)], paths[len(train) :])
     elif not found.rows:
-        rows, own = find_own_table(config.class_table, root)
+        rows, own = find_table(config.class_table, root, None, is_needed=False)
         label_map, more = translate(config, trained, rows, own, every)
     else:
         label_map, more = trained, []

@@ -120,9 +120,6 @@ class TextFile(Text):
         return self.context if self.separator else None
 
 
-load = TextFile.load
-
-
 class _Rows(NamedTuple):
     """Rows of a text: first token, number of inputs, largest random shift and span of each."""
 

@@ -93,20 +93,6 @@ def test_what_is_held_out_copies_and_classes_without_images_are_told(tmp_path):
     assert "test images are training images or copies of them" in copies
 
 
-@pytest.mark.parametrize("part", ["val", "test"])
-def test_a_folder_holds_one_file_per_split(tmp_path, part):
-    write_npz(tmp_path / "train.npz", x=make_images(), y_train=make_labels())
-    write_npz(tmp_path / f"{part}.npz", images=make_images(6, seed=1), labels=make_labels(6))
-    chex.assert_trees_all_equal(read_test_examples(load(tmp_path))[0], make_images(6, seed=1))
-    (tmp_path / f"{part}.npz").rename(tmp_path / "other.npz")
-    assert load(tmp_path).notes[-2] == f"files of {tmp_path} that are not read: other.npz"
-    held_out = read_test_examples(load(tmp_path))[0]
-    assert all((image == make_images()).all((1, 2, 3)).any() for image in held_out)
-    chex.assert_trees_all_equal(
-        read_test_examples(load(tmp_path, test_split="other"))[0], make_images(6, seed=1)
-    )
-
-
 def test_reads_arrays_by_given_names(tmp_path):
     path = write_npz(
         tmp_path / "data.npz",

@@ -517,10 +517,7 @@ def test_a_chat_that_begins_with_the_assistant_says_so(load, tmp_path):
 def test_test_examples_have_the_fields_of_the_training_examples(load, write):
     path = write([{"text": "ab"}], "test.jsonl")
     message = error_message(load, answers(4), test_path=path)
-    assert message == (
-        f"data.test_path: {path}, line 1: expected the fields of the training examples, "
-        "prompt and completion; there are text"
-    )
+    assert message == f"data.test_path: {path}, line 1: no field completion; there are text"
 
 
 def test_a_chat_that_the_template_refuses_names_its_line(load, tmp_path):

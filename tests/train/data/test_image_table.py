@@ -424,7 +424,7 @@ def test_what_a_table_may_mean_is_told(folder):
     )
     assert several + "label or --data.label class" in error_message(load, table, group="who")
     data = load(table, group="who", label=("label",))
-    assert "None is a class, of 20 rows; remove them if it stands for no label" in data.notes
+    assert data.classes == ("Na", "None")
     cases = load(write(folder, FILE | {"label": lambda i: ("cat", "Cat", "dog")[i % 3]}))
     assert "Cat and cat are two classes, which differ in case, space or zeros" in cases.notes
     train = len(data.train["id"])
