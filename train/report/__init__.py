@@ -65,7 +65,6 @@ def render(runs: Sequence[Run], now: float) -> str:
     curves = [curve for metric in metrics for curve in metric.curves.values()]
     hide = "body:has(#show{0}:not(:checked)) .chart .run{0} {{ display: none; }}\n"
     style = (_HERE / "style.css").read_text() + "".join(hide.format(i) for i in range(len(runs)))
-    style += "".join(sections.orders([run for run in runs if run.mistakes]))
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     loader = jinja2.FileSystemLoader(_HERE)
     jinja = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)

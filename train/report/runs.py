@@ -3,7 +3,6 @@
 import base64
 import io
 import math
-import operator
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -53,13 +52,11 @@ class Mistake(NamedTuple):
 
     Attributes:
       texts: Label, prediction, probability and loss by name.
-      order: Its place by each name that the list can be sorted by.
       picture: Small picture as a data URI; None without a file.
     """
 
     file: str
     texts: dict[str, str]
-    order: dict[str, int]
     picture: str | None
 
 
@@ -76,12 +73,6 @@ def load_mistakes(path: Path) -> list[Mistake]:
 
 
 def _mistakes(rows: list[dict[str, Any]]) -> list[Mistake]:
-    rows = worst_first(rows)[:_MISTAKES]
-    order = {"worst": {id(row): i for i, row in enumerate(rows)}}
-    for name in ("loss", "label", "prediction", "file"):
-        if all(name in row for row in rows):
-            by_name = sorted(rows, key=operator.itemgetter(name), reverse=name == "loss")
-            order[name] = {id(row): i for i, row in enumerate(by_name)}
     return [
         Mistake(
             row["file"],
@@ -90,10 +81,9 @@ def _mistakes(rows: list[dict[str, Any]]) -> list[Mistake]:
                 for name, value in row.items()
                 if name not in ("file", "split") and not name.startswith("probability of ")
             },
-            {name: places[id(row)] for name, places in order.items()},
             _thumbnail(row["file"]),
         )
-        for row in rows
+        for row in worst_first(rows)[:_MISTAKES]
     ]
 
 

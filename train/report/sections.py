@@ -200,14 +200,6 @@ def class_scores(runs: Sequence[Run]) -> Table:
     )
 
 
-def orders(runs: Sequence[Run]) -> Iterator[str]:
-    """Yield rules of the style sheet that sort each list of mistakes, because no script may."""
-    for i, run in enumerate(runs):
-        for j, mistake in enumerate(run.mistakes):
-            for name, place in mistake.order.items():
-                yield f"body:has(#sort{i}{name}:checked) #m{i}x{j} {{ order: {place}; }}\n"
-
-
 def skipped_steps(runs: Sequence[Run]) -> Table:
     """Return the steps that were skipped because a loss or a gradient was not finite."""
     rows: list[list[str | Cell]] = []
