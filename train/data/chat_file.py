@@ -270,7 +270,8 @@ def load(config: ChatFile, *, private: bool = False) -> Dataset:
             f"{num_rows:,} rows of {num_chats:,} chats, one for each answer",
         )
     notes = [_describe_lengths(train), *notes, *read.ends]
-    notes += describe_copies(train, test, "examples")
+    keys = [[(d.place, hash(d.ids.tobytes())) for d in split] for split in (train, test)]
+    notes += describe_common(keys[0], keys[1], "examples")
     places = train_rows.places + test_rows.places
     return Dataset(
         train=train_rows.arrays,
@@ -288,19 +289,6 @@ def load(config: ChatFile, *, private: bool = False) -> Dataset:
         is_chat=read.template is not None,
         rows="rows" if config.packing else "examples",
     )
-
-
-def describe_copies(
-    train: list[Document], test: list[Document], what: str, size: int = 1
-) -> tuple[str, ...]:
-    """Return a note about test examples, of ``size`` documents each, that are trained on, too."""
-
-    def keys(documents: list[Document]) -> Iterator[tuple[str, tuple[int, ...]]]:
-        for i in range(0, len(documents), size):
-            own = documents[i : i + size]
-            yield own[0].place, tuple(hash(d.ids.tobytes()) for d in own)
-
-    return describe_common(keys(train), keys(test), what)
 
 
 def load_unlabeled(config: ChatFile, path: str) -> tuple[list[str], Arrays, list[str]]:

@@ -25,7 +25,7 @@ _CVAT = re.compile(r":\d+,\d+,\d+")
 _BREAK = re.compile(r"\s*[\r\n]+\s*")
 _NEVER = "\x1f"
 """Separator of fields that no text has, because a name may have a comma."""
-_NO_TEXT = {
+NO_TEXT = {
     b"PAR1": "Parquet",
     b"PK\x03\x04": "a zip archive, such as .docx or .xlsx",
     b"%PDF": "PDF",
@@ -95,20 +95,15 @@ def clean_name(text: str) -> str:
 
 
 def parse_json(content: str | bytes) -> Any:
-    """Parse JSON.
+    """Parse JSON; raise `ValueError` if it is damaged, or an object has a field twice."""
+    return json.loads(content, object_pairs_hook=_unique)
 
-    Raises:
-      ValueError: if it is damaged, or an object has two fields of one name.
-    """
 
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        fields = dict(pairs)
-        if len(fields) < len(pairs):
-            twice = next(name for i, (name, _) in enumerate(pairs) if name in dict(pairs[:i]))
-            raise ValueError(f"two fields are called {twice}")
-        return fields
-
-    return json.loads(content, object_pairs_hook=unique)
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields, names = dict(pairs), [name for name, _ in pairs]
+    if len(fields) < len(pairs):
+        raise ValueError(f"two fields are called {max(names, key=names.count)}")
+    return fields
 
 
 def describe_unread(what: str, used: Sequence[str], names: Iterable[str]) -> list[str]:
@@ -128,7 +123,8 @@ def read_lines(path: str, option: str) -> list[str]:
 
 def decode_text(content: bytes, path: str, option: str, errors: str = "strict") -> str:
     """Decode a text file in UTF-8, or in UTF-16 with a byte order mark; gzip is unpacked."""
-    check_text(content, path, option)
+    if kind := next((kind for start, kind in NO_TEXT.items() if content.startswith(start)), ""):
+        raise UserError(f"{option}: {path} is no text, but {kind}; give the text that it holds")
     try:
         if content.startswith(b"\x1f\x8b"):
             with gzip.GzipFile(fileobj=io.BytesIO(content)) as file:
@@ -148,12 +144,6 @@ def decode_text(content: bytes, path: str, option: str, errors: str = "strict") 
         ) from error
     except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"{option}: {path} is damaged: {error}") from error
-
-
-def check_text(start: bytes, path: str, option: str) -> None:
-    """Raise `UserError` if a file's first bytes say that it is no text."""
-    if kind := next((kind for mark, kind in _NO_TEXT.items() if start.startswith(mark)), ""):
-        raise UserError(f"{option}: {path} is no text, but {kind}; give the text that it holds")
 
 
 def read_rows(path: str, option: str, separator: str | None = None) -> list[list[str]]:

@@ -11,11 +11,11 @@ from typing_extensions import override
 from train.config.data import Content
 from train.config.section import Positive
 from train.data import Arrays, Dataset, records
-from train.data.chat_file import AnswerFile, ChatFile, Document, Reader, Rows, describe_copies
+from train.data.chat_file import AnswerFile, ChatFile, Document, Reader, Rows
 from train.data.columns import describe_unread
 from train.data.placeholder import Placeholder, zero_tokens
 from train.data.records import Record
-from train.data.splits import hold_out_contents
+from train.data.splits import describe_common, hold_out_contents
 from train.data.tokenizer import load_tokenizer
 from train.errors import UserError
 
@@ -73,8 +73,8 @@ class PreferenceFile(AnswerFile):
 
         train = read(self.path, "data.path")
         if self.test_path is None:
-            pairs = zip(train[::2], train[1::2], strict=True)
-            contents = [a.ids.tobytes().hex() + b.ids.tobytes().hex() for a, b in pairs]
+            both = zip(train[::2], train[1::2], strict=True)
+            contents = [a.ids.tobytes().hex() + b.ids.tobytes().hex() for a, b in both]
             is_test = hold_out_contents(self, contents, f"pairs in {self.path}")
             of_test = np.repeat(is_test, 2)
             test = [d for d, held_out in zip(train, of_test, strict=True) if held_out]
@@ -88,7 +88,9 @@ class PreferenceFile(AnswerFile):
         tools = ("tools", "functions") if reader.template else ()
         unread = describe_unread("fields", ["prompt", "chosen", "rejected", *tools], fields)
         unread += reader.notes
-        copies = describe_copies(train, test, "pairs", 2)
+        pairs = [zip(split[::2], split[1::2], strict=True) for split in (train, test)]
+        keys = [[(a.place, hash(a.ids.tobytes() + b.ids.tobytes())) for a, b in p] for p in pairs]
+        copies = describe_common(keys[0], keys[1], "pairs")
         lengths = train_pairs["length"]
         first = (
             f"{len(lengths):,} training pairs, {np.median(lengths):,g} tokens each answer with its "

@@ -11,7 +11,7 @@ from typing import IO, Any, NamedTuple
 
 from train import limits
 from train.data import storage
-from train.data.columns import check_text, decode_text, normalized, parse_json
+from train.data.columns import NO_TEXT, decode_text, normalized, parse_json
 from train.data.splits import split_of
 from train.errors import UserError, did_you_mean, list_available
 
@@ -201,8 +201,7 @@ def _as_utf8(file: IO[bytes], path: str, option: str) -> IO[bytes]:
     """Return a file in UTF-8 in place of one in UTF-16 or gzip."""
     first = file.read(8)
     file.seek(0)
-    check_text(first, path, option)
-    if first.startswith((b"\x1f\x8b", b"\xff\xfe", b"\xfe\xff")):
+    if first.startswith((b"\x1f\x8b", b"\xff\xfe", b"\xfe\xff", *NO_TEXT)):
         text = decode_text(file.read(), path, option)
         return io.BytesIO(text.encode("utf-8", "surrogatepass"))
     return file
