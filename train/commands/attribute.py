@@ -150,7 +150,6 @@ def _query(run: Setup, network: RestoredNetwork, options: AttributeArguments) ->
 
 
 def _of_image(run: Setup, file: str, name: str | None, network: RestoredNetwork) -> Query:
-    """Return the query of an image's label, by default of the predicted one."""
     classes, preprocessor = run.task.dataset.classes, run.config.data.preprocessor
     try:
         image = preprocessor(file).image

@@ -165,6 +165,5 @@ def _metadata(config: Config, outputs: Outputs) -> dict[str, str]:
 
 
 def _difference(network: Apply, run: Any, shape: tuple[int, ...], batch: int) -> float:
-    """Return the largest difference of logits, relative to the largest one."""
     x = np.random.default_rng(batch).random((batch, *shape), np.float32)
     return difference(np.asarray(run(x)), np.asarray(network(jnp.asarray(x))))

@@ -92,10 +92,7 @@ def hold_out(
     if config.folds is not None:
         return _fold(config, names, labels, groups)
     if groups is not None:
-        ids, number = np.unique(groups, return_inverse=True)
-        if len(ids) < 2:
-            raise UserError(f"data.group: all examples are of the group {ids[0]}")
-        return hold_out(config, ids.tolist())[number]
+        return hold_out_users(config, np.array(groups), "group")
     hashes = hash_names(f"{config.split_seed} {name}" for name in names)
     unique, number = np.unique(hashes, return_inverse=True)
     is_test = unique < config.test_fraction * 2.0**64  # of each key, with all its rows
@@ -176,13 +173,13 @@ def refuse_folds(config: Data, why: str) -> None:
         )
 
 
-def hold_out_users(config: Data, users: np.ndarray) -> np.ndarray:
+def hold_out_users(config: Data, users: np.ndarray, what: str = "user") -> np.ndarray:
     """Choose rows by a hash of the ids of their users, bool [N]; no user is in both splits."""
     ids, number = np.unique(users, return_inverse=True)
     if len(ids) < 2:
         raise UserError(
-            f"data.test_fraction: all examples are of the user {ids[0]}, who cannot be both "
-            "trained and tested on; give examples of more users"
+            f"data.{what}: all examples are of the {what} {ids[0]}, which cannot be both trained "
+            f"and tested on; give examples of more {what}s"
         )
     return hold_out(config, ids.tolist())[number]
 

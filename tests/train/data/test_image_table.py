@@ -462,7 +462,8 @@ def test_balanced_weights_are_those_of_scikit_learn():
 def test_groups_need_two(folder):
     config = ImageTable(path="labels.csv")
     assert error_message(hold_out, config, range(4), None, ["a"] * 4) == (
-        "data.group: all examples are of the group a"
+        "data.group: all examples are of the group a, which cannot be both trained and tested on; "
+        "give examples of more groups"
     )
 
 

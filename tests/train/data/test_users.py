@@ -203,7 +203,7 @@ def test_a_split_has_no_user_in_both_parts():
     assert train
     assert test
     assert not train & test
-    with pytest.raises(UserError, match=r"data.test_fraction: all examples are of the user ann"):
+    with pytest.raises(UserError, match=r"data.user: all examples are of the user ann"):
         hold_out_users(config, np.array(["ann", "ann"]))
 
 
