@@ -13,10 +13,10 @@ LEDGER = {
     "fnet/layers": 5_791,
     "fnet/models + fnet/interop": 9_341,
     "fnet, the rest": 10_878,
-    "train/data": 11_278,
-    "train/run + train/commands": 8_596,
-    "train, the rest": 8_335,
-    "tests": 61_348,
+    "train/data": 11_376,
+    "train/run + train/commands": 8_593,
+    "train, the rest": 8_317,
+    "tests": 61_355,
     "benchmarks": 16_514,
 }
 """Lines of ``*.py``. A row of its own takes a package out of the rest."""

@@ -41,7 +41,6 @@ def read(root: Path) -> Annotations:
 
 
 def _object(shape: Mapping[str, Any], height: int, width: int) -> Object:
-    """Return an object; points and lines have no outline."""
     name, points = class_name(shape["label"]), to_points(shape["points"])
     kind = shape.get("shape_type") or "polygon"
     if kind == "mask":

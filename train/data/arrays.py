@@ -165,8 +165,6 @@ class ArrayFile(Data):
 
 
 class _Split(NamedTuple):
-    """Names of a split's arrays."""
-
     images: str
     labels: str
 

@@ -26,7 +26,6 @@ def random_resized_crop(
     draws: np.ndarray,
     *,
     area: tuple[float, float] = (0.08, 1.0),
-    ratio: tuple[float, float] = (3 / 4, 4 / 3),
 ) -> View:
     """Crop a part of random area, aspect ratio and position, and resize it.
 
@@ -40,8 +39,8 @@ def random_resized_crop(
       size: height and width of the result.
       draws: [RESIZED_CROP_DRAWS] numbers in [0, 1).
       area: smallest and largest area, as a fraction of the image.
-      ratio: smallest and largest width / height.
     """
+    ratio = 3 / 4, 4 / 3  # of width and height
     low, high = math.log(ratio[0]), math.log(ratio[1])
     d: list[float] = draws.tolist()
     for i in range(_CROP_ATTEMPTS):

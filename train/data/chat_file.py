@@ -752,7 +752,6 @@ def _messages(record: Record, name: str) -> list[dict[str, Any]]:
 
 
 def _is_text_part(part: Any) -> bool:
-    """Whether a part of a message's content is a text, as OpenAI writes it."""
     return (
         isinstance(part, Mapping)
         and part.get("type") == "text"

@@ -62,6 +62,12 @@ def list_images(folder: Path, read: Container[str] = ()) -> ImageFiles:
     return ImageFiles(sorted(paths), skipped)
 
 
+def without_extension(path: str) -> str:
+    """Return a path without the extension of an image, if it has one."""
+    stem, _, extension = path.rpartition(".")
+    return stem if extension.lower() in EXTENSIONS else path
+
+
 def describe_files(
     train: Iterable[_Id],
     test: Iterable[_Id],

@@ -157,7 +157,6 @@ class HuggingFace(Photos):
 
 
 def _content(row: Mapping[str, Any]) -> str | bytes | None:
-    """Return the bytes of an image, or the path of its file."""
     (file,) = row.values()
     return file and (file["path"] if file["bytes"] is None else file["bytes"])
 

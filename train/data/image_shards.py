@@ -166,7 +166,6 @@ def _identity(file: str) -> str:
 
 
 def _expand(path: str, field: str, skipped: Counter[str]) -> tuple[list[str], bool]:
-    """List the shards of a path, and whether it is a folder or a pattern."""
     with storage.reported(field, path):
         found = storage.expand(path, skipped)
     if found is None:

@@ -28,8 +28,7 @@ from train.data.columns import (
     parse_labels,
     parse_number,
 )
-from train.data.decode import EXTENSIONS
-from train.data.files import check_folder, list_images
+from train.data.files import check_folder, list_images, without_extension
 from train.data.labeled_images import image_dataset
 from train.data.photos import LabeledFiles
 from train.data.placeholder import Placeholder
@@ -266,7 +265,7 @@ def _find_files(rows: list[Record], column: str, folder: Path) -> tuple[list[str
         listed = list_images(folder).paths
         by_name, by_stem = {normalized(path): path for path in listed}, defaultdict(list)
         for path in listed:
-            by_stem[_stem(path)].append(path)
+            by_stem[normalized(without_extension(path))].append(path)
         for i in missing:
             files[i] = files[i].strip()
             stems = by_stem[normalized(files[i])]
@@ -311,11 +310,6 @@ def _check_repeated(table: _Table, target: np.ndarray) -> list[str]:
         f"images with several rows, each of which is an example: {len(several):,}, such as {name}; "
         f"{differ:,} of them have different labels"
     ]
-
-
-def _stem(path: str) -> str:
-    stem, _, extension = path.rpartition(".")
-    return normalized(stem if extension.lower() in EXTENSIONS else path)
 
 
 def _label_columns(table: _Table) -> tuple[str, ...]:
@@ -457,7 +451,6 @@ def _as_boolean(row: Record, column: str) -> float:
 
 
 def _numbers(table: _Table, known: _Names | None) -> tuple[np.ndarray, _Names]:
-    """Return the numbers of each row, float64 [N, numbers], and their names."""
     names = known or _label_columns(table)
 
     def number(row: Record, column: str) -> float:

@@ -10,9 +10,14 @@ from train.data import storage
 from train.data.class_table import FILES as TABLES
 from train.data.class_table import Row
 from train.data.columns import normalized, read_lines
-from train.data.decode import EXTENSIONS
 from train.data.drawings import Mask
-from train.data.files import IMAGE_PATTERNS, check_folder, list_images, subfolders
+from train.data.files import (
+    IMAGE_PATTERNS,
+    check_folder,
+    list_images,
+    subfolders,
+    without_extension,
+)
 from train.data.splits import SPLIT_NAMES, choose_test_split, choose_training_split, split_of
 from train.errors import UserError, shorten
 
@@ -342,16 +347,11 @@ def _explain_nothing(root: Path, given: Layout | None, files: Sequence[str]) -> 
     )
 
 
-def _without_extension(name: str) -> str:
-    stem, dot, extension = name.rpartition(".")
-    return stem if dot and extension.lower() in EXTENSIONS else name
-
-
 def _read_names(path: Path, known: Collection[str]) -> list[str]:
     """Read the names of a split: a line or its first word, perhaps with an extension."""
     names: dict[str, None] = {}
     for line in filter(None, map(str.strip, read_lines(str(path), "data.path"))):
         texts = [normalized(text) for text in (line, line.split()[0])]
-        possible = [name for text in texts for name in (text, _without_extension(text))]
+        possible = [name for text in texts for name in (text, without_extension(text))]
         names[next((name for name in possible if name in known), possible[-1])] = None
     return [*names]

@@ -311,7 +311,6 @@ def _as_in_run(config: _Config, trained: LabelMap, samples: Sequence[Sample]) ->
 
 
 def _try(label_map: LabelMap, mask: MaskValues) -> list[int] | None:
-    """Return the labels of a mask's values; None if one is of no class."""
     try:
         labels: list[int] = label_map.labels(mask).ravel().tolist()
         return labels
@@ -397,7 +396,6 @@ def check_masks(
 
 
 def _explain_unknown_classes(samples: Sequence[Sample], config: _Config) -> str:
-    """Say what masks hold, and how to give their classes."""
     colors = {color for s in samples if s.mask.holds_colors for color in s.counts}
     values = {value for s in samples if not s.mask.holds_colors for value in s.counts}
     texts = shorten([color_text(color) for color in sorted(colors)])
@@ -454,7 +452,6 @@ def _explain_bad(
     samples: Sequence[Sample],
     table: str | None,
 ) -> str:
-    """Say what a mask holds, and which options would accept it."""
     message = f"data.path: {sample.path}: {error}"
     is_color = label_map.reading == "color" or sample.mask.holds_colors
     known, total = dict(label_map.values), sum(sample.counts.values())

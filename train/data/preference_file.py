@@ -195,7 +195,6 @@ def _pairs(rows: Rows) -> Arrays:
 
 
 def _gather(pairs: Arrays, rows: Rows, context: int) -> Arrays:
-    """Gather the arrays of a batch, as `PreferenceFile.load` describes them."""
     batch = rows.gather({name: pairs[name].ravel() for name in ("start", "length")}, context)
     batch = {name: a.reshape(-1, 2, *a.shape[1:]) for name, a in batch.items()}
     weight = np.ones(len(pairs["length"]), np.float32)

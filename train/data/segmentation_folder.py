@@ -395,7 +395,6 @@ def _check_sizes(
 def _class_weights(
     root: Path, pairs: Sequence[Pair], config: SegmentationFolder, label_map: LabelMap
 ) -> tuple[float, ...]:
-    """Measure class frequencies on training masks, and return the weight of each class."""
     counts = []
     for i in spread(len(pairs), _WEIGHED):
         try:

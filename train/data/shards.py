@@ -436,7 +436,6 @@ class Shards:
         ]
 
     def _read_row_group(self, shard: int, group: int) -> Any:
-        """Read the images of a row group: a chunked array, or an `UnreadableError`."""
         path = self.paths[shard]
         pyarrow = storage.import_parquet("data.path", path)
         self._check_unchanged(shard)

@@ -130,7 +130,6 @@ def hold_out_files(
 def _fold(
     config: Data, names: Sequence[str], labels: np.ndarray | None, groups: Sequence[str] | None
 ) -> np.ndarray:
-    """Return which examples are in the fold that is held out, bool [N]."""
     from sklearn.model_selection import GroupKFold, KFold, StratifiedGroupKFold, StratifiedKFold
 
     folds = config.folds

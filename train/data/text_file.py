@@ -194,7 +194,6 @@ def _count_bytes(
 def _split_documents(
     tokens: np.ndarray, documents: list[range], config: TextFile
 ) -> tuple[list[range], list[range]]:
-    """Split into training and test spans: whole documents, or parts of the one text."""
     n = len(documents) if config.separator else sum(map(len, documents))
     num_test = round(config.test_fraction * n)
     if config.separator:

@@ -86,7 +86,7 @@ def segmentations(
     labels = np.unique(np.concatenate([a.ravel() for a in (*masks, *predictions)]))
     shown = {int(i): "void" if i == 255 else drawable(classes[i]) for i in labels}
     legend = ax.legend(
-        handles=[Patch(color=colors[i] / 255, label=_shorten(n)) for i, n in shown.items()],
+        handles=[Patch(color=colors[i] / 255, label=end_of(n)) for i, n in shown.items()],
         loc="upper center",
         bbox_to_anchor=(0.5, 0),
         ncols=4,
@@ -132,7 +132,7 @@ def memory(stored: StepMemory, title: str, path: Path) -> None:
     figure = Figure(figsize=(13, 4.6), layout="constrained")
     figure.suptitle(title, parse_math=False)
     by_layer, over_time = figure.subplots(1, 2)
-    names = [_shorten(r.layer) for r in stored.residuals]
+    names = [end_of(r.layer) for r in stored.residuals]
     sizes = [r.bytes for r in stored.residuals]
     unit = _bytes_axis(by_layer, max(sizes, default=0))
     by_layer.bar(range(len(sizes)), np.array(sizes) / unit, color=COLORS[0])
@@ -254,7 +254,8 @@ def _tile(
     return figure, ax
 
 
-def _shorten(name: str, most: int = 32) -> str:
+def end_of(name: str, most: int = 32) -> str:
+    """Return a name, or the end of a long one."""
     return name if len(name) <= most else "…" + name[-most + 1 :]
 
 

@@ -173,7 +173,8 @@ def _write(
     if not rows.dataset.classes or "label" not in rows.dataset.train:
         return [table]
     images, picture = rows.read(np.array([*shown]))["image"], table.with_suffix(".png")
-    captions = [f"{_end(rows.label(row))}\n{_end(rows.dataset.name(row))}" for row in shown]
+    names = ((rows.label(row), rows.dataset.name(row)) for row in shown)
+    captions = ["\n".join(plots.end_of(text, 26) for text in pair) for pair in names]
     plots.classifications(images, captions, [not h for h in shown.values()], title, picture)
     return [table, picture]
 
@@ -194,7 +195,3 @@ def print_examples(
         scores = (f"{name} {value}" for name, value in zip(columns, values, strict=True))
         named = [f"label {label}"] if label else []
         line_printer(console)("  ".join([f"{kind}: {example}", *named, *scores]))
-
-
-def _end(name: str, most: int = 26) -> str:
-    return name if len(name) <= most else f"…{name[1 - most :]}"

@@ -56,12 +56,15 @@ def wide_limits_of_the_process(monkeypatch):
         ("tokenizer.json", hostile_files.TOKENIZER),
         ("lines", {"text": "a b"}),
         ("lines", hostile_files.CHAT),
+        ("coco.json", hostile_files.COCO),
+        ("labelme.json", hostile_files.LABELME),
     ],
 )
 def test_json_of_others(kind, document, tmp_path):
     if kind == "tokenizer.json" and not importlib.util.find_spec("tokenizers"):
         pytest.skip("needs tokenizers")
-    hostile_files.write_model(tmp_path)
+    is_annotation = kind in ("coco.json", "labelme.json")
+    (hostile_files.write_annotated if is_annotation else hostile_files.write_model)(tmp_path)
 
     @few
     @given(damaged_json(document))
@@ -80,22 +83,6 @@ def test_a_large_tokenizer_may_not_make_more_tokens_than_fit(tmp_path, monkeypat
     path.write_text(json.dumps(hostile_files.TOKENIZER | {"normalizer": long}))
     with pytest.raises(UserError, match=r"needs more than|ended its process"):
         load_tokenizer(TextFile(tokenizer=str(path))).encode("ab")
-
-
-@pytest.mark.parametrize(
-    ("kind", "document"),
-    [("coco.json", hostile_files.COCO), ("labelme.json", hostile_files.LABELME)],
-)
-def test_annotations(kind, document, tmp_path):
-    hostile_files.write_annotated(tmp_path)
-
-    @few
-    @given(damaged_json(document))
-    def check(content):
-        (tmp_path / kind).write_bytes(content)
-        assert_refused_or_read(kind, tmp_path / kind)
-
-    check()
 
 
 @few

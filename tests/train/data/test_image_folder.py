@@ -119,12 +119,6 @@ def test_test_images_are_resized_and_center_cropped(tmp_path):
     chex.assert_trees_all_equal(ten[:, 4], image)
 
 
-def test_classes_that_differ_in_their_case_are_told(folder):
-    for split in ("train", "val"):
-        (folder / split / "cat").rename(folder / split / "DOG")
-    assert "DOG and dog are two classes, which differ in case, space or zeros" in load(folder).notes
-
-
 def test_classes_that_are_balanced_twice_are_told(folder):
     once = load(folder, balanced=True).notes + load(folder, class_weights="balanced").notes
     assert "rare classes" not in "".join(once)
