@@ -50,8 +50,9 @@ class AnnotatedImage(NamedTuple):
 
     def shows(self, outline: np.ndarray) -> bool:
         """Whether an outline has a part inside that is a pixel wide or high."""
-        low, high = np.maximum(outline.min(0), 0), np.minimum(outline.max(0), self[4:2:-1])
-        return bool((high > low).all() and (high - low).max() >= 1)
+        (left, top), (right, bottom) = outline.min(0).tolist(), outline.max(0).tolist()
+        inside = min(right, self.width) - max(left, 0), min(bottom, self.height) - max(top, 0)
+        return min(inside) > 0 and max(inside) >= 1
 
 
 class Annotations(NamedTuple):

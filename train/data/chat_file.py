@@ -776,7 +776,6 @@ def _tool_calls(where: str, calls: Any) -> list[dict[str, Any]]:
 
 
 def _tools(record: Record) -> list[Any] | None:
-    """Return the tools that a chat may call: JSON schemas, a list or its JSON."""
     name = record.find("tools", "functions")
     if name is None:
         return None
