@@ -17,7 +17,7 @@ _TABLES = re.compile(r"(?<=<!-- run files -->\n).*?(?=<!-- end -->)", re.DOTALL)
 LINES = [
     ("`data:` notes", "private", "files, counts and copies of examples", ""),
     ("`cannot read`", "private", "names of files that cannot be read", ""),
-    ("`data`", "public", "number of examples, and of classes", "the same"),
+    ("`data`", "public", "number of examples, names of classes", "the same"),
     (
         "`network`, `state`, `memory`, `policy`, `steps`, `time`",
         "public",
