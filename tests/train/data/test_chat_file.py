@@ -514,12 +514,6 @@ def test_a_chat_that_begins_with_the_assistant_says_so(load, tmp_path):
     assert message.endswith("begin with a user's message, or train on everything")
 
 
-def test_test_examples_have_the_fields_of_the_training_examples(load, write):
-    path = write([{"text": "ab"}], "test.jsonl")
-    message = error_message(load, answers(4), test_path=path)
-    assert message == f"data.test_path: {path}, line 1: no field completion; there are text"
-
-
 def test_a_chat_that_the_template_refuses_names_its_line(load, tmp_path):
     (tmp_path / "t.jinja").write_text("{{ raise_exception('no\nsystem') }}")
     records = [{"prompt": "a", "answer": "b"}]
