@@ -16,7 +16,7 @@ LEDGER = {
     "train/data": 11_376,
     "train/run + train/commands": 8_593,
     "train, the rest": 8_317,
-    "tests": 61_349,
+    "tests": 61_347,
     "benchmarks": 16_514,
 }
 """Lines of ``*.py``. A row of its own takes a package out of the rest."""
