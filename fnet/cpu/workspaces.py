@@ -5,7 +5,7 @@ assignment of buffers does not count these copies.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from fnet import hlo, measured
 from fnet.cpu.options import IS_JAXLIB_0_10
@@ -20,7 +20,11 @@ def workspace(text: str) -> int:
     if not any(f" {opcode}(" in text for opcode in _WORKSPACES):
         return 0
     module = hlo.read(text)
-    sizes = list(_workspaces(module, module.entry))
+    return most_at_once(list(_workspaces(module, module.entry)))
+
+
+def most_at_once(sizes: Sequence[int]) -> int:
+    """The most bytes of workspaces that are in memory at once, of operations in their order."""
     at_once = measured.IN_SUCCESSION_IN_TILES if _HAS_TILES else measured.IN_SUCCESSION
     largest = 0
     for k in range(len(sizes)):
@@ -57,14 +61,25 @@ def _dot_workspace(dot: hlo.Instruction, lhs: hlo.Array, rhs: hlo.Array) -> int:
         [int(d) for d in dot.attribute(rf"lhs_{kind}_dims=\{{([\d,]*)\}}").split(",") if d]
         for kind in ("batch", "contracting")
     )
-    result = dot.arrays[0]
+    return packed_bytes(lhs.shape, batch, contracted, lhs.bytes, rhs.bytes, dot.arrays[0].bytes)
+
+
+def packed_bytes(
+    shape: Sequence[int],
+    batch: Sequence[int],
+    contracted: Sequence[int],
+    lhs: int,
+    rhs: int,
+    result: int,
+) -> int:
+    """Bytes of packed operands of a product, from the shape and axes of the left-hand side."""
     if _HAS_TILES:
         # In a batch, one right-hand side after the other is packed.
-        matrix = rhs.bytes // math.prod(lhs.shape[d] for d in batch) if batch else 0
-        return matrix if matrix >= measured.LEAST_PACKED else 0
-    # A transposed left-hand side is packed, and so is the right-hand side of a batch.
-    is_transposed = contracted != [len(lhs.shape) - 1]
-    packed = lhs.bytes + result.bytes if is_transposed else rhs.bytes if batch else 0
+        packed = rhs // math.prod(shape[d] for d in batch) if batch else 0
+    else:
+        # A transposed left-hand side is packed, and so is the right-hand side of a batch.
+        is_transposed = [*contracted] != [len(shape) - 1]
+        packed = lhs + result if is_transposed else rhs if batch else 0
     return packed if packed >= measured.LEAST_PACKED else 0
 
 

@@ -15,8 +15,9 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from fnet.jaxpr import evaluate, interpret, nbytes
 from fnet.memory.apply import evaluate_as
+from fnet.memory.buffers import BARRIER, Array, Operation, usage
 from fnet.memory.cost import Cost, Rates, estimate_cost
-from fnet.memory.estimate import BARRIER, Array, Operation, Program, peak_of
+from fnet.memory.estimate import Program
 from fnet.memory.regions import MOST_REGIONS, Division, divide
 from fnet.memory.tree import NOTHING, Window
 
@@ -102,9 +103,11 @@ class Step:
         assembly = _Assembly(self._operations, windows)
         results = [assembly.now.get(a, a) for a in self._results]
         over = {assembly.now.get(r, r): a for r, a in self._over.items()}
-        size, launches = peak_of(assembly.operations, results, over)
+        need = usage(assembly.operations, results, over)
         cost = self._cost.with_more(assembly.more)
-        return self.fixed + size, self._rates.priced(cost, launches) if self._rates else cost
+        if self._rates:
+            return self.fixed + need.bytes, self._rates.priced(cost, need.launches)
+        return self.fixed + need.bytes + need.workspace, cost
 
     @property
     def densities(self) -> list[float]:
@@ -217,26 +220,29 @@ class _Assembly:
             elif o not in needed:
                 needed.add(o)
                 todo += o.inputs
-        known = [a for a in given if a.bytes and self.now.get(a, a).maker]
+        known = [a for a in given if not a.is_constant]
         arrays = [self.now.get(a, a) for a in known]
-        if is_on_host:
-            arrays = [
-                self._from_host(a) if a.maker and a.maker.tag and not a.maker.tag[1] else a
-                for a in arrays
-            ]
-        inside = dict(zip(known, self._barrier(arrays), strict=True))
+        moved = [
+            is_on_host and bool(a.maker and a.maker.tag and not a.maker.tag[1]) for a in arrays
+        ]
+        arrays = [
+            self._move("to_host", a, 0) if m else a for m, a in zip(moved, arrays, strict=True)
+        ]
+        outputs = self._barrier(arrays)
+        inside = {
+            a: self._move("to_device", b, a.bytes) if m else b
+            for m, a, b in zip(moved, known, outputs, strict=True)
+        }
         for o in forward:
             if o in needed:
                 self._copy(o, inside)
                 self.more = self.more.with_more(o.cost)
         return inside
 
-    def _from_host(self, a: Array) -> Array:
-        """An array that is moved to the host, and back."""
-        self.more = self.more.with_more(Cost(0, 2 * _HOST_SLOWDOWN * a.bytes))
-        (moved,) = self._program.add(Operation("to_host", [a], [Array(0)]))
-        (back,) = self._program.add(Operation("to_device", [moved], [Array(a.bytes)]))
-        return back
+    def _move(self, name: str, a: Array, size: int) -> Array:
+        """An array in another memory."""
+        self.more = self.more.with_more(Cost(0, _HOST_SLOWDOWN * max(a.bytes, size)))
+        return self._program.add(Operation(name, [a], [Array(size)]))[0]
 
     def _finish(self, n: int, backward: Sequence[Operation]) -> None:
         """Gradients of a window are finished together."""

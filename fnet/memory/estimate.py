@@ -1,22 +1,19 @@
 """Estimate the peak of a traced step without compiling it.
 
-A step becomes operations on buffers. Calls are inlined, equal operations are merged. Models of
-XLA follow. Which results are stored: an elementwise operation is computed where it is read, unless
-that repeats expensive work or keeps two large operands alive in the place of one. In which order
-operations run: the best of three, as XLA tries several schedules. What is alive: a result may be
-written over an operand that nothing reads later.
+A step becomes operations on buffers. Calls are inlined, equal operations are merged, operands get
+the shape and the order of axes in which XLA reads them. `fnet.memory.buffers` follows them.
 """
 
 import dataclasses
-import heapq
 import math
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
+from fnet.cpu.workspaces import packed_bytes
 from fnet.jaxpr import (
     Scan,
     aval,
@@ -28,80 +25,18 @@ from fnet.jaxpr import (
     renames,
 )
 from fnet.jaxpr.axes import ROWS
-from fnet.memory.cost import Cost, equation_cost
+from fnet.memory.buffers import BARRIER, MOVES, Array, Operation, Usage, usage
+from fnet.memory.cost import equation_cost
 
-# Not computed twice where two operations read the result.
-_EXPENSIVE = frozenset(
-    "acos acosh asin asinh atan atan2 atanh cbrt cos cosh digamma div erf erf_inv erfc exp exp2 "  # noqa: SIM905
-    "expm1 gather lgamma log log1p logistic pow rem rsqrt sin sinh sqrt tan tanh".split()
+# What the library that computes sums on a CPU takes, from so many bytes on; see
+# `xla/backends/cpu/ynn_support.cc`.
+_LIBRARY = frozenset(
+    "abs add add_any broadcast_in_dim ceil cos div dot_general erf exp expm1 floor integer_pow log "  # noqa: SIM905
+    "log1p logistic max min mul neg pow reduce_max reduce_min reduce_sum round sign sin sqrt "
+    "square sub tan tanh".split()
 )
-_MOVES = frozenset(
-    "bitcast_convert_type broadcast_in_dim concatenate convert_element_type copy dynamic_slice "  # noqa: SIM905
-    "gather iota pad reshape rev select_n slice split squeeze transpose".split()
-)
-_UPDATES = frozenset("dynamic_update_slice scatter scatter-add scatter_add".split())  # noqa: SIM905
-_PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot")
-BARRIER = "optimization_barrier"
-# XLA's CPU backend gives sums of more bytes to a library, with what they alone read.
-_LIBRARY_SUM = 2**14
-
-
-_FREE = Cost(0, 0)
-
-
-@dataclasses.dataclass(eq=False)
-class Array:
-    """An array in memory.
-
-    Attributes:
-      bytes: Its size; 0 for a number.
-      maker: The operation that makes it; None for an argument or a constant.
-      of: The array whose memory it shares, itself if it has its own.
-    """
-
-    bytes: int
-    maker: "Operation | None" = None
-    of: "Array" = None  # type: ignore[assignment]
-
-    def __post_init__(self) -> None:
-        self.of = self.of or self
-
-
-@dataclasses.dataclass(eq=False)
-class Operation:
-    """An operation on arrays.
-
-    Attributes:
-      name: Its primitive.
-      inputs: Arrays that it reads.
-      outputs: Arrays that it makes.
-      working: Bytes that it takes while it runs, such as the body of a loop.
-      launches: Kernels that start when it runs, if its results are stored.
-      over: Inputs that outputs of a loop are written over, by position of the output.
-      is_elementwise: Whether each element of a result depends on one of each operand.
-      is_large: Whether it reads at most one array as large as its result.
-      readers: Operations that read its outputs.
-      tag: Equation of the loss that it belongs to, and whether it is of the backward pass.
-      cost: FLOPs and bytes of running it.
-      densities: For each output, FLOPs of computing it again for each byte; see `density`.
-      iterations: Of a scan, how many.
-      body: Of a scan, density, bytes and cost of each equation of an iteration.
-    """
-
-    name: str
-    inputs: list[Array]
-    outputs: list[Array]
-    working: int = 0
-    launches: int = 1
-    over: dict[int, Array] = dataclasses.field(default_factory=dict)
-    is_elementwise: bool = False
-    is_large: bool = False
-    readers: "list[Operation]" = dataclasses.field(default_factory=list)
-    tag: tuple[int, bool] | None = None
-    cost: Cost = _FREE
-    densities: Sequence[float] = ()
-    iterations: int = 1
-    body: Sequence[tuple[float, int, Cost]] = ()
+_LIBRARY_DTYPES = (jnp.float32, jnp.float64)
+_LEAST_IN_LIBRARY = 2**14
 
 
 class Program:
@@ -114,6 +49,7 @@ class Program:
     def __init__(self) -> None:
         self.operations: list[Operation] = []
         self._known: dict[Any, list[Array]] = {}
+        self._zeros: set[Array] = set()
         self._tag: tuple[int, bool] | None = None
 
     def run(self, closed: ClosedJaxpr, arguments: Sequence[Array]) -> list[Array]:
@@ -151,21 +87,53 @@ class Program:
             return self.run(called, inputs)
         if name == BARRIER:
             return self._barrier(inputs)
+        if _changes_nothing(eqn):
+            return inputs[-1:]
         if renames(eqn) and len(inputs) == len(eqn.outvars):
             return inputs
         if name == "dot_general":
             inputs = [self._matrix(eqn, k, a) for k, a in enumerate(inputs)]
+        elif is_elementwise(eqn):
+            inputs = [self._broadcast(eqn, v, a) for v, a in zip(eqn.invars, inputs, strict=True)]
+        if name in ("add", "add_any") and (made := self._scatter_into(*inputs)):
+            return made
         key = _key(eqn, inputs)
         if key is None or key not in self._known:
             made = self.add(self._operation(eqn, inputs))
             if key is None:
                 return made
             self._known[key] = made
+            if name == "broadcast_in_dim" and str(getattr(eqn.invars[0], "val", "")) == "0.0":
+                self._zeros |= {*made}
         return self._known[key]
+
+    def _scatter_into(self, a: Array, b: Array) -> list[Array] | None:
+        """The sum of an array and of what is scattered into zeros: XLA scatters into the array."""
+        for scattered, other in ((a, b), (b, a)):
+            o = scattered.maker
+            if o and o.name == "scatter-add" and o.inputs[0] in self._zeros:
+                inputs, outputs = [other, *o.inputs[1:]], [Array(scattered.bytes)]
+                return self.add(
+                    dataclasses.replace(o, inputs=inputs, outputs=outputs, readers=[], tag=None)
+                )
+        return None
 
     def _barrier(self, inputs: list[Array]) -> list[Array]:
         outputs = [Array(a.bytes, of=a.of) for a in inputs]
         return self.add(Operation(BARRIER, inputs, outputs, launches=0))
+
+    def _broadcast(self, eqn: JaxprEqn, operand: Any, array: Array) -> Array:
+        """An operand of an elementwise operation in the shape of the result."""
+        shape, own = aval(eqn.outvars[0]).shape, aval(operand)
+        if math.prod(own.shape) == math.prod(shape):
+            return array
+        key = str(operand.val) if isinstance(operand, Literal) else array, own.dtype, shape
+        if key not in self._known:
+            made = Array(math.prod(shape) * own.dtype.itemsize)
+            broadcast = Operation("broadcast_in_dim", [array], [made], is_cheap_twice=True)
+            broadcast.is_in_library = own.dtype in _LIBRARY_DTYPES
+            self._known[key] = self.add(broadcast)
+        return self._known[key][0]
 
     def _matrix(self, eqn: JaxprEqn, side: int, operand: Array) -> Array:
         """An operand of a product in the order of axes that the product reads; a copy is shared."""
@@ -183,7 +151,7 @@ class Program:
         return self._known[key][0]
 
     def _operation(self, eqn: JaxprEqn, inputs: list[Array]) -> Operation:
-        operation = Operation(eqn.primitive.name, inputs, [Array(nbytes(v)) for v in eqn.outvars])
+        operation = Operation(_name(eqn), inputs, [Array(nbytes(v)) for v in eqn.outvars])
         operation.cost = equation_cost(eqn)
         operation.densities = [density_of(eqn)] * len(eqn.outvars)
         if (scan := Scan.read(eqn)) is not None:
@@ -194,31 +162,63 @@ class Program:
                 for e in _called(scan.body.jaxpr)
             ]
             first = scan.num_consts
-            operation.working, launches = _of_body(scan.body, first, scan.num_carry)
-            operation.launches = scan.length * launches
+            operation.use(_of_body(scan.body, first, scan.num_carry), scan.length)
             carry = inputs[first : first + scan.num_carry]
         elif eqn.primitive.name == "while":
             first = eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
             carry = inputs[first:]
             body = eqn.params["body_jaxpr"]
             first = eqn.params["body_nconsts"]
-            operation.working, operation.launches = _of_body(body, first, len(carry))
+            operation.use(_of_body(body, first, len(carry)))
         else:
             carry = []
             bodies = (
                 [] if eqn.primitive.name.startswith(("reduce", "scatter")) else inner_jaxprs(eqn)
             )
-            own = sum(a.bytes for a in operation.outputs)
             inner = [_of_program(body) for body in bodies]
-            operation.working = max((max(0, size - own) for size, _ in inner), default=0)
-            operation.launches = max((launches for _, launches in inner), default=1)
+            if inner:
+                most = Usage(*map(max, zip(*inner, strict=True)))
+                operation.use(most._replace(bytes=max(0, most.bytes - operation.bytes)))
         if eqn.primitive.name == "random_bits":  # two words of a block cipher
-            operation.working = sum(map(_bytes, operation.outputs))
+            operation.working = operation.bytes
+        if eqn.primitive.name == "dot_general":
+            (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
+            lhs, rhs, result = map(nbytes, (*eqn.invars, *eqn.outvars))
+            shape = aval(eqn.invars[0]).shape
+            operation.workspace = packed_bytes(shape, batch, contracted, lhs, rhs, result)
         operation.over = dict(enumerate(carry))
         operation.is_elementwise = is_elementwise(eqn)
-        large = [a for a in {*inputs} if a.bytes >= max(map(_bytes, operation.outputs), default=0)]
-        operation.is_large = len(large) <= 1
+        rank = max((_rank(v) for v in eqn.outvars), default=0)
+        operands = {a: _rank(v) for v, a in zip(eqn.invars, inputs, strict=True)}
+        large = [a for a, n in operands.items() if n >= rank and not a.is_filled]
+        operation.is_cheap_twice = len(large) <= 1
+        sizes = [nbytes(v) for v in (*eqn.invars, *eqn.outvars)]
+        operation.is_in_library = (
+            eqn.primitive.name in _LIBRARY
+            and max(sizes) >= _LEAST_IN_LIBRARY
+            and all(aval(v).dtype in _LIBRARY_DTYPES for v in (*eqn.invars, *eqn.outvars))
+        )
         return operation
+
+
+def _name(eqn: JaxprEqn) -> str:
+    """The name of a primitive, except where XLA treats it in another way."""
+    name = eqn.primitive.name
+    if name == "div" and isinstance(eqn.invars[1], Literal):
+        return "mul"
+    if name == "concatenate" and (
+        len(eqn.invars) > 8 or eqn.params["dimension"] == len(aval(eqn.outvars[0]).shape) - 1 > 0
+    ):
+        return "concatenate, not fused"
+    return name
+
+
+def _changes_nothing(eqn: JaxprEqn) -> bool:
+    """Whether XLA drops an operation: a sum over axes of size 1, a maximum with minus infinity."""
+    if eqn.primitive.name == "max":
+        return isinstance(eqn.invars[0], Literal) and eqn.invars[0].val == -math.inf
+    is_sum = eqn.primitive.name.startswith("reduce_") and len(eqn.invars) == 1
+    return is_sum and aval(eqn.invars[0]).size == aval(eqn.outvars[0]).size
 
 
 def density_of(eqn: JaxprEqn) -> float:
@@ -237,7 +237,7 @@ def density(name: str, avals: Sequence[Any], params: Mapping[str, Any]) -> float
     if name == "conv_general_dilated":
         features = shapes[1][params["dimension_numbers"].rhs_spec[0]]
         return float(2 * math.prod(shapes[1]) / features / size)
-    if name in ("iota", *_MOVES - {"gather"}):
+    if name in ("iota", *MOVES - {"gather"}):
         return 0.0
     if row is None or "jaxpr" in params or name in ("sort", "top_k"):
         return 100.0
@@ -274,13 +274,13 @@ def _tag_of(eqn: JaxprEqn) -> tuple[int, bool] | None:
     return (int(found[1]), "transpose(" in stack) if found else None
 
 
-def _bytes(array: Array) -> int:
-    return array.bytes
+def _rank(v: Any) -> int:
+    return sum(n > 1 for n in aval(v).shape)
 
 
 def _key(eqn: JaxprEqn, inputs: list[Array]) -> Any:
     """Equal operations have equal keys; None for one that is never merged."""
-    if eqn.effects or inner_jaxprs(eqn) or eqn.primitive.name.startswith("random"):
+    if eqn.effects or [*inner_jaxprs(eqn)] or eqn.primitive.name.startswith("random"):
         return None
     operands = tuple(
         str(v.val) if isinstance(v, Literal) else a for v, a in zip(eqn.invars, inputs, strict=True)
@@ -289,16 +289,16 @@ def _key(eqn: JaxprEqn, inputs: list[Array]) -> Any:
     return eqn.primitive.name, operands, shapes, str(sorted(eqn.params.items(), key=str))
 
 
-def _of_program(inner: ClosedJaxpr | Jaxpr) -> tuple[int, int]:
-    """Bytes of an inner program besides its arguments, and its kernels."""
+def _of_program(inner: ClosedJaxpr | Jaxpr) -> Usage:
+    """What an inner program needs."""
     closed = inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, [])
     program = Program()
     results = program.run(closed, [Array(nbytes(v)) for v in closed.jaxpr.invars])
-    return peak_of(program.operations, results, {})
+    return usage(program.operations, results, {})
 
 
-def _of_body(body: ClosedJaxpr, first: int, count: int) -> tuple[int, int]:
-    """Bytes and kernels of one iteration of a loop, whose carry is updated in place.
+def _of_body(body: ClosedJaxpr, first: int, count: int) -> Usage:
+    """What one iteration of a loop needs, whose carry is updated in place.
 
     Its slices of scanned arrays are made in the iteration, its outputs are written to their stacks.
     """
@@ -311,184 +311,4 @@ def _of_body(body: ClosedJaxpr, first: int, count: int) -> tuple[int, int]:
         program.add(Operation("dynamic_update_slice", [Array(0), a], [Array(0)]))
     carry = arguments[first : first + count]
     over = {r: a for r, a in zip(results[:count], carry, strict=True) if r is not a}
-    return peak_of(program.operations, results[:count], over)
-
-
-# Stored results.
-
-
-class _Stored:
-    """Decides which results are stored, and finds what stored operations read.
-
-    Attributes:
-      operations: Operations whose results are stored, in program order.
-      reads: Stored arrays that each of them reads, through those that are computed in place.
-    """
-
-    def __init__(self, operations: Sequence[Operation], results: Sequence[Array]) -> None:
-        needed = _needed(operations, results)
-        for o in needed:
-            o.readers = [r for r in o.readers if r in needed]
-        self._returned = {a.maker for a in results}
-        self._in_library: set[Operation] = set()
-        for o in reversed([*needed]):
-            large = sum(map(_bytes, o.inputs)) >= _LIBRARY_SUM
-            alone = len(o.readers) == 1 and o.readers[0] in self._in_library
-            joins = alone and (o.is_elementwise or o.name == "broadcast_in_dim")
-            if (o.name.startswith("reduce_") and large) or (joins and o not in self._returned):
-                self._in_library.add(o)
-        stored: set[Operation] = set()
-        for o in reversed([*needed]):
-            if (
-                o in self._returned
-                or not o.readers
-                or not all(self._fuses(o, r) for r in o.readers)
-            ):
-                stored.add(o)
-        self.operations = [o for o in needed if o in stored]
-        self.reads: dict[Operation, list[Array]] = {}
-        for o in needed:
-            found: dict[Array, None] = {}
-            for a in o.inputs:
-                is_inside = a.maker is not None and a.maker in self.reads and a.maker not in stored
-                found |= dict.fromkeys(self.reads[a.maker] if is_inside and a.maker else [a])
-            self.reads[o] = list(found)
-
-    def _fuses(self, o: Operation, reader: Operation) -> bool:
-        """Whether an operation is computed where another one reads it."""
-        is_sum = o.name.startswith("reduce_")
-        if not (o.is_elementwise or o.name in _MOVES or is_sum):
-            return False
-        if is_sum and o in self._in_library:
-            return False
-        if reader.name.startswith(_PRODUCTS):
-            return o.name == "transpose"
-        if reader in self._in_library:
-            return o in self._in_library
-        if reader.name == "dynamic_update_slice" and reader.inputs[0] not in o.outputs:
-            return True
-        if not (reader.is_elementwise or reader.name in _MOVES or is_sum):
-            return False
-        several = len(o.readers) > 1
-        if o.name in _EXPENSIVE or is_sum:
-            return not several and reader.name != "broadcast_in_dim"
-        return not several or o.is_large
-
-
-def _needed(operations: Sequence[Operation], results: Sequence[Array]) -> "dict[Operation, None]":
-    """Operations that results, or writes into stacks, are computed from, in order."""
-    needed = {a.maker for a in results} - {None}
-    for o in reversed(operations):
-        if o in needed or (not any(map(_bytes, o.outputs)) and o.name == "dynamic_update_slice"):
-            needed |= {o, *(a.maker for a in o.inputs)}
-    return {o: None for o in operations if o in needed}
-
-
-# Schedules, and what is alive.
-
-
-def peak_of(
-    operations: Sequence[Operation], results: Sequence[Array], over: dict[Array, Array]
-) -> tuple[int, int]:
-    """Bytes besides the arguments at the worst moment, in the best of three orders, and kernels."""
-    stored = _Stored(operations, results)
-    orders = (stored.operations, _depth_first(stored, results), _freeing_most(stored, results))
-    most = min(_most_alive(order, stored, results, over) for order in orders)
-    return most, sum(o.launches for o in stored.operations)
-
-
-def _depth_first(stored: _Stored, results: Sequence[Array]) -> list[Operation]:
-    """Each operation right after what it reads."""
-    order: dict[Operation, None] = {}
-    own = set(stored.operations)
-
-    def before(o: Operation) -> Iterator[Operation]:
-        return (a.maker for a in stored.reads[o] if a.maker in own and a.maker)
-
-    for root in [*(a.maker for a in results), *stored.operations]:
-        stack = [(root, False)] if root in own else []
-        while stack:
-            o, is_ready = stack.pop()
-            if o is None or o in order:
-                continue
-            if is_ready:
-                order[o] = None
-            else:
-                stack += [(o, True), *((q, False) for q in [*before(o)][::-1])]
-    return list(order)
-
-
-def _freeing_most(stored: _Stored, results: Sequence[Array]) -> list[Operation]:
-    """Among the operations that can run, first the one that frees the most bytes."""
-    own = {o: n for n, o in enumerate(stored.operations)}
-    left = Counter(a.of for o in own for a in stored.reads[o])
-    left.update(a.of for a in results)
-    waits = {o: {a.maker for a in stored.reads[o] if a.maker in own} for o in own}
-    readers: dict[Operation, list[Operation]] = {o: [] for o in own}
-    for o, makers in waits.items():
-        for maker in makers:
-            if maker:
-                readers[maker].append(o)
-
-    def cost(o: Operation) -> int:
-        made = 0 if o.name == BARRIER else sum(map(_bytes, o.outputs))
-        counts = Counter(a.of for a in stored.reads[o])
-        return made - sum(a.bytes for a, n in counts.items() if a.maker and left[a] == n)
-
-    missing = {o: len(makers) for o, makers in waits.items()}
-    ready = [(cost(o), n, o) for o, n in own.items() if not missing[o]]
-    heapq.heapify(ready)
-    order = []
-    while ready:
-        known, n, o = heapq.heappop(ready)
-        if (now := cost(o)) > known and ready:  # what it would have freed is read once more
-            heapq.heappush(ready, (now, n, o))
-            if ready[0][2] is not o:
-                continue
-            heapq.heappop(ready)
-        order.append(o)
-        left.subtract(a.of for a in stored.reads[o])
-        for r in readers[o]:
-            missing[r] -= 1
-            if not missing[r]:
-                heapq.heappush(ready, (cost(r), own[r], r))
-    return order
-
-
-def _most_alive(
-    order: Sequence[Operation],
-    stored: _Stored,
-    results: Sequence[Array],
-    over: dict[Array, Array],
-) -> int:
-    """The most bytes that are alive at once, without arguments."""
-    last = {a.of: t for t, o in enumerate(order) for a in stored.reads[o]}
-    last |= {a.of: len(order) for a in results}
-    now = most = 0
-    alive: dict[Array, int] = {}
-    for t, o in enumerate(order):
-        dying = [a for a in dict.fromkeys(a.of for a in stored.reads[o]) if last[a] == t]
-        free = [a for a in dying if a in alive]
-        for k, a in enumerate(o.outputs if o.name != BARRIER else ()):
-            if a in over and last.get(over[a], -1) <= t:
-                continue
-            place = _place(o, k, a, free)
-            if place is not None:
-                free.remove(place)
-                alive[a] = alive.pop(place)
-            else:
-                alive[a] = a.bytes
-                now += a.bytes
-        most = max(most, now + o.working)
-        for a in [*dying, *(a for a in o.outputs if a.of not in last)]:
-            now -= alive.pop(a, 0)
-    return most
-
-
-def _place(o: Operation, k: int, made: Array, free: Sequence[Array]) -> Array | None:
-    """An operand that nothing reads later, over which a result is written."""
-    if k in o.over:
-        return o.over[k].of if o.over[k].of in free else None
-    if o.is_elementwise or o.name in _UPDATES or o.name in _MOVES:
-        return next((a for a in free if a.bytes == made.bytes), None)
-    return None
+    return usage(program.operations, results[:count], over)
