@@ -1,5 +1,7 @@
 """Published models as networks of a run: all parameters, or adapters on frozen ones."""
 
+import hashlib
+import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -225,6 +227,24 @@ def build_network(section: Pretrained, precision: str) -> PretrainedNetwork:
         errors=lambda: errors,
         features=features,
     )
+
+
+def weights_code(section: Model) -> str | None:
+    """Return a code of the published weights that adapters belong to; None without adapters.
+
+    It reads 64 places of each file.
+    """
+    if not isinstance(section, Pretrained) or section.lora_rank is None:
+        return None
+    found = hashlib.sha256()
+    for path in sorted(Path(section.path).glob("*.safetensors")):
+        with path.open("rb") as file:
+            size = file.seek(0, io.SEEK_END)
+            found.update(f"{path.name} {size} ".encode())
+            for i in range(64):
+                file.seek(max(size - 4096, 0) * i // 63)
+                found.update(file.read(4096))
+    return found.hexdigest()[:16]
 
 
 def with_head(network: PretrainedNetwork, outputs: int) -> PretrainedNetwork:

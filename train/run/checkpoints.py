@@ -30,10 +30,21 @@ from fnet import TrainState
 from fnet.cpu.heap import release_free_memory
 from train import stored
 from train.errors import TrainingError, UserError, is_machine_error, is_out_of_memory
-from train.networks.pretrained import FROZEN, PretrainedNetwork
+from train.networks.pretrained import FROZEN, PretrainedNetwork, weights_code
 from train.run.distributed import any_process, lost_connection
 from train.run.process_memory import IN_FLIGHT
-from train.run.run_folder import RunFolder, check_no_pattern, read_sealed, run_name, seal, unseal
+from train.run.run_folder import (
+    RunFolder,
+    check_no_pattern,
+    code_of,
+    describe_changes,
+    fixed_fields,
+    is_step,
+    read_sealed,
+    run_name,
+    seal,
+    unseal,
+)
 
 _FOREVER = 10**6
 """Seconds. Orbax measures them by the clock of the day, which jumps on a laptop that slept."""
@@ -89,22 +100,35 @@ class ForeignError(Exception):
 
 
 class Owner(NamedTuple):
-    """The id of the run that checkpoints must be of, and all that it was trained with, if known."""
+    """The id of the run that checkpoints must be of, and all that it was trained with, if known.
+
+    ``trained`` are fields of the config that it was trained with last. ``base`` is a code of the
+    published weights that its adapters belong to, which no checkpoint has.
+    """
 
     run: str | None
     stamps: tuple[Stamp, ...] | None = None
+    trained: dict[str, str] | None = None
+    base: str | None = None
 
     @classmethod
     def of(cls, folder: RunFolder) -> Self:
         """Return the owner of the checkpoints in a folder, as config.json and data.json say."""
+        base = weights_code(folder.read_config().model) if folder.config.is_file() else None
+        own = cls(folder.id, base=base)
         try:
-            stamps = read_sealed(folder.data).get("stamps")
-            return cls(folder.id, stamps and tuple(Stamp(*stamp) for stamp in stamps))
-        except (UserError, TypeError):  # `train.run.same_data` reports damage
-            return cls(folder.id)
+            record = read_sealed(folder.data)
+            folder.check_owner(record["run"], folder.data)
+            stamps = tuple(Stamp(*stamp) for stamp in record["stamps"])
+            return own._replace(stamps=stamps, trained=record["config"])
+        except (UserError, TypeError, KeyError):  # `train.run.same_data` reports damage
+            return own
 
     def check(self, content: dict[str, Any], step: int) -> None:
-        """Raise `ForeignError` if a checkpoint says that it is of another run or step."""
+        """Raise `ForeignError` if a checkpoint says that it is of another run or step.
+
+        Raise `UserError` if its adapters belong to other weights than the published ones here.
+        """
         run, saved, given = (content.get(name) for name in ("run", "step", "stamp"))
         if run != self.run:
             raise ForeignError(f"of another run: of {run_name(run)}, not of {run_name(self.run)}")
@@ -114,6 +138,11 @@ class Owner(NamedTuple):
             pairs = zip(Stamp._fields, stamp, self.stamps[-1], strict=True)
             other = next(name for name, its, ours in pairs if its != ours)
             raise ForeignError(f"of another run: it was trained with another {other}")
+        if content.get("base", self.base) != self.base:
+            raise UserError(
+                "model.path: has other weights than those that the adapters were trained with; "
+                "restore them"
+            )
 
 
 class Checkpoints:
@@ -189,9 +218,14 @@ class Checkpoints:
                     stored.read(dict[str, Any], path)
                 what = f"_CHECKPOINT_METADATA of a checkpoint in {folder}"
                 raise UserError(f"cannot read {what}: {_reason(error)}") from error
+            for path in folder.glob("*/_CHECKPOINT_METADATA"):
+                if not is_step(path.parent.name) and not path.parent.match("*-tmp-*"):
+                    log(f"{path.parent}: left out, because its name is not a step")
             for step in self._manager.all_steps():
                 try:
                     score = self._read_data(step)["score"]
+                except UserError:
+                    raise
                 except Exception as error:  # logged once, when the checkpoint is read
                     if best:
                         self._log_damaged(step, error)
@@ -237,6 +271,7 @@ class Checkpoints:
             return
         content: dict[str, Any] = {"position": position, "checksums": checksums(state)}
         content |= {"run": self._owner.run, "step": step, "stamp": stamp and list(stamp)}
+        content["base"] = self._owner.base
         data = seal(content | {"score": score, "logged": logged})
         self._scores |= {} if score is None else {step: score}
         with _saving(self._folder):
@@ -298,7 +333,8 @@ class Checkpoints:
                 params, model_state = jax.eval_shape(init, jax.random.key(0))
                 self._compare(step, network, {params_name: params, "model_state": model_state})
             target = jax.tree.map(_on_one_device, network, is_leaf=lambda a: hasattr(a, "shape"))
-            restored, _ = self._read(step, place(target) if place else target)
+            restored, data = self._read(step, place(target) if place else target)
+            self._report_other_config(tuple(data["stamp"] or ()))
             return RestoredNetwork(restored[params_name], restored["model_state"], step)
 
         network = self._newest(read)
@@ -362,6 +398,16 @@ class Checkpoints:
             damaged = "of another run" if isinstance(error, ForeignError) else "damaged"
             raise UserError(f"every checkpoint{which} in {self._folder} is {damaged}; {fix}")
         return None
+
+    def _report_other_config(self, stamp: tuple[str, ...]) -> None:
+        """Say if config.json, which says how the network is used, is not what it trained with."""
+        config = RunFolder(self._folder.parent).config
+        if not stamp or not config.is_file():
+            return
+        fields = fixed_fields(RunFolder(self._folder.parent).read_config())
+        if code_of(fields) != stamp[1]:
+            changes = describe_changes(self._owner.trained or fields, fields)
+            self._log(f"{config}: changed since the network was saved: {changes}".rstrip(": "))
 
     def _log_damaged(self, step: int, error: Exception | None) -> None:
         why = _reason(error) if error else "found by another process"

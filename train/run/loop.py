@@ -126,7 +126,7 @@ def train(
                 dataset, log, union, lambda rows: atomic_write(folder.unreadable, as_csv(rows))
             )
         unreadable.look()
-        run.task.before_batches(folder.path)
+        run.task.before_batches(None if config.is_release_only else folder.reference)
         programs = compile_programs(run, weights, unreadable, console)
         last = max(folder.saved_steps, default=0)  # later lines are dropped
         earlier = [x for x in read_metrics(folder.metrics) if x["step"] <= last] if resume else []

@@ -83,7 +83,7 @@ class OpenRun:
             dataset = dataset._replace(scaling=self.outputs.scaling)
         run = setup(self.config.replace(**sections), dataset=dataset)._replace(config=self.config)
         check_classes(self.folder, run.task.dataset.outputs)
-        run.task.before_batches(self.folder.path)
+        run.task.before_batches(None if self.config.is_release_only else self.folder.reference)
         return run
 
     def data_change(self, run: Setup) -> str | None:

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import fcntl
 import glob
+import hashlib
 import hmac
 import json
 import os
@@ -41,6 +42,7 @@ _OTHER_FOLDER, _PRIVATE = "choose another folder with --out", "private"
 
 class _Owner(Stored):
     run: str | None = None
+    checksum: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +90,7 @@ class RunFolder:
     samples = RunFile("samples.png", "covered", "generated images")
     predictions = RunFile("predictions", "covered", "predictions for files that you give")
     secret_seed = RunFile("secret_seed", "secret", "key of noise and sampling")
+    reference = RunFile("reference.npz", "private", "log-likelihoods of examples")
     data = RunFile("data.json", "private", "checksums, hashes of names", "a keyed checksum")
     metrics = RunFile("metrics.jsonl", "private", "training losses", "epsilon, test scores")
     tensorboard = RunFile("tensorboard", "private", "the same, pictures", "the same")
@@ -135,14 +138,14 @@ class RunFolder:
 
     def write(self, path: Path, content: dict[str, Any]) -> None:
         """Write a JSON file of the run."""
-        atomic_write(path, as_json({"run": self.id} | content))
+        atomic_write(path, as_json(seal({"run": self.id} | content)))
 
     def read(self, kind: type[T], path: Path) -> T | None:
         """Return a JSON file of the run as a type; None if there is no file."""
         if (owner := stored.read(_Owner, path)) is None:
             return None
         self.check_owner(owner.run, path)
-        return stored.read(kind, path)
+        return stored.parse(kind, read_sealed(path, always=owner.checksum is not None), path)
 
     def read_log(self, path: Path, kind: type[Stored] = MetricsLine) -> Log:
         """Read a .jsonl file of the run."""
@@ -183,7 +186,7 @@ class RunFolder:
     def saved_steps(self) -> list[int]:
         """Steps of the checkpoints; `fnet import` writes step 0."""
         names = [p.name for p in self.checkpoints.iterdir()] if self.checkpoints.is_dir() else []
-        return sorted(int(name) for name in names if name.isdecimal())
+        return sorted(int(name) for name in names if is_step(name))
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
@@ -359,6 +362,11 @@ FILES = [file for file in vars(RunFolder).values() if isinstance(file, RunFile)]
 """Files of a run."""
 
 
+def is_step(name: str) -> bool:
+    """Whether checkpoints have a folder of this name: 60, not 060."""
+    return name.isdecimal() and name == f"{int(name)}"
+
+
 def run_name(run: str | None) -> str:
     """Return ``"run 1f..."``."""
     return f"run {run}" if run else "a run without an id"
@@ -370,6 +378,19 @@ def changed_fields(there: Config, here: Config) -> dict[str, tuple[Any, Any]]:
     may_change = MAY_CHANGE_ON_RESUME | (_OF_MASKS if there.data.content == "masks" else set())
     names = sorted((a.keys() | b.keys()) - may_change)
     return {n: (a.get(n, "absent"), b.get(n, "absent")) for n in names if a.get(n) != b.get(n)}
+
+
+def fixed_fields(config: Config) -> dict[str, str]:
+    """Return the fields that say what a run computes. Its data may move."""
+    skipped = MAY_CHANGE_ON_RESUME | {"data.path"}
+    values = configs.flatten(config).items()
+    return {name: json.dumps(v, default=str) for name, v in values if name not in skipped}
+
+
+def code_of(content: dict[str, Any]) -> str:
+    """Return a short code of JSON data."""
+    text = json.dumps(content, sort_keys=True).encode()
+    return hashlib.sha256(text).hexdigest()[:16]
 
 
 def describe_changes(then: dict[str, str], now: dict[str, str]) -> str:
@@ -422,11 +443,11 @@ def unseal(sealed: Any) -> dict[str, Any]:
     return content
 
 
-def read_sealed(path: Path) -> dict[str, Any]:
-    """Read a JSON file with a checksum."""
+def read_sealed(path: Path, *, always: bool = True) -> dict[str, Any]:
+    """Read a JSON file with a checksum, which one of an earlier version may lack."""
     content = stored.parse(dict[str, Any], stored.read_bytes(path), path)
     try:
-        return unseal(content)
+        return unseal(content) if always else content
     except ValueError as error:
         raise StoredError(path, error) from error
 

@@ -5,9 +5,9 @@ data.json says what they were. It has a checksum, so that damage is noticed.
 
 import base64
 import contextlib
-import hashlib
 import importlib.metadata
 import json
+import math
 import platform
 import zlib
 from typing import Any, NamedTuple, Self
@@ -16,7 +16,6 @@ import jax
 import numpy as np
 
 import fnet
-from train import config as configs
 from train.config import Config
 from train.data import Dataset, num_examples
 from train.data.decode import file_crc
@@ -24,20 +23,23 @@ from train.data.splits import hash_names
 from train.errors import UserError
 from train.run.checkpoints import Stamp, why_damaged
 from train.run.run_folder import (
-    MAY_CHANGE_ON_RESUME,
     RunFolder,
     as_json,
     atomic_write,
+    code_of,
     describe_changes,
+    fixed_fields,
     read_sealed,
     seal,
 )
 from train.run.seeds import describe_seed, keyed_checksum
 from train.stored import Count, Stored, StoredError, parse
 
-_MOST_BYTES, _MOST_FILES = 2**31, 10_000
+_MOST_BYTES, _MOST_SIZES = 2**31, 10_000
 """Contents of a checksum unless the run is private: bytes of an array, and rows of a split at
 regular intervals, whose files it names with their sizes."""
+_MOST_FILES, _MOST_FILE_BYTES = 1000, 2**28
+"""Rows of these, at regular intervals, whose files are read."""
 _MOST_NAMES = 10_000
 """Names of a split that data.json holds as hashes: those with the smallest ones."""
 _BLOCK_BYTES = 2**24
@@ -100,11 +102,8 @@ class _Names(NamedTuple):
 
 def stamp_of(folder: RunFolder, config: Config, data: dict[str, Any]) -> Stamp:
     """Return what a part of the run is trained with."""
-    contents = _fields(config), _record(folder, config, data, keyed=config.is_private)
-    texts = (json.dumps(content, sort_keys=True).encode() for content in contents)
-    return Stamp(
-        describe_seed(folder, config), *(hashlib.sha256(text).hexdigest()[:16] for text in texts)
-    )
+    contents = fixed_fields(config), _record(folder, config, data, keyed=config.is_private)
+    return Stamp(describe_seed(folder, config), *map(code_of, contents))
 
 
 def write_data(
@@ -134,7 +133,7 @@ def write_data(
             "run": folder.id,
             "has_saved": then.get("has_saved", False) or bool(folder.saved_steps),
             "trained_before": trained_before,
-            "config": _fields(config),
+            "config": fixed_fields(config),
             "versions": versions(),
         }
     if record != then:
@@ -258,17 +257,10 @@ def _changes(
         what = "; ".join(parts) or "other rows"
         change = f"data: changed since {folder.path} was last trained: {what}"
         changes[change] = "the next batches are of the new data, in a new order"
-    if edited := describe_changes(then["config"], _fields(folder.read_config())):
+    if edited := describe_changes(then["config"], fixed_fields(folder.read_config())):
         change = f"{folder.config}: changed since the run was last trained: {edited}"
         changes[change] = "the next steps follow the new config"
     return changes
-
-
-def _fields(config: Config) -> dict[str, str]:
-    """Return the fields that say what a run computes. Its data may move."""
-    skipped = MAY_CHANGE_ON_RESUME | {"data.path"}
-    values = configs.flatten(config).items()
-    return {name: json.dumps(v, default=str) for name, v in values if name not in skipped}
 
 
 def _differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
@@ -334,11 +326,12 @@ def describe_data(dataset: Dataset, *, private: bool) -> dict[str, Any]:
     for split, count in zip(hashes, counts, strict=False):
         rows = np.arange(count)
         if not private:
-            rows = np.unique(np.linspace(0, count - 1, _MOST_FILES).astype(int))
+            rows = np.unique(np.linspace(0, count - 1, _MOST_SIZES).astype(int))
         sizes = np.array([dataset.file_bytes(first + i) for i in rows.tolist()], np.int64)
         checksum = zlib.crc32(split[rows].tobytes() + sizes.tobytes(), checksum)
-        for row in range(first, first + count) if private else ():
-            for file in dataset.files(row):
+        every = max(math.ceil(len(rows) / _MOST_FILES), math.ceil(sizes.sum() / _MOST_FILE_BYTES))
+        for row in rows if private else rows[:: max(every, 1)]:
+            for file in dataset.files(first + int(row)):
                 checksum = file_crc(file, checksum)
         first += count
     arrays = {f"train {name}": a for name, a in sorted(dataset.train.items())}

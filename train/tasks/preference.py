@@ -90,8 +90,7 @@ def build(config: Config, dataset: Dataset) -> Task:
                     found = np.asarray(run(truncate(batch, bucket)))
                     rows["reference"][index] = found[: len(index)]
 
-    def fill_reference(folder: Path | None) -> None:
-        known = folder / "reference.npz" if folder else None
+    def fill_reference(known: Path | None) -> None:
         identity = _identity(config, dataset)
         saved = read_arrays(known) if known else {}
         if str(saved.get("identity")) == identity:

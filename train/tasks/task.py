@@ -42,8 +42,7 @@ class Task(NamedTuple):
       scores: ``(examples, their rows of the dataset, confusion matrix) -> {metric: value}``,
         additional metrics of all examples; see `train.run.evaluation.Evaluation`.
       before_batches: Computes what batches of the dataset have from the model that a run begins
-        with. Before, it is 0. Its argument is the run's folder, which keeps the result; None: no
-        folder.
+        with. Before, it is 0. Its argument is the file that keeps the result; None: no file.
     """
 
     dataset: Dataset
@@ -51,7 +50,7 @@ class Task(NamedTuple):
     loss: Callable[..., Any]
     measure: Callable[[Any, Any, Batch], BatchMetrics]
     scores: Callable[[Arrays, Arrays, Any], dict[str, float]] = lambda examples, rows, confusion: {}
-    before_batches: Callable[[Path | None], None] = lambda folder: None
+    before_batches: Callable[[Path | None], None] = lambda file: None
 
 
 LOSS_OPTIONS = ("label_smoothing", "focal", "expert_balance")

@@ -72,6 +72,21 @@ def test_a_checkpoint_of_another_run_is_left_out(finished_run, workplace, capsys
     assert_one_line_error(capsys, f"metrics.jsonl: it is of run {its}, and this is run {run}")
 
 
+def test_what_was_edited_is_named(finished_run, workplace, capsys):
+    write_image(workplace / "4.png", 4, (8, 8))
+    predict, run = ("predict", finished_run, "4.png"), RunFolder(finished_run)
+    run.config.write_text(run.config.read_text().replace('"batch_size": 16', '"batch_size": 8'))
+    (finished_run / "checkpoints" / "6").rename(finished_run / "checkpoints" / "06")
+    fnet_command(*predict)
+    error = capsys.readouterr().err
+    assert "changed since the network was saved: data.batch_size was 16, is 8\n" in error
+    assert "checkpoints/06: left out, because its name is not a step\n" in error
+    names = json.loads(run.classes.read_bytes())
+    run.classes.write_text(json.dumps(names | {"classes": names["classes"][::-1]}))
+    assert exit_code(*predict) == 2
+    assert "classes.json: it is damaged: its checksum differs" in capsys.readouterr().err
+
+
 def damages():
     """``{name: change}``: what people, disks and programs do to a file."""
 
@@ -168,6 +183,55 @@ def cases():
     pairs = [(file, damage) for damage in damages() for file in FILES]
     names = [*COMMANDS] * 2 + [*COMMANDS][:1]  # 13, so that each file meets each command
     return [(names[i % len(names)], *pair) for i, pair in enumerate(pairs)]
+
+
+IMAGES = "--data.source", "image_folder", "--data.path", "data", "--data.image-size", 8
+PRIVATE = "--grad.mode", "clipped", "--grad.noise-multiplier", 1, "--grad.delta", 1e-4
+OTHER_RUNS = {
+    "private": (
+        ("digits_mlp", *PRIVATE, "--train.steps", 2),
+        ("train", "r", "--resume", "--train.steps", 3),
+        ("secret_seed", "private/data.json"),
+    ),
+    "folds": (
+        ("digits_mlp", "--folds", 2, *IMAGES, "--data.batch-size", 2, "--train.steps", 2),
+        ("train", "r/fold_1/config.json", "--folds", 2, "--out", "r", "--resume"),
+        ("folds.json", "fold_2/data.json"),
+    ),
+    "images": (
+        ("digits_diffusion", "--train.steps", 2, "--model.width", 16, "--model.blocks", 1),
+        ("sample", "r", "--out", "s.png", "--seed", 3),
+        ("config.json", "data.json", "checkpoints/2/state/_METADATA"),
+    ),
+}
+"""Runs of other kinds: their training, a command on them, and the files that it reads."""
+
+
+@pytest.mark.sweep(47)
+@pytest.mark.parametrize(
+    ("kind", "file", "damage"),
+    [(kind, f, d) for d in damages() for kind, (*_, files) in OTHER_RUNS.items() for f in files],
+)
+def test_a_damaged_run_of_another_kind_has_a_result_or_one_line(
+    kind, file, damage, workplace, tmp_path_factory, capsys
+):
+    training, command, _ = OTHER_RUNS[kind]
+    for i in range(8):
+        write_image(workplace / "data" / "ab"[i % 2] / f"{i}.png", i, (8, 8))
+    shelf = tmp_path_factory.getbasetemp() / f"run of {kind}"
+    if not shelf.exists():
+        fnet_command("train", *training, "--out", "r")
+        shutil.copytree("r", shelf)
+        shutil.rmtree("r")
+    shutil.copytree(shelf, "r")
+    damages()[damage](Path("r", file))
+    capsys.readouterr()
+    try:
+        fnet_command(*command)
+    except SystemExit:
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert error.startswith("fnet: "), error
+        assert Path(file).name.partition(".")[0] in error or "r/" in error
 
 
 def result_of(command):

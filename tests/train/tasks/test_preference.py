@@ -189,7 +189,7 @@ def test_the_odds_ratio_loss_is_that_of_trl(workplace, write, options):
 def test_the_reference_is_computed_once_for_a_run(workplace, write, monkeypatch):
     config = config_of(workplace, write)
     run = setup(config)
-    run.task.before_batches(workplace)
+    run.task.before_batches(workplace / "reference.npz")
     rows = run.task.dataset.train["reference"]
     assert (rows < 0).all()
     alone = setup(config)
@@ -200,12 +200,12 @@ def test_the_reference_is_computed_once_for_a_run(workplace, write, monkeypatch)
     data = dataclasses.replace(config.data, test_fraction=0.5)
     other = setup(dataclasses.replace(config, data=data))
     monkeypatch.setattr(preference, "_log_likelihoods", None)  # so that nothing can be computed
-    again.task.before_batches(workplace)
+    again.task.before_batches(workplace / "reference.npz")
     for split in ("train", "test"):
         own, known = (getattr(r.task.dataset, split)["reference"] for r in (again, run))
         chex.assert_trees_all_equal(own, known)
     with pytest.raises(TypeError):  # other data are computed
-        other.task.before_batches(workplace)
+        other.task.before_batches(workplace / "reference.npz")
 
 
 @pytest.mark.slow

@@ -424,3 +424,15 @@ def test_a_run_adds_the_balance_loss_of_experts(folder, options):
 def test_terms_that_a_loss_has_not_are_refused(folder, capsys, words, message):
     assert exit_code("train", *words) == 2
     assert_one_line_error(capsys, message)
+
+
+def test_adapters_are_not_used_with_other_weights(folder, capsys):
+    fnet_command("train", "tiny.py", "--out", "run", *LORA)
+    path = max((folder / "llama").glob("*.safetensors"))
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 1
+    path.write_bytes(content)
+    for command in (("train", "run", "--resume", "--train.steps", 6), ("sample", "run")):
+        assert exit_code(*command) == 2
+        assert "model.path: has other weights than those" in capsys.readouterr().err
+    assert not list((folder / "run").glob("damaged*"))
