@@ -121,11 +121,18 @@ def per_example_gradients(
 
 
 def trace_loss(
-    name: str, loss: PerExampleLoss, params: Any, examples: Examples, *, has_aux: bool = False
+    name: str,
+    loss: PerExampleLoss,
+    params: Any,
+    examples: Examples,
+    *,
+    has_aux: bool = False,
+    alone: bool = False,
 ) -> "TracedLoss":
     """Trace a loss, and check that it treats each example alone.
 
-    It takes the arguments of `per_example_gradients`.
+    It takes the arguments of `per_example_gradients`. With ``alone``, the caller gives it one
+    example at a time, so that an operation of which nothing is known is as good as any.
 
     Raises:
       TypeError: Parameters or losses are not floating-point, or the loss does not return a pair
@@ -156,7 +163,7 @@ def trace_loss(
         raise ValueError(_refusal(name, state))
     with examples_apart():
         one = _trace_one(name, batch_loss, leaves, examples, whole)
-    if isinstance(state, Unknown):
+    if isinstance(state, Unknown) and not alone:
         raise ValueError(_refusal(name, state))
     closed = hoist(one, len(leaves))
     return TracedLoss(name, batch_loss, closed, leaves, treedef, examples, aux_of_batch)

@@ -134,7 +134,8 @@ def clipped_grad(
     position in the batch             ValueError if the loss depends on it, as with
                                       ``jnp.arange(len(x))`` or dropout with a key from a closure
     batch size                        is 1: ``/ len(x)`` divides by 1
-    operation that is not analyzed    ValueError with the operation and its source line
+    operation that is not analyzed    ValueError with the operation and its source line, unless
+                                      ``microbatch_size=1``
     ================================  ===========================================================
 
     Args:
@@ -151,6 +152,7 @@ def clipped_grad(
         parameters. By default as many as take no more memory than the parameters.
       microbatch_size: Number of examples of which one backward pass computes the gradients. 1
         differentiates one example after the other like `jax.grad`, and adds its clipped gradient.
+        It also takes operations that are not analyzed.
         By default 1 or all, whichever is estimated to be faster.
 
     Returns:
@@ -277,14 +279,15 @@ class ClippedGrad:
         clip = self.clip if clip is None else clip
         check_clip(clip, self.per_layer, self.automatic)
         check_width("clipped_grad", self.width)
+        width, kept = self.microbatch_size, list[int]()
+        rows, has_aux = examples("clipped_grad", batch), self.has_aux
         traced = trace_loss(
-            "clipped_grad", self.loss, params, examples("clipped_grad", batch), has_aux=self.has_aux
+            "clipped_grad", self.loss, params, rows, has_aux=has_aux, alone=width == 1
         )
         is_real = _is_real(mask, traced.examples.size)
-        width, kept = self.microbatch_size, list[int]()
         if width is None:
             width, kept = traced.microbatches(self.width)
-        if width < traced.examples.size:
+        if width < traced.examples.size or width == traced.examples.size == 1:
             sums, info = self._in_turn(traced, is_real, clip, width, kept)
             if totals is not None:
                 _add_to_refs(totals, sums)

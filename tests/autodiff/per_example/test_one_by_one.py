@@ -152,3 +152,17 @@ def test_is_not_chosen_with_a_width_effects_or_convolutions(monkeypatch):
 def test_rejects_a_microbatch_of_no_examples():
     with pytest.raises(ValueError, match="clipped_grad: microbatch_size must be at least 1, got 0"):
         fnet.clipped_grad(squares, 1.0, microbatch_size=0)
+
+
+def test_one_example_at_a_time_needs_no_analysis():
+    w, x = (jnp.asarray(RNG.normal(size=shape), jnp.float32) for shape in ((D,), (4, D)))
+
+    def loss(w, x, **options):
+        return jax.lax.map(lambda row: jnp.tanh(row @ w), x, **options)
+
+    in_twos = functools.partial(loss, batch_size=2)
+    total, info = fnet.clipped_grad(in_twos, 0.5, microbatch_size=1)(w, x)
+    expected, same = fnet.clipped_grad(loss, 0.5)(w, x)
+    chex.assert_trees_all_close((total, info.norms), (expected, same.norms), rtol=1e-5)
+    with pytest.raises(ValueError, match="it is not known whether reshape"):
+        fnet.clipped_grad(in_twos, 0.5)(w, x)

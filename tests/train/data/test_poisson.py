@@ -114,6 +114,18 @@ def test_sampling_does_not_depend_on_the_augmentation():
         np.testing.assert_array_equal(a["image"], b["image"])
 
 
+def test_steps_and_seeds_share_no_augmentation():
+    seen = []
+
+    def draws(batch, generator):
+        seen.append(int(generator.integers(2**62)))
+        return batch
+
+    for seed in range(2):
+        take(batches_of(dataset(draws), 10, seed), 20)
+    assert len({*seen}) == len(seen) >= 40
+
+
 def test_an_overflowing_batch_has_a_uniform_subset(monkeypatch):
     monkeypatch.setattr("fnet.privacy.sampling.OVERFLOW_PROBABILITY", 1 - 1e-5)
     steps, rows = 1500, PoissonSampling(EXAMPLES, 20).rows

@@ -185,6 +185,19 @@ def test_batches_depend_on_seed_and_step_and_resume():
     assert len({b["value"].tobytes() for b in (*first, *rest)}) == 5
 
 
+def test_choice_and_augmentation_share_no_randomness():
+    def augment(rows, generator):
+        orders.append(generator.permutation(5))
+        return rows
+
+    orders, rows = [], {"value": np.arange(5)}
+    one = Dataset(train=rows, test=rows, classes=(), augment=augment, users=np.zeros(5, int))
+    batches = user_batches(one, PoissonSampling(1, 1), 5, seed=0)
+    chosen = [next(batches)["value"][0] for _ in range(30)]
+    assert len({tuple(order) for order in orders}) > 15  # of 120
+    assert sum(map(np.array_equal, chosen, orders)) < 5
+
+
 def test_unreadable_examples_are_left_out_of_a_users_mean():
     def weight(rows):
         return {"weight": (rows["value"] != 0).astype(np.float32)}  # the one example of user 0

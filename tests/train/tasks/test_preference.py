@@ -122,15 +122,20 @@ def config_of(workplace, write, **options):
     )
 
 
-@pytest.mark.parametrize("options", [{}, {"lora_rank": 2}])
-def test_the_loss_is_that_of_the_formula(workplace, write, options):
+@pytest.mark.parametrize(("options", "smoothing"), [({}, 0.25), ({"lora_rank": 2}, 0.0)])
+def test_the_loss_is_that_of_the_formula(workplace, write, options, smoothing):
+    """As conservative DPO, eq. 3 of https://ericmitchell.ai/cdpo.pdf; equals are not accurate."""
     config = config_of(workplace, write, **options)
-    run = setup(config)
+    optim = dataclasses.replace(config.optim, label_smoothing=smoothing)
+    run = setup(dataclasses.replace(config, optim=optim))
     state = run.compile_init()(jax.random.key(0))
     run.task.before_batches(None)
     batch = next(run.training_batches(0))
     losses, aux = run.task.loss(state.params, state.model_state, batch, jax.random.key(0))
     chex.assert_trees_all_close(losses, jnp.full(8, jnp.log(2)), atol=1e-6)
+    equal = aux.metrics["margin"] == 0
+    assert equal.any()
+    assert not aux.metrics["accuracy"][equal].any()
     chex.assert_trees_all_close(aux.metrics["margin"], jnp.zeros(8), atol=1e-6)
 
     moved = jax.tree.map(
@@ -147,7 +152,9 @@ def test_the_loss_is_that_of_the_formula(workplace, write, options):
     policy, reference = log_likelihoods(moved), log_likelihoods(state.params)
     chex.assert_trees_all_close(batch["reference"], reference, atol=2e-4)
     margin = 0.1 * ((policy - reference) @ jnp.array([1.0, -1.0]))
-    chex.assert_trees_all_close(losses, -jax.nn.log_sigmoid(margin), atol=1e-4)
+    right, wrong = -np.log(1 / (1 + np.exp(-margin))), -np.log(1 / (1 + np.exp(margin)))
+    expected = (1 - smoothing) * right + smoothing * wrong
+    chex.assert_trees_all_close(losses, expected, atol=1e-4)
     chex.assert_trees_all_close(aux.metrics["accuracy"], (margin > 0).astype(jnp.float32))
 
 
