@@ -46,6 +46,12 @@ def test_the_test_of_one_number_of_guesses_is_exact_without_delta():
         assert share == pytest.approx(expected, abs=4 * np.sqrt(expected / 4000))
 
 
+@pytest.mark.parametrize("m", [11, 12])
+def test_guesses_of_perfect_scores_are_all_right(m):
+    audit = audit_epsilon(np.arange(m), np.arange(m) >= m // 2, 0.0)
+    assert (audit.guesses, audit.correct) == (m, m)
+
+
 def test_the_bound_approaches_epsilon_with_more_canaries():
     rng = np.random.default_rng(0)
     means = [

@@ -137,6 +137,14 @@ def test_epsilon_of_a_noise_schedule_is_that_of_jax_privacy(cut):
     assert 1.98 < epsilon(noise, DELTA, sampling, STEPS, noise_schedule=schedule) <= 2.0
 
 
+def test_the_least_noise_of_a_schedule_says_which_accountant_is_fit():
+    args, schedule = (NOISE, DELTA, SAMPLINGS["Poisson"], STEPS), ((0, 1.0), (STEPS - 1, 0.01))
+    spent, looser = (
+        epsilon(*args, noise_schedule=schedule, accountant=kind) for kind in ("pld", "rdp")
+    )
+    assert spent == looser
+
+
 @pytest.mark.parametrize(
     "sampling",
     [SAMPLINGS["cyclic"], SAMPLINGS["balls in bins"], PoissonSampling(EXAMPLES, 50, bands=2)],

@@ -72,6 +72,7 @@ class Summary(Stored):
     peak_bytes_predicted: Count | None = None
     peak_bytes_seen: Count | None = None
     versions: dict[str, str] = Field({})
+    logged: dict[str, list[int]] | None = None
 
 
 class _Owner(Stored):

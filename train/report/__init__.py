@@ -52,7 +52,11 @@ def report(folders: Sequence[RunFolder], out: Path | None, console: Console) -> 
         reason = error.strerror or str(error)
     if reason:
         raise UserError(f"cannot write {path}: {reason}; choose another file with --out")
-    line_printer(console)(f"report: {path}")
+    log = line_printer(console)
+    log(f"report: {path}")
+    for private in (folder.private.absolute() for folder in folders if folder.has_private):
+        if private not in path.absolute().parents:
+            log(f"do not publish it: it shows what is in {private}, which no guarantee covers")
     return path
 
 

@@ -282,7 +282,12 @@ def _read(folder: RunFolder, label: str) -> Run:
     reader, config = _Reader(folder), folder.read_config()
     lines = reader.log(folder.metrics, MetricsLine)
     bad_steps = reader.log(folder.bad_steps, BadStep)
-    checkpoints = [p.name for p in folder.checkpoints.glob("[0-9]*") if p.name.isdecimal()]
+    summary = reader.json(Summary, folder.summary)
+    if summary and summary.logged and lines and lines[-1]["step"] <= summary.steps:
+        now = folder.logged
+        for name, then in summary.logged.items():
+            if now.get(name) != then:
+                reader.notes.append(f"{name}: damaged, lost or changed since the run ended")
     owner = _Reader(folder).read(folder.lock_file, read_bytes) or b""
     return Run(
         label=label,
@@ -291,13 +296,13 @@ def _read(folder: RunFolder, label: str) -> Run:
         lines=lines,
         curves=read_curves(lines),
         written=folder.metrics.stat().st_mtime if lines else None,
-        summary=reader.json(Summary, folder.summary),
+        summary=summary,
         memory=reader.json(StepMemory, folder.memory),
         evaluations=_read_evaluations(folder, reader),
         mistakes=reader.read(folder.rows, load_mistakes) or [],
         bad_steps=[BadStep.model_validate(line) for line in bad_steps],
         pictures=reader.pictures(folder.path, folder.private),
-        checkpoints=sorted(map(int, checkpoints)),
+        checkpoints=folder.saved_steps,
         owner=owner.decode(errors="replace").strip() or None,
         notes=reader.notes,
     )

@@ -356,6 +356,7 @@ class _Loop:
             "input_wait_reason": self.wait.reason,
             "peak_bytes_seen": peak_bytes,
             "seconds": time.perf_counter() - self.start_time,
+            "logged": None if run.privacy else folder.logged,
         }
         if self.step == self.start.step:
             summary |= results.measured_before(folder, run.steps)

@@ -123,6 +123,11 @@ class RunFolder:
             self._is_private = config.is_private and not config.is_release_only
         return self.path / _PRIVATE if self._is_private else self.path
 
+    @property
+    def has_private(self) -> bool:
+        """Whether there is a folder of private files."""
+        return self.private != self.path
+
     @classmethod
     def of(cls, given: str) -> Self:
         """Return the run folder that a user gives, by itself or by its config.json."""
@@ -323,7 +328,7 @@ class RunFolder:
 
     def _checksum(self, content: bytes) -> int:
         """Return a checksum for a file that may be published, which tells nothing private."""
-        if self.private == self.path or not self.secret_seed.is_file():
+        if not self.has_private or not self.secret_seed.is_file():
             return zlib.crc32(content)
         key = stored.read_bytes(self.secret_seed)
         return int.from_bytes(hmac.digest(key, content, "sha256")[:4])

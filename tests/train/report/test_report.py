@@ -244,6 +244,14 @@ def test_a_diffusion_run_without_samples_says_how_to_draw_them(make):
     assert "There is no samples.png. Use fnet sample to draw it." in page.section("examples")
 
 
+def test_a_private_page_elsewhere_is_announced(make, capsys, tmp_path):
+    config = Config(grad=Clipped(epsilon=3.0, delta=1e-5), train=Train(steps=40))
+    path = make("private", config=config).path
+    for words, is_elsewhere in (((), False), (("--out", tmp_path / "o.html"), True)):
+        fnet_command("report", path, *words)
+        assert ("do not publish it" in capsys.readouterr().out) == is_elsewhere
+
+
 def test_a_private_run_shows_its_epsilon(make):
     config = Config(grad=Clipped(epsilon=3.0, delta=1e-5), train=Train(steps=40))
     lines = [x | {"privacy/epsilon": x["step"] / 20} for x in LINES]

@@ -75,6 +75,11 @@ def test_a_checkpoint_of_another_run_is_left_out(finished_run, workplace, capsys
 def test_what_was_edited_is_named(finished_run, workplace, capsys):
     write_image(workplace / "4.png", 4, (8, 8))
     predict, run = ("predict", finished_run, "4.png"), RunFolder(finished_run)
+    assert not read_runs([run])[0].notes
+    run.metrics.write_text(run.metrics.read_text().replace("loss\": 2", "loss\": 1"))
+    assert read_runs([run])[0].notes == [
+        "metrics.jsonl: damaged, lost or changed since the run ended"
+    ]
     run.config.write_text(run.config.read_text().replace('"batch_size": 16', '"batch_size": 8'))
     (finished_run / "checkpoints" / "6").rename(finished_run / "checkpoints" / "06")
     fnet_command(*predict)
