@@ -28,11 +28,26 @@ def test_first_step_has_the_stated_noise(name, dtype):
     mode, expected = MODES[name]
     optimizer = mode.wrap_optimizer(optax.sgd(1.0))
     state = fnet.TrainState.create(
-        params={"w": jnp.zeros(SIZE, dtype)}, optimizer=optimizer, key=jax.random.key(0)
+        params={"w": jnp.zeros(SIZE, dtype), "other": jnp.zeros(SIZE, dtype)},
+        optimizer=optimizer,
+        key=jax.random.key(0),
     )
-    step = fnet.make_step(lambda p, _, b, __: jnp.abs(b["x"] @ p["w"]) ** 2, optimizer, mode)
+    step = fnet.make_step(
+        lambda p, _, b, __: jnp.abs(b["x"] @ (p["w"] + p["other"])) ** 2, optimizer, mode
+    )
     state, _ = step(state, {"x": jnp.zeros((4, SIZE))})
+    shared = jnp.corrcoef(jnp.stack([state.params["w"], state.params["other"]]))[0, 1]
+    assert abs(shared) < 5 / SIZE**0.5
     parts = jnp.stack([state.params["w"].real, state.params["w"].imag])[
         : jnp.dtype(dtype).itemsize // 4
     ]
     assert parts.std(1) == pytest.approx(expected, rel=0.03)
+
+
+def test_noise_of_a_narrow_array_is_rounded_once():
+    wide, narrow = (
+        privacy.add_noise({"w": jnp.ones(SIZE, dtype)}, 0.3, jax.random.key(0))["w"]
+        for dtype in (jnp.float32, jnp.bfloat16)
+    )
+    assert narrow.dtype == jnp.bfloat16
+    assert (narrow == wide.astype(jnp.bfloat16)).all()
