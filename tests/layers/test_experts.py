@@ -23,7 +23,7 @@ CASES = {
         **{"bias": True, "clamp": 0.5, "up_offset": 1.0, "fused": True},
     },
     "sigmoid, with a shared one": {
-        "router": Router("sigmoid", normalize=True, scale=1.5, choice_bias=True),
+        "router": Router("sigmoid", normalize=True, scale=1.5, choice_bias=True, epsilon=0.5),
         "shared": layers.feed_forward(WIDTH, 6),
         "shared_gate": True,
     },
@@ -60,7 +60,7 @@ def all_experts(p, x, *, router, fused=False, clamp=None, up_offset=0.0, chosen=
     index = jnp.argsort(-(scores + p["router"].get("choice_bias", 0.0)), -1)[..., :chosen]
     weights = jnp.take_along_axis(scores, index, -1)
     if router.normalize or router.scores == "softmax_of_chosen":
-        weights = weights / weights.sum(-1, keepdims=True)
+        weights = weights / (weights.sum(-1, keepdims=True) + router.epsilon)
     weights = weights * router.scale
     y = (jnp.take_along_axis(y, index[..., None], 2) * weights[..., None]).sum(2)
     if "shared" in p:

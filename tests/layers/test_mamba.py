@@ -20,7 +20,7 @@ from fnet.layers.norm import rms_norm
 from fnet.layers.rg_lru import rg_lru
 from fnet.optim import weight_decay_mask
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.sweep(5)
 
 B, T, D = 2, 5, 8
 

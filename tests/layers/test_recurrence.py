@@ -18,7 +18,7 @@ from fnet.layers.recurrence import linear_recurrence
 from fnet.memory import peak
 from fnet.memory.peak import CANDIDATE_OPTIONS
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.sweep(5)
 
 B, E, N = 2, 6, 3
 HEADS, P, GROUPS = 4, 3, 2

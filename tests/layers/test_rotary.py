@@ -19,11 +19,13 @@ def as_complex(x):
     return np.asarray(x[..., : D // 2]) + 1j * np.asarray(x[..., D // 2 :])
 
 
-def test_rotary_matches_complex_rotation(float64):
+@pytest.mark.parametrize("scale", [1.0, 1.25])
+def test_rotary_matches_complex_rotation(scale, float64):
     x, positions = inputs(), jnp.arange(T) + 5
     theta = 10000.0 ** (-2 * np.arange(D // 2) / D)
-    rotated = as_complex(x) * np.exp(1j * np.asarray(positions)[:, None, None] * theta)
-    np.testing.assert_allclose(as_complex(rotary(x, positions)), rotated, rtol=1e-12, atol=1e-12)
+    rotated = scale * as_complex(x) * np.exp(1j * np.asarray(positions)[:, None, None] * theta)
+    y = as_complex(rotary(x, positions, scale=scale))
+    np.testing.assert_allclose(y, rotated, rtol=1e-12, atol=1e-12)
 
 
 def test_interleaved_pairs_are_those_of_halves_in_another_order():

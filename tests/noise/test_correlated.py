@@ -363,6 +363,16 @@ def test_amplified_epsilon_equals_that_of_jax_privacy(noise, sampling, steps, ex
     assert epsilon(noise, 1e-5, sampling, steps, strategy=strategy) == pytest.approx(expected)
 
 
+def test_an_example_of_one_step_has_the_longest_column_as_its_sensitivity():
+    c = np.array([[1.0, 0, 0], [3, 2, 0], [0, 4, 1]])
+    strategy = Strategy.of(c)
+    assert strategy.sensitivity(3, 3) == pytest.approx(1)  # as C is divided by it, columns first
+    noise = 0.3 * np.linalg.inv(c / np.linalg.norm(c, axis=0).max())
+    found = [strategy.noising[t, : t + 1][::-1] for t in range(3)]
+    for t in range(3):
+        np.testing.assert_allclose(0.3 * found[t], noise[t, : t + 1], atol=1e-6)
+
+
 def test_sensitivity_is_that_of_the_clipped_gradient():
     """Noise is in units of what one example can move the sum by."""
     gradient = fnet.clipped_grad(lambda params, x: x @ params, 0.5, per_layer=True)
