@@ -438,20 +438,13 @@ def _switch_variants(config: Config, flags: Sequence[str]) -> Config:
             raise UserError(f"{flag}: expected one of {', '.join(variants)}, got {values[0]}")
         current, kind = config.sections[section], variants[values[0]]
         if type(current) is not kind:
-            changed: Any = {section: kind(**_shared_fields(current, kind))}
+            # They share the fields of a base class, such as size and augmentation of images.
+            base = next(base for base in type(current).__mro__ if issubclass(kind, base))
+            names = {f.name for f in fields(base)} if is_dataclass(base) else set()
+            names -= {f.name for f in fields(kind) if f.name in kind.__annotations__}
+            changed: Any = {section: kind(**{name: getattr(current, name) for name in names})}
             config = replace(config, **changed)
     return config
-
-
-def _shared_fields(current: Any, kind: type) -> dict[str, Any]:
-    """Return the fields of a section that another variant has from the same base class.
-
-    Sources of images share the size and the augmentation of a recipe, for example.
-    """
-    base = next(base for base in type(current).__mro__ if issubclass(kind, base))
-    names = {f.name for f in fields(base)} if is_dataclass(base) else set()
-    defaults = {f.name for f in fields(kind) if f.name in kind.__annotations__}
-    return {name: getattr(current, name) for name in names - defaults}
 
 
 _REGISTRY = tyro.constructors.ConstructorRegistry()

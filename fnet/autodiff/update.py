@@ -126,7 +126,12 @@ def gradient_then_optimizer(
         key: Array,
     ) -> tuple[Any, optax.OptState, Any, dict[str, Array]]:
         grads, model_state, metrics = gradient(params, model_state, batch, key)
-        grad_norm, grads = _norm_first(grads)
+        # Without a barrier, the compiler holds the squared gradients for both the norm and Adam,
+        # which takes the memory of the parameters once more.
+        leaves, structure = jax.tree.flatten(grads)
+        pairs = [jax.lax.optimization_barrier((squared_norm(g), g)) for g in leaves]
+        grad_norm = jnp.sqrt(jnp.asarray(sum(square for square, _ in pairs)))
+        grads = jax.tree.unflatten(structure, [g for _, g in pairs])
         with jax.named_scope("optimizer"):
             extra = {"value": metrics["loss"]} if with_loss and "loss" in metrics else {}
             try:
@@ -191,18 +196,6 @@ def carried_update(
         return params, opt_state._replace(value=value), model_state, metrics
 
     return update
-
-
-def _norm_first(grads: Any) -> tuple[Array, Any]:
-    """Return the global norm and the gradients, with a barrier between them.
-
-    Without it the compiler holds the squared gradients for both the norm and Adam, which
-    takes the memory of the parameters once more.
-    """
-    leaves, structure = jax.tree.flatten(grads)
-    pairs = [jax.lax.optimization_barrier((squared_norm(g), g)) for g in leaves]
-    norm = jnp.sqrt(jnp.asarray(sum(square for square, _ in pairs)))
-    return norm, jax.tree.unflatten(structure, [g for _, g in pairs])
 
 
 def squared_norm(tree: Any) -> Array:

@@ -56,13 +56,6 @@ def flat_gradients(params, batch):
     return jax.jacobian(lambda w: loss(unflatten(w), *batch))(flat)
 
 
-def test_gradients_are_materialized_within_a_number_of_bytes(monkeypatch):
-    params, train, _ = draw(0)
-    size = sum(p.size for p in jax.tree.leaves(params))
-    monkeypatch.setattr(scores, "_CHUNK_BYTES", 3 * 4 * size)
-    assert scores._width(params, scores.examples("tracin", train)) == 3
-
-
 @pytest.mark.usefixtures("_chunks")
 def test_tracin_sums_inner_products_over_checkpoints():
     (first, train, queries), (second, _, _) = draw(0), draw(1)

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from fnet.layers import recurrence
 from fnet.layers.causal_conv import causal_conv
 from fnet.layers.gated_delta import gated_delta_rule
 from fnet.layers.mamba import selective_scan
@@ -197,15 +196,6 @@ def test_second_order_gradients_match_a_loop(name, float64):
         return jax.jit(jax.grad(slope))(given)
 
     chex.assert_trees_all_close(twice(scan), twice(loop), rtol=1e-9, atol=1e-9)
-
-
-def test_associative_scan_matches_a_loop_forward_and_backward(float64):
-    given = recurrence_inputs(7)
-    dh = given["b"] + 1
-    h, back = jax.vjp(loop_recurrence, *given.values())
-    chex.assert_trees_all_close(recurrence._associative(**given), h, rtol=1e-12)
-    g = recurrence._associative_backward(given["a"], dh)
-    chex.assert_trees_all_close(g, back(dh)[1], rtol=1e-12)
 
 
 @pytest.mark.parametrize("name", SCANS)

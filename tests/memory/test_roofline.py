@@ -1,7 +1,5 @@
 """Time of a compiled program at the highest rates of a device, from its instructions."""
 
-import types
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -83,12 +81,6 @@ def test_an_update_in_place_writes_the_update_alone(factor):
     read = written = 4 * 256
     indices = roofline.estimate(compiled, PEAKS).bytes - read - written
     assert 0 <= indices <= 8
-
-
-@pytest.mark.parametrize("opcode", ["slice", "dynamic-slice", "gather"])
-def test_a_slice_reads_what_it_writes(opcode):
-    written = types.SimpleNamespace(opcode=opcode, arrays=[types.SimpleNamespace(bytes=24)])
-    assert roofline._traffic(written, []) == 2 * 24
 
 
 def test_a_conditional_counts_its_slowest_branch():

@@ -8,15 +8,15 @@ import pytest
 ROOT = Path(__file__).parents[2]
 LEDGER = {
     "fnet/jaxpr": 3_645,
-    "fnet/autodiff": 9_692,
+    "fnet/autodiff": 9_670,
     "fnet/memory": 8_281,
     "fnet/layers": 5_791,
     "fnet/models + fnet/interop": 9_341,
     "fnet, the rest": 10_878,
     "train/data": 11_376,
-    "train/run + train/commands": 8_593,
-    "train, the rest": 8_317,
-    "tests": 61_347,
+    "train/run + train/commands": 8_612,
+    "train, the rest": 8_318,
+    "tests": 61_346,
     "benchmarks": 16_514,
 }
 """Lines of ``*.py``. A row of its own takes a package out of the rest."""

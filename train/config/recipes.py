@@ -40,8 +40,10 @@ def load(given: str) -> Config:
         raise UserError(f"cannot read {given}: {error.strerror or error}") from error
     others = "a recipe file, a run folder or a config.json"
     if len(path.parts) > 1:
-        missing, siblings = _first_missing(path)
-        near = did_you_mean(missing.name, siblings)
+        parts = (*reversed(path.parents), path, path / "config.json")
+        missing = next(part for part in parts if not part.exists())
+        siblings = missing.parent.iterdir() if missing.parent.is_dir() else ()
+        near = did_you_mean(missing.name, [p.name for p in siblings])
         raise UserError(
             f"{given}: no {missing.name} in {missing.parent}{near}; give the name of a recipe, "
             f"{others}"
@@ -50,14 +52,6 @@ def load(given: str) -> Config:
         f"no recipe {given}{did_you_mean(path.stem, known)}; there are {', '.join(known)}; or give "
         f"{others}"
     )
-
-
-def _first_missing(path: Path) -> tuple[Path, list[str]]:
-    """Return the first part of a path that does not exist, and its siblings."""
-    parts = (*reversed(path.parents), path, path / "config.json")
-    missing = next(part for part in parts if not part.exists())
-    is_folder = missing.parent.is_dir()
-    return missing, [p.name for p in missing.parent.iterdir()] if is_folder else []
 
 
 def _run(path: Path) -> Config:

@@ -229,15 +229,10 @@ def build_network(section: Pretrained, precision: str) -> PretrainedNetwork:
     )
 
 
-def weights_code(section: Model) -> str | None:
-    """Return a code of the published weights that adapters belong to; None without adapters.
-
-    It reads 64 places of each file.
-    """
-    if not isinstance(section, Pretrained) or section.lora_rank is None:
-        return None
+def weights_code(folder: Path) -> str:
+    """Return a code of published weights, from 64 places of each file."""
     found = hashlib.sha256()
-    for path in sorted(Path(section.path).glob("*.safetensors")):
+    for path in sorted(folder.glob("*.safetensors")):
         with path.open("rb") as file:
             size = file.seek(0, io.SEEK_END)
             found.update(f"{path.name} {size} ".encode())

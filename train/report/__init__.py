@@ -54,7 +54,7 @@ def report(folders: Sequence[RunFolder], out: Path | None, console: Console) -> 
         raise UserError(f"cannot write {path}: {reason}; choose another file with --out")
     log = line_printer(console)
     log(f"report: {path}")
-    for private in (folder.private.absolute() for folder in folders if folder.has_private):
+    for private in [f.private.absolute() for f in folders if f.private != f.path]:
         if private not in path.absolute().parents:
             log(f"do not publish it: it shows what is in {private}, which no guarantee covers")
     return path

@@ -4,6 +4,7 @@ import base64
 import io
 import math
 import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,6 +61,8 @@ class Mistake(NamedTuple):
     picture: str | None
 
 
+_MEASURED = re.compile("(loss|probability|pixel_accuracy)$|predicted |label ")
+"""Columns of numbers."""
 _MISTAKES, _SIDE = 24, 96
 """Images in the list of mistakes, and the longer side of their pictures in pixels."""
 
@@ -77,7 +80,8 @@ def _mistakes(rows: list[dict[str, Any]]) -> list[Mistake]:
         Mistake(
             row["file"],
             {
-                name.replace("_", " "): number(float(value)) if _is_measured(name) else value
+                # Names of classes may look like numbers.
+                name.replace("_", " "): number(float(value)) if _MEASURED.match(name) else value
                 for name, value in row.items()
                 if name not in ("file", "split") and not name.startswith("probability of ")
             },
@@ -85,13 +89,6 @@ def _mistakes(rows: list[dict[str, Any]]) -> list[Mistake]:
         )
         for row in worst_first(rows)[:_MISTAKES]
     ]
-
-
-def _is_measured(column: str) -> bool:
-    """Whether a column has numbers, not names, which may look like numbers."""
-    return column in ("loss", "probability", "pixel_accuracy") or column.startswith(
-        ("predicted ", "label ")
-    )
 
 
 def worst_first(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -283,11 +280,9 @@ def _read(folder: RunFolder, label: str) -> Run:
     lines = reader.log(folder.metrics, MetricsLine)
     bad_steps = reader.log(folder.bad_steps, BadStep)
     summary = reader.json(Summary, folder.summary)
-    if summary and summary.logged and lines and lines[-1]["step"] <= summary.steps:
-        now = folder.logged
-        for name, then in summary.logged.items():
-            if now.get(name) != then:
-                reader.notes.append(f"{name}: damaged, lost or changed since the run ended")
+    logged = summary.logged if summary and lines and lines[-1]["step"] <= summary.steps else None
+    if logged is not None and folder.logged != logged:
+        reader.notes.append("metrics.jsonl was damaged, lost or changed since the run ended")
     owner = _Reader(folder).read(folder.lock_file, read_bytes) or b""
     return Run(
         label=label,

@@ -30,21 +30,10 @@ from fnet import TrainState
 from fnet.cpu.heap import release_free_memory
 from train import stored
 from train.errors import TrainingError, UserError, is_machine_error, is_out_of_memory
-from train.networks.pretrained import FROZEN, PretrainedNetwork, weights_code
+from train.networks.pretrained import FROZEN, Pretrained, PretrainedNetwork, weights_code
 from train.run.distributed import any_process, lost_connection
 from train.run.process_memory import IN_FLIGHT
-from train.run.run_folder import (
-    RunFolder,
-    check_no_pattern,
-    code_of,
-    describe_changes,
-    fixed_fields,
-    is_step,
-    read_sealed,
-    run_name,
-    seal,
-    unseal,
-)
+from train.run.run_folder import RunFolder, check_no_pattern, read_sealed, run_name, seal, unseal
 
 _FOREVER = 10**6
 """Seconds. Orbax measures them by the clock of the day, which jumps on a laptop that slept."""
@@ -102,33 +91,29 @@ class ForeignError(Exception):
 class Owner(NamedTuple):
     """The id of the run that checkpoints must be of, and all that it was trained with, if known.
 
-    ``trained`` are fields of the config that it was trained with last. ``base`` is a code of the
-    published weights that its adapters belong to, which no checkpoint has.
+    ``base`` is a code of the published weights that adapters belong to; no checkpoint has those.
     """
 
     run: str | None
     stamps: tuple[Stamp, ...] | None = None
-    trained: dict[str, str] | None = None
     base: str | None = None
 
     @classmethod
     def of(cls, folder: RunFolder) -> Self:
         """Return the owner of the checkpoints in a folder, as config.json and data.json say."""
-        base = weights_code(folder.read_config().model) if folder.config.is_file() else None
-        own = cls(folder.id, base=base)
+        model = folder.read_config().model if folder.config.is_file() else None
+        own = cls(folder.id)
+        if isinstance(model, Pretrained) and model.lora_rank is not None:
+            own = own._replace(base=weights_code(Path(model.path)))
         try:
             record = read_sealed(folder.data)
             folder.check_owner(record["run"], folder.data)
-            stamps = tuple(Stamp(*stamp) for stamp in record["stamps"])
-            return own._replace(stamps=stamps, trained=record["config"])
+            return own._replace(stamps=tuple(Stamp(*stamp) for stamp in record["stamps"]))
         except (UserError, TypeError, KeyError):  # `train.run.same_data` reports damage
             return own
 
     def check(self, content: dict[str, Any], step: int) -> None:
-        """Raise `ForeignError` if a checkpoint says that it is of another run or step.
-
-        Raise `UserError` if its adapters belong to other weights than the published ones here.
-        """
+        """Raise `ForeignError` if a checkpoint says that it is of another run or step."""
         run, saved, given = (content.get(name) for name in ("run", "step", "stamp"))
         if run != self.run:
             raise ForeignError(f"of another run: of {run_name(run)}, not of {run_name(self.run)}")
@@ -201,7 +186,10 @@ class Checkpoints:
                         cleanup_tmp_directories=not self._read_only,
                         read_only=self._read_only,
                         create=not self._read_only,
-                        enable_async_checkpointing=_in_background(shapes),
+                        # On CPU a state that is being written cannot be donated, so that each step
+                        # makes another: only a small one is written in the background.
+                        enable_async_checkpointing=gigabytes is None
+                        or sum(_sizes(shapes)) <= IN_FLIGHT,
                         async_options=ocp.AsyncOptions(timeout_secs=_FOREVER),
                     ),
                     item_handlers={
@@ -218,10 +206,11 @@ class Checkpoints:
                     stored.read(dict[str, Any], path)
                 what = f"_CHECKPOINT_METADATA of a checkpoint in {folder}"
                 raise UserError(f"cannot read {what}: {_reason(error)}") from error
+            steps = self._manager.all_steps()
             for path in folder.glob("*/_CHECKPOINT_METADATA"):
-                if not is_step(path.parent.name) and not path.parent.match("*-tmp-*"):
+                if path.parent.name not in {*map(str, steps)} and "-tmp-" not in path.parent.name:
                     log(f"{path.parent}: left out, because its name is not a step")
-            for step in self._manager.all_steps():
+            for step in steps:
                 try:
                     score = self._read_data(step)["score"]
                 except UserError:
@@ -334,7 +323,10 @@ class Checkpoints:
                 self._compare(step, network, {params_name: params, "model_state": model_state})
             target = jax.tree.map(_on_one_device, network, is_leaf=lambda a: hasattr(a, "shape"))
             restored, data = self._read(step, place(target) if place else target)
-            self._report_other_config(tuple(data["stamp"] or ()))
+            if stamp := data.get("stamp"):  # config.json says how the network is used
+                folder = RunFolder(self._folder.parent)
+                if not folder.has_config(stamp[1]):
+                    self._log(f"{folder.config}: changed since the network was saved")
             return RestoredNetwork(restored[params_name], restored["model_state"], step)
 
         network = self._newest(read)
@@ -398,16 +390,6 @@ class Checkpoints:
             damaged = "of another run" if isinstance(error, ForeignError) else "damaged"
             raise UserError(f"every checkpoint{which} in {self._folder} is {damaged}; {fix}")
         return None
-
-    def _report_other_config(self, stamp: tuple[str, ...]) -> None:
-        """Say if config.json, which says how the network is used, is not what it trained with."""
-        config = RunFolder(self._folder.parent).config
-        if not stamp or not config.is_file():
-            return
-        fields = fixed_fields(RunFolder(self._folder.parent).read_config())
-        if code_of(fields) != stamp[1]:
-            changes = describe_changes(self._owner.trained or fields, fields)
-            self._log(f"{config}: changed since the network was saved: {changes}".rstrip(": "))
 
     def _log_damaged(self, step: int, error: Exception | None) -> None:
         why = _reason(error) if error else "found by another process"
@@ -568,15 +550,6 @@ def to_jax_buffer(leaf: Array) -> Array:
     leaf.delete()
     release_free_memory()  # otherwise the next array does not quite fit in the space of this one
     return copy
-
-
-def _in_background(shapes: Any) -> bool:
-    """Whether a state is written in the background.
-
-    On CPU a state that is being written cannot be donated, so that each step makes another. Only
-    a small state, below `IN_FLIGHT`, is worth that.
-    """
-    return jax.default_backend() != "cpu" or sum(_sizes(shapes)) <= IN_FLIGHT
 
 
 def _sizes(shapes: Any) -> list[int]:

@@ -100,7 +100,8 @@ class Meter:
         examples = sum(n for n, m in counts if not m.get("skipped"))
         self._window, self._examples = [], []
         names = [k for k in window[0] if k != "skipped"] if applied else []
-        means = {self._full_name(k): float(np.mean([m[k] for m in applied])) for k in names}
+        parts = {k: "train" if self._is_covered(k) else NOT_PRIVATE for k in names}
+        means = {f"{parts[k]}/{k}": float(np.mean([m[k] for m in applied])) for k in names}
         if len(applied) < len(window):
             means["train/skipped"] = len(window) - len(applied)
         for name in [n for n in means if n.startswith("train/grad_sq") and means[n] > 0]:
@@ -111,24 +112,19 @@ class Meter:
             "input_wait": self._input_wait / seconds,
         }
 
-    def _full_name(self, name: str) -> str:
-        covered = not self._private or name in FROM_NOISY_GRADIENT
-        return f"{'train' if covered else NOT_PRIVATE}/{name}"
+    def _is_covered(self, name: str) -> bool:
+        return not self._private or name in FROM_NOISY_GRADIENT
 
     def check(self, step: int) -> list[dict[str, Any]]:
         """Wait for the steps of the window, before their state is saved, and return their metrics.
 
-        A private run does not end because of a training example, but goes by its noisy gradient.
-
         Raises:
-          TrainingError: if a loss or gradient is not finite.
+          TrainingError: if a loss, unless it is private, or a gradient is not finite.
         """
         window = jax.device_get(self._window)
         for number, metrics in enumerate(window, step - len(window) + 1):
             for name, text in (("loss", "loss"), ("grad_norm", "gradient norm")):
-                if self._private and name not in FROM_NOISY_GRADIENT:
-                    continue
-                value = metrics.get(name, 0.0)
+                value = metrics.get(name, 0.0) if self._is_covered(name) else 0.0
                 if not metrics.get("skipped") and not np.isfinite(value):
                     raise TrainingError(
                         f"the {text} is {value} at step {number}; the last checkpoint is from "

@@ -554,6 +554,7 @@ def compile_programs(
         images = run.config.data.batch_size // planned.microbatches // run.config.data.crops
         evaluate = run.evaluation(unreadable, images)
         compile_checksums(without_frozen(run.state_shapes))
+        schedule = jax.jit(run.schedule).lower(jax.ShapeDtypeStruct((), np.int32)).compile()
         state_bytes = memory.tree_bytes(run.state_shapes) // run.devices
         step_bytes = planned.executable.report.peak.total
         return Programs(
@@ -561,7 +562,7 @@ def compile_programs(
             StepCache(planned, line_printer(console)),
             evaluate,
             run.compile_init(weights.variables if weights else None),
-            run.compile_schedule(),
+            lambda step: float(schedule(np.int32(step))),
             memory_report(planned),
             overhead(run).peak(state_bytes, step_bytes, evaluate.peak),
         )

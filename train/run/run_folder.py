@@ -123,11 +123,6 @@ class RunFolder:
             self._is_private = config.is_private and not config.is_release_only
         return self.path / _PRIVATE if self._is_private else self.path
 
-    @property
-    def has_private(self) -> bool:
-        """Whether there is a folder of private files."""
-        return self.private != self.path
-
     @classmethod
     def of(cls, given: str) -> Self:
         """Return the run folder that a user gives, by itself or by its config.json."""
@@ -191,7 +186,7 @@ class RunFolder:
     def saved_steps(self) -> list[int]:
         """Steps of the checkpoints; `fnet import` writes step 0."""
         names = [p.name for p in self.checkpoints.iterdir()] if self.checkpoints.is_dir() else []
-        return sorted(int(name) for name in names if is_step(name))
+        return sorted(int(name) for name in names if name.isdecimal())
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
@@ -239,6 +234,10 @@ class RunFolder:
                 f"{quote(self.path)} --out runs/base"
             )
         return configs.from_json(stored.read_bytes(self.config), str(self.config))
+
+    def has_config(self, code: str) -> bool:
+        """Whether config.json says what one with this code (`code_of`) says."""
+        return not self.config.is_file() or code_of(fixed_fields(self.read_config())) == code
 
     def _similar_run(self) -> str:
         """Return ``" (did you mean runs/shapes?)"`` for a run of a similar name, or ``""``."""
@@ -328,7 +327,7 @@ class RunFolder:
 
     def _checksum(self, content: bytes) -> int:
         """Return a checksum for a file that may be published, which tells nothing private."""
-        if not self.has_private or not self.secret_seed.is_file():
+        if self.private == self.path or not self.secret_seed.is_file():
             return zlib.crc32(content)
         key = stored.read_bytes(self.secret_seed)
         return int.from_bytes(hmac.digest(key, content, "sha256")[:4])
@@ -365,11 +364,6 @@ _BEFORE_FIRST_STEP = {
 """Files of a run that was refused before its first step."""
 FILES = [file for file in vars(RunFolder).values() if isinstance(file, RunFile)]
 """Files of a run."""
-
-
-def is_step(name: str) -> bool:
-    """Whether checkpoints have a folder of this name: 60, not 060."""
-    return name.isdecimal() and name == f"{int(name)}"
 
 
 def run_name(run: str | None) -> str:

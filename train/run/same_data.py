@@ -22,16 +22,7 @@ from train.data.decode import file_crc
 from train.data.splits import hash_names
 from train.errors import UserError
 from train.run.checkpoints import Stamp, why_damaged
-from train.run.run_folder import (
-    RunFolder,
-    as_json,
-    atomic_write,
-    code_of,
-    describe_changes,
-    fixed_fields,
-    read_sealed,
-    seal,
-)
+from train.run.run_folder import RunFolder, code_of, describe_changes, fixed_fields, read_sealed
 from train.run.seeds import describe_seed, keyed_checksum
 from train.stored import Count, Stored, StoredError, parse
 
@@ -137,7 +128,7 @@ def write_data(
             "versions": versions(),
         }
     if record != then:
-        atomic_write(folder.data, as_json(seal(record)))
+        folder.write(folder.data, record)
 
 
 def check_saved(folder: RunFolder) -> str | None:

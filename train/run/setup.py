@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import grain
 import jax
-import numpy as np
 import optax
 from jax import Array
 
@@ -127,11 +126,6 @@ class Setup(NamedTuple):
     def with_batch_shapes(self, shapes: Any) -> "Setup":
         """Return the same run with other shapes of batches."""
         return self._replace(batch_shapes=self.layout.batch(shapes) if self.layout else shapes)
-
-    def compile_schedule(self) -> Callable[[int], float]:
-        """Compile the learning-rate schedule as one program instead of a dozen eager ones."""
-        compiled = jax.jit(self.schedule).lower(jax.ShapeDtypeStruct((), np.int32)).compile()
-        return lambda step: float(compiled(np.int32(step)))
 
     def lower_init(self, variables: Any = None) -> jax.stages.Lowered:
         """Lower ``(key, variables) -> TrainState``; see `compile_init`."""

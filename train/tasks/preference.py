@@ -17,7 +17,7 @@ from train.data.batch import Batch
 from train.data.buckets import bucket_lengths, truncate
 from train.data.storage import atomic_write
 from train.errors import writing
-from train.networks.pretrained import with_head
+from train.networks.pretrained import weights_code, with_head
 from train.stored import read_arrays
 from train.tasks import language
 from train.tasks.task import BatchMetrics, Kind, Task
@@ -109,12 +109,8 @@ def build(config: Config, dataset: Dataset) -> Task:
 
 def _identity(config: Config, dataset: Dataset) -> str:
     """Return a checksum of what the log-likelihoods of the reference depend on."""
-    path = getattr(config.model, "path", "")
-    weights = [
-        (file.name, file.stat().st_size, file.stat().st_mtime_ns)
-        for file in sorted(Path(path).glob("*.safetensors"))
-    ]
-    given = config.model, config.train.precision, weights
+    path = Path(getattr(config.model, "path", ""))
+    given = config.model, config.train.precision, weights_code(path)
     found = hashlib.sha256(repr(given).encode())
     for a in dataset.contents:
         found.update(np.ascontiguousarray(a).tobytes())

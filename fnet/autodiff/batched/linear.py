@@ -54,7 +54,9 @@ class Linear:
         if inputs[0].shape[0] == 1:
             return [a[None] for a in self([a[0] for a in inputs])]
         closed = rewrite(
-            ClosedJaxpr(self.jaxpr, self.residuals), _batchable_product, enter=_is_call
+            ClosedJaxpr(self.jaxpr, self.residuals),
+            _batchable_product,
+            enter=lambda eqn: called_jaxpr(eqn) is not None,
         )
         outputs: list[Array] = jax.vmap(jaxpr_as_fun(closed))(*inputs)
         return outputs
@@ -164,10 +166,6 @@ class Linear:
         The compiler may overlap unrolled chunks, so that ``width`` does not bound memory.
         """
         return is_for_cpu() and is_slow_in_loops(self.jaxpr)
-
-
-def _is_call(eqn: JaxprEqn) -> bool:
-    return called_jaxpr(eqn) is not None
 
 
 def _batchable_product(eqn: JaxprEqn) -> JaxprEqn:

@@ -254,21 +254,6 @@ class _LayerVjp:
         return vjp
 
 
-def _is_rematerialized(
-    jaxpr: Jaxpr, leaf: Atom, params: Sequence[Var], constants: Sequence[Var]
-) -> bool:
-    """Whether the backward pass computes a leaf of the vjp again instead of saving it per layer.
-
-    It does so for leaves that are the same in all layers, and for parameters, cast or
-    transposed or not, which exist anyway.
-    """
-    inputs, eqns = dependencies(jaxpr, [leaf])
-    return set(inputs) <= set(constants) or (
-        set(inputs) <= {*constants, *params}
-        and all(is_elementwise(eqn) or moves_elements(eqn) for eqn in eqns)
-    )
-
-
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Residuals:
@@ -314,7 +299,14 @@ def _forward(
     param_vars, closed_vars = jaxpr.invars[:count], jaxpr.invars[count : count + len(closed)]
     constants = [*jaxpr.constvars, *closed_vars]
     leaves = jaxpr.outvars[len(jaxpr.outvars) - vjp_structure.num_leaves :]
-    saved = [not _is_rematerialized(jaxpr, v, param_vars, constants) for v in leaves]
+
+    def is_saved(leaf: Atom) -> bool:
+        # Computed again is what is the same in all layers, and parameters, which exist anyway.
+        inputs, eqns = dependencies(jaxpr, [leaf])
+        is_param = all(is_elementwise(eqn) or moves_elements(eqn) for eqn in eqns)
+        return not set(inputs) <= {*constants, *param_vars * is_param}
+
+    saved = [is_saved(leaf) for leaf in leaves]
 
     def step(x: Any, xs: tuple[Any, Any]) -> tuple[Any, tuple[Any, list[Array]]]:
         # The layer is traced only once, so that the leaves of its vjp have the order of `leaves`.

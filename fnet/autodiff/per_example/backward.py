@@ -67,7 +67,6 @@ from fnet.jaxpr.batch_axis import (
     BatchAxis,
     Mixed,
     Shared,
-    State,
     Unknown,
     find_batch_axes,
 )
@@ -158,7 +157,10 @@ def trace_loss(
     examples = examples._replace(leaves=rows)
     with examples_apart():
         whole, aux_of_batch = _trace_batch(name, batch_loss, leaves, examples)
-    state = _batch_axis_of_losses(whole, examples)
+    # A single key of the batch becomes a key of each example.
+    batch = [KEY if shared else BatchAxis(0) for shared in examples.is_single_key]
+    shared = [Shared()] * (len(whole.in_avals) - len(batch))
+    state = find_batch_axes(whole, [*shared, *batch], max(examples.size, 2))[0]
     if isinstance(state, Mixed):
         raise ValueError(_refusal(name, state))
     with examples_apart():
@@ -305,14 +307,6 @@ def _trace_batch(
     check_losses(name, losses, size)
     _check_effects(name, closed)
     return closed, aux
-
-
-def _batch_axis_of_losses(whole: ClosedJaxpr, examples: Examples) -> State:
-    """Find out whether the loss of a batch treats each example alone."""
-    # A single key of the batch becomes a key of each example.
-    batch = [KEY if shared else BatchAxis(0) for shared in examples.is_single_key]
-    params = [Shared()] * (len(whole.in_avals) - len(batch))
-    return find_batch_axes(whole, [*params, *batch], max(examples.size, 2))[0]
 
 
 def _refusal(name: str, state: Mixed | Unknown) -> str:

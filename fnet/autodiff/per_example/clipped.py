@@ -152,7 +152,6 @@ def clipped_grad(
         parameters. By default as many as take no more memory than the parameters.
       microbatch_size: Number of examples of which one backward pass computes the gradients. 1
         differentiates one example after the other like `jax.grad`, and adds its clipped gradient.
-        It also takes operations that are not analyzed.
         By default 1 or all, whichever is estimated to be faster.
 
     Returns:
@@ -389,9 +388,10 @@ class ClippedGrad:
         def loss(parts: Any, *batch: Any) -> Any:
             return self.loss(_join_complex(parts, 1j), *batch)
 
-        sums, info = dataclasses.replace(self, loss=loss)(
-            jax.tree.map(_split_complex, params), *batch, mask=mask, clip=clip
+        parts = jax.tree.map(
+            lambda a: _Parts(jnp.real(a), jnp.imag(a)) if jnp.iscomplexobj(a) else a, params
         )
+        sums, info = dataclasses.replace(self, loss=loss)(parts, *batch, mask=mask, clip=clip)
         return _join_complex(sums, -1j), info
 
     def _scales(self, bound: Any, unit: float, norms: Array) -> Array:
@@ -420,10 +420,6 @@ def _add_to_refs(totals: Any, sums: Any) -> None:
 class _Parts(NamedTuple):
     real: Array
     imag: Array
-
-
-def _split_complex(a: Any) -> Any:
-    return _Parts(jnp.real(a), jnp.imag(a)) if jnp.iscomplexobj(a) else a
 
 
 def _join_complex(tree: Any, unit: complex) -> Any:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 
 from fnet.autodiff.per_example.ghost_norm import number_of_chunks
 from fnet.autodiff.per_example.parameter_gradients import (
@@ -132,27 +132,21 @@ def split_derived(closed: ClosedJaxpr, count: int) -> Split:
             eqns=eqns,
             debug_info=jaxpr.debug_info.with_unknown_names(),
         )
+        # Whether elements only move, each to one place. A parameter that is read elsewhere, and a
+        # result that another one is computed from, are in two places.
+        atoms = [*(v for e in function.eqns for v in e.invars), *function.outvars]
+        places = [v for v in atoms if not isinstance(v, Literal)]
+        is_placement = read.isdisjoint(params) and len(places) == len({*places})
         groups.append(
             Group(
                 tuple(number[v] for v in params),
                 tuple(count + variables.index(v) for v in members),
                 # From JAX 0.12 on, `function.constvars` are inputs until they have values.
                 ClosedJaxpr(function, list(own_constants.values())),
-                _is_placement(function, is_read=not read.isdisjoint(params)),
+                is_placement and all(map(_keeps_lengths, function.eqns)),
             )
         )
     return Split(ClosedJaxpr(rest, closed.consts), groups)
-
-
-def _is_placement(function: Jaxpr, is_read: bool) -> bool:
-    """Whether a function of parameters only moves elements, each to one place.
-
-    Elsewhere, a parameter that ``is_read`` has another place.
-    """
-    # A result that another result is computed from is in two places.
-    atoms = [*(v for e in function.eqns for v in e.invars), *function.outvars]
-    read = [v for v in atoms if not isinstance(v, Literal)]
-    return not is_read and len(read) == len(set(read)) and all(map(_keeps_lengths, function.eqns))
 
 
 def _keeps_lengths(eqn: JaxprEqn) -> bool:

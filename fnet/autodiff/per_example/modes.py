@@ -242,17 +242,18 @@ class ClippedMode(Mode):
             return add_noise(sums, stddev, noise_key), buffers
         if not self._has_buffers:
             noisy = add_correlated_noise(
-                sums, stddev, key.run, key.step, self.strategy, step_key=_noise_key
+                sums,
+                stddev,
+                key.run,
+                key.step,
+                self.strategy,
+                step_key=lambda run, step: jax.random.split(jax.random.fold_in(run, step))[1],
             )
             return noisy, buffers
         z = add_noise(jax.tree.map(jnp.zeros_like, sums), 1.0, noise_key)
         with jax.numpy_rank_promotion("allow"):  # jax-privacy relies on it
             correlated, buffers = self.strategy.buffers.multiply_next(z, buffers)
         return jax.tree.map(lambda g, n: g + stddev * n.astype(g.dtype), sums, correlated), buffers
-
-
-def _noise_key(run: Array, step: Array) -> Array:
-    return jax.random.split(jax.random.fold_in(run, step))[1]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -157,29 +157,6 @@ def test_caches_programs_in_the_users_cache_folder(workplace, monkeypatch):
     assert jax.config.jax_compilation_cache_dir == str(workplace / "cache" / "fnet" / "jax")
 
 
-def test_programs_for_a_missing_device_are_not_cached(monkeypatch):
-    # JAX cannot read them again, and warns.
-    prepare, memory = Mock(), Mock()
-    monkeypatch.setattr(cli, "_prepare_jax", prepare)
-    monkeypatch.setattr(cli.importlib, "import_module", memory)
-    for words in (("--target", "h100"), ("--target=h100",), ("--budget", "1GiB")):
-        cli._dispatch(["memory", "digits", *words])
-    assert [call.kwargs["caches"] for call in prepare.call_args_list] == [False, False, True]
-
-
-def test_does_not_cache_programs_without_a_home_folder(workplace, monkeypatch):
-    for name in ("JAX_COMPILATION_CACHE_DIR", "XDG_CACHE_HOME"):
-        monkeypatch.delenv(name, raising=False)
-
-    def home():
-        raise RuntimeError("Could not determine home directory.")
-
-    before = jax.config.jax_compilation_cache_dir
-    monkeypatch.setattr(cli.Path, "home", home)
-    cli._prepare_jax()
-    assert jax.config.jax_compilation_cache_dir == before
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [

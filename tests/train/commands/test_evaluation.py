@@ -333,17 +333,6 @@ def test_examples_show_segmented_images_without_their_padding(evaluated, monkeyp
         assert (labels[0][1:] != 255).all()
 
 
-def test_pixels_that_do_not_count_are_shown_if_they_are_not_padding():
-    image = np.full((4, 6, 3), 124, np.uint8)
-    mask = np.full((4, 6), 255, np.uint8)
-    mask[:2, :4] = 1
-    assert examples._crop(examples._Segmented(image, mask, mask)).image.shape == (2, 4, 3)
-    image[2, 3] = 0
-    assert examples._crop(examples._Segmented(image, mask, mask)).image.shape == (3, 4, 3)
-    blank = examples._Segmented(image[3:], mask[3:], mask[3:])
-    assert examples._crop(blank) is blank
-
-
 def test_class_names_with_dollars_are_not_formulas(tmp_path):
     names = ("$_$", "$\\no$")
     image = np.zeros((1, 8, 8, 3), np.uint8)

@@ -288,18 +288,6 @@ def test_a_shallow_copy_is_a_model_of_its_first_blocks(folder):
     assert shapes["embedding"] == whole["embedding"]
 
 
-def test_few_blocks_are_compiled_unless_all_are_wanted():
-    model = fit.Model(None, 32, 2, None)
-    assert model.depths(exact=False) == (2, 4)
-    assert model.depths(exact=True) == (32,)
-    assert model._replace(blocks=4).depths(exact=False) == (4,)
-
-
-def test_extrapolates_a_line():
-    assert fit._extrapolate((2, 4), [10.0, 14.0], 10) == 26.0
-    assert fit._extrapolate((7,), [10.0], 7) == 10.0
-
-
 def test_zeros_replace_the_data_of_a_chat_file(folder):
     _, config = arguments.read_with_config(
         TrainArguments,

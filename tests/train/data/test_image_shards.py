@@ -26,8 +26,6 @@ from train.data import (
     sample_batch,
     training_batches,
 )
-from train.data.image_shards import _order
-from train.data.order import MIN_LANE_ROWS
 from train.data.shards import CACHE_BYTES, Fields, Index, Shards, index_shards
 from train.data.unreadable import UnreadableFiles
 from train.errors import TrainingError
@@ -652,14 +650,3 @@ def test_row_groups_that_are_kept_fit_into_the_limit():
     ]
     shards = Shards(["a.parquet", "b.parquet"], indices)
     assert shards._row_group.cache_info().maxsize == CACHE_BYTES // 2**28 == 4
-
-
-def test_the_largest_row_group_of_a_source_decides_its_lanes():
-    count = 8 * MIN_LANE_ROWS
-    shard, place = np.repeat([0, 1], count // 2), np.zeros((count, 2), np.int64)
-    lanes = []
-    for sizes in [(1, 1), (1, CACHE_BYTES // 4), (CACHE_BYTES // 4, 1)]:
-        indices = [Index(place[:1], place[:1, 0], np.zeros(1, str), size) for size in sizes]
-        order = _order(ImageShards(path=("a",)), np.zeros(count), shard, place, indices)
-        lanes.append(order(8, 0).lanes)
-    assert lanes == [8, 2, 2]

@@ -1,7 +1,5 @@
 """Pictures of a run: panels and tiles stand where their labels say."""
 
-from xml.etree import ElementTree
-
 import matplotlib as mpl
 import numpy as np
 import pytest
@@ -14,7 +12,6 @@ from train.output.curves import MOST_POINTS, read_curves, thin
 from train.output.formats import duration, number, percent
 from train.output.palette import overlay_labels, palette
 from train.output.tables import Cell, Table, to_rich
-from train.report.sections import to_svg
 
 
 @pytest.fixture
@@ -37,13 +34,6 @@ def test_a_row_of_the_confusion_matrix_is_a_true_class_in_shares(drawn, tmp_path
         assert [label.get_text() for label in labels] == ["cat", "dog", "$cow$"]
     assert (ax.get_ylabel(), ax.get_xlabel()) == ("true", "predicted")
     assert ax.get_title() == "a title: 87.50% correct"
-
-
-def test_a_grid_of_images_grows_with_its_rows_and_columns(drawn, tmp_path):
-    for names, columns in (("a", 2), ("abc", 5)):
-        plots.image_grid(np.zeros((len(names), columns, 4, 4, 1)), names, "", tmp_path / "a.png")
-    small, large = (figure.get_size_inches() for figure in drawn)
-    np.testing.assert_allclose(large - small, [3 * 0.6, 2 * 0.6])
 
 
 @pytest.mark.filterwarnings("error")
@@ -131,15 +121,6 @@ def test_segmentations_of_several_sizes_are_centered_on_white(drawn, tmp_path):
     assert [t.get_text() for t in ax.get_legend().get_texts()] == ["a"]
 
 
-def test_captions_of_wrong_predictions_are_red(drawn, tmp_path):
-    images = np.zeros((3, 4, 4, 3), np.uint8)
-    captions = ["cat", "dog", "cow"]
-    plots.classifications(images, captions, [True, False, True], "", tmp_path / "a.png")
-    (ax,) = drawn[0].axes
-    colors = {text.get_text(): text.get_color() for text in ax.texts}
-    assert colors == {"cat": "black", "dog": "#cc3311", "cow": "black"}
-
-
 def test_curves_have_a_panel_for_each_metric_with_train_and_test_by_step(drawn, tmp_path):
     lines = [
         {"step": 10, "train/loss": 2.0, "train/learning_rate": 0.1, "train/grad_norm": 1.0},
@@ -152,16 +133,6 @@ def test_curves_have_a_panel_for_each_metric_with_train_and_test_by_step(drawn, 
     assert points == {"train 1": [[10, 2.0], [20, 1.0]], "test 0.5": [[20, 0.5]]}
     assert rate.get_ylim()[0] == 0
     assert loss.get_xlim() == (0, 20)
-
-
-def test_the_axis_of_a_small_chart_is_named_in_the_margin_below_it(drawn):
-    with pytest.raises(ElementTree.ParseError):  # nothing was saved
-        to_svg(lambda ax: ax.plot([0, 1], [2, 3]), "step", "loss", {})
-    (ax,), (text,) = drawn[0].axes, drawn[0].texts
-    left, bottom = text.get_position()
-    assert text.get_text() == "step"
-    assert 0 <= left < ax.get_position().x0 / 2
-    assert 0 < bottom < ax.get_position().y0 - 0.05  # about the height of a letter
 
 
 def test_a_run_without_lines_has_an_empty_picture(tmp_path):
@@ -250,11 +221,6 @@ def test_a_table_in_the_terminal_has_every_cell_and_no_markup():
     for cell in ("A title", "count", "[bold]a", "float32[8]"):
         assert cell in text
     assert "│ b       │ -          │     2 │" in text
-
-
-def test_bars_in_the_terminal_are_as_long_as_their_share():
-    text = printed(Table("", ["name", "count"], [["a", "2"], ["b", "1"]], bars=[1.0, 0.5]))
-    assert [line.count("█") for line in text.splitlines() if "█" in line] == [20, 10]
 
 
 def test_numbers_are_whole_in_a_narrow_terminal():

@@ -83,22 +83,6 @@ def test_test_metrics_stay_until_the_next_evaluation():
     assert "train accuracy" not in text
 
 
-def test_a_shorter_value_keeps_its_place():
-    progress, _ = progress_at(500, 50.0, LINE, in_terminal(200))
-    before = render(progress, 200)
-    progress.log(LINE | {"train/loss": 0.5, "examples_per_second": 99.0}, MEMORY)
-    after = render(progress, 200)
-    assert "train loss 0.5      train accuracy" in after
-    assert before.index("memory") == after.index("memory")
-
-
-def test_the_first_of_the_test_metrics_comes_before_the_throughput():
-    only_loss = {k: v for k, v in LINE.items() if k != "test/accuracy"}
-    progress, _ = progress_at(500, 50.0, only_loss, in_terminal(80))
-    assert "test loss 0.1153" in render(progress, 80)
-    assert "examples/s" not in render(progress, 80)
-
-
 def test_a_log_has_a_line_per_interval_with_elapsed_time_and_eta():
     console = Console(file=io.StringIO(), width=80)
     progress_at(500, 50.0, LINE, console)
@@ -114,13 +98,6 @@ def test_the_remaining_time_counts_only_steps_of_this_process_and_falls_during_a
     assert "eta 7:04" in render(progress, 80)  # 848 steps of half a second
     now.seconds += 4.0
     assert "eta 7:00" in render(progress, 80)
-
-
-def test_an_evaluation_is_shown_in_the_place_of_the_remaining_time():
-    progress, _ = progress_at(500, 50.0, LINE, in_terminal(80))
-    with progress.doing("evaluating"):
-        assert " 500/1,348  evaluating  train loss" in render(progress, 80)
-    assert "evaluating" not in render(progress, 80)
 
 
 def test_estimates_the_time_of_a_long_run_once_from_its_first_steps():

@@ -16,7 +16,7 @@ from report_cases import EVIL, LINES, MEMORY, NOW, PNG, Page, line, page_of, wri
 from train import report as report_package
 from train.config import Config, ImageFolder
 from train.errors import UserError
-from train.output.curves import COLORS, GRID_COLOR, MOST_POINTS
+from train.output.curves import COLORS, MOST_POINTS
 from train.report import render
 from train.report.runs import read_runs
 from train.run.run_folder import RunFolder
@@ -102,11 +102,6 @@ def test_charts_take_their_sizes_from_one_place_and_colors_from_the_style_sheet(
     assert not any(str(color).startswith("#") for color in colors)
 
 
-def test_a_bar_is_as_long_as_its_number(make):
-    widths = [e.attributes["width"] for e in page_of(make()).all("rect", height="100%")]
-    assert widths == ["100.00%", "33.33%", "100.00%"]
-
-
 @pytest.mark.slow
 def test_a_hundred_thousand_lines_make_a_small_page_that_says_it_is_averaged(make):
     steps = np.arange(1, 100_001)
@@ -158,12 +153,6 @@ def test_colors_stand_out_from_the_page(mode):
     assert contrast("text") > 7
     assert contrast("muted") > 4.5
     assert all(contrast(f"c{i}") > 4.5 for i in range(len(COLORS)))
-
-
-def test_curves_png_has_the_light_colors_of_the_page():
-    light = dict(re.findall(r"--(\w+): light-dark\((#\w{6})", STYLE))
-    assert [light[f"c{i}"] for i in range(len(COLORS))] == list(COLORS)
-    assert light["rule"] == GRID_COLOR
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path):

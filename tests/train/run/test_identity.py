@@ -76,15 +76,14 @@ def test_what_was_edited_is_named(finished_run, workplace, capsys):
     write_image(workplace / "4.png", 4, (8, 8))
     predict, run = ("predict", finished_run, "4.png"), RunFolder(finished_run)
     assert not read_runs([run])[0].notes
-    run.metrics.write_text(run.metrics.read_text().replace("loss\": 2", "loss\": 1"))
-    assert read_runs([run])[0].notes == [
-        "metrics.jsonl: damaged, lost or changed since the run ended"
-    ]
+    run.metrics.write_text(run.metrics.read_text().replace('loss": 2', 'loss": 1'))
+    (note,) = read_runs([run])[0].notes
+    assert note == "metrics.jsonl was damaged, lost or changed since the run ended"
     run.config.write_text(run.config.read_text().replace('"batch_size": 16', '"batch_size": 8'))
     (finished_run / "checkpoints" / "6").rename(finished_run / "checkpoints" / "06")
     fnet_command(*predict)
     error = capsys.readouterr().err
-    assert "changed since the network was saved: data.batch_size was 16, is 8\n" in error
+    assert "config.json: changed since the network was saved\n" in error
     assert "checkpoints/06: left out, because its name is not a step\n" in error
     names = json.loads(run.classes.read_bytes())
     run.classes.write_text(json.dumps(names | {"classes": names["classes"][::-1]}))

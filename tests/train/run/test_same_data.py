@@ -14,9 +14,8 @@ from program_cases import assert_one_line_error, exit_code, fnet_command, output
 
 from train.config import ArrayFile, ChatFile, ImageFolder, SegmentationFolder, TextFile
 from train.data import Dataset
-from train.data.splits import hash_names
 from train.run.run_folder import FILES, RunFolder, read_sealed, seal
-from train.run.same_data import _MOST_NAMES, _Names, describe_data
+from train.run.same_data import describe_data
 
 TEXT = "In the beginning there was a text of some length. " * 20
 
@@ -364,15 +363,3 @@ def test_other_versions_are_reported(pictures, capsys):
     fnet_command(*RESUME)
     expected = f"versions: jax 0.9.9 then, {jax.__version__} now; the next steps may be rounded"
     assert expected in capsys.readouterr().out
-
-
-def test_samples_of_many_names_estimate_what_all_of_them_share():
-    names = [f"{i}.png" for i in range(5 * _MOST_NAMES)]
-    everything, some = _Names.of(hash_names(names)), _Names.of(hash_names(names[::5]))
-    assert len(everything.hashes) == len(some.hashes) == _MOST_NAMES
-    assert some.count_in(everything, _MOST_NAMES) == _MOST_NAMES
-    other = _Names.of(hash_names(f"new {name}" for name in names))
-    half = everything.union(other)
-    assert half.count_in(everything, 2 * len(names)) == pytest.approx(len(names), rel=0.05)
-    assert _Names.from_text(half.as_text()).as_text() == half.as_text()
-    assert _Names.from_text(None).hashes.size == 0
