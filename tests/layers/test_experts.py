@@ -17,13 +17,13 @@ from fnet.layers.experts import Router, balance_loss, experts
 
 WIDTH, HIDDEN, COUNT = 8, 16, 5
 CASES = {
-    "normalized": {"router": Router(normalize=True)},
+    "normalized": {"router": Router(normalize=True, epsilon=0.5)},
     "softmax of the chosen, clamped": {
         "router": Router("softmax_of_chosen", bias=True),
         **{"bias": True, "clamp": 0.5, "up_offset": 1.0, "fused": True},
     },
     "sigmoid, with a shared one": {
-        "router": Router("sigmoid", normalize=True, scale=1.5, choice_bias=True, epsilon=0.5),
+        "router": Router("sigmoid", normalize=True, scale=1.5, choice_bias=True),
         "shared": layers.feed_forward(WIDTH, 6),
         "shared_gate": True,
     },
