@@ -25,7 +25,7 @@ TESTS = (
     ),
     *(
         f"tests/memory/test_{name}.py"
-        for name in ("check_remat", "donation", "odd_programs", "peak", "plan", "residuals", "rows")
+        for name in ("donation", "odd_programs", "peak", "plan", "residuals", "rows")
     ),
     *(f"tests/step/test_{name}.py" for name in ("fsdp", "nonfinite", "state")),
     *("tests/noise", "tests/memory/test_host_state.py", "tests/train/commands/test_onnx.py"),

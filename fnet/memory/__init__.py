@@ -17,9 +17,6 @@ from fnet.memory.plan import estimate_peak as estimate_peak
 from fnet.memory.plan import largest_size as largest_size
 from fnet.memory.remat import REMAT_POLICIES
 from fnet.memory.remat import Policy as Policy
-from fnet.memory.remat import RematError as RematError
-from fnet.memory.remat import RematReport as RematReport
-from fnet.memory.remat import check_remat as check_remat
 from fnet.memory.remat import remat_in_segments as remat_in_segments
 from fnet.memory.residuals import LayerResiduals as LayerResiduals
 from fnet.memory.residuals import Residual as Residual

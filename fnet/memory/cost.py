@@ -157,11 +157,6 @@ def instruction_flops(module: hlo.Module, i: hlo.Instruction) -> tuple[float, st
     return _convolution_flops(i, *shapes), _dtype(i, lhs)
 
 
-def product_flops(module: hlo.Module) -> int:
-    """Count FLOPs of the products and convolutions of a program. A loop counts one iteration."""
-    return int(sum(instruction_flops(module, i)[0] for i in module.instructions.values()))
-
-
 def _scores(attention: hlo.Instruction) -> float:
     """Scores that cuDNN's attention computes: of a causal mask, half of all."""
     sizes = attention.attribute(r'intermediate_tensor_shape":\{[^}]*?"dimensions":\[([\d",]*)\]')

@@ -1,4 +1,4 @@
-"""Gradient checkpointing (remat, `jax.checkpoint`): policies, segments, check of the result."""
+"""Gradient checkpointing (remat, `jax.checkpoint`): policies and segments."""
 
 import functools
 import itertools
@@ -8,12 +8,9 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 from jax.extend.core import ClosedJaxpr
 
-from fnet import hlo
 from fnet.backward_pass import recompute
 from fnet.jaxpr import active_variables
 from fnet.memory.apply import evaluate_as
-from fnet.memory.cost import product_flops
-from fnet.memory.peak import CANDIDATE_OPTIONS, peak, platform
 from fnet.memory.pieces import Piece, merge, pieces
 from fnet.memory.regions import divide, run_divided
 from fnet.memory.tree import (
@@ -269,134 +266,3 @@ def policies_for(platform: str) -> list[str]:
     """Return the names of the policies that work on a `jax.Device.platform`."""
     family = "gpu" if platform in ("cuda", "rocm") else platform
     return [name for name, p in REMAT_POLICIES.items() if not p.platforms or family in p.platforms]
-
-
-# A check of the compiled program.
-
-# A compiler moves this share of the temporaries by itself. A policy that works saves far more.
-_LEAST_SAVING = 0.01
-
-
-class RematReport(NamedTuple):
-    """Effect of rematerialization on a compiled program.
-
-    Attributes:
-      flops_before: FLOPs without rematerialization; see `flops`.
-      flops_after: FLOPs with it.
-      bytes_before: Bytes read and written by all operations, or None if the compiler does not
-        count them (GPUs).
-      bytes_after: The same with rematerialization.
-      temporaries_before: Bytes of temporaries.
-      temporaries_after: The same with rematerialization.
-    """
-
-    flops_before: int
-    flops_after: int
-    bytes_before: int | None
-    bytes_after: int | None
-    temporaries_before: int
-    temporaries_after: int
-
-    @property
-    def flops_ratio(self) -> float:
-        """``flops_after / flops_before``: 1.33 if the whole forward pass runs twice."""
-        return self.flops_after / max(self.flops_before, 1)
-
-    @property
-    def temporaries_ratio(self) -> float:
-        """``temporaries_after / temporaries_before``."""
-        return self.temporaries_after / max(self.temporaries_before, 1)
-
-
-class RematError(ValueError):
-    """A remat policy that saves no memory in the compiled program."""
-
-
-def check_remat(plain: jax.stages.Compiled, remat: jax.stages.Compiled) -> RematReport:
-    """Check that rematerialization saves memory in the compiled program.
-
-    XLA can undo it: common-subexpression elimination merges an operation with its
-    rematerialization, and the result stays alive in between. JAX puts a barrier between the two,
-    which the CPU compiler of jax 0.10 drops by default.
-
-    Args:
-      plain: The program without remat policy, ``jax.jit(f).lower(...).compile(...)``.
-      remat: The same program with `jax.checkpoint`, `fnet.recompute` or a remat policy. Compile
-        both with the same options, which save memory themselves.
-
-    Returns:
-      FLOPs and bytes of both programs.
-
-    Raises:
-      RematError: If the temporaries shrink by less than 1 %. The message gives the numbers and the
-        reason: merged by XLA (equal FLOPs), or rematerialized all at once.
-
-    Example:
-      >>> import jax, jax.numpy as jnp
-      >>> from fnet import memory
-      >>> def loss(params, x):
-      ...     for w in params:
-      ...         x = jnp.tanh(jnp.tanh(x @ w) * x)
-      ...     return x.sum()
-      >>> args = [jnp.zeros((64, 64))] * 6, jnp.zeros((256, 64))
-      >>> options = memory.CANDIDATE_OPTIONS["cpu"][0]
-      >>> def compiled(f):
-      ...     return jax.jit(jax.grad(f)).lower(*args).compile(options)
-      >>> report = memory.check_remat(
-      ...     compiled(loss), compiled(memory.remat_in_segments(loss))
-      ... )
-      >>> 1 < report.flops_ratio < 4 / 3, report.temporaries_ratio < 0.7
-      (True, True)
-    """
-    plain, remat = hlo.unwrap(plain), hlo.unwrap(remat)
-    report = RematReport(
-        flops_before=flops(plain),
-        flops_after=flops(remat),
-        bytes_before=_cost(plain, "bytes accessed"),
-        bytes_after=_cost(remat, "bytes accessed"),
-        temporaries_before=peak(plain).temporaries,
-        temporaries_after=peak(remat).temporaries,
-    )
-    if report.temporaries_after >= (1 - _LEAST_SAVING) * report.temporaries_before:
-        raise RematError(_explain(report, platform(remat)))
-    return report
-
-
-def flops(compiled: jax.stages.Compiled) -> int:
-    """Count the floating-point operations of a compiled program. A loop counts one iteration.
-
-    This is the compiler's own number. GPU compilers give none. For them it is the FLOPs of
-    convolutions and matrix products in the program. Compare programs of one backend only.
-
-    Args:
-      compiled: The compiled program, ``jax.jit(f).lower(...).compile()``.
-    """
-    compiled = hlo.unwrap(compiled)
-    counted = _cost(compiled, "flops")
-    return product_flops(hlo.read(compiled.as_text() or "")) if counted is None else counted
-
-
-def _cost(compiled: jax.stages.Compiled, name: str) -> int | None:
-    """A number of the compiler's cost analysis. XLA's GPU compiler gives none."""
-    costs: dict[str, Any] = compiled.cost_analysis() or {}
-    return int(costs[name]) if name in costs else None
-
-
-def _explain(report: RematReport, backend: str) -> str:
-    message = (
-        f"the policy saves no memory: temporaries {report.temporaries_before:,} bytes before, "
-        f"{report.temporaries_after:,} after, FLOPs times {report.flops_ratio:.3f}. "
-    )
-    if report.flops_ratio > 1 + _LEAST_SAVING:
-        message += "Everything is rematerialized at once: wrap each block by itself."
-    else:
-        message += (
-            "XLA merged the rematerialized operations with the original ones (prevent_cse=False), "
-            "or the program had no residuals that the policy drops."
-        )
-    if backend == "cpu":
-        message += (
-            " The CPU compiler of jax 0.10 always merges them, unless you compile with "
-            f"compiler_options={CANDIDATE_OPTIONS['cpu'][0]}, as fnet.compile_step does."
-        )
-    return message

@@ -12,9 +12,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import fnet
 from fnet import layers, losses, repeat, residual, serial
-from fnet.memory import Peak, check_remat, donation, peak, target, timeline, tree_bytes
+from fnet.memory import Peak, donation, peak, target, timeline, tree_bytes
 from fnet.memory.peak import CANDIDATE_OPTIONS
-from fnet.memory.remat import flops
 
 OPTIONS = CANDIDATE_OPTIONS["cpu"]
 X = jax.ShapeDtypeStruct((64, 64), jnp.float32)
@@ -283,7 +282,7 @@ def test_the_curve_of_a_program_for_an_h100():
     assert {"blocks/body/up", "blocks/body/down"} <= {b.layer for b in p.timeline.at_peak}
 
 
-@pytest.mark.parametrize("read", [peak, timeline, donation, flops, lambda p: check_remat(p, p)])
+@pytest.mark.parametrize("read", [peak, timeline, donation])
 def test_names_the_call_that_compiles_a_program(read):
     def f(x):
         return x + 1

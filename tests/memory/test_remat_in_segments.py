@@ -5,11 +5,12 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from layer_cases import initial
 
 import fnet
-from fnet import layers
+from fnet import layers, serial
 from fnet.jaxpr import inner_jaxprs
 from fnet.memory import compile_min_memory, estimate_cost, peak, remat_in_segments
 from fnet.memory.pieces import pieces
@@ -249,3 +250,70 @@ def test_a_chain_of_products_and_activations_is_cut():
         return x.sum()
 
     assert temporaries(remat_in_segments(dense)) < 0.6 * temporaries(dense)
+
+
+def test_recompute_drops_the_normalized_arrays_of_a_stack():
+    block = serial(conv=layers.conv(8, 8, bias=False), abn=layers.abn(8, activation="gelu"))
+    layer = serial(*[block] * 4)
+    params, state = jax.eval_shape(layer.init, jax.random.key(0))
+    images = jax.ShapeDtypeStruct((4, 8, 8, 8), jnp.float32)
+
+    def compiled(wrap):
+        apply = wrap(lambda p, s, x: layer.apply(p, s, x, train=True)[0])
+        loss = lambda p, s, x: jnp.square(apply(p, s, x)).mean()  # noqa: E731
+        return compile_min_memory(jax.jit(jax.grad(loss)).lower(params, state, images))[0]
+
+    plain, again = (peak(compiled(wrap)).temporaries for wrap in (lambda f: f, fnet.recompute))
+    assert again < 0.75 * plain
+
+
+@pytest.mark.parametrize("wrap", [fnet.recompute, fnet.memory.remat_in_segments])
+def test_strings_and_bools_by_keyword_are_static(wrap):
+    model = serial(dense=layers.dense(4, 4), drop=layers.dropout(0.5))
+    params, state = model.init(jax.random.key(0))
+    x = jax.random.normal(jax.random.key(1), (2, 4))
+
+    def gradient(apply, train):
+        key = jax.random.key(2) if train else None
+        loss = lambda p: jnp.sin(apply(p, state, x, key=key, train=train)[0]).sum()  # noqa: E731
+        return jax.grad(loss)(params)
+
+    for train in (True, False):
+        chex.assert_trees_all_close(
+            gradient(wrap(model.apply), train), gradient(model.apply, train), rtol=1e-6
+        )
+
+    def f(x, scale, *, how, where=None):
+        assert (how, where) == ("mean", None)
+        return (scale * x).mean()
+
+    assert wrap(f)(x, scale=jnp.float32(2), how="mean", where=None) == 2 * x.mean()
+    assert wrap(f).__name__ == "f"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("jax_remat3" not in jax.config.values, reason="this JAX has one checkpoint")
+def test_the_next_implementation_of_checkpoint_is_followed():
+    def losses(params, x):
+        for w in params:
+            x = jax.checkpoint(lambda w, x: jnp.tanh(x @ w) + x)(w, x)
+        return jnp.square(x).mean(-1)
+
+    params = [0.1 * jnp.eye(64) for _ in range(6)]
+    adam, batch = optax.adam(1e-3), {"x": jnp.ones((512, 64))}
+    state = fnet.TrainState.create(params=params, optimizer=adam, key=jax.random.key(0))
+    step = fnet.make_step(lambda params, _, batch, key: losses(params, batch["x"]), adam)
+    peaks, norms = [], []
+    before = jax.config.values["jax_remat3"]
+    try:
+        for switch in (False, True):
+            jax.config.update("jax_remat3", switch)
+            plain = fnet.compile_step(step, state, batch).report.peak.total
+            fitted = fnet.compile_step(step, state, batch, budget=int(0.8 * plain))
+            clipped = fnet.autodiff.clipped_grad(losses, 1.0)
+            peaks.append((plain, fitted.report.peak.total))
+            norms.append(clipped(params, batch["x"][:4])[1].norms)
+    finally:
+        jax.config.update("jax_remat3", before)
+    assert all(fitted <= 0.8 * plain for plain, fitted in peaks)
+    np.testing.assert_allclose(norms[0], norms[1], rtol=1e-5)

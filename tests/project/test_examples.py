@@ -54,8 +54,7 @@ RESULTS = {
         "fnet.memory.Cost",
     ),
     *("fnet.memory.Candidate", "fnet.memory.Donation", "fnet.memory.LayerResiduals"),
-    *("fnet.memory.Peak", "fnet.memory.Plan", "fnet.memory.RematError", "fnet.memory.RematReport"),
-    *("fnet.memory.Residual", "fnet.memory.Timeline"),
+    *("fnet.memory.Peak", "fnet.memory.Plan", "fnet.memory.Residual", "fnet.memory.Timeline"),
     *("fnet.models.Denoiser", "fnet.models.LanguageModel"),
 }
 

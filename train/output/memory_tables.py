@@ -12,7 +12,6 @@ from fnet.memory import (
     Candidate,
     LayerResiduals,
     Plan,
-    RematReport,
     format_bytes,
 )
 from fnet.memory.plan import MOST_PROGRAMS
@@ -43,7 +42,7 @@ class StepMemory(Stored):
     policy: str
     microbatches: Count
     residuals: tuple[LayerResiduals, ...]
-    remat: RematReport | None = None
+    temporaries_without_remat: Count | None = None
     largest_at_peak: tuple[Buffer, ...] = ()
     live_bytes: tuple[Count, ...] | None = None
 
@@ -76,11 +75,8 @@ def step_sums(memory: StepMemory) -> dict[str, str]:
         sums["constants (arrays in the program)"] = format_bytes(peak.constants)
     sums["peak of the train step"] = format_bytes(peak.total)
     sums["remat policy"] = f"{policy}{saves}"
-    if remat := memory.remat:
-        flops = remat.flops_after / max(remat.flops_before, 1)
-        temporaries = remat.temporaries_after / max(remat.temporaries_before, 1)
-        sums["FLOPs relative to no remat"] = f"{flops:.2f}"
-        sums["temporaries relative to no remat"] = f"{temporaries:.2f}"
+    if before := memory.temporaries_without_remat:
+        sums["temporaries relative to no remat"] = f"{peak.temporaries / before:.2f}"
     sums["microbatches"] = f"{memory.microbatches:,}"
     return sums
 

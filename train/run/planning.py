@@ -15,7 +15,7 @@ from rich.console import Console
 import fnet
 from fnet import TrainState, memory
 from fnet.cpu.options import WITHOUT_OPTIMIZED_CODE
-from fnet.memory import Candidate, LayerResiduals, Plan, Policy, RematReport, roofline
+from fnet.memory import Candidate, LayerResiduals, Plan, Policy, roofline
 from fnet.memory.remat import policies_for
 from fnet.memory.target import Target, describe, from_text, shapes_on
 from fnet.step import Executable, plan_step
@@ -40,6 +40,8 @@ SizeProgress = Callable[[int, int], None]
 """Called with a batch size and the peak of its step."""
 
 _MAX_LAYERS = 20
+# A compiler moves this share of the temporaries by itself.
+_NO_SAVING = 0.99
 """Largest number of rows in a table and of bars in a plot."""
 
 
@@ -49,7 +51,7 @@ class Planned(NamedTuple):
     Attributes:
       policy: Remat policy: a key of `fnet.memory.REMAT_POLICIES`, or one that was planned.
       plan: Plan it was chosen from; None if the config leaves no choice.
-      remat: Effect of the policy on the compiled program; None without remat.
+      temporaries_without_remat: Bytes of the same step without the policy; None if it has none.
     """
 
     run: Setup
@@ -57,7 +59,7 @@ class Planned(NamedTuple):
     policy: str | Policy
     microbatches: int
     plan: Plan | None = None
-    remat: RematReport | None = None
+    temporaries_without_remat: int | None = None
 
 
 def compile_step(run: Setup, *, progress: Progress | None = None) -> Planned:
@@ -301,17 +303,20 @@ def analyze(
 
 
 def _with_remat(planned: Planned, target: Target | None = None) -> Planned:
+    """Compare with the step without the policy, and refuse a chosen one that saves nothing."""
     if str(planned.policy) == "none":
         return planned
-    options = planned.executable.report.compiler_options
-    baseline = _compile(planned.run, "none", planned.microbatches, target, options)
-    try:
-        remat = memory.check_remat(baseline.compiled, planned.executable.compiled)
-    except memory.RematError as error:
-        if planned.run.config.memory.policy == "auto":  # chosen to fit, not for its savings
-            return planned
-        raise UserError(f"memory.policy: {planned.policy}: {error}") from error
-    return planned._replace(remat=remat)
+    report = planned.executable.report
+    baseline = _compile(planned.run, "none", planned.microbatches, target, report.compiler_options)
+    before, after = baseline.report.peak.temporaries, report.peak.temporaries
+    is_own = planned.run.config.memory.policy != "auto"  # others are chosen to fit
+    if is_own and after >= _NO_SAVING * before:
+        raise UserError(
+            f"memory.policy: {planned.policy}: the policy saves no memory: temporaries {before:,} "
+            f"bytes before, {after:,} after. The step has no residuals that it drops, or XLA "
+            "merged what is rematerialized with the first run."
+        )
+    return planned._replace(temporaries_without_remat=before)
 
 
 def memory_report(planned: Planned) -> dict[str, Any]:
@@ -328,7 +333,7 @@ def memory_report(planned: Planned) -> dict[str, Any]:
     return planned.executable.report.as_dict() | {
         "policy": str(planned.policy),
         "microbatches": planned.microbatches,
-        "remat": planned.remat._asdict() if planned.remat else None,
+        "temporaries_without_remat": planned.temporaries_without_remat,
         "plan": _plan_as_dict(planned.plan) if planned.plan else None,
         "residuals": [layer._asdict() for layer in residuals],
         "largest_at_peak": [b._asdict() for b in timeline.largest] if timeline else [],
