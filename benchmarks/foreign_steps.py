@@ -164,12 +164,8 @@ def first_moment(state: Any) -> Any:
 
 def with_remat_to_fit(program: Program) -> Route:
     """A train step of the user's own."""
-    loss, params, batch, optimizer = (
-        program.loss,
-        program.params,
-        program.batch,
-        program.optimizer(),
-    )
+    loss, params, batch = program.loss, program.params, program.batch
+    optimizer = program.optimizer()
     has_aux = isinstance(jax.eval_shape(loss, params, batch), tuple)
 
     def trained(tree: Any, like: Any = None) -> Any:
@@ -359,31 +355,19 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def not_monotone(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Budgets that are refused although a smaller one fits."""
-    return [
-        row
-        for row in rows
-        if "refused" in row and any("peak" in other for other in _smaller(rows, row))
-    ]
+    return [r for r in rows if "refused" in r and any("peak" in o for o in _smaller(rows, r))]
 
 
 def worse_than_smaller(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Budgets whose step takes more FLOPs than a smaller budget's."""
-    return [
-        row
-        for row in rows
-        if "flops" in row
-        and any(other.get("flops", np.inf) < 0.99 * row["flops"] for other in _smaller(rows, row))
-    ]
+    some = [r for r in rows if "flops" in r]
+    return [r for r in some if any(o["flops"] < 0.99 * r["flops"] for o in _smaller(some, r))]
 
 
 def _smaller(rows: list[dict[str, Any]], row: dict[str, Any]) -> list[dict[str, Any]]:
     """The rows of the same program and route with a smaller budget."""
     same = "program", "route"
-    return [
-        other
-        for other in rows
-        if all(other[name] == row[name] for name in same) and other["share"] < row["share"]
-    ]
+    return [o for o in rows if o["share"] < row["share"] and all(o[n] == row[n] for n in same)]
 
 
 def faults(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
