@@ -315,9 +315,10 @@ class Planner:
             fitting = (k for k, s in enumerate(sizes) if fits(base._replace(bytes=base.bytes + s)))
             return max(fitting, default=0)
 
-        bases = {n: fewest if n == counts[0] else self._guess(line, n) for n in counts[:4]}
-        n, base = max(bases.items(), key=lambda pair: saved[most(pair[1])])
+        known = {counts[0]: fewest}
         for _ in range(_MOST_KEPT):
+            bases = {n: known.get(n) or self._guess(line, n) for n in counts[:4]}
+            n, base = max(bases.items(), key=lambda pair: saved[most(pair[1])])
             k = most(base)
             kept = self.trace(dataclasses.replace(tree(n), keep=k)) if k else None
             if kept is None:
@@ -325,7 +326,8 @@ class Planner:
             if fits(kept.option):
                 yield kept.option
                 return
-            base = kept.option._replace(bytes=kept.option.bytes - sizes[k])
+            known[n] = kept.option._replace(bytes=kept.option.bytes - sizes[k])
+            line[1 / n] = known[n].bytes
 
     def _loops(self, fits: Fits) -> Iterator[Option]:
         """Iterations of loops in chunks, also with what is outside of them in windows."""
