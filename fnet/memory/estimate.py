@@ -91,8 +91,8 @@ class Program:
             return inputs[-1:]
         if renames(eqn) and len(inputs) == len(eqn.outvars):
             return inputs
-        if name == "dot_general":
-            inputs = [self._matrix(eqn, k, a) for k, a in enumerate(inputs)]
+        if name in ("dot_general", "conv_general_dilated"):
+            inputs = [self._factor(eqn, k, a) for k, a in enumerate(inputs)]
         elif is_elementwise(eqn):
             inputs = [self._broadcast(eqn, v, a) for v, a in zip(eqn.invars, inputs, strict=True)]
         if name in ("add", "add_any") and (made := self._scatter_into(*inputs)):
@@ -135,14 +135,19 @@ class Program:
             self._known[key] = self.add(broadcast)
         return self._known[key][0]
 
-    def _matrix(self, eqn: JaxprEqn, side: int, operand: Array) -> Array:
+    def _factor(self, eqn: JaxprEqn, side: int, operand: Array) -> Array:
         """An operand of a product in the order of axes that the product reads; a copy is shared."""
-        contracted, batch = (tuple(axes[side]) for axes in eqn.params["dimension_numbers"])
         rank = len(aval(eqn.invars[side]).shape)
-        free = tuple(d for d in range(rank) if d not in {*contracted, *batch})
-        order = (*batch, *(contracted + free if side else free + contracted))
-        leads = batch == tuple(range(len(batch)))
-        if not operand.bytes or order == tuple(range(rank)) or (leads and rank <= len(batch) + 2):
+        if eqn.primitive.name == "conv_general_dilated":
+            order = tuple(eqn.params["dimension_numbers"][side])
+            is_read = order[:2] == ((rank - 1, rank - 2) if side else (0, rank - 1))
+        else:
+            contracted, batch = (tuple(axes[side]) for axes in eqn.params["dimension_numbers"])
+            free = tuple(d for d in range(rank) if d not in {*contracted, *batch})
+            order = (*batch, *(contracted + free if side else free + contracted))
+            leads = batch == tuple(range(len(batch))) and rank <= len(batch) + 2
+            is_read = leads or order == tuple(range(rank))
+        if is_read or not operand.bytes:
             return operand
         key = operand, order
         if key not in self._known:
