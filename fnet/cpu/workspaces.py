@@ -100,7 +100,6 @@ def _ynnpack_workspace(convolution: hlo.Instruction, lhs: hlo.Array, rhs: hlo.Ar
 
 
 def _eigen_workspace(convolution: hlo.Instruction, lhs: hlo.Array) -> int:
-    """Matrices that Eigen makes of images, by measurements of 45 convolutions."""
     labels, out_labels = (
         convolution.attribute(pattern) for pattern in (r"dim_labels=(\w+)_", r"->(\w+)")
     )
@@ -108,10 +107,18 @@ def _eigen_workspace(convolution: hlo.Instruction, lhs: hlo.Array) -> int:
     channels, features = lhs.shape[labels.index("f")], result.shape[out_labels.index("f")]
     windows = hlo.window(convolution)
     elements = math.prod(w.size for w in windows)
-    if any(w.lhs_dilate > 1 for w in windows):
-        # The product of each input with all kernel elements and features.
-        return lhs.bytes // channels * elements * features
-    # Otherwise Eigen packs a few blocks, up to 6 MB. Of groups, it packs all at the same time.
     groups = int(convolution.attribute(r"feature_group_count=(\d+)") or 1)
-    patches = result.bytes // features * elements * channels // groups
+    is_dilated = any(w.lhs_dilate > 1 for w in windows)
+    return eigen_bytes(lhs.bytes, channels, result.bytes, features, elements, groups, is_dilated)
+
+
+def eigen_bytes(
+    lhs: int, channels: int, result: int, features: int, elements: int, groups: int, dilated: bool
+) -> int:
+    """Matrices that Eigen makes of images, by measurements of 45 convolutions."""
+    if dilated:
+        # The product of each input with all kernel elements and features.
+        return lhs // channels * elements * features
+    # Otherwise Eigen packs a few blocks, up to 6 MB. Of groups, it packs all at the same time.
+    patches = result // features * elements * channels // groups
     return groups * min(patches, measured.EIGEN_PACKED_OF_GROUP) if groups > 1 else 0

@@ -83,7 +83,7 @@ class Step:
         self, closed: ClosedJaxpr, donated: Sequence[bool], rates: Rates | None = None
     ) -> None:
         self._rates = rates
-        program = Program()
+        program = Program(on_cpu=rates is None)
         arguments = [Array(nbytes(v)) for v in closed.jaxpr.invars]
         self._results = program.run(closed, arguments)
         self._operations = program.operations
@@ -105,9 +105,8 @@ class Step:
         over = {assembly.now.get(r, r): a for r, a in self._over.items()}
         need = usage(assembly.operations, results, over)
         cost = self._cost.with_more(assembly.more)
-        if self._rates:
-            return self.fixed + need.bytes, self._rates.priced(cost, need.launches)
-        return self.fixed + need.bytes + need.workspace, cost
+        size = self.fixed + need.bytes + need.workspace
+        return size, self._rates.priced(cost, need.launches) if self._rates else cost
 
     @property
     def densities(self) -> list[float]:

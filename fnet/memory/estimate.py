@@ -13,7 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
-from fnet.cpu.workspaces import packed_bytes
+from fnet.cpu.workspaces import eigen_bytes, packed_bytes
 from fnet.jaxpr import (
     Scan,
     aval,
@@ -42,11 +42,15 @@ _LEAST_IN_LIBRARY = 2**14
 class Program:
     """Collects the operations of a jaxpr.
 
+    Args:
+      on_cpu: Whether it runs on a CPU, which computes bfloat16 in float32.
+
     Attributes:
       operations: In program order.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_cpu: bool = True) -> None:
+        self._on_cpu = on_cpu
         self.operations: list[Operation] = []
         self._known: dict[Any, list[Array]] = {}
         self._zeros: set[Array] = set()
@@ -156,7 +160,8 @@ class Program:
         return self._known[key][0]
 
     def _operation(self, eqn: JaxprEqn, inputs: list[Array]) -> Operation:
-        operation = Operation(_name(eqn), inputs, [Array(nbytes(v)) for v in eqn.outvars])
+        outputs = [Array(nbytes(v) * (1 + self._is_widened(v))) for v in eqn.outvars]
+        operation = Operation(_name(eqn), inputs, outputs)
         operation.cost = equation_cost(eqn)
         operation.densities = [density_of(eqn)] * len(eqn.outvars)
         if (scan := Scan.read(eqn)) is not None:
@@ -167,30 +172,27 @@ class Program:
                 for e in _called(scan.body.jaxpr)
             ]
             first = scan.num_consts
-            operation.use(_of_body(scan.body, first, scan.num_carry), scan.length)
+            operation.use(self._of_body(scan.body, first, scan.num_carry), scan.length)
             carry = inputs[first : first + scan.num_carry]
         elif eqn.primitive.name == "while":
             first = eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
             carry = inputs[first:]
             body = eqn.params["body_jaxpr"]
             first = eqn.params["body_nconsts"]
-            operation.use(_of_body(body, first, len(carry)))
+            operation.use(self._of_body(body, first, len(carry)))
         else:
             carry = []
             bodies = (
                 [] if eqn.primitive.name.startswith(("reduce", "scatter")) else inner_jaxprs(eqn)
             )
-            inner = [_of_program(body) for body in bodies]
+            inner = [self._of_program(body) for body in bodies]
             if inner:
                 most = Usage(*map(max, zip(*inner, strict=True)))
                 operation.use(most._replace(bytes=max(0, most.bytes - operation.bytes)))
         if eqn.primitive.name == "random_bits":  # two words of a block cipher
             operation.working = operation.bytes
-        if eqn.primitive.name == "dot_general":
-            (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
-            lhs, rhs, result = map(nbytes, (*eqn.invars, *eqn.outvars))
-            shape = aval(eqn.invars[0]).shape
-            operation.workspace = packed_bytes(shape, batch, contracted, lhs, rhs, result)
+        if self._on_cpu and eqn.primitive.name in ("dot_general", "conv_general_dilated"):
+            operation.workspace = _workspace(eqn)
         operation.over = dict(enumerate(carry))
         operation.is_elementwise = is_elementwise(eqn)
         rank = max((_rank(v) for v in eqn.outvars), default=0)
@@ -199,11 +201,38 @@ class Program:
         operation.is_cheap_twice = len(large) <= 1
         sizes = [nbytes(v) for v in (*eqn.invars, *eqn.outvars)]
         operation.is_in_library = (
-            eqn.primitive.name in _LIBRARY
+            self._on_cpu
+            and eqn.primitive.name in _LIBRARY
             and max(sizes) >= _LEAST_IN_LIBRARY
             and all(aval(v).dtype in _LIBRARY_DTYPES for v in (*eqn.invars, *eqn.outvars))
         )
         return operation
+
+    def _is_widened(self, v: Var) -> bool:
+        return self._on_cpu and aval(v).dtype == jnp.bfloat16
+
+    def _of_program(self, inner: ClosedJaxpr | Jaxpr) -> Usage:
+        """What an inner program needs."""
+        closed = inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, [])
+        program = Program(self._on_cpu)
+        results = program.run(closed, [Array(nbytes(v)) for v in closed.jaxpr.invars])
+        return usage(program.operations, results, {})
+
+    def _of_body(self, body: ClosedJaxpr, first: int, count: int) -> Usage:
+        """What one iteration of a loop needs, whose carry is updated in place.
+
+        Its slices of scanned arrays are made in it, its outputs are written to their stacks.
+        """
+        program = Program(self._on_cpu)
+        arguments = [Array(nbytes(v)) for v in body.jaxpr.invars]
+        for a in arguments[first + count :]:
+            program.add(Operation("dynamic_slice", [], [a]))
+        results = program.run(body, arguments)
+        for a in results[count:]:
+            program.add(Operation("dynamic_update_slice", [Array(0), a], [Array(0)]))
+        carry = arguments[first : first + count]
+        over = {r: a for r, a in zip(results[:count], carry, strict=True) if r is not a}
+        return usage(program.operations, results[:count], over)
 
 
 def _name(eqn: JaxprEqn) -> str:
@@ -216,6 +245,21 @@ def _name(eqn: JaxprEqn) -> str:
     ):
         return "concatenate, not fused"
     return name
+
+
+def _workspace(eqn: JaxprEqn) -> int:
+    """Bytes that a library takes on a CPU for a product."""
+    lhs, rhs, result = map(nbytes, (*eqn.invars, *eqn.outvars))
+    shape, kernel, made = (aval(v).shape for v in (*eqn.invars, *eqn.outvars))
+    numbers = eqn.params["dimension_numbers"]
+    if eqn.primitive.name == "dot_general":
+        (contracted, _), (batch, _) = numbers
+        return packed_bytes(shape, batch, contracted, lhs, rhs, result)
+    channels, features = shape[numbers.lhs_spec[1]], made[numbers.out_spec[1]]
+    elements = math.prod(kernel[d] for d in numbers.rhs_spec[2:])
+    groups = eqn.params["feature_group_count"]
+    is_dilated = any(d > 1 for d in eqn.params["lhs_dilation"])
+    return eigen_bytes(lhs, channels, result, features, elements, groups, is_dilated)
 
 
 def _changes_nothing(eqn: JaxprEqn) -> bool:
@@ -292,28 +336,3 @@ def _key(eqn: JaxprEqn, inputs: list[Array]) -> Any:
     )
     shapes = tuple(str(aval(v)) for v in eqn.outvars)
     return eqn.primitive.name, operands, shapes, str(sorted(eqn.params.items(), key=str))
-
-
-def _of_program(inner: ClosedJaxpr | Jaxpr) -> Usage:
-    """What an inner program needs."""
-    closed = inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, [])
-    program = Program()
-    results = program.run(closed, [Array(nbytes(v)) for v in closed.jaxpr.invars])
-    return usage(program.operations, results, {})
-
-
-def _of_body(body: ClosedJaxpr, first: int, count: int) -> Usage:
-    """What one iteration of a loop needs, whose carry is updated in place.
-
-    Its slices of scanned arrays are made in the iteration, its outputs are written to their stacks.
-    """
-    program = Program()
-    arguments = [Array(nbytes(v)) for v in body.jaxpr.invars]
-    for a in arguments[first + count :]:
-        program.add(Operation("dynamic_slice", [], [a]))
-    results = program.run(body, arguments)
-    for a in results[count:]:
-        program.add(Operation("dynamic_update_slice", [Array(0), a], [Array(0)]))
-    carry = arguments[first : first + count]
-    over = {r: a for r, a in zip(results[:count], carry, strict=True) if r is not a}
-    return usage(program.operations, results[:count], over)
