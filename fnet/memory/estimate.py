@@ -54,6 +54,7 @@ class Program:
         self.operations: list[Operation] = []
         self._known: dict[Any, list[Array]] = {}
         self._zeros: set[Array] = set()
+        self._parts: dict[Any, list[Array]] = {}  # of a concatenation that is cut again
         self._tag: tuple[int, bool] | None = None
 
     def run(self, closed: ClosedJaxpr, arguments: Sequence[Array]) -> list[Array]:
@@ -95,6 +96,8 @@ class Program:
             return inputs[-1:]
         if renames(eqn) and len(inputs) == len(eqn.outvars):
             return inputs
+        if name == "split" and (parts := self._parts.get((inputs[0], *_cut(eqn)))):
+            return parts
         if name in ("dot_general", "conv_general_dilated"):
             inputs = [self._factor(eqn, k, a) for k, a in enumerate(inputs)]
         elif is_elementwise(eqn):
@@ -107,6 +110,8 @@ class Program:
             if key is None:
                 return made
             self._known[key] = made
+            if name == "concatenate":
+                self._parts[(*made, *_cut(eqn))] = inputs
             if name == "broadcast_in_dim" and str(getattr(eqn.invars[0], "val", "")) == "0.0":
                 self._zeros |= {*made}
         return self._known[key]
@@ -245,6 +250,14 @@ def _name(eqn: JaxprEqn) -> str:
     ):
         return "concatenate, not fused"
     return name
+
+
+def _cut(eqn: JaxprEqn) -> tuple[Any, ...]:
+    """The axis and the sizes of the parts of a split or a concatenation."""
+    if eqn.primitive.name == "split":
+        return eqn.params["axis"], *map(int, eqn.params["sizes"])
+    axis = eqn.params["dimension"]
+    return axis, *(aval(v).shape[axis] for v in eqn.invars)
 
 
 def _workspace(eqn: JaxprEqn) -> int:
