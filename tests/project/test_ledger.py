@@ -9,15 +9,15 @@ ROOT = Path(__file__).parents[2]
 LEDGER = {
     "fnet/jaxpr": 3_645,
     "fnet/autodiff": 9_670,
-    "fnet/memory": 8_333,
+    "fnet/memory": 8_371,
     "fnet/layers": 5_791,
     "fnet/models + fnet/interop": 9_341,
-    "fnet, the rest": 10_893,
+    "fnet, the rest": 10_900,
     "train/data": 11_376,
     "train/run + train/commands": 8_617,
     "train, the rest": 8_314,
     "tests": 61_176,
-    "benchmarks": 16_514,
+    "benchmarks": 16_513,
 }
 """Lines of ``*.py``. A row of its own takes a package out of the rest."""
 SLACK = 30
