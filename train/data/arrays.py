@@ -164,6 +164,9 @@ class ArrayFile(Data):
         )
 
 
+load = ArrayFile.load  # a name that scripts call
+
+
 class _Split(NamedTuple):
     images: str
     labels: str

@@ -156,6 +156,9 @@ class HuggingFace(Photos):
         return *super().identity, self.subset
 
 
+load = HuggingFace.load  # a name that scripts call
+
+
 def _content(row: Mapping[str, Any]) -> str | bytes | None:
     (file,) = row.values()
     return file and (file["path"] if file["bytes"] is None else file["bytes"])

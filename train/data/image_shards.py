@@ -123,6 +123,9 @@ class ImageShards(LabeledFiles):
         return super().for_evaluation({**options, **path})
 
 
+load = ImageShards.load  # a name that scripts call
+
+
 def _find_shards(config: ImageShards, skipped: Counter[str]) -> tuple[list[list[str]], list[str]]:
     """Find the training shards of each path, and the test shards, if there are any.
 

@@ -120,6 +120,9 @@ class TextFile(Text):
         return self.context if self.separator else None
 
 
+load = TextFile.load  # a name that scripts call
+
+
 class _Rows(NamedTuple):
     """Rows of a text: first token, number of inputs, largest random shift and span of each."""
 
