@@ -118,7 +118,7 @@ class Operation:
         return sum(a.bytes for a in self.outputs)
 
     def use(self, inner: "Usage", times: int = 1) -> None:
-        """Set what a program inside of it needs, which runs so many times."""
+        """Set the usage of the program inside of it, which runs so many times."""
         self.working, self.workspace = inner.bytes, inner.workspace
         self.launches = times * inner.launches
 
@@ -264,7 +264,7 @@ def _needed(operations: Sequence[Operation], results: Sequence[Array]) -> "dict[
 
 
 class Usage(NamedTuple):
-    """What operations need: bytes besides the arguments and workspaces, workspaces, kernels."""
+    """Bytes besides arguments and workspaces, bytes of workspaces, and kernels of operations."""
 
     bytes: int
     workspace: int
@@ -274,7 +274,7 @@ class Usage(NamedTuple):
 def usage(
     operations: Sequence[Operation], results: Sequence[Array], over: dict[Array, Array]
 ) -> Usage:
-    """What operations need at the worst moment, in the better of two orders."""
+    """Return the usage of operations at the worst moment, in the better of two orders."""
     stored = Stored(operations, results)
     orders = (_breadth_first(stored.makers), _depth_first(stored.makers, results))
     most, order = min(

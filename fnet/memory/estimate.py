@@ -28,7 +28,7 @@ from fnet.jaxpr.axes import ROWS
 from fnet.memory.buffers import BARRIER, MOVES, Array, Operation, Usage, usage
 from fnet.memory.cost import equation_cost
 
-# What the library that computes sums on a CPU takes, from so many bytes on; see
+# Operations that the library of sums on a CPU takes, from so many bytes on; see
 # `xla/backends/cpu/ynn_support.cc`.
 _LIBRARY = frozenset(
     "abs add add_any broadcast_in_dim ceil cos div dot_general erf exp expm1 floor integer_pow log "  # noqa: SIM905
@@ -217,14 +217,14 @@ class Program:
         return self._on_cpu and aval(v).dtype == jnp.bfloat16
 
     def _of_program(self, inner: ClosedJaxpr | Jaxpr) -> Usage:
-        """What an inner program needs."""
+        """Return the usage of an inner program."""
         closed = inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, [])
         program = Program(self._on_cpu)
         results = program.run(closed, [Array(nbytes(v)) for v in closed.jaxpr.invars])
         return usage(program.operations, results, {})
 
     def _of_body(self, body: ClosedJaxpr, first: int, count: int) -> Usage:
-        """What one iteration of a loop needs, whose carry is updated in place.
+        """Return the usage of an iteration of a loop, whose carry is updated in place.
 
         Its slices of scanned arrays are made in it, its outputs are written to their stacks.
         """
