@@ -18,6 +18,9 @@ from fnet.mesh import equally_varying
 SAVED = "fnet_saved"
 """Name of the arrays that `recompute` saves for the backward pass."""
 
+DEAR = "fnet_dear"
+"""Name of a result that takes many operations for its bytes, which plans save before others."""
+
 F = TypeVar("F", bound=Callable[..., Any])
 P = TypeVar("P")
 

@@ -9,10 +9,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike
 from jaxtyping import Bool, Float, Int
 
 from fnet import checks, chunks
+from fnet.backward_pass import DEAR
 from fnet.precision import upcast
 
 MASKED_SCORE = 0.7 * float(jnp.finfo(jnp.float32).min)
@@ -112,8 +114,9 @@ def dot_product_attention(
     size = _default_chunk(q, k, window) if chunk is None else chunk
 
     def in_chunks(q: Array, k: Array, v: Array) -> Array:
-        y: Array = _in_chunks(q, k, v, mask, segments, sinks, scale, causal, window, soft_cap, size)
-        return y
+        y = _in_chunks(q, k, v, mask, segments, sinks, scale, causal, window, soft_cap, size)
+        named: Array = checkpoint_name(y, DEAR)
+        return named
 
     given = chunk, mask, segments, soft_cap, sinks
     if any(a is not None for a in given) or (causal and q.shape[1] != k.shape[1]):

@@ -238,7 +238,7 @@ class Planner:
             for size in SIZES if base.option.tree == PLAIN else SIZES[1::2]:
                 parts = tuple(partition(base.loss.closed.jaxpr, size))
                 found.setdefault(parts, size)
-            paths = [_Path(base, size, len(parts)) for parts, size in found.items()]
+            paths = [_Path(base, size, parts) for parts, size in found.items()]
             self._paths[base.option.tree] = paths
         return self._paths[base.option.tree]
 
@@ -403,11 +403,14 @@ class Planner:
 class _Path:
     """Windows of a traced tree, from those that save everything to those that save nothing.
 
-    A step on the path lets one more window save only what takes more FLOPs for each byte.
+    A step on the path lets one more window save only what takes more FLOPs for each byte. What runs
+    last is needed at once: the backward pass begins with it.
     """
 
-    def __init__(self, base: Traced, size: float, count: int) -> None:
-        self._base, self._size, self._count = base, size, count
+    def __init__(self, base: Traced, size: float, windows: Sequence[Window]) -> None:
+        self._base, self._size = base, size
+        self._last = [0] * (len(windows) > 1 and not windows[-1].is_loop)
+        self._count = len(windows) - len(self._last)
         dense = [d for d in base.step.densities if d]
         step = -(-len(dense) // _MOST_LEVELS) if dense else 1
         self._levels: list[float | None] = [None, *dense[::step], NOTHING]
@@ -415,7 +418,7 @@ class _Path:
 
     def _least(self, place: int) -> list[int]:
         level, ahead = divmod(place, self._count)
-        return [level + (k < ahead) for k in range(self._count)]
+        return [level + (k < ahead) for k in range(self._count)] + self._last
 
     def _option(self, levels: Sequence[int]) -> Option:
         least = tuple(self._levels[k] for k in levels)

@@ -32,7 +32,7 @@ from fnet.autodiff.examples import (
 )
 from fnet.autodiff.per_example.batching import Rows, Value, rows_of, run_for_batch
 from fnet.autodiff.per_example.derived import DerivedGradients, Group, split_derived
-from fnet.autodiff.per_example.ghost_norm import Dot, computed_once
+from fnet.autodiff.per_example.ghost_norm import Dot, computed_once, kept_dtype
 from fnet.autodiff.per_example.hoist import hoist
 from fnet.autodiff.per_example.parameter_gradients import (
     ChunkedGradients,
@@ -269,12 +269,13 @@ class TracedLoss(NamedTuple):
         if is_for_cpu() or batch_devices() > 1 or self.closed.effects:
             return never
         factors = _factors_of_many_tokens(self.closed, self.leaves)
-        gradients = 4 * sum(self.leaves[i].size for i in factors)
+        sizes = [self.leaves[i].size for i in factors]
+        gradients = sum(self.leaves[i].size * kept_dtype(self.leaves[i]).itemsize for i in factors)
         of_one = sum(factors.values())
         divisors = (n for n in range(size // 2, 1, -1) if size % n == 0)
         width = next((n for n in divisors if n * gradients <= (size - n) * of_one), 1)
         equations = sum(total(e, lambda _: 1) for e in self.closed.eqns)
-        pays = width > 1 and width * gradients >= 4 * KEPT_ELEMENTS_PER_EQUATION * equations
+        pays = width > 1 and width * sum(sizes) >= KEPT_ELEMENTS_PER_EQUATION * equations
         return (width, sorted(factors)) if pays else never
 
     def shared_aux(self) -> list[Array]:
@@ -417,6 +418,7 @@ class _Plan(NamedTuple):
       groups: Parameters that are combined before they meet data.
       in_chunks: Parameters that are not part of this pass: their gradients are too large.
       width: Number of examples at a time, if the caller gave it.
+      kept: Parameters whose gradients are materialized although others would do; see `kept_dtype`.
     """
 
     loss: ClosedJaxpr
@@ -427,6 +429,7 @@ class _Plan(NamedTuple):
     groups: list[Group]
     in_chunks: list[int]
     width: int | None
+    kept: Collection[int] = ()
 
     @classmethod
     def of(
@@ -461,6 +464,7 @@ class _Plan(NamedTuple):
             groups,
             sorted(i for i in skipped if i < count),
             width,
+            kept,
         )
 
     @classmethod
@@ -582,8 +586,9 @@ def _differentiate(name: str, plan: _Plan, examples: Examples) -> _Results:
     rows = [Rows(a, 0) for a in examples.leaves]
     values = run_for_batch(program, [*plan.leaves, *rows], examples.size)
     results = _results(plan, values, shapes, examples.size)
-    materialized = {i: computed_once(g) for i, g in results.materialized.items()}
-    return results._replace(materialized=materialized)
+    rounded = {i: results.materialized[i].astype(kept_dtype(plan.leaves[i])) for i in plan.kept}
+    gradients = results.materialized | rounded
+    return results._replace(materialized={i: computed_once(g) for i, g in gradients.items()})
 
 
 def _differentiate_one(name: str, plan: _Plan, examples: Examples, number: Array) -> _Results:

@@ -241,6 +241,12 @@ def _rounds_products(dtype: jnp.dtype) -> bool:
     return bool(jnp.finfo(dtype).bits == 32) and not full
 
 
+def kept_dtype(param: Any) -> jnp.dtype:
+    """Dtype in which an accelerator keeps gradients: bfloat16 where it rounds products, too."""
+    dtype = sum_dtype(param)
+    return jnp.dtype(jnp.bfloat16) if _rounds_products(dtype) else dtype
+
+
 def computed_once(a: Any) -> Any:
     """Return an array that XLA computes once, for all its readers.
 
@@ -252,7 +258,9 @@ def computed_once(a: Any) -> Any:
         return a
     info = jnp.finfo(a.dtype)
     a = jax.lax.optimization_barrier(jax.lax.reduce_precision(a, info.nexp, info.nmant))
-    # XLA on CPU ignores the barrier, but repeats no division. It cannot see that this is one by 1.
+    if not is_for_cpu():  # They remove the barrier after fusion.
+        return a
+    # XLA on CPU removes it before, but repeats no division. It cannot see that this is one by 1.
     one = np.ones((), a.dtype).view(f"u{info.bits // 8}")
     bits = jax.lax.bitcast_convert_type(a, one.dtype)
     return a / jax.lax.bitcast_convert_type((bits | one) & one, a.dtype)

@@ -37,8 +37,10 @@ from fnet.autodiff.per_example.ghost_norm import (
     squared_norms_of,
 )
 from fnet.autodiff.per_example.taps import Use, Weighed, evaluate_with_taps
+from fnet.cpu.tracing import is_for_cpu
 from fnet.jaxpr import Layout, merged
 from fnet.jaxpr.custom_rules import AnyEquation
+from fnet.measured import FUSED_ROWS, MOST_FUSED_ROWS
 from fnet.mesh import equally_varying
 from fnet.precision import sum_dtype, upcast
 
@@ -931,9 +933,11 @@ class MaterializedGradients(ParameterGradients):
         return self.gradients
 
     def weighted_sum(self, scales: Array, is_rough: Array | None = None) -> Array:
-        if len(scales) == 1:  # Fused with what adds the sum to others.
-            gradient = self.gradients[0].astype(sum_dtype(self.gradients))
-            return jnp.where(scales[0] != 0, scales[0].astype(gradient.dtype) * gradient, 0)
+        if len(scales) <= (1 if is_for_cpu() else MOST_FUSED_ROWS):
+            # Fused with what adds the sum to others.
+            parts = (slice(i, i + FUSED_ROWS) for i in range(0, len(scales), FUSED_ROWS))
+            sums = [_weighted_rows(self.gradients[rows], scales[rows]) for rows in parts]
+            return functools.reduce(jnp.add, sums)
         # A matrix product. XLA on CPU compiles scales[:, None] * gradients to a slow loop.
         rows = self.gradients.reshape(len(scales), -1).astype(sum_dtype(self.gradients))
         total = jnp.matmul(
@@ -957,6 +961,12 @@ class MaterializedGradients(ParameterGradients):
 
     def every_nth(self, n: int, start: Array) -> ParameterGradients:
         return MaterializedGradients(ghost_norm.every_nth(self.gradients, n, start))
+
+
+def _weighted_rows(gradients: Array, scales: Array) -> Array:
+    g = upcast(gradients)
+    scales = scales.astype(g.dtype).reshape(-1, *[1] * (g.ndim - 1))
+    return jnp.where(scales != 0, scales * g, 0).sum(0)
 
 
 def _accurate(values: Array, size: int) -> SquaredNorms:

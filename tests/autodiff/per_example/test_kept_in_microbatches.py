@@ -42,7 +42,8 @@ def strategies():
 def test_matrices_that_meet_many_tokens_are_kept_in_microbatches(accelerator):
     params, tokens = arrays()
     expected = fnet.clipped_grad(losses, 0.05, microbatch_size=1)(params, tokens)
-    got = jax.jit(fnet.clipped_grad(losses, 0.05))(params, tokens)
+    with jax.default_matmul_precision("float32"):
+        got = jax.jit(fnet.clipped_grad(losses, 0.05))(params, tokens)
     chex.assert_trees_all_close(got, expected, rtol=1e-5, atol=1e-7)
     # `down` is also part of a derived kernel, and few tokens meet a row of the table.
     assert strategies()["up"] == "autodiff"
@@ -58,8 +59,25 @@ def test_a_mask_and_per_layer_clips_stay(accelerator):
     for options in ({"per_layer": True}, {"rescale_to_unit_norm": True}):
         step = fnet.clipped_grad(losses, 0.05, **options)
         alone = fnet.clipped_grad(losses, 0.05, microbatch_size=1, **options)
-        got, expected = (f(params, tokens, mask=mask) for f in (step, alone))
+        with jax.default_matmul_precision("float32"):
+            got, expected = (f(params, tokens, mask=mask) for f in (step, alone))
         chex.assert_trees_all_close(got, expected, rtol=1e-5, atol=1e-7)
+
+
+def test_kept_gradients_are_rounded_as_products_are_before_their_norm_is_taken(accelerator):
+    params, tokens = arrays()
+    clip = 0.05
+    gradient = jax.jit(fnet.clipped_grad(losses, clip))
+    exact = fnet.clipped_grad(losses, clip, microbatch_size=1)
+    got, expected = gradient(params, tokens)[0], exact(params, tokens)[0]
+    error = np.abs(got["up"] - expected["up"]).max() / np.abs(expected["up"]).max()
+    assert 1e-5 < error < 2**-8
+    chex.assert_trees_all_close(got["bias"], expected["bias"], rtol=1e-4)
+    for example in np.eye(SIZE, dtype=bool):
+        alone, info = gradient(params, tokens, mask=jnp.asarray(example))
+        norm = np.sqrt(sum(np.square(a, dtype=np.float64).sum() for a in alone.values()))
+        assert info.norms.max() > clip
+        np.testing.assert_allclose(norm, clip, rtol=1e-5)
 
 
 def test_small_programs_and_cpus_take_all_examples_at_once(monkeypatch):
