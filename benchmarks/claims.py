@@ -29,6 +29,7 @@ class Kind(NamedTuple):
 KINDS = {
     "memory": Kind(True, "bytes of compiled programs or of their residuals"),
     "count": Kind(True, "number of operations in traced programs"),
+    "estimate": Kind(True, "time of compiled programs by a roofline model, without running them"),
     "error": Kind(True, "difference from exact numbers, with fixed seeds"),
     "time": Kind(False, "median of interleaved calls"),
     "measured memory": Kind(False, "peak memory of a process while it runs"),

@@ -134,8 +134,8 @@ def attention_gradient(side: str, tiny: bool) -> Program:
     return Program(function, make)
 
 
-def train_step(share: float, tiny: bool) -> Program:
-    """Train step of a language model, within a share of the plain step's predicted bytes."""
+def language_model_step(tiny: bool) -> tuple[fnet.step.Step, Any, dict[str, Any], Any]:
+    """A train step of a language model, the shapes of its state and batch, and ``create(key)``."""
     s = language_model.Sizes(
         blocks=12, width=768, heads=12, tokens=1024, batch=16, vocabulary=32_768
     )
@@ -146,7 +146,12 @@ def train_step(share: float, tiny: bool) -> Program:
     create = functools.partial(fnet.TrainState.create, model, optimizer)
     shapes = jax.eval_shape(create, jax.random.key(0))
     batch: Any = {"tokens": jax.ShapeDtypeStruct((s.batch, s.tokens + 1), jnp.int32)}
-    step = fnet.make_step(loss, optimizer)
+    return fnet.make_step(loss, optimizer), shapes, batch, create
+
+
+def train_step(share: float, tiny: bool) -> Program:
+    """The step of `language_model_step`, within a share of the plain one's predicted bytes."""
+    step, shapes, batch, create = language_model_step(tiny)
     compiled = fnet.compile_step(step, shapes, batch, compiler_options={})
     if share < 1:
         budget = int(share * compiled.report.peak.total)
@@ -154,7 +159,8 @@ def train_step(share: float, tiny: bool) -> Program:
 
     def make() -> tuple[Any, ...]:
         key = jax.random.key(1)
-        tokens = jax.random.randint(key, batch["tokens"].shape, 0, s.vocabulary)
+        vocabulary = len(shapes.params["embedding"]["embedding"])
+        tokens = jax.random.randint(key, batch["tokens"].shape, 0, vocabulary)
         return jax.jit(create)(jax.random.key(0)), {"tokens": tokens}
 
     return Program(compiled.compiled, make, donates=True)

@@ -97,6 +97,7 @@ SUITE = (
     Benchmark("cifar10", path="cifar10", trains=True),
     Benchmark("linear_cross_entropy"),
     ahead_of_time("linear_cross_entropy", "h100"),
+    ahead_of_time("gpu_ahead_of_time", "h200"),
     Benchmark("pixel_cross_entropy"),
     Benchmark("accumulation"),
     Benchmark("fsdp", cpu=True),

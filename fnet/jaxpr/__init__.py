@@ -17,11 +17,9 @@ from fnet.jaxpr.axes import counted_factor as counted_factor
 from fnet.jaxpr.axes import factors as factors
 from fnet.jaxpr.axes import is_cheap as is_cheap
 from fnet.jaxpr.axes import is_elementwise as is_elementwise
-from fnet.jaxpr.axes import is_fused as is_fused
 from fnet.jaxpr.axes import is_identity as is_identity
 from fnet.jaxpr.axes import is_indexing as is_indexing
 from fnet.jaxpr.axes import is_linear_in as is_linear_in
-from fnet.jaxpr.axes import is_reduction as is_reduction
 from fnet.jaxpr.axes import is_separable as is_separable
 from fnet.jaxpr.axes import joined_axis as joined_axis
 from fnet.jaxpr.axes import lengthen as lengthen

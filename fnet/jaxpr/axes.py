@@ -318,18 +318,6 @@ def is_cheap(eqn: JaxprEqn) -> bool:
     return is_placed or is_elementwise(eqn)
 
 
-def is_fused(eqn: JaxprEqn) -> bool:
-    """Whether XLA repeats an equation for every reader of its result, which is never stored."""
-    row = row_of(eqn)
-    is_filled = row is not None and row.factors in (_broadcast_in_dim, _iota)
-    return is_filled or (row is not None and row.is_elementwise and not row.is_expensive)
-
-
-def is_reduction(eqn: JaxprEqn) -> bool:
-    """Whether elements of one array become one along some axes, such as their sum."""
-    return len(eqn.invars) == 1 and not all(factor.is_separate for factor in factors(eqn))
-
-
 def renames(eqn: JaxprEqn) -> bool:
     """Whether each result of an equation is the array of the operand of the same number.
 
