@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 import fnet
+from fnet.layers.dot_product_attention import dot_product_attention
 from fnet.memory import compile_min_memory, estimate_cost, peak, residuals
 from fnet.memory.search import Planner
-from fnet.memory.tree import NOTHING, Blocks, Loops, Rows
+from fnet.memory.tree import NOTHING, Blocks, Loops, Rows, Window
 
 DEPTH, WIDTH, BATCH = 8, 32, 1024
 ACTIVATION = 4 * BATCH * WIDTH
@@ -101,6 +102,29 @@ def test_windows_are_assembled_from_the_trace_of_the_plain_step(f):
         traced = p.trace(found.tree).option
         assert traced.bytes == pytest.approx(found.bytes, rel=0.12)
         assert traced.cost.flops == pytest.approx(found.cost.flops, rel=0.02)
+
+
+@pytest.mark.parametrize("f", [unrolled, chain])
+def test_what_runs_last_is_saved_since_the_backward_pass_begins_with_it(f):
+    p = planner(f)
+    for share in (0.8, 0.6, 0.0):
+        tree = p.windows(int(share * p.plain.option.bytes)).tree
+        assert len(tree.least) == 1 or tree.least[-1] is None
+    assert len(tree.least) > 1 and tree.least[0] is not None
+
+
+def test_attention_runs_again_in_the_backward_pass_only_if_nothing_is_saved():
+    q = jnp.ones((1, 64, 2, 8))
+
+    def f(q):
+        y = jnp.tanh(q)
+        return jnp.sin(dot_product_attention(y, y, y, chunk=16)).sum()
+
+    def count(f):
+        return str(jax.make_jaxpr(jax.grad(f))(q)).count(" exp ")
+
+    again = [jax.checkpoint(f, policy=Window(0, 1, least=x).policy) for x in (1e3, NOTHING)]
+    assert [*map(count, (f, *again))] == [2, 2, 3]
 
 
 def test_the_smallest_trees_do_not_depend_on_a_budget():
