@@ -110,7 +110,8 @@ def test_what_runs_last_is_saved_since_the_backward_pass_begins_with_it(f):
     for share in (0.8, 0.6, 0.0):
         tree = p.windows(int(share * p.plain.option.bytes)).tree
         assert len(tree.least) == 1 or tree.least[-1] is None
-    assert len(tree.least) > 1 and tree.least[0] is not None
+    assert len(tree.least) > 1
+    assert tree.least[0] is not None
 
 
 def test_attention_runs_again_in_the_backward_pass_only_if_nothing_is_saved():
