@@ -226,7 +226,12 @@ class _Interpreter(Executor[Value]):
         if not is_separable(eqn):
             return self._one_by_one(eqn, states)
         factor = _factor(eqn, list(map(self.form, states)))
-        return self._vmap(eqn, states) if factor is None else self._lengthen(eqn, states, factor)
+        if factor is not None:
+            return self._lengthen(eqn, states, factor)
+        try:
+            return self._vmap(eqn, states)
+        except NotImplementedError:  # JAX cannot vectorize all of its own, such as ragged_dot.
+            return self._one_by_one(eqn, states)
 
     def _lengthen(self, eqn: JaxprEqn, operands: list[Value], factor: Factor) -> list[Value]:
         """Execute the equation once, with an axis that is as long as the batch."""
