@@ -185,8 +185,13 @@ def _answers(record: Record) -> Iterator[Record]:
     tools: dict[str, Any] = {
         name: record.fields[name] for name in ("tools", "functions") if name in record.fields
     }
+    has_prompt = answers[0][: len(before)] == before  # as well as a field with it
+    ends = [part.get("role") for part in (*before[-1:], answers[0][0]) if isinstance(part, dict)]
+    if not has_prompt and ends == ["user", "user"]:
+        raise UserError(f"{record.where}: prompt is not how chosen begins; leave one of both out")
     for answer in answers:
-        yield record._replace(fields={"messages": [*before, *answer], **tools})
+        messages = answer if has_prompt else [*before, *answer]
+        yield record._replace(fields={"messages": messages, **tools})
 
 
 def _pairs(rows: Rows) -> Arrays:

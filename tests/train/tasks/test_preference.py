@@ -65,6 +65,7 @@ YES, NO = ({"role": "assistant", "content": c} for c in ("yes", "no"))
         {"prompt": [USER], "chosen": [YES], "rejected": [NO]},
         {"prompt": "Hi", "chosen": [YES], "rejected": [NO]},
         {"chosen": [USER, YES], "rejected": [USER, NO]},
+        {"prompt": "Hi", "chosen": [USER, YES], "rejected": [USER, NO]},
     ],
 )
 def test_pairs_of_chats_in_every_form(write, workplace, record):
@@ -76,6 +77,17 @@ def test_pairs_of_chats_in_every_form(write, workplace, record):
     (pair,) = texts_of(data.augment(data.train, np.random.default_rng(0)))
     assert pair == [(f"<user>Hi</><assistant>{a}</>", f"{a}</>") for a in ("yes", "no")]
     assert data.is_chat
+
+
+def test_pairs_tell_that_the_end_of_an_answer_is_not_learned(write, workplace):
+    pytest.importorskip("tokenizers")
+    write_tokenizer(workplace / "tokenizer.json")
+    (workplace / "t.jinja").write_text(TEMPLATE)
+    record = {"prompt": "Hi", "chosen": [YES], "rejected": [NO]}
+    config = PreferenceFile(
+        path=write([record] * 2), tokenizer=".", chat_template="t.jinja", test_fraction=0.5
+    )
+    assert "the end of an answer is not learned" in config.load().notes[-1]
 
 
 def test_pairs_of_texts_are_batched_by_length(write):
@@ -100,6 +112,7 @@ def test_pairs_of_texts_are_batched_by_length(write):
         ({"prompt": "a", "chosen": [], "rejected": [NO]}, "must be texts after a prompt, or both messages"),
         ({"prompt": "a", "chosen": "b", "rejected": " "}, "line 1: answer is empty; remove the record"),
         ({"prompt": [USER], "chosen": [USER, YES], "rejected": [NO]}, "must differ in their last message only"),
+        ({"prompt": "Ho", "chosen": [USER, YES], "rejected": [USER, NO]}, "line 1: prompt is not how chosen begins"),
         ({"prompt": "a" * 40, "chosen": "b", "rejected": "c"}, "the answer begins after the first 33 tokens"),
     ],
 )  # fmt: skip
