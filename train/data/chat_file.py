@@ -269,7 +269,7 @@ def load(config: ChatFile, *, private: bool = False) -> Dataset:
             f"{read.template.where} writes answers differently if other messages follow: "
             f"{num_rows:,} rows of {num_chats:,} chats, one for each answer",
         )
-    notes = [_describe_lengths(train), *notes, *read.ends]
+    notes = [_describe_lengths(train), *notes]
     keys = [[(d.place, hash(d.ids.tobytes())) for d in split] for split in (train, test)]
     notes += describe_common(keys[0], keys[1], "examples")
     places = train_rows.places + test_rows.places
@@ -479,7 +479,7 @@ class Reader:
         self.template: ChatTemplate | None = None
         self._used: list[str] = []
         self._seen: dict[str, None] = {}
-        self._keys: dict[str, bool] = {}  # of messages, and whether the template writes them
+        self._written: dict[str, bool] = {}  # whether the template writes a role or a key
         self.end: AnswerEnd | None = None
         self.has_end = True
 
@@ -544,7 +544,8 @@ class Reader:
         self._used = [*self._fields.values(), *filter(None, (config.label, config.user))]
         if self._fields.get("prompt") == "instruction":
             self._used.append("input")
-        if self.kind == "answer" and config.as_chat:
+        is_chat = isinstance(record.fields.get(self._fields.get("prompt", "")), list)
+        if self.kind == "answer" and (config.as_chat or is_chat):
             self.kind = "chat"
         if self.kind != "chat":
             return
@@ -565,26 +566,25 @@ class Reader:
 
     @property
     def notes(self) -> list[str]:
-        """Fields of records, and keys of messages, that do not count."""
+        """Ends of answers, and what of records and messages does not count."""
         tools = ("tools", "functions") * (self.kind == "chat")
         notes = describe_unread("fields", self._used, (n for n in self._seen if n not in tools))
-        if unwritten := [key for key, is_written in self._keys.items() if not is_written]:
+        if self.template and self._config.label is None and self._tokenizer.folder:
+            notes.insert(0, self._ends(self.template))
+        if unwritten := [what for what, is_written in self._written.items() if not is_written]:
             assert self.template
             notes.append(f"{self.template.where} does not write {shorten(unwritten)} of chats")
         return notes
 
-    @property
-    def ends(self) -> list[str]:
+    def _ends(self, template: ChatTemplate) -> str:
         """Say with what answers of chats end, or that they do not."""
-        if not self.template or self._config.label is not None or not self._tokenizer.folder:
-            return []
         if self.end and self.has_end:
-            return [f"ends of answers: {self.end.text}"]
+            return f"ends of answers: {self.end.text}"
         what = f"{{% generation %}} leaves out {self.end.text}" if self.end else "it writes none"
-        return [
-            f"the end of an answer is not learned, because {what} ({self.template.where}); the "
-            "model does not learn to stop"
-        ]
+        return (
+            f"the end of an answer is not learned, because {what} ({template.where}); the model "
+            "does not learn to stop"
+        )
 
     def _texts(self, record: Record) -> list[_Text]:
         """Return the text of an example, or several: one for each answer of a chat."""
@@ -619,6 +619,11 @@ class Reader:
         assert self.template
         if "messages" in self._fields:
             messages = _messages(record, self._fields["messages"])
+        elif isinstance(record.get(self._fields["prompt"]), list):
+            messages = _messages(record, self._fields["prompt"])
+            if self._config.loss_on != "all":
+                messages = [{**m, "weight": int(m["role"] != _ASSISTANT)} for m in messages]
+            messages += _messages(record, self._fields["answer"])
         else:
             answer = _filled(record, self._fields["answer"])
             messages = [
@@ -659,17 +664,19 @@ class Reader:
         return texts
 
     def _find_unwritten(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> None:
-        """Find out whether the template writes what chats have besides roles and contents."""
+        """Find out whether the template writes each role, and what chats have besides contents."""
         assert self.template
         keys = {key for m in messages for key in m} - {"role", "content"}
-        for key in sorted(keys - self._keys.keys()) + ["tools"] * bool(tools):
-            if not self._keys.get(key):
-                others = [{k: v for k, v in m.items() if k != key} for m in messages]
-                self._keys[key] = True
-                with contextlib.suppress(UserError):  # a template that needs the key writes it
+        without = {k: [{**m, k: None} for m in messages] for k in sorted(keys)}
+        for role in sorted({m["role"] for m in messages} - {_ASSISTANT}):
+            without[f"{role} messages"] = [m for m in messages if m["role"] != role]
+        for what, others in [*without.items(), *[("tools", messages)] * bool(tools)]:
+            if not self._written.get(what):
+                self._written[what] = True
+                with contextlib.suppress(UserError):  # a template that needs it writes it
                     whole = self.template.render(messages, tools=tools)
-                    without = self.template.render(others, tools=None if key == "tools" else tools)
-                    self._keys[key] = whole != without
+                    kept = None if what == "tools" else tools
+                    self._written[what] = whole != self.template.render(others, tools=kept)
 
     def _encode(self, text: _Text) -> Pieces:
         try:
@@ -682,6 +689,8 @@ class Reader:
         ids, target, sizes = pieces.ids, _overlaps(pieces, text.learned), _bytes(text.text, pieces)
         if self.kind != "chat":
             before, end = self._tokenizer.start_tokens(), self._tokenizer.end_token()
+            if len(before) and ids[0] == before[0]:  # the text begins with it
+                before = before[:0]
             has_end = end is None or ids[-1] == end or text.label is not None
             after = np.array([] if has_end else [end], ids.dtype)
             ids = np.concatenate([before, ids, after])
