@@ -92,7 +92,7 @@ def train(
     resumes = resume and RunFolder(out).has_started
     is_saved = resumes and RunFolder(out).saved_steps
     weights = None if is_saved else weight_files.load_configured(run)
-    data = describe_data(run.task.dataset, private=config.is_private)
+    data = describe_data(run.task.dataset, config.data, private=config.is_private)
     distributed.wait_for_all("data")
     distributed.check_same_data(data)
 
