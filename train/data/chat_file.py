@@ -314,7 +314,6 @@ def load_unlabeled(config: ChatFile, path: str) -> tuple[list[str], Arrays, list
 
 
 def _name(record: Record, column: str) -> str:
-    """Return the name of a class or of a user; space around it does not count."""
     value = record.get(column)
     if is_missing(value) or (isinstance(value, str) and not value.strip()):
         raise UserError(f"{record.where}: {column} is {value!r}, which stands for none")
@@ -398,7 +397,6 @@ def _describe_lengths(documents: list[Document]) -> str:
 
 
 def _split(config: ChatFile, examples: list[Document]) -> tuple[list[Document], list[Document]]:
-    """Split examples into training and test; no user is in both."""
     count = len(examples)
     if not count:
         raise UserError(f"data.path: {config.path} holds no examples")
@@ -577,7 +575,6 @@ class Reader:
         return notes
 
     def _ends(self, template: ChatTemplate) -> str:
-        """Say with what answers of chats end, or that they do not."""
         if self.end and self.has_end:
             return f"ends of answers: {self.end.text}"
         what = f"{{% generation %}} leaves out {self.end.text}" if self.end else "it writes none"
@@ -587,7 +584,6 @@ class Reader:
         )
 
     def _texts(self, record: Record) -> list[_Text]:
-        """Return the text of an example, or several: one for each answer of a chat."""
         self._seen |= dict.fromkeys(record.fields)
         try:
             texts = self._chat(record) if self.kind == "chat" else [self._plain(record)]
@@ -609,7 +605,6 @@ class Reader:
         return prompt + learned, [range(len(prompt), len(prompt) + len(learned))]
 
     def _prompt(self, record: Record) -> str:
-        """Read a prompt; an instruction's input follows it in a line of its own."""
         prompt = record.text(self._fields["prompt"])
         if self._fields["prompt"] == "instruction" and record.fields.get("input"):
             prompt += "\n" + record.text("input")
@@ -664,7 +659,6 @@ class Reader:
         return texts
 
     def _find_unwritten(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> None:
-        """Find out whether the template writes each role, and what chats have besides contents."""
         assert self.template
         keys = {key for m in messages for key in m} - {"role", "content"}
         without = {k: [{**m, k: None} for m in messages] for k in sorted(keys)}
@@ -749,9 +743,8 @@ def _messages(record: Record, name: str) -> list[dict[str, Any]]:
         elif content is None:
             raise _missing(where, "content", message)
         elif not isinstance(content, str):
-            others = (
-                [p for p in content if not _is_text_part(p)] if isinstance(content, list) else []
-            )
+            parts = content if isinstance(content, list) else []
+            others = [part for part in parts if not _is_text_part(part)]
             given = f"a part {others[0]!r:.60}" if others else type(content).__name__
             raise UserError(f"{where}: content must be a text or a list of texts, got {given}")
         elif role == _ASSISTANT and not content.strip() and "tool_calls" not in read:
@@ -761,11 +754,10 @@ def _messages(record: Record, name: str) -> list[dict[str, Any]]:
 
 
 def _is_text_part(part: Any) -> bool:
-    return (
-        isinstance(part, Mapping)
-        and part.get("type") == "text"
-        and isinstance(part.get("text"), str)
-    )
+    match part:
+        case {"type": "text", "text": str()}:
+            return True
+    return False
 
 
 def _tool_calls(where: str, calls: Any) -> list[dict[str, Any]]:

@@ -433,7 +433,6 @@ def _two_whites(samples: Sequence[Sample]) -> str:
 
 
 def _options(values: Iterable[int]) -> str:
-    """Return the options that make classes of values, ``""`` if there are too many or few."""
     values = sorted(values)
     options = []
     if len(values) > 2 and values[-1] == 255 and values[-2] < 254:

@@ -62,7 +62,6 @@ class PreferenceFile(AnswerFile):
         fields: dict[str, None] = {}
 
         def read(path: str, option: str) -> list[Document]:
-            """Encode the answers of a file; the two of a pair follow each other."""
 
             def answers() -> Iterator[Record]:
                 for record in records.read(path, option, left_out):
@@ -182,16 +181,14 @@ def _answers(record: Record) -> Iterator[Record]:
         raise UserError(
             f"{record.where}: chosen and rejected must differ in their last message only"
         )
-    tools: dict[str, Any] = {
-        name: record.fields[name] for name in ("tools", "functions") if name in record.fields
-    }
+    tools = {n: v for n, v in record.fields.items() if n in ("tools", "functions")}
     has_prompt = answers[0][: len(before)] == before  # as well as a field with it
     ends = [part.get("role") for part in (*before[-1:], answers[0][0]) if isinstance(part, dict)]
     if not has_prompt and ends == ["user", "user"]:
         raise UserError(f"{record.where}: prompt is not how chosen begins; leave one of both out")
     for answer in answers:
         messages = answer if has_prompt else [*before, *answer]
-        yield record._replace(fields={"messages": messages, **tools})
+        yield record._replace(fields={"messages": messages} | tools)
 
 
 def _pairs(rows: Rows) -> Arrays:

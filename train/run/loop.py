@@ -390,7 +390,6 @@ class _Loop:
             raise self.failure
 
     def _next_batch(self) -> Any:
-        """Return a batch, or None after the last step, a signal or a failure."""
         if self.step >= self.run.steps:
             return None
         ends_wait = self.interruption.ends_wait if self._is_alone else contextlib.nullcontext
@@ -404,7 +403,6 @@ class _Loop:
         return None
 
     def _end_step(self, progress: Progress, write: Callable[[dict[str, Any]], None]) -> bool:
-        """Log, evaluate and save where it is due; return whether the loop stops here."""
         config, is_last = self.run.config, self.step >= self.run.steps
         is_logging = self.step % config.train.log_every == 0
         is_evaluating = self.step % self._eval_every == 0 or is_last
@@ -453,7 +451,6 @@ class _Loop:
         return line
 
     def _evaluate(self, progress: Progress) -> bool:
-        """Evaluate the network; return False for too many unreadable test files."""
         try:
             with progress.doing("evaluating"):
                 self.evaluation = self.programs.evaluate(self.state)
