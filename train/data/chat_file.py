@@ -701,11 +701,6 @@ def _filled(record: Record, name: str) -> str:
     return text
 
 
-def _missing(where: str, key: str, message: Mapping[Any, Any]) -> UserError:
-    given = list_available([str(k) for k in message], "keys")
-    return UserError(f"{where}: no {key}{given}")
-
-
 def _messages(record: Record, name: str) -> list[dict[str, Any]]:
     """Read the messages of a chat, whose keys are role and content, or from and value."""
     given = record.get(name)
@@ -724,7 +719,7 @@ def _messages(record: Record, name: str) -> list[dict[str, Any]]:
             read = {"role": _SHAREGPT.get(role, role), "content": read.pop("value", None), **read}
         role, content = read.get("role"), read.get("content")
         if role is None:
-            raise _missing(where, "role", message)
+            raise UserError(f"{where}: no role{list_available([*map(str, message)], 'keys')}")
         if role not in ROLES:
             raise UserError(f"{where}: expected a role of {', '.join(ROLES)}, got {role!r}")
         if isinstance(content, list) and all(_is_text_part(part) for part in content):
@@ -741,7 +736,7 @@ def _messages(record: Record, name: str) -> list[dict[str, Any]]:
         elif content is None and "content" in message:
             raise UserError(f"{where}: content is null; give a text, or remove the message")
         elif content is None:
-            raise _missing(where, "content", message)
+            raise UserError(f"{where}: no content{list_available([*map(str, message)], 'keys')}")
         elif not isinstance(content, str):
             parts = content if isinstance(content, list) else []
             others = [part for part in parts if not _is_text_part(part)]

@@ -99,6 +99,8 @@ def test_pairs_of_texts_are_batched_by_length(write):
     assert batch["tokens"].shape in ((8, 2, 17), (8, 2, 33))
     assert batch["loss_mask"].shape == (8, 2, batch["tokens"].shape[2] - 1)
     assert batch["weight"].tolist() == [1] * 8
+    twice = [p | {a: p["prompt"] + p[a] for a in ("chosen", "rejected")} for p in PAIRS]
+    assert "of 40 pairs repeat" in PreferenceFile(path=write(twice), context=32).load().notes[-1]
     dropped = PreferenceFile(path=write(PAIRS), context=12, long="drop", test_fraction=0.25).load()
     assert any("pairs were dropped" in note for note in dropped.notes)
 
