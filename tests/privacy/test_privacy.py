@@ -369,7 +369,6 @@ def test_a_target_epsilon_is_kept_and_refuses_more_steps(private, capsys):
 
 
 def one_step(config, batch=None):
-    """Return the parameters before and after the first step of a config."""
     run = setup(config)
     state = run.init(jax.random.key(0))
     before = jax.tree.map(np.array, state.params)

@@ -320,10 +320,10 @@ class RunFolder:
 
     @property
     def logged(self) -> dict[str, list[int]]:
-        """Number of lines and checksum of what was logged, by file."""
+        """Number of lines and checksum of what was logged, by file; 0 for a file without lines."""
         paths = self.metrics, self.bad_steps
         contents = {p.name: p.read_bytes() if p.exists() else b"" for p in paths}
-        return {name: [c.count(b'{"step"'), self._checksum(c)] for name, c in contents.items()}
+        return {n: [k := c.count(b'{"step"'), k and self._checksum(c)] for n, c in contents.items()}
 
     def _checksum(self, content: bytes) -> int:
         """Return a checksum for a file that may be published, which tells nothing private."""

@@ -38,18 +38,6 @@ def answers(count, start=0):
 
 
 @pytest.fixture
-def write(tmp_path):
-    """``write(records)`` returns the path of a file of JSON lines."""
-
-    def write(records, name="data.jsonl"):
-        lines = [r if isinstance(r, str) else json.dumps(r, ensure_ascii=False) for r in records]
-        (tmp_path / name).write_text("\n".join(lines) + "\n")
-        return str(tmp_path / name)
-
-    return write
-
-
-@pytest.fixture
 def load(write):
     """``load(records, **options)`` loads a dataset, by default with a context of 32."""
 

@@ -50,18 +50,15 @@ def indexed(*indices, colors):
 
 
 def decide(*masks, rows=(), source="classes.txt", **options):
-    """Return the label map of some masks."""
     samples = [Sample.of(f"{i}.png", mask) for i, mask in enumerate(masks)]
     return make_label_map(SegmentationFolder(**options), rows, source, samples)
 
 
 def labels(mask, *masks, **options):
-    """Return the labels of a mask."""
     return decide(mask, *masks, **options).labels(mask)[0].tolist()
 
 
 def refused(*masks, **options):
-    """Return the message that refuses masks."""
     with pytest.raises(UserError) as caught:
         decide(*masks, **options)
     return str(caught.value)

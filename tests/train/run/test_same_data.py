@@ -366,6 +366,13 @@ def test_a_damaged_log_is_reported_once(damage, left, pictures, capsys):
     assert said not in output_of(capsys, *RESUME[:-1], 4)
 
 
+def test_the_first_line_of_a_log_changes_nothing(tmp_path):
+    folder = RunFolder(tmp_path)
+    before = folder.logged
+    folder.metrics.write_text('{"run": "0123456789abcdef"}\n')  # before lines of later steps
+    assert folder.logged == before
+
+
 def test_other_versions_are_reported(pictures, capsys):
     path = pictures / "run" / "data.json"
     written = read_sealed(path)

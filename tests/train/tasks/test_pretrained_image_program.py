@@ -31,7 +31,6 @@ FLOWERS = ("daisy", "rose", "tulip")
 
 
 def make_run(workplace, name, data, tensors=None):
-    """Make a run of a published network at step 0."""
     config = VIT if name == "small" else CONFIGS[name]
     write_folder(workplace / "model", config, tensors=tensors)
     run = Config(data=data, model=Pretrained(path="model"), train=Train(precision="bfloat16"))
@@ -46,7 +45,6 @@ def folder_data(size, **options):
 
 
 def logits_of_run(folder, config, x):
-    """Compute logits in float32."""
     shape = x.shape[1:]
     network = config.model.for_images(shape, FLOWERS, "float32")
     trained = load_network(folder, network)
