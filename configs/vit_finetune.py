@@ -3,7 +3,8 @@
 fnet train vit_finetune --model.path MODEL --data.path IMAGES
 
 A ViT-B/16 with batch 64 takes 4.41 GiB on an H100, compiled ahead of time.
-`fnet import MODEL` finds the mean and the standard deviation that the model expects.
+`fnet import MODEL` finds the mean and the standard deviation that the model expects. A run names
+them if they are others.
 """
 
 from train.config import Config, ImageFolder, Optim, Pretrained, Train

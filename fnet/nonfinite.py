@@ -147,7 +147,6 @@ class _Recorder(NamedTuple):
         outer_scopes: tuple[str, ...] = (),
         in_backward: bool = False,
     ) -> list[_Numbered]:
-        """Evaluate an equation and record its outputs; a handler for `interpret`."""
         layer = (*outer_scopes, *scopes(eqn))
         # In the backward pass, only a call itself is marked, not its equations.
         backward = in_backward or "transpose(" in str(eqn.source_info.name_stack)

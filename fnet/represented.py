@@ -217,7 +217,6 @@ class _InParts(Executor[Any]):
     """Execute equations on arrays and weights in parts. A loop carries whole weights."""
 
     def form(self, value: Any) -> bool | None:
-        """Whether a value is in parts."""
         return isinstance(value, Weight) or None
 
     def lower(self, value: Any, form: bool | None, atom: Any) -> Any:
@@ -225,19 +224,16 @@ class _InParts(Executor[Any]):
         return value if form else _whole(value)
 
     def unstack(self, value: Any, atom: Any) -> tuple[Any, bool | None]:
-        """Go over the layers of a weight in parts."""
         if not isinstance(value, Weight) or not _counts_layers(value):
             return _whole(value), None
         return dataclasses.replace(value, view=value.view[1:]), True
 
     def stack(self, arrays: Any, form: bool | None, atom: Any) -> Any:
-        """Stack the parts of layers."""
         if not isinstance(arrays, Weight):
             return arrays
         return dataclasses.replace(arrays, view=(-arrays.base.ndim, *arrays.view))
 
     def visit(self, eqn: JaxprEqn, states: list[Any], site: Site) -> Sequence[Any]:
-        """Evaluate equations of arrays as they are."""
         if not any(isinstance(value, Weight) for value in states):
             return evaluate(eqn, states)
         return super().visit(eqn, states, site)
@@ -247,7 +243,6 @@ class _InParts(Executor[Any]):
         return self.equation(eqn, states, site)
 
     def equation(self, eqn: JaxprEqn, states: list[Any], site: Site) -> Sequence[Any]:
-        """Execute an equation by the rule of its primitive."""
         if eqn.primitive is FINISH_TOGETHER:
             return _finish_together(states)
         return _RULES.get(eqn.primitive.name, _materialized)(eqn, states)

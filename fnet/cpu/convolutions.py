@@ -444,7 +444,6 @@ def _convolve_overlaps(x: Array, kernel: Array, window: _Window, is_transposed: 
 def _overlaps_kernel_gradient(
     x: Array, cotangent: Array, window: _Window, size: tuple[int, int]
 ) -> Array:
-    """Return the gradient by the kernel, by one product for each element."""
     gradient = [jnp.zeros((x.shape[3], cotangent.shape[3]), x.dtype)] * math.prod(size)
     for (i, j), inputs, outputs in _overlaps(window, x.shape, size):
         # With one axis to contract, XLA does not transpose the images before the product.

@@ -34,7 +34,7 @@ from fnet.privacy import (
 )
 from train.config import Clipped, Memory, Mesh, recipes
 from train.errors import UserError
-from train.gradients.privacy import Privacy, at_most, check_accounting
+from train.gradients.privacy import Privacy, at_most
 from train.output.logged import noise_scale, noise_scale_course
 from train.run.planning import compile_step, largest_batch
 from train.run.setup import setup
@@ -133,6 +133,14 @@ def test_epsilon_is_finite_and_grows_as_delta_vanishes():
 def test_noise_of_a_large_epsilon_is_small():
     noise = calibrate_noise_multiplier(1e4, 1e-7, PoissonSampling(1000, 32), steps=100)
     assert 9e3 < epsilon(noise, 1e-7, PoissonSampling(1000, 32), steps=100) <= 1e4
+
+
+def test_noise_of_a_small_epsilon_is_not_larger_than_necessary():
+    sampling = PoissonSampling(50_000, 64)
+    noise = calibrate_noise_multiplier(0.1, 1e-5, sampling, steps=1000)
+    assert (
+        epsilon(noise, 1e-5, sampling, 1000) <= 0.1 < epsilon(noise / 1.005, 1e-5, sampling, 1000)
+    )
 
 
 @pytest.mark.sweep(6)
@@ -361,7 +369,6 @@ def test_a_target_epsilon_is_kept_and_refuses_more_steps(private, capsys):
 
 
 def one_step(config, batch=None):
-    """Return the parameters before and after the first step of a config."""
     run = setup(config)
     state = run.init(jax.random.key(0))
     before = jax.tree.map(np.array, state.params)
@@ -541,8 +548,12 @@ def test_refuses_batch_norm_by_name(grad, workplace, capsys):
 
 
 @pytest.mark.parametrize("before", [logging.NOTSET, logging.CRITICAL])
-def test_importing_dp_accounting_does_not_raise_the_log_level(before, monkeypatch):
+def test_accounting_is_quiet_about_renyi_orders_and_keeps_the_log_level(
+    before, monkeypatch, caplog
+):
     logger = logging.getLogger("absl")
     monkeypatch.setattr(logger, "level", before)
-    check_accounting()
-    assert logger.level == max(before, logging.ERROR)
+    sampling = PoissonSampling(1000, 100)
+    assert epsilon(0.3, 1e-5, sampling, steps=500, accountant="rdp") > 100
+    assert not caplog.records
+    assert logger.level == before

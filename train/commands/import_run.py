@@ -94,7 +94,8 @@ def import_weights(
         with Checkpoints(folder.checkpoints, keep, shapes=shapes, owner=owner) as checkpoints:
             checkpoints.save(0, seeds.remove_key(state), position)
             checkpoints.wait()
-        write_data(folder, config, describe_data(run.task.dataset, private=config.is_private))
+        data = describe_data(run.task.dataset, config.data, private=config.is_private)
+        write_data(folder, config, data)
         folder.write_config(config)  # last, so that a folder without weights is not a run
         folder.write(folder.imported, imported.as_dict())
     return imported

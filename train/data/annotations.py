@@ -105,7 +105,8 @@ def find_annotations(
     if (len(images) > 1 or (known is None and "" not in images)) and "train" not in images:
         raise UserError(f"data.path: {root} has the splits {shorten(sorted(images))}, but no train")
     sources = {Path(image.source).name for image in read.images}
-    files = list_images(root, sources | {"classes.txt", "data.yaml", "dataset.yaml"})
+    tables = {"classes.txt", "data.yaml", "dataset.yaml"} if format == "yolo" else set[str]()
+    files = list_images(root, sources | tables)
     others = sorted({*files.paths} - first.keys())
     if others:
         some = shorten(others, 3)

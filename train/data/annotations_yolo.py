@@ -126,7 +126,6 @@ def _splits(
 
 
 def _images_of(root: Path, base: str, text: Any, known: Mapping[str, None]) -> Iterator[str]:
-    """Find the images of a folder, or of a file with a path on each line."""
     if not isinstance(text, str):
         raise TypeError(f"a split is a {type(text).__name__}; expected a folder or a list")
     text = text.replace("\\", "/")

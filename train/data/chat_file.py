@@ -269,7 +269,7 @@ def load(config: ChatFile, *, private: bool = False) -> Dataset:
             f"{read.template.where} writes answers differently if other messages follow: "
             f"{num_rows:,} rows of {num_chats:,} chats, one for each answer",
         )
-    notes = [_describe_lengths(train), *notes, *read.ends]
+    notes = [_describe_lengths(train), *notes]
     keys = [[(d.place, hash(d.ids.tobytes())) for d in split] for split in (train, test)]
     notes += describe_common(keys[0], keys[1], "examples")
     places = train_rows.places + test_rows.places
@@ -314,7 +314,6 @@ def load_unlabeled(config: ChatFile, path: str) -> tuple[list[str], Arrays, list
 
 
 def _name(record: Record, column: str) -> str:
-    """Return the name of a class or of a user; space around it does not count."""
     value = record.get(column)
     if is_missing(value) or (isinstance(value, str) and not value.strip()):
         raise UserError(f"{record.where}: {column} is {value!r}, which stands for none")
@@ -398,7 +397,6 @@ def _describe_lengths(documents: list[Document]) -> str:
 
 
 def _split(config: ChatFile, examples: list[Document]) -> tuple[list[Document], list[Document]]:
-    """Split examples into training and test; no user is in both."""
     count = len(examples)
     if not count:
         raise UserError(f"data.path: {config.path} holds no examples")
@@ -479,7 +477,7 @@ class Reader:
         self.template: ChatTemplate | None = None
         self._used: list[str] = []
         self._seen: dict[str, None] = {}
-        self._keys: dict[str, bool] = {}  # of messages, and whether the template writes them
+        self._written: dict[str, bool] = {}  # whether the template writes a role or a key
         self.end: AnswerEnd | None = None
         self.has_end = True
 
@@ -544,7 +542,8 @@ class Reader:
         self._used = [*self._fields.values(), *filter(None, (config.label, config.user))]
         if self._fields.get("prompt") == "instruction":
             self._used.append("input")
-        if self.kind == "answer" and config.as_chat:
+        is_chat = isinstance(record.fields.get(self._fields.get("prompt", "")), list)
+        if self.kind == "answer" and (config.as_chat or is_chat):
             self.kind = "chat"
         if self.kind != "chat":
             return
@@ -565,29 +564,26 @@ class Reader:
 
     @property
     def notes(self) -> list[str]:
-        """Fields of records, and keys of messages, that do not count."""
+        """Ends of answers, and what of records and messages does not count."""
         tools = ("tools", "functions") * (self.kind == "chat")
         notes = describe_unread("fields", self._used, (n for n in self._seen if n not in tools))
-        if unwritten := [key for key, is_written in self._keys.items() if not is_written]:
+        if self.template and self._config.label is None and self._tokenizer.folder:
+            notes.insert(0, self._ends(self.template))
+        if unwritten := [what for what, is_written in self._written.items() if not is_written]:
             assert self.template
             notes.append(f"{self.template.where} does not write {shorten(unwritten)} of chats")
         return notes
 
-    @property
-    def ends(self) -> list[str]:
-        """Say with what answers of chats end, or that they do not."""
-        if not self.template or self._config.label is not None or not self._tokenizer.folder:
-            return []
+    def _ends(self, template: ChatTemplate) -> str:
         if self.end and self.has_end:
-            return [f"ends of answers: {self.end.text}"]
+            return f"ends of answers: {self.end.text}"
         what = f"{{% generation %}} leaves out {self.end.text}" if self.end else "it writes none"
-        return [
-            f"the end of an answer is not learned, because {what} ({self.template.where}); the "
-            "model does not learn to stop"
-        ]
+        return (
+            f"the end of an answer is not learned, because {what} ({template.where}); the model "
+            "does not learn to stop"
+        )
 
     def _texts(self, record: Record) -> list[_Text]:
-        """Return the text of an example, or several: one for each answer of a chat."""
         self._seen |= dict.fromkeys(record.fields)
         try:
             texts = self._chat(record) if self.kind == "chat" else [self._plain(record)]
@@ -609,7 +605,6 @@ class Reader:
         return prompt + learned, [range(len(prompt), len(prompt) + len(learned))]
 
     def _prompt(self, record: Record) -> str:
-        """Read a prompt; an instruction's input follows it in a line of its own."""
         prompt = record.text(self._fields["prompt"])
         if self._fields["prompt"] == "instruction" and record.fields.get("input"):
             prompt += "\n" + record.text("input")
@@ -619,6 +614,11 @@ class Reader:
         assert self.template
         if "messages" in self._fields:
             messages = _messages(record, self._fields["messages"])
+        elif isinstance(record.get(self._fields["prompt"]), list):
+            messages = _messages(record, self._fields["prompt"])
+            if self._config.loss_on != "all":
+                messages = [{**m, "weight": int(m["role"] != _ASSISTANT)} for m in messages]
+            messages += _messages(record, self._fields["answer"])
         else:
             answer = _filled(record, self._fields["answer"])
             messages = [
@@ -659,17 +659,18 @@ class Reader:
         return texts
 
     def _find_unwritten(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> None:
-        """Find out whether the template writes what chats have besides roles and contents."""
         assert self.template
         keys = {key for m in messages for key in m} - {"role", "content"}
-        for key in sorted(keys - self._keys.keys()) + ["tools"] * bool(tools):
-            if not self._keys.get(key):
-                others = [{k: v for k, v in m.items() if k != key} for m in messages]
-                self._keys[key] = True
-                with contextlib.suppress(UserError):  # a template that needs the key writes it
+        without = {k: [{**m, k: None} for m in messages] for k in sorted(keys)}
+        for role in sorted({m["role"] for m in messages} - {_ASSISTANT}):
+            without[f"{role} messages"] = [m for m in messages if m["role"] != role]
+        for what, others in [*without.items(), *[("tools", messages)] * bool(tools)]:
+            if not self._written.get(what):
+                self._written[what] = True
+                with contextlib.suppress(UserError):  # a template that needs it writes it
                     whole = self.template.render(messages, tools=tools)
-                    without = self.template.render(others, tools=None if key == "tools" else tools)
-                    self._keys[key] = whole != without
+                    kept = None if what == "tools" else tools
+                    self._written[what] = whole != self.template.render(others, tools=kept)
 
     def _encode(self, text: _Text) -> Pieces:
         try:
@@ -682,6 +683,8 @@ class Reader:
         ids, target, sizes = pieces.ids, _overlaps(pieces, text.learned), _bytes(text.text, pieces)
         if self.kind != "chat":
             before, end = self._tokenizer.start_tokens(), self._tokenizer.end_token()
+            if len(before) and ids[0] == before[0]:  # the text begins with it
+                before = before[:0]
             has_end = end is None or ids[-1] == end or text.label is not None
             after = np.array([] if has_end else [end], ids.dtype)
             ids = np.concatenate([before, ids, after])
@@ -696,11 +699,6 @@ def _filled(record: Record, name: str) -> str:
     if not text.strip():
         raise UserError(f"{record.where}: {name} is empty; remove the record")
     return text
-
-
-def _missing(where: str, key: str, message: Mapping[Any, Any]) -> UserError:
-    given = list_available([str(k) for k in message], "keys")
-    return UserError(f"{where}: no {key}{given}")
 
 
 def _messages(record: Record, name: str) -> list[dict[str, Any]]:
@@ -721,7 +719,7 @@ def _messages(record: Record, name: str) -> list[dict[str, Any]]:
             read = {"role": _SHAREGPT.get(role, role), "content": read.pop("value", None), **read}
         role, content = read.get("role"), read.get("content")
         if role is None:
-            raise _missing(where, "role", message)
+            raise UserError(f"{where}: no role{list_available([*map(str, message)], 'keys')}")
         if role not in ROLES:
             raise UserError(f"{where}: expected a role of {', '.join(ROLES)}, got {role!r}")
         if isinstance(content, list) and all(_is_text_part(part) for part in content):
@@ -738,11 +736,10 @@ def _messages(record: Record, name: str) -> list[dict[str, Any]]:
         elif content is None and "content" in message:
             raise UserError(f"{where}: content is null; give a text, or remove the message")
         elif content is None:
-            raise _missing(where, "content", message)
+            raise UserError(f"{where}: no content{list_available([*map(str, message)], 'keys')}")
         elif not isinstance(content, str):
-            others = (
-                [p for p in content if not _is_text_part(p)] if isinstance(content, list) else []
-            )
+            parts = content if isinstance(content, list) else []
+            others = [part for part in parts if not _is_text_part(part)]
             given = f"a part {others[0]!r:.60}" if others else type(content).__name__
             raise UserError(f"{where}: content must be a text or a list of texts, got {given}")
         elif role == _ASSISTANT and not content.strip() and "tool_calls" not in read:
@@ -752,11 +749,10 @@ def _messages(record: Record, name: str) -> list[dict[str, Any]]:
 
 
 def _is_text_part(part: Any) -> bool:
-    return (
-        isinstance(part, Mapping)
-        and part.get("type") == "text"
-        and isinstance(part.get("text"), str)
-    )
+    match part:
+        case {"type": "text", "text": str()}:
+            return True
+    return False
 
 
 def _tool_calls(where: str, calls: Any) -> list[dict[str, Any]]:

@@ -170,7 +170,6 @@ def _plain(title: str) -> str:
 
 
 def _without_head(lines: Sequence[list[str]], *, has_head: bool) -> list[dict[str, str]]:
-    """Return name, value and color of lines that have the same of them."""
     rows, shapes = [], set()
     for line in lines:
         parts = [field for field in line if field]  # some separators stand twice

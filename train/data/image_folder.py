@@ -216,7 +216,6 @@ def _find_test(config: ImageFolder, classes: Sequence[str]) -> _Split:
 
 
 def _users(root: Path, train: _Split) -> np.ndarray:
-    """Number the users of training files ``[train/]CLASS/USER/...``, [N]."""
     parts = [path.removeprefix(train.prefix).split("/") for path in train.paths]
     for path, names in zip(train.paths, parts, strict=True):
         if len(names) < 3:

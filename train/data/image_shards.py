@@ -217,7 +217,6 @@ def _check_damage(
 def _labels(
     config: ImageShards, paths: Sequence[str], indices: Sequence[Index]
 ) -> tuple[np.ndarray, tuple[str, ...] | None]:
-    """Return the labels of all images, int32 [N], and the class names, if there are any."""
     names = _class_names(config, paths, indices)
     found = [(path, i) for path, i in zip(paths, indices, strict=True) if len(i.labels)]
     if not found:

@@ -248,7 +248,6 @@ def _find_files(rows: list[Record], column: str, folder: Path) -> tuple[list[str
     folders = functools.cache(os.path.realpath)
 
     def resolve(name: str) -> str | None:
-        """Return the path of a file without links; None if there is no such file."""
         path = os.path.join(folder, name)
         try:
             is_plain = S_ISREG(os.lstat(path).st_mode)
@@ -379,7 +378,6 @@ def _is_number(text: str) -> bool:
 
 
 def _labels(table: _Table, known: _Names | None) -> tuple[np.ndarray, _Names]:
-    """Return which labels each row has, float32 [N, labels], and their names."""
     config, columns = table.config, _label_columns(table)
     values = [row.fields[columns[0]] for row in table.rows if row.find(columns[0])]
     first = next(iter(values), None)
@@ -478,7 +476,6 @@ _TARGETS: Mapping[str, _Target] = {"class": _classes, "labels": _labels, "number
 def _splits(
     table: _Table, target: np.ndarray, *, is_whole: bool
 ) -> tuple[np.ndarray, np.ndarray, list[str]]:
-    """Return which rows are trained on, and which are tested on, bool [N] each, and notes."""
     config, column = table.config, _split_column(table)
     groups = None if is_whole and column is None else _groups(table)
     notes = [] if is_whole else describe_alike(groups or (), f"groups in {config.path}")

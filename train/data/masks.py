@@ -433,7 +433,6 @@ def _two_whites(samples: Sequence[Sample]) -> str:
 
 
 def _options(values: Iterable[int]) -> str:
-    """Return the options that make classes of values, ``""`` if there are too many or few."""
     values = sorted(values)
     options = []
     if len(values) > 2 and values[-1] == 255 and values[-2] < 254:
@@ -470,6 +469,9 @@ def _explain_bad(
     ignored = sorted(value for value, label in label_map.values if label == IGNORE)
     held = {value for s in samples for value in s.counts if known.get(value) != IGNORE}
     options = _options(held)
+    classes = sum(label != IGNORE for _, label in label_map.values)
+    if sorted(held) == [*range(1, classes + 1)]:
+        return f"{message}; the masks count classes from 1; give {options}"
     other = f"add their classes to {table}" if table else options
     if not (table or options):
         other = "other --data.classes or --data.mask-values"

@@ -19,6 +19,8 @@ from train.data.splits import describe_common, hold_out_contents
 from train.data.tokenizer import load_tokenizer
 from train.errors import UserError
 
+_ANSWERS = ("chosen", "rejected")
+
 
 @dataclass(frozen=True)
 class PreferenceFile(AnswerFile):
@@ -60,13 +62,16 @@ class PreferenceFile(AnswerFile):
 
         left_out: list[str] = []
         fields: dict[str, None] = {}
+        twice: list[str] = []
 
         def read(path: str, option: str) -> list[Document]:
-            """Encode the answers of a file; the two of a pair follow each other."""
 
             def answers() -> Iterator[Record]:
                 for record in records.read(path, option, left_out):
                     fields.update(dict.fromkeys(record.fields))
+                    begin = record.fields.get("prompt") or "\0"
+                    if all(str(record.fields.get(a)).startswith(str(begin)) for a in _ANSWERS):
+                        twice.append(record.place)
                     yield from _answers(record)
 
             return reader.documents(answers())
@@ -86,8 +91,10 @@ class PreferenceFile(AnswerFile):
         train_rows, test_rows = Rows.make(train), Rows.make(test)
         train_pairs = _pairs(train_rows)
         tools = ("tools", "functions") if reader.template else ()
-        unread = describe_unread("fields", ["prompt", "chosen", "rejected", *tools], fields)
+        unread = describe_unread("fields", ["prompt", *_ANSWERS, *tools], fields)
         unread += reader.notes
+        if twice:
+            unread.append(f"both answers of {len(twice):,} pairs repeat their prompt: {twice[0]}")
         pairs = [zip(split[::2], split[1::2], strict=True) for split in (train, test)]
         keys = [[(a.place, hash(a.ids.tobytes() + b.ids.tobytes())) for a, b in p] for p in pairs]
         copies = describe_common(keys[0], keys[1], "pairs")
@@ -168,7 +175,7 @@ def _answers(record: Record) -> Iterator[Record]:
     Answers are texts or the messages of chats, with or without the messages of the prompt.
     """
     prompt = record.fields.get("prompt")
-    answers = [record.get(name) for name in ("chosen", "rejected")]
+    answers = [record.get(name) for name in _ANSWERS]
     if all(isinstance(answer, str) for answer in answers) and isinstance(prompt, str):
         for answer in answers:
             yield record._replace(fields={"prompt": prompt, "answer": answer})
@@ -182,11 +189,14 @@ def _answers(record: Record) -> Iterator[Record]:
         raise UserError(
             f"{record.where}: chosen and rejected must differ in their last message only"
         )
-    tools: dict[str, Any] = {
-        name: record.fields[name] for name in ("tools", "functions") if name in record.fields
-    }
+    tools = {n: v for n, v in record.fields.items() if n in ("tools", "functions")}
+    has_prompt = answers[0][: len(before)] == before  # as well as a field with it
+    ends = [part.get("role") for part in (*before[-1:], answers[0][0]) if isinstance(part, dict)]
+    if not has_prompt and ends == ["user", "user"]:
+        raise UserError(f"{record.where}: prompt is not how chosen begins; leave one of both out")
     for answer in answers:
-        yield record._replace(fields={"messages": [*before, *answer], **tools})
+        messages = answer if has_prompt else [*before, *answer]
+        yield record._replace(fields={"messages": messages} | tools)
 
 
 def _pairs(rows: Rows) -> Arrays:

@@ -97,7 +97,6 @@ def _suffix(path: str) -> str:
 
 
 def _check_folder(files: list[str], path: str, option: str) -> None:
-    """Refuse files of one name, such as a.jsonl and a.jsonl.gz, and of training and testing."""
     by_name: dict[str, str] = {}
     of_split: dict[str, str] = {}
     for file in files:

@@ -410,7 +410,6 @@ class Shards:
         return content
 
     def _group(self, shard: int, first: int) -> tuple[Any, ...]:
-        """Return the kind of a shard, and what one thread reads of it."""
         kind = self._formats[shard]
         if kind == "parquet":
             return kind, shard, first

@@ -3,7 +3,6 @@
 import dataclasses
 import decimal
 import functools
-import logging
 import sys
 from typing import Any, Literal
 
@@ -95,14 +94,11 @@ class Privacy:
 
 
 def check_accounting() -> None:
-    """Import jax-privacy and dp_accounting, without their harmless warnings."""
+    """Import jax-privacy and dp_accounting."""
     try:
         jax_privacy("accounting")
     except ModuleNotFoundError as error:
         raise UserError(f"grad: {error}") from error
-    # It warns about each Renyi order that it skips.
-    logger = logging.getLogger("absl")
-    logger.setLevel(max(logger.level, logging.ERROR))  # orbax uses the same logger
 
 
 FOR_SOME_STEPS = ("optimized", "column_normalized", "dense", "buffered")

@@ -61,10 +61,12 @@ def image_data(path: Path, config: Mapping[str, Any]) -> ImageFolder:
     return ImageFolder(image_size=side, resize=shorter, mean=(r, g, b), std=(dr, dg, db))
 
 
-def own_size(path: Path) -> int:
-    """Return the height of the images that a published model is made for."""
+def own_options(path: Path) -> dict[str, Any]:
+    """Return what is known of the images that a published model is made for, by field."""
     stored = read_config(path)
     try:
-        return image_data(path, stored).image_size
+        data = image_data(path, stored)
     except UserError:  # its preprocessing is not supported
-        return position_size(stored)[0]
+        return {"image_size": position_size(stored)[0]}
+    is_known = "architecture" in stored or (path / "preprocessor_config.json").is_file()
+    return {n: getattr(data, n) for n in ("image_size", "mean", "std")[: 3 if is_known else 1]}

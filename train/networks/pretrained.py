@@ -27,7 +27,7 @@ from train.data.model_folder import ModelFolder, check_tokenizer, read_config, r
 from train.data.photos import Photos
 from train.data.text import Text
 from train.errors import UserError, shorten
-from train.networks.model_images import class_names, own_size
+from train.networks.model_images import class_names, own_options
 
 FROZEN = "frozen"
 """Name of the frozen parameters in the model state."""
@@ -106,15 +106,17 @@ class Pretrained(Model):
         return data.replace(vocabulary=vocabulary)
 
     def notes(self, data: Data, classes: Sequence[str]) -> list[str]:
-        """Tell the user if images have another size than the model's own, or outputs no names."""
+        """Tell the user if images are prepared otherwise than the model's, or outputs no names."""
         if not isinstance(data, Photos):
             return []
-        path, size, notes = Path(self.path), data.image_size, []
-        if (own := own_size(path)) != size:
-            notes.append(
-                f"data.image_size: {size}, but {path} has images of {own} x {own}; "
-                f"give --data.image-size {own} to train at its own size"
-            )
+        path, notes = Path(self.path), []
+        for name, own in own_options(path).items():
+            if (given := getattr(data, name)) != own:
+                values = " ".join(map(str, own if isinstance(own, tuple) else [own]))
+                notes.append(
+                    f"data.{name}: {given}, but {path} was trained with {own}; "
+                    f"give --data.{name.replace('_', '-')} {values} to train as it was"
+                )
         own_classes = class_names(read_config(path))
         is_kept = len(own_classes) == len(classes) and self.classifier != "new"
         order, is_said = order_of(classes, own_classes)

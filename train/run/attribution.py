@@ -161,7 +161,6 @@ def _write(
     shown: dict[int, bool],
     title: str,
 ) -> list[Path]:
-    """Write examples in this order as a table, and draw images with some in red beside it."""
     content = [
         {"row": row, "example": rows.dataset.name(row)}
         | rows.dataset.place(row)

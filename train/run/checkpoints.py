@@ -348,7 +348,6 @@ class Checkpoints:
         return state, data
 
     def _read_data(self, step: int) -> dict[str, Any]:
-        """Read what is saved besides the arrays: position, checksums, score and log."""
         data = self._manager.restore(step, args=ocp.args.Composite(data=ocp.args.JsonRestore()))
         try:
             content = unseal(data.data)

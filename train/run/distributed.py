@@ -157,7 +157,6 @@ def lost_connection(error: BaseException) -> str | None:
 
 
 def _failures(client: Any, but: int | None = None) -> list[tuple[int, str, int]]:
-    """Return process, reason and exit code of each process that failed."""
     failures = []
     with contextlib.suppress(Exception):
         for key, value in client.key_value_dir_get(_FAILED):

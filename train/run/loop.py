@@ -92,7 +92,7 @@ def train(
     resumes = resume and RunFolder(out).has_started
     is_saved = resumes and RunFolder(out).saved_steps
     weights = None if is_saved else weight_files.load_configured(run)
-    data = describe_data(run.task.dataset, private=config.is_private)
+    data = describe_data(run.task.dataset, config.data, private=config.is_private)
     distributed.wait_for_all("data")
     distributed.check_same_data(data)
 
@@ -390,7 +390,6 @@ class _Loop:
             raise self.failure
 
     def _next_batch(self) -> Any:
-        """Return a batch, or None after the last step, a signal or a failure."""
         if self.step >= self.run.steps:
             return None
         ends_wait = self.interruption.ends_wait if self._is_alone else contextlib.nullcontext
@@ -404,7 +403,6 @@ class _Loop:
         return None
 
     def _end_step(self, progress: Progress, write: Callable[[dict[str, Any]], None]) -> bool:
-        """Log, evaluate and save where it is due; return whether the loop stops here."""
         config, is_last = self.run.config, self.step >= self.run.steps
         is_logging = self.step % config.train.log_every == 0
         is_evaluating = self.step % self._eval_every == 0 or is_last
@@ -453,7 +451,6 @@ class _Loop:
         return line
 
     def _evaluate(self, progress: Progress) -> bool:
-        """Evaluate the network; return False for too many unreadable test files."""
         try:
             with progress.doing("evaluating"):
                 self.evaluation = self.programs.evaluate(self.state)

@@ -91,7 +91,7 @@ class OpenRun:
         dataset, canaries = run.task.dataset, self.config.grad.num_canaries
         if canaries and not dataset.canaries:  # it was set up with another gradient mode
             dataset = add_canaries(dataset, canaries)
-        data = describe_data(dataset, private=self.config.is_private)
+        data = describe_data(dataset, self.config.data, private=self.config.is_private)
         return compare_data(self.folder, self.config, data)
 
     def network(self, *, best: bool = False) -> tuple[Any, RestoredNetwork]:

@@ -26,7 +26,7 @@ from train.stored import Stored, StoredError, T
 _MAY_CHANGE = {
     "train": ("epochs", "steps", "log_every", "eval_every", "patience"),
     "checkpoint": ("every", "keep", "best"),
-    "data": ("cache", "max_bad_fraction", "workers"),
+    "data": ("path", "cache", "max_bad_fraction", "workers"),
     "nonfinite": ("max_skipped",),
     "tracking": ("tensorboard", "wandb"),
     "mesh": ("data", "fsdp"),
@@ -320,10 +320,10 @@ class RunFolder:
 
     @property
     def logged(self) -> dict[str, list[int]]:
-        """Number of lines and checksum of what was logged, by file."""
+        """Number of lines and checksum of what was logged, by file; 0 for a file without lines."""
         paths = self.metrics, self.bad_steps
         contents = {p.name: p.read_bytes() if p.exists() else b"" for p in paths}
-        return {name: [c.count(b'{"step"'), self._checksum(c)] for name, c in contents.items()}
+        return {n: [k := c.count(b'{"step"'), k and self._checksum(c)] for n, c in contents.items()}
 
     def _checksum(self, content: bytes) -> int:
         """Return a checksum for a file that may be published, which tells nothing private."""
@@ -381,9 +381,8 @@ def changed_fields(there: Config, here: Config) -> dict[str, tuple[Any, Any]]:
 
 def fixed_fields(config: Config) -> dict[str, str]:
     """Return the fields that say what a run computes. Its data may move."""
-    skipped = MAY_CHANGE_ON_RESUME | {"data.path"}
     values = configs.flatten(config).items()
-    return {name: json.dumps(v, default=str) for name, v in values if name not in skipped}
+    return {n: json.dumps(v, default=str) for n, v in values if n not in MAY_CHANGE_ON_RESUME}
 
 
 def code_of(content: dict[str, Any]) -> str:

@@ -9,6 +9,7 @@ import importlib.metadata
 import json
 import math
 import platform
+import re
 import zlib
 from typing import Any, NamedTuple, Self
 
@@ -17,6 +18,7 @@ import numpy as np
 
 import fnet
 from train.config import Config
+from train.config.data import Data
 from train.data import Dataset, num_examples
 from train.data.decode import file_crc
 from train.data.splits import hash_names
@@ -303,15 +305,19 @@ def _record(
     return {"keyed_checksum": keyed_checksum(folder, config, json.dumps(data))}
 
 
-def describe_data(dataset: Dataset, *, private: bool) -> dict[str, Any]:
+def describe_data(dataset: Dataset, data: Data | None = None, *, private: bool) -> dict[str, Any]:
     """Return the number of examples, a checksum of their rows, contents and users, and their names.
 
     If the run is private, the checksum covers all of it and each file, however long that takes.
+    Names are those below the paths of ``data``, which may move.
     """
     counts = num_examples(dataset.train) - dataset.canaries, num_examples(dataset.test)
     names = map(dataset.name, range(counts[0])), map(dataset.test_name or str, range(counts[1]))
     named = dataset.test_name is not None
-    hashes = [hash_names(split) for split in names[: 1 + named]]
+    paths = (getattr(data, field, None) for field in ("path", "test_path", "images"))
+    roots = "|".join(re.escape(path.rstrip("/")) for path in paths if isinstance(path, str))
+    root = re.compile(rf"(?:(?<=^)|(?<=; )|(?<= in ))(?:{roots or '(?!)'})(?=$|[/,])")
+    hashes = [hash_names(root.sub("", name) for name in split) for split in names[: 1 + named]]
     checksum = zlib.crc32(b"".join(split.tobytes() for split in hashes)) if private else 0
     first = 0
     for split, count in zip(hashes, counts, strict=False):

@@ -314,9 +314,9 @@ def _refusal(name: str, state: Mixed | Unknown) -> str:
     operation = located(state.operation or "the loss", state.line)
     if isinstance(state, Unknown):
         return (
-            f"{name}: it is not known whether {operation} mixes the examples of a batch. Apply it "
-            "to each example alone: put it into a function of one example, and call that with "
-            "jax.lax.map. Inside of jax.shard_map, pass check_vma=False."
+            f"{name}: it is not known whether {operation} mixes the examples of a batch. Write a "
+            "function of one example, and call it with jax.lax.map without batch_size, or pass "
+            "microbatch_size=1 to clipped_grad. Inside of jax.shard_map, pass check_vma=False."
         )
     where = state.layer or "the loss"
     if state.by_position:
@@ -327,8 +327,9 @@ def _refusal(name: str, state: Mixed | Unknown) -> str:
         )
     return (
         f"{name}: {where} mixes the examples of a batch ({operation}), so the gradient of one "
-        "example does not exist. Compute each loss from one example alone. In place of batch "
-        "norm, use group norm, or frozen statistics (train=False)."
+        "example does not exist. Write the loss of one example, and call it with jax.vmap, or "
+        "with jax.lax.map without batch_size. In place of batch norm, use group norm, or frozen "
+        "statistics (train=False)."
     )
 
 
@@ -393,8 +394,8 @@ def _check_effects(name: str, closed: ClosedJaxpr) -> None:
     if effects:
         raise ValueError(
             f"{name}: the loss has side effects ({', '.join(map(str, effects))}), which could "
-            "carry values from one example to another. Remove mutable arrays (jax.new_ref) and "
-            "ordered callbacks from it."
+            "carry values from one example to another. Read mutable arrays (jax.new_ref) before "
+            "the loss, and remove ordered callbacks from it."
         )
     for eqn in find_equations(closed):
         if any(map(is_reference, (*eqn.invars, *eqn.outvars))):

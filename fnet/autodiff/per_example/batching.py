@@ -91,7 +91,6 @@ def _split(value: Rows, shape: Sequence[int], batch: int) -> Array:
 
 
 def _merged(shape: Sequence[int], axis: int, batch: int) -> tuple[int, ...]:
-    """Shape of the array of `Rows`."""
     return (*shape[:axis], batch * shape[axis], *shape[axis + 1 :]) if shape else (batch,)
 
 
@@ -145,7 +144,6 @@ class _Axes(Propagation[int | None]):
         return None if state is None else max(state - 1, 0)
 
     def stacked(self, state: int | None) -> int | None:
-        """The opposite of `sliced`."""
         return None if state is None else state + 1
 
     def join(self, states: Sequence[int | None]) -> int | None:
@@ -153,7 +151,6 @@ class _Axes(Propagation[int | None]):
         return next((axis for axis in states if axis is not None), None)
 
     def chosen(self, predicate: int | None, states: Sequence[int | None]) -> Sequence[int | None]:
-        """Examples share their choices."""
         return states
 
 
@@ -164,7 +161,6 @@ class _Interpreter(Executor[Value]):
         self.batch, self._axes = batch, _Axes(keep_rules)
 
     def form(self, value: Value) -> int | None:
-        """The axis of rows."""
         return value.axis if isinstance(value, Rows) else None
 
     def forms(self, eqn: JaxprEqn, values: list[Value], site: Site) -> Sequence[int | None]:
@@ -172,7 +168,6 @@ class _Interpreter(Executor[Value]):
         return self._axes.visit(eqn, list(map(self.form, values)), site)
 
     def lower(self, value: Value, form: int | None, atom: Any) -> Value:
-        """Convert a value to a batch axis."""
         if form is not None:
             return self._convert(value, aval(atom).shape, form)
         if isinstance(value, Rows):
@@ -220,13 +215,17 @@ class _Interpreter(Executor[Value]):
         return self.equation(eqn, states, site)
 
     def equation(self, eqn: JaxprEqn, states: list[Value], site: Site) -> Sequence[Value]:
-        """Execute one equation for all examples."""
         if is_identity(eqn):
             return self._unchanged(eqn, states)
         if not is_separable(eqn):
             return self._one_by_one(eqn, states)
         factor = _factor(eqn, list(map(self.form, states)))
-        return self._vmap(eqn, states) if factor is None else self._lengthen(eqn, states, factor)
+        if factor is not None:
+            return self._lengthen(eqn, states, factor)
+        try:
+            return self._vmap(eqn, states)
+        except NotImplementedError:  # JAX cannot vectorize all of its own, such as ragged_dot.
+            return self._one_by_one(eqn, states)
 
     def _lengthen(self, eqn: JaxprEqn, operands: list[Value], factor: Factor) -> list[Value]:
         """Execute the equation once, with an axis that is as long as the batch."""

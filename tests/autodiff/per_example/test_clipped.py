@@ -558,7 +558,7 @@ def test_a_loss_that_communicates_with_other_devices_is_refused():
 
 def test_a_loss_that_closes_over_a_mutable_array_is_refused():
     ref = jax.new_ref(jnp.float32(1))
-    with pytest.raises(ValueError, match=r"side effects .*Remove mutable arrays \(jax.new_ref\)"):
+    with pytest.raises(ValueError, match=r"side effects .*Read mutable arrays \(jax.new_ref\)"):
         clipped_grad(lambda w, x: x * w * ref[...], 1.0)(jnp.float32(1), jnp.ones(4))
 
 

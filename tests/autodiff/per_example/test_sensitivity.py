@@ -623,6 +623,7 @@ ROWWISE = {
     "scan over features": lambda h: lax.scan(lambda c, col: (jnp.tanh(c + col), c), h[:, 0], h.T)[1].T,
     "associative scan": lambda h: lax.associative_scan(jnp.multiply, jnp.tanh(h), axis=1),
     "map over rows": lambda h: lax.map(lambda r: jnp.sin(r) * r.sum(), h),
+    "map over experts": lambda h: lax.map(lambda r: experts(r[None])[0], h),
     "vmap": lambda h: jax.vmap(lambda r: r - r.mean())(h),
     "vmap of vmap": lambda h: jax.vmap(jax.vmap(jnp.sin))(h),
     "collective within an example": lambda h: jax.vmap(jax.vmap(lambda a: a - lax.pmean(a, "features"), axis_name="features"))(h),

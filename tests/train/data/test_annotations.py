@@ -364,7 +364,9 @@ def test_every_shape_of_labelme_is_drawn(tmp_path):
         for kind, points, others in shapes
     ]}  # fmt: skip
     (tmp_path / "a.json").write_text(json.dumps(content))
+    (tmp_path / "classes.txt").write_text("rectangle\n")  # of YOLO
     found = find_annotations(tmp_path, "labelme")
+    assert "left out 1 files and folders: 1 x .txt" in found.notes
     ((_, drawing),) = found.pairs()
     values = read_mask(drawing, 999).values
     value_of = {row.name: row.value for row in found.rows}

@@ -38,18 +38,6 @@ def answers(count, start=0):
 
 
 @pytest.fixture
-def write(tmp_path):
-    """``write(records)`` returns the path of a file of JSON lines."""
-
-    def write(records, name="data.jsonl"):
-        lines = [r if isinstance(r, str) else json.dumps(r, ensure_ascii=False) for r in records]
-        (tmp_path / name).write_text("\n".join(lines) + "\n")
-        return str(tmp_path / name)
-
-    return write
-
-
-@pytest.fixture
 def load(write):
     """``load(records, **options)`` loads a dataset, by default with a context of 32."""
 
@@ -121,6 +109,7 @@ def test_texts_are_learned_but_for_their_first_token(load):
         lambda q, a: {"conversations": [{"from": "human", "value": q}, {"from": "gpt", "value": a}]},
         lambda q, a: {"question": q, "answer": a},
         lambda q, a: {"prompt": q, "response": a},
+        lambda q, a: {"prompt": [{"role": "user", "content": q}], "completion": [{"role": "assistant", "content": a}]},
     ],
 )  # fmt: skip
 def test_chats_are_written_with_their_template(load, template, form):
@@ -139,6 +128,23 @@ def test_only_the_last_answer_is_learned_if_asked(load, template):
     assert learned == "b</>d</>"
     last = load([record] * 2, **options, loss_on="last_answer")
     assert [a for _, a in examples_of(batch_of(last))] == ["d</>"]
+
+
+def test_answers_of_a_prompt_of_messages_are_not_learned(load, template):
+    prompt = [{"role": r, "content": c} for r, c in (("user", "a?"), ("assistant", "b"))]
+    record = {"prompt": prompt, "completion": [{"role": "assistant", "content": "d"}]}
+    data = load([record] * 2, chat_template=template, context=128, test_fraction=0.5)
+    assert [learned for _, learned in examples_of(batch_of(data))] == ["d</>"]
+
+
+def test_roles_that_the_template_does_not_write_are_named(load, tmp_path):
+    (tmp_path / "t.jinja").write_text(
+        "{% for m in messages %}{% if m.role != 'system' %}<{{ m.role }}>{{ m.content }}</>"
+        "{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    record = {"messages": [{"role": "system", "content": "Be brief."}, *chat_of("a?", "b")]}
+    data = load([record] * 2, chat_template=str(tmp_path / "t.jinja"), test_fraction=0.5)
+    assert any(note.endswith("does not write system messages of chats") for note in data.notes)
 
 
 THOUGHTS = CHATML.replace("{{ message.content }}", (
@@ -630,6 +636,8 @@ def test_examples_begin_and_end_with_the_special_tokens_of_the_tokenizer(load, t
     np.testing.assert_array_equal(batch["loss_mask"][0, :n], [0, 0, 1, 1, 1, 1, 1])
     assert data.tokens_per_byte() == 2  # one of the text, and its end
     texts = load([{"text": "é a"}] * 2, tokenizer=tokenizer, test_fraction=0.5)
+    marked = batch_of(load([{"text": "<s>é a"}] * 2, tokenizer=tokenizer, test_fraction=0.5))
+    np.testing.assert_array_equal(marked["tokens"], batch_of(texts)["tokens"])
     # Two bytes of é in two tokens, two bytes of the other token, and no byte of the end.
     assert texts.tokens_per_byte() == 4 / 4
 

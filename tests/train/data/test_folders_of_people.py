@@ -22,7 +22,6 @@ from train.errors import UserError
 
 
 def image(i=0, kind="png", size=8):
-    """Return an image file; each i is another picture."""
     pixels = np.random.default_rng(i).integers(0, 256, (size, size, 3), np.uint8)
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, kind)
@@ -30,7 +29,6 @@ def image(i=0, kind="png", size=8):
 
 
 def mask(*values, kind="png", mode=None, size=8):
-    """Return a mask of vertical stripes of these values."""
     pixels = np.repeat(np.array(values), -(-size // len(values)))[:size]
     pixels = np.broadcast_to(pixels, (size, size)) if pixels.ndim == 1 else pixels
     made = Image.fromarray(pixels.astype(np.uint16 if mode == "I;16" else np.uint8))
@@ -44,7 +42,6 @@ def lines(*records):
 
 
 def classes(prefix="", count=6, end="png", kind="png"):
-    """Return the files of a folder per class."""
     return {
         f"{prefix}{name}/{i}.{end}": image(10 * k + i, kind)
         for k, name in enumerate(("cat", "dog"))

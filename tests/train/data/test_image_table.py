@@ -44,7 +44,6 @@ COLOUR = {"label": lambda i: ("grün", "rot")[i % 2]}
 
 
 def labels(data):
-    """Return the labels of all images by file name."""
     every = [*data.train["label"], *data.test["label"]]
     return {data.name(i)[-6:-4]: label for i, label in enumerate(every)}
 

@@ -50,18 +50,15 @@ def indexed(*indices, colors):
 
 
 def decide(*masks, rows=(), source="classes.txt", **options):
-    """Return the label map of some masks."""
     samples = [Sample.of(f"{i}.png", mask) for i, mask in enumerate(masks)]
     return make_label_map(SegmentationFolder(**options), rows, source, samples)
 
 
 def labels(mask, *masks, **options):
-    """Return the labels of a mask."""
     return decide(mask, *masks, **options).labels(mask)[0].tolist()
 
 
 def refused(*masks, **options):
-    """Return the message that refuses masks."""
     with pytest.raises(UserError) as caught:
         decide(*masks, **options)
     return str(caught.value)
@@ -400,6 +397,7 @@ REFUSED = [
     ([gray(0, 1), gray(2, 3)], {"classes": 3, "ignore": (9,)}, "data.path: 1.png: value 3, expected 0 to 2, or 9 to ignore a pixel; pixels of this mask without a class: 3 (50.0%); give --data.ignore 9 3 to ignore them, or --data.classes 4"),
     ([gray(0, 1, 255)], {"classes": 2}, "data.path: 0.png: value 255, expected 0, 1; pixels of this mask without a class: 255 (33.3%); give --data.ignore 255 to ignore them, or --data.classes 2 --data.ignore 255"),
     ([gray(0, 3)._replace(is_lossy=True)], {"classes": 2}, "data.path: 0.png: value 3, expected 0, 1; lossy compression changes values: save masks as PNG"),
+    ([gray(1, 2), gray(3)], {"classes": 3, "table": "classes.txt"}, "data.path: 1.png: value 3, expected 0 to 2; the masks count classes from 1; give --data.mask-values 1 2 3"),
     ([gray(0, 3)], {"classes": 2, "table": "classes.txt"}, "data.path: 0.png: value 3, expected 0, 1; pixels of this mask without a class: 3 (50.0%); give --data.ignore 3 to ignore them, or add their classes to classes.txt"),
     ([colored(RED, GREEN)], {"classes": 2}, "data.path: 0.png: it has colors, and no class table names them; name it in classes.csv in the folder of the data, one line name,r,g,b for each class"),
     ([rgb(0, 255, mode="1")], {"classes": 3, "mask_reading": "color"}, "data.path: 0.png: the color 255 255 255 is of no class; name it in"),

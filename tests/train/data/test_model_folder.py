@@ -55,7 +55,6 @@ def test_a_run_is_no_model(tmp_path):
 
 
 def rewrite_header(path, change):
-    """Change the header of a safetensors file."""
     content = path.read_bytes()
     length = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + length])

@@ -23,7 +23,6 @@ def dataset(augment=lambda batch, generator: batch, examples=EXAMPLES):
 
 
 def sampled_examples(batch):
-    """Indices of the examples in a batch."""
     return batch["image"][batch["weight"] == 1, 0].astype(int) - 1
 
 

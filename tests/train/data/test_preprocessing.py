@@ -49,7 +49,6 @@ def test_published_configs(name):
 
 
 def apply(how, image):
-    """Preprocess a PIL image."""
     filters = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
     if isinstance(how.resize, int):
         width, height = image.size

@@ -40,7 +40,6 @@ def by_slurm(port, processes, i):
 
 
 def by_open_mpi(port, processes, i):
-    """Variables that mpirun sets."""
     variables = {
         "OMPI_MCA_orte_hnp_uri": f"{port % 4096 * 4096}.0;tcp://127.0.0.1:34911",
         "OMPI_COMM_WORLD_SIZE": processes,

@@ -34,7 +34,6 @@ def steps(meter, count):
 
 
 def take(meter, metrics, batch=()):
-    """Take one step of a batch."""
     meter.next_batch(iter([{}]))
     values = {name: np.array(value).view(Late) for name, value in metrics.items()}
     for value in values.values():

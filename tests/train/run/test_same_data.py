@@ -72,6 +72,18 @@ def test_other_contents_of_as_many_rows_are_other_data(source, private, tmp_path
     assert (before["train"], before["test"]) == (other["train"], other["test"])
 
 
+@pytest.mark.parametrize("source", [text, chats, images_in_one_file, image_files, masks])
+def test_data_that_moved_are_the_same_data(source, tmp_path):
+    found = []
+    for name in ("here", "there"):
+        path = tmp_path / name / "data"
+        path.parent.mkdir()
+        dataset = source(path, False)
+        file = path if path.exists() else path.with_suffix(".npz")
+        found.append(describe_data(dataset, TextFile(path=str(file)), private=True))
+    assert found[0] == found[1]
+
+
 def test_a_private_run_recognizes_each_of_many_files():
     names = [f"{i}.png" for i in range(25_001)]
     renamed = [*names[:12_001], "other.png", *names[12_002:]]
@@ -352,6 +364,13 @@ def test_a_damaged_log_is_reported_once(damage, left, pictures, capsys):
     out = capsys.readouterr().out
     assert f"run/{said}: {left} of 2 lines up to step 2 can be read; curves" in out
     assert said not in output_of(capsys, *RESUME[:-1], 4)
+
+
+def test_the_first_line_of_a_log_changes_nothing(tmp_path):
+    folder = RunFolder(tmp_path)
+    before = folder.logged
+    folder.metrics.write_text('{"run": "0123456789abcdef"}\n')  # before lines of later steps
+    assert folder.logged == before
 
 
 def test_other_versions_are_reported(pictures, capsys):

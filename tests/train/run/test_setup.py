@@ -209,7 +209,6 @@ OTHER_VALUES = {
 
 
 def training_jaxpr(section):
-    """Jaxpr of a network's training computation."""
     key = jax.random.key(0)
     if isinstance(section, LanguageModel):
         network, given = section.for_text(11, "float32"), (jnp.zeros((2, 6), jnp.int32), {})

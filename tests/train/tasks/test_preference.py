@@ -65,6 +65,7 @@ YES, NO = ({"role": "assistant", "content": c} for c in ("yes", "no"))
         {"prompt": [USER], "chosen": [YES], "rejected": [NO]},
         {"prompt": "Hi", "chosen": [YES], "rejected": [NO]},
         {"chosen": [USER, YES], "rejected": [USER, NO]},
+        {"prompt": "Hi", "chosen": [USER, YES], "rejected": [USER, NO]},
     ],
 )
 def test_pairs_of_chats_in_every_form(write, workplace, record):
@@ -78,6 +79,17 @@ def test_pairs_of_chats_in_every_form(write, workplace, record):
     assert data.is_chat
 
 
+def test_pairs_tell_that_the_end_of_an_answer_is_not_learned(write, workplace):
+    pytest.importorskip("tokenizers")
+    write_tokenizer(workplace / "tokenizer.json")
+    (workplace / "t.jinja").write_text(TEMPLATE)
+    record = {"prompt": "Hi", "chosen": [YES], "rejected": [NO]}
+    config = PreferenceFile(
+        path=write([record] * 2), tokenizer=".", chat_template="t.jinja", test_fraction=0.5
+    )
+    assert "the end of an answer is not learned" in config.load().notes[-1]
+
+
 def test_pairs_of_texts_are_batched_by_length(write):
     data = PreferenceFile(path=write(PAIRS), context=32, test_fraction=0.25).load()
     expected = [[(p["prompt"] + p[a], p[a]) for a in ("chosen", "rejected")] for p in PAIRS]
@@ -87,6 +99,8 @@ def test_pairs_of_texts_are_batched_by_length(write):
     assert batch["tokens"].shape in ((8, 2, 17), (8, 2, 33))
     assert batch["loss_mask"].shape == (8, 2, batch["tokens"].shape[2] - 1)
     assert batch["weight"].tolist() == [1] * 8
+    twice = [p | {a: p["prompt"] + p[a] for a in ("chosen", "rejected")} for p in PAIRS]
+    assert "of 40 pairs repeat" in PreferenceFile(path=write(twice), context=32).load().notes[-1]
     dropped = PreferenceFile(path=write(PAIRS), context=12, long="drop", test_fraction=0.25).load()
     assert any("pairs were dropped" in note for note in dropped.notes)
 
@@ -100,6 +114,7 @@ def test_pairs_of_texts_are_batched_by_length(write):
         ({"prompt": "a", "chosen": [], "rejected": [NO]}, "must be texts after a prompt, or both messages"),
         ({"prompt": "a", "chosen": "b", "rejected": " "}, "line 1: answer is empty; remove the record"),
         ({"prompt": [USER], "chosen": [USER, YES], "rejected": [NO]}, "must differ in their last message only"),
+        ({"prompt": "Ho", "chosen": [USER, YES], "rejected": [USER, NO]}, "line 1: prompt is not how chosen begins"),
         ({"prompt": "a" * 40, "chosen": "b", "rejected": "c"}, "the answer begins after the first 33 tokens"),
     ],
 )  # fmt: skip

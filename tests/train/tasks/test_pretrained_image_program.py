@@ -31,7 +31,6 @@ FLOWERS = ("daisy", "rose", "tulip")
 
 
 def make_run(workplace, name, data, tensors=None):
-    """Make a run of a published network at step 0."""
     config = VIT if name == "small" else CONFIGS[name]
     write_folder(workplace / "model", config, tensors=tensors)
     run = Config(data=data, model=Pretrained(path="model"), train=Train(precision="bfloat16"))
@@ -46,7 +45,6 @@ def folder_data(size, **options):
 
 
 def logits_of_run(folder, config, x):
-    """Compute logits in float32."""
     shape = x.shape[1:]
     network = config.model.for_images(shape, FLOWERS, "float32")
     trained = load_network(folder, network)
@@ -114,14 +112,19 @@ def test_an_exported_program_of_a_bfloat16_run_is_float32(workplace):
     chex.assert_trees_all_close(program.call(x), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_another_image_size_than_the_model_has_is_noted(workplace):
+def test_images_that_are_prepared_otherwise_than_the_models_are_noted(workplace):
     _, run = make_run(workplace, "small", folder_data(24))
     assert run.model.notes(run.data, ()) == [
-        "data.image_size: 24, but model has images of 16 x 16; give --data.image-size 16 to train "
-        "at its own size"
+        "data.image_size: 24, but model was trained with 16; give --data.image-size 16 to train as "
+        "it was"
     ]
-    own = {"size": {"height": 24, "width": 24}}
-    (workplace / "model" / "preprocessor_config.json").write_text(str(own).replace("'", '"'))
+    own = {"size": {"height": 24, "width": 24}, "image_mean": [0.1, 0.2, 0.3]}
+    file = workplace / "model" / "preprocessor_config.json"
+    file.write_text(json.dumps(own | {"image_std": run.data.std}))
+    (note,) = run.model.notes(run.data, ())
+    assert note.endswith("with (0.1, 0.2, 0.3); give --data.mean 0.1 0.2 0.3 to train as it was")
+    own = {"size": {"height": 24, "width": 24}, "image_mean": run.data.mean}
+    file.write_text(json.dumps(own | {"image_std": run.data.std}))
     assert run.model.notes(run.data, ()) == []
     (workplace / "model" / "config.json").unlink()
     with pytest.raises(UserError, match=r"no config\.json"):
@@ -131,7 +134,7 @@ def test_another_image_size_than_the_model_has_is_noted(workplace):
 def test_memory_prints_the_note_on_the_image_size(workplace, capsys):
     make_run(workplace, "small", folder_data(24, batch_size=2, path="none"))
     fnet_command("memory", "run")
-    assert "data.image_size: 24, but model has images of 16 x 16" in capsys.readouterr().out
+    assert "data.image_size: 24, but model was trained with 16;" in capsys.readouterr().out
 
 
 def test_a_config_of_timm_without_classes_has_no_arguments_left_for_them():

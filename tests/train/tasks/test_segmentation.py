@@ -41,7 +41,6 @@ def task(config):
 
 @pytest.fixture
 def network(task):
-    """Initial parameters and state."""
     return jax.jit(task.model.init)(jax.random.key(0))
 
 
@@ -57,7 +56,6 @@ def upsampled_probabilities(logits, size):
 
 
 def apply_network(task, network, image):
-    """Apply the network to normalized images."""
     return task.model.apply(*network, image, train=False)[0]
 
 
