@@ -342,6 +342,9 @@ def shapes_on(target: Target, tree: Any) -> Any:
     Returns:
       The same tree of `jax.ShapeDtypeStruct`, for ``jitted.lower``.
 
+    Raises:
+      ValueError: If an array is in the host's memory, and JAX knows none of the target.
+
     Example:
       >>> import jax, jax.numpy as jnp
       >>> from fnet.memory import target
@@ -359,6 +362,11 @@ def shapes_on(target: Target, tree: Any) -> Any:
         sharding = getattr(leaf, "sharding", None) or single
         if not sharding.device_set <= {target.device, *target.devices}:
             on_host = sharding.memory_kind == "pinned_host"
+            if on_host and host.memory_kind is None:
+                raise ValueError(
+                    f"{target.name}: JAX {jax.__version__} does not know that a described GPU has "
+                    "a host. Compile on such a GPU, or with all arrays on the device."
+                )
             sharding = host if on_host else single
         return jax.ShapeDtypeStruct(
             shape.shape, shape.dtype, sharding=sharding, weak_type=shape.weak_type

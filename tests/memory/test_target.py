@@ -161,6 +161,20 @@ def test_shapes_on_keeps_dtypes_and_places_on_the_target():
     assert all(s.sharding.device_set == {jax.local_devices()[1]} for s in placed.values())
 
 
+def test_a_state_on_the_host_is_refused_for_a_target_without_one(monkeypatch):
+    on_host = jax.device_put(jnp.ones(8), jax.memory.Space.Host)
+    here = target.Target("here", jax.local_devices()[0], 2**30, {})
+    assert target.shapes_on(here, on_host).sharding.memory_kind == "pinned_host"
+    other = target.Target("gpu", object(), 2**30, {})
+    kindless = type("Sharding", (), {"memory_kind": None})
+    for name in ("Mesh", "SingleDeviceSharding", "NamedSharding"):
+        monkeypatch.setattr(jax.sharding, name, lambda *args, **options: kindless)
+    with pytest.raises(
+        ValueError, match=r"gpu: JAX .* does not know that a described GPU has a host"
+    ):
+        target.shapes_on(other, on_host)
+
+
 def test_compile_for_a_target_keeps_the_donation():
     f = jax.jit(lambda state, x: ({"w": state["w"] + x.sum()}, x.sum()), donate_argnums=0)
     compiled = target.compile_for(here(), f, {"w": jnp.ones((8, 8))}, jnp.ones(4))
