@@ -7,23 +7,19 @@ import jax
 from rich.console import Console
 
 from fnet.memory import format_bytes
-from train import arguments
-from train.arguments import ImportArguments, ImportModelArguments, positional
-from train.config import Config, Optim, Train, recipes
+from train.arguments import ImportArguments, ImportModelArguments, read_config
+from train.config import Config
 from train.data.chat import has_template
-from train.data.chat_file import ChatFile
-from train.data.image_folder import ImageFolder
 from train.data.model_folder import ModelFolder, is_model_folder, read_folder
 from train.data.text import Text
 from train.errors import UserError
 from train.networks import pretrained
-from train.networks.model_images import image_data
 from train.networks.pretrained import Pretrained
 from train.output.progress import line_printer
 from train.output.tables import Table, to_rich
 from train.run import weight_files
 from train.run.checkpoints import Checkpoints, Owner
-from train.run.open_run import copy_model_files, write_classes
+from train.run.open_run import copy_model_files, published_config, write_classes
 from train.run.run_folder import RunFolder, quote
 from train.run.same_data import describe_data, write_data
 from train.run.seeds import create_secret, read_seeds
@@ -37,9 +33,8 @@ def main(argv: list[str]) -> None:
     log = line_printer(console)
     if argv and is_model_folder(Path(argv[0])):
         weight_files.check_importable(Path(argv[0]))
-        (given,), flags = positional(argv, "fnet import MODEL", ImportModelArguments)
-        options, config = arguments.read_with_config(
-            ImportModelArguments, default_config(Path(given)), flags, f"fnet import {given}"
+        _, options, config = read_config(
+            argv, "fnet import MODEL", ImportModelArguments, published_config
         )
         out = Path(options.out or f"runs/{config.name}")
         if not isinstance(section := config.model, Pretrained):
@@ -51,9 +46,8 @@ def main(argv: list[str]) -> None:
         log(f"wrote {out}; the weights stay in {folder.path}")
         log(_next_commands(config, section, quote(out)))
         return
-    (given, weights), flags = positional(argv, "fnet import CONFIG WEIGHTS", ImportArguments)
-    weight_options, config = arguments.read_with_config(
-        ImportArguments, recipes.load(given), flags, f"fnet import {given} {weights}"
+    (_, weights), weight_options, config = read_config(
+        argv, "fnet import CONFIG WEIGHTS", ImportArguments
     )
     out = Path(weight_options.out or f"runs/{config.name}")
     console.print(import_weights(config, weights, out, weight_options).lines())
@@ -114,26 +108,6 @@ def import_model(config: Config, section: Pretrained, out: Path) -> tuple[ModelF
         copy_model_files(folder, config)
         folder.write_config(config)
     return source, shapes
-
-
-def default_config(path: Path) -> Config:
-    """Return a config that fine-tunes a published model as a whole.
-
-    Images have the size, the mean and the standard deviation of preprocessor_config.json.
-    """
-    source = read_folder(path)
-    data: ChatFile | ImageFolder = ChatFile()
-    if pretrained.match(source, "float32")[0].losses is None:
-        data = image_data(source.path, source.config)
-    name = path.resolve().name
-    valid = "".join(c if c.isalnum() or c in "_.-" else "-" for c in name).lstrip("_.-")
-    return Config(
-        name=valid or "model",
-        data=data,
-        model=Pretrained(path=str(path.resolve())),
-        optim=Optim(name="adamw", learning_rate=1e-5, warmup_steps=100),
-        train=Train(epochs=1.0, precision="bfloat16"),
-    )
 
 
 def model_table(folder: ModelFolder, shapes: Any) -> Table:

@@ -6,10 +6,9 @@ from rich.console import Console
 
 from fnet.memory import format_bytes, parse_bytes, tree_bytes
 from fnet.memory.target import Target
-from train import arguments
 from train import config as configs
-from train.arguments import MemoryArguments, positional
-from train.config import Config, recipes
+from train.arguments import MemoryArguments, read_config
+from train.config import Config
 from train.errors import UserError, writing
 from train.output import plots
 from train.output.memory_tables import (
@@ -35,10 +34,7 @@ _NOT_COUNTED = (
 
 def main(argv: list[str]) -> None:
     """Run ``fnet memory CONFIG``."""
-    (given,), flags = positional(argv, "fnet memory CONFIG", MemoryArguments)
-    options, config = arguments.read_with_config(
-        MemoryArguments, recipes.load(given), flags, f"fnet memory {given}"
-    )
+    _, options, config = read_config(argv, "fnet memory CONFIG", MemoryArguments)
     if options.target:
         use_cpu()  # nothing runs, so an accelerator of this machine does not matter
     else:

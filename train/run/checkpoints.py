@@ -29,7 +29,7 @@ from orbax.checkpoint.checkpoint_managers import (
 from fnet import TrainState
 from fnet.cpu.heap import release_free_memory
 from train import stored
-from train.errors import TrainingError, UserError, is_machine_error, is_out_of_memory
+from train.errors import TrainingError, UserError, is_machine_error, is_out_of_memory, warn
 from train.networks.pretrained import FROZEN, Pretrained, PretrainedNetwork, weights_code
 from train.run.distributed import any_process, lost_connection
 from train.run.process_memory import IN_FLIGHT
@@ -156,7 +156,7 @@ class Checkpoints:
         self,
         folder: Path,
         keep: int | None = None,
-        log: Callable[[str], None] = lambda line: print(f"fnet: {line}", file=sys.stderr),
+        log: Callable[[str], None] = warn,
         *,
         shapes: TrainState | None = None,
         best: bool = False,

@@ -1,8 +1,11 @@
 """Tables and pictures of an evaluation: scores of classes, and test examples with predictions."""
 
+import hashlib
 import math
+import os
+import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,9 +20,11 @@ from train.errors import shorten
 from train.output import plots
 from train.output.curves import describe
 from train.output.palette import palette
-from train.output.progress import line_printer
-from train.output.tables import MISSING, Table, to_rich
+from train.output.progress import line_printer, show_table
+from train.output.rows import as_csv
+from train.output.tables import MISSING, Table
 from train.run.evaluation import Evaluation, Evaluator, Trained
+from train.run.run_folder import RunFolder, atomic_write
 from train.run.setup import Setup
 from train.tasks import kind_of
 from train.tasks.scores import iou_by_class
@@ -113,16 +118,13 @@ def print_scores(run: Setup, evaluation: Evaluation, console: Console) -> None:
         lowest = sorted(defined, key=lambda c: c[score])[:_MAX_CLASSES]
         log(f"the {len(lowest)} of {len(scores)} classes with the lowest {title}:")
         scores = lowest
-    if console.is_terminal:
-        rows = [
-            (c["name"], f"{c[unit]:,}", None if c[score] is None else f"{c[score]:.2%}")
-            for c in scores
-        ]
-        console.print(to_rich(Table("", ("class", unit, title), rows)))
-        return
+    rows, lines = [], []
     for c in scores:
-        shown = MISSING if c[score] is None else f"{c[score]:.4f}"
-        log(f"{title} of {c['name']}: {shown} ({c[unit]:,} {unit})")
+        name, count, value = c["name"], f"{c[unit]:,}", c[score]
+        rows.append((name, count, None if value is None else f"{value:.2%}"))
+        shown = MISSING if value is None else f"{value:.4f}"
+        lines.append(f"{title} of {name}: {shown} ({count} {unit})")
+    show_table(console, Table("", ("class", unit, title), rows), lines)
 
 
 def text_metrics(run: Setup, evaluation: Evaluation) -> dict[str, float]:
@@ -164,16 +166,37 @@ def example_rows(run: Setup, evaluation: Evaluation, split: str = "test") -> lis
     return rows
 
 
-def draw_results(
+def files_for(folder: RunFolder, options: Mapping[str, Any]) -> tuple[RunFolder, str]:
+    """Return where an evaluation with some options is written, and ``"split test, flip"``.
+
+    Without options, it is the folder that training writes to, too. Other options do not overwrite.
+    """
+    if not options:
+        return folder, ""
+    names, descriptions = list[str](), list[str]()
+    for name, value in options.items():
+        values = value if isinstance(value, tuple) else () if value is True else (value,)
+        texts = [f"{v:g}" if isinstance(v, float) else str(v) for v in values]
+        descriptions.append(" ".join([name.replace("_", " "), *texts]))
+        text = "+".join(texts)
+        safe = re.sub(r"[^\w.+-]", "_", Path(text).name or "root")[-60:]
+        if safe != text:  # two folders can have the same name
+            digest = hashlib.sha256(os.fsencode(os.path.abspath(text))).hexdigest()
+            safe = f"{safe}-{digest[:6]}"
+        names.append(f"{name}={safe}" if texts else name)
+    return RunFolder(folder.evaluations / ",".join(names)), ", ".join(descriptions)
+
+
+def write(
     run: Setup,
     evaluate: Evaluator,
     trained: Trained,
     evaluation: Evaluation,
     title: str,
-    confusion: Path,
-    examples: Path,
-) -> list[Path]:
-    """Draw the confusion matrix, and test images with labels and predictions.
+    files: RunFolder,
+    split: str = "test",
+) -> dict[str, Path]:
+    """Draw the confusion matrix, and test images with labels and predictions; write their rows.
 
     24 classified images are shown: first errors, by decreasing probability, then correct ones, by
     increasing probability; with several labels or numbers, the largest losses. From up to 60
@@ -181,20 +204,23 @@ def draw_results(
     of which only covered results are written shows no test images.
 
     Returns:
-      The pictures that were written.
+      What was written, by its name for people.
     """
-    written = []
+    written, kind = dict[str, Path](), kind_of(run.config)
     if evaluation.confusion is not None:
-        plots.confusion_matrix(evaluation.confusion, run.task.dataset.classes, title, confusion)
-        written.append(confusion)
-    kind = kind_of(run.config)
-    if run.config.is_release_only or not kind.labels_images:
-        return written
-    if kind.predicts == "masks":
-        drawn = _draw_segmentations(run, evaluate, trained, title, examples)
-    else:
-        drawn = _draw_classifications(run, evaluation, title, examples)
-    return [*written, examples] if drawn else written
+        classes, picture = run.task.dataset.classes, files.confusion
+        plots.confusion_matrix(evaluation.confusion, classes, title, picture)
+        written["confusion matrix"] = picture
+    if kind.labels_images and not run.config.is_release_only:
+        if kind.predicts == "masks":
+            drawn = _draw_segmentations(run, evaluate, trained, title, files.examples)
+        else:
+            drawn = _draw_classifications(run, evaluation, title, files.examples)
+        written |= {"examples": files.examples} if drawn else {}
+    if rows := example_rows(run, evaluation, split):
+        atomic_write(files.rows, as_csv(rows))
+        written["images" if kind.labels_images else "texts"] = files.rows
+    return written
 
 
 def draw_augmented(run: Setup, path: Path) -> None:

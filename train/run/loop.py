@@ -28,7 +28,7 @@ from train.run import distributed, examples, results, tracking, weight_files
 from train.run.attribution import TrainingRows, columns_of, write_losses
 from train.run.checkpoints import Checkpoints, Restored, load_network, without_frozen
 from train.run.evaluation import Evaluation
-from train.run.examples import describe_undefined, example_rows
+from train.run.examples import describe_undefined
 from train.run.input_wait import InputWait
 from train.run.interruption import Interrupted, Interruption
 from train.run.mesh import layout
@@ -330,13 +330,9 @@ class _Loop:
             self.log(f"{what}; {rows}")
         evaluation = self.evaluation or programs.evaluate(state)  # resumed after its last step
         written = [folder.summary, folder.curves, folder.memory_picture]
-        pictures = folder.confusion, folder.examples
         title = f"{run.config.name}, step {run.steps}"
-        evaluate = programs.evaluate
-        written += examples.draw_results(run, evaluate, state, evaluation, title, *pictures)
-        if rows_of_examples := example_rows(run, evaluation):
-            atomic_write(folder.rows, as_csv(rows_of_examples))
-            written.append(folder.rows)
+        files = examples.write(run, programs.evaluate, state, evaluation, title, folder)
+        written += files.values()
         if isinstance(state.opt_state, InRunState):
             training_rows = TrainingRows(run.task.dataset, run.config.data.batch_size)
             written += write_losses(folder, training_rows, columns_of(state.opt_state))

@@ -20,16 +20,18 @@ import numpy as np
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+import fnet
 from fnet import models
 from fnet.interop import families
 from fnet.interop import torch as interop
 from fnet.layers import activations
 from train import limits
+from train.arguments import ExportArguments
 from train.config import Config
 from train.data import Outputs, Scaling, storage
 from train.data.columns import is_named, order_of
 from train.data.model_folder import SINGLE, is_model_folder, read_config, read_tensors
-from train.errors import UserError, shorten
+from train.errors import UserError, output_file, shorten
 from train.networks.model_images import class_names
 from train.run.checkpoints import Checkpoints
 from train.run.open_run import OpenRun
@@ -337,6 +339,32 @@ def _torch_classes(content: Mapping[str, Any]) -> tuple[str, ...]:
     if isinstance(names, list | tuple) and all(isinstance(name, str) for name in names):
         return tuple(names)
     return ()
+
+
+def export_weights(opened: OpenRun, options: ExportArguments) -> Path:
+    """Write a run's weights with torch's names and layouts and return the path.
+
+    The weights are a checkpoint's: averaged parameters if the run has them. The metadata name
+    the network, its norm and its activation.
+    """
+    folder = opened.folder
+    check_network(opened.config)
+    out = output_file(options.out, folder.weights)
+    if out.suffix != ".safetensors":
+        raise UserError(f"--out: expected a file that ends in .safetensors, got {out}")
+    with Checkpoints(folder.checkpoints, best=options.best) as checkpoints:
+        params, state, step = checkpoints.restore_network()
+    described = describe_run(opened)
+    norm = described["norm"]
+    try:
+        names = options.names or interop.namings(params, state)[0]
+        arrays = interop.to_torch(params, state, names=names, norm=norm, for_norm=options.for_norm)
+    except ValueError as error:
+        raise UserError(f"{folder.path}: {with_flags(error)}") from error
+    metadata = {"names": names, "norm": options.for_norm or norm, "fnet": fnet.__version__}
+    metadata = {"format": "pt"} | described | metadata | folder.origin(step)
+    write(out, arrays, metadata)
+    return out
 
 
 def write(path: Path, arrays: dict[str, np.ndarray], metadata: dict[str, str]) -> None:

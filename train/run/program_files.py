@@ -13,12 +13,12 @@ from jax import Array, export
 import fnet
 from fnet.losses.segmentation import bilinear_weights
 from train.arguments import ExportArguments
-from train.commands.export_images import TOLERANCE, difference
 from train.config import Config
 from train.data import Outputs
 from train.data.photos import Photos
 from train.errors import TrainingError, UserError, output_file, writing
 from train.onnx_program import UnsupportedError, to_onnx
+from train.run.image_model_files import TOLERANCE, difference
 from train.run.open_run import OpenRun
 from train.run.run_folder import atomic_write
 from train.tasks import images, kind_of
