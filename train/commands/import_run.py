@@ -18,13 +18,9 @@ from train.networks.pretrained import Pretrained
 from train.output.progress import line_printer
 from train.output.tables import Table, to_rich
 from train.run import weight_files
-from train.run.checkpoints import Checkpoints, Owner
-from train.run.open_run import copy_model_files, published_config, write_classes
+from train.run.open_run import begin, published_config
 from train.run.run_folder import RunFolder, quote
-from train.run.same_data import describe_data, write_data
-from train.run.seeds import create_secret, read_seeds
-from train.run.setup import setup
-from train.run.weight_files import InitialWeights, load
+from train.run.weight_files import import_weights
 
 
 def main(argv: list[str]) -> None:
@@ -57,43 +53,6 @@ def main(argv: list[str]) -> None:
     )
 
 
-def import_weights(
-    config: Config, source: str, out: Path, options: ImportArguments
-) -> InitialWeights:
-    """Create a run at step 0 with trained weights.
-
-    Raises:
-      UserError: if file and network do not fit, or the data or the folder cannot be used.
-        Nothing is written then.
-    """
-    weight_files.check_network(config)
-    run = setup(config)
-    imported = load(
-        run,
-        source,
-        trained_with=options.trained_with,
-        new_classifier=options.new_classifier,
-        allow_nonfinite=options.allow_nonfinite,
-    )
-    state = run.compile_init(imported.variables)(jax.random.key(config.train.seed))
-    folder = RunFolder(out)
-    with folder.lock():
-        folder.create(config)
-        write_classes(folder, run.task.dataset.outputs)
-        create_secret(folder, config)
-        seeds = read_seeds(folder, config)
-        position = run.training_batches(seeds.data).get_state()
-        keep = config.checkpoint.keep
-        owner, shapes = Owner(folder.id), run.state_shapes
-        with Checkpoints(folder.checkpoints, keep, shapes=shapes, owner=owner) as checkpoints:
-            checkpoints.save(0, seeds.remove_key(state), position)
-            checkpoints.wait()
-        write_data(folder, config, describe_data(run.task.dataset, private=config.is_private))
-        folder.write_config(config)  # last, so that a folder without weights is not a run
-        folder.write(folder.imported, imported.as_dict())
-    return imported
-
-
 def import_model(config: Config, section: Pretrained, out: Path) -> tuple[ModelFolder, Any]:
     """Create a run at step 0 with the weights of the published model.
 
@@ -104,9 +63,7 @@ def import_model(config: Config, section: Pretrained, out: Path) -> tuple[ModelF
     _, shapes = pretrained.match(source, config.train.precision)
     folder = RunFolder(out)
     with folder.lock():
-        folder.create(config)
-        copy_model_files(folder, config)
-        folder.write_config(config)
+        begin(folder, config)
     return source, shapes
 
 

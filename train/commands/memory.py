@@ -11,18 +11,13 @@ from train.arguments import MemoryArguments, read_config
 from train.config import Config
 from train.errors import UserError, writing
 from train.output import plots
-from train.output.memory_tables import (
-    StepMemory,
-    describe_candidate,
-    memory_tables,
-    plan_summary,
-    plan_table,
-)
+from train.output.memory_tables import StepMemory, memory_tables, plan_summary, plan_table
 from train.output.progress import compiling, line_printer
-from train.output.tables import Table, to_rich
+from train.output.tables import to_rich
 from train.platform import use_cpu
+from train.run import planning
 from train.run.mesh import make_cpu_devices
-from train.run.planning import Prediction, memory_report, overhead, predict_on, target_of
+from train.run.planning import Prediction, predict_on, target_of
 from train.run.run_folder import as_json, atomic_write
 from train.run.setup import setup
 
@@ -61,21 +56,12 @@ def predict_memory(config: Config, options: MemoryArguments, console: Console) -
 
     with compiling(console) as show:
         predictions = [
-            predict_on(
-                run,
-                target,
-                largest=find_batch_size,
-                progress=lambda *candidate: show(describe_candidate(*candidate)),
-                size_progress=lambda size, peak: show(
-                    f"searching the largest batch size: {size} needs {format_bytes(peak)}"
-                ),
-            )
-            for target in targets
+            predict_on(run, target, largest=find_batch_size, progress=show) for target in targets
         ]
         first = predictions[0]
-        report = memory_report(first.planned)
+        report = planning.memory_report(first.planned)
     memory, plan = StepMemory.model_validate(report), first.planned.plan
-    process = overhead(first.run, first.target)
+    process = planning.overhead(first.run, first.target)
     if len(predictions) == 1:
         console.print(*memory_tables(memory, first.run.devices), sep="\n")
         if plan:
@@ -88,10 +74,10 @@ def predict_memory(config: Config, options: MemoryArguments, console: Console) -
     if process.always:
         state_bytes = tree_bytes(first.run.state_shapes) // first.run.devices
         what = "each device, with the runtime" if first.run.devices > 1 else "the process"
-        predicted = format_bytes(process.peak(state_bytes, first.peak.total))
+        predicted = format_bytes(process.peak(state_bytes, first.planned.peak.total))
         log(f"Peak of {what}: {predicted} ({process})")
     if options.target:
-        console.print(to_rich(devices_table(predictions)))
+        console.print(to_rich(planning.devices_table(predictions)))
         log(_NOT_COUNTED)
     if find_batch_size and len(predictions) == 1:
         log(_largest_batch(first))
@@ -107,39 +93,6 @@ def predict_memory(config: Config, options: MemoryArguments, console: Console) -
             plots.plan(plan, process.always, title, out / "plan.png")
     log(f"memory: {out / 'memory.json'}")
     log(f"plot: {out / 'memory.png'}{', plan.png' if plan else ''}")
-
-
-def devices_table(predictions: list[Prediction]) -> Table:
-    """Return what a step takes on each device, with its estimated time."""
-    devices, unit = predictions[0].run.devices, predictions[0].unit
-    links = ("sent",) if devices > 1 else ()
-
-    def row(p: Prediction) -> tuple[str, ...]:
-        e, split = p.estimate, f" / {p.planned.microbatches}" if p.planned.microbatches > 1 else ""
-        known = (
-            p.target.name if p.target else "this machine",
-            f"{p.planned.policy}{split}",
-            f"{p.run.config.data.batch_size:,}",
-            format_bytes(p.peak.total) + ("" if p.fits else " too large"),
-        )
-        if e is None or p.utilization is None:
-            return *known, "?", "?", "?", "rates unknown", *["?" for _ in links]
-        limit = max(e.share, key=lambda name: e.share[name])
-        rates = f"{e.seconds:.3g}", f"{p.per_second:,.0f}", f"{p.utilization:.0%}", limit
-        return *known, *rates, *[format_bytes(int(e.link_bytes)) for _ in links]
-
-    return Table(
-        f"Estimate{f' on {devices} devices' if links else ''}, at the rates of the data sheets",
-        ("device", "remat", "batch", "peak", "s / step", f"{unit} / s", "MFU", "limit", *links),
-        [row(p) for p in predictions],
-        texts=2,
-        caption=(
-            "Bytes are per device. The time is a lower bound: a roofline over the compiled "
-            "program. Kernels seldom reach the rates of a data sheet."
-        ),
-        styles=["" if p.fits else "dim" for p in predictions],
-        is_wide=True,
-    )
 
 
 def _largest_batch(p: Prediction) -> str:

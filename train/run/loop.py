@@ -33,7 +33,7 @@ from train.run.input_wait import InputWait
 from train.run.interruption import Interrupted, Interruption
 from train.run.mesh import layout
 from train.run.metrics import Meter, best_metric, score_of
-from train.run.open_run import check_classes, copy_model_files, write_classes
+from train.run.open_run import begin, check_classes, write_classes
 from train.run.planning import Programs, check_memory_config, compile_programs
 from train.run.process_memory import HighWater
 from train.run.profiling import Profile
@@ -102,13 +102,8 @@ def train(
             return
         if resume and not folder.config.is_file():
             log(f"no run in {folder.path} yet: starting a new one")
-        folder.create(config, run_id)
-        create_secret(folder, config)
-        copy_model_files(folder, config)
-        write_data(folder, config, data)
-        folder.write_config(config)  # last: it makes the folder a run's
-        if weights is not None:
-            folder.write(folder.imported, weights.as_dict())
+        imported = None if weights is None else weights.as_dict()
+        begin(folder, config, data, imported, run_id=run_id)
 
     with distributed.run_folder(out, prepare) as folder, contextlib.ExitStack() as stack:
         for note in run.notes:

@@ -8,6 +8,7 @@ import contextlib
 import copy
 import functools
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -30,7 +31,8 @@ from train.networks.model_images import image_data
 from train.networks.pretrained import Pretrained
 from train.run.checkpoints import RestoredNetwork, load_network
 from train.run.run_folder import RunFolder
-from train.run.same_data import compare_data, describe_data
+from train.run.same_data import compare_data, describe_data, write_data
+from train.run.seeds import create_secret
 from train.run.setup import Setup, setup
 from train.stored import Stored, StoredError
 from train.tasks import Kind, images, kind_of, load
@@ -256,12 +258,28 @@ def _compare_masks(then: LabelMap, now: LabelMap, began: str) -> None:
     )
 
 
-def copy_model_files(folder: RunFolder, config: Config) -> None:
-    """Copy a published model's config and tokenizer to the run; the weights stay where they are."""
-    if isinstance(config.model, Pretrained):
+def begin(
+    folder: RunFolder,
+    config: Config,
+    data: dict[str, Any] | None = None,
+    imported: dict[str, Any] | None = None,
+    *,
+    run_id: str | None = None,
+    save: Callable[[], None] = lambda: None,
+) -> None:
+    """Make a folder a run's, with what `save` writes, and config and tokenizer of its model."""
+    folder.create(config, run_id)
+    create_secret(folder, config)
+    if isinstance(config.model, Pretrained):  # whose weights stay where they are
         with writing(folder.model):
             folder.model.mkdir(exist_ok=True)
             copy_small_files(folder.model, Path(config.model.path))
+    save()
+    if data is not None:
+        write_data(folder, config, data)
+    folder.write_config(config)  # last: it makes the folder a run's
+    if imported is not None:
+        folder.write(folder.imported, imported)
 
 
 def copy_small_files(to: Path, *sources: Path) -> None:

@@ -15,7 +15,7 @@ from rich.console import Console
 import fnet
 from fnet import TrainState, memory
 from fnet.cpu.options import WITHOUT_OPTIMIZED_CODE
-from fnet.memory import Candidate, LayerResiduals, Plan, Policy, roofline
+from fnet.memory import LayerResiduals, Plan, Policy, roofline
 from fnet.memory.remat import policies_for
 from fnet.memory.target import Target, describe, from_text, shapes_on
 from fnet.step import Executable, plan_step
@@ -24,6 +24,7 @@ from train.data.unreadable import UnreadableFiles
 from train.errors import UserError
 from train.output.memory_tables import describe_candidate
 from train.output.progress import compiling, line_printer
+from train.output.tables import Table
 from train.run import process_memory
 from train.run.checkpoints import compile_checksums, without_frozen
 from train.run.evaluation import Evaluator
@@ -34,15 +35,13 @@ from train.run.run_folder import describe_changes
 from train.run.setup import Setup
 from train.run.weight_files import InitialWeights
 
-Progress = Callable[[int, Candidate, int | None], None]
-"""Called with the number of a plan's compiled program, the candidate, and the limit of `limit`."""
-SizeProgress = Callable[[int, int], None]
-"""Called with a batch size and the peak of its step."""
+Progress = Callable[[str], None]
+"""Called with a line about each compiled program of a search."""
 
 _MAX_LAYERS = 20
-# A compiler moves this share of the temporaries by itself.
-_NO_SAVING = 0.99
 """Largest number of rows in a table and of bars in a plot."""
+_NO_SAVING = 0.99
+"""A compiler moves this share of the temporaries by itself."""
 
 
 class Planned(NamedTuple):
@@ -61,11 +60,19 @@ class Planned(NamedTuple):
     plan: Plan | None = None
     temporaries_without_remat: int | None = None
 
+    @property
+    def peak(self) -> memory.Peak:
+        """Peak memory of the step per device."""
+        return self.executable.report.peak
+
 
 def compile_step(run: Setup, *, progress: Progress | None = None) -> Planned:
     """Compile the train step of a config, planned if ``config.memory`` has a budget."""
     if run.config.memory.budget:
-        return compile_chosen(run, plan(run, progress=progress))
+        chosen = plan(run, progress=progress)
+        c = chosen.chosen
+        executable = _compile(run, c.policy, c.microbatches, None, c.compiler_options)
+        return _with_remat(Planned(run, executable, c.policy, c.microbatches, chosen))
     policy, microbatches = _policy(run), run.step.microbatches
     planned = Planned(run, _compile(run, policy, microbatches, None), policy, microbatches)
     return _with_remat(planned)
@@ -146,17 +153,11 @@ def check_memory_config(run: Setup) -> None:
         )
 
 
-def compile_chosen(run: Setup, plan: Plan) -> Planned:
-    """Compile the chosen candidate of a plan."""
-    c = plan.chosen
-    executable = _compile(run, c.policy, c.microbatches, None, c.compiler_options)
-    return _with_remat(Planned(run, executable, c.policy, c.microbatches, plan))
-
-
 def plan(run: Setup, *, target: Target | None = None, progress: Progress | None = None) -> Plan:
     """Compile the candidates for ``config.memory`` without running them."""
     section = run.config.memory
     numbers, most = itertools.count(1), limit(run, target)
+    show = progress or (lambda line: None)
     try:
         return plan_step(
             run.step,
@@ -167,7 +168,7 @@ def plan(run: Setup, *, target: Target | None = None, progress: Progress | None 
             microbatch_choices=run.microbatch_choices,
             reserve=reserve(run, target),
             target=target,
-            progress=None if progress is None else lambda c: progress(next(numbers), c, most),
+            progress=lambda c: show(describe_candidate(next(numbers), c, most)),
         )
     except ValueError as error:
         raise UserError(f"memory: {error}") from error
@@ -185,7 +186,7 @@ def predict(
     A plan is made only if the step takes more than ``limit`` bytes.
     """
     first = analyze(run, _policy(run), target)
-    if limit is None or _peak(first) <= limit:
+    if limit is None or first.peak.total <= limit:
         return _with_remat(first, target)
     section = dataclasses.replace(run.config.memory, budget=f"{limit + reserve(run, target)}B")
     limited = run._replace(config=dataclasses.replace(run.config, memory=section))
@@ -196,7 +197,7 @@ def predict(
 
 
 def largest_batch(
-    run: Setup, limit: int, *, target: Target | None = None, progress: SizeProgress | None = None
+    run: Setup, limit: int, *, target: Target | None = None, progress: Progress | None = None
 ) -> Planned | None:
     """Find the largest batch size whose step needs at most ``limit`` bytes; None if none fits.
 
@@ -212,12 +213,13 @@ def largest_batch(
 
     def peak(size: int) -> int:
         resized = run.with_batch_size(size * parts, microbatches)
-        smallest = min((analyze(resized, p, target) for p in policies), key=_peak)
+        analyzed = (analyze(resized, p, target) for p in policies)
+        compiled[size] = smallest = min(analyzed, key=lambda planned: planned.peak.total)
         policies[:] = [smallest.policy]
-        compiled[size] = smallest
         if progress:
-            progress(size * parts, _peak(smallest))
-        return _peak(smallest) + reserve(resized, target) - reserve(run, target)
+            needs = memory.format_bytes(smallest.peak.total)
+            progress(f"searching the largest batch size: {size * parts} needs {needs}")
+        return smallest.peak.total + reserve(resized, target) - reserve(run, target)
 
     start = max(run.config.data.batch_size // parts, 1)
     try:
@@ -250,10 +252,6 @@ def reserve(run: Setup, target: Target | None = None) -> int:
 
 def _policy(run: Setup) -> str:
     return "none" if run.config.memory.policy == "auto" else run.config.memory.policy
-
-
-def _peak(planned: Planned) -> int:
-    return planned.executable.report.peak.total
 
 
 def _compile(
@@ -306,9 +304,9 @@ def _with_remat(planned: Planned, target: Target | None = None) -> Planned:
     """Compare with the step without the policy, and refuse a chosen one that saves nothing."""
     if str(planned.policy) == "none":
         return planned
-    report = planned.executable.report
-    baseline = _compile(planned.run, "none", planned.microbatches, target, report.compiler_options)
-    before, after = baseline.report.peak.temporaries, report.peak.temporaries
+    options = planned.executable.report.compiler_options
+    baseline = _compile(planned.run, "none", planned.microbatches, target, options)
+    before, after = baseline.report.peak.temporaries, planned.peak.temporaries
     is_own = planned.run.config.memory.policy != "auto"  # others are chosen to fit
     if is_own and after >= _NO_SAVING * before:
         raise UserError(
@@ -326,7 +324,7 @@ def memory_report(planned: Planned) -> dict[str, Any]:
     and ``residuals`` are of one microbatch if there are several.
     """
     try:
-        timeline = planned.executable.report.peak.timeline
+        timeline = planned.peak.timeline
     except ValueError:
         timeline = None
     residuals = residuals_by_layer(planned.run, planned.policy, planned.microbatches)
@@ -407,14 +405,9 @@ class Prediction(NamedTuple):
         return self.planned.run
 
     @property
-    def peak(self) -> memory.Peak:
-        """Peak memory of the step per device."""
-        return self.planned.executable.report.peak
-
-    @property
     def fits(self) -> bool:
         """Whether the step fits the limit."""
-        return self.limit is None or self.peak.total <= self.limit
+        return self.limit is None or self.planned.peak.total <= self.limit
 
     @property
     def unit(self) -> str:
@@ -434,7 +427,7 @@ class Prediction(NamedTuple):
 
     def as_dict(self) -> dict[str, Any]:
         """Return the prediction for memory.json."""
-        report, e = self.planned.executable.report, self.estimate
+        e = self.estimate
         return {
             "target": self.target.name if self.target else None,
             "devices": self.run.devices,
@@ -443,7 +436,7 @@ class Prediction(NamedTuple):
             "batch_size": self.run.config.data.batch_size,
             "policy": str(self.planned.policy),
             "microbatches": self.planned.microbatches,
-            "peak": report.peak.as_dict(),
+            "peak": self.planned.peak.as_dict(),
             "seconds_per_step": e.seconds if e else None,
             f"{self.unit}_per_second": self.per_second,
             "utilization": self.utilization,
@@ -460,7 +453,6 @@ def predict_on(
     *,
     largest: bool = False,
     progress: Progress | None = None,
-    size_progress: SizeProgress | None = None,
 ) -> Prediction:
     """Compile the step of a config for a device, by default this machine, and estimate its time.
 
@@ -471,7 +463,7 @@ def predict_on(
     if largest:
         if most is None:
             raise UserError("--batch-size auto: needs --budget or --target")
-        found = largest_batch(run, most, target=target, progress=size_progress)
+        found = largest_batch(run, most, target=target, progress=progress)
         if found is None:
             on = f" of {target.name}" if target else ""
             available = memory.format_bytes(max(most, 0))
@@ -491,6 +483,39 @@ def predict_on(
         flops = estimate.total_flops / _extra_flops(planned)
         share = roofline.utilization(flops, estimate.seconds, estimate, target.peaks)
     return Prediction(planned, target, most, estimate, share)
+
+
+def devices_table(predictions: list[Prediction]) -> Table:
+    """Return what a step takes on each device, with its estimated time."""
+    devices, unit = predictions[0].run.devices, predictions[0].unit
+    links = ("sent",) if devices > 1 else ()
+
+    def row(p: Prediction) -> tuple[str, ...]:
+        e, split = p.estimate, f" / {p.planned.microbatches}" if p.planned.microbatches > 1 else ""
+        known = (
+            p.target.name if p.target else "this machine",
+            f"{p.planned.policy}{split}",
+            f"{p.run.config.data.batch_size:,}",
+            memory.format_bytes(p.planned.peak.total) + ("" if p.fits else " too large"),
+        )
+        if e is None or p.utilization is None:
+            return *known, "?", "?", "?", "rates unknown", *["?" for _ in links]
+        limit = max(e.share, key=lambda name: e.share[name])
+        rates = f"{e.seconds:.3g}", f"{p.per_second:,.0f}", f"{p.utilization:.0%}", limit
+        return *known, *rates, *[memory.format_bytes(int(e.link_bytes)) for _ in links]
+
+    return Table(
+        f"Estimate{f' on {devices} devices' if links else ''}, at the rates of the data sheets",
+        ("device", "remat", "batch", "peak", "s / step", f"{unit} / s", "MFU", "limit", *links),
+        [row(p) for p in predictions],
+        texts=2,
+        caption=(
+            "Bytes are per device. The time is a lower bound: a roofline over the compiled "
+            "program. Kernels seldom reach the rates of a data sheet."
+        ),
+        styles=["" if p.fits else "dim" for p in predictions],
+        is_wide=True,
+    )
 
 
 def target_of(given: str, count: int = 1) -> Target:
@@ -554,14 +579,13 @@ def compile_programs(
                 f"checkpoint.metric: {metric} is undefined on these test examples, whose labels do "
                 "not differ; give another metric, or other splits"
             )
-        planned = compile_step(run, progress=lambda *c: show(describe_candidate(*c)))
+        planned = compile_step(run, progress=show)
         # With several crops per image, fewer images make a batch of the size of a microbatch.
         images = run.config.data.batch_size // planned.microbatches // run.config.data.crops
         evaluate = run.evaluation(unreadable, images)
         compile_checksums(without_frozen(run.state_shapes))
         schedule = jax.jit(run.schedule).lower(jax.ShapeDtypeStruct((), np.int32)).compile()
         state_bytes = memory.tree_bytes(run.state_shapes) // run.devices
-        step_bytes = planned.executable.report.peak.total
         return Programs(
             planned,
             StepCache(planned, line_printer(console)),
@@ -569,5 +593,5 @@ def compile_programs(
             run.compile_init(weights.variables if weights else None),
             lambda step: float(schedule(np.int32(step))),
             memory_report(planned),
-            overhead(run).peak(state_bytes, step_bytes, evaluate.peak),
+            overhead(run).peak(state_bytes, planned.peak.total, evaluate.peak),
         )

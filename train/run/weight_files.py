@@ -26,17 +26,19 @@ from fnet.interop import families
 from fnet.interop import torch as interop
 from fnet.layers import activations
 from train import limits
-from train.arguments import ExportArguments
+from train.arguments import ExportArguments, ImportArguments
 from train.config import Config
 from train.data import Outputs, Scaling, storage
 from train.data.columns import is_named, order_of
 from train.data.model_folder import SINGLE, is_model_folder, read_config, read_tensors
 from train.errors import UserError, output_file, shorten
 from train.networks.model_images import class_names
-from train.run.checkpoints import Checkpoints
-from train.run.open_run import OpenRun
+from train.run.checkpoints import Checkpoints, Owner
+from train.run.open_run import OpenRun, begin, write_classes
 from train.run.run_folder import RunFolder, part_of
-from train.run.setup import Setup
+from train.run.same_data import describe_data
+from train.run.seeds import read_seeds
+from train.run.setup import Setup, setup
 from train.tasks import kind_of
 
 _TORCH_MAGIC = (b"PK\x03\x04", b"\x80\x02")
@@ -196,6 +198,42 @@ def load(
     total = sum(a.size for a in jax.tree.leaves((shapes.params, shapes.model_state)))
     values = taken, total - taken, sum(sizes.values()) - taken
     return InitialWeights(variables, report._replace(notes=notes), values, source)
+
+
+def import_weights(
+    config: Config, source: str, out: Path, options: ImportArguments
+) -> InitialWeights:
+    """Create a run at step 0 with trained weights.
+
+    Raises:
+      UserError: if file and network do not fit, or the data or the folder cannot be used.
+        Nothing is written then.
+    """
+    check_network(config)
+    run = setup(config)
+    imported = load(
+        run,
+        source,
+        trained_with=options.trained_with,
+        new_classifier=options.new_classifier,
+        allow_nonfinite=options.allow_nonfinite,
+    )
+    state = run.compile_init(imported.variables)(jax.random.key(config.train.seed))
+    folder = RunFolder(out)
+
+    def save() -> None:
+        write_classes(folder, run.task.dataset.outputs)
+        seeds, owner = read_seeds(folder, config), Owner(folder.id)
+        position = run.training_batches(seeds.data).get_state()
+        keep, shapes = config.checkpoint.keep, run.state_shapes
+        with Checkpoints(folder.checkpoints, keep, shapes=shapes, owner=owner) as checkpoints:
+            checkpoints.save(0, seeds.remove_key(state), position)
+            checkpoints.wait()
+
+    with folder.lock():
+        data = describe_data(run.task.dataset, private=config.is_private)
+        begin(folder, config, data, imported.as_dict(), save=save)
+    return imported
 
 
 def load_configured(run: Setup) -> InitialWeights | None:
