@@ -23,8 +23,8 @@ from train.networks import pretrained
 from train.networks.pretrained import Pretrained
 from train.networks.transformer import Denoiser
 from train.output import plots
-from train.run.open_run import OpenRun
-from train.tasks import images, language
+from train.run.open_run import OpenRun, check_classes
+from train.tasks import images, language, load
 from train.tasks.diffusion import build_schedule
 
 
@@ -157,8 +157,10 @@ class _Writer:
 
 def draw_images(opened: OpenRun, options: ImageArguments) -> Path:
     """Sample images, write them as one picture with a row per label and return its path."""
-    section, classes = opened.config.model, opened.outputs.names
+    section, outputs = opened.config.model, load(opened.config).outputs
     assert isinstance(section, Denoiser)  # because it generates images
+    check_classes(opened.folder, outputs)
+    classes = outputs.names
     names = options.labels or classes
     for name in names:
         if name not in classes:
