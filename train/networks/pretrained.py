@@ -20,7 +20,7 @@ from fnet.interop.huggingface.loading import match_tensors
 from fnet.interop.huggingface.timm import family_of
 from fnet.interop.peft import huggingface_modules
 from train.config.data import Data
-from train.config.network import Model
+from train.config.network import Model, Name
 from train.config.section import Count, Positive
 from train.data.columns import is_named, order_of
 from train.data.model_folder import ModelFolder, check_tokenizer, read_config, read_folder
@@ -48,8 +48,7 @@ class Pretrained(Model):
 
     is_published: ClassVar[bool] = True
 
-    name: Literal["pretrained"] = "pretrained"
-    """Network; --model.name NAME --help lists the fields of another one."""
+    name: Name[Literal["pretrained"]] = "pretrained"
     path: str = "model"
     """Folder of the model: config.json, safetensors files and tokenizer.json."""
     lora_rank: Count | None = None

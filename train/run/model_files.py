@@ -298,7 +298,7 @@ def _not_supported(source: ModelFolder) -> UserError:
     )
 
 
-def _name_end(out: Path, data: Data) -> None:
+def _name_end(out: Path, data: Any) -> None:
     """Name the end of answers in generation_config.json, if the run may have learned it."""
     if isinstance(data, TextFile) or not isinstance(data, Text):
         return

@@ -44,14 +44,7 @@ def build_network(config: Config) -> Any:
 
 
 def token_losses(
-    model: Any,
-    params: Any,
-    state: Any,
-    tokens: Array,
-    lengths: Any,
-    learned: Any,
-    key: Any,
-    **how: Any,
+    model: Any, params: Any, state: Any, tokens: Any, lengths: Any, mask: Any, key: Any, **how: Any
 ) -> tuple[Array, Any]:
     """Return the losses [N, T - 1] of the tokens after the first one, and the next state.
 
