@@ -171,12 +171,7 @@ class PretrainedNetwork(NamedTuple):
 
 
 def build_network(section: Pretrained, precision: str) -> PretrainedNetwork:
-    """Build the network from config.json and the headers of the weights.
-
-    Raises:
-      UserError: if a file is missing or damaged, or the model is not supported.
-      ValueError: if the options of adapters do not fit the model.
-    """
+    """Build the network from config.json and the headers of the weights."""
     if section.lora_rank is None and (section.dora or section.quantize):
         option = "dora" if section.dora else "quantize"
         raise UserError(f"model.{option}: needs model.lora_rank, the rank of the adapters")
@@ -290,10 +285,6 @@ def build_image_network(
     A model with a classifier for these classes keeps it, with outputs in the order of the classes.
     Otherwise a new one reads the features of the model. Learned positions are interpolated if the
     images have another size.
-
-    Raises:
-      UserError: if a file is missing or damaged, the model is not supported, or its classifier has
-        as many classes of other names.
     """
     if section.lora_rank is not None:
         raise UserError("model.lora_rank: adapters are for language models; omit it for images")

@@ -14,12 +14,7 @@ from train.data import Dataset, sample_batch
 
 
 def build_network(config: Config, dataset: Dataset) -> Any:
-    """Build the network of a config for the images and classes of a dataset.
-
-    Raises:
-      UserError: if files of a published model are missing or damaged.
-      ValueError: if the network is invalid.
-    """
+    """Build the network of a config for the images and classes of a dataset."""
     shape = sample_batch(dataset, 1)["image"].shape[1:]
     return config.model.for_images(shape, dataset.classes, config.train.precision)
 

@@ -32,12 +32,7 @@ def chat_template(data: Text, tokenizer: Tokenizer) -> ChatTemplate:
 
 
 def build_network(config: Config) -> Any:
-    """Build the network without reading the text.
-
-    Raises:
-      UserError: if the data source has no text, or the network is not a language model.
-      ValueError: if the network is invalid.
-    """
+    """Build the network without reading the text."""
     data = text_source(config)
     vocabulary = data.vocabulary or load_tokenizer(data).vocab_size
     return config.model.for_text(vocabulary, config.train.precision)
