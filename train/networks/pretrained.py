@@ -132,6 +132,10 @@ class Pretrained(Model):
         return notes
 
 
+def _no_losses(*args: Any, **options: Any) -> tuple[Array, Any]:
+    raise TypeError("the network has no losses of tokens")
+
+
 class PretrainedNetwork(NamedTuple):
     """A published model as the network of a run.
 
@@ -152,13 +156,13 @@ class PretrainedNetwork(NamedTuple):
 
     init: Callable[[Array], tuple[Any, Any]]
     apply: Callable[..., tuple[Array, Any]]
-    decode: Any
-    losses: Callable[..., tuple[Array, Any]]
     read: Callable[[Any], Any]
     place: Callable[[Array, Any], tuple[Any, Any]]
-    is_frozen: bool
-    vocabulary: int
     base: PretrainedModel
+    decode: Any = None
+    losses: Callable[..., tuple[Array, Any]] = _no_losses
+    is_frozen: bool = False
+    vocabulary: int = 0
     new: str = ""
     errors: Callable[[], Mapping[str, float]] = dict
     features: Callable[..., tuple[Array, Any]] | None = None
@@ -328,12 +332,8 @@ def build_image_network(
             key, jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), shapes)
         ),
         apply=apply,
-        decode=None,
-        losses=_no_losses,
         read=_read(folder, model, reorder),
         place=place,
-        is_frozen=False,
-        vocabulary=0,
         base=model,
         new=CLASSIFIER if classifier is not None else "",
     )
@@ -377,10 +377,6 @@ def without_classes(config: Mapping[str, Any]) -> dict[str, Any]:
     args = {n: v for n, v in config.get("model_args", {}).items() if n != "num_classes"}
     rest = {n: v for n, v in config.items() if n != "model_args"}
     return rest | ({"model_args": args} if args else {}) | {"num_classes": 0}
-
-
-def _no_losses(*args: Any, **options: Any) -> tuple[Array, Any]:
-    raise TypeError("the network has no losses of tokens")
 
 
 def _read(

@@ -17,16 +17,11 @@ from matplotlib.figure import Figure
 
 from fnet.memory import format_bytes
 from train.config import Config, flatten
+from train.output import memory_tables
 from train.output.curves import COLORS, DASHES, GRID_COLOR, Metric, XAxis, draw
 from train.output.formats import duration, number, percent
 from train.output.logged import NOT_PRIVATE, input_wait
-from train.output.memory_tables import (
-    StepMemory,
-    describe_errors,
-    largest_table,
-    residuals_table,
-    step_sums,
-)
+from train.output.memory_tables import StepMemory
 from train.output.plots import draw_live_bytes
 from train.output.tables import MISSING, Cell, Table
 from train.report.runs import Run
@@ -131,13 +126,13 @@ def memory_sums(runs: Sequence[Run]) -> Table:
     """Return the memory of runs in sums."""
 
     def texts(run: Run) -> dict[str, str]:
-        sums, s = step_sums(run.memory) if run.memory else {}, run.summary
+        sums, s = memory_tables.step_sums(run.memory) if run.memory else {}, run.summary
         if not s:
             return sums
         sizes = {"predicted peak": s.peak_bytes_predicted, "measured peak": s.peak_bytes_seen}
         sizes |= {"budget": s.budget_bytes}
         errors = s.quantization_errors
-        quantized = {"quantized weights": describe_errors(errors)} if errors else {}
+        quantized = {"quantized weights": memory_tables.describe_errors(errors)} if errors else {}
         return (
             {n: format_bytes(size) for n, size in sizes.items() if size is not None}
             | quantized
@@ -163,7 +158,8 @@ def compiled_steps(runs: Sequence[Run]) -> Iterator[tuple[str, Table, Chart | No
     highest = max((max(memory.live_bytes or [0]) for memory in labels), default=0)
     for i, (memory, names) in enumerate(labels.items()):
         live = _live_bytes(memory, highest, f"live{i}") if memory.live_bytes else None
-        yield ", ".join(names), residuals_table(memory, longest), live, largest_table(memory)
+        residuals = memory_tables.residuals_table(memory, longest)
+        yield ", ".join(names), residuals, live, memory_tables.largest_table(memory)
 
 
 def _live_bytes(memory: StepMemory, highest: int, name: str) -> Chart:

@@ -107,9 +107,10 @@ class StepCache:
                 self._planned.executable.report.compiler_options,
             )
             self._executables[signature] = FirstApart(compiled)
+            changes = describe_changes(_shapes(self._run.batch_shapes), _shapes(batch))
             self._log(
                 f"compiled again in {time.perf_counter() - start:.1f} s "
-                f"({self.num_programs} programs): {_difference(self._run.batch_shapes, batch)}"
+                f"({self.num_programs} programs): {changes}"
             )
         stepped: tuple[TrainState, dict[str, jax.Array]]
         stepped = self._executables[signature](state, self._run.put(batch))
@@ -120,13 +121,9 @@ def _signature(batch: Any) -> tuple[tuple[tuple[int, ...], np.dtype], ...]:
     return tuple((a.shape, a.dtype) for a in jax.tree.leaves(batch))
 
 
-def _difference(first: Any, other: Any) -> str:
-    leaves = (jax.tree_util.tree_flatten_with_path(batch)[0] for batch in (first, other))
-    then, now = (
-        {f"batch{jax.tree_util.keystr(path)}": f"{a.dtype}{list(a.shape)}" for path, a in batch}
-        for batch in leaves
-    )
-    return describe_changes(then, now)
+def _shapes(batch: Any) -> dict[str, str]:
+    leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
+    return {f"batch{jax.tree_util.keystr(p)}": f"{a.dtype}{list(a.shape)}" for p, a in leaves}
 
 
 def check_memory_config(run: Setup) -> None:

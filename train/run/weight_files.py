@@ -211,13 +211,7 @@ def import_weights(
     """
     check_network(config)
     run = setup(config)
-    imported = load(
-        run,
-        source,
-        trained_with=options.trained_with,
-        new_classifier=options.new_classifier,
-        allow_nonfinite=options.allow_nonfinite,
-    )
+    imported = load(run, source, **{name: getattr(options, name) for name in _OPTIONS})
     state = run.compile_init(imported.variables)(jax.random.key(config.train.seed))
     folder = RunFolder(out)
 
