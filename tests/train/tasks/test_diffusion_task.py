@@ -10,13 +10,7 @@ import pytest
 import fnet
 from fnet import diffusion
 from train.arguments import ImageArguments, TextArguments
-from train.config import (
-    Config,
-    Denoiser,
-    LanguageModel,
-    Synthetic,
-    TextFile,
-)
+from train.config import Config, Denoiser, LanguageModel, Synthetic, TextFile
 from train.run import checkpoints
 from train.run import generation as sample
 from train.run.checkpoints import RestoredNetwork
