@@ -17,7 +17,7 @@ from train.output.tables import to_rich
 from train.platform import use_cpu
 from train.run import planning
 from train.run.mesh import make_cpu_devices
-from train.run.planning import Prediction, predict_on, target_of
+from train.run.planning import Planned, predict_on, target_of
 from train.run.run_folder import as_json, atomic_write
 from train.run.setup import setup
 
@@ -59,8 +59,8 @@ def predict_memory(config: Config, options: MemoryArguments, console: Console) -
             predict_on(run, target, largest=find_batch_size, progress=show) for target in targets
         ]
         first = predictions[0]
-        report = planning.memory_report(first.planned)
-    memory, plan = StepMemory.model_validate(report), first.planned.plan
+        report = planning.memory_report(first)
+    memory, plan = StepMemory.model_validate(report), first.plan
     process = planning.overhead(first.run, first.target)
     if len(predictions) == 1:
         console.print(*memory_tables(memory, first.run.devices), sep="\n")
@@ -74,7 +74,7 @@ def predict_memory(config: Config, options: MemoryArguments, console: Console) -
     if process.always:
         state_bytes = tree_bytes(first.run.state_shapes) // first.run.devices
         what = "each device, with the runtime" if first.run.devices > 1 else "the process"
-        predicted = format_bytes(process.peak(state_bytes, first.planned.peak.total))
+        predicted = format_bytes(process.peak(state_bytes, first.peak.total))
         log(f"Peak of {what}: {predicted} ({process})")
     if options.target:
         console.print(to_rich(planning.devices_table(predictions)))
@@ -95,9 +95,9 @@ def predict_memory(config: Config, options: MemoryArguments, console: Console) -
     log(f"plot: {out / 'memory.png'}{', plan.png' if plan else ''}")
 
 
-def _largest_batch(p: Prediction) -> str:
+def _largest_batch(p: Planned) -> str:
     size, devices, budget = p.run.config.data.batch_size, p.run.devices, p.run.config.memory.budget
-    way = f"--memory.budget {budget}" if budget else f"--memory.policy {p.planned.policy}"
+    way = f"--memory.budget {budget}" if budget else f"--memory.policy {p.policy}"
     each = f", {size // devices} for each of {devices} devices" if devices > 1 else ""
     return f"largest batch size that fits: {size}{each}; train with --data.batch-size {size} {way}"
 

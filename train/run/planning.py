@@ -1,6 +1,5 @@
 """Compile the programs of a run within its memory budget, here or for other devices."""
 
-import dataclasses
 import itertools
 import time
 from collections.abc import Callable
@@ -51,6 +50,10 @@ class Planned(NamedTuple):
       policy: Remat policy: a key of `fnet.memory.REMAT_POLICIES`, or one that was planned.
       plan: Plan it was chosen from; None if the config leaves no choice.
       temporaries_without_remat: Bytes of the same step without the policy; None if it has none.
+      target: Device that it is compiled for; None for this machine.
+      limit: Bytes that it may use; None without a budget.
+      estimate: Estimated time of a step; None on this machine and on GPUs of unknown rates.
+      utilization: Estimated share of the device's peak (MFU); None without an estimate.
     """
 
     run: Setup
@@ -59,23 +62,67 @@ class Planned(NamedTuple):
     microbatches: int
     plan: Plan | None = None
     temporaries_without_remat: int | None = None
+    target: Target | None = None
+    limit: int | None = None
+    estimate: roofline.Estimate | None = None
+    utilization: float | None = None
 
     @property
     def peak(self) -> memory.Peak:
         """Peak memory of the step per device."""
         return self.executable.report.peak
 
+    @property
+    def fits(self) -> bool:
+        """Whether the step fits the limit."""
+        return self.limit is None or self.peak.total <= self.limit
+
+    @property
+    def unit(self) -> str:
+        """Unit of a batch: tokens, images or examples."""
+        names = (name for name in ("tokens", "image") if name in self.run.batch_shapes)
+        return {"tokens": "tokens", "image": "images"}.get(next(names, ""), "examples")
+
+    @property
+    def per_second(self) -> float | None:
+        """Tokens, images or examples per second of all devices together."""
+        if self.estimate is None:
+            return None
+        rows = self.run.config.data.batch_size
+        if self.unit == "tokens":  # the last token of a row is only a target
+            rows *= self.run.batch_shapes["tokens"].shape[-1] - 1
+        return rows / self.estimate.seconds
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return memory and time for memory.json."""
+        e = self.estimate
+        return {
+            "target": self.target.name if self.target else None,
+            "devices": self.run.devices,
+            "fits": self.fits,
+            "limit": self.limit,
+            "batch_size": self.run.config.data.batch_size,
+            "policy": str(self.policy),
+            "microbatches": self.microbatches,
+            "peak": self.peak.as_dict(),
+            "seconds_per_step": e.seconds if e else None,
+            f"{self.unit}_per_second": self.per_second,
+            "utilization": self.utilization,
+            "flops": e.total_flops if e else None,
+            "bytes": e.bytes if e else None,
+            "link_bytes": e.link_bytes if e else None,
+            "time_share": e.share if e else None,
+        }
+
 
 def compile_step(run: Setup, *, progress: Progress | None = None) -> Planned:
     """Compile the train step of a config, planned if ``config.memory`` has a budget."""
-    if run.config.memory.budget:
-        chosen = plan(run, progress=progress)
-        c = chosen.chosen
-        executable = _compile(run, c.policy, c.microbatches, None, c.compiler_options)
-        return _with_remat(Planned(run, executable, c.policy, c.microbatches, chosen))
-    policy, microbatches = _policy(run), run.step.microbatches
-    planned = Planned(run, _compile(run, policy, microbatches, None), policy, microbatches)
-    return _with_remat(planned)
+    if not run.config.memory.budget:
+        return _with_remat(_compile(run, _policy(run), run.step.microbatches))
+    chosen = plan(run, progress=progress)
+    c = chosen.chosen
+    compiled = _compile(run, c.policy, c.microbatches, None, c.compiler_options)
+    return _with_remat(compiled._replace(plan=chosen))
 
 
 class StepCache:
@@ -106,7 +153,7 @@ class StepCache:
                 None,
                 self._planned.executable.report.compiler_options,
             )
-            self._executables[signature] = FirstApart(compiled)
+            self._executables[signature] = FirstApart(compiled.executable)
             changes = describe_changes(_shapes(self._run.batch_shapes), _shapes(batch))
             self._log(
                 f"compiled again in {time.perf_counter() - start:.1f} s "
@@ -184,9 +231,9 @@ def predict(
     """
     first = analyze(run, _policy(run), target)
     if limit is None or first.peak.total <= limit:
-        return _with_remat(first, target)
-    section = dataclasses.replace(run.config.memory, budget=f"{limit + reserve(run, target)}B")
-    limited = run._replace(config=dataclasses.replace(run.config, memory=section))
+        return _with_remat(first)
+    section = run.config.memory.replace(budget=f"{limit + reserve(run, target)}B")
+    limited = run._replace(config=run.config.replace(memory=section))
     chosen = plan(limited, target=target, progress=progress)
     c = chosen.chosen
     fitting = analyze(run, c.policy, target, c.microbatches, c.compiler_options)
@@ -255,9 +302,9 @@ def _compile(
     run: Setup,
     policy: str | Policy,
     microbatches: int,
-    target: Target | None,
+    target: Target | None = None,
     *compiler_options: dict[str, Any],
-) -> Executable:
+) -> Planned:
     """Compile a step with each of several options, and return the smallest program.
 
     By default, the options are the target's, or `fnet.compile_step`'s. The step is traced
@@ -269,7 +316,8 @@ def _compile(
         shapes = run.state_shapes, run.batch_shapes
         arguments = shapes_on(target, shapes) if target else shapes
         executables = [fnet.compile_step(step, *arguments, compiler_options=o) for o in options]
-        return min(executables, key=lambda executable: executable.report.peak.total)
+        smallest = min(executables, key=lambda executable: executable.report.peak.total)
+        return Planned(run, smallest, policy, microbatches, target=target)
     except memory.DonationError:
         raise
     except ValueError as error:  # a batch that cannot be split, or an unsupported policy
@@ -292,18 +340,16 @@ def analyze(
         candidates = (target.compiler_options,)
     microbatches = microbatches or run.step.microbatches
     unoptimized = WITHOUT_OPTIMIZED_CODE if platform == "cpu" else {}
-    options = [o | unoptimized for o in candidates]
-    smallest = _compile(run, policy, microbatches, target, *options)
-    return Planned(run, smallest, policy, microbatches)
+    return _compile(run, policy, microbatches, target, *(o | unoptimized for o in candidates))
 
 
-def _with_remat(planned: Planned, target: Target | None = None) -> Planned:
+def _with_remat(planned: Planned) -> Planned:
     """Compare with the step without the policy, and refuse a chosen one that saves nothing."""
     if str(planned.policy) == "none":
         return planned
     options = planned.executable.report.compiler_options
-    baseline = _compile(planned.run, "none", planned.microbatches, target, options)
-    before, after = baseline.report.peak.temporaries, planned.peak.temporaries
+    baseline = _compile(planned.run, "none", planned.microbatches, planned.target, options)
+    before, after = baseline.peak.temporaries, planned.peak.temporaries
     is_own = planned.run.config.memory.policy != "auto"  # others are chosen to fit
     if is_own and after >= _NO_SAVING * before:
         raise UserError(
@@ -380,77 +426,13 @@ def _plan_as_dict(plan: Plan) -> dict[str, Any]:
     }
 
 
-class Prediction(NamedTuple):
-    """Memory and time of a train step on a device.
-
-    Attributes:
-      target: The device; None for this machine.
-      limit: Bytes that the compiled step may use; None without a budget.
-      estimate: Estimated time of a step; None on this machine and on GPUs of unknown rates.
-      utilization: Estimated share of the device's peak (MFU); None without an estimate.
-    """
-
-    planned: Planned
-    target: Target | None
-    limit: int | None
-    estimate: roofline.Estimate | None
-    utilization: float | None
-
-    @property
-    def run(self) -> Setup:
-        """Setup of the run on that device."""
-        return self.planned.run
-
-    @property
-    def fits(self) -> bool:
-        """Whether the step fits the limit."""
-        return self.limit is None or self.planned.peak.total <= self.limit
-
-    @property
-    def unit(self) -> str:
-        """Unit of a batch: tokens, images or examples."""
-        names = (name for name in ("tokens", "image") if name in self.run.batch_shapes)
-        return {"tokens": "tokens", "image": "images"}.get(next(names, ""), "examples")
-
-    @property
-    def per_second(self) -> float | None:
-        """Tokens, images or examples per second of all devices together."""
-        if self.estimate is None:
-            return None
-        rows = self.run.config.data.batch_size
-        if self.unit == "tokens":  # the last token of a row is only a target
-            rows *= self.run.batch_shapes["tokens"].shape[-1] - 1
-        return rows / self.estimate.seconds
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the prediction for memory.json."""
-        e = self.estimate
-        return {
-            "target": self.target.name if self.target else None,
-            "devices": self.run.devices,
-            "fits": self.fits,
-            "limit": self.limit,
-            "batch_size": self.run.config.data.batch_size,
-            "policy": str(self.planned.policy),
-            "microbatches": self.planned.microbatches,
-            "peak": self.planned.peak.as_dict(),
-            "seconds_per_step": e.seconds if e else None,
-            f"{self.unit}_per_second": self.per_second,
-            "utilization": self.utilization,
-            "flops": e.total_flops if e else None,
-            "bytes": e.bytes if e else None,
-            "link_bytes": e.link_bytes if e else None,
-            "time_share": e.share if e else None,
-        }
-
-
 def predict_on(
     run: Setup,
     target: Target | None,
     *,
     largest: bool = False,
     progress: Progress | None = None,
-) -> Prediction:
+) -> Planned:
     """Compile the step of a config for a device, by default this machine, and estimate its time.
 
     With ``largest``, the largest batch that fits is found.
@@ -474,26 +456,27 @@ def predict_on(
             if run.config.memory.budget:
                 raise
             planned = predict(run, target=target)  # shows by how much it is too large
-    estimate = share = None
-    if target and target.peaks:
-        estimate = roofline.estimate(planned.executable, target.peaks)
-        flops = estimate.total_flops / _extra_flops(planned)
-        share = roofline.utilization(flops, estimate.seconds, estimate, target.peaks)
-    return Prediction(planned, target, most, estimate, share)
+    planned = planned._replace(limit=most)
+    if not (target and target.peaks):
+        return planned
+    estimate = roofline.estimate(planned.executable, target.peaks)
+    flops = estimate.total_flops / _extra_flops(planned)
+    share = roofline.utilization(flops, estimate.seconds, estimate, target.peaks)
+    return planned._replace(estimate=estimate, utilization=share)
 
 
-def devices_table(predictions: list[Prediction]) -> Table:
+def devices_table(predictions: list[Planned]) -> Table:
     """Return what a step takes on each device, with its estimated time."""
     devices, unit = predictions[0].run.devices, predictions[0].unit
     links = ("sent",) if devices > 1 else ()
 
-    def row(p: Prediction) -> tuple[str, ...]:
-        e, split = p.estimate, f" / {p.planned.microbatches}" if p.planned.microbatches > 1 else ""
+    def row(p: Planned) -> tuple[str, ...]:
+        e, split = p.estimate, f" / {p.microbatches}" if p.microbatches > 1 else ""
         known = (
             p.target.name if p.target else "this machine",
-            f"{p.planned.policy}{split}",
+            f"{p.policy}{split}",
             f"{p.run.config.data.batch_size:,}",
-            memory.format_bytes(p.planned.peak.total) + ("" if p.fits else " too large"),
+            memory.format_bytes(p.peak.total) + ("" if p.fits else " too large"),
         )
         if e is None or p.utilization is None:
             return *known, "?", "?", "?", "rates unknown", *["?" for _ in links]

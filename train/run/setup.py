@@ -1,6 +1,5 @@
 """Setup of a run: everything that follows from its config."""
 
-import dataclasses
 import math
 import operator
 from collections.abc import Callable
@@ -112,11 +111,8 @@ class Setup(NamedTuple):
 
     def with_batch_size(self, rows: int, microbatches: int) -> "Setup":
         """Return the same run with another batch size, for compilation in microbatches."""
-        config = dataclasses.replace(
-            self.config,
-            data=self.config.data.replace(batch_size=rows),
-            grad=self.config.grad.with_microbatches(microbatches),
-        )
+        data, grad = self.config.data, self.config.grad.with_microbatches(microbatches)
+        config = self.config.replace(data=data.replace(batch_size=rows), grad=grad)
         return self._replace(config=config).with_batch_shapes(_batch_shapes(self.task, config))
 
     def put(self, batch: Any) -> Any:

@@ -1,6 +1,5 @@
 """Networks of images, and the normalization of images."""
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -74,4 +73,4 @@ def to_unit_interval(image: Array) -> Array:
 
 def in_float32(config: Config) -> Config:
     """Return the config with float32 activations."""
-    return dataclasses.replace(config, train=dataclasses.replace(config.train, precision="float32"))
+    return config.replace(train=config.train.replace(precision="float32"))
