@@ -171,13 +171,6 @@ _MOST_PICTURED = 4
 """Evaluations with options whose pictures the page shows, the newest ones."""
 
 
-class Evaluated(NamedTuple):
-    """An evaluation by `fnet eval`: its evaluation.json, and its pictures as data URIs."""
-
-    result: Evaluation
-    pictures: dict[str, str]
-
-
 class Run:
     """A run's folder.
 
@@ -187,7 +180,8 @@ class Run:
       written: Time of the last line in seconds since 1970, or None.
       summary: Its summary.json; None until the run has finished once.
       memory: Its memory.json; None until a step is compiled.
-      evaluations: Evaluations by `fnet eval`, the one without options first.
+      evaluations: Evaluations by `fnet eval`, the one without options first, with pictures as data
+        URIs.
       mistakes: Images of its evaluation.csv that the network is most wrong about.
       pictures: `PICTURES` that exist, as data URIs.
       checkpoints: Steps that have a checkpoint, in rising order.
@@ -275,15 +269,17 @@ def read_runs(folders: Sequence[RunFolder]) -> list[Run]:
     return [Run(folder, label) for folder, label in zip(folders, labels, strict=True)]
 
 
-def _read_evaluations(folder: RunFolder, reader: _Reader) -> list[Evaluated]:
+def _read_evaluations(
+    folder: RunFolder, reader: _Reader
+) -> list[tuple[Evaluation, dict[str, str]]]:
     plain = reader.json(Evaluation, folder.evaluation)
-    evaluations = [Evaluated(plain, {})] if plain else []  # its pictures are the run's
+    evaluations = [(plain, dict[str, str]())] if plain else []  # its pictures are the run's
     paths = folder.evaluations.glob(f"*/{folder.evaluation.name}")
     newest_first = sorted(paths, key=lambda path: (-path.lstat().st_mtime, path))
     for i, path in enumerate(newest_first):
         if result := reader.json(Evaluation, path):
             pictures = reader.pictures(path.parent) if i < _MOST_PICTURED else {}
-            evaluations.append(Evaluated(result, pictures))
+            evaluations.append((result, pictures))
     if (more := len(newest_first) - _MOST_PICTURED) > 0:
         reader.notes.append(f"Pictures of {more} more evaluations are in {folder.evaluations}")
     return evaluations

@@ -176,19 +176,18 @@ def _live_bytes(memory: StepMemory, highest: int, name: str) -> Chart:
 def class_scores(runs: Sequence[Run]) -> Table:
     """Return the score of each class in `fnet eval`, the lowest first."""
     rows, scores = defaultdict[str, dict[int, Cell]](dict), defaultdict[str, list[float]](list)
-    evaluations = [
-        (i, evaluation) for i, run in enumerate(runs) for evaluation, _ in run.evaluations
-    ]
-    heads, kinds = [Cell(runs[i].label, e.description, run=i) for i, e in evaluations], set()
-    for column, (_, evaluation) in enumerate(evaluations):
-        for c in evaluation.classes:
-            kind, score, count = "accuracy", c.accuracy, f"{c.examples or 0:,} examples"
-            if c.iou is not None:
-                kind, score, count = "IoU", c.iou, f"{c.pixels or 0:,} pixels"
-            if score is not None:
-                kinds.add(kind)
-                rows[c.name][column] = Cell(percent(score), count)
-                scores[c.name].append(score)
+    heads, kinds = list[Cell](), set[str]()
+    for i, run in enumerate(runs):
+        for evaluation, _ in run.evaluations:
+            for c in evaluation.classes:
+                kind, score, count = "accuracy", c.accuracy, f"{c.examples or 0:,} examples"
+                if c.iou is not None:
+                    kind, score, count = "IoU", c.iou, f"{c.pixels or 0:,} pixels"
+                if score is not None:
+                    kinds.add(kind)
+                    rows[c.name][len(heads)] = Cell(percent(score), count)
+                    scores[c.name].append(score)
+            heads.append(Cell(run.label, evaluation.description, run=i))
     names = sorted(rows, key=lambda name: min(scores[name]))[:_MOST_ROWS]
     which = f"The {_MOST_ROWS} lowest classes" if len(rows) > _MOST_ROWS else "Classes"
     return Table(
