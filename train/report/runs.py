@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from PIL import Image
 from pydantic import Field
@@ -46,29 +46,17 @@ class Evaluation(Stored):
     classes: tuple[ClassScore, ...] = ()
 
 
-class Mistake(NamedTuple):
-    """An image that the network is most wrong about.
-
-    Attributes:
-      texts: Label, prediction, probability and loss by name.
-      picture: Small picture as a data URI; None without a file.
-    """
-
-    file: str
-    texts: dict[str, str]
-    picture: str | None
-
-
 _MEASURED = re.compile("(loss|probability|pixel_accuracy)$|predicted |label ")
 """Columns of numbers."""
 _MISTAKES, _SIDE = 24, 96
 """Images in the list of mistakes, and the longer side of their pictures in pixels."""
 
 
-def load_mistakes(path: Path) -> list[Mistake]:
+def load_mistakes(path: Path) -> list[tuple[str, dict[str, str], str | None]]:
     """Return the images of an evaluation.csv that the network is most wrong about.
 
-    Mistakes come first, by falling probability, and then others, by falling loss.
+    Mistakes come first, by falling probability, and then others, by falling loss. Each has its
+    file, texts by name, and a small picture as a data URI if the file is there.
     """
 
     def order(row: dict[str, str]) -> tuple[bool, float]:
@@ -86,7 +74,7 @@ def load_mistakes(path: Path) -> list[Mistake]:
 
     try:
         worst = sorted(read_csv(path), key=order)[:_MISTAKES]
-        return [Mistake(row["file"], texts(row), _thumbnail(row["file"])) for row in worst]
+        return [(row["file"], texts(row), _thumbnail(row["file"])) for row in worst]
     except (ValueError, KeyError) as error:
         raise StoredError(path, error) from error
 
@@ -200,7 +188,8 @@ class Run:
         self.written = folder.metrics.stat().st_mtime if lines else None
         self.summary = summary = reader.json(Summary, folder.summary)
         is_whole = summary and lines and lines[-1]["step"] <= summary.steps
-        if summary and is_whole and summary.logged not in (None, folder.logged):
+        logged = summary.logged if summary and is_whole else None
+        if logged is not None and folder.logged != logged:
             self.notes.append("metrics.jsonl was damaged, lost or changed since the run ended")
         self.memory = reader.json(StepMemory, folder.memory)
         self.evaluations = _read_evaluations(folder, reader)

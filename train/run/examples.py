@@ -7,7 +7,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -291,45 +291,36 @@ def _shorten(name: str, most: int = 22) -> str:
     return name if len(name) <= most else name[: most - 1] + "…"
 
 
-class _Segmented(NamedTuple):
-    image: np.ndarray
-    mask: np.ndarray
-    prediction: np.ndarray
-
-    @property
-    def accuracy(self) -> float:
-        """Share of the labeled pixels that are right; 0 without any."""
-        labeled = self.mask != IGNORE
-        return float((self.mask == self.prediction)[labeled].sum() / max(labeled.sum(), 1))
-
-
 def _draw_segmentations(
     run: Setup, evaluate: Evaluator, trained: Trained, title: str, path: Path
 ) -> bool:
-    segmented: list[_Segmented] = []
+    segmented: list[tuple[float, tuple[np.ndarray, ...]]] = []
     pixels = math.prod(run.batch_shapes["mask"].shape[1:])
     most = min(max(_MEMORY // (5 * pixels), _NUM_SEGMENTED), _MAX_SEGMENTED)
     for batch, predictions in evaluate.predict(trained, most):
-        rows = np.flatnonzero(batch["weight"])
-        segmented += [_Segmented(batch["image"][i], batch["mask"][i], predictions[i]) for i in rows]
+        for i in np.flatnonzero(batch["weight"]):
+            image, mask, prediction = batch["image"][i], batch["mask"][i], predictions[i]
+            labeled = mask != IGNORE
+            right = (mask == prediction)[labeled].sum() / max(labeled.sum(), 1)
+            segmented.append((float(right), (image, mask, prediction)))
     if not segmented:
         return False
-    segmented.sort(key=lambda s: s.accuracy)
-    shown = [_crop(segmented[i]) for i in spread(len(segmented), _NUM_SEGMENTED)]
+    segmented.sort(key=lambda item: item[0])
+    shown = [segmented[i] for i in spread(len(segmented), _NUM_SEGMENTED)]
+    images, masks, predicted = zip(*(_crop(*arrays) for _, arrays in shown), strict=True)
     dataset = run.task.dataset
     total = data.num_examples(dataset.test)
     title = f"{title}: {len(shown)} of {total:,} test images, from the worst to the best"
-    images, masks, predicted = zip(*shown, strict=True)
-    captions = [f"prediction, {s.accuracy:.0%} of pixels right" for s in shown]
+    captions = [f"prediction, {right:.0%} of pixels right" for right, _ in shown]
     colors = palette(dataset.label_map)
     plots.segmentations(images, masks, predicted, dataset.classes, colors, captions, title, path)
     return True
 
 
-def _crop(s: _Segmented) -> _Segmented:
+def _crop(image: np.ndarray, mask: np.ndarray, prediction: np.ndarray) -> list[np.ndarray]:
     """Crop to the image: the padding beyond has one color, and is ignored in the mask."""
-    is_padding = (s.image == s.image[-1, -1]).all(-1) & (s.mask == IGNORE)
-    if is_padding.all():
-        return s
-    height, width = (int(np.flatnonzero(~is_padding.all(axis))[-1]) + 1 for axis in (1, 0))
-    return _Segmented(*(a[:height, :width] for a in s))
+    height, width = mask.shape
+    is_padding = (image == image[-1, -1]).all(-1) & (mask == IGNORE)
+    if not is_padding.all():
+        height, width = (int(np.flatnonzero(~is_padding.all(axis))[-1]) + 1 for axis in (1, 0))
+    return [a[:height, :width] for a in (image, mask, prediction)]
