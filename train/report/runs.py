@@ -60,8 +60,8 @@ def load_mistakes(path: Path) -> list[tuple[str, dict[str, str], str | None]]:
     """
 
     def order(row: dict[str, str]) -> tuple[bool, float]:
-        is_mistake, loss = row.get("prediction") != row.get("label"), float(row["loss"])
-        is_mistake = is_mistake and "probability" in row
+        is_mistake = "probability" in row and row["prediction"] != row["label"]
+        loss = float(row["loss"])
         return not is_mistake, -(float(row["probability"]) if is_mistake else loss)
 
     def texts(row: dict[str, str]) -> dict[str, str]:
