@@ -14,9 +14,9 @@ LEDGER = {
     "fnet/models + fnet/interop": 9_341,
     "fnet, the rest": 10_900,
     "train/data": 11_388,
-    "train/run + train/commands": 8_463,
+    "train/run + train/commands": 8_459,
     "train, the rest": 8_239,
-    "tests": 61_174,
+    "tests": 61_176,
     "benchmarks": 16_513,
 }
 """Lines of ``*.py``. A row of its own takes a package out of the rest."""

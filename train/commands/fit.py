@@ -11,7 +11,7 @@ from train.arguments import FitArguments, read_command
 from train.output.progress import line_printer
 from train.output.tables import to_rich
 from train.platform import use_cpu
-from train.run.fine_tuning import Planner, context_of, limit_of, read_model, recipe_of
+from train.run.fine_tuning import WAYS, Planner, context_of, limit_of, read_model
 from train.run.planning import target_of
 
 
@@ -55,4 +55,5 @@ def fit(path: Path, options: FitArguments, console: Console) -> None:
         if row.cost and row.cost.peak <= limit:
             log("")
             log(f"{row.way}:")
-            log(f"  fnet train {recipe_of(row.way)} {' '.join(row.flags)}")
+            recipe, _ = WAYS[row.way]
+            log(f"  fnet train {recipe} {' '.join(row.flags)}")

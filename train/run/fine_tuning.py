@@ -29,7 +29,7 @@ from train.run.mesh import layout
 from train.run.run_folder import quote
 from train.run.setup import Setup, setup
 
-_WAYS: dict[str, tuple[str, tuple[str, ...]]] = {
+WAYS: dict[str, tuple[str, tuple[str, ...]]] = {
     "full": ("finetune_full", ("--optim.name", "adamw", "--train.params-dtype", "float32")),
     "compact": ("finetune_full", ()),
     "lora": ("finetune_lora", ()),
@@ -185,11 +185,6 @@ def context_of(context: int | None, model: Model) -> int:
     return context
 
 
-def recipe_of(way: str) -> str:
-    """Return the recipe of a way to train."""
-    return _WAYS[way][0]
-
-
 @dataclasses.dataclass(frozen=True)
 class Planner:
     """Find the fastest shape of each way that fits a limit of bytes.
@@ -247,7 +242,7 @@ class Planner:
 
     def flags(self, way: str, path: Path, shape: Shape, batch_size: int) -> tuple[str, ...]:
         """Return the flags of ``fnet train``, after the recipe."""
-        recipe, flags = _WAYS[way]
+        recipe, flags = WAYS[way]
         rank = ("--model.lora-rank", str(self.rank)) if recipe == "finetune_lora" else ()
         return (
             *("--model.path", quote(path), "--data.path", "data.jsonl", *flags, *rank),
@@ -399,7 +394,7 @@ def _extrapolate(depths: Sequence[int], values: list[float], depth: int) -> floa
 
 def config_of(way: str, flags: tuple[str, ...]) -> Config:
     """Return the config that a command trains, with a vocabulary in place of its data."""
-    recipe = recipe_of(way)
+    recipe, _ = WAYS[way]
     _, config = arguments.read_with_config(
         TrainArguments, recipes.load(recipe), flags, f"fnet train {recipe}"
     )

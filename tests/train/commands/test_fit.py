@@ -226,7 +226,7 @@ def test_state_bytes_of_known_models_are_as_by_hand(tmp_path, config, parameters
     path = headers_of(tmp_path / "model", config)
     assert sum(f.stat().st_blocks * 512 for f in path.iterdir()) < 2**20
     planner = planner_of(fit.read_model(path), 0)
-    rows = {way: planner.row(way, 32, 1) for way in fit._WAYS}
+    rows = {way: planner.row(way, 32, 1) for way in fit.WAYS}
     assert rows["full"].trained == rows["compact"].trained == total
     small = 100  # step, key, counts
     assert rows["full"].state_bytes == pytest.approx(12 * total, abs=small)
@@ -342,9 +342,9 @@ def test_an_image_network_is_one_line(folder, capsys):
 
 
 def test_every_way_is_a_command(folder):
-    assert tuple(fit._WAYS) == FitArguments().ways
+    assert tuple(fit.WAYS) == FitArguments().ways
     planner = planner_of(fit.read_model(folder / "llama"), 0)
-    for way in fit._WAYS:
+    for way in fit.WAYS:
         config = fit.config_of(way, planner.flags(way, folder / "llama", Shape("none", 2, 16), 4))
         assert config.data.vocabulary == 256
         assert (config.model.lora_rank is None) == (way in ("full", "compact"))
