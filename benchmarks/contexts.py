@@ -27,9 +27,9 @@ from benchmarks.measure import markdown_table
 from fnet.interop.huggingface import build_model
 from fnet.memory import format_bytes, peak, tree_bytes
 from fnet.memory.target import Target, compile_for
-from train.commands import fit
 from train.data.model_folder import FileTensor, ModelFolder
 from train.platform import use_cpu
+from train.run import fine_tuning as fit
 from train.run.planning import target_of
 
 BLOCKS = 32
@@ -134,7 +134,7 @@ def main() -> None:
         headers(Path(folder) / "llama")
         model = fit.read_model(Path(folder) / "llama")
         target, start = target_of(given.target), time.process_time()
-        planner = fit._Planner(model, 0, 32, target, (1, 2), Path(folder), print, print)
+        planner = fit.Planner(model, 0, 32, target, (1, 2), Path(folder), print, print)
         state = planner.setup("lora_nf4", fit.Shape("nested", 1, 16), 1).state_shapes
         short, long = given.contexts
         first, second = (

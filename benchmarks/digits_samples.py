@@ -31,8 +31,8 @@ from benchmarks.claims import Claim, argument_parser, publish
 from benchmarks.measure import markdown_table
 from train import cli
 from train.arguments import ImageArguments
-from train.commands.sample import sample_images
 from train.config import Config, Denoiser
+from train.run.generation import sample_images
 from train.run.open_run import OpenRun
 from train.run.run_folder import RunFolder
 from train.tasks import images

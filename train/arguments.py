@@ -25,7 +25,7 @@ from annotated_types import Ge, Gt, Le, MinLen
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from train import config as configs
-from train.config import Config, registry
+from train.config import Config, recipes, registry
 from train.config.section import Choice, Count, CountOrZero, NonNegative, Positive, Seed, Share
 from train.errors import UserError, did_you_mean
 
@@ -364,9 +364,24 @@ class _WithConfig(Generic[A]):
 def read_command(argv: Sequence[str], usage: str, kind: type[A]) -> tuple[list[str], A]:
     """Return the positional arguments of a command, and its options."""
     values, flags = positional(argv, usage, kind)
+    return values, read(kind, flags, _prog(usage, values))
+
+
+def read_config(
+    argv: Sequence[str], usage: str, kind: type[A], load: Callable[[str], Config] = recipes.load
+) -> tuple[list[str], A, Config]:
+    """Return the positional arguments of a command, its options and a config with its flags.
+
+    The config is that of the first argument.
+    """
+    values, flags = positional(argv, usage, kind)
+    return values, *read_with_config(kind, load(values[0]), flags, _prog(usage, values))
+
+
+def _prog(usage: str, values: Sequence[str]) -> str:
     for name, value in zip(usage.split()[2:], values, strict=False):
         usage = usage if name.endswith("...") else usage.replace(name, value, 1)
-    return values, read(kind, flags, usage)
+    return usage
 
 
 def positional(argv: Sequence[str], usage: str, *options: type) -> tuple[list[str], list[str]]:
@@ -403,6 +418,11 @@ def read(kind: type[A], flags: Sequence[str], prog: str) -> A:
       SystemExit: with code 0, after ``--help``.
     """
     return _in_range(kind, _parse(kind, kind(), flags, prog))
+
+
+def given_options(options: Any) -> dict[str, Any]:
+    """Return the options by name that are not at their default."""
+    return {f.name: v for f in fields(options) if (v := getattr(options, f.name)) != f.default}
 
 
 def read_with_config(

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 
 from train import limits
-from train.errors import TrainingError, UserError, did_you_mean, is_out_of_memory, printable
+from train.errors import TrainingError, UserError, did_you_mean, is_out_of_memory, warn
 
 USAGE = """\
 usage: fnet COMMAND ...
@@ -103,7 +103,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def _fail(error: Exception | str, code: int) -> None:
-    print(printable(f"fnet: {' '.join(str(error).split(chr(10)))}"), file=sys.stderr)
+    warn(" ".join(str(error).split("\n")))
     raise SystemExit(code)
 
 

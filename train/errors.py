@@ -49,6 +49,11 @@ def printable(text: str) -> str:
     return re.sub(r"[\x00-\x1f\x7f-\x9f]", lambda match: repr(match[0])[1:-1], text)
 
 
+def warn(text: str) -> None:
+    """Print a line of the program to the standard error."""
+    print(printable(f"fnet: {text}"), file=sys.stderr, flush=True)
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return ``" (did you mean X?)"`` for the known name that is closest to ``name``, or ``""``."""
     closest = closest_name(name, known)

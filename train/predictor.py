@@ -17,7 +17,6 @@ from train.data.decode import UnreadableError
 from train.data.preprocessing import PreprocessedImage
 from train.errors import UserError
 from train.run.open_run import OpenRun
-from train.run.run_folder import RunFolder
 
 _BATCH_SIZE = 16
 """Largest number of images, or crops, in a batch."""
@@ -60,7 +59,7 @@ class Predictor:
     step: int
 
     def __init__(self, run: str | os.PathLike[str], *, best: bool = False):
-        opened = OpenRun(RunFolder.of(os.fspath(run)))
+        opened = OpenRun.of(os.fspath(run))
         config, kind = opened.config, opened.kind
         if not kind.labels_images or kind.outputs is None:
             instead = "; try fnet sample" if kind.generates else ""
@@ -120,6 +119,24 @@ class Predictor:
             return self.preprocessor(source)
         except UnreadableError as error:
             raise UnreadableError(f"{where}: {error}") from None
+
+    def predict_files(
+        self, paths: Sequence[str]
+    ) -> Iterator[tuple[str, np.ndarray | UnreadableError]]:
+        """Yield each path of an image file with its prediction, or with why it has none."""
+
+        def read(path: str) -> PreprocessedImage | UnreadableError:
+            try:
+                return self.preprocessor(path)
+            except UnreadableError as error:
+                return error
+
+        for start in range(0, len(paths), self.batch_size):
+            batch = [(path, read(path)) for path in paths[start : start + self.batch_size]]
+            readable = [item for _, item in batch if isinstance(item, PreprocessedImage)]
+            outputs = self.predict_batch(readable)
+            for path, item in batch:
+                yield path, next(outputs) if isinstance(item, PreprocessedImage) else item
 
     def predict_batch(self, batch: Sequence[PreprocessedImage]) -> Iterator[np.ndarray]:
         """Yield the prediction of each of up to ``batch_size`` images, as `__call__` returns it."""

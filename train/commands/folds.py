@@ -1,6 +1,5 @@
 """``fnet train CONFIG --folds K``: cross-validation, with one report of all folds."""
 
-import dataclasses
 import secrets
 from pathlib import Path
 from typing import Any
@@ -42,7 +41,7 @@ def train_folds(config: Config, folds: int, out: Path, *, resume: bool, console:
         )
     folders = [RunFolder(out / f"fold_{fold}") for fold in range(1, folds + 1)]
     sections = [config.data.with_fold(fold, folds) for fold in range(1, folds + 1)]
-    configs = [dataclasses.replace(config, data=data) for data in sections]
+    configs = [config.replace(data=data) for data in sections]
     for own in configs:  # a fold that cannot be trained ends all before the first
         load(own)
     at = out / "folds.json"

@@ -7,28 +7,20 @@ import jax
 from rich.console import Console
 
 from fnet.memory import format_bytes
-from train import arguments
-from train.arguments import ImportArguments, ImportModelArguments, positional
-from train.config import Config, Optim, Train, recipes
+from train.arguments import ImportArguments, ImportModelArguments, read_config
+from train.config import Config
 from train.data.chat import has_template
-from train.data.chat_file import ChatFile
-from train.data.image_folder import ImageFolder
 from train.data.model_folder import ModelFolder, is_model_folder, read_folder
 from train.data.text import Text
 from train.errors import UserError
 from train.networks import pretrained
-from train.networks.model_images import image_data
 from train.networks.pretrained import Pretrained
 from train.output.progress import line_printer
 from train.output.tables import Table, to_rich
 from train.run import weight_files
-from train.run.checkpoints import Checkpoints, Owner
-from train.run.open_run import copy_model_files, write_classes
+from train.run.open_run import begin, published_config
 from train.run.run_folder import RunFolder, quote
-from train.run.same_data import describe_data, write_data
-from train.run.seeds import create_secret, read_seeds
-from train.run.setup import setup
-from train.run.weight_files import InitialWeights, load
+from train.run.weight_files import import_weights
 
 
 def main(argv: list[str]) -> None:
@@ -37,9 +29,8 @@ def main(argv: list[str]) -> None:
     log = line_printer(console)
     if argv and is_model_folder(Path(argv[0])):
         weight_files.check_importable(Path(argv[0]))
-        (given,), flags = positional(argv, "fnet import MODEL", ImportModelArguments)
-        options, config = arguments.read_with_config(
-            ImportModelArguments, default_config(Path(given)), flags, f"fnet import {given}"
+        _, options, config = read_config(
+            argv, "fnet import MODEL", ImportModelArguments, published_config
         )
         out = Path(options.out or f"runs/{config.name}")
         if not isinstance(section := config.model, Pretrained):
@@ -51,9 +42,8 @@ def main(argv: list[str]) -> None:
         log(f"wrote {out}; the weights stay in {folder.path}")
         log(_next_commands(config, section, quote(out)))
         return
-    (given, weights), flags = positional(argv, "fnet import CONFIG WEIGHTS", ImportArguments)
-    weight_options, config = arguments.read_with_config(
-        ImportArguments, recipes.load(given), flags, f"fnet import {given} {weights}"
+    (_, weights), weight_options, config = read_config(
+        argv, "fnet import CONFIG WEIGHTS", ImportArguments
     )
     out = Path(weight_options.out or f"runs/{config.name}")
     console.print(import_weights(config, weights, out, weight_options).lines())
@@ -61,44 +51,6 @@ def main(argv: list[str]) -> None:
         f"wrote {out} at step 0; evaluate it with fnet eval {quote(out)}, train it with "
         f"fnet train {quote(out)} --resume"
     )
-
-
-def import_weights(
-    config: Config, source: str, out: Path, options: ImportArguments
-) -> InitialWeights:
-    """Create a run at step 0 with trained weights.
-
-    Raises:
-      UserError: if file and network do not fit, or the data or the folder cannot be used.
-        Nothing is written then.
-    """
-    weight_files.check_network(config)
-    run = setup(config)
-    imported = load(
-        run,
-        source,
-        trained_with=options.trained_with,
-        new_classifier=options.new_classifier,
-        allow_nonfinite=options.allow_nonfinite,
-    )
-    state = run.compile_init(imported.variables)(jax.random.key(config.train.seed))
-    folder = RunFolder(out)
-    with folder.lock():
-        folder.create(config)
-        write_classes(folder, run.task.dataset.outputs)
-        create_secret(folder, config)
-        seeds = read_seeds(folder, config)
-        position = run.training_batches(seeds.data).get_state()
-        keep = config.checkpoint.keep
-        owner, shapes = Owner(folder.id), run.state_shapes
-        with Checkpoints(folder.checkpoints, keep, shapes=shapes, owner=owner) as checkpoints:
-            checkpoints.save(0, seeds.remove_key(state), position)
-            checkpoints.wait()
-        data = describe_data(run.task.dataset, config.data, private=config.is_private)
-        write_data(folder, config, data)
-        folder.write_config(config)  # last, so that a folder without weights is not a run
-        folder.write(folder.imported, imported.as_dict())
-    return imported
 
 
 def import_model(config: Config, section: Pretrained, out: Path) -> tuple[ModelFolder, Any]:
@@ -111,30 +63,8 @@ def import_model(config: Config, section: Pretrained, out: Path) -> tuple[ModelF
     _, shapes = pretrained.match(source, config.train.precision)
     folder = RunFolder(out)
     with folder.lock():
-        folder.create(config)
-        copy_model_files(folder, config)
-        folder.write_config(config)
+        begin(folder, config)
     return source, shapes
-
-
-def default_config(path: Path) -> Config:
-    """Return a config that fine-tunes a published model as a whole.
-
-    Images have the size, the mean and the standard deviation of preprocessor_config.json.
-    """
-    source = read_folder(path)
-    data: ChatFile | ImageFolder = ChatFile()
-    if pretrained.match(source, "float32")[0].losses is None:
-        data = image_data(source.path, source.config)
-    name = path.resolve().name
-    valid = "".join(c if c.isalnum() or c in "_.-" else "-" for c in name).lstrip("_.-")
-    return Config(
-        name=valid or "model",
-        data=data,
-        model=Pretrained(path=str(path.resolve())),
-        optim=Optim(name="adamw", learning_rate=1e-5, warmup_steps=100),
-        train=Train(epochs=1.0, precision="bfloat16"),
-    )
 
 
 def model_table(folder: ModelFolder, shapes: Any) -> Table:

@@ -6,24 +6,18 @@ from rich.console import Console
 
 from fnet.memory import format_bytes, parse_bytes, tree_bytes
 from fnet.memory.target import Target
-from train import arguments
 from train import config as configs
-from train.arguments import MemoryArguments, positional
-from train.config import Config, recipes
+from train.arguments import MemoryArguments, read_config
+from train.config import Config
 from train.errors import UserError, writing
 from train.output import plots
-from train.output.memory_tables import (
-    StepMemory,
-    describe_candidate,
-    memory_tables,
-    plan_summary,
-    plan_table,
-)
+from train.output.memory_tables import StepMemory, memory_tables, plan_summary, plan_table
 from train.output.progress import compiling, line_printer
-from train.output.tables import Table, to_rich
+from train.output.tables import to_rich
 from train.platform import use_cpu
+from train.run import planning
 from train.run.mesh import make_cpu_devices
-from train.run.planning import Prediction, memory_report, overhead, predict_on, target_of
+from train.run.planning import Planned, predict_on, target_of
 from train.run.run_folder import as_json, atomic_write
 from train.run.setup import setup
 
@@ -35,10 +29,7 @@ _NOT_COUNTED = (
 
 def main(argv: list[str]) -> None:
     """Run ``fnet memory CONFIG``."""
-    (given,), flags = positional(argv, "fnet memory CONFIG", MemoryArguments)
-    options, config = arguments.read_with_config(
-        MemoryArguments, recipes.load(given), flags, f"fnet memory {given}"
-    )
+    _, options, config = read_config(argv, "fnet memory CONFIG", MemoryArguments)
     if options.target:
         use_cpu()  # nothing runs, so an accelerator of this machine does not matter
     else:
@@ -65,21 +56,12 @@ def predict_memory(config: Config, options: MemoryArguments, console: Console) -
 
     with compiling(console) as show:
         predictions = [
-            predict_on(
-                run,
-                target,
-                largest=find_batch_size,
-                progress=lambda *candidate: show(describe_candidate(*candidate)),
-                size_progress=lambda size, peak: show(
-                    f"searching the largest batch size: {size} needs {format_bytes(peak)}"
-                ),
-            )
-            for target in targets
+            predict_on(run, target, largest=find_batch_size, progress=show) for target in targets
         ]
         first = predictions[0]
-        report = memory_report(first.planned)
-    memory, plan = StepMemory.model_validate(report), first.planned.plan
-    process = overhead(first.run, first.target)
+        report = planning.memory_report(first)
+    memory, plan = StepMemory.model_validate(report), first.plan
+    process = planning.overhead(first.run, first.target)
     if len(predictions) == 1:
         console.print(*memory_tables(memory, first.run.devices), sep="\n")
         if plan:
@@ -95,7 +77,7 @@ def predict_memory(config: Config, options: MemoryArguments, console: Console) -
         predicted = format_bytes(process.peak(state_bytes, first.peak.total))
         log(f"Peak of {what}: {predicted} ({process})")
     if options.target:
-        console.print(to_rich(devices_table(predictions)))
+        console.print(to_rich(planning.devices_table(predictions)))
         log(_NOT_COUNTED)
     if find_batch_size and len(predictions) == 1:
         log(_largest_batch(first))
@@ -113,42 +95,9 @@ def predict_memory(config: Config, options: MemoryArguments, console: Console) -
     log(f"plot: {out / 'memory.png'}{', plan.png' if plan else ''}")
 
 
-def devices_table(predictions: list[Prediction]) -> Table:
-    """Return what a step takes on each device, with its estimated time."""
-    devices, unit = predictions[0].run.devices, predictions[0].unit
-    links = ("sent",) if devices > 1 else ()
-
-    def row(p: Prediction) -> tuple[str, ...]:
-        e, split = p.estimate, f" / {p.planned.microbatches}" if p.planned.microbatches > 1 else ""
-        known = (
-            p.target.name if p.target else "this machine",
-            f"{p.planned.policy}{split}",
-            f"{p.run.config.data.batch_size:,}",
-            format_bytes(p.peak.total) + ("" if p.fits else " too large"),
-        )
-        if e is None or p.utilization is None:
-            return *known, "?", "?", "?", "rates unknown", *["?" for _ in links]
-        limit = max(e.share, key=lambda name: e.share[name])
-        rates = f"{e.seconds:.3g}", f"{p.per_second:,.0f}", f"{p.utilization:.0%}", limit
-        return *known, *rates, *[format_bytes(int(e.link_bytes)) for _ in links]
-
-    return Table(
-        f"Estimate{f' on {devices} devices' if links else ''}, at the rates of the data sheets",
-        ("device", "remat", "batch", "peak", "s / step", f"{unit} / s", "MFU", "limit", *links),
-        [row(p) for p in predictions],
-        texts=2,
-        caption=(
-            "Bytes are per device. The time is a lower bound: a roofline over the compiled "
-            "program. Kernels seldom reach the rates of a data sheet."
-        ),
-        styles=["" if p.fits else "dim" for p in predictions],
-        is_wide=True,
-    )
-
-
-def _largest_batch(p: Prediction) -> str:
+def _largest_batch(p: Planned) -> str:
     size, devices, budget = p.run.config.data.batch_size, p.run.devices, p.run.config.memory.budget
-    way = f"--memory.budget {budget}" if budget else f"--memory.policy {p.planned.policy}"
+    way = f"--memory.budget {budget}" if budget else f"--memory.policy {p.policy}"
     each = f", {size // devices} for each of {devices} devices" if devices > 1 else ""
     return f"largest batch size that fits: {size}{each}; train with --data.batch-size {size} {way}"
 

@@ -5,10 +5,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from train import arguments
-from train.arguments import TrainArguments, positional
+from train.arguments import TrainArguments, read_config
 from train.commands.folds import train_folds
-from train.config import recipes
 from train.errors import UserError
 from train.run.distributed import join, together
 from train.run.loop import train
@@ -19,10 +17,7 @@ from train.run.run_folder import RunFolder
 
 def main(argv: list[str]) -> None:
     """Run ``fnet train CONFIG``."""
-    (given,), flags = positional(argv, "fnet train CONFIG", TrainArguments)
-    options, config = arguments.read_with_config(
-        TrainArguments, recipes.load(given), flags, f"fnet train {given}"
-    )
+    (given,), options, config = read_config(argv, "fnet train CONFIG", TrainArguments)
     resumed = RunFolder.of(given)
     if options.out:
         out = Path(options.out)

@@ -2,19 +2,22 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self, TypeVar
 
+import tyro
 from typing_extensions import override
 
 from train.config.data import Data
 from train.config.registry import Variant
 
+T = TypeVar("T")
+_HELP = "Network; --model.name NAME --help lists the fields of another one."
+Name = Annotated[T, tyro.conf.arg(help=_HELP)]
+"""Type of the field that names a network, a literal."""
+
 
 class _Options:
-    """Options that only some networks have, with what holds without them."""
-
     name: str
-    """Network; --model.name NAME --help lists the fields of another one."""
     pretrained: str | None = None
 
 

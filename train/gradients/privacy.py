@@ -3,7 +3,6 @@
 import dataclasses
 import decimal
 import functools
-import sys
 from typing import Any, Literal
 
 from fnet import privacy
@@ -12,7 +11,7 @@ from fnet.noise.correlated import DP_SGD
 from fnet.noise.gaussian import Schedule
 from fnet.noise.imports import in_double_precision, jax_privacy
 from fnet.privacy.accounting import COARSE_GRID, GRID, Accountant, epsilon
-from train.errors import UserError
+from train.errors import UserError, warn
 
 
 def at_most(epsilon: float) -> str:
@@ -113,7 +112,7 @@ def make_strategy(name: str, bands: int, separation: int, steps: int) -> privacy
     if name == "inverse_square_root":
         return privacy.banded_inverse_square_root(bands)
     of = jax_privacy("matrix_factorization")
-    print(f"fnet: optimizing {name} noise for {steps} steps", file=sys.stderr, flush=True)
+    warn(f"optimizing {name} noise for {steps} steps")
     bands = min(bands, steps)
     optimize = {
         "optimized": lambda: of.toeplitz.optimize_banded_toeplitz(steps, bands),

@@ -14,7 +14,7 @@ from fnet import models
 from fnet.layer import Layer
 from fnet.layers import activations
 from fnet.models import efficientnet, regnet, swin
-from train.config.network import Network
+from train.config.network import Name, Network
 from train.config.section import Choice, Count, CountOrZero, EvenCount, Fraction, Positive
 
 Activation = Annotated[
@@ -60,8 +60,7 @@ class Convolutional(ImageNetwork):
 class ResNet(Convolutional):
     """ResNet (He et al. 2015)."""
 
-    name: Literal["resnet"] = "resnet"
-    """Network; --model.name NAME --help lists the fields of another one."""
+    name: Name[Literal["resnet"]] = "resnet"
     depth: Literal[10, 14, 18, 26, 34, 50, 101, 152, 200] = 50
     """Number of layers."""
     activation: Activation = "leaky_relu"
@@ -84,8 +83,7 @@ class ResNet(Convolutional):
 class ResNet9(Convolutional):
     """ResNet-9 for small images, which trains in few epochs (Page 2018)."""
 
-    name: Literal["resnet9"] = "resnet9"
-    """Network; --model.name NAME --help lists the fields of another one."""
+    name: Name[Literal["resnet9"]] = "resnet9"
     widths: tuple[Count, Count, Count] = (128, 256, 512)
     """Channels of the three stages; each halves the resolution."""
 
@@ -94,8 +92,7 @@ class ResNet9(Convolutional):
 class PreactResNet(Convolutional):
     """Pre-activation ResNet for small images (He et al. 2016)."""
 
-    name: Literal["preact_resnet"] = "preact_resnet"
-    """Network; --model.name NAME --help lists the fields of another one."""
+    name: Name[Literal["preact_resnet"]] = "preact_resnet"
     widths: Annotated[tuple[Count, ...], MinLen(1)] = (16, 32)
     """Channels of each stage; each stage after the first halves the resolution."""
     blocks_per_stage: Count = 2
@@ -110,8 +107,7 @@ class PreactResNet(Convolutional):
 class ResNeXt(Convolutional):
     """ResNeXt with pre-activation (Xie et al. 2017)."""
 
-    name: Literal["resnext"] = "resnext"
-    """Network; --model.name NAME --help lists the fields of another one."""
+    name: Name[Literal["resnext"]] = "resnext"
     depth: Literal[50, 101, 152] = 50
     """Number of layers."""
     stem: Stem = "7x7"
@@ -126,8 +122,7 @@ class ResNeXt(Convolutional):
 class WiderResNet(Convolutional):
     """Wider ResNet with pre-activation (Wu et al. 2016)."""
 
-    name: Literal["wider_resnet"] = "wider_resnet"
-    """Network; --model.name NAME --help lists the fields of another one."""
+    name: Name[Literal["wider_resnet"]] = "wider_resnet"
     depth: Literal[16, 20, 38] = 38
     """Number of layers."""
     a2: bool = False
@@ -140,8 +135,7 @@ class WiderResNet(Convolutional):
 class DenseNet(Convolutional):
     """DenseNet (Huang et al. 2017)."""
 
-    name: Literal["densenet"] = "densenet"
-    """Network; --model.name NAME --help lists the fields of another one."""
+    name: Name[Literal["densenet"]] = "densenet"
     depth: Literal[121, 161, 169, 201, 264] = 121
     """Number of layers."""
     stem: Stem = "7x7"
@@ -158,8 +152,7 @@ class DenseNet(Convolutional):
 class RevNet(ImageNetwork):
     """RevNet: its backward pass recomputes activations and saves none per block."""
 
-    name: Literal["revnet"] = "revnet"
-    """Network; --model.name NAME --help lists the fields of another one."""
+    name: Name[Literal["revnet"]] = "revnet"
     widths: Annotated[tuple[EvenCount, ...], MinLen(1)] = (32, 64)
     """Channels of each stage; each stage after the first halves the resolution."""
     blocks: Annotated[tuple[Count, ...], MinLen(1)] = (3, 3)
@@ -178,8 +171,7 @@ class RevNet(ImageNetwork):
 class RegNet(Convolutional):
     """RegNetX or RegNetY (Radosavovic et al. 2020)."""
 
-    name: Literal["regnet"] = "regnet"
-    """Network; --model.name NAME --help lists the fields of another one."""
+    name: Name[Literal["regnet"]] = "regnet"
     variant: Annotated[str, Choice(lambda: regnet.VARIANTS)] = "regnet_y_400mf"
     """Name in torchvision or timm, such as regnet_x_1_6gf or regnety_040."""
 
@@ -188,8 +180,7 @@ class RegNet(Convolutional):
 class EfficientNet(ImageNetwork):
     """EfficientNet, EfficientNetV2 or MobileNetV3 (Tan, Le 2019, 2021; Howard et al. 2019)."""
 
-    name: Literal["efficientnet"] = "efficientnet"
-    """Network; --model.name NAME --help lists the fields of another one."""
+    name: Name[Literal["efficientnet"]] = "efficientnet"
     variant: Annotated[str, Choice(lambda: efficientnet.VARIANTS)] = "efficientnet_b0"
     """Name in torchvision or timm, such as efficientnet_v2_s, mobilenet_v3_large."""
     norm: Norm = "batch"
@@ -214,8 +205,7 @@ class EfficientNet(ImageNetwork):
 class ConvNeXt(ImageNetwork):
     """ConvNeXt, the first and the second version (Liu et al. 2022; Woo et al. 2023)."""
 
-    name: Literal["convnext"] = "convnext"
-    """Network; --model.name NAME --help lists the fields of another one."""
+    name: Name[Literal["convnext"]] = "convnext"
     blocks: Annotated[tuple[Count, ...], MinLen(1)] = (3, 3, 9, 3)
     """Number of blocks of each stage."""
     widths: Annotated[tuple[Count, ...], MinLen(1)] = (96, 192, 384, 768)
@@ -234,8 +224,7 @@ class ConvNeXt(ImageNetwork):
 class ViT(Network):
     """Vision transformer (Dosovitskiy et al. 2021)."""
 
-    name: Literal["vit"] = "vit"
-    """Network; --model.name NAME --help lists the fields of another one."""
+    name: Name[Literal["vit"]] = "vit"
     patch: Count = 4
     """Patch size in pixels; pixels beyond the last whole patch are cut off."""
     width: Count = 192
@@ -264,8 +253,7 @@ class ViT(Network):
 class Swin(ImageNetwork):
     """Swin transformer (Liu et al. 2021)."""
 
-    name: Literal["swin"] = "swin"
-    """Network; --model.name NAME --help lists the fields of another one."""
+    name: Name[Literal["swin"]] = "swin"
     variant: Annotated[str, Choice(lambda: swin.VARIANTS)] = "swin_t"
     """Name in torchvision or timm, such as swin_s or swin_base_patch4_window12_384."""
     stochastic_depth: Fraction = 0.0
@@ -276,8 +264,7 @@ class Swin(ImageNetwork):
 class Mlp(Network):
     """Multilayer perceptron on flattened images."""
 
-    name: Literal["mlp"] = "mlp"
-    """Network; --model.name NAME --help lists the fields of another one."""
+    name: Name[Literal["mlp"]] = "mlp"
     hidden: tuple[Count, ...] = (256, 256)
     """Widths of the hidden layers."""
     activation: Activation = "relu"
@@ -306,8 +293,7 @@ class DeepLab(Convolutional):
 
     task: ClassVar[str] = "segmentation"
 
-    name: Literal["deeplab"] = "deeplab"
-    """Network; --model.name NAME --help lists the fields of another one."""
+    name: Name[Literal["deeplab"]] = "deeplab"
     backbone: Backbone = "resnet50"
     """Backbone, whose features have an eighth of the image's resolution."""
     stem: Literal["7x7", "3x3"] = "7x7"

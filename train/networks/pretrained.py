@@ -20,7 +20,7 @@ from fnet.interop.huggingface.loading import match_tensors
 from fnet.interop.huggingface.timm import family_of
 from fnet.interop.peft import huggingface_modules
 from train.config.data import Data
-from train.config.network import Model
+from train.config.network import Model, Name
 from train.config.section import Count, Positive
 from train.data.columns import is_named, order_of
 from train.data.model_folder import ModelFolder, check_tokenizer, read_config, read_folder
@@ -48,8 +48,7 @@ class Pretrained(Model):
 
     is_published: ClassVar[bool] = True
 
-    name: Literal["pretrained"] = "pretrained"
-    """Network; --model.name NAME --help lists the fields of another one."""
+    name: Name[Literal["pretrained"]] = "pretrained"
     path: str = "model"
     """Folder of the model: config.json, safetensors files and tokenizer.json."""
     lora_rank: Count | None = None
@@ -135,6 +134,10 @@ class Pretrained(Model):
         return notes
 
 
+def _no_losses(*args: Any, **options: Any) -> tuple[Array, Any]:
+    raise TypeError("the network has no losses of tokens")
+
+
 class PretrainedNetwork(NamedTuple):
     """A published model as the network of a run.
 
@@ -155,13 +158,13 @@ class PretrainedNetwork(NamedTuple):
 
     init: Callable[[Array], tuple[Any, Any]]
     apply: Callable[..., tuple[Array, Any]]
-    decode: Any
-    losses: Callable[..., tuple[Array, Any]]
     read: Callable[[Any], Any]
     place: Callable[[Array, Any], tuple[Any, Any]]
-    is_frozen: bool
-    vocabulary: int
     base: PretrainedModel
+    decode: Any = None
+    losses: Callable[..., tuple[Array, Any]] = _no_losses
+    is_frozen: bool = False
+    vocabulary: int = 0
     new: str = ""
     errors: Callable[[], Mapping[str, float]] = dict
     features: Callable[..., tuple[Array, Any]] | None = None
@@ -174,12 +177,7 @@ class PretrainedNetwork(NamedTuple):
 
 
 def build_network(section: Pretrained, precision: str) -> PretrainedNetwork:
-    """Build the network from config.json and the headers of the weights.
-
-    Raises:
-      UserError: if a file is missing or damaged, or the model is not supported.
-      ValueError: if the options of adapters do not fit the model.
-    """
+    """Build the network from config.json and the headers of the weights."""
     if section.lora_rank is None and (section.dora or section.quantize):
         option = "dora" if section.dora else "quantize"
         raise UserError(f"model.{option}: needs model.lora_rank, the rank of the adapters")
@@ -293,10 +291,6 @@ def build_image_network(
     A model with a classifier for these classes keeps it, with outputs in the order of the classes.
     Otherwise a new one reads the features of the model. Learned positions are interpolated if the
     images have another size.
-
-    Raises:
-      UserError: if a file is missing or damaged, the model is not supported, or its classifier has
-        as many classes of other names.
     """
     if section.lora_rank is not None:
         raise UserError("model.lora_rank: adapters are for language models; omit it for images")
@@ -340,12 +334,8 @@ def build_image_network(
             key, jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), shapes)
         ),
         apply=apply,
-        decode=None,
-        losses=_no_losses,
         read=_read(folder, model, reorder),
         place=place,
-        is_frozen=False,
-        vocabulary=0,
         base=model,
         new=CLASSIFIER if classifier is not None else "",
     )
@@ -389,10 +379,6 @@ def without_classes(config: Mapping[str, Any]) -> dict[str, Any]:
     args = {n: v for n, v in config.get("model_args", {}).items() if n != "num_classes"}
     rest = {n: v for n, v in config.items() if n != "model_args"}
     return rest | ({"model_args": args} if args else {}) | {"num_classes": 0}
-
-
-def _no_losses(*args: Any, **options: Any) -> tuple[Array, Any]:
-    raise TypeError("the network has no losses of tokens")
 
 
 def _read(

@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from fnet import layers, models
 from fnet.layer import Layer
-from train.config.network import Network
+from train.config.network import Name, Network
 from train.config.section import Count, CountOrZero, Fraction, Positive, Share
 
 Mixer = Literal["attention", "mamba", "mamba2", "rg_lru"]
@@ -55,8 +55,7 @@ class LanguageModel(Transformer):
 
     task: ClassVar[str] = "language"
 
-    name: Literal["language_model"] = "language_model"
-    """Network; --model.name NAME --help lists the fields of another one."""
+    name: Name[Literal["language_model"]] = "language_model"
     mixers: Annotated[tuple[Mixer, ...], MinLen(1)] = ("attention",)
     """Token mixer of each block, repeated cyclically from the first block to the last."""
     groups: Count | None = None
@@ -109,8 +108,7 @@ class Denoiser(Transformer):
 
     task: ClassVar[str] = "diffusion"
 
-    name: Literal["denoiser"] = "denoiser"
-    """Network; --model.name NAME --help lists the fields of another one."""
+    name: Name[Literal["denoiser"]] = "denoiser"
     patch: Count = 1
     """Patch size in pixels; must divide height and width."""
     schedule: Literal["cosine", "linear", "karras"] = "cosine"

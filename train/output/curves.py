@@ -207,28 +207,18 @@ def _rank(name: str, known: Sequence[str]) -> int:
     return known.index(name) if name in known else len(known)
 
 
-class Thinned(NamedTuple):
-    """A curve of few points [M]: means of places and values, and least and greatest values."""
+def thin(x: np.ndarray, y: np.ndarray, most: int) -> tuple[np.ndarray, ...]:
+    """Average a curve [N] over ``most`` equal parts of its range; few points are unchanged.
 
-    x: np.ndarray
-    mean: np.ndarray
-    low: np.ndarray
-    high: np.ndarray
-
-
-def thin(x: np.ndarray, y: np.ndarray, most: int) -> Thinned:
-    """Average a curve [N] over ``most`` equal parts of its range; few points are unchanged."""
+    Returns means of places and of values, and least and greatest values.
+    """
     if len(x) <= most or x[-1] <= x[0]:
-        return Thinned(x, y, y, y)
+        return x, y, y, y
     part = np.minimum((x - x[0]) / (x[-1] - x[0]) * most, most - 1).astype(int)
     first = np.flatnonzero(np.diff(part, prepend=-1))
     count = np.diff(first, append=len(x))
-    return Thinned(
-        np.add.reduceat(x, first) / count,
-        np.add.reduceat(y, first) / count,
-        np.minimum.reduceat(y, first),
-        np.maximum.reduceat(y, first),
-    )
+    x, mean = np.add.reduceat(x, first) / count, np.add.reduceat(y, first) / count
+    return x, mean, np.minimum.reduceat(y, first), np.maximum.reduceat(y, first)
 
 
 def draw(ax: Axes, metric: Metric, x_axis: XAxis, runs: int = 1, points: int = MOST_POINTS) -> None:
@@ -245,14 +235,14 @@ def draw(ax: Axes, metric: Metric, x_axis: XAxis, runs: int = 1, points: int = M
         faint = len(parts) > 1 and first and (several or "averaged" in parts)
         index = run if several else int(part in ("test", "averaged"))
         color = COLORS[index % len(COLORS)]
-        thinned = thin(x_axis.of(curve), curve.values, points)
-        if len(thinned.x) < len(curve.values):
+        x, mean, low, high = thin(x_axis.of(curve), curve.values, points)
+        if len(x) < len(curve.values):
             band: dict[str, Any] = {"alpha": 0.2, "lw": 0, "clip_on": False, "gid": f"run{run}"}
-            ax.fill_between(thinned.x, thinned.low, thinned.high, color=color, **band)
-        dots = len(thinned.x) == 1 or (part == "test" and len(thinned.x) <= 40)
+            ax.fill_between(x, low, high, color=color, **band)
+        dots = len(x) == 1 or (part == "test" and len(x) <= 40)
         ax.plot(
-            thinned.x,
-            thinned.mean,
+            x,
+            mean,
             color=color,
             ls=DASHES[index // len(COLORS) % len(DASHES)],
             lw=1 if faint else 1.5,

@@ -10,6 +10,7 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 from pydantic import ConfigDict, Field, FiniteFloat, ValidationError
 
+from fnet.privacy.audit import Audit
 from train import limits
 from train.stored import Count, Stored, adapter_of, read_bytes
 
@@ -43,16 +44,6 @@ class BadStep(Stored):
     grad_norm: str
     origin: str
     examples: list[str] = Field([])
-
-
-class Audit(Stored):
-    """Result of an audit, see `fnet.privacy.audit.Audit`."""
-
-    epsilon: FiniteFloat
-    confidence: FiniteFloat
-    canaries: Count
-    guesses: Count
-    correct: Count
 
 
 class Summary(Stored):

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple, Self
 
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -15,6 +15,7 @@ from rich.text import Text
 from fnet.memory import format_bytes
 from train.errors import printable
 from train.gradients.privacy import at_most
+from train.output import tables
 from train.output.formats import clock, duration, number
 
 SHOWN = {
@@ -71,6 +72,15 @@ def line_printer(console: Console) -> Callable[[str], None]:
         console.print, highlight=False, soft_wrap=True, markup=False, emoji=False
     )
     return lambda line: show(printable(line))
+
+
+def show_table(console: Console, table: tables.Table, lines: Iterable[str]) -> None:
+    """Print a table on a terminal, and lines elsewhere."""
+    if console.is_terminal:
+        console.print(tables.to_rich(table))
+        return
+    for line in lines:
+        line_printer(console)(line)
 
 
 @contextlib.contextmanager

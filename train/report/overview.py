@@ -67,8 +67,7 @@ def figures_of(run: Run, index: int, metrics: Sequence[Metric]) -> dict[str, Cel
         whole = run.summary.seconds if run.summary and run.finished else 0.0
         note = f"{duration(whole)} in total" if whole >= seconds else ""
         figures["training time"] = Cell(duration(seconds), note)
-        rate = run.step * run.config.data.batch_size / seconds
-        figures["examples per second"] = Cell(number(rate))
+        figures["examples per second"] = Cell(number(run.rate or 0.0))
     predicted, measured = run.memory.peak.total if run.memory else None, None
     if run.summary and run.summary.peak_bytes_predicted is not None:
         predicted, measured = run.summary.peak_bytes_predicted, run.summary.peak_bytes_seen
@@ -79,9 +78,8 @@ def figures_of(run: Run, index: int, metrics: Sequence[Metric]) -> dict[str, Cel
     if epsilon is not None and delta is not None:
         figures["epsilon"] = Cell(at_most(epsilon), f"at delta {delta:g}")
     if run.summary and (audit := run.summary.audit):
-        note = (
-            f"{audit.confidence:.0%} confidence, {audit.correct} of {audit.guesses} guesses right"
-        )
+        guesses = f"{audit.correct} of {audit.guesses} guesses right"
+        note = f"{audit.confidence:.0%} confidence, {guesses}"
         figures["epsilon, at least"] = Cell(number(audit.epsilon), note)
     if run.summary and run.summary.noise_scale is not None:
         figures["gradient noise scale"] = Cell(number(run.summary.noise_scale), "examples")

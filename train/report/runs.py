@@ -6,18 +6,16 @@ import math
 import os
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from PIL import Image
 from pydantic import Field
 
-from train.config import Config
 from train.data.decode import UnreadableError, View, decode
 from train.errors import UserError
 from train.limits import PICTURE
-from train.output.curves import Curve, read_curves
+from train.output.curves import read_curves
 from train.output.formats import number
 from train.output.logged import BadStep, MetricsLine, Summary, finite, throughput
 from train.output.memory_tables import StepMemory
@@ -48,73 +46,58 @@ class Evaluation(Stored):
     classes: tuple[ClassScore, ...] = ()
 
 
-class Mistake(NamedTuple):
-    """An image that the network is most wrong about.
-
-    Attributes:
-      texts: Label, prediction, probability and loss by name.
-      picture: Small picture as a data URI; None without a file.
-    """
-
-    file: str
-    texts: dict[str, str]
-    picture: str | None
-
-
 _MEASURED = re.compile("(loss|probability|pixel_accuracy)$|predicted |label ")
 """Columns of numbers."""
 _MISTAKES, _SIDE = 24, 96
 """Images in the list of mistakes, and the longer side of their pictures in pixels."""
 
 
-def load_mistakes(path: Path) -> list[Mistake]:
-    """Return the images of an evaluation.csv that the network is most wrong about."""
+def load_mistakes(path: Path) -> list[tuple[str, dict[str, str], str | None]]:
+    """Return the images of an evaluation.csv that the network is most wrong about.
+
+    Mistakes come first, by falling probability, and then others, by falling loss. Each has its
+    file, texts by name, and a small picture as a data URI if the file is there.
+    """
+
+    def order(row: dict[str, str]) -> tuple[bool, float]:
+        is_mistake = "probability" in row and row["prediction"] != row["label"]
+        loss = float(row["loss"])
+        return not is_mistake, -(float(row["probability"]) if is_mistake else loss)
+
+    def texts(row: dict[str, str]) -> dict[str, str]:
+        return {
+            # Names of classes may look like numbers.
+            name.replace("_", " "): number(float(value)) if _MEASURED.match(name) else value
+            for name, value in row.items()
+            if name not in ("file", "split") and not name.startswith("probability of ")
+        }
+
     try:
-        return _mistakes([row | {"loss": float(row["loss"])} for row in read_csv(path)])
+        worst = sorted(read_csv(path), key=order)[:_MISTAKES]
+        return [(row["file"], texts(row), _thumbnail(row["file"])) for row in worst]
     except (ValueError, KeyError) as error:
         raise StoredError(path, error) from error
 
 
-def _mistakes(rows: list[dict[str, Any]]) -> list[Mistake]:
-    return [
-        Mistake(
-            row["file"],
-            {
-                # Names of classes may look like numbers.
-                name.replace("_", " "): number(float(value)) if _MEASURED.match(name) else value
-                for name, value in row.items()
-                if name not in ("file", "split") and not name.startswith("probability of ")
-            },
-            _thumbnail(row["file"]),
-        )
-        for row in worst_first(rows)[:_MISTAKES]
-    ]
-
-
-def worst_first(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Sort rows: mistakes by falling probability, then others by falling loss."""
-
-    def key(row: dict[str, Any]) -> tuple[bool, float]:
-        is_mistake = "probability" in row and row["prediction"] != row["label"]
-        return not is_mistake, -float(row["probability"] if is_mistake else row["loss"])
-
-    return sorted(rows, key=key)
-
-
 def _thumbnail(file: str) -> str | None:
     """Return a small picture of an image file as a data URI; None if there is none."""
+
+    def view(width: int, height: int) -> View:
+        size = (max(round(side * _SIDE / max(width, height)), 1) for side in (width, height))
+        return View((0, 0, width, height), (next(size), next(size)))
+
     try:
-        pixels = decode(file, lambda w, h: View((0, 0, w, h), _fit(w, h)))
+        pixels = decode(file, view)
     except UnreadableError:
         return None
     picture = io.BytesIO()
     Image.fromarray(pixels).save(picture, "JPEG", quality=80)
-    return f"data:image/jpeg;base64,{base64.b64encode(picture.getvalue()).decode()}"
+    return data_uri("jpeg", picture.getvalue())
 
 
-def _fit(width: int, height: int) -> tuple[int, int]:
-    scale = _SIDE / max(width, height)
-    return max(round(width * scale), 1), max(round(height * scale), 1)
+def data_uri(kind: str, content: bytes) -> str:
+    """Return a picture as text of a page."""
+    return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
 
 
 class _Reader:
@@ -151,7 +134,7 @@ class _Reader:
         """Return a PNG file as a data URI."""
         content = self.read(path, lambda path: read_bytes(path, PICTURE))
         if content and content.startswith(b"\x89PNG\r\n\x1a\n"):
-            return f"data:image/png;base64,{base64.b64encode(content).decode()}"
+            return data_uri("png", content)
         if content is not None:
             self.notes.append(f"{path.name} is not a PNG")
         return None
@@ -176,14 +159,6 @@ _MOST_PICTURED = 4
 """Evaluations with options whose pictures the page shows, the newest ones."""
 
 
-class Evaluated(NamedTuple):
-    """An evaluation by `fnet eval`: its evaluation.json, and its pictures as data URIs."""
-
-    result: Evaluation
-    pictures: dict[str, str]
-
-
-@dataclass
 class Run:
     """A run's folder.
 
@@ -193,7 +168,8 @@ class Run:
       written: Time of the last line in seconds since 1970, or None.
       summary: Its summary.json; None until the run has finished once.
       memory: Its memory.json; None until a step is compiled.
-      evaluations: Evaluations by `fnet eval`, the one without options first.
+      evaluations: Evaluations by `fnet eval`, the one without options first, with pictures as data
+        URIs.
       mistakes: Images of its evaluation.csv that the network is most wrong about.
       pictures: `PICTURES` that exist, as data URIs.
       checkpoints: Steps that have a checkpoint, in rising order.
@@ -201,21 +177,26 @@ class Run:
       notes: Remarks on what could not be read.
     """
 
-    label: str
-    folder: RunFolder
-    config: Config
-    lines: list[dict[str, Any]]
-    curves: dict[str, Curve]
-    written: float | None
-    summary: Summary | None
-    memory: StepMemory | None
-    evaluations: list[Evaluated]
-    mistakes: list[Mistake]
-    bad_steps: list[BadStep]
-    pictures: dict[str, str]
-    checkpoints: list[int]
-    owner: str | None
-    notes: list[str]
+    def __init__(self, folder: RunFolder, label: str):
+        reader = _Reader(folder)
+        self.folder, self.label, self.config = folder, label, folder.read_config()
+        self.notes, self.checkpoints = reader.notes, folder.saved_steps
+        self.lines = lines = reader.log(folder.metrics, MetricsLine)
+        bad_steps = reader.log(folder.bad_steps, BadStep)
+        self.bad_steps = [BadStep.model_validate(line) for line in bad_steps]
+        self.curves = read_curves(lines)
+        self.written = folder.metrics.stat().st_mtime if lines else None
+        self.summary = summary = reader.json(Summary, folder.summary)
+        is_whole = summary and lines and lines[-1]["step"] <= summary.steps
+        logged = summary.logged if summary and is_whole else None
+        if logged is not None and folder.logged != logged:
+            self.notes.append("metrics.jsonl was damaged, lost or changed since the run ended")
+        self.memory = reader.json(StepMemory, folder.memory)
+        self.evaluations = _read_evaluations(folder, reader)
+        self.mistakes = reader.read(folder.rows, load_mistakes) or []
+        self.pictures = reader.pictures(folder.path, folder.private)
+        owner = _Reader(folder).read(folder.lock_file, read_bytes) or b""
+        self.owner = owner.decode(errors="replace").strip() or None
 
     @property
     def has_text(self) -> bool:
@@ -237,23 +218,25 @@ class Run:
         """Steps of the whole run, or None if neither its config nor its lines tell."""
         train = self.config.train
         if train.steps or not self.epoch > 0:
-            return train.steps or None
+            return train.steps
         steps = train.epochs * self.step / self.epoch
         return math.ceil(round(steps, 6)) if steps < MOST_STEPS else None
 
     @property
     def finished(self) -> bool:
         """Whether the summary is of the last step."""
-        last = max(self.step, self.total_steps or 0)
-        if self.summary is None:
-            return False
-        return self.summary.steps >= (self.step if self.summary.ended_early else last)
+        s, total = self.summary, self.total_steps or 0
+        return s is not None and s.steps >= max(self.step, 0 if s.ended_early else total)
+
+    @property
+    def rate(self) -> float | None:
+        """Examples per second of training steps."""
+        return throughput(self.lines)
 
     @property
     def training_seconds(self) -> float | None:
         """Time spent in training steps, however often the run was resumed."""
-        rate = throughput(self.lines)
-        return self.step * self.config.data.batch_size / rate if rate else None
+        return self.step * self.config.data.batch_size / self.rate if self.rate else None
 
     def last(self, key: str) -> float | None:
         """Return the last value of a metric, or None."""
@@ -272,46 +255,20 @@ def read_runs(folders: Sequence[RunFolder]) -> list[Run]:
         paths[real] = folder.path
     names = [path.name for path in paths]
     labels = names if len(set(names)) == len(names) else [str(path) for path in paths.values()]
-    return [_read(folder, label) for folder, label in zip(folders, labels, strict=True)]
+    return [Run(folder, label) for folder, label in zip(folders, labels, strict=True)]
 
 
-def _read(folder: RunFolder, label: str) -> Run:
-    reader, config = _Reader(folder), folder.read_config()
-    lines = reader.log(folder.metrics, MetricsLine)
-    bad_steps = reader.log(folder.bad_steps, BadStep)
-    summary = reader.json(Summary, folder.summary)
-    logged = summary.logged if summary and lines and lines[-1]["step"] <= summary.steps else None
-    if logged is not None and folder.logged != logged:
-        reader.notes.append("metrics.jsonl was damaged, lost or changed since the run ended")
-    owner = _Reader(folder).read(folder.lock_file, read_bytes) or b""
-    return Run(
-        label=label,
-        folder=folder,
-        config=config,
-        lines=lines,
-        curves=read_curves(lines),
-        written=folder.metrics.stat().st_mtime if lines else None,
-        summary=summary,
-        memory=reader.json(StepMemory, folder.memory),
-        evaluations=_read_evaluations(folder, reader),
-        mistakes=reader.read(folder.rows, load_mistakes) or [],
-        bad_steps=[BadStep.model_validate(line) for line in bad_steps],
-        pictures=reader.pictures(folder.path, folder.private),
-        checkpoints=folder.saved_steps,
-        owner=owner.decode(errors="replace").strip() or None,
-        notes=reader.notes,
-    )
-
-
-def _read_evaluations(folder: RunFolder, reader: _Reader) -> list[Evaluated]:
+def _read_evaluations(
+    folder: RunFolder, reader: _Reader
+) -> list[tuple[Evaluation, dict[str, str]]]:
     plain = reader.json(Evaluation, folder.evaluation)
-    evaluations = [Evaluated(plain, {})] if plain else []  # its pictures are the run's
+    evaluations = [(plain, dict[str, str]())] if plain else []  # its pictures are the run's
     paths = folder.evaluations.glob(f"*/{folder.evaluation.name}")
     newest_first = sorted(paths, key=lambda path: (-path.lstat().st_mtime, path))
     for i, path in enumerate(newest_first):
         if result := reader.json(Evaluation, path):
             pictures = reader.pictures(path.parent) if i < _MOST_PICTURED else {}
-            evaluations.append(Evaluated(result, pictures))
+            evaluations.append((result, pictures))
     if (more := len(newest_first) - _MOST_PICTURED) > 0:
         reader.notes.append(f"Pictures of {more} more evaluations are in {folder.evaluations}")
     return evaluations

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import io
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 from xml.etree import ElementTree
@@ -16,16 +17,11 @@ from matplotlib.figure import Figure
 
 from fnet.memory import format_bytes
 from train.config import Config, flatten
+from train.output import memory_tables
 from train.output.curves import COLORS, DASHES, GRID_COLOR, Metric, XAxis, draw
 from train.output.formats import duration, number, percent
 from train.output.logged import NOT_PRIVATE, input_wait
-from train.output.memory_tables import (
-    StepMemory,
-    describe_errors,
-    largest_table,
-    residuals_table,
-    step_sums,
-)
+from train.output.memory_tables import StepMemory
 from train.output.plots import draw_live_bytes
 from train.output.tables import MISSING, Cell, Table
 from train.report.runs import Run
@@ -41,7 +37,7 @@ class Chart(NamedTuple):
 
     title: str
     note: str
-    values: dict[tuple[str, str], list[str]]
+    values: Mapping[tuple[str, str], Sequence[str]]
     svg: Markup
 
 
@@ -66,18 +62,16 @@ def shared_axis(runs: Sequence[Run]) -> XAxis:
 def chart(metric: Metric, runs: Sequence[Run], axis: XAxis, points: int) -> Chart:
     """Draw a metric of all runs with at most so many points per curve."""
     several, text = len(runs) > 1, metric.scale.text
-    values: dict[tuple[str, str], list[str]] = {}
-    titles = {}
+    values, titles, ends = defaultdict[tuple[str, str], list[str]](list), dict[str, str](), set()
     for (run, part), curve in metric.curves.items():
         label = runs[run].label if several else metric.label(part)
         line = line_of(run) if several else f"c{int(part in ('test', 'averaged'))} solid"
-        values.setdefault((label, line), []).append(text(curve.values[-1]))
-        first, last = (
-            f"{text(curve.values[i])} at {axis.text(axis.of(curve)[i])}" for i in (0, -1)
-        )
+        first, last = (text(curve.values[i]) for i in (0, -1))
+        begin, end = (axis.text(axis.of(curve)[i]) for i in (0, -1))
+        values[label, line].append(last)
+        ends.add(end)
         name = " ".join(dict.fromkeys([label, metric.label(part), metric.title])).strip()
-        titles[f"run{run}-{part}"] = f"{name}: from {first} to {last}."
-    ends = {axis.text(axis.of(curve)[-1]) for curve in metric.curves.values()}
+        titles[f"run{run}-{part}"] = f"{name}: from {first} at {begin} to {last} at {end}."
     labels = list(filter(None, map(metric.label, metric.parts)))
     named = several and (len(metric.parts) > 1 or NOT_PRIVATE in metric.parts)
     notes = [" / ".join(labels)] if named else []
@@ -112,7 +106,7 @@ def throughput(runs: Sequence[Run]) -> Table:
             return {}
         slowest = int(np.argmin(rate.values))
         texts = {
-            "examples per second": number(run.step * run.config.data.batch_size / seconds),
+            "examples per second": number(run.rate or 0.0),
             "median": number(float(np.median(rate.values))),
             "slowest": f"{number(rate.values[slowest])} at step {rate.steps[slowest]:,.0f}",
             "time per step": f"{number(1000 * seconds / run.step)} ms",
@@ -132,14 +126,18 @@ def memory_sums(runs: Sequence[Run]) -> Table:
     """Return the memory of runs in sums."""
 
     def texts(run: Run) -> dict[str, str]:
-        sums, s = {}, run.summary
-        if s:
-            peaks = {"predicted peak": s.peak_bytes_predicted, "measured peak": s.peak_bytes_seen}
-            sizes = peaks | {"budget": s.budget_bytes}
-            sums = {name: format_bytes(n) for name, n in sizes.items() if n is not None}
-            if s.quantization_errors:
-                sums["quantized weights"] = describe_errors(s.quantization_errors)
-        return sums | (step_sums(run.memory) if run.memory else {})
+        sums, s = memory_tables.step_sums(run.memory) if run.memory else {}, run.summary
+        if not s:
+            return sums
+        sizes = {"predicted peak": s.peak_bytes_predicted, "measured peak": s.peak_bytes_seen}
+        sizes |= {"budget": s.budget_bytes}
+        errors = s.quantization_errors
+        quantized = {"quantized weights": memory_tables.describe_errors(errors)} if errors else {}
+        return (
+            {n: format_bytes(size) for n, size in sizes.items() if size is not None}
+            | quantized
+            | sums
+        )
 
     return compare("Peak memory and its parts", [texts(run) for run in runs], runs, mark=True)
 
@@ -160,7 +158,8 @@ def compiled_steps(runs: Sequence[Run]) -> Iterator[tuple[str, Table, Chart | No
     highest = max((max(memory.live_bytes or [0]) for memory in labels), default=0)
     for i, (memory, names) in enumerate(labels.items()):
         live = _live_bytes(memory, highest, f"live{i}") if memory.live_bytes else None
-        yield ", ".join(names), residuals_table(memory, longest), live, largest_table(memory)
+        residuals = memory_tables.residuals_table(memory, longest)
+        yield ", ".join(names), residuals, live, memory_tables.largest_table(memory)
 
 
 def _live_bytes(memory: StepMemory, highest: int, name: str) -> Chart:
@@ -176,10 +175,8 @@ def _live_bytes(memory: StepMemory, highest: int, name: str) -> Chart:
 
 def class_scores(runs: Sequence[Run]) -> Table:
     """Return the score of each class in `fnet eval`, the lowest first."""
-    rows: dict[str, dict[int, Cell]] = {}
-    lowest: dict[str, float] = {}
-    kinds = set()
-    heads: list[Cell] = []
+    rows, scores = defaultdict[str, dict[int, Cell]](dict), defaultdict[str, list[float]](list)
+    heads, kinds = list[Cell](), set[str]()
     for i, run in enumerate(runs):
         for evaluation, _ in run.evaluations:
             for c in evaluation.classes:
@@ -188,10 +185,10 @@ def class_scores(runs: Sequence[Run]) -> Table:
                     kind, score, count = "IoU", c.iou, f"{c.pixels or 0:,} pixels"
                 if score is not None:
                     kinds.add(kind)
-                    rows.setdefault(c.name, {})[len(heads)] = Cell(percent(score), count)
-                    lowest[c.name] = min(score, lowest.get(c.name, score))
+                    rows[c.name][len(heads)] = Cell(percent(score), count)
+                    scores[c.name].append(score)
             heads.append(Cell(run.label, evaluation.description, run=i))
-    names = sorted(rows, key=lambda name: lowest[name])[:_MOST_ROWS]
+    names = sorted(rows, key=lambda name: min(scores[name]))[:_MOST_ROWS]
     which = f"The {_MOST_ROWS} lowest classes" if len(rows) > _MOST_ROWS else "Classes"
     return Table(
         f"{which} in fnet eval by {' and '.join(sorted(kinds))}, the lowest first",
@@ -213,22 +210,21 @@ def skipped_steps(runs: Sequence[Run]) -> Table:
     return Table(f"Skipped steps, at most {_MOST_ROWS} of each run", columns, rows, texts=5)
 
 
-def _written(value: Any) -> str:
-    """Return a value as on the command line, where values of a tuple are words."""
-    return " ".join(map(str, value)) or "empty" if isinstance(value, tuple) else str(value)
-
-
 def differences(runs: Sequence[Run]) -> tuple[list[dict[str, str]], dict[str, str]]:
     """Return the fields in which runs differ, of each run, and the fields that are equal.
 
     One run is compared with the defaults of its fields. A field that a config does not have,
     because its section is of another kind, is `MISSING`.
     """
+
+    def text(value: Any) -> str:  # as on the command line, where values of a tuple are words
+        return " ".join(map(str, value)) or "empty" if isinstance(value, tuple) else str(value)
+
     configs = [run.config for run in runs]
     if len(runs) == 1:
         defaults: Any = {name: type(s)() for name, s in configs[0].sections.items()}
         configs.append(Config(**defaults))
-    flat = [{name: _written(value) for name, value in flatten(c).items()} for c in configs]
+    flat = [{name: text(value) for name, value in flatten(c).items()} for c in configs]
     order = [f.name for f in dataclasses.fields(Config)]
     names = sorted({n: 0 for c in flat for n in c}, key=lambda n: order.index(n.partition(".")[0]))
     columns = [{name: fields.get(name, MISSING) for name in names} for fields in flat]

@@ -18,18 +18,12 @@ import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore
 from jax import Array
-from orbax.checkpoint.checkpoint_managers import (
-    AnyPreservationPolicy,
-    LatestN,
-    PolicyCheckpointInfo,
-    PreservationContext,
-    PreservationPolicy,
-)
+from orbax.checkpoint import checkpoint_managers as managers
 
 from fnet import TrainState
 from fnet.cpu.heap import release_free_memory
 from train import stored
-from train.errors import TrainingError, UserError, is_machine_error, is_out_of_memory
+from train.errors import TrainingError, UserError, is_machine_error, is_out_of_memory, warn
 from train.networks.pretrained import FROZEN, Pretrained, PretrainedNetwork, weights_code
 from train.run.distributed import any_process, lost_connection
 from train.run.process_memory import IN_FLIGHT
@@ -156,7 +150,7 @@ class Checkpoints:
         self,
         folder: Path,
         keep: int | None = None,
-        log: Callable[[str], None] = lambda line: print(f"fnet: {line}", file=sys.stderr),
+        log: Callable[[str], None] = warn,
         *,
         shapes: TrainState | None = None,
         best: bool = False,
@@ -174,7 +168,7 @@ class Checkpoints:
             settings.enter_context(_quiet_libraries())
             if not self._read_only:
                 _drop_late_callbacks()
-            policies = [LatestN(keep), *[_Best(self._scores)] * keep_best]
+            policies = [managers.LatestN(keep), *[_Best(self._scores)] * keep_best]
             gigabytes = None
             if shapes is not None and jax.default_backend() == "cpu":
                 gigabytes = (IN_FLIGHT + max(_sizes(shapes))) / 1e9  # no array may be above it
@@ -182,7 +176,7 @@ class Checkpoints:
                 self._manager = ocp.CheckpointManager(
                     self._folder,
                     options=ocp.CheckpointManagerOptions(
-                        preservation_policy=AnyPreservationPolicy(policies),
+                        preservation_policy=managers.AnyPreservationPolicy(policies),
                         cleanup_tmp_directories=not self._read_only,
                         read_only=self._read_only,
                         create=not self._read_only,
@@ -419,14 +413,12 @@ class Checkpoints:
 
 
 @dataclasses.dataclass
-class _Best(PreservationPolicy):
+class _Best(managers.PreservationPolicy):
     """Preserve the checkpoint with the highest score, of several the newest."""
 
     scores: Mapping[int, float]
 
-    def should_preserve(
-        self, checkpoints: Sequence[PolicyCheckpointInfo], *, context: PreservationContext
-    ) -> Sequence[bool]:
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> Sequence[bool]:
         scored = [(self.scores[c.step], c.step) for c in checkpoints if c.step in self.scores]
         return [(self.scores.get(c.step), c.step) == max(scored, default=None) for c in checkpoints]
 

@@ -222,14 +222,6 @@ def _log_likelihoods(
     count: Array,
 ) -> Array:
     """Sum the log-likelihoods of the last ``count`` of ``length`` targets of each row [B]."""
-    at = jnp.arange(tokens.shape[1] - 1)[None]
-    losses, _ = model.losses(
-        params,
-        state,
-        tokens[:, :-1],
-        tokens[:, 1:],
-        train=False,
-        lengths=length,
-        loss_mask=at >= (length - count)[:, None],
-    )
+    learned = jnp.arange(tokens.shape[1] - 1)[None] >= (length - count)[:, None]
+    losses, _ = language.token_losses(model, params, state, tokens, length, learned, None)
     return -losses.sum(1)

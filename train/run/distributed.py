@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from train.errors import TrainingError, UserError, printable
+from train.errors import TrainingError, UserError, warn
 from train.run.run_folder import RunFolder
 
 _FAILED = "fnet/failed"
@@ -80,12 +80,12 @@ def _gives_up(
         start = time.monotonic()
         if is_connected.wait(min(10, timeout / 2)):
             return
-        _print(f"waiting for {missing}{at}{reason()}; gives up after {timeout} s")
+        warn(f"waiting for {missing}{at}{reason()}; gives up after {timeout} s")
         if is_connected.wait(max(timeout - (time.monotonic() - start), 0)):
             return
         why = reason()
         if not is_connected.is_set():
-            _print(
+            warn(
                 f"--distributed: {missing} did not meet{at} within {timeout} s{why}; start "
                 "each of them, with the address of process 0 as --coordinator"
             )
@@ -176,7 +176,7 @@ def _watch(client: Any, is_over: threading.Event) -> None:
         failures = _failures(client, jax.process_index())
         # This process may be about to end for the same reason.
         if failures and not is_over.wait(_READ_SECONDS - 1):
-            _print(_ended(*failures[0]))
+            warn(_ended(*failures[0]))
             _exit(failures[0][2])
 
 
@@ -184,10 +184,6 @@ def _leave(code: int) -> None:
     if jax.process_index() == 0:  # the others read from its store
         time.sleep(_READ_SECONDS + 1)
     _exit(code)
-
-
-def _print(text: str) -> None:
-    print(printable(f"fnet: {text}"), file=sys.stderr, flush=True)
 
 
 def _exit(code: int) -> None:

@@ -1,10 +1,13 @@
 """Tables and pictures of an evaluation: scores of classes, and test examples with predictions."""
 
+import hashlib
 import math
+import os
+import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -17,9 +20,11 @@ from train.errors import shorten
 from train.output import plots
 from train.output.curves import describe
 from train.output.palette import palette
-from train.output.progress import line_printer
-from train.output.tables import MISSING, Table, to_rich
+from train.output.progress import line_printer, show_table
+from train.output.rows import as_csv
+from train.output.tables import MISSING, Table
 from train.run.evaluation import Evaluation, Evaluator, Trained
+from train.run.run_folder import RunFolder, atomic_write
 from train.run.setup import Setup
 from train.tasks import kind_of
 from train.tasks.scores import iou_by_class
@@ -113,16 +118,13 @@ def print_scores(run: Setup, evaluation: Evaluation, console: Console) -> None:
         lowest = sorted(defined, key=lambda c: c[score])[:_MAX_CLASSES]
         log(f"the {len(lowest)} of {len(scores)} classes with the lowest {title}:")
         scores = lowest
-    if console.is_terminal:
-        rows = [
-            (c["name"], f"{c[unit]:,}", None if c[score] is None else f"{c[score]:.2%}")
-            for c in scores
-        ]
-        console.print(to_rich(Table("", ("class", unit, title), rows)))
-        return
+    rows, lines = [], []
     for c in scores:
-        shown = MISSING if c[score] is None else f"{c[score]:.4f}"
-        log(f"{title} of {c['name']}: {shown} ({c[unit]:,} {unit})")
+        name, count, value = c["name"], f"{c[unit]:,}", c[score]
+        rows.append((name, count, None if value is None else f"{value:.2%}"))
+        shown = MISSING if value is None else f"{value:.4f}"
+        lines.append(f"{title} of {name}: {shown} ({count} {unit})")
+    show_table(console, Table("", ("class", unit, title), rows), lines)
 
 
 def text_metrics(run: Setup, evaluation: Evaluation) -> dict[str, float]:
@@ -164,16 +166,37 @@ def example_rows(run: Setup, evaluation: Evaluation, split: str = "test") -> lis
     return rows
 
 
-def draw_results(
+def files_for(folder: RunFolder, options: Mapping[str, Any]) -> tuple[RunFolder, str]:
+    """Return where an evaluation with some options is written, and ``"split test, flip"``.
+
+    Without options, it is the folder that training writes to, too. Other options do not overwrite.
+    """
+    if not options:
+        return folder, ""
+    names, descriptions = list[str](), list[str]()
+    for name, value in options.items():
+        values = value if isinstance(value, tuple) else () if value is True else (value,)
+        texts = [f"{v:g}" if isinstance(v, float) else str(v) for v in values]
+        descriptions.append(" ".join([name.replace("_", " "), *texts]))
+        text = "+".join(texts)
+        safe = re.sub(r"[^\w.+-]", "_", Path(text).name or "root")[-60:]
+        if safe != text:  # two folders can have the same name
+            digest = hashlib.sha256(os.fsencode(os.path.abspath(text))).hexdigest()
+            safe = f"{safe}-{digest[:6]}"
+        names.append(f"{name}={safe}" if texts else name)
+    return RunFolder(folder.evaluations / ",".join(names)), ", ".join(descriptions)
+
+
+def write(
     run: Setup,
     evaluate: Evaluator,
     trained: Trained,
     evaluation: Evaluation,
     title: str,
-    confusion: Path,
-    examples: Path,
-) -> list[Path]:
-    """Draw the confusion matrix, and test images with labels and predictions.
+    files: RunFolder,
+    split: str = "test",
+) -> dict[str, Path]:
+    """Draw the confusion matrix, and test images with labels and predictions; write their rows.
 
     24 classified images are shown: first errors, by decreasing probability, then correct ones, by
     increasing probability; with several labels or numbers, the largest losses. From up to 60
@@ -181,20 +204,23 @@ def draw_results(
     of which only covered results are written shows no test images.
 
     Returns:
-      The pictures that were written.
+      What was written, by its name for people.
     """
-    written = []
+    written, kind = dict[str, Path](), kind_of(run.config)
     if evaluation.confusion is not None:
-        plots.confusion_matrix(evaluation.confusion, run.task.dataset.classes, title, confusion)
-        written.append(confusion)
-    kind = kind_of(run.config)
-    if run.config.is_release_only or not kind.labels_images:
-        return written
-    if kind.predicts == "masks":
-        drawn = _draw_segmentations(run, evaluate, trained, title, examples)
-    else:
-        drawn = _draw_classifications(run, evaluation, title, examples)
-    return [*written, examples] if drawn else written
+        classes, picture = run.task.dataset.classes, files.confusion
+        plots.confusion_matrix(evaluation.confusion, classes, title, picture)
+        written["confusion matrix"] = picture
+    if kind.labels_images and not run.config.is_release_only:
+        if kind.predicts == "masks":
+            drawn = _draw_segmentations(run, evaluate, trained, title, files.examples)
+        else:
+            drawn = _draw_classifications(run, evaluation, title, files.examples)
+        written |= {"examples": files.examples} if drawn else {}
+    if rows := example_rows(run, evaluation, split):
+        atomic_write(files.rows, as_csv(rows))
+        written["images" if kind.labels_images else "texts"] = files.rows
+    return written
 
 
 def draw_augmented(run: Setup, path: Path) -> None:
@@ -265,45 +291,36 @@ def _shorten(name: str, most: int = 22) -> str:
     return name if len(name) <= most else name[: most - 1] + "…"
 
 
-class _Segmented(NamedTuple):
-    image: np.ndarray
-    mask: np.ndarray
-    prediction: np.ndarray
-
-    @property
-    def accuracy(self) -> float:
-        """Share of the labeled pixels that are right; 0 without any."""
-        labeled = self.mask != IGNORE
-        return float((self.mask == self.prediction)[labeled].sum() / max(labeled.sum(), 1))
-
-
 def _draw_segmentations(
     run: Setup, evaluate: Evaluator, trained: Trained, title: str, path: Path
 ) -> bool:
-    segmented: list[_Segmented] = []
+    segmented: list[tuple[float, tuple[np.ndarray, ...]]] = []
     pixels = math.prod(run.batch_shapes["mask"].shape[1:])
     most = min(max(_MEMORY // (5 * pixels), _NUM_SEGMENTED), _MAX_SEGMENTED)
     for batch, predictions in evaluate.predict(trained, most):
-        rows = np.flatnonzero(batch["weight"])
-        segmented += [_Segmented(batch["image"][i], batch["mask"][i], predictions[i]) for i in rows]
+        for i in np.flatnonzero(batch["weight"]):
+            image, mask, prediction = batch["image"][i], batch["mask"][i], predictions[i]
+            labeled = mask != IGNORE
+            right = (mask == prediction)[labeled].sum() / max(labeled.sum(), 1)
+            segmented.append((float(right), (image, mask, prediction)))
     if not segmented:
         return False
-    segmented.sort(key=lambda s: s.accuracy)
-    shown = [_crop(segmented[i]) for i in spread(len(segmented), _NUM_SEGMENTED)]
+    segmented.sort(key=lambda item: item[0])
+    shown = [segmented[i] for i in spread(len(segmented), _NUM_SEGMENTED)]
+    images, masks, predicted = zip(*(_crop(*arrays) for _, arrays in shown), strict=True)
     dataset = run.task.dataset
     total = data.num_examples(dataset.test)
     title = f"{title}: {len(shown)} of {total:,} test images, from the worst to the best"
-    images, masks, predicted = zip(*shown, strict=True)
-    captions = [f"prediction, {s.accuracy:.0%} of pixels right" for s in shown]
+    captions = [f"prediction, {right:.0%} of pixels right" for right, _ in shown]
     colors = palette(dataset.label_map)
     plots.segmentations(images, masks, predicted, dataset.classes, colors, captions, title, path)
     return True
 
 
-def _crop(s: _Segmented) -> _Segmented:
+def _crop(image: np.ndarray, mask: np.ndarray, prediction: np.ndarray) -> list[np.ndarray]:
     """Crop to the image: the padding beyond has one color, and is ignored in the mask."""
-    is_padding = (s.image == s.image[-1, -1]).all(-1) & (s.mask == IGNORE)
-    if is_padding.all():
-        return s
-    height, width = (int(np.flatnonzero(~is_padding.all(axis))[-1]) + 1 for axis in (1, 0))
-    return _Segmented(*(a[:height, :width] for a in s))
+    height, width = mask.shape
+    is_padding = (image == image[-1, -1]).all(-1) & (mask == IGNORE)
+    if not is_padding.all():
+        height, width = (int(np.flatnonzero(~is_padding.all(axis))[-1]) + 1 for axis in (1, 0))
+    return [a[:height, :width] for a in (image, mask, prediction)]

@@ -28,12 +28,12 @@ from train.run import distributed, examples, results, tracking, weight_files
 from train.run.attribution import TrainingRows, columns_of, write_losses
 from train.run.checkpoints import Checkpoints, Restored, load_network, without_frozen
 from train.run.evaluation import Evaluation
-from train.run.examples import describe_undefined, example_rows
+from train.run.examples import describe_undefined
 from train.run.input_wait import InputWait
 from train.run.interruption import Interrupted, Interruption
 from train.run.mesh import layout
 from train.run.metrics import Meter, best_metric, score_of
-from train.run.open_run import check_classes, copy_model_files, write_classes
+from train.run.open_run import begin, check_classes, write_classes
 from train.run.planning import Programs, check_memory_config, compile_programs
 from train.run.process_memory import HighWater
 from train.run.profiling import Profile
@@ -102,13 +102,8 @@ def train(
             return
         if resume and not folder.config.is_file():
             log(f"no run in {folder.path} yet: starting a new one")
-        folder.create(config, run_id)
-        create_secret(folder, config)
-        copy_model_files(folder, config)
-        write_data(folder, config, data)
-        folder.write_config(config)  # last: it makes the folder a run's
-        if weights is not None:
-            folder.write(folder.imported, weights.as_dict())
+        imported = None if weights is None else weights.as_dict()
+        begin(folder, config, data, imported, run_id=run_id)
 
     with distributed.run_folder(out, prepare) as folder, contextlib.ExitStack() as stack:
         for note in run.notes:
@@ -330,13 +325,9 @@ class _Loop:
             self.log(f"{what}; {rows}")
         evaluation = self.evaluation or programs.evaluate(state)  # resumed after its last step
         written = [folder.summary, folder.curves, folder.memory_picture]
-        pictures = folder.confusion, folder.examples
         title = f"{run.config.name}, step {run.steps}"
-        evaluate = programs.evaluate
-        written += examples.draw_results(run, evaluate, state, evaluation, title, *pictures)
-        if rows_of_examples := example_rows(run, evaluation):
-            atomic_write(folder.rows, as_csv(rows_of_examples))
-            written.append(folder.rows)
+        files = examples.write(run, programs.evaluate, state, evaluation, title, folder)
+        written += files.values()
         if isinstance(state.opt_state, InRunState):
             training_rows = TrainingRows(run.task.dataset, run.config.data.batch_size)
             written += write_losses(folder, training_rows, columns_of(state.opt_state))

@@ -4,28 +4,47 @@ Training writes into the folder what later commands need without the training da
 mean (classes.json), and config and tokenizer of a published model.
 """
 
+import contextlib
 import copy
 import functools
 import itertools
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 from pydantic import Field, FiniteFloat
 
-from train.config import Config
-from train.data import Dataset, Outputs, Scaling
+from train.arguments import EvalArguments, given_options
+from train.config import Config, Optim, Train
+from train.data import Dataset, Outputs, Scaling, num_examples
 from train.data.canaries import add_canaries
+from train.data.chat_file import ChatFile
+from train.data.files import describe_copies, describe_images
+from train.data.image_folder import ImageFolder
 from train.data.label_map import IGNORE, LabelMap
-from train.data.model_folder import SMALL_FILES
+from train.data.model_folder import SMALL_FILES, is_model_folder, read_folder
 from train.data.text import Text
 from train.errors import UserError, writing
+from train.gradients.mean import Mean
+from train.networks import pretrained
+from train.networks.model_images import image_data
 from train.networks.pretrained import Pretrained
 from train.run.checkpoints import RestoredNetwork, load_network
 from train.run.run_folder import RunFolder
-from train.run.same_data import compare_data, describe_data
+from train.run.same_data import compare_data, describe_data, write_data
+from train.run.seeds import create_secret
 from train.run.setup import Setup, setup
 from train.stored import Stored, StoredError
-from train.tasks import Kind, kind_of, load
+from train.tasks import Kind, images, kind_of, load
+
+_PLACE = ("split", "path")
+"""Options of ``fnet eval`` that name other test examples."""
+_MIN_SIDE = 8
+"""Smallest side of a scaled image in pixels, from which a network computes one feature."""
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 class OpenRun:
@@ -52,11 +71,18 @@ class OpenRun:
             self.config = self.config.replace(data=text.replace(tokenizer=str(own)))
         self._trained = self.config
 
-    def replace(self, **sections: Any) -> "OpenRun":
+    def replace(self, **sections: Any) -> Self:
         """Return the run with other sections of its config."""
         opened = copy.copy(self)
         opened.config = self.config.replace(**sections)
         return opened
+
+    @classmethod
+    def of(cls, given: str, *, or_model: bool = False) -> Self:
+        """Open the run of a folder or config.json that a user gives, or a published model."""
+        folder = RunFolder.of(given)
+        is_model = or_model and is_model_folder(folder.path)
+        return cls(folder, published_config(str(folder.path)) if is_model else None)
 
     @property
     def kind(self) -> Kind:
@@ -70,10 +96,46 @@ class OpenRun:
             return _read_outputs(self.folder)
         return load(self._trained).outputs
 
-    def setup(self, dataset: Dataset | None = None, **sections: Any) -> Setup:
-        """Load the data and build the network, perhaps with other sections than the config has.
+    def for_evaluation(self, options: EvalArguments) -> Self:
+        """Return the run with options of ``fnet eval`` in its config."""
+        data, kind = self.config.data, self.kind
+        changed = [n for n in _PLACE + kind.data_options if n in data.evaluation_options]
+        allowed = (*changed, *kind.options)
+        given = {name: v for name, v in given_options(options).items() if name != "best"}
+        for name in given:
+            if name not in allowed:
+                raise UserError(
+                    f"{_flag(name)}: {self.folder.path} is a run of {self.config.model.name} on "
+                    f"{data.source}; its options: {', '.join(map(_flag, allowed)) or 'none'}"
+                )
+        changes = {name: value for name, value in given.items() if name in changed}
+        opened = self.replace(data=data.for_evaluation(changes))
+        for scale in options.scales:
+            side = round(scale * images.image_shape(opened.config)[0])
+            if side < _MIN_SIDE:
+                raise UserError(
+                    f"--scales: {scale:g} resizes images to {side} pixels; expected at least "
+                    f"{_MIN_SIDE} pixels"
+                )
+        return opened
 
-        Numbers keep the scaling of the run, whatever rows its table has by now.
+    def notes_on_test(self, dataset: Dataset) -> tuple[str, ...]:
+        """Return notes about other test examples, such as images that the run was trained on."""
+        if dataset.test_name is None:
+            return dataset.notes
+        test = [*map(dataset.test_name, range(num_examples(dataset.test)))]
+        notes = describe_images(test)
+        with contextlib.suppress(UserError):  # the data of the run may be gone
+            own = load(self.folder.read_config())
+            if own.name is not None:
+                notes += describe_copies(map(own.name, range(num_examples(own.train))), test)
+        return (*dataset.notes, *notes)
+
+    def setup(self, dataset: Dataset | None = None, *, without_users: bool = False) -> Setup:
+        """Load the data, or take a dataset in their place, and build the network.
+
+        Numbers keep the scaling of the run, whatever rows its table has by now. Without users, the
+        gradient is a plain mean, about which nothing is checked.
 
         Raises:
           UserError: if labels of the data do not mean what they did when the run began.
@@ -81,7 +143,10 @@ class OpenRun:
         dataset = dataset or load(self.config)
         if dataset.scaling and self.outputs.scaling:
             dataset = dataset._replace(scaling=self.outputs.scaling)
-        run = setup(self.config.replace(**sections), dataset=dataset)._replace(config=self.config)
+        config = self.config
+        if without_users:
+            config = config.replace(data=config.data.without_users(), grad=Mean())
+        run = setup(config, dataset=dataset)._replace(config=self.config)
         check_classes(self.folder, run.task.dataset.outputs)
         run.task.before_batches(None if self.config.is_release_only else self.folder.reference)
         return run
@@ -102,6 +167,27 @@ class OpenRun:
     def build_network(self) -> Any:
         """Build the network alone."""
         return self.kind.network(self.config, lambda: self.outputs.names)
+
+
+def published_config(given: str) -> Config:
+    """Return a config that fine-tunes a published model as a whole.
+
+    Images have the size, the mean and the standard deviation of preprocessor_config.json.
+    """
+    path = Path(given)
+    source = read_folder(path)
+    data: ChatFile | ImageFolder = ChatFile()
+    if pretrained.match(source, "float32")[0].losses is None:
+        data = image_data(source.path, source.config)
+    name = path.resolve().name
+    valid = "".join(c if c.isalnum() or c in "_.-" else "-" for c in name).lstrip("_.-")
+    return Config(
+        name=valid or "model",
+        data=data,
+        model=Pretrained(path=str(path.resolve())),
+        optim=Optim(name="adamw", learning_rate=1e-5, warmup_steps=100),
+        train=Train(epochs=1.0, precision="bfloat16"),
+    )
 
 
 class _Scaling(Stored):
@@ -172,12 +258,28 @@ def _compare_masks(then: LabelMap, now: LabelMap, began: str) -> None:
     )
 
 
-def copy_model_files(folder: RunFolder, config: Config) -> None:
-    """Copy a published model's config and tokenizer to the run; the weights stay where they are."""
-    if isinstance(config.model, Pretrained):
+def begin(
+    folder: RunFolder,
+    config: Config,
+    data: dict[str, Any] | None = None,
+    imported: dict[str, Any] | None = None,
+    *,
+    run_id: str | None = None,
+    save: Callable[[], None] = lambda: None,
+) -> None:
+    """Make a folder a run's, with what `save` writes, and config and tokenizer of its model."""
+    folder.create(config, run_id)
+    create_secret(folder, config)
+    if isinstance(config.model, Pretrained):  # whose weights stay where they are
         with writing(folder.model):
             folder.model.mkdir(exist_ok=True)
             copy_small_files(folder.model, Path(config.model.path))
+    save()
+    if data is not None:
+        write_data(folder, config, data)
+    folder.write_config(config)  # last: it makes the folder a run's
+    if imported is not None:
+        folder.write(folder.imported, imported)
 
 
 def copy_small_files(to: Path, *sources: Path) -> None:

@@ -1,6 +1,5 @@
 """Compile the programs of a run within its memory budget, here or for other devices."""
 
-import dataclasses
 import itertools
 import time
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from rich.console import Console
 import fnet
 from fnet import TrainState, memory
 from fnet.cpu.options import WITHOUT_OPTIMIZED_CODE
-from fnet.memory import Candidate, LayerResiduals, Plan, Policy, roofline
+from fnet.memory import LayerResiduals, Plan, Policy, roofline
 from fnet.memory.remat import policies_for
 from fnet.memory.target import Target, describe, from_text, shapes_on
 from fnet.step import Executable, plan_step
@@ -24,6 +23,7 @@ from train.data.unreadable import UnreadableFiles
 from train.errors import UserError
 from train.output.memory_tables import describe_candidate
 from train.output.progress import compiling, line_printer
+from train.output.tables import Table
 from train.run import process_memory
 from train.run.checkpoints import compile_checksums, without_frozen
 from train.run.evaluation import Evaluator
@@ -34,15 +34,13 @@ from train.run.run_folder import describe_changes
 from train.run.setup import Setup
 from train.run.weight_files import InitialWeights
 
-Progress = Callable[[int, Candidate, int | None], None]
-"""Called with the number of a plan's compiled program, the candidate, and the limit of `limit`."""
-SizeProgress = Callable[[int, int], None]
-"""Called with a batch size and the peak of its step."""
+Progress = Callable[[str], None]
+"""Called with a line about each compiled program of a search."""
 
 _MAX_LAYERS = 20
-# A compiler moves this share of the temporaries by itself.
-_NO_SAVING = 0.99
 """Largest number of rows in a table and of bars in a plot."""
+_NO_SAVING = 0.99
+"""A compiler moves this share of the temporaries by itself."""
 
 
 class Planned(NamedTuple):
@@ -52,6 +50,10 @@ class Planned(NamedTuple):
       policy: Remat policy: a key of `fnet.memory.REMAT_POLICIES`, or one that was planned.
       plan: Plan it was chosen from; None if the config leaves no choice.
       temporaries_without_remat: Bytes of the same step without the policy; None if it has none.
+      target: Device that it is compiled for; None for this machine.
+      limit: Bytes that it may use; None without a budget.
+      estimate: Estimated time of a step; None on this machine and on GPUs of unknown rates.
+      utilization: Estimated share of the device's peak (MFU); None without an estimate.
     """
 
     run: Setup
@@ -60,15 +62,67 @@ class Planned(NamedTuple):
     microbatches: int
     plan: Plan | None = None
     temporaries_without_remat: int | None = None
+    target: Target | None = None
+    limit: int | None = None
+    estimate: roofline.Estimate | None = None
+    utilization: float | None = None
+
+    @property
+    def peak(self) -> memory.Peak:
+        """Peak memory of the step per device."""
+        return self.executable.report.peak
+
+    @property
+    def fits(self) -> bool:
+        """Whether the step fits the limit."""
+        return self.limit is None or self.peak.total <= self.limit
+
+    @property
+    def unit(self) -> str:
+        """Unit of a batch: tokens, images or examples."""
+        names = (name for name in ("tokens", "image") if name in self.run.batch_shapes)
+        return {"tokens": "tokens", "image": "images"}.get(next(names, ""), "examples")
+
+    @property
+    def per_second(self) -> float | None:
+        """Tokens, images or examples per second of all devices together."""
+        if self.estimate is None:
+            return None
+        rows = self.run.config.data.batch_size
+        if self.unit == "tokens":  # the last token of a row is only a target
+            rows *= self.run.batch_shapes["tokens"].shape[-1] - 1
+        return rows / self.estimate.seconds
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return memory and time for memory.json."""
+        e = self.estimate
+        return {
+            "target": self.target.name if self.target else None,
+            "devices": self.run.devices,
+            "fits": self.fits,
+            "limit": self.limit,
+            "batch_size": self.run.config.data.batch_size,
+            "policy": str(self.policy),
+            "microbatches": self.microbatches,
+            "peak": self.peak.as_dict(),
+            "seconds_per_step": e.seconds if e else None,
+            f"{self.unit}_per_second": self.per_second,
+            "utilization": self.utilization,
+            "flops": e.total_flops if e else None,
+            "bytes": e.bytes if e else None,
+            "link_bytes": e.link_bytes if e else None,
+            "time_share": e.share if e else None,
+        }
 
 
 def compile_step(run: Setup, *, progress: Progress | None = None) -> Planned:
     """Compile the train step of a config, planned if ``config.memory`` has a budget."""
-    if run.config.memory.budget:
-        return compile_chosen(run, plan(run, progress=progress))
-    policy, microbatches = _policy(run), run.step.microbatches
-    planned = Planned(run, _compile(run, policy, microbatches, None), policy, microbatches)
-    return _with_remat(planned)
+    if not run.config.memory.budget:
+        return _with_remat(_compile(run, _policy(run), run.step.microbatches))
+    chosen = plan(run, progress=progress)
+    c = chosen.chosen
+    compiled = _compile(run, c.policy, c.microbatches, None, c.compiler_options)
+    return _with_remat(compiled._replace(plan=chosen))
 
 
 class StepCache:
@@ -99,10 +153,11 @@ class StepCache:
                 None,
                 self._planned.executable.report.compiler_options,
             )
-            self._executables[signature] = FirstApart(compiled)
+            self._executables[signature] = FirstApart(compiled.executable)
+            changes = describe_changes(_shapes(self._run.batch_shapes), _shapes(batch))
             self._log(
                 f"compiled again in {time.perf_counter() - start:.1f} s "
-                f"({self.num_programs} programs): {_difference(self._run.batch_shapes, batch)}"
+                f"({self.num_programs} programs): {changes}"
             )
         stepped: tuple[TrainState, dict[str, jax.Array]]
         stepped = self._executables[signature](state, self._run.put(batch))
@@ -113,13 +168,9 @@ def _signature(batch: Any) -> tuple[tuple[tuple[int, ...], np.dtype], ...]:
     return tuple((a.shape, a.dtype) for a in jax.tree.leaves(batch))
 
 
-def _difference(first: Any, other: Any) -> str:
-    leaves = (jax.tree_util.tree_flatten_with_path(batch)[0] for batch in (first, other))
-    then, now = (
-        {f"batch{jax.tree_util.keystr(path)}": f"{a.dtype}{list(a.shape)}" for path, a in batch}
-        for batch in leaves
-    )
-    return describe_changes(then, now)
+def _shapes(batch: Any) -> dict[str, str]:
+    leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
+    return {f"batch{jax.tree_util.keystr(p)}": f"{a.dtype}{list(a.shape)}" for p, a in leaves}
 
 
 def check_memory_config(run: Setup) -> None:
@@ -146,17 +197,11 @@ def check_memory_config(run: Setup) -> None:
         )
 
 
-def compile_chosen(run: Setup, plan: Plan) -> Planned:
-    """Compile the chosen candidate of a plan."""
-    c = plan.chosen
-    executable = _compile(run, c.policy, c.microbatches, None, c.compiler_options)
-    return _with_remat(Planned(run, executable, c.policy, c.microbatches, plan))
-
-
 def plan(run: Setup, *, target: Target | None = None, progress: Progress | None = None) -> Plan:
     """Compile the candidates for ``config.memory`` without running them."""
     section = run.config.memory
     numbers, most = itertools.count(1), limit(run, target)
+    show = progress or (lambda line: None)
     try:
         return plan_step(
             run.step,
@@ -167,7 +212,7 @@ def plan(run: Setup, *, target: Target | None = None, progress: Progress | None 
             microbatch_choices=run.microbatch_choices,
             reserve=reserve(run, target),
             target=target,
-            progress=None if progress is None else lambda c: progress(next(numbers), c, most),
+            progress=lambda c: show(describe_candidate(next(numbers), c, most)),
         )
     except ValueError as error:
         raise UserError(f"memory: {error}") from error
@@ -185,10 +230,10 @@ def predict(
     A plan is made only if the step takes more than ``limit`` bytes.
     """
     first = analyze(run, _policy(run), target)
-    if limit is None or _peak(first) <= limit:
-        return _with_remat(first, target)
-    section = dataclasses.replace(run.config.memory, budget=f"{limit + reserve(run, target)}B")
-    limited = run._replace(config=dataclasses.replace(run.config, memory=section))
+    if limit is None or first.peak.total <= limit:
+        return _with_remat(first)
+    section = run.config.memory.replace(budget=f"{limit + reserve(run, target)}B")
+    limited = run._replace(config=run.config.replace(memory=section))
     chosen = plan(limited, target=target, progress=progress)
     c = chosen.chosen
     fitting = analyze(run, c.policy, target, c.microbatches, c.compiler_options)
@@ -196,7 +241,7 @@ def predict(
 
 
 def largest_batch(
-    run: Setup, limit: int, *, target: Target | None = None, progress: SizeProgress | None = None
+    run: Setup, limit: int, *, target: Target | None = None, progress: Progress | None = None
 ) -> Planned | None:
     """Find the largest batch size whose step needs at most ``limit`` bytes; None if none fits.
 
@@ -212,12 +257,13 @@ def largest_batch(
 
     def peak(size: int) -> int:
         resized = run.with_batch_size(size * parts, microbatches)
-        smallest = min((analyze(resized, p, target) for p in policies), key=_peak)
+        analyzed = (analyze(resized, p, target) for p in policies)
+        compiled[size] = smallest = min(analyzed, key=lambda planned: planned.peak.total)
         policies[:] = [smallest.policy]
-        compiled[size] = smallest
         if progress:
-            progress(size * parts, _peak(smallest))
-        return _peak(smallest) + reserve(resized, target) - reserve(run, target)
+            needs = memory.format_bytes(smallest.peak.total)
+            progress(f"searching the largest batch size: {size * parts} needs {needs}")
+        return smallest.peak.total + reserve(resized, target) - reserve(run, target)
 
     start = max(run.config.data.batch_size // parts, 1)
     try:
@@ -252,17 +298,13 @@ def _policy(run: Setup) -> str:
     return "none" if run.config.memory.policy == "auto" else run.config.memory.policy
 
 
-def _peak(planned: Planned) -> int:
-    return planned.executable.report.peak.total
-
-
 def _compile(
     run: Setup,
     policy: str | Policy,
     microbatches: int,
-    target: Target | None,
+    target: Target | None = None,
     *compiler_options: dict[str, Any],
-) -> Executable:
+) -> Planned:
     """Compile a step with each of several options, and return the smallest program.
 
     By default, the options are the target's, or `fnet.compile_step`'s. The step is traced
@@ -274,7 +316,8 @@ def _compile(
         shapes = run.state_shapes, run.batch_shapes
         arguments = shapes_on(target, shapes) if target else shapes
         executables = [fnet.compile_step(step, *arguments, compiler_options=o) for o in options]
-        return min(executables, key=lambda executable: executable.report.peak.total)
+        smallest = min(executables, key=lambda executable: executable.report.peak.total)
+        return Planned(run, smallest, policy, microbatches, target=target)
     except memory.DonationError:
         raise
     except ValueError as error:  # a batch that cannot be split, or an unsupported policy
@@ -297,18 +340,16 @@ def analyze(
         candidates = (target.compiler_options,)
     microbatches = microbatches or run.step.microbatches
     unoptimized = WITHOUT_OPTIMIZED_CODE if platform == "cpu" else {}
-    options = [o | unoptimized for o in candidates]
-    smallest = _compile(run, policy, microbatches, target, *options)
-    return Planned(run, smallest, policy, microbatches)
+    return _compile(run, policy, microbatches, target, *(o | unoptimized for o in candidates))
 
 
-def _with_remat(planned: Planned, target: Target | None = None) -> Planned:
+def _with_remat(planned: Planned) -> Planned:
     """Compare with the step without the policy, and refuse a chosen one that saves nothing."""
     if str(planned.policy) == "none":
         return planned
-    report = planned.executable.report
-    baseline = _compile(planned.run, "none", planned.microbatches, target, report.compiler_options)
-    before, after = baseline.report.peak.temporaries, report.peak.temporaries
+    options = planned.executable.report.compiler_options
+    baseline = _compile(planned.run, "none", planned.microbatches, planned.target, options)
+    before, after = baseline.peak.temporaries, planned.peak.temporaries
     is_own = planned.run.config.memory.policy != "auto"  # others are chosen to fit
     if is_own and after >= _NO_SAVING * before:
         raise UserError(
@@ -326,7 +367,7 @@ def memory_report(planned: Planned) -> dict[str, Any]:
     and ``residuals`` are of one microbatch if there are several.
     """
     try:
-        timeline = planned.executable.report.peak.timeline
+        timeline = planned.peak.timeline
     except ValueError:
         timeline = None
     residuals = residuals_by_layer(planned.run, planned.policy, planned.microbatches)
@@ -385,83 +426,13 @@ def _plan_as_dict(plan: Plan) -> dict[str, Any]:
     }
 
 
-class Prediction(NamedTuple):
-    """Memory and time of a train step on a device.
-
-    Attributes:
-      target: The device; None for this machine.
-      limit: Bytes that the compiled step may use; None without a budget.
-      estimate: Estimated time of a step; None on this machine and on GPUs of unknown rates.
-      utilization: Estimated share of the device's peak (MFU); None without an estimate.
-    """
-
-    planned: Planned
-    target: Target | None
-    limit: int | None
-    estimate: roofline.Estimate | None
-    utilization: float | None
-
-    @property
-    def run(self) -> Setup:
-        """Setup of the run on that device."""
-        return self.planned.run
-
-    @property
-    def peak(self) -> memory.Peak:
-        """Peak memory of the step per device."""
-        return self.planned.executable.report.peak
-
-    @property
-    def fits(self) -> bool:
-        """Whether the step fits the limit."""
-        return self.limit is None or self.peak.total <= self.limit
-
-    @property
-    def unit(self) -> str:
-        """Unit of a batch: tokens, images or examples."""
-        names = (name for name in ("tokens", "image") if name in self.run.batch_shapes)
-        return {"tokens": "tokens", "image": "images"}.get(next(names, ""), "examples")
-
-    @property
-    def per_second(self) -> float | None:
-        """Tokens, images or examples per second of all devices together."""
-        if self.estimate is None:
-            return None
-        rows = self.run.config.data.batch_size
-        if self.unit == "tokens":  # the last token of a row is only a target
-            rows *= self.run.batch_shapes["tokens"].shape[-1] - 1
-        return rows / self.estimate.seconds
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the prediction for memory.json."""
-        report, e = self.planned.executable.report, self.estimate
-        return {
-            "target": self.target.name if self.target else None,
-            "devices": self.run.devices,
-            "fits": self.fits,
-            "limit": self.limit,
-            "batch_size": self.run.config.data.batch_size,
-            "policy": str(self.planned.policy),
-            "microbatches": self.planned.microbatches,
-            "peak": report.peak.as_dict(),
-            "seconds_per_step": e.seconds if e else None,
-            f"{self.unit}_per_second": self.per_second,
-            "utilization": self.utilization,
-            "flops": e.total_flops if e else None,
-            "bytes": e.bytes if e else None,
-            "link_bytes": e.link_bytes if e else None,
-            "time_share": e.share if e else None,
-        }
-
-
 def predict_on(
     run: Setup,
     target: Target | None,
     *,
     largest: bool = False,
     progress: Progress | None = None,
-    size_progress: SizeProgress | None = None,
-) -> Prediction:
+) -> Planned:
     """Compile the step of a config for a device, by default this machine, and estimate its time.
 
     With ``largest``, the largest batch that fits is found.
@@ -471,7 +442,7 @@ def predict_on(
     if largest:
         if most is None:
             raise UserError("--batch-size auto: needs --budget or --target")
-        found = largest_batch(run, most, target=target, progress=size_progress)
+        found = largest_batch(run, most, target=target, progress=progress)
         if found is None:
             on = f" of {target.name}" if target else ""
             available = memory.format_bytes(max(most, 0))
@@ -485,12 +456,46 @@ def predict_on(
             if run.config.memory.budget:
                 raise
             planned = predict(run, target=target)  # shows by how much it is too large
-    estimate = share = None
-    if target and target.peaks:
-        estimate = roofline.estimate(planned.executable, target.peaks)
-        flops = estimate.total_flops / _extra_flops(planned)
-        share = roofline.utilization(flops, estimate.seconds, estimate, target.peaks)
-    return Prediction(planned, target, most, estimate, share)
+    planned = planned._replace(limit=most)
+    if not (target and target.peaks):
+        return planned
+    estimate = roofline.estimate(planned.executable, target.peaks)
+    flops = estimate.total_flops / _extra_flops(planned)
+    share = roofline.utilization(flops, estimate.seconds, estimate, target.peaks)
+    return planned._replace(estimate=estimate, utilization=share)
+
+
+def devices_table(predictions: list[Planned]) -> Table:
+    """Return what a step takes on each device, with its estimated time."""
+    devices, unit = predictions[0].run.devices, predictions[0].unit
+    links = ("sent",) if devices > 1 else ()
+
+    def row(p: Planned) -> tuple[str, ...]:
+        e, split = p.estimate, f" / {p.microbatches}" if p.microbatches > 1 else ""
+        known = (
+            p.target.name if p.target else "this machine",
+            f"{p.policy}{split}",
+            f"{p.run.config.data.batch_size:,}",
+            memory.format_bytes(p.peak.total) + ("" if p.fits else " too large"),
+        )
+        if e is None or p.utilization is None:
+            return *known, "?", "?", "?", "rates unknown", *["?" for _ in links]
+        limit = max(e.share, key=lambda name: e.share[name])
+        rates = f"{e.seconds:.3g}", f"{p.per_second:,.0f}", f"{p.utilization:.0%}", limit
+        return *known, *rates, *[memory.format_bytes(int(e.link_bytes)) for _ in links]
+
+    return Table(
+        f"Estimate{f' on {devices} devices' if links else ''}, at the rates of the data sheets",
+        ("device", "remat", "batch", "peak", "s / step", f"{unit} / s", "MFU", "limit", *links),
+        [row(p) for p in predictions],
+        texts=2,
+        caption=(
+            "Bytes are per device. The time is a lower bound: a roofline over the compiled "
+            "program. Kernels seldom reach the rates of a data sheet."
+        ),
+        styles=["" if p.fits else "dim" for p in predictions],
+        is_wide=True,
+    )
 
 
 def target_of(given: str, count: int = 1) -> Target:
@@ -554,14 +559,13 @@ def compile_programs(
                 f"checkpoint.metric: {metric} is undefined on these test examples, whose labels do "
                 "not differ; give another metric, or other splits"
             )
-        planned = compile_step(run, progress=lambda *c: show(describe_candidate(*c)))
+        planned = compile_step(run, progress=show)
         # With several crops per image, fewer images make a batch of the size of a microbatch.
         images = run.config.data.batch_size // planned.microbatches // run.config.data.crops
         evaluate = run.evaluation(unreadable, images)
         compile_checksums(without_frozen(run.state_shapes))
         schedule = jax.jit(run.schedule).lower(jax.ShapeDtypeStruct((), np.int32)).compile()
         state_bytes = memory.tree_bytes(run.state_shapes) // run.devices
-        step_bytes = planned.executable.report.peak.total
         return Programs(
             planned,
             StepCache(planned, line_printer(console)),
@@ -569,5 +573,5 @@ def compile_programs(
             run.compile_init(weights.variables if weights else None),
             lambda step: float(schedule(np.int32(step))),
             memory_report(planned),
-            overhead(run).peak(state_bytes, step_bytes, evaluate.peak),
+            overhead(run).peak(state_bytes, planned.peak.total, evaluate.peak),
         )

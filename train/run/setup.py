@@ -1,6 +1,5 @@
 """Setup of a run: everything that follows from its config."""
 
-import dataclasses
 import math
 import operator
 from collections.abc import Callable
@@ -112,11 +111,8 @@ class Setup(NamedTuple):
 
     def with_batch_size(self, rows: int, microbatches: int) -> "Setup":
         """Return the same run with another batch size, for compilation in microbatches."""
-        config = dataclasses.replace(
-            self.config,
-            data=self.config.data.replace(batch_size=rows),
-            grad=self.config.grad.with_microbatches(microbatches),
-        )
+        data, grad = self.config.data, self.config.grad.with_microbatches(microbatches)
+        config = self.config.replace(data=data.replace(batch_size=rows), grad=grad)
         return self._replace(config=config).with_batch_shapes(_batch_shapes(self.task, config))
 
     def put(self, batch: Any) -> Any:
@@ -212,20 +208,9 @@ def setup(config: Config, *, without_data: bool = False, dataset: Dataset | None
             f"model.lora_targets: PEFT has no module for {shorten(lacking)}, so that fnet export "
             "writes merged weights only, and refuses --adapters"
         )
-    return Setup(
-        config=config,
-        task=task,
-        steps=steps,
-        steps_per_epoch=steps_per_epoch,
-        schedule=schedule,
-        init=init,
-        step=step,
-        state_shapes=state_shapes,
-        batch_shapes=batch_shapes,
-        privacy=privacy,
-        canaries=canaries,
-        notes=tuple(notes),
-    )
+    shapes = state_shapes, batch_shapes
+    run = Setup(config, task, steps, steps_per_epoch, schedule, init, step, *shapes, privacy)
+    return run._replace(canaries=canaries, notes=tuple(notes))
 
 
 def check_resumed_length(run: Setup, saved: Config) -> None:
@@ -320,19 +305,11 @@ def _schedule(config: Config, steps: int, steps_per_epoch: float) -> optax.Sched
 
 def _optimizer(config: Config, schedule: optax.Schedule) -> optax.GradientTransformation:
     section = config.optim
-    optimizer = optim.make_optimizer(
-        section.name,
-        schedule,
-        momentum=section.momentum,
-        nesterov=section.nesterov,
-        weight_decay=section.weight_decay,
-        clip_norm=section.clip_norm,
-        classifier_scale=section.classifier_learning_rate
-        and section.classifier_learning_rate / section.learning_rate,
-        layer_decay=section.layer_decay,
-        galore_rank=section.galore_rank,
-        galore_every=section.galore_every,
-    )
+    names = "momentum nesterov weight_decay clip_norm layer_decay galore_rank galore_every"
+    options: dict[str, Any] = {name: getattr(section, name) for name in names.split()}
+    if section.classifier_learning_rate:
+        options["classifier_scale"] = section.classifier_learning_rate / section.learning_rate
+    optimizer = optim.make_optimizer(section.name, schedule, **options)
 
     if section.freeze_backbone:
         # The gradients of the others are 0, but private noise is not.

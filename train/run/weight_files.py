@@ -20,21 +20,25 @@ import numpy as np
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+import fnet
 from fnet import models
 from fnet.interop import families
 from fnet.interop import torch as interop
 from fnet.layers import activations
 from train import limits
+from train.arguments import ExportArguments, ImportArguments
 from train.config import Config
 from train.data import Outputs, Scaling, storage
 from train.data.columns import is_named, order_of
 from train.data.model_folder import SINGLE, is_model_folder, read_config, read_tensors
-from train.errors import UserError, shorten
+from train.errors import UserError, output_file, shorten
 from train.networks.model_images import class_names
-from train.run.checkpoints import Checkpoints
-from train.run.open_run import OpenRun
+from train.run.checkpoints import Checkpoints, Owner
+from train.run.open_run import OpenRun, begin, write_classes
 from train.run.run_folder import RunFolder, part_of
-from train.run.setup import Setup
+from train.run.same_data import describe_data
+from train.run.seeds import read_seeds
+from train.run.setup import Setup, setup
 from train.tasks import kind_of
 
 _TORCH_MAGIC = (b"PK\x03\x04", b"\x80\x02")
@@ -196,6 +200,36 @@ def load(
     return InitialWeights(variables, report._replace(notes=notes), values, source)
 
 
+def import_weights(
+    config: Config, source: str, out: Path, options: ImportArguments
+) -> InitialWeights:
+    """Create a run at step 0 with trained weights.
+
+    Raises:
+      UserError: if file and network do not fit, or the data or the folder cannot be used.
+        Nothing is written then.
+    """
+    check_network(config)
+    run = setup(config)
+    imported = load(run, source, **{name: getattr(options, name) for name in _OPTIONS})
+    state = run.compile_init(imported.variables)(jax.random.key(config.train.seed))
+    folder = RunFolder(out)
+
+    def save() -> None:
+        write_classes(folder, run.task.dataset.outputs)
+        seeds, owner = read_seeds(folder, config), Owner(folder.id)
+        position = run.training_batches(seeds.data).get_state()
+        keep, shapes = config.checkpoint.keep, run.state_shapes
+        with Checkpoints(folder.checkpoints, keep, shapes=shapes, owner=owner) as checkpoints:
+            checkpoints.save(0, seeds.remove_key(state), position)
+            checkpoints.wait()
+
+    with folder.lock():
+        data = describe_data(run.task.dataset, config.data, private=config.is_private)
+        begin(folder, config, data, imported.as_dict(), save=save)
+    return imported
+
+
 def load_configured(run: Setup) -> InitialWeights | None:
     """Read the weights of ``model.pretrained``; None without it."""
     source = run.config.model.pretrained
@@ -337,6 +371,32 @@ def _torch_classes(content: Mapping[str, Any]) -> tuple[str, ...]:
     if isinstance(names, list | tuple) and all(isinstance(name, str) for name in names):
         return tuple(names)
     return ()
+
+
+def export_weights(opened: OpenRun, options: ExportArguments) -> Path:
+    """Write a run's weights with torch's names and layouts and return the path.
+
+    The weights are a checkpoint's: averaged parameters if the run has them. The metadata name
+    the network, its norm and its activation.
+    """
+    folder = opened.folder
+    check_network(opened.config)
+    out = output_file(options.out, folder.weights)
+    if out.suffix != ".safetensors":
+        raise UserError(f"--out: expected a file that ends in .safetensors, got {out}")
+    with Checkpoints(folder.checkpoints, best=options.best) as checkpoints:
+        params, state, step = checkpoints.restore_network()
+    described = describe_run(opened)
+    norm = described["norm"]
+    try:
+        names = options.names or interop.namings(params, state)[0]
+        arrays = interop.to_torch(params, state, names=names, norm=norm, for_norm=options.for_norm)
+    except ValueError as error:
+        raise UserError(f"{folder.path}: {with_flags(error)}") from error
+    metadata = {"names": names, "norm": options.for_norm or norm, "fnet": fnet.__version__}
+    metadata = {"format": "pt"} | described | metadata | folder.origin(step)
+    write(out, arrays, metadata)
+    return out
 
 
 def write(path: Path, arrays: dict[str, np.ndarray], metadata: dict[str, str]) -> None:

@@ -16,12 +16,7 @@ from train.tasks.task import BatchMetrics, Kind, Task
 
 
 def build(config: Config, dataset: Dataset) -> Task:
-    """Build the classification task of a config.
-
-    Raises:
-      UserError: if files of a published model are missing or damaged.
-      ValueError: if the network is invalid.
-    """
+    """Build the classification task of a config."""
     model = images.build_network(config, dataset)
     targets = KINDS[config.data.targets](dataset)
     train_apply = images.training_apply(config, model)

@@ -24,12 +24,7 @@ def build_schedule(model: Denoiser) -> Schedule:
 
 
 def build(config: Config, dataset: Dataset) -> Task:
-    """Build the diffusion task of a config.
-
-    Raises:
-      UserError: for images outside [0, 1], mixup or several crops.
-      ValueError: if the network is invalid.
-    """
+    """Build the diffusion task of a config, for images in [0, 1] of one label and one crop."""
     section = config.model
     assert isinstance(section, Denoiser)  # whose task it is
     _check_options(config)

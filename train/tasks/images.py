@@ -1,6 +1,5 @@
 """Networks of images, and the normalization of images."""
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,12 +13,7 @@ from train.data import Dataset, sample_batch
 
 
 def build_network(config: Config, dataset: Dataset) -> Any:
-    """Build the network of a config for the images and classes of a dataset.
-
-    Raises:
-      UserError: if files of a published model are missing or damaged.
-      ValueError: if the network is invalid.
-    """
+    """Build the network of a config for the images and classes of a dataset."""
     shape = sample_batch(dataset, 1)["image"].shape[1:]
     return config.model.for_images(shape, dataset.classes, config.train.precision)
 
@@ -79,4 +73,4 @@ def to_unit_interval(image: Array) -> Array:
 
 def in_float32(config: Config) -> Config:
     """Return the config with float32 activations."""
-    return dataclasses.replace(config, train=dataclasses.replace(config.train, precision="float32"))
+    return config.replace(train=config.train.replace(precision="float32"))

@@ -32,15 +32,22 @@ def chat_template(data: Text, tokenizer: Tokenizer) -> ChatTemplate:
 
 
 def build_network(config: Config) -> Any:
-    """Build the network without reading the text.
-
-    Raises:
-      UserError: if the data source has no text, or the network is not a language model.
-      ValueError: if the network is invalid.
-    """
+    """Build the network without reading the text."""
     data = text_source(config)
     vocabulary = data.vocabulary or load_tokenizer(data).vocab_size
     return config.model.for_text(vocabulary, config.train.precision)
+
+
+def token_losses(
+    model: Any, params: Any, state: Any, tokens: Any, lengths: Any, mask: Any, key: Any, **how: Any
+) -> tuple[Array, Any]:
+    """Return the losses [N, T - 1] of the tokens after the first one, and the next state.
+
+    Losses beyond the mask are 0. Training has a key.
+    """
+    tokens, how = tokens.astype(jnp.int32), how | {"lengths": lengths, "loss_mask": mask}
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    return model.losses(params, state, inputs, targets, key=key, train=key is not None, **how)
 
 
 def build(config: Config, dataset: Dataset) -> Task:
@@ -56,27 +63,16 @@ def build(config: Config, dataset: Dataset) -> Task:
     def losses(
         params: Any, state: Any, batch: Batch, key: Array | None, **terms: float
     ) -> tuple[Array, Any]:
-        tokens = batch["tokens"].astype(jnp.int32)
-        targets, lengths, learned = tokens[:, 1:], batch.get("length"), batch.get("loss_mask")
-        segments = None
+        lengths, learned, how = batch.get("length"), batch.get("loss_mask"), dict[str, Any](terms)
         if "segment" in batch:
-            segments = batch["segment"][:, :-1]
-            lengths = (segments > 0).sum(1)
+            how["segments"] = batch["segment"][:, :-1]
+            lengths = (how["segments"] > 0).sum(1)
+        length = batch["tokens"].shape[1] - 1
         if learned is None and lengths is not None:
-            learned = jnp.arange(targets.shape[1])[None] < lengths[:, None]
-        per_token, state = model.losses(
-            params,
-            state,
-            tokens[:, :-1],
-            targets,
-            key=key,
-            train=key is not None,
-            lengths=lengths,
-            segments=segments,
-            loss_mask=learned,
-            **terms,
-        )
-        count = targets.shape[1] if learned is None else jnp.maximum(learned.sum(1), 1)
+            learned = jnp.arange(length)[None] < lengths[:, None]
+        inputs = model, params, state, batch["tokens"], lengths, learned, key
+        per_token, state = token_losses(*inputs, **how)
+        count = length if learned is None else jnp.maximum(learned.sum(1), 1)
         return per_token.sum(1) / count, state
 
     def loss(params: Any, state: Any, batch: Batch, key: Array) -> tuple[Array, fnet.Aux]:

@@ -126,19 +126,11 @@ def _losses(
     model: Any, params: Any, state: Any, batch: Batch, key: Array | None, *, learned_only: bool
 ) -> tuple[Array, Any]:
     """Return the losses of the tokens of each row, [N, 2, T], perhaps of the answers alone."""
-    tokens = batch["tokens"].astype(jnp.int32)
-    rows = {n: batch[n].reshape(-1, *batch[n].shape[2:]) for n in ("length", "loss_mask")}
-    tokens = tokens.reshape(-1, tokens.shape[-1])
-    losses, state = model.losses(
-        params,
-        state,
-        tokens[:, :-1],
-        tokens[:, 1:],
-        key=key,
-        train=key is not None,
-        lengths=rows["length"],
-        loss_mask=rows["loss_mask"] if learned_only else None,
+    tokens, lengths, learned = (
+        batch[n].reshape(-1, *batch[n].shape[2:]) for n in ("tokens", "length", "loss_mask")
     )
+    mask = learned if learned_only else None
+    losses, state = language.token_losses(model, params, state, tokens, lengths, mask, key)
     return losses.reshape(-1, 2, losses.shape[-1]), state
 
 

@@ -22,9 +22,6 @@ def build(config: Config, dataset: Dataset) -> Task:
 
     A dense layer without bias turns the features of a text's last token into logits, as in
     transformers' models for sequence classification.
-
-    Raises:
-      ValueError: if the network is invalid.
     """
     model = build_network(config, len(dataset.classes))
     logits = functools.partial(_logits, model)

@@ -94,7 +94,7 @@ def test_normalization_is_by_characters_or_by_bytes():
         """Model whose loss of a token is its number / 10."""
 
         @staticmethod
-        def losses(params, state, tokens, labels, *, train, lengths, loss_mask):
+        def losses(params, state, tokens, labels, *, key, train, lengths, loss_mask):
             real = np.arange(tokens.shape[1])[None] < lengths[:, None]
             return np.float32(0.1) * labels * (real & loss_mask), state
 

@@ -7,6 +7,7 @@ import inspect
 import itertools
 import re
 import textwrap
+from typing import get_type_hints
 from unittest.mock import Mock
 
 import jax
@@ -29,19 +30,8 @@ from train.config import (
 )
 
 COMMANDS = (
-    *(
-        "train",
-        "eval",
-        "predict",
-        "attribute",
-        "memory",
-        "fit",
-        "sample",
-        "import",
-        "export",
-        "report",
-    ),
-    "configs",
+    *("train", "eval", "predict", "attribute", "memory", "fit", "sample", "import", "export"),
+    *("report", "configs"),
 )
 
 
@@ -86,7 +76,10 @@ def test_help_with_a_config_lists_its_fields_and_their_values(capsys):
 
 
 def field_help(kind, name):
-    """The docstring below a field, in the class that declares it."""
+    """The help of a field's type, or the docstring below it, in the class that declares it."""
+    marks = getattr(get_type_hints(kind, include_extras=True)[name], "__metadata__", ())
+    if told := [mark.help for mark in marks if getattr(mark, "help", None)]:
+        return told[0]
     for base in kind.__mro__[:-1]:
         body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0].body
         for field, text in itertools.pairwise(body):

@@ -16,7 +16,6 @@ from program_cases import assert_one_line_error, exit_code, fnet_command, output
 from rich.console import Console
 
 from train.arguments import EvalArguments
-from train.commands.eval import with_options
 from train.config import Config, DeepLab, ImageFolder, Mlp, SegmentationFolder, Synthetic
 from train.data import evaluation_batches
 from train.data.unreadable import UnreadableFiles
@@ -208,13 +207,13 @@ def test_evaluates_another_folder_without_the_training_data(run_of, recipes, cap
 def test_each_option_changes_its_field(tmp_path):
     folder, config = RunFolder(tmp_path), Config(data=DATA, model=MODEL)
     for option in ({"crops": 10}, {"image_size": 12}, {"resize": 20}):
-        changed = with_options(OpenRun(folder, config), EvalArguments(**option))
+        changed = OpenRun(folder, config).for_evaluation(EvalArguments(**option))
         assert changed.config == dataclasses.replace(
             config, data=dataclasses.replace(DATA, **option)
         )
     masks = dataclasses.replace(config, data=SegmentationFolder(), model=DeepLab())
     options = EvalArguments(image_size=24, scales=(0.5,), flip=True)
-    changed = with_options(OpenRun(folder, masks), options)
+    changed = OpenRun(folder, masks).for_evaluation(options)
     assert changed.config == dataclasses.replace(masks, data=SegmentationFolder(image_size=24))
 
 
@@ -295,9 +294,9 @@ def test_examples_show_confident_errors_first_and_then_unsure_ones(evaluated, mo
 
     monkeypatch.setattr(examples.plots, "classifications", classifications)
     monkeypatch.setattr(examples, "_NUM_CLASSIFIED", 12)
-    paths = tmp_path / "c.png", tmp_path / "a.png"
-    drawn = examples.draw_results(run, evaluate, state, evaluate(state), "a title", *paths)
-    assert drawn == [*paths]
+    files = RunFolder(tmp_path)
+    drawn = examples.write(run, evaluate, state, evaluate(state), "a title", files)
+    assert [*drawn] == ["confusion matrix", "examples", "images"]
     wrong = sorted((e for e in everything if not e[0]), key=lambda e: -e[1])
     right = sorted((e for e in everything if e[0]), key=lambda e: e[1])
     assert 0 < len(wrong) < 12
@@ -320,9 +319,9 @@ def test_examples_show_segmented_images_without_their_padding(evaluated, monkeyp
         recorded.update(images=images, masks=masks, predictions=predictions)
 
     monkeypatch.setattr(examples.plots, "segmentations", segmentations)
-    paths = tmp_path / "c.png", tmp_path / "a.png"
-    drawn = examples.draw_results(run, evaluate, state, evaluate(state), "a title", *paths)
-    assert drawn == [*paths]
+    files = RunFolder(tmp_path)
+    drawn = examples.write(run, evaluate, state, evaluate(state), "a title", files)
+    assert [*drawn] == ["confusion matrix", "examples", "images"]
     # Files are 20, 22 or 24 pixels wide and 24 high; the longer side becomes 16.
     widths = {image.shape[1] for image in recorded["images"]}
     assert widths <= {13, 15, 16}

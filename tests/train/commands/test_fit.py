@@ -16,12 +16,12 @@ from fnet.interop.huggingface import build_model
 from fnet.memory import tree_bytes
 from train import arguments
 from train.arguments import FitArguments, TrainArguments
-from train.commands import fit
-from train.commands.fit import Cost, Shape
 from train.config import recipes
 from train.data.model_folder import FileTensor, ModelFolder, read_folder
 from train.networks import pretrained
+from train.run import fine_tuning as fit
 from train.run import planning
+from train.run.fine_tuning import Cost, Shape
 from train.run.setup import setup
 
 DEEP = LLAMA | {"num_hidden_layers": 4}
@@ -59,7 +59,7 @@ def headers_of(path, config):
 
 
 def planner_of(model, limit, depths=(1, 2), shallow=None):
-    return fit._Planner(
+    return fit.Planner(
         model, limit, 16, None, depths, shallow, lambda line: None, lambda line: None
     )
 
@@ -120,7 +120,7 @@ def searched(folder, monkeypatch, way, limit, cost):
         tried.append(shape)
         return Cost(tree_bytes(state) + cost(shape), None)
 
-    monkeypatch.setattr(fit._Planner, "cost", known)
+    monkeypatch.setattr(fit.Planner, "cost", known)
     planner = planner_of(model, 0)
     state = planner.row(way, 32, 4).state_bytes
     planner = planner_of(model, state + limit)
@@ -163,7 +163,7 @@ def test_gives_up_microbatches_if_the_sum_of_gradients_does_not_fit(folder, monk
 
 def test_a_shorter_context_may_fit(folder, monkeypatch):
     row, _ = searched(folder, monkeypatch, "lora", 700, per_token(100, 50, 20, fixed=300))
-    assert not fit.fits(row, row.state_bytes + 700)
+    assert row.cost.peak > row.state_bytes + 700
     assert row.longest == 16  # 20 tokens
     row, _ = searched(folder, monkeypatch, "lora", 200, per_token(100, 50, 20, fixed=300))
     assert row.longest is None
@@ -181,7 +181,7 @@ def test_a_shorter_context_may_fit(folder, monkeypatch):
     ],
 )
 def test_a_context_has_at_most_the_positions_of_the_model(given, positions, used):
-    assert fit._context(given, types.SimpleNamespace(positions=positions)) == used
+    assert fit.context_of(given, types.SimpleNamespace(positions=positions)) == used
 
 
 def test_no_context_is_longer_than_the_model_allows(folder, monkeypatch):
@@ -226,7 +226,7 @@ def test_state_bytes_of_known_models_are_as_by_hand(tmp_path, config, parameters
     path = headers_of(tmp_path / "model", config)
     assert sum(f.stat().st_blocks * 512 for f in path.iterdir()) < 2**20
     planner = planner_of(fit.read_model(path), 0)
-    rows = {way: planner.row(way, 32, 1) for way in fit._WAYS}
+    rows = {way: planner.row(way, 32, 1) for way in fit.WAYS}
     assert rows["full"].trained == rows["compact"].trained == total
     small = 100  # step, key, counts
     assert rows["full"].state_bytes == pytest.approx(12 * total, abs=small)
@@ -342,10 +342,10 @@ def test_an_image_network_is_one_line(folder, capsys):
 
 
 def test_every_way_is_a_command(folder):
-    assert tuple(fit._WAYS) == FitArguments().ways
+    assert tuple(fit.WAYS) == FitArguments().ways
     planner = planner_of(fit.read_model(folder / "llama"), 0)
-    for way in fit._WAYS:
-        config = fit._config(way, planner.flags(way, folder / "llama", Shape("none", 2, 16), 4))
+    for way in fit.WAYS:
+        config = fit.config_of(way, planner.flags(way, folder / "llama", Shape("none", 2, 16), 4))
         assert config.data.vocabulary == 256
         assert (config.model.lora_rank is None) == (way in ("full", "compact"))
         assert (config.model.quantize or "") == way.partition("_")[2]

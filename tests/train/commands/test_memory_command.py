@@ -12,7 +12,7 @@ from rich.console import Console
 from fnet import memory
 from fnet.memory.target import Peaks, Target
 from train.config import Config, Digits, Memory, Mlp
-from train.output.memory_tables import describe_candidate, plan_summary, plan_table
+from train.output.memory_tables import plan_summary, plan_table
 from train.output.tables import to_rich
 from train.run import planning
 from train.run.process_memory import Overhead, overhead
@@ -263,7 +263,7 @@ def test_each_program_of_a_plan_is_shown_with_its_number_and_the_budget():
     config = Config(data=Digits(batch_size=8), model=Mlp(hidden=(4,)), memory=Memory(budget="1GiB"))
     run = setup(config)
     lines = []
-    planning.plan(run, progress=lambda *c: lines.append(describe_candidate(*c)))
+    planning.plan(run, progress=lines.append)
     left = memory.format_bytes(planning.limit(run))
     way = "no rematerialization(, min memory schedule)?"
     expected = rf"compiled {{}} of about 8 programs: {way}, peak .*iB, budget {left} for the step"

@@ -21,7 +21,7 @@ from rich.console import Console
 from train import data
 from train import predictor as predictor_module
 from train.arguments import PredictArguments
-from train.commands.predict import _segmentation, predict, print_predictions
+from train.commands.predict import predict, print_predictions
 from train.config import Config, Digits, ImageFolder, SegmentationFolder, Synthetic
 from train.config.recipes import load
 from train.data import Outputs, evaluation_batches
@@ -33,6 +33,7 @@ from train.output.palette import palette
 from train.predictor import Predictor, predict_mask
 from train.run.checkpoints import Checkpoints
 from train.run.open_run import OpenRun, write_classes
+from train.run.predictions import describe_masks
 from train.run.run_folder import RunFolder
 from train.tasks import build
 
@@ -118,7 +119,8 @@ def test_predicted_masks_hold_the_values_of_the_users_masks(name, tmp_path):
     write_image(tmp_path / "x.png", 3, (4, 2))
     label_map, path = LABEL_MAPS[name], str(tmp_path / "x.png")
     labels = np.array([[0, 1, 1, 0], [1, 1, 0, 0]], np.uint8)
-    prediction = _segmentation(tmp_path / "out", [path], 100, label_map, 2)(path, labels)
+    outputs = Outputs(label_map.names, label_map)
+    prediction, _ = describe_masks(outputs, tmp_path / "out", [path], 100, 2)(path, labels)
     mask = decode_mask(prediction["mask"])
     np.testing.assert_array_equal(label_map.labels(mask), labels)
     np.testing.assert_array_equal(mask.values, label_map.mask_values()[labels])

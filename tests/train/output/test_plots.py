@@ -181,17 +181,17 @@ def test_extreme_values_lie_inside_their_panel(name, values, tmp_path):
 def test_thinned_curves_keep_mean_and_extremes(count):
     x = np.cumsum(np.random.default_rng(0).integers(1, 9, count)).astype(float)
     y = np.random.default_rng(1).normal(size=count)
-    thinned = thin(x, y, MOST_POINTS)
-    assert len(thinned.x) <= MOST_POINTS
-    assert len(thinned.x) == count or count > MOST_POINTS
-    assert (thinned.low.min(), thinned.high.max()) == (y.min(), y.max())
-    assert ((thinned.low <= thinned.mean) & (thinned.mean <= thinned.high)).all()
-    assert (np.diff(thinned.x) > 0).all()
+    places, mean, low, high = thin(x, y, MOST_POINTS)
+    assert len(places) <= MOST_POINTS
+    assert len(places) == count or count > MOST_POINTS
+    assert (low.min(), high.max()) == (y.min(), y.max())
+    assert ((low <= mean) & (mean <= high)).all()
+    assert (np.diff(places) > 0).all()
     if count > MOST_POINTS:
         edges = np.linspace(x[0], x[-1], MOST_POINTS + 1)[:2]
         first = (x >= edges[0]) & (x < edges[1])
-        np.testing.assert_allclose(thinned.mean[0], y[first].mean())
-        np.testing.assert_allclose(thinned.x[0], x[first].mean())
+        np.testing.assert_allclose(mean[0], y[first].mean())
+        np.testing.assert_allclose(places[0], x[first].mean())
 
 
 @pytest.mark.parametrize(

@@ -202,12 +202,14 @@ def test_a_budget_is_per_device(workplace):
 
 def test_the_largest_batch_is_a_multiple_of_the_devices(workplace):
     config = dataclasses.replace(CONFIG, model=Mlp(hidden=(8,)), data=Digits(batch_size=6))
-    run, tried = on(Mesh(data=2), config), {}
+    run, lines = on(Mesh(data=2), config), []
     room = 2 * predict(run).executable.report.peak.total
-    result = largest_batch(run, room, progress=tried.__setitem__)
+    result = largest_batch(run, room, progress=lines.append)
     size = result.run.config.data.batch_size
+    tried = {int(line.split()[5]): line.split(" needs ")[1] for line in lines}
     assert all(n % 2 == 0 for n in tried)
-    assert tried[size] == result.executable.report.peak.total <= room
+    assert tried[size] == memory.format_bytes(result.peak.total)
+    assert result.peak.total <= room
     assert largest_batch(run, 1) is None
 
 

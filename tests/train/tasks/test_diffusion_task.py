@@ -10,15 +10,9 @@ import pytest
 import fnet
 from fnet import diffusion
 from train.arguments import ImageArguments, TextArguments
-from train.commands import sample
-from train.config import (
-    Config,
-    Denoiser,
-    LanguageModel,
-    Synthetic,
-    TextFile,
-)
+from train.config import Config, Denoiser, LanguageModel, Synthetic, TextFile
 from train.run import checkpoints
+from train.run import generation as sample
 from train.run.checkpoints import RestoredNetwork
 from train.run.open_run import OpenRun
 from train.run.run_folder import RunFolder
@@ -121,7 +115,8 @@ def test_generates_text_with_the_options_and_the_window_of_training(
     config = Config(data=TextFile(context=16), model=network)
     run = OpenRun(RunFolder(tmp_path), config)
     options = TextArguments(prompt=("ab",), length=3, temperature=0.5, top_k=4, top_p=0.9)
-    assert "".join(sample.generate_text(run, options)) == "ab"
+    generator = sample.TextGenerator(run, options)
+    assert [*generator.stream([generator.encode("ab")], [0])] == [[""]]
     assert calls == {
         "window": seen, "prompt": [[97, 98]], "length": 3, "temperature": 0.5, "top_k": 4,
         "top_p": 0.9, "min_p": None, "repetition_penalty": None, "prompt_lengths": [2],

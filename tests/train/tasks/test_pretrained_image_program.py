@@ -14,7 +14,6 @@ import fnet
 from fnet.interop.huggingface.images import preprocessing
 from tests.interop.test_pretrained_images import tensors_of
 from train.arguments import ExportArguments
-from train.commands.export import export_model
 from train.config import Config, ImageFolder, Pretrained, Synthetic, Train
 from train.data import Outputs
 from train.data.chat import load_json
@@ -23,6 +22,7 @@ from train.errors import UserError
 from train.networks import pretrained
 from train.networks.model_images import image_data
 from train.run.checkpoints import load_network
+from train.run.model_files import export_model
 from train.run.open_run import OpenRun, write_classes
 from train.run.run_folder import RunFolder
 from train.tasks import images

@@ -345,7 +345,7 @@ class Scripted:
 def test_chat_answers_until_the_end_token(folder, capsys, monkeypatch):
     tokenizer_folder(folder / "llama")
     fnet_command("import", "llama", "--out", "run")
-    from train.commands import sample
+    from train.run import generation as sample
 
     def build(config, original=sample.language.build_network):
         network = original(config)
