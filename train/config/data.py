@@ -42,6 +42,9 @@ class _Options:
     class_weights: str | None = None
     balanced: bool = False
     repeats: int = 1
+    weights: tuple[float, ...] = ()
+    mask_reading: str | None = "index"
+    """How masks are read; None finds it in the masks."""
     crops: int = 1
     beta: float = 0.0
     objective: str = "dpo"
@@ -161,34 +164,41 @@ class Data(_Options, Variant, section="data", tag="source", package="train.data"
                 "clipped with grad.epsilon or grad.noise_multiplier"
             )
 
-    def check_statistics(self, *, is_weighed: bool, is_scaled: bool) -> None:
+    def check_statistics(self, dataset: Any = None) -> None:
         """Refuse each number that is computed from training examples, because they are private.
 
         What is released of them passes through the clipped sum, to which noise is added. There is
-        no other way, so that every such number is asked about here.
-
-        Args:
-          is_weighed: Whether the loss weighs classes by how often they occur.
-          is_scaled: Whether numbers to predict are standardized by their mean and deviation.
+        no other way, so that every such number is asked about here. A ``dataset`` is asked, too,
+        because others may have written its source.
 
         Raises:
           UserError: if there is one.
         """
+        weights, scaling, label_map = (
+            getattr(dataset, name, None) for name in ("class_weights", "scaling", "label_map")
+        )
         computed = {
-            "class_weights": is_weighed or self.class_weights,
+            "class_weights": weights is not None or self.class_weights,
             "balanced": self.balanced,
             "repeats": self.repeats > 1,
+            "weights": self.weights,
         }
         for name in (name for name, is_computed in computed.items() if is_computed):
             raise UserError(
                 f"data.{name}: {getattr(self, name)}, but this depends on all training examples, "
                 "and a private run releases them only with noise and Poisson sampling; leave it out"
             )
-        if is_scaled or (self.targets == "numbers" and self.scaling is None):
+        is_unscaled = self.targets == "numbers" and self.scaling is None
+        if is_unscaled or scaling not in (None, self.scaling):
             raise UserError(
                 "data.targets: numbers are standardized by mean and deviation of the training "
                 "labels, which no noise hides in a private run; give data.label_mean and "
                 "data.label_std, as far as they are known without the data"
+            )
+        if self.mask_reading is None or (label_map and label_map.palette):
+            raise UserError(
+                "data.mask_reading: None looks at training masks, whose palettes would be "
+                "published, and no noise hides them in a private run; give index or color"
             )
 
     @property

@@ -36,13 +36,10 @@ def load(config: Config) -> Dataset:
     """Load the data of a config."""
     kind_of(config).check(config)
     if config.is_private:
-        config.data.check_statistics(is_weighed=False, is_scaled=False)
-    dataset = config.model.complete(config.data).load(private=config.is_private)
-    if config.is_private:  # also of a source that others wrote
-        weights, scaling = dataset.class_weights, dataset.scaling
-        config.data.check_statistics(
-            is_weighed=weights is not None, is_scaled=scaling not in (None, config.data.scaling)
-        )
+        config.data.check_statistics()
+    dataset: Dataset = config.model.complete(config.data).load(private=config.is_private)
+    if config.is_private:
+        config.data.check_statistics(dataset)
     return dataset
 
 

@@ -13,11 +13,15 @@ from pathlib import Path
 import chex
 import numpy as np
 import pytest
-from image_cases import write_image, write_mask
+from data_cases import error_message
+from image_cases import write_image
+from PIL import Image
 from rich.console import Console
-from shard_cases import png, write_tar
+from shard_cases import png, write_parquet, write_tar
 
 import train as train_package
+from fnet import layers
+from tests.pretrained_folder import write_folder
 from train import data as data_package
 from train import tasks
 from train.config import (
@@ -25,10 +29,12 @@ from train.config import (
     ChatFile,
     Clipped,
     Config,
+    DeepLab,
     Denoiser,
     ImageFolder,
     LanguageModel,
     Mlp,
+    Pretrained,
     SegmentationFolder,
     TextFile,
     Train,
@@ -105,13 +111,24 @@ def shards(change):
     return ImageShards(path=("data",), batch_size=4, image_size=8, crop="center")
 
 
+def parquet(change):
+    for split, pairs in (("train", rows(change)), ("val", rows(None)[:9])):
+        write_parquet(Path("data", f"{split}-0.parquet"), [of for _, of in pairs])
+    return ImageShards(path=("data",), batch_size=4, image_size=8, crop="center")
+
+
 def masks(change):
     for split, pairs in (("train", rows(change)), ("val", rows(None)[:9])):
         for i, of in pairs:
             write_image(Path("data", split, "images", f"{i}.png"), of, size(of))
-            labels = np.full(size(of)[::-1], of % 3)
-            write_mask(Path("data", split, "masks", f"{i}.png"), labels)
-    return SegmentationFolder(path="data", classes=3, image_size=8, batch_size=4)
+            mask = Image.fromarray(np.full(size(of)[::-1], of % 3, np.uint8), "P")
+            mask.putpalette([0, 0, 0, 0, 255, 0, 0, 0, 255] + [of] * 3 * (of >= N))
+            path = Path("data", split, "masks", f"{i}.png")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            mask.save(path)
+    return SegmentationFolder(
+        path="data", classes=3, mask_reading="index", image_size=8, batch_size=4
+    )
 
 
 def jsonl(name, pairs, record):
@@ -135,6 +152,14 @@ def chats(change):
     return ChatFile(path=path, test_path=test, context=32, batch_size=4)
 
 
+def classes(change):
+    def record(of):
+        return {"text": f"{of}" + "x" * (of % 9), "kind": "ab"[of % 2]}
+
+    path, test = jsonl("d.jsonl", rows(change), record), jsonl("t.jsonl", rows(None)[:9], record)
+    return ChatFile(path=path, test_path=test, label="kind", context=32, batch_size=4)
+
+
 def pairs(change):
     def record(of):
         return {"prompt": f"{of}", "chosen": "yes" * (of % 9 + 1), "rejected": "no"}
@@ -143,9 +168,8 @@ def pairs(change):
     return PreferenceFile(path=path, test_path=test, context=32, batch_size=4)
 
 
-SOURCES = {
-    s.__name__: s for s in (arrays, folders, held_out, table, shards, masks, text, chats, pairs)
-}
+_FILES = arrays, folders, held_out, table, shards, parquet, masks, text, chats, classes, pairs
+SOURCES = {source.__name__: source for source in _FILES}
 WITHOUT_FILES = {"digits", "synthetic", "huggingface"}
 """Sources whose examples no file of the user's has, and one that only names others' splits."""
 
@@ -203,6 +227,8 @@ ALLOWED = {
     "train.data.poisson:num_users": "the number of users, which is public as that of examples is",
     "train.tasks.diffusion:_check_unit_interval": "a check that refuses images outside [0, 1]",
     "train.run.examples:draw_augmented": "pictures in private/augmented.png",
+    "train.tasks.preference:build": "what a pair's loss reads, which private/reference.npz keeps",
+    "train.tasks.preference:_identity": "a checksum, in private/reference.npz",
 }
 """Functions that may ask for training examples, and what becomes of them."""
 NOT_RELEASED = {"train.run.examples:draw_augmented"}
@@ -267,12 +293,23 @@ class Rows:
         self.recorder.add(np.size(index) if isinstance(index, np.ndarray) else len(values))
         return values
 
+    def __setitem__(self, index, values):
+        self.array[index] = values
+
 
 class StopHereError(Exception):
     """The end of what a test runs."""
 
 
+class Pixels(DeepLab):
+    """A classifier of single pixels, which is compiled in seconds."""
+
+    def build(self, image_shape, num_classes):
+        return layers.conv(image_shape[-1], num_classes, 1)
+
+
 TEXT_MODEL = LanguageModel(width=16, heads=2)
+PUBLISHED, BYTES = Pretrained(path="model"), {"vocabulary": 256}
 RUNS = {
     "images": (folders, Mlp(hidden=()), {}, {}),
     "release only": (folders, Mlp(hidden=()), {}, {"release_only": True}),
@@ -281,13 +318,49 @@ RUNS = {
     "users": (text, TEXT_MODEL, {"user": "document", "examples_per_user": 2}, {}),
     "chats": (chats, TEXT_MODEL, {}, {}),
     "denoiser": (arrays, Denoiser(width=16, heads=2), {}, {"microbatches": 2}),
+    "shards": (shards, Mlp(hidden=()), {}, {}),
+    "parquet": (parquet, Mlp(hidden=()), {}, {}),
+    "masks": (masks, Pixels(), {}, {}),
+    "classes of texts": (classes, PUBLISHED, BYTES, {}),
+    "dpo": (pairs, PUBLISHED, BYTES, {}),
+    "dpo, release only": (pairs, PUBLISHED, BYTES, {"release_only": True}),
+    "orpo": (pairs, PUBLISHED, BYTES | {"objective": "orpo"}, {}),
+    "rewards": (pairs, PUBLISHED, BYTES | {"objective": "reward"}, {}),
 }
+SLOW = {"texts", "chats", "denoiser", "dpo, release only", "orpo", "rewards"}
 
 
 def runs():
     for name in RUNS:
-        marks = [pytest.mark.slow] if name in ("texts", "chats", "denoiser") else []
-        yield pytest.param(name, marks=marks)
+        yield pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else [])
+
+
+def test_each_task_is_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    asked = [
+        Config(data=source(None).replace(**options), model=model)
+        for source, model, options, _ in RUNS.values()
+    ]
+    assert {tasks.kind_of(config).build for config in asked} == {
+        kind.build for kind in tasks.KINDS.values()
+    }
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "refused"),
+    [
+        (masks, {"mask_reading": None}, "data.mask_reading: None looks at training masks"),
+        (shards, {"weights": (1.0,)}, "data.weights: (1.0,), but this depends on all training"),
+    ],
+)
+def test_statistics_that_the_config_does_not_give_are_refused(
+    source, options, refused, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    data, model = source(None).replace(**options), Pixels() if source is masks else Mlp(hidden=())
+    private = Clipped(noise_multiplier=1.0, delta=1e-3)
+    assert tasks.load(Config(data=data, model=model)).classes
+    assert refused in error_message(tasks.load, Config(data=data, model=model, grad=private))
 
 
 @pytest.mark.parametrize("name", list(runs()))
@@ -295,6 +368,8 @@ def test_only_functions_of_a_list_ask_for_training_examples(name, tmp_path, monk
     """One run is trained to its end, and others until their programs are compiled."""
     monkeypatch.chdir(tmp_path)
     source, model, options, grad = RUNS[name]
+    if model is PUBLISHED:
+        write_folder(Path("model"))
     recorder, load = Recorder(), tasks.load
     monkeypatch.setattr(tasks, "load", lambda config: recorder.watch(load(config)))
     config = Config(
