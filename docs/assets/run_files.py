@@ -17,6 +17,7 @@ _TABLES = re.compile(r"(?<=<!-- run files -->\n).*?(?=<!-- end -->)", re.DOTALL)
 LINES = [
     ("`data:` notes", "private", "files, counts and copies of examples", ""),
     ("`cannot read`", "private", "names of files that cannot be read", ""),
+    ("`fnet:` errors", "private", "may name a training example", "the same"),
     ("`data`", "public", "number of examples, names of classes", "the same"),
     (
         "`network`, `state`, `memory`, `policy`, `steps`, `time`",

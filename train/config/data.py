@@ -167,9 +167,8 @@ class Data(_Options, Variant, section="data", tag="source", package="train.data"
     def check_statistics(self, dataset: Any = None) -> None:
         """Refuse each number that is computed from training examples, because they are private.
 
-        What is released of them passes through the clipped sum, to which noise is added. There is
-        no other way, so that every such number is asked about here. A ``dataset`` is asked, too,
-        because others may have written its source.
+        What is released of them passes through the clipped sum, to which noise is added, and in no
+        other way. A ``dataset`` is asked, too, because others may have written its source.
 
         Raises:
           UserError: if there is one.
@@ -177,13 +176,9 @@ class Data(_Options, Variant, section="data", tag="source", package="train.data"
         weights, scaling, label_map = (
             getattr(dataset, name, None) for name in ("class_weights", "scaling", "label_map")
         )
-        computed = {
-            "class_weights": weights is not None or self.class_weights,
-            "balanced": self.balanced,
-            "repeats": self.repeats > 1,
-            "weights": self.weights,
-        }
-        for name in (name for name, is_computed in computed.items() if is_computed):
+        computed = "class_weights", "balanced", "repeats", "weights", "folds"
+        given = [name for name in computed if getattr(self, name) != getattr(_Options, name)]
+        for name in given + ["class_weights"] * (weights is not None):
             raise UserError(
                 f"data.{name}: {getattr(self, name)}, but this depends on all training examples, "
                 "and a private run releases them only with noise and Poisson sampling; leave it out"

@@ -49,7 +49,6 @@ class PreferenceFile(AnswerFile):
         Raises:
           UserError: if a file is unreadable, a pair is wrong, or there are too few of them.
         """
-        del private  # a pair is a row
         reader = Reader(
             ChatFile(
                 tokenizer=self.tokenizer,
@@ -59,7 +58,6 @@ class PreferenceFile(AnswerFile):
             ),
             load_tokenizer(self),
         )
-
         left_out: list[str] = []
         fields: dict[str, None] = {}
         twice: list[str] = []

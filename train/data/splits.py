@@ -208,12 +208,9 @@ def describe_common(
 
 
 def content_keys(contents: Iterable[bytes]) -> Iterator[str]:
-    """Yield the keys of examples that have no names; copies are counted."""
-    seen: Counter[str] = Counter()
+    """Yield the keys of examples that have no names; copies have one, and so stay together."""
     for content in contents:
-        key = blake2b(content, digest_size=16).hexdigest()
-        seen[key] += 1
-        yield f"{key} {seen[key]}"
+        yield f"{blake2b(content, digest_size=16).hexdigest()} 1"
 
 
 def hash_names(names: Iterable[str]) -> np.ndarray:

@@ -92,7 +92,7 @@ class RunFolder:
     secret_seed = RunFile("secret_seed", "secret", "key of noise and sampling")
     reference = RunFile("reference.npz", "private", "log-likelihoods of examples")
     data = RunFile("data.json", "private", "checksums, hashes of names", "a keyed checksum")
-    metrics = RunFile("metrics.jsonl", "private", "training losses", "epsilon, test scores")
+    metrics = RunFile("metrics.jsonl", "private", "training losses", "epsilon, test scores, norms")
     tensorboard = RunFile("tensorboard", "private", "the same, pictures", "the same")
     curves = RunFile("curves.png", "private", "training losses", "test scores")
     augmented = RunFile("augmented.png", "private", "training images")

@@ -214,6 +214,26 @@ def test_what_is_published_of_the_data_does_not_depend_on_a_training_example(
     assert str(values) == str(other)
 
 
+def test_no_split_depends_on_a_copy_of_an_example(tmp_path, monkeypatch):
+    """Images without names, of which each is there three times."""
+    monkeypatch.chdir(tmp_path)
+
+    def held_out(ids):
+        write_parquet(Path("data.parquet"), ids, plain=True)
+        data = ImageShards(path=("data.parquet",), batch_size=4, split_seed=0, image_size=4)
+        dataset = data.load(private=True)
+        images = dataset.prepare(dataset.test)["image"]
+        return {image.tobytes() for image in images}, len(images)
+
+    every = [*range(12)] * 3
+    images, count = held_out(every)
+    assert count == 3 * len(images)
+    for i in range(12):
+        fewer, left = held_out(every[:i] + every[i + 1 :])
+        assert fewer == images
+        assert count - left in (0, 1)
+
+
 SHAPES = "shapes and dtypes of a batch, from the first example"
 ALLOWED = {
     "train.tasks.__init__:build": SHAPES,
@@ -351,6 +371,7 @@ def test_each_task_is_run(tmp_path, monkeypatch):
     [
         (masks, {"mask_reading": None}, "data.mask_reading: None looks at training masks"),
         (shards, {"weights": (1.0,)}, "data.weights: (1.0,), but this depends on all training"),
+        (held_out, {"folds": 5}, "data.folds: 5, but this depends on all training examples"),
     ],
 )
 def test_statistics_that_the_config_does_not_give_are_refused(
