@@ -226,21 +226,6 @@ def test_moments_of_samples_converge_to_the_data(sampler, name):
     assert errors[2] < max(0.35 * errors[1], 1e-4)
 
 
-def test_noise_differs_by_step_and_example_and_depends_on_the_key():
-    schedule, x = schedules.cosine(20), jnp.zeros((3, 2))
-
-    def sample(seed):
-        return ddpm(
-            lambda x, t: jnp.zeros_like(x), schedule, x, 10,
-            predicts="v", key=jax.random.key(seed),
-        )  # fmt: skip
-
-    got = sample(1)
-    chex.assert_trees_all_equal(sample(1), got)
-    assert float(jnp.abs(sample(2) - got).min()) > 0
-    assert len(np.unique(got)) == got.size
-
-
 def test_noise_of_a_timestep_uses_the_key_folded_with_it():
     schedule, x = schedules.cosine(20), noise(3)
     got = ddpm(lambda x, t: 0 * x, schedule, x, 4, predicts="v", key=jax.random.key(5))

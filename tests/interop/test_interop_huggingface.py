@@ -209,6 +209,15 @@ def test_a_tied_head_in_the_file_must_equal_the_embedding():
         fnet.interop.from_huggingface(CONFIGS["gemma"], both | {"lm_head.weight": table + 1})
 
 
+def test_the_factor_of_a_gemma4_block_is_not_trained():
+    model, params, _ = loaded("gemma4_keys")
+    gradient = jax.grad(lambda p: model.apply(p, {}, TOKENS, train=False)[0].sum())
+    grads = jax.tree_util.tree_leaves_with_path(jax.jit(gradient)(params))
+    factors = [g for path, g in grads if path[-1].key == "factor"]
+    assert factors
+    assert not any(map(np.any, factors))
+
+
 def test_gemma4_ignores_keys_of_layers_that_read_those_of_others():
     _, params, tensors = loaded("gemma4_keys")
     unused = {f"model.layers.4.self_attn.{n}.weight": np.ones(1) for n in ("k_proj", "v_proj")}

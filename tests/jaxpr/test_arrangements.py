@@ -16,7 +16,6 @@ NAMES = ["broadcast_in_dim", "reshape", "rev", "slice", "split", "squeeze", "tra
 UNCHANGED = ["copy", "name", "sharding_constraint"]
 
 
-@pytest.mark.sweep(6)
 @pytest.mark.parametrize("name", NAMES + UNCHANGED)
 @pytest.mark.parametrize("leading", [0, 2])
 def test_arrangements_equal_the_equation(name, leading):

@@ -317,6 +317,8 @@ def test_scales_near_0_become_a_small_number_of_their_sign():
     scale = jnp.asarray([floor / 2, -floor / 2, 0.0, -1.0])
     expected = np.asarray([floor, -floor, floor, -1.0], np.float32)
     np.testing.assert_array_equal(invertible_scale(scale, scale), expected)
+    derivative = jax.grad(lambda s: invertible_scale(s, scale).sum())(scale)
+    np.testing.assert_array_equal(derivative, 1)
 
 
 def test_layers_are_initialized_without_scale_and_bias():

@@ -11,7 +11,6 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from fnet import diffusion, layers, models
-from fnet.models.denoiser import sinusoids
 
 pytestmark = pytest.mark.slow
 
@@ -190,14 +189,6 @@ def test_computes_in_the_dtype_of_the_images():
     full, _ = run(model, params, state, images(), **conditions(), train=True)
     assert jnp.abs(y - full).max() < 0.1 * jnp.abs(full).max()
     assert all(a.dtype == jnp.float32 for a in jax.tree.leaves(updated))
-
-
-def test_sinusoids_have_frequencies_from_1_to_a_ten_thousandth():
-    # Frequencies 10,000^(-i / 2) of i = 0, 1; the last of an odd width is 0.
-    expected = [np.cos(3), np.cos(0.03), np.sin(3), np.sin(0.03)]
-    chex.assert_trees_all_close(sinusoids(jnp.array([3]), 4)[0], np.array(expected), atol=1e-6)
-    chex.assert_trees_all_close(sinusoids(jnp.array([3]), 5)[0, :4], np.array(expected), atol=1e-6)
-    assert sinusoids(jnp.array([3]), 5)[0, 4] == 0
 
 
 def test_learns_to_generate_the_image_of_each_label():

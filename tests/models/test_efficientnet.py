@@ -135,6 +135,17 @@ def test_window_attention_matches_a_loop_over_patches(shift):
     np.testing.assert_allclose(y, attention_by_hand(params, x, 2, 4, shift), atol=1e-5)
 
 
+def test_scores_of_window_attention_are_not_rounded_to_bfloat16():
+    """Products of numbers up to 15 are exact, but their sums up to 900 are not."""
+    layer = window_attention(8, 2, 4, 0)
+    params, _ = layer.init(jax.random.key(0))
+    params["query_key_value"]["kernel"] = np.tile(np.eye(8, dtype=np.float32), 3)
+    x = np.random.default_rng(0).integers(0, 16, (1, 4, 4, 8)).astype(np.float32)
+    y, _ = layer.apply(params, {}, jnp.asarray(x, jnp.bfloat16), train=False)
+    expected = attention_by_hand(params, x, 2, 4, 0)
+    np.testing.assert_allclose(y.astype(np.float32), expected, atol=0.01 * abs(expected).max())
+
+
 def test_a_window_as_large_as_the_image_is_not_shifted():
     still, moved = window_attention(8, 2, 4, 0), window_attention(8, 2, 4, 2)
     params, _ = still.init(jax.random.key(0))

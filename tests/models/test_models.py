@@ -9,6 +9,7 @@ from layer_cases import count, initial, shapes
 
 from fnet import layers, models
 from fnet.models import blocks
+from fnet.models.denoiser import sinusoids
 
 
 def test_a_name_with_a_depth_refuses_another_one():
@@ -327,3 +328,11 @@ def test_revnet_matches_its_formula(float64):
     x = stage(p["stage1"], s["stage1"], conv(x, p["down1"]["conv"]["kernel"]))
     x = abn(p["abn"], s["abn"], x).mean((1, 2))
     chex.assert_trees_all_close(y, x @ p["head"]["kernel"] + p["head"]["bias"], atol=1e-3)
+
+
+def test_sinusoids_have_frequencies_from_1_to_a_ten_thousandth():
+    # Frequencies 10,000^(-i / 2) of i = 0, 1; the last of an odd width is 0.
+    expected = [np.cos(3), np.cos(0.03), np.sin(3), np.sin(0.03)]
+    chex.assert_trees_all_close(sinusoids(jnp.array([3]), 4)[0], np.array(expected), atol=1e-6)
+    chex.assert_trees_all_close(sinusoids(jnp.array([3]), 5)[0, :4], np.array(expected), atol=1e-6)
+    assert sinusoids(jnp.array([3]), 5)[0, 4] == 0

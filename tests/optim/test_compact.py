@@ -120,6 +120,15 @@ def test_float32_parameters_are_updated_as_by_optax(name):
     chex.assert_trees_all_close(params, expected, rtol=1e-6)
 
 
+def test_updates_of_float16_parameters_are_rounded_once():
+    compact, plain = PAIRS["adamw"]
+    params, grads = (jnp.linspace(a, 2 * a, 7).astype(jnp.float16) for a in (0.5, 1e-3))
+    got, _ = compact.update(grads, compact.init(params), params)
+    params, grads = (a.astype(jnp.float32) for a in (params, grads))
+    expected, _ = plain.update(grads, plain.init(params), params)
+    np.testing.assert_allclose(got, expected, rtol=one_rounding(jnp.float16))
+
+
 @pytest.mark.sweep(9)
 @pytest.mark.parametrize("name", PAIRS)
 def test_bfloat16_parameters_follow_float32_ones(name):

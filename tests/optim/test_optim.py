@@ -293,14 +293,15 @@ def test_rejects_a_classifier_scale_for_optimizers_that_copy_parameters(name):
 
 
 def test_muon_makes_updates_of_kernels_orthogonal():
-    """Also of each layer of a stack, and of convolutions as matrices [H W in, out]."""
+    """Also of each layer of a stack, and of convolutions as matrices of all inputs and outputs."""
     params = {
         "dense": {"kernel": jnp.ones((12, 8)), "bias": jnp.ones(8)},
         "stack": {"kernel": jnp.ones((3, 12, 8))},
         "conv": {"kernel": jnp.ones((3, 3, 4, 8))},
+        "torch": {"weight": jnp.ones((8, 4, 3, 3))},
         "fc": {"kernel": jnp.ones((12, 8))},
     }
-    keys = jax.random.split(jax.random.key(0), 5)
+    keys = jax.random.split(jax.random.key(0), 6)
     grads = jax.tree.unflatten(
         jax.tree.structure(params),
         [jax.random.normal(k, p.shape) for k, p in zip(keys, jax.tree.leaves(params), strict=True)],
@@ -317,9 +318,11 @@ def test_muon_makes_updates_of_kernels_orthogonal():
             values = np.linalg.svd(matrix, compute_uv=False) / (0.2 * math.sqrt(12))
             assert 0.6 < values.min() <= values.max() < 1.3
         assert jnp.vdot(updates[name]["kernel"] + 0.05, grads[name]["kernel"]) < 0
-    conv = (-updates["conv"]["kernel"] / 0.1 - 0.5).reshape(36, 8)
-    values = np.linalg.svd(conv, compute_uv=False) / (0.2 * 6)
-    assert 0.6 < values.min() <= values.max() < 1.3
+    for name, shape in (("conv", (36, 8)), ("torch", (8, 36))):
+        (update,) = updates[name].values()
+        matrix = (-update / 0.1 - 0.5).reshape(shape)
+        values = np.linalg.svd(matrix, compute_uv=False) / (0.2 * 6)
+        assert 0.6 < values.min() <= values.max() < 1.3
     # Adam with Nesterov momentum: in the first step, all magnitudes are equal and near 1. A bias
     # has no decay.
     bias, fc = abs(updates["dense"]["bias"]) / 0.1, abs(direction(updates["fc"]["kernel"]))

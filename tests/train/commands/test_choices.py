@@ -23,7 +23,7 @@ QUESTIONS = [
     {"question": "Is é a letter? ", "choices": ["Yes", "No", "☃☃☃☃"], "answer": 0},
     {"prompt": "The sky is", "choices": ["blue", "a very long answer, but wrong"], "answer": "b"},
     {"question": "a" * 60, "choices": ["x", "abc", "q r"], "answer": "C"},
-    {"question": "1 + 1 =", "choices": ["2", "12345678"], "answer": 0},
+    {"question": "1 + 1 =", "choices": ["2", "9" * (CONTEXT - 1)], "answer": 0},
     {"question": "?", "choices": ["éé", "aaa", "abab"], "answer": 1},
 ]
 
@@ -174,7 +174,7 @@ GOOD = QUESTIONS[0]
         ([GOOD | {"answer": "D"}], "or a letter from A to C, got 'D'"),
         ([GOOD | {"answer": "1"}], "or a letter from A to C, got '1'"),
         ([GOOD | {"answer": True}], "or a letter from A to C, got True"),
-        ([GOOD | {"choices": ["a", "b" * 60]}], "has 62 tokens; expected 1 to data.context 48"),
+        ([GOOD | {"choices": ["a", "b" * 47]}], "has 49 tokens; expected 1 to data.context 48"),
     ],
 )  # fmt: skip
 def test_a_wrong_question_names_its_line(write, questions, message):

@@ -287,5 +287,10 @@ def test_a_frozen_backbone_keeps_its_parameters_and_statistics(workplace, capsys
     assert changed
     assert [name for name in changed if "head" not in name] == []
     jax.tree.map(np.testing.assert_array_equal, state, new_state)
+    run = setup(RunFolder(workplace / "s").read_config())
+    batch, key = next(run.training_batches(0)), jax.random.key(0)
+    grads = jax.grad(lambda p: run.task.loss(p, new_state, batch, key)[0].sum())(new_params)
+    trained = {path[0].key for path, g in jax.tree_util.tree_leaves_with_path(grads) if g.any()}
+    assert trained == {"head"}  # so that nothing else counts in a norm
     assert exit_code("train", "recipe.py", "--optim.freeze-backbone") == 2
     assert_one_line_error(capsys, "the backbone has random weights; give model.pretrained")

@@ -527,9 +527,9 @@ def test_two_class_tables_must_agree(tmp_path):
 
 
 def test_rare_classes_weigh_more():
-    # Class 0: 90 of 200 pixels; class 1: 100 of 200; class 2: 10 of 100; class 3: nowhere.
-    counts = np.array([[90, 0, 10, 0], [0, 100, 0, 0]])
-    frequency = np.array([0.9, 1.0, 0.1])
+    # Class 3 is nowhere. A sum in float32 would lose each small mask beside the large one.
+    counts = np.array([[2**25, 2**24, 0, 0], *[[1, 0, 0, 0]] * 4096, [0, 0, 90, 0]])
+    frequency = np.array([(2**25 + 4096) / (3 * 2**24 + 4096), 1 / 3, 1.0])
     expected = [*(np.median(frequency) / frequency), 1.0]
     chex.assert_trees_all_close(median_frequency_weights(counts), np.float32(expected), rtol=1e-6)
 

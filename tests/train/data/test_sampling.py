@@ -27,6 +27,8 @@ def test_rows_of_a_class_are_shuffled_without_replacement():
         assert (np.sort(epochs, 1) == np.arange(first, first + count)).all()
     fives = rows[LABELS[rows] == 1].reshape(-1, 5)
     assert len({tuple(epoch) for epoch in fives.tolist()}) > 3
+    rows = rows_of(SampledBatches(np.repeat([0, 1], 30), 60, 60, 1, seed=0), 1)
+    assert (rows[rows < 30] != rows[rows >= 30] - 30).any()  # classes have orders of their own
 
 
 def test_repeats_follow_each_other_and_epochs_hold_each_row():

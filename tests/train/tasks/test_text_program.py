@@ -156,6 +156,17 @@ def test_a_mistake_is_one_line(text_folder, capsys, words, message):
     assert_one_line_error(capsys, message)
 
 
+def test_the_loss_of_a_row_is_the_mean_over_its_tokens(text_folder):
+    task = language.build(recipes.load("text.py"), None)
+    params, state = task.model.init(jax.random.key(0))
+    tokens, lengths = np.random.default_rng(0).integers(0, 256, (2, 9)), np.array([3, 8])
+    metrics = task.measure(params, state, {"tokens": tokens, "length": lengths}).metrics
+    logits, _ = task.model.apply(params, state, tokens[:, :-1], train=False)
+    log_p = np.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], -1)[..., 0]
+    expected = np.array([-row[:n].mean() for row, n in zip(log_p, lengths, strict=True)])
+    chex.assert_trees_all_close(metrics["loss"], expected, rtol=1e-5)
+
+
 def test_the_smallest_network_has_a_feed_forward():
     model = LanguageModel(width=1, heads=1, mixers=("mamba",), blocks=1).for_text(4, "float32")
     params, _ = jax.eval_shape(model.init, jax.random.key(0))
