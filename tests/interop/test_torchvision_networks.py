@@ -12,6 +12,7 @@ from torchvision_cases import CASES, LOGITS, build, draw, images
 
 from fnet import models
 from fnet.interop import families
+from fnet.interop.norm_conversion import convert
 from fnet.interop.torch import from_torch, load_state_dict, to_torch
 
 NORMS = dict.fromkeys(CASES, "batch") | {"swin": "abn"}
@@ -140,3 +141,8 @@ def test_all_logits_match_torchvision(name):
     expected = torchvision_cases.logits(network, arrays)
     y = evaluate(build(name), *load(build(name), arrays, norm=NORMS[name]))
     assert np.abs(y - expected).max() <= 1e-5 * np.abs(expected).max()
+
+
+def test_plain_batch_norm_gets_the_factor_of_in_place_norm():
+    converted = convert({"bn1.gamma": np.array([-0.5, 0.0, 2.0])}, "abn", "batch")
+    np.testing.assert_allclose(converted["bn1.gamma"], [0.50001, 0.00001, 2.00001], rtol=1e-12)
