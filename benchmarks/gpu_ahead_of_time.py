@@ -94,6 +94,8 @@ def claims(rows: list[Row]) -> Iterator[Claim]:
         memory, time = next((t for k, t in TARGETS_OF.items() if row.case.startswith(k)), ("", ""))
         if row.name == "vmap":
             memory = time = ""
+        if row.name.endswith("per layer"):
+            time = "<= 1.05"
         if row.name.startswith("budget"):
             share = float(row.name.split()[-1].rstrip("%")) / 100
             memory, time = f"<= {share:g}", BUDGETS[share]

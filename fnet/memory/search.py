@@ -369,9 +369,9 @@ class Planner:
         windows = [] if self.is_on_devices else [Blocks(0.1, (20.0,)), Blocks(0.1, (NOTHING,))]
         return [*loops, *windows]
 
-    def _microbatches(
-        self, fits: Fits, trees: Sequence[Node] = (PLAIN, Blocks(0.1, (NOTHING,)))
-    ) -> Iterator[Option]:
+    def _microbatches(self, fits: Fits, trees: Sequence[Node] = ()) -> Iterator[Option]:
+        saved = [*self.plain.step.densities[-1:], NOTHING]  # what is dearest, or nothing
+        trees = trees or (PLAIN, *(Blocks(0.1, (least,)) for least in saved))
         for n in self.choices[1:]:
             for tree in trees:
                 if (traced := self.trace(tree, n)) and fits(traced.option):

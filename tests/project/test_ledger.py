@@ -7,17 +7,17 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 LEDGER = {
-    "fnet/jaxpr": 3_645,
-    "fnet/autodiff": 9_670,
-    "fnet/memory": 8_371,
-    "fnet/layers": 5_791,
+    "fnet/jaxpr": 3_631,
+    "fnet/autodiff": 9_695,
+    "fnet/memory": 8_387,
+    "fnet/layers": 5_794,
     "fnet/models + fnet/interop": 9_341,
-    "fnet, the rest": 10_900,
-    "train/data": 11_388,
-    "train/run + train/commands": 8_459,
-    "train, the rest": 8_239,
-    "tests": 61_176,
-    "benchmarks": 16_513,
+    "fnet, the rest": 10_905,
+    "train/data": 11_383,
+    "train/run + train/commands": 8_458,
+    "train, the rest": 8_241,
+    "tests": 61_419,
+    "benchmarks": 16_653,
 }
 """Lines of ``*.py``. A row of its own takes a package out of the rest."""
 SLACK = 30

@@ -9,13 +9,14 @@ import pytest
 FOLDER = Path(__file__).parents[2] / "docs" / "benchmarks"
 RESULTS = json.loads((FOLDER / "benchmarks.json").read_text())["results"]
 RESULTS |= {
-    name: json.loads((FOLDER / f"{name}.json").read_text()) for name in ("gpu_h100", "gpu_h200")
+    name: json.loads((FOLDER / f"{name}.json").read_text())
+    for name in ("gpu_h100", "gpu_h200", "gpu_ahead_of_time")
 }
 
 SHOWN = {
     "attention_context.md": {"attention_context": 12},
     "batched.md": {"batched": 4},
-    "gpu.md": {"gpu_h100": 22, "gpu_h200": 39},
+    "gpu.md": {"gpu_h100": 22, "gpu_h200": 40, "gpu_ahead_of_time": 12},
     "in_place.md": {
         "abn_stack_on_cpu": 16,
         "abn_stack_ahead_of_time_h100": 9,
