@@ -25,7 +25,7 @@ from fnet.memory.peak import Peak, compile_min_memory, peak
 from fnet.memory.plan import Candidate, Plan, plan
 from fnet.memory.remat import Policy
 from fnet.memory.sizes import tree_bytes
-from fnet.memory.target import Target, shapes_on
+from fnet.memory.target import Target, platform_of, shapes_on
 from fnet.state import TrainState, check_state
 
 Metrics = dict[str, Array]
@@ -438,12 +438,12 @@ def plan_step(
       budget: Bytes, or text as ``4GiB``, ``4GB``, ``4096MiB``. None for no limit.
       policies: Keys of `fnet.memory.REMAT_POLICIES` to choose from. By default every array is
         planned; see `fnet.memory.plan`.
-      microbatch_choices: Numbers of microbatches to choose from. By default the step's own number:
-        a budget runs parts of the loss in chunks instead, which changes no gradient; see
-        `fnet.memory.regions`. Modes and shardings without chunks choose from multiples of the
-        step's number that divide the batch; see `divisors`. Numbers other than the step's own are
-        dropped if the loss of an example is not shown to depend on this example alone, and if they
-        leave too few examples for the network.
+      microbatch_choices: Numbers of microbatches to choose from. By default the step's own number
+        on a CPU: a budget runs parts of the loss in chunks instead, which changes no gradient; see
+        `fnet.memory.regions`. Accelerators, and modes and shardings without chunks, choose from
+        multiples of the step's number that divide the batch; see `divisors`. Numbers other than the
+        step's own are dropped if the loss of an example is not shown to depend on this example
+        alone, and if they leave too few examples for the network.
       reserve: Bytes of the budget that are needed outside of the compiled step.
       target: A device to plan for. By default this machine's.
       progress: Called with each candidate after it is compiled.
@@ -480,7 +480,8 @@ def plan_step(
     regions = step.mode.differentiates_mean and all(mesh.size == 1 for mesh in meshes)
     regions = regions and step.microbatches == 1 and microbatch_choices is None
     if microbatch_choices is None:
-        is_split = budget is not None and not regions
+        # On an accelerator, the kernels of microbatches are larger than those of rows in chunks.
+        is_split = budget is not None and (not regions or platform_of(target) != "cpu")
         microbatch_choices = _microbatch_choices(step, batch) if is_split else (step.microbatches,)
     if policies is None and not step.mode.whole_gradient:
         policies = (step.remat,)

@@ -18,7 +18,7 @@ from fnet.memory.peak import CANDIDATE_OPTIONS, Peak, peak
 from fnet.memory.remat import REMAT_POLICIES, Policy, policies_for
 from fnet.memory.search import Build, Option, Planner
 from fnet.memory.sizes import format_bytes, parse_bytes
-from fnet.memory.target import Target, compile_lowered, peaks_of
+from fnet.memory.target import Target, compile_lowered, peaks_of, platform_of
 from fnet.memory.tree import Blocks
 
 # XLA's GPU compiler (jaxlib 0.10) completes the copy of an array to the host when the backward pass
@@ -210,7 +210,7 @@ def plan(
       ('none in 2 chunks', True)
     """
     reserved = f", plus {format_bytes(reserve)} outside of the program" if reserve else ""
-    platform = target.device.platform if target else jax.default_backend()
+    platform = platform_of(target)
     named: Sequence[str | Policy] = ("none",) if policies is None else tuple(policies)
     supported = policies_for(platform)
     if unknown := [n for n in named if isinstance(n, str) and n not in supported]:
@@ -410,7 +410,7 @@ def estimate_peak(
       >>> memory.estimate_peak(lowered, {}).total
       49152
     """
-    platform = target.device.platform if target else jax.default_backend()
+    platform = platform_of(target)
     fast: Mapping[str, Any] = WITHOUT_OPTIMIZED_CODE if platform == "cpu" else {}
     options = {**fast, **compiler_options}
     try:

@@ -290,6 +290,11 @@ def describe(name: str, count: int = 1) -> Target:
     return _tpu(name, known, count)
 
 
+def platform_of(target: Target | None) -> str:
+    """The platform of a target, or of this machine's devices."""
+    return target.device.platform if target else jax.default_backend()
+
+
 def peaks_of(target: Target | None) -> Peaks:
     """Rates of a target, or of this machine's device: an H100's if they are unknown."""
     if target and target.peaks:

@@ -12,6 +12,7 @@ from fnet import layers, memory
 from fnet.memory import BudgetError
 from fnet.memory.plan import plan
 from fnet.memory.remat import policies_for
+from fnet.step import divisors
 
 WIDTH, DEPTH, BATCH = 32, 16, 512
 
@@ -148,6 +149,25 @@ def test_a_loss_that_compares_examples_is_not_split():
         fnet.plan_step(*arguments, microbatch_choices=(2, 4))
     peak = min(c.peak.total for c in plan.candidates)
     assert fnet.compile_step(*arguments, budget=peak // 3).report.peak.total <= peak // 3
+
+
+def test_only_an_accelerator_may_take_microbatches_of_a_loss_that_keeps_examples_apart(
+    step_and_peaks, monkeypatch
+):
+    args, _, peaks = step_and_peaks
+    given = []
+
+    def recorded(*args, microbatches, **options):
+        given.append(microbatches)
+        return plan(*args, microbatches=microbatches, **options)
+
+    monkeypatch.setattr("fnet.step.plan", recorded)
+    fnet.plan_step(*args, peaks["none"])
+    monkeypatch.setattr("fnet.step.platform_of", lambda target: "cuda")
+    fnet.plan_step(*args, peaks["none"])
+    fnet.plan_step(*contrastive(), "1GiB")
+    rows = len(jax.tree.leaves(args[2])[0])
+    assert given == [(1,), tuple(divisors(rows)), (1,)]
 
 
 def test_microbatches_that_the_user_chose_stay():

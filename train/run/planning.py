@@ -16,7 +16,7 @@ from fnet import TrainState, memory
 from fnet.cpu.options import WITHOUT_OPTIMIZED_CODE
 from fnet.memory import LayerResiduals, Plan, Policy, roofline
 from fnet.memory.remat import policies_for
-from fnet.memory.target import Target, describe, from_text, shapes_on
+from fnet.memory.target import Target, describe, from_text, platform_of, shapes_on
 from fnet.step import Executable, plan_step
 from train.data import PREFETCHED_BATCHES
 from train.data.unreadable import UnreadableFiles
@@ -332,7 +332,7 @@ def analyze(
     compiler_options: dict[str, Any] | None = None,
 ) -> Planned:
     """Compile a step to read its memory: the smallest of the backend's candidates."""
-    platform = target.device.platform if target else jax.default_backend()
+    platform = platform_of(target)
     candidates: Any = memory.CANDIDATE_OPTIONS.get(platform, ({},))
     if compiler_options is not None:
         candidates = (compiler_options,)
