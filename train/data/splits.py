@@ -210,7 +210,7 @@ def describe_common(
 def content_keys(contents: Iterable[bytes]) -> Iterator[str]:
     """Yield the keys of examples that have no names; copies have one, and so stay together."""
     for content in contents:
-        yield f"{blake2b(content, digest_size=16).hexdigest()} 1"
+        yield f"{blake2b(content, digest_size=16).hexdigest()} 1"  # copies were counted before
 
 
 def hash_names(names: Iterable[str]) -> np.ndarray:

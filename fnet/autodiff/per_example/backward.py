@@ -269,13 +269,13 @@ class TracedLoss(NamedTuple):
         if is_for_cpu() or batch_devices() > 1 or self.closed.effects:
             return never
         factors = _factors_of_many_tokens(self.closed, self.leaves)
-        sizes = [self.leaves[i].size for i in factors]
-        gradients = sum(self.leaves[i].size * kept_dtype(self.leaves[i]).itemsize for i in factors)
-        of_one = sum(factors.values())
+        params = [self.leaves[i] for i in factors]
+        gradients = sum(p.size * kept_dtype(p).itemsize for p in params)
+        elements, of_one = sum(p.size for p in params), sum(factors.values())
         divisors = (n for n in range(size // 2, 1, -1) if size % n == 0)
         width = next((n for n in divisors if n * gradients <= (size - n) * of_one), 1)
         equations = sum(total(e, lambda _: 1) for e in self.closed.eqns)
-        pays = width > 1 and width * sum(sizes) >= KEPT_ELEMENTS_PER_EQUATION * equations
+        pays = width > 1 and width * elements >= KEPT_ELEMENTS_PER_EQUATION * equations
         return (width, sorted(factors)) if pays else never
 
     def shared_aux(self) -> list[Array]:

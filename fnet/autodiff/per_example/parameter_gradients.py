@@ -936,8 +936,8 @@ class MaterializedGradients(ParameterGradients):
         if len(scales) <= (1 if is_for_cpu() else MOST_FUSED_ROWS):
             # Fused with what adds the sum to others.
             parts = (slice(i, i + FUSED_ROWS) for i in range(0, len(scales), FUSED_ROWS))
-            sums = [_weighted_rows(self.gradients[rows], scales[rows]) for rows in parts]
-            return functools.reduce(jnp.add, sums)
+            total: Array = sum_of([_weighted_rows(self.gradients[r], scales[r]) for r in parts])
+            return total
         # A matrix product. XLA on CPU compiles scales[:, None] * gradients to a slow loop.
         rows = self.gradients.reshape(len(scales), -1).astype(sum_dtype(self.gradients))
         total = jnp.matmul(
