@@ -71,12 +71,11 @@ def both_gradients(f, g, *arguments):
 @pytest.mark.usefixtures("float64")
 def test_output_and_gradients_match_the_formula(activation):
     x, gamma, beta, dy = inputs((6, 5, 3), 3)
-
-    def ours(*a):
-        return in_place(*a, activation=activation, param=0.3)
+    options = {"activation": activation, "param": 0.3}
+    ours = functools.partial(in_place, **options)
 
     def formula(*a):
-        return defining_formula(*a, activation=activation, param=0.3)[0]
+        return defining_formula(*a, **options)[0]
 
     got, expected = compiled(ours, formula)(x, gamma, beta)
     chex.assert_trees_all_close(got, expected, atol=1e-12)
@@ -91,21 +90,30 @@ def test_output_and_gradients_match_the_formula(activation):
     axis=st.integers(0, 4),
     activation=st.sampled_from(INVERTIBLE),
     param=st.floats(0.01, 2.0),
+    affine=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_gradients_match_autodiff_on_random_shapes_and_axes(
-    shape, samples, axis, activation, param, seed
+def test_output_and_gradients_match_autodiff_on_random_shapes_and_axes(
+    shape, samples, axis, activation, param, affine, seed
 ):
     shape = [samples, *shape]
     axis %= len(shape)
     if np.prod(shape) // shape[axis] < 2:
         shape.append(2)
+    options = {"activation": activation, "param": param, "axis": axis}
+
+    def with_gradients(f):
+        def run(x, gamma, beta, dy):
+            y, vjp = jax.vjp(f, x, *((gamma, beta) if affine else (None, None)))
+            return y, vjp(dy)
+
+        return run
+
     with jax.enable_x64(True):
-        got, expected = both_gradients(
-            lambda *a: in_place(*a, activation=activation, param=param, axis=axis),
-            lambda *a: defining_formula(*a, activation=activation, param=param, axis=axis)[0],
-            *inputs(shape, shape[axis], seed),
-        )
+        got, expected = compiled(
+            with_gradients(lambda *a: in_place(*a, **options)),
+            with_gradients(lambda *a: defining_formula(*a, **options)[0]),
+        )(*inputs(shape, shape[axis], seed))
         chex.assert_trees_all_close(got, expected, rtol=1e-6, atol=1e-7)
 
 
@@ -122,23 +130,13 @@ def test_gradients_match_finite_differences_to_second_order(activation):
     check_grads(jax.jit(f), (x, gamma, beta), order=2, modes=["rev"], atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.usefixtures("float64")
-def test_hessian_matches_the_formula():
-    x, gamma, beta, dy = inputs((4, 3, 2), 2)
-    ours = jax.hessian(lambda x: (in_place(x, gamma, beta, activation="elu", param=1.0) * dy).sum())
-    theirs = jax.hessian(
-        lambda x: (defining_formula(x, gamma, beta, activation="elu", param=1.0)[0] * dy).sum()
-    )
-    chex.assert_trees_all_close(*compiled(ours, theirs)(x), atol=1e-8)
-
-
-@pytest.mark.parametrize("activation", INVERTIBLE)
-def test_backward_pass_saves_only_the_output(activation):
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_backward_pass_saves_one_array_and_that_is_an_invertible_output(activation):
     x, gamma, beta, _ = inputs((8, 4, 4, 3), 3, dtype=jnp.float32)
-    y, vjp = jax.vjp(lambda x: in_place(x, gamma, beta, activation=activation), x)
-    saved = [leaf for leaf in jax.tree.leaves(vjp) if getattr(leaf, "size", 0) >= x.size]
-    assert len(saved) == 1
-    chex.assert_trees_all_equal(saved[0].reshape(y.shape), y)
+    y, vjp = jax.vjp(functools.partial(in_place, activation=activation), x, gamma, beta)
+    (saved,) = (leaf for leaf in jax.tree.leaves(vjp) if getattr(leaf, "size", 0) >= x.size)
+    if activation in INVERTIBLE:
+        chex.assert_trees_all_equal(saved.reshape(y.shape), y)
 
 
 @pytest.mark.parametrize("gamma", [0.0, -0.0, 1e-8, -1e-3])
@@ -151,14 +149,6 @@ def test_derivative_at_gamma_0_is_one_sided(gamma):
     )
     chex.assert_trees_all_close(dgamma, expected, rtol=1e-6)
     chex.assert_trees_all_close(dbeta, expected_beta, rtol=1e-10)
-
-
-@pytest.mark.parametrize("activation", ["leaky_relu", "elu", "relu", "gelu", "silu"])
-def test_one_array_of_the_size_of_x_is_saved(activation):
-    x, gamma, beta, _ = inputs((64, 4), 4, dtype=jnp.float32)
-    abn = functools.partial(in_place, activation=activation, param=1.0)
-    _, vjp = jax.vjp(lambda *a: abn(*a).sum(), x, gamma, beta)
-    assert sum(a.size >= x.size for a in jax.tree.leaves(vjp)) == 1
 
 
 @pytest.mark.parametrize(("gamma", "error"), [(1.0, 1e-6), (1e-2, 1e-5), (1e-5, 5e-3)])
@@ -188,12 +178,9 @@ def test_gradients_are_finite_for_a_saturated_elu():
     # z = -40 rounds to y = -alpha, whose inverse is minus infinity.
     x = jnp.asarray([[-1.0], [1.0], [1.0], [1.0]])
     gamma, beta = jnp.asarray([20.0]), jnp.asarray([-10.0])
-    assert float(in_place(x, gamma, beta, activation="elu", param=1.0).min()) == -1.0
-    chex.assert_tree_all_finite(
-        gradients(
-            lambda *a: in_place(*a, activation="elu", param=1.0), x, gamma, beta, jnp.ones_like(x)
-        )
-    )
+    norm = functools.partial(in_place, activation="elu", param=1.0)
+    assert float(norm(x, gamma, beta).min()) == -1.0
+    chex.assert_tree_all_finite(gradients(norm, x, gamma, beta, jnp.ones_like(x)))
 
 
 def test_constant_channel_gives_beta_and_finite_gradients():
@@ -282,13 +269,6 @@ def test_untracked_evaluation_uses_batch_statistics():
     evaluated = fnet.abn(x, gamma, beta, None, None, train=False)
     chex.assert_trees_all_equal(trained, evaluated)
     assert evaluated[1:] == (None, None)
-
-
-def test_output_without_affine_parameters_is_normalized():
-    x, _, _, _ = inputs((64, 3), 3, dtype=jnp.float32, spread=5.0)
-    y, _, _ = fnet.abn(x, None, None, None, None, train=True, activation="identity")
-    chex.assert_trees_all_close(y.mean(0), jnp.zeros(3), atol=1e-5)
-    chex.assert_trees_all_close(y.std(0), jnp.ones(3), atol=1e-4)
 
 
 # sigmoid maps a padded 0 to 1/2, which must be masked again.
@@ -398,13 +378,9 @@ def test_underflowed_float16_output_keeps_the_negative_slope():
 
 def test_saturated_16_bit_elu_is_inverted_at_its_saturation_point():
     x = jnp.asarray(np.random.default_rng(0).normal(size=(4096, 1)), jnp.bfloat16)
-    gamma, beta = jnp.full(1, 4.0), jnp.zeros(1)
-    y, vjp = jax.vjp(lambda x: in_place(x, gamma, beta, activation="elu", param=1.0), x)
-    (dx,) = vjp(y)
-    y, vjp = jax.vjp(
-        lambda x: defining_formula(x, gamma, beta, activation="elu", param=1.0)[0],
-        x.astype(jnp.float32),
-    )
-    (expected,) = vjp(y)
+    gamma, beta, options = jnp.full(1, 4.0), jnp.zeros(1), {"activation": "elu", "param": 1.0}
+    y, vjp = jax.vjp(lambda x: in_place(x, gamma, beta, **options), x)
+    wide, exact = jax.vjp(lambda x: defining_formula(x, gamma, beta, **options)[0], x.astype(float))
+    (dx,), (expected,) = vjp(y), exact(wide)
     error = jnp.linalg.norm(dx.astype(jnp.float32) - expected) / jnp.linalg.norm(expected)
     assert error < 0.35
