@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from fnet import layers
 
 
 class Case(NamedTuple):
-    """A loss, its parameters and a batch of six examples."""
+    """A loss, its parameters and a batch, of six examples in `CASES`."""
 
     loss: Callable[..., Any]
     params: Any
@@ -362,4 +363,37 @@ def loop_over_examples(case: Case) -> Any:
         ]
         return jax.grad(lambda p: case.loss(p, *example)[0])(case.params)
 
-    return jax.jit(lambda: jax.lax.map(gradient, jnp.arange(B)))()
+    return jax.jit(lambda: jax.lax.map(gradient, jnp.arange(len(case.batch[0]))))()
+
+
+def assert_clipped_like_a_loop(
+    case: Case, clip: Any = None, *, tolerance: float = 2e-5, **options: Any
+) -> None:
+    """Compare clipped sums and norms with per-example gradients that a loop clips.
+
+    Args:
+      clip: The bound, or with ``per_layer=True`` a tree of bounds. By default the median of the
+        norms, so that half of the examples are clipped.
+      tolerance: Largest error, relative to the largest element of the sum.
+      options: Those of `fnet.clipped_grad`.
+    """
+    per_example = loop_over_examples(case)
+    norms = norms_of(per_example)
+    bound = float(jnp.median(norms)) if clip is None else clip
+    if not options.get("per_layer"):
+        bounds, by_leaf = jax.tree.map(lambda _: bound, per_example), lambda _: norms
+    elif isinstance(bound, dict):
+        bounds, by_leaf = bound, norms_of
+    else:
+        share = bound / len(jax.tree.leaves(per_example)) ** 0.5
+        bounds, by_leaf = jax.tree.map(lambda _: share, per_example), norms_of
+
+    def clipped(g: jax.Array, bound: float) -> jax.Array:
+        return jnp.tensordot(jnp.minimum(1, bound / by_leaf(g)), g, 1)
+
+    expected = jax.tree.map(clipped, per_example, bounds)
+    total, info = jax.jit(fnet.clipped_grad(case.loss, bound, **options))(case.params, *case.batch)
+    chex.assert_trees_all_close(info.norms, norms, rtol=tolerance)
+    size = max(float(jnp.abs(a).max()) for a in jax.tree.leaves(expected))
+    chex.assert_trees_all_close(total, expected, rtol=tolerance, atol=tolerance * size)
+    chex.assert_trees_all_equal_dtypes(total, case.params)

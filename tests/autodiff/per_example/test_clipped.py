@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from example_losses import CASES, B, loop_over_examples, norms_of, row_losses
+from example_losses import CASES, B, Case, assert_clipped_like_a_loop, row_losses
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -24,11 +24,6 @@ from fnet.memory import peak
 allow_rank_promotion = pytest.fixture(autouse=True)(example_losses.allow_rank_promotion)
 
 
-@jax.jit
-def scaled_sum(per_example, scales):
-    return jax.tree.map(lambda g: jnp.tensordot(scales, g, 1), per_example)
-
-
 LARGE = {"fnet_transformer", "flax_transformer", "flax_cnn", "convolutions"}
 
 
@@ -37,16 +32,7 @@ LARGE = {"fnet_transformer", "flax_transformer", "flax_cnn", "convolutions"}
     "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in LARGE)) for n in CASES]
 )
 def test_matches_a_loop_over_examples(name):
-    case = CASES[name]()
-    per_example = loop_over_examples(case)
-    norms = np.asarray(norms_of(per_example))
-    clip = float(np.median(norms))
-    expected = scaled_sum(per_example, np.minimum(1, clip / norms))
-    total, info = jax.jit(clipped_grad(case.loss, clip))(case.params, *case.batch)
-    tolerance = 0.03 if name == "views" else 2e-5
-    chex.assert_trees_all_close(info.norms, norms, rtol=tolerance)
-    scale = max(float(np.abs(a).max()) for a in jax.tree.leaves(expected))
-    chex.assert_trees_all_close(total, expected, atol=tolerance * scale, rtol=tolerance)
+    assert_clipped_like_a_loop(CASES[name](), tolerance=0.03 if name == "views" else 2e-5)
 
 
 def halves(p, x):
@@ -85,10 +71,8 @@ def test_class_tokens_may_be_tiled_over_the_batch(length):
         tiled = jnp.tile(token, (len(x), 1)).reshape(len(x), length, 2)
         return row_losses(jnp.concatenate([tiled, x], 1))
 
-    token, x = jnp.ones((length, 2)), jnp.ones((B, 3, 2))
-    total, _ = clipped_grad(loss, INFINITY)(token, x)
-    expected = jax.grad(lambda token: loss(token, x).sum())(token)
-    chex.assert_trees_all_close(total, expected, rtol=1e-6)
+    batch = (example_losses.normal(1, B, 3, 2),)
+    assert_clipped_like_a_loop(Case(loss, jnp.ones((length, 2)), batch), INFINITY)
 
 
 def test_masked_examples_contribute_zero():
@@ -410,19 +394,9 @@ def test_float64_is_accurate_to_all_digits():
     model = layers.transformer(8, heads=2, blocks=1)
     params, _ = jax.jit(model.init)(jax.random.key(0))
     params = jax.tree.map(lambda p: p.astype(jnp.float64), params)
-    x = np.random.default_rng(0).standard_normal((3, 4, 8))
-
-    def loss(p, x):
-        return row_losses(model.apply(p, {}, x, train=True)[0])
-
-    @jax.jit
-    def both(params, x):
-        per_example = jax.vmap(jax.grad(lambda p, x: loss(p, x[None])[0]), (None, 0))(params, x)
-        return clipped_grad(loss, INFINITY)(params, x), per_example
-
-    (total, info), per_example = both(params, x)
-    chex.assert_trees_all_close(total, jax.tree.map(lambda g: g.sum(0), per_example), rtol=1e-11)
-    chex.assert_trees_all_close(info.norms, norms_of(per_example), rtol=1e-12)
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((3, 4, 8)))
+    loss = lambda p, x: row_losses(model.apply(p, {}, x, train=True)[0])  # noqa: E731
+    assert_clipped_like_a_loop(Case(loss, params, (x,)), tolerance=1e-11)
 
 
 @pytest.mark.sweep(2)
@@ -492,14 +466,10 @@ def test_devices_inside_the_loss_may_have_all_examples(check_vma):
         scale = 1.0 + jax.lax.axis_index("model")
         return jax.lax.psum(scale * jnp.tanh(x @ w) @ v, "model") - jax.lax.pmax(x, "model")
 
-    loss = tensor_parallel(body, check_vma)
-    p, x = example_losses.tree(w=(4, 6), v=(6, 4)), example_losses.normal(9, B, 4)
+    batch = (example_losses.normal(9, B, 4),)
+    case = Case(tensor_parallel(body, check_vma), example_losses.tree(w=(4, 6), v=(6, 4)), batch)
     with warnings.catch_warnings(action="error"):  # It is proven that examples stay apart.
-        total, _ = jax.jit(clipped_grad(loss, float("inf")))(p, x)
-    gradient = jax.jit(jax.grad(lambda p, row: loss(p, row)[0]))
-    rows = [gradient(p, row[None]) for row in x]
-    expected = jax.tree.map(lambda *g: sum(g), *rows)
-    chex.assert_trees_all_close(total, expected, rtol=1e-5, atol=1e-6)
+        assert_clipped_like_a_loop(case)
 
 
 @pytest.mark.parametrize(
@@ -564,26 +534,14 @@ def test_a_loss_that_closes_over_a_mutable_array_is_refused():
 
 def test_complex_parameters_have_the_gradients_of_jax_grad():
     w = example_losses.normal(0, 4, 3) + 1j * example_losses.normal(1, 4, 3)
-    x = example_losses.normal(2, B, 4)
 
     def loss(p, x):
         return (jnp.abs(x @ p["w"]) ** 2 @ p["v"]).real
 
-    p = {"w": w, "v": jnp.arange(3.0)}
-    rows = [jax.grad(lambda p, i=i: loss(p, x[i : i + 1])[0])(p) for i in range(B)]
-    norms = [float(jnp.sqrt(sum((abs(g) ** 2).sum() for g in jax.tree.leaves(r)))) for r in rows]
-    clip = sorted(norms)[B // 2]
-    total, info = jax.jit(clipped_grad(loss, clip))(p, x)
-    expected = jax.tree.map(
-        lambda *g: sum(a * min(1, clip / n) for a, n in zip(g, norms, strict=True)), *rows
-    )
-    chex.assert_trees_all_close(info.norms, jnp.array(norms), rtol=1e-5)
-    chex.assert_trees_all_close(total, expected, rtol=1e-5)
-    chex.assert_trees_all_equal_dtypes(total, p)
+    case = Case(loss, {"w": w, "v": jnp.arange(3.0)}, (example_losses.normal(2, B, 4),))
+    assert_clipped_like_a_loop(case)
     # A number bounds each array by an equal share, real and imaginary part together.
-    each = dict.fromkeys(p, clip / 2**0.5)
-    by_number, by_tree = (clipped_grad(loss, c, per_layer=True)(p, x) for c in (clip, each))
-    chex.assert_trees_all_close(by_number, by_tree, rtol=1e-5)
+    assert_clipped_like_a_loop(case, per_layer=True)
 
 
 AFFINE = {
@@ -601,19 +559,12 @@ AFFINE = {
 @pytest.mark.parametrize("name", AFFINE)
 def test_affine_functions_of_a_parameter_equal_a_loop_over_examples(name):
     w, c = jax.random.normal(jax.random.key(0), (2, 3, 2))
-    x = jax.random.normal(jax.random.key(1), (5, 3))
 
     def loss(w, x):
         kernel = AFFINE[name](w, c)
         return jnp.square(x[:, : len(kernel)] @ kernel).sum(-1)
 
-    grads = [jax.grad(lambda w, i=i: loss(w, x[i : i + 1])[0])(w) for i in range(5)]
-    norms = jnp.stack([jnp.linalg.norm(g) for g in grads])
-    clip = float(jnp.median(norms))
-    expected = sum(g * min(1.0, clip / float(n)) for g, n in zip(grads, norms, strict=True))
-    total, info = clipped_grad(loss, clip)(w, x)
-    np.testing.assert_allclose(info.norms, norms, rtol=1e-5)
-    np.testing.assert_allclose(total, expected, rtol=1e-4, atol=1e-5)
+    assert_clipped_like_a_loop(Case(loss, w, (jax.random.normal(jax.random.key(1), (5, 3)),)))
 
 
 def test_cloned_keys_are_batched():

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from example_losses import B, Case, loop_over_examples, normal, norms_of, row_losses
+from example_losses import B, Case, assert_clipped_like_a_loop, normal, row_losses
 
 import fnet
 from fnet.autodiff import gradient_strategies
@@ -71,29 +71,11 @@ LOSSES = {"one layer": one_layer, "scanned": scanned, "unrolled": unrolled, "sha
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("per_layer", [False, True])
 def test_matches_a_loop_over_examples(name, per_layer):
-    loss = LOSSES[name]
-    per_example = loop_over_examples(Case(loss, PARAMS, (X,)))
-    gradient = jax.jit(fnet.clipped_grad(loss, float("inf"), per_layer=per_layer))
-    total, info = gradient(PARAMS, X)
-    expected = jax.tree.map(lambda g: g.sum(0), per_example)
-    # Relative to the largest element: where terms cancel, the order of a sum shows.
-    size = max(float(jnp.abs(g).max()) for g in jax.tree.leaves(expected))
-    chex.assert_trees_all_close(total, expected, rtol=2e-5, atol=2e-6 * size)
-    chex.assert_trees_all_close(info.norms, norms_of(per_example), rtol=2e-5)
+    assert_clipped_like_a_loop(Case(LOSSES[name], PARAMS, (X,)), per_layer=per_layer)
 
 
 def test_clips_every_example():
-    gradients = [jax.grad(lambda p, i=i: scanned(p, X[i : i + 1])[0])(PARAMS) for i in range(B)]
-    norms = [
-        jnp.sqrt(sum(jnp.square(g).sum() for g in jax.tree.leaves(tree))) for tree in gradients
-    ]
-    clip = float(sorted(norms)[B // 2])
-    total, _ = jax.jit(fnet.clipped_grad(scanned, clip))(PARAMS, X)
-    expected = jax.tree.map(
-        lambda *rows: sum(g * min(1, clip / n) for g, n in zip(rows, norms, strict=True)),
-        *gradients,
-    )
-    chex.assert_trees_all_close(total, expected, rtol=2e-5, atol=2e-6)
+    assert_clipped_like_a_loop(Case(scanned, PARAMS, (X,)))
 
 
 @pytest.mark.sweep(3)
@@ -210,10 +192,7 @@ def test_a_backward_rule_that_is_not_linear_stays_within_the_clip():
 
     p = {"in": PARAMS["in"]}
     assert gradient_strategies(loss, p, X) == {"in": "rematerialized"}
-    gradients = [jax.grad(lambda p, i=i: loss(p, X[i : i + 1])[0])(p)["in"] for i in range(B)]
-    total, _ = jax.jit(fnet.clipped_grad(loss, 0.1))(p, X)
-    expected = sum(g * jnp.minimum(1, 0.1 / jnp.linalg.norm(g)) for g in gradients)
-    chex.assert_trees_all_close(total["in"], expected, rtol=2e-5, atol=2e-6)
+    assert_clipped_like_a_loop(Case(loss, p, (X,)), 0.1)
     assert gradient_strategies(one_layer, PARAMS, X)["in"] == "rematerialized"
 
 

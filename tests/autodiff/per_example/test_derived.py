@@ -5,7 +5,7 @@ import example_losses
 import jax
 import jax.numpy as jnp
 import pytest
-from example_losses import B, Case, loop_over_examples, normal, norms_of, row_losses
+from example_losses import B, Case, assert_clipped_like_a_loop, normal, row_losses
 
 import fnet
 from fnet.autodiff import gradient_strategies
@@ -127,12 +127,7 @@ CASES = {
 @pytest.mark.parametrize("per_layer", [False, True])
 def test_matches_a_loop_over_examples(name, per_layer):
     loss, params, _ = CASES[name]
-    per_example = loop_over_examples(Case(loss, params, (X,)))
-    gradient = jax.jit(fnet.clipped_grad(loss, float("inf"), per_layer=per_layer))
-    total, info = gradient(params, X)
-    expected = jax.tree.map(lambda g: g.sum(0), per_example)
-    chex.assert_trees_all_close(total, expected, rtol=2e-5, atol=2e-6)
-    chex.assert_trees_all_close(info.norms, norms_of(per_example), rtol=2e-5)
+    assert_clipped_like_a_loop(Case(loss, params, (X,)), per_layer=per_layer)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -144,15 +139,7 @@ def test_strategy(name):
 
 def test_each_parameter_of_a_group_is_clipped_on_its_own():
     loss, params, _ = CASES["concatenated in a cell"]
-    total, _ = jax.jit(fnet.clipped_grad(loss, 0.1, per_layer=True))(params, X)
-    gradients = [jax.grad(lambda p, i=i: loss(p, X[i : i + 1])[0])(params) for i in range(B)]
-    bound = 0.1 / len(params) ** 0.5
-
-    def clip(g):
-        return g * jnp.minimum(1, bound / jnp.linalg.norm(g))
-
-    expected = jax.tree.map(lambda *rows: sum(map(clip, rows)), *gradients)
-    chex.assert_trees_all_close(total, expected, rtol=2e-5, atol=2e-6)
+    assert_clipped_like_a_loop(Case(loss, params, (X,)), 0.1, per_layer=True)
 
 
 def test_loops_may_derive_values_from_several_stacks():
@@ -162,10 +149,7 @@ def test_loops_may_derive_values_from_several_stacks():
 
         return row_losses(jax.lax.scan(layer, x, p)[0])
 
-    case = Case(loss, {"w": STACK, "v": STACK + 1}, (X,))
-    total, _ = jax.jit(fnet.clipped_grad(loss, float("inf")))(case.params, X)
-    expected = jax.tree.map(lambda g: g.sum(0), loop_over_examples(case))
-    chex.assert_trees_all_close(total, expected, rtol=2e-5, atol=2e-6)
+    assert_clipped_like_a_loop(Case(loss, {"w": STACK, "v": STACK + 1}, (X,)))
 
 
 def test_embedded_positions_in_chunks_of_examples():
@@ -173,12 +157,8 @@ def test_embedded_positions_in_chunks_of_examples():
     def loss(p, x):
         return row_losses(jnp.tanh(x + jax.vmap(lambda i: p["table"][i])(jnp.arange(200))))
 
-    params, x = {"table": normal(0, 256, 128)}, normal(1, B, 200, 128)
-    total, info = jax.jit(fnet.clipped_grad(loss, float("inf")))(params, x)
-    per_example = loop_over_examples(Case(loss, params, (x,)))
-    expected = jax.tree.map(lambda g: g.sum(0), per_example)
-    chex.assert_trees_all_close(total, expected, rtol=2e-5, atol=2e-5)
-    chex.assert_trees_all_close(info.norms, norms_of(per_example), rtol=2e-5)
+    case = Case(loss, {"table": normal(0, 256, 128)}, (normal(1, B, 200, 128),))
+    assert_clipped_like_a_loop(case)
 
 
 @pytest.mark.parametrize(

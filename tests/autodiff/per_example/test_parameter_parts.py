@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from example_losses import normal, tokens
+from example_losses import B, Case, assert_clipped_like_a_loop, normal, tokens
 
 from fnet.autodiff.per_example.clipped import clipped_grad, gradient_strategies
 from fnet.autodiff.per_example.parameter_gradients import Box
@@ -14,21 +14,10 @@ from fnet.memory import peak
 
 allow_rank_promotion = pytest.fixture(autouse=True)(example_losses.allow_rank_promotion)
 
-B = 6
 
-
-def check_matches_a_loop(loss, params, *batch, rtol=1e-5):
+def check_matches_a_loop(loss, params, *batch, tolerance=1e-5):
     """Compare the clipped sum with per-example gradients; return the strategies."""
-    one = jax.grad(lambda p, *example: loss(p, *(a[None] for a in example))[0])
-    grads = jax.vmap(one, (None, *[0] * len(batch)))(params, *batch)
-    norms = jnp.sqrt(sum(jnp.square(g).sum(range(1, g.ndim)) for g in jax.tree.leaves(grads)))
-    clip = float(jnp.median(norms))
-    total, info = jax.jit(clipped_grad(loss, clip))(params, *batch)
-    np.testing.assert_allclose(info.norms, norms, rtol=rtol)
-    for actual, g in zip(jax.tree.leaves(total), jax.tree.leaves(grads), strict=True):
-        expected = jnp.tensordot(jnp.minimum(1, clip / norms), g, 1)
-        scale = float(jnp.abs(expected).max())
-        np.testing.assert_allclose(actual, expected, atol=rtol * scale)
+    assert_clipped_like_a_loop(Case(loss, params, batch), tolerance=tolerance)
     return gradient_strategies(loss, params, *batch)
 
 
@@ -113,7 +102,9 @@ def in_checkpoint(v):
 def test_views_that_meet_data_in_different_ways_overlap(uses):
     params = {"w": normal(0, 8, 16), "a": normal(1, 8, 2), "b": normal(2, 2, 8)}
     # Autodiff rounds the gradient of a bfloat16 value to 2^-8 of it, fnet does not.
-    check_matches_a_loop(lambda p, x: summed(uses(p, x)), params, normal(3, B, 4, 8), rtol=2**-8)
+    check_matches_a_loop(
+        lambda p, x: summed(uses(p, x)), params, normal(3, B, 4, 8), tolerance=2**-8
+    )
 
 
 def test_slices_take_no_memory_of_the_whole_parameter_per_layer():
