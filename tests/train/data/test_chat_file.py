@@ -120,21 +120,36 @@ def test_chats_are_written_with_their_template(load, template, form):
     assert data.tokens_per_byte() is None
 
 
-def test_only_the_last_answer_is_learned_if_asked(load, template):
-    turns = [("user", "a?"), ("assistant", "b"), ("user", "c?"), ("assistant", "d")]
-    record = {"messages": [{"role": r, "content": c} for r, c in turns]}
-    options = {"chat_template": template, "context": 128, "test_fraction": 0.5}
-    (_, learned), *_ = examples_of(batch_of(load([record] * 2, **options)))
-    assert learned == "b</>d</>"
-    last = load([record] * 2, **options, loss_on="last_answer")
-    assert [a for _, a in examples_of(batch_of(last))] == ["d</>"]
+def chat_of(*turns, **keys):
+    roles = ("user", "assistant") * len(turns)
+    return [{"role": r, "content": c} | keys.get(c, {}) for r, c in zip(roles, turns, strict=False)]
 
 
-def test_answers_of_a_prompt_of_messages_are_not_learned(load, template):
-    prompt = [{"role": r, "content": c} for r, c in (("user", "a?"), ("assistant", "b"))]
-    record = {"prompt": prompt, "completion": [{"role": "assistant", "content": "d"}]}
-    data = load([record] * 2, chat_template=template, context=128, test_fraction=0.5)
-    assert [learned for _, learned in examples_of(batch_of(data))] == ["d</>"]
+TURNS = chat_of("a?", "b", "c?", "d")
+WRITTEN = "<user>a?</><assistant>b</><user>c?</><assistant>d</>"
+PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "?"}]
+LEARNED = {
+    "all answers": ({"messages": TURNS}, {}, WRITTEN, "b</>d</>"),
+    "the last answer": ({"messages": TURNS}, {"loss_on": "last_answer"}, WRITTEN, "d</>"),
+    "no answer of a prompt": ({"prompt": TURNS[:3], "completion": TURNS[3:]}, {}, WRITTEN, "d</>"),
+    **{
+        f"{key} 0": ({"messages": chat_of("a?", "b", "c?", "d", b={key: 0}, d={key: 1})}, {}, WRITTEN, "d</>")
+        for key in ("weight", "loss", "train")
+    },
+    "weight False": ({"messages": chat_of("a?", "b", "c?", "d", d={"weight": False})}, {}, WRITTEN, "b</>"),
+    "texts in parts": ({"messages": [TURNS[0] | {"content": PARTS}, *TURNS[1:]]}, {}, WRITTEN, "b</>d</>"),
+    "an instruction's input": ({"instruction": "Add", "input": "1 2", "output": "3"}, {}, "Add\n1 23", "3"),
+    "an empty input": ({"instruction": "Hi", "input": "", "output": "Ho"}, {}, "HiHo", "Ho"),
+    "an instruction": ({"instruction": "a", "output": "b"}, {}, "ab", "b"),
+    "fields of other names": ({"in": "0: ", "out": "x", "text": "no"}, {"prompt": "in", "answer": "out"}, "0: x", "x"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LEARNED)
+def test_records_are_written_and_learned(load, template, name):
+    record, options, text, learned = LEARNED[name]
+    options = {"chat_template": template, "context": 128, "test_fraction": 0.5} | options
+    assert examples_of(batch_of(load([record] * 2, **options))) == [(text, learned)]
 
 
 def test_roles_that_the_template_does_not_write_are_named(load, tmp_path):
@@ -185,12 +200,6 @@ def test_privacy_per_row_refuses_several_rows_of_a_chat(thoughts):
     assert len(build(dataclasses.replace(config, data=last)).dataset.train["start"]) == 4
 
 
-def test_fields_can_have_other_names(load):
-    records = [{"in": f"{i}: ", "out": "x", "text": "no"} for i in range(4)]
-    data = load(records, prompt="in", answer="out", test_fraction=0.25)
-    assert examples_of(batch_of(data))[0] == ("0: x", "x")
-
-
 def test_a_seed_chooses_the_test_examples(load):
     def test_set(seed):
         return {t for t, _ in examples_of(batch_of(load(answers(40), split_seed=seed), "test"))}
@@ -218,16 +227,6 @@ def test_long_texts_are_cut_into_rows_that_learn_each_token_once(load):
     assert "".join(learned for _, learned in examples_of(batch)) == text[1:]
     assert all(t[1:] == learned for t, learned in examples_of(batch))
     assert data.notes[1:] == ("1 of 1 training examples were cut into rows of 17 tokens",)
-
-
-def test_the_input_of_an_instruction_follows_it(load):
-    records = [
-        {"instruction": "Add", "input": "1 2", "output": "3"},
-        {"instruction": "Hi", "input": "", "output": "Ho"},
-        {"instruction": "a", "output": "b"},
-    ]
-    data = load(records, test_fraction=0.3)
-    assert examples_of(batch_of(data)) == [("Add\n1 23", "3"), ("HiHo", "Ho")]
 
 
 def test_a_cut_prompt_leaves_no_rows_without_an_answer(load):
@@ -418,65 +417,46 @@ def test_a_csv_file_is_a_table_of_fields(load, write):
     assert "data.csv, line 2: 1 values, but the first line names 2 columns" in message
 
 
+def turns(*messages, **fields):
+    return {"messages": [{"role": role, "content": content} for role, content in messages]} | fields
+
+
+UNLEARNED = {"messages": chat_of("a?", "b", "c?", "d", d={"weight": 0})}
+
+
 @pytest.mark.parametrize(
-    ("messages", "message"),
+    ("record", "message"),
     [
-        ([], "messages must be a list of messages, got []"),
-        ("Hi", "messages must be a list of messages, got 'Hi'"),
-        (["Hi"], "message 1: expected role and content, got 'Hi'"),
-        ([{"role": "bot", "content": "a"}], "message 1: expected a role of system, developer, user"),
-        ([{"content": "a"}], "message 1: no role; there are content"),
-        ([{"role": "user", "contnt": "a"}], "message 1: no content; there are role, contnt"),
-        ([{"role": "human", "content": "a"}], "message 1: expected a role of system, developer, user, assistant, tool, got 'human'"),
-        ([{"role": "user", "content": ["a"]}], "message 1: content must be a text or a list of texts, got a part 'a'"),
-        ([{"role": "user", "content": [{"type": "image_url"}]}], "got a part {'type': 'image_url'}"),
-        ([{"role": "user", "content": 3}], "message 1: content must be a text or a list of texts, got int"),
-        ([{"role": "user", "content": None}], "message 1: content is null; give a text, or remove the message"),
-        ([{"role": "assistant", "content": " "}], "message 1: the answer is empty; remove the record"),
-        ([{"role": "user", "content": "a"}], "line 1: no assistant's message"),
-        ([{"role": "assistant", "content": "a", "weight": 0}], "line 1: every answer has weight 0"),
-        ([{"role": "assistant", "content": "a", "weight": 0.5}], "message 1: weight must be 0 or 1, got 0.5"),
-        ([{"role": "assistant", "content": "", "tool_calls": "f()"}], "message 1: tool_calls must be a list of objects, got 'f()'"),
+        ({"messages": []}, "messages must be a list of messages, got []"),
+        ({"messages": "Hi"}, "messages must be a list of messages, got 'Hi'"),
+        ({"messages": ["Hi"]}, "message 1: expected role and content, got 'Hi'"),
+        (turns(("bot", "a")), "message 1: expected a role of system, developer, user"),
+        ({"messages": [{"content": "a"}]}, "message 1: no role; there are content"),
+        ({"messages": [{"role": "user", "contnt": "a"}]}, "message 1: no content; there are role, contnt"),
+        (turns(("human", "a")), "message 1: expected a role of system, developer, user, assistant, tool, got 'human'"),
+        (turns(("user", ["a"])), "message 1: content must be a text or a list of texts, got a part 'a'"),
+        (turns(("user", [{"type": "image_url"}])), "got a part {'type': 'image_url'}"),
+        (turns(("user", 3)), "message 1: content must be a text or a list of texts, got int"),
+        (turns(("user", None)), "message 1: content is null; give a text, or remove the message"),
+        (turns(("assistant", " ")), "message 1: the answer is empty; remove the record"),
+        (turns(("user", "a")), "line 1: no assistant's message"),
+        ({"messages": [{"role": "assistant", "content": "a", "weight": 0}]}, "line 1: every answer has weight 0"),
+        ({"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]}, "message 1: weight must be 0 or 1, got 0.5"),
+        ({"messages": [{"role": "assistant", "content": "", "tool_calls": "f()"}]}, "message 1: tool_calls must be a list of objects, got 'f()'"),
+        (turns(("user", "a"), ("assistant", "b"), weight=0), "line 1: weight is a key of an answer, not of a record"),
+        (UNLEARNED | {"loss_on": "last_answer"}, "the last message is not an assistant's"),
+        (UNLEARNED | {"loss_on": "all"}, "weight 0 of a message needs data.loss_on answers or last_answer"),
+        *(
+            (turns(("user", "a"), ("assistant", "b"), tools=tools), "line 1: tools must be a list of JSON schemas, or its JSON, got")
+            for tools in (3, "sum", [3], {"name": "sum"}, '{"name": "sum"}')
+        ),
     ],
 )  # fmt: skip
-def test_a_mistake_in_a_chat_names_its_line(load, template, messages, message):
-    given = error_message(load, [{"messages": messages}] * 2, chat_template=template)
-    assert "data.jsonl, line 1" in given
+def test_a_mistake_in_a_chat_names_its_line(load, template, record, message):
+    loss_on = {key: record[key] for key in ("loss_on",) if key in record}
+    given = error_message(load, [record] * 2, chat_template=template, **loss_on)
     assert message in given
-
-
-def test_a_weight_of_a_record_is_refused(load, template):
-    record = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
-    given = error_message(load, [record | {"weight": 0}] * 2, chat_template=template)
-    assert "line 1: weight is a key of an answer, not of a record" in given
-
-
-def chat_of(*turns, **keys):
-    roles = ("user", "assistant") * len(turns)
-    return [{"role": r, "content": c} | keys.get(c, {}) for r, c in zip(roles, turns, strict=False)]
-
-
-@pytest.mark.parametrize("key", ["weight", "loss", "train"])
-def test_messages_of_weight_0_are_not_learned(load, template, key):
-    options = {"chat_template": template, "context": 128, "test_fraction": 0.5}
-    record = {"messages": chat_of("a?", "b", "c?", "d", b={key: 0}, d={key: 1})}
-    (text, learned), *_ = examples_of(batch_of(load([record] * 2, **options)))
-    assert (text, learned) == ("<user>a?</><assistant>b</><user>c?</><assistant>d</>", "d</>")
-    record = {"messages": chat_of("a?", "b", "c?", "d", d={key: False})}
-    assert examples_of(batch_of(load([record] * 2, **options)))[0][1] == "b</>"
-    message = error_message(load, [record] * 2, **options, loss_on="last_answer")
-    assert "the last message is not an assistant's" in message
-    message = error_message(load, [record] * 2, **options, loss_on="all")
-    assert "weight 0 of a message needs data.loss_on answers or last_answer" in message
-
-
-def test_texts_in_parts_are_joined(load, template):
-    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "?"}]
-    record = {"messages": [{"role": "user", "content": parts}, *chat_of("a?", "b")[1:]]}
-    (text, _), *_ = examples_of(
-        batch_of(load([record] * 2, chat_template=template, test_fraction=0.5))
-    )
-    assert text == "<user>a?</><assistant>b</>"
+    assert loss_on or "data.jsonl, line 1" in given
 
 
 SUM = {"type": "function", "function": {"name": "sum"}}
@@ -505,28 +485,28 @@ def test_tools_reach_the_template_in_every_form(load, tmp_path, tools):
     assert examples_of(batch_of(data))[0] == ("sum <user>2+5?</><assistant>7</>", "7</>")
 
 
-def test_other_tools_are_refused(load, template):
-    for tools in (3, "sum", [3], {"name": "sum"}, '{"name": "sum"}'):
-        record = {"messages": chat_of("a?", "b"), "tools": tools}
-        message = error_message(load, [record] * 2, chat_template=template)
-        assert "line 1: tools must be a list of JSON schemas, or its JSON, got" in message
-
-
-def test_a_chat_that_begins_with_the_assistant_says_so(load, tmp_path):
-    (tmp_path / "t.jinja").write_text("{{ messages[0].role }}{{ messages[-1].content }}")
-    record = {"messages": chat_of("a?", "b", "c?")[1:]}
-    message = error_message(load, [record] * 2, chat_template=str(tmp_path / "t.jinja"))
-    assert "line 1: the chat begins with the assistant, which" in message
-    assert message.endswith("begin with a user's message, or train on everything")
-
-
-def test_a_chat_that_the_template_refuses_names_its_line(load, tmp_path):
-    (tmp_path / "t.jinja").write_text("{{ raise_exception('no\nsystem') }}")
-    records = [{"prompt": "a", "answer": "b"}]
-    message = error_message(load, records, chat_template=str(tmp_path / "t.jinja"), as_chat=True)
-    assert message.endswith(
-        "data.jsonl, line 1: " + str(tmp_path / "t.jinja") + " refuses the chat: no system"
-    )
+@pytest.mark.parametrize(
+    ("source", "record", "message"),
+    [
+        (
+            "{{ messages[0].role }}{{ messages[-1].content }}",
+            {"messages": TURNS[1:3]},
+            "line 1: the chat begins with the assistant, which",
+        ),
+        (
+            "{{ raise_exception('no\nsystem') }}",
+            {"prompt": "a", "answer": "b"},
+            "data.jsonl, line 1: TEMPLATE refuses the chat: no system",
+        ),
+    ],
+)
+def test_a_chat_that_the_template_does_not_write_names_its_line(
+    load, tmp_path, source, record, message
+):
+    (tmp_path / "t.jinja").write_text(source)
+    options = {"chat_template": str(tmp_path / "t.jinja"), "as_chat": True}
+    given = error_message(load, [record] * 2, **options)
+    assert message.replace("TEMPLATE", options["chat_template"]) in given
 
 
 def test_the_files_of_a_folder_are_read_by_name(load, write, tmp_path):
@@ -545,21 +525,14 @@ def test_the_files_of_a_folder_are_read_by_name(load, write, tmp_path):
     )
 
 
-def test_empty_files_are_named(load, write):
-    other = write(answers(3), "other.jsonl")
-    empty = write([], "empty.jsonl")
-    message = error_message(load, [], path=other, test_path=empty)
-    assert message == f"data.test_path: {empty} holds no examples"
-    assert (
-        error_message(load, [], path=empty, test_path=other)
-        == f"data.path: {empty} holds no examples"
-    )
+def test_empty_and_missing_files_are_named(load, write):
+    other, empty = write(answers(3), "other.jsonl"), write([], "empty.jsonl")
+    for field, paths in (("test_path", (other, empty)), ("path", (empty, other))):
+        message = error_message(load, [], path=paths[0], test_path=paths[1])
+        assert message == f"data.{field}: {empty} holds no examples"
     message = error_message(load, answers(3), test_path=other, context=2, long="drop")
     assert message.startswith("data.path: no training example of ")
-
-
-def test_missing_files_are_one_line(tmp_path):
-    assert "data.path: none.jsonl does not exist" in error_message(ChatFile(path="none.jsonl").load)
+    assert "data.path: none.jsonl does not exist" in error_message(load, [], path="none.jsonl")
 
 
 @pytest.fixture

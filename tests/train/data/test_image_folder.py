@@ -23,7 +23,6 @@ from train.data import (
     training_batches,
 )
 from train.data.augment import color_jitter, cutout, horizontal_flip, shift
-from train.data.files import subfolders
 from train.data.image_batches import ImageOptions
 from train.data.image_folder import ImageFolder
 from train.data.label_map import plain_label_map
@@ -231,12 +230,6 @@ def test_cached_images_equal_read_images(folder, options):
     assert (next(training_batches(cached, 12, 0))["weight"] == 0).sum() == 1
 
 
-def test_refuses_to_cache_resized_crops(folder):
-    assert "data.cache: resized crops decode each image again" in load_error(
-        folder, cache=True, crop="resized"
-    )
-
-
 def test_another_seed_gives_other_batches(folder):
     data = load(folder)
     assert any(
@@ -265,31 +258,6 @@ def test_unreadable_images_have_weight_0_the_mean_color_and_a_reason(folder):
 
 
 load_error = functools.partial(error_message, load)
-
-
-def test_refuses_missing_folders(tmp_path):
-    missing = tmp_path / "nowhere"
-    assert load_error(missing) == (
-        f"data.path: {missing} does not exist; expected a folder with one folder per class, or "
-        "train/ and val/ or test/ that hold them; for a table give data.source image_table"
-    )
-    missing.write_text("a file")
-    assert f"{missing} is not a folder" in load_error(missing)
-
-
-def test_refuses_folders_without_training_or_test_images(tmp_path):
-    assert load_error(tmp_path) == f"data.path: no folders in {tmp_path}, which are the classes"
-    write_image(tmp_path / "train" / "cat" / "a.png")
-    assert load_error(tmp_path) == (
-        f"data.path: {tmp_path / 'train'} has only the class cat; give images of two or more"
-    )
-    (tmp_path / "valid").mkdir()
-    assert load_error(tmp_path, test_split="vald") == (
-        f"data.test_split: no split vald in {tmp_path} (did you mean valid?); there are valid"
-    )
-    assert load_error(tmp_path, test_split="train") == (
-        f"data.test_split: train in {tmp_path} is the training split; there are valid"
-    )
 
 
 @pytest.mark.parametrize("inner", ["", "train"])
@@ -336,21 +304,6 @@ def test_tells_of_a_folder_beside_the_training_images(tmp_path):
     assert len(load(tmp_path, test_split="eval").test["label"]) == 6
 
 
-def test_a_class_of_one_image_cannot_be_held_out(tmp_path):
-    for name in ("cat/1", "cat/2", "dog/3"):
-        write_image(tmp_path / f"{name}.png")
-    assert load_error(tmp_path) == (
-        "data.test_fraction: 0.2 needs two or more examples of each class, got only dog/3.png, "
-        "which cannot be both trained and tested on"
-    )
-
-
-def test_folders_named_like_splits_are_no_classes(tmp_path):
-    for name in ("Train", "Valid"):
-        write_image(tmp_path / name / "cat" / "a.png")
-    assert f"no folder {tmp_path / 'train'}" in load_error(tmp_path)
-
-
 def test_matches_class_folders_in_both_forms_of_unicode(tmp_path):
     for split, form in (("train", "NFD"), ("val", "NFC")):
         for i, name in enumerate(("café", "thé")):
@@ -360,12 +313,6 @@ def test_matches_class_folders_in_both_forms_of_unicode(tmp_path):
     assert data.test["label"].tolist() == [0, 1]
     write_image(tmp_path / "train" / "café" / "b.png", 3)
     assert "are called café, in two forms of Unicode; rename one" in load_error(tmp_path)
-
-
-def test_refuses_class_folders_that_are_not_utf8(tmp_path):
-    for name in ("cat", os.fsdecode(b"d\xf6g")):
-        write_image(tmp_path / name / "a.png")
-    assert load_error(tmp_path).endswith("is not UTF-8; rename it")
 
 
 def test_counts_files_that_are_left_out(folder):
@@ -405,55 +352,50 @@ def test_loads_test_images_for_a_trained_network(folder, tmp_path_factory):
     assert message.startswith(f"data.path: the network knows no class dog, a folder of {other};")
 
 
-def test_refuses_images_outside_of_class_folders(tmp_path):
-    for i in range(3):
-        write_image(tmp_path / "train" / f"{i}.png")
-    (tmp_path / "val").mkdir()
-    assert load_error(tmp_path) == (
-        f"data.path: no folders in {tmp_path / 'train'}, which are the classes; its 3 images "
-        "belong in one folder per class; for a table of their labels give data.source image_table"
-    )
+BOTH = ("train/cat/a.png", "train/dog/a.png", "val/cat/a.png", "val/dog/a.png")
+NONE = [f"{split}/{name}/" for split in ("train", "val") for name in "abcdefg"]
+REFUSED = {
+    "no folder": (("other/",), {"path": "nowhere"}, "data.path: ROOT/nowhere does not exist; expected a folder with one folder per class, or train/ and val/ or test/ that hold them; for a table give data.source image_table"),
+    "a file": (("file",), {"path": "file"}, "data.path: ROOT/file is not a folder"),
+    "nothing": ((), {}, "data.path: no folders in ROOT, which are the classes"),
+    "one class": (("train/cat/a.png",), {}, "data.path: ROOT/train has only the class cat; give images of two or more"),
+    "another split": (("train/cat/a.png", "valid/"), {"test_split": "vald"}, "data.test_split: no split vald in ROOT (did you mean valid?); there are valid"),
+    "the training split": (("train/cat/a.png", "valid/"), {"test_split": "train"}, "data.test_split: train in ROOT is the training split; there are valid"),
+    "one image": (("cat/1.png", "cat/2.png", "dog/3.png"), {}, "data.test_fraction: 0.2 needs two or more examples of each class, got only dog/3.png, which cannot be both trained and tested on"),
+    "names of splits": (("Train/cat/a.png", "Valid/cat/a.png"), {}, "data.path: no folder ROOT/train"),
+    "not UTF-8": (("cat/a.png", os.fsdecode(b"d\xf6g/a.png")), {}, "is not UTF-8; rename it"),
+    "no class": (("train/0.png", "train/1.png", "train/2.png", "val/"), {}, "data.path: no folders in ROOT/train, which are the classes; its 3 images belong in one folder per class; for a table of their labels give data.source image_table"),
+    "an empty class": ((*BOTH, "train/empty/a.txt", "val/empty/"), {}, "data.path: no image of a class in ROOT/train/empty; expected files *.jpg, *.png, *.webp or others that Pillow opens"),
+    "no image": (NONE, {}, "data.path: no image in ROOT/train/a, ROOT/train/b, ROOT/train/c, ROOT/train/d, ROOT/train/e and 2 more; expected files *.jpg"),
+    "other classes": ((*BOTH, *(f"train/new{i}/a.png" for i in range(9)), "val/old/a.png"), {}, "data.path: the classes differ: only in ROOT/train: new0, new1, new2, new3, new4 and 4 more; only in ROOT/val: old"),
+    "a large crop": (BOTH, {"image_size": 9}, "data.resize: 8 is less than data.image_size 9"),
+    "crops in a cache": (BOTH, {"cache": True, "crop": "resized"}, "data.cache: resized crops decode each image again"),
+    "padding": (BOTH, {"crop": "padded", "padding": 8}, "data.padding: 8 pixels can shift images of 8 x 8 out of view; give fewer"),
+    "reflection": (BOTH, {"crop": "reflected", "padding": 8}, "data.padding: 8 pixels can shift images of 8 x 8 out of view; give fewer"),
+}  # fmt: skip
 
 
-def test_refuses_a_class_without_images(folder):
-    for split in ("train", "val"):
-        (folder / split / "empty").mkdir()
-    (folder / "train" / "empty" / "a.txt").write_text("no image")
-    assert load_error(folder) == (
-        f"data.path: no image of a class in {folder / 'train' / 'empty'}; expected files "
-        "*.jpg, *.png, *.webp or others that Pillow opens"
-    )
-
-
-def test_refuses_folders_without_any_image(tmp_path):
-    for split in ("train", "val"):
-        for name in "abcdefg":
-            (tmp_path / split / name).mkdir(parents=True)
-    message = load_error(tmp_path)
-    assert message.startswith(f"data.path: no image in {tmp_path / 'train' / 'a'}, ")
-    assert " and 2 more; expected files *.jpg" in message
-
-
-def test_names_the_classes_that_differ_between_training_and_test(folder):
-    for i in range(9):
-        write_image(folder / "train" / f"new{i}" / "a.png")
-    write_image(folder / "val" / "old" / "a.png")
-    assert load_error(folder) == (
-        f"data.path: the classes differ: only in {folder / 'train'}: new0, new1, new2, new3, new4 "
-        f"and 4 more; only in {folder / 'val'}: old"
-    )
-
-
-def test_refuses_crops_larger_than_the_resized_image(folder):
-    assert "data.resize: 8 is less than data.image_size 9" in load_error(folder, image_size=9)
+@pytest.mark.parametrize("name", REFUSED)
+def test_refuses_in_one_line(name, tmp_path):
+    files, options, message = REFUSED[name]
+    for i, file in enumerate(files):
+        path = tmp_path / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if file.endswith("/"):
+            path.mkdir(exist_ok=True)
+        elif file.endswith(".png"):
+            write_image(path, i)
+        else:
+            path.write_text("no image")
+    options = dict(options)
+    given = load_error(tmp_path / options.pop("path", ""), **options)
+    assert message.replace("ROOT", str(tmp_path)) in given
+    assert message.startswith("is not UTF-8") or given.startswith(message.partition(" ")[0])
 
 
 @pytest.mark.parametrize("crop", ["padded", "reflected"])
-def test_refuses_padding_as_large_as_the_image(folder, crop):
+def test_padding_may_be_a_pixel_less_than_the_image(folder, crop):
     load(folder, crop=crop, padding=7)
-    assert load_error(folder, crop=crop, padding=8) == (
-        "data.padding: 8 pixels can shift images of 8 x 8 out of view; give fewer"
-    )
 
 
 def test_the_config_section_round_trips_through_json():
@@ -486,11 +428,6 @@ def test_explains_a_test_image_at_the_size_of_evaluation(folder):
     data = load(folder, image_size=224, resize=256)
     (thin,) = [i for i in data.test["id"].tolist() if "thin" in data.name(i)]
     assert "1 x 1500 pixels become 256 x 384000, more than" in data.explain(thin)
-
-
-def test_names_a_folder_that_cannot_be_read(tmp_path):
-    with pytest.raises(UserError, match=r"nowhere does not exist"):
-        subfolders(tmp_path / "nowhere")
 
 
 def test_reads_images_with_the_options_of_the_config():

@@ -1,6 +1,5 @@
 """Images in tar and Parquet shards."""
 
-import io
 import json
 import os
 import tarfile
@@ -9,7 +8,6 @@ import chex
 import numpy as np
 import pytest
 from data_cases import error_message, take_batches
-from PIL import Image
 from shard_cases import (
     CLASSES,
     WRITERS,
@@ -19,7 +17,7 @@ from shard_cases import (
     write_tar,
 )
 
-from train.config import Config, ImageShards, from_json, to_json
+from train.config import Config, ImageShards
 from train.data import (
     evaluation_batches,
     image_shards,
@@ -121,26 +119,19 @@ def test_finds_labels_in_json_and_in_names_of_folders(tmp_path):
     write_tar(tmp_path / "a.tar", range(12), files=with_json)
     data = load(tmp_path / "a.tar", label="json.breed", test_fraction=0.25)
     assert data.classes == CLASSES
-    assert (
-        sorted(data.train["label"].tolist() + data.test["label"].tolist())
-        == [0] * 4 + [1] * 4 + [2] * 4
-    )
+    labels = np.concatenate([data.train["label"], data.test["label"]])
+    assert np.bincount(labels).tolist() == [4, 4, 4]
     message = error_message(load, tmp_path / "a.tar", label="json.kind")
     assert message.startswith("data.label: 0000.json in ")
     assert message.endswith("a.tar has no field kind")
-
-    def in_folder(i):
-        return {"png": png(i)}
-
     with tarfile.open(tmp_path / "b.tar", "w") as shard:
         for i in range(12):
             (tmp_path / "image.png").write_bytes(png(i))
             shard.add(tmp_path / "image.png", f"train/{CLASSES[i % 3]}/{i}.png")
     assert load(tmp_path / "b.tar", test_fraction=0.25).classes == CLASSES
-    write_tar(tmp_path / "c.tar", range(3), files=in_folder)
-    assert "no file *.cls, and its images are in no folders" in error_message(
-        load, tmp_path / "c.tar"
-    )
+    write_tar(tmp_path / "c.tar", range(3), files=lambda i: {"png": png(i)})
+    message = error_message(load, tmp_path / "c.tar")
+    assert "no file *.cls, and its images are in no folders" in message
 
 
 def test_finds_class_names_that_come_with_shards(tmp_path):
@@ -522,31 +513,18 @@ class Refusing:
         raise self.error
 
 
+NO_CREDENTIALS = type("NoCredentialsError", (Exception,), {})("Unable to locate credentials")
+
+
 @pytest.mark.parametrize(
     ("url", "error", "expected"),
     [
-        (
-            "s3://b/a.tar",
-            type("NoCredentialsError", (Exception,), {})("Unable to locate credentials"),
-            "AWS_PROFILE",
-        ),
+        ("s3://b/a.tar", NO_CREDENTIALS, "AWS_PROFILE"),
         ("s3://b/a.tar", PermissionError("Forbidden"), "AWS_ACCESS_KEY_ID"),
-        (
-            "gs://b/a.tar",
-            OSError("Anonymous caller does not have storage.objects.get access"),
-            "gcloud auth",
-        ),
-        (
-            "gs://b/*.tar",
-            ImportError("Please install gcsfs to access Google Storage"),
-            "pip install gcsfs",
-        ),
+        ("gs://b/a.tar", OSError("Anonymous caller does not have storage access"), "gcloud auth"),
+        ("gs://b/*.tar", ImportError("Please install gcsfs to access"), "pip install gcsfs"),
         ("s3://b/a.tar", FileNotFoundError("b/a.tar"), "s3://b/a.tar does not exist"),
-        (
-            "s3://b/a.tar",
-            TimeoutError("no answer\nfrom s3"),
-            "cannot read s3://b/a.tar: no answer from s3",
-        ),
+        ("s3://b/a.tar", TimeoutError("no\nanswer"), "cannot read s3://b/a.tar: no answer"),
     ],
 )
 def test_says_what_remote_storage_needs(url, error, expected, monkeypatch):
@@ -603,40 +581,23 @@ def test_memory_of_shards_that_are_not_there_yet(tmp_path):
         assert ImageShards(path=("none", there)).placeholder() is None
 
 
-def test_a_config_keeps_its_paths_and_weights():
-    config = Config(data=ImageShards(path=("a", "b"), weights=(1.0, 2.0)))
-    assert from_json(to_json(config), "") == config
-
-
 @pytest.mark.parametrize(
-    ("label", "message"),
+    ("size", "message"),
     [
-        (b"1" * 30, None),
-        (
-            b"a" * 1001,
-            "data.label: 00 in PATH: the label has 1,001 symbols; at most 1,000 are read (if you trust it, --limits 2",
-        ),
-        (
-            b"a" * (2**20 + 1),
-            "data.label: 00.cls in PATH: the label has 1,048,577 bytes; at most 1,048,576 are read",
-        ),
+        (1001, "data.label: 0000 in PATH: the label has 1,001 symbols; at most 1,000 are read (if you trust it, --limits 2"),
+        (2**20 + 1, "data.label: 0000.cls in PATH: the label has 1,048,577 bytes; at most 1,048,576 are read"),
     ],
-)
-def test_labels_without_limit_are_refused(label, message, tmp_path):
-    path = tmp_path / "a.tar"
-    with tarfile.open(path, "w") as tar:
-        for i in range(8):
-            image = io.BytesIO()
-            Image.new("RGB", (8, 8)).save(image, "PNG")
-            files = {"png": image.getvalue(), "cls": label if i % 2 == 0 else b"b"}
-            for extension, content in files.items():
-                info = tarfile.TarInfo(f"{i:02}.{extension}")
-                info.size = len(content)
-                tar.addfile(info, io.BytesIO(content))
-    if message is None:
-        assert load(path).classes == ("1" * 30, "b")
-        return
+)  # fmt: skip
+def test_labels_without_limit_are_refused(size, message, tmp_path):
+    label, path = b"a" * size, tmp_path / "a.tar"
+    write_tar(path, range(8), files=lambda i: {"png": png(i), "cls": b"b" if i % 2 else label})
     assert message.replace("PATH", str(path)) in error_message(load, path)
+
+
+def test_long_numbers_are_names(tmp_path):
+    files = lambda i: {"png": png(i), "cls": b"b" if i % 2 else b"1" * 30}  # noqa: E731
+    write_tar(tmp_path / "a.tar", range(8), files=files)
+    assert load(tmp_path / "a.tar").classes == ("1" * 30, "b")
 
 
 def test_a_pipe_is_no_shard(tmp_path):
