@@ -5,17 +5,14 @@ import functools
 import example_losses
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from example_losses import CASES, B, normal, row_losses, tokens
+from example_losses import CASES, B, normal, tokens
 from pretrained_cases import MIXERS
 
 import fnet
 from fnet import layers
 from fnet.jaxpr.batch_axis import (
-    KEY,
     BatchAxis,
-    Mixed,
     Shared,
     Unknown,
     find_batch_axes,
@@ -165,72 +162,6 @@ def test_inner_custom_rules_are_not_differentiated():
     assert state_of(f, X) == BatchAxis(0)
 
 
-def test_reports_the_layer_that_mixes_examples():
-    def f(x):
-        with jax.named_scope("norm"):
-            return row_losses(x - x.reshape(-1, 8).reshape(x.shape).mean((0, 1)))
-
-    state = state_of(f, X)
-    assert state[:2] == ("norm", "reduce_sum")
-    assert "test_batch_axis.py" in state.line
-
-
-MIXING_OPERATIONS = {
-    "einsum over the batch": lambda x: jnp.einsum("btd,cte->bcd", x, x).sum(1),
-    "outer product": lambda x: x[:, None].sum((2, 3)) + x[None].sum((2, 3)),
-    "running sum": lambda x: jnp.cumsum(x, 0),
-    "sorted batch": lambda x: jnp.sort(x, 0),
-    "reversed batch": lambda x: x[::-1],
-    "fft of the batch": lambda x: jnp.fft.fft(x, axis=0).real,
-    "while loop until all are done": lambda x: jax.lax.while_loop(
-        lambda x: (x > 1).any(), lambda x: x / 2, x
-    ),
-    "rolled": lambda x: jnp.roll(x, 1, 0),
-    "switch on data": lambda x: jax.lax.switch(x[0, 0, 0].astype(int), [jnp.sin, abs], x),
-    "pairs": lambda x: jnp.repeat(x[::2] * x[1::2], 2, 0),
-    "indexed": lambda x: x[jnp.array([1, 0, 2, 3, 4, 5])],
-    "dynamic_update_slice of other examples": lambda x: jax.lax.dynamic_update_slice(
-        x, x[:2], (3, 0, 0)
-    ),
-    "scan over the batch": lambda x: jax.lax.scan(lambda c, x: (c + x, c + x), x[0] * 0, x)[1],
-    "segment_sum": lambda x: x - jax.ops.segment_sum(x, x[:, 0, 0].astype(int), 4)[:1],
-    "pmean under vmap": lambda x: jax.vmap(lambda x: x - jax.lax.pmean(x, "i"), axis_name="i")(x),
-    "batch norm behind top_k": lambda x: jax.lax.top_k(x - x.mean(0), 2)[0],
-    "batch norm behind fft": lambda x: jnp.fft.rfft(x - x.mean(0)).real,
-    "batch norm behind i0e": lambda x: jax.scipy.special.i0e(x - x.mean(0)),
-}
-
-
-@pytest.mark.parametrize("name", MIXING_OPERATIONS)
-def test_operations_that_mix_examples(name):
-    state = state_of(MIXING_OPERATIONS[name], X)
-    assert isinstance(state, Mixed)
-    assert not state.by_position
-
-
-def dropout(x, key=None):
-    return x * jax.random.bernoulli(jax.random.key(0) if key is None else key, 0.5, x.shape)
-
-
-POSITIONS = {
-    "alternating signs": lambda x: x * jnp.where(jnp.arange(B) % 2, 1.0, -1.0)[:, None, None],
-    "linspace": lambda x: x * jnp.linspace(0, 1, B)[:, None, None],
-    "constant": lambda x: x * np.arange(B)[:, None, None],
-    "dropout with one key": dropout,
-    "map over the batch and its positions": lambda x: jax.lax.map(
-        lambda a: a[0] * a[1], (x, jnp.arange(B))
-    ),
-    "one of several": lambda x: jnp.where((jnp.arange(B) == 2)[:, None, None], x, 0),
-}
-
-
-@pytest.mark.parametrize("name", POSITIONS)
-def test_dependence_on_the_position_in_the_batch(name):
-    state = state_of(POSITIONS[name], X)
-    assert isinstance(state, Mixed)
-    assert state.by_position
-
-
 UNIFORM = {
     "broadcast parameter": lambda x: x * jnp.broadcast_to(W[0], x.shape),
     "positions in the sequence": lambda x: x * jnp.arange(5.0)[None, :, None],
@@ -261,26 +192,3 @@ INDEXING = {
 @pytest.mark.parametrize("name", INDEXING)
 def test_indexing_each_example_by_its_own_row(name):
     assert state_of(INDEXING[name], X, LABELS) == BatchAxis(0)
-
-
-def test_masks_from_a_key_of_each_example():
-    closed = jax.make_jaxpr(dropout)(X, jax.random.key(0))
-    assert find_batch_axes(closed, [BatchAxis(0), KEY], B) == [BatchAxis(0)]
-
-
-@pytest.mark.parametrize("rule", ["forward", "backward"])
-def test_custom_rules_that_mix_examples(rule):
-    @jax.custom_vjp
-    def f(x):
-        return x
-
-    def mix(x):
-        return x - x.mean(0)
-
-    f.defvjp(
-        lambda x: (mix(x) if rule == "forward" else x, None),
-        lambda _, ct: (mix(ct) if rule == "backward" else ct,),
-    )
-    state = state_of(f, X)
-    assert isinstance(state, Mixed)
-    assert "derivative rule" in state.operation

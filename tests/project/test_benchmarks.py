@@ -168,18 +168,18 @@ def test_names_in_the_suite_are_unique():
     assert len({b.name for b in SUITE}) == len(SUITE)
 
 
-@pytest.mark.parametrize("benchmark_", SUITE + GPU, ids=lambda b: b.name)
-def test_scripts_have_the_options_that_the_suite_passes(benchmark_):
-    source = (FOLDER / f"{benchmark_.script}.py").read_text()
-    given = {w for w in (*benchmark_.arguments, *(benchmark_.quick or ())) if w.startswith("--")}
-    own = set(re.findall(r'"(--[\w-]+)"', source))
-    assert given - SHARED <= own
-    assert "--rounds" not in given or "rounds=" in source
-    assert "--target" not in given or "target=True" in source or "--target" in own
-    assert bool(benchmark_.path) == ("--path" in own)
-    assert benchmark_.path in ("", *PATHS)
-    assert benchmark_.trains == ('add_argument("--out"' in source)
-    assert benchmark_.summary.endswith(".")
+def test_scripts_have_the_options_that_the_suite_passes():
+    for b in SUITE + GPU:
+        source = (FOLDER / f"{b.script}.py").read_text()
+        given = {w for w in (*b.arguments, *(b.quick or ())) if w.startswith("--")}
+        own = set(re.findall(r'"(--[\w-]+)"', source))
+        assert given - SHARED <= own, b
+        assert "--rounds" not in given or "rounds=" in source, b
+        assert "--target" not in given or "target=True" in source or "--target" in own, b
+        assert bool(b.path) == ("--path" in own), b
+        assert b.path in ("", *PATHS), b
+        assert b.trains == ('add_argument("--out"' in source), b
+        assert b.summary.endswith("."), b
 
 
 @pytest.mark.parametrize("script", sorted({b.script for b in SUITE}))
