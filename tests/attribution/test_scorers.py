@@ -80,10 +80,18 @@ def test_the_average_of_queries_is_one_query(name):
     chex.assert_trees_all_close(mean, scorer()(*train).mean(1, keepdims=True), rtol=1e-3, atol=1e-5)
 
 
-def test_tracin_needs_a_learning_rate_for_each_checkpoint():
-    params, _, queries = draw(0)
-    with pytest.raises(ValueError, match="expected one learning rate for each checkpoint, got 2 "):
-        tracin(loss, [params], [0.1, 0.2], queries)
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda p, x, q: tracin(loss, [p], [0.1, 0.2], q), "one learning rate for each checkpoint, got 2 "),
+        (lambda p, x, q: ekfac(loss, p, [x], q, damping=0), "damping must be > 0, got 0"),
+        (lambda p, x, q: ekfac(loss, p, [], q), "expected training examples in batches, got none"),
+        (lambda p, x, q: trak(loss, [], [x], q, jax.random.key(0)), "trak: expected at least one checkpoint, got none"),
+    ],
+)  # fmt: skip
+def test_rejects_missing_arguments(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(*draw(0))
 
 
 def block(covariances, squares_of, damping):
@@ -197,14 +205,6 @@ def test_ekfac_takes_the_curvature_of_another_loss():
     chex.assert_trees_all_close(quarter, plain / 4, rtol=1e-3, atol=1e-4)
 
 
-def test_ekfac_rejects_no_damping_and_no_examples():
-    params, train, queries = draw(0)
-    with pytest.raises(ValueError, match="damping must be > 0, got 0"):
-        ekfac(loss, params, [train], queries, damping=0)
-    with pytest.raises(ValueError, match="expected training examples in batches, got none"):
-        ekfac(loss, params, [], queries)
-
-
 @pytest.mark.usefixtures("_chunks")
 def test_trak_matches_its_equation():
     (first, train, queries), (second, _, _) = draw(0), draw(1)
@@ -266,12 +266,6 @@ def test_trak_stays_finite_where_a_loss_rounds_to_zero_or_all_features_are_zero(
     rest = trak(losses, [weights], [(x[1:], y[1:])], (x[1:], y[1:]), key, **options)(x[1:], y[1:])
     np.testing.assert_allclose(scores, np.concatenate([np.zeros((1, 3)), rest]), rtol=1e-4)
     assert not trak(losses, [weights], [(0 * x, y)], (0 * x, y), key, **options)(0 * x, y).any()
-
-
-def test_trak_rejects_no_checkpoint():
-    _, train, queries = draw(0)
-    with pytest.raises(ValueError, match="trak: expected at least one checkpoint, got none"):
-        trak(loss, [], [train], queries, jax.random.key(0))
 
 
 def test_top_of_a_query():

@@ -304,25 +304,26 @@ def test_gradients_inside_shard_map_are_summed_as_by_jax_grad(per_device, unroll
     chex.assert_trees_all_close(got, mapped(mean), atol=1e-5)
 
 
-def test_rejects_a_batch_that_microbatches_do_not_divide():
-    with pytest.raises(
-        ValueError,
-        match=r"5 microbatches do not divide a batch of 12 examples; pad it to 15 examples",
-    ):
-        accumulate_grad(mlp_loss, 5)(mlp_params(), {}, mlp_batch(), None)
+def averaged(params, state, batch, key):
+    losses, aux = mlp_loss(params, state, batch, key)
+    return losses.mean(), aux
 
 
-def test_rejects_less_than_one_microbatch():
-    with pytest.raises(ValueError, match="microbatches must be at least 1, got 0"):
-        accumulate_grad(mlp_loss, 0)
-    with pytest.raises(ValueError, match="microbatches must be at least 1, got -2"):
-        microbatches(-2)
-
-
-def test_rejects_arrays_of_different_lengths():
-    for odd in (jnp.ones(11), jnp.ones(())):
-        with pytest.raises(ValueError, match="must share their leading axis"):
-            accumulate_grad(mlp_loss, 4)(mlp_params(), {}, mlp_batch() | {"odd": odd}, None)
+@pytest.mark.parametrize(
+    ("loss", "n", "more", "message"),
+    [
+        (mlp_loss, 5, {}, "5 microbatches do not divide a batch of 12 examples; pad it to 15 exam"),
+        (mlp_loss, 0, {}, "microbatches must be at least 1, got 0"),
+        (mlp_loss, -2, {}, "microbatches must be at least 1, got -2"),
+        (mlp_loss, 4, {"odd": jnp.ones(11)}, "must share their leading axis"),
+        (mlp_loss, 4, {"odd": jnp.ones(())}, "must share their leading axis"),
+        (averaged, 4, {}, r"one loss per example, shape \[batch\], got \(\)"),
+    ],
+)
+def test_rejects_what_microbatches_do_not_divide(loss, n, more, message):
+    for mode in (lambda: accumulate_grad(loss, n), lambda: microbatches(n)(loss)):
+        with pytest.raises(ValueError, match=message):
+            mode()(mlp_params(), {}, mlp_batch() | more, None)
 
 
 @pytest.mark.parametrize("n", [1, 4])
@@ -335,12 +336,3 @@ def test_rejects_integer_losses_and_parameters(n):
         accumulate_grad(whole, n)(mlp_params(), {}, mlp_batch(), None)
     with pytest.raises(TypeError, match="int32"):
         accumulate_grad(mlp_loss, n)((mlp_params(), jnp.int32(1)), {}, mlp_batch(), None)
-
-
-def test_rejects_a_loss_that_returns_its_mean():
-    def averaged(params, state, batch, key):
-        losses, aux = mlp_loss(params, state, batch, key)
-        return losses.mean(), aux
-
-    with pytest.raises(ValueError, match=r"one loss per example, shape \[batch\], got \(\)"):
-        accumulate_grad(averaged, 4)(mlp_params(), {}, mlp_batch(), None)

@@ -210,17 +210,8 @@ def test_noise_has_the_given_deviation_and_a_new_key_each_step():
     noise = jax.tree.map(lambda *g: np.stack(g[1:]) - g[0], without_noise, *draws)
     values = np.concatenate([np.ravel(n) for n in jax.tree.leaves(noise)])
     assert values.std() == pytest.approx(3 * 0.5 / 10, rel=0.03)
+    assert values.mean() == pytest.approx(0, abs=0.006)  # 4 deviations of the mean
     assert np.unique(values).size > 0.99 * values.size
-
-
-def test_noise_is_added_to_the_clipped_mean():
-    without_noise, _, _ = gradient(autodiff.clipped(0.5, expected_batch_size=10), batch())
-    little_noise = autodiff.clipped(0.5, noise_multiplier=1e-3, expected_batch_size=10)
-    with_little_noise, _, _ = gradient(little_noise, batch())
-    for with_noise, without in zip(
-        *map(jax.tree.leaves, (with_little_noise, without_noise)), strict=True
-    ):
-        assert 0 < jnp.abs(with_noise - without).max() < 6 * 1e-3 * 0.5 / 10
 
 
 def test_metrics_stay_finite_with_a_nonfinite_example():

@@ -354,57 +354,40 @@ def test_linear_recurrence_saves_decays_and_output_only():
     assert saved == [(B, 5, E, N), (B, 5, E, N), (B, E, N)]
 
 
-def changed(inputs, **changes):
-    return inputs(4, np.float32) | changes
-
-
 F = functools.partial(jnp.ones, dtype=jnp.float32)
+INTEGERS = jnp.ones(3, int)
 
 
 @pytest.mark.parametrize(
-    ("scan", "given", "error", "message"),
+    ("name", "change", "error", "message"),
     [
-        (linear_recurrence, changed(recurrence_inputs, b=F((B, 3, E, N))), ValueError, "one shape"),
-        (linear_recurrence, changed(recurrence_inputs, initial=F((B, E))), ValueError, "initial"),
-        (linear_recurrence, {"a": F((B, 0)), "b": F((B, 0))}, ValueError, "T >= 1"),
-        (linear_recurrence, changed(recurrence_inputs, a=jnp.ones(3, int)), TypeError, "a must be"),
-        (
-            selective_scan,
-            changed(selective_inputs, chunk=0),
-            ValueError,
-            "chunk must be at least 1",
-        ),
-        (selective_scan, changed(selective_inputs, x=F((B, 0, E))), ValueError, "must have shape"),
-        (selective_scan, changed(selective_inputs, A=F((E, 0))), ValueError, "must have shape"),
-        (selective_scan, changed(selective_inputs, dt=F((B, 4, 1))), ValueError, "dt must have"),
-        (selective_scan, changed(selective_inputs, C=F((B, 4, E))), ValueError, "C must have"),
-        (selective_scan, changed(selective_inputs, initial=F((B, E, N))), ValueError, "initial"),
-        (selective_scan, changed(selective_inputs, B=jnp.ones(3, int)), TypeError, "B must be"),
-        (state_space_dual, changed(dual_inputs, chunk=0), ValueError, "chunk must be at least 1"),
-        (
-            state_space_dual,
-            changed(dual_inputs, B=F((B, 4, 3, N)), C=F((B, 4, 3, N))),
-            ValueError,
-            "B's groups",
-        ),
-        (state_space_dual, changed(dual_inputs, A=F((1,))), ValueError, "A must have"),
-        (state_space_dual, changed(dual_inputs, x=F((B, 4, E))), ValueError, "x must have shape"),
-        (state_space_dual, changed(dual_inputs, dt=jnp.ones(3, int)), TypeError, "dt must be"),
-        (gated_delta_rule, changed(delta_inputs, chunk=0), ValueError, "chunk must be at least 1"),
-        (gated_delta_rule, changed(delta_inputs, beta=F((B, 4, 1))), ValueError, "beta must have"),
-        (gated_delta_rule, changed(delta_inputs, v=F((B, 4, 3, P))), ValueError, "log_decay must"),
-        (
-            gated_delta_rule,
-            changed(delta_inputs, q=F((B, 4, 3, N)), k=F((B, 4, 3, N))),
-            ValueError,
-            "k's groups",
-        ),
-        (gated_delta_rule, changed(delta_inputs, k=jnp.ones(3, int)), TypeError, "k must be"),
-        (causal_conv, changed(conv_inputs, kernel=F((4, 1))), ValueError, "expected x"),
-        (causal_conv, changed(conv_inputs, bias=F((1,))), ValueError, "bias must have"),
-        (causal_conv, changed(conv_inputs, past=F((B, 4, E))), ValueError, "past must have"),
+        ("linear", {"b": F((B, 3, E, N))}, ValueError, "one shape"),
+        ("linear", {"initial": F((B, E))}, ValueError, "initial"),
+        ("linear", {"a": F((B, 0)), "b": F((B, 0)), "initial": None}, ValueError, "T >= 1"),
+        ("linear", {"a": INTEGERS}, TypeError, "a must be"),
+        ("selective", {"chunk": 0}, ValueError, "chunk must be at least 1"),
+        ("selective", {"x": F((B, 0, E))}, ValueError, "must have shape"),
+        ("selective", {"A": F((E, 0))}, ValueError, "must have shape"),
+        ("selective", {"dt": F((B, 4, 1))}, ValueError, "dt must have"),
+        ("selective", {"C": F((B, 4, E))}, ValueError, "C must have"),
+        ("selective", {"initial": F((B, E, N))}, ValueError, "initial"),
+        ("selective", {"B": INTEGERS}, TypeError, "B must be"),
+        ("dual", {"chunk": 0}, ValueError, "chunk must be at least 1"),
+        ("dual", {"B": F((B, 4, 3, N)), "C": F((B, 4, 3, N))}, ValueError, "B's groups"),
+        ("dual", {"A": F((1,))}, ValueError, "A must have"),
+        ("dual", {"x": F((B, 0, HEADS, P))}, ValueError, "x must have shape"),
+        ("dual", {"dt": INTEGERS}, TypeError, "dt must be"),
+        ("delta", {"chunk": 0}, ValueError, "chunk must be at least 1"),
+        ("delta", {"beta": F((B, 4, 1))}, ValueError, "beta must have"),
+        ("delta", {"v": F((B, 4, 3, P))}, ValueError, "log_decay must"),
+        ("delta", {"q": F((B, 4, 3, N)), "k": F((B, 4, 3, N))}, ValueError, "k's groups"),
+        ("delta", {"k": INTEGERS}, TypeError, "k must be"),
+        ("conv", {"kernel": F((4, 1))}, ValueError, "expected x"),
+        ("conv", {"bias": F((1,))}, ValueError, "bias must have"),
+        ("conv", {"past": F((B, 4, E))}, ValueError, "past must have"),
     ],
 )
-def test_rejects_invalid_arrays(scan, given, error, message):
+def test_rejects_invalid_arrays(name, change, error, message):
+    scan, _, inputs = SCANS[name]
     with pytest.raises(error, match=message):
-        scan(**given)
+        scan(**inputs(4, np.float32) | change)

@@ -12,11 +12,6 @@ from fnet.models import blocks
 from fnet.models.denoiser import sinusoids
 
 
-def test_a_name_with_a_depth_refuses_another_one():
-    with pytest.raises(TypeError, match="multiple values for argument 'depth'"):
-        models.get("resnet50", num_classes=10, depth=18)
-
-
 def test_the_names_of_published_networks_are_those_of_their_files():
     assert {"resnet", "resnext", "densenet", "regnet", "efficientnet", "swin"} < set(
         models.VARIANTS
@@ -165,24 +160,25 @@ def test_revnet_gradients_match_without_reversal():
     chex.assert_trees_all_close(gradient(restored), gradient(saved), rtol=1e-6, atol=1e-7)
 
 
-def test_get_rejects_unknown_name_and_lists_known_ones():
-    with pytest.raises(ValueError, match=r"must be one of .*preact_resnet.*, got 'resnet1'"):
-        models.get("resnet1")
-
-
-def test_rejects_wrong_sizes():
-    with pytest.raises(
-        ValueError, match=r"depth must be one of \[10, 14, 18, 26, .*, 200\], got 20"
-    ):
-        models.get("resnet", depth=20, num_classes=3)
-    with pytest.raises(
-        ValueError, match=r"norm must be one of \['abn', 'batch', 'group'\], got 'sync'"
-    ):
-        models.get("resnet", depth=18, num_classes=3, norm="sync")
-    with pytest.raises(ValueError, match=r"got widths=\(8, 9\), blocks=\(1, 1\)"):
-        models.get("revnet", num_classes=3, widths=(8, 9), blocks=(1, 1))
-    with pytest.raises(ValueError, match=r"got widths=\(\), blocks_per_stage=2"):
-        models.get("preact_resnet", num_classes=3, widths=())
+@pytest.mark.parametrize(
+    ("name", "options", "error", "message"),
+    [
+        ("resnet50", {"depth": 18}, TypeError, "multiple values for argument 'depth'"),
+        ("resnet1", {}, ValueError, r"must be one of .*preact_resnet.*, got 'resnet1'"),
+        ("resnet", {"depth": 20}, ValueError, r"depth must be one of \[10, 14, .*, 200\], got 20"),
+        ("resnet18", {"norm": "sync"}, ValueError, r"\['abn', 'batch', 'group'\], got 'sync'"),
+        (
+            "revnet",
+            {"widths": (8, 9), "blocks": (1, 1)},
+            ValueError,
+            r"widths=\(8, 9\), blocks=\(1",
+        ),
+        ("preact_resnet", {"widths": ()}, ValueError, r"got widths=\(\), blocks_per_stage=2"),
+    ],
+)
+def test_rejects_wrong_names_and_sizes(name, options, error, message):
+    with pytest.raises(error, match=message):
+        models.get(name, num_classes=3, **options)
 
 
 def test_preact_resnet_first_stride_and_stem_width():
