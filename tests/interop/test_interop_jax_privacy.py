@@ -261,14 +261,6 @@ def test_sum_and_sensitivity_are_divided(rescale):
     assert gradient.l2_norm_bound == gradient.sensitivity()
 
 
-def test_division_by_the_batch_size_divides_by_one():
-    def divided(params, x):
-        return jnp.sum(x @ params) / len(x)
-
-    gradient = clipped_grad(divided, l2_clip_norm=np.inf)
-    np.testing.assert_allclose(gradient(jnp.ones(4), X), X.sum(0), rtol=1e-5)
-
-
 INVALID = {
     "overlap": ({"batch_argnums": 0}, r"\(0,\) and batch_argnums \(0,\) overlap in \[0\]"),
     "no batch": ({"batch_argnums": ()}, "Batch Argnums must not be empty"),

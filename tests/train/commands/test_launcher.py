@@ -56,9 +56,3 @@ def test_ignores_a_train_package_of_the_user(folder):
 def test_recipes_and_worker_processes_find_the_program(command, folder):
     write_class_folders(folder / "images", train=4, test=4)
     assert "2/2" in run(folder, *command, "train", "mine.py", "--out", "run")
-
-
-@pytest.mark.slow
-def test_importing_the_library_does_not_import_the_program(folder):
-    code = "import fnet, sys; print('train' in sys.modules)"
-    assert run(folder, sys.executable, "-c", code) == "False\n"

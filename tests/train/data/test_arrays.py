@@ -245,15 +245,6 @@ def test_reflection_padding_leaves_no_zeros(tmp_path):
     assert all((batch["image"] > 0).all() for batch in take_batches(data)[0])
 
 
-def test_batches_resume_at_a_saved_position(file):
-    data = load(file, **AUGMENTED)
-    _, batches = take_batches(data, 5)
-    position = batches.get_state()
-    chex.assert_trees_all_equal(
-        take_batches(data, 4, after=position)[0], [next(batches) for _ in range(4)]
-    )
-
-
 def test_pads_poisson_batches_even_without_a_sampled_example(file):
     weights = sampled_counts(load(file, **AUGMENTED), image=(4, 5, 3))
     assert min(weights) == 0 < max(weights)

@@ -115,19 +115,6 @@ def test_a_batch_is_full_even_if_there_are_fewer_rows(tmp_path):
     assert (next(bucketed_batches(data, 24, 0, 64))["weight"] > 0).sum() == 24
 
 
-def test_bucketed_batches_resume_at_a_saved_position(tmp_path):
-    data = documents(tmp_path, LENGTHS).load()
-    first = bucketed_batches(data, 4, 0, 64)
-    for _ in range(7):
-        next(first)
-    position = first.get_state()
-    second = bucketed_batches(data, 4, 0, 64)
-    second.set_state(position)
-    for _ in range(9):
-        a, b = next(first), next(second)
-        assert all(np.array_equal(a[k], b[k]) for k in a)
-
-
 def test_bucket_lengths_are_powers_of_two_within_bounds():
     lengths = np.array([1, 16, 17, 32, 33, 100, 500])
     np.testing.assert_array_equal(bucket_lengths(lengths, 100), [16, 16, 32, 32, 64, 100, 100])

@@ -217,13 +217,6 @@ def test_flags_can_choose_another_variant_of_a_section(workplace):
     assert (config.model.name, config.model.hidden) == ("mlp", (256, 256))
 
 
-def test_help_lists_fields_with_their_values(capsys):
-    assert exit_code("train", "tiny.py", "--help") == 0
-    printed = capsys.readouterr().out
-    assert "--optim.learning-rate" in printed
-    assert "0.05" in printed
-
-
 MISTAKES = [
     (("train", "digitz"), "no recipe digitz (did you mean digits?)"),
     (("train", "missing.py"), "no recipe missing.py"),
@@ -369,14 +362,6 @@ def test_reports_both_shapes_for_a_checkpoint_of_another_model(finished_run, cap
     error = capsys.readouterr().err
     assert "checkpoints/8 is of another model: ema.stage0.block1" in error
     assert "absent there, (4,) here" in error
-
-
-@pytest.mark.slow
-def test_python_m_train_runs_the_command(workplace):
-    done = subprocess.run(
-        [sys.executable, "-m", "train", "configs"], capture_output=True, text=True, check=True
-    )
-    assert "digits_mlp" in done.stdout
 
 
 @pytest.mark.sweep(6)
