@@ -317,6 +317,7 @@ def averaged(params, state, batch, key):
         (mlp_loss, -2, {}, "microbatches must be at least 1, got -2"),
         (mlp_loss, 4, {"odd": jnp.ones(11)}, "must share their leading axis"),
         (mlp_loss, 4, {"odd": jnp.ones(())}, "must share their leading axis"),
+        (averaged, 1, {}, r"one loss per example, shape \[batch\], got \(\)"),
         (averaged, 4, {}, r"one loss per example, shape \[batch\], got \(\)"),
     ],
 )
