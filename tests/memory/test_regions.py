@@ -20,7 +20,7 @@ from fnet.memory.apply import trace_inlined
 from fnet.memory.regions import Region, Whole, cut, divide
 
 QUICK = settings(
-    max_examples=6, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=4, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck)
 )
 THOROUGH = settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
 N, WIDTH = 128, 32
@@ -227,6 +227,7 @@ def test_what_needs_sums_over_rows_runs_once(loss, most):
     assert chunked < most * plain
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_chunks_take_less_memory(loss):
     args = arguments_of(loss)

@@ -340,12 +340,19 @@ def tanh_layers(params, batch):
     return jnp.square(y).mean()
 
 
-@pytest.mark.parametrize("rows", [0, 1, 3, 700])
-def test_the_planned_loss_takes_any_batch(rows):
-    params, x = [0.1 * jnp.eye(64)] * 3, jnp.ones((1024, 64))
-    planned, plan = memory.remat_to_fit(tanh_layers, "40%", params, {"x": x})
+@pytest.fixture(scope="module")
+def planned_in_chunks():
+    """A loss within 40 %, with the arguments that it was planned for."""
+    args = [0.1 * jnp.eye(64)] * 3, {"x": jnp.ones((1024, 64))}
+    planned, plan = memory.remat_to_fit(tanh_layers, "40%", *args)
     assert plan.chosen.policy.chunks > 1
-    batch = {"x": x[:rows], "table": jnp.zeros(10)}  # an array that is not cut
+    return planned, *args
+
+
+@pytest.mark.parametrize("rows", [0, 1, 3, 700])
+def test_the_planned_loss_takes_any_batch(rows, planned_in_chunks):
+    planned, params, batch = planned_in_chunks
+    batch = {"x": batch["x"][:rows], "table": jnp.zeros(10)}  # an array that is not cut
     found, wanted = jax.grad(planned)(params, batch), jax.grad(tanh_layers)(params, batch)
     for a, b in zip(found, wanted, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7)
@@ -406,10 +413,8 @@ def test_says_why_what_devices_compute_does_not_run_in_chunks():
         memory.remat_to_fit(over_devices(of_device, True), "50%", params, batch)
 
 
-def test_a_planned_loss_names_the_remedy_for_forward_mode():
-    params, batch = [0.1 * jnp.eye(64)] * 3, {"x": jnp.ones((1024, 64))}
-    planned, plan = memory.remat_to_fit(tanh_layers, "40%", params, batch)
-    assert plan.chosen.policy.chunks > 1
+def test_a_planned_loss_names_the_remedy_for_forward_mode(planned_in_chunks):
+    planned, params, batch = planned_in_chunks
     with pytest.raises(TypeError, match=r"^remat_to_fit: .* take jax\.jvp .* of the loss itself"):
         jax.jvp(lambda p: planned(p, batch), (params,), (params,))
 
@@ -419,12 +424,10 @@ NOT_IN_XLA = {"int1", "uint1", "float6_e2m3fn", "float6_e3m2fn"}
 DTYPES = [t for t in sorted(TYPES, key=str) if t.itemsize < 8 or t == "complex64"]
 
 
-@pytest.mark.parametrize("kind", ["parameter", "batch", "closed over", "aux"])
-def test_arrays_of_every_dtype_are_planned(kind):
+def test_arrays_of_every_dtype_are_planned():
     """In a loss that mixes rows, so that arrays are planned one by one."""
     known = {str(t): jnp.ones(64, t) for t in DTYPES if str(t) not in NOT_IN_XLA}
     known["key"] = jax.random.key(0)
-    w, x = 0.1 * jnp.eye(64), jnp.ones((512, 64))
 
     def total(arrays):
         numbers = [
@@ -436,21 +439,21 @@ def test_arrays_of_every_dtype_are_planned(kind):
 
     def loss(params, batch):
         y = batch["x"]
-        arrays = {"parameter": params, "batch": batch}.get(kind, {"arrays": known})["arrays"]
         for _ in range(4):
             y = jnp.fft.ifft(jnp.fft.fft(y, axis=0) * jnp.exp(1j * y), axis=0).real
             y = jnp.tanh(y @ params["w"])
-        value = jnp.square(y).mean() + 1e-3 * total(arrays)
-        return (value, arrays) if kind == "aux" else value
+        everywhere = params["arrays"], batch["arrays"], known
+        return jnp.square(y).mean() + 1e-3 * sum(map(total, everywhere)), everywhere
 
-    params = {"w": w} | ({"arrays": known} if kind == "parameter" else {})
-    batch = {"x": x} | ({"arrays": known} if kind == "batch" else {})
+    params = {"w": 0.1 * jnp.eye(64), "arrays": known}
+    batch = {"x": jnp.ones((512, 64)), "arrays": known}
     planned, plan = memory.remat_to_fit(loss, "95%", params, batch)
     assert plan.chosen.peak.total <= plan.budget
-    options = {"has_aux": kind == "aux", "allow_int": True}
-    pairs = (jax.jit(jax.grad(f, **options))(params, batch) for f in (planned, loss))
-    found, wanted = ((g[0] if kind == "aux" else g)["w"] for g in pairs)
-    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-6)
+    (found, aux), (wanted, _) = (
+        jax.jit(jax.grad(f, has_aux=True, allow_int=True))(params, batch) for f in (planned, loss)
+    )
+    np.testing.assert_allclose(found["w"], wanted["w"], rtol=1e-4, atol=1e-6)
+    chex.assert_trees_all_equal_shapes_and_dtypes(aux, (known,) * 3)
 
 
 def test_rejects_budget_that_nothing_fits():
