@@ -90,6 +90,13 @@ def allow_key_reuse():
         yield
 
 
+@pytest.fixture
+def allow_rank_promotion():
+    """Allow rank promotion, for biases that losses add to arrays of higher rank."""
+    with jax.numpy_rank_promotion("allow"):
+        yield
+
+
 @pytest.fixture(scope="session")
 def compiled_programs(tmp_path_factory):
     """The folder where the program keeps what it compiled, for all tests: most train one recipe."""

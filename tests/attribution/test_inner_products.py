@@ -1,7 +1,6 @@
 """Inner products of per-example gradients that are not materialized."""
 
 import chex
-import example_losses
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +13,8 @@ from fnet.autodiff.examples import examples
 from fnet.autodiff.per_example import parameter_gradients
 from fnet.autodiff.per_example.backward import per_example_gradients
 
-allow_rank_promotion = pytest.fixture(autouse=True)(example_losses.allow_rank_promotion)
+pytestmark = pytest.mark.usefixtures("allow_rank_promotion")
+
 
 SLOW = "flax_transformer", "fnet_transformer", "flax_cnn", "convolutions"
 

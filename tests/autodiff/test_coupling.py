@@ -1,7 +1,6 @@
 """Which losses a memory budget may split: compared with gradients of whole and of split batches."""
 
 import equinox as eqx
-import example_losses
 import flax.linen as nn
 import haiku as hk
 import jax
@@ -16,10 +15,7 @@ import fnet
 from fnet.autodiff import accumulate_grad, mean
 from fnet.autodiff.coupling import find_coupling
 
-allow_rank_promotion = pytest.fixture(autouse=True)(example_losses.allow_rank_promotion)
-
-
-pytestmark = pytest.mark.usefixtures("allow_key_reuse")
+pytestmark = pytest.mark.usefixtures("allow_key_reuse", "allow_rank_promotion")
 
 
 B, T, D = 8, 4, 8

@@ -1,7 +1,6 @@
 """The gradient modes clipped and per_example."""
 
 import chex
-import example_losses
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,8 +11,7 @@ from example_losses import B
 import fnet
 from fnet import autodiff, layers
 
-allow_rank_promotion = pytest.fixture(autouse=True)(example_losses.allow_rank_promotion)
-
+pytestmark = pytest.mark.usefixtures("allow_rank_promotion")
 
 MODEL = layers.mlp([4, 8, 3])
 

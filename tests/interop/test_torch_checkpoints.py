@@ -161,33 +161,21 @@ def test_rejects_weights_of_another_network_with_its_name():
             from_torch(name, weights, num_classes=1000)
 
 
-def test_rejects_torchvision_weights_for_in_place_norm_without_trained_with():
-    with pytest.raises(ValueError, match="trained with plain batch norm; use norm='batch'"):
-        from_torch("resnet18", zeros("resnet18", "torchvision"))
-
-
-def test_from_torch_rejects_invalid_arguments(arrays):
-    with pytest.raises(
-        ValueError, match=r"\['num_classes'\] only apply to a network given by name"
-    ):
-        from_torch(preact(), arrays, num_classes=3)
-    with pytest.raises(ValueError, match="a new classifier needs key="):
-        from_torch(preact(), arrays, new_classifier=True)
-    arrays["abn.bias"] = np.zeros(4, np.int32)
-    with pytest.raises(TypeError, match=r"abn.beta must be floating, got int32"):
-        from_torch(preact(), arrays)
-
-
-def test_to_torch_rejects_arrays_without_a_torch_name(arrays):
-    params, state = from_torch(preact(), arrays)
-    with pytest.raises(
-        ValueError, match=r"one of \('reference',\), got 'torchvision'; the network has"
-    ):
-        to_torch(params, state, names="torchvision")
-    with pytest.raises(ValueError, match=r"mixer\.decay has no name in torch"):
-        to_torch({"mixer": {"decay": np.ones(3)}}, {})
-    with pytest.raises(ValueError, match="must be a dense or 2d convolution kernel"):
-        to_torch({"conv": {"kernel": np.ones((3, 3, 1))}}, {})
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda a: from_torch("resnet18", zeros("resnet18", "torchvision")), ValueError, "trained with plain batch norm; use norm='batch'"),
+        (lambda a: from_torch(preact(), a, num_classes=3), ValueError, r"\['num_classes'\] only apply to a network given by name"),
+        (lambda a: from_torch(preact(), a, new_classifier=True), ValueError, "a new classifier needs key="),
+        (lambda a: from_torch(preact(), a | {"abn.bias": np.zeros(4, np.int32)}), TypeError, r"abn.beta must be floating, got int32"),
+        (lambda a: to_torch(*from_torch(preact(), a), names="torchvision"), ValueError, r"one of \('reference',\), got 'torchvision'; the network has"),
+        (lambda a: to_torch({"mixer": {"decay": np.ones(3)}}, {}), ValueError, r"mixer\.decay has no name in torch"),
+        (lambda a: to_torch({"conv": {"kernel": np.ones((3, 3, 1))}}, {}), ValueError, "must be a dense or 2d convolution kernel"),
+    ],
+)  # fmt: skip
+def test_rejects_invalid_arguments(call, error, message, arrays):
+    with pytest.raises(error, match=message):
+        call(arrays)
 
 
 def test_a_classifier_that_does_not_fit_is_new(arrays):

@@ -1,6 +1,5 @@
 """Rearrangements of arrays and layouts."""
 
-import example_losses
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +9,8 @@ from layout_cases import numbers
 
 from fnet.jaxpr import Layout, arrangements
 
-allow_rank_promotion = pytest.fixture(autouse=True)(example_losses.allow_rank_promotion)
+pytestmark = pytest.mark.usefixtures("allow_rank_promotion")
+
 
 NAMES = ["broadcast_in_dim", "reshape", "rev", "slice", "split", "squeeze", "transpose", "unstack"]
 UNCHANGED = ["copy", "name", "sharding_constraint"]

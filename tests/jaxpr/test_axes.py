@@ -5,7 +5,6 @@ import subprocess
 import sys
 
 import equation_cases
-import example_losses
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,10 +26,7 @@ from fnet.jaxpr import (
 )
 from fnet.jaxpr.axes import ROWS
 
-allow_rank_promotion = pytest.fixture(autouse=True)(example_losses.allow_rank_promotion)
-
-
-pytestmark = pytest.mark.usefixtures("allow_key_reuse")
+pytestmark = pytest.mark.usefixtures("allow_key_reuse", "allow_rank_promotion")
 
 
 # Coverage.

@@ -2,7 +2,6 @@
 
 import functools
 
-import example_losses
 import jax
 import jax.numpy as jnp
 import pytest
@@ -19,7 +18,8 @@ from fnet.jaxpr.batch_axis import (
 )
 from fnet.losses.segmentation import pixel_cross_entropy
 
-allow_rank_promotion = pytest.fixture(autouse=True)(example_losses.allow_rank_promotion)
+pytestmark = pytest.mark.usefixtures("allow_rank_promotion")
+
 
 W, X = normal(0, 8, 8), normal(1, B, 5, 8)
 

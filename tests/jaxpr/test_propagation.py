@@ -2,7 +2,6 @@
 
 import functools
 
-import example_losses
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,7 +20,8 @@ from fnet.jaxpr.batch_axis import (
 )
 from fnet.jaxpr.propagation import active_variables
 
-allow_rank_promotion = pytest.fixture(autouse=True)(example_losses.allow_rank_promotion)
+pytestmark = pytest.mark.usefixtures("allow_rank_promotion")
+
 
 OTHER_BATCH = (
     normal(4, B, 3, 4),

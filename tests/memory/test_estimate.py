@@ -1,6 +1,5 @@
 """Estimated peaks of traced steps against those of compiled ones."""
 
-import example_losses
 import jax
 import numpy as np
 import optax
@@ -10,7 +9,7 @@ from benchmarks.random_losses import random_loss
 from fnet import memory
 from fnet.memory.assemble import Step
 
-allow_rank_promotion = pytest.fixture(autouse=True)(example_losses.allow_rank_promotion)
+pytestmark = pytest.mark.usefixtures("allow_rank_promotion")
 
 
 def estimate_and_peak(loss, params, batch, optimizer):

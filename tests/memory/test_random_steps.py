@@ -6,7 +6,6 @@
 import random
 import re
 
-import example_losses
 import jax
 import pytest
 
@@ -15,7 +14,8 @@ from benchmarks.random_losses import BLOCKS, random_loss
 from benchmarks.random_steps import failures, measure_seed
 from fnet import memory
 
-allow_rank_promotion = pytest.fixture(autouse=True)(example_losses.allow_rank_promotion)
+pytestmark = pytest.mark.usefixtures("allow_rank_promotion")
+
 
 WITH_REMAT_TO_FIT = (0, 1, 4, 8, 9, 11, 12, 14, 15, 16, 18, 20, 25, 26, 27)
 WITH_COMPILE_STEP = (35, 62, 65, 94, 102)

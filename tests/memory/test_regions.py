@@ -3,7 +3,6 @@
 import functools
 
 import chex
-import example_losses
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -473,9 +472,6 @@ def check(program):
             if np.isfinite(b).all():
                 np.testing.assert_allclose(a, b, rtol=2e-3, atol=2e-4 * max(np.abs(b).max(), 1))
     return True
-
-
-allow_rank_promotion = pytest.fixture(example_losses.allow_rank_promotion)
 
 
 @pytest.mark.parametrize("effort", [QUICK, pytest.param(THOROUGH, marks=pytest.mark.slow)])

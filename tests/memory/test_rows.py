@@ -1,7 +1,6 @@
 """Rows of an axis are what the whole program computes of them."""
 
 import equation_cases
-import example_losses
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,10 +28,7 @@ from fnet.jaxpr.batch_axis import (
 )
 from fnet.memory.rows import Part, RowAxes, Sum, Value, run_rows
 
-allow_rank_promotion = pytest.fixture(autouse=True)(example_losses.allow_rank_promotion)
-
-
-pytestmark = pytest.mark.usefixtures("allow_key_reuse")
+pytestmark = pytest.mark.usefixtures("allow_key_reuse", "allow_rank_promotion")
 
 
 def in_parts(closed, args, axes, size, parts):

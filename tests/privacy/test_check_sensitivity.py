@@ -3,7 +3,6 @@
 import functools
 import re
 
-import example_losses
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +12,8 @@ from private_programs import ACTIVATION, BF16, TABLES, D, random_program, run
 from fnet import privacy
 from fnet.privacy import sensitivity
 
-allow_rank_promotion = pytest.fixture(autouse=True)(example_losses.allow_rank_promotion)
+pytestmark = pytest.mark.usefixtures("allow_rank_promotion")
+
 X = np.random.default_rng(0).normal(size=(6, D)).astype(np.float32)
 W = jnp.asarray(np.random.default_rng(1).normal(size=(D, D)), jnp.float32)
 

@@ -1,6 +1,6 @@
 """Per-example losses by name, for tests of per-example gradients."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import chex
@@ -337,12 +337,6 @@ CASES = {
         flax_transformer, flax_cnn, fnet_transformer, fnet_mlp, frozen_abn, dropout,
     )
 }  # fmt: skip
-
-
-def allow_rank_promotion() -> Iterator[None]:
-    """Fixture: allow rank promotion, for biases added to arrays of higher rank."""
-    with jax.numpy_rank_promotion("allow"):
-        yield
 
 
 @jax.jit

@@ -1,10 +1,17 @@
-"""Small arrays take the ways of large ones."""
+"""Small arrays take the ways of large ones, and losses promote ranks."""
 
 import zlib
 
 import pytest
 
 from fnet.autodiff.per_example import parameter_gradients
+
+
+@pytest.fixture(autouse=True)
+def losses_promote_ranks(request):
+    """But for files whose losses do not."""
+    if request.path.stem not in ("test_adaptive", "test_kept_in_microbatches"):
+        request.getfixturevalue("allow_rank_promotion")
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 import itertools
 
-import example_losses
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,8 +12,6 @@ from jax.extend.core import jaxpr_as_fun
 from fnet.autodiff.per_example import batching
 from fnet.autodiff.per_example.batching import Rows, _Interpreter, rows_of, run_for_batch
 from fnet.jaxpr.axes import ROWS
-
-allow_rank_promotion = pytest.fixture(autouse=True)(example_losses.allow_rank_promotion)
 
 B = 3
 

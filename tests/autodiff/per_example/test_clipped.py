@@ -21,9 +21,6 @@ from fnet.autodiff.per_example.gradients import per_example_norms
 from fnet.jaxpr import find_equations
 from fnet.memory import peak
 
-allow_rank_promotion = pytest.fixture(autouse=True)(example_losses.allow_rank_promotion)
-
-
 LARGE = {"fnet_transformer", "flax_transformer", "flax_cnn", "convolutions"}
 
 

@@ -1,6 +1,5 @@
 """Errors: bounds out of range, losses that are not per example, layers that mix examples."""
 
-import example_losses
 import jax
 import jax.numpy as jnp
 import optax
@@ -10,8 +9,6 @@ from example_losses import row_losses
 import fnet
 from fnet import layers
 from fnet.autodiff.per_example.clipped import clipped_grad
-
-allow_rank_promotion = pytest.fixture(autouse=True)(example_losses.allow_rank_promotion)
 
 INFINITY = float("inf")
 X = jnp.array([1.0, 4.0, 7.0])

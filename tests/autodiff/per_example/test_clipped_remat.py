@@ -17,8 +17,6 @@ from fnet.autodiff.per_example.backward import per_example_gradients
 from fnet.memory import CANDIDATE_OPTIONS, estimate_peak, peak
 from train.run.mesh import Layout, shardings
 
-allow_rank_promotion = pytest.fixture(autouse=True)(example_losses.allow_rank_promotion)
-
 AUTO = (jax.sharding.AxisType.Auto,) * 2
 
 D = 6

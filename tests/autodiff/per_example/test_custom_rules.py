@@ -1,6 +1,5 @@
 """Per-example gradients through custom derivatives and equations that are not linear."""
 
-import example_losses
 import jax
 import jax.numpy as jnp
 import pytest
@@ -9,8 +8,6 @@ from example_losses import B, Case, assert_clipped_like_a_loop, normal, row_loss
 import fnet
 from fnet.autodiff import gradient_strategies
 from fnet.jaxpr.custom_rules import is_linear
-
-allow_rank_promotion = pytest.fixture(autouse=True)(example_losses.allow_rank_promotion)
 
 
 def quantizer(backward):

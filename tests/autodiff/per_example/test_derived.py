@@ -1,7 +1,6 @@
 """Parameters that are combined, sliced or normalized before they meet data."""
 
 import chex
-import example_losses
 import jax
 import jax.numpy as jnp
 import pytest
@@ -10,8 +9,6 @@ from example_losses import B, Case, assert_clipped_like_a_loop, normal, row_loss
 import fnet
 from fnet.autodiff import gradient_strategies
 from fnet.backward_pass import finish_together
-
-allow_rank_promotion = pytest.fixture(autouse=True)(example_losses.allow_rank_promotion)
 
 D = 6
 X = normal(9, B, 5, D)

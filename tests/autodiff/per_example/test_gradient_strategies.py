@@ -10,8 +10,6 @@ from example_losses import CASES, B, Case, assert_clipped_like_a_loop, row_losse
 from fnet.autodiff.per_example.clipped import clipped_grad, gradient_strategies
 from fnet.memory import peak
 
-allow_rank_promotion = pytest.fixture(autouse=True)(example_losses.allow_rank_promotion)
-
 
 def test_merged_and_split_rows_keep_the_ghost_norm():
     sizes = []

@@ -3,7 +3,6 @@
 import functools
 
 import chex
-import example_losses
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,8 +15,6 @@ from fnet.autodiff import gradient_strategies
 from fnet.autodiff.per_example import backward
 from fnet.cpu.tracing import traced_for
 from fnet.privacy import sensitivity
-
-allow_rank_promotion = pytest.fixture(autouse=True)(example_losses.allow_rank_promotion)
 
 B, T, D, ROWS = 5, 6, 4, 200
 RNG = np.random.default_rng(0)

@@ -1,6 +1,5 @@
 """Parameters of which a loss uses parts: slices, and rows that indices select."""
 
-import example_losses
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,8 +10,6 @@ from fnet.autodiff.per_example.clipped import clipped_grad, gradient_strategies
 from fnet.autodiff.per_example.parameter_gradients import Box
 from fnet.jaxpr import Layout
 from fnet.memory import peak
-
-allow_rank_promotion = pytest.fixture(autouse=True)(example_losses.allow_rank_promotion)
 
 
 def check_matches_a_loop(loss, params, *batch, tolerance=1e-5):

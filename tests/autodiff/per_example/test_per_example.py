@@ -1,7 +1,6 @@
 """Per-example gradients, norms, influence and the gradient noise scale."""
 
 import chex
-import example_losses
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,9 +18,6 @@ from fnet.autodiff import (
     per_example_grad,
     per_example_norms,
 )
-
-allow_rank_promotion = pytest.fixture(autouse=True)(example_losses.allow_rank_promotion)
-
 
 LOSSES = "tied_embedding", "convolutions", "stacked_layers", "nonlinear_uses", "dropout"
 

@@ -1,7 +1,6 @@
 """Sums and matrix products of parameters, such as low-rank updates, before they meet data."""
 
 import chex
-import example_losses
 import jax
 import jax.numpy as jnp
 import pytest
@@ -9,8 +8,6 @@ from example_losses import B, Case, assert_clipped_like_a_loop, normal, row_loss
 
 import fnet
 from fnet.autodiff import gradient_strategies
-
-allow_rank_promotion = pytest.fixture(autouse=True)(example_losses.allow_rank_promotion)
 
 N, M, R = 16, 12, 2
 X = normal(9, B, 4, N)

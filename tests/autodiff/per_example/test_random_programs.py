@@ -5,7 +5,6 @@ A program in which no step may mix examples must not be refused.
 
 import functools
 
-import example_losses
 import jax
 import numpy as np
 import pytest
@@ -13,8 +12,6 @@ from hypothesis import HealthCheck, given, settings
 from random_programs import ANY_PROGRAMS, BATCH, PARAMS, ROWWISE_PROGRAMS, B, run
 
 import fnet
-
-allow_rank_promotion = pytest.fixture(autouse=True)(example_losses.allow_rank_promotion)
 
 
 def flat(tree):

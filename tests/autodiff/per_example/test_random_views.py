@@ -7,7 +7,6 @@ draws of these seeds, and counts the wrong ones.
 import datetime
 import sys
 
-import example_losses
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,8 +18,6 @@ import fnet
 from fnet.autodiff.examples import examples
 from fnet.autodiff.per_example import parameter_gradients
 from fnet.autodiff.per_example.backward import per_example_gradients
-
-allow_rank_promotion = pytest.fixture(autouse=True)(example_losses.allow_rank_promotion)
 
 QUICK = 60
 TODAY = 10_000 * datetime.date.today().toordinal()

@@ -19,7 +19,6 @@ from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
-import example_losses
 import flax.linen as nn
 import haiku as hk
 import jax
@@ -33,9 +32,6 @@ from jax import lax
 from jax.experimental import io_callback
 
 import fnet
-
-allow_rank_promotion = pytest.fixture(autouse=True)(example_losses.allow_rank_promotion)
-
 
 pytestmark = pytest.mark.usefixtures("allow_key_reuse")
 

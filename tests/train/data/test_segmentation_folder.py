@@ -166,25 +166,9 @@ def test_reads_class_names_from_a_file(folder):
     (folder / "classes.txt").write_text("sky\nleft half\nright half\n\n")
     assert load(folder, classes=None).classes == ("sky", "left half", "right half")
     assert load(folder, classes=3).classes == ("sky", "left half", "right half")
-    assert load_error(folder, classes=4) == (
-        f"data.classes: 4, but {folder / 'classes.txt'} has 3 classes; leave it out, or give "
-        "another table"
-    )
 
 
 load_error = functools.partial(error_message, load)
-
-
-def test_refuses_an_unknown_number_of_classes(folder):
-    path = folder / "classes.txt"
-    assert load_error(folder, classes=None) == (
-        "data.classes: give the number of classes, 2 to 255, or name them in data.class_table or "
-        f"in classes.csv in {folder}; the masks hold 0 to 2, as with --data.classes 3"
-    )
-    path.write_text("alone\n")
-    assert load_error(folder, classes=None) == (
-        f"data.class_table: {path} names 1 classes; expected 2 to 255"
-    )
 
 
 def unreadable_reasons(data):
