@@ -329,35 +329,35 @@ def test_sharding_over_batch_and_heads_is_preserved(axis_type):
     assert all(s.is_equivalent_to(sharding, 4) for s in compiled.output_shardings)
 
 
-def test_rejects_invalid_arguments():
-    q, k, v = inputs(np.float32)[:3]
-    with pytest.raises(TypeError, match="got float32, float16 and float32"):
-        dot_product_attention(q, k.astype(jnp.float16), v)
-    with pytest.raises(TypeError, match="one floating dtype, got int32, int32 and int32"):
-        dot_product_attention(*(a.astype(jnp.int32) for a in (q, k, v)))
-    with pytest.raises(ValueError, match=r"got q \(2, 11, 4, 8\), k \(2, 11, 4, 7\) and v"):
-        dot_product_attention(q, k[..., :7], v[..., :7])
-    with pytest.raises(ValueError, match=r"k \(2, 11, 4, 8\) and v \(2, 10, 4, 8\)"):
-        dot_product_attention(q, k, v[:, :10])
-    with pytest.raises(
-        ValueError, match=r"multiple of k's, got q \(2, 11, 4, 8\) and k \(2, 11, 3, 8\)"
-    ):
-        dot_product_attention(q, k[:, :, :3], v[:, :, :3])
-    with pytest.raises(TypeError, match="mask must be bool, True where attended, got float32"):
-        dot_product_attention(q, k, v, mask=jnp.ones((1, 1, T, T)))
-    with pytest.raises(
-        ValueError, match=r"mask must have shape \(2, 4, 11, 11\) .* got \(11, 11\)"
-    ):
-        dot_product_attention(q, k, v, mask=jnp.ones((T, T), bool))
-    for segments, keys in ((jnp.ones((2, 10), int), T), (jnp.ones((2, T), int), T - 1)):
-        with pytest.raises(ValueError, match=r"segments must have shape \(2, 11\), \[B, T\]"):
-            dot_product_attention(q, k[:, :keys], v[:, :keys], segments=segments)
-    whole = dot_product_attention(q, k, v, segments=jnp.ones((2, T), int))
-    chex.assert_trees_all_close(whole, dot_product_attention(q, k, v), atol=1e-6)
-    with pytest.raises(ValueError, match="chunk must be at least 1, got 0"):
-        dot_product_attention(q, k, v, chunk=0)
-    with pytest.raises(ValueError, match="window must be at least 1, got 0"):
-        dot_product_attention(q, k, v, window=0)
+Q, K, V, _ = inputs(np.float32)
+ONE_SEGMENT = jnp.ones((B, T), int)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"k": K.astype(jnp.float16)}, TypeError, "got float32, float16 and float32"),
+        ({n: a.astype(int) for n, a in (("q", Q), ("k", K), ("v", V))}, TypeError, "one floating dtype, got int32, int32 and int32"),
+        ({"k": K[..., :7], "v": V[..., :7]}, ValueError, r"got q \(2, 11, 4, 8\), k \(2, 11, 4, 7\) and v"),
+        ({"v": V[:, :10]}, ValueError, r"k \(2, 11, 4, 8\) and v \(2, 10, 4, 8\)"),
+        ({"k": K[:, :, :3], "v": V[:, :, :3]}, ValueError, r"multiple of k's, got q \(2, 11, 4, 8\) and k \(2, 11, 3, 8\)"),
+        ({"mask": jnp.ones((1, 1, T, T))}, TypeError, "mask must be bool, True where attended, got float32"),
+        ({"mask": jnp.ones((T, T), bool)}, ValueError, r"mask must have shape \(2, 4, 11, 11\) .* got \(11, 11\)"),
+        ({"segments": ONE_SEGMENT[:, :10]}, ValueError, r"segments must have shape \(2, 11\), \[B, T\]"),
+        ({"segments": ONE_SEGMENT, "k": K[:, :10], "v": V[:, :10]}, ValueError, r"segments must have shape \(2, 11\), \[B, T\]"),
+        ({"chunk": 0}, ValueError, "chunk must be at least 1, got 0"),
+        ({"window": 0}, ValueError, "window must be at least 1, got 0"),
+        ({"sinks": jnp.ones(3)}, ValueError, r"sinks must have shape \(4,\)"),
+    ],
+)  # fmt: skip
+def test_rejects_invalid_arguments(change, error, message):
+    with pytest.raises(error, match=message):
+        dot_product_attention(**{"q": Q, "k": K, "v": V} | change)
+
+
+def test_one_segment_is_the_whole_sequence():
+    whole = dot_product_attention(Q, K, V, segments=ONE_SEGMENT)
+    chex.assert_trees_all_close(whole, dot_product_attention(Q, K, V), atol=1e-6)
 
 
 @pytest.mark.sweep(2)
@@ -387,9 +387,3 @@ def test_sinks_take_part_in_the_softmax(options):
         return jax.value_and_grad(lambda *a: jnp.square(f(*a)).sum(), range(4))(q, k, v, sinks)
 
     chex.assert_trees_all_close(both(ours), both(formula), atol=1e-4)
-
-
-def test_rejects_sinks_of_another_shape():
-    q = jnp.ones((1, 3, 4, 2))
-    with pytest.raises(ValueError, match=r"sinks must have shape \(4,\)"):
-        dot_product_attention(q, q, q, sinks=jnp.ones(3))

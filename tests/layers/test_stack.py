@@ -95,31 +95,6 @@ def test_stack_matches_its_formula(context, condition):
     chex.assert_trees_all_close(got, by_hand(params, state, tokens()), rtol=1e-4, atol=1e-4)
 
 
-def test_context_at_strength_0_changes_nothing():
-    plain, params, _ = made(context=None)
-    stack, with_strength, state = made(strength=0.0)
-    with_strength = {
-        i: params[i] | {k: v for k, v in with_strength[i].items() if k == "strength"}
-        for i in params
-    }
-    y, new = stack.apply(with_strength, state, tokens(), train=True)
-    chex.assert_trees_all_equal(y, plain.apply(params, {}, tokens(), train=True)[0])
-    assert not jnp.array_equal(new["1"]["context"], state["1"]["context"])
-
-
-def test_lagged_reads_the_previous_context_and_current_the_updated_one():
-    lagged, params, state = made("lagged")
-    current, _, _ = made("current")
-    x = tokens()
-    y, updated = lagged.apply(params, state, x, train=True)
-    z, _ = current.apply(params, state, x, train=True)
-    assert jnp.abs(y - z).max() > 1e-4
-    # The next block's context depends on the context that this block read.
-    chex.assert_trees_all_close(lagged.apply(params, state, x, train=False)[0], y, atol=1e-6)
-    next_y, _ = lagged.apply(params, updated, x, train=False)
-    assert jnp.abs(next_y - y).max() > 1e-4
-
-
 @pytest.mark.parametrize("context", ["lagged", "current"])
 def test_evaluation_does_not_update_contexts(context):
     stack, params, state = made(context)
@@ -127,38 +102,6 @@ def test_evaluation_does_not_update_contexts(context):
     chex.assert_trees_all_equal(after, state)
     other = jax.tree.map(jnp.zeros_like, state)
     assert jnp.abs(stack.apply(params, other, tokens(), train=False)[0] - y).max() > 1e-3
-
-
-def future_to_past(stack, params, state):
-    """d out[t] / d in[b, s, d] in training where s > t, else 0: [T, B, T, D]."""
-    jacobian = jax.jit(
-        jax.jacrev(lambda x: stack.apply(params, state, x, train=True)[0].sum((0, 2)))
-    )(tokens())
-    t, s = jnp.arange(12)[:, None], jnp.arange(12)[None]
-    return jnp.where((s > t)[:, None, :, None], jacobian, 0)
-
-
-def test_lagged_context_is_causal():
-    stack, params, state = made("lagged")
-    assert not future_to_past(stack, params, state).any()
-    early = stack.apply(params, state, tokens(), train=True)[0][:, :5]
-    changed = tokens().at[:, 5:].set(9.0)
-    chex.assert_trees_all_equal(stack.apply(params, state, changed, train=True)[0][:, :5], early)
-
-
-def test_current_context_is_not_causal():
-    stack, params, state = made("current")
-    early = stack.apply(params, state, tokens(), train=True)[0][:, :5]
-    changed = stack.apply(params, state, tokens().at[:, 5:].set(9.0), train=True)[0][:, :5]
-    assert jnp.abs(changed - early).max() > 1e-5
-
-
-def test_lagged_step_does_not_depend_on_the_order_of_examples():
-    stack, params, state = made("lagged")
-    y, new = stack.apply(params, state, tokens(), train=True)
-    z, flipped = stack.apply(params, state, tokens()[::-1], train=True)
-    chex.assert_trees_all_close(z[::-1], y, atol=1e-6)
-    chex.assert_trees_all_close(flipped, new, atol=1e-6)
 
 
 @pytest.mark.parametrize("pieces", [[12], [1] * 12, [5, 1, 1, 5], [4, 8]])
