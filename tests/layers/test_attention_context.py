@@ -87,13 +87,6 @@ def test_gradients_match_finite_differences(float64):
     )
 
 
-def test_strength_0_is_the_identity_with_a_gradient():
-    x = arrays(4, 6)
-    y, pull = jax.vjp(lambda s: apply(x, square(), s), jnp.float32(0))
-    chex.assert_trees_all_equal(y, x)
-    assert abs(pull(x)[0]) > 1e-3
-
-
 def test_no_gradient_flows_into_or_through_a_context():
     x = arrays(2, 40, 6)
     into = jax.grad(lambda c: apply(x, c, jnp.float32(1)).sum())(square())
@@ -112,13 +105,6 @@ def test_backward_pass_has_one_product_and_saves_only_x_and_the_context():
     assert products == 1
 
 
-def test_token_by_token_matches_the_sequence():
-    x = arrays(3, 9, 6)
-    whole = apply(x, square(), jnp.float32(2))
-    steps = [apply(x[:, t], square(), jnp.float32(2)) for t in range(9)]
-    chex.assert_trees_all_close(jnp.stack(steps, 1), whole, atol=1e-5)
-
-
 @pytest.mark.parametrize("value", [0.1, 1e8, -3.7])
 def test_constant_columns_give_0(value):
     x, mixed = arrays(2, 40, 6, n=2)
@@ -127,35 +113,12 @@ def test_constant_columns_give_0(value):
     assert (new[jnp.arange(6) != 2] != 0).all()
 
 
-def test_equal_updates_match_the_closed_form_of_a_moving_average():
-    x, mixed = arrays(2, 40, 6, n=2)
-    one = update(jnp.zeros((6, 6)), x, mixed, rate=1.0)
-    context = start = square()
-    for _ in range(20):
-        context = update(context, x, mixed)
-    expected = 0.99**20 * start + (1 - 0.99**20) * one
-    chex.assert_trees_all_close(context, expected, atol=1e-6)
-
-
 @given(st.integers(0, 10**6), st.sampled_from([1e-20, 1e-3, 1.0, 1e3, 1e25]), st.floats(0, 1))
 @settings(max_examples=15)
 def test_entries_stay_within_the_bound(seed, size, rate):
     x = size * jax.random.normal(jax.random.key(seed), (2, 35, 4))
     context = BOUND * jax.random.uniform(jax.random.key(seed + 1), (4, 4), minval=-1)
     assert jnp.abs(update(context, x, x, rate=rate)).max() <= BOUND + 1e-6
-
-
-def test_perfectly_correlated_features_reach_the_bound():
-    x = arrays(1, 40, 1)
-    new = update(
-        jnp.zeros((2, 2)), jnp.concatenate([x, -x], -1), jnp.concatenate([x, x], -1), rate=1.0
-    )
-    np.testing.assert_allclose(new, BOUND * np.array([[1, 1], [-1, -1]]), rtol=1e-6)
-
-
-def test_one_row_only_decays_the_context():
-    x, mixed = arrays(3, 1, 6, n=2)
-    chex.assert_trees_all_close(update(square(), x, mixed), 0.99 * square())
 
 
 def test_masked_examples_and_tokens_are_ignored():

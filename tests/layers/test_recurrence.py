@@ -199,25 +199,6 @@ def test_second_order_gradients_match_a_loop(name, float64):
     chex.assert_trees_all_close(twice(scan), twice(loop), rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", SCANS)
-def test_two_consecutive_scans_match_one_scan(name, float64):
-    scan, _, inputs = SCANS[name]
-    given = inputs(8)
-    over_time = [k for k in given if given[k].shape[:2] == (B, 8)]
-    state = "past" if name == "conv" else "initial"
-
-    @functools.partial(jax.jit, static_argnums=(0, 1))
-    def part(first, end, past):
-        outputs = scan(**given | {k: given[k][:, first:end] for k in over_time} | {state: past})
-        return outputs if name != "linear" else (outputs, outputs[:, -1])
-
-    first, past = part(0, 3, given[state])
-    second, past = part(3, 8, past)
-    whole, last = part(0, 8, given[state])
-    chex.assert_trees_all_close(jnp.concatenate([first, second], 1), whole, rtol=1e-12)
-    chex.assert_trees_all_close(past, last, rtol=1e-12)
-
-
 @pytest.mark.parametrize("name", ["selective", "dual", "delta", "conv"])
 def test_initial_state_is_zero_by_default(name):
     scan, _, inputs = SCANS[name]
@@ -296,22 +277,6 @@ def test_gradients_inside_shard_map_match_the_whole_batch(name, check_vma, float
         jax.jit(lambda *a, f=f: jax.vjp(f, *a)[1](cotangents)) for f in (sharded, outputs)
     )
     chex.assert_trees_all_close(got(given, shared), expected(given, shared), rtol=1e-10)
-
-
-@pytest.mark.parametrize("name", SCANS)
-def test_scans_are_causal(name):
-    scan, _, inputs = SCANS[name]
-    given = inputs(5, np.float32)
-    over_time = {k: given.pop(k) for k in list(given) if given[k].shape[:2] == (B, 5)}
-
-    def at(t, over_time):
-        return jax.tree.leaves(scan(**over_time, **given))[0][:, t].sum()
-
-    gradient = jax.jit(jax.grad(at, argnums=1))
-    for t in (0, 3):
-        for g in jax.tree.leaves(gradient(t, over_time)):
-            assert (g[:, t + 1 :] == 0).all()
-            assert (g[:, t] != 0).any()
 
 
 @pytest.mark.parametrize(

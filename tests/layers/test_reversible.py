@@ -57,18 +57,6 @@ def test_gradients_equal_those_without_restoration_bit_for_bit(blocks):
     )
 
 
-@pytest.mark.slow
-def test_gradients_equal_those_without_restoration_at_64_blocks():
-    block = serial(dense=layers.dense(3, 3), act=layers.activation("tanh"))
-    pairs = [(block, block)] * 64
-    restored, saved = reversible(pairs), reversible(pairs, restore=False)
-    params, state = initial(restored)
-    x = jax.random.normal(jax.random.key(1), (5, 6))
-    got = value_and_gradients(restored, params, state, x)
-    chex.assert_trees_all_equal(got, value_and_gradients(saved, params, state, x))
-    assert all(float(jnp.abs(g).max()) > 0 for g in jax.tree.leaves(got[1]))
-
-
 def coupling(pairs, params, x, *, state=None, train=True):
     """The output of the stack without fixed-point rounding."""
     x1, x2 = jnp.split(x, 2, axis=-1)
