@@ -16,7 +16,7 @@ LEDGER = {
     "train/data": 11_383,
     "train/run + train/commands": 8_458,
     "train, the rest": 8_241,
-    "tests": 61_439,
+    "tests": 60_405,
     "benchmarks": 16_653,
 }
 """Lines of ``*.py``. A row of its own takes a package out of the rest."""
