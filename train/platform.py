@@ -4,8 +4,8 @@ import glob
 import os
 import sys
 from importlib import metadata
-
-import jax
+from pathlib import Path
+from typing import Any
 
 _DEVICE_FILES = {
     "cuda": ("/dev/nvidia*", "/dev/dxg"),
@@ -21,8 +21,7 @@ def choose_platform() -> None:
     Without its device, a plugin prints errors when JAX looks for devices: libraries that are
     missing, or a host name that is not a TPU's. ``JAX_PLATFORMS`` takes precedence.
     """
-    chosen: str | None = getattr(jax.config, "jax_platforms")  # noqa: B009
-    if chosen or not sys.platform.startswith("linux"):
+    if os.environ.get("JAX_PLATFORMS") or not sys.platform.startswith("linux"):
         return
     plugins = [plugin.name for plugin in metadata.entry_points(group="jax_plugins")]
     others = [name for name in plugins if not any(key in name for key in _DEVICE_FILES)]
@@ -37,4 +36,17 @@ def use_cpu() -> None:
     A program that only compiles for an accelerator needs no device of it.
     """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    jax.config.update("jax_platforms", "cpu")
+    configure_jax("jax_platforms", "cpu")
+
+
+def configure_jax(name: str, value: Any) -> None:
+    """Set an option of JAX without importing it: it reads its environment when it is imported."""
+    if jax := sys.modules.get("jax"):
+        jax.config.update(name, str(value) if isinstance(value, Path) else value)
+    else:
+        os.environ[name.upper()] = str(value)
+
+
+def keeps_freed_memory() -> bool:
+    """Whether GLIBC_TUNABLES says from which size on glibc returns arrays to the system."""
+    return "glibc.malloc.mmap_threshold" in os.environ.get("GLIBC_TUNABLES", "")

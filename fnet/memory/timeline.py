@@ -10,12 +10,13 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
-
-import jax
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fnet import hlo
 from fnet.hlo import Array, Instruction, Module, Path
+
+if TYPE_CHECKING:
+    import jax
 
 
 class Buffer(NamedTuple):
@@ -63,7 +64,7 @@ class Timeline(NamedTuple):
         return self.at_peak[:10]
 
 
-def timeline(compiled: jax.stages.Compiled) -> Timeline:
+def timeline(compiled: "jax.stages.Compiled") -> Timeline:
     """Compute the bytes alive at each instruction of a compiled program.
 
     Arguments and outputs count for the whole program. An output in the buffer of a donated

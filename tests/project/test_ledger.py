@@ -8,15 +8,15 @@ import pytest
 ROOT = Path(__file__).parents[2]
 LEDGER = {
     "fnet/jaxpr": 3_631,
-    "fnet/autodiff": 9_695,
-    "fnet/memory": 8_392,
+    "fnet/autodiff": 9_696,
+    "fnet/memory": 8_391,
     "fnet/layers": 5_794,
-    "fnet/models + fnet/interop": 9_341,
-    "fnet, the rest": 10_906,
-    "train/data": 11_383,
-    "train/run + train/commands": 8_458,
-    "train, the rest": 8_241,
-    "tests": 61_439,
+    "fnet/models + fnet/interop": 9_340,
+    "fnet, the rest": 10_979,
+    "train/data": 11_391,
+    "train/run + train/commands": 8_447,
+    "train, the rest": 8_337,
+    "tests": 61_472,
     "benchmarks": 16_653,
 }
 """Lines of ``*.py``. A row of its own takes a package out of the rest."""

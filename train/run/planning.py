@@ -14,7 +14,7 @@ from rich.console import Console
 import fnet
 from fnet import TrainState, memory
 from fnet.cpu.options import WITHOUT_OPTIMIZED_CODE
-from fnet.memory import LayerResiduals, Plan, Policy, roofline
+from fnet.memory import REMAT_POLICIES, LayerResiduals, Plan, Policy, roofline
 from fnet.memory.remat import policies_for
 from fnet.memory.target import Target, describe, from_text, platform_of, shapes_on
 from fnet.step import Executable, plan_step
@@ -118,7 +118,11 @@ class Planned(NamedTuple):
 def compile_step(run: Setup, *, progress: Progress | None = None) -> Planned:
     """Compile the train step of a config, planned if ``config.memory`` has a budget."""
     if not run.config.memory.budget:
-        return _with_remat(_compile(run, _policy(run), run.step.microbatches))
+        options = memory.CANDIDATE_OPTIONS.get(jax.default_backend(), ({},))[-1:]
+        if any(leaf.dtype == "bfloat16" for leaf in jax.tree.leaves(run.state_shapes)):
+            options = ()  # there, each may give the smallest program
+        # In float32 the last one does, and the others would double the time to the first step.
+        return _with_remat(_compile(run, _policy(run), run.step.microbatches, None, *options))
     chosen = plan(run, progress=progress)
     c = chosen.chosen
     compiled = _compile(run, c.policy, c.microbatches, None, c.compiler_options)
@@ -371,8 +375,10 @@ def memory_report(planned: Planned) -> dict[str, Any]:
     except ValueError:
         timeline = None
     residuals = residuals_by_layer(planned.run, planned.policy, planned.microbatches)
+    policy = str(planned.policy)
     return planned.executable.report.as_dict() | {
-        "policy": str(planned.policy),
+        "policy": policy,
+        "saves": REMAT_POLICIES[policy].saves if policy in REMAT_POLICIES else None,
         "microbatches": planned.microbatches,
         "temporaries_without_remat": planned.temporaries_without_remat,
         "plan": _plan_as_dict(planned.plan) if planned.plan else None,

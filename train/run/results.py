@@ -15,14 +15,14 @@ from fnet.privacy.canaries import GradientCanaries
 from train.data import num_examples
 from train.data.canaries import draw_included
 from train.data.columns import is_named
-from train.errors import UserError, shorten
-from train.gradients.privacy import Privacy, at_most
-from train.networks.pretrained import FROZEN
+from train.errors import UserError, at_most, shorten
+from train.networks.published.network import FROZEN
 from train.output.curves import describe
 from train.output.formats import duration, number
 from train.output.logged import NOT_PRIVATE, Summary, input_wait, noise_scale, throughput
 from train.output.memory_tables import describe_errors, plan_summary
 from train.output.progress import line_printer
+from train.privacy import Privacy
 from train.run.evaluation import Evaluation
 from train.run.planning import Programs, reserve
 from train.run.run_folder import RunFolder, quote

@@ -17,7 +17,7 @@ from train.data.batch import Batch
 from train.data.buckets import bucket_lengths, truncate
 from train.data.storage import atomic_write
 from train.errors import writing
-from train.networks.pretrained import weights_code, with_head
+from train.networks.published.network import weights_code, with_head
 from train.stored import read_arrays
 from train.tasks import language
 from train.tasks.task import BatchMetrics, Kind, Task

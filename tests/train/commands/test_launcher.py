@@ -58,6 +58,18 @@ def test_recipes_and_worker_processes_find_the_program(command, folder):
     assert "2/2" in run(folder, *command, "train", "mine.py", "--out", "run")
 
 
+@pytest.mark.parametrize("words", ["--help", "train --help", "train mine.py --help", "report run"])
+def test_help_and_reports_do_not_import_jax(words, folder):
+    (folder / "run").mkdir()
+    (folder / "run" / "config.json").write_text('{"name": "run"}')
+    (folder / "run" / "metrics.jsonl").write_text('{"step": 1, "train/loss": 2.0}\n')
+    code = f"import sys\nfrom fnet.__main__ import main\nsys.argv = 'fnet {words}'.split()\n"
+    code += (
+        "try: main()\nexcept SystemExit: pass\nprint({'jax', 'optax', 'grain'} & {*sys.modules})"
+    )
+    assert run(folder, sys.executable, "-c", code).endswith("\nset()\n")
+
+
 @pytest.mark.slow
 def test_importing_the_library_does_not_import_the_program(folder):
     code = "import fnet, sys; print('train' in sys.modules)"
