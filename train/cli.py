@@ -16,7 +16,7 @@ from types import FrameType
 from fnet.cpu.heap import limit_freed_memory
 from train import limits
 from train.errors import TrainingError, UserError, did_you_mean, is_out_of_memory, warn
-from train.platform import choose_platform, configure_jax, keeps_freed_memory
+from train.platform import cache_programs, choose_platform, configure_jax, keeps_freed_memory
 
 USAGE = """\
 usage: fnet COMMAND ...
@@ -134,5 +134,5 @@ def _prepare_jax(caches: bool = True) -> None:
     elif not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         with contextlib.suppress(RuntimeError):  # a user without a home has no cache
             cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-            configure_jax("jax_compilation_cache_dir", Path(cache) / "fnet" / "jax")
+            cache_programs(Path(cache) / "fnet" / "jax")
     configure_jax("jax_persistent_cache_min_compile_time_secs", 0.2)

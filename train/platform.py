@@ -1,11 +1,14 @@
 """The platform that JAX runs on, chosen before JAX loads the plugins of accelerators."""
 
+import contextlib
 import glob
 import os
 import sys
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from train.errors import warn
 
 _DEVICE_FILES = {
     "cuda": ("/dev/nvidia*", "/dev/dxg"),
@@ -45,6 +48,25 @@ def configure_jax(name: str, value: Any) -> None:
         jax.config.update(name, str(value) if isinstance(value, Path) else value)
     else:
         os.environ[name.upper()] = str(value)
+
+
+CACHE_BYTES = 4 * 2**30
+"""Largest size of the compiled programs that are kept between runs."""
+
+
+def cache_programs(folder: Path) -> None:
+    """Keep compiled programs for later runs in a folder, which drops those not used for longest."""
+    configure_jax("jax_compilation_cache_dir", folder)
+    with contextlib.suppress(OSError):  # read-only, or another process drops them, too
+        if not folder.is_dir():
+            folder.mkdir(parents=True)
+            warn(f"compiled programs are kept in {folder}, which has at most 4 GiB")
+        used = {path: path.stat() for path in folder.iterdir()}
+        total = sum(file.st_size for file in used.values())
+        for path in sorted(used, key=lambda p: max(used[p].st_atime, used[p].st_mtime)):
+            if total > CACHE_BYTES:
+                path.unlink()
+                total -= used[path].st_size
 
 
 def keeps_freed_memory() -> bool:

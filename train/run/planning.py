@@ -21,6 +21,7 @@ from fnet.step import Executable, plan_step
 from train.data import PREFETCHED_BATCHES
 from train.data.unreadable import UnreadableFiles
 from train.errors import UserError
+from train.output.formats import duration
 from train.output.memory_tables import describe_candidate
 from train.output.progress import compiling, line_printer
 from train.output.tables import Table
@@ -36,6 +37,8 @@ from train.run.weight_files import InitialWeights
 
 Progress = Callable[[str], None]
 """Called with a line about each compiled program of a search."""
+_LONG = 10.0
+"""Seconds of compiling after which a log says what is compiled next."""
 
 _MAX_LAYERS = 20
 """Largest number of rows in a table and of bars in a plot."""
@@ -565,10 +568,22 @@ def compile_programs(
                 f"checkpoint.metric: {metric} is undefined on these test examples, whose labels do "
                 "not differ; give another metric, or other splits"
             )
+        start = time.perf_counter()
+
+        def show_next(number: int, program: str) -> None:
+            seconds = time.perf_counter() - start
+            if seconds >= _LONG or console.is_terminal:  # a log needs no line per second
+                show(f"compiling program {number} of 3: {program}, {duration(seconds)} so far")
+
+        show_next(1, "train step")
         planned = compile_step(run, progress=show)
+        show_next(2, "evaluation")
         # With several crops per image, fewer images make a batch of the size of a microbatch.
         images = run.config.data.batch_size // planned.microbatches // run.config.data.crops
         evaluate = run.evaluation(unreadable, images)
+        evaluation_peak = evaluate.peak
+        show_next(3, "initial values")
+        init = run.compile_init(weights.variables if weights else None)
         compile_checksums(without_frozen(run.state_shapes))
         schedule = jax.jit(run.schedule).lower(jax.ShapeDtypeStruct((), np.int32)).compile()
         state_bytes = memory.tree_bytes(run.state_shapes) // run.devices
@@ -576,8 +591,8 @@ def compile_programs(
             planned,
             StepCache(planned, line_printer(console)),
             evaluate,
-            run.compile_init(weights.variables if weights else None),
+            init,
             lambda step: float(schedule(np.int32(step))),
             memory_report(planned),
-            overhead(run).peak(state_bytes, planned.peak.total, evaluate.peak),
+            overhead(run).peak(state_bytes, planned.peak.total, evaluation_peak),
         )

@@ -5,6 +5,7 @@ import dataclasses
 import errno
 import inspect
 import itertools
+import os
 import re
 import textwrap
 from typing import get_type_hints
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 from program_cases import assert_one_line_error, exit_code, fnet_command
 
-from train import arguments, cli
+from train import arguments, cli, platform
 from train.config import (
     Checkpoint,
     Config,
@@ -143,11 +144,21 @@ def test_raises_other_errors_of_xla(monkeypatch):
         fnet_command("train", "digits")
 
 
-def test_caches_programs_in_the_users_cache_folder(workplace, monkeypatch):
+def test_caches_programs_in_the_users_cache_folder(workplace, monkeypatch, capsys):
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(workplace / "cache"))
     cli._prepare_jax()
-    assert jax.config.jax_compilation_cache_dir == str(workplace / "cache" / "fnet" / "jax")
+    cache = workplace / "cache" / "fnet" / "jax"
+    assert jax.config.jax_compilation_cache_dir == str(cache)
+    assert_one_line_error(capsys, f"fnet: compiled programs are kept in {cache}")
+    # The program that was not used for longest goes, until the rest is small enough.
+    for name, used in (("old", 1), ("older", 0), ("new", 2)):
+        (cache / name).write_bytes(b"12345")
+        os.utime(cache / name, (used, used))
+    monkeypatch.setattr(platform, "CACHE_BYTES", 10)
+    cli._prepare_jax()
+    assert {path.name for path in cache.iterdir()} == {"old", "new"}
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(
