@@ -485,14 +485,19 @@ def _switch_variants(config: Config, flags: Sequence[str]) -> Config:
             continue
         if values[0] not in variants:
             raise UserError(f"{flag}: expected one of {', '.join(variants)}, got {values[0]}")
-        current, kind = config.sections[section], variants[values[0]]
+        current: Any = config.sections[section]  # a dataclass
+        kind = variants[values[0]]
         if type(current) is not kind:
             # They share the fields of a base class, such as size and augmentation of images.
             base = next(base for base in type(current).__mro__ if issubclass(kind, base))
             names = {f.name for f in fields(base)} if is_dataclass(base) else set()
             names -= {f.name for f in fields(kind) if f.name in kind.__annotations__}
-            changed: Any = {section: kind(**{name: getattr(current, name) for name in names})}
-            config = replace(config, **changed)
+            if section == "data":  # what the recipe sets of other fields of the same type
+                old, new = (get_type_hints(c, include_extras=True) for c in (type(current), kind))
+                changed = [f.name for f in fields(current) if getattr(current, f.name) != f.default]
+                names |= {name for name in changed if old[name] == new.get(name)}
+            switched: Any = {section: kind(**{name: getattr(current, name) for name in names})}
+            config = replace(config, **switched)
     return config
 
 

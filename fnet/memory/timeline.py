@@ -51,12 +51,14 @@ class Timeline(NamedTuple):
         appear once, before the instruction that runs them.
       peak_index: First instruction with the most bytes alive.
       at_peak: Buffers alive there, the largest first.
+      peak_phase: Phase of training there, as in `Buffer`; empty if the program has none.
     """
 
     live_bytes: list[int]
     instructions: list[str]
     peak_index: int
     at_peak: list[Buffer]
+    peak_phase: str
 
     @property
     def largest(self) -> list[Buffer]:
@@ -116,6 +118,7 @@ def timeline(compiled: "jax.stages.Compiled") -> Timeline:
     live_bytes = list(accumulate(change[:-1]))
     peak_index = live_bytes.index(max(live_bytes))
     labels = _Labels(module, liveness)
+    phases = (layer_of(i.op_name)[1] for i in liveness.order[peak_index::-1])
     at_peak = [
         labels.buffer(storage, peak_index)
         for storage in liveness.storages
@@ -127,6 +130,7 @@ def timeline(compiled: "jax.stages.Compiled") -> Timeline:
         [i.name for i in liveness.order],
         peak_index,
         sorted(at_peak, key=lambda buffer: (-buffer.bytes, buffer.kind, buffer.instruction)),
+        next(filter(None, phases), ""),
     )
 
 

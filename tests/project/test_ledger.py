@@ -7,16 +7,16 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 LEDGER = {
-    "fnet/jaxpr": 3_631,
-    "fnet/autodiff": 9_696,
-    "fnet/memory": 8_391,
+    "fnet/jaxpr": 3_630,
+    "fnet/autodiff": 9_694,
+    "fnet/memory": 8_390,
     "fnet/layers": 5_794,
-    "fnet/models + fnet/interop": 9_340,
-    "fnet, the rest": 10_979,
-    "train/data": 11_391,
-    "train/run + train/commands": 8_462,
-    "train, the rest": 8_359,
-    "tests": 61_483,
+    "fnet/models + fnet/interop": 9_337,
+    "fnet, the rest": 10_977,
+    "train/data": 11_390,
+    "train/run + train/commands": 8_457,
+    "train, the rest": 8_361,
+    "tests": 61_491,
     "benchmarks": 16_653,
 }
 """Lines of ``*.py``. A row of its own takes a package out of the rest."""

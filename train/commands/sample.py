@@ -65,7 +65,6 @@ def _print_answer(generator: TextGenerator, tokens: np.ndarray) -> str:
 
 
 def _chat(generator: TextGenerator) -> None:
-    """Answer one message per line of the standard input."""
     messages: list[Message] = []
     is_terminal = sys.stdin is not None and sys.stdin.isatty()
     with contextlib.suppress(EOFError):

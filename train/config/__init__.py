@@ -164,7 +164,6 @@ def _update_names(text: str | bytes) -> tuple[str | bytes, str | None]:
 
 
 def _rename_keys(plain: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
-    """Rename keys, except those whose new name is already there."""
     return {key if names.get(key) in plain else names.get(key, key): v for key, v in plain.items()}
 
 

@@ -235,7 +235,6 @@ class Clipped(GradientMode):
             raise UserError(f"grad.{name}: {error}") from error
 
     def _with_noise(self, privacy: "Privacy", steps: int) -> "Privacy":
-        """Return the guarantee with the noise multiplier, given or for the target epsilon."""
         if self.noise_multiplier is not None:
             privacy = dataclasses.replace(privacy, noise_multiplier=self.noise_multiplier)
             quick = self.accountant if self.truncated_batch_size else "rdp"

@@ -15,6 +15,12 @@ if TYPE_CHECKING:
     from fnet.memory import Candidate, Plan
 
 _MOST_LAYERS = 40
+PHASES = {
+    "forward": ", most in the forward pass",
+    "backward": ", most in the backward pass",
+    "optimizer": ", most in the optimizer update",
+}
+"""The end of a line about the memory of a step, by the phase of its peak."""
 
 
 class StoredPeak(Stored):
@@ -42,6 +48,7 @@ class StepMemory(Stored):
     temporaries_without_remat: Count | None = None
     largest_at_peak: tuple[Buffer, ...] = ()
     live_bytes: tuple[Count, ...] | None = None
+    peak_phase: str = ""
 
 
 def memory_tables(memory: StepMemory, devices: int = 1) -> Iterator[rich_table.Table]:

@@ -15,7 +15,7 @@ from matplotlib.patches import Patch
 
 from fnet.memory import format_bytes
 from train.output.curves import COLORS, round_ticks, style
-from train.output.memory_tables import StepMemory
+from train.output.memory_tables import PHASES, StepMemory
 from train.output.palette import overlay_labels
 
 if TYPE_CHECKING:
@@ -201,7 +201,8 @@ def draw_live_bytes(ax: Axes, stored: StepMemory, highest: int = 0) -> None:
         most = np.maximum.reduceat(live, first) / unit
         ax.fill_between(first, most, step="post", color=COLORS[0], alpha=0.3, lw=0)
         ax.step(first, most, where="post", color=COLORS[0], lw=1.2)
-    label = f"peak assigned by XLA: {format_bytes(assigned)}"
+    phase = PHASES.get(stored.peak_phase, "")
+    label = f"peak assigned by XLA: {format_bytes(assigned)}{phase}"
     ax.axhline(assigned / unit, color=COLORS[1], lw=1, ls="--", label=label)
     ax.set_xlim(0, max(len(live) - 1, 1))
     ax.xaxis.set_major_locator(round_ticks())

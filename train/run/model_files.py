@@ -160,7 +160,6 @@ def _language_model(
 
 
 def _labels(names: Sequence[str]) -> dict[str, Any]:
-    """Return the labels of outputs as transformers reads them."""
     numbers = {name: i for i, name in enumerate(names)}
     return {"id2label": {str(i): name for name, i in numbers.items()}, "label2id": numbers}
 
@@ -329,8 +328,6 @@ def _new_folder(out: Path) -> Iterator[Path]:
 
 
 def _write_tensors(out: Path, model: _Published, origin: Mapping[str, str]) -> None:
-    """Write safetensors files, and an index if there are several."""
-
     def array(t: Tensor) -> np.ndarray:
         own = t.to_file(np.asarray(leaf(model.params, t.path)))
         return np.ascontiguousarray(own).astype(model.dtypes[t.name])

@@ -388,6 +388,7 @@ def memory_report(planned: Planned) -> dict[str, Any]:
         "residuals": [layer._asdict() for layer in residuals],
         "largest_at_peak": [b._asdict() for b in timeline.largest] if timeline else [],
         "live_bytes": timeline.live_bytes if timeline else None,
+        "peak_phase": timeline.peak_phase if timeline else "",
     }
 
 

@@ -224,7 +224,6 @@ def check_resumed_length(run: Setup, saved: Config) -> None:
 
 
 def _notes(config: Config, dataset: Dataset, steps: int, missing: Placeholder | None) -> list[str]:
-    """Say where the run differs from its config, or is too short."""
     notes = [f"data: {missing.note}"] if missing else []
     if keeps_freed_memory() and jax.default_backend() == "cpu":
         if config.memory.budget is not None:

@@ -21,6 +21,7 @@ from train import arguments, cli, platform
 from train.config import (
     Checkpoint,
     Config,
+    Digits,
     Memory,
     Mesh,
     Nonfinite,
@@ -187,3 +188,10 @@ def test_a_switch_that_turns_donation_off_is_refused(workplace, capsys):
     with jax.debug_nans(True):
         assert exit_code("train", "tiny.py") == 2
     assert_one_line_error(capsys, "JAX_DEBUG_NANS: turns donation off, on which training in place")
+
+
+def test_another_source_keeps_what_the_recipe_sets_of_fields_that_both_have():
+    config = Config(data=Digits(batch_size=48, max_shift=1))
+    flags = ["--data.source", "arrays"]
+    _, config = arguments.read_with_config(arguments.TrainArguments, config, flags, "fnet")
+    assert (config.data.source, config.data.batch_size) == ("arrays", 48)

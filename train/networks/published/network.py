@@ -376,7 +376,6 @@ def _adapted(
 
 
 def _quantize(section: Published, shapes: Any) -> Callable[[str, Array], Any]:
-    """Return a function of path and parameter that quantizes the weights of blocks."""
     kind = section.quantize
     if kind is None:
         return lambda path, a: a
