@@ -20,7 +20,7 @@ def main() -> None:
     assert spec.loader is not None
     sys.modules["train"] = package = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(package)
-    # As __main__, so that worker processes do not import this module, and JAX with it.
+    # As __main__, which worker processes import again.
     runpy.run_module("train", run_name="__main__", alter_sys=True)
 
 

@@ -2,10 +2,10 @@
 
 import inspect
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
-import jax.numpy as jnp
-from jax import Array
+if TYPE_CHECKING:
+    from jax import Array
 
 _BOUNDS: dict[str, Callable[[Any], bool]] = {
     "at least 1": lambda n: n >= 1,
@@ -45,30 +45,34 @@ def choice(where: str, known: Collection[Any], **values: Any) -> None:
             raise ValueError(f"{where}: {name} must be one of {known}, got {value!r}")
 
 
-def floating(where: str, **arrays: Array | None) -> None:
+def _is(array: "Array", kind: Literal["floating", "integer"]) -> bool:
+    import jax.numpy as jnp  # here, so that what only checks numbers does not import JAX
+
+    return jnp.issubdtype(array.dtype, getattr(jnp, kind))
+
+
+def floating(where: str, **arrays: "Array | None") -> None:
     """Raise TypeError unless all arrays are floating; small parameters cast to integers are 0."""
     for name, array in arrays.items():
-        if array is not None and not jnp.issubdtype(array.dtype, jnp.floating):
+        if array is not None and not _is(array, "floating"):
             raise TypeError(f"{where}: {name} must be floating, got {array.dtype}")
 
 
-def wide(where: str, **arrays: Array | None) -> None:
+def wide(where: str, **arrays: "Array | None") -> None:
     """Raise TypeError unless all arrays are float32 or wider."""
     for name, array in arrays.items():
-        if array is not None and (
-            not jnp.issubdtype(array.dtype, jnp.floating) or array.dtype.itemsize < 4
-        ):
+        if array is not None and (not _is(array, "floating") or array.dtype.itemsize < 4):
             raise TypeError(f"{where}: {name} must be float32 or wider, got {array.dtype}")
 
 
-def integers(where: str, **arrays: Array | None) -> None:
+def integers(where: str, **arrays: "Array | None") -> None:
     """Raise TypeError unless all arrays are integers."""
     for name, array in arrays.items():
-        if array is not None and not jnp.issubdtype(array.dtype, jnp.integer):
+        if array is not None and not _is(array, "integer"):
             raise TypeError(f"{where}: {name} must be integers, got {array.dtype}")
 
 
-def shapes(where: str, given: str, **arrays: tuple[Array | None, tuple[int, ...]]) -> None:
+def shapes(where: str, given: str, **arrays: "tuple[Array | None, tuple[int, ...]]") -> None:
     """Raise ValueError if an array does not have its expected shape, given other arguments."""
     for name, (array, shape) in arrays.items():
         if array is not None and array.shape != shape:
@@ -77,7 +81,7 @@ def shapes(where: str, given: str, **arrays: tuple[Array | None, tuple[int, ...]
             )
 
 
-def dims(where: str, **arrays: tuple[Array | None, str]) -> dict[str, int]:
+def dims(where: str, **arrays: "tuple[Array | None, str]") -> dict[str, int]:
     """Return the sizes of axes by name, as in ``x=(x, "b t d")``; ValueError if two differ."""
     sizes: dict[str, int] = {}
     for name, (array, spec) in arrays.items():
@@ -95,14 +99,14 @@ def dims(where: str, **arrays: tuple[Array | None, str]) -> dict[str, int]:
     return sizes
 
 
-def last_axis(where: str, x: Array, size: int) -> None:
+def last_axis(where: str, x: "Array", size: int) -> None:
     """Raise unless an array is floating [..., size]."""
     if x.shape[-1:] != (size,):
         raise ValueError(f"{where}: expected [..., {size}], got {x.shape}")
     floating(where, x=x)
 
 
-def image(where: str, x: Array, channels: int | None = None) -> None:
+def image(where: str, x: "Array", channels: int | None = None) -> None:
     """Raise ValueError unless an array is [N, H, W, channels]; None is any number of channels."""
     # Without the batch axis, width and channels would be taken for height and width.
     if x.ndim != 4 or (channels is not None and x.shape[-1] != channels):
@@ -111,7 +115,7 @@ def image(where: str, x: Array, channels: int | None = None) -> None:
         )
 
 
-def mask(where: str, given: Array | None, *allowed: tuple[int, ...]) -> None:
+def mask(where: str, given: "Array | None", *allowed: tuple[int, ...]) -> None:
     """Raise ValueError unless a mask is bool and has one of the allowed shapes."""
     if given is not None and (given.dtype != bool or given.shape not in allowed):
         shapes = " or ".join(map(str, allowed))

@@ -9,9 +9,10 @@ import functools
 import math
 import re
 from collections.abc import Iterator
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-import jax
+if TYPE_CHECKING:
+    import jax
 
 Path = tuple[int, ...]
 """Position of an array in a nested tuple. Empty for a result that is a single array."""
@@ -200,11 +201,13 @@ def is_elementwise_opcode(opcode: str) -> bool:
     return opcode in _ELEMENTWISE
 
 
-def unwrap(compiled: Any) -> jax.stages.Compiled:
+def unwrap(compiled: Any) -> "jax.stages.Compiled":
     """Return JAX's compiled program, also of an `Executable` or of ``flax.nnx.jit``."""
+    import jax
+
     program = getattr(compiled, "compiled", compiled)
     if hasattr(program, "as_text") and not hasattr(program, "compile"):
-        return cast(jax.stages.Compiled, program)
+        return cast("jax.stages.Compiled", program)
     if hasattr(program, "compile"):
         call = ".compile()"
     elif isinstance(program, jax.stages.Traced):

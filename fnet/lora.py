@@ -255,7 +255,6 @@ def merge(config: LoRA, params: Any, adapters: Adapters) -> Any:
 
 
 def _layouts(where: str, config: LoRA, params: Any, adapters: Adapters) -> dict[str, Layout]:
-    """Return the layout of each adapted weight, if the adapters fit."""
     layouts = find_targets(where, params, config.targets)
     if layouts.keys() != adapters.keys():
         raise ValueError(

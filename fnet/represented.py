@@ -331,7 +331,6 @@ def _mark_as_varying(eqn: JaxprEqn, inputs: list[Any]) -> Sequence[Any]:
 
 
 def _counts_layers(weight: Weight) -> bool:
-    """Whether the first axis of the value in the program counts layers."""
     return weight.view[0] in weight.stack[:1]
 
 

@@ -378,6 +378,35 @@ def read_config(
     return values, *read_with_config(kind, load(values[0]), flags, _prog(usage, values))
 
 
+def _read_eval(argv: Sequence[str]) -> tuple[list[str], EvalArguments]:
+    for word in argv:
+        if word.startswith("--data."):
+            raise UserError(
+                f"{word}: fnet eval takes the data of the run; give --split NAME or --path FOLDER "
+                "for other examples, or change how masks are read with fnet train RUN --resume"
+            )
+    return read_command(argv, "fnet eval RUN", EvalArguments)
+
+
+READERS: dict[str, Callable[[Sequence[str]], tuple[Any, ...]]] = {
+    "train": lambda argv: read_config(argv, "fnet train CONFIG", TrainArguments),
+    "eval": _read_eval,
+    "predict": lambda argv: read_command(argv, "fnet predict RUN FILE...", PredictArguments),
+    "attribute": lambda argv: read_command(argv, "fnet attribute RUN", AttributeArguments),
+    "memory": lambda argv: read_config(argv, "fnet memory CONFIG", MemoryArguments),
+    "fit": lambda argv: read_command(argv, "fnet fit MODEL", FitArguments),
+    "sample": lambda argv: positional(argv, "fnet sample RUN", TextArguments, ImageArguments),
+    "import": lambda argv: (argv,),  # its usage depends on the first word
+    "export": lambda argv: read_command(argv, "fnet export RUN", ExportArguments),
+    "report": lambda argv: read_command(argv, "fnet report RUN...", ReportArguments),
+    "configs": lambda argv: read_command(argv, "fnet configs", ConfigsArguments),
+}
+"""Read the words behind a command as the arguments of `main` in its module.
+
+None of them imports JAX, so that ``--help`` and mistakes are printed at once.
+"""
+
+
 def _prog(usage: str, values: Sequence[str]) -> str:
     for name, value in zip(usage.split()[2:], values, strict=False):
         usage = usage if name.endswith("...") else usage.replace(name, value, 1)
@@ -456,14 +485,19 @@ def _switch_variants(config: Config, flags: Sequence[str]) -> Config:
             continue
         if values[0] not in variants:
             raise UserError(f"{flag}: expected one of {', '.join(variants)}, got {values[0]}")
-        current, kind = config.sections[section], variants[values[0]]
+        current: Any = config.sections[section]  # a dataclass
+        kind = variants[values[0]]
         if type(current) is not kind:
             # They share the fields of a base class, such as size and augmentation of images.
             base = next(base for base in type(current).__mro__ if issubclass(kind, base))
             names = {f.name for f in fields(base)} if is_dataclass(base) else set()
             names -= {f.name for f in fields(kind) if f.name in kind.__annotations__}
-            changed: Any = {section: kind(**{name: getattr(current, name) for name in names})}
-            config = replace(config, **changed)
+            if section == "data":  # what the recipe sets of other fields of the same type
+                old, new = (get_type_hints(c, include_extras=True) for c in (type(current), kind))
+                changed = [f.name for f in fields(current) if getattr(current, f.name) != f.default]
+                names |= {name for name in changed if old[name] == new.get(name)}
+            switched: Any = {section: kind(**{name: getattr(current, name) for name in names})}
+            config = replace(config, **switched)
     return config
 
 

@@ -13,8 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
+from fnet.cpu.heap import limit_freed_memory
 from train import limits
 from train.errors import TrainingError, UserError, did_you_mean, is_out_of_memory, warn
+from train.platform import cache_programs, choose_platform, configure_jax, keeps_freed_memory
 
 USAGE = """\
 usage: fnet COMMAND ...
@@ -116,26 +118,21 @@ def _dispatch(argv: list[str]) -> None:
         raise UserError(f"no command {name}{did_you_mean(name, _COMMANDS)}; see fnet --help")
     # Programs for a device that is not there cannot be read from the cache: JAX warns.
     _prepare_jax(caches=not any(a.split("=")[0] == "--target" for a in rest))
-    # Imported here, so that a command loads only the libraries it needs.
+    # Imported here, so that a command loads only the libraries it needs, and --help few of them.
+    words = importlib.import_module("train.arguments").READERS[name](rest)
     module = "import_run" if name == "import" else name  # import is a keyword
-    importlib.import_module(f"train.commands.{module}").main(rest)
+    importlib.import_module(f"train.commands.{module}").main(*words)
 
 
 def _prepare_jax(caches: bool = True) -> None:
     """Choose a platform, limit freed memory and perhaps cache compiled programs between runs."""
-    import jax
-
-    from fnet.cpu.heap import limit_freed_memory
-    from train.platform import choose_platform
-    from train.run.process_memory import keeps_freed_memory
-
     choose_platform()
     if not keeps_freed_memory():
         limit_freed_memory()
     if not caches:
-        jax.config.update("jax_enable_compilation_cache", False)
+        configure_jax("jax_enable_compilation_cache", False)
     elif not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         with contextlib.suppress(RuntimeError):  # a user without a home has no cache
             cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-            jax.config.update("jax_compilation_cache_dir", str(Path(cache) / "fnet" / "jax"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+            cache_programs(Path(cache) / "fnet" / "jax")
+    configure_jax("jax_persistent_cache_min_compile_time_secs", 0.2)

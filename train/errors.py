@@ -1,6 +1,7 @@
 """Exceptions that end the program with one line, and the words that their messages share."""
 
 import contextlib
+import decimal
 import difflib
 import errno
 import os
@@ -47,6 +48,12 @@ def printable(text: str) -> str:
     """
     text = text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
     return re.sub(r"[\x00-\x1f\x7f-\x9f]", lambda match: repr(match[0])[1:-1], text)
+
+
+def at_most(epsilon: float) -> str:
+    """Write an epsilon with four digits, rounded up: ``7.99832 -> "7.999"``."""
+    upward = decimal.Context(4, decimal.ROUND_CEILING)
+    return f"{float(upward.create_decimal(repr(float(epsilon)))):.4g}"
 
 
 def warn(text: str) -> None:

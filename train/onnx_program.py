@@ -198,8 +198,6 @@ def _bitwise(kind: str) -> _Emit:
 
 
 def _composed(*kinds: str) -> _Emit:
-    """Apply one elementwise operation after the other."""
-
     def emit(w: _Writer, eqn: Any, values: _Values, aval: Any) -> _Value:
         for kind in kinds:
             values = [w.add(kind, values, aval)]
@@ -224,7 +222,6 @@ def _reduce(kind: str) -> _Emit:
 
 
 def _scan(w: _Writer, eqn: Any, values: _Values, aval: Any) -> _Values:
-    """Write the steps of a loop one after the other."""
     scan = Scan.of(eqn)
     consts, carry, rows = scan.split(values)
     body = scan.body.jaxpr

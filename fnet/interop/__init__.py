@@ -1,25 +1,24 @@
 """Adapters to flax (`linen`, `nnx`) and `jax_privacy`; weights of torch, Hugging Face and PEFT.
 
-Each is imported on first use, so that `import fnet` does not import flax. torch is never needed.
+Each is imported on first use, so that the others need not be installed. torch is never needed.
 """
 
-import importlib
-from typing import Any
+from typing import TYPE_CHECKING
 
-__all__ = ["from_huggingface", "from_peft", "from_torch", "to_huggingface", "to_peft", "to_torch"]
+from fnet import lazy
 
-_MODULES = ("huggingface", "jax_privacy", "linen", "nnx", "peft", "torch")
-
-
-def __getattr__(name: str) -> Any:
-    """Import an adapter on first use."""
-    module = name.partition("_")[2] if name in __all__ else name
-    if module not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    imported = importlib.import_module(f"{__name__}.{module}")
-    return getattr(imported, name) if name in __all__ else imported
-
-
-def __dir__() -> list[str]:
-    """List the adapters too, although they are not imported yet."""
-    return sorted({*globals(), *__all__, *_MODULES})
+if TYPE_CHECKING:
+    from fnet.interop import huggingface as huggingface
+    from fnet.interop import jax_privacy as jax_privacy
+    from fnet.interop import linen as linen
+    from fnet.interop import nnx as nnx
+    from fnet.interop import peft as peft
+    from fnet.interop import torch as torch
+    from fnet.interop.huggingface import from_huggingface as from_huggingface
+    from fnet.interop.huggingface import to_huggingface as to_huggingface
+    from fnet.interop.peft import from_peft as from_peft
+    from fnet.interop.peft import to_peft as to_peft
+    from fnet.interop.torch import from_torch as from_torch
+    from fnet.interop.torch import to_torch as to_torch
+else:
+    lazy.import_names_late(__name__)

@@ -537,7 +537,6 @@ def _describe(variables: Mapping[str, Any]) -> Weights | None:
 def _convert_arrays(
     given: Mapping[str, tuple[Tensor, Any]], variables: Mapping[str, Any], allow_nonfinite: bool
 ) -> tuple[Arrays, tuple[str, ...]]:
-    """Convert arrays to the network's layouts and dtypes, with notes about casts."""
     arrays, casts, not_finite = {}, set(), []
     for name, (t, tensor) in given.items():
         a, dtype = np.asarray(tensor[...]), variables[name].dtype

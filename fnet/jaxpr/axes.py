@@ -458,7 +458,6 @@ def _identity(eqn: JaxprEqn) -> Iterator[Factor]:
 
 
 def _first(eqn: JaxprEqn, axis: int | None) -> Axes:
-    """The axis of the first operand alone."""
     return (axis, *[None] * (len(eqn.invars) - 1))
 
 

@@ -244,7 +244,6 @@ class _Assembly:
         return self._program.add(Operation(name, [a], [Array(size)]))[0]
 
     def _finish(self, n: int, backward: Sequence[Operation]) -> None:
-        """Gradients of a window are finished together."""
         out = [
             a
             for o in backward

@@ -220,7 +220,6 @@ class Program:
         return self._on_cpu and aval(v).dtype == jnp.bfloat16
 
     def _of_program(self, inner: ClosedJaxpr | Jaxpr) -> Usage:
-        """Return the usage of an inner program."""
         closed = inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, [])
         program = Program(self._on_cpu)
         results = program.run(closed, [Array(nbytes(v)) for v in closed.jaxpr.invars])

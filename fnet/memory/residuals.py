@@ -29,7 +29,7 @@ from fnet.jaxpr import (
     source_line,
 )
 from fnet.jaxpr.primitives import Cond
-from fnet.memory.sizes import leaf_bytes
+from fnet.memory.sizes import LayerResiduals, leaf_bytes
 
 
 class Residual(NamedTuple):
@@ -60,20 +60,6 @@ class Residual(NamedTuple):
     def added(self) -> int:
         """Bytes of device memory that the residual adds to what exists anyway."""
         return 0 if self.alias_of else self.bytes
-
-
-class LayerResiduals(NamedTuple):
-    """Residuals of one layer that take memory of their own.
-
-    Attributes:
-      layer: Name of the layer, or the source line of code outside of named scopes.
-      bytes: Their total size.
-      arrays: Their number.
-    """
-
-    layer: str
-    bytes: int
-    arrays: int
 
 
 class Forward(NamedTuple):

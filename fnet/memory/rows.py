@@ -224,7 +224,6 @@ def _of_cotangent(state: Any) -> Any:
 
 
 def _operands(eqn: JaxprEqn, active: Collection[Var]) -> list[int]:
-    """Indices of the operands of an equation that are differentiated."""
     return [i for i, v in enumerate(eqn.invars) if isinstance(v, Var) and v in active]
 
 
@@ -522,7 +521,6 @@ class _Interpreter(Executor[Value]):
             return bind(eqn, arrays)
 
     def _from_first_row(self, value: Value, indices: Indices) -> Value:
-        """Count the rows of indices from the first row of the chunk."""
         array = self.rows(value, indices.axis)
         columns = jax.lax.broadcasted_iota(jnp.int32, array.shape, array.ndim - 1)
         before = jnp.where(columns == indices.column, self.part.start, 0)

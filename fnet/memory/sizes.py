@@ -5,9 +5,7 @@ import numbers
 import re
 from collections.abc import Callable
 from fractions import Fraction
-from typing import Any
-
-import jax
+from typing import Any, NamedTuple
 
 _UNITS = {
     "B": 1,
@@ -132,4 +130,20 @@ def tree_bytes(tree: Any) -> int:
       >>> memory.tree_bytes(shapes)
       132
     """
+    import jax
+
     return sum(map(leaf_bytes, jax.tree.leaves(tree)))
+
+
+class LayerResiduals(NamedTuple):
+    """Residuals of one layer that take memory of their own.
+
+    Attributes:
+      layer: Name of the layer, or the source line of code outside of named scopes.
+      bytes: Their total size.
+      arrays: Their number.
+    """
+
+    layer: str
+    bytes: int
+    arrays: int

@@ -473,7 +473,6 @@ _NEEDED = (
 
 
 def _checked_memory(name: str, text: str) -> int:
-    """Check a GPU's description and return its bytes of memory."""
     string = r'"(?:\\.|[^"\\\n])*"'
     without_comments = re.sub(rf"({string})|#[^\n]*", lambda m: m[1] or "", text)
     platform = re.search(r'\bplatform_name\s*:\s*"(\w*)"', without_comments)

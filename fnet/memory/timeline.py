@@ -10,12 +10,13 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
-
-import jax
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fnet import hlo
 from fnet.hlo import Array, Instruction, Module, Path
+
+if TYPE_CHECKING:
+    import jax
 
 
 class Buffer(NamedTuple):
@@ -50,12 +51,14 @@ class Timeline(NamedTuple):
         appear once, before the instruction that runs them.
       peak_index: First instruction with the most bytes alive.
       at_peak: Buffers alive there, the largest first.
+      peak_phase: Phase of training there, as in `Buffer`; empty if the program has none.
     """
 
     live_bytes: list[int]
     instructions: list[str]
     peak_index: int
     at_peak: list[Buffer]
+    peak_phase: str
 
     @property
     def largest(self) -> list[Buffer]:
@@ -63,7 +66,7 @@ class Timeline(NamedTuple):
         return self.at_peak[:10]
 
 
-def timeline(compiled: jax.stages.Compiled) -> Timeline:
+def timeline(compiled: "jax.stages.Compiled") -> Timeline:
     """Compute the bytes alive at each instruction of a compiled program.
 
     Arguments and outputs count for the whole program. An output in the buffer of a donated
@@ -115,6 +118,7 @@ def timeline(compiled: jax.stages.Compiled) -> Timeline:
     live_bytes = list(accumulate(change[:-1]))
     peak_index = live_bytes.index(max(live_bytes))
     labels = _Labels(module, liveness)
+    phases = (layer_of(i.op_name)[1] for i in liveness.order[peak_index::-1])
     at_peak = [
         labels.buffer(storage, peak_index)
         for storage in liveness.storages
@@ -126,6 +130,7 @@ def timeline(compiled: jax.stages.Compiled) -> Timeline:
         [i.name for i in liveness.order],
         peak_index,
         sorted(at_peak, key=lambda buffer: (-buffer.bytes, buffer.kind, buffer.instruction)),
+        next(filter(None, phases), ""),
     )
 
 

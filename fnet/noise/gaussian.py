@@ -1,4 +1,4 @@
-"""Gaussian noise for sums of clipped gradients, and schedules of noise and clip."""
+"""Gaussian noise for sums of clipped gradients, and its factor at a step."""
 
 from typing import Any
 
@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from fnet.noise.schedules import Schedule
 from fnet.precision import sum_dtype
 
 
@@ -47,22 +48,6 @@ def add_noise_to(array: Array, stddev: Array | float, key: Array, i: int) -> Arr
     if jnp.iscomplexobj(array):  # JAX draws parts of variance 1/2.
         noise *= 2**0.5
     return (array + stddev * noise).astype(array.dtype)
-
-
-Schedule = tuple[tuple[int, float], ...]
-"""Factors from a step on, as in jax-privacy: ``((0, 1.0), (500, 0.7))``. Empty for 1."""
-
-
-def check_schedule(name: str, **schedules: Schedule) -> None:
-    """Reject schedules that do not begin at step 0, are not in order, or have factors <= 0."""
-    for argument, schedule in schedules.items():
-        steps = [step for step, _ in schedule]
-        is_ordered = steps == sorted({*steps}) and steps[:1] in ([], [0])
-        if not is_ordered or not all(0 < factor < float("inf") for _, factor in schedule):
-            raise ValueError(
-                f"{name}: {argument} must be pairs (step, factor > 0) in order from step 0, got "
-                f"{schedule}"
-            )
 
 
 def factor_at(schedule: Schedule, step: Array | int) -> Array | float:

@@ -5,8 +5,6 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-import jax
-
 
 def dp_accounting() -> ModuleType:
     """Import dp_accounting, or say how to install it."""
@@ -20,6 +18,8 @@ def jax_privacy(module: str) -> ModuleType:
 
 def in_double_precision(function: Callable[[], Any]) -> Any:
     """Call a function of jax-privacy, which computes on few numbers, in float64."""
+    import jax
+
     with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
         return function()
 

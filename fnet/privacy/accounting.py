@@ -9,8 +9,8 @@ from typing import Any, Literal, get_args
 
 from fnet import checks
 from fnet.noise.correlated import DP_SGD, Strategy
-from fnet.noise.gaussian import Schedule, check_schedule
 from fnet.noise.imports import dp_accounting, jax_privacy
+from fnet.noise.schedules import Schedule, check_schedule
 from fnet.privacy.sampling import Sampling
 
 MAX_NOISE_MULTIPLIER = 1024.0

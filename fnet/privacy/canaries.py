@@ -9,9 +9,7 @@ import numpy as np
 from jax import Array
 
 from fnet.autodiff.mean import Aux, Loss, losses_and_aux
-
-CANARY = "canary"
-"""Name of the array [batch] in a batch: the number of the canary, -1 for other examples."""
+from fnet.privacy.batch_names import CANARY
 
 
 @dataclasses.dataclass(frozen=True)

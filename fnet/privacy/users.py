@@ -7,9 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from fnet.autodiff.mean import Aux, Loss, losses_and_aux, replace_padding
-
-EXAMPLE_WEIGHT = "example_weight"
-"""Name of the array [users, k] in a batch: 1 for an example, 0 for padding."""
+from fnet.privacy.batch_names import EXAMPLE_WEIGHT
 
 
 def per_user(loss: Loss) -> Loss:

@@ -14,7 +14,8 @@ from fnet.interop import from_huggingface, to_huggingface
 from fnet.interop.huggingface import build_model
 from fnet.interop.peft import from_peft, huggingface_modules, to_peft
 from fnet.quantization import find_targets
-from train.networks.pretrained import Pretrained, adapters_of
+from train.networks.pretrained import Pretrained
+from train.networks.published.network import adapters_of
 
 MODULES = {
     "0": ("first/kernel", False),

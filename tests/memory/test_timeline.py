@@ -32,7 +32,7 @@ ENTRY %main (x: f32[25]) -> f32[25] {
     found = timeline(program(text, arguments=100, outputs=100))
     assert found.instructions == ["x", "a", "b", "c", "d"]
     assert found.live_bytes == [200, 400, 700, 800, 500]
-    assert found.peak_index == 3
+    assert (found.peak_index, found.peak_phase) == (3, "backward")
     assert [(b.bytes, b.kind, b.layer, b.phase) for b in found.at_peak] == [
         (300, "temporary", "two", "forward"),
         (200, "temporary", "one", "forward"),

@@ -18,7 +18,7 @@ from train.config import Clipped, Config, LanguageModel, TextFile, Train, recipe
 from train.data import Dataset, num_examples
 from train.data.canaries import add_canaries, draw_included, exclude
 from train.data.poisson import poisson_batches
-from train.gradients.privacy import Privacy
+from train.privacy import Privacy
 from train.run.results import describe_audit
 from train.run.setup import setup
 

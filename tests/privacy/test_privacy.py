@@ -33,9 +33,9 @@ from fnet.privacy import (
     epsilon,
 )
 from train.config import Clipped, Memory, Mesh, recipes
-from train.errors import UserError
-from train.gradients.privacy import Privacy, at_most
+from train.errors import UserError, at_most
 from train.output.logged import noise_scale, noise_scale_course
+from train.privacy import Privacy
 from train.run.planning import compile_step, largest_batch
 from train.run.setup import setup
 

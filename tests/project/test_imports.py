@@ -12,11 +12,15 @@ FLOORS = {
         *("__main__", "testing", "interop", "models"),
         *("layers generate lora step", "fsdp", "state", "layer", "attribution privacy"),
         *("autodiff memory", "represented", "quantization", "diffusion losses noise optim"),
-        *("nonfinite cpu backward_pass", "jaxpr", "precision mesh hlo measured checks chunks"),
+        *(
+            "nonfinite cpu backward_pass",
+            "jaxpr",
+            "precision mesh hlo measured checks chunks lazy",
+        ),
     ),
     "train": (
         *("__main__", "cli", "commands", "predictor", "report", "run", "output", "tasks"),
-        *("gradients", "networks", "data", "arguments", "config", "platform onnx_program"),
+        *("gradients", "networks", "data", "arguments", "config", "privacy platform onnx_program"),
         *("stored", "limits", "errors"),
     ),
 }
@@ -56,6 +60,18 @@ def test_imports_go_down():
 
 def test_no_module_imports_itself_through_others():
     graphlib.TopologicalSorter(IMPORTS).prepare()
+
+
+def test_public_names_are_imported_when_they_are_used():
+    code = """
+import fnet, fnet.memory, fnet.privacy, fnet.interop, sys
+assert {"generate", "abn", "memory", "__version__"} <= {*dir(fnet)}
+assert fnet.memory.parse_bytes("1KiB") == 1024 and "jax" not in sys.modules
+import fnet.generate, fnet.memory.plan  # modules with the name of a function
+assert callable(fnet.generate) and callable(fnet.memory.plan)
+assert fnet.layers.dense and fnet.privacy.epsilon and not hasattr(fnet, "dense")
+"""
+    subprocess.run([sys.executable, "-W", "error", "-c", code], cwd=ROOT, check=True)
 
 
 OUTSIDE = {"ctypes", "io", "logging", "os", "pathlib", "shutil", "subprocess", "tempfile", "time"}

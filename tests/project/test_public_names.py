@@ -28,7 +28,9 @@ def named_in(package):
     """Names that the ``__init__`` of a package defines or passes on, modules aside."""
     module = importlib.import_module(package)
     names = set(getattr(module, "__all__", ()))
-    for node in ast.parse(Path(module.__file__).read_text()).body:
+    body = ast.parse(Path(module.__file__).read_text()).body
+    lazy = [node for block in body if isinstance(block, ast.If) for node in block.body]
+    for node in body + lazy:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             names.add(node.name)
         elif isinstance(node, ast.ImportFrom):

@@ -2,7 +2,7 @@
 
 from rich.console import Console
 
-from train.arguments import AttributeArguments, read_command
+from train.arguments import AttributeArguments
 from train.errors import UserError, writing
 from train.output.progress import line_printer
 from train.run import attribution
@@ -11,10 +11,9 @@ from train.run.checkpoints import Checkpoints, load_network, no_checkpoint
 from train.run.open_run import OpenRun
 
 
-def main(argv: list[str]) -> None:
+def main(words: list[str], options: AttributeArguments) -> None:
     """Run ``fnet attribute RUN``."""
-    (given,), options = read_command(argv, "fnet attribute RUN", AttributeArguments)
-    attribute(OpenRun.of(given), options, Console())
+    attribute(OpenRun.of(words[0]), options, Console())
 
 
 def attribute(opened: OpenRun, options: AttributeArguments, console: Console) -> None:

@@ -5,8 +5,7 @@ import dataclasses
 import jax
 from rich.console import Console
 
-from train import arguments
-from train.arguments import EvalArguments, given_options, positional
+from train.arguments import EvalArguments, given_options
 from train.data.unreadable import UnreadableFiles
 from train.errors import UserError, writing
 from train.output.progress import line_printer
@@ -18,17 +17,9 @@ from train.run.open_run import OpenRun
 from train.tasks.segmentation import Views, make_measure
 
 
-def main(argv: list[str]) -> None:
+def main(words: list[str], options: EvalArguments) -> None:
     """Run ``fnet eval RUN``."""
-    (given,), flags = positional(argv, "fnet eval RUN", EvalArguments)
-    for flag in flags:
-        if flag.startswith("--data."):
-            raise UserError(
-                f"{flag}: fnet eval takes the data of the run; give --split NAME or --path FOLDER "
-                "for other examples, or change how masks are read with fnet train RUN --resume"
-            )
-    options = arguments.read(EvalArguments, flags, f"fnet eval {given}")
-    opened = OpenRun.of(given).for_evaluation(options)
+    opened = OpenRun.of(words[0]).for_evaluation(options)
     if options.chat and options.choices is None:
         raise UserError("--chat: writes the questions of --choices; give a file of questions")
     if options.choices is None:

@@ -2,7 +2,7 @@
 
 import sys
 
-from train.arguments import ExportArguments, read_command
+from train.arguments import ExportArguments
 from train.errors import printable
 from train.run.model_files import export_model
 from train.run.open_run import OpenRun
@@ -10,10 +10,9 @@ from train.run.program_files import export_program
 from train.run.weight_files import export_weights
 
 
-def main(argv: list[str]) -> None:
+def main(words: list[str], options: ExportArguments) -> None:
     """Run ``fnet export RUN``."""
-    (given,), options = read_command(argv, "fnet export RUN", ExportArguments)
-    opened, checked = OpenRun.of(given), ""
+    opened, checked = OpenRun.of(words[0]), ""
     if options.format != "safetensors":
         path, checked = export_program(opened, options)
     elif opened.config.model.is_published:

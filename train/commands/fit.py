@@ -7,7 +7,7 @@ import numpy as np
 from rich.console import Console
 
 from fnet.memory import format_bytes
-from train.arguments import FitArguments, read_command
+from train.arguments import FitArguments
 from train.output.progress import line_printer
 from train.output.tables import to_rich
 from train.platform import use_cpu
@@ -15,12 +15,11 @@ from train.run.fine_tuning import WAYS, Planner, context_of, limit_of, read_mode
 from train.run.planning import target_of
 
 
-def main(argv: list[str]) -> None:
+def main(words: list[str], options: FitArguments) -> None:
     """Run ``fnet fit MODEL``."""
-    (given,), options = read_command(argv, "fnet fit MODEL", FitArguments)
     if options.target:
         use_cpu()  # nothing runs, so an accelerator of this machine does not matter
-    fit(Path(given), options, Console())
+    fit(Path(words[0]), options, Console())
 
 
 def fit(path: Path, options: FitArguments, console: Console) -> None:

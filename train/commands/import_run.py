@@ -13,8 +13,8 @@ from train.data.chat import has_template
 from train.data.model_folder import ModelFolder, is_model_folder, read_folder
 from train.data.text import Text
 from train.errors import UserError
-from train.networks import pretrained
 from train.networks.pretrained import Pretrained
+from train.networks.published import network as published
 from train.output.progress import line_printer
 from train.output.tables import Table, to_rich
 from train.run import weight_files
@@ -60,7 +60,7 @@ def import_model(config: Config, section: Pretrained, out: Path) -> tuple[ModelF
     folder, and the shapes of its parameters.
     """
     source = read_folder(Path(section.path))
-    _, shapes = pretrained.match(source, config.train.precision)
+    _, shapes = published.match(source, config.train.precision)
     folder = RunFolder(out)
     with folder.lock():
         begin(folder, config)

@@ -7,7 +7,7 @@ from rich.console import Console
 from fnet.memory import format_bytes, parse_bytes, tree_bytes
 from fnet.memory.target import Target
 from train import config as configs
-from train.arguments import MemoryArguments, read_config
+from train.arguments import MemoryArguments
 from train.config import Config
 from train.errors import UserError, writing
 from train.output import plots
@@ -27,9 +27,8 @@ _NOT_COUNTED = (
 )
 
 
-def main(argv: list[str]) -> None:
+def main(words: list[str], options: MemoryArguments, config: Config) -> None:
     """Run ``fnet memory CONFIG``."""
-    _, options, config = read_config(argv, "fnet memory CONFIG", MemoryArguments)
     if options.target:
         use_cpu()  # nothing runs, so an accelerator of this machine does not matter
     else:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from train.arguments import PredictArguments, read_command
+from train.arguments import PredictArguments
 from train.data.decode import UnreadableError
 from train.data.files import describe_files
 from train.errors import printable, warn, writing
@@ -22,11 +22,10 @@ from train.run.predictions import describe_labels, describe_masks, find_images, 
 from train.run.run_folder import RunFolder, as_json, atomic_write
 
 
-def main(argv: list[str]) -> None:
+def main(words: list[str], options: PredictArguments) -> None:
     """Run ``fnet predict RUN FILE...``."""
-    (given, *files), options = read_command(argv, "fnet predict RUN FILE...", PredictArguments)
-    folder = RunFolder.of(given)
-    result, out = predict(folder, files, options), Path(options.out or folder.predictions)
+    folder = RunFolder.of(words[0])
+    result, out = predict(folder, words[1:], options), Path(options.out or folder.predictions)
     if options.json:
         print(json.dumps(result, indent=2))
     else:

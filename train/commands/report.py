@@ -4,13 +4,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from train.arguments import ReportArguments, read_command
+from train.arguments import ReportArguments
 from train.report import report
 from train.run.run_folder import RunFolder
 
 
-def main(argv: list[str]) -> None:
+def main(words: list[str], options: ReportArguments) -> None:
     """Run ``fnet report RUN...``."""
-    runs, options = read_command(argv, "fnet report RUN...", ReportArguments)
-    folders = [RunFolder.of(run) for run in runs]
+    folders = [RunFolder.of(run) for run in words]
     report(folders, Path(options.out) if options.out else None, Console())

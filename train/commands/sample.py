@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from train import arguments
-from train.arguments import ImageArguments, TextArguments, positional
+from train.arguments import ImageArguments, TextArguments
 from train.data import records, storage
 from train.data.chat import Message
 from train.data.columns import decode_text
@@ -17,10 +17,9 @@ from train.run.generation import TextGenerator, draw_images
 from train.run.open_run import OpenRun
 
 
-def main(argv: list[str]) -> None:
+def main(words: list[str], flags: list[str]) -> None:
     """Run ``fnet sample RUN``."""
-    (given,), flags = positional(argv, "fnet sample RUN", TextArguments, ImageArguments)
-    opened, prog = OpenRun.of(given, or_model=True), f"fnet sample {given}"
+    opened, prog = OpenRun.of(words[0], or_model=True), f"fnet sample {words[0]}"
     generates = opened.kind.generates
     if generates == "text":
         generate_text(opened, arguments.read(TextArguments, flags, prog))
@@ -66,7 +65,6 @@ def _print_answer(generator: TextGenerator, tokens: np.ndarray) -> str:
 
 
 def _chat(generator: TextGenerator) -> None:
-    """Answer one message per line of the standard input."""
     messages: list[Message] = []
     is_terminal = sys.stdin is not None and sys.stdin.isatty()
     with contextlib.suppress(EOFError):

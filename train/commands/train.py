@@ -5,8 +5,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from train.arguments import TrainArguments, read_config
+from train.arguments import TrainArguments
 from train.commands.folds import train_folds
+from train.config import Config
 from train.errors import UserError
 from train.run.distributed import join, together
 from train.run.loop import train
@@ -15,10 +16,9 @@ from train.run.open_run import OpenRun
 from train.run.run_folder import RunFolder
 
 
-def main(argv: list[str]) -> None:
+def main(words: list[str], options: TrainArguments, config: Config) -> None:
     """Run ``fnet train CONFIG``."""
-    (given,), options, config = read_config(argv, "fnet train CONFIG", TrainArguments)
-    resumed = RunFolder.of(given)
+    resumed = RunFolder.of(words[0])
     if options.out:
         out = Path(options.out)
     elif options.resume and resumed.config.is_file():

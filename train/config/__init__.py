@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from pydantic import Field, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
+import fnet
 from train.config.data import Data
 from train.config.gradient import GradientMode
 from train.config.network import Model
@@ -115,7 +116,7 @@ def to_json(config: Config, run: str | None = None) -> str:
     """
     # Converted by Python, because pydantic writes nan and infinity as null.
     plain = (
-        {"fnet_version": _version()}
+        {"fnet_version": fnet.__version__}
         | ({"run": run} if run else {})
         | _adapter(tuple(all_variants())).dump_python(config, warnings=False)
     )
@@ -135,17 +136,11 @@ def from_json(text: str | bytes, where: str) -> Config:
     try:
         return _adapter(tuple(all_variants())).validate_json(text)
     except ValidationError as error:
-        written = f" (written by fnet {version}, this is {_version()})"
+        written = f" (written by fnet {version}, this is {fnet.__version__})"
         raise UserError(
             f"{where}: {_first_mistake(error.errors()[0])}"
-            f"{written if version not in (None, _version()) else ''}"
+            f"{written if version not in (None, fnet.__version__) else ''}"
         ) from None
-
-
-def _version() -> str:
-    import fnet  # imports JAX, which processes that decode images must not
-
-    return fnet.__version__
 
 
 def _update_names(text: str | bytes) -> tuple[str | bytes, str | None]:
@@ -169,7 +164,6 @@ def _update_names(text: str | bytes) -> tuple[str | bytes, str | None]:
 
 
 def _rename_keys(plain: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
-    """Rename keys, except those whose new name is already there."""
     return {key if names.get(key) in plain else names.get(key, key): v for key, v in plain.items()}
 
 

@@ -100,7 +100,6 @@ def tag_of(section: str) -> str | None:
 
 @functools.cache
 def _import_modules(name: str) -> None:
-    """Import the modules of a package, which define fnet's own variants."""
     package = importlib.import_module(name)
     for module in pkgutil.iter_modules(package.__path__, f"{name}."):
         importlib.import_module(module.name)

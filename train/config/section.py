@@ -7,6 +7,8 @@ from typing import Annotated, Any, Self, TypeAlias
 from annotated_types import Ge, Gt, Le, Lt, MultipleOf
 from pydantic import AfterValidator, ConfigDict
 
+from fnet.memory.sizes import parse_bytes
+
 WholeConfig: TypeAlias = Any
 """The `train.config.Config` that a section is part of: it imports the sections, not they it."""
 Count = Annotated[int, Ge(1), Lt(2**31)]
@@ -20,9 +22,7 @@ Share = Annotated[float, Ge(0), Le(1)]
 
 
 def _check_bytes(text: str) -> str:
-    from fnet import memory  # imports JAX, which processes that decode images must not
-
-    memory.parse_bytes(text)
+    parse_bytes(text)
     return text
 
 

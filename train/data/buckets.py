@@ -1,11 +1,14 @@
 """Length bucketing: rows are padded to powers of two, so that few programs are compiled."""
 
 import functools
+from typing import TYPE_CHECKING
 
-import grain
 import numpy as np
 
 from train.data import Arrays, Dataset, augment_rows, batches_by_step, select_rows
+
+if TYPE_CHECKING:
+    import grain
 
 SMALLEST_BUCKET = 16
 """Smallest padded length in tokens. Overhead dominates programs for shorter rows."""
@@ -25,7 +28,7 @@ def truncate(batch: Arrays, length: int) -> Arrays:
 
 def bucketed_batches(
     dataset: Dataset, batch_size: int, seed: int, longest: int
-) -> grain.DatasetIterator:
+) -> "grain.DatasetIterator":
     """Iterate over full batches of rows of similar length without end.
 
     Each batch has ``tokens`` [batch, bucket + 1], ``length`` [batch] and ``weight`` [batch]. Some

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from fnet.privacy.canaries import CANARY
+from fnet.privacy.batch_names import CANARY
 from train.data import Arrays, Dataset, num_examples
 
 _FIXED = {"weight": 1, "id": -1}

@@ -756,7 +756,6 @@ def _is_text_part(part: Any) -> bool:
 
 
 def _tool_calls(where: str, calls: Any) -> list[dict[str, Any]]:
-    """Return calls of tools, whose arguments are objects and not their JSON."""
     if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
         raise UserError(f"{where}: tool_calls must be a list of objects, got {calls!r:.40}")
     read = [dict(call) for call in calls]

@@ -1,10 +1,10 @@
 """Batches of a private run, of examples or of users, augmented and padded."""
 
-import grain
+from typing import TYPE_CHECKING
+
 import numpy as np
 
-from fnet.privacy import Sampling
-from fnet.privacy.users import EXAMPLE_WEIGHT
+from fnet.privacy.batch_names import EXAMPLE_WEIGHT
 from train.data import (
     Arrays,
     Dataset,
@@ -16,8 +16,13 @@ from train.data import (
     select_rows,
 )
 
+if TYPE_CHECKING:
+    import grain
 
-def poisson_batches(dataset: Dataset, sampling: Sampling, seed: int) -> grain.DatasetIterator:
+    from fnet.privacy import Sampling
+
+
+def poisson_batches(dataset: Dataset, sampling: "Sampling", seed: int) -> "grain.DatasetIterator":
     """Iterate over augmented batches without end, see `fnet.privacy.Sampling`.
 
     The batch of step i depends only on ``seed`` and i. The iterator's ``get_state()`` returns its
@@ -48,8 +53,8 @@ def num_users(dataset: Dataset) -> int:
 
 
 def user_batches(
-    dataset: Dataset, sampling: Sampling, examples_per_user: int, seed: int
-) -> grain.DatasetIterator:
+    dataset: Dataset, sampling: "Sampling", examples_per_user: int, seed: int
+) -> "grain.DatasetIterator":
     """Iterate over augmented batches of users without end.
 
     Users are sampled, and of each a uniform choice of at most ``examples_per_user`` examples.

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from fnet.privacy.users import EXAMPLE_WEIGHT
+from fnet.privacy.batch_names import EXAMPLE_WEIGHT
 from train.data import Arrays, Dataset, num_examples
 from train.errors import UserError
 

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
-import optax
 from typing_extensions import override
 
 from train.config.gradient import Built, GradientMode
@@ -12,6 +11,8 @@ from train.config.section import Count
 from train.errors import UserError
 
 if TYPE_CHECKING:
+    import optax
+
     from train.config import Config
     from train.data import Dataset
 
@@ -45,10 +46,10 @@ class Attribution(GradientMode):
     def build_for(
         self,
         config: "Config",
-        optimizer: optax.GradientTransformation,
+        optimizer: "optax.GradientTransformation",
         privacy: Any,
         dataset: "Dataset",
-        schedule: optax.Schedule,
+        schedule: "optax.Schedule",
     ) -> Built:
         from fnet.attribution import InRun  # imports JAX
         from train.data import num_examples

@@ -3,24 +3,28 @@
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-import optax
 from annotated_types import Ge, Gt, Le, Lt
 from typing_extensions import override
 
-from fnet import autodiff
-from fnet.noise.gaussian import check_schedule
+import fnet
 from fnet.noise.imports import jax_privacy
-from fnet.privacy import Sampling, calibrate_noise_multiplier
-from fnet.privacy.canaries import GradientCanaries
+from fnet.noise.schedules import check_schedule
 from train.config import Config
 from train.config.gradient import Built, GradientMode
 from train.config.section import Count, Positive, Seed
 from train.errors import UserError
-from train.gradients.privacy import FOR_SOME_STEPS, Privacy, check_accounting, make_strategy
+
+if TYPE_CHECKING:
+    import optax
+
+    from fnet.privacy.canaries import GradientCanaries
+    from train.privacy import Privacy
 
 MAX_EPSILON = 1000.0
+_FOR_SOME_STEPS = ("optimized", "column_normalized", "dense", "buffered")
+"""Strategies that are optimized for the length of a run."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +153,7 @@ class Clipped(GradientMode):
 
     @override
     def build(
-        self, config: Config, optimizer: optax.GradientTransformation, privacy: Privacy | None
+        self, config: Config, optimizer: "optax.GradientTransformation", privacy: "Privacy | None"
     ) -> Built:
         options: dict[str, Any] = {
             "noise_multiplier": privacy.noise_multiplier if privacy else 0.0,
@@ -158,22 +162,26 @@ class Clipped(GradientMode):
         }
         if self.quantile is not None:
             try:
-                mode: Any = autodiff.AdaptiveClipping(self.clip, quantile=self.quantile, **options)
+                mode: Any = fnet.autodiff.AdaptiveClipping(
+                    self.clip, quantile=self.quantile, **options
+                )
             except ValueError as error:
                 raise UserError(f"grad.quantile: {error}") from error
         else:
             names = ("per_layer", "automatic", "noise_schedule", "clip_schedule")
             options |= {name: getattr(self, name) for name in names}
             options |= {"strategy": privacy.strategy} if privacy else {}
-            mode = autodiff.clipped(self.clip, **options)
+            mode = fnet.autodiff.clipped(self.clip, **options)
         return mode, mode.wrap_optimizer(optimizer)
 
     @override
     def with_microbatches(self, count: int) -> Self:
         return dataclasses.replace(self, microbatches=count)  # batches are padded to a multiple
 
-    def draw_canaries(self, params: Any, seed: int) -> GradientCanaries:
+    def draw_canaries(self, params: Any, seed: int) -> "GradientCanaries":
         """Draw the canaries of an audit."""
+        from fnet.privacy.canaries import GradientCanaries  # imports JAX
+
         count = self.num_canaries
         if self.delta is not None and 2 * count * self.delta > 1:
             raise UserError(
@@ -186,7 +194,7 @@ class Clipped(GradientMode):
         except ValueError as error:
             raise UserError(f"grad.audit: {error}") from error
 
-    def privacy(self, config: Config, units: int, steps: int) -> Privacy | None:
+    def privacy(self, config: Config, units: int, steps: int) -> "Privacy | None":
         """Return the guarantee of a run; None without noise.
 
         Raises:
@@ -195,6 +203,8 @@ class Clipped(GradientMode):
         """
         if not self.is_private:
             return None
+        from train.privacy import Privacy, check_accounting, make_strategy  # imports JAX
+
         if self.epsilon is not None and self.noise_multiplier is not None:
             raise UserError(
                 f"grad: epsilon {self.epsilon} and noise_multiplier {self.noise_multiplier} "
@@ -224,8 +234,7 @@ class Clipped(GradientMode):
             name = "noise_multiplier" if self.epsilon is None else "epsilon"
             raise UserError(f"grad.{name}: {error}") from error
 
-    def _with_noise(self, privacy: Privacy, steps: int) -> Privacy:
-        """Return the guarantee with the noise multiplier, given or for the target epsilon."""
+    def _with_noise(self, privacy: "Privacy", steps: int) -> "Privacy":
         if self.noise_multiplier is not None:
             privacy = dataclasses.replace(privacy, noise_multiplier=self.noise_multiplier)
             quick = self.accountant if self.truncated_batch_size else "rdp"
@@ -237,7 +246,7 @@ class Clipped(GradientMode):
                 )
             return privacy
         assert self.epsilon is not None
-        noise = calibrate_noise_multiplier(
+        noise = fnet.privacy.calibrate_noise_multiplier(
             self.epsilon,
             privacy.delta,
             privacy.sampling,
@@ -248,7 +257,7 @@ class Clipped(GradientMode):
         )
         return dataclasses.replace(privacy, noise_multiplier=noise)
 
-    def _sampling(self, config: Config, units: int) -> Sampling:
+    def _sampling(self, config: Config, units: int) -> "fnet.privacy.Sampling":
         size, separation = config.data.batch_size, self.separation or self.noise_bands
         if size > units:
             raise UserError(
@@ -272,10 +281,12 @@ class Clipped(GradientMode):
         multiple = math.lcm(8, config.mesh.data * config.mesh.fsdp) * self.microbatches
         of, steps = jax_privacy("batch_selection"), 0
         if self.sampling == "balls_in_bins":
-            return Sampling(units, of.BallsInBinsSampling(steps, separation), multiple)
+            return fnet.privacy.Sampling(units, of.BallsInBinsSampling(steps, separation), multiple)
         if self.sampling == "b_min_sep":
             probability = size / (units - (separation - 1) * size)
-            return Sampling(units, of.BMinSepSampling(probability, steps, separation), multiple)
+            return fnet.privacy.Sampling(
+                units, of.BMinSepSampling(probability, steps, separation), multiple
+            )
         kind = of.PartitionType
         if self.truncated_batch_size is None:
             probability, split = separation * size / units, kind.INDEPENDENT
@@ -284,7 +295,7 @@ class Clipped(GradientMode):
         selection = of.CyclicPoissonSampling(
             probability, steps, self.truncated_batch_size, separation, split
         )
-        return Sampling(units, selection, multiple)
+        return fnet.privacy.Sampling(units, selection, multiple)
 
     @override
     def batch_rows(self, config: Config, units: int) -> int:
@@ -303,7 +314,7 @@ class Clipped(GradientMode):
                 f"{self.epsilon:g} over {before} steps, not {now}; use grad.noise_multiplier for a "
                 "run whose length may change"
             )
-        if self.noise_strategy in FOR_SOME_STEPS and before != now:
+        if self.noise_strategy in _FOR_SOME_STEPS and before != now:
             raise UserError(
                 f"train.steps: the noise of grad.noise_strategy {self.noise_strategy} was made "
                 f"for {before} steps, not {now}; keep them, or use square_root"

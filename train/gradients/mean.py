@@ -3,10 +3,9 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-import optax
 from typing_extensions import override
 
-from fnet import autodiff
+import fnet
 from train.config.gradient import Built, GradientMode
 from train.config.section import Count
 
@@ -19,8 +18,8 @@ class Mean(GradientMode):
     """Gradient mode; --grad.mode MODE --help lists the fields of another one."""
 
     @override
-    def build(self, config: Any, optimizer: optax.GradientTransformation, privacy: Any) -> Built:
-        return autodiff.mean, optimizer
+    def build(self, config: Any, optimizer: Any, privacy: Any) -> Built:
+        return fnet.autodiff.mean, optimizer
 
 
 @dataclass(frozen=True)
@@ -35,8 +34,8 @@ class Microbatch(GradientMode):
     """Number of microbatches that each batch is split into."""
 
     @override
-    def build(self, config: Any, optimizer: optax.GradientTransformation, privacy: Any) -> Built:
-        return autodiff.microbatches(self.microbatches), optimizer
+    def build(self, config: Any, optimizer: Any, privacy: Any) -> Built:
+        return fnet.autodiff.microbatches(self.microbatches), optimizer
 
 
 @dataclass(frozen=True)
@@ -52,5 +51,5 @@ class PerExample(GradientMode):
     """Measure the noise scale of each parameter array, too."""
 
     @override
-    def build(self, config: Any, optimizer: optax.GradientTransformation, privacy: Any) -> Built:
-        return autodiff.per_example(self.per_layer), optimizer
+    def build(self, config: Any, optimizer: Any, privacy: Any) -> Built:
+        return fnet.autodiff.per_example(self.per_layer), optimizer

@@ -1,34 +1,49 @@
 """Networks for images: classifiers, and DeepLabV3 for segmentation."""
 
 import functools
+import sys
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
-import jax
 import numpy as np
 import tyro
 from annotated_types import MaxLen, MinLen
 from typing_extensions import override
 
-from fnet import models
-from fnet.layer import Layer
-from fnet.layers import activations
-from fnet.models import efficientnet, regnet, swin
+import fnet
 from train.config.network import Name, Network
 from train.config.section import Choice, Count, CountOrZero, EvenCount, Fraction, Positive
 
+_ACTIVATIONS = (
+    *("identity", "leaky_relu", "elu", "softplus", "relu", "relu_squared", "gelu", "gelu_exact"),
+    *("quick_gelu", "silu", "hard_swish", "hard_sigmoid", "tanh", "sigmoid"),
+)
+
+
+def activation_names() -> tuple[str, ...]:
+    """Return the names in `fnet.layers.activations.ACTIVATIONS`, a user's included.
+
+    The module imports JAX. Before somebody imports it, nobody has added to its table.
+    """
+    module = sys.modules.get("fnet.layers.activations")
+    return tuple(module.ACTIVATIONS) if module else _ACTIVATIONS
+
+
 Activation = Annotated[
     str,
-    Choice(lambda: activations.ACTIVATIONS),
+    Choice(activation_names),
     tyro.conf.arg(
-        constructor_factory=lambda: Literal[tuple(activations.ACTIVATIONS)],
+        constructor_factory=lambda: Literal[activation_names()],
         help_behavior_hint=lambda default: f"(default: {default.strip('[]').strip(chr(39))})",
     ),
 ]
-"""Name of an activation in `fnet.layers.activations.ACTIVATIONS`, a user's included."""
 Norm = Literal["abn", "batch", "group"]
 Stem = Literal["7x7", "3x3", "deep", "tiered", "wide", "small"]
 Dilation = Annotated[tuple[Count, ...], MinLen(4), MaxLen(4)]
+
+
+def _variants(network: str) -> Choice:
+    return Choice(lambda: fnet.models.VARIANTS[network])
 
 
 @dataclass(frozen=True)
@@ -41,7 +56,7 @@ class ImageNetwork(Network):
     def build(self, image_shape: tuple[int, ...], num_classes: int) -> Any:
         """Build the network for images [H, W, C]."""
         options = self.options | {"num_classes": num_classes, "in_channels": image_shape[-1]}
-        return models.get(options.pop("variant", self.name), **options)
+        return fnet.models.get(options.pop("variant", self.name), **options)
 
 
 @dataclass(frozen=True)
@@ -172,7 +187,7 @@ class RegNet(Convolutional):
     """RegNetX or RegNetY (Radosavovic et al. 2020)."""
 
     name: Name[Literal["regnet"]] = "regnet"
-    variant: Annotated[str, Choice(lambda: regnet.VARIANTS)] = "regnet_y_400mf"
+    variant: Annotated[str, _variants("regnet")] = "regnet_y_400mf"
     """Name in torchvision or timm, such as regnet_x_1_6gf or regnety_040."""
 
 
@@ -181,7 +196,7 @@ class EfficientNet(ImageNetwork):
     """EfficientNet, EfficientNetV2 or MobileNetV3 (Tan, Le 2019, 2021; Howard et al. 2019)."""
 
     name: Name[Literal["efficientnet"]] = "efficientnet"
-    variant: Annotated[str, Choice(lambda: efficientnet.VARIANTS)] = "efficientnet_b0"
+    variant: Annotated[str, _variants("efficientnet")] = "efficientnet_b0"
     """Name in torchvision or timm, such as efficientnet_v2_s, mobilenet_v3_large."""
     norm: Norm = "batch"
     """Norm: plain batch norm, in-place activated batch norm, or group norm."""
@@ -195,7 +210,7 @@ class EfficientNet(ImageNetwork):
     @property
     @override
     def options(self) -> dict[str, Any]:
-        row = efficientnet.VARIANTS[self.variant]
+        row = fnet.models.VARIANTS["efficientnet"][self.variant]
         eps, is_group = self.eps or row["eps"], self.norm == "group"
         padding = row.get("padding", "half")
         return super().options | {"eps": 1e-5 if is_group else eps, "padding": padding}
@@ -244,9 +259,11 @@ class ViT(Network):
     dropout: Fraction = 0.0
     """Dropout rate of each residual branch."""
 
-    def build(self, image_shape: tuple[int, ...], num_classes: int) -> Layer:
+    def build(self, image_shape: tuple[int, ...], num_classes: int) -> "fnet.Layer":
         """Build the network for images [H, W, C]."""
-        return models.get("vit", num_classes=num_classes, image_shape=image_shape, **self.options)
+        return fnet.models.get(
+            "vit", num_classes=num_classes, image_shape=image_shape, **self.options
+        )
 
 
 @dataclass(frozen=True)
@@ -254,7 +271,7 @@ class Swin(ImageNetwork):
     """Swin transformer (Liu et al. 2021)."""
 
     name: Name[Literal["swin"]] = "swin"
-    variant: Annotated[str, Choice(lambda: swin.VARIANTS)] = "swin_t"
+    variant: Annotated[str, _variants("swin")] = "swin_t"
     """Name in torchvision or timm, such as swin_s or swin_base_patch4_window12_384."""
     stochastic_depth: Fraction = 0.0
     """Rate at which the last block is skipped for an image; grows linearly over the blocks."""
@@ -270,12 +287,12 @@ class Mlp(Network):
     activation: Activation = "relu"
     """Activation between layers."""
 
-    def build(self, image_shape: tuple[int, ...], num_classes: int) -> Layer:
+    def build(self, image_shape: tuple[int, ...], num_classes: int) -> "fnet.Layer":
         """Build the network for images of a shape."""
-        return models.get("mlp", num_classes=num_classes, in_shape=image_shape, **self.options)
+        return fnet.models.get("mlp", num_classes=num_classes, in_shape=image_shape, **self.options)
 
 
-# Not all of `models.VARIANTS`: only networks that can be dilated are backbones.
+# Not all of `fnet.models.VARIANTS`: only networks that can be dilated are backbones.
 # fmt: off
 Backbone = Literal[
     "resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "resnet18d", "resnet34d",
@@ -309,11 +326,13 @@ class DeepLab(Convolutional):
     pooling_size: tuple[Count, Count] | None = None
     """Window of the head's average pooling in evaluation; None is the whole image."""
 
-    def build(self, image_shape: tuple[int, ...], num_classes: int) -> Layer:
+    def build(self, image_shape: tuple[int, ...], num_classes: int) -> "fnet.Layer":
         """Build the network for images [H, W, C]."""
+        import jax
+
         common = {n: getattr(self, n) for n in ("activation", "activation_param", "norm")}
-        network = next(n for n, names in models.VARIANTS.items() if self.backbone in names)
-        wider, own = network == "wider_resnet", models.VARIANTS[network][self.backbone]
+        network = next(n for n, names in fnet.models.VARIANTS.items() if self.backbone in names)
+        wider, own = network == "wider_resnet", fnet.models.VARIANTS[network][self.backbone]
         if self.stem != "7x7" and (wider or own.keys() > {"depth"}):
             raise ValueError(f"stem: {self.backbone} has its own stem; leave model.stem out")
         dilated: dict[str, Any] = {"dilated": True} if wider else {"dilation": (1, 1, 2, 4)}
@@ -328,7 +347,7 @@ class DeepLab(Convolutional):
         if network == "densenet" and self.head == "concat":
             dilated["stem_norm"] = True
         channels = image_shape[-1]
-        backbone = models.get(
+        backbone = fnet.models.get(
             self.backbone, num_classes=None, in_channels=channels, **common, **dilated
         )
         image = jax.ShapeDtypeStruct((1, 64, 64, channels), np.float32)
@@ -336,7 +355,7 @@ class DeepLab(Convolutional):
         features, _ = jax.eval_shape(
             functools.partial(backbone.apply, train=False), params, state, image
         )
-        return models.deeplab(
+        return fnet.models.deeplab(
             backbone,
             features[-1].shape[-1],
             num_classes=num_classes,

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fnet.interop.huggingface.images import preprocessing
 from train.data.chat import load_json
 from train.data.image_folder import ImageFolder
 from train.data.model_folder import read_config
@@ -42,6 +41,8 @@ def class_names(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 def image_data(path: Path, config: Mapping[str, Any]) -> ImageFolder:
     """Return images with the input size, mean and standard deviation of a published model."""
+    from fnet.interop.huggingface.images import preprocessing  # imports JAX
+
     # timm has no other file.
     stored = config if "architecture" in config else load_json(path / "preprocessor_config.json")
     size = position_size(config)[0]

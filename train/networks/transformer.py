@@ -7,8 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from annotated_types import Ge, Lt, MinLen
 from typing_extensions import override
 
-from fnet import layers, models
-from fnet.layer import Layer
+import fnet
 from train.config.network import Name, Network
 from train.config.section import Count, CountOrZero, Fraction, Positive, Share
 
@@ -36,10 +35,10 @@ class Transformer(Network):
     dropout: Fraction = 0.0
     """Dropout rate of each residual branch."""
 
-    def feed_forward(self) -> Layer | None:
+    def feed_forward(self) -> "fnet.Layer | None":
         """Return the feed-forward layer of a block; its default width is a multiple of 8."""
         hidden = 8 * max(round(self.width / 3), 1) if self.hidden is None else self.hidden
-        return layers.feed_forward(self.width, hidden) if hidden else None
+        return fnet.layers.feed_forward(self.width, hidden) if hidden else None
 
     @property
     def stack_options(self) -> dict[str, Any]:
@@ -66,13 +65,13 @@ class LanguageModel(Transformer):
     """Inner width of mamba, mamba2 and rg_lru, as a multiple of width."""
 
     @override
-    def for_text(self, vocabulary: int, precision: str) -> models.LanguageModel:
+    def for_text(self, vocabulary: int, precision: str) -> "fnet.models.LanguageModel":
         mixers = {name: self._mixer(name) for name in self.mixers}
         names = [self.mixers[i % len(self.mixers)] for i in range(self.blocks)]
         feed_forward = self.feed_forward()
-        return models.language_model(
+        return fnet.models.language_model(
             vocabulary=vocabulary,
-            blocks=[layers.Block(mixers[name], feed_forward) for name in names],
+            blocks=[fnet.layers.Block(mixers[name], feed_forward) for name in names],
             dtype=precision,
             **self.stack_options,
         )
@@ -82,9 +81,9 @@ class LanguageModel(Transformer):
         # It has seen no position beyond the context.
         return dataclasses.replace(self, window=min(self.window or context, context))
 
-    def _mixer(self, name: str) -> Layer:
+    def _mixer(self, name: str) -> "fnet.Layer":
         if name == "attention":
-            return layers.attention(
+            return fnet.layers.attention(
                 self.width,
                 self.heads,
                 groups=self.groups,
@@ -94,8 +93,8 @@ class LanguageModel(Transformer):
                 bias=False,
             )
         if name == "rg_lru":
-            return layers.rg_lru(self.width, expand=self.expand, heads=self.heads)
-        state_space = layers.mamba if name == "mamba" else layers.mamba2
+            return fnet.layers.rg_lru(self.width, expand=self.expand, heads=self.heads)
+        state_space = fnet.layers.mamba if name == "mamba" else fnet.layers.mamba2
         return state_space(self.width, expand=self.expand)
 
 
@@ -122,12 +121,12 @@ class Denoiser(Transformer):
     label_dropout: Fraction = 0.1
     """Fraction of examples trained without their label, for classifier-free guidance."""
 
-    def build(self, image_shape: tuple[int, ...], num_classes: int) -> models.Denoiser:
+    def build(self, image_shape: tuple[int, ...], num_classes: int) -> "fnet.models.Denoiser":
         """Build the network for images [H, W, C]."""
-        attention = layers.attention(self.width, self.heads, bias=False)
-        return models.denoiser(
+        attention = fnet.layers.attention(self.width, self.heads, bias=False)
+        return fnet.models.denoiser(
             image_shape=image_shape,
-            blocks=[layers.Block(attention, self.feed_forward())] * self.blocks,
+            blocks=[fnet.layers.Block(attention, self.feed_forward())] * self.blocks,
             num_classes=num_classes,
             patch=self.patch,
             **self.stack_options,

@@ -198,7 +198,6 @@ def describe(name: str) -> tuple[str, Scale]:
 
 
 def _split(key: str) -> tuple[str, str]:
-    """``"train/loss" -> ("loss", "train")``."""
     part, _, name = key.partition("/")
     return (name, part) if part in _PARTS and name else (key, "")
 

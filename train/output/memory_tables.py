@@ -3,22 +3,24 @@
 import re
 import statistics
 from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from rich import table as rich_table
 
-from fnet.memory import (
-    REMAT_POLICIES,
-    Buffer,
-    Candidate,
-    LayerResiduals,
-    Plan,
-    format_bytes,
-)
-from fnet.memory.plan import MOST_PROGRAMS
+from fnet.memory import Buffer, LayerResiduals, format_bytes
 from train.output.tables import Table, to_rich
 from train.stored import Count, Stored
 
+if TYPE_CHECKING:
+    from fnet.memory import Candidate, Plan
+
 _MOST_LAYERS = 40
+PHASES = {
+    "forward": ", most in the forward pass",
+    "backward": ", most in the backward pass",
+    "optimizer": ", most in the optimizer update",
+}
+"""The end of a line about the memory of a step, by the phase of its peak."""
 
 
 class StoredPeak(Stored):
@@ -40,11 +42,13 @@ class StepMemory(Stored):
     state_bytes: Count
     peak: StoredPeak
     policy: str
+    saves: str | None = None
     microbatches: Count
     residuals: tuple[LayerResiduals, ...]
     temporaries_without_remat: Count | None = None
     largest_at_peak: tuple[Buffer, ...] = ()
     live_bytes: tuple[Count, ...] | None = None
+    peak_phase: str = ""
 
 
 def memory_tables(memory: StepMemory, devices: int = 1) -> Iterator[rich_table.Table]:
@@ -61,7 +65,7 @@ def memory_tables(memory: StepMemory, devices: int = 1) -> Iterator[rich_table.T
 def step_sums(memory: StepMemory) -> dict[str, str]:
     """Return the memory of a compiled step in sums, by name."""
     peak, policy = memory.peak, memory.policy
-    saves = f": saves {REMAT_POLICIES[policy].saves}" if policy in REMAT_POLICIES else ""
+    saves = f": saves {memory.saves}" if memory.saves else ""
     sums = {
         "parameters": f"{memory.parameters:,}",
         "train state": format_bytes(memory.state_bytes),
@@ -130,7 +134,7 @@ def largest_table(memory: StepMemory) -> Table:
     )
 
 
-def plan_table(plan: Plan, reserve: int) -> Table:
+def plan_table(plan: "Plan", reserve: int) -> Table:
     """Return every candidate of a plan, the fastest first.
 
     ``reserve`` are the bytes that the process takes outside of the compiled step.
@@ -138,7 +142,7 @@ def plan_table(plan: Plan, reserve: int) -> Table:
     fastest = min(c.cost.time for c in plan.candidates)
     within = f" within {format_bytes(plan.budget)}" if plan.budget else ""
 
-    def verdict(c: Candidate) -> str:
+    def verdict(c: "Candidate") -> str:
         if c is plan.chosen:
             return "chosen"
         fits = plan.budget is None or c.peak.total + reserve <= plan.budget
@@ -168,18 +172,20 @@ def plan_table(plan: Plan, reserve: int) -> Table:
     )
 
 
-def describe_candidate(number: int, candidate: Candidate, limit: int | None) -> str:
+def describe_candidate(number: int, candidate: "Candidate", limit: int | None) -> str:
     """Return a line of progress: program ``number`` of a plan was compiled.
 
     ``limit`` are the bytes that the step may use, or None.
     """
+    from fnet.memory.plan import MOST_PROGRAMS  # imports JAX
+
     count = f"{number}" if limit is None else f"{number} of about {MOST_PROGRAMS} programs"
     budget = "" if limit is None else f", budget {format_bytes(max(limit, 0))} for the step"
     peak = format_bytes(candidate.peak.total)
     return f"compiled {count}: {_way(candidate)}, peak {peak}{budget}"
 
 
-def plan_summary(plan: Plan, reserve: int) -> str:
+def plan_summary(plan: "Plan", reserve: int) -> str:
     """Describe the choice of a plan, what it leaves to the process, and a smaller candidate."""
     chosen, smaller = plan.chosen, plan.smaller
     programs = len(plan.candidates)
@@ -198,7 +204,7 @@ def plan_summary(plan: Plan, reserve: int) -> str:
     return "\n".join(lines)
 
 
-def _way(c: Candidate) -> str:
+def _way(c: "Candidate") -> str:
     """Describe a candidate, including the XLA schedule on a CPU if it is not the default."""
     policy = {"none": "no", "planned": "planned"}.get(str(c.policy))
     parts = [f"{policy} rematerialization" if policy else f"remat policy {c.policy}"]
@@ -211,5 +217,5 @@ def _way(c: Candidate) -> str:
     return ", ".join(parts)
 
 
-def _schedule(c: Candidate) -> str:
+def _schedule(c: "Candidate") -> str:
     return "min memory" if "xla_cpu_scheduler_type" in c.compiler_options else "default"

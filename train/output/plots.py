@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import matplotlib as mpl
 import numpy as np
@@ -13,10 +13,13 @@ from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
 from matplotlib.patches import Patch
 
-from fnet.memory import Plan, format_bytes
+from fnet.memory import format_bytes
 from train.output.curves import COLORS, round_ticks, style
-from train.output.memory_tables import StepMemory
+from train.output.memory_tables import PHASES, StepMemory
 from train.output.palette import overlay_labels
+
+if TYPE_CHECKING:
+    from fnet.memory import Plan
 
 _MOST_POINTS = 400
 """Points of the curve of live bytes."""
@@ -146,7 +149,7 @@ def memory(stored: StepMemory, title: str, path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def plan(plan: Plan, reserved: int, title: str, path: Path) -> None:
+def plan(plan: "Plan", reserved: int, title: str, path: Path) -> None:
     """Save plan.png: FLOPs and estimated time of each candidate over its peak memory.
 
     ``reserved`` are bytes of the budget that the step may not use.
@@ -198,7 +201,8 @@ def draw_live_bytes(ax: Axes, stored: StepMemory, highest: int = 0) -> None:
         most = np.maximum.reduceat(live, first) / unit
         ax.fill_between(first, most, step="post", color=COLORS[0], alpha=0.3, lw=0)
         ax.step(first, most, where="post", color=COLORS[0], lw=1.2)
-    label = f"peak assigned by XLA: {format_bytes(assigned)}"
+    phase = PHASES.get(stored.peak_phase, "")
+    label = f"peak assigned by XLA: {format_bytes(assigned)}{phase}"
     ax.axhline(assigned / unit, color=COLORS[1], lw=1, ls="--", label=label)
     ax.set_xlim(0, max(len(live) - 1, 1))
     ax.xaxis.set_major_locator(round_ticks())

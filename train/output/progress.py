@@ -13,8 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fnet.memory import format_bytes
-from train.errors import printable
-from train.gradients.privacy import at_most
+from train.errors import at_most, printable
 from train.output import tables
 from train.output.formats import clock, duration, number
 

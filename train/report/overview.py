@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from fnet.memory import format_bytes
-from train.gradients.privacy import at_most
+from train.errors import at_most
 from train.output.curves import LOWER_IS_BETTER, SCORES, Metric, describe
 from train.output.formats import duration, number
 from train.output.logged import NOT_PRIVATE

@@ -138,7 +138,6 @@ def _of_image(run: Setup, file: str, name: str | None, network: RestoredNetwork)
 
 
 def _of_text(run: Setup, prompt: str, completion: str) -> Query:
-    """Return the query of a completion: the mean loss of its tokens after the prompt."""
     data = language.text_source(run.config)
     tokenizer = load_tokenizer(data)
     template = language.chat_template(data, tokenizer) if run.task.dataset.is_chat else None

@@ -24,7 +24,8 @@ from fnet import TrainState
 from fnet.cpu.heap import release_free_memory
 from train import stored
 from train.errors import TrainingError, UserError, is_machine_error, is_out_of_memory, warn
-from train.networks.pretrained import FROZEN, Pretrained, PretrainedNetwork, weights_code
+from train.networks.pretrained import Pretrained
+from train.networks.published.network import FROZEN, PretrainedNetwork, weights_code
 from train.run.distributed import any_process, lost_connection
 from train.run.process_memory import IN_FLIGHT
 from train.run.run_folder import RunFolder, check_no_pattern, read_sealed, run_name, seal, unseal

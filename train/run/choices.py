@@ -16,7 +16,7 @@ from train.data.chat import ChatTemplate
 from train.data.records import Record
 from train.data.tokenizer import Tokenizer, load_tokenizer
 from train.errors import UserError, writing
-from train.networks.pretrained import PretrainedNetwork
+from train.networks.published.network import PretrainedNetwork
 from train.run.open_run import OpenRun
 from train.tasks import language
 

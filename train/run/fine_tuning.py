@@ -21,8 +21,9 @@ from train.config import Config, recipes
 from train.data.model_folder import DTYPES, SINGLE, ModelFolder, check_tokenizer, read_folder
 from train.data.text import Text
 from train.errors import UserError, writing
-from train.networks import pretrained
-from train.networks.pretrained import FROZEN, Pretrained
+from train.networks.pretrained import Pretrained
+from train.networks.published import network as published
+from train.networks.published.network import FROZEN
 from train.output.tables import Table
 from train.run import planning
 from train.run.mesh import layout
@@ -112,7 +113,7 @@ class Model(NamedTuple):
 def read_model(path: Path) -> Model:
     """Read config.json and the headers of a model's folder."""
     folder = read_folder(path)
-    network, shapes = pretrained.match(folder, "bfloat16")
+    network, shapes = published.match(folder, "bfloat16")
     if network.losses is None:
         raise UserError(
             f"model.path: {path} is not a language model; for images, give fnet memory "

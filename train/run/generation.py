@@ -19,8 +19,8 @@ from train.data.chat import GenerationSettings, Message, load_generation_setting
 from train.data.chat_end import find_end
 from train.data.tokenizer import Tokenizer, load_tokenizer
 from train.errors import UserError, output_file
-from train.networks import pretrained
 from train.networks.pretrained import Pretrained
+from train.networks.published import network as published
 from train.networks.transformer import Denoiser
 from train.output import plots
 from train.run.open_run import OpenRun, check_classes
@@ -56,7 +56,7 @@ class TextGenerator:
         section = opened.config.model.for_sampling(data.context)
         model, (params, state, _) = opened.replace(model=section).network(best=options.best)
         if isinstance(section, Pretrained):
-            params, state, model = pretrained.merge(section, params, state), {}, model.base
+            params, state, model = published.merge(section, params, state), {}, model.base
         self._network = model, params, state
 
     def encode(self, prompt: str, before: Sequence[Message] = ()) -> np.ndarray:

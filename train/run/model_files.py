@@ -28,9 +28,10 @@ from train.data.text import Text
 from train.data.text_file import TextFile
 from train.data.tokenizer import load_tokenizer
 from train.errors import UserError, shorten, writing
-from train.networks import pretrained
 from train.networks.model_images import position_size
-from train.networks.pretrained import Pretrained, PretrainedNetwork
+from train.networks.pretrained import Pretrained
+from train.networks.published import network as published
+from train.networks.published.network import PretrainedNetwork
 from train.run import weight_files
 from train.run.checkpoints import load_network
 from train.run.open_run import OpenRun, copy_small_files
@@ -106,9 +107,9 @@ def _write_adapters(
         load_network(opened.folder, network, best=best),
     )
     assert isinstance(section, Pretrained)  # because it is published
-    adapters = pretrained.adapters_of(section)
+    adapters = published.adapters_of(section)
     assert adapters is not None  # because it has a rank
-    if lacking := pretrained.without_module(network, trained):
+    if lacking := published.without_module(network, trained):
         raise UserError(
             f"--adapters: PEFT has no module for {shorten(lacking)}; leave --adapters out to write "
             "the merged model"
@@ -138,7 +139,7 @@ def _language_model(
         raise UserError(f"{section.path} with a new head has no published layout")
     trained, state, step = load_network(opened.folder, network, best=best)
     files = dict[str, Any]()
-    params, tensors = pretrained.merge(section, trained, state), network.base.tensors
+    params, tensors = published.merge(section, trained, state), network.base.tensors
     dtypes = {name: t.dtype for name, t in source.tensors.items()}
     if network.new:
         names = [name.replace("ForCausalLM", "ForSequenceClassification") for name in names]
@@ -159,7 +160,6 @@ def _language_model(
 
 
 def _labels(names: Sequence[str]) -> dict[str, Any]:
-    """Return the labels of outputs as transformers reads them."""
     numbers = {name: i for i, name in enumerate(names)}
     return {"id2label": {str(i): name for name, i in numbers.items()}, "label2id": numbers}
 
@@ -195,7 +195,7 @@ def _image_model(opened: OpenRun, source: ModelFolder, *, best: bool) -> _Publis
 
 
 def _with_classes(source: ModelFolder, classes: Sequence[str], *, has_new: bool) -> dict[str, Any]:
-    config = pretrained.without_classes(source.config)
+    config = published.without_classes(source.config)
     if "architecture" in config:  # of timm
         return config | {"num_classes": len(classes), "label_names": list(classes)}
     heads = [a for a in family_of(config).architectures if a.endswith("ForImageClassification")]
@@ -328,8 +328,6 @@ def _new_folder(out: Path) -> Iterator[Path]:
 
 
 def _write_tensors(out: Path, model: _Published, origin: Mapping[str, str]) -> None:
-    """Write safetensors files, and an index if there are several."""
-
     def array(t: Tensor) -> np.ndarray:
         own = t.to_file(np.asarray(leaf(model.params, t.path)))
         return np.ascontiguousarray(own).astype(model.dtypes[t.name])

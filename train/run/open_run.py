@@ -26,9 +26,9 @@ from train.data.model_folder import SMALL_FILES, is_model_folder, read_folder
 from train.data.text import Text
 from train.errors import UserError, writing
 from train.gradients.mean import Mean
-from train.networks import pretrained
 from train.networks.model_images import image_data
 from train.networks.pretrained import Pretrained
+from train.networks.published import network as published
 from train.run.checkpoints import RestoredNetwork, load_network
 from train.run.run_folder import RunFolder
 from train.run.same_data import compare_data, describe_data, write_data
@@ -177,7 +177,7 @@ def published_config(given: str) -> Config:
     path = Path(given)
     source = read_folder(path)
     data: ChatFile | ImageFolder = ChatFile()
-    if pretrained.match(source, "float32")[0].losses is None:
+    if published.match(source, "float32")[0].losses is None:
         data = image_data(source.path, source.config)
     name = path.resolve().name
     valid = "".join(c if c.isalnum() or c in "_.-" else "-" for c in name).lstrip("_.-")

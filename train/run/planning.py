@@ -14,13 +14,14 @@ from rich.console import Console
 import fnet
 from fnet import TrainState, memory
 from fnet.cpu.options import WITHOUT_OPTIMIZED_CODE
-from fnet.memory import LayerResiduals, Plan, Policy, roofline
+from fnet.memory import REMAT_POLICIES, LayerResiduals, Plan, Policy, roofline
 from fnet.memory.remat import policies_for
 from fnet.memory.target import Target, describe, from_text, platform_of, shapes_on
 from fnet.step import Executable, plan_step
 from train.data import PREFETCHED_BATCHES
 from train.data.unreadable import UnreadableFiles
 from train.errors import UserError
+from train.output.formats import duration
 from train.output.memory_tables import describe_candidate
 from train.output.progress import compiling, line_printer
 from train.output.tables import Table
@@ -36,6 +37,8 @@ from train.run.weight_files import InitialWeights
 
 Progress = Callable[[str], None]
 """Called with a line about each compiled program of a search."""
+_LONG = 10.0
+"""Seconds of compiling after which a log says what is compiled next."""
 
 _MAX_LAYERS = 20
 """Largest number of rows in a table and of bars in a plot."""
@@ -118,7 +121,11 @@ class Planned(NamedTuple):
 def compile_step(run: Setup, *, progress: Progress | None = None) -> Planned:
     """Compile the train step of a config, planned if ``config.memory`` has a budget."""
     if not run.config.memory.budget:
-        return _with_remat(_compile(run, _policy(run), run.step.microbatches))
+        options = memory.CANDIDATE_OPTIONS.get(jax.default_backend(), ({},))[-1:]
+        if any(leaf.dtype == "bfloat16" for leaf in jax.tree.leaves(run.state_shapes)):
+            options = ()  # there, each may give the smallest program
+        # In float32 the last one does, and the others would double the time to the first step.
+        return _with_remat(_compile(run, _policy(run), run.step.microbatches, None, *options))
     chosen = plan(run, progress=progress)
     c = chosen.chosen
     compiled = _compile(run, c.policy, c.microbatches, None, c.compiler_options)
@@ -371,14 +378,17 @@ def memory_report(planned: Planned) -> dict[str, Any]:
     except ValueError:
         timeline = None
     residuals = residuals_by_layer(planned.run, planned.policy, planned.microbatches)
+    policy = str(planned.policy)
     return planned.executable.report.as_dict() | {
-        "policy": str(planned.policy),
+        "policy": policy,
+        "saves": REMAT_POLICIES[policy].saves if policy in REMAT_POLICIES else None,
         "microbatches": planned.microbatches,
         "temporaries_without_remat": planned.temporaries_without_remat,
         "plan": _plan_as_dict(planned.plan) if planned.plan else None,
         "residuals": [layer._asdict() for layer in residuals],
         "largest_at_peak": [b._asdict() for b in timeline.largest] if timeline else [],
         "live_bytes": timeline.live_bytes if timeline else None,
+        "peak_phase": timeline.peak_phase if timeline else "",
     }
 
 
@@ -559,10 +569,22 @@ def compile_programs(
                 f"checkpoint.metric: {metric} is undefined on these test examples, whose labels do "
                 "not differ; give another metric, or other splits"
             )
+        start = time.perf_counter()
+
+        def show_next(number: int, program: str) -> None:
+            seconds = time.perf_counter() - start
+            if seconds >= _LONG or console.is_terminal:  # a log needs no line per second
+                show(f"compiling program {number} of 3: {program}, {duration(seconds)} so far")
+
+        show_next(1, "train step")
         planned = compile_step(run, progress=show)
+        show_next(2, "evaluation")
         # With several crops per image, fewer images make a batch of the size of a microbatch.
         images = run.config.data.batch_size // planned.microbatches // run.config.data.crops
         evaluate = run.evaluation(unreadable, images)
+        evaluation_peak = evaluate.peak
+        show_next(3, "initial values")
+        init = run.compile_init(weights.variables if weights else None)
         compile_checksums(without_frozen(run.state_shapes))
         schedule = jax.jit(run.schedule).lower(jax.ShapeDtypeStruct((), np.int32)).compile()
         state_bytes = memory.tree_bytes(run.state_shapes) // run.devices
@@ -570,8 +592,8 @@ def compile_programs(
             planned,
             StepCache(planned, line_printer(console)),
             evaluate,
-            run.compile_init(weights.variables if weights else None),
+            init,
             lambda step: float(schedule(np.int32(step))),
             memory_report(planned),
-            overhead(run).peak(state_bytes, planned.peak.total, evaluate.peak),
+            overhead(run).peak(state_bytes, planned.peak.total, evaluation_peak),
         )

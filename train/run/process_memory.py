@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,14 +10,10 @@ import jax
 from fnet.cpu.heap import release_free_memory, separate_mappings
 from fnet.measured import ALLOCATOR, LARGEST_GAPS, RUNTIME
 from fnet.memory import format_bytes, tree_bytes
+from train.platform import keeps_freed_memory
 
 IN_FLIGHT = 32 * 2**20
 """Bytes of a state, besides its largest array, that are written or read at a time on CPU."""
-
-
-def keeps_freed_memory() -> bool:
-    """Whether GLIBC_TUNABLES says from which size on glibc returns arrays to the system."""
-    return "glibc.malloc.mmap_threshold" in os.environ.get("GLIBC_TUNABLES", "")
 
 
 class Overhead(NamedTuple):

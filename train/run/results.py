@@ -15,16 +15,16 @@ from fnet.privacy.canaries import GradientCanaries
 from train.data import num_examples
 from train.data.canaries import draw_included
 from train.data.columns import is_named
-from train.errors import UserError, shorten
-from train.gradients.privacy import Privacy, at_most
-from train.networks.pretrained import FROZEN
+from train.errors import UserError, at_most, shorten
+from train.networks.published.network import FROZEN
 from train.output.curves import describe
 from train.output.formats import duration, number
 from train.output.logged import NOT_PRIVATE, Summary, input_wait, noise_scale, throughput
-from train.output.memory_tables import describe_errors, plan_summary
+from train.output.memory_tables import PHASES, describe_errors, plan_summary
 from train.output.progress import line_printer
+from train.privacy import Privacy
 from train.run.evaluation import Evaluation
-from train.run.planning import Programs, reserve
+from train.run.planning import Programs, overhead, reserve
 from train.run.run_folder import RunFolder, quote
 from train.run.same_data import versions
 from train.run.seeds import needs_secret
@@ -63,6 +63,7 @@ def before_training(programs: Programs, lines: list[dict[str, Any]]) -> dict[str
     memory = f"{format_bytes(programs.predicted_bytes)}{per_device} predicted"
     if jax.default_backend() == "cpu":
         memory += f"{_of_process(run)}, {step} of it for a step"
+    memory += PHASES.get(programs.report["peak_phase"], "")
     if config.memory.budget:
         memory += f"; budget {config.memory.budget}"
     split = f" in {planned.microbatches:,} microbatches" if planned.microbatches > 1 else ""
@@ -180,7 +181,8 @@ def describe_results(run: Setup, summary: Mapping[str, Any]) -> list[str]:
     if run.devices > 1:
         memory += " per device"
     if jax.default_backend() == "cpu":
-        memory += _of_process(run)
+        estimate = format_bytes(overhead(run).always)
+        memory += f"{_of_process(run)}, {estimate} of it an estimate of all but the step's arrays"
     if budget := run.config.memory.budget:
         memory += f", budget {budget}"
     rate = summary["examples_per_second"]

@@ -243,7 +243,6 @@ def _read(folder: RunFolder, config: Config, data: dict[str, Any]) -> dict[str, 
 def _changes(
     folder: RunFolder, config: Config, then: dict[str, Any], data: dict[str, Any]
 ) -> dict[str, str]:
-    """Return what changed of data and config, and what that means when the run goes on."""
     changes, now = {}, _record(folder, config, data)
     parts = [] if config.is_release_only else _differences(then, now)
     if parts or any(then[name] != value for name, value in now.items()):

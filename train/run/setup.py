@@ -12,6 +12,7 @@ from jax import Array
 
 import fnet
 from fnet import TrainState, optim
+from fnet.cpu.options import RUNS_ONCE
 from fnet.precision import cast_kernels
 from fnet.privacy.canaries import GradientCanaries
 from fnet.privacy.users import per_user
@@ -23,12 +24,12 @@ from train.data.canaries import add_canaries, draw_included, exclude
 from train.data.placeholder import Placeholder
 from train.data.unreadable import UnreadableFiles
 from train.errors import UserError, shorten
-from train.gradients.privacy import Privacy
-from train.networks.pretrained import PretrainedNetwork, without_module
+from train.networks.published.network import PretrainedNetwork, without_module
+from train.platform import keeps_freed_memory
+from train.privacy import Privacy
 from train.run.evaluation import Evaluator
 from train.run.mesh import Layout, shardings
 from train.run.metrics import best_metric
-from train.run.process_memory import keeps_freed_memory
 from train.run.run_folder import changed_fields
 from train.tasks import Task
 from train.tasks import build as build_task
@@ -140,11 +141,12 @@ class Setup(NamedTuple):
             of its files, whatever is given.
         """
         model = self.task.model
+        options = RUNS_ONCE if jax.default_backend() == "cpu" else None
         if not self.config.model.is_published:
-            compiled = self.lower_init(variables).compile()
+            compiled = self.lower_init(variables).compile(options)
             return lambda key: compiled(key, variables)
         shapes = model.pretrained(self.state_shapes.params, self.state_shapes.model_state)
-        compiled = self.lower_init(shapes).compile()
+        compiled = self.lower_init(shapes).compile(options)
         return lambda key: compiled(key, model.read(shapes))
 
     def evaluation(self, unreadable: UnreadableFiles, batch_size: int) -> Evaluator:
@@ -222,7 +224,6 @@ def check_resumed_length(run: Setup, saved: Config) -> None:
 
 
 def _notes(config: Config, dataset: Dataset, steps: int, missing: Placeholder | None) -> list[str]:
-    """Say where the run differs from its config, or is too short."""
     notes = [f"data: {missing.note}"] if missing else []
     if keeps_freed_memory() and jax.default_backend() == "cpu":
         if config.memory.budget is not None:

@@ -91,7 +91,6 @@ class SkippedSteps:
             file.write(json.dumps(line) + "\n")
 
     def _find_source(self, step: _Step, state: TrainState) -> str:
-        """Find what computes the first NaN or infinity, with the present parameters."""
         source = find_nonfinite(
             jax.value_and_grad(mean_loss(self._run.task.loss), has_aux=True),
             state.params,

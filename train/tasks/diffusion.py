@@ -74,7 +74,6 @@ def build(config: Config, dataset: Dataset) -> Task:
 
 
 def _check_options(config: Config) -> None:
-    """Refuse options for classifiers: mixed images, and several crops per image."""
     for name, what, only in (("mixup", "label", 0), ("cutmix", "label", 0), ("crops", "crop", 1)):
         if (value := getattr(config.data, name)) != only:
             raise UserError(

@@ -17,7 +17,7 @@ from train.data.batch import Batch
 from train.data.buckets import bucket_lengths, truncate
 from train.data.storage import atomic_write
 from train.errors import writing
-from train.networks.pretrained import weights_code, with_head
+from train.networks.published.network import weights_code, with_head
 from train.stored import read_arrays
 from train.tasks import language
 from train.tasks.task import BatchMetrics, Kind, Task
@@ -125,7 +125,6 @@ def _log_likelihoods(model: Any, params: Any, state: Any, batch: Batch) -> Array
 def _losses(
     model: Any, params: Any, state: Any, batch: Batch, key: Array | None, *, learned_only: bool
 ) -> tuple[Array, Any]:
-    """Return the losses of the tokens of each row, [N, 2, T], perhaps of the answers alone."""
     tokens, lengths, learned = (
         batch[n].reshape(-1, *batch[n].shape[2:]) for n in ("tokens", "length", "loss_mask")
     )
@@ -158,7 +157,6 @@ def build_reward(config: Config, dataset: Dataset) -> Task:
 
 
 def _sides(margin: Array, smoothing: float) -> tuple[Array, dict[str, Array]]:
-    """Return ``-log sigmoid(margin)``, perhaps smoothed, and metrics."""
     losses = -(1 - smoothing) * jax.nn.log_sigmoid(margin)
     losses -= smoothing * jax.nn.log_sigmoid(-margin)
     return losses, {"accuracy": (margin > 0).astype(jnp.float32), "margin": margin}

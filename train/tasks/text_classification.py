@@ -11,7 +11,7 @@ import fnet
 from train.config import Config
 from train.data import Arrays, Dataset
 from train.data.batch import Batch
-from train.networks.pretrained import PretrainedNetwork, with_head
+from train.networks.published.network import PretrainedNetwork, with_head
 from train.tasks import language
 from train.tasks.targets import OneClass
 from train.tasks.task import BatchMetrics, Kind, Task

@@ -23,7 +23,8 @@ from fnet.autodiff.per_example.gradients import noise_scale
 from fnet.autodiff.update import Mode, Update, carried_update, carrying, squared_norm
 from fnet.jaxpr import depends_on
 from fnet.noise.correlated import DP_SGD, Strategy, add_correlated_noise
-from fnet.noise.gaussian import Schedule, add_noise, check_schedule, factor_at
+from fnet.noise.gaussian import add_noise, factor_at
+from fnet.noise.schedules import Schedule, check_schedule
 from fnet.precision import sum_dtype
 
 

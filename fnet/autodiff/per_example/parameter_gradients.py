@@ -729,7 +729,6 @@ class _Part(InChunks):
         return self._is_single() and bool(self._equation.sums_terms)
 
     def _is_single(self) -> bool:
-        """Whether the equation of a single use gives the norms."""
         return len(self.inputs) == 1 and not self.inputs[0].use.view.layout.has_repeats
 
     def never_cancels(self) -> bool:

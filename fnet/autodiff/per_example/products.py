@@ -158,7 +158,6 @@ def _arranged(view: View, arrange: Callable[[Any], Any]) -> View:
 
 
 def _uses(terms: Sum, i: UseInputs) -> Iterator[UseInputs]:
-    """Yield the uses of the terms of a derived value, given a use of this value."""
     view = i.use.view
     for source, own in terms:
         of_source = _arranged(own, view.from_param)._replace(scans=view.scans)

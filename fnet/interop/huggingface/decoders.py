@@ -515,7 +515,6 @@ def _position_scale(options: Options) -> Callable[[Array], Array] | None:
 
 
 def _xielu() -> Layer:
-    """Return xIELU (Huang, Schlag 2024), an activation with two params."""
     beta, eps = 0.5, float(jnp.bfloat16(-1e-6))  # transformers rounds it so
 
     def apply(params: Params, x: Array) -> Array:

@@ -107,7 +107,6 @@ def _sides(size: int | Sequence[int]) -> tuple[int, int]:
 
 
 def _image_tower(options: Options) -> Options:
-    """Return the options of the image tower of a model that also has a text tower."""
     options.ignore("text_config*", "logit_scale_init_value", "initializer_factor")
     vision = options.get("vision_config", {}) | options.get("vision_config_dict", {})
     size = options.get("projection_dim", 512)

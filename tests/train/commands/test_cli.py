@@ -5,6 +5,7 @@ import dataclasses
 import errno
 import inspect
 import itertools
+import os
 import re
 import textwrap
 from typing import get_type_hints
@@ -16,10 +17,11 @@ import numpy as np
 import pytest
 from program_cases import assert_one_line_error, exit_code, fnet_command
 
-from train import arguments, cli
+from train import arguments, cli, platform
 from train.config import (
     Checkpoint,
     Config,
+    Digits,
     Memory,
     Mesh,
     Nonfinite,
@@ -143,11 +145,21 @@ def test_raises_other_errors_of_xla(monkeypatch):
         fnet_command("train", "digits")
 
 
-def test_caches_programs_in_the_users_cache_folder(workplace, monkeypatch):
+def test_caches_programs_in_the_users_cache_folder(workplace, monkeypatch, capsys):
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(workplace / "cache"))
     cli._prepare_jax()
-    assert jax.config.jax_compilation_cache_dir == str(workplace / "cache" / "fnet" / "jax")
+    cache = workplace / "cache" / "fnet" / "jax"
+    assert jax.config.jax_compilation_cache_dir == str(cache)
+    assert_one_line_error(capsys, f"fnet: compiled programs are kept in {cache}")
+    # The program that was not used for longest goes, until the rest is small enough.
+    for name, used in (("old", 1), ("older", 0), ("new", 2)):
+        (cache / name).write_bytes(b"12345")
+        os.utime(cache / name, (used, used))
+    monkeypatch.setattr(platform, "CACHE_BYTES", 10)
+    cli._prepare_jax()
+    assert {path.name for path in cache.iterdir()} == {"old", "new"}
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(
@@ -176,3 +188,10 @@ def test_a_switch_that_turns_donation_off_is_refused(workplace, capsys):
     with jax.debug_nans(True):
         assert exit_code("train", "tiny.py") == 2
     assert_one_line_error(capsys, "JAX_DEBUG_NANS: turns donation off, on which training in place")
+
+
+def test_another_source_keeps_what_the_recipe_sets_of_fields_that_both_have():
+    config = Config(data=Digits(batch_size=48, max_shift=1))
+    flags = ["--data.source", "arrays"]
+    _, config = arguments.read_with_config(arguments.TrainArguments, config, flags, "fnet")
+    assert (config.data.source, config.data.batch_size) == ("arrays", 48)

@@ -18,7 +18,7 @@ from train import arguments
 from train.arguments import FitArguments, TrainArguments
 from train.config import recipes
 from train.data.model_folder import FileTensor, ModelFolder, read_folder
-from train.networks import pretrained
+from train.networks.published import network as published
 from train.run import fine_tuning as fit
 from train.run import planning
 from train.run.fine_tuning import Cost, Shape
@@ -281,9 +281,9 @@ def test_a_shallow_copy_is_a_model_of_its_first_blocks(folder):
     assert model.depths(exact=False) == (4,)
     fit.write_shallow(model, 2, folder / "two")
     two = read_folder(folder / "two")
-    _, shapes = pretrained.match(two, "float32")
+    _, shapes = published.match(two, "float32")
     assert sorted(shapes["blocks"]) == ["0", "1"]
-    whole = pretrained.match(model.folder, "float32")[1]
+    whole = published.match(model.folder, "float32")[1]
     assert shapes["blocks"]["1"] == whole["blocks"]["1"]
     assert shapes["embedding"] == whole["embedding"]
 

@@ -56,3 +56,15 @@ def test_ignores_a_train_package_of_the_user(folder):
 def test_recipes_and_worker_processes_find_the_program(command, folder):
     write_class_folders(folder / "images", train=4, test=4)
     assert "2/2" in run(folder, *command, "train", "mine.py", "--out", "run")
+
+
+@pytest.mark.parametrize("words", ["--help", "train --help", "train mine.py --help", "report run"])
+def test_help_and_reports_do_not_import_jax(words, folder):
+    (folder / "run").mkdir()
+    (folder / "run" / "config.json").write_text('{"name": "run"}')
+    (folder / "run" / "metrics.jsonl").write_text('{"step": 1, "train/loss": 2.0}\n')
+    code = f"import sys\nfrom fnet.__main__ import main\nsys.argv = 'fnet {words}'.split()\n"
+    code += (
+        "try: main()\nexcept SystemExit: pass\nprint({'jax', 'optax', 'grain'} & {*sys.modules})"
+    )
+    assert run(folder, sys.executable, "-c", code).endswith("\nset()\n")

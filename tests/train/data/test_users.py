@@ -22,7 +22,7 @@ from train.data import Dataset, num_examples
 from train.data.poisson import user_batches
 from train.data.splits import hold_out_users
 from train.errors import UserError
-from train.gradients.privacy import Privacy
+from train.privacy import Privacy
 from train.run.setup import setup
 
 USERS, K = 7, 3

@@ -9,7 +9,8 @@ import pytest
 
 from tests.pretrained_folder import write_folder
 from train.errors import UserError
-from train.networks.pretrained import Pretrained, build_network
+from train.networks.pretrained import Pretrained
+from train.networks.published.network import build_network
 
 CONFIG = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 8000,
@@ -19,7 +20,8 @@ CONFIG = {
 PROGRAM = """
 import resource, sys
 import jax
-from train.networks.pretrained import Pretrained, build_network
+from train.networks.pretrained import Pretrained
+from train.networks.published.network import build_network
 
 kind = None if sys.argv[2] == "None" else sys.argv[2]
 network = build_network(Pretrained(path=sys.argv[1], lora_rank=2, quantize=kind), "bfloat16")

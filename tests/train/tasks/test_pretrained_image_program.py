@@ -19,8 +19,8 @@ from train.data import Outputs
 from train.data.chat import load_json
 from train.data.model_folder import read_folder
 from train.errors import UserError
-from train.networks import pretrained
 from train.networks.model_images import image_data
+from train.networks.published import network as published
 from train.run.checkpoints import load_network
 from train.run.model_files import export_model
 from train.run.open_run import OpenRun, write_classes
@@ -139,9 +139,9 @@ def test_memory_prints_the_note_on_the_image_size(workplace, capsys):
 
 def test_a_config_of_timm_without_classes_has_no_arguments_left_for_them():
     config = {"architecture": "vit", "num_classes": 5, "model_args": {"num_classes": 5}}
-    assert pretrained.without_classes(config) == {"architecture": "vit", "num_classes": 0}
+    assert published.without_classes(config) == {"architecture": "vit", "num_classes": 0}
     config["model_args"]["img_size"] = 32
-    assert pretrained.without_classes(config)["model_args"] == {"img_size": 32}
+    assert published.without_classes(config)["model_args"] == {"img_size": 32}
 
 
 def test_outputs_of_a_published_classifier_get_the_classes_that_it_names(workplace):

@@ -1,23 +1,16 @@
 """Privacy guarantee of a run, and the epsilon spent so far."""
 
 import dataclasses
-import decimal
 import functools
 from typing import Any, Literal
 
 from fnet import privacy
 from fnet.cpu.heap import release_free_memory
 from fnet.noise.correlated import DP_SGD
-from fnet.noise.gaussian import Schedule
 from fnet.noise.imports import in_double_precision, jax_privacy
+from fnet.noise.schedules import Schedule
 from fnet.privacy.accounting import COARSE_GRID, GRID, Accountant, epsilon
-from train.errors import UserError, warn
-
-
-def at_most(epsilon: float) -> str:
-    """Write an epsilon with four digits, rounded up: ``7.99832 -> "7.999"``."""
-    upward = decimal.Context(4, decimal.ROUND_CEILING)
-    return f"{float(upward.create_decimal(repr(float(epsilon)))):.4g}"
+from train.errors import UserError, at_most, warn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,10 +91,6 @@ def check_accounting() -> None:
         jax_privacy("accounting")
     except ModuleNotFoundError as error:
         raise UserError(f"grad: {error}") from error
-
-
-FOR_SOME_STEPS = ("optimized", "column_normalized", "dense", "buffered")
-"""Strategies that are optimized for the length of a run."""
 
 
 @functools.cache
