@@ -33,10 +33,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from fnet import measured
-from fnet.jaxpr import aval, rewrite
+from fnet.jaxpr import aval, rewritten
 from fnet.jaxpr.primitives import ConvGeneralDilated
 
 # Sums of 16-bit products are in float32.
@@ -65,18 +65,8 @@ def for_cpus(f: Callable[..., Any], count: int = 1) -> Callable[..., Any]:
     """
     if not count:
         return f
-
-    def fast(*args: Any) -> Any:
-        leaves, structure = jax.tree.flatten(args)
-        closed, shapes = jax.make_jaxpr(
-            lambda *leaves: f(*jax.tree.unflatten(structure, leaves)), return_shape=True
-        )(*leaves)
-        # Derivative rules hold no convolutions that run: everything is differentiated already.
-        replace = functools.partial(_replace, one_device=count == 1)
-        results = jaxpr_as_fun(rewrite(closed, replace))(*leaves)
-        return jax.tree.unflatten(jax.tree.structure(shapes), results)
-
-    return fast
+    # Derivative rules hold no convolutions that run: everything is differentiated already.
+    return rewritten(f, functools.partial(_replace, one_device=count == 1))
 
 
 def has_convolutions(jaxpr: Jaxpr | ClosedJaxpr) -> bool:

@@ -65,6 +65,7 @@ from fnet.jaxpr.interpreter import nbytes as nbytes
 from fnet.jaxpr.interpreter import part_of_jaxpr as part_of_jaxpr
 from fnet.jaxpr.interpreter import place as place
 from fnet.jaxpr.interpreter import rewrite as rewrite
+from fnet.jaxpr.interpreter import rewritten as rewritten
 from fnet.jaxpr.interpreter import scopes as scopes
 from fnet.jaxpr.interpreter import source_line as source_line
 from fnet.jaxpr.interpreter import splice as splice

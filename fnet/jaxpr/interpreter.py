@@ -549,6 +549,21 @@ def rewrite(
     return ClosedJaxpr(rewritten(closed.jaxpr), closed.consts)
 
 
+def rewritten(f: Callable[..., T], replace: Callable[[JaxprEqn], JaxprEqn]) -> Callable[..., T]:
+    """Make a function that is jitted replace equations of its own program; see `rewrite`."""
+
+    def call(*args: Any) -> T:
+        leaves, structure = jax.tree.flatten(args)
+        closed, out = jax.make_jaxpr(
+            lambda *leaves: f(*jax.tree.unflatten(structure, leaves)), return_shape=True
+        )(*leaves)
+        results = jaxpr_as_fun(rewrite(closed, replace))(*leaves)
+        made: T = jax.tree.unflatten(jax.tree.structure(out), results)
+        return made
+
+    return call
+
+
 def inline(closed: ClosedJaxpr, *, custom_derivatives: bool = False) -> ClosedJaxpr:
     """Replace `jax.jit` calls by the equations inside them, under the call's named scopes.
 
