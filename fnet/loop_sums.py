@@ -12,9 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.extend.core import JaxprEqn, Literal, Var, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 
-from fnet.jaxpr import Scan, aval, nbytes, rewritten
+from fnet.jaxpr import Scan, aval, find_equations, nbytes, rewrite, transformed
 
 _LEAST_BYTES = 2**20  # Smaller ones may wait in memory: each costs a launch.
 
@@ -26,22 +26,23 @@ def late_sums(f: Callable[..., Any]) -> Callable[..., Any]:
     loops of its own.
     """
 
-    def call(*args: Any) -> Any:
-        numbers: dict[Var, Any] = {}  # what an array is filled with
+    def change(closed: ClosedJaxpr, shapes: Any) -> ClosedJaxpr:
+        del shapes
+        numbers = {
+            e.outvars[0]: e.invars[0].val
+            for e in find_equations(closed, "broadcast_in_dim")
+            if isinstance(e.invars[0], Literal)
+        }
+        return rewrite(closed, lambda eqn: _late(eqn, numbers))
 
-        def replace(eqn: JaxprEqn) -> JaxprEqn:
-            if eqn.primitive.name == "broadcast_in_dim" and isinstance(eqn.invars[0], Literal):
-                numbers[eqn.outvars[0]] = eqn.invars[0].val
-            scan = Scan.read(eqn)
-            return eqn if scan is None or eqn.effects else _late(eqn, scan, numbers)
-
-        return rewritten(f, replace)(*args)
-
-    return call
+    return transformed(f, change)
 
 
-def _late(eqn: JaxprEqn, scan: Scan, numbers: dict[Var, Any]) -> JaxprEqn:
-    """The equation of a loop whose filled carries and stacks are made in it."""
+def _late(eqn: JaxprEqn, numbers: dict[Var, Any]) -> JaxprEqn:
+    """The equation of a loop that makes stacks, and what is filled with one of the numbers."""
+    scan = Scan.read(eqn)
+    if scan is None or eqn.effects or scan.unroll != 1:
+        return eqn
     first, last = scan.num_consts, scan.num_consts + scan.num_carry
     filled = {
         i: numbers[v]
@@ -52,7 +53,7 @@ def _late(eqn: JaxprEqn, scan: Scan, numbers: dict[Var, Any]) -> JaxprEqn:
     is_large = any(nbytes(v) >= _LEAST_BYTES for v in stacks)
     avals = [aval(v) for v in (*eqn.invars, *eqn.outvars)]
     is_plain = all(not jnp.issubdtype(a.dtype, jax.dtypes.extended) for a in avals)
-    if not (filled or is_large) or scan.unroll != 1 or not is_plain:
+    if not (filled or is_large) or not is_plain:
         return eqn
 
     def loop(*inputs: Array) -> list[Array]:

@@ -23,7 +23,7 @@ from fnet.autodiff.mean import (
 )
 from fnet.autodiff.update import GradientFunction, Mode, Update, gradient_then_optimizer
 from fnet.cpu.convolutions import has_convolutions, is_slow_in_loops
-from fnet.jaxpr import rewritten
+from fnet.jaxpr import rewrite, transformed
 from fnet.jaxpr.primitives import Slice
 from fnet.mesh import equally_varying
 from fnet.precision import sum_dtype
@@ -258,7 +258,7 @@ def _accumulate(
     def add_gradient(model_state: Any, i: Array) -> tuple[Any, dict[str, Array]]:
         part, current = _part(parts, i), _after(sums, params) if unroll else params
         part_key = None if key is None else jax.random.fold_in(key, i)
-        f = rewritten(objective, _with_strides)
+        f = transformed(objective, lambda closed, _: rewrite(closed, _with_strides))
         value, vjp, (model_state, means) = jax.vjp(
             lambda params: f(params, model_state, part, part_key), current, has_aux=True
         )

@@ -36,7 +36,7 @@ from jax import Array
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from fnet import measured
-from fnet.jaxpr import aval, rewritten
+from fnet.jaxpr import aval, rewrite, transformed
 from fnet.jaxpr.primitives import ConvGeneralDilated
 
 # Sums of 16-bit products are in float32.
@@ -66,7 +66,8 @@ def for_cpus(f: Callable[..., Any], count: int = 1) -> Callable[..., Any]:
     if not count:
         return f
     # Derivative rules hold no convolutions that run: everything is differentiated already.
-    return rewritten(f, functools.partial(_replace, one_device=count == 1))
+    replace = functools.partial(_replace, one_device=count == 1)
+    return transformed(f, lambda closed, _: rewrite(closed, replace))
 
 
 def has_convolutions(jaxpr: Jaxpr | ClosedJaxpr) -> bool:

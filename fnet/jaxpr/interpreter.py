@@ -549,16 +549,21 @@ def rewrite(
     return ClosedJaxpr(rewritten(closed.jaxpr), closed.consts)
 
 
-def rewritten(f: Callable[..., T], replace: Callable[[JaxprEqn], JaxprEqn]) -> Callable[..., T]:
-    """Make a function that is jitted replace equations of its own program; see `rewrite`."""
+def transformed(
+    f: Callable[..., T], change: Callable[[ClosedJaxpr, Any], ClosedJaxpr]
+) -> Callable[..., T]:
+    """Make a function that is jitted evaluate a changed program of its own.
+
+    ``change`` gets the program and the shapes of its results, as a pytree.
+    """
 
     def call(*args: Any) -> T:
         leaves, structure = jax.tree.flatten(args)
-        closed, out = jax.make_jaxpr(
+        closed, shapes = jax.make_jaxpr(
             lambda *leaves: f(*jax.tree.unflatten(structure, leaves)), return_shape=True
         )(*leaves)
-        results = jaxpr_as_fun(rewrite(closed, replace))(*leaves)
-        made: T = jax.tree.unflatten(jax.tree.structure(out), results)
+        results = jaxpr_as_fun(change(closed, shapes))(*leaves)
+        made: T = jax.tree.unflatten(jax.tree.structure(shapes), results)
         return made
 
     return call
