@@ -139,10 +139,8 @@ def dot_product_attention(
 # in four 0.9 to 1.1; 1,024 tokens in eight chunks of 2^20 scores 0.55, in four 0.72, in one
 # 0.77. Causal, 4,096 tokens, in ms: window 256 with chunks of 64 203, of 128 201, of 256 231;
 # window 64 with chunks of 64 205, of 128 284; without a window at least 1,334.
-#
-# On accelerators, each operation of each chunk starts a kernel. Compiled for an H200, a train step of
-# 3 blocks of 768 with 16 x 1,024 tokens: 16 chunks 21.1 ms, 7 of 2^25 scores 18.4, 4 of 2^26 17.8,
-# all in the same memory.
+# On accelerators each chunk starts kernels. Compiled for an H200, 3 blocks of 768 with 16 x 1,024
+# tokens, all in the same memory: 16 chunks 21.1 ms, 7 of 2^25 scores 18.4, 4 of 2^26 17.8.
 _SCORES, _SCORES_ON_ACCELERATORS, _QUERIES = 2**20, 2**25, 64
 
 _BANDS = 4  # each band is compiled separately; eight would save another tenth of the compute
@@ -154,14 +152,13 @@ _PRECISION = {jnp.dtype(jnp.bfloat16): jax.lax.DotAlgorithmPreset.BF16_BF16_F32}
 
 def _default_chunk(q: Array, k: Array, window: int | None) -> int:
     most = _SCORES if is_for_cpu() else _SCORES_ON_ACCELERATORS
-    examples_and_heads, (t, s) = q.shape[0] * q.shape[2], (q.shape[1], k.shape[1])
+    t, keys = q.shape[1], k.shape[1] if window is None else min(k.shape[1], 2 * window)
+    scores_per_query = q.shape[0] * q.shape[2] * keys
     if window is not None:  # half of it: longer chunks compute more masked scores
-        scores_per_query = examples_and_heads * min(s, 2 * window)
         return max(_QUERIES, min(most // scores_per_query, window // 2))
-    is_known = isinstance(examples_and_heads, int)  # jax.export may leave the batch size open
-    if not is_known or t * s * examples_and_heads <= 2 * most:
-        return t
-    return max(_QUERIES, most // (s * examples_and_heads))
+    is_known = isinstance(scores_per_query, int)  # jax.export may leave the batch size open
+    is_small = not is_known or t * scores_per_query <= 2 * most
+    return t if is_small else max(_QUERIES, most // scores_per_query)
 
 
 # Checkpointed twice: here, to save q, k and v in their own dtype, and around each chunk.
