@@ -134,13 +134,11 @@ def dot_product_attention(
     return y
 
 
-# Scores per chunk, and the minimum number of queries. Time of the gradient relative to jax.nn
-# for 8 heads of 64, float32, on two CPU cores: 512 tokens in one chunk 0.75, in two 0.9 to 1.0,
-# in four 0.9 to 1.1; 1,024 tokens in eight chunks of 2^20 scores 0.55, in four 0.72, in one
-# 0.77. Causal, 4,096 tokens, in ms: window 256 with chunks of 64 203, of 128 201, of 256 231;
-# window 64 with chunks of 64 205, of 128 284; without a window at least 1,334.
-# On accelerators each chunk starts kernels. Compiled for an H200, 3 blocks of 768 with 16 x 1,024
-# tokens, all in the same memory: 16 chunks 21.1 ms, 7 of 2^25 scores 18.4, 4 of 2^26 17.8.
+# Scores per chunk, and the minimum number of queries. Time of the gradient relative to jax.nn for 8
+# heads of 64, float32, two CPU cores: 512 tokens in one chunk 0.75, in two 0.9 to 1.0; 1,024 in
+# eight chunks of 2^20 scores 0.55, in four 0.72, in one 0.77. 4,096 tokens, in ms: window 256 with
+# chunks of 64 203, of 128 201; window 64 with chunks of 64 205, of 128 284. Compiled for an
+# H200, 3 blocks of 768: 16 chunks 21.1 ms, 7 of 2^25 scores 18.4, 4 of 2^26 17.8.
 _SCORES, _SCORES_ON_ACCELERATORS, _QUERIES = 2**20, 2**25, 64
 
 _BANDS = 4  # each band is compiled separately; eight would save another tenth of the compute
