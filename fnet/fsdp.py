@@ -15,7 +15,7 @@ from typing import Literal as OneOf
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from fnet.jaxpr import (
@@ -33,6 +33,7 @@ from fnet.jaxpr import (
     moves_elements,
     places_once,
     splice,
+    transformed,
 )
 from fnet.state import check_state
 
@@ -193,27 +194,26 @@ def gather_at_use(
     mesh: Mesh = meshes[0]
 
     def sharded(*args: Any) -> Any:
-        leaves, structure = jax.tree.flatten(args)
         in_specs = _specs(in_shardings, args)
-        closed, shapes = jax.make_jaxpr(
-            lambda *leaves: f(*jax.tree.unflatten(structure, leaves)), return_shape=True
-        )(*leaves)
-        out_specs = _specs(out_shardings, shapes)
-        names = {n for spec in in_specs if spec for n in _names(spec)} if axes is None else axes
-        states: list[State] = [
-            DATA if spec is None else Shard(spec, v.aval.size, frozenset({i}))
-            for i, (v, spec) in enumerate(zip(closed.jaxpr.invars, in_specs, strict=True))
-        ]
-        # The first search says which parameters a step gathers, the second which enter loops.
-        first = _Search()
-        first.run(closed, states)
-        search = _Search(first)
-        search.run(closed, states)
-        jaxpr = _insert_gathers(mesh, frozenset(names), closed.jaxpr, search.gathers)
-        wishes = [spec if spec and any(spec) else None for spec in out_specs]
-        jaxpr, _ = _ShardResults(mesh).run(jaxpr, [None] * len(leaves), wishes)
-        results = jaxpr_as_fun(ClosedJaxpr(jaxpr, closed.consts))(*leaves)
-        return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+        def change(closed: ClosedJaxpr, shapes: Any) -> ClosedJaxpr:
+            names = {n for spec in in_specs if spec for n in _names(spec)} if axes is None else axes
+            states: list[State] = [
+                DATA if spec is None else Shard(spec, v.aval.size, frozenset({i}))
+                for i, (v, spec) in enumerate(zip(closed.jaxpr.invars, in_specs, strict=True))
+            ]
+            # The first search says which parameters a step gathers, the second which enter loops.
+            first = _Search()
+            first.run(closed, states)
+            search = _Search(first)
+            search.run(closed, states)
+            jaxpr = _insert_gathers(mesh, frozenset(names), closed.jaxpr, search.gathers)
+            out_specs = _specs(out_shardings, shapes)
+            wishes = [spec if spec and any(spec) else None for spec in out_specs]
+            jaxpr, _ = _ShardResults(mesh).run(jaxpr, [None] * len(in_specs), wishes)
+            return ClosedJaxpr(jaxpr, closed.consts)
+
+        return transformed(f, change)(*args)
 
     return sharded
 

@@ -19,6 +19,7 @@ from fnet.autodiff.mean import Gradient, Loss, losses_and_aux, mean
 from fnet.autodiff.update import Mode
 from fnet.cpu.convolutions import count_cpus, for_cpus
 from fnet.fsdp import gather_at_use
+from fnet.loop_sums import late_sums
 from fnet.memory import REMAT_POLICIES, BudgetError, format_bytes
 from fnet.memory.donation import Donation, donation
 from fnet.memory.peak import Peak, compile_min_memory, peak
@@ -159,12 +160,15 @@ class Step:
 
     @functools.cached_property
     def jitted(self) -> jax.stages.Wrapped:
-        """The jitted step, ``(state, batch)``. The static argument ``cpus`` is for `for_cpus`."""
+        """The jitted step, ``(state, batch)``. The static argument ``cpus`` is for `for_cpus`; 0:
+        an accelerator, where `late_sums` begin.
+        """
 
         def step(
             state: TrainState, batch: dict[str, Array], cpus: int = 0
         ) -> tuple[TrainState, Metrics]:
-            return cast(tuple[TrainState, Metrics], for_cpus(self.apply, cpus)(state, batch))
+            apply = for_cpus(self.apply, cpus) if cpus else late_sums(self.apply)
+            return cast(tuple[TrainState, Metrics], apply(state, batch))
 
         # jit drops arguments that are never read, and with them their donation.
         return jax.jit(step, static_argnames="cpus", donate_argnums=0, keep_unused=True)

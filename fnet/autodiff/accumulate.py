@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
-from jax.extend.core import JaxprEqn, jaxpr_as_fun
+from jax.extend.core import JaxprEqn
 
 from fnet.autodiff.examples import check_params
 from fnet.autodiff.mean import (
@@ -23,7 +23,7 @@ from fnet.autodiff.mean import (
 )
 from fnet.autodiff.update import GradientFunction, Mode, Update, gradient_then_optimizer
 from fnet.cpu.convolutions import has_convolutions, is_slow_in_loops
-from fnet.jaxpr import rewrite
+from fnet.jaxpr import rewrite, transformed
 from fnet.jaxpr.primitives import Slice
 from fnet.mesh import equally_varying
 from fnet.precision import sum_dtype
@@ -258,7 +258,7 @@ def _accumulate(
     def add_gradient(model_state: Any, i: Array) -> tuple[Any, dict[str, Array]]:
         part, current = _part(parts, i), _after(sums, params) if unroll else params
         part_key = None if key is None else jax.random.fold_in(key, i)
-        f = _with_explicit_strides(objective, current, model_state, part, part_key)
+        f = transformed(objective, lambda closed, _: rewrite(closed, _with_strides))
         value, vjp, (model_state, means) = jax.vjp(
             lambda params: f(params, model_state, part, part_key), current, has_aux=True
         )
@@ -287,21 +287,12 @@ def _after(sums: Any, params: Any) -> Any:
     return params
 
 
-def _with_explicit_strides(f: Callable[..., Any], *args: Any) -> Callable[..., Any]:
-    """Return ``f`` for arguments of these shapes, with strides in every slice.
-
-    JAX 0.10 fails to add the cotangent of a slice without strides to a reference.
-    """
-
-    def with_strides(eqn: JaxprEqn) -> JaxprEqn:
-        part = Slice.read(eqn)
-        if part is None or part.strides is not None:
-            return eqn
-        return part.replace(strides=(1,) * len(part.start_indices))
-
-    closed, out = jax.make_jaxpr(f, return_shape=True)(*args)
-    call = jaxpr_as_fun(rewrite(closed, with_strides))
-    return lambda *args: jax.tree.unflatten(jax.tree.structure(out), call(*jax.tree.leaves(args)))
+def _with_strides(eqn: JaxprEqn) -> JaxprEqn:
+    """A slice with strides: JAX 0.10 fails to add the cotangent of one without to a reference."""
+    part = Slice.read(eqn)
+    if part is None or part.strides is not None:
+        return eqn
+    return part.replace(strides=(1,) * len(part.start_indices))
 
 
 def _is_slow_in_loops_on_cpu(

@@ -1,24 +1,12 @@
-"""Convolutions on a CPU as matrix products or sums, where XLA's own are slow.
+"""Convolutions on a CPU as matrix products or sums, where XLA's own are slow: docs/cpu.md.
 
-**3x3 convolutions** use Winograd's minimal filtering. A tile of 2x2 outputs depends on 4x4 inputs.
-Transformed by additions, tile and kernel meet in 16 products per pair of channels, in place of 36.
-All tiles together are 16 matrix products. They run over a few images at a time, whose tiles fit
-into the cache.
+**3x3 convolutions** use Winograd's minimal filtering: a tile of 2x2 outputs is 16 products of
+transformed inputs and kernels, in place of 36, over a few images that fit into the cache. Dilated
+kernels that mostly meet padding are one product for each kernel element.
 
-A dilated kernel that reaches far beyond the images meets mostly padding. One matrix product for
-each kernel element leaves the padding out. So it is computed as well if the kernel has more
-elements than the image has pixels, such as 3x3 on 2x2: XLA would swap both.
-
-The gradient by a 1x1 kernel is one product, too. XLA would transpose both arrays before.
-
-**Depthwise convolutions** become one fused sum of shifted images; by the input of a strided one,
-one sum for each phase of the stride. XLA's take 10 to 80 times as long, and up to 27 times the
-memory of the images.
-
-**Grouped convolutions** become a loop over blocks of about 32 channels. A block is a convolution of
-one group, whose kernel has zeros between the groups, so an input that is not finite reaches the
-outputs of all groups of its block. XLA's take two to seven times as long with groups of 4 to 16
-channels. XLA's kernel gradients, a plain loop, take 25 times as long or more.
+**Depthwise convolutions** are one fused sum of shifted images, by the input of a strided one one
+for each phase of the stride. **Grouped convolutions** are a loop over blocks of about 32 channels,
+whose kernels have zeros between groups: an input that is not finite reaches all of its block.
 
 References: Lavin and Gray 2016, "Fast algorithms for convolutional neural networks", CVPR,
   arXiv:1509.09308, section 4.1: F(2x2, 3x3) and its matrices.
@@ -33,10 +21,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from fnet import measured
-from fnet.jaxpr import aval, rewrite
+from fnet.jaxpr import aval, rewrite, transformed
 from fnet.jaxpr.primitives import ConvGeneralDilated
 
 # Sums of 16-bit products are in float32.
@@ -65,18 +53,9 @@ def for_cpus(f: Callable[..., Any], count: int = 1) -> Callable[..., Any]:
     """
     if not count:
         return f
-
-    def fast(*args: Any) -> Any:
-        leaves, structure = jax.tree.flatten(args)
-        closed, shapes = jax.make_jaxpr(
-            lambda *leaves: f(*jax.tree.unflatten(structure, leaves)), return_shape=True
-        )(*leaves)
-        # Derivative rules hold no convolutions that run: everything is differentiated already.
-        replace = functools.partial(_replace, one_device=count == 1)
-        results = jaxpr_as_fun(rewrite(closed, replace))(*leaves)
-        return jax.tree.unflatten(jax.tree.structure(shapes), results)
-
-    return fast
+    # Derivative rules hold no convolutions that run: everything is differentiated already.
+    replace = functools.partial(_replace, one_device=count == 1)
+    return transformed(f, lambda closed, _: rewrite(closed, replace))
 
 
 def has_convolutions(jaxpr: Jaxpr | ClosedJaxpr) -> bool:

@@ -69,7 +69,7 @@ from fnet.jaxpr.interpreter import scopes as scopes
 from fnet.jaxpr.interpreter import source_line as source_line
 from fnet.jaxpr.interpreter import splice as splice
 from fnet.jaxpr.interpreter import switch as switch
-from fnet.jaxpr.interpreter import with_bodies as with_bodies
+from fnet.jaxpr.interpreter import transformed as transformed
 from fnet.jaxpr.layout import Factors as Factors
 from fnet.jaxpr.layout import Layout as Layout
 from fnet.jaxpr.layout import NoLayoutError as NoLayoutError

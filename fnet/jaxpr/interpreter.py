@@ -44,44 +44,16 @@ def interpret(
 ) -> list[T]:
     """Interpret a jaxpr: call ``handler(eqn, inputs)`` for every equation, in order.
 
-    With `evaluate` as the handler this is ``jax.core.eval_jaxpr``. A handler may
-    evaluate some equations in another way, or compute something else than arrays
-    (shapes, flags, dependencies): values are opaque to the interpreter. It does not
-    enter inner jaxprs. A handler does so by calling `interpret` on `called_jaxpr` or on
-    the body of a `Scan`.
-
-    A value is dropped after its last use.
+    With `evaluate` as the handler this is ``jax.core.eval_jaxpr``. Values are opaque: a handler may
+    compute shapes, flags or dependencies. It enters inner jaxprs itself, by `interpret` of
+    `called_jaxpr` or of the body of a `Scan`. A value is dropped after its last use.
 
     Args:
       closed: the function, ``jax.make_jaxpr(f)(*args)``.
       args: one value per argument of the jaxpr.
-      handler: takes an equation and one value per input of it, and returns one
-        value per output.
-      constant: maps a literal or a constant of the jaxpr to a value; by default
-        the array itself.
-
-    Returns:
-      One value per result of the jaxpr.
-
-    Raises:
-      Exception: whatever ``handler`` raises, with a note that names the equation,
-        its named scopes and its source line.
-
-    Example:
-      >>> import jax, jax.numpy as jnp
-      >>> from fnet.jaxpr import evaluate, interpret
-      >>> closed = jax.make_jaxpr(lambda x: jnp.exp(x) + 1)(0.0)
-      >>> def print_and_evaluate(eqn, inputs):
-      ...     print(eqn.primitive.name)
-      ...     return evaluate(eqn, inputs)
-      >>> [y] = interpret(closed, [0.0], print_and_evaluate)
-      exp
-      add
-      >>> float(y)
-      2.0
-
-    References:
-      https://docs.jax.dev/en/latest/notebooks/Writing_custom_interpreters_in_Jax.html
+      handler: takes an equation and one value per input of it, and returns one per output. What it
+        raises gets a note with the equation, its named scopes and its source line.
+      constant: maps a literal or a constant to a value; by default the array itself.
     """
     jaxpr = closed.jaxpr
     values: dict[Var, T] = dict(zip(jaxpr.invars, args, strict=True))
@@ -547,6 +519,26 @@ def rewrite(
         return value
 
     return ClosedJaxpr(rewritten(closed.jaxpr), closed.consts)
+
+
+def transformed(
+    f: Callable[..., T], change: Callable[[ClosedJaxpr, Any], ClosedJaxpr]
+) -> Callable[..., T]:
+    """Make a function that is jitted evaluate a changed program of its own.
+
+    ``change`` gets the program and the shapes of its results, as a pytree.
+    """
+
+    def call(*args: Any) -> T:
+        leaves, structure = jax.tree.flatten(args)
+        closed, shapes = jax.make_jaxpr(
+            lambda *leaves: f(*jax.tree.unflatten(structure, leaves)), return_shape=True
+        )(*leaves)
+        results = jaxpr_as_fun(change(closed, shapes))(*leaves)
+        made: T = jax.tree.unflatten(jax.tree.structure(shapes), results)
+        return made
+
+    return call
 
 
 def inline(closed: ClosedJaxpr, *, custom_derivatives: bool = False) -> ClosedJaxpr:

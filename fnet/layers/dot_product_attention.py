@@ -15,6 +15,7 @@ from jaxtyping import Bool, Float, Int
 
 from fnet import checks, chunks
 from fnet.backward_pass import DEAR
+from fnet.cpu.tracing import is_for_cpu
 from fnet.precision import upcast
 
 MASKED_SCORE = 0.7 * float(jnp.finfo(jnp.float32).min)
@@ -81,9 +82,9 @@ def dot_product_attention(
       sinks: score of each head's sink [H], which takes part in the softmax and has value 0 (OpenAI
         2025, "gpt-oss-120b & gpt-oss-20b Model Card"). It is not scaled or capped. None: no sinks.
       chunk: maximum number of queries per chunk; chunks are evenly sized. By default 2^20
-        scores per chunk over all heads and examples, but at least 64 queries; one chunk for
-        up to 2^21 scores. With a window, at most half the window, but at least 64. Axes
-        added by `jax.vmap` do not count.
+        scores per chunk over all heads and examples, on accelerators 2^25, but at least 64
+        queries; one chunk for up to twice as many scores. With a window, at most half the
+        window, but at least 64. Axes added by `jax.vmap` do not count.
 
     Returns:
       [B, T, H, D], in the dtype of ``q``.
@@ -133,12 +134,12 @@ def dot_product_attention(
     return y
 
 
-# Scores per chunk, and the minimum number of queries. Time of the gradient relative to jax.nn
-# for 8 heads of 64, float32, on two CPU cores: 512 tokens in one chunk 0.75, in two 0.9 to 1.0,
-# in four 0.9 to 1.1; 1,024 tokens in eight chunks of 2^20 scores 0.55, in four 0.72, in one
-# 0.77. Causal, 4,096 tokens, in ms: window 256 with chunks of 64 203, of 128 201, of 256 231;
-# window 64 with chunks of 64 205, of 128 284; without a window at least 1,334.
-_SCORES, _QUERIES = 2**20, 64
+# Scores per chunk, and the minimum number of queries. Time of the gradient relative to jax.nn for 8
+# heads of 64, float32, two CPU cores: 512 tokens in one chunk 0.75, in two 0.9 to 1.0; 1,024 in
+# eight chunks of 2^20 scores 0.55, in four 0.72, in one 0.77. 4,096 tokens, in ms: window 256 with
+# chunks of 64 203, of 128 201; window 64 with chunks of 64 205, of 128 284. Compiled for an
+# H200, 3 blocks of 768: 16 chunks 21.1 ms, 7 of 2^25 scores 18.4, 4 of 2^26 17.8.
+_SCORES, _SCORES_ON_ACCELERATORS, _QUERIES = 2**20, 2**25, 64
 
 _BANDS = 4  # each band is compiled separately; eight would save another tenth of the compute
 
@@ -148,14 +149,14 @@ _PRECISION = {jnp.dtype(jnp.bfloat16): jax.lax.DotAlgorithmPreset.BF16_BF16_F32}
 
 
 def _default_chunk(q: Array, k: Array, window: int | None) -> int:
-    examples_and_heads, (t, s) = q.shape[0] * q.shape[2], (q.shape[1], k.shape[1])
+    most = _SCORES if is_for_cpu() else _SCORES_ON_ACCELERATORS
+    t, keys = q.shape[1], k.shape[1] if window is None else min(k.shape[1], 2 * window)
+    scores_per_query = q.shape[0] * q.shape[2] * keys
     if window is not None:  # half of it: longer chunks compute more masked scores
-        scores_per_query = examples_and_heads * min(s, 2 * window)
-        return max(_QUERIES, min(_SCORES // scores_per_query, window // 2))
-    is_known = isinstance(examples_and_heads, int)  # jax.export may leave the batch size open
-    if not is_known or t * s * examples_and_heads <= 2 * _SCORES:
-        return t
-    return max(_QUERIES, _SCORES // (s * examples_and_heads))
+        return max(_QUERIES, min(most // scores_per_query, window // 2))
+    is_known = isinstance(scores_per_query, int)  # jax.export may leave the batch size open
+    is_small = not is_known or t * scores_per_query <= 2 * most
+    return t if is_small else max(_QUERIES, most // scores_per_query)
 
 
 # Checkpointed twice: here, to save q, k and v in their own dtype, and around each chunk.

@@ -153,8 +153,7 @@ def rms_norm_layer(d: int, *, scale: bool = True, eps: float = 1e-6, offset: flo
       ``scale`` [d], initially ``1 - offset``, float32.
 
     Raises:
-      ValueError: if ``d`` is below 1; when applied, if the input does not end in ``d``.
-      TypeError: when applied, if ``x`` is not floating.
+      TypeError, ValueError: as `fnet.layers.layer_norm`.
 
     Example:
       >>> import jax, jax.numpy as jnp, fnet

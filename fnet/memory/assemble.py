@@ -70,13 +70,6 @@ class Step:
       closed: The traced step, ``jitted.trace(...).jaxpr``.
       donated: Whether each argument is donated.
       rates: Of the accelerator that it is for, if it is one.
-
-    Example:
-      >>> import jax, jax.numpy as jnp
-      >>> from fnet.memory.assemble import Step
-      >>> f = jax.jit(lambda x: jnp.sort(x) @ x)
-      >>> Step(f.trace(jnp.zeros((64, 64))).jaxpr, [False]).estimate()[0]
-      49152
     """
 
     def __init__(

@@ -23,9 +23,6 @@ class AxisClasses(Propagation[tuple[Axis, ...]]):
     ``x @ x.T``, are in one class, too. So a class tells which arrays may be cut together, and
     `RowAxes` whether they can be.
 
-    Args:
-      eqns: Equations of a program, in order.
-
     Example:
       >>> import jax, jax.numpy as jnp
       >>> from fnet.memory.axis_classes import AxisClasses

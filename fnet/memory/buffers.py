@@ -82,6 +82,7 @@ class Operation:
       is_elementwise: Whether each element of a result depends on one of each operand.
       is_cheap_twice: Whether it reads at most one array of as many axes as its result.
       is_in_library: Whether the library that computes sums on a CPU can compute it.
+      has_effect: Whether it runs though nothing reads its outputs, such as a write to a reference.
       readers: Operations that read its outputs.
       tag: Equation of the loss that it belongs to, and whether it is of the backward pass.
       cost: FLOPs and bytes of running it.
@@ -100,6 +101,7 @@ class Operation:
     is_elementwise: bool = False
     is_cheap_twice: bool = False
     is_in_library: bool = False
+    has_effect: bool = False
     readers: "list[Operation]" = dataclasses.field(default_factory=list)
     tag: tuple[int, bool] | None = None
     cost: Cost = _FREE
@@ -255,7 +257,8 @@ def _needed(operations: Sequence[Operation], results: Sequence[Array]) -> "dict[
     """Operations that results, or writes into stacks, are computed from, in order."""
     needed = {a.maker for a in results} - {None}
     for o in reversed(operations):
-        if o in needed or (not o.bytes and o.name == "dynamic_update_slice"):
+        is_stack = not o.bytes and o.name == "dynamic_update_slice"
+        if o in needed or o.has_effect or is_stack:
             needed |= {o, *(a.maker for a in o.inputs)}
     return {o: None for o in operations if o in needed}
 

@@ -38,6 +38,7 @@ _LIBRARY = frozenset(
 )
 _LIBRARY_DTYPES = (jnp.float32, jnp.float64)
 _LEAST_IN_LIBRARY = 2**14
+_OF_REFERENCES = ("new_ref", "get", "freeze")  # What is made has the memory of what is read.
 
 
 class Program:
@@ -95,7 +96,7 @@ class Program:
             return self._barrier(inputs)
         if _changes_nothing(eqn):
             return inputs[-1:]
-        if renames(eqn) and len(inputs) == len(eqn.outvars):
+        if len(inputs) == len(eqn.outvars) and (renames(eqn) or name in _OF_REFERENCES):
             if name == "name" and density_of(eqn) and inputs[0].maker:
                 inputs[0].maker.densities = [density_of(eqn)]
             return inputs
@@ -169,7 +170,7 @@ class Program:
 
     def _operation(self, eqn: JaxprEqn, inputs: list[Array]) -> Operation:
         outputs = [Array(nbytes(v) * (1 + self._is_widened(v))) for v in eqn.outvars]
-        operation = Operation(_name(eqn), inputs, outputs)
+        operation = Operation(_name(eqn), inputs, outputs, has_effect=bool(eqn.effects))
         operation.cost = equation_cost(eqn)
         operation.densities = [density_of(eqn)] * len(eqn.outvars)
         if (scan := Scan.read(eqn)) is not None:

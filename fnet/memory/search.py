@@ -188,11 +188,11 @@ class Planner:
             return any(o.cost.time <= slower * plain.option.cost.time for o in found)
 
         found += self._blocks(plain, fits)
+        found += () if is_done(_FAST) else self._microbatches(fits)
         found += () if is_done(_FAST) else self._rows(fits)
         found += () if is_done(_FEW) else self._loops(fits)
         if not is_done(_MUCH):
             found += self._both(fits, min((o.cost.time for o in found), default=math.inf))
-        found += () if is_done(_MUCH) else self._microbatches(fits)
         found += () if found else filter(fits, self._moved())
         return min(found, key=lambda o: o.order, default=None)
 
@@ -370,13 +370,27 @@ class Planner:
         return [*loops, *windows]
 
     def _microbatches(self, fits: Fits, trees: Sequence[Node] = ()) -> Iterator[Option]:
-        saved = [*self.plain.step.densities[-1:], NOTHING]  # what is dearest, or nothing
-        trees = trees or (PLAIN, *(Blocks(0.1, (least,)) for least in saved))
+        """The fewest microbatches that fit."""
         for n in self.choices[1:]:
-            for tree in trees:
+            for tree in trees or self._trees_in_parts(fits, n):
                 if (traced := self.trace(tree, n)) and fits(traced.option):
                     yield traced.option
                     return
+
+    def _trees_in_parts(self, fits: Fits, n: int) -> Iterator[Node]:
+        """A tree of which a part fits, then one that makes room for what microbatches add."""
+        plain, added = self.plain, 0
+
+        def part(o: Option) -> Option:
+            size = plain.step.fixed + added + (o.bytes - plain.step.fixed) // n
+            return o._replace(bytes=size, microbatches=n)
+
+        for _ in range(2):
+            whole = [plain.option] if fits(part(plain.option)) else []
+            for option in whole or self._blocks(plain, lambda o: fits(part(o))):
+                yield option.tree
+                if traced := self.trace(option.tree, n):
+                    added += traced.option.bytes - part(option).bytes
 
     def smallest(self) -> list[Option]:
         """Trees of each kind with the fewest estimated bytes, whatever the budget is."""

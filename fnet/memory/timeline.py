@@ -144,18 +144,10 @@ def layer_of(op_name: str) -> tuple[str, str]:
     - ``jit(step)/transpose(jvp(stage0))/conv/dot_general``: ``("stage0/conv", "backward")``.
     - ``jit(step)/jvp(blocks)/while/body/closed_call/mlp/tanh``: ``("blocks/mlp", "forward")``.
     - ``jit(step)/optimizer/mul``: ``("optimizer", "optimizer")``.
-    - ``jit(step)/dot_general``: ``("", "")``.
-    - ``jit(step)/transpose(jvp(a))/b/(dot_general:reduce_sum)``: ``("a/b", "backward")``. XLA
-      merged several operations, such as sums over devices, and printed the common part first.
+    - ``jit(step)/transpose(jvp(a))/b/(dot_general:reduce_sum)``: ``("a/b", "backward")``, merged.
 
-    Rematerialized operations are ``backward``. A program without a derivative has no phases.
-
-    Args:
-      op_name: ``metadata={op_name="..."}`` of an instruction in ``compiled.as_text()``.
-
-    Returns:
-      The named scopes joined by slashes, and ``forward``, ``backward``, ``optimizer`` (under a
-      scope of that name, as in `fnet.make_step`) or empty.
+    Rematerialized operations are ``backward``. A program without a derivative has no phases; what
+    is under the scope ``optimizer``, as in `fnet.make_step`, has that phase.
     """
     name, merged, _ = _CONTROL_FLOW.sub("", op_name).partition("/(")
     *path, last = _SLASH.split(name)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from fnet.cpu.tracing import traced_for
 from fnet.layers.dot_product_attention import dot_product_attention
 from fnet.memory import peak
 from fnet.memory.peak import compile_min_memory
@@ -277,11 +278,17 @@ def test_flops_and_memory_of_a_window_grow_linearly():
 
 
 @pytest.mark.parametrize(
-    ("batch", "t", "chunks"), [(1, 512, 1), (1, 513, 3), (1, 2048, 32), (64, 100, 2), (64, 60, 1)]
+    ("platform", "batch", "t", "chunks"),
+    [
+        *(("cpu", 1, 512, 1), ("cpu", 1, 513, 3), ("cpu", 1, 2048, 32), ("cpu", 64, 100, 2)),
+        *(("cpu", 64, 60, 1), ("gpu", 1, 2048, 1), ("gpu", 1, 4096, 4), ("gpu", 64, 512, 4)),
+    ],
 )
-def test_default_chunk_is_all_queries_or_a_million_scores(batch, t, chunks):
+def test_default_chunk_is_all_queries_or_a_million_scores(platform, batch, t, chunks):
     x = jax.ShapeDtypeStruct((batch, t, 8, 64), jnp.float32)
-    assert f"length={chunks}\n" in str(jax.make_jaxpr(dot_product_attention)(x, x, x))
+    with traced_for(platform):
+        program = jax.make_jaxpr(dot_product_attention)(x, x, x)
+    assert f"length={chunks}\n" in str(program)
 
 
 @pytest.mark.parametrize(("t", "window", "chunks"), [(4096, 256, 32), (4096, 64, 64), (60, 8, 1)])

@@ -5,6 +5,7 @@ import numpy as np
 import optax
 import pytest
 
+import fnet
 from benchmarks.random_losses import random_loss
 from fnet import memory
 from fnet.memory.assemble import Step
@@ -21,7 +22,10 @@ def estimate_and_peak(loss, params, batch, optimizer):
         updates, moments = optimizer.update(grads, moments, params)
         return optax.apply_updates(params, updates), moments, value
 
-    traced = jax.jit(step, donate_argnums=(0, 1)).trace(params, shapes, batch)
+    return of_traced(jax.jit(step, donate_argnums=(0, 1)).trace(params, shapes, batch))
+
+
+def of_traced(traced):
     options = memory.CANDIDATE_OPTIONS["cpu"]
     peak = min(memory.estimate_peak(traced.lower(), o).assigned for o in options)
     donated = [a.donated for a in jax.tree.leaves(traced.args_info)]
@@ -41,6 +45,22 @@ def test_layers_are_estimated_to_within_two_arrays(activation, checkpoint):
     params, x = [0.1 * np.eye(64, dtype=np.float32)] * 6, np.ones((2048, 64), np.float32)
     estimated, peak = estimate_and_peak(loss, params, x, optax.adam(1e-3))
     assert abs(estimated - peak) < 2.1 * x.nbytes
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_microbatches_are_estimated_to_within_a_few_of_their_arrays(count):
+    def loss(params, model_state, batch, key):
+        x = batch["x"]
+        for w in params:
+            x = x + jax.numpy.tanh(x @ w)
+        return jax.numpy.square(x).mean(-1)
+
+    optimizer, x = optax.adam(1e-3), np.ones((8192, 64), np.float32)
+    params = [0.1 * np.eye(64, dtype=np.float32)] * 12
+    state = fnet.TrainState.create(params=params, optimizer=optimizer, key=jax.random.key(0))
+    step = fnet.make_step(loss, optimizer, microbatches=count)
+    estimated, peak = of_traced(step.trace(state, {"x": x}))
+    assert abs(estimated - peak) < 3.1 * x.nbytes / count
 
 
 @pytest.mark.slow
