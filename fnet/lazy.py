@@ -1,7 +1,7 @@
 """Packages whose names are imported when they are used, as in scikit-image (PEP 562)."""
 
 import ast
-import importlib
+import importlib.util
 import sys
 from types import ModuleType
 from typing import Any
@@ -26,10 +26,11 @@ def import_names_late(package: str) -> None:
 
     class Package(ModuleType):
         def __getattr__(self, name: str) -> Any:
-            if name not in origins:
-                raise AttributeError(f"module {package!r} has no attribute {name!r}")
-            if origins[name] == package:
-                return importlib.import_module(f"{package}.{name}")
+            if origins.get(name, package) == package:  # a module, such as fnet.fsdp
+                own = f"{package}.{name}"
+                if name.startswith("__") or importlib.util.find_spec(own) is None:
+                    raise AttributeError(f"module {package!r} has no attribute {name!r}")
+                return importlib.import_module(own)
             value = getattr(importlib.import_module(origins[name]), name)
             vars(self)[name] = value
             return value

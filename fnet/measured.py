@@ -89,8 +89,9 @@ ELEMENTS_PER_EQUATION = 1500
 FEW_ROWS = 4
 
 # Compiled for an H200, relative to a plain gradient's estimated time and memory: gradients that are
-# kept in microbatches of 16, of a transformer of width 768 and 64 x 256 tokens, 1.30 and 0.34. BERT,
-# 64 x 128 tokens: 1.93 and 0.47, with a product for the norm and one for the sum 2.68 and 1.04.
+# kept in microbatches of 16, of a transformer of width 768 and 64 x 256 tokens, 1.30 and 0.34. Of
+# BERT, 64 x 128 tokens: 1.93 and 0.47, with one product for the norm and one for the sum 2.68 and
+# 1.04.
 #
 # Gradients of a matrix are kept if it meets this many tokens, times the bytes of an element: below,
 # to write and read them takes longer than a second product. Microbatches have this many

@@ -7,6 +7,7 @@ import inspect
 import itertools
 import pkgutil
 import re
+import subprocess
 import sys
 import types
 import typing
@@ -322,3 +323,11 @@ def test_every_equation_is_written_down_and_says_where_it_is_from():
 
 def test_at_most_200_names_are_public():
     assert len(LISTED) <= 200
+
+
+def test_modules_of_packages_that_import_late_are_attributes():
+    code = (
+        "import fnet; print(fnet.fsdp.__name__, fnet.memory.target.__name__, hasattr(fnet, 'no'))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.split() == ["fnet.fsdp", "fnet.memory.target", "False"]
