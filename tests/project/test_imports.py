@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 FLOORS = {
     "fnet": (
         *("__main__", "testing", "interop", "models"),
-        *("layers generate lora step", "fsdp", "state", "layer", "attribution privacy"),
+        *("layers generate lora step", "fsdp loop_sums", "state", "layer", "attribution privacy"),
         *("autodiff memory", "represented", "quantization", "diffusion losses noise optim"),
         *(
             "nonfinite cpu backward_pass",
