@@ -421,7 +421,8 @@ def _insert_gathers(
         if spec is None:
             return _constrained(mesh, (), a)
         # Sharded before, so that the compiler does not gather what the array is computed from.
-        whole = tuple(_without(axes, entry) for entry in spec)
+        names = ([n for n in _names([entry]) if n not in axes] for entry in spec)
+        whole = tuple(tuple(kept) or None for kept in names)
         return _constrained(mesh, whole, _constrained(mesh, spec, a))
 
     def replace(eqn: JaxprEqn, path: tuple[int, ...]) -> Sequence[JaxprEqn]:
@@ -452,11 +453,6 @@ def _is_code(atom: Any) -> bool:
     """Whether a value is an array of one-byte integers, as in `fnet.quantization`."""
     dtype = getattr(aval(atom), "dtype", jnp.float32)
     return jnp.issubdtype(dtype, jnp.integer) and jnp.dtype(dtype).itemsize == 1
-
-
-def _without(axes: frozenset[str], entry: Any) -> Any:
-    rest = tuple(n for n in _names([entry]) if n not in axes)
-    return rest or None
 
 
 def _is_elementwise(eqn: JaxprEqn, shards: Sequence[Shard]) -> bool:
@@ -593,10 +589,8 @@ def _spliced(
     results instead, and the arguments are returned.
     """
     shapes = [
-        jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type)
-        if hasattr(a := aval(v), "weak_type")
-        else jax.ShapeDtypeStruct(a.shape, a.dtype)
-        for v in variables
+        jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=getattr(a, "weak_type", False))
+        for a in map(aval, variables)
     ]
     jaxpr = jax.make_jaxpr(f)(*shapes).jaxpr
     old, new = (jaxpr.outvars, jaxpr.invars) if as_result else (jaxpr.invars, jaxpr.outvars)

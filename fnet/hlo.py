@@ -156,16 +156,14 @@ class Module(NamedTuple):
     def is_elementwise(self, instruction: Instruction, operand: int) -> bool:
         """Whether each element of the result depends on one element of that operand, in place."""
         if instruction.opcode != "fusion":
-            return instruction.opcode in _ELEMENTWISE
+            return instruction.opcode in ELEMENTWISE
         computation = instruction.fused_computation
         dependent = {self.parameters(computation)[operand].name}
         for i in self.computations[computation]:
             read = [k for k, name in enumerate(i.operands) if name in dependent]
             if not read or (i.is_root and i.opcode == "tuple"):
                 continue
-            if i.opcode not in _ELEMENTWISE | {"copy"} and (
-                i.opcode not in _UPDATES or read != [0]
-            ):
+            if i.opcode not in ELEMENTWISE | {"copy"} and (i.opcode not in _UPDATES or read != [0]):
                 return False
             dependent.add(i.name)
         return True
@@ -195,10 +193,6 @@ def read(text: str) -> Module:
             entry = match[2] if match[1] else entry
     by_name = {i.name: i for body in computations.values() for i in body}
     return Module(computations, by_name, entry, donated(header))
-
-
-def is_elementwise_opcode(opcode: str) -> bool:
-    return opcode in _ELEMENTWISE
 
 
 def unwrap(compiled: Any) -> "jax.stages.Compiled":
@@ -278,7 +272,7 @@ _COMPUTATION = re.compile(r"(ENTRY )?%(\S+) \(.*\{$")
 _INSTRUCTION = re.compile(r"  (ROOT )?%(\S+) = (.*?) ([a-z][\w\-]*)\((.*)$")
 _PART = re.compile(r"\(|\)|([a-z]\w*)\[([^\]]*)\](?:\{([^}]*)\})?")
 _UPDATES = ("dynamic-update-slice", "scatter")
-_ELEMENTWISE = {
+ELEMENTWISE = {
     *("abs", "add", "and", "atan2", "bitcast-convert", "cbrt", "ceil", "clamp", "compare"),
     *("complex", "convert", "cosine", "divide", "erf", "exponential", "exponential-minus-one"),
     *("floor", "imag", "is-finite", "log", "log-plus-one", "logistic", "maximum", "minimum"),

@@ -26,8 +26,7 @@ def late_sums(f: Callable[..., Any]) -> Callable[..., Any]:
     loops of its own.
     """
 
-    def change(closed: ClosedJaxpr, shapes: Any) -> ClosedJaxpr:
-        del shapes
+    def change(closed: ClosedJaxpr, _: Any) -> ClosedJaxpr:
         numbers = {
             e.outvars[0]: e.invars[0].val
             for e in find_equations(closed, "broadcast_in_dim")

@@ -162,17 +162,12 @@ def _find_origin(arrays: list[_Array], flags: np.ndarray, number: int) -> int:
     """Find the array behind ``number`` that is not finite although all its inputs are."""
     nan, inf = flags.T
     if nan[number]:
-        number = _first_nan(arrays, nan, number)
+        while (source := next((i for i in arrays[number].inputs if nan[i]), None)) is not None:
+            number = source
     candidates = (
         _first_infinity(arrays, inf, i) for i in (number, *arrays[number].inputs) if inf[i]
     )
     return next((i for i in candidates if i is not None), number)
-
-
-def _first_nan(arrays: list[_Array], nan: np.ndarray, number: int) -> int:
-    while (source := next((i for i in arrays[number].inputs if nan[i]), None)) is not None:
-        number = source
-    return number
 
 
 def _first_infinity(arrays: list[_Array], inf: np.ndarray, number: int) -> int | None:

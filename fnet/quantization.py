@@ -142,7 +142,10 @@ class Quantized:
 
     def dequantize(self, dtype: DTypeLike | None = None) -> Array:
         """Return the weight in its own dtype, or in ``dtype``. Products are rounded once."""
-        levels = _int8_values(self) if self.kind == "int8" else _nf4_values(self)
+        if self.kind == "int8":
+            levels = self.codes.astype(jnp.float32) * self.scales.astype(jnp.float32)[..., None, :]
+        else:
+            levels = _nf4_values(self)
         return self.layout.from_matrix(levels.astype(dtype or self.dtype), self.sizes)
 
 
@@ -340,12 +343,6 @@ def _to_int8(matrix: Array, scale_dtype: DTypeLike) -> tuple[Array, Array]:
     scales = (jnp.abs(matrix).max(-2) / 127).astype(scale_dtype)
     codes = jnp.round(matrix / _divisor(scales)[..., None, :])
     return jnp.clip(codes, -127, 127).astype(jnp.int8), scales
-
-
-def _int8_values(weight: Quantized) -> Array:
-    scales = weight.scales.astype(jnp.float32)
-    values: Array = weight.codes.astype(jnp.float32) * scales[..., None, :]
-    return values
 
 
 def _to_nf4(matrix: Array, scale_dtype: DTypeLike) -> tuple[Array, Array]:

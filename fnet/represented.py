@@ -65,15 +65,6 @@ class Weight:
         """Axes that count layers."""
         return tuple(range(-self.base.ndim, -len(self.layout.roles)))
 
-    @property
-    def is_costly(self) -> bool:
-        """Whether the array in the program is another one than the base."""
-        return is_quantized(self.base) or self.dtype != self.base.dtype
-
-    def without_adapter(self) -> "Weight":
-        """Return the frozen part."""
-        return dataclasses.replace(self, adapter=None)
-
     def map_parts(self, f: Callable[[Any], Any], view: tuple[int, ...]) -> "Weight":
         """Apply a function to all arrays, such as a slice of layers, and set the view."""
         base, adapter = jax.tree.map(f, (self.base, self.adapter))
@@ -159,19 +150,15 @@ def wrap(f: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def run(f: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call ``f(*args, **kwargs)``, where some leaves are `Weight` or `Quantized`.
+    """Call ``f(*args, **kwargs)``, where some leaves are `Weight` or `Quantized`, as for arrays.
 
-    Args:
-      f: A function of pytrees. Leaves that are no arrays, such as ``train=True``, are static.
-      args: Positional arguments.
-      kwargs: Keyword arguments.
-
-    Returns:
-      The result of ``f`` for the full weights.
+    Leaves that are no arrays, such as ``train=True``, are static.
     """
     leaves, structure = jax.tree.flatten((tuple(args), dict(kwargs)), is_leaf=_is_in_parts)
-    numbers = [i for i, leaf in enumerate(leaves) if _is_in_parts(leaf) or _is_array(leaf)]
-    values = [_as_weight(leaves[i]) for i in numbers]
+    arrays = Weight | Quantized | jax.Array | np.ndarray | np.generic
+    numbers = [i for i, leaf in enumerate(leaves) if isinstance(leaf, arrays)]
+    given = [leaves[i] for i in numbers]
+    values = [Weight.of(a, None, a.layout, 1.0) if is_quantized(a) else a for a in given]
 
     def of_arrays(*arrays: Any) -> Any:
         full = list(leaves)
@@ -185,16 +172,8 @@ def run(f: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -
     return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
 
-def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array | np.ndarray | np.generic)
-
-
 def _is_in_parts(leaf: Any) -> bool:
     return isinstance(leaf, Weight | Quantized)
-
-
-def _as_weight(leaf: Any) -> Any:
-    return Weight.of(leaf, None, leaf.layout, 1.0) if is_quantized(leaf) else leaf
 
 
 def _shape(value: Any) -> Any:
@@ -244,19 +223,15 @@ class _InParts(Executor[Any]):
 
     def equation(self, eqn: JaxprEqn, states: list[Any], site: Site) -> Sequence[Any]:
         if eqn.primitive is FINISH_TOGETHER:
-            return _finish_together(states)
+            # The gradients of adapters are ordered, in place of the gradients of their weights.
+            trained = [v.adapter if isinstance(v, Weight) else v for v in states]
+            leaves, structure = jax.tree.flatten(trained)
+            ordered = jax.tree.unflatten(structure, finish_together(*leaves))
+            return [
+                dataclasses.replace(v, adapter=new) if isinstance(v, Weight) else new
+                for v, new in zip(states, ordered, strict=True)
+            ]
         return _RULES.get(eqn.primitive.name, _materialized)(eqn, states)
-
-
-def _finish_together(inputs: list[Any]) -> Sequence[Any]:
-    """Order the gradients of adapters, in place of the gradients of their weights."""
-    trained = [v.adapter if isinstance(v, Weight) else v for v in inputs]
-    leaves, structure = jax.tree.flatten(trained)
-    ordered = jax.tree.unflatten(structure, finish_together(*leaves))
-    return [
-        dataclasses.replace(v, adapter=new) if isinstance(v, Weight) else new
-        for v, new in zip(inputs, ordered, strict=True)
-    ]
 
 
 def _materialized(eqn: JaxprEqn, inputs: list[Any]) -> Sequence[Any]:
@@ -334,11 +309,6 @@ def _counts_layers(weight: Weight) -> bool:
     return weight.view[0] in weight.stack[:1]
 
 
-def _barrier(_: JaxprEqn, inputs: list[Any]) -> Sequence[Any]:
-    barred: Sequence[Any] = jax.lax.optimization_barrier(inputs)
-    return barred
-
-
 def _dot_general(eqn: JaxprEqn, inputs: list[Any]) -> Sequence[Any]:
     if all(isinstance(value, Weight) for value in inputs):
         return _materialized(eqn, inputs)
@@ -359,7 +329,8 @@ def _dot_general(eqn: JaxprEqn, inputs: list[Any]) -> Sequence[Any]:
                 where = _places(weight, axes, batch[1 - side], contracted[1 - side])
                 x, scales = _scaled(weight, x, scales, "o", where), None
         update = _low_rank_product(eqn, side, weight, x, roles[0], axes)
-    inputs = [weight.without_adapter(), x] if side == 0 else [x, weight.without_adapter()]
+    frozen = dataclasses.replace(weight, adapter=None)
+    inputs = [frozen, x] if side == 0 else [x, frozen]
     (y,) = _frozen_product(eqn, inputs)
     with in_scopes(eqn):
         y = y + update
@@ -372,7 +343,8 @@ def _dot_general(eqn: JaxprEqn, inputs: list[Any]) -> Sequence[Any]:
 
 
 def _frozen_product(eqn: JaxprEqn, inputs: list[Any]) -> Sequence[Any]:
-    if any(isinstance(value, Weight) and value.is_costly for value in inputs):
+    weights = [value for value in inputs if isinstance(value, Weight)]
+    if any(is_quantized(w.base) or w.dtype != w.base.dtype for w in weights):
         return _materialized(eqn, inputs)
     return evaluate(eqn, [_whole(value) for value in inputs])
 
@@ -382,13 +354,8 @@ def _low_rank_product(
 ) -> Array:
     """Return the product of ``x`` and ``scale A B``: [.., rank] first, then all outputs.
 
-    Args:
-      eqn: The product of ``x`` and the weight.
-      side: Position of the weight among the operands.
-      weight: The weight.
-      x: The other operand.
-      role: Whether inputs or outputs of the weight are contracted.
-      axes: Axes of the weight that are contracted, in the order of the axes of ``x``.
+    ``side`` is the weight's position among the operands, ``role`` whether its inputs or outputs are
+    contracted, and ``axes`` are those axes, in the order of the axes of ``x``.
     """
     assert weight.adapter is not None
     contracted, batch = DotGeneral.of(eqn).dimension_numbers
@@ -465,6 +432,6 @@ _RULES: dict[str, Callable[[JaxprEqn, list[Any]], Sequence[Any]]] = {
     "dynamic_slice": _slice_layers,
     "gather": _gather_layers,
     "squeeze": _squeeze,
-    "optimization_barrier": _barrier,
+    "optimization_barrier": lambda eqn, inputs: list(jax.lax.optimization_barrier(inputs)),
     "dot_general": _dot_general,
 }

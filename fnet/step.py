@@ -136,7 +136,11 @@ class Step:
     def _apply(self, state: TrainState, batch: dict[str, Array]) -> tuple[TrainState, Metrics]:
         optimizer = self.optimizer
         if self.state_sharding is not None:
-            optimizer = _update_whole_arrays(optimizer)
+            # Not in loops over parts of an array, which cut across its shards.
+            whole = functools.partial(
+                optax.with_extra_args_support(optimizer).update, chunked=False
+            )
+            optimizer = optax.GradientTransformationExtraArgs(optimizer.init, whole)
         update = self.mode.update_with(self.loss, optimizer, REMAT_POLICIES[self.remat].apply)
         key = self.mode.step_key(state.key, state.step)
         params, opt_state, model_state, metrics = update(
@@ -259,15 +263,6 @@ def make_step(
         mode = mode.split(microbatches)
     options = ema_decay, state_sharding, skip_nonfinite, remat, gather_axes, average
     return Step(loss, optimizer, mode, *options)
-
-
-def _update_whole_arrays(
-    optimizer: optax.GradientTransformation,
-) -> optax.GradientTransformationExtraArgs:
-    """Return the optimizer without loops over parts of an array, which cut across its shards."""
-    update = optax.with_extra_args_support(optimizer).update
-    in_one = functools.partial(update, chunked=False)
-    return optax.GradientTransformationExtraArgs(optimizer.init, in_one)
 
 
 @contextmanager
@@ -491,9 +486,11 @@ def plan_step(
         policies = (step.remat,)
     choices = tuple(microbatch_choices)
     step.replace(microbatches=max(choices, default=1))  # rejects a mode that cannot be split
-    coupling = None
+    coupling = None  # why microbatches change the gradient or the model state
     if {*choices} - {step.microbatches} and not step.mode.per_example:
-        coupling = _coupling(step, state, batch)
+        updated = _updated_model_state(step, state, batch)
+        given = state.params, state.model_state, batch, state.key
+        coupling = f"the loss updates {updated}" if updated else find_coupling(step.loss, *given)
     if coupling:
         choices = tuple(n for n in choices if n == step.microbatches)
         if not choices:
@@ -524,13 +521,6 @@ def plan_step(
             text = f"{error}; the batch is not split, because {coupling}"
             raise BudgetError(text, error.floor) from error
         raise
-
-
-def _coupling(step: Step, state: TrainState, batch: Any) -> str | None:
-    """Why microbatches change the gradient or the model state; None if they do not."""
-    if updated := _updated_model_state(step, state, batch):
-        return f"the loss updates {updated}"
-    return find_coupling(step.loss, state.params, state.model_state, batch, state.key)
 
 
 def _updated_model_state(step: Step, state: TrainState, batch: Any) -> str:

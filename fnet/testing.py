@@ -49,7 +49,9 @@ def assert_peak(request: pytest.FixtureRequest) -> Callable[..., Peak]:
         versions = f"{jax.default_backend()}, jax {jax.__version__}"
         baseline = None if update else _baselines(file).get(test, {}).get(versions)
         if baseline is None:
-            _write(file, test, versions, found.total)
+            kept = _baselines(file)
+            kept.setdefault(test, {})[versions] = found.total
+            file.write_text(json.dumps(kept, indent=2, sort_keys=True) + "\n")
             return found
         _compare(
             found, int((1 + GROWTH) * baseline), f"the baseline {format_bytes(baseline)} + 1 %"
@@ -81,9 +83,3 @@ def _compare(found: Peak, limit: int, name: str) -> None:
 
 def _baselines(file: Path) -> dict[str, dict[str, int]]:
     return json.loads(file.read_text()) if file.exists() else {}
-
-
-def _write(file: Path, test: str, versions: str, total: int) -> None:
-    kept = _baselines(file)
-    kept.setdefault(test, {})[versions] = total
-    file.write_text(json.dumps(kept, indent=2, sort_keys=True) + "\n")

@@ -392,12 +392,6 @@ def _as_dtype(w: _Writer, value: _Value, aval: Any) -> _Ref:
     return w.add("Cast", [value], aval, to=kind)
 
 
-def _arg_max(w: _Writer, eqn: Any, values: _Values, aval: Any) -> _Value:
-    (axis,) = eqn.params["axes"]
-    found = w.add("ArgMax", [values[0]], aval, axis=axis, keepdims=0)
-    return _as_dtype(w, found, aval)
-
-
 def _select(w: _Writer, eqn: Any, values: _Values, aval: Any) -> _Value:
     which, *cases = values
     if len(cases) != 2 or eqn.invars[0].aval.dtype != bool:
@@ -435,16 +429,6 @@ def _round(w: _Writer, eqn: Any, values: _Values, aval: Any) -> _Value:
     return w.add("Round", values, aval)
 
 
-def _clamp(w: _Writer, eqn: Any, values: _Values, aval: Any) -> _Value:
-    low, x, high = values
-    return w.add("Min", [w.add("Max", [x, low], aval), high], aval)
-
-
-def _finite(w: _Writer, eqn: Any, values: _Values, aval: Any) -> _Value:
-    either = w.add("Or", [w.add("IsNaN", values, aval), w.add("IsInf", values, aval)], aval)
-    return w.add("Not", [either], aval)
-
-
 _SIMPLE = {
     **{"add": "Add", "add_any": "Add", "sub": "Sub", "mul": "Mul", "div": "Div", "neg": "Neg"},
     **{"max": "Max", "min": "Min", "pow": "Pow", "exp": "Exp", "log": "Log", "tanh": "Tanh"},
@@ -471,11 +455,15 @@ _TABLE: Mapping[str, _Emit] = {
         "Pow", [values[0], np.array(eqn.params["y"], aval.dtype)], aval
     ),
     "round": _round,
-    "clamp": _clamp,
-    "is_finite": _finite,
+    "clamp": lambda w, eqn, v, aval: w.add("Min", [w.add("Max", [v[1], v[0]], aval), v[2]], aval),
+    "is_finite": lambda w, eqn, v, aval: w.add(
+        "Not", [w.add("Or", [w.add("IsNaN", v, aval), w.add("IsInf", v, aval)], aval)], aval
+    ),
     "select_n": _select,
     "convert_element_type": lambda w, eqn, values, aval: _as_dtype(w, values[0], aval),
-    "argmax": _arg_max,
+    "argmax": lambda w, eqn, values, aval: _as_dtype(
+        w, w.add("ArgMax", values[:1], aval, axis=eqn.params["axes"][0], keepdims=0), aval
+    ),
     "reduce_sum": _reduce("ReduceSum"),
     "reduce_max": _reduce("ReduceMax"),
     "reduce_min": _reduce("ReduceMin"),

@@ -139,11 +139,8 @@ def mean_squares(
     def squares(grads: Any, _: Array) -> list[Array]:
         return list(map(jnp.square, rotate(jax.tree.leaves(grads))))
 
-    @jax.jit
-    def sum_squares(batch: tuple[Any, ...]) -> Any:
-        return sum_of_gradients(name, loss, params, batch, squares)
-
-    count, totals = _sum_over(name, batches, sum_squares)
+    add = jax.jit(lambda batch: sum_of_gradients(name, loss, params, batch, squares))
+    count, totals = _sum_over(name, batches, add)
     return [total / count for total in totals]
 
 

@@ -9,7 +9,7 @@ from jax import Array
 
 from fnet import checks
 from fnet.attribution.curvature import CovarianceFactors, kfac, mean_squares
-from fnet.attribution.scores import Scorer, directions_of, gradients, products
+from fnet.attribution.scores import Scorer, directions_of, scorer_of
 from fnet.autodiff.examples import PerExampleLoss
 
 
@@ -94,14 +94,7 @@ def ekfac(
         return jax.tree.unflatten(treedef, solved)
 
     directions = directions_of("ekfac", loss, params, queries, precondition, average=average)
-
-    def scorer(*batch: Any) -> Array:
-        result: Array = gradients(
-            "ekfac", loss, params, batch, lambda grads, _: products(grads, directions)
-        )
-        return result
-
-    return scorer
+    return scorer_of("ekfac", loss, [(params, directions)])
 
 
 class _Basis(NamedTuple):

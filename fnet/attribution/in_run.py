@@ -201,7 +201,10 @@ class InRun(Mode):
         """Return the mean gradient, and metrics with the scores of the batch's examples."""
         function = per_example_loss(loss, model_state, params)
         key, draw_key, validation_key = jax.random.split(key, 3)
-        validation = self._draw(draw_key)
+        validation = self.validation
+        if (drawn := self.validation_batch) is not None:
+            chosen = jax.random.choice(draw_key, self._size, (drawn,), replace=False)
+            validation = jax.tree.map(lambda a: jnp.asarray(a)[chosen], validation)
 
         def differentiate(batch: dict[str, Array], key: Array) -> PerExampleGradients:
             rows = examples("InRun", (batch, key))
@@ -236,13 +239,6 @@ class InRun(Mode):
         scores = jnp.where(counts, rate * weights * products, 0)
         of_examples: Any = (scores, jnp.where(counts, grads.losses, 0), counts)
         return mean, means | {"loss": weighted_mean(grads.losses, weights), _SCORES: of_examples}
-
-    def _draw(self, key: Array) -> dict[str, Array]:
-        if self.validation_batch is None:
-            return self.validation
-        chosen = jax.random.choice(key, self._size, (self.validation_batch,), replace=False)
-        drawn: dict[str, Array] = jax.tree.map(lambda a: jnp.asarray(a)[chosen], self.validation)
-        return drawn
 
 
 def _weights(batch: dict[str, Array], grads: PerExampleGradients) -> Array:

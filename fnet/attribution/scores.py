@@ -1,6 +1,6 @@
 """Scores of training examples for test examples, and the scorers that give them."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -132,7 +132,20 @@ def _width(params: Any, e: Examples) -> int:
     return max(min(_CHUNK_BYTES // max(4 * size, 1), e.size), 1)
 
 
-def products(grads: Any, directions: Any) -> Array:
+def scorer_of(name: str, loss: PerExampleLoss, terms: Sequence[tuple[Any, Any]]) -> Scorer:
+    """Return a scorer: inner products with directions, summed over (parameters, directions)."""
+
+    def scorer(*batch: Any) -> Array:
+        of_terms = [
+            gradients(name, loss, params, batch, lambda grads, _, d=own: _products(grads, d))
+            for params, own in terms
+        ]
+        return jnp.stack(of_terms).sum(0)
+
+    return scorer
+
+
+def _products(grads: Any, directions: Any) -> Array:
     """Inner products [n, queries] of gradients [n, ...] and directions [queries, ...]."""
 
     def product(g: Array, d: Array) -> Array:

@@ -4,10 +4,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import Array
 
-from fnet.attribution.scores import Scorer, directions_of, gradients, products
+from fnet.attribution.scores import Scorer, directions_of, scorer_of
 from fnet.autodiff.examples import PerExampleLoss
 
 
@@ -65,18 +64,5 @@ def tracin(
 
         return directions_of("tracin", loss, params, queries, scale, average=average)
 
-    terms = [
-        (params, directions(params, rate))
-        for params, rate in zip(checkpoints, learning_rates, strict=True)
-    ]
-
-    def scorer(*batch: Any) -> Array:
-        def of_checkpoint(params: Any, directions: Any) -> Array:
-            result: Array = gradients(
-                "tracin", loss, params, batch, lambda grads, _: products(grads, directions)
-            )
-            return result
-
-        return jnp.stack([of_checkpoint(*term) for term in terms]).sum(0)
-
-    return scorer
+    terms = zip(checkpoints, learning_rates, strict=True)
+    return scorer_of("tracin", loss, [(params, directions(params, rate)) for params, rate in terms])

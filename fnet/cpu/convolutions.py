@@ -445,7 +445,7 @@ def _convolve(x: Array, kernel: Array, window: _Window, is_transposed: bool) -> 
     """Convolve images [N, H, W, C] with a kernel [3, 3, C, D], or [3, 3, D, C] if transposed."""
     # XLA would transform the kernels of all layers early.
     x, kernel = jax.lax.optimization_barrier((x, kernel))
-    transformed = _transform_kernel(kernel)
+    transformed = _on_both_axes(_G, [list(row) for row in kernel])  # G g G^T, [16, C, D]
     channels = (x.shape[3], kernel.shape[2 if is_transposed else 3])
     contraction = "k...c,kdc->k...d" if is_transposed else "k...c,kcd->k...d"
 
@@ -468,7 +468,9 @@ def _kernel_gradient(x: Array, cotangent: Array, window: _Window) -> Array:
 
     chunks = _in_chunks(x, window, channels), _in_chunks(cotangent, window, channels)
     total, _ = jax.lax.scan(add, jnp.zeros((16, *channels), jnp.float32), chunks)
-    return _transpose_kernel_transform(total)
+    # The transpose of the kernel's transform.
+    rows = [list(row) for row in total.reshape(4, 4, *channels)]
+    return _on_both_axes(tuple(zip(*_G, strict=True)), rows).reshape(3, 3, *channels)
 
 
 def _in_chunks(x: Array, window: _Window, channels: tuple[int, int]) -> Array:
@@ -519,18 +521,6 @@ _Matrix = tuple[tuple[float, ...], ...]
 _B_T: _Matrix = ((1, 0, -1, 0), (0, 1, 1, 0), (0, -1, 1, 0), (0, 1, 0, -1))
 _A_T: _Matrix = ((1, 1, 1, 0), (0, 1, -1, -1))
 _G: _Matrix = ((1, 0, 0), (0.5, 0.5, 0.5), (0.5, -0.5, 0.5), (0, 0, 1))
-
-
-def _transform_kernel(kernel: Array) -> Array:
-    """Transform a kernel: G g G^T, [16, C, D]."""
-    return _on_both_axes(_G, [list(row) for row in kernel])
-
-
-def _transpose_kernel_transform(total: Array) -> Array:
-    """Apply the transpose of `_transform_kernel`, [3, 3, C, D]."""
-    rows = list(total.reshape(4, 4, *total.shape[1:]))
-    gradient = _on_both_axes(tuple(zip(*_G, strict=True)), [list(row) for row in rows])
-    return gradient.reshape(3, 3, *total.shape[1:])
 
 
 def _on_both_axes(matrix: _Matrix, parts: list[list[Array]]) -> Array:

@@ -8,15 +8,8 @@ IS_JAXLIB_0_10 = importlib.metadata.version("jaxlib").startswith("0.10.")
 # YNNPACK takes twice as long as Eigen for gradients of convolutions by their kernels. For matrix
 # products it is faster, and fused reductions take less memory. jaxlib 0.10 gives it all three.
 # XLA rejects options that it does not know, and other versions were not measured.
-_EIGEN_CONVOLUTIONS = (
-    {
-        "xla_cpu_experimental_ynn_fusion_type": (
-            "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT,LIBRARY_FUSION_TYPE_REDUCE"
-        )
-    }
-    if IS_JAXLIB_0_10
-    else {}
-)
+_YNNPACK = "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT,LIBRARY_FUSION_TYPE_REDUCE"
+_EIGEN_CONVOLUTIONS = {"xla_cpu_experimental_ynn_fusion_type": _YNNPACK} if IS_JAXLIB_0_10 else {}
 # jax 0.10's CPU compiler drops the barriers of jax.checkpoint, then merges the rematerialized
 # operations with the original ones. Without this pass it cannot. But then XLA's hoisting of small
 # loops meets a barrier, and ends the process.

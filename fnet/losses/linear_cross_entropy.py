@@ -122,8 +122,13 @@ def linear_cross_entropy(
       >>> print(losses.round(2))  # log(1000), and 0 for padding
       [6.91 6.91 6.91 0.  ]
     """
-    _check_arrays(x, kernel, labels, bias, mask, weights, vocab_axis)
-    _check_numbers(smoothing, z_loss, soft_cap, chunk)
+    where = "linear_cross_entropy"
+    _check_arrays(where, x, kernel, labels, bias, mask, weights, vocab_axis)
+    checks.numbers(where, "in [0, 1)", smoothing=smoothing)
+    checks.numbers(where, ">= 0", z_loss=z_loss)
+    checks.numbers(where, "> 0", soft_cap=soft_cap)
+    if chunk is not None and not (isinstance(chunk, numbers.Integral) and chunk >= 1):
+        raise ValueError(f"{where}: chunk must be an integer >= 1, or None, got {chunk}")
     one_pass = chunk is None and _is_in_one_pass(x)
     spec = _Spec(
         min(chunk or _CHUNK, kernel.shape[vocab_axis]), vocab_axis, soft_cap, smoothing, z_loss
@@ -155,6 +160,7 @@ def _is_in_one_pass(x: Array) -> bool:
 
 
 def _check_arrays(
+    where: str,
     x: Array,
     kernel: Array,
     labels: Array,
@@ -163,7 +169,6 @@ def _check_arrays(
     weights: Array | None,
     vocab_axis: int,
 ) -> None:
-    where = "linear_cross_entropy"
     checks.floating(where, x=x, kernel=kernel, bias=bias, weights=weights)
     checks.integers(where, labels=labels)
     checks.choice(where, (0, 1), vocab_axis=vocab_axis)
@@ -189,17 +194,6 @@ def _check_arrays(
                 f"{where}: {name} must not be sharded over the vocabulary, got {devices!r} on axis "
                 f"{axis} of {a.shape}; use jax.sharding.reshard"
             )
-
-
-def _check_numbers(
-    smoothing: float, z_loss: float, soft_cap: float | None, chunk: int | None
-) -> None:
-    where = "linear_cross_entropy"
-    checks.numbers(where, "in [0, 1)", smoothing=smoothing)
-    checks.numbers(where, ">= 0", z_loss=z_loss)
-    checks.numbers(where, "> 0", soft_cap=soft_cap)
-    if chunk is not None and not (isinstance(chunk, numbers.Integral) and chunk >= 1):
-        raise ValueError(f"{where}: chunk must be an integer >= 1, or None, got {chunk}")
 
 
 class _Statistics(NamedTuple):

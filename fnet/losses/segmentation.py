@@ -157,7 +157,7 @@ def pixel_predictions(
                 f"{view.shape[-1]}"
             )
     views, labels = equally_varying((tuple(views), labels))
-    predictions: PixelPredictions = _compiled_predictions(
+    predictions: PixelPredictions = _predictions(
         tuple(size), _rows_per_chunk(classes, (n, *size), rows), views, labels
     )
     return predictions
@@ -257,6 +257,7 @@ def _total_weight(spec: _Spec, labels: Array, counts: Array) -> Array:
     return jnp.where(labeled.any((1, 2)), weight.sum((1, 2)), 1)
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
 def _predictions(
     size: tuple[int, int], rows: int, views: tuple[Array, ...], labels: Array | None
 ) -> PixelPredictions:
@@ -280,14 +281,12 @@ def _predictions(
 
     # Derived from the logits, so that it varies over the same mesh axes.
     zero = jnp.zeros_like(upsamplings[0].logits[0, :, 0, 0])
-    zeros = jnp.broadcast_to(zero.astype(_label_dtype(classes))[:, None, None], (n, *size))
+    label = zero.astype(jnp.uint8 if classes <= 255 else jnp.int32)
+    zeros = jnp.broadcast_to(label[:, None, None], (n, *size))
     predicted, losses = fori_chunks(body, (zeros, zero), size[0], rows)
     if labels is None:
         return PixelPredictions(predicted, None)
     return PixelPredictions(predicted, losses / _count_labeled(labels, classes))
-
-
-_compiled_predictions = jax.jit(_predictions, static_argnums=(0, 1), inline=True)
 
 
 def _cross_entropy(z: Array, labels: Array, a: float = 0.0) -> tuple[Array, Array, Array]:
@@ -356,10 +355,6 @@ def _dot(a: Array, b: Array, a_axis: int, b_axis: int) -> Array:
 def _rows_per_chunk(classes: int, shape: Sequence[int], rows: int | None) -> int:
     n, height, width = shape[:3]
     return min(rows or max(_CHUNK_LOGITS // max(n * width * classes, 1), 1), height)
-
-
-def _label_dtype(classes: int) -> Any:
-    return jnp.uint8 if classes <= 255 else jnp.int32
 
 
 def _check(

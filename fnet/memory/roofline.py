@@ -347,7 +347,7 @@ def _vector(i: Instruction, operands: list[list[Array]]) -> float:
             return size * math.log2(max(size, 2))
         window = [w.size for w in hlo.window(i)] if i.opcode == "reduce-window" else []
         return max(size, math.prod(window) * math.prod(i.arrays[0].shape) if window else 0)
-    if not hlo.is_elementwise_opcode(i.opcode):
+    if i.opcode not in hlo.ELEMENTWISE:
         return 0.0
     elements = sum(math.prod(a.shape) for a in i.arrays)
     return elements * (_SPECIAL_COST if i.opcode in _SPECIAL else 1.0)

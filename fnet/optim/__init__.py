@@ -9,6 +9,8 @@ can name::
     optimizer = fnet.optim.make_optimizer("adamw", schedule, weight_decay=0.05)
 """
 
+import functools
+import operator
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -22,8 +24,6 @@ from fnet import checks
 from fnet.optim.compact import compact_adamw as compact_adamw
 from fnet.optim.compact import compact_lion as compact_lion
 from fnet.optim.compact import compact_sgd as compact_sgd
-
-_SCHEDULES = ("constant", "cosine", "linear", "step", "multistep", "exponential")
 
 
 def make_schedule(
@@ -65,7 +65,6 @@ def make_schedule(
     """
     if not 0 <= warmup_steps <= steps:
         raise ValueError(f"make_schedule: warmup_steps must be in [0, {steps}], got {warmup_steps}")
-    checks.choice("make_schedule", _SCHEDULES, schedule=name)
     steps_after_warmup = max(steps - warmup_steps, 1)
     if name in ("step", "multistep", "exponential"):
         needed = "some" if name == "multistep" else "one"
@@ -91,6 +90,7 @@ def make_schedule(
         "multistep": piecewise_constant,
         "exponential": lambda: optax.exponential_decay(learning_rate, decay_steps[0], decay_rate),
     }
+    checks.choice("make_schedule", (*decays,), schedule=name)
     if not warmup_steps:
         return decays[name]()
     warmup = optax.linear_schedule(0.0, learning_rate, warmup_steps)
@@ -134,10 +134,6 @@ class _Options(NamedTuple):
         return optimizer
 
 
-def _sgd(o: _Options) -> optax.GradientTransformation:
-    return o.coupled(optax.sgd(o.learning_rate, momentum=o.momentum or None, nesterov=o.nesterov))
-
-
 def _muon(o: _Options) -> optax.GradientTransformation:
     # Decay after the direction: optax.contrib.muon has no mask for what Adam updates.
     direction = optax.contrib.muon(1.0, consistent_rms=0.2, muon_weight_dimension_numbers=_matrices)
@@ -165,7 +161,9 @@ def _adafactor(o: _Options) -> optax.GradientTransformation:
 
 
 _BUILDERS: dict[str, Callable[[_Options], optax.GradientTransformation]] = {
-    "sgd": _sgd,
+    "sgd": lambda o: o.coupled(
+        optax.sgd(o.learning_rate, momentum=o.momentum or None, nesterov=o.nesterov)
+    ),
     "adam": lambda o: o.coupled(optax.adam(o.learning_rate)),
     "adamw": lambda o: o.decoupled(optax.scale_by_adam()),
     "lion": lambda o: o.decoupled(optax.scale_by_lion()),
@@ -272,7 +270,9 @@ def make_optimizer(
         scale = optax.masked(optax.scale(classifier_scale), _classifiers)
         optimizer = optax.chain(optimizer, scale)
     if layer_decay is not None:
-        optimizer = optax.chain(optimizer, _scale_by_layer(layer_decay))
+        scales_of = functools.partial(layer_scales, decay=layer_decay)
+        by_layer = optax.stateless(lambda u, _: jax.tree.map(operator.mul, scales_of(u), u))
+        optimizer = optax.chain(optimizer, by_layer)
     if clip_norm is None:
         return optimizer
     return optax.chain(optax.clip_by_global_norm(clip_norm), optimizer)
@@ -479,14 +479,6 @@ def _position(names: list[Any]) -> tuple[float, ...]:
     if str(first).startswith("tra"):
         return stage, float("inf")
     return stage, float(block[0]) if block and not str(first).startswith("down") else -1.0
-
-
-def _scale_by_layer(decay: float) -> optax.GradientTransformation:
-    def scale(updates: Any, params: Any) -> Any:
-        del params
-        return jax.tree.map(lambda u, factor: factor * u, updates, layer_scales(updates, decay))
-
-    return optax.stateless(scale)
 
 
 def _names(path: Sequence[Any]) -> list[Any]:

@@ -272,7 +272,8 @@ def _compact(
             return jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32))
 
         def scale(p: Any) -> Array:
-            return jnp.zeros(_scale_shape(_shape(p), group_size), jnp.bfloat16)
+            *rows, columns = _shape(p)
+            return jnp.zeros((*rows, -(-columns // group_size)), jnp.bfloat16)
 
         def zeros(dtype: Any) -> Callable[[Any], Array]:
             return lambda p: jnp.zeros(_shape(p), dtype)
@@ -303,9 +304,7 @@ def _compact(
             mask is not None
         ) else [True] * len(leaves)  # fmt: skip
 
-        def flat(tree: Any) -> list[Any]:
-            return list(structure.flatten_up_to(tree))
-
+        flat, tree = structure.flatten_up_to, structure.unflatten
         updates: list[Array] = []
         new: list[_Leaf] = []
         moments = {moment: flat(tree) for moment, tree in state.moments.items()}
@@ -331,9 +330,6 @@ def _compact(
                 leaf = leaf._replace(moments=leaf_moments)
             new.append(leaf)
 
-        def tree(values: Any) -> Any:
-            return structure.unflatten(values)
-
         return tree(updates), CompactState(
             count,
             tree(leaf.correction for leaf in new),
@@ -351,10 +347,6 @@ def _is_compressed(p: Any) -> bool:
 def _shape(p: Any) -> tuple[int, ...]:
     """Return the shape of a parameter; a scalar is one group of one element."""
     return tuple(p.shape) or (1,)
-
-
-def _scale_shape(shape: tuple[int, ...], group_size: int) -> tuple[int, ...]:
-    return *shape[:-1], -(-shape[-1] // group_size)
 
 
 @dataclasses.dataclass(frozen=True)

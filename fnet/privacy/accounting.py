@@ -243,7 +243,18 @@ def _event(
     is_whole = probability == 1 and sampling.truncated is None and not schedule
     if sampling.amplified and is_banded and not is_whole:
         if schedule:
-            return _composed(noise, probability, steps, separation, strategy, schedule)
+            if separation > 1 or not strategy.is_independent:
+                raise ValueError(
+                    "epsilon: no accountant covers a schedule of the noise with groups or "
+                    "correlated noise; leave one out"
+                )
+            ends = [min(step, steps) for step, _ in schedule[1:]] + [steps]
+            parts = [
+                of.dpsgd_event(noise * factor, end - start, sampling_prob=probability)
+                for (_, factor), start, end in zip(schedule, [0, *ends], ends, strict=False)
+                if end > start
+            ]
+            return dp_accounting().ComposedDpEvent(parts)
         how = {"num_bands": separation, "sampling_prob": probability}
         if sampling.truncated is None:
             return of.amplified_bandmf_event(noise, steps, **how)
@@ -261,28 +272,3 @@ def _event(
             "Poisson sampling and at most as many bands as it has groups"
         )
     return dp_accounting().GaussianDpEvent(noise / strategy.sensitivity(steps, separation))
-
-
-def _composed(
-    noise: float,
-    probability: float,
-    steps: int,
-    separation: int,
-    strategy: Strategy,
-    schedule: Schedule,
-) -> Any:
-    if separation > 1 or not strategy.is_independent:
-        raise ValueError(
-            "epsilon: no accountant covers a schedule of the noise with groups or correlated "
-            "noise; leave one out"
-        )
-    make = jax_privacy("experimental.accounting").dpsgd_event
-    ends = [min(step, steps) for step, _ in schedule[1:]] + [steps]
-    starts = [0, *ends]
-    return dp_accounting().ComposedDpEvent(
-        [
-            make(noise * factor, end - start, sampling_prob=probability)
-            for (_, factor), start, end in zip(schedule, starts, ends, strict=False)
-            if end > start
-        ]
-    )

@@ -133,11 +133,8 @@ def memory_sums(runs: Sequence[Run]) -> Table:
         sizes |= {"budget": s.budget_bytes}
         errors = s.quantization_errors
         quantized = {"quantized weights": memory_tables.describe_errors(errors)} if errors else {}
-        return (
-            {n: format_bytes(size) for n, size in sizes.items() if size is not None}
-            | quantized
-            | sums
-        )
+        known = {n: format_bytes(size) for n, size in sizes.items() if size is not None}
+        return known | quantized | sums
 
     return compare("Peak memory and its parts", [texts(run) for run in runs], runs, mark=True)
 

@@ -27,7 +27,12 @@ def build(config: Config, dataset: Dataset) -> Task:
     """Build the diffusion task of a config, for images in [0, 1] of one label and one crop."""
     section = config.model
     assert isinstance(section, Denoiser)  # whose task it is
-    _check_options(config)
+    for name, what, only in (("mixup", "label", 0), ("cutmix", "label", 0), ("crops", "crop", 1)):
+        if (value := getattr(config.data, name)) != only:
+            raise UserError(
+                f"data.{name}: {value:g}, but a denoiser needs one {what} per image; give "
+                f"data.{name} {only}"
+            )
     if not config.data.is_in_unit_interval:
         _check_unit_interval(dataset)
     model = images.build_network(config, dataset)
@@ -71,15 +76,6 @@ def build(config: Config, dataset: Dataset) -> Task:
         return BatchMetrics({"loss": per_example})
 
     return Task(dataset, model, loss, measure)
-
-
-def _check_options(config: Config) -> None:
-    for name, what, only in (("mixup", "label", 0), ("cutmix", "label", 0), ("crops", "crop", 1)):
-        if (value := getattr(config.data, name)) != only:
-            raise UserError(
-                f"data.{name}: {value:g}, but a denoiser needs one {what} per image; give "
-                f"data.{name} {only}"
-            )
 
 
 def _check_unit_interval(dataset: Dataset) -> None:

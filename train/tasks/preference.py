@@ -1,5 +1,6 @@
 """Preferences: a preferred answer becomes likelier (DPO, ORPO), or gets a larger reward."""
 
+import functools
 import hashlib
 import io
 from pathlib import Path
@@ -77,7 +78,8 @@ def build(config: Config, dataset: Dataset) -> Task:
         shapes = model.pretrained(*jax.eval_shape(model.init, jax.random.key(0)))
         place = jax.jit(model.place, donate_argnums=1)
         params, state = place(jax.random.key(0), model.read(shapes))
-        run = jax.jit(lambda batch: _log_likelihoods(model, params, state, batch))
+        of = functools.partial(_losses, model, params, state, key=None, learned_only=True)
+        run = jax.jit(lambda batch: -of(batch)[0].sum(2))  # of each answer, [N, 2]
         for rows, batch_of in splits.values():
             buckets = bucket_lengths(rows["length"].max(1), context)
             for bucket in np.unique(buckets).tolist():
@@ -115,11 +117,6 @@ def _identity(config: Config, dataset: Dataset) -> str:
     for a in dataset.contents:
         found.update(np.ascontiguousarray(a).tobytes())
     return found.hexdigest()
-
-
-def _log_likelihoods(model: Any, params: Any, state: Any, batch: Batch) -> Array:
-    """Sum the log-likelihoods of the tokens of each answer, [N, 2]."""
-    return -_losses(model, params, state, batch, None, learned_only=True)[0].sum(2)
 
 
 def _losses(

@@ -310,9 +310,7 @@ def _read(
     return read
 
 
-@jax.jit
-def _count_nonfinite(a: Array) -> Array:
-    return jnp.sum(~jnp.isfinite(a))
+_count_nonfinite = jax.jit(lambda a: jnp.sum(~jnp.isfinite(a)))
 
 
 def match(folder: ModelFolder, precision: str) -> tuple[PretrainedModel, Any]:
@@ -380,9 +378,5 @@ def _quantize(section: Published, shapes: Any) -> Callable[[str, Array], Any]:
     if kind is None:
         return lambda path, a: a
     targets = quantization.find_targets("model.quantize", shapes, LINEAR)
-
-    @jax.jit
-    def quantize(a: Array) -> Any:
-        return quantization.quantize({"w": a}, kind, ("w",))["w"]
-
+    quantize = jax.jit(lambda a: quantization.quantize({"w": a}, kind, ("w",))["w"])
     return lambda path, a: quantize(a) if path in targets else a
