@@ -418,10 +418,6 @@ def positional(argv: Sequence[str], usage: str, *options: type) -> tuple[list[st
 
     Dots in a usage, ``"fnet predict RUN FILE..."``, allow one or more. Without positional
     arguments, ``--help`` shows the ``options``.
-
-    Raises:
-      UserError: for too few or too many positional arguments.
-      SystemExit: with code 0, after ``--help``.
     """
     names = usage.split()[2:]
     values = list(itertools.takewhile(lambda word: not word.startswith("-"), argv))
@@ -440,12 +436,7 @@ def positional(argv: Sequence[str], usage: str, *options: type) -> tuple[list[st
 
 
 def read(kind: type[A], flags: Sequence[str], prog: str) -> A:
-    """Parse the options of a command; ``prog`` is shown by ``--help``.
-
-    Raises:
-      UserError: for an unknown option, or a value of a wrong type or out of range.
-      SystemExit: with code 0, after ``--help``.
-    """
+    """Parse the options of a command; ``prog`` is shown by ``--help``."""
     return _in_range(kind, _parse(kind, kind(), flags, prog))
 
 

@@ -17,6 +17,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from train.errors import UserError
@@ -95,11 +96,7 @@ def factor() -> float:
 
 
 def take_flag(words: Sequence[str]) -> list[str]:
-    """Set the limits from the words of a command, and return the other words.
-
-    Raises:
-      UserError: if the factor is not a number above 0.
-    """
+    """Set the limits from the words of a command, and return the other words."""
     rest = list(words)
     os.environ.pop(_VARIABLE, None)
     for i, word in enumerate(words):
@@ -210,13 +207,6 @@ def advice() -> str:
     return f" (if you trust it, {FLAG} {2 * factor():g} allows twice as much)"
 
 
-def _data_bytes() -> int:
-    """Return the memory that this process has by now, plus the stacks of more threads."""
-    with open("/proc/self/statm") as file:
-        pages = int(file.read().split()[5])
-    return pages * resource.getpagesize() + (os.cpu_count() or 1) * 2**23
-
-
 def _serve(descriptor: int) -> None:
     connection = Connection(descriptor)
     while True:
@@ -227,7 +217,9 @@ def _serve(descriptor: int) -> None:
         try:
             module, _, function = name.partition(":")
             called = getattr(importlib.import_module(module), function)
-            most = _data_bytes() + memory
+            # This process has some memory by now, and more threads have stacks.
+            pages = int(Path("/proc/self/statm").read_text().split()[5])
+            most = pages * resource.getpagesize() + (os.cpu_count() or 1) * 2**23 + memory
             resource.setrlimit(resource.RLIMIT_DATA, (most, resource.RLIM_INFINITY))
             signal.setitimer(signal.ITIMER_PROF, seconds)  # SIGPROF ends the process
             answer = True, called(*args)

@@ -47,12 +47,7 @@ def to_onnx(
     shape: Sequence[int],
     metadata: Mapping[str, str],
 ) -> bytes:
-    """Write a function of images as an ONNX program, for any batch size.
-
-    Args:
-      function: ``images float32 [N, *shape] -> {name: output}``.
-      shape: shape of an image.
-      metadata: texts that the file holds.
+    """Write ``images float32 [N, *shape] -> {name: output}`` as an ONNX program, for any N.
 
     Raises:
       ImportError: if onnx is not installed.
@@ -163,11 +158,7 @@ class _Writer:
         return written if isinstance(written, list) else [written]
 
     def keep_needed(self, results: Sequence[_Value]) -> None:
-        """Drop nodes and constants that no result needs.
-
-        Raises:
-          UnsupportedError: if a result needs an operation that is not written.
-        """
+        """Drop nodes and constants that no result needs."""
         needed = {self.name(value) for value in results}
         for name in needed:
             if name.startswith("unsupported "):

@@ -55,11 +55,7 @@ def read_bytes(path: Path, limit: limits.Limit = limits.JSON_FILE) -> bytes:
 
 
 def read(kind: type[T], path: Path) -> T | None:
-    """Return the JSON in a file as a type; None if there is no file.
-
-    Raises:
-      UserError: if it cannot be read, or is of another type.
-    """
+    """Return the JSON in a file as a type; None if there is no file."""
     return parse(kind, read_bytes(path), path) if os.path.lexists(path) else None
 
 
@@ -73,11 +69,7 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
 
 
 def parse(kind: type[T], content: bytes | Any, path: Path) -> T:
-    """Return JSON, or a value that was read from it, as a type.
-
-    Raises:
-      StoredError: if it is of another type.
-    """
+    """Return JSON, or a value that was read from it, as a type."""
     key: Any = kind  # mypy takes no type variable for a key
     adapter: TypeAdapter[T] = adapter_of(key)
     try:

@@ -92,11 +92,7 @@ class Data(_Options, Variant, section="data", tag="source", package="train.data"
         return self.replace(**{self.evaluation_options[n]: v for n, v in options.items()})
 
     def with_fold(self, fold: int, folds: int) -> Self:
-        """Return the section with a fold of a cross-validation held out.
-
-        Raises:
-          UserError: if the source has no folds, or the section is of one of them.
-        """
+        """Return the section with a fold of a cross-validation held out."""
         if "folds" not in {field.name for field in dataclasses.fields(self)}:
             raise UserError(f"--folds: data.source {self.source} has no folds; give another source")
         if self.folds not in (None, folds):  # of the config of a fold, all go on
@@ -126,22 +122,14 @@ class Data(_Options, Variant, section="data", tag="source", package="train.data"
 
     @property
     def preprocessor(self) -> Any:
-        """`train.data.preprocessing.Preprocessor` of image files, as in evaluation.
-
-        Raises:
-          UserError: if the source does not define it.
-        """
+        """`train.data.preprocessing.Preprocessor` of image files, as in evaluation."""
         raise UserError(
             f"data.source: {self.source} does not define how to convert image files to its size "
             "and value range; use a run on image_folder, for example"
         )
 
     def check(self, config: WholeConfig) -> None:
-        """Check the options of folds and users.
-
-        Raises:
-          UserError: if they are incomplete, or the run has users and is not private.
-        """
+        """Check the options of folds and users."""
         if self.folds is None and self.fold != 1:
             raise UserError(
                 f"data.fold: {self.fold}, but there are no folds; give data.folds, or leave it out"
@@ -169,9 +157,6 @@ class Data(_Options, Variant, section="data", tag="source", package="train.data"
 
         What is released of them passes through the clipped sum, to which noise is added, and in no
         other way. A ``dataset`` is asked, too, because others may have written its source.
-
-        Raises:
-          UserError: if there is one.
         """
         weights, scaling, label_map = (
             getattr(dataset, name, None) for name in ("class_weights", "scaling", "label_map")

@@ -57,11 +57,7 @@ class GradientMode(_Options, Variant, section="grad", tag="mode", package="train
         return self.build(config, optimizer, privacy)
 
     def check(self, config: WholeConfig) -> None:
-        """Check that the other sections allow gradients per example.
-
-        Raises:
-          UserError: if they do not.
-        """
+        """Check that the other sections allow gradients per example."""
         if not self.is_per_example:
             return
         for name, strength in (("mixup", config.data.mixup), ("cutmix", config.data.cutmix)):
@@ -97,13 +93,7 @@ class GradientMode(_Options, Variant, section="grad", tag="mode", package="train
         raise NotImplementedError
 
     def privacy(self, config: WholeConfig, units: int, steps: int) -> Any:
-        """Return the guarantee of a run; None without noise.
-
-        Args:
-          config: config of the run.
-          units: number of training examples, or of users, which the guarantee protects.
-          steps: length of the run.
-        """
+        """Return the guarantee of a run for so many examples, or users; None without noise."""
         return None
 
     def batch_rows(self, config: WholeConfig, units: int) -> int:

@@ -49,12 +49,7 @@ class Model(_Options, Variant, section="model", tag="name", package="train.netwo
         raise NotImplementedError
 
     def for_text(self, vocabulary: int, precision: str) -> Any:
-        """Build the network for tokens, with a dtype of activations.
-
-        Raises:
-          UserError: if files are missing or damaged, or the vocabulary does not fit.
-          ValueError: if the network is invalid.
-        """
+        """Build the network for tokens, with a dtype of activations."""
         raise NotImplementedError
 
     def for_sampling(self, context: int) -> Self:

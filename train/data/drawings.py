@@ -66,11 +66,7 @@ Mask = str | Drawing
 
 
 def read_mask(mask: Mask, max_pixels: int) -> MaskValues:
-    """Decode a mask file, or draw a mask.
-
-    Raises:
-      UnreadableError: if the file is unreadable, or the drawing is damaged or too large.
-    """
+    """Decode a mask file, or draw a mask."""
     if isinstance(mask, str):
         return decode_mask(mask, max_pixels)
     if mask.height * mask.width > max_pixels:
@@ -79,11 +75,7 @@ def read_mask(mask: Mask, max_pixels: int) -> MaskValues:
 
 
 def mask_size(mask: Mask, max_pixels: int) -> tuple[int, int, int]:
-    """Return width and height of an upright mask, and its EXIF orientation; outlines have 1.
-
-    Raises:
-      UnreadableError: if its file is unreadable.
-    """
+    """Return width and height of an upright mask, and its EXIF orientation; outlines have 1."""
     if isinstance(mask, str):
         return upright_size(mask, max_pixels)
     return mask.width, mask.height, 1

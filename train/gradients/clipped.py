@@ -195,12 +195,7 @@ class Clipped(GradientMode):
             raise UserError(f"grad.audit: {error}") from error
 
     def privacy(self, config: Config, units: int, steps: int) -> "Privacy | None":
-        """Return the guarantee of a run; None without noise.
-
-        Raises:
-          UserError: if the guarantee is incomplete, meaningless or impossible, no accountant covers
-            it, or jax-privacy is not installed.
-        """
+        """Return the guarantee of a run; None without noise."""
         if not self.is_private:
             return None
         from train.privacy import Privacy, check_accounting, make_strategy  # imports JAX
@@ -281,20 +276,16 @@ class Clipped(GradientMode):
         multiple = math.lcm(8, config.mesh.data * config.mesh.fsdp) * self.microbatches
         of, steps = jax_privacy("batch_selection"), 0
         if self.sampling == "balls_in_bins":
-            return fnet.privacy.Sampling(units, of.BallsInBinsSampling(steps, separation), multiple)
-        if self.sampling == "b_min_sep":
+            selection = of.BallsInBinsSampling(steps, separation)
+        elif self.sampling == "b_min_sep":
             probability = size / (units - (separation - 1) * size)
-            return fnet.privacy.Sampling(
-                units, of.BMinSepSampling(probability, steps, separation), multiple
-            )
-        kind = of.PartitionType
-        if self.truncated_batch_size is None:
-            probability, split = separation * size / units, kind.INDEPENDENT
+            selection = of.BMinSepSampling(probability, steps, separation)
         else:
-            probability, split = size / (units // separation), kind.EQUAL_SPLIT
-        selection = of.CyclicPoissonSampling(
-            probability, steps, self.truncated_batch_size, separation, split
-        )
+            most, kind = self.truncated_batch_size, of.PartitionType
+            probability, split = separation * size / units, kind.INDEPENDENT
+            if most is not None:
+                probability, split = size / (units // separation), kind.EQUAL_SPLIT
+            selection = of.CyclicPoissonSampling(probability, steps, most, separation, split)
         return fnet.privacy.Sampling(units, selection, multiple)
 
     @override

@@ -338,11 +338,9 @@ class DeepLab(Convolutional):
         dilated: dict[str, Any] = {"dilated": True} if wider else {"dilation": (1, 1, 2, 4)}
         if self.stem != "7x7":
             dilated["stem"] = self.stem
+        if not self.dilate_first and network != "resnet":
+            raise ValueError(f"dilate_first: only ResNets can leave it out, not {self.backbone}")
         if not self.dilate_first:
-            if network != "resnet":
-                raise ValueError(
-                    f"dilate_first: only ResNets can leave it out, not {self.backbone}"
-                )
             dilated["dilate_first"] = False
         if network == "densenet" and self.head == "concat":
             dilated["stem_norm"] = True
@@ -352,9 +350,8 @@ class DeepLab(Convolutional):
         )
         image = jax.ShapeDtypeStruct((1, 64, 64, channels), np.float32)
         params, state = jax.eval_shape(backbone.init, jax.random.key(0))
-        features, _ = jax.eval_shape(
-            functools.partial(backbone.apply, train=False), params, state, image
-        )
+        apply = functools.partial(backbone.apply, train=False)
+        features, _ = jax.eval_shape(apply, params, state, image)
         return fnet.models.deeplab(
             backbone,
             features[-1].shape[-1],
