@@ -197,10 +197,6 @@ def _composed(*kinds: str) -> _Emit:
     return emit
 
 
-def _one(aval: Any) -> np.ndarray:
-    return np.ones((), aval.dtype)
-
-
 def _reduce(kind: str) -> _Emit:
     def emit(w: _Writer, eqn: Any, values: _Values, aval: Any) -> _Value:
         axes = np.array(eqn.params["axes"], np.int64)
@@ -434,13 +430,13 @@ _TABLE: Mapping[str, _Emit] = {
     "ne": _composed("Equal", "Not"),
     "square": lambda w, eqn, values, aval: w.add("Mul", values * 2, aval),
     "erfc": lambda w, eqn, values, aval: w.add(
-        "Sub", [_one(aval), w.add("Erf", values, aval)], aval
+        "Sub", [np.ones((), aval.dtype), w.add("Erf", values, aval)], aval
     ),
     "expm1": lambda w, eqn, values, aval: w.add(
-        "Sub", [w.add("Exp", values, aval), _one(aval)], aval
+        "Sub", [w.add("Exp", values, aval), np.ones((), aval.dtype)], aval
     ),
     "log1p": lambda w, eqn, values, aval: w.add(
-        "Log", [w.add("Add", [_one(aval), *values], aval)], aval
+        "Log", [w.add("Add", [np.ones((), aval.dtype), *values], aval)], aval
     ),
     "integer_pow": lambda w, eqn, values, aval: w.add(
         "Pow", [values[0], np.array(eqn.params["y"], aval.dtype)], aval

@@ -74,9 +74,8 @@ class Predictor:
         self._apply = lambda images, count: self._network(params, state, images, count)
         self._restore = scaling.restore if scaling else lambda outputs: outputs
         self._is_segmentation = kind.predicts == "masks"
-        self.batch_size = max(
-            min(_BATCH_SIZE, config.data.batch_size) // self.preprocessor.crops, 1
-        )
+        largest = min(_BATCH_SIZE, config.data.batch_size)
+        self.batch_size = max(largest // self.preprocessor.crops, 1)
 
     def __call__(self, images: Iterable[ImageLike]) -> list[np.ndarray]:
         """Predict images.

@@ -25,7 +25,6 @@ from train.networks.transformer import Denoiser
 from train.output import plots
 from train.run.open_run import OpenRun, check_classes
 from train.tasks import images, language, load
-from train.tasks.diffusion import build_schedule
 
 
 class TextGenerator:
@@ -209,7 +208,8 @@ def sample_images(
     (model, shape, classes), guidance, steps = network, options.guidance, options.steps
     assert guidance is not None
     assert steps is not None
-    sampler, schedule = diffusion.samplers.get(options.sampler), build_schedule(section)
+    sampler = diffusion.samplers.get(options.sampler)
+    schedule = diffusion.schedules.get(section.schedule, section.steps)
 
     @jax.jit
     def run(params: Any, state: Any, labels: Array, key: Array) -> Array:

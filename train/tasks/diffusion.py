@@ -8,7 +8,7 @@ from jax import Array
 
 import fnet
 from fnet import diffusion
-from fnet.diffusion import Schedule, schedules
+from fnet.diffusion import schedules
 from train.config import Config
 from train.data import Arrays, Dataset, num_examples
 from train.data.batch import Batch
@@ -16,11 +16,6 @@ from train.errors import UserError
 from train.networks.transformer import Denoiser
 from train.tasks import images
 from train.tasks.task import BatchMetrics, Kind, Task
-
-
-def build_schedule(model: Denoiser) -> Schedule:
-    """Build the noise schedule of a config."""
-    return schedules.get(model.schedule, model.steps)
 
 
 def build(config: Config, dataset: Dataset) -> Task:
@@ -38,7 +33,7 @@ def build(config: Config, dataset: Dataset) -> Task:
     model = images.build_network(config, dataset)
     index = np.arange(num_examples(dataset.test), dtype=np.int32)
     dataset = dataset._replace(test=dataset.test | {"index": index})
-    classes, schedule = len(dataset.classes), build_schedule(section)
+    classes, schedule = len(dataset.classes), schedules.get(section.schedule, section.steps)
 
     def losses(
         params: Any, state: Any, batch: Batch, label: Array, noise: Array, dropout: Array | None

@@ -26,9 +26,8 @@ def iou_by_class(confusion: np.ndarray) -> np.ndarray:
 def pixel_scores(confusion: np.ndarray) -> dict[str, float]:
     """Return the scores of a segmentation in [0, 1]; NaN without pixels.
 
-    Returns:
-      ``mean_iou``: mean over classes that are there or predicted; ``pixel_accuracy``: fraction of
-      pixels that are correct; ``class_accuracy``: mean recall over classes that are there.
+    ``mean_iou`` is a mean over classes that are there or predicted, ``pixel_accuracy`` the fraction
+    of pixels that are correct, ``class_accuracy`` the mean recall over classes that are there.
     """
     return {
         "mean_iou": mean(iou_by_class(confusion)),

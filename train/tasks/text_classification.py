@@ -23,7 +23,7 @@ def build(config: Config, dataset: Dataset) -> Task:
     A dense layer without bias turns the features of a text's last token into logits, as in
     transformers' models for sequence classification.
     """
-    model = build_network(config, len(dataset.classes))
+    model = with_head(language.build_network(config), len(dataset.classes))
     logits = functools.partial(_logits, model)
     targets, optim = OneClass(dataset), config.optim
 
@@ -39,11 +39,6 @@ def build(config: Config, dataset: Dataset) -> Task:
         return targets.scores(examples, rows["label"], confusion)
 
     return Task(dataset, model, loss, measure, scores)
-
-
-def build_network(config: Config, classes: int) -> PretrainedNetwork:
-    """Build the network of a config for so many classes."""
-    return with_head(language.build_network(config), classes)
 
 
 def _outputs(config: Config, model: PretrainedNetwork) -> Callable[[Any, Any, Any], Array]:
@@ -62,7 +57,7 @@ def _logits(
 KIND = Kind(
     "text",
     build,
-    lambda config, names: build_network(config, len(names())),
+    lambda config, names: with_head(language.build_network(config), len(names())),
     predicts="labels of texts",
     outputs=_outputs,
     loss_options=("label_smoothing", "focal"),

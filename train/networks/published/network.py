@@ -38,9 +38,8 @@ class PretrainedNetwork(NamedTuple):
 
     Attributes:
       init: ``key -> (params, model state)`` with zeros in place of pretrained values.
-      apply: as of `fnet.models.LanguageModel`.
+      apply, losses, features: as of `fnet.models.LanguageModel`; images only have apply.
       decode: incremental decoding, with parameters of `merge`.
-      losses: as of `fnet.models.LanguageModel`; images have none.
       read: ``shapes -> arrays`` of the pretrained parameters, with the shapes' shardings.
       place: ``(key, arrays) -> (params, model state)`` with the arrays of ``read``.
       is_frozen: whether adapters are trained, and the pretrained parameters are in the model state.
@@ -48,7 +47,6 @@ class PretrainedNetwork(NamedTuple):
       base: the published model.
       new: name of parameters that the published model lacks, such as a new classifier, or "".
       errors: returns the relative error by path of each quantized weight that was read.
-      features: as of `fnet.models.LanguageModel`; images have none.
     """
 
     init: Callable[[Array], tuple[Any, Any]]
