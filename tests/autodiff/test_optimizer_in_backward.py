@@ -325,42 +325,25 @@ def test_update_has_its_named_scope_in_the_compiled_program():
 # The order in which arrays are overwritten.
 
 
-def written_order(optimizer):
-    """Return the names of a stack's arrays, by stage and group."""
-    params = {"w": jnp.zeros((3, 2))}
+W, MU, NU = "params['w']", "opt_state[0].mu['w']", "opt_state[0].nu['w']"
+WITH_UNCHANGED = optax.chain(
+    optax.trace(0.9), optax.scale(-0.1), optax.masked(optax.ema(0.9), {"w": False})
+)
+# Names of a stack's arrays, by stage and group.
+WRITTEN = {
+    "params after the moments they read": (optax.adam(0.1), [[[MU], [NU]], [[W]]]),
+    "params before the momentum they read": (optax.lion(0.1, weight_decay=0.0), [[[W]], [[MU]]]),
+    "together": (OPTIMIZERS["lion with decay before it"], [[[W, "opt_state[1].mu['w']"]]]),
+    "unchanged ones not": (WITH_UNCHANGED, [[["opt_state[0].trace['w']"]], [[W]]]),
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_arrays_are_written_when_nothing_reads_them_anymore(name):
+    (optimizer, order), params = WRITTEN[name], {"w": jnp.zeros((3, 2))}
     update = trace_update(optimizer, params, optimizer.init(params), {"w": 0})
-    return [
-        [[update.slots[n].name for n in group] for group in stage] for stage in update.stages(0)
-    ]
-
-
-def test_params_are_written_after_the_moments_they_read():
-    assert written_order(optax.adam(0.1)) == [
-        [["opt_state[0].mu['w']"], ["opt_state[0].nu['w']"]],
-        [["params['w']"]],
-    ]
-
-
-def test_params_are_written_before_the_old_momentum_they_read():
-    assert written_order(optax.lion(0.1, weight_decay=0.0)) == [
-        [["params['w']"]],
-        [["opt_state[0].mu['w']"]],
-    ]
-
-
-def test_arrays_that_read_each_other_are_written_together():
-    assert written_order(OPTIMIZERS["lion with decay before it"]) == [
-        [["params['w']", "opt_state[1].mu['w']"]]
-    ]
-
-
-def test_unchanged_arrays_are_not_written():
-    assert written_order(
-        optax.chain(optax.trace(0.9), optax.scale(-0.1), optax.masked(optax.ema(0.9), {"w": False}))
-    ) == [
-        [["opt_state[0].trace['w']"]],
-        [["params['w']"]],
-    ]
+    stages = update.stages(0)
+    assert [[[update.slots[n].name for n in group] for group in s] for s in stages] == order
 
 
 def test_arrays_outside_of_stacks_have_no_owner():

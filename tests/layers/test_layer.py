@@ -79,12 +79,11 @@ def test_appending_a_layer_keeps_initial_values_of_earlier_layers():
     chex.assert_trees_all_equal(short["0"], long["0"])
 
 
-def test_serial_gives_each_child_its_own_key():
-    twice, _ = serial(noise(), noise()).apply(
-        {}, {}, jnp.zeros(4), key=jax.random.key(2), train=True
-    )
-    first, _ = serial(noise()).apply({}, {}, jnp.zeros(4), key=jax.random.key(2), train=True)
-    assert not jnp.allclose(twice, 2 * first)
+@pytest.mark.parametrize("of", [lambda n: serial(*[noise()] * n), lambda n: repeat(noise(), n)])
+def test_each_child_or_copy_gets_its_own_key(of):
+    inputs = {}, {}, jnp.zeros(4)
+    twice, once = (of(n).apply(*inputs, key=jax.random.key(2), train=True)[0] for n in (2, 1))
+    assert not jnp.allclose(twice, 2 * once)
 
 
 def test_serial_updates_the_state_of_every_child():
@@ -137,12 +136,6 @@ def test_repeat_matches_a_loop_over_copies():
 
     got = jax.jit(functools.partial(layer.apply, train=True))(params, state, x)
     chex.assert_trees_all_close(got, loop_over_copies(params, state, x), atol=1e-6)
-
-
-def test_repeat_gives_each_copy_its_own_key():
-    y, _ = repeat(noise(), 2).apply({}, {}, jnp.zeros(4), key=jax.random.key(2), train=True)
-    y1, _ = repeat(noise(), 1).apply({}, {}, jnp.zeros(4), key=jax.random.key(2), train=True)
-    assert not jnp.allclose(y, 2 * y1)
 
 
 def test_repeat_rejects_zero_copies():

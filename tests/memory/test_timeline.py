@@ -87,12 +87,7 @@ def test_a_loop_body_appears_once_and_its_carry_is_dead_between_read_and_write()
     assert live["y"] == held + carry
     assert found.instructions.index("go") < found.instructions.index("t")
     assert found.instructions.index("next") < found.instructions.index("out")
-
-
-def test_a_loop_carry_has_the_layer_of_its_maker():
-    found = timeline(program(LOOP, arguments=100))
-    by_instruction = {b.instruction: b for b in found.at_peak}
-    assert by_instruction["next"].layer == "blocks"
+    assert {b.instruction: b for b in found.at_peak}["next"].layer == "blocks"  # of its maker
 
 
 def test_a_slice_written_in_place_takes_no_memory():

@@ -142,19 +142,12 @@ def test_one_mask_for_attention_and_loss_is_refused():
 
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("mixers", FAMILIES, ids="-".join)
-def test_model_is_causal(mixers):
-    model, params, state = build(*mixers)
-    run = jax.jit(lambda x: model.apply(params, state, x, train=True)[0])
-    changed = tokens().at[:, 7:].set((tokens()[:, 7:] + 1) % V)
-    chex.assert_trees_all_close(run(changed)[:, :7], run(tokens())[:, :7], atol=1e-5)
-    assert jnp.abs(run(changed)[:, 7:] - run(tokens())[:, 7:]).max() > 1e-3
-
-
-@pytest.mark.sweep(2)
-@pytest.mark.parametrize("mixers", FAMILIES, ids="-".join)
 def test_decoding_matches_the_logits_of_the_whole_sequence(mixers):
+    """So it is causal, also in training, where the logits are the same."""
     model, params, state = build(*mixers)
     whole, _ = jax.jit(lambda x: model.apply(params, state, x, train=False))(tokens())
+    trained, _ = jax.jit(lambda x: model.apply(params, state, x, train=True))(tokens())
+    chex.assert_trees_all_close(trained, whole, atol=1e-5)
     extend = jax.jit(model.decode.extend)
     for prompt in (1, 5, T):
         cache = model.decode.init_cache(2, T, jnp.float32)
@@ -209,6 +202,7 @@ def test_sampled_tokens_have_the_expected_frequencies():
 
     np.testing.assert_allclose(share(), [0.5, 0.25, 0.125, 0.125], atol=0.03)
     np.testing.assert_allclose(share(top_k=2), [2 / 3, 1 / 3, 0, 0], atol=0.03)
+    np.testing.assert_allclose(share(min_p=0.4), [2 / 3, 1 / 3, 0, 0], atol=0.03)
     np.testing.assert_allclose(share(top_p=0.5), [1, 0, 0, 0])
     np.testing.assert_allclose(share(top_p=0.51), [2 / 3, 1 / 3, 0, 0], atol=0.03)
     np.testing.assert_allclose(share(temperature=0.5), np.array([16, 4, 1, 1]) / 22, atol=0.03)
@@ -301,8 +295,21 @@ def test_sample_token_rejects_options_out_of_range(options):
         fnet.sample_token(jax.random.key(0), jnp.zeros((1, 4)), **options)
 
 
-def assert_rows_continue_as_they_do_alone(model, params, state, **options):
+OF_SAMPLING = {"repetition_penalty": 1.3, "min_p": 0.05, "top_k": 7, "temperature": 0.7}
+STATES = ("rg_lru", "mamba2", "mamba")
+
+
+@pytest.mark.parametrize(
+    ("mixers", "options"),
+    [
+        (("attention", "window"), {"temperature": 0.0}),
+        (("attention", "window"), OF_SAMPLING),
+        pytest.param(STATES, {"temperature": 0.0}, marks=pytest.mark.slow),
+    ],
+)
+def test_rows_of_a_batch_continue_as_they_do_alone(mixers, options):
     """Prompts of several lengths in one batch, whose padding is not read."""
+    model, params, state = build(*mixers)
     lengths, keys = (3, 40, 1, 20), jax.random.split(jax.random.key(5), 4)
     prompts = jax.random.randint(jax.random.key(7), (4, 40), 0, V)
     padded = jnp.where(jnp.arange(40)[None] < jnp.array(lengths)[:, None], prompts, -100)
@@ -311,23 +318,6 @@ def assert_rows_continue_as_they_do_alone(model, params, state, **options):
     for row, n in enumerate(lengths):
         alone = run(prompts[row : row + 1, :n], key=keys[row : row + 1])
         chex.assert_trees_all_equal(together[row], alone[0])
-
-
-@pytest.mark.sweep(2)
-@pytest.mark.parametrize(
-    "mixers",
-    [("attention", "window"), pytest.param(("rg_lru", "mamba2", "mamba"), marks=pytest.mark.slow)],
-)
-def test_rows_of_a_batch_continue_as_they_do_alone(mixers):
-    model, params, state = build(*mixers)
-    assert_rows_continue_as_they_do_alone(model, params, state, temperature=0.0)
-
-
-def test_options_of_sampling_are_those_of_each_row():
-    model, params, state = build("attention", "window")
-    assert_rows_continue_as_they_do_alone(
-        model, params, state, repetition_penalty=1.3, min_p=0.05, top_k=7, temperature=0.7
-    )
 
 
 @pytest.mark.slow
@@ -355,12 +345,6 @@ def test_repeated_tokens_are_penalized():
     assert greedy([0], 1.2) == [1, 0, 0]
     with pytest.raises(ValueError, match="repetition_penalty must be > 0, got 0"):
         greedy([0], 0)
-
-
-def test_min_p_excludes_tokens_below_a_share_of_the_most_likely_one():
-    logits = jnp.log(jnp.array([[0.5, 0.25, 0.125, 0.125]]))
-    draw = jax.vmap(lambda k: fnet.sample_token(k, logits, min_p=0.4)[0])
-    assert {*draw(jax.random.split(jax.random.key(0), 300)).tolist()} == {0, 1}
 
 
 def test_a_text_that_outgrows_a_restart_length_is_read_again():

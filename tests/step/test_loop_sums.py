@@ -51,12 +51,8 @@ def on_a_mesh(w, x):
     mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = PartitionSpec(None, "data")
     gradient = jax.grad(lambda w, x: mapped(w, x).sum(), argnums=(0, 1))
-    options = {
-        "mesh": mesh,
-        "in_specs": (PartitionSpec(), spec),
-        "out_specs": (PartitionSpec(), spec),
-    }
-    return jax.shard_map(gradient, **options)(w, jnp.repeat(x, 64, axis=1))
+    specs = dict.fromkeys(("in_specs", "out_specs"), (PartitionSpec(), spec))
+    return jax.shard_map(gradient, mesh=mesh, **specs)(w, jnp.repeat(x, 64, axis=1))
 
 
 PROGRAMS = {

@@ -43,17 +43,15 @@ X = np.array([1.0, 4.0, 7.0], np.float32)
 
 @pytest.mark.parametrize(
     ("clip", "how", "expected"),
-    [(2.5, {}, -3.5), (2.5, {"rescale_to_unit_norm": True}, -1.4), (10, {}, -6.0)],
+    [
+        *((2.5, {}, -3.5), (2.5, {"rescale_to_unit_norm": True}, -1.4), (10, {}, -6.0)),
+        (1.0, {"automatic": 0.01}, 1 / 1.01 - 2 / 2.01 - 5 / 5.01),  # divides by the norm
+    ],
 )
 def test_matches_golden_sums_of_jax_privacy(clip, how, expected):
     total, info = clipped_grad(halves, clip, **how)(jnp.float32(2), X)
     chex.assert_trees_all_close(total, jnp.float32(expected), rtol=1e-6)
     chex.assert_trees_all_close(info.norms, jnp.array([1.0, 2.0, 5.0]))
-
-
-def test_infinite_clip_gives_the_plain_sum():
-    total, info = clipped_grad(halves, INFINITY)(jnp.float32(3), np.array([0.0, 7.0, -2.0]))
-    chex.assert_trees_all_close((total, info.norms), (jnp.float32(4), jnp.array([3.0, 4.0, 5.0])))
 
 
 def test_division_by_the_batch_size_divides_by_one():
@@ -182,12 +180,6 @@ def test_sensitivity_knows_the_relations_of_dp_accounting():
     assert sensitivity(relations.REPLACE_ONE) == sensitivity("REPLACE_ONE") == 1.0
 
 
-def test_automatic_clipping_divides_by_the_norm():
-    total, _ = clipped_grad(halves, 1.0, automatic=0.01)(jnp.float32(2), X)
-    expected = 1 / 1.01 - 2 / 2.01 - 5 / 5.01
-    chex.assert_trees_all_close(total, jnp.float32(expected), rtol=1e-6)
-
-
 def test_norm_is_zero_if_rounding_makes_its_square_negative():
     # In float32, a^2 + b^2 - 2ab is -2^-23 if each product is rounded.
     a, b = 1 + 3547 / 2**23, 1 + 3548 / 2**23
@@ -216,12 +208,6 @@ def test_terms_that_are_too_large_to_square_may_cancel():
     total, info = jax.jit(clipped_grad(loss, 1.0))(jnp.zeros((8, 8)), x, cotangent)
     chex.assert_trees_all_close(info.norms, jnp.full(2, 2.0**57), rtol=1e-3)
     chex.assert_trees_all_close(total, jnp.full((8, 8), -2 / 8), rtol=1e-3)
-
-
-def test_clip_may_be_traced():
-    gradient = clipped_grad(halves, 1.0)
-    total = jax.jit(lambda clip: gradient(jnp.float32(2), X, clip=clip)[0])(2.5)
-    chex.assert_trees_all_close(total, jnp.float32(-3.5))
 
 
 @pytest.mark.sweep(2)

@@ -141,12 +141,20 @@ def test_cancelling_sequences_of_heads_are_clipped():
     check_clipped(loss, jnp.zeros((2, 32, 24)), (u, v), grads)
 
 
-def test_cancelling_uses_are_clipped():
-    u, v = sequences(2, 64, 48)
+def two_uses(p, u, v):
+    return ((u[:, 0] @ p) * v[:, 0] + (u[:, 1] @ p) * v[:, 1]).sum(1)
 
-    def loss(p, u, v):
-        return ((u[:, 0] @ p) * v[:, 0] + (u[:, 1] @ p) * v[:, 1]).sum(1)
 
+def steps_of_a_scan(p, u, v):
+    def step(total, uv):
+        return total + ((uv[0] @ p) * uv[1]).sum(1), None
+
+    return lax.scan(step, jnp.zeros(len(u)), (u.swapaxes(0, 1), v.swapaxes(0, 1)))[0]
+
+
+@pytest.mark.parametrize(("loss", "time"), [(two_uses, 2), (steps_of_a_scan, 8)])
+def test_cancelling_uses_and_steps_are_clipped(loss, time):
+    u, v = sequences(time, 64, 48)
     check_clipped(loss, jnp.zeros((64, 48)), (u, v), outer_products(u, v))
 
 
@@ -161,18 +169,6 @@ def test_cancelling_uses_in_different_equations_are_clipped():
     u = float32(np.eye(24)[tokens])
     grads = np.einsum("br,btc->brc", np.float64(u), np.float64(v))
     check_clipped(loss, jnp.zeros((24, 32)), (tokens, u, v), grads)
-
-
-def test_cancelling_steps_of_a_scan_are_clipped():
-    u, v = sequences(8, 64, 48)
-
-    def loss(p, u, v):
-        def step(total, uv):
-            return total + ((uv[0] @ p) * uv[1]).sum(1), None
-
-        return lax.scan(step, jnp.zeros(len(u)), (u.swapaxes(0, 1), v.swapaxes(0, 1)))[0]
-
-    check_clipped(loss, jnp.zeros((64, 48)), (u, v), outer_products(u, v))
 
 
 def test_cancelling_sequences_in_checkpoints_are_clipped():

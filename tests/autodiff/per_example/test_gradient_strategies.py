@@ -36,13 +36,6 @@ def test_masked_kernel_is_derived():
     assert_clipped_like_a_loop(Case(triangular, w, (x,)), tolerance=1e-5)
 
 
-def test_norms_of_derived_parameters_limit_memory():
-    w, x = (jax.ShapeDtypeStruct((n, 256), jnp.float32) for n in (256, 64))
-    compiled = jax.jit(clipped_grad(triangular, 1.0)).lower(w, x).compile()
-    # All per-example gradients at once would take 64 times.
-    assert peak(compiled).temporaries < 16 * w.size * 4
-
-
 @jax.custom_jvp
 def product(x, w):
     """A function with a rule of its own is not known to be linear."""
@@ -80,11 +73,15 @@ def test_a_parameter_in_the_carry_of_a_loop_uses_autodiff_of_the_loss():
     assert_clipped_like_a_loop(Case(loss, w, (x,)), width=4, tolerance=1e-5)
 
 
-def test_width_limits_memory():
-    w, x = (jax.ShapeDtypeStruct((n, 128), jnp.float32) for n in (128, 64))
-    compiled = jax.jit(clipped_grad(with_custom_product, 1.0, width=1)).lower(w, x).compile()
+@pytest.mark.parametrize(
+    ("loss", "width", "size", "times"),
+    [(triangular, None, 256, 16), (with_custom_product, 1, 128, 8)],
+)
+def test_norms_of_derived_parameters_and_a_width_limit_memory(loss, width, size, times):
+    w, x = (jax.ShapeDtypeStruct((n, size), jnp.float32) for n in (size, 64))
+    compiled = jax.jit(clipped_grad(loss, 1.0, width=width)).lower(w, x).compile()
     # Gradients of all examples would take 64 times.
-    assert peak(compiled).temporaries < 8 * w.size * 4
+    assert peak(compiled).temporaries < times * w.size * 4
 
 
 def test_strategy_of_each_parameter():

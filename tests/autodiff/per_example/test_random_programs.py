@@ -59,27 +59,12 @@ QUICK = settings(max_examples=6, derandomize=True, suppress_health_check=list(He
 THOROUGH = settings(max_examples=1500, suppress_health_check=list(HealthCheck))
 
 
-@QUICK
-@given(ROWWISE_PROGRAMS)
-def test_rowwise_programs_equal_a_loop_over_examples(program):
-    assert not check(program)
+@pytest.mark.parametrize("effort", [QUICK, pytest.param(THOROUGH, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("programs", "may_mix"), [(ROWWISE_PROGRAMS, False), (ANY_PROGRAMS, True)])
+def test_programs_equal_a_loop_over_examples_or_may_mix_and_are_refused(effort, programs, may_mix):
+    @effort
+    @given(programs)
+    def check_all(program):
+        assert not check(program) or may_mix
 
-
-@QUICK
-@given(ANY_PROGRAMS)
-def test_programs_that_may_mix_are_refused_or_equal_a_loop(program):
-    check(program)
-
-
-@pytest.mark.slow
-@THOROUGH
-@given(ROWWISE_PROGRAMS)
-def test_many_rowwise_programs(program):
-    assert not check(program)
-
-
-@pytest.mark.slow
-@THOROUGH
-@given(ANY_PROGRAMS)
-def test_many_programs_that_may_mix(program):
-    check(program)
+    check_all()

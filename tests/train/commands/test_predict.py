@@ -221,14 +221,6 @@ def test_an_image_of_pillow_keeps_its_size_and_its_rotation(run_of, recipes):
     assert opened.size == (400, 200)
 
 
-def test_refuses_an_unreadable_image(run_of, recipes):
-    (recipes / "empty.png").touch()
-    with pytest.raises(UnreadableError, match="zero bytes"):
-        Predictor(run_of("halves"))(["empty.png"])
-    with pytest.raises(UnreadableError, match="range is undefined"):
-        Predictor(recipes / "runs" / "halves")([Image.new("F", (4, 4))])
-
-
 def test_the_example_of_the_predictor(recipes):
     vision_cases.write_shapes_run(recipes)
     (recipes / "photos").mkdir()
@@ -435,8 +427,13 @@ def test_predictor_takes_arrays_contents_and_any_number_of_images(run_of, recipe
     assert predictor._network._cache_size() == 1  # one program for 1 and 3 images
 
 
-def test_predictor_names_what_is_wrong_with_an_image(run_of):
+def test_predictor_names_what_is_wrong_with_an_image(run_of, recipes):
     predictor = Predictor(run_of("colours"))
+    (recipes / "empty.png").touch()
+    with pytest.raises(UnreadableError, match="zero bytes"):
+        predictor(["empty.png"])
+    with pytest.raises(UnreadableError, match="range is undefined"):
+        predictor([Image.new("F", (4, 4))])
     with pytest.raises(UnreadableError, match=r"^none\.png: No such file or directory$"):
         predictor(["none.png"])
     with pytest.raises(UnreadableError, match=r"^image 1: the array is float64 of shape"):

@@ -85,33 +85,46 @@ def test_a_large_tokenizer_may_not_make_more_tokens_than_fit(tmp_path, monkeypat
         load_tokenizer(TextFile(tokenizer=str(path))).encode("ab")
 
 
-@few
-@given(labels=hostile_files.yolo_labels())
-def test_numbers_of_yolo(labels, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("yolo")
-    hostile_files.write_yolo(folder)
-    path = folder / "labels" / "1.txt"
-    path.write_text(labels)
-    assert_refused_or_read("labels", path)
+def write_nothing(folder):
+    """The file needs no others beside it."""
 
 
-@few
-@given(names=hostile_files.yolo_names())
-def test_names_of_yolo(names, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("yolo")
-    hostile_files.write_yolo(folder)
-    path = folder / "data.yaml"
-    path.write_text(names, "utf-8", "surrogatepass")
-    assert_refused_or_read("names", path)
+FILES = {
+    "labels": ("labels/1.txt", hostile_files.write_yolo, hostile_files.yolo_labels()),
+    "names": ("data.yaml", hostile_files.write_yolo, hostile_files.yolo_names()),
+    "table": ("table.csv", hostile_files.write_annotated, hostile_files.tables()),
+    "safetensors": ("a.safetensors", write_nothing, hostile_files.safetensors()),
+    "template": ("chat.jinja", write_nothing, hostile_files.templates()),
+    "npz": ("a.npz", write_nothing, st.builds(
+        hostile_files.npz,
+        st.lists(st.sampled_from([0, 1, 8, 2**31, 2**40, 2**62]), max_size=5).map(tuple),
+        st.sampled_from(["|u1", "<f4", "<U1000000", "|O", "<i8"]),
+    )),
+    "tar": ("a.tar", write_nothing, st.builds(
+        hostile_files.tar,
+        st.sampled_from([b"a.png", b"a.cls", b"../../a.png", b"\xff.png", b"", b"a" * 100]),
+        st.sampled_from([b"777777777777", b"-1", b"9", b"\x80" + b"\xff" * 11, b"00000000001\0"]),
+        st.sampled_from([b"0", b"5", b"L", b"x", b"S", b"1", b"\0"]),
+        st.binary(max_size=20),
+    )),
+}  # fmt: skip
 
 
-@few
-@given(content=hostile_files.tables())
-def test_tables(content, tmp_path):
-    hostile_files.write_annotated(tmp_path)
-    path = tmp_path / "table.csv"
-    path.write_text(content, "utf-8", "surrogatepass")
-    assert_refused_or_read("table", path)
+@pytest.mark.parametrize("kind", FILES)
+def test_files_of_others(kind, tmp_path_factory):
+    name, write_others, contents = FILES[kind]
+
+    @few
+    @given(contents)
+    def check(content):
+        folder = tmp_path_factory.mktemp(kind)
+        write_others(folder)
+        is_text = isinstance(content, str)
+        content = content.encode("utf-8", "surrogatepass") if is_text else content
+        (folder / name).write_bytes(content)
+        assert_refused_or_read(kind, folder / name)
+
+    check()
 
 
 @few
@@ -136,46 +149,6 @@ def test_outlines_that_would_take_gigabytes(tmp_path):
     assert_refused_or_read("labelme.json", path, may_pass=False)
     with pytest.raises(ValueError, match="more than 60 bits"):
         decode_runs("o" * 10**6)
-
-
-@few
-@given(content=hostile_files.safetensors())
-def test_headers_of_tensors(content, tmp_path):
-    path = tmp_path / "a.safetensors"
-    path.write_bytes(content)
-    assert_refused_or_read("safetensors", path)
-
-
-@few
-@given(source=hostile_files.templates())
-def test_templates(source, tmp_path):
-    path = tmp_path / "chat.jinja"
-    path.write_text(source, "utf-8", "surrogatepass")
-    assert_refused_or_read("template", path)
-
-
-@few
-@given(
-    shape=st.lists(st.sampled_from([0, 1, 8, 2**31, 2**40, 2**62]), max_size=5).map(tuple),
-    dtype=st.sampled_from(["|u1", "<f4", "<U1000000", "|O", "<i8"]),
-)
-def test_arrays(shape, dtype, tmp_path):
-    path = tmp_path / "a.npz"
-    path.write_bytes(hostile_files.npz(shape, dtype))
-    assert_refused_or_read("npz", path)
-
-
-@few
-@given(
-    name=st.sampled_from([b"a.png", b"a.cls", b"../../a.png", b"\xff.png", b"", b"a" * 100]),
-    size=st.sampled_from([b"777777777777", b"-1", b"9", b"\x80" + b"\xff" * 11, b"00000000001\0"]),
-    kind=st.sampled_from([b"0", b"5", b"L", b"x", b"S", b"1", b"\0"]),
-    content=st.binary(max_size=20),
-)
-def test_tar_files(name, size, kind, content, tmp_path):
-    path = tmp_path / "a.tar"
-    path.write_bytes(hostile_files.tar(name, size, kind, content))
-    assert_refused_or_read("tar", path)
 
 
 @pytest.mark.parametrize("kind", ["shards", "lines"])
@@ -383,6 +356,8 @@ def test_takes_the_flag_from_the_words_of_a_command(monkeypatch):
     assert limits.factor() == 2
     assert limits.take_flag(["train"]) == ["train"]
     assert limits.factor() == 1
+    with pytest.raises(UserError, match="--limits: expected a number above 0, got nothing"):
+        limits.take_flag(["train", "x", "--limits"])
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "1e999", "x", ""])
@@ -390,11 +365,6 @@ def test_a_limit_is_a_number_above_0(value):
     for words in (["--limits", value], [f"--limits={value}"]):
         with pytest.raises(UserError, match=f"--limits: expected a number above 0, got {value}"):
             limits.take_flag(words)
-
-
-def test_a_limit_that_is_left_out_is_named():
-    with pytest.raises(UserError, match="--limits: expected a number above 0, got nothing"):
-        limits.take_flag(["train", "x", "--limits"])
 
 
 def test_a_large_file_may_unpack_to_eight_times_its_size():
