@@ -36,14 +36,26 @@ def convolution(x, kernel, padding="SAME", dilation=(1, 1), **options):
     )
 
 
-def all_three(padding, dilation):
+def with_gradients(conv):
     """Output and both gradients."""
 
     def f(x, kernel, cotangent):
-        y, pull = jax.vjp(lambda x, k: convolution(x, k, padding, dilation), x, kernel)
+        y, pull = jax.vjp(conv, x, kernel)
         return y, *pull(cotangent)
 
     return f
+
+
+def all_three(padding, dilation):
+    return with_gradients(lambda x, k: convolution(x, k, padding, dilation))
+
+
+def assert_matches_float64(f, fast, args):
+    with jax.enable_x64(True):
+        expected = jax.jit(f)(*(np.float64(a) for a in args))
+    for got, exact in zip(jax.jit(fast)(*args), expected, strict=True):
+        assert np.asarray(exact).dtype == np.float64
+        np.testing.assert_allclose(got, exact, rtol=1e-5, atol=1e-5)
 
 
 def arrays(images, n_in, n_out, padding, dilation):
@@ -81,10 +93,7 @@ def test_kernels_that_reach_beyond_the_images_match_float64(monkeypatch):
     args = arrays((3, 7, 6), 4, 5, padding, dilation)
     f = all_three(padding, dilation)
     assert convolutions_left(for_cpus(f), *args) == 0
-    with jax.enable_x64(True):
-        expected = jax.jit(f)(*(np.float64(a) for a in args))
-    for got, exact in zip(jax.jit(for_cpus(f))(*args), expected, strict=True):
-        np.testing.assert_allclose(got, exact, rtol=1e-5, atol=1e-5)
+    assert_matches_float64(f, for_cpus(f), args)
 
 
 @pytest.mark.parametrize(
@@ -103,18 +112,12 @@ def test_one_product_per_element_of_the_kernel_matches_float64(size, kernel, str
     def conv(x, kernel):
         return convolution(x, kernel, "SAME", window_strides=strides)
 
-    def f(x, kernel, cotangent):
-        y, pull = jax.vjp(conv, x, kernel)
-        return y, *pull(cotangent)
-
+    f = with_gradients(conv)
     x = rng.normal(size=(3, *size, 4)).astype(np.float32)
     weights = rng.normal(size=(*kernel, 4, 5)).astype(np.float32)
     args = x, weights, rng.normal(size=conv(x, weights).shape).astype(np.float32)
     assert convolutions_left(for_cpus(f), *args) == left
-    with jax.enable_x64(True):
-        expected = jax.jit(f)(*(np.float64(a) for a in args))
-    for got, exact in zip(jax.jit(for_cpus(f))(*args), expected, strict=True):
-        np.testing.assert_allclose(got, exact, rtol=1e-5, atol=1e-5)
+    assert_matches_float64(f, for_cpus(f), args)
 
 
 # images, channels, groups, kernel, strides, padding, dilation.
@@ -162,10 +165,7 @@ def test_grouped_convolutions_match_float64(case, one_device, monkeypatch):
         options = {"window_strides": strides, "feature_group_count": groups}
         return convolution(x, kernel, padding, dilation, **options)
 
-    def f(x, kernel, cotangent):
-        y, pull = jax.vjp(conv, x, kernel)
-        return y, *pull(cotangent)
-
+    f = with_gradients(conv)
     x = rng.normal(size=(*images, channels)).astype(np.float32)
     kernel = rng.normal(size=(*size, channels // groups, channels)).astype(np.float32)
     cotangent = rng.normal(size=jax.eval_shape(conv, x, kernel).shape).astype(np.float32)
@@ -174,11 +174,7 @@ def test_grouped_convolutions_match_float64(case, one_device, monkeypatch):
     # The gradient by a depthwise kernel runs over images, which several devices may share.
     left = (not one_device) if groups == channels else 3
     assert convolutions_left(fast, *args) == left
-    with jax.enable_x64(True):
-        expected = jax.jit(f)(*(np.float64(a) for a in args))
-    for got, exact in zip(jax.jit(fast)(*args), expected, strict=True):
-        assert np.asarray(exact).dtype == np.float64
-        np.testing.assert_allclose(got, exact, rtol=1e-5, atol=1e-5)
+    assert_matches_float64(f, fast, args)
 
 
 @pytest.mark.parametrize(

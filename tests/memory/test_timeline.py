@@ -137,31 +137,25 @@ ENTRY %main (g: f32[25], w: f32[25]) -> (f32[25], f32[25]) {
     ]
 
 
-def test_a_temporary_uses_the_buffer_of_an_output_while_it_is_empty():
-    # %early fits into %y before %y is written. %late would overlap with it.
-    text = """
-ENTRY %main (x: f32[25]) -> f32[50] {
-  %x = f32[25]{0} parameter(0)
-  %early = f32[50]{0} custom-call(%x)
-  %late = f32[25]{0} custom-call(%early)
-  ROOT %y = f32[50]{0} custom-call(%late)
-}
+@pytest.mark.parametrize(
+    ("b", "outputs", "live"),
+    [
+        # %a fits into %y before %y is written. %b would overlap with it.
+        ("f32[25]{0} custom-call(%a)", 50, [300, 300, 400, 400]),
+        ("f32[50]{0} negate(%a)", 25, [200, 400, 400, 400]),
+    ],
+)
+def test_a_temporary_uses_the_buffer_of_an_empty_output_or_of_a_temporary(b, outputs, live):
+    text = f"""
+ENTRY %main (x: f32[25]) -> f32[{outputs}] {{
+  %x = f32[25]{{0}} parameter(0)
+  %a = f32[50]{{0}} custom-call(%x)
+  %b = {b}
+  ROOT %y = f32[{outputs}]{{0}} custom-call(%b)
+}}
 """
-    found = timeline(program(text, arguments=100, outputs=200))
-    assert found.live_bytes == [300, 300, 400, 400]
-
-
-def test_a_temporary_overwrites_a_temporary():
-    text = """
-ENTRY %main (x: f32[25]) -> f32[25] {
-  %x = f32[25]{0} parameter(0)
-  %a = f32[50]{0} custom-call(%x)
-  %b = f32[50]{0} negate(%a)
-  ROOT %y = f32[25]{0} custom-call(%b)
-}
-"""
-    found = timeline(program(text, arguments=100, outputs=100))
-    assert found.live_bytes == [200, 400, 400, 400]
+    found = timeline(program(text, arguments=100, outputs=4 * outputs))
+    assert found.live_bytes == live
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,8 @@ FLOORS = {
         *("__main__", "testing", "interop", "models"),
         *("layers generate lora step", "fsdp loop_sums", "state", "layer", "attribution privacy"),
         *("autodiff memory", "represented", "quantization", "diffusion losses noise optim"),
-        *(
-            "nonfinite cpu backward_pass",
-            "jaxpr",
-            "precision mesh hlo measured checks chunks lazy",
-        ),
+        *("nonfinite cpu backward_pass", "jaxpr"),
+        "precision mesh hlo measured checks chunks lazy",
     ),
     "train": (
         *("__main__", "cli", "commands", "predictor", "report", "run", "output", "tasks"),

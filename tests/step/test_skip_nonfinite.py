@@ -219,7 +219,5 @@ def test_a_good_step_resets_the_count_of_consecutive_skips(tmp_path, monkeypatch
         guard.add(step, {"row": np.arange(2)}, nan)
         guard.check(None, wait=True)
     assert guard.consecutive == 0
-    assert [words.split(":")[0] for words in output] == [
-        "skipped step 1",
-        "skipped step 4",
-    ]  # the first of each
+    # The first of each.
+    assert [words.split(":")[0] for words in output] == ["skipped step 1", "skipped step 4"]

@@ -197,16 +197,6 @@ def test_cancelling_sequences_of_concatenated_kernels_are_clipped():
     check_clipped(loss, p, (u, v), grads)
 
 
-def test_cancelling_sequences_of_scaled_kernels_are_clipped():
-    u, v = sequences(2, 64, 48)
-    scale = float32(np.random.default_rng(1).uniform(1, 2, (64, 48)))
-
-    def loss(p, u, v):
-        return dense(p * scale, u, v)
-
-    check_clipped(loss, jnp.zeros((64, 48)), (u, v), outer_products(u, v) * scale)
-
-
 def test_repeated_tokens_are_clipped():
     _, v = sequences(6, 2, 64)
     tokens = np.tile([3, 3, 5, 5, 0, 0], (len(v), 1))

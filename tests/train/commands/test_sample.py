@@ -341,15 +341,8 @@ def test_refuses_a_run_without_checkpoint(recipe, run_of, capsys):
     assert_one_line_error(capsys, "none was saved, or they are gone")
 
 
-PHOTOS = (
-    "images.py",
-    "--data.source",
-    "image_folder",
-    "--data.path",
-    "photos",
-    "--data.image-size",
-    "8",
-)
+FOLDER = "--data.source", "image_folder", "--data.path", "photos", "--data.image-size", "8"
+PHOTOS = "images.py", *FOLDER
 TRAINING_MISTAKES = [
     (("text.py", "--model.heads", "3"), "heads must divide width, got heads=3, width=16"),
     (("text.py", "--model.window", "0"), "model.window: expected greater than or equal to 1, got 0"),

@@ -197,18 +197,13 @@ def test_color_jitter_rounds_and_clips_once():
         "light": np.array([[0.1, -0.1, 0.2], [0.0, 0.0, 0.0]]),
     }
     out = augment.color_jitter(batch.copy(), drawn)
-    light = (
-        255
-        * 0.1
-        * np.array(
-            [
-                0.2175 * -0.5675 - 0.0188 * 0.7192 + 2 * 0.0045 * 0.4009,
-                0.2175 * -0.5808 + 0.0188 * 0.0045 - 2 * 0.0045 * 0.8140,
-                0.2175 * -0.5836 + 0.0188 * 0.6948 + 2 * 0.0045 * 0.4203,
-            ]
-        )
-    )
-    expected = apply_jitter_in_steps(batch[0], (2, 0, 1), drawn["blend"][0]) + light
+    light = [
+        0.2175 * -0.5675 - 0.0188 * 0.7192 + 2 * 0.0045 * 0.4009,
+        0.2175 * -0.5808 + 0.0188 * 0.0045 - 2 * 0.0045 * 0.8140,
+        0.2175 * -0.5836 + 0.0188 * 0.6948 + 2 * 0.0045 * 0.4203,
+    ]
+    expected = apply_jitter_in_steps(batch[0], (2, 0, 1), drawn["blend"][0])
+    expected += 255 * 0.1 * np.array(light)
     assert np.abs(out[0] - expected.clip(0, 255)).max() <= 0.5 + 1e-3
     chex.assert_trees_all_equal(out[1], batch[1])
 

@@ -88,14 +88,6 @@ def test_answers_are_learned_and_prompts_are_not(load, packing):
         assert examples_of(batch_of(data)) == expected[:15]
 
 
-def test_everything_is_learned_if_asked(load):
-    for (text, learned), record in zip(
-        examples_of(batch_of(load(answers(10), loss_on="all"))), answers(9), strict=True
-    ):
-        assert text == record["prompt"] + record["completion"]
-        assert learned == text[1:]  # nothing comes before the first token
-
-
 def test_texts_are_learned_but_for_their_first_token(load):
     data = load([{"text": "abc"}, {"text": "a☃"}, {"text": "xy"}], test_fraction=0.3)
     assert examples_of(batch_of(data)) == [("abc", "bc"), ("a☃", "☃")]
@@ -139,6 +131,7 @@ LEARNED = {
     "weight False": ({"messages": chat_of("a?", "b", "c?", "d", d={"weight": False})}, {}, WRITTEN, "b</>"),
     "texts in parts": ({"messages": [TURNS[0] | {"content": PARTS}, *TURNS[1:]]}, {}, WRITTEN, "b</>d</>"),
     "an instruction's input": ({"instruction": "Add", "input": "1 2", "output": "3"}, {}, "Add\n1 23", "3"),
+    "all but the first token": ({"prompt": "0: ", "completion": "x"}, {"loss_on": "all"}, "0: x", ": x"),
     "an empty input": ({"instruction": "Hi", "input": "", "output": "Ho"}, {}, "HiHo", "Ho"),
     "an instruction": ({"instruction": "a", "output": "b"}, {}, "ab", "b"),
     "fields of other names": ({"in": "0: ", "out": "x", "text": "no"}, {"prompt": "in", "answer": "out"}, "0: x", "x"),

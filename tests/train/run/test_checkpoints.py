@@ -287,12 +287,8 @@ def test_eval_best_uses_the_best_checkpoint(workplace):
     with Checkpoints(workplace / "r" / "checkpoints") as checkpoints:
         assert checkpoints.best_score == pytest.approx(reached[best])
     fnet_command("eval", "r", "--best")
-    assert (
-        json.loads((workplace / "r" / "evaluations" / "best" / "evaluation.json").read_text())[
-            "step"
-        ]
-        == best
-    )
+    evaluation = workplace / "r" / "evaluations" / "best" / "evaluation.json"
+    assert json.loads(evaluation.read_text())["step"] == best
 
 
 @pytest.mark.slow
