@@ -112,7 +112,8 @@ class TrainState:
                 f"TrainState.create: key must be a random key, as jax.random.key(0), got {key!r}"
             )
         checks.optimizer("TrainState.create", optimizer)
-        if any(map(_is_deleted, jax.tree.leaves(params))):
+        arrays = [a for a in jax.tree.leaves(params) if isinstance(a, Array)]
+        if any(a.is_deleted() for a in arrays if not isinstance(a, jax.core.Tracer)):
             raise ValueError(
                 "TrainState.create: params were donated to an earlier step; make new ones, or pass "
                 "copies, jax.tree.map(jnp.copy, params), to the first state"
@@ -141,10 +142,6 @@ class TrainState:
     def evaluation_params(self) -> Any:
         """Parameters to evaluate: the moving average if there is one, else ``params``."""
         return self.params if self.ema is None else self.ema
-
-
-def _is_deleted(a: Any) -> bool:
-    return isinstance(a, Array) and not isinstance(a, jax.core.Tracer) and a.is_deleted()
 
 
 def _average_dtype(p: Any) -> Any:

@@ -8,22 +8,10 @@ import chex
 import numpy as np
 import pytest
 from data_cases import error_message, take_batches
-from shard_cases import (
-    CLASSES,
-    WRITERS,
-    pixels,
-    png,
-    write_parquet,
-    write_tar,
-)
+from shard_cases import CLASSES, WRITERS, pixels, png, write_parquet, write_tar
 
 from train.config import Config, ImageShards
-from train.data import (
-    evaluation_batches,
-    image_shards,
-    sample_batch,
-    training_batches,
-)
+from train.data import evaluation_batches, image_shards, sample_batch, training_batches
 from train.data.shards import CACHE_BYTES, Fields, Index, Shards, index_shards
 from train.data.unreadable import UnreadableFiles
 from train.errors import TrainingError
