@@ -72,13 +72,14 @@ def test_audits_the_gaussian_mechanism_from_below():
         assert 0.3 * epsilon < audit.epsilon < epsilon
 
 
-def test_perfect_guesses_give_the_bound_of_a_binomial():
-    included = np.arange(8) % 2 == 0
+@pytest.mark.parametrize(("m", "tries"), [(8, 1), (24, 3)])
+def test_perfect_guesses_give_the_bound_of_a_binomial(m, tries):
+    included = np.arange(m) % 2 == 0
     audit = audit_epsilon(np.where(included, 5.0, -5.0), included, 0.0, confidence=0.9)
-    # 8 guesses alone: q^8 = 0.1, and epsilon = log(q / (1 - q)).
-    q = 0.1 ** (1 / 8)
+    # Of 8, 16, ... and m guesses, m are best: q^m = 0.1 / tries, and epsilon = log(q / (1 - q)).
+    q = (0.1 / tries) ** (1 / m)
     assert audit.epsilon == pytest.approx(np.log(q / (1 - q)), rel=1e-6)
-    assert (audit.guesses, audit.correct, audit.canaries) == (8, 8, 8)
+    assert (audit.guesses, audit.correct, audit.canaries) == (m, m, m)
 
 
 def test_few_confident_guesses_are_better_than_many():
