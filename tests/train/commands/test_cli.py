@@ -3,10 +3,14 @@
 import ast
 import dataclasses
 import errno
+import fnmatch
+import glob
 import inspect
 import itertools
 import re
 import textwrap
+from importlib import metadata
+from types import SimpleNamespace
 from typing import get_type_hints
 from unittest.mock import Mock
 
@@ -16,7 +20,7 @@ import numpy as np
 import pytest
 from program_cases import assert_one_line_error, exit_code, fnet_command
 
-from train import arguments, cli
+from train import arguments, cli, platform
 from train.config import (
     Checkpoint,
     Config,
@@ -148,6 +152,18 @@ def test_caches_programs_in_the_users_cache_folder(workplace, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(workplace / "cache"))
     cli._prepare_jax()
     assert jax.config.jax_compilation_cache_dir == str(workplace / "cache" / "fnet" / "jax")
+
+
+@pytest.mark.parametrize(
+    ("plugin", "device", "on_cpu"),
+    [("cuda12", "/dev/nvidia0", False), ("cuda12", "", True), ("metal", "", False)],
+)
+def test_runs_on_the_cpu_if_no_plugin_has_its_device(plugin, device, on_cpu, monkeypatch):
+    monkeypatch.setattr(metadata, "entry_points", lambda group: [SimpleNamespace(name=plugin)])
+    monkeypatch.setattr(glob, "glob", lambda pattern: fnmatch.filter([device], pattern))
+    monkeypatch.setattr(platform, "jax", Mock(config=(config := Mock(jax_platforms=None))))
+    platform.choose_platform()
+    assert config.update.called == on_cpu
 
 
 @pytest.mark.parametrize(

@@ -96,6 +96,8 @@ def test_each_epoch_has_an_order_of_its_own(blocks):
         assert (epochs[0] != other).mean() > 0.9
     shuffled = order([40], batch_size=40)
     assert (shuffled(0) != shuffled(1)).mean() > 0.9  # the order within blocks, too
+    rows = order(blocks, blocks, batch_size=320)(0)  # sources have orders of their own
+    assert (rows[rows < 160] != rows[rows >= 160] - 160).mean() > 0.5
 
 
 def test_lanes_shuffle_their_windows_differently():
