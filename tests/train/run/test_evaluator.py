@@ -12,8 +12,9 @@ from train.run.evaluation import Evaluator
 from train.tasks import BatchMetrics, Task
 
 
-@pytest.mark.parametrize(("limit", "is_kept"), [(5, False), (6, True)])
-def test_examples_count_by_their_weight_and_padding_does_not(limit, is_kept, monkeypatch):
+@pytest.mark.parametrize("classes", [True, False])
+@pytest.mark.parametrize("limit", [5, 6])
+def test_examples_count_by_their_weight_and_padding_does_not(limit, classes, monkeypatch):
     monkeypatch.setattr(evaluation, "_KEPT_OUTPUTS", limit)
     weight = np.array([1.0, 2.0, 0.5], np.float32)
     test = {"x": np.array([1.0, 10.0, 100.0], np.float32), "weight": weight}
@@ -25,11 +26,12 @@ def test_examples_count_by_their_weight_and_padding_does_not(limit, is_kept, mon
         # Padding has x 0, whose loss is infinite.
         x = batch["x"] * params["w"]
         label = (x > 5).astype(jnp.int32)
-        outputs = {"outputs": jnp.stack([x, x], -1)}
-        return BatchMetrics({"loss": jnp.where(x > 0, x, jnp.inf)}, (label, label), x, outputs)
+        confusion, outputs = (label, label) if classes else None, {"outputs": jnp.stack([x, x], -1)}
+        return BatchMetrics({"loss": jnp.where(x > 0, x, jnp.inf)}, confusion, x, outputs)
 
     task = Task(dataset, None, None, measure)
     found = Evaluator(task, 2, jax.eval_shape(lambda: state))(state)
     assert found.metrics["loss"] == (1 + 2 * 10 + 0.5 * 100) / 3.5
-    np.testing.assert_array_equal(found.confusion, [[1, 0], [0, 2]])
-    assert ("outputs" in found.examples) == is_kept  # of 3 examples and 2 classes
+    np.testing.assert_array_equal(found.confusion, [[1, 0], [0, 2]] if classes else None)
+    # Only probabilities of classes, here 3 x 2, are too many to be kept.
+    assert ("outputs" in found.examples) == (limit == 6 or not classes)
