@@ -96,6 +96,8 @@ def test_canaries_are_rows_of_zeros_with_a_number():
     assert not batch["image"][20:].any()
     assert (batch["image"][:20] == 1 + np.arange(20)[:, None]).all()
     assert batch["weight"].tolist() == [1.0] * 26
+    data = add_canaries(dataset()._replace(users=np.arange(20) // 2), 6)
+    assert data.users.tolist() == [*np.repeat(np.arange(10), 2), *range(10, 16)]
 
 
 def test_a_coin_flip_includes_each_canary():

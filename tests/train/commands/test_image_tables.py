@@ -11,7 +11,7 @@ from program_cases import assert_one_line_error, exit_code, fnet_command, metric
 
 from train.output.curves import describe
 from train.predictor import Predictor
-from train.run import evaluation, planning, weight_files
+from train.run import planning, weight_files
 from train.run.checkpoints import load_network
 from train.run.run_folder import RunFolder
 from train.run.setup import setup
@@ -130,9 +130,6 @@ def test_numbers_keep_their_meaning_when_the_table_grows(workplace, capsys):
     fnet_command("eval", "r")
     after = {row["file"]: row for row in rows_of(workplace / "r" / "evaluation.csv")}
     assert before.items() <= after.items()
-    capsys.readouterr()
-    assert exit_code("train", "r", "--resume", "--train.steps", 6) == 2
-    assert_one_line_error(capsys, "restore the table, or start a new run")
 
 
 @pytest.mark.slow
@@ -166,17 +163,6 @@ def test_undefined_scores_are_said_and_are_no_zeros(workplace, capsys):
             named = ("--checkpoint.metric", name, "--out", "x")
             assert exit_code("train", "recipe.py", *TARGETS[kind], *named) == 2
             assert_one_line_error(capsys, f"checkpoint.metric: {name} is undefined")
-
-
-@pytest.mark.slow
-def test_labels_and_numbers_of_many_images_are_kept(workplace, monkeypatch):
-    """Only probabilities of classes are too many to be kept."""
-    monkeypatch.setattr(evaluation, "_KEPT_OUTPUTS", 1)
-    for kind, metric in (("class", "accuracy"), ("labels", "auc"), ("numbers", "r2")):
-        fnet_command("train", "recipe.py", "--out", kind, *TARGETS[kind])
-        metrics = json.loads((workplace / kind / "summary.json").read_bytes())["metrics"]
-        assert metrics.keys() & {"test/accuracy", "test/auc", "test/r2"} == {f"test/{metric}"}
-        fnet_command("eval", kind)
 
 
 @pytest.mark.slow

@@ -270,7 +270,8 @@ def test_a_pattern_without_a_test_shard_holds_out_a_fraction(tmp_path):
 @pytest.mark.parametrize(
     "options", [{"kind": "tar"}, {"kind": "parquet"}, {"kind": "parquet", "plain": True}]
 )
-def test_one_image_less_moves_no_other(options, tmp_path):
+def test_one_image_less_moves_no_other(options, tmp_path, monkeypatch):
+    monkeypatch.setattr(image_shards, "_READ_AT_ONCE", 16)
     kind = options["kind"]
     if kind == "parquet":
         pytest.importorskip("pyarrow")

@@ -91,8 +91,9 @@ def test_erases_the_rectangles_of_torchvision():
 
 
 def test_erases_only_some_images():
-    draws = np.random.default_rng(1).random((8, ERASING_DRAWS))
-    images = random_erasing(np.ones((8, 24, 32, 3), np.uint8), draws, 0.5, np.zeros(3))
-    erased = (images == 0).any((1, 2, 3))
-    assert erased.tolist() == (draws[:, -1] < 0.5).tolist()
-    assert 0 < erased.sum() < 8
+    draws = np.random.default_rng(1).random((200, ERASING_DRAWS))
+    images = random_erasing(np.ones((200, 4, 5, 3), np.uint8), draws, 0.5, np.zeros(3))
+    erased = (images == 0).all(3)
+    assert erased.any((1, 2)).tolist() == (draws[:, -1] < 0.5).tolist()
+    # No rectangle is as high or as wide as the image.
+    assert (erased.any(2).sum(1).max(), erased.any(1).sum(1).max()) == (3, 4)

@@ -27,7 +27,7 @@ from train.config import (
     Train,
     flatten,
 )
-from train.data import Outputs
+from train.data import Outputs, Scaling
 from train.data.label_map import LabelMap
 from train.errors import UserError
 from train.run.open_run import check_classes, write_classes
@@ -297,3 +297,11 @@ def test_masks_of_a_resumed_run_mean_the_same(tmp_path):
             check_classes(RunFolder(tmp_path), Outputs(other.names, other, None))
     there, here = (Config(data=SegmentationFolder(ignore=i)) for i in (None, (255,)))
     assert not changed_fields(there, here)
+
+
+def test_numbers_of_a_resumed_run_keep_their_scale(tmp_path):
+    folder, began = RunFolder(tmp_path), Outputs(("age",), None, Scaling((1.0,), (2.0,)))
+    write_classes(folder, began)
+    check_classes(folder, began)
+    with pytest.raises(UserError, match="mean and deviation of the numbers differ"):
+        check_classes(folder, began._replace(scaling=Scaling((1.0,), (3.0,))))

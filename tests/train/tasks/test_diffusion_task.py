@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import fnet
-from fnet import diffusion
 from train.arguments import ImageArguments, TextArguments
 from train.config import Config, Denoiser, LanguageModel, Synthetic, TextFile
 from train.run import checkpoints
@@ -16,7 +15,7 @@ from train.run import generation as sample
 from train.run.checkpoints import RestoredNetwork
 from train.run.open_run import OpenRun
 from train.run.run_folder import RunFolder
-from train.tasks import build, language
+from train.tasks import build, images, language
 
 SMALL = Synthetic(examples=10, batch_size=4, image_size=4, channels=1, classes=5)
 
@@ -70,28 +69,41 @@ def test_each_row_of_the_picture_has_one_label(tmp_path, monkeypatch):
     assert plotted["images"][..., 0, 0, 0].tolist() == [[3, 3], [1, 1]]
 
 
-def test_the_loss_follows_the_config_with_images_from_minus_1_to_1(monkeypatch):
-    seen = {}
+@pytest.fixture
+def predicting_labels(monkeypatch):
+    """Build tasks whose network predicts each label, and has timesteps for its next state."""
 
-    def losses(denoise, x0, key, schedule, **how):
-        seen.update(how, x0=x0, steps=schedule.steps)
-        return jnp.zeros(len(x0)), {}
+    def apply(params, state, x, *, timestep, label, key, train):
+        level = jnp.expand_dims(label.astype(jnp.float32), (1, 2, 3))
+        return jnp.broadcast_to(level, x.shape), timestep
 
-    def dropped(key, labels, null_label, rate):
-        seen.update(null_label=null_label, rate=rate)
-        return labels
+    network = types.SimpleNamespace(init=lambda key: ({}, {}), apply=apply)
+    monkeypatch.setattr(images, "build_network", lambda *_: network)
+    return lambda **fields: build(Config(data=SMALL, model=Denoiser(weighting="uniform", **fields)))
 
-    monkeypatch.setattr(diffusion, "denoising_losses", losses)
-    monkeypatch.setattr(diffusion, "drop_labels", dropped)
-    section = Denoiser(predicts="x0", weighting="uniform", steps=30, label_dropout=0.3)
-    task = build(Config(data=SMALL, model=section))
+
+def test_the_loss_is_that_of_images_from_minus_1_to_1_and_dropped_labels(predicting_labels):
+    task = predicting_labels(predicts="x0", steps=30, label_dropout=0.3)
+    label, index = jnp.arange(3000) % 5, jnp.arange(3)
+    batch = {"image": jnp.full((3000, 1, 1, 1), 51, jnp.uint8), "label": label}
+    losses, aux = task.loss({}, {}, batch, jax.random.key(0))
+    given = jnp.sqrt(losses) - 0.6
+    is_dropped = given > 4.5
+    np.testing.assert_allclose(given, jnp.where(is_dropped, 5, label), atol=1e-5)
+    assert abs(is_dropped.mean() - 0.3) < 0.04
+    assert set(aux.model_state.tolist()) == set(range(30))
     image = jnp.asarray([0, 51, 255], jnp.uint8).reshape(3, 1, 1, 1)
-    task.loss({}, {}, {"image": image, "label": jnp.arange(3)}, jax.random.key(0))
-    np.testing.assert_allclose(seen.pop("x0").ravel(), [-1, -0.6, 1], atol=1e-6)
-    assert seen == {
-        "predicts": "x0", "weighting": "uniform", "steps": 30, "has_aux": True,
-        "null_label": 5, "rate": 0.3,
-    }  # fmt: skip
+    got = task.measure({}, {}, {"image": image, "label": index, "index": index})
+    np.testing.assert_allclose(got.metrics["loss"], [1, 1.6**2, 1], atol=1e-5)
+
+
+def test_each_test_example_has_its_own_noise_in_every_evaluation(predicting_labels):
+    task, zeros = predicting_labels(predicts="eps"), jnp.zeros(4, jnp.int32)
+    batch = {"image": jnp.zeros((4, 4, 4, 1), jnp.uint8), "label": zeros, "index": jnp.arange(4)}
+    losses = task.measure({}, {}, batch).metrics["loss"]
+    assert len(set(losses.tolist())) == 4
+    backwards = task.measure({}, {}, batch | {"index": jnp.arange(4)[::-1]}).metrics["loss"]
+    np.testing.assert_allclose(backwards[::-1], losses)
 
 
 @pytest.mark.parametrize(("window", "seen"), [(None, 16), (40, 16), (8, 8)])

@@ -9,7 +9,7 @@ from sklearn import metrics
 from fnet import losses
 from train.data import Dataset, Scaling
 from train.tasks import scores
-from train.tasks.targets import KINDS, Labels, Numbers, OneClass, label_scores, number_scores
+from train.tasks.targets import Labels, Numbers, OneClass, label_scores, number_scores
 
 
 def dataset(**others):
@@ -181,6 +181,8 @@ def test_numbers_have_squared_errors_of_standardized_values(generator):
     np.testing.assert_allclose(data.scaling.restore(outputs), [[10, 0], [10, 0]])
 
 
-def test_every_kind_has_the_same_methods():
-    names = {"losses", "accuracy", "outputs", "measure", "scores"}
-    assert all(names <= {*dir(kind)} for kind in KINDS.values())
+def test_certain_errors_come_first_and_certain_hits_last():
+    examples = {"prediction": np.arange(4) % 2, "probability": np.array([0.6, 0.9, 0.7, 0.8])}
+    wrong, key = OneClass(dataset()).worst(examples, np.array([1, 1, 1, 1]))
+    assert wrong.tolist() == [True, False, True, False]
+    assert np.argsort(key).tolist() == [2, 0, 3, 1]
