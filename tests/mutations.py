@@ -51,6 +51,7 @@ TIME_LIMIT = 600
 
 EQUIVALENT = {
     "fnet/autodiff/per_example/parameter_gradients.py::_Part.squared_norms: drop USub 1": "equations whose terms are summed have one array of data",
+    "fnet/autodiff/per_example/parameter_gradients.py::FactoredGradients.sum_and_products: change number 17": "the other factor is 0",
     "fnet/cpu/workspaces.py::_ynnpack_workspace: swap Mult 1": "XLA gives no transposed convolution to YNNPACK (jaxlib 0.10, 0.12)",
     "fnet/fsdp.py::_ShardResults.equation: change number 1": "a new reference has one operand",
     "fnet/generate.py::sample_token: drop USub 2": "logits are [batch, vocabulary]",
@@ -58,6 +59,7 @@ EQUIVALENT = {
     "fnet/layers/abn.py::_invert: swap Lt 1": "an inverse itself stops at the smallest output of its dtype",
     "fnet/memory/regions.py::_roots: swap Lt 1": "the same roots are tried twice",
     "fnet/testing.py::assert_peak.check: swap Lt 1": "warns of a peak that shrank by exactly 1 %",
+    "fnet/optim/compact.py::_Step.__call__: change number 7": "rounding errs by half a unit at most",
     "fnet/optim/compact.py::_Step.__call__: drop term 10": "a hash of values, which differ between moments",
     "fnet/optim/compact.py::_store_momentum: swap Gt 1": "a CPU converts 0 / 0 to the integer 0",
     "fnet/attribution/in_run.py::_weights: change number 1": "keeps a sum of weights above 0",

@@ -131,12 +131,14 @@ def test_hidden_units_of_lfm2_are_a_multiple_of_two_thirds(options, hidden):
 
 
 def test_xielu_is_its_formula():
+    layer, x = _xielu(), np.linspace(-3, 3, 13)
+    initial, _ = layer.init(jax.random.key(0))
     params = {"alpha_p": jnp.full(1, 0.3), "alpha_n": jnp.full(1, -0.7)}
-    x = np.linspace(-3, 3, 13)
-    positive, negative = np.log1p(np.exp(0.3)), 0.5 + np.log1p(np.exp(-0.7))
-    curve = np.where(x > 0, positive * x**2, negative * (np.expm1(np.minimum(x, -1e-6)) - x))
-    y, _ = _xielu().apply(params, {}, jnp.float32(x), train=True)
-    np.testing.assert_allclose(y, curve + 0.5 * x, rtol=1e-5, atol=1e-5)
+    factors = np.log1p(np.exp(0.3)), 0.5 + np.log1p(np.exp(-0.7))
+    for given, (positive, negative) in ((params, factors), (initial, (0.8, 0.8))):
+        curve = np.where(x > 0, positive * x**2, negative * (np.expm1(np.minimum(x, -1e-6)) - x))
+        y, _ = layer.apply(given, {}, jnp.float32(x), train=True)
+        np.testing.assert_allclose(y, curve + 0.5 * x, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.sweep(9)

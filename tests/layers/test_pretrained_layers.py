@@ -189,6 +189,8 @@ def test_rms_norm_with_offset_stores_scale_minus_one():
     y, _ = layer.apply({"scale": w.astype(jnp.bfloat16)}, {}, x, train=True)
     expected, _ = layers.rms_norm(4).apply({"scale": 1 + w}, {}, x, train=True)
     chex.assert_trees_all_close(y, expected, rtol=1e-6)
+    y, _ = layers.rms_norm(4, scale=False, offset=1.0).apply({}, {}, x, train=True)
+    chex.assert_trees_all_close(y, expected / (1 + w)[None], rtol=1e-6)
 
 
 SCALED = models.LanguageModelVariant(embed_scale=2.0, logit_soft_cap=3.0)

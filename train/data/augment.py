@@ -221,7 +221,7 @@ def color_matrix(
             step = alpha * np.eye(3) + (1 - alpha) * _GRAY
             matrix, offset = step @ matrix, step @ offset
         else:
-            other = _GRAY @ (matrix @ mean + offset) if kind == _CONTRAST else 0.0
+            other = _GRAY @ (matrix @ mean) if kind == _CONTRAST else 0.0
             matrix, offset = alpha * matrix, alpha * offset + (1 - alpha) * other
     offset = offset + 255 * (_EIGENVECTORS @ (light * _EIGENVALUES))
     return np.column_stack([matrix, offset])

@@ -319,6 +319,7 @@ def test_counts_files_that_are_left_out(folder):
     cat = folder / "train" / "cat"
     (cat / "Thumbs.db").write_text("")
     (cat / "notes.txt").write_text("")
+    (folder / "val" / "cat" / "notes.txt").write_text("")
     os.mkfifo(cat / "pipe.jpg")
     (cat / "loop.png").symlink_to("loop.png")
     for name, folder_above in (("again", cat), ("all", folder)):
@@ -326,7 +327,7 @@ def test_counts_files_that_are_left_out(folder):
     data = load(folder)
     assert len(data.train["id"]) == 12
     assert data.notes[0] == (
-        "left out 6 files and folders: 1 x .txt, 1 x Thumbs.db, 3 x link to itself, "
+        "left out 7 files and folders: 2 x .txt, 1 x Thumbs.db, 3 x link to itself, "
         "1 x pipe, socket or device"
     )
     assert data.notes[1].startswith("6 test images are training images or copies of them, such as ")

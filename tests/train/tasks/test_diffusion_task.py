@@ -1,5 +1,6 @@
 """Diffusion: training loss, sampling, and text sampling options."""
 
+import dataclasses
 import types
 
 import jax
@@ -129,6 +130,9 @@ def test_generates_text_with_the_options_and_the_window_of_training(
     options = TextArguments(prompt=("ab",), length=3, temperature=0.5, top_k=4, top_p=0.9)
     generator = sample.TextGenerator(run, options)
     assert [*generator.stream([generator.encode("ab")], [0])] == [[""]]
+    generator.options = dataclasses.replace(options, batch_size=2, seed=7)
+    generator.stream = lambda prompts, seeds: iter([[str(seed) for seed in seeds]])
+    assert generator.answers(["abc", "d", "ab"]) == ["7", "8", "9"]  # whatever the batches are
     assert calls == {
         "window": seen, "prompt": [[97, 98]], "length": 3, "temperature": 0.5, "top_k": 4,
         "top_p": 0.9, "min_p": None, "repetition_penalty": None, "prompt_lengths": [2],
