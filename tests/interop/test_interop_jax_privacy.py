@@ -17,7 +17,6 @@ Y = np.arange(B) % 3
 
 
 def loss(params, x, y, scale=1.0):
-    """The mean loss of a batch."""
     logits = jnp.tanh(x @ params["w"] + params["b"][None])
     return scale * jnp.mean(fnet.losses.cross_entropy(logits, y))
 

@@ -222,7 +222,6 @@ def test_rejects_more_positions_than_the_cache_holds():
 
 
 def scans(jaxpr):
-    """The number of loops in a program."""
     return str(jaxpr).count("= scan[")
 
 

@@ -26,7 +26,6 @@ def inputs(shape=(2, 5, WIDTH), dtype=np.float64, seed=0):
 
 
 def plain(params, x, act, gated):
-    """The formula of `feed_forward`."""
     z = x @ params["expand"]["kernel"] + params["expand"].get("bias", jnp.zeros((1, 1, 1)))
     h = act(z[..., :HIDDEN]) * z[..., HIDDEN:] if gated else act(z)
     return h @ params["contract"]["kernel"] + params["contract"].get("bias", jnp.zeros((1, 1, 1)))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from jax.extend.core import Literal
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
 import fnet
 from fnet.jaxpr import Scan, find_equations, nbytes
@@ -30,13 +30,12 @@ def reverse(w, x):
 
 
 def keys(w, x):
-    def step(carry, x):
-        key, total = carry
+    def step(key, x):
         key, new = jax.random.split(key)
-        return (key, total + w * x.sum()), (new, total)
+        return key, (new, w * x.sum())
 
-    (key, total), (made, totals) = jax.lax.scan(step, (jax.random.key(0), jnp.zeros_like(w)), x)
-    return jax.random.key_data(key), jax.random.key_data(made), total, totals
+    key, (made, products) = jax.lax.scan(step, jax.random.key(0), x)
+    return *map(jax.random.key_data, (key, made)), products
 
 
 def nested(w, x):
@@ -48,11 +47,11 @@ def nested(w, x):
 
 
 def on_a_mesh(w, x):
-    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    spec = PartitionSpec(None, "data")
+    mesh, whole = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,)), PartitionSpec()
+    specs = whole, PartitionSpec(None, "data")
     gradient = jax.grad(lambda w, x: mapped(w, x).sum(), argnums=(0, 1))
-    specs = dict.fromkeys(("in_specs", "out_specs"), (PartitionSpec(), spec))
-    return jax.shard_map(gradient, mesh=mesh, **specs)(w, jnp.repeat(x, 64, axis=1))
+    on_devices = jax.shard_map(gradient, mesh=mesh, in_specs=specs, out_specs=specs)
+    return on_devices(w, jnp.repeat(x, 64, axis=1))
 
 
 PROGRAMS = {
@@ -92,11 +91,9 @@ def test_no_large_sum_of_a_loop_is_filled_with_a_constant(name):
 
 
 def test_a_stack_is_updated_in_the_loop():
-    x = jnp.zeros((16, 256, 256))
-    f = functools.partial(jax.lax.map, lambda x: jnp.tanh(x))
-    [before] = find_equations(jax.make_jaxpr(f)(x), "scan")
-    [after] = find_equations(jax.make_jaxpr(late_sums(f))(x), "scan")
-    assert (Scan.of(before).num_carry, Scan.of(after).num_carry) == (0, 2)
+    f, x = functools.partial(jax.lax.map, jnp.tanh), jnp.zeros((16, 256, 256))
+    programs = (jax.make_jaxpr(g)(x) for g in (f, late_sums(f)))
+    assert [Scan.of(e).num_carry for p in programs for e in find_equations(p, "scan")] == [0, 2]
     peaks = [fnet.memory.peak(jax.jit(g).lower(x).compile()).total for g in (f, late_sums(f))]
     assert peaks[1] <= 1.01 * peaks[0]
 

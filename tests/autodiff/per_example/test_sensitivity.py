@@ -48,7 +48,6 @@ X, W = normal(0, B, D), normal(1, D, D)
 
 
 def row_losses(h):
-    """One loss for each row."""
     return (jnp.sin(h) * h).reshape(len(h), -1).sum(-1)
 
 
@@ -558,7 +557,6 @@ def pooled(h):
 
 
 def row_gradient(h):
-    """A gradient penalty."""
     return jax.vmap(jax.grad(lambda r: jnp.sin(r).prod()))(h)
 
 

@@ -150,7 +150,6 @@ def test_integer_fields_have_an_upper_bound():
 
 @pytest.fixture
 def files(workplace):
-    """Files that the configs name."""
     rng = np.random.default_rng(0)
     for split, count in (("train", 12), ("test", 4)):
         for name in "ab":

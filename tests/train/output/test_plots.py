@@ -16,7 +16,6 @@ from train.output.tables import Cell, Table, to_rich
 
 @pytest.fixture
 def drawn(monkeypatch):
-    """The figures that were saved."""
     figures = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
     return figures

@@ -342,7 +342,6 @@ def test_several_runs_share_charts_and_tables(make):
 
 
 def best_scores(page):
-    """Test scores in bold."""
     return [e.inside for e in page.all("strong") if re.fullmatch(r"[\d.]+%?", e.inside)]
 
 
