@@ -30,8 +30,8 @@ from fnet.jaxpr import (
     scopes,
     source_line,
     splice,
-    with_bodies,
 )
+from fnet.jaxpr.interpreter import with_bodies
 
 
 def function(x):

@@ -42,7 +42,6 @@ def inputs(b=3, t=21):
 
 
 def all_experts(p, x, *, router, fused=False, clamp=None, up_offset=0.0, chosen=2, **_):
-    """The formula, for every expert."""
 
     def linear(x, p, axes):
         bias = p["bias"] if "bias" in p else jnp.zeros(())

@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[2]
 KNOW = {
     "fnet/represented.py": "it has a rule for each primitive that a weight in parts passes through",
     "fnet/memory/estimate.py": "it is a model of what XLA does with each primitive",
+    "fnet/loop_sums.py": "it looks for what the sums of loops are filled with",
     "train/onnx_program.py": "it has a writer for each primitive",
 }
 """Files that may, at most 5, and why."""

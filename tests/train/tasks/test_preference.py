@@ -221,7 +221,7 @@ def test_the_reference_is_computed_once_for_a_run(workplace, write, monkeypatch)
     again = setup(config)
     data = dataclasses.replace(config.data, test_fraction=0.5)
     other = setup(dataclasses.replace(config, data=data))
-    monkeypatch.setattr(preference, "_log_likelihoods", None)  # so that nothing can be computed
+    monkeypatch.setattr(preference, "_losses", None)  # so that nothing can be computed
     again.task.before_batches(workplace / "reference.npz")
     for split in ("train", "test"):
         own, known = (getattr(r.task.dataset, split)["reference"] for r in (again, run))
