@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 
-from fnet.jaxpr import Scan, aval, find_equations, nbytes, rewrite, transformed
+from fnet.jaxpr import Scan, aval, call_in_place, find_equations, nbytes, rewrite, transformed
 
 _LEAST_BYTES = 2**20  # Smaller ones may wait in memory: each costs a launch.
 
@@ -78,7 +78,4 @@ def _late(eqn: JaxprEqn, numbers: dict[Var, Any]) -> JaxprEqn:
         (carry, ys, _), _ = jax.lax.scan(step, state, xs, scan.length, scan.reverse)
         return [*carry, *ys]
 
-    inputs = [jax.ShapeDtypeStruct(aval(v).shape, aval(v).dtype) for v in eqn.invars]
-    [call] = jax.make_jaxpr(jax.jit(loop))(*inputs).eqns
-    replaced: JaxprEqn = eqn.replace(primitive=call.primitive, params=call.params)
-    return replaced
+    return call_in_place(eqn, loop)

@@ -24,7 +24,7 @@ from jax import Array
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from fnet import measured
-from fnet.jaxpr import aval, rewrite, transformed
+from fnet.jaxpr import aval, call_in_place, rewrite, transformed
 from fnet.jaxpr.primitives import ConvGeneralDilated
 
 # Sums of 16-bit products are in float32.
@@ -85,12 +85,7 @@ def _replace(eqn: JaxprEqn, *, one_device: bool) -> JaxprEqn:
         algorithm = _by_groups(conv, one_device=one_device)
         if algorithm is None and one_device:
             algorithm = _algorithm(conv)
-    if algorithm is None:
-        return eqn
-    inputs = [jax.ShapeDtypeStruct(aval(v).shape, aval(v).dtype) for v in eqn.invars]
-    [call] = jax.make_jaxpr(jax.jit(algorithm))(*inputs).eqns
-    replaced: JaxprEqn = eqn.replace(primitive=call.primitive, params=call.params)
-    return replaced
+    return eqn if algorithm is None else call_in_place(eqn, algorithm)
 
 
 def _has_default_precision(conv: ConvGeneralDilated) -> bool:

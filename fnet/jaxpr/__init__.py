@@ -44,6 +44,7 @@ from fnet.jaxpr.interpreter import While as While
 from fnet.jaxpr.interpreter import argument_names as argument_names
 from fnet.jaxpr.interpreter import aval as aval
 from fnet.jaxpr.interpreter import bind as bind
+from fnet.jaxpr.interpreter import call_in_place as call_in_place
 from fnet.jaxpr.interpreter import call_like as call_like
 from fnet.jaxpr.interpreter import called_jaxpr as called_jaxpr
 from fnet.jaxpr.interpreter import custom_function as custom_function

@@ -328,13 +328,7 @@ def switch(
     """Call one of the branches that replace the branches of a `jax.lax.cond` equation.
 
     Branches of `jax.lax.platform_dependent` are lowered for their own platform only, so the
-    platform chooses here, too.
-
-    Args:
-      eqn: equation of a cond, switch or platform_dependent.
-      index: index of the branch; ignored if the platform chooses.
-      branches: one function of the operands per branch.
-      *operands: operands.
+    platform chooses here, too, and ``index`` is ignored.
     """
     platforms = eqn.params.get("branches_platforms")
     if platforms is None:
@@ -521,6 +515,14 @@ def rewrite(
     return ClosedJaxpr(rewritten(closed.jaxpr), closed.consts)
 
 
+def call_in_place(eqn: JaxprEqn, f: Callable[..., Any]) -> JaxprEqn:
+    """The equation that calls a jitted function of the inputs of another one, for `rewrite`."""
+    inputs = [jax.ShapeDtypeStruct(aval(v).shape, aval(v).dtype) for v in eqn.invars]
+    [call] = jax.make_jaxpr(jax.jit(f))(*inputs).eqns
+    made: JaxprEqn = eqn.replace(primitive=call.primitive, params=call.params)
+    return made
+
+
 def transformed(
     f: Callable[..., T], change: Callable[[ClosedJaxpr, Any], ClosedJaxpr]
 ) -> Callable[..., T]:
@@ -581,10 +583,7 @@ def dependencies(
 ) -> tuple[list[Var], list[JaxprEqn]]:
     """Find the variables and the equations that some variables are computed from.
 
-    Args:
-      jaxpr: a jaxpr.
-      outputs: some of its variables; literals need nothing.
-      known: variables whose own dependencies do not matter.
+    Literals need nothing, and dependencies of ``known`` variables do not matter.
 
     Returns:
       ``(inputs, eqns)``: the known variables, arguments and constants that are needed, and the
