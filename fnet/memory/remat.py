@@ -20,6 +20,7 @@ from fnet.memory.tree import (
     Run,
     Tree,
     Window,
+    computed_again,
     remat_windows,
     run_windows,
 )
@@ -96,7 +97,7 @@ def remat_nested(f: F) -> F:
         params = active.intersection(closed.jaxpr.invars)
 
         def again(run: Run, part: ClosedJaxpr) -> Run:
-            return _computed_again(run, [v in active for v in part.jaxpr.invars])
+            return computed_again(run, [v in active for v in part.jaxpr.invars])
 
         def rows(part: ClosedJaxpr) -> Run:
             division = divide(part, [v in active for v in part.jaxpr.invars], params=params)
@@ -112,7 +113,7 @@ def remat_nested(f: F) -> F:
     return evaluate_as(f, run)
 
 
-def segments(closed: ClosedJaxpr, *, loops_on_host: bool = False, chunks: int = 1) -> list[Window]:
+def segments(closed: ClosedJaxpr, *, on_host: bool = False, chunks: int = 1) -> list[Window]:
     """Divide an inlined function so that the saved bytes and the largest window are smallest.
 
     Of ``chunks`` in which a window runs, one is alive at a time. The last window is plain, unless
@@ -121,7 +122,7 @@ def segments(closed: ClosedJaxpr, *, loops_on_host: bool = False, chunks: int = 
     parts = pieces(closed.jaxpr)
     trials = _trials(parts)
     _, limit = min((saved + limit / chunks, limit) for limit, (saved, _) in trials.items())
-    return _windows(parts, trials[limit][1], loops_on_host)
+    return _windows(parts, trials[limit][1], on_host)
 
 
 def groups(closed: ClosedJaxpr, *, chunks: int) -> list[Window]:
@@ -148,43 +149,13 @@ def _trials(parts: Sequence[Piece]) -> dict[int, tuple[float, list[int]]]:
     return {limit: merge(parts, sizes, limit) for limit in limits[::step]}
 
 
-def _windows(
-    parts: Sequence[Piece], starts: list[int], loops_on_host: bool = False
-) -> list[Window]:
+def _windows(parts: Sequence[Piece], starts: list[int], on_host: bool = False) -> list[Window]:
     windows = []
     for first, after in itertools.pairwise([*starts, len(parts)]):
         start, end, is_loop = parts[first].start, parts[after - 1].end, parts[first].is_loop
         least = None if after == len(parts) and not is_loop else NOTHING
-        windows.append(Window(start, end, is_loop, least, loops_on_host and is_loop))
+        windows.append(Window(start, end, is_loop, least, on_host and least is not None))
     return windows
-
-
-def _computed_again(run: Run, differentiated: Sequence[bool]) -> Run:
-    """Save the arguments alone, as `jax.checkpoint` does.
-
-    JAX divides a checkpoint around other ones into what is known before the backward pass, such as
-    the masks of all chunks of attention, and the rest. Here its backward pass is traced by itself.
-    """
-
-    def backward(args: tuple[Any, ...], cotangents: list[Any]) -> tuple[Any, ...]:
-        chosen = [a for a, is_own in zip(args, differentiated, strict=True) if is_own]
-        floating = [c.dtype != jax.dtypes.float0 for c in cotangents]
-        given = [c for c, is_own in zip(cotangents, floating, strict=True) if is_own]
-        chosen, given = jax.lax.optimization_barrier((chosen, given))
-
-        def of_chosen(*chosen: Any) -> list[Any]:
-            left = iter(chosen)
-            pairs = zip(args, differentiated, strict=True)
-            results = run(*(next(left) if is_own else a for a, is_own in pairs))
-            return [r for r, is_own in zip(results, floating, strict=True) if is_own]
-
-        grads = iter(jax.vjp(of_chosen, *chosen)[1](given))
-        return tuple(next(grads) if is_own else None for is_own in differentiated)
-
-    again = jax.custom_vjp(run)
-    again.defvjp(lambda *args: (run(*args), args), backward)
-    result: Run = again
-    return result
 
 
 class Policy(NamedTuple):
@@ -242,7 +213,7 @@ _save_dots = functools.partial(remat_in_segments, policy=jax.checkpoint_policies
 
 
 def _offload(f: F) -> F:
-    return remat_windows(f, functools.partial(segments, loops_on_host=True))
+    return remat_windows(f, functools.partial(segments, on_host=True), on_host=True)
 
 
 REMAT_POLICIES = _Policies(
@@ -253,7 +224,7 @@ REMAT_POLICIES = _Policies(
         Policy("dots", "results of matrix products and convolutions", _save_dots),
         Policy("segments", "arrays that pass between segments", remat_in_segments),
         Policy("nested", "arrays that pass between groups of segments", remat_nested),
-        Policy("offload", "as segments, loop carries in host memory", _offload, ("gpu", "tpu")),
+        Policy("offload", "as segments, in host memory", _offload, ("gpu", "tpu")),
     )
 )
 """Remat policies by name, from the fewest additional FLOPs to the most.
