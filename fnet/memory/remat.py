@@ -20,7 +20,7 @@ from fnet.memory.tree import (
     Run,
     Tree,
     Window,
-    computed_again,
+    checkpoint_of,
     remat_windows,
     run_windows,
 )
@@ -77,7 +77,7 @@ _CHUNKS = 16
 """Chunks of the rows of a segment, in `remat_nested`."""
 
 
-def remat_nested(f: F) -> F:
+def remat_nested(f: F, on_host: bool = False) -> F:
     """Divide a function into groups of segments, and run the rows of a segment in chunks.
 
     The backward pass saves only what passes from one group to the next. It rematerializes a group,
@@ -87,6 +87,9 @@ def remat_nested(f: F) -> F:
 
     Args:
       f: A function as for `remat_in_segments`, differentiated with respect to its first argument.
+      on_host: Keep what passes from one segment to the next in the memory of the host, of a GPU or
+        TPU, in place of groups. A stack of blocks saves none of their inputs on the device, and the
+        forward pass runs up to three times.
 
     Returns:
       A function with the same arguments and values. Gradients are the same up to the order of sums.
@@ -96,9 +99,6 @@ def remat_nested(f: F) -> F:
         active = active_variables(closed.jaxpr, differentiated)
         params = active.intersection(closed.jaxpr.invars)
 
-        def again(run: Run, part: ClosedJaxpr) -> Run:
-            return computed_again(run, [v in active for v in part.jaxpr.invars])
-
         def rows(part: ClosedJaxpr) -> Run:
             division = divide(part, [v in active for v in part.jaxpr.invars], params=params)
             return lambda *args: run_divided(part, args, division, _CHUNKS)
@@ -107,6 +107,10 @@ def remat_nested(f: F) -> F:
             windows = segments(part, chunks=_CHUNKS)
             return lambda *args: run_windows(part, args, windows, inner=rows, checkpoint=again)
 
+        again = checkpoint_of(closed, active)
+        if on_host:
+            windows = segments(closed, on_host=True, chunks=_CHUNKS)
+            return run_windows(closed, leaves, windows, inner=rows, checkpoint=again)
         windows = groups(closed, chunks=_CHUNKS)
         return run_windows(closed, leaves, windows, inner=group, checkpoint=again)
 
@@ -117,11 +121,16 @@ def segments(closed: ClosedJaxpr, *, on_host: bool = False, chunks: int = 1) -> 
     """Divide an inlined function so that the saved bytes and the largest window are smallest.
 
     Of ``chunks`` in which a window runs, one is alive at a time. The last window is plain, unless
-    it is a loop.
+    it is a loop. What passes ``on_host`` takes no bytes: windows are as large as chunks may be that
+    are no larger than what passes, which is on the device while a window runs.
     """
     parts = pieces(closed.jaxpr)
     trials = _trials(parts)
-    _, limit = min((saved + limit / chunks, limit) for limit, (saved, _) in trials.items())
+    if on_host:
+        passing = max(p.passing for p in parts)
+        limit = max((limit for limit in trials if limit <= chunks * passing), default=min(trials))
+    else:
+        _, limit = min((saved + limit / chunks, limit) for limit, (saved, _) in trials.items())
     return _windows(parts, trials[limit][1], on_host)
 
 
@@ -210,10 +219,7 @@ class _Policies(dict[str, Policy]):
 
 
 _save_dots = functools.partial(remat_in_segments, policy=jax.checkpoint_policies.dots_saveable)
-
-
-def _offload(f: F) -> F:
-    return remat_windows(f, functools.partial(segments, on_host=True), on_host=True)
+_offload = functools.partial(remat_nested, on_host=True)
 
 
 REMAT_POLICIES = _Policies(

@@ -362,7 +362,7 @@ def shapes_on(target: Target, tree: Any) -> Any:
     """
     single = jax.sharding.SingleDeviceSharding(target.device)
     # JAX knows no memories of a described GPU, and asks an abstract mesh for none.
-    mesh = jax.sharding.AbstractMesh((1,), ("one",))
+    mesh = jax.sharding.AbstractMesh((1,), ("one",), (jax.sharding.AxisType.Auto,))
     host = jax.sharding.NamedSharding(mesh, jax.P(), memory_kind="pinned_host")
 
     def place(leaf: Any, shape: Any) -> jax.ShapeDtypeStruct:

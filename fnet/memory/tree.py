@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from fnet.backward_pass import finish_together
 from fnet.jaxpr import (
@@ -99,19 +99,28 @@ def remat_windows(
 
     def run(closed: ClosedJaxpr, leaves: list[Any], differentiated: list[bool]) -> Sequence[Any]:
         active = active_variables(closed.jaxpr, differentiated)
-        given = {*closed.jaxpr.invars, *closed.jaxpr.constvars}
-
-        def move(run: Run, part: ClosedJaxpr) -> Run:
-            variables = part.jaxpr.invars
-            moved = [is_floating(v) and bool(v.aval.shape) and v not in given for v in variables]
-            return computed_again(run, [v in active for v in variables], moved)
-
-        return run_windows(closed, leaves, divide(closed), policy, move=move)
+        again = checkpoint_of(closed, active) if on_host else None
+        return run_windows(closed, leaves, divide(closed), policy, checkpoint=again)
 
     return evaluate_as(f, run, first_alone=on_host)
 
 
-def computed_again(run: Run, differentiated: Sequence[bool], moved: Sequence[bool] = ()) -> Run:
+def checkpoint_of(closed: ClosedJaxpr, active: set[Var]) -> Callable[[Run, ClosedJaxpr, bool], Run]:
+    """A checkpoint of windows of a function, for `run_windows`."""
+    given = {*closed.jaxpr.invars, *closed.jaxpr.constvars}
+
+    def checkpoint(run: Run, part: ClosedJaxpr, is_on_host: bool) -> Run:
+        variables = part.jaxpr.invars
+        moved = [
+            is_on_host and is_floating(v) and bool(v.aval.shape) and v not in given
+            for v in variables
+        ]
+        return computed_again(run, [v in active for v in variables], moved)
+
+    return checkpoint
+
+
+def computed_again(run: Run, differentiated: Sequence[bool], moved: Sequence[bool]) -> Run:
     """Save the arguments alone, as `jax.checkpoint` does; those that are moved, on the host.
 
     JAX divides a checkpoint around other ones into what is known before the backward pass, such as
@@ -123,12 +132,12 @@ def computed_again(run: Run, differentiated: Sequence[bool], moved: Sequence[boo
     """
 
     def place(args: Sequence[Any], space: Any) -> list[Any]:
-        pairs = itertools.zip_longest(args, moved, fillvalue=False)
+        pairs = zip(args, moved, strict=True)
         return [jax.device_put(a, space) if is_moved else a for a, is_moved in pairs]
 
     def forward(*args: Any) -> tuple[list[Any], list[Any]]:
         results, saved = run(*args), place(args, jax.memory.Space.Host)
-        waiting = [a for a, is_moved in zip(saved, moved, strict=False) if is_moved]
+        waiting = [a for a, is_moved in zip(saved, moved, strict=True) if is_moved]
         if waiting:
             results, waiting = jax.lax.optimization_barrier((results, waiting))
             left = iter(waiting)
@@ -166,12 +175,11 @@ def run_windows(
     windows: Sequence[Window],
     policy: CheckpointPolicy | None = None,
     inner: Callable[[ClosedJaxpr], Run] | None = None,
-    checkpoint: Callable[[Run, ClosedJaxpr], Run] | None = None,
-    move: Callable[[Run, ClosedJaxpr], Run] | None = None,
+    checkpoint: Callable[[Run, ClosedJaxpr, bool], Run] | None = None,
 ) -> list[Any]:
     """Evaluate a jaxpr window by window, each as ``inner`` evaluates it.
 
-    ``checkpoint`` is in place of `jax.checkpoint`, and ``move`` of windows on the host.
+    ``checkpoint`` is in place of `jax.checkpoint`; it is told whether a window is on the host.
     """
     jaxpr = closed.jaxpr
     values = dict(zip(jaxpr.constvars, closed.consts, strict=True))
@@ -194,8 +202,10 @@ def run_windows(
         run = inner(part) if inner else functools.partial(_evaluate, part)
         # A jax.checkpoint would have effects twice, or rejects them.
         if not is_plain and not any(e.effects for e in segment.eqns):
-            again = move if window.is_on_host else checkpoint
-            run = again(run, part) if again else jax.checkpoint(run, policy=saved)
+            if checkpoint:
+                run = checkpoint(run, part, window.is_on_host)
+            else:
+                run = jax.checkpoint(run, policy=saved)
         inputs = read(segment.invars)
         floating = [i for i, v in enumerate(segment.invars) if is_floating(v)]
         if len(windows) > 1 and floating:
