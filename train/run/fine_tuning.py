@@ -107,7 +107,8 @@ class Model(NamedTuple):
 
     def depths(self, exact: bool) -> tuple[int, ...]:
         """Numbers of blocks to compile: all of them, or two numbers to extrapolate from."""
-        few = (self.period, 2 * self.period)
+        # The first segment is like no other.
+        few = (2 * self.period, 3 * self.period)
         return (self.blocks,) if exact or self.blocks <= few[1] else few
 
 
