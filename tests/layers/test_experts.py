@@ -113,21 +113,6 @@ def test_no_loss_depends_on_other_examples():
     assert optax.tree.norm(clipped) <= 0.5 * len(x)
 
 
-@pytest.mark.slow
-def test_a_budget_splits_a_step_with_experts():
-    layer, params = built(**CASES["normalized"])
-    loss, batch, key = mean_of_rows(layer), {"x": inputs(16, 64)}, jax.random.key(2)
-    adam = optax.adam(1e-2)
-    state = fnet.TrainState.create(params=params, optimizer=adam, key=key)
-    step = fnet.make_step(loss, adam)
-    plain = fnet.compile_step(step, state, batch)
-    total = plain.report.peak.total
-    small = fnet.compile_step(step, state, batch, budget=int(0.6 * total))
-    assert small.report.peak.total <= 0.6 * total
-    after = [s(jax.tree.map(jnp.copy, state), batch)[0].params for s in (plain, small)]
-    chex.assert_trees_all_close(*after, atol=1e-5)
-
-
 @pytest.mark.parametrize("kind", [None, "nf4"])
 def test_low_rank_updates_reach_one_expert_at_a_time(kind):
     layer, params = built(**CASES["normalized"])

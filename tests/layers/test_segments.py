@@ -12,7 +12,7 @@ import pytest
 from example_losses import Case, assert_clipped_like_a_loop
 from pretrained_cases import MIXERS
 
-from fnet import layers, models
+from fnet import layers
 from fnet.layers.causal_conv import causal_conv
 from fnet.layers.gated_delta import gated_delta_rule
 from fnet.layers.mamba import selective_scan
@@ -209,18 +209,3 @@ def test_per_example_gradients_of_packed_rows_match_a_loop():
     batch = jnp.asarray(normal(B, T, WIDTH), np.float32), jnp.asarray(SEGMENTS)
     with jax.numpy_rank_promotion("allow"):
         assert_clipped_like_a_loop(Case(losses, params, batch))
-
-
-@pytest.mark.slow
-def test_packed_language_model_has_the_losses_of_separate_rows():
-    mixers = [MIXERS[name] for name in ("mamba", "rg_lru")]
-    mixers.append(layers.attention(WIDTH, 2, causal=True, rotary=100.0))
-    blocks = [layers.Block(mixer, layers.feed_forward(WIDTH, 16)) for mixer in mixers]
-    model = models.language_model(vocabulary=13, width=WIDTH, blocks=blocks)
-    params, _ = jax.jit(model.init)(jax.random.key(0))
-    tokens = jax.random.randint(jax.random.key(1), (1, 7), 0, 13)
-    labels = jnp.roll(tokens, -1, axis=1)
-    losses = jax.jit(functools.partial(model.losses, train=True))
-    packed, _ = losses(params, {}, tokens, labels, segments=jnp.array([[1] * 3 + [2] * 4]))
-    parts = [losses(params, {}, tokens[:, s], labels[:, s])[0] for s in (slice(3), slice(3, 7))]
-    chex.assert_trees_all_close(packed, jnp.concatenate(parts, 1), rtol=1e-5)

@@ -310,19 +310,6 @@ def test_compile_step_keeps_to_its_budget(step_and_peaks):
         fnet.compile_step(step, state, batch, budget=budget, compiler_options={})
 
 
-@pytest.mark.slow
-def test_a_private_step_fits_a_budget_by_microbatches(step_and_peaks):
-    (step, state, batch), *_ = step_and_peaks
-    private = fnet.make_step(step.loss, optax.sgd(0.1), fnet.autodiff.clipped(1.0))
-    state = jax.eval_shape(
-        lambda s: fnet.TrainState.create(params=s.params, optimizer=optax.sgd(0.1), key=s.key),
-        state,
-    )
-    whole = fnet.compile_step(private, state, batch).report.peak.total
-    plan = fnet.plan_step(private, state, batch, int(0.9 * whole), policies=("none",))
-    assert plan.chosen.microbatches > 1
-
-
 def raising(code, message):
     """A lowered program that the compiler rejects."""
     error = type("Error", (jax.errors.JaxRuntimeError,), {"error_code_string": code})

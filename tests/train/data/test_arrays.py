@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from array_cases import CLASSES, N, X, Y, load, load_error, make_images, make_labels, write_npz
 from data_cases import sampled_counts, take_batches
-from program_cases import assert_one_line_error, exit_code, fnet_command, output_of
 
 from train.config import ArrayFile, Config, Denoiser, Digits, Mlp, from_json, to_json
 from train.data import arrays, evaluation_batches
@@ -321,19 +320,6 @@ def test_the_config_section_round_trips_through_json():
     assert from_json(to_json(config), "here") == config
     with pytest.raises(UserError, match=r"data.images: tuple should have at most 2"):
         from_json('{"data": {"source": "arrays", "images": ["a", "b", "c"]}}', "here")
-
-
-@pytest.mark.slow
-def test_the_program_trains_evaluates_and_resumes_on_arrays(workplace, capsys):
-    write_npz(workplace / "data.npz", x=make_images(64, (8, 8, 2)), y=make_labels(64, 2))
-    words = ("--data.source", "arrays", "--optim.name", "adafactor", "--data.crop", "padded")
-    given = ("train", "tiny.py", *words, "--out", "run", "--data.batch-size", 8)
-    fnet_command(*given)
-    assert "resumed after step 8 of 8" in output_of(capsys, *given, "--resume")
-    assert "accuracy of 1: " in output_of(capsys, "eval", "run")
-    (workplace / "data.npz").unlink()
-    assert exit_code("eval", "run") == 2
-    assert_one_line_error(capsys, "data.path: data.npz does not exist")
 
 
 def test_the_network_fits_the_size_of_the_images(tmp_path):

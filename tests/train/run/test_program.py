@@ -12,7 +12,6 @@ import time
 
 import chex
 import jax
-import numpy as np
 import pytest
 from program_cases import (
     assert_one_line_error,
@@ -146,18 +145,6 @@ def test_a_run_that_crashed_and_was_interrupted_ends_with_the_same_bits(
     assert 1000 == seconds[0] < seconds[1] < seconds[2] < seconds[3] < ended
 
 
-@pytest.mark.slow
-def test_n_steps_and_n_resumed_steps_equal_2n_steps(workplace):
-    constant = ("--optim.schedule", "constant")
-    fnet_command("train", "tiny.py", "--out", "finished_run", *constant)
-    fnet_command("train", "tiny.py", "--out", "parts", *constant, "--train.steps", 4)
-    fnet_command("train", "tiny.py", "--out", "parts", *constant, "--resume")
-    chex.assert_trees_all_equal(
-        final_state(workplace / "finished_run"), final_state(workplace / "parts")
-    )
-    assert metrics_of(workplace / "finished_run") == metrics_of(workplace / "parts")
-
-
 @pytest.mark.parametrize(("epochs", "steps"), [(25.0, 7), (26.0, 8), (1e-9, 1)])
 def test_number_of_steps_covers_the_epochs(epochs, steps):
     examples = Synthetic(examples=7, batch_size=25, image_size=4, channels=1, classes=2)
@@ -174,30 +161,6 @@ def test_replaces_an_outdated_or_damaged_summary(summary, finished_run):
     written = json.loads((finished_run / "summary.json").read_text())
     assert written["steps"] == 8
     assert written["seconds"] > 0
-
-
-@pytest.mark.slow
-def test_restarts_a_run_that_was_killed_before_its_first_checkpoint(workplace, monkeypatch):
-    def die():
-        raise RuntimeError("killed")
-
-    interrupted_at(1, monkeypatch, die)
-    with pytest.raises(RuntimeError, match="killed"):
-        fnet_command("train", "tiny.py", "--out", "run")
-    fnet_command("train", "tiny.py", "--out", "run", "--resume")
-    assert [line["step"] for line in metrics_of(workplace / "run")] == [2, 4, 6, 8]
-
-
-@pytest.mark.slow
-def test_trains_again_from_the_config_of_a_run(workplace, finished_run):
-    fnet_command("train", "tiny.py", "--out", "a", "--train.seed", 1)
-    fnet_command("train", "a/config.json", "--out", "b")
-    a, b, other = (
-        final_state(folder) for folder in (workplace / "a", workplace / "b", finished_run)
-    )
-    chex.assert_trees_all_equal(a, b)
-    kernels = [state[0][1]["head"]["kernel"] for state in (a, other)]
-    assert not np.array_equal(*kernels)  # the seed comes from the config
 
 
 def test_configs_lists_each_recipe_with_its_first_line(capsys):

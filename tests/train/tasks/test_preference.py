@@ -13,7 +13,7 @@ from program_cases import assert_one_line_error, exit_code, fnet_command, metric
 from safetensors.numpy import load_file
 
 from tests.pretrained_folder import write_folder, write_tokenizer
-from train.config import Config, Microbatch, Optim, PreferenceFile, Pretrained, TextFile, Train
+from train.config import Config, Optim, PreferenceFile, Pretrained, TextFile, Train
 from train.data.buckets import bucketed_batches
 from train.run.setup import setup
 from train.tasks import preference
@@ -228,21 +228,6 @@ def test_the_reference_is_computed_once_for_a_run(workplace, write, monkeypatch)
         chex.assert_trees_all_equal(own, known)
     with pytest.raises(TypeError):  # other data are computed
         other.task.before_batches(workplace / "reference.npz")
-
-
-@pytest.mark.slow
-def test_microbatches_do_not_change_a_step(workplace, write):
-    config = config_of(workplace, write, lora_rank=2)
-    states = []
-    for grad in (config.grad, Microbatch(microbatches=4)):
-        run = setup(dataclasses.replace(config, grad=grad))
-        run.task.before_batches(None)
-        state, batches = run.compile_init()(jax.random.key(0)), run.training_batches(0)
-        for _ in range(2):
-            state, metrics = run.step(state, next(batches))
-        states.append((state.params, metrics["loss"]))
-    chex.assert_trees_all_close(*states, rtol=1e-3, atol=1e-6)
-    assert states[0][1] < np.log(2)
 
 
 TRL = {1: 0.69314718, 2: 0.64030033, 3: 0.59180206, 11: 0.35806215, 21: 0.24786471, 30: 0.20250048}

@@ -220,21 +220,6 @@ def test_exported_adapters_are_merged(folder, published):
     chex.assert_trees_all_equal(adapters, trained.evaluation_params)
 
 
-@pytest.mark.slow
-def test_adapters_train_with_sharded_frozen_parameters(folder):
-    fnet_command("train", "tiny.py", "--out", "one", *LORA)
-    fnet_command("train", "tiny.py", "--out", "two", *LORA, "--mesh.fsdp", 2)
-    one, two = metrics_of(folder / "one")[-1], metrics_of(folder / "two")[-1]
-    assert one["test/loss"] == pytest.approx(two["test/loss"], rel=1e-4)
-
-
-@pytest.mark.slow
-def test_private_fine_tuning(folder, capsys):
-    pytest.importorskip("dp_accounting")
-    private = "--grad.mode", "clipped", "--grad.epsilon", 8, "--grad.delta", 0.01
-    assert "privacy: " in output_of(capsys, "train", "tiny.py", "--out", "run", *LORA, *private)
-
-
 def image_config(folder, num_classes):
     write_folder(folder / "vit", VIT)
     section = Pretrained(path=str(folder / "vit"))
