@@ -131,30 +131,6 @@ def test_second_derivatives_match_a_call_for_each_document(float64):
     chex.assert_trees_all_close(got, expected, rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.sweep(6)
-@pytest.mark.parametrize("name", SCANS)
-def test_gradients_stay_within_a_document(name):
-    scan, given = SCANS[name]
-    given = jax.tree.map(jnp.float32, given)
-    over_time = {k: v for k, v in given.items() if v.shape[:2] == (B, T)}
-
-    @jax.jit
-    def gradient(first, last):
-        def total(over_time):
-            y, _ = scan(**given | over_time, segments=jnp.asarray(SEGMENTS))
-            at = jnp.arange(T)
-            inside = (first <= at) & (at < last)
-            return jnp.where(jnp.expand_dims(inside, (0, *range(2, y.ndim))), y**2, 0).sum()
-
-        return jax.grad(total)(over_time)
-
-    for first, last in documents(SEGMENTS[0]):
-        for g in jax.tree.leaves(gradient(first, last)):
-            assert g[0, first:last].any()
-            assert not g[0, :first].any()
-            assert not g[0, last:].any()
-
-
 @pytest.mark.parametrize("name", SCANS)
 def test_one_segment_is_no_segments(name):
     scan, given = SCANS[name]
