@@ -1,4 +1,4 @@
-"""The diffusion transformer: patches, conditions, contexts, and a training run."""
+"""The diffusion transformer: patches, conditions and contexts."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Training on text: attention contexts, rows of many lengths, and mistakes."""
+"""Training on text: resumed runs, rows of many lengths, and mistakes."""
 
 import json
 
