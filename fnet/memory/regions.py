@@ -83,7 +83,7 @@ class Region(NamedTuple):
     """
 
     jaxpr: Jaxpr
-    axes: dict[Var, int]
+    axes: dict[Any, int]
     size: int
     objective: int | None
 
