@@ -121,10 +121,10 @@ def residuals(
 
     The sum of ``added`` is the bytes that autodiff asks XLA to save. The compiled program may hold
     less, because XLA recomputes cheap operations and frees arrays early. It may also hold more,
-    because XLA may delay reads. For 16
-    blocks of convolution, batch norm and leaky ReLU the residuals are 68 activations. Compiled,
-    the program holds 66 on a CPU, 50 on a CPU with the memory scheduler, and 33 on an H100. Use
-    `fnet.memory.peak` for the bytes of the program, and `residuals` to see their cause.
+    because XLA may delay reads. For 16 blocks of convolution, batch norm and leaky ReLU the
+    residuals are 68 activations. Compiled, the program holds 66 on a CPU, 50 on a CPU with the
+    memory scheduler, and 33 on an H100. Use `fnet.memory.peak` for the bytes of the program, and
+    `residuals` to see their cause.
 
     Args:
       f: Any function. With ``has_aux`` it returns ``(value, aux)``, and only the value is
