@@ -2,6 +2,7 @@
 
 import functools
 import re
+from collections import defaultdict
 
 import chex
 import jax
@@ -24,7 +25,7 @@ from fnet.memory.loops import Chunks, _chunked, loop_choices, remat_loops
 
 
 def chunk_loops(f, sizes):
-    return _chunked(f, lambda part: dict.fromkeys(part.all_loops(), Chunks(tuple(sizes))))
+    return _chunked(f, lambda part: defaultdict(lambda: Chunks(tuple(sizes))))
 
 
 def integers(*shape, seed=0):
