@@ -13,6 +13,8 @@ from fnet.jaxpr import Propagation, Site, aval, factors, nbytes
 
 Axis = tuple[Any, int]
 """A variable, or another object, and the number of one of its axes."""
+Group = tuple[Axis, int]
+"""The axes of a class that have one size: an axis of the class, and the size."""
 
 
 class AxisClasses(Propagation[tuple[Axis, ...]]):
@@ -46,16 +48,16 @@ class AxisClasses(Propagation[tuple[Axis, ...]]):
             results = self.visit(eqn, given, Site())
             self._unite_all(zip(map(_axes, eqn.outvars), results, strict=True))
 
-    def of(self, v: Var) -> list[Axis]:
-        """Return the class of each axis of a variable."""
-        return [self._root(axis) for axis in _axes(v)]
+    def of(self, v: Var) -> list[Group]:
+        """Return the group of each axis of a variable."""
+        return list(zip(map(self._root, _axes(v)), aval(v).shape, strict=True))
 
-    def bytes(self) -> Counter[tuple[Axis, int]]:
-        """Return the bytes of all arrays with an axis of a class and size.
+    def bytes(self) -> Counter[Group]:
+        """Return the bytes of all arrays with an axis of a group.
 
         Arrays in loops count for every iteration.
         """
-        total: Counter[tuple[Axis, int]] = Counter()
+        total: Counter[Group] = Counter()
         for (v, k), made in self._bytes.items():
             total[self._root((v, k)), aval(v).shape[k]] += made
         return total

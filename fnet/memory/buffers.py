@@ -330,10 +330,7 @@ def _depth_first(
 
 
 def _most_alive(
-    order: Sequence[Operation],
-    stored: Stored,
-    results: Sequence[Array],
-    over: dict[Array, Array],
+    order: Sequence[Operation], stored: Stored, results: Sequence[Array], over: dict[Array, Array]
 ) -> int:
     """The most bytes that are alive at once, without arguments."""
     last = {a.of: t for t, o in enumerate(order) for a in stored.reads[o]}

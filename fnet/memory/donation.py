@@ -86,13 +86,15 @@ def donation(compiled: jax.stages.Compiled) -> Donation:
         memory: Any = compiled.memory_analysis()
         return Donation(memory.alias_size_in_bytes, len(donated))
 
-    outputs = _outputs_by_name(compiled.out_info)
+    info: Any = compiled.out_info
+    first = info[0] if type(info) is tuple and info else info
+    outputs = {keystr(path): leaf for path, leaf in tree_flatten_with_path(first)[0]}
     # XLA may give the buffer of a leaf that changes its dtype to another leaf. The error names
     # the leaf that changes.
     changed = [
         (path, a)
         for path, a in donated
-        if (out := outputs.get(_name(path))) is None or _type(out) != _type(a)
+        if (out := outputs.get(_name(path))) is None or (out.shape, out.dtype) != (a.shape, a.dtype)
     ]
     reasons = [_explain(path, a, outputs) for path, a in changed or copied]
     raise DonationError("state not updated in place: " + "; ".join(reasons) + ".")
@@ -113,17 +115,8 @@ def _name(path: Any) -> str:
     return keystr(path[2:])
 
 
-def _outputs_by_name(out_info: Any) -> dict[str, Any]:
-    first = out_info[0] if type(out_info) is tuple and out_info else out_info
-    return {keystr(path): leaf for path, leaf in tree_flatten_with_path(first)[0]}
-
-
-def _type(a: Any) -> tuple[Any, Any]:
-    return a.shape, a.dtype
-
-
 def _explain(path: Any, a: Any, outputs: dict[str, Any]) -> str:
-    shape, dtype = _type(a)
+    shape, dtype = a.shape, a.dtype
     name = _name(path) or "the argument"
     out = outputs.get(_name(path))
     if out is None:

@@ -17,6 +17,7 @@ from fnet.backward_pass import DEAR
 from fnet.cpu.workspaces import eigen_bytes, packed_bytes
 from fnet.jaxpr import (
     Scan,
+    While,
     aval,
     called_jaxpr,
     inner_jaxprs,
@@ -169,10 +170,14 @@ class Program:
         return self._known[key][0]
 
     def _operation(self, eqn: JaxprEqn, inputs: list[Array]) -> Operation:
-        outputs = [Array(nbytes(v) * (1 + self._is_widened(v))) for v in eqn.outvars]
+        outputs = [
+            Array(nbytes(v) * (1 + (self._on_cpu and aval(v).dtype == jnp.bfloat16)))
+            for v in eqn.outvars
+        ]
         operation = Operation(_name(eqn), inputs, outputs, has_effect=bool(eqn.effects))
         operation.cost = equation_cost(eqn)
         operation.densities = [density_of(eqn)] * len(eqn.outvars)
+        carry: list[Array] = []
         if (scan := Scan.read(eqn)) is not None:
             operation.densities = _densities_of_stacks(scan)
             operation.iterations = scan.length
@@ -180,21 +185,14 @@ class Program:
                 (density_of(e), sum(map(nbytes, e.outvars)), equation_cost(e))
                 for e in _called(scan.body.jaxpr)
             ]
-            first = scan.num_consts
-            operation.use(self._of_body(scan.body, first, scan.num_carry), scan.length)
-            carry = inputs[first : first + scan.num_carry]
+            consts, carry, _ = scan.split(inputs)
+            operation.use(self._of_body(scan.body, len(consts), len(carry)), scan.length)
         elif eqn.primitive.name == "while":
-            first = eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
-            carry = inputs[first:]
-            body = eqn.params["body_jaxpr"]
-            first = eqn.params["body_nconsts"]
-            operation.use(self._of_body(body, first, len(carry)))
-        else:
-            carry = []
-            bodies = (
-                [] if eqn.primitive.name.startswith(("reduce", "scatter")) else inner_jaxprs(eqn)
-            )
-            inner = [self._of_program(body) for body in bodies]
+            loop = While.of(eqn)
+            _, consts, carry = loop.split(inputs)
+            operation.use(self._of_body(loop.body, len(consts), len(carry)))
+        elif not eqn.primitive.name.startswith(("reduce", "scatter")):
+            inner = [self._of_program(body) for body in inner_jaxprs(eqn)]
             if inner:
                 most = Usage(*map(max, zip(*inner, strict=True)))
                 operation.use(most._replace(bytes=max(0, most.bytes - operation.bytes)))
@@ -217,13 +215,9 @@ class Program:
         )
         return operation
 
-    def _is_widened(self, v: Var) -> bool:
-        return self._on_cpu and aval(v).dtype == jnp.bfloat16
-
-    def _of_program(self, inner: ClosedJaxpr | Jaxpr) -> Usage:
-        closed = inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, [])
+    def _of_program(self, inner: Jaxpr) -> Usage:
         program = Program(self._on_cpu)
-        results = program.run(closed, [Array(nbytes(v)) for v in closed.jaxpr.invars])
+        results = program.run(ClosedJaxpr(inner, []), [Array(nbytes(v)) for v in inner.invars])
         return usage(program.operations, results, {})
 
     def _of_body(self, body: ClosedJaxpr, first: int, count: int) -> Usage:

@@ -135,9 +135,9 @@ def remat_to_fit(
     @traced_for(target and target.device.platform)
     def fitted(*args: Any, **kwargs: Any) -> Any:
         call = _Call.of(args, kwargs)
-        static: list[_Result] = []
+        finish: list[Callable[[Array, list[Any]], Any]] = []
         try:
-            value, arrays = policy.apply(call.pure(loss, static))(call.params, call.others)
+            value, arrays = policy.apply(call.pure(loss, finish))(call.params, call.others)
         except TypeError as error:
             if "forward-mode" not in str(error):
                 raise
@@ -145,7 +145,7 @@ def remat_to_fit(
                 "remat_to_fit: the planned loss has gradients alone, in reverse mode; take jax.jvp "
                 "or jax.jacfwd of the loss itself, or of the gradient of the planned one"
             ) from None
-        return call.finish(value, arrays, static[-1])
+        return finish[-1](value, arrays)
 
     return fitted, chosen  # type: ignore[return-value]
 
@@ -159,13 +159,6 @@ def _separate(held: Any, moments: Any) -> tuple[Any, Any]:
     states = [x for x in parts if jax.tree.structure(x) == structure]
     others = [x for x in parts if jax.tree.structure(x) != structure]
     return (states[0] if states else moments), others + states[1:]
-
-
-class _Result(NamedTuple):
-    """Structure of a loss's result; ``merge`` builds its aux and the state of nnx objects."""
-
-    has_aux: bool
-    merge: Callable[[list[Any]], Any]
 
 
 class _Call(NamedTuple):
@@ -192,8 +185,8 @@ class _Call(NamedTuple):
             return nnx is not None and isinstance(x, nnx.Module | nnx.Rngs)
 
         leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=is_object)
-        objects = tuple(leaf for leaf in leaves if is_object(leaf))
         places = [i for i, leaf in enumerate(leaves) if is_object(leaf)]
+        objects = tuple(leaves[i] for i in places)
         first, first_structure = jax.tree.flatten(args[:1], is_leaf=is_object)
         count = len(first)
         differentiated = [
@@ -210,11 +203,9 @@ class _Call(NamedTuple):
         state_leaves, state_structure = jax.tree.flatten(state)
 
         def merge(params: list[Any], others: list[Any]) -> tuple[Any, Any, tuple[Any, ...]]:
-            merged = list(leaves)
-            for i, leaf in zip(differentiated, params, strict=False):
-                merged[i] = leaf
-            for i, leaf in zip(rest, others, strict=False):
-                merged[i] = leaf
+            merged = dict(enumerate(leaves))
+            merged |= zip(differentiated, params, strict=False)
+            merged |= zip(rest, others, strict=False)
             new: tuple[Any, ...] = ()
             if objects:
                 new = nnx.merge(
@@ -222,36 +213,39 @@ class _Call(NamedTuple):
                     jax.tree.unflatten(weight_structure, params[len(differentiated) :]),
                     jax.tree.unflatten(state_structure, others[len(rest) :]),
                 )
-                for i, thing in zip(places, new, strict=True):
-                    merged[i] = thing
-            args, kwargs = jax.tree.unflatten(structure, merged)
+                merged |= zip(places, new, strict=True)
+            args, kwargs = jax.tree.unflatten(structure, merged.values())
             return args, kwargs, new
 
         def tree(params: list[Any]) -> Any:
-            merged: list[Any] = [None] * count
-            for i, leaf in zip(differentiated, params, strict=False):
-                merged[i] = leaf
+            merged: dict[int, Any] = dict.fromkeys(range(count))
+            merged |= zip(differentiated, params, strict=False)
             weights = jax.tree.unflatten(weight_structure, params[len(differentiated) :])
-            for number, i in enumerate(places[:in_first]):
-                merged[i] = weights.get(number, nnx.State({}))
-            return jax.tree.unflatten(first_structure, merged)[0]
+            merged |= {i: weights.get(n, nnx.State({})) for n, i in enumerate(places[:in_first])}
+            return jax.tree.unflatten(first_structure, merged.values())[0]
 
         params = [leaves[i] for i in differentiated] + weight_leaves
         others = [leaves[i] for i in rest] + state_leaves
         return cls(params, others, merge, tree, objects)
 
     def pure(
-        self, loss: Callable[..., Any], static: list[_Result]
+        self, loss: Callable[..., Any], finish: list[Callable[[Array, list[Any]], Any]]
     ) -> Callable[[list[Any], list[Any]], tuple[Array, list[Any]]]:
-        """Return ``f(params, others) -> (value, arrays)``, which appends the rest to ``static``."""
+        """Return ``f(params, others) -> (value, arrays)``.
+
+        It appends to ``finish`` a function of both, which updates nnx objects and returns what the
+        loss returns.
+        """
 
         def f(params: list[Any], others: list[Any]) -> tuple[Array, list[Any]]:
             args, kwargs, objects = self.merge(params, others)
-            before = _values_by_path(objects)
+            before: dict[Any, Any] = {}
+            if objects:
+                _nnx().state(objects, lambda path, v: before.update({path: v.get_value()}))
             result = loss(*args, **kwargs)
             has_aux = isinstance(result, tuple) and len(result) == 2
             value, aux = result if has_aux else (result, None)
-            if not _is_scalar(value):
+            if not isinstance(value, int | float) and getattr(value, "shape", None) != ():
                 raise TypeError(
                     "remat_to_fit: the loss must return a scalar or (scalar, aux), got "
                     f"{_describe(result)}."
@@ -278,34 +272,23 @@ class _Call(NamedTuple):
             leaves, structure = jax.tree.flatten((aux, changed))
             known = [None if _is_array(leaf) else (leaf,) for leaf in leaves]
 
-            def merge(arrays: list[Any]) -> Any:
+            def finished(value: Array, arrays: list[Any]) -> Any:
                 remaining = iter(arrays)
-                return jax.tree.unflatten(
-                    structure, [k[0] if k else next(remaining) for k in known]
-                )
+                merged = [k[0] if k else next(remaining) for k in known]
+                aux, changed = jax.tree.unflatten(structure, merged)
+                if self.objects:
+                    _nnx().update(self.objects, changed)
+                return (value, aux) if has_aux else value
 
-            static.append(_Result(has_aux, merge))
+            finish.append(finished)
             return value, [leaf for leaf in leaves if _is_array(leaf)]
 
         return f
-
-    def finish(self, value: Array, arrays: list[Any], result: _Result) -> Any:
-        aux, changed = result.merge(arrays)
-        if self.objects:
-            _nnx().update(self.objects, changed)
-        return (value, aux) if result.has_aux else value
 
 
 def _nnx() -> Any:
     """Return flax nnx if it is imported. Without it, no argument can be an nnx object."""
     return sys.modules.get("flax.nnx")
-
-
-def _values_by_path(objects: Any) -> dict[Any, Any]:
-    values: dict[Any, Any] = {}
-    if objects:
-        _nnx().state(objects, lambda path, variable: values.update({path: variable.get_value()}))
-    return values
 
 
 def _is_array(leaf: Any) -> bool:
@@ -322,10 +305,6 @@ def _like(a: Any, b: Any) -> bool:
         and all(_is_array(leaf) and _is_floating(leaf) for leaf in leaves + other)
         and all(x.shape == y.shape for x, y in zip(leaves, other, strict=True))
     )
-
-
-def _is_scalar(value: Any) -> bool:
-    return isinstance(value, int | float) or getattr(value, "shape", None) == ()
 
 
 def _describe(result: Any) -> str:

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -99,7 +99,7 @@ def loop_choices(
 def _chunked(f: F, choose: "Callable[[_Part], dict[_Loop, Chunks]]") -> F:
     def run(closed: ClosedJaxpr, leaves: list[Any], differentiated: list[bool]) -> list[Any]:
         part = _Part.of(closed, differentiated)
-        return part.run(leaves, choose(part))
+        return part.run(choose(part), *leaves)
 
     return evaluate_as(f, run, first_alone=False)
 
@@ -121,7 +121,7 @@ class _Loop:
     def run(self, inputs: Sequence[Any], chunks: "dict[_Loop, Chunks]") -> list[Any]:
         if self.scan:
             return self._run_scan(self.scan, inputs, chunks)
-        functions = [functools.partial(body.run_on, chunks) for body in self.bodies]
+        functions = [functools.partial(body.run, chunks) for body in self.bodies]
         if Cond.read(self.eqn):
             results: list[Any] = switch(self.eqn, inputs[0], functions, *inputs[1:])
             return results
@@ -148,7 +148,7 @@ class _Loop:
             ]
 
         def step(given: list[Any], xs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-            results = self.bodies[0].run_on(chunks, *consts, *merge(given), *xs)
+            results = self.bodies[0].run(chunks, *consts, *merge(given), *xs)
             return changing(results[: scan.num_carry]), results[scan.num_carry :]
 
         last, ys = _scan_chunks(
@@ -156,7 +156,7 @@ class _Loop:
             changing(carry),
             xs,
             scan.length,
-            chunks.get(self, Chunks(())),
+            chunks[self],
             reverse=scan.reverse,
             unroll=scan.unroll,
         )
@@ -165,17 +165,17 @@ class _Loop:
 
 @dataclasses.dataclass(eq=False)
 class _Part:
-    """An inlined jaxpr and its differentiated loops, by the number of their equation."""
+    """An inlined jaxpr and its differentiated loops, by equation."""
 
     closed: ClosedJaxpr
     differentiated: Sequence[bool]
-    loops: dict[int, _Loop]
+    loops: dict[JaxprEqn, _Loop]
 
     @classmethod
     def of(cls, closed: ClosedJaxpr, differentiated: Sequence[bool]) -> "_Part":
         active = active_variables(closed.jaxpr, differentiated)
-        loops: dict[int, _Loop] = {}
-        for number, eqn in enumerate(closed.jaxpr.eqns):
+        loops: dict[JaxprEqn, _Loop] = {}
+        for eqn in closed.jaxpr.eqns:
             given = [not isinstance(v, Literal) and v in active for v in eqn.invars]
             # A chunk would have its effects twice.
             if not any(given) or eqn.effects or any(map(is_reference, eqn.invars)):
@@ -191,29 +191,17 @@ class _Part:
                 inner = [called]
             bodies = [cls.of(inline(body), given) for body in inner]
             if scan or any(body.loops for body in bodies):
-                loops[number] = _Loop(eqn, bodies)
+                loops[eqn] = _Loop(eqn, bodies)
         return cls(closed, differentiated, loops)
 
-    def all_loops(self) -> Iterator[_Loop]:
-        for loop in self.loops.values():
-            yield loop
-            for body in loop.bodies:
-                yield from body.all_loops()
-
-    def run(self, args: Sequence[Any], chunks: dict[_Loop, Chunks]) -> list[Any]:
-        numbers = itertools.count()
-
+    def run(self, chunks: dict[_Loop, Chunks], *args: Any) -> list[Any]:
         def handle(eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
-            loop = self.loops.get(next(numbers))
-            if loop is None:
+            if eqn not in self.loops:
                 return evaluate(eqn, inputs)
             with in_scopes(eqn):
-                return loop.run(inputs, chunks)
+                return self.loops[eqn].run(inputs, chunks)
 
         return interpret(self.closed, args, handle)
-
-    def run_on(self, chunks: dict[_Loop, Chunks], *args: Any) -> list[Any]:
-        return self.run(args, chunks)
 
     @functools.cached_property
     def saved(self) -> int:
@@ -226,7 +214,6 @@ class _Part:
         return self._saved(functools.partial(jax.checkpoint, policy=_PRODUCTS))
 
     def _saved(self, transform: Callable[[Any], Any]) -> int:
-        variables_ = self.closed.jaxpr.invars
         shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in self.closed.in_avals]
         objective = list(map(is_floating, self.closed.jaxpr.outvars))
 
@@ -235,12 +222,11 @@ class _Part:
             results = interpret(self.closed, args, evaluate)
             return list(itertools.compress(results, objective)), results
 
-        active = [
-            d and is_floating(v) for d, v in zip(self.differentiated, variables_, strict=True)
-        ]
-        if not any(active) or not any(objective):
+        pairs = enumerate(zip(self.differentiated, self.closed.jaxpr.invars, strict=True))
+        active = [i for i, (is_active, v) in pairs if is_active and is_floating(v)]
+        if not active or not any(objective):
             return 0
-        forward = linearize(f, shapes, [i for i, a in enumerate(active) if a])
+        forward = linearize(f, shapes, active)
         jaxpr = forward.closed.jaxpr
         read = dict.fromkeys(variables(jaxpr.outvars[i] for i in forward.residuals))
         arguments = {*jaxpr.invars, *jaxpr.constvars}
@@ -287,8 +273,8 @@ def _scan_chunks(
     def part(size: int, whole: bool = True) -> Callable[..., Any]:
 
         def run(carry: Any, xs: list[Any]) -> Any:
-            smaller = Chunks(sizes[1:])
-            return _scan_chunks(step, carry, xs, size, smaller, is_chunk=True, **options)
+            inside = Chunks(sizes[1:])
+            return _scan_chunks(step, carry, xs, size, inside, is_chunk=True, **options)
 
         # Outside of a loop, XLA could merge a chunk with its rematerialization.
         return jax.checkpoint(run, prevent_cse=not (whole or is_chunk))

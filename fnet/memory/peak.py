@@ -142,9 +142,7 @@ def platform(compiled: jax.stages.Compiled) -> str:
     return next((d.platform for s in shardings for d in s.device_set), jax.default_backend())
 
 
-def compile_min_memory(
-    lowered: jax.stages.Lowered,
-) -> tuple[jax.stages.Compiled, dict[str, Any]]:
+def compile_min_memory(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, dict[str, Any]]:
     """Compile with each of the backend's `CANDIDATE_OPTIONS` and return the smallest program.
 
     On CPU, rematerialization needs these options: jax 0.10 undoes it by default. For bfloat16

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import Jaxpr
 
 from fnet import measured
 from fnet.jaxpr import Scan, is_checkpoint, nbytes, part_of_jaxpr
@@ -33,9 +33,11 @@ class Piece(NamedTuple):
 def pieces(jaxpr: Jaxpr) -> list[Piece]:
     """Divide an inlined jaxpr into small pieces. A loop that makes many bytes is one of its own."""
     made, passing = [*map(made_bytes, jaxpr.eqns)], _passing_bytes(jaxpr)
-    count, large = len(jaxpr.eqns), _large_loops(jaxpr, made)
+    count, least = len(jaxpr.eqns), measured.LARGE_LOOP * sum(made)
+    loops = {i: scan for i, e in enumerate(jaxpr.eqns) if (scan := Scan.read(e))}
     # A loop whose iterations are under a jax.checkpoint already is whole, and runs once more alone.
-    alone = {i for i, e in enumerate(jaxpr.eqns) if _is_checkpointed(e)}
+    alone = {i for i, scan in loops.items() if all(map(is_checkpoint, scan.body.jaxpr.eqns))}
+    large = {i for i in loops if made[i] > least} - alone
     forced = {0, count} | {i + side for i in large | alone for side in (0, 1)}
     made = [0 if i in large else b for i, b in enumerate(made)]
     made_before = [0, *itertools.accumulate(made)]
@@ -86,20 +88,6 @@ def segment_of(jaxpr: Jaxpr, start: int, end: int) -> Jaxpr:
     read_later = {v for e in jaxpr.eqns[end:] for v in variables(e.invars)}
     read_later |= set(variables(jaxpr.outvars))
     return part_of_jaxpr(eqns, list(inputs), [v for v in made if v in read_later])
-
-
-def _large_loops(jaxpr: Jaxpr, made: Sequence[int]) -> set[int]:
-    return {
-        i
-        for i, e in enumerate(jaxpr.eqns)
-        if Scan.read(e) and made[i] > measured.LARGE_LOOP * sum(made) and not _is_checkpointed(e)
-    }
-
-
-def _is_checkpointed(eqn: JaxprEqn) -> bool:
-    """Whether an equation is a scan whose iterations are under a `jax.checkpoint`."""
-    scan = Scan.read(eqn)
-    return scan is not None and all(map(is_checkpoint, scan.body.jaxpr.eqns))
 
 
 def _passing_bytes(jaxpr: Jaxpr) -> list[int]:

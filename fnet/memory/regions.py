@@ -43,17 +43,11 @@ from fnet.jaxpr import (
     part_of_jaxpr,
     place,
 )
-from fnet.jaxpr.batch_axis import (
-    BatchAxis,
-    Indices,
-    Mixed,
-    Shared,
-    Unknown,
-)
+from fnet.jaxpr.batch_axis import BatchAxis, Indices, Mixed, Shared, Unknown
 from fnet.jaxpr.custom_rules import has_linear_rules
 from fnet.jaxpr.primitives import made_bytes
 from fnet.memory.apply import evaluate_as, variables
-from fnet.memory.axis_classes import Axis, AxisClasses
+from fnet.memory.axis_classes import AxisClasses, Group
 from fnet.memory.cost import estimate_cost
 from fnet.memory.estimate import density_of
 from fnet.memory.rows import Part, RowAxes, Sum, Value, run_rows, slice_rows
@@ -82,25 +76,21 @@ class Region(NamedTuple):
     """Equations that run in chunks.
 
     Attributes:
-      jaxpr: The equations. Its arguments are ``rows``, then ``wholes``; its results are
-        ``row_results``, then ``sums``.
-      axes: Axis of the rows of each of ``rows`` and of ``row_results``.
+      jaxpr: The equations. Its arguments are rows, then wholes; its results are rows, then sums.
+      axes: Axis of the rows of each variable that has rows.
       size: Number of rows.
-      active: Arguments that are differentiated.
-      active_results: Results that depend on them, other than by `jax.lax.stop_gradient`.
       objective: Number of the result that is differentiated, if it is a single number, else None.
-      row_axes: Axis of the rows of each array that its equations make and that is rows.
-      is_largest: Whether it makes the most bytes of all regions that are differentiated.
     """
 
     jaxpr: Jaxpr
-    axes: tuple[list[int], list[int]]
+    axes: dict[Any, int]
     size: int
-    active: list[bool]
-    active_results: list[bool]
     objective: int | None
-    row_axes: dict[Var, int]
-    is_largest: bool = False
+
+    @property
+    def made(self) -> int:
+        """Bytes that it makes."""
+        return sum(map(made_bytes, self.jaxpr.eqns))
 
 
 class Whole(NamedTuple):
@@ -126,7 +116,7 @@ class Division(NamedTuple):
 
     parts: list[Region | Whole]
     reasons: list[str]
-    active: Collection[Var]
+    active: set[Var]
 
     @property
     def regions(self) -> list[Region]:
@@ -139,13 +129,21 @@ class Division(NamedTuple):
         return {
             n: part
             for n, part in enumerate(self.parts)
-            if isinstance(part, Region) and part.objective is None and any(part.active)
+            if isinstance(part, Region)
+            and part.objective is None
+            and not self.active.isdisjoint(part.jaxpr.invars)
         }
+
+    @property
+    def largest(self) -> Region | None:
+        """The region that makes the most bytes of those that are differentiated."""
+        regions = [r for r in self.regions if not self.active.isdisjoint(r.jaxpr.invars)]
+        return max(regions, key=lambda region: region.made, default=None)
 
     @property
     def made(self) -> int:
         """Bytes that the regions make."""
-        return sum(made_bytes(e) for r in self.regions for e in r.jaxpr.eqns)
+        return sum(region.made for region in self.regions)
 
     @property
     def held(self) -> set[Var]:
@@ -161,7 +159,7 @@ class Division(NamedTuple):
             for n, region in self.repeated.items()
             for e in region.jaxpr.eqns
             for v in e.outvars
-            if v in region.row_axes and v in self.active and v not in held and is_floating(v)
+            if v in region.axes and v in self.active and v not in held and is_floating(v)
         ]
         # To write and read a row takes as long as a few operations on it.
         return [row[1:] for row in sorted(found, key=lambda row: row[0]) if row[0] < -4]
@@ -190,13 +188,6 @@ def divide(
     params = active.intersection(jaxpr.invars if params is None else params)
     finder = _Finder(active, params, jaxpr, depth)
     _, parts = finder.find(list(jaxpr.eqns), set(variables(jaxpr.outvars)))
-    made = [
-        sum(map(made_bytes, p.jaxpr.eqns)) if isinstance(p, Region) and any(p.active) else 0
-        for p in parts
-    ]
-    if any(made):
-        largest = parts[made.index(max(made))]
-        parts[made.index(max(made))] = largest._replace(is_largest=True)  # type: ignore[call-arg]
     wholes = {
         p.reason: sum(map(made_bytes, p.eqns)) for p in parts if isinstance(p, Whole) and p.reason
     }
@@ -218,9 +209,8 @@ class _Found(NamedTuple):
       kept: Bytes that it keeps. A region that makes only twice as much is not worth a loop, since
         XLA fuses what a few equations make.
       size: Number of rows.
-      same: Whole values that equations of the region only pass on, and what they are.
+      rest: Equations outside of it, some of which may be in both.
       roots: Arrays that are cut.
-      results: What is read later of the equations that it is a part of.
       reason: The first equation that keeps rows together.
       met: Whole values that follow from sums over the rows, and that rows meet later.
     """
@@ -231,9 +221,8 @@ class _Found(NamedTuple):
     score: int
     kept: int
     size: int
-    same: dict[Var, Any]
+    rest: list[JaxprEqn]
     roots: dict[Var, int]
-    results: Collection[Var]
     reason: str
     met: Collection[Var]
 
@@ -281,7 +270,7 @@ class _Finder:
             reason = reason or (largest.reason if largest else "")
             promising = [f for f in found if f.score >= max(least, f.kept)]
             promising.sort(key=lambda f: (f.size != size, -f.score))
-            best = self._best(eqns, results, depth, min(bound, whole), promising)
+            best = self._best(results, depth, min(bound, whole), promising)
             if can_finish:
                 limit = best[0] if best else min(bound, whole)
                 best = self._finish_sums(eqns, results, depth, limit, found) or best
@@ -292,27 +281,18 @@ class _Finder:
         return whole, [Whole(eqns, reason or "no argument but the parameters has rows")]
 
     def _best(
-        self,
-        eqns: list[JaxprEqn],
-        results: Collection[Var],
-        depth: int,
-        bound: float,
-        candidates: Iterable[_Found],
+        self, results: Collection[Var], depth: int, bound: float, candidates: Iterable[_Found]
     ) -> tuple[int, list[Region | Whole]] | None:
         """Divide equations at one of the first candidates, as `find`; None if none is better."""
         best: tuple[int, list[Region | Whole]] | None = None
-        tries = 1 if depth else 3
-        for candidate in candidates:
-            if not tries:
-                break
-            region, before, after = self._extract(eqns, candidate)
-            if not region.jaxpr.eqns:  # The rest computes all of it from the arguments.
-                continue
-            tries -= 1
+        extracted = (self._extract(candidate, results) for candidate in candidates)
+        # The rest may compute all of a region from the arguments.
+        tried = (each for each in extracted if each[0].jaxpr.eqns)
+        for region, before, after in itertools.islice(tried, 1 if depth else 3):
             read = {v for e in after for v in variables(e.invars)}
             read |= {*region.jaxpr.invars, *results}
             kept = sum(map(nbytes, region.jaxpr.outvars))
-            inner = depth + 1, candidate.size
+            inner = depth + 1, region.size
             more, parts_before = self.find(before, read, *inner, bound - kept, False)
             kept += more
             more, parts_after = self.find(after, results, *inner, bound - kept, False)
@@ -425,118 +405,76 @@ class _Finder:
                     out = [Sum() if isinstance(s, Shared) else s for s in out]
             states |= zip(eqn.outvars, out, strict=True)
             late |= {v for v in eqn.outvars if isinstance(states[v], Sum)}
-        members = set(inside)
-        rest = [_renamed(e, same, {}) for e in eqns if e not in members]
-        crossing = self._crossing(rest, inside, states, results)
+        outside = set(eqns).difference(inside)
+        rest = [_renamed(e, same, {}) for e in eqns if e in outside]
         read = {v for e in rest for v in variables(e.invars)}
-        sums = {v for e in inside for v in e.outvars if v in read and isinstance(states[v], Sum)}
+        own = [v for e in inside for v in e.outvars]
+        sums = {v for v in own if v in read and isinstance(states[v], Sum)}
+        read = read.union(results)
+        crossing = [v for v in own if v in read and not isinstance(states[v], Sum | Shared)]
+        part = part_of_jaxpr(inside, [], [])
+        again = {v for v in crossing if _is_cheaper_outside(v, part, results)}
+        crossing = [v for v in crossing if v not in again]
+        outside.update(dependencies(part, again, {*crossing})[1])
+        rest = [_renamed(e, same, {}) for e in eqns if e in outside]
         kept = sum(map(nbytes, {*crossing, *sums}))
-        score = made - kept
-        return _Found(
-            states, inside, crossing, score, kept, size, same, roots, results, reason, met
-        )
-
-    def _crossing(
-        self,
-        rest: list[JaxprEqn],
-        inside: list[JaxprEqn],
-        states: dict[Var, Any],
-        results: Collection[Var],
-    ) -> list[Var]:
-        """Rows that the rest reads and that are cheaper to keep than to compute there."""
-        read = {v for e in rest for v in variables(e.invars)}.union(results)
-        made_by = {v: e for e in inside for v in e.outvars}
-        crossing = [v for v in made_by if v in read and not isinstance(states[v], Sum | Shared)]
-        return [v for v in crossing if not self._is_cheaper_there(v, made_by, results)]
-
-    @staticmethod
-    def _is_cheaper_there(v: Var, made_by: dict[Var, JaxprEqn], results: Collection[Var]) -> bool:
-        """Whether the rest computes an array from the arguments of the region with few bytes."""
-        if jnp.issubdtype(aval(v).dtype, jax.dtypes.extended):
-            return True  # Keys take no memory, and no buffer.
-        if v in results:
-            return False
-        eqns = _slice(v, made_by)
-        others = sum(map(made_bytes, eqns)) - sum(nbytes(u) for u in made_by[v].outvars)
-        return others < nbytes(v)
+        return _Found(states, inside, crossing, made - kept, kept, size, rest, roots, reason, met)
 
     def _extract(
-        self, eqns: list[JaxprEqn], found: _Found
+        self, found: _Found, results: Collection[Var]
     ) -> tuple[Region, list[JaxprEqn], list[JaxprEqn]]:
         """Return a region, and what runs before and after it."""
-        states, crossing = found.states, found.crossing
-        members = set(found.eqns)
-        made_by = {v: e for e in found.eqns for v in e.outvars}
-        rest = [_renamed(e, found.same, {}) for e in eqns if e not in members]
-        # Rows that are cheaper to compute in the rest.
-        read = {v for e in rest for v in variables(e.invars)}.union(found.results)
-        kept = set(crossing)
-        again = [
-            v for v in made_by if v in read - kept and isinstance(states[v], BatchAxis | Indices)
-        ]
-        own = {e for v in again for e in _slice(v, made_by, kept)}
-        rest = [_renamed(e, found.same, {}) for e in eqns if e not in members or e in own]
-        read = {v for e in rest for v in variables(e.invars)}.union(found.results)
+        states, rest = found.states, found.rest
+        read = {v for e in rest for v in variables(e.invars)}.union(results)
         read -= {v for e in rest for v in e.outvars}
-        sums = [v for v in made_by if v in read and isinstance(states[v], Sum | Shared)]
+        made_inside = [v for e in found.eqns for v in e.outvars]
+        sums = [v for v in made_inside if v in read and isinstance(states[v], Sum | Shared)]
         # Equations of whole values that the region alone reads, and that are cheap, move into it.
-        before = [e for e in rest if self._is_before(e, states) and not e.effects]
-        outs = [*crossing, *sums]
+        before = [
+            e
+            for e in rest
+            if not e.effects
+            and all(isinstance(states.get(v, Shared()), Shared) for v in variables(e.invars))
+        ]
+        outs = [*found.crossing, *sums]
         _, needed = dependencies(part_of_jaxpr(found.eqns, [], outs), outs)
         _, before = dependencies(
             part_of_jaxpr(before, [], []), [v for e in needed for v in variables(e.invars)]
         )
         is_before = set(before)
         after = [e for e in rest if e not in is_before]
-        moved, before = self._movable(before, after, found)
+        read = {v for e in after for v in variables(e.invars)}.union(found.roots, results)
+        moved, before = self._movable(before, read, found.roots)
         body = [*moved, *needed]
         made = {v for e in body for v in e.outvars}
-        inputs = list(dict.fromkeys(v for e in body for v in variables(e.invars) if v not in made))
-        rows = [v for v in inputs if isinstance(states.get(v), BatchAxis)]
-        wholes = [v for v in inputs if not isinstance(states.get(v), BatchAxis)]
-        jaxpr = part_of_jaxpr(body, [*rows, *wholes], outs)
+        inputs = dict.fromkeys(v for e in body for v in variables(e.invars) if v not in made)
+        axes = {v: s.axis for v, s in states.items() if isinstance(s, BatchAxis | Indices)}
+        arguments = sorted(inputs, key=lambda v: v not in axes)  # rows first
         differentiated = [v for v in outs if v in self.active]
         is_number = len(differentiated) == 1 and differentiated[0] in sums
         is_number = is_number and not aval(differentiated[0]).shape
         # The gradient is scaled by the cotangent after the rules have seen 1 in its place.
         used = [e for e in body if any(v in self.active for v in variables(e.invars))]
         is_number = is_number and all(map(has_linear_rules, used))
-        region = Region(
-            jaxpr,
-            ([states[v].axis for v in rows], [states[v].axis for v in crossing]),
-            found.size,
-            [v in self.active for v in (*rows, *wholes)],
-            [v in self.active for v in outs],
-            outs.index(differentiated[0]) if is_number else None,
-            {
-                v: states[v].axis
-                for e in body
-                for v in e.outvars
-                if isinstance(states.get(v), BatchAxis)
-            },
-        )
-        return region, before, after
-
-    @staticmethod
-    def _is_before(eqn: JaxprEqn, states: dict[Var, Any]) -> bool:
-        return all(isinstance(states.get(v, Shared()), Shared) for v in variables(eqn.invars))
+        objective = outs.index(differentiated[0]) if is_number else None
+        jaxpr = part_of_jaxpr(body, arguments, outs)
+        return Region(jaxpr, axes, found.size, objective), before, after
 
     def _movable(
-        self, before: list[JaxprEqn], after: list[JaxprEqn], found: _Found
+        self, before: list[JaxprEqn], outside: set[Var], roots: Collection[Var]
     ) -> tuple[list[JaxprEqn], list[JaxprEqn]]:
         """Divide equations of whole values into the region's own and the earlier ones.
 
         Cheap ones that only the region reads are its own: masks, zeros, positions. Those whose
         results are larger than what they read, such as comparisons of pairs, may be in both.
         """
-        outside = {v for e in after for v in variables(e.invars)}.union(found.roots, found.results)
         inside: list[JaxprEqn] = []
         rest: list[JaxprEqn] = []
         for eqn in reversed(before):
             cheap = is_cheap(eqn) and not any(v in self.active for v in eqn.outvars)
             is_read = any(v in outside for v in eqn.outvars)
             grows = sum(map(nbytes, variables(eqn.invars))) < sum(map(nbytes, eqn.outvars))
-            is_root = any(v in found.roots for v in eqn.outvars)
+            is_root = any(v in roots for v in eqn.outvars)
             is_inside = cheap and (grows or not is_read) and not is_root
             if is_inside:
                 inside.append(eqn)
@@ -556,17 +494,14 @@ def _renamed(eqn: JaxprEqn, operands: Mapping[Var, Any], results: Mapping[Var, V
     return new
 
 
-def _slice(v: Var, made_by: dict[Var, JaxprEqn], known: Iterable[Var] = ()) -> list[JaxprEqn]:
-    """Equations that an array is computed with."""
-    found: dict[JaxprEqn, None] = {}
-    todo, stop = [v], set(known)
-    while todo:
-        u = todo.pop()
-        eqn = made_by.get(u)
-        if eqn is not None and eqn not in found and u not in stop:
-            found[eqn] = None
-            todo += variables(eqn.invars)
-    return list(found)
+def _is_cheaper_outside(v: Var, region: Jaxpr, results: Collection[Var]) -> bool:
+    """Whether few bytes are made to compute rows of a region from its arguments."""
+    if jnp.issubdtype(aval(v).dtype, jax.dtypes.extended):
+        return True  # Keys take no memory, and no buffer.
+    if v in results:
+        return False
+    _, eqns = dependencies(region, [v])
+    return sum(map(made_bytes, eqns)) - sum(map(nbytes, eqns[-1].outvars)) < nbytes(v)
 
 
 def _roots(
@@ -577,11 +512,11 @@ def _roots(
     An axis may begin anywhere: in an argument, or in a result whose operands do not have it, such
     as heads that were features, or two batches that are joined. Parameters are not cut.
     """
-    groups: dict[tuple[Axis, int], dict[Var, int]] = {}
+    groups: dict[Group, dict[Var, int]] = {}
     made: set[Var] = set()
 
-    def add(v: Var, given: Collection[tuple[Axis, int]] = ()) -> None:
-        for axis, group in enumerate(zip(classes.of(v), aval(v).shape, strict=True)):
+    def add(v: Var, given: Collection[Group] = ()) -> None:
+        for axis, group in enumerate(classes.of(v)):
             if group[1] > 1 and group not in given:
                 groups.setdefault(group, {}).setdefault(v, axis)
 
@@ -590,7 +525,7 @@ def _roots(
         for v in operands:
             if v not in made and v not in params:
                 add(v)
-        given = {g for v in operands for g in zip(classes.of(v), aval(v).shape, strict=True)}
+        given = {group for v in operands for group in classes.of(v)}
         # Rows that are repeated, or follow from their positions, need not exist before.
         is_repeated = any(not {*factor.operands} - {None} for factor in factors(eqn))
         if given and not is_repeated:
@@ -620,16 +555,13 @@ def _pair_roots(
 
     If one of them is cut, and the other is whole, the pairs are rows.
     """
-
-    def axes(v: Var) -> list[tuple[Axis, int]]:
-        return list(zip(classes.of(v), aval(v).shape, strict=True))
-
     for eqn in sorted(eqns, key=made_bytes, reverse=True):
         uses = Counter(v for v in variables(eqn.invars) if v not in params)
-        for pairs in [g for v in eqn.outvars for g, n in Counter(axes(v)).items() if n > 1 < g[1]]:
+        groups = [group for v in eqn.outvars for group in Counter(classes.of(v)).items()]
+        for group in [group for group, count in groups if count > 1 < group[1]]:
             for v, count in uses.items():
-                if count == axes(v).count(pairs) == 1:
-                    yield {v: axes(v).index(pairs)}, pairs[1]
+                if count == classes.of(v).count(group) == 1:
+                    yield {v: classes.of(v).index(group)}, group[1]
 
 
 # Run them.
@@ -653,10 +585,8 @@ def run_divided(
       inner: Wraps the function of a chunk of the largest region.
       keep: Number of arrays of rows that the backward pass does not compute again, the dearest.
     """
-    jaxpr, held = closed.jaxpr, division.held
-    keeps: dict[int, set[Var]] = {}
-    for n, v, _ in division.dearest[:keep]:
-        keeps.setdefault(n, set()).add(v)
+    jaxpr, largest = closed.jaxpr, division.largest
+    keeps = {(n, v) for n, v, _ in division.dearest[:keep]}
     values = dict(zip(jaxpr.constvars, closed.consts, strict=True))
     values |= zip(jaxpr.invars, args, strict=True)
 
@@ -672,33 +602,11 @@ def run_divided(
             for eqn in part.eqns:
                 values |= zip(eqn.outvars, evaluate(eqn, read(eqn.invars)), strict=True)
         else:
-            inputs = part.jaxpr.invars
-            wrap = inner if part.is_largest else lambda chunk: chunk
-            loop = _Loop(part, chunks, wrap, read_later, keeps.get(n, ()), held, division.active)
-            outputs, passed = _run_region(loop, read(inputs))
-            values |= zip(part.jaxpr.outvars, outputs, strict=True)
-            values |= {inputs[i]: a for i, a in passed.items()}
+            wrap = inner if part is largest else lambda chunk: chunk
+            kept = {v for v in part.axes if (n, v) in keeps}
+            loop = _Loop(part, division, chunks, wrap, read_later, kept)
+            values |= loop.run(read(part.jaxpr.invars))
     return read(jaxpr.outvars)
-
-
-def _run_region(loop: "_Loop", args: Sequence[Any]) -> tuple[list[Any], dict[int, Any]]:
-    region = loop.region
-    active = [a for a, is_active in zip(args, region.active, strict=True) if is_active]
-    others = [a for a, is_active in zip(args, region.active, strict=True) if not is_active]
-    active, others = equally_varying((active, others))
-    if not active:
-        return loop.values([], others)[0], {}
-    function: Any = jax.custom_vjp(loop.values)
-    if region.objective is None:
-        function.defvjp(loop.forward, loop.backward)
-    else:
-        function.defvjp(loop.values_and_grads, loop.scaled)
-    # Later equations may have no derivative, such as a loop or a callback of stopped values.
-    results, passed = function(active, others)
-    pairs = zip(results, region.active_results, strict=True)
-    results = [a if is_active else jax.lax.stop_gradient(a) for a, is_active in pairs]
-    numbers = [i for i, is_active in enumerate(region.active) if is_active]
-    return results, {numbers[i]: a for i, a in zip(loop.passed, passed, strict=True)}
 
 
 class _Loop:
@@ -712,44 +620,61 @@ class _Loop:
     def __init__(
         self,
         region: Region,
+        division: Division,
         chunks: int,
         inner: Callable[[Chunk], Chunk],
         read_later: Collection[Var],
-        keeps: Collection[Var],
-        held: Collection[Var],
-        active: Collection[Var],
+        kept: Collection[Var],
     ) -> None:
-        self.region, self.inner = region, inner
-        self.row_axes, self.result_axes = region.axes
-        self.axes = RowAxes(region.size, active)
+        self.region, self.inner, self.active = region, inner, division.active
+        self.results: list[Any] = region.jaxpr.outvars
+        # Axes of the rows of arguments and of results; None for whole values and for sums.
+        self.axis_of = [region.axes.get(v) for v in region.jaxpr.invars]
+        self.out_axis = [region.axes.get(v) for v in self.results]
+        self.axes = RowAxes(region.size, self.active)
         self.size = -(-region.size // min(chunks, region.size))
         self.closed = ClosedJaxpr(region.jaxpr, [])
-        self.results = region.jaxpr.outvars
-        self.is_active = region.active
-        # Axes of the rows of arguments and of results; None for whole values and for sums.
-        numbers = range(len(region.active))
-        self.axis_of = [self.row_axes[i] if i < len(self.row_axes) else None for i in numbers]
-        self.chosen = [axis for axis, a in zip(self.axis_of, self.is_active, strict=True) if a]
-        self.others = [axis for axis, a in zip(self.axis_of, self.is_active, strict=True) if not a]
-        numbers = range(len(self.results))
-        self.out_axis = [
-            self.result_axes[k] if k < len(self.result_axes) else None for k in numbers
-        ]
+        self.chosen, self.others = self._separate(self.axis_of)
         self.floats = [k for k, v in enumerate(self.results) if is_floating(v)]
-        chosen = [v for v, a in zip(region.jaxpr.invars, region.active, strict=True) if a]
+        self.arguments, _ = self._separate(region.jaxpr.invars)
         self.passed = [
             i
-            for i, (v, axis) in enumerate(zip(chosen, self.chosen, strict=True))
+            for i, (v, axis) in enumerate(zip(self.arguments, self.chosen, strict=True))
             if axis is not None and v in read_later and region.objective is None
         ]
         # Rows that are kept for the backward pass, in the order in which they are made, and all
         # that it need not make again.
-        rows = region.row_axes
+        rows, held = region.axes, division.held
         self.held = {v: rows[v] for v in self.results if v in held and v in rows}
-        self.kept = {v: a for v, a in rows.items() if v in keeps and v not in self.held}
+        self.kept = {v: a for v, a in rows.items() if v in kept and v not in self.held}
         self.known = self.kept | self.held
         is_slow = is_for_cpu() and has_convolutions(self.closed)
         self.is_unrolled = self.size == region.size or is_slow
+
+    def _separate(self, arguments: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """The differentiated arguments and the others."""
+        lists: tuple[list[Any], list[Any]] = ([], [])
+        for v, a in zip(self.region.jaxpr.invars, arguments, strict=True):
+            lists[v not in self.active].append(a)
+        return lists
+
+    def run(self, args: Sequence[Any]) -> dict[Var, Any]:
+        """Return the results, and the arguments that pass."""
+        active, others = equally_varying(self._separate(args))
+        if not active:
+            return dict(zip(self.results, self.values([], others)[0], strict=True))
+        function: Any = jax.custom_vjp(self.values)
+        if self.region.objective is None:
+            function.defvjp(self.forward, self.backward)
+        else:
+            function.defvjp(self.values_and_grads, self.scaled)
+        results, passed = function(active, others)
+        # Later equations may have no derivative, such as a loop or a callback of stopped values.
+        found = {
+            v: a if v in self.active else jax.lax.stop_gradient(a)
+            for v, a in zip(self.results, results, strict=True)
+        }
+        return found | {self.arguments[i]: a for i, a in zip(self.passed, passed, strict=True)}
 
     def _chunk(self, size: int) -> Chunk:
         """The function of one chunk.
@@ -759,7 +684,7 @@ class _Loop:
 
         def chunk(active: list[Any], start: Any, others: list[Any]) -> tuple[list[Any], list[Any]]:
             chosen, rest = iter(active), iter(others)
-            arrays = [next(chosen) if a else next(rest) for a in self.is_active]
+            arrays = [next(chosen if v in self.active else rest) for v in self.closed.jaxpr.invars]
             known = dict(zip(self.known, rest, strict=False))
             made: list[Any] = []
 
@@ -826,10 +751,12 @@ class _Loop:
     @staticmethod
     def _buffers(arrays: Sequence[Any], axes: Sequence[int | None], zero: Any) -> list[Any]:
         """Zeros, to write rows to or to add parts to; parts are added in float32 or wider."""
-        pairs = [
-            (a, a.dtype if i is not None else wide(a)) for a, i in zip(arrays, axes, strict=True)
-        ]
-        return [jnp.broadcast_to(zero.astype(dtype), a.shape) for a, dtype in pairs]
+        buffers = []
+        for a, axis in zip(arrays, axes, strict=True):
+            is_added = axis is None and jnp.issubdtype(a.dtype, jnp.floating)
+            dtype = sum_dtype(a.dtype) if is_added else a.dtype
+            buffers.append(jnp.broadcast_to(zero.astype(dtype), a.shape))
+        return buffers
 
     def _put(
         self, buffers: list[Any], found: Sequence[Any], axes: Sequence[int | None], start: Any
@@ -1035,8 +962,3 @@ def cut(
         return run_divided(closed, leaves, division, chunks, inner, keep)
 
     return evaluate_as(f, run)
-
-
-def wide(a: Any) -> Any:
-    """The dtype in which parts are added."""
-    return sum_dtype(a.dtype) if jnp.issubdtype(a.dtype, jnp.floating) else a.dtype

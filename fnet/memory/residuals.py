@@ -121,10 +121,10 @@ def residuals(
 
     The sum of ``added`` is the bytes that autodiff asks XLA to save. The compiled program may hold
     less, because XLA recomputes cheap operations and frees arrays early. It may also hold more,
-    because XLA may delay reads. For 16
-    blocks of convolution, batch norm and leaky ReLU the residuals are 68 activations. Compiled,
-    the program holds 66 on a CPU, 50 on a CPU with the memory scheduler, and 33 on an H100. Use
-    `fnet.memory.peak` for the bytes of the program, and `residuals` to see their cause.
+    because XLA may delay reads. For 16 blocks of convolution, batch norm and leaky ReLU the
+    residuals are 68 activations. Compiled, the program holds 66 on a CPU, 50 on a CPU with the
+    memory scheduler, and 33 on an H100. Use `fnet.memory.peak` for the bytes of the program, and
+    `residuals` to see their cause.
 
     Args:
       f: Any function. With ``has_aux`` it returns ``(value, aux)``, and only the value is
@@ -271,7 +271,9 @@ def _trace(
 
     differentiated = [n for n, i in enumerate(arrays) if i in chosen]
     forward = linearize(of_arrays, [leaves[i] for i in arrays], differentiated)
-    return forward, [_leaf_name(paths[i][0], names) for i in arrays]
+    keys = [paths[i][0] for i in arrays]
+    starts = [path[1].key if path[0].idx else names[path[1].idx] for path in keys]  # or a keyword
+    return forward, [start + keystr(path[2:]) for start, path in zip(starts, keys, strict=True)]
 
 
 def _is_array(leaf: Any) -> bool:
@@ -297,12 +299,6 @@ def _check_differentiable(out: Any, has_aux: bool) -> None:
                 f"residuals: f cannot be differentiated: its output {name + ' ' if name else ''}is "
                 f"{what}; return floating arrays only{fix}."
             )
-
-
-def _leaf_name(path: Any, names: list[str]) -> str:
-    keyword = path[0].idx == 1
-    name: str = (path[1].key if keyword else names[path[1].idx]) + keystr(path[2:])
-    return name
 
 
 # Origins: which equation made an array.

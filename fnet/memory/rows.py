@@ -168,23 +168,16 @@ class RowAxes(BatchAxes):
 
     def custom(self, eqn: JaxprEqn, states: list[Any], site: Site) -> Sequence[Any]:
         """Follow a function with its derivative rule, which must keep rows apart, too."""
-        results = RowAxes(self.batch_size).follow(eqn, states, site)
-        if not self.operands(eqn) or not any(isinstance(s, BatchAxis) for s in states):
+        # What is inside is followed without derivative rules.
+        results = BatchAxes.custom(RowAxes(self.batch_size), eqn, states, site)
+        if not _operands(eqn, self.active) or not any(isinstance(s, BatchAxis) for s in states):
             return results
         if any(isinstance(state, Mixed | Unknown | Sum | Indices) for state in results):
             return results if any(isinstance(s, Mixed) for s in results) else self._unknown(eqn)
         return results if self.rule(eqn, states, results) else self._unknown(eqn)
 
-    def follow(self, eqn: JaxprEqn, states: list[Any], site: Site) -> Sequence[Any]:
-        """Follow a function with custom derivatives without them."""
-        return BatchAxes.custom(self, eqn, states, site)
-
     def _unknown(self, eqn: JaxprEqn) -> list[Any]:
         return [Unknown(eqn.primitive.name, source_line(eqn))] * len(eqn.outvars)
-
-    def operands(self, eqn: JaxprEqn) -> list[int]:
-        """Indices of the operands that are differentiated."""
-        return _operands(eqn, self.active)
 
     def rule(self, eqn: JaxprEqn, states: Sequence[Any], results: Sequence[Any]) -> Rule | None:
         """Return the derivative rule of an equation; None if it does not keep rows apart."""
@@ -196,7 +189,7 @@ class RowAxes(BatchAxes):
     def _find_rule(
         self, eqn: JaxprEqn, states: Sequence[Any], results: Sequence[Any]
     ) -> Rule | None:
-        floating = self.operands(eqn)
+        floating = _operands(eqn, self.active)
         differentiable = [i for i, v in enumerate(eqn.outvars) if is_floating(v)]
         programs = _derivative_programs(eqn, floating)
         if _reads_traced_arrays(programs):
@@ -224,6 +217,7 @@ def _of_cotangent(state: Any) -> Any:
 
 
 def _operands(eqn: JaxprEqn, active: Collection[Var]) -> list[int]:
+    """Indices of the operands that are differentiated."""
     return [i for i, v in enumerate(eqn.invars) if isinstance(v, Var) and v in active]
 
 
@@ -358,7 +352,6 @@ class _Interpreter(Executor[Value]):
         self.scope = object()
 
     def constant(self, value: Any) -> Value:
-        """Constants are whole."""
         return Value(self.axes.constant(value), value)
 
     # How values enter and leave functions that JAX traces.
@@ -373,7 +366,6 @@ class _Interpreter(Executor[Value]):
             self.scope = before
 
     def form(self, value: Value) -> Any:
-        """The state of a value."""
         return value.state
 
     def forms(self, eqn: JaxprEqn, values: list[Value], site: Site) -> Sequence[Any]:
@@ -389,7 +381,6 @@ class _Interpreter(Executor[Value]):
         return self.sum(value) if isinstance(form, Sum) else self.whole(value)
 
     def lift(self, arrays: Any, form: Any) -> Value:
-        """A value of this state."""
         return Value(form, arrays)
 
     def unstack(self, value: Value, atom: Any) -> tuple[Any, Any]:
@@ -425,15 +416,12 @@ class _Interpreter(Executor[Value]):
             assert value.state.axis == axis
             return value.array
         assert isinstance(value.state, Shared)
-        if isinstance(value.array, _Later):
-            return self._rows_later(value.array, axis)
-        return slice_rows(value.array, axis, self.part)
-
-    def _rows_later(self, later: _Later, axis: int) -> Any:
-        key = self.scope, axis
-        if key not in later.memo:
-            later.memo[key] = self._compute_rows(later, axis)
-        return later.memo[key][later.result]
+        if not isinstance(value.array, _Later):
+            return slice_rows(value.array, axis, self.part)
+        memo = value.array.memo.setdefault((self.scope, axis), {})
+        if value.array.result not in memo:
+            memo |= self._compute_rows(value.array, axis)
+        return memo[value.array.result]
 
     def _compute_rows(self, later: _Later, axis: int) -> dict[int, Any]:
         eqn, index = later.eqn, later.result
@@ -501,7 +489,11 @@ class _Interpreter(Executor[Value]):
         else:
             found = counted_factor(eqn, counted.column, counted.axis)
             k = states.index(counted)
-            inputs = [*inputs[:k], self._from_first_row(inputs[k], counted), *inputs[k + 1 :]]
+            indices = self.rows(inputs[k], counted.axis)
+            columns = jax.lax.broadcasted_iota(jnp.int32, indices.shape, indices.ndim - 1)
+            before = jnp.where(columns == counted.column, self.part.start, 0)
+            own = Value(counted, indices - before.astype(indices.dtype))
+            inputs = [*inputs[:k], own, *inputs[k + 1 :]]
         assert found is not None
         if not found.is_separate and found.operands[0] is None:  # what a scatter adds to
             inputs = [Value(Sum(), self.sum(inputs[0])), *inputs[1:]]
@@ -520,23 +512,13 @@ class _Interpreter(Executor[Value]):
         with in_scopes(eqn):
             return bind(eqn, arrays)
 
-    def _from_first_row(self, value: Value, indices: Indices) -> Value:
-        array = self.rows(value, indices.axis)
-        columns = jax.lax.broadcasted_iota(jnp.int32, array.shape, array.ndim - 1)
-        before = jnp.where(columns == indices.column, self.part.start, 0)
-        return Value(indices, array - before.astype(array.dtype))
-
     def scan(self, eqn: JaxprEqn, states: list[Value], site: Site) -> Sequence[Value]:
         """Execute a scan, over the rows or within them."""
         scan = Scan.of(eqn)
-        if any(x.state == BatchAxis(0) for x in scan.split(states)[2]):
-            results = self._loop_over_rows(eqn, scan, states)
-            return self.lifted(results, self.forms(eqn, states, site))
-        return super().scan(eqn, states, site)
-
-    def _loop_over_rows(self, eqn: JaxprEqn, scan: Scan, inputs: list[Value]) -> list[Any]:
-        """Run a scan whose iterations are rows: for the iterations of these rows alone."""
-        consts, carry, xs = scan.split(inputs)
+        consts, carry, xs = scan.split(states)
+        if all(x.state != BatchAxis(0) for x in xs):
+            return super().scan(eqn, states, site)
+        # Its iterations are rows, so those of these rows run alone.
         wholes = [self.whole(v) for v in consts]
         shorter = scan._replace(length=scan.length * self.part.size // self.part.total)
 
@@ -547,11 +529,11 @@ class _Interpreter(Executor[Value]):
             results, _ = shorter.evaluate(
                 body, [self.whole(v) for v in carry], [self.rows(v, 0) for v in xs]
             )
-        return results
+        return self.lifted(results, self.forms(eqn, states, site))
 
     def custom(self, eqn: JaxprEqn, states: list[Value], site: Site) -> Sequence[Value]:
         """Run a function with its derivative rule, for these rows."""
-        if not self.axes.operands(eqn):
+        if not _operands(eqn, self.axes.active):
             return super().custom(eqn, states, site)
         results, inputs = self.forms(eqn, states, site), [value.state for value in states]
         inner: Any = custom_function(eqn)

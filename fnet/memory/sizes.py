@@ -20,9 +20,6 @@ _UNITS = {
 }
 
 
-_MOST = 2**64
-
-
 def parse_bytes(size: str | float, name: str = "", of: Callable[[], int] | None = None) -> int:
     """Parse an amount of memory such as ``"4GiB"``.
 
@@ -68,7 +65,7 @@ def parse_bytes(size: str | float, name: str = "", of: Callable[[], int] | None 
             f"{start}expected a number with a unit (4GB, 4GiB, 4096MiB; B, KB to TB are powers of "
             f"1000, KiB to TiB of 1024), got {repr(size) if simple else type(size).__name__}"
         )
-    if not 1 <= value <= _MOST:
+    if not 1 <= value <= 2**64:
         shown = f"{size!r:.40}"
         raise ValueError(f"{start}expected at least one byte and at most 16 EiB, got {shown}")
     return int(value)

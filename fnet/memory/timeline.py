@@ -404,7 +404,6 @@ class _Liveness:
         assigned = [storage for storage in storages.values() if storage.kind == "argument"]
         rest = [storage for storage in storages.values() if storage.kind != "argument"]
         hosts = [storages[key] for key in dict.fromkeys(map(storage_of, donated))]
-        hosts = [storage for storage in hosts if self._is_empty_at_times(storage)]
         for storage in sorted(rest, key=lambda s: (-s.bytes, s.kind, s.lives[0].first)):
             host = self._find_host(hosts, storage) if storage.kind == "temporary" else None
             if host:
@@ -431,14 +430,6 @@ class _Liveness:
                 ):
                     read.lives[0] = read.lives[0]._replace(last=storage.lives[0].first - 1)
                     break
-
-    def _is_empty_at_times(self, storage: _Storage) -> bool:
-        full = 0
-        for life in storage.lives:
-            if life.first > full:
-                return True
-            full = max(full, life.last)
-        return full < len(self.order) - 1
 
     def _find_host(self, hosts: list[_Storage], guest: _Storage) -> _Storage | None:
         for host in reversed(hosts):

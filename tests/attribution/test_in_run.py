@@ -1,5 +1,6 @@
 """Scores of training examples while a network trains, against explicit gradients."""
 
+import functools
 import itertools
 
 import chex
@@ -52,6 +53,7 @@ def run(mode, params, batch, optimizer=None, steps=1):
     return state, metrics
 
 
+@functools.partial(jax.jit, static_argnums=4)
 def explicit(params, validation, batch, weights, order):
     """The equations of the docstring, with all gradients and the Hessian as arrays."""
     flat, unflatten = jax.flatten_util.ravel_pytree(params)
@@ -93,6 +95,7 @@ def test_the_second_order_predicts_the_change_of_the_validation_loss():
         mode, params, validation, batch = setup(second_order=order == 2)
         state, _ = run(mode, params, batch)
 
+        @jax.jit
         def mean_loss(params, validation=validation):
             return loss(params, None, validation, None)[0].mean()
 

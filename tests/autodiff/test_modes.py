@@ -53,25 +53,6 @@ def test_microbatches_do_not_change_clipped_gradients():
     chex.assert_trees_all_close(parts, whole, rtol=1e-5, atol=1e-6)
 
 
-def test_batch_may_be_a_nested_dict():
-    batch = {
-        "inputs": {"ids": jnp.arange(12).reshape(B, 2) % 5, "mask": jnp.arange(B) % 2},
-        "label": jnp.arange(B) / B,
-    }
-
-    def loss(params, state, batch, key):
-        seen = params[batch["inputs"]["ids"]].sum(1) * batch["inputs"]["mask"]
-        return (jnp.tanh(seen) - batch["label"]) ** 2, fnet.Aux(state, {"seen": seen})
-
-    args = jnp.linspace(-1, 1, 5), {}, batch
-    for whole, parts in [
-        (autodiff.mean, autodiff.microbatches(2)),
-        (autodiff.clipped(0.1), autodiff.clipped(0.1, microbatches=2)),
-    ]:
-        result, expected = (jax.jit(m(loss))(*args, jax.random.key(0)) for m in (parts, whole))
-        chex.assert_trees_all_close(result, expected, rtol=1e-5, atol=1e-7)
-
-
 def test_errors_name_nested_arrays():
     batch = {"inputs": {"ids": jnp.ones(B), "mask": jnp.ones(4)}}
     with pytest.raises(ValueError, match=r"'inputs.ids': \(6,\), 'inputs.mask': \(4,\)"):

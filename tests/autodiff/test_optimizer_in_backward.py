@@ -126,21 +126,6 @@ def test_bfloat16_momentum_stays_bfloat16():
 
 
 @pytest.mark.slow
-def test_transformer_blocks_equal_mean():
-    blocks = repeat(layers.transformer(WIDTH, 2, 1, causal=True), 2)
-    model = serial(embed=layers.dense(5, WIDTH), blocks=blocks, head=layers.dense(WIDTH, 3))
-
-    def apply(params, state, x, *, key, train):
-        tokens = x[:, None] * jnp.arange(1.0, 5.0)[None, :, None]
-        y, state = model.apply(params, state, tokens, key=key, train=train)
-        return y.mean(1), state
-
-    # The gradient of the keys' bias is only rounding error, which adam would scale up to 1.
-    loss = loss_of(model, apply=apply)
-    assert_equals_mean(model, OPTIMIZERS["momentum"], loss=loss, steps=2)
-
-
-@pytest.mark.slow
 def test_padding_whose_derivative_is_nan_changes_nothing():
     block = fnet.serial(dense=layers.dense(3, 3), act=layers.activation("tanh"))
     model = fnet.serial(blocks=fnet.repeat(block, 2))

@@ -184,17 +184,6 @@ def test_deterministic_samplers_converge_to_the_probability_flow_at_their_order(
     assert abs(np.log2(fine / finer) - order) < 0.1
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_dpm_solver_is_more_accurate_than_ddim_with_equal_steps(name):
-    schedule = schedules.get(name)
-    denoise, x = gaussian_denoiser(schedule, "v"), jnp.linspace(-2, 2, 9)[:, None]
-    ddim_error, dpm_solver_error = (
-        float(jnp.abs(s(denoise, schedule, x, 20, predicts="v") - flow(schedule, x)).max())
-        for s in (ddim, dpm_solver)
-    )
-    assert dpm_solver_error < 0.6 * ddim_error < 0.1
-
-
 @pytest.mark.sweep(6)
 @pytest.mark.parametrize(
     "predicts", [pytest.param(t, marks=[pytest.mark.slow] * (t != "v")) for t in TARGETS]
@@ -211,19 +200,6 @@ def test_samples_have_the_mean_and_variance_of_the_data(sampler, predicts):
     assert abs(float(got.std()) / std - 1) < 5 / np.sqrt(2 * n)
     assert abs(mean - MEAN) < 0.01
     assert abs(std / STD - 1) < 0.02
-
-
-@pytest.mark.parametrize("sampler", SAMPLERS)
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_moments_of_samples_converge_to_the_data(sampler, name):
-    errors = []
-    for steps in (50, 200, 800):
-        schedule = schedules.get(name, steps)
-        errors.append(abs(moments(sampler, schedule)[1] / STD - 1))
-    # With four times as many steps, a first-order method has a quarter of the error. The rest of
-    # the error is that the initial x is pure noise, but the schedule has some signal there.
-    assert errors[1] < 0.35 * errors[0]
-    assert errors[2] < max(0.35 * errors[1], 1e-4)
 
 
 def test_noise_of_a_timestep_uses_the_key_folded_with_it():

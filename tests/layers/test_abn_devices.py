@@ -7,11 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from abn_cases import C, arrays, compiled, loss, norm, wide, with_gradients
+from abn_cases import C, arrays, compiled, loss, norm, with_gradients
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import fnet
 from fnet import layers
 
 # Real examples per device: 3, 0, 4, 1.
@@ -233,51 +232,6 @@ def test_second_derivatives_through_shard_map_match_one_device(check_vma):
     got, expected = compiled(hessian_vector(over_devices), hessian_vector(lambda *a: loss(*a)[0]))(
         x, gamma, beta
     )
-    chex.assert_trees_all_close(got, expected, atol=1e-11)
-
-
-def matmul():
-    """``x @ kernel``, as a layer."""
-    return fnet.Layer(
-        lambda key: ({"kernel": jax.random.normal(key, (C, C))}, {}),
-        lambda params, state, x, *, key=None, train: (x @ params["kernel"], state),
-    )
-
-
-@pytest.mark.sweep(6)
-@BOTH_MODES
-@pytest.mark.parametrize("activation", ["leaky_relu", "gelu"])
-@pytest.mark.usefixtures("float64")
-def test_rematerialized_network_in_shard_map_matches_one_device(activation, check_vma):
-    def network(axis_name):
-        def norm():
-            return layers.abn(C, activation=activation, axis_name=axis_name)
-
-        return fnet.serial(matmul(), norm(), matmul(), norm())
-
-    params, state = wide(network(None).init(jax.random.key(0)))
-    x, _, _, _, _, weights = arrays(16, C)
-
-    def body(params, x, weights):
-        y, new_state = fnet.recompute(functools.partial(network("d").apply, train=True))(
-            params, state, x
-        )
-        return jax.lax.psum((y * weights).sum(), "d"), new_state
-
-    def one_device(params, x, weights):
-        y, new_state = network(None).apply(params, state, x, train=True)
-        return (y * weights).sum(), new_state
-
-    over_devices = jax.shard_map(
-        body,
-        mesh=mesh(),
-        in_specs=(P(), P("d"), P("d")),
-        out_specs=(P(), P()),
-        check_vma=check_vma,
-    )
-    got, expected = compiled(
-        *(jax.value_and_grad(f, (0, 1), has_aux=True) for f in (over_devices, one_device))
-    )(params, x, weights)
     chex.assert_trees_all_close(got, expected, atol=1e-11)
 
 

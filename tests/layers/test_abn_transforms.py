@@ -90,32 +90,6 @@ def test_rematerialization_changes_neither_gradients_nor_state(remember):
     assert float(new_state["3"]["count"]) == 1
 
 
-@pytest.mark.sweep(6)
-@pytest.mark.parametrize(
-    ("activation", "remember"), [("leaky_relu", lambda f: f), ("gelu", fnet.recompute)]
-)
-@pytest.mark.usefixtures("float64")
-def test_scan_over_layers_matches_unrolled_layers(activation, remember):
-    block = fnet.serial(layers.dense(C, C, bias=False), layers.abn(C, activation=activation))
-    scanned = fnet.repeat(block, 3)
-    params, state = wide(scanned.init(jax.random.key(0)))
-    x = arrays(6, C)[0]
-
-    def unrolled(params, state, x, *, train):
-        states = []
-        for i in range(3):
-            p, s = jax.tree.map(lambda a, i=i: a[i], (params, state))
-            x, s = block.apply(p, s, x, train=train)
-            states.append(s)
-        return x, jax.tree.map(lambda *s: jnp.stack(s), *states)
-
-    def applied(params, state, x, *, train):
-        return remember(functools.partial(scanned.apply, train=train))(params, state, x)
-
-    got, expected = compiled(training_loss(applied), training_loss(unrolled))(params, x, state)
-    chex.assert_trees_all_close(got, expected, atol=1e-11)
-
-
 # Forward mode
 
 

@@ -362,11 +362,6 @@ def test_rejects_invalid_arguments(change, error, message):
         dot_product_attention(**{"q": Q, "k": K, "v": V} | change)
 
 
-def test_one_segment_is_the_whole_sequence():
-    whole = dot_product_attention(Q, K, V, segments=ONE_SEGMENT)
-    chex.assert_trees_all_close(whole, dot_product_attention(Q, K, V), atol=1e-6)
-
-
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("options", [{}, {"window": 3}, {"chunk": 2, "causal": True}])
 def test_sinks_take_part_in_the_softmax(options):

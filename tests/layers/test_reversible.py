@@ -6,7 +6,6 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from layer_cases import initial
 
@@ -276,29 +275,6 @@ def test_vmap_matches_a_loop():
     batched = jax.jit(jax.vmap(grad, in_axes=(None, 0)))(params, x)
     looped = jax.tree.map(lambda *g: np.stack(g), *[grad(params, x[i]) for i in range(3)])
     chex.assert_trees_all_close(batched, looped, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.slow
-def test_trains_inside_a_larger_network_with_donated_state():
-    model = serial(
-        stem=layers.conv(1, 8), body=reversible([(convolution_block(4), convolution_block(4))] * 2),
-        pool=layers.global_avg_pool(), head=layers.dense(8, 3),
-    )  # fmt: skip
-
-    def loss(params, state, batch, key):
-        logits, state = model.apply(params, state, batch["x"], key=key, train=True)
-        return fnet.losses.cross_entropy(logits, batch["y"]), fnet.Aux(state, {})
-
-    batch = {"x": jax.random.normal(jax.random.key(1), (9, 6, 6, 1)), "y": jnp.arange(9) % 3}
-    create = functools.partial(fnet.TrainState.create, model, optax.adam(1e-2))
-    state = jax.jit(create)(jax.random.key(0))
-    step = fnet.compile_step(fnet.make_step(loss, optax.adam(1e-2)), state, batch)
-    assert step.report.donation.aliased_bytes == step.report.state_bytes
-    losses = []
-    for _ in range(30):
-        state, metrics = step(state, batch)
-        losses.append(float(metrics["loss"]))
-    assert losses[-1] < 0.5 * losses[0]
 
 
 def test_second_derivatives_raise_type_error():

@@ -12,7 +12,7 @@ import pytest
 from example_losses import Case, assert_clipped_like_a_loop
 from pretrained_cases import MIXERS
 
-from fnet import layers, models
+from fnet import layers
 from fnet.layers.causal_conv import causal_conv
 from fnet.layers.gated_delta import gated_delta_rule
 from fnet.layers.mamba import selective_scan
@@ -131,30 +131,6 @@ def test_second_derivatives_match_a_call_for_each_document(float64):
     chex.assert_trees_all_close(got, expected, rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.sweep(6)
-@pytest.mark.parametrize("name", SCANS)
-def test_gradients_stay_within_a_document(name):
-    scan, given = SCANS[name]
-    given = jax.tree.map(jnp.float32, given)
-    over_time = {k: v for k, v in given.items() if v.shape[:2] == (B, T)}
-
-    @jax.jit
-    def gradient(first, last):
-        def total(over_time):
-            y, _ = scan(**given | over_time, segments=jnp.asarray(SEGMENTS))
-            at = jnp.arange(T)
-            inside = (first <= at) & (at < last)
-            return jnp.where(jnp.expand_dims(inside, (0, *range(2, y.ndim))), y**2, 0).sum()
-
-        return jax.grad(total)(over_time)
-
-    for first, last in documents(SEGMENTS[0]):
-        for g in jax.tree.leaves(gradient(first, last)):
-            assert g[0, first:last].any()
-            assert not g[0, :first].any()
-            assert not g[0, last:].any()
-
-
 @pytest.mark.parametrize("name", SCANS)
 def test_one_segment_is_no_segments(name):
     scan, given = SCANS[name]
@@ -209,18 +185,3 @@ def test_per_example_gradients_of_packed_rows_match_a_loop():
     batch = jnp.asarray(normal(B, T, WIDTH), np.float32), jnp.asarray(SEGMENTS)
     with jax.numpy_rank_promotion("allow"):
         assert_clipped_like_a_loop(Case(losses, params, batch))
-
-
-@pytest.mark.slow
-def test_packed_language_model_has_the_losses_of_separate_rows():
-    mixers = [MIXERS[name] for name in ("mamba", "rg_lru")]
-    mixers.append(layers.attention(WIDTH, 2, causal=True, rotary=100.0))
-    blocks = [layers.Block(mixer, layers.feed_forward(WIDTH, 16)) for mixer in mixers]
-    model = models.language_model(vocabulary=13, width=WIDTH, blocks=blocks)
-    params, _ = jax.jit(model.init)(jax.random.key(0))
-    tokens = jax.random.randint(jax.random.key(1), (1, 7), 0, 13)
-    labels = jnp.roll(tokens, -1, axis=1)
-    losses = jax.jit(functools.partial(model.losses, train=True))
-    packed, _ = losses(params, {}, tokens, labels, segments=jnp.array([[1] * 3 + [2] * 4]))
-    parts = [losses(params, {}, tokens[:, s], labels[:, s])[0] for s in (slice(3), slice(3, 7))]
-    chex.assert_trees_all_close(packed, jnp.concatenate(parts, 1), rtol=1e-5)

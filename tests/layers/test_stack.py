@@ -4,7 +4,6 @@ import chex
 import jax
 import jax.numpy as jnp
 import pytest
-from example_losses import Case, assert_clipped_like_a_loop
 from layer_cases import initial
 
 import fnet
@@ -228,16 +227,6 @@ def test_rejects_a_condition_that_does_not_match():
     plain, params, state = made()
     with pytest.raises(ValueError, match="without a condition"):
         plain.apply(params, state, tokens(), train=True, condition=jnp.ones((2, 5)))
-
-
-def test_clipped_grad_matches_a_loop_over_examples():
-    stack, params, _ = made(context=None)
-
-    def loss(params, batch):
-        return jnp.square(stack.apply(params, {}, batch, train=True)[0]).mean((1, 2))
-
-    with jax.numpy_rank_promotion("allow"):
-        assert_clipped_like_a_loop(Case(loss, params, (tokens(),)), 0.5)
 
 
 def test_mixer_without_parameters_can_decode():

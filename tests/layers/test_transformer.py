@@ -4,12 +4,10 @@ import functools
 
 import chex
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from layer_cases import initial, shapes
+from layer_cases import initial
 
-import fnet
 from fnet import layers
 from fnet.layers.reversible import GRID
 
@@ -77,35 +75,3 @@ def test_reversible_block_matches_its_formula(float64):
 def test_rejects_invalid_sizes(sizes, message):
     with pytest.raises(ValueError, match=f"transformer: {message}"):
         layers.transformer(**{"width": 8, "heads": 2, "blocks": 1} | sizes)
-
-
-@pytest.mark.slow
-def test_reversible_transformer_equals_itself_without_restoration():
-    restored = reversible_transformer(8, 2, 3, causal=True)
-    saved = reversible_transformer(8, 2, 3, causal=True, restore=False)
-    params, state = initial(restored)
-    x = jax.random.normal(jax.random.key(1), (2, 5, 16))
-
-    def gradient(layer):
-        f = lambda p, x: jnp.sin(layer.apply(p, state, x, train=True)[0]).sum()  # noqa: E731
-        return jax.jit(jax.grad(f, argnums=(0, 1)))(params, x)
-
-    chex.assert_trees_all_close(gradient(restored), gradient(saved), rtol=1e-6, atol=1e-7)
-
-
-def transformer_activations(make, blocks, width):
-    """Temporaries of the compiled gradient in units of one activation, with the best options."""
-    layer = make(64, 4, blocks)
-    params, state = shapes(layer)
-    x = jax.ShapeDtypeStruct((8, 128, width), jnp.float32)
-    f = lambda p, s, x: jnp.square(layer.apply(p, s, x, train=True)[0]).mean()  # noqa: E731
-    compiled, _ = fnet.memory.compile_min_memory(jax.jit(jax.grad(f)).lower(params, state, x))
-    return fnet.memory.peak(compiled).temporaries / (8 * 128 * width * 4)
-
-
-@pytest.mark.slow
-def test_memory_of_a_reversible_transformer_does_not_grow_with_depth():
-    few, many = (transformer_activations(reversible_transformer, n, 128) for n in (2, 5))
-    assert many - few < 0.75
-    few, many = (transformer_activations(layers.transformer, n, 64) for n in (1, 3))
-    assert many - few > 10

@@ -2,15 +2,14 @@
 
 import functools
 import re
+from collections import defaultdict
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
-import fnet
 from fnet.jaxpr import CHECKPOINT, find_equations
 from fnet.memory import (
     BudgetError,
@@ -26,7 +25,7 @@ from fnet.memory.loops import Chunks, _chunked, loop_choices, remat_loops
 
 
 def chunk_loops(f, sizes):
-    return _chunked(f, lambda part: dict.fromkeys(part.all_loops(), Chunks(tuple(sizes))))
+    return _chunked(f, lambda part: defaultdict(lambda: Chunks(tuple(sizes))))
 
 
 def integers(*shape, seed=0):
@@ -58,7 +57,7 @@ def test_gradients_are_exact_for_any_length_and_any_chunks(seed):
     random = np.random.default_rng(seed)
     cases = [
         (length, *map(bool, random.integers(2, size=2)), CHUNKS[random.integers(len(CHUNKS))])
-        for length in range(1, 14)
+        for length in range(1, 14, 1 if seed else 2)
     ]
 
     @functools.partial(jax.jit, static_argnums=1)
@@ -257,23 +256,6 @@ def test_a_budget_chooses_chunks_of_a_loop(without_regions):
     way, more_flops = fitted_share(recurrent, 0.28)
     assert way == "chunked loops"
     assert more_flops < 1.35
-
-
-def test_compile_step_chooses_chunks_of_a_loop(without_regions):
-    def losses(params, model_state, batch, key):
-        step = lambda h, _: (cell(params, h, batch["x"]), None)  # noqa: E731
-        return jax.lax.scan(step, batch["x"], length=LENGTH)[0].mean((1, 2))
-
-    optimizer = optax.sgd(0.1)
-    state = fnet.TrainState.create(params=inputs()[0], optimizer=optimizer, key=jax.random.key(0))
-    # One example can't be split.
-    batch = {"x": jnp.ones((1, BATCH, WIDTH))}
-    step = fnet.make_step(losses, optimizer)
-    plain = fnet.compile_step(step, state, batch).report.peak
-    budget = plain.total - int(0.88 * plain.temporaries)
-    executable = fnet.compile_step(step, state, batch, budget=budget)
-    assert executable.report.peak.total <= budget
-    assert str(executable.step.remat) == "chunked loops"
 
 
 def test_the_most_levels_of_chunks_are_tried_before_a_refusal(without_regions):

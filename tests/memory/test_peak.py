@@ -196,9 +196,7 @@ PROGRAMS = {
     "rematerialization": (
         jax.grad(
             lambda x: jax.lax.scan(
-                jax.checkpoint(lambda c, _: (jnp.tanh(jnp.tanh(c @ x) @ x), None)),
-                x,
-                length=4,
+                jax.checkpoint(lambda c, _: (jnp.tanh(jnp.tanh(c @ x) @ x), None)), x, length=4
             )[0].sum()
         ),
         (X,),

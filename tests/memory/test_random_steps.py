@@ -46,10 +46,12 @@ def test_more_steps_stay_exact_in_more_budgets(seed):
     check(seed, [0.85, 0.6, 0.4, 0.25], 4, list(ROUTES))
 
 
-@pytest.mark.parametrize("seed", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in range(60))])
+@pytest.mark.parametrize(
+    "seed", [60, *(pytest.param(n, marks=pytest.mark.slow) for n in range(60))]
+)
 def test_a_plan_is_a_function_of_program_and_budget(seed):
     """The order of plans does not matter, more bytes fit too, and the remedy of a refusal works."""
-    program = random_loss(seed, 2)[1]
+    program = random_loss(seed, 1 if seed == 60 else 2)[1]
 
     def outcome(budget):
         try:

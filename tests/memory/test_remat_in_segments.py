@@ -110,7 +110,7 @@ def test_nested_segments_save_few_inputs_and_no_hidden_layer():
 
 def test_nested_segments_save_no_mask_of_all_chunks_of_attention():
     mixer = layers.attention(16, 4, groups=2, causal=True)
-    net = layers.stack(16, [layers.Block(mixer, layers.feed_forward(16, 32))] * 4)
+    net = layers.stack(16, [layers.Block(mixer, layers.feed_forward(16, 32))] * 2)
     params, _ = jax.eval_shape(net.init, jax.random.key(0))
     tokens = 2048
 

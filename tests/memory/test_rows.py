@@ -18,14 +18,7 @@ from fnet.jaxpr import (
     part_of_jaxpr,
 )
 from fnet.jaxpr.axes import ROWS
-from fnet.jaxpr.batch_axis import (
-    BatchAxes,
-    BatchAxis,
-    Indices,
-    Mixed,
-    Shared,
-    Unknown,
-)
+from fnet.jaxpr.batch_axis import BatchAxes, BatchAxis, Indices, Mixed, Shared, Unknown
 from fnet.memory.rows import Part, RowAxes, Sum, Value, run_rows
 
 pytestmark = pytest.mark.usefixtures("allow_key_reuse", "allow_rank_promotion")
@@ -234,6 +227,16 @@ def test_a_linear_solve_of_rows_runs_whole():
     assert [type(state) for state in found] == [Unknown]
     shared, _ = in_parts(jax.make_jaxpr(f)(*args), args, (None, None), 4, [(0, 4)])
     assert [type(state) for state in shared] == [Shared]
+
+
+def test_each_result_of_an_equation_of_wholes_gives_its_rows():
+    def f(x, a, b):
+        first, second = jax.lax.sort((a, b), num_keys=1)
+        return x * first + second
+
+    args = jnp.ones(4), jnp.asarray([3.0, 1, 2, 0]), jnp.arange(4.0)
+    _, outs = in_parts(jax.make_jaxpr(f)(*args), args, (0, None, None), 4, [(0, 3), (3, 1)])
+    np.testing.assert_array_equal(outs[0], f(*args))
 
 
 def test_values_in_another_state_than_expected_are_an_error():

@@ -176,10 +176,7 @@ ENTRY %main (x: f32[25]) -> {dtype}[50] {{
 
 @pytest.mark.parametrize(
     "branches",
-    [
-        "branch_computations={%left, %right}",
-        "true_computation=%left, false_computation=%right",
-    ],
+    ["branch_computations={%left, %right}", "true_computation=%left, false_computation=%right"],
 )
 def test_branches_are_not_alive_at_the_same_time(branches):
     text = """

@@ -68,6 +68,11 @@ def flops(f):
     return estimate_cost(jax.make_jaxpr(jax.grad(f))(*inputs())).flops
 
 
+@functools.cache
+def plain_gradient(f):
+    return jax.jit(jax.value_and_grad(f))(*inputs())
+
+
 TREES = [
     Blocks(0.2, (NOTHING,)),
     Blocks(0.05, (2.0,)),
@@ -86,8 +91,7 @@ def test_a_tree_is_a_value_and_changes_neither_value_nor_gradients(f, tree):
     assert pickle.loads(pickle.dumps(tree)) == tree
     assert "\n" not in f"{tree.name} {tree}"
     ours = jax.jit(jax.value_and_grad(tree.apply(f)))(*inputs())
-    theirs = jax.jit(jax.value_and_grad(f))(*inputs())
-    chex.assert_trees_all_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    chex.assert_trees_all_close(ours, plain_gradient(f), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("f", [unrolled, scanned, chain])
@@ -142,16 +146,6 @@ def test_inputs_of_windows_are_moved_to_host_memory():
     limit = planner(chain, False, 0).smallest()[0].bytes - 1
     assert planner(chain, False, 0).best(fits(limit)) is None
     assert planner(chain, False, 0, True).best(fits(limit)).tree.on_host
-
-
-def test_a_tree_works_at_another_batch_size_and_on_another_program():
-    p = planner(unrolled)
-    tree = p.windows(int(0.6 * p.plain.option.bytes)).tree
-    params, x = inputs()
-    for f, y in ((unrolled, x[:16]), (chain, x[:16])):
-        chex.assert_trees_all_close(
-            jax.grad(tree.apply(f))(params, y), jax.grad(f)(params, y), rtol=1e-4, atol=1e-6
-        )
 
 
 @pytest.mark.slow

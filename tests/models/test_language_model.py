@@ -6,7 +6,6 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import fnet
@@ -245,28 +244,6 @@ def test_cache_is_updated_in_place():
     compiled = _decode.lower(model, _Sampling(), carry, at, run, params, state).compile()
     cache = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(carry))
     assert fnet.memory.peak(compiled).aliased >= cache
-
-
-@pytest.mark.slow
-def test_training_learns_to_repeat():
-    model, _, _ = build("attention", "mamba")
-
-    def loss(params, model_state, batch, key):
-        x, y = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
-        losses, model_state = model.losses(params, model_state, x, y, key=key, train=True)
-        return losses.mean(1), fnet.Aux(model_state, {})
-
-    optimizer = optax.adam(1e-2)
-    create = jax.jit(lambda key: fnet.TrainState.create(model, optimizer, key))
-    train_state = create(jax.random.key(0))
-    text = jnp.tile(jnp.arange(5), 6)[None, :25].repeat(4, 0)
-
-    step = fnet.make_step(loss, optimizer)
-    for _ in range(60):
-        train_state, metrics = step(train_state, {"tokens": text})
-    assert metrics["loss"] < 0.1
-    contexts = jax.tree.leaves(train_state.model_state)
-    assert all(0 < jnp.abs(c).max() <= np.tanh(1) for c in contexts)
 
 
 @pytest.mark.parametrize("logits", [[-50.0, -40.0, -90.0], [40.0, 50.0, 45.0]])

@@ -145,21 +145,6 @@ def test_strides_match_torchvision():
         assert f"tensor<2x{size}x{size}x{channels}xf32>" in text
 
 
-@pytest.mark.slow
-def test_revnet_gradients_match_without_reversal():
-    options = {"num_classes": 3, "widths": (8, 16), "blocks": (1, 2), "small_images": True}
-    restored = models.get("revnet", **options)
-    saved = models.get("revnet", restore=False, **options)
-    params, state = initial(restored)
-    x = jax.random.normal(jax.random.key(1), (4, 8, 8, 3))
-
-    def gradient(model):
-        f = lambda p: jnp.sin(model.apply(p, state, x, train=True)[0]).sum()  # noqa: E731
-        return jax.jit(jax.grad(f))(params)
-
-    chex.assert_trees_all_close(gradient(restored), gradient(saved), rtol=1e-6, atol=1e-7)
-
-
 @pytest.mark.parametrize(
     ("name", "options", "error", "message"),
     [

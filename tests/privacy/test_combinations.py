@@ -133,6 +133,8 @@ def test_epsilon_of_a_noise_schedule_is_that_of_jax_privacy(cut):
     sampling = SAMPLINGS["Poisson"]
     spent = epsilon(NOISE, DELTA, sampling, STEPS, noise_schedule=schedule)
     assert spent == pytest.approx(expected, rel=1e-9)
+    if cut > STEPS:  # as without a schedule
+        return
     noise = calibrate_noise_multiplier(2.0, DELTA, sampling, STEPS, noise_schedule=schedule)
     assert 1.98 < epsilon(noise, DELTA, sampling, STEPS, noise_schedule=schedule) <= 2.0
 

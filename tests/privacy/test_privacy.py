@@ -18,7 +18,6 @@ from dp_accounting import TruncatedSubsampledGaussianDpEvent
 from dp_accounting.pld import PLDAccountant
 from program_cases import (
     assert_one_line_error,
-    assert_same_private_metrics,
     exit_code,
     final_state,
     fnet_command,
@@ -312,16 +311,6 @@ def test_release_only_writes_what_the_guarantee_covers(quantile, private, capsys
     assert summary["unreadable_files"] is None
     fnet_command("eval", "run")
     assert not (private / "run" / "examples.png").exists()
-
-
-@pytest.mark.slow
-def test_n_private_steps_and_n_resumed_steps_equal_2n_steps(finished_private_run, private):
-    folder, _ = finished_private_run
-    fnet_command("train", "private.py", "--out", "parts", "--train.steps", 4)
-    fnet_command("train", "private.py", "--out", "parts", "--resume")
-    chex.assert_trees_all_equal(final_state(folder), final_state(private / "parts"))
-    assert_same_private_metrics(folder, private / "parts")
-    assert guarantee_of(folder) == guarantee_of(private / "parts")
 
 
 @pytest.mark.slow

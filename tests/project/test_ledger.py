@@ -16,7 +16,7 @@ LEDGER = {
     "train/data": 11_382,
     "train/run + train/commands": 8_457,
     "train, the rest": 8_239,
-    "tests": 60_379,
+    "tests": 59_405,
     "benchmarks": 16_653,
 }
 """Lines of ``*.py``. A row of its own takes a package out of the rest."""

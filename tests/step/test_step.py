@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from flax import nnx
 
 import fnet
 from fnet import autodiff, layers, losses, models, serial
@@ -96,30 +95,6 @@ def test_randomness_of_a_step_follows_from_key_and_step_number():
         chex.assert_trees_all_close(metrics["noise"], drawn.mean(), atol=1e-6)
 
 
-def test_padding_with_weight_0_changes_nothing():
-    model = layers.mlp([4, 3])
-
-    def loss(params, state, batch, key):
-        logits, state = model.apply(params, state, batch["x"], train=True)
-        return losses.cross_entropy(logits, batch["label"]), fnet.Aux(state, {})
-
-    x, label = jax.random.normal(jax.random.key(1), (5, 4)), jnp.asarray([0, 1, 2, 0, 1])
-    padded = {
-        "x": jnp.concatenate([x, jnp.full((3, 4), jnp.inf)]),
-        "label": jnp.concatenate([label, jnp.zeros(3, int)]),
-        "weight": jnp.asarray([1.0] * 5 + [0.0] * 3),
-    }
-    gradient = jax.jit(fnet.autodiff.mean(loss))
-    params, state = model.init(jax.random.key(0))
-    expected, _, metrics = gradient(params, state, {"x": x, "label": label}, jax.random.key(2))
-    finite = padded | {"x": jnp.where(jnp.isfinite(padded["x"]), padded["x"], 7.0)}
-    got, _, padded_metrics = gradient(params, state, finite, jax.random.key(2))
-    chex.assert_trees_all_close(got, expected, atol=1e-6)
-    chex.assert_trees_all_close(padded_metrics, metrics, atol=1e-6)
-    _, _, worst = gradient(params, state, padded, jax.random.key(2))
-    chex.assert_tree_all_finite(worst)
-
-
 def unit_vectors(params, state, batch, key):
     """Loss of embeddings of length 1, whose derivative is NaN for an image of zeros."""
     z = batch["inputs"]["x"] @ params["w"]
@@ -154,8 +129,9 @@ def test_padding_whose_derivative_is_nan_changes_nothing(mode, value):
         "weight": jnp.array([1.0, 1.0, 0.0, 0.0])[order],
     }
     real = {"inputs": {"x": x[:2]}, "y": jnp.array([1, -2])}
-    gradient = as_mode(mode)(unit_vectors)
-    expected, _, metrics = as_mode(mode).split(1)(unit_vectors)(params, {}, real, jax.random.key(2))
+    gradient = jax.jit(as_mode(mode)(unit_vectors))
+    whole = jax.jit(as_mode(mode).split(1)(unit_vectors))
+    expected, _, metrics = whole(params, {}, real, jax.random.key(2))
     got, _, padded_metrics = gradient(params, {}, batch, jax.random.key(2))
     chex.assert_trees_all_close(got, expected, atol=1e-6)
     chex.assert_trees_all_close(padded_metrics, metrics, atol=1e-5)
@@ -281,30 +257,15 @@ def test_ema_without_its_decay_or_the_other_way_round_is_refused(ema, decay):
         step(state, batch_of(6))
 
 
-@pytest.mark.parametrize(("rate", "decay"), [(0.1, 0.0), (0.0, 0.9)])
-def test_an_average_without_memory_or_of_what_does_not_change_is_the_parameters(rate, decay):
-    model, optimizer = classifier(), optax.sgd(rate)
-    step = fnet.make_step(loss_of(model), optimizer, ema_decay=decay)
-    state, _ = step(created(model, optimizer, ema=True), batch_of(6))
-    chex.assert_trees_all_equal(state.ema, state.params)
-
-
 @pytest.mark.parametrize("decay", [-0.1, 1.0, float("nan")])
 def test_an_ema_decay_out_of_range_is_refused(decay):
     with pytest.raises(ValueError, match=r"ema_decay must be in \[0, 1\), got"):
         fnet.make_step(loss_of(classifier()), optax.sgd(0.1), ema_decay=decay)
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
-    ("optimizer", "ema_decay"),
-    [
-        *(("sgd", None), ("adamw", 0.99), ("lion", 0.99)),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (("sgd", 0.99), ("adam", None), ("adam", 0.99), ("adamw", None))
-        ),
-    ],
+    ("optimizer", "ema_decay"), [("adamw", 0.99), ("sgd", None), ("lion", 0.99)]
 )
 def test_the_whole_state_of_a_recipe_is_renewed_in_place(optimizer, ema_decay):
     model = models.get(
@@ -441,29 +402,6 @@ def test_a_state_of_params_equals_the_state_of_the_model_that_made_them():
     chex.assert_trees_all_equal(got, expected)
 
 
-def test_parameters_of_another_library_are_trained():
-    class Net(nnx.Module):
-        def __init__(self, rngs):
-            self.layer = nnx.Linear(3, 1, rngs=rngs)
-
-        def __call__(self, x):
-            return self.layer(x)
-
-    graph, params = nnx.split(Net(nnx.Rngs(0)))
-
-    def loss(params, model_state, batch, key):
-        return (nnx.merge(graph, params)(batch["x"])[:, 0] - batch["y"]) ** 2
-
-    optimizer = optax.sgd(0.1)
-    state = fnet.TrainState.create(params=params, optimizer=optimizer, key=jax.random.key(0))
-    batch = {"x": jnp.eye(3), "y": jnp.ones(3)}
-    step = fnet.compile_step(fnet.make_step(loss, optimizer), state, batch)
-    assert step.report.parameters == 4
-    state, first = step(state, batch)
-    _, second = step(state, batch)
-    assert second["loss"] < first["loss"]
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -493,14 +431,6 @@ def test_microbatches_of_make_step_are_those_of_the_mode():
     expected, _ = by_mode(copy(state), batch_of(6))
     got, _ = by_argument(state, batch_of(6))
     chex.assert_trees_all_equal(got.params, expected.params)
-
-
-def test_remat_changes_no_value():
-    model, optimizer = classifier(), optax.sgd(0.1)
-    state = created(model, optimizer)
-    expected, _ = fnet.make_step(loss_of(model), optimizer)(copy(state), batch_of(6))
-    got, _ = fnet.make_step(loss_of(model), optimizer, remat="segments")(state, batch_of(6))
-    chex.assert_trees_all_close(got.params, expected.params, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("compiled", [False, True])

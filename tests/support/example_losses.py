@@ -339,14 +339,14 @@ CASES = {
 }  # fmt: skip
 
 
-@jax.jit
-def norms_of(grads: Any) -> Any:
+def norms_of(grads: Any) -> np.ndarray:
     """Norms [batch] of per-example gradients."""
-    return jax.vmap(optax.tree.norm)(grads)
+    rows = [np.abs(a).reshape(len(a), -1) for a in jax.tree.leaves(grads)]
+    return np.sqrt(sum(np.square(a).sum(1) for a in rows))
 
 
 def loop_over_examples(case: Case) -> Any:
-    """Per-example gradients from a loop over batches of one."""
+    """Per-example gradients from a loop over batches of one, in NumPy."""
 
     def gradient(i: jax.Array) -> Any:
         example = [
@@ -357,7 +357,8 @@ def loop_over_examples(case: Case) -> Any:
         ]
         return jax.grad(lambda p: case.loss(p, *example)[0])(case.params)
 
-    return jax.jit(lambda: jax.lax.map(gradient, jnp.arange(len(case.batch[0]))))()
+    rows = jnp.arange(len(case.batch[0]))
+    return jax.device_get(jax.jit(lambda: jax.lax.map(gradient, rows))())
 
 
 def assert_clipped_like_a_loop(
@@ -373,7 +374,7 @@ def assert_clipped_like_a_loop(
     """
     per_example = loop_over_examples(case)
     norms = norms_of(per_example)
-    bound = float(jnp.median(norms)) if clip is None else clip
+    bound = float(np.median(norms)) if clip is None else clip
     if not options.get("per_layer"):
         bounds, by_leaf = jax.tree.map(lambda _: bound, per_example), lambda _: norms
     elif isinstance(bound, dict):
@@ -382,12 +383,13 @@ def assert_clipped_like_a_loop(
         share = bound / len(jax.tree.leaves(per_example)) ** 0.5
         bounds, by_leaf = jax.tree.map(lambda _: share, per_example), norms_of
 
-    def clipped(g: jax.Array, bound: float) -> jax.Array:
-        return jnp.tensordot(jnp.minimum(1, bound / by_leaf(g)), g, 1)
+    def clipped(g: np.ndarray, bound: float) -> np.ndarray:
+        return np.tensordot(np.minimum(1, bound / by_leaf(g)), g, 1)
 
-    expected = jax.tree.map(clipped, per_example, bounds)
+    with np.errstate(divide="ignore"):
+        expected = jax.tree.map(clipped, per_example, bounds)
     total, info = jax.jit(fnet.clipped_grad(case.loss, bound, **options))(case.params, *case.batch)
     chex.assert_trees_all_close(info.norms, norms, rtol=tolerance)
-    size = max(float(jnp.abs(a).max()) for a in jax.tree.leaves(expected))
+    size = max(float(np.abs(a).max()) for a in jax.tree.leaves(expected))
     chex.assert_trees_all_close(total, expected, rtol=tolerance, atol=tolerance * size)
     chex.assert_trees_all_equal_dtypes(total, case.params)

@@ -63,9 +63,11 @@ def draw(seed: int) -> Drawn:
 
 
 def gradients_of_a_loop(drawn: Drawn) -> list[dict[str, Any]]:
-    """Gradients of batches that hold one example, by `jax.grad`."""
+    """Gradients of batches that hold one example, by `jax.grad`, in NumPy."""
     gradient = jax.jit(jax.grad(lambda params, *one: drawn.loss(params, *one)[0]))
-    return [gradient(drawn.params, *(a[b : b + 1] for a in drawn.batch)) for b in range(B)]
+    batch = [np.asarray(a) for a in drawn.batch]
+    ones = ([a[b : b + 1] for a in batch] for b in range(B))
+    return [jax.device_get(gradient(drawn.params, *one)) for one in ones]
 
 
 def _normal(rng: np.random.Generator, *shape: int) -> jax.Array:

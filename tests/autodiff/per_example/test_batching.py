@@ -29,7 +29,7 @@ NOT_VMAPPED = {"cholesky_update", "iota", "threefry2x32", "tie"}
 """Primitives without operands, or without a batching rule for all combinations of them."""
 
 
-@pytest.mark.sweep(15)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize("name", sorted(set(CASES) - NOT_VMAPPED))
 def test_rules_equal_vmap(name, monkeypatch):
     rng, executed = np.random.default_rng(0), set()

@@ -190,7 +190,7 @@ def test_norm_is_zero_if_rounding_makes_its_square_negative():
         return ((x @ w) * cotangent).sum((1, 2))
 
     assert gradient_strategies(loss, jnp.zeros((8, 8)), x, cotangent) == "ghost norm"
-    gradient = clipped_grad(loss, 1.0, automatic=0.01)
+    gradient = jax.jit(clipped_grad(loss, 1.0, automatic=0.01))
     total, info = gradient(jnp.zeros((8, 8)), x, cotangent)
     chex.assert_trees_all_close(info.norms, jnp.zeros(2), atol=1e-3)
     chex.assert_tree_all_finite((total, info.scales))
@@ -229,7 +229,7 @@ def test_examples_whose_loss_alone_is_not_finite_contribute_zero_and_are_counted
         return losses.cross_entropy(x @ w, label)
 
     x, label = jax.random.normal(jax.random.key(0), (4, 5)), jnp.array([0, 7, 2, 1])
-    gradient = clipped_grad(loss, 1.0)
+    gradient = jax.jit(clipped_grad(loss, 1.0))
     total, info = gradient(jnp.ones((5, 3)), x, label)
     expected, _ = gradient(jnp.ones((5, 3)), x, label % 3, mask=label < 3)
     chex.assert_trees_all_close(total, expected, rtol=1e-6)
@@ -394,7 +394,7 @@ def test_convolution_sums_are_accumulated_in_float32(dtype, size, value):
         return y.astype(jnp.float32).sum((1, 2, 3))
 
     x = jnp.full((size, 1, 1, 1), value, dtype)
-    total, info = clipped_grad(loss, value)(jnp.ones((1, 1, 1, 1)), x)
+    total, info = jax.jit(clipped_grad(loss, value))(jnp.ones((1, 1, 1, 1)), x)
     assert info.nonfinite == 0
     assert float(total[0, 0, 0, 0]) == size * value  # In bfloat16, 256 + 1 = 256.
 
@@ -405,8 +405,8 @@ def test_scales_beyond_the_range_of_float16():
 
     x = jnp.tile(jnp.array([[0.005], [0.004]], jnp.float16), (1, 64))
     w = jnp.zeros((64, 64))
-    clipped, _ = clipped_grad(loss, 1e-8)(w, x)
-    unit, _ = clipped_grad(loss, 0.0, rescale_to_unit_norm=True)(w, x * 1e-4)
+    clipped, _ = jax.jit(clipped_grad(loss, 1e-8))(w, x)
+    unit, _ = jax.jit(clipped_grad(loss, 0.0, rescale_to_unit_norm=True))(w, x * 1e-4)
     np.testing.assert_allclose(jnp.linalg.norm(clipped), 2e-8, rtol=1e-3)
     np.testing.assert_allclose(jnp.linalg.norm(unit), 2, rtol=1e-3)
 

@@ -1,23 +1,16 @@
 """Clipped gradients of losses with `jax.checkpoint`: nothing more is saved than by `jax.grad`."""
 
-import sys
-
 import chex
 import example_losses
 import jax
 import jax.numpy as jnp
-import optax
 import pytest
 from example_losses import B, Case, assert_clipped_like_a_loop, normal, row_losses
 
 import fnet
 from fnet.autodiff import gradient_strategies
 from fnet.autodiff.per_example import ghost_norm
-from fnet.autodiff.per_example.backward import per_example_gradients
-from fnet.memory import CANDIDATE_OPTIONS, estimate_peak, peak
-from train.run.mesh import Layout, shardings
-
-AUTO = (jax.sharding.AxisType.Auto,) * 2
+from fnet.memory import peak
 
 D = 6
 X = normal(9, B, 5, D)
@@ -107,49 +100,6 @@ def test_temporaries_are_those_of_the_plain_gradient():
 
     plain = temporaries(lambda p, x: jax.grad(lambda p: scanned(p, x).mean())(p))
     assert temporaries(fnet.clipped_grad(scanned, 1.0)) <= 1.3 * plain
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", [pytest.param((1, 1), marks=pytest.mark.slow), (1, 4)])
-def test_memory_of_a_step_with_microbatches_remat_and_sharding(monkeypatch, mesh):
-    """A language model with a fused head; all in one step, compared with the plain step."""
-    monkeypatch.setattr(sys.modules[per_example_gradients.__module__], "_EXTRA_BYTES", 0)
-    monkeypatch.setattr(ghost_norm, "_MIN_BYTES", 0)
-    width, depth, vocabulary, length = 64, 8, 1024, 32
-    optimizer = optax.adam(1e-3)
-    params = {
-        "table": jax.ShapeDtypeStruct((vocabulary, width), jnp.float32),
-        "up": jax.ShapeDtypeStruct((depth, width, 4 * width), jnp.float32),
-        "down": jax.ShapeDtypeStruct((depth, 4 * width, width), jnp.float32),
-    }
-
-    def loss(p, _, batch, key):
-        def layer(h, w):
-            up, down = (a.astype(jnp.bfloat16) for a in w)
-            return h + jax.nn.silu(h @ up) @ down, None
-
-        tokens = batch["tokens"]
-        x = p["table"][tokens[:, :-1]].astype(jnp.bfloat16)
-        x, _ = jax.lax.scan(layer, x, (p["up"], p["down"]))
-        return fnet.linear_cross_entropy(x, p["table"], tokens[:, 1:], vocab_axis=0).mean(1)
-
-    def bytes_of(mode):
-        shapes = jax.eval_shape(
-            lambda p: fnet.TrainState.create(params=p, optimizer=optimizer, key=jax.random.key(0)),
-            params,
-        )
-        devices = jax.devices()[: mesh[0] * mesh[1]]
-        layout = Layout(jax.make_mesh(mesh, ("data", "fsdp"), devices=devices, axis_types=AUTO))
-        state = layout.state(shapes)
-        batch = layout.batch({"tokens": jax.ShapeDtypeStruct((64, length + 1), jnp.int32)})
-        step = fnet.make_step(
-            loss, optimizer, mode, remat="segments", microbatches=4, state_sharding=shardings(state)
-        )
-        return estimate_peak(step.lower(state, batch), CANDIDATE_OPTIONS["cpu"][0]).total
-
-    private = fnet.autodiff.clipped(1.0, noise_multiplier=1.0, expected_batch_size=64)
-    # Sums of clipped gradients are float32, where the plain gradient is bfloat16.
-    assert bytes_of(private) <= 1.2 * bytes_of(fnet.autodiff.mean)
 
 
 def test_chunks_have_a_part_on_every_device_that_shares_the_batch(monkeypatch):

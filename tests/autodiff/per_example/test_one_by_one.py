@@ -63,7 +63,7 @@ def test_equals_all_examples_at_once(name, size):
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_examples_that_are_not_finite_contribute_nothing(value):
-    gradient = fnet.clipped_grad(loss, 0.5, has_aux=True, microbatch_size=1)
+    gradient = jax.jit(fnet.clipped_grad(loss, 0.5, has_aux=True, microbatch_size=1))
     bad = (BATCH[0], BATCH[1].at[2].set(value), BATCH[2])
     total, info = gradient(PARAMS, *bad)
     expected, _ = gradient(PARAMS, *BATCH, mask=jnp.arange(B) != 2)

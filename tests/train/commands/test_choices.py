@@ -6,7 +6,6 @@ import jax
 import numpy as np
 import pytest
 from data_cases import error_message
-from pretrained_folder import LLAMA, write_folder
 from program_cases import assert_one_line_error, exit_code, fnet_command, output_of
 
 from train.config import ChatFile, LanguageModel, TextFile, recipes
@@ -282,49 +281,3 @@ def test_a_run_is_evaluated_on_text_and_on_questions(folder, capsys):
     ):
         assert exit_code("eval", "run", *options) == 2
         assert_one_line_error(capsys, message)
-
-
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-
-
-@pytest.mark.slow
-def test_adapters_of_a_published_model_learn_packed_chats(workplace, capsys):
-    tokenizers = pytest.importorskip("tokenizers")
-    write_folder(workplace / "llama", LLAMA | {"vocab_size": 258})
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    made = tokenizers.Tokenizer(tokenizers.models.BPE({c: i for i, c in enumerate(alphabet)}, []))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.add_special_tokens(["<|im_start|>", "<|im_end|>"])
-    made.save(str(workplace / "llama" / "tokenizer.json"))
-    settings = {"eos_token": "<|im_end|>", "chat_template": CHATML}
-    (workplace / "llama" / "tokenizer_config.json").write_text(json.dumps(settings))
-    chats = [
-        {"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": "yes"}]}
-        for q in ("Is it?", "Was it so?", "Will it be?") * 10
-    ]
-    (workplace / "chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
-    question = {"question": "Is it?", "choices": ["yes", "the", "not"], "answer": "A"}
-    (workplace / "questions.jsonl").write_text(json.dumps(question))
-    model = "--model.name", "pretrained", "--model.path", "llama", "--model.lora-rank", 4
-    data = "--data.source", "chat_file", "--data.path", "chats.jsonl", "--data.packing"
-    sizes = (
-        "--data.context",
-        128,
-        "--data.batch-size",
-        4,
-        "--train.steps",
-        60,
-        "--optim.learning-rate",
-        0.03,
-    )
-    (workplace / "answers.py").write_text(RECIPE)
-    fnet_command("train", "answers.py", *model, *data, *sizes, "--train.eval-every", 30)
-    assert "27 examples packed into" in capsys.readouterr().out
-    lines = (workplace / "runs" / "answers" / "metrics.jsonl").read_text().splitlines()
-    losses = [line["test/loss"] for line in map(json.loads, lines) if "test/loss" in line]
-    assert losses[1] < losses[0] < np.log(258) - 1
-    fnet_command("eval", "runs/answers", "--choices", "questions.jsonl", "--chat")
-    assert "choices/accuracy 1" in capsys.readouterr().out.splitlines()

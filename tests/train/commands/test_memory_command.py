@@ -144,26 +144,6 @@ def test_reports_that_no_batch_fits(capsys):
 
 
 @pytest.mark.slow
-def test_clipped_gradients_are_planned_within_a_budget(workplace):
-    clipped = "--grad.mode", "clipped", "--grad.clip", 0.1, "--model.hidden", 64
-    fnet_command("memory", "deep.py", *clipped, "--out", "free")
-    plain = json.loads((workplace / "free" / "memory.json").read_text())
-    assert plain["microbatches"] == 1
-    budget = int(0.6 * plain["peak"]["total"])
-    limited = *clipped, "--memory.budget", f"{budget}B"
-    fnet_command("memory", "deep.py", *limited, "--out", "tight")
-    tight = json.loads((workplace / "tight" / "memory.json").read_text())
-    assert tight["microbatches"] > 1
-    assert tight["peak"]["total"] <= budget
-
-    fnet_command("train", "deep.py", *limited, "--out", "run")
-    summary = json.loads((workplace / "run" / "summary.json").read_text())
-    assert summary["budget_bytes"] == budget
-    assert summary["microbatches"] == tight["microbatches"]
-    assert summary["peak_bytes_predicted"] <= budget
-
-
-@pytest.mark.slow
 def test_a_policy_does_not_need_a_budget(workplace):
     fnet_command("train", "deep.py", "--memory.policy", "segments", "--out", "run")
     summary = json.loads((workplace / "run" / "summary.json").read_text())
@@ -175,18 +155,6 @@ def test_a_policy_does_not_need_a_budget(workplace):
 def test_refuses_a_policy_that_saves_nothing(capsys):
     assert exit_code("train", "deep.py", "--memory.policy", "norms", "--out", "run") == 2
     assert "memory.policy: norms: the policy saves no memory" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_microbatches_train_the_same_network(workplace):
-    results = {}
-    for split in (1, 4):
-        fnet_command("train", "deep.py", "--out", f"run{split}", *microbatches(split))
-        results[split] = json.loads((workplace / f"run{split}" / "summary.json").read_text())
-    assert results[4]["metrics"]["test/loss"] == pytest.approx(
-        results[1]["metrics"]["test/loss"], rel=1e-4
-    )
-    assert results[4]["peak_bytes_predicted"] < results[1]["peak_bytes_predicted"]
 
 
 def test_the_reserve_includes_prefetched_batches():

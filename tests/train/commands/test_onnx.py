@@ -115,7 +115,7 @@ def test_networks_of_torchvision(name):
     assert_same_network(torchvision_cases.build(name), (45, 37, 3))
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("name", pretrained_image_cases.CONFIGS)
 def test_published_networks(name):
     config = pretrained_image_cases.CONFIGS[name]

@@ -55,32 +55,6 @@ def evaluated(run):
     return batch, jax.jit(task.measure)(params, state, batch), (task, params, state)
 
 
-def test_predicts_the_same_labels_as_evaluation(run_of, recipes, capsys):
-    run = run_of("colours")
-    output = output_of(capsys, "predict", run, "colours/val", "--top-k", 2)
-    result = json.loads((run / "predictions" / "predictions.json").read_text())
-    assert result["step"] == 20
-    assert result["unreadable"] == []
-    # Files are sorted as in the dataset, by class and name.
-    batch, measured, _ = evaluated(run)
-    paths = [p["image"] for p in result["predictions"]]
-    assert paths == sorted(str(p.relative_to(recipes)) for p in recipes.glob("colours/val/*/*.png"))
-    first = [p["labels"][0] for p in result["predictions"]]
-    predictions = np.asarray(measured.confusion[1])
-    assert [label["label"] for label in first] == [vision_cases.CLASSES[i] for i in predictions]
-    probabilities = np.array([label["probability"] for label in first])
-    chex.assert_trees_all_close(probabilities, np.float64(measured.probability), rtol=1e-4)
-    assert len(batch["id"]) == len(paths) == 15
-    for p in result["predictions"]:
-        likelier, other = (label["probability"] for label in p["labels"])
-        assert 1 >= likelier >= other >= 0
-    lines = output.splitlines()
-    assert len(lines) == 16
-    label = first[0]
-    assert lines[0].startswith(f"{paths[0]}  {label['label']} {label['probability']:.2%}  ")
-    assert lines[-1] == f"predictions: {run}/predictions/predictions.json"
-
-
 def test_json_prints_only_json_and_writes_nothing(run_of, recipes, capsys):
     run = run_of("colours")
     before = {p: p.read_bytes() for p in recipes.rglob("*") if p.is_file()}
@@ -175,9 +149,11 @@ def test_masks_of_a_data_set_are_not_overwritten(run_of, capsys):
 def test_a_mask_of_the_input_size_equals_that_of_evaluation(run_of, recipes):
     run = run_of("halves")
     batch, measured, _ = evaluated(run)
-    for i, (image, labels) in enumerate(zip(batch["image"], measured.confusion[1], strict=True)):
-        Image.fromarray(image).save(recipes / f"{i}.png")
-        fnet_command("predict", run, f"{i}.png", "--out", "out", "--json")
+    files = [f"{i}.png" for i in range(len(batch["image"]))]
+    for file, image in zip(files, batch["image"], strict=True):
+        Image.fromarray(image).save(recipes / file)
+    fnet_command("predict", run, *files, "--out", "out", "--json")
+    for i, labels in enumerate(measured.confusion[1]):
         result = np.asarray(Image.open(recipes / "out" / "masks" / f"{i}.png"))
         np.testing.assert_array_equal(result, labels)
 

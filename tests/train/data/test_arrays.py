@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 from array_cases import CLASSES, N, X, Y, load, load_error, make_images, make_labels, write_npz
 from data_cases import sampled_counts, take_batches
-from program_cases import assert_one_line_error, exit_code, fnet_command, output_of
 
-from train.config import ArrayFile, Config, Denoiser, Digits, Mlp, from_json, to_json
+from train.config import ArrayFile, Config, Denoiser, Digits, Mlp
 from train.data import arrays, evaluation_batches
 from train.errors import UserError
 from train.run.setup import setup
@@ -185,14 +184,6 @@ def test_a_seed_holds_out_a_fraction_of_every_class(tmp_path):
     assert {*other.test["id"]} != {*data.test["id"]}
 
 
-def test_appended_rows_move_no_other(tmp_path):
-    before = load(write_npz(tmp_path / "a.npz", x=make_images(90), y=np.arange(90) % 3))
-    after = load(write_npz(tmp_path / "b.npz", x=make_images(99), y=np.arange(99) % 3))
-    for split in ("train", "test"):
-        ids = getattr(after, split)["id"]
-        assert ids[ids < 90].tolist() == getattr(before, split)["id"].tolist()
-
-
 @pytest.mark.parametrize("dtype", [np.uint8, np.float32])
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
 @pytest.mark.parametrize("axes", [None, "channels_first"])
@@ -248,11 +239,6 @@ def test_reflection_padding_leaves_no_zeros(tmp_path):
 def test_pads_poisson_batches_even_without_a_sampled_example(file):
     weights = sampled_counts(load(file, **AUGMENTED), image=(4, 5, 3))
     assert min(weights) == 0 < max(weights)
-
-
-def test_describes_examples_by_index_and_array(file):
-    data = load(file)
-    assert data.name(3) == f"image {data.train['id'][3]} of x in {file}"
 
 
 def test_normalizes_uint8_images_per_channel():
@@ -314,26 +300,6 @@ def test_a_denoiser_needs_floating_images_in_the_unit_interval(tmp_path):
                 build(config)
     path = write_npz(tmp_path / "data.npz", x=X, y=Y)
     assert build(Config(data=ArrayFile(path=str(path)), model=Denoiser())).dataset.classes
-
-
-def test_the_config_section_round_trips_through_json():
-    config = Config(data=ArrayFile(images=("a", "b"), labels=("c",), mean=(0.1, 0.2, 0.3)))
-    assert from_json(to_json(config), "here") == config
-    with pytest.raises(UserError, match=r"data.images: tuple should have at most 2"):
-        from_json('{"data": {"source": "arrays", "images": ["a", "b", "c"]}}', "here")
-
-
-@pytest.mark.slow
-def test_the_program_trains_evaluates_and_resumes_on_arrays(workplace, capsys):
-    write_npz(workplace / "data.npz", x=make_images(64, (8, 8, 2)), y=make_labels(64, 2))
-    words = ("--data.source", "arrays", "--optim.name", "adafactor", "--data.crop", "padded")
-    given = ("train", "tiny.py", *words, "--out", "run", "--data.batch-size", 8)
-    fnet_command(*given)
-    assert "resumed after step 8 of 8" in output_of(capsys, *given, "--resume")
-    assert "accuracy of 1: " in output_of(capsys, "eval", "run")
-    (workplace / "data.npz").unlink()
-    assert exit_code("eval", "run") == 2
-    assert_one_line_error(capsys, "data.path: data.npz does not exist")
 
 
 def test_the_network_fits_the_size_of_the_images(tmp_path):

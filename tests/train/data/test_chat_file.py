@@ -14,7 +14,7 @@ from data_cases import error_message, take_batches
 from jax.sharding import AxisType
 
 from fnet import autodiff
-from train.config import ChatFile, Clipped, Config, LanguageModel, Microbatch, Train
+from train.config import ChatFile, Clipped, Config, LanguageModel, Train
 from train.data import evaluation_batches, num_examples
 from train.data.buckets import bucketed_batches
 from train.data.records import read
@@ -683,32 +683,6 @@ def test_chats_of_a_tokenizer_without_a_template_are_one_line(load, tokenizer, t
     assert f"data.tokenizer: {tmp_path} has no chat template, neither" in message
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mixer", ["attention", "rg_lru", "mamba", "mamba2"])
-def test_packed_losses_and_gradients_equal_those_of_single_rows(write, mixer):
-    path = write(answers(12))
-    model = dataclasses.replace(MODEL, mixers=(mixer,))
-    results = []
-    for packing in (False, True):
-        data = ChatFile(path=path, context=32, packing=packing, test_fraction=0.25)
-        task = build(Config(data=data, model=model))
-        params, state = jax.jit(task.model.init)(jax.random.key(0))
-        params = jax.tree.map(lambda p: p * 1.5, params)
-        batch = {"weight": np.float32(1)} | batch_of(task.dataset)
-        if not packing:
-            batch["weight"] = batch["loss_mask"].mean(1, dtype=np.float32)
-
-        def loss(params, task=task, state=state, batch=batch):
-            losses, _ = task.loss(params, state, batch, jax.random.key(0))
-            return (losses * batch["weight"]).sum() / batch["weight"].sum()
-
-        results.append(jax.jit(jax.value_and_grad(loss))(params))
-        assert (len(batch["tokens"]) < 9) == packing
-    chex.assert_trees_all_close(*results, rtol=1e-4, atol=1e-6)
-    total, count = reference_losses(task, params, state, examples_of(batch))
-    np.testing.assert_allclose(results[1][0], total / count, rtol=1e-5)
-
-
 def test_runs_report_what_was_changed_in_the_data(write):
     records = [{"text": "ab" * n} for n in (3, 40, 5, 6)]
     data = ChatFile(path=write(records), context=32, batch_size=2, test_fraction=0.25)
@@ -746,16 +720,6 @@ def test_privacy_per_user_splits_by_user_and_allows_cut_rows(write):
     by_user = {(int(u), int(t[0])) for u, t in zip(dataset.users, batch["tokens"], strict=True)}
     assert len(by_user) == 4
     assert not {t for _, t in by_user} & set(batch_of(dataset, "test")["tokens"][:, 0].tolist())
-
-
-@pytest.mark.sweep(6)
-@pytest.mark.parametrize("grad", [PRIVATE, Microbatch(2)])
-def test_steps_take_rows_with_loss_masks(write, grad):
-    data = ChatFile(path=write(answers(40)), context=32, batch_size=4)
-    run = setup(Config(data=data, model=MODEL, grad=grad, train=Train(steps=1)))
-    batch = next(run.training_batches(0))
-    _, metrics = jax.jit(run.step)(run.init(jax.random.key(0)), batch)
-    assert np.isfinite(metrics["loss"])
 
 
 @pytest.mark.parametrize("packing", [False, True])

@@ -24,7 +24,7 @@ from train.data.tokenizer import load_tokenizer
 from train.errors import UserError
 
 few = settings(
-    max_examples=40,
+    max_examples=25,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )

@@ -115,22 +115,6 @@ def load(path="animals", **options):
     return HuggingFace(path=str(path), **SMALL | options).load()
 
 
-def test_batches_have_the_images_of_their_ids(hub):
-    data = load()
-    assert data.classes == CLASSES
-    for batch in take_batches(data)[0]:
-        chex.assert_shape(batch["image"], (4, 8, 8, 3))
-        assert batch["image"].dtype == np.uint8
-        assert batch["weight"].tolist() == [1.0] * 4
-        assert (batch["label"] == batch["id"] % 3).all()
-        for image, id in zip(batch["image"], batch["id"], strict=True):
-            assert (image == color(id)).all()
-    batches = list(evaluation_batches(data, 4))
-    assert [b["weight"].tolist() for b in batches] == [[1.0] * 4, [1.0, 1.0, 0.0, 0.0]]
-    assert np.concatenate([b["id"] for b in batches])[:6].tolist() == list(range(12, 18))
-    assert (batches[0]["image"][2] == color(14)).all()
-
-
 def test_labels_can_be_the_names_of_classes(hub):
     for part in hub["animals"].values():
         part.columns["kind"] = [CLASSES[i].title() for i in part.columns["label"]]

@@ -11,9 +11,8 @@ import pytest
 from data_cases import error_message, sampled_counts, take_batches
 from image_cases import color, write_class_folders, write_image
 from PIL import Image
-from program_cases import assert_one_line_error, exit_code
 
-from train.config import Clipped, Config, Mlp, from_json, to_json
+from train.config import Clipped, Config, Mlp
 from train.data import (
     augment_rows,
     evaluation_batches,
@@ -93,12 +92,6 @@ def test_batches_have_the_images_of_their_ids(folder):
         assert (batch["label"] == batch["id"] // 6).all()
         for image, id in zip(batch["image"], batch["id"], strict=True):
             assert (image == color(by_id[id])).all()
-
-
-def test_a_batch_can_have_one_image(folder):
-    assert [b["image"].shape for b in take_batches(load(folder), 2, size=1)[0]] == [
-        (1, 8, 8, 3)
-    ] * 2
 
 
 def test_evaluation_gives_every_image_once_and_pads(folder):
@@ -191,14 +184,6 @@ def test_augmentation_differs_between_epochs(tmp_path):
     )
     assert {*first} == {*second}
     assert any((first[i] != second[i]).any() for i in first)
-
-
-@pytest.mark.parametrize("workers", [0, 1, 2])
-def test_batches_do_not_depend_on_the_number_of_workers(folder, workers):
-    expected, _ = take_batches(load(folder, **AUGMENTATION))
-    chex.assert_trees_all_equal(
-        take_batches(load(folder, workers=workers, **AUGMENTATION))[0], expected
-    )
 
 
 def test_batches_resume_at_a_saved_position_with_any_number_of_workers(folder):
@@ -397,31 +382,6 @@ def test_refuses_in_one_line(name, tmp_path):
 @pytest.mark.parametrize("crop", ["padded", "reflected"])
 def test_padding_may_be_a_pixel_less_than_the_image(folder, crop):
     load(folder, crop=crop, padding=7)
-
-
-def test_the_config_section_round_trips_through_json():
-    config = Config(data=ImageFolder(path="x", crops=10, mean=(0.1, 0.2, 0.3)))
-    assert from_json(to_json(config), "here") == config
-    with pytest.raises(UserError, match=r"data.crops: expected 1, 2 or 10, got 5"):
-        from_json('{"data": {"source": "image_folder", "crops": 5}}', "here")
-
-
-RECIPE = """
-from train.config import Config, PreactResNet
-from train.data.image_folder import ImageFolder
-
-def config():
-    return Config(data=ImageFolder(path="images"), model=PreactResNet(widths=(4,)))
-"""
-
-
-def test_the_program_reports_missing_images_in_one_line(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "recipe.py").write_text(RECIPE)
-    assert exit_code("train", "recipe.py") == 2
-    assert_one_line_error(capsys, "data.path: images does not exist")
-    assert exit_code("train", "recipe.py", "--data.crop", "square") == 2
-    assert "center" in capsys.readouterr().err
 
 
 def test_explains_a_test_image_at_the_size_of_evaluation(folder):

@@ -347,7 +347,7 @@ RUNS = {
     "orpo": (pairs, PUBLISHED, BYTES | {"objective": "orpo"}, {}),
     "rewards": (pairs, PUBLISHED, BYTES | {"objective": "reward"}, {}),
 }
-SLOW = {"texts", "chats", "denoiser", "dpo, release only", "orpo", "rewards"}
+SLOW = {"texts", "chats", "denoiser", "dpo, release only", "orpo", "rewards", "classes of texts"}
 
 
 def runs():

@@ -14,7 +14,6 @@ import pytest
 from data_cases import take_batches
 from image_cases import write_class_folders, write_image, write_mask
 from program_cases import (
-    assert_one_line_error,
     exit_code,
     final_state,
     fnet_command,
@@ -221,22 +220,3 @@ def test_a_folder_that_changed_between_two_parts_of_a_run_is_reported(workplace,
     fnet_command(*TRAIN, "--resume", "--train.steps", 9)
     line = "data: changed since run was last trained: 1 name is new; 1 name is gone;"
     assert line in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_a_private_run_refuses_data_that_changed(workplace, images, capsys):
-    private = (
-        "--model.name",
-        "mlp",
-        "--grad.mode",
-        "clipped",
-        "--grad.noise-multiplier",
-        1.0,
-        "--grad.delta",
-        1e-5,
-    )
-    fnet_command(*TRAIN, *private, "--train.steps", 2)
-    write_image(images / "train" / "cat" / "new.png")
-    capsys.readouterr()
-    assert exit_code(*TRAIN, *private, "--resume") == 2
-    assert_one_line_error(capsys, "the guarantee holds for the same data and config: restore them")

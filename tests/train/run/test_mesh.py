@@ -15,13 +15,11 @@ from program_cases import assert_one_line_error, exit_code, fnet_command
 from fnet import memory
 from fnet.memory.peak import compile_min_memory
 from train.config import (
-    Clipped,
     Config,
     Digits,
     LanguageModel,
     Memory,
     Mesh,
-    Microbatch,
     Mlp,
     Optim,
     PreactResNet,
@@ -74,17 +72,6 @@ def test_losses_and_states_equal_those_of_one_device(mesh, alone):
     chex.assert_trees_all_close(metrics, alone[2], rtol=1e-5, atol=1e-5)
     # Batch statistics are global; those of a quarter of the batch would differ by 10 %.
     chex.assert_trees_all_close(arrays(state), arrays(alone[1]), rtol=1e-4, atol=1e-5)
-
-
-def test_microbatches_and_clipping_do_not_depend_on_devices():
-    for grad in (Microbatch(microbatches=2), Clipped(clip=0.1, microbatches=2)):
-        config = dataclasses.replace(
-            CONFIG, grad=grad, model=Mlp(hidden=(32,)), optim=Optim(learning_rate=0.05)
-        )
-        expected = trained(on(Mesh(), config))
-        result = trained(on(Mesh(data=2, fsdp=2), config))
-        chex.assert_trees_all_close(result[2], expected[2], rtol=1e-5, atol=1e-5)
-        chex.assert_trees_all_close(arrays(result[1]), arrays(expected[1]), rtol=1e-5, atol=1e-6)
 
 
 def test_each_device_holds_its_shard():

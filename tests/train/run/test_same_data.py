@@ -304,46 +304,43 @@ def test_notes_of_an_evaluation_are_about_the_images_of_a_folder_alone(pictures,
         assert ("test images are training images or copies of them" in out) == is_there
 
 
-@pytest.mark.parametrize("command", [("eval", "run"), RESUME], ids=["eval", "resume"])
-def test_new_and_missing_images_are_counted(command, pictures, capsys):
+def test_new_and_missing_images_are_counted(pictures, capsys):
     before = read_sealed(pictures / "run" / "data.json")
     write_image(pictures / "data" / "a" / "new.png")
     (pictures / "data" / "b" / "01.png").rename(pictures / "data" / "b" / "renamed.png")
-    out = output_of(capsys, *command)
+    out = output_of(capsys, "eval", "run")
     assert f"{before['train']} training and {before['test']} test examples then, " in out
     assert "; 2 names are new; 1 name is gone" in out
 
 
-@pytest.mark.parametrize("command", [("eval", "run"), RESUME], ids=["eval", "resume"])
-def test_a_damaged_description_is_reported(command, pictures, capsys):
+def test_a_damaged_description_is_reported(pictures, capsys):
     path = pictures / "run" / "data.json"
     path.write_text(path.read_text().replace('"test": ', '"test": 1'))
-    out = output_of(capsys, *command)
+    out = output_of(capsys, "eval", "run")
     assert "cannot read run/data.json: it is damaged: its checksum differs from its" in out
 
 
-@pytest.mark.parametrize("command", [("eval", "run"), RESUME], ids=["eval", "resume"])
-def test_an_edited_config_is_reported_but_data_may_move(command, pictures, capsys):
+def test_an_edited_config_is_reported_but_data_may_move(pictures, capsys):
     config = pictures / "run" / "config.json"
     (pictures / "data").rename(pictures / "moved")
     text = config.read_text().replace('"path": "data"', '"path": "moved"')
     config.write_text(text.replace('"resize": 8', '"resize": 12'))
-    out = output_of(capsys, *command)
-    assert (
-        "run/config.json: changed since the run was last trained: data.resize was 8, is 12" in out
-    )
-    if command == RESUME:  # which begins from the new config
-        assert "config.json: changed" not in output_of(capsys, *RESUME[:-1], 4)
+    changed = "run/config.json: changed since the run was last trained: data.resize was 8, is 12"
+    for command in (("eval", "run"), RESUME):
+        assert changed in output_of(capsys, *command)
+    # A run that was resumed goes on from the new config.
+    assert "config.json: changed" not in output_of(capsys, *RESUME[:-1], 4)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     ("damage", "left"),
     [
-        (lambda path: path.unlink(), 0),
         (lambda path: path.write_bytes(path.read_bytes()[:-9]), 1),
+        (lambda path: path.unlink(), 0),
         (lambda path: path.write_text(path.read_text().replace("loss", "lost")), 2),
     ],
-    ids=["lost", "cut", "changed"],
+    ids=["cut", "lost", "changed"],
 )
 def test_a_damaged_log_is_reported_once(damage, left, pictures, capsys):
     damage(pictures / "run" / "metrics.jsonl")

@@ -1,6 +1,7 @@
 """Direct preference optimization: pairs of answers, the loss, and runs."""
 
 import dataclasses
+import functools
 import json
 
 import chex
@@ -13,7 +14,7 @@ from program_cases import assert_one_line_error, exit_code, fnet_command, metric
 from safetensors.numpy import load_file
 
 from tests.pretrained_folder import write_folder, write_tokenizer
-from train.config import Config, Microbatch, Optim, PreferenceFile, Pretrained, TextFile, Train
+from train.config import Config, Optim, PreferenceFile, Pretrained, TextFile, Train
 from train.data.buckets import bucketed_batches
 from train.run.setup import setup
 from train.tasks import preference
@@ -145,8 +146,8 @@ def test_the_loss_is_that_of_the_formula(workplace, write, options, smoothing):
     run = setup(dataclasses.replace(config, optim=optim))
     state = run.compile_init()(jax.random.key(0))
     run.task.before_batches(None)
-    batch = next(run.training_batches(0))
-    losses, aux = run.task.loss(state.params, state.model_state, batch, jax.random.key(0))
+    batch, loss = next(run.training_batches(0)), jax.jit(run.task.loss)
+    losses, aux = loss(state.params, state.model_state, batch, jax.random.key(0))
     chex.assert_trees_all_close(losses, jnp.full(8, jnp.log(2)), atol=1e-6)
     equal = aux.metrics["margin"] == 0
     assert equal.any()
@@ -156,8 +157,9 @@ def test_the_loss_is_that_of_the_formula(workplace, write, options, smoothing):
     moved = jax.tree.map(
         lambda p: p + 0.05 * jnp.sin(jnp.arange(p.size)).reshape(p.shape), state.params
     )
-    losses, aux = run.task.loss(moved, state.model_state, batch, jax.random.key(0))
+    losses, aux = loss(moved, state.model_state, batch, jax.random.key(0))
 
+    @jax.jit
     def log_likelihoods(params):
         tokens = batch["tokens"].reshape(16, -1).astype(jnp.int32)
         logits, _ = run.task.model.apply(params, state.model_state, tokens[:, :-1], train=False)
@@ -187,13 +189,14 @@ def test_the_odds_ratio_loss_is_that_of_trl(workplace, write, options):
     params = jax.tree.map(
         lambda p: p + 0.05 * jnp.sin(jnp.arange(p.size)).reshape(p.shape), state.params
     )
-    losses, aux = run.task.loss(params, state.model_state, batch, jax.random.key(0))
+    losses, aux = jax.jit(run.task.loss)(params, state.model_state, batch, jax.random.key(0))
+    apply = jax.jit(functools.partial(run.task.model.apply, train=False))
 
     for i in range(8):
         averages = []
         for side in range(2):
             tokens = batch["tokens"][i, side].astype(np.int32)[None]
-            logits, _ = run.task.model.apply(params, state.model_state, tokens[:, :-1], train=False)
+            logits, _ = apply(params, state.model_state, tokens[:, :-1])
             length = int(batch["length"][i, side])
             log_p = np.asarray(jax.nn.log_softmax(logits))[
                 0, np.arange(length), tokens[0, 1:][:length]
@@ -228,21 +231,6 @@ def test_the_reference_is_computed_once_for_a_run(workplace, write, monkeypatch)
         chex.assert_trees_all_equal(own, known)
     with pytest.raises(TypeError):  # other data are computed
         other.task.before_batches(workplace / "reference.npz")
-
-
-@pytest.mark.slow
-def test_microbatches_do_not_change_a_step(workplace, write):
-    config = config_of(workplace, write, lora_rank=2)
-    states = []
-    for grad in (config.grad, Microbatch(microbatches=4)):
-        run = setup(dataclasses.replace(config, grad=grad))
-        run.task.before_batches(None)
-        state, batches = run.compile_init()(jax.random.key(0)), run.training_batches(0)
-        for _ in range(2):
-            state, metrics = run.step(state, next(batches))
-        states.append((state.params, metrics["loss"]))
-    chex.assert_trees_all_close(*states, rtol=1e-3, atol=1e-6)
-    assert states[0][1] < np.log(2)
 
 
 TRL = {1: 0.69314718, 2: 0.64030033, 3: 0.59180206, 11: 0.35806215, 21: 0.24786471, 30: 0.20250048}
@@ -311,18 +299,19 @@ def test_a_reward_is_read_from_the_last_token_of_an_answer(workplace, write, opt
     run = setup(reward_config(workplace, write, **options))
     state = run.compile_init()(jax.random.key(0))
     batch = next(run.training_batches(0))
-    losses, aux = run.task.loss(state.params, state.model_state, batch, jax.random.key(0))
+    losses, aux = jax.jit(run.task.loss)(state.params, state.model_state, batch, jax.random.key(0))
     network = run.task.model
+    features = jax.jit(functools.partial(network.features, train=False))
     own = {name: p for name, p in state.params.items() if name != "classifier"}
-    rewards = np.zeros((8, 2))
-    for i, side in np.ndindex(8, 2):
+    rewards = np.zeros((3, 2))
+    for i, side in np.ndindex(3, 2):  # a program for each length
         count = int(batch["length"][i, side]) + 1  # the last token of a row is its end
         tokens = batch["tokens"][i, side, :count].astype(np.int32)[None]
-        x, _ = network.features(own, state.model_state, tokens, train=False)
+        x, _ = features(own, state.model_state, tokens)
         rewards[i, side] = (np.asarray(x)[0, -1] @ state.params["classifier"]["kernel"])[0]
     margin = rewards[:, 0] - rewards[:, 1]
-    np.testing.assert_allclose(aux.metrics["margin"], margin, atol=1e-5)
-    np.testing.assert_allclose(losses, np.log1p(np.exp(-margin)), atol=1e-5)
+    np.testing.assert_allclose(aux.metrics["margin"][:3], margin, atol=1e-5)
+    np.testing.assert_allclose(losses[:3], np.log1p(np.exp(-margin)), atol=1e-5)
     if options:
         return
     logits, _ = network.base.apply(own, {}, tokens, train=False)

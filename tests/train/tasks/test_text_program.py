@@ -1,4 +1,4 @@
-"""Training on text: attention contexts, rows of many lengths, and mistakes."""
+"""Training on text: resumed runs, rows of many lengths, and mistakes."""
 
 import json
 
@@ -9,9 +9,7 @@ import pytest
 from program_cases import (
     assert_one_line_error,
     exit_code,
-    final_state,
     fnet_command,
-    metrics_of,
 )
 
 import fnet
@@ -51,20 +49,6 @@ def network(folder):
         return jax.device_get(checkpoints.restore_network(model.init)[:2])
 
 
-@pytest.mark.slow
-def test_saves_and_restores_attention_contexts(
-    text_folder,
-):
-    fnet_command("train", "text.py", "--out", "whole")
-    fnet_command("train", "text.py", "--out", "parts", "--train.steps", 3)
-    fnet_command("train", "text.py", "--out", "parts", "--resume")
-    whole, parts = network(text_folder / "whole"), network(text_folder / "parts")
-    jax.tree.map(np.testing.assert_array_equal, parts, whole)
-    context = whole[1]["blocks"]["1"]["context"]
-    assert context.shape == (16, 16)
-    assert 0 < np.abs(context).max() <= np.tanh(1)
-
-
 OPTIMIZERS = {
     "compact_adamw": ("--train.params-dtype", "bfloat16", "--train.precision", "bfloat16"),
     "schedule_free_adamw": (),
@@ -96,23 +80,6 @@ def test_a_run_resumes_with_the_same_bits(text_folder, name):
         assert not np.array_equal(kernel, whole.state.params["embedding"]["embedding"])
     else:
         jax.tree.map(np.testing.assert_array_equal, evaluated, whole.state.params)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("packing", ["--data.packing", "--data.no-packing"])
-def test_fine_tuning_resumes_bit_for_bit(text_folder, packing):
-    lines = [json.dumps({"prompt": f"{i}? ", "answer": "yes" * (i % 4 + 1)}) for i in range(60)]
-    (text_folder / "answers.jsonl").write_text("\n".join(lines))
-    data = "--data.source", "chat_file", "--data.path", "answers.jsonl", "--data.context", 32
-    words = *data, "--data.batch-size", 4, packing, "--model.mixers", "attention"
-    fnet_command("train", "text.py", "--out", "whole", *words)
-    fnet_command("train", "text.py", "--out", "parts", *words, "--train.steps", 3)
-    fnet_command("train", "parts", "--resume", "--train.steps", 6)
-    jax.tree.map(
-        np.testing.assert_array_equal,
-        *map(final_state, (text_folder / "parts", text_folder / "whole")),
-    )
-    assert metrics_of(text_folder / "parts") == metrics_of(text_folder / "whole")
 
 
 @pytest.mark.slow
