@@ -9,6 +9,7 @@ Ren et al. 2021, "ZeRO-Offload: Democratizing Billion-Scale Model Training", als
 the host, where a CPU updates it.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -26,6 +27,8 @@ _LEAST_BYTES = 2**20
 """The state of a parameter stays on the device if its arrays have fewer bytes."""
 _LEAST_BLOCKS, _MOST_BYTES = 8, 2**24
 """Blocks of an array, and bytes of one. XLA copies the arrays of few blocks all at once."""
+_LINK_BLOCKS = 4
+"""Parts of a block, which are read and written in turn."""
 
 
 def state_on_host(
@@ -285,36 +288,63 @@ class _Blocks(NamedTuple):
         return cls(part, axes, (given, found), old, numbers) if is_separate else None
 
     def run(self, given: Sequence[Any]) -> list[Any]:
-        host, device = jax.memory.Space.Host, jax.memory.Space.Device
         inputs, results = self.closed.jaxpr.invars, self.closed.jaxpr.outvars
         values = dict(zip(inputs, given, strict=True))
-        update, *state = (values.get(v) for v in self.old)
+        gradient, *state = (values.get(v) for v in self.old)
         shape, dtype = aval(results[0]).shape, aval(results[0]).dtype
-        is_overwritten = update is not None and update.dtype == dtype
-        buffers = [update if is_overwritten else jnp.zeros(shape, dtype), *state]
-        rows = self.axes.batch_size
+        is_overwritten = gradient is not None and gradient.dtype == dtype
+        rows, half = self.axes.batch_size, len(state) // 2
 
-        def body(start: Any, size: int, current: list[Any]) -> list[Any]:
-            part = Part(jnp.asarray(start, jnp.int32), size, rows)
-            # A buffer still has the old values of the next rows.
-            known = values | dict(zip(self.old[1:], current[1:], strict=True))
-            if is_overwritten:
-                known[self.old[0]] = current[0]
-
-            def value(v: Var, kind: Any) -> Value:
-                array = slice_rows(known[v], 0, part) if isinstance(kind, BatchAxis) else known[v]
-                return Value(kind, jax.device_put(array, device) if v in self.old[1:] else array)
-
-            args = list(map(value, inputs, self.kinds[0]))
+        def block(update: Any, state: Sequence[Any], part: Part) -> list[Any]:
+            known = values | dict(zip(self.old[1:], state, strict=True))
+            if gradient is not None:  # A buffer still has the gradients of the next rows.
+                known[self.old[0]] = slice_rows(update if is_overwritten else gradient, 0, part)
+            args = [Value(kind, known[v]) for v, kind in zip(inputs, self.kinds[0], strict=True)]
             interpreter, new = run_rows(self.closed, args, part, self.axes)
-            update, *state = interpreter.lowered(new, self.kinds[1], self.closed.jaxpr.outvars)
-            return [
-                jax.lax.dynamic_update_slice_in_dim(a, b, part.start, 0)
-                for a, b in zip(
-                    current, [update, *(jax.device_put(a, host) for a in state)], strict=True
-                )
+            lowered: list[Any] = interpreter.lowered(new, self.kinds[1], results)
+            return lowered
+
+        def body(start: Any, size: int, carry: Any) -> Any:
+            update, first, second = carry
+            cuts = [size * k // _LINK_BLOCKS for k in range(_LINK_BLOCKS + 1)]
+            parts = [
+                Part(jnp.asarray(start + a, jnp.int32), b - a, rows)
+                for a, b in itertools.pairwise(cuts)
+                if a < b
             ]
+            read = [*_read(first, parts[0]), *_read(second, parts[0])]
+            for part, after in zip(parts, [*parts[1:], None], strict=True):
+                new, *old = block(update, read, part)
+                update = jax.lax.dynamic_update_slice_in_dim(update, new, part.start, 0)
+                halves, read = [], []
+                # A link to a host has two directions: while the next block of one half of the state
+                # is read, the last one of the other half is written. A barrier says that an array
+                # is read before it is overwritten, or XLA copies it.
+                for arrays, blocks in ((first, old[:half]), (second, old[half:])):
+                    if after is not None:
+                        read, arrays = jax.lax.optimization_barrier((read, arrays))
+                        of_next, blocks = jax.lax.optimization_barrier(
+                            (_read(arrays, after), blocks)
+                        )
+                        read = [*read, *of_next]
+                    halves.append(_written(arrays, blocks, part))
+                first, second = halves
+            return update, first, second
 
         bytes_ = max(nbytes(v) for v in results)
         size = max(1, min(-(-rows // _LEAST_BLOCKS), _MOST_BYTES * rows // bytes_))
-        return fori_chunks(body, buffers, rows, size)
+        buffer = gradient if is_overwritten else jnp.zeros(shape, dtype)
+        update, first, second = fori_chunks(body, (buffer, state[:half], state[half:]), rows, size)
+        return [update, *first, *second]
+
+
+def _read(arrays: Sequence[Any], part: Part) -> list[Any]:
+    return [jax.device_put(slice_rows(a, 0, part), jax.memory.Space.Device) for a in arrays]
+
+
+def _written(arrays: Sequence[Any], blocks: Sequence[Any], part: Part) -> list[Any]:
+    host = jax.memory.Space.Host
+    return [
+        jax.lax.dynamic_update_slice_in_dim(a, jax.device_put(b, host), part.start, 0)
+        for a, b in zip(arrays, blocks, strict=True)
+    ]

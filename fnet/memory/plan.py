@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -20,10 +20,6 @@ from fnet.memory.search import Build, Option, Planner
 from fnet.memory.sizes import format_bytes, parse_bytes
 from fnet.memory.target import Target, compile_lowered, peaks_of, platform_of
 from fnet.memory.tree import Blocks
-
-# XLA's GPU compiler (jaxlib 0.10) completes the copy of an array to the host when the backward pass
-# reads it. Until then the array is on the device too. In a loop the copy completes per iteration.
-_ON_HOST: dict[str, Literal["all"]] = {"tpu": "all"}
 
 MOST_TREES = 4
 """Trees that a plan within a budget compiles at most before it tries the smallest ones."""
@@ -241,7 +237,7 @@ def plan(
             None if policies is None else [REMAT_POLICIES[n] for n in named],
             regions,
             state_bytes,
-            _ON_HOST.get(platform, "loops" if "offload" in supported else "nothing"),
+            "offload" in supported,
             None if platform == "cpu" else Rates.of(peaks_of(target)),
         ),
         limit=None if limit is None else limit - reserve,

@@ -20,6 +20,7 @@ from fnet.memory.tree import (
     Run,
     Tree,
     Window,
+    checkpoint_of,
     remat_windows,
     run_windows,
 )
@@ -76,7 +77,7 @@ _CHUNKS = 16
 """Chunks of the rows of a segment, in `remat_nested`."""
 
 
-def remat_nested(f: F) -> F:
+def remat_nested(f: F, on_host: bool = False) -> F:
     """Divide a function into groups of segments, and run the rows of a segment in chunks.
 
     The backward pass saves only what passes from one group to the next. It rematerializes a group,
@@ -86,6 +87,9 @@ def remat_nested(f: F) -> F:
 
     Args:
       f: A function as for `remat_in_segments`, differentiated with respect to its first argument.
+      on_host: Keep what passes from one segment to the next in the memory of the host, of a GPU or
+        TPU, in place of groups. A stack of blocks saves none of their inputs on the device, and the
+        forward pass runs up to three times.
 
     Returns:
       A function with the same arguments and values. Gradients are the same up to the order of sums.
@@ -95,9 +99,6 @@ def remat_nested(f: F) -> F:
         active = active_variables(closed.jaxpr, differentiated)
         params = active.intersection(closed.jaxpr.invars)
 
-        def again(run: Run, part: ClosedJaxpr) -> Run:
-            return _computed_again(run, [v in active for v in part.jaxpr.invars])
-
         def rows(part: ClosedJaxpr) -> Run:
             division = divide(part, [v in active for v in part.jaxpr.invars], params=params)
             return lambda *args: run_divided(part, args, division, _CHUNKS)
@@ -106,22 +107,31 @@ def remat_nested(f: F) -> F:
             windows = segments(part, chunks=_CHUNKS)
             return lambda *args: run_windows(part, args, windows, inner=rows, checkpoint=again)
 
+        again = checkpoint_of(closed, active)
+        if on_host:
+            windows = segments(closed, on_host=True, chunks=_CHUNKS)
+            return run_windows(closed, leaves, windows, inner=rows, checkpoint=again)
         windows = groups(closed, chunks=_CHUNKS)
         return run_windows(closed, leaves, windows, inner=group, checkpoint=again)
 
     return evaluate_as(f, run)
 
 
-def segments(closed: ClosedJaxpr, *, loops_on_host: bool = False, chunks: int = 1) -> list[Window]:
+def segments(closed: ClosedJaxpr, *, on_host: bool = False, chunks: int = 1) -> list[Window]:
     """Divide an inlined function so that the saved bytes and the largest window are smallest.
 
     Of ``chunks`` in which a window runs, one is alive at a time. The last window is plain, unless
-    it is a loop.
+    it is a loop. What passes ``on_host`` takes no bytes: windows are as large as chunks may be that
+    are no larger than what passes, which is on the device while a window runs.
     """
     parts = pieces(closed.jaxpr)
     trials = _trials(parts)
-    _, limit = min((saved + limit / chunks, limit) for limit, (saved, _) in trials.items())
-    return _windows(parts, trials[limit][1], loops_on_host)
+    if on_host:
+        passing = max(p.passing for p in parts)
+        limit = max((limit for limit in trials if limit <= chunks * passing), default=min(trials))
+    else:
+        _, limit = min((saved + limit / chunks, limit) for limit, (saved, _) in trials.items())
+    return _windows(parts, trials[limit][1], on_host)
 
 
 def groups(closed: ClosedJaxpr, *, chunks: int) -> list[Window]:
@@ -148,43 +158,13 @@ def _trials(parts: Sequence[Piece]) -> dict[int, tuple[float, list[int]]]:
     return {limit: merge(parts, sizes, limit) for limit in limits[::step]}
 
 
-def _windows(
-    parts: Sequence[Piece], starts: list[int], loops_on_host: bool = False
-) -> list[Window]:
+def _windows(parts: Sequence[Piece], starts: list[int], on_host: bool = False) -> list[Window]:
     windows = []
     for first, after in itertools.pairwise([*starts, len(parts)]):
         start, end, is_loop = parts[first].start, parts[after - 1].end, parts[first].is_loop
         least = None if after == len(parts) and not is_loop else NOTHING
-        windows.append(Window(start, end, is_loop, least, loops_on_host and is_loop))
+        windows.append(Window(start, end, is_loop, least, on_host and least is not None))
     return windows
-
-
-def _computed_again(run: Run, differentiated: Sequence[bool]) -> Run:
-    """Save the arguments alone, as `jax.checkpoint` does.
-
-    JAX divides a checkpoint around other ones into what is known before the backward pass, such as
-    the masks of all chunks of attention, and the rest. Here its backward pass is traced by itself.
-    """
-
-    def backward(args: tuple[Any, ...], cotangents: list[Any]) -> tuple[Any, ...]:
-        chosen = [a for a, is_own in zip(args, differentiated, strict=True) if is_own]
-        floating = [c.dtype != jax.dtypes.float0 for c in cotangents]
-        given = [c for c, is_own in zip(cotangents, floating, strict=True) if is_own]
-        chosen, given = jax.lax.optimization_barrier((chosen, given))
-
-        def of_chosen(*chosen: Any) -> list[Any]:
-            left = iter(chosen)
-            pairs = zip(args, differentiated, strict=True)
-            results = run(*(next(left) if is_own else a for a, is_own in pairs))
-            return [r for r, is_own in zip(results, floating, strict=True) if is_own]
-
-        grads = iter(jax.vjp(of_chosen, *chosen)[1](given))
-        return tuple(next(grads) if is_own else None for is_own in differentiated)
-
-    again = jax.custom_vjp(run)
-    again.defvjp(lambda *args: (run(*args), args), backward)
-    result: Run = again
-    return result
 
 
 class Policy(NamedTuple):
@@ -239,10 +219,7 @@ class _Policies(dict[str, Policy]):
 
 
 _save_dots = functools.partial(remat_in_segments, policy=jax.checkpoint_policies.dots_saveable)
-
-
-def _offload(f: F) -> F:
-    return remat_windows(f, functools.partial(segments, loops_on_host=True))
+_offload = functools.partial(remat_nested, on_host=True)
 
 
 REMAT_POLICIES = _Policies(
@@ -253,7 +230,7 @@ REMAT_POLICIES = _Policies(
         Policy("dots", "results of matrix products and convolutions", _save_dots),
         Policy("segments", "arrays that pass between segments", remat_in_segments),
         Policy("nested", "arrays that pass between groups of segments", remat_nested),
-        Policy("offload", "as segments, loop carries in host memory", _offload, ("gpu", "tpu")),
+        Policy("offload", "as segments, in host memory", _offload, ("gpu", "tpu")),
     )
 )
 """Remat policies by name, from the fewest additional FLOPs to the most.

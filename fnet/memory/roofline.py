@@ -27,7 +27,7 @@ class Estimate(NamedTuple):
       bytes: Bytes that instructions read from and write to memory.
       link_bytes: Bytes that the device sends to others.
       share: Share of ``seconds`` that each resource limits: ``compute``, ``vector``, ``memory``,
-        ``link`` and ``launch``.
+        ``link`` (waiting for other devices or the host) and ``launch``.
     """
 
     seconds: float
@@ -46,7 +46,8 @@ def estimate(compiled: Any, peaks: Peaks) -> Estimate:
     """Estimate the time of one run of a compiled program from its instructions.
 
     Instructions run one after the other. Messages to other devices overlap with the instructions
-    between their start and their end, as scheduled. A loop counts all its iterations, and a
+    between their start and their end, as scheduled, and so do copies between the memories of the
+    device and of the host. A loop counts all its iterations, and a
     conditional its slowest branch. An instruction reads its operands from memory and writes its
     results there. `Peaks.cache` is for kernels that move few bytes.
 
@@ -122,7 +123,7 @@ class _Cost(NamedTuple):
 # These give names to what exists, or wait.
 _FREE = {
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"),
-    *("partition-id", "replica-id", "opt-barrier", "add-dependency", "copy-done", "domain"),
+    *("partition-id", "replica-id", "opt-barrier", "add-dependency", "domain"),
     *("send-done", "recv-done", "get-dimension-size"),
 }
 _SLICES = ("dynamic-slice", "slice", "gather")
@@ -147,11 +148,12 @@ _HOST_SIZE = 8
 
 
 class _Run:
-    """The schedule of a program, followed by a clock of the device and one of its links."""
+    """The schedule of a program, followed by a clock of the device and clocks of its links."""
 
     def __init__(self, module: Module, peaks: Peaks, devices: int):
         self.module, self.peaks, self.devices = module, peaks, devices
         self.clock = self.link_clock = 0.0
+        self._host_clocks = [0.0, 0.0]  # from the host, and to it
         self.flops: dict[str, float] = {}
         self.bytes = self.link_bytes = 0.0
         self.limited = dict.fromkeys(("compute", "vector", "memory", "link", "launch"), 0.0)
@@ -173,8 +175,29 @@ class _Run:
                 self.computation(i.called_computations[0])
             elif i.opcode == "fusion" and (messages := self._collectives(i.fused_computation)):
                 self._tpu_messages(i, messages)
+            elif i.opcode in ("copy-done", "fusion-done"):
+                self._wait(self._ends.pop(i.operands[0], self.clock))
             elif i.opcode not in _FREE:
-                self._kernel(self._cost(i))
+                arrays = [self._results(i), *self.module.operands(i)]
+                on_host = [any("S(5)" in a.layout for a in each) for each in arrays]
+                if any(on_host):
+                    self._host_copy(i, on_host[0])
+                else:
+                    self._kernel(self._cost(i))
+
+    def _results(self, i: Instruction) -> list[Array]:
+        """Arrays that an instruction makes: a start of one also has its operands and a number."""
+        if i.opcode == "copy-start":
+            return i.arrays[:1]
+        return i.arrays[-2:-1] if i.opcode == "fusion-start" else i.arrays
+
+    def _host_copy(self, i: Instruction, is_to_host: bool) -> None:
+        """Copy between the memories of device and host: both directions at once, as scheduled."""
+        seconds = self._cost(i).bytes / self.peaks.host + self.peaks.launch
+        end = max(self.clock, self._host_clocks[is_to_host]) + seconds
+        self._ends[i.name] = self._host_clocks[is_to_host] = end
+        if not i.opcode.endswith("-start"):
+            self._wait(end)
 
     def _collectives(self, computation: str) -> list[Instruction]:
         return [i for i in self.module.computations[computation] if i.opcode in _COLLECTIVES]
@@ -267,8 +290,9 @@ class _Run:
         self.clock += waited
 
     def _cost(self, i: Instruction) -> _Cost:
-        if i.opcode != "fusion":
-            return _Cost(*self._compute(i), _traffic(i, self.module.operands(i)))
+        if not i.opcode.startswith("fusion"):
+            traffic = _traffic(i, self._results(i), self.module.operands(i))
+            return _Cost(*self._compute(i), traffic)
         read = 0.0
         for parameter in self.module.parameters(i.fused_computation):
             if parameter.parameter_number < len(i.operands):
@@ -279,7 +303,7 @@ class _Run:
 
     def _compute(self, i: Instruction) -> tuple[float, str, float]:
         """Return FLOPs of products with their dtype, and other operations."""
-        if i.opcode != "fusion":
+        if not i.opcode.startswith("fusion"):
             flops, dtype = instruction_flops(self.module, i)
             return flops, dtype, 0.0 if flops else _vector(i, self.module.operands(i))
         flops, dtype, vector = 0.0, "", 0.0
@@ -308,7 +332,7 @@ class _Run:
         by_name = self.module.instructions
         written = 0.0
         by_path = self.module.fusion_results(i).values()
-        for array, result in zip(i.arrays, by_path, strict=False):
+        for array, result in zip(self._results(i), by_path, strict=False):
             while result.opcode in ("bitcast", "copy", "convert"):
                 result = by_name[result.operands[0]]
             if result.opcode in ("dynamic-update-slice", "scatter"):
@@ -325,17 +349,15 @@ def _size(array: Array) -> float:
     return math.prod(array.shape) * (int(bits[0]) if bits else 8) / 8
 
 
-def _traffic(i: Instruction, operands: list[list[Array]]) -> float:
+def _traffic(i: Instruction, results: list[Array], operands: list[list[Array]]) -> float:
     """Bytes that an instruction outside of fusions reads and writes."""
-    written = sum(a.bytes for a in i.arrays)
+    written = sum(a.bytes for a in results)
     if i.opcode in _SLICES:
         return 2 * written
     if i.opcode == "dynamic-update-slice":
         return 2 * sum(a.bytes for a in operands[1])
     if i.opcode == "scatter":
         return 3 * sum(a.bytes for a in operands[-1]) + sum(a.bytes for a in operands[1])
-    if i.opcode == "copy-start":
-        return 2 * sum(a.bytes for a in operands[0])
     return written + sum(a.bytes for arrays in operands for a in arrays)
 
 

@@ -9,7 +9,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -69,7 +69,7 @@ class Planner:
       named: Policies to choose from, of which rows may run in chunks; None to choose from all.
       regions: Whether rows may run in chunks.
       state_bytes: Bytes that each microbatch reads in addition.
-      on_host: What may be moved to the memory of the host.
+      on_host: Whether arrays may be moved to the memory of the host.
       rates: Of an accelerator.
       reason: Why a part of the loss is not computed in chunks, as the end of a message.
       is_on_devices: Whether it plans what is inside of a `jax.shard_map`.
@@ -82,12 +82,12 @@ class Planner:
         named: Sequence[Node] | None,
         regions: bool,
         state_bytes: int,
-        on_host: Literal["nothing", "loops", "all"] = "nothing",
+        on_host: bool = False,
         rates: Rates | None = None,
     ) -> None:
         self.build, self.choices, self.named = build, choices, named
         self.regions, self.state_bytes, self._rates = regions, state_bytes, rates
-        self._on_host: Literal["nothing", "loops", "all"] = on_host
+        self._on_host = on_host
         self.reason, self.is_on_devices = "", False
         self._known: dict[tuple[Node, int], Traced | None] = {}
         self._paths: dict[Node, list[_Path]] = {}
@@ -199,13 +199,13 @@ class Planner:
     def _moved(self) -> Iterator[Option]:
         """The plain loss in windows whose inputs are in host memory."""
         loss = self.plain.loss
-        if loss is None or self._on_host == "nothing":
+        if loss is None or not self._on_host:
             return
         for size in SIZES:
-            tree = Blocks(size, (NOTHING,), on_host=self._on_host)
-            windows = tree.windows(loss.closed)
-            if any(w.is_on_host for w in windows):
-                yield Option(tree, self.choices[0], *self.plain.step.estimate(windows))
+            tree = Blocks(size, (NOTHING,), on_host=True)
+            yield Option(
+                tree, self.choices[0], *self.plain.step.estimate(tree.windows(loss.closed))
+            )
 
     def _best_named(self, fits: Fits) -> Option | None:
         found: list[Option] = []

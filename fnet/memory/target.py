@@ -32,6 +32,7 @@ class Peaks(NamedTuple):
       network: Bandwidth to the devices of other hosts, bytes per second in each direction.
       launch: Seconds that starting a kernel takes.
       cache: Bytes of a cache and its bandwidth. Kernels that move fewer bytes run at that rate.
+      host: Bandwidth to the memory of the host, bytes per second in each direction.
     """
 
     flops: dict[str, float]
@@ -41,6 +42,7 @@ class Peaks(NamedTuple):
     network: float
     launch: float
     cache: tuple[float, float] = (0.0, 1.0)
+    host: float = 16e9
 
 
 class Gpu(NamedTuple):
@@ -57,6 +59,7 @@ class Gpu(NamedTuple):
       bf16: Dense bfloat16 FLOP/s of the tensor cores with float32 sums. 0 without them.
       tf32: Dense TF32 FLOP/s of the tensor cores. 0 without them.
       fp16: Dense float16 FLOP/s of the tensor cores, if not as bfloat16.
+      host: Bytes per second to the host's memory by PCIe, in each direction, if not as ``link``.
       link: Bytes per second to the host's other GPUs, in each direction: NVLink, or PCIe.
       network: Bytes per second to other hosts, in each direction, of NVIDIA's own servers.
     """
@@ -73,6 +76,7 @@ class Gpu(NamedTuple):
     link: float
     network: float = 3.125e9
     fp16: float = 0.0
+    host: float = 0.0
 
     @property
     def peaks(self) -> Peaks:
@@ -85,7 +89,8 @@ class Gpu(NamedTuple):
             "highest": fp32,
         }
         # A multiply-add counts once as an element.
-        return Peaks(flops, fp32 / 2, self.bandwidth, self.link, self.network, _KERNEL_LAUNCH)
+        rates = self.bandwidth, self.link, self.network, _KERNEL_LAUNCH
+        return Peaks(flops, fp32 / 2, *rates, host=self.host or self.link)
 
     def as_text(self) -> str:
         """Format as XLA's ``GpuTargetConfigProto``. Literal numbers are the same for all GPUs."""
@@ -189,17 +194,17 @@ def _gibibytes(n: float) -> int:
 TARGETS: dict[str, Gpu | Tpu] = {
     # XLA, a100_sxm_80.txtpb: 80 GB, SXM4.
     "a100": Gpu("NVIDIA A100-SXM4-80GB", (8, 0), 108, 1.41, 85_100_068_864, 2_039_040_000_000,
-                41_943_040, bf16=312e12, tf32=156e12, link=300e9, network=25e9),
+                41_943_040, bf16=312e12, tf32=156e12, link=300e9, network=25e9, host=32e9),
     # XLA, h100_sxm.txtpb.
     "h100": Gpu("NVIDIA H100 80GB HBM3", (9, 0), 132, 1.98, 84_942_979_072, 3_352_320_000_000,
-                52_428_800, bf16=989.4e12, tf32=494.7e12, link=450e9, network=50e9),
+                52_428_800, bf16=989.4e12, tf32=494.7e12, link=450e9, network=50e9, host=64e9),
     # XLA, h200.txtpb, except memory and cache, which are as CUDA reports them (cudaDeviceProp
     # in many published logs). XLA's file has the 141 "GB" of the data sheet in GiB.
     "h200": Gpu("NVIDIA H200", (9, 0), 132, 1.98, 150_109_880_320, 4_800_000_000_000,
-                62_914_560, bf16=989.4e12, tf32=494.7e12, link=450e9, network=50e9),
+                62_914_560, bf16=989.4e12, tf32=494.7e12, link=450e9, network=50e9, host=64e9),
     # XLA, b200.txtpb.
     "b200": Gpu("NVIDIA B200", (10, 0), 148, 1.965, 191_514_411_008, 7_672_320_000_000,
-                132_644_864, bf16=2250e12, tf32=1100e12, link=900e9, network=50e9),
+                132_644_864, bf16=2250e12, tf32=1100e12, link=900e9, network=50e9, host=64e9),
     # deviceQuery, CUDA 12.4: 10501 MHz, 384 bit.
     "rtx4090": Gpu("NVIDIA GeForce RTX 4090", (8, 9), 128, 2.52, 25_386_352_640, 1_008_096_000_000,
                    75_497_472, bf16=165.2e12, tf32=82.6e12, link=32e9),
@@ -347,9 +352,6 @@ def shapes_on(target: Target, tree: Any) -> Any:
     Returns:
       The same tree of `jax.ShapeDtypeStruct`, for ``jitted.lower``.
 
-    Raises:
-      ValueError: If an array is in the host's memory, and JAX knows none of the target.
-
     Example:
       >>> import jax, jax.numpy as jnp
       >>> from fnet.memory import target
@@ -359,20 +361,14 @@ def shapes_on(target: Target, tree: Any) -> Any:
       ((2, 3), True)
     """
     single = jax.sharding.SingleDeviceSharding(target.device)
-    # Tracing only sees the memory of shapes with a mesh.
-    mesh = jax.sharding.Mesh([target.device], "one")
+    # JAX knows no memories of a described GPU, and asks an abstract mesh for none.
+    mesh = jax.sharding.AbstractMesh((1,), ("one",), (jax.sharding.AxisType.Auto,))
     host = jax.sharding.NamedSharding(mesh, jax.P(), memory_kind="pinned_host")
 
     def place(leaf: Any, shape: Any) -> jax.ShapeDtypeStruct:
         sharding = getattr(leaf, "sharding", None) or single
         if not sharding.device_set <= {target.device, *target.devices}:
-            on_host = sharding.memory_kind == "pinned_host"
-            if on_host and host.memory_kind is None:
-                raise ValueError(
-                    f"{target.name}: JAX {jax.__version__} does not know that a described GPU has "
-                    "a host. Compile on such a GPU, or with all arrays on the device."
-                )
-            sharding = host if on_host else single
+            sharding = host if sharding.memory_kind == "pinned_host" else single
         return jax.ShapeDtypeStruct(
             shape.shape, shape.dtype, sharding=sharding, weak_type=shape.weak_type
         )

@@ -12,14 +12,22 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple, TypeVar
-from typing import Literal as OneOf
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from fnet.backward_pass import finish_together
-from fnet.jaxpr import AnyPrimitive, Scan, evaluate, in_scopes, inline, interpret, is_floating
+from fnet.jaxpr import (
+    AnyPrimitive,
+    Scan,
+    active_variables,
+    evaluate,
+    in_scopes,
+    inline,
+    interpret,
+    is_floating,
+)
 from fnet.memory import devices, loops, regions
 from fnet.memory.apply import evaluate_as, variables
 from fnet.memory.estimate import density
@@ -46,7 +54,8 @@ class Window(NamedTuple):
       end: Equation after the last.
       is_loop: Whether it is a single scan, rematerialized by iteration.
       least: FLOPs per byte from which results are saved. None saves all residuals.
-      is_on_host: Whether its inputs, or the carries of a loop, are saved in host memory.
+      is_on_host: Whether what other windows pass to it, or the carries of a loop, wait for the
+        backward pass in host memory.
     """
 
     start: int
@@ -77,17 +86,87 @@ def _is_saved(least: float, primitive: Any, *avals: Any, **params: Any) -> bool:
 
 
 def remat_windows(
-    f: F, divide: Callable[[ClosedJaxpr], Sequence[Window]], policy: CheckpointPolicy | None = None
+    f: F,
+    divide: Callable[[ClosedJaxpr], Sequence[Window]],
+    policy: CheckpointPolicy | None = None,
+    on_host: bool = False,
 ) -> F:
     """Divide a function into windows, each under a `jax.checkpoint` of its own.
 
-    ``policy`` says what windows save that save nothing of their own.
+    ``policy`` says what windows save that save nothing of their own. ``on_host`` says that some
+    are on the host: then only the first argument can be differentiated.
     """
-    return evaluate_as(
-        f,
-        lambda closed, leaves, _: run_windows(closed, leaves, divide(closed), policy),
-        first_alone=False,
-    )
+
+    def run(closed: ClosedJaxpr, leaves: list[Any], differentiated: list[bool]) -> Sequence[Any]:
+        active = active_variables(closed.jaxpr, differentiated)
+        again = checkpoint_of(closed, active) if on_host else None
+        return run_windows(closed, leaves, divide(closed), policy, checkpoint=again)
+
+    return evaluate_as(f, run, first_alone=on_host)
+
+
+def checkpoint_of(closed: ClosedJaxpr, active: set[Var]) -> Callable[[Run, ClosedJaxpr, bool], Run]:
+    """A checkpoint of windows of a function, for `run_windows`."""
+    given = {*closed.jaxpr.invars, *closed.jaxpr.constvars}
+
+    def checkpoint(run: Run, part: ClosedJaxpr, is_on_host: bool) -> Run:
+        variables = part.jaxpr.invars
+        moved = [
+            is_on_host and is_floating(v) and bool(v.aval.shape) and v not in given
+            for v in variables
+        ]
+        return computed_again(run, [v in active for v in variables], moved)
+
+    return checkpoint
+
+
+def computed_again(run: Run, differentiated: Sequence[bool], moved: Sequence[bool]) -> Run:
+    """Save the arguments alone, as `jax.checkpoint` does; those that are moved, on the host.
+
+    JAX divides a checkpoint around other ones into what is known before the backward pass, such as
+    the masks of all chunks of attention, and the rest. Here its backward pass is traced by itself.
+
+    XLA ends a copy to the host where it is read, and begins one from there at once. So three
+    barriers say when: before the next window runs, when the cotangents are there, and before the
+    backward pass of the window before.
+    """
+
+    def place(args: Sequence[Any], space: Any) -> list[Any]:
+        pairs = zip(args, moved, strict=True)
+        return [jax.device_put(a, space) if is_moved else a for a, is_moved in pairs]
+
+    def forward(*args: Any) -> tuple[list[Any], list[Any]]:
+        results, saved = run(*args), place(args, jax.memory.Space.Host)
+        waiting = [a for a, is_moved in zip(saved, moved, strict=True) if is_moved]
+        if waiting:
+            results, waiting = jax.lax.optimization_barrier((results, waiting))
+            left = iter(waiting)
+            pairs = zip(saved, moved, strict=True)
+            saved = [next(left) if is_moved else a for a, is_moved in pairs]
+        return results, saved
+
+    def backward(saved: list[Any], cotangents: list[Any]) -> tuple[Any, ...]:
+        floating = [c.dtype != jax.dtypes.float0 for c in cotangents]
+        given = [c for c, is_own in zip(cotangents, floating, strict=True) if is_own]
+        saved, given = jax.lax.optimization_barrier((saved, given))
+        args = place(saved, jax.memory.Space.Device)
+        chosen = [a for a, is_own in zip(args, differentiated, strict=True) if is_own]
+        chosen, given = jax.lax.optimization_barrier((chosen, given))
+
+        def of_chosen(*chosen: Any) -> list[Any]:
+            left = iter(chosen)
+            pairs = zip(args, differentiated, strict=True)
+            results = run(*(next(left) if is_own else a for a, is_own in pairs))
+            return [r for r, is_own in zip(results, floating, strict=True) if is_own]
+
+        found = jax.vjp(of_chosen, *chosen)[1](given)
+        grads = iter(jax.lax.optimization_barrier(found) if any(moved) else found)
+        return tuple(next(grads) if is_own else None for is_own in differentiated)
+
+    again = jax.custom_vjp(run)
+    again.defvjp(forward, backward)
+    result: Run = again
+    return result
 
 
 def run_windows(
@@ -96,11 +175,11 @@ def run_windows(
     windows: Sequence[Window],
     policy: CheckpointPolicy | None = None,
     inner: Callable[[ClosedJaxpr], Run] | None = None,
-    checkpoint: Callable[[Run, ClosedJaxpr], Run] | None = None,
+    checkpoint: Callable[[Run, ClosedJaxpr, bool], Run] | None = None,
 ) -> list[Any]:
     """Evaluate a jaxpr window by window, each as ``inner`` evaluates it.
 
-    ``checkpoint`` is in place of `jax.checkpoint`.
+    ``checkpoint`` is in place of `jax.checkpoint`; it is told whether a window is on the host.
     """
     jaxpr = closed.jaxpr
     values = dict(zip(jaxpr.constvars, closed.consts, strict=True))
@@ -120,10 +199,13 @@ def run_windows(
             continue
         segment, effects = _without_effects(segment_of(jaxpr, window.start, window.end))
         part = ClosedJaxpr(segment, [])
-        run = inner(part) if inner else functools.partial(_evaluate, part, window.is_on_host)
+        run = inner(part) if inner else functools.partial(_evaluate, part)
         # A jax.checkpoint would have effects twice, or rejects them.
         if not is_plain and not any(e.effects for e in segment.eqns):
-            run = checkpoint(run, part) if checkpoint else jax.checkpoint(run, policy=saved)
+            if checkpoint:
+                run = checkpoint(run, part, window.is_on_host)
+            else:
+                run = jax.checkpoint(run, policy=saved)
         inputs = read(segment.invars)
         floating = [i for i, v in enumerate(segment.invars) if is_floating(v)]
         if len(windows) > 1 and floating:
@@ -136,14 +218,8 @@ def run_windows(
     return read(jaxpr.outvars)
 
 
-def _evaluate(closed: ClosedJaxpr, is_on_host: bool, *args: Any) -> list[Any]:
-    """Evaluate a window, whose inputs are named if they are moved to the host."""
-    given = zip(args, closed.jaxpr.invars, strict=True)
-    named = [
-        checkpoint_name(a, _INPUT) if is_on_host and v.aval.shape and is_floating(v) else a
-        for a, v in given
-    ]
-    return interpret(closed, named, evaluate)
+def _evaluate(closed: ClosedJaxpr, *args: Any) -> list[Any]:
+    return interpret(closed, args, evaluate)
 
 
 def _without_effects(segment: Jaxpr) -> tuple[Jaxpr, list[JaxprEqn]]:
@@ -221,17 +297,17 @@ class Blocks(Tree):
       size: Bytes that a window makes at most, as a share of all.
       least: For each window, FLOPs per byte from which a result is saved; None saves everything.
       of: What the function becomes before.
-      on_host: Whether the inputs of "all" windows or the carries of "loops" go to host memory.
+      on_host: Whether what passes between windows, and the carries of loops, go to host memory.
     """
 
     kind: ClassVar[str] = "planned"
     size: float
     least: tuple[float | None, ...]
     of: Tree = PLAIN
-    on_host: OneOf["nothing", "loops", "all"] = "nothing"
+    on_host: bool = False
 
     def _apply(self, f: F) -> F:
-        return remat_windows(self.of.apply(f), self.windows)
+        return remat_windows(self.of.apply(f), self.windows, on_host=self.on_host)
 
     def windows(self, closed: ClosedJaxpr) -> list[Window]:
         """The windows of a function; one with another number of them saves what every one saves."""
@@ -240,13 +316,8 @@ class Blocks(Tree):
         if len(least) != len(found):
             most = max(-1.0 if x is None else x for x in least)
             least = (None if most < 0 else most,) * len(found)
-        on_host = self.on_host
         return [
-            w._replace(
-                least=x,
-                is_on_host=x is not None
-                and (on_host == "all" or (w.is_loop and on_host == "loops")),
-            )
+            w._replace(least=x, is_on_host=self.on_host and x is not None)
             for w, x in zip(found, least, strict=True)
         ]
 
@@ -255,7 +326,7 @@ class Blocks(Tree):
         nothing = sum(x == NOTHING for x in self.least)
         text = f"{len(self.least)} windows under jax.checkpoint"
         text = f"{text}: {saved} save everything, {nothing} their inputs alone"
-        text += f", {self.on_host} in host memory" if self.on_host != "nothing" else ""
+        text += ", in host memory" * self.on_host
         return text if self.of == PLAIN else f"{text}, of {self.of}"
 
 

@@ -164,18 +164,16 @@ def test_shapes_on_keeps_dtypes_and_places_on_the_target():
     assert all(s.sharding.device_set == {jax.local_devices()[1]} for s in placed.values())
 
 
-def test_a_state_on_the_host_is_refused_for_a_target_without_one(monkeypatch):
-    on_host = jax.device_put(jnp.ones(8), jax.memory.Space.Host)
-    here = target.Target("here", jax.local_devices()[0], 2**30, {})
-    assert target.shapes_on(here, on_host).sharding.memory_kind == "pinned_host"
-    other = target.Target("gpu", object(), 2**30, {})
-    kindless = type("Sharding", (), {"memory_kind": None})
-    for name in ("Mesh", "SingleDeviceSharding", "NamedSharding"):
-        monkeypatch.setattr(jax.sharding, name, lambda *args, **options: kindless)
-    with pytest.raises(
-        ValueError, match=r"gpu: JAX .* does not know that a described GPU has a host"
-    ):
-        target.shapes_on(other, on_host)
+def doubled_on_the_host(on_host, x):
+    assert jax.typeof(on_host).memory_space == jax.memory.Space.Host
+    here = jax.device_put(on_host, jax.memory.Space.Device) * 2 + x
+    return jax.device_put(here, jax.memory.Space.Host)
+
+
+def test_what_is_on_the_host_is_traced_there():
+    on_host, x = jax.device_put(jnp.ones(8), jax.memory.Space.Host), jnp.ones(8)
+    compiled = target.compile_for(here(), jax.jit(doubled_on_the_host), on_host, x)
+    assert compiled.out_info.sharding.memory_kind == "pinned_host"
 
 
 def test_compile_for_a_target_keeps_the_donation():
@@ -232,6 +230,15 @@ def test_memory_of_a_program_for_a_gpu(name):
     assert gpu.usable == 3 * gpu.memory // 4
     assert peak(compiled).arguments == donation(compiled).aliased_bytes == x.size * 4
     assert x.size * 4 <= peak(compiled).temporaries <= 3 * x.size * 4
+
+
+@pytest.mark.parametrize("name", GPUS[:1])
+def test_what_is_on_the_host_takes_no_memory_of_a_described_gpu(name):
+    on_host, x = jax.device_put(jnp.ones(2**20), jax.memory.Space.Host), jnp.ones(2**20)
+    f = jax.jit(doubled_on_the_host, donate_argnums=0)
+    compiled = target.compile_for(described(name), f, on_host, x)
+    assert peak(compiled).arguments == 2**22
+    assert compiled.memory_analysis().host_alias_size_in_bytes == 2**22
 
 
 @pytest.mark.parametrize("name", TPUS)

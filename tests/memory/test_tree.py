@@ -76,7 +76,7 @@ def plain_gradient(f):
 TREES = [
     Blocks(0.2, (NOTHING,)),
     Blocks(0.05, (2.0,)),
-    Blocks(0.2, (NOTHING,), on_host="all"),
+    Blocks(0.2, (NOTHING,), on_host=True),
     Loops(1),
     Loops(1, 0.5),
     Rows(4),
@@ -141,11 +141,11 @@ def test_the_smallest_trees_do_not_depend_on_a_budget():
 
 
 def test_inputs_of_windows_are_moved_to_host_memory():
-    found = residuals(Blocks(0.2, (NOTHING,), on_host="all").apply(chain), *inputs())
+    found = residuals(Blocks(0.2, (NOTHING,), on_host=True).apply(chain), *inputs())
     assert sum(r.bytes for r in found if r.alias_of == "host memory") >= ACTIVATION
     limit = planner(chain, False, 0).smallest()[0].bytes - 1
     assert planner(chain, False, 0).best(fits(limit)) is None
-    assert planner(chain, False, 0, "all").best(fits(limit)).tree.on_host == "all"
+    assert planner(chain, False, 0, True).best(fits(limit)).tree.on_host
 
 
 @pytest.mark.slow

@@ -14,7 +14,8 @@ import numpy as np
 from fnet import TrainState, memory
 from fnet.layer import Params
 from fnet.memory import format_bytes, roofline, tree_bytes
-from fnet.memory.target import Target
+from fnet.memory.remat import policies_for
+from fnet.memory.target import Target, platform_of
 from train import arguments
 from train.arguments import TrainArguments
 from train.config import Config, recipes
@@ -39,8 +40,8 @@ WAYS: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 """Recipe and flags of each way to train."""
 
-_POLICIES = ("none", "segments", "nested")
-"""Remat policies that are tried, the fastest first."""
+_POLICIES = ("none", "segments", "nested", "offload")
+"""Remat policies that are tried where they work, the fastest first."""
 _GRADIENT, _BFLOAT16 = 4, 2
 """Bytes of a number in a gradient, and in the input of a block."""
 _CONTEXT = 2048
@@ -106,7 +107,8 @@ class Model(NamedTuple):
 
     def depths(self, exact: bool) -> tuple[int, ...]:
         """Numbers of blocks to compile: all of them, or two numbers to extrapolate from."""
-        few = (self.period, 2 * self.period)
+        # The first segment is like no other.
+        few = (2 * self.period, 3 * self.period)
         return (self.blocks,) if exact or self.blocks <= few[1] else few
 
 
@@ -208,9 +210,14 @@ class Planner:
         """Whether not all blocks are compiled."""
         return self.depths != (self.model.blocks,)
 
+    @property
+    def policies(self) -> list[str]:
+        """Remat policies to try, the fastest first."""
+        return [p for p in _POLICIES if p in policies_for(platform_of(self.target))]
+
     def row(self, way: str, context: int, batch_size: int) -> Row:
         """Search the shapes of a way, the fastest first."""
-        shapes = [Shape(policy, batch_size, context) for policy in _POLICIES]
+        shapes = [Shape(policy, batch_size, context) for policy in self.policies]
         state = self.setup(way, shapes[0], batch_size).state_shapes
         if batch_size > 1 and FROZEN not in state.model_state:
             # Without a sum of large gradients.
@@ -227,7 +234,7 @@ class Planner:
                 self.log(f"{way}: fits with {shape}")
                 break
         chosen = min(costs, key=lambda s: (costs[s].peak > self.limit, costs[s].peak))
-        smallest = chosen._replace(policy=_POLICIES[-1])
+        smallest = chosen._replace(policy=self.policies[-1])
         longest = self.longest(way, smallest, batch_size, state, costs.get(smallest))
         flags = self.flags(way, self.model.folder.path, chosen, batch_size)
         return row._replace(shape=chosen, cost=costs[chosen], longest=longest, flags=flags)
@@ -258,15 +265,17 @@ class Planner:
         ``state`` has the shapes of all blocks.
 
         With nested remat, the peak of one or two blocks may be where no input of a block is alive.
-        So these are added to one depth, and no time is estimated, because groups run again.
+        So these are added to one depth, and no time is estimated, because groups run again. With
+        offload they are in the memory of the host, so the larger depth has the peak of all blocks.
         """
         peaks, times = list[float](), list[float]()
         # One candidate of the backend instead of all.
         options = dict(memory.CANDIDATE_OPTIONS.get(jax.default_backend(), ({},))[-1])
         if self.target:
             options = self.target.compiler_options
-        is_nested = self.is_estimate and shape.policy == "nested"
-        depths, blocks = self.depths[:1] if is_nested else self.depths, self.model.blocks
+        depths, blocks, is_linear = self.depths, self.model.blocks, True
+        if self.is_estimate and shape.policy in ("nested", "offload"):
+            depths, is_linear = depths[:1] if shape.policy == "nested" else depths[-1:], False
         for depth in depths:
             programs = f"{depth} of {blocks} blocks, {shape}"
             self.status(f"{way}: compiling {programs}")
@@ -274,7 +283,7 @@ class Planner:
             run = self.setup(way, shape, batch_size, depth)
             run = run.on(layout(run.config, self.target.devices if self.target else None))
             planned = planning.analyze(run, shape.policy, self.target, compiler_options=options)
-            if self.target and self.target.peaks and not is_nested:
+            if self.target and self.target.peaks and is_linear:
                 times.append(roofline.estimate(planned.executable, self.target.peaks).seconds)
             rest = planned.executable.report.peak.total - tree_bytes(run.state_shapes)
             peaks.append(rest)
@@ -283,11 +292,12 @@ class Planner:
                 f"({time.perf_counter() - start:.0f} s)"
             )
         temporaries = _extrapolate(depths, peaks, blocks)
-        if is_nested:
-            tokens = shape.context * batch_size // shape.microbatches
-            inputs = held_inputs(blocks) - held_inputs(depths[0])
-            inputs += 2  # the gradient of one, in float32
-            temporaries += _BFLOAT16 * self.model.width * tokens * inputs
+        if not is_linear:
+            if shape.policy == "nested":
+                inputs = held_inputs(blocks) - held_inputs(depths[0])
+                inputs += 2  # the gradient of one, in float32
+                tokens = shape.context * batch_size // shape.microbatches
+                temporaries += _BFLOAT16 * self.model.width * tokens * inputs
             temporaries += _GRADIENT * (_size(state.params) - _size(run.state_shapes.params))
         seconds = _extrapolate(depths, times, blocks) if times else None
         return Cost(tree_bytes(state) + temporaries, seconds)
@@ -339,7 +349,7 @@ class Planner:
             texts=2,
             caption=(
                 "bytes / trained: trained parameters and optimizer state. Longest context: with "
-                f"remat {_POLICIES[-1]}, by a line through two contexts{most}."
+                f"remat {self.policies[-1]}, by a line through two contexts{most}."
             ),
             styles=["" if is_small else "dim" for is_small in fits],
             is_wide=True,
@@ -359,6 +369,9 @@ class Planner:
                 "are exact. Peaks of full and compact can be too low. Compile all blocks with "
                 "--exact."
             )
+        if "offload" in self.policies:
+            inputs = format_bytes(_BFLOAT16 * self.model.width * self.model.blocks)
+            yield f"With offload, the host holds inputs of blocks: at most {inputs} per token."
         if target is None and jax.default_backend() == "cpu":
             yield (
                 "Peaks are of this CPU's compiler, which casts bfloat16 weights to float32. A GPU "

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 
 from fnet.autodiff.examples import (
     Examples,
@@ -52,6 +52,8 @@ from fnet.cpu.tracing import examples_apart, is_for_cpu
 from fnet.jaxpr import (
     ShardMap,
     aval,
+    call_in_place,
+    called_jaxpr,
     depends_on,
     evaluate,
     find_equations,
@@ -60,6 +62,7 @@ from fnet.jaxpr import (
     is_separable,
     located,
     place,
+    rewrite,
     source_line,
 )
 from fnet.jaxpr.batch_axis import (
@@ -583,6 +586,7 @@ def _trace_derivative(name: str, plan: _Plan, examples: Examples) -> tuple[Close
 
 def _differentiate(name: str, plan: _Plan, examples: Examples) -> _Results:
     program, shapes = _trace_derivative(name, plan, examples)
+    program = _with_rounded_factors(program, plan)
     # The program computes one example, so it cannot mix examples, whatever the loss does.
     rows = [Rows(a, 0) for a in examples.leaves]
     values = run_for_batch(program, [*plan.leaves, *rows], examples.size)
@@ -590,6 +594,56 @@ def _differentiate(name: str, plan: _Plan, examples: Examples) -> _Results:
     rounded = {i: results.materialized[i].astype(kept_dtype(plan.leaves[i])) for i in plan.kept}
     gradients = results.materialized | rounded
     return results._replace(materialized={i: computed_once(g) for i, g in gradients.items()})
+
+
+def _with_rounded_factors(program: ClosedJaxpr, plan: _Plan) -> ClosedJaxpr:
+    """Round factors of the products that are kept, too: no product is written in float32 first."""
+    jaxpr, low = program.jaxpr, jnp.dtype(jnp.bfloat16)
+    kept = {i for i in plan.kept if kept_dtype(plan.leaves[i]) == low}
+    gradients = jaxpr.outvars[len(jaxpr.outvars) - len(plan.materialized) :]
+    pairs = zip(sorted(plan.materialized), gradients, strict=True)
+    found = {v for i, gradient in pairs if i in kept for v in _way_to_product(jaxpr, gradient)}
+
+    def replace(eqn: JaxprEqn) -> JaxprEqn:
+        if found.isdisjoint(eqn.outvars):
+            return eqn
+        if eqn.primitive.name == "optimization_barrier":
+            waits = [v not in found for v in eqn.outvars]
+
+            def barrier(*arrays: Array) -> list[Array]:
+                pairs = zip(arrays, waits, strict=True)
+                late = iter(jax.lax.optimization_barrier([a for a, is_late in pairs if is_late]))
+                return [
+                    next(late) if is_late else a for a, is_late in zip(arrays, waits, strict=True)
+                ]
+
+            return call_in_place(eqn, barrier)
+
+        def product(*factors: Array) -> Array:
+            a, b = (factor.astype(low) for factor in factors)
+            rounded = jax.lax.dot_general(a, b, eqn.params["dimension_numbers"])
+            return rounded.astype(jnp.float32)
+
+        return call_in_place(eqn, product)
+
+    return rewrite(program, replace)
+
+
+def _way_to_product(jaxpr: Jaxpr, v: Any) -> list[Var]:
+    """The product that a variable is, and it behind barriers; nothing if it is something else."""
+    eqn = next((e for e in jaxpr.eqns if v in e.outvars), None)
+    readers = sum(x is v for e in jaxpr.eqns for x in e.invars) + sum(x is v for x in jaxpr.outvars)
+    if eqn is None or readers > 1:
+        return []
+    number, name = eqn.outvars.index(v), eqn.primitive.name
+    if name == "dot_general":
+        return [v] if aval(v).dtype == jnp.float32 else []
+    if inner := called_jaxpr(eqn):
+        return _way_to_product(inner.jaxpr, inner.jaxpr.outvars[number])
+    if name not in ("transpose", "reshape", "copy", "optimization_barrier"):
+        return []
+    way = _way_to_product(jaxpr, eqn.invars[number])
+    return [*way, v] if way and name == "optimization_barrier" else way
 
 
 def _differentiate_one(name: str, plan: _Plan, examples: Examples, number: Array) -> _Results:

@@ -9,6 +9,7 @@ import pytest
 import fnet
 from fnet.autodiff.examples import examples
 from fnet.autodiff.per_example import backward
+from fnet.jaxpr import find_equations
 
 SIZE, TOKENS, WIDTH = 12, 256, 16
 
@@ -78,6 +79,18 @@ def test_kept_gradients_are_rounded_as_products_are_before_their_norm_is_taken(a
         norm = np.sqrt(sum(np.square(a, dtype=np.float64).sum() for a in alone.values()))
         assert info.norms.max() > clip
         np.testing.assert_allclose(norm, clip, rtol=1e-5)
+
+
+def test_a_checkpoint_runs_again_once_and_its_products_are_never_in_float32(accelerator):
+    params, tokens = arrays()
+    gradient = fnet.clipped_grad(jax.checkpoint(losses), 0.05)
+    program = jax.make_jaxpr(gradient)(params, tokens)
+    assert len(list(find_equations(program, "tanh"))) == 2
+    shapes = [(SIZE // 2, *params["up"].shape), (SIZE // 2, *params["up"].T.shape)]
+    results = [e.outvars[0].aval for e in find_equations(program, "dot_general")]
+    assert {a.dtype.name for a in results if a.shape in shapes} == {"bfloat16"}
+    expected = jax.jit(fnet.clipped_grad(losses, 0.05))(params, tokens)[0]
+    chex.assert_trees_all_close(jax.jit(gradient)(params, tokens)[0], expected, rtol=1e-5)
 
 
 def test_small_programs_and_cpus_take_all_examples_at_once(monkeypatch):
