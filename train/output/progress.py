@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple, Self
@@ -40,6 +41,8 @@ _STEP, _ETA, _BAR, _THROUGHPUT, _MEMORY, _WAIT = 0, 1, 3, 6, 7, 11
 _SHORTEST_BAR, _LONGEST_BAR = 6, 24
 _GAP = "  "
 
+_LOG_SECONDS = 10
+"""A log has a line per so many seconds."""
 _TIMED_STEPS, _TIMED_SECONDS, _LONG = 3, 2.0, 10.0
 """The time of a run is estimated from so many steps and seconds, and printed if it is long."""
 
@@ -103,8 +106,9 @@ def compiling(console: Console) -> contextlib.AbstractContextManager[Callable[[s
 
 
 class Progress:
-    """Progress of a run: one line at the bottom of a terminal, or a line per interval in a log.
+    """Progress of a run: one line at the bottom of a terminal, or lines of a log.
 
+    A log has the first line, each one with test metrics or of the last step, and one per 10 s.
     The remaining time follows from the mean time of a step since this object was entered,
     evaluations and checkpoints included.
     """
@@ -122,7 +126,7 @@ class Progress:
         self._display = Live(console=console, get_renderable=lambda: self, refresh_per_second=2)
         self._start, self._step, self._total = start, start, total
         self._began = self._advanced = now()
-        self._timed = False
+        self._timed, self._logged = False, -math.inf
         self._metrics: dict[str, float] = {}
         self._widths: dict[str, int] = {}
         self._task = ""
@@ -166,7 +170,9 @@ class Progress:
         """
         kept = {k: v for k, v in self._metrics.items() if k.startswith("test/")}
         self._metrics, self._measured = {**kept, **line}, measured
-        if not self._live:
+        is_due = self._now() - self._logged >= _LOG_SECONDS or self._step == self._total
+        if not self._live and (is_due or any(k.startswith("test/") for k in line)):
+            self._logged = self._now()
             step = f"step {self._step:,}/{self._total:,}"
             times = f"elapsed {clock(line['seconds'])}{_GAP}eta {clock(self._remaining())}"
             self._log(_GAP.join([step, times, *(f.text for f in self._fields(line))]))

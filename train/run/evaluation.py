@@ -50,7 +50,7 @@ class Evaluation(NamedTuple):
 
 
 class Evaluator:
-    """``evaluate(trained) -> Evaluation``, traced on creation and compiled once it is needed.
+    """``evaluate(trained) -> Evaluation``, compiled once it is needed.
 
     The last batch is padded with examples of weight 0, so that each example counts exactly once.
 
@@ -123,12 +123,17 @@ class Evaluator:
         # The options keep the order of gathers.
         options = memory.CANDIDATE_OPTIONS.get(jax.default_backend(), ({},))[0] if layout else {}
         self._options, self._argument_bytes = dict(options), memory.tree_bytes((shapes, batch))
-        self._lowered = jitted.lower(self._zero_totals(), *arguments)
-        _, (_, self._kept) = self._lowered.out_info
+        self._lower = functools.partial(jitted.lower, self._zero_totals(), *arguments)
+        _, (_, self._kept) = jax.eval_shape(jitted, self._zero_totals(), *arguments)
 
     @functools.cached_property
     def _add_batch(self) -> FirstApart:
-        return FirstApart(self._lowered.compile(compiler_options=self._options))
+        return FirstApart(self._lower().compile(compiler_options=self._options))
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the program is there."""
+        return "_add_batch" in vars(self)
 
     @property
     def peak(self) -> int:

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from fnet.attribution import InRunState
 from fnet.cpu.heap import occupy_gaps
+from fnet.memory import format_bytes
 from train.config import Config
 from train.data import num_examples
 from train.data.unreadable import UnreadableFiles
@@ -34,7 +35,7 @@ from train.run.interruption import Interrupted, Interruption
 from train.run.mesh import layout
 from train.run.metrics import Meter, best_metric, score_of
 from train.run.open_run import begin, check_classes, write_classes
-from train.run.planning import Programs, check_memory_config, compile_programs
+from train.run.planning import Programs, check_memory_config, compile_programs, overhead
 from train.run.process_memory import HighWater
 from train.run.profiling import Profile
 from train.run.run_folder import RunFolder, atomic_write, quote
@@ -296,7 +297,7 @@ class _Loop:
                     progress.advance(self.step)
                     self._position = self._batches.get_state()
                     batch = self._next_batch()  # while the device computes
-                if self._end_step(progress, write):
+                if self._end_step(progress, high_water, write):
                     break
 
     @property
@@ -393,7 +394,12 @@ class _Loop:
             self.failure = error
         return None
 
-    def _end_step(self, progress: Progress, write: Callable[[dict[str, Any]], None]) -> bool:
+    def _end_step(
+        self,
+        progress: Progress,
+        high_water: HighWater,
+        write: Callable[[dict[str, Any]], None],
+    ) -> bool:
         config, is_last = self.run.config, self.step >= self.run.steps
         is_logging = self.step % config.train.log_every == 0
         is_evaluating = self.step % self._eval_every == 0 or is_last
@@ -410,7 +416,7 @@ class _Loop:
         if is_logging or is_evaluating or is_stopping:
             self.unreadable.share()
             line = self._training_line()
-            if is_evaluating and self._evaluate(progress):
+            if is_evaluating and self._evaluate(progress, high_water):
                 assert self.evaluation is not None
                 score = self._judge(self.evaluation.metrics)
                 line |= self.evaluation.test_metrics
@@ -441,10 +447,19 @@ class _Loop:
             line[results.unreadable_name(run)] = self.unreadable.count
         return line
 
-    def _evaluate(self, progress: Progress) -> bool:
+    def _evaluate(self, progress: Progress, high_water: HighWater) -> bool:
+        evaluate = self.programs.evaluate
+        if not evaluate.is_compiled:
+            jax.block_until_ready(self.state)
+            with progress.doing("compiling the evaluation"), high_water.without():
+                needed = overhead(self.run).always + evaluate.peak
+            if needed > self.programs.predicted_bytes:
+                text = f"memory: {format_bytes(needed)} predicted for the process"
+                self.log(f"{text}, because the evaluation takes more than a step")
+                self.programs = self.programs._replace(predicted_bytes=needed)
         try:
             with progress.doing("evaluating"):
-                self.evaluation = self.programs.evaluate(self.state)
+                self.evaluation = evaluate(self.state)
             self.unreadable.share()
         except (UserError, TrainingError) as error:
             if not self._is_alone:

@@ -539,7 +539,7 @@ class Programs(NamedTuple):
     Attributes:
       learning_rate: Function ``number of updates -> learning rate``.
       report: Contents of memory.json.
-      predicted_bytes: Predicted peak memory of the run, per device.
+      predicted_bytes: Predicted peak memory of the run, per device, before it evaluates.
     """
 
     planned: Planned
@@ -574,16 +574,14 @@ def compile_programs(
         def show_next(number: int, program: str) -> None:
             seconds = time.perf_counter() - start
             if seconds >= _LONG or console.is_terminal:  # a log needs no line per second
-                show(f"compiling program {number} of 3: {program}, {duration(seconds)} so far")
+                show(f"compiling program {number} of 2: {program}, {duration(seconds)} so far")
 
         show_next(1, "train step")
         planned = compile_step(run, progress=show)
-        show_next(2, "evaluation")
         # With several crops per image, fewer images make a batch of the size of a microbatch.
         images = run.config.data.batch_size // planned.microbatches // run.config.data.crops
         evaluate = run.evaluation(unreadable, images)
-        evaluation_peak = evaluate.peak
-        show_next(3, "initial values")
+        show_next(2, "initial values")
         init = run.compile_init(weights.variables if weights else None)
         compile_checksums(without_frozen(run.state_shapes))
         schedule = jax.jit(run.schedule).lower(jax.ShapeDtypeStruct((), np.int32)).compile()
@@ -595,5 +593,5 @@ def compile_programs(
             init,
             lambda step: float(schedule(np.int32(step))),
             memory_report(planned),
-            overhead(run).peak(state_bytes, planned.peak.total, evaluation_peak),
+            overhead(run).peak(state_bytes, planned.peak.total),
         )

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -100,26 +101,42 @@ class HighWater:
     """
 
     def __init__(self, devices: int = 1) -> None:
-        is_cpu = jax.default_backend() == "cpu"
-        self._devices = devices if is_cpu else 1
-        if is_cpu:
+        self._is_cpu = jax.default_backend() == "cpu"
+        self._devices = devices if self._is_cpu else 1
+        self._above = 0
+        self._baseline = self._begin()
+
+    def _begin(self) -> int | None:
+        """Begin to look for a peak, and return the bytes in use."""
+        if self._is_cpu:
             gc.collect()
             release_free_memory()
             with contextlib.suppress(OSError):  # resets the peak
                 Path("/proc/self/clear_refs").write_text("5")
-        self._baseline = _status("VmRSS") if is_cpu else _device("bytes_in_use")
-        self._files = _status("RssFile") or 0
-        self._peak = self._above = 0
-        self._earlier = 0 if is_cpu else _peak() or 0
+        self._files, self._peak = _status("RssFile") or 0, 0
+        self._earlier = 0 if self._is_cpu else _peak() or 0
+        return _status("VmRSS") if self._is_cpu else _device("bytes_in_use")
+
+    @contextlib.contextmanager
+    def without(self) -> Iterator[None]:
+        """Leave out what the process takes meanwhile, and keeps, such as to compile a program."""
+        self.bytes()
+        before = self._begin()
+        yield
+        after = self._begin()
+        if self._baseline is not None and before is not None and after is not None:
+            self._baseline += after - before
 
     def bytes(self) -> int | None:
         """Return the peak in bytes, or None if it is not known."""
         peak = _peak()
-        if peak is None or self._baseline is None or peak <= self._earlier:
+        if peak is None or self._baseline is None:
             return None
+        if peak <= self._earlier:
+            return self._above // self._devices or None
         if peak > self._peak:
             self._peak = peak
-            files = _status("RssFile") if jax.default_backend() == "cpu" else None
+            files = _status("RssFile") if self._is_cpu else None
             # Files may have been read after the peak, so each difference is a lower bound.
             new_files = max((files or 0) - self._files, 0)
             self._above = max(self._above, peak - new_files - self._baseline)

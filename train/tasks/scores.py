@@ -1,7 +1,6 @@
 """Scores of all test examples, by class and overall."""
 
 import numpy as np
-from scipy.stats import rankdata
 
 _BINS = 15
 """Bins of the calibration error, as in Guo et al. 2017."""
@@ -63,6 +62,8 @@ def auc(outputs: np.ndarray, is_class: np.ndarray) -> np.ndarray:
     It is the probability that an example of the class has the larger output than another one, half
     of it for equal outputs (Mann-Whitney U). It is NaN if all or no examples are of the class.
     """
+    from scipy.stats import rankdata  # slow to import
+
     positive = is_class.sum(0)
     negative = len(is_class) - positive
     ranks = rankdata(outputs, axis=0)

@@ -93,6 +93,17 @@ def test_a_log_has_a_line_per_interval_with_elapsed_time_and_eta():
     )
 
 
+def test_a_log_is_limited_by_time_but_has_all_evaluations_and_the_last_step():
+    console, now = Console(file=io.StringIO(), width=80), Clock()
+    progress, loss = Progress(console, 50, 0, now), {"train/loss": 0.5, "seconds": 1.0}
+    for step in range(1, 51):
+        now.seconds = step
+        progress.advance(step)
+        progress.log(loss | ({"test/loss": 0.5} if step == 15 else {}), None)
+    lines = [line.split()[1] for line in console.file.getvalue().splitlines() if "step" in line[:4]]
+    assert lines == ["1/50", "11/50", "15/50", "25/50", "35/50", "45/50", "50/50"]
+
+
 def test_the_remaining_time_counts_only_steps_of_this_process_and_falls_during_a_step():
     progress, now = progress_at(500, 50.0, LINE, in_terminal(80), start=400)
     assert "eta 7:04" in render(progress, 80)  # 848 steps of half a second

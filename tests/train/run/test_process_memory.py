@@ -45,6 +45,17 @@ def test_files_that_are_read_after_the_peak_do_not_count(monkeypatch):
         assert memory.bytes() == peak
 
 
+def test_what_compiling_takes_and_keeps_is_left_out():
+    memory = HighWater()
+    with memory.without():
+        kept = np.ones(64 * 2**20, np.uint8)
+        np.ones(64 * 2**20, np.uint8)
+    assert memory.bytes() < 32 * 2**20
+    more = np.ones(64 * 2**20, np.uint8)
+    assert kept.sum() == more.sum()
+    assert 60 * 2**20 <= memory.bytes() < 100 * 2**20
+
+
 USES_GAPS = """
 import ctypes
 from fnet.cpu.heap import limit_freed_memory, occupy_gaps
@@ -116,6 +127,11 @@ def test_peak_of_a_device_is_unknown_until_it_exceeds_what_compiling_took(monkey
     assert memory.bytes() is None
     counted["peak_bytes_in_use"] = 300
     assert memory.bytes() == 250
+    with memory.without():
+        counted["peak_bytes_in_use"] = 900
+    assert memory.bytes() == 250
+    counted["peak_bytes_in_use"] = 1000
+    assert memory.bytes() == 950
 
 
 RUNS_STEPS = """
