@@ -18,6 +18,7 @@ import pytest
 import vision_cases
 import yaml
 from pretrained_folder import LLAMA, write_folder, write_tokenizer
+from program_cases import fnet_command
 from registry_cases import copy_tables
 from test_public_names import LISTED
 
@@ -39,8 +40,8 @@ LONG = {  # run by make test-all
     *("sequence_models", "bigger_network", "private_training", "language_model", "flax", "haiku"),
     *("equinox", "per_example", "memory", "savings", "train_steps"),
     *("add_an_activation", "add_a_recipe", "budget", "nnx_transformer", "migrate", "devices"),
-    *("lora", "finetune", "out_of_memory", "weights"),
-    *("private_sharp_edges", "add_a_layer", "wrong_labels"),
+    *("lora", "language_models", "out_of_memory", "weights"),
+    *("private_sharp_edges", "add_a_layer", "wrong_labels", "predict"),
 }
 
 
@@ -80,10 +81,12 @@ def with_code():
 def test_the_python_of_a_document_runs_from_top_to_bottom(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # pages may write files
     copy_tables(monkeypatch)  # to which some pages add
-    if page.stem == "finetune":  # the page reads the model that it exported
+    if page.stem == "language_models":  # the page reads a model that the reader exported
         write_folder(tmp_path / "models" / "mine", LLAMA, ml_dtypes.bfloat16)
         if importlib.util.find_spec("tokenizers"):
             write_tokenizer(tmp_path / "models" / "mine" / "tokenizer.json")
+    if page.stem == "predict":  # the page reads the run that the reader trained
+        fnet_command("train", "digits_mlp", "--train.steps", 200, "--out", "runs/digits")
     if page.stem == "segmentation":  # the page reads the run that it trained
         monkeypatch.setattr(DeepLab, "build", vision_cases.small)
         vision_cases.write_shapes_run(tmp_path)
