@@ -39,13 +39,13 @@ NUMBER = re.compile(r"\d+(?:,\d{3})*(?:\.\d+)?")
 LONG = {  # run by make test-all
     *("sequence_models", "bigger_network", "private_training", "language_model", "flax", "haiku"),
     *("equinox", "per_example", "memory", "savings", "train_steps"),
-    *("add_an_activation", "add_a_recipe", "budget", "nnx_transformer", "migrate", "devices"),
+    *("add_an_activation", "add_a_recipe", "budget", "nnx_transformer", "migrate", "own_model_on_devices"),
     *("lora", "language_models", "out_of_memory", "weights"),
     *("private_sharp_edges", "add_a_layer", "wrong_labels", "predict"),
 }
 
 
-DEVICES = {"devices": 8}  # of pages that are not for a single one
+DEVICES = {"own_model_on_devices": 8}  # of pages that are not for a single one
 
 
 def name_of(page):
