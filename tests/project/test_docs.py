@@ -42,6 +42,7 @@ LONG = {  # run by make test-all
     *("add_an_activation", "add_a_recipe", "budget", "nnx_transformer", "migrate", "own_model_on_devices"),
     *("lora", "language_models", "out_of_memory", "weights"),
     *("private_sharp_edges", "add_a_layer", "wrong_labels", "predict"),
+    "correlated_noise",
 }
 
 
@@ -66,7 +67,7 @@ def test_api_pages_have_the_signatures_and_first_lines_of_the_code(page):
 
 
 def test_the_page_of_private_runs_has_each_file_and_line_of_the_code():
-    text = (DOCS / "private_sharp_edges.md").read_text()
+    text = (DOCS / "private_files.md").read_text()
     assert asset("run_files").with_tables(text) == text, "run python docs/assets/run_files.py"
 
 
@@ -352,4 +353,4 @@ def test_the_site_is_built_without_a_warning(tmp_path):
             r'<(?:script|link|img)[^>]* (?:src|href)="(https?:[^"]*)', page.read_text()
         )
         assert scripts == [], page  # readers need no other server
-    assert "<math" in (tmp_path / "tutorials" / "private_training" / "index.html").read_text()
+    assert "<math" in (tmp_path / "private_training" / "index.html").read_text()
