@@ -87,7 +87,7 @@ def test_the_python_of_a_document_runs_from_top_to_bottom(page, tmp_path, monkey
         if importlib.util.find_spec("tokenizers"):
             write_tokenizer(tmp_path / "models" / "mine" / "tokenizer.json")
     if page.stem == "predict":  # the page reads the run that the reader trained
-        fnet_command("train", "digits_mlp", "--train.steps", 200, "--out", "runs/digits")
+        fnet_command("train", "digits_mlp", "--train.steps", 400, "--out", "runs/digits")
     if page.stem == "segmentation":  # the page reads the run that it trained
         monkeypatch.setattr(DeepLab, "build", vision_cases.small)
         vision_cases.write_shapes_run(tmp_path)
