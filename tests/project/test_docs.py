@@ -38,15 +38,11 @@ NUMBER = re.compile(r"\d+(?:,\d{3})*(?:\.\d+)?")
 
 LONG = {  # run by make test-all
     *("sequence_models", "bigger_network", "private_training", "language_model", "flax", "haiku"),
-    *("equinox", "per_example", "memory", "savings", "train_steps"),
-    *("add_an_activation", "add_a_recipe", "budget", "nnx_transformer", "migrate", "own_model_on_devices"),
-    *("lora", "language_models", "out_of_memory", "weights"),
-    *("private_sharp_edges", "add_a_layer", "wrong_labels", "predict"),
-    "correlated_noise",
+    *("equinox", "per_example", "memory", "savings", "train_steps", "predict", "wrong_labels"),
+    *("add_an_activation", "add_a_recipe", "budget", "nnx_transformer", "migrate", "add_a_layer"),
+    *("lora", "language_models", "out_of_memory", "weights", "private_sharp_edges"),
+    *("correlated_noise", "own_model_on_devices"),
 }
-
-
-DEVICES = {"own_model_on_devices": 8}  # of pages that are not for a single one
 
 
 def name_of(page):
@@ -96,8 +92,9 @@ def test_the_python_of_a_document_runs_from_top_to_bottom(page, tmp_path, monkey
         return
     # As a reader runs it: in a process of its own, on one device.
     program = f"import pathlib, test_docs; test_docs.run_code(pathlib.Path({str(page)!r}))"
+    devices = 8 if page.stem == "own_model_on_devices" else 1
     environment = os.environ | {
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES.get(page.stem, 1)}",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
         "NPROC": "32",
         "JAX_CPU_ENABLE_ASYNC_DISPATCH": "0",
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
@@ -153,10 +150,7 @@ def test_programs_of_the_readme_print_what_it_shows():
 
 
 def test_first_page_of_the_site_has_the_readme_with_links_from_docs():
-    spec = importlib.util.spec_from_file_location("first_page", DOCS / "assets" / "first_page.py")
-    hook = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(hook)
-    page = hook.on_page_markdown((DOCS / "index.md").read_text())
+    page = asset("first_page").on_page_markdown((DOCS / "index.md").read_text())
     assert "\n# fnet\n" in page
     assert page.count("## Where to start\n") == 1
     links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page)
@@ -284,8 +278,7 @@ def found(name):
 
 
 def entries():
-    pattern = asset("api_pages").ENTRY
-    return [name for page in API for name in pattern.findall(page.read_text())]
+    return [name for p in API for name in asset("api_pages").ENTRY.findall(p.read_text())]
 
 
 def test_every_public_name_is_in_the_reference():
@@ -312,10 +305,9 @@ def pages_in(nav):
 
 def test_every_page_is_in_the_navigation():
     nav = list(pages_in(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]))
-    made = [page.with_suffix(".md") for page in DOCS.rglob("*.ipynb")]
-    made.append(DOCS / "benchmarks" / "benchmarks.md")  # docs/assets/benchmark_log.py
-    assert len(nav) == len(set(nav))
-    assert set(nav) == {str(page.relative_to(DOCS)) for page in [*DOCS.rglob("*.md"), *made]}
+    made = {page.with_suffix(".md") for page in DOCS.rglob("*.ipynb")}
+    pages = {*DOCS.rglob("*.md"), *made, DOCS / "benchmarks" / "benchmarks.md"}
+    assert sorted(nav) == sorted(str(page.relative_to(DOCS)) for page in pages)
 
 
 def test_what_the_readme_links_to_is_there():
