@@ -3,8 +3,7 @@
     python -m benchmarks --out docs/benchmarks       # hours
     python -m benchmarks.first_page
 
-The README has its own text for each claim (`HEADLINES`). The page of all claims,
-docs/benchmarks/benchmarks.md, is in the navigation of mkdocs.yml.
+The README has its own text for each claim (`HEADLINES`).
 """
 
 import fnmatch
@@ -146,7 +145,7 @@ def update_page(page: str, described: Mapping[str, Any], results: report.Results
         "Each figure is relative to the plain program: a plain gradient of the same library, or "
         "flax's train step. "
         f"Measured on {machine.format_machine(described)}; jax {', '.join(sorted(versions))}. "
-        f"[All claims]({FOLDER}/{report.FILES[1]})."
+        f"[All claims]({FOLDER}/index.md#all-claims)."
     )
     table = markdown_table(lines(results), left=3)
     return f"{before}{BEGIN}\n{table}\n\n{notes}\n\n{END}{after}"

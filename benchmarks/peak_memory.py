@@ -13,11 +13,9 @@ import argparse
 import datetime
 import json
 import os
-import shlex
 import subprocess
 import sys
 import tempfile
-import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -232,7 +230,6 @@ def as_page(described: Mapping[str, Any], runs: Mapping[str, Mapping[str, Any]])
     ]
     if missing := [f"`{name}`" for name in RUNS if name not in runs]:
         notes.append(f"- Not measured: {', '.join(missing)}.")
-    commands = "\n".join(_command(name) for name in runs)
     parts = (
         "# Predicted and measured memory",
         "[Memory](../memory.md) explains the prediction. Each recipe trains for a few steps on "
@@ -246,8 +243,8 @@ def as_page(described: Mapping[str, Any], runs: Mapping[str, Mapping[str, Any]])
         markdown_table(rows),
         *["\n".join(notes)] * bool(notes),
         f"{machine.format_machine(described)}; {'; '.join(versions)}.",
-        "Recipes for images or published models get random images and weights, at these sizes:",
-        f"```text\n{commands}\n```",
+        "Recipes for images or published models get random images and weights. `RUNS` in "
+        "`benchmarks/peak_memory.py` has the options of each.",
     )
     return "\n\n".join(parts) + "\n"
 
@@ -258,15 +255,6 @@ def _earlier(run: Mapping[str, Any]) -> str:
     if all(abs(run[key] / old[key] - 1) <= 0.05 for key in ("predicted", "measured")):
         return ""
     return f"{old['jax']}: {old['predicted'] / 1e6:.1f}, {old['measured'] / 1e6:.1f}"
-
-
-def _command(recipe: str) -> str:
-    """Format the command of a run, in the columns of the site."""
-    command = shlex.join(("fnet", "train", recipe, *RUNS[recipe]))
-    # An option stays with its values, so lines break before options.
-    words = command.replace(" --", "\n--").replace(" ", "\0").split("\n")
-    wrapped = textwrap.wrap(" ".join(words), 78, subsequent_indent="    ", break_on_hyphens=False)
-    return " \\\n".join(wrapped).replace("\0", " ")
 
 
 def main() -> None:

@@ -14,11 +14,9 @@ failure, its number alone repeats it: ``python -m benchmarks.random_steps --seed
 import argparse
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
-import textwrap
 import traceback
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -105,18 +103,7 @@ def page(random: list[dict[str, Any]], foreign: list[dict[str, Any]]) -> str:
         is_float32 = [r for r in rows if "difference" in r and r["tolerance"] == 1e-5]
         return max(row["difference"] for row in is_float32)
 
-    refused = [
-        textwrap.fill(
-            f"{row['program']}, {row['route']}, {row['share']:.0%}: "
-            + re.sub(r"/\S*/(?=benchmarks/|site-packages/)", "", row["refused"]),
-            78,
-            subsequent_indent="    ",
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-        for row in foreign
-        if "refused" in row
-    ]
+    costly = {r["program"] for r in foreign if "refused" in r or r.get("flops", 0) > 1.02}
     return "\n\n".join(
         [
             "# Budgets for any train step",
@@ -142,10 +129,10 @@ def page(random: list[dict[str, Any]], foreign: list[dict[str, Any]]) -> str:
             counted(foreign),
             f"The largest difference in float32 is {largest(foreign):.1e}.",
             by_share(foreign),
-            "Each entry has FLOPs relative to the plain step, and what was chosen (none: no remat "
-            "policy). The number of programs that were compiled for this budget is in parentheses.",
-            table(foreign),
-            *(["### Refused", "\n".join(["```text", *refused, "```"])] if refused else []),
+            "Programs that take more than 1.02 times the FLOPs, or are refused, at one of the "
+            "budgets. Each entry has FLOPs relative to the plain step, what was chosen (none: no "
+            "remat policy), and the number of programs that were compiled.",
+            table([row for row in foreign if row["program"] in costly]),
             "## Repeat",
             "```sh\npython -m benchmarks.foreign_steps --shares 0.7 0.5 0.35 0.2 --resident \\\n"
             "    --rows rows\n"

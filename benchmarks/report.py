@@ -55,7 +55,7 @@ def as_markdown(described: Mapping[str, Any], results: Results, picture: str = "
     """Format the log: machine, dates, summary, and a section for each benchmark."""
     parts = [
         "# Benchmark log",
-        "`python -m benchmarks --out docs/benchmarks` writes this page.",
+        "`python -m benchmarks --out docs/benchmarks` measures these claims.",
         f"{machine.format_machine(described)}.{_dates(results)}",
         summarize(results),
         _legend(),

@@ -1,8 +1,8 @@
 """Signatures and first lines in the API pages, for readers on a code host.
 
-``python docs/assets/api_pages.py`` writes a line above each ``::: name`` of docs/api. The site
-shows the whole docstring there, so its hook takes the lines out again. A test compares them with
-the code.
+An entry of docs/api is a line that begins with **`name. ``python docs/assets/api_pages.py``
+completes the line. The site shows the whole docstring there. A test compares the lines with the
+code.
 """
 
 import importlib
@@ -13,20 +13,18 @@ from typing import Any
 
 _LONG = 200  # characters of a signature that is shortened
 PAGES = Path(__file__).parents[1] / "api"
-_LINE = re.compile(r"^\*\*`[^\n]*\n\n(?=::: )", re.MULTILINE)
-_NAME = re.compile(r"^::: (\S+)$", re.MULTILINE)
+ENTRY = re.compile(r"^\*\*`([\w.]+)[^\n]*$", re.MULTILINE)
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Take the lines out of a page of the site."""
-    return _LINE.sub("", markdown)
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Replace the lines of a page of the site by the docstrings."""
+    is_reference = page.file.src_uri.startswith("api/")
+    return ENTRY.sub(r"::: \1", markdown) if is_reference else markdown
 
 
 def with_lines(markdown: str) -> str:
-    """Put the signature and the first line of its docstring above each name of a page."""
-    return _NAME.sub(
-        lambda m: f"{_line(m[1])}\n\n{m[0]}", _LINE.sub("", markdown)
-    )
+    """Complete each entry: signature, and the first line of its docstring."""
+    return ENTRY.sub(lambda m: _line(m[1]), markdown)
 
 
 def _line(name: str) -> str:

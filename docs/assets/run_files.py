@@ -1,6 +1,6 @@
 """The tables of what a private run leaves, made from the code.
 
-``python docs/assets/run_files.py`` writes them into docs/private_sharp_edges.md. A test compares
+``python docs/assets/run_files.py`` writes them into docs/private_files.md. A test compares
 them with the code.
 """
 
@@ -11,7 +11,7 @@ from train.output.progress import SHOWN
 from train.run.metrics import FROM_NOISY_GRADIENT
 from train.run.run_folder import FILES
 
-PAGE = Path(__file__).parents[1] / "private_sharp_edges.md"
+PAGE = Path(__file__).parents[1] / "private_files.md"
 _TABLES = re.compile(r"(?<=<!-- run files -->\n).*?(?=<!-- end -->)", re.DOTALL)
 
 LINES = [

@@ -18,6 +18,7 @@ import pytest
 import vision_cases
 import yaml
 from pretrained_folder import LLAMA, write_folder, write_tokenizer
+from program_cases import fnet_command
 from registry_cases import copy_tables
 from test_public_names import LISTED
 
@@ -37,14 +38,11 @@ NUMBER = re.compile(r"\d+(?:,\d{3})*(?:\.\d+)?")
 
 LONG = {  # run by make test-all
     *("sequence_models", "bigger_network", "private_training", "language_model", "flax", "haiku"),
-    *("equinox", "per_example", "memory", "savings", "train_steps"),
-    *("add_an_activation", "add_a_recipe", "budget", "nnx_transformer", "migrate", "devices"),
-    *("lora", "finetune", "out_of_memory", "weights"),
-    *("private_sharp_edges", "add_a_layer", "wrong_labels"),
+    *("equinox", "per_example", "memory", "savings", "train_steps", "predict", "wrong_labels"),
+    *("add_an_activation", "add_a_recipe", "budget", "nnx_transformer", "migrate", "add_a_layer"),
+    *("lora", "language_models", "out_of_memory", "weights", "private_sharp_edges"),
+    *("correlated_noise", "own_model_on_devices"),
 }
-
-
-DEVICES = {"devices": 8}  # of pages that are not for a single one
 
 
 def name_of(page):
@@ -65,7 +63,7 @@ def test_api_pages_have_the_signatures_and_first_lines_of_the_code(page):
 
 
 def test_the_page_of_private_runs_has_each_file_and_line_of_the_code():
-    text = (DOCS / "private_sharp_edges.md").read_text()
+    text = (DOCS / "private_files.md").read_text()
     assert asset("run_files").with_tables(text) == text, "run python docs/assets/run_files.py"
 
 
@@ -80,10 +78,12 @@ def with_code():
 def test_the_python_of_a_document_runs_from_top_to_bottom(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # pages may write files
     copy_tables(monkeypatch)  # to which some pages add
-    if page.stem == "finetune":  # the page reads the model that it exported
+    if page.stem == "language_models":  # the page reads a model that the reader exported
         write_folder(tmp_path / "models" / "mine", LLAMA, ml_dtypes.bfloat16)
         if importlib.util.find_spec("tokenizers"):
             write_tokenizer(tmp_path / "models" / "mine" / "tokenizer.json")
+    if page.stem == "predict":  # the page reads the run that the reader trained
+        fnet_command("train", "digits_mlp", "--train.steps", 400, "--out", "runs/digits")
     if page.stem == "segmentation":  # the page reads the run that it trained
         monkeypatch.setattr(DeepLab, "build", vision_cases.small)
         vision_cases.write_shapes_run(tmp_path)
@@ -92,8 +92,9 @@ def test_the_python_of_a_document_runs_from_top_to_bottom(page, tmp_path, monkey
         return
     # As a reader runs it: in a process of its own, on one device.
     program = f"import pathlib, test_docs; test_docs.run_code(pathlib.Path({str(page)!r}))"
+    devices = 8 if page.stem == "own_model_on_devices" else 1
     environment = os.environ | {
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES.get(page.stem, 1)}",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
         "NPROC": "32",
         "JAX_CPU_ENABLE_ASYNC_DISPATCH": "0",
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
@@ -149,10 +150,7 @@ def test_programs_of_the_readme_print_what_it_shows():
 
 
 def test_first_page_of_the_site_has_the_readme_with_links_from_docs():
-    spec = importlib.util.spec_from_file_location("first_page", DOCS / "assets" / "first_page.py")
-    hook = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(hook)
-    page = hook.on_page_markdown((DOCS / "index.md").read_text())
+    page = asset("first_page").on_page_markdown((DOCS / "index.md").read_text())
     assert "\n# fnet\n" in page
     assert page.count("## Where to start\n") == 1
     links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page)
@@ -280,7 +278,7 @@ def found(name):
 
 
 def entries():
-    return [name for page in API for name in re.findall(r"^::: (\S+)$", page.read_text(), re.M)]
+    return [name for p in API for name in asset("api_pages").ENTRY.findall(p.read_text())]
 
 
 def test_every_public_name_is_in_the_reference():
@@ -307,7 +305,8 @@ def pages_in(nav):
 
 def test_every_page_is_in_the_navigation():
     nav = list(pages_in(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]))
-    pages = [*DOCS.rglob("*.md"), *(page.with_suffix(".md") for page in DOCS.rglob("*.ipynb"))]
+    made = {page.with_suffix(".md") for page in DOCS.rglob("*.ipynb")}
+    pages = {*DOCS.rglob("*.md"), *made, DOCS / "benchmarks" / "benchmarks.md"}
     assert sorted(nav) == sorted(str(page.relative_to(DOCS)) for page in pages)
 
 
@@ -346,4 +345,4 @@ def test_the_site_is_built_without_a_warning(tmp_path):
             r'<(?:script|link|img)[^>]* (?:src|href)="(https?:[^"]*)', page.read_text()
         )
         assert scripts == [], page  # readers need no other server
-    assert "<math" in (tmp_path / "tutorials" / "private_training" / "index.html").read_text()
+    assert "<math" in (tmp_path / "private_training" / "index.html").read_text()

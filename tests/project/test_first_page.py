@@ -76,6 +76,6 @@ def test_only_the_text_between_the_marks_changes(headlines):
     assert f"\n{TABLE}\n" in page
     assert "Measured on A CPU, 2 cores, 8 GiB" in page
     assert "2 x cpu; jax 0.10.2. " in page
-    assert "](docs/benchmarks/benchmarks.md)" in page
+    assert "](docs/benchmarks/index.md#all-claims)" in page
     assert "<= 0.1" not in page
     assert first_page.update_page(page, MACHINE, results()) == page

@@ -26,7 +26,7 @@ SHOWN = {
         "resnet50_step": 6,
     },
     "memory.md": {
-        "accumulation": 7,
+        "accumulation": 5,
         "attention": 4,
         "linear_cross_entropy": 3,
         "linear_cross_entropy_h100": 2,

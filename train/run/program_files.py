@@ -147,7 +147,7 @@ def _onnx(shape: tuple[int, ...], outputs: _Outputs, metadata: dict[str, str]) -
 
 
 def _metadata(config: Config, outputs: Outputs) -> dict[str, str]:
-    """Return what the file says about its inputs and outputs: see docs/vision.md."""
+    """Return what the file says about its inputs and outputs: see docs/how_to/export.md."""
     data = config.data
     texts = {
         "fnet_version": fnet.__version__,

@@ -140,7 +140,7 @@ def test_an_operation_that_is_not_written_is_named():
 
 
 def prepare(path, about):
-    """Read an image file as docs/weights.md says."""
+    """Read an image file as docs/how_to/export.md says."""
     side, size = int(about["resize_shorter_side"]), int(about["center_crop"])
     image = Image.open(path)
     turn = image.getexif().get(0x0112, 1)
