@@ -3,8 +3,9 @@
     JAX_PLATFORMS=cpu python -m benchmarks.contexts --target h100
     JAX_PLATFORMS=cpu python -m benchmarks.contexts --target h100 --tunix  # needs google-tunix
 
-The step is `finetune_lora`'s, with nf4 weights, rank 32, one row and remat ``nested``, for
-a model of one block and for two contexts; `fnet fit` extends it to 32 blocks. The model is
+The step is `finetune_lora`'s, with nf4 weights, rank 32, one row and remat ``nested`` or
+``offload``, for a model of one or two blocks and for two contexts; `fnet fit` extends it to 32
+blocks. The model is
 a config and a file of headers, written here. Memory of a card is as many 10^9 bytes as its name
 says, so 24 GB are 22.4 GiB: about 5 % of a card is left for the runtime. The figures of Unsloth are
 from its documentation, with offloaded activations. ``--tunix`` compiles the LoRA step of
@@ -136,27 +137,27 @@ def main() -> None:
         target, start = target_of(given.target), time.process_time()
         planner = fit.Planner(model, 0, 32, target, (1, 2), Path(folder), print, print)
         state = planner.setup("lora_nf4", fit.Shape("nested", 1, 16), 1).state_shapes
-        short, long = given.contexts
-        first, second = (
-            planner.cost("lora_nf4", fit.Shape("nested", 1, n), 1, state).peak
-            for n in (short, long)
-        )
-    slope = (second - first) / (long - short)
-    fixed = first - slope * short
+        lines = {}
+        for policy in ("nested", "offload"):
+            first, second = (
+                planner.cost("lora_nf4", fit.Shape(policy, 1, n), 1, state).peak
+                for n in given.contexts
+            )
+            slope = (second - first) / (given.contexts[1] - given.contexts[0])
+            lines[policy] = slope, first - slope * given.contexts[0]
     rows = [
         {
             "GPU memory": f"{card} GB",
-            f"fnet, {given.target}": f"{max(0, int((card * 1e9 - fixed) / slope)):,}",
+            **{p: f"{max(0, int((card * 1e9 - b) / a)):,}" for p, (a, b) in lines.items()},
             "Unsloth": f"{theirs:,}",
         }
         for card, theirs in UNSLOTH.items()
     ]
     print(markdown_table(rows))
-    nbytes = tree_bytes(state)
-    print(
-        f"state {format_bytes(nbytes)}, {format_bytes(int(fixed - nbytes))} at any context, "
-        f"{slope / 1024:.1f} KiB per token; {time.process_time() - start:.0f} CPU seconds"
-    )
+    print(f"state {format_bytes(tree_bytes(state))}; {time.process_time() - start:.0f} CPU seconds")
+    for policy, (slope, fixed) in lines.items():
+        rest = format_bytes(int(fixed - tree_bytes(state)))
+        print(f"{policy}: {rest} at any context, {slope / 1024:.1f} KiB per token")
 
 
 if __name__ == "__main__":

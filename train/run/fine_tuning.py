@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from fnet import TrainState, memory
+from fnet.hlo import unwrap
 from fnet.layer import Params
 from fnet.memory import format_bytes, roofline, tree_bytes
 from fnet.memory.remat import policies_for
@@ -287,9 +288,11 @@ class Planner:
                 times.append(roofline.estimate(planned.executable, self.target.peaks).seconds)
             rest = planned.executable.report.peak.total - tree_bytes(run.state_shapes)
             peaks.append(rest)
+            stats = unwrap(planned.executable).memory_analysis()
+            host = f"{format_bytes(stats.host_temp_size_in_bytes)} on the host, "
             self.log(
                 f"{way}: {programs}: {format_bytes(rest)} in addition to the state "
-                f"({time.perf_counter() - start:.0f} s)"
+                f"({host * (shape.policy == 'offload')}{time.perf_counter() - start:.0f} s)"
             )
         temporaries = _extrapolate(depths, peaks, blocks)
         if not is_linear:
@@ -369,9 +372,6 @@ class Planner:
                 "are exact. Peaks of full and compact can be too low. Compile all blocks with "
                 "--exact."
             )
-        if "offload" in self.policies:
-            inputs = format_bytes(_BFLOAT16 * self.model.width * self.model.blocks)
-            yield f"With offload, the host holds inputs of blocks: at most {inputs} per token."
         if target is None and jax.default_backend() == "cpu":
             yield (
                 "Peaks are of this CPU's compiler, which casts bfloat16 weights to float32. A GPU "

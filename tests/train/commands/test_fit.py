@@ -195,9 +195,7 @@ def test_a_gpu_offloads_where_a_cpu_cannot(folder):
     planner = planner_of(fit.read_model(folder / "llama"), 0)
     assert planner.policies == ["none", "segments", "nested"]
     gpu = Target("gpu", types.SimpleNamespace(platform="gpu"), 0, {})
-    on_gpu = dataclasses.replace(planner, target=gpu)
-    assert on_gpu.policies[-1] == "offload"
-    assert any("the host holds inputs of blocks" in note for note in on_gpu.notes([]))
+    assert dataclasses.replace(planner, target=gpu).policies[-1] == "offload"
 
 
 def test_nested_remat_holds_the_inputs_of_few_blocks():
