@@ -38,6 +38,12 @@ def test_cosine_patches_reject_another_number_of_channels():
         cosine_patches(jax.random.key(0), (2, 2, 3, 16))
 
 
+def test_partly_identity_copies_the_center_of_its_window():
+    kernel, expected = partly_identity(jax.random.key(0), (4, 2, 5, 3)), np.zeros((4, 2, 5, 3))
+    expected[1, 0, range(3), range(3)] = 1  # the center, (length - 1) // 2, is the earlier of two
+    np.testing.assert_array_equal(kernel, expected)
+
+
 @pytest.mark.sweep(6)
 @pytest.mark.parametrize(("n_in", "n_out", "window"), [(3, 5, 3), (5, 3, 2), (4, 4, 3)])
 def test_partly_identity_copies_channels(n_in, n_out, window):
