@@ -70,3 +70,29 @@ def test_products_of_a_slice_of_a_parameter(monkeypatch):
     total, products = own.sum_and_products(weights, own, weights)
     chex.assert_trees_all_close(total, expected, rtol=1e-4, atol=1e-3)
     chex.assert_trees_all_close(products, jnp.tensordot(grads, expected, 2), rtol=1e-4)
+
+
+@pytest.mark.parametrize("other", ["one use", "two uses", "another use", "no use"])
+def test_products_with_gradients_of_another_loss(other, monkeypatch):
+    monkeypatch.setattr(parameter_gradients, "_MATERIALIZED", 0)
+    p, x = (jnp.asarray(np.random.default_rng(0).normal(size=s)) for s in ((64, 192), (6, 2, 64)))
+    p = p / 8
+
+    def loss(p, x):
+        return jnp.square(jnp.tanh(x @ p)).sum((1, 2))
+
+    losses = {
+        "one use": loss,
+        "two uses": lambda p, x: loss(p, x) + jnp.sin(2 * x @ p).sum((1, 2)),
+        "another use": lambda p, x: loss(p[:, ::-1], x),
+        "no use": lambda p, x: x.sum((1, 2)),
+    }
+    scales, weights = jnp.arange(6.0), jnp.array([0.5, 0.0, -1.0, 2.0, 0.0, 0.1])
+    own, of_other = (
+        per_example_gradients("test", f, p, examples("test", (x,))) for f in (loss, losses[other])
+    )
+    total, products = own.sum_and_products(scales, of_other, weights)
+    grads = jax.jacobian(loss)(p, x)
+    direction = jnp.tensordot(weights, jax.jacobian(losses[other])(p, x), 1)
+    chex.assert_trees_all_close(total, jnp.tensordot(scales, grads, 1), rtol=1e-4, atol=1e-4)
+    chex.assert_trees_all_close(products, jnp.tensordot(grads, direction, 2), rtol=1e-4, atol=1e-3)

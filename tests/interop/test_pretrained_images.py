@@ -192,3 +192,35 @@ def test_parameter_counts_match_those_of_timm(architecture, parameters):
     }
     params, _ = jax.eval_shape(build_model(config).init, jax.random.key(0))
     assert sum(a.size for a in jax.tree.leaves(params)) == parameters
+
+
+@pytest.mark.parametrize(
+    ("kind", "architecture", "parameters"),
+    [  # two classes, images of 224 pixels, sizes of the base models
+        ("vit", "ViTForImageClassification", 85_800_194),
+        ("dinov2", "Dinov2ForImageClassification", 86_580_480 - (37**2 - 16**2) * 768 + 2 * 1537),
+        ("clip_vision_model", "CLIPVisionModelWithProjection", 87_849_216),
+        ("siglip_vision_model", "SiglipVisionModel", 92_884_224),
+    ],
+)
+def test_defaults_are_those_of_published_base_models(kind, architecture, parameters):
+    config = {"model_type": kind, "architectures": [architecture]}
+    params, _ = jax.eval_shape(build_model(config).init, jax.random.key(0))
+    assert sum(a.size for a in jax.tree.leaves(params)) == parameters
+
+
+@pytest.mark.parametrize(
+    ("architecture", "initial"),
+    [
+        ("deit3_base_patch16_224", 1e-6),
+        ("vit_base_patch14_dinov2", 1e-5),
+        ("vit_base_patch16_plus_240", 1e-5),
+    ],
+)
+def test_layer_scales_begin_as_in_timm(architecture, initial):
+    config = CONFIGS["timm_vit"] | {"architecture": architecture}
+    params, _ = build_model(config).init(jax.random.key(0))
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    scales = [a for path, a in leaves if "post_norm" in jax.tree_util.keystr(path)]
+    assert scales
+    chex.assert_trees_all_equal(scales, [jnp.full_like(a, initial) for a in scales])
