@@ -235,17 +235,11 @@ def test_rejects_a_program_without_a_schedule():
 
 SCATTER = """HloModule step, is_scheduled=true
 
-%add (a: f32[], b: f32[]) -> f32[] {
-  %a = f32[] parameter(0)
-  %b = f32[] parameter(1)
-  ROOT %sum = f32[] add(%a, %b)
-}
-
 %fused (table: f32[4096,256], rows: s32[8,1], updates: f32[8,256]) -> f32[4096,256] {
   %table = f32[4096,256]{1,0} parameter(0)
   %rows = s32[8,1]{1,0} parameter(1)
   %updates = f32[8,256]{1,0} parameter(2)
-  ROOT %scatter = f32[4096,256]{1,0} scatter(%table, %rows, %updates), update_window_dims={1}, inserted_window_dims={0}, scatter_dims_to_operand_dims={0}, index_vector_dim=1, to_apply=%add
+  ROOT %scatter = f32[4096,256]{1,0} scatter(%table, %rows, %updates), update_window_dims={1}, inserted_window_dims={0}, scatter_dims_to_operand_dims={0}, index_vector_dim=1
 }
 
 ENTRY %main (x: f32[4096,256], i: s32[8,1], u: f32[8,256]) -> f32[4096,256] {

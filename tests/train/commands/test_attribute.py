@@ -1,11 +1,13 @@
 """``fnet attribute``, and runs that record scores of their training examples."""
 
 import csv
+import types
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from PIL import Image
 from program_cases import TINY, assert_one_line_error, exit_code, final_state, fnet_command
@@ -16,6 +18,8 @@ from fnet.autodiff import per_example_grad
 from train.arguments import AttributeArguments
 from train.commands.attribute import attribute
 from train.config import Config, ImageFolder
+from train.data import Dataset
+from train.gradients.attribution import Attribution
 from train.run import attribution, open_run
 from train.run.checkpoints import Checkpoints
 from train.run.open_run import OpenRun
@@ -229,3 +233,18 @@ def test_a_completion_is_attributed_to_rows_of_text(tmp_path, monkeypatch, capsy
     assert_one_line_error(capsys, "which predicts no labels of images")
     assert exit_code("attribute", "run", "--prompt", "a", "--completion", "far too long") == 2
     assert_one_line_error(capsys, "--completion: has 12 tokens; expected 1 to data.context 8")
+
+
+def test_each_step_is_scored_with_a_sixteenth_of_a_batch_from_256_test_examples():
+    config = types.SimpleNamespace(data=types.SimpleNamespace(batch_size=70))
+    dataset = Dataset(
+        train={"x": np.zeros(40)}, test={"x": np.arange(600)}, augment=None, classes=()
+    )
+    for grad, *expected in (
+        (Attribution(), 256, 4),
+        (Attribution(validation_batch=3, validation_examples=2), 2, 2),
+    ):
+        mode, _ = grad.build_for(config, optax.sgd(0.1), None, dataset, lambda step: 0.1)
+        x = mode.validation["x"]
+        assert [len(x), mode.validation_batch] == expected
+        assert (x[0], x[-1], mode.train_size) == (0, 599, 40)
