@@ -1,5 +1,6 @@
 import os
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -243,3 +244,17 @@ def test_memory_of_a_tpu_is_what_its_compiler_allows(name):
     gibibytes = re.search(r"available HBM \(([\d.]+)G\)", str(error.value))[1]
     # Versions of libtpu differ by 10 MiB.
     assert tpu.usable == tpu.memory == pytest.approx(float(gibibytes) * 2**30, rel=1e-3)
+
+
+def test_devices_of_a_tpu_target_are_the_first_of_its_slice(monkeypatch):
+    asked, slice_ = [], types.SimpleNamespace(devices=jax.local_devices()[1:])
+
+    def get(name, platform):
+        asked.append((name, platform))
+        return slice_
+
+    monkeypatch.setattr(target.topologies, "get_topology_desc", get)
+    tpu = target.describe("v6e", 3)
+    assert asked == [("v6e:2x2", "tpu")]
+    assert (tpu.device, tpu.devices) == (slice_.devices[0], tuple(slice_.devices[:3]))
+    assert (tpu.memory, tpu.peaks) == (TARGETS["v6e"].memory, TARGETS["v6e"].peaks)
