@@ -194,17 +194,25 @@ def test_parameter_counts_match_those_of_timm(architecture, parameters):
     assert sum(a.size for a in jax.tree.leaves(params)) == parameters
 
 
+def of_kind(kind, architecture):
+    return {"model_type": kind, "architectures": [architecture]}
+
+
 @pytest.mark.parametrize(
-    ("kind", "architecture", "parameters"),
-    [  # two classes, images of 224 pixels, sizes of the base models
-        ("vit", "ViTForImageClassification", 85_800_194),
-        ("dinov2", "Dinov2ForImageClassification", 86_580_480 - (37**2 - 16**2) * 768 + 2 * 1537),
-        ("clip_vision_model", "CLIPVisionModelWithProjection", 87_849_216),
-        ("siglip_vision_model", "SiglipVisionModel", 92_884_224),
+    ("config", "parameters"),
+    [  # images of 224 pixels and, in transformers, two classes
+        (of_kind("vit", "ViTForImageClassification"), 85_800_194),
+        (
+            of_kind("dinov2", "Dinov2ForImageClassification"),
+            86_580_480 - (37**2 - 16**2) * 768 + 2 * 1537,
+        ),
+        (of_kind("clip_vision_model", "CLIPVisionModelWithProjection"), 87_849_216),
+        (of_kind("siglip_vision_model", "SiglipVisionModel"), 92_884_224),
+        ({"architecture": "vit_base_patch16_224"}, 86_567_656),
     ],
+    ids=["vit", "dinov2", "clip", "siglip", "timm"],
 )
-def test_defaults_are_those_of_published_base_models(kind, architecture, parameters):
-    config = {"model_type": kind, "architectures": [architecture]}
+def test_defaults_are_those_of_published_base_models(config, parameters):
     params, _ = jax.eval_shape(build_model(config).init, jax.random.key(0))
     assert sum(a.size for a in jax.tree.leaves(params)) == parameters
 
