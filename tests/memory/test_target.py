@@ -247,14 +247,12 @@ def test_memory_of_a_tpu_is_what_its_compiler_allows(name):
 
 
 def test_devices_of_a_tpu_target_are_the_first_of_its_slice(monkeypatch):
-    asked, slice_ = [], types.SimpleNamespace(devices=jax.local_devices()[1:])
-
-    def get(name, platform):
-        asked.append((name, platform))
-        return slice_
-
-    monkeypatch.setattr(target.topologies, "get_topology_desc", get)
-    tpu = target.describe("v6e", 3)
-    assert asked == [("v6e:2x2", "tpu")]
-    assert (tpu.device, tpu.devices) == (slice_.devices[0], tuple(slice_.devices[:3]))
-    assert (tpu.memory, tpu.peaks) == (TARGETS["v6e"].memory, TARGETS["v6e"].peaks)
+    slices = {("v6e:2x2", "tpu"): types.SimpleNamespace(devices=jax.local_devices()[1:])}
+    monkeypatch.setattr(target.topologies, "get_topology_desc", lambda *name: slices[name])
+    tpu, known = target.describe("v6e", 3), TARGETS["v6e"]
+    assert tpu.devices == (tpu.device, *jax.local_devices()[2:4])
+    assert (tpu.device, tpu.memory, tpu.peaks) == (
+        jax.local_devices()[1],
+        known.memory,
+        known.peaks,
+    )
