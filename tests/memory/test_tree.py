@@ -172,19 +172,17 @@ def test_a_plan_is_never_slower_than_a_checkpoint_around_each_block():
 
 
 def test_as_many_rows_are_kept_as_fit_by_what_was_traced():
-    """Keeping arrays takes 50 bytes more than their sizes, so one of three fits, not two."""
-    exp = jax.make_jaxpr(jnp.exp)(jnp.zeros(25)).jaxpr.eqns[0]
+    exp = jax.make_jaxpr(jnp.exp)(jnp.zeros(25)).jaxpr.eqns[0]  # three arrays of 100 bytes
     division = types.SimpleNamespace(dearest=[(0, exp.outvars[0], exp)] * 3)
     fewest, tried = Option(Rows(2), 1, 1000, Cost(0, 0)), []
 
     def trace(tree):
-        tried.append(tree.keep)
+        tried.append(tree.keep)  # and 50 bytes more than their sizes
         return Traced(fewest._replace(tree=tree, bytes=1050 + 100 * tree.keep), None, None)
 
-    planner = types.SimpleNamespace(trace=trace)
+    search = functools.partial(Planner._keeping, types.SimpleNamespace(trace=trace), Rows, [2])
     for limit, keeps in ((1240, [2, 1]), (1250, [2]), (1340, [3, 2]), (1099, [])):
         tried.clear()
         fits = functools.partial(lambda limit, option: option.bytes <= limit, limit)
-        found = [*Planner._keeping(planner, Rows, [2], fewest, {}, division, fits)]
-        assert tried == keeps
-        assert [option.tree.keep for option in found] == keeps[-1:]
+        found = [option.tree.keep for option in search(fewest, {}, division, fits)]
+        assert (tried, found) == (keeps, keeps[-1:])
