@@ -246,7 +246,7 @@ def _pixel_weights(spec: _Spec, labels: Array, labeled: Array, dtype: DTypeLike)
     if spec.class_weights is None:
         return labeled.astype(dtype)
     weights = jnp.asarray(spec.class_weights, dtype)
-    return jnp.where(labeled, weights[jnp.where(labeled, labels, 0)], 0)
+    return jnp.where(labeled, weights[labels], 0)
 
 
 def _total_weight(spec: _Spec, labels: Array, counts: Array) -> Array:

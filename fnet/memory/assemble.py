@@ -130,12 +130,8 @@ class _Assembly:
         self.more = Cost(0, 0)
         self._windows = windows
         self._saved: dict[int, list[Array]] = {}  # by a scan, for the one of the backward pass
-        self._number = {
-            k: n
-            for n, w in enumerate(windows)
-            if w.least is not None
-            for k in range(w.start, w.end)
-        }
+        self._least = {n: w.least for n, w in enumerate(windows) if w.least is not None}
+        self._number = {k: n for n in self._least for k in range(windows[n].start, windows[n].end)}
         forward: dict[int, list[Operation]] = {}
         backward: dict[int, list[Operation]] = {}
         for o in plain:
@@ -149,14 +145,12 @@ class _Assembly:
             if n is None or n not in forward or n not in backward:
                 self._copy(o, self.now)
             elif self._windows[n].is_loop and o.name == "scan":
-                w = self._windows[n]
-                self._copy_loop(o, forward[n], backward[n], w.least or 0.0, w.is_on_host)
+                self._copy_loop(o, n, forward[n], backward[n])
             elif not o.tag or not o.tag[1] or self._windows[n].is_loop:
                 self._copy(o, self.now)
             else:
                 if n not in inside:
-                    w = self._windows[n]
-                    inside[n] = self._again(forward[n], backward[n], w.least or 0.0, w.is_on_host)
+                    inside[n] = self._again(n, forward[n], backward[n])
                 self._copy(o, inside[n])
                 self.now |= {a: inside[n][a] for a in o.outputs}
                 if o in last:
@@ -186,13 +180,10 @@ class _Assembly:
         return self._program.add(Operation(BARRIER, list(arrays), outputs, launches=0))
 
     def _again(
-        self,
-        forward: Sequence[Operation],
-        backward: Sequence[Operation],
-        least: float,
-        is_on_host: bool,
+        self, n: int, forward: Sequence[Operation], backward: Sequence[Operation]
     ) -> dict[Array, Array]:
         """Run again what the backward pass of a window needs, and is not saved."""
+        least, is_on_host = self._least[n], self._windows[n].is_on_host
         saved = {
             a
             for o in forward
@@ -247,15 +238,10 @@ class _Assembly:
             self.now |= zip(out, self._barrier([self.now[a] for a in out]), strict=True)
 
     def _copy_loop(
-        self,
-        o: Operation,
-        forward: Sequence[Operation],
-        backward: Sequence[Operation],
-        least: float,
-        is_on_host: bool,
+        self, o: Operation, n: int, forward: Sequence[Operation], backward: Sequence[Operation]
     ) -> None:
         """A scan whose iterations save what is dear to compute, and the carry."""
-        later = set(backward)
+        least, is_on_host, later = self._least[n], self._windows[n].is_on_host, set(backward)
         stacks = [
             a
             for f in forward

@@ -55,18 +55,36 @@ def test_products_match_a_loop_over_examples(name, reads, monkeypatch):
         chex.assert_trees_all_close(one / scale, expected / scale, rtol=0, atol=error)
 
 
-def test_products_of_a_slice_of_a_parameter(monkeypatch):
+def product(p, x):
+    return jnp.square(jnp.tanh(x @ p)).sum((1, 2))
+
+
+def product_of_slice(p, x):
+    return product(p[:, 64:128], x)
+
+
+@pytest.mark.parametrize(
+    ("loss", "other", "positions"),
+    [
+        (product, product, 2),
+        (product, lambda p, x: product(p, x) + jnp.sin(2 * x @ p).sum((1, 2)), 2),
+        (product, lambda p, x: product(p[:, ::-1], x), 2),
+        (product, lambda p, x: x.sum((1, 2)), 2),
+        (product_of_slice, product_of_slice, 40),
+    ],
+    ids=["one use", "two uses", "another use", "no use", "slice"],
+)
+def test_products_with_gradients_of_a_loss(loss, other, positions, monkeypatch):
     monkeypatch.setattr(parameter_gradients, "_MATERIALIZED", 0)
-    p, x = (jnp.asarray(np.random.default_rng(0).normal(size=s)) for s in ((64, 192), (6, 40, 64)))
-    p = p / 8
-
-    def loss(p, x):
-        return jnp.square(jnp.tanh(x @ p[:, 64:128])).sum((1, 2))
-
-    weights = jnp.arange(6.0)
-    grads = jax.vmap(jax.grad(lambda p, x: loss(p, x[None])[0]), (None, 0))(p, x)
-    expected = jnp.tensordot(weights, grads, 1)
-    own = per_example_gradients("test", loss, p, examples("test", (x,)))
-    total, products = own.sum_and_products(weights, own, weights)
-    chex.assert_trees_all_close(total, expected, rtol=1e-4, atol=1e-3)
-    chex.assert_trees_all_close(products, jnp.tensordot(grads, expected, 2), rtol=1e-4)
+    draw = np.random.default_rng(0).normal
+    p, x = jnp.asarray(draw(size=(64, 192)) / 8), jnp.asarray(draw(size=(6, positions, 64)))
+    scales, weights = jnp.arange(6.0), jnp.array([0.5, 0.0, -1.0, 2.0, 0.0, 0.1])
+    own, others = (
+        per_example_gradients("test", f, p, examples("test", (x,))) for f in (loss, other)
+    )
+    total, products = own.sum_and_products(scales, others, weights)
+    grads = jax.jacobian(loss)(p, x)
+    direction = jnp.tensordot(weights, jax.jacobian(other)(p, x), 1)
+    chex.assert_trees_all_close(total, jnp.tensordot(scales, grads, 1), rtol=1e-4, atol=1e-3)
+    expected = jnp.tensordot(grads, direction, 2)
+    chex.assert_trees_all_close(products, expected, rtol=1e-4, atol=1e-3)

@@ -455,15 +455,18 @@ def test_yarn_keeps_high_frequencies_and_divides_low_ones():
     np.testing.assert_allclose(yarn.scale, 0.1 * np.log(4) + 1)
 
 
-@pytest.mark.slow
-def test_longrope_takes_the_length_of_the_sequence_or_of_the_cache():
+def test_longrope_divides_by_factors_of_the_length():
     parameters = LONGROPE["rope_scaling"] | {"original_max_position_embeddings": 4, "type": "su"}
     rotary = rotary_embedding("phi3", 8, parameters, 64)
     plain = np.array(rotary_embedding("phi3", 8, {}, 64).base)
     for length, factor in ((4, "short_factor"), (5, "long_factor")):
         np.testing.assert_allclose(rotary.base(length), plain / parameters[factor])
     np.testing.assert_allclose(rotary.scale, np.sqrt(1 + np.log(64 / 4) / np.log(4)))
+    assert rotary.restart_lengths == (4,)
 
+
+@pytest.mark.slow
+def test_longrope_takes_the_length_of_the_sequence_or_of_the_cache():
     model, params, _ = loaded("phi3_longrope")
     for length in (4, 17):
         tokens = TOKENS[:, :length]

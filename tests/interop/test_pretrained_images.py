@@ -172,23 +172,46 @@ def test_only_image_networks_interpolate_positions():
         build_model(CONFIGS["convnext"], interpolate_positions=True)
 
 
-@pytest.mark.sweep(6)
+def timm(architecture, size=224):
+    other = {"num_classes": 0, "pretrained_cfg": {"input_size": [3, size, size]}}
+    return {"architecture": architecture} | (other if size != 224 else {})
+
+
+def transformers(kind, architecture):
+    return {"model_type": kind, "architectures": [architecture]}
+
+
 @pytest.mark.parametrize(
-    ("architecture", "parameters"),
-    [  # timm 1.0.31
-        ("vit_tiny_patch16_224", 5_717_416),
-        ("deit_base_distilled_patch16_224", 87_338_192),
-        ("vit_giant_patch14_reg4_dinov2", 1_136_483_840),
-        ("vit_so400m_patch14_siglip_384", 428_225_600),
-        ("convnext_xxlarge", 843_398_016),
+    ("config", "parameters"),
+    [
+        (timm("vit_base_patch16_224"), 86_567_656),
+        (timm("vit_tiny_patch16_224"), 5_717_416),
+        (timm("deit_base_distilled_patch16_224"), 87_338_192),
+        (timm("vit_giant_patch14_reg4_dinov2", 518), 1_136_483_840),
+        (timm("vit_so400m_patch14_siglip_384", 384), 428_225_600),
+        (timm("convnext_xxlarge", 256), 843_398_016),
+        (transformers("vit", "ViTForImageClassification"), 85_800_194),
+        (  # published for images of 518 pixels
+            transformers("dinov2", "Dinov2ForImageClassification"),
+            86_580_480 - (37**2 - 16**2) * 768 + 2 * 1537,
+        ),
+        (transformers("clip_vision_model", "CLIPVisionModelWithProjection"), 87_849_216),
+        (transformers("siglip_vision_model", "SiglipVisionModel"), 92_884_224),
     ],
 )
-def test_parameter_counts_match_those_of_timm(architecture, parameters):
-    size = 518 if "dinov2" in architecture else 384 if "384" in architecture else 224
-    config = {
-        "architecture": architecture,
-        "num_classes": 1000 if "_224" in architecture else 0,
-        "pretrained_cfg": {"input_size": [3, size, size]},
-    }
+def test_parameter_counts_are_those_of_timm_and_transformers(config, parameters):
     params, _ = jax.eval_shape(build_model(config).init, jax.random.key(0))
     assert sum(a.size for a in jax.tree.leaves(params)) == parameters
+
+
+@pytest.mark.parametrize(
+    ("architecture", "initial"),
+    [("deit3_base_patch16_224", 1e-6), ("vit_base_patch14_dinov2", 1e-5)],
+)
+def test_layer_scales_begin_as_in_timm(architecture, initial):
+    config = CONFIGS["timm_vit"] | {"architecture": architecture}
+    params, _ = build_model(config).init(jax.random.key(0))
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    scales = [a for path, a in leaves if "post_norm" in jax.tree_util.keystr(path)]
+    assert scales
+    chex.assert_trees_all_equal(scales, [jnp.full_like(a, initial) for a in scales])

@@ -88,3 +88,9 @@ def test_layouts_of_different_arrays_differ():
 def test_orders_without_factors_are_refused(move, shape):
     with pytest.raises(NoLayoutError):
         move(Layout.of(shape))
+
+
+def test_a_number_selects_one_element_of_an_axis_with_several_factors():
+    layout = Layout.of((4, 6)).transpose((1, 0)).reshape((24,))
+    selected = [int(numbers(layout[i])) for i in range(-24, 24)]
+    assert selected == [*np.arange(24).reshape(4, 6).T.ravel()] * 2

@@ -17,29 +17,12 @@ def test_cosine_patches_are_the_orthonormal_dct_and_its_negative():
     np.testing.assert_allclose(got, np.concatenate([expected, -expected]), atol=1e-5)
 
 
-def test_cosine_patches_separate_the_color_channels():
-    kernel = cosine_patches(jax.random.key(0), (1, 1, 3, 6))[0, 0, :, :3]
-    axes = np.array([[1, 1, 1], [1, 0, -1], [1, -2, 1]], np.float32)
-    np.testing.assert_allclose(kernel.T, axes / np.linalg.norm(axes, axis=1)[:, None], atol=1e-6)
-
-
-def test_cosine_patches_decorrelate_neighboring_pixels():
-    # Pixels of a Markov chain with correlation 0.95, a model of natural images.
-    n = 3
-    chain = 0.95 ** np.abs(np.subtract.outer(np.arange(n), np.arange(n)))
-    kernel = np.asarray(cosine_patches(jax.random.key(0), (n, 1, 1, 2 * n)))[:, 0, 0, :n]
-    covariance = kernel.T @ chain @ kernel
-    scale = np.sqrt(np.diag(covariance))
-    assert np.abs(covariance / np.outer(scale, scale) - np.eye(n)).max() < 0.1
-
-
 def test_cosine_patches_reject_another_number_of_channels():
     with pytest.raises(ValueError, match=r"\(2, 2, 3\) need 24 output channels, got 16"):
         cosine_patches(jax.random.key(0), (2, 2, 3, 16))
 
 
-@pytest.mark.sweep(6)
-@pytest.mark.parametrize(("n_in", "n_out", "window"), [(3, 5, 3), (5, 3, 2), (4, 4, 3)])
+@pytest.mark.parametrize(("n_in", "n_out", "window"), [(3, 5, 3), (5, 3, 2)])
 def test_partly_identity_copies_channels(n_in, n_out, window):
     conv = layers.conv(n_in, n_out, window, bias=False, kernel_init=partly_identity)
     params, state = conv.init(jax.random.key(0))

@@ -21,7 +21,7 @@ from fnet.memory import (
     tree_bytes,
 )
 from fnet.memory.apply import trace_inlined
-from fnet.memory.loops import Chunks, _chunked, loop_choices, remat_loops
+from fnet.memory.loops import Chunks, _chunked, _promising, loop_choices, remat_loops
 
 
 def chunk_loops(f, sizes):
@@ -327,3 +327,10 @@ def test_composes_with_vmap_and_jvp():
         return scaled, jax.jvp(lambda *a: f(*a) / 100, inputs(), tangents)
 
     chex.assert_trees_all_close(transformed(f), transformed(recurrent), rtol=1e-3, atol=1e-3)
+
+
+def test_sizes_that_are_tried_are_divisors_and_some_between():
+    for length in (1, 2, 35, 89 * 97, 2**12):
+        sizes = _promising(length)
+        assert {n for n in range(1, length) if length % n == 0} <= sizes <= {*range(1, length)}
+        assert all(any(n < m <= 2 * n for m in sizes) for n in sizes if 2 * n < length)

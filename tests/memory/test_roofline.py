@@ -231,3 +231,26 @@ def test_slices_of_a_tpu_grow_by_their_shortest_side():
 def test_rejects_a_program_without_a_schedule():
     with pytest.raises(ValueError, match="has no schedule"):
         roofline.estimate("HloModule f", PEAKS)
+
+
+SCATTER = """HloModule step, is_scheduled=true
+
+%fused (table: f32[4096,256], rows: s32[8,1], updates: f32[8,256]) -> f32[4096,256] {
+  %table = f32[4096,256]{1,0} parameter(0)
+  %rows = s32[8,1]{1,0} parameter(1)
+  %updates = f32[8,256]{1,0} parameter(2)
+  ROOT %scatter = f32[4096,256]{1,0} scatter(%table, %rows, %updates), update_window_dims={1}, inserted_window_dims={0}, scatter_dims_to_operand_dims={0}, index_vector_dim=1
+}
+
+ENTRY %main (x: f32[4096,256], i: s32[8,1], u: f32[8,256]) -> f32[4096,256] {
+  %x = f32[4096,256]{1,0} parameter(0)
+  %i = s32[8,1]{1,0} parameter(1)
+  %u = f32[8,256]{1,0} parameter(2)
+  ROOT %fusion = f32[4096,256]{1,0} fusion(%x, %i, %u), kind=kInput, calls=%fused
+}
+"""
+
+
+def test_a_scatter_in_a_fusion_reads_and_writes_its_updates_alone():
+    indices, updates = 8 * 4, 8 * 256 * 4
+    assert roofline.estimate(SCATTER, PEAKS).bytes == indices + 2 * updates

@@ -1,5 +1,6 @@
 import os
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -250,3 +251,15 @@ def test_memory_of_a_tpu_is_what_its_compiler_allows(name):
     gibibytes = re.search(r"available HBM \(([\d.]+)G\)", str(error.value))[1]
     # Versions of libtpu differ by 10 MiB.
     assert tpu.usable == tpu.memory == pytest.approx(float(gibibytes) * 2**30, rel=1e-3)
+
+
+def test_devices_of_a_tpu_target_are_the_first_of_its_slice(monkeypatch):
+    slices = {("v6e:2x2", "tpu"): types.SimpleNamespace(devices=jax.local_devices()[1:])}
+    monkeypatch.setattr(target.topologies, "get_topology_desc", lambda *name: slices[name])
+    tpu, known = target.describe("v6e", 3), TARGETS["v6e"]
+    assert tpu.devices == (tpu.device, *jax.local_devices()[2:4])
+    assert (tpu.device, tpu.memory, tpu.peaks) == (
+        jax.local_devices()[1],
+        known.memory,
+        known.peaks,
+    )

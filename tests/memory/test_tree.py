@@ -2,6 +2,7 @@
 
 import functools
 import pickle
+import types
 
 import chex
 import jax
@@ -12,7 +13,8 @@ import pytest
 import fnet
 from fnet.layers.dot_product_attention import dot_product_attention
 from fnet.memory import compile_min_memory, estimate_cost, peak, residuals
-from fnet.memory.search import Planner
+from fnet.memory.cost import Cost
+from fnet.memory.search import Option, Planner, Traced
 from fnet.memory.tree import NOTHING, Blocks, Loops, Rows, Window
 
 DEPTH, WIDTH, BATCH = 8, 32, 1024
@@ -167,3 +169,20 @@ def test_a_plan_is_never_slower_than_a_checkpoint_around_each_block():
     plan = fnet.memory.plan(build, budget)
     assert plan.chosen.peak.total <= budget
     assert plan.chosen.cost.flops <= flops(by_hand)
+
+
+def test_as_many_rows_are_kept_as_fit_by_what_was_traced():
+    exp = jax.make_jaxpr(jnp.exp)(jnp.zeros(25)).jaxpr.eqns[0]  # three arrays of 100 bytes
+    division = types.SimpleNamespace(dearest=[(0, exp.outvars[0], exp)] * 3)
+    fewest, tried = Option(Rows(2), 1, 1000, Cost(0, 0)), []
+
+    def trace(tree):
+        tried.append(tree.keep)  # and 50 bytes more than their sizes
+        return Traced(fewest._replace(tree=tree, bytes=1050 + 100 * tree.keep), None, None)
+
+    search = functools.partial(Planner._keeping, types.SimpleNamespace(trace=trace), Rows, [2])
+    for limit, keeps in ((1240, [2, 1]), (1250, [2]), (1340, [3, 2]), (1099, [])):
+        tried.clear()
+        fits = functools.partial(lambda limit, option: option.bytes <= limit, limit)
+        found = [option.tree.keep for option in search(fewest, {}, division, fits)]
+        assert (tried, found) == (keeps, keeps[-1:])

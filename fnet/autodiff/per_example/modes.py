@@ -311,7 +311,7 @@ class PerExampleMode(Mode):
             )  # fmt: skip
             sums, info = function(_widen(params), batch, key, mask=batch.get("weight"))
             is_counted = _is_counted(info, batch.get("weight"))
-            grads = jax.tree.map(lambda g: g / jnp.maximum(is_counted.sum(), 1), sums)
+            grads = mean_of(sums, None, is_counted)
             metrics, model_state = summarize(info, is_counted, model_state)
             scale = noise_scale(info.norms, jnp.sqrt(squared_norm(grads)), is_counted)
             metrics |= scale._asdict()

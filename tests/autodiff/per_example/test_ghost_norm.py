@@ -329,3 +329,17 @@ def test_chunks_are_large_enough_for_an_accelerator(platform, batch, chunks):
     factors = [np.broadcast_to(np.float32(0), (batch, 256, n)) for n in (768, 3072)]
     with traced_for(platform):
         assert ghost_norm.number_of_chunks(batch, factors, 4 * 768 * 3072) == chunks
+
+
+def test_norms_of_terms_add_up_groups_and_bound_squares_that_underflow():
+    rng, tiny = np.random.default_rng(0), float(np.finfo(np.float32).tiny)
+    a, b = rng.uniform(size=(2, 2, 3, 4))  # factors, groups, examples and positions
+    a[:, 0] = 0
+
+    def norms(a, b):
+        return np.sqrt(np.square(np.sqrt(a * b).sum(2)).sum(0))
+
+    got, upper = ghost_norm.sum_term_norms(jnp.float32(a), jnp.float32(b), (5, 7))
+    np.testing.assert_allclose(got, norms(a, b), rtol=1e-5)
+    np.testing.assert_allclose(upper, norms(a + 5 * tiny, b + 7 * tiny), rtol=1e-4)
+    assert upper[0] > 0

@@ -1,11 +1,13 @@
 """``fnet attribute``, and runs that record scores of their training examples."""
 
 import csv
+import types
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from PIL import Image
 from program_cases import TINY, assert_one_line_error, exit_code, final_state, fnet_command
@@ -16,6 +18,8 @@ from fnet.autodiff import per_example_grad
 from train.arguments import AttributeArguments
 from train.commands.attribute import attribute
 from train.config import Config, ImageFolder
+from train.data import Dataset
+from train.gradients.attribution import Attribution
 from train.run import attribution, open_run
 from train.run.checkpoints import Checkpoints
 from train.run.open_run import OpenRun
@@ -229,3 +233,11 @@ def test_a_completion_is_attributed_to_rows_of_text(tmp_path, monkeypatch, capsy
     assert_one_line_error(capsys, "which predicts no labels of images")
     assert exit_code("attribute", "run", "--prompt", "a", "--completion", "far too long") == 2
     assert_one_line_error(capsys, "--completion: has 12 tokens; expected 1 to data.context 8")
+
+
+def test_each_step_is_scored_with_a_sixteenth_of_a_batch_from_256_test_examples():
+    config = types.SimpleNamespace(data=types.SimpleNamespace(batch_size=70))
+    dataset = Dataset({"x": np.zeros(40)}, {"x": np.arange(600)}, (), augment=None)
+    mode, _ = Attribution().build_for(config, optax.sgd(0.1), None, dataset, lambda step: 0.1)
+    x = mode.validation["x"]
+    assert (len(x), x[0], x[-1], mode.validation_batch, mode.train_size) == (256, 0, 599, 4, 40)

@@ -119,6 +119,9 @@ def test_long_questions_lose_their_beginning(write):
     assert question.truncated
     assert [len(row) for row in question.rows] == [CONTEXT + 1] * 3
     assert bytes(question.rows[1].astype(np.uint8)).decode() == "a" * 45 + " abc"
+    longest = [{"question": "a" * n, "choices": ["x", "abc"], "answer": 0} for n in (45, 46)]
+    longest = load_questions(write(longest), "--choices", BYTES, CONTEXT)
+    assert [q.truncated for q in longest] == [False, True]  # a row has CONTEXT + 1 tokens
 
 
 def test_questions_begin_with_the_start_token_of_the_tokenizer(write, tmp_path):

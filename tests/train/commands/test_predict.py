@@ -85,6 +85,7 @@ LABEL_MAPS = {
         ("a", "b"), ((0, 0), (1, 1)), ((0x0000FF, 1), (0xFF0000, 0)), "colors", (RED, BLUE)
     ),
     "16 bits": LabelMap(("a", "b"), ((7, 0), (1007, 1))),
+    "one value beyond 8 bits": LabelMap(("a", "b"), ((7, 0), (256, 1))),
 }
 
 

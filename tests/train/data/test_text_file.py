@@ -41,6 +41,7 @@ def test_rows_are_pieces_of_the_training_text(text):
     assert all(as_text(row) in TEXT[:900] for row in batch["tokens"])
     again = data.augment(data.train, np.random.default_rng(1))
     assert not np.array_equal(again["tokens"], batch["tokens"])
+    assert data.notes == ()
 
 
 def test_private_training_rows_share_no_targets(text):

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import types
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from program_cases import assert_one_line_error, exit_code, fnet_command, metric
 from tests.pretrained_folder import write_folder
 from train.config import ChatFile, recipes
 from train.data.chat_file import load
+from train.run.predictions import outputs_of_texts
 from train.run.setup import setup
 
 TEXTS = [{"text": f"{n} and {n}" if n % 2 else f"no {n}", "label": n % 2} for n in range(80)]
@@ -138,3 +140,15 @@ def test_a_classifier_trains_and_transformers_reads_its_logits(workplace, write,
     assert (logits.argmax(1) == batch["label"]).mean() == pytest.approx(last["test/accuracy"])
     losses = np.log(np.exp(logits).sum(1)) - logits[np.arange(len(logits)), batch["label"]]
     assert losses.mean() == pytest.approx(last["test/loss"], rel=1e-4)
+
+
+def test_each_text_has_its_own_output(write):
+    data = ChatFile(label="label", context=16, batch_size=3)
+    opened = types.SimpleNamespace(
+        config=types.SimpleNamespace(data=data, model=types.SimpleNamespace(complete=lambda d: d)),
+        network=lambda best: (None, ({}, {}, 7)),
+        kind=types.SimpleNamespace(outputs=lambda *_: lambda params, state, b: b["tokens"]),
+    )
+    step, outputs = outputs_of_texts(opened, [write(TEXTS[:8])], best=False)
+    read = [bytes(row.tolist()).decode().rstrip("\0") for _, row in outputs]
+    assert (step, read) == (7, [r["text"] for r in TEXTS[:8]])
