@@ -199,7 +199,9 @@ def run_windows(
             continue
         segment, effects = _without_effects(segment_of(jaxpr, window.start, window.end))
         part = ClosedJaxpr(segment, [])
-        run = inner(part) if inner else functools.partial(_evaluate, part)
+        run: Any = (
+            inner(part) if inner else lambda *args, part=part: interpret(part, args, evaluate)
+        )
         # A jax.checkpoint would have effects twice, or rejects them.
         if not is_plain and not any(e.effects for e in segment.eqns):
             if checkpoint:
@@ -216,10 +218,6 @@ def run_windows(
         for effect in effects:
             evaluate(effect, read(effect.invars))
     return read(jaxpr.outvars)
-
-
-def _evaluate(closed: ClosedJaxpr, *args: Any) -> list[Any]:
-    return interpret(closed, args, evaluate)
 
 
 def _without_effects(segment: Jaxpr) -> tuple[Jaxpr, list[JaxprEqn]]:

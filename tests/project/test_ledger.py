@@ -8,16 +8,16 @@ import pytest
 ROOT = Path(__file__).parents[2]
 LEDGER = {
     "fnet/jaxpr": 3_622,
-    "fnet/autodiff": 9_685,
-    "fnet/memory": 8_215,
+    "fnet/autodiff": 9_737,
+    "fnet/memory": 8_291,
     "fnet/layers": 5_794,
     "fnet/models + fnet/interop": 9_337,
     "fnet, the rest": 10_896,
     "train/data": 11_382,
-    "train/run + train/commands": 8_457,
-    "train, the rest": 8_239,
-    "tests": 59_403,
-    "benchmarks": 16_627,
+    "train/run + train/commands": 8_500,
+    "train, the rest": 8_246,
+    "tests": 59_632,
+    "benchmarks": 16_628,
 }
 """Lines of ``*.py``. A row of its own takes a package out of the rest."""
 SLACK = 30

@@ -6,7 +6,7 @@ import re
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -288,7 +288,7 @@ class Planner:
                 times.append(roofline.estimate(planned.executable, self.target.peaks).seconds)
             rest = planned.executable.report.peak.total - tree_bytes(run.state_shapes)
             peaks.append(rest)
-            stats = unwrap(planned.executable).memory_analysis()
+            stats: Any = unwrap(planned.executable).memory_analysis()
             host = f"{format_bytes(stats.host_temp_size_in_bytes)} on the host, "
             self.log(
                 f"{way}: {programs}: {format_bytes(rest)} in addition to the state "

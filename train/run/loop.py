@@ -154,12 +154,13 @@ def train(
                 log(changed)
             start_time -= folder.seconds_spent()
             loop = _Loop(
-                run, folder, programs, seeds, unreadable, checkpoints, start, start_time, log, data
-            )
+                run, folder, programs, seeds, unreadable, checkpoints, start, start_time, log, data,
+                high_water,
+            )  # fmt: skip
             tracker = stack.enter_context(tracking.tracking(config, folder, start.step))
             tracker.draw(start.step, folder.augmented)
             with loop.interruption:  # also while the last checkpoint is written
-                loop.take_steps(console, high_water, profile, tracker)
+                loop.take_steps(console, profile, tracker)
                 checkpoints.wait()
                 loop.mark_saved()
         measured_bytes = high_water.bytes()  # before the plots, which are not training
@@ -238,6 +239,7 @@ class _Loop:
     start_time: float
     log: Callable[[str], None]
     data: dict[str, Any]
+    high_water: HighWater
 
     def __post_init__(self) -> None:
         run, config = self.run, self.run.config
@@ -265,9 +267,7 @@ class _Loop:
         self.interruption = Interruption()
         self._is_alone = not distributed.has_other_processes()
 
-    def take_steps(
-        self, console: Console, high_water: HighWater, profile: int, tracker: tracking.Tracker
-    ) -> None:
+    def take_steps(self, console: Console, profile: int, tracker: tracking.Tracker) -> None:
         """Take steps until the last one, a signal or a failure, and trace ``profile`` of them."""
         run, folder, first = self.run, self.folder, self.step
         with (
@@ -284,7 +284,7 @@ class _Loop:
                     metrics_file.write(json.dumps(first) + "\n")
                 metrics_file.write(json.dumps(line) + "\n")
                 tracker.log(self.step, line)
-                progress.log(line, high_water.bytes())
+                progress.log(line, self.high_water.bytes())
 
             batch = None if self.ended_early else self._next_batch()
             while batch is not None:
@@ -297,7 +297,7 @@ class _Loop:
                     progress.advance(self.step)
                     self._position = self._batches.get_state()
                     batch = self._next_batch()  # while the device computes
-                if self._end_step(progress, high_water, write):
+                if self._end_step(progress, write):
                     break
 
     @property
@@ -394,12 +394,7 @@ class _Loop:
             self.failure = error
         return None
 
-    def _end_step(
-        self,
-        progress: Progress,
-        high_water: HighWater,
-        write: Callable[[dict[str, Any]], None],
-    ) -> bool:
+    def _end_step(self, progress: Progress, write: Callable[[dict[str, Any]], None]) -> bool:
         config, is_last = self.run.config, self.step >= self.run.steps
         is_logging = self.step % config.train.log_every == 0
         is_evaluating = self.step % self._eval_every == 0 or is_last
@@ -416,7 +411,7 @@ class _Loop:
         if is_logging or is_evaluating or is_stopping:
             self.unreadable.share()
             line = self._training_line()
-            if is_evaluating and self._evaluate(progress, high_water):
+            if is_evaluating and self._evaluate(progress):
                 assert self.evaluation is not None
                 score = self._judge(self.evaluation.metrics)
                 line |= self.evaluation.test_metrics
@@ -447,11 +442,11 @@ class _Loop:
             line[results.unreadable_name(run)] = self.unreadable.count
         return line
 
-    def _evaluate(self, progress: Progress, high_water: HighWater) -> bool:
+    def _evaluate(self, progress: Progress) -> bool:
         evaluate = self.programs.evaluate
         if not evaluate.is_compiled:
             jax.block_until_ready(self.state)
-            with progress.doing("compiling the evaluation"), high_water.without():
+            with progress.doing("compiling the evaluation"), self.high_water.without():
                 needed = overhead(self.run).always + evaluate.peak
             if needed > self.programs.predicted_bytes:
                 text = f"memory: {format_bytes(needed)} predicted for the process"

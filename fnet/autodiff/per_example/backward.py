@@ -611,11 +611,9 @@ def _with_rounded_factors(program: ClosedJaxpr, plan: _Plan) -> ClosedJaxpr:
             waits = [v not in found for v in eqn.outvars]
 
             def barrier(*arrays: Array) -> list[Array]:
-                pairs = zip(arrays, waits, strict=True)
+                pairs = list(zip(arrays, waits, strict=True))
                 late = iter(jax.lax.optimization_barrier([a for a, is_late in pairs if is_late]))
-                return [
-                    next(late) if is_late else a for a, is_late in zip(arrays, waits, strict=True)
-                ]
+                return [next(late) if is_late else a for a, is_late in pairs]
 
             return call_in_place(eqn, barrier)
 

@@ -114,8 +114,8 @@ def clipped_grad(
         if the tokens of a sequence almost cancel. Scaled cotangents of bfloat16 are rounded to
         2^-8 of their value, and products of accelerators by default to 2^-10 (TF32) or 2^-7.
         The largest error that this can cause is added to each example's norm. Gradients that an
-        accelerator keeps are rounded to bfloat16 before their norm is taken, unless
-        ``jax_default_matmul_precision`` is ``"float32"`` or ``"highest"``.
+        accelerator keeps are products of factors in bfloat16, and rounded to it before their
+        norm is taken, unless ``jax_default_matmul_precision`` is ``"float32"`` or ``"highest"``.
         `fnet.privacy.check_sensitivity` tries to break the bound for your loss.
 
     ================================  ===========================================================

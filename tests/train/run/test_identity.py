@@ -235,7 +235,7 @@ def test_a_damaged_run_of_another_kind_has_a_result_or_one_line(
     except SystemExit:
         error = capsys.readouterr().err.splitlines()[-1]
         assert error.startswith("fnet: "), error
-        assert Path(file).name.partition(".")[0] in error or "r/" in error
+        assert Path(file).name.partition(".")[0] in error or "r/" in error or " r " in error
 
 
 def result_of(command):
