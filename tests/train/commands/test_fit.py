@@ -107,22 +107,25 @@ def test_blocks_that_are_not_compiled_are_added(folder, monkeypatch):
         depth = int(run.config.model.path.rpartition("/")[2])
         total = 700 + 300 * depth + tree_bytes(run.state_shapes)
         report = types.SimpleNamespace(peak=types.SimpleNamespace(total=total))
-        return types.SimpleNamespace(executable=types.SimpleNamespace(report=report))
+        executable = types.SimpleNamespace(report=report, compiled=compiled)
+        return types.SimpleNamespace(executable=executable)
 
+    compiled = jax.jit(abs).lower(1.0).compile()
     monkeypatch.setattr(planning, "analyze", analyze)
     model, shallow = fit.read_model(folder / "llama"), folder / "shallow"
     shallow.mkdir()
     planner = planner_of(model, 2**40, (1, 2), shallow)
     state = planner.setup("lora", Shape("none", 2, 64), 4).state_shapes
-    linear, nested = (
+    linear, nested, offloaded = (
         planner.cost("lora", Shape(policy, 2, 64), 4, state).peak - tree_bytes(state)
-        for policy in ("none", "nested")
+        for policy in ("none", "nested", "offload")
     )
     assert linear == 700 + 300 * 4
     # In groups of two, three inputs are held, two more than of one block, and a float32 gradient.
     inputs = 2 * LLAMA["hidden_size"] * (64 * 4 // 2) * (2 + 2)
     adapters = sum(a.size for a in jax.tree.leaves(state.params))  # alike in each of four blocks
     assert nested == 700 + 300 + inputs + 4 * adapters * 3 // 4
+    assert offloaded == 700 + 300 * 2 + 4 * adapters * 2 // 4
 
 
 def test_a_state_above_the_budget_is_not_compiled(folder, capsys, monkeypatch, no_weights):
