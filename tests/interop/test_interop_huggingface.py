@@ -32,9 +32,10 @@ def test_every_family_has_a_case():
     assert {c["model_type"] for c in cases.values() if "model_type" in c} == FAMILIES.keys()
 
 
-def test_the_page_lists_every_family():
-    page = (Path(__file__).parents[2] / "docs" / "weights.md").read_text()
-    rows = "\n".join(line for line in page.splitlines() if line.startswith("| "))
+def test_the_pages_list_every_family():
+    docs = Path(__file__).parents[2] / "docs"
+    pages = [(docs / name).read_text() for name in ("language_models.md", "weights.md")]
+    rows = "\n".join(line for page in pages for line in page.splitlines() if line[:2] == "| ")
     assert {f for f in FAMILIES if f"`{f}`" not in rows} == set()
 
 
