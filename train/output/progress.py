@@ -41,8 +41,7 @@ _STEP, _ETA, _BAR, _THROUGHPUT, _MEMORY, _WAIT = 0, 1, 3, 6, 7, 11
 _SHORTEST_BAR, _LONGEST_BAR = 6, 24
 _GAP = "  "
 
-_LOG_SECONDS = 10
-"""A log has a line per so many seconds."""
+_LOG_SECONDS = 10  # between lines of a log
 _TIMED_STEPS, _TIMED_SECONDS, _LONG = 3, 2.0, 10.0
 """The time of a run is estimated from so many steps and seconds, and printed if it is long."""
 

@@ -449,8 +449,7 @@ class _Loop:
             with progress.doing("compiling the evaluation"), self.high_water.without():
                 needed = overhead(self.run).always + evaluate.peak
             if needed > self.programs.predicted_bytes:
-                text = f"memory: {format_bytes(needed)} predicted for the process"
-                self.log(f"{text}, because the evaluation takes more than a step")
+                self.log(f"memory: {format_bytes(needed)} predicted, most of it to evaluate")
                 self.programs = self.programs._replace(predicted_bytes=needed)
         try:
             with progress.doing("evaluating"):

@@ -617,10 +617,9 @@ def _with_rounded_factors(program: ClosedJaxpr, plan: _Plan) -> ClosedJaxpr:
 
             return call_in_place(eqn, barrier)
 
-        def product(*factors: Array) -> Array:
-            a, b = (factor.astype(low) for factor in factors)
-            rounded = jax.lax.dot_general(a, b, eqn.params["dimension_numbers"])
-            return rounded.astype(jnp.float32)
+        def product(a: Array, b: Array) -> Array:
+            dimensions = eqn.params["dimension_numbers"]
+            return jax.lax.dot_general(a.astype(low), b.astype(low), dimensions).astype(jnp.float32)
 
         return call_in_place(eqn, product)
 
