@@ -230,7 +230,7 @@ REMAT_POLICIES = _Policies(
         Policy("dots", "results of matrix products and convolutions", _save_dots),
         Policy("segments", "arrays that pass between segments", remat_in_segments),
         Policy("nested", "arrays that pass between groups of segments", remat_nested),
-        Policy("offload", "as segments, in host memory", _offload, ("gpu", "tpu")),
+        Policy("offload", "what passes between segments, on the host", _offload, ("gpu", "tpu")),
     )
 )
 """Remat policies by name, from the fewest additional FLOPs to the most.

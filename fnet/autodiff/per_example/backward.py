@@ -457,7 +457,7 @@ class _Plan(NamedTuple):
         skipped = too_large.union(*(g.leaves for g in split.groups if g.leaves & too_large))
         groups = [g for g in split.groups if not g.leaves & skipped]
         tapped = uses.without({*materialized, *skipped})
-        if remat:
+        if remat and not kept:  # What is kept needs no second backward pass.
             tapped = _with_norms(tapped, set(range(count)).difference(*(g.params for g in groups)))
         return cls(
             split.loss,

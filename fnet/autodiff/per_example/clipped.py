@@ -321,7 +321,7 @@ class ClippedGrad:
             if width == 1:
                 grads = traced.gradients_of_one(number, chosen)
             else:
-                remat = not (self.per_layer or kept)
+                remat = not self.per_layer
                 grads = traced.gradients(chosen, width=self.width, remat=remat, kept=kept)
             scales, is_rough, info = self._scale(grads, is_real, clip)
             is_batched[:] = grads.aux_is_batched
