@@ -64,8 +64,8 @@ def linear_cross_entropy(
     those of ``x @ kernel``. It takes the usual three products, and skips tokens that do not count.
     The kernel's gradient is then known up to the cotangent of the losses. If this is not equal for
     all tokens that count, the backward pass computes it again, with two more products. So pass the
-    ``weights`` of a mean over examples of several lengths. ``chunk``, several devices, per-example
-    gradients and second derivatives take chunks of the vocabulary.
+    ``weights`` of a mean over examples of several lengths. ``chunk``, several devices and second
+    derivatives take chunks of the vocabulary, per-example gradients on an accelerator all logits.
 
     For 1,024 tokens of 256 features and V = 32,768 in float32, the value and the gradients with
     respect to x and kernel have 6.3 MB of temporaries on a CPU, and 42 MB compiled for an H100.
@@ -148,7 +148,9 @@ def linear_cross_entropy(
         weights = one if mask is None else jnp.where(mask, one, 0)
         spec = spec._replace(every_token=mask is None)
         return _in_one_pass(spec, _Arguments(x, kernel, bias, labels, weights)).reshape(tokens)
-    losses = _in_chunks(spec, *equally_varying((x, kernel, bias, labels)))
+    in_chunks = chunk is not None or is_for_cpu() or not keeps_examples_apart()
+    losses_of = _in_chunks if in_chunks else _with_logits
+    losses = losses_of(spec, *equally_varying((x, kernel, bias, labels)))
     losses = losses if weights is None else weights * losses
     return (losses if mask is None else jnp.where(mask, losses, 0)).reshape(tokens)
 
@@ -225,6 +227,13 @@ class _Spec(NamedTuple):
         if self.z_loss:
             losses += self.z_loss * jnp.square(logsumexp)
         return jnp.where((labels >= 0) & (labels < vocabulary), losses, jnp.nan)
+
+    def of_logits(self, z: Array, labels: Array) -> tuple[Array, Array, Array]:
+        """The losses [...] of all logits [..., V], their logsumexp, and which are of labels."""
+        is_label = labels[..., None] == jnp.expand_dims(jnp.arange(z.shape[-1]), range(labels.ndim))
+        logsumexp, label_logit = jax.nn.logsumexp(z, -1), jnp.where(is_label, z, 0).sum(-1)
+        statistics = _Statistics(logsumexp, label_logit, z.mean(-1) if self.smoothing else None)
+        return self.losses(statistics, labels, z.shape[-1]), logsumexp, is_label
 
     def logits(
         self,
@@ -328,6 +337,12 @@ def _in_chunks(spec: _Spec, x: Array, kernel: Array, bias: Array | None, labels:
     return spec.losses(statistics, labels, kernel.shape[spec.vocab_axis])
 
 
+def _with_logits(spec: _Spec, x: Array, kernel: Array, bias: Array | None, labels: Array) -> Array:
+    """Losses [...] from all logits: a product whose gradient has known factors for each example."""
+    logits, _ = spec.logits(x, kernel.astype(x.dtype), bias, 0)
+    return spec.of_logits(upcast(logits), labels)[0]
+
+
 class _Gradients(NamedTuple):
     """Gradients of a weighted sum of losses, like the arguments.
 
@@ -413,11 +428,7 @@ def _with_gradients(spec: _Spec, arguments: _Arguments) -> tuple[Array, _Gradien
         )
         z, slope = spec.logits(own, narrow, bias, 0, x.dtype)
         z = upcast(z)
-        logsumexp = jax.nn.logsumexp(z, -1)
-        is_label = label[:, None] == jnp.arange(vocabulary)[None]
-        label_logit = jnp.where(is_label, z, 0).sum(-1)
-        mean = z.mean(-1) if spec.smoothing else None
-        loss = spec.losses(_Statistics(logsumexp, label_logit, mean), label, vocabulary)
+        loss, logsumexp, is_label = spec.of_logits(z, label)
 
         dz = jnp.exp(z - logsumexp[:, None]) * (1 + 2 * spec.z_loss * logsumexp[:, None])
         dz -= jnp.where(is_label, 1 - spec.smoothing, 0) + spec.smoothing / vocabulary

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.extend.core import jaxpr_as_fun
 from linear_cross_entropy_cases import (
     ALL_OPTIONS,
     D,
@@ -16,6 +17,8 @@ from linear_cross_entropy_cases import (
     value_and_gradients,
 )
 
+from fnet.cpu.tracing import examples_apart, traced_for
+from fnet.jaxpr import find_equations
 from fnet.losses.linear_cross_entropy import linear_cross_entropy
 
 
@@ -93,6 +96,13 @@ def test_options_match_their_formula(options):
     )
     want = value_and_gradients(reference_losses, labels, weights, **options)(x, kernel, bias)
     chex.assert_trees_all_close(got, want, rtol=1e-10, atol=1e-12)
+    # As for each example's gradient on an accelerator, where a loop would hide the product.
+    with traced_for("gpu"), examples_apart():
+        function = value_and_gradients(linear_cross_entropy, labels, weights, **options)
+        program = jax.make_jaxpr(function)(x, kernel, bias)
+    assert not list(find_equations(program, ("while", "scan")))
+    logits = jax.tree.unflatten(jax.tree.structure(want), jaxpr_as_fun(program)(x, kernel, bias))
+    chex.assert_trees_all_close(logits, want, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.usefixtures("float64")

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 
 from fnet.autodiff.examples import (
     Examples,
@@ -48,21 +48,21 @@ from fnet.autodiff.per_example.parameter_gradients import (
 )
 from fnet.autodiff.per_example.products import uses_of_factors
 from fnet.autodiff.per_example.taps import Use, Uses, evaluate_with_taps, find_uses
+from fnet.chunks import even
 from fnet.cpu.tracing import examples_apart, is_for_cpu
 from fnet.jaxpr import (
     ShardMap,
     aval,
-    call_in_place,
     called_jaxpr,
     depends_on,
     evaluate,
     find_equations,
     interpret,
+    is_checkpoint,
     is_reference,
     is_separable,
     located,
     place,
-    rewrite,
     source_line,
 )
 from fnet.jaxpr.batch_axis import (
@@ -174,6 +174,21 @@ def trace_loss(
     return TracedLoss(name, batch_loss, closed, leaves, treedef, examples, aux_of_batch)
 
 
+class Microbatches(NamedTuple):
+    """How many examples are differentiated at once, and how.
+
+    Attributes:
+      size: Number of examples.
+      kept: Parameters whose gradients are materialized although others would do.
+      second_pass: Whether parameters inside of `jax.checkpoint` get a second backward pass for
+        sums, so that nothing is saved for them.
+    """
+
+    size: int
+    kept: Collection[int] = ()
+    second_pass: bool = True
+
+
 class TracedLoss(NamedTuple):
     """A loss that treats each example of a batch alone.
 
@@ -230,14 +245,14 @@ class TracedLoss(NamedTuple):
         result = _differentiate_one(self.name, plan, examples, number)
         return self._of(examples, result, _gradients(plan, result, self.closed, examples))
 
-    def microbatches(self, width: int | None) -> tuple[int, list[int]]:
-        """Return their size, and parameters whose gradients are kept in each.
+    def microbatches(self, width: int | None) -> "Microbatches":
+        """Choose the fastest microbatches that take no more memory than the plain gradient.
 
         All examples are one microbatch if the caller gives a ``width``.
         """
         if width is not None:
-            return self.examples.size, []
-        return (1, []) if self.pays_one_by_one() else self.pays_to_keep()
+            return Microbatches(self.examples.size)
+        return Microbatches(1) if self.pays_one_by_one() else self._for_accelerator()
 
     def pays_one_by_one(self) -> bool:
         """Whether `gradients_of_one` of each example is estimated to be faster than `gradients`.
@@ -253,33 +268,46 @@ class TracedLoss(NamedTuple):
             return False
         eqns = self.closed.eqns
         equations = sum(total(e, lambda _: 1) for e in eqns)
-        elements = sum(total(e, lambda e: sum(aval(v).size for v in e.outvars)) for e in eqns)
+        elements = sum(total(e, _elements) for e in eqns)
         plan = _Plan.of_one(self.closed, self.leaves)
         params = sum(self.leaves[i].size for i in plan.materialized)
         fewest: float = ELEMENTS_PER_PARAMETER * params + ELEMENTS_PER_EQUATION * equations
         return elements >= fewest
 
-    def pays_to_keep(self) -> tuple[int, list[int]]:
-        """Size of the microbatches in which to keep gradients of examples, and of which parameters.
+    def _for_accelerator(self) -> "Microbatches":
+        """Choose what is saved of each example, and of how many at once.
 
         On one accelerator: to write and read the gradient of a matrix that meets many tokens is
-        faster than the second product of a norm and a sum apart. Microbatches hold no more bytes
-        than the factors of the whole batch, and are large enough that the start of each operation
-        does not matter. Otherwise the size is that of the batch, without any parameter.
+        faster than the second product of a norm and a sum apart, and to save the factors of a
+        matrix inside of `jax.checkpoint` is faster than a second backward pass. Microbatches are
+        as large as what the plain gradient saves for the whole batch allows, and large enough that
+        the start of each operation does not matter.
         """
         size = self.examples.size
-        never: tuple[int, list[int]] = size, []
         if is_for_cpu() or batch_devices() > 1 or self.closed.effects:
-            return never
-        factors = _factors_of_many_tokens(self.closed, self.leaves)
-        params = [self.leaves[i] for i in factors]
-        gradients = sum(p.size * kept_dtype(p).itemsize for p in params)
-        elements, of_one = sum(p.size for p in params), sum(factors.values())
-        divisors = (n for n in range(size // 2, 1, -1) if size % n == 0)
-        width = next((n for n in divisors if n * gradients <= (size - n) * of_one), 1)
-        equations = sum(total(e, lambda _: 1) for e in self.closed.eqns)
-        pays = width > 1 and width * elements >= KEPT_ELEMENTS_PER_EQUATION * equations
-        return (width, sorted(factors)) if pays else never
+            return Microbatches(size)
+        params, uses = self.leaves, _uses_of_products(self.closed, self.leaves)
+        kept = [i for i, own in uses.items() if _meets_many_tokens(own, params[i])]
+        in_checkpoint = [use for own in uses.values() for use in own if use.may_give_norm]
+        if not kept and not in_checkpoint:
+            return Microbatches(size)
+        saved, eqns = _saved_bytes(self.closed), self.closed.eqns
+        fewest = KEPT_ELEMENTS_PER_EQUATION * sum(total(e, lambda _: 1) for e in eqns)
+
+        def width(more: int, elements: int) -> int:
+            """Size of microbatches that save so many more bytes of each example, or 0."""
+            most = max(size * saved // (saved + more), 1)
+            n = max(n for n in range(1, most + 1) if size % n == 0)
+            n = n if 2 * n > most else even(size, most)[1]  # which adds examples of weight 0
+            return n if n > 1 and n * elements >= fewest else 0
+
+        factors = sum(map(_factor_bytes, in_checkpoint))
+        gradients = sum(params[i].size * kept_dtype(params[i]).itemsize for i in kept)
+        if n := width(factors + gradients, sum(params[i].size for i in kept)):
+            return Microbatches(n, kept, second_pass=False)
+        if factors and (n := width(factors, sum(total(e, _elements) for e in eqns))):
+            return Microbatches(n, second_pass=False)
+        return Microbatches(size)
 
     def shared_aux(self) -> list[Array]:
         """Leaves of the auxiliary output, of which only those are right that examples share."""
@@ -452,12 +480,11 @@ class _Plan(NamedTuple):
         # Taps give the gradients of leaves that meet data in single equations. Other leaves are
         # differentiated themselves, now or in chunks.
         materialized, too_large = _split_nonlinear(uses, leaves, size, width)
-        materialized += kept
         # A group's gradients need the gradients of all its members.
         skipped = too_large.union(*(g.leaves for g in split.groups if g.leaves & too_large))
         groups = [g for g in split.groups if not g.leaves & skipped]
         tapped = uses.without({*materialized, *skipped})
-        if remat and not kept:  # What is kept needs no second backward pass.
+        if remat:
             tapped = _with_norms(tapped, set(range(count)).difference(*(g.params for g in groups)))
         return cls(
             split.loss,
@@ -483,22 +510,45 @@ class _Plan(NamedTuple):
         return cls(closed, list(params), len(params), uses.without(others), others, [], [], None)
 
 
-def _factors_of_many_tokens(closed: ClosedJaxpr, params: Sequence[Any]) -> dict[int, int]:
-    """Parameters that meet many tokens in products alone, with the bytes of their factors."""
+def _saved_bytes(program: ClosedJaxpr) -> int:
+    """Bytes of what is saved between the passes of a gradient, and again within a checkpoint."""
+
+    def saved(closed: ClosedJaxpr) -> int:
+        backward = jax.make_jaxpr(lambda *args: jax.vjp(jaxpr_as_fun(closed), *args)[1])
+        found = backward(*closed.in_avals).jaxpr
+        arrays = {*found.outvars}.difference(found.invars, found.constvars)
+        return sum(aval(v).size * aval(v).dtype.itemsize for v in arrays)
+
+    bodies = (called_jaxpr(eqn) for eqn in find_equations(program) if is_checkpoint(eqn))
+    kinds = {(*map(str, body.in_avals), len(body.eqns)): body for body in bodies if body}
+    return saved(program) + max(map(saved, kinds.values()), default=0)
+
+
+def _elements(eqn: JaxprEqn) -> int:
+    return sum(int(aval(v).size) for v in eqn.outvars)
+
+
+def _uses_of_products(closed: ClosedJaxpr, params: Sequence[Any]) -> dict[int, list[Use]]:
+    """Uses of the parameters that meet data in products alone."""
     split = split_derived(closed, len(params))
     uses = find_uses(split.loss, len(params) + sum(len(group.derived) for group in split.groups))
     elsewhere = uses.nonlinear.union(*(group.params for group in split.groups))
-    factors = {}
-    for i, own in uses.by_param().items():
-        is_product = all(isinstance(use.equation, Dot) for use in own)
-        if i >= len(params) or i in elsewhere or not is_product:
-            continue
-        nbytes = [math.prod(use.scan_lengths) * use.out.dtype.itemsize for use in own]
-        pairs = list(zip(nbytes, own, strict=True))
-        tokens = sum(n * use.equation.products(use.out) for n, use in pairs)
-        if tokens >= KEPT_TOKEN_BYTES * params[i].size:
-            factors[i] = sum(n * use.equation.factor_size(use.out) for n, use in pairs)
-    return factors
+    return {
+        i: own
+        for i, own in sorted(uses.by_param().items())
+        if i < len(params) and i not in elsewhere and all(isinstance(u.equation, Dot) for u in own)
+    }
+
+
+def _meets_many_tokens(uses: Sequence[Use], param: Any) -> bool:
+    products = (math.prod(u.scan_lengths) * u.equation.products(u.out) for u in uses)
+    nbytes = sum(n * u.out.dtype.itemsize for n, u in zip(products, uses, strict=True))
+    return bool(nbytes >= KEPT_TOKEN_BYTES * param.size)
+
+
+def _factor_bytes(use: Use) -> int:
+    nbytes: int = use.equation.factor_size(use.out) * use.out.dtype.itemsize
+    return math.prod(use.scan_lengths) * nbytes
 
 
 def _reads_few_rows(use: Use, table: Any) -> bool:
@@ -586,61 +636,12 @@ def _trace_derivative(name: str, plan: _Plan, examples: Examples) -> tuple[Close
 
 def _differentiate(name: str, plan: _Plan, examples: Examples) -> _Results:
     program, shapes = _trace_derivative(name, plan, examples)
-    program = _with_rounded_factors(program, plan)
     # The program computes one example, so it cannot mix examples, whatever the loss does.
     rows = [Rows(a, 0) for a in examples.leaves]
     values = run_for_batch(program, [*plan.leaves, *rows], examples.size)
     results = _results(plan, values, shapes, examples.size)
-    rounded = {i: results.materialized[i].astype(kept_dtype(plan.leaves[i])) for i in plan.kept}
-    gradients = results.materialized | rounded
-    return results._replace(materialized={i: computed_once(g) for i, g in gradients.items()})
-
-
-def _with_rounded_factors(program: ClosedJaxpr, plan: _Plan) -> ClosedJaxpr:
-    """Round factors of the products that are kept, too: no product is written in float32 first."""
-    jaxpr, low = program.jaxpr, jnp.dtype(jnp.bfloat16)
-    kept = {i for i in plan.kept if kept_dtype(plan.leaves[i]) == low}
-    gradients = jaxpr.outvars[len(jaxpr.outvars) - len(plan.materialized) :]
-    pairs = zip(sorted(plan.materialized), gradients, strict=True)
-    found = {v for i, gradient in pairs if i in kept for v in _way_to_product(jaxpr, gradient)}
-
-    def replace(eqn: JaxprEqn) -> JaxprEqn:
-        if found.isdisjoint(eqn.outvars):
-            return eqn
-        if eqn.primitive.name == "optimization_barrier":
-            waits = [v not in found for v in eqn.outvars]
-
-            def barrier(*arrays: Array) -> list[Array]:
-                pairs = list(zip(arrays, waits, strict=True))
-                late = iter(jax.lax.optimization_barrier([a for a, is_late in pairs if is_late]))
-                return [next(late) if is_late else a for a, is_late in pairs]
-
-            return call_in_place(eqn, barrier)
-
-        def product(a: Array, b: Array) -> Array:
-            dimensions = eqn.params["dimension_numbers"]
-            return jax.lax.dot_general(a.astype(low), b.astype(low), dimensions).astype(jnp.float32)
-
-        return call_in_place(eqn, product)
-
-    return rewrite(program, replace)
-
-
-def _way_to_product(jaxpr: Jaxpr, v: Any) -> list[Var]:
-    """The product that a variable is, and it behind barriers; nothing if it is something else."""
-    eqn = next((e for e in jaxpr.eqns if v in e.outvars), None)
-    readers = sum(x is v for e in jaxpr.eqns for x in e.invars) + sum(x is v for x in jaxpr.outvars)
-    if eqn is None or readers > 1:
-        return []
-    number, name = eqn.outvars.index(v), eqn.primitive.name
-    if name == "dot_general":
-        return [v] if aval(v).dtype == jnp.float32 else []
-    if inner := called_jaxpr(eqn):
-        return _way_to_product(inner.jaxpr, inner.jaxpr.outvars[number])
-    if name not in ("transpose", "reshape", "copy", "optimization_barrier"):
-        return []
-    way = _way_to_product(jaxpr, eqn.invars[number])
-    return [*way, v] if way and name == "optimization_barrier" else way
+    gradients = {i: computed_once(g) for i, g in results.materialized.items()}
+    return results._replace(materialized=gradients)
 
 
 def _differentiate_one(name: str, plan: _Plan, examples: Examples, number: Array) -> _Results:
@@ -767,7 +768,8 @@ def _gradients(
     def of_leaf(i: int) -> ParameterGradients:
         if leaves[i].size and i in result.materialized:
             return MaterializedGradients(result.materialized[i])
-        return FactoredGradients(leaves[i], size, inputs.get(i, []) if leaves[i].size else [])
+        factored = FactoredGradients(leaves[i], size, inputs.get(i, []) if leaves[i].size else [])
+        return factored.kept() if i in plan.kept else factored
 
     def of_group(group: Group) -> GroupGradients:
         met = [i for i in group.params if i in inputs or i in result.materialized]

@@ -30,7 +30,7 @@ from jax import Array
 
 from fnet import checks
 from fnet.autodiff.examples import PerExampleLoss, check_width, examples
-from fnet.autodiff.per_example.backward import TracedLoss, trace_loss
+from fnet.autodiff.per_example.backward import Microbatches, TracedLoss, trace_loss
 from fnet.autodiff.per_example.ghost_norm import computed_once
 from fnet.autodiff.per_example.parameter_gradients import (
     PerExampleGradients,
@@ -280,28 +280,30 @@ class ClippedGrad:
         clip = self.clip if clip is None else clip
         check_clip(clip, self.per_layer, self.automatic)
         check_width("clipped_grad", self.width)
-        width, kept = self.microbatch_size, list[int]()
+        width = self.microbatch_size
         rows, has_aux = examples("clipped_grad", batch), self.has_aux
         traced = trace_loss(
             "clipped_grad", self.loss, params, rows, has_aux=has_aux, alone=width == 1
         )
         is_real = _is_real(mask, traced.examples.size)
-        if width is None:
-            width, kept = traced.microbatches(self.width)
-        if width < traced.examples.size or width == traced.examples.size == 1:
-            sums, info = self._in_turn(traced, is_real, clip, width, kept)
+        microbatches = traced.microbatches(self.width) if width is None else Microbatches(width)
+        if microbatches.size < traced.examples.size or microbatches.size == 1:
+            sums, info = self._in_turn(traced, is_real, clip, microbatches)
             if totals is not None:
                 _add_to_refs(totals, sums)
             return sums, info
-        grads = traced.gradients(traced.examples, width=self.width, remat=not self.per_layer)
+        remat = microbatches.second_pass and not self.per_layer
+        grads = traced.gradients(
+            traced.examples, width=self.width, remat=remat, kept=microbatches.kept
+        )
         scales, is_rough, info = self._scale(grads, is_real, clip)
         return grads.weighted_sum(scales, is_rough, totals), info
 
     def _in_turn(
-        self, traced: TracedLoss, is_real: Array, clip: Any, width: int, kept: list[int]
+        self, traced: TracedLoss, is_real: Array, clip: Any, microbatches: Microbatches
     ) -> tuple[Any, ClippedInfo]:
         """Return the sum of microbatches that are computed one after the other."""
-        whole = traced.examples
+        whole, (width, kept, second_pass) = traced.examples, microbatches
         size = whole.size
         count = -(-size // width)
         padding = count * width - size
@@ -321,7 +323,7 @@ class ClippedGrad:
             if width == 1:
                 grads = traced.gradients_of_one(number, chosen)
             else:
-                remat = not self.per_layer
+                remat = second_pass and not self.per_layer
                 grads = traced.gradients(chosen, width=self.width, remat=remat, kept=kept)
             scales, is_rough, info = self._scale(grads, is_real, clip)
             is_batched[:] = grads.aux_is_batched
@@ -485,12 +487,12 @@ def gradient_strategies(
         name = "gradient_strategies"
         check_width(name, width)
         traced = trace_loss(name, loss, params, examples(name, batch), has_aux=has_aux)
-        size, kept = traced.microbatches(width)
+        size, kept, remat = traced.microbatches(width)
         if size == 1 < traced.examples.size:
             one = ["one example at a time"] * len(traced.leaves)
             strategies.append(jax.tree.unflatten(traced.treedef, one))
         else:
-            grads = traced.gradients(traced.examples, width=width, remat=True, kept=kept)
+            grads = traced.gradients(traced.examples, width=width, remat=remat, kept=kept)
             strategies.append(grads.strategies())
 
     jax.eval_shape(trace, params, batch)

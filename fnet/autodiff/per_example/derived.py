@@ -23,8 +23,10 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 
 from fnet.autodiff.per_example.ghost_norm import number_of_chunks
 from fnet.autodiff.per_example.parameter_gradients import (
+    ByIndex,
     GroupInChunks,
     ParameterGradients,
+    Rough,
     SquaredNorms,
 )
 from fnet.autodiff.per_example.taps import DATA, Derived, State, View, after_parameters, takes_part
@@ -220,9 +222,7 @@ class DerivedGradients(GroupInChunks):
         zeros = SquaredNorms(jnp.zeros_like(norms.values), 0.0)
         return {first: norms} | dict.fromkeys(others, zeros)
 
-    def weighted_sums(
-        self, scales: Mapping[int, Array], is_rough: Mapping[int, Array | None]
-    ) -> Iterator[tuple[int, Array]]:
+    def weighted_sums(self, scales: ByIndex, is_rough: Rough) -> Iterator[tuple[int, Array]]:
         """Yield the sum of each parameter.
 
         Moved elements are summed before they are moved back. Any other function may let gradients

@@ -266,9 +266,9 @@ def computed_once(a: Any) -> Any:
     return a / jax.lax.bitcast_convert_type((bits | one) & one, a.dtype)
 
 
-def materialize(u: Array, v: Array) -> Array:
-    """Per-example gradients G, [groups, batch, rows, cols]."""
-    return jnp.einsum("gbtr,gbtc->gbrc", u, v, preferred_element_type=sum_dtype(u, v))
+def materialize(u: Array, v: Array, dtype: jnp.dtype | None = None) -> Array:
+    """Per-example gradients G, [groups, batch, rows, cols]; by default float32 or wider."""
+    return jnp.einsum("gbtr,gbtc->gbrc", u, v, preferred_element_type=dtype or sum_dtype(u, v))
 
 
 def weighted_sum(u: Array, v: Array, scales: Array) -> Array:
@@ -714,12 +714,14 @@ class Dot(OuterProducts):
       data_axes: Axes of the data: those of the batch, contracted ones and free ones.
       axes: The same of the parameter.
       parameter: Shape of the parameter.
+      dtype: That of materialized gradients; by default float32 or wider.
     """
 
     data: int
     data_axes: tuple[Axes, Axes, Axes]
     axes: tuple[Axes, Axes, Axes]
     parameter: tuple[int, ...]
+    dtype: jnp.dtype | None = None
 
     @classmethod
     def read(cls, dot: DotGeneral, parameter: int) -> "Dot":
@@ -768,7 +770,7 @@ class Dot(OuterProducts):
         return g.transpose(0, *middle_axes, *(source[i] for i in range(len(order))))
 
     def materialize(self, x: Array, ct: Array) -> Array:
-        return self._as_parameter(materialize(*self.factors(x, ct)), x.shape[0])
+        return self._as_parameter(materialize(*self.factors(x, ct), self.dtype), x.shape[0])
 
     def rounding(self, ct: jnp.dtype) -> Array | float:
         return _rounding_of_product(scaled_dtype(ct))

@@ -45,6 +45,9 @@ from fnet.mesh import equally_varying
 from fnet.precision import sum_dtype, upcast
 
 T = TypeVar("T")
+ByIndex = Mapping[int, Array]
+Rough = Mapping[int, Array | None]
+"""By index of the parameter: arrays, and which examples are rough, see `SquaredNorms`."""
 
 _MATERIALIZED = 2
 """Gradients are materialized if they take at most this many times the memory of their factors.
@@ -203,9 +206,7 @@ class GroupGradients(Protocol):
         )
         return functools.reduce(jnp.add, products)
 
-    def weighted_sums(
-        self, scales: Mapping[int, Array], is_rough: Mapping[int, Array | None]
-    ) -> Iterator[tuple[int, Array]]:
+    def weighted_sums(self, scales: ByIndex, is_rough: Rough) -> Iterator[tuple[int, Array]]:
         """Yield the weighted sum of each parameter, see `ParameterGradients`.
 
         Args:
@@ -213,22 +214,12 @@ class GroupGradients(Protocol):
           is_rough: By index of the parameter; see `SquaredNorms`.
         """
 
-    def plus_weighted_sums(
-        self,
-        totals: Mapping[int, Array],
-        scales: Mapping[int, Array],
-        is_rough: Mapping[int, Array | None],
-    ) -> dict[int, Array]:
+    def plus_weighted_sums(self, totals: ByIndex, scales: ByIndex, is_rough: Rough) -> ByIndex:
         """Return ``totals`` by index of the parameter plus the weighted sums."""
         sums = self.weighted_sums(scales, is_rough)
         return {i: totals[i] + g.astype(totals[i].dtype) for i, g in sums}
 
-    def add_weighted_sums(
-        self,
-        totals: Mapping[int, Any],
-        scales: Mapping[int, Array],
-        is_rough: Mapping[int, Array | None],
-    ) -> None:
+    def add_weighted_sums(self, totals: Any, scales: ByIndex, is_rough: Rough) -> None:
         """Add the weighted sums to mutable arrays by index of the parameter."""
         for i, total in self.weighted_sums(scales, is_rough):
             jax.ref.addupdate(totals[i], ..., total.astype(totals[i].dtype))
@@ -341,9 +332,7 @@ class GroupInChunks(GroupGradients, InChunks, Protocol):
         own = [directions[i] for i in self.indices]
         return self.add_and_products_in_chunks([], (), own)[1]
 
-    def weighted_sums(
-        self, scales: Mapping[int, Array], is_rough: Mapping[int, Array | None]
-    ) -> Iterator[tuple[int, Array]]:
+    def weighted_sums(self, scales: ByIndex, is_rough: Rough) -> Iterator[tuple[int, Array]]:
         sums = self.add_in_chunks(self.zeros, [scales[i] for i in self.indices])
         yield from zip(self.indices, sums, strict=True)
 
@@ -372,9 +361,7 @@ class SeparateGradients(GroupGradients):
         total: Array = functools.reduce(jnp.add, products, jnp.zeros(()))
         return total
 
-    def weighted_sums(
-        self, scales: Mapping[int, Array], is_rough: Mapping[int, Array | None]
-    ) -> Iterator[tuple[int, Array]]:
+    def weighted_sums(self, scales: ByIndex, is_rough: Rough) -> Iterator[tuple[int, Array]]:
         """See `GroupGradients`. One sum after the other, in the order of a backward pass."""
         previous = jnp.zeros(())
         for i, gradients in sorted(self.by_param.items(), reverse=True):
@@ -382,12 +369,7 @@ class SeparateGradients(GroupGradients):
             previous = total if total.ndim > 1 and total.size else previous
             yield i, total
 
-    def plus_weighted_sums(
-        self,
-        totals: Mapping[int, Array],
-        scales: Mapping[int, Array],
-        is_rough: Mapping[int, Array | None],
-    ) -> dict[int, Array]:
+    def plus_weighted_sums(self, totals: ByIndex, scales: ByIndex, is_rough: Rough) -> ByIndex:
         return {
             i: g.add_weighted_sum(totals[i], scales[i], is_rough.get(i))
             for i, g in self.by_param.items()
@@ -485,6 +467,16 @@ class FactoredGradients(ParameterGradients):
             return jnp.zeros((self.size, *self.param.shape), self.param.dtype)
         grads = [part.materialize() for part in parts]
         return jax.vmap(lambda grads: self._assemble(parts, grads))(grads)
+
+    def kept(self) -> "MaterializedGradients":
+        """The gradients as an array, in the `ghost_norm.kept_dtype`."""
+        dtype, inputs = ghost_norm.kept_dtype(self.param), []
+        for i in self.inputs:
+            equation = dataclasses.replace(i.use.equation, dtype=dtype)
+            rounded = i.map(lambda a: a.astype(dtype))
+            inputs.append(rounded._replace(use=i.use._replace(equation=equation)))
+        gradients = dataclasses.replace(self, inputs=inputs).materialize().astype(dtype)
+        return MaterializedGradients(ghost_norm.computed_once(gradients))
 
     def inner_products(self, direction: Array) -> Array:
         products = (part.inner_products(direction) for part in self._parts)
@@ -1069,20 +1061,13 @@ class RematerializedGradients(GroupGradients):
         )
         return chunks.materialize()
 
-    def weighted_sums(
-        self, scales: Mapping[int, Array], is_rough: Mapping[int, Array | None]
-    ) -> Iterator[tuple[int, Array]]:
+    def weighted_sums(self, scales: ByIndex, is_rough: Rough) -> Iterator[tuple[int, Array]]:
         """See `GroupGradients`. A second backward pass, whose gradients are weighted."""
         total_loss, included = self._total_loss(scales)
         sums = jax.grad(total_loss)({i: upcast(self.leaves[i]) for i in self.squares})
         yield from ((i, jnp.where(included.any(), g, 0)) for i, g in sums.items())
 
-    def add_weighted_sums(
-        self,
-        totals: Mapping[int, Any],
-        scales: Mapping[int, Array],
-        is_rough: Mapping[int, Array | None],
-    ) -> None:
+    def add_weighted_sums(self, totals: Any, scales: ByIndex, is_rough: Rough) -> None:
         """See `GroupGradients`.
 
         The backward pass adds to the arrays layer by layer, so no other array of their size exists.
@@ -1174,7 +1159,7 @@ class PerExampleGradients(NamedTuple):
     def weighted_sum(
         self,
         scales: Any,
-        is_rough: Mapping[int, Array | None] | None = None,
+        is_rough: Rough | None = None,
         totals: Any = None,
     ) -> Any:
         """Weighted sums ``sum_b scales_b gradient_b``, like params; float32 or wider.
@@ -1241,9 +1226,7 @@ class PerExampleGradients(NamedTuple):
         """Gradients of the parameters that have nothing in common with others, by index."""
         return _merged(g.by_param for g in self.groups if isinstance(g, SeparateGradients))
 
-    def plus_weighted_sum(
-        self, totals: Any, scales: Any, is_rough: Mapping[int, Array | None]
-    ) -> Any:
+    def plus_weighted_sum(self, totals: Any, scales: Any, is_rough: Rough) -> Any:
         """Return ``totals``, like params, plus the `weighted_sum`."""
         by_param, scales = (dict(enumerate(jax.tree.leaves(a))) for a in (totals, scales))
         sums = (group.plus_weighted_sums(by_param, scales, is_rough) for group in self.groups)
