@@ -3,6 +3,7 @@
 import _thread
 import contextlib
 import errno
+import gc
 import importlib
 import io
 import os
@@ -66,10 +67,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             _dispatch(list(sys.argv[1:] if argv is None else argv))
         finally:
             sys.stdout.flush()  # raises here, not at exit, if nobody reads the output
-    except UserError as error:
-        _fail(error, 2)
-    except TrainingError as error:
-        _fail(error, 1)
+    except (UserError, TrainingError) as error:
+        _fail(error, 2 if isinstance(error, UserError) else 1)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # drop buffered output
         raise SystemExit(1) from None
@@ -121,7 +120,10 @@ def _dispatch(argv: list[str]) -> None:
     # Imported here, so that a command loads only the libraries it needs, and --help few of them.
     words = importlib.import_module("train.arguments").READERS[name](rest)
     module = "import_run" if name == "import" else name  # import is a keyword
-    importlib.import_module(f"train.commands.{module}").main(*words)
+    command = importlib.import_module(f"train.commands.{module}")
+    if not gc.get_freeze_count():  # modules stay: not to look at them again saves a second
+        gc.freeze()
+    command.main(*words)
 
 
 def _prepare_jax(caches: bool = True) -> None:
@@ -134,5 +136,5 @@ def _prepare_jax(caches: bool = True) -> None:
     elif not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         with contextlib.suppress(RuntimeError):  # a user without a home has no cache
             cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-            cache_programs(Path(cache) / "fnet" / "jax")
+            cache_programs(Path(cache, "fnet/jax"))
     configure_jax("jax_persistent_cache_min_compile_time_secs", 0.2)

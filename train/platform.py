@@ -34,10 +34,7 @@ def choose_platform() -> None:
 
 
 def use_cpu() -> None:
-    """Run on the CPU, without loading the plugins of accelerators and their warnings.
-
-    A program that only compiles for an accelerator needs no device of it.
-    """
+    """Run on the CPU, without plugins of accelerators: a program compiles for them without."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     configure_jax("jax_platforms", "cpu")
 

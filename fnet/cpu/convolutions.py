@@ -55,7 +55,7 @@ def for_cpus(f: Callable[..., Any], count: int = 1) -> Callable[..., Any]:
         return f
     # Derivative rules hold no convolutions that run: everything is differentiated already.
     replace = functools.partial(_replace, one_device=count == 1)
-    return transformed(f, lambda closed, _: rewrite(closed, replace))
+    return transformed(f, lambda c, _: rewrite(c, functools.partial(replace, made={})))
 
 
 def has_convolutions(jaxpr: Jaxpr | ClosedJaxpr) -> bool:
@@ -79,13 +79,17 @@ def is_slow_in_loops(jaxpr: Jaxpr | ClosedJaxpr) -> bool:
     return False
 
 
-def _replace(eqn: JaxprEqn, *, one_device: bool) -> JaxprEqn:
-    algorithm, conv = None, ConvGeneralDilated.read(eqn)
-    if conv is not None and _has_default_precision(conv):
-        algorithm = _by_groups(conv, one_device=one_device)
-        if algorithm is None and one_device:
-            algorithm = _algorithm(conv)
-    return eqn if algorithm is None else call_in_place(eqn, algorithm)
+def _replace(eqn: JaxprEqn, *, one_device: bool, made: dict[Any, JaxprEqn | None]) -> JaxprEqn:
+    conv = ConvGeneralDilated.read(eqn)
+    if conv is None or not _has_default_precision(conv):
+        return eqn
+    # Equal convolutions share one program, which is traced and lowered once.
+    key = tuple(aval(v) for v in eqn.invars), tuple(sorted(eqn.params.items()))
+    if key not in made:
+        f = _by_groups(conv, one_device=one_device) or (_algorithm(conv) if one_device else None)
+        made[key] = f and call_in_place(eqn, f)
+    call = made[key]
+    return eqn.replace(primitive=call.primitive, params=call.params) if call else eqn
 
 
 def _has_default_precision(conv: ConvGeneralDilated) -> bool:
@@ -421,8 +425,7 @@ def _overlaps_kernel_gradient(
     gradient = [jnp.zeros((x.shape[3], cotangent.shape[3]), x.dtype)] * math.prod(size)
     for (i, j), inputs, outputs in _overlaps(window, x.shape, size):
         # With one axis to contract, XLA does not transpose the images before the product.
-        pair = x[:, *inputs], cotangent[:, *outputs]
-        rows = (part.reshape(-1, part.shape[3]) for part in pair)
+        rows = (a.reshape(-1, a.shape[3]) for a in (x[:, *inputs], cotangent[:, *outputs]))
         gradient[size[1] * i + j] = jnp.einsum("mc,md->cd", *rows)
     return jnp.stack(gradient).reshape(*size, *gradient[0].shape)
 
@@ -476,9 +479,8 @@ def _in_chunks(x: Array, window: _Window, channels: tuple[int, int]) -> Array:
 def _transform_inputs(x: Array, window: _Window) -> Array:
     """Transform tiles of 4x4 inputs: B^T d B, [16, N, rows, dilation, columns, dilation, C]."""
     (rows, columns), (down, right) = window.tiles, window.dilation
-    lows = [low for low, _ in window.padding]
     needed = (2 * down * (rows + 1), 2 * right * (columns + 1))
-    x = jnp.pad(x, _pads(lows, needed, x.shape))
+    x = jnp.pad(x, _pads([low for low, _ in window.padding], needed, x.shape))
     x = x.reshape(x.shape[0], rows + 1, 2, down, columns + 1, 2, right, x.shape[3])
 
     def tap(i: int, j: int) -> Array:
@@ -489,8 +491,7 @@ def _transform_inputs(x: Array, window: _Window) -> Array:
 
 def _outputs(products: Array) -> Array:
     """Transform products to outputs: A^T m A, [N, rows, 2, dilation, columns, 2, dilation, D]."""
-    by_tap = products.reshape(4, 4, *products.shape[1:])
-    y = _on_both_axes(_A_T, [list(row) for row in by_tap])
+    y = _on_both_axes(_A_T, [list(row) for row in products.reshape(4, 4, *products.shape[1:])])
     # Axes: two rows and two columns of a tile, N, rows, dilation, columns, dilation, D.
     y = y.reshape(2, 2, *y.shape[1:])
     return y.transpose(2, 3, 0, 4, 5, 1, 6, 7)
@@ -522,17 +523,16 @@ def _on_both_axes(matrix: _Matrix, parts: list[list[Array]]) -> Array:
     """Compute ``matrix @ parts @ matrix.T`` in additions, and stack the results, row by row."""
 
     def combine(row: tuple[float, ...], parts: list[Array]) -> Array:
-        terms = [
-            part if abs(factor) == 1 else abs(factor) * part
-            for factor, part in zip(row, parts, strict=True)
-            if factor
+        # Operators of arrays would take most of the time to trace.
+        (sign, total), *rest = [
+            (f, part if abs(f) == 1 else jax.lax.mul(part, part.dtype.type(abs(f))))
+            for f, part in zip(row, parts, strict=True)
+            if f
         ]
-        signs = [factor > 0 for factor in row if factor]
-        total = terms[0] if signs[0] else -terms[0]
-        for term, is_positive in zip(terms[1:], signs[1:], strict=True):
-            total = total + term if is_positive else total - term
+        total = total if sign > 0 else jax.lax.neg(total)
+        for sign, term in rest:
+            total = jax.lax.add(total, term) if sign > 0 else jax.lax.sub(total, term)
         return total
 
-    columns = list(zip(*parts, strict=True))
-    by_rows = [[combine(row, list(column)) for column in columns] for row in matrix]
+    by_rows = [[combine(row, [*column]) for column in zip(*parts, strict=True)] for row in matrix]
     return jnp.stack([combine(row, parts) for parts in by_rows for row in matrix])

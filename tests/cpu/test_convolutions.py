@@ -86,6 +86,16 @@ def test_outputs_and_gradients_match_float64(shape, any_size):
         assert np.abs(got - exact).max() < 3e-6 * np.abs(exact).max()
 
 
+def test_only_equal_convolutions_share_a_program(any_size):
+    def f(x, kernel):
+        return [convolution(x, kernel, ((low, 2 - low), (1, 1))) for low in (2, 0, 2)]
+
+    x, kernel, _ = arrays(*SHAPES["same"])
+    assert_matches_float64(f, for_cpus(f), (x, kernel))
+    calls = jax.make_jaxpr(for_cpus(f))(x, kernel).eqns
+    assert [c.params["jaxpr"] is calls[0].params["jaxpr"] for c in calls] == [True, False, True]
+
+
 def test_kernels_that_reach_beyond_the_images_match_float64(monkeypatch):
     monkeypatch.setattr(measured, "LEAST_MULTIPLICATIONS", 0)
     monkeypatch.setattr(measured, "LEAST_SAVING", np.inf)  # not Winograd's algorithm
@@ -209,10 +219,8 @@ def test_leaves_other_convolutions_alone(change, dtype):
     ],
 )
 def test_replaces_convolutions_that_are_estimated_to_be_faster(images, n_in, n_out, left):
-    shapes = [
-        jax.ShapeDtypeStruct(shape, jnp.float32)
-        for shape in ((*images, n_in), (3, 3, n_in, n_out), (*images, n_out))
-    ]
+    sizes = (*images, n_in), (3, 3, n_in, n_out), (*images, n_out)
+    shapes = [jax.ShapeDtypeStruct(size, jnp.float32) for size in sizes]
     assert convolutions_left(for_cpus(all_three("SAME", (1, 1))), *shapes) == left
 
 
@@ -224,11 +232,8 @@ def step_of(model, size, batch=16):
 
     optimizer = optax.sgd(0.1)
     state = jax.eval_shape(lambda: fnet.TrainState.create(model, optimizer, jax.random.key(0)))
-    batch = {
-        "x": jax.ShapeDtypeStruct((batch, *size), jnp.float32),
-        "y": jax.ShapeDtypeStruct((batch,), jnp.int32),
-    }
-    return fnet.make_step(loss, optimizer), state, batch
+    batch = {"x": jnp.zeros((batch, *size)), "y": jnp.zeros(batch, jnp.int32)}
+    return fnet.make_step(loss, optimizer), state, jax.eval_shape(lambda: batch)
 
 
 @pytest.mark.slow
@@ -247,20 +252,14 @@ def test_a_step_for_several_devices_keeps_its_convolutions():
     model = fnet.serial(conv=layers.conv(64, 64), pool=global_max_pool())
     step, state, batch = step_of(model, (16, 16, 64))
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
-    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    rows, whole = (jax.NamedSharding(mesh, jax.P(*axes)) for axes in (["data"], []))
 
-    def on(sharding, tree):
-        return jax.tree.map(
-            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), tree
-        )
+    def on(at, tree):
+        return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=at), tree)
 
-    def left(state, batch):
-        jaxpr = step.trace(state, batch).jaxpr
-        return len(list(find_equations(jaxpr, "conv_general_dilated")))
-
-    assert left(on(whole, state), on(rows, batch)) == 2
-    assert left(state, batch) == 0
+    for arguments, left in (((on(whole, state), on(rows, batch)), 2), ((state, batch), 0)):
+        jaxpr = step.trace(*arguments).jaxpr
+        assert len(list(find_equations(jaxpr, "conv_general_dilated"))) == left
 
 
 def test_a_scan_of_rematerialized_layers_computes_the_same(any_size):

@@ -177,10 +177,9 @@ def score(
         except ValueError as error:  # a network that mixes examples
             raise UserError(f"{folder.path}: {error}") from error
 
-        def loss_and_score(batch: Any) -> jax.Array:
-            return jnp.concatenate([losses(params, batch)[:, None], score(batch)], 1)
-
-        return jax.jit(loss_and_score)
+        return jax.jit(
+            lambda batch: jnp.concatenate([losses(params, batch)[:, None], score(batch)], 1)
+        )
 
     identity = {
         "run": folder.id,

@@ -113,6 +113,7 @@ class Evaluator:
             {name: np.zeros((), np.float32) for name in names},
             np.zeros((num_classes, num_classes), np.int32) if measured.confusion else None,
         )
+        self._outputs = functools.partial(jax.eval_shape, add_batch, self._zeros, *arguments)
         if layout:
             sharded = shardings(shapes.evaluation_params)
             add_batch = gather_at_use(add_batch, (None, sharded, None, None))
@@ -124,7 +125,6 @@ class Evaluator:
         options = memory.CANDIDATE_OPTIONS.get(jax.default_backend(), ({},))[0] if layout else {}
         self._options, self._argument_bytes = dict(options), memory.tree_bytes((shapes, batch))
         self._lower = functools.partial(jitted.lower, self._zero_totals(), *arguments)
-        _, (_, self._kept) = jax.eval_shape(jitted, self._zero_totals(), *arguments)
 
     @functools.cached_property
     def _add_batch(self) -> FirstApart:
@@ -176,7 +176,8 @@ class Evaluator:
     def trial(self) -> dict[str, float]:
         """Return metrics of outputs of zeros: all names, and NaN where the labels define none."""
         test, n = self._dataset.test, num_examples(self._dataset.test)
-        examples = {name: np.zeros((n, *a.shape[1:]), a.dtype) for name, a in self._kept.items()}
+        _, (_, kept) = self._outputs()
+        examples = {name: np.zeros((n, *a.shape[1:]), a.dtype) for name, a in kept.items()}
         scores = self._scores(examples, test, np.eye(len(self._dataset.classes), dtype=int))
         return {name: 0.0 for name in self._zeros[0] if name != "weight"} | scores
 

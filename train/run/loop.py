@@ -130,10 +130,6 @@ def train(
         if run.privacy:
             log(f"privacy: {run.privacy.describe(run.steps)}")
             log(describe_seeds(folder, config))
-        folder.write(folder.memory, programs.report)
-        title = f"{config.name}: memory of a train step"
-        examples.draw_augmented(run, folder.augmented)
-        plots.memory(StepMemory.model_validate(programs.report), title, folder.memory_picture)
         occupy_gaps()
         high_water = HighWater(run.devices // jax.process_count())
         distributed.wait_for_all("compiled")
@@ -158,7 +154,6 @@ def train(
                 high_water,
             )  # fmt: skip
             tracker = stack.enter_context(tracking.tracking(config, folder, start.step))
-            tracker.draw(start.step, folder.augmented)
             with loop.interruption:  # also while the last checkpoint is written
                 loop.take_steps(console, profile, tracker)
                 checkpoints.wait()
@@ -261,9 +256,8 @@ class _Loop:
         self._skipped = SkippedSteps(run, self.folder.bad_steps, self.log)
         self._num_skipped = len(read_log(self.folder.bad_steps, BadStep).lines)
         self._eval_every = config.train.eval_every or max(round(run.steps_per_epoch), 1)
-        is_private, is_release_only = config.is_private, config.is_release_only
-        size = config.data.batch_size
-        self._meter = Meter(size, private=is_private, release_only=is_release_only)
+        private = {"private": config.is_private, "release_only": config.is_release_only}
+        self._meter = Meter(config.data.batch_size, **private)
         self.interruption = Interruption()
         self._is_alone = not distributed.has_other_processes()
 
@@ -279,9 +273,8 @@ class _Loop:
 
             def write(line: dict[str, Any]) -> None:
                 if not metrics_file.tell():
-                    first = {"run": folder.id}
-                    first |= self._stamp._asdict() if self._stamp else {}
-                    metrics_file.write(json.dumps(first) + "\n")
+                    stamp = self._stamp._asdict() if self._stamp else {}
+                    metrics_file.write(json.dumps({"run": folder.id} | stamp) + "\n")
                 metrics_file.write(json.dumps(line) + "\n")
                 tracker.log(self.step, line)
                 progress.log(line, self.high_water.bytes())
@@ -297,8 +290,21 @@ class _Loop:
                     progress.advance(self.step)
                     self._position = self._batches.get_state()
                     batch = self._next_batch()  # while the device computes
+                if self.step == first + 1:
+                    self._describe_step(progress, tracker)
                 if self._end_step(progress, write):
                     break
+
+    def _describe_step(self, progress: Progress, tracker: tracking.Tracker) -> None:
+        """Do what the first step did not wait for."""
+        jax.block_until_ready(self.state)
+        with self._meter.paused(), progress.doing("describing"), self.high_water.without():
+            report, folder = self.programs.finish(), self.folder
+            folder.write(folder.memory, report)
+            title = f"{self.run.config.name}: memory of a train step"
+            plots.memory(StepMemory.model_validate(report), title, folder.memory_picture)
+            examples.draw_augmented(self.run, folder.augmented)
+            tracker.draw(self.start.step, folder.augmented)
 
     @property
     def ended_early(self) -> bool:
@@ -327,8 +333,7 @@ class _Loop:
         evaluation = self.evaluation or programs.evaluate(state)  # resumed after its last step
         written = [folder.summary, folder.curves, folder.memory_picture]
         title = f"{run.config.name}, step {run.steps}"
-        files = examples.write(run, programs.evaluate, state, evaluation, title, folder)
-        written += files.values()
+        written += examples.write(run, programs.evaluate, state, evaluation, title, folder).values()
         if isinstance(state.opt_state, InRunState):
             training_rows = TrainingRows(run.task.dataset, run.config.data.batch_size)
             written += write_losses(folder, training_rows, columns_of(state.opt_state))
@@ -353,9 +358,7 @@ class _Loop:
         if self.step == self.start.step:
             summary |= results.measured_before(folder, run.steps)
         folder.write(folder.summary, summary)
-        for text in results.describe_results(run, summary):
-            self.log(text)
-        for text in describe_undefined(run, evaluation):
+        for text in (*results.describe_results(run, summary), *describe_undefined(run, evaluation)):
             self.log(text)
         if run.privacy:
             self.log(f"privacy: {run.privacy.describe(run.steps)}")

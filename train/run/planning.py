@@ -1,5 +1,6 @@
 """Compile the programs of a run within its memory budget, here or for other devices."""
 
+import concurrent.futures
 import itertools
 import time
 from collections.abc import Callable
@@ -37,8 +38,6 @@ from train.run.weight_files import InitialWeights
 
 Progress = Callable[[str], None]
 """Called with a line about each compiled program of a search."""
-_LONG = 10.0
-"""Seconds of compiling after which a log says what is compiled next."""
 
 _MAX_LAYERS = 20
 """Largest number of rows in a table and of bars in a plot."""
@@ -74,6 +73,14 @@ class Planned(NamedTuple):
     def peak(self) -> memory.Peak:
         """Peak memory of the step per device."""
         return self.executable.report.peak
+
+    @property
+    def timeline(self) -> memory.Timeline | None:
+        """Timeline of the peak; None if the compiler does not report the schedule."""
+        try:
+            return self.peak.timeline
+        except ValueError:
+            return None
 
     @property
     def fits(self) -> bool:
@@ -140,8 +147,7 @@ class StepCache:
 
     def __init__(self, planned: Planned, log: Callable[[str], None]):
         self._run, self._planned, self._log = planned.run, planned, log
-        first = FirstApart(planned.executable)
-        self._executables = {_signature(planned.run.batch_shapes): first}
+        self._executables = {_signature(planned.run.batch_shapes): FirstApart(planned.executable)}
 
     @property
     def num_programs(self) -> int:
@@ -373,10 +379,7 @@ def memory_report(planned: Planned) -> dict[str, Any]:
     ``live_bytes`` and ``largest_at_peak`` are empty if the compiler does not report the schedule,
     and ``residuals`` are of one microbatch if there are several.
     """
-    try:
-        timeline = planned.peak.timeline
-    except ValueError:
-        timeline = None
+    timeline = planned.timeline
     residuals = residuals_by_layer(planned.run, planned.policy, planned.microbatches)
     policy = str(planned.policy)
     return planned.executable.report.as_dict() | {
@@ -525,9 +528,8 @@ def _extra_flops(planned: Planned) -> float:
         return 1.0
 
     def flops(policy: Any) -> int:
-        run = planned.run
-        step = run.step.replace(remat=policy, microbatches=planned.microbatches)
-        traced = step.trace(run.state_shapes, run.batch_shapes)
+        step = planned.run.step.replace(remat=policy, microbatches=planned.microbatches)
+        traced = step.trace(planned.run.state_shapes, planned.run.batch_shapes)
         return memory.estimate_cost(traced.jaxpr).flops
 
     return flops(planned.policy) / max(flops("none"), 1)
@@ -538,7 +540,6 @@ class Programs(NamedTuple):
 
     Attributes:
       learning_rate: Function ``number of updates -> learning rate``.
-      report: Contents of memory.json.
       predicted_bytes: Predicted peak memory of the run, per device, before it evaluates.
     """
 
@@ -547,8 +548,12 @@ class Programs(NamedTuple):
     evaluate: Evaluator
     init: Callable[[Array], TrainState]
     learning_rate: Callable[[int], float]
-    report: dict[str, Any]
     predicted_bytes: int
+
+    def finish(self) -> dict[str, Any]:
+        """Compile the checksums of checkpoints, and return the contents of memory.json."""
+        compile_checksums(without_frozen(self.planned.run.state_shapes))
+        return memory_report(self.planned)
 
 
 def compile_programs(
@@ -570,20 +575,15 @@ def compile_programs(
                 "not differ; give another metric, or other splits"
             )
         start = time.perf_counter()
-
-        def show_next(number: int, program: str) -> None:
-            seconds = time.perf_counter() - start
-            if seconds >= _LONG or console.is_terminal:  # a log needs no line per second
-                show(f"compiling program {number} of 2: {program}, {duration(seconds)} so far")
-
-        show_next(1, "train step")
-        planned = compile_step(run, progress=show)
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:  # XLA optimizes in one thread
+            initial = pool.submit(run.compile_init, weights.variables if weights else None)
+            planned = compile_step(run, progress=show)
+        init, seconds = initial.result(), time.perf_counter() - start
+        if seconds >= 10:  # long enough for a line in a log
+            show(f"compiled 2 programs, train step and initial values, in {duration(seconds)}")
         # With several crops per image, fewer images make a batch of the size of a microbatch.
         images = run.config.data.batch_size // planned.microbatches // run.config.data.crops
         evaluate = run.evaluation(unreadable, images)
-        show_next(2, "initial values")
-        init = run.compile_init(weights.variables if weights else None)
-        compile_checksums(without_frozen(run.state_shapes))
         schedule = jax.jit(run.schedule).lower(jax.ShapeDtypeStruct((), np.int32)).compile()
         state_bytes = memory.tree_bytes(run.state_shapes) // run.devices
         return Programs(
@@ -592,6 +592,5 @@ def compile_programs(
             evaluate,
             init,
             lambda step: float(schedule(np.int32(step))),
-            memory_report(planned),
             overhead(run).peak(state_bytes, planned.peak.total),
         )

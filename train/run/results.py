@@ -50,8 +50,7 @@ def before_training(programs: Programs, lines: list[dict[str, Any]]) -> dict[str
     planned = programs.planned
     run, report = planned.run, planned.executable.report
     config, dataset = run.config, run.task.dataset
-    path = config.data.path or ""
-    path = path if isinstance(path, str) else shorten(path)
+    path = at if isinstance(at := config.data.path or "", str) else shorten(at)
     num_train = num_examples(dataset.train) - dataset.canaries
     classes = f", {len(dataset.classes):,} classes" if dataset.classes else ""
     classes += f": {shorten(dataset.classes)}" if is_named(dataset.classes) else ""
@@ -59,11 +58,10 @@ def before_training(programs: Programs, lines: list[dict[str, Any]]) -> dict[str
         classes = f", {config.data.targets} {shorten(dataset.classes)}"
     frozen = jax.tree.leaves(run.state_shapes.model_state.get(FROZEN, ()))
     per_device = " per device" if run.devices > 1 else ""
-    step = format_bytes(report.peak.total)
     memory = f"{format_bytes(programs.predicted_bytes)}{per_device} predicted"
     if jax.default_backend() == "cpu":
-        memory += f"{_of_process(run)}, {step} of it for a step"
-    memory += PHASES.get(programs.report["peak_phase"], "")
+        memory += f"{_of_process(run)}, {format_bytes(report.peak.total)} of it for a step"
+    memory += PHASES.get(planned.timeline.peak_phase, "") if planned.timeline else ""
     if config.memory.budget:
         memory += f"; budget {config.memory.budget}"
     split = f" in {planned.microbatches:,} microbatches" if planned.microbatches > 1 else ""

@@ -86,12 +86,13 @@ def test_scores_of_few_examples_are_those_of_scikit_learn():
 
 
 def test_auc_with_ties(generator):
-    outputs = generator.random((60, 3)).round(1)
-    label = generator.integers(0, 3, 60)
+    outputs, label = generator.random((60, 3)).round(1), generator.integers(0, 3, 60)
     outputs /= outputs.sum(1, keepdims=True)
     expected = metrics.roc_auc_score(label, outputs, multi_class="ovr")
-    values = scores.auc(outputs, label[:, None] == np.arange(3))
-    assert scores.mean(values) == pytest.approx(expected)
+    is_class = label[:, None] == np.arange(3)
+    assert scores.mean(scores.auc(outputs, is_class)) == pytest.approx(expected)
+    outputs[5, 1] = np.nan
+    assert [*np.isnan(scores.auc(outputs, is_class))] == [False, True, False]
     assert np.isnan(scores.auc(outputs, np.ones((60, 3), bool))).all()
 
 
