@@ -1,6 +1,5 @@
 """Compile the programs of a run within its memory budget, here or for other devices."""
 
-import concurrent.futures
 import itertools
 import time
 from collections.abc import Callable
@@ -379,9 +378,8 @@ def memory_report(planned: Planned) -> dict[str, Any]:
     ``live_bytes`` and ``largest_at_peak`` are empty if the compiler does not report the schedule,
     and ``residuals`` are of one microbatch if there are several.
     """
-    timeline = planned.timeline
+    timeline, policy = planned.timeline, str(planned.policy)
     residuals = residuals_by_layer(planned.run, planned.policy, planned.microbatches)
-    policy = str(planned.policy)
     return planned.executable.report.as_dict() | {
         "policy": policy,
         "saves": REMAT_POLICIES[policy].saves if policy in REMAT_POLICIES else None,
@@ -428,8 +426,8 @@ def residuals_by_layer(run: Setup, policy: str | Policy, microbatches: int) -> l
 
 def _plan_as_dict(plan: Plan) -> dict[str, Any]:
     def as_dict(c: memory.Candidate) -> dict[str, Any]:
-        costs = {"cost": c.cost._asdict(), "peak": c.peak.as_dict()}
-        return c._asdict() | {"policy": str(c.policy)} | costs
+        parts = {"cost": c.cost._asdict(), "peak": c.peak.as_dict()}
+        return c._asdict() | {"policy": str(c.policy)} | parts
 
     return {
         "budget": plan.budget,
@@ -575,21 +573,24 @@ def compile_programs(
                 "not differ; give another metric, or other splits"
             )
         start = time.perf_counter()
-        with concurrent.futures.ThreadPoolExecutor(1) as pool:  # XLA optimizes in one thread
-            initial = pool.submit(run.compile_init, weights.variables if weights else None)
-            planned = compile_step(run, progress=show)
-        init, seconds = initial.result(), time.perf_counter() - start
-        if seconds >= 10:  # long enough for a line in a log
-            show(f"compiled 2 programs, train step and initial values, in {duration(seconds)}")
+
+        def show_next(number: int, program: str) -> None:
+            seconds = time.perf_counter() - start
+            if seconds >= 10 or console.is_terminal:  # a log needs no line per second
+                show(f"compiling program {number} of 2: {program}, {duration(seconds)} so far")
+
+        show_next(1, "train step")
+        planned = compile_step(run, progress=show)
         # With several crops per image, fewer images make a batch of the size of a microbatch.
         images = run.config.data.batch_size // planned.microbatches // run.config.data.crops
-        evaluate = run.evaluation(unreadable, images)
+        show_next(2, "initial values")
+        init = run.compile_init(weights.variables if weights else None)
         schedule = jax.jit(run.schedule).lower(jax.ShapeDtypeStruct((), np.int32)).compile()
         state_bytes = memory.tree_bytes(run.state_shapes) // run.devices
         return Programs(
             planned,
             StepCache(planned, line_printer(console)),
-            evaluate,
+            run.evaluation(unreadable, images),
             init,
             lambda step: float(schedule(np.int32(step))),
             overhead(run).peak(state_bytes, planned.peak.total),

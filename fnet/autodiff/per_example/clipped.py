@@ -292,10 +292,9 @@ class ClippedGrad:
             if totals is not None:
                 _add_to_refs(totals, sums)
             return sums, info
-        remat = microbatches.second_pass and not self.per_layer
-        grads = traced.gradients(
-            traced.examples, width=self.width, remat=remat, kept=microbatches.kept
-        )
+        _, kept, second_pass = microbatches
+        remat = second_pass and not self.per_layer
+        grads = traced.gradients(traced.examples, width=self.width, remat=remat, kept=kept)
         scales, is_rough, info = self._scale(grads, is_real, clip)
         return grads.weighted_sum(scales, is_rough, totals), info
 

@@ -88,7 +88,9 @@ def test_a_checkpoint_runs_again_once_and_its_products_are_never_in_float32(acce
     assert len(list(find_equations(program, "tanh"))) == 2
     assert strategies(jax.checkpoint(losses)) == strategies()
     results = [e.outvars[0].aval for e in find_equations(program, "dot_general")]
-    assert (1, SIZE // 2, *params["up"].shape) in {a.shape for a in results if a.dtype == "bfloat16"}
+    assert (1, SIZE // 2, *params["up"].shape) in {
+        a.shape for a in results if a.dtype == "bfloat16"
+    }
     expected = jax.jit(fnet.clipped_grad(losses, 0.05))(params, tokens)[0]
     chex.assert_trees_all_close(jax.jit(gradient)(params, tokens)[0], expected, rtol=1e-5)
 
