@@ -107,7 +107,6 @@ SUITE = (
     Benchmark("attribution", packages=("scikit-learn", "scipy"), cpu=True),
     Benchmark("correlated_noise", packages=("jax_privacy",)),
     ahead_of_time("accumulation", "h100"),
-    ahead_of_time("clipped_composition", "h100"),
     Benchmark("optimizer_in_backward"),
     ahead_of_time("optimizer_in_backward", "h100"),
     Benchmark("lora"),

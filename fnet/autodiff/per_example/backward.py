@@ -291,21 +291,27 @@ class TracedLoss(NamedTuple):
         in_checkpoint = [use for own in uses.values() for use in own if use.may_give_norm]
         if not kept and not in_checkpoint:
             return Microbatches(size)
-        saved, eqns = _saved_bytes(self.closed), self.closed.eqns
-        fewest = KEPT_ELEMENTS_PER_EQUATION * sum(total(e, lambda _: 1) for e in eqns)
+        # The plain loss may save less: the logits of a few tokens, not those of all.
+        plain, _ = _make_jaxpr(self.loss, params, self.examples, 1)
+        allowed, saved = size * _saved_bytes(plain), _saved_bytes(self.closed)
+        fewest = KEPT_ELEMENTS_PER_EQUATION * sum(total(e, lambda _: 1) for e in self.closed.eqns)
 
-        def width(more: int, elements: int) -> int:
-            """Size of microbatches that save so many more bytes of each example, or 0."""
-            most = max(size * saved // (saved + more), 1)
+        def width(nbytes: int, elements: int) -> int:
+            """Size of microbatches with so many bytes of each example, or 0."""
+            most = min(max(allowed // nbytes, 1), size)
             n = max(n for n in range(1, most + 1) if size % n == 0)
             n = n if 2 * n > most else even(size, most)[1]  # which adds examples of weight 0
             return n if n > 1 and n * elements >= fewest else 0
 
-        factors = sum(map(_factor_bytes, in_checkpoint))
+        # Gradients take the place of what was saved, layer by layer, and XLA computes some ahead:
+        # compiled models had about half of the smaller of both at their peak.
         gradients = sum(params[i].size * kept_dtype(params[i]).itemsize for i in kept)
-        if n := width(factors + gradients, sum(params[i].size for i in kept)):
+        both = max(saved, gradients) + min(saved, gradients) // 2
+        if kept and (n := width(both, sum(params[i].size for i in kept))):
             return Microbatches(n, kept, second_pass=False)
-        if factors and (n := width(factors, sum(total(e, _elements) for e in eqns))):
+        factors = sum(map(_factor_bytes, in_checkpoint))
+        elements = sum(total(e, _elements) for e in self.closed.eqns)
+        if factors and (n := width(saved + factors, elements)):
             return Microbatches(n, second_pass=False)
         return Microbatches(size)
 
@@ -511,13 +517,18 @@ class _Plan(NamedTuple):
 
 
 def _saved_bytes(program: ClosedJaxpr) -> int:
-    """Bytes of what is saved between the passes of a gradient, and again within a checkpoint."""
+    """Bytes of what is saved between the passes of a gradient, and again within a checkpoint.
+
+    Arrays like an argument are left out: they are gradients that a forward pass computes.
+    """
+    shapes = {a.shape for a in program.in_avals}
 
     def saved(closed: ClosedJaxpr) -> int:
         backward = jax.make_jaxpr(lambda *args: jax.vjp(jaxpr_as_fun(closed), *args)[1])
         found = backward(*closed.in_avals).jaxpr
         arrays = {*found.outvars}.difference(found.invars, found.constvars)
-        return sum(aval(v).size * aval(v).dtype.itemsize for v in arrays)
+        found = [aval(v) for v in arrays]
+        return sum(a.size * a.dtype.itemsize for a in found if a.shape not in shapes)
 
     bodies = (called_jaxpr(eqn) for eqn in find_equations(program) if is_checkpoint(eqn))
     kinds = {(*map(str, body.in_avals), len(body.eqns)): body for body in bodies if body}
