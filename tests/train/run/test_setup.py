@@ -80,7 +80,7 @@ def test_a_run_of_few_steps_is_reported():
 
 @pytest.mark.parametrize(
     ("epochs", "examples", "steps"),
-    [(0.01, 10, 1), (0.4, 10, 1), (1, 10, 3), (2, 10, 5), (15, 12, 45)],
+    [(0.01, 10, 1), (0.4, 10, 1), (1, 10, 3), (2, 10, 5), (15, 12, 45), (25, 11, 69)],
 )
 def test_a_run_has_at_least_one_step_and_the_last_epoch_is_whole(epochs, examples, steps):
     data = Synthetic(examples=examples, batch_size=4, image_size=4, channels=1, classes=2)
