@@ -32,9 +32,15 @@ HloModule jit_f, is_scheduled=true, input_output_alias={ {0}: (1, {}, may-alias)
   ROOT %p = (s32[]) parameter(0)
 }
 
-%test (q: (s32[])) -> pred[] {
-  %q = (s32[]) parameter(0)
-  ROOT %c = pred[] constant(true)
+%twice (g: f32[2,3]) -> (f32[2,3], f32[2,3]) {
+  %g = f32[2,3]{1,0} parameter(0)
+  %h = f32[2,3]{1,0} negate(%g)
+  ROOT %pair = (f32[2,3]{1,0}, f32[2,3]{1,0}) tuple(%g, %h)
+}
+
+%turn (k: f32[2,3]) -> f32[3,2] {
+  %k = f32[2,3]{1,0} parameter(0)
+  ROOT %l = f32[3,2]{1,0} transpose(%k), dimensions={1,0}
 }
 
 ENTRY %main (x: f32[2,3], y: f32[1,3]) -> f32[2,3] {
@@ -47,7 +53,14 @@ ENTRY %main (x: f32[2,3], y: f32[1,3]) -> f32[2,3] {
   %loop = (s32[]) while(%t), condition=%test, body=%body
   %sum = f32[2,3]{1,0} add(%part, %x)
   %kept = (f32[2,3]{1,0}, s32[]) custom-call(%x, %sum), output_to_operand_aliasing={{0}: (1, {}), {1}: (0, {2, 3})}
+  %f3 = (f32[2,3]{1,0}, f32[2,3]{1,0}) fusion(%sum), kind=kLoop, calls=%twice
+  %f4 = f32[3,2]{1,0} fusion(%sum), kind=kLoop, calls=%turn
   ROOT %put = f32[2,3]{1,0} scatter(%sum, %zero, %y)
+}
+
+%test (q: (s32[])) -> pred[] {
+  %q = (s32[]) parameter(0)
+  ROOT %c = pred[] constant(true)
 }
 """
 
@@ -60,7 +73,7 @@ def module():
 def test_a_called_computation_is_scheduled_before_its_call(module):
     scheduled = [i.name for i in module.schedule()]
     assert scheduled[6:10] == ["q", "c", "p", "loop"]
-    assert len(scheduled) == 13
+    assert len(scheduled) == 15
     assert [i.name for i in module.parameters("elementwise")] == ["a", "b"]
     assert module.root("updates").name == "both"
     assert module.entry == "main"
@@ -92,6 +105,8 @@ def test_elementwise_instructions_have_no_other_operation_between_operand_and_re
     # An update is elementwise in what it updates alone.
     assert [is_elementwise("f2", i) for i in range(3)] == [False, False, False]
     assert is_elementwise("sum", 0)
+    assert is_elementwise("f3", 0)
+    assert not is_elementwise("f4", 0)
     assert not is_elementwise("put", 0)
 
 
@@ -133,6 +148,7 @@ def test_windows(text, windows):
         ("f32[3,5,130]{2,1,0:T(8,128)}", (4 * 3 * 8 * 256, (3, 5, 130), "float32")),
         ("f32[130,5]{0,1:T(8,128)}", (4 * 8 * 256, (130, 5), "float32")),
         ("f32[130]{0:T(8,128)}", (4 * 8 * 256, (130,), "float32")),
+        ("f32[130]{0:T(1,128)}", (4 * 256, (130,), "float32")),
         ("f32[]{:T(128)}", (512, (), "float32")),
         ("f32[8,128]{1,0:T(8,128)S(1)}", (0, (8, 128), "float32")),
         ("f32[8]{0:S(5)}", (0, (8,), "float32")),

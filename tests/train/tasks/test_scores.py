@@ -190,7 +190,7 @@ def test_what_outputs_and_targets_say_in_a_table():
     }
     assert OneClass(dataset()).describe(2) == {"label": "c"}
     assert Labels(dataset()).describe(np.array([1, 0, 1])) == {"label": "a; c"}
-    assert Labels.row(names, output + [0.5, 0, 0]) == {
+    assert Labels.row(names, output + np.eye(3)[0] / 2) == {
         "prediction": "a; b",  # a probability of 1/2 is none
         "probability of a": 0.625, "probability of b": 0.75, "probability of c": 0.5,
     }  # fmt: skip
