@@ -88,6 +88,17 @@ def test_a_run_has_at_least_one_step_and_the_last_epoch_is_whole(epochs, example
     assert run.steps == steps
 
 
+def test_more_steps_than_32_bits_count_are_refused():
+    data = Synthetic(examples=4, batch_size=4, image_size=4, channels=1, classes=2)
+
+    def steps(epochs):
+        return setup(Config(data=data, model=Mlp(hidden=(2,)), train=Train(epochs=epochs))).steps
+
+    assert steps(2**31 - 1) == 2**31 - 1
+    with pytest.raises(UserError, match=r"2.14748e\+09 gives 2\^31 steps or more"):
+        steps(2**31)
+
+
 def test_decay_epochs_are_converted_to_steps():
     data = Synthetic(examples=10, batch_size=4, image_size=4, channels=1, classes=2)  # 2.5 steps
     optim = Optim(learning_rate=1.0, schedule="multistep", decay_epochs=(2, 4), decay_rate=0.5)
