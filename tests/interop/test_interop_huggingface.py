@@ -38,8 +38,17 @@ def test_the_pages_list_every_family():
     assert {f for f in FAMILIES if f"`{f}`" not in rows} == set()
 
 
-@pytest.mark.sweep(15)
-@pytest.mark.parametrize("name", CONFIGS)
+# Together, they run all lines that read a config.
+QUICK = {
+    *("dots1", "ernie4_5_moe", "falcon_h1_norm", "gemma3", "gemma4_experts", "gpt2", "gpt_oss"),
+    *("granitemoehybrid_dense", "lfm2_moe", "minimax_m2", "ministral3", "nanochat", "olmo"),
+    *("qwen2_moe", "qwen3_5_moe_text", "recurrent_gemma"),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in CONFIGS]
+)
 def test_logits_match_those_of_transformers(name):
     model, params, tensors = loaded(name)
     logits, _ = jax.jit(lambda p: model.apply(p, {}, TOKENS, train=False))(params)
