@@ -193,6 +193,30 @@ def test_compares_several_targets_with_a_mesh(workplace, monkeypatch, capsys):
     assert small["link_bytes"] > 0
 
 
+def test_utilization_counts_no_rematerialized_flops():
+    device = jax.local_devices()[0]
+    target = Target(
+        "here",
+        device,
+        10**8,
+        KEEP_REMAT,
+        (device,),
+        Peaks({"float32": 1e9}, 1e9, 1e9, 1e9, 1e9, 0.0),
+    )
+
+    def predicted(policy):
+        memory = Memory(policy=policy)
+        run = Config(data=Digits(batch_size=512), model=Mlp(hidden=(32,) * 4), memory=memory)
+        return planning.predict_on(setup(run), target)
+
+    plain, slower = predicted("none"), predicted("segments")
+    assert slower.estimate.total_flops > 1.1 * plain.estimate.total_flops
+    useful = [p.utilization * p.estimate.seconds for p in (plain, slower)]
+    assert useful[1] == pytest.approx(useful[0], rel=0.03)
+    assert useful[0] == pytest.approx(plain.estimate.total_flops / 1e9, rel=0.03)
+    assert planning.predict_on(plain.run, target._replace(peaks=None)).utilization is None
+
+
 def test_plans_a_language_model_without_text_and_tokenizer(workplace):
     model = "--model.name", "language_model", "--model.blocks", 1, "--model.width", 8
     data = "--data.source", "text_file", "--data.tokenizer", "none.json", "--data.context", 8
