@@ -147,11 +147,13 @@ def test_a_folder_named_like_a_recipe_does_not_replace_it(workplace):
         ("runs/own/conf.json", "no conf.json in runs/own (did you mean config.json?)"),
         ("nowhere/own/config.json", "no nowhere in ."),
         ("runs/own", "no config.json in runs/own"),
+        ("runs/own/notes.txt", "no config.json in runs/own/notes.txt"),
         ("nothing", "no recipe nothing"),
     ],
 )
 def test_what_is_missing_on_a_path_is_named(workplace, given, missing):
     (workplace / "runs" / "own").mkdir(parents=True)
+    (workplace / "runs" / "own" / "notes.txt").touch()
     if "conf.json" in given:
         (workplace / "runs" / "own" / "config.json").touch()
     with pytest.raises(UserError, match=re.escape(missing)):

@@ -188,6 +188,13 @@ def test_only_digits_are_numbers_and_names_have_one_form(tmp_path):
     assert data.classes == ("0", "02", "1")
 
 
+def test_names_in_one_shard_and_numbers_in_another_are_refused(tmp_path):
+    write_labels(tmp_path / "a.tar", [0, 1] * 6)
+    write_labels(tmp_path / "b.tar", ["cat", "dog"] * 6)
+    message = error_message(load, tmp_path, label="json.y")
+    assert f"labels are names in {tmp_path / 'b.tar'}, but numbers in other shards" in message
+
+
 def test_numbers_are_names_if_one_has_zeros_before_it_else_they_count_from_0(tmp_path):
     write_labels(tmp_path / "a.tar", ["01", "1"] * 6)
     write_labels(tmp_path / "b.tar", ["10"] * 6)
@@ -566,6 +573,8 @@ def test_memory_of_shards_that_are_not_there_yet(tmp_path):
         for d in (missing.dataset, data)
     ]
     assert shapes[0] == shapes[1]
+    large = ImageShards(path=("none/train",), batch_size=300).placeholder()
+    assert len(large.dataset.train["id"]) >= 300
     for there in (str(tmp_path / "a.tar"), "s3://bucket/x", "x-*.tar"):
         assert ImageShards(path=("none", there)).placeholder() is None
 

@@ -211,7 +211,7 @@ OTHER_RUNS = {
 """Runs of other kinds: their training, a command on them, and the files that it reads."""
 
 
-@pytest.mark.sweep(88)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "file", "damage"),
     [(kind, f, d) for d in damages() for kind, (*_, files) in OTHER_RUNS.items() for f in files],
