@@ -57,6 +57,8 @@ def test_pairs_that_do_not_differ_are_counted_and_left_out(write):
 
 
 USER = {"role": "user", "content": "Hi"}
+
+
 def test_a_pair_is_held_out_by_both_of_its_answers(write):
     for changed, same in (("chosen", "rejected"), ("rejected", "chosen")):
         pairs = [{"prompt": "Say ", changed: f"{i:03}", same: "x"} for i in range(40)]
