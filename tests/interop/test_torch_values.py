@@ -14,8 +14,6 @@ from fnet import layers, models
 from fnet.interop.torch import from_torch, load_state_dict, to_torch
 from fnet.models.blocks import STAGES
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture
 def small(monkeypatch):
@@ -83,6 +81,7 @@ def test_logits_match_the_reference_network(name, small):
     assert_close(actual, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REFERENCES)
 def test_last_feature_is_the_classifiers_input(name, small):
     network, features = build(name), build(name, num_classes=None)
@@ -115,6 +114,7 @@ PLAIN = {"norm": "batch", "activation": "relu"}
 GROUPS = {"groups": 4, "group_width": 8}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "size", "options"),
     [
@@ -216,6 +216,7 @@ def test_network_by_name_has_the_number_of_classes_of_the_weights(small):
     assert "fc" not in params
 
 
+@pytest.mark.slow
 def test_converted_weights_give_the_same_outputs(small):
     arrays = random_state_dict(torch_shapes(build("resnet18"), "torchvision"))
     gammas = arrays["layer1.0.bn1.weight"]

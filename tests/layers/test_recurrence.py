@@ -340,7 +340,7 @@ INTEGERS = jnp.ones(3, int)
         ("dual", {"chunk": 0}, ValueError, "chunk must be at least 1"),
         ("dual", {"B": F((B, 4, 3, N)), "C": F((B, 4, 3, N))}, ValueError, "B's groups"),
         ("dual", {"A": F((1,))}, ValueError, "A must have"),
-        ("dual", {"x": F((B, 0, HEADS, P))}, ValueError, "x must have shape"),
+        ("dual", {"x": F((B, 0, HEADS, P))}, ValueError, "B must have shape"),
         ("dual", {"dt": INTEGERS}, TypeError, "dt must be"),
         ("delta", {"chunk": 0}, ValueError, "chunk must be at least 1"),
         ("delta", {"beta": F((B, 4, 1))}, ValueError, "beta must have"),
