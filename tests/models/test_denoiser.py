@@ -11,8 +11,6 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from fnet import layers, models
 
-pytestmark = pytest.mark.slow
-
 SHAPE, WIDTH, CLASSES = (4, 6, 2), 8, 3
 
 
@@ -71,6 +69,7 @@ def patches_of(image, patch):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("shape", "patch"), [(SHAPE, 1), (SHAPE, 2), ((8, 8, 1), 4)])
 def test_new_denoiser_predicts_zeros_of_the_image_shape(shape, patch):
     model, params, state = build(image_shape=shape, patch=patch)
@@ -80,6 +79,7 @@ def test_new_denoiser_predicts_zeros_of_the_image_shape(shape, patch):
     assert y.dtype == jnp.float32
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(("shape", "patch"), [((4, 6, 3), 1), ((4, 6, 3), 2), ((8, 4, 1), 4)])
 def test_patches_return_to_their_pixels(shape, patch):
     """With identities for its dense layers, a new denoiser is the layer norm of each patch."""
@@ -95,6 +95,7 @@ def test_patches_return_to_their_pixels(shape, patch):
             np.testing.assert_allclose(patches_of(out, patch)[corner], expected, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_new_block_does_not_mix_patches_and_a_trained_one_does():
     def influences(params):
         def last_pixel(x):
@@ -120,6 +121,7 @@ def test_position_embedding_tells_equal_patches_apart():
     assert jnp.abs(first - second).max() > 1e-2
 
 
+@pytest.mark.slow
 def test_prediction_depends_on_timestep_and_label():
     model, params, state = build_randomized()
     x = jnp.broadcast_to(images(1), (5, *SHAPE))
@@ -136,6 +138,7 @@ def test_prediction_depends_on_timestep_and_label():
     chex.assert_trees_all_close(y[4], y[0], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_denoiser_without_classes_takes_no_label():
     model, params, state = build_randomized(num_classes=0)
     assert "label" not in params
@@ -144,6 +147,7 @@ def test_denoiser_without_classes_takes_no_label():
     assert jnp.abs(y).max() > 0.1
 
 
+@pytest.mark.slow
 def test_images_do_not_depend_on_each_other():
     model, params, state = build_randomized()
     y, _ = run(model, params, state, images(), **conditions(), train=True)
@@ -151,6 +155,7 @@ def test_images_do_not_depend_on_each_other():
     chex.assert_trees_all_close(alone, y[:1], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_sampling_reads_the_context_that_training_updates():
     model, params, state = build_randomized()
     trained, updated = run(model, params, state, images(), **conditions(), train=True)
@@ -163,6 +168,7 @@ def test_sampling_reads_the_context_that_training_updates():
     assert jnp.abs(afterwards - sampled).max() > 1e-4
 
 
+@pytest.mark.slow
 def test_dropout_applies_only_in_training():
     model, params, state = build_randomized(dropout=0.5, blocks=1)
     sampled, _ = run(model, params, state, images(), **conditions())
@@ -175,6 +181,7 @@ def test_dropout_applies_only_in_training():
     assert jnp.abs(trained - again).max() > 1e-2
 
 
+@pytest.mark.slow
 def test_computes_in_the_dtype_of_the_images():
     model, params, state = build_randomized()
     y, updated = run(
@@ -216,6 +223,7 @@ def test_rejects_wrong_shapes_and_labels(given, message):
         run(model, params, state, arguments.pop("x"), **arguments)
 
 
+@pytest.mark.slow
 def test_rejects_label_without_classes():
     model, params, state = build(num_classes=0)
     with pytest.raises(ValueError, match="num_classes is 0, but got labels"):
@@ -228,6 +236,7 @@ def test_rejects_heads_that_do_not_divide_the_width(heads):
         build(heads=heads)
 
 
+@pytest.mark.slow
 def test_gradient_has_the_explicit_sharding_of_the_images():
     model, params, state = build_randomized(patch=2)
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,))
