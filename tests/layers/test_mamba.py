@@ -20,8 +20,6 @@ from fnet.layers.norm import rms_norm
 from fnet.layers.rg_lru import rg_lru
 from fnet.optim import weight_decay_mask
 
-pytestmark = pytest.mark.sweep(5)
-
 B, T, D = 2, 5, 8
 
 LAYERS = MIXERS | {"causal_conv": causal_conv_layer(D)}
@@ -51,6 +49,7 @@ def extended(name, params, cache, x, position):
     return LAYERS[name].decode.extend(params, {}, cache, x, position)
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("name", LAYERS)
 def test_decoding_a_prompt_then_tokens_matches_apply(name):
     params, x = initial(name), inputs()
@@ -67,6 +66,7 @@ def test_decoding_a_prompt_then_tokens_matches_apply(name):
         chex.assert_trees_all_close(jnp.concatenate(parts, 1), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("name", LAYERS)
 def test_decoding_token_by_token_in_a_scan_matches_apply(name, float64):
     params, x = wide(name), inputs(np.float64)
@@ -86,6 +86,7 @@ def test_decoding_token_by_token_in_a_scan_matches_apply(name, float64):
     chex.assert_trees_all_close(got, applied(name, params, x), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("name", MIXERS)
 def test_output_and_cache_keep_their_dtypes_in_bfloat16(name):
     params, x = initial(name), inputs(jnp.bfloat16)
@@ -101,6 +102,7 @@ def test_output_and_cache_keep_their_dtypes_in_bfloat16(name):
         chex.assert_trees_all_equal_shapes_and_dtypes(updated, cache)
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers_are_causal(name):
     params, x = initial(name), inputs()
@@ -111,6 +113,7 @@ def test_layers_are_causal(name):
         assert (g[:, t] != 0).all()
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("name", LAYERS)
 def test_padding_at_the_end_does_not_change_real_tokens(name):
     params, x = initial(name), inputs()
@@ -123,6 +126,7 @@ def test_padding_at_the_end_does_not_change_real_tokens(name):
     chex.assert_trees_all_close(y[1, :3], real[1, :3], rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("name", ["mamba", "rg_lru"])
 def test_vmap_over_layers_matches_each_layer(name):
     params, x = initial(name), inputs()
@@ -133,6 +137,7 @@ def test_vmap_over_layers_matches_each_layer(name):
         chex.assert_trees_all_close(together[i], expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("name", MIXERS)
 def test_clipped_grad_matches_a_loop_over_examples(name):
     def losses(params, x):
@@ -143,6 +148,7 @@ def test_clipped_grad_matches_a_loop_over_examples(name):
         assert_clipped_like_a_loop(Case(losses, initial(name), (inputs(b=3, t=4),)))
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("name", ["mamba", "mamba2"])
 def test_rematerialization_does_not_change_values_and_gradients(name):
     params, x = initial(name), inputs()
@@ -248,6 +254,7 @@ def test_rg_lru_matches_its_formula(float64):
     chex.assert_trees_all_close(applied("rg_lru", params, x), y, rtol=1e-10)
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("bias", [-200.0, 200.0])
 def test_rg_lru_gradients_are_finite_for_saturated_gates(bias):
     params = initial("rg_lru")
@@ -257,6 +264,7 @@ def test_rg_lru_gradients_are_finite_for_saturated_gates(bias):
     chex.assert_tree_all_finite(grads)
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("name", MIXERS)
 def test_rejects_inputs_of_the_wrong_shape(name):
     params = initial(name)
