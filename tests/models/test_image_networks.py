@@ -24,14 +24,12 @@ def output_shapes(model, size=64, *, train=True):
 
 
 # Parameter counts of the models of mapillary/inplace_abn, 1,000 classes.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "parameters", "strides", "channels"),
     [
         ("resnext101", 42_836_008, (4, 8, 16, 32), (256, 512, 1024, 2048)),
-        pytest.param(
-            *("densenet121", 7_978_728, (4, 8, 16, 32), (256, 512, 1024, 1024)),
-            marks=pytest.mark.slow,
-        ),
+        ("densenet121", 7_978_728, (4, 8, 16, 32), (256, 512, 1024, 1024)),
         (
             "wider_resnet38",
             109_167_912,

@@ -162,6 +162,10 @@ def test_rejects_options(options, match):
 
 
 def test_rejects_other_images():
+    def apply(model, x):
+        params, _ = jax.eval_shape(model.init, jax.random.key(0))
+        jax.eval_shape(lambda p: model.apply(p, {}, x, train=False), params)
+
     with pytest.raises(ValueError, match=r"images of 8 x 12, got 8 x 8; resize the images, or int"):
         apply(network(), IMAGES[:, :, :8])
     with pytest.raises(ValueError, match=r"expected \[N, H, W, 3\], got \(2, 8, 12, 1\)"):

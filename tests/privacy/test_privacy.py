@@ -475,6 +475,7 @@ def test_the_noise_scale_is_a_ratio_of_exponential_averages():
     # The estimate of |G|^2 can be negative if noise dominates.
     assert noise_scale_course([line(1, 6.0, -1.0)]) == []
     assert noise_scale([line(1, 6.0, 1.0), line(100, 6.0, -1.0)]) is None
+    assert noise_scale([line(20, 6.0, 2.0)]) == 3.0
     assert noise_scale([{"step": 1, "train/loss": 1.0}]) is None
 
 
