@@ -277,6 +277,20 @@ def test_revnet_matches_its_formula(float64):
     chex.assert_trees_all_close(y, x @ p["head"]["kernel"] + p["head"]["bias"], atol=1e-3)
 
 
+def test_kernels_of_a_revnet():
+    def kernels(**options):
+        params, _ = shapes(models.get("revnet", num_classes=5, widths=(8,), blocks=(1,), **options))
+        stem = params["stem"]
+        whole = [stem["conv"], stem["widen"]] if "conv" in stem else [stem]
+        half = params["stage0"]["0"]["f"]
+        whole += [half[name] for name in sorted(half) if name.startswith("conv")]
+        return [layer["kernel"].shape for layer in whole]
+
+    assert kernels(bottleneck=False, small_images=True) == [(3, 3, 3, 8), (3, 3, 4, 4), (3, 3, 4, 4)]
+    inner = [(1, 1, 4, 2), (3, 3, 2, 2), (1, 1, 2, 4)]
+    assert kernels(bottleneck=True) == [(7, 7, 3, 2), (1, 1, 2, 8), *inner]
+
+
 def test_sinusoids_have_frequencies_from_1_to_a_ten_thousandth():
     # Frequencies 10,000^(-i / 2) of i = 0, 1; the last of an odd width is 0.
     expected = [np.cos(3), np.cos(0.03), np.sin(3), np.sin(0.03)]
