@@ -6,7 +6,7 @@ from unittest.mock import Mock
 
 import jax
 import pytest
-from program_cases import assert_one_line_error, exit_code, fnet_command, output_of
+from program_cases import exit_code, fnet_command, output_of
 from rich.console import Console
 
 from fnet import memory
@@ -134,27 +134,6 @@ def test_the_largest_batch_fits_and_a_larger_one_does_not(workplace, capsys):
     assert (
         "no policy fits a budget of 976.56 KiB: the lowest peak found is" in capsys.readouterr().err
     )
-
-
-@pytest.mark.slow
-def test_reports_that_no_batch_fits(capsys):
-    words = "--mesh.data", 2, "--data.batch-size", 6, "--batch-size", "auto", "--budget", "500B"
-    assert exit_code("memory", "deep.py", *words, "--out", "auto") == 2
-    assert_one_line_error(capsys, "not even the smallest batch fits in 0 bytes")
-
-
-@pytest.mark.slow
-def test_a_policy_does_not_need_a_budget(workplace):
-    fnet_command("train", "deep.py", "--memory.policy", "segments", "--out", "run")
-    summary = json.loads((workplace / "run" / "summary.json").read_text())
-    assert summary["policy"] == "segments"
-    assert summary["budget_bytes"] is None
-
-
-@pytest.mark.slow
-def test_refuses_a_policy_that_saves_nothing(capsys):
-    assert exit_code("train", "deep.py", "--memory.policy", "norms", "--out", "run") == 2
-    assert "memory.policy: norms: the policy saves no memory" in capsys.readouterr().err
 
 
 def test_the_reserve_includes_prefetched_batches():

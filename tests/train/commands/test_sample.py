@@ -11,8 +11,7 @@ from matplotlib import image as pictures
 from program_cases import assert_one_line_error, exit_code, fnet_command, output_of
 
 import fnet
-from fnet import diffusion
-from train.arguments import ImageArguments, TextArguments
+from train.arguments import TextArguments
 from train.config import Config, Denoiser, Digits
 from train.config.recipes import load
 from train.data import Outputs
@@ -91,17 +90,6 @@ def test_text_continues_the_prompt_and_depends_on_the_seed(run_of, capsys):
     other = output_of(capsys, "sample", "text", "--prompt", "to be", "--length", 40, "--seed", 1)
     assert other.startswith("to be")
     assert other != text
-
-
-@pytest.mark.slow
-def test_greedy_text_does_not_depend_on_the_seed(run_of, capsys):
-    run_of("text")
-    words = ("text", "--prompt", "to be", "--length", 20, "--temperature", 0)
-    text = output_of(capsys, "sample", *words)
-    assert output_of(capsys, "sample", *words, "--seed", 1) == text
-    # With top-k 1, only the most probable token can be sampled.
-    words = ("text", "--prompt", "to be", "--length", 20, "--top-k", 1)
-    assert output_of(capsys, "sample", *words) == text
 
 
 @pytest.mark.slow
@@ -239,23 +227,6 @@ def test_refuses_to_sample_if_class_names_changed(run_of, recipes, capsys):
 
 
 @pytest.mark.slow
-def test_writes_a_picture_without_suffix(run_of, recipes, capsys):
-    run_of("images")
-    few = "--labels", 3, "--count", 1, "--steps", 2
-    assert output_of(capsys, "sample", "images", *few, "--out", "drawn") == "drawn\n"
-    assert (recipes / "drawn").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.slow
-def test_sampling_images_loads_the_data_once(run_of, monkeypatch):
-    run_of("images")
-    loaded, load = [], Digits.load
-    monkeypatch.setattr(Digits, "load", lambda self, **o: loaded.append(self) or load(self, **o))
-    fnet_command("sample", "images", "--labels", 3, "--count", 1, "--steps", 2)
-    assert len(loaded) == 1
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("sampler", ["dpm_solver", "ddpm"])
 def test_the_same_seed_gives_the_same_images(sampler, run_of, recipes):
     run_of("images")
@@ -269,29 +240,6 @@ def test_the_same_seed_gives_the_same_images(sampler, run_of, recipes):
     first = recorded(0)
     np.testing.assert_array_equal(recorded(0), first)
     assert not np.array_equal(recorded(1), first)
-
-
-@pytest.mark.slow
-def test_samples_images_from_a_run_on_an_image_folder(recipes, capsys):
-    x = np.random.default_rng(0).integers(0, 256, (40, 4, 8, 3), np.uint8)
-    np.savez(recipes / "x.npz", x=x, y=np.arange(40) % 2)
-    arrays = "--data.source", "arrays", "--data.path", "x.npz", "--data.batch-size", 8
-    fnet_command("train", "images.py", "--out", "r", *arrays)
-    capsys.readouterr()
-    path = output_of(capsys, "sample", "r", "--count", 2, "--steps", 3).strip()
-    assert path == "r/samples.png"
-    assert (recipes / path).is_file()
-
-
-@pytest.mark.slow
-def test_help_of_a_run_lists_its_options(run_of, capsys):
-    run_of("text")
-    run_of("images")
-    for run, options in (("text", TextArguments), ("images", ImageArguments)):
-        assert exit_code("sample", run, "--help") == 0
-        output = capsys.readouterr().out
-        names = options.__dataclass_fields__
-        assert all(f"--{name.replace('_', '-')}" in output for name in names)
 
 
 def words_of(value):
@@ -362,14 +310,6 @@ def test_refuses_a_missing_run(words, capsys):
     assert_one_line_error(capsys, "no run in nowhere: it has no config.json")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["text", "images"])
-def test_refuses_a_run_without_checkpoint(recipe, run_of, capsys):
-    shutil.rmtree(run_of(recipe) / "checkpoints")
-    assert exit_code("sample", recipe) == 2
-    assert_one_line_error(capsys, "none was saved, or they are gone")
-
-
 FOLDER = "--data.source", "image_folder", "--data.path", "photos", "--data.image-size", "8"
 PHOTOS = "images.py", *FOLDER
 TRAINING_MISTAKES = [
@@ -398,20 +338,6 @@ def test_refuses_invalid_networks_before_training(words, message, recipes, capsy
     assert exit_code("train", *words, "--out", "new") == 2
     assert_one_line_error(capsys, message)
     assert not (recipes / "new").exists()
-
-
-@pytest.mark.slow
-def test_refuses_guidance_without_label_dropout(recipes, monkeypatch, capsys):
-    fnet_command("train", "images.py", "--out", "r", "--model.label-dropout", 0.0)
-    scales, guided = [], diffusion.guided
-    monkeypatch.setattr(diffusion, "guided", lambda *a: scales.append(a[3]) or guided(*a))
-    fnet_command("sample", "r", "--labels", 3, "--count", 1, "--steps", 2)
-    assert scales == [1.0]
-    capsys.readouterr()
-    assert exit_code("sample", "r", "--guidance", 2) == 2
-    assert_one_line_error(
-        capsys, "--guidance: expected 1, got 2; the run was trained with model.label_dropout 0"
-    )
 
 
 @pytest.mark.slow
