@@ -138,11 +138,26 @@ def test_resized_positions_are_exact_for_the_same_grid_and_constants(interpolati
     chex.assert_trees_all_close(constant, jnp.ones((14, 1)), atol=1e-6)
 
 
-def test_antialiased_positions_match_jax():
+@pytest.mark.parametrize("rows", [4, 1])  # fewer rows have wider kernels
+def test_antialiased_positions_match_jax(rows):
     positions = jax.random.normal(jax.random.key(0), (6 * 5, 3))
-    resized = resize_positions(positions, (6, 5), (4, 9), "bicubic_antialiased")
-    expected = jax.image.resize(positions.reshape(6, 5, 3), (4, 9, 3), "cubic", antialias=True)
-    chex.assert_trees_all_close(resized, expected.reshape(36, 3), atol=1e-5)
+    resized = resize_positions(positions, (6, 5), (rows, 9), "bicubic_antialiased")
+    expected = jax.image.resize(positions.reshape(6, 5, 3), (rows, 9, 3), "cubic", antialias=True)
+    chex.assert_trees_all_close(resized, expected.reshape(rows * 9, 3), atol=1e-5)
+
+
+def test_bicubic_positions_are_a_cubic_convolution():
+    """Weights of the four next values by Keys 1981, with a = -3/4."""
+    positions = jax.random.normal(jax.random.key(0), (6, 1))
+    resized = resize_positions(positions, (6, 1), (9, 1), "bicubic")
+    for i, first, distances in (
+        (4, 1, [3 / 2, 1 / 2, 1 / 2, 3 / 2]),
+        (5, 2, [7 / 6, 1 / 6, 5 / 6, 11 / 6]),
+    ):
+        t = np.array(distances)
+        near, far = 1.25 * t**3 - 2.25 * t**2 + 1, -0.75 * (t**3 - 5 * t**2 + 8 * t - 4)
+        expected = np.where(t < 1, near, far) @ positions[first : first + 4, 0]
+        np.testing.assert_allclose(resized[i, 0], expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
