@@ -137,7 +137,7 @@ def test_vmap_over_layers_matches_each_layer(name):
         chex.assert_trees_all_close(together[i], expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize("name", MIXERS)
 def test_clipped_grad_matches_a_loop_over_examples(name):
     def losses(params, x):
