@@ -67,26 +67,6 @@ def test_decoding_a_prompt_then_tokens_matches_apply(name):
 
 
 @pytest.mark.sweep(5)
-@pytest.mark.parametrize("name", LAYERS)
-def test_decoding_token_by_token_in_a_scan_matches_apply(name, float64):
-    params, x = wide(name), inputs(np.float64)
-
-    def token(cache, now):
-        y, cache = LAYERS[name].decode.extend(params, {}, cache, now[0][:, None], now[1])
-        return cache, y[:, 0]
-
-    @jax.jit
-    def one_by_one(x):
-        cache = LAYERS[name].decode.init_cache(B, T, x.dtype)
-        _, y = jax.lax.scan(token, cache, (jnp.moveaxis(x, 1, 0), jnp.arange(T)))
-        return jnp.moveaxis(y, 0, 1)
-
-    got = one_by_one(x)
-    assert got.dtype == np.float64
-    chex.assert_trees_all_close(got, applied(name, params, x), rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.sweep(5)
 @pytest.mark.parametrize("name", MIXERS)
 def test_output_and_cache_keep_their_dtypes_in_bfloat16(name):
     params, x = initial(name), inputs(jnp.bfloat16)

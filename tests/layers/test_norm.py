@@ -16,7 +16,6 @@ from fnet.layers.norm import (
     layer_norm,
     layer_norm_layer,
     rms_norm,
-    rms_norm_layer,
 )
 
 EPS = 1e-6
@@ -308,22 +307,6 @@ def test_scales_near_0_become_a_small_number_of_their_sign():
     np.testing.assert_array_equal(invertible_scale(scale, scale), expected)
     derivative = jax.grad(lambda s: invertible_scale(s, scale).sum())(scale)
     np.testing.assert_array_equal(derivative, 1)
-
-
-def test_layers_are_initialized_without_scale_and_bias():
-    x, _, _, _ = inputs((4, 6), dtype=jnp.float32)
-    for layer, names, options in (
-        (layer_norm_layer(6, eps=0.1), {"scale", "bias"}, {"eps": 0.1}),
-        (layer_norm_layer(6, bias=False), {"scale"}, {}),
-        (rms_norm_layer(6, eps=0.1), {"scale"}, {"center": False, "eps": 0.1}),
-    ):
-        params, state = layer.init(jax.random.key(0))
-        assert params.keys() == names
-        assert state == {}
-        chex.assert_tree_shape_prefix(params, (6,))
-        y, state = layer.apply(params, state, x, train=True)
-        assert state == {}
-        chex.assert_trees_all_close(y, defining_formula(x, None, None, **options), atol=1e-6)
 
 
 def temporaries_in_activations(norm, depth, width=128, rows=2048):

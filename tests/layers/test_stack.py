@@ -106,21 +106,6 @@ def test_evaluation_does_not_update_contexts(context):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pieces", [[12], [1] * 12, [5, 1, 1, 5], [4, 8]])
-def test_decoding_in_pieces_matches_the_whole_sequence(pieces):
-    stack, params, state = made(norm="layer")
-    whole, _ = stack.apply(params, state, tokens(), train=False)
-    cache, position, parts = stack.decode.init_cache(2, 12, jnp.float32), 0, []
-    extend = jax.jit(stack.decode.extend)
-    for n in pieces:
-        piece = tokens()[:, position : position + n]
-        y, new = extend(params, state, cache, piece, jnp.int32(position))
-        chex.assert_trees_all_equal_shapes_and_dtypes(new, cache)
-        cache, position, parts = new, position + n, [*parts, y]
-    chex.assert_trees_all_close(jnp.concatenate(parts, 1), whole, atol=1e-5)
-
-
-@pytest.mark.slow
 def test_conditioned_block_starts_as_the_identity_and_trains():
     stack = compiled(layers.stack(WIDTH, causal_blocks(2), condition=5))
     params, state = stack.init(jax.random.key(0))
