@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 
 import numpy as np
 import pytest
@@ -88,3 +89,20 @@ def test_a_network_that_a_config_describes_is_imported_with_it(tmp_path, name, n
     refused = pytest.raises(UserError, match=f"is timm's {name}: give a config of its network")
     with refused if needs_a_config else contextlib.nullcontext():
         check_importable(tmp_path / "m")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("", "cannot read {}: Is a directory"),
+        ("none#ema", "cannot read {}none: No such file or directory; fnet downloads no weights"),
+        ("empty", "{}empty is empty"),
+        ("text", "{}text is not a checkpoint: it begins with b'some tex', unlike files of torch"),
+    ],
+)
+def test_what_holds_no_weights_is_named(tmp_path, given, message):
+    (tmp_path / "empty").touch()
+    (tmp_path / "text").write_text("some text")
+    where = f"{tmp_path}/" if given else f"{tmp_path}"
+    with pytest.raises(UserError, match=re.escape(message.format(where))):
+        read(f"{tmp_path}/{given}" if given else str(tmp_path))
