@@ -162,6 +162,9 @@ def test_preact_resnet_matches_its_formula(float64):
             batch_norm_relu(q["body"]["abn1"], t["abn1"], x), q["body"]["conv1"]["kernel"], stride
         )
         h = conv(batch_norm_relu(q["body"]["abn2"], t["abn2"], h), q["body"]["conv2"]["kernel"])
+        kernels = [q["body"][name]["kernel"].shape[:2] for name in ("conv1", "conv2")]
+        assert kernels == [(3, 3), (3, 3)]
+        assert stride == 1 or q["shortcut"]["kernel"].shape == (1, 1, 4, 6)
         x = h + (conv(x, q["shortcut"]["kernel"], stride) if stride == 2 else x)
     x = batch_norm_relu(p["abn"], s["abn"], x).mean((1, 2))
     chex.assert_trees_all_close(y, x @ p["head"]["kernel"] + p["head"]["bias"], rtol=1e-9)
