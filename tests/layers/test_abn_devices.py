@@ -124,6 +124,33 @@ def test_gradients_inside_shard_map_are_complete_or_per_device(train, check_vma)
     chex.assert_trees_all_close(got, expected, atol=1e-12)
 
 
+@pytest.mark.sweep(6)
+@BOTH_MODES
+@pytest.mark.parametrize("axis_name", [("d", "e"), "d"])
+@pytest.mark.usefixtures("float64")
+def test_parameters_may_be_replicated_over_more_axes_than_the_statistics(axis_name, check_vma):
+    data = *arrays(16, C), jnp.asarray(UNEVEN)
+
+    def body(*a):
+        return jax.lax.psum(loss(*a, axis_name=axis_name)[0], ("d", "e")), ()
+
+    def groups(x, *rest):
+        # With axis_name "d", statistics are shared by devices of equal "e".
+        def select(e, *arrays):
+            return (a.reshape(2, 2, 4, *a.shape[1:])[:, e].reshape(8, *a.shape[1:]) for a in arrays)
+
+        *shared, weights, mask = rest
+        return sum(loss(*select(e, x), *shared, *select(e, weights, mask))[0] for e in range(2)), ()
+
+    rows = P(("d", "e"))
+    devices = mesh((2, 2), ("d", "e"))
+    over_devices = mapped(body, check_vma, UNEVEN, (P(), ()), devices, rows)
+    (_, got), (_, expected) = compiled(
+        with_gradients(over_devices), with_gradients(groups if axis_name == "d" else loss)
+    )(*data)
+    chex.assert_trees_all_close(got, expected, atol=1e-12)
+
+
 @BOTH_MODES
 @pytest.mark.usefixtures("float64")
 def test_gradients_of_per_device_parameters_match_the_formula(check_vma):

@@ -8,7 +8,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from abn_cases import C, arrays, compiled, norm, wide
+from abn_cases import C, arrays, compiled, loss, norm, wide
 
 import fnet
 from fnet import layers
@@ -98,6 +98,39 @@ def test_forward_mode_raises_type_error(train):
     x, gamma, beta, mean, variance, _ = arrays(6, C)
     with pytest.raises(TypeError, match=r"forward-mode autodiff \(jvp\) to a custom_vjp"):
         jax.jvp(lambda x: norm(x, gamma, beta, mean, variance, train=train), (x,), (x,))
+
+
+@pytest.mark.parametrize(
+    ("activation", "train"),
+    [
+        *(("elu", True), ("gelu", True)),
+        *(pytest.param(*c, marks=pytest.mark.slow) for c in (("elu", False), ("softplus", True))),
+    ],
+)
+@pytest.mark.usefixtures("float64")
+def test_forward_over_reverse_matches_reverse_over_reverse(activation, train):
+    x, gamma, beta, *rest = arrays(6, C)
+    directions = tuple(arrays(6, C, seed=5)[:3])
+    gradient = jax.grad(
+        lambda *a: loss(*a, *rest, activation=activation, train=train)[0], (0, 1, 2)
+    )
+
+    def along(*a):
+        return sum((g * d).sum() for g, d in zip(gradient(*a), directions, strict=True))
+
+    def difference(*a):
+        step = 1e-5
+        ahead, behind = (
+            gradient(*(p + s * d for p, d in zip(a, directions, strict=True)))
+            for s in (step, -step)
+        )
+        return jax.tree.map(lambda p, q: (p - q) / (2 * step), ahead, behind)
+
+    forward, reverse, differences = compiled(
+        lambda *a: jax.jvp(gradient, a, directions)[1], jax.grad(along, (0, 1, 2)), difference
+    )(x, gamma, beta)
+    chex.assert_trees_all_close(forward, reverse, atol=1e-11)
+    chex.assert_trees_all_close(forward, differences, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.sweep(6)
