@@ -54,7 +54,7 @@ def evaluate(model, params, x):
 # Together with the tests of parts, they run all lines of image networks.
 QUICK = {
     *("dinov2_giant", "siglip_vision_model", "timm_clip", "timm_convnextv2_atto"),
-    *("timm_deit_distilled", "timm_mean"),
+    *("timm_convnext_tiny", "timm_deit_distilled", "timm_mean"),
 }
 
 

@@ -99,29 +99,6 @@ def test_last_stages_of_a2_have_channel_dropout(small, monkeypatch):
 
 
 PLAIN = {"norm": "batch", "activation": "relu"}
-GROUPS = {"groups": 4, "group_width": 8}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "size", "options"),
-    [
-        ("resnet50", 32, {}),
-        ("resnet18", 37, {"stem": "tiered", "shortcut": "pool"}),
-        ("resnet50", 37, {"stem": "deep", "shortcut": "pool"} | GROUPS),
-        ("densenet121", 32, {"stem_norm": True}),
-    ],
-)
-def test_logits_of_torchvision_and_timm_match_with_batch_norm_and_relu(name, size, options, small):
-    network = build(name, **PLAIN, **options)
-    arrays = random_state_dict(torch_shapes(network, "torchvision"))
-    params, state = load(network, arrays, norm="batch")
-
-    reference = torch_networks.Network(arrays, plain=True, slope=0)
-    family = "densenet" if name.startswith("densenet") else "resnet"
-    expected = getattr(torch_networks, f"torchvision_{family}")(reference, images(size))
-    actual = outputs(network, params, state, images(size))
-    assert_close(actual, expected)
 
 
 def test_logits_of_torchvisions_deeplab_match(small):

@@ -106,16 +106,6 @@ def test_masked_tokens_are_not_attended_to(float64):
     chex.assert_trees_all_close(y[:, :6], apply(x.at[1, 6:].set(7.0), mask)[:, :6], rtol=1e-12)
 
 
-@pytest.mark.slow
-def test_causal_attention_ignores_padding_at_the_end_with_or_without_a_mask():
-    layer = attention(WIDTH, HEADS, causal=True)
-    params, _ = initial(layer)
-    x, mask = inputs(), jnp.broadcast_to(jnp.arange(T)[None] < 6, (B, T))
-    with_mask, _ = layer.apply(params, {}, x, train=False, mask=mask)
-    shorter, _ = layer.apply(params, {}, x[:, :6], train=False)
-    chex.assert_trees_all_close(with_mask[:, :6], shorter, rtol=1e-5, atol=1e-6)
-
-
 def extended(layer, params, x, splits, length, dtype=np.float32):
     """Outputs of ``decode.extend`` and the cache, for several ways to split a sequence."""
     extend = jax.jit(layer.decode.extend)

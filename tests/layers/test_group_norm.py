@@ -1,4 +1,4 @@
-"""Golden: flax.linen.GroupNorm of flax 0.12, and the equation of Wu and He 2018."""
+"""Group norm: the equation of Wu and He 2018, its rounding and its memory."""
 
 import functools
 

@@ -242,24 +242,6 @@ def test_float64_inputs_are_computed_in_float64():
     chex.assert_type(narrow, [jnp.float64, jnp.float32, jnp.float32])
 
 
-@pytest.mark.parametrize("norm", ["layer", "rms"])
-@pytest.mark.usefixtures("float64")
-def test_vmap_matches_a_loop(norm):
-    ours, _ = pair(norm)
-    x, scale, bias, dy = inputs((3, 4, 5))
-    vmap_over_rows = jax.jit(jax.vmap(compiled_gradients(ours), (0, None, None, 0)))
-    vmap_over_scales = jax.jit(jax.vmap(compiled_gradients(ours), (None, 0, None, None)))
-    shared = vmap_over_rows(x, scale, bias, dy)
-    one_by_one = [gradients(ours, x[i], scale, bias, dy[i]) for i in range(3)]
-    chex.assert_trees_all_close(
-        shared, jax.tree.map(lambda *g: np.stack(g), *one_by_one), atol=1e-12
-    )
-    per_scale = vmap_over_scales(x, np.stack([scale, -scale]), bias, dy)
-    chex.assert_trees_all_close(
-        per_scale[1][1], gradients(ours, x, -scale, bias, dy)[1], atol=1e-12
-    )
-
-
 @pytest.mark.sweep(9)
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("norm", ["layer", "rms"])

@@ -219,21 +219,6 @@ def test_an_empty_batch_gives_empty_outputs(name):
 
 
 @pytest.mark.sweep(5)
-@pytest.mark.parametrize("name", ["selective", "dual", "delta"])
-def test_vmapped_gradients_match_a_loop_over_examples(name, float64):
-    scan, _, inputs = SCANS[name]
-    examples = [inputs(5), {k: 0.9 * v for k, v in inputs(5).items()}]
-    cotangents = random_cotangents(scan, examples[0])
-
-    def gradient(given):
-        return jax.vjp(lambda given: scan(**given), given)[1](cotangents)[0]
-
-    together = jax.jit(jax.vmap(gradient))(jax.tree.map(lambda *a: jnp.stack(a), *examples))
-    expected = jax.tree.map(lambda *a: jnp.stack(a), *map(jax.jit(gradient), examples))
-    chex.assert_trees_all_close(together, expected, rtol=1e-12)
-
-
-@pytest.mark.sweep(5)
 @pytest.mark.parametrize("name", SCANS)
 def test_bfloat16_inputs_give_bfloat16_outputs_and_float32_states(name):
     scan, _, inputs = SCANS[name]

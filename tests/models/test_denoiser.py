@@ -95,24 +95,6 @@ def test_patches_return_to_their_pixels(shape, patch):
             np.testing.assert_allclose(patches_of(out, patch)[corner], expected, atol=1e-5)
 
 
-@pytest.mark.slow
-def test_new_block_does_not_mix_patches_and_a_trained_one_does():
-    def influences(params):
-        def last_pixel(x):
-            y, _ = run(model, params, state, x[None], **conditions(1))
-            return y[0, -1, -1, 0]
-
-        return jnp.abs(jax.grad(last_pixel)(images()[0])).max(-1) > 1e-9
-
-    model, params, state = build(patch=2)
-    params["output"]["kernel"] = jax.random.normal(jax.random.key(1), (WIDTH, 8))
-    own = np.zeros(SHAPE[:2], bool)
-    own[2:, 4:] = True
-    np.testing.assert_array_equal(influences(params), own)
-    _, randomized, _ = build_randomized(patch=2, context=None, blocks=1)
-    assert influences(randomized).all()
-
-
 def test_position_embedding_tells_equal_patches_apart():
     model, params, state = build_randomized(patch=2)
     same = jnp.broadcast_to(images(shape=(2, 2, 2))[:1], (1, 2, 2, 2))

@@ -6,8 +6,6 @@ import numpy as np
 import pytest
 
 from fnet import models
-from fnet.layers import activation
-from fnet.models.blocks import squeeze_excitation
 from fnet.models.efficientnet import Stage
 from fnet.models.swin import window_attention
 from fnet.optim import layer_scales
@@ -112,16 +110,6 @@ def test_learning_rates_decay_from_the_last_block_to_the_stem():
     assert set(jax.tree.leaves(scales["stage4"]["2"])) == {0.5}
     assert set(jax.tree.leaves(scales["stage0"]["0"])) == {0.5**11}
     assert set(jax.tree.leaves(scales["stem"])) == {0.5**12}
-
-
-def test_squeeze_and_excitation_matches_its_formula():
-    layer = squeeze_excitation(6, 2, activation("relu"), "hard_sigmoid")
-    params, _ = layer.init(jax.random.key(0))
-    x = np.random.default_rng(0).normal(size=(3, 4, 5, 6)).astype(np.float32)
-    y, _ = layer.apply(params, {}, x, train=False)
-    hidden = np.maximum(x.mean((1, 2)) @ params["reduce"]["kernel"][0, 0], 0)
-    gate = np.clip((hidden @ params["expand"]["kernel"][0, 0] + 3) / 6, 0, 1)
-    np.testing.assert_allclose(y, x * gate[:, None, None], atol=1e-5)
 
 
 def test_padding_as_in_tensorflow_begins_windows_at_the_first_pixel():
