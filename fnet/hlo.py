@@ -235,7 +235,7 @@ class Window(NamedTuple):
 def window(instruction: Instruction) -> list[Window]:
     """Parse the window of a convolution or a reduction, by spatial dimension."""
     text = instruction.attribute(r"window=\{([^}]*)\}")
-    fields = dict(part.split("=", 1) for part in text.split())
+    fields = dict(part.split("=") for part in text.split())
     sizes = fields.get("size", "").split("x") if fields else []
     pads = fields["pad"].split("x") if "pad" in fields else ["0_0"] * len(sizes)
     windows = []
@@ -297,7 +297,7 @@ def _array(element_type: str, dimensions: str, layout: str) -> Array:
     if tile:
         sides = _path(tile[1])
         padded = [shape[d] for d in reversed(_path(minor_to_major))]
-        padded = [1] * (len(sides) - len(padded)) + padded
+        padded = [1] * len(sides) + padded
         for k, side in enumerate(sides, start=len(padded) - len(sides)):
             padded[k] = -(-padded[k] // side) * side
     return Array(-(-math.prod(padded) * bits // 8), shape, _dtype(element_type), layout)

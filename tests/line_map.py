@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import coverage
@@ -116,7 +116,7 @@ class LineMap:
         """Whether a test or an import runs a statement, or it changed since."""
         return any(map(self._lines(file).get, statement))
 
-    def tests(self, file: str, statement: range, function: range, own: str) -> list[str]:
+    def tests(self, file: str, statement: range, function: range, own: Sequence[str]) -> list[str]:
         """Tests that must notice a changed statement, in the order to run them.
 
         First those that run it. Then those of the file's own name, those that run the function,
@@ -128,7 +128,7 @@ class LineMap:
             return []
         first = self._that_run(file, statement)
         files = {file_of(test) for test in first}
-        own_tests = [test for test in self.times if file_of(test) == own]
+        own_tests = [test for test in self.times if file_of(test) in own]
         beside = [test for test in self.times if file_of(test) in files]
         chosen: dict[str, int] = {}
         left = self._share * sum(self.times.values())

@@ -72,6 +72,8 @@ EQUIVALENT = {
     "train/run/evaluation.py::Evaluator.__init__.add_batch: change number 8": "labels and predictions have one shape",
     "train/data/order.py::ShuffledBatches.__init__: change number 24": "any negative size is -1 to NumPy",
     "train/run/checkpoints.py::load_network.published: change number 1": "shapes do not depend on the key",
+    "train/run/checkpoints.py::Checkpoints.restore_network.read: change number 1": "shapes do not depend on the key",
+    "train/data/order.py::ShuffledBatches.__init__: change number 12": "another irrational number spreads as well",
     "train/data/order.py::_ShuffledLanes.__init__: change number 4": "size of a cache",
 }
 """Address -> why no test can notice this mutant."""
@@ -83,10 +85,14 @@ _SWAPS: dict[type[ast.AST], type[ast.AST]] = {
 }  # fmt: skip
 
 
-def mirrored(file: str) -> str:
-    """The file's own tests: ``tests/layers/test_norm.py`` of ``fnet/layers/norm.py``."""
+def mirrored(file: str) -> list[str]:
+    """The file's own tests: ``tests/layers/test_norm.py`` of ``fnet/layers/norm.py``.
+
+    Defaults of sections and commands are set as ``train`` is imported, which no map shows.
+    """
     path = Path(file.removeprefix("fnet/"))
-    return str("tests" / path.with_name(f"test_{path.name}"))
+    own = str("tests" / path.with_name(f"test_{path.name}"))
+    return [own, *["tests/train/config/test_defaults.py"] * file.startswith("train/")]
 
 
 FILES = [

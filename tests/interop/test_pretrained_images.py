@@ -51,8 +51,16 @@ def evaluate(model, params, x):
     return jax.jit(lambda p: model.apply(p, {}, x, train=False)[0])(params)
 
 
-@pytest.mark.sweep(15)
-@pytest.mark.parametrize("name", CONFIGS)
+# Together with the tests of parts, they run all lines of image networks.
+QUICK = {
+    *("dinov2_giant", "siglip_vision_model", "timm_clip", "timm_convnextv2_atto"),
+    *("timm_convnext_tiny", "timm_deit_distilled", "timm_mean"),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in CONFIGS]
+)
 def test_outputs_match_those_of_the_peer(name):
     tensors = tensors_of(name)
     model, params = fnet.interop.from_huggingface(CONFIGS[name], tensors)

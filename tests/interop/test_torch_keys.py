@@ -1,5 +1,6 @@
 """State-dict keys and shapes against mapillary/inplace_abn and torchvision."""
 
+import re
 import zlib
 
 import pytest
@@ -8,8 +9,6 @@ from torch_cases import keys_and_shapes, torch_shapes
 from fnet import models
 from fnet.interop import families
 from fnet.interop.families import recognize
-
-pytestmark = pytest.mark.slow
 
 # Number of arrays and crc32 of the sorted lines "key shape" of the state dicts of the models in
 # mapillary/inplace_abn 1.1, scripts/models, 1000 classes ("3x3": input_3x3=True).
@@ -66,18 +65,26 @@ TORCHVISION = {
 VISTAS = (212, 0x04DF3295)
 
 
+DEEP = re.compile("densenet(169|2)|resnet(101|152|200d)|resnext1|wide_resnet101")
+
+
+def quick(names):
+    """The names, of which deep networks are slow to trace."""
+    return [pytest.param(n, marks=[pytest.mark.slow] if DEEP.search(n) else []) for n in names]
+
+
 def digest(shape_of):
     lines = sorted(f"{key} {shape}" for key, shape in shape_of.items())
     return len(lines), zlib.crc32("\n".join(lines).encode())
 
 
-@pytest.mark.parametrize("name", REFERENCE)
+@pytest.mark.parametrize("name", quick(REFERENCE))
 def test_keys_and_shapes_match_the_reference(name):
     options = {"stem": "3x3"} if name.endswith("3x3") else {}
     assert digest(keys_and_shapes(name.split()[0], **options)) == REFERENCE[name]
 
 
-@pytest.mark.parametrize("name", TORCHVISION)
+@pytest.mark.parametrize("name", quick(TORCHVISION))
 def test_keys_and_shapes_match_torchvision_and_timm(name):
     options = {"stem_norm": True} if name.startswith("densenet") else {}
     shapes = keys_and_shapes(name, "torchvision", **options)
@@ -109,7 +116,7 @@ def test_keys_and_shapes_of_deeplab_match_the_vistas_snapshot():
     assert digest(torch_shapes(models.deeplab(body, 4096, num_classes=65), "reference")) == VISTAS
 
 
-@pytest.mark.parametrize("name", REFERENCE)
+@pytest.mark.parametrize("name", quick(REFERENCE))
 def test_recognizes_networks_by_their_keys(name):
     options = {"stem": "3x3"} if name.endswith("3x3") else {}
     shapes = keys_and_shapes(name.split()[0], **options)

@@ -124,18 +124,6 @@ def test_gradients_inside_shard_map_are_complete_or_per_device(train, check_vma)
     chex.assert_trees_all_close(got, expected, atol=1e-12)
 
 
-@pytest.mark.usefixtures("float64")
-def test_summed_loss_inside_shard_map_with_check_vma_has_the_same_gradients():
-    data = *arrays(16, C), jnp.asarray(UNEVEN)
-
-    def summed(*a):
-        return jax.lax.psum(loss(*a, axis_name="d")[0], "d"), None
-
-    inside = mapped(lambda *a: with_gradients(summed)(*a)[1], True, UNEVEN, (P("d"), P(), P()))
-    got, (_, expected) = compiled(inside, with_gradients(loss))(*data)
-    chex.assert_trees_all_close(got, expected, atol=1e-12)
-
-
 @pytest.mark.sweep(6)
 @BOTH_MODES
 @pytest.mark.parametrize("axis_name", [("d", "e"), "d"])

@@ -7,12 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from layer_cases import initial
 
-from fnet import layers, models
-from fnet.interop import linen as fnet_linen
-from fnet.interop import nnx as fnet_nnx
+from fnet import layers
 from fnet.layers.activations import ACTIVATIONS, Activation
 
 X = jnp.linspace(-3, 3, 12).reshape(3, 4)
@@ -40,29 +37,6 @@ def test_norm_layers_use_the_default_parameter(norm, name):
     z, _ = norm(4, activation="identity").apply(params, state, X, train=True)
     y, _ = norm(4, activation=name).apply(params, state, X, train=True)
     chex.assert_trees_all_close(y, DEFAULTS[name](z), rtol=1e-6)
-
-
-@pytest.mark.parametrize("name", DEFAULTS)
-def test_flax_modules_use_the_default_parameter(name):
-    def outputs(activation):
-        linen = fnet_linen.InPlaceABN(use_running_average=False, activation=activation)
-        variables = linen.init(jax.random.key(0), X)
-        y, _ = linen.apply(variables, X, mutable=["batch_stats"])
-        module = fnet_nnx.InPlaceABN(4, activation=activation, rngs=nnx.Rngs(0))
-        return y, module(X, use_running_average=False)
-
-    expected = jax.tree.map(DEFAULTS[name], outputs("identity"))
-    chex.assert_trees_all_close(outputs(name), expected, rtol=1e-6)
-
-
-def test_networks_use_the_default_parameter():
-    def network(**options):
-        net = models.get("preact_resnet", num_classes=2, widths=(4,), blocks_per_stage=1, **options)
-        params, state = jax.jit(net.init)(jax.random.key(0))
-        return net.apply(params, state, jnp.ones((2, 4, 4, 3)), train=False)[0]
-
-    expected = network(activation="elu", activation_param=1.0)
-    chex.assert_trees_all_equal(network(activation="elu"), expected)
 
 
 @pytest.mark.parametrize("gated", [True, False])

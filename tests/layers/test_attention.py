@@ -15,8 +15,6 @@ from fnet.layers.attention import AttentionVariant, attention
 from fnet.layers.rotary import rotary as turned
 from fnet.memory import peak
 
-pytestmark = pytest.mark.slow
-
 B, T, WIDTH, HEADS = 2, 11, 16, 4
 
 CASES = {
@@ -94,6 +92,7 @@ def test_kernel_width_follows_heads_and_groups(groups, columns):
     assert state == {}
 
 
+@pytest.mark.slow
 def test_masked_tokens_are_not_attended_to(float64):
     layer = attention(WIDTH, HEADS, rotary=100.0)
     params = jax.tree.map(np.float64, initial(layer)[0])
@@ -105,15 +104,6 @@ def test_masked_tokens_are_not_attended_to(float64):
     shorter = layer.apply(params, {}, x[1:, :6], train=False)[0]
     chex.assert_trees_all_close(y[1:, :6], shorter, rtol=1e-9, atol=1e-11)
     chex.assert_trees_all_close(y[:, :6], apply(x.at[1, 6:].set(7.0), mask)[:, :6], rtol=1e-12)
-
-
-def test_causal_attention_ignores_padding_at_the_end_with_or_without_a_mask():
-    layer = attention(WIDTH, HEADS, causal=True)
-    params, _ = initial(layer)
-    x, mask = inputs(), jnp.broadcast_to(jnp.arange(T)[None] < 6, (B, T))
-    with_mask, _ = layer.apply(params, {}, x, train=False, mask=mask)
-    shorter, _ = layer.apply(params, {}, x[:, :6], train=False)
-    chex.assert_trees_all_close(with_mask[:, :6], shorter, rtol=1e-5, atol=1e-6)
 
 
 def extended(layer, params, x, splits, length, dtype=np.float32):
@@ -134,6 +124,7 @@ def whole(layer, params, x):
     return jax.jit(lambda p, x: layer.apply(p, {}, x, train=False)[0])(params, x)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", CAUSAL)
 def test_decoding_in_parts_matches_the_whole_sequence(name):
     layer = attention(WIDTH, HEADS, causal=True, **CAUSAL[name])
@@ -147,6 +138,7 @@ def test_decoding_in_parts_matches_the_whole_sequence(name):
         chex.assert_trees_all_equal_shapes_and_dtypes(cache, empty)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("window", [None, 150])
 def test_long_cache_is_read_in_chunks(window):
     layer = attention(WIDTH, HEADS, groups=2, causal=True, window=window, rotary=100.0)
@@ -156,6 +148,7 @@ def test_long_cache_is_read_in_chunks(window):
     chex.assert_trees_all_close(y, whole(layer, params, x), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_bfloat16_cache_keeps_its_dtype():
     layer = attention(WIDTH, HEADS, causal=True, window=4, rotary=100.0)
     params, _ = initial(layer)
@@ -166,6 +159,7 @@ def test_bfloat16_cache_keeps_its_dtype():
     chex.assert_trees_all_close(y.astype(np.float32), at_once.astype(np.float32), atol=3e-2)
 
 
+@pytest.mark.slow
 def test_nan_in_the_cache_propagates():
     layer = attention(WIDTH, HEADS, causal=True, window=4)
     params, _ = initial(layer)
@@ -193,6 +187,7 @@ def generation(layer, length, steps):
     return peak(compiled), sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(cache))
 
 
+@pytest.mark.slow
 def test_decoding_updates_the_cache_in_place():
     layer = attention(WIDTH, HEADS, groups=2, causal=True, rotary=100.0)
     memory, cache = generation(layer, 4096, 16)
@@ -201,6 +196,7 @@ def test_decoding_updates_the_cache_in_place():
     assert memory.temporaries <= 1.1 * generation(layer, 2048, 16)[0].temporaries
 
 
+@pytest.mark.slow
 def test_cache_of_a_window_does_not_grow_with_the_length():
     layer = attention(WIDTH, HEADS, causal=True, window=512)
     (short, slots), (long, same) = (generation(layer, length, 16) for length in (2048, 65536))
@@ -225,6 +221,7 @@ def scans(jaxpr):
     return str(jaxpr).count("= scan[")
 
 
+@pytest.mark.slow
 def test_recompute_does_not_rematerialize_attention():
     layer = layers.attention(8, 2, causal=True)
     params, _ = layer.init(jax.random.key(0))
@@ -271,6 +268,7 @@ def test_rejects_invalid_inputs():
         layer.apply(params, {}, inputs(), train=True, mask=jnp.ones((B, T - 1), bool))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 4])
 def test_decoding_inside_shard_map_matches_one_device(window):
     layer = attention(WIDTH, HEADS, causal=True, window=window, rotary=100.0)

@@ -1,5 +1,8 @@
 """Checks of arguments: each kind names the function, the argument and the value."""
 
+import contextlib
+import math
+
 import jax.numpy as jnp
 import pytest
 
@@ -29,6 +32,23 @@ X = jnp.ones((2, 3))
 def test_an_error_has_the_argument_and_its_value(check, error, message):
     with pytest.raises(error, match=message):
         check()
+
+
+@pytest.mark.parametrize("bound", checks._BOUNDS)
+def test_a_bound_has_the_ends_that_its_words_say(bound):
+    numbers = (-math.inf, -1e-9, 0, 1e-9, 0.5, 1 - 1e-9, 1, 1 + 1e-9, math.inf)
+    words = bound.replace("at least", ">=").replace(" and ", ", n < ")
+    if words.startswith("in "):
+        low, high = words[4:-1].split(", ")
+        words = f">{'=' * (words[3] == '[')} {low}, n <{'=' * (words[-1] == ']')} {high}"
+    said = words.replace("finite", "math.inf").replace(",", " and")
+    for n in numbers:
+        with (
+            contextlib.nullcontext()
+            if eval(f"n {said}")
+            else pytest.raises(ValueError, match="must be")
+        ):
+            checks.numbers("f", bound, a=n)
 
 
 def test_what_is_not_given_passes():

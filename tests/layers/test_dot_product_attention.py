@@ -101,23 +101,6 @@ def test_attention_matches_a_plain_softmax_in_float64(name, float64):
     assert_equal(ours, functools.partial(plain, **kwargs), arrays, 1e-10)
 
 
-@pytest.mark.sweep(9)
-@pytest.mark.parametrize(
-    "name", ["plain", "longer keys, causal", "mask of heads, grouped", "scale"]
-)
-def test_attention_matches_jax_nn_in_float32(name):
-    arrays, kwargs = case(name, np.float32)
-    ours = functools.partial(dot_product_attention, **kwargs)
-    assert_equal(ours, functools.partial(jax_nn, **kwargs), arrays, 1e-5)
-
-
-@pytest.mark.sweep(6)
-@pytest.mark.parametrize(("t", "chunk"), [(1, 4), (17, 2)])
-def test_chunks_work_for_any_length(t, chunk, float64):
-    ours = functools.partial(dot_product_attention, causal=True, chunk=chunk)
-    assert_equal(ours, functools.partial(plain, causal=True), inputs(t=t), 1e-10)
-
-
 def test_fully_masked_query_gives_0_and_no_gradient():
     arrays = inputs(np.float32)
     mask = mask_of((B, 1, T, T)).at[0, 0, 4].set(False)
@@ -362,8 +345,8 @@ def test_rejects_invalid_arguments(change, error, message):
         dot_product_attention(**{"q": Q, "k": K, "v": V} | change)
 
 
-@pytest.mark.sweep(2)
-@pytest.mark.parametrize("options", [{}, {"window": 3}, {"chunk": 2, "causal": True}])
+@pytest.mark.sweep(3)
+@pytest.mark.parametrize("options", [{"chunk": 2, "causal": True}, {}, {"window": 3}])
 def test_sinks_take_part_in_the_softmax(options):
     keys = jax.random.split(jax.random.key(0), 4)
     q, k, v = (

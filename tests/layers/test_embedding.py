@@ -1,7 +1,6 @@
 """Token embedding and the tied output head."""
 
 import chex
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -40,20 +39,6 @@ def test_gradient_of_a_row_is_the_sum_over_its_tokens():
     expected = np.zeros((7, 4), np.float32)
     np.add.at(expected, tokens, weights)
     chex.assert_trees_all_close(got["embedding"], expected, atol=1e-6)
-
-
-def test_embedding_and_unembed_match_flax():
-    params, embed = table_and_layer()
-    module = nn.Embed(7, 4)
-    tokens = jnp.asarray([[1, 2, 3]])
-    x = jax.random.normal(jax.random.key(1), (2, 3, 4))
-    variables = {"params": params}
-    chex.assert_trees_all_equal(embed(params, tokens), module.apply(variables, tokens))
-    chex.assert_trees_all_close(
-        layers.unembed(x, params["embedding"]),
-        module.apply(variables, x, method="attend"),
-        atol=1e-6,
-    )
 
 
 def test_tied_table_gets_gradients_from_both_uses():

@@ -117,7 +117,7 @@ def test_no_loss_depends_on_other_examples():
     assert optax.tree.norm(clipped) <= 0.5 * len(x)
 
 
-@pytest.mark.parametrize("kind", [None, "nf4"])
+@pytest.mark.parametrize("kind", ["nf4", pytest.param(None, marks=pytest.mark.slow)])
 def test_low_rank_updates_reach_one_expert_at_a_time(kind):
     layer, params = built(**CASES["normalized"])
     frozen = quantization.quantize(params, kind) if kind else params

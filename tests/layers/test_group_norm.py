@@ -1,9 +1,8 @@
-"""Golden: flax.linen.GroupNorm of flax 0.12, and the equation of Wu and He 2018."""
+"""Group norm: the equation of Wu and He 2018, its rounding and its memory."""
 
 import functools
 
 import chex
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,30 +21,6 @@ def inputs(shape, dtype=np.float32):
     x, dy = rng.normal(size=shape) * 2 + 1, rng.normal(size=shape)
     scale, bias = rng.normal(size=shape[-1]), rng.normal(size=shape[-1])
     return tuple(jnp.asarray(a, dtype) for a in (x, scale, bias, dy))
-
-
-def flax_group_norm(x, scale, bias, *, groups):
-    norm = nn.GroupNorm(groups, epsilon=1e-5, use_fast_variance=False)
-    return norm.apply({"params": {"scale": scale, "bias": bias}}, x)
-
-
-@pytest.mark.sweep(9)
-@pytest.mark.parametrize(
-    ("shape", "groups"),
-    [((3, 4, 5, 12), 3), ((2, 3, 8), 8), ((2, 3, 8), 1), ((4, 6), 2), ((1, 2, 2, 2, 4), 4)],
-)
-def test_values_and_gradients_match_flax(shape, groups, float64):
-    x, scale, bias, dy = inputs(shape, np.float64)
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def both(norm, dy, *args):
-        y, backward = jax.vjp(functools.partial(norm, groups=groups), *args)
-        return y, backward(dy)
-
-    with jax.numpy_rank_promotion("allow"):
-        expected = both(flax_group_norm, dy, x, scale, bias)
-    got = both(group_norm, dy, x, scale, bias)
-    chex.assert_trees_all_close(got, expected, rtol=1e-9, atol=1e-9)
 
 
 def test_float32_matches_float64_up_to_rounding(float64):

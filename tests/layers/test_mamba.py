@@ -11,7 +11,6 @@ import pytest
 from example_losses import Case, assert_clipped_like_a_loop
 from pretrained_cases import MIXERS
 
-import fnet
 from fnet.layers.causal_conv import causal_conv, causal_conv_layer
 from fnet.layers.gated_delta import gated_delta_net, gated_delta_rule
 from fnet.layers.mamba import mamba, selective_scan
@@ -19,8 +18,6 @@ from fnet.layers.mamba2 import mamba2, state_space_dual
 from fnet.layers.norm import rms_norm
 from fnet.layers.rg_lru import rg_lru
 from fnet.optim import weight_decay_mask
-
-pytestmark = pytest.mark.sweep(5)
 
 B, T, D = 2, 5, 8
 
@@ -51,6 +48,7 @@ def extended(name, params, cache, x, position):
     return LAYERS[name].decode.extend(params, {}, cache, x, position)
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("name", LAYERS)
 def test_decoding_a_prompt_then_tokens_matches_apply(name):
     params, x = initial(name), inputs()
@@ -67,25 +65,7 @@ def test_decoding_a_prompt_then_tokens_matches_apply(name):
         chex.assert_trees_all_close(jnp.concatenate(parts, 1), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", LAYERS)
-def test_decoding_token_by_token_in_a_scan_matches_apply(name, float64):
-    params, x = wide(name), inputs(np.float64)
-
-    def token(cache, now):
-        y, cache = LAYERS[name].decode.extend(params, {}, cache, now[0][:, None], now[1])
-        return cache, y[:, 0]
-
-    @jax.jit
-    def one_by_one(x):
-        cache = LAYERS[name].decode.init_cache(B, T, x.dtype)
-        _, y = jax.lax.scan(token, cache, (jnp.moveaxis(x, 1, 0), jnp.arange(T)))
-        return jnp.moveaxis(y, 0, 1)
-
-    got = one_by_one(x)
-    assert got.dtype == np.float64
-    chex.assert_trees_all_close(got, applied(name, params, x), rtol=1e-12, atol=1e-12)
-
-
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("name", MIXERS)
 def test_output_and_cache_keep_their_dtypes_in_bfloat16(name):
     params, x = initial(name), inputs(jnp.bfloat16)
@@ -101,6 +81,7 @@ def test_output_and_cache_keep_their_dtypes_in_bfloat16(name):
         chex.assert_trees_all_equal_shapes_and_dtypes(updated, cache)
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers_are_causal(name):
     params, x = initial(name), inputs()
@@ -111,6 +92,7 @@ def test_layers_are_causal(name):
         assert (g[:, t] != 0).all()
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("name", LAYERS)
 def test_padding_at_the_end_does_not_change_real_tokens(name):
     params, x = initial(name), inputs()
@@ -123,6 +105,7 @@ def test_padding_at_the_end_does_not_change_real_tokens(name):
     chex.assert_trees_all_close(y[1, :3], real[1, :3], rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("name", ["mamba", "rg_lru"])
 def test_vmap_over_layers_matches_each_layer(name):
     params, x = initial(name), inputs()
@@ -133,6 +116,7 @@ def test_vmap_over_layers_matches_each_layer(name):
         chex.assert_trees_all_close(together[i], expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize("name", MIXERS)
 def test_clipped_grad_matches_a_loop_over_examples(name):
     def losses(params, x):
@@ -141,19 +125,6 @@ def test_clipped_grad_matches_a_loop_over_examples(name):
 
     with jax.numpy_rank_promotion("allow"):
         assert_clipped_like_a_loop(Case(losses, initial(name), (inputs(b=3, t=4),)))
-
-
-@pytest.mark.parametrize("name", ["mamba", "mamba2"])
-def test_rematerialization_does_not_change_values_and_gradients(name):
-    params, x = initial(name), inputs()
-
-    def loss(params, x):
-        return jnp.sin(LAYERS[name].apply(params, {}, x, train=True)[0]).sum()
-
-    plain, rematerialized = (
-        jax.jit(jax.value_and_grad(f, (0, 1)))(params, x) for f in (loss, fnet.recompute(loss))
-    )
-    chex.assert_trees_all_close(plain, rematerialized, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -172,37 +143,10 @@ def test_weight_decay_applies_to_kernels_only(name, expected):
     assert all(path[-1].key == "kernel" for path, decays in decay_mask if decays)
 
 
-def test_mamba_is_initialized_as_in_the_paper():
-    params, _ = jax.jit(mamba(32, state=5).init)(jax.random.key(1))
-    rates = jnp.broadcast_to(jnp.arange(1.0, 6.0)[None], (64, 5))
-    chex.assert_trees_all_close(jnp.exp(params["A_log"]), rates, rtol=1e-6)
-    dt = jax.nn.softplus(params["dt_bias"])
-    assert 0.001 <= dt.min() * 1.0001 < 0.003 < 0.03 < dt.max() <= 0.1001
-    chex.assert_trees_all_equal(params["D"], jnp.ones(64))
-    assert params["dt"]["kernel"].shape == (2, 64)  # rank ceil(32 / 16)
-    assert jnp.abs(params["dt"]["kernel"]).max() <= 2**-0.5
-    assert jnp.abs(params["dt"]["kernel"]).max() > 0.9 * 2**-0.5
-
-
-def test_mamba2_is_initialized_as_in_the_paper():
-    params, _ = jax.jit(mamba2(64, head=2).init)(jax.random.key(1))
-    rates = jnp.exp(params["A_log"])
-    assert rates.shape == (64,)
-    assert 1 <= rates.min() * 1.0001 < 3 < 14 < rates.max() <= 16.001
-    dt = jax.nn.softplus(params["dt_bias"])
-    assert 0.001 <= dt.min() * 1.0001 < 0.003 < 0.03 < dt.max() <= 0.1001
-
-
 def test_default_head_size_of_mamba2_is_the_largest_divisor_up_to_64():
     for width, head in ((8, 16), (64, 64), (33, 33)):  # of 16, 128 and 66 channels
         cache = jax.eval_shape(lambda w=width: mamba2(w).decode.init_cache(1, 1, np.float32))
         assert cache["state"].shape == (1, 2 * width // head, 64, head)
-
-
-def test_rg_lru_is_initialized_with_decays_between_0_9_and_0_999():
-    params, _ = jax.jit(rg_lru(64).init)(jax.random.key(1))
-    decay = jnp.exp(-8 * jax.nn.softplus(params["L"]))
-    assert 0.9 <= decay.min() * 1.0001 < 0.92 < 0.98 < decay.max() <= 0.9991
 
 
 def test_mamba_matches_its_formula(float64):
@@ -275,6 +219,7 @@ def test_rg_lru_matches_its_formula(float64):
     chex.assert_trees_all_close(applied("rg_lru", params, x), y, rtol=1e-10)
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("bias", [-200.0, 200.0])
 def test_rg_lru_gradients_are_finite_for_saturated_gates(bias):
     params = initial("rg_lru")
@@ -284,6 +229,7 @@ def test_rg_lru_gradients_are_finite_for_saturated_gates(bias):
     chex.assert_tree_all_finite(grads)
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("name", MIXERS)
 def test_rejects_inputs_of_the_wrong_shape(name):
     params = initial(name)

@@ -16,7 +16,6 @@ from fnet.layers.norm import (
     layer_norm,
     layer_norm_layer,
     rms_norm,
-    rms_norm_layer,
 )
 
 EPS = 1e-6
@@ -243,24 +242,6 @@ def test_float64_inputs_are_computed_in_float64():
     chex.assert_type(narrow, [jnp.float64, jnp.float32, jnp.float32])
 
 
-@pytest.mark.parametrize("norm", ["layer", "rms"])
-@pytest.mark.usefixtures("float64")
-def test_vmap_matches_a_loop(norm):
-    ours, _ = pair(norm)
-    x, scale, bias, dy = inputs((3, 4, 5))
-    vmap_over_rows = jax.jit(jax.vmap(compiled_gradients(ours), (0, None, None, 0)))
-    vmap_over_scales = jax.jit(jax.vmap(compiled_gradients(ours), (None, 0, None, None)))
-    shared = vmap_over_rows(x, scale, bias, dy)
-    one_by_one = [gradients(ours, x[i], scale, bias, dy[i]) for i in range(3)]
-    chex.assert_trees_all_close(
-        shared, jax.tree.map(lambda *g: np.stack(g), *one_by_one), atol=1e-12
-    )
-    per_scale = vmap_over_scales(x, np.stack([scale, -scale]), bias, dy)
-    chex.assert_trees_all_close(
-        per_scale[1][1], gradients(ours, x, -scale, bias, dy)[1], atol=1e-12
-    )
-
-
 @pytest.mark.sweep(9)
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("norm", ["layer", "rms"])
@@ -308,22 +289,6 @@ def test_scales_near_0_become_a_small_number_of_their_sign():
     np.testing.assert_array_equal(invertible_scale(scale, scale), expected)
     derivative = jax.grad(lambda s: invertible_scale(s, scale).sum())(scale)
     np.testing.assert_array_equal(derivative, 1)
-
-
-def test_layers_are_initialized_without_scale_and_bias():
-    x, _, _, _ = inputs((4, 6), dtype=jnp.float32)
-    for layer, names, options in (
-        (layer_norm_layer(6, eps=0.1), {"scale", "bias"}, {"eps": 0.1}),
-        (layer_norm_layer(6, bias=False), {"scale"}, {}),
-        (rms_norm_layer(6, eps=0.1), {"scale"}, {"center": False, "eps": 0.1}),
-    ):
-        params, state = layer.init(jax.random.key(0))
-        assert params.keys() == names
-        assert state == {}
-        chex.assert_tree_shape_prefix(params, (6,))
-        y, state = layer.apply(params, state, x, train=True)
-        assert state == {}
-        chex.assert_trees_all_close(y, defining_formula(x, None, None, **options), atol=1e-6)
 
 
 def temporaries_in_activations(norm, depth, width=128, rows=2048):

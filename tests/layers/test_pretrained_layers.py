@@ -57,32 +57,6 @@ def test_attention_rejects(options, error, match):
         dot_product_attention(q, q, q, **options)
 
 
-@pytest.mark.slow
-def test_separate_projections_equal_fused_ones():
-    fused = layers.attention(12, heads=3, groups=1, rotary=100.0, causal=True)
-    separate = layers.attention(12, heads=3, groups=1, rotary=100.0, causal=True, fused=False)
-    params, _ = fused.init(jax.random.key(0))
-    params["query_key_value"]["bias"] = jax.random.normal(jax.random.key(1), (20,))
-    parts = {
-        name: {
-            key: jnp.split(a, (12, 16), axis=-1)[i] for key, a in params["query_key_value"].items()
-        }
-        for i, name in enumerate(("query", "key", "value"))
-    }
-    x = jax.random.normal(jax.random.key(2), (2, 7, 12))
-    y, _ = fused.apply(params, {}, x, train=True)
-    z, _ = separate.apply(parts | {"output": params["output"]}, {}, x, train=True)
-    chex.assert_trees_all_close(y, z, atol=1e-6)
-
-    fused, separate = layers.feed_forward(12, 8), layers.feed_forward(12, 8, fused=False)
-    params, _ = fused.init(jax.random.key(0))
-    gate, up = jnp.split(params["expand"]["kernel"], 2, axis=1)
-    parts = {"gate": {"kernel": gate}, "up": {"kernel": up}, "contract": params["contract"]}
-    chex.assert_trees_all_equal_shapes(parts, separate.init(jax.random.key(0))[0])
-    y, z = (f.apply(p, {}, x, train=True)[0] for f, p in ((fused, params), (separate, parts)))
-    chex.assert_trees_all_close(y, z, atol=1e-6)
-
-
 @pytest.mark.sweep(6)
 @pytest.mark.parametrize("over", ["head", "heads"])
 @pytest.mark.parametrize("window", [None, 3])

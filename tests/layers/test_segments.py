@@ -158,7 +158,7 @@ def loss(layer, params, x, segments=None):
     return jnp.sin(3 * y).sum()
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers_match_a_call_for_each_document(name, float64):
     layer = LAYERS[name]

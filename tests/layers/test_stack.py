@@ -10,8 +10,6 @@ import fnet
 from fnet import layers
 from fnet.layer import Decode
 
-pytestmark = pytest.mark.slow
-
 WIDTH, HEADS = 16, 2
 
 
@@ -43,18 +41,21 @@ def tokens(t=12, seed=5):
     return jax.random.normal(jax.random.key(seed), (2, t, WIDTH))
 
 
+@pytest.mark.slow
 def test_every_block_but_the_first_has_a_context_and_a_strength():
     _, params, state = made()
     assert [("strength" in params[i]) for i in "012"] == [False, True, True]
     chex.assert_trees_all_equal_shapes(state, {i: {"context": jnp.zeros((16, 16))} for i in "12"})
 
 
+@pytest.mark.slow
 def test_stack_without_context_has_no_state():
     _, params, state = made(context=None)
     assert state == {}
     assert "strength" not in params["1"]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("context", "condition"), [("lagged", 5), ("current", None), (None, None)])
 def test_stack_matches_its_formula(context, condition):
     (block, *_), norm = causal_blocks(), layers.rms_norm(WIDTH)
@@ -94,6 +95,7 @@ def test_stack_matches_its_formula(context, condition):
     chex.assert_trees_all_close(got, by_hand(params, state, tokens()), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("context", ["lagged", "current"])
 def test_evaluation_does_not_update_contexts(context):
     stack, params, state = made(context)
@@ -103,20 +105,7 @@ def test_evaluation_does_not_update_contexts(context):
     assert jnp.abs(stack.apply(params, other, tokens(), train=False)[0] - y).max() > 1e-3
 
 
-@pytest.mark.parametrize("pieces", [[12], [1] * 12, [5, 1, 1, 5], [4, 8]])
-def test_decoding_in_pieces_matches_the_whole_sequence(pieces):
-    stack, params, state = made(norm="layer")
-    whole, _ = stack.apply(params, state, tokens(), train=False)
-    cache, position, parts = stack.decode.init_cache(2, 12, jnp.float32), 0, []
-    extend = jax.jit(stack.decode.extend)
-    for n in pieces:
-        piece = tokens()[:, position : position + n]
-        y, new = extend(params, state, cache, piece, jnp.int32(position))
-        chex.assert_trees_all_equal_shapes_and_dtypes(new, cache)
-        cache, position, parts = new, position + n, [*parts, y]
-    chex.assert_trees_all_close(jnp.concatenate(parts, 1), whole, atol=1e-5)
-
-
+@pytest.mark.slow
 def test_conditioned_block_starts_as_the_identity_and_trains():
     stack = compiled(layers.stack(WIDTH, causal_blocks(2), condition=5))
     params, state = stack.init(jax.random.key(0))
@@ -130,6 +119,7 @@ def test_conditioned_block_starts_as_the_identity_and_trains():
     assert stack.decode is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parallel", ["one_norm", "two_norms"])
 def test_parallel_blocks_read_their_input(parallel):
     mixer, mlp = layers.attention(8, 2, causal=True), layers.feed_forward(8, 12)
@@ -153,6 +143,7 @@ def test_parallel_blocks_read_their_input(parallel):
     chex.assert_trees_all_close(last, expected, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_block_may_have_no_feed_forward():
     attention = layers.attention(WIDTH, HEADS, causal=True)
     stack = compiled(layers.stack(WIDTH, [layers.Block(attention)] * 2))
@@ -165,6 +156,7 @@ def test_block_may_have_no_feed_forward():
     chex.assert_trees_all_close(stack.apply(params, {}, tokens(), train=True)[0], x, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_mixer_without_mask_argument_works_without_a_mask():
     attention = layers.attention(WIDTH, HEADS, causal=True)
     mixer = fnet.serial(conv=layers.causal_conv(WIDTH), attention=attention)
@@ -178,6 +170,7 @@ def test_mixer_without_mask_argument_works_without_a_mask():
         stack.apply(params, {}, tokens(), train=True, mask=jnp.ones((2, 12), bool))
 
 
+@pytest.mark.slow
 def test_dropout_acts_on_branches_in_training_only():
     stack, params, state = made(context=None, dropout=0.5)
 
@@ -188,6 +181,7 @@ def test_dropout_acts_on_branches_in_training_only():
     chex.assert_trees_all_equal(run(2, False), run(3, False))
 
 
+@pytest.mark.slow
 def test_padding_does_not_enter_a_context():
     stack, params, state = made()
     mask = jnp.broadcast_to(jnp.arange(12) < 7, (2, 12))
@@ -196,6 +190,7 @@ def test_padding_does_not_enter_a_context():
     chex.assert_trees_all_close(short, padded, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -210,12 +205,14 @@ def test_rejects_invalid_arguments(make, message):
         make()
 
 
+@pytest.mark.slow
 def test_rejects_a_feed_forward_with_state():
     block = layers.Block(layers.attention(WIDTH, HEADS), layers.abn(WIDTH))
     with pytest.raises(ValueError, match=r"of block 0 has state .*running_mean.* rms_norm"):
         jax.eval_shape(layers.stack(WIDTH, [block]).init, jax.random.key(0))
 
 
+@pytest.mark.slow
 def test_rejects_a_condition_that_does_not_match():
     stack = compiled(layers.stack(WIDTH, causal_blocks(1), condition=5))
     params, _ = stack.init(jax.random.key(0))
@@ -229,6 +226,7 @@ def test_rejects_a_condition_that_does_not_match():
         plain.apply(params, state, tokens(), train=True, condition=jnp.ones((2, 5)))
 
 
+@pytest.mark.slow
 def test_mixer_without_parameters_can_decode():
     same = fnet.Layer(
         lambda key: ({}, {}),

@@ -1,12 +1,14 @@
 """FLOPs and bytes of traced programs."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import fnet
-from fnet.memory import Cost, estimate_cost
+from fnet.memory import Cost, cost, estimate_cost
 
 
 def count(f, *shapes):
@@ -94,3 +96,15 @@ def test_a_scan_counts_every_iteration_and_a_cond_its_largest_branch():
 
     products = (6 + 2) * 2 * 8**3
     assert products <= count(f, (8, 8)).flops < products + 100
+
+
+def test_a_priced_cost_takes_the_time_of_its_flops_bytes_and_launches():
+    priced = cost.Rates(bytes=3.0, launch=7.0).priced(Cost(100, 10), 2)
+    assert priced.time * cost.FLOPS_PER_BYTE == pytest.approx(100 + 3 * 10 + 7 * 2)
+    assert (priced.flops, priced.bytes) == (100, 10)
+    assert Cost(1, 2).with_more(Cost(3, 4), 5) == Cost(16, 22)
+    assert Cost(1, 3).time == 1 / cost.FLOPS_PER_BYTE + 3
+    peaks = SimpleNamespace(flops={"float32": 1e12, "bfloat16": 1e15}, bandwidth=1e11, launch=1e-6)
+    rates = cost.Rates.of(peaks)
+    assert rates.launch == pytest.approx(cost.MATRIX_UNITS * 1e6)
+    assert rates.bytes == pytest.approx(cost.MOVED * cost.MATRIX_UNITS * 10)

@@ -220,20 +220,6 @@ def test_functions_without_cuts_return_the_same():
     )
 
 
-@pytest.mark.slow
-def test_composes_with_vmap_and_jvp():
-    params, x = inputs()
-    tangents = jax.tree.map(np.ones_like, (params, x))
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def transformed(f, params, x, tangents):
-        gradients = jax.vmap(jax.grad(f), (None, 0))(params, x[:4, None])
-        return gradients, jax.jvp(f, (params, x), tangents)
-
-    ours = transformed(remat_in_segments(chain), params, x, tangents)
-    chex.assert_trees_all_close(ours, transformed(chain, params, x, tangents), rtol=1e-5)
-
-
 def test_offload_saves_the_carries_of_a_loop_in_host_memory():
     def kept(policy):
         found = fnet.memory.residuals(REMAT_POLICIES[policy].apply(scanned), *inputs())
@@ -250,21 +236,6 @@ def test_a_chain_of_products_and_activations_is_cut():
         return x.sum()
 
     assert temporaries(remat_in_segments(dense)) < 0.6 * temporaries(dense)
-
-
-def test_recompute_drops_the_normalized_arrays_of_a_stack():
-    block = serial(conv=layers.conv(8, 8, bias=False), abn=layers.abn(8, activation="gelu"))
-    layer = serial(*[block] * 4)
-    params, state = jax.eval_shape(layer.init, jax.random.key(0))
-    images = jax.ShapeDtypeStruct((4, 8, 8, 8), jnp.float32)
-
-    def compiled(wrap):
-        apply = wrap(lambda p, s, x: layer.apply(p, s, x, train=True)[0])
-        loss = lambda p, s, x: jnp.square(apply(p, s, x)).mean()  # noqa: E731
-        return compile_min_memory(jax.jit(jax.grad(loss)).lower(params, state, images))[0]
-
-    plain, again = (peak(compiled(wrap)).temporaries for wrap in (lambda f: f, fnet.recompute))
-    assert again < 0.75 * plain
 
 
 @pytest.mark.parametrize("wrap", [fnet.recompute, fnet.memory.remat_in_segments])

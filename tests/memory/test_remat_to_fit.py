@@ -256,33 +256,6 @@ def test_nnx_variables_that_a_loss_swaps_are_updated():
     assert (float(pair.a[...]), float(pair.b[...])) == (0.0, 1.0)
 
 
-@pytest.mark.slow
-def test_nnx_step_takes_what_is_planned():
-    def loss(network, x):
-        return jnp.square(network(x)).mean()
-
-    def compiled(loss, options):
-        @nnx.jit(donate_argnums=(0, 1))
-        def step(network, optimizer, x):
-            value, grads = nnx.value_and_grad(loss)(network, x)
-            optimizer.update(network, grads)
-            return value
-
-        network = Nnx(nnx.Rngs(0))
-        optimizer = nnx.Optimizer(network, optax.adam(1e-3), wrt=nnx.Param)
-        return memory.peak(step.lower(network, optimizer, X).compile(options)).total
-
-    # The loss is traced more than once, and a trace counts as a use of its keys.
-    with jax.numpy_rank_promotion("allow"), jax.debug_key_reuse(False):
-        budget = int(0.7 * compiled(loss, None))
-        fitted, plan = memory.remat_to_fit(
-            loss, Nnx(nnx.Rngs(0)), X, optimizer=optax.adam(1e-3), budget=budget
-        )
-        step = compiled(fitted, plan.chosen.compiler_options)
-    assert step <= budget
-    assert step == pytest.approx(plan.chosen.peak.total, rel=0.01)
-
-
 @pytest.mark.parametrize(
     ("args", "options", "message"),
     [

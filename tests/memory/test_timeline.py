@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from fnet.hlo import arrays
 from fnet.memory.timeline import layer_of, timeline
 
 
@@ -257,30 +256,6 @@ ENTRY %main (x: f32[8,128]) -> f32[8,128] {
 }
 """
     assert set(timeline(program(text, arguments=4096, outputs=4096)).live_bytes) == {8192}
-
-
-@pytest.mark.parametrize(
-    ("result", "path", "expected"),
-    [
-        ("f32[8,4]{1,0}", (), (128, (8, 4), "float32")),
-        ("pred[]", (), (1, (), "bool")),
-        ("pred[9]{0}", (), (9, (9,), "bool")),
-        ("(s32[], (bf16[3]{0}, c64[2]{0}))", (1, 0), (6, (3,), "bfloat16")),
-        ("(s32[], (bf16[3]{0}, /*index=5*/c64[2]{0}))", (1, 1), (16, (2,), "complex64")),
-        ("s4[3]{0:E(4)}", (), (2, (3,), "int4")),
-        ("f8e4m3fn[8]{0}", (), (8, (8,), "float8_e4m3fn")),
-        # Tiles of 8 x 128 elements, the minor dimension last: 104 x 128.
-        ("f32[100,3]{1,0:T(8,128)}", (), (4 * 104 * 128, (100, 3), "float32")),
-        ("f32[100,3]{0,1:T(8,128)}", (), (4 * 8 * 128, (100, 3), "float32")),
-        ("f32[2,5]{1,0:T(2,128)S(1)}", (), (0, (2, 5), "float32")),
-        ("f32[]{:T(128)}", (), (512, (), "float32")),
-        ("f32[16]{0:S(5)}", (), (0, (16,), "float32")),
-    ],
-)
-def test_array_bytes_follow_from_the_printed_type(result, path, expected):
-    array = arrays(result)[path]
-    assert array[:3] == expected
-    assert jnp.dtype(array.dtype)
 
 
 def test_rejects_a_program_without_a_schedule():

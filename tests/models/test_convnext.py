@@ -1,4 +1,4 @@
-"""ConvNeXt: blocks against their formula, sizes, stochastic depth; global response norm."""
+"""ConvNeXt: sizes, stochastic depth; global response norm."""
 
 import chex
 import jax
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jax.test_util import check_grads
 
-from fnet import layers, models
+from fnet import models
 from fnet.layers.feed_forward import feed_forward
 from fnet.layers.global_response_norm import global_response_norm
 from fnet.memory import residuals
@@ -79,56 +79,6 @@ def test_a_feed_forward_layer_rematerializes_its_hidden_norm():
         return sum(r.added for r in saved)
 
     assert bytes_saved(hidden_norm=global_response_norm(16)) == bytes_saved() > 0
-
-
-@pytest.mark.sweep(6)
-@pytest.mark.parametrize("response_norm", [False, True])
-def test_a_block_matches_its_formula(response_norm):
-    model = models.get("convnext", **SMALL | {"response_norm": response_norm, "layer_scale": 0.5})
-    params = initial(model)
-    body = params["stage0"]["block0"]["body"]
-    if response_norm:
-        body["feed_forward"]["hidden_norm"]["scale"] += 0.3
-
-    def run(layer, p, x):
-        return layer.apply(p, {}, x, train=False)[0]
-
-    def block(x):
-        h = jnp.pad(x, ((0, 0), (3, 3), (3, 3), (0, 0)))
-        taps = [
-            h[:, i : i + 8, j : j + 8] * body["conv"]["kernel"][i, j, 0][None, None, None]
-            for i in range(7)
-            for j in range(7)
-        ]
-        h = sum(taps) + body["conv"]["bias"][None, None, None]
-        h = run(layers.layer_norm(8), body["norm"], h)
-        h = jax.nn.gelu(
-            run(layers.dense(8, 32), body["feed_forward"]["expand"], h), approximate=False
-        )
-        if response_norm:
-            h = run(global_response_norm(32), body["feed_forward"]["hidden_norm"], h)
-        return x + 0.5 * run(layers.dense(32, 8), body["feed_forward"]["contract"], h)
-
-    @jax.jit
-    def formula(x):
-        x = run(layers.conv(3, 8, 2, stride=2, padding="VALID"), params["stem"]["conv"], x)
-        return block(run(layers.layer_norm(8), params["stem"]["norm"], x))
-
-    one_stage = models.get(
-        "convnext",
-        num_classes=None,
-        blocks=(1,),
-        widths=(8,),
-        patch=2,
-        response_norm=response_norm,
-        layer_scale=0.5,
-    )
-    p = {n: params[n] for n in ("stem", "stage0")} | {
-        "norm": {"scale": jnp.ones(8), "bias": jnp.zeros(8)}
-    }
-    y = jax.jit(lambda p: run(one_stage, p, IMAGES))(p)
-    expected = run(layers.layer_norm(8), p["norm"], formula(IMAGES).mean((1, 2)))
-    chex.assert_trees_all_close(y, expected, atol=1e-5)
 
 
 @pytest.mark.slow

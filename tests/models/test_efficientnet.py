@@ -6,8 +6,6 @@ import numpy as np
 import pytest
 
 from fnet import models
-from fnet.layers import activation
-from fnet.models.blocks import squeeze_excitation
 from fnet.models.efficientnet import Stage
 from fnet.models.swin import window_attention
 from fnet.optim import layer_scales
@@ -33,6 +31,50 @@ def test_parameter_counts_match_those_of_the_publishers(name, parameters):
     network = models.get(name, num_classes=1000)
     params, _ = jax.eval_shape(network.init, jax.random.key(0))
     assert sum(a.size for a in jax.tree.leaves(params)) == parameters
+
+
+# Tan and Le 2019, with widths rounded to multiples of 8, and Howard et al. 2019, table 2.
+@pytest.mark.parametrize(
+    ("size", "blocks", "channels", "stem", "last"),
+    [
+        ("b0", (1, 2, 2, 3, 3, 4, 1), (16, 24, 40, 80, 112, 192, 320), 32, 1280),
+        ("b1", (2, 3, 3, 4, 4, 5, 2), (16, 24, 40, 80, 112, 192, 320), 32, 1280),
+        ("b2", (2, 3, 3, 4, 4, 5, 2), (16, 24, 48, 88, 120, 208, 352), 32, 1408),
+        ("b3", (2, 3, 3, 5, 5, 6, 2), (24, 32, 48, 96, 136, 232, 384), 40, 1536),
+        ("b4", (2, 4, 4, 6, 6, 8, 2), (24, 32, 56, 112, 160, 272, 448), 48, 1792),
+        ("b5", (3, 5, 5, 7, 7, 9, 3), (24, 40, 64, 128, 176, 304, 512), 48, 2048),
+        ("b6", (3, 6, 6, 8, 8, 11, 3), (32, 40, 72, 144, 200, 344, 576), 56, 2304),
+        ("b7", (4, 7, 7, 10, 10, 13, 4), (32, 48, 80, 160, 224, 384, 640), 64, 2560),
+    ],
+)
+def test_sizes_of_efficientnets_scale_as_in_the_paper(size, blocks, channels, stem, last):
+    variants = models.VARIANTS["efficientnet"]
+    for name in (f"efficientnet_{size}", f"tf_efficientnet_{size}"):
+        row = variants[name]
+        assert tuple(s.blocks for s in row["stages"]) == blocks
+        assert tuple(s.channels for s in row["stages"]) == channels
+        assert (row["stem"], row["last"]) == (stem, last)
+    assert variants[f"efficientnet_{size}"]["eps"] == (1e-3 if size in ("b5", "b6", "b7") else 1e-5)
+
+
+def test_further_variants_have_the_widths_and_epsilons_of_their_publishers():
+    variants = models.VARIANTS["efficientnet"]
+    for name, row in variants.items():
+        is_tensorflow = name.startswith("tf_")
+        assert row.get("padding", "half") == ("same" if is_tensorflow else "half")
+        of_torchvision = "v2" in name or name.startswith("mobilenet_")
+        assert row["eps"] == 1e-3 or not (is_tensorflow or of_torchvision)
+        if "v2" in name:
+            assert (row["stem"], row["last"]) == (32 if "_l" in name else 24, 1280)
+    assert (variants["mobilenet_v3_large"]["last"], variants["mobilenet_v3_large"]["hidden"]) == (
+        960,
+        1280,
+    )
+    assert (variants["mobilenet_v3_small"]["last"], variants["mobilenet_v3_small"]["hidden"]) == (
+        576,
+        1024,
+    )
+    assert {variants[n]["eps"] for n in variants if n.endswith("_100") and n[0] != "t"} == {1e-5}
 
 
 @pytest.mark.parametrize(
@@ -68,16 +110,6 @@ def test_learning_rates_decay_from_the_last_block_to_the_stem():
     assert set(jax.tree.leaves(scales["stage4"]["2"])) == {0.5}
     assert set(jax.tree.leaves(scales["stage0"]["0"])) == {0.5**11}
     assert set(jax.tree.leaves(scales["stem"])) == {0.5**12}
-
-
-def test_squeeze_and_excitation_matches_its_formula():
-    layer = squeeze_excitation(6, 2, activation("relu"), "hard_sigmoid")
-    params, _ = layer.init(jax.random.key(0))
-    x = np.random.default_rng(0).normal(size=(3, 4, 5, 6)).astype(np.float32)
-    y, _ = layer.apply(params, {}, x, train=False)
-    hidden = np.maximum(x.mean((1, 2)) @ params["reduce"]["kernel"][0, 0], 0)
-    gate = np.clip((hidden @ params["expand"]["kernel"][0, 0] + 3) / 6, 0, 1)
-    np.testing.assert_allclose(y, x * gate[:, None, None], atol=1e-5)
 
 
 def test_padding_as_in_tensorflow_begins_windows_at_the_first_pixel():

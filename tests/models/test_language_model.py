@@ -166,31 +166,6 @@ def test_without_context_the_state_is_empty():
     assert build("attention", "mamba", context=None)[2] == {}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("chunk", [3, 20])
-def test_generated_tokens_do_not_depend_on_the_chunk(chunk):
-    model, params, state = build("attention", "mamba")
-    prompt = tokens(4)
-    chunks = list(
-        fnet.stream(model, params, state, prompt, jax.random.key(3), 7, chunk=chunk, top_k=5)
-    )
-    assert [p.shape[1] for p in chunks] == [min(chunk, 7 - i) for i in range(0, 7, chunk)]
-    whole = fnet.generate(model, params, state, prompt, jax.random.key(3), 7, top_k=5)
-    chex.assert_trees_all_equal(jnp.concatenate(chunks, 1), whole)
-
-
-@pytest.mark.slow
-def test_greedy_generation_matches_generation_without_a_cache():
-    model, params, state = build("rg_lru", "attention")
-    apply = jax.jit(lambda x: model.apply(params, state, x, train=False)[0])
-    # The model is causal, so padding after the known tokens may have any index.
-    known = jnp.pad(tokens(3), ((0, 0), (0, 6)))
-    for i in range(3, 9):
-        known = known.at[:, i].set(apply(known)[:, i - 1].argmax(-1))
-    sampled = fnet.generate(model, params, state, tokens(3), jax.random.key(0), 6, temperature=0.0)
-    chex.assert_trees_all_equal(sampled, known[:, 3:].astype(jnp.int32))
-
-
 def test_sampled_tokens_have_the_expected_frequencies():
     logits = jnp.log(jnp.array([0.5, 0.25, 0.125, 0.125]))
 
@@ -279,17 +254,17 @@ STATES = ("rg_lru", "mamba2", "mamba")
 @pytest.mark.parametrize(
     ("mixers", "options"),
     [
-        (("attention", "window"), {"temperature": 0.0}),
         (("attention", "window"), OF_SAMPLING),
+        pytest.param(("attention", "window"), {"temperature": 0.0}, marks=pytest.mark.slow),
         pytest.param(STATES, {"temperature": 0.0}, marks=pytest.mark.slow),
     ],
 )
 def test_rows_of_a_batch_continue_as_they_do_alone(mixers, options):
     """Prompts of several lengths in one batch, whose padding is not read."""
     model, params, state = build(*mixers)
-    lengths, keys = (3, 40, 1, 20), jax.random.split(jax.random.key(5), 4)
-    prompts = jax.random.randint(jax.random.key(7), (4, 40), 0, V)
-    padded = jnp.where(jnp.arange(40)[None] < jnp.array(lengths)[:, None], prompts, -100)
+    lengths, keys = (1, 20), jax.random.split(jax.random.key(5))
+    prompts = jax.random.randint(jax.random.key(7), (2, 20), 0, V)
+    padded = jnp.where(jnp.arange(20)[None] < jnp.array(lengths)[:, None], prompts, -100)
     run = functools.partial(fnet.generate, model, params, state, length=30, **options)
     together = run(padded, key=keys, prompt_lengths=lengths)
     for row, n in enumerate(lengths):

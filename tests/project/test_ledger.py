@@ -16,7 +16,7 @@ LEDGER = {
     "train/data": 11_382,
     "train/run + train/commands": 8_500,
     "train, the rest": 8_245,
-    "tests": 59_636,
+    "tests": 59_618,
     "benchmarks": 16_628,
 }
 """Lines of ``*.py``. A row of its own takes a package out of the rest."""

@@ -133,7 +133,7 @@ def test_a_line_belongs_to_the_tests_that_run_it(project):
 
     def tests(address):
         m = found[address]
-        names = lines.tests(m.file, m.statement, m.function, "tests/test_small.py")
+        names = lines.tests(m.file, m.statement, m.function, ["tests/test_small.py"])
         return [name.split("::")[1] for name in names]
 
     assert tests("half: swap Mult 1")[0] == "test_negative"
@@ -153,7 +153,7 @@ def test_a_line_that_changed_belongs_to_the_tests_of_its_function(project):
     (project / "fnet/core.py").write_text(text.replace("x * 2", "2 * x"))
     found, lines = mutants_of(project)
     m = found["half: swap Mult 1"]
-    names = lines.tests(m.file, m.statement, m.function, "")
+    names = lines.tests(m.file, m.statement, m.function, [])
     assert "tests/test_small.py::test_negative" in names
     (project / "fnet/core.py").write_text(text)
 

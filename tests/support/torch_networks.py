@@ -58,13 +58,6 @@ def pooled(x):
     return sliding_window_view(x, (3, 3), (2, 3))[:, :, ::2, ::2].max((-2, -1))
 
 
-def averaged(x):
-    """Means of 2x2 patches; patches at the border may have fewer pixels."""
-    n, c, h, w = x.shape
-    x = np.pad(x, [(0, 0), (0, 0), (0, h % 2), (0, w % 2)], constant_values=np.nan)
-    return np.nanmean(x.reshape(n, c, (h + 1) // 2, 2, (w + 1) // 2, 2), (3, 5))
-
-
 def post_activation(net, x, convs, shortcut, stride, dilations=(1, 1)):
     y, last = x, 3 if net.has(f"{convs}conv3") else 2
     for i in range(1, last + 1):
@@ -74,24 +67,14 @@ def post_activation(net, x, convs, shortcut, stride, dilations=(1, 1)):
         y = net.conv(f"{convs}conv{i}", y, stride if strided else 1, dilation)
         y = net.norm(f"{convs}bn{i}", y, act=i < last)
     conv, norm = shortcut
-    block = conv.removesuffix("0")
-    if block != conv and net.has(f"{block}2"):  # timm's average pooling
-        conv, norm = f"{block}1", f"{block}2"
-        x, stride = averaged(x) if stride == 2 else x, 1
     if net.has(conv):
         x = net.norm(norm, net.conv(conv, x, stride), act=False)
     return net.act(x + y)
 
 
 def torchvision_features(net, x, part="", dilated=False):
-    """Features of torchvision's and timm's ResNets, also with a deep stem or dilated."""
-    if net.has(f"{part}conv1.6"):
-        for i in (0, 3):
-            y = net.conv(f"{part}conv1.{i}", x, 1 if i else 2)
-            x = net.norm(f"{part}conv1.{i + 1}", y)
-        x = net.conv(f"{part}conv1.6", x)
-    else:
-        x = net.conv(f"{part}conv1", x, 2)
+    """Features of torchvision's ResNets, also dilated."""
+    x = net.conv(f"{part}conv1", x, 2)
     x, before = pooled(net.norm(f"{part}bn1", x)), 1
     for stage in range(1, 5):
         rate = {3: 2, 4: 4}.get(stage, 1) if dilated else 1
@@ -102,23 +85,6 @@ def torchvision_features(net, x, part="", dilated=False):
             x = post_activation(net, x, f"{block}.", shortcut, stride, dilations)
         before = rate
     return x
-
-
-def torchvision_resnet(net, x):
-    return net.linear("fc", torchvision_features(net, x))
-
-
-def torchvision_densenet(net, x):
-    x = pooled(net.norm("features.norm0", net.conv("features.conv0", x, 2)))
-    for stage in range(1, 5):
-        for layer in net.blocks(f"features.denseblock{stage}.denselayer{{}}", 1):
-            y = net.conv(f"{layer}.conv1", net.norm(f"{layer}.norm1", x))
-            y = net.conv(f"{layer}.conv2", net.norm(f"{layer}.norm2", y))
-            x = np.concatenate([x, y], 1)
-        transition = f"features.transition{stage}"
-        if net.has(transition):
-            x = averaged(net.conv(f"{transition}.conv", net.norm(f"{transition}.norm", x)))
-    return net.linear("classifier", net.norm("features.norm5", x))
 
 
 def torchvision_deeplab_logits(net, x, dilations=(12, 24, 36)):

@@ -51,7 +51,7 @@ def distinct_colors(n: int) -> np.ndarray:
 
 
 def _cielab(rgb: np.ndarray) -> np.ndarray:
-    """Convert sRGB [N, 3] from 0 to 255 to CIELAB with white point D65 (IEC 61966-2-1)."""
+    """Convert sRGB [N, 3] from 0 to 255 to CIELAB with white point D65, L plus 16."""
     u = rgb / 255
     linear = np.where(u <= 0.04045, u / 12.92, ((u + 0.055) / 1.055) ** 2.4)
     to_xyz = np.array(
@@ -60,7 +60,7 @@ def _cielab(rgb: np.ndarray) -> np.ndarray:
     xyz = linear @ to_xyz.T / to_xyz.sum(1)
     f = np.where(xyz > (6 / 29) ** 3, np.cbrt(xyz), xyz / (3 * (6 / 29) ** 2) + 4 / 29)
     x, y, z = f.T
-    return np.stack([116 * y - 16, 500 * (x - y), 200 * (y - z)], 1)
+    return np.stack([116 * y, 500 * (x - y), 200 * (y - z)], 1)
 
 
 def overlay_labels(

@@ -343,3 +343,61 @@ def test_norms_of_terms_add_up_groups_and_bound_squares_that_underflow():
     np.testing.assert_allclose(got, norms(a, b), rtol=1e-5)
     np.testing.assert_allclose(upper, norms(a + 5 * tiny, b + 7 * tiny), rtol=1e-4)
     assert upper[0] > 0
+
+
+def floats(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def indices(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+@pytest.mark.parametrize(
+    ("u", "v", "example_bytes"),
+    [
+        (floats(2, 5, 3, 40), floats(2, 5, 3, 50), 2 * 2 * 4 * 3 * 3),  # two Gram matrices
+        (floats(2, 5, 30, 4), floats(2, 5, 30, 3), 2 * 4 * 4 * 3),  # the gradient
+        (indices(2, 5, 30), floats(2, 5, 30, 3), 2 * 4 * 2 * 30 * 3),  # rows, sorted and summed
+        (floats(2, 5, 30, 3), indices(2, 5, 30), 2 * 4 * 2 * 30 * 3),
+        (indices(2, 5, 30), indices(2, 5, 30), 2 * 4 * 30 * 30),
+    ],
+)
+def test_chunks_are_as_large_as_what_they_compute(u, v, example_bytes, monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        ghost_norm,
+        "map_groups_in_chunks",
+        lambda f, arrays, size: (seen.append(size), f(*arrays))[1],
+    )
+    estimate = jax.eval_shape(ghost_norm.squared_norms, u, v)
+    assert estimate.values.shape == (5,)
+    assert seen == [example_bytes]
+    assert (
+        jax.eval_shape(ghost_norm.squared_norms, floats(2, 5, 1, 4), floats(2, 5, 1, 3)).errors
+        is None
+    )
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_patches_of_a_convolution_exist_for_a_chunk_of_examples(groups, monkeypatch):
+    """4 x 4 positions have patches of 3 x 3 pixels, and the gradient is the smaller intermediate."""
+    seen, plain = [], ghost_norm.map_groups_in_chunks
+    record = lambda f, arrays, size: (seen.append(size), plain(f, arrays, size))[1]  # noqa: E731
+    monkeypatch.setattr(ghost_norm, "map_groups_in_chunks", record)
+
+    def loss(p, x):
+        y = lax.conv_general_dilated(
+            x,
+            p,
+            (1, 1),
+            "SAME",
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+            feature_group_count=groups,
+        )
+        return (y**2).sum((1, 2, 3))
+
+    kernel, x = floats(3, 3, 4 // groups, 6), floats(5, 4, 4, 4)
+    jax.eval_shape(clipped_grad(loss, 1.0), kernel, x)
+    rows, cols = 9 * 4 // groups, 6 // groups
+    assert 4 * groups * (16 * rows + rows * cols) in seen

@@ -3,15 +3,11 @@
 import ast
 import dataclasses
 import errno
-import fnmatch
-import glob
 import inspect
 import itertools
 import os
 import re
 import textwrap
-from importlib import metadata
-from types import SimpleNamespace
 from typing import get_type_hints
 from unittest.mock import Mock
 
@@ -152,19 +148,6 @@ def test_caches_programs_in_the_users_cache_folder(workplace, monkeypatch, capsy
     cli._prepare_jax()
     assert {path.name for path in cache.iterdir()} == {"old", "new"}
     assert capsys.readouterr().err == ""
-
-
-@pytest.mark.parametrize(
-    ("plugin", "device", "on_cpu"),
-    [("cuda12", "/dev/nvidia0", False), ("cuda12", "", True), ("metal", "", False)],
-)
-def test_runs_on_the_cpu_if_no_plugin_has_its_device(plugin, device, on_cpu, monkeypatch):
-    monkeypatch.setattr(metadata, "entry_points", lambda group: [SimpleNamespace(name=plugin)])
-    monkeypatch.setattr(glob, "glob", lambda pattern: fnmatch.filter([device], pattern))
-    monkeypatch.setattr(platform, "configure_jax", configure := Mock())
-    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
-    platform.choose_platform()
-    assert configure.called == on_cpu
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ import dataclasses
 import io
 import json
 import shutil
+from types import SimpleNamespace
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +16,17 @@ from program_cases import assert_one_line_error, exit_code, fnet_command, output
 from rich.console import Console
 
 from train.arguments import EvalArguments
-from train.config import Config, DeepLab, ImageFolder, Mlp, SegmentationFolder, Synthetic
+from train.config import (
+    Config,
+    DeepLab,
+    ImageFolder,
+    LanguageModel,
+    Mlp,
+    SegmentationFolder,
+    Synthetic,
+    TextFile,
+)
+from train.config.recipes import load
 from train.data import evaluation_batches
 from train.data.unreadable import UnreadableFiles
 from train.errors import UserError
@@ -27,85 +37,19 @@ from train.run.evaluation import Evaluation, Evaluator
 from train.run.open_run import OpenRun
 from train.run.run_folder import RunFolder
 from train.run.setup import setup
-from train.tasks import BatchMetrics, build
+from train.tasks import BatchMetrics
 
 small_deeplab = pytest.fixture(vision_cases.small_deeplab)
 recipes = pytest.fixture(vision_cases.recipes)
 run_of = pytest.fixture(vision_cases.run_of)
 begun = pytest.fixture(vision_cases.begun)
 
-pytestmark = pytest.mark.slow
 
 MODEL = Mlp(hidden=(8,))
 DATA = ImageFolder(path="colours", image_size=8, batch_size=4, crop="center")
 
 
-def task_of(config):
-    """A task and initial parameters and state of its network."""
-    task = build(config)
-    return task, jax.jit(task.model.init)(jax.random.key(0))
-
-
-def normalized(image):
-    return ((image / 255 - DATA.mean) / DATA.std).astype(np.float32)
-
-
-def cross_entropies(logits, labels):
-    return -np.take_along_axis(np.asarray(jax.nn.log_softmax(logits)), labels[:, None], -1)[:, 0]
-
-
-@pytest.mark.usefixtures("recipes")
-def test_the_loss_of_mixup_weights_both_labels():
-    task, network = task_of(Config(data=DATA, model=MODEL))
-    batch = next(evaluation_batches(task.dataset, 4))
-    batch |= {"label_2": np.array([1, 2, 0, 0]), "mix": np.float32([1, 0.25, 0.5, 0])}
-    losses, aux = jax.jit(task.loss)(*network, batch, jax.random.key(0))
-    logits, _ = task.model.apply(*network, normalized(batch["image"]), train=True)
-    first, second = (cross_entropies(logits, batch[name]) for name in ("label", "label_2"))
-    expected = batch["mix"] * first + (1 - batch["mix"]) * second
-    chex.assert_trees_all_close(losses, expected, rtol=1e-4)
-    result = np.asarray(logits.argmax(-1))
-    shares = [np.where(result == batch[name], 1.0, 0.0) for name in ("label", "label_2")]
-    expected = batch["mix"] * shares[0] + (1 - batch["mix"]) * shares[1]
-    chex.assert_trees_all_close(aux.metrics["accuracy"], np.float32(expected))
-
-
-@pytest.mark.usefixtures("recipes")
-@pytest.mark.parametrize("crops", [2, 10])
-def test_averages_logits_over_crops(crops):
-    task, network = task_of(
-        Config(data=ImageFolder(path="colours", image_size=8, crops=crops), model=MODEL)
-    )
-    batch = next(evaluation_batches(task.dataset, 3))
-    assert batch["image"].shape == (3, crops, 8, 8, 3)
-    result = jax.jit(task.measure)(*network, batch)
-    logits = [
-        task.model.apply(*network, normalized(batch["image"][:, i]), train=False)[0]
-        for i in range(crops)
-    ]
-    mean = sum(logits) / crops
-    chex.assert_trees_all_close(
-        result.metrics["loss"], cross_entropies(mean, batch["label"]), rtol=1e-4
-    )
-    chex.assert_trees_all_equal(result.confusion[1], mean.argmax(-1))
-    chex.assert_trees_all_close(result.probability, jax.nn.softmax(mean).max(-1), rtol=1e-5)
-    assert "top5" not in result.metrics  # there are three classes
-
-
-def test_top5_is_whether_the_label_is_among_the_five_most_probable():
-    task, network = task_of(
-        Config(data=Synthetic(image_size=8, classes=9, examples=32), model=MODEL)
-    )
-    batch = next(evaluation_batches(task.dataset, 8))
-    result = jax.jit(task.measure)(*network, batch)
-    logits = np.asarray(task.model.apply(*network, jnp.asarray(batch["image"]), train=False)[0])
-    ranks = [
-        int((row > row[label]).sum()) for row, label in zip(logits, batch["label"], strict=True)
-    ]
-    assert {rank < 5 for rank in ranks} == {True, False}
-    assert result.metrics["top5"].tolist() == [float(rank < 5) for rank in ranks]
-
-
+@pytest.mark.slow
 def test_eval_prints_and_writes_the_accuracy_of_each_class(run_of, capsys):
     run = run_of("colours")
     (run / "confusion.png").unlink()
@@ -126,6 +70,7 @@ def test_eval_prints_and_writes_the_accuracy_of_each_class(run_of, capsys):
         assert str(run / name) in output
 
 
+@pytest.mark.slow
 def test_eval_prints_and_writes_the_iou_of_each_class(run_of, capsys):
     run = run_of("halves")
     output = output_of(capsys, "eval", run)
@@ -149,6 +94,7 @@ def test_eval_prints_and_writes_the_iou_of_each_class(run_of, capsys):
     assert (run / "examples.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "words", "name", "given"),
     [
@@ -178,6 +124,7 @@ def test_options_do_not_change_the_run(recipe, words, name, given, run_of, capsy
     assert before == {path: path.read_bytes() for path in before}
 
 
+@pytest.mark.slow
 def test_evaluates_another_folder_without_the_training_data(run_of, recipes, capsys):
     for recipe, given in (("colours", "colours/val"), ("halves", "halves")):
         run = run_of(recipe)
@@ -233,6 +180,9 @@ def test_prints_the_worst_of_many_classes():
     assert output.count("accuracy of ") == 40
     assert "accuracy of 1: 0.0909 (11 examples)" in output
     assert "accuracy of 45:" not in output
+    run = setup(Config(data=Synthetic(image_size=4, classes=40, examples=400), model=MODEL))
+    output = shown_of(run, np.eye(40, dtype=int), terminal=False)
+    assert (output.count("accuracy of "), "lowest" in output) == (40, False)
     few = setup(Config(data=Synthetic(image_size=4, classes=2, examples=8), model=MODEL))
     output = shown_of(few, np.array([[3, 1], [0, 0]]), terminal=False)
     assert "accuracy of 0: 0.7500 (4 examples)\naccuracy of 1: - (0 examples)\n" in output
@@ -241,6 +191,20 @@ def test_prints_the_worst_of_many_classes():
     assert "┃" in table
 
 
+def test_perplexity_and_bits_per_byte_follow_from_the_loss():
+    config = Config(data=TextFile(), model=LanguageModel())
+
+    def metrics(loss, ratio):
+        task = SimpleNamespace(dataset=SimpleNamespace(tokens_per_byte=lambda: ratio))
+        run = SimpleNamespace(config=config, task=task)
+        return examples.text_metrics(run, Evaluation({"loss": loss}, None))
+
+    assert metrics(np.log(8), 0.25) == pytest.approx({"perplexity": 8, "bits_per_byte": 3 / 4})
+    assert metrics(np.log(8), None) == pytest.approx({"perplexity": 8})
+    assert metrics(1e4, None) == {"perplexity": np.inf}
+
+
+@pytest.mark.slow
 def test_names_and_counts_unreadable_images(run_of, recipes, capsys):
     run = run_of("colours")
     config = run / "config.json"
@@ -255,11 +219,11 @@ def test_names_and_counts_unreadable_images(run_of, recipes, capsys):
 
 
 @pytest.fixture
-def evaluated(run_of):
-    """``evaluated(recipe, batch_size)``: setup of a finished run, its evaluator and a state."""
+def evaluated(recipes):
+    """``evaluated(recipe, batch_size)``: setup of a recipe, its evaluator and a state."""
 
     def find(recipe, rows):
-        run = setup(RunFolder(run_of(recipe)).read_config())
+        run = setup(load(f"{recipe}.py"))
         state = jax.jit(run.init)(jax.random.key(0))
         return run, Evaluator(run.task, rows, run.state_shapes), state
 
@@ -388,6 +352,7 @@ def test_a_mistake_is_one_line_with_exit_code_2(recipe, words, message, begun, c
     assert_one_line_error(capsys, message)
 
 
+@pytest.mark.slow
 def test_evaluation_batches_shrink_with_the_number_of_crops(recipes, monkeypatch):
     sizes = []
 
@@ -401,6 +366,7 @@ def test_evaluation_batches_shrink_with_the_number_of_crops(recipes, monkeypatch
     assert sizes[-1] == 2  # the batch size is 20; names of metrics are found with one image
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [("eval",), ("train", "--resume", "--train.steps", 21)])
 def test_refuses_data_whose_class_names_changed(command, run_of, recipes, capsys):
     run = run_of("colours")
@@ -438,6 +404,7 @@ def test_long_evaluations_do_not_overflow():
     assert result.metrics == pytest.approx(expected.metrics)
 
 
+@pytest.mark.slow
 def test_training_skips_unreadable_files(recipes, capsys):
     (recipes / "colours" / "train" / "red" / "0.png").write_bytes(b"")
     words = "train", "colours.py", "--train.steps", 4

@@ -6,7 +6,7 @@ from unittest.mock import Mock
 
 import jax
 import pytest
-from program_cases import assert_one_line_error, exit_code, fnet_command, output_of
+from program_cases import exit_code, fnet_command, output_of
 from rich.console import Console
 
 from fnet import memory
@@ -136,27 +136,6 @@ def test_the_largest_batch_fits_and_a_larger_one_does_not(workplace, capsys):
     )
 
 
-@pytest.mark.slow
-def test_reports_that_no_batch_fits(capsys):
-    words = "--mesh.data", 2, "--data.batch-size", 6, "--batch-size", "auto", "--budget", "500B"
-    assert exit_code("memory", "deep.py", *words, "--out", "auto") == 2
-    assert_one_line_error(capsys, "not even the smallest batch fits in 0 bytes")
-
-
-@pytest.mark.slow
-def test_a_policy_does_not_need_a_budget(workplace):
-    fnet_command("train", "deep.py", "--memory.policy", "segments", "--out", "run")
-    summary = json.loads((workplace / "run" / "summary.json").read_text())
-    assert summary["policy"] == "segments"
-    assert summary["budget_bytes"] is None
-
-
-@pytest.mark.slow
-def test_refuses_a_policy_that_saves_nothing(capsys):
-    assert exit_code("train", "deep.py", "--memory.policy", "norms", "--out", "run") == 2
-    assert "memory.policy: norms: the policy saves no memory" in capsys.readouterr().err
-
-
 def test_the_reserve_includes_prefetched_batches():
     small, large = (setup(Config(data=Digits(batch_size=size))) for size in (64, 192))
     row = 8 * 8 * 4 + 4 + 4  # image, label, row
@@ -191,6 +170,30 @@ def test_compares_several_targets_with_a_mesh(workplace, monkeypatch, capsys):
     assert small["seconds_per_step"] == pytest.approx(1000 * large["seconds_per_step"])
     assert large["images_per_second"] == pytest.approx(512 / large["seconds_per_step"])
     assert small["link_bytes"] > 0
+
+
+def test_utilization_counts_no_rematerialized_flops():
+    device = jax.local_devices()[0]
+    target = Target(
+        "here",
+        device,
+        10**8,
+        KEEP_REMAT,
+        (device,),
+        Peaks({"float32": 1e9}, 1e9, 1e9, 1e9, 1e9, 0.0),
+    )
+
+    def predicted(policy):
+        memory = Memory(policy=policy)
+        run = Config(data=Digits(batch_size=512), model=Mlp(hidden=(32,) * 4), memory=memory)
+        return planning.predict_on(setup(run), target)
+
+    plain, slower = predicted("none"), predicted("segments")
+    assert slower.estimate.total_flops > 1.1 * plain.estimate.total_flops
+    useful = [p.utilization * p.estimate.seconds for p in (plain, slower)]
+    assert useful[1] == pytest.approx(useful[0], rel=0.03)
+    assert useful[0] == pytest.approx(plain.estimate.total_flops / 1e9, rel=0.03)
+    assert planning.predict_on(plain.run, target._replace(peaks=None)).utilization is None
 
 
 def test_plans_a_language_model_without_text_and_tokenizer(workplace):

@@ -263,19 +263,6 @@ def test_exported_metadata_describe_the_network(trained, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("names", ["reference", "torchvision"])
-def test_importing_and_exporting_a_resnet_keeps_every_bit(names, capsys):
-    arrays = state_dict("resnet.py", names=names)
-    save_file(arrays, "given.safetensors", {"format": "pt"})
-    in_place = ("--trained-with", "abn")
-    output = output_of(capsys, "import", "resnet.py", "given.safetensors", "--out", "r", *in_place)
-    whose = {"reference": "mapillary/inplace_abn", "torchvision": "torchvision"}[names]
-    assert f"{whose}'s resnet18: given.safetensors" in output
-    fnet_command("export", "r", "--out", "found.safetensors", "--names", names)
-    chex.assert_trees_all_equal(load_file("found.safetensors"), arrays)
-
-
-@pytest.mark.slow
 def test_a_folder_of_timm_becomes_a_run_and_a_file_of_timm(place, capsys):
     """Names, classes, and what the arrays do not show: epsilon and padding."""
     arrays = state_dict("mobile.py", names="timm")
@@ -319,24 +306,6 @@ def test_the_report_lists_read_renamed_and_unused_arrays(place, capsys):
     assert report["renamed"]["mod5.block1.convs.bn2.weight"] == "layer4.0.bn2.gamma"
     assert report["unused"] == [left]
     assert (report["initial"], report["notes"]) == ([], [])
-
-
-@pytest.mark.slow
-def test_a_new_classifier_has_the_initial_values_of_the_run(place):
-    save_file(state_dict("small.py"), "given.safetensors")
-    words = ("--data.classes", 7, "--new-classifier", "--optim.ema-decay", 0.9)
-    fnet_command("import", "small.py", "given.safetensors", "--out", "r", *words)
-    report = json.loads((place / "r" / "import.json").read_text())
-    assert report["unused"] == ["head.bias", "head.weight"]
-    assert report["initial"] == ["head.bias", "head.kernel"]
-
-    step, _, state, _ = checkpoint_of(RunFolder(place / "r"))
-    own = setup(RunFolder(place / "r").read_config()).compile_init()(jax.random.key(0))
-    assert step == 0
-    chex.assert_trees_all_equal(state.params["head"], own.params["head"])
-    np.testing.assert_array_equal(state.params["abn"]["beta"], state_dict("small.py")["abn.bias"])
-    chex.assert_trees_all_equal(state.ema, state.params)
-    chex.assert_trees_all_equal(state.opt_state, own.opt_state)
 
 
 def test_notes_weights_of_another_norm_or_activation(place):

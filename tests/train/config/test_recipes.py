@@ -6,10 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import jax
-import ml_dtypes
 import pytest
 from image_cases import write_class_folders
-from pretrained_folder import LLAMA, write_folder
+from pretrained_folder import write_folder
 from program_cases import fnet_command
 
 from train.config import (
@@ -80,43 +79,7 @@ def test_the_peak_memory_is_as_the_recipe_states(name, workplace):
     assert mebibytes == pytest.approx(float(STATED_PEAKS[name]), rel=0.04)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [n for n in recipes.recipes() if n.startswith("imagenet_")])
-def test_imagenet_recipes_train_on_any_folder(name, tmp_path):
-    write_class_folders(tmp_path, train=4, test=2, size=(70, 66))
-    config = recipes.load(name)
-    data = replace(config.data, path=str(tmp_path), batch_size=2, image_size=64, resize=64)
-    run = setup(replace(config, data=data))
-    state, metrics = jax.eval_shape(run.step, run.state_shapes, run.batch_shapes)
-    assert jax.tree.map(lambda a: a.shape, state) == jax.tree.map(
-        lambda a: a.shape, run.state_shapes
-    )
-    assert metrics["loss"].shape == ()
-
-
 FINE_TUNING = [name for name in recipes.recipes() if name.startswith("finetune_")]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", FINE_TUNING)
-def test_fine_tuning_recipes_train_a_model_of_bytes(name, workplace):
-    write_folder(workplace / "model", LLAMA, ml_dtypes.bfloat16)
-    texts = ((f"{a}+{b}=", str(a + b)) for a in range(16) for b in range(16))
-    sums = [{"prompt": p, "answer": a, "chosen": a, "rejected": "many"} for p, a in texts]
-    (workplace / "data.jsonl").write_text("\n".join(map(json.dumps, sums)))
-    rows = "--data.vocabulary", 256, "--data.context", 16
-    if name == "finetune_private":
-        rows += "--data.batch-size", 64, "--grad.microbatches", 4
-    fnet_command(
-        *("train", name, "--out", "run", "--train.epochs", 2, "--train.eval-every", 4),
-        *("--optim.learning-rate", 0.01, *rows),
-    )
-    lines = [json.loads(line) for line in (workplace / "run" / "metrics.jsonl").open()]
-    losses = [line["test/loss"] for line in lines if "test/loss" in line]
-    if name == "finetune_private":
-        assert 0 < lines[-1]["privacy/epsilon"] <= 8
-    else:  # noise hides so few steps
-        assert losses[-1] < losses[0]
 
 
 def test_there_are_four_fine_tuning_recipes():
@@ -147,11 +110,13 @@ def test_a_folder_named_like_a_recipe_does_not_replace_it(workplace):
         ("runs/own/conf.json", "no conf.json in runs/own (did you mean config.json?)"),
         ("nowhere/own/config.json", "no nowhere in ."),
         ("runs/own", "no config.json in runs/own"),
+        ("runs/own/notes.txt", "no config.json in runs/own/notes.txt"),
         ("nothing", "no recipe nothing"),
     ],
 )
 def test_what_is_missing_on_a_path_is_named(workplace, given, missing):
     (workplace / "runs" / "own").mkdir(parents=True)
+    (workplace / "runs" / "own" / "notes.txt").touch()
     if "conf.json" in given:
         (workplace / "runs" / "own" / "config.json").touch()
     with pytest.raises(UserError, match=re.escape(missing)):

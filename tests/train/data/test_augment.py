@@ -328,5 +328,10 @@ def test_cutmix_weighs_labels_by_the_pixels_of_each_image(alpha):
         own = (mixed["image"][i, ..., 0] == i).mean()
         if mixed["label_2"][i] != i and mixed["mix"][i] < 1:
             assert mixed["mix"][i] == pytest.approx(own)
+            y, x, tall, wide = draws["box"][i] * (20, 30, 20, 30)
+            rows, columns = np.nonzero(mixed["image"][i, ..., 0] != i)
+            ends = [*(y + tall * np.array([-1, 1]) / 2), *(x + wide * np.array([-1, 1]) / 2)]
+            expected = np.clip(np.round(ends), 0, [20, 20, 30, 30])
+            assert [rows.min(), rows.max() + 1, columns.min(), columns.max() + 1] == [*expected]
     uncut = mixed["image"][~is_cut]
     assert (uncut == uncut[:, :1, :1]).all()

@@ -346,29 +346,3 @@ def test_a_process_that_dies_is_an_error_and_starts_again():
     with pytest.raises(limits.CodeError, match=r"math domain error|nonnegative"):
         limits.run("math:sqrt", -1)
     assert (limits.run("numpy:arange", 3) == np.arange(3)).all()
-
-
-def test_takes_the_flag_from_the_words_of_a_command(monkeypatch):
-    monkeypatch.setenv("FNET_LIMITS", "3")
-    assert limits.take_flag(["train", "x", "--limits", "2.5", "--a"]) == ["train", "x", "--a"]
-    assert limits.LINE.most == int(2.5 * limits.LINE.value)
-    assert limits.take_flag(["train", "--a", "--limits=2"]) == ["train", "--a"]
-    assert limits.factor() == 2
-    assert limits.take_flag(["train"]) == ["train"]
-    assert limits.factor() == 1
-    with pytest.raises(UserError, match="--limits: expected a number above 0, got nothing"):
-        limits.take_flag(["train", "x", "--limits"])
-
-
-@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "1e999", "x", ""])
-def test_a_limit_is_a_number_above_0(value):
-    for words in (["--limits", value], [f"--limits={value}"]):
-        with pytest.raises(UserError, match=f"--limits: expected a number above 0, got {value}"):
-            limits.take_flag(words)
-
-
-def test_a_large_file_may_unpack_to_eight_times_its_size():
-    most = limits.UNPACKED.most
-    limits.check_unpacked(8 * most, most, "a.parquet")
-    with pytest.raises(UserError, match=r"a\.parquet: the unpacked file has"):
-        limits.check_unpacked(8 * most + 1, most, "a.parquet")

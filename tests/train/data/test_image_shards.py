@@ -11,7 +11,13 @@ from data_cases import error_message, take_batches
 from shard_cases import CLASSES, WRITERS, pixels, png, write_parquet, write_tar
 
 from train.config import Config, ImageShards
-from train.data import evaluation_batches, image_shards, sample_batch, training_batches
+from train.data import (
+    evaluation_batches,
+    image_shards,
+    sample_batch,
+    sample_evaluation_batch,
+    training_batches,
+)
 from train.data.shards import CACHE_BYTES, Fields, Index, Shards, index_shards
 from train.data.unreadable import UnreadableFiles
 from train.errors import TrainingError
@@ -186,6 +192,13 @@ def test_only_digits_are_numbers_and_names_have_one_form(tmp_path):
     write_labels(tmp_path / "b.tar", ["1", "0", "02"] * 4)
     data = load(tmp_path / "b.tar", label="json.y", test_fraction=0.25)
     assert data.classes == ("0", "02", "1")
+
+
+def test_names_in_one_shard_and_numbers_in_another_are_refused(tmp_path):
+    write_labels(tmp_path / "a.tar", [0, 1] * 6)
+    write_labels(tmp_path / "b.tar", ["cat", "dog"] * 6)
+    message = error_message(load, tmp_path, label="json.y")
+    assert f"labels are names in {tmp_path / 'b.tar'}, but numbers in other shards" in message
 
 
 def test_numbers_are_names_if_one_has_zeros_before_it_else_they_count_from_0(tmp_path):
@@ -555,17 +568,20 @@ def test_says_what_is_wrong_with_the_files(tmp_path):
     assert "has several images: jpg, png; name one" in error_message(load, tmp_path / "d.tar")
 
 
-def test_memory_of_shards_that_are_not_there_yet(tmp_path):
+@pytest.mark.parametrize("options", [{}, {"mixup": 0.2}, {"cutmix": 0.2}, {"crops": 10}])
+def test_memory_of_shards_that_are_not_there_yet(tmp_path, options):
     write_tar(tmp_path / "a.tar", range(6))
-    config = Config(data=ImageShards(path=("none/train",), image_size=8, batch_size=2))
-    missing = config.data.placeholder()
+    missing = ImageShards(path=("none/train",), image_size=8, batch_size=2, **options).placeholder()
     assert missing.note == "no folder none/train: 1,000 classes are assumed"
-    data = load(tmp_path / "a.tar", image_size=8, resize=8, test_fraction=0.5)
-    shapes = [
-        {name: (a.shape, a.dtype) for name, a in sample_batch(d, 2).items()}
-        for d in (missing.dataset, data)
-    ]
-    assert shapes[0] == shapes[1]
+    data = load(tmp_path / "a.tar", image_size=8, resize=8, test_fraction=0.5, **options)
+    for sample in (sample_batch, sample_evaluation_batch):
+        shapes = [
+            {name: (a.shape, a.dtype) for name, a in sample(d, 2).items()}
+            for d in (missing.dataset, data)
+        ]
+        assert shapes[0] == shapes[1]
+    large = ImageShards(path=("none/train",), batch_size=300).placeholder()
+    assert len(large.dataset.train["id"]) >= 300
     for there in (str(tmp_path / "a.tar"), "s3://bucket/x", "x-*.tar"):
         assert ImageShards(path=("none", there)).placeholder() is None
 

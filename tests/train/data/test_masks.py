@@ -204,7 +204,7 @@ MISTAKES = [
     ({"masks": [gray(0, 1, 2)]}, "data.classes: give the number of classes, 2 to 255, or name them in data.class_table or in classes.csv in .; the masks hold 0 to 2, as with --data.classes 3"),
     ({"masks": [gray(0, 255)]}, "the masks hold 0, 255, as with --data.mask-values 0 255"),
     ({"masks": [gray(0, 3, 181, 255)]}, "as with --data.classes 182 --data.ignore 255, or --data.mask-values 0 3 181 255"),
-    ({"masks": [gray(0, 1), gray(0, 255)]}, "data.path: 1.png holds 255, but 0.png holds 1; save all alike first"),
+    ({"masks": [gray(0, 1), gray(0, 255), gray(0)]}, "data.path: 1.png holds 255, but 0.png holds 1; save all alike first"),
     ({"masks": [colored(RED, GREEN)]}, "data.class_table: the masks hold 2 colors: 0 255 0, 255 0 0; name the class of each color in ./classes.csv, one line name,r,g,b for each"),
     ({"masks": [gray(0, 3, 255)._replace(is_lossy=True)]}, "data.path: masks are compressed with loss, which changes values: the masks hold 0, 3, 255; save masks as PNG"),
     ({"masks": []}, "no mask can be read"),

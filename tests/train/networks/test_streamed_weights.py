@@ -10,7 +10,7 @@ import pytest
 from tests.pretrained_folder import write_folder
 from train.errors import UserError
 from train.networks.pretrained import Pretrained
-from train.networks.published.network import build_network
+from train.networks.published.network import PretrainedNetwork, build_network
 
 CONFIG = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 8000,
@@ -21,7 +21,7 @@ PROGRAM = """
 import resource, sys
 import jax
 from train.networks.pretrained import Pretrained
-from train.networks.published.network import build_network
+from train.networks.published.network import PretrainedNetwork, build_network
 
 kind = None if sys.argv[2] == "None" else sys.argv[2]
 network = build_network(Pretrained(path=sys.argv[1], lora_rank=2, quantize=kind), "bfloat16")
@@ -58,3 +58,11 @@ def test_weights_that_are_not_finite_are_refused(tmp_path, kind):
     shapes = network.pretrained(*jax.eval_shape(network.init, jax.random.key(0)))
     with pytest.raises(UserError, match=r"blocks.* has 3 values that are NaN or infinite"):
         network.read(shapes)
+
+
+def test_what_is_read_from_the_folder_is_all_but_what_the_model_lacks():
+    fields = dict.fromkeys(PretrainedNetwork._fields[:5])
+    params, frozen = {"classifier": 1, "blocks": 2}, {"frozen": 3}
+    assert PretrainedNetwork(**fields).pretrained(params, {}) == params
+    assert PretrainedNetwork(**fields, new="classifier").pretrained(params, {}) == {"blocks": 2}
+    assert PretrainedNetwork(**fields, is_frozen=True).pretrained(params, frozen) == 3

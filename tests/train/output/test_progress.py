@@ -66,6 +66,16 @@ def test_each_width_shows_step_and_eta_in_one_line_and_drops_the_least_important
     assert [sum(s) for s in shown.values()] == [2, 3, 4, 5, 6, 7, 8, 11, 11]
 
 
+@pytest.mark.parametrize("width", [60, 80, 100, 240])
+def test_a_line_begins_with_a_bar_of_the_share_of_steps(width):
+    text = render(progress_at(500, 50.0, LINE, in_terminal(80))[0], width)
+    fields = "  500/" + text.partition("500/")[2]
+    size = min(width - len(fields) - 2, 24)
+    halves = int(2 * size * 500 / 1348)
+    bar = "━" * (halves // 2) + "╸" * (halves % 2)
+    assert text == f"{bar:{size}}  {fields}"
+
+
 def test_a_bar_fills_what_the_fields_leave():
     fields = [Field(0, "1/2"), Field(9, "x" * 10)]
     assert fit(fields, 80) == (24, "1/2  xxxxxxxxxx")

@@ -18,7 +18,7 @@ from train.config import ArrayFile
 from train.errors import UserError
 from train.run import distributed, loop
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("workplace")]
+pytestmark = pytest.mark.usefixtures("workplace")
 
 
 def by_hand(port, processes, i):
@@ -91,6 +91,7 @@ def losses(folder):
     return [line[name] for line in lines for name in ("train/loss", "test/loss") if name in line]
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_one_and_one_process_resumes(workplace):
     words = "tiny.py", "--optim.schedule", "constant"
     fnet_command("train", *words, "--out", "alone")
@@ -104,6 +105,7 @@ def test_two_processes_train_as_one_and_one_process_resumes(workplace):
     assert both[:4] + both[-2:] == pytest.approx(alone[:4] + alone[-2:], rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", [by_slurm, by_open_mpi])
 def test_finds_processes_from_the_cluster_environment(launcher, workplace):
     output, codes = together(2, "tiny.py", "--mesh.data", 2, "--out", "both", launcher=launcher)
@@ -114,6 +116,7 @@ def test_finds_processes_from_the_cluster_environment(launcher, workplace):
     assert both == pytest.approx(alone, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_mistake_found_by_the_first_process_ends_all(workplace):
     (workplace / "full").mkdir()
     (workplace / "full" / "mine.txt").write_text("")
@@ -137,6 +140,7 @@ def write_images(path, rows):
     np.savez(path, image=np.zeros((rows, 8, 8, 1), np.float32), label=np.arange(rows) % 10)
 
 
+@pytest.mark.slow
 def test_a_file_that_is_missing_in_one_process_ends_all_with_its_name(workplace):
     write_images(workplace / "a.npz", 100)
     words = "tiny.py", "--mesh.data", 2, "--out", "both"
@@ -148,6 +152,7 @@ def test_a_file_that_is_missing_in_one_process_ends_all_with_its_name(workplace)
     assert "Traceback" not in "".join(output)
 
 
+@pytest.mark.slow
 def test_refuses_other_data_in_another_process(workplace):
     write_images(workplace / "a.npz", 100)
     write_images(workplace / "b.npz", 50)
@@ -161,6 +166,7 @@ def test_refuses_other_data_in_another_process(workplace):
         assert "give every process the same data" in text
 
 
+@pytest.mark.slow
 def test_gives_up_when_no_coordinator_answers():
     port = free_port()
     words = "--coordinator", f"localhost:{port}", "--processes", "2", "--process", "1"
@@ -173,6 +179,7 @@ def test_gives_up_when_no_coordinator_answers():
     assert f"did not meet at {address} within 2 s (process 0 does not answer: " in ended
 
 
+@pytest.mark.slow
 def test_a_killed_process_ends_the_others_with_one_line(workplace):
     words = "tiny.py", "--mesh.data", 2, "--train.steps", 100_000, "--out", "both"
 
@@ -203,6 +210,7 @@ def test_distributed_without_a_cluster_explains_the_flags(capsys):
     assert "give --coordinator HOST:PORT" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_refuses_processes_without_coordinator():
     command = [sys.executable, "-m", "train", "train", "tiny.py", "--processes", "2"]
     done = subprocess.run([*command, "--process", "0"], capture_output=True, text=True, timeout=240)
@@ -211,6 +219,7 @@ def test_refuses_processes_without_coordinator():
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_reports_that_another_process_was_interrupted(monkeypatch, capsys):
     others = {
         "wait_for_all": lambda what: None,

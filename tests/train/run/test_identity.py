@@ -211,7 +211,7 @@ OTHER_RUNS = {
 """Runs of other kinds: their training, a command on them, and the files that it reads."""
 
 
-@pytest.mark.sweep(88)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "file", "damage"),
     [(kind, f, d) for d in damages() for kind, (*_, files) in OTHER_RUNS.items() for f in files],
@@ -269,7 +269,7 @@ def results(workplace, finished_run, tmp_path_factory):
     return pickle.loads(shelf.read_bytes())
 
 
-@pytest.mark.sweep(53)
+@pytest.mark.sweep(107)
 @pytest.mark.parametrize(("command", "file", "damage"), cases())
 def test_a_command_on_a_damaged_run_has_the_right_result_or_one_line(
     command, file, damage, results, capsys

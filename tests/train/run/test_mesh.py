@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import chex
 import jax
@@ -27,11 +28,9 @@ from train.config import (
 )
 from train.data.unreadable import UnreadableFiles
 from train.errors import UserError
-from train.run.mesh import layout
+from train.run.mesh import Layout, layout
 from train.run.planning import compile_step, largest_batch, predict, reserve, residuals_by_layer
 from train.run.setup import setup
-
-pytestmark = pytest.mark.slow
 
 MESHES = [Mesh(data=4), Mesh(data=2, fsdp=2)]
 CONFIG = Config(
@@ -66,6 +65,7 @@ def alone():
     return trained(on(Mesh()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_losses_and_states_equal_those_of_one_device(mesh, alone):
     _, state, metrics = trained(on(mesh))
@@ -74,6 +74,7 @@ def test_losses_and_states_equal_those_of_one_device(mesh, alone):
     chex.assert_trees_all_close(arrays(state), arrays(alone[1]), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_each_device_holds_its_shard():
     config = dataclasses.replace(CONFIG, model=Mlp(hidden=(256, 256)), data=Digits(batch_size=512))
     whole, by_data, by_fsdp = (
@@ -101,6 +102,7 @@ def transformer(width):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [128, 256, 512, 1024])
 def test_fsdp_adds_two_gathered_blocks_and_shards_gradients(width):
     config = transformer(width)
@@ -116,6 +118,7 @@ def test_fsdp_adds_two_gathered_blocks_and_shards_gradients(width):
     assert temporaries[Mesh(fsdp=4)] <= bound
 
 
+@pytest.mark.slow
 def test_no_device_holds_the_whole_initial_state():
     run = on(Mesh(fsdp=4), transformer(512))
     init, shapes = run.lower_init().compile(), setup(run.config).state_shapes
@@ -128,6 +131,7 @@ def test_no_device_holds_the_whole_initial_state():
         assert f"[{','.join(map(str, shape))}]" not in init.as_text()
 
 
+@pytest.mark.slow
 def test_evaluation_gathers_parameters_where_it_uses_them():
     config = transformer(512)
     peaks = {}
@@ -139,6 +143,7 @@ def test_evaluation_gathers_parameters_where_it_uses_them():
     assert peaks[Mesh(fsdp=4)] <= peaks[Mesh(data=4)] + 2 * block
 
 
+@pytest.mark.slow
 def test_eval_runs_on_the_mesh_of_the_run(workplace):
     fnet_command("train", "tiny.py", "--mesh.fsdp", 2, "--train.steps", 4, "--out", "r")
     trained = json.loads((workplace / "r" / "metrics.jsonl").read_text().splitlines()[-1])
@@ -148,6 +153,7 @@ def test_eval_runs_on_the_mesh_of_the_run(workplace):
         assert value == pytest.approx(trained[name], rel=1e-4), name
 
 
+@pytest.mark.slow
 def test_evaluation_does_not_depend_on_devices(alone):
     runs = [on(Mesh()), on(Mesh(data=4)), on(Mesh(fsdp=4))]
     result = []
@@ -162,6 +168,7 @@ def test_evaluation_does_not_depend_on_devices(alone):
         np.testing.assert_array_equal(other.confusion, result[0].confusion)
 
 
+@pytest.mark.slow
 def test_resumes_on_other_devices(workplace):
     words = "train", "tiny.py", "--optim.schedule", "constant"
     fnet_command(*words, "--mesh.data", 2, "--train.steps", 4, "--out", "r")
@@ -175,6 +182,7 @@ def test_resumes_on_other_devices(workplace):
     assert last[0]["test/loss"] == pytest.approx(last[1]["test/loss"], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_budget_is_per_device(workplace):
     free = on(Mesh(data=2))
     need = compile_step(free).executable.report.peak.total
@@ -187,6 +195,7 @@ def test_a_budget_is_per_device(workplace):
     assert all(32 % (2 * c.microbatches) == 0 for c in planned.plan.candidates)
 
 
+@pytest.mark.slow
 def test_the_largest_batch_is_a_multiple_of_the_devices(workplace):
     config = dataclasses.replace(CONFIG, model=Mlp(hidden=(8,)), data=Digits(batch_size=6))
     run, lines = on(Mesh(data=2), config), []
@@ -221,6 +230,21 @@ def test_refuses_a_mesh_with_a_target(workplace, capsys):
     assert "--target" in capsys.readouterr().err
 
 
+def test_rows_of_a_process_are_those_of_its_devices(monkeypatch):
+    """Of 16 rows on 2 x 2 devices, a process with the last two devices reads the second half."""
+    rows = layout(Config(mesh=Mesh(data=2, fsdp=2), data=Digits(batch_size=16)))
+    assert rows.local_rows(16) is None
+    own = dict.fromkeys(jax.devices()[2:])
+    indices = rows._rows.devices_indices_map((16,))
+    sharding = SimpleNamespace(
+        addressable_devices_indices_map=lambda shape: {d: indices[d] for d in own}
+    )
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(Layout, "_rows", sharding)
+    assert rows.local_rows(16).tolist() == [False] * 8 + [True] * 8
+
+
+@pytest.mark.slow
 def test_makes_cpu_devices_for_the_mesh():
     code = (
         "import jax; from train.config import Mesh; from train.run.mesh import make_cpu_devices;"
@@ -238,6 +262,7 @@ def test_refuses_a_mesh_without_all_devices_of_the_processes(monkeypatch):
         layout(config)
 
 
+@pytest.mark.slow
 def test_reports_residuals_with_one_example_per_device():
     model = PreactResNet(widths=(4, 4, 4, 4), blocks_per_stage=1)  # one pixel at the end
     config = Config(data=Digits(batch_size=4), model=model)

@@ -261,7 +261,8 @@ def pictures(picture_run, tmp_path, monkeypatch):
 RESUME = "train", "run/config.json", "--resume", "--train.steps", 3
 
 
-@pytest.mark.parametrize("command", [("eval", "run"), RESUME], ids=["eval", "resume"])
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("command", [RESUME, ("eval", "run")], ids=["resume", "eval"])
 def test_nothing_is_said_of_the_same_data(command, pictures, capsys):
     out = output_of(capsys, *command)
     said = "data: changed", "config.json: changed", "versions:", "damaged"

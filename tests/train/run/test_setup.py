@@ -80,12 +80,23 @@ def test_a_run_of_few_steps_is_reported():
 
 @pytest.mark.parametrize(
     ("epochs", "examples", "steps"),
-    [(0.01, 10, 1), (0.4, 10, 1), (1, 10, 3), (2, 10, 5), (15, 12, 45)],
+    [(0.01, 10, 1), (0.4, 10, 1), (1, 10, 3), (2, 10, 5), (15, 12, 45), (25, 11, 69)],
 )
 def test_a_run_has_at_least_one_step_and_the_last_epoch_is_whole(epochs, examples, steps):
     data = Synthetic(examples=examples, batch_size=4, image_size=4, channels=1, classes=2)
     run = setup(Config(data=data, model=Mlp(hidden=(2,)), train=Train(epochs=epochs)))
     assert run.steps == steps
+
+
+def test_more_steps_than_32_bits_count_are_refused():
+    data = Synthetic(examples=4, batch_size=4, image_size=4, channels=1, classes=2)
+
+    def steps(epochs):
+        return setup(Config(data=data, model=Mlp(hidden=(2,)), train=Train(epochs=epochs))).steps
+
+    assert steps(2**31 - 1) == 2**31 - 1
+    with pytest.raises(UserError, match=r"2.14748e\+09 gives 2\^31 steps or more"):
+        steps(2**31)
 
 
 def test_decay_epochs_are_converted_to_steps():

@@ -22,9 +22,10 @@ from train.run.profiling import Profile
 from train.run.run_folder import RunFolder
 from train.run.setup import setup
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("workplace")]
+pytestmark = pytest.mark.usefixtures("workplace")
 
 
+@pytest.mark.slow
 def test_tensorboard_has_each_line_once_after_a_resume(workplace):
     pytest.importorskip("tensorboardX")
     from tensorboardX.proto.event_pb2 import Event
@@ -94,6 +95,7 @@ def wandb(monkeypatch):
     return recorded
 
 
+@pytest.mark.slow
 def test_wandb_continues_the_same_run(workplace, wandb):
     words = "train", "tiny.py", "--tracking.wandb", "--out", "r"
     fnet_command(*words, "--train.steps", 4)
@@ -134,6 +136,7 @@ def test_reports_a_tracker_that_is_not_installed(flag, module, workplace, monkey
     assert not (workplace / "r").exists()
 
 
+@pytest.mark.slow
 def test_profiles_the_given_number_of_steps(workplace, capsys):
     fnet_command("train", "tiny.py", "--profile", 2, "--out", "r")
     assert "profile of 2 steps in r/profile" in capsys.readouterr().out

@@ -11,6 +11,7 @@ import pytest
 import fnet
 from train.arguments import ImageArguments, TextArguments
 from train.config import Config, Denoiser, LanguageModel, Synthetic, TextFile
+from train.errors import UserError
 from train.run import checkpoints
 from train.run import generation as sample
 from train.run.checkpoints import RestoredNetwork
@@ -52,22 +53,48 @@ def test_samples_are_the_networks_prediction_for_their_labels():
     np.testing.assert_allclose(got, expected, atol=1e-5)
 
 
-def test_each_row_of_the_picture_has_one_label(tmp_path, monkeypatch):
-    plotted = {}
+@pytest.fixture
+def drawn(tmp_path, monkeypatch):
+    """Draw images of a denoiser that predicts labels; return what is plotted."""
     monkeypatch.setattr(checkpoints, "Checkpoints", Restored)
     monkeypatch.setattr(
         sample, "sample_images",
         lambda config, network, params, state, labels, a: jnp.expand_dims(labels, (1, 2, 3)),
     )  # fmt: skip
-    monkeypatch.setattr(
-        sample.plots, "image_grid",
-        lambda images, names, title, path: plotted.update(images=images, names=names),
-    )  # fmt: skip
-    config = Config(data=SMALL, model=Denoiser(steps=20))
-    run = OpenRun(RunFolder(tmp_path), config)
-    sample.draw_images(run, ImageArguments(labels=("3", "1"), count=2))
-    assert plotted["names"] == ("3", "1")
-    assert plotted["images"][..., 0, 0, 0].tolist() == [[3, 3], [1, 1]]
+
+    def draw(model, options):
+        plotted = []
+        monkeypatch.setattr(sample.plots, "image_grid", lambda *given: plotted.extend(given))
+        sample.draw_images(OpenRun(RunFolder(tmp_path), Config(data=SMALL, model=model)), options)
+        return plotted
+
+    return draw
+
+
+def test_each_row_of_the_picture_has_one_label(drawn):
+    rows, names, *_ = drawn(Denoiser(steps=20), ImageArguments(labels=("3", "1"), count=2))
+    assert names == ("3", "1")
+    assert rows[..., 0, 0, 0].tolist() == [[3, 3], [1, 1]]
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "title"),
+    [
+        ({"steps": 20}, {}, "20 steps, guidance 1.5"),
+        ({"steps": 200, "label_dropout": 0.0}, {}, "50 steps, guidance 1"),
+        ({"steps": 20}, {"steps": 20, "guidance": 3.0}, "20 steps, guidance 3"),
+        ({"steps": 20, "label_dropout": 0.0}, {"guidance": 1.0}, "20 steps, guidance 1"),
+        ({"steps": 20}, {"steps": 21}, "--steps: expected at most model.steps 20, got 21"),
+        ({"label_dropout": 0.0}, {"guidance": 2.0}, "--guidance: expected 1, got 2; the run was"),
+        ({}, {"labels": ("7",)}, "--labels: expected some of 0, 1, 2, 3, 4, got 7"),
+    ],
+)
+def test_steps_and_guidance_of_samples(model, options, title, drawn):
+    if title.startswith("--"):
+        with pytest.raises(UserError, match=title):
+            drawn(Denoiser(**model), ImageArguments(**options))
+    else:
+        assert title in drawn(Denoiser(**model), ImageArguments(**options))[2]
 
 
 @pytest.fixture

@@ -57,6 +57,15 @@ def test_pairs_that_do_not_differ_are_counted_and_left_out(write):
 
 
 USER = {"role": "user", "content": "Hi"}
+
+
+def test_a_pair_is_held_out_by_both_of_its_answers(write):
+    for changed, same in (("chosen", "rejected"), ("rejected", "chosen")):
+        pairs = [{"prompt": "Say ", changed: f"{i:03}", same: "x"} for i in range(40)]
+        data = PreferenceFile(path=write(pairs), context=16, test_fraction=0.25).load()
+        assert len(data.test["length"]) == 10
+
+
 YES, NO = ({"role": "assistant", "content": c} for c in ("yes", "no"))
 
 

@@ -96,17 +96,6 @@ def test_adapters_start_at_the_published_model(folder, options):
 
 
 @pytest.mark.slow
-def test_frozen_parameters_are_neither_copied_nor_differentiated(folder):
-    run = setup(config_of(folder, lora_rank=2))
-    report = fnet.compile_step(run.step, run.state_shapes, run.batch_shapes).report
-    trained = sum(a.size for a in jax.tree.leaves(run.state_shapes.params))
-    assert report.parameters == trained
-    opt_state = sum(a.size for a in jax.tree.leaves(run.state_shapes.opt_state))
-    assert opt_state < 2.1 * trained
-    assert report.donation.aliased_bytes == report.state_bytes
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("options", [(), LORA, (*LORA, "--model.quantize", "int8")])
 def test_a_resumed_run_equals_an_uninterrupted_one(folder, options):
     fnet_command("train", "tiny.py", "--out", "whole", *options)

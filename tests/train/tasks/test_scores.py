@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from sklearn import metrics
 
-from fnet import losses
 from train.data import Dataset, Scaling
 from train.tasks import scores
 from train.tasks.targets import Labels, Numbers, OneClass, label_scores, number_scores
@@ -140,29 +139,69 @@ def test_scores_of_labels_and_numbers(generator):
         np.testing.assert_allclose(by_number[name], theirs)
 
 
-def test_focal_loss_is_its_formula(generator):
-    logits, label = generator.normal(size=(5, 3)), np.array([0, 1, 2, 0, 1])
-    p = np.asarray(jax.nn.softmax(logits))[np.arange(5), label]
-    weighted = OneClass(dataset(class_weights=(1.0, 2.0, 4.0)))
-    weight = np.array([1, 2, 4, 1, 2])
-    np.testing.assert_allclose(
-        jax.jit(lambda y: weighted.losses(logits, y, 0.0, 2.0))(label),
-        -weight * (1 - p) ** 2 * np.log(p),
-        rtol=1e-5,
-    )
-    np.testing.assert_allclose(
-        OneClass(dataset()).losses(logits, label, 0.1, 0.0),
-        losses.cross_entropy(jnp.asarray(logits), label, smoothing=0.1),
-        rtol=1e-6,
-    )
-    target = generator.integers(0, 2, (5, 3)).astype(np.float32)
-    q = np.asarray(jax.nn.sigmoid(logits))
-    right = np.where(target > 0, q, 1 - q)
-    np.testing.assert_allclose(
-        Labels(dataset()).losses(logits, target, 0.0, 2.0),
-        (-((1 - right) ** 2) * np.log(right)).mean(-1),
-        rtol=1e-4,
-    )
+@pytest.mark.parametrize("weights", [None, (1.0, 2.0, 4.0)])
+@pytest.mark.parametrize("focal", [0.0, 0.5, 2.0])
+@pytest.mark.parametrize("smoothing", [0.0, 0.3])
+def test_losses_are_their_formulas(smoothing, focal, weights, generator):
+    logits, label = 2 * generator.normal(size=(5, 3)), np.array([0, 1, 2, 0, 1])
+    data, w = dataset(class_weights=weights), np.array(weights or (1, 1, 1))
+    p, one_hot = np.exp(logits) / np.exp(logits).sum(1, keepdims=True), np.eye(3)[label]
+    entropy = -(((1 - smoothing) * one_hot + smoothing / 3) * np.log(p)).sum(1)
+    expected = w[label] * (1 - p[range(5), label]) ** focal * entropy
+    found = jax.jit(lambda z: OneClass(data).losses(z, label, smoothing, focal))(logits)
+    np.testing.assert_allclose(found, expected, rtol=1e-4)
+
+    target, q = generator.integers(0, 2, (5, 3)), 1 / (1 + np.exp(-logits))
+    smooth = (1 - smoothing) * target + smoothing / 2
+    entropy = -(smooth * np.log(q) + (1 - smooth) * np.log(1 - q))
+    factor = np.where(target, w * (1 - q) ** focal, q**focal)
+    found = jax.jit(lambda z: Labels(data).losses(z, np.float32(target), smoothing, focal))(logits)
+    np.testing.assert_allclose(found, (factor * entropy).mean(1), rtol=1e-4)
+
+
+def test_metrics_of_a_batch_are_of_plain_losses_and_predictions(generator):
+    data = dataset(class_weights=(1.0, 2.0, 4.0), classes=tuple("abcdefg"))
+    logits = generator.normal(size=(6, 7)).astype(np.float32)
+    order = np.argsort(-logits, 1)
+    label = order[range(6), [0, 1, 4, 5, 6, 0]]  # rank of the label among the logits
+    found = OneClass(data).measure(logits, label)
+    np.testing.assert_array_equal(found.metrics["accuracy"], [1, 0, 0, 0, 0, 1])
+    np.testing.assert_array_equal(found.metrics["top5"], [1, 1, 1, 0, 0, 1])
+    probabilities = np.asarray(jax.nn.softmax(logits))
+    losses = -np.log(probabilities[range(6), label])
+    np.testing.assert_allclose(found.metrics["loss"], losses, rtol=1e-5)
+    np.testing.assert_array_equal(found.confusion[1], order[:, 0])
+    np.testing.assert_allclose(found.probability, probabilities.max(1), rtol=1e-5)
+    assert "top5" not in OneClass(dataset()).measure(logits[:, :5], label % 5).metrics
+
+    target = np.array([[1, 0, 1], [0, 0, 0], [1, 1, 1]], np.float32)
+    logits = np.array([[1, -1, 2], [-1, 3, -1], [-1, -1, -1]], np.float32)
+    found = Labels(dataset(class_weights=(1.0, 2.0, 4.0))).measure(logits, target)
+    np.testing.assert_array_equal(found.metrics["exact"], [1, 0, 0])
+    np.testing.assert_allclose(found.metrics["label_accuracy"], [1, 2 / 3, 0], rtol=1e-6)
+    wrong = np.where(target > 0, -logits, logits)
+    np.testing.assert_allclose(found.metrics["loss"], np.log1p(np.exp(wrong)).mean(1), rtol=1e-5)
+
+
+def test_what_outputs_and_targets_say_in_a_table():
+    names, output = ("a", "b", "c"), np.array([0.125, 0.75, 0.5])
+    assert OneClass.row(names, output) == {"prediction": "b", "probability": 0.75}
+    assert OneClass.best(names, output, 2) == {
+        "labels": [{"label": "b", "probability": 0.75}, {"label": "c", "probability": 0.5}]
+    }
+    assert OneClass(dataset()).describe(2) == {"label": "c"}
+    assert Labels(dataset()).describe(np.array([1, 0, 1])) == {"label": "a; c"}
+    assert Labels.row(names, output + np.eye(3)[0] / 2) == {
+        "prediction": "a; b",  # a probability of 1/2 is none
+        "probability of a": 0.625, "probability of b": 0.75, "probability of c": 0.5,
+    }  # fmt: skip
+    assert Numbers(dataset()).describe(output) == {
+        "label a": 0.125,
+        "label b": 0.75,
+        "label c": 0.5,
+    }
+    assert Numbers.row(names[:1], output[:1]) == {"predicted a": 0.125}
+    assert Numbers.best(names, output, 1) == {"numbers": {"a": 0.125, "b": 0.75, "c": 0.5}}
 
 
 @pytest.mark.parametrize("kind", [OneClass, Labels])

@@ -1,12 +1,9 @@
 """Semantic segmentation: the task, its scores and its colors."""
 
 import dataclasses
-import functools
-from typing import get_args
 
 import chex
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import vision_cases
@@ -17,7 +14,6 @@ from train.data import evaluation_batches
 from train.data.class_table import PUBLISHED, VOID
 from train.data.label_map import LabelMap
 from train.data.segmentation_folder import SegmentationFolder
-from train.networks.images import Backbone
 from train.output.palette import distinct_colors, overlay_labels, palette
 from train.tasks import build
 from train.tasks.scores import accuracy_by_class, iou_by_class, pixel_scores
@@ -205,18 +201,6 @@ def test_refuses_data_of_another_kind(sections, message, recipes, capsys):
     assert exit_code("train", "other.py", "--out", "new") == 2
     assert_one_line_error(capsys, message)
     assert not (recipes / "new").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("backbone", get_args(Backbone))
-def test_every_backbone_gives_logits_at_an_eighth_of_the_resolution(backbone):
-    model = DeepLab(backbone=backbone, pooling_size=(2, 2)).build((64, 64, 3), 5)
-    params, state = jax.eval_shape(model.init, jax.random.key(0))
-    images = jax.ShapeDtypeStruct((2, 64, 64, 3), jnp.float32)
-    for train in (True, False):
-        run = functools.partial(model.apply, key=jax.random.key(0), train=train)
-        logits, _ = jax.eval_shape(run, params, state, images)
-        assert logits.shape == (2, 8, 8, 5)
 
 
 def test_a_backbone_can_have_the_stem_of_its_pretrained_weights():
