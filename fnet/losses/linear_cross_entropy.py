@@ -340,7 +340,7 @@ def _in_chunks(spec: _Spec, x: Array, kernel: Array, bias: Array | None, labels:
 def _with_logits(spec: _Spec, x: Array, kernel: Array, bias: Array | None, labels: Array) -> Array:
     """Losses [...] from all logits: a product whose gradient has known factors for each example."""
     logits, _ = spec.logits(x, kernel.astype(x.dtype), bias, 0)
-    return jax.checkpoint(spec.of_logits)(upcast(logits), labels)[0]
+    return spec.of_logits(upcast(logits), labels)[0]
 
 
 class _Gradients(NamedTuple):

@@ -11,7 +11,7 @@ from fnet.jaxpr.axes import ROWS
 
 ROOT = Path(__file__).parents[2]
 KNOW = {
-    "fnet/autodiff/per_example/backward.py": "it follows a gradient back to its product",
+    "fnet/cpu/convolutions.py": "the parameters of a convolution are the key of its program",
     "fnet/represented.py": "it has a rule for each primitive that a weight in parts passes through",
     "fnet/memory/estimate.py": "it is a model of what XLA does with each primitive",
     "fnet/loop_sums.py": "it looks for what the sums of loops are filled with",

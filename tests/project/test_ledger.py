@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 LEDGER = {
     "fnet/jaxpr": 3_622,
-    "fnet/autodiff": 9_724,
+    "fnet/autodiff": 9_735,
     "fnet/memory": 8_291,
     "fnet/layers": 5_794,
     "fnet/models + fnet/interop": 9_337,
@@ -16,8 +16,8 @@ LEDGER = {
     "train/data": 11_382,
     "train/run + train/commands": 8_500,
     "train, the rest": 8_245,
-    "tests": 59_618,
-    "benchmarks": 16_628,
+    "tests": 59_644,
+    "benchmarks": 16_551,
 }
 """Lines of ``*.py``. A row of its own takes a package out of the rest."""
 SLACK = 30
