@@ -50,7 +50,8 @@ def before_training(programs: Programs, lines: list[dict[str, Any]]) -> dict[str
     planned = programs.planned
     run, report = planned.run, planned.executable.report
     config, dataset = run.config, run.task.dataset
-    path = at if isinstance(at := config.data.path or "", str) else shorten(at)
+    path = config.data.path or ""
+    path = path if isinstance(path, str) else shorten(path)
     num_train = num_examples(dataset.train) - dataset.canaries
     classes = f", {len(dataset.classes):,} classes" if dataset.classes else ""
     classes += f": {shorten(dataset.classes)}" if is_named(dataset.classes) else ""

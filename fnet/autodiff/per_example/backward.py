@@ -245,7 +245,7 @@ class TracedLoss(NamedTuple):
         result = _differentiate_one(self.name, plan, examples, number)
         return self._of(examples, result, _gradients(plan, result, self.closed, examples))
 
-    def microbatches(self, width: int | None) -> "Microbatches":
+    def microbatches(self, width: int | None) -> Microbatches:
         """Choose the fastest microbatches that take no more memory than the plain gradient.
 
         All examples are one microbatch if the caller gives a ``width``.
@@ -266,15 +266,13 @@ class TracedLoss(NamedTuple):
             return False
         if any(c.window != c.window_strides for c in ConvGeneralDilated.find(self.closed)):
             return False
-        eqns = self.closed.eqns
-        equations = sum(total(e, lambda _: 1) for e in eqns)
-        elements = sum(total(e, _elements) for e in eqns)
+        equations, elements = _equations_and_elements(self.closed)
         plan = _Plan.of_one(self.closed, self.leaves)
         params = sum(self.leaves[i].size for i in plan.materialized)
         fewest: float = ELEMENTS_PER_PARAMETER * params + ELEMENTS_PER_EQUATION * equations
         return elements >= fewest
 
-    def _for_accelerator(self) -> "Microbatches":
+    def _for_accelerator(self) -> Microbatches:
         """Choose what is saved of each example, and of how many at once.
 
         On one accelerator: to write and read the gradient of a matrix that meets many tokens is
@@ -294,14 +292,14 @@ class TracedLoss(NamedTuple):
         # The plain loss may save less: the logits of a few tokens, not those of all.
         plain, _ = _make_jaxpr(self.loss, params, self.examples, 1)
         allowed, saved = size * _saved_bytes(plain), _saved_bytes(self.closed)
-        fewest = KEPT_ELEMENTS_PER_EQUATION * sum(total(e, lambda _: 1) for e in self.closed.eqns)
+        equations, elements = _equations_and_elements(self.closed)
 
         def width(nbytes: int, elements: int) -> int:
             """Size of microbatches with so many bytes of each example, or 0."""
             most = min(max(allowed // nbytes, 1), size)
             n = max(n for n in range(1, most + 1) if size % n == 0)
             n = n if 2 * n > most else even(size, most)[1]  # which adds examples of weight 0
-            return n if n > 1 and n * elements >= fewest else 0
+            return n if n > 1 and n * elements >= KEPT_ELEMENTS_PER_EQUATION * equations else 0
 
         # Gradients take the place of what was saved, layer by layer, and XLA computes some ahead:
         # compiled models had about half of the smaller of both at their peak.
@@ -310,7 +308,6 @@ class TracedLoss(NamedTuple):
         if kept and (n := width(both, sum(params[i].size for i in kept))):
             return Microbatches(n, kept, second_pass=False)
         factors = sum(map(_factor_bytes, in_checkpoint))
-        elements = sum(total(e, _elements) for e in self.closed.eqns)
         if factors and (n := width(saved + factors, elements)):
             return Microbatches(n, second_pass=False)
         return Microbatches(size)
@@ -525,18 +522,20 @@ def _saved_bytes(program: ClosedJaxpr) -> int:
 
     def saved(closed: ClosedJaxpr) -> int:
         backward = jax.make_jaxpr(lambda *args: jax.vjp(jaxpr_as_fun(closed), *args)[1])
-        found = backward(*closed.in_avals).jaxpr
-        arrays = {*found.outvars}.difference(found.invars, found.constvars)
-        found = [aval(v) for v in arrays]
-        return sum(a.size * a.dtype.itemsize for a in found if a.shape not in shapes)
+        traced = backward(*closed.in_avals).jaxpr
+        arrays = map(aval, {*traced.outvars}.difference(traced.invars, traced.constvars))
+        return sum(a.size * a.dtype.itemsize for a in arrays if a.shape not in shapes)
 
     bodies = (called_jaxpr(eqn) for eqn in find_equations(program) if is_checkpoint(eqn))
     kinds = {(*map(str, body.in_avals), len(body.eqns)): body for body in bodies if body}
     return saved(program) + max(map(saved, kinds.values()), default=0)
 
 
-def _elements(eqn: JaxprEqn) -> int:
-    return sum(int(aval(v).size) for v in eqn.outvars)
+def _equations_and_elements(program: ClosedJaxpr) -> tuple[int, int]:
+    """Number of equations that run, and of elements that they make."""
+    counts = (lambda _: 1, lambda e: sum(int(aval(v).size) for v in e.outvars))
+    equations, elements = (sum(total(e, count) for e in program.eqns) for count in counts)
+    return equations, elements
 
 
 def _uses_of_products(closed: ClosedJaxpr, params: Sequence[Any]) -> dict[int, list[Use]]:
