@@ -22,7 +22,7 @@ from fnet.autodiff.mean import (
     mean_loss,
 )
 from fnet.autodiff.update import GradientFunction, Mode, Update, gradient_then_optimizer
-from fnet.cpu.convolutions import has_convolutions, is_slow_in_loops
+from fnet.cpu.convolutions import for_loops
 from fnet.jaxpr import rewrite, transformed
 from fnet.jaxpr.primitives import Slice
 from fnet.mesh import equally_varying
@@ -35,11 +35,9 @@ class Mean(Mode):
 
     Attributes:
       microbatches: Number of microbatches, >= 1.
-      unroll: As for `accumulate_grad`.
     """
 
     microbatches: int = 1
-    unroll: bool | None = None
     splittable: ClassVar[bool] = True
     differentiates_mean: ClassVar[bool] = True
 
@@ -49,7 +47,7 @@ class Mean(Mode):
 
     def __call__(self, loss: Loss) -> Gradient:
         """Return the gradient function of a loss."""
-        return accumulate_grad(loss, self.microbatches, unroll=self.unroll)
+        return accumulate_grad(loss, self.microbatches)
 
     def update_with(
         self,
@@ -59,11 +57,11 @@ class Mean(Mode):
     ) -> Update:
         """Return the update function, with a remat policy on the mean loss of a microbatch."""
         objective = remat(mean_loss(loss))
-        gradient = _gradient(objective, self.microbatches, self.unroll)
+        gradient = _gradient(objective, self.microbatches)
         return gradient_then_optimizer(gradient, optimizer)
 
 
-def microbatches(n: int, *, unroll: bool | None = None) -> Mean:
+def microbatches(n: int) -> Mean:
     """Return a mode that accumulates the gradient over ``n`` microbatches.
 
     ``make_step(loss, optimizer, microbatches(8))`` equals ``make_step(loss, optimizer,
@@ -72,7 +70,6 @@ def microbatches(n: int, *, unroll: bool | None = None) -> Mean:
 
     Args:
       n: Number of microbatches, >= 1, a divisor of the batch size.
-      unroll: As for `accumulate_grad`.
 
     Returns:
       A mode for `fnet.make_step`.
@@ -83,9 +80,9 @@ def microbatches(n: int, *, unroll: bool | None = None) -> Mean:
     Example:
       >>> from fnet.autodiff import microbatches
       >>> microbatches(8)
-      Mean(microbatches=8, unroll=None)
+      Mean(microbatches=8)
     """
-    return Mean(n, unroll)
+    return Mean(n)
 
 
 def as_mode(mode: Mode | Callable[[Loss], Gradient]) -> Mode:
@@ -106,7 +103,7 @@ def as_mode(mode: Mode | Callable[[Loss], Gradient]) -> Mode:
     return GradientFunction(mode)
 
 
-def accumulate_grad(loss: Loss, microbatches: int, *, unroll: bool | None = None) -> Gradient:
+def accumulate_grad(loss: Loss, microbatches: int) -> Gradient:
     """Return a function that computes the gradient of the mean loss, one microbatch at a time.
 
     With n microbatches B_i of the batch B, and w_i the weights of their examples,
@@ -139,9 +136,6 @@ def accumulate_grad(loss: Loss, microbatches: int, *, unroll: bool | None = None
     Args:
       loss: per-example losses; see `fnet.autodiff.Loss`.
       microbatches: number n of microbatches, a divisor of the batch size.
-      unroll: whether to unroll the loop over microbatches. A loop compiles once. Unrolled, the
-        compile time grows with n. None: a loop, except on CPUs if the gradient has convolutions
-        that XLA runs 10 to 90 times slower in loops.
 
     Returns:
       ``gradient(params, model_state, batch, key) -> (grads, model_state, metrics)``, as `mean`.
@@ -164,10 +158,10 @@ def accumulate_grad(loss: Loss, microbatches: int, *, unroll: bool | None = None
       (True, 9.166...)
     """
     _check_microbatches(microbatches)
-    return _gradient(mean_loss(loss), microbatches, unroll)
+    return _gradient(mean_loss(loss), microbatches)
 
 
-def _gradient(objective: Objective, microbatches: int, unroll: bool | None) -> Gradient:
+def _gradient(objective: Objective, microbatches: int) -> Gradient:
     """Return the gradient function of an objective, as `accumulate_grad`."""
     if microbatches == 1:
         return ignore_padding(gradient_of(objective))
@@ -177,15 +171,8 @@ def _gradient(objective: Objective, microbatches: int, unroll: bool | None) -> G
     ) -> tuple[Any, Any, dict[str, Array]]:
         check_params("accumulate_grad", params, jnp.inexact)
         parts = split_batch("accumulate_grad", batch, microbatches)
-        loop = functools.partial(_accumulate, objective, microbatches, False)
-        unrolled = functools.partial(_accumulate, objective, microbatches, True)
-        args = params, model_state, parts, key
-        if unroll is None and _is_slow_in_loops_on_cpu(objective, *args):
-            outputs: tuple[Any, Any, dict[str, Array]] = jax.lax.platform_dependent(
-                *args, cpu=unrolled, default=loop
-            )
-            return outputs
-        return unrolled(*args) if unroll else loop(*args)
+        accumulate = for_loops(functools.partial(_accumulate, objective, microbatches))
+        return accumulate(params, model_state, parts, key)
 
     # Before the split, because a microbatch may be padding only.
     return ignore_padding(gradient)
@@ -246,7 +233,6 @@ def _shares(weight: Array | None, n: int) -> Array:
 def _accumulate(
     objective: Objective,
     n: int,
-    unroll: bool,
     params: Any,
     model_state: Any,
     parts: dict[str, Array],
@@ -256,35 +242,20 @@ def _accumulate(
     sums = jax.tree.map(lambda p: jax.new_ref(jnp.zeros_like(p)), params)
 
     def add_gradient(model_state: Any, i: Array) -> tuple[Any, dict[str, Array]]:
-        part, current = _part(parts, i), _after(sums, params) if unroll else params
+        part = _part(parts, i)
         part_key = None if key is None else jax.random.fold_in(key, i)
         f = transformed(objective, lambda closed, _: rewrite(closed, _with_strides))
         value, vjp, (model_state, means) = jax.vjp(
-            lambda params: f(params, model_state, part, part_key), current, has_aux=True
+            lambda params: f(params, model_state, part, part_key), params, has_aux=True
         )
         backward: Any = vjp  # a jax.VJP, which JAX types as a plain function
         share, _ = equally_varying((shares[i].astype(value.dtype), value))
         backward.with_refs(sums)(share)
         return model_state, means
 
-    model_state, means = jax.lax.scan(
-        add_gradient, model_state, jnp.arange(n), unroll=n if unroll else 1
-    )
+    model_state, means = jax.lax.scan(add_gradient, model_state, jnp.arange(n))
     metrics = {name: (shares * m).sum().astype(m.dtype) for name, m in means.items()}
     return jax.tree.map(jax.freeze, sums), model_state, metrics
-
-
-def _after(sums: Any, params: Any) -> Any:
-    """Return ``params``, with a barrier that makes them wait until ``sums`` are updated.
-
-    In an unrolled loop the compiler may otherwise overlap microbatches, which then hold the
-    activations of both, and may hold transposed kernels from the first to the last.
-    """
-    values = jax.tree.map(lambda ref: ref[...], sums)
-    # Write the sums back from the barrier, since the compiler removes unused outputs.
-    params, values = jax.lax.optimization_barrier((params, values))
-    jax.tree.map(lambda ref, value: jax.ref.set(ref, ..., value), sums, values)
-    return params
 
 
 def _with_strides(eqn: JaxprEqn) -> JaxprEqn:
@@ -293,13 +264,3 @@ def _with_strides(eqn: JaxprEqn) -> JaxprEqn:
     if part is None or part.strides is not None:
         return eqn
     return part.replace(strides=(1,) * len(part.start_indices))
-
-
-def _is_slow_in_loops_on_cpu(
-    objective: Objective, params: Any, model_state: Any, parts: dict[str, Array], key: Array
-) -> bool:
-    """Whether the gradient has a convolution that XLA's CPU compiler runs slowly in loops."""
-    args = params, model_state, _part(parts, 0), key
-    if not has_convolutions(jax.make_jaxpr(objective)(*args)):
-        return False
-    return is_slow_in_loops(jax.make_jaxpr(jax.grad(objective, has_aux=True))(*args))

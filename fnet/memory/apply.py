@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 from jax.extend.core import ClosedJaxpr, Literal, Var
@@ -19,19 +19,39 @@ def variables(atoms: Iterable[Any]) -> Iterator[Var]:
     return (a for a in atoms if not isinstance(a, Literal))
 
 
+class Once(NamedTuple):
+    """A function that `evaluate_as` traces once for arguments of the same types."""
+
+    f: Callable[..., Any]
+    traces: dict[Any, tuple[ClosedJaxpr, Any]]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function."""
+        return self.f(*args, **kwargs)
+
+
 def trace_inlined(
     f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[ClosedJaxpr, list[Any], Any]:
     """Trace a function, and return its inlined jaxpr, its arguments and its result's structure."""
+    traces = f.traces if isinstance(f, Once) else {}
     with_static, arrays = bind_static(f, kwargs)
     leaves, structure = jax.tree.flatten((args, arrays))
+    static = [(name, a) for name, a in kwargs.items() if name not in arrays]
+    key = structure, *map(jax.typeof, leaves), *static
+    if key in traces:
+        closed, result = traces[key]
+        return closed, leaves, result
 
     def flat(*leaves: Any) -> Any:
         args, arrays = jax.tree.unflatten(structure, leaves)
         return with_static(*args, **arrays)
 
     traced, shapes = jax.make_jaxpr(flat, return_shape=True)(*leaves)
-    return inline(traced), leaves, jax.tree.structure(shapes)
+    closed, result = inline(traced), jax.tree.structure(shapes)
+    if not any(isinstance(c, jax.core.Tracer) for c in closed.consts):
+        traces[key] = closed, result
+    return closed, leaves, result
 
 
 def evaluate_as(

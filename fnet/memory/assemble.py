@@ -28,19 +28,17 @@ _HOST_SLOWDOWN = 600
 
 
 class Loss(NamedTuple):
-    """A traced and inlined loss, which arguments are differentiated, and its regions by depth."""
+    """A traced and inlined loss, and which arguments are differentiated."""
 
     closed: ClosedJaxpr
     differentiated: list[bool]
-    divisions: dict[int, Division] | None = None
 
-
-def divided(closed: ClosedJaxpr, differentiated: list[bool]) -> dict[int, Division]:
-    """The regions of a loss: all, and if these are several, also the first alone, by depth."""
-    found = {MOST_REGIONS: divide(closed, differentiated)}
-    if len(found[MOST_REGIONS].regions) > 1:
-        found[1] = divide(closed, differentiated, 1)
-    return found
+    def divided(self) -> dict[int, Division]:
+        """Its regions: all, and if these are several, also the first alone, by depth."""
+        found = {MOST_REGIONS: divide(*self)}
+        if len(found[MOST_REGIONS].regions) > 1:
+            found[1] = divide(*self, depth=1)
+        return found
 
 
 def tagged(f: F, losses: list[Loss], *, divide_all: bool = False) -> F:
@@ -50,8 +48,9 @@ def tagged(f: F, losses: list[Loss], *, divide_all: bool = False) -> F:
     """
 
     def run(closed: ClosedJaxpr, leaves: list[Any], differentiated: list[bool]) -> list[Any]:
-        divisions = divided(closed, differentiated) if divide_all else None
-        losses.append(Loss(closed, differentiated, divisions))
+        losses.append(Loss(closed, differentiated))
+        if divide_all:
+            losses[-1].divided()
         numbers = itertools.count()
 
         def handle(eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:

@@ -24,6 +24,8 @@ from fnet.memory.tree import Blocks
 MOST_TREES = 4
 """Trees that a plan within a budget compiles at most before it tries the smallest ones."""
 MOST_PROGRAMS = 2 * MOST_TREES
+_LEAST_OF_ESTIMATE = 0.5
+"""A tree that does not fit at this share of its estimate is not compiled."""
 
 
 class Candidate(NamedTuple):
@@ -296,6 +298,8 @@ class _Search:
         best = self._improve(MOST_TREES)
         if best is None:
             for option in self.planner.smallest()[:MOST_TREES]:
+                if self._peaks and not self.fits(int(_LEAST_OF_ESTIMATE * option.bytes)):
+                    break
                 if self.fits(self._compile(option).peak.total):
                     # It may be much slower than what its peak says of others.
                     self._improve(2)

@@ -15,18 +15,17 @@ losses, and gradient accumulation for per-example losses.
 import functools
 import itertools
 import math
+import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from fnet.cpu.convolutions import has_convolutions
-from fnet.cpu.tracing import is_for_cpu
+from fnet.cpu.convolutions import for_loops
 from fnet.jaxpr import (
     Site,
     active_variables,
@@ -182,6 +181,10 @@ def divide(
       depth: Regions that are searched for one after the other. 1 is the region that saves most.
       params: Differentiated arguments that have no rows. By default all of them.
     """
+    known = _DIVISIONS.setdefault(closed.jaxpr, {})
+    key = (*differentiated, depth, None if params is None else frozenset(params))
+    if key in known:
+        return known[key]
     # Loops may compute more than what is read of them.
     jaxpr, _ = dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
     active = active_variables(jaxpr, differentiated)
@@ -195,7 +198,12 @@ def divide(
     batch = [v for v in jaxpr.invars if v not in active and aval(v).shape]
     if reasons and batch and all(aval(v).shape[0] == 1 for v in batch):
         reasons = [ONE_ROW]
-    return Division(parts, sorted(reasons, key=lambda r: -wholes.get(r, 0)), active)
+    known[key] = Division(parts, sorted(reasons, key=lambda r: -wholes.get(r, 0)), active)
+    return known[key]
+
+
+_DIVISIONS: weakref.WeakKeyDictionary[Jaxpr, dict[Any, Division]] = weakref.WeakKeyDictionary()
+"""Of jaxprs that exist: a plan divides a loss once, whatever its trees are."""
 
 
 class _Found(NamedTuple):
@@ -648,8 +656,6 @@ class _Loop:
         self.held = {v: rows[v] for v in self.results if v in held and v in rows}
         self.kept = {v: a for v, a in rows.items() if v in kept and v not in self.held}
         self.known = self.kept | self.held
-        is_slow = is_for_cpu() and has_convolutions(self.closed)
-        self.is_unrolled = self.size == region.size or is_slow
 
     def _separate(self, arguments: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """The differentiated arguments and the others."""
@@ -725,18 +731,9 @@ class _Loop:
         # XLA would make the zeros of all loops once, at the beginning, and copy them there.
         zero, arrays = equally_varying((jnp.zeros((), jnp.int32), arrays))
         zero, arrays = _after_one_another((zero, arrays))
-        carry = empty(zero)
-        if self.is_unrolled:
-            once = jax.jit(body, static_argnums=1, inline=True)  # traced once
-            for start in range(0, whole * self.size, self.size):
-                # One chunk waits for the other, or both would be in memory.
-                carry, arrays = _after_one_another((carry, arrays))
-                carry = once(np.int32(start), self.size, carry, arrays)
-        else:
-            starts = jnp.arange(whole, dtype=jnp.int32) * self.size
-            carry, _ = jax.lax.scan(
-                lambda c, s: (body(s, self.size, c, arrays), None), carry, starts
-            )
+        starts = jnp.arange(whole, dtype=jnp.int32) * self.size
+        chunk = for_loops(lambda carry, start: body(start, self.size, carry, arrays))
+        carry, _ = jax.lax.scan(lambda c, s: (chunk(c, s), None), empty(zero), starts)
         if rest:
             carry, arrays = _after_one_another((carry, arrays))
             carry = body(whole * self.size, rest, carry, arrays)

@@ -15,7 +15,8 @@ import jax
 
 from fnet.jaxpr import nbytes, place
 from fnet.jaxpr.primitives import made_bytes
-from fnet.memory.assemble import Loss, Step, divided, tagged
+from fnet.memory.apply import Once
+from fnet.memory.assemble import Loss, Step, tagged
 from fnet.memory.cost import Cost, Rates, equation_cost
 from fnet.memory.devices import is_on_devices, on_devices
 from fnet.memory.loops import loop_choices
@@ -91,6 +92,7 @@ class Planner:
         self.reason, self.is_on_devices = "", False
         self._known: dict[tuple[Node, int], Traced | None] = {}
         self._paths: dict[Node, list[_Path]] = {}
+        self._traces: dict[Any, Any] = {}
 
     @property
     def is_exact(self) -> bool:
@@ -122,7 +124,7 @@ class Planner:
         def apply(f: Any) -> Any:
             if self.is_on_devices:
                 return on_devices(f, lambda g: tagged(tree.apply(g), losses, divide_all=True))
-            return tagged(tree.apply(f), losses)
+            return tagged(tree.apply(Once(f, self._traces)), losses)
 
         traced = self.build(self.policy(tree)._replace(apply=apply), n)
         donated = [a.donated for a in jax.tree.leaves(traced.args_info)]
@@ -154,7 +156,7 @@ class Planner:
         loss = self.plain.loss
         if loss is None or not self.regions:
             return {}
-        found = loss.divisions or divided(loss.closed, loss.differentiated)
+        found = loss.divided()
         division = found[MOST_REGIONS]
         if division.reasons:
             kind = "a part" if division.regions else "the loss"
@@ -450,9 +452,15 @@ class _Path:
 
     @functools.cached_property
     def _lowest(self) -> int:
-        """The place with the fewest bytes: a large window that saves nothing takes more."""
-        ends = range(self._count, self._count * len(self._levels), self._count)
-        return min(ends, key=lambda place: self._option(self._least(place)).bytes)
+        """The last place from which bytes only grow: a large window that saves nothing has more."""
+
+        def size(level: int) -> int:
+            return self._option(self._least(level * self._count)).bytes
+
+        level = len(self._levels) - 1
+        while level > 1 and size(level - 1) <= size(level):
+            level -= 1
+        return level * self._count
 
     def first(self, fits: Fits) -> Option | None:
         """The first option on the path that fits."""

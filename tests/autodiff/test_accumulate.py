@@ -17,8 +17,6 @@ from fnet.autodiff import accumulate_grad, mean, microbatches
 from fnet.layer import stateless
 from fnet.memory import tree_bytes
 
-looped_and_unrolled = pytest.mark.parametrize("unroll", [False, True])
-
 
 def normal(*shapes, seed=0):
     rng = np.random.default_rng(seed)
@@ -54,13 +52,12 @@ WEIGHTS = {
 
 
 @pytest.mark.sweep(9)
-@looped_and_unrolled
 @pytest.mark.parametrize("weight", WEIGHTS.values(), ids=WEIGHTS)
-def test_gradient_and_metrics_equal_the_whole_batch(weight, unroll):
+def test_gradient_and_metrics_equal_the_whole_batch(weight):
     batch = mlp_batch() | ({} if weight is None else {"weight": jnp.asarray(weight, jnp.float32)})
     params = mlp_params()
     expected, _, metrics = whole_batch(params, {}, batch, None)
-    gradient = jax.jit(accumulate_grad(mlp_loss, 4, unroll=unroll))
+    gradient = jax.jit(accumulate_grad(mlp_loss, 4))
     got, _, got_metrics = gradient(params, {}, batch, None)
     chex.assert_trees_all_close(got, expected, atol=1e-6)
     chex.assert_trees_all_close(got_metrics, metrics, atol=1e-6)
@@ -72,8 +69,7 @@ def test_gradient_and_metrics_equal_the_whole_batch(weight, unroll):
 
 
 @pytest.mark.sweep(6)
-@looped_and_unrolled
-def test_accumulates_every_use_of_a_parameter(unroll):
+def test_accumulates_every_use_of_a_parameter():
     def loss(params, state, batch, key):
         w, x = params["w"], batch["x"]
         y = x @ w + x @ w.T  # twice
@@ -92,17 +88,16 @@ def test_accumulates_every_use_of_a_parameter(unroll):
     whole = jax.jit(mean(loss))
     grads = [whole(params, {}, part, None)[0] for part in parts]
     expected = jax.tree.map(lambda *g: sum(g) / 3, *grads)
-    got, _, _ = jax.jit(accumulate_grad(loss, 3, unroll=unroll))(params, {}, batch, None)
+    got, _, _ = jax.jit(accumulate_grad(loss, 3))(params, {}, batch, None)
     chex.assert_trees_all_close(got, expected, rtol=1e-5, atol=1e-6)
 
 
-@looped_and_unrolled
-def test_microbatch_i_uses_the_key_folded_with_i(unroll):
+def test_microbatch_i_uses_the_key_folded_with_i():
     def loss(params, state, batch, key):
         noise = jax.random.normal(key, batch["x"].shape)
         return params * noise, fnet.Aux(state, {"noise": noise})
 
-    gradient = accumulate_grad(loss, 3, unroll=unroll)
+    gradient = accumulate_grad(loss, 3)
     got, _, metrics = gradient(jnp.ones(()), {}, {"x": jnp.zeros(6)}, jax.random.key(7))
     keys = [jax.random.fold_in(jax.random.key(7), i) for i in range(3)]
     drawn = jnp.stack([jax.random.normal(key, 2) for key in keys])
@@ -110,8 +105,7 @@ def test_microbatch_i_uses_the_key_folded_with_i(unroll):
     chex.assert_trees_all_close(metrics["noise"], drawn.mean(), atol=1e-6)
 
 
-@looped_and_unrolled
-def test_running_statistics_pass_from_microbatch_to_microbatch(unroll):
+def test_running_statistics_pass_from_microbatch_to_microbatch():
     norm = layers.abn(3)
 
     def loss(params, state, batch, key):
@@ -127,7 +121,7 @@ def test_running_statistics_pass_from_microbatch_to_microbatch(unroll):
             _, state = norm.apply(params, state, x[i::4], train=True)
         return state
 
-    _, got, _ = jax.jit(accumulate_grad(loss, 4, unroll=unroll))(params, state, {"x": x}, None)
+    _, got, _ = jax.jit(accumulate_grad(loss, 4))(params, state, {"x": x}, None)
     chex.assert_trees_all_close(got, one_after_another(params, state, x), atol=1e-6)
 
 
@@ -183,53 +177,6 @@ def test_peak_is_state_and_accumulator(optimizer, copies, scanned):
     assert report.donation.aliased_bytes == report.state_bytes
 
 
-def convolutions(depth=4, width=16):
-    block = serial(conv=layers.conv(width, width, bias=False), abn=layers.abn(width))
-    stem = layers.conv(3, width)
-    return serial(stem, *[block] * depth, layers.global_avg_pool(), layers.dense(width, 10))
-
-
-def lowering_of_convolutions(mode):
-    """Return ``lower(lowering_platforms=...)`` of the gradient by ``mode``."""
-    model = convolutions()
-
-    def loss(params, state, batch, key):
-        logits, state = model.apply(params, state, batch["x"], key=key, train=True)
-        return fnet.losses.cross_entropy(logits, batch["label"]), fnet.Aux(state, {})
-
-    params, state = jax.eval_shape(model.init, jax.random.key(0))
-    batch = {
-        "x": jax.ShapeDtypeStruct((32, 32, 32, 3), jnp.float32),
-        "label": jax.ShapeDtypeStruct((32,), jnp.int32),
-    }
-    return jax.jit(mode(loss)).trace(params, state, batch, jax.random.key(0)).lower
-
-
-def test_convolutions_are_unrolled_on_cpu_only():
-    lower = lowering_of_convolutions(microbatches(2))
-    assert "stablehlo.while" not in lower(lowering_platforms=("cpu",)).as_text()
-    for platform in ("cuda", "tpu"):
-        assert "stablehlo.while" in lower(lowering_platforms=(platform,)).as_text()
-
-
-def test_fast_layouts_are_looped_on_cpu():
-    def forward_convolution(params, state, batch, key):
-        kernel = jnp.ones((3, 3, 3, 2))
-        layout = ("NHWC", "HWIO", "NHWC")
-        y = jax.lax.conv_general_dilated(
-            batch["x"], kernel, (1, 1), "SAME", dimension_numbers=layout
-        )
-        return (y * params).sum((1, 2, 3)), fnet.Aux(state, {})
-
-    images = {"x": jnp.ones((4, 5, 5, 3))}
-    for loss, params, batch in (
-        (forward_convolution, jnp.ones(()), images),
-        (mlp_loss, mlp_params(), mlp_batch()),
-    ):
-        gradient = jax.jit(accumulate_grad(loss, 2))
-        assert "stablehlo.while" in gradient.lower(params, {}, batch, None).as_text()
-
-
 @pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
 def test_sharded_batch_gives_the_same_gradient_and_moves_no_example(axis_type):
     axis_types = (getattr(jax.sharding.AxisType, axis_type),)
@@ -251,9 +198,8 @@ def test_sharded_batch_gives_the_same_gradient_and_moves_no_example(axis_type):
 
 
 @pytest.mark.sweep(9)
-@looped_and_unrolled
 @pytest.mark.parametrize("per_device", [False, True])
-def test_gradients_inside_shard_map_are_summed_as_by_jax_grad(per_device, unroll):
+def test_gradients_inside_shard_map_are_summed_as_by_jax_grad(per_device):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 
     def gradient(mode, params, batch):
@@ -268,7 +214,7 @@ def test_gradients_inside_shard_map_are_summed_as_by_jax_grad(per_device, unroll
         specs = {"in_specs": (P(), P("data")), "out_specs": P()}
         return jax.jit(jax.shard_map(f, mesh=mesh, **specs))(mlp_params(), mlp_batch(24))
 
-    got = mapped(microbatches(3, unroll=unroll))
+    got = mapped(microbatches(3))
     chex.assert_trees_all_close(got, mapped(mean), atol=1e-5)
 
 

@@ -6,9 +6,11 @@ import pytest
 
 import fnet
 from fnet import layers, measured, models
-from fnet.cpu.convolutions import for_cpus
+from fnet.cpu.convolutions import for_cpus, for_loops
+from fnet.cpu.tracing import traced_for
 from fnet.jaxpr import find_equations
 from fnet.layers.pooling import global_max_pool
+from fnet.memory.regions import cut
 
 # images, channels in and out, padding, dilation: odd sizes, uneven padding, holes.
 SHAPES = {
@@ -316,3 +318,66 @@ def test_kernels_that_are_larger_than_the_image(kernel, side, stride, dilation):
     for f in (convolve, gradients):
         expected, actual = jax.jit(f)(x, weights), jax.jit(for_cpus(f))(x, weights)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-4, 1e-2), actual, expected)
+
+
+FAST = jax.lax.ConvDimensionNumbers((0, 3, 1, 2), (3, 2, 0, 1), (0, 3, 1, 2))
+
+
+def layouts(jaxpr):
+    found = find_equations(jaxpr, "conv_general_dilated")
+    return {e.params["dimension_numbers"] for e in found}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"window_strides": (2, 1)}, {"lhs_dilation": (1, 2)}, {"feature_group_count": 2}],
+    ids=str,
+)
+def test_convolutions_of_loops_differ_in_their_layout_alone(options):
+    def conv(x, kernel):
+        return convolution(x, kernel, [(1, 0), (2, 1)], (2, 1), **options)
+
+    f = with_gradients(conv)
+    rng = np.random.default_rng(0)
+    x, kernel = rng.normal(size=(3, 9, 8, 4)), rng.normal(size=(3, 2, 4, 6))
+    kernel = kernel[:, :, : 4 // options.get("feature_group_count", 1)]
+    y = jax.eval_shape(conv, x, kernel)
+    args = [np.float32(a) for a in (x, kernel, rng.normal(size=y.shape))]
+    changed, plain = (layouts(jax.make_jaxpr(f)(*args)) for f in (for_loops(f), f))
+    assert changed == {FAST} != plain
+    assert_matches_float64(f, for_loops(f), args)
+
+
+def chunks(loss, params, x):
+    return jax.grad(cut(lambda p, x: loss(p, x).mean(), 4))(params, x)
+
+
+def microbatches(loss, params, x):
+    def per_example(p, state, batch, key):
+        return loss(p, batch["x"]), fnet.Aux(state, {})
+
+    return fnet.accumulate_grad(per_example, 4)(params, {}, {"x": x}, None)[0]
+
+
+def jacobian_rows(loss, params, x):
+    return fnet.jacobian(lambda p: loss(p, x), mode="reverse", width=2)(params).mean(0)
+
+
+@pytest.mark.parametrize("derivative", [chunks, microbatches, jacobian_rows])
+def test_loops_have_the_layout_that_is_fast_on_a_cpu(derivative):
+    def loss(kernel, x):
+        y = jnp.tanh(convolution(convolution(x, kernel), kernel))
+        return jnp.square(y).mean((1, 2, 3))
+
+    rng = np.random.default_rng(0)
+    args = [np.float32(rng.normal(size=s)) for s in ((3, 3, 4, 4), (8, 6, 6, 4))]
+
+    def in_loops(platform):
+        with traced_for(platform):
+            jaxpr = jax.make_jaxpr(lambda *args: derivative(loss, *args))(*args)
+        return set().union(*(layouts(e.params["jaxpr"]) for e in find_equations(jaxpr, "scan")))
+
+    assert in_loops("cpu") == {FAST}
+    assert in_loops("gpu") - {FAST}, "as they are"
+    expected = jax.grad(lambda p: loss(p, args[1]).mean())(args[0])
+    np.testing.assert_allclose(derivative(loss, *args), expected, rtol=1e-5, atol=1e-6)

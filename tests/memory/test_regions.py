@@ -12,7 +12,6 @@ from hypothesis import HealthCheck, given, settings
 from random_programs import ANY_PROGRAMS, BATCH, PARAMS, run
 
 from fnet import memory
-from fnet.cpu.tracing import traced_for
 from fnet.jaxpr import find_equations
 from fnet.memory import regions
 from fnet.memory.apply import trace_inlined
@@ -512,27 +511,6 @@ def test_a_rule_that_reads_traced_arrays_around_it_is_not_cut():
     found = division(loss, args)
     assert any(reason.startswith("custom_vjp_call at ") for reason in found.reasons)
     assert not [e for r in found.regions for e in find_equations(r.jaxpr, "custom_vjp_call")]
-
-
-def test_chunks_with_convolutions_are_a_loop_on_other_devices():
-    """XLA's CPU compiler is slow at convolutions in loops; elsewhere copies would take memory."""
-
-    def loss(kernel, x):
-        dimensions = ("NHWC", "HWIO", "NHWC")
-        y = jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=dimensions)
-        return jnp.square(y).mean()
-
-    args = normal(0, 3, 3, 4, 4), normal(1, 8, 6, 6, 4)
-
-    def loops(platform):
-        with traced_for(platform):
-            jaxpr = jax.make_jaxpr(jax.grad(cut(loss, 4)))(*args)
-        return len(list(find_equations(jaxpr, "scan"))) + len(list(find_equations(jaxpr, "while")))
-
-    assert (loops("cpu"), loops("gpu")) == (0, 1)
-    with traced_for("gpu"):
-        chunked = cut(loss, 4)
-    assert list(find_equations(jax.make_jaxpr(jax.grad(chunked))(*args), "scan")), "as when cut"
 
 
 def test_batches_that_never_meet_run_in_one_region():

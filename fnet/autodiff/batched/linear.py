@@ -1,7 +1,6 @@
 """Evaluate one linear function at N inputs, some of them at a time."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -11,10 +10,10 @@ import jax.numpy as jnp
 from jax import Array
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 
-from fnet.cpu.convolutions import has_convolutions, is_slow_in_loops
+from fnet.cpu.convolutions import for_loops
 from fnet.cpu.tracing import is_for_cpu
 from fnet.jaxpr import called_jaxpr, interpret, nbytes, places_once, rewrite
-from fnet.jaxpr.primitives import DotGeneral
+from fnet.jaxpr.primitives import ConvGeneralDilated, DotGeneral
 from fnet.mesh import equally_varying
 
 Arrays = Sequence[Array]
@@ -112,13 +111,8 @@ class Linear:
         # start as in the end.
         sums = equally_varying((sums, self.residuals, list(inputs(0, 1))))[0]
         chunks = n // width
-        if self.is_slow_in_loops:
-            for i in range(chunks):
-                sums = add_chunk(sums, i * width, width)
-        else:
-            sums, _ = jax.lax.scan(
-                lambda sums, i: (add_chunk(sums, i * width, width), None), sums, jnp.arange(chunks)
-            )
+        chunk = for_loops(lambda sums, i: add_chunk(sums, i * width, width))
+        sums, _ = jax.lax.scan(lambda sums, i: (chunk(sums, i), None), sums, jnp.arange(chunks))
         return add_chunk(sums, chunks * width, n % width) if n % width else sums
 
     def best_width(self, n: int, accumulate: bool) -> int:
@@ -138,7 +132,7 @@ class Linear:
             return max(n // 8, 1) if accumulate else n
         outputs = sum(map(nbytes, self.jaxpr.outvars))
         computed = self._bytes_per_input()
-        may_loop = accumulate or has_convolutions(self.jaxpr)
+        may_loop = accumulate or any(ConvGeneralDilated.find(self.jaxpr))
         if not may_loop and outputs > max(computed - outputs, 0):
             return n
         per_input = sum(map(nbytes, self.jaxpr.invars)) + computed
@@ -158,14 +152,6 @@ class Linear:
         closed = ClosedJaxpr(self.jaxpr, self.residuals)
         interpret(closed, [True] * len(self.jaxpr.invars), handle, constant=lambda _: False)
         return total
-
-    @functools.cached_property
-    def is_slow_in_loops(self) -> bool:
-        """Whether chunks are unrolled instead of looped over, as in `fnet.accumulate_grad`.
-
-        The compiler may overlap unrolled chunks, so that ``width`` does not bound memory.
-        """
-        return is_for_cpu() and is_slow_in_loops(self.jaxpr)
 
 
 def _batchable_product(eqn: JaxprEqn) -> JaxprEqn:
