@@ -11,13 +11,13 @@ LEDGER = {
     "fnet/autodiff": 9_734,
     "fnet/memory": 8_291,
     "fnet/layers": 5_794,
-    "fnet/models + fnet/interop": 9_337,
-    "fnet, the rest": 10_907,
-    "train/data": 11_382,
-    "train/run + train/commands": 8_501,
-    "train, the rest": 8_245,
-    "tests": 59_644,
-    "benchmarks": 16_551,
+    "fnet/models + fnet/interop": 9_319,
+    "fnet, the rest": 10_899,
+    "train/data": 11_340,
+    "train/run + train/commands": 8_519,
+    "train, the rest": 8_243,
+    "tests": 59_616,
+    "benchmarks": 16_510,
 }
 """Lines of ``*.py``. A row of its own takes a package out of the rest."""
 SLACK = 30
