@@ -11,12 +11,12 @@ LEDGER = {
     "fnet/autodiff": 9_734,
     "fnet/memory": 8_291,
     "fnet/layers": 5_794,
-    "fnet/models + fnet/interop": 9_319,
+    "fnet/models + fnet/interop": 9_323,
     "fnet, the rest": 10_899,
-    "train/data": 11_340,
-    "train/run + train/commands": 8_519,
-    "train, the rest": 8_243,
-    "tests": 59_616,
+    "train/data": 11_371,
+    "train/run + train/commands": 8_550,
+    "train, the rest": 8_257,
+    "tests": 59_657,
     "benchmarks": 16_510,
 }
 """Lines of ``*.py``. A row of its own takes a package out of the rest."""
