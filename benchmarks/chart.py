@@ -67,12 +67,7 @@ KINDS = (
         "#56B4E9",
     ),
     Kind(
-        "fnet.reversible",
-        "fnet, reversible",
-        (),
-        "computes each block again",
-        "#C04A00",
-        "#FF9D5C",
+        "fnet.reversible", "fnet, reversible", (), "computes each block again", "#C04A00", "#FF9D5C"
     ),
 )
 

@@ -152,10 +152,7 @@ def claims(ours: dict[str, float], theirs: dict[str, float], layers: int) -> lis
         Claim(f"{restored}: {fraction}", "the state", ours["resuming"], "< 0.5", kind),
         Claim(f"{saved}: memory above it", baseline, saving, kind=kind),
         Claim(
-            f"{saved}: time until all are on disk, with checksums",
-            baseline,
-            seconds,
-            kind="time",
+            f"{saved}: time until all are on disk, with checksums", baseline, seconds, kind="time"
         ),
     ]
 

@@ -63,9 +63,7 @@ def tunix_bytes(target: Target, blocks: int, tokens: int) -> tuple[int, int]:
     from tunix.sft import peft_trainer
 
     config = dataclasses.replace(
-        llama.ModelConfig.llama3p1_8b(),
-        num_layers=blocks,
-        remat_config=llama.RematConfig.DECODER,
+        llama.ModelConfig.llama3p1_8b(), num_layers=blocks, remat_config=llama.RematConfig.DECODER
     )
 
     def build() -> tuple[nnx.Module, nnx.Optimizer]:
@@ -136,12 +134,11 @@ def main() -> None:
         model = fit.read_model(Path(folder) / "llama")
         target, start = target_of(given.target), time.process_time()
         planner = fit.Planner(model, 0, 32, target, (1, 2), Path(folder), print, print)
-        state = planner.setup("lora_nf4", fit.Shape("nested", 1, 16), 1).state_shapes
+        row = planner.state("lora_nf4", 16, 1)
         lines = {}
         for policy in ("nested", "offload"):
             first, second = (
-                planner.cost("lora_nf4", fit.Shape(policy, 1, n), 1, state).peak
-                for n in given.contexts
+                planner.cost(row, fit.Shape(policy, 1, n), 1).peak for n in given.contexts
             )
             slope = (second - first) / (given.contexts[1] - given.contexts[0])
             lines[policy] = slope, first - slope * given.contexts[0]
@@ -154,9 +151,9 @@ def main() -> None:
         for card, theirs in UNSLOTH.items()
     ]
     print(markdown_table(rows))
-    print(f"state {format_bytes(tree_bytes(state))}; {time.process_time() - start:.0f} CPU seconds")
+    print(f"state {format_bytes(row.state_bytes)}; {time.process_time() - start:.0f} CPU seconds")
     for policy, (slope, fixed) in lines.items():
-        rest = format_bytes(int(fixed - tree_bytes(state)))
+        rest = format_bytes(int(fixed - row.state_bytes))
         print(f"{policy}: {rest} at any context, {slope / 1024:.1f} KiB per token")
 
 

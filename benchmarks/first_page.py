@@ -20,10 +20,7 @@ from benchmarks.measure import markdown_table
 ROOT = Path(__file__).parent.parent
 FOLDER = "docs/benchmarks"
 BEGIN, END = "<!-- claims: python -m benchmarks.first_page -->\n", "<!-- end of claims -->"
-PICTURES = {
-    "docs/assets/memory-light.svg": chart.LIGHT,
-    "docs/assets/memory-dark.svg": chart.DARK,
-}
+PICTURES = {"docs/assets/memory-light.svg": chart.LIGHT, "docs/assets/memory-dark.svg": chart.DARK}
 
 
 class Match(NamedTuple):

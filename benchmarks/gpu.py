@@ -248,10 +248,7 @@ CASES = {
         {"fnet": "<= 1.6"},
     ),
     "Adam": Case(
-        {
-            "state on the device": on(adam_step, False),
-            "state on the host": on(adam_step, True),
-        },
+        {"state on the device": on(adam_step, False), "state on the host": on(adam_step, True)},
         {"state on the host": "<= 0.6"},
         {"state on the host": ""},
     ),

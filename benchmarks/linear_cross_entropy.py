@@ -55,10 +55,7 @@ class Sizes(NamedTuple):
 
 
 OPTAX, OURS = "`x @ kernel`, optax", "`fnet.linear_cross_entropy`"
-BOTH: dict[str, Losses] = {
-    OPTAX: optax_losses,
-    OURS: linear_cross_entropy,
-}
+BOTH: dict[str, Losses] = {OPTAX: optax_losses, OURS: linear_cross_entropy}
 PRODUCTS = "three matrix products alone"
 VARIANTS: dict[str, Losses] = {
     # logits, and the gradients by x and kernel

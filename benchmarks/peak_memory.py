@@ -45,15 +45,7 @@ _IMAGENET = (
 )
 _CIFAR = (*_IMAGES, *_FEW)
 _CAMVID = ("--data.path", "camvid", "--data.image-size", "128", *_FEW)
-_LLAMA = (
-    "--model.path",
-    "llama",
-    "--data.context",
-    "256",
-    "--data.vocabulary",
-    "4096",
-    *_FEW,
-)
+_LLAMA = ("--model.path", "llama", "--data.context", "256", "--data.vocabulary", "4096", *_FEW)
 _CHAT = ("--data.path", "chat.jsonl", *_LLAMA)
 
 RUNS: dict[str, tuple[str, ...]] = {

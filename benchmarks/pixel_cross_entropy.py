@@ -74,12 +74,7 @@ def main() -> None:
         ]
         what = f"pixel_cross_entropy, {images} images, {classes} classes, value and gradient"
         claims += [
-            Claim(
-                f"{what}: temporaries",
-                OPTAX,
-                temporaries[OURS] / temporaries[OPTAX],
-                "<= 0.05",
-            ),
+            Claim(f"{what}: temporaries", OPTAX, temporaries[OURS] / temporaries[OPTAX], "<= 0.05"),
             Claim(f"{what}: time", OPTAX, seconds[OURS] / seconds[OPTAX], "<= 1.0", "time"),
         ]
     print(markdown_table(rows))

@@ -117,8 +117,7 @@ def scans(steps: tuple[int, ...], rounds: int) -> Scans:
     # Baselines are timed with each option, fnet with the one that needs the least memory.
     timed = {c: [smallest[c]] if c[1] == "fnet" else ps for c, ps in programs.items()}
     seconds = fastest(
-        {c: [functools.partial(p, *arrays[c[0]]) for p in ps] for c, ps in timed.items()},
-        rounds,
+        {c: [functools.partial(p, *arrays[c[0]]) for p in ps] for c, ps in timed.items()}, rounds
     )
 
     exponents = {}

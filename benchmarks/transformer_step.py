@@ -154,14 +154,7 @@ def main() -> None:
     parser = argument_parser(__doc__, rounds=7, target=True)
     add_sizes(
         parser,
-        {
-            "blocks": 12,
-            "width": 384,
-            "heads": 6,
-            "tokens": 256,
-            "batch": 8,
-            "vocabulary": 32_768,
-        },
+        {"blocks": 12, "width": 384, "heads": 6, "tokens": 256, "batch": 8, "vocabulary": 32_768},
     )
     parser.add_argument(
         "--policies", nargs="+", default=POLICIES, choices=POLICIES, help="Remat policies."

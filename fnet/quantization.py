@@ -242,9 +242,7 @@ def dequantize(params: Any) -> Any:
       True
     """
     return jax.tree.map(
-        lambda leaf: leaf.dequantize() if is_quantized(leaf) else leaf,
-        params,
-        is_leaf=is_quantized,
+        lambda leaf: leaf.dequantize() if is_quantized(leaf) else leaf, params, is_leaf=is_quantized
     )
 
 

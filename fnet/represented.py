@@ -384,10 +384,7 @@ def _low_rank_product(
     if side == 0:
         operands, rank_dims = operands[::-1], rank_dims[::-1]
     y = jax.lax.dot_general(
-        *operands,
-        (rank_dims, stack_dims),
-        precision=precision,
-        preferred_element_type=out.dtype,
+        *operands, (rank_dims, stack_dims), precision=precision, preferred_element_type=out.dtype
     )
     first_free = stack if side == 0 else y.ndim - len(free)
     if order != list(range(len(free))):

@@ -21,7 +21,7 @@ from typing import (
 )
 
 import tyro
-from annotated_types import Ge, Gt, Le, MinLen
+from annotated_types import Ge, Gt, Le
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from train import config as configs
@@ -143,8 +143,8 @@ class FitArguments:
     """Context length: tokens per row."""
     batch_size: Count = 8
     """Rows per step, in microbatches."""
-    ways: Annotated[tuple[Way, ...], MinLen(1)] = get_args(Way)
-    """Ways to show."""
+    ways: Annotated[tuple[Way, ...], _default("all that may be better than others")] = ()
+    """Ways to show, of full, compact, lora, lora_int8 and lora_nf4."""
     lora_rank: Count = 16
     """Rank of the adapters."""
     exact: bool = False

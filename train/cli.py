@@ -37,8 +37,7 @@ usage: fnet COMMAND ...
   fnet report RUN...    show runs as one HTML page
   fnet configs          list the recipes
 
-CONFIG is a recipe's name (digits) or file, or a run's folder or config.json.
-RUN is a run's folder or config.json.
+CONFIG is a recipe's name (digits) or file, or a run's folder. RUN is a run's folder.
 fnet COMMAND --help explains the flags of a command.
 fnet train CONFIG --help lists every field of CONFIG with its value.
 fnet COMMAND --limits 2 reads files twice as large, deep or slow as it would trust.

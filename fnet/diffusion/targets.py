@@ -12,10 +12,7 @@ TARGETS = ("eps", "x0", "v")
 
 
 def add_noise(
-    x0: Float[Array, "b ..."],
-    noise: Float[Array, "b ..."],
-    alpha: ArrayLike,
-    sigma: ArrayLike,
+    x0: Float[Array, "b ..."], noise: Float[Array, "b ..."], alpha: ArrayLike, sigma: ArrayLike
 ) -> Float[Array, "b ..."]:
     """Forward diffusion process: ``x = alpha x0 + sigma noise``.
 

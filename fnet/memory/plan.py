@@ -81,7 +81,8 @@ class Plan(NamedTuple):
         rows = [("chosen", f"{format_bytes(self.chosen.peak.total)}{held}{flops}")]
         if self.budget is not None:
             rows.insert(0, ("budget", format_bytes(self.budget)))
-        rows.append(("by", _way(self.chosen)))
+        options = "with plan.chosen.compiler_options" if self.chosen.compiler_options else "as is"
+        rows += [("by", _way(self.chosen)), ("compile", options)]
         return "\n".join(f"{name:7} {value}" for name, value in rows)
 
     @property
@@ -114,8 +115,7 @@ def _way(c: Candidate) -> str:
         return str(c).replace("planned", "planned rematerialization", 1)
     if c.microbatches > 1 or c.policy.chunks > 1:
         return str(c).removeprefix("none in ")
-    options = "compiler options (plan.chosen.compiler_options)"
-    return options if c.compiler_options else "no change"
+    return "compiler options" if c.compiler_options else "no change"
 
 
 class BudgetError(ValueError):

@@ -30,6 +30,5 @@ def mlp(
     """
     sizes = [math.prod(in_shape), *hidden, num_classes]
     return serial(
-        flatten=stateless(lambda x: x.reshape(x.shape[0], -1)),
-        mlp=layers.mlp(sizes, activation),
+        flatten=stateless(lambda x: x.reshape(x.shape[0], -1)), mlp=layers.mlp(sizes, activation)
     )

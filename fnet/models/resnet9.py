@@ -62,12 +62,7 @@ def resnet9(
 
     patches = 2 * in_channels * _WINDOW**2
     stem = layers.conv(
-        in_channels,
-        patches,
-        _WINDOW,
-        bias=False,
-        padding="VALID",
-        kernel_init=cosine_patches,
+        in_channels, patches, _WINDOW, bias=False, padding="VALID", kernel_init=cosine_patches
     )
     return serial(
         stem=serial(conv=stem, abn=abn(patches)),

@@ -23,11 +23,7 @@ def test_min_snr_weights_match_the_paper():
     """Hang et al. 2023, section 3.4 and its appendix: gamma 5, at snr 100, 5, 1/4."""
     snr = np.asarray([100.0, 5.0, 0.25])
     alpha, sigma = np.sqrt(snr / (1 + snr)), np.sqrt(1 / (1 + snr))
-    expected = {
-        "x0": [5.0, 5.0, 0.25],
-        "eps": [0.05, 1.0, 1.0],
-        "v": [5 / 101, 5 / 6, 0.2],
-    }
+    expected = {"x0": [5.0, 5.0, 0.25], "eps": [0.05, 1.0, 1.0], "v": [5 / 101, 5 / 6, 0.2]}
     for name, weights in expected.items():
         chex.assert_trees_all_close(
             min_snr_weight(name, alpha, sigma), jnp.asarray(weights, jnp.float32), rtol=1e-5

@@ -107,7 +107,7 @@ def test_logits_are_those_of_the_formula_and_tensors_come_back():
         ({"shared_norms": True}, "calm: shared_norms True is not supported, only False"),
         ({"qk_scale": 2.0}, "calm: unknown options in config.json: qk_scale=2.0"),
         ({"architectures": ["CalmModel"]}, "'CalmModel' is not supported, only CalmForCausalLM"),
-        ({"model_type": "wild"}, "model_type 'wild' is not supported, only .*calm, clip"),
+        ({"model_type": "wild"}, "'wild' is not supported, only .*calm, clip.*of FNET_PLUGINS"),
     ],
 )
 def test_other_options_are_refused_by_name(options, match):

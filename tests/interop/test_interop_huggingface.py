@@ -374,10 +374,7 @@ LONGROPE = CONFIGS["phi3_longrope"]
             LLAMA | {"rope_scaling": YARN, "max_position_embeddings": None},
             "no max_position_embeddings, which yarn needs",
         ),
-        (
-            LONGROPE | {"partial_rotary_factor": 0.5},
-            "short_factor must have 2 numbers, got 4",
-        ),
+        (LONGROPE | {"partial_rotary_factor": 0.5}, "short_factor must have 2 numbers, got 4"),
         (LONGROPE | {"sliding_window": 3}, "longrope with sliding_window 3"),
         (LLAMA | {"rope_scaling": {"type": "linear", "factor": 2, "beta": 1}}, "unknown rope opt"),
         ({"model_type": "llama"}, "llama: config.json has no hidden_size"),

@@ -217,8 +217,7 @@ def test_sums_on_a_grid_are_within_the_bound():
     bad = X.copy()
     bad[2] = np.nan
     chex.assert_trees_all_close(
-        gradient(PARAMS, bad, Y),
-        gradient(PARAMS, X, Y, is_padding_example=np.arange(B) == 2),
+        gradient(PARAMS, bad, Y), gradient(PARAMS, X, Y, is_padding_example=np.arange(B) == 2)
     )
 
 

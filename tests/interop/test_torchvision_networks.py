@@ -74,12 +74,7 @@ def test_weights_of_plain_norm_give_the_same_logits_in_place(name):
 @pytest.mark.parametrize(
     ("name", "names", "title", "options"),
     [
-        (
-            "efficientnet_b0",
-            "timm",
-            "timm's efficientnet_b0 or tf_efficientnet_b0",
-            {},
-        ),
+        ("efficientnet_b0", "timm", "timm's efficientnet_b0 or tf_efficientnet_b0", {}),
         (
             "efficientnet_v2_s",
             "torchvision",

@@ -186,11 +186,7 @@ def test_replicated_input_gets_the_sum_of_the_devices_gradients(check_vma):
         return (norm(x, gamma[0], beta[0], None, None)[0] * weights)[None]
 
     over_devices = jax.shard_map(
-        apart,
-        mesh=mesh(),
-        in_specs=(P(), P("d"), P("d")),
-        out_specs=P("d"),
-        check_vma=check_vma,
+        apart, mesh=mesh(), in_specs=(P(), P("d"), P("d")), out_specs=P("d"), check_vma=check_vma
     )
 
     def one_device(x, gamma, beta):

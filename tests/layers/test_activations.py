@@ -14,10 +14,7 @@ from fnet.layers.activations import ACTIVATIONS, Activation
 
 X = jnp.linspace(-3, 3, 12).reshape(3, 4)
 
-DEFAULTS = {
-    "elu": jax.nn.elu,
-    "leaky_relu": lambda x: jnp.where(x < 0, 0.01 * x, x),
-}
+DEFAULTS = {"elu": jax.nn.elu, "leaky_relu": lambda x: jnp.where(x < 0, 0.01 * x, x)}
 
 
 @pytest.mark.parametrize("name", DEFAULTS)

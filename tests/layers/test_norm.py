@@ -11,12 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
-from fnet.layers.norm import (
-    invertible_scale,
-    layer_norm,
-    layer_norm_layer,
-    rms_norm,
-)
+from fnet.layers.norm import invertible_scale, layer_norm, layer_norm_layer, rms_norm
 
 EPS = 1e-6
 NORMS = ["layer", "layer without bias", "rms"]

@@ -245,8 +245,7 @@ def test_bfloat16_inputs_give_bfloat16_outputs_and_float32_states(name):
 
 @pytest.mark.sweep(5)
 @pytest.mark.parametrize(
-    ("name", "check_vma"),
-    [("linear", True), ("selective", False), ("dual", True), ("delta", True)],
+    ("name", "check_vma"), [("linear", True), ("selective", False), ("dual", True), ("delta", True)]
 )
 def test_gradients_inside_shard_map_match_the_whole_batch(name, check_vma, float64):
     scan, _, inputs = SCANS[name]

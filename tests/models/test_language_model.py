@@ -334,10 +334,7 @@ def test_token_n_is_sampled_with_the_key_folded_with_n(chunk):
 
 @pytest.mark.parametrize(
     ("shape", "length", "message"),
-    [
-        ((2, 3), 0, "must be >= 1, got 0 and 16"),
-        ((3,), 4, r"prompt must be \[B, P\].*\(3,\)"),
-    ],
+    [((2, 3), 0, "must be >= 1, got 0 and 16"), ((3,), 4, r"prompt must be \[B, P\].*\(3,\)")],
 )
 def test_stream_rejects_zero_length_and_prompt_without_batch(shape, length, message):
     prompt = jnp.zeros(shape, jnp.int32)

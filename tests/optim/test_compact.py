@@ -262,10 +262,7 @@ def new_state(optimizer):
     return TrainState.create(params=params, model_state=model_state, optimizer=optimizer, key=key)
 
 
-SIZES = {
-    "mean": (mean, 7),
-    "in the backward pass": (optimizer_in_backward("blocks"), 5),
-}
+SIZES = {"mean": (mean, 7), "in the backward pass": (optimizer_in_backward("blocks"), 5)}
 
 
 @pytest.mark.parametrize("name", SIZES)

@@ -11,13 +11,13 @@ LEDGER = {
     "fnet/autodiff": 9_681,
     "fnet/memory": 8_319,
     "fnet/layers": 5_794,
-    "fnet/models + fnet/interop": 9_337,
-    "fnet, the rest": 10_930,
-    "train/data": 11_382,
-    "train/run + train/commands": 8_501,
-    "train, the rest": 8_245,
-    "tests": 59_633,
-    "benchmarks": 16_551,
+    "fnet/models + fnet/interop": 9_323,
+    "fnet, the rest": 10_922,
+    "train/data": 11_371,
+    "train/run + train/commands": 8_550,
+    "train, the rest": 8_257,
+    "tests": 59_646,
+    "benchmarks": 16_510,
 }
 """Lines of ``*.py``. A row of its own takes a package out of the rest."""
 SLACK = 30

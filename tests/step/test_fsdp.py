@@ -58,9 +58,7 @@ def scanned(params, batch):
 
 def checkpointed(params, batch):
     x, _ = jax.lax.scan(
-        jax.checkpoint(lambda x, p: (jnp.tanh(x @ p["w"] + p["b"][None]), None)),
-        batch["x"],
-        params,
+        jax.checkpoint(lambda x, p: (jnp.tanh(x @ p["w"] + p["b"][None]), None)), batch["x"], params
     )
     return jnp.square(x).sum(-1)
 

@@ -7,7 +7,7 @@ from train.errors import UserError, writing
 from train.output.progress import line_printer
 from train.run import attribution
 from train.run.attribution import TrainingRows, columns_of, descending, print_examples
-from train.run.checkpoints import Checkpoints, load_network, no_checkpoint
+from train.run.checkpoints import Checkpoints, no_checkpoint
 from train.run.open_run import OpenRun
 
 
@@ -40,9 +40,10 @@ def attribute(opened: OpenRun, options: AttributeArguments, console: Console) ->
             restored = checkpoints.restore(run.state_shapes, run.task.model)
         if restored is None:
             raise no_checkpoint(folder.checkpoints)
+        opened.warn_unfinished(restored.step)
         columns = columns_of(restored.state.opt_state)
     else:
-        network = load_network(folder, run.task.model, best=options.best)
+        _, network = opened.network(run.task.model, best=options.best)
         query = attribution.query_of(run, network, options)
         columns = attribution.score(folder, run, network, query, rows, options, console)
     with writing(folder.path, "make it writable"):

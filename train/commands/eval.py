@@ -10,7 +10,6 @@ from train.data.unreadable import UnreadableFiles
 from train.errors import UserError, writing
 from train.output.progress import line_printer
 from train.run import examples
-from train.run.checkpoints import load_network
 from train.run.choices import answer_choices
 from train.run.mesh import layout, make_cpu_devices
 from train.run.open_run import OpenRun
@@ -49,7 +48,7 @@ def evaluate_run(opened: OpenRun, options: EvalArguments, console: Console) -> N
         measure = make_measure(config, run.task.model, views)
         run = run._replace(task=run.task._replace(measure=measure))
     place = run.layout.fields if run.layout else None
-    network = load_network(folder, run.task.model, best=options.best, place=place)
+    _, network = opened.network(run.task.model, best=options.best, place=place)
     changed = opened.data_change(run) if is_own else None
     if changed:
         log(changed)

@@ -4,14 +4,15 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
 
 from fnet.memory import format_bytes
 from train.arguments import FitArguments
 from train.output.progress import line_printer
 from train.output.tables import to_rich
 from train.platform import use_cpu
-from train.run.fine_tuning import WAYS, Planner, context_of, limit_of, read_model
+from train.run.fine_tuning import WAYS, Planner, Row, context_of, limit_of, read_model
 from train.run.planning import target_of
 
 
@@ -34,25 +35,29 @@ def fit(path: Path, options: FitArguments, console: Console) -> None:
         f"{sum(int(np.prod(t.shape)) for t in tensors):,} values in "
         f"{format_bytes(model.folder.nbytes)}, {model.blocks} blocks"
     )
-    depths = model.depths(options.exact)
-    # The context that was asked for, and two with the most remat for the longest one.
-    count = len(options.ways) * (2 + len(depths))
-    console.print(
-        f"compiling {count} programs, or more if the first ones do not fit; a line for each"
-    )
-    log = line_printer(console)
-    with tempfile.TemporaryDirectory() as folder, console.status("reading") as status:
-        shallow = Path(folder)
-        planner = Planner(
-            model, limit, options.lora_rank, target, depths, shallow, log, status.update
+    log, depths, rows = line_printer(console), model.depths(options.exact), dict[str, Row]()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Live("reading", console=console, transient=True, refresh_per_second=2) as live,
+    ):
+
+        def show(status: str) -> None:
+            live.update(Group(to_rich(planner.table([*rows.values()])), status))
+
+        shallow, given, size = Path(folder), options.ways, options.batch_size
+        planner = Planner(model, limit, options.lora_rank, target, depths, shallow, log, show)
+        for rows in planner.search(given or tuple(WAYS), context, size, all_ways=bool(given)):  # noqa: B007
+            show("")  # reads rows
+    console.print(to_rich(planner.table([*rows.values()])))
+    if missing := [] if given else [way for way in WAYS if way not in rows]:
+        log(
+            "Not compiled, because others train the same parameters and fit without remat; they "
+            f"only save memory, for longer contexts: --ways {' '.join(missing)}"
         )
-        rows = [planner.row(way, context, options.batch_size) for way in options.ways]
-    console.print(to_rich(planner.table(rows)))
-    for note in planner.notes(rows):
+    for note in planner.notes([*rows.values()]):
         log(note)
-    for row in rows:
-        if row.cost and row.cost.peak <= limit:
+    for row in rows.values():
+        if planner.fits(row):
             log("")
             log(f"{row.way}:")
-            recipe, _ = WAYS[row.way]
-            log(f"  fnet train {recipe} {' '.join(row.flags)}")
+            log(f"  fnet train {WAYS[row.way][0]} {' '.join(row.flags)}")

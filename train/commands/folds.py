@@ -46,7 +46,7 @@ def train_folds(config: Config, folds: int, out: Path, *, resume: bool, console:
         load(own)
     at = out / "folds.json"
     run = _id(at, folders, resume=resume)
-    command = f"{quote(folders[0].config)} --folds {folds} --out {quote(out)}"
+    command = f"{folders[0].as_config} --folds {folds} --out {quote(out)}"
     for own, folder in zip(configs, folders, strict=True):
         run_of_fold = f"{run}-{folder.path.name}"
         if not train(

@@ -54,8 +54,8 @@ class _Options:
 class Data(_Options, Variant, section="data", tag="source", package="train.data"):
     """A data source.
 
-    A subclass is a frozen dataclass with the fields ``source``, its name, ``batch_size`` and its
-    options. It must define `load`.
+    A subclass is a frozen dataclass. It must have the fields ``source``, its name, and
+    ``batch_size``, which `registry.variants` checks, and define `load`. All else has a default.
 
     Attributes:
       content: What an example is.
@@ -64,6 +64,7 @@ class Data(_Options, Variant, section="data", tag="source", package="train.data"
       is_in_unit_interval: Whether floating images are in [0, 1] for certain, as denoisers need.
     """
 
+    required = ("source", "batch_size")
     content: ClassVar[Content] = "images"
     evaluation_options: ClassVar[dict[str, str]] = {}
     is_in_unit_interval: ClassVar[bool] = True
@@ -78,7 +79,7 @@ class Data(_Options, Variant, section="data", tag="source", package="train.data"
         Raises:
           UserError: if they are missing or damaged.
         """
-        raise NotImplementedError
+        raise UserError(f"data.source: {type(self).__name__} must define load")
 
     def load_test(self, trained: Callable[[], Any]) -> Any:
         """Load the test examples alone, for a network whose `train.data.Outputs` are ``trained()``.

@@ -33,8 +33,10 @@ class Variant(Section):
       section: name of the section in a config.
       tag: field that names the variant.
       package: package with fnet's own variants.
+      required: fields that each variant must have.
     """
 
+    required: ClassVar[tuple[str, ...]] = ()
     section: ClassVar[str] = ""
     tag: ClassVar[str]
     package: ClassVar[str]
@@ -79,6 +81,11 @@ def variants(section: str) -> dict[str, Any]:
         return {}
     _import_modules(_KINDS[section].package)
     import_plugins()
+    for kind in _VARIANTS[section].values():
+        names = vars(kind).get("__dataclass_fields__", {})
+        for name in [name for name in kind.required if name not in names]:
+            lacks = f"the field {name}" if names else "@dataclass(frozen=True) above it"
+            raise UserError(f"{section}.{kind.tag}: the class {kind.__name__} lacks {lacks}")
     return dict(sorted(_VARIANTS[section].items()))
 
 

@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from train.data.work import RECORD
+from train.errors import UserError
 
 if TYPE_CHECKING:
     import grain
 
+    from train.config.data import Data
     from train.data.label_map import LabelMap
 
 Arrays = dict[str, np.ndarray]
@@ -73,7 +75,7 @@ class Dataset(NamedTuple):
       train: Rows of the training examples.
       test: Rows of the test examples.
       classes: Class names by label; () without labels.
-      augment: ``(rows, generator) -> batch``, makes a training batch.
+      augment: ``(rows, generator) -> batch``, makes a training batch; None: as `prepare`.
       prepare: ``rows -> batch``, makes a test batch; by default the rows are the batch.
       reads_local: Whether ``augment`` and ``prepare`` read only the rows where ``local`` bool
         [batch] is true, if the rows have it. The other rows are then arbitrary, of weight 1.
@@ -107,7 +109,7 @@ class Dataset(NamedTuple):
     train: Arrays
     test: Arrays
     classes: tuple[str, ...]
-    augment: Callable[[Arrays, np.random.Generator], Arrays]
+    augment: Callable[[Arrays, np.random.Generator], Arrays] | None = None
     prepare: Callable[[Arrays], Arrays] = lambda rows: rows
     reads_local: bool = False
     order: Callable[[int, int], Callable[[int], np.ndarray]] | None = None
@@ -135,6 +137,10 @@ class Dataset(NamedTuple):
         """Meaning of the outputs of a network."""
         return Outputs(self.classes, self.label_map, self.scaling)
 
+    def augmented(self, rows: Arrays, generator: np.random.Generator) -> Arrays:
+        """Make a training batch of rows."""
+        return self.augment(rows, generator) if self.augment else self.prepare(rows)
+
     def test_batch(self, rows: Arrays) -> Arrays:
         """Make a test batch of rows, with standardized labels if these are numbers."""
         return self.standardized(self.prepare(rows))
@@ -144,6 +150,33 @@ class Dataset(NamedTuple):
         if self.scaling is None:
             return batch
         return batch | {"label": self.scaling.standardize(batch["label"]).astype(np.float32)}
+
+
+def load(source: "Data", *, private: bool) -> Dataset:
+    """Load the data of a source, which a user may have written, and check their parts.
+
+    Raises:
+      UserError: if the data are missing or damaged, or the source does not follow `Dataset`.
+    """
+    method = f"{type(source).__name__}.load"
+    name = f"data.source: {method}"
+    try:
+        dataset = source.load(private=private)
+    except TypeError as error:
+        if not str(error).startswith(("Dataset.__new__() ", f"{method}() ")):
+            raise
+        raise UserError(f"{name}: {error}") from error
+    if not isinstance(dataset, Dataset):
+        raise UserError(f"{name} must return a Dataset, got {type(dataset).__name__}")
+    for part in ("train", "test"):
+        arrays = getattr(dataset, part)
+        lengths = {n: len(a) for n, a in arrays.items()} if isinstance(arrays, dict) else {}
+        if len({*lengths.values()}) != 1:
+            raise UserError(f"{name}: {part} must be arrays by name with one length, got {lengths}")
+    for part in ("augment", "prepare"):
+        if not callable(given := getattr(dataset, part)) and (part, given) != ("augment", None):
+            raise UserError(f"{name}: {part} must be a function, got {given!r:.40}")
+    return dataset
 
 
 def num_examples(arrays: Arrays) -> int:
@@ -160,7 +193,7 @@ def augment_rows(dataset: Dataset, rows: Arrays, generator: np.random.Generator)
     """Make a training batch of rows from `select_rows`; ``row`` [batch] is passed on."""
     plain = {name: a for name, a in rows.items() if name != "row"}
     with RECORD.measured():
-        batch = dataset.standardized(dataset.augment(plain, generator))
+        batch = dataset.standardized(dataset.augmented(plain, generator))
     batch.pop("local", None)
     return batch | {"row": rows["row"]}
 

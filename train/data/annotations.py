@@ -6,13 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from train.data import annotations_coco, annotations_labelme, annotations_yolo, storage
-from train.data.annotated import (
-    BACKGROUND,
-    AnnotatedImage,
-    Annotations,
-    is_background,
-    is_ignored,
-)
+from train.data.annotated import BACKGROUND, AnnotatedImage, Annotations, is_background, is_ignored
 from train.data.class_table import Row
 from train.data.drawings import Drawing, Mask, Shape
 from train.data.files import check_folder, list_images

@@ -286,10 +286,7 @@ def _check_finite(images: np.ndarray, what: str) -> None:
 
 
 def _check_splits(
-    path: Path,
-    splits: Sequence[_Split],
-    images: Sequence[np.ndarray],
-    labels: Sequence[np.ndarray],
+    path: Path, splits: Sequence[_Split], images: Sequence[np.ndarray], labels: Sequence[np.ndarray]
 ) -> None:
     for split, image, label in zip(splits, images, labels, strict=True):
         if len(image) != len(label):

@@ -26,7 +26,7 @@ def add_canaries(dataset: Dataset, count: int) -> Dataset:
     def augment(rows: Arrays, generator: np.random.Generator) -> Arrays:
         numbers = rows[CANARY]
         others = {name: a for name, a in rows.items() if name != CANARY}
-        batch = dataset.augment(others, generator)
+        batch = dataset.augmented(others, generator)
         batch = {"weight": np.ones(len(numbers), np.float32)} | batch
         is_canary = numbers >= 0
         for name, a in batch.items():
@@ -53,7 +53,7 @@ def exclude(dataset: Dataset, included: np.ndarray) -> Dataset:
     """
 
     def augment(rows: Arrays, generator: np.random.Generator) -> Arrays:
-        batch = dataset.augment(rows, generator)
+        batch = dataset.augmented(rows, generator)
         keep = (batch[CANARY] < 0) | included[batch[CANARY]]
         return batch | {"weight": batch["weight"] * keep}
 

@@ -12,14 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
-from PIL import (
-    ExifTags,
-    Image,
-    ImageFile,
-    JpegImagePlugin,
-    TiffImagePlugin,
-    UnidentifiedImageError,
-)
+from PIL import ExifTags, Image, ImageFile, JpegImagePlugin, TiffImagePlugin, UnidentifiedImageError
 
 # By content, because extensions can be wrong. EPS and WMF run programs, others hold no images.
 Image.init()
@@ -117,9 +110,7 @@ File = str | os.PathLike[str] | bytes | UnreadableError
 
 
 def decode(
-    source: File | Image.Image | np.ndarray,
-    view: ViewOf = whole,
-    max_pixels: int = MAX_PIXELS,
+    source: File | Image.Image | np.ndarray, view: ViewOf = whole, max_pixels: int = MAX_PIXELS
 ) -> np.ndarray:
     """Decode an image file to uint8 [height, width, 3].
 

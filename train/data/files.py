@@ -88,9 +88,7 @@ def describe_files(
 
 
 def describe_images(
-    images: Iterable[_Id],
-    file_of: Callable[[_Id], File] = str,
-    name: Callable[[_Id], str] = str,
+    images: Iterable[_Id], file_of: Callable[[_Id], File] = str, name: Callable[[_Id], str] = str
 ) -> tuple[str, ...]:
     """Return notes about images of which 8-bit RGB does not show all. See `describe_files`."""
     every = [*dict.fromkeys(images)]

@@ -14,13 +14,7 @@ from annotated_types import MinLen
 from train.config.section import Count
 from train.data import Dataset, Outputs, storage
 from train.data.columns import check_names, choose, normalized, number_users
-from train.data.files import (
-    IMAGE_PATTERNS,
-    ImageFiles,
-    check_folder,
-    list_images,
-    subfolders,
-)
+from train.data.files import IMAGE_PATTERNS, ImageFiles, check_folder, list_images, subfolders
 from train.data.labeled_images import image_dataset
 from train.data.order import SampledBatches
 from train.data.photos import LabeledFiles
@@ -138,9 +132,7 @@ class _Split(NamedTuple):
         return self._replace(paths=[self.paths[i] for i in index], labels=self.labels[index])
 
 
-def _find_splits(
-    config: ImageFolder,
-) -> tuple[tuple[str, ...], _Split, _Split, tuple[str, ...]]:
+def _find_splits(config: ImageFolder) -> tuple[tuple[str, ...], _Split, _Split, tuple[str, ...]]:
     root = Path(config.path)
     check_folder(root, f"; expected a folder with {_EXPECTED}; for a table {_TABLE}")
     skipped = Counter[str]()

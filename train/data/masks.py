@@ -238,11 +238,7 @@ def _name(label_map: LabelMap, label: int) -> str:
 
 
 def translate(
-    config: _Config,
-    trained: LabelMap,
-    rows: Sequence[Row],
-    source: str,
-    samples: Sequence[Sample],
+    config: _Config, trained: LabelMap, rows: Sequence[Row], source: str, samples: Sequence[Sample]
 ) -> tuple[LabelMap, list[str]]:
     """Read other masks with the classes of a run, by name if they have a class table.
 

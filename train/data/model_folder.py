@@ -133,16 +133,7 @@ def check_folder(path: Path) -> None:
     if path.is_file():
         raise UserError(f"model.path: {path} is a file; give its folder, {path.parent}")
     if not path.is_dir():
-        name = _HUB_NAME.fullmatch(str(path))
-        if name and not path.parent.is_dir():
-            model, is_hub = name["model"], path.parent.name != "models"
-            raise UserError(
-                f"model.path: {path} is not a folder; "
-                + ("if it is a model's name on Hugging Face, " if is_hub else "")
-                + f"download it: hf download {model if is_hub else f'OWNER/{path.name}'} "
-                f"--local-dir models/{path.name}"
-            )
-        raise UserError(f"model.path: {path} is not a folder; give a published model's folder")
+        raise UserError(f"model.path: {path} is not a folder; {how_to_get(path)}")
     if (path / "config.json").is_file():
         return
     if (path / ADAPTERS).is_file():
@@ -154,6 +145,14 @@ def check_folder(path: Path) -> None:
         )
     if any(path.glob("*.gguf")):
         raise UserError(f"model.path: {path} has GGUF files; {_NO_GGUF}")
+
+
+def how_to_get(path: Path) -> str:
+    """Say how a model gets into a folder that does not exist."""
+    model, to, name = "OWNER/NAME", path, _HUB_NAME.fullmatch(str(path))
+    if name and not path.parent.is_dir() and path.parent.name != "models":
+        model, to = name["model"], Path("models", path.name)
+    return f"give a published model's folder, or download one: hf download {model} --local-dir {to}"
 
 
 def check_tokenizer(path: Path) -> None:

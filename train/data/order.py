@@ -169,12 +169,7 @@ class SampledBatches:
     """
 
     def __init__(
-        self,
-        labels: np.ndarray | None,
-        num_rows: int,
-        batch_size: int,
-        repeats: int,
-        seed: int,
+        self, labels: np.ndarray | None, num_rows: int, batch_size: int, repeats: int, seed: int
     ):
         self._batch_size, self._repeats, self._seed = batch_size, repeats, seed
         groups = [np.arange(num_rows)]

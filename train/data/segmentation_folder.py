@@ -39,12 +39,7 @@ from train.data.masks import (
 from train.data.photos import DecodedImages
 from train.data.placeholder import Placeholder, missing_paths, zeros
 from train.data.preprocessing import Preprocessor
-from train.data.splits import (
-    describe_hold_out,
-    describe_splits,
-    hold_out,
-    refuse_folds,
-)
+from train.data.splits import describe_hold_out, describe_splits, hold_out, refuse_folds
 from train.data.workers import Workers
 from train.errors import UserError, shorten
 

@@ -45,7 +45,6 @@ class Synthetic(Data):
             train=draw(self.examples),
             test=draw(max(self.examples // 4, 1)),
             classes=tuple(str(c) for c in range(self.classes)),
-            augment=lambda batch, generator: batch,
         )
 
     @property

@@ -12,13 +12,15 @@ from pydantic import ConfigDict, Field, FiniteFloat, ValidationError
 
 from fnet.privacy.audit import Audit
 from train import limits
+from train.config import Train
 from train.stored import Count, Stored, adapter_of, read_bytes
 
 NOT_PRIVATE = "not_private"
 """First part of the names of metrics that a guarantee of privacy does not cover."""
 
-_TOO_LARGE = 1e100
-"""Numbers from here on count as infinite, so that ratios of two numbers stay finite."""
+_TOO_LARGE, _MOST_STEPS = 1e100, 2**53
+"""Numbers from here on count as infinite, so that ratios of two numbers stay finite; not every
+integer from the second one on is a float64."""
 
 
 class MetricsLine(Stored):
@@ -29,7 +31,7 @@ class MetricsLine(Stored):
 
     model_config = ConfigDict(strict=True)
 
-    step: Annotated[int, Field(ge=0, lt=2**53)]  # not every larger integer is a float64
+    step: Annotated[int, Field(ge=0, lt=_MOST_STEPS)]
     epoch: FiniteFloat = 0.0
     seconds: FiniteFloat = 0.0
 
@@ -39,7 +41,7 @@ class BadStep(Stored):
 
     model_config = ConfigDict(strict=True)
 
-    step: Annotated[int, Field(ge=0, lt=2**53)]
+    step: Annotated[int, Field(ge=0, lt=_MOST_STEPS)]
     loss: str
     grad_norm: str
     origin: str
@@ -64,6 +66,10 @@ class Summary(Stored):
     peak_bytes_seen: Count | None = None
     versions: dict[str, str] = Field({})
     logged: dict[str, list[int]] | None = None
+
+    def is_of(self, step: int, total: int | None) -> bool:
+        """Whether the run had finished, of so many steps, of which ``step`` is the last logged."""
+        return self.steps >= max(step, 0 if self.ended_early else total or 0)
 
 
 class _Owner(Stored):
@@ -110,6 +116,15 @@ def read_log(path: Path, kind: type[Stored] = MetricsLine) -> Log:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Return the lines of metrics.jsonl about steps, or [] if there are none."""
     return read_log(path).lines
+
+
+def total_steps(config: Train, lines: Sequence[Mapping[str, Any]]) -> int | None:
+    """Return the steps of a whole run, or None if neither its config nor its lines tell."""
+    epoch = finite(lines[-1].get("epoch")) if lines else math.nan
+    if config.steps or not epoch > 0:
+        return config.steps
+    steps = config.epochs * lines[-1]["step"] / epoch
+    return math.ceil(round(steps, 6)) if steps < _MOST_STEPS else None
 
 
 def finite(value: Any) -> float:

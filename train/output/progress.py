@@ -42,8 +42,9 @@ _SHORTEST_BAR, _LONGEST_BAR = 6, 24
 _GAP = "  "
 
 _LOG_SECONDS = 10  # between lines of a log
-_TIMED_STEPS, _TIMED_SECONDS, _LONG = 3, 2.0, 10.0
-"""The time of a run is estimated from so many steps and seconds, and printed if it is long."""
+_TIMED_STEPS, _TIMED_SECONDS, _LONG, _MINUTES = 3, 2.0, 10.0, 120.0
+"""The time of a run is estimated from so many steps and seconds, and printed if it is long; with
+what shortens it, if it is minutes."""
 
 
 class Field(NamedTuple):
@@ -109,7 +110,8 @@ class Progress:
 
     A log has the first line, each one with test metrics or of the last step, and one per 10 s.
     The remaining time follows from the mean time of a step since this object was entered,
-    evaluations and checkpoints included.
+    evaluations and checkpoints included. ``shorten`` says what would make a run shorter
+    whose steps take so many seconds.
     """
 
     def __init__(
@@ -118,8 +120,9 @@ class Progress:
         total: int,
         start: int = 0,
         now: Callable[[], float] = time.monotonic,
+        shorten: Callable[[float], str] = lambda seconds: "",
     ):
-        self._log, self._now = line_printer(console), now
+        self._log, self._now, self._shorten = line_printer(console), now, shorten
         self._live = console.is_terminal and not console.is_dumb_terminal
         # rich's default of 4 refreshes a second takes time from steps on two cores.
         self._display = Live(console=console, get_renderable=lambda: self, refresh_per_second=2)
@@ -151,6 +154,7 @@ class Progress:
                 self._log(
                     f"estimated time: {duration(rest)} for {self._total - step:,} more steps, "
                     f"from the first {taken:,}"
+                    + (self._shorten(seconds / taken) if rest >= _MINUTES else "")
                 )
 
     @contextlib.contextmanager

@@ -17,14 +17,11 @@ from train.errors import UserError
 from train.limits import PICTURE
 from train.output.curves import read_curves
 from train.output.formats import number
-from train.output.logged import BadStep, MetricsLine, Summary, finite, throughput
+from train.output.logged import BadStep, MetricsLine, Summary, finite, throughput, total_steps
 from train.output.memory_tables import StepMemory
 from train.output.rows import read_csv
 from train.run.run_folder import RunFolder
 from train.stored import Count, Stored, StoredError, T, read_bytes
-
-MOST_STEPS = 2**53
-"""Not every integer from here on is a float64."""
 
 
 class ClassScore(Stored):
@@ -165,6 +162,7 @@ class Run:
     Attributes:
       label: Short name that no other run of the report has.
       lines: Lines of metrics.jsonl that have a step, in the order of their steps.
+      total_steps: Steps of the whole run, or None if neither its config nor its lines tell.
       written: Time of the last line in seconds since 1970, or None.
       summary: Its summary.json; None until the run has finished once.
       memory: Its memory.json; None until a step is compiled.
@@ -184,6 +182,7 @@ class Run:
         self.lines = lines = reader.log(folder.metrics, MetricsLine)
         bad_steps = reader.log(folder.bad_steps, BadStep)
         self.bad_steps = [BadStep.model_validate(line) for line in bad_steps]
+        self.total_steps = total_steps(self.config.train, lines)
         self.curves = read_curves(lines)
         self.written = folder.metrics.stat().st_mtime if lines else None
         self.summary = summary = reader.json(Summary, folder.summary)
@@ -214,19 +213,9 @@ class Run:
         return finite(self.lines[-1].get("epoch")) if self.lines else math.nan
 
     @property
-    def total_steps(self) -> int | None:
-        """Steps of the whole run, or None if neither its config nor its lines tell."""
-        train = self.config.train
-        if train.steps or not self.epoch > 0:
-            return train.steps
-        steps = train.epochs * self.step / self.epoch
-        return math.ceil(round(steps, 6)) if steps < MOST_STEPS else None
-
-    @property
     def finished(self) -> bool:
         """Whether the summary is of the last step."""
-        s, total = self.summary, self.total_steps or 0
-        return s is not None and s.steps >= max(self.step, 0 if s.ended_early else total)
+        return self.summary is not None and self.summary.is_of(self.step, self.total_steps)
 
     @property
     def rate(self) -> float | None:

@@ -92,7 +92,7 @@ class Evaluator:
             counts = counts.at[confusion].add(weights.astype(counts.dtype), mode="drop")
             return (sums, counts), (confusion[1], examples)
 
-        self._dataset, self._batch_size, self._watch = task.dataset, batch_size, watch
+        self._dataset, self.batch_size, self._watch = task.dataset, batch_size, watch
         batch: Any = sample_evaluation_batch(task.dataset, batch_size)
         self._replicated = layout.replicated if layout else None
         self._put = layout.put if layout else lambda batch: batch
@@ -148,7 +148,7 @@ class Evaluator:
         sums: Any = jax.tree.map(lambda a: a.astype(np.promote_types(a.dtype, "i8")), self._zeros)
         totals, max_count = self._zero_totals(), 0
         kept: list[Any] = []
-        for batch in self._watch(evaluation_batches(self._dataset, self._batch_size, self._local)):
+        for batch in self._watch(evaluation_batches(self._dataset, self.batch_size, self._local)):
             max_count += self._counts_per_batch
             if max_count >= 2**31:
                 sums = jax.tree.map(np.add, sums, jax.device_get(totals))
@@ -193,7 +193,7 @@ class Evaluator:
         if n > max_examples:
             rows = np.linspace(0, n - 1, max_examples).astype(int)
         test = {name: a[rows] for name, a in self._dataset.test.items()}
-        for batch in evaluation_batches(self._dataset._replace(test=test), self._batch_size):
+        for batch in evaluation_batches(self._dataset._replace(test=test), self.batch_size):
             arguments = trained.evaluation_params, trained.model_state, self._put(batch)
             _, (predictions, _) = self._add_batch(self._zero_totals(), *arguments)
             yield batch, jax.device_get(predictions)

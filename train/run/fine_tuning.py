@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from fnet import TrainState, memory
+from fnet import memory
 from fnet.hlo import unwrap
 from fnet.layer import Params
 from fnet.memory import format_bytes, roofline, tree_bytes
@@ -25,7 +25,6 @@ from train.data.text import Text
 from train.errors import UserError, writing
 from train.networks.pretrained import Pretrained
 from train.networks.published import network as published
-from train.networks.published.network import FROZEN
 from train.output.tables import Table
 from train.run import planning
 from train.run.mesh import layout
@@ -75,8 +74,8 @@ class Row(NamedTuple):
       state_bytes: Bytes of the train state, frozen parameters included.
       trained: Number of trained parameters.
       trained_bytes: Bytes of trained parameters and of their optimizer state.
-      shape: The fastest shape that fits, or the smallest one; None if the state alone is too large.
-      longest: Longest context that fits with the most remat; None if none does.
+      shape: The fastest shape that fits, or the smallest; None if not known, or too large a state.
+      longest: Longest context that fits with the most remat; 0 if none does, None if not known yet.
       flags: Flags of ``fnet train``, after the recipe.
     """
 
@@ -216,29 +215,53 @@ class Planner:
         """Remat policies to try, the fastest first."""
         return [p for p in _POLICIES if p in policies_for(platform_of(self.target))]
 
-    def row(self, way: str, context: int, batch_size: int) -> Row:
+    def fits(self, row: Row) -> bool:
+        """Whether a shape of the way is known to fit."""
+        return row.cost is not None and row.cost.peak <= self.limit
+
+    def search(
+        self, ways: Sequence[str], context: int, batch_size: int, *, all_ways: bool = True
+    ) -> Iterator[dict[str, Row]]:
+        """Yield the rows by way each time that more is known: states, shapes, longest contexts.
+
+        Unless ``all_ways``, those are left out that cannot be better: another way trains the same
+        parameters and fits without remat, and they only save more memory.
+        """
+        rows = {way: self.state(way, context, batch_size) for way in ways}
+        yield rows
+        for way, row in [*rows.items()]:
+            others = [r for r in rows.values() if WAYS[r.way][0] == WAYS[way][0] and self.fits(r)]
+            if not all_ways and "none" in [r.shape.policy for r in others if r.shape]:
+                del rows[way]
+            elif row.state_bytes <= self.limit:
+                rows[way] = self.with_shape(row, context, batch_size)
+            yield rows
+        for way, row in rows.items():
+            if row.shape:
+                rows[way] = row._replace(longest=self.longest(row, batch_size))
+                yield rows
+
+    def state(self, way: str, context: int, batch_size: int) -> Row:
+        """Return what is known of a way without compiling it."""
+        shape = Shape(self.policies[0], batch_size, context)
+        state = self.setup(way, shape, batch_size).state_shapes
+        trained_bytes = tree_bytes((state.params, state.opt_state))
+        return Row(way, tree_bytes(state), _size(state.params), trained_bytes)
+
+    def with_shape(self, row: Row, context: int, batch_size: int) -> Row:
         """Search the shapes of a way, the fastest first."""
         shapes = [Shape(policy, batch_size, context) for policy in self.policies]
-        state = self.setup(way, shapes[0], batch_size).state_shapes
-        if batch_size > 1 and FROZEN not in state.model_state:
-            # Without a sum of large gradients.
-            shapes.append(shapes[-1]._replace(microbatches=1))
-        trained_bytes = tree_bytes((state.params, state.opt_state))
-        row = Row(way, tree_bytes(state), _size(state.params), trained_bytes)
-        if row.state_bytes > self.limit:
-            self.log(f"{way}: the train state alone takes {format_bytes(row.state_bytes)}")
-            return row
+        if batch_size > 1 and WAYS[row.way][0] == "finetune_full":
+            shapes.append(shapes[-1]._replace(microbatches=1))  # without a sum of large gradients
         costs: dict[Shape, Cost] = {}
         for shape in shapes:
-            costs[shape] = self.cost(way, shape, batch_size, state)
+            costs[shape] = self.cost(row, shape, batch_size)
             if costs[shape].peak <= self.limit:
-                self.log(f"{way}: fits with {shape}")
+                self.log(f"{row.way}: fits with {shape}")
                 break
         chosen = min(costs, key=lambda s: (costs[s].peak > self.limit, costs[s].peak))
-        smallest = chosen._replace(policy=self.policies[-1])
-        longest = self.longest(way, smallest, batch_size, state, costs.get(smallest))
-        flags = self.flags(way, self.model.folder.path, chosen, batch_size)
-        return row._replace(shape=chosen, cost=costs[chosen], longest=longest, flags=flags)
+        flags = self.flags(row.way, self.model.folder.path, chosen, batch_size)
+        return row._replace(shape=chosen, cost=costs[chosen], flags=flags)
 
     def setup(self, way: str, shape: Shape, batch_size: int, depth: int | None = None) -> Setup:
         """Set up a run of a way, with a vocabulary in place of its data."""
@@ -260,16 +283,14 @@ class Planner:
             *("--out", f"runs/{way}"),
         )
 
-    def cost(self, way: str, shape: Shape, batch_size: int, state: TrainState) -> Cost:
+    def cost(self, row: Row, shape: Shape, batch_size: int) -> Cost:
         """Compile a step, and extrapolate to the model's number of blocks: linearly in two depths.
-
-        ``state`` has the shapes of all blocks.
 
         With nested remat, the peak of one or two blocks may be where no input of a block is alive.
         So these are added to one depth, and no time is estimated, because groups run again. With
         offload they are in the memory of the host, so the larger depth has the peak of all blocks.
         """
-        peaks, times = list[float](), list[float]()
+        way, peaks, times = row.way, list[float](), list[float]()
         # One candidate of the backend instead of all.
         options = dict(memory.CANDIDATE_OPTIONS.get(jax.default_backend(), ({},))[-1])
         if self.target:
@@ -301,42 +322,43 @@ class Planner:
                 inputs += 2  # the gradient of one, in float32
                 tokens = shape.context * batch_size // shape.microbatches
                 temporaries += _BFLOAT16 * self.model.width * tokens * inputs
-            temporaries += _GRADIENT * (_size(state.params) - _size(run.state_shapes.params))
+            temporaries += _GRADIENT * (row.trained - _size(run.state_shapes.params))
         seconds = _extrapolate(depths, times, blocks) if times else None
-        return Cost(tree_bytes(state) + temporaries, seconds)
+        return Cost(row.state_bytes + temporaries, seconds)
 
-    def longest(
-        self, way: str, shape: Shape, batch_size: int, state: TrainState, cost: Cost | None
-    ) -> int | None:
-        """Estimate the longest context that fits, from a line through two contexts."""
-        most = self.model.positions
-        cost = cost or self.cost(way, shape, batch_size, state)
-        fits, other = cost.peak <= self.limit, 4 * shape.context
-        if (most is not None and other > most) or not fits:
-            other = shape.context // 2
-        if other < _SHORTEST:
-            return shape.context if fits else None
-        second = self.cost(way, shape._replace(context=other), batch_size, state)
-        slope = (second.peak - cost.peak) / (other - shape.context)
+    def longest(self, row: Row, batch_size: int) -> int:
+        """Estimate the longest context that fits, from a line through two contexts.
+
+        0 is none. If all positions of the model fit, they need no line.
+        """
+        assert row.shape is not None  # and its cost is known
+        shape = row.shape._replace(policy=self.policies[-1])
+        fits, context, most = self.fits(row), shape.context, self.model.positions or 2**31
+        other = min(4 * context, most) if fits else context // 2
+        if other == context or other < _SHORTEST:
+            return context * fits
+        second = self.cost(row, shape._replace(context=other), batch_size)
+        if other == most and second.peak <= self.limit:
+            return most
+        cost = (shape == row.shape and row.cost) or self.cost(row, shape, batch_size)
+        slope = (second.peak - cost.peak) / (other - context)
         if slope <= 0:  # too short to matter
-            return most if fits else None
-        length = shape.context + (self.limit - cost.peak) / slope
-        length = int(length // _SHORTEST * _SHORTEST)
-        if length < _SHORTEST:
-            return None
-        return length if most is None else min(length, most)
+            return most * fits
+        length = int((context + (self.limit - cost.peak) / slope) // _SHORTEST * _SHORTEST)
+        return min(max(length, 0), most)
 
     def table(self, rows: Sequence[Row]) -> Table:
         """Return the ways to train, one a row."""
         about, timed = "~" * self.is_estimate, bool(self.target)
-        fits = [bool(row.cost and row.cost.peak <= self.limit) for row in rows]
+        fits = [self.fits(row) for row in rows]
         cells = []
         for row, is_small in zip(rows, fits, strict=True):
-            shape, peak, longest, seconds = "", "too large", "", ""
+            shape, longest, seconds = "", "", ""
+            peak = "too large" if row.state_bytes > self.limit else ""
             if row.shape and row.cost:
                 shape = f"{row.shape.policy} / {row.shape.microbatches}"
                 peak = f"{about}{format_bytes(int(row.cost.peak))}" + "\ntoo large" * (not is_small)
-                longest = f"~{row.longest:,}" if row.longest else "none"
+                longest = f"~{row.longest:,}" if row.longest else "none" * (row.longest == 0)
                 seconds = "" if row.cost.seconds is None else f"{about}{row.cost.seconds:.3g}"
             each = f"{row.trained_bytes / row.trained:.1f}"
             sizes = format_bytes(row.state_bytes), peak, longest, _millions(row.trained), each

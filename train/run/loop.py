@@ -38,7 +38,7 @@ from train.run.open_run import begin, check_classes, write_classes
 from train.run.planning import Programs, check_memory_config, compile_programs, overhead
 from train.run.process_memory import HighWater
 from train.run.profiling import Profile
-from train.run.run_folder import RunFolder, atomic_write, quote
+from train.run.run_folder import RunFolder, atomic_write
 from train.run.same_data import check_data, check_saved, describe_data, stamp_of, write_data
 from train.run.seeds import (
     Seeds,
@@ -170,7 +170,7 @@ def train(
             )
             loop.run = run._replace(steps=loop.step)
         if loop.step < loop.run.steps or loop.failure:
-            loop.report_stop(command or quote(folder.config))
+            loop.report_stop(command or folder.as_config)
             return False
         loop.finish(measured_bytes)
         for picture in (folder.confusion, folder.examples):
@@ -265,7 +265,7 @@ class _Loop:
         """Take steps until the last one, a signal or a failure, and trace ``profile`` of them."""
         run, folder, first = self.run, self.folder, self.step
         with (
-            Progress(console, run.steps, first) as progress,
+            Progress(console, run.steps, first, shorten=run.what_shortens) as progress,
             self.wait,
             folder.metrics.open("a", buffering=1) as metrics_file,
             contextlib.closing(Profile(profile, folder.profile, first, self.log)) as profiler,

@@ -33,7 +33,6 @@ from train.networks.pretrained import Pretrained
 from train.networks.published import network as published
 from train.networks.published.network import PretrainedNetwork
 from train.run import weight_files
-from train.run.checkpoints import load_network
 from train.run.open_run import OpenRun, copy_small_files
 from train.run.run_folder import as_json, part_of
 from train.tasks import images, language
@@ -102,10 +101,7 @@ def export_model(opened: OpenRun, options: ExportArguments) -> Path:
 def _write_adapters(
     out: Path, opened: OpenRun, source: ModelFolder, network: PretrainedNetwork, *, best: bool
 ) -> None:
-    section, (trained, _, step) = (
-        opened.config.model,
-        load_network(opened.folder, network, best=best),
-    )
+    section, (_, (trained, _, step)) = opened.config.model, opened.network(network, best=best)
     assert isinstance(section, Pretrained)  # because it is published
     adapters = published.adapters_of(section)
     assert adapters is not None  # because it has a rank
@@ -137,7 +133,7 @@ def _language_model(
     assert isinstance(section, Pretrained)  # because it is published
     if network.new and not all(name.endswith("ForCausalLM") for name in names):
         raise UserError(f"{section.path} with a new head has no published layout")
-    trained, state, step = load_network(opened.folder, network, best=best)
+    _, (trained, state, step) = opened.network(network, best=best)
     files = dict[str, Any]()
     params, tensors = published.merge(section, trained, state), network.base.tensors
     dtypes = {name: t.dtype for name, t in source.tensors.items()}

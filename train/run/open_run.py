@@ -22,13 +22,14 @@ from train.data.chat_file import ChatFile
 from train.data.files import describe_copies, describe_images
 from train.data.image_folder import ImageFolder
 from train.data.label_map import IGNORE, LabelMap
-from train.data.model_folder import SMALL_FILES, is_model_folder, read_folder
+from train.data.model_folder import SMALL_FILES, how_to_get, is_model_folder, read_folder
 from train.data.text import Text
-from train.errors import UserError, writing
+from train.errors import UserError, warn, writing
 from train.gradients.mean import Mean
 from train.networks.model_images import image_data
 from train.networks.pretrained import Pretrained
 from train.networks.published import network as published
+from train.output.logged import Summary, read_metrics, total_steps
 from train.run.checkpoints import RestoredNetwork, load_network
 from train.run.run_folder import RunFolder
 from train.run.same_data import compare_data, describe_data, write_data
@@ -82,6 +83,9 @@ class OpenRun:
         """Open the run of a folder or config.json that a user gives, or a published model."""
         folder = RunFolder.of(given)
         is_model = or_model and is_model_folder(folder.path)
+        if or_model and not folder.path.exists():
+            near = folder.similar_run()
+            raise UserError(f"no run or model {given}{near}; {how_to_get(folder.path)}")
         return cls(folder, published_config(str(folder.path)) if is_model else None)
 
     @property
@@ -159,10 +163,26 @@ class OpenRun:
         data = describe_data(dataset, self.config.data, private=self.config.is_private)
         return compare_data(self.folder, self.config, data)
 
-    def network(self, *, best: bool = False) -> tuple[Any, RestoredNetwork]:
-        """Build the network and restore its weights, without the data of the run."""
-        model = self.build_network()
-        return model, load_network(self.folder, model, best=best)
+    def network(
+        self, model: Any = None, *, best: bool = False, place: Any = None
+    ) -> tuple[Any, RestoredNetwork]:
+        """Build the network, or take it, and restore the weights as `load_network` does."""
+        model = model or self.build_network()
+        network = load_network(self.folder, model, best=best, place=place)
+        self.warn_unfinished(network.step)
+        return model, network
+
+    def warn_unfinished(self, step: int) -> None:
+        """Print a line if the run, whose network is of this step, was not finished."""
+        folder = self.folder
+        with contextlib.suppress(UserError):  # a damaged log does not matter here
+            lines, summary = read_metrics(folder.metrics), folder.read(Summary, folder.summary)
+            total = total_steps(self._trained.train, lines)
+            if lines and not (summary and summary.is_of(lines[-1]["step"], total)):
+                warn(
+                    f"{folder.path}: step {step:,}{f' of {total:,}' if total else ''}: the run was "
+                    f"not finished; continue it with fnet train {folder.as_config} --resume"
+                )
 
     def build_network(self) -> Any:
         """Build the network alone."""

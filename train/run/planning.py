@@ -146,17 +146,12 @@ class StepCache:
 
     def __init__(self, planned: Planned, log: Callable[[str], None]):
         self._run, self._planned, self._log = planned.run, planned, log
-        self._executables = {_signature(planned.run.batch_shapes): FirstApart(planned.executable)}
-
-    @property
-    def num_programs(self) -> int:
-        """Number of compiled programs."""
-        return len(self._executables)
+        self.executables = {_signature(planned.run.batch_shapes): FirstApart(planned.executable)}
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         """Return the next state and the step's metrics."""
         signature = _signature(batch)
-        if signature not in self._executables:
+        if signature not in self.executables:
             start = time.perf_counter()
             compiled = _compile(
                 self._run.with_batch_shapes(jax.eval_shape(lambda b: b, batch)),
@@ -165,14 +160,14 @@ class StepCache:
                 None,
                 self._planned.executable.report.compiler_options,
             )
-            self._executables[signature] = FirstApart(compiled.executable)
+            self.executables[signature] = FirstApart(compiled.executable)
             changes = describe_changes(_shapes(self._run.batch_shapes), _shapes(batch))
             self._log(
                 f"compiled again in {time.perf_counter() - start:.1f} s "
-                f"({self.num_programs} programs): {changes}"
+                f"({len(self.executables)} programs): {changes}"
             )
         stepped: tuple[TrainState, dict[str, jax.Array]]
-        stepped = self._executables[signature](state, self._run.put(batch))
+        stepped = self.executables[signature](state, self._run.put(batch))
         return stepped
 
 
@@ -438,11 +433,7 @@ def _plan_as_dict(plan: Plan) -> dict[str, Any]:
 
 
 def predict_on(
-    run: Setup,
-    target: Target | None,
-    *,
-    largest: bool = False,
-    progress: Progress | None = None,
+    run: Setup, target: Target | None, *, largest: bool = False, progress: Progress | None = None
 ) -> Planned:
     """Compile the step of a config for a device, by default this machine, and estimate its time.
 

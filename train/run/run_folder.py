@@ -130,6 +130,11 @@ class RunFolder:
         return cls(path.parent if path.name == "config.json" and path.is_file() else path)
 
     @property
+    def as_config(self) -> str:
+        """The folder as CONFIG of a command, in which a bare name may be a recipe's."""
+        return quote(self.path) + "/" * (len(self.path.parts) == 1)
+
+    @property
     def id(self) -> str | None:
         """Id of the run; None of one that an earlier version wrote."""
         if self._id is None and (owner := stored.read(_Owner, self.config)):
@@ -227,7 +232,7 @@ class RunFolder:
                 "with peft's merge_and_unload, and give the merged folder"
             )
         if not self.config.is_file():
-            raise UserError(f"no run in {self.path}: it has no config.json{self._similar_run()}")
+            raise UserError(f"no run in {self.path}: it has no config.json{self.similar_run()}")
         if is_model_folder(self.path):
             raise UserError(
                 f"{self.path} is a published model; make a run of it with fnet import "
@@ -239,7 +244,7 @@ class RunFolder:
         """Whether config.json says what one with this code (`code_of`) says."""
         return not self.config.is_file() or code_of(fixed_fields(self.read_config())) == code
 
-    def _similar_run(self) -> str:
+    def similar_run(self) -> str:
         """Return ``" (did you mean runs/shapes?)"`` for a run of a similar name, or ``""``."""
         with contextlib.suppress(OSError):
             folders = [p for p in self.path.parent.iterdir() if (p / self.config.name).is_file()]
@@ -301,7 +306,7 @@ class RunFolder:
             fields = ", ".join(f"{n} is {a} there and {b} here" for n, (a, b) in different.items())
             raise UserError(
                 f"{self.path} holds a run with another config ({fields}): resume it with "
-                f"`fnet train {quote(self.config)} --resume`, or choose another folder with --out"
+                f"`fnet train {self.as_config} --resume`, or choose another folder with --out"
             )
         if (saved := max(self.saved_steps, default=0)) > steps:
             raise UserError(

@@ -25,6 +25,7 @@ from train.data.placeholder import Placeholder
 from train.data.unreadable import UnreadableFiles
 from train.errors import UserError, shorten
 from train.networks.published.network import PretrainedNetwork, without_module
+from train.output.formats import duration
 from train.platform import keeps_freed_memory
 from train.privacy import Privacy
 from train.run.evaluation import Evaluator
@@ -151,8 +152,18 @@ class Setup(NamedTuple):
 
     def evaluation(self, unreadable: UnreadableFiles, batch_size: int) -> Evaluator:
         """Trace the evaluation on the test examples, with as many on each device."""
+        # More rows than there are examples would be computed in vain.
+        batch_size = min(batch_size, data.num_examples(self.task.dataset.test) + self.devices - 1)
         batch_size = max(batch_size // self.devices, 1) * self.devices
         return Evaluator(self.task, batch_size, self.state_shapes, unreadable.watch, self.layout)
+
+    def what_shortens(self, seconds: float) -> str:
+        """Say how long an epoch is, of steps of so many seconds, and what makes the run shorter."""
+        train, size = self.config.train, getattr(self.config.data, "image_size", None)
+        length = f"steps than {train.steps:,}" if train.steps else f"epochs than {train.epochs:g}"
+        images = f" or a smaller --data.image-size than {size}" if size else ""
+        epoch = duration(seconds * self.steps_per_epoch)
+        return f"; {epoch} an epoch. For a shorter run, give fewer --train.{length}{images}"
 
 
 def setup(config: Config, *, without_data: bool = False, dataset: Dataset | None = None) -> Setup:

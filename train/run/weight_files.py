@@ -384,8 +384,7 @@ def export_weights(opened: OpenRun, options: ExportArguments) -> Path:
     out = output_file(options.out, folder.weights)
     if out.suffix != ".safetensors":
         raise UserError(f"--out: expected a file that ends in .safetensors, got {out}")
-    with Checkpoints(folder.checkpoints, best=options.best) as checkpoints:
-        params, state, step = checkpoints.restore_network()
+    _, (params, state, step) = opened.network(best=options.best)
     described = describe_run(opened)
     norm = described["norm"]
     try:

@@ -2,6 +2,7 @@
 
 import jax
 
+from train import data
 from train.config import Config
 from train.data import Dataset, sample_batch
 from train.errors import UserError
@@ -37,7 +38,7 @@ def load(config: Config) -> Dataset:
     kind_of(config).check(config)
     if config.is_private:
         config.data.check_statistics()
-    dataset: Dataset = config.model.complete(config.data).load(private=config.is_private)
+    dataset = data.load(config.model.complete(config.data), private=config.is_private)
     if config.is_private:
         config.data.check_statistics(dataset)
     return dataset

@@ -75,7 +75,7 @@ def build(config: Config, dataset: Dataset) -> Task:
 
 def _check_unit_interval(dataset: Dataset) -> None:
     def augment(rows: Arrays) -> Arrays:
-        return dataset.augment(rows, np.random.default_rng(0))
+        return dataset.augmented(rows, np.random.default_rng(0))
 
     for split, make_batch in ((dataset.train, augment), (dataset.test, dataset.prepare)):
         for start in range(0, num_examples(split), 64):

@@ -70,7 +70,7 @@ def build(config: Config, dataset: Dataset) -> Task:
         return _task(config, dataset, model, losses)
 
     splits: dict[str, Any] = {
-        "train": (dataset.train, lambda rows: dataset.augment(rows, np.random.default_rng(0))),
+        "train": (dataset.train, lambda rows: dataset.augmented(rows, np.random.default_rng(0))),
         "test": (dataset.test, dataset.prepare),
     }
 

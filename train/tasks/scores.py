@@ -62,13 +62,11 @@ def auc(outputs: np.ndarray, is_class: np.ndarray) -> np.ndarray:
     It is the probability that an example of the class has the larger output than another one, half
     of it for equal outputs (Mann-Whitney U). It is NaN if all or no examples are of the class.
     """
+    from scipy.stats import rankdata  # slow to import
+
     positive = is_class.sum(0)
     negative = len(is_class) - positive
-    # Twice the ranks, with equal outputs at their mean; `scipy.stats` is slow to import.
-    ordered = [(np.sort(a), a) for a in outputs.T]
-    ranks = [1 + np.searchsorted(o, a) + np.searchsorted(o, a, "right") for o, a in ordered]
-    above = (np.stack(ranks, 1) * is_class / 2).sum(0) - positive * (positive + 1) / 2
-    above[np.isnan(outputs).any(0)] = np.nan
+    above = (rankdata(outputs, axis=0) * is_class).sum(0) - positive * (positive + 1) / 2
     return _divide(above, positive * negative)
 
 

@@ -274,11 +274,7 @@ def _kinds(options: Options, d: Decoder) -> tuple[list[int | None], tuple[_Kind,
 
 
 def _block(
-    options: Options,
-    d: Decoder,
-    of_attention: Mapping[str, Any],
-    second_norm: bool,
-    kind: _Kind,
+    options: Options, d: Decoder, of_attention: Mapping[str, Any], second_norm: bool, kind: _Kind
 ) -> layers.Block:
     """Build the layers of a kind of blocks; ``of_attention`` are fields of the variant."""
     hidden = d.shared_hidden if kind.keys == "given" else None
@@ -954,9 +950,7 @@ register(
     _GEMMA2,
     _GEMMA3,
     _GEMMA3.like(
-        "gemma3",
-        "Gemma3ForConditionalGeneration",
-        **within_image_model(_GEMMA3, outer=True),
+        "gemma3", "Gemma3ForConditionalGeneration", **within_image_model(_GEMMA3, outer=True)
     ),
     _GEMMA2.like(
         "vaultgemma",

@@ -234,8 +234,6 @@ register(
     _GEMMA4.like("gemma4", "Gemma4ForConditionalGeneration", **within_image_model(_GEMMA4)),
     _UNIFIED,
     _UNIFIED.like(
-        "gemma4_unified",
-        "Gemma4UnifiedForConditionalGeneration",
-        **within_image_model(_UNIFIED),
+        "gemma4_unified", "Gemma4UnifiedForConditionalGeneration", **within_image_model(_UNIFIED)
     ),
 )

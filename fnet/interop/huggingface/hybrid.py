@@ -197,7 +197,7 @@ def _falcon_h1_mixer(options: Options) -> Layer:
         rotary=rotary,
         variant=layers.AttentionVariant(
             # Without biases, factors of queries and keys are one of the scores.
-            scale=head_dim**-0.5 * factors["attention_in"] ** 2 * factors["key"],
+            scale=head_dim**-0.5 * factors["attention_in"] ** 2 * factors["key"]
         ),
     )
     return _sum(
@@ -378,9 +378,7 @@ register(
     _QWEN.like("qwen3_5", "Qwen3_5ForConditionalGeneration", **within_image_model(_QWEN)),
     _QWEN_MOE,
     _QWEN_MOE.like(
-        "qwen3_5_moe",
-        "Qwen3_5MoeForConditionalGeneration",
-        **within_image_model(_QWEN_MOE),
+        "qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", **within_image_model(_QWEN_MOE)
     ),
     _LFM2,
     _LFM2.like(

@@ -193,9 +193,7 @@ _MAMBA2_ARGUMENTS = {
 register(
     _MAMBA,
     _MAMBA.like(
-        "falcon_mamba",
-        "FalconMambaForCausalLM",
-        select_norm_eps=Option("mixer_rms_eps", 1e-6),
+        "falcon_mamba", "FalconMambaForCausalLM", select_norm_eps=Option("mixer_rms_eps", 1e-6)
     ),
     _MAMBA.like(
         "mamba2",

@@ -96,7 +96,11 @@ def family_of(config: Mapping[str, Any]) -> Family:
     if kind is not None or "architecture" not in config:
         if kind not in FAMILIES:
             known = ", ".join(sorted(FAMILIES))
-            raise ValueError(f"huggingface: model_type {kind!r} is not supported, only {known}")
+            raise ValueError(
+                f"huggingface: model_type {kind!r} is not supported, only {known}; register your "
+                "own with fnet.interop.huggingface.register, for the program in a file of "
+                "FNET_PLUGINS (docs/how_to/add_a_family.md)"
+            )
         return FAMILIES[kind]
     architecture = str(config["architecture"])
     if _arguments(architecture) is None:

@@ -397,6 +397,7 @@ def test_long_evaluations_do_not_overflow():
     run = setup(Config(data=Synthetic(image_size=4, classes=3, examples=40), model=MODEL))
     state = jax.jit(run.init)(jax.random.key(0))
     evaluate = run.evaluation(UnreadableFiles(run.task.dataset, print), run.config.data.batch_size)
+    assert evaluate.batch_size == 10  # there are no more examples
     expected = evaluate(state)
     evaluate._counts_per_batch = 2**30  # as in a segmentation of many large images
     result = evaluate(state)

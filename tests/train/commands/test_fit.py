@@ -4,6 +4,7 @@ import dataclasses
 import json
 import shlex
 import types
+from typing import get_args
 
 import jax
 import ml_dtypes
@@ -17,7 +18,7 @@ from fnet.interop.huggingface import build_model
 from fnet.memory import tree_bytes
 from fnet.memory.target import Target
 from train import arguments
-from train.arguments import FitArguments, TrainArguments
+from train.arguments import TrainArguments
 from train.config import recipes
 from train.data.model_folder import FileTensor, ModelFolder, read_folder
 from train.networks.published import network as published
@@ -94,10 +95,10 @@ def test_the_estimate_is_close_to_all_blocks_compiled(folder, policy, context):
     shallow = folder / "shallow"
     shallow.mkdir()
     planners = [planner_of(model, 2**40, model.depths(exact), shallow) for exact in (False, True)]
-    state = planners[0].setup("lora", shape, 2).state_shapes
+    row = planners[0].state("lora", context, 2)
     with jax.debug_key_reuse(False):  # the backward pass of nested remat draws the same again
         estimate, exact = (
-            planner.cost("lora", shape, 2, state).peak - tree_bytes(state) for planner in planners
+            planner.cost(row, shape, 2).peak - row.state_bytes for planner in planners
         )
     assert estimate == pytest.approx(exact, rel=0.1)
 
@@ -115,15 +116,15 @@ def test_blocks_that_are_not_compiled_are_added(folder, monkeypatch):
     model, shallow = fit.read_model(folder / "llama"), folder / "shallow"
     shallow.mkdir()
     planner = planner_of(model, 2**40, (1, 2), shallow)
-    state = planner.setup("lora", Shape("none", 2, 64), 4).state_shapes
+    row = planner.state("lora", 64, 4)
     linear, nested, offloaded = (
-        planner.cost("lora", Shape(policy, 2, 64), 4, state).peak - tree_bytes(state)
+        planner.cost(row, Shape(policy, 2, 64), 4).peak - row.state_bytes
         for policy in ("none", "nested", "offload")
     )
     assert linear == 700 + 300 * 4
     # In groups of two, three inputs are held, two more than of one block, and a float32 gradient.
     inputs = 2 * LLAMA["hidden_size"] * (64 * 4 // 2) * (2 + 2)
-    adapters = sum(a.size for a in jax.tree.leaves(state.params))  # alike in each of four blocks
+    adapters = row.trained  # alike in each of four blocks
     assert nested == 700 + 300 + inputs + 4 * adapters * 3 // 4
     assert offloaded == 700 + 300 * 2 + 4 * adapters * 2 // 4
 
@@ -131,7 +132,6 @@ def test_blocks_that_are_not_compiled_are_added(folder, monkeypatch):
 def test_a_state_above_the_budget_is_not_compiled(folder, capsys, monkeypatch, no_weights):
     monkeypatch.setattr(planning, "analyze", None)
     printed = output_of(capsys, "fit", "llama", "--budget", "1kB", "--ways", "lora", "lora_nf4")
-    assert "lora: the train state alone takes" in printed
     assert "too large" in printed
     assert "fnet train" not in printed
     assert "For training, llama has no tokenizer.json; download it" in printed
@@ -144,15 +144,14 @@ def searched(folder, monkeypatch, way, limit, cost):
     model = fit.read_model(folder / "llama")
     tried = []
 
-    def known(self, way, shape, batch_size, state):
+    def known(self, row, shape, batch_size):
         tried.append(shape)
-        return Cost(tree_bytes(state) + cost(shape), None)
+        return Cost(row.state_bytes + cost(shape), None)
 
     monkeypatch.setattr(fit.Planner, "cost", known)
-    planner = planner_of(model, 0)
-    state = planner.row(way, 32, 4).state_bytes
-    planner = planner_of(model, state + limit)
-    return planner.row(way, 32, 4), tried
+    state = planner_of(model, 0).state(way, 32, 4).state_bytes
+    *_, rows = planner_of(model, state + limit).search([way], 32, 4)
+    return rows[way], tried
 
 
 def per_token(none, segments, nested, fixed=0, gradients=0):
@@ -168,7 +167,7 @@ def test_chooses_no_remat_if_it_fits(folder, monkeypatch):
     row, tried = searched(folder, monkeypatch, "lora", 3600, per_token(100, 50, 40, fixed=400))
     assert row.shape == Shape("none", 4, 32)
     assert row.longest == 80  # 400 + 40 * 80 = 3600
-    assert tried == [Shape("none", 4, 32), Shape("nested", 4, 32), Shape("nested", 4, 128)]
+    assert tried == [Shape("none", 4, 32), Shape("nested", 4, 128), Shape("nested", 4, 32)]
 
 
 def test_chooses_as_little_remat_as_it_must(folder, monkeypatch):
@@ -194,7 +193,7 @@ def test_a_shorter_context_may_fit(folder, monkeypatch):
     assert row.cost.peak > row.state_bytes + 700
     assert row.longest == 16  # 20 tokens
     row, _ = searched(folder, monkeypatch, "lora", 200, per_token(100, 50, 20, fixed=300))
-    assert row.longest is None
+    assert row.longest == 0
 
 
 @pytest.mark.parametrize(
@@ -213,8 +212,33 @@ def test_a_context_has_at_most_the_positions_of_the_model(given, positions, used
 
 
 def test_no_context_is_longer_than_the_model_allows(folder, monkeypatch):
-    row, _ = searched(folder, monkeypatch, "lora", 10**9, per_token(100, 50, 20))
+    row, tried = searched(folder, monkeypatch, "lora", 10**9, per_token(100, 50, 20))
     assert row.longest == LLAMA["max_position_embeddings"]
+    assert len(tried) == 2  # all positions fit, so that no line is needed
+
+
+def test_ways_that_only_save_memory_are_left_out_where_others_fit_without_remat(
+    folder, capsys, monkeypatch
+):
+    def known(self, row, shape, batch_size):
+        too_large = row.way == "full" and shape.policy == "none"
+        return Cost(2**40 if too_large else row.state_bytes + 1, None)
+
+    monkeypatch.setattr(fit.Planner, "cost", known)
+    printed = output_of(capsys, "fit", "llama", "--budget", "1GB")
+    assert [way for way in fit.WAYS if f"\n{way}:\n" in printed] == ["full", "compact", "lora"]
+    assert "for longer contexts: --ways lora_int8 lora_nf4" in printed
+    printed = output_of(capsys, "fit", "llama", "--budget", "1GB", "--ways", "lora", "lora_nf4")
+    assert "\nlora_nf4:\n" in printed
+
+
+def test_the_table_grows(folder, monkeypatch):
+    monkeypatch.setattr(fit.Planner, "cost", lambda self, row, *_: Cost(row.state_bytes, None))
+    search = planner_of(fit.read_model(folder / "llama"), 2**30).search(["lora", "full"], 32, 4)
+    known = [[(r.shape is not None, r.longest) for r in rows.values()] for rows in search]
+    no, fits, all_known = (False, None), (True, None), (True, 128)
+    assert known[:3] == [[no, no], [fits, no], [fits, fits]]
+    assert known[3:] == [[all_known, fits], [all_known, all_known]]
 
 
 def test_a_gpu_offloads_where_a_cpu_cannot(folder):
@@ -261,7 +285,7 @@ def test_state_bytes_of_known_models_are_as_by_hand(tmp_path, config, parameters
     path = headers_of(tmp_path / "model", config)
     assert sum(f.stat().st_blocks * 512 for f in path.iterdir()) < 2**20
     planner = planner_of(fit.read_model(path), 0)
-    rows = {way: planner.row(way, 32, 1) for way in fit.WAYS}
+    rows = {way: planner.state(way, 32, 1) for way in fit.WAYS}
     assert rows["full"].trained == rows["compact"].trained == total
     small = 100  # step, key, counts
     assert rows["full"].state_bytes == pytest.approx(12 * total, abs=small)
@@ -377,7 +401,7 @@ def test_an_image_network_is_one_line(folder, capsys):
 
 
 def test_every_way_is_a_command(folder):
-    assert tuple(fit.WAYS) == FitArguments().ways
+    assert tuple(fit.WAYS) == get_args(arguments.Way)
     planner = planner_of(fit.read_model(folder / "llama"), 0)
     for way in fit.WAYS:
         config = fit.config_of(way, planner.flags(way, folder / "llama", Shape("none", 2, 16), 4))

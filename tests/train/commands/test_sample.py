@@ -307,7 +307,9 @@ def test_refuses_a_missing_run(words, capsys):
     assert exit_code("sample", *words) == 2
     assert_one_line_error(capsys, "missing RUN")
     assert exit_code("sample", "nowhere", *words) == 2
-    assert_one_line_error(capsys, "no run in nowhere: it has no config.json")
+    assert_one_line_error(
+        capsys, "no run or model nowhere; give a published model's folder, or download one"
+    )
 
 
 FOLDER = "--data.source", "image_folder", "--data.path", "photos", "--data.image-size", "8"

@@ -7,11 +7,13 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
+import numpy as np
 import pytest
 from program_cases import assert_one_line_error, exit_code, fnet_command, metrics_of
 from registry_cases import copy_tables
 
 from train.config import Config, from_json, recipes, registry, to_json, variants
+from train.data import training_batches
 
 HOW_TO = Path(__file__).parents[3] / "docs" / "how_to"
 
@@ -120,6 +122,41 @@ def test_a_plugin_that_fails_is_one_line(text, message, workplace, monkeypatch, 
     monkeypatch.setenv(registry.PLUGINS, "own.py")
     assert exit_code("train", "digits") == 2
     assert_one_line_error(capsys, f"fnet: FNET_PLUGINS: {message}")
+
+
+STRIPES = code_of("add_a_dataset.md")
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "message"),
+    [
+        ("    batch_size: Count = 32\n", "", "the class Stripes lacks the field batch_size"),
+        ("@dataclass(frozen=True)\n", "", "the class Stripes lacks @dataclass(frozen=True)"),
+        ("def load(", "def read(", "Stripes must define load"),
+        ("load(self, *, private: bool = False)", "load(self)", "keyword argument 'private'"),
+        ("return Dataset(", "return dict(", "Stripes.load must return a Dataset, got dict"),
+        (
+            "            test=draw(self.examples // 4),\n",
+            "",
+            "Stripes.load: Dataset.__new__() miss",
+        ),
+        ("train=draw(self.examples)", "train={}", "Stripes.load: train must be arrays by name"),
+        ("augment=add_noise", "augment=3", "Stripes.load: augment must be a function, got 3"),
+    ],
+)
+def test_what_a_source_lacks_is_one_line(was, now, message, workplace, monkeypatch, capsys):
+    (workplace / "own.py").write_text(STRIPES.replace(was, now))
+    monkeypatch.setenv(registry.PLUGINS, "own.py")
+    assert exit_code("train", "digits_mlp", "--data.source", "stripes") == 2
+    assert_one_line_error(capsys, message)
+
+
+def test_training_batches_are_prepared_as_test_batches_without_augmentation():
+    names, prepare = {}, "prepare=lambda rows: rows | {'image': 1 - rows['image']}"
+    exec(STRIPES.replace("augment=add_noise", prepare), names)
+    dataset = names["Stripes"]().load()
+    batch = next(training_batches(dataset, 4, seed=0))
+    np.testing.assert_array_equal(batch["image"], 1 - dataset.train["image"][batch["row"]])
 
 
 def test_the_config_package_imports_no_jax():

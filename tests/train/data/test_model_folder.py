@@ -89,17 +89,11 @@ def test_damaged_files_are_one_line(tmp_path, damage, match):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("prefix", ["", "https://huggingface.co/"])
-def test_a_name_of_the_hub_is_answered_by_its_download(prefix):
-    command = "hf download nobody/Llama-0.1B --local-dir models/Llama-0.1B"
-    with pytest.raises(UserError, match=command):
-        check_folder(Path(f"{prefix}nobody/Llama-0.1B"))
-
-
-def test_a_folder_of_models_is_not_taken_for_an_owner():
-    command = "hf download OWNER/Llama-0.1B --local-dir models/Llama-0.1B"
-    with pytest.raises(UserError, match=f"not a folder; download it: {command}"):
-        check_folder(Path("models/Llama-0.1B"))
+@pytest.mark.parametrize("owner", ["nobody/", "https://huggingface.co/nobody/", "models/", "/"])
+def test_a_missing_folder_is_answered_by_its_download(owner):
+    name, to = ("nobody/Llama-0.1B", "models/") if "nobody" in owner else ("OWNER/NAME", owner)
+    with pytest.raises(UserError, match=f"download one: hf download {name} --local-dir {to}Llama"):
+        check_folder(Path(f"{owner}Llama-0.1B"))
 
 
 def test_folders_that_are_no_models_are_one_line(tmp_path):

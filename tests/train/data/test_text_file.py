@@ -7,12 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from train.config import (
-    Clipped,
-    Config,
-    LanguageModel,
-    TextFile,
-)
+from train.config import Clipped, Config, LanguageModel, TextFile
 from train.data import num_examples
 from train.data.buckets import bucket_lengths, bucketed_batches
 from train.data.text_file import _cut_rows

@@ -121,15 +121,20 @@ def test_the_remaining_time_counts_only_steps_of_this_process_and_falls_during_a
     assert "eta 7:00" in render(progress, 80)
 
 
-def test_estimates_the_time_of_a_long_run_once_from_its_first_steps():
+@pytest.mark.parametrize(
+    ("steps", "text"),
+    [
+        (1000, "16 min 40 s for 1,000 more steps, from the first 3; 1.0 s a step"),
+        (100, "1 min 40 s for 100 more steps, from the first 3"),
+    ],
+)
+def test_estimates_the_time_of_a_long_run_once_from_its_first_steps(steps, text):
     console, now = Console(file=io.StringIO(), width=80), Clock()
-    progress = Progress(console, 1003, 0, now)
+    progress = Progress(console, steps + 3, 0, now, lambda seconds: f"; {seconds} s a step")
     for step in range(1, 6):
         now.seconds = step
         progress.advance(step)
-    assert console.file.getvalue() == (
-        "estimated time: 16 min 40 s for 1,000 more steps, from the first 3\n"
-    )
+    assert console.file.getvalue() == f"estimated time: {text}\n"
 
 
 @pytest.mark.parametrize(

@@ -334,5 +334,5 @@ def test_a_signal_ends_all_folds(monkeypatch, tmp_path):
     config = Config(data=ImageFolder(path="d"))
     folds.train_folds(config, 3, tmp_path / "f", resume=False, console=None)
     where = tmp_path / "f"
-    assert trained == [(1, f"{where}/fold_1/config.json --folds 3 --out {where}")]
+    assert trained == [(1, f"{where}/fold_1 --folds 3 --out {where}")]
     assert not (where / "folds.json").exists()

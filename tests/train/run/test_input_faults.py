@@ -13,19 +13,10 @@ import numpy as np
 import pytest
 from data_cases import take_batches
 from image_cases import write_class_folders, write_image, write_mask
-from program_cases import (
-    exit_code,
-    final_state,
-    fnet_command,
-    metrics_of,
-    output_of,
-)
+from program_cases import exit_code, final_state, fnet_command, metrics_of, output_of
 
 from train.config import ArrayFile, ChatFile, SegmentationFolder, TextFile
-from train.data import (
-    image_batches,
-    training_batches,
-)
+from train.data import image_batches, training_batches
 from train.data.unreadable import UnreadableFiles
 from train.run.planning import StepCache
 

@@ -129,10 +129,10 @@ def test_a_run_that_crashed_and_was_interrupted_ends_with_the_same_bits(
     printed = output_of(capsys, "train", "tiny.py", "--out", "parts", "--resume")
     assert "resumed after step 3 of 8" in printed
     assert "SIGINT: saved after step 4 of 8" in printed
-    assert "fnet train parts/config.json --resume" in printed
+    assert "fnet train parts/ --resume" in printed
     assert not (workplace / "parts" / "summary.json").exists()
 
-    printed = output_of(capsys, "train", "parts/config.json", "--resume")
+    printed = output_of(capsys, "train", "parts/", "--resume")
     assert "  time      about " in printed
     assert "for 4 steps, as fast as before" in printed
     chex.assert_trees_all_equal(final_state(finished_run), final_state(workplace / "parts"))
@@ -262,6 +262,20 @@ def test_a_run_that_ended_before_its_first_line_can_begin_again(tmp_path):
     assert folder.has_started
     with pytest.raises(UserError, match="already holds a run"):
         folder.create()
+
+
+def test_commands_that_read_a_run_say_that_it_was_not_finished(finished_run, capsys):
+    def printed():
+        fnet_command("eval", "finished_run")
+        fnet_command("export", "finished_run")
+        (finished_run / "weights.safetensors").unlink()
+        return capsys.readouterr().err
+
+    assert printed() == ""
+    config = finished_run / "config.json"
+    config.write_text(config.read_text().replace('"steps": 8', '"steps": 20'))
+    line = "fnet: finished_run: step 8 of 20: the run was not finished; continue it with"
+    assert printed() == f"{line} fnet train finished_run/ --resume\n" * 2
 
 
 def test_never_overwrites_a_run(finished_run, capsys):

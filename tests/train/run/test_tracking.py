@@ -195,7 +195,7 @@ def test_reports_why_a_step_is_compiled_again():
     half = {name: a[:4] for name, a in batch.items()}
     state, _ = step(state, half)
     state, _ = step(state, half)
-    assert step.num_programs == 2
+    assert len(step.executables) == 2
     (words,) = output
     assert words.startswith("compiled again in ")
     assert "batch['image'] was float32[8, 8, 8, 1], is float32[4, 8, 8, 1]" in words

@@ -6,11 +6,7 @@ import chex
 import jax
 import numpy as np
 import pytest
-from program_cases import (
-    assert_one_line_error,
-    exit_code,
-    fnet_command,
-)
+from program_cases import assert_one_line_error, exit_code, fnet_command
 
 import fnet
 from train.config import LanguageModel, recipes
@@ -97,7 +93,7 @@ def test_rows_of_many_lengths_need_few_programs(text_folder, monkeypatch):
     fnet_command("train", "text.py", "--out", "rows", *words, *steps_taken)
     _, *lines = [json.loads(line) for line in (text_folder / "rows" / "metrics.jsonl").open()]
     assert lines[-1]["test/loss"] < lines[0]["train/loss"] < np.log(256) + 1
-    assert 2 <= steps[0].num_programs <= 3  # 16, 32 and 64 tokens
+    assert 2 <= len(steps[0].executables) <= 3  # 16, 32 and 64 tokens
 
 
 @pytest.mark.parametrize(

@@ -275,9 +275,7 @@ def without_classes(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read(
-    folder: ModelFolder,
-    model: PretrainedModel,
-    convert: Callable[[str, Array], Any],
+    folder: ModelFolder, model: PretrainedModel, convert: Callable[[str, Array], Any]
 ) -> Callable[[Any], Any]:
     """Return a function that reads parameters with the shardings and dtypes of its argument."""
 
