@@ -118,10 +118,11 @@ def test_a_run_that_crashed_and_was_interrupted_ends_with_the_same_bits(
     interrupted_at(5, monkeypatch, die)
     with pytest.raises(RuntimeError, match="killed"):
         fnet_command("train", "tiny.py", "--out", "parts")
-    # The first line is from second 1000, and the last one is cut off by the kill.
+    # The first step is from second 1000, and the last line is cut off by the kill.
     path = workplace / "parts" / "metrics.jsonl"
-    first = json.loads(path.read_text().splitlines()[0]) | {"seconds": 1000.0}
-    path.write_text(json.dumps(first) + '\n{"step": 6, "tra')
+    run, first, *_ = path.read_text().splitlines()
+    first = json.dumps(json.loads(first) | {"seconds": 1000.0})
+    path.write_text(f'{run}\n{first}\n{{"step": 6, "tra')
     capsys.readouterr()
 
     # Before step 4, at whose end an evaluation is due.
@@ -140,7 +141,7 @@ def test_a_run_that_crashed_and_was_interrupted_ends_with_the_same_bits(
     assert [line["step"] for line in lines] == [2, 4, 6, 8]
     assert [line["step"] for line in lines if "test/loss" in line] == [4, 8]
     assert lines[2:] == metrics_of(finished_run)[2:]
-    seconds = [json.loads(line)["seconds"] for line in path.read_text().splitlines()]
+    seconds = [json.loads(line)["seconds"] for line in path.read_text().splitlines()[1:]]
     ended = json.loads((workplace / "parts" / "summary.json").read_text())["seconds"]
     assert 1000 == seconds[0] < seconds[1] < seconds[2] < seconds[3] < ended
 
