@@ -176,11 +176,11 @@ def convolutions() -> Case:
 def convolution_layouts() -> Case:
     def loss(p, x):
         y = jax.lax.conv(x, p["w"], (1, 1), "VALID")
-        return row_losses(jnp.tanh(y)) + row_losses(
-            jax.lax.conv(x[:, :, 1:], p["w"], (2, 1), "SAME")
-        )
+        z = jax.lax.conv(x[:, :, 1:], p["w"], (2, 1), "SAME")
+        as_kernels = jax.lax.conv(p["image"][None], x[:, :, :2, :2], (1, 1), "VALID")[0]
+        return row_losses(jnp.tanh(y)) + row_losses(z) + row_losses(as_kernels)
 
-    return Case(loss, tree(w=(3, 2, 2, 3)), (normal(9, B, 2, 6, 5),))
+    return Case(loss, tree(w=(3, 2, 2, 3), image=(2, 4, 4)), (normal(9, B, 2, 6, 5),))
 
 
 def causal_convolution() -> Case:
@@ -332,7 +332,7 @@ CASES = {
     for case in (
         dense, dense_over_sequence, long_sequences, tied_embedding, recurrent,
         unrolled_recurrent, stacked_layers, nested_scans, checkpointed, views, attention_heads,
-        convolutions, convolution_layouts, causal_convolution, custom_derivatives, layer_norm_in_scan,
+        convolutions, causal_convolution, convolution_layouts, custom_derivatives, layer_norm_in_scan,
         nonlinear_uses, broadcast_over_batch, scaled_parameters, loss_without_data,
         flax_transformer, flax_cnn, fnet_transformer, fnet_mlp, frozen_abn, dropout,
     )

@@ -65,10 +65,6 @@ def test_matches_a_loop_over_examples(name, per_layer):
     assert_clipped_like_a_loop(Case(LOSSES[name], PARAMS, (X,)), per_layer=per_layer)
 
 
-def test_clips_every_example():
-    assert_clipped_like_a_loop(Case(scanned, PARAMS, (X,)))
-
-
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("value", [jnp.nan, jnp.inf, 1e30])
 def test_leaves_out_examples_with_a_gradient_that_is_not_finite(value):
@@ -144,7 +140,7 @@ def test_a_backward_rule_that_is_not_linear_stays_within_the_clip():
     assert gradient_strategies(one_layer, PARAMS, X)["in"] == "rematerialized"
 
 
-@pytest.mark.parametrize("part", [lambda p: p[:3], lambda p: p[1:2], lambda p: jnp.split(p, 2)[1]])
+@pytest.mark.parametrize("part", [lambda p: p[1:2], lambda p: jnp.split(p, 2)[1]])
 def test_microbatches_add_the_gradient_of_a_slice_in_a_checkpoint(part):
     def loss(p, _, batch, __):
         inner = jax.checkpoint(lambda p, x: jnp.tanh(x[:, : len(part(p))] + part(p)[None]))

@@ -81,10 +81,6 @@ def low_rank_update(p, x):
 
 STACK = normal(0, 5, D, D)
 CASES = {
-    "concatenated": (
-        lambda p, x: row_losses(jnp.tanh(x @ jnp.concatenate([p["a"], p["b"]], 1))),
-        matrices("a", "b"), "ghost norm",
-    ),
     "concatenated in a cell": (concatenated_cell, matrices("a", "b", "c", "d"), "ghost norm"),
     "stacked": (
         lambda p, x: row_losses(
@@ -101,9 +97,6 @@ CASES = {
         weight_norm, matrices("a", "b") | {"g": normal(5, D)},
         {"a": "derived", "b": "ghost norm", "g": "derived"},
     ),
-    "elementwise": (
-        lambda p, x: row_losses(x @ jnp.tanh(p["a"])), matrices("a"), "derived",
-    ),
     "straight-through": (straight_through, matrices("a"), "ghost norm"),
     "low-rank update of a tied kernel": (
         low_rank_update, {"w": normal(0, D, D), "a": normal(1, D, 2), "b": normal(2, 2, D)},
@@ -112,9 +105,6 @@ CASES = {
     "finished together with data": (
         lambda p, x: row_losses(jnp.matmul(*finish_together(x, jnp.tanh(p["a"])))),
         matrices("a"), "derived",
-    ),
-    "weight decay": (
-        lambda p, x: row_losses(x @ p["a"]) + (p["a"] ** 2).sum(), matrices("a"), "derived",
     ),
 }  # fmt: skip
 
@@ -127,11 +117,11 @@ def test_matches_a_loop_over_examples(name, per_layer):
     assert_clipped_like_a_loop(Case(loss, params, (X,)), per_layer=per_layer)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_strategy(name):
-    loss, params, strategy = CASES[name]
-    expected = jax.tree.map(lambda _: strategy, params) if isinstance(strategy, str) else strategy
-    assert gradient_strategies(loss, params, X) == expected
+def test_strategies():
+    for loss, params, strategy in CASES.values():
+        same = isinstance(strategy, str)
+        expected = jax.tree.map(lambda _, s=strategy: s, params) if same else strategy
+        assert gradient_strategies(loss, params, X) == expected
 
 
 def test_each_parameter_of_a_group_is_clipped_on_its_own():

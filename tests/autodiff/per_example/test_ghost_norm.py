@@ -278,12 +278,13 @@ def test_error_bounds_of_inner_products_hold():
         assert (np.abs(np.float64(values) - exact) <= errors).all()
 
 
-@pytest.mark.parametrize("precision", [None, "bfloat16", "tensorfloat32", "float32", "highest"])
-def test_accelerators_round_factors_of_float32_unless_full_precision_is_asked_for(precision):
-    with jax.default_matmul_precision(precision):
-        assert ghost_norm._rounds_products(jnp.float32) == (precision not in ("float32", "highest"))
-        assert not ghost_norm._rounds_products(jnp.float64)
-        assert ghost_norm._rounding_of_product(jnp.bfloat16) == 2.0**-8
+def test_accelerators_round_factors_of_float32_unless_full_precision_is_asked_for():
+    for precision in (None, "bfloat16", "tensorfloat32", "float32", "highest"):
+        with jax.default_matmul_precision(precision):
+            is_rough = precision not in ("float32", "highest")
+            assert ghost_norm._rounds_products(jnp.float32) == is_rough
+            assert not ghost_norm._rounds_products(jnp.float64)
+            assert ghost_norm._rounding_of_product(jnp.bfloat16) == 2.0**-8
 
 
 def test_worst_rounding_of_a_gram_matrix_is_within_its_bound():
@@ -299,36 +300,28 @@ def test_worst_rounding_of_a_gram_matrix_is_within_its_bound():
     assert np.abs(np.float64(values) - exact) <= errors
 
 
-@pytest.mark.parametrize(
-    ("platform", "dtype", "width", "gram"),
-    [
+def test_accelerators_multiply_gradients_where_gram_matrices_cost_more():
+    for platform, dtype, width, is_gram in (
         ("cpu", "float32", 768, True),
         ("cuda", "float32", 768, False),  # full precision takes a GPU seven times as long
         ("cuda", "bfloat16", 768, False),  # sums of 256 x 256 over 24 blocks
         ("cuda", "bfloat16", 2560, True),
-    ],
-)
-def test_accelerators_multiply_gradients_where_gram_matrices_cost_more(
-    platform, dtype, width, gram
-):
-    factors = jnp.zeros((2, 1, 2, 256, width), dtype)
-    with traced_for(platform):
-        norms = jax.eval_shape(ghost_norm.squared_norms, *factors)
-    assert (norms.errors is not None) is gram  # gradients have no cancelling terms
+    ):
+        factors = jnp.zeros((2, 1, 2, 256, width), dtype)
+        with traced_for(platform):
+            norms = jax.eval_shape(ghost_norm.squared_norms, *factors)
+        assert (norms.errors is not None) is is_gram  # gradients have no cancelling terms
 
 
-@pytest.mark.parametrize(
-    ("platform", "batch", "chunks"),
-    [
+def test_chunks_are_large_enough_for_an_accelerator():
+    for platform, batch, chunks in (
         ("cpu", 64, 16),  # of a quarter of the factors' bytes
         ("cuda", 64, 4),  # as large as the factors
         ("cuda", 256, 16),  # but not larger than 256 MiB, or a quarter of the factors
-    ],
-)
-def test_chunks_are_large_enough_for_an_accelerator(platform, batch, chunks):
-    factors = [np.broadcast_to(np.float32(0), (batch, 256, n)) for n in (768, 3072)]
-    with traced_for(platform):
-        assert ghost_norm.number_of_chunks(batch, factors, 4 * 768 * 3072) == chunks
+    ):
+        factors = [np.broadcast_to(np.float32(0), (batch, 256, n)) for n in (768, 3072)]
+        with traced_for(platform):
+            assert ghost_norm.number_of_chunks(batch, factors, 4 * 768 * 3072) == chunks
 
 
 def test_norms_of_terms_add_up_groups_and_bound_squares_that_underflow():
@@ -353,30 +346,21 @@ def indices(*shape):
     return jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
-@pytest.mark.parametrize(
-    ("u", "v", "example_bytes"),
-    [
+def test_chunks_are_as_large_as_what_they_compute(monkeypatch):
+    seen = []
+    record = lambda f, arrays, size: (seen.append(size), f(*arrays))[1]  # noqa: E731
+    monkeypatch.setattr(ghost_norm, "map_groups_in_chunks", record)
+    for u, v, example_bytes in (
         (floats(2, 5, 3, 40), floats(2, 5, 3, 50), 2 * 2 * 4 * 3 * 3),  # two Gram matrices
         (floats(2, 5, 30, 4), floats(2, 5, 30, 3), 2 * 4 * 4 * 3),  # the gradient
         (indices(2, 5, 30), floats(2, 5, 30, 3), 2 * 4 * 2 * 30 * 3),  # rows, sorted and summed
         (floats(2, 5, 30, 3), indices(2, 5, 30), 2 * 4 * 2 * 30 * 3),
         (indices(2, 5, 30), indices(2, 5, 30), 2 * 4 * 30 * 30),
-    ],
-)
-def test_chunks_are_as_large_as_what_they_compute(u, v, example_bytes, monkeypatch):
-    seen = []
-    monkeypatch.setattr(
-        ghost_norm,
-        "map_groups_in_chunks",
-        lambda f, arrays, size: (seen.append(size), f(*arrays))[1],
-    )
-    estimate = jax.eval_shape(ghost_norm.squared_norms, u, v)
-    assert estimate.values.shape == (5,)
-    assert seen == [example_bytes]
-    assert (
-        jax.eval_shape(ghost_norm.squared_norms, floats(2, 5, 1, 4), floats(2, 5, 1, 3)).errors
-        is None
-    )
+    ):
+        assert jax.eval_shape(ghost_norm.squared_norms, u, v).values.shape == (5,)
+        assert seen.pop() == example_bytes
+    short = floats(2, 5, 1, 4), floats(2, 5, 1, 3)
+    assert jax.eval_shape(ghost_norm.squared_norms, *short).errors is None
 
 
 @pytest.mark.parametrize("groups", [1, 2])
@@ -387,13 +371,9 @@ def test_patches_of_a_convolution_exist_for_a_chunk_of_examples(groups, monkeypa
     monkeypatch.setattr(ghost_norm, "map_groups_in_chunks", record)
 
     def loss(p, x):
+        names = ("NHWC", "HWIO", "NHWC")
         y = lax.conv_general_dilated(
-            x,
-            p,
-            (1, 1),
-            "SAME",
-            dimension_numbers=("NHWC", "HWIO", "NHWC"),
-            feature_group_count=groups,
+            x, p, (1, 1), "SAME", dimension_numbers=names, feature_group_count=groups
         )
         return (y**2).sum((1, 2, 3))
 

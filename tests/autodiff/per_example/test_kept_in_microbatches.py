@@ -42,7 +42,7 @@ def strategies(loss=losses):
 
 def test_matrices_that_meet_many_tokens_are_kept_in_microbatches(accelerator):
     params, tokens = arrays()
-    expected = fnet.clipped_grad(losses, 0.05, microbatch_size=1)(params, tokens)
+    expected = jax.jit(fnet.clipped_grad(losses, 0.05, microbatch_size=1))(params, tokens)
     with jax.default_matmul_precision("float32"):
         got = jax.jit(fnet.clipped_grad(losses, 0.05))(params, tokens)
     chex.assert_trees_all_close(got, expected, rtol=1e-5, atol=1e-7)
@@ -58,8 +58,8 @@ def test_a_mask_and_per_layer_clips_stay(accelerator):
     params, tokens = arrays()
     mask = jnp.arange(SIZE) % 3 > 0
     for options in ({"per_layer": True}, {"rescale_to_unit_norm": True}):
-        step = fnet.clipped_grad(losses, 0.05, **options)
-        alone = fnet.clipped_grad(losses, 0.05, microbatch_size=1, **options)
+        step = jax.jit(fnet.clipped_grad(losses, 0.05, **options))
+        alone = jax.jit(fnet.clipped_grad(losses, 0.05, microbatch_size=1, **options))
         with jax.default_matmul_precision("float32"):
             got, expected = (f(params, tokens, mask=mask) for f in (step, alone))
         chex.assert_trees_all_close(got, expected, rtol=1e-5, atol=1e-7)
@@ -69,7 +69,7 @@ def test_kept_gradients_are_rounded_as_products_are_before_their_norm_is_taken(a
     params, tokens = arrays()
     clip = 0.05
     gradient = jax.jit(fnet.clipped_grad(losses, clip))
-    exact = fnet.clipped_grad(losses, clip, microbatch_size=1)
+    exact = jax.jit(fnet.clipped_grad(losses, clip, microbatch_size=1))
     got, expected = gradient(params, tokens)[0], exact(params, tokens)[0]
     error = np.abs(got["up"] - expected["up"]).max() / np.abs(expected["up"]).max()
     assert 1e-5 < error < 2**-8

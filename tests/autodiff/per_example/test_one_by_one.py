@@ -20,6 +20,7 @@ B, T, D, ROWS = 5, 6, 4, 200
 RNG = np.random.default_rng(0)
 PARAMS = {
     "table": jnp.asarray(RNG.normal(size=(ROWS, D)), jnp.float32),
+    "read twice": jnp.cos(jnp.arange(1.0 * ROWS * D)).reshape(ROWS, D),
     "kernels": jnp.asarray(RNG.normal(size=(2, D, D)), jnp.float32),
     "bias": jnp.zeros(D),
     "unused": jnp.zeros(3),
@@ -33,6 +34,7 @@ def loss(p, tokens, weight, key):
         return jnp.tanh(h @ w + p["bias"]), None
 
     h = p["table"][tokens] * jax.random.bernoulli(key, 0.8, (len(tokens), T, D))
+    h += p["read twice"][tokens] * jnp.sin(p["read twice"][tokens[:, ::-1]])
     h, _ = jax.lax.scan(layer, h, p["kernels"])
     return weight * h.sum((1, 2)), {"mean": h.mean(1), "constant": jnp.arange(3.0) * p["bias"][0]}
 
@@ -46,8 +48,8 @@ OPTIONS = {
 }
 
 
-@pytest.mark.sweep(3)
-@pytest.mark.parametrize("size", [1, 2, 5, 9])
+@pytest.mark.sweep(5)
+@pytest.mark.parametrize("size", [1, 2, 9])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_equals_all_examples_at_once(name, size):
     def clipped(size):
@@ -61,6 +63,7 @@ def test_equals_all_examples_at_once(name, size):
     assert info.norms[3] == 0
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_examples_that_are_not_finite_contribute_nothing(value):
     gradient = jax.jit(fnet.clipped_grad(loss, 0.5, has_aux=True, microbatch_size=1))
@@ -73,7 +76,7 @@ def test_examples_that_are_not_finite_contribute_nothing(value):
 
 def test_adds_to_mutable_arrays():
     gradient = fnet.clipped_grad(loss, 0.5, has_aux=True, microbatch_size=1)
-    expected, _ = gradient(PARAMS, *BATCH)
+    expected, _ = jax.jit(gradient)(PARAMS, *BATCH)
 
     @jax.jit
     def twice():
@@ -89,16 +92,14 @@ def test_adds_to_mutable_arrays():
 
 def test_no_array_per_example_has_the_size_of_the_table():
     rows, tokens = 50_000, jnp.zeros((8, 16), int)
-    gradient = fnet.clipped_grad(lambda p, t: p[t].sum((1, 2)), 1.0, microbatch_size=1)
     table = jax.ShapeDtypeStruct((rows, 8), jnp.float32)
-    compiled = jax.jit(lambda p, t: gradient(p, t)[0]).lower(table, tokens).compile()
-    assert compiled.memory_analysis().temp_size_in_bytes < 4 * rows * 8 * 1.1
-    everyone = fnet.clipped_grad(lambda p, t: p[t].sum((1, 2)), 1.0, microbatch_size=8)
-    compiled = jax.jit(lambda p, t: everyone(p, t)[0]).lower(table, tokens).compile()
-    assert compiled.memory_analysis().temp_size_in_bytes < 4 * rows * 8 * 1.1
+    for size in (1, 8):
+        gradient = fnet.clipped_grad(lambda p, t: p[t].sum((1, 2)), 1.0, microbatch_size=size)
+        compiled = jax.jit(lambda p, t, f=gradient: f(p, t)[0]).lower(table, tokens).compile()
+        assert compiled.memory_analysis().temp_size_in_bytes < 4 * rows * 8 * 1.1
 
 
-@pytest.mark.parametrize("seed", [3, 11, 17, 29])
+@pytest.mark.parametrize("seed", [3, 17])
 def test_the_bound_holds_for_random_programs(monkeypatch, seed):
     def one_by_one(loss, clip):
         return fnet.clipped_grad(loss, clip, microbatch_size=1)
@@ -115,15 +116,14 @@ def squares(w, x):
     return jnp.square(jnp.tanh(x @ w)).sum(range(1, x.ndim))
 
 
-@pytest.mark.parametrize(
-    ("length", "size", "platform", "chosen"),
-    [(1, 8, "cpu", False), (4096, 8, "cpu", True), (4096, 1, "cpu", False), (4096, 8, "gpu", False)],
-)  # fmt: skip
-def test_is_chosen_for_long_sequences_on_a_cpu(length, size, platform, chosen):
-    w, x = jnp.ones((16, 16)), jax.ShapeDtypeStruct((size, length, 16), jnp.float32)
-    with traced_for(platform):
-        strategy = gradient_strategies(squares, w, x)
-    assert (strategy == "one example at a time") == chosen
+def test_is_chosen_for_long_sequences_on_a_cpu():
+    for length, size, platform, is_chosen in (
+        (1, 8, "cpu", False), (4096, 8, "cpu", True), (4096, 1, "cpu", False), (4096, 8, "gpu", False),
+    ):  # fmt: skip
+        w, x = jnp.ones((16, 16)), jax.ShapeDtypeStruct((size, length, 16), jnp.float32)
+        with traced_for(platform):
+            strategy = gradient_strategies(squares, w, x)
+        assert (strategy == "one example at a time") == is_chosen
 
 
 def test_is_not_chosen_with_a_width_effects_or_convolutions(monkeypatch):

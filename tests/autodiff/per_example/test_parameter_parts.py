@@ -116,23 +116,17 @@ def test_slices_take_no_memory_of_the_whole_parameter_per_layer():
     assert peak(compiled).temporaries < 2 * 16 * 128 * 128 * 4
 
 
-@pytest.mark.parametrize(
-    ("view", "box"),
-    [
-        (lambda a: a, ((0, 0, 0), (4, 6, 5))),
-        (lambda a: a[1], ((1, 0, 0), (1, 6, 5))),
-        (lambda a: a[1:3, 2:, 4].transpose((1, 0)), ((1, 2, 4), (2, 4, 1))),
-        (lambda a: a.reshape((4, 30))[2:, :10], ((2, 0, 0), (2, 2, 5))),
-        (lambda a: a.reshape((4, 30))[2:, :11], None),
-        (lambda a: a.transpose((1, 0, 2)).reshape((24, 5)), ((0, 0, 0), (4, 6, 5))),
-        (lambda a: a[::-1], None),
-        (lambda a: a[:, ::2], None),
-        (lambda a: a[:1].broadcast_to((4, 6, 5)), None),
-        (lambda a: a[:0], None),
-    ],
-)
-def test_box_of_a_view(view, box):
-    assert Box.of(view(Layout.of((4, 6, 5)))) == box
+def test_box_of_a_view():
+    a = Layout.of((4, 6, 5))
+    assert Box.of(a) == ((0, 0, 0), (4, 6, 5))
+    assert Box.of(a[1]) == ((1, 0, 0), (1, 6, 5))
+    assert Box.of(a[1:3, 2:, 4].transpose((1, 0))) == ((1, 2, 4), (2, 4, 1))
+    assert Box.of(a.reshape((4, 30))[2:, :10]) == ((2, 0, 0), (2, 2, 5))
+    assert Box.of(a.transpose((1, 0, 2)).reshape((24, 5))) == ((0, 0, 0), (4, 6, 5))
+    for other in (
+        a.reshape((4, 30))[2:, :11], a[::-1], a[:, ::2], a[:1].broadcast_to((4, 6, 5)), a[:0],
+    ):  # fmt: skip
+        assert Box.of(other) is None
 
 
 def test_box_arranges_a_view_like_the_parameter():

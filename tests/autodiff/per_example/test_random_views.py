@@ -23,7 +23,7 @@ QUICK = 60
 TODAY = 10_000 * datetime.date.today().toordinal()
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("number", range(QUICK))
 def test_views_match_a_loop_over_examples(number, monkeypatch):
     check(TODAY + number, monkeypatch.setattr)
