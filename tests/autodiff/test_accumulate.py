@@ -223,9 +223,8 @@ def averaged(params, state, batch, key):
     return losses.mean(), aux
 
 
-@pytest.mark.parametrize(
-    ("loss", "n", "more", "message"),
-    [
+def test_rejects_what_microbatches_do_not_divide():
+    for loss, n, more, message in (
         (mlp_loss, 5, {}, "5 microbatches do not divide a batch of 12 examples; pad it to 15 exam"),
         (mlp_loss, 0, {}, "microbatches must be at least 1, got 0"),
         (mlp_loss, -2, {}, "microbatches must be at least 1, got -2"),
@@ -233,21 +232,19 @@ def averaged(params, state, batch, key):
         (mlp_loss, 4, {"odd": jnp.ones(())}, "must share their leading axis"),
         (averaged, 1, {}, r"one loss per example, shape \[batch\], got \(\)"),
         (averaged, 4, {}, r"one loss per example, shape \[batch\], got \(\)"),
-    ],
-)
-def test_rejects_what_microbatches_do_not_divide(loss, n, more, message):
-    for mode in (lambda: accumulate_grad(loss, n), lambda: microbatches(n)(loss)):
-        with pytest.raises(ValueError, match=message):
-            mode()(mlp_params(), {}, mlp_batch() | more, None)
+    ):
+        for mode in (accumulate_grad, lambda loss, n: microbatches(n)(loss)):
+            with pytest.raises(ValueError, match=message):
+                mode(loss, n)(mlp_params(), {}, mlp_batch() | more, None)
 
 
-@pytest.mark.parametrize("n", [1, 4])
-def test_rejects_integer_losses_and_parameters(n):
+def test_rejects_integer_losses_and_parameters():
     def whole(params, state, batch, key):
         losses, aux = mlp_loss(params, state, batch, key)
         return losses.astype(int), aux
 
-    with pytest.raises(TypeError, match="losses that are real and floating, got int32"):
-        accumulate_grad(whole, n)(mlp_params(), {}, mlp_batch(), None)
-    with pytest.raises(TypeError, match="int32"):
-        accumulate_grad(mlp_loss, n)((mlp_params(), jnp.int32(1)), {}, mlp_batch(), None)
+    for n in (1, 4):
+        with pytest.raises(TypeError, match="losses that are real and floating, got int32"):
+            accumulate_grad(whole, n)(mlp_params(), {}, mlp_batch(), None)
+        with pytest.raises(TypeError, match="int32"):
+            accumulate_grad(mlp_loss, n)((mlp_params(), jnp.int32(1)), {}, mlp_batch(), None)

@@ -98,39 +98,20 @@ def test_hvps_of_separate_tangents_are_separate_per_argument(primal):
 X = jnp.ones((2, 3))
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: jacobian(double, width=0), "width must be at least 1, got 0"),
-        (
-            lambda: jacobian(double, mode="sideways"),
-            "'auto', 'forward' or 'reverse', got 'sideways'",
-        ),
-        (lambda: hvps(double, (X,), (X[None],)), r"function to a scalar, got shape \(2,\)"),
-        (
-            lambda: hvps(jnp.sum, (X,), (X[None],) * 2),
-            "expected 1 tangents, one per argument, got 2",
-        ),
-    ],
-)
-def test_rejects_wrong_arguments(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda: hvps(jnp.sum, X, (X[None],)), TypeError, "hvps: primals must be a tuple with one entry per argument, got Array"),
-        (lambda: hvps(jnp.sum, (X,), {"x": X[None]}), TypeError, "hvps: tangents must be a tuple with one entry per argument, got dict"),
-        (lambda: jacobian(square)(3), TypeError, "expected a real floating argument, got int32"),
-        (lambda: jacobian(jnp.sin, argnums=1)(X), ValueError, "argnums 1 of a function of 1 arguments"),
-        (lambda: jacobian(lambda x: x.astype(jnp.complex64))(X), TypeError, "output"),
-    ],
-)  # fmt: skip
-def test_rejects_what_has_no_derivative(call, error, message):
-    with pytest.raises(error, match=message):
-        call()
+def test_rejects_wrong_arguments():
+    for error, call, message in (
+        (ValueError, lambda: jacobian(double, width=0), "width must be at least 1, got 0"),
+        (ValueError, lambda: jacobian(double, mode="sideways"), "'auto', 'forward' or 'reverse', got 'sideways'"),
+        (ValueError, lambda: hvps(double, (X,), (X[None],)), r"function to a scalar, got shape \(2,\)"),
+        (ValueError, lambda: hvps(jnp.sum, (X,), (X[None],) * 2), "expected 1 tangents, one per argument, got 2"),
+        (TypeError, lambda: hvps(jnp.sum, X, (X[None],)), "hvps: primals must be a tuple with one entry per argument, got Array"),
+        (TypeError, lambda: hvps(jnp.sum, (X,), {"x": X[None]}), "hvps: tangents must be a tuple with one entry per argument, got dict"),
+        (TypeError, lambda: jacobian(square)(3), "expected a real floating argument, got int32"),
+        (ValueError, lambda: jacobian(jnp.sin, argnums=1)(X), "argnums 1 of a function of 1 arguments"),
+        (TypeError, lambda: jacobian(lambda x: x.astype(jnp.complex64))(X), "output"),
+    ):  # fmt: skip
+        with pytest.raises(error, match=message):
+            call()
 
 
 def test_argnums_may_be_negative():
