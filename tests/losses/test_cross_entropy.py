@@ -30,10 +30,10 @@ def test_label_smoothing_matches_optax_without_a_class_by_class_matrix():
     assert f"[{classes},{classes}]" not in str(jax.make_jaxpr(smoothed)(logits, labels))
 
 
-@pytest.mark.parametrize("smoothing", [-0.1, 1.0, float("nan")])
-def test_cross_entropy_rejects_smoothing_out_of_range(smoothing):
-    with pytest.raises(ValueError, match=r"smoothing must be in \[0, 1\), got"):
-        losses.cross_entropy(jnp.ones((4, 3)), jnp.ones(4, int), smoothing=smoothing)
+def test_cross_entropy_rejects_smoothing_out_of_range():
+    for smoothing in (-0.1, 1.0, float("nan")):
+        with pytest.raises(ValueError, match=r"smoothing must be in \[0, 1\), got"):
+            losses.cross_entropy(jnp.ones((4, 3)), jnp.ones(4, int), smoothing=smoothing)
 
 
 def test_accuracy_is_1_if_the_largest_logit_is_the_labels():
@@ -43,22 +43,11 @@ def test_accuracy_is_1_if_the_largest_logit_is_the_labels():
     chex.assert_trees_all_equal(got, jnp.asarray([[1.0, 0.0]]))
 
 
-def test_cross_entropy_error_shows_the_expected_label_shape():
-    with pytest.raises(ValueError, match=r"shape \(4,\) for logits .* got \(4, 1\)"):
-        losses.cross_entropy(jnp.ones((4, 3)), jnp.ones((4, 1), int))
-
-
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_label_out_of_range_gives_nan(smoothing):
-    logits, labels = jnp.ones((4, 3)), jnp.asarray([-1, 2, 3, -100])
-    got = losses.cross_entropy(logits, labels, smoothing=smoothing)
-    assert jnp.isnan(got).tolist() == [True, False, True, True]
-
-
-@pytest.mark.parametrize("dtype", [np.int64, np.uint64])
-def test_label_beyond_int32_gives_nan(dtype):
-    got = losses.cross_entropy(jnp.ones((2, 3)), np.asarray([2**32 + 1, 1], dtype))
-    assert jnp.isnan(got).tolist() == [True, False]
+def test_label_out_of_range_gives_nan():
+    logits, labels = jnp.ones((4, 3)), np.asarray([-1, 2, 3, 2**32 + 1])
+    for smoothing, dtype in ((0.0, np.int64), (0.1, np.int64), (0.0, np.uint64)):
+        got = losses.cross_entropy(logits, labels.astype(dtype), smoothing=smoothing)
+        assert jnp.isnan(got).tolist() == [True, False, True, True]
 
 
 @pytest.mark.usefixtures("float64")
@@ -69,13 +58,10 @@ def test_losses_of_float64_logits_are_float64():
     chex.assert_trees_all_close(got, -np.log([0.7]), rtol=1e-14)
 
 
-def test_accuracy_error_shows_the_expected_label_shape():
-    with pytest.raises(ValueError, match=r"accuracy: .* shape \(4,\) .* got \(4, 1\)"):
-        losses.accuracy(jnp.ones((4, 3)), jnp.ones((4, 1), int))
-
-
 @pytest.mark.parametrize("loss", [losses.cross_entropy, losses.accuracy])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bool_])
-def test_rejects_labels_that_are_not_integers(loss, dtype):
-    with pytest.raises(TypeError, match="labels must be integers, got"):
-        loss(jnp.ones((4, 3)), jnp.ones(4, dtype))
+def test_rejects_labels_of_another_shape_and_labels_that_are_not_integers(loss):
+    with pytest.raises(ValueError, match=rf"{loss.__name__}: .* shape \(4,\) .* got \(4, 1\)"):
+        loss(jnp.ones((4, 3)), jnp.ones((4, 1), int))
+    for dtype in (jnp.float32, jnp.bool_):
+        with pytest.raises(TypeError, match="labels must be integers, got"):
+            loss(jnp.ones((4, 3)), jnp.ones(4, dtype))

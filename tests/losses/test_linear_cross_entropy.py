@@ -161,6 +161,8 @@ def test_bias_of_minus_infinity_removes_tokens_from_the_vocabulary(soft_cap):
 def test_very_large_logits_give_finite_losses():
     x, kernel = jnp.asarray([[1000.0]]), jnp.asarray([[-1.0, 0, 1, 0.5]])
     labels = jnp.asarray([0])
+    negative = linear_cross_entropy(x, kernel[:, ::-1] - 2, jnp.asarray([0]), chunk=1)
+    chex.assert_trees_all_close(negative, jnp.asarray([500.0]))
     got, gradients = jax.jit(
         jax.value_and_grad(
             lambda x, k: linear_cross_entropy(x, k, labels, chunk=1).sum(), argnums=(0, 1)
@@ -172,21 +174,9 @@ def test_very_large_logits_give_finite_losses():
     )
 
 
-def test_very_negative_logits_give_finite_losses():
-    x, kernel = jnp.asarray([[1000.0]]), jnp.asarray([[-3.0, -1, -2, -1.5]])
-    got = linear_cross_entropy(x, kernel, jnp.asarray([2]), chunk=1)
-    chex.assert_trees_all_close(got, jnp.asarray([1000.0]))
-
-
-def test_label_beyond_int32_gives_nan():
-    labels = np.asarray([2**32 + 1, 1])
-    got = linear_cross_entropy(jnp.ones((2, 4)), jnp.ones((4, 3)), labels)
-    assert np.isnan(got).tolist() == [True, False]
-
-
 def test_label_out_of_range_gives_nan_at_its_token_only():
     x, kernel, *_ = arrays(6, dtype=jnp.float32)
-    labels = jnp.asarray([0, -1, V - 1, -100, V, 10 * V])
+    labels = np.asarray([0, -1, V - 1, -100, V, 2**32 + 1])
     got = linear_cross_entropy(x, kernel, labels, chunk=8)
     assert np.isnan(got).tolist() == [False, True, False, True, True, True]
 
@@ -221,10 +211,9 @@ BAD = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_rejects_invalid_arguments_with_both_values(name):
-    changes, message = BAD[name]
+def test_rejects_invalid_arguments_with_both_values():
     x, kernel, _, labels, _ = arrays(6, dtype=jnp.float32)
-    error = TypeError if name.startswith("dtype") else ValueError
-    with pytest.raises(error, match=f"linear_cross_entropy: .*{message}"):
-        linear_cross_entropy(**{"x": x, "kernel": kernel, "labels": labels} | changes)
+    for name, (changes, message) in BAD.items():
+        error = TypeError if name.startswith("dtype") else ValueError
+        with pytest.raises(error, match=f"linear_cross_entropy: .*{message}"):
+            linear_cross_entropy(**{"x": x, "kernel": kernel, "labels": labels} | changes)

@@ -42,12 +42,11 @@ def gradients(f, labels, **options):
     "options",
     [
         {},
-        {"mask": COUNTED},
         {"weights": WEIGHTS},
         {"mask": COUNTED, "weights": WEIGHTS, **ALL_OPTIONS},
         {"mask": jnp.zeros(TOKENS, bool)},
     ],
-    ids=["all", "mask", "weights", "all options", "none"],
+    ids=["all", "weights", "all options", "none"],
 )
 @pytest.mark.usefixtures("float64")
 def test_losses_and_gradients_are_those_of_the_formula(options):

@@ -1,7 +1,6 @@
 """`check_sensitivity` finds a sum without a bound, and random programs keep theirs."""
 
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -64,16 +63,11 @@ def test_a_single_key_becomes_a_key_of_each_example():
     assert privacy.check_sensitivity(loss, W, X, jax.random.key(0)).worst <= 1.001
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [({"clip": 0.0}, "clip must be > 0 and finite, got 0.0"), ({"trials": 0}, "trials must be")],
-)
-def test_rejects_invalid_arguments(options, message):
-    with pytest.raises(ValueError, match=f"check_sensitivity: {re.escape(message)}"):
-        privacy.check_sensitivity(linear, W, X, **options)
-
-
-def test_rejects_a_single_example():
+def test_rejects_invalid_arguments():
+    with pytest.raises(ValueError, match="check_sensitivity: clip must be > 0 and finite"):
+        privacy.check_sensitivity(linear, W, X, clip=0.0)
+    with pytest.raises(ValueError, match="check_sensitivity: trials must be"):
+        privacy.check_sensitivity(linear, W, X, trials=0)
     with pytest.raises(ValueError, match="expected at least 2 examples, got 1"):
         privacy.check_sensitivity(linear, W, X[:1])
 
@@ -125,7 +119,7 @@ def check_program(program, seed):
     assert moved.worst <= 1.001, (seed, program.layers, moved)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_random_private_programs(seed):
     check(seed)
 
