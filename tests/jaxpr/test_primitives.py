@@ -23,9 +23,11 @@ from fnet.memory import estimate_cost
 pytestmark = pytest.mark.usefixtures("allow_key_reuse")
 
 
-@pytest.mark.parametrize("reader", sorted(set(Reader.__subclasses__()) - {Cond}, key=str))
-def test_a_reader_has_the_parameters_of_its_primitive_and_binds_it(reader):
-    for case in equations(reader.primitive, 1):
+READERS = sorted(set(Reader.__subclasses__()) - {Cond}, key=str)
+
+
+def test_a_reader_has_the_parameters_of_its_primitive_and_binds_it():
+    for reader, case in ((r, case) for r in READERS for case in equations(r.primitive, 1)):
         read = reader.read(case.eqn)
         for field in dataclasses.fields(reader)[1:]:
             assert getattr(read, field.name) is case.eqn.params[field.name]
@@ -42,10 +44,9 @@ def test_readers_are_equal_if_their_parameters_are():
     assert products[0] == products[1] != products[2]
 
 
-@pytest.mark.parametrize("case", equations("dot_general", 1))
-def test_a_product_knows_its_axes_and_flops(case):
-    dot = DotGeneral.read(case.eqn)
-    for k, v in enumerate(case.eqn.invars):
+def test_a_product_knows_its_axes_and_flops():
+    eqns = [case.eqn for case in equations("dot_general", 1)]
+    for dot, (k, v) in ((DotGeneral.read(e), v) for e in eqns for v in enumerate(e.invars)):
         assert sorted(sum(map(tuple, dot.axes(k)), ())) == list(range(aval(v).ndim))
         assert dot.flops == 2 * aval(v).size * dot.size(1 - k, dot.axes(1 - k)[2])
 
@@ -66,10 +67,10 @@ def test_a_cond_counts_as_its_most_expensive_branch():
 W = jnp.ones((8, 8))
 
 
-@pytest.mark.parametrize("name", ["scatter-add", "reduce_sum", "reduce"])
-def test_what_combines_numbers_makes_its_result(name):
-    for case in equations(name, 1):
-        assert made_bytes(case.eqn) == sum(map(nbytes, case.eqn.outvars))
+def test_what_combines_numbers_makes_its_result():
+    for name in ("scatter-add", "reduce_sum", "reduce"):
+        for case in equations(name, 1):
+            assert made_bytes(case.eqn) == sum(map(nbytes, case.eqn.outvars))
 
 
 def test_a_renamed_array_has_the_same_elements_in_the_same_order():
@@ -81,9 +82,8 @@ def test_a_renamed_array_has_the_same_elements_in_the_same_order():
                 np.testing.assert_array_equal(np.ravel(given), np.ravel(found), str(case.eqn))
 
 
-@pytest.mark.parametrize(
-    ("f", "is_renamed"),
-    [
+def test_other_elements_and_other_memory_are_no_renaming():
+    for f, is_renamed in (
         (lambda a: a.reshape(6), True),
         (lambda a: a.reshape(1, 2, 1, 3), True),
         (lambda a: lax.reduce_precision(a, 8, 23), True),
@@ -94,8 +94,6 @@ def test_a_renamed_array_has_the_same_elements_in_the_same_order():
         (jax.device_put, True),
         (lambda a: jax.device_put(a, jax.memory.Space.Device), True),
         (lambda a: jax.device_put(a, jax.memory.Space.Host), False),
-    ],
-)
-def test_other_elements_and_other_memory_are_no_renaming(f, is_renamed):
-    (eqn,) = jax.make_jaxpr(f)(jnp.ones((2, 3))).eqns
-    assert renames(eqn) == is_renamed
+    ):
+        (eqn,) = jax.make_jaxpr(f)(jnp.ones((2, 3))).eqns
+        assert renames(eqn) == is_renamed
