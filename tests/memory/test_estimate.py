@@ -33,7 +33,7 @@ def of_traced(traced):
 
 
 @pytest.mark.parametrize("checkpoint", [False, True])
-@pytest.mark.parametrize("activation", [jax.nn.relu, jax.numpy.tanh, jax.nn.gelu])
+@pytest.mark.parametrize("activation", [jax.nn.relu, jax.nn.gelu])
 def test_layers_are_estimated_to_within_two_arrays(activation, checkpoint):
     layer = jax.checkpoint(activation) if checkpoint else activation
 
@@ -47,7 +47,18 @@ def test_layers_are_estimated_to_within_two_arrays(activation, checkpoint):
     assert abs(estimated - peak) < 2.1 * x.nbytes
 
 
-@pytest.mark.parametrize("count", [1, 2, 4])
+def test_a_product_copies_an_operand_whose_axes_are_in_another_order():
+    def estimated(equation, *shapes):
+        args = [jax.ShapeDtypeStruct(shape, "float32") for shape in shapes]
+        traced = jax.jit(lambda *a: jax.numpy.einsum(equation, *a)).trace(*args)
+        return Step(traced.jaxpr, [False, False]).estimate()[0] / 4
+
+    x, y = 8 * 16 * 32, 8 * 16 * 64
+    assert estimated("btd,de->bte", (8, 16, 32), (32, 64)) == x + 32 * 64 + y
+    assert estimated("btd,te->bde", (8, 16, 32), (16, 64)) == x + 16 * 64 + 8 * 32 * 64 + x
+
+
+@pytest.mark.parametrize("count", [1, 4])
 def test_microbatches_are_estimated_to_within_a_few_of_their_arrays(count):
     def loss(params, model_state, batch, key):
         x = batch["x"]

@@ -16,29 +16,9 @@ def count(f, *shapes):
 
 
 def test_a_matrix_product_takes_two_flops_per_multiply_add():
-    assert count(lambda a, b: a @ b, (3, 5), (5, 7)) == Cost(
-        flops=2 * 3 * 5 * 7, bytes=4 * (15 + 35 + 21)
-    )
-
-
-def test_a_batched_product_counts_every_batch():
+    cost = Cost(flops=2 * 3 * 5 * 7, bytes=4 * (15 + 35 + 21))
+    assert count(lambda a, b: a @ b, (3, 5), (5, 7)) == cost
     assert count(lambda a, b: a @ b, (4, 3, 5), (4, 5, 7)).flops == 4 * 2 * 3 * 5 * 7
-
-
-@pytest.mark.parametrize(("stride", "outputs"), [(1, 8 * 8), (2, 4 * 4)])
-def test_a_convolution_counts_its_window(stride, outputs):
-    def f(x, kernel):
-        return jax.lax.conv_general_dilated(
-            x, kernel, (stride, stride), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
-        )
-
-    assert count(f, (2, 8, 8, 3), (3, 3, 3, 5)).flops == 2 * (2 * outputs * 5) * (3 * 3 * 3)
-
-
-def test_a_gradient_takes_two_more_products():
-    one = count(lambda a, b: a @ b, (8, 8), (8, 8)).flops
-    both = count(jax.grad(lambda a, b: ((a @ b) ** 2).sum(), (0, 1)), (8, 8), (8, 8)).flops
-    assert 3 * one <= both < 3.5 * one
 
 
 def test_rematerialization_counts():
@@ -68,10 +48,12 @@ def strided(x, kernel):
     return jax.lax.conv_general_dilated(x, kernel, (2, 2), "SAME", dimension_numbers=layout)
 
 
-def test_bytes_of_elementwise_operations_are_their_results_alone():
+def test_elementwise_operations_count_their_results_alone_and_convolutions_their_window():
     assert count(jnp.sin, (8,)) == Cost(flops=8, bytes=32)
     x, kernel, y = (2, 8, 8, 3), (3, 3, 3, 5), (2, 4, 4, 5)
-    assert count(strided, x, kernel).bytes == 4 * sum(map(np.prod, (x, kernel, y)))
+    cost = count(strided, x, kernel)
+    assert cost.bytes == 4 * sum(map(np.prod, (x, kernel, y)))
+    assert cost.flops == 2 * np.prod(y) * np.prod(kernel[:3])
 
 
 def test_dilation_zeros_do_not_count():
@@ -83,10 +65,6 @@ def test_dilation_zeros_do_not_count():
 
     forward = count(strided, x, kernel).flops
     assert count(transposed, y, kernel).flops == pytest.approx(forward, rel=0.05)
-
-
-def test_a_flop_takes_as_long_as_eight_bytes():
-    assert Cost(flops=40, bytes=3).time == 323
 
 
 def test_a_scan_counts_every_iteration_and_a_cond_its_largest_branch():
@@ -103,7 +81,7 @@ def test_a_priced_cost_takes_the_time_of_its_flops_bytes_and_launches():
     assert priced.time * cost.FLOPS_PER_BYTE == pytest.approx(100 + 3 * 10 + 7 * 2)
     assert (priced.flops, priced.bytes) == (100, 10)
     assert Cost(1, 2).with_more(Cost(3, 4), 5) == Cost(16, 22)
-    assert Cost(1, 3).time == 1 / cost.FLOPS_PER_BYTE + 3
+    assert Cost(flops=40, bytes=3).time == 323  # a FLOP takes as long as eight bytes
     peaks = SimpleNamespace(flops={"float32": 1e12, "bfloat16": 1e15}, bandwidth=1e11, launch=1e-6)
     rates = cost.Rates.of(peaks)
     assert rates.launch == pytest.approx(cost.MATRIX_UNITS * 1e6)

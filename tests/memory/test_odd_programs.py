@@ -122,14 +122,12 @@ def plain(x, batch):
 
 CASES = {
     "debug print": (chain(after(lambda x: jax.debug.print("{}", x.mean()))), {}),
-    "ordered print": (chain(after(lambda x: jax.debug.print("{}", x.mean(), ordered=True))), {}),
     "debug callback": (chain(after(lambda x: jax.debug.callback(lambda x: None, x))), {}),
     "print in a scan": (in_scan(after(lambda x: jax.debug.print("{}", x.mean()))), {}),
     "callback, no result": (
         chain(after(lambda x: io_callback(lambda x: None, None, FIXED(x)))),
         {},
     ),
-    "callback": (chain(times_callback), {}),
     "ordered callback": (chain(functools.partial(times_callback, ordered=True)), {}),
     "callback in a scan": (in_scan(times_callback), {}),
     "pure callback": (chain(plus_pure), {}),
@@ -140,22 +138,16 @@ CASES = {
         {"params": {"w": weights(), "n": jnp.arange(3), "empty": jnp.zeros((0, 4))}},
     ),
     "a key among parameters": (with_key, {"params": {"w": weights(), "key": KEY}}),
-    "a raw key": (with_key, {"params": {"w": weights(), "key": jax.random.key_data(KEY)}}),
     "a key in the batch": (chain(masked), {"batch": {"key": KEY}}),
-    "tied parameters": (chain(plain), {"params": weights()[:2] * 2}),
     "one row": (chain(plain), {"batch": {"x": X[:1]}}),
     "an empty leaf": (chain(plain), {"batch": {"none": jnp.zeros((ROWS, 0))}}),
     "rule with static arguments": (chain(lambda x, _: times(jnp.tanh, x, 2)), {}),
     "checkpoints": (chain(jax.checkpoint(lambda x, batch: jnp.sin(x) * x)), {}),
-    "nested jit": (chain(lambda x, _: jax.jit(lambda x: jax.jit(jnp.sin)(x) * x)(x)), {}),
-    "named call": (chain(lambda x, _: jax.named_call(jnp.sin, name="sine")(x)), {}),
     "cond": (chain(switched), {"batch": {"t": jnp.float32(1)}}),
     "vmapped scan": (vmapped_scan, {}),
     "while": (scaled_by_loop, {}),
     "map": (mapped, {}),
 }
-
-WITHOUT_GRADIENT = "integer and empty parameters", "a key among parameters", "a raw key"
 
 
 def arguments(given):
@@ -200,7 +192,7 @@ def check(loss, params, batch, rtol=1e-5):
     assert_equal(gradient(fitted, params, batch), gradient(loss, params, batch), rtol)
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(7)
 @pytest.mark.parametrize("name", CASES)
 def test_odd_program_fits_with_the_same_gradient_or_is_refused(name):
     loss, given = CASES[name]
@@ -227,29 +219,16 @@ def test_double_precision():
         check(chain(plain), params, {"x": X.astype(jnp.float64)}, 1e-12)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        n
-        if n in ("ordered print", "callback in a scan")
-        else pytest.param(n, marks=pytest.mark.slow)
-        for n in CASES
-        if n not in WITHOUT_GRADIENT
-    ],
-)
-def test_odd_step_fits_with_the_same_update_or_is_refused(name):
-    step, state, batch = step_of(name)
+def test_an_odd_step_fits_with_the_same_update():
+    step, state, batch = step_of("callback, no result")
     expected = fnet.compile_step(step, state, batch)
-    try:
-        fitted = fnet.compile_step(step, state, batch, budget=int(0.7 * expected.report.peak.total))
-    except memory.BudgetError:
-        return
+    fitted = fnet.compile_step(step, state, batch, budget=int(0.7 * expected.report.peak.total))
     new, old = (f(jax.tree.map(jnp.copy, state), batch)[0] for f in (fitted, expected))
     assert_equal(new.params, old.params)
 
 
-@pytest.mark.parametrize("name", WITHOUT_GRADIENT)
-def test_a_step_refuses_parameters_that_have_no_gradient(name):
-    step, state, batch = step_of(name)
-    with pytest.raises(TypeError, match="real- or complex-valued"):
-        fnet.compile_step(step, state, batch)
+def test_a_step_refuses_parameters_that_have_no_gradient():
+    for name in ("integer and empty parameters", "a key among parameters"):
+        step, state, batch = step_of(name)
+        with pytest.raises(TypeError, match="real- or complex-valued"):
+            fnet.compile_step(step, state, batch)

@@ -51,15 +51,11 @@ def step_and_peaks():
     return args, plan, peaks
 
 
-def test_without_a_budget_the_fastest_candidate_is_chosen(step_and_peaks):
-    _, plan, _ = step_and_peaks
+def test_without_a_budget_the_fastest_of_a_pareto_front_is_chosen(step_and_peaks):
+    _, plan, peaks = step_and_peaks
     assert plan.chosen.policy.name == "none"
     assert plan.chosen.microbatches == 1
     assert [c.cost.time for c in plan.candidates] == sorted(c.cost.time for c in plan.candidates)
-
-
-def test_without_a_budget_the_candidates_span_a_pareto_front(step_and_peaks):
-    _, plan, peaks = step_and_peaks
     front = [(c.cost.time, c.peak.total) for c in plan.front]
     assert len(front) >= 3
     assert front == sorted(front)
@@ -75,14 +71,6 @@ def test_the_fastest_candidate_that_fits_the_budget_is_chosen(step_and_peaks):
     faster = [c for c in plan.candidates if c.cost.time < plan.chosen.cost.time]
     assert faster
     assert all(c.peak.total > budget for c in faster)
-
-
-@pytest.mark.slow
-def test_chunks_come_before_rematerialization(step_and_peaks):
-    args, _, peaks = step_and_peaks
-    plan = fnet.plan_step(*args, int(0.9 * peaks["none"]))
-    assert (plan.chosen.policy.name, plan.chosen.policy.chunks) == ("none", 2)
-    assert plan.smaller is None or plan.smaller.peak.total < plan.chosen.peak.total
 
 
 def test_the_compiled_step_has_the_planned_peak(step_and_peaks):
@@ -192,27 +180,17 @@ def test_a_printed_plan_shows_the_budget_and_the_choice(step_and_peaks):
     assert str(plan).endswith("by      no change\ncompile as is")
 
 
-def test_rejects_a_budget_below_the_state(step_and_peaks):
+def test_a_budget_below_state_and_reserve_names_the_larger_one_first(step_and_peaks):
     (step, state, batch), *_ = step_and_peaks
-    size = memory.format_bytes(memory.tree_bytes(state))
-    with pytest.raises(BudgetError, match=f"too small: the train state takes {size}. Give more"):
-        fnet.plan_step(step, state, batch, "30kB")
-
-
-@pytest.mark.parametrize(
-    ("reserve", "parts"),
-    [
+    size = memory.tree_bytes(state)
+    for reserve, parts in (
+        (0, f"the train state takes {memory.format_bytes(size)}"),
         (2**20, r"the process takes 1.00 MiB besides the step \(.*\), and the train state takes"),
         (2**10, r"the train state takes .*, and the process takes 1.00 KiB besides the step"),
-    ],
-)
-def test_a_budget_below_state_and_reserve_names_the_larger_one_first(
-    step_and_peaks, reserve, parts
-):
-    (step, state, batch), *_ = step_and_peaks
-    more = memory.format_bytes(memory.tree_bytes(state) + reserve)
-    with pytest.raises(BudgetError, match=rf"too small: {parts}.*\. Give more than {more}"):
-        fnet.plan_step(step, state, batch, memory.tree_bytes(state), reserve=reserve)
+    ):
+        more = memory.format_bytes(size + reserve)
+        with pytest.raises(BudgetError, match=rf"too small: {parts}.*\. Give more than {more}"):
+            fnet.plan_step(step, state, batch, size - 1, reserve=reserve)
 
 
 def test_a_budget_that_nothing_fits_names_the_lowest_peak_and_its_policy(step_and_peaks):
@@ -229,16 +207,6 @@ def test_a_budget_that_nothing_fits_names_the_peak_of_the_most_chunks():
     step, state, batch = arguments(model)
     with pytest.raises(BudgetError, match=rf"by (.* in )?{BATCH} chunks"):
         fnet.compile_step(step, state, batch, budget=memory.tree_bytes(state) + 1)
-
-
-@pytest.mark.slow
-def test_a_reserve_is_taken_from_the_budget(step_and_peaks):
-    args, _, peaks = step_and_peaks
-    policies = "none", "segments"
-    plan = fnet.plan_step(
-        *args, peaks["none"], policies=policies, reserve=1, microbatch_choices=(1,)
-    )
-    assert plan.chosen.peak.total < peaks["none"]
 
 
 def test_rejects_unknown_policies_and_unreadable_budgets(step_and_peaks):
@@ -266,12 +234,10 @@ def test_progress_is_called_with_each_candidate_on_one_thread(step_and_peaks):
     assert threads == {threading.get_ident()}
 
 
-@pytest.mark.sweep(6)
-@pytest.mark.parametrize("budget", [None, "1GiB"])
-def test_accepts_a_batch_with_a_scalar(step_and_peaks, budget):
+def test_accepts_a_batch_with_a_scalar(step_and_peaks):
     (step, state, batch), *_ = step_and_peaks
     batch = {"at": jax.ShapeDtypeStruct((), jnp.float32), **batch}
-    assert fnet.plan_step(step, state, batch, budget, policies=("none",)).chosen.microbatches == 1
+    assert fnet.plan_step(step, state, batch, policies=("none",)).chosen.microbatches == 1
 
 
 def test_rejects_an_unknown_remat_policy_and_impossible_microbatches(step_and_peaks):
@@ -315,31 +281,21 @@ def raising(code, message):
     return types.SimpleNamespace(compile=refuse)
 
 
-@pytest.mark.parametrize(
-    ("message", "bytes_"),
-    [
+def test_the_peak_of_a_program_rejected_as_too_large_is_the_size_in_the_message():
+    for message, size in (
         ("Ran out. Used 20.06G of 15.75G hbm.", int(20.06 * 2**30)),
         ("buffer (512.00M) exceeds available HBM (15.75G)", 512 * 2**20),
-    ],
-)
-def test_the_peak_of_a_program_rejected_as_too_large_is_the_size_in_the_message(message, bytes_):
-    estimate = memory.estimate_peak(raising("RESOURCE_EXHAUSTED", message), {})
-    assert (estimate.temporaries, estimate.total) == (bytes_, bytes_)
+    ):
+        estimate = memory.estimate_peak(raising("RESOURCE_EXHAUSTED", message), {})
+        assert (estimate.temporaries, estimate.total) == (size, size)
+    for code, message in (("INTERNAL", "Used 1.0G of 2.0G"), ("RESOURCE_EXHAUSTED", "threads")):
+        with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+            memory.estimate_peak(raising(code, message), {})
 
 
-@pytest.mark.parametrize(
-    ("code", "message"), [("INTERNAL", "Used 1.0G of 2.0G"), ("RESOURCE_EXHAUSTED", "threads")]
-)
-def test_other_compiler_errors_are_raised(code, message):
-    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
-        memory.estimate_peak(raising(code, message), {})
-
-
-@pytest.mark.parametrize(
-    ("platform", "offloads"), [("cpu", False), ("cuda", True), ("rocm", True), ("tpu", True)]
-)
-def test_offload_works_on_platforms_with_host_memory(platform, offloads):
-    assert ("offload" in policies_for(platform)) == offloads
+def test_offload_works_on_platforms_with_host_memory():
+    platforms = "cpu", "cuda", "rocm", "tpu"
+    assert ["offload" in policies_for(p) for p in platforms] == [False, True, True, True]
 
 
 def test_smaller_is_the_fastest_candidate_with_a_lower_peak():

@@ -70,14 +70,6 @@ def test_a_plan_is_a_function_of_program_and_budget(seed):
         assert not isinstance(outcome(enough), str)
 
 
-def test_a_seed_makes_the_same_step():
-    (about, one), (again, other) = random_loss(5), random_loss(5)
-    assert about == again
-    assert str(jax.make_jaxpr(one.loss)(one.params, one.batch)) == str(
-        jax.make_jaxpr(other.loss)(other.params, other.batch)
-    )
-
-
 def test_a_failure_names_the_command_that_repeats_it():
     row = {"program": "7: rows", "route": "remat_to_fit", "share": 0.5, "plain": 100}
     good = {"peak": 40, "difference": 1e-7, "tolerance": 1e-5}
@@ -96,5 +88,5 @@ def test_a_failure_names_the_command_that_repeats_it():
 
 
 def test_most_blocks_appear():
-    names = [random_loss(seed)[0] for seed in range(20)]
+    names = [random_loss(seed)[0] for seed in range(12)]
     assert sum(any(block in name for name in names) for block in BLOCKS) > len(BLOCKS) / 2

@@ -4,7 +4,6 @@ import re
 
 import chex
 import equinox as eqx
-import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -53,18 +52,11 @@ class Linen(linen.Module):
         return x
 
 
-def haiku(x):
-    for _ in range(DEPTH):
-        x = jnp.tanh(hk.Linear(WIDTH)(jax.nn.gelu(x)))
-    return x
-
-
 X = jnp.asarray(np.random.default_rng(0).normal(size=(ROWS, WIDTH)), jnp.float32)
 
 
 def libraries():
     """By library: a loss, its first argument, and what differentiates it."""
-    transformed = hk.without_apply_rng(hk.transform(haiku))
     return {
         "equinox": (
             lambda m, x: jnp.square(jax.vmap(m)(x)).mean(),
@@ -76,11 +68,6 @@ def libraries():
             Linen().init(jax.random.key(0), X),
             jax.value_and_grad,
         ),
-        "haiku": (
-            lambda p, x: jnp.square(transformed.apply(p, x)).mean(),
-            transformed.init(jax.random.key(0), X),
-            jax.value_and_grad,
-        ),
     }
 
 
@@ -90,10 +77,8 @@ def plain_bytes(loss, *args):
     return plan.chosen.peak.total
 
 
-@pytest.mark.parametrize(
-    "library",
-    ["linen", *(pytest.param(name, marks=pytest.mark.slow) for name in ("equinox", "haiku"))],
-)
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("library", ["linen", "equinox"])
 def test_loss_of_a_library_fits_a_budget_with_the_same_gradients(library):
     with jax.numpy_rank_promotion("allow"):
         loss, model, value_and_grad = libraries()[library]
@@ -146,24 +131,20 @@ def test_nnx_variables_are_updated_as_without_the_budget():
 
 
 def test_held_bytes_count_and_shapes_are_enough():
-    loss, model, _ = libraries()["haiku"]
+    loss, model, _ = libraries()["linen"]
     with jax.numpy_rank_promotion("allow"):
         shapes = jax.eval_shape(lambda: (model, X))
         plain = plain_bytes(loss, *shapes)
         held = jax.ShapeDtypeStruct((plain // 16,), jnp.float32)
         _, plan = memory.remat_to_fit(loss, plain, *shapes, held=held)
     assert plan.chosen.peak.total <= plain - 4 * (plain // 16)
-    assert "\nby      planned rematerialization\n" in str(plan)
-    assert plan.chosen.policy.name != "none"
+    assert str(plan).endswith("by      2 chunks")  # without held bytes, the plain step fits
 
 
 OPTIMIZERS = {
     "adam": optax.adam(1e-3),
-    "adamw": optax.adamw(1e-3),
-    "lion": optax.lion(1e-3),
     "adafactor": optax.adafactor(1e-3, min_dim_size_to_factor=16),
     "momentum": optax.sgd(0.1, momentum=0.9),
-    "clipped": optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)),
     "on plateau": optax.chain(optax.adam(1e-3), optax.contrib.reduce_on_plateau()),
 }
 DEEP = [jax.ShapeDtypeStruct((32, 32), jnp.float32)] * 8
@@ -196,11 +177,10 @@ def peak_of_step(loss, optimizer, options=None):
 def test_the_step_of_an_optimizer_takes_what_is_planned_to_the_byte(name):
     optimizer = OPTIMIZERS[name]
     plain = peak_of_step(deep, optimizer)
-    for share in (0.95, 0.5):
-        budget = int(share * plain)
-        fitted, plan = memory.remat_to_fit(deep, DEEP, BATCH, optimizer=optimizer, budget=budget)
-        step = peak_of_step(fitted, optimizer, plan.chosen.compiler_options)
-        assert step == plan.chosen.peak.total <= budget
+    budget = int(0.5 * plain)
+    fitted, plan = memory.remat_to_fit(deep, DEEP, BATCH, optimizer=optimizer, budget=budget)
+    step = peak_of_step(fitted, optimizer, plan.chosen.compiler_options)
+    assert step == plan.chosen.peak.total <= budget
     moments = jax.eval_shape(optimizer.init, DEEP)
     _, again = memory.remat_to_fit(deep, budget, DEEP, BATCH, optimizer=optimizer, held=[moments])
     assert again.chosen.peak == plan.chosen.peak, "the state is counted once"
@@ -256,9 +236,9 @@ def test_nnx_variables_that_a_loss_swaps_are_updated():
     assert (float(pair.a[...]), float(pair.b[...])) == (0.0, 1.0)
 
 
-@pytest.mark.parametrize(
-    ("args", "options", "message"),
-    [
+def test_describes_a_wrong_budget_or_optimizer_in_one_line():
+    x = jnp.ones(3)
+    for args, options, message in (
         (({}, 1), {}, "no budget; give it as budget= or in front"),
         ((None, {}), {}, "no budget; give it as budget= or in front"),
         ((), {}, "no budget; give it as budget= or in front"),
@@ -266,44 +246,30 @@ def test_nnx_variables_that_a_loss_swaps_are_updated():
         (("-1GB", {}), {}, "budget: expected at least one byte and at most 16 EiB, got '-1GB'"),
         ((1e30, {}), {}, "budget: expected at least one byte and at most 16 EiB, got 1e\\+30"),
         (("1GiB",), {}, "the arguments of the loss are missing, the model first"),
+        (("1GiB", {}), {"optimizer": nnx.Optimizer}, "optimizer must be an optax.*, got Optimizer"),
         (
-            ("1GiB", {}),
-            {"optimizer": nnx.Optimizer},
-            "optimizer must be an optax.*, got Optimizer",
-        ),
-        (
-            ("1GiB", jnp.ones(3), jnp.ones(3)),
-            {"optimizer": optax.lbfgs()},
+            ("1GiB", x, x), {"optimizer": optax.lbfgs()},
             "the update of the optimizer needs .* 'value_fn'.; plan without optimizer=, and give",
         ),
-    ],
-)
-def test_describes_a_wrong_budget_or_optimizer_in_one_line(args, options, message):
-    with pytest.raises((TypeError, ValueError), match=f"remat_to_fit: {message}") as error:
-        memory.remat_to_fit(lambda p, x: jnp.float32(0), *args, **options)
-    assert "\n" not in str(error.value)
+    ):  # fmt: skip
+        with pytest.raises((TypeError, ValueError), match=f"remat_to_fit: {message}") as error:
+            memory.remat_to_fit(lambda p, x: jnp.float32(0), *args, **options)
+        assert "\n" not in str(error.value)
 
 
-def test_rejects_losses_per_example():
-    with pytest.raises(TypeError, match=r"must return a scalar or \(scalar, aux\), got \(3,\)"):
-        memory.remat_to_fit(lambda w, x: w * x, "1GiB", jnp.ones(()), jnp.ones(3))
-
-
-@pytest.mark.parametrize(
-    ("result", "given"),
-    [
+def test_describes_results_that_are_no_loss_in_one_line():
+    for result, given in (
+        (jnp.ones(3), r"\(3,\)"),
         ((jnp.ones(3), {}), r"\(\(3,\), aux\)"),
         (None, "None; pass the loss, not the whole train step"),
         ({i: jnp.ones(2) for i in range(40)}, "dict of 40 arrays; pass the loss, not the whole"),
         (([jnp.ones(2)] * 3, jnp.ones(())), "tuple of 4 arrays; pass the loss, not the whole"),
         (jnp.ones((), int), "int32; return jnp.float32 of it"),
         ((1j * jnp.ones(()), {}), "complex64; return jnp.real of it"),
-    ],
-)
-def test_describes_results_that_are_no_loss_in_one_line(result, given):
-    with pytest.raises(TypeError, match=f"must .*, got {given}") as error:
-        memory.remat_to_fit(lambda w: result, "1GiB", jnp.ones(()))
-    assert "\n" not in str(error.value)
+    ):
+        with pytest.raises(TypeError, match=f"must .*, got {given}") as error:
+            memory.remat_to_fit(lambda w, r=result: r, "1GiB", jnp.ones(()))
+        assert "\n" not in str(error.value)
 
 
 def tanh_layers(params, batch):
@@ -322,7 +288,7 @@ def planned_in_chunks():
     return planned, *args
 
 
-@pytest.mark.parametrize("rows", [0, 1, 700])
+@pytest.mark.parametrize("rows", [0, 700])
 def test_the_planned_loss_takes_any_batch(rows, planned_in_chunks):
     planned, params, batch = planned_in_chunks
     batch = {"x": batch["x"][:rows], "table": jnp.zeros(10)}  # an array that is not cut
@@ -355,6 +321,7 @@ def over_devices(of_device, check_vma):
     )  # fmt: skip
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_what_devices_compute_runs_in_chunks(check_vma):
     def of_device(params, batch):

@@ -391,16 +391,17 @@ def sine_bwd(saved, dy):
 sine.defvjp(sine_fwd, sine_bwd)
 
 
-@pytest.mark.parametrize("transform", [lambda f: f, jax.jit, lambda f: jax.jit(jax.vmap(f))])
-def test_an_array_saved_twice_counts_once_and_one_never_read_does_not(transform):
-    def loss(x):
-        with jax.named_scope("loss"):
-            return transform(sine)(x).sum()
+def test_an_array_saved_twice_counts_once_and_one_never_read_does_not():
+    for f in (sine, jax.jit(sine), jax.jit(jax.vmap(sine))):
 
-    assert [(r.layer, r.operation, r.shape, r.alias_of) for r in residuals(loss, X)] == [
-        ("", "", (8, 16), "argument x"),
-        ("loss/rule", "cos", (8, 16), ""),
-    ]
+        def loss(x, f=f):
+            with jax.named_scope("loss"):
+                return f(x).sum()
+
+        assert described(residuals(loss, X)) == [
+            ("", "", (8, 16), "float32", "argument x"),
+            ("loss/rule", "cos", (8, 16), "float32", ""),
+        ]
 
 
 def test_a_device_put_makes_an_array_only_if_it_moves_to_other_memory():

@@ -29,27 +29,32 @@ def in_parts(closed, args, axes, size, parts):
     states = [Shared() if axis is None else BatchAxis(axis) for axis in axes]
     analysis = RowAxes(size, active_variables(closed.jaxpr, [True] * len(args)))
     found = analysis.run(closed, states)
-    outs = [None] * len(found)
-    for start, rows in parts:
-        values = []
-        for a, state in zip(args, states, strict=True):
-            if isinstance(state, BatchAxis):
-                unit = np.shape(a)[state.axis] // size
-                a = jax.lax.dynamic_slice_in_dim(a, start * unit, rows * unit, state.axis)
-            values.append(Value(state, a))
-        if any(isinstance(s, Mixed | Unknown) for s in found):
-            return found, outs
-        interpreter, results = run_rows(closed, values, Part(start, rows, size), analysis)
-        for k, array in enumerate(interpreter.lowered(results, found, closed.jaxpr.outvars)):
-            kind = found[k]
-            if isinstance(kind, BatchAxis):
-                joined = [array] if outs[k] is None else [outs[k], array]
-                outs[k] = jnp.concatenate(joined, kind.axis)
-            elif isinstance(kind, Sum):
-                outs[k] = array if outs[k] is None else outs[k] + array
-            else:
-                outs[k] = array
-    return found, outs
+    if any(isinstance(s, Mixed | Unknown) for s in found):
+        return found, [None] * len(found)
+
+    @jax.jit
+    def compute(args):
+        outs = [None] * len(found)
+        for start, rows in parts:
+            values = []
+            for a, state in zip(args, states, strict=True):
+                if isinstance(state, BatchAxis):
+                    unit = np.shape(a)[state.axis] // size
+                    a = jax.lax.dynamic_slice_in_dim(a, start * unit, rows * unit, state.axis)
+                values.append(Value(state, a))
+            interpreter, results = run_rows(closed, values, Part(start, rows, size), analysis)
+            for k, array in enumerate(interpreter.lowered(results, found, closed.jaxpr.outvars)):
+                kind = found[k]
+                if isinstance(kind, BatchAxis):
+                    joined = [array] if outs[k] is None else [outs[k], array]
+                    outs[k] = jnp.concatenate(joined, kind.axis)
+                elif isinstance(kind, Sum):
+                    outs[k] = array if outs[k] is None else outs[k] + array
+                else:
+                    outs[k] = array
+        return outs
+
+    return found, compute(args)
 
 
 def to_numbers(a):
@@ -111,8 +116,7 @@ def test_rows_keep_their_positions():
     assert "random_bits" not in str(rows)
 
 
-@pytest.mark.parametrize("axis", [0, 1, 2])
-@pytest.mark.parametrize("dimension", [0, 1, 2])
+@pytest.mark.parametrize(("axis", "dimension"), [(0, 0), (1, 1), (1, 2), (2, 0)])
 def test_numbers_follow_from_positions(dimension, axis):
     def f(x):
         return x + jax.lax.broadcasted_iota(jnp.float32, x.shape, dimension)
@@ -130,8 +134,7 @@ def test_numbers_follow_from_positions(dimension, axis):
 
 
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
-@pytest.mark.parametrize("bits", [8, 16, 32])
-@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize(("bits", "axis"), [(8, 0), (16, 1), (32, 2)])
 def test_random_bits_of_parts_are_those_of_the_whole(axis, bits, impl):
     def f(x, key):
         return x + jax.random.bits(key, x.shape, f"uint{bits}").astype(jnp.float32)

@@ -136,16 +136,13 @@ ENTRY %main (g: f32[25], w: f32[25]) -> (f32[25], f32[25]) {
     ]
 
 
-@pytest.mark.parametrize(
-    ("b", "outputs", "live"),
-    [
+def test_a_temporary_uses_the_buffer_of_an_empty_output_or_of_a_temporary():
+    for b, outputs, live in (
         # %a fits into %y before %y is written. %b would overlap with it.
         ("f32[25]{0} custom-call(%a)", 50, [300, 300, 400, 400]),
         ("f32[50]{0} negate(%a)", 25, [200, 400, 400, 400]),
-    ],
-)
-def test_a_temporary_uses_the_buffer_of_an_empty_output_or_of_a_temporary(b, outputs, live):
-    text = f"""
+    ):
+        text = f"""
 ENTRY %main (x: f32[25]) -> f32[{outputs}] {{
   %x = f32[25]{{0}} parameter(0)
   %a = f32[50]{{0}} custom-call(%x)
@@ -153,24 +150,23 @@ ENTRY %main (x: f32[25]) -> f32[{outputs}] {{
   ROOT %y = f32[{outputs}]{{0}} custom-call(%b)
 }}
 """
-    found = timeline(program(text, arguments=100, outputs=4 * outputs))
-    assert found.live_bytes == live
+        found = timeline(program(text, arguments=100, outputs=4 * outputs))
+        assert found.live_bytes == live
 
 
-@pytest.mark.parametrize(
-    ("opcode", "dtype", "temporary"),
-    [("negate", "f32", 0), ("sort", "f32", 0), ("reverse", "f32", 200), ("convert", "s32", 200)],
-)
-def test_only_elementwise_instructions_and_sorts_overwrite_their_operand(opcode, dtype, temporary):
-    text = f"""
+def test_only_elementwise_instructions_and_sorts_overwrite_their_operand():
+    for opcode, dtype, temporary in (
+        ("negate", "f32", 0), ("sort", "f32", 0), ("reverse", "f32", 200), ("convert", "s32", 200),
+    ):  # fmt: skip
+        text = f"""
 ENTRY %main (x: f32[25]) -> {dtype}[50] {{
   %x = f32[25]{{0}} parameter(0)
   %a = f32[50]{{0}} custom-call(%x)
   ROOT %y = {dtype}[50]{{0}} {opcode}(%a)
 }}
 """
-    found = timeline(program(text, arguments=100, outputs=200))
-    assert found.live_bytes == [300, 300 + temporary, 300 + temporary]
+        found = timeline(program(text, arguments=100, outputs=200))
+        assert found.live_bytes == [300, 300 + temporary, 300 + temporary]
 
 
 @pytest.mark.parametrize(
@@ -265,39 +261,30 @@ def test_rejects_a_program_without_a_schedule():
         timeline(SimpleNamespace(as_text=lambda: text))
 
 
-@pytest.mark.parametrize(
-    ("op_name", "expected"),
-    [
-        ("jit(step)/jvp(stage0)/0/conv/conv_general_dilated", ("stage0/0/conv", "forward")),
-        ("jit(step)/transpose(jvp(stage0))/0/conv/transpose", ("stage0/0/conv", "backward")),
-        (
-            "jit(step)/jvp(stage0)/abn/jit(leaky_relu)/jit(_where)/select_n",
-            ("stage0/abn", "forward"),
-        ),
-        ("jit(step)/jvp()/reduce_sum", ("", "forward")),
-        ("jit(step)/jvp(jit(layer))/a/b/cos", ("a/b", "forward")),
-        (
-            "jit(step)/transpose(jvp(jvp()))/checkpoint/rematted_computation/a/cos",
-            ("a", "backward"),
-        ),
-        ("jit(f)/jvp(blocks)/while/body/closed_call/body/act/tanh", ("blocks/body/act", "forward")),
-        ("jit(f)/transpose(jvp(blocks))/while/body/closed_call", ("blocks", "backward")),
-        ("jit(f)/jvp(blocks)/while", ("blocks", "forward")),
-        ("jit(f)/jvp(a)/cond/branch_1_fun/b/sin", ("a/b", "forward")),
-        ("jit(f)/vmap(jvp(vmap(transpose(jvp(a)))))/b/mul", ("a/b", "backward")),
-        ("jit(f)/jvp()/shard_map/a/dot_general", ("a", "forward")),
-        ("jit(h)/jvp(a/b)/c(d)/cos", ("a/b/c(d)", "forward")),
-        ("jit(step)/optimizer/mul", ("optimizer", "optimizer")),
-        ("jit(f)/transpose(jvp(a))/b/(reduce_sum:dot_general)", ("a/b", "backward")),
-        ("jit(f)/(transpose(jvp(a))/b/dot_general:jvp()/reduce_sum)", ("", "backward")),
-        ("jit(f)/stage0/dot_general", ("stage0", "")),
-        ("jit(f)/transpose", ("", "")),
-        ("x", ("", "")),
-        ("", ("", "")),
-    ],
-)
-def test_parses_layer_and_phase_from_op_name(op_name, expected):
-    assert layer_of(op_name) == expected
+def test_parses_layer_and_phase_from_op_name():
+    for op_name, *expected in (
+        ("jit(step)/jvp(stage0)/0/conv/conv_general_dilated", "stage0/0/conv", "forward"),
+        ("jit(step)/transpose(jvp(stage0))/0/conv/transpose", "stage0/0/conv", "backward"),
+        ("jit(step)/jvp(stage0)/abn/jit(leaky_relu)/jit(_where)/select_n", "stage0/abn", "forward"),
+        ("jit(step)/jvp()/reduce_sum", "", "forward"),
+        ("jit(step)/jvp(jit(layer))/a/b/cos", "a/b", "forward"),
+        ("jit(step)/transpose(jvp(jvp()))/checkpoint/rematted_computation/a/cos", "a", "backward"),
+        ("jit(f)/jvp(blocks)/while/body/closed_call/body/act/tanh", "blocks/body/act", "forward"),
+        ("jit(f)/transpose(jvp(blocks))/while/body/closed_call", "blocks", "backward"),
+        ("jit(f)/jvp(blocks)/while", "blocks", "forward"),
+        ("jit(f)/jvp(a)/cond/branch_1_fun/b/sin", "a/b", "forward"),
+        ("jit(f)/vmap(jvp(vmap(transpose(jvp(a)))))/b/mul", "a/b", "backward"),
+        ("jit(f)/jvp()/shard_map/a/dot_general", "a", "forward"),
+        ("jit(h)/jvp(a/b)/c(d)/cos", "a/b/c(d)", "forward"),
+        ("jit(step)/optimizer/mul", "optimizer", "optimizer"),
+        ("jit(f)/transpose(jvp(a))/b/(reduce_sum:dot_general)", "a/b", "backward"),
+        ("jit(f)/(transpose(jvp(a))/b/dot_general:jvp()/reduce_sum)", "", "backward"),
+        ("jit(f)/stage0/dot_general", "stage0", ""),
+        ("jit(f)/transpose", "", ""),
+        ("x", "", ""),
+        ("", "", ""),
+    ):
+        assert layer_of(op_name) == tuple(expected), op_name
 
 
 def test_a_copy_has_the_layer_of_its_operand():

@@ -87,6 +87,7 @@ TREES = [
 ]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("f", [unrolled, scanned])
 @pytest.mark.parametrize("tree", TREES, ids=str)
 def test_a_tree_is_a_value_and_changes_neither_value_nor_gradients(f, tree):

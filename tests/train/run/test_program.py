@@ -254,6 +254,8 @@ def test_a_run_that_ended_before_its_first_line_can_begin_again(tmp_path):
     folder.metrics.touch()
     folder.checkpoints.mkdir()
     folder.unreadable.write_text("file,reason\n")
+    (tmp_path / "run" / "private").mkdir()
+    (tmp_path / "run" / "private" / "secret_seed").touch()
     assert not folder.has_started
     folder.create()
     assert not folder.config.exists()
