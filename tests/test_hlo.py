@@ -135,9 +135,8 @@ def test_windows(text, windows):
     assert Window(1) == (1, 1, 0, 0, 1, 1)
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
+def test_bytes_of_an_array_have_the_padding_of_its_tiles():
+    for text, expected in (
         ("f32[8,4]{1,0}", (128, (8, 4), "float32")),
         ("pred[9]{0}", (9, (9,), "bool")),
         ("bf16[<=5]{0}", (10, (5,), "bfloat16")),
@@ -153,11 +152,9 @@ def test_windows(text, windows):
         ("f32[8,128]{1,0:T(8,128)S(1)}", (0, (8, 128), "float32")),
         ("f32[8]{0:S(5)}", (0, (8,), "float32")),
         ("f32[8]{0:S(1)}", (32, (8,), "float32")),
-    ],
-)
-def test_bytes_of_an_array_have_the_padding_of_its_tiles(text, expected):
-    layout = text.partition("{")[2].rstrip("}")
-    assert hlo.arrays(text) == {(): Array(*expected, layout)}
+    ):
+        layout = text.partition("{")[2].rstrip("}")
+        assert hlo.arrays(text) == {(): Array(*expected, layout)}
 
 
 def test_arrays_of_nested_tuples():

@@ -101,9 +101,8 @@ def test_sampling_timesteps_rejects_steps_out_of_range(n):
         sampling_timesteps(schedules.cosine(10), n)
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
+def test_schedules_reject_invalid_numbers():
+    for make, message in (
         (lambda: schedules.get("sine"), r"one of \('cosine', 'linear', 'karras'\), got 'sine'"),
         (lambda: schedules.cosine(0), "steps must be at least 1, got 0"),
         (lambda: schedules.cosine(10, s=-1.0), "s must be >= 0"),
@@ -114,11 +113,9 @@ def test_sampling_timesteps_rejects_steps_out_of_range(n):
         (lambda: schedules.karras(1), "needs steps >= 2.* got steps=1"),
         (lambda: schedules.karras(10, sigma_min=2.0, sigma_max=1.0), "sigma_min < sigma_max"),
         (lambda: schedules.karras(10, rho=0.0), "rho > 0"),
-    ],
-)
-def test_schedules_reject_invalid_numbers(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()
+    ):
+        with pytest.raises(ValueError, match=message):
+            make()
 
 
 @pytest.mark.parametrize(

@@ -279,13 +279,13 @@ INVALID = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", INVALID)
-def test_rejects_invalid_arguments(name):
-    how, message = INVALID[name]
-    with pytest.raises(ValueError, match=message):
-        clipped_grad(loss, **{"batch_argnums": (1, 2), "l2_clip_norm": 1.0} | how)(
-            PARAMS, X, Y, np.ones(1)
-        )
+def test_rejects_invalid_arguments():
+    for name in INVALID:
+        how, message = INVALID[name]
+        with pytest.raises(ValueError, match=message):
+            clipped_grad(loss, **{"batch_argnums": (1, 2), "l2_clip_norm": 1.0} | how)(
+                PARAMS, X, Y, np.ones(1)
+            )
 
 
 @pytest.mark.parametrize("is_padding", [np.zeros(5, bool), np.zeros(B, np.float32)])

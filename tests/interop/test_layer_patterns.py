@@ -1,6 +1,5 @@
 """Which blocks of published language models have a window, experts, a recurrence or no rotation."""
 
-import pytest
 from pretrained_cases import CONFIGS
 
 from fnet.interop.huggingface import build_model
@@ -23,9 +22,8 @@ def pattern(name, blocks=8, **options):
 
 
 # The formulas of transformers' configuration and modeling files, written out for eight blocks.
-@pytest.mark.parametrize(
-    ("name", "options", "expected"),
-    [
+def test_blocks_are_those_of_transformers():
+    for name, options, expected in (
         ("qwen3_moe", {"decoder_sparse_step": 3}, "ffFffFff"),
         ("qwen3_moe", {"decoder_sparse_step": 1, "mlp_only_layers": [0, 6]}, "fFFFFFfF"),
         ("dots1", {"first_k_dense_replace": 3}, "fffFFFFF"),
@@ -50,7 +48,5 @@ def pattern(name, blocks=8, **options):
         ("qwen2", {"use_sliding_window": False, "sliding_window": 4, "max_window_layers": 5}, "ffffffff"),
         ("gemma2", {"sliding_window": 4, "layer_types": [SLIDING] * 7 + [FULL]}, "wwwwwwwf"),
         ("qwen3_5_text", {"full_attention_interval": 4}, "rrrfrrrf"),
-    ],
-)  # fmt: skip
-def test_blocks_are_those_of_transformers(name, options, expected):
-    assert pattern(name, **options) == expected
+    ):  # fmt: skip
+        assert pattern(name, **options) == expected

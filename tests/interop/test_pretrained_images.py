@@ -136,9 +136,8 @@ def test_bfloat16_tensors_give_bfloat16_outputs():
         evaluate(model, params, np.zeros((1, 16, 16, 3), np.uint8))
 
 
-@pytest.mark.parametrize(
-    ("config", "match"),
-    [
+def test_rejects_options_by_name():
+    for config, match in (
         (CONFIGS["vit"] | {"architectures": ["ViTForMaskedImageModeling"]}, "ViTForMasked"),
         (CONFIGS["vit"] | {"hidden_act": "mish"}, "hidden_act 'mish' is not supported"),
         (CONFIGS["dinov2"] | {"use_rope": True}, "dinov2: unknown options.*use_rope=True"),
@@ -165,11 +164,9 @@ def test_bfloat16_tensors_give_bfloat16_outputs():
             "convnext_tiny: patch_size 2 is not supported, only 4",
         ),
         (CONFIGS["timm_vit"] | {"license": "mit"}, "unknown options in config.json: license"),
-    ],
-)
-def test_rejects_options_by_name(config, match):
-    with pytest.raises(ValueError, match=match):
-        build_model(config)
+    ):
+        with pytest.raises(ValueError, match=match):
+            build_model(config)
 
 
 def test_only_image_networks_interpolate_positions():

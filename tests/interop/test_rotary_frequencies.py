@@ -31,9 +31,8 @@ def yarn(factor, fast=32, slow=1, truncate=True, original=32):
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 
 
-@pytest.mark.parametrize(
-    ("parameters", "frequencies", "scale"),
-    [
+def test_frequencies_and_their_scale():
+    for parameters, frequencies, scale in (
         ({}, PLAIN, 1),
         ({"rope_type": None, "type": "default"}, PLAIN, 1),
         ({"partial_rotary_factor": 0.25}, BASE ** (-np.arange(0, 16, 2) / 16), 1),
@@ -66,13 +65,11 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
             (0.2 * np.log(4) + 1) / (0.05 * np.log(4) + 1),
         ),
         (YARN | {"factor": 0.5}, yarn(0.5), 1),
-    ],
-)  # fmt: skip
-def test_frequencies_and_their_scale(parameters, frequencies, scale):
-    rotary = rotary_embedding("m", D, {"rope_theta": BASE} | parameters, MOST)
-    np.testing.assert_allclose(rotary.base, frequencies, rtol=1e-9)
-    assert rotary.scale == pytest.approx(scale)
-    assert rotary_embedding("m", 4, {}, 0).base == (1.0, 0.01)  # the default base is 10,000
+    ):  # fmt: skip
+        rotary = rotary_embedding("m", D, {"rope_theta": BASE} | parameters, MOST)
+        np.testing.assert_allclose(rotary.base, frequencies, rtol=1e-9)
+        assert rotary.scale == pytest.approx(scale)
+        assert rotary_embedding("m", 4, {}, 0).base == (1.0, 0.01)  # the default base is 10,000
 
 
 @pytest.mark.parametrize(

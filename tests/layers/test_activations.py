@@ -88,8 +88,8 @@ FORMULAS = {
 }
 
 
-@pytest.mark.parametrize("name", ACTIVATIONS)
-def test_activations_match_their_formulas(name):
-    z = np.linspace(-3, 3, 24, dtype=np.float32)
-    y, _ = layers.activation(name, 0.3).apply({}, {}, jnp.asarray(z), train=True)
-    chex.assert_trees_all_close(y, FORMULAS[name](z).astype(np.float32), rtol=1e-5, atol=1e-6)
+def test_activations_match_their_formulas():
+    for name in ACTIVATIONS:
+        z = np.linspace(-3, 3, 24, dtype=np.float32)
+        y, _ = layers.activation(name, 0.3).apply({}, {}, jnp.asarray(z), train=True)
+        chex.assert_trees_all_close(y, FORMULAS[name](z).astype(np.float32), rtol=1e-5, atol=1e-6)

@@ -11,9 +11,8 @@ from fnet import checks
 X = jnp.ones((2, 3))
 
 
-@pytest.mark.parametrize(
-    ("check", "error", "message"),
-    [
+def test_an_error_has_the_argument_and_its_value():
+    for check, error, message in (
         (lambda: checks.sizes("f", n=0), ValueError, "f: n must be at least 1, got 0"),
         (lambda: checks.numbers("f", "> 0", a=float("nan")), ValueError, "f: a must be > 0, got nan"),
         (lambda: checks.numbers("f", "in [0, 1)", a=1), ValueError, r"f: a must be in \[0, 1\), got 1"),
@@ -27,28 +26,26 @@ X = jnp.ones((2, 3))
         (lambda: checks.last_axis("f", X, 4), ValueError, r"f: expected \[..., 4\], got \(2, 3\)"),
         (lambda: checks.image("f", X, 4), ValueError, r"f: expected \[N, H, W, 4\], got \(2, 3\)"),
         (lambda: checks.mask("f", X, (2, 3)), ValueError, r"mask must be bool of shape \(2, 3\), got float32"),
-    ],
-)  # fmt: skip
-def test_an_error_has_the_argument_and_its_value(check, error, message):
-    with pytest.raises(error, match=message):
-        check()
+    ):  # fmt: skip
+        with pytest.raises(error, match=message):
+            check()
 
 
-@pytest.mark.parametrize("bound", checks._BOUNDS)
-def test_a_bound_has_the_ends_that_its_words_say(bound):
-    numbers = (-math.inf, -1e-9, 0, 1e-9, 0.5, 1 - 1e-9, 1, 1 + 1e-9, math.inf)
-    words = bound.replace("at least", ">=").replace(" and ", ", n < ")
-    if words.startswith("in "):
-        low, high = words[4:-1].split(", ")
-        words = f">{'=' * (words[3] == '[')} {low}, n <{'=' * (words[-1] == ']')} {high}"
-    said = words.replace("finite", "math.inf").replace(",", " and")
-    for n in numbers:
-        with (
-            contextlib.nullcontext()
-            if eval(f"n {said}")
-            else pytest.raises(ValueError, match="must be")
-        ):
-            checks.numbers("f", bound, a=n)
+def test_a_bound_has_the_ends_that_its_words_say():
+    for bound in checks._BOUNDS:
+        numbers = (-math.inf, -1e-9, 0, 1e-9, 0.5, 1 - 1e-9, 1, 1 + 1e-9, math.inf)
+        words = bound.replace("at least", ">=").replace(" and ", ", n < ")
+        if words.startswith("in "):
+            low, high = words[4:-1].split(", ")
+            words = f">{'=' * (words[3] == '[')} {low}, n <{'=' * (words[-1] == ']')} {high}"
+        said = words.replace("finite", "math.inf").replace(",", " and")
+        for n in numbers:
+            with (
+                contextlib.nullcontext()
+                if eval(f"n {said}")
+                else pytest.raises(ValueError, match="must be")
+            ):
+                checks.numbers("f", bound, a=n)
 
 
 def test_what_is_not_given_passes():

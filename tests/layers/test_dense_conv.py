@@ -115,9 +115,8 @@ def test_conv_matches_its_definition(window, stride, dilation, groups, pad):
     chex.assert_trees_all_close(y, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
+def test_rejects_invalid_sizes():
+    for make, message in (
         (lambda: layers.dense(0, 2), "dense: n_in must be at least 1, got 0"),
         (lambda: layers.dense(2, -1), "dense: n_out must be at least 1, got -1"),
         (lambda: layers.conv(3, 0), "conv: n_out must be at least 1, got 0"),
@@ -129,11 +128,9 @@ def test_conv_matches_its_definition(window, stride, dilation, groups, pad):
         (lambda: layers.max_pool(2, stride=0), "max_pool: stride must be at least 1, got 0"),
         (lambda: layers.max_pool(2, padding=2), "less than window=2, got 2"),
         (lambda: layers.max_pool(2, padding=-1), "max_pool: padding .* got -1"),
-    ],
-)
-def test_rejects_invalid_sizes(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()
+    ):
+        with pytest.raises(ValueError, match=message):
+            make()
 
 
 @pytest.mark.sweep(6)

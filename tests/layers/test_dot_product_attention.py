@@ -323,9 +323,8 @@ Q, K, V, _ = inputs(np.float32)
 ONE_SEGMENT = jnp.ones((B, T), int)
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
+def test_rejects_invalid_arguments():
+    for change, error, message in (
         ({"k": K.astype(jnp.float16)}, TypeError, "got float32, float16 and float32"),
         ({n: a.astype(int) for n, a in (("q", Q), ("k", K), ("v", V))}, TypeError, "one floating dtype, got int32, int32 and int32"),
         ({"k": K[..., :7], "v": V[..., :7]}, ValueError, r"got q \(2, 11, 4, 8\), k \(2, 11, 4, 7\) and v"),
@@ -338,11 +337,9 @@ ONE_SEGMENT = jnp.ones((B, T), int)
         ({"chunk": 0}, ValueError, "chunk must be at least 1, got 0"),
         ({"window": 0}, ValueError, "window must be at least 1, got 0"),
         ({"sinks": jnp.ones(3)}, ValueError, r"sinks must have shape \(4,\)"),
-    ],
-)  # fmt: skip
-def test_rejects_invalid_arguments(change, error, message):
-    with pytest.raises(error, match=message):
-        dot_product_attention(**{"q": Q, "k": K, "v": V} | change)
+    ):  # fmt: skip
+        with pytest.raises(error, match=message):
+            dot_product_attention(**{"q": Q, "k": K, "v": V} | change)
 
 
 @pytest.mark.sweep(3)

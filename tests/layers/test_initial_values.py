@@ -103,9 +103,9 @@ def test_a_parameter_is_drawn_from_its_distribution(layer, name, transform, dist
     assert stats.kstest(transform(values) if transform else values, distribution.cdf).pvalue > 1e-3
 
 
-@pytest.mark.parametrize(("layer", "constants"), CONSTANT)
-def test_a_parameter_starts_with_its_constant(layer, constants):
-    values = dict(initial(layer))
-    for name, constant in constants.items():
-        np.testing.assert_array_equal(np.unique(values.pop(name)), [constant])
-    assert not {"scale", "bias", "gamma", "beta"} & values.keys()
+def test_a_parameter_starts_with_its_constant():
+    for layer, constants in CONSTANT:
+        values = dict(initial(layer))
+        for name, constant in constants.items():
+            np.testing.assert_array_equal(np.unique(values.pop(name)), [constant])
+        assert not {"scale", "bias", "gamma", "beta"} & values.keys()

@@ -45,9 +45,9 @@ def test_init_needs_no_data():
     chex.assert_shape(state["1"]["running_mean"], (8,))
 
 
-@pytest.mark.parametrize(
-    "layer",
-    [
+@pytest.mark.usefixtures("float64")
+def test_params_and_state_are_float32_even_with_x64_enabled():
+    for layer in (
         layers.dense(4, 4),
         layers.conv(4, 4),
         layers.embedding(4, 4),
@@ -60,12 +60,9 @@ def test_init_needs_no_data():
         layers.dynamic_tanh(4, alpha=1),
         *MIXERS.values(),
         layers.stack(4, [layers.Block(layers.attention(4, 2))] * 2, context="lagged", condition=4),
-    ],
-)
-@pytest.mark.usefixtures("float64")
-def test_params_and_state_are_float32_even_with_x64_enabled(layer):
-    leaves = jax.tree.leaves(jax.eval_shape(layer.init, jax.random.key(0)))
-    assert {leaf.dtype for leaf in leaves} == {jnp.dtype("float32")}
+    ):
+        leaves = jax.tree.leaves(jax.eval_shape(layer.init, jax.random.key(0)))
+        assert {leaf.dtype for leaf in leaves} == {jnp.dtype("float32")}
 
 
 def test_children_copies_and_blocks_are_initialized_with_different_keys():

@@ -239,9 +239,8 @@ def test_rejects_inputs_of_the_wrong_shape(name):
             LAYERS[name].apply(params, {}, jnp.zeros(shape), train=False)
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
+def test_rejects_invalid_sizes():
+    for make, message in (
         (lambda: mamba(0), "mamba: width must be at least 1, got 0"),
         (lambda: mamba(8, state=0), "mamba: state must be at least 1, got 0"),
         (lambda: mamba(8, conv=0), "mamba: conv must be at least 1, got 0"),
@@ -256,8 +255,6 @@ def test_rejects_inputs_of_the_wrong_shape(name):
         (lambda: rg_lru(8, heads=3), "heads must divide .* = 8, got heads=3"),
         (lambda: rg_lru(8, heads=0), "rg_lru: heads must be at least 1, got 0"),
         (lambda: causal_conv_layer(0), "causal_conv: channels must be at least 1, got 0"),
-    ],
-)
-def test_rejects_invalid_sizes(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()
+    ):
+        with pytest.raises(ValueError, match=message):
+            make()

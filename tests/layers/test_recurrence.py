@@ -313,9 +313,8 @@ F = functools.partial(jnp.ones, dtype=jnp.float32)
 INTEGERS = jnp.ones(3, int)
 
 
-@pytest.mark.parametrize(
-    ("name", "change", "error", "message"),
-    [
+def test_rejects_invalid_arrays():
+    for name, change, error, message in (
         ("linear", {"b": F((B, 3, E, N))}, ValueError, "one shape"),
         ("linear", {"initial": F((B, E))}, ValueError, "initial"),
         ("linear", {"a": F((B, 0)), "b": F((B, 0)), "initial": None}, ValueError, "T >= 1"),
@@ -340,9 +339,7 @@ INTEGERS = jnp.ones(3, int)
         ("conv", {"kernel": F((4, 1))}, ValueError, "expected x"),
         ("conv", {"bias": F((1,))}, ValueError, "bias must have"),
         ("conv", {"past": F((B, 4, E))}, ValueError, "past must have"),
-    ],
-)
-def test_rejects_invalid_arrays(name, change, error, message):
-    scan, _, inputs = SCANS[name]
-    with pytest.raises(error, match=message):
-        scan(**inputs(4, np.float32) | change)
+    ):
+        scan, _, inputs = SCANS[name]
+        with pytest.raises(error, match=message):
+            scan(**inputs(4, np.float32) | change)

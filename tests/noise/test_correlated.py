@@ -391,9 +391,8 @@ def test_rejects_correlated_noise_without_a_step():
     assert jnp.std(grads["a"]) > 0
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
+def test_rejects_invalid_strategies():
+    for make, message in (
         (lambda: banded_square_root(0), "bands must be >= 1, got 0"),
         (lambda: banded_inverse_square_root(0), "bands must be >= 1, got 0"),
         (lambda: Strategy.of([1.0, 2.0]), "does not fall off"),
@@ -405,11 +404,9 @@ def test_rejects_correlated_noise_without_a_step():
         (lambda: Strategy.of(np.ones((2, 2))), "must be lower-triangular"),
         (lambda: Strategy.of([1.0, 0.5], inverse=True).sensitivity(4, 1), "non-negative"),
         (lambda: Strategy.of(np.tri(3)).sensitivity(4, 1), "C has 3 steps, got 4"),
-    ],
-)
-def test_rejects_invalid_strategies(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()
+    ):
+        with pytest.raises(ValueError, match=message):
+            make()
 
 
 def test_a_banded_matrix_has_its_number_of_bands():
