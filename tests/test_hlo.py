@@ -82,19 +82,16 @@ def test_a_called_computation_is_scheduled_before_its_call(module):
     assert module.operands(module.instructions["f2"])[2] == [Array(4, (), "int32", "")]
 
 
-@pytest.mark.parametrize(
-    ("opcode", "attributes", "called"),
-    [
+def test_called_computations():
+    for opcode, attributes, called in (
         ("while", "condition=%c.1, body=%b.2", ["c.1", "b.2"]),
         ("conditional", "branch_computations={%b, %c}, x", ["b", "c"]),
         ("conditional", "true_computation=%b, false_computation=%c, x", ["b", "c"]),
         ("call", "to_apply=%b, x", ["b"]),
         ("async-start", "calls=%b", ["b"]),
         ("fusion", "calls=%b", []),
-    ],
-)
-def test_called_computations(opcode, attributes, called):
-    assert hlo.Instruction("i", opcode, "", (), attributes, False).called_computations == called
+    ):
+        assert hlo.Instruction("i", opcode, "", (), attributes, False).called_computations == called
 
 
 def test_elementwise_instructions_have_no_other_operation_between_operand_and_result(module):
@@ -121,18 +118,15 @@ def test_results_that_overwrite_an_operand(module):
     assert module.donated == {(0,): (1, ()), (1, 2): (3, (4,))}
 
 
-@pytest.mark.parametrize(
-    ("text", "windows"),
-    [
+def test_windows():
+    for text, windows in (
         ("", []),
         ("window={size=3x2}", [Window(3), Window(2)]),
         ("window={size=3x2 stride=2x4 pad=1_2x0_5}", [Window(3, 2, 1, 2), Window(2, 4, 0, 5)]),
         ("window={size=3 lhs_dilate=2 rhs_dilate=5}", [Window(3, 1, 0, 0, 2, 5)]),
-    ],
-)
-def test_windows(text, windows):
-    assert hlo.window(hlo.Instruction("i", "convolution", "", (), text, False)) == windows
-    assert Window(1) == (1, 1, 0, 0, 1, 1)
+    ):
+        assert hlo.window(hlo.Instruction("i", "convolution", "", (), text, False)) == windows
+        assert Window(1) == (1, 1, 0, 0, 1, 1)
 
 
 def test_bytes_of_an_array_have_the_padding_of_its_tiles():

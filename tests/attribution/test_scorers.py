@@ -84,18 +84,15 @@ def test_the_average_of_queries_is_one_query(name):
     chex.assert_trees_all_close(mean, each.mean(1, keepdims=True), rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
+def test_rejects_missing_arguments():
+    for call, message in (
         (lambda p, x, q: tracin(loss, [p], [0.1, 0.2], q), "one learning rate for each checkpoint, got 2 "),
         (lambda p, x, q: ekfac(loss, p, [x], q, damping=0), "damping must be > 0, got 0"),
         (lambda p, x, q: ekfac(loss, p, [], q), "expected training examples in batches, got none"),
         (lambda p, x, q: trak(loss, [], [x], q, jax.random.key(0)), "trak: expected at least one checkpoint, got none"),
-    ],
-)  # fmt: skip
-def test_rejects_missing_arguments(call, message):
-    with pytest.raises(ValueError, match=message):
-        call(*draw(0))
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            call(*draw(0))
 
 
 def block(covariances, squares_of, damping):

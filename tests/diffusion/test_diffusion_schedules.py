@@ -118,9 +118,8 @@ def test_schedules_reject_invalid_numbers():
             make()
 
 
-@pytest.mark.parametrize(
-    ("alpha", "sigma", "message"),
-    [
+def test_check_rejects_invalid_arrays():
+    for alpha, sigma, message in (
         ([0.8, 0.6], [0.6], r"shapes \(2,\) and \(1,\)"),
         ([], [], "same length"),
         ([0.8, 0.6], [0.8, 0.8], r"must be 1, got alpha=0.8 and sigma=0.8 at timestep 0"),
@@ -128,11 +127,9 @@ def test_schedules_reject_invalid_numbers():
         ([1.0, 0.6], [0.0, 0.8], "sigma > 0"),
         ([0.6, -0.8], [0.8, 0.6], "alpha >= 0"),
         ([0.6, np.nan], [0.8, 0.6], "alpha >= 0"),
-    ],
-)
-def test_check_rejects_invalid_arrays(alpha, sigma, message):
-    with pytest.raises(ValueError, match=message):
-        Schedule(np.asarray(alpha), np.asarray(sigma)).check()
+    ):
+        with pytest.raises(ValueError, match=message):
+            Schedule(np.asarray(alpha), np.asarray(sigma)).check()
 
 
 def test_check_rejects_traced_schedule():

@@ -75,17 +75,14 @@ def test_denoised_returns_the_dtype_of_x(name, predicted, dtype, clip):
     chex.assert_trees_all_close(got, wide, atol=1e-6 if dtype == jnp.float32 else 0.1)
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
+def test_rejects_invalid_arguments():
+    for call, message in (
         (lambda x: target("u", x, x, 0.6, 0.8), r"one of \('eps', 'x0', 'v'\), got 'u'"),
         (lambda x: denoised("u", x, x, 0.6, 0.8), r"one of \('eps', 'x0', 'v'\), got 'u'"),
         (lambda x: denoised("v", x[1:], x, 0.6, 0.8), "prediction must have shape"),
         (lambda x: denoised("v", x, x, 0.6, 0.8, clip=0.0), "clip must be > 0"),
         (lambda x: add_noise(x, x[1:], 0.6, 0.8), "noise must have shape"),
         (lambda x: add_noise(x, x, jnp.ones(2), 0.8), r"per example, \(3,\), got shape \(2,\)"),
-    ],
-)
-def test_rejects_invalid_arguments(call, message):
-    with pytest.raises(ValueError, match=message):
-        call(images(3))
+    ):
+        with pytest.raises(ValueError, match=message):
+            call(images(3))

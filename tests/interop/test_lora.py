@@ -614,20 +614,17 @@ def test_frozen_weights_are_sharded_and_gathered_where_they_are_used():
     assert all(leaf.addressable_shards[0].data.size == leaf.size // 4 for leaf in codes)
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
+def test_rejects_adapters_of_another_configuration():
+    for config, message in (
         (lora.LoRA(2, targets=("b/*",)), r"adapters must be of \['b/kernel'\], got \['a/kernel'\]"),
         (lora.LoRA(3, targets=("a/*",)), r"the adapter of 'a/kernel' must have the shapes"),
         (lora.LoRA(2, targets=("a/*",), dora=True), "'magnitude': "),
         (lora.LoRA(2, targets=("c/*",)), r"no parameter matches \['c/\*'\]"),
-    ],
-)
-def test_rejects_adapters_of_another_configuration(config, message):
-    params = {"a": {"kernel": normal(4, 3)}, "b": {"kernel": normal(4, 3)}}
-    adapters = lora.init(lora.LoRA(2, targets=("a/*",)), params, new_key())
-    with pytest.raises(ValueError, match=message):
-        lora.wrap(lambda p, x: x, config)(adapters, params, 1.0)
+    ):
+        params = {"a": {"kernel": normal(4, 3)}, "b": {"kernel": normal(4, 3)}}
+        adapters = lora.init(lora.LoRA(2, targets=("a/*",)), params, new_key())
+        with pytest.raises(ValueError, match=message):
+            lora.wrap(lambda p, x: x, config)(adapters, params, 1.0)
 
 
 def test_rejects_rank_0():

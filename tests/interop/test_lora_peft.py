@@ -158,9 +158,8 @@ def test_outputs_that_a_file_has_in_another_order_keep_their_adapters(dora):
     np.testing.assert_allclose(after, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_rejects_options():
+    for options, message in (
         ({"peft_type": "LOHA"}, "peft_type must be 'LORA', got 'LOHA'"),
         ({"bias": "all"}, "not supported: bias='all'; merge the adapter with PEFT"),
         ({"modules_to_save": ["head"]}, r"not supported: modules_to_save=\['head'\]"),
@@ -169,11 +168,9 @@ def test_outputs_that_a_file_has_in_another_order_keep_their_adapters(dora):
         ({"use_something_new": True}, "not supported: use_something_new=True"),
         ({"r": 3}, r"module '0' must have the rank r=3, got \(2, 2\)"),
         ({"use_dora": True}, r"module '0' must have the parts \['a', 'b', 'magnitude'\], got"),
-    ],
-)
-def test_rejects_options(options, message):
-    with pytest.raises(ValueError, match=message):
-        from_peft(config_of(**options), tensors_of(), MODULES)
+    ):
+        with pytest.raises(ValueError, match=message):
+            from_peft(config_of(**options), tensors_of(), MODULES)
 
 
 def test_rejects_a_configuration_without_a_rank():

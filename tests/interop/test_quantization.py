@@ -120,19 +120,16 @@ class Holder:
 jax.tree_util.register_dataclass(Holder, ["value"], [])
 
 
-@pytest.mark.parametrize(
-    ("tree", "paths"),
-    [
+def test_a_path_joins_keys_and_a_variable_has_the_path_of_its_array():
+    for tree, paths in (
         ({"a": {"b": 1, "c": (2, 3)}}, ["a/b", "a/c/0", "a/c/1"]),
         ({"a": Holder(1)}, ["a"]),  # as a variable of nnx
         (Holder(1), ["value"]),
         (Holder({"value": 1}), ["value/value"]),
         (1, [""]),
-    ],
-)
-def test_a_path_joins_keys_and_a_variable_has_the_path_of_its_array(tree, paths):
-    assert [path for path, _ in leaves_with_paths(tree)] == paths
-    assert jax.tree.leaves(map_with_paths(lambda path, leaf: path, tree)) == paths
+    ):
+        assert [path for path, _ in leaves_with_paths(tree)] == paths
+        assert jax.tree.leaves(map_with_paths(lambda path, leaf: path, tree)) == paths
 
 
 @pytest.mark.sweep(6)
@@ -216,9 +213,8 @@ def test_the_backward_pass_saves_codes_only():
     assert (2, 64) in saved
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
+def test_rejects():
+    for arguments, error, message in (
         (("int4",), ValueError, r"kind must be one of \['int8', 'nf4'\], got 'int4'"),
         (("nf4", "*kernel"), TypeError, "targets must be a sequence of patterns, got '"),
         (("nf4", ["*kernels"]), ValueError, r"no parameter matches \['\*kernels'\]; the paths are"),
@@ -226,12 +222,14 @@ def test_the_backward_pass_saves_codes_only():
         (("nf4", {"kernel": "ioo"}), ValueError, "'kernel' has 2 axes, got the layout 'ioo'"),
         (("nf4", {"kernel": "ii"}), ValueError, "'kernel' has 2 axes, got the layout 'ii'"),
         (("nf4", ["steps"]), TypeError, "'steps' must be a floating weight, got int32"),
-    ],
-)
-def test_rejects(arguments, error, message):
-    params = {"kernel": weights(64, 2), "bias": weights(2), "steps": jnp.zeros((2, 2), jnp.int32)}
-    with pytest.raises(error, match=message):
-        quantize(params, *arguments)
+    ):
+        params = {
+            "kernel": weights(64, 2),
+            "bias": weights(2),
+            "steps": jnp.zeros((2, 2), jnp.int32),
+        }
+        with pytest.raises(error, match=message):
+            quantize(params, *arguments)
 
 
 def test_rejects_weights_that_are_quantized():

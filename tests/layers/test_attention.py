@@ -84,12 +84,19 @@ def test_layer_matches_a_plain_softmax_in_float64(name, float64):
     chex.assert_trees_all_close(got, expected, rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize(("groups", "columns"), [(None, 48), (4, 48), (2, 32), (1, 24)])
-def test_kernel_width_follows_heads_and_groups(groups, columns):
-    params, state = jax.eval_shape(attention(WIDTH, HEADS, groups=groups).init, jax.random.key(0))
-    assert params["query_key_value"]["kernel"].shape == (WIDTH, columns)
-    assert params["output"]["kernel"].shape == (WIDTH, WIDTH)
-    assert state == {}
+def test_kernel_width_follows_heads_and_groups():
+    for groups, columns in (
+        (None, 48),
+        (4, 48),
+        (2, 32),
+        (1, 24),
+    ):
+        params, state = jax.eval_shape(
+            attention(WIDTH, HEADS, groups=groups).init, jax.random.key(0)
+        )
+        assert params["query_key_value"]["kernel"].shape == (WIDTH, columns)
+        assert params["output"]["kernel"].shape == (WIDTH, WIDTH)
+        assert state == {}
 
 
 @pytest.mark.slow
@@ -235,9 +242,8 @@ def test_recompute_does_not_rematerialize_attention():
     assert scans(gradient(jax.checkpoint(apply))) > scans(gradient(apply))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_rejects_invalid_options():
+    for arguments, message in (
         ({"heads": 3}, "heads must divide width, got heads=3, width=16"),
         ({"heads": 0}, "heads must divide width, got heads=0, width=16"),
         ({"groups": 3}, "groups must divide heads, got groups=3, heads=4"),
@@ -246,11 +252,9 @@ def test_recompute_does_not_rematerialize_attention():
         ({"chunk": 0}, "chunk must be at least 1, got 0"),
         ({"rotary": 0.0}, r"rotary is a base and must be > 0, got 0\.0"),
         ({"heads": 16, "rotary": 10.0}, "pairs of features, got 1 per head"),
-    ],
-)
-def test_rejects_invalid_options(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        attention(WIDTH, **({"heads": HEADS} | arguments))
+    ):
+        with pytest.raises(ValueError, match=message):
+            attention(WIDTH, **({"heads": HEADS} | arguments))
 
 
 def test_rejects_invalid_inputs():

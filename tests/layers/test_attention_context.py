@@ -201,9 +201,8 @@ def test_context_is_float32_for_bfloat16_activations():
     np.testing.assert_allclose(np.float32(y), expected, two, two)
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
+def test_rejects_invalid_arguments():
+    for call, message in (
         (
             lambda: fnet.apply_context(jnp.ones((3, 4)), square(), jnp.ones(())),
             r"\(4, 4\).*\(6, 6\)",
@@ -224,11 +223,9 @@ def test_context_is_float32_for_bfloat16_activations():
             ),
             r"mask must be bool of shape \(2,\) or \(2, 3\), got bool \(3,\)",
         ),
-    ],
-)
-def test_rejects_invalid_arguments(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
 
 
 def test_rejects_integer_inputs():

@@ -43,9 +43,8 @@ def applied(layer, *shape):
     return layer.apply(*layer.init(jax.random.key(0)), jnp.ones(shape), train=True)
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
+def test_rejects_sizes_that_do_not_fit():
+    for call, message in (
         (lambda: applied(layers.dense(3, 2), 2, 4), r"expected \[..., 3\], got \(2, 4\)"),
         (lambda: applied(layers.dense(3, 2)), r"expected \[..., 3\], got \(\)"),
         (lambda: layers.conv(4, 6, groups=3), "groups=3, n_in=4, n_out=6"),
@@ -53,11 +52,9 @@ def applied(layer, *shape):
         (lambda: applied(layers.conv(3, 2), 2, 4, 4, 1), r"\[N, H, W, 3\], got \(2, 4, 4, 1\)"),
         (lambda: layers.mlp([3, 2], "tanhh"), "expected one of"),
         (lambda: layers.mlp([3]), r"at least an input and an output size, got \[3\]"),
-    ],
-)
-def test_rejects_sizes_that_do_not_fit(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
 
 
 @pytest.mark.parametrize(

@@ -182,18 +182,15 @@ def test_a_model_adds_the_balance_to_learned_tokens():
         dense.losses(params, {}, tokens, tokens, train=True, balance=0.1)
 
 
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
+def test_rejects_invalid_arguments():
+    for options, match in (
         ({"chosen": 6}, "chosen must be at most count=5, got 6"),
         ({"router": Router("top")}, "scores must be one of .*softmax"),
         ({"shared_gate": True}, "shared_gate needs a shared layer"),
         ({"chosen": 0}, "chosen must be at least 1"),
-    ],
-)
-def test_rejects_invalid_arguments(options, match):
-    with pytest.raises(ValueError, match=match):
-        experts(WIDTH, HIDDEN, COUNT, **{"chosen": 2} | options)
+    ):
+        with pytest.raises(ValueError, match=match):
+            experts(WIDTH, HIDDEN, COUNT, **{"chosen": 2} | options)
 
 
 def test_rejects_inputs_of_another_shape():

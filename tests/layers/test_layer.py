@@ -158,21 +158,17 @@ def integers(*shape):
     return jnp.ones(shape, jnp.int32)
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
+def test_rejects_integer_inputs():
+    for call in (
         lambda: layers.causal_conv(3).apply({"kernel": jnp.ones((4, 3)), "bias": jnp.ones(3)}, {}, integers(1, 5, 3), train=True),
         lambda: layers.unembed(integers(2, 4), jnp.ones((7, 4)) / 2),
         lambda: layers.dropout(0.5).apply({}, {}, integers(8), key=jax.random.key(0), train=True),
         lambda: layers.rotary(integers(1, 4, 1, 2), jnp.arange(4)),
         lambda: fnet.diffusion.add_noise(integers(2, 3), jnp.ones((2, 3)), 0.7, 0.7),
         lambda: fnet.diffusion.denoised("v", jnp.ones((2, 3)), integers(2, 3), 0.7, 0.7),
-    ],
-    ids=["causal_conv", "unembed", "dropout", "rotary", "add_noise", "denoised"],
-)  # fmt: skip
-def test_rejects_integer_inputs(call):
-    with pytest.raises(TypeError, match="floating, got int32"):
-        call()
+    ):  # fmt: skip
+        with pytest.raises(TypeError, match="floating, got int32"):
+            call()
 
 
 @pytest.mark.sweep(9)
@@ -203,20 +199,17 @@ def test_explicit_sharding_over_examples_is_kept(layer, shape):
     chex.assert_trees_all_close(jax.device_get(y), jax.device_get(expected), atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("norm", "name"),
-    [
+def test_norms_reject_zero_channels():
+    for norm, name in (
         (layers.abn, "channels"),
         (layers.batch_norm, "channels"),
         (lambda n: layers.group_norm(n, 1), "channels"),
         (layers.layer_norm, "d"),
         (layers.rms_norm, "d"),
         (layers.dynamic_tanh, "d"),
-    ],
-)
-def test_norms_reject_zero_channels(norm, name):
-    with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
-        norm(0)
+    ):
+        with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
+            norm(0)
 
 
 def test_batch_norm_errors_name_batch_norm():

@@ -151,9 +151,8 @@ def test_rejects_patch_that_does_not_divide_the_image(patch):
         build(patch=patch)
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
+def test_rejects_wrong_shapes_and_labels():
+    for given, message in (
         ({"x": jnp.zeros((3, 6, 4, 2))}, r"images must have shape \(4, 6, 2\), got \(6, 4, 2\)"),
         ({"x": jnp.zeros(SHAPE)}, r"images must have shape \(4, 6, 2\), got \(6, 2\)"),
         ({"label": None}, "num_classes is 3, but got no label"),
@@ -166,13 +165,11 @@ def test_rejects_patch_that_does_not_divide_the_image(patch):
             {"timestep": jnp.zeros(())},
             r"timestep must have shape \(3,\) for one entry per image .* got \(\)",
         ),
-    ],
-)
-def test_rejects_wrong_shapes_and_labels(given, message):
-    model, params, state = build()
-    arguments = {"x": images()} | conditions() | given
-    with pytest.raises((ValueError, TypeError), match=message):
-        run(model, params, state, arguments.pop("x"), **arguments)
+    ):
+        model, params, state = build()
+        arguments = {"x": images()} | conditions() | given
+        with pytest.raises((ValueError, TypeError), match=message):
+            run(model, params, state, arguments.pop("x"), **arguments)
 
 
 @pytest.mark.parametrize("heads", [3, 0])

@@ -34,9 +34,8 @@ def test_parameter_counts_match_those_of_the_publishers(name, parameters):
 
 
 # Tan and Le 2019, with widths rounded to multiples of 8, and Howard et al. 2019, table 2.
-@pytest.mark.parametrize(
-    ("size", "blocks", "channels", "stem", "last"),
-    [
+def test_sizes_of_efficientnets_scale_as_in_the_paper():
+    for size, blocks, channels, stem, last in (
         ("b0", (1, 2, 2, 3, 3, 4, 1), (16, 24, 40, 80, 112, 192, 320), 32, 1280),
         ("b1", (2, 3, 3, 4, 4, 5, 2), (16, 24, 40, 80, 112, 192, 320), 32, 1280),
         ("b2", (2, 3, 3, 4, 4, 5, 2), (16, 24, 48, 88, 120, 208, 352), 32, 1408),
@@ -45,16 +44,16 @@ def test_parameter_counts_match_those_of_the_publishers(name, parameters):
         ("b5", (3, 5, 5, 7, 7, 9, 3), (24, 40, 64, 128, 176, 304, 512), 48, 2048),
         ("b6", (3, 6, 6, 8, 8, 11, 3), (32, 40, 72, 144, 200, 344, 576), 56, 2304),
         ("b7", (4, 7, 7, 10, 10, 13, 4), (32, 48, 80, 160, 224, 384, 640), 64, 2560),
-    ],
-)
-def test_sizes_of_efficientnets_scale_as_in_the_paper(size, blocks, channels, stem, last):
-    variants = models.VARIANTS["efficientnet"]
-    for name in (f"efficientnet_{size}", f"tf_efficientnet_{size}"):
-        row = variants[name]
-        assert tuple(s.blocks for s in row["stages"]) == blocks
-        assert tuple(s.channels for s in row["stages"]) == channels
-        assert (row["stem"], row["last"]) == (stem, last)
-    assert variants[f"efficientnet_{size}"]["eps"] == (1e-3 if size in ("b5", "b6", "b7") else 1e-5)
+    ):
+        variants = models.VARIANTS["efficientnet"]
+        for name in (f"efficientnet_{size}", f"tf_efficientnet_{size}"):
+            row = variants[name]
+            assert tuple(s.blocks for s in row["stages"]) == blocks
+            assert tuple(s.channels for s in row["stages"]) == channels
+            assert (row["stem"], row["last"]) == (stem, last)
+        assert variants[f"efficientnet_{size}"]["eps"] == (
+            1e-3 if size in ("b5", "b6", "b7") else 1e-5
+        )
 
 
 def test_further_variants_have_the_widths_and_epsilons_of_their_publishers():
@@ -187,9 +186,8 @@ def test_a_window_as_large_as_the_image_is_not_shifted():
     np.testing.assert_allclose(y, expected, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
+def test_rejects_invalid_options():
+    for make, message in (
         (
             lambda: models.get("efficientnet", num_classes=2, padding="valid"),
             "padding must be one of",
@@ -204,8 +202,6 @@ def test_a_window_as_large_as_the_image_is_not_shifted():
         ),
         (lambda: models.get("swin", num_classes=2, width=10), "heads must divide width"),
         (lambda: models.get("swin", num_classes=2, blocks=()), "blocks must be at least 1"),
-    ],
-)
-def test_rejects_invalid_options(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()
+    ):
+        with pytest.raises(ValueError, match=message):
+            make()

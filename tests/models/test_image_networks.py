@@ -149,17 +149,17 @@ STEM_CHANNELS = {
 }
 
 
-@pytest.mark.parametrize("kind", STEM_CHANNELS)
-def test_stem_has_a_norm_after_each_convolution_but_the_last(kind):
-    parts, channels = input_stem(kind, 3, 8, bn, last_norm=False)
-    params, _ = jax.eval_shape(fnet.serial(**parts).init, jax.random.key(0))
-    kernels = [params[name]["kernel"].shape for name in params if name.startswith("conv")]
-    convolutions = len(kernels)
-    assert [shape[-1] for shape in kernels] == STEM_CHANNELS[kind]
-    assert channels == STEM_CHANNELS[kind][-1]
-    assert sum(name.startswith("bn") for name in parts) == convolutions - 1
-    assert ("pool" in parts) == (kind != "small")
-    assert "bn1" in input_stem(kind, 3, 8, bn, last_norm=True)[0]
+def test_stem_has_a_norm_after_each_convolution_but_the_last():
+    for kind in STEM_CHANNELS:
+        parts, channels = input_stem(kind, 3, 8, bn, last_norm=False)
+        params, _ = jax.eval_shape(fnet.serial(**parts).init, jax.random.key(0))
+        kernels = [params[name]["kernel"].shape for name in params if name.startswith("conv")]
+        convolutions = len(kernels)
+        assert [shape[-1] for shape in kernels] == STEM_CHANNELS[kind]
+        assert channels == STEM_CHANNELS[kind][-1]
+        assert sum(name.startswith("bn") for name in parts) == convolutions - 1
+        assert ("pool" in parts) == (kind != "small")
+        assert "bn1" in input_stem(kind, 3, 8, bn, last_norm=True)[0]
 
 
 def test_batch_norm_matches_its_formula_for_gammas_of_any_sign(float64):
@@ -209,9 +209,8 @@ def test_batch_norm_under_recompute_saves_one_array_per_block():
     assert [r.layer for r in saved if r.shape == x.shape] == ["bn0", "bn1", "bn2"]
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
+def test_rejects_invalid_options():
+    for make, message in (
         (
             lambda: models.get("resnext", depth=18, num_classes=3),
             r"resnext: depth must be one of \[50, 101",
@@ -241,8 +240,6 @@ def test_batch_norm_under_recompute_saves_one_array_per_block():
             lambda: models.get("resnext", depth=50, num_classes=3, norm="sync"),
             "resnext: norm must be one of",
         ),
-    ],
-)
-def test_rejects_invalid_options(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()
+    ):
+        with pytest.raises(ValueError, match=message):
+            make()

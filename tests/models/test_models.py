@@ -79,9 +79,8 @@ def test_resnet9_has_the_convolutions_of_its_source():
         jax.eval_shape(lambda p: small.apply(p, state, x[:, :4, :4], train=False), params)
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "error", "message"),
-    [
+def test_rejects_wrong_names_and_sizes():
+    for name, options, error, message in (
         ("resnet50", {"depth": 18}, TypeError, "multiple values for argument 'depth'"),
         ("resnet1", {}, ValueError, r"must be one of .*preact_resnet.*, got 'resnet1'"),
         ("resnet", {"depth": 20}, ValueError, r"depth must be one of \[10, 14, .*, 200\], got 20"),
@@ -93,11 +92,9 @@ def test_resnet9_has_the_convolutions_of_its_source():
             r"widths=\(8, 9\), blocks=\(1",
         ),
         ("preact_resnet", {"widths": ()}, ValueError, r"got widths=\(\), blocks_per_stage=2"),
-    ],
-)
-def test_rejects_wrong_names_and_sizes(name, options, error, message):
-    with pytest.raises(error, match=message):
-        models.get(name, num_classes=3, **options)
+    ):
+        with pytest.raises(error, match=message):
+            models.get(name, num_classes=3, **options)
 
 
 def test_preact_resnet_first_stride_and_stem_width():

@@ -31,22 +31,19 @@ def test_warmup_and_decay_have_expected_values(name, expected):
     np.testing.assert_allclose(got, expected, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("name", "decay_steps", "expected"),
-    [
+def test_step_decays_have_expected_values():
+    for name, decay_steps, expected in (
         # Every three steps, counted from the start of the run.
         ("step", (3,), [0.0, 0.5, 1.0, 0.5, 0.5, 0.5, 0.25, 0.25, 0.25, 0.125]),
         ("multistep", (4, 7), [0.0, 0.5, 1.0, 1.0, 0.5, 0.5, 0.5, 0.25, 0.25, 0.25]),
         # Two boundaries in the same step both count.
         ("multistep", (4.2, 4.4), [0.0, 0.5, 1.0, 1.0, 0.25, 0.25, 0.25, 0.25, 0.25, 0.25]),
         ("exponential", (2,), [0.0, 0.5, *[0.5 ** (i / 2) for i in range(8)]]),
-    ],
-)
-def test_step_decays_have_expected_values(name, decay_steps, expected):
-    schedule = fnet.optim.make_schedule(
-        name, 1.0, steps=10, warmup_steps=2, decay_steps=decay_steps, decay_rate=0.5
-    )
-    np.testing.assert_allclose([float(schedule(i)) for i in range(10)], expected, atol=1e-6)
+    ):
+        schedule = fnet.optim.make_schedule(
+            name, 1.0, steps=10, warmup_steps=2, decay_steps=decay_steps, decay_rate=0.5
+        )
+        np.testing.assert_allclose([float(schedule(i)) for i in range(10)], expected, atol=1e-6)
 
 
 DECAYING = "step", "multistep", "exponential"
@@ -249,10 +246,10 @@ def test_classifier_mask_selects_the_layer_with_num_classes_outputs(name):
     assert all(mask == (a.shape[-1:] == (7,)) for mask, a in zip(*leaves, strict=True))
 
 
-@pytest.mark.parametrize("name", sorted(set(fnet.optim.OPTIMIZERS) - set(SCALABLE)))
-def test_rejects_a_classifier_scale_for_optimizers_that_copy_parameters(name):
-    with pytest.raises(ValueError, match=f"classifier_scale must be None for {name}, .* got 2"):
-        fnet.optim.make_optimizer(name, 0.1, classifier_scale=2.0)
+def test_rejects_a_classifier_scale_for_optimizers_that_copy_parameters():
+    for name in sorted(set(fnet.optim.OPTIMIZERS) - set(SCALABLE)):
+        with pytest.raises(ValueError, match=f"classifier_scale must be None for {name}, .* got 2"):
+            fnet.optim.make_optimizer(name, 0.1, classifier_scale=2.0)
 
 
 def test_muon_makes_updates_of_kernels_orthogonal():
@@ -335,9 +332,8 @@ def test_galore_has_moments_of_the_projection():
     assert np.linalg.matrix_rank(updates["kernel"], tol=1e-5) <= 4
 
 
-@pytest.mark.parametrize(
-    ("paths", "expected"),
-    [
+def test_layer_scales_decay_from_the_last_block_to_the_first():
+    for paths, expected in (
         # Depths from the last to the first, of the networks in fnet.models.
         (("head", "norm", "blocks/10", "blocks/9", "patches"), (0, 0, 1, 2, 3)),
         (("fc", "layer2/1", "layer2/0", "layer1/0", "bn1", "conv1"), (0, 1, 2, 3, 4, 4)),
@@ -345,21 +341,19 @@ def test_galore_has_moments_of_the_projection():
         (("classifier", "bn_out", "mod3/0", "tra2", "mod2/1", "mod1"), (0, 0, 1, 2, 3, 4)),
         (("abn", "stage1/0", "down1", "stage0/0", "stem"), (0, 1, 2, 3, 4)),
         (("cls", "head", "body/layer1/0", "body/conv1"), (0, 0, 1, 2)),
-    ],
-)
-def test_layer_scales_decay_from_the_last_block_to_the_first(paths, expected):
-    params = {}
-    for path in paths:
-        tree = params
-        for name in path.split("/"):
-            tree = tree.setdefault(name, {})
-        tree["kernel"] = 0.0
-    scales = fnet.optim.layer_scales(params, 0.5)
-    actual = {
-        "/".join(key.key for key in path[:-1]): leaf
-        for path, leaf in jax.tree.leaves_with_path(scales)
-    }
-    assert actual == {p: 0.5**depth for p, depth in zip(paths, expected, strict=True)}
+    ):
+        params = {}
+        for path in paths:
+            tree = params
+            for name in path.split("/"):
+                tree = tree.setdefault(name, {})
+            tree["kernel"] = 0.0
+        scales = fnet.optim.layer_scales(params, 0.5)
+        actual = {
+            "/".join(key.key for key in path[:-1]): leaf
+            for path, leaf in jax.tree.leaves_with_path(scales)
+        }
+        assert actual == {p: 0.5**depth for p, depth in zip(paths, expected, strict=True)}
 
 
 def test_layer_decay_scales_updates():

@@ -192,20 +192,17 @@ def test_a_batch_without_names_is_refused():
         step(created(model, optimizer), jnp.ones(6))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_a_loss_optimizer_or_mode_of_another_kind_is_refused():
+    for arguments, message in (
         ((lambda p, b: p, optax.sgd(0.1)), r"loss: expected a function of \(params, .* got .*\(p, b\)"),
         (("loss", optax.sgd(0.1)), "loss: expected a function of .*, got 'loss'"),
         ((line, optax.sgd), "optimizer must be an optax.*, got sgd"),
         ((line, None), "optimizer must be an optax.*, got NoneType"),
         ((line, layers.dense(1, 1)), "optimizer must be an optax.*, got Layer"),
         ((line, optax.sgd(0.1), "clipped"), r"mode must be .* got str"),
-    ],
-)  # fmt: skip
-def test_a_loss_optimizer_or_mode_of_another_kind_is_refused(arguments, message):
-    with pytest.raises(TypeError, match=f"make_step: {message}"):
-        fnet.make_step(*arguments)
+    ):  # fmt: skip
+        with pytest.raises(TypeError, match=f"make_step: {message}"):
+            fnet.make_step(*arguments)
 
 
 def test_weights_in_a_column_are_refused():
@@ -402,19 +399,16 @@ def test_a_state_of_params_equals_the_state_of_the_model_that_made_them():
     chex.assert_trees_all_equal(got, expected)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_rejects_a_state_without_what_it_needs():
+    for arguments, message in (
         ({}, "give either a model or params"),
         ({"model": 1, "params": 1}, "give either a model or params"),
         ({"params": {}, "key": 1}, "optimizer is missing"),
         ({"params": {}, "optimizer": 1}, "key is missing"),
         ({"params": {}, "optimizer": 1, "key": 0}, "key must be a random key.*, got 0"),
-    ],
-)
-def test_rejects_a_state_without_what_it_needs(arguments, message):
-    with pytest.raises(TypeError, match=message):
-        fnet.TrainState.create(**arguments)
+    ):
+        with pytest.raises(TypeError, match=message):
+            fnet.TrainState.create(**arguments)
 
 
 def test_rejects_a_model_state_next_to_a_model():

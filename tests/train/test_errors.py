@@ -17,35 +17,29 @@ from train.errors import (
 )
 
 
-@pytest.mark.parametrize(
-    ("epsilon", "text"),
-    [
+def test_an_epsilon_is_rounded_up_to_four_digits():
+    for epsilon, text in (
         (7.99832, "7.999"),
         (8.0, "8"),
         (0.12345, "0.1235"),
         (12340.1, "1.235e+04"),
         (1.0001, "1.001"),
-    ],
-)
-def test_an_epsilon_is_rounded_up_to_four_digits(epsilon, text):
-    assert at_most(epsilon) == text
-    assert float(at_most(epsilon)) >= epsilon
-    assert (at_most(float("inf")), at_most(float("nan"))) == ("inf", "nan")
+    ):
+        assert at_most(epsilon) == text
+        assert float(at_most(epsilon)) >= epsilon
+        assert (at_most(float("inf")), at_most(float("nan"))) == ("inf", "nan")
 
 
-@pytest.mark.parametrize(
-    ("name", "closest"),
-    [
+def test_the_closest_name():
+    for name, closest in (
         ("--optim.lr", "--optim.learning-rate"),  # its initials
         ("--optim.leaning-rate", "--optim.learning-rate"),
         ("--optim.name", "--optim.name"),
         ("--zzz", None),
-    ],
-)
-def test_the_closest_name(name, closest):
-    known = ["--optim.learning-rate", "--optim.name", "--out"]
-    assert closest_name(name, known) == closest
-    assert did_you_mean(name, known) == (f" (did you mean {closest}?)" if closest else "")
+    ):
+        known = ["--optim.learning-rate", "--optim.name", "--out"]
+        assert closest_name(name, known) == closest
+        assert did_you_mean(name, known) == (f" (did you mean {closest}?)" if closest else "")
 
 
 def test_lists_of_names_end_after_a_few():
@@ -61,9 +55,8 @@ def caused(error, cause=None, context=None):
     return error
 
 
-@pytest.mark.parametrize(
-    ("error", "expected"),
-    [
+def test_errors_of_the_machine_are_no_damage():
+    for error, expected in (
         (OSError(errno.EMFILE, "x"), True),
         (OSError(errno.EACCES, "x"), True),
         (OSError(errno.ENOENT, "x"), False),
@@ -73,10 +66,8 @@ def caused(error, cause=None, context=None):
         (caused(ValueError("x"), cause=MemoryError()), True),
         (caused(ValueError("x"), context=OSError(errno.ESTALE, "x")), True),
         (caused(ValueError("x"), cause=ValueError("y")), False),
-    ],
-)
-def test_errors_of_the_machine_are_no_damage(error, expected):
-    assert is_machine_error(error) == expected
+    ):
+        assert is_machine_error(error) == expected
 
 
 def test_an_output_file_is_not_overwritten(tmp_path):

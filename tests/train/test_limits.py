@@ -29,16 +29,13 @@ def test_the_flag_may_be_anywhere(words, rest, factor):
     assert limits.factor() == factor
 
 
-@pytest.mark.parametrize(
-    ("words", "given"),
-    [
+def test_a_factor_that_is_no_positive_number_is_refused():
+    for words, given in (
         (["--limits"], "nothing"), (["--limits", "0"], "0"), (["--limits=-1"], "-1"),
         (["--limits", "inf"], "inf"), (["--limits", "nan"], "nan"), (["--limits=x"], "x"),
-    ],
-)  # fmt: skip
-def test_a_factor_that_is_no_positive_number_is_refused(words, given):
-    with pytest.raises(UserError, match=f"--limits: expected a number above 0, got {given}$"):
-        take_flag(words)
+    ):  # fmt: skip
+        with pytest.raises(UserError, match=f"--limits: expected a number above 0, got {given}$"):
+            take_flag(words)
 
 
 def test_a_value_at_the_limit_is_read_and_the_next_is_not():
