@@ -293,9 +293,9 @@ def test_metrics_of_norms_and_noise_scale():
     expected = {"norm_median": 2.0, "norm_max": 4.0, "grad_sq": 2 / 3, "grad_var": 19 / 3}
     for name, value in expected.items():
         assert float(metrics[name]) == pytest.approx(value, rel=1e-5), name
-    _, _, metrics = autodiff.per_example(per_layer=True)(
-        lambda p, *rest: loss(jnp.concatenate([p["a"], p["b"]["c"]]), *rest)
-    )({"a": jnp.zeros(1), "b": {"c": jnp.zeros(1)}}, *args[1:])
+    of_layers = lambda p, *rest: loss(jnp.concatenate([p["a"], p["b"]["c"]]), *rest)  # noqa: E731
+    run = jax.jit(autodiff.per_example(per_layer=True)(of_layers))
+    _, _, metrics = run({"a": jnp.zeros(1), "b": {"c": jnp.zeros(1)}}, *args[1:])
     # The first column is 1, 2, 0 and the second 0, 0, 4.
     expected = {"grad_sq/a": 2 / 3, "grad_var/a": 1.0, "grad_sq/b.c": 0.0, "grad_var/b.c": 16 / 3}
     for name, value in expected.items():
