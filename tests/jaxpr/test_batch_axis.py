@@ -10,12 +10,7 @@ from pretrained_cases import MIXERS
 
 import fnet
 from fnet import layers
-from fnet.jaxpr.batch_axis import (
-    BatchAxis,
-    Shared,
-    Unknown,
-    find_batch_axes,
-)
+from fnet.jaxpr.batch_axis import BatchAxes, BatchAxis, Shared, Unknown, find_batch_axes
 from fnet.losses.segmentation import pixel_cross_entropy
 
 pytestmark = pytest.mark.usefixtures("allow_rank_promotion")
@@ -99,6 +94,13 @@ def attention(x, **options):
 
 def vocabulary_loss(x, y, **options):
     return fnet.linear_cross_entropy(x, W, y, bias=W[0], **options)
+
+
+def test_examples_that_are_split_between_devices_are_unknown():
+    to_device = BatchAxes(B).to_device
+    assert to_device(BatchAxis(0), (1, 2)) == BatchAxis(0)
+    assert to_device(Shared(frozenset({0, 1})), (1, 2)) == Shared(frozenset({0}))
+    assert isinstance(to_device(BatchAxis(1), (1, 2)), Unknown)
 
 
 TOKENS = tokens(2, 8, B, 5)

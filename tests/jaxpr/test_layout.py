@@ -52,7 +52,7 @@ def draw_index(rng, n):
     return choices[rng.integers(4)] if rng.integers(5) or not n else int(rng.integers(-n, n))
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(6))
 def test_random_views_have_the_elements_and_overlaps_of_numpy(seed):
     rng, overlapping = np.random.default_rng(seed), 0
     for _ in range(100):
@@ -83,6 +83,8 @@ def test_orders_without_factors_are_refused():
         Layout.of((4, 6)).transpose((1, 0)).reshape((24,))[1:7]
     with pytest.raises(NoLayoutError):
         Layout.of((6, 4)).transpose((1, 0)).reshape((3, 8))
+    with pytest.raises(NoLayoutError):
+        Layout.of((4, 6)).transpose((1, 0)).reshape((24,))[2:10:2]
 
 
 def test_a_number_selects_one_element_of_an_axis_with_several_factors():

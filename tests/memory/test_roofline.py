@@ -47,6 +47,8 @@ def test_a_product_is_limited_by_compute_and_a_sum_by_memory():
     total = estimate(lambda a, b: a + b, (1024, 1024), (1024, 1024))
     assert total.seconds == pytest.approx(3 * 4 * 1024**2 / 1e11)
     assert total.share["memory"] == 1
+    slow = estimate(lambda a, b: a + b, (1024,), (1024,), peaks=PEAKS._replace(vector=1e3))
+    assert slow.seconds == pytest.approx(1.024)
 
 
 def test_small_kernels_run_in_the_cache():

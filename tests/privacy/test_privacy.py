@@ -124,6 +124,7 @@ def test_epsilon_of_the_gaussian_mechanism_is_exact_at_any_delta(delta):
 def test_epsilon_is_finite_and_grows_as_delta_vanishes():
     sampling, deltas = PoissonSampling(650_000, 250), (1e-9, 1e-12, 1e-14, 2.0**-80, 1e-200)
     found = [epsilon(4.0, delta, sampling, steps=10_000) for delta in deltas]
+    assert 0 == epsilon(4.0, 1e-9, sampling, steps=0) < found[0]
     assert found == sorted(found)
     assert found[-1] < 10
 
