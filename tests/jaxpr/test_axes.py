@@ -263,6 +263,7 @@ def test_a_longer_axis_of_copies():
     (equation,) = equations("broadcast_in_dim", 1)[:1]
     factor = Factor((None,), (0,))
     assert factor in factors(equation.eqn)
+    assert not places_once(equation.eqn)
     longer = equation.run(equation.draws[0], lengthen(equation.eqn, factor, 2))
     assert close(longer[0], np.concatenate(equation.run(equation.draws[0]) * 2))
 

@@ -1,5 +1,6 @@
 """Layouts of random views say what NumPy does."""
 
+import itertools
 import math
 
 import numpy as np
@@ -87,7 +88,13 @@ def test_orders_without_factors_are_refused():
         Layout.of((4, 6)).transpose((1, 0)).reshape((24,))[2:10:2]
 
 
-def test_a_number_selects_one_element_of_an_axis_with_several_factors():
-    layout = Layout.of((4, 6)).transpose((1, 0)).reshape((24,))
-    selected = [int(numbers(layout[i])) for i in range(-24, 24)]
-    assert selected == [*np.arange(24).reshape(4, 6).T.ravel()] * 2
+def test_numbers_and_slices_select_elements_of_an_axis_with_several_factors():
+    layout, array = Layout.of((4, 6)).transpose((1, 0)).reshape((24,)), np.arange(24)
+    array, refused = array.reshape(4, 6).T.ravel(), 0
+    assert [int(numbers(layout[i])) for i in range(-24, 24)] == [*array] * 2
+    for ends in itertools.product(range(24), range(24), (1, 2, 3, 4, 8, -1, -2, -4)):
+        try:
+            assert (numbers(layout[slice(*ends)]) == array[slice(*ends)]).all()
+        except NoLayoutError:
+            refused += 1
+    assert refused < 24 * 24 * 3

@@ -55,7 +55,7 @@ def test_matches_golden_sums_of_jax_privacy(clip, how, expected):
 def test_scalars_and_the_batch_size_in_a_loss():
     """The batch size is 1 for each example, and a parameter may be the loss itself."""
     for loss, params, sum_of_grads, norms in (
-        (lambda p, x: p * x / len(x), jnp.float32(2), 12, X),
+        (lambda p, x: p * x / len(x), 2.0, 12, X),
         (lambda p, x: p[0] * x, jnp.ones(1), [12], X),
         (lambda p, x: jnp.full(len(x), p), jnp.float32(2), 3, [1, 1, 1]),
     ):
