@@ -54,6 +54,7 @@ EQUIVALENT = {
     "fnet/autodiff/per_example/parameter_gradients.py::FactoredGradients.sum_and_products: change number 17": "the other factor is 0",
     "fnet/cpu/workspaces.py::_ynnpack_workspace: swap Mult 1": "XLA gives no transposed convolution to YNNPACK (jaxlib 0.10, 0.12)",
     "fnet/autodiff/per_example/ghost_norm.py::squared_norms: swap Lt 1": "either way, if both cost the same",
+    "fnet/autodiff/per_example/parameter_gradients.py::InChunks.whole: change number 2": "JAX takes the last chunk for a number beyond it",
     "fnet/jaxpr/axes.py::is_linear_in: change number 3": "an equation rounds both to an exponent and a mantissa, or neither",
     "fnet/privacy/accounting.py::calibrate_noise_multiplier: change number 4": "the start of a search",
     "fnet/fsdp.py::_ShardResults.equation: change number 1": "a new reference has one operand",
