@@ -4,6 +4,7 @@ import re
 
 import chex
 import equinox as eqx
+import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -52,11 +53,18 @@ class Linen(linen.Module):
         return x
 
 
+def haiku(x):
+    for _ in range(DEPTH):
+        x = jnp.tanh(hk.Linear(WIDTH)(jax.nn.gelu(x)))
+    return x
+
+
 X = jnp.asarray(np.random.default_rng(0).normal(size=(ROWS, WIDTH)), jnp.float32)
 
 
 def libraries():
     """By library: a loss, its first argument, and what differentiates it."""
+    transformed = hk.without_apply_rng(hk.transform(haiku))
     return {
         "equinox": (
             lambda m, x: jnp.square(jax.vmap(m)(x)).mean(),
@@ -68,6 +76,11 @@ def libraries():
             Linen().init(jax.random.key(0), X),
             jax.value_and_grad,
         ),
+        "haiku": (
+            lambda p, x: jnp.square(transformed.apply(p, x)).mean(),
+            transformed.init(jax.random.key(0), X),
+            jax.value_and_grad,
+        ),
     }
 
 
@@ -77,8 +90,8 @@ def plain_bytes(loss, *args):
     return plan.chosen.peak.total
 
 
-@pytest.mark.sweep(2)
-@pytest.mark.parametrize("library", ["linen", "equinox"])
+@pytest.mark.sweep(3)
+@pytest.mark.parametrize("library", ["linen", "equinox", "haiku"])
 def test_loss_of_a_library_fits_a_budget_with_the_same_gradients(library):
     with jax.numpy_rank_promotion("allow"):
         loss, model, value_and_grad = libraries()[library]
