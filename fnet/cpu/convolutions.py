@@ -25,7 +25,7 @@ from jax.extend.core import JaxprEqn
 
 from fnet import measured
 from fnet.cpu.tracing import is_for_cpu
-from fnet.jaxpr import aval, call_in_place, rewrite, transformed
+from fnet.jaxpr import ShardMap, aval, call_in_place, rewrite, transformed
 from fnet.jaxpr.primitives import ConvGeneralDilated
 
 T = TypeVar("T")
@@ -67,11 +67,13 @@ def for_loops(f: Callable[..., T]) -> Callable[..., T]:
 
     XLA has a fast implementation for the layout [batch, space, features] x [space, in, out]. It
     transposes others, such as in backward passes, but not inside of loops, where they take 10 to 90
-    times as long. Nothing changes for other devices. Differentiate the function before, not after.
+    times as long. Nothing changes for other devices, and inside of a `jax.shard_map`, which checks
+    along which axes the results of calls vary. Differentiate the function before, not after.
     """
     if not is_for_cpu():
         return f
-    return transformed(f, lambda c, _: rewrite(c, functools.partial(_replace, _in_fast_layout, {})))
+    replace = functools.partial(_replace, _in_fast_layout, {})
+    return transformed(f, lambda c, _: rewrite(c, replace, lambda eqn: ShardMap.read(eqn) is None))
 
 
 def _replace(
@@ -92,10 +94,9 @@ def _replace(
 
 
 def _on_cpus(conv: ConvGeneralDilated, *, one_device: bool) -> Convolve | None:
-    f = None
-    if _has_default_precision(conv):
-        f = _by_groups(conv, one_device=one_device) or (_algorithm(conv) if one_device else None)
-    return f or _in_fast_layout(conv)
+    if not _has_default_precision(conv):
+        return None
+    return _by_groups(conv, one_device=one_device) or (_algorithm(conv) if one_device else None)
 
 
 def _in_fast_layout(conv: ConvGeneralDilated) -> Convolve | None:

@@ -517,8 +517,8 @@ def rewrite(
 
 def call_in_place(eqn: JaxprEqn, f: Callable[..., Any]) -> JaxprEqn:
     """The equation that calls a jitted function of the inputs of another one, for `rewrite`."""
-    inputs = [jax.ShapeDtypeStruct(aval(v).shape, aval(v).dtype) for v in eqn.invars]
-    [call] = jax.make_jaxpr(jax.jit(f))(*inputs).eqns
+    with jax.disable_jit(False):
+        [call] = jax.make_jaxpr(jax.jit(f))(*map(aval, eqn.invars)).eqns
     made: JaxprEqn = eqn.replace(primitive=call.primitive, params=call.params)
     return made
 

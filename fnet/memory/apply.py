@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
-from jax.extend.core import ClosedJaxpr, Literal, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 
 from fnet.backward_pass import bind_static, constant
 from fnet.cpu.tracing import traced_for, tracing_platform
@@ -19,39 +19,51 @@ def variables(atoms: Iterable[Any]) -> Iterator[Var]:
     return (a for a in atoms if not isinstance(a, Literal))
 
 
-class Once(NamedTuple):
-    """A function that `evaluate_as` traces once for arguments of the same types."""
+class Repeated(NamedTuple):
+    """A function whose later traces get the variables of the first, so what is known of it holds.
+
+    Attributes:
+      f: The function.
+      jaxprs: First traces by key and number of the call.
+      key: What tells it from other functions with ``jaxprs``.
+      calls: Numbers of its calls.
+    """
 
     f: Callable[..., Any]
-    traces: dict[Any, tuple[ClosedJaxpr, Any]]
+    jaxprs: dict[Any, Jaxpr]
+    key: tuple[int, ...]
+    calls: Iterator[int]
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function."""
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: D102
         return self.f(*args, **kwargs)
+
+    def renamed(self, closed: ClosedJaxpr) -> ClosedJaxpr:
+        """The trace of a call, with the variables of the first trace if it is the same."""
+        first = self.jaxprs.setdefault((*self.key, next(self.calls)), closed.jaxpr)
+        is_same = _types(first) == _types(closed.jaxpr)
+        return ClosedJaxpr(first, closed.consts) if is_same else closed
+
+
+def _types(jaxpr: Jaxpr) -> list[Any]:
+    given = [v.aval for v in (*jaxpr.constvars, *jaxpr.invars)]
+    return [*given, *((e.primitive, [v.aval for v in e.outvars]) for e in jaxpr.eqns)]
 
 
 def trace_inlined(
     f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[ClosedJaxpr, list[Any], Any]:
     """Trace a function, and return its inlined jaxpr, its arguments and its result's structure."""
-    traces = f.traces if isinstance(f, Once) else {}
     with_static, arrays = bind_static(f, kwargs)
     leaves, structure = jax.tree.flatten((args, arrays))
-    static = [(name, a) for name, a in kwargs.items() if name not in arrays]
-    key = structure, *map(jax.typeof, leaves), *static
-    if key in traces:
-        closed, result = traces[key]
-        return closed, leaves, result
 
     def flat(*leaves: Any) -> Any:
         args, arrays = jax.tree.unflatten(structure, leaves)
         return with_static(*args, **arrays)
 
     traced, shapes = jax.make_jaxpr(flat, return_shape=True)(*leaves)
-    closed, result = inline(traced), jax.tree.structure(shapes)
-    if not any(isinstance(c, jax.core.Tracer) for c in closed.consts):
-        traces[key] = closed, result
-    return closed, leaves, result
+    closed = inline(traced)
+    closed = f.renamed(closed) if isinstance(f, Repeated) else closed
+    return closed, leaves, jax.tree.structure(shapes)
 
 
 def evaluate_as(

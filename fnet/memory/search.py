@@ -15,7 +15,7 @@ import jax
 
 from fnet.jaxpr import nbytes, place
 from fnet.jaxpr.primitives import made_bytes
-from fnet.memory.apply import Once
+from fnet.memory.apply import Repeated
 from fnet.memory.assemble import Loss, Step, tagged
 from fnet.memory.cost import Cost, Rates, equation_cost
 from fnet.memory.devices import is_on_devices, on_devices
@@ -92,7 +92,7 @@ class Planner:
         self.reason, self.is_on_devices = "", False
         self._known: dict[tuple[Node, int], Traced | None] = {}
         self._paths: dict[Node, list[_Path]] = {}
-        self._traces: dict[Any, Any] = {}
+        self._jaxprs: dict[Any, Any] = {}
 
     @property
     def is_exact(self) -> bool:
@@ -120,11 +120,13 @@ class Planner:
 
     def _trace(self, tree: Node, n: int) -> Traced:
         losses: list[Loss] = []
+        applied = itertools.count()
 
         def apply(f: Any) -> Any:
             if self.is_on_devices:
                 return on_devices(f, lambda g: tagged(tree.apply(g), losses, divide_all=True))
-            return tagged(tree.apply(Once(f, self._traces)), losses)
+            repeated = Repeated(f, self._jaxprs, (n, next(applied)), itertools.count())
+            return tagged(tree.apply(repeated), losses)
 
         traced = self.build(self.policy(tree)._replace(apply=apply), n)
         donated = [a.donated for a in jax.tree.leaves(traced.args_info)]
