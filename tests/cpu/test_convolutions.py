@@ -3,6 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import fnet
 from fnet import layers, measured, models
@@ -381,3 +382,28 @@ def test_loops_have_the_layout_that_is_fast_on_a_cpu(derivative):
     assert in_loops("gpu") - {FAST}, "as they are"
     expected = jax.grad(lambda p: loss(p, args[1]).mean())(args[0])
     np.testing.assert_allclose(derivative(loss, *args), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("way", ["shard_map", "x64", "disable_jit"])
+def test_loops_keep_what_a_loss_does_around_its_convolutions(way):
+    def mean(kernel, x):
+        return jnp.square(convolution(jnp.tanh(convolution(x, kernel)), kernel)).mean()
+
+    def over_devices(kernel, x):
+        mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+        part = jax.shard_map(
+            lambda *args: jax.lax.pmean(mean(*args), "d"),
+            mesh=mesh, in_specs=(P(), P("d")), out_specs=P(),
+        )  # fmt: skip
+        return part(kernel, x)
+
+    def in_float64(kernel, x):
+        with jax.enable_x64(True):
+            return mean(kernel.astype("float64"), x.astype("float64")).astype("float32")
+
+    loss = {"shard_map": over_devices, "x64": in_float64}.get(way, mean)
+    rng = np.random.default_rng(0)
+    args = [np.float32(rng.normal(size=s)) for s in ((3, 3, 4, 4), (8, 6, 6, 4))]
+    with jax.disable_jit(way == "disable_jit"):
+        got = microbatches(lambda k, x: jnp.broadcast_to(loss(k, x), x.shape[:1]), *args)
+    np.testing.assert_allclose(got, jax.grad(mean)(*args), rtol=1e-4, atol=1e-6)

@@ -9,9 +9,11 @@ import pytest
 
 import fnet
 from fnet import layers, memory
-from fnet.memory import BudgetError
+from fnet.memory import BudgetError, estimate_cost
 from fnet.memory.plan import plan
-from fnet.memory.remat import policies_for
+from fnet.memory.remat import REMAT_POLICIES, policies_for
+from fnet.memory.search import Planner
+from fnet.memory.tree import PLAIN, Rows
 from fnet.step import divisors
 
 WIDTH, DEPTH, BATCH = 32, 8, 512
@@ -349,3 +351,39 @@ def test_a_region_that_is_not_differentiated_is_cut_but_nothing_is_planned_insid
 
     with pytest.raises(BudgetError, match="the lowest peak found is"):
         plan(build, 10_000)
+
+
+def test_losses_that_a_step_calls_are_planned_each_by_its_own_trace():
+    """The second one has the types of the first; the batch is split inside of the third."""
+
+    def layers(params, x, f):
+        for w in params:
+            x = f(x @ w)
+        return jnp.square(x).mean()
+
+    params, x = [jnp.eye(16)] * 6, jnp.ones((256, 16))
+
+    def build(policy, n):
+        first = policy.apply(lambda params, x: layers(params, x, jnp.tanh))
+        second = policy.apply(lambda params, x: layers(params, x, lambda y: jnp.sin(y) * y))
+
+        def step(params, x):
+            return jax.grad(lambda p: first(p, x) + second(p, x))(params)
+
+        return jax.jit(step).trace(params, x)
+
+    planner = Planner(build, [1], None, True, 0)
+    traced = planner.trace(Rows(4))
+    expected = estimate_cost(build(REMAT_POLICIES["none"], 1).jaxpr).flops
+    assert planner.plain.option.cost.flops == pytest.approx(expected, rel=0.01)
+    assert expected < traced.option.cost.flops < 1.5 * expected
+
+    def split(policy, n):
+        def whole(params, x):
+            parts = x.reshape(n, -1, 16)
+            return jax.lax.map(lambda part: layers(params, part, jnp.tanh), parts).mean()
+
+        return jax.jit(jax.grad(policy.apply(whole))).trace(params, x)
+
+    planner = Planner(split, [1, 8], None, True, 0)
+    assert planner.trace(PLAIN, 8).option.bytes < planner.trace(PLAIN, 1).option.bytes

@@ -16,7 +16,7 @@ LEDGER = {
     "train/data": 11_371,
     "train/run + train/commands": 8_550,
     "train, the rest": 8_257,
-    "tests": 58_637,
+    "tests": 58_701,
     "benchmarks": 16_510,
 }
 """Lines of ``*.py``. A row of its own takes a package out of the rest."""
