@@ -50,7 +50,7 @@ def tagged(f: F, losses: list[Loss], *, divide_all: bool = False) -> F:
     def run(closed: ClosedJaxpr, leaves: list[Any], differentiated: list[bool]) -> list[Any]:
         losses.append(Loss(closed, differentiated))
         if divide_all:
-            losses[-1].divided()
+            losses[-1].divided()  # `divide` keeps it
         numbers = itertools.count()
 
         def handle(eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:

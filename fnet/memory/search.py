@@ -454,7 +454,7 @@ class _Path:
 
     @functools.cached_property
     def _lowest(self) -> int:
-        """The last place from which bytes only grow: a large window that saves nothing has more."""
+        """The place of the level with the fewest bytes, from the last one back while they fall."""
 
         def size(level: int) -> int:
             return self._option(self._least(level * self._count)).bytes
