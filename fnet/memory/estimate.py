@@ -12,6 +12,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.interpreters.partial_eval import dce_jaxpr
 
 from fnet.backward_pass import DEAR
 from fnet.cpu.workspaces import eigen_bytes, packed_bytes
@@ -179,13 +180,15 @@ class Program:
         operation.densities = [density_of(eqn)] * len(eqn.outvars)
         carry: list[Array] = []
         if (scan := Scan.read(eqn)) is not None:
+            consts, carry, _ = scan.split(inputs)
+            is_stack = [k >= len(carry) for k in range(len(eqn.outvars))]
+            stacked, _ = dce_jaxpr(scan.body.jaxpr, is_stack)  # what iterations save, or run again
             operation.densities = _densities_of_stacks(scan)
             operation.iterations = scan.length
             operation.body = [
                 (density_of(e), sum(map(nbytes, e.outvars)), equation_cost(e))
-                for e in _called(scan.body.jaxpr)
+                for e in _called(stacked)
             ]
-            consts, carry, _ = scan.split(inputs)
             operation.use(self._of_body(scan.body, len(consts), len(carry)), scan.length)
         elif eqn.primitive.name == "while":
             loop = While.of(eqn)

@@ -74,20 +74,12 @@ def _linear_operands(eqn: JaxprEqn, sums: Sequence[int]) -> set[int] | None:
     return None
 
 
-class Rule(NamedTuple):
-    """The derivative rule of a function, as programs.
+Rule = tuple[list[ClosedJaxpr], list[Any]]
+"""The derivative rule of a function, as programs, and the states of tangents or residuals.
 
-    Attributes:
-      forward: ``inputs -> results and residuals``.
-      backward: ``residuals and cotangents -> cotangents of the differentiated inputs``.
-      floating: Indices of the differentiated inputs, and of the inexact results.
-      states: States of the residuals.
-    """
-
-    forward: ClosedJaxpr
-    backward: ClosedJaxpr
-    floating: tuple[list[int], list[int]]
-    states: list[Any]
+The program of a `jax.custom_jvp` is ``inputs and tangents -> results and tangents``. Those of
+others are ``inputs -> results and residuals`` and ``residuals and cotangents -> cotangents``.
+"""
 
 
 class RowAxes(BatchAxes):
@@ -170,45 +162,55 @@ class RowAxes(BatchAxes):
         """Follow a function with its derivative rule, which must keep rows apart, too."""
         # What is inside is followed without derivative rules.
         results = BatchAxes.custom(RowAxes(self.batch_size), eqn, states, site)
-        if not _operands(eqn, self.active) or not any(isinstance(s, BatchAxis) for s in states):
+        floating = _operands(eqn, self.active)
+        if not floating or not any(isinstance(s, BatchAxis) for s in states):
             return results
         if any(isinstance(state, Mixed | Unknown | Sum | Indices) for state in results):
             return results if any(isinstance(s, Mixed) for s in results) else self._unknown(eqn)
-        return results if self.rule(eqn, states, results) else self._unknown(eqn)
+        return results if self.rule(eqn, states, results, floating) else self._unknown(eqn)
 
     def _unknown(self, eqn: JaxprEqn) -> list[Any]:
         return [Unknown(eqn.primitive.name, source_line(eqn))] * len(eqn.outvars)
 
-    def rule(self, eqn: JaxprEqn, states: Sequence[Any], results: Sequence[Any]) -> Rule | None:
+    def rule(
+        self, eqn: JaxprEqn, states: Sequence[Any], results: Sequence[Any], floating: list[int]
+    ) -> Rule | None:
         """Return the derivative rule of an equation; None if it does not keep rows apart."""
         key = eqn, tuple(s if isinstance(s, BatchAxis) else None for s in states)
         if key not in self.rules:
-            self.rules[key] = self._find_rule(eqn, states, results)
+            self.rules[key] = self._find_rule(eqn, states, results, floating)
         return self.rules[key]
 
     def _find_rule(
-        self, eqn: JaxprEqn, states: Sequence[Any], results: Sequence[Any]
+        self, eqn: JaxprEqn, states: Sequence[Any], results: Sequence[Any], floating: list[int]
     ) -> Rule | None:
-        floating = _operands(eqn, self.active)
-        differentiable = [i for i, v in enumerate(eqn.outvars) if is_floating(v)]
+        differentiable = _inexact(eqn.outvars)
         programs = _derivative_programs(eqn, floating)
         if _reads_traced_arrays(programs):
             return None
-        forward, backward = programs
-        analysis = RowAxes(self.batch_size)
-        found = analysis.run(forward, list(states))
-        residuals = found[len(eqn.outvars) :]
+        analysis, count = RowAxes(self.batch_size), len(eqn.outvars)
+        is_forward = len(programs) == 1
+        tangents = [s if isinstance(s, BatchAxis) else Shared() for s in states]
+        more = [tangents[i] for i in floating if is_forward]
+        wanted = [*results, *(results[i] for i in differentiable if is_forward)]
+        found = analysis.run(programs[0], [*states, *more])
+        if not _agree(found[: len(wanted)], wanted):
+            return None
+        if is_forward:
+            return programs, more
+        residuals = found[count:]
         if any(not isinstance(state, BatchAxis | Shared) for state in residuals):
             return None
-        pairs = zip(found, results, strict=False)
-        if any(a != b and BatchAxis in (type(a), type(b)) for a, b in pairs):
-            return None
         cotangents = [found[i] for i in differentiable]
-        wanted = analysis.run(backward, [*residuals, *cotangents])
-        for i, state in zip(floating, wanted, strict=True):
-            if state != _of_cotangent(states[i]) and not isinstance(state, Shared):
-                return None
-        return Rule(forward, backward, (floating, differentiable), residuals)
+        found = analysis.run(programs[1], [*residuals, *cotangents])
+        wanted = [_of_cotangent(states[i]) for i in floating]
+        return (programs, residuals) if _agree(found, wanted) else None
+
+
+def _agree(found: Sequence[Any], wanted: Sequence[Any]) -> bool:
+    """Whether values have wanted states, or none of their own."""
+    pairs = zip(found, wanted, strict=True)
+    return all(a == b or isinstance(a, Shared) for a, b in pairs)
 
 
 def _of_cotangent(state: Any) -> Any:
@@ -221,14 +223,33 @@ def _operands(eqn: JaxprEqn, active: Collection[Var]) -> list[int]:
     return [i for i, v in enumerate(eqn.invars) if isinstance(v, Var) and v in active]
 
 
-def _derivative_programs(eqn: JaxprEqn, floating: Sequence[int]) -> tuple[ClosedJaxpr, ClosedJaxpr]:
-    """Trace the derivative rule of an equation in reverse mode: the programs of `Rule`."""
+def _inexact(atoms: Sequence[Any]) -> list[int]:
+    return [i for i, v in enumerate(atoms) if is_floating(v)]
+
+
+def _derivative_programs(eqn: JaxprEqn, floating: Sequence[int]) -> list[ClosedJaxpr]:
+    """Trace the derivative rule of an equation: the programs of `Rule`."""
     inputs = [aval(v) for v in eqn.invars]  # inside of `jax.shard_map` with the axes they vary over
+    differentiable = _inexact(eqn.outvars)
+    if eqn.primitive.name.startswith("custom_jvp"):
+
+        def with_tangents(*arrays: Any) -> list[Any]:
+            def function(*chosen: Any) -> tuple[list[Any], list[Any]]:
+                given = dict(enumerate(primals)) | dict(zip(floating, chosen, strict=True))
+                outputs = evaluate(eqn, list(given.values()))
+                return [outputs[i] for i in differentiable], outputs
+
+            primals, tangents = arrays[: len(inputs)], arrays[len(inputs) :]
+            chosen = [primals[i] for i in floating]
+            _, found, outputs = jax.jvp(function, chosen, list(tangents), has_aux=True)
+            return [*outputs, *found]
+
+        return [jax.make_jaxpr(with_tangents)(*inputs, *(inputs[i] for i in floating))]
     forward, (outputs, vjp) = jax.make_jaxpr(
         lambda *inputs: differentiate(eqn, inputs, floating), return_shape=True
     )(*inputs)
     cotangents = [a for a in outputs if jnp.issubdtype(a.dtype, jnp.inexact)]
-    return forward, jax.make_jaxpr(lambda vjp, cts: vjp(cts))(vjp, cotangents)
+    return [forward, jax.make_jaxpr(lambda vjp, cts: vjp(cts))(vjp, cotangents)]
 
 
 def _reads_traced_arrays(programs: Sequence[ClosedJaxpr]) -> bool:
@@ -341,6 +362,8 @@ class _Interpreter(Executor[Value]):
     Attributes:
       part: Which rows.
       axes: The analysis of the program.
+      is_rule: Whether it runs a derivative rule, which may be differentiated again: with the rules
+        of all functions in it.
       scope: The function that is traced now, an object that is equal to itself alone. JAX allows no
         array outside of the function that made it, so `_Later.memo` has entries per scope.
     """
@@ -348,7 +371,7 @@ class _Interpreter(Executor[Value]):
     def __init__(
         self, part: Part, axes: RowAxes, change: Callable[[Var, Value], Value] | None = None
     ) -> None:
-        self.part, self.axes, self._change = part, axes, change
+        self.part, self.axes, self._change, self.is_rule = part, axes, change, False
         self.scope = object()
 
     def constant(self, value: Any) -> Value:
@@ -533,15 +556,25 @@ class _Interpreter(Executor[Value]):
 
     def custom(self, eqn: JaxprEqn, states: list[Value], site: Site) -> Sequence[Value]:
         """Run a function with its derivative rule, for these rows."""
-        if not _operands(eqn, self.axes.active):
+        floating = _operands(eqn, self.axes.active)
+        if self.is_rule and eqn.primitive.name.startswith(CUSTOM_DERIVATIVES):
+            floating = _inexact(eqn.invars)
+        if not floating:
             return super().custom(eqn, states, site)
         results, inputs = self.forms(eqn, states, site), [value.state for value in states]
         inner: Any = custom_function(eqn)
-        rule = self.axes.rule(eqn, inputs, results)
-        assert rule is not None
-        plain = RowAxes(self.part.total)
-        floating, differentiable = rule.floating
-        of_cotangents = [_of_cotangent(inputs[i]) for i in floating]
+        plain, differentiable = RowAxes(self.part.total), _inexact(eqn.outvars)
+        count = len(results)
+
+        def find() -> Rule:
+            found = self.axes.rule(eqn, inputs, results, floating)
+            if found is None:
+                raise ValueError(
+                    f"the derivative of the derivative of {eqn.primitive.name} at "
+                    f"{source_line(eqn)} is not known for a part of the rows; a loss that is "
+                    "differentiated again must run whole, without a plan"
+                )
+            return found
 
         def run(
             start: Any,
@@ -549,30 +582,47 @@ class _Interpreter(Executor[Value]):
             arrays: Sequence[Any],
             given: Sequence[Any],
             wanted: Sequence[Any],
+            is_rule: bool = True,
         ) -> list[Any]:
             interpreter = _Interpreter(self.part._replace(start=start), plain)
-            results = interpreter.run(closed, interpreter.lifted(arrays, given))
-            return interpreter.lowered(results, wanted, closed.jaxpr.outvars)
+            interpreter.is_rule = is_rule
+            found = interpreter.run(closed, interpreter.lifted(arrays, given))
+            return interpreter.lowered(found, wanted, closed.jaxpr.outvars)
 
         def primal(start: Any, *arrays: Any) -> list[Any]:
-            return run(start, inner, arrays, inputs, results)
+            return run(start, inner, arrays, inputs, results, is_rule=False)
+
+        def with_tangents(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+            (program,), more = find()
+            arrays = [*primals[1:], *(tangents[1 + i] for i in floating)]
+            wanted = [*results, *(results[i] for i in differentiable)]
+            found = run(primals[0], program, arrays, [*inputs, *more], wanted)
+            made = dict(zip(differentiable, found[count:], strict=True))
+            zeros = (np.zeros(jnp.shape(a), jax.dtypes.float0) for a in found[:count])
+            return found[:count], [made.get(i, zero) for i, zero in enumerate(zeros)]
 
         def forward(start: Any, *arrays: Any) -> tuple[list[Any], Any]:
-            outputs = run(start, rule.forward, arrays, inputs, [*results, *rule.states])
-            return outputs[: len(results)], (start, outputs[len(results) :])
+            (program, _), more = find()
+            outputs = run(start, program, arrays, inputs, [*results, *more])
+            return outputs[:count], (start, outputs[count:])
 
         def backward(saved: Any, cotangents: list[Any]) -> tuple[Any, ...]:
-            start, residuals = saved
+            (start, residuals), ((_, program), more) = saved, find()
             arrays = [*residuals, *(cotangents[i] for i in differentiable)]
-            given = [*rule.states, *(results[i] for i in differentiable)]
-            grads = dict(
-                zip(floating, run(start, rule.backward, arrays, given, of_cotangents), strict=True)
-            )
+            given = [*more, *(results[i] for i in differentiable)]
+            wanted = [_of_cotangent(inputs[i]) for i in floating]
+            found = run(start, program, arrays, given, wanted)
+            grads = dict(zip(floating, found, strict=True))
             return (None, *(grads.get(i) for i in range(len(inputs))))
 
         # Arrays that it closes over may be traced, so all are arguments.
-        function: Any = jax.custom_vjp(primal)
-        function.defvjp(forward, backward)
+        function: Any
+        if eqn.primitive.name.startswith("custom_jvp"):
+            function = jax.custom_jvp(primal)
+            function.defjvp(with_tangents)
+        else:
+            function = jax.custom_vjp(primal)
+            function.defvjp(forward, backward)
         with in_scopes(eqn):
             outputs = function(self.part.start, *map(self.whole, states))
         return self.lifted(outputs, results)
