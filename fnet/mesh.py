@@ -11,15 +11,15 @@ from jax import Array
 Tree = TypeVar("Tree")
 
 
-def equally_varying(arrays: Tree) -> Tree:
-    """Mark all arrays of a tree as varying over the mesh axes that any of them varies over.
+def equally_varying(arrays: Tree, results: Sequence[Any] = ()) -> Tree:
+    """Mark arrays of a tree as varying over all mesh axes that they or results (avals) vary over.
 
     With ``check_vma=True``, `jax.shard_map` requires that a custom derivative returns
     cotangents that vary over the same axes as the arguments. After marking all arguments
     vary equally, and the transpose of the marking sums the cotangents of arrays that devices
     share. With ``check_vma=False`` and outside of `jax.shard_map` this does nothing.
     """
-    axes = frozenset().union(*map(varying_axes, jax.tree.leaves(arrays)))
+    axes = frozenset().union(*map(varying_axes, [*jax.tree.leaves(arrays), *results]))
 
     def mark(a: Array) -> Array:
         missing = tuple(sorted(axes - varying_axes(a)))
@@ -47,8 +47,8 @@ def argument_like(shape: Sequence[int], cotangent: Array) -> Any:
 
 
 def varying_axes(a: Array) -> frozenset[str]:
-    """Return the mesh axes that an array varies over inside `jax.shard_map`."""
-    kind = jax.typeof(a)
+    """Return the mesh axes that an array, or an aval, varies over inside `jax.shard_map`."""
+    kind: Any = a if isinstance(a, jax.core.ShapedArray) else jax.typeof(a)
     # Older and newer versions of JAX than 0.10 have it as `vma`.
     axes: frozenset[str] = (
         kind.manual_axis_type.varying if hasattr(kind, "manual_axis_type") else kind.vma

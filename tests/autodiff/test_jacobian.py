@@ -5,9 +5,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 from batched_cases import double, normal, square
+from jax.sharding import PartitionSpec
 
 import fnet
 from fnet.autodiff.batched.derivatives import hvps, jacobian
+from fnet.mesh import equally_varying
 
 
 @pytest.mark.parametrize(
@@ -123,3 +125,27 @@ def test_argnums_may_be_negative():
 def test_jacobian_of_an_empty_array_is_empty():
     found = jacobian(lambda x: x.sum() * jnp.ones(2))(jnp.ones((0, 3)))
     chex.assert_shape(found, (2, 0, 3))
+
+
+@pytest.mark.parametrize("is_summed", [False, True])
+@pytest.mark.parametrize(("mode", "argnums"), [("reverse", 0), ("auto", 0), ("auto", 1)])
+def test_devices_of_a_shard_map_have_jacobians_of_their_own(mode, argnums, is_summed):
+    x, w = jnp.arange(12.0).reshape(4, 3) / 7, jnp.arange(9.0).reshape(3, 3) / 9
+
+    def f(x, w):
+        return jnp.tanh(x @ w).sum(0)
+
+    def local(x, w):
+        g = (lambda x, w: jax.lax.psum(f(x, w), "d")) if is_summed else f
+        found = jacobian(g, argnums, mode=mode, width=2)(x, w)
+        return equally_varying((found[None], x))[0]
+
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = PartitionSpec("d")
+    got = jax.jit(
+        jax.shard_map(local, mesh=mesh, in_specs=(spec, PartitionSpec()), out_specs=spec)
+    )(x, w)
+    want = jnp.stack([jax.jacrev(f, argnums)(part, w) for part in (x[:2], x[2:])])
+    if is_summed and argnums == 1:
+        want = jnp.broadcast_to(want.sum(0), want.shape)
+    chex.assert_trees_all_close(got, want, rtol=1e-5)

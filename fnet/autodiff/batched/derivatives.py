@@ -26,6 +26,7 @@ from fnet.autodiff.batched.tangents import (
     read_tangents,
 )
 from fnet.jaxpr import has_forward_derivative
+from fnet.mesh import equally_varying, varying_axes
 
 
 def jvps(
@@ -455,9 +456,16 @@ def _of_differentiable_leaves(
 
 
 def _is_forward_cheaper(call: Callable[..., Any], point: list[Array]) -> bool:
-    """Whether columns are at most as many as rows, and the function has a forward mode."""
+    """Whether columns are at most as many as rows, and the function has a forward mode.
+
+    In `jax.shard_map`, one mode would add up what devices have of an argument or result they share.
+    """
     closed, (outputs, _) = jax.make_jaxpr(call, return_shape=True)(point)
-    return has_forward_derivative(closed) and sum(_sizes(point)) <= sum(_sizes(outputs))
+    results, given = (set(map(varying_axes, a)) for a in (closed.out_avals[: len(outputs)], point))
+    pairs = [*itertools.product(results, given)]
+    is_shared, is_sum = any(r - g for r, g in pairs), any(g - r for r, g in pairs)
+    is_cheaper = is_shared or (not is_sum and sum(_sizes(point)) <= sum(_sizes(outputs)))
+    return has_forward_derivative(closed) and is_cheaper
 
 
 def _sizes(arrays: Sequence[Any]) -> list[int]:
@@ -469,11 +477,12 @@ def _unit_vectors(like: Sequence[Array]) -> Callable[[Array | int, int], list[Ar
 
     def rows(start: Array | int, size: int) -> list[Array]:
         numbers = start + jnp.arange(size)
-        ends = list(itertools.accumulate(_sizes(like)))
-        return [
-            jax.nn.one_hot(numbers - (end - a.size), a.size, dtype=a.dtype).reshape(size, *a.shape)
-            for a, end in zip(like, ends, strict=True)
-        ]
+        units, end = [], 0
+        for a in like:
+            own = jax.nn.one_hot(numbers - end, a.size, dtype=a.dtype).reshape(size, *a.shape)
+            units.append(equally_varying((own, a))[0])
+            end += a.size
+        return units
 
     return rows
 

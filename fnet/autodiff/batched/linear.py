@@ -102,14 +102,14 @@ class Linear:
                 for s, o in zip(sums, outputs, strict=True)
             ]
 
+        shapes: list[Any] = [v.aval for v in self.jaxpr.outvars]
         if accumulators is None:
-            shapes: list[Any] = [v.aval for v in self.jaxpr.outvars]
             sums = [jnp.zeros((n, *a.shape), a.dtype) for a in shapes]
         else:
             sums = list(accumulators)
         # Inside `jax.shard_map` the carry of a loop must vary over the same mesh axes from the
         # start as in the end.
-        sums = equally_varying((sums, self.residuals, list(inputs(0, 1))))[0]
+        sums = equally_varying((sums, self.residuals, list(inputs(0, 1))), shapes)[0]
         chunks = n // width
         chunk = for_loops(lambda sums, i: add_chunk(sums, i * width, width))
         sums, _ = jax.lax.scan(lambda sums, i: (chunk(sums, i), None), sums, jnp.arange(chunks))
