@@ -73,7 +73,7 @@ class Rates(NamedTuple):
         return cost._replace(overhead=flops / FLOPS_PER_BYTE - cost.bytes)
 
 
-ON_CPU = Rates(bytes=FLOPS_PER_BYTE, launch=1e5)  # a small kernel took 1.5 us on two cores
+ON_CPU = Rates(bytes=FLOPS_PER_BYTE, launch=2e4)  # of scans of small products on two cores
 
 
 def estimate_cost(program: ClosedJaxpr | Jaxpr) -> Cost:
