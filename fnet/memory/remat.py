@@ -14,7 +14,6 @@ from fnet.memory.apply import evaluate_as
 from fnet.memory.pieces import Piece, merge, pieces
 from fnet.memory.regions import divide, run_divided
 from fnet.memory.tree import (
-    NOTHING,
     PLAIN,
     CheckpointPolicy,
     Run,
@@ -23,6 +22,7 @@ from fnet.memory.tree import (
     checkpoint_of,
     remat_windows,
     run_windows,
+    windows_of,
 )
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -159,11 +159,9 @@ def _trials(parts: Sequence[Piece]) -> dict[int, tuple[float, list[int]]]:
 
 
 def _windows(parts: Sequence[Piece], starts: list[int], on_host: bool = False) -> list[Window]:
-    windows = []
-    for first, after in itertools.pairwise([*starts, len(parts)]):
-        start, end, is_loop = parts[first].start, parts[after - 1].end, parts[first].is_loop
-        least = None if after == len(parts) and not is_loop else NOTHING
-        windows.append(Window(start, end, is_loop, least, on_host and least is not None))
+    windows = [w._replace(is_on_host=on_host) for w in windows_of(parts, starts)]
+    if windows and not windows[-1].is_loop:
+        windows[-1] = windows[-1]._replace(least=None, is_on_host=False)
     return windows
 
 

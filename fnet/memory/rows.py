@@ -369,9 +369,13 @@ class _Interpreter(Executor[Value]):
     """
 
     def __init__(
-        self, part: Part, axes: RowAxes, change: Callable[[Var, Value], Value] | None = None
+        self,
+        part: Part,
+        axes: RowAxes,
+        change: Callable[[Var, Value], Value] | None = None,
+        is_rule: bool = False,
     ) -> None:
-        self.part, self.axes, self._change, self.is_rule = part, axes, change, False
+        self.part, self.axes, self._change, self.is_rule = part, axes, change, is_rule
         self.scope = object()
 
     def constant(self, value: Any) -> Value:
@@ -582,15 +586,13 @@ class _Interpreter(Executor[Value]):
             arrays: Sequence[Any],
             given: Sequence[Any],
             wanted: Sequence[Any],
-            is_rule: bool = True,
         ) -> list[Any]:
-            interpreter = _Interpreter(self.part._replace(start=start), plain)
-            interpreter.is_rule = is_rule
+            interpreter = _Interpreter(self.part._replace(start=start), plain, is_rule=True)
             found = interpreter.run(closed, interpreter.lifted(arrays, given))
             return interpreter.lowered(found, wanted, closed.jaxpr.outvars)
 
         def primal(start: Any, *arrays: Any) -> list[Any]:
-            return run(start, inner, arrays, inputs, results, is_rule=False)
+            return run(start, inner, arrays, inputs, results)
 
         def with_tangents(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
             (program,), more = find()

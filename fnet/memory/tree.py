@@ -31,7 +31,7 @@ from fnet.jaxpr import (
 from fnet.memory import devices, loops, regions
 from fnet.memory.apply import evaluate_as, variables
 from fnet.memory.estimate import density
-from fnet.memory.pieces import merge, pieces, segment_of
+from fnet.memory.pieces import Piece, merge, pieces, segment_of
 
 F = TypeVar("F", bound=Callable[..., Any])
 CheckpointPolicy = Callable[..., Any]
@@ -393,9 +393,10 @@ def partition(jaxpr: Jaxpr, size: float) -> list[Window]:
     """Divide an inlined function where few bytes pass, into windows of a share of its bytes."""
     parts = pieces(jaxpr)
     sizes = [p.made for p in parts]
-    _, starts = merge(parts, sizes, size * sum(sizes))
-    bounds = [*starts, len(parts)]
-    return [
-        Window(parts[a].start, parts[b - 1].end, parts[a].is_loop)
-        for a, b in itertools.pairwise(bounds)
-    ]
+    return windows_of(parts, merge(parts, sizes, size * sum(sizes))[1])
+
+
+def windows_of(parts: Sequence[Piece], starts: Sequence[int]) -> list[Window]:
+    """Windows of adjacent pieces, from the number of the first piece of each."""
+    bounds = itertools.pairwise([*starts, len(parts)])
+    return [Window(parts[a].start, parts[b - 1].end, parts[a].is_loop) for a, b in bounds]
